@@ -1,0 +1,1 @@
+"""An attention lab: is a kernel right, and how far is it from the hardware's limit?"""

@@ -1,0 +1,16 @@
+"""Exact, slow implementations that define what is right. They need torch alone."""
+
+from lab.references.errors import Comparison, compare, eager_attention, relative_l2
+from lab.references.paged_attention import attention, visible_keys
+from lab.references.trtllm import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
+
+__all__ = [
+    "Comparison",
+    "attention",
+    "compare",
+    "eager_attention",
+    "relative_l2",
+    "trtllm_batch_context_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache",
+    "visible_keys",
+]

@@ -1,0 +1,134 @@
+"""How far an output is from the truth, and how far it may be: per (row, head), against a measured control.
+
+The measure is the relative L2 error of each output vector. The allowance is what plain low-precision arithmetic of the
+same dtypes makes of the same inputs, measured, times a small factor: no absolute tolerance, no budget of wrong elements.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from lab.calls import Scale
+
+# An output may be this many times as far from float64 as the control is. Tilings and split reductions of a right kernel
+# differ from the control's one long sum by less; the weakest defect of interest (one key of 32,768) by more than ten.
+CONTROL_FACTOR = 4.0
+
+
+def relative_l2(out: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """‖out - expected‖ / ‖expected‖ of each vector, float64 [num_rows, num_heads].
+
+    NaN or infinity in `out` gives infinity. Where `expected` is zero, an exact zero is right and all else is infinitely wrong.
+
+    Args:
+        out, expected: [num_rows, num_heads, head_dim].
+    """
+    difference = (out.to(torch.float64) - expected.to(torch.float64)).norm(dim=-1)
+    size = expected.to(torch.float64).norm(dim=-1)
+    ratio = torch.where(size > 0, difference / size, torch.where(difference > 0, math.inf, 0.0))
+    finite = out.to(torch.float64).isfinite().all(dim=-1)
+    return torch.where(finite, ratio, torch.full_like(ratio, math.inf))
+
+
+def eager_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    visible: torch.Tensor,
+    *,
+    arithmetic: torch.dtype,
+    bmm1_scale: Scale = 1.0,
+    bmm2_scale: Scale = 1.0,
+    sinks: torch.Tensor | None = None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """The control: attention as a matrix unit does it, with operands in `arithmetic` and float32 sums.
+
+    The query and the softmax's weights are rounded to `arithmetic` before each product (for e4m3, scaled to its range per
+    row, as a kernel of that dtype does); scores, softmax and sums are float32; the output is rounded to `out_dtype`.
+
+    Args: as `lab.references.paged_attention.attention`; returns [batch, q_len, num_qo_heads, head_dim] in `out_dtype`.
+    """
+    group = query.shape[2] // keys.shape[2]
+    keys, values = (side.to(torch.float32).repeat_interleave(group, dim=2).transpose(1, 2) for side in (keys, values))
+    rows = _rounded(query.to(torch.float32), arithmetic).transpose(1, 2)  # [batch, num_qo_heads, q_len, head_dim]
+    scores = (rows @ keys.transpose(2, 3)) * bmm1_scale
+    scores = scores.masked_fill(~visible.unsqueeze(1), -math.inf)
+    if sinks is not None:
+        logits = sinks.to(torch.float32).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, logits), dim=-1)
+    largest = scores.amax(dim=-1, keepdim=True)
+    weights = torch.exp(scores - torch.where(largest.isfinite(), largest, torch.zeros_like(largest)))
+    denominator = weights.sum(dim=-1, keepdim=True)
+    weights = weights[..., : keys.shape[2]]
+    out = (
+        _rounded(weights, arithmetic) @ values / torch.where(denominator > 0, denominator, torch.ones_like(denominator))
+    )
+    return (out * bmm2_scale).transpose(1, 2).to(out_dtype)
+
+
+def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if dtype != torch.float8_e4m3fn:
+        return values.to(dtype).to(torch.float32)
+    largest = values.abs().amax(dim=-1, keepdim=True)
+    scale = torch.where(largest > 0, largest / torch.finfo(dtype).max, torch.ones_like(largest))
+    return (values / scale).to(dtype).to(torch.float32) * scale
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Errors and bounds of one output.
+
+    Attributes:
+        error: relative L2 of each vector, float64 [num_rows, num_heads].
+        bound: what it may be, float64 [num_rows, num_heads].
+    """
+
+    error: torch.Tensor
+    bound: torch.Tensor
+
+    @property
+    def passed(self) -> bool:
+        return not bool(self.wrong.any())
+
+    @property
+    def wrong(self) -> torch.Tensor:
+        """bool [num_rows, num_heads]; an infinite error is wrong whatever the bound."""
+        return ~(self.error <= self.bound)
+
+    @property
+    def worst_ratio(self) -> float:
+        """Largest error over its bound; at most 1 for an output that passes, 0 for an empty one."""
+        if self.error.numel() == 0:
+            return 0.0
+        ratio = torch.where(self.error == 0, torch.zeros_like(self.error), self.error / self.bound)
+        return float(ratio.max())
+
+    def worst(self) -> tuple[int, int]:
+        """(row, head) of the largest error relative to its bound."""
+        ratio = torch.where(self.error == 0, torch.zeros_like(self.error), self.error / self.bound)
+        row, head = divmod(int(ratio.argmax()), ratio.shape[1])
+        return row, head
+
+
+def compare(
+    out: torch.Tensor, expected: torch.Tensor, control: torch.Tensor, groups: torch.Tensor | None = None
+) -> Comparison:
+    """Compare an output with the truth, allowing CONTROL_FACTOR times the control's error.
+
+    One vector's control error is a matter of luck, so the allowance is the largest in its group: the rows of one request,
+    all heads. A group whose truth is zero throughout must be zero exactly.
+
+    Args:
+        out, expected, control: [num_rows, num_heads, head_dim]; expected in float64.
+        groups: int64 [num_rows], the request of each row; None makes one group of all.
+    """
+    error = relative_l2(out, expected)
+    allowed = relative_l2(control, expected).amax(dim=1) * CONTROL_FACTOR
+    if groups is None:
+        groups = torch.zeros(out.shape[0], dtype=torch.int64, device=out.device)
+    count = int(groups.max()) + 1 if groups.numel() else 0
+    largest = torch.zeros(count, dtype=torch.float64, device=out.device)
+    largest = largest.scatter_reduce(0, groups, allowed, reduce="amax")
+    return Comparison(error, largest[groups].unsqueeze(1).expand_as(error))

@@ -1,0 +1,67 @@
+"""What a quantised K/V cache means: e4m3 and NVFP4, as stored, to float64 and back."""
+
+import torch
+
+from lab.calls import NVFP4_BLOCK
+
+E4M3_MAX = 448.0  # largest finite float8_e4m3fn
+E2M1_MAX = 6.0  # largest e2m1 magnitude
+# Magnitudes of the eight codes of e2m1 (1 sign, 2 exponent, 1 mantissa bit; OCP Microscaling Formats v1.0, section 5.3.3).
+E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Tokens whose V scale factors TRT-LLM stores together (FlashInfer 0.7.2, `nvfp4_quantize_paged_kv_cache`).
+INTERLEAVED_TOKENS = 4
+
+
+def quantize_e4m3(values: torch.Tensor, scale: float) -> torch.Tensor:
+    """`values / scale` rounded to e4m3, saturating at ±448 as an engine's cache write does; same shape."""
+    return (values / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def dequantize_nvfp4(packed: torch.Tensor, scale_factors: torch.Tensor) -> torch.Tensor:
+    """NVFP4 as float64, before the global scale, which travels in bmm1_scale and bmm2_scale.
+
+    Args:
+        packed: uint8 [..., head_dim // 2], the even element of a pair in the low four bits.
+        scale_factors: e4m3 [..., head_dim // 16], one for each 16 elements, in plain order.
+
+    Returns:
+        float64 [..., head_dim].
+    """
+    codes = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
+    magnitudes = torch.tensor(E2M1_MAGNITUDES, dtype=torch.float64, device=packed.device)
+    values = magnitudes[(codes & 0x7).long()]
+    values = torch.where(codes >= 8, -values, values)
+    return values * scale_factors.to(torch.float64).repeat_interleave(NVFP4_BLOCK, dim=-1)
+
+
+def quantize_nvfp4(values: torch.Tensor, global_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """`values / global_scale` as NVFP4: per block of 16 an e4m3 scale factor, then the nearest e2m1.
+
+    Returns:
+        packed uint8 [..., head_dim // 2] and scale factors e4m3 [..., head_dim // 16], as `dequantize_nvfp4` reads them.
+    """
+    blocks = (values.to(torch.float64) / global_scale).unflatten(-1, (-1, NVFP4_BLOCK))
+    scale_factors = quantize_e4m3(blocks.abs().amax(dim=-1) / E2M1_MAX, 1.0)
+    divisor = scale_factors.to(torch.float64).unsqueeze(-1)
+    scaled = torch.where(divisor > 0, blocks / divisor, torch.zeros_like(blocks)).flatten(-2)
+    magnitudes = torch.tensor(E2M1_MAGNITUDES, dtype=torch.float64, device=values.device)
+    codes = (scaled.abs().unsqueeze(-1) - magnitudes).abs().argmin(dim=-1).to(torch.uint8)
+    codes = torch.where(scaled < 0, codes + 8, codes).unflatten(-1, (-1, 2))
+    return codes[..., 0] | (codes[..., 1] << 4), scale_factors
+
+
+def interleave_v_scale_factors(scale_factors: torch.Tensor) -> torch.Tensor:
+    """V's scale factors in the order trtllm-gen reads: within a page, factor s of token t at (t // 4) * 4 S + 4 s + t % 4.
+
+    Args:
+        scale_factors: [num_pages, num_kv_heads, page_size, S], page_size a multiple of 4.
+    """
+    grouped = scale_factors.unflatten(2, (-1, INTERLEAVED_TOKENS))
+    return grouped.transpose(3, 4).reshape(scale_factors.shape)
+
+
+def deinterleave_v_scale_factors(scale_factors: torch.Tensor) -> torch.Tensor:
+    """The inverse of `interleave_v_scale_factors`."""
+    pages, heads, page_size, count = scale_factors.shape
+    grouped = scale_factors.reshape(pages, heads, page_size // INTERLEAVED_TOKENS, count, INTERLEAVED_TOKENS)
+    return grouped.transpose(3, 4).reshape(scale_factors.shape)

@@ -1,0 +1,34 @@
+"""FlashInfer's two TRT-LLM attention functions in float64: same names, same parameters, on a CPU or a GPU."""
+
+from typing import Any
+
+from lab.calls import ContextCall, DecodeCall, takes
+from lab.references.paged_attention import paged_attention
+
+
+@takes(DecodeCall)
+def trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> Any:
+    """Attention of the last query tokens of each request over its paged K/V: decode, verify, draft extend.
+
+    Parameters, shapes and dtypes are `lab.calls.DecodeCall`'s, which are FlashInfer 0.7.2's. Beyond those, `out_dtype`
+    may be float32 or float64, so that an oracle is not rounded. Reads lengths and tables on the host.
+
+    Returns:
+        out [num_rows, num_qo_heads, head_dim]; with `return_lse`, (out, lse), lse in base 2.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: before any arithmetic; see `DecodeCall.problem` and `check_values`.
+    """
+    problem = call.problem()
+    return problem.returned(*paged_attention(problem))
+
+
+@takes(ContextCall)
+def trtllm_batch_context_with_kv_cache(call: ContextCall) -> Any:
+    """Attention of each request's newest query tokens, as many as it has, over its paged K/V: extend and prefill.
+
+    Parameters, shapes and dtypes are `lab.calls.ContextCall`'s, which are FlashInfer 0.7.2's; the rest is as in
+    `trtllm_batch_decode_with_kv_cache`.
+    """
+    problem = call.problem()
+    return problem.returned(*paged_attention(problem))
