@@ -6,6 +6,7 @@ shapes, dtypes, strides and host numbers. What a check would have to read from a
 
 import functools
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -14,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 NVFP4_BLOCK = 16  # elements of head_dim under one e4m3 scale factor (FlashInfer 0.7.2, kv_cache_sf)
+INTERLEAVED_TOKENS = 4  # tokens whose V scale factors trtllm-gen stores together (nvfp4_quantize_paged_kv_cache)
 MASK_BITS_PER_WORD = 16  # XQA's draft mask is uint16 words, two per 32 draft tokens
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -21,6 +23,9 @@ FULL_DTYPES = (torch.float32, torch.float64)
 QUERY_DTYPES = (*HALF_DTYPES, torch.float8_e4m3fn, *FULL_DTYPES)
 OUT_DTYPES = QUERY_DTYPES
 LENGTH_DTYPES = (torch.int32, torch.uint32)
+
+# Scratch and a launch hint: they change no result, so any value will do, on any device.
+FREE_ARGUMENTS = ("workspace_buffer", "enable_pdl", "multi_ctas_kv_counter_buffer")
 
 Scale = float | torch.Tensor
 KVCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -39,6 +44,7 @@ class PagedAttention:
         k_block_tables, v_block_tables: int32 [batch_size, max_num_pages_per_seq]; the same tensor when shared.
         seq_lens: [batch_size], keys of each request, the query tokens' own included.
         cu_seqlens_q: int32 [batch_size + 1], or None when every request has `max_q_len` query rows.
+        cu_seqlens_kv: int32 [batch_size + 1], running sum of `seq_lens`; None in a decode call.
         max_q_len: most query rows of one request.
         max_kv_len: most keys that the caller promises for one request.
         causal: row i of a request with q rows and L keys sits at position L - q + i and sees keys up to it.
@@ -102,7 +108,7 @@ class PagedAttention:
         return self.k_cache.dtype == torch.uint8
 
     def results(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The output to fill, [num_rows, num_qo_heads, head_dim], and the LSE, float32 [num_rows, num_qo_heads] or None."""
+        """What to fill: the output, and the LSE or None, given or new, as in `DecodeCall`."""
         out, lse = self.out, self.lse
         if out is None:
             out = torch.empty(self.query.shape, dtype=self.out_dtype, device=self.query.device)
@@ -128,21 +134,21 @@ class DecodeCall:
         block_tables: int32 [batch_size, max_num_pages_per_seq], or [batch_size, 2, max_num_pages_per_seq] with separate
             K and V page ids when `uses_shared_paged_kv_idx` is False.
         seq_lens: int32 or uint32 [batch_size]: keys of each request, its query tokens included.
-        max_seq_len: host bound of `seq_lens`.
+        max_seq_len: host bound of `seq_lens`; 0 for an empty batch.
         bmm1_scale, bmm2_scale: number, or float32 tensor of one element: factor of Q·K^T and of P·V.
         bmm1_scale_log2: float32 tensor of one element, `bmm1_scale * log2(e)`; takes precedence over `bmm1_scale`.
         window_left: keys to the left of a row that it sees; -1 for all.
         out, out_dtype: where, or as what, the output is written.
         sinks: float32 [num_qo_heads].
         q_len_per_req: query rows of every request; None with `cum_seq_lens_q`.
-        max_q_len, cum_seq_lens_q: most rows of a request, and int32 [batch_size + 1] row offsets.
+        max_q_len, cum_seq_lens_q: most rows of a request, and int32 [batch_size + 1] row offsets, as in `ContextCall`.
         mask: packed draft mask for q_len_per_req > 1, uint16 [batch_size, q_len, 2 * ceil(q_len / 32)]; bit b of word w
             of row j set: draft token 16 w + b is visible to row j. Without it the rows are causal.
         kv_cache_sf: (K, V) e4m3 scale factors of an NVFP4 cache, one per 16 elements of head_dim.
         lse, return_lse: float32 [num_rows, num_qo_heads], base 2: log2 of the softmax's denominator, the sink included.
 
-    The other parameters have one value that the lab models, their default; another raises NotImplementedError. Those that
-    change no result (`workspace_buffer`, `enable_pdl`, `multi_ctas_kv_counter_buffer`) are free.
+    The other parameters have one value that the lab models, their default; another raises NotImplementedError. Those
+    that change no result (`FREE_ARGUMENTS`) are free.
     """
 
     query: torch.Tensor
@@ -192,10 +198,10 @@ class DecodeCall:
         """
         _check_modelled(
             self,
-            "o_sf_scale o_sf_vec_size skip_softmax_threshold_scale_factor enable_block_sparse_attention cp_world cp_rank "
-            "causal_seqlens_kv_global bf16q_fp8kv_transform_mode request_order request_order_plan",
+            "o_sf_scale o_sf_vec_size skip_softmax_threshold_scale_factor enable_block_sparse_attention "
+            "cp_world cp_rank causal_seqlens_kv_global bf16q_fp8kv_transform_mode request_order request_order_plan",
         )
-        if self.o_scale not in (None, 1.0):
+        if isinstance(self.o_scale, torch.Tensor) or self.o_scale not in (None, 1.0):
             _not_modelled("o_scale", self.o_scale, "fold it into bmm2_scale")
         _check_backend(self.backend, ("auto", "xqa", "trtllm-gen"))
         batch_size = _batch_size(self.block_tables, self.uses_shared_paged_kv_idx)
@@ -224,13 +230,13 @@ class DecodeCall:
                 raise ValueError(
                     f"max_q_len={self.max_q_len} needs cum_seq_lens_q; for equal widths pass q_len_per_req"
                 )
-            return _positive_int("q_len_per_req", self.q_len_per_req, "or pass cum_seq_lens_q and max_q_len")
+            return _check_int("q_len_per_req", self.q_len_per_req, 1, "or pass cum_seq_lens_q and max_q_len")
         if self.q_len_per_req is not None:
             raise ValueError(
-                f"q_len_per_req={self.q_len_per_req} contradicts cum_seq_lens_q (FlashInfer 0.7.2 derives the batch from "
-                "q_len_per_req and its default is 1): pass q_len_per_req=None"
+                f"q_len_per_req={self.q_len_per_req} contradicts cum_seq_lens_q (FlashInfer 0.7.2 derives the batch "
+                "from q_len_per_req and its default is 1): pass q_len_per_req=None"
             )
-        return _positive_int("max_q_len", self.max_q_len, "it goes with cum_seq_lens_q")
+        return _check_int("max_q_len", self.max_q_len, 0, "it goes with cum_seq_lens_q")
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,7 +244,7 @@ class ContextCall:
     """The arguments of FlashInfer 0.7.2's `trtllm_batch_context_with_kv_cache`: same names, order and defaults.
 
     Attributes (others as in `DecodeCall`):
-        max_q_len, max_kv_len: host bounds of the query and key lengths.
+        max_q_len, max_kv_len: host bounds of the query and key lengths; 0 for an empty batch.
         cum_seq_lens_q, cum_seq_lens_kv: int32 [batch_size + 1] offsets of the query rows and of the keys.
         causal: False lets every row see every key of its request; it excludes a window.
     """
@@ -289,13 +295,14 @@ class ContextCall:
             )
         for name in ("cum_seq_lens_q", "cum_seq_lens_kv"):
             _check_tensor(name, getattr(self, name))
+        _check_bool("causal", self.causal)
         if not self.causal and self.window_left >= 0:
             raise NotImplementedError(
                 f"causal=False with window_left={self.window_left}: FlashInfer has no such kernel; pass window_left=-1"
             )
         return _problem(
             self,
-            max_q_len=_positive_int("max_q_len", self.max_q_len, "it bounds the rows of one request"),
+            max_q_len=_check_int("max_q_len", self.max_q_len, 0, "it bounds the rows of one request"),
             max_kv_len=self.max_kv_len,
             causal=self.causal,
             bmm1_scale=self.bmm1_scale,
@@ -338,8 +345,8 @@ def check_values(problem: PagedAttention) -> None:
             raise ValueError(f"seq_lens[{request}] = {length} is negative; a request without keys has length 0")
         if length > capacity:
             raise ValueError(
-                f"seq_lens[{request}] = {length} needs {-(-length // problem.page_size)} pages of {problem.page_size}, but "
-                f"block_tables has {problem.k_block_tables.shape[1]} columns ({capacity} tokens): widen the table"
+                f"seq_lens[{request}] = {length} needs {-(-length // problem.page_size)} pages of {problem.page_size}, "
+                f"but block_tables has {problem.k_block_tables.shape[1]} columns ({capacity} tokens): widen the table"
             )
         if length > problem.max_kv_len:
             raise ValueError(
@@ -348,13 +355,9 @@ def check_values(problem: PagedAttention) -> None:
     if problem.cu_seqlens_q is not None:
         _check_offsets("cum_seq_lens_q", problem.cu_seqlens_q.tolist(), problem.num_rows, problem.max_q_len)
     if problem.cu_seqlens_kv is not None:
-        expected = [0]
-        for length in lengths:
-            expected.append(expected[-1] + length)
-        if problem.cu_seqlens_kv.tolist() != expected:
-            raise ValueError(
-                f"cum_seq_lens_kv = {problem.cu_seqlens_kv.tolist()} is not the running sum of seq_lens: expected {expected}"
-            )
+        offsets, expected = problem.cu_seqlens_kv.tolist(), list(itertools.accumulate(lengths, initial=0))
+        if offsets != expected:
+            raise ValueError(f"cum_seq_lens_kv = {offsets} is not the running sum of seq_lens: expected {expected}")
     _check_page_ids(problem, lengths)
 
 
@@ -372,15 +375,15 @@ def _check_page_ids(problem: PagedAttention, lengths: Sequence[int]) -> None:
         if len(wrong):
             request, column = wrong[0].tolist()
             raise ValueError(
-                f"block_tables: {kind} page id {ids[request, column].item()} of request {request}, column {column} is outside "
-                f"the pool of {num_pages} pages"
+                f"block_tables: {kind} page id {ids[request, column].item()} of request {request}, column {column} is "
+                f"outside the pool of {num_pages} pages, and seq_lens says it is live: correct the table or the length"
             )
 
 
 def _check_offsets(name: str, offsets: list[int], total: int, most: int) -> None:
     if offsets[0] != 0 or offsets[-1] != total:
         raise ValueError(f"{name} must run from 0 to the {total} query rows, got {offsets[0]} … {offsets[-1]}")
-    widths = [after - before for before, after in zip(offsets, offsets[1:], strict=False)]
+    widths = [after - before for before, after in itertools.pairwise(offsets)]
     if any(width < 0 for width in widths):
         raise ValueError(f"{name} = {offsets} decreases; it must be a running sum")
     if max(widths, default=0) > most:
@@ -399,6 +402,7 @@ def _problem(
 ) -> PagedAttention:
     """What the two calls have in common: check it, and normalise layout, tables and dtypes."""
     query = call.query
+    _check_bool("return_lse", call.return_lse)
     k_cache, v_cache = _split_cache("kv_cache", call.kv_cache, call.kv_layout)
     _check_cache(query, k_cache, v_cache)
     scale_factors = _check_scale_factors(call, k_cache)
@@ -408,9 +412,8 @@ def _problem(
     for name, offsets in (("cum_seq_lens_q", call.cum_seq_lens_q), ("cum_seq_lens_kv", cum_seq_lens_kv)):
         if offsets is not None:
             _check_vector(name, offsets, batch_size + 1, (torch.int32,))
-    _positive_int("max_seq_len/max_kv_len", max_kv_len, "it bounds the keys of one request")
-    if isinstance(call.window_left, bool) or not isinstance(call.window_left, int) or call.window_left < -1:
-        raise ValueError(f"window_left must be -1 (no window) or a number of keys >= 0, got {call.window_left!r}")
+    _check_int("max_seq_len/max_kv_len", max_kv_len, 0, "it bounds the keys of one request")
+    _check_int("window_left", call.window_left, -1, "-1 means no window")
     if call.sinks is not None:
         _check_vector("sinks", call.sinks, query.shape[1], (torch.float32,))
     _check_scale("bmm1_scale", bmm1_scale)
@@ -440,7 +443,7 @@ def _problem(
         lse=_check_lse(call),
         return_lse=call.return_lse,
     )
-    _check_devices(problem)
+    _check_devices(call)
     if query.device.type == "cpu":
         check_values(problem)
     return problem
@@ -471,12 +474,17 @@ def _check_tensor(name: str, value: object) -> torch.Tensor:
     return value
 
 
-def _positive_int(name: str, value: object, remedy: str) -> int:
+def _check_int(name: str, value: object, least: int, remedy: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {value!r}; {remedy}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}; {remedy}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}; {remedy}")
     return value
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:
@@ -497,6 +505,8 @@ def _check_query(query: object) -> None:
     tensor = _check_tensor("query", query)
     if tensor.ndim != 3:
         raise ValueError(f"query must be [num_rows, num_qo_heads, head_dim], got shape {list(tensor.shape)}")
+    if 0 in tensor.shape[1:]:
+        raise ValueError(f"query needs at least one head and one element of head_dim, got shape {list(tensor.shape)}")
     if tensor.dtype not in QUERY_DTYPES:
         raise TypeError(f"query must be {_names(QUERY_DTYPES)}, got {tensor.dtype}")
     _check_head_dim_stride("query", tensor)
@@ -505,7 +515,7 @@ def _check_query(query: object) -> None:
 def _check_head_dim_stride(name: str, tensor: torch.Tensor) -> None:
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(
-            f"{name}: head_dim must be contiguous (stride 1), got stride {tensor.stride(-1)}; pass {name}.contiguous()"
+            f"{name}: head_dim must be contiguous (stride 1), got stride {tensor.stride(-1)}; call .contiguous() on it"
         )
 
 
@@ -529,15 +539,19 @@ def _split_cache(name: str, cache: object, kv_layout: str) -> tuple[torch.Tensor
         raise TypeError(f"{name} must be a tensor or a pair of tensors (K, V), got {type(cache).__name__}")
     if k.shape != v.shape or k.dtype != v.dtype:
         raise ValueError(f"{name}: K and V must agree, got {list(k.shape)} {k.dtype} and {list(v.shape)} {v.dtype}")
-    _check_head_dim_stride(f"{name} K", k)
-    _check_head_dim_stride(f"{name} V", v)
+    _check_head_dim_stride(f"K of {name}", k)
+    _check_head_dim_stride(f"V of {name}", v)
     return (k, v) if kv_layout == "HND" else (k.transpose(1, 2), v.transpose(1, 2))
 
 
 def _check_cache(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
-    allowed = (query.dtype, torch.float8_e4m3fn, torch.uint8)
+    allowed = tuple(dict.fromkeys((query.dtype, torch.float8_e4m3fn, torch.uint8)))
     if k_cache.dtype not in allowed:
         raise TypeError(f"kv_cache must be {_names(allowed)} for a {query.dtype} query, got {k_cache.dtype}")
+    if k_cache.dtype == torch.uint8 and query.shape[2] % NVFP4_BLOCK:
+        raise ValueError(
+            f"query has head_dim {query.shape[2]}, but an NVFP4 (uint8) kv_cache needs a multiple of {NVFP4_BLOCK}"
+        )
     stored = query.shape[2] // 2 if k_cache.dtype == torch.uint8 else query.shape[2]
     if k_cache.shape[3] != stored:
         raise ValueError(
@@ -545,7 +559,10 @@ def _check_cache(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tens
         )
     heads, page_size = k_cache.shape[1], k_cache.shape[2]
     if heads == 0 or query.shape[1] % heads:
-        raise ValueError(f"{query.shape[1]} query heads do not divide into groups of {heads} K/V heads")
+        raise ValueError(
+            f"the {query.shape[1]} heads of query do not divide evenly over the {heads} heads of kv_cache "
+            "(is kv_layout right?)"
+        )
     if page_size < 1 or page_size & (page_size - 1):
         raise ValueError(f"kv_cache has page_size {page_size}; it must be a power of two (is kv_layout right?)")
 
@@ -563,6 +580,11 @@ def _check_scale_factors(call: Call, k_cache: torch.Tensor) -> tuple[torch.Tenso
         raise ValueError(f"kv_cache_sf must be {list(expected)} as HND, got {list(k.shape)}")
     if k.dtype != torch.float8_e4m3fn:
         raise TypeError(f"kv_cache_sf must be float8_e4m3fn, got {k.dtype}")
+    if _has_interleaved_v_scales(call) and k_cache.shape[2] % INTERLEAVED_TOKENS:
+        raise ValueError(
+            f"kv_cache has page_size {k_cache.shape[2]}, but trtllm-gen interleaves V's scale factors over "
+            f"{INTERLEAVED_TOKENS} tokens: use a larger page"
+        )
     return k, v
 
 
@@ -579,6 +601,7 @@ def _has_interleaved_v_scales(call: Call) -> bool:
 
 
 def _batch_size(block_tables: object, shared: bool) -> int:
+    _check_bool("uses_shared_paged_kv_idx", shared)
     tensor = _check_tensor("block_tables", block_tables)
     if tensor.dtype != torch.int32:
         raise TypeError(f"block_tables must be int32, got {tensor.dtype}")
@@ -598,7 +621,9 @@ def _split_tables(block_tables: torch.Tensor, shared: bool) -> tuple[torch.Tenso
 
 def _check_mask(mask: object, cum_seq_lens_q: object, batch_size: int, q_len: int) -> None:
     if cum_seq_lens_q is not None:
-        _not_modelled("mask", "a tensor", "with cum_seq_lens_q; ragged rows are causal")
+        raise NotImplementedError(
+            "mask with cum_seq_lens_q is not modelled by the lab: pass q_len_per_req rows of every request, or no mask"
+        )
     tensor = _check_tensor("mask", mask)
     if tensor.dtype != torch.uint16:
         raise TypeError(f"mask must be packed uint16 words, got {tensor.dtype}")
@@ -623,6 +648,8 @@ def _check_scale(name: str, scale: object) -> None:
             )
     elif isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"{name} must be a number or a float32 tensor of one element, got {scale!r}")
+    elif not math.isfinite(scale):
+        raise ValueError(f"{name} must be finite, got {scale}")
 
 
 def _from_log2(bmm1_scale_log2: object) -> torch.Tensor:
@@ -646,7 +673,7 @@ def _out_dtype(call: Call) -> torch.dtype:
     if dtype == "nvfp4":
         _not_modelled("out_dtype", "nvfp4", f"use one of {_names(OUT_DTYPES)}")
     if not isinstance(dtype, torch.dtype) or dtype not in OUT_DTYPES:
-        raise TypeError(f"the output must be {_names(OUT_DTYPES)}, got {dtype!r}")
+        raise TypeError(f"out_dtype, or out's dtype, must be {_names(OUT_DTYPES)}, got {dtype!r}")
     return dtype
 
 
@@ -661,9 +688,10 @@ def _check_lse(call: Call) -> torch.Tensor | None:
     return lse
 
 
-def _check_devices(problem: PagedAttention) -> None:
-    device = problem.query.device
-    for field in fields(problem):
-        value = getattr(problem, field.name)
-        if isinstance(value, torch.Tensor) and value.device != device:
-            raise ValueError(f"{field.name} is on {value.device}, but query is on {device}; move it there")
+def _check_devices(call: Call) -> None:
+    device = call.query.device
+    for field in fields(call):
+        value = getattr(call, field.name)
+        for tensor in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(tensor, torch.Tensor) and tensor.device != device and field.name not in FREE_ARGUMENTS:
+                raise ValueError(f"{field.name} is on {tensor.device}, but query is on {device}; move it there")

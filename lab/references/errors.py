@@ -1,7 +1,8 @@
 """How far an output is from the truth, and how far it may be: per (row, head), against a measured control.
 
-The measure is the relative L2 error of each output vector. The allowance is what plain low-precision arithmetic of the
-same dtypes makes of the same inputs, measured, times a small factor: no absolute tolerance, no budget of wrong elements.
+The measure is the relative L2 error of each output vector. The allowance is what plain low-precision arithmetic of
+the same dtypes makes of the same inputs, measured, times a small factor: no absolute tolerance, no budget of wrong
+elements.
 """
 
 import math
@@ -10,25 +11,33 @@ from dataclasses import dataclass
 import torch
 
 from lab.calls import Scale
+from lab.references.quantization import rounded
 
 # An output may be this many times as far from float64 as the control is. Tilings and split reductions of a right kernel
 # differ from the control's one long sum by less; the weakest defect of interest (one key of 32,768) by more than ten.
 CONTROL_FACTOR = 4.0
+# No control, however bad, allows an error near that of an output of zeros, which is 1.
+LARGEST_BOUND = 0.5
 
 
 def relative_l2(out: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """‖out - expected‖ / ‖expected‖ of each vector, float64 [num_rows, num_heads].
 
-    NaN or infinity in `out` gives infinity. Where `expected` is zero, an exact zero is right and all else is infinitely wrong.
+    NaN or infinity in either gives infinity. Where `expected` is zero, an exact zero is right and all else is
+    infinitely wrong.
 
     Args:
         out, expected: [num_rows, num_heads, head_dim].
+
+    Raises:
+        ValueError: the shapes differ.
     """
+    if out.shape != expected.shape:
+        raise ValueError(f"out has shape {list(out.shape)}, but expected has {list(expected.shape)}")
     difference = (out.to(torch.float64) - expected.to(torch.float64)).norm(dim=-1)
     size = expected.to(torch.float64).norm(dim=-1)
     ratio = torch.where(size > 0, difference / size, torch.where(difference > 0, math.inf, 0.0))
-    finite = out.to(torch.float64).isfinite().all(dim=-1)
-    return torch.where(finite, ratio, torch.full_like(ratio, math.inf))
+    return torch.where(difference.isfinite(), ratio, math.inf)
 
 
 def eager_attention(
@@ -45,14 +54,14 @@ def eager_attention(
 ) -> torch.Tensor:
     """The control: attention as a matrix unit does it, with operands in `arithmetic` and float32 sums.
 
-    The query and the softmax's weights are rounded to `arithmetic` before each product (for e4m3, scaled to its range per
-    row, as a kernel of that dtype does); scores, softmax and sums are float32; the output is rounded to `out_dtype`.
+    The query and the softmax's weights are rounded to `arithmetic` before each product (for e4m3, scaled to its range
+    per row, as a kernel of that dtype does); scores, softmax and sums are float32; the output is in `out_dtype`.
 
     Args: as `lab.references.paged_attention.attention`; returns [batch, q_len, num_qo_heads, head_dim] in `out_dtype`.
     """
     group = query.shape[2] // keys.shape[2]
     keys, values = (side.to(torch.float32).repeat_interleave(group, dim=2).transpose(1, 2) for side in (keys, values))
-    rows = _rounded(query.to(torch.float32), arithmetic).transpose(1, 2)  # [batch, num_qo_heads, q_len, head_dim]
+    rows = _as_operand(query.to(torch.float32), arithmetic).transpose(1, 2)  # [batch, num_qo_heads, q_len, head_dim]
     scores = (rows @ keys.transpose(2, 3)) * bmm1_scale
     scores = scores.masked_fill(~visible.unsqueeze(1), -math.inf)
     if sinks is not None:
@@ -62,13 +71,12 @@ def eager_attention(
     weights = torch.exp(scores - torch.where(largest.isfinite(), largest, torch.zeros_like(largest)))
     denominator = weights.sum(dim=-1, keepdim=True)
     weights = weights[..., : keys.shape[2]]
-    out = (
-        _rounded(weights, arithmetic) @ values / torch.where(denominator > 0, denominator, torch.ones_like(denominator))
-    )
-    return (out * bmm2_scale).transpose(1, 2).to(out_dtype)
+    sums = _as_operand(weights, arithmetic) @ values
+    out = sums / torch.where(denominator > 0, denominator, torch.ones_like(denominator))
+    return rounded((out * bmm2_scale).transpose(1, 2), out_dtype)
 
 
-def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _as_operand(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if dtype != torch.float8_e4m3fn:
         return values.to(dtype).to(torch.float32)
     largest = values.abs().amax(dim=-1, keepdim=True)
@@ -95,7 +103,7 @@ class Comparison:
     @property
     def wrong(self) -> torch.Tensor:
         """bool [num_rows, num_heads]; an infinite error is wrong whatever the bound."""
-        return ~(self.error <= self.bound)
+        return ~(self.error <= self.bound) | self.error.isinf()
 
     @property
     def worst_ratio(self) -> float:
@@ -117,15 +125,23 @@ def compare(
 ) -> Comparison:
     """Compare an output with the truth, allowing CONTROL_FACTOR times the control's error.
 
-    One vector's control error is a matter of luck, so the allowance is the largest in its group: the rows of one request,
-    all heads. A group whose truth is zero throughout must be zero exactly.
+    One vector's control error is a matter of luck, so the allowance is the largest in its group: the rows of one
+    request, all heads. A vector whose truth is zero must be zero exactly, and allows the others nothing.
 
     Args:
         out, expected, control: [num_rows, num_heads, head_dim]; expected in float64.
         groups: int64 [num_rows], the request of each row; None makes one group of all.
+
+    Raises:
+        ValueError: the shapes differ, or `expected` or `control` is not finite: they could not judge anything.
     """
+    for name, values in (("expected", expected), ("control", control)):
+        if not bool(values.to(torch.float64).isfinite().all()):
+            raise ValueError(f"{name} must be finite to judge an output by; it holds NaN or infinity")
     error = relative_l2(out, expected)
-    allowed = relative_l2(control, expected).amax(dim=1) * CONTROL_FACTOR
+    control_error = relative_l2(control, expected)
+    allowed = torch.where(control_error.isfinite(), control_error, 0.0).amax(dim=1) * CONTROL_FACTOR
+    allowed = allowed.clamp(max=LARGEST_BOUND)
     if groups is None:
         groups = torch.zeros(out.shape[0], dtype=torch.int64, device=out.device)
     count = int(groups.max()) + 1 if groups.numel() else 0

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lab.calls import MASK_BITS_PER_WORD, PagedAttention, Scale, check_values
-from lab.references.quantization import deinterleave_v_scale_factors, dequantize_nvfp4
+from lab.references.quantization import deinterleave_v_scale_factors, dequantize_nvfp4, rounded
 
 # Most float64 elements that one gathered piece may hold (K and V, or scores): 0.5 GiB, small beside any device.
 PIECE_ELEMENTS = 2**26
@@ -120,7 +120,7 @@ def paged_attention(problem: PagedAttention) -> tuple[torch.Tensor, torch.Tensor
     for piece in _pieces(problem):
         piece_out, piece_lse_log2 = _solve(problem, piece)
         rows, columns = piece.rows(), piece.row_exists()
-        out[rows] = piece_out[columns].to(out.dtype)
+        out[rows] = rounded(piece_out[columns], out.dtype)
         if lse_log2 is not None:
             lse_log2[rows] = piece_lse_log2[columns].to(lse_log2.dtype)
     return out, lse_log2
@@ -137,7 +137,6 @@ class _Block:
     kv_len: int
     key_start: int
     key_end: int
-
     first_page: int  # column of the page table
     num_pages: int
 
@@ -229,7 +228,8 @@ def _solve(problem: PagedAttention, piece: _Piece) -> tuple[torch.Tensor, torch.
     )
     if problem.mask is not None:
         q_starts = (kv_lens - problem.max_q_len).unsqueeze(1)
-        visible = visible & _unmasked(problem.mask[requests], query_positions - q_starts, key_positions - q_starts)
+        words = problem.mask.to(torch.int32)[requests]
+        visible = visible & _unmasked(words, query_positions - q_starts, key_positions - q_starts)
     lookup = _Lookup(requests, page_columns, exists.unflatten(1, (-1, problem.page_size)))
     return attention(
         _indexed(problem.query, rows),
@@ -247,7 +247,9 @@ class _Lookup:
     """Where a piece's keys lie.
 
     Attributes:
-        requests: [batch]; page_columns: [batch, num_pages], columns of the page table; exists: bool [batch, num_pages, page_size].
+        requests: [batch].
+        page_columns: [batch, num_pages], columns of the page table.
+        exists: bool [batch, num_pages, page_size].
     """
 
     requests: torch.Tensor
@@ -257,7 +259,11 @@ class _Lookup:
     def entries(
         self, cache: torch.Tensor, scale_factors: torch.Tensor | None, block_tables: torch.Tensor
     ) -> torch.Tensor:
-        """The cache's entries, dequantised, zero where no key exists: float64 [batch, num_keys, num_kv_heads, head_dim]."""
+        """The cache's entries, dequantised, zero where no key exists.
+
+        Returns:
+            float64 [batch, num_keys, num_kv_heads, head_dim].
+        """
         page_exists = self.exists.any(dim=2)
         columns = torch.where(page_exists, self.page_columns, 0)
         pages = torch.where(page_exists, block_tables[self.requests].gather(1, columns), 0)
@@ -281,13 +287,12 @@ def _unmasked(mask: torch.Tensor, rows: torch.Tensor, draft_tokens: torch.Tensor
     """Which keys XQA's packed draft mask leaves visible: bool [batch, q_len, kv_len].
 
     Args:
-        mask: uint16 [batch, q_len, words].
+        mask: its words as int32 [batch, q_len, words].
         rows: [batch, q_len], the row's index among its request's rows.
         draft_tokens: [batch, kv_len], the key's index among the draft tokens; negative for the keys before them.
     """
     q_len = mask.shape[1]
-    words = mask.to(torch.int32)
-    bits = (words.unsqueeze(-1) >> torch.arange(MASK_BITS_PER_WORD, device=mask.device, dtype=torch.int32)) & 1
+    bits = (mask.unsqueeze(-1) >> torch.arange(MASK_BITS_PER_WORD, device=mask.device, dtype=torch.int32)) & 1
     shown = bits.flatten(2)[:, :, :q_len].bool()  # [batch, row, draft token]
     batch = torch.arange(mask.shape[0], device=mask.device)
     columns = draft_tokens.clamp(0, q_len - 1)

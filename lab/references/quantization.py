@@ -2,19 +2,24 @@
 
 import torch
 
-from lab.calls import NVFP4_BLOCK
+from lab.calls import INTERLEAVED_TOKENS, NVFP4_BLOCK
 
 E4M3_MAX = 448.0  # largest finite float8_e4m3fn
 E2M1_MAX = 6.0  # largest e2m1 magnitude
-# Magnitudes of the eight codes of e2m1 (1 sign, 2 exponent, 1 mantissa bit; OCP Microscaling Formats v1.0, section 5.3.3).
+# Magnitudes of the eight codes of e2m1: 1 sign, 2 exponent, 1 mantissa bit (OCP Microscaling Formats v1.0, 5.3.3).
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# Tokens whose V scale factors TRT-LLM stores together (FlashInfer 0.7.2, `nvfp4_quantize_paged_kv_cache`).
-INTERLEAVED_TOKENS = 4
+
+
+def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`values` in `dtype`; e4m3 saturates at ±448, as NVIDIA's conversion does (PTX `cvt.satfinite`), and keeps NaN."""
+    if dtype == torch.float8_e4m3fn:
+        values = values.clamp(-E4M3_MAX, E4M3_MAX)
+    return values.to(dtype)
 
 
 def quantize_e4m3(values: torch.Tensor, scale: float) -> torch.Tensor:
     """`values / scale` rounded to e4m3, saturating at ±448 as an engine's cache write does; same shape."""
-    return (values / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return rounded(values / scale, torch.float8_e4m3fn)
 
 
 def dequantize_nvfp4(packed: torch.Tensor, scale_factors: torch.Tensor) -> torch.Tensor:
@@ -38,7 +43,7 @@ def quantize_nvfp4(values: torch.Tensor, global_scale: float) -> tuple[torch.Ten
     """`values / global_scale` as NVFP4: per block of 16 an e4m3 scale factor, then the nearest e2m1.
 
     Returns:
-        packed uint8 [..., head_dim // 2] and scale factors e4m3 [..., head_dim // 16], as `dequantize_nvfp4` reads them.
+        packed uint8 [..., head_dim // 2], scale factors e4m3 [..., head_dim // 16], as `dequantize_nvfp4` reads them.
     """
     blocks = (values.to(torch.float64) / global_scale).unflatten(-1, (-1, NVFP4_BLOCK))
     scale_factors = quantize_e4m3(blocks.abs().amax(dim=-1) / E2M1_MAX, 1.0)
@@ -51,7 +56,9 @@ def quantize_nvfp4(values: torch.Tensor, global_scale: float) -> tuple[torch.Ten
 
 
 def interleave_v_scale_factors(scale_factors: torch.Tensor) -> torch.Tensor:
-    """V's scale factors in the order trtllm-gen reads: within a page, factor s of token t at (t // 4) * 4 S + 4 s + t % 4.
+    """V's scale factors in the order trtllm-gen reads.
+
+    Within a page of one head, factor s of token t lies at (t // 4) * 4 S + 4 s + t % 4.
 
     Args:
         scale_factors: [num_pages, num_kv_heads, page_size, S], page_size a multiple of 4.

@@ -1,0 +1,396 @@
+"""FlashInfer's two TRT-LLM attention functions in Triton: any GPU that Triton compiles for, and a CPU in its interpreter.
+
+One kernel serves decode, verify, draft extend and extend. The query rows of a request and the query heads that share a
+K/V head are packed into one tile, so K/V is read once for all of them; long requests are split over programs whose
+partial results a second kernel merges. Lengths stay on the device: nothing is read back, and no length is compiled in.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from lab.calls import ContextCall
+from lab.calls import DecodeCall
+from lab.calls import PagedAttention
+from lab.calls import takes
+from lab.kernels.support import Kernel
+from lab.kernels.support import refuse_unsupported
+from lab.kernels.support import triton_interprets
+
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+# Programs per multiprocessor that the split of long requests aims at: enough to hide latency, few enough to merge cheaply.
+PROGRAMS_PER_MULTIPROCESSOR = 4
+MAX_SPLITS = 64
+# A CPU has no multiprocessors; a small stand-in lets the interpreter run the split path too.
+INTERPRETED_MULTIPROCESSORS = 2
+
+
+@takes(DecodeCall)
+def trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> Any:
+    """Attention of the last query tokens of each request over its paged K/V: decode, verify, draft extend.
+
+    Parameters, shapes, dtypes and errors are `lab.calls.DecodeCall`'s; what this kernel does not take raises
+    NotImplementedError with the reason of `lab.kernels.support.why_not`. On a GPU, lengths and page ids are not read:
+    `lab.calls.check_values` checks them on request. Accumulates in float32; `workspace_buffer` is not used.
+
+    Returns:
+        out [num_rows, num_qo_heads, head_dim]; with `return_lse`, (out, lse), lse in base 2.
+    """
+    return _run(call.problem())
+
+
+@takes(ContextCall)
+def trtllm_batch_context_with_kv_cache(call: ContextCall) -> Any:
+    """Attention of each request's newest query tokens, as many as it has, over its paged K/V: extend and prefill.
+
+    Parameters, shapes, dtypes and errors are `lab.calls.ContextCall`'s; the rest is as in
+    `trtllm_batch_decode_with_kv_cache`.
+    """
+    return _run(call.problem())
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Shape of one program: packed query rows, keys per step, and Triton's launch options."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_tile(num_packed_rows: int, head_dim: int) -> Tile:
+    """The tile for requests of at most `num_packed_rows` = max_q_len * group rows.
+
+    16 rows are the least a matrix unit takes. Up to 64 rows the call is bound by reading K/V: a tile as small as the rows
+    allow, many keys in flight. Beyond, it is bound by the products: 128 rows and 8 warps.
+    """
+    rows = min(max(16, triton.next_power_of_2(num_packed_rows)), 128)
+    keys = 64 if head_dim <= 128 else 32
+    if rows <= 64:
+        return Tile(rows, keys, num_warps=4, num_stages=3)
+    return Tile(rows, keys, num_warps=8, num_stages=3 if head_dim <= 128 else 2)
+
+
+def choose_num_splits(num_programs: int, num_key_steps: int, num_multiprocessors: int) -> int:
+    """Into how many pieces each request's keys are cut.
+
+    Args:
+        num_programs: programs without a split.
+        num_key_steps: most steps of one program over the keys, from the host's bound of the lengths.
+        num_multiprocessors: of the device.
+    """
+    wanted = -(-PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // max(num_programs, 1))
+    return max(1, min(wanted, num_key_steps, MAX_SPLITS))
+
+
+def _run(problem: PagedAttention) -> Any:
+    out, lse_log2 = problem.results()
+    if problem.num_rows == 0:
+        return problem.returned(out, lse_log2)
+    refuse_unsupported(Kernel.PORTABLE, problem)
+    _launch(problem, out, lse_log2)
+    return problem.returned(out, lse_log2)
+
+
+def _launch(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor | None) -> None:
+    device = problem.query.device
+    group = problem.num_qo_heads // problem.num_kv_heads
+    tile = choose_tile(problem.max_q_len * group, problem.head_dim)
+    q_blocks = triton.cdiv(problem.max_q_len * group, tile.rows)
+    table_tokens = problem.k_block_tables.shape[1] * problem.page_size
+    num_splits = choose_num_splits(
+        q_blocks * problem.num_kv_heads * problem.batch_size,
+        triton.cdiv(min(problem.max_kv_len, table_tokens), tile.keys),
+        _num_multiprocessors(device),
+    )
+    # Partial results are normalised, so that the merge needs their log-sum-exp alone.
+    partial_out = partial_lse_log2 = None
+    if num_splits > 1:
+        shape = (num_splits, problem.num_rows, problem.num_qo_heads)
+        partial_out = torch.empty((*shape, problem.head_dim), dtype=torch.float32, device=device)
+        partial_lse_log2 = torch.empty(shape, dtype=torch.float32, device=device)
+    _attention_kernel[(q_blocks * num_splits, problem.num_kv_heads, problem.batch_size)](
+        problem.query,
+        problem.k_cache,
+        problem.v_cache,
+        problem.k_block_tables,
+        problem.v_block_tables,
+        problem.seq_lens,
+        problem.cu_seqlens_q,
+        problem.sinks,
+        problem.mask,
+        problem.bmm1_scale,
+        problem.bmm2_scale,
+        out if partial_out is None else partial_out,
+        lse_log2 if partial_lse_log2 is None else partial_lse_log2,
+        problem.num_rows,
+        problem.max_q_len,
+        problem.window_left,
+        *problem.query.stride()[:2],
+        *problem.k_cache.stride()[:3],
+        *problem.v_cache.stride()[:3],
+        problem.k_block_tables.stride(0),
+        problem.v_block_tables.stride(0),
+        NUM_QO_HEADS=problem.num_qo_heads,
+        GROUP=group,
+        HEAD_DIM=problem.head_dim,
+        PAGE_SIZE=problem.page_size,
+        MASK_WORDS=0 if problem.mask is None else problem.mask.shape[2],
+        CAUSAL=problem.causal,
+        NUM_SPLITS=num_splits,
+        BLOCK_ROWS=tile.rows,
+        BLOCK_KEYS=tile.keys,
+        DOT_DTYPE=tl.float16 if problem.query.dtype == torch.float16 else tl.bfloat16,
+        BMM1_IS_TENSOR=isinstance(problem.bmm1_scale, torch.Tensor),
+        BMM2_IS_TENSOR=isinstance(problem.bmm2_scale, torch.Tensor),
+        INTERPRETED=triton_interprets(),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    if num_splits > 1:
+        _merge_kernel[(problem.num_rows, problem.num_qo_heads)](
+            partial_out,
+            partial_lse_log2,
+            problem.sinks,
+            problem.bmm2_scale,
+            out,
+            lse_log2,
+            problem.num_rows,
+            NUM_QO_HEADS=problem.num_qo_heads,
+            HEAD_DIM=problem.head_dim,
+            NUM_SPLITS=num_splits,
+            BLOCK_SPLITS=triton.next_power_of_2(num_splits),
+            BMM2_IS_TENSOR=isinstance(problem.bmm2_scale, torch.Tensor),
+            INTERPRETED=triton_interprets(),
+            num_warps=1,
+        )
+
+
+def _num_multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return INTERPRETED_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@triton.jit
+def _scalar(scale, IS_TENSOR: tl.constexpr):
+    """A scale given as a number, or as a tensor of one element."""
+    if IS_TENSOR:
+        return tl.load(scale)
+    return scale
+
+
+@triton.jit
+def _rounded(x, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """float32 `x` in DTYPE, to nearest even."""
+    if INTERPRETED and DTYPE == tl.bfloat16:  # Triton 3.7's interpreter would truncate: round the bits
+        bits = x.to(tl.int32, bitcast=True)
+        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def _dot(a, b, sums, INTERPRETED: tl.constexpr):
+    """`sums + a @ b` with float32 sums."""
+    if INTERPRETED:  # Triton 3.7's interpreter would multiply the bit patterns of bf16
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, sums)
+
+
+@triton.jit
+def _attention_kernel(
+    query,
+    k_cache,
+    v_cache,
+    k_block_tables,
+    v_block_tables,
+    seq_lens,
+    cu_seqlens_q,  # None: every request has max_q_len rows
+    sinks,  # None: no sink
+    mask,
+    bmm1_scale,
+    bmm2_scale,
+    out,  # the output; with splits, float32 [NUM_SPLITS, num_rows, heads, head_dim]
+    lse_log2,  # None: not wanted; with splits, float32 [NUM_SPLITS, num_rows, heads]
+    num_rows,
+    max_q_len,
+    window_left,
+    query_row_stride,
+    query_head_stride,
+    k_page_stride,
+    k_head_stride,
+    k_token_stride,
+    v_page_stride,
+    v_head_stride,
+    v_token_stride,
+    k_table_stride,
+    v_table_stride,
+    NUM_QO_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    MASK_WORDS: tl.constexpr,  # 0: no mask
+    CAUSAL: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+    BMM1_IS_TENSOR: tl.constexpr,
+    BMM2_IS_TENSOR: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """One block of packed rows of one K/V head of one request, over one split of its keys."""
+    q_block = tl.program_id(0) // NUM_SPLITS
+    split = tl.program_id(0) % NUM_SPLITS
+    kv_head = tl.program_id(1)
+    request = tl.program_id(2)
+
+    if cu_seqlens_q is None:
+        q_start = request * max_q_len
+        q_len = max_q_len
+    else:
+        q_start = tl.load(cu_seqlens_q + request)
+        q_len = tl.load(cu_seqlens_q + request + 1) - q_start
+    if q_block * BLOCK_ROWS >= q_len * GROUP:
+        return
+    kv_len = tl.load(seq_lens + request).to(tl.int32)
+
+    # Packed row r is query token r // GROUP, head r % GROUP of this K/V head's group.
+    packed = q_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    token = packed // GROUP
+    head = kv_head * GROUP + packed % GROUP
+    row_exists = token < q_len
+    q_position = kv_len - q_len  # of the request's first query token; negative where it has fewer keys than rows
+    position = q_position + token
+    row = (q_start + token).to(tl.int64)
+    dims = tl.arange(0, HEAD_DIM)
+    q = tl.load(
+        query + row[:, None] * query_row_stride + head[:, None] * query_head_stride + dims[None, :],
+        mask=row_exists[:, None],
+        other=0.0,
+    ).to(DOT_DTYPE)
+
+    # The span of keys that any row of the block may see, then this split's share of it.
+    key_start = 0
+    key_end = kv_len
+    if CAUSAL and MASK_WORDS == 0:
+        last_token = tl.minimum((q_block * BLOCK_ROWS + BLOCK_ROWS - 1) // GROUP, q_len - 1)
+        key_end = tl.minimum(kv_len, tl.maximum(q_position + last_token + 1, 0))
+    if window_left >= 0:
+        first_token = (q_block * BLOCK_ROWS) // GROUP
+        key_start = tl.maximum(q_position + first_token - window_left, 0) // BLOCK_KEYS * BLOCK_KEYS
+    num_steps = tl.cdiv(tl.maximum(key_end - key_start, 0), BLOCK_KEYS)
+    steps_per_split = tl.cdiv(num_steps, NUM_SPLITS)
+    split_start = key_start + split * steps_per_split * BLOCK_KEYS
+    split_end = tl.minimum(split_start + steps_per_split * BLOCK_KEYS, key_end)
+
+    scale_log2 = _scalar(bmm1_scale, BMM1_IS_TENSOR) * LOG2_E
+    largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+    denominator = tl.zeros([BLOCK_ROWS], tl.float32)
+    sums = tl.zeros([BLOCK_ROWS, HEAD_DIM], tl.float32)
+    for start in range(split_start, split_end, BLOCK_KEYS):
+        key = start + tl.arange(0, BLOCK_KEYS)
+        key_exists = key < split_end
+        slot = key % PAGE_SIZE
+        k_page = tl.load(k_block_tables + request * k_table_stride + key // PAGE_SIZE, mask=key_exists, other=0)
+        k_offset = k_page.to(tl.int64) * k_page_stride + kv_head * k_head_stride + slot * k_token_stride
+        k = tl.load(k_cache + k_offset[None, :] + dims[:, None], mask=key_exists[None, :], other=0.0)
+        scores = tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32)
+        scores = _dot(q, k.to(DOT_DTYPE), scores, INTERPRETED) * scale_log2
+
+        visible = row_exists[:, None] & key_exists[None, :]
+        if MASK_WORDS > 0:
+            draft = key - q_position  # index among the draft tokens; negative for the keys before them
+            word = tl.load(
+                mask + (request * max_q_len + token)[:, None] * MASK_WORDS + (draft // 16)[None, :],
+                mask=visible & (draft >= 0)[None, :],
+                other=0,
+            )
+            shown = ((word.to(tl.int32) >> (draft % 16)[None, :]) & 1) != 0
+            visible = visible & (shown | (draft < 0)[None, :])
+        elif CAUSAL:
+            visible = visible & (key[None, :] <= position[:, None])
+        if window_left >= 0:
+            visible = visible & (key[None, :] >= position[:, None] - window_left)
+        scores = tl.where(visible, scores, float("-inf"))
+
+        new_largest = tl.maximum(largest, tl.max(scores, 1))
+        # A row that has seen no key yet has no maximum to subtract.
+        origin = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        weights = tl.exp2(scores - origin[:, None])
+        rescale = tl.exp2(largest - origin)
+        denominator = denominator * rescale + tl.sum(weights, 1)
+        largest = new_largest
+
+        v_page = tl.load(v_block_tables + request * v_table_stride + key // PAGE_SIZE, mask=key_exists, other=0)
+        v_offset = v_page.to(tl.int64) * v_page_stride + kv_head * v_head_stride + slot * v_token_stride
+        v = tl.load(v_cache + v_offset[:, None] + dims[None, :], mask=key_exists[:, None], other=0.0)
+        weights = _rounded(weights, DOT_DTYPE, INTERPRETED)
+        sums = _dot(weights, v.to(DOT_DTYPE), sums * rescale[:, None], INTERPRETED)
+
+    if NUM_SPLITS == 1:
+        if sinks is not None:
+            sink = tl.load(sinks + head, mask=row_exists, other=0.0) * LOG2_E
+            new_largest = tl.maximum(largest, sink)
+            origin = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+            rescale = tl.exp2(largest - origin)
+            denominator = denominator * rescale + tl.exp2(sink - origin)
+            sums = sums * rescale[:, None]
+            largest = new_largest
+        sums = sums * _scalar(bmm2_scale, BMM2_IS_TENSOR)
+    result = sums / tl.where(denominator > 0, denominator, 1.0)[:, None]
+    row_head = (split * num_rows + row) * NUM_QO_HEADS + head
+    result = _rounded(result, out.dtype.element_ty, INTERPRETED)
+    tl.store(out + row_head[:, None] * HEAD_DIM + dims[None, :], result, mask=row_exists[:, None])
+    if lse_log2 is not None:
+        # log2 of zero is -inf, which is what a row without keys has; `largest` is -inf there too.
+        value = tl.where(denominator > 0, largest + tl.log2(denominator), float("-inf"))
+        tl.store(lse_log2 + row_head, value, mask=row_exists)
+
+
+@triton.jit
+def _merge_kernel(
+    partial_out,  # float32 [NUM_SPLITS, num_rows, heads, head_dim]
+    partial_lse_log2,  # float32 [NUM_SPLITS, num_rows, heads]
+    sinks,
+    bmm2_scale,
+    out,
+    lse_log2,
+    num_rows,
+    NUM_QO_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    BMM2_IS_TENSOR: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Merge one row and head: the splits' outputs weighted by 2 ** their log-sum-exp, the sink counted once."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    splits = tl.arange(0, BLOCK_SPLITS)
+    dims = tl.arange(0, HEAD_DIM)
+    exists = splits < NUM_SPLITS
+    row_heads = (splits * num_rows + row) * NUM_QO_HEADS + head
+    lses = tl.load(partial_lse_log2 + row_heads, mask=exists, other=float("-inf"))
+    largest = tl.max(lses, 0)
+    if sinks is not None:
+        sink = tl.load(sinks + head) * LOG2_E
+        largest = tl.maximum(largest, sink)
+    origin = tl.where(largest == float("-inf"), 0.0, largest)
+    weights = tl.exp2(lses - origin)
+    denominator = tl.sum(weights, 0)
+    if sinks is not None:
+        denominator += tl.exp2(sink - origin)
+    parts = tl.load(partial_out + row_heads[:, None] * HEAD_DIM + dims[None, :], mask=exists[:, None], other=0.0)
+    result = tl.sum(parts * weights[:, None], 0) * _scalar(bmm2_scale, BMM2_IS_TENSOR) / tl.where(denominator > 0, denominator, 1.0)
+    result = _rounded(result, out.dtype.element_ty, INTERPRETED)
+    tl.store(out + (row * NUM_QO_HEADS + head) * HEAD_DIM + dims, result)
+    if lse_log2 is not None:
+        value = tl.where(denominator > 0, largest + tl.log2(denominator), float("-inf"))
+        tl.store(lse_log2 + row * NUM_QO_HEADS + head, value)

@@ -1,0 +1,193 @@
+"""Which implementation takes which call on which GPU: the one place that knows, and says why not in a sentence.
+
+Every limit below is keyed on (major, minor) compute capability and carries its source. The sentence is what a refused
+call raises and what a skipped benchmark prints.
+"""
+
+import enum
+from collections.abc import Callable
+
+import torch
+
+from lab.calls import HALF_DTYPES
+from lab.calls import PagedAttention
+
+E4M3 = torch.float8_e4m3fn
+Capability = tuple[int, int]  # (major, minor), e.g. (9, 0) for an H200
+
+
+class Kernel(enum.Enum):
+    """An implementation behind one of the two calls."""
+
+    PORTABLE = "the portable Triton kernel"
+    XQA = "XQA"
+    FMHA_V2 = "trtllm_fmha_v2_prefill"
+    TRTLLM_GEN_DECODE = "trtllm-gen decode"
+    TRTLLM_GEN_CONTEXT = "trtllm-gen context"
+
+    def __repr__(self) -> str:
+        return f"Kernel.{self.name}"
+
+
+def decode_kernel(capability: Capability) -> Kernel:
+    """What FlashInfer 0.7.2's `trtllm_batch_decode_with_kv_cache(backend="auto")` runs: trtllm-gen on SM10x, else XQA."""
+    return Kernel.TRTLLM_GEN_DECODE if capability[0] == 10 else Kernel.XQA
+
+
+def context_kernel(capability: Capability) -> Kernel:
+    """What an engine runs for extend: trtllm-gen's context kernel on SM10x, else fmha_v2 (SGLang 0.5.23)."""
+    return Kernel.TRTLLM_GEN_CONTEXT if capability[0] == 10 else Kernel.FMHA_V2
+
+
+def why_not(kernel: Kernel, capability: Capability | None, problem: PagedAttention) -> str | None:
+    """Why `kernel` cannot solve `problem` on a GPU of this capability, as a sentence; None if it can.
+
+    Args:
+        kernel: the implementation.
+        capability: (major, minor) of the GPU, or None for a CPU.
+        problem: the checked call.
+    """
+    return _RULES[kernel](capability, problem)
+
+
+def refuse_unsupported(kernel: Kernel, problem: PagedAttention) -> None:
+    """Raise NotImplementedError with `why_not`'s sentence if the kernel cannot solve the problem where it lies."""
+    reason = why_not(kernel, capability_of(problem.query.device), problem)
+    if reason is not None:
+        raise NotImplementedError(reason)
+
+
+def capability_of(device: torch.device) -> Capability | None:
+    """(major, minor) of a CUDA device; None for anything else."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def triton_interprets() -> bool:
+    """True where Triton runs its kernels in the interpreter, on a CPU: TRITON_INTERPRET=1 was set when it was imported."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def _portable(capability: Capability | None, problem: PagedAttention) -> str | None:
+    if capability is None and not triton_interprets():
+        return "the portable Triton kernel runs on a CPU only in Triton's interpreter: set TRITON_INTERPRET=1 first"
+    if problem.query.dtype not in (*HALF_DTYPES, E4M3):
+        return f"the portable Triton kernel takes fp16, bf16 or e4m3 queries, not {problem.query.dtype}"
+    if problem.k_cache.dtype not in (problem.query.dtype, E4M3):
+        return f"the portable Triton kernel takes K/V in the query's dtype or e4m3, not {problem.k_cache.dtype} (NVFP4)"
+    if problem.out_dtype not in (*HALF_DTYPES, E4M3, torch.float32):
+        return f"the portable Triton kernel writes fp16, bf16, e4m3 or float32, not {problem.out_dtype}"
+    if problem.head_dim not in (64, 128, 256):
+        return f"the portable Triton kernel is built for head_dim 64, 128 and 256, not {problem.head_dim}"
+    if problem.page_size not in (16, 32, 64, 128):
+        return f"the portable Triton kernel is built for page sizes 16, 32, 64 and 128, not {problem.page_size}"
+    if problem.lse is not None and not problem.lse.is_contiguous():
+        return "the portable Triton kernel writes a contiguous lse only"
+    return None
+
+
+def _xqa(capability: Capability | None, problem: PagedAttention) -> str | None:
+    """FlashInfer 0.7.2: `xqa`, `gen_xqa_module`, `xqa_batch_decode_with_kv_cache`, and xqa_wrapper.cu."""
+    if capability is None or capability[0] not in (9, 12):
+        return _wrong_gpu("XQA", "SM90, SM120 and SM121", capability)
+    group = problem.num_qo_heads // problem.num_kv_heads
+    q, kv = problem.query.dtype, problem.k_cache.dtype
+    if q not in HALF_DTYPES:
+        return f"XQA takes fp16 or bf16 queries, not {q}"
+    if kv == torch.uint8 and capability[0] != 12:
+        return f"XQA reads NVFP4 K/V on SM120 and SM121 only, not on {_sm(capability)}"
+    if kv not in (q, E4M3, torch.uint8):
+        return f"XQA takes K/V in the query's dtype, e4m3 or NVFP4, not {kv}"
+    if problem.out_dtype != q and (problem.out_dtype, kv) != (E4M3, E4M3):
+        return f"XQA writes the query's dtype, or e4m3 with e4m3 K/V, not {problem.out_dtype}"
+    if problem.page_size not in (16, 32, 64, 128):
+        return f"XQA is built for page sizes 16, 32, 64 and 128, not {problem.page_size}"
+    if problem.head_dim % 16 or not 16 <= problem.head_dim <= 512:
+        return f"XQA needs a head_dim that is a multiple of 16 from 16 to 512, not {problem.head_dim}"
+    if problem.head_dim > 256 and (problem.max_q_len > 1 or group > 16):
+        return f"XQA with head_dim {problem.head_dim} > 256 needs q_len_per_req 1 and at most 16 query heads per K/V head"
+    if problem.cu_seqlens_q is not None:
+        return "XQA takes no cum_seq_lens_q through the decode call: every request needs q_len_per_req rows"
+    if problem.k_block_tables is not problem.v_block_tables:
+        return "XQA reads one page table for K and V: uses_shared_paged_kv_idx must be True"
+    if problem.return_lse or problem.lse is not None:
+        return "XQA computes no LSE"
+    if problem.mask is not None and problem.max_q_len == 1:
+        return "XQA ignores a mask at q_len_per_req 1"
+    if problem.k_cache.stride() != problem.v_cache.stride():
+        return "XQA reads V with K's strides, and they differ"
+    if not problem.query.is_contiguous():
+        return "XQA needs a contiguous query"
+    return None
+
+
+def _fmha_v2(capability: Capability | None, problem: PagedAttention) -> str | None:
+    """FlashInfer 0.7.2: `trtllm_fmha_v2_prefill`."""
+    if capability is None or capability[0] not in (9, 12):
+        return _wrong_gpu("trtllm_fmha_v2_prefill", "SM90, SM120 and SM121", capability)
+    q = problem.query.dtype
+    if q not in HALF_DTYPES and (q != E4M3 or capability[0] == 12):
+        return f"trtllm_fmha_v2_prefill takes fp16 and bf16 queries, and e4m3 on SM90 alone, not {q} on {_sm(capability)}"
+    if problem.k_cache.dtype != q:
+        return f"trtllm_fmha_v2_prefill takes K/V in the query's dtype, not {problem.k_cache.dtype} with {q}"
+    if problem.out_dtype != q and q != E4M3:
+        return f"trtllm_fmha_v2_prefill writes the query's dtype {q}, not {problem.out_dtype}"
+    if problem.head_dim not in (64, 128, 256):
+        return f"trtllm_fmha_v2_prefill is taken for head_dim 64, 128 and 256, not {problem.head_dim}"
+    if problem.cu_seqlens_q is None:
+        return "trtllm_fmha_v2_prefill needs cum_seq_lens_q"
+    if problem.k_block_tables is not problem.v_block_tables:
+        return "the lab hands trtllm_fmha_v2_prefill one page table for K and V: uses_shared_paged_kv_idx must be True"
+    if problem.return_lse or problem.lse is not None:
+        return "trtllm_fmha_v2_prefill returns softmax statistics, not the LSE of this call"
+    if isinstance(problem.bmm1_scale, torch.Tensor) or isinstance(problem.bmm2_scale, torch.Tensor):
+        return "trtllm_fmha_v2_prefill takes its scales as host numbers, not as tensors"
+    if not problem.query.is_contiguous():
+        return "trtllm_fmha_v2_prefill needs a contiguous query"
+    return None
+
+
+def _trtllm_gen_decode(capability: Capability | None, problem: PagedAttention) -> str | None:
+    if problem.mask is not None:
+        return "trtllm-gen decode takes no mask: its rows are causal"
+    return _trtllm_gen("trtllm-gen decode", capability, problem)
+
+
+def _trtllm_gen_context(capability: Capability | None, problem: PagedAttention) -> str | None:
+    return _trtllm_gen("trtllm-gen context", capability, problem)
+
+
+def _trtllm_gen(name: str, capability: Capability | None, problem: PagedAttention) -> str | None:
+    """FlashInfer 0.7.2's checks, and SGLang 0.5.23's page sizes. Not run by the lab: no such GPU was at hand."""
+    if capability is None or capability[0] != 10:
+        return _wrong_gpu(name, "SM100 and SM103", capability)
+    q, kv = problem.query.dtype, problem.k_cache.dtype
+    if q not in (*HALF_DTYPES, E4M3):
+        return f"{name} takes fp16, bf16 or e4m3 queries, not {q}"
+    if problem.out_dtype not in (q, *HALF_DTYPES):
+        return f"{name} writes the query's dtype, fp16 or bf16, not {problem.out_dtype}"
+    if kv == torch.uint8 and q != E4M3:
+        return f"{name} reads NVFP4 K/V for e4m3 queries only, not for {q}"
+    if problem.page_size not in (16, 32, 64, 128):
+        return f"{name} is taken for page sizes 16, 32, 64 and 128, not {problem.page_size}"
+    if problem.page_size >= 128 and problem.num_qo_heads == problem.num_kv_heads:
+        return f"{name} at page size {problem.page_size} needs more than one query head per K/V head"
+    return None
+
+
+def _wrong_gpu(name: str, needed: str, capability: Capability | None) -> str:
+    return f"{name} needs a GPU of {needed}, this is {'a CPU' if capability is None else _sm(capability)}"
+
+
+def _sm(capability: Capability) -> str:
+    return f"SM{capability[0]}{capability[1]}"
+
+
+_RULES: dict[Kernel, Callable[[Capability | None, PagedAttention], str | None]] = {
+    Kernel.PORTABLE: _portable,
+    Kernel.XQA: _xqa,
+    Kernel.FMHA_V2: _fmha_v2,
+    Kernel.TRTLLM_GEN_DECODE: _trtllm_gen_decode,
+    Kernel.TRTLLM_GEN_CONTEXT: _trtllm_gen_context,
+}

@@ -1,0 +1,370 @@
+"""An engine's id spaces (request rows, slots, pages, the sliding-window pages) and one layer's paged K and V."""
+
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+
+class KVLayout(str, Enum):
+    """Order of the axes inside a page: N tokens, H heads, D head_dim."""
+
+    NHD = "NHD"
+    HND = "HND"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"
+
+
+@dataclass(frozen=True, eq=False)
+class PagedKVCache:
+    """K and V of one layer as the two halves of one allocation.
+
+    Attributes:
+        storage: contiguous ``[2, num_pages, page_size, num_kv_heads, head_dim]`` (NHD) or
+            ``[2, num_pages, num_kv_heads, page_size, head_dim]`` (HND); K is ``storage[0]``. One allocation makes
+            the distance from K to V a positive whole number of pages, as kernels that address both from one base
+            pointer need. ``head_dim`` is the packed width when two values share a byte.
+        layout: the order of the axes.
+
+    Raises:
+        ValueError: ``storage`` is not a contiguous tensor of five axes that starts with 2.
+    """
+
+    storage: Tensor
+    layout: KVLayout
+
+    def __post_init__(self) -> None:
+        if self.storage.dim() != 5 or self.storage.shape[0] != 2 or not self.storage.is_contiguous():
+            raise ValueError(
+                f"storage has shape {list(self.storage.shape)} and strides {list(self.storage.stride())}, expected a "
+                "contiguous [2, num_pages, ., ., head_dim]: make it with KVPool.new_cache"
+            )
+
+    @property
+    def k_cache(self) -> Tensor:
+        """``[num_pages, ., ., head_dim]`` in this cache's layout."""
+        return self.storage[0]
+
+    @property
+    def v_cache(self) -> Tensor:
+        """``[num_pages, ., ., head_dim]`` in this cache's layout."""
+        return self.storage[1]
+
+    @property
+    def page_size(self) -> int:
+        return self.storage.shape[2 if self.layout is KVLayout.NHD else 3]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.storage.shape[3 if self.layout is KVLayout.NHD else 2]
+
+    def as_hnd(self) -> tuple[Tensor, Tensor]:
+        """K and V as views ``[num_pages, num_kv_heads, page_size, head_dim]``, the form FlashInfer is handed.
+
+        An NHD cache is permuted, not copied, so its views are not contiguous. SGLang also repairs the stride of a
+        single head, see ``_with_canonical_strides``.
+        """
+        if self.layout is KVLayout.HND:
+            return self.k_cache, self.v_cache
+        k, v = (_with_canonical_strides(cache.transpose(1, 2)) for cache in (self.k_cache, self.v_cache))
+        return k, v
+
+    def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store one token's K and V at each slot, bit for bit and without reading the device.
+
+        Args:
+            slots: ``[n]`` int64. A negative slot means "nowhere": its row goes to slot 0, in the sink page, where
+                plain indexing would wrap around and overwrite the last page. Order of equal slots is undefined.
+            k, v: ``[n, num_kv_heads, head_dim]`` in the cache's dtype: quantise before writing.
+
+        Raises:
+            TypeError: a dtype differs.
+            ValueError: a shape differs.
+        """
+        expected = [slots.shape[0], self.num_kv_heads, self.storage.shape[4]]
+        if slots.dtype != torch.int64:
+            raise TypeError(f"slots has dtype {slots.dtype}, expected torch.int64")
+        for name, rows in (("k", k), ("v", v)):
+            if rows.dtype != self.storage.dtype:
+                raise TypeError(
+                    f"{name} has dtype {rows.dtype}, the cache {self.storage.dtype}: quantise before writing"
+                )
+            if list(rows.shape) != expected:
+                raise ValueError(f"{name} has shape {list(rows.shape)}, expected {expected}")
+        slots = slots.clamp(min=0)
+        pages, offsets = slots // self.page_size, slots % self.page_size
+        for cache, rows in ((self.k_cache, k), (self.v_cache, v)):
+            # Bytes, because torch cannot scatter every 8-bit float on every device.
+            tokens = cache.view(torch.uint8)
+            if self.layout is KVLayout.HND:
+                tokens = tokens.transpose(1, 2)
+            tokens[pages, offsets] = rows.contiguous().view(torch.uint8)
+
+
+def _with_canonical_strides(view: Tensor) -> Tensor:
+    """Give an axis of size 1 the stride it would have if it could be larger.
+
+    A permuted single-head cache has stride(1) == stride(2), harmless in torch but refused by the checks of a TMA
+    descriptor (FlashInfer issue 2232). SGLang 0.5.23 repairs exactly these equal strides.
+    """
+    strides = list(view.stride())
+    for axis in reversed(range(view.dim() - 1)):
+        if view.shape[axis] == 1 and strides[axis] == strides[axis + 1]:
+            strides[axis] = strides[axis + 1] * view.shape[axis + 1]
+    return view.as_strided(view.shape, strides)
+
+
+@dataclass
+class _Request:
+    """Host-side books of one request; an evicted sliding-window page is None."""
+
+    length: int
+    pages: list[int]
+    swa_pages: list[int | None]
+
+
+class KVPool:
+    """Who owns which slot: SGLang's request table, page allocator and, if hybrid, its sliding-window pool.
+
+    A slot is ``page * page_size + offset``. Page 0 is the sink, where padded rows write, and no request gets it.
+    Pages (and request rows) are handed out in shuffled order, so that a table which happens to be right only for
+    consecutive ids is wrong here. A request fills its last page before it takes another. Freed ids go to the end
+    of the queue, and the request table keeps what freed requests left in it, as an engine's does.
+
+    All bookkeeping is on the host; nothing here reads the device.
+
+    Args:
+        num_requests: most requests alive at once.
+        max_context_len: most tokens of one request.
+        page_size: tokens per page.
+        num_pages: pages of the full pool, sink included.
+        swa_num_pages: pages of the sliding-window pool, its own sink included, or None for no such pool.
+        seed: order in which ids are handed out.
+        device: where the tensors live.
+
+    Attributes:
+        req_to_token: ``[num_requests + 1, max_context_len]`` int32, the slot of each token of each request; row 0 is
+            reserved for padding and zero.
+        full_to_swa: ``[full_size + page_size + 1]`` int64 with ``full_size = (num_pages - 1) * page_size``, the
+            sliding-window slot of each slot: 0 where there is none, -1 in the last entry so that slot -1 stays -1.
+            None without a sliding-window pool.
+
+    Raises:
+        ValueError: a size is too small to hold anything.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_requests: int,
+        max_context_len: int,
+        page_size: int,
+        num_pages: int,
+        swa_num_pages: int | None = None,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        sizes = {"num_requests": num_requests, "max_context_len": max_context_len, "page_size": page_size}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name}={size} must be at least 1")
+        for name, pages in (("num_pages", num_pages), ("swa_num_pages", swa_num_pages)):
+            if pages is not None and pages < 2:
+                raise ValueError(f"{name}={pages} must be at least 2: page 0 is the sink and is never handed out")
+
+        self.num_requests = num_requests
+        self.max_context_len = max_context_len
+        self.page_size = page_size
+        self.num_pages = num_pages
+        self.swa_num_pages = swa_num_pages
+        self.req_to_token = torch.zeros(num_requests + 1, max_context_len, dtype=torch.int32, device=device)
+        self.full_to_swa: Tensor | None = None
+        if swa_num_pages is not None:
+            self.full_to_swa = torch.zeros(num_pages * page_size + 1, dtype=torch.int64, device=device)
+            self.full_to_swa[-1] = -1
+
+        generator = torch.Generator().manual_seed(seed)
+        self._free_rows = _shuffled_ids(num_requests + 1, generator)
+        self._free_pages = _shuffled_ids(num_pages, generator)
+        self._free_swa_pages = _shuffled_ids(swa_num_pages or 1, generator)
+        self._requests: dict[int, _Request] = {}
+
+    @property
+    def device(self) -> torch.device:
+        return self.req_to_token.device
+
+    @property
+    def block_table_width(self) -> int:
+        """Pages that a request of ``max_context_len`` tokens takes: the static width of its row in a page table."""
+        return -(-self.max_context_len // self.page_size)
+
+    def add_request(self, length: int) -> int:
+        """Admit a request of ``length`` tokens (0 allowed) and return its req_pool_index, never 0.
+
+        Raises:
+            RuntimeError: no row or too few pages are left; nothing is changed then.
+            ValueError: ``length`` is negative or above ``max_context_len``.
+        """
+        if not self._free_rows:
+            raise RuntimeError(f"all {self.num_requests} request rows are taken: free a request or raise num_requests")
+        row = self._free_rows[0]
+        self._requests[row] = _Request(length=0, pages=[], swa_pages=[])
+        try:
+            self.extend_request(row, length)
+        except (RuntimeError, ValueError):
+            del self._requests[row]
+            raise
+        self._free_rows.popleft()
+        return row
+
+    def extend_request(self, req_pool_index: int, count: int) -> Tensor:
+        """Append ``count`` tokens and return their slots, ``[count]`` int64.
+
+        Raises:
+            RuntimeError: too few pages are left; nothing is changed then.
+            ValueError: the request is unknown, ``count`` is negative or the request would outgrow
+                ``max_context_len``.
+        """
+        request = self._request(req_pool_index)
+        start, end = request.length, request.length + count
+        if count < 0:
+            raise ValueError(f"cannot add {count} tokens: the count must be 0 or more")
+        if end > self.max_context_len:
+            raise ValueError(
+                f"request {req_pool_index} would hold {end} tokens, more than max_context_len={self.max_context_len}"
+            )
+        num_new = -(-end // self.page_size) - len(request.pages)
+        self._require_pages("full", "num_pages", self._free_pages, num_new)
+        if self.full_to_swa is not None:
+            self._require_pages("sliding-window", "swa_num_pages", self._free_swa_pages, num_new)
+
+        new_pages = [self._free_pages.popleft() for _ in range(num_new)]
+        request.pages += new_pages
+        if self.full_to_swa is not None:
+            new_swa_pages = [self._free_swa_pages.popleft() for _ in range(num_new)]
+            request.swa_pages += new_swa_pages
+            self._map_pages(new_pages, self._slots_of_pages(new_swa_pages))
+
+        first_page = start // self.page_size
+        skipped = first_page * self.page_size
+        slots = self._slots_of_pages(request.pages[first_page:]).flatten()[start - skipped : end - skipped]
+        self.req_to_token[req_pool_index, start:end] = slots.to(torch.int32)
+        request.length = end
+        return slots
+
+    def slots(self, req_pool_index: int, start: int, end: int) -> Tensor:
+        """Slots of the tokens at positions ``start .. end - 1`` of a request, ``[end - start]`` int64.
+
+        Raises:
+            ValueError: the request is unknown or does not hold these positions.
+        """
+        length = self._request(req_pool_index).length
+        if not 0 <= start <= end <= length:
+            raise ValueError(f"positions {start}..{end} are outside request {req_pool_index} of {length} tokens")
+        return self.req_to_token[req_pool_index, start:end].to(torch.int64)
+
+    def swa_slots(self, full_slots: Tensor) -> Tensor:
+        """Sliding-window slots of full slots, any shape, int64. No window slot: 0, the sink. Slot -1 stays -1.
+
+        Raises:
+            ValueError: the pool was made without ``swa_num_pages``.
+        """
+        return self._swa_map()[full_slots.to(torch.int64)]
+
+    def evict_swa(self, req_pool_index: int, before: int) -> None:
+        """Give back the sliding-window pages that lie wholly before token position ``before``.
+
+        Their map entries become 0, so their tokens are found in the sink from now on; the full pool keeps them.
+
+        Raises:
+            ValueError: the pool has no window, the request is unknown or ``before`` is outside it.
+        """
+        request = self._request(req_pool_index)
+        self._swa_map()
+        if not 0 <= before <= request.length:
+            raise ValueError(f"before={before} is outside request {req_pool_index} of {request.length} tokens")
+        self._release_swa(request, before // self.page_size)
+
+    def free_request(self, req_pool_index: int) -> None:
+        """Give back a request's row and pages. The row keeps its now meaningless slots, as an engine's does.
+
+        Raises:
+            ValueError: the request is unknown.
+        """
+        request = self._request(req_pool_index)
+        if self.full_to_swa is not None:
+            self._release_swa(request, len(request.pages))
+        self._free_pages.extend(request.pages)
+        self._free_rows.append(req_pool_index)
+        del self._requests[req_pool_index]
+
+    def new_cache(
+        self,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        layout: KVLayout,
+        sliding_window: bool = False,
+    ) -> PagedKVCache:
+        """A zero-filled cache of one layer over this pool's pages.
+
+        Args:
+            num_kv_heads: heads of K and of V.
+            head_dim: elements of ``dtype`` per head, so half the head's size for packed 4-bit values in uint8.
+            dtype: of the elements.
+            layout: order of the axes.
+            sliding_window: over the sliding-window pages instead, addressed by ``swa_slots``.
+
+        Raises:
+            ValueError: a sliding-window cache of a pool made without ``swa_num_pages``.
+        """
+        num_pages = self.num_pages
+        if sliding_window:
+            self._swa_map()
+            assert self.swa_num_pages is not None
+            num_pages = self.swa_num_pages
+        page = (self.page_size, num_kv_heads) if layout is KVLayout.NHD else (num_kv_heads, self.page_size)
+        storage = torch.zeros(2, num_pages, *page, head_dim, dtype=dtype, device=self.device)
+        return PagedKVCache(storage, layout)
+
+    def _request(self, req_pool_index: int) -> _Request:
+        if req_pool_index not in self._requests:
+            raise ValueError(f"req_pool_index={req_pool_index} holds no request; live are {sorted(self._requests)}")
+        return self._requests[req_pool_index]
+
+    def _swa_map(self) -> Tensor:
+        if self.full_to_swa is None:
+            raise ValueError("this pool has no sliding-window pages: make it with KVPool(..., swa_num_pages=...)")
+        return self.full_to_swa
+
+    def _require_pages(self, pool: str, argument: str, free: deque[int], count: int) -> None:
+        if count > len(free):
+            raise RuntimeError(
+                f"the {pool} pool has {len(free)} free pages of {self.page_size} tokens, {count} are needed: "
+                f"free or evict something, or raise {argument}"
+            )
+
+    def _slots_of_pages(self, pages: list[int]) -> Tensor:
+        """``[len(pages), page_size]`` int64."""
+        starts = torch.tensor(pages, dtype=torch.int64, device=self.device) * self.page_size
+        return starts[:, None] + torch.arange(self.page_size, device=self.device)
+
+    def _map_pages(self, pages: list[int], swa_slots: Tensor | int) -> None:
+        """Map whole pages of the full pool, because one entry per page is all that a page table looks at."""
+        by_page = self._swa_map()[:-1].view(self.num_pages, self.page_size)
+        by_page[torch.tensor(pages, dtype=torch.int64, device=self.device)] = swa_slots
+
+    def _release_swa(self, request: _Request, num_pages: int) -> None:
+        held = [(i, page) for i, page in enumerate(request.swa_pages[:num_pages]) if page is not None]
+        self._map_pages([request.pages[i] for i, _ in held], 0)
+        for i, page in held:
+            request.swa_pages[i] = None
+            self._free_swa_pages.append(page)
+
+
+def _shuffled_ids(count: int, generator: torch.Generator) -> deque[int]:
+    """The ids 1 .. count - 1: 0 is the sink of every id space."""
+    return deque((torch.randperm(count - 1, generator=generator) + 1).tolist())

@@ -1,0 +1,114 @@
+"""What each forward mode must hand a TRT-LLM MHA kernel, said one request at a time.
+
+The batch and the pool are read by attribute name, so anything shaped like ``lab.metadata``'s ``ForwardBatch`` and
+``KVPool`` will do. Device tensors are read freely: this defines what is right, and is never fast.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ForwardMetadata:
+    """The right answer in plain numbers. Page tables list the live pages of each request and nothing more."""
+
+    cache_seqlens: list[int]
+    max_seq_len_q: int
+    cu_seqlens_q: list[int]
+    cu_seqlens_k: list[int]
+    page_table: list[list[int]]
+    swa_page_table: list[list[int]] | None
+    swa_out_cache_loc: list[int] | None
+
+
+def forward_metadata(batch: Any, pool: Any) -> ForwardMetadata:
+    """The metadata of one forward pass (SGLang 0.5.23; the first draft extend as in 0.5.13).
+
+    Args:
+        batch: forward_mode (an enum member, told apart by name), req_pool_indices, seq_lens, out_cache_loc,
+            num_tokens, extend_seq_lens or extend_seq_lens_cpu, spec_info.
+        pool: req_to_token, page_size, max_context_len, full_to_swa (or None).
+
+    Raises:
+        ValueError: the mode runs no attention.
+    """
+    query_lens = [query_length(batch, i) for i in range(len(batch.seq_lens))]
+    key_lens = [key_length(batch, i) for i in range(len(batch.seq_lens))]
+    rows = batch.req_pool_indices.tolist()
+    has_swa = pool.full_to_swa is not None
+    return ForwardMetadata(
+        cache_seqlens=key_lens,
+        max_seq_len_q=max(query_lens) if query_lens else _max_query_length_of_nothing(batch),
+        cu_seqlens_q=_boundaries(query_lens),
+        cu_seqlens_k=_boundaries(key_lens),
+        page_table=[live_pages(row, n, pool) for row, n in zip(rows, key_lens, strict=True)],
+        swa_page_table=[live_pages(row, n, pool, pool.full_to_swa) for row, n in zip(rows, key_lens, strict=True)]
+        if has_swa
+        else None,
+        swa_out_cache_loc=_swa_out_cache_loc(batch, pool) if has_swa else None,
+    )
+
+
+def query_length(batch: Any, i: int) -> int:
+    """Query rows of request ``i``: its new tokens in this pass."""
+    mode = batch.forward_mode.name
+    if mode in ("DECODE", "IDLE"):
+        return 1
+    if mode == "TARGET_VERIFY":
+        return int(batch.num_tokens) // len(batch.seq_lens)
+    if mode == "PREBUILT":
+        raise ValueError("PREBUILT runs no attention")
+    lengths = batch.extend_seq_lens if batch.extend_seq_lens is not None else batch.extend_seq_lens_cpu
+    return int(lengths[i])
+
+
+def key_length(batch: Any, i: int) -> int:
+    """Keys that the last query row of request ``i`` may see, itself included.
+
+    Drafting and verification are the passes whose ``seq_lens`` stops at the last accepted token. Step s of a draft
+    adds the tokens of steps 0 to s; verification adds all its rows.
+    """
+    mode, length = batch.forward_mode.name, int(batch.seq_lens[i])
+    if mode in ("DECODE", "IDLE") and batch.spec_info is not None:
+        for _ in range(int(batch.spec_info.speculative_step_id) + 1):
+            length += 1
+    if mode == "TARGET_VERIFY":
+        length += query_length(batch, i)
+    return length
+
+
+def live_pages(row: int, length: int, pool: Any, full_to_swa: Tensor | None = None) -> list[int]:
+    """Pages that hold the first ``length`` tokens of a request, in order, at most a full context of them.
+
+    With ``full_to_swa``, pages of the sliding-window pool instead. Slots divide by floor: slot -1 is page -1.
+    """
+    pages = []
+    for start in range(0, min(length, pool.max_context_len), pool.page_size):
+        slot = int(pool.req_to_token[row, start])
+        if full_to_swa is not None:
+            slot = int(full_to_swa[slot])
+        pages.append(slot // pool.page_size)
+    return pages
+
+
+def _max_query_length_of_nothing(batch: Any) -> int:
+    mode = batch.forward_mode.name
+    if mode == "TARGET_VERIFY":
+        return int(batch.spec_info.num_draft_tokens)
+    return 1 if mode in ("DECODE", "IDLE") else 0
+
+
+def _boundaries(lengths: list[int]) -> list[int]:
+    """Where each request starts when all are laid end to end, and where the last one ends."""
+    boundaries = [0]
+    for length in lengths:
+        boundaries.append(boundaries[-1] + length)
+    return boundaries
+
+
+def _swa_out_cache_loc(batch: Any, pool: Any) -> list[int]:
+    """One window slot per query row; rows of padding go to slot 0."""
+    slots = [int(pool.full_to_swa[slot]) for slot in batch.out_cache_loc.tolist()]
+    return slots + [0] * (batch.num_tokens - len(slots))

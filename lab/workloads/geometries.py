@@ -1,0 +1,78 @@
+"""Attention geometries of real models, as their published configurations state them, and their tensor-parallel slices."""
+
+from dataclasses import dataclass
+from dataclasses import replace
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """One model's attention.
+
+    Attributes:
+        name: how ids and reports call it.
+        num_qo_heads, num_kv_heads, head_dim: of one layer on one GPU.
+        softmax_scale: factor of Q·K^T.
+        sliding_window: keys that a row of a sliding-window layer sees, its own included; None without such layers.
+        has_sinks: one learned logit per query head in the softmax's denominator.
+        source: the Hugging Face configuration that the numbers are from.
+    """
+
+    name: str
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    softmax_scale: float
+    source: str
+    sliding_window: int | None = None
+    has_sinks: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads per K/V head."""
+        return self.num_qo_heads // self.num_kv_heads
+
+    @property
+    def window_left(self) -> int:
+        """`sliding_window` as kernels count it: keys to the left of a row's own; -1 without a window."""
+        return -1 if self.sliding_window is None else self.sliding_window - 1
+
+    def tensor_parallel(self, size: int) -> "Geometry":
+        """One rank's slice: heads divided by `size`; a K/V head is never divided but replicated.
+
+        Raises:
+            ValueError: the query heads do not divide.
+        """
+        if size < 1 or self.num_qo_heads % size:
+            raise ValueError(f"{self.name} has {self.num_qo_heads} query heads; they do not divide over {size} GPUs")
+        heads = self.num_qo_heads // size
+        return replace(self, num_qo_heads=heads, num_kv_heads=max(1, self.num_kv_heads // size))
+
+
+def _inverse_root(value: float) -> float:
+    return value**-0.5
+
+
+GEOMETRIES = {
+    geometry.name: geometry
+    for geometry in (
+        Geometry("llama-3.1-8b", 32, 8, 128, _inverse_root(128), "meta-llama/Llama-3.1-8B"),
+        Geometry("llama-3.1-70b", 64, 8, 128, _inverse_root(128), "meta-llama/Llama-3.1-70B"),
+        Geometry("qwen3-32b", 64, 8, 128, _inverse_root(128), "Qwen/Qwen3-32B"),
+        Geometry("gpt-oss-120b", 64, 8, 64, _inverse_root(64), "openai/gpt-oss-120b", 128, True),
+        # Its scale is not head_dim's: query_pre_attn_scalar = 168.
+        Geometry("gemma-3-27b", 32, 16, 128, _inverse_root(168), "google/gemma-3-27b-it", 1024),
+        # No model's: small enough for a kernel interpreted on a CPU, with a window, sinks, and a group that is no power of 2.
+        Geometry("tiny", 6, 2, 64, _inverse_root(64), "the lab's own", 24, True),
+    )
+}
+
+
+def geometry(name: str) -> Geometry:
+    """The geometry of that name.
+
+    Raises:
+        ValueError: there is none; lists those there are.
+    """
+    if name not in GEOMETRIES:
+        raise ValueError(f"no geometry is called {name!r}; there are {', '.join(GEOMETRIES)}")
+    return GEOMETRIES[name]

@@ -1,0 +1,279 @@
+"""The id spaces behave like an engine's, and the cache is laid out as the kernels are handed it."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lab.metadata import KVLayout, KVPool, PagedKVCache
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8]
+
+
+def make_pool(**changes: Any) -> KVPool:
+    sizes: dict[str, Any] = {"num_requests": 4, "max_context_len": 50, "page_size": 16, "num_pages": 17}
+    return KVPool(**sizes | changes)
+
+
+def pages_of(pool: KVPool, row: int, length: int) -> list[int]:
+    return [slot // pool.page_size for slot in pool.slots(row, 0, length)[:: pool.page_size].tolist()]
+
+
+def test_row_zero_and_page_zero_belong_to_nobody() -> None:
+    pool = make_pool()
+    rows = [pool.add_request(50) for _ in range(4)]
+    assert sorted(rows) == [1, 2, 3, 4]
+    assert pool.req_to_token.shape == (5, 50)
+    assert pool.req_to_token.dtype == torch.int32
+    assert not pool.req_to_token[0].any()
+    assert sorted(page for row in rows for page in pages_of(pool, row, 50)) == list(range(1, 17))
+
+
+def test_pages_are_shuffled_and_the_seed_decides() -> None:
+    tables = [make_pool(seed=seed) for seed in (0, 0, 1)]
+    pages = [pages_of(pool, pool.add_request(50), 50) for pool in tables]
+    assert pages[0] == pages[1] != pages[2]
+    assert pages[0] != sorted(pages[0])
+
+
+@pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 31, 32, 33, 50])
+def test_a_request_fills_its_last_page_before_it_takes_another(length: int) -> None:
+    pool = make_pool()
+    row, neighbour = pool.add_request(length), pool.add_request(7)
+    appended = [pool.extend_request(row, 1) for _ in range(50 - length)]
+    slots = pool.slots(row, 0, 50)
+    assert slots.dtype == torch.int64
+    assert torch.equal(slots[length:], torch.cat([*appended, slots[:0]]))
+    assert torch.equal(slots % 16, torch.arange(50) % 16)
+    assert len(set((slots // 16).tolist())) == 4
+    assert not set(slots.tolist()) & set(pool.slots(neighbour, 0, 7).tolist())
+
+
+def test_freed_ids_come_back_and_the_row_keeps_its_leftovers() -> None:
+    pool = make_pool(num_requests=1, num_pages=5)
+    row = pool.add_request(50)
+    left = pool.req_to_token[row].clone()
+    pool.free_request(row)
+    assert torch.equal(pool.req_to_token[row], left)
+    assert pool.add_request(17) == row
+    assert torch.equal(pool.req_to_token[row, 17:], left[17:])
+    with pytest.raises(ValueError, match="holds no request"):
+        pool.free_request(3)
+
+
+def test_exhaustion_changes_nothing() -> None:
+    pool = make_pool(num_pages=4)
+    row = pool.add_request(33)
+    before = pool.req_to_token.clone()
+    with pytest.raises(RuntimeError, match="full pool has 0 free pages of 16 tokens, 1 are needed"):
+        pool.add_request(1)
+    with pytest.raises(RuntimeError, match="raise num_pages"):
+        pool.extend_request(row, 16)
+    assert torch.equal(pool.req_to_token, before)
+    assert pool.extend_request(row, 15).shape == (15,)
+    pool.free_request(row)
+    assert len({pool.add_request(1) for _ in range(3)}) == 3
+
+
+def test_refusals_name_the_limit() -> None:
+    pool = make_pool(num_requests=1)
+    with pytest.raises(ValueError, match="51 tokens, more than max_context_len=50"):
+        pool.add_request(51)
+    row = pool.add_request(50)
+    with pytest.raises(ValueError, match="51 tokens, more than max_context_len=50"):
+        pool.extend_request(row, 1)
+    with pytest.raises(ValueError, match="cannot add -1 tokens"):
+        pool.extend_request(row, -1)
+    with pytest.raises(RuntimeError, match="all 1 request rows are taken"):
+        pool.add_request(1)
+    with pytest.raises(ValueError, match=r"positions 49..51 are outside request \d+ of 50 tokens"):
+        pool.slots(row, 49, 51)
+    with pytest.raises(ValueError, match="num_pages=1 must be at least 2"):
+        make_pool(num_pages=1)
+    with pytest.raises(ValueError, match="page_size=0"):
+        make_pool(page_size=0)
+    for needs_window in (
+        lambda: pool.swa_slots(torch.zeros(1)),
+        lambda: pool.evict_swa(row, 0),
+        lambda: pool.new_cache(1, 8, torch.uint8, KVLayout.NHD, sliding_window=True),
+    ):
+        with pytest.raises(ValueError, match="no sliding-window pages"):
+            needs_window()
+
+
+def test_the_window_map_is_whole_pages_with_a_sink_and_a_minus_one() -> None:
+    pool = make_pool(swa_num_pages=9)
+    row = pool.add_request(33)
+    assert pool.full_to_swa is not None
+    assert pool.full_to_swa.shape == (16 * 16 + 16 + 1,)
+    assert pool.full_to_swa.dtype == torch.int64
+    pages = pages_of(pool, row, 33)
+    for page in range(17):
+        mapped = pool.full_to_swa[page * 16 : page * 16 + 16]
+        if page in pages:
+            assert mapped[0] >= 16
+            assert torch.equal(mapped, mapped[0] + torch.arange(16))
+        else:
+            assert not mapped.any()
+    assert pool.swa_slots(torch.tensor([-1, 0], dtype=torch.int32)).tolist() == [-1, 0]
+
+
+def test_evicting_frees_only_pages_wholly_before_the_position() -> None:
+    pool = make_pool(swa_num_pages=5)
+    row = pool.add_request(50)
+    swa = pool.swa_slots(pool.slots(row, 0, 50))
+    full = pool.slots(row, 0, 50)
+    with pytest.raises(RuntimeError, match=r"sliding-window pool has 0 free pages.*raise swa_num_pages"):
+        pool.add_request(1)
+    for before, gone in [(15, 0), (16, 16), (31, 16), (47, 32), (47, 32), (48, 48)]:
+        pool.evict_swa(row, before)
+        now = pool.swa_slots(full)
+        assert not now[:gone].any()
+        assert torch.equal(now[gone:], swa[gone:])
+    assert torch.equal(pool.slots(row, 0, 50), full)
+    assert pool.add_request(48) != row
+    with pytest.raises(ValueError, match="before=51 is outside"):
+        pool.evict_swa(row, 51)
+    pool.free_request(row)
+    assert not pool.swa_slots(full).any()
+    pool.add_request(16)
+
+
+@settings(deadline=None, derandomize=True, max_examples=25)
+@given(
+    page_size=st.sampled_from([1, 4, 16]),
+    seed=st.integers(0, 99),
+    steps=st.lists(st.tuples(st.sampled_from("aefv"), st.integers(0, 20)), max_size=25),
+)
+def test_no_two_live_tokens_share_a_slot(page_size: int, seed: int, steps: list[tuple[str, int]]) -> None:
+    """Any order of admitting, extending, freeing and evicting, in both id spaces."""
+    pool = KVPool(num_requests=4, max_context_len=60, page_size=page_size, num_pages=80, swa_num_pages=40, seed=seed)
+    lengths: dict[int, int] = {}
+    for action, number in steps:
+        try:
+            if action == "a":
+                lengths[pool.add_request(number)] = number
+            for row in list(lengths)[number % 4 : number % 4 + 1]:
+                if action == "e":
+                    pool.extend_request(row, number)
+                    lengths[row] += number
+                elif action == "f":
+                    pool.free_request(row)
+                    del lengths[row]
+                elif action == "v":
+                    pool.evict_swa(row, min(number, lengths[row]))
+        except (RuntimeError, ValueError):
+            continue
+    slots = torch.cat([pool.slots(row, 0, n) for row, n in lengths.items()] or [torch.zeros(0, dtype=torch.int64)])
+    windowed = pool.swa_slots(slots)
+    windowed = windowed[windowed > 0]
+    assert len(set(slots.tolist())) == len(slots) == sum(lengths.values())
+    assert len(set(windowed.tolist())) == len(windowed)
+    assert all(page_size <= slot < 80 * page_size for slot in slots.tolist())
+    assert all(page_size <= slot < 40 * page_size for slot in windowed.tolist())
+
+
+def random_bytes(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    width = shape[-1] * dtype.itemsize
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (*shape[:-1], width), generator=generator, dtype=torch.uint8).view(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", KVLayout)
+@pytest.mark.parametrize(("heads", "page_size"), [(3, 16), (1, 16), (3, 1), (1, 1)])
+def test_written_tokens_are_found_through_the_hnd_view(
+    dtype: torch.dtype, layout: KVLayout, heads: int, page_size: int
+) -> None:
+    pool = make_pool(page_size=page_size, num_pages=60)
+    cache = pool.new_cache(heads, 8, dtype, layout)
+    slots = pool.slots(pool.add_request(33), 0, 33)
+    k, v = (random_bytes(33, heads, 8, dtype=dtype, seed=seed) for seed in (1, 2))
+    cache.write(slots, k, v)
+    for view, rows in zip(cache.as_hnd(), (k, v), strict=True):
+        assert view.shape == (60, heads, page_size, 8)
+        found = torch.stack([view[slot // page_size, :, slot % page_size] for slot in slots.tolist()])
+        assert torch.equal(found.view(torch.uint8), rows.view(torch.uint8))
+    everything = cache.storage.view(torch.uint8).count_nonzero()
+    assert everything == k.view(torch.uint8).count_nonzero() + v.view(torch.uint8).count_nonzero()
+
+
+def test_a_negative_slot_writes_to_the_sink_not_to_the_last_page() -> None:
+    cache = make_pool().new_cache(1, 8, torch.bfloat16, KVLayout.NHD)
+    row = torch.ones(1, 1, 8, dtype=torch.bfloat16)
+    cache.write(torch.tensor([-1]), row, row)
+    assert cache.k_cache[0, 0].all()
+    assert not cache.storage[:, 1:].any()
+
+
+def test_writing_nothing_is_allowed() -> None:
+    cache = make_pool().new_cache(2, 8, torch.float8_e4m3fn, KVLayout.HND)
+    nothing = torch.zeros(0, 2, 8, dtype=torch.float8_e4m3fn)
+    cache.write(torch.zeros(0, dtype=torch.int64), nothing, nothing)
+    assert not cache.storage.view(torch.uint8).any()
+
+
+@pytest.mark.parametrize("layout", KVLayout)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_k_and_v_are_halves_of_one_allocation(layout: KVLayout, dtype: torch.dtype) -> None:
+    cache = make_pool().new_cache(2, 8, dtype, layout)
+    k, v = cache.as_hnd()
+    page_bytes = 2 * 16 * 8 * dtype.itemsize
+    assert k.data_ptr() == cache.k_cache.data_ptr() == cache.storage.data_ptr()
+    assert v.data_ptr() == cache.v_cache.data_ptr() == k.data_ptr() + 17 * page_bytes
+    assert v.data_ptr() + 17 * page_bytes == cache.storage.data_ptr() + cache.storage.nbytes
+    assert k.stride(0) * dtype.itemsize == page_bytes
+
+
+def test_view_strides_are_those_sglang_hands_over() -> None:
+    def strides(heads: int, page_size: int, layout: KVLayout) -> tuple[int, ...]:
+        cache = make_pool(page_size=page_size).new_cache(heads, 8, torch.float16, layout)
+        k, v = cache.as_hnd()
+        assert k.stride() == v.stride()
+        return k.stride()
+
+    assert strides(4, 16, KVLayout.NHD) == (512, 8, 32, 1)
+    assert strides(4, 16, KVLayout.HND) == (512, 128, 8, 1)
+    assert strides(1, 16, KVLayout.NHD) == (128, 128, 8, 1)  # the permuted view alone would have (128, 8, 8, 1)
+    assert strides(1, 16, KVLayout.HND) == (128, 128, 8, 1)
+
+
+def test_a_window_cache_has_the_windows_pages() -> None:
+    pool = make_pool(swa_num_pages=6)
+    full, window = (pool.new_cache(2, 8, torch.uint8, KVLayout.NHD, sliding_window=flag) for flag in (False, True))
+    assert (full.k_cache.shape[0], window.k_cache.shape[0]) == (17, 6)
+    assert (window.page_size, window.num_kv_heads) == (16, 2)
+
+
+def test_cache_refusals() -> None:
+    cache = make_pool().new_cache(2, 8, torch.bfloat16, KVLayout.NHD)
+    slots, rows = torch.arange(3), torch.zeros(3, 2, 8, dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match="slots has dtype"):
+        cache.write(slots.int(), rows, rows)
+    with pytest.raises(TypeError, match=r"v has dtype torch\.float32, the cache torch\.bfloat16: quantise"):
+        cache.write(slots, rows, rows.float())
+    with pytest.raises(ValueError, match=r"k has shape \[1, 2, 8\], expected \[3, 2, 8\]"):
+        cache.write(slots, rows[:1], rows)
+    with pytest.raises(ValueError, match=r"KVPool\.new_cache"):
+        PagedKVCache(cache.k_cache, KVLayout.NHD)
+
+
+@pytest.mark.parametrize("layout", KVLayout)
+def test_layout_repr_can_be_pasted(layout: KVLayout) -> None:
+    assert eval(repr(layout)) is layout
+    assert layout == layout.name
+
+
+def test_everything_works_where_reading_is_impossible() -> None:
+    pool = make_pool(swa_num_pages=9, device="meta")
+    row = pool.add_request(20)
+    slots = pool.extend_request(row, 13)
+    pool.evict_swa(row, 32)
+    for window in (False, True):
+        cache = pool.new_cache(2, 8, torch.float8_e4m3fn, KVLayout.HND, sliding_window=window)
+        rows = torch.zeros(13, 2, 8, dtype=torch.float8_e4m3fn, device="meta")
+        cache.write(pool.swa_slots(slots) if window else slots, rows, rows)
+    pool.free_request(row)
+    assert pool.device.type == "meta"

@@ -1,0 +1,512 @@
+"""The decode reference against a second formula, hand-computed cases, and what must not matter."""
+
+import inspect
+import math
+import time
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lab.references import paged_attention, trtllm_batch_decode_with_kv_cache
+from tests.cases import (
+    Batch,
+    assert_same,
+    coded_batch,
+    decode_arguments,
+    expected,
+    keys_seen,
+    pack_mask,
+    random_batch,
+    seen_keys,
+)
+
+decode = trtllm_batch_decode_with_kv_cache
+P = 16
+
+
+def coded(batch: Batch, **changes: Any) -> list[set[int]]:
+    return seen_keys(*decode(**decode_arguments(batch, **changes)))
+
+
+# Which keys a row sees
+
+
+@pytest.mark.parametrize("q_len", [*range(1, 9), 33, 40])
+def test_rows_end_at_the_last_key(q_len: int) -> None:
+    batch = coded_batch([q_len] * 3, [q_len, 41, 50])
+    assert coded(batch) == keys_seen(batch)
+
+
+def test_causal_rule_by_hand() -> None:
+    assert coded(coded_batch([3], [5])) == [{0, 1, 2}, {0, 1, 2, 3}, {0, 1, 2, 3, 4}]
+
+
+def test_window_by_hand() -> None:
+    assert coded(coded_batch([2], [6]), window_left=2) == [{2, 3, 4}, {3, 4, 5}]
+    assert coded(coded_batch([2], [6]), window_left=0) == [{4}, {5}]
+
+
+@pytest.mark.parametrize("window_left", [0, 1, P - 1, P, 49, 50, 1000])
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_window_keeps_window_left_keys_and_the_row_itself(window_left: int, q_len: int) -> None:
+    batch = coded_batch([q_len] * 4, [3, 16, 33, 50])
+    assert coded(batch, window_left=window_left) == keys_seen(batch, window_left=window_left)
+
+
+def test_lengths_at_page_boundaries() -> None:
+    batch = coded_batch([1] * 8, [0, 1, P - 1, P, P + 1, 2 * P - 1, 2 * P, 2 * P + 1])
+    assert coded(batch) == [set(range(length)) for length in batch.kv_lens]
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 16, 32, 64, 128])
+def test_page_sizes(page_size: int) -> None:
+    batch = coded_batch([2, 2], [7, 50])
+    assert coded(batch, page_size=page_size) == keys_seen(batch)
+
+
+def test_rows_before_the_first_key_are_zero_and_their_lse_is_empty() -> None:
+    out, lse = decode(**decode_arguments(random_batch([4] * 3, [0, 2, 4])))
+    empty = torch.tensor([True] * 4 + [True, True, False, False] + [False] * 4)
+    assert (out[empty] == 0).all()
+    assert (lse[empty] == -math.inf).all()
+    assert (out[~empty] != 0).any(dim=-1).all()
+    assert lse[~empty].isfinite().all()
+
+
+def test_variable_query_lengths() -> None:
+    batch = coded_batch([0, 3, 1, 0, 7, 2, 0], [5, 20, 1, 0, 4, 50, 9])
+    assert coded(batch, ragged=True) == keys_seen(batch)
+
+
+# Draft masks
+
+
+def tree(q_len: int, parents: Any) -> list[list[bool]]:
+    """Row j sees itself and its ancestors."""
+    mask = [[False] * q_len for _ in range(q_len)]
+    for row in range(q_len):
+        token = row
+        while token >= 0:
+            mask[row][token] = True
+            token = parents(token)
+    return mask
+
+
+MASKS = {
+    "causal": lambda q_len: [[token <= row for token in range(q_len)] for row in range(q_len)],
+    "full": lambda q_len: [[True] * q_len for _ in range(q_len)],
+    "none": lambda q_len: [[False] * q_len for _ in range(q_len)],
+    "itself": lambda q_len: [[token == row for token in range(q_len)] for row in range(q_len)],
+    "binary tree": lambda q_len: tree(q_len, lambda token: (token - 1) // 2 if token else -1),
+    "star": lambda q_len: tree(q_len, lambda token: 0 if token else -1),
+}
+
+
+@pytest.mark.parametrize("q_len", [1, 2, 8, 16, 17, 33, 40])
+@pytest.mark.parametrize("kind", MASKS)
+def test_mask(kind: str, q_len: int) -> None:
+    batch = coded_batch([q_len] * 3, [q_len, q_len + 3, 50])
+    masks = [MASKS[kind](q_len)] * 3
+    assert coded(batch, mask=pack_mask(masks)) == keys_seen(batch, masks=masks)
+
+
+def test_causal_mask_is_no_mask() -> None:
+    batch = random_batch([35, 35], [35, 60])
+    arguments = decode_arguments(batch)
+    masked = decode(**arguments, mask=pack_mask([MASKS["causal"](35)] * 2))
+    assert_same(masked, tuple(part.double() for part in decode(**arguments)))
+
+
+def test_each_request_has_its_own_mask_and_a_window_applies_beside_it() -> None:
+    masks = [MASKS["full"](5), MASKS["binary tree"](5), MASKS["star"](5)]
+    batch = coded_batch([5] * 3, [5, 17, 40])
+    assert coded(batch, mask=pack_mask(masks), window_left=3) == keys_seen(batch, masks=masks, window_left=3)
+
+
+def test_mask_of_a_request_shorter_than_its_rows() -> None:
+    masks = [MASKS["full"](6)]
+    batch = coded_batch([6], [4])
+    assert coded(batch, mask=pack_mask(masks)) == [{0, 1, 2, 3}] * 6
+
+
+def test_mask_bits_by_hand() -> None:
+    mask = torch.zeros(1, 18, 2, dtype=torch.int32)
+    mask[0, 0, 0] = 1 << 3 | 1 << 15
+    mask[0, 17, 1] = 1 << 1
+    seen = coded(coded_batch([18], [20]), mask=mask.to(torch.uint16))
+    assert seen[0] == {0, 1, 5, 17}
+    assert seen[17] == {0, 1, 19}
+
+
+# Values
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (4, 4), (8, 2), (5, 1), (6, 1), (10, 2), (12, 2), (8, 1)])
+@pytest.mark.parametrize("magnitude", [1.0, 8.0])
+def test_grouped_heads(heads: tuple[int, int], magnitude: float) -> None:
+    batch = random_batch([2, 2], [5, 21], heads=heads, magnitude=magnitude)
+    assert_same(decode(**decode_arguments(batch)), expected(batch))
+
+
+def test_query_head_reads_the_kv_head_of_its_group() -> None:
+    batch = random_batch([1], [3], heads=(6, 2), head_dim=1, dtype=torch.float64)
+    batch.values[0][:, 0], batch.values[0][:, 1] = 10.0, 20.0
+    out, _ = decode(**decode_arguments(batch))
+    torch.testing.assert_close(out.flatten().tolist(), [10.0] * 3 + [20.0] * 3)
+
+
+def test_output_is_the_mean_of_visible_values_where_q_and_k_are_zero() -> None:
+    batch = Batch(
+        [torch.zeros(2, 1, 2)],
+        [torch.zeros(3, 1, 2)],
+        [torch.tensor([[[1.0, 10.0]], [[2.0, 20.0]], [[6.0, 30.0]]])],
+    )
+    out, lse = decode(**decode_arguments(batch, bmm2_scale=2.0))
+    assert out.tolist() == [[[3.0, 30.0]], [[6.0, 40.0]]]
+    torch.testing.assert_close(lse.flatten().tolist(), [1.0, math.log2(3.0)])
+
+
+def test_softmax_by_hand() -> None:
+    batch = Batch([torch.ones(1, 1, 1)], [torch.tensor([[[0.0]], [[2.0]]])], [torch.tensor([[[1.0]], [[5.0]]])])
+    out, lse = decode(**decode_arguments(batch, bmm1_scale=math.log(3.0) / 2))  # weights 1 and 3
+    assert out.item() == pytest.approx((1 + 3 * 5) / 4, rel=1e-14)
+    assert lse.item() == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [
+        (torch.float16, torch.float16),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float8_e4m3fn),
+        (torch.bfloat16, torch.float8_e4m3fn),
+        (torch.float8_e4m3fn, torch.float8_e4m3fn),
+        (torch.float32, torch.float32),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kv_layout", ["HND", "NHD"])
+@pytest.mark.parametrize("separate_tables", [False, True])
+def test_dtypes_layouts_and_tables(
+    dtype: torch.dtype, kv_dtype: torch.dtype, kv_layout: str, separate_tables: bool
+) -> None:
+    batch = random_batch([3] * 4, [0, 2, 16, 37], dtype=dtype, kv_dtype=kv_dtype)
+    arguments = decode_arguments(batch, kv_layout=kv_layout, separate_tables=separate_tables, bmm1_scale=0.25)
+    assert_same(decode(**arguments), expected(batch, bmm1_scale=0.25))
+
+
+@pytest.mark.parametrize("kv_layout", ["HND", "NHD"])
+def test_one_cache_tensor(kv_layout: str) -> None:
+    batch = random_batch([1, 1], [9, 30])
+    arguments = decode_arguments(batch, kv_layout=kv_layout)
+    arguments["kv_cache"] = torch.stack(arguments["kv_cache"], dim=1)
+    assert_same(decode(**arguments), expected(batch))
+
+
+def test_one_cache_tensor_whose_second_dimension_is_one_is_both_k_and_v() -> None:
+    batch = random_batch([1, 1], [9, 30])
+    batch = Batch(batch.queries, batch.keys, batch.keys)
+    arguments = decode_arguments(batch)
+    arguments["kv_cache"] = arguments["kv_cache"][0].unsqueeze(1)
+    assert_same(decode(**arguments), expected(batch))
+
+
+def test_strided_cache() -> None:
+    """K and V as an engine may hold them: views of one wider allocation."""
+    batch = random_batch([1, 1], [9, 30])
+    arguments = decode_arguments(batch)
+    k, v = arguments["kv_cache"]
+    both = torch.cat((k, v), dim=-1)
+    arguments["kv_cache"] = (both[..., :16], both[..., 16:])
+    assert_same(decode(**arguments), expected(batch))
+
+
+def test_uint32_lengths() -> None:
+    batch = random_batch([1, 1], [9, 30])
+    arguments = decode_arguments(batch)
+    arguments["seq_lens"] = arguments["seq_lens"].to(torch.uint32)
+    assert_same(decode(**arguments), expected(batch))
+
+
+def as_tensor(value: float) -> torch.Tensor:
+    return torch.tensor([value], dtype=torch.float32)
+
+
+@pytest.mark.parametrize("tensors", [False, True])
+def test_scales(tensors: bool) -> None:
+    batch = random_batch([2, 2], [7, 30], kv_dtype=torch.float8_e4m3fn)
+    scales: dict[str, Any] = {"bmm1_scale": 0.375, "bmm2_scale": -1.75}
+    given_as = {name: as_tensor(value) if tensors else value for name, value in scales.items()}
+    assert_same(decode(**decode_arguments(batch, **given_as)), expected(batch, **scales))
+
+
+def test_scale_as_a_tensor_without_dimensions() -> None:
+    batch = random_batch([1], [7])
+    arguments = decode_arguments(batch, bmm1_scale=torch.tensor(0.375), bmm2_scale=torch.tensor(2.0))
+    assert_same(decode(**arguments), expected(batch, bmm1_scale=0.375, bmm2_scale=2.0))
+
+
+def test_log2_scale_takes_precedence() -> None:
+    batch = random_batch([2, 2], [7, 30])
+    log2_scale = as_tensor(0.375 / math.log(2.0))
+    out, lse = decode(**decode_arguments(batch, bmm1_scale=100.0, bmm1_scale_log2=log2_scale))
+    truth = expected(batch, bmm1_scale=0.375)
+    torch.testing.assert_close(out, truth[0], rtol=1e-5, atol=1e-6)  # the product is rounded to float32
+    torch.testing.assert_close(lse.double(), truth[1], rtol=1e-5, atol=1e-6)
+
+
+# Sinks and LSE
+
+
+SINKS = [
+    torch.tensor([0.0, 0.5, -1.0, 3.0]),
+    torch.tensor([50.0, 300.0, 5000.0, 1e30]),
+    torch.full((4,), -math.inf),
+    torch.tensor([-math.inf, 0.0, -1e30, 20.0]),
+]
+
+
+@pytest.mark.parametrize("sinks", SINKS, ids=["plain", "large", "none", "mixed"])
+@pytest.mark.parametrize("magnitude", [1.0, 8.0])
+def test_sinks(sinks: torch.Tensor, magnitude: float) -> None:
+    batch = random_batch([3, 3, 3], [2, 3, 25], magnitude=magnitude)
+    arguments = decode_arguments(batch, sinks=sinks, bmm1_scale=0.25)
+    assert_same(decode(**arguments), expected(batch, sinks=sinks, bmm1_scale=0.25))
+
+
+def test_a_sink_takes_its_share_and_gives_no_value() -> None:
+    batch = Batch([torch.zeros(1, 2, 1)], [torch.zeros(3, 1, 1)], [torch.full((3, 1, 1), 8.0)])
+    out, lse = decode(**decode_arguments(batch, sinks=torch.tensor([0.0, math.log(5.0)])))
+    torch.testing.assert_close(out.flatten().tolist(), [6.0, 3.0])  # 8 * 3 / (3 + 1) and 8 * 3 / (3 + 5)
+    torch.testing.assert_close(lse.flatten().tolist(), [2.0, 3.0])
+
+
+def test_a_row_with_a_sink_and_no_key() -> None:
+    batch = random_batch([1], [0], heads=(2, 1))
+    out, lse = decode(**decode_arguments(batch, sinks=torch.tensor([1.0, -math.inf])))
+    assert (out == 0).all()
+    assert lse.tolist() == [[pytest.approx(1 / math.log(2.0)), -math.inf]]
+
+
+@pytest.mark.parametrize("cut", [1, 16, 29])
+def test_two_halves_merge_by_their_lse(cut: int) -> None:
+    batch = random_batch([1], [30], magnitude=3.0)
+    halves = [
+        Batch(batch.queries, [batch.keys[0][part]], [batch.values[0][part]]) for part in (slice(cut), slice(cut, None))
+    ]
+    (out_a, lse_a), (out_b, lse_b) = (decode(**decode_arguments(half, bmm1_scale=0.25)) for half in halves)
+    share = torch.sigmoid((lse_a - lse_b).double() * math.log(2.0)).unsqueeze(-1)
+    whole, lse = decode(**decode_arguments(batch, bmm1_scale=0.25))
+    torch.testing.assert_close(out_a * share + out_b * (1 - share), whole, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.logaddexp2(lse_a, lse_b), lse)
+
+
+# Where results go
+
+
+@pytest.mark.parametrize(
+    "out_dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
+)
+@pytest.mark.parametrize("given_out", [False, True])
+def test_out_and_out_dtype(out_dtype: torch.dtype, given_out: bool) -> None:
+    batch = random_batch([2, 2], [7, 30])
+    arguments = decode_arguments(batch, out_dtype=None if given_out else out_dtype, return_lse=False)
+    if given_out:
+        arguments["out"] = torch.full((4, 4, 16), math.nan).to(out_dtype)
+    out = decode(**arguments)
+    assert out.dtype == out_dtype
+    assert not given_out or out is arguments["out"]
+    truth = expected(batch)[0].to(out_dtype)
+    torch.testing.assert_close(out.double(), truth.double(), rtol=torch.finfo(out_dtype).eps, atol=1e-12)
+
+
+def test_the_output_has_the_querys_dtype_by_default() -> None:
+    arguments = decode_arguments(random_batch([1], [7], dtype=torch.float16), out_dtype=None, return_lse=False)
+    assert decode(**arguments).dtype == torch.float16
+
+
+def test_e4m3_output_saturates() -> None:
+    batch = Batch([torch.zeros(1, 1, 2)], [torch.zeros(1, 1, 2)], [torch.tensor([[[1.0, -1.0]]])])
+    arguments = decode_arguments(batch, bmm2_scale=1e6, out_dtype=torch.float8_e4m3fn)
+    assert decode(**arguments)[0].float().flatten().tolist() == [448.0, -448.0]
+
+
+def test_lse_buffer() -> None:
+    batch = random_batch([2, 2], [1, 30])
+    truth = expected(batch)[1].float()
+    lse = torch.full((4, 4), math.nan)
+    out = decode(**decode_arguments(batch, lse=lse, return_lse=False))
+    assert isinstance(out, torch.Tensor)
+    torch.testing.assert_close(lse, truth)
+    lse.fill_(math.nan)
+    _, returned = decode(**decode_arguments(batch, lse=lse, return_lse=True))
+    assert returned is lse
+    torch.testing.assert_close(lse, truth)
+
+
+def test_empty_batch() -> None:
+    empty = {"query": torch.zeros(0, 4, 16), "seq_lens": torch.zeros(0, dtype=torch.int32), "max_seq_len": 0}
+    arguments = decode_arguments(random_batch([1], [7])) | empty
+    arguments |= {"kv_cache": (torch.zeros(3, 2, 16, 16),) * 2, "block_tables": torch.zeros(0, 5, dtype=torch.int32)}
+    out, lse = decode(**arguments)
+    assert out.shape == (0, 4, 16)
+    assert lse.shape == (0, 4)
+
+
+# What must not matter
+
+
+def assert_same_bits(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> None:
+    for a, b in zip(one, other, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e30])
+@pytest.mark.parametrize("foreign_id", [None, -1, 2**31 - 1])
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_dead_memory_changes_no_bit(poison: float, foreign_id: int | None, kv_dtype: torch.dtype) -> None:
+    batch = random_batch([2] * 5, [0, 1, 15, 16, 33], kv_dtype=kv_dtype)
+    clean = decode(**decode_arguments(batch))
+    poisoned = decode(**decode_arguments(batch, poison=poison, foreign_id=foreign_id))
+    assert poisoned[0].isfinite().all()
+    assert_same_bits(poisoned, clean)
+
+
+def test_keys_left_of_the_window_change_no_bit() -> None:
+    batch = random_batch([1, 1], [40, 50])
+    arguments = decode_arguments(batch, window_left=10)
+    clean = decode(**arguments)
+    for side in (batch.keys, batch.values):
+        for history in side:
+            history[: len(history) - 11] = math.nan
+    assert_same_bits(decode(**decode_arguments(batch, window_left=10)), clean)
+
+
+def test_nothing_that_is_read_is_written() -> None:
+    arguments = decode_arguments(random_batch([2, 2], [5, 30], kv_dtype=torch.float8_e4m3fn), poison=math.nan)
+    tensors = [arguments["query"], *arguments["kv_cache"], arguments["block_tables"], arguments["seq_lens"]]
+    before = [tensor.clone().view(torch.uint8) for tensor in tensors]
+    decode(**arguments)
+    assert all(torch.equal(tensor.view(torch.uint8), copy) for tensor, copy in zip(tensors, before, strict=True))
+
+
+def test_requests_may_share_pages() -> None:
+    batch = random_batch([1], [33])
+    batch = Batch(batch.queries * 2, batch.keys * 2, batch.values * 2)
+    arguments = decode_arguments(batch)
+    arguments["block_tables"][1] = arguments["block_tables"][0]
+    assert_same(decode(**arguments), expected(batch))
+
+
+def test_a_request_may_repeat_a_page() -> None:
+    batch = random_batch([1], [16])
+    arguments = decode_arguments(batch)
+    arguments["block_tables"][0, :3] = arguments["block_tables"][0, 0].item()
+    arguments |= {"seq_lens": torch.tensor([40], dtype=torch.int32), "max_seq_len": 40}
+    keys, values = (torch.cat((side[0], side[0], side[0][:8])) for side in (batch.keys, batch.values))
+    assert_same(decode(**arguments), expected(Batch(batch.queries, [keys], [values])))
+
+
+@pytest.mark.parametrize("piece_elements", [1, 300, 2000, 10000])
+@pytest.mark.parametrize("kind", ["causal", "window", "mask", "ragged"])
+def test_pieces_do_not_matter(piece_elements: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ragged = kind == "ragged"
+    batch = random_batch([0, 9, 1, 33, 4] if ragged else [9] * 5, [3, 40, 1, 20, 70], magnitude=2.0)
+    rule: dict[str, Any] = {"window_left": 6} if kind == "window" else {}
+    masks = [MASKS["binary tree"](9)] * 5 if kind == "mask" else None
+    mask = {} if masks is None else {"mask": pack_mask(masks)}
+    monkeypatch.setattr(paged_attention, "PIECE_ELEMENTS", piece_elements)
+    arguments = decode_arguments(batch, ragged=ragged, poison=math.nan, **rule, **mask)
+    assert_same(decode(**arguments), expected(batch, masks=masks, **rule))
+
+
+# Anything goes
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=4),
+    q_len=st.integers(1, 8),
+    group=st.integers(1, 6),
+    num_kv_heads=st.integers(1, 3),
+    head_dim=st.sampled_from([1, 8, 20]),
+    page_size=st.sampled_from([1, 4, 16, 32]),
+    window_left=st.sampled_from([-1, 0, 3, 17]),
+    kv_layout=st.sampled_from(["HND", "NHD"]),
+    separate_tables=st.booleans(),
+    with_sinks=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_any_call(
+    lengths: list[int],
+    q_len: int,
+    group: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    window_left: int,
+    kv_layout: str,
+    separate_tables: bool,
+    with_sinks: bool,
+    seed: int,
+) -> None:
+    heads = (group * num_kv_heads, num_kv_heads)
+    batch = random_batch([q_len] * len(lengths), lengths, heads=heads, head_dim=head_dim, seed=seed, magnitude=2.0)
+    sinks = torch.randn(heads[0], generator=torch.Generator().manual_seed(seed)) if with_sinks else None
+    arguments = decode_arguments(
+        batch,
+        page_size,
+        seed=seed,
+        separate_tables=separate_tables,
+        poison=math.nan,
+        kv_layout=kv_layout,
+        window_left=window_left,
+        sinks=sinks,
+        max_seq_len=40,
+    )
+    assert_same(decode(**arguments), expected(batch, window_left=window_left, sinks=sinks))
+
+
+# As a stand-in
+
+
+def test_signature_is_flashinfers() -> None:
+    from flashinfer.decode import trtllm_batch_decode_with_kv_cache as flashinfers
+
+    def parameters(function: Any) -> list[tuple[str, Any, Any]]:
+        return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+
+    assert parameters(decode) == parameters(flashinfers)
+
+
+def test_positional_arguments() -> None:
+    batch = random_batch([1, 1], [7, 30])
+    arguments = decode_arguments(batch)
+    leading = [arguments.pop(name) for name in list(inspect.signature(decode).parameters)[:6]]
+    assert_same(decode(*leading, **arguments), expected(batch))
+
+
+def test_is_fast_enough_to_be_used() -> None:
+    """16 requests at 4,096 keys, 32/8 heads of 128."""
+    generator = torch.Generator().manual_seed(0)
+    arguments: dict[str, Any] = {
+        "query": torch.randn(16, 32, 128, generator=generator).bfloat16(),
+        "kv_cache": torch.randn(128, 2, 8, 16, 128, generator=generator).bfloat16(),
+        "workspace_buffer": None,
+        "block_tables": torch.randint(128, (16, 256), generator=generator, dtype=torch.int32),
+        "seq_lens": torch.full((16,), 4096, dtype=torch.int32),
+        "max_seq_len": 4096,
+        "bmm1_scale": 128**-0.5,
+    }
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        decode(**arguments)
+        seconds.append(time.perf_counter() - start)
+        if seconds[-1] < 2.0:
+            return
+    pytest.fail(f"took {min(seconds):.2f} s, expected less than 2 s")
