@@ -131,18 +131,19 @@ def _launch(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor |
         problem.num_rows,
         problem.max_q_len,
         problem.window_left,
+        num_splits,
+        problem.num_qo_heads,
         *problem.query.stride()[:2],
         *problem.k_cache.stride()[:3],
         *problem.v_cache.stride()[:3],
         problem.k_block_tables.stride(0),
         problem.v_block_tables.stride(0),
-        NUM_QO_HEADS=problem.num_qo_heads,
         GROUP=group,
         HEAD_DIM=problem.head_dim,
         PAGE_SIZE=problem.page_size,
         MASK_WORDS=0 if problem.mask is None else problem.mask.shape[2],
         CAUSAL=problem.causal,
-        NUM_SPLITS=num_splits,
+        HAS_SPLITS=num_splits > 1,
         BLOCK_ROWS=tile.rows,
         BLOCK_KEYS=tile.keys,
         DOT_DTYPE=tl.float16 if problem.query.dtype == torch.float16 else tl.bfloat16,
@@ -161,9 +162,9 @@ def _launch(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor |
             out,
             lse_log2,
             problem.num_rows,
-            NUM_QO_HEADS=problem.num_qo_heads,
+            num_splits,
+            problem.num_qo_heads,
             HEAD_DIM=problem.head_dim,
-            NUM_SPLITS=num_splits,
             BLOCK_SPLITS=triton.next_power_of_2(num_splits),
             BMM2_IS_TENSOR=isinstance(problem.bmm2_scale, torch.Tensor),
             INTERPRETED=triton_interprets(),
@@ -203,7 +204,8 @@ def _dot(a, b, sums, INTERPRETED: tl.constexpr):
     return tl.dot(a, b, sums)
 
 
-@triton.jit
+# What varies from call to call must not compile again, not even for its value 1 or its multiples of 16.
+@triton.jit(do_not_specialize=["num_rows", "max_q_len", "window_left", "num_splits", "num_qo_heads"])
 def _attention_kernel(
     query,
     k_cache,
@@ -216,11 +218,13 @@ def _attention_kernel(
     mask,
     bmm1_scale,
     bmm2_scale,
-    out,  # the output; with splits, float32 [NUM_SPLITS, num_rows, heads, head_dim]
-    lse_log2,  # None: not wanted; with splits, float32 [NUM_SPLITS, num_rows, heads]
+    out,  # the output; with splits, float32 [num_splits, num_rows, heads, head_dim]
+    lse_log2,  # None: not wanted; with splits, float32 [num_splits, num_rows, heads]
     num_rows,
     max_q_len,
     window_left,
+    num_splits,
+    num_qo_heads,
     query_row_stride,
     query_head_stride,
     k_page_stride,
@@ -231,13 +235,12 @@ def _attention_kernel(
     v_token_stride,
     k_table_stride,
     v_table_stride,
-    NUM_QO_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     MASK_WORDS: tl.constexpr,  # 0: no mask
     CAUSAL: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    HAS_SPLITS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
@@ -246,8 +249,8 @@ def _attention_kernel(
     INTERPRETED: tl.constexpr,
 ):
     """One block of packed rows of one K/V head of one request, over one split of its keys."""
-    q_block = tl.program_id(0) // NUM_SPLITS
-    split = tl.program_id(0) % NUM_SPLITS
+    q_block = tl.program_id(0) // num_splits
+    split = tl.program_id(0) % num_splits
     kv_head = tl.program_id(1)
     request = tl.program_id(2)
 
@@ -286,7 +289,7 @@ def _attention_kernel(
         first_token = (q_block * BLOCK_ROWS) // GROUP
         key_start = tl.maximum(q_position + first_token - window_left, 0) // BLOCK_KEYS * BLOCK_KEYS
     num_steps = tl.cdiv(tl.maximum(key_end - key_start, 0), BLOCK_KEYS)
-    steps_per_split = tl.cdiv(num_steps, NUM_SPLITS)
+    steps_per_split = tl.cdiv(num_steps, num_splits)
     split_start = key_start + split * steps_per_split * BLOCK_KEYS
     split_end = tl.minimum(split_start + steps_per_split * BLOCK_KEYS, key_end)
 
@@ -334,7 +337,7 @@ def _attention_kernel(
         weights = _rounded(weights, DOT_DTYPE, INTERPRETED)
         sums = _dot(weights, v.to(DOT_DTYPE), sums * rescale[:, None], INTERPRETED)
 
-    if NUM_SPLITS == 1:
+    if not HAS_SPLITS:
         if sinks is not None:
             sink = tl.load(sinks + head, mask=row_exists, other=0.0) * LOG2_E
             new_largest = tl.maximum(largest, sink)
@@ -345,7 +348,7 @@ def _attention_kernel(
             largest = new_largest
         sums = sums * _scalar(bmm2_scale, BMM2_IS_TENSOR)
     result = sums / tl.where(denominator > 0, denominator, 1.0)[:, None]
-    row_head = (split * num_rows + row) * NUM_QO_HEADS + head
+    row_head = (split * num_rows + row) * num_qo_heads + head
     result = _rounded(result, out.dtype.element_ty, INTERPRETED)
     tl.store(out + row_head[:, None] * HEAD_DIM + dims[None, :], result, mask=row_exists[:, None])
     if lse_log2 is not None:
@@ -354,18 +357,18 @@ def _attention_kernel(
         tl.store(lse_log2 + row_head, value, mask=row_exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_splits", "num_qo_heads"])
 def _merge_kernel(
-    partial_out,  # float32 [NUM_SPLITS, num_rows, heads, head_dim]
-    partial_lse_log2,  # float32 [NUM_SPLITS, num_rows, heads]
+    partial_out,  # float32 [num_splits, num_rows, heads, head_dim]
+    partial_lse_log2,  # float32 [num_splits, num_rows, heads]
     sinks,
     bmm2_scale,
     out,
     lse_log2,
     num_rows,
-    NUM_QO_HEADS: tl.constexpr,
+    num_splits,
+    num_qo_heads,
     HEAD_DIM: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     BMM2_IS_TENSOR: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -375,8 +378,8 @@ def _merge_kernel(
     head = tl.program_id(1)
     splits = tl.arange(0, BLOCK_SPLITS)
     dims = tl.arange(0, HEAD_DIM)
-    exists = splits < NUM_SPLITS
-    row_heads = (splits * num_rows + row) * NUM_QO_HEADS + head
+    exists = splits < num_splits
+    row_heads = (splits * num_rows + row) * num_qo_heads + head
     lses = tl.load(partial_lse_log2 + row_heads, mask=exists, other=float("-inf"))
     largest = tl.max(lses, 0)
     if sinks is not None:
@@ -390,7 +393,7 @@ def _merge_kernel(
     parts = tl.load(partial_out + row_heads[:, None] * HEAD_DIM + dims[None, :], mask=exists[:, None], other=0.0)
     result = tl.sum(parts * weights[:, None], 0) * _scalar(bmm2_scale, BMM2_IS_TENSOR) / tl.where(denominator > 0, denominator, 1.0)
     result = _rounded(result, out.dtype.element_ty, INTERPRETED)
-    tl.store(out + (row * NUM_QO_HEADS + head) * HEAD_DIM + dims, result)
+    tl.store(out + (row * num_qo_heads + head) * HEAD_DIM + dims, result)
     if lse_log2 is not None:
         value = tl.where(denominator > 0, largest + tl.log2(denominator), float("-inf"))
-        tl.store(lse_log2 + row * NUM_QO_HEADS + head, value)
+        tl.store(lse_log2 + row * num_qo_heads + head, value)
