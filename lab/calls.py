@@ -529,7 +529,7 @@ def _split_cache(name: str, cache: object, kv_layout: str) -> tuple[torch.Tensor
                 f"{name} as one tensor must be 5-D with 1 or 2 as its second dimension, got shape {list(cache.shape)}"
             )
         k, v = cache[:, 0], cache[:, -1]
-    elif isinstance(cache, (tuple, list)) and len(cache) == 2:
+    elif isinstance(cache, tuple) and len(cache) == 2:
         k, v = (_check_tensor(f"{name}[{i}]", part) for i, part in enumerate(cache))
         if k.ndim != 4 or v.ndim != 4:
             raise ValueError(
@@ -685,6 +685,10 @@ def _check_lse(call: Call) -> torch.Tensor | None:
         raise TypeError(f"lse must be float32, got {lse.dtype}")
     if lse.shape != call.query.shape[:2]:
         raise ValueError(f"lse must be [num_rows, num_qo_heads] = {list(call.query.shape[:2])}, got {list(lse.shape)}")
+    if any(size > 1 and stride == 0 for size, stride in zip(lse.shape, lse.stride(), strict=True)):
+        raise ValueError(
+            f"lse has elements that share memory (stride {lse.stride()}); pass a buffer that is not expanded"
+        )
     return lse
 
 

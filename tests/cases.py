@@ -80,10 +80,8 @@ def sees(
     """Whether a row of a request sees a key of it, from the definition; `mask[row][draft token]` replaces causal."""
     position = kv_len - q_len + row
     draft_token = key - (kv_len - q_len)
-    if mask is not None:
-        shown = draft_token < 0 or bool(mask[row][draft_token])
-    else:
-        shown = key <= position or not causal
+    allowed = key <= position or not causal
+    shown = allowed if mask is None else draft_token < 0 or bool(mask[row][draft_token])
     return shown and (window_left < 0 or position - key <= window_left)
 
 

@@ -8,33 +8,20 @@ these fails like a wrong kernel does. Everything that must not matter is poisone
 import enum
 import os
 import shlex
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from lab.metadata.dispatch import AttentionCall
-from lab.metadata.dispatch import AttentionLayer
-from lab.metadata.dispatch import PlannedCall
-from lab.metadata.dispatch import plan_calls
-from lab.metadata.dispatch import run_attention
-from lab.metadata.forward_batch import ForwardBatch
-from lab.metadata.forward_batch import SpecInfo
+from lab.metadata.dispatch import AttentionCall, AttentionLayer, PlannedCall, plan_calls, run_attention
+from lab.metadata.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.forward_mode import ForwardMode
-from lab.metadata.kv_pool import KVLayout
-from lab.metadata.kv_pool import KVPool
-from lab.metadata.kv_pool import PagedKVCache
-from lab.metadata.mha import TRTLLMMHAMetadata
-from lab.metadata.mha import build_mha_metadata
-from lab.references.errors import Comparison
-from lab.references.errors import compare
-from lab.references.errors import eager_attention
-from lab.references.paged_attention import attention
-from lab.references.paged_attention import visible_keys
+from lab.metadata.kv_pool import KVLayout, KVPool, PagedKVCache
+from lab.metadata.mha import TRTLLMMHAMetadata, build_mha_metadata
+from lab.references.errors import Comparison, compare, eager_attention
+from lab.references.paged_attention import attention, visible_keys
 from lab.references.quantization import quantize_e4m3
-from lab.workloads.geometries import Geometry
-from lab.workloads.geometries import geometry
+from lab.workloads.geometries import Geometry, geometry
 
 E4M3 = torch.float8_e4m3fn
 # Finite, and so large that one poisoned value in a product shows; e4m3 holds nothing larger than 448.
@@ -139,6 +126,29 @@ class ForwardCase:
     @property
     def window_left(self) -> int:
         return self.model.window_left if self.sliding_window else -1
+
+    @property
+    def visible_pairs(self) -> int:
+        """(query row, key) pairs that are visible, over all requests."""
+        pairs = 0
+        for kv_len, q_len in zip(self.kv_lens, self.q_lens, strict=True):
+            for position in range(kv_len - q_len, kv_len):
+                pairs += position + 1 if self.window_left < 0 else min(position, self.window_left) + 1
+        return pairs
+
+    @property
+    def operations(self) -> int:
+        """Floating-point operations of the two products over visible pairs: 2 · 2 · head_dim per pair and query head."""
+        return 4 * self.model.head_dim * self.model.num_qo_heads * self.visible_pairs
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that must move at least once: each visible key and value read, each query read and output written."""
+        keys = 0
+        for kv_len, q_len in zip(self.kv_lens, self.q_lens, strict=True):
+            keys += kv_len if self.window_left < 0 else min(kv_len, q_len + self.window_left)
+        kv_bytes = 2 * keys * self.model.num_kv_heads * self.model.head_dim * self.kv_dtype.itemsize
+        return kv_bytes + 2 * sum(self.q_lens) * self.model.num_qo_heads * self.model.head_dim * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -317,7 +327,7 @@ def compare_with_truth(forward: ForwardPass, out: torch.Tensor) -> Comparison:
             causal=True,
             window_left=case.window_left,
         )
-        scales = {
+        scales: dict[str, Any] = {
             "bmm1_scale": layer.softmax_scale * layer.k_scale,
             "bmm2_scale": layer.v_scale,
             "sinks": layer.sinks,
@@ -450,7 +460,9 @@ def _fill_with_poison(cache: PagedKVCache) -> None:
 
 def _poison_table_tails(metadata: TRTLLMMHAMetadata, cache: PagedKVCache, case: ForwardCase) -> None:
     """Dead cells name live pages of other requests and pages never written, as a replayed table's stale cells do."""
-    tables = [metadata.page_table] if metadata.swa_page_table is None else [metadata.page_table, metadata.swa_page_table]
+    tables = (
+        [metadata.page_table] if metadata.swa_page_table is None else [metadata.page_table, metadata.swa_page_table]
+    )
     for table in tables:
         live = -(-metadata.cache_seqlens_int32 // case.page_size)
         columns = torch.arange(table.shape[1], device=table.device)

@@ -12,18 +12,13 @@ import torch
 import triton
 import triton.language as tl
 
-from lab.calls import ContextCall
-from lab.calls import DecodeCall
-from lab.calls import PagedAttention
-from lab.calls import takes
-from lab.kernels.support import Kernel
-from lab.kernels.support import refuse_unsupported
-from lab.kernels.support import triton_interprets
+from lab.calls import ContextCall, DecodeCall, PagedAttention, takes
+from lab.kernels.support import Kernel, refuse_unsupported, triton_interprets
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 # Programs per multiprocessor that the split of long requests aims at: enough to hide latency, few enough to merge cheaply.
-PROGRAMS_PER_MULTIPROCESSOR = 4
+PROGRAMS_PER_MULTIPROCESSOR = 2
 MAX_SPLITS = 64
 # A CPU has no multiprocessors; a small stand-in lets the interpreter run the split path too.
 INTERPRETED_MULTIPROCESSORS = 2
@@ -70,10 +65,10 @@ def choose_tile(num_packed_rows: int, head_dim: int) -> Tile:
     allow, many keys in flight. Beyond, it is bound by the products: 128 rows and 8 warps.
     """
     rows = min(max(16, triton.next_power_of_2(num_packed_rows)), 128)
-    keys = 64 if head_dim <= 128 else 32
+    keys = 128 if head_dim <= 128 else 32
     if rows <= 64:
-        return Tile(rows, keys, num_warps=4, num_stages=3)
-    return Tile(rows, keys, num_warps=8, num_stages=3 if head_dim <= 128 else 2)
+        return Tile(rows, keys, num_warps=4, num_stages=2)
+    return Tile(rows, min(keys, 64), num_warps=8, num_stages=3 if head_dim <= 128 else 2)
 
 
 def choose_num_splits(num_programs: int, num_key_steps: int, num_multiprocessors: int) -> int:
@@ -93,7 +88,8 @@ def _run(problem: PagedAttention) -> Any:
     if problem.num_rows == 0:
         return problem.returned(out, lse_log2)
     refuse_unsupported(Kernel.PORTABLE, problem)
-    _launch(problem, out, lse_log2)
+    with torch.cuda.device_of(problem.query):  # Triton launches on the current device
+        _launch(problem, out, lse_log2)
     return problem.returned(out, lse_log2)
 
 
@@ -189,7 +185,7 @@ def _scalar(scale, IS_TENSOR: tl.constexpr):
 @triton.jit
 def _rounded(x, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
     """float32 `x` in DTYPE, to nearest even."""
-    if INTERPRETED and DTYPE == tl.bfloat16:  # Triton 3.7's interpreter would truncate: round the bits
+    if INTERPRETED and tl.bfloat16 == DTYPE:  # Triton 3.7's interpreter would truncate: round the bits
         bits = x.to(tl.int32, bitcast=True)
         x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
     return x.to(DTYPE)
@@ -251,8 +247,9 @@ def _attention_kernel(
     """One block of packed rows of one K/V head of one request, over one split of its keys."""
     q_block = tl.program_id(0) // num_splits
     split = tl.program_id(0) % num_splits
-    kv_head = tl.program_id(1)
-    request = tl.program_id(2)
+    # Times a stride, these may exceed 32 bits.
+    kv_head = tl.program_id(1).to(tl.int64)
+    request = tl.program_id(2).to(tl.int64)
 
     if cu_seqlens_q is None:
         q_start = request * max_q_len
@@ -280,14 +277,15 @@ def _attention_kernel(
     ).to(DOT_DTYPE)
 
     # The span of keys that any row of the block may see, then this split's share of it.
-    key_start = 0
+    first_key = 0
     key_end = kv_len
     if CAUSAL and MASK_WORDS == 0:
         last_token = tl.minimum((q_block * BLOCK_ROWS + BLOCK_ROWS - 1) // GROUP, q_len - 1)
         key_end = tl.minimum(kv_len, tl.maximum(q_position + last_token + 1, 0))
     if window_left >= 0:
         first_token = (q_block * BLOCK_ROWS) // GROUP
-        key_start = tl.maximum(q_position + first_token - window_left, 0) // BLOCK_KEYS * BLOCK_KEYS
+        first_key = tl.maximum(q_position + first_token - window_left, 0)
+    key_start = first_key // BLOCK_KEYS * BLOCK_KEYS
     num_steps = tl.cdiv(tl.maximum(key_end - key_start, 0), BLOCK_KEYS)
     steps_per_split = tl.cdiv(num_steps, num_splits)
     split_start = key_start + split * steps_per_split * BLOCK_KEYS
@@ -299,7 +297,7 @@ def _attention_kernel(
     sums = tl.zeros([BLOCK_ROWS, HEAD_DIM], tl.float32)
     for start in range(split_start, split_end, BLOCK_KEYS):
         key = start + tl.arange(0, BLOCK_KEYS)
-        key_exists = key < split_end
+        key_exists = (key >= first_key) & (key < split_end)
         slot = key % PAGE_SIZE
         k_page = tl.load(k_block_tables + request * k_table_stride + key // PAGE_SIZE, mask=key_exists, other=0)
         k_offset = k_page.to(tl.int64) * k_page_stride + kv_head * k_head_stride + slot * k_token_stride
@@ -309,14 +307,15 @@ def _attention_kernel(
 
         visible = row_exists[:, None] & key_exists[None, :]
         if MASK_WORDS > 0:
-            draft = key - q_position  # index among the draft tokens; negative for the keys before them
+            is_draft = key >= q_position
+            draft = tl.maximum(key - q_position, 0)  # index among the draft tokens
             word = tl.load(
                 mask + (request * max_q_len + token)[:, None] * MASK_WORDS + (draft // 16)[None, :],
-                mask=visible & (draft >= 0)[None, :],
+                mask=visible & is_draft[None, :],
                 other=0,
             )
             shown = ((word.to(tl.int32) >> (draft % 16)[None, :]) & 1) != 0
-            visible = visible & (shown | (draft < 0)[None, :])
+            visible = visible & (shown | ~is_draft[None, :])
         elif CAUSAL:
             visible = visible & (key[None, :] <= position[:, None])
         if window_left >= 0:
@@ -391,7 +390,11 @@ def _merge_kernel(
     if sinks is not None:
         denominator += tl.exp2(sink - origin)
     parts = tl.load(partial_out + row_heads[:, None] * HEAD_DIM + dims[None, :], mask=exists[:, None], other=0.0)
-    result = tl.sum(parts * weights[:, None], 0) * _scalar(bmm2_scale, BMM2_IS_TENSOR) / tl.where(denominator > 0, denominator, 1.0)
+    result = (
+        tl.sum(parts * weights[:, None], 0)
+        * _scalar(bmm2_scale, BMM2_IS_TENSOR)
+        / tl.where(denominator > 0, denominator, 1.0)
+    )
     result = _rounded(result, out.dtype.element_ty, INTERPRETED)
     tl.store(out + (row * num_qo_heads + head) * HEAD_DIM + dims, result)
     if lse_log2 is not None:

@@ -9,10 +9,11 @@ from collections.abc import Callable
 
 import torch
 
-from lab.calls import HALF_DTYPES
-from lab.calls import PagedAttention
+from lab.calls import HALF_DTYPES, PagedAttention, Scale
 
 E4M3 = torch.float8_e4m3fn
+# Query elements that XQA keeps in shared memory at q_len_per_req 1 (FlashInfer 0.7.2, mha.cu `persistentQ`: 16 KiB).
+XQA_QUERY_TILE_ELEMENTS = 8192
 Capability = tuple[int, int]  # (major, minor), e.g. (9, 0) for an H200
 
 
@@ -70,8 +71,13 @@ def triton_interprets() -> bool:
 
 
 def _portable(capability: Capability | None, problem: PagedAttention) -> str | None:
+    """The kernel's own limits, and those of Triton 3.7 (its NVIDIA back end's `supported_fp8_dtypes`)."""
     if capability is None and not triton_interprets():
         return "the portable Triton kernel runs on a CPU only in Triton's interpreter: set TRITON_INTERPRET=1 first"
+    if capability is not None and capability < (8, 0):
+        return _wrong_gpu("the portable Triton kernel", "SM80 and later", capability)
+    if capability is not None and capability < (8, 9) and E4M3 in _dtypes(problem):
+        return f"Triton compiles e4m3 for SM89 and later, and this is {_sm(capability)}"
     if problem.query.dtype not in (*HALF_DTYPES, E4M3):
         return f"the portable Triton kernel takes fp16, bf16 or e4m3 queries, not {problem.query.dtype}"
     if problem.k_cache.dtype not in (problem.query.dtype, E4M3):
@@ -88,10 +94,13 @@ def _portable(capability: Capability | None, problem: PagedAttention) -> str | N
 
 
 def _xqa(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """FlashInfer 0.7.2: `xqa`, `gen_xqa_module`, `xqa_batch_decode_with_kv_cache`, and xqa_wrapper.cu."""
-    if capability is None or capability[0] not in (9, 12):
-        return _wrong_gpu("XQA", "SM90, SM120 and SM121", capability)
-    group = problem.num_qo_heads // problem.num_kv_heads
+    """FlashInfer 0.7.2: `xqa`, `gen_xqa_module`, `xqa_batch_decode_with_kv_cache`, xqa_wrapper.cu and mha.cu."""
+    if capability is None or capability[0] not in (9, 10, 12):
+        return _wrong_gpu("XQA", "SM90, SM100, SM103, SM120 and SM121", capability)
+    return _xqa_dtypes(capability, problem) or _xqa_shapes(problem) or _xqa_arguments(problem)
+
+
+def _xqa_dtypes(capability: Capability, problem: PagedAttention) -> str | None:
     q, kv = problem.query.dtype, problem.k_cache.dtype
     if q not in HALF_DTYPES:
         return f"XQA takes fp16 or bf16 queries, not {q}"
@@ -101,12 +110,37 @@ def _xqa(capability: Capability | None, problem: PagedAttention) -> str | None:
         return f"XQA takes K/V in the query's dtype, e4m3 or NVFP4, not {kv}"
     if problem.out_dtype != q and (problem.out_dtype, kv) != (E4M3, E4M3):
         return f"XQA writes the query's dtype, or e4m3 with e4m3 K/V, not {problem.out_dtype}"
+    # mha.cu applies its K/V scale to 8 and 4 bit K/V alone, but always divides the query's scale by it.
+    if kv in HALF_DTYPES and not _is_one(problem.bmm2_scale):
+        return f"XQA applies no bmm2_scale to fp16 and bf16 K/V: it must be the number 1.0, not {problem.bmm2_scale}"
+    if not isinstance(problem.bmm2_scale, torch.Tensor) and problem.bmm2_scale == 0:
+        return "XQA divides by bmm2_scale: it must not be 0"
+    return None
+
+
+def _xqa_shapes(problem: PagedAttention) -> str | None:
+    group = problem.num_qo_heads // problem.num_kv_heads
     if problem.page_size not in (16, 32, 64, 128):
         return f"XQA is built for page sizes 16, 32, 64 and 128, not {problem.page_size}"
     if problem.head_dim % 16 or not 16 <= problem.head_dim <= 512:
         return f"XQA needs a head_dim that is a multiple of 16 from 16 to 512, not {problem.head_dim}"
     if problem.head_dim > 256 and (problem.max_q_len > 1 or group > 16):
-        return f"XQA with head_dim {problem.head_dim} > 256 needs q_len_per_req 1 and at most 16 query heads per K/V head"
+        return (
+            f"XQA with head_dim {problem.head_dim} > 256 needs q_len_per_req 1 and at most 16 query heads per K/V head"
+        )
+    padded_head_dim = next(size for size in (64, 128, 256, 512) if size >= problem.head_dim)
+    most_heads = XQA_QUERY_TILE_ELEMENTS // padded_head_dim
+    if problem.max_q_len == 1 and group > most_heads:
+        return (
+            f"XQA with head_dim {problem.head_dim} and q_len_per_req 1 takes at most {most_heads} query heads per K/V "
+            f"head, not {group}"
+        )
+    if problem.k_block_tables.shape[1] == 0:
+        return "XQA takes the most keys from the page table's width, and block_tables has no column"
+    return None
+
+
+def _xqa_arguments(problem: PagedAttention) -> str | None:
     if problem.cu_seqlens_q is not None:
         return "XQA takes no cum_seq_lens_q through the decode call: every request needs q_len_per_req rows"
     if problem.k_block_tables is not problem.v_block_tables:
@@ -115,24 +149,36 @@ def _xqa(capability: Capability | None, problem: PagedAttention) -> str | None:
         return "XQA computes no LSE"
     if problem.mask is not None and problem.max_q_len == 1:
         return "XQA ignores a mask at q_len_per_req 1"
-    if problem.k_cache.stride() != problem.v_cache.stride():
+    if _strides_differ(problem.k_cache, problem.v_cache):
         return "XQA reads V with K's strides, and they differ"
+    if _strides_differ(problem.k_scale_factors, problem.v_scale_factors):
+        return "XQA reads V's scale factors with the strides of K's, and they differ"
+    for entries in (problem.k_cache, problem.k_scale_factors):
+        if entries is not None and any(stride % entries.shape[3] for stride in entries.stride()[:3]):
+            return f"XQA counts K/V strides in whole heads of {entries.shape[3]}, and they are {entries.stride()}"
     if not problem.query.is_contiguous():
         return "XQA needs a contiguous query"
     return None
 
 
 def _fmha_v2(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """FlashInfer 0.7.2: `trtllm_fmha_v2_prefill`."""
+    """FlashInfer 0.7.2: `trtllm_fmha_v2_prefill`, fmha_v2_run.cu and its epilogues; SGLang 0.5.23's page sizes."""
     if capability is None or capability[0] not in (9, 12):
         return _wrong_gpu("trtllm_fmha_v2_prefill", "SM90, SM120 and SM121", capability)
     q = problem.query.dtype
     if q not in HALF_DTYPES and (q != E4M3 or capability[0] == 12):
-        return f"trtllm_fmha_v2_prefill takes fp16 and bf16 queries, and e4m3 on SM90 alone, not {q} on {_sm(capability)}"
+        return (
+            f"trtllm_fmha_v2_prefill takes fp16 and bf16 queries, and e4m3 on SM90 alone, not {q} on {_sm(capability)}"
+        )
     if problem.k_cache.dtype != q:
         return f"trtllm_fmha_v2_prefill takes K/V in the query's dtype, not {problem.k_cache.dtype} with {q}"
-    if problem.out_dtype != q and q != E4M3:
-        return f"trtllm_fmha_v2_prefill writes the query's dtype {q}, not {problem.out_dtype}"
+    if problem.out_dtype != q and (q != E4M3 or problem.out_dtype not in HALF_DTYPES):
+        return (
+            f"trtllm_fmha_v2_prefill writes the query's dtype {q}{', fp16 or bf16' if q == E4M3 else ''}, "
+            f"not {problem.out_dtype}"
+        )
+    if problem.page_size not in (16, 32, 64, 128):
+        return f"trtllm_fmha_v2_prefill is taken for page sizes 16, 32, 64 and 128, not {problem.page_size}"
     if problem.head_dim not in (64, 128, 256):
         return f"trtllm_fmha_v2_prefill is taken for head_dim 64, 128 and 256, not {problem.head_dim}"
     if problem.cu_seqlens_q is None:
@@ -143,6 +189,10 @@ def _fmha_v2(capability: Capability | None, problem: PagedAttention) -> str | No
         return "trtllm_fmha_v2_prefill returns softmax statistics, not the LSE of this call"
     if isinstance(problem.bmm1_scale, torch.Tensor) or isinstance(problem.bmm2_scale, torch.Tensor):
         return "trtllm_fmha_v2_prefill takes its scales as host numbers, not as tensors"
+    if problem.bmm1_scale == 0:
+        return "trtllm_fmha_v2_prefill takes bmm1_scale 0 for 1 / sqrt(head_dim)"
+    if q in HALF_DTYPES and problem.bmm2_scale != 1:  # its 16 bit epilogues never read it
+        return f"trtllm_fmha_v2_prefill applies no bmm2_scale to {q}: it must be 1.0, not {problem.bmm2_scale}"
     if not problem.query.is_contiguous():
         return "trtllm_fmha_v2_prefill needs a contiguous query"
     return None
@@ -151,10 +201,15 @@ def _fmha_v2(capability: Capability | None, problem: PagedAttention) -> str | No
 def _trtllm_gen_decode(capability: Capability | None, problem: PagedAttention) -> str | None:
     if problem.mask is not None:
         return "trtllm-gen decode takes no mask: its rows are causal"
+    q, kv = problem.query.dtype, problem.k_cache.dtype
+    if kv == E4M3 and q != E4M3 and (q, problem.out_dtype) != (torch.bfloat16, torch.bfloat16):
+        return f"trtllm-gen decode reads e4m3 K/V for e4m3 or, with bf16 output, bf16 queries, not for {q}"
     return _trtllm_gen("trtllm-gen decode", capability, problem)
 
 
 def _trtllm_gen_context(capability: Capability | None, problem: PagedAttention) -> str | None:
+    if problem.k_cache.dtype == E4M3 and problem.query.dtype != E4M3:
+        return f"trtllm-gen context reads e4m3 K/V for e4m3 queries, not for {problem.query.dtype}"
     return _trtllm_gen("trtllm-gen context", capability, problem)
 
 
@@ -173,7 +228,24 @@ def _trtllm_gen(name: str, capability: Capability | None, problem: PagedAttentio
         return f"{name} is taken for page sizes 16, 32, 64 and 128, not {problem.page_size}"
     if problem.page_size >= 128 and problem.num_qo_heads == problem.num_kv_heads:
         return f"{name} at page size {problem.page_size} needs more than one query head per K/V head"
+    if _strides_differ(problem.k_cache, problem.v_cache):
+        return f"{name} reads V with K's strides, and they differ"
+    for factors in (problem.k_scale_factors, problem.v_scale_factors):
+        if factors is not None and factors.stride()[2:] != (factors.shape[3], 1):
+            return f"{name} needs each head's scale factors contiguous in a page: lay them out as HND"
     return None
+
+
+def _dtypes(problem: PagedAttention) -> tuple[torch.dtype, ...]:
+    return problem.query.dtype, problem.k_cache.dtype, problem.out_dtype
+
+
+def _is_one(scale: Scale) -> bool:
+    return not isinstance(scale, torch.Tensor) and scale == 1
+
+
+def _strides_differ(k: torch.Tensor | None, v: torch.Tensor | None) -> bool:
+    return k is not None and v is not None and k.stride() != v.stride()
 
 
 def _wrong_gpu(name: str, needed: str, capability: Capability | None) -> str:

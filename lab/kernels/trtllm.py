@@ -16,18 +16,8 @@ from typing import Any
 
 import torch
 
-from lab.calls import MASK_BITS_PER_WORD
-from lab.calls import Call
-from lab.calls import ContextCall
-from lab.calls import DecodeCall
-from lab.calls import PagedAttention
-from lab.calls import mask_words
-from lab.calls import takes
-from lab.kernels.support import Kernel
-from lab.kernels.support import capability_of
-from lab.kernels.support import context_kernel
-from lab.kernels.support import decode_kernel
-from lab.kernels.support import refuse_unsupported
+from lab.calls import MASK_BITS_PER_WORD, Call, ContextCall, DecodeCall, PagedAttention, mask_words, takes
+from lab.kernels.support import Kernel, capability_of, context_kernel, decode_kernel, refuse_unsupported
 
 # XQA's semaphores: the first 8 MiB of its workspace, zero at each launch (FlashInfer 0.7.2, `xqa_batch_decode_with_kv_cache`).
 SEMAPHORE_BYTES = 8 * 2**20
@@ -48,16 +38,14 @@ def trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> Any:
         return problem.returned(*problem.results())
     kernel = _kernel_for(call.backend, problem)
     refuse_unsupported(kernel, problem)
-    changes: dict[str, Any] = {"workspace_buffer": call.workspace_buffer}
-    if call.workspace_buffer is None:
-        changes["workspace_buffer"] = _workspace_of_current_stream(problem.query.device)
+    changes = _canonical(call, problem)
     if kernel is Kernel.XQA:
-        _check_workspace(changes["workspace_buffer"])
-        # XQA ignores the table's strides; an engine's rows are packed, and then this copies nothing.
-        changes["block_tables"] = call.block_tables.contiguous()
+        _behind_semaphores(changes["workspace_buffer"])
         changes["bmm1_scale"], changes["bmm1_scale_log2"] = problem.bmm1_scale, None
         if problem.max_q_len > 1 and call.mask is None:
             changes["mask"] = causal_mask(problem.batch_size, problem.max_q_len, problem.query.device)
+    # XQA multiplies by o_scale, so that its other neutral value, None, would be an error.
+    changes["o_scale"] = 1.0
     return call_installed("flashinfer.decode", "trtllm_batch_decode_with_kv_cache", _arguments(call, changes))
 
 
@@ -66,7 +54,8 @@ def trtllm_batch_context_with_kv_cache(call: ContextCall) -> Any:
     """FlashInfer's context kernel: extend and prefill. Shapes and errors are `lab.calls.ContextCall`'s.
 
     On SM90, SM120 and SM121 it runs `trtllm_fmha_v2_prefill`: over a stacked cache tensor, or over K and V that are halves
-    of one allocation. The latter's [B, 2, M] table is built by two small launches in each call.
+    of one allocation. The latter's [B, 2, M] table is built by two small launches in each call. A given
+    `workspace_buffer` may be the decode call's: its first 8 MiB are left alone.
     """
     problem = call.problem()
     if problem.num_rows == 0:
@@ -75,30 +64,23 @@ def trtllm_batch_context_with_kv_cache(call: ContextCall) -> Any:
     refuse_unsupported(kernel, problem)
     if kernel is Kernel.FMHA_V2:
         return call_installed("flashinfer.prefill", "trtllm_fmha_v2_prefill", fmha_v2_arguments(call, problem))
-    workspace = call.workspace_buffer
-    if workspace is None:
-        workspace = _workspace_of_current_stream(problem.query.device)
-    return call_installed(
-        "flashinfer.prefill",
-        "trtllm_batch_context_with_kv_cache",
-        _arguments(call, {"workspace_buffer": workspace}),
-    )
+    arguments = _arguments(call, _canonical(call, problem))
+    return call_installed("flashinfer.prefill", "trtllm_batch_context_with_kv_cache", arguments)
 
 
 def call_installed(module: str, name: str, arguments: dict[str, Any]) -> Any:
     """Call a function of the installed FlashInfer by keyword, after binding the arguments to its real signature.
 
     Raises:
-        TypeError: the installed version lacks a parameter that is passed, or needs one that is not; it names both, and
-            the version.
+        TypeError: the installed version lacks the function or a parameter that is passed, or needs one that is not; it
+            names both, and the version.
     """
     function, signature = _installed(module, name)
     try:
         signature.bind(**arguments)
     except TypeError as error:
-        version = importlib.metadata.version("flashinfer-python")
         raise TypeError(
-            f"{module}.{name} of the installed FlashInfer {version} does not take this call: {error}; "
+            f"{module}.{name} of the installed FlashInfer {_version()} does not take this call: {error}; "
             f"the lab is written for 0.7.2. Its parameters: {', '.join(signature.parameters)}"
         ) from error
     return function(**arguments)
@@ -106,15 +88,42 @@ def call_installed(module: str, name: str, arguments: dict[str, Any]) -> Any:
 
 @functools.cache
 def _installed(module: str, name: str) -> tuple[Callable[..., Any], inspect.Signature]:
-    function = getattr(importlib.import_module(module), name)
+    function = getattr(importlib.import_module(module), name, None)
+    if function is None:
+        raise TypeError(f"the installed FlashInfer {_version()} has no {module}.{name}; the lab is written for 0.7.2")
     return function, inspect.signature(function)
+
+
+def _version() -> str:
+    return importlib.metadata.version("flashinfer-python")
+
+
+def _canonical(call: Call, problem: PagedAttention) -> dict[str, Any]:
+    """Arguments in the one form that every kernel of FlashInfer 0.7.2 reads rightly; views where that is possible.
+
+    K and V go as a pair of HND views, which FlashInfer makes of every other form but one with K for V. Its kernels
+    ignore the page table's strides; an engine's rows are packed, and then nothing is copied.
+    """
+    changes: dict[str, Any] = {
+        "kv_cache": (problem.k_cache, problem.v_cache),
+        "kv_layout": "HND",
+        "block_tables": call.block_tables.contiguous(),
+        "workspace_buffer": _workspace_for(call),
+    }
+    if problem.k_scale_factors is not None:
+        changes["kv_cache_sf"] = (problem.k_scale_factors, problem.v_scale_factors)
+    return changes
 
 
 def _arguments(call: Call, changes: dict[str, Any]) -> dict[str, Any]:
     """The call's arguments, less those at their default: a version without such a parameter does the same."""
     values = {field.name: getattr(call, field.name) for field in fields(call)} | changes
     defaults = {field.name: field.default for field in fields(call)}
-    return {name: value for name, value in values.items() if value is not defaults[name]}
+    return {name: value for name, value in values.items() if not _is_default(value, defaults[name])}
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    return value is default or (isinstance(value, (bool, int, float, str)) and value == default)
 
 
 def _kernel_for(backend: str, problem: PagedAttention) -> Kernel:
@@ -168,15 +177,35 @@ def _workspace(device: torch.device, stream: int) -> torch.Tensor:
 
 def _refuse_during_capture(what: str, device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(f"{what} would be made inside the CUDA graph being captured; make this call once before it")
-
-
-def _check_workspace(workspace: torch.Tensor) -> None:
-    size = workspace.numel() * workspace.element_size()
-    if size <= SEMAPHORE_BYTES:
-        raise ValueError(
-            f"workspace_buffer has {size} bytes, but XQA's semaphores alone take {SEMAPHORE_BYTES}; pass None for the lab's own"
+        raise RuntimeError(
+            f"{what} would be made inside the CUDA graph being captured; make this call once before it, on the same stream"
         )
+
+
+def _workspace_for(call: Call) -> torch.Tensor:
+    """The call's workspace, checked, or the lab's own."""
+    workspace, device = call.workspace_buffer, call.query.device
+    if workspace is None:
+        return _workspace_of_current_stream(device)
+    if not isinstance(workspace, torch.Tensor):
+        raise TypeError(f"workspace_buffer must be a torch.Tensor or None, got {type(workspace).__name__}")
+    if workspace.device != device or not workspace.is_contiguous():
+        raise ValueError(
+            f"workspace_buffer must be contiguous on {device}, got stride {workspace.stride()} on {workspace.device}; "
+            "pass None for the lab's own"
+        )
+    return workspace
+
+
+def _behind_semaphores(workspace: torch.Tensor) -> torch.Tensor:
+    """The scratch of a workspace, as bytes."""
+    scratch = workspace.view(-1).view(torch.uint8)[SEMAPHORE_BYTES:]
+    if scratch.numel() == 0:
+        raise ValueError(
+            f"workspace_buffer has {workspace.numel() * workspace.element_size()} bytes, but XQA's semaphores alone take "
+            f"{SEMAPHORE_BYTES}; pass None for the lab's own"
+        )
+    return scratch
 
 
 def fmha_v2_arguments(call: ContextCall, problem: PagedAttention) -> dict[str, Any]:
@@ -186,34 +215,27 @@ def fmha_v2_arguments(call: ContextCall, problem: PagedAttention) -> dict[str, A
         ValueError: K and V are neither one stacked tensor nor contiguous halves, V behind K, of one allocation.
     """
     layout, cache, block_tables = _fmha_v2_cache(call, problem)
-    workspace = call.workspace_buffer
-    if workspace is None:
-        # Not the semaphores: XQA needs them zero, and fmha_v2 writes where it likes.
-        workspace = _workspace_of_current_stream(problem.query.device)[SEMAPHORE_BYTES:]
-    if not problem.causal:
-        mask_mode = "padding"
-    else:
-        mask_mode = "causal" if problem.window_left < 0 else "sliding_window"
-    arguments: dict[str, Any] = {
+    causal_mode = "causal" if problem.window_left < 0 else "sliding_window"
+    return {
         "qkv": (problem.query, cache),
         "input_layout": f"Q_PAGED_KV_{layout}",
-        "workspace_buffer": workspace,
+        # Not the semaphores: XQA needs them zero, and fmha_v2 writes where it likes.
+        "workspace_buffer": _behind_semaphores(_workspace_for(call)),
         "seq_lens": problem.seq_lens,
         "max_q_len": problem.max_q_len,
-        "max_kv_len": problem.max_kv_len,
+        "max_kv_len": max(problem.max_kv_len, problem.max_q_len),  # fmha_v2_run.cu asserts this of the two bounds
         "bmm1_scale": float(problem.bmm1_scale),
         "bmm2_scale": float(problem.bmm2_scale),
         "batch_size": problem.batch_size,
         "cum_seq_lens_q": problem.cu_seqlens_q,
         "cum_seq_lens_kv": problem.cu_seqlens_kv,
         "block_tables": block_tables,
-        "mask_mode": mask_mode,
+        "mask_mode": causal_mode if problem.causal else "padding",
         "window_left": problem.window_left,
         "sinks": problem.sinks,
         "out": problem.out,
         "out_dtype": problem.out_dtype,
     }
-    return arguments
 
 
 def _fmha_v2_cache(call: ContextCall, problem: PagedAttention) -> tuple[str, Any, torch.Tensor]:
@@ -224,7 +246,7 @@ def _fmha_v2_cache(call: ContextCall, problem: PagedAttention) -> tuple[str, Any
                 "trtllm_fmha_v2_prefill needs a stacked kv_cache to be contiguous with a second dimension of 2, got shape "
                 f"{list(call.kv_cache.shape)} with stride {call.kv_cache.stride()}"
             )
-        return call.kv_layout, call.kv_cache, problem.k_block_tables
+        return call.kv_layout, call.kv_cache, problem.k_block_tables.contiguous()
     layout, k, v = "HND", problem.k_cache, problem.v_cache
     if not k.is_contiguous():
         layout, k, v = "NHD", k.transpose(1, 2), v.transpose(1, 2)

@@ -10,8 +10,7 @@ import torch
 from lab.metadata.forward_batch import ForwardBatch
 from lab.metadata.forward_mode import ForwardMode
 from lab.metadata.kv_pool import PagedKVCache
-from lab.metadata.mha import TRTLLMMHAMetadata
-from lab.metadata.mha import mixed_tail_split
+from lab.metadata.mha import TRTLLMMHAMetadata, mixed_tail_split
 
 
 class AttentionCall(enum.Enum):

@@ -72,7 +72,7 @@ def attention(
 
     # [batch, num_kv_heads, q_len * group, head_dim]
     sums = weights.flatten(2, 3) @ values.to(torch.float64).transpose(1, 2)
-    out = sums.unflatten(2, (q_len, group)) / torch.where(denominator > 0, denominator, torch.ones_like(denominator))
+    out = sums.unflatten(2, (q_len, group)) / torch.where(denominator == 0, 1.0, denominator)
     out = out.permute(0, 2, 1, 3, 4).reshape(batch, q_len, num_qo_heads, head_dim)
     return out * _as_float64(bmm2_scale, query.device), lse_log2.permute(0, 2, 1, 3).reshape(batch, q_len, num_qo_heads)
 

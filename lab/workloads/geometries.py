@@ -1,7 +1,6 @@
 """Attention geometries of real models, as their published configurations state them, and their tensor-parallel slices."""
 
-from dataclasses import dataclass
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,58 @@
+"""What a recorded number was measured on: GPU, driver, clocks, versions, commit."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from typing import Any
+
+import torch
+
+PACKAGES = ("torch", "triton", "flashinfer-python", "pytest-benchmark", "numpy")
+GPU_FIELDS = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit", "temperature.gpu")
+
+
+def environment() -> dict[str, Any]:
+    """A JSON-ready description of this machine and software; GPU fields are absent without a GPU."""
+    facts: dict[str, Any] = {
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "commit": commit(),
+    }
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        facts |= {
+            "gpu": properties.name,
+            "capability": list(torch.cuda.get_device_capability(0)),
+            "multiprocessors": properties.multi_processor_count,
+            "l2_bytes": properties.L2_cache_size,
+            "cuda": torch.version.cuda,
+            "nvidia_smi": _nvidia_smi(),
+        }
+    return facts
+
+
+def commit() -> str | None:
+    """The git commit of the working directory, with "-dirty" if files differ; LAB_COMMIT where git's folder is missing."""
+    described = _output(["git", "describe", "--always", "--dirty", "--abbrev=12"])
+    return described or os.environ.get("LAB_COMMIT")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _nvidia_smi() -> dict[str, str]:
+    line = _output(["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader", "-i", "0"])
+    return dict(zip(GPU_FIELDS, line.split(", "), strict=False))
+
+
+def _output(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:
+        return ""

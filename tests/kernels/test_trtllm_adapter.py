@@ -1,0 +1,578 @@
+"""The FlashInfer adapter without a GPU: its calls bind to the installed functions, and mean what the references compute."""
+
+import inspect
+import subprocess
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lab import references
+from lab.calls import mask_words
+from lab.kernels import support, trtllm
+from tests.cases import Batch, context_arguments, decode_arguments, pack_mask, random_batch, write_pages
+from tests.kernels.simulated_flashinfer import MEBIBYTE, SimulatedFlashInfer
+
+DECODE, CONTEXT = "trtllm_batch_decode_with_kv_cache", "trtllm_batch_context_with_kv_cache"
+SM90, SM100, SM120 = (9, 0), (10, 0), (12, 0)
+CPU = torch.device("cpu")
+# The simulation computes in float64 and rounds once, as the references do: they differ by a flipped rounding at most.
+ONE_ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float8_e4m3fn: 2.0**-4}
+SINKS = torch.tensor([0.5, -1.0, 2.0, 1.5])
+TREE = [[[column == 0 or column == row for column in range(5)] for row in range(5)]] * 3
+
+Arguments = dict[str, Any]
+Simulate = Callable[..., SimulatedFlashInfer]
+
+
+@pytest.fixture
+def simulate(monkeypatch: pytest.MonkeyPatch) -> Simulate:
+    """A GPU of some capability, with FlashInfer's kernels simulated and the lab's workspace small and new."""
+
+    def start(capability: tuple[int, int], **options: Any) -> SimulatedFlashInfer:
+        simulated = SimulatedFlashInfer(capability[0], **options)
+        monkeypatch.setattr(trtllm, "capability_of", lambda device: capability)
+        monkeypatch.setattr(support, "capability_of", lambda device: capability)
+        monkeypatch.setattr(trtllm, "SCRATCH_BYTES", 4096)
+        monkeypatch.setattr(trtllm, "_installed", simulated.installed)
+        trtllm._workspace.cache_clear()
+        return simulated
+
+    yield start
+    trtllm._workspace.cache_clear()
+
+
+def decode_case(q_len: int = 1, kv_lens: tuple[int, ...] = (16, 33, 5), **changes: Any) -> Arguments:
+    """A decode call as an engine makes it: bf16, head_dim 16, 4 query and 2 K/V heads, no output given."""
+    batch = random_batch([q_len] * len(kv_lens), kv_lens, **batch_options(changes))
+    return as_engine(decode_arguments(batch, **changes))
+
+
+def context_case(
+    q_lens: tuple[int, ...] = (5, 0, 17), kv_lens: tuple[int, ...] = (21, 7, 17), **changes: Any
+) -> Arguments:
+    """A context call; head_dim 64, which fmha_v2 takes, K and V as halves of one allocation."""
+    options = {"head_dim": 64, **batch_options(changes)}
+    return as_engine(context_arguments(random_batch(q_lens, kv_lens, **options), **changes))
+
+
+def batch_options(changes: Arguments) -> Arguments:
+    return {name: changes.pop(name) for name in ("dtype", "kv_dtype", "head_dim", "heads") if name in changes}
+
+
+def as_engine(arguments: Arguments) -> Arguments:
+    """K and V as halves of one allocation; no float64 output and no LSE, which only an oracle asks for."""
+    if arguments["out_dtype"] is torch.float64:
+        arguments |= {"out_dtype": None, "return_lse": False}
+    if isinstance(arguments["kv_cache"], tuple):
+        arguments["kv_cache"] = tuple(torch.stack(arguments["kv_cache"]))
+    return arguments
+
+
+def assert_right(name: str, arguments: Arguments) -> None:
+    out = getattr(trtllm, name)(**arguments)
+    expected = getattr(references, name)(**arguments)
+    if arguments["return_lse"]:
+        torch.testing.assert_close(out[1], expected[1], rtol=1e-6, atol=1e-6)
+        out, expected = out[0], expected[0]
+    assert out.dtype == expected.dtype
+    assert float(references.relative_l2(out, expected).max()) <= ONE_ROUNDING[out.dtype]
+
+
+def stacked(arguments: Arguments, layout: str = "HND") -> Arguments:
+    """The same K and V as one tensor [pages, 2, ...]."""
+    k, v = arguments["kv_cache"]
+    if layout == "NHD":
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    return arguments | {"kv_cache": torch.stack((k, v), dim=1).contiguous(), "kv_layout": layout}
+
+
+def permuted(arguments: Arguments) -> Arguments:
+    """The same K and V as HND views of an NHD pool, as an engine hands them."""
+    nhd = torch.stack(arguments["kv_cache"]).transpose(2, 3).contiguous()
+    return arguments | {"kv_cache": (nhd[0].transpose(1, 2), nhd[1].transpose(1, 2))}
+
+
+def widened(arguments: Arguments) -> Arguments:
+    """The same table as a column slice of a wider one, whose other columns are wrong."""
+    table = arguments["block_tables"]
+    wide = torch.full((*table.shape[:-1], table.shape[-1] + 3), 0, dtype=torch.int32)
+    wide[..., : table.shape[-1]] = table
+    return arguments | {"block_tables": wide[..., : table.shape[-1]]}
+
+
+XQA_CASES: dict[str, Callable[[], Arguments]] = {
+    "decode": decode_case,
+    "fp16": lambda: decode_case(dtype=torch.float16),
+    "lengths 0 and 1": lambda: decode_case(kv_lens=(0, 1, 17)),
+    "verify": lambda: decode_case(5, bmm1_scale=0.3),
+    "verify of 33 tokens": lambda: decode_case(33, kv_lens=(40, 33)),
+    "verify of 8, window": lambda: decode_case(8, kv_lens=(40, 9), window_left=3),
+    "tree": lambda: decode_case(5, mask=pack_mask(TREE)),
+    "window 0": lambda: decode_case(window_left=0),
+    "window and sinks": lambda: decode_case(window_left=7, sinks=SINKS),
+    "verify and sinks": lambda: decode_case(3, sinks=SINKS),
+    "e4m3 K/V and scales": lambda: decode_case(kv_dtype=torch.float8_e4m3fn, bmm1_scale=0.2, bmm2_scale=0.7),
+    "e4m3 K/V and output": lambda: decode_case(kv_dtype=torch.float8_e4m3fn, out_dtype=torch.float8_e4m3fn),
+    "tensor scales": lambda: decode_case(
+        kv_dtype=torch.float8_e4m3fn, bmm1_scale=torch.tensor([0.2]), bmm2_scale=torch.tensor([0.7])
+    ),
+    "one scale a tensor": lambda: decode_case(kv_dtype=torch.float8_e4m3fn, bmm1_scale=torch.tensor(0.2), bmm2_scale=0.5),
+    "scale in base 2": lambda: decode_case(bmm1_scale_log2=torch.tensor([0.4]), bmm1_scale=9.0),
+    "o_scale None": lambda: decode_case(o_scale=None),
+    "integer scales": lambda: decode_case(kv_dtype=torch.float8_e4m3fn, bmm1_scale=1, bmm2_scale=2),
+    "uint32 lengths": lambda: decode_case(seq_lens=torch.tensor([16, 33, 5], dtype=torch.uint32)),
+    "NHD": lambda: decode_case(kv_layout="NHD"),
+    "views of NHD": lambda: permuted(decode_case(3)),
+    "a list": lambda: (lambda case: case | {"kv_cache": list(case["kv_cache"])})(decode_case()),
+    "stacked": lambda: stacked(decode_case()),
+    "stacked NHD": lambda: stacked(decode_case(), "NHD"),
+    "K is V": lambda: (lambda case: case | {"kv_cache": case["kv_cache"][0].unsqueeze(1)})(decode_case()),
+    "two allocations": lambda: (lambda case: case | {"kv_cache": tuple(x.clone() for x in case["kv_cache"])})(decode_case()),
+    "slice of a wider table": lambda: widened(decode_case(2)),
+    "MQA": lambda: decode_case(heads=(4, 1)),
+    "odd group": lambda: decode_case(heads=(6, 2)),
+    "given output": lambda: decode_case(out=torch.empty(3, 4, 16, dtype=torch.bfloat16)),
+    "explicit backend": lambda: decode_case(backend="xqa"),
+}
+
+
+@pytest.mark.parametrize("name", XQA_CASES)
+def test_xqa(simulate: Simulate, name: str) -> None:
+    simulated = simulate(SM120 if "explicit" in name else SM90)
+    assert_right(DECODE, XQA_CASES[name]())
+    assert [function for function, _ in simulated.calls] == [DECODE]
+
+
+@pytest.mark.parametrize("q_len", range(1, 9))
+def test_xqa_verify_widths(simulate: Simulate, q_len: int) -> None:
+    simulate(SM90)
+    assert_right(DECODE, decode_case(q_len, kv_lens=(q_len, 17 + q_len)))
+
+
+TRTLLM_GEN_DECODE_CASES: dict[str, Callable[[], Arguments]] = {
+    "decode": decode_case,
+    "verify": lambda: decode_case(5, bmm1_scale=0.3, bmm2_scale=0.5),
+    "window, sinks, LSE": lambda: decode_case(
+        3, window_left=7, sinks=SINKS, out_dtype=torch.bfloat16, return_lse=True
+    ),
+    "ragged": lambda: as_engine(decode_arguments(random_batch([1, 4, 2], [3, 20, 40]), ragged=True)),
+    "tensor scales": lambda: decode_case(bmm1_scale=torch.tensor([0.2]), bmm2_scale=torch.tensor([0.7])),
+    "scale in base 2": lambda: decode_case(bmm1_scale_log2=torch.tensor([0.4]), bmm1_scale=9.0),
+    "e4m3": lambda: decode_case(
+        dtype=torch.float8_e4m3fn, bmm1_scale=0.2, bmm2_scale=0.7, out_dtype=torch.bfloat16
+    ),
+    "separate tables": lambda: decode_case(2, separate_tables=True),
+    "slice of a wider table": lambda: widened(decode_case(2)),
+    "slice of wider separate tables": lambda: widened(decode_case(2, separate_tables=True)),
+    "NHD": lambda: decode_case(kv_layout="NHD"),
+    "views of NHD": lambda: permuted(decode_case()),
+    "stacked": lambda: stacked(decode_case(kv_dtype=torch.bfloat16)),
+    "K is V": lambda: (lambda case: case | {"kv_cache": case["kv_cache"][0].unsqueeze(1)})(decode_case()),
+    "given output and LSE": lambda: decode_case(
+        out=torch.empty(3, 4, 16, dtype=torch.bfloat16), out_dtype=torch.bfloat16, lse=torch.empty(3, 4)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRTLLM_GEN_DECODE_CASES)
+def test_trtllm_gen_decode(simulate: Simulate, name: str) -> None:
+    simulated = simulate(SM100)
+    assert_right(DECODE, TRTLLM_GEN_DECODE_CASES[name]())
+    assert [function for function, _ in simulated.calls] == [DECODE]
+
+
+TRTLLM_GEN_CONTEXT_CASES: dict[str, Callable[[], Arguments]] = {
+    "causal": lambda: context_case(bmm1_scale=0.125, bmm2_scale=0.5),
+    "not causal": lambda: context_case(causal=False),
+    "window, sinks, LSE": lambda: context_case(window_left=3, sinks=SINKS, out_dtype=torch.bfloat16, return_lse=True),
+    "separate tables": lambda: context_case(separate_tables=True),
+    "slice of a wider table": lambda: widened(context_case()),
+    "NHD": lambda: context_case(kv_layout="NHD"),
+    "stacked": lambda: stacked(context_case()),
+}
+
+
+@pytest.mark.parametrize("name", TRTLLM_GEN_CONTEXT_CASES)
+def test_trtllm_gen_context(simulate: Simulate, name: str) -> None:
+    simulated = simulate(SM100)
+    assert_right(CONTEXT, TRTLLM_GEN_CONTEXT_CASES[name]())
+    assert [function for function, _ in simulated.calls] == [CONTEXT]
+
+
+FMHA_V2_CASES: dict[str, Callable[[], Arguments]] = {
+    "causal": lambda: context_case(bmm1_scale=0.125),
+    "fp16": lambda: context_case(dtype=torch.float16),
+    "not causal": lambda: context_case(causal=False),
+    "window": lambda: context_case(window_left=3),
+    "window 0": lambda: context_case(window_left=0),
+    "window and sinks": lambda: context_case(window_left=7, sinks=SINKS),
+    "sinks": lambda: context_case(sinks=SINKS),
+    "e4m3": lambda: context_case(
+        dtype=torch.float8_e4m3fn, bmm1_scale=0.05, bmm2_scale=0.7, out_dtype=torch.bfloat16
+    ),
+    "views of NHD": lambda: permuted(context_case()),
+    "stacked": lambda: stacked(context_case()),
+    "stacked NHD": lambda: stacked(context_case(), "NHD"),
+    "slice of a wider table": lambda: widened(context_case()),
+    "stacked, slice of a wider table": lambda: widened(stacked(context_case())),
+    "given output": lambda: context_case(out=torch.empty(22, 4, 64, dtype=torch.bfloat16)),
+    "bound of rows above bound of keys": lambda: context_case((3,), (3,), max_q_len=64, max_kv_len=3),
+}
+
+
+@pytest.mark.parametrize("name", FMHA_V2_CASES)
+def test_fmha_v2(simulate: Simulate, name: str) -> None:
+    simulated = simulate(SM90)
+    assert_right(CONTEXT, FMHA_V2_CASES[name]())
+    assert [function for function, _ in simulated.calls] == ["trtllm_fmha_v2_prefill"]
+
+
+def test_fmha_v2_of_an_nhd_pool(simulate: Simulate) -> None:
+    """The pool's own NHD halves, named as such."""
+    simulate(SM120)
+    case = permuted(context_case())
+    assert_right(CONTEXT, case | {"kv_cache": tuple(x.transpose(1, 2) for x in case["kv_cache"]), "kv_layout": "NHD"})
+
+
+def separate_allocations(cache: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """V one byte off a whole number of pages from K, as separate allocations may be."""
+    k, v = cache
+    buffer = torch.zeros(k.numel() * 2 + 1, dtype=k.dtype)
+    k_part, v_part = buffer[: k.numel()].view(k.shape), buffer[k.numel() + 1 :].view(v.shape)
+    return k_part.copy_(k), v_part.copy_(v)
+
+
+@pytest.mark.parametrize(
+    "rearrange",
+    [
+        separate_allocations,
+        lambda cache: (cache[1], cache[0]),
+        lambda cache: (cache[0], cache[0]),
+        lambda cache: cache[0].unsqueeze(1),
+        lambda cache: tuple(torch.cat(cache, dim=-1).split(64, dim=-1)),
+    ],
+    ids=["V between pages", "V before K", "V is K", "K for V", "V beside K in each token"],
+)
+def test_fmha_v2_needs_v_whole_pages_behind_k(simulate: Simulate, rearrange: Callable[[Any], Any]) -> None:
+    simulated = simulate(SM90)
+    case = context_case()
+    with pytest.raises(ValueError, match="trtllm_fmha_v2_prefill needs"):
+        trtllm.trtllm_batch_context_with_kv_cache(**case | {"kv_cache": rearrange(case["kv_cache"])})
+    assert not simulated.calls
+
+
+def flip_a_bit(arguments: Arguments) -> Arguments:
+    mask = arguments["mask"].to(torch.int32)
+    mask[0, 0, 0] ^= 2
+    return arguments | {"mask": mask.to(torch.uint16)}
+
+
+def reverse_bits(arguments: Arguments) -> Arguments:
+    mask = arguments["mask"].to(torch.int32)
+    return arguments | {"mask": sum((mask >> bit & 1) << (15 - bit) for bit in range(16)).to(torch.uint16)}
+
+
+def shift_v(arguments: Arguments) -> Arguments:
+    return arguments | {"block_tables": arguments["block_tables"] + torch.tensor([0, 1], dtype=torch.int32).view(1, 2, 1)}
+
+
+def drop(name: str) -> Callable[[Arguments], Arguments]:
+    return lambda arguments: {key: value for key, value in arguments.items() if key != name}
+
+
+def scale(name: str, factor: float) -> Callable[[Arguments], Arguments]:
+    return lambda arguments: arguments | {name: arguments[name] * factor}
+
+
+def wider_window(arguments: Arguments) -> Arguments:
+    return arguments | {"window_left": arguments["window_left"] + 1}
+
+
+E4M3 = {"kv_dtype": torch.float8_e4m3fn, "bmm1_scale": 0.2, "bmm2_scale": 0.7}
+TAMPERED: dict[str, tuple[str, Callable[[], Arguments], Callable[[Arguments], Arguments]]] = {
+    "XQA, one mask bit": (DECODE, lambda: decode_case(5), flip_a_bit),
+    "XQA, mask bits reversed": (DECODE, lambda: decode_case(5), reverse_bits),
+    "XQA, window dropped": (DECODE, lambda: decode_case(window_left=3), drop("window_left")),
+    "XQA, window off by one": (DECODE, lambda: decode_case(window_left=3), wider_window),
+    "XQA, sinks dropped": (DECODE, lambda: decode_case(sinks=SINKS), drop("sinks")),
+    "XQA, bmm1_scale": (DECODE, lambda: decode_case(bmm1_scale=0.5), scale("bmm1_scale", 1.1)),
+    "XQA, bmm2_scale": (DECODE, lambda: decode_case(**E4M3), scale("bmm2_scale", 1.1)),
+    "XQA, rows not packed": (DECODE, decode_case, widened),
+    "XQA, layout": (DECODE, lambda: decode_case(heads=(16, 16)), lambda arguments: arguments | {"kv_layout": "NHD"}),
+    "trtllm-gen, rows not packed": (DECODE, decode_case, widened),
+    "fmha_v2, V a page off": (CONTEXT, context_case, shift_v),
+    "fmha_v2, window dropped": (CONTEXT, lambda: context_case(window_left=3), lambda a: a | {"window_left": -1}),
+    "fmha_v2, window off by one": (CONTEXT, lambda: context_case(window_left=3), wider_window),
+    "fmha_v2, mask mode": (CONTEXT, context_case, lambda arguments: arguments | {"mask_mode": "padding"}),
+    "fmha_v2, sinks dropped": (CONTEXT, lambda: context_case(sinks=SINKS), drop("sinks")),
+    "fmha_v2, bmm1_scale": (CONTEXT, context_case, scale("bmm1_scale", 1.1)),
+    "fmha_v2, bmm2_scale": (CONTEXT, lambda: context_case(dtype=torch.float8_e4m3fn), scale("bmm2_scale", 1.5)),
+    "fmha_v2, rows not packed": (CONTEXT, lambda: stacked(context_case()), widened),
+    "fmha_v2, layout": (
+        CONTEXT,
+        lambda: context_case(heads=(16, 16)),
+        lambda arguments: arguments | {"input_layout": "Q_PAGED_KV_NHD"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TAMPERED)
+def test_the_simulation_notices(simulate: Simulate, name: str) -> None:
+    function, case, tamper = TAMPERED[name]
+    sinks = torch.linspace(-1, 2, 16) if "layout" in name else None
+    simulate(SM100 if "trtllm-gen" in name else SM90, change=tamper)
+    with pytest.raises(AssertionError):
+        assert_right(function, case() | ({"sinks": sinks} if sinks is not None else {}))
+
+
+def test_the_simulation_notices_semaphores_in_use(simulate: Simulate) -> None:
+    simulate(SM90)
+    with pytest.raises(AssertionError, match="semaphores"):
+        assert_right(DECODE, decode_case(workspace_buffer=torch.ones(9 * MEBIBYTE, dtype=torch.uint8)))
+
+
+# Signatures.
+
+
+REAL_CALLS = {
+    "trtllm-gen decode": (SM100, DECODE, lambda: decode_case(2, sinks=SINKS, window_left=3)),
+    "XQA": (SM90, DECODE, lambda: decode_case(2, sinks=SINKS, window_left=3)),
+    "trtllm-gen context": (SM100, CONTEXT, lambda: context_case(sinks=SINKS, window_left=3)),
+    "fmha_v2": (SM90, CONTEXT, lambda: context_case(sinks=SINKS, window_left=3)),
+}
+
+
+@pytest.mark.parametrize("name", REAL_CALLS)
+@pytest.mark.parametrize("parameter", ["workspace_buffer", "window_left", "sinks", "bmm1_scale"])
+@pytest.mark.parametrize("renamed", [True, False], ids=["renamed", "dropped"])
+def test_another_flashinfer_is_a_clear_error(
+    simulate: Simulate, monkeypatch: pytest.MonkeyPatch, name: str, parameter: str, renamed: bool
+) -> None:
+    """Each call binds to the real signature (as every simulated call does), and not to one without the parameter."""
+    capability, function, make = REAL_CALLS[name]
+    simulated = simulate(capability)
+    arguments = make() | ({"bmm1_scale": 0.5} if parameter == "bmm1_scale" else {})
+    getattr(trtllm, function)(**arguments)
+    (called, passed) = simulated.calls[0]
+    assert parameter in passed
+
+    def changed(module: str, name: str) -> tuple[Callable[..., Any], inspect.Signature]:
+        real = simulated.installed(module, name)[1]
+        new = [
+            one.replace(name=f"new_{parameter}") if one.name == parameter else one
+            for one in real.parameters.values()
+            if renamed or one.name != parameter
+        ]
+        return lambda **arguments: pytest.fail("called"), real.replace(parameters=new)
+
+    monkeypatch.setattr(trtllm, "_installed", changed)
+    with pytest.raises(TypeError) as error:
+        getattr(trtllm, function)(**arguments)
+    message = str(error.value)
+    assert called in message
+    assert f"'{parameter}'" in message or f"'new_{parameter}'" in message
+    assert trtllm._version() in message
+
+
+def test_a_function_that_is_gone_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trtllm.importlib, "import_module", lambda module: SimpleNamespace())
+    with pytest.raises(TypeError, match=r"has no flashinfer\.decode\.no_such_function"):
+        trtllm._installed("flashinfer.decode", "no_such_function")
+
+
+def test_the_installed_function_is_called_through_its_real_signature() -> None:
+    function, signature = trtllm._installed("flashinfer.decode", DECODE)
+    assert callable(function)
+    assert list(signature.parameters) == list(inspect.signature(trtllm.trtllm_batch_decode_with_kv_cache).parameters)
+
+
+def test_defaults_are_not_passed(simulate: Simulate) -> None:
+    """So that a FlashInfer without a parameter that nobody uses still runs."""
+    simulated = simulate(SM90)
+    defaults = decode_case(bmm1_scale=1.0, window_left=-1, o_scale=1.0, uses_shared_paged_kv_idx=True, backend="auto")
+    trtllm.trtllm_batch_decode_with_kv_cache(**defaults)
+    required = {"query", "kv_cache", "workspace_buffer", "block_tables", "seq_lens", "max_seq_len"}
+    assert set(simulated.calls[0][1]) == required
+
+
+@pytest.mark.parametrize(("capability", "function"), [(SM90, DECODE), (SM100, DECODE), (SM100, CONTEXT)])
+def test_everything_else_is_passed(simulate: Simulate, capability: tuple[int, int], function: str) -> None:
+    simulated = simulate(capability)
+    changes = {"sinks": SINKS, "window_left": 3, "enable_pdl": False, "out_dtype": torch.bfloat16}
+    if function == DECODE:
+        changes |= {"kv_dtype": torch.bfloat16, "backend": "xqa" if capability == SM90 else "trtllm-gen"}
+    if capability == SM100:
+        counters = torch.zeros(64, dtype=torch.uint8)
+        changes |= {"lse": torch.empty(6 if function == DECODE else 22, 4), "multi_ctas_kv_counter_buffer": counters}
+    arguments = decode_case(2, **changes) if function == DECODE else context_case(**changes)
+    getattr(trtllm, function)(**arguments)
+    passed = simulated.calls[0][1]
+    for name in changes.keys() - {"kv_dtype"}:
+        assert passed[name] is arguments[name], name
+    assert passed["query"] is arguments["query"]
+    assert passed["seq_lens"] is arguments["seq_lens"]
+
+
+def test_nvfp4_scale_factors_go_as_a_pair_of_hnd_views(simulate: Simulate) -> None:
+    simulated = simulate(SM120)
+    monkeypatch_free = torch.zeros(2, 5, 16, 2, 32, dtype=torch.uint8)  # NHD: [pages, tokens, heads, packed head_dim]
+    factors = torch.ones(2, 5, 16, 2, 4).to(torch.float8_e4m3fn)
+    simulated.trtllm_batch_decode_with_kv_cache = lambda **arguments: None
+    trtllm.trtllm_batch_decode_with_kv_cache(
+        **decode_case(head_dim=64)
+        | {
+            "kv_cache": list(monkeypatch_free),
+            "kv_cache_sf": list(factors),
+            "kv_layout": "NHD",
+            "backend": "xqa",
+            "block_tables": torch.zeros(3, 3, dtype=torch.int32),
+        }
+    )
+    passed = simulated.calls[0][1]
+    assert "kv_layout" not in passed
+    for name, last in (("kv_cache", 32), ("kv_cache_sf", 4)):
+        assert isinstance(passed[name], tuple)
+        assert [list(x.shape) for x in passed[name]] == [[5, 2, 16, last]] * 2
+
+
+# What the adapter supplies.
+
+
+@pytest.mark.parametrize("q_len", range(1, 41))
+def test_causal_mask_is_a_lower_triangle(q_len: int) -> None:
+    mask = trtllm.causal_mask(3, q_len, CPU)
+    assert mask.dtype == torch.uint16
+    assert mask.is_contiguous()
+    assert list(mask.shape) == [3, q_len, 2 * ((q_len + 31) // 32)] == [3, q_len, mask_words(q_len)]
+    for request in mask.tolist():
+        for row, words in enumerate(request):
+            shown = [16 * index + bit for index, word in enumerate(words) for bit in range(16) if word >> bit & 1]
+            assert shown == list(range(row + 1))
+
+
+def test_causal_mask_is_built_once_per_power_of_two() -> None:
+    masks = [trtllm.causal_mask(batch_size, 7, CPU) for batch_size in (5, 8, 6)]
+    assert {mask.data_ptr() for mask in masks} == {masks[0].data_ptr()}
+    assert [len(mask) for mask in masks] == [5, 8, 6]
+    assert trtllm.causal_mask(9, 7, CPU).data_ptr() != masks[0].data_ptr()
+    assert trtllm.causal_mask(1, 7, CPU).shape[0] == 1
+
+
+def test_nothing_is_made_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    gpu = torch.device("cuda", 0)
+    with pytest.raises(RuntimeError, match="causal mask of 4 requests of 39 tokens.*once before it"):
+        trtllm.causal_mask(3, 39, gpu)
+    with pytest.raises(RuntimeError, match="workspace.*once before it"):
+        trtllm._workspace(gpu, 12345)
+
+
+def test_the_workspace_is_kept_and_its_semaphores_stay_zero(simulate: Simulate) -> None:
+    """fmha_v2, between two decode calls, gets only what is behind the semaphores."""
+    simulated = simulate(SM90)
+    assert_right(DECODE, decode_case())
+    assert_right(CONTEXT, context_case())
+    assert_right(DECODE, decode_case())
+    first, prefill, second = (arguments["workspace_buffer"] for _, arguments in simulated.calls)
+    assert first.data_ptr() == second.data_ptr()
+    assert first.nbytes == trtllm.SEMAPHORE_BYTES + trtllm.SCRATCH_BYTES
+    assert prefill.data_ptr() - first.data_ptr() == trtllm.SEMAPHORE_BYTES == 8 * MEBIBYTE
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.float32])
+def test_a_given_workspace_serves_both_calls(simulate: Simulate, dtype: torch.dtype) -> None:
+    simulated = simulate(SM90)
+    workspace = torch.zeros(9 * MEBIBYTE // dtype.itemsize, dtype=dtype)
+    assert_right(DECODE, decode_case(workspace_buffer=workspace))
+    assert_right(CONTEXT, context_case(workspace_buffer=workspace))
+    assert_right(DECODE, decode_case(workspace_buffer=workspace))
+    decode, prefill, _ = (arguments["workspace_buffer"] for _, arguments in simulated.calls)
+    assert decode is workspace
+    assert prefill.data_ptr() - workspace.data_ptr() == 8 * MEBIBYTE
+
+
+@pytest.mark.parametrize(
+    ("workspace", "error", "message"),
+    [
+        (torch.zeros(8 * MEBIBYTE, dtype=torch.uint8), ValueError, "has 8388608 bytes"),
+        (torch.zeros(16, dtype=torch.uint8), ValueError, "has 16 bytes"),
+        (torch.zeros(9 * MEBIBYTE, dtype=torch.uint8, device="meta"), ValueError, "on cpu, got .* on meta"),
+        (torch.zeros(9 * MEBIBYTE, 2, dtype=torch.uint8)[:, 0], ValueError, "contiguous"),
+        (12345, TypeError, "must be a torch.Tensor or None, got int"),
+    ],
+    ids=["semaphores alone", "tiny", "elsewhere", "with gaps", "no tensor"],
+)
+@pytest.mark.parametrize("function", [DECODE, CONTEXT])
+def test_a_workspace_that_does_not_fit_is_refused(
+    simulate: Simulate, workspace: Any, error: type[Exception], message: str, function: str
+) -> None:
+    simulated = simulate(SM90)
+    case = decode_case() if function == DECODE else context_case()
+    with pytest.raises(error, match=f"workspace_buffer.*{message}"):
+        getattr(trtllm, function)(**case | {"workspace_buffer": workspace})
+    assert not simulated.calls
+
+
+def test_packed_rows_are_not_copied(simulate: Simulate) -> None:
+    simulated = simulate(SM90)
+    case = decode_case()
+    trtllm.trtllm_batch_decode_with_kv_cache(**case)
+    assert simulated.calls[0][1]["block_tables"] is case["block_tables"]
+
+
+@pytest.mark.parametrize("function", [DECODE, CONTEXT])
+def test_an_unsupported_call_raises_the_reason(simulate: Simulate, function: str) -> None:
+    simulated = simulate((8, 0))
+    case = decode_case() if function == DECODE else context_case()
+    with pytest.raises(NotImplementedError, match="needs a GPU of SM90.*this is SM80"):
+        getattr(trtllm, function)(**case)
+    assert not simulated.calls
+
+
+def test_a_cpu_is_named() -> None:
+    with pytest.raises(NotImplementedError, match="need a CUDA GPU, and these tensors are on cpu"):
+        trtllm.trtllm_batch_decode_with_kv_cache(**decode_case())
+
+
+# Imports and empty batches.
+
+
+def run_python(program: str) -> str:
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+
+
+def test_importing_the_adapter_imports_nothing_heavy() -> None:
+    assert (
+        run_python(
+            "import sys, lab.kernels, lab.kernels.trtllm, lab.kernels.support\n"
+            "print([name for name in ('flashinfer', 'triton', 'pytest') if name in sys.modules])"
+        ).strip()
+        == "[]"
+    )
+
+
+def test_an_empty_batch_returns_empty_without_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trtllm, "_installed", lambda *_: pytest.fail("FlashInfer was asked for"))
+    empty = Batch([], [], [])
+    assert empty.q_lens == []
+    cache, _ = write_pages([torch.zeros(1, 2, 64, dtype=torch.bfloat16)], 16, seed=0)
+    arguments = {
+        "query": torch.empty(0, 4, 64, dtype=torch.bfloat16),
+        "kv_cache": (cache, cache),
+        "workspace_buffer": None,
+        "block_tables": torch.empty(0, 4, dtype=torch.int32),
+        "seq_lens": torch.empty(0, dtype=torch.int32),
+        "return_lse": True,
+    }
+    offsets = {"cum_seq_lens_q": torch.zeros(1, dtype=torch.int32), "cum_seq_lens_kv": torch.zeros(1, dtype=torch.int32)}
+    out, lse = trtllm.trtllm_batch_decode_with_kv_cache(**arguments, max_seq_len=0)
+    assert (list(out.shape), list(lse.shape)) == ([0, 4, 64], [0, 4])
+    out, lse = trtllm.trtllm_batch_context_with_kv_cache(
+        **arguments, **offsets, max_q_len=0, max_kv_len=0, bmm1_scale=1.0, bmm2_scale=1.0, batch_size=0
+    )
+    assert (list(out.shape), list(lse.shape)) == ([0, 4, 64], [0, 4])

@@ -1,0 +1,66 @@
+"""The definition under the references, against torch's scaled_dot_product_attention in float64 and torch.logsumexp."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from lab.references import attention, visible_keys
+
+
+def random_inputs(q_len: int, kv_len: int, heads: tuple[int, int], magnitude: float) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(q_len * 1000 + kv_len)
+    shapes = [(2, q_len, heads[0], 32), (2, kv_len, heads[1], 32), (2, kv_len, heads[1], 32)]
+    query, keys, values = (torch.randn(shape, generator=generator).bfloat16() * magnitude for shape in shapes)
+    return query, keys, values
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (5, 1), (6, 1)])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 1), (1, 300), (7, 7), (33, 300)])
+@pytest.mark.parametrize("magnitude", [1.0, 10.0])
+def test_matches_torch(heads: tuple[int, int], q_len: int, kv_len: int, magnitude: float) -> None:
+    query, keys, values = random_inputs(q_len, kv_len, heads, magnitude)
+    visible = torch.ones(q_len, kv_len, dtype=torch.bool).tril(kv_len - q_len)
+    out, lse_log2 = attention(query, keys, values, visible.expand(2, -1, -1), bmm1_scale=32**-0.5, bmm2_scale=0.5)
+    q, k, v = (side.double().transpose(1, 2) for side in (query, keys, values))
+    truth = scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True) * 0.5
+    torch.testing.assert_close(out, truth.transpose(1, 2), rtol=1e-11, atol=1e-12 * magnitude)
+
+    k = k.repeat_interleave(heads[0] // heads[1], dim=1)
+    logits = (q @ k.mT * 32**-0.5).masked_fill(~visible, -math.inf)
+    torch.testing.assert_close(lse_log2, torch.logsumexp(logits, -1).transpose(1, 2) / math.log(2.0))
+
+
+def test_huge_logits_do_not_overflow() -> None:
+    query, keys, values = random_inputs(3, 20, (2, 2), 100.0)
+    out, lse_log2 = attention(query, keys, values, torch.ones(2, 3, 20, dtype=torch.bool))
+    assert out.isfinite().all()
+    assert lse_log2.isfinite().all()
+    assert float(lse_log2.max()) > 10_000
+
+
+def test_no_key_at_all() -> None:
+    query, keys, values = random_inputs(2, 0, (2, 1), 1.0)
+    out, lse_log2 = attention(query, keys, values, torch.ones(2, 2, 0, dtype=torch.bool))
+    assert (out == 0).all()
+    assert (lse_log2 == -math.inf).all()
+
+
+def test_visible_keys_by_hand() -> None:
+    visible = visible_keys(
+        torch.tensor([[1, 2], [-1, 0]]),
+        torch.tensor([[0, 1, 2, 3], [0, 1, 2, 3]]),
+        torch.tensor([3, 1]),
+        causal=True,
+        window_left=1,
+    )
+    assert visible.int().tolist() == [[[1, 1, 0, 0], [0, 1, 1, 0]], [[0, 0, 0, 0], [1, 0, 0, 0]]]
+
+
+def test_visible_keys_without_causal_rule_stop_at_the_length() -> None:
+    visible = visible_keys(
+        torch.tensor([[0]]), torch.tensor([[-1, 0, 1, 2]]), torch.tensor([2]), causal=False, window_left=-1
+    )
+    assert visible.int().tolist() == [[[0, 1, 1, 0]]]
