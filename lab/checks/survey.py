@@ -11,6 +11,7 @@ import multiprocessing
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any
 

@@ -17,6 +17,8 @@ from lab.kernels import support, trtllm
 from tests.cases import Batch, context_arguments, decode_arguments, pack_mask, random_batch, write_pages
 from tests.kernels.simulated_flashinfer import MEBIBYTE, SimulatedFlashInfer
 
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # FlashInfer's, of CUTLASS, at its import
+
 DECODE, CONTEXT = "trtllm_batch_decode_with_kv_cache", "trtllm_batch_context_with_kv_cache"
 SM90, SM100, SM120 = (9, 0), (10, 0), (12, 0)
 CPU = torch.device("cpu")
@@ -420,13 +422,13 @@ def test_everything_else_is_passed(simulate: Simulate, capability: tuple[int, in
 
 def test_nvfp4_scale_factors_go_as_a_pair_of_hnd_views(simulate: Simulate) -> None:
     simulated = simulate(SM120)
-    monkeypatch_free = torch.zeros(2, 5, 16, 2, 32, dtype=torch.uint8)  # NHD: [pages, tokens, heads, packed head_dim]
+    packed = torch.zeros(2, 5, 16, 2, 32, dtype=torch.uint8)  # NHD: [pages, tokens, heads, packed head_dim]
     factors = torch.ones(2, 5, 16, 2, 4).to(torch.float8_e4m3fn)
     simulated.trtllm_batch_decode_with_kv_cache = lambda **arguments: None
     trtllm.trtllm_batch_decode_with_kv_cache(
         **decode_case(head_dim=64)
         | {
-            "kv_cache": list(monkeypatch_free),
+            "kv_cache": list(packed),
             "kv_cache_sf": list(factors),
             "kv_layout": "NHD",
             "backend": "xqa",
