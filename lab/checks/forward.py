@@ -19,7 +19,7 @@ from lab.metadata.forward_mode import ForwardMode
 from lab.metadata.kv_pool import KVLayout, KVPool, PagedKVCache
 from lab.metadata.mha import TRTLLMMHAMetadata, build_mha_metadata
 from lab.references.errors import Comparison, compare, eager_attention
-from lab.references.paged_attention import attention, visible_keys
+from lab.references.paged_attention import PIECE_ELEMENTS, attention, visible_keys
 from lab.references.quantization import quantize_e4m3
 from lab.workloads.geometries import Geometry, geometry
 
@@ -313,32 +313,46 @@ def build_forward(case: ForwardCase, device: torch.device) -> ForwardPass:
 
 def compare_with_truth(forward: ForwardPass, out: torch.Tensor) -> Comparison:
     """Errors and bounds of an output of the pass, from its histories alone."""
-    case, layer = forward.case, forward.layer
     expected, control = [], []
     first_row = 0
-    for (keys, values), q_len, kv_len in zip(forward.histories, case.q_lens, case.kv_lens, strict=True):
-        rows = forward.query[first_row : first_row + q_len].unsqueeze(0)
+    for request, q_len in enumerate(forward.case.q_lens):
+        rows_at_once = max(1, PIECE_ELEMENTS // (forward.query.shape[1] * forward.case.kv_lens[request]))
+        for start in range(0, q_len, rows_at_once):
+            rows = range(start, min(start + rows_at_once, q_len))
+            query = forward.query[first_row + rows.start : first_row + rows.stop]
+            exact, rounded = _truth_and_control(forward, request, rows, query)
+            expected.append(exact)
+            control.append(rounded)
         first_row += q_len
-        positions = torch.arange(kv_len, device=rows.device).unsqueeze(0)
-        visible = visible_keys(
-            positions[:, kv_len - q_len :],
-            positions,
-            torch.tensor([kv_len], device=rows.device),
-            causal=True,
-            window_left=case.window_left,
-        )
-        scales: dict[str, Any] = {
-            "bmm1_scale": layer.softmax_scale * layer.k_scale,
-            "bmm2_scale": layer.v_scale,
-            "sinks": layer.sinks,
-        }
-        history = (keys.to(torch.float32).unsqueeze(0), values.to(torch.float32).unsqueeze(0))
-        exact, _ = attention(rows, *history, visible, **scales)
-        expected.append(exact[0])
-        arithmetic = case.kv_dtype if case.kv_dtype == E4M3 else case.dtype
-        rounded = eager_attention(rows, *history, visible, arithmetic=arithmetic, out_dtype=case.dtype, **scales)
-        control.append(rounded[0])
-    return compare(out, torch.cat(expected), torch.cat(control), _request_of_row(case, out.device))
+    return compare(out, torch.cat(expected), torch.cat(control), _request_of_row(forward.case, out.device))
+
+
+def _truth_and_control(
+    forward: ForwardPass, request: int, rows: range, query: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What some rows of one request must give, in float64, and what low-precision arithmetic makes of them."""
+    case, layer = forward.case, forward.layer
+    kv_len = case.kv_lens[request]
+    first = kv_len - case.q_lens[request]
+    keys, values = (side[: first + rows.stop].to(torch.float32).unsqueeze(0) for side in forward.histories[request])
+    visible = visible_keys(
+        torch.arange(first + rows.start, first + rows.stop, device=query.device).unsqueeze(0),
+        torch.arange(keys.shape[1], device=query.device).unsqueeze(0),
+        torch.tensor([kv_len], device=query.device),
+        causal=True,
+        window_left=case.window_left,
+    )
+    scales: dict[str, Any] = {
+        "bmm1_scale": layer.softmax_scale * layer.k_scale,
+        "bmm2_scale": layer.v_scale,
+        "sinks": layer.sinks,
+    }
+    arithmetic = case.kv_dtype if case.kv_dtype == E4M3 else case.dtype
+    exact, _ = attention(query.unsqueeze(0), keys, values, visible, **scales)
+    rounded = eager_attention(
+        query.unsqueeze(0), keys, values, visible, arithmetic=arithmetic, out_dtype=case.dtype, **scales
+    )
+    return exact[0], rounded[0]
 
 
 def _request_of_row(case: ForwardCase, device: torch.device) -> torch.Tensor:

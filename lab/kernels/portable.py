@@ -20,6 +20,10 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 # Programs per multiprocessor that the split of long requests aims at: enough to hide latency, few enough to merge cheaply.
 PROGRAMS_PER_MULTIPROCESSOR = 2
 MAX_SPLITS = 64
+# Pieces per request that a full GPU still gets, so that long requests can be cut; and how many times the fair share of
+# pieces one request may have, which bounds the empty programs of the others.
+PIECES_PER_REQUEST = 2
+UNEVENNESS = 16
 # A CPU has no multiprocessors; a small stand-in lets the interpreter run the split path too.
 INTERPRETED_MULTIPROCESSORS = 2
 
@@ -71,16 +75,34 @@ def choose_tile(num_packed_rows: int, head_dim: int) -> Tile:
     return Tile(rows, min(keys, 64), num_warps=8, num_stages=3 if head_dim <= 128 else 2)
 
 
-def choose_num_splits(num_programs: int, num_key_steps: int, num_multiprocessors: int) -> int:
-    """Into how many pieces each request's keys are cut.
+@dataclass(frozen=True)
+class Splits:
+    """How the keys of a batch are cut: `total` pieces shared out by length, at most `most` for one request."""
+
+    total: int
+    most: int
+
+
+def choose_splits(
+    batch_size: int, q_blocks: int, num_kv_heads: int, num_key_steps: int, num_multiprocessors: int
+) -> Splits:
+    """The pieces that a call's keys are cut into. Who gets how many is decided on the device, where the lengths are.
+
+    A call whose queries fill one tile per K/V head (decode, verify, draft extend) may cut a request that is longer than
+    others into many pieces even when the batch alone fills the GPU; a longer prompt's tiles have filled it already.
 
     Args:
-        num_programs: programs without a split.
+        batch_size: requests.
+        q_blocks, num_kv_heads: their product is the number of programs per request without a cut.
         num_key_steps: most steps of one program over the keys, from the host's bound of the lengths.
         num_multiprocessors: of the device.
     """
-    wanted = -(-PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // max(num_programs, 1))
-    return max(1, min(wanted, num_key_steps, MAX_SPLITS))
+    total = -(-PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // (q_blocks * num_kv_heads))
+    if q_blocks == 1:
+        total = max(total, PIECES_PER_REQUEST * batch_size)
+    fair_share = -(-total // batch_size)
+    most = UNEVENNESS * fair_share if q_blocks == 1 else fair_share
+    return Splits(total, max(1, min(most, num_key_steps, MAX_SPLITS)))
 
 
 def _run(problem: PagedAttention) -> Any:
@@ -99,11 +121,14 @@ def _launch(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor |
     tile = choose_tile(problem.max_q_len * group, problem.head_dim)
     q_blocks = triton.cdiv(problem.max_q_len * group, tile.rows)
     table_tokens = problem.k_block_tables.shape[1] * problem.page_size
-    num_splits = choose_num_splits(
-        q_blocks * problem.num_kv_heads * problem.batch_size,
+    splits = choose_splits(
+        problem.batch_size,
+        q_blocks,
+        problem.num_kv_heads,
         triton.cdiv(min(problem.max_kv_len, table_tokens), tile.keys),
         _num_multiprocessors(device),
     )
+    num_splits = splits.most
     # Partial results are normalised, so that the merge needs their log-sum-exp alone.
     partial_out = partial_lse_log2 = None
     if num_splits > 1:
@@ -127,6 +152,8 @@ def _launch(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor |
         problem.num_rows,
         problem.max_q_len,
         problem.window_left,
+        problem.batch_size,
+        splits.total,
         num_splits,
         problem.num_qo_heads,
         *problem.query.stride()[:2],
@@ -140,6 +167,7 @@ def _launch(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor |
         MASK_WORDS=0 if problem.mask is None else problem.mask.shape[2],
         CAUSAL=problem.causal,
         HAS_SPLITS=num_splits > 1,
+        BLOCK_REQUESTS=triton.next_power_of_2(problem.batch_size),
         BLOCK_ROWS=tile.rows,
         BLOCK_KEYS=tile.keys,
         DOT_DTYPE=tl.float16 if problem.query.dtype == torch.float16 else tl.bfloat16,
@@ -184,11 +212,24 @@ def _scalar(scale, IS_TENSOR: tl.constexpr):
 
 @triton.jit
 def _rounded(x, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """float32 `x` in DTYPE, to nearest even."""
-    if INTERPRETED and tl.bfloat16 == DTYPE:  # Triton 3.7's interpreter would truncate: round the bits
-        bits = x.to(tl.int32, bitcast=True)
-        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+    """float32 `x` in DTYPE, to nearest even; e4m3 saturates, and keeps NaN."""
+    if tl.float8e4nv == DTYPE:
+        x = tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x))
+    if INTERPRETED:  # Triton 3.7's interpreter would truncate
+        if tl.bfloat16 == DTYPE:
+            x = _without_bits(x, 16)
+        if tl.float8e4nv == DTYPE:
+            # Below 2 ** -6, e4m3's steps are 2 ** -9, which are those of float32 at 1.5 * 2 ** 14.
+            x = tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, _without_bits(x, 20))
     return x.to(DTYPE)
+
+
+@triton.jit
+def _without_bits(x, COUNT: tl.constexpr):
+    """float32 `x` rounded to nearest even where its last COUNT bits are zero."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits += (1 << (COUNT - 1)) - 1 + ((bits >> COUNT) & 1)
+    return (bits & -(1 << COUNT)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -201,7 +242,17 @@ def _dot(a, b, sums, INTERPRETED: tl.constexpr):
 
 
 # What varies from call to call must not compile again, not even for its value 1 or its multiples of 16.
-@triton.jit(do_not_specialize=["num_rows", "max_q_len", "window_left", "num_splits", "num_qo_heads"])
+@triton.jit(
+    do_not_specialize=[
+        "num_rows",
+        "max_q_len",
+        "window_left",
+        "batch_size",
+        "total_splits",
+        "num_splits",
+        "num_qo_heads",
+    ]
+)
 def _attention_kernel(
     query,
     k_cache,
@@ -219,7 +270,9 @@ def _attention_kernel(
     num_rows,
     max_q_len,
     window_left,
-    num_splits,
+    batch_size,
+    total_splits,  # of all requests together, shared out by length
+    num_splits,  # most of one request
     num_qo_heads,
     query_row_stride,
     query_head_stride,
@@ -237,6 +290,7 @@ def _attention_kernel(
     MASK_WORDS: tl.constexpr,  # 0: no mask
     CAUSAL: tl.constexpr,
     HAS_SPLITS: tl.constexpr,
+    BLOCK_REQUESTS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
@@ -269,6 +323,24 @@ def _attention_kernel(
     q_position = kv_len - q_len  # of the request's first query token; negative where it has fewer keys than rows
     position = q_position + token
     row = (q_start + token).to(tl.int64)
+    row_head = (split * num_rows + row) * num_qo_heads + head
+
+    own_splits = num_splits
+    if HAS_SPLITS:
+        # A request has the share of the splits that it has of the keys.
+        requests = tl.arange(0, BLOCK_REQUESTS)
+        kv_lens = tl.load(seq_lens + requests, mask=requests < batch_size, other=0).to(tl.int64)
+        share = kv_len.to(tl.int64)
+        if window_left >= 0:
+            kv_lens = tl.minimum(kv_lens, window_left + max_q_len)
+            share = tl.minimum(share, window_left + max_q_len)
+        all_keys = tl.maximum(tl.sum(kv_lens, 0), 1)
+        own_splits = ((share * total_splits + all_keys // 2) // all_keys).to(tl.int32)
+        own_splits = tl.minimum(tl.maximum(own_splits, 1), num_splits)
+        if split >= own_splits:
+            tl.store(lse_log2 + row_head, tl.full([BLOCK_ROWS], float("-inf"), tl.float32), mask=row_exists)
+            return
+
     dims = tl.arange(0, HEAD_DIM)
     q = tl.load(
         query + row[:, None] * query_row_stride + head[:, None] * query_head_stride + dims[None, :],
@@ -287,7 +359,7 @@ def _attention_kernel(
         first_key = tl.maximum(q_position + first_token - window_left, 0)
     key_start = first_key // BLOCK_KEYS * BLOCK_KEYS
     num_steps = tl.cdiv(tl.maximum(key_end - key_start, 0), BLOCK_KEYS)
-    steps_per_split = tl.cdiv(num_steps, num_splits)
+    steps_per_split = tl.cdiv(num_steps, own_splits)
     split_start = key_start + split * steps_per_split * BLOCK_KEYS
     split_end = tl.minimum(split_start + steps_per_split * BLOCK_KEYS, key_end)
 
@@ -346,13 +418,12 @@ def _attention_kernel(
             sums = sums * rescale[:, None]
             largest = new_largest
         sums = sums * _scalar(bmm2_scale, BMM2_IS_TENSOR)
-    result = sums / tl.where(denominator > 0, denominator, 1.0)[:, None]
-    row_head = (split * num_rows + row) * num_qo_heads + head
+    divisor = tl.where(denominator > 0, denominator, 1.0)
+    result = sums / divisor[:, None]
     result = _rounded(result, out.dtype.element_ty, INTERPRETED)
     tl.store(out + row_head[:, None] * HEAD_DIM + dims[None, :], result, mask=row_exists[:, None])
     if lse_log2 is not None:
-        # log2 of zero is -inf, which is what a row without keys has; `largest` is -inf there too.
-        value = tl.where(denominator > 0, largest + tl.log2(denominator), float("-inf"))
+        value = tl.where(denominator > 0, largest + tl.log2(divisor), float("-inf"))
         tl.store(lse_log2 + row_head, value, mask=row_exists)
 
 
@@ -389,14 +460,13 @@ def _merge_kernel(
     denominator = tl.sum(weights, 0)
     if sinks is not None:
         denominator += tl.exp2(sink - origin)
-    parts = tl.load(partial_out + row_heads[:, None] * HEAD_DIM + dims[None, :], mask=exists[:, None], other=0.0)
-    result = (
-        tl.sum(parts * weights[:, None], 0)
-        * _scalar(bmm2_scale, BMM2_IS_TENSOR)
-        / tl.where(denominator > 0, denominator, 1.0)
-    )
+    # A split without keys has written no output.
+    has_keys = (lses > float("-inf"))[:, None]
+    parts = tl.load(partial_out + row_heads[:, None] * HEAD_DIM + dims[None, :], mask=has_keys, other=0.0)
+    divisor = tl.where(denominator > 0, denominator, 1.0)
+    result = tl.sum(parts * weights[:, None], 0) * _scalar(bmm2_scale, BMM2_IS_TENSOR) / divisor
     result = _rounded(result, out.dtype.element_ty, INTERPRETED)
     tl.store(out + (row * num_qo_heads + head) * HEAD_DIM + dims, result)
     if lse_log2 is not None:
-        value = tl.where(denominator > 0, largest + tl.log2(denominator), float("-inf"))
+        value = tl.where(denominator > 0, largest + tl.log2(divisor), float("-inf"))
         tl.store(lse_log2 + row * num_qo_heads + head, value)

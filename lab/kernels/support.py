@@ -112,7 +112,7 @@ def _xqa_dtypes(capability: Capability, problem: PagedAttention) -> str | None:
         return f"XQA writes the query's dtype, or e4m3 with e4m3 K/V, not {problem.out_dtype}"
     # mha.cu applies its K/V scale to 8 and 4 bit K/V alone, but always divides the query's scale by it.
     if kv in HALF_DTYPES and not _is_one(problem.bmm2_scale):
-        return f"XQA applies no bmm2_scale to fp16 and bf16 K/V: it must be the number 1.0, not {problem.bmm2_scale}"
+        return "XQA applies no bmm2_scale to fp16 and bf16 K/V: it must be the number 1.0; fold it into the output"
     if not isinstance(problem.bmm2_scale, torch.Tensor) and problem.bmm2_scale == 0:
         return "XQA divides by bmm2_scale: it must not be 0"
     return None

@@ -247,9 +247,10 @@ def _fmha_v2_cache(call: ContextCall, problem: PagedAttention) -> tuple[str, Any
                 f"{list(call.kv_cache.shape)} with stride {call.kv_cache.stride()}"
             )
         return call.kv_layout, call.kv_cache, problem.k_block_tables.contiguous()
-    layout, k, v = "HND", problem.k_cache, problem.v_cache
+    # With one K/V head the two layouts are the same memory; an engine's pool is NHD, and so is the module it builds.
+    layout, k, v = "NHD", problem.k_cache.transpose(1, 2), problem.v_cache.transpose(1, 2)
     if not k.is_contiguous():
-        layout, k, v = "NHD", k.transpose(1, 2), v.transpose(1, 2)
+        layout, k, v = "HND", problem.k_cache, problem.v_cache
     page_bytes = k[0].numel() * k.element_size()
     distance = v.data_ptr() - k.data_ptr()
     if not (k.is_contiguous() and v.is_contiguous()) or distance <= 0 or distance % page_bytes:

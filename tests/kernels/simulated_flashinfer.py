@@ -84,7 +84,15 @@ def _trtllm_gen(arguments: dict[str, Any], q_starts: Sequence[int], scale: float
             first = max(0, position - arguments["window_left"]) if arguments["window_left"] >= 0 else 0
             seen = range(first, max(first, position + 1) if causal else kv_len)
             _attend(
-                query[row], keys, values, seen, scale, float(arguments["bmm2_scale"]), arguments["sinks"], out[row], lse[row]
+                query[row],
+                keys,
+                values,
+                seen,
+                scale,
+                float(arguments["bmm2_scale"]),
+                arguments["sinks"],
+                out[row],
+                lse[row],
             )
     return (out, lse) if arguments["return_lse"] else out
 
@@ -211,7 +219,14 @@ def _fmha_v2(
             first = position - window_left if mask_mode == "sliding_window" and window_left >= 0 else 0
             last = kv_len - 1 if mask_mode == "padding" else position
             _attend(
-                query[row], keys, values, range(max(0, first), last + 1), scale, 1.0 if half else bmm2_scale, sinks, out[row]
+                query[row],
+                keys,
+                values,
+                range(max(0, first), last + 1),
+                scale,
+                1.0 if half else bmm2_scale,
+                sinks,
+                out[row],
             )
     return out
 

@@ -24,6 +24,7 @@ SM90, SM100, SM120 = (9, 0), (10, 0), (12, 0)
 CPU = torch.device("cpu")
 # The simulation computes in float64 and rounds once, as the references do: they differ by a flipped rounding at most.
 ONE_ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float8_e4m3fn: 2.0**-4}
+PLAIN_OUTPUT = {"out_dtype": None, "return_lse": False}  # not what an oracle asks for, float64 and the LSE
 SINKS = torch.tensor([0.5, -1.0, 2.0, 1.5])
 TREE = [[[column == 0 or column == row for column in range(5)] for row in range(5)]] * 3
 
@@ -51,7 +52,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch) -> Simulate:
 def decode_case(q_len: int = 1, kv_lens: tuple[int, ...] = (16, 33, 5), **changes: Any) -> Arguments:
     """A decode call as an engine makes it: bf16, head_dim 16, 4 query and 2 K/V heads, no output given."""
     batch = random_batch([q_len] * len(kv_lens), kv_lens, **batch_options(changes))
-    return as_engine(decode_arguments(batch, **changes))
+    return as_engine(decode_arguments(batch, **PLAIN_OUTPUT | changes))
 
 
 def context_case(
@@ -59,7 +60,7 @@ def context_case(
 ) -> Arguments:
     """A context call; head_dim 64, which fmha_v2 takes, K and V as halves of one allocation."""
     options = {"head_dim": 64, **batch_options(changes)}
-    return as_engine(context_arguments(random_batch(q_lens, kv_lens, **options), **changes))
+    return as_engine(context_arguments(random_batch(q_lens, kv_lens, **options), **PLAIN_OUTPUT | changes))
 
 
 def batch_options(changes: Arguments) -> Arguments:
@@ -67,12 +68,8 @@ def batch_options(changes: Arguments) -> Arguments:
 
 
 def as_engine(arguments: Arguments) -> Arguments:
-    """K and V as halves of one allocation; no float64 output and no LSE, which only an oracle asks for."""
-    if arguments["out_dtype"] is torch.float64:
-        arguments |= {"out_dtype": None, "return_lse": False}
-    if isinstance(arguments["kv_cache"], tuple):
-        arguments["kv_cache"] = tuple(torch.stack(arguments["kv_cache"]))
-    return arguments
+    """The same K and V as halves of one allocation."""
+    return arguments | {"kv_cache": tuple(torch.stack(arguments["kv_cache"]))}
 
 
 def assert_right(name: str, arguments: Arguments) -> None:
@@ -123,18 +120,21 @@ XQA_CASES: dict[str, Callable[[], Arguments]] = {
     "tensor scales": lambda: decode_case(
         kv_dtype=torch.float8_e4m3fn, bmm1_scale=torch.tensor([0.2]), bmm2_scale=torch.tensor([0.7])
     ),
-    "one scale a tensor": lambda: decode_case(kv_dtype=torch.float8_e4m3fn, bmm1_scale=torch.tensor(0.2), bmm2_scale=0.5),
+    "one scale a tensor": lambda: decode_case(
+        kv_dtype=torch.float8_e4m3fn, bmm1_scale=torch.tensor(0.2), bmm2_scale=0.5
+    ),
     "scale in base 2": lambda: decode_case(bmm1_scale_log2=torch.tensor([0.4]), bmm1_scale=9.0),
     "o_scale None": lambda: decode_case(o_scale=None),
     "integer scales": lambda: decode_case(kv_dtype=torch.float8_e4m3fn, bmm1_scale=1, bmm2_scale=2),
     "uint32 lengths": lambda: decode_case(seq_lens=torch.tensor([16, 33, 5], dtype=torch.uint32)),
     "NHD": lambda: decode_case(kv_layout="NHD"),
     "views of NHD": lambda: permuted(decode_case(3)),
-    "a list": lambda: (lambda case: case | {"kv_cache": list(case["kv_cache"])})(decode_case()),
     "stacked": lambda: stacked(decode_case()),
     "stacked NHD": lambda: stacked(decode_case(), "NHD"),
     "K is V": lambda: (lambda case: case | {"kv_cache": case["kv_cache"][0].unsqueeze(1)})(decode_case()),
-    "two allocations": lambda: (lambda case: case | {"kv_cache": tuple(x.clone() for x in case["kv_cache"])})(decode_case()),
+    "two allocations": lambda: (lambda case: case | {"kv_cache": tuple(x.clone() for x in case["kv_cache"])})(
+        decode_case()
+    ),
     "slice of a wider table": lambda: widened(decode_case(2)),
     "MQA": lambda: decode_case(heads=(4, 1)),
     "odd group": lambda: decode_case(heads=(6, 2)),
@@ -159,15 +159,11 @@ def test_xqa_verify_widths(simulate: Simulate, q_len: int) -> None:
 TRTLLM_GEN_DECODE_CASES: dict[str, Callable[[], Arguments]] = {
     "decode": decode_case,
     "verify": lambda: decode_case(5, bmm1_scale=0.3, bmm2_scale=0.5),
-    "window, sinks, LSE": lambda: decode_case(
-        3, window_left=7, sinks=SINKS, out_dtype=torch.bfloat16, return_lse=True
-    ),
-    "ragged": lambda: as_engine(decode_arguments(random_batch([1, 4, 2], [3, 20, 40]), ragged=True)),
+    "window, sinks, LSE": lambda: decode_case(3, window_left=7, sinks=SINKS, out_dtype=torch.bfloat16, return_lse=True),
+    "ragged": lambda: as_engine(decode_arguments(random_batch([1, 4, 2], [3, 20, 40]), ragged=True, **PLAIN_OUTPUT)),
     "tensor scales": lambda: decode_case(bmm1_scale=torch.tensor([0.2]), bmm2_scale=torch.tensor([0.7])),
     "scale in base 2": lambda: decode_case(bmm1_scale_log2=torch.tensor([0.4]), bmm1_scale=9.0),
-    "e4m3": lambda: decode_case(
-        dtype=torch.float8_e4m3fn, bmm1_scale=0.2, bmm2_scale=0.7, out_dtype=torch.bfloat16
-    ),
+    "e4m3": lambda: decode_case(dtype=torch.float8_e4m3fn, bmm1_scale=0.2, bmm2_scale=0.7, out_dtype=torch.bfloat16),
     "separate tables": lambda: decode_case(2, separate_tables=True),
     "slice of a wider table": lambda: widened(decode_case(2)),
     "slice of wider separate tables": lambda: widened(decode_case(2, separate_tables=True)),
@@ -214,9 +210,7 @@ FMHA_V2_CASES: dict[str, Callable[[], Arguments]] = {
     "window 0": lambda: context_case(window_left=0),
     "window and sinks": lambda: context_case(window_left=7, sinks=SINKS),
     "sinks": lambda: context_case(sinks=SINKS),
-    "e4m3": lambda: context_case(
-        dtype=torch.float8_e4m3fn, bmm1_scale=0.05, bmm2_scale=0.7, out_dtype=torch.bfloat16
-    ),
+    "e4m3": lambda: context_case(dtype=torch.float8_e4m3fn, bmm1_scale=0.05, bmm2_scale=0.7, out_dtype=torch.bfloat16),
     "views of NHD": lambda: permuted(context_case()),
     "stacked": lambda: stacked(context_case()),
     "stacked NHD": lambda: stacked(context_case(), "NHD"),
@@ -280,7 +274,9 @@ def reverse_bits(arguments: Arguments) -> Arguments:
 
 
 def shift_v(arguments: Arguments) -> Arguments:
-    return arguments | {"block_tables": arguments["block_tables"] + torch.tensor([0, 1], dtype=torch.int32).view(1, 2, 1)}
+    return arguments | {
+        "block_tables": arguments["block_tables"] + torch.tensor([0, 1], dtype=torch.int32).view(1, 2, 1)
+    }
 
 
 def drop(name: str) -> Callable[[Arguments], Arguments]:
@@ -428,8 +424,8 @@ def test_nvfp4_scale_factors_go_as_a_pair_of_hnd_views(simulate: Simulate) -> No
     trtllm.trtllm_batch_decode_with_kv_cache(
         **decode_case(head_dim=64)
         | {
-            "kv_cache": list(packed),
-            "kv_cache_sf": list(factors),
+            "kv_cache": tuple(packed),
+            "kv_cache_sf": tuple(factors),
             "kv_layout": "NHD",
             "backend": "xqa",
             "block_tables": torch.zeros(3, 3, dtype=torch.int32),
@@ -468,9 +464,9 @@ def test_causal_mask_is_built_once_per_power_of_two() -> None:
 def test_nothing_is_made_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     gpu = torch.device("cuda", 0)
-    with pytest.raises(RuntimeError, match="causal mask of 4 requests of 39 tokens.*once before it"):
+    with pytest.raises(RuntimeError, match=r"causal mask of 4 requests of 39 tokens.*once before it"):
         trtllm.causal_mask(3, 39, gpu)
-    with pytest.raises(RuntimeError, match="workspace.*once before it"):
+    with pytest.raises(RuntimeError, match=r"workspace.*once before it"):
         trtllm._workspace(gpu, 12345)
 
 
@@ -531,7 +527,7 @@ def test_packed_rows_are_not_copied(simulate: Simulate) -> None:
 def test_an_unsupported_call_raises_the_reason(simulate: Simulate, function: str) -> None:
     simulated = simulate((8, 0))
     case = decode_case() if function == DECODE else context_case()
-    with pytest.raises(NotImplementedError, match="needs a GPU of SM90.*this is SM80"):
+    with pytest.raises(NotImplementedError, match=r"needs a GPU of SM90.*this is SM80"):
         getattr(trtllm, function)(**case)
     assert not simulated.calls
 
@@ -571,7 +567,10 @@ def test_an_empty_batch_returns_empty_without_flashinfer(monkeypatch: pytest.Mon
         "seq_lens": torch.empty(0, dtype=torch.int32),
         "return_lse": True,
     }
-    offsets = {"cum_seq_lens_q": torch.zeros(1, dtype=torch.int32), "cum_seq_lens_kv": torch.zeros(1, dtype=torch.int32)}
+    offsets = {
+        "cum_seq_lens_q": torch.zeros(1, dtype=torch.int32),
+        "cum_seq_lens_kv": torch.zeros(1, dtype=torch.int32),
+    }
     out, lse = trtllm.trtllm_batch_decode_with_kv_cache(**arguments, max_seq_len=0)
     assert (list(out.shape), list(lse.shape)) == ([0, 4, 64], [0, 4])
     out, lse = trtllm.trtllm_batch_context_with_kv_cache(

@@ -1,0 +1,504 @@
+"""The portable kernel in Triton's interpreter, against the float64 references, per (row, head)."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lab import references
+from lab.calls import DecodeCall
+from lab.kernels import portable
+from lab.kernels.support import Kernel, why_not
+from tests.cases import Batch, context_arguments, decode_arguments, pack_mask, random_batch
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="Triton compiles for this machine's GPU; test_portable_gpu.py runs it there"
+)
+
+DECODE, CONTEXT = "trtllm_batch_decode_with_kv_cache", "trtllm_batch_context_with_kv_cache"
+BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+# Unit roundoff: as far as one right rounding may move an element, and so a vector.
+ROUNDOFF = {BF16: 2.0**-8, FP16: 2.0**-11, E4M3: 2.0**-4, FP32: 2.0**-24}
+# The kernel rounds the softmax's weights before they are normalised and the control after: one rounding, another point.
+CONTROL_FACTOR = 2.0
+# float32 sums of a kernel and float64 ones of the reference, over at most 256 products and 300 keys.
+FLOAT32_SUMS = 1e-5
+
+Arguments = dict[str, Any]
+
+
+def arguments_of(function: str, batch: Batch, page_size: int, **changes: Any) -> Arguments:
+    """The call that poses the batch, its output in bf16 unless changed."""
+    make = decode_arguments if function == DECODE else context_arguments
+    return make(batch, page_size, **{"out_dtype": BF16} | changes)
+
+
+def assert_right(
+    function: str, batch: Batch, page_size: int = 16, *, masks: Any = None, **changes: Any
+) -> tuple[Tensor, Tensor]:
+    """Run the call, and hold every output vector and LSE to the reference's."""
+    arguments = arguments_of(function, batch, page_size, **changes)
+    out, lse = getattr(portable, function)(**arguments)
+    truth, truth_lse = getattr(references, function)(
+        **arguments | {"out": None, "out_dtype": torch.float64, "lse": None}
+    )
+    assert out.dtype == arguments["out_dtype"]
+    bound = torch.maximum(
+        CONTROL_FACTOR * control_error(batch, truth, arguments, masks),
+        torch.tensor(ROUNDOFF[out.dtype] + FLOAT32_SUMS),
+    )
+    error = references.relative_l2(out, truth)
+    assert bool((error <= bound).all()), f"worst error {float((error / bound).max()):.3g} times the bound"
+    torch.testing.assert_close(lse.double(), truth_lse.double(), rtol=FLOAT32_SUMS, atol=FLOAT32_SUMS)
+    return out, lse
+
+
+def control_error(batch: Batch, truth: Tensor, arguments: Arguments, masks: Any) -> Tensor:
+    """Error of plain low-precision arithmetic, float64 [num_rows, 1]: the worst vector of each request."""
+    errors, row = [], 0
+    arithmetic = FP16 if batch.queries[0].dtype == FP16 else BF16
+    for request, (queries, keys, values) in enumerate(zip(batch.queries, batch.keys, batch.values, strict=True)):
+        if not len(queries) or not len(keys):
+            errors.append(torch.zeros(len(queries), 1))
+            row += len(queries)
+            continue
+        visible = visible_keys(len(queries), len(keys), arguments, None if masks is None else masks[request])
+        control = references.eager_attention(
+            queries[None],
+            keys[None],
+            values[None],
+            visible[None],
+            arithmetic=arithmetic,
+            bmm1_scale=float(arguments.get("bmm1_scale", 1.0)),
+            bmm2_scale=float(arguments.get("bmm2_scale", 1.0)),
+            sinks=arguments.get("sinks"),
+            out_dtype=arguments["out_dtype"],
+        )[0]
+        error = references.relative_l2(control, truth[row : row + len(queries)])
+        error = torch.where(error.isfinite(), error, 0.0)
+        errors.append(error.amax().expand(len(queries), 1))
+        row += len(queries)
+    return torch.cat(errors)
+
+
+def visible_keys(q_len: int, kv_len: int, arguments: Arguments, mask: Any) -> Tensor:
+    rows, keys = torch.arange(q_len).unsqueeze(1) + kv_len - q_len, torch.arange(kv_len)
+    window = arguments.get("window_left", -1)
+    visible = (keys <= rows) if arguments.get("causal", True) else torch.ones(q_len, kv_len, dtype=torch.bool)
+    if mask is not None:
+        drafts = keys - (kv_len - q_len)
+        shown = torch.tensor(mask)[:, drafts.clamp(min=0)]
+        visible = (drafts < 0) | shown
+    return visible & ((keys >= rows - window) if window >= 0 else True)
+
+
+def sinks_of(num_heads: int) -> Tensor:
+    """A distinct logit per head, around the size of the largest scores."""
+    return torch.linspace(-2.0, 6.0, num_heads)
+
+
+@pytest.fixture
+def split(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Force a number of splits, whatever the call."""
+    return lambda count: monkeypatch.setattr(portable, "choose_num_splits", lambda *_: count)
+
+
+# Shapes and dtypes.
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+def test_decode_at_page_and_tile_edges(page_size: int) -> None:
+    lengths = {0, 1, page_size - 1, page_size, page_size + 1, 63, 64, 65, 127, 128, 129}
+    batch = random_batch([1] * len(lengths), sorted(lengths), heads=(2, 1), head_dim=64, seed=page_size)
+    assert_right(DECODE, batch, page_size, bmm1_scale=0.125)
+
+
+@pytest.mark.parametrize("q_len", range(1, 9))
+def test_verify(q_len: int) -> None:
+    """Lengths from the rows' own up; a tile holds 16 packed rows, so that 3 heads of 8 tokens need two."""
+    batch = random_batch([q_len] * 3, [q_len, 17, 64 + q_len], heads=(3, 1), head_dim=64, seed=q_len)
+    assert_right(DECODE, batch, 16, bmm1_scale=0.125, sinks=sinks_of(3) if q_len % 2 else None)
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (3, 1), (10, 2), (8, 1)], ids=lambda heads: f"{heads[0]}/{heads[1]}")
+def test_groups(heads: tuple[int, int]) -> None:
+    """Every query head has K/V and a sink of its own; 1, 2, 3, 5 and 8 of them share a K/V head."""
+    batch = random_batch([2] * 2, [19, 40], heads=heads, head_dim=64)
+    assert_right(DECODE, batch, 16, bmm1_scale=0.125, sinks=sinks_of(heads[0]))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "out_dtype"),
+    [
+        (BF16, BF16, BF16),
+        (FP16, FP16, FP16),
+        (BF16, E4M3, BF16),
+        (FP16, E4M3, FP32),
+        (E4M3, E4M3, BF16),
+        (E4M3, E4M3, E4M3),
+    ],
+    ids=str,
+)
+def test_dtypes(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+    batch = random_batch([2] * 2, [35, 130], heads=(4, 2), head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype)
+    scales = {"bmm1_scale": head_dim**-0.5 * 0.7, "bmm2_scale": 1.3}
+    assert_right(DECODE, batch, 32, out_dtype=out_dtype, **scales)
+
+
+def test_e4m3_output_saturates(split: Callable[[int], None]) -> None:
+    batch = random_batch([1] * 2, [40, 90], heads=(2, 1), head_dim=64)
+    for count in (1, 2):
+        split(count)
+        arguments = arguments_of(DECODE, batch, 16, bmm2_scale=1000.0, out_dtype=E4M3)
+        out, expected = (
+            module.trtllm_batch_decode_with_kv_cache(**arguments)[0].float() for module in (portable, references)
+        )
+        saturated = expected.abs() == 448.0
+        assert 0 < int(saturated.sum()) < saturated.numel()
+        assert out[saturated].equal(expected[saturated])
+        assert bool(out.isfinite().all())
+
+
+@pytest.mark.parametrize("tensors", [(False, False), (True, False), (False, True), (True, True)], ids=str)
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_scales(split: Callable[[int], None], tensors: tuple[bool, bool], num_splits: int) -> None:
+    """Unequal, as numbers and as tensors of one element of either rank."""
+    split(num_splits)
+    batch = random_batch([2] * 2, [33, 150], heads=(2, 1), head_dim=64, kv_dtype=E4M3)
+    scales = {
+        "bmm1_scale": torch.tensor(0.25) if tensors[0] else 0.25,
+        "bmm2_scale": torch.tensor([0.6]) if tensors[1] else 0.6,
+    }
+    assert_right(DECODE, batch, 16, **scales)
+
+
+def test_integer_and_base_2_scales() -> None:
+    batch = random_batch([1], [33], heads=(2, 1), head_dim=64, magnitude=0.3)
+    whole, _ = assert_right(DECODE, batch, bmm1_scale=1, bmm2_scale=2)
+    numbers, _ = assert_right(DECODE, batch, bmm1_scale=1.0, bmm2_scale=2.0)
+    assert whole.equal(numbers)
+    arguments = arguments_of(DECODE, batch, 16, bmm1_scale=9.0, bmm1_scale_log2=torch.tensor([0.2]))
+    out, _ = portable.trtllm_batch_decode_with_kv_cache(**arguments)
+    truth, _ = references.trtllm_batch_decode_with_kv_cache(**arguments | {"out_dtype": torch.float64})
+    assert float(references.relative_l2(out, truth).max()) <= 2 * ROUNDOFF[BF16]
+
+
+def test_uint32_lengths() -> None:
+    batch = random_batch([1] * 3, [16, 33, 5], heads=(2, 1), head_dim=64)
+    assert_right(DECODE, batch, seq_lens=torch.tensor([16, 33, 5], dtype=torch.uint32))
+
+
+# What a row sees.
+
+
+@pytest.mark.parametrize("window_left", [0, 1, 15, 16, 63, 64, 1000])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_window(window_left: int, with_sinks: bool) -> None:
+    batch = random_batch([3] * 3, [3, 70, 140], heads=(2, 1), head_dim=64, seed=window_left)
+    sinks = sinks_of(2) if with_sinks else None
+    assert_right(DECODE, batch, 16, window_left=window_left, sinks=sinks, bmm1_scale=0.125)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 3])
+def test_sinks_count_once(split: Callable[[int], None], num_splits: int) -> None:
+    split(num_splits)
+    batch = random_batch([2] * 2, [5, 260], heads=(4, 2), head_dim=64)
+    for sinks in (sinks_of(4), torch.tensor([-math.inf, 40.0, -40.0, 0.0])):
+        assert_right(DECODE, batch, 16, sinks=sinks, bmm1_scale=0.125)
+
+
+def test_tree_mask() -> None:
+    """Every row sees its own set of draft tokens, another in each request, and of 20 some bits lie in a second word."""
+    generator = torch.Generator().manual_seed(0)
+    masks = (torch.rand(2, 20, 20, generator=generator) < 0.4).tolist()
+    batch = random_batch([20] * 2, [20, 75], heads=(2, 1), head_dim=64)
+    assert_right(DECODE, batch, 16, masks=masks, mask=pack_mask(masks), bmm1_scale=0.125)
+    assert_right(DECODE, batch, 16, masks=masks, mask=pack_mask(masks), bmm1_scale=0.125, window_left=30)
+
+
+def test_a_causal_mask_is_no_mask(split: Callable[[int], None]) -> None:
+    batch = random_batch([5] * 2, [5, 70], heads=(2, 1), head_dim=64)
+    causal = [[[column <= row for column in range(5)] for row in range(5)]] * 2
+    for count in (1, 2):
+        split(count)
+        with_mask = portable.trtllm_batch_decode_with_kv_cache(
+            **arguments_of(DECODE, batch, 16, mask=pack_mask(causal))
+        )
+        without = portable.trtllm_batch_decode_with_kv_cache(**arguments_of(DECODE, batch, 16))
+        assert with_mask[0].equal(without[0])
+        assert with_mask[1].equal(without[1])
+
+
+def test_rows_without_a_key_are_zero(split: Callable[[int], None]) -> None:
+    """The first rows of a request with fewer keys than rows; and those of one without keys."""
+    batch = random_batch([4] * 3, [0, 2, 70], heads=(2, 1), head_dim=64)
+    for count in (1, 3):
+        split(count)
+        out, lse = assert_right(DECODE, batch, 16)
+        assert not out[:6].any()
+        assert bool((lse[:6] == -math.inf).all())
+        out, lse = assert_right(DECODE, batch, 16, sinks=sinks_of(2))
+        assert not out[:6].any()
+        torch.testing.assert_close(lse[:6], (sinks_of(2) / math.log(2)).expand(6, 2))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_context(causal: bool) -> None:
+    """Requests of 0 and 1 rows, a whole prompt, and a suffix; 66 packed rows span two tiles of 64 and more."""
+    batch = random_batch([0, 1, 33, 7, 0], [5, 60, 33, 75, 0], heads=(2, 1), head_dim=64)
+    assert_right(CONTEXT, batch, 16, causal=causal, bmm1_scale=0.125)
+
+
+def test_context_of_several_row_blocks() -> None:
+    """150 packed rows in blocks of 128, each with its own span of keys."""
+    batch = random_batch([75, 2], [80, 90], heads=(2, 1), head_dim=64)
+    assert_right(CONTEXT, batch, 64, bmm1_scale=0.125)
+    assert_right(CONTEXT, batch, 64, bmm1_scale=0.125, window_left=9, sinks=sinks_of(2))
+
+
+def test_ragged_decode(split: Callable[[int], None]) -> None:
+    batch = random_batch([1, 0, 6, 2], [70, 3, 6, 1], heads=(4, 2), head_dim=64)
+    for count in (1, 2):
+        split(count)
+        assert_right(DECODE, batch, 16, ragged=True, window_left=20)
+
+
+# Where K and V lie.
+
+
+def layouts(batch: Batch, **changes: Any) -> dict[str, Arguments]:
+    base = arguments_of(DECODE, batch, 16, **changes)
+    k, v = base["kv_cache"]
+    nhd = tuple(cache.transpose(1, 2).contiguous() for cache in (k, v))
+    wide = torch.full((k.shape[0], 2, *k.shape[1:3], k.shape[3] + 8), math.nan).to(k.dtype)
+    wide[:, 0, ..., : k.shape[3]], wide[:, 1, ..., : k.shape[3]] = k, v
+    outer = torch.stack((k, v)).permute(3, 2, 0, 1, 4).contiguous().permute(2, 3, 1, 0, 4)
+    return {
+        "HND": base,
+        "NHD": base | {"kv_cache": nhd, "kv_layout": "NHD"},
+        "views of NHD": base | {"kv_cache": tuple(cache.transpose(1, 2) for cache in nhd)},
+        "stacked HND": base | {"kv_cache": torch.stack((k, v), 1)},
+        "stacked NHD": base | {"kv_cache": torch.stack(nhd, 1), "kv_layout": "NHD"},
+        "K and V of unlike strides": base | {"kv_cache": (k, nhd[1].transpose(1, 2))},
+        "head_dim in longer rows": base | {"kv_cache": wide[..., : k.shape[3]]},
+        "pages innermost": base | {"kv_cache": tuple(outer)},
+        "a column slice of a wider table": base
+        | {"block_tables": torch.nn.functional.pad(base["block_tables"], (0, 3))[:, : base["block_tables"].shape[1]]},
+    }
+
+
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
+def test_layouts_give_the_same_bits(kv_dtype: torch.dtype) -> None:
+    batch = random_batch([2] * 2, [18, 40], heads=(4, 2), head_dim=64, kv_dtype=kv_dtype)
+    results = {
+        name: portable.trtllm_batch_decode_with_kv_cache(**arguments) for name, arguments in layouts(batch).items()
+    }
+    assert_right(DECODE, batch)
+    for name, (out, lse) in results.items():
+        assert out.equal(results["HND"][0]), name
+        assert lse.equal(results["HND"][1]), name
+
+
+def test_k_that_is_v() -> None:
+    batch = random_batch([2], [40], heads=(4, 2), head_dim=64)
+    twice = Batch(batch.queries, batch.keys, batch.keys)
+    expected, _ = assert_right(DECODE, twice)
+    arguments = arguments_of(DECODE, twice, 16)
+    single = arguments | {"kv_cache": arguments["kv_cache"][0].unsqueeze(1)}
+    assert portable.trtllm_batch_decode_with_kv_cache(**single)[0].equal(expected)
+
+
+@pytest.mark.parametrize("function", [DECODE, CONTEXT])
+def test_separate_page_tables(function: str) -> None:
+    batch = random_batch([2] * 2, [18, 70], heads=(4, 2), head_dim=64)
+    together, _ = assert_right(function, batch)
+    apart, _ = assert_right(function, batch, separate_tables=True)
+    assert apart.equal(together)
+
+
+def test_query_of_any_row_and_head_stride() -> None:
+    batch = random_batch([2] * 2, [18, 40], heads=(4, 2), head_dim=64)
+    arguments = arguments_of(DECODE, batch, 16)
+    fused = torch.full((4, 6, 3 * 64), math.nan, dtype=BF16)
+    fused[:, 1:5, 64:128] = arguments["query"]
+    sliced = portable.trtllm_batch_decode_with_kv_cache(**arguments | {"query": fused[:, 1:5, 64:128]})
+    assert sliced[0].equal(assert_right(DECODE, batch)[0])
+
+
+# Splits.
+
+
+@pytest.mark.parametrize("function", [DECODE, CONTEXT])
+@pytest.mark.parametrize("options", [{}, {"window_left": 40}, {"sinks": sinks_of(2)}], ids=["plain", "window", "sinks"])
+def test_splits_agree(split: Callable[[int], None], function: str, options: Arguments) -> None:
+    """From none to more than there are keys to share out: most are empty then, for the short request all but one."""
+    batch = random_batch([3, 3], [7, 260], heads=(2, 1), head_dim=64, seed=3)
+    split(1)
+    whole, whole_lse = assert_right(function, batch, 64, out_dtype=FP32, bmm1_scale=0.125, **options)
+    for count in (2, 4):
+        split(count)
+        out, lse = assert_right(function, batch, 64, out_dtype=FP32, bmm1_scale=0.125, **options)
+        assert float(references.relative_l2(out, whole).max()) <= 2 * ROUNDOFF[BF16]
+        torch.testing.assert_close(lse, whole_lse, rtol=FLOAT32_SUMS, atol=FLOAT32_SUMS)
+
+
+@pytest.mark.parametrize(
+    ("programs", "steps", "multiprocessors", "expected"),
+    [(1, 100, 132, 64), (1, 10, 132, 10), (264, 100, 132, 1), (1000, 100, 132, 1), (100, 100, 132, 3), (1, 0, 2, 1)],
+)
+def test_choose_num_splits(programs: int, steps: int, multiprocessors: int, expected: int) -> None:
+    assert portable.choose_num_splits(programs, steps, multiprocessors) == expected
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 1000])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_choose_tile(rows: int, head_dim: int) -> None:
+    tile = portable.choose_tile(rows, head_dim)
+    assert 16 <= tile.rows <= 128
+    assert tile.rows >= min(rows, 128)
+    assert tile.keys in (32, 64, 128)
+
+
+# What must not matter.
+
+
+def poisoned(function: str, batch: Batch, **changes: Any) -> tuple[Tensor, Tensor]:
+    """With NaN in page tails and unread pages, and ids beyond the pool in the table's tails."""
+    arguments = arguments_of(function, batch, 32, poison=math.nan, foreign_id=2**30, **changes)
+    return getattr(portable, function)(**arguments)
+
+
+@pytest.mark.parametrize("function", [DECODE, CONTEXT])
+@pytest.mark.parametrize(("kv_dtype", "num_splits"), [(BF16, 1), (E4M3, 2)])
+def test_poison_changes_no_bit(
+    split: Callable[[int], None], function: str, kv_dtype: torch.dtype, num_splits: int
+) -> None:
+    split(num_splits)
+    batch = random_batch([2] * 4, [1, 33, 64, 0], heads=(2, 1), head_dim=64, kv_dtype=kv_dtype)
+    clean = getattr(portable, function)(**arguments_of(function, batch, 32))
+    for got, expected in zip(poisoned(function, batch), clean, strict=True):
+        assert got.equal(expected)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_keys_before_the_window_are_not_read(split: Callable[[int], None], num_splits: int) -> None:
+    """A sliding-window pool has given them away: another request's keys lie there, or none yet."""
+    split(num_splits)
+    batch = random_batch([2], [200], heads=(4, 2), head_dim=64)
+    clean, _ = assert_right(DECODE, batch, 32, window_left=20)
+    first_seen = 200 - 2 - 20
+    for side in (batch.keys, batch.values):
+        side[0][:first_seen] = math.nan
+    arguments = arguments_of(DECODE, batch, 32, window_left=20)
+    assert portable.trtllm_batch_decode_with_kv_cache(**arguments)[0].equal(clean)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize("out_dtype", [BF16, FP32])
+def test_given_outputs_are_filled_and_nothing_beside_them(
+    split: Callable[[int], None], num_splits: int, out_dtype: torch.dtype
+) -> None:
+    split(num_splits)
+    batch = random_batch([2, 0, 3], [18, 4, 140], heads=(3, 1), head_dim=64)
+    buffer, lse_buffer = torch.full((9, 3, 64), 77.0, dtype=out_dtype), torch.full((9, 3), 77.0)
+    out, lse = buffer[2:7], lse_buffer[2:7]
+    got, got_lse = assert_right(CONTEXT, batch, out=out, out_dtype=out_dtype, lse=lse)
+    assert got is out
+    assert got_lse is lse
+    for guard in (buffer[:2], buffer[7:], lse_buffer[:2], lse_buffer[7:]):
+        assert bool((guard == 77.0).all())
+
+
+def test_a_given_lse_is_filled_without_being_returned() -> None:
+    batch = random_batch([1] * 2, [18, 40], heads=(2, 1), head_dim=64)
+    lse = torch.full((2, 2), 77.0)
+    out = portable.trtllm_batch_decode_with_kv_cache(**arguments_of(DECODE, batch, 16, lse=lse, return_lse=False))
+    assert isinstance(out, Tensor)
+    assert lse.equal(assert_right(DECODE, batch)[1])
+
+
+DECLINED: dict[str, tuple[Arguments, Arguments]] = {
+    "float32": ({"dtype": FP32, "head_dim": 64}, {}),
+    "head_dim": ({"head_dim": 80}, {}),
+    "page size": ({"head_dim": 64}, {"page_size": 8}),
+    "lse with gaps": ({"head_dim": 64}, {"lse": torch.empty(2, 8)[:, :4]}),
+}
+
+
+@pytest.mark.parametrize("name", DECLINED)
+def test_a_declined_call_raises_the_reason_and_writes_nothing(name: str) -> None:
+    options, changes = DECLINED[name]
+    changes = dict(changes)
+    batch = random_batch([1] * 2, [18, 40], **options)
+    out = torch.full((2, 4, options["head_dim"]), 77.0, dtype=BF16)
+    arguments = arguments_of(DECODE, batch, changes.pop("page_size", 16), out=out, **changes)
+    reason = why_not(Kernel.PORTABLE, None, DecodeCall(**arguments).problem())
+    assert reason is not None
+    with pytest.raises(NotImplementedError) as error:
+        portable.trtllm_batch_decode_with_kv_cache(**arguments)
+    assert str(error.value) == reason
+    assert bool((out == 77.0).all())
+
+
+def test_an_output_dtype_that_is_not_written() -> None:
+    batch = random_batch([1], [18], head_dim=64)
+    with pytest.raises(NotImplementedError, match="writes fp16, bf16, e4m3 or float32"):
+        portable.trtllm_batch_decode_with_kv_cache(**arguments_of(DECODE, batch, 16, out_dtype=torch.float64))
+
+
+@pytest.mark.parametrize("function", [DECODE, CONTEXT])
+def test_an_empty_batch_is_empty(function: str) -> None:
+    batch = random_batch([0] * 2, [18, 3], head_dim=64)
+    ragged = {"ragged": True} if function == DECODE else {}
+    out, lse = getattr(portable, function)(**arguments_of(function, batch, 16, **ragged))
+    assert list(out.shape) == [0, 4, 64]
+    assert list(lse.shape) == [0, 4]
+
+
+# Anything else.
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[str, Batch, int, int, Arguments]:
+    lengths: Sequence[tuple[int, int]] = draw(
+        st.lists(st.tuples(st.integers(0, 9), st.integers(0, 150)), min_size=1, max_size=3)
+    )
+    group, num_kv_heads = draw(st.sampled_from([1, 2, 3, 4])), draw(st.sampled_from([1, 2]))
+    batch = random_batch(
+        [q_len for q_len, _ in lengths],
+        [kv_len for _, kv_len in lengths],
+        heads=(group * num_kv_heads, num_kv_heads),
+        head_dim=64,
+        kv_dtype=draw(st.sampled_from([BF16, E4M3])),
+        seed=draw(st.integers(0, 2**16)),
+    )
+    options: Arguments = {
+        "bmm1_scale": draw(st.sampled_from([0.125, 0.5])),
+        "bmm2_scale": draw(st.sampled_from([1.0, 0.3])),
+        "sinks": sinks_of(group * num_kv_heads) if draw(st.booleans()) else None,
+        "separate_tables": draw(st.booleans()),
+        "kv_layout": draw(st.sampled_from(["HND", "NHD"])),
+        "window_left": draw(st.sampled_from([-1, 0, 5, 40])),
+    }
+    function = draw(st.sampled_from([DECODE, CONTEXT]))
+    if function == CONTEXT:
+        options["causal"] = options["window_left"] >= 0 or draw(st.booleans())
+    else:
+        options["ragged"] = True
+    return function, batch, draw(st.sampled_from([16, 64, 128])), draw(st.sampled_from([1, 2, 5])), options
+
+
+@settings(max_examples=12, derandomize=True, deadline=None, database=None)
+@given(problem=problems())
+def test_any_problem(problem: tuple[str, Batch, int, int, Arguments]) -> None:
+    function, batch, page_size, num_splits, options = problem
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(portable, "choose_num_splits", lambda *_: num_splits)
+        if sum(batch.q_lens):
+            assert_right(function, batch, page_size, **options)

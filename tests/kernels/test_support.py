@@ -1,0 +1,264 @@
+"""`why_not`: every rule, from both sides, on every kind of GPU."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lab.calls import ContextCall, DecodeCall, PagedAttention
+from lab.kernels import support
+from lab.kernels.support import Kernel, context_kernel, decode_kernel, refuse_unsupported, why_not
+from tests.cases import context_arguments, decode_arguments, random_batch
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+E4M3, U8 = torch.float8_e4m3fn, torch.uint8
+CPU, SM75, SM80, SM89, SM90, SM100, SM103 = None, (7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (10, 3)
+SM120, SM121 = (12, 0), (12, 1)
+PORTABLE, XQA, FMHA_V2 = Kernel.PORTABLE, Kernel.XQA, Kernel.FMHA_V2
+GEN_DECODE, GEN_CONTEXT = Kernel.TRTLLM_GEN_DECODE, Kernel.TRTLLM_GEN_CONTEXT
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "triton_interprets", lambda: True)
+
+
+def problem(kernel: Kernel, **changes: Any) -> PagedAttention:
+    """A plain call of the kernel's kind: bf16, head_dim 64, pages of 16, 4 query and 2 K/V heads; then changed.
+
+    Not all of it is fields: `heads`, `page_size`, `head_dim`, `q_len`, `dtype` and `kv_dtype` shape the call, and
+    `k_stride` and such change the strides of one tensor.
+    """
+    q_len, page_size = changes.pop("q_len", 2), changes.pop("page_size", 16)
+    options = {name: changes.pop(name) for name in ("heads", "dtype", "kv_dtype") if name in changes}
+    nvfp4 = options.get("kv_dtype") == U8
+    if nvfp4:
+        del options["kv_dtype"]
+    head_dim = changes.pop("head_dim", 64)
+    batch = random_batch([q_len] * 2, [5, 7], head_dim=head_dim, **options)
+    plain = {"out_dtype": changes.pop("out_dtype", None), "return_lse": False}
+    if kernel in (FMHA_V2, GEN_CONTEXT):
+        posed = ContextCall(**context_arguments(batch, page_size, **plain)).problem()
+    else:
+        posed = DecodeCall(**decode_arguments(batch, page_size, **plain)).problem()
+    if nvfp4:
+        pages, heads = posed.k_cache.shape[:2]
+        packed = torch.zeros(pages, heads, page_size, head_dim // 2, dtype=U8)
+        factors = torch.zeros(pages, heads, page_size, head_dim // 16, dtype=U8).view(E4M3)
+        posed = replace(posed, k_cache=packed, v_cache=packed, k_scale_factors=factors, v_scale_factors=factors)
+    for name in [name for name in changes if name.endswith("_like")]:
+        field = name.removesuffix("_like")
+        posed = replace(posed, **{field: changes.pop(name)(getattr(posed, field))})
+    return replace(posed, **changes)
+
+
+def transposed(tensor: torch.Tensor) -> torch.Tensor:
+    """The same shape, with the middle dimensions stored the other way round."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def padded(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values in rows that are 8 elements longer."""
+    return torch.nn.functional.pad(tensor, (0, 8))[..., : tensor.shape[-1]]
+
+
+ONE, SINK, LSE = torch.ones(1), torch.zeros(4), torch.empty(4, 4)
+OFFSETS = torch.tensor([0, 2, 4], dtype=torch.int32)
+MASK = torch.ones(2, 2, 2, dtype=torch.uint16)
+OTHER_TABLE = {"v_block_tables_like": torch.clone}
+ONLY_SM9_10_12 = "XQA needs a GPU of SM90, SM100, SM103, SM120 and SM121, this is "
+ONLY_SM9_12 = "trtllm_fmha_v2_prefill needs a GPU of SM90, SM120 and SM121, this is "
+ONLY_SM10 = "needs a GPU of SM100 and SM103, this is "
+
+# kernel, capability, change of the call, what the sentence says (None: supported).
+TABLE: list[tuple[Kernel, support.Capability | None, dict[str, Any], str | None]] = [
+    # The portable kernel.
+    *[(PORTABLE, gpu, {}, None) for gpu in (CPU, SM80, SM89, SM90, SM100, SM103, SM120, SM121)],
+    (PORTABLE, SM75, {}, "needs a GPU of SM80 and later, this is SM75"),
+    (PORTABLE, SM80, {"kv_dtype": E4M3}, "Triton compiles e4m3 for SM89 and later, and this is SM80"),
+    (PORTABLE, SM80, {"dtype": E4M3, "out_dtype": BF16}, "SM89"),
+    (PORTABLE, SM80, {"out_dtype": E4M3}, "SM89"),
+    *[(PORTABLE, gpu, {"kv_dtype": E4M3}, None) for gpu in (CPU, SM89, SM90, SM121)],
+    *[(PORTABLE, SM90, {"dtype": dtype}, None) for dtype in (BF16, FP16, E4M3)],
+    (PORTABLE, SM90, {"dtype": FP32}, "takes fp16, bf16 or e4m3 queries, not torch.float32"),
+    (PORTABLE, SM90, {"kv_dtype": U8}, "not torch.uint8 (NVFP4)"),
+    *[(PORTABLE, SM90, {"out_dtype": dtype}, None) for dtype in (BF16, FP16, FP32, E4M3)],
+    (PORTABLE, SM90, {"out_dtype": FP64}, "writes fp16, bf16, e4m3 or float32, not torch.float64"),
+    *[(PORTABLE, SM90, {"head_dim": size}, None) for size in (64, 128, 256)],
+    *[(PORTABLE, SM90, {"head_dim": size}, f"64, 128 and 256, not {size}") for size in (32, 80, 192, 512)],
+    *[(PORTABLE, SM90, {"page_size": size}, None) for size in (16, 32, 64, 128)],
+    *[(PORTABLE, SM90, {"page_size": size}, f"16, 32, 64 and 128, not {size}") for size in (1, 8, 256)],
+    (PORTABLE, SM90, {"lse": LSE}, None),
+    (PORTABLE, SM90, {"lse": torch.empty(4, 8)[:, :4]}, "contiguous lse"),
+    (PORTABLE, SM90, {"mask": MASK, "sinks": SINK, "window_left": 3, "bmm1_scale": ONE, "bmm2_scale": ONE}, None),
+    (PORTABLE, SM90, {"cu_seqlens_q": OFFSETS, "return_lse": True, **OTHER_TABLE}, None),
+    (PORTABLE, SM90, {"query_like": transposed, "v_cache_like": transposed}, None),
+    # XQA.
+    *[(XQA, gpu, {}, None) for gpu in (SM90, SM100, SM103, SM120, SM121)],
+    (XQA, CPU, {}, ONLY_SM9_10_12 + "a CPU"),
+    (XQA, SM80, {}, ONLY_SM9_10_12 + "SM80"),
+    *[(XQA, SM90, {"dtype": dtype}, None) for dtype in (BF16, FP16)],
+    (XQA, SM90, {"dtype": E4M3}, "XQA takes fp16 or bf16 queries, not torch.float8_e4m3fn"),
+    (XQA, SM90, {"dtype": FP32}, "XQA takes fp16 or bf16 queries, not torch.float32"),
+    (XQA, SM90, {"kv_dtype": E4M3}, None),
+    (XQA, SM90, {"kv_dtype": U8}, "NVFP4 K/V on SM120 and SM121 only, not on SM90"),
+    (XQA, SM100, {"kv_dtype": U8}, "NVFP4 K/V on SM120 and SM121 only, not on SM100"),
+    *[(XQA, gpu, {"kv_dtype": U8}, None) for gpu in (SM120, SM121)],
+    (XQA, SM90, {"out_dtype": FP16}, "XQA writes the query's dtype, or e4m3 with e4m3 K/V, not torch.float16"),
+    (XQA, SM90, {"out_dtype": E4M3}, "e4m3 with e4m3 K/V"),
+    (XQA, SM90, {"out_dtype": E4M3, "kv_dtype": E4M3}, None),
+    (XQA, SM90, {"bmm2_scale": 0.5}, "applies no bmm2_scale to fp16 and bf16 K/V"),
+    (XQA, SM90, {"bmm2_scale": ONE}, "applies no bmm2_scale to fp16 and bf16 K/V"),
+    (XQA, SM90, {"bmm2_scale": 1}, None),
+    *[(XQA, SM90, {"bmm2_scale": scale, "kv_dtype": E4M3}, None) for scale in (0.5, ONE)],
+    (XQA, SM90, {"bmm2_scale": 0.0, "kv_dtype": E4M3}, "divides by bmm2_scale"),
+    *[(XQA, SM90, {"page_size": size}, None) for size in (16, 32, 64, 128)],
+    *[(XQA, SM90, {"page_size": size}, f"16, 32, 64 and 128, not {size}") for size in (8, 256)],
+    *[(XQA, SM90, {"head_dim": size}, None) for size in (16, 80, 256)],
+    *[(XQA, SM90, {"head_dim": size}, f"multiple of 16 from 16 to 512, not {size}") for size in (8, 24, 528)],
+    (XQA, SM90, {"head_dim": 512, "q_len": 1}, None),
+    (XQA, SM90, {"head_dim": 512, "q_len": 2}, "head_dim 512 > 256 needs q_len_per_req 1"),
+    (XQA, SM90, {"head_dim": 272, "q_len": 1, "heads": (16, 1)}, None),
+    (XQA, SM90, {"head_dim": 272, "q_len": 1, "heads": (17, 1)}, "at most 16 query heads"),
+    (XQA, SM90, {"head_dim": 128, "q_len": 1, "heads": (64, 1)}, None),
+    (XQA, SM90, {"head_dim": 128, "q_len": 1, "heads": (65, 1)}, "at most 64 query heads per K/V head, not 65"),
+    (XQA, SM90, {"head_dim": 256, "q_len": 1, "heads": (33, 1)}, "at most 32 query heads per K/V head, not 33"),
+    (XQA, SM90, {"head_dim": 128, "q_len": 2, "heads": (65, 1)}, None),
+    (XQA, SM90, {"k_block_tables": torch.empty(2, 0, dtype=torch.int32)}, "has no column"),
+    (XQA, SM90, {"cu_seqlens_q": OFFSETS}, "takes no cum_seq_lens_q"),
+    (XQA, SM90, OTHER_TABLE, "uses_shared_paged_kv_idx must be True"),
+    (XQA, SM90, {"lse": LSE}, "no LSE"),
+    (XQA, SM90, {"return_lse": True}, "no LSE"),
+    (XQA, SM90, {"mask": MASK}, None),
+    (XQA, SM90, {"mask": MASK[:, :1], "q_len": 1}, "ignores a mask at q_len_per_req 1"),
+    (XQA, SM90, {"v_cache_like": transposed}, "V with K's strides"),
+    (XQA, SM90, {"k_cache_like": transposed, "v_cache_like": transposed}, None),
+    (XQA, SM120, {"kv_dtype": U8, "v_scale_factors_like": transposed}, "strides of K's"),
+    (XQA, SM90, {"k_cache_like": padded, "v_cache_like": padded}, "strides in whole heads of 64"),
+    (XQA, SM120, {"kv_dtype": U8, "k_scale_factors_like": padded, "v_scale_factors_like": padded}, None),
+    (XQA, SM120, {"kv_dtype": U8, "k_cache_like": padded, "v_cache_like": padded}, "strides in whole heads of 32"),
+    (XQA, SM90, {"query_like": transposed}, "contiguous query"),
+    (XQA, SM90, {"sinks": SINK, "window_left": 3, "bmm1_scale": ONE}, None),
+    # fmha_v2.
+    *[(FMHA_V2, gpu, {}, None) for gpu in (SM90, SM120, SM121)],
+    (FMHA_V2, CPU, {}, ONLY_SM9_12 + "a CPU"),
+    *[(FMHA_V2, gpu, {}, ONLY_SM9_12 + name) for gpu, name in ((SM80, "SM80"), (SM100, "SM100"), (SM103, "SM103"))],
+    *[(FMHA_V2, SM120, {"dtype": dtype}, None) for dtype in (BF16, FP16)],
+    (FMHA_V2, SM90, {"dtype": FP32}, "takes fp16 and bf16 queries"),
+    (FMHA_V2, SM90, {"dtype": E4M3}, None),
+    *[(FMHA_V2, gpu, {"dtype": E4M3}, "e4m3 on SM90 alone") for gpu in (SM120, SM121)],
+    (FMHA_V2, SM90, {"kv_dtype": E4M3}, "K/V in the query's dtype"),
+    (FMHA_V2, SM90, {"out_dtype": FP16}, "writes the query's dtype torch.bfloat16, not torch.float16"),
+    *[(FMHA_V2, SM90, {"dtype": E4M3, "out_dtype": dtype}, None) for dtype in (BF16, FP16, E4M3)],
+    (FMHA_V2, SM90, {"dtype": E4M3, "out_dtype": FP32}, "fp16 or bf16, not torch.float32"),
+    *[(FMHA_V2, SM90, {"head_dim": size}, None) for size in (64, 128, 256)],
+    *[(FMHA_V2, SM90, {"head_dim": size}, f"64, 128 and 256, not {size}") for size in (32, 80, 512)],
+    *[(FMHA_V2, SM90, {"page_size": size}, None) for size in (16, 32, 64, 128)],
+    *[(FMHA_V2, SM90, {"page_size": size}, f"16, 32, 64 and 128, not {size}") for size in (8, 256)],
+    (FMHA_V2, SM90, {"cu_seqlens_q": None}, "needs cum_seq_lens_q"),
+    (FMHA_V2, SM90, OTHER_TABLE, "uses_shared_paged_kv_idx must be True"),
+    (FMHA_V2, SM90, {"lse": LSE}, "not the LSE"),
+    (FMHA_V2, SM90, {"return_lse": True}, "not the LSE"),
+    (FMHA_V2, SM90, {"bmm1_scale": ONE}, "host numbers"),
+    (FMHA_V2, SM90, {"bmm2_scale": ONE}, "host numbers"),
+    (FMHA_V2, SM90, {"bmm1_scale": 0.0}, "takes bmm1_scale 0 for 1 / sqrt(head_dim)"),
+    (FMHA_V2, SM90, {"bmm1_scale": 0.3}, None),
+    (FMHA_V2, SM90, {"bmm2_scale": 0.5}, "applies no bmm2_scale to torch.bfloat16: it must be 1.0, not 0.5"),
+    (FMHA_V2, SM90, {"bmm2_scale": 0.5, "dtype": E4M3}, None),
+    (FMHA_V2, SM90, {"query_like": transposed}, "contiguous query"),
+    (FMHA_V2, SM90, {"sinks": SINK, "window_left": 3}, None),
+    (FMHA_V2, SM90, {"causal": False}, None),
+    # trtllm-gen, both calls.
+    *[(kernel, gpu, {}, None) for kernel in (GEN_DECODE, GEN_CONTEXT) for gpu in (SM100, SM103)],
+    *[(kernel, CPU, {}, ONLY_SM10 + "a CPU") for kernel in (GEN_DECODE, GEN_CONTEXT)],
+    *[(GEN_DECODE, gpu, {}, ONLY_SM10) for gpu in (SM80, SM90, SM120, SM121)],
+    *[(GEN_CONTEXT, gpu, {}, ONLY_SM10) for gpu in (SM80, SM90, SM120, SM121)],
+    *[(kernel, SM100, {"dtype": E4M3}, None) for kernel in (GEN_DECODE, GEN_CONTEXT)],
+    (GEN_DECODE, SM100, {"dtype": FP32}, "fp16, bf16 or e4m3 queries, not torch.float32"),
+    (GEN_DECODE, SM100, {"dtype": E4M3, "out_dtype": BF16}, None),
+    (GEN_DECODE, SM100, {"out_dtype": FP16}, None),
+    (GEN_DECODE, SM100, {"out_dtype": E4M3}, "writes the query's dtype, fp16 or bf16"),
+    (GEN_DECODE, SM100, {"kv_dtype": E4M3}, None),
+    (GEN_DECODE, SM100, {"kv_dtype": E4M3, "dtype": FP16}, "e4m3 K/V for e4m3 or, with bf16 output, bf16 queries"),
+    (GEN_DECODE, SM100, {"kv_dtype": E4M3, "out_dtype": FP16}, "e4m3 K/V for e4m3 or, with bf16 output, bf16 queries"),
+    (GEN_CONTEXT, SM100, {"kv_dtype": E4M3}, "reads e4m3 K/V for e4m3 queries, not for torch.bfloat16"),
+    (GEN_DECODE, SM100, {"kv_dtype": U8}, "NVFP4 K/V for e4m3 queries only, not for torch.bfloat16"),
+    (GEN_DECODE, SM100, {"kv_dtype": U8, "dtype": E4M3}, None),
+    (GEN_DECODE, SM100, {"kv_dtype": U8, "dtype": E4M3, "k_scale_factors_like": transposed}, "contiguous in a page"),
+    (GEN_DECODE, SM100, {"kv_dtype": U8, "dtype": E4M3, "v_scale_factors_like": padded}, "contiguous in a page"),
+    *[(GEN_DECODE, SM100, {"page_size": size}, None) for size in (16, 32, 64, 128)],
+    *[(GEN_CONTEXT, SM100, {"page_size": size}, f"16, 32, 64 and 128, not {size}") for size in (8, 256)],
+    (GEN_DECODE, SM100, {"page_size": 128, "heads": (2, 2)}, "more than one query head per K/V head"),
+    (GEN_DECODE, SM100, {"page_size": 64, "heads": (2, 2)}, None),
+    (GEN_DECODE, SM100, {"mask": MASK}, "takes no mask"),
+    (GEN_DECODE, SM100, {"v_cache_like": transposed}, "V with K's strides"),
+    (GEN_CONTEXT, SM100, {"v_cache_like": transposed}, "V with K's strides"),
+    (GEN_DECODE, SM100, {"sinks": SINK, "window_left": 3, "return_lse": True, "cu_seqlens_q": OFFSETS}, None),
+    (GEN_DECODE, SM100, {"bmm1_scale": ONE, "bmm2_scale": ONE, "query_like": transposed, **OTHER_TABLE}, None),
+    (GEN_CONTEXT, SM100, {"causal": False, "lse": torch.empty(4, 8)[:, :4]}, None),
+]
+
+
+def row_id(row: tuple[Kernel, support.Capability | None, dict[str, Any], str | None]) -> str:
+    kernel, capability, changes, fragment = row
+    where = "CPU" if capability is None else f"SM{capability[0]}{capability[1]}"
+    return f"{kernel.name}-{where}-{','.join(changes) or 'plain'}-{'no' if fragment else 'yes'}"
+
+
+@pytest.mark.parametrize(("kernel", "capability", "changes", "fragment"), TABLE, ids=map(row_id, TABLE))
+def test_why_not(
+    kernel: Kernel, capability: support.Capability | None, changes: dict[str, Any], fragment: str | None
+) -> None:
+    reason = why_not(kernel, capability, problem(kernel, **changes))
+    if fragment is None:
+        assert reason is None
+    else:
+        assert reason is not None
+        assert fragment in reason
+        assert reason[0] != " "
+        assert not reason.endswith(".")
+
+
+def test_a_cpu_runs_the_portable_kernel_in_the_interpreter_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "triton_interprets", lambda: False)
+    assert "set TRITON_INTERPRET=1 first" in str(why_not(PORTABLE, CPU, problem(PORTABLE)))
+    assert why_not(PORTABLE, SM90, problem(PORTABLE)) is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "decode", "context"),
+    [
+        (SM90, XQA, FMHA_V2),
+        (SM100, GEN_DECODE, GEN_CONTEXT),
+        (SM103, GEN_DECODE, GEN_CONTEXT),
+        (SM120, XQA, FMHA_V2),
+        (SM121, XQA, FMHA_V2),
+    ],
+)
+def test_which_kernel_an_engine_runs(capability: support.Capability, decode: Kernel, context: Kernel) -> None:
+    assert decode_kernel(capability) is decode
+    assert context_kernel(capability) is context
+    assert why_not(decode, capability, problem(decode)) is None
+    assert why_not(context, capability, problem(context)) is None
+
+
+def test_refuse_unsupported_raises_the_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "capability_of", lambda device: SM80)
+    posed = problem(XQA)
+    with pytest.raises(NotImplementedError) as error:
+        refuse_unsupported(XQA, posed)
+    assert str(error.value) == why_not(XQA, SM80, posed)
+    refuse_unsupported(PORTABLE, posed)
+
+
+def test_a_reason_reads_no_device() -> None:
+    """A tensor's value in a sentence would be a synchronisation."""
+    reason = why_not(XQA, SM90, problem(XQA, bmm2_scale=torch.full((1,), 0.625)))
+    assert reason is not None
+    assert "0.625" not in reason
+
+
+def test_every_kernel_has_rules() -> None:
+    assert set(support._RULES) == set(Kernel)
+    assert {row[0] for row in TABLE} == set(Kernel)

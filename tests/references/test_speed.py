@@ -1,0 +1,64 @@
+"""The references are usable: on a GPU a batch costs far less than the loop over requests that one would write first."""
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from lab.checks import ForwardCase
+from lab.checks.forward import ForwardPass, build_forward
+from lab.metadata import ForwardMode
+from lab.references import relative_l2, trtllm_batch_decode_with_kv_cache
+
+
+def by_loop(forward: ForwardPass) -> torch.Tensor:
+    """One request at a time over dense float64 K/V, heads expanded."""
+    k_cache, v_cache = forward.cache.as_hnd()
+    rows = []
+    for request, kv_len in enumerate(forward.case.kv_lens):
+        pages = forward.metadata.page_table[request, : -(-kv_len // forward.case.page_size)].long()
+        k, v = (
+            cache[pages].transpose(1, 2).flatten(0, 1)[:kv_len].double().repeat_interleave(forward.case.model.group, 1)
+            for cache in (k_cache, v_cache)
+        )
+        q = forward.query[request].double()
+        weights = torch.softmax(torch.einsum("hd,khd->hk", q, k) * forward.layer.softmax_scale, dim=-1)
+        rows.append(torch.einsum("hk,khd->hd", weights, v))
+    return torch.stack(rows)
+
+
+def by_reference(forward: ForwardPass) -> torch.Tensor:
+    return trtllm_batch_decode_with_kv_cache(
+        forward.query,
+        forward.cache.as_hnd(),
+        None,
+        forward.metadata.page_table,
+        forward.metadata.cache_seqlens_int32,
+        forward.case.max_context_len,
+        bmm1_scale=forward.layer.softmax_scale,
+        out_dtype=torch.float64,
+    )
+
+
+def best_of_5_s(function: Callable[[ForwardPass], torch.Tensor], forward: ForwardPass) -> float:
+    times = []
+    for _ in range(6):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        function(forward)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compares speeds on a GPU, and there is none here")
+@pytest.mark.parametrize(("batch_size", "kv_len"), [(64, 512), (64, 4096)])
+def test_five_times_faster_than_a_loop_on_a_gpu(batch_size: int, kv_len: int) -> None:
+    case = ForwardCase(ForwardMode.DECODE, "llama-3.1-8b", (kv_len - 1,) * batch_size, (1,) * batch_size)
+    forward = build_forward(case, torch.device("cuda"))
+    assert relative_l2(by_reference(forward), by_loop(forward)).max() < 1e-12
+    loop_s, reference_s = best_of_5_s(by_loop, forward), best_of_5_s(by_reference, forward)
+    print(f"loop {loop_s * 1e3:.2f} ms, reference {reference_s * 1e3:.2f} ms, {loop_s / reference_s:.1f} times")
+    assert loop_s >= 5 * reference_s
