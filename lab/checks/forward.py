@@ -19,7 +19,7 @@ from lab.metadata.forward_mode import ForwardMode
 from lab.metadata.kv_pool import KVLayout, KVPool, PagedKVCache
 from lab.metadata.mha import TRTLLMMHAMetadata, build_mha_metadata
 from lab.references.errors import Comparison, compare, eager_attention
-from lab.references.paged_attention import PIECE_ELEMENTS, attention, visible_keys
+from lab.references.paged_attention import attention, piece_elements, visible_keys
 from lab.references.quantization import quantize_e4m3
 from lab.workloads.geometries import Geometry, geometry
 
@@ -316,7 +316,7 @@ def compare_with_truth(forward: ForwardPass, out: torch.Tensor) -> Comparison:
     expected, control = [], []
     first_row = 0
     for request, q_len in enumerate(forward.case.q_lens):
-        rows_at_once = max(1, PIECE_ELEMENTS // (forward.query.shape[1] * forward.case.kv_lens[request]))
+        rows_at_once = max(1, piece_elements(out.device) // (forward.query.shape[1] * forward.case.kv_lens[request]))
         for start in range(0, q_len, rows_at_once):
             rows = range(start, min(start + rows_at_once, q_len))
             query = forward.query[first_row + rows.start : first_row + rows.stop]

@@ -22,7 +22,7 @@ PROGRAMS_PER_MULTIPROCESSOR = 2
 MAX_SPLITS = 64
 # Pieces per request that a full GPU still gets, so that long requests can be cut; and how many times the fair share of
 # pieces one request may have, which bounds the empty programs of the others.
-PIECES_PER_REQUEST = 2
+PIECES_PER_REQUEST = 4
 UNEVENNESS = 16
 # A CPU has no multiprocessors; a small stand-in lets the interpreter run the split path too.
 INTERPRETED_MULTIPROCESSORS = 2

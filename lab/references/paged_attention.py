@@ -7,7 +7,7 @@ a GPU has enough to do at once; a padded or dead key is replaced by zero before 
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from lab.references.quantization import deinterleave_v_scale_factors, dequantize
 
 # Most float64 elements that one gathered piece may hold (K and V, or scores): 0.5 GiB, small beside any device.
 PIECE_ELEMENTS = 2**26
+GPU_PIECE_ELEMENTS = 2**28  # launches, not memory, are what a GPU is short of
 
 
 def attention(
@@ -45,36 +46,60 @@ def attention(
         out, float64 [batch, q_len, num_qo_heads, head_dim]; lse_log2, float64 [batch, q_len, num_qo_heads], log2 of the
         denominator (sink included), -inf where it is empty.
     """
+    key_block, value_block = (side.transpose(1, 2).unsqueeze(1) for side in (keys, values))
+    return _attention_over_blocks(
+        query, key_block, value_block, visible.unsqueeze(2), bmm1_scale=bmm1_scale, bmm2_scale=bmm2_scale, sinks=sinks
+    )
+
+
+def _attention_over_blocks(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    visible: torch.Tensor,
+    *,
+    bmm1_scale: Scale,
+    bmm2_scale: Scale,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attention` over keys that lie in blocks, so that a paged cache need not be rearranged.
+
+    Args:
+        keys, values: [batch, num_blocks, num_kv_heads, block, head_dim]. Keys may hold anything where they are not visible.
+        visible: bool [batch, q_len, num_blocks, block].
+    """
     batch, q_len, num_qo_heads, head_dim = query.shape
     num_kv_heads = keys.shape[2]
     group = num_qo_heads // num_kv_heads
 
-    # [batch, num_kv_heads, q_len * group, head_dim]: the rows that share a K/V head form one matrix.
+    # [batch, 1, num_kv_heads, q_len * group, head_dim]: the rows that share a K/V head form one matrix.
     rows = query.to(torch.float64) * _as_float64(bmm1_scale, query.device)
-    rows = rows.unflatten(2, (num_kv_heads, group)).permute(0, 2, 1, 3, 4).flatten(2, 3)
-    # [batch, num_kv_heads, q_len, group, kv_len]
-    scores = (rows @ keys.to(torch.float64).permute(0, 2, 3, 1)).unflatten(2, (q_len, group))
-    scores = scores.masked_fill(~visible[:, None, :, None, :], -math.inf)
+    rows = rows.unflatten(2, (num_kv_heads, group)).permute(0, 2, 1, 3, 4).flatten(2, 3).unsqueeze(1)
+    # [batch, num_blocks, num_kv_heads, q_len, group, block]
+    scores = (rows @ keys.to(torch.float64).transpose(3, 4)).unflatten(3, (q_len, group))
+    scores = scores.masked_fill(~visible.transpose(1, 2)[:, :, None, :, None, :], -math.inf)
 
-    largest = (
-        scores.amax(dim=-1, keepdim=True) if keys.shape[1] else scores.new_full((*scores.shape[:-1], 1), -math.inf)
-    )
+    # [batch, 1, num_kv_heads, q_len, group, 1]
+    if scores.shape[1] * scores.shape[5]:
+        largest = scores.amax(dim=(1, 5), keepdim=True)
+    else:
+        largest = scores.new_full((batch, 1, *scores.shape[2:5], 1), -math.inf)
     sink_logits = None
     if sinks is not None:
         sink_logits = sinks.to(torch.float64).view(num_kv_heads, 1, group, 1)
         largest = torch.maximum(largest, sink_logits)
     origin = torch.where(largest.isfinite(), largest, torch.zeros_like(largest))
     weights = torch.exp(scores - origin)
-    denominator = weights.sum(dim=-1, keepdim=True)
+    denominator = weights.sum(dim=(1, 5), keepdim=True)
     if sink_logits is not None:
         denominator = denominator + torch.exp(sink_logits - origin)
-    lse_log2 = (origin + torch.log(denominator)).squeeze(-1) / math.log(2.0)
+    lse_log2 = (origin + torch.log(denominator)) / math.log(2.0)
 
-    # [batch, num_kv_heads, q_len * group, head_dim]
-    sums = weights.flatten(2, 3) @ values.to(torch.float64).transpose(1, 2)
-    out = sums.unflatten(2, (q_len, group)) / torch.where(denominator == 0, 1.0, denominator)
+    # [batch, num_kv_heads, q_len, group, head_dim]
+    sums = (weights.flatten(3, 4) @ values.to(torch.float64)).sum(dim=1).unflatten(2, (q_len, group))
+    out = sums / torch.where(denominator == 0, 1.0, denominator).squeeze(1) * _as_float64(bmm2_scale, query.device)
     out = out.permute(0, 2, 1, 3, 4).reshape(batch, q_len, num_qo_heads, head_dim)
-    return out * _as_float64(bmm2_scale, query.device), lse_log2.permute(0, 2, 1, 3).reshape(batch, q_len, num_qo_heads)
+    return out, lse_log2[:, 0, :, :, :, 0].permute(0, 2, 1, 3).reshape(batch, q_len, num_qo_heads)
 
 
 def visible_keys(
@@ -119,10 +144,10 @@ def paged_attention(problem: PagedAttention) -> tuple[torch.Tensor, torch.Tensor
         check_values(problem)
     for piece in _pieces(problem):
         piece_out, piece_lse_log2 = _solve(problem, piece)
-        rows, columns = piece.rows(), piece.row_exists()
-        out[rows] = rounded(piece_out[columns], out.dtype)
+        places, rows = piece.rows()
+        out[rows] = rounded(piece_out.flatten(0, 1)[places], out.dtype)
         if lse_log2 is not None:
-            lse_log2[rows] = piece_lse_log2[columns].to(lse_log2.dtype)
+            lse_log2[rows] = piece_lse_log2.flatten(0, 1)[places].to(lse_log2.dtype)
     return out, lse_log2
 
 
@@ -141,27 +166,44 @@ class _Block:
     num_pages: int
 
 
+_BLOCK_FIELDS = tuple(field.name for field in fields(_Block))
+
+
 class _Piece:
-    """Blocks that are solved together, padded to the longest."""
+    """Blocks that are solved together, padded to the longest. Indices are made on the host: on a GPU each read would wait."""
 
     def __init__(self, blocks: list[_Block], device: torch.device) -> None:
         self.blocks = blocks
         self.device = device
         self.num_rows = max(block.num_rows for block in blocks)
         self.num_pages = max(block.num_pages for block in blocks)
+        table = torch.tensor([astuple(block) for block in blocks])
+        self._host = dict(zip(_BLOCK_FIELDS, table.unbind(1), strict=True))
+        self._device = dict(zip(_BLOCK_FIELDS, table.to(device).unbind(1), strict=True))
 
     def field(self, name: str) -> torch.Tensor:
-        """One attribute of all blocks, int64 [len(blocks)]."""
-        return torch.tensor([getattr(block, name) for block in self.blocks], device=self.device)
+        """One attribute of all blocks, int64 [len(blocks)], on the device."""
+        return self._device[name]
 
-    def row_exists(self) -> torch.Tensor:
-        """bool [len(blocks), num_rows]: False for padding."""
-        return torch.arange(self.num_rows, device=self.device) < self.field("num_rows").unsqueeze(1)
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """For each row that exists: its place in the piece, block * num_rows + row, and in the query; int64 both."""
+        offsets = torch.arange(self.num_rows)
+        exists = offsets < self._host["num_rows"].unsqueeze(1)
+        in_query = (self._host["first_row"].unsqueeze(1) + offsets)[exists]
+        return exists.flatten().nonzero().squeeze(1).to(self.device), in_query.to(self.device)
 
-    def rows(self) -> torch.Tensor:
-        """Row in the query of each row that exists, in row-major order, int64."""
-        offsets = torch.arange(self.num_rows, device=self.device) + self.field("first_row").unsqueeze(1)
-        return offsets[self.row_exists()]
+    def incomplete_pages(self, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(block, page) of every page of the piece in which some key is not any row's to see."""
+        pairs = []
+        for index, block in enumerate(self.blocks):
+            pages = set(range(block.num_pages, self.num_pages))
+            if block.num_pages and block.key_start % page_size:
+                pages.add(0)
+            if block.num_pages and block.key_end % page_size:
+                pages.add(block.num_pages - 1)
+            pairs += [(index, page) for page in sorted(pages)]
+        indices = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).to(self.device)
+        return indices[:, 0], indices[:, 1]
 
 
 def _pieces(problem: PagedAttention) -> Iterator[_Piece]:
@@ -170,12 +212,19 @@ def _pieces(problem: PagedAttention) -> Iterator[_Piece]:
     rows = pages = 0
     for block in sorted(_blocks(problem), key=lambda block: (block.num_pages, block.num_rows)):
         rows, pages = max(rows, block.num_rows), max(pages, block.num_pages)
-        if chosen and (len(chosen) + 1) * _elements(problem, rows, pages * problem.page_size) > PIECE_ELEMENTS:
+        if chosen and (len(chosen) + 1) * _elements(problem, rows, pages * problem.page_size) > piece_elements(
+            problem.query.device
+        ):
             yield _Piece(chosen, problem.query.device)
             chosen, rows, pages = [], block.num_rows, block.num_pages
         chosen.append(block)
     if chosen:
         yield _Piece(chosen, problem.query.device)
+
+
+def piece_elements(device: torch.device) -> int:
+    """Most float64 elements of one piece on a device."""
+    return GPU_PIECE_ELEMENTS if device.type == "cuda" else PIECE_ELEMENTS
 
 
 def _elements(problem: PagedAttention, rows: int, keys: int) -> int:
@@ -191,7 +240,7 @@ def _blocks(problem: PagedAttention) -> Iterator[_Block]:
         offsets = problem.cu_seqlens_q.tolist()
     for request, kv_len in enumerate(kv_lens):
         q_start, q_end = offsets[request], offsets[request + 1]
-        rows_at_once = max(1, PIECE_ELEMENTS // (problem.num_qo_heads * max(kv_len, 1)))
+        rows_at_once = max(1, piece_elements(problem.query.device) // (problem.num_qo_heads * max(kv_len, 1)))
         for first_row in range(q_start, q_end, rows_at_once):
             num_rows = min(rows_at_once, q_end - first_row)
             first_position = kv_len - (q_end - q_start) + first_row - q_start
@@ -230,11 +279,23 @@ def _solve(problem: PagedAttention, piece: _Piece) -> tuple[torch.Tensor, torch.
         q_starts = (kv_lens - problem.max_q_len).unsqueeze(1)
         words = problem.mask.to(torch.int32)[requests]
         visible = visible & _unmasked(words, query_positions - q_starts, key_positions - q_starts)
-    lookup = _Lookup(requests, page_columns, exists.unflatten(1, (-1, problem.page_size)))
-    return attention(
+    exists, visible = (flags.unflatten(-1, (-1, problem.page_size)) for flags in (exists, visible))
+
+    page_exists = exists.any(dim=2)
+    columns = torch.where(page_exists, page_columns, 0)
+    keys = _pages(problem.k_cache, problem.k_scale_factors, problem.k_block_tables[requests], columns, page_exists)
+    values = _pages(problem.v_cache, _plain_v_scales(problem), problem.v_block_tables[requests], columns, page_exists)
+    # A weight of zero does not silence a NaN; a dead score does.
+    incomplete = piece.incomplete_pages(problem.page_size)
+    values[incomplete] = values[incomplete].masked_fill(~exists[incomplete][:, None, :, None], 0.0)
+    if piece.num_rows * problem.num_qo_heads > problem.num_kv_heads * problem.page_size:
+        # Many rows: one large product each is worth the rearrangement.
+        keys, values = (side.transpose(1, 2).flatten(2, 3).unsqueeze(1) for side in (keys, values))
+        visible = visible.flatten(2).unsqueeze(2)
+    return _attention_over_blocks(
         _indexed(problem.query, rows),
-        lookup.entries(problem.k_cache, problem.k_scale_factors, problem.k_block_tables),
-        lookup.entries(problem.v_cache, _plain_v_scales(problem), problem.v_block_tables),
+        keys,
+        values,
         visible,
         bmm1_scale=problem.bmm1_scale,
         bmm2_scale=problem.bmm2_scale,
@@ -242,45 +303,26 @@ def _solve(problem: PagedAttention, piece: _Piece) -> tuple[torch.Tensor, torch.
     )
 
 
-@dataclass(frozen=True)
-class _Lookup:
-    """Where a piece's keys lie.
+def _pages(
+    cache: torch.Tensor,
+    scale_factors: torch.Tensor | None,
+    block_tables: torch.Tensor,
+    columns: torch.Tensor,
+    page_exists: torch.Tensor,
+) -> torch.Tensor:
+    """The pages in some columns of each request's table, dequantised.
 
-    Attributes:
-        requests: [batch].
-        page_columns: [batch, num_pages], columns of the page table.
-        exists: bool [batch, num_pages, page_size].
+    Args:
+        block_tables: [batch, max_num_pages_per_seq]; columns, page_exists: [batch, num_pages].
+
+    Returns:
+        float64 [batch, num_pages, num_kv_heads, page_size, head_dim]; page 0 where none exists.
     """
-
-    requests: torch.Tensor
-    page_columns: torch.Tensor
-    exists: torch.Tensor
-
-    def entries(
-        self, cache: torch.Tensor, scale_factors: torch.Tensor | None, block_tables: torch.Tensor
-    ) -> torch.Tensor:
-        """The cache's entries, dequantised, zero where no key exists.
-
-        Returns:
-            float64 [batch, num_keys, num_kv_heads, head_dim].
-        """
-        page_exists = self.exists.any(dim=2)
-        columns = torch.where(page_exists, self.page_columns, 0)
-        pages = torch.where(page_exists, block_tables[self.requests].gather(1, columns), 0)
-        entries = self._live(cache, pages)
-        if scale_factors is not None:
-            entries = dequantize_nvfp4(entries, self._live(scale_factors, pages))
-        # One pass converts and puts each head's keys together, as the products read them.
-        heads_first = entries.permute(0, 2, 1, 3, 4)
-        converted = torch.empty(heads_first.shape, dtype=torch.float64, device=entries.device).copy_(heads_first)
-        return converted.flatten(2, 3).transpose(1, 2)
-
-    def _live(self, cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-        """[batch, num_pages, num_kv_heads, page_size, last], zero where no key exists."""
-        entries = _indexed(cache, pages)
-        as_bytes = entries.view(torch.uint8) if entries.dtype == torch.float8_e4m3fn else entries
-        as_bytes.masked_fill_(~self.exists[:, :, None, :, None], 0)
-        return entries
+    pages = torch.where(page_exists, block_tables.gather(1, columns), 0)
+    entries = _indexed(cache, pages)
+    if scale_factors is None:
+        return entries.to(torch.float64)
+    return dequantize_nvfp4(entries, _indexed(scale_factors, pages))
 
 
 def _unmasked(mask: torch.Tensor, rows: torch.Tensor, draft_tokens: torch.Tensor) -> torch.Tensor:
