@@ -283,8 +283,11 @@ def _solve(problem: PagedAttention, piece: _Piece) -> tuple[torch.Tensor, torch.
 
     page_exists = exists.any(dim=2)
     columns = torch.where(page_exists, page_columns, 0)
-    keys = _pages(problem.k_cache, problem.k_scale_factors, problem.k_block_tables[requests], columns, page_exists)
-    values = _pages(problem.v_cache, _plain_v_scales(problem), problem.v_block_tables[requests], columns, page_exists)
+    k_pages = v_pages = torch.where(page_exists, problem.k_block_tables[requests].gather(1, columns), 0)
+    if problem.v_block_tables is not problem.k_block_tables:
+        v_pages = torch.where(page_exists, problem.v_block_tables[requests].gather(1, columns), 0)
+    keys = _entries(problem.k_cache, problem.k_scale_factors, k_pages)
+    values = _entries(problem.v_cache, _plain_v_scales(problem), v_pages)
     # A weight of zero does not silence a NaN; a dead score does.
     incomplete = piece.incomplete_pages(problem.page_size)
     values[incomplete] = values[incomplete].masked_fill(~exists[incomplete][:, None, :, None], 0.0)
@@ -303,25 +306,12 @@ def _solve(problem: PagedAttention, piece: _Piece) -> tuple[torch.Tensor, torch.
     )
 
 
-def _pages(
-    cache: torch.Tensor,
-    scale_factors: torch.Tensor | None,
-    block_tables: torch.Tensor,
-    columns: torch.Tensor,
-    page_exists: torch.Tensor,
-) -> torch.Tensor:
-    """The pages in some columns of each request's table, dequantised.
-
-    Args:
-        block_tables: [batch, max_num_pages_per_seq]; columns, page_exists: [batch, num_pages].
-
-    Returns:
-        float64 [batch, num_pages, num_kv_heads, page_size, head_dim]; page 0 where none exists.
-    """
-    pages = torch.where(page_exists, block_tables.gather(1, columns), 0)
+def _entries(cache: torch.Tensor, scale_factors: torch.Tensor | None, pages: torch.Tensor) -> torch.Tensor:
+    """Whole pages [batch, num_pages], dequantised: float64 [batch, num_pages, num_kv_heads, page_size, head_dim]."""
     entries = _indexed(cache, pages)
     if scale_factors is None:
-        return entries.to(torch.float64)
+        # Contiguous whatever the pool's layout: the products would else copy once more.
+        return entries.to(torch.float64, memory_format=torch.contiguous_format)
     return dequantize_nvfp4(entries, _indexed(scale_factors, pages))
 
 
