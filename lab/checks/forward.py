@@ -172,6 +172,7 @@ class Verdict:
     Attributes:
         case: what was run.
         implementation: its module name.
+        device: where it ran.
         outcome: RIGHT, WRONG, or DECLINED (it raised NotImplementedError before doing anything).
         worst_ratio: largest error over its bound; at most 1 if right.
         worst_error: that vector's error, relative L2.
@@ -182,6 +183,7 @@ class Verdict:
 
     case: ForwardCase
     implementation: str
+    device: str
     outcome: Outcome
     worst_ratio: float = 0.0
     worst_error: float = 0.0
@@ -194,7 +196,7 @@ class Verdict:
         """A shell line that judges the case again."""
         program = (
             "import torch, importlib; from lab.checks import *; from lab.metadata import *; "
-            f"print(judge_forward(importlib.import_module({self.implementation!r}), {self.case!r}))"
+            f"print(judge_forward(importlib.import_module({self.implementation!r}), {self.case!r}, {self.device!r}))"
         )
         interpreted = "TRITON_INTERPRET=1 " if os.environ.get("TRITON_INTERPRET") == "1" else ""
         return f"{interpreted}python -c {shlex.quote(program)}"
@@ -265,7 +267,7 @@ def judge_forward(implementation: Any, case: ForwardCase, device: torch.device |
             plan=forward.plan,
         )
     except NotImplementedError as declined:
-        return Verdict(case, name, Outcome.DECLINED, reason=str(declined))
+        return Verdict(case, name, str(where), Outcome.DECLINED, reason=str(declined))
     guards = torch.cat((guarded[:GUARD_ROWS], guarded[GUARD_ROWS + out.shape[0] :]))
     reason = "" if bool(guards.isnan().all()) else "it wrote outside its output"
     return _verdict(forward, name, compare_with_truth(forward, out), reason)
@@ -367,6 +369,7 @@ def _verdict(forward: ForwardPass, name: str, comparison: Comparison, reason: st
     return Verdict(
         case=case,
         implementation=name,
+        device=str(forward.query.device),
         outcome=Outcome.RIGHT if right else Outcome.WRONG,
         worst_ratio=comparison.worst_ratio,
         worst_error=float(comparison.error[row, head]),

@@ -206,8 +206,10 @@ def _num_multiprocessors(device: torch.device) -> int:
 def _scalar(scale, IS_TENSOR: tl.constexpr):
     """A scale given as a number, or as a tensor of one element."""
     if IS_TENSOR:
-        return tl.load(scale)
-    return scale
+        value = tl.load(scale)
+    else:
+        value = scale
+    return value
 
 
 @triton.jit
