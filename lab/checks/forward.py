@@ -67,6 +67,8 @@ class ForwardCase:
         draft_extend: the call that a draft extend makes, if not the engine's choice.
         split_mixed_tail: trailing requests of one new token go to the decode call.
         dtype, kv_dtype: of the query and output, and of the cache.
+        arithmetic: what the control rounds the operands of both products to: the query's dtype, or a lower one that the
+            kernel is known to use (XQA on SM90 rounds Q and P to e4m3 for an e4m3 cache and one query token).
         inputs: what the tensors hold.
         seed: of everything drawn.
     """
@@ -84,6 +86,7 @@ class ForwardCase:
     split_mixed_tail: bool = False
     dtype: torch.dtype = torch.bfloat16
     kv_dtype: torch.dtype = torch.bfloat16
+    arithmetic: torch.dtype | None = None
     inputs: Inputs = Inputs.RANDOM
     seed: int = 0
 
@@ -349,7 +352,7 @@ def _truth_and_control(
         "bmm2_scale": layer.v_scale,
         "sinks": layer.sinks,
     }
-    arithmetic = case.kv_dtype if case.kv_dtype == E4M3 else case.dtype
+    arithmetic = case.dtype if case.arithmetic is None else case.arithmetic
     exact, _ = attention(query.unsqueeze(0), keys, values, visible, **scales)
     rounded = eager_attention(
         query.unsqueeze(0), keys, values, visible, arithmetic=arithmetic, out_dtype=case.dtype, **scales

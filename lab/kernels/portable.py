@@ -205,11 +205,7 @@ def _num_multiprocessors(device: torch.device) -> int:
 @triton.jit
 def _scalar(scale, IS_TENSOR: tl.constexpr):
     """A scale given as a number, or as a tensor of one element."""
-    if IS_TENSOR:
-        value = tl.load(scale)
-    else:
-        value = scale
-    return value
+    return tl.load(scale) if IS_TENSOR else scale
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 import inspect
 import math
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
