@@ -8,7 +8,7 @@ these fails like a wrong kernel does. Everything that must not matter is poisone
 import enum
 import os
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -51,9 +51,9 @@ class Outcome(enum.Enum):
     DECLINED = "declined"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ForwardCase:
-    """One forward pass, as data; its `repr` is an expression that makes it again.
+    """One forward pass, as data; its `repr` is an expression that makes it again, defaults left out.
 
     Attributes:
         mode: the forward mode. Not IDLE (no request) nor PREBUILT (no attention).
@@ -106,6 +106,10 @@ class ForwardCase:
             raise ValueError(f"DECODE has one row for every request, not {self.q_lens}")
         if self.sliding_window and geometry(self.geometry).sliding_window is None:
             raise ValueError(f"{self.geometry} has no sliding-window layers")
+
+    def __repr__(self) -> str:
+        values = [(each.name, getattr(self, each.name), each.default) for each in fields(self)]
+        return f"ForwardCase({', '.join(f'{name}={value!r}' for name, value, default in values if value != default)})"
 
     @property
     def model(self) -> Geometry:
