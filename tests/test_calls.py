@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+import lab.kernels.portable
+import lab.kernels.trtllm
 import lab.references
 from lab.calls import ContextCall, DecodeCall, check_values, mask_words
 from tests.cases import context_arguments, decode_arguments, random_batch
 
-IMPLEMENTATIONS = {"references": lab.references}
+IMPLEMENTATIONS = {"references": lab.references, "portable": lab.kernels.portable, "trtllm": lab.kernels.trtllm}
 
 FUNCTIONS = {"decode": "trtllm_batch_decode_with_kv_cache", "context": "trtllm_batch_context_with_kv_cache"}
 BOTH = ("decode", "context")
