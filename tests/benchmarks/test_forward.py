@@ -56,23 +56,36 @@ TIMED = tuple(timed_cases([1], [2]))
 @pytest.mark.parametrize("mode", JUDGED)
 @pytest.mark.usefixtures("benchmark")
 def test_judged(mode: str, sliding_window: bool, implementation: str, judge: Any) -> None:
+    case = replace(JUDGED[mode], sliding_window=sliding_window)
     if implementation == "lab.kernels.trtllm":
-        pytest.skip(
-            "FlashInfer's kernels have no model-sized module for the lab's tiny geometry; test_timed judges them"
-            if HAS_GPU
-            else "FlashInfer's kernels need a CUDA GPU, and there is none here; tests/kernels simulates the adapter"
-        )
-    judge(importlib.import_module(implementation), replace(JUDGED[mode], sliding_window=sliding_window))
+        if not HAS_GPU:
+            pytest.skip(
+                "FlashInfer's kernels need a CUDA GPU, and there is none here; tests/kernels simulates the adapter"
+            )
+        case = replace(case, geometry="gpt-oss-120b", page_size=64)
+    judge(importlib.import_module(implementation), case)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU, reason="a kernel's time needs a GPU: without one kernels are judged, not timed")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("workload", ["uniform", "trace"])
 @pytest.mark.parametrize("mode", TIMED)
 @pytest.mark.benchmark(timer=GPU_CLOCK)
-def test_timed(mode: str, implementation: str, trace: Any, bandwidth_gbps: float, gpu_benchmark: Any) -> None:
-    # 64 running requests; the prompts of eight of them arrive.
-    case = timed_cases(snapshot(trace, 64), [request.input_length for request in trace[:8]])[mode]
+def test_timed(
+    mode: str,
+    workload: str,
+    implementation: str,
+    request: pytest.FixtureRequest,
+    bandwidth_gbps: float,
+    gpu_benchmark: Any,
+) -> None:
+    # 64 running requests, and the prompts of eight that arrive.
+    if workload == "trace":
+        trace = request.getfixturevalue("trace")
+        case = timed_cases(snapshot(trace, 64), [traced.input_length for traced in trace[:8]])[mode]
+    else:
+        case = timed_cases([4096] * 64, [4096] * 8)[mode]
     module = importlib.import_module(implementation)
     forward = build_forward(case, torch.device("cuda"))
     out = torch.full_like(forward.query, float("nan"))
@@ -101,6 +114,7 @@ def test_timed(mode: str, implementation: str, trace: Any, bandwidth_gbps: float
         measured_bandwidth_gbps=round(bandwidth_gbps),
         floor_bandwidth_us=round(bytes_moved / bandwidth_gbps / 1000, 2),
         implementation=implementation,
+        workload=workload,
         requests=len(case.q_lens),
         kv_tokens=sum(case.kv_lens),
         query_tokens=sum(case.q_lens),

@@ -35,7 +35,11 @@ def test_reference_decode(benchmark: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2])
+@pytest.mark.parametrize(
+    "mode",
+    [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2],
+    ids=lambda mode: mode.name.lower(),
+)
 def test_build_mha_metadata(mode: ForwardMode, benchmark: Any) -> None:
     """64 requests of 4,096 tokens in a context of 131,072, page size 64, with sliding-window tables: host time."""
     width = 1 if mode.is_decode() else 4
