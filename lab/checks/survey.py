@@ -15,7 +15,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from lab.checks.forward import ForwardCase, Inputs, Outcome, Verdict, judge_forward
+from lab.checks.forward import Outcome, Verdict, judge_forward
+from lab.checks.forward_case import ForwardCase, Inputs
 from lab.metadata.dispatch import AttentionCall
 from lab.metadata.forward_mode import ForwardMode
 from lab.timing.environment import environment

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from lab.checks import ForwardCase
-from lab.checks.forward import build_forward, compare_with_truth
-from lab.metadata import AttentionCall, ForwardMode, run_attention
+from lab.checks.forward import compare_with_truth
+from lab.checks.forward_pass import build_forward
+from lab.metadata import AttentionCall, ForwardMode
 from lab.workloads.traces import snapshot
 from tests.benchmarks.conftest import GPU_CLOCK, HAS_GPU
 
@@ -91,17 +92,7 @@ def test_timed(
     out = torch.full_like(forward.query, float("nan"))
 
     def call() -> None:
-        run_attention(
-            module,
-            forward.batch,
-            forward.metadata,
-            forward.layer,
-            forward.query,
-            forward.cache,
-            max_context_len=case.max_context_len,
-            out=out,
-            plan=forward.plan,
-        )
+        forward.run(module, out)
 
     call()
     assert compare_with_truth(forward, out).passed

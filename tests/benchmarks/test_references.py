@@ -8,7 +8,7 @@ import torch
 
 import lab.references
 from lab.checks import ForwardCase
-from lab.checks.forward import build_forward
+from lab.checks.forward_pass import build_forward
 from lab.metadata import ForwardMode, KVPool, build_mha_metadata
 
 CPU = torch.device("cpu")

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-import lab.checks.forward as forward_module
+import lab.checks.forward_pass as forward_module
 import lab.references
 from lab.checks import ForwardCase, Inputs, Outcome, judge_forward
-from lab.checks.forward import build_forward
+from lab.checks.forward_pass import build_forward
 from lab.metadata import AttentionCall, ForwardMode, KVLayout, build_mha_metadata
 
 CPU = torch.device("cpu")
