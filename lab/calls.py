@@ -433,7 +433,8 @@ def _problem(
         max_q_len=max_q_len,
         max_kv_len=max_kv_len,
         causal=causal,
-        window_left=call.window_left,
+        # A window as wide as the longest request is none; some callers write it as a very large number.
+        window_left=-1 if call.window_left >= max_kv_len else call.window_left,
         sinks=call.sinks,
         mask=mask,
         bmm1_scale=bmm1_scale,

@@ -8,7 +8,7 @@ these fails like a wrong kernel does. Everything that must not matter is poisone
 import enum
 import os
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from lab.references.errors import Comparison, compare, eager_attention
 from lab.references.paged_attention import attention, piece_elements, visible_keys
 
 GUARD_ROWS = 8  # rows before and after the output that must stay as they were
+GUARD_BYTE = 0xA5  # throughout: a number that no kernel computes
 SHOWN_FINDINGS = 8
 
 
@@ -28,6 +29,7 @@ class Outcome(enum.Enum):
     RIGHT = "right"
     WRONG = "wrong"
     DECLINED = "declined"
+    FAILED = "failed"
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Verdict:
         case: what was run.
         implementation: its module name.
         device: where it ran.
-        outcome: RIGHT, WRONG, or DECLINED (it raised NotImplementedError before doing anything).
+        outcome: RIGHT, WRONG, DECLINED (a call raised NotImplementedError), or, in a survey, FAILED (another error).
         worst_ratio: largest error over its bound; at most 1 if right.
         worst_error: that vector's error, relative L2.
         num_wrong: output vectors beyond their bound.
@@ -82,7 +84,7 @@ class Verdict:
 
     def __str__(self) -> str:
         lines = [f"{self.implementation} is {self.outcome.value}: {self.case!r}"]
-        if self.outcome is not Outcome.DECLINED:
+        if self.outcome in (Outcome.RIGHT, Outcome.WRONG):
             lines.append(f"  worst error {self.worst_error:.3g}, {self.worst_ratio:.3g} of what is allowed")
         if self.reason:
             lines.append(f"  {self.reason}")
@@ -105,20 +107,36 @@ def judge_forward(implementation: Any, case: ForwardCase, device: torch.device |
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     name = getattr(implementation, "__name__", type(implementation).__name__)
     forward = build_forward(case, where)
-    guarded = torch.full(
-        (forward.query.shape[0] + 2 * GUARD_ROWS, *forward.query.shape[1:]),
-        float("nan"),
-        dtype=case.dtype,
-        device=where,
+    given = forward.inputs()
+    before = {what: tensor.clone() for what, tensor in given.items()}
+    guarded = torch.empty(
+        (forward.query.shape[0] + 2 * GUARD_ROWS, *forward.query.shape[1:]), dtype=case.dtype, device=where
     )
-    out = guarded[GUARD_ROWS : GUARD_ROWS + forward.query.shape[0]]
+    guarded.view(torch.uint8).fill_(GUARD_BYTE)
+    out = guarded[GUARD_ROWS : GUARD_ROWS + forward.query.shape[0]].fill_(float("nan"))
+    declined = None
     try:
         forward.run(implementation, out)
-    except NotImplementedError as declined:
-        return Verdict(case, name, str(where), Outcome.DECLINED, reason=str(declined))
-    guards = torch.cat((guarded[:GUARD_ROWS], guarded[GUARD_ROWS + out.shape[0] :]))
-    reason = "" if bool(guards.isnan().all()) else "it wrote outside its output"
-    return _verdict(forward, name, compare_with_truth(forward, out), reason)
+    except NotImplementedError as error:
+        declined = str(error)
+    wrongs = [f"it changed its {what}" for what in given if not _same_bytes(given[what], before[what])]
+    if not _is_guard(guarded[:GUARD_ROWS]) or not _is_guard(guarded[GUARD_ROWS + out.shape[0] :]):
+        wrongs.append("it wrote outside its output")
+    if declined is not None and len(forward.plan) == 1 and not bool(out.isnan().all()):
+        wrongs.append(f"it declined, after it had written ({declined})")
+    if declined is not None:
+        outcome = Outcome.WRONG if wrongs else Outcome.DECLINED
+        return Verdict(case, name, str(where), outcome, reason="; ".join(wrongs) or declined)
+    truth = replace(forward, query=before["query"])
+    return _verdict(truth, name, compare_with_truth(truth, out), "; ".join(wrongs))
+
+
+def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+
+
+def _is_guard(rows: torch.Tensor) -> bool:
+    return bool((rows.view(torch.uint8) == GUARD_BYTE).all())
 
 
 def compare_with_truth(forward: ForwardPass, out: torch.Tensor) -> Comparison:
@@ -171,29 +189,26 @@ def _request_of_row(case: ForwardCase, device: torch.device) -> torch.Tensor:
 
 
 def _verdict(forward: ForwardPass, name: str, comparison: Comparison, reason: str) -> Verdict:
-    case = forward.case
-    row, head = comparison.worst()
-    right = comparison.passed and not reason
+    num_wrong = int(comparison.wrong.sum())
+    (worst,) = comparison.worst(1)
     return Verdict(
-        case=case,
+        case=forward.case,
         implementation=name,
         device=str(forward.query.device),
-        outcome=Outcome.RIGHT if right else Outcome.WRONG,
+        outcome=Outcome.RIGHT if num_wrong == 0 and not reason else Outcome.WRONG,
         worst_ratio=comparison.worst_ratio,
-        worst_error=float(comparison.error[row, head]),
-        num_wrong=int(comparison.wrong.sum()),
-        findings=_worst_findings(case, comparison),
+        worst_error=float(comparison.error[worst]),
+        num_wrong=num_wrong,
+        findings=_findings(forward.case, comparison, min(num_wrong, SHOWN_FINDINGS)),
         reason=reason,
     )
 
 
-def _worst_findings(case: ForwardCase, comparison: Comparison) -> tuple[Finding, ...]:
-    ratio = torch.where(comparison.wrong, comparison.error / comparison.bound, torch.zeros_like(comparison.error))
+def _findings(case: ForwardCase, comparison: Comparison, count: int) -> tuple[Finding, ...]:
     starts = [sum(case.q_lens[:request]) for request in range(len(case.q_lens))]
     requests = _request_of_row(case, torch.device("cpu")).tolist()
     findings = []
-    for index in ratio.flatten().topk(min(SHOWN_FINDINGS, int(comparison.wrong.sum()))).indices.tolist():
-        row, head = divmod(index, ratio.shape[1])
+    for row, head in comparison.worst(count):
         error, bound = float(comparison.error[row, head]), float(comparison.bound[row, head])
         findings.append(Finding(requests[row], row - starts[requests[row]], head, error, bound))
     return tuple(findings)

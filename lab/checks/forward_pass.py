@@ -40,6 +40,21 @@ class ForwardPass:
     query: torch.Tensor
     histories: list[tuple[torch.Tensor, torch.Tensor]]
 
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """What a kernel is handed and must leave as it is."""
+        metadata = self.metadata
+        tensors = {
+            "query": self.query,
+            "K/V cache": self.cache.storage,
+            "page table": metadata.page_table,
+            "sliding-window page table": metadata.swa_page_table,
+            "lengths": metadata.cache_seqlens_int32,
+            "query offsets": metadata.cu_seqlens_q,
+            "key offsets": metadata.cu_seqlens_k,
+            "sinks": self.layer.sinks,
+        }
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
     def run(self, implementation: Any, out: torch.Tensor) -> None:
         """Run an implementation's attention into `out`, [num_rows, num_qo_heads, head_dim]."""
         run_attention(

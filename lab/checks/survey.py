@@ -11,7 +11,8 @@ import multiprocessing
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +20,12 @@ from lab.checks.forward import Outcome, Verdict, judge_forward
 from lab.checks.forward_case import ForwardCase, Inputs
 from lab.metadata.dispatch import AttentionCall
 from lab.metadata.forward_mode import ForwardMode
+from lab.metadata.kv_pool import KVLayout
 from lab.timing.environment import environment
 from lab.workloads.geometries import GEOMETRIES, geometry
 
 PAGE_SIZES = (16, 32, 64, 128)
+MOST_REASON_CHARACTERS = 500
 Q_LENS = (1, 2, 3, 4, 5, 6, 7, 8)
 # The slice that brings each model to its fewest heads per GPU without replicating K/V.
 TENSOR_PARALLEL = {"llama-3.1-8b": 8, "llama-3.1-70b": 8, "qwen3-32b": 4, "gpt-oss-120b": 8, "gemma-3-27b": 8}
@@ -62,7 +65,13 @@ def mode_cases(
         widths = tuple(q_len for _ in crossing)
         yield ForwardCase(ForwardMode.TARGET_VERIFY, name, crossing, widths, page_size=page_size)
         yield ForwardCase(ForwardMode.DRAFT_EXTEND_V2, name, crossing, widths, page_size=page_size)
-    yield ForwardCase(ForwardMode.DRAFT_EXTEND, name, prefixes, (5, 1, 2, 4, 3, 1), page_size=page_size)
+        # A pool that lies in memory as the kernels see it.
+        if q_len == 4:
+            verify = ForwardCase(ForwardMode.TARGET_VERIFY, name, crossing, widths, page_size=page_size)
+            yield replace(verify, layout=KVLayout.HND)
+    v1 = ForwardCase(ForwardMode.DRAFT_EXTEND, name, prefixes, (5, 1, 2, 4, 3, 1), page_size=page_size)
+    yield v1
+    yield replace(v1, draft_extend=AttentionCall.DECODE)
     # The same on the other call of change 24566: V2 on the context kernel.
     widths = tuple(4 for _ in prefixes)
     yield ForwardCase(
@@ -71,13 +80,33 @@ def mode_cases(
     extend_lens = (5, page_size + 1, 70, 1, 130, 33)
     yield ForwardCase(ForwardMode.EXTEND, name, tuple(0 for _ in extend_lens), extend_lens, page_size=page_size)
     yield ForwardCase(ForwardMode.EXTEND, name, prefixes, extend_lens, page_size=page_size)
-    yield ForwardCase(ForwardMode.MIXED, name, prefixes, (5, 70, 2, 1, 1, 1), page_size=page_size)
+    mixed = ForwardCase(ForwardMode.MIXED, name, prefixes, (5, 70, 2, 1, 1, 1), page_size=page_size)
+    yield mixed
+    yield replace(mixed, split_mixed_tail=True)
 
 
 def judge_cases(implementation: str, cases: Sequence[ForwardCase]) -> list[Verdict]:
     """Judge cases of the module of that name, in order."""
     module = importlib.import_module(implementation)
-    return [judge_forward(module, case) for case in cases]
+    return [_judge(module, implementation, case) for case in cases]
+
+
+def _judge(module: Any, name: str, case: ForwardCase) -> Verdict:
+    """A survey goes on after an error: a refusal that is no NotImplementedError, or a CUDA error, is recorded as FAILED."""
+    try:
+        return judge_forward(module, case)
+    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+        return Verdict(
+            case, name, "", Outcome.FAILED, reason=f"{type(error).__name__}: {error}"[:MOST_REASON_CHARACTERS]
+        )
+
+
+def _result(future: Future[list[Verdict]], name: str, share: Sequence[ForwardCase]) -> list[Verdict]:
+    """A share's verdicts; FAILED throughout where its process died, or one that shared the pool with it."""
+    try:
+        return future.result()
+    except BrokenProcessPool as error:
+        return [Verdict(case, name, "", Outcome.FAILED, reason=str(error)) for case in share]
 
 
 def summary(verdicts: Sequence[Verdict]) -> dict[str, Any]:
@@ -103,6 +132,8 @@ def as_record(verdict: Verdict) -> dict[str, Any]:
         "worst_ratio": round(verdict.worst_ratio, 4),
         "worst_error": round(verdict.worst_error, 6),
     }
+    if verdict.outcome in (Outcome.DECLINED, Outcome.FAILED):
+        record |= {"reason": verdict.reason}
     if verdict.outcome is Outcome.WRONG:
         record |= {
             "num_wrong": verdict.num_wrong,
@@ -130,10 +161,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         for page_size in options.page_sizes
     ]
     with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for judged in pool.map(judge_cases, [options.implementation] * len(shares), shares):
+        futures = [pool.submit(judge_cases, options.implementation, share) for share in shares]
+        for share, future in zip(shares, futures, strict=True):
+            judged = _result(future, options.implementation, share)
             verdicts += judged
             for verdict in judged:
-                if verdict.outcome is Outcome.WRONG:
+                if verdict.outcome in (Outcome.WRONG, Outcome.FAILED):
                     print(verdict, flush=True)
     report = {
         "implementation": options.implementation,
@@ -146,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             json.dump(report, file, indent=1)
     print(json.dumps(report["summary"], indent=1))
     judged = [verdict for verdict in verdicts if verdict.outcome is not Outcome.DECLINED]
-    return 1 if not judged or any(verdict.outcome is Outcome.WRONG for verdict in judged) else 0
+    return 1 if not judged or any(verdict.outcome is not Outcome.RIGHT for verdict in judged) else 0
 
 
 if __name__ == "__main__":

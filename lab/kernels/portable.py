@@ -416,12 +416,13 @@ def _attention_kernel(
             sums = sums * rescale[:, None]
             largest = new_largest
         sums = sums * _scalar(bmm2_scale, BMM2_IS_TENSOR)
-    divisor = tl.where(denominator > 0, denominator, 1.0)
+    divisor = tl.where(denominator == 0, 1.0, denominator)
     result = sums / divisor[:, None]
     result = _rounded(result, out.dtype.element_ty, INTERPRETED)
     tl.store(out + row_head[:, None] * HEAD_DIM + dims[None, :], result, mask=row_exists[:, None])
     if lse_log2 is not None:
-        value = tl.where(denominator > 0, largest + tl.log2(divisor), float("-inf"))
+        # A NaN stays one: it must not pass for a row without keys.
+        value = tl.where(denominator == 0, float("-inf"), largest + tl.log2(divisor))
         tl.store(lse_log2 + row_head, value, mask=row_exists)
 
 
@@ -459,12 +460,12 @@ def _merge_kernel(
     if sinks is not None:
         denominator += tl.exp2(sink - origin)
     # A split without keys has written no output.
-    has_keys = (lses > float("-inf"))[:, None]
+    has_keys = (lses != float("-inf"))[:, None]
     parts = tl.load(partial_out + row_heads[:, None] * HEAD_DIM + dims[None, :], mask=has_keys, other=0.0)
-    divisor = tl.where(denominator > 0, denominator, 1.0)
+    divisor = tl.where(denominator == 0, 1.0, denominator)
     result = tl.sum(parts * weights[:, None], 0) * _scalar(bmm2_scale, BMM2_IS_TENSOR) / divisor
     result = _rounded(result, out.dtype.element_ty, INTERPRETED)
     tl.store(out + (row * num_qo_heads + head) * HEAD_DIM + dims, result)
     if lse_log2 is not None:
-        value = tl.where(denominator > 0, largest + tl.log2(divisor), float("-inf"))
+        value = tl.where(denominator == 0, float("-inf"), largest + tl.log2(divisor))
         tl.store(lse_log2 + row * num_qo_heads + head, value)

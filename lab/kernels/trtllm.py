@@ -23,6 +23,8 @@ from lab.kernels.support import Kernel, capability_of, context_kernel, decode_ke
 SEMAPHORE_BYTES = 8 * 2**20
 # Scratch behind them. XQA never checks its size (FlashInfer 0.7.2, xqa_wrapper.cu); 512 MiB is SGLang 0.5.23's default.
 SCRATCH_BYTES = 512 * 2**20
+# The least scratch that the lab hands on. XQA would write past a smaller one without a word.
+LEAST_SCRATCH_BYTES = 64 * 2**20
 
 
 @takes(DecodeCall)
@@ -109,6 +111,7 @@ def _canonical(call: Call, problem: PagedAttention) -> dict[str, Any]:
         "kv_layout": "HND",
         "block_tables": call.block_tables.contiguous(),
         "workspace_buffer": _workspace_for(call),
+        "window_left": problem.window_left,
     }
     if problem.k_scale_factors is not None:
         changes["kv_cache_sf"] = (problem.k_scale_factors, problem.v_scale_factors)
@@ -200,10 +203,10 @@ def _workspace_for(call: Call) -> torch.Tensor:
 def _behind_semaphores(workspace: torch.Tensor) -> torch.Tensor:
     """The scratch of a workspace, as bytes."""
     scratch = workspace.view(-1).view(torch.uint8)[SEMAPHORE_BYTES:]
-    if scratch.numel() == 0:
+    if scratch.numel() < LEAST_SCRATCH_BYTES:
         raise ValueError(
-            f"workspace_buffer has {workspace.numel() * workspace.element_size()} bytes, but XQA's semaphores alone take "
-            f"{SEMAPHORE_BYTES}; pass None for the lab's own"
+            f"workspace_buffer has {workspace.numel() * workspace.element_size()} bytes, less than the {SEMAPHORE_BYTES} of "
+            f"XQA's semaphores and {LEAST_SCRATCH_BYTES} of scratch; pass None for the lab's own"
         )
     return scratch
 
@@ -212,7 +215,7 @@ def fmha_v2_arguments(call: ContextCall, problem: PagedAttention) -> dict[str, A
     """`trtllm_fmha_v2_prefill`'s arguments for a context call.
 
     Raises:
-        ValueError: K and V are neither one stacked tensor nor contiguous halves, V behind K, of one allocation.
+        NotImplementedError: K and V are neither one stacked tensor nor contiguous halves, V behind K, of one allocation.
     """
     layout, cache, block_tables = _fmha_v2_cache(call, problem)
     causal_mode = "causal" if problem.window_left < 0 else "sliding_window"
@@ -242,7 +245,7 @@ def _fmha_v2_cache(call: ContextCall, problem: PagedAttention) -> tuple[str, Any
     """(layout, cache, block_tables): the cache as it lies in memory, whatever views the call carries."""
     if isinstance(call.kv_cache, torch.Tensor):
         if call.kv_cache.shape[1] != 2 or not call.kv_cache.is_contiguous():
-            raise ValueError(
+            raise NotImplementedError(
                 "trtllm_fmha_v2_prefill needs a stacked kv_cache to be contiguous with a second dimension of 2, got shape "
                 f"{list(call.kv_cache.shape)} with stride {call.kv_cache.stride()}"
             )
@@ -253,8 +256,9 @@ def _fmha_v2_cache(call: ContextCall, problem: PagedAttention) -> tuple[str, Any
         layout, k, v = "HND", problem.k_cache, problem.v_cache
     page_bytes = k[0].numel() * k.element_size()
     distance = v.data_ptr() - k.data_ptr()
-    if not (k.is_contiguous() and v.is_contiguous()) or distance <= 0 or distance % page_bytes:
-        raise ValueError(
+    apart = k.untyped_storage().data_ptr() != v.untyped_storage().data_ptr()
+    if apart or not (k.is_contiguous() and v.is_contiguous()) or distance <= 0 or distance % page_bytes:
+        raise NotImplementedError(
             "trtllm_fmha_v2_prefill needs K and V to be contiguous halves of one allocation, V whole pages behind K; got "
             f"strides {k.stride()} and {v.stride()}, V {distance} bytes behind K, pages of {page_bytes} bytes"
         )

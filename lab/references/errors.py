@@ -107,18 +107,19 @@ class Comparison:
         return ~(self.error <= self.bound) | self.error.isinf()
 
     @property
+    def ratio(self) -> torch.Tensor:
+        """Error over bound, float64 [num_rows, num_heads]; 0 where there is no error."""
+        return torch.where(self.error == 0, torch.zeros_like(self.error), self.error / self.bound)
+
+    @property
     def worst_ratio(self) -> float:
         """Largest error over its bound; at most 1 for an output that passes, 0 for an empty one."""
-        if self.error.numel() == 0:
-            return 0.0
-        ratio = torch.where(self.error == 0, torch.zeros_like(self.error), self.error / self.bound)
-        return float(ratio.max())
+        return float(self.ratio.max()) if self.error.numel() else 0.0
 
-    def worst(self) -> tuple[int, int]:
-        """(row, head) of the largest error relative to its bound."""
-        ratio = torch.where(self.error == 0, torch.zeros_like(self.error), self.error / self.bound)
-        row, head = divmod(int(ratio.argmax()), ratio.shape[1])
-        return row, head
+    def worst(self, count: int) -> list[tuple[int, int]]:
+        """(row, head) of the vectors with the largest error over its bound, at most `count`, the worst first."""
+        indices = self.ratio.flatten().topk(min(count, self.error.numel())).indices.tolist()
+        return [divmod(index, self.error.shape[1]) for index in indices]
 
 
 def compare(

@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,9 +35,11 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The git commit of the working directory, with "-dirty" if files differ; LAB_COMMIT where git's folder is missing."""
-    described = _output(["git", "describe", "--always", "--dirty", "--abbrev=12"])
-    return described or os.environ.get("LAB_COMMIT")
+    """The git commit of this checkout, with "-dirty" if files differ; LAB_COMMIT where the lab has no checkout."""
+    here = str(Path(__file__).parent)
+    if not _output(["git", "-C", here, "ls-files", Path(__file__).name]):  # another project's checkout, or none
+        return os.environ.get("LAB_COMMIT")
+    return _output(["git", "-C", here, "describe", "--always", "--dirty", "--abbrev=12"])
 
 
 def _version(package: str) -> str | None:

@@ -109,7 +109,7 @@ def test_timed(
         requests=len(case.q_lens),
         kv_tokens=sum(case.kv_lens),
         query_tokens=sum(case.q_lens),
-        working_set_bytes=forward.cache.storage.nbytes,
+        pool_bytes=forward.cache.storage.nbytes,
         page_size=case.page_size,
         geometry=case.geometry,
     )

@@ -134,7 +134,11 @@ def written_before(out: torch.Tensor) -> None:
     torch.as_strided(out, (1,), (1,), out.storage_offset() - 1).fill_(0.0)
 
 
-OUTPUT_DEFECTS = (nan_in_one_vector, zero, last_row_unwritten, written_before)
+def nan_written_before(out: torch.Tensor) -> None:
+    torch.as_strided(out, (1,), (1,), out.storage_offset() - 1).fill_(float("nan"))
+
+
+OUTPUT_DEFECTS = (nan_in_one_vector, zero, last_row_unwritten, written_before, nan_written_before)
 
 
 def with_changed_arguments(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
@@ -188,7 +192,31 @@ def test_a_defect_of_the_arguments_is_found(defect: str, mode: str) -> None:
 def test_a_defect_of_the_output_is_found(defect: Callable[[torch.Tensor], None]) -> None:
     verdict = judge_forward(with_changed_output(defect), CASES["target_verify"], CPU)
     assert verdict.outcome is Outcome.WRONG
-    assert ("outside its output" in str(verdict)) == (defect is written_before)
+    assert ("outside its output" in str(verdict)) == (defect in (written_before, nan_written_before))
+
+
+@pytest.mark.parametrize("name", ["query", "block_tables", "seq_lens", "sinks", "kv_cache"])
+def test_an_implementation_that_changes_its_inputs_is_found(name: str) -> None:
+    def spoil(arguments: dict[str, Any]) -> dict[str, Any]:
+        tensor = arguments[name][0] if name == "kv_cache" else arguments[name]
+        exact = arguments | {name: tensor.clone()} if name != "kv_cache" else arguments
+        tensor.view(-1)[-1:].add_(1) if name != "kv_cache" else tensor[-1, 0, 0, :1].fill_(3.0)
+        return exact
+
+    verdict = judge_forward(with_changed_arguments(spoil), CASES["decode"], CPU)
+    assert verdict.outcome is Outcome.WRONG
+    assert "it changed its" in verdict.reason
+
+
+def test_declining_after_the_output_was_written_is_found() -> None:
+    def write_and_decline(**arguments: Any) -> None:
+        arguments["out"].zero_()
+        raise NotImplementedError("too late")
+
+    late = SimpleNamespace(__name__="late", trtllm_batch_decode_with_kv_cache=write_and_decline)
+    verdict = judge_forward(late, CASES["decode"], CPU)
+    assert verdict.outcome is Outcome.WRONG
+    assert "declined, after it had written (too late)" in verdict.reason
 
 
 def test_full_draft_mask_instead_of_causal_is_found() -> None:
@@ -266,11 +294,7 @@ def test_a_defect_of_the_metadata_is_found(defect: str, monkeypatch: pytest.Monk
         lambda batch, pool: change(build_mha_metadata(batch, pool), batch, pool),
     )
     case = replace(CASES[mode], sliding_window=sliding_window, inputs=Inputs.NEEDLES)
-    try:
-        verdict = judge_forward(lab.references, case, CPU)
-    except ValueError:
-        # Some defects are refused by the references' own checks, which read the lengths: just as good.
-        return
+    verdict = judge_forward(lab.references, case, CPU)
     assert verdict.outcome is Outcome.WRONG
 
 
@@ -350,6 +374,9 @@ def test_what_must_not_matter_is_poisoned() -> None:
         last_page, tokens = int(row[live[request] - 1]), (kv_len - 1) % P + 1
         assert not poisoned[last_page, :tokens].any()
         assert poisoned[last_page, tokens:].all(), "the tail of the last page"
+    # Pages before the window have been given back: their cells name the sink, where a kernel that reads them finds poison.
+    assert (forward.metadata.swa_page_table[3, : (200 - forward.case.window_left) // P] == 0).all()
+    assert (200 - forward.case.window_left) // P > 0
     dead = torch.arange(forward.metadata.page_table.shape[1]) >= live.unsqueeze(1)
     assert dead.any()
     assert (forward.metadata.page_table[dead] != 0).any(), "table tails name foreign pages"

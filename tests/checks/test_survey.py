@@ -2,8 +2,11 @@
 
 import json
 import sys
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -27,7 +30,10 @@ def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
         def __exit__(self, *error: object) -> None:
             pass
 
-        map = staticmethod(map)
+        def submit(self, function: Callable[..., Any], *arguments: Any) -> "Future[Any]":
+            future: Future[Any] = Future()
+            future.set_result(function(*arguments))
+            return future
 
     monkeypatch.setattr(survey, "ProcessPoolExecutor", InProcess)
 
@@ -85,6 +91,18 @@ def test_a_wrong_one_exits_1_and_is_recorded_with_its_reproduction(
     wrong = json.loads(out.read_text())["verdicts"]
     assert all(verdict["outcome"] == "wrong" for verdict in wrong)
     assert all("judge_forward" in verdict["reproduce"] for verdict in wrong)
+
+
+@pytest.mark.usefixtures("short_cases")
+def test_an_error_is_recorded_and_the_survey_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(**arguments: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    out = tmp_path / "report.json"
+    assert survey.main([module("crashing", monkeypatch, crash), *SMALL, "--out", str(out)]) == 1
+    verdicts = json.loads(out.read_text())["verdicts"]
+    assert len(verdicts) > 10
+    assert all(verdict["outcome"] == "failed" and "illegal memory access" in verdict["reason"] for verdict in verdicts)
 
 
 @pytest.mark.usefixtures("short_cases")

@@ -376,6 +376,29 @@ def test_a_piece_that_is_not_run_leaves_no_trace(monkeypatch: pytest.MonkeyPatch
     assert portable.trtllm_batch_decode_with_kv_cache(**arguments)[0].equal(clean)
 
 
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("where", ["query", "key", "value"])
+def test_a_live_nan_reaches_output_and_lse(split: Callable[[int], None], count: int, where: str) -> None:
+    """A tool that looks for NaN must not lose one: it is not a row without keys."""
+    split(count)
+    arguments = arguments_of(DECODE, random_batch([1], [300], heads=(2, 2), head_dim=64), 16)
+    page, slot = int(arguments["block_tables"][0, 0]), 5
+    if where == "query":
+        arguments["query"][:] = math.nan
+    else:
+        arguments["kv_cache"][where == "value"][page, :, slot] = math.nan
+    out, lse = portable.trtllm_batch_decode_with_kv_cache(**arguments | {"return_lse": True})
+    assert out.isnan().all()
+    assert lse.isnan().all() == (where != "value")
+
+
+@pytest.mark.parametrize("window_left", [2**31 - 1, 2**40])
+def test_a_window_beyond_all_lengths_is_no_window(window_left: int) -> None:
+    batch = random_batch([4] * 2, [2, 70], heads=(2, 1), head_dim=64)
+    wide, _ = assert_right(DECODE, batch, window_left=window_left)
+    assert wide.equal(assert_right(DECODE, batch)[0])
+
+
 @pytest.mark.parametrize("batch_size", [1, 3, 64, 1000])
 @pytest.mark.parametrize("q_blocks", [1, 8])
 @pytest.mark.parametrize("steps", [0, 1, 10, 1000])
