@@ -11,7 +11,8 @@ import torch
 import lab.kernels.portable
 import lab.kernels.trtllm
 import lab.references
-from lab.calls import ContextCall, DecodeCall, check_values, mask_words
+from lab.calls import ContextCall, DecodeCall
+from lab.problem import check_values, mask_words
 from tests.cases import context_arguments, decode_arguments, random_batch
 
 IMPLEMENTATIONS = {"references": lab.references, "portable": lab.kernels.portable, "trtllm": lab.kernels.trtllm}

@@ -10,6 +10,8 @@ from lab.metadata.forward_mode import ForwardMode
 from lab.metadata.kv_pool import KVLayout
 from lab.workloads.geometries import Geometry, geometry
 
+DTYPES = (torch.float16, torch.bfloat16)
+
 
 class Inputs(enum.Enum):
     """What the tensors hold."""
@@ -28,19 +30,23 @@ class ForwardCase:
     Attributes:
         mode: the forward mode. Not IDLE (no request) nor PREBUILT (no attention).
         geometry: a name of `lab.workloads.GEOMETRIES`.
-        prefix_lens: tokens of each request before this pass's.
+        prefix_lens: tokens of each request before this pass's; at least one request.
         q_lens: query rows of each request: its new tokens. 1 throughout in DECODE.
         draft_step: for a draft decode step, its number s from 0: the query is the last of s + 1 draft tokens. Else None.
-        page_size, layout: of the K/V pool.
+        page_size, layout: of the K/V pool; tokens per page, a power of two.
         tensor_parallel: the geometry is one rank's slice.
         sliding_window: a sliding-window layer, reading the sliding-window pool.
-        draft_extend: the call that a draft extend makes, if not the engine's choice.
-        split_mixed_tail: trailing requests of one new token go to the decode call.
-        dtype, kv_dtype: of the query and output, and of the cache.
+        draft_extend: the call that a draft extend makes, if not the engine's choice. None in other modes.
+        split_mixed_tail: trailing requests of one new token go to the decode call. False but in extends without speculation.
+        dtype, kv_dtype: of the query and output (float16 or bfloat16), and of the cache (the same or float8_e4m3fn).
         arithmetic: what the control rounds the operands of both products to: the query's dtype, or a lower one that the
             kernel is known to use (XQA on SM90 rounds Q and P to e4m3 for an e4m3 cache and one query token).
         inputs: what the tensors hold.
         seed: of everything drawn.
+
+    Raises:
+        TypeError: an argument of another type, or a dtype that the judge has no bound for.
+        ValueError: a number out of range, or an argument that means nothing in the mode and would be ignored.
     """
 
     mode: ForwardMode
@@ -61,21 +67,67 @@ class ForwardCase:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        self._check_requests()
+        self._check_mode()
+        self._check_storage()
+
+    def _check_requests(self) -> None:
         if len(self.prefix_lens) != len(self.q_lens):
             raise ValueError(f"{len(self.prefix_lens)} prefix_lens for {len(self.q_lens)} q_lens: one each per request")
+        if not self.q_lens:
+            raise ValueError("q_lens=() is an empty batch; there is nothing to judge: give at least one request")
+        if min(self.prefix_lens) < 0 or min(self.q_lens) < 1:
+            raise ValueError(f"prefix_lens {self.prefix_lens} must be >= 0 and q_lens {self.q_lens} >= 1")
+
+    def _check_mode(self) -> None:
+        """The mode computes attention, and every other argument means something in it."""
         if self.mode.is_idle() or self.mode.is_prebuilt():
             raise ValueError(f"{self.mode!r} computes no attention; there is nothing to judge")
-        if min(self.prefix_lens, default=0) < 0 or min(self.q_lens, default=1) < 1:
-            raise ValueError(f"prefix_lens {self.prefix_lens} must be >= 0 and q_lens {self.q_lens} >= 1")
-        if self.draft_step is not None and not self.mode.is_decode():
-            raise ValueError(f"draft_step={self.draft_step} belongs to ForwardMode.DECODE, not {self.mode!r}")
         uniform = self.mode.is_decode() or self.mode.is_target_verify() or self.mode.is_draft_extend_v2()
         if uniform and len(set(self.q_lens)) > 1:
             raise ValueError(f"{self.mode!r} has equally many rows for every request, not {self.q_lens}")
         if self.mode.is_decode() and set(self.q_lens) - {1}:
             raise ValueError(f"DECODE has one row for every request, not {self.q_lens}")
+        if self.draft_step is not None:
+            self._check_draft_step(self.draft_step)
+        if self.draft_extend is not None:
+            self._check_draft_extend(self.draft_extend)
+        if self.split_mixed_tail and not self.mode.is_extend_without_speculative():
+            raise ValueError(
+                f"split_mixed_tail={self.split_mixed_tail} would be ignored in {self.mode!r}: only extends without "
+                "speculation, such as ForwardMode.MIXED, have a tail to split off; leave it False"
+            )
+
+    def _check_draft_step(self, draft_step: object) -> None:
+        if not self.mode.is_decode():
+            raise ValueError(f"draft_step={draft_step} belongs to ForwardMode.DECODE, not {self.mode!r}: leave it None")
+        if isinstance(draft_step, bool) or not isinstance(draft_step, int):
+            raise TypeError(f"draft_step={draft_step!r} must be an int, or None outside drafting")
+        if draft_step < 0:
+            raise ValueError(
+                f"draft_step={draft_step} must be 0 or more: the first draft step is 0, a plain decode None"
+            )
+
+    def _check_draft_extend(self, draft_extend: object) -> None:
+        if not isinstance(draft_extend, AttentionCall):
+            raise TypeError(f"draft_extend={draft_extend!r} must be an AttentionCall, such as AttentionCall.DECODE")
+        if not self.mode.is_draft_extend(include_v2=True):
+            raise ValueError(
+                f"draft_extend={draft_extend!r} would be ignored in {self.mode!r}: only DRAFT_EXTEND and "
+                "DRAFT_EXTEND_V2 have a choice of the call; leave it None"
+            )
+
+    def _check_storage(self) -> None:
+        if isinstance(self.page_size, bool) or not isinstance(self.page_size, int):
+            raise TypeError(f"page_size={self.page_size!r} must be an int: tokens per page, a power of two such as 64")
+        if self.page_size < 1 or self.page_size & (self.page_size - 1):
+            raise ValueError(f"page_size={self.page_size} must be a power of two, 1 or more: kernels divide by shifts")
+        if self.dtype not in DTYPES:
+            raise TypeError(f"dtype={self.dtype} must be torch.float16 or torch.bfloat16, the query's and the output's")
+        if self.kv_dtype not in (self.dtype, torch.float8_e4m3fn):
+            raise TypeError(f"kv_dtype={self.kv_dtype} must be dtype, {self.dtype}, or torch.float8_e4m3fn")
         if self.sliding_window and geometry(self.geometry).sliding_window is None:
-            raise ValueError(f"{self.geometry} has no sliding-window layers")
+            raise ValueError(f"{self.geometry} has no sliding-window layers: leave sliding_window False")
 
     def __repr__(self) -> str:
         values = [(each.name, getattr(self, each.name), each.default) for each in fields(self)]

@@ -12,8 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from lab.calls import ContextCall, DecodeCall, PagedAttention, takes
+from lab.calls import ContextCall, DecodeCall, takes
 from lab.kernels.support import Kernel, refuse_unsupported, triton_interprets
+from lab.problem import PagedAttention
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -34,7 +35,7 @@ def trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> Any:
 
     Parameters, shapes, dtypes and errors are `lab.calls.DecodeCall`'s; what this kernel does not take raises
     NotImplementedError with the reason of `lab.kernels.support.why_not`. On a GPU, lengths and page ids are not read:
-    `lab.calls.check_values` checks them on request. Accumulates in float32; `workspace_buffer` is not used.
+    `lab.problem.check_values` checks them on request. Accumulates in float32; `workspace_buffer` is not used.
 
     Returns:
         out [num_rows, num_qo_heads, head_dim]; with `return_lse`, (out, lse), lse in base 2.

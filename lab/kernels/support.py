@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from lab.calls import HALF_DTYPES, PagedAttention, Scale
+from lab.problem import HALF_DTYPES, PagedAttention, Scale
 
 E4M3 = torch.float8_e4m3fn
 # Query elements that XQA keeps in shared memory at q_len_per_req 1 (FlashInfer 0.7.2, mha.cu `persistentQ`: 16 KiB).

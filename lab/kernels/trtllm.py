@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from lab.calls import MASK_BITS_PER_WORD, Call, ContextCall, DecodeCall, PagedAttention, mask_words, takes
+from lab.calls import Call, ContextCall, DecodeCall, takes
 from lab.kernels.support import Kernel, capability_of, context_kernel, decode_kernel, refuse_unsupported
+from lab.problem import MASK_BITS_PER_WORD, PagedAttention, mask_words
 
 # XQA's semaphores: the first 8 MiB of its workspace, zero at each launch (FlashInfer 0.7.2, `xqa_batch_decode_with_kv_cache`).
 SEMAPHORE_BYTES = 8 * 2**20

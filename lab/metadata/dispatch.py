@@ -60,7 +60,8 @@ def attention_call(mode: ForwardMode, draft_extend: AttentionCall | None = None)
     Args:
         mode: any mode that runs attention.
         draft_extend: overrides the call of both draft extends. SGLang's change 24566 moved V2 from the context to the decode
-            call; measuring that switch is one of the lab's experiments.
+            call; measuring that switch is one of the lab's experiments. Other modes ignore it: an engine sets it once, for
+            all its passes.
 
     Raises:
         ValueError: PREBUILT runs no attention.
@@ -81,18 +82,23 @@ def plan_calls(
 
     Args:
         batch: the forward pass.
-        draft_extend: as in `attention_call`.
+        draft_extend: as in `attention_call`; without effect on the other modes.
         split_mixed_tail: give the trailing requests of one new token to the decode call. SGLang 0.5.23 does so outside
-            fmha_v2's platforms, for extends without speculation.
+            fmha_v2's platforms, for extends without speculation. Other batches ignore it: like `draft_extend`, it is a
+            setting of the engine and not of one pass.
+
+    Raises:
+        ValueError: PREBUILT, or an extend without `extend_seq_lens_cpu`.
     """
     whole = attention_call(batch.forward_mode, draft_extend)
     bs = batch.batch_size
     if bs == 0:
         return []
-    if not (split_mixed_tail and batch.forward_mode.is_extend() and batch.spec_info is None):
-        return [PlannedCall(whole, 0, bs, 0, _num_rows(batch))]
+    plain_extend = batch.forward_mode.is_extend_without_speculative() and batch.spec_info is None
+    if not (split_mixed_tail and plain_extend):
+        return [PlannedCall(whole, 0, bs, 0, sum(_widths(batch)))]
     first = mixed_tail_split(batch)
-    first_rows = sum(batch.extend_seq_lens_cpu[:first]) if batch.extend_seq_lens_cpu is not None else 0
+    first_rows = sum(_widths(batch)[:first])
     calls = [
         PlannedCall(whole, 0, first, 0, first_rows),
         PlannedCall(AttentionCall.DECODE, first, bs - first, first_rows, bs - first),
@@ -148,7 +154,8 @@ def call_arguments(
     """The keyword arguments of one planned call, `out` and `workspace_buffer` apart.
 
     Raises:
-        ValueError: a sliding-window layer without a sliding-window table.
+        ValueError: a sliding-window layer without a sliding-window table, or unequal widths of a `DRAFT_EXTEND_V2` on the
+            decode call.
     """
     requests = slice(planned.first_request, planned.first_request + planned.num_requests)
     table = metadata.swa_page_table if layer.reads_swa_pool else metadata.page_table
@@ -176,23 +183,36 @@ def call_arguments(
     }
 
 
-def _num_rows(batch: ForwardBatch) -> int:
-    """Query rows that belong to a request; an extend may carry padding behind them."""
-    extends = batch.forward_mode.is_extend(include_draft_extend_v2=True) and not batch.forward_mode.is_target_verify()
-    if extends and batch.extend_seq_lens_cpu is not None:
-        return sum(batch.extend_seq_lens_cpu)
-    return batch.num_tokens
+def _widths(batch: ForwardBatch) -> Sequence[int]:
+    """Query rows of each request; rows of the batch beyond their sum are padding and belong to none."""
+    bs, mode = batch.batch_size, batch.forward_mode
+    if mode.is_decode_or_idle():
+        return [1] * bs
+    if mode.is_target_verify():
+        return [batch.num_tokens // bs] * bs
+    if batch.extend_seq_lens_cpu is None:
+        raise ValueError(
+            f"{mode!r} needs extend_seq_lens_cpu to tell whose the query rows are: pass the scheduler's list"
+        )
+    return batch.extend_seq_lens_cpu
 
 
 def _decode_width(planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata) -> dict[str, Any]:
-    """q_len_per_req, or ragged rows for a draft extend v1 that was switched to the decode call."""
-    width, remainder = divmod(planned.num_rows, planned.num_requests)
-    widths = batch.extend_seq_lens_cpu
-    ragged = remainder != 0 or (batch.forward_mode.is_draft_extend() and widths is not None and len(set(widths)) > 1)
-    if not ragged:
-        return {"q_len_per_req": width}
+    """q_len_per_req where all widths are equal, else ragged rows, which only `DRAFT_EXTEND` has on the decode call.
+
+    The widths decide, not whether the rows divide by the requests: 2 + 4 rows divide, but into wrong ones.
+    """
+    first, last = planned.first_request, planned.first_request + planned.num_requests
+    widths = _widths(batch)[first:last]
+    if len(set(widths)) == 1:
+        return {"q_len_per_req": widths[0]}
+    if batch.forward_mode.is_draft_extend_v2():
+        raise ValueError(
+            f"extend_seq_lens_cpu={list(widths)}: DRAFT_EXTEND_V2 has the same number of rows for every request on the "
+            "decode call; pad the rows, or plan it with draft_extend=AttentionCall.CONTEXT"
+        )
     return {
         "q_len_per_req": None,
-        "max_q_len": metadata.max_seq_len_q,
+        "max_q_len": max(widths),
         "cum_seq_lens_q": metadata.cu_seqlens_q,
     }

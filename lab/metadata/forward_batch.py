@@ -17,7 +17,7 @@ class SpecInfo:
 
     Attributes:
         num_draft_tokens: rows per request in verification, or None outside it.
-        num_tokens_per_req: fixed rows per request of ``DRAFT_EXTEND_V2``, or -1 when not fixed.
+        num_tokens_per_req: fixed rows per request of ``DRAFT_EXTEND_V2``, or -1 when not fixed; other modes ignore it.
         num_accept_tokens: ``[>= batch_size]`` int32 or int64, rows per request of the first draft extend when it
             is replayed from a CUDA graph, or None.
         speculative_step_id: the draft step, from 0. SGLang runs one backend object per step and keeps the number
@@ -60,7 +60,8 @@ class ForwardBatch:
             the reserved row that padding uses. A request may occur twice.
         seq_lens: ``[batch_size]`` int32 or int64, tokens of each request as the engine counts them in this mode:
             without the draft tokens in a draft step and in verification, with the new tokens everywhere else.
-        out_cache_loc: ``[<= num_tokens]`` int64, slots for K and V of the real query rows, in row order.
+        out_cache_loc: ``[<= num_tokens]`` int64, slots for K and V of the real query rows, in row order: in the extend
+            modes as many as ``extend_seq_lens_cpu`` adds up to.
         num_tokens: query rows, padding included.
         extend_seq_lens, extend_prefix_lens: ``[batch_size]`` int32 or int64, new and cached tokens of each request
             in the extend modes, or None.
@@ -96,6 +97,7 @@ class ForwardBatch:
         self._check_tensors()
         self._check_host_lists()
         self._check_num_tokens()
+        self._check_extend_rows()
 
     def _check_tensors(self) -> None:
         _check_vector("seq_lens", self.seq_lens, _INDEX_DTYPES)
@@ -150,7 +152,7 @@ class ForwardBatch:
 
     def _check_num_tokens(self) -> None:
         bs, mode = self.batch_size, self.forward_mode
-        if not isinstance(self.num_tokens, int) or self.num_tokens < 0:
+        if isinstance(self.num_tokens, bool) or not isinstance(self.num_tokens, int) or self.num_tokens < 0:
             raise ValueError(f"num_tokens={self.num_tokens!r} must be an int of 0 or more")
         if self.out_cache_loc.shape[0] > self.num_tokens:
             raise ValueError(
@@ -166,11 +168,27 @@ class ForwardBatch:
                 f"num_tokens={self.num_tokens} is no positive multiple of the {bs} requests: "
                 "TARGET_VERIFY has the same number of query rows for each, so pad the requests with the rows"
             )
-        extends = mode.is_extend(include_draft_extend_v2=True) and not mode.is_target_verify()
-        if extends and self.extend_seq_lens_cpu is not None and sum(self.extend_seq_lens_cpu) > self.num_tokens:
+
+    def _check_extend_rows(self) -> None:
+        """The rows of the extend modes are the new tokens that the host list names, and each has a slot."""
+        mode, lengths = self.forward_mode, self.extend_seq_lens_cpu
+        if lengths is None or mode.is_target_verify() or not mode.is_extend(include_draft_extend_v2=True):
+            return
+        rows, slots = sum(lengths), self.out_cache_loc.shape[0]
+        if rows > self.num_tokens:
             raise ValueError(
-                f"extend_seq_lens_cpu adds up to {sum(self.extend_seq_lens_cpu)} query rows, "
-                f"more than num_tokens={self.num_tokens}"
+                f"extend_seq_lens_cpu adds up to {rows} query rows, more than num_tokens={self.num_tokens}"
+            )
+        if slots != rows:
+            raise ValueError(
+                f"out_cache_loc names {slots} slots, but extend_seq_lens_cpu adds up to {rows} new tokens: "
+                "pass one slot for each of them and none for padding rows"
+            )
+        width = self.spec_info.num_tokens_per_req if self.spec_info is not None else -1
+        if mode.is_draft_extend_v2() and width > 0 and set(lengths) - {width}:
+            raise ValueError(
+                f"extend_seq_lens_cpu={list(lengths)}, but SpecInfo.num_tokens_per_req={width} fixes the rows of every "
+                "request: pad to that width, or pass num_tokens_per_req=-1"
             )
 
 

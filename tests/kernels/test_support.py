@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from lab.calls import ContextCall, DecodeCall, PagedAttention
+from lab.calls import ContextCall, DecodeCall
 from lab.kernels import support
 from lab.kernels.support import Kernel, context_kernel, decode_kernel, refuse_unsupported, why_not
+from lab.problem import PagedAttention
 from tests.cases import context_arguments, decode_arguments, random_batch
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

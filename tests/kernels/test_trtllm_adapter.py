@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lab import references
-from lab.calls import mask_words
 from lab.kernels import support, trtllm
+from lab.problem import mask_words
 from tests.cases import Batch, context_arguments, decode_arguments, pack_mask, random_batch, write_pages
 from tests.kernels.simulated_flashinfer import MEBIBYTE, SimulatedFlashInfer
 

@@ -57,6 +57,8 @@ WRONG = [
     ("out_cache_loc", torch.zeros(7, dtype=torch.int64, device="meta"), ValueError, "7 slots for num_tokens=6"),
     ("num_tokens", -1, ValueError, "num_tokens=-1"),
     ("num_tokens", 6.0, ValueError, "num_tokens=6.0"),
+    ("num_tokens", True, ValueError, "num_tokens=True"),
+    ("out_cache_loc", torch.zeros(5, dtype=torch.int64, device="meta"), ValueError, "5 slots, but .* 6 new tokens"),
     ("extend_seq_lens", torch.zeros(2, device="meta"), TypeError, "extend_seq_lens has dtype"),
     ("extend_seq_lens_cpu", torch.tensor([2, 4]), TypeError, r"tensor\.tolist\(\)"),
     ("extend_seq_lens_cpu", [2.0, 4.0], TypeError, "list or tuple of int"),
@@ -76,6 +78,53 @@ def test_refuses(name: str, value: object, error: type[Exception], message: str)
 def test_refuses_more_new_tokens_than_query_rows() -> None:
     with pytest.raises(ValueError, match="adds up to 8 query rows, more than num_tokens=6"):
         ForwardBatch(**arguments(ForwardMode.DRAFT_EXTEND_V2) | {"extend_seq_lens_cpu": [4, 4]})
+
+
+EXTENDS = [mode for mode in ForwardMode if mode.is_extend(include_draft_extend_v2=True) and not mode.is_target_verify()]
+
+
+@pytest.mark.parametrize("mode", EXTENDS, ids=repr)
+@pytest.mark.parametrize("slots", [5, 7])
+def test_every_new_token_of_an_extend_has_one_slot(mode: ForwardMode, slots: int) -> None:
+    locations = torch.zeros(slots, dtype=torch.int64, device="meta")
+    with pytest.raises(ValueError, match=f"{slots} slots, but extend_seq_lens_cpu adds up to 6 new tokens"):
+        ForwardBatch(**arguments(mode) | {"out_cache_loc": locations, "num_tokens": 8})
+
+
+@pytest.mark.parametrize("mode", EXTENDS, ids=repr)
+def test_rows_beyond_the_new_tokens_are_padding(mode: ForwardMode) -> None:
+    assert ForwardBatch(**arguments(mode) | {"num_tokens": 8}).num_tokens == 8
+
+
+@pytest.mark.parametrize(("mode", "num_tokens"), [(ForwardMode.DECODE, 2), (ForwardMode.TARGET_VERIFY, 4)])
+def test_leftover_extend_lengths_mean_nothing_in_other_modes(mode: ForwardMode, num_tokens: int) -> None:
+    locations = torch.zeros(num_tokens, dtype=torch.int64, device="meta")
+    ForwardBatch(**arguments(mode) | {"out_cache_loc": locations, "num_tokens": num_tokens})
+
+
+@pytest.mark.parametrize("width", [2, 3, 4])
+def test_a_fixed_width_of_draft_extend_v2_holds_for_every_request(width: int) -> None:
+    spec_info = SpecInfo(num_tokens_per_req=width)
+    with pytest.raises(ValueError, match=rf"\[2, 4\], but SpecInfo.num_tokens_per_req={width}"):
+        ForwardBatch(**arguments(ForwardMode.DRAFT_EXTEND_V2) | {"spec_info": spec_info})
+    equal = {"extend_seq_lens_cpu": [3, 3], "spec_info": spec_info}
+    if width == 3:
+        ForwardBatch(**arguments(ForwardMode.DRAFT_EXTEND_V2) | equal)
+    else:
+        with pytest.raises(ValueError, match="pad to that width"):
+            ForwardBatch(**arguments(ForwardMode.DRAFT_EXTEND_V2) | equal)
+
+
+@pytest.mark.parametrize(
+    ("mode", "spec_info"),
+    [
+        (ForwardMode.DRAFT_EXTEND, SpecInfo(num_tokens_per_req=4)),
+        (ForwardMode.DRAFT_EXTEND_V2, SpecInfo()),
+        (ForwardMode.DRAFT_EXTEND_V2, None),
+    ],
+)
+def test_widths_are_free_where_none_is_fixed(mode: ForwardMode, spec_info: SpecInfo | None) -> None:
+    ForwardBatch(**arguments(mode) | {"spec_info": spec_info})
 
 
 def test_decode_has_one_row_per_request() -> None:

@@ -1,0 +1,176 @@
+"""One attention problem over a paged K/V cache, normalised: what references and kernels solve, whichever call posed it.
+
+A leaf: it needs torch alone.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+NVFP4_BLOCK = 16  # elements of head_dim under one e4m3 scale factor (FlashInfer 0.7.2, kv_cache_sf)
+INTERLEAVED_TOKENS = 4  # tokens whose V scale factors trtllm-gen stores together (nvfp4_quantize_paged_kv_cache)
+MASK_BITS_PER_WORD = 16  # XQA's draft mask is uint16 words, two per 32 draft tokens
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+Scale = float | torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class PagedAttention:
+    """One checked attention problem over a paged K/V cache, whichever of the two calls posed it.
+
+    Attributes:
+        query: [num_rows, num_qo_heads, head_dim].
+        k_cache, v_cache: views [num_pages, num_kv_heads, page_size, head_dim] (head_dim // 2 bytes for NVFP4),
+            whatever the layout they were given in.
+        k_scale_factors, v_scale_factors: e4m3 views [num_pages, num_kv_heads, page_size, head_dim // 16], NVFP4 only.
+        v_scale_factors_interleaved: True for TRT-LLM's 4-token interleaved order of `v_scale_factors`.
+        k_block_tables, v_block_tables: int32 [batch_size, max_num_pages_per_seq]; the same tensor when shared.
+        seq_lens: [batch_size], keys of each request, the query tokens' own included.
+        cu_seqlens_q: int32 [batch_size + 1], or None when every request has `max_q_len` query rows.
+        cu_seqlens_kv: int32 [batch_size + 1], running sum of `seq_lens`; None in a decode call.
+        max_q_len: most query rows of one request.
+        max_kv_len: most keys that the caller promises for one request.
+        causal: row i of a request with q rows and L keys sits at position L - q + i and sees keys up to it.
+        window_left: a row at position p sees keys p - window_left … p; -1 sees all.
+        sinks: float32 [num_qo_heads], a logit per head added to the softmax's denominator; or None.
+        mask: packed draft mask, uint16 [batch_size, q_len, 2 * ceil(q_len / 32)]; or None.
+        bmm1_scale, bmm2_scale: factor of Q·K^T and of P·V.
+        out, out_dtype, lse, return_lse: where the results go.
+    """
+
+    query: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    k_scale_factors: torch.Tensor | None
+    v_scale_factors: torch.Tensor | None
+    v_scale_factors_interleaved: bool
+    k_block_tables: torch.Tensor
+    v_block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor | None
+    cu_seqlens_kv: torch.Tensor | None
+    max_q_len: int
+    max_kv_len: int
+    causal: bool
+    window_left: int
+    sinks: torch.Tensor | None
+    mask: torch.Tensor | None
+    bmm1_scale: Scale
+    bmm2_scale: Scale
+    out: torch.Tensor | None
+    out_dtype: torch.dtype
+    lse: torch.Tensor | None
+    return_lse: bool
+
+    @property
+    def batch_size(self) -> int:
+        return self.seq_lens.shape[0]
+
+    @property
+    def num_rows(self) -> int:
+        return self.query.shape[0]
+
+    @property
+    def num_qo_heads(self) -> int:
+        return self.query.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        return self.query.shape[2]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.k_cache.shape[1]
+
+    @property
+    def page_size(self) -> int:
+        return self.k_cache.shape[2]
+
+    @property
+    def is_nvfp4(self) -> bool:
+        return self.k_cache.dtype == torch.uint8
+
+    def results(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What to fill: the output, and the LSE or None, given or new, as in `DecodeCall`."""
+        out, lse = self.out, self.lse
+        if out is None:
+            out = torch.empty(self.query.shape, dtype=self.out_dtype, device=self.query.device)
+        if lse is None and self.return_lse:
+            lse = torch.empty(self.query.shape[:2], dtype=torch.float32, device=self.query.device)
+        return out, lse
+
+    def returned(self, out: torch.Tensor, lse: torch.Tensor | None) -> Any:
+        """What the call returns: `out`, or `(out, lse)` where `return_lse` asked for it."""
+        return (out, lse) if self.return_lse else out
+
+
+def check_values(problem: PagedAttention) -> None:
+    """Check what only the tensors' contents tell: lengths, offsets and the page ids of live pages.
+
+    On CPU tensors every call makes these checks. On a GPU they cost a synchronisation, so a kernel call leaves them to
+    whoever asks: `check_values(DecodeCall(...).problem())`.
+
+    Raises:
+        ValueError: a length that is negative, beyond `max_kv_len` or beyond the table; offsets that do not start at 0,
+            decrease or miss the number of rows; a page id outside the pool.
+    """
+    lengths = problem.seq_lens.tolist()
+    capacity = problem.k_block_tables.shape[1] * problem.page_size
+    for request, length in enumerate(lengths):
+        if length < 0:
+            raise ValueError(f"seq_lens[{request}] = {length} is negative; a request without keys has length 0")
+        if length > capacity:
+            raise ValueError(
+                f"seq_lens[{request}] = {length} needs {-(-length // problem.page_size)} pages of {problem.page_size}, "
+                f"but block_tables has {problem.k_block_tables.shape[1]} columns ({capacity} tokens): widen the table"
+            )
+        if length > problem.max_kv_len:
+            raise ValueError(
+                f"seq_lens[{request}] = {length} exceeds max_seq_len/max_kv_len = {problem.max_kv_len}: raise the bound"
+            )
+    if problem.cu_seqlens_q is not None:
+        _check_offsets("cum_seq_lens_q", problem.cu_seqlens_q.tolist(), problem.num_rows, problem.max_q_len)
+    if problem.cu_seqlens_kv is not None:
+        offsets, expected = problem.cu_seqlens_kv.tolist(), list(itertools.accumulate(lengths, initial=0))
+        if offsets != expected:
+            raise ValueError(f"cum_seq_lens_kv = {offsets} is not the running sum of seq_lens: expected {expected}")
+    _check_page_ids(problem, lengths)
+
+
+def _check_page_ids(problem: PagedAttention, lengths: Sequence[int]) -> None:
+    num_pages = problem.k_cache.shape[0]
+    width = problem.k_block_tables.shape[1]
+    live_pages = torch.tensor([-(-length // problem.page_size) for length in lengths])
+    live = torch.arange(width).unsqueeze(0) < live_pages.unsqueeze(1)
+    tables = {"K": problem.k_block_tables}
+    if problem.v_block_tables is not problem.k_block_tables:
+        tables["V"] = problem.v_block_tables
+    for kind, table in tables.items():
+        ids = table.cpu()
+        wrong = (live & ((ids < 0) | (ids >= num_pages))).nonzero()
+        if len(wrong):
+            request, column = wrong[0].tolist()
+            raise ValueError(
+                f"block_tables: {kind} page id {ids[request, column].item()} of request {request}, column {column} is "
+                f"outside the pool of {num_pages} pages, and seq_lens says it is live: correct the table or the length"
+            )
+
+
+def _check_offsets(name: str, offsets: list[int], total: int, most: int) -> None:
+    if offsets[0] != 0 or offsets[-1] != total:
+        raise ValueError(f"{name} must run from 0 to the {total} query rows, got {offsets[0]} … {offsets[-1]}")
+    widths = [after - before for before, after in itertools.pairwise(offsets)]
+    if any(width < 0 for width in widths):
+        raise ValueError(f"{name} = {offsets} decreases; it must be a running sum")
+    if max(widths, default=0) > most:
+        raise ValueError(f"{name} has a request of {max(widths)} rows, more than max_q_len = {most}: raise max_q_len")
+
+
+def mask_words(q_len: int) -> int:
+    """uint16 words in one row of XQA's packed draft mask (FlashInfer 0.7.2, `xqa`): rows are aligned to 32 bits."""
+    return 2 * -(-q_len // 32)

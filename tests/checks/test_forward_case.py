@@ -1,0 +1,75 @@
+"""A case that makes no sense, or holds an argument that would be ignored, is refused with a sentence."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lab.checks import ForwardCase, survey
+from lab.metadata import AttentionCall, ForwardMode
+from lab.workloads.geometries import GEOMETRIES
+
+RUNNING = [mode for mode in ForwardMode if not (mode.is_idle() or mode.is_prebuilt())]
+E4M3 = torch.float8_e4m3fn
+
+
+def case(mode: ForwardMode = ForwardMode.DECODE, **changes: Any) -> ForwardCase:
+    """Two requests of one row each, which every mode can have."""
+    return ForwardCase(**{"mode": mode, "geometry": "tiny", "prefix_lens": (3, 5), "q_lens": (1, 1)} | changes)
+
+
+@pytest.mark.parametrize("mode", RUNNING, ids=repr)
+def test_every_mode_that_runs_attention_makes_a_case(mode: ForwardMode) -> None:
+    assert eval(repr(case(mode)), {"ForwardCase": ForwardCase, "ForwardMode": ForwardMode}) == case(mode)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"draft_step": -1}, ValueError, "draft_step=-1 must be 0 or more"),
+        ({"draft_step": True}, TypeError, "draft_step=True must be an int"),
+        ({"draft_step": 1.0}, TypeError, "draft_step=1.0 must be an int"),
+        ({"prefix_lens": (), "q_lens": ()}, ValueError, "empty batch.* at least one request"),
+        ({"page_size": 0}, ValueError, "page_size=0 must be a power of two"),
+        ({"page_size": -16}, ValueError, "page_size=-16 must be a power of two"),
+        ({"page_size": 48}, ValueError, "page_size=48 must be a power of two"),
+        ({"page_size": True}, TypeError, "page_size=True must be an int"),
+        ({"page_size": 16.0}, TypeError, "page_size=16.0 must be an int"),
+        ({"dtype": torch.float32}, TypeError, "dtype=torch.float32 must be torch.float16 or torch.bfloat16"),
+        ({"dtype": E4M3}, TypeError, "dtype=torch.float8_e4m3fn must be"),
+        ({"kv_dtype": torch.float16}, TypeError, "kv_dtype=torch.float16 must be dtype, torch.bfloat16, or"),
+        ({"kv_dtype": torch.uint8}, TypeError, "kv_dtype=torch.uint8 must be"),
+        ({"mode": ForwardMode.DRAFT_EXTEND, "draft_extend": "DECODE"}, TypeError, "must be an AttentionCall"),
+    ],
+)
+def test_refuses(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        case(**changes)
+
+
+@pytest.mark.parametrize("mode", RUNNING, ids=repr)
+def test_an_argument_that_the_mode_would_ignore_is_refused(mode: ForwardMode) -> None:
+    plain_extends = {ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.SPLIT_PREFILL, ForwardMode.DLLM_EXTEND}
+    meant: dict[str, tuple[Any, set[ForwardMode]]] = {
+        "draft_step": (0, {ForwardMode.DECODE}),
+        "draft_extend": (AttentionCall.DECODE, {ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2}),
+        "split_mixed_tail": (True, plain_extends),
+    }
+    for name, (value, modes) in meant.items():
+        if mode in modes:
+            assert getattr(case(mode, **{name: value}), name) == value
+        else:
+            with pytest.raises(ValueError, match=f"{name}=.* leave it"):
+                case(mode, **{name: value})
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("page_size", [1, 16, 4096])
+def test_accepts_both_half_types_with_either_cache_and_any_power_of_two(dtype: torch.dtype, page_size: int) -> None:
+    for kv_dtype in (dtype, E4M3):
+        assert case(dtype=dtype, kv_dtype=kv_dtype, page_size=page_size).kv_dtype == kv_dtype
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_the_survey_makes_only_cases_that_are_accepted(name: str) -> None:
+    assert list(survey.survey_cases([name]))

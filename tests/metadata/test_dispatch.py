@@ -1,0 +1,246 @@
+"""Which call each mode makes, over which requests and rows, and with what arguments."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import lab.references
+from lab.metadata import (
+    AttentionCall,
+    AttentionLayer,
+    ForwardBatch,
+    ForwardMode,
+    KVLayout,
+    KVPool,
+    PagedKVCache,
+    PlannedCall,
+    SpecInfo,
+    TRTLLMMHAMetadata,
+    attention_call,
+    build_mha_metadata,
+    plan_calls,
+    run_attention,
+)
+from lab.metadata.dispatch import call_arguments
+
+DECODE, CONTEXT = AttentionCall.DECODE, AttentionCall.CONTEXT
+CALLS = {
+    ForwardMode.EXTEND: CONTEXT,
+    ForwardMode.DECODE: DECODE,
+    ForwardMode.MIXED: CONTEXT,
+    ForwardMode.IDLE: DECODE,
+    ForwardMode.TARGET_VERIFY: DECODE,
+    ForwardMode.DRAFT_EXTEND: CONTEXT,
+    ForwardMode.DRAFT_EXTEND_V2: DECODE,
+    ForwardMode.SPLIT_PREFILL: CONTEXT,
+    ForwardMode.DLLM_EXTEND: CONTEXT,
+}
+EXTENDS = [ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.SPLIT_PREFILL, ForwardMode.DLLM_EXTEND]
+CAPACITY, P, HEADS, KV_HEADS, DIM = 40, 4, 4, 2, 8
+Pass = tuple[ForwardBatch, TRTLLMMHAMetadata, KVPool]
+
+
+def forward(mode: ForwardMode, new: tuple[int, ...], padding: int = 0, window: bool = False, **fields: Any) -> Pass:
+    """Requests with prefixes of 7, 8, 9, … tokens and the given new ones."""
+    swa_pages = 50 if window else None
+    pool = KVPool(num_requests=4, max_context_len=CAPACITY, page_size=P, num_pages=50, swa_num_pages=swa_pages, seed=3)
+    prefixes = [7 + i for i in range(len(new))]
+    rows = [pool.add_request(prefix) for prefix in prefixes]
+    slots = [pool.extend_request(row, count) for row, count in zip(rows, new, strict=True)]
+    counted = [0 if mode.is_target_verify() else count for count in new]
+    extends = mode in EXTENDS or mode.is_draft_extend(include_v2=True)
+    batch = ForwardBatch(
+        forward_mode=mode,
+        req_pool_indices=torch.tensor(rows, dtype=torch.int64),
+        seq_lens=torch.tensor([a + b for a, b in zip(prefixes, counted, strict=True)], dtype=torch.int64),
+        out_cache_loc=torch.cat([torch.zeros(0, dtype=torch.int64), *slots]),
+        num_tokens=sum(new) + padding,
+        extend_seq_lens=torch.tensor(new, dtype=torch.int64) if extends else None,
+        extend_prefix_lens=torch.tensor(prefixes, dtype=torch.int64) if extends else None,
+        extend_seq_lens_cpu=new if extends else None,
+        extend_prefix_lens_cpu=prefixes if extends else None,
+        **{"spec_info": SpecInfo() if mode.is_draft_extend(include_v2=True) else None} | fields,
+    )
+    if mode.is_target_verify() and not new:
+        return batch, None, pool  # type: ignore[return-value]
+    return batch, build_mha_metadata(batch, pool), pool
+
+
+def drawn_cache(pool: KVPool, window: bool = False) -> PagedKVCache:
+    cache = pool.new_cache(KV_HEADS, DIM, torch.float32, KVLayout.NHD, sliding_window=window)
+    cache.storage.copy_(torch.randn(cache.storage.shape, generator=torch.Generator().manual_seed(1)))
+    return cache
+
+
+def drawn_query(batch: ForwardBatch) -> torch.Tensor:
+    return torch.randn(batch.num_tokens, HEADS, DIM, generator=torch.Generator().manual_seed(2))
+
+
+def arguments_of(made: Pass, planned: PlannedCall, layer: AttentionLayer | None = None) -> dict[str, Any]:
+    batch, metadata, pool = made
+    layer = layer or AttentionLayer(0.5)
+    return call_arguments(planned, batch, metadata, layer, drawn_query(batch), drawn_cache(pool), CAPACITY)
+
+
+@pytest.mark.parametrize("switch", [None, DECODE, CONTEXT])
+@pytest.mark.parametrize("mode", CALLS, ids=repr)
+def test_the_call_of_every_mode(mode: ForwardMode, switch: AttentionCall | None) -> None:
+    switched = mode in (ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2) and switch is not None
+    assert attention_call(mode, switch) is (switch if switched else CALLS[mode])
+
+
+def test_prebuilt_makes_no_call() -> None:
+    assert set(CALLS) == set(ForwardMode) - {ForwardMode.PREBUILT}
+    with pytest.raises(ValueError, match="PREBUILT runs no attention"):
+        attention_call(ForwardMode.PREBUILT, DECODE)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("mode", CALLS, ids=repr)
+def test_an_empty_batch_makes_no_call(mode: ForwardMode, split: bool) -> None:
+    assert plan_calls(forward(mode, ())[0], split_mixed_tail=split) == []
+
+
+@pytest.mark.parametrize("mode", CALLS, ids=repr)
+def test_one_call_over_the_whole_batch(mode: ForwardMode) -> None:
+    new = (1, 1) if mode.is_decode_or_idle() else (3, 3)
+    assert plan_calls(forward(mode, new)[0]) == [PlannedCall(CALLS[mode], 0, 2, 0, sum(new))]
+
+
+@pytest.mark.parametrize("mode", [*EXTENDS, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2, ForwardMode.IDLE])
+def test_padding_rows_belong_to_no_call(mode: ForwardMode) -> None:
+    new = (1, 1) if mode.is_idle() else (3, 3)
+    assert plan_calls(forward(mode, new, padding=2)[0]) == [PlannedCall(CALLS[mode], 0, 2, 0, sum(new))]
+
+
+def test_an_extend_without_host_lengths_is_refused() -> None:
+    batch = ForwardBatch(ForwardMode.EXTEND, torch.tensor([1]), torch.tensor([5]), torch.tensor([4, 5]), 2)
+    with pytest.raises(ValueError, match="EXTEND needs extend_seq_lens_cpu"):
+        plan_calls(batch)
+
+
+@pytest.mark.parametrize("mode", EXTENDS, ids=repr)
+@pytest.mark.parametrize(
+    ("new", "expected"),
+    [
+        ((1, 1, 1), [PlannedCall(DECODE, 0, 3, 0, 3)]),
+        ((5, 1, 2), [PlannedCall(CONTEXT, 0, 3, 0, 8)]),
+        ((5, 1, 2, 1), [PlannedCall(CONTEXT, 0, 3, 0, 8), PlannedCall(DECODE, 3, 1, 8, 1)]),
+        ((5, 1, 1), [PlannedCall(CONTEXT, 0, 1, 0, 5), PlannedCall(DECODE, 1, 2, 5, 2)]),
+    ],
+)
+def test_a_mixed_tail(mode: ForwardMode, new: tuple[int, ...], expected: list[PlannedCall]) -> None:
+    for padding in (0, 3):
+        assert plan_calls(forward(mode, new, padding)[0], split_mixed_tail=True) == expected
+
+
+@pytest.mark.parametrize("mode", [mode for mode in CALLS if mode not in EXTENDS], ids=repr)
+def test_other_batches_ignore_the_setting_for_mixed_tails(mode: ForwardMode) -> None:
+    for spec_info in (None, SpecInfo(speculative_step_id=0)):
+        batch = forward(mode, (1, 1), spec_info=spec_info)[0]
+        assert plan_calls(batch, split_mixed_tail=True) == plan_calls(batch)
+    speculative = forward(ForwardMode.EXTEND, (5, 1), spec_info=SpecInfo())[0]
+    assert plan_calls(speculative, split_mixed_tail=True) == [PlannedCall(CONTEXT, 0, 2, 0, 6)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "new", "padding", "q_len"),
+    [
+        (ForwardMode.DECODE, (1, 1), 0, 1),
+        (ForwardMode.IDLE, (1, 1), 2, 1),
+        (ForwardMode.TARGET_VERIFY, (4, 4), 0, 4),
+        (ForwardMode.DRAFT_EXTEND_V2, (3, 3), 0, 3),
+        (ForwardMode.DRAFT_EXTEND_V2, (3, 3), 2, 3),
+        (ForwardMode.DRAFT_EXTEND, (3, 3), 0, 3),
+    ],
+)
+def test_equal_widths_on_the_decode_call(mode: ForwardMode, new: tuple[int, ...], padding: int, q_len: int) -> None:
+    made = forward(mode, new, padding)
+    (planned,) = plan_calls(made[0], DECODE)
+    got = arguments_of(made, planned)
+    assert got["q_len_per_req"] == q_len
+    assert not {"max_q_len", "cum_seq_lens_q", "max_kv_len", "batch_size"} & set(got)
+    assert got["max_seq_len"] == CAPACITY
+    assert torch.equal(got["query"], drawn_query(made[0])[: sum(new)])
+    assert torch.equal(got["block_tables"], made[1].page_table)
+    assert got["seq_lens"].tolist() == [7 + new[0], 8 + new[1]]
+
+
+@pytest.mark.parametrize("new", [(2, 4), (4, 1, 3)])
+def test_draft_extend_v1_is_ragged_on_the_decode_call(new: tuple[int, ...]) -> None:
+    """Whether or not the rows happen to divide by the requests."""
+    made = forward(ForwardMode.DRAFT_EXTEND, new)
+    (planned,) = plan_calls(made[0], DECODE)
+    got = arguments_of(made, planned)
+    assert got["q_len_per_req"] is None
+    assert got["max_q_len"] == 4
+    assert got["cum_seq_lens_q"].tolist() == [sum(new[:i]) for i in range(len(new) + 1)]
+
+
+@pytest.mark.parametrize("new", [(2, 4), (4, 1, 3)])
+def test_draft_extend_v2_with_unequal_widths_is_refused_on_the_decode_call_alone(new: tuple[int, ...]) -> None:
+    made = forward(ForwardMode.DRAFT_EXTEND_V2, new)
+    (planned,) = plan_calls(made[0])
+    with pytest.raises(ValueError, match=r"same number of rows for every request.*AttentionCall.CONTEXT"):
+        arguments_of(made, planned)
+    (planned,) = plan_calls(made[0], CONTEXT)
+    assert arguments_of(made, planned)["cum_seq_lens_q"][-1] == sum(new)
+
+
+def test_the_calls_of_a_split_take_their_own_requests() -> None:
+    made = forward(ForwardMode.MIXED, (5, 2, 1, 1), padding=2)
+    metadata, query = made[1], drawn_query(made[0])
+    context, tail = (arguments_of(made, planned) for planned in plan_calls(made[0], split_mixed_tail=True))
+    assert context["cum_seq_lens_q"].tolist() == [0, 5, 7]
+    assert context["cum_seq_lens_kv"].tolist() == [0, 12, 22]
+    assert (context["batch_size"], context["max_q_len"], context["max_kv_len"]) == (2, 5, CAPACITY)
+    assert "q_len_per_req" not in context
+    assert tail["q_len_per_req"] == 1
+    assert "cum_seq_lens_q" not in tail
+    for got, requests, rows in ((context, slice(0, 2), slice(0, 7)), (tail, slice(2, 4), slice(7, 9))):
+        assert torch.equal(got["query"], query[rows])
+        assert torch.equal(got["block_tables"], metadata.page_table[requests])
+        assert torch.equal(got["seq_lens"], metadata.cache_seqlens_int32[requests])
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND])
+def test_the_layer_is_passed_through(mode: ForwardMode) -> None:
+    made, sinks = forward(mode, (1, 1)), torch.arange(4.0)
+    (planned,) = plan_calls(made[0])
+    layer = AttentionLayer(0.5, k_scale=0.25, v_scale=0.0625, window_left=6, sinks=sinks)
+    got = arguments_of(made, planned, layer)
+    assert (got["bmm1_scale"], got["bmm2_scale"], got["window_left"]) == (0.125, 0.0625, 6)
+    assert got["sinks"] is sinks
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND])
+def test_a_window_layer_reads_the_windows_table(mode: ForwardMode) -> None:
+    made, layer = forward(mode, (1, 1), window=True), AttentionLayer(0.5, reads_swa_pool=True)
+    metadata = made[1]
+    (planned,) = plan_calls(made[0])
+    assert metadata.swa_page_table is not None
+    assert not torch.equal(metadata.swa_page_table, metadata.page_table)
+    assert torch.equal(arguments_of(made, planned, layer)["block_tables"], metadata.swa_page_table)
+    assert torch.equal(arguments_of(made, planned)["block_tables"], metadata.page_table)
+    with pytest.raises(ValueError, match="no swa_page_table"):
+        arguments_of(forward(mode, (1, 1)), planned, layer)
+
+
+@pytest.mark.parametrize("new", [(5, 2, 1, 1), (1, 1, 1), (5, 1, 2)])
+def test_a_split_batch_on_a_window_layer_computes_what_the_whole_one_does(new: tuple[int, ...]) -> None:
+    batch, metadata, pool = forward(ForwardMode.MIXED, new, padding=1, window=True)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    layer = AttentionLayer(0.35, v_scale=0.5, window_left=4, reads_swa_pool=True, sinks=sinks)
+    query, cache = drawn_query(batch), drawn_cache(pool, window=True)
+    results = []
+    for split in (False, True):
+        out = torch.full_like(query, 123.0)
+        plan = plan_calls(batch, split_mixed_tail=split)
+        run_attention(
+            lab.references, batch, metadata, layer, query, cache, max_context_len=CAPACITY, out=out, plan=plan
+        )
+        assert (out[sum(new) :] == 123.0).all(), "padding rows are nobody's"
+        results.append(out)
+    assert (results[0][: sum(new)] != 123.0).all()
+    torch.testing.assert_close(results[1], results[0])
