@@ -21,7 +21,7 @@ from lab.checks.forward_case import ForwardCase, Inputs
 from lab.metadata.dispatch import AttentionCall
 from lab.metadata.forward_mode import ForwardMode
 from lab.metadata.kv_pool import KVLayout
-from lab.timing.environment import environment
+from lab.timing.provenance import environment
 from lab.workloads.geometries import GEOMETRIES, geometry
 
 PAGE_SIZES = (16, 32, 64, 128)

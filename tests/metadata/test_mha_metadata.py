@@ -87,7 +87,8 @@ def build(case: Case, device: str = "cpu") -> tuple[ForwardBatch, KVPool]:
     if mode.is_target_verify():
         spec_info = SpecInfo(num_draft_tokens=case.new)
     elif mode.is_draft_extend(include_v2=True):
-        spec_info = SpecInfo(num_tokens_per_req=max(news, default=1), num_accept_tokens=vector(news))
+        width = news[0] if len(set(news)) == 1 else -1
+        spec_info = SpecInfo(num_tokens_per_req=width, num_accept_tokens=vector(news))
     elif case.new:
         spec_info = SpecInfo(speculative_step_id=case.new - 1)
     batch = ForwardBatch(
@@ -191,12 +192,13 @@ def hand_made_pool() -> KVPool:
 
 
 def hand_made_batch(mode: ForwardMode, seq_lens: list[int], num_tokens: int, **fields: Any) -> ForwardBatch:
-    """Row 2 first, then row 1; the new tokens land on slots 9, 22 and nowhere."""
+    """Row 2 first, then row 1; the new tokens land on slots 9, 22 and nowhere, an extend's others in the sink."""
+    real = num_tokens if "extend_seq_lens_cpu" in fields else min(3, num_tokens)
     return ForwardBatch(
         forward_mode=mode,
         req_pool_indices=torch.tensor([2, 1]),
         seq_lens=torch.tensor(seq_lens),
-        out_cache_loc=torch.tensor([9, 22, -1][: min(3, num_tokens)]),
+        out_cache_loc=torch.tensor([9, 22, -1, 0, 0, 0, 0, 0][:real]),
         num_tokens=num_tokens,
         **fields,
     )
