@@ -7,8 +7,7 @@ a GPU has enough to do at once; a padded or dead key is replaced by zero before 
 
 import math
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -151,8 +150,7 @@ def paged_attention(problem: PagedAttention) -> tuple[torch.Tensor, torch.Tensor
     return out, lse_log2
 
 
-@dataclass(frozen=True)
-class _Block:
+class _Block(NamedTuple):
     """Consecutive query rows of one request, and the span of keys that any of them may see."""
 
     request: int
@@ -166,9 +164,6 @@ class _Block:
     num_pages: int
 
 
-_BLOCK_FIELDS = tuple(field.name for field in fields(_Block))
-
-
 class _Piece:
     """Blocks that are solved together, padded to the longest. Indices are made on the host: on a GPU each read would wait."""
 
@@ -177,9 +172,9 @@ class _Piece:
         self.device = device
         self.num_rows = max(block.num_rows for block in blocks)
         self.num_pages = max(block.num_pages for block in blocks)
-        table = torch.tensor([astuple(block) for block in blocks])
-        self._host = dict(zip(_BLOCK_FIELDS, table.unbind(1), strict=True))
-        self._device = dict(zip(_BLOCK_FIELDS, table.to(device).unbind(1), strict=True))
+        table = torch.tensor(blocks)
+        self._host = dict(zip(_Block._fields, table.unbind(1), strict=True))
+        self._device = dict(zip(_Block._fields, table.to(device).unbind(1), strict=True))
 
     def field(self, name: str) -> torch.Tensor:
         """One attribute of all blocks, int64 [len(blocks)], on the device."""
