@@ -1,5 +1,6 @@
 """Benchmarks in pytest-benchmark: GPU time by graph replay on a GPU; without one, kernels are judged, not timed."""
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,8 +86,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             f"{verdict.worst_error:.1e}",
             f"{verdict.worst_ratio:.0%}",
         )
-    terminalreporter.write_line("")
-    Console(file=terminalreporter._tw._file, width=120).print(table)
+    console = Console(file=io.StringIO(), width=120)
+    console.print(table)
+    terminalreporter.write_line("\n" + console.file.getvalue().rstrip())
 
 
 def _mode_name(case: ForwardCase) -> str:
