@@ -18,6 +18,7 @@ from typing import Any
 
 from lab.checks.forward import Outcome, Verdict, judge_forward
 from lab.checks.forward_case import ForwardCase, Inputs
+from lab.kernels import default_implementation
 from lab.metadata.dispatch import AttentionCall
 from lab.metadata.forward_mode import ForwardMode
 from lab.metadata.kv_pool import KVLayout
@@ -147,7 +148,12 @@ def as_record(verdict: Verdict) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Judge, print, record. The exit status is 1 if anything is wrong, or nothing was judged."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("implementation", help="a module with FlashInfer's names, such as lab.kernels.portable")
+    parser.add_argument(
+        "implementation",
+        nargs="?",
+        default=default_implementation().__name__,
+        help="a module with FlashInfer's names (default: what fits the machine, here %(default)s)",
+    )
     parser.add_argument("--geometries", nargs="+", choices=sorted(GEOMETRIES), default=sorted(TENSOR_PARALLEL))
     parser.add_argument("--page-sizes", nargs="+", type=int, default=list(PAGE_SIZES))
     parser.add_argument("--q-lens", nargs="+", type=int, default=list(Q_LENS))
