@@ -22,7 +22,8 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 PROGRAMS_PER_MULTIPROCESSOR = 2
 MAX_SPLITS = 64
 # Pieces per request that a full GPU still gets, so that long requests can be cut; and how many times the fair share of
-# pieces one request may have, which bounds the empty programs of the others.
+# pieces one request may have, which bounds the empty programs of the others. On an H200, decode of 64 requests with a real
+# trace's lengths took 2,630 µs without a cut, 1,004 µs with 2 pieces per request and 958 µs with 4 (963 µs is the floor).
 PIECES_PER_REQUEST = 4
 UNEVENNESS = 16
 # A CPU has no multiprocessors; a small stand-in lets the interpreter run the split path too.
@@ -67,7 +68,8 @@ def choose_tile(num_packed_rows: int, head_dim: int) -> Tile:
     """The tile for requests of at most `num_packed_rows` = max_q_len * group rows.
 
     16 rows are the least a matrix unit takes. Up to 64 rows the call is bound by reading K/V: a tile as small as the rows
-    allow, many keys in flight. Beyond, it is bound by the products: 128 rows and 8 warps.
+    allow, many keys in flight. Beyond, it is bound by the products: 128 rows and 8 warps. On an H200, decode of 16 requests
+    at 32,768 keys (32/8 heads of 128) took 641 µs with 64 keys per step and 3 stages, 497 µs with 128 and 2.
     """
     rows = min(max(16, triton.next_power_of_2(num_packed_rows)), 128)
     keys = 128 if head_dim <= 128 else 32

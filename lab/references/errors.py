@@ -68,6 +68,8 @@ def eager_attention(
     if sinks is not None:
         logits = sinks.to(torch.float32).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, logits), dim=-1)
+    if scores.shape[-1] == 0:  # no key at all
+        return torch.zeros(query.shape, dtype=out_dtype, device=query.device)
     largest = scores.amax(dim=-1, keepdim=True)
     weights = torch.exp(scores - torch.where(largest.isfinite(), largest, torch.zeros_like(largest)))
     denominator = weights.sum(dim=-1, keepdim=True)

@@ -158,3 +158,14 @@ def test_nothing_to_compare() -> None:
     verdict = compare(empty, empty, empty)
     assert verdict.passed
     assert verdict.worst_ratio == 0.0
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_the_control_of_a_request_without_keys_is_zero(with_sinks: bool) -> None:
+    query, nothing = torch.randn(1, 2, 4, 64), torch.zeros(1, 0, 2, 64)
+    visible = torch.zeros(1, 2, 0, dtype=torch.bool)
+    sinks = torch.randn(4) if with_sinks else None
+    out = eager_attention(
+        query, nothing, nothing, visible, arithmetic=torch.bfloat16, sinks=sinks, out_dtype=torch.bfloat16
+    )
+    assert out.equal(torch.zeros_like(out))
