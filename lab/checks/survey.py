@@ -16,6 +16,8 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from lab.checks.forward import Outcome, Verdict, judge_forward
 from lab.checks.forward_case import ForwardCase, Inputs
 from lab.kernels import default_implementation
@@ -27,6 +29,7 @@ from lab.workloads.geometries import GEOMETRIES, geometry
 
 PAGE_SIZES = (16, 32, 64, 128)
 MOST_REASON_CHARACTERS = 500
+DTYPES = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}
 Q_LENS = (1, 2, 3, 4, 5, 6, 7, 8)
 # The slice that brings each model to its fewest heads per GPU without replicating K/V.
 TENSOR_PARALLEL = {"llama-3.1-8b": 8, "llama-3.1-70b": 8, "qwen3-32b": 4, "gpt-oss-120b": 8, "gemma-3-27b": 8}
@@ -157,12 +160,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--geometries", nargs="+", choices=sorted(GEOMETRIES), default=sorted(TENSOR_PARALLEL))
     parser.add_argument("--page-sizes", nargs="+", type=int, default=list(PAGE_SIZES))
     parser.add_argument("--q-lens", nargs="+", type=int, default=list(Q_LENS))
+    parser.add_argument("--kv-dtype", choices=sorted(DTYPES), default="bfloat16", help="of the K/V cache")
+    parser.add_argument("--arithmetic", choices=sorted(DTYPES), help="of the control; see ForwardCase.arithmetic")
     parser.add_argument("--jobs", type=int, default=1, help="processes; they share one GPU")
     parser.add_argument("--out", help="where to write the report, JSON")
     options = parser.parse_args(argv)
     verdicts = []
     shares = [
-        list(survey_cases([name], [page_size], options.q_lens))
+        [
+            replace(case, kv_dtype=DTYPES[options.kv_dtype], arithmetic=DTYPES.get(options.arithmetic))
+            for case in survey_cases([name], [page_size], options.q_lens)
+        ]
         for name in options.geometries
         for page_size in options.page_sizes
     ]
