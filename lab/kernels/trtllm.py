@@ -121,9 +121,8 @@ def _canonical(call: Call, problem: PagedAttention) -> dict[str, Any]:
 
 def _arguments(call: Call, changes: dict[str, Any]) -> dict[str, Any]:
     """The call's arguments, less those at their default: a version without such a parameter does the same."""
-    values = {field.name: getattr(call, field.name) for field in fields(call)} | changes
-    defaults = {field.name: field.default for field in fields(call)}
-    return {name: value for name, value in values.items() if not _is_default(value, defaults[name])}
+    given = ((field, changes.get(field.name, getattr(call, field.name))) for field in fields(call))
+    return {field.name: value for field, value in given if not _is_default(value, field.default)}
 
 
 def _is_default(value: Any, default: Any) -> bool:

@@ -47,21 +47,17 @@ class Geometry:
         return replace(self, num_qo_heads=heads, num_kv_heads=max(1, self.num_kv_heads // size))
 
 
-def _inverse_root(value: float) -> float:
-    return value**-0.5
-
-
 GEOMETRIES = {
     geometry.name: geometry
     for geometry in (
-        Geometry("llama-3.1-8b", 32, 8, 128, _inverse_root(128), "meta-llama/Llama-3.1-8B"),
-        Geometry("llama-3.1-70b", 64, 8, 128, _inverse_root(128), "meta-llama/Llama-3.1-70B"),
-        Geometry("qwen3-32b", 64, 8, 128, _inverse_root(128), "Qwen/Qwen3-32B"),
-        Geometry("gpt-oss-120b", 64, 8, 64, _inverse_root(64), "openai/gpt-oss-120b", 128, True),
+        Geometry("llama-3.1-8b", 32, 8, 128, 128**-0.5, "meta-llama/Llama-3.1-8B"),
+        Geometry("llama-3.1-70b", 64, 8, 128, 128**-0.5, "meta-llama/Llama-3.1-70B"),
+        Geometry("qwen3-32b", 64, 8, 128, 128**-0.5, "Qwen/Qwen3-32B"),
+        Geometry("gpt-oss-120b", 64, 8, 64, 64**-0.5, "openai/gpt-oss-120b", 128, True),
         # Its scale is not head_dim's: query_pre_attn_scalar = 168.
-        Geometry("gemma-3-27b", 32, 16, 128, _inverse_root(168), "google/gemma-3-27b-it", 1024),
+        Geometry("gemma-3-27b", 32, 16, 128, 168**-0.5, "google/gemma-3-27b-it", 1024),
         # No model's: small enough for a kernel interpreted on a CPU, with a window, sinks, and a group that is no power of 2.
-        Geometry("tiny", 6, 2, 64, _inverse_root(64), "the lab's own", 24, True),
+        Geometry("tiny", 6, 2, 64, 64**-0.5, "the lab's own", 24, True),
     )
 }
 
