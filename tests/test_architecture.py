@@ -14,11 +14,16 @@ ALLOWED = {
     "kernels": set(),
     "metadata": {"kernels"},
     "workloads": {"metadata"},
-    "timing": {"references", "kernels", "metadata", "workloads"},
-    "checks": {"references", "kernels", "metadata", "workloads", "timing"},
+    "checks": {"references", "kernels", "metadata", "workloads"},
+    "timing": {"references", "kernels", "metadata", "workloads", "checks"},
 }
 # The leaves, each with the leaves below it.
-LEAVES: dict[str, set[str]] = {"problem": set(), "arguments": {"problem"}, "calls": {"problem", "arguments"}}
+LEAVES: dict[str, set[str]] = {
+    "problem": set(),
+    "arguments": {"problem"},
+    "calls": {"problem", "arguments"},
+    "provenance": set(),
+}
 
 
 def imported_modules(path: Path) -> set[str]:

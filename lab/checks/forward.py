@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from lab.checks.forward_case import ForwardCase
 from lab.checks.forward_pass import ForwardPass, build_forward
 from lab.references.errors import Comparison, compare, eager_attention
 from lab.references.paged_attention import attention, piece_elements, visible_keys
+from lab.workloads.forward_case import ForwardCase
 
 GUARD_ROWS = 8  # rows before and after the output that must stay as they were
 GUARD_BYTE = 0xA5  # throughout: a number that no kernel computes

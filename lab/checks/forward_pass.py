@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from lab.checks.forward_case import ForwardCase, Inputs
 from lab.metadata.dispatch import AttentionLayer, PlannedCall, plan_calls, run_attention
 from lab.metadata.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.kv_pool import KVPool, PagedKVCache
 from lab.metadata.mha import TRTLLMMHAMetadata, build_mha_metadata
 from lab.references.quantization import quantize_e4m3
+from lab.workloads.forward_case import ForwardCase, Inputs
 
 E4M3 = torch.float8_e4m3fn
 # Finite, and so large that one poisoned value in a product shows; e4m3 holds nothing larger than 448.

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from lab.checks.forward import Outcome, Verdict, judge_forward
-from lab.checks.forward_case import ForwardCase, Inputs
 from lab.kernels import default_implementation
 from lab.metadata.dispatch import AttentionCall
 from lab.metadata.forward_mode import ForwardMode
 from lab.metadata.kv_pool import KVLayout
-from lab.timing.provenance import environment
+from lab.provenance import environment
+from lab.workloads.forward_case import ForwardCase, Inputs
 from lab.workloads.geometries import GEOMETRIES, geometry
 
 PAGE_SIZES = (16, 32, 64, 128)

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lab.checks import ForwardCase, Verdict, judge_forward
-from lab.timing import copy_bandwidth_gbps, environment, graph_time
+from lab.provenance import environment
+from lab.timing import copy_bandwidth_gbps, graph_time
 from lab.timing.gpu_time import METHOD, DeviceClock
 from lab.workloads.traces import read_mooncake
 

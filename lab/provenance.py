@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("torch", "triton", "flashinfer-python", "pytest-benchmark", "numpy")
+PACKAGES = ("torch", "triton", "flashinfer-python", "pytest-benchmark", "numpy", "scipy", "cupti-python")
 GPU_FIELDS = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit", "temperature.gpu")
 
 
