@@ -1,6 +1,26 @@
-"""What is run: geometries of real models, batches written down or drawn from real traces, and forward passes over them."""
+"""What is run: geometries of real models, batches written down or drawn from traces, and named forward passes over them."""
 
+from lab.workloads.batches import Batch, parse_batch, sweep
 from lab.workloads.forward_case import ForwardCase, Inputs
 from lab.workloads.geometries import GEOMETRIES, Geometry, geometry
+from lab.workloads.scenarios import DEFAULT_SCENARIOS, scenario
+from lab.workloads.traces import TracedRequest, own_trace, read_azure, read_mooncake, read_trace, snapshot
 
-__all__ = ["GEOMETRIES", "ForwardCase", "Geometry", "Inputs", "geometry"]
+__all__ = [
+    "DEFAULT_SCENARIOS",
+    "GEOMETRIES",
+    "Batch",
+    "ForwardCase",
+    "Geometry",
+    "Inputs",
+    "TracedRequest",
+    "geometry",
+    "own_trace",
+    "parse_batch",
+    "read_azure",
+    "read_mooncake",
+    "read_trace",
+    "scenario",
+    "snapshot",
+    "sweep",
+]

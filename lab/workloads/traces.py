@@ -2,9 +2,18 @@
 
 import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from importlib.resources import as_file, files
 from pathlib import Path
+from typing import Any
+
+AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_AZURE_TIME = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\.(\d{7})", re.ASCII)
+_TICKS_PER_SECOND = 10_000_000  # Azure's times count in 100 ns
+_MOST = 2**53  # floats count in ones up to here; no time in ms and no number of tokens is so large
 
 
 @dataclass(frozen=True)
@@ -16,37 +25,135 @@ class TracedRequest:
     output_length: int
 
 
-def read_mooncake(path: str | Path) -> list[TracedRequest]:
-    """Read a Mooncake trace (FAST'25 release): one JSON object a line with timestamp (ms), input_length, output_length.
+def own_trace() -> list[TracedRequest]:
+    """The lab's own small trace. It is synthetic: `lab.workloads.synthetic` has the program that writes it."""
+    with as_file(files("lab.workloads") / "data" / "synthetic_chat.jsonl") as path:
+        return read_mooncake(path)
+
+
+def read_trace(path: str | Path) -> list[TracedRequest]:
+    """Read a trace in the format that its suffix names: `.jsonl` is Mooncake's, `.csv` Azure's.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a line is damaged; names the file, the line and what is wrong.
+        ValueError: another suffix, or a damaged file.
     """
-    requests = []
-    with open(path, encoding="utf-8") as lines:
+    readers = {".jsonl": read_mooncake, ".csv": read_azure}
+    suffix = Path(path).suffix
+    if suffix not in readers:
+        raise ValueError(f"{path} ends in {suffix!r}: a trace is .jsonl, in Mooncake's format, or .csv, in Azure's")
+    return readers[suffix](path)
+
+
+def read_mooncake(path: str | Path) -> list[TracedRequest]:
+    """Read a Mooncake trace (FAST'25 release, kvcache-ai/Mooncake): one JSON object a line, in order of arrival.
+
+    Each has timestamp (ms), input_length and output_length (tokens). What else it has, such as hash_ids, is not read.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a line is damaged, or out of order; names the file, the line and what is wrong.
+    """
+    return _in_order([(_parse_mooncake(line, where), where) for line, where in _lines(path)], path)
+
+
+def read_azure(path: str | Path) -> list[TracedRequest]:
+    """Read an Azure LLM inference trace of 2023 (Azure/AzurePublicDataset): CSV, in order of arrival.
+
+    Its columns are TIMESTAMP, such as 2023-11-16 18:15:46.6805900, ContextTokens and GeneratedTokens. Arrivals count from the
+    first row's.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: another header, or a row is damaged, or out of order; names the file, the line, the column and the value.
+    """
+    lines = _lines(path)
+    header, where = next(lines, ("", str(path)))
+    if tuple(header.split(",")) != AZURE_COLUMNS:
+        raise ValueError(f"{where}: the header must be {','.join(AZURE_COLUMNS)}, got {header!r}")
+    rows = [(*_parse_azure(line, where), where) for line, where in lines]
+    first_ticks = rows[0][0] if rows else 0
+    requests = [
+        (TracedRequest((ticks - first_ticks) * 1000 / _TICKS_PER_SECOND, context, generated), where)
+        for ticks, context, generated, where in rows
+    ]
+    return _in_order(requests, path)
+
+
+def _lines(path: str | Path) -> Iterator[tuple[str, str]]:
+    """Lines that are not blank, each with where it stands. Bytes that are no UTF-8 become U+FFFD, which no number holds."""
+    with open(path, encoding="utf-8-sig", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                requests.append(_parse_mooncake(line, f"{path}, line {number}"))
+                yield line.rstrip("\n"), f"{path}, line {number}"
+
+
+def _in_order(requests: Sequence[tuple[TracedRequest, str]], path: str | Path) -> list[TracedRequest]:
+    """The requests. One that came before its predecessor is refused, not sorted: a damaged time looks just so."""
     if not requests:
         raise ValueError(f"{path} holds no requests")
-    return requests
+    latest_ms = -math.inf
+    for request, where in requests:
+        if request.arrival_ms < latest_ms:
+            early_ms = latest_ms - request.arrival_ms
+            raise ValueError(
+                f"{where}: this request came {early_ms:g} ms before the one above it, and a trace is in order of arrival: "
+                "mend the time, or sort the file"
+            )
+        latest_ms = request.arrival_ms
+    return [request for request, _ in requests]
 
 
 def _parse_mooncake(line: str, where: str) -> TracedRequest:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits, and thousands of brackets
         raise ValueError(f"{where}: not a JSON object ({error})") from error
     if not isinstance(row, dict):
         raise ValueError(f"{where}: not a JSON object")
-    numbers = []
-    for name, least in (("timestamp", 0), ("input_length", 1), ("output_length", 1)):
-        value = row.get(name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value < least:
-            raise ValueError(f"{where}: {name} must be a number of at least {least}, got {value!r}")
-        numbers.append(value)
-    return TracedRequest(float(numbers[0]), int(numbers[1]), int(numbers[2]))
+    arrival_ms = float(_number(row, "timestamp", 0, where))
+    return TracedRequest(arrival_ms, _tokens(row, "input_length", where), _tokens(row, "output_length", where))
+
+
+def _number(row: dict[str, Any], name: str, least: int, where: str) -> int | float:
+    value = row.get(name)
+    # The comparisons also refuse NaN and Infinity, which Python's JSON reader takes.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= _MOST:
+        raise ValueError(f"{where}: {name} must be a number of at least {least}, got {value!r}")
+    return value
+
+
+def _tokens(row: dict[str, Any], name: str, where: str) -> int:
+    value = _number(row, name, 1, where)
+    if value != int(value):
+        raise ValueError(f"{where}: {name} counts tokens and must be a whole number, got {value!r}")
+    return int(value)
+
+
+def _parse_azure(line: str, where: str) -> tuple[int, int, int]:
+    """Time in ticks since year 1, context tokens, generated tokens."""
+    values = line.split(",")
+    if len(values) != len(AZURE_COLUMNS):
+        raise ValueError(f"{where}: {len(values)} values for the columns {','.join(AZURE_COLUMNS)}, got {line!r}")
+    time, *tokens = zip(AZURE_COLUMNS, values, strict=True)
+    for column, value in tokens:
+        if re.fullmatch("[0-9]{1,15}", value) is None or int(value) < 1:
+            raise ValueError(f"{where}: {column} must be a whole number of at least 1, got {value!r}")
+    return _ticks(*time, where), int(values[1]), int(values[2])
+
+
+def _ticks(column: str, value: str, where: str) -> int:
+    match = _AZURE_TIME.fullmatch(value)
+    try:
+        if match is None:
+            raise ValueError("another format")
+        # Python's own parser takes six digits of a second; these are seven.
+        since_year_1 = datetime.strptime(match[1], "%Y-%m-%d %H:%M:%S") - datetime.min
+    except ValueError as error:
+        raise ValueError(
+            f"{where}: {column} must be a time such as 2023-11-16 18:15:46.6805900, got {value!r}"
+        ) from error
+    return (since_year_1.days * 86_400 + since_year_1.seconds) * _TICKS_PER_SECOND + int(match[2])
 
 
 def running_lengths(requests: Sequence[TracedRequest], at_ms: float, ms_per_token: float) -> list[int]:
@@ -56,7 +163,14 @@ def running_lengths(requests: Sequence[TracedRequest], at_ms: float, ms_per_toke
         requests: the trace.
         at_ms: the moment.
         ms_per_token: how long one generated token takes; a request runs for output_length times that.
+
+    Raises:
+        ValueError: `ms_per_token` is not finite and positive.
     """
+    if not 0 < ms_per_token < math.inf:
+        raise ValueError(
+            f"ms_per_token={ms_per_token} must be finite and more than 0: the time that one generated token takes"
+        )
     lengths = []
     for request in requests:
         generated = (at_ms - request.arrival_ms) / ms_per_token
@@ -72,10 +186,12 @@ def snapshot(requests: Sequence[TracedRequest], batch_size: int, ms_per_token: f
     how long they are.
 
     Raises:
-        ValueError: there never are so many.
+        ValueError: there never are so many, or an argument is not positive.
     """
-    last_ms = max(request.arrival_ms for request in requests)
-    for second in range(math.ceil(last_ms / 1000) + 1):
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size} must be 1 or more: the requests to take")
+    # Only arrivals make a batch grow, so the first such moment is the full second after one: a gap costs nothing.
+    for second in sorted({math.ceil(request.arrival_ms / 1000) for request in requests}):
         lengths = running_lengths(requests, second * 1000.0, ms_per_token)
         if len(lengths) >= batch_size:
             return lengths[:batch_size]

@@ -1,0 +1,170 @@
+"""Named forward passes: a scenario's name says what it is, and is parsed to make it.
+
+A name is `<mode>/<geometry>/<batch>[/<option>...]`, such as `target_verify/gpt-oss-120b/64q4s4k/window`.
+
+    mode       a `ForwardMode` in lower case: decode, target_verify, draft_extend (v1), draft_extend_v2, extend, mixed …
+    geometry   a name of `lab.workloads.GEOMETRIES`
+    batch      as `lab.workloads.parse_batch` reads it, keys counting this pass's tokens: 64q1s4k, q2ks4k_63q1s4k;
+               or from a trace, trace<count>[q<q_len>]. In decode, verification and draft extends that is a snapshot of so many
+               running requests, each with q_len new rows behind its tokens (1 if left out): trace64, trace64q4. In extends it
+               is the whole prompts of the first so many requests: trace8
+
+    option         what it sets of `ForwardCase`
+    window         sliding_window: a sliding-window layer
+    on_decode      draft_extend: a draft extend on the decode call, if that is not the engine's choice
+    on_context     draft_extend: a draft extend on the context call
+    split_tail     split_mixed_tail: the trailing requests of one new token go to the decode call
+    hnd            layout: HND
+    e4m3           kv_dtype: an e4m3 cache
+    e4m3_products  arithmetic: the control computes in e4m3, as XQA on SM90 does over an e4m3 cache with one query token
+    page<N>        page_size: tokens per page; 64 if left out
+    tp<N>          tensor_parallel: one rank's slice of N
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lab.metadata.dispatch import AttentionCall
+from lab.metadata.forward_mode import ForwardMode
+from lab.metadata.kv_pool import KVLayout
+from lab.workloads.batches import Batch, parse_batch
+from lab.workloads.forward_case import ForwardCase
+from lab.workloads.geometries import geometry
+from lab.workloads.traces import TracedRequest, own_trace, snapshot
+
+# The default level of the benchmarks.
+DEFAULT_SCENARIOS = (
+    "decode/llama-3.1-8b/8q1s1k",
+    "decode/llama-3.1-8b/64q1s4k",
+    "decode/llama-3.1-8b/16q1s32k",
+    "decode/llama-3.1-8b/1q1s80k",
+    "decode/llama-3.1-8b/trace64",
+    "decode/llama-3.1-8b/64q1s4k/page16",
+    "decode/llama-3.1-8b/64q1s4k/e4m3/e4m3_products",
+    "decode/llama-3.1-70b/64q1s4k/tp8",
+    "decode/gpt-oss-120b/64q1s4k",
+    "decode/gpt-oss-120b/64q1s4k/window",
+    "target_verify/llama-3.1-8b/64q2s4k",
+    "target_verify/llama-3.1-8b/64q4s4k",
+    "target_verify/llama-3.1-8b/64q8s4k",
+    "target_verify/llama-3.1-8b/trace64q4",
+    "target_verify/gpt-oss-120b/64q4s4k/window",
+    "draft_extend_v2/llama-3.1-8b/64q4s4k",
+    "draft_extend_v2/llama-3.1-8b/64q4s4k/on_context",
+    "draft_extend/llama-3.1-8b/16q1s4k_16q2s4k_16q3s4k_16q4s4k",
+    "extend/llama-3.1-8b/8q4k",
+    "extend/llama-3.1-8b/8q2ks4k",
+    "extend/llama-3.1-8b/trace8",
+    "extend/gpt-oss-120b/8q4k/window",
+    "mixed/llama-3.1-8b/q2ks4k_63q1s4k",
+)
+
+_MODES = {mode.name.lower(): mode for mode in ForwardMode if not (mode.is_idle() or mode.is_prebuilt())}
+_OPTIONS: dict[str, tuple[str, Any]] = {
+    "window": ("sliding_window", True),
+    "on_decode": ("draft_extend", AttentionCall.DECODE),
+    "on_context": ("draft_extend", AttentionCall.CONTEXT),
+    "split_tail": ("split_mixed_tail", True),
+    "hnd": ("layout", KVLayout.HND),
+    "e4m3": ("kv_dtype", torch.float8_e4m3fn),
+    "e4m3_products": ("arithmetic", torch.float8_e4m3fn),
+}
+_NUMBERED_OPTIONS = {"page": "page_size", "tp": "tensor_parallel"}
+_NUMBERED = re.compile(r"(?P<option>[a-z]+)(?P<number>[0-9]+)")
+_TRACED = re.compile(r"trace(?P<count>[0-9]+)(q(?P<q_len>[0-9]+))?")
+
+
+def scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> ForwardCase:
+    """The forward pass of a name in the module's grammar.
+
+    Args:
+        name: of the scenario.
+        trace: what a `trace<count>` is drawn from; the lab's own synthetic trace if None. Other batches do not look at it.
+
+    Raises:
+        ValueError: a part of the name is unknown or damaged, or the parts do not go together; says which and what would be
+            right.
+    """
+    try:
+        return _parse(name, trace)
+    except ValueError as error:
+        raise ValueError(f"scenario {name!r}: {error}") from error
+
+
+def _parse(name: str, trace: Sequence[TracedRequest] | None) -> ForwardCase:
+    parts = name.split("/")
+    if len(parts) < 3:
+        raise ValueError(
+            "a name is <mode>/<geometry>/<batch>[/<option>...], such as decode/llama-3.1-8b/64q1s4k; this one has "
+            f"{len(parts)} of the first three parts"
+        )
+    mode_name, geometry_name, batch_text, *options = parts
+    mode = _mode(mode_name)
+    settings = _settings(options)
+    geometry(geometry_name).tensor_parallel(settings.get("tensor_parallel", 1))  # raises where there is none
+    batch = _batch(batch_text, mode, trace)
+    return ForwardCase(mode, geometry_name, batch.prefix_lens, batch.q_lens, **settings)
+
+
+def _mode(name: str) -> ForwardMode:
+    if name not in _MODES:
+        raise ValueError(f"no mode that computes attention is called {name!r}; there are {', '.join(_MODES)}")
+    return _MODES[name]
+
+
+def _settings(options: Sequence[str]) -> dict[str, Any]:
+    """The arguments of `ForwardCase` that the options set, each by one option."""
+    settings: dict[str, Any] = {}
+    for option in options:
+        argument, value = _setting(option)
+        if argument in settings:
+            raise ValueError(f"option {option!r} sets {argument}, and so does one before it: leave one of them out")
+        settings[argument] = value
+    return settings
+
+
+def _setting(option: str) -> tuple[str, Any]:
+    if option in _OPTIONS:
+        return _OPTIONS[option]
+    match = _NUMBERED.fullmatch(option)
+    if match is None or match["option"] not in _NUMBERED_OPTIONS:
+        known = [*_OPTIONS, *(f"{numbered}<N>" for numbered in _NUMBERED_OPTIONS)]
+        raise ValueError(f"no option is called {option!r}; there are {', '.join(known)}")
+    return _NUMBERED_OPTIONS[match["option"]], int(match["number"])
+
+
+def _batch(text: str, mode: ForwardMode, trace: Sequence[TracedRequest] | None) -> Batch:
+    if not text.startswith("trace"):
+        return parse_batch(text)
+    match = _TRACED.fullmatch(text)
+    if match is None or int(match["count"]) < 1:
+        raise ValueError(
+            f"batch {text!r} is not trace<count>[q<q_len>]: trace64, for instance, is 64 requests of the trace"
+        )
+    requests = own_trace() if trace is None else trace
+    if not mode.is_extend_without_speculative():
+        return _running_batch(requests, int(match["count"]), int(match["q_len"] or 1))
+    if mode.is_mixed():
+        raise ValueError(f"mixed takes no {text!r}: write its chunks and its running requests down: q2ks4k_63q1s4k")
+    if match["q_len"] is not None:
+        raise ValueError(
+            f"batch {text!r}: {mode.name.lower()} takes whole prompts of a trace, trace{match['count']}; write chunks down, "
+            "such as 8q2ks4k"
+        )
+    return _arriving_batch(requests, int(match["count"]))
+
+
+def _running_batch(requests: Sequence[TracedRequest], count: int, q_len: int) -> Batch:
+    """New rows behind what running requests have in the cache."""
+    return Batch((q_len,) * count, tuple(length + q_len for length in snapshot(requests, count)))
+
+
+def _arriving_batch(requests: Sequence[TracedRequest], count: int) -> Batch:
+    """The first prompts, nothing of them cached."""
+    if count > len(requests):
+        raise ValueError(f"the trace has {len(requests)} requests, not {count}: take fewer")
+    prompts = tuple(request.input_length for request in requests[:count])
+    return Batch(prompts, prompts)

@@ -1,0 +1,58 @@
+"""The lab's own trace, and the program that writes it: `python -m lab.workloads.synthetic`.
+
+It is synthetic: drawn from the distributions below, fitted to no service and resembling none in particular. It is there so
+that a benchmark has requests of unequal lengths, with a heavy tail, on any machine; for a real service's, read its trace.
+
+    arrivals   Poisson, 20 a second
+    prompts    log-normal, median 1,000 tokens, sigma 1.2, clipped to 16 to 120,000
+    answers    log-normal, median 250 tokens, sigma 0.9, clipped to 4 to 4,000
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from statistics import NormalDist
+
+from lab.workloads.traces import TracedRequest
+
+PATH = Path(__file__).parent / "data" / "synthetic_chat.jsonl"
+NUM_REQUESTS = 1000
+SEED = 1
+MEAN_GAP_MS = 50.0
+
+
+def synthetic_chat(num_requests: int = NUM_REQUESTS, seed: int = SEED) -> list[TracedRequest]:
+    """Draw the trace, in order of arrival, times in whole ms.
+
+    Only `Random.random` is drawn from, whose stream Python promises not to change; NumPy promises none.
+    """
+    random = Random(seed)
+    requests, arrival_ms = [], 0.0
+    for _ in range(num_requests):
+        arrival_ms += -math.log(1.0 - random.random()) * MEAN_GAP_MS
+        prompt_tokens = _log_normal(random.random(), median=1000, sigma=1.2, least=16, most=120_000)
+        answer_tokens = _log_normal(random.random(), median=250, sigma=0.9, least=4, most=4_000)
+        requests.append(TracedRequest(float(round(arrival_ms)), prompt_tokens, answer_tokens))
+    return requests
+
+
+def _log_normal(uniform: float, median: float, sigma: float, least: int, most: int) -> int:
+    """A clipped log-normal number from one that is uniform in [0, 1)."""
+    # inv_cdf takes neither 0 nor 1; no draw of a float64 comes nearer to them than this but 0 itself.
+    deviation = NormalDist().inv_cdf(max(uniform, 2.0**-53))
+    return min(max(round(median * math.exp(sigma * deviation)), least), most)
+
+
+def as_mooncake(requests: Sequence[TracedRequest]) -> str:
+    """The requests in the format that `read_mooncake` reads, one a line; times in whole ms."""
+    rows = (
+        {"timestamp": round(each.arrival_ms), "input_length": each.input_length, "output_length": each.output_length}
+        for each in requests
+    )
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+if __name__ == "__main__":
+    PATH.write_text(as_mooncake(synthetic_chat()), encoding="utf-8")
