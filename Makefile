@@ -1,12 +1,20 @@
 # The two commands of the README: `make bench` and `make test`. Both set up .venv first.
+# `make report` renders a recorded run: RUN=results/nvidia-h200/timings.json OUT=results/nvidia-h200/report
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+RUN ?= .benchmarks/last_run.json
+OUT ?= .benchmarks/report
 
-.PHONY: bench test check format clean
+.PHONY: bench report test check format clean
 
 bench: $(VENV)/.installed
-	$(BIN)/python -m pytest tests/benchmarks --benchmark-only --benchmark-columns=median,iqr,rounds
+	mkdir -p .benchmarks
+	$(BIN)/python -m pytest tests/benchmarks --benchmark-only --benchmark-columns=median,iqr,rounds \
+	  --benchmark-json=.benchmarks/last_run.json
+
+report: $(VENV)/.installed
+	$(BIN)/python -m lab.timing.report $(RUN) --out $(OUT)
 
 test: check
 	$(BIN)/python -m pytest --benchmark-skip

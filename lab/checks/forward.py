@@ -127,8 +127,8 @@ def judge_forward(implementation: Any, case: ForwardCase, device: torch.device |
     if declined is not None:
         outcome = Outcome.WRONG if wrongs else Outcome.DECLINED
         return Verdict(case, name, str(where), outcome, reason="; ".join(wrongs) or declined)
-    truth = replace(forward, query=before["query"])
-    return _verdict(truth, name, compare_with_truth(truth, out), "; ".join(wrongs))
+    as_given = replace(forward, query=before["query"])
+    return _verdict(as_given, name, truth_of(as_given).compare(out), "; ".join(wrongs))
 
 
 def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -139,12 +139,31 @@ def _is_guard(rows: torch.Tensor) -> bool:
     return bool((rows.view(torch.uint8) == GUARD_BYTE).all())
 
 
-def compare_with_truth(forward: ForwardPass, out: torch.Tensor) -> Comparison:
-    """Errors and bounds of an output of the pass, from its histories alone."""
+@dataclass(frozen=True, eq=False)
+class Truth:
+    """What a pass must give, from its histories alone, and what low-precision arithmetic makes of it.
+
+    Attributes:
+        expected: float64 [num_rows, num_qo_heads, head_dim].
+        control: the same in the output's dtype.
+        request_of_row: int64 [num_rows].
+    """
+
+    expected: torch.Tensor
+    control: torch.Tensor
+    request_of_row: torch.Tensor
+
+    def compare(self, out: torch.Tensor) -> Comparison:
+        return compare(out, self.expected, self.control, self.request_of_row)
+
+
+def truth_of(forward: ForwardPass) -> Truth:
+    """The truth of a pass; worth keeping where several outputs of it are compared."""
     expected, control = [], []
     first_row = 0
     for request, q_len in enumerate(forward.case.q_lens):
-        rows_at_once = max(1, piece_elements(out.device) // (forward.query.shape[1] * forward.case.kv_lens[request]))
+        pairs_per_row = forward.query.shape[1] * forward.case.kv_lens[request]
+        rows_at_once = max(1, piece_elements(forward.query.device) // pairs_per_row)
         for start in range(0, q_len, rows_at_once):
             rows = range(start, min(start + rows_at_once, q_len))
             query = forward.query[first_row + rows.start : first_row + rows.stop]
@@ -152,7 +171,7 @@ def compare_with_truth(forward: ForwardPass, out: torch.Tensor) -> Comparison:
             expected.append(exact)
             control.append(rounded)
         first_row += q_len
-    return compare(out, torch.cat(expected), torch.cat(control), _request_of_row(forward.case, out.device))
+    return Truth(torch.cat(expected), torch.cat(control), _request_of_row(forward.case, forward.query.device))
 
 
 def _truth_and_control(

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from lab.metadata.dispatch import AttentionLayer, PlannedCall, plan_calls, run_attention
+from lab.metadata.dispatch import AttentionLayer, PlannedCall, plan_calls, prepare_attention
 from lab.metadata.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.kv_pool import KVPool, PagedKVCache
 from lab.metadata.mha import TRTLLMMHAMetadata, build_mha_metadata
@@ -55,19 +55,22 @@ class ForwardPass:
         }
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
+    def arguments(self, out: torch.Tensor) -> dict[str, Any]:
+        """What `prepare_attention` wants besides the implementation; `out` is [num_rows, num_qo_heads, head_dim]."""
+        return {
+            "batch": self.batch,
+            "metadata": self.metadata,
+            "layer": self.layer,
+            "query": self.query,
+            "cache": self.cache,
+            "max_context_len": self.case.max_context_len,
+            "out": out,
+            "plan": self.plan,
+        }
+
     def run(self, implementation: Any, out: torch.Tensor) -> None:
-        """Run an implementation's attention into `out`, [num_rows, num_qo_heads, head_dim]."""
-        run_attention(
-            implementation,
-            self.batch,
-            self.metadata,
-            self.layer,
-            self.query,
-            self.cache,
-            max_context_len=self.case.max_context_len,
-            out=out,
-            plan=self.plan,
-        )
+        """Run an implementation's attention into `out`."""
+        prepare_attention(implementation, **self.arguments(out))()
 
 
 def build_forward(case: ForwardCase, device: torch.device) -> ForwardPass:

@@ -3,8 +3,11 @@
 Importing this package imports neither: each module brings its own heavy dependency.
 """
 
+import functools
 import importlib
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -23,3 +26,26 @@ def default_implementation(device: torch.device | str | None = None) -> ModuleTy
     capability = capability_of(where)
     runs_flashinfer = capability is not None and capability[0] in FLASHINFER_MAJORS
     return importlib.import_module("lab.kernels.trtllm" if runs_flashinfer else "lab.kernels.portable")
+
+
+def prepare(implementation: Any, name: str, /, **arguments: Any) -> Callable[[], Any]:
+    """A call of an implementation's function, ready to be made any number of times.
+
+    What an implementation can do once, it does once: FlashInfer's adapter checks and converts the arguments, and its
+    prepared call is FlashInfer's own. One that prepares nothing does its whole work in each call, and is timed with it.
+    Tensors are held, not copied: their contents may change between calls.
+
+    Args:
+        implementation: any object with the function, such as `lab.kernels.portable` or `lab.references`; it may have
+            `prepare_<name>` too, which takes the same arguments and returns the ready call.
+        name: the function's, such as "trtllm_batch_decode_with_kv_cache".
+        arguments: the function's keyword arguments.
+
+    Raises:
+        AttributeError: the implementation has no such function.
+        Exception: what `prepare_<name>` raises for arguments that it refuses; without one, the first call raises it.
+    """
+    prepare_it = getattr(implementation, f"prepare_{name}", None)
+    if prepare_it is not None:
+        return prepare_it(**arguments)
+    return functools.partial(getattr(implementation, name), **arguments)

@@ -5,7 +5,9 @@ call raises and what a skipped benchmark prints.
 """
 
 import enum
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -61,6 +63,58 @@ def refuse_unsupported(kernel: Kernel, problem: PagedAttention) -> None:
 def capability_of(device: torch.device) -> Capability | None:
     """(major, minor) of a CUDA device; None for anything else."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+@dataclass(frozen=True, eq=False)
+class StoredCache:
+    """K and V as they lie in memory, whatever views a call carries: what a kernel that counts pages must know.
+
+    Attributes:
+        layout: "HND" or "NHD", the order of a page's elements.
+        k, v: [num_pages, num_kv_heads, page_size, head_dim] or [num_pages, page_size, num_kv_heads, head_dim], after it.
+        page_bytes: of one page of K, or of V.
+        distance_bytes: from K's first page to V's.
+    """
+
+    layout: str
+    k: torch.Tensor
+    v: torch.Tensor
+    page_bytes: int
+    distance_bytes: int
+
+    @property
+    def is_stacked(self) -> bool:
+        """One contiguous [num_pages, 2, ...]: V's page behind each of K's."""
+        step_bytes = self.k.stride(0) * self.k.element_size()
+        behind_each = step_bytes == 2 * self.page_bytes and self.distance_bytes == self.page_bytes
+        return behind_each and self.k[:1].is_contiguous() and not _strides_differ(self.k, self.v)
+
+    @property
+    def is_halves(self) -> bool:
+        """Each contiguous, in one allocation, V whole pages behind K."""
+        behind = self.distance_bytes > 0 and self.distance_bytes % self.page_bytes == 0
+        together = self.k.untyped_storage().data_ptr() == self.v.untyped_storage().data_ptr()
+        return behind and together and self.k.is_contiguous() and self.v.is_contiguous()
+
+    @property
+    def is_one_pool(self) -> bool:
+        """K and V are the same contiguous memory."""
+        return self.distance_bytes == 0 and self.k.is_contiguous() and not _strides_differ(self.k, self.v)
+
+    def stacked(self) -> torch.Tensor:
+        """The [num_pages, 2, ...] tensor; only where `is_stacked`."""
+        (pages, *page), (step, *strides) = self.k.shape, self.k.stride()
+        return self.k.as_strided((pages, 2, *page), (step, step // 2, *strides))
+
+
+def stored_cache(problem: PagedAttention) -> StoredCache:
+    """The problem's cache as it is stored; `layout` means nothing for pages with gaps."""
+    layout, k, v = "HND", problem.k_cache, problem.v_cache
+    # One token of all heads after another: NHD. With one head the layouts are the same memory, and an engine's pool is NHD.
+    if k.stride(2) == k.shape[1] * k.shape[3]:
+        layout, k, v = "NHD", k.transpose(1, 2), v.transpose(1, 2)
+    page_bytes = math.prod(k.shape[1:]) * k.element_size()
+    return StoredCache(layout, k, v, page_bytes, v.data_ptr() - k.data_ptr())
 
 
 def triton_interprets() -> bool:
@@ -183,8 +237,6 @@ def _fmha_v2(capability: Capability | None, problem: PagedAttention) -> str | No
         return f"trtllm_fmha_v2_prefill is taken for head_dim 64, 128 and 256, not {problem.head_dim}"
     if problem.cu_seqlens_q is None:
         return "trtllm_fmha_v2_prefill needs cum_seq_lens_q"
-    if problem.k_block_tables is not problem.v_block_tables:
-        return "the lab hands trtllm_fmha_v2_prefill one page table for K and V: uses_shared_paged_kv_idx must be True"
     if problem.return_lse or problem.lse is not None:
         return "trtllm_fmha_v2_prefill returns softmax statistics, not the LSE of this call"
     if isinstance(problem.bmm1_scale, torch.Tensor) or isinstance(problem.bmm2_scale, torch.Tensor):
@@ -195,7 +247,26 @@ def _fmha_v2(capability: Capability | None, problem: PagedAttention) -> str | No
         return f"trtllm_fmha_v2_prefill applies no bmm2_scale to {q}: it must be 1.0, not {problem.bmm2_scale}"
     if not problem.query.is_contiguous():
         return "trtllm_fmha_v2_prefill needs a contiguous query"
-    return None
+    return _fmha_v2_cache(problem)
+
+
+def _fmha_v2_cache(problem: PagedAttention) -> str | None:
+    """It takes strides from shapes and counts all pages from K's first (`_check_paged_kv_non_interleaved`, fmha_v2_run.cu)."""
+    stored = stored_cache(problem)
+    if problem.k_block_tables is not problem.v_block_tables:
+        if stored.is_one_pool and len(stored.k) > 1:
+            return None
+        return (
+            "trtllm_fmha_v2_prefill counts the page ids of K and of V from one address: uses_shared_paged_kv_idx must be "
+            "True, or K and V the same contiguous pool of two pages or more"
+        )
+    if stored.is_stacked or stored.is_halves:
+        return None
+    return (
+        "trtllm_fmha_v2_prefill needs K and V to be one contiguous [num_pages, 2, ...] tensor, or contiguous halves of one "
+        f"allocation, V whole pages behind K; got strides {stored.k.stride()} and {stored.v.stride()}, V "
+        f"{stored.distance_bytes} bytes behind K, pages of {stored.page_bytes} bytes"
+    )
 
 
 def _trtllm_gen_decode(capability: Capability | None, problem: PagedAttention) -> str | None:

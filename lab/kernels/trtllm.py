@@ -4,20 +4,32 @@ What runs depends on the GPU, as in an engine: trtllm-gen on SM100 and SM103; on
 call and fmha_v2 for the context call. The adapter supplies what those need and the calls do not carry: XQA's packed
 causal mask, a workspace whose semaphores are zero, packed page-table rows, fmha_v2's [B, 2, M] table. trtllm-gen's path
 has been checked by signature and by simulation only: no SM100 or SM103 was at hand.
+
+Checking and converting the arguments takes longer than a small launch. Whoever calls often, or counts microseconds,
+prepares once and calls many times: `prepare_` before either name returns a `PreparedCall`.
 """
 
 import functools
 import importlib
 import importlib.metadata
 import inspect
+import math
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
 from lab.calls import Call, ContextCall, DecodeCall, takes
-from lab.kernels.support import Kernel, capability_of, context_kernel, decode_kernel, refuse_unsupported
+from lab.kernels.support import (
+    Kernel,
+    StoredCache,
+    capability_of,
+    context_kernel,
+    decode_kernel,
+    refuse_unsupported,
+    stored_cache,
+)
 from lab.problem import MASK_BITS_PER_WORD, PagedAttention, mask_words
 
 # XQA's semaphores: the first 8 MiB of its workspace, zero at each launch (FlashInfer 0.7.2, `xqa_batch_decode_with_kv_cache`).
@@ -26,6 +38,38 @@ SEMAPHORE_BYTES = 8 * 2**20
 SCRATCH_BYTES = 512 * 2**20
 # The least scratch that the lab hands on. XQA would write past a smaller one without a word.
 LEAST_SCRATCH_BYTES = 64 * 2**20
+
+_DEFAULTS = {call: {field.name: field.default for field in fields(call)} for call in (DecodeCall, ContextCall)}
+
+Refresh = Callable[[], object]  # one small launch that rewrites what was derived from a tensor's contents
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PreparedCall:
+    """A call that is checked, converted and ready: calling it calls FlashInfer's function and returns its result.
+
+    It holds the tensors that it was prepared with, not copies. Their contents may change from call to call, as an engine's
+    CUDA-graph buffers do; shapes, strides, host numbers and bounds are those of the preparation and are not looked at
+    again. What the lab adds, its workspace or a derived table, belongs to the stream it was prepared on: call it there.
+
+    A CUDA graph that captured it uses those tensors: keep it as long as the graph. Prepared during a capture, it is good
+    inside that graph alone.
+
+    Attributes:
+        function: the installed FlashInfer's.
+        arguments: its keyword arguments.
+        refreshes: run before it, a launch each. Empty but for a page table that is not packed, K and V as halves of one
+            allocation under fmha_v2, and `bmm1_scale_log2` under XQA: what the kernel reads is derived from those.
+    """
+
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+    refreshes: tuple[Refresh, ...] = ()
+
+    def __call__(self) -> Any:
+        for refresh in self.refreshes:
+            refresh()
+        return self.function(**self.arguments)
 
 
 @takes(DecodeCall)
@@ -36,43 +80,82 @@ def trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> Any:
     device and stream; a given one must hold 8 MiB of zeros first, then scratch. What the GPU's kernel does not take raises
     NotImplementedError with the reason of `lab.kernels.support.why_not`.
     """
-    problem = call.problem()
-    if problem.num_rows == 0:
-        return problem.returned(*problem.results())
-    kernel = _kernel_for(call.backend, problem)
-    refuse_unsupported(kernel, problem)
-    changes = _canonical(call, problem)
-    if kernel is Kernel.XQA:
-        _behind_semaphores(changes["workspace_buffer"])
-        changes["bmm1_scale"], changes["bmm1_scale_log2"] = problem.bmm1_scale, None
-        if problem.max_q_len > 1 and call.mask is None:
-            changes["mask"] = causal_mask(problem.batch_size, problem.max_q_len, problem.query.device)
-    # XQA multiplies by o_scale, so that its other neutral value, None, would be an error.
-    changes["o_scale"] = 1.0
-    return call_installed("flashinfer.decode", "trtllm_batch_decode_with_kv_cache", _arguments(call, changes))
+    return _prepare_decode(call)()
+
+
+@takes(DecodeCall)
+def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> PreparedCall:
+    """The same call, ready to be made any number of times. It raises what the call would raise, and launches no attention."""
+    return _prepare_decode(call)
 
 
 @takes(ContextCall)
 def trtllm_batch_context_with_kv_cache(call: ContextCall) -> Any:
     """FlashInfer's context kernel: extend and prefill. Shapes and errors are `lab.calls.ContextCall`'s.
 
-    On SM90, SM120 and SM121 it runs `trtllm_fmha_v2_prefill`: over a stacked cache tensor, or over K and V that are halves
-    of one allocation. The latter's [B, 2, M] table is built by two small launches in each call. A given
-    `workspace_buffer` may be the decode call's: its first 8 MiB are left alone.
+    On SM90, SM120 and SM121 it runs `trtllm_fmha_v2_prefill`, which knows two pools: a stacked one, [num_pages, 2, ...],
+    and K and V as halves of one allocation. The latter needs a [B, 2, M] table, which one small launch writes before each
+    call. Who has that table already passes it with `uses_shared_paged_kv_idx=False` and the whole allocation,
+    [2 * num_pages, ...], as both K and V: nothing is then launched but the kernel. A given `workspace_buffer` may be the
+    decode call's: its first 8 MiB are left alone.
     """
+    return _prepare_context(call)()
+
+
+@takes(ContextCall)
+def prepare_trtllm_batch_context_with_kv_cache(call: ContextCall) -> PreparedCall:
+    """The same call, ready to be made any number of times. It raises what the call would raise, and launches no attention."""
+    return _prepare_context(call)
+
+
+def _prepare_decode(call: DecodeCall) -> PreparedCall:
     problem = call.problem()
     if problem.num_rows == 0:
-        return problem.returned(*problem.results())
+        return PreparedCall(_empty_results, {"problem": problem})
+    kernel = _kernel_for(call.backend, problem)
+    refuse_unsupported(kernel, problem)
+    changes, refreshes = _canonical(call, problem)
+    if kernel is Kernel.XQA:
+        _check_workspace_size(changes["workspace_buffer"])
+        changes["bmm1_scale"] = problem.bmm1_scale
+        if call.bmm1_scale_log2 is not None:  # which XQA does not take
+            changes["bmm1_scale_log2"], changes["bmm1_scale"] = None, torch.empty_like(call.bmm1_scale_log2)
+            to_base_e = functools.partial(torch.mul, call.bmm1_scale_log2, math.log(2.0), out=changes["bmm1_scale"])
+            refreshes += (to_base_e,)
+        if problem.max_q_len > 1 and call.mask is None:
+            changes["mask"] = causal_mask(problem.batch_size, problem.max_q_len, problem.query.device)
+    # XQA multiplies by o_scale, so that its other neutral value, None, would be an error.
+    changes["o_scale"] = 1.0
+    arguments = _arguments(call, changes)
+    return _prepared("flashinfer.decode", "trtllm_batch_decode_with_kv_cache", arguments, refreshes)
+
+
+def _prepare_context(call: ContextCall) -> PreparedCall:
+    problem = call.problem()
+    if problem.num_rows == 0:
+        return PreparedCall(_empty_results, {"problem": problem})
     kernel = context_kernel(_capability(problem))
     refuse_unsupported(kernel, problem)
     if kernel is Kernel.FMHA_V2:
-        return call_installed("flashinfer.prefill", "trtllm_fmha_v2_prefill", fmha_v2_arguments(call, problem))
-    arguments = _arguments(call, _canonical(call, problem))
-    return call_installed("flashinfer.prefill", "trtllm_batch_context_with_kv_cache", arguments)
+        arguments, refreshes = _fmha_v2_arguments(call, problem)
+        return _prepared("flashinfer.prefill", "trtllm_fmha_v2_prefill", arguments, refreshes)
+    changes, refreshes = _canonical(call, problem)
+    arguments = _arguments(call, changes)
+    return _prepared("flashinfer.prefill", "trtllm_batch_context_with_kv_cache", arguments, refreshes)
 
 
-def call_installed(module: str, name: str, arguments: dict[str, Any]) -> Any:
-    """Call a function of the installed FlashInfer by keyword, after binding the arguments to its real signature.
+def _empty_results(problem: PagedAttention) -> Any:
+    """What a call without a row returns; FlashInfer is not asked for that."""
+    return problem.returned(*problem.results())
+
+
+def _prepared(module: str, name: str, arguments: dict[str, Any], refreshes: tuple[Refresh, ...]) -> PreparedCall:
+    return PreparedCall(_installed_taking(module, name, frozenset(arguments)), arguments, refreshes)
+
+
+@functools.cache
+def _installed_taking(module: str, name: str, keywords: frozenset[str]) -> Callable[..., Any]:
+    """A function of the installed FlashInfer, after binding these keywords to its real signature.
 
     Raises:
         TypeError: the installed version lacks the function or a parameter that is passed, or needs one that is not; it
@@ -80,13 +163,13 @@ def call_installed(module: str, name: str, arguments: dict[str, Any]) -> Any:
     """
     function, signature = _installed(module, name)
     try:
-        signature.bind(**arguments)
+        signature.bind(**dict.fromkeys(keywords))
     except TypeError as error:
         raise TypeError(
             f"{module}.{name} of the installed FlashInfer {_version()} does not take this call: {error}; "
             f"the lab is written for 0.7.2. Its parameters: {', '.join(signature.parameters)}"
         ) from error
-    return function(**arguments)
+    return function
 
 
 @functools.cache
@@ -101,28 +184,40 @@ def _version() -> str:
     return importlib.metadata.version("flashinfer-python")
 
 
-def _canonical(call: Call, problem: PagedAttention) -> dict[str, Any]:
+def _canonical(call: Call, problem: PagedAttention) -> tuple[dict[str, Any], tuple[Refresh, ...]]:
     """Arguments in the one form that every kernel of FlashInfer 0.7.2 reads rightly; views where that is possible.
 
-    K and V go as a pair of HND views, which FlashInfer makes of every other form but one with K for V. Its kernels
-    ignore the page table's strides; an engine's rows are packed, and then nothing is copied.
+    K and V go as a pair of HND views, which FlashInfer makes of every other form but one with K for V.
     """
+    block_tables, refreshes = _packed(call.block_tables)
     changes: dict[str, Any] = {
         "kv_cache": (problem.k_cache, problem.v_cache),
         "kv_layout": "HND",
-        "block_tables": call.block_tables.contiguous(),
+        "block_tables": block_tables,
         "workspace_buffer": _workspace_for(call),
         "window_left": problem.window_left,
     }
     if problem.k_scale_factors is not None:
         changes["kv_cache_sf"] = (problem.k_scale_factors, problem.v_scale_factors)
-    return changes
+    return changes, refreshes
+
+
+def _packed(block_tables: torch.Tensor) -> tuple[torch.Tensor, tuple[Refresh, ...]]:
+    """The page table with packed rows, and what copies it again before each call.
+
+    FlashInfer's kernels ignore a table's strides. An engine's rows are packed, and then nothing is copied.
+    """
+    if block_tables.is_contiguous():
+        return block_tables, ()
+    packed = torch.empty(block_tables.shape, dtype=block_tables.dtype, device=block_tables.device)
+    return packed, (functools.partial(packed.copy_, block_tables),)
 
 
 def _arguments(call: Call, changes: dict[str, Any]) -> dict[str, Any]:
     """The call's arguments, less those at their default: a version without such a parameter does the same."""
-    given = ((field, changes.get(field.name, getattr(call, field.name))) for field in fields(call))
-    return {field.name: value for field, value in given if not _is_default(value, field.default)}
+    defaults = _DEFAULTS[type(call)]
+    given = vars(call) | changes
+    return {name: value for name, value in given.items() if not _is_default(value, defaults[name])}
 
 
 def _is_default(value: Any, default: Any) -> bool:
@@ -200,28 +295,28 @@ def _workspace_for(call: Call) -> torch.Tensor:
     return workspace
 
 
+def _check_workspace_size(workspace: torch.Tensor) -> None:
+    if workspace.nbytes - SEMAPHORE_BYTES < LEAST_SCRATCH_BYTES:
+        raise ValueError(
+            f"workspace_buffer has {workspace.nbytes} bytes, less than the {SEMAPHORE_BYTES} of XQA's semaphores and "
+            f"{LEAST_SCRATCH_BYTES} of scratch; pass None for the lab's own"
+        )
+
+
 def _behind_semaphores(workspace: torch.Tensor) -> torch.Tensor:
     """The scratch of a workspace, as bytes."""
-    scratch = workspace.view(-1).view(torch.uint8)[SEMAPHORE_BYTES:]
-    if scratch.numel() < LEAST_SCRATCH_BYTES:
-        raise ValueError(
-            f"workspace_buffer has {workspace.numel() * workspace.element_size()} bytes, less than the {SEMAPHORE_BYTES} of "
-            f"XQA's semaphores and {LEAST_SCRATCH_BYTES} of scratch; pass None for the lab's own"
-        )
-    return scratch
+    _check_workspace_size(workspace)
+    return workspace.view(-1).view(torch.uint8)[SEMAPHORE_BYTES:]
 
 
-def fmha_v2_arguments(call: ContextCall, problem: PagedAttention) -> dict[str, Any]:
-    """`trtllm_fmha_v2_prefill`'s arguments for a context call.
-
-    Raises:
-        NotImplementedError: K and V are neither one stacked tensor nor contiguous halves, V behind K, of one allocation.
-    """
-    layout, cache, block_tables = _fmha_v2_cache(call, problem)
+def _fmha_v2_arguments(call: ContextCall, problem: PagedAttention) -> tuple[dict[str, Any], tuple[Refresh, ...]]:
+    """`trtllm_fmha_v2_prefill`'s arguments for a context call."""
+    stored = stored_cache(problem)
+    cache, block_tables, refreshes = _fmha_v2_cache(call, stored)
     causal_mode = "causal" if problem.window_left < 0 else "sliding_window"
-    return {
+    arguments = {
         "qkv": (problem.query, cache),
-        "input_layout": f"Q_PAGED_KV_{layout}",
+        "input_layout": f"Q_PAGED_KV_{stored.layout}",
         # Not the semaphores: XQA needs them zero, and fmha_v2 writes where it likes.
         "workspace_buffer": _behind_semaphores(_workspace_for(call)),
         "seq_lens": problem.seq_lens,
@@ -239,28 +334,20 @@ def fmha_v2_arguments(call: ContextCall, problem: PagedAttention) -> dict[str, A
         "out": problem.out,
         "out_dtype": problem.out_dtype,
     }
+    return arguments, refreshes
 
 
-def _fmha_v2_cache(call: ContextCall, problem: PagedAttention) -> tuple[str, Any, torch.Tensor]:
-    """(layout, cache, block_tables): the cache as it lies in memory, whatever views the call carries."""
-    if isinstance(call.kv_cache, torch.Tensor):
-        if call.kv_cache.shape[1] != 2 or not call.kv_cache.is_contiguous():
-            raise NotImplementedError(
-                "trtllm_fmha_v2_prefill needs a stacked kv_cache to be contiguous with a second dimension of 2, got shape "
-                f"{list(call.kv_cache.shape)} with stride {call.kv_cache.stride()}"
-            )
-        return call.kv_layout, call.kv_cache, problem.k_block_tables.contiguous()
-    # With one K/V head the two layouts are the same memory; an engine's pool is NHD, and so is the module it builds.
-    layout, k, v = "NHD", problem.k_cache.transpose(1, 2), problem.v_cache.transpose(1, 2)
-    if not k.is_contiguous():
-        layout, k, v = "HND", problem.k_cache, problem.v_cache
-    page_bytes = k[0].numel() * k.element_size()
-    distance = v.data_ptr() - k.data_ptr()
-    apart = k.untyped_storage().data_ptr() != v.untyped_storage().data_ptr()
-    if apart or not (k.is_contiguous() and v.is_contiguous()) or distance <= 0 or distance % page_bytes:
-        raise NotImplementedError(
-            "trtllm_fmha_v2_prefill needs K and V to be contiguous halves of one allocation, V whole pages behind K; got "
-            f"strides {k.stride()} and {v.stride()}, V {distance} bytes behind K, pages of {page_bytes} bytes"
-        )
-    k_pages = problem.k_block_tables
-    return layout, (k, v), torch.stack((k_pages, k_pages + distance // page_bytes), dim=1)
+def _fmha_v2_cache(call: ContextCall, stored: StoredCache) -> tuple[Any, torch.Tensor, tuple[Refresh, ...]]:
+    """(cache, block_tables, refreshes) as fmha_v2 addresses them, in a form that FlashInfer's own checks take."""
+    if stored.is_stacked:
+        return stored.stacked(), *_packed(call.block_tables)
+    if not call.uses_shared_paged_kv_idx:
+        # The kernel counts both tables' ids from K's address and never looks at V's; FlashInfer wants V's behind it.
+        return (stored.k[:-1], stored.v[1:]), *_packed(call.block_tables)
+    # The table's contents may change between calls, so each writes it anew: K's ids, and V's as counted from K's first page.
+    pages_apart = stored.distance_bytes // stored.page_bytes
+    ids = call.block_tables.unsqueeze(1)
+    table = torch.empty((ids.shape[0], 2, ids.shape[2]), dtype=torch.int32, device=ids.device)
+    # (0, pages_apart), made on the device: a copy from the host cannot be captured in a CUDA graph.
+    offsets = torch.arange(0, 2 * pages_apart, pages_apart, dtype=torch.int32, device=ids.device).view(1, 2, 1)
+    return (stored.k, stored.v), table, (functools.partial(torch.add, ids, offsets, out=table),)

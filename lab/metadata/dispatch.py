@@ -1,12 +1,13 @@
 """Which of the two attention calls a forward mode makes, and with what arguments."""
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from lab.kernels import prepare
 from lab.metadata.forward_batch import ForwardBatch
 from lab.metadata.forward_mode import ForwardMode
 from lab.metadata.kv_pool import PagedKVCache
@@ -106,7 +107,7 @@ def plan_calls(
     return [call for call in calls if call.num_requests > 0]
 
 
-def run_attention(
+def prepare_attention(
     implementation: Any,
     batch: ForwardBatch,
     metadata: TRTLLMMHAMetadata,
@@ -118,8 +119,8 @@ def run_attention(
     out: torch.Tensor,
     plan: Sequence[PlannedCall],
     workspace_buffer: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Run one layer's attention as an engine does: K/V are in the pool already, lengths count the new tokens.
+) -> Callable[[], torch.Tensor]:
+    """One layer's attention as an engine runs it, ready to be called: K/V are in the pool, lengths count the new tokens.
 
     Args:
         implementation: any object with the two functions, such as `lab.kernels.portable` or `lab.references`.
@@ -127,19 +128,28 @@ def run_attention(
         query: [num_tokens, num_qo_heads, head_dim].
         cache: the layer's K/V.
         max_context_len: the bound that the engine passes for every length.
-        out: [num_tokens, num_qo_heads, head_dim], filled.
+        out: [num_tokens, num_qo_heads, head_dim], filled by each call.
         plan: from `plan_calls`.
         workspace_buffer: for kernels that want the caller's.
 
     Returns:
-        `out`.
+        A callable that returns `out`. Contents of the tensors may change between its calls.
     """
+    calls = []
     for planned in plan:
         arguments = call_arguments(planned, batch, metadata, layer, query, cache, max_context_len)
-        rows = slice(planned.first_row, planned.first_row + planned.num_rows)
-        function = getattr(implementation, planned.call.value)
-        function(**arguments, out=out[rows], workspace_buffer=workspace_buffer)
-    return out
+        arguments |= {
+            "out": out[planned.first_row : planned.first_row + planned.num_rows],
+            "workspace_buffer": workspace_buffer,
+        }
+        calls.append(prepare(implementation, planned.call.value, **arguments))
+
+    def run() -> torch.Tensor:
+        for call in calls:
+            call()
+        return out
+
+    return run
 
 
 def call_arguments(

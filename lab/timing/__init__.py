@@ -1,5 +1,22 @@
-"""How long it takes, and on what."""
+"""How long it takes, by which method, and how far that is from the hardware's limit."""
 
-from lab.timing.gpu_time import DeviceClock, GpuTime, copy_bandwidth_gbps, graph_time
+from lab.timing.gpu_time import DeviceClock, GpuTime, measure, measure_interleaved
+from lab.timing.method import L2, Clock, Method, method_named
+from lab.timing.roofline import Ceilings, Roofline, measure_ceilings, roofline
+from lab.timing.work import GpuWork
 
-__all__ = ["DeviceClock", "GpuTime", "copy_bandwidth_gbps", "graph_time"]
+__all__ = [
+    "L2",
+    "Ceilings",
+    "Clock",
+    "DeviceClock",
+    "GpuTime",
+    "GpuWork",
+    "Method",
+    "Roofline",
+    "measure",
+    "measure_ceilings",
+    "measure_interleaved",
+    "method_named",
+    "roofline",
+]

@@ -1,21 +1,36 @@
-"""GPU time of a call by graph replay, and a clock that carries it into pytest-benchmark.
+"""GPU time of work, by a stated method, and a clock that carries it into pytest-benchmark.
 
-A CUDA graph of several calls is replayed between two events; a sample is that time over the number of calls. No host time
-is in it: the calls are recorded once. What it contains besides the kernels is the gap between them inside a graph.
+Work is prepared, run and checked; captured in a CUDA graph; timed; and checked again, on every buffer that was timed.
 """
 
 import functools
+import math
+import random
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-METHOD = "cuda graph replay between events, the same buffers each call, L2 not flushed"
-CALLS_PER_GRAPH = 5
+from lab.timing import cupti
+from lab.timing.device_state import DeviceState, watched
+from lab.timing.method import L2, Clock, Method
+from lab.timing.work import Call, GpuWork
+
 SAMPLES = 30
-WARM_UP_REPLAYS = 3
-COPY_BYTES = 2**32  # read plus written: far beyond any L2, a millisecond
+WARM_UP_RUNS = 3
+# Idle before the samples: without it the work before decides how near the power limit they run. An H200's prefill read
+# 1,980 ± 2 µs after a rest and 2,151 ± 180 µs right behind other work. Rests between the samples make them slower by 1 to 3 %.
+REST_S = 0.5
+# A replay lasts about this long, so that the 2 µs that two events add to it are 0.2 %.
+REPLAY_US = 1000.0
+MOST_CALLS_PER_REPLAY = 1000
+# A byte is cold again when this many times L2's size was read since.
+REUSE_DISTANCE = 2
+MOST_COPIES = 512
+SHUFFLE_SEED = 0
 
 
 class DeviceClock:
@@ -37,53 +52,297 @@ class DeviceClock:
 
 @dataclass(frozen=True)
 class GpuTime:
-    """Samples of one call's GPU time in microseconds, and how they were taken."""
+    """Samples of one call's GPU time in microseconds, and how they were taken.
+
+    Attributes:
+        samples_us: time per call; one sample is one replay, or one eager call for the events clock.
+        method: how.
+        launches: kernels, copies and fills of one call.
+        calls_per_sample: calls in one replay.
+        buffer_copies: sets of buffers that took turns.
+        kernels: their names, where the clock tells (CUPTI).
+        busy_us: median time per call in which something ran, gaps left out, where the clock tells (CUPTI).
+        device: clocks, power and throttling while it ran.
+
+    Raises:
+        ValueError: no samples, or one that is not a positive number: nothing was timed.
+    """
 
     samples_us: tuple[float, ...]
-    method: str = METHOD
+    method: Method
+    launches: int
+    calls_per_sample: int = 1
+    buffer_copies: int = 1
+    kernels: tuple[str, ...] = ()
+    busy_us: float | None = None
+    device: DeviceState = field(default_factory=DeviceState)
+
+    def __post_init__(self) -> None:
+        wrong = [sample for sample in self.samples_us if not (math.isfinite(sample) and sample > 0)]
+        if wrong or not self.samples_us or self.launches < 1:
+            raise ValueError(
+                f"nothing was timed: {len(self.samples_us)} samples, {self.launches} launches, "
+                f"{len(wrong)} samples that are no positive time {wrong[:3]}"
+            )
 
     @property
     def median_us(self) -> float:
         return statistics.median(self.samples_us)
 
+    @property
+    def iqr_us(self) -> float:
+        """Distance of the quartiles: the spread of the middle half."""
+        if len(self.samples_us) < 2:
+            return 0.0
+        lower, _, upper = statistics.quantiles(self.samples_us, n=4, method="inclusive")
+        return upper - lower
 
-def graph_time(call: Callable[[], object]) -> GpuTime:
-    """Measure a call that can be captured. It runs once before, so that whatever it builds at first use exists.
+
+def measure(work: GpuWork, method: Method, samples: int = SAMPLES) -> GpuTime:
+    """Measure one work; see `measure_interleaved`."""
+    return measure_interleaved({"": work}, method, samples)[""]
+
+
+def measure_interleaved(works: Mapping[str, GpuWork], method: Method, samples: int = SAMPLES) -> dict[str, GpuTime]:
+    """Measure works against each other: their samples are taken in turns, in an order reshuffled each round.
+
+    Args:
+        works: by name. Each is run before it is captured, so that whatever it builds at first use exists.
+        method: the same for all.
+        samples: of each work.
 
     Raises:
-        RuntimeError: from torch, if the call cannot be captured.
+        ValueError: the method cannot time this work; says what can.
+        RuntimeError: from torch, if a call cannot be captured; from `lab.timing.cupti`.
     """
+    staged = {name: _stage(work, method) for name, work in works.items()}
+    order = _shuffled_rounds(list(works), samples)
+    torch.cuda.synchronize()
+    time.sleep(REST_S)
+    for each in staged.values():
+        _warm_up(each)
+    device_index = torch.cuda.current_device()
+    with watched(device_index) as state:
+        steps = [(staged[name].before, staged[name].run) for name in order]
+        if method.clock is Clock.CUPTI:
+            taken: list[Any] = _recorded(steps, state, device_index)
+        else:
+            taken = _between_events(steps, state, device_index)
+    gather = _from_records if method.clock is Clock.CUPTI else _from_events
+    results = {}
+    for name, each in staged.items():
+        _check(each.buffers)
+        mine = [sample for sample, owner in zip(taken, order, strict=True) if owner == name]
+        results[name] = gather(mine, each, method, state)
+    return results
+
+
+@dataclass(frozen=True, eq=False)
+class _Staged:
+    """Work ready to be sampled: `run` is one sample of `calls` calls, `before` goes before it and is not timed."""
+
+    buffers: list[GpuWork]
+    run: Callable[[], object]
+    before: Callable[[], object] | None
+    calls: int
+    launches: int
+
+
+def _check(buffers: Sequence[GpuWork]) -> None:
+    torch.cuda.synchronize()
+    for work in buffers:
+        if work.check is not None:
+            work.check(work.arguments)
+
+
+def _shuffled_rounds(names: Sequence[str], rounds: int) -> list[str]:
+    """Every name once a round, in another order each round, so that none always follows the same other."""
+    generator = random.Random(SHUFFLE_SEED)
+    return [name for _ in range(rounds) for name in generator.sample(names, len(names))]
+
+
+def _stage(work: GpuWork, method: Method) -> _Staged:
     side = _side_stream(torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):
-        for _ in range(CALLS_PER_GRAPH):
+    buffers = work.copies(buffer_copies(work.bytes_moved, method, _l2_bytes()))
+    with torch.cuda.stream(side):  # what a kernel keeps per stream is then made for the stream of the captures
+        calls = [each.call() for each in buffers]
+        for call in calls:
             call()
-    for _ in range(WARM_UP_REPLAYS):
-        graph.replay()
-    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(SAMPLES)]
-    for start, end in pairs:
+    torch.cuda.current_stream().wait_stream(side)
+    _check(buffers)
+    alone, launches = _captured(calls[:1], side)
+    if launches == 0:
+        raise ValueError("the call launches nothing on the GPU: there is nothing to time")
+    flush = _Flush(REUSE_DISTANCE * _l2_bytes()) if method.l2 is L2.COLD_FLUSH else None
+    if method.clock is Clock.EVENTS:
+        return _Staged(buffers, _Turns(calls), flush, 1, launches)
+    if method.l2 is L2.COLD_FLUSH:
+        return _Staged(buffers, alone.replay, flush, 1, launches)
+    graph, number = _long_enough(calls, side)
+    return _Staged(buffers, graph.replay, None, number, launches)
+
+
+def buffer_copies(bytes_moved: int, method: Method, l2_bytes: int) -> int:
+    """Sets of buffers that must take turns until a byte of the first is out of L2 again; 1 unless by rotation.
+
+    Raises:
+        ValueError: too many for so little work.
+    """
+    if method.l2 is not L2.COLD_ROTATION:
+        return 1
+    copies = math.ceil(REUSE_DISTANCE * l2_bytes / max(bytes_moved, 1))
+    if copies > MOST_COPIES:
+        raise ValueError(
+            f"to have {bytes_moved} bytes cold by rotation, {copies} copies would have to take turns, more than "
+            f"{MOST_COPIES}: take the CUPTI clock, which can flush, or time it warm"
+        )
+    return copies
+
+
+class _Turns:
+    """Calls taken in turn, one each time."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self.calls = calls
+        self.turn = 0
+
+    def __call__(self) -> None:
+        self.calls[self.turn % len(self.calls)]()
+        self.turn += 1
+
+
+class _Flush:
+    """Fills L2 with lines that nobody wants.
+
+    By reading: a fill by writing leaves dirty lines, and writing those back is charged to the call that comes next: 3 % of a
+    270 µs decode on an H200, 10 % of a 30 µs copy.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self.rows = torch.zeros(1024, size_bytes // 4096, device="cuda")
+        self.result = torch.empty(1024, device="cuda")
+
+    def __call__(self) -> None:
+        torch.amax(self.rows, dim=1, out=self.result)
+
+
+def _captured(calls: Sequence[Call], stream: torch.cuda.Stream) -> tuple[torch.cuda.CUDAGraph, int]:
+    """A graph of the calls, and how many kernels, copies and fills it launches."""
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph, stream=stream):
+        for call in calls:
+            call()
+    return graph, _count_launches(graph)
+
+
+def _count_launches(graph: torch.cuda.CUDAGraph) -> int:
+    from cuda.bindings import driver  # comes with torch's CUDA builds, and with no other
+
+    def answer(error: Any, *values: Any) -> Any:
+        if error != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"the CUDA driver did not list the graph's nodes: {error!r}")
+        return values
+
+    handle = driver.CUgraph(graph.raw_cuda_graph())
+    _, number = answer(*driver.cuGraphGetNodes(handle))
+    nodes, _ = answer(*driver.cuGraphGetNodes(handle, number))
+    kinds = driver.CUgraphNodeType
+    launching = (
+        kinds.CU_GRAPH_NODE_TYPE_KERNEL,
+        kinds.CU_GRAPH_NODE_TYPE_MEMCPY,
+        kinds.CU_GRAPH_NODE_TYPE_MEMSET,
+    )
+    return sum(answer(*driver.cuGraphNodeGetType(node))[0] in launching for node in nodes[:number])
+
+
+def _long_enough(calls: Sequence[Call], stream: torch.cuda.Stream) -> tuple[torch.cuda.CUDAGraph, int]:
+    """A graph whose replay takes long enough, and how many calls it holds: a multiple of `calls`, taken in turn."""
+    number = len(calls)
+    while True:
+        graph, _ = _captured([calls[turn % len(calls)] for turn in range(number)], stream)
+        graph.replay()  # the first one uploads the graph
+        (replay_us,) = _between_events([(None, graph.replay)], DeviceState(), torch.cuda.current_device())
+        if replay_us > REPLAY_US / 2 or number >= MOST_CALLS_PER_REPLAY:
+            return graph, number
+        wanted = min(math.ceil(number * REPLAY_US / replay_us), MOST_CALLS_PER_REPLAY)
+        number = len(calls) * math.ceil(max(wanted, 2 * number) / len(calls))
+
+
+def _warm_up(staged: _Staged) -> None:
+    for _ in range(WARM_UP_RUNS):
+        if staged.before is not None:
+            staged.before()
+        staged.run()
+
+
+Steps = Sequence[tuple[Callable[[], object] | None, Callable[[], object]]]
+
+
+def _between_events(steps: Steps, state: DeviceState, device_index: int) -> list[float]:
+    """Microseconds of each step by CUDA events. The device is read while it works through them."""
+    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in steps]
+    for (start, end), (before, run) in zip(pairs, steps, strict=True):
+        if before is not None:
+            before()
         start.record()
-        graph.replay()
+        run()
         end.record()
+    state.read(device_index)
+    while not pairs[-1][1].query():
+        state.read(device_index)
     torch.cuda.synchronize()
-    return GpuTime(tuple(start.elapsed_time(end) * 1000 / CALLS_PER_GRAPH for start, end in pairs))
+    return [start.elapsed_time(end) * 1000 for start, end in pairs]
+
+
+def _recorded(steps: Steps, state: DeviceState, device_index: int) -> list[list[cupti.Activity]]:
+    """Each step's activities by CUPTI. The device is read while it works on some of them."""
+    read_every = max(1, len(steps) // 10)
+
+    def read_while_it_runs(run: Callable[[], object]) -> None:
+        run()
+        state.read(device_index)
+
+    return cupti.record(
+        (before, functools.partial(read_while_it_runs, run) if number % read_every == 0 else run)
+        for number, (before, run) in enumerate(steps)
+    )
+
+
+def _from_events(samples_us: list[float], staged: _Staged, method: Method, state: DeviceState) -> GpuTime:
+    return GpuTime(
+        samples_us=tuple(sample / staged.calls for sample in samples_us),
+        method=method,
+        launches=staged.launches,
+        calls_per_sample=staged.calls,
+        buffer_copies=len(staged.buffers),
+        device=state,
+    )
+
+
+def _from_records(records: list[list[cupti.Activity]], staged: _Staged, method: Method, state: DeviceState) -> GpuTime:
+    numbers = {len(activities) for activities in records}
+    if numbers != {staged.launches * staged.calls}:
+        raise RuntimeError(
+            f"CUPTI saw {sorted(numbers)} activities in replays of a graph of {staged.launches * staged.calls}: it lost some"
+        )
+    return GpuTime(
+        samples_us=tuple(cupti.span_us(activities) / staged.calls for activities in records),
+        method=method,
+        launches=staged.launches,
+        calls_per_sample=staged.calls,
+        buffer_copies=len(staged.buffers),
+        kernels=tuple(dict.fromkeys(activity.name for activity in records[0])),
+        busy_us=statistics.median(cupti.busy_us(activities) for activities in records) / staged.calls,
+        device=state,
+    )
+
+
+def _l2_bytes() -> int:
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
 
 
 @functools.cache
 def _side_stream(device_index: int) -> torch.cuda.Stream:
     """One stream for all captures: what a kernel keeps per stream, such as a workspace, is then kept once."""
     return torch.cuda.Stream(device_index)
-
-
-def copy_bandwidth_gbps(device: torch.device) -> float:
-    """Bandwidth of a large elementwise kernel on this GPU now, bytes read plus bytes written, in GB/s (10**9).
-
-    A kernel, because a copy inside a graph runs on a copy engine: 2.8 TB/s on an H200 whose kernels reach 4.2.
-    """
-    source = torch.randn(COPY_BYTES // 8, device=device)
-    target = torch.empty_like(source)
-    return COPY_BYTES / graph_time(lambda: torch.neg(source, out=target)).median_us / 1000

@@ -1,54 +1,101 @@
-"""Benchmarks in pytest-benchmark: GPU time by graph replay on a GPU; without one, kernels are judged, not timed."""
+"""Benchmarks in pytest-benchmark: GPU time by a chosen method on a GPU; without one, kernels are judged, not timed."""
 
-import io
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from lab.checks import ForwardCase, Verdict, judge_forward
+from lab.checks import Verdict, judge_forward
 from lab.provenance import environment
-from lab.timing import copy_bandwidth_gbps, graph_time
-from lab.timing.gpu_time import METHOD, DeviceClock
-from lab.workloads.traces import read_mooncake
+from lab.timing import Ceilings, DeviceClock, GpuTime, Method, measure_ceilings, method_named
+from lab.timing.forward import time_facts
+from lab.workloads import DEFAULT_SCENARIOS, ForwardCase, scenario
+from lab.workloads.traces import TracedRequest, own_trace, read_trace
+from tests.benchmarks.summary import judged_table, timed_tables
 
 HAS_GPU = torch.cuda.is_available()
-GPU_CLOCK = DeviceClock(METHOD)
+IMPLEMENTATIONS = ("lab.kernels.portable", "lab.kernels.trtllm")
+METHOD = pytest.StashKey[Method]()
+CLOCK = pytest.StashKey[DeviceClock]()
+CEILINGS = pytest.StashKey[Ceilings]()
 JUDGED = pytest.StashKey[list[Verdict]]()
+TIMED = pytest.StashKey[list[dict[str, Any]]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[JUDGED] = []
+    try:
+        config.stash[METHOD] = method_named(config.getoption("--lab-clock"), config.getoption("--lab-l2"))
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from error
+    config.stash[CLOCK] = DeviceClock(str(config.stash[METHOD]))
+    config.stash[JUDGED], config.stash[TIMED] = [], []
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`scenario_name` and `implementation` are the command line's, or the default level's."""
+    if "scenario_name" in metafunc.fixturenames:
+        metafunc.parametrize("scenario_name", metafunc.config.getoption("--lab-scenario") or DEFAULT_SCENARIOS)
+    if "implementation" in metafunc.fixturenames:
+        metafunc.parametrize("implementation", metafunc.config.getoption("--lab-implementation") or IMPLEMENTATIONS)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What is timed on the GPU reads the device's clock, whose name in the JSON is the method."""
+    for item in items:
+        if "gpu_benchmark" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.benchmark(timer=config.stash[CLOCK]))
+            item.add_marker(pytest.mark.gpu)
+            if not HAS_GPU:
+                reason = "a kernel's time needs a GPU, and there is none here: kernels are judged, not timed"
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
-    machine_info["lab"] = environment()
+    ceilings = config.stash.get(CEILINGS, None)
+    machine_info["lab"] = environment() | {"ceilings": None if ceilings is None else ceilings.facts()}
+
+
+@pytest.fixture
+def implementation_module(implementation: str) -> Any:
+    return importlib.import_module(implementation)
 
 
 @pytest.fixture(scope="session")
-def trace(request: pytest.FixtureRequest) -> list[Any]:
-    path = Path(request.config.getoption("--lab-trace"))
-    if not path.exists():
-        pytest.skip(f"no trace at {path}: pass --lab-trace PATH of a Mooncake JSONL file")
-    return read_mooncake(path)
+def trace(request: pytest.FixtureRequest) -> list[TracedRequest]:
+    """The trace that scenarios draw from: the command line's, or the lab's own synthetic one."""
+    path = request.config.getoption("--lab-trace")
+    return own_trace() if path is None else read_trace(Path(path))
+
+
+@pytest.fixture
+def case(scenario_name: str, trace: list[TracedRequest]) -> ForwardCase:
+    return scenario(scenario_name, trace)
+
+
+@pytest.fixture
+def method(request: pytest.FixtureRequest) -> Method:
+    return request.config.stash[METHOD]
 
 
 @pytest.fixture(scope="session")
-def bandwidth_gbps() -> float:
-    """What this GPU's memory gives a large elementwise kernel, in this run."""
-    return copy_bandwidth_gbps(torch.device("cuda"))
+def ceilings(request: pytest.FixtureRequest) -> Ceilings:
+    """What this GPU gives in this run."""
+    request.config.stash[CEILINGS] = measure_ceilings(torch.device("cuda"))
+    return request.config.stash[CEILINGS]
 
 
 @pytest.fixture
 def judge(request: pytest.FixtureRequest) -> Callable[[Any, ForwardCase], Verdict]:
-    """Judge a case, fail if it is wrong, and put it into the summary."""
+    """Judge a case: skip with the reason if it is declined, fail if it is wrong; and put it into the summary."""
 
     def judged(implementation: Any, case: ForwardCase) -> Verdict:
         verdict = judge_forward(implementation, case)
+        if verdict.outcome.value == "declined":
+            pytest.skip(verdict.reason)
         request.config.stash[JUDGED].append(verdict)
         assert verdict.outcome.value == "right", str(verdict)
         return verdict
@@ -57,43 +104,39 @@ def judge(request: pytest.FixtureRequest) -> Callable[[Any, ForwardCase], Verdic
 
 
 @pytest.fixture
-def gpu_benchmark(benchmark: Any) -> Callable[..., float]:
-    """Time a call on the GPU into pytest-benchmark; returns the median in microseconds."""
+def gpu_benchmark(request: pytest.FixtureRequest, benchmark: Any) -> Iterator[Callable[..., None]]:
+    """Hand a measured GPU time to pytest-benchmark, with its facts. A test that passes without doing so fails."""
+    clock, recorded = request.config.stash[CLOCK], []
 
-    def measured(call: Callable[[], object], **extra_info: Any) -> float:
-        time = graph_time(call)
+    def handed_over(time: GpuTime, ceilings: Ceilings, facts: dict[str, Any]) -> None:
+        facts = facts | time_facts(time, ceilings, facts["bytes_moved"], facts["operations"])
+        benchmark.extra_info.update(facts)
         samples = iter(time.samples_us)
-        benchmark.extra_info.update(method=time.method, **extra_info)
-        benchmark.pedantic(lambda: GPU_CLOCK.advance(next(samples) * 1e-6), rounds=len(time.samples_us))
-        return time.median_us
+        benchmark.pedantic(lambda: clock.advance(next(samples) * 1e-6), rounds=len(time.samples_us))
+        recorded.append(facts)
 
-    return measured
+    yield handed_over
+    request.config.stash[TIMED].extend(recorded)
+    if not recorded and not request.node.stash.get(ENDED_EARLY, False):
+        pytest.fail("this benchmark timed nothing", pytrace=False)
+
+
+ENDED_EARLY = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Let the fixtures know whether their test failed or was skipped: then it is right that it timed nothing."""
+    report = yield
+    if call.when == "call" and call.excinfo is not None:
+        item.stash[ENDED_EARLY] = True
+    return report
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    verdicts = config.stash[JUDGED]
-    if not verdicts:
-        return
-    where = "on this GPU" if HAS_GPU else "not timed: no GPU here, the interpreter's time is not a kernel's"
-    table = Table(title=f"Judged, {where}", title_justify="left")
-    for column in ("mode", "implementation", "geometry", "verdict", "worst error", "of the allowed"):
-        table.add_column(column)
-    for verdict in verdicts:
-        table.add_row(
-            _mode_name(verdict.case),
-            verdict.implementation,
-            verdict.case.geometry,
-            verdict.outcome.value,
-            f"{verdict.worst_error:.1e}",
-            f"{verdict.worst_ratio:.0%}",
-        )
-    console = Console(file=io.StringIO(), width=120)
-    console.print(table)
-    terminalreporter.write_line("\n" + console.file.getvalue().rstrip())
-
-
-def _mode_name(case: ForwardCase) -> str:
-    name = case.mode.name.lower().replace("_", " ")
-    if case.draft_step is not None:
-        name = f"draft decode, step {case.draft_step}"
-    return f"{name}, sliding window" if case.sliding_window else name
+    if config.stash[JUDGED]:
+        where = "on this GPU" if HAS_GPU else "not timed: no GPU here, the interpreter's time is not a kernel's"
+        terminalreporter.write_line("\n" + judged_table(config.stash[JUDGED], where))
+    if config.stash[TIMED]:
+        ceilings, method = config.stash[CEILINGS], config.stash[METHOD]
+        terminalreporter.write_line("\n" + timed_tables(config.stash[TIMED], ceilings, method))

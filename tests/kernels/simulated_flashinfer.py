@@ -192,6 +192,7 @@ def _fmha_v2(
         k, v = cache
         assert k.is_contiguous()
         assert v.is_contiguous()
+        assert k.shape == v.shape
         assert table.shape[1] == 2
         block = k[0].numel()
         distance = v.data_ptr() - k.data_ptr()

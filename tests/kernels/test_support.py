@@ -40,9 +40,9 @@ def problem(kernel: Kernel, **changes: Any) -> PagedAttention:
     batch = random_batch([q_len] * 2, [5, 7], head_dim=head_dim, **options)
     plain = {"out_dtype": changes.pop("out_dtype", None), "return_lse": False}
     if kernel in (FMHA_V2, GEN_CONTEXT):
-        posed = ContextCall(**context_arguments(batch, page_size, **plain)).problem()
+        posed = ContextCall(**as_halves(context_arguments(batch, page_size, **plain))).problem()
     else:
-        posed = DecodeCall(**decode_arguments(batch, page_size, **plain)).problem()
+        posed = DecodeCall(**as_halves(decode_arguments(batch, page_size, **plain))).problem()
     if nvfp4:
         pages, heads = posed.k_cache.shape[:2]
         packed = torch.zeros(pages, heads, page_size, head_dim // 2, dtype=U8)
@@ -52,6 +52,11 @@ def problem(kernel: Kernel, **changes: Any) -> PagedAttention:
         field = name.removesuffix("_like")
         posed = replace(posed, **{field: changes.pop(name)(getattr(posed, field))})
     return replace(posed, **changes)
+
+
+def as_halves(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same K and V as halves of one allocation, as an engine's pool has them."""
+    return arguments | {"kv_cache": tuple(torch.stack(arguments["kv_cache"]))}
 
 
 def transposed(tensor: torch.Tensor) -> torch.Tensor:
@@ -67,6 +72,16 @@ def padded(tensor: torch.Tensor) -> torch.Tensor:
 ONE, SINK, LSE = torch.ones(1), torch.zeros(4), torch.empty(4, 4)
 OFFSETS = torch.tensor([0, 2, 4], dtype=torch.int32)
 MASK = torch.ones(2, 2, 2, dtype=torch.uint16)
+# Pools of pages as the plain call's are: 2 K/V heads, 16 tokens, head_dim 64, bf16.
+POOL, WIDE_POOL = torch.zeros(6, 2, 16, 64, dtype=BF16), torch.zeros(6, 2, 16, 128, dtype=BF16)[..., :64]
+STACKED, THREE = torch.zeros(3, 2, 2, 16, 64, dtype=BF16), torch.zeros(3, 3, 2, 16, 64, dtype=BF16)
+STACKED_NHD = torch.zeros(3, 2, 16, 2, 64, dtype=BF16).transpose(2, 3)
+# Two allocations, V's whole pages behind K's by chance.
+MEMORY = bytearray(6 * 4096)
+LONE_K, LONE_V = (
+    torch.frombuffer(MEMORY, dtype=BF16, count=3 * 2048, offset=start).view(3, 2, 16, 64) for start in (0, 3 * 4096)
+)
+ONE_POOL = {"k_cache": POOL, "v_cache": POOL}
 OTHER_TABLE = {"v_block_tables_like": torch.clone}
 ONLY_SM9_10_12 = "XQA needs a GPU of SM90, SM100, SM103, SM120 and SM121, this is "
 ONLY_SM9_12 = "trtllm_fmha_v2_prefill needs a GPU of SM90, SM120 and SM121, this is "
@@ -158,7 +173,25 @@ TABLE: list[tuple[Kernel, support.Capability | None, dict[str, Any], str | None]
     *[(FMHA_V2, SM90, {"page_size": size}, None) for size in (16, 32, 64, 128)],
     *[(FMHA_V2, SM90, {"page_size": size}, f"16, 32, 64 and 128, not {size}") for size in (8, 256)],
     (FMHA_V2, SM90, {"cu_seqlens_q": None}, "needs cum_seq_lens_q"),
-    (FMHA_V2, SM90, OTHER_TABLE, "uses_shared_paged_kv_idx must be True"),
+    (FMHA_V2, SM90, OTHER_TABLE, "uses_shared_paged_kv_idx must be True, or K and V the same contiguous pool"),
+    (FMHA_V2, SM90, {**OTHER_TABLE, **ONE_POOL}, None),
+    (FMHA_V2, SM90, {**OTHER_TABLE, "k_cache": POOL, "v_cache": POOL.transpose(1, 2)}, "the same contiguous pool"),
+    (FMHA_V2, SM90, {**OTHER_TABLE, "k_cache": POOL[:1], "v_cache": POOL[:1]}, "two pages or more"),
+    (FMHA_V2, SM90, {**OTHER_TABLE, "k_cache": WIDE_POOL, "v_cache": WIDE_POOL}, "the same contiguous pool"),
+    (FMHA_V2, SM90, ONE_POOL, "needs K and V to be one contiguous [num_pages, 2, ...] tensor, or contiguous halves"),
+    (FMHA_V2, SM90, {"k_cache": STACKED[:, 0], "v_cache": STACKED[:, 1]}, None),
+    (FMHA_V2, SM90, {"k_cache": STACKED_NHD[:, 0], "v_cache": STACKED_NHD[:, 1]}, None),
+    (
+        FMHA_V2,
+        SM90,
+        {"k_cache": STACKED[:, 1], "v_cache": STACKED[:, 0]},
+        "V -4096 bytes behind K, pages of 4096 bytes",
+    ),
+    (FMHA_V2, SM90, {"k_cache": THREE[:, 0], "v_cache": THREE[:, 1]}, "V 4096 bytes behind K"),
+    (FMHA_V2, SM90, {"k_cache": POOL[:3], "v_cache": POOL[3:]}, None),
+    (FMHA_V2, SM90, {"k_cache": POOL[3:], "v_cache": POOL[:3]}, "V -12288 bytes behind K"),
+    (FMHA_V2, SM90, {"k_cache": LONE_K, "v_cache": LONE_V}, "halves of one allocation"),
+    (FMHA_V2, SM90, {"k_cache": WIDE_POOL[:3], "v_cache": WIDE_POOL[3:]}, "halves of one allocation"),
     (FMHA_V2, SM90, {"lse": LSE}, "not the LSE"),
     (FMHA_V2, SM90, {"return_lse": True}, "not the LSE"),
     (FMHA_V2, SM90, {"bmm1_scale": ONE}, "host numbers"),

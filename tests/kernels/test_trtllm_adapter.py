@@ -1,5 +1,6 @@
 """The FlashInfer adapter without a GPU: its calls bind to the installed functions, and mean what the references compute."""
 
+import functools
 import inspect
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lab import references
 from lab.kernels import support, trtllm
@@ -20,6 +22,7 @@ from tests.kernels.simulated_flashinfer import MEBIBYTE, SimulatedFlashInfer
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # FlashInfer's, of CUTLASS, at its import
 
 DECODE, CONTEXT = "trtllm_batch_decode_with_kv_cache", "trtllm_batch_context_with_kv_cache"
+BOTH_ENTRIES = pytest.mark.parametrize("entry", ["", "prepare_"], ids=["called", "prepared"])
 SM90, SM100, SM120 = (9, 0), (10, 0), (12, 0)
 CPU = torch.device("cpu")
 # The simulation computes in float64 and rounds once, as the references do: they differ by a flipped rounding at most.
@@ -43,11 +46,17 @@ def simulate(monkeypatch: pytest.MonkeyPatch) -> Simulate:
         monkeypatch.setattr(trtllm, "SCRATCH_BYTES", 4096)
         monkeypatch.setattr(trtllm, "LEAST_SCRATCH_BYTES", 4096)
         monkeypatch.setattr(trtllm, "_installed", simulated.installed)
-        trtllm._workspace.cache_clear()
+        forget()
         return simulated
 
     yield start
+    forget()
+
+
+def forget() -> None:
+    """What the adapter keeps: its workspace, and which function takes which keywords."""
     trtllm._workspace.cache_clear()
+    trtllm._installed_taking.cache_clear()
 
 
 def decode_case(q_len: int = 1, kv_lens: tuple[int, ...] = (16, 33, 5), **changes: Any) -> Arguments:
@@ -91,6 +100,11 @@ def stacked(arguments: Arguments, layout: str = "HND") -> Arguments:
     return arguments | {"kv_cache": torch.stack((k, v), dim=1).contiguous(), "kv_layout": layout}
 
 
+def unstacked(arguments: Arguments) -> Arguments:
+    """The same stacked pool as a pair of views."""
+    return arguments | {"kv_cache": arguments["kv_cache"].unbind(1)}
+
+
 def permuted(arguments: Arguments) -> Arguments:
     """The same K and V as HND views of an NHD pool, as an engine hands them."""
     nhd = torch.stack(arguments["kv_cache"]).transpose(2, 3).contiguous()
@@ -103,6 +117,19 @@ def widened(arguments: Arguments) -> Arguments:
     wide = torch.full((*table.shape[:-1], table.shape[-1] + 3), 0, dtype=torch.int32)
     wide[..., : table.shape[-1]] = table
     return arguments | {"block_tables": wide[..., : table.shape[-1]]}
+
+
+def expanded(arguments: Arguments, layout: str = "HND") -> Arguments:
+    """The same K and V as pages of one pool in any order, the pool as both K and V, and the table counting in it."""
+    k, v = arguments["kv_cache"]
+    places = torch.randperm(2 * len(k), generator=torch.Generator().manual_seed(3)).to(torch.int32)
+    pool = torch.empty(2 * len(k), *k.shape[1:], dtype=k.dtype)
+    pool[places] = torch.cat((k, v))
+    if layout == "NHD":
+        pool = pool.transpose(1, 2).contiguous().transpose(1, 2)
+    ids = arguments["block_tables"]
+    tables = torch.stack((places[ids], places[ids + len(k)]), dim=1)
+    return arguments | {"kv_cache": (pool, pool), "block_tables": tables, "uses_shared_paged_kv_idx": False}
 
 
 XQA_CASES: dict[str, Callable[[], Arguments]] = {
@@ -217,6 +244,14 @@ FMHA_V2_CASES: dict[str, Callable[[], Arguments]] = {
     "stacked NHD": lambda: stacked(context_case(), "NHD"),
     "slice of a wider table": lambda: widened(context_case()),
     "stacked, slice of a wider table": lambda: widened(stacked(context_case())),
+    "views of a stacked pool": lambda: unstacked(stacked(context_case())),
+    "views of a stacked NHD pool": lambda: unstacked(stacked(context_case(), "NHD")),
+    "expanded table": lambda: expanded(context_case()),
+    "expanded table of an NHD pool": lambda: expanded(context_case(), "NHD"),
+    "expanded table, slice of a wider one": lambda: widened(expanded(context_case())),
+    "expanded table of a pool in one tensor": lambda: (
+        lambda case: case | {"kv_cache": case["kv_cache"][0].unsqueeze(1)}
+    )(expanded(context_case())),
     "given output": lambda: context_case(out=torch.empty(22, 4, 64, dtype=torch.bfloat16)),
     "bound of rows above bound of keys": lambda: context_case((3,), (3,), max_q_len=64, max_kv_len=3),
 }
@@ -255,11 +290,35 @@ def separate_allocations(cache: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     ],
     ids=["V between pages", "V before K", "V is K", "K for V", "V beside K in each token"],
 )
-def test_fmha_v2_needs_v_whole_pages_behind_k(simulate: Simulate, rearrange: Callable[[Any], Any]) -> None:
+@BOTH_ENTRIES
+def test_fmha_v2_needs_v_whole_pages_behind_k(simulate: Simulate, rearrange: Callable[[Any], Any], entry: str) -> None:
     simulated = simulate(SM90)
     case = context_case()
     with pytest.raises(NotImplementedError, match="trtllm_fmha_v2_prefill needs"):
-        trtllm.trtllm_batch_context_with_kv_cache(**case | {"kv_cache": rearrange(case["kv_cache"])})
+        getattr(trtllm, entry + CONTEXT)(**case | {"kv_cache": rearrange(case["kv_cache"])})
+    assert not simulated.calls
+
+
+@pytest.mark.parametrize(
+    "rearrange",
+    [
+        tuple,
+        lambda cache: (cache[0][:1], cache[0][:1]),
+        lambda cache: (cache[0], cache[0].clone()),
+        lambda cache: (cache[0].repeat(1, 1, 1, 2)[..., :64],) * 2,
+    ],
+    ids=["halves", "one page", "a copy as V", "gaps in the pool"],
+)
+@BOTH_ENTRIES
+def test_fmha_v2_takes_two_tables_over_one_pool_only(
+    simulate: Simulate, rearrange: Callable[[Any], Any], entry: str
+) -> None:
+    simulated = simulate(SM90)
+    case = context_case((3,), (9,))
+    tables = torch.zeros(1, 2, 1, dtype=torch.int32)
+    changes = {"kv_cache": rearrange(case["kv_cache"]), "block_tables": tables, "uses_shared_paged_kv_idx": False}
+    with pytest.raises(NotImplementedError, match="counts the page ids of K and of V from one address"):
+        getattr(trtllm, entry + CONTEXT)(**case | changes)
     assert not simulated.calls
 
 
@@ -370,6 +429,7 @@ def test_another_flashinfer_is_a_clear_error(
         return lambda **arguments: pytest.fail("called"), real.replace(parameters=new)
 
     monkeypatch.setattr(trtllm, "_installed", changed)
+    forget()
     with pytest.raises(TypeError) as error:
         getattr(trtllm, function)(**arguments)
     message = str(error.value)
@@ -437,6 +497,194 @@ def test_nvfp4_scale_factors_go_as_a_pair_of_hnd_views(simulate: Simulate) -> No
     for name, last in (("kv_cache", 32), ("kv_cache_sf", 4)):
         assert isinstance(passed[name], tuple)
         assert [list(x.shape) for x in passed[name]] == [[5, 2, 16, last]] * 2
+
+
+# Prepared calls.
+
+
+PREPARED_CASES: dict[str, tuple[tuple[int, int], str, Callable[[], Arguments]]] = {
+    **{f"XQA, {name}": (SM90, DECODE, case) for name, case in XQA_CASES.items()},
+    **{f"trtllm-gen decode, {name}": (SM100, DECODE, case) for name, case in TRTLLM_GEN_DECODE_CASES.items()},
+    **{f"trtllm-gen context, {name}": (SM100, CONTEXT, case) for name, case in TRTLLM_GEN_CONTEXT_CASES.items()},
+    **{f"fmha_v2, {name}": (SM90, CONTEXT, case) for name, case in FMHA_V2_CASES.items()},
+}
+
+
+def prepare(function: str, arguments: Arguments) -> trtllm.PreparedCall:
+    prepared = getattr(trtllm, f"prepare_{function}")(**arguments)
+    assert isinstance(prepared, trtllm.PreparedCall)
+    return prepared
+
+
+def bits(result: Any) -> list[Tensor]:
+    return [part.view(torch.uint8).clone() for part in (result if isinstance(result, tuple) else (result,))]
+
+
+@pytest.mark.parametrize("name", PREPARED_CASES)
+def test_a_prepared_call_returns_what_the_call_does(simulate: Simulate, name: str) -> None:
+    capability, function, case = PREPARED_CASES[name]
+    simulated = simulate(capability)
+    arguments = case()
+    expected = bits(getattr(trtllm, function)(**arguments))
+    prepared = prepare(function, arguments)
+    assert len(simulated.calls) == 1
+    for given in (arguments.get("out"), arguments.get("lse")):
+        if given is not None:
+            given.fill_(7)
+    for _ in range(2):
+        assert all(got.equal(want) for got, want in zip(bits(prepared()), expected, strict=True))
+    assert [called for called, _ in simulated.calls] == [simulated.calls[0][0]] * 3
+
+
+@pytest.mark.parametrize("function", [DECODE, CONTEXT])
+def test_a_prepared_call_takes_flashinfers_own_parameters(function: str) -> None:
+    prepare_it = getattr(trtllm, f"prepare_{function}")
+    assert inspect.signature(prepare_it) == inspect.signature(getattr(trtllm, function))
+
+
+# Two batches of the same shapes: other lengths and widths, pages, queries, keys and values.
+OTHER_TREE = [[[column <= row and column != 2 for column in range(5)] for row in range(5)]] * 3
+DECODE_BATCHES: tuple[Arguments, Arguments] = ({"kv_lens": (16, 33, 5)}, {"kv_lens": (33, 5, 16), "seed": 7})
+CONTEXT_BATCHES: tuple[Arguments, Arguments] = (
+    {"q_lens": (5, 0, 17), "kv_lens": (21, 7, 17)},
+    {"q_lens": (17, 5, 0), "kv_lens": (17, 21, 7), "seed": 7},
+)
+REFILLED: dict[str, tuple[tuple[int, int], str, Callable[[int], Arguments]]] = {
+    "XQA": (SM90, DECODE, lambda i: decode_case(**DECODE_BATCHES[i])),
+    "XQA verify": (SM90, DECODE, lambda i: decode_case(3, **DECODE_BATCHES[i])),
+    "XQA tree": (SM90, DECODE, lambda i: decode_case(5, mask=pack_mask((TREE, OTHER_TREE)[i]), **DECODE_BATCHES[i])),
+    "XQA, sinks": (SM90, DECODE, lambda i: decode_case(sinks=SINKS.roll(i), **DECODE_BATCHES[i])),
+    "XQA, scale tensors": (
+        SM90,
+        DECODE,
+        lambda i: decode_case(
+            kv_dtype=torch.float8_e4m3fn,
+            bmm1_scale=torch.tensor([0.2 + i]),
+            bmm2_scale=torch.tensor([0.7 + i]),
+            **DECODE_BATCHES[i],
+        ),
+    ),
+    "XQA, scale in base 2": (
+        SM90,
+        DECODE,
+        lambda i: decode_case(bmm1_scale_log2=torch.tensor([0.4 + i]), **DECODE_BATCHES[i]),
+    ),
+    "XQA, views of NHD": (SM90, DECODE, lambda i: permuted(decode_case(**DECODE_BATCHES[i]))),
+    "XQA, slice of a wider table": (SM90, DECODE, lambda i: widened(decode_case(**DECODE_BATCHES[i]))),
+    "trtllm-gen decode": (SM100, DECODE, lambda i: decode_case(2, **DECODE_BATCHES[i])),
+    "trtllm-gen decode, slice of wider separate tables": (
+        SM100,
+        DECODE,
+        lambda i: widened(decode_case(2, separate_tables=True, **DECODE_BATCHES[i])),
+    ),
+    "trtllm-gen context": (SM100, CONTEXT, lambda i: context_case(**CONTEXT_BATCHES[i])),
+    "fmha_v2": (SM90, CONTEXT, lambda i: context_case(**CONTEXT_BATCHES[i])),
+    "fmha_v2, slice of a wider table": (SM90, CONTEXT, lambda i: widened(context_case(**CONTEXT_BATCHES[i]))),
+    "fmha_v2, stacked": (SM90, CONTEXT, lambda i: stacked(context_case(**CONTEXT_BATCHES[i]))),
+    "fmha_v2, stacked, slice of a wider table": (
+        SM90,
+        CONTEXT,
+        lambda i: widened(stacked(context_case(**CONTEXT_BATCHES[i]))),
+    ),
+    "fmha_v2, expanded table": (SM90, CONTEXT, lambda i: expanded(context_case(**CONTEXT_BATCHES[i]))),
+}
+
+
+def refill(buffers: Arguments, source: Arguments) -> None:
+    """The contents of every tensor, as an engine refills the buffers of a CUDA graph."""
+    for name, value in buffers.items():
+        if isinstance(value, Tensor):
+            value.copy_(source[name])
+        elif isinstance(value, tuple):
+            for part, other in zip(value, source[name], strict=True):
+                part.copy_(other)
+        else:
+            assert value == source[name], f"{name} is no content"
+
+
+@pytest.mark.parametrize("name", REFILLED)
+def test_a_prepared_call_sees_new_contents(simulate: Simulate, name: str) -> None:
+    capability, function, case = REFILLED[name]
+    simulate(capability)
+    buffers, other = case(0), case(1)
+    other["query"] = -other["query"]
+    prepared = prepare(function, buffers)
+    prepared()
+    refill(buffers, other)
+    out = prepared()
+    expected = getattr(references, function)(**other)
+    assert float(references.relative_l2(out, expected).max()) <= ONE_ROUNDING[out.dtype]
+
+
+class Operations(TorchDispatchMode):
+    """Notes every operation of torch, views included: on a GPU most of them launch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(function))
+        return function(*args, **kwargs or {})
+
+
+def without_attention(simulate: Simulate, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    """A simulated FlashInfer whose functions do nothing."""
+    installed = simulate(capability).installed
+    monkeypatch.setattr(trtllm, "_installed", lambda *of: (lambda **arguments: None, installed(*of)[1]))
+
+
+OPERATIONS = {
+    "XQA": [],
+    "XQA verify": [],
+    "XQA tree": [],
+    "XQA, scale tensors": [],
+    "XQA, scale in base 2": ["aten.mul.out"],
+    "XQA, slice of a wider table": ["aten.copy_.default"],
+    "trtllm-gen decode": [],
+    "trtllm-gen context": [],
+    "fmha_v2": ["aten.add.out"],
+    "fmha_v2, slice of a wider table": ["aten.add.out"],
+    "fmha_v2, stacked": [],
+    "fmha_v2, stacked, slice of a wider table": ["aten.copy_.default"],
+    "fmha_v2, expanded table": [],
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_what_a_prepared_call_does_besides_flashinfers(
+    simulate: Simulate, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    capability, function, case = REFILLED[name]
+    without_attention(simulate, monkeypatch, capability)
+    prepared = prepare(function, case(0))
+    for _ in range(2):
+        with Operations() as operations:
+            prepared()
+        assert operations.names == OPERATIONS[name]
+
+
+def test_the_table_of_a_split_pool_is_made_without_the_host(
+    simulate: Simulate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy of host data cannot be captured in a CUDA graph, and the call can: two launches, one in a prepared one."""
+    monkeypatch.setattr("lab.calls.check_values", lambda problem: None)  # as on a GPU
+    without_attention(simulate, monkeypatch, SM90)
+    arguments = context_case() | {"workspace_buffer": torch.zeros(9 * MEBIBYTE, dtype=torch.uint8)}
+    with Operations() as operations:
+        trtllm.trtllm_batch_context_with_kv_cache(**arguments)
+    views = ("select", "slice", "transpose", "view", "unsqueeze", "empty", "detach")
+    launches = [name for name in operations.names if name.split(".")[1] not in views]
+    assert launches == ["aten.arange.start_step", "aten.add.out"]
+
+
+def test_keywords_are_bound_once(simulate: Simulate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Binding takes longer than the other checks together."""
+    installed, asked = simulate(SM90).installed, []
+    monkeypatch.setattr(trtllm, "_installed", lambda *of: asked.append(of) or installed(*of))
+    for arguments in (decode_case(), decode_case(), decode_case(window_left=3)):
+        trtllm.trtllm_batch_decode_with_kv_cache(**arguments)
+    assert len(asked) == 2
 
 
 # What the adapter supplies.
@@ -507,13 +755,14 @@ def test_a_given_workspace_serves_both_calls(simulate: Simulate, dtype: torch.dt
     ids=["semaphores alone", "tiny", "elsewhere", "with gaps", "no tensor"],
 )
 @pytest.mark.parametrize("function", [DECODE, CONTEXT])
+@BOTH_ENTRIES
 def test_a_workspace_that_does_not_fit_is_refused(
-    simulate: Simulate, workspace: Any, error: type[Exception], message: str, function: str
+    simulate: Simulate, workspace: Any, error: type[Exception], message: str, function: str, entry: str
 ) -> None:
     simulated = simulate(SM90)
     case = decode_case() if function == DECODE else context_case()
     with pytest.raises(error, match=f"workspace_buffer.*{message}"):
-        getattr(trtllm, function)(**case | {"workspace_buffer": workspace})
+        getattr(trtllm, entry + function)(**case | {"workspace_buffer": workspace})
     assert not simulated.calls
 
 
@@ -525,11 +774,22 @@ def test_packed_rows_are_not_copied(simulate: Simulate) -> None:
 
 
 @pytest.mark.parametrize("function", [DECODE, CONTEXT])
-def test_an_unsupported_call_raises_the_reason(simulate: Simulate, function: str) -> None:
+@BOTH_ENTRIES
+def test_an_unsupported_call_raises_the_reason(simulate: Simulate, function: str, entry: str) -> None:
     simulated = simulate((8, 0))
     case = decode_case() if function == DECODE else context_case()
     with pytest.raises(NotImplementedError, match=r"needs a GPU of SM90.*this is SM80"):
-        getattr(trtllm, function)(**case)
+        getattr(trtllm, entry + function)(**case)
+    assert not simulated.calls
+
+
+@pytest.mark.parametrize("function", [DECODE, CONTEXT])
+@BOTH_ENTRIES
+def test_a_malformed_call_is_refused(simulate: Simulate, function: str, entry: str) -> None:
+    simulated = simulate(SM90)
+    case = decode_case() if function == DECODE else context_case()
+    with pytest.raises(ValueError, match="query must be"):
+        getattr(trtllm, entry + function)(**case | {"query": case["query"][0]})
     assert not simulated.calls
 
 
@@ -572,9 +832,9 @@ def test_an_empty_batch_returns_empty_without_flashinfer(monkeypatch: pytest.Mon
         "cum_seq_lens_q": torch.zeros(1, dtype=torch.int32),
         "cum_seq_lens_kv": torch.zeros(1, dtype=torch.int32),
     }
-    out, lse = trtllm.trtllm_batch_decode_with_kv_cache(**arguments, max_seq_len=0)
-    assert (list(out.shape), list(lse.shape)) == ([0, 4, 64], [0, 4])
-    out, lse = trtllm.trtllm_batch_context_with_kv_cache(
-        **arguments, **offsets, max_q_len=0, max_kv_len=0, bmm1_scale=1.0, bmm2_scale=1.0, batch_size=0
-    )
-    assert (list(out.shape), list(lse.shape)) == ([0, 4, 64], [0, 4])
+    bounds = {"max_q_len": 0, "max_kv_len": 0, "bmm1_scale": 1.0, "bmm2_scale": 1.0, "batch_size": 0}
+    for function, more in ((DECODE, {"max_seq_len": 0}), (CONTEXT, offsets | bounds)):
+        call = functools.partial(getattr(trtllm, function), **arguments, **more)
+        for made in (call, prepare(function, arguments | more)):
+            out, lse = made()
+            assert (list(out.shape), list(lse.shape)) == ([0, 4, 64], [0, 4])

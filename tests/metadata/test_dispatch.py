@@ -20,7 +20,7 @@ from lab.metadata import (
     attention_call,
     build_mha_metadata,
     plan_calls,
-    run_attention,
+    prepare_attention,
 )
 from lab.metadata.dispatch import call_arguments
 
@@ -237,9 +237,10 @@ def test_a_split_batch_on_a_window_layer_computes_what_the_whole_one_does(new: t
     for split in (False, True):
         out = torch.full_like(query, 123.0)
         plan = plan_calls(batch, split_mixed_tail=split)
-        run_attention(
+        attention = prepare_attention(
             lab.references, batch, metadata, layer, query, cache, max_context_len=CAPACITY, out=out, plan=plan
         )
+        assert attention() is out
         assert (out[sum(new) :] == 123.0).all(), "padding rows are nobody's"
         results.append(out)
     assert (results[0][: sum(new)] != 123.0).all()

@@ -1,0 +1,79 @@
+"""Two kernels, or two settings, against each other on this GPU: in one process, their samples in turns.
+
+    python -m lab.timing.ab decode/llama-3.1-8b/64q1s4k lab.kernels.trtllm lab.kernels.portable
+    python -m lab.timing.ab draft_extend_v2/llama-3.1-8b/64q4s4k/on_context lab.kernels.trtllm \\
+        --against draft_extend_v2/llama-3.1-8b/64q4s4k
+
+Both are right before and after, or nothing is said. The exit status is 1 if the second is SLOWER than the first.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from lab.checks.forward_pass import build_forward
+from lab.timing.comparison import MINIMUM_EFFECT_PERCENT, SIGNIFICANCE, Change, SampleComparison, compare_samples
+from lab.timing.forward import forward_work
+from lab.timing.gpu_time import measure_interleaved
+from lab.timing.method import method_named
+from lab.workloads.scenarios import scenario
+from lab.workloads.traces import read_trace
+
+SAMPLES = 60
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m lab.timing.ab", description=__doc__.split("\n", 1)[0])
+    parser.add_argument("scenario", help="such as decode/llama-3.1-8b/64q1s4k")
+    parser.add_argument("first", help="a module with FlashInfer's names")
+    parser.add_argument("second", nargs="?", help="another; the same if left out")
+    parser.add_argument("--against", metavar="SCENARIO", help="the second's scenario; the first's if left out")
+    parser.add_argument("--clock", default="graph")
+    parser.add_argument("--l2", default="cold")
+    parser.add_argument("--samples", type=int, default=SAMPLES)
+    parser.add_argument("--minimum-effect-percent", type=float, default=MINIMUM_EFFECT_PERCENT)
+    parser.add_argument("--significance", type=float, default=SIGNIFICANCE)
+    parser.add_argument(
+        "--trace", type=Path, help="a Mooncake (.jsonl) or Azure (.csv) trace for scenarios that draw one"
+    )
+    given = parser.parse_args(argv)
+    sides = ((given.scenario, given.first), (given.against or given.scenario, given.second or given.first))
+    if sides[0] == sides[1]:
+        parser.error("the two sides are the same: name a second module, or another scenario with --against")
+    try:
+        method = method_named(given.clock, given.l2)
+        trace = None if given.trace is None else read_trace(given.trace)
+        cases = [scenario(name, trace) for name, _ in sides]
+    except (ValueError, FileNotFoundError) as error:
+        parser.error(str(error))
+    modules = [importlib.import_module(module) for _, module in sides]
+    works = {
+        side: forward_work(build_forward(case, torch.device("cuda")), module)
+        for side, case, module in zip(("first", "second"), cases, modules, strict=True)
+    }
+    times = measure_interleaved(works, method, given.samples)
+    comparison = compare_samples(
+        times["first"].samples_us, times["second"].samples_us, given.minimum_effect_percent, given.significance
+    )
+    for (name, module), time in zip(sides, times.values(), strict=True):
+        print(f"{time.median_us:10.2f} µs  ± {time.iqr_us:.2f} (IQR)  {name}  {module}, {time.launches} launches")
+    print(in_words(comparison))
+    print(f"GPU time: {method}; {given.samples} samples each, in turns; {times['first'].device.facts()}")
+    return 1 if comparison.change is Change.SLOWER else 0
+
+
+def in_words(comparison: SampleComparison) -> str:
+    """ "The second is SLOWER: +3.1 % (+2.9 to +3.4 %), p = 1e-20"."""
+    interval = comparison.interval_percent
+    within = "" if interval is None else f" ({interval[0]:+.2f} to {interval[1]:+.2f} %)"
+    verdict = f"The second is {comparison.change.name}: {comparison.effect_percent:+.2f} %{within}"
+    reason = f"; {comparison.reason}" if comparison.reason else ""
+    return f"{verdict}, p = {comparison.p_value:.1g}{reason}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

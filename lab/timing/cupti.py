@@ -1,0 +1,122 @@
+"""Kernel times from CUPTI's activity records, each attributed to the run that launched it.
+
+Every run is bracketed by an external correlation id, so that what ran between two runs, such as a flush of L2, is not
+counted, and a run that launched nothing is noticed. Nothing falls back to another clock.
+"""
+
+import importlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+BUFFER_BYTES = 8 * 2**20
+
+
+@dataclass(frozen=True)
+class Activity:
+    """A kernel, copy or fill on the GPU; times in nanoseconds of CUPTI's clock."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+
+
+@dataclass
+class _Records:
+    """What CUPTI's callbacks collect: activities by correlation id, and which run each correlation id belongs to."""
+
+    activities: list[tuple[int, Activity]] = field(default_factory=list)
+    run_of: dict[int, int] = field(default_factory=dict)
+
+    def by_run(self, count: int) -> list[list[Activity]]:
+        runs: dict[int, list[Activity]] = defaultdict(list)
+        for correlation, activity in self.activities:
+            if correlation in self.run_of:
+                runs[self.run_of[correlation]].append(activity)
+        return [sorted(runs[run], key=lambda activity: activity.start_ns) for run in range(count)]
+
+
+def span_us(activities: Iterable[Activity]) -> float:
+    """First start to last end, in microseconds: gaps between the activities count."""
+    listed = list(activities)
+    return (max(each.end_ns for each in listed) - min(each.start_ns for each in listed)) / 1000
+
+
+def busy_us(activities: Iterable[Activity]) -> float:
+    """Time in which at least one of the activities ran, in microseconds: gaps do not count, overlap counts once."""
+    total_ns, end_ns = 0, 0
+    for each in sorted(activities, key=lambda activity: activity.start_ns):
+        total_ns += max(0, each.end_ns - max(each.start_ns, end_ns))
+        end_ns = max(end_ns, each.end_ns)
+    return total_ns / 1000
+
+
+def record(steps: Iterable[tuple[Callable[[], object] | None, Callable[[], object]]]) -> list[list[Activity]]:
+    """Run (before, run) pairs one by one, and return each run's activities in the order of their starts.
+
+    The device is idle before each run, and `before` is not counted.
+
+    Raises:
+        RuntimeError: there is no cupti-python 13 or later, or another profiler holds CUPTI, or a run has no activity.
+    """
+    cupti = _cupti()
+    kinds = cupti.ActivityKind
+    devices = (kinds.CONCURRENT_KERNEL, kinds.MEMCPY, kinds.MEMSET)
+    enabled = (kinds.RUNTIME, kinds.DRIVER, kinds.EXTERNAL_CORRELATION, *devices)
+    records = _Records()
+
+    def completed(activities: list[Any]) -> None:
+        for each in activities:
+            if each.kind in devices:
+                name = each.name if each.kind == kinds.CONCURRENT_KERNEL else kinds(each.kind).name
+                records.activities.append((each.correlation_id, Activity(name, each.start, each.end)))
+            elif each.kind == kinds.EXTERNAL_CORRELATION:
+                records.run_of[each.correlation_id] = each.external_id - 1
+
+    try:
+        cupti.activity_register_callbacks(lambda: (BUFFER_BYTES, 0), completed)
+        for kind in enabled:
+            cupti.activity_enable(kind)
+    except cupti.cuptiError as error:
+        raise RuntimeError(
+            f"CUPTI cannot record ({error}): no other profiler may run, and ncu counts as one; or choose another clock"
+        ) from error
+    try:
+        count = _run_all(cupti, steps)
+        cupti.activity_flush_all(0)
+    finally:
+        for kind in enabled:
+            cupti.activity_disable(kind)
+        cupti.finalize()
+    runs = records.by_run(count)
+    for number, activities in enumerate(runs):
+        if not activities:
+            raise RuntimeError(f"CUPTI saw nothing run on the GPU in run {number} of {count}: nothing was timed")
+    return runs
+
+
+def _run_all(cupti: Any, steps: Iterable[tuple[Callable[[], object] | None, Callable[[], object]]]) -> int:
+    count, custom = 0, cupti.ExternalCorrelationKind.CUSTOM0
+    for before, run in steps:
+        if before is not None:
+            before()
+        torch.cuda.synchronize()
+        count += 1
+        cupti.activity_push_external_correlation_id(custom, count)  # 0 is no id
+        run()
+        cupti.activity_pop_external_correlation_id(custom)
+        torch.cuda.synchronize()
+    return count
+
+
+def _cupti() -> Any:
+    try:
+        return importlib.import_module("cupti.cupti")
+    except ImportError as error:
+        raise RuntimeError(
+            "the CUPTI clock needs cupti-python 13 or later (pip install '.[cupti]') and CUDA 13; "
+            "or choose the graph clock, which needs neither"
+        ) from error

@@ -1,0 +1,81 @@
+"""How a GPU time is taken: what reads the time, and what L2 holds when a call starts. Chosen, and never fallen back to."""
+
+import enum
+from dataclasses import dataclass
+
+
+class Clock(enum.Enum):
+    """What reads the time; the value is its name on the command line."""
+
+    GRAPH = "graph"
+    CUPTI = "cupti"
+    EVENTS = "events"
+
+    def __repr__(self) -> str:
+        return f"Clock.{self.name}"
+
+
+class L2(enum.Enum):
+    """What the L2 cache holds when a call starts."""
+
+    WARM = "warm"
+    COLD_ROTATION = "cold by rotation"
+    COLD_FLUSH = "cold by flush"
+
+    def __repr__(self) -> str:
+        return f"L2.{self.name}"
+
+
+_CLOCKS = {
+    Clock.GRAPH: "calls recorded in a CUDA graph, its replay between two CUDA events, time per call",
+    Clock.CUPTI: "calls recorded in a CUDA graph, CUPTI's first start to last end of its replay, time per call",
+    Clock.EVENTS: "one eager call between two CUDA events, the host's launch gaps included",
+}
+_CACHES = {
+    L2.WARM: "the same buffers each call",
+    L2.COLD_ROTATION: "copies of every buffer in turn, so that none is still in L2",
+    L2.COLD_FLUSH: "one call per sample, L2 filled before it by reading",
+}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A clock and a state of the L2 cache.
+
+    GRAPH and CUPTI time the same thing, a replayed graph, and differ in who reads the time: GRAPH's events add about 2 µs per
+    replay, which a graph of many calls makes small. EVENTS includes what the host does between two launches.
+
+    Raises:
+        ValueError: GRAPH with COLD_FLUSH.
+    """
+
+    clock: Clock
+    l2: L2
+
+    def __post_init__(self) -> None:
+        if self.clock is Clock.GRAPH and self.l2 is L2.COLD_FLUSH:
+            raise ValueError(
+                "the graph clock times many calls in one replay, and a flush between them would be timed too: "
+                "take L2.COLD_ROTATION, or Clock.CUPTI"
+            )
+
+    def __str__(self) -> str:
+        return f"{_CLOCKS[self.clock]}; L2 {self.l2.name.lower().split('_')[0]}: {_CACHES[self.l2]}"
+
+
+def method_named(clock: str, l2: str) -> Method:
+    """The method of two command-line words: a clock's name, and "cold" or "warm".
+
+    Cold is by rotation for the graph clock and by flush for the others, as in `flashinfer.testing`.
+
+    Raises:
+        ValueError: an unknown word; lists those there are.
+    """
+    clocks = {each.value: each for each in Clock}
+    if clock not in clocks:
+        raise ValueError(f"no clock is called {clock!r}; there are {', '.join(clocks)}")
+    if l2 not in ("cold", "warm"):
+        raise ValueError(f"L2 can be 'cold' or 'warm', not {l2!r}")
+    if l2 == "warm":
+        return Method(clocks[clock], L2.WARM)
+    return Method(clocks[clock], L2.COLD_ROTATION if clocks[clock] is Clock.GRAPH else L2.COLD_FLUSH)

@@ -1,0 +1,121 @@
+"""How far from the limit: what this GPU's memory and matrix units give, measured now, and the least time that work can take."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from lab.timing.gpu_time import GpuTime, measure
+from lab.timing.method import L2, Clock, Method
+from lab.timing.work import GpuWork
+
+COPY_BYTES = 2**32  # read plus written: far beyond any L2, a millisecond
+MATRIX_SIZE = 8192
+CEILING_METHOD = Method(Clock.GRAPH, L2.WARM)
+
+
+@dataclass(frozen=True)
+class Datasheet:
+    """A vendor's figures: memory bandwidth in GB/s (10**9), dense bf16 matrix rate in TFLOP/s."""
+
+    bandwidth_gbps: float
+    matrix_rate_tflops: float
+    source: str
+
+
+# By the name that CUDA gives the GPU. Rates without sparsity. Others are not known here, and none is made up.
+DATASHEETS = {
+    "NVIDIA H100 80GB HBM3": Datasheet(3350, 989, "NVIDIA H100 Tensor Core GPU datasheet, SXM5"),
+    "NVIDIA H200": Datasheet(4800, 989, "NVIDIA H200 Tensor Core GPU datasheet, SXM5"),
+    "NVIDIA B200": Datasheet(
+        8000, 2250, "NVIDIA HGX B200 datasheet, an eighth of the board; 2.38 and 2.5 are quoted too"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this GPU reached in this run, and what its vendor states.
+
+    Attributes:
+        bandwidth_gbps: bytes read plus bytes written by a large elementwise kernel, GB/s (10**9). A kernel that only reads can
+            be a little faster.
+        matrix_rate_tflops: a large bf16 matrix product on random data, TFLOP/s.
+        datasheet: None for a GPU that `DATASHEETS` does not know.
+    """
+
+    bandwidth_gbps: float
+    matrix_rate_tflops: float
+    datasheet: Datasheet | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """JSON-ready, units in the keys."""
+        stated = self.datasheet
+        return {
+            "bandwidth_gbps": round(self.bandwidth_gbps, 1),
+            "matrix_rate_tflops": round(self.matrix_rate_tflops, 1),
+            "matrix_dtype": "bfloat16",
+            "method": str(CEILING_METHOD),
+            "datasheet_bandwidth_gbps": None if stated is None else stated.bandwidth_gbps,
+            "datasheet_matrix_rate_tflops": None if stated is None else stated.matrix_rate_tflops,
+            "datasheet_source": None if stated is None else stated.source,
+        }
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """A measured time beside the least that the work can take.
+
+    Attributes:
+        bandwidth_gbps, rate_tflops: what was reached, GB/s (10**9) and TFLOP/s, from the bytes and operations of the work.
+        bandwidth_percent, matrix_rate_percent: of what was measured on this GPU in this run.
+        floor_us: the longer of bytes over measured bandwidth and operations over measured matrix rate.
+        floor_bound: "memory" or "matrix": which of the two it is.
+        floor_percent: floor over median; how much of the way to the limit.
+    """
+
+    bandwidth_gbps: float
+    rate_tflops: float
+    bandwidth_percent: float
+    matrix_rate_percent: float
+    floor_us: float
+    floor_bound: str
+    floor_percent: float
+
+    def facts(self) -> dict[str, Any]:
+        return {name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(self).items()}
+
+
+def roofline(median_us: float, bytes_moved: int, operations: int, ceilings: Ceilings) -> Roofline:
+    """Set a time against the ceilings."""
+    memory_us = bytes_moved / ceilings.bandwidth_gbps / 1e3
+    matrix_us = operations / ceilings.matrix_rate_tflops / 1e6
+    floor_us = max(memory_us, matrix_us)
+    return Roofline(
+        bandwidth_gbps=bytes_moved / median_us / 1e3,
+        rate_tflops=operations / median_us / 1e6,
+        bandwidth_percent=100 * memory_us / median_us,
+        matrix_rate_percent=100 * matrix_us / median_us,
+        floor_us=floor_us,
+        floor_bound="memory" if memory_us >= matrix_us else "matrix",
+        floor_percent=100 * floor_us / median_us,
+    )
+
+
+def measure_ceilings(device: torch.device) -> Ceilings:
+    """Measure both on this GPU now; takes a second."""
+    source = torch.randn(COPY_BYTES // 8, device=device)
+    # A kernel, because a copy inside a graph runs on a copy engine: 2.8 TB/s on an H200 whose kernels reach 4.2.
+    copied = GpuWork.of(torch.neg, COPY_BYTES, input=source, out=torch.empty_like(source))
+    bandwidth_gbps = COPY_BYTES / _median_us(copied) / 1e3
+    # On random data: zeros are faster than anything real (H200: 894 against 788 TFLOP/s).
+    left, right = (torch.randn(MATRIX_SIZE, MATRIX_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2))
+    operations = 2 * MATRIX_SIZE**3
+    product = GpuWork.of(torch.mm, 3 * left.nbytes, operations, input=left, mat2=right, out=torch.empty_like(left))
+    rate_tflops = operations / _median_us(product) / 1e6
+    return Ceilings(bandwidth_gbps, rate_tflops, DATASHEETS.get(torch.cuda.get_device_name(device)))
+
+
+def _median_us(work: GpuWork) -> float:
+    time: GpuTime = measure(work, CEILING_METHOD)
+    return time.median_us

@@ -1,0 +1,93 @@
+"""The tables at the end of a benchmark run."""
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lab.checks import ForwardCase, Verdict
+from lab.timing import Ceilings, Method
+
+# Wide enough for every column; a narrow terminal wraps lines, and a log file does not care.
+WIDTH = 200
+
+
+def judged_table(verdicts: Sequence[Verdict], where: str) -> str:
+    table = Table(title=f"Judged, {where}", title_justify="left")
+    for column in ("mode", "implementation", "geometry", "verdict", "worst error", "of the allowed"):
+        table.add_column(column)
+    for verdict in verdicts:
+        table.add_row(
+            _mode_name(verdict.case),
+            verdict.implementation,
+            verdict.case.geometry,
+            verdict.outcome.value,
+            f"{verdict.worst_error:.1e}",
+            f"{verdict.worst_ratio:.0%}",
+        )
+    return _drawn(table)
+
+
+def _mode_name(case: ForwardCase) -> str:
+    name = case.mode.name.lower().replace("_", " ")
+    if case.draft_step is not None:
+        name = f"draft decode, step {case.draft_step}"
+    return f"{name}, sliding window" if case.sliding_window else name
+
+
+# Column header, the fact it shows, how.
+COLUMNS = (
+    ("scenario", "scenario", "{}"),
+    ("kernel", "kernel", "{}"),
+    ("median µs", "median_us", "{:,.1f}"),
+    ("IQR µs", "iqr_us", "{:,.2f}"),
+    ("floor µs", "floor_us", "{:,.1f}"),
+    ("bound", "floor_bound", "{}"),
+    ("of floor", "floor_percent", "{:.0f} %"),
+    ("GB/s", "bandwidth_gbps", "{:,.0f}"),
+    ("of measured", "bandwidth_percent", "{:.0f} %"),
+    ("TFLOP/s", "rate_tflops", "{:,.1f}"),
+    ("of measured", "matrix_rate_percent", "{:.1f} %"),
+    ("MB", "bytes_moved", "{:,.1f}"),
+    ("GFLOP", "operations", "{:,.1f}"),
+    ("launches", "launches", "{}"),
+    ("host µs", "host_us", "{:.1f}"),
+)
+SCALE = {"bytes_moved": 1e-6, "operations": 1e-9}
+
+
+def timed_tables(rows: Sequence[dict[str, Any]], ceilings: Ceilings, method: Method) -> str:
+    """Every timed row beside what the GPU gave in this run, and a warning for each that was held back."""
+    stated = ceilings.datasheet
+    datasheet = (
+        "this GPU's datasheet is not known to the lab"
+        if stated is None
+        else f"{stated.bandwidth_gbps:,.0f} GB/s and {stated.matrix_rate_tflops:,.0f} TFLOP/s ({stated.source})"
+    )
+    table = Table(
+        title=f"GPU time: {method}",
+        caption=f"Measured in this run: {ceilings.bandwidth_gbps:,.0f} GB/s read and written by a large elementwise kernel, "
+        f"{ceilings.matrix_rate_tflops:,.0f} TFLOP/s by a large bf16 matrix product. Datasheet: {datasheet}. "
+        "The floor is the longer of bytes and operations over these measured rates; of floor: floor over median. "
+        "Bytes and operations are those that the actual lengths need.",
+        title_justify="left",
+        caption_justify="left",
+    )
+    for header, fact, _ in COLUMNS:
+        table.add_column(header, justify="left" if fact in ("scenario", "kernel", "floor_bound") else "right")
+    for row in rows:
+        table.add_row(
+            *(form.format(row[fact] * SCALE.get(fact, 1) if fact in SCALE else row[fact]) for _, fact, form in COLUMNS)
+        )
+    held_back = [
+        f"HELD BACK by {', '.join(row['throttled_by'])}: {row['scenario']}" for row in rows if row["throttled_by"]
+    ]
+    return "\n".join([_drawn(table), *held_back])
+
+
+def _drawn(table: Table) -> str:
+    console = Console(file=io.StringIO(), width=WIDTH)
+    console.print(table)
+    return console.file.getvalue().rstrip()

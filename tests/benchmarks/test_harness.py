@@ -1,0 +1,118 @@
+"""The harness itself, on a simulated GPU: what was measured reaches the JSON, and a benchmark that timed nothing fails."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.benchmarks import conftest
+
+ROOT = Path(__file__).parents[2]
+
+CONFTEST = """
+import torch
+import lab.provenance
+torch.cuda.is_available = lambda: True
+lab.provenance.environment = lambda: {"gpu": "a simulated GPU"}
+pytest_plugins = ["tests.conftest", "tests.benchmarks.conftest"]
+"""
+BENCHMARKS = """
+import pytest
+from lab.timing import Ceilings, GpuTime, method_named
+from lab.timing.device_state import DeviceState
+from tests.benchmarks.conftest import CEILINGS
+
+CEILING = Ceilings(4000.0, 800.0)
+FACTS = {"scenario": "decode/tiny/1q1s64", "kernel": "XQA", "bytes_moved": 4_000_000, "operations": 8_000_000, "host_us": 9.0}
+
+@pytest.fixture(autouse=True)
+def measured_ceilings(request):
+    request.config.stash[CEILINGS] = CEILING
+
+def time(**changes):
+    return GpuTime((2.0, 4.0, 3.0), method_named("graph", "cold"), launches=2, **changes)
+
+def test_times(gpu_benchmark):
+    gpu_benchmark(time(), CEILING, FACTS)
+
+def test_is_held_back(gpu_benchmark):
+    state = DeviceState(throttled_by={"power limit"})
+    gpu_benchmark(time(device=state), CEILING, FACTS | {"scenario": "extend/tiny/1q64"})
+
+def test_times_nothing(gpu_benchmark):
+    pass
+
+def test_is_declined(gpu_benchmark):
+    pytest.skip("XQA takes no such head")
+
+def test_is_wrong(gpu_benchmark):
+    raise AssertionError("12 output vectors are wrong")
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    status: int
+    output: str
+    recorded: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """One run of all of them; a process of its own, because a GPU is simulated in it."""
+    folder = tmp_path_factory.mktemp("benchmarks")
+    (folder / "conftest.py").write_text(CONFTEST)
+    (folder / "test_it.py").write_text(BENCHMARKS)
+    out = folder / "out.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-ra", str(folder), f"--rootdir={folder}", f"--benchmark-json={out}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    return Run(done.returncode, done.stdout, json.loads(out.read_text()))
+
+
+def test_samples_facts_and_ceilings_reach_the_json(run: Run) -> None:
+    row = next(row for row in run.recorded["benchmarks"] if row["name"] == "test_times")
+    assert row["stats"]["data"] == pytest.approx([2e-6, 4e-6, 3e-6])
+    facts = row["extra_info"]
+    assert (facts["median_us"], facts["launches"], facts["floor_us"], facts["floor_bound"]) == (3.0, 2, 1.0, "memory")
+    assert (facts["bandwidth_gbps"], facts["clock"], facts["l2"]) == (1333.333, "graph", "cold by rotation")
+    assert "CUDA graph" in row["options"]["timer"]
+    assert run.recorded["machine_info"]["lab"]["ceilings"]["bandwidth_gbps"] == 4000.0
+
+
+def test_the_table_shows_the_row_and_what_held_it_back(run: Run) -> None:
+    (line,) = (line for line in run.output.splitlines() if "decode/tiny/1q1s64" in line)
+    assert "33 %" in line
+    assert "HELD BACK by power limit: extend/tiny/1q64" in run.output
+
+
+def test_a_benchmark_that_timed_nothing_fails_the_run(run: Run) -> None:
+    assert run.status == 1
+    assert "ERROR at teardown of test_times_nothing" in run.output
+    assert "this benchmark timed nothing" in run.output
+    assert run.output.count("ERROR at teardown") == 1
+
+
+def test_a_declined_case_skips_with_its_reason_and_a_wrong_one_fails(run: Run) -> None:
+    assert "XQA takes no such head" in run.output
+    assert "1 failed, 3 passed, 1 skipped" in run.output
+
+
+@pytest.mark.parametrize(
+    ("clock", "l2", "message"), [("wall", "cold", "no clock is called 'wall'"), ("graph", "hot", "not 'hot'")]
+)
+def test_an_unknown_method_stops_the_run(clock: str, l2: str, message: str) -> None:
+    options = {"--lab-clock": clock, "--lab-l2": l2}
+    with pytest.raises(pytest.UsageError, match=message):
+        conftest.pytest_configure(SimpleNamespace(getoption=options.get, stash=pytest.Stash()))

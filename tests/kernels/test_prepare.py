@@ -1,0 +1,56 @@
+"""`lab.kernels.prepare`: a ready call of any implementation, and what an implementation may do beforehand."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lab import references
+from lab.kernels import portable, prepare
+from tests.cases import decode_arguments, random_batch
+
+DECODE = "trtllm_batch_decode_with_kv_cache"
+
+
+@pytest.mark.parametrize("implementation", [references, portable], ids=["references", "portable"])
+def test_one_that_prepares_nothing_is_called_each_time(implementation: Any) -> None:
+    arguments = decode_arguments(random_batch([1, 1], [5, 20], head_dim=64), out_dtype=None)
+    call = prepare(implementation, DECODE, **arguments)
+    assert call()[0].equal(getattr(implementation, DECODE)(**arguments)[0])
+    arguments["seq_lens"].fill_(3)
+    assert call()[0].equal(getattr(implementation, DECODE)(**arguments)[0])
+
+
+def test_one_that_prepares_does_so_once() -> None:
+    events: list[Any] = []
+
+    def prepare_attention(**arguments: Any) -> Any:
+        events.append(arguments)
+        return lambda: events.append("called")
+
+    def attention(**arguments: Any) -> None:
+        pytest.fail("called unprepared")
+
+    call = prepare(
+        SimpleNamespace(attention=attention, prepare_attention=prepare_attention), "attention", query=1, out=2
+    )
+    assert events == [{"query": 1, "out": 2}]
+    call()
+    call()
+    assert events[1:] == ["called", "called"]
+
+
+def test_nothing_is_called_before_it_is_asked_for() -> None:
+    implementation = SimpleNamespace(attention=lambda **arguments: pytest.fail("called"))
+    prepare(implementation, "attention", query=torch.zeros(1))
+
+
+def test_an_implementation_without_the_function_is_named() -> None:
+    with pytest.raises(AttributeError, match="no_such_call"):
+        prepare(references, "no_such_call")
+
+
+def test_any_argument_name_will_do() -> None:
+    call = prepare(SimpleNamespace(attention=lambda **arguments: arguments), "attention", name=1, implementation=2)
+    assert call() == {"name": 1, "implementation": 2}
