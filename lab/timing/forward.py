@@ -33,8 +33,8 @@ def _output_check(forward: ForwardPass) -> Check:
         comparison = truth.compare(arguments["out"])
         if not comparison.passed:
             raise AssertionError(
-                f"{int(comparison.wrong.sum())} output vectors of {forward.case!r} are wrong, the worst by "
-                f"{comparison.worst_ratio:.3g} times what is allowed: its time is worth nothing"
+                f"{int(comparison.wrong.sum())} of {comparison.wrong.numel()} output vectors are wrong, the worst "
+                f"{comparison.worst_ratio:.3g} times what is allowed: a time of this is worth nothing"
             )
         arguments["out"].fill_(float("nan"))
 

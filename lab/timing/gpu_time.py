@@ -139,12 +139,16 @@ def measure_interleaved(works: Mapping[str, GpuWork], method: Method, samples: i
 
 @dataclass(frozen=True, eq=False)
 class _Staged:
-    """Work ready to be sampled: `run` is one sample of `calls` calls, `before` goes before it and is not timed."""
+    """Work ready to be sampled: `run` is one sample of `number` calls, `before` goes before it and is not timed.
 
-    buffers: list[GpuWork]
+    The calls are kept because a graph does not keep what they own, such as a table that is derived in each call.
+    """
+
+    buffers: Sequence[GpuWork]
+    calls: Sequence[Call]
     run: Callable[[], object]
     before: Callable[[], object] | None
-    calls: int
+    number: int
     launches: int
 
 
@@ -176,11 +180,11 @@ def _stage(work: GpuWork, method: Method) -> _Staged:
         raise ValueError("the call launches nothing on the GPU: there is nothing to time")
     flush = _Flush(REUSE_DISTANCE * _l2_bytes()) if method.l2 is L2.COLD_FLUSH else None
     if method.clock is Clock.EVENTS:
-        return _Staged(buffers, _Turns(calls), flush, 1, launches)
+        return _Staged(buffers, calls, _Turns(calls), flush, 1, launches)
     if method.l2 is L2.COLD_FLUSH:
-        return _Staged(buffers, alone.replay, flush, 1, launches)
+        return _Staged(buffers, calls, alone.replay, flush, 1, launches)
     graph, number = _long_enough(calls, side)
-    return _Staged(buffers, graph.replay, None, number, launches)
+    return _Staged(buffers, calls, graph.replay, None, number, launches)
 
 
 def buffer_copies(bytes_moved: int, method: Method, l2_bytes: int) -> int:
@@ -311,10 +315,10 @@ def _recorded(steps: Steps, state: DeviceState, device_index: int) -> list[list[
 
 def _from_events(samples_us: list[float], staged: _Staged, method: Method, state: DeviceState) -> GpuTime:
     return GpuTime(
-        samples_us=tuple(sample / staged.calls for sample in samples_us),
+        samples_us=tuple(sample / staged.number for sample in samples_us),
         method=method,
         launches=staged.launches,
-        calls_per_sample=staged.calls,
+        calls_per_sample=staged.number,
         buffer_copies=len(staged.buffers),
         device=state,
     )
@@ -322,18 +326,18 @@ def _from_events(samples_us: list[float], staged: _Staged, method: Method, state
 
 def _from_records(records: list[list[cupti.Activity]], staged: _Staged, method: Method, state: DeviceState) -> GpuTime:
     numbers = {len(activities) for activities in records}
-    if numbers != {staged.launches * staged.calls}:
+    if numbers != {staged.launches * staged.number}:
         raise RuntimeError(
-            f"CUPTI saw {sorted(numbers)} activities in replays of a graph of {staged.launches * staged.calls}: it lost some"
+            f"CUPTI saw {sorted(numbers)} activities in replays of a graph of {staged.launches * staged.number}: it lost some"
         )
     return GpuTime(
-        samples_us=tuple(cupti.span_us(activities) / staged.calls for activities in records),
+        samples_us=tuple(cupti.span_us(activities) / staged.number for activities in records),
         method=method,
         launches=staged.launches,
-        calls_per_sample=staged.calls,
+        calls_per_sample=staged.number,
         buffer_copies=len(staged.buffers),
         kernels=tuple(dict.fromkeys(activity.name for activity in records[0])),
-        busy_us=statistics.median(cupti.busy_us(activities) for activities in records) / staged.calls,
+        busy_us=statistics.median(cupti.busy_us(activities) for activities in records) / staged.number,
         device=state,
     )
 

@@ -11,7 +11,7 @@ from lab.checks import ForwardCase, Verdict
 from lab.timing import Ceilings, Method
 
 # Wide enough for every column; a narrow terminal wraps lines, and a log file does not care.
-WIDTH = 200
+WIDTH = 220
 
 
 def judged_table(verdicts: Sequence[Verdict], where: str) -> str:
@@ -45,11 +45,11 @@ COLUMNS = (
     ("IQR µs", "iqr_us", "{:,.2f}"),
     ("floor µs", "floor_us", "{:,.1f}"),
     ("bound", "floor_bound", "{}"),
-    ("of floor", "floor_percent", "{:.0f} %"),
+    ("% of floor", "floor_percent", "{:.0f}"),
     ("GB/s", "bandwidth_gbps", "{:,.0f}"),
-    ("of measured", "bandwidth_percent", "{:.0f} %"),
+    ("% of GB/s", "bandwidth_percent", "{:.0f}"),
     ("TFLOP/s", "rate_tflops", "{:,.1f}"),
-    ("of measured", "matrix_rate_percent", "{:.1f} %"),
+    ("% of TFLOP/s", "matrix_rate_percent", "{:.1f}"),
     ("MB", "bytes_moved", "{:,.1f}"),
     ("GFLOP", "operations", "{:,.1f}"),
     ("launches", "launches", "{}"),
@@ -70,13 +70,14 @@ def timed_tables(rows: Sequence[dict[str, Any]], ceilings: Ceilings, method: Met
         title=f"GPU time: {method}",
         caption=f"Measured in this run: {ceilings.bandwidth_gbps:,.0f} GB/s read and written by a large elementwise kernel, "
         f"{ceilings.matrix_rate_tflops:,.0f} TFLOP/s by a large bf16 matrix product. Datasheet: {datasheet}. "
-        "The floor is the longer of bytes and operations over these measured rates; of floor: floor over median. "
-        "Bytes and operations are those that the actual lengths need.",
+        "Percentages are of what was measured here. The floor is the longer of bytes and operations over these rates, and "
+        "% of floor is floor over median. Bytes and operations are those that the actual lengths need.",
         title_justify="left",
         caption_justify="left",
     )
     for header, fact, _ in COLUMNS:
-        table.add_column(header, justify="left" if fact in ("scenario", "kernel", "floor_bound") else "right")
+        is_text = fact in ("scenario", "kernel", "floor_bound")
+        table.add_column(header, justify="left" if is_text else "right", overflow="fold")
     for row in rows:
         table.add_row(
             *(form.format(row[fact] * SCALE.get(fact, 1) if fact in SCALE else row[fact]) for _, fact, form in COLUMNS)

@@ -18,7 +18,7 @@ def test_reference_decode(benchmark: Any) -> None:
     """16 requests of 4,096 keys, 32/8 heads of 128, float64 inside."""
     case = ForwardCase(ForwardMode.DECODE, "llama-3.1-8b", (4095,) * 16, (1,) * 16)
     forward = build_forward(case, CPU)
-    benchmark.extra_info.update(method="host time", requests=16, kv_tokens=sum(case.kv_lens))
+    benchmark.extra_info.update(clock="host", method="host time", requests=16, kv_tokens=sum(case.kv_lens))
     benchmark.pedantic(
         lab.references.trtllm_batch_decode_with_kv_cache,
         kwargs={
@@ -50,5 +50,5 @@ def test_build_mha_metadata(mode: ForwardMode, benchmark: Any) -> None:
     )
     rows = torch.tensor([pool.add_request(4096 + width) for _ in range(64)])
     batch = replace(batch, req_pool_indices=rows, seq_lens=torch.full((64,), 4096))
-    benchmark.extra_info.update(method="host time", requests=64)
+    benchmark.extra_info.update(clock="host", method="host time", requests=64)
     benchmark(build_mha_metadata, batch, pool)

@@ -64,7 +64,7 @@ def test_rounds_are_complete_and_not_always_in_one_order() -> None:
 
 
 def staged(calls: int, launches: int) -> _Staged:
-    return _Staged(buffers=[], run=lambda: None, before=None, calls=calls, launches=launches)
+    return _Staged([], [], run=lambda: None, before=None, number=calls, launches=launches)
 
 
 def test_a_replays_time_is_shared_among_its_calls() -> None:

@@ -112,6 +112,25 @@ def test_interleaved_samples_are_of_their_own_work() -> None:
     assert 1.8 < times["whole"].median_us / times["half"].median_us < 2.2
 
 
+def test_what_a_call_owns_lives_as_long_as_its_graph() -> None:
+    """A derived table that only the call holds: freed too early, it would become another work's output."""
+
+    def prepare(source: torch.Tensor, out: torch.Tensor) -> Any:
+        table = torch.empty_like(source)
+
+        def call() -> None:
+            table.copy_(source)
+            torch.neg(table, out=out)
+
+        return call
+
+    works = {
+        name: GpuWork(prepare, plain.arguments, plain.bytes_moved, check=check_negation)
+        for name, plain in ((name, negation(2**24)) for name in ("a", "b", "c"))
+    }
+    assert set(measure_interleaved(works, GRAPH, samples=5)) == {"a", "b", "c"}
+
+
 @needs_cupti
 @pytest.mark.parametrize("size_bytes", [64 * MEBIBYTE, 256 * MEBIBYTE, 2048 * MEBIBYTE])
 def test_cupti_and_graph_agree(size_bytes: int) -> None:
