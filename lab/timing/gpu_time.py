@@ -23,7 +23,7 @@ SAMPLES = 30
 WARM_UP_RUNS = 3
 # Idle before the samples: without it the work before decides how near the power limit they run. An H200's prefill read
 # 1,980 ± 2 µs after a rest and 2,151 ± 180 µs right behind other work. Rests between the samples make them slower by 1 to 3 %.
-REST_S = 0.5
+REST_S = 1.0
 # A replay lasts about this long, so that the 2 µs that two events add to it are 0.2 %.
 REPLAY_US = 1000.0
 MOST_CALLS_PER_REPLAY = 1000
