@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def in_words(comparison: SampleComparison) -> str:
-    """ "The second is SLOWER: +3.1 % (+2.9 to +3.4 %), p = 1e-20"."""
+    """The verdict, how large the difference is and how sure that is, in one line."""
     interval = comparison.interval_percent
     within = "" if interval is None else f" ({interval[0]:+.2f} to {interval[1]:+.2f} %)"
     verdict = f"The second is {comparison.change.name}: {comparison.effect_percent:+.2f} %{within}"
