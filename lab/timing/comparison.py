@@ -139,7 +139,8 @@ def _times(samples_us: Sequence[float], side: str) -> np.ndarray:
 def _rank_test(before: np.ndarray, after: np.ndarray) -> float:
     from scipy.stats import mannwhitneyu
 
-    return float(mannwhitneyu(before, after, alternative="two-sided").pvalue)
+    p_value = float(mannwhitneyu(before, after, alternative="two-sided").pvalue)
+    return 1.0 if math.isnan(p_value) else p_value  # all samples equal: scipy 1.17 says 1, 1.18 nothing
 
 
 def _interval_percent(before: np.ndarray, after: np.ndarray, significance: float) -> tuple[float, float]:

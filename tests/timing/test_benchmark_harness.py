@@ -1,19 +1,16 @@
 """The harness itself, on a simulated GPU: what was measured reaches the JSON, and a benchmark that timed nothing fails."""
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.benchmarks import conftest
-
-ROOT = Path(__file__).parents[2]
+from tests.timing.inner_pytest import inner_environment
 
 CONFTEST = """
 import torch
@@ -76,7 +73,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         text=True,
         check=False,
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=inner_environment(),
     )
     return Run(done.returncode, done.stdout, json.loads(out.read_text()))
 

@@ -1,6 +1,5 @@
 """The gate: its exit status, its refusals, and pytest-benchmark's own on the same rows."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +8,9 @@ from typing import Any
 import pytest
 
 from lab.timing.compare import main
+from tests.timing.inner_pytest import inner_environment
 from tests.timing.recorded_runs import benchmark, entry, environment, host_entry, samples_us, write_run
 
-ROOT = Path(__file__).parent.parent.parent
 PORTABLE, TRTLLM = "lab.kernels.portable", "lab.kernels.trtllm"
 
 
@@ -302,7 +301,7 @@ def test_both_gates_trip_on_a_kernel_slowed_on_purpose(tmp_path: Path, slowdown:
     (tmp_path / "conftest.py").write_text(MACHINE_INFO)
 
     def run(name: str, slowdown: float, *options: str) -> subprocess.CompletedProcess[str]:
-        environment = os.environ | {"SLOWDOWN": str(slowdown), "PYTHONPATH": str(ROOT)}
+        environment = inner_environment(SLOWDOWN=str(slowdown))
         command = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(tmp_path), f"--benchmark-json={name}"]
         return subprocess.run(
             [*command, *options], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False

@@ -1,6 +1,7 @@
 """The measuring itself, on a GPU: against work whose time is known, against another clock, against FlashInfer's own timer."""
 
 import importlib.util
+import os
 import statistics
 from collections.abc import Mapping
 from typing import Any
@@ -10,10 +11,10 @@ import torch
 
 from lab.timing import L2, Clock, GpuWork, Method, measure, measure_ceilings, measure_interleaved
 
-HAS_GPU = torch.cuda.is_available()
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not HAS_GPU, reason="times a GPU, and there is none here"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="times a GPU, and there is none here"),
+    pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="times a GPU, which other workers use meanwhile"),
 ]
 needs_cupti = pytest.mark.skipif(
     importlib.util.find_spec("cupti") is None, reason="cupti-python is not installed: pip install '.[cupti]'"
