@@ -22,14 +22,15 @@ def environment() -> dict[str, Any]:
         "commit": commit(),
     }
     if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
+        device = torch.cuda.current_device()
+        properties = torch.cuda.get_device_properties(device)
         facts |= {
             "gpu": properties.name,
-            "capability": list(torch.cuda.get_device_capability(0)),
+            "capability": list(torch.cuda.get_device_capability(device)),
             "multiprocessors": properties.multi_processor_count,
             "l2_bytes": properties.L2_cache_size,
             "cuda": torch.version.cuda,
-            "nvidia_smi": _nvidia_smi(),
+            "nvidia_smi": _nvidia_smi(str(properties.uuid)),
         }
     return facts
 
@@ -49,8 +50,10 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _nvidia_smi() -> dict[str, str]:
-    line = _output(["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader", "-i", "0"])
+def _nvidia_smi(uuid: str) -> dict[str, str]:
+    """By UUID: nvidia-smi numbers all GPUs of the host, torch those of CUDA_VISIBLE_DEVICES."""
+    query = f"--query-gpu={','.join(GPU_FIELDS)}"
+    line = _output(["nvidia-smi", query, "--format=csv,noheader", "-i", f"GPU-{uuid}"])
     return dict(zip(GPU_FIELDS, line.split(", "), strict=False))
 
 

@@ -4,7 +4,8 @@
     python -m lab.timing.ab draft_extend_v2/llama-3.1-8b/64q4s4k/on_context lab.kernels.trtllm \\
         --against draft_extend_v2/llama-3.1-8b/64q4s4k
 
-Both are right before and after, or nothing is said. The exit status is 1 if the second is SLOWER than the first.
+Both are right before and after, or nothing is said. Exit status: 1 if the second is SLOWER than the first, 2 if they could not
+be compared (one declines, is wrong, or cannot be timed so), else 0.
 """
 
 import argparse
@@ -51,11 +52,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, FileNotFoundError) as error:
         parser.error(str(error))
     modules = [importlib.import_module(module) for _, module in sides]
-    works = {
-        side: forward_work(build_forward(case, torch.device("cuda")), module)
-        for side, case, module in zip(("first", "second"), cases, modules, strict=True)
-    }
-    times = measure_interleaved(works, method, given.samples)
+    try:
+        works = {
+            side: forward_work(build_forward(case, torch.device("cuda")), module)
+            for side, case, module in zip(("first", "second"), cases, modules, strict=True)
+        }
+        times = measure_interleaved(works, method, given.samples)
+    except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
+        print(f"not compared: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
     comparison = compare_samples(
         times["first"].samples_us, times["second"].samples_us, given.minimum_effect_percent, given.significance
     )

@@ -5,6 +5,7 @@ counted, and a run that launched nothing is noticed. Nothing falls back to anoth
 """
 
 import importlib
+import importlib.metadata
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 BUFFER_BYTES = 8 * 2**20
+OLDEST_MAJOR = 13
 
 
 @dataclass(frozen=True)
@@ -77,25 +79,27 @@ def record(steps: Iterable[tuple[Callable[[], object] | None, Callable[[], objec
                 records.run_of[each.correlation_id] = each.external_id - 1
 
     try:
-        cupti.activity_register_callbacks(lambda: (BUFFER_BYTES, 0), completed)
-        for kind in enabled:
-            cupti.activity_enable(kind)
-    except cupti.cuptiError as error:
-        raise RuntimeError(
-            f"CUPTI cannot record ({error}): no other profiler may run, and ncu counts as one; or choose another clock"
-        ) from error
-    try:
+        _start(cupti, enabled, completed)
         count = _run_all(cupti, steps)
         cupti.activity_flush_all(0)
     finally:
-        for kind in enabled:
-            cupti.activity_disable(kind)
-        cupti.finalize()
+        cupti.finalize()  # which also disables every kind
     runs = records.by_run(count)
     for number, activities in enumerate(runs):
         if not activities:
             raise RuntimeError(f"CUPTI saw nothing run on the GPU in run {number} of {count}: nothing was timed")
     return runs
+
+
+def _start(cupti: Any, kinds: Iterable[int], completed: Callable[[list[Any]], None]) -> None:
+    try:
+        cupti.activity_register_callbacks(lambda: (BUFFER_BYTES, 0), completed)
+        for kind in kinds:
+            cupti.activity_enable(kind)
+    except cupti.cuptiError as error:
+        raise RuntimeError(
+            f"CUPTI cannot record ({error}): no other profiler may run, and ncu counts as one; or choose another clock"
+        ) from error
 
 
 def _run_all(cupti: Any, steps: Iterable[tuple[Callable[[], object] | None, Callable[[], object]]]) -> int:
@@ -114,9 +118,13 @@ def _run_all(cupti: Any, steps: Iterable[tuple[Callable[[], object] | None, Call
 
 def _cupti() -> Any:
     try:
-        return importlib.import_module("cupti.cupti")
+        version = importlib.metadata.version("cupti-python")
+        if int(version.split(".")[0]) >= OLDEST_MAJOR:
+            return importlib.import_module("cupti.cupti")
+        reason = f"this is {version}"
     except ImportError as error:
-        raise RuntimeError(
-            "the CUPTI clock needs cupti-python 13 or later (pip install '.[cupti]') and CUDA 13; "
-            "or choose the graph clock, which needs neither"
-        ) from error
+        reason = str(error)
+    raise RuntimeError(
+        f"the CUPTI clock needs cupti-python {OLDEST_MAJOR} or later (pip install '.[cupti]') and CUDA 13, and {reason}; "
+        "or choose the graph clock, which needs neither"
+    )

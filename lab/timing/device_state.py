@@ -28,14 +28,14 @@ class DeviceState:
 
     Attributes:
         sm_clocks_mhz, memory_clocks_mhz, powers_w, temperatures_c: the readings.
-        throttled_by: what held the clocks back, in words.
+        throttled_by: what held the clocks back, in words; None as long as nothing says whether anything did.
     """
 
     sm_clocks_mhz: list[int] = field(default_factory=list)
     memory_clocks_mhz: list[int] = field(default_factory=list)
     powers_w: list[float] = field(default_factory=list)
     temperatures_c: list[int] = field(default_factory=list)
-    throttled_by: set[str] = field(default_factory=set)
+    throttled_by: set[str] | None = None
 
     def facts(self) -> dict[str, Any]:
         """JSON-ready, units in the keys: the range of the SM clock, the highest of the others, None for what is not known."""
@@ -44,7 +44,7 @@ class DeviceState:
             "memory_clock_mhz": max(self.memory_clocks_mhz, default=None),
             "power_w": max(self.powers_w, default=None),
             "temperature_c": max(self.temperatures_c, default=None),
-            "throttled_by": sorted(self.throttled_by),
+            "throttled_by": None if self.throttled_by is None else sorted(self.throttled_by),
         }
 
     def read(self, device_index: int) -> None:
@@ -57,7 +57,11 @@ class DeviceState:
         self.powers_w += [milliwatts / 1000 for milliwatts in _asked(pynvml.nvmlDeviceGetPowerUsage, handle)]
         self.temperatures_c += _asked(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU)
         for bits in _asked(pynvml.nvmlDeviceGetCurrentClocksEventReasons, handle):
-            self.throttled_by |= throttle_reasons(bits)
+            self.held_back_by(throttle_reasons(bits))
+
+    def held_back_by(self, reasons: set[str]) -> None:
+        """Somebody knows what held it back: nothing, if there are no reasons."""
+        self.throttled_by = (self.throttled_by or set()) | reasons
 
 
 def throttle_reasons(bits: int) -> set[str]:
@@ -74,8 +78,7 @@ def watched(device_index: int) -> Iterator[DeviceState]:
     before = _violations_ns(device_index)
     yield state
     for limit, ns in _violations_ns(device_index).items():
-        if ns > before.get(limit, ns):
-            state.throttled_by.add(limit)
+        state.held_back_by({limit} if ns > before.get(limit, ns) else set())
 
 
 def _violations_ns(device_index: int) -> dict[str, int]:

@@ -9,13 +9,16 @@ import torch
 from lab.checks.forward import truth_of
 from lab.checks.forward_pass import ForwardPass, build_forward
 from lab.kernels.support import capability_of, context_kernel, decode_kernel
-from lab.metadata.dispatch import AttentionCall, attention_call, prepare_attention
+from lab.metadata.dispatch import AttentionCall, prepare_attention
 from lab.timing.gpu_time import GpuTime, measure
-from lab.timing.host_time import host_time
+from lab.timing.host_time import CALLS_PER_BATCH, host_time
 from lab.timing.method import Method
 from lab.timing.roofline import Ceilings, roofline
 from lab.timing.work import Check, GpuWork
 from lab.workloads.forward_case import ForwardCase
+
+HOST_BATCHES = 20
+HOST_GPU_BUDGET_US = 500_000
 
 
 def forward_work(forward: ForwardPass, implementation: Any) -> GpuWork:
@@ -41,25 +44,39 @@ def _output_check(forward: ForwardPass) -> Check:
     return check
 
 
+class DeclinedError(Exception):
+    """An implementation declines a pass; the message is its reason."""
+
+
 def time_forward(case: ForwardCase, implementation: Any, method: Method) -> tuple[GpuTime, dict[str, Any]]:
     """Build, check, time and check again one pass; returns its GPU time and the facts of a recorded row but the ceilings'.
 
     Raises:
-        NotImplementedError: the implementation declines the pass, with the reason.
+        DeclinedError: the implementation's first call raised NotImplementedError.
         AssertionError: its output is wrong, before or after it was timed.
     """
-    device = torch.device("cuda")
-    forward = build_forward(case, device)
+    forward = build_forward(case, torch.device("cuda"))
     work = forward_work(forward, implementation)
+    try:
+        call = work.call()
+        call()
+    except NotImplementedError as error:
+        raise DeclinedError(str(error)) from error
     time = measure(work, method)
-    host_us = host_time({"": work.call()})[""].median_us
+    host = host_time({"": call}, batches=HOST_BATCHES, calls_per_batch=_host_calls(time.median_us))[""]
     facts = case_facts(case) | {
         "implementation": implementation.__name__,
-        "kernel": kernel_name(case, implementation, device),
+        "kernel": kernel_names(forward, implementation),
         "pool_bytes": forward.cache.storage.nbytes,
-        "host_us": round(host_us, 2),
+        "host_us": round(host.median_us, 2),
+        "host_method": host.method,
     }
     return time, facts
+
+
+def _host_calls(median_us: float) -> int:
+    """Calls in a batch of host time, so many that all batches keep the GPU busy for half a second at most."""
+    return max(1, min(CALLS_PER_BATCH, int(HOST_GPU_BUDGET_US / HOST_BATCHES / median_us)))
 
 
 def case_facts(case: ForwardCase) -> dict[str, Any]:
@@ -96,10 +113,10 @@ def time_facts(time: GpuTime, ceilings: Ceilings, bytes_moved: int, operations: 
     return facts | time.device.facts()
 
 
-def kernel_name(case: ForwardCase, implementation: Any, device: torch.device) -> str:
-    """What runs behind the adapter's names on this GPU; an implementation's own name elsewhere."""
-    capability = capability_of(device)
+def kernel_names(forward: ForwardPass, implementation: Any) -> str:
+    """What runs behind the adapter's names on this GPU, call by call; an implementation's own name elsewhere."""
+    capability = capability_of(forward.query.device)
     if implementation.__name__ != "lab.kernels.trtllm" or capability is None:
         return str(implementation.__name__).rpartition(".")[2]
-    decodes = attention_call(case.mode, case.draft_extend) is AttentionCall.DECODE
-    return (decode_kernel(capability) if decodes else context_kernel(capability)).value
+    kernels = {AttentionCall.DECODE: decode_kernel(capability), AttentionCall.CONTEXT: context_kernel(capability)}
+    return " + ".join(kernels[planned.call].value for planned in forward.plan)

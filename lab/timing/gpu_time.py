@@ -9,7 +9,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ class GpuTime:
         buffer_copies: sets of buffers that took turns.
         kernels: their names, where the clock tells (CUPTI).
         busy_us: median time per call in which something ran, gaps left out, where the clock tells (CUPTI).
-        device: clocks, power and throttling while it ran.
+        device: clocks, power and throttling while it ran; of interleaved works, while all of them did.
 
     Raises:
         ValueError: no samples, or one that is not a positive number: nothing was timed.
@@ -115,7 +115,11 @@ def measure_interleaved(works: Mapping[str, GpuWork], method: Method, samples: i
         ValueError: the method cannot time this work; says what can.
         RuntimeError: from torch, if a call cannot be captured; from `lab.timing.cupti`.
     """
+    if samples < 1:
+        raise ValueError(f"samples={samples} must be at least 1")
     staged = {name: _stage(work, method) for name, work in works.items()}
+    if method.l2 is L2.WARM and len(works) > 1:  # the sample before was another work's, and left its buffers in L2
+        staged = {name: replace(each, before=each.run) for name, each in staged.items()}
     order = _shuffled_rounds(list(works), samples)
     torch.cuda.synchronize()
     time.sleep(REST_S)
@@ -127,7 +131,7 @@ def measure_interleaved(works: Mapping[str, GpuWork], method: Method, samples: i
         if method.clock is Clock.CUPTI:
             taken: list[Any] = _recorded(steps, state, device_index)
         else:
-            taken = _between_events(steps, state, device_index)
+            taken = _between_events(steps, state, device_index, drained=method.clock is Clock.EVENTS)
     gather = _from_records if method.clock is Clock.CUPTI else _from_events
     results = {}
     for name, each in staged.items():
@@ -167,8 +171,8 @@ def _shuffled_rounds(names: Sequence[str], rounds: int) -> list[str]:
 
 def _stage(work: GpuWork, method: Method) -> _Staged:
     side = _side_stream(torch.cuda.current_device())
+    buffers = _copies(work, method)
     side.wait_stream(torch.cuda.current_stream())
-    buffers = work.copies(buffer_copies(work.bytes_moved, method, _l2_bytes()))
     with torch.cuda.stream(side):  # what a kernel keeps per stream is then made for the stream of the captures
         calls = [each.call() for each in buffers]
         for call in calls:
@@ -187,17 +191,32 @@ def _stage(work: GpuWork, method: Method) -> _Staged:
     return _Staged(buffers, calls, graph.replay, None, number, launches)
 
 
+def _copies(work: GpuWork, method: Method) -> list[GpuWork]:
+    number = buffer_copies(work.bytes_moved, method, _l2_bytes())
+    try:
+        return work.copies(number)
+    except torch.cuda.OutOfMemoryError as error:
+        raise ValueError(
+            f"{number} copies of the buffers, which cold by rotation needs, do not fit into the GPU's memory: take the CUPTI "
+            "clock, which can flush, or time it warm"
+        ) from error
+
+
+class TooSmallError(ValueError):
+    """The work moves too few bytes to be cold by rotation."""
+
+
 def buffer_copies(bytes_moved: int, method: Method, l2_bytes: int) -> int:
     """Sets of buffers that must take turns until a byte of the first is out of L2 again; 1 unless by rotation.
 
     Raises:
-        ValueError: too many for so little work.
+        TooSmallError: too many for so little work.
     """
     if method.l2 is not L2.COLD_ROTATION:
         return 1
     copies = math.ceil(REUSE_DISTANCE * l2_bytes / max(bytes_moved, 1))
     if copies > MOST_COPIES:
-        raise ValueError(
+        raise TooSmallError(
             f"to have {bytes_moved} bytes cold by rotation, {copies} copies would have to take turns, more than "
             f"{MOST_COPIES}: take the CUPTI clock, which can flush, or time it warm"
         )
@@ -241,7 +260,10 @@ def _captured(calls: Sequence[Call], stream: torch.cuda.Stream) -> tuple[torch.c
 
 
 def _count_launches(graph: torch.cuda.CUDAGraph) -> int:
-    from cuda.bindings import driver  # comes with torch's CUDA builds, and with no other
+    try:
+        from cuda.bindings import driver  # comes with torch's CUDA wheels
+    except ImportError as error:
+        raise RuntimeError("counting a graph's launches needs cuda.bindings: pip install cuda-bindings") from error
 
     def answer(error: Any, *values: Any) -> Any:
         if error != driver.CUresult.CUDA_SUCCESS:
@@ -274,7 +296,8 @@ def _long_enough(calls: Sequence[Call], stream: torch.cuda.Stream) -> tuple[torc
 
 
 def _warm_up(staged: _Staged) -> None:
-    for _ in range(WARM_UP_RUNS):
+    """Some runs before the first sample, and for eager calls at least one on every copy."""
+    for _ in range(max(WARM_UP_RUNS, len(staged.calls))):
         if staged.before is not None:
             staged.before()
         staged.run()
@@ -283,12 +306,18 @@ def _warm_up(staged: _Staged) -> None:
 Steps = Sequence[tuple[Callable[[], object] | None, Callable[[], object]]]
 
 
-def _between_events(steps: Steps, state: DeviceState, device_index: int) -> list[float]:
-    """Microseconds of each step by CUDA events. The device is read while it works through them."""
+def _between_events(steps: Steps, state: DeviceState, device_index: int, drained: bool = False) -> list[float]:
+    """Microseconds of each step by CUDA events. The device is read while it works through them.
+
+    `drained`: it is idle when a step starts, so that all of the host's launch time is in the step, and not what is left of it
+    behind earlier work.
+    """
     pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in steps]
     for (start, end), (before, run) in zip(pairs, steps, strict=True):
         if before is not None:
             before()
+        if drained:
+            torch.cuda.synchronize()
         start.record()
         run()
         end.record()

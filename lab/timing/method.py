@@ -29,11 +29,11 @@ class L2(enum.Enum):
 _CLOCKS = {
     Clock.GRAPH: "calls recorded in a CUDA graph, its replay between two CUDA events, time per call",
     Clock.CUPTI: "calls recorded in a CUDA graph, CUPTI's first start to last end of its replay, time per call",
-    Clock.EVENTS: "one eager call between two CUDA events, the host's launch gaps included",
+    Clock.EVENTS: "one eager call on an idle GPU between two CUDA events, the host's launch time included",
 }
 _CACHES = {
     L2.WARM: "the same buffers each call",
-    L2.COLD_ROTATION: "copies of every buffer in turn, so that none is still in L2",
+    L2.COLD_ROTATION: "copies of inputs, K/V and output in turn, so that none is still in L2; scratch is shared",
     L2.COLD_FLUSH: "one call per sample, L2 filled before it by reading",
 }
 

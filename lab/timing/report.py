@@ -211,6 +211,9 @@ def _varies(cell: Callable[[Row], str], rows: Sequence[Row]) -> bool:
 
 
 def _throttled(rows: Sequence[Row]) -> Iterator[str]:
+    unwatched = [row for row in rows if row.facts.get("throttled_by") is None]
+    if unwatched:
+        yield f"Whether the GPU was held back is not known for {len(unwatched)} of {len(rows)} rows."
     throttled = [row for row in rows if row.throttled_by]
     if throttled:
         yield f"{THROTTLED}: the GPU was held back in {len(throttled)} of {len(rows)} rows:"

@@ -1,4 +1,8 @@
-"""How far from the limit: what this GPU's memory and matrix units give, measured now, and the least time that work can take."""
+"""How far from the limit: what this GPU's memory and matrix units give, measured now, and how long work takes at those rates.
+
+The rates are a large copy's and a large bf16 product's. A kernel that only reads can be a little faster than the first, and
+e4m3 products are faster than the second.
+"""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -103,7 +107,7 @@ def roofline(median_us: float, bytes_moved: int, operations: int, ceilings: Ceil
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
-    """Measure both on this GPU now; takes a second."""
+    """Measure both on this GPU now; takes three seconds."""
     source = torch.randn(COPY_BYTES // 8, device=device)
     # A kernel, because a copy inside a graph runs on a copy engine: 2.8 TB/s on an H200 whose kernels reach 4.2.
     copied = GpuWork.of(torch.neg, COPY_BYTES, input=source, out=torch.empty_like(source))

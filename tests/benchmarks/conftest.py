@@ -37,7 +37,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`scenario_name` and `implementation` are the command line's, or the default level's."""
     if "scenario_name" in metafunc.fixturenames:
-        metafunc.parametrize("scenario_name", metafunc.config.getoption("--lab-scenario") or DEFAULT_SCENARIOS)
+        names = metafunc.config.getoption("--lab-scenario") or DEFAULT_SCENARIOS
+        trace = _trace(metafunc.config)
+        try:
+            for name in names:
+                scenario(name, trace)
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from error
+        metafunc.parametrize("scenario_name", names)
     if "implementation" in metafunc.fixturenames:
         metafunc.parametrize("implementation", metafunc.config.getoption("--lab-implementation") or IMPLEMENTATIONS)
 
@@ -59,6 +66,11 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
     machine_info["lab"] = environment() | {"ceilings": None if ceilings is None else ceilings.facts()}
 
 
+def _trace(config: pytest.Config) -> list[TracedRequest]:
+    path = config.getoption("--lab-trace")
+    return own_trace() if path is None else read_trace(Path(path))
+
+
 @pytest.fixture
 def implementation_module(implementation: str) -> Any:
     return importlib.import_module(implementation)
@@ -67,8 +79,7 @@ def implementation_module(implementation: str) -> Any:
 @pytest.fixture(scope="session")
 def trace(request: pytest.FixtureRequest) -> list[TracedRequest]:
     """The trace that scenarios draw from: the command line's, or the lab's own synthetic one."""
-    path = request.config.getoption("--lab-trace")
-    return own_trace() if path is None else read_trace(Path(path))
+    return _trace(request.config)
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ COLUMNS = (
     ("IQR µs", "iqr_us", "{:,.2f}"),
     ("floor µs", "floor_us", "{:,.1f}"),
     ("bound", "floor_bound", "{}"),
-    ("% of floor", "floor_percent", "{:.0f}"),
+    ("floor / median %", "floor_percent", "{:.0f}"),
     ("GB/s", "bandwidth_gbps", "{:,.0f}"),
     ("% of GB/s", "bandwidth_percent", "{:.0f}"),
     ("TFLOP/s", "rate_tflops", "{:,.1f}"),
@@ -70,8 +70,8 @@ def timed_tables(rows: Sequence[dict[str, Any]], ceilings: Ceilings, method: Met
         title=f"GPU time: {method}",
         caption=f"Measured in this run: {ceilings.bandwidth_gbps:,.0f} GB/s read and written by a large elementwise kernel, "
         f"{ceilings.matrix_rate_tflops:,.0f} TFLOP/s by a large bf16 matrix product. Datasheet: {datasheet}. "
-        "Percentages are of what was measured here. The floor is the longer of bytes and operations over these rates, and "
-        "% of floor is floor over median. Bytes and operations are those that the actual lengths need.",
+        "Percentages are of what was measured here. The floor is the longer of bytes and operations over these rates. "
+        "Bytes and operations are those that the actual lengths need.",
         title_justify="left",
         caption_justify="left",
     )

@@ -8,7 +8,7 @@ import pytest
 from lab.checks import ForwardCase
 from lab.metadata import ForwardMode
 from lab.timing import Ceilings, Method
-from lab.timing.forward import time_forward
+from lab.timing.forward import DeclinedError, time_forward
 from tests.benchmarks.conftest import HAS_GPU
 
 # One small pass per mode, with a window and sinks, at lengths around a page's edge.
@@ -43,6 +43,6 @@ def test_timed(
 ) -> None:
     try:
         time, facts = time_forward(case, implementation_module, method)
-    except NotImplementedError as declined:
+    except DeclinedError as declined:
         pytest.skip(str(declined))
     gpu_benchmark(time, ceilings, {"scenario": scenario_name} | facts)

@@ -53,8 +53,12 @@ class SimulatedCupti:
         self.finalized = False
 
     def launch(self, kind: Kinds, start: int, end: int, name: str = "a kernel") -> None:
+        if (
+            not {kind, Kinds.RUNTIME, Kinds.DRIVER} <= self.enabled
+        ):  # a launch through either API; without, no correlation
+            return
         correlation = len(self.pending) + 100
-        if self.pushed is not None:
+        if self.pushed is not None and Kinds.EXTERNAL_CORRELATION in self.enabled:
             external = SimpleNamespace(
                 kind=Kinds.EXTERNAL_CORRELATION, correlation_id=correlation, external_id=self.pushed
             )
@@ -67,9 +71,6 @@ class SimulatedCupti:
     def activity_enable(self, kind: int) -> None:
         self.enabled.add(kind)
 
-    def activity_disable(self, kind: int) -> None:
-        self.enabled.remove(kind)
-
     def activity_push_external_correlation_id(self, kind: int, number: int) -> None:
         self.pushed = number
 
@@ -80,6 +81,7 @@ class SimulatedCupti:
         self.completed(self.pending)
 
     def finalize(self) -> None:
+        self.enabled.clear()
         self.finalized = True
 
 
@@ -99,7 +101,7 @@ def test_each_run_has_its_own_activities_and_a_flush_belongs_to_none(simulated: 
         simulated.launch(Kinds.CONCURRENT_KERNEL, 2000, 3000, "second")
         simulated.launch(Kinds.MEMSET, 1000, 1500)
 
-    runs = record([(flush, run), (None, run)])
+    runs = record([(flush, run), (flush, run)])
     expected = [Activity("MEMSET", 1000, 1500), Activity("second", 2000, 3000)]
     assert runs == [expected, expected]
     assert simulated.finalized
@@ -127,5 +129,12 @@ def test_cupti_is_let_go_when_a_run_fails(simulated: SimulatedCupti) -> None:
 
 def test_without_cupti_python_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupti", None)
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "13.0.1")
     with pytest.raises(RuntimeError, match=r"pip install '.\[cupti\]'.*graph clock"):
+        record([(None, lambda: None)])
+
+
+def test_an_old_cupti_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "12.8.0")
+    with pytest.raises(RuntimeError, match=r"13 or later .* this is 12\.8\.0"):
         record([(None, lambda: None)])

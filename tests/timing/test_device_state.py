@@ -7,7 +7,7 @@ import pynvml
 import pytest
 
 from lab.timing import device_state
-from lab.timing.device_state import DeviceState, throttle_reasons, watched
+from lab.timing.device_state import throttle_reasons, watched
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_only_what_holds_clocks_back_is_a_reason(names: tuple[str, ...], words: 
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A GPU whose readings are taken from lists, the power limit's counter among them."""
-    gpu = SimpleNamespace(clocks=[1980, 1830], violations_ns=[5, 5, 5, 5])
+    gpu = SimpleNamespace(clocks=[1980, 1830], violations_ns=[5, 5, 5, 5], reasons=1)
 
     def answer(values: list[int]) -> int:
         return values.pop(0) if len(values) > 1 else values[0]
@@ -38,7 +38,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(pynvml, "nvmlDeviceGetClockInfo", lambda handle, kind: answer(gpu.clocks))
     monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerUsage", lambda handle: 654_321)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetTemperature", no_answer)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetCurrentClocksEventReasons", lambda handle: 1)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCurrentClocksEventReasons", lambda handle: gpu.reasons)
     monkeypatch.setattr(
         pynvml,
         "nvmlDeviceGetViolationStatus",
@@ -68,9 +68,17 @@ def test_a_limit_that_bit_between_two_readings_is_noticed(nvml: SimpleNamespace)
     assert state.facts()["throttled_by"] == ["power limit"]
 
 
+def test_a_reason_that_a_reading_names_is_noticed(nvml: SimpleNamespace) -> None:
+    nvml.reasons = pynvml.nvmlClocksEventReasonSwPowerCap
+    with watched(0) as state:
+        state.read(0)
+        nvml.reasons = 1
+        state.read(0)
+    assert state.facts()["throttled_by"] == ["software power cap"]
+
+
 def test_without_nvml_nothing_is_known_and_nothing_is_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_state, "_handle", lambda index: None)
     with watched(0) as state:
         state.read(0)
-    assert state.facts() == DeviceState().facts()
-    assert state.facts()["sm_clock_mhz"] is None
+    assert set(state.facts().values()) == {None}

@@ -114,16 +114,11 @@ def test_interleaved_samples_are_of_their_own_work() -> None:
 
 
 def test_what_a_call_owns_lives_as_long_as_its_graph() -> None:
-    """A derived table that only the call holds: freed too early, it would become another work's output."""
+    """A table that only the call holds: freed too early, it would be overwritten by the next work's."""
 
     def prepare(source: torch.Tensor, out: torch.Tensor) -> Any:
-        table = torch.empty_like(source)
-
-        def call() -> None:
-            table.copy_(source)
-            torch.neg(table, out=out)
-
-        return call
+        table = source.clone()
+        return lambda: torch.neg(table, out=out)
 
     works = {
         name: GpuWork(prepare, plain.arguments, plain.bytes_moved, check=check_negation)
@@ -133,9 +128,9 @@ def test_what_a_call_owns_lives_as_long_as_its_graph() -> None:
 
 
 @needs_cupti
-@pytest.mark.parametrize("size_bytes", [64 * MEBIBYTE, 256 * MEBIBYTE, 2048 * MEBIBYTE])
+@pytest.mark.parametrize("size_bytes", [128 * MEBIBYTE, 256 * MEBIBYTE, 2048 * MEBIBYTE])
 def test_cupti_and_graph_agree(size_bytes: int) -> None:
-    """Within 3 %; below about 4 µs a call CUPTI's own 0.1 µs per kernel shows."""
+    """Within 3 %, from 20 µs a launch; `lab.timing.clocks` shows shorter ones too."""
     graph = measure(negation(size_bytes), GRAPH).median_us
     assert measure(negation(size_bytes), Method(Clock.CUPTI, L2.WARM)).median_us == pytest.approx(graph, rel=0.03)
 
