@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         method = method_named(given.clock, given.l2)
         trace = None if given.trace is None else read_trace(given.trace)
         cases = [scenario(name, trace) for name, _ in sides]
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))
     modules = [importlib.import_module(module) for _, module in sides]
     try:

@@ -6,8 +6,8 @@
 
 A folder holds repeated runs of one side. Rows are paired by scenario, implementation, page size, dtypes, clock and L2. Driver,
 versions and commit may differ: they are what is compared. Refused are another GPU, power limit or maximum clock (nothing
-is compared then), and row by row another method, other work or other clocks. Where the GPU was held back on either side,
-a difference may be the limit's and not the code's: such a row is SAME or UNSURE, and never FASTER or SLOWER.
+is compared then), and row by row another method, other work or other clocks. Where a limit held the GPU back, such as its
+power, what the limit may have made is UNSURE: SLOWER if it held AFTER back, FASTER if BEFORE, SAME if the SM clocks differ.
 
 Exit status, the first that holds:
     2  nothing was compared: unreadable, refused as a whole, or no pair of rows left
@@ -27,6 +27,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lab.timing.comparison import (
@@ -59,7 +60,7 @@ SHOWN = {
     "Python": ("python",),
 }
 # Rows of one name with other numbers here did other work.
-WORK = ("requests", "query_tokens", "kv_tokens")
+WORK = ("requests", "query_tokens", "kv_tokens", "bytes_moved", "operations")
 # Where the output is not a terminal nothing says how wide it may be; a row fits in this.
 WIDTH_WITHOUT_TERMINAL = 160
 STYLES = {Change.FASTER: "green", Change.SLOWER: "red", Change.SAME: "dim", Change.UNSURE: "yellow"}
@@ -150,6 +151,8 @@ def compare_within(
     Raises:
         NotComparableError: `key` is how the time was taken, or no row has such a value.
     """
+    if before == after:
+        raise NotComparableError(f"both sides are {key} {before}: that says nothing")
     if key in (*TIMED_BY, "method"):
         raise NotComparableError(f"two values of {key} are two methods, and those are not compared: {before}, {after}")
     _refuse_other_machines([run])
@@ -165,6 +168,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("compare BEFORE with AFTER, or within BEFORE --by KEY and two of its values")
     thresholds = options.minimum_effect_percent, options.significance
     try:
+        if options.after and Path(options.before).resolve() == Path(options.after).resolve():
+            raise NotComparableError(f"both sides are {options.before}: that says nothing")
         before = read_runs(options.before)
         after = read_runs(options.after) if options.after else before
         if options.by:
@@ -260,7 +265,7 @@ def _compare_sides(
         if not refused:
             runs = [[row.samples_us for row in side] for side in (mine, theirs)]
             samples = compare_runs(runs[0], runs[1], minimum_effect_percent, significance)
-            samples = _doubted(samples, held_back(mine, theirs))
+            samples = _doubted(samples, mine, theirs)
         rows.append(RowComparison(identity, samples, refused))
     added = tuple(identity for identity in after.rows if identity not in met)
     return Comparison(before.name, after.name, tuple(rows), tuple(missing), added, missing_counts)
@@ -270,29 +275,36 @@ def _apart_from_method(identity: Identity) -> Identity:
     return tuple(item for item in identity if item[0] not in TIMED_BY)
 
 
-def held_back(before: Sequence[Row], after: Sequence[Row]) -> str:
-    """What held the GPU back, on which side, in words; empty if nothing was seen to."""
-    sides = (("before", before), ("after", after))
-    reasons = {side: sorted({reason for row in rows for reason in row.throttled_by}) for side, rows in sides}
-    return " and ".join(f"{side} by the {', '.join(names)}" for side, names in reasons.items() if names)
+def held_back(rows: Sequence[Row]) -> str:
+    """What held the GPU back in these rows, in words; empty if nothing was seen to."""
+    return ", ".join(sorted({reason for row in rows for reason in row.throttled_by}))
 
 
-def _doubted(samples: SampleComparison, held_back: str) -> SampleComparison:
-    """A difference that a limit may have made is no verdict on the code."""
-    if not held_back or samples.change in (Change.SAME, Change.UNSURE):
+def _doubted(samples: SampleComparison, before: Sequence[Row], after: Sequence[Row]) -> SampleComparison:
+    """What a limit may have made is no verdict on the code. It only makes a side slower, so the other direction stands."""
+    limits = {"before": held_back(before), "after": held_back(after)}
+    doubts = {
+        Change.SLOWER: limits["after"],
+        Change.FASTER: limits["before"],
+        Change.SAME: next(_clock_differences(before[0], after[0], "sm_clock_mhz", "SM"), "")
+        if any(limits.values())
+        else "",
+    }
+    if not doubts.get(samples.change):
         return samples
-    return replace(samples, change=Change.UNSURE, reason=f"the GPU was held back {held_back}")
+    said = " and ".join(f"{side} by the {reasons}" for side, reasons in limits.items() if reasons)
+    return replace(samples, change=Change.UNSURE, reason=f"the GPU was held back {said}")
 
 
 def why_not_compared(before: Sequence[Row], after: Sequence[Row]) -> str:
     """Why times of these rows must not be compared, naming both values; empty if they may be."""
     first, *others = (*before, *after)
-    limited = bool(held_back(before, after))
-    return next((reason for row in others for reason in _differences(first, row, clocks_too=not limited)), "")
+    limited = bool(held_back([first, *others]))
+    return next((reason for row in others for reason in _differences(first, row, limited)), "")
 
 
-def _differences(first: Row, other: Row, clocks_too: bool) -> Iterator[str]:
-    """What differs; clocks that a limit moved are the limit's, and `held_back` says so."""
+def _differences(first: Row, other: Row, limited: bool) -> Iterator[str]:
+    """What differs. An SM clock that a limit moved is the limit's, and `_doubted` sees to it."""
     for what, mine, theirs in (
         ("methods", first.timed_by, other.timed_by),
         ("methods", first.facts.get("method"), other.facts.get("method")),
@@ -300,12 +312,15 @@ def _differences(first: Row, other: Row, clocks_too: bool) -> Iterator[str]:
     ):
         if mine != theirs:
             yield f"two {what}: {mine} and {theirs}"
-    if not clocks_too:
-        return
-    for key, clock in (("sm_clock_mhz", "SM"), ("memory_clock_mhz", "memory")):
-        mine, theirs = _ends(first.facts.get(key)), _ends(other.facts.get(key))
-        if not _clocks_agree(mine, theirs):
-            yield f"two {clock} clocks: {_mhz(mine)} and {_mhz(theirs)}"
+    yield from _clock_differences(first, other, "memory_clock_mhz", "memory")
+    if not limited:
+        yield from _clock_differences(first, other, "sm_clock_mhz", "SM")
+
+
+def _clock_differences(first: Row, other: Row, key: str, clock: str) -> Iterator[str]:
+    mine, theirs = _ends(first.facts.get(key)), _ends(other.facts.get(key))
+    if not _clocks_agree(mine, theirs):
+        yield f"two {clock} clocks: {_mhz(mine)} and {_mhz(theirs)}"
 
 
 def _ends(clock_mhz: Any) -> tuple[float, ...]:

@@ -129,6 +129,13 @@ def read_run(path: str | Path) -> RecordedRun:
     """
     path = Path(path)
     content = _content(path)
+    try:
+        return _run(path, content)
+    except (AttributeError, TypeError, KeyError) as error:
+        raise RecordedRunError(f"{path}: not in the form that pytest-benchmark and the lab write: {error}") from error
+
+
+def _run(path: Path, content: Mapping[str, Any]) -> RecordedRun:
     lab = content.get("machine_info", {}).get("lab", {})
     rows = tuple(_row(path, entry) for entry in content["benchmarks"])
     _refuse_twice(path, [row.name for row in rows], "the benchmark")
@@ -161,7 +168,7 @@ def read_runs(path: str | Path) -> tuple[RecordedRun, ...]:
 
 def _content(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise RecordedRunError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
@@ -184,7 +191,10 @@ def _row(path: Path, entry: Mapping[str, Any]) -> Row:
     wrong = next((sample for sample in samples_us if not (math.isfinite(sample) and sample > 0)), None)
     if wrong is not None:
         raise RecordedRunError(f"{path}: {name} has a sample of {wrong:g} µs: a benchmark that timed nothing")
-    return Row(str(name), samples_us, entry.get("extra_info") or {})
+    facts = entry.get("extra_info") or {}
+    if not isinstance(facts, Mapping):
+        raise RecordedRunError(f"{path}: {name} has an extra_info that is no mapping: {facts!r}")
+    return Row(str(name), samples_us, facts)
 
 
 def _refuse_twice(path: Path, names: list[str], what: str) -> None:

@@ -199,7 +199,10 @@ def _methods(rows: Sequence[Row]) -> Iterator[str]:
     yield "\n".join(f"* {timed_by}: {method or 'no method recorded'}." for timed_by, method in methods)
     yield (
         "Median and interquartile range (IQR) over the samples. Percentages of GB/s and TFLOP/s are of the ceilings measured "
-        "in this run; the floor is the least time by them."
+        "in this run, and the floor is the least time by them; a kernel that only reads can be a little faster than the "
+        "memory's, and e4m3 products than the bf16 matrix rate. L2 is cold by rotation where copies take turns, or where "
+        "one pass over the buffers exceeds it. Host time is Python and launches per call: a prepared call where the "
+        "implementation prepares (trtllm), else its whole call (portable, checks included)."
     )
     common = [f"{name} {cell(rows[0])}" for name, cell in SETTINGS.items() if cell(rows[0]) and not _varies(cell, rows)]
     if common:

@@ -182,8 +182,8 @@ def running_lengths(requests: Sequence[TracedRequest], at_ms: float, ms_per_toke
 def snapshot(requests: Sequence[TracedRequest], batch_size: int, ms_per_token: float = 50.0) -> list[int]:
     """Lengths of a decode batch: the first moment, in steps of a second, at which `batch_size` requests run.
 
-    Those that came first are taken. 50 ms per token is a moderate interactive pace; it decides how many requests overlap, not
-    how long they are.
+    Those that came first are taken. 50 ms per token is a moderate interactive pace; it decides how many requests overlap and
+    how far each has got. The first such moment is early in the trace, so few of its requests have got far.
 
     Raises:
         ValueError: there never are so many, or an argument is not positive.

@@ -38,11 +38,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`scenario_name` and `implementation` are the command line's, or the default level's."""
     if "scenario_name" in metafunc.fixturenames:
         names = metafunc.config.getoption("--lab-scenario") or DEFAULT_SCENARIOS
-        trace = _trace(metafunc.config)
         try:
+            trace = _trace(metafunc.config)
             for name in names:
                 scenario(name, trace)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             raise pytest.UsageError(str(error)) from error
         metafunc.parametrize("scenario_name", names)
     if "implementation" in metafunc.fixturenames:

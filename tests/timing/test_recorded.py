@@ -105,6 +105,10 @@ def test_a_measurement_twice_by_two_names_is_refused(tmp_path: Path) -> None:
         ('{"verdicts": []}', "no list of benchmarks"),
         (json.dumps({"benchmarks": [{"stats": {"data": [1]}}]}), "without a name"),
         (json.dumps({"benchmarks": [{"name": "one"}]}), "no raw samples"),
+        (json.dumps({"benchmarks": [5]}), "not in the form"),
+        (json.dumps({"benchmarks": [], "machine_info": {"lab": None}}), "not in the form"),
+        (json.dumps({"benchmarks": [{"name": "one", "stats": {"data": ["x"]}}]}), "not in the form"),
+        (json.dumps({"benchmarks": [{"name": "one", "stats": {"data": [1]}, "extra_info": [1]}]}), "no mapping"),
     ],
 )
 def test_another_file_is_refused(tmp_path: Path, text: str, words: str) -> None:
