@@ -25,6 +25,7 @@ from lab.provenance import environment
 from lab.timing.forward import forward_work
 from lab.timing.gpu_time import TooSmallError, measure
 from lab.timing.method import L2, Clock, Method
+from lab.timing.roofline import negation
 from lab.timing.work import GpuWork
 from lab.workloads.scenarios import scenario
 
@@ -48,10 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--scenario", action="append", help="instead of the default ones")
     parser.add_argument("--out", type=Path, help="also write a JSON file")
     given = parser.parse_args(argv)
-    rows = [row_of(f"negation, {size_bytes:,} bytes", negation(size_bytes)) for size_bytes in NEGATION_BYTES]
+    device = torch.device("cuda")
+    rows = [row_of(f"negation, {size_bytes:,} bytes", negation(size_bytes, device)) for size_bytes in NEGATION_BYTES]
     failed = []
     for name in given.scenario or SCENARIOS:
-        forward = build_forward(scenario(name), torch.device("cuda"))
+        forward = build_forward(scenario(name), device)
         for module in given.implementation:
             try:
                 rows.append(row_of(f"{name}, {module}", forward_work(forward, importlib.import_module(module))))
@@ -100,12 +102,6 @@ def is_long_enough(row: dict[str, Any]) -> bool:
 def are_apart(row: dict[str, Any]) -> bool:
     shares = [apart_percent(row, l2) for l2 in JUDGED]
     return is_long_enough(row) and any(share is not None and abs(share) > MOST_APART_PERCENT for share in shares)
-
-
-def negation(size_bytes: int) -> GpuWork:
-    """An elementwise kernel that reads half of `size_bytes` and writes the other half."""
-    source = torch.randn(size_bytes // 8, device="cuda")
-    return GpuWork.of(torch.neg, size_bytes, input=source, out=torch.empty_like(source))
 
 
 if __name__ == "__main__":

@@ -283,14 +283,14 @@ def held_back(rows: Sequence[Row]) -> str:
 def _doubted(samples: SampleComparison, before: Sequence[Row], after: Sequence[Row]) -> SampleComparison:
     """What a limit may have made is no verdict on the code. It only makes a side slower, so the other direction stands."""
     limits = {"before": held_back(before), "after": held_back(after)}
-    doubts = {
-        Change.SLOWER: limits["after"],
-        Change.FASTER: limits["before"],
-        Change.SAME: next(_clock_differences(before[0], after[0], "sm_clock_mhz", "SM"), "")
-        if any(limits.values())
-        else "",
+    limited = any(limits.values())
+    doubted = {
+        Change.SLOWER: bool(limits["after"]),
+        Change.FASTER: bool(limits["before"]),
+        Change.SAME: limited and any(_clock_differences(before[0], after[0], "sm_clock_mhz", "SM")),
+        Change.UNSURE: False,
     }
-    if not doubts.get(samples.change):
+    if not doubted[samples.change]:
         return samples
     said = " and ".join(f"{side} by the {reasons}" for side, reasons in limits.items() if reasons)
     return replace(samples, change=Change.UNSURE, reason=f"the GPU was held back {said}")
@@ -347,19 +347,12 @@ def _mhz(ends: tuple[float, ...]) -> str:
 def _refuse_other_machines(runs: Sequence[RecordedRun]) -> None:
     first = runs[0]
     for run in runs:
-        if not _fact(run, ("gpu",)):
+        if not run.environment_at(("gpu",)):
             raise NotComparableError(f"{run.path} names no GPU, and a time without one is not compared")
         for name, where in MUST_AGREE.items():
-            mine, other = _fact(first, where), _fact(run, where)
+            mine, other = first.environment_at(where), run.environment_at(where)
             if mine != other:
                 raise NotComparableError(f"another {name}: {mine} in {first.path}, {other} in {run.path}")
-
-
-def _fact(run: RecordedRun, where: Sequence[str]) -> Any:
-    found: Any = run.environment
-    for key in where:
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found
 
 
 def _print(comparison: Comparison, before: Sequence[RecordedRun], after: Sequence[RecordedRun]) -> None:
@@ -397,7 +390,7 @@ def _header(before: Sequence[RecordedRun], after: Sequence[RecordedRun]) -> Iter
     packages = sorted({name for run in (*before, *after) for name in run.environment.get("packages") or {}})
     for name, where in {**SHOWN, **{name: ("packages", name) for name in packages}}.items():
         was, now = (
-            ", ".join(sorted({str(_fact(run, where)) for run in runs if _fact(run, where) is not None}))
+            ", ".join(sorted({str(run.environment_at(where)) for run in runs if run.environment_at(where) is not None}))
             for runs in (before, after)
         )
         if was or now:

@@ -4,11 +4,12 @@ Work is prepared, run and checked; captured in a CUDA graph; timed; and checked 
 """
 
 import functools
+import itertools
 import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -92,10 +93,15 @@ class GpuTime:
     @property
     def iqr_us(self) -> float:
         """Distance of the quartiles: the spread of the middle half."""
-        if len(self.samples_us) < 2:
-            return 0.0
-        lower, _, upper = statistics.quantiles(self.samples_us, n=4, method="inclusive")
-        return upper - lower
+        return interquartile_range(self.samples_us)
+
+
+def interquartile_range(samples: Sequence[float]) -> float:
+    """Distance of the quartiles, in the unit of the samples; 0 for a single one."""
+    if len(samples) < 2:
+        return 0.0
+    lower, _, upper = statistics.quantiles(samples, n=4, method="inclusive")
+    return upper - lower
 
 
 def measure(work: GpuWork, method: Method, samples: int = SAMPLES) -> GpuTime:
@@ -132,7 +138,7 @@ def measure_interleaved(works: Mapping[str, GpuWork], method: Method, samples: i
             taken: list[Any] = _recorded(steps, state, device_index)
         else:
             taken = _between_events(steps, state, device_index, drained=method.clock is Clock.EVENTS)
-    gather = _from_records if method.clock is Clock.CUPTI else _from_events
+    gather = _from_records if method.clock is Clock.CUPTI else _from_samples
     results = {}
     for name, each in staged.items():
         _check(each.buffers)
@@ -179,12 +185,14 @@ def _stage(work: GpuWork, method: Method) -> _Staged:
             call()
     torch.cuda.current_stream().wait_stream(side)
     _check(buffers)
-    alone, launches = _captured(calls[:1], side)
+    alone = _captured(calls[:1], side)
+    launches = _count_launches(alone)
     if launches == 0:
         raise ValueError("the call launches nothing on the GPU: there is nothing to time")
     flush = _Flush(REUSE_DISTANCE * _l2_bytes()) if method.l2 is L2.COLD_FLUSH else None
     if method.clock is Clock.EVENTS:
-        return _Staged(buffers, calls, _Turns(calls), flush, 1, launches)
+        turns = itertools.cycle(calls)
+        return _Staged(buffers, calls, lambda: next(turns)(), flush, 1, launches)
     if method.l2 is L2.COLD_FLUSH:
         return _Staged(buffers, calls, alone.replay, flush, 1, launches)
     graph, number = _long_enough(calls, side)
@@ -223,18 +231,6 @@ def buffer_copies(bytes_moved: int, method: Method, l2_bytes: int) -> int:
     return copies
 
 
-class _Turns:
-    """Calls taken in turn, one each time."""
-
-    def __init__(self, calls: Sequence[Call]) -> None:
-        self.calls = calls
-        self.turn = 0
-
-    def __call__(self) -> None:
-        self.calls[self.turn % len(self.calls)]()
-        self.turn += 1
-
-
 class _Flush:
     """Fills L2 with lines that nobody wants.
 
@@ -250,16 +246,16 @@ class _Flush:
         torch.amax(self.rows, dim=1, out=self.result)
 
 
-def _captured(calls: Sequence[Call], stream: torch.cuda.Stream) -> tuple[torch.cuda.CUDAGraph, int]:
-    """A graph of the calls, and how many kernels, copies and fills it launches."""
+def _captured(calls: Iterable[Call], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph, stream=stream):
         for call in calls:
             call()
-    return graph, _count_launches(graph)
+    return graph
 
 
 def _count_launches(graph: torch.cuda.CUDAGraph) -> int:
+    """Kernels, copies and fills in a graph."""
     try:
         from cuda.bindings import driver  # comes with torch's CUDA wheels
     except ImportError as error:
@@ -286,7 +282,7 @@ def _long_enough(calls: Sequence[Call], stream: torch.cuda.Stream) -> tuple[torc
     """A graph whose replay takes long enough, and how many calls it holds: a multiple of `calls`, taken in turn."""
     number = len(calls)
     while True:
-        graph, _ = _captured([calls[turn % len(calls)] for turn in range(number)], stream)
+        graph = _captured(itertools.islice(itertools.cycle(calls), number), stream)
         graph.replay()  # the first one uploads the graph
         (replay_us,) = _between_events([(None, graph.replay)], DeviceState(), torch.cuda.current_device())
         if replay_us > REPLAY_US / 2 or number >= MOST_CALLS_PER_REPLAY:
@@ -342,7 +338,7 @@ def _recorded(steps: Steps, state: DeviceState, device_index: int) -> list[list[
     )
 
 
-def _from_events(samples_us: list[float], staged: _Staged, method: Method, state: DeviceState) -> GpuTime:
+def _from_samples(samples_us: list[float], staged: _Staged, method: Method, state: DeviceState) -> GpuTime:
     return GpuTime(
         samples_us=tuple(sample / staged.number for sample in samples_us),
         method=method,
@@ -359,15 +355,11 @@ def _from_records(records: list[list[cupti.Activity]], staged: _Staged, method: 
         raise RuntimeError(
             f"CUPTI saw {sorted(numbers)} activities in replays of a graph of {staged.launches * staged.number}: it lost some"
         )
-    return GpuTime(
-        samples_us=tuple(cupti.span_us(activities) / staged.number for activities in records),
-        method=method,
-        launches=staged.launches,
-        calls_per_sample=staged.number,
-        buffer_copies=len(staged.buffers),
+    spans_us = [cupti.span_us(activities) for activities in records]
+    return replace(
+        _from_samples(spans_us, staged, method, state),
         kernels=tuple(dict.fromkeys(activity.name for activity in records[0])),
         busy_us=statistics.median(cupti.busy_us(activities) for activities in records) / staged.number,
-        device=state,
     )
 
 

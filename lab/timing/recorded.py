@@ -4,11 +4,12 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from lab.timing.gpu_time import interquartile_range
 from lab.timing.method import Clock
 
 GPU_CLOCKS = frozenset(clock.value for clock in Clock)
@@ -85,10 +86,7 @@ class Row:
     @property
     def iqr_percent(self) -> float:
         """The distance between the quartiles, in percent of the median; 0 for a single sample."""
-        if len(self.samples_us) < 2:
-            return 0.0
-        lower, _, upper = statistics.quantiles(self.samples_us, n=4, method="inclusive")
-        return 100 * (upper - lower) / self.median_us
+        return 100 * interquartile_range(self.samples_us) / self.median_us
 
 
 @dataclass(frozen=True)
@@ -105,6 +103,13 @@ class RecordedRun:
     ceilings: RecordedCeilings
     rows: tuple[Row, ...]
     recorded_at: str | None = None
+
+    def environment_at(self, where: Sequence[str]) -> Any:
+        """A value of the environment by its keys from the outside in; None where it is not recorded."""
+        found: Any = self.environment
+        for key in where:
+            found = found.get(key) if isinstance(found, Mapping) else None
+        return found
 
     @property
     def gpu_rows(self) -> tuple[Row, ...]:

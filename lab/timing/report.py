@@ -8,7 +8,7 @@ import argparse
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -157,9 +157,7 @@ def _environment(run: RecordedRun) -> Iterator[list[str]]:
     if run.recorded_at:
         yield ["recorded", run.recorded_at]
     for name, where in FACTS:
-        found: Any = run.environment
-        for key in where:
-            found = found.get(key) if isinstance(found, Mapping) else None
+        found = run.environment_at(where)
         if found is not None:
             yield [name, f"{found:,}" if isinstance(found, int) else str(found)]
     for name, version in (run.environment.get("packages") or {}).items():

@@ -35,16 +35,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`scenario_name` and `implementation` are the command line's, or the default level's."""
+    """`scenario_name`, its `case`, and `implementation` are the command line's, or the default level's."""
     if "scenario_name" in metafunc.fixturenames:
         names = metafunc.config.getoption("--lab-scenario") or DEFAULT_SCENARIOS
         try:
             trace = _trace(metafunc.config)
-            for name in names:
-                scenario(name, trace)
+            cases = [(name, scenario(name, trace)) for name in names]
         except (ValueError, OSError) as error:
             raise pytest.UsageError(str(error)) from error
-        metafunc.parametrize("scenario_name", names)
+        metafunc.parametrize(("scenario_name", "case"), cases, ids=names)
     if "implementation" in metafunc.fixturenames:
         metafunc.parametrize("implementation", metafunc.config.getoption("--lab-implementation") or IMPLEMENTATIONS)
 
@@ -67,6 +66,7 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
 
 
 def _trace(config: pytest.Config) -> list[TracedRequest]:
+    """The trace that scenarios draw from: the command line's, or the lab's own synthetic one."""
     path = config.getoption("--lab-trace")
     return own_trace() if path is None else read_trace(Path(path))
 
@@ -74,17 +74,6 @@ def _trace(config: pytest.Config) -> list[TracedRequest]:
 @pytest.fixture
 def implementation_module(implementation: str) -> Any:
     return importlib.import_module(implementation)
-
-
-@pytest.fixture(scope="session")
-def trace(request: pytest.FixtureRequest) -> list[TracedRequest]:
-    """The trace that scenarios draw from: the command line's, or the lab's own synthetic one."""
-    return _trace(request.config)
-
-
-@pytest.fixture
-def case(scenario_name: str, trace: list[TracedRequest]) -> ForwardCase:
-    return scenario(scenario_name, trace)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from lab.timing import L2, Clock, DeviceClock, GpuTime, Method
 from lab.timing.cupti import Activity
 from lab.timing.device_state import DeviceState
-from lab.timing.gpu_time import MOST_COPIES, _from_events, _from_records, _shuffled_rounds, _Staged, buffer_copies
+from lab.timing.gpu_time import MOST_COPIES, _from_records, _from_samples, _shuffled_rounds, _Staged, buffer_copies
 
 WARM = Method(Clock.GRAPH, L2.WARM)
 ROTATED = Method(Clock.GRAPH, L2.COLD_ROTATION)
@@ -68,7 +68,7 @@ def staged(calls: int, launches: int) -> _Staged:
 
 
 def test_a_replays_time_is_shared_among_its_calls() -> None:
-    time = _from_events([50.0, 60.0], staged(calls=10, launches=2), WARM, DeviceState())
+    time = _from_samples([50.0, 60.0], staged(calls=10, launches=2), WARM, DeviceState())
     assert time.samples_us == (5.0, 6.0)
     assert (time.calls_per_sample, time.launches) == (10, 2)
 
