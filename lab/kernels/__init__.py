@@ -1,19 +1,34 @@
 """What is measured: FlashInfer's kernels (`trtllm`) and portable Triton ones (`portable`), behind the same names.
 
-Importing this package imports neither: each module brings its own heavy dependency.
+Beside them, the Triton kernels that write metadata: `generate_draft_decode_kv_indices` and `write_forward_metadata`. Importing
+this package imports none of them: each module brings its own heavy dependency.
 """
 
 import functools
 import importlib
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lab.kernels.support import capability_of
 
+if TYPE_CHECKING:
+    from lab.kernels.draft_decode_kv_indices import generate_draft_decode_kv_indices as generate_draft_decode_kv_indices
+    from lab.kernels.forward_metadata import write_forward_metadata as write_forward_metadata
+
 FLASHINFER_MAJORS = (9, 10, 12)  # compute capabilities that FlashInfer 0.7.2 has TRT-LLM attention kernels for
+_METADATA_KERNELS = {
+    "generate_draft_decode_kv_indices": "lab.kernels.draft_decode_kv_indices",
+    "write_forward_metadata": "lab.kernels.forward_metadata",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _METADATA_KERNELS:
+        return getattr(importlib.import_module(_METADATA_KERNELS[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def default_implementation(device: torch.device | str | None = None) -> ModuleType:

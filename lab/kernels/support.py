@@ -124,12 +124,26 @@ def triton_interprets() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+def refuse_without_triton(device: torch.device) -> None:
+    """Raise NotImplementedError with a sentence if Triton does not run the lab's kernels on this device."""
+    reason = _no_triton(capability_of(device))
+    if reason is not None:
+        raise NotImplementedError(reason)
+
+
+def _no_triton(capability: Capability | None) -> str | None:
+    if capability is None and not triton_interprets():
+        return "Triton kernels run on a CPU only in Triton's interpreter: set TRITON_INTERPRET=1 first"
+    if capability is not None and capability < (8, 0):
+        return _wrong_gpu("Triton kernels", "SM80 and later", capability)
+    return None
+
+
 def _portable(capability: Capability | None, problem: PagedAttention) -> str | None:
     """The kernel's own limits, and those of Triton 3.7 (its NVIDIA back end's `supported_fp8_dtypes`)."""
-    if capability is None and not triton_interprets():
-        return "the portable Triton kernel runs on a CPU only in Triton's interpreter: set TRITON_INTERPRET=1 first"
-    if capability is not None and capability < (8, 0):
-        return _wrong_gpu("the portable Triton kernel", "SM80 and later", capability)
+    reason = _no_triton(capability)
+    if reason is not None:
+        return reason
     if capability is not None and capability < (8, 9) and E4M3 in _dtypes(problem):
         return f"Triton compiles e4m3 for SM89 and later, and this is {_sm(capability)}"
     if problem.query.dtype not in (*HALF_DTYPES, E4M3):

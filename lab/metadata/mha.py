@@ -72,23 +72,15 @@ def build_mha_metadata(batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
     Raises:
         ValueError: PREBUILT, different devices, or a host fact that the mode needs is missing.
     """
-    if batch.forward_mode.is_prebuilt():
-        raise ValueError(
-            f"{batch.forward_mode!r} runs no attention, its KV cache is already there: "
-            "build the metadata of the DECODE after it"
-        )
-    if batch.seq_lens.device != pool.device:
-        raise ValueError(f"the batch is on {batch.seq_lens.device} but the pool on {pool.device}: use one device")
-
-    cache_seqlens = (batch.seq_lens + _uncounted_tokens(batch)).to(torch.int32)
+    check_attends(batch, pool)
+    cache_seqlens = (batch.seq_lens + uncounted_tokens(batch)).to(torch.int32)
     cu_seqlens_k = _exclusive_cumsum(cache_seqlens)
-    cu_seqlens_q, max_seq_len_q = _query_layout(batch, cu_seqlens_k)
     first_slots = _first_slots(batch.req_pool_indices, cache_seqlens, pool)
     has_swa = pool.full_to_swa is not None
     return TRTLLMMHAMetadata(
         cache_seqlens_int32=cache_seqlens,
-        max_seq_len_q=max_seq_len_q,
-        cu_seqlens_q=cu_seqlens_q,
+        max_seq_len_q=max_query_rows(batch),
+        cu_seqlens_q=_cu_seqlens_q(batch, cu_seqlens_k),
         cu_seqlens_k=cu_seqlens_k,
         page_table=_pages(first_slots, pool.page_size),
         swa_page_table=_pages(pool.swa_slots(first_slots), pool.page_size) if has_swa else None,
@@ -116,8 +108,12 @@ def mixed_tail_split(batch: ForwardBatch) -> int:
     return context
 
 
-def _uncounted_tokens(batch: ForwardBatch) -> int:
-    """Tokens per request that the kernel must see as keys and that ``seq_lens`` does not count."""
+def uncounted_tokens(batch: ForwardBatch) -> int:
+    """Tokens per request that the kernel must see as keys and that ``seq_lens`` does not count.
+
+    Raises:
+        ValueError: a host fact that the mode needs is missing.
+    """
     if batch.forward_mode.is_target_verify():
         return _verify_q_len(batch)
     if batch.forward_mode.is_decode_or_idle() and batch.spec_info is not None:
@@ -130,6 +126,48 @@ def _uncounted_tokens(batch: ForwardBatch) -> int:
     return 0
 
 
+def query_rows(batch: ForwardBatch) -> int | Tensor | None:
+    """Query rows of every request (an int) or of each (``extend_seq_lens``); None where they are the keys themselves.
+
+    Raises:
+        ValueError: a host fact that the mode needs is missing.
+    """
+    mode = batch.forward_mode
+    if mode.is_decode_or_idle():
+        return 1
+    if mode.is_target_verify():
+        return _verify_q_len(batch)
+    if not mode.is_draft_extend(include_v2=True) and not any(_host_lengths(batch, "extend_prefix_lens_cpu")):
+        return None
+    if batch.extend_seq_lens is None:
+        raise ValueError(f"{mode!r} takes its query rows from the device tensor extend_seq_lens, which is None")
+    return batch.extend_seq_lens
+
+
+def max_query_rows(batch: ForwardBatch) -> int:
+    """Most query rows of one request, a host fact: ``max_seq_len_q``.
+
+    Raises:
+        ValueError: ``extend_seq_lens_cpu`` or, of an empty batch, ``num_draft_tokens`` is missing.
+    """
+    if batch.forward_mode.is_decode_or_idle():
+        return 1
+    if batch.forward_mode.is_target_verify():
+        return _verify_q_len(batch)
+    return max(_host_lengths(batch, "extend_seq_lens_cpu"), default=0)
+
+
+def check_attends(batch: ForwardBatch, pool: KVPool) -> None:
+    """Raise ValueError if the pass runs no attention, or not where the pool is."""
+    if batch.forward_mode.is_prebuilt():
+        raise ValueError(
+            f"{batch.forward_mode!r} runs no attention, its KV cache is already there: "
+            "build the metadata of the DECODE after it"
+        )
+    if batch.seq_lens.device != pool.device:
+        raise ValueError(f"the batch is on {batch.seq_lens.device} but the pool on {pool.device}: use one device")
+
+
 def _verify_q_len(batch: ForwardBatch) -> int:
     """Query rows per request, which is what the kernel is launched with even if padding made it differ from d."""
     if batch.batch_size > 0:
@@ -139,20 +177,11 @@ def _verify_q_len(batch: ForwardBatch) -> int:
     return batch.spec_info.num_draft_tokens
 
 
-def _query_layout(batch: ForwardBatch, cu_seqlens_k: Tensor) -> tuple[Tensor, int]:
-    """``(cu_seqlens_q, max_seq_len_q)``."""
-    mode = batch.forward_mode
-    if mode.is_decode_or_idle():
-        return _uniform_cu_seqlens(batch, 1), 1
-    if mode.is_target_verify():
-        q_len = _verify_q_len(batch)
-        return _uniform_cu_seqlens(batch, q_len), q_len
-    max_seq_len_q = max(_host_lengths(batch, "extend_seq_lens_cpu"), default=0)
-    if not mode.is_draft_extend(include_v2=True) and not any(_host_lengths(batch, "extend_prefix_lens_cpu")):
-        return cu_seqlens_k, max_seq_len_q
-    if batch.extend_seq_lens is None:
-        raise ValueError(f"{mode!r} takes its query rows from the device tensor extend_seq_lens, which is None")
-    return _exclusive_cumsum(batch.extend_seq_lens), max_seq_len_q
+def _cu_seqlens_q(batch: ForwardBatch, cu_seqlens_k: Tensor) -> Tensor:
+    rows = query_rows(batch)
+    if rows is None:
+        return cu_seqlens_k
+    return _uniform_cu_seqlens(batch, rows) if isinstance(rows, int) else _exclusive_cumsum(rows)
 
 
 def _host_lengths(batch: ForwardBatch, name: str) -> Sequence[int]:

@@ -1,5 +1,6 @@
 """Exact, slow implementations that define what is right. They need torch alone."""
 
+from lab.references.draft_decode_kv_indices import generate_draft_decode_kv_indices
 from lab.references.errors import Comparison, compare, eager_attention, relative_l2
 from lab.references.paged_attention import attention, visible_keys
 from lab.references.trtllm import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
@@ -9,6 +10,7 @@ __all__ = [
     "attention",
     "compare",
     "eager_attention",
+    "generate_draft_decode_kv_indices",
     "relative_l2",
     "trtllm_batch_context_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",
