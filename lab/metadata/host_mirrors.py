@@ -1,0 +1,99 @@
+"""The lengths of a batch on the host: who needs them, and what one copy of them takes (SGLang's PR 26824)."""
+
+import torch
+from torch import Tensor
+
+_LENGTH_DTYPES = (torch.int32, torch.int64)
+
+
+def decide_needs_cpu_seq_lens(
+    target: object | None,
+    draft: object | None = None,
+    draft_extend: object | None = None,
+    *,
+    two_batch_overlap: bool = False,
+    ngram: bool = False,
+) -> bool:
+    """Whether an engine must copy the lengths to the host in each iteration (SGLang 0.5.23).
+
+    It must if any of its attention backends reads them there. A backend says so with its attribute
+    ``needs_cpu_seq_lens``; one that says nothing is taken to need them. None is a backend that does not exist and so
+    reads nothing: without any backend the answer is False. Two-batch overlap and NGRAM speculation split or look up
+    the batch on the host, whatever the backends say. NGRAM was added after 0.5.13; 0.5.13 itself also said True unless
+    piecewise CUDA graphs were disabled, which is not modelled here.
+
+    Args:
+        target, draft, draft_extend: attention backends, any objects, or None.
+        two_batch_overlap: the batch is computed in two halves that overlap.
+        ngram: drafts come from an n-gram cache.
+    """
+    if two_batch_overlap or ngram:
+        return True
+    backends = (target, draft, draft_extend)
+    return any(getattr(backend, "needs_cpu_seq_lens", True) for backend in backends if backend is not None)
+
+
+class LengthMirror:
+    """The copy of a batch's lengths that SGLang makes in each iteration if `decide_needs_cpu_seq_lens` says True.
+
+    The copy runs on a stream of its own into pinned memory, so it waits for what wrote the lengths and for nothing
+    else. But the lengths are written last in an iteration, and the host waits for the copy: all of the iteration's GPU
+    work must end before the host can prepare the next.
+
+    Args:
+        max_batch_size: most lengths of one copy.
+        device: where the lengths are. On the CPU there is nothing to wait for, and no stream.
+
+    Raises:
+        ValueError: ``max_batch_size`` is below 1, or the device is neither a CUDA device nor the CPU.
+        RuntimeError: from torch, if there is no such CUDA device.
+    """
+
+    def __init__(self, max_batch_size: int, device: torch.device | str = "cuda") -> None:
+        if max_batch_size < 1:
+            raise ValueError(f"max_batch_size={max_batch_size} must be at least 1")
+        kind = torch.device(device).type
+        if kind not in ("cuda", "cpu"):
+            raise ValueError(f"device={str(device)!r}: lengths are copied from a CUDA device, or from the CPU")
+        self.max_batch_size = max_batch_size
+        self._stream = torch.cuda.Stream(device) if kind == "cuda" else None
+        self.device = torch.device("cpu") if self._stream is None else self._stream.device
+        # A non-blocking copy into memory that is not pinned would block.
+        self._buffer = torch.empty(max_batch_size, dtype=torch.int64, pin_memory=self._stream is not None)
+
+    def read(self, seq_lens: Tensor) -> tuple[list[int], int]:
+        """Copy the lengths, wait for the copy, and return them with their sum: ``(seq_lens_cpu, seq_lens_sum)``.
+
+        Args:
+            seq_lens: ``[batch_size]`` int32 or int64, written on the current stream, ``batch_size <= max_batch_size``.
+
+        Raises:
+            TypeError: another dtype.
+            ValueError: another shape or device, or more lengths than ``max_batch_size``.
+        """
+        self._check(seq_lens)
+        mirror = self._buffer[: seq_lens.shape[0]]
+        if self._stream is None:
+            mirror.copy_(seq_lens)
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream(seq_lens.device))
+            with torch.cuda.stream(self._stream):
+                mirror.copy_(seq_lens, non_blocking=True)
+            # The host goes on after the copy only, so neither seq_lens nor the buffer can be reused under it.
+            self._stream.synchronize()
+        seq_lens_cpu = mirror.tolist()
+        return seq_lens_cpu, sum(seq_lens_cpu)
+
+    def _check(self, seq_lens: Tensor) -> None:
+        if seq_lens.dtype not in _LENGTH_DTYPES:
+            raise TypeError(f"seq_lens has dtype {seq_lens.dtype}, expected torch.int32 or torch.int64")
+        if seq_lens.dim() != 1:
+            raise ValueError(f"seq_lens has shape {list(seq_lens.shape)}, expected one dimension")
+        if seq_lens.device != self.device:
+            raise ValueError(
+                f"seq_lens is on {seq_lens.device}, but this mirror copies from {self.device}: make one for that device"
+            )
+        if seq_lens.shape[0] > self.max_batch_size:
+            raise ValueError(
+                f"seq_lens has {seq_lens.shape[0]} entries, more than max_batch_size={self.max_batch_size}"
+            )

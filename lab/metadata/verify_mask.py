@@ -1,0 +1,190 @@
+"""The tree mask of target verification: how large it is, who allocates it, and what a step writes into it."""
+
+import enum
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class VerifyMaskForm(enum.Enum):
+    """Which keys the mask has a cell for, d draft tokens per request.
+
+    FULL, as SGLang 0.5.13 and 0.5.14 allocate it: for a request of L tokens a block ``[d, L + d]``, the blocks end to
+    end. QLEN_ONLY, as SGLang 0.5.23 allocates it where no kernel reads the mask: a block ``[d, d]``, draft tokens alone.
+    """
+
+    FULL = "full"
+    QLEN_ONLY = "query length only"
+
+    def __repr__(self) -> str:
+        return f"VerifyMaskForm.{self.name}"
+
+
+@dataclass(frozen=True, eq=False)
+class VerifyMask:
+    """A mask buffer for any batch of up to ``max_batch_size`` requests.
+
+    Attributes:
+        buffer: bool, one dimension, a byte per cell, ``verify_mask_cells`` of the largest batch and its upper bound.
+        form: what the cells stand for.
+        max_batch_size, num_draft_tokens, max_context_len: what it was sized for.
+
+    Raises:
+        TypeError: the buffer is not bool.
+        ValueError: the buffer has another shape than these sizes need.
+    """
+
+    buffer: Tensor
+    form: VerifyMaskForm
+    max_batch_size: int
+    num_draft_tokens: int
+    max_context_len: int
+
+    def __post_init__(self) -> None:
+        if self.buffer.dtype != torch.bool:
+            raise TypeError(f"buffer has dtype {self.buffer.dtype}, expected torch.bool")
+        cells = verify_mask_cells(
+            self.form, self.max_batch_size, self.num_draft_tokens, max_context_len=self.max_context_len
+        )
+        if list(self.buffer.shape) != [cells]:
+            raise ValueError(
+                f"buffer has shape {list(self.buffer.shape)}, expected [{cells}]: make it with preallocate_verify_mask"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        return self.buffer.nbytes
+
+    def fits(self, batch_size: int) -> bool:
+        """Whether a step of this many requests can use the buffer; if not, it has to allocate its own."""
+        return batch_size <= self.max_batch_size
+
+
+def verify_mask_cells(
+    form: VerifyMaskForm,
+    batch_size: int,
+    num_draft_tokens: int,
+    *,
+    max_context_len: int,
+    seq_lens_sum: int | None = None,
+) -> int:
+    """Cells of one step's mask, a byte each: what a step allocates that has no preallocated buffer.
+
+    Args:
+        form: FULL has ``d * seq_lens_sum + batch_size * d * d`` cells, QLEN_ONLY ``batch_size * d * d``.
+        batch_size, num_draft_tokens: requests, and d.
+        max_context_len: most tokens of one request, without its draft tokens.
+        seq_lens_sum: tokens of all requests if the host knows them. None for the upper bound, every request at
+            ``max_context_len``, which is also what a buffer for all steps needs.
+
+    Raises:
+        ValueError: a size is negative, or ``seq_lens_sum`` is above its upper bound.
+    """
+    sizes = {
+        "batch_size": batch_size,
+        "num_draft_tokens": num_draft_tokens,
+        "max_context_len": max_context_len,
+        "seq_lens_sum": seq_lens_sum or 0,
+    }
+    for name, size in sizes.items():
+        if size < 0:
+            raise ValueError(f"{name}={size} must not be negative")
+    upper_bound = batch_size * max_context_len
+    if seq_lens_sum is not None and seq_lens_sum > upper_bound:
+        raise ValueError(
+            f"seq_lens_sum={seq_lens_sum} is more than {batch_size} requests of max_context_len={max_context_len} have"
+        )
+    draft_cells = batch_size * num_draft_tokens**2
+    if form is VerifyMaskForm.QLEN_ONLY:
+        return draft_cells
+    return num_draft_tokens * (upper_bound if seq_lens_sum is None else seq_lens_sum) + draft_cells
+
+
+def preallocate_verify_mask(
+    form: VerifyMaskForm,
+    *,
+    max_batch_size: int,
+    num_draft_tokens: int | None,
+    max_context_len: int,
+    device: torch.device | str,
+    skip_prefill: bool = False,
+) -> VerifyMask | None:
+    """A zero-filled buffer for every step to come, so that no step needs ``seq_lens_sum`` to allocate one.
+
+    FULL takes ``max_num_tokens * (max_context_len + d)`` bytes with ``max_num_tokens = max_batch_size * d``, QLEN_ONLY
+    ``max_batch_size * d * d``: 134,221,824 and 4,096 for 256 requests, 4 draft tokens and 131,072 tokens of context.
+
+    Args:
+        form: what the cells stand for.
+        max_batch_size, max_context_len: what it must hold.
+        num_draft_tokens: d; None or 0 without speculation.
+        device: where the buffer lies.
+        skip_prefill: the backend belongs to draft steps, which verify nothing.
+
+    Returns:
+        None if there is nothing to verify: no draft tokens, or ``skip_prefill``.
+
+    Raises:
+        ValueError: a size is negative.
+    """
+    cells = verify_mask_cells(form, max_batch_size, num_draft_tokens or 0, max_context_len=max_context_len)
+    if not num_draft_tokens or skip_prefill:
+        return None
+    buffer = torch.zeros(cells, dtype=torch.bool, device=device)
+    return VerifyMask(buffer, form, max_batch_size, num_draft_tokens, max_context_len)
+
+
+def get_verify_buffers_to_fill_after_draft(mask: VerifyMask | None) -> list[Tensor | None]:
+    """``[tree mask, positions]`` that the draft stage fills in place. None where it has to allocate its own.
+
+    The name and the order are those of SGLang's hook. TRT-LLM MLA keeps no buffer for positions.
+    """
+    return [None if mask is None else mask.buffer, None]
+
+
+def fill_verify_mask(mask: VerifyMask, batch_size: int) -> None:
+    """Set the cells to True, which is where building a tree starts; only what a draft token must not see is cleared then.
+
+    FULL sets the whole buffer, however small the batch, as SGLang 0.5.13 does: without the lengths the host cannot say
+    where the batch ends. QLEN_ONLY sets the cells of the batch, as SGLang 0.5.23 does.
+
+    Raises:
+        ValueError: the batch does not fit.
+    """
+    if not mask.fits(batch_size):
+        raise ValueError(
+            f"batch_size={batch_size} is more than the mask's max_batch_size={mask.max_batch_size}: "
+            "preallocate a larger one"
+        )
+    whole = mask.form is VerifyMaskForm.FULL
+    mask.buffer[: None if whole else batch_size * mask.num_draft_tokens**2].fill_(True)
+
+
+def write_chain_mask(mask: VerifyMask, seq_lens: Tensor) -> None:
+    """Write the mask of a chain of drafts (top-k 1): each draft token sees the prefix, those before it, and itself.
+
+    FULL writes one block ``[d, L + d]`` per request, L columns of True and then a lower triangle; QLEN_ONLY only the
+    triangle. The places are computed on the device: the host reads nothing, so a length above ``max_context_len`` cannot
+    be refused here.
+
+    Args:
+        mask: written in place; see `fill_verify_mask` for what else is set.
+        seq_lens: ``[batch_size]`` int32 or int64 on the mask's device, tokens of each request without its drafts.
+
+    Raises:
+        ValueError: another device, or the batch does not fit.
+    """
+    if seq_lens.device != mask.buffer.device:
+        raise ValueError(f"seq_lens is on {seq_lens.device} but the mask on {mask.buffer.device}: use one device")
+    fill_verify_mask(mask, seq_lens.shape[0])
+    d, device = mask.num_draft_tokens, mask.buffer.device
+    prefix = (
+        seq_lens.to(torch.int64) if mask.form is VerifyMaskForm.FULL else torch.zeros_like(seq_lens).to(torch.int64)
+    )
+    width = prefix + d
+    block_start = d * (torch.cumsum(width, dim=0) - width)
+    row, column = torch.arange(d, device=device)[:, None], torch.arange(d, device=device)
+    cells = (block_start + prefix)[:, None, None] + row * width[:, None, None] + column
+    sees = (column <= row).expand_as(cells)
+    mask.buffer.scatter_(0, cells.flatten(), sees.flatten())

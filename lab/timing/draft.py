@@ -1,0 +1,218 @@
+"""A draft's metadata as timed work: the ragged K/V lists, every step's metadata, the fused metadata of passes.
+
+What they must move is counted in cells: each table entry is read once and written as often as it is wanted, 4 bytes each.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.kernels.draft_decode_kv_indices import Schedule, generate_draft_decode_kv_indices
+from lab.metadata.draft_steps import (
+    DraftAttention,
+    DraftPlan,
+    DraftStep,
+    MultiStepDraft,
+    allocate_draft,
+    build_draft_steps,
+    prepare_draft,
+)
+from lab.metadata.forward_batch import ForwardBatch
+from lab.metadata.fused import allocate_mha_metadata, prepare_mha_metadata
+from lab.metadata.iteration import prepare_iteration
+from lab.metadata.kv_pool import KVPool
+from lab.metadata.mha import TRTLLMMHAMetadata
+from lab.metadata.mla import TRTLLMMLADecodeMetadata
+from lab.timing.gpu_time import GpuTime, measure
+from lab.timing.host_time import host_time
+from lab.timing.method import Method
+from lab.timing.work import Call, GpuWork
+from lab.workloads.draft import DraftCase, DraftScenario, build_verify, draft_decode
+
+CELL_BYTES = 4  # int32
+POISON = -7  # what outputs hold before a call: no slot, page, length or boundary is negative
+
+Metadata = TRTLLMMHAMetadata | TRTLLMMLADecodeMetadata
+Steps = Sequence[DraftStep]
+
+
+def time_draft(scenario: DraftScenario, method: Method) -> tuple[GpuTime, dict[str, Any]]:
+    """Build, check, time and check again; returns the GPU time and the facts of a recorded row but the ceilings'.
+
+    Raises:
+        AssertionError: what was written is wrong, before or after it was timed.
+        ValueError: the method cannot time this work.
+    """
+    work = draft_work(scenario, torch.device("cuda"))
+    time = measure(work, method)
+    host = host_time({"": work.call()})[""]
+    return time, draft_facts(scenario, work) | {"host_us": round(host.median_us, 2), "host_method": host.method}
+
+
+def draft_facts(scenario: DraftScenario, work: GpuWork) -> dict[str, Any]:
+    """What a row says of its work, units in the keys."""
+    case = scenario.case
+    return {
+        "mode": scenario.kind,
+        "kernel": " ".join((*scenario.choices, *(("eager",) if scenario.eager else ()))),
+        "implementation": "lab.kernels",
+        "requests": len(case.prefix_lens),
+        "kv_tokens": sum(case.prefix_lens),
+        "num_steps": case.num_steps,
+        "page_size": case.page_size,
+        "bytes_moved": work.bytes_moved,
+        "operations": work.operations,
+    }
+
+
+def draft_work(scenario: DraftScenario, device: torch.device) -> GpuWork:
+    """The work of a scenario. Every tensor that a kernel touches is among its arguments."""
+    case = scenario.case
+    verify, pool = build_verify(case, device)
+    if scenario.kind == "kv_indices":
+        return kv_indices_work(case, verify, pool, Schedule(scenario.choices[0]))
+    if scenario.kind == "forward_metadata":
+        return forward_metadata_work(case, verify, pool, scenario.choices[0])
+    attention, plan = (choice.upper() for choice in scenario.choices)
+    draft = MultiStepDraft(DraftAttention[attention], case.num_steps, DraftPlan[plan])
+    return draft_steps_work(draft, verify, pool, eager=scenario.eager)
+
+
+def kv_indices_work(case: DraftCase, verify: ForwardBatch, pool: KVPool, schedule: Schedule) -> GpuWork:
+    """`generate_draft_decode_kv_indices` of all steps, for chains."""
+    bs, tokens, steps = len(case.prefix_lens), sum(case.prefix_lens), case.num_steps
+    arguments = {
+        "req_pool_indices": verify.req_pool_indices,
+        "req_to_token": pool.req_to_token,
+        "paged_kernel_lens": verify.seq_lens,
+        "kv_indices": torch.full((steps, tokens + bs * steps), POISON, dtype=torch.int32, device=pool.device),
+        "kv_indptr": torch.zeros(steps, bs + 1, dtype=torch.int32, device=pool.device),
+        "positions": verify.seq_lens.clone(),
+    }
+    function = partial(generate_draft_decode_kv_indices, topk=1, page_size=case.page_size, schedule=schedule)
+    read = tokens + bs * steps
+    written = sum(tokens + bs * (step + 1) for step in range(steps)) + steps * bs
+
+    def check(given: Mapping[str, Any]) -> None:
+        for step in range(steps):
+            _check_lists(given["kv_indices"][step], given["kv_indptr"][step], verify, pool, step)
+        given["kv_indices"].fill_(POISON)
+        given["kv_indptr"][:, 1:].fill_(POISON)
+
+    return GpuWork(partial(partial, function), arguments, CELL_BYTES * (read + written), 0, check)
+
+
+def draft_steps_work(draft: MultiStepDraft, verify: ForwardBatch, pool: KVPool, *, eager: bool) -> GpuWork:
+    """Every step's metadata. The bytes are those of what attention reads; the common template's lists are dead work."""
+    batch = draft_decode(verify)
+    offsets = [draft.attention.seq_len_offset(step) for step in range(draft.num_decode_steps)]
+    tables = 1 if draft.plan is DraftPlan.ONE_LAUNCH else len(offsets)
+    arguments: dict[str, Any] = {"batch": batch, "pool": pool, "written": []}
+    if not eager:
+        arguments["buffers"] = allocate_draft(draft, pool, batch.batch_size)
+    prepare = partial(_prepare_eager_draft if eager else _prepare_static_draft, draft)
+
+    def check(given: Mapping[str, Any]) -> None:
+        for step, (each, offset) in enumerate(zip(given["written"], offsets, strict=True)):
+            _check_metadata(each.metadata, given["batch"], given["pool"], offset)
+            if draft.plan is DraftPlan.COMMON_TEMPLATE:
+                _check_lists(each.kv_indices, each.kv_indptr, given["batch"], given["pool"], step)
+        for each in given["written"]:
+            _wipe(each.metadata)
+
+    return GpuWork(prepare, arguments, _metadata_bytes(verify, pool, offsets, tables), 0, check)
+
+
+def _prepare_static_draft(
+    draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, written: list[DraftStep], buffers: Any
+) -> Call:
+    prepared = prepare_draft(draft, batch, pool, buffers)
+    written[:] = prepared.steps
+    return prepared.write
+
+
+def _prepare_eager_draft(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, written: list[DraftStep]) -> Call:
+    def call() -> None:
+        written[:] = build_draft_steps(draft, batch, pool)
+
+    return call
+
+
+def forward_metadata_work(case: DraftCase, verify: ForwardBatch, pool: KVPool, passes: str) -> GpuWork:
+    """The fused kernel for one verify pass, or for all passes of an iteration."""
+    width = case.num_draft_tokens
+    offsets = [width] if passes == "verify" else [*range(1, case.num_steps), width, width]
+    tables = len(offsets) if passes == "iteration_own_tables" else 1
+
+    def check(given: Mapping[str, Any]) -> None:
+        for each, offset in zip(given["written"], offsets, strict=True):
+            _check_metadata(each, given["batch"], given["pool"], offset)
+        for each in given["written"]:
+            _wipe(each)
+
+    prepare = partial(_prepare_passes, case.num_steps, passes)
+    arguments: dict[str, Any] = {"batch": verify, "pool": pool, "written": []}
+    return GpuWork(prepare, arguments, _metadata_bytes(verify, pool, offsets, tables), 0, check)
+
+
+def _prepare_passes(
+    num_steps: int, passes: str, batch: ForwardBatch, pool: KVPool, written: list[TRTLLMMHAMetadata]
+) -> Callable[[], None]:
+    if passes == "verify":
+        written[:] = [allocate_mha_metadata(batch, pool)]
+        return prepare_mha_metadata(batch, pool, written[0])
+    shares = passes == "iteration"
+    prepared = prepare_iteration(batch, pool, speculative_num_steps=num_steps, share_table=shares)
+    written[:] = [*prepared.draft_steps, prepared.target_verify, prepared.draft_extend]
+    return prepared.write
+
+
+def _metadata_bytes(batch: ForwardBatch, pool: KVPool, offsets: Sequence[int], tables: int) -> int:
+    """Each live page's slot read once and its page written to every table; lengths read once, written for every pass."""
+    longest = batch.seq_lens + max(offsets)
+    pages = int(((longest + pool.page_size - 1) // pool.page_size).sum())
+    lengths = batch.batch_size * (1 + 3 * len(offsets))
+    return CELL_BYTES * (pages * (1 + tables) + lengths)
+
+
+def _check_lists(kv_indices: Tensor, kv_indptr: Tensor, batch: ForwardBatch, pool: KVPool, step: int) -> None:
+    """Each request's list is its slots in order, the prefix and the drafted tokens up to the step's own."""
+    lens = [length + step + 1 for length in batch.seq_lens.tolist()]
+    rows = batch.req_pool_indices.tolist()
+    expected = torch.cat([pool.req_to_token[row, :length] for row, length in zip(rows, lens, strict=True)])
+    boundaries = torch.nn.functional.pad(torch.tensor(lens).cumsum(0), (1, 0)).to(kv_indptr)
+    if not torch.equal(kv_indices[: len(expected)], expected) or not torch.equal(kv_indptr, boundaries):
+        raise AssertionError(f"the ragged lists of draft step {step} are wrong: a time of this is worth nothing")
+
+
+def _check_metadata(metadata: Metadata, batch: ForwardBatch, pool: KVPool, offset: int) -> None:
+    """Lengths, boundaries and live pages of one pass."""
+    lens = batch.seq_lens + offset
+    first_slots = pool.req_to_token[batch.req_pool_indices, :: pool.page_size]
+    columns = torch.arange(first_slots.shape[1], device=pool.device)
+    is_live = columns < ((lens + pool.page_size - 1) // pool.page_size)[:, None]
+    lengths, table = _lengths_and_table(metadata)
+    right = torch.equal(lengths, lens.int())
+    right &= torch.equal(table[:, : len(columns)][is_live], (first_slots // pool.page_size)[is_live])
+    if isinstance(metadata, TRTLLMMHAMetadata):
+        boundaries = torch.nn.functional.pad(lens.cumsum(0), (1, 0)).int()
+        right &= torch.equal(metadata.cu_seqlens_k, boundaries)
+    if not right:
+        raise AssertionError(f"metadata with length offset {offset} is wrong: a time of this is worth nothing")
+
+
+def _wipe(metadata: Metadata) -> None:
+    lengths, table = _lengths_and_table(metadata)
+    lengths.fill_(POISON)
+    table.fill_(POISON)
+    if isinstance(metadata, TRTLLMMHAMetadata):
+        metadata.cu_seqlens_k.fill_(POISON)
+
+
+def _lengths_and_table(metadata: Metadata) -> tuple[Tensor, Tensor]:
+    if isinstance(metadata, TRTLLMMHAMetadata):
+        return metadata.cache_seqlens_int32, metadata.page_table
+    return metadata.seq_lens_k, metadata.block_kv_indices

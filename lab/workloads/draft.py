@@ -1,0 +1,193 @@
+"""Speculative iterations by name: what a draft's metadata is made for, and which of it.
+
+kv_indices/<schedule>/<batch>[/steps<N>]               the ragged K/V lists of all draft steps: serial or spread
+draft_steps/<attention>/<plan>/<batch>[/steps<N>][/eager]
+                                                       every step's metadata: mha, mla or mla_with_offset by
+                                                       common_template, per_step or one_launch; into buffers that stay, or
+                                                       eager: into fresh ones
+forward_metadata/<passes>/<batch>[/steps<N>]           by the fused kernel: verify (one pass), iteration (draft, verify and
+                                                       draft extend over one page table), iteration_own_tables
+
+batch      <count>x<tokens>: 64x8k is 64 requests of 8,192 tokens; or trace<count>, so many running requests of a trace
+steps<N>   speculative_num_steps, 3 if left out
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lab.metadata.forward_batch import ForwardBatch, SpecInfo
+from lab.metadata.forward_mode import ForwardMode
+from lab.metadata.kv_pool import KVPool
+from lab.workloads.traces import TracedRequest, own_trace, snapshot
+
+# The default level of the benchmarks.
+DEFAULT_DRAFT_SCENARIOS = (
+    *(
+        f"kv_indices/{schedule}/{batch}"
+        for batch in ("1x4k", "8x80k", "64x8k", "64x80k", "256x8k", "trace64")
+        for schedule in ("serial", "spread")
+    ),
+    *(
+        f"draft_steps/{attention}/{plan}/{batch}"
+        for batch in ("1x80k", "64x8k")
+        for attention in ("mha", "mla")
+        for plan in ("common_template", "per_step", "one_launch")
+    ),
+    "draft_steps/mha/common_template/64x8k/eager",
+    "draft_steps/mha/per_step/64x8k/eager",
+    *(
+        f"forward_metadata/{passes}/{batch}"
+        for batch in ("1x4k", "8x80k", "64x8k", "64x80k", "256x8k")
+        for passes in ("verify", "iteration")
+    ),
+)
+
+# The choices of each kind of scenario, in the order in which its name has them.
+CHOICES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "kv_indices": (("serial", "spread"),),
+    "draft_steps": (("mha", "mla", "mla_with_offset"), ("common_template", "per_step", "one_launch")),
+    "forward_metadata": (("verify", "iteration", "iteration_own_tables"),),
+}
+_UNIFORM = re.compile(r"(?P<count>[0-9]+)x(?P<length>[0-9]+)(?P<kilo>k?)")
+_TRACED = re.compile(r"trace(?P<count>[0-9]+)")
+_STEPS = re.compile(r"steps(?P<number>[0-9]+)")
+
+
+@dataclass(frozen=True)
+class DraftCase:
+    """The requests of one speculative iteration, and how far it drafts.
+
+    Attributes:
+        prefix_lens: tokens of each request up to the last accepted one.
+        num_steps: ``speculative_num_steps``.
+        page_size: tokens per page.
+        max_context_len: columns of ``req_to_token``, which page tables are as wide as.
+
+    Raises:
+        ValueError: no request, or one that has no room for its draft.
+    """
+
+    prefix_lens: tuple[int, ...]
+    num_steps: int = 3
+    page_size: int = 64
+    max_context_len: int = 132 * 1024  # 128K and room for a draft, in whole blocks of 4,096
+
+    def __post_init__(self) -> None:
+        if not self.prefix_lens:
+            raise ValueError("prefix_lens is empty: an iteration has at least one request")
+        longest = max(self.prefix_lens) + self.num_draft_tokens
+        if longest > self.max_context_len:
+            raise ValueError(
+                f"a request of {max(self.prefix_lens)} tokens and {self.num_draft_tokens} drafted ones does not fit into "
+                f"max_context_len={self.max_context_len}"
+            )
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Rows per request in verification: the last accepted token and one per step of a chain."""
+        return self.num_steps + 1
+
+
+@dataclass(frozen=True)
+class DraftScenario:
+    """A parsed name: its kind, the choices that the kind has, whether it is eager, and the case."""
+
+    kind: str
+    choices: tuple[str, ...]
+    case: DraftCase
+    eager: bool = False
+
+
+def is_draft_scenario(name: str) -> bool:
+    return name.split("/")[0] in CHOICES
+
+
+def draft_scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> DraftScenario:
+    """The scenario of a name in the module's grammar.
+
+    Args:
+        name: of the scenario.
+        trace: what a ``trace<count>`` is drawn from; the lab's own synthetic trace if None.
+
+    Raises:
+        ValueError: a part of the name is unknown or damaged; says which and what would be right.
+    """
+    try:
+        return _parse(name, trace)
+    except ValueError as error:
+        raise ValueError(f"scenario {name!r}: {error}") from error
+
+
+def _parse(name: str, trace: Sequence[TracedRequest] | None) -> DraftScenario:
+    kind, *parts = name.split("/")
+    if kind not in CHOICES:
+        raise ValueError(f"no kind of draft scenario is called {kind!r}; there are {', '.join(CHOICES)}")
+    needed = len(CHOICES[kind]) + 1
+    if len(parts) < needed:
+        raise ValueError(f"{kind} is followed by {needed} parts at least, this name has {len(parts)}")
+    choices = tuple(parts[: needed - 1])
+    for choice, known in zip(choices, CHOICES[kind], strict=True):
+        if choice not in known:
+            raise ValueError(f"{choice!r} is none of {', '.join(known)}")
+    num_steps, eager = 3, False
+    for option in parts[needed:]:
+        match = _STEPS.fullmatch(option)
+        if match is not None:
+            num_steps = int(match["number"])
+        elif option == "eager" and kind == "draft_steps":
+            eager = True
+        else:
+            raise ValueError(f"no option of {kind} is called {option!r}; there is steps<N>, and eager for draft_steps")
+    return DraftScenario(kind, choices, DraftCase(_prefix_lens(parts[needed - 1], trace), num_steps), eager)
+
+
+def _prefix_lens(text: str, trace: Sequence[TracedRequest] | None) -> tuple[int, ...]:
+    traced = _TRACED.fullmatch(text)
+    if traced is not None:
+        return tuple(snapshot(own_trace() if trace is None else trace, int(traced["count"])))
+    match = _UNIFORM.fullmatch(text)
+    if match is None:
+        raise ValueError(f"batch {text!r} is not <count>x<tokens>, such as 64x8k, or trace<count>, such as trace64")
+    return (int(match["length"]) * (1024 if match["kilo"] else 1),) * int(match["count"])
+
+
+def build_verify(case: DraftCase, device: torch.device) -> tuple[ForwardBatch, KVPool]:
+    """The iteration's TARGET_VERIFY batch, lengths without the drafted tokens, and its pool with shuffled pages.
+
+    The draft tokens' slots are allocated, as the engine does before it drafts.
+    """
+    width, bs = case.num_draft_tokens, len(case.prefix_lens)
+    totals = [length + width for length in case.prefix_lens]
+    pool = KVPool(
+        num_requests=bs,
+        max_context_len=case.max_context_len,
+        page_size=case.page_size,
+        num_pages=sum(-(-total // case.page_size) for total in totals) + 1,
+        device=device,
+    )
+    rows = [pool.add_request(total) for total in totals]
+    locations = [pool.slots(row, total - width, total) for row, total in zip(rows, totals, strict=True)]
+    batch = ForwardBatch(
+        forward_mode=ForwardMode.TARGET_VERIFY,
+        req_pool_indices=torch.tensor(rows, device=device),
+        seq_lens=torch.tensor(case.prefix_lens, device=device),
+        out_cache_loc=torch.cat(locations),
+        num_tokens=bs * width,
+        spec_info=SpecInfo(num_draft_tokens=width),
+    )
+    return batch, pool
+
+
+def draft_decode(verify: ForwardBatch) -> ForwardBatch:
+    """The DECODE batch of the same requests' draft steps; its write locations are the first step's."""
+    bs = verify.batch_size
+    return ForwardBatch(
+        forward_mode=ForwardMode.DECODE,
+        req_pool_indices=verify.req_pool_indices,
+        seq_lens=verify.seq_lens,
+        out_cache_loc=verify.out_cache_loc.view(bs, -1)[:, 0].contiguous(),
+        num_tokens=bs,
+    )
