@@ -16,6 +16,7 @@ ALLOWED = {
     "workloads": {"metadata"},
     "checks": {"references", "kernels", "metadata", "workloads"},
     "timing": {"references", "kernels", "metadata", "workloads", "checks"},
+    "experiments": {"references", "kernels", "metadata", "workloads", "checks", "timing"},
 }
 # The leaves, each with the leaves below it.
 LEAVES: dict[str, set[str]] = {

@@ -1,5 +1,7 @@
 """The lengths of a batch on the host: who needs them, and what one copy of them takes (SGLang's PR 26824)."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -7,12 +9,7 @@ _LENGTH_DTYPES = (torch.int32, torch.int64)
 
 
 def decide_needs_cpu_seq_lens(
-    target: object | None,
-    draft: object | None = None,
-    draft_extend: object | None = None,
-    *,
-    two_batch_overlap: bool = False,
-    ngram: bool = False,
+    attn_backends: Iterable[object | None], *, two_batch_overlap: bool = False, ngram: bool = False
 ) -> bool:
     """Whether an engine must copy the lengths to the host in each iteration (SGLang 0.5.23).
 
@@ -23,14 +20,13 @@ def decide_needs_cpu_seq_lens(
     piecewise CUDA graphs were disabled, which is not modelled here.
 
     Args:
-        target, draft, draft_extend: attention backends, any objects, or None.
+        attn_backends: of target, draft and draft extend: any objects, or None.
         two_batch_overlap: the batch is computed in two halves that overlap.
         ngram: drafts come from an n-gram cache.
     """
     if two_batch_overlap or ngram:
         return True
-    backends = (target, draft, draft_extend)
-    return any(getattr(backend, "needs_cpu_seq_lens", True) for backend in backends if backend is not None)
+    return any(getattr(backend, "needs_cpu_seq_lens", True) for backend in attn_backends if backend is not None)
 
 
 class LengthMirror:

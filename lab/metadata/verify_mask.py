@@ -144,10 +144,10 @@ def get_verify_buffers_to_fill_after_draft(mask: VerifyMask | None) -> list[Tens
 
 
 def fill_verify_mask(mask: VerifyMask, batch_size: int) -> None:
-    """Set the cells to True, which is where building a tree starts; only what a draft token must not see is cleared then.
+    """Set the buffer to True, which is where building a tree starts; only what a draft token must not see is cleared then.
 
-    FULL sets the whole buffer, however small the batch, as SGLang 0.5.13 does: without the lengths the host cannot say
-    where the batch ends. QLEN_ONLY sets the cells of the batch, as SGLang 0.5.23 does.
+    All of it, however small the batch, as SGLang does: without the lengths the host cannot say where a FULL batch ends. 0.5.13
+    fills a FULL mask in every step although TRT-LLM's kernel reads none; 0.5.23 fills a FULL one only for kernels that do.
 
     Raises:
         ValueError: the batch does not fit.
@@ -157,8 +157,7 @@ def fill_verify_mask(mask: VerifyMask, batch_size: int) -> None:
             f"batch_size={batch_size} is more than the mask's max_batch_size={mask.max_batch_size}: "
             "preallocate a larger one"
         )
-    whole = mask.form is VerifyMaskForm.FULL
-    mask.buffer[: None if whole else batch_size * mask.num_draft_tokens**2].fill_(True)
+    mask.buffer.fill_(True)
 
 
 def write_chain_mask(mask: VerifyMask, seq_lens: Tensor) -> None:
@@ -179,9 +178,8 @@ def write_chain_mask(mask: VerifyMask, seq_lens: Tensor) -> None:
         raise ValueError(f"seq_lens is on {seq_lens.device} but the mask on {mask.buffer.device}: use one device")
     fill_verify_mask(mask, seq_lens.shape[0])
     d, device = mask.num_draft_tokens, mask.buffer.device
-    prefix = (
-        seq_lens.to(torch.int64) if mask.form is VerifyMaskForm.FULL else torch.zeros_like(seq_lens).to(torch.int64)
-    )
+    is_full = mask.form is VerifyMaskForm.FULL
+    prefix = seq_lens.to(torch.int64) if is_full else torch.zeros_like(seq_lens, dtype=torch.int64)
     width = prefix + d
     block_start = d * (torch.cumsum(width, dim=0) - width)
     row, column = torch.arange(d, device=device)[:, None], torch.arange(d, device=device)

@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,17 @@ import torch
 
 from lab.checks import Verdict, judge_forward
 from lab.provenance import environment
-from lab.timing import Ceilings, DeviceClock, GpuTime, Method, measure_ceilings, method_named
+from lab.timing import L2, Ceilings, DeviceClock, GpuTime, Method, measure_ceilings, method_named
 from lab.timing.forward import time_facts
 from lab.workloads import DEFAULT_SCENARIOS, ForwardCase, scenario
+from lab.workloads.draft import DEFAULT_DRAFT_SCENARIOS, draft_scenario, is_draft_scenario
 from lab.workloads.traces import TracedRequest, own_trace, read_trace
 from tests.benchmarks.summary import judged_table, timed_tables
 
 HAS_GPU = torch.cuda.is_available()
 IMPLEMENTATIONS = ("lab.kernels.portable", "lab.kernels.trtllm")
 METHOD = pytest.StashKey[Method]()
-CLOCK = pytest.StashKey[DeviceClock]()
+CLOCKS = pytest.StashKey[dict[Method, DeviceClock]]()
 CEILINGS = pytest.StashKey[Ceilings]()
 JUDGED = pytest.StashKey[list[Verdict]]()
 TIMED = pytest.StashKey[list[dict[str, Any]]]()
@@ -27,37 +29,55 @@ TIMED = pytest.StashKey[list[dict[str, Any]]]()
 
 def pytest_configure(config: pytest.Config) -> None:
     try:
-        config.stash[METHOD] = method_named(config.getoption("--lab-clock"), config.getoption("--lab-l2"))
+        config.stash[METHOD] = method = method_named(config.getoption("--lab-clock"), config.getoption("--lab-l2"))
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
-    config.stash[CLOCK] = DeviceClock(str(config.stash[METHOD]))
+    config.stash[CLOCKS] = {each: DeviceClock(str(each)) for each in (method, replace(method, l2=L2.WARM))}
     config.stash[JUDGED], config.stash[TIMED] = [], []
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`scenario_name`, its `case`, and `implementation` are the command line's, or the default level's."""
+    """`scenario_name`, its `case` or `draft`, and `implementation` are the command line's, or the default level's."""
     if "scenario_name" in metafunc.fixturenames:
-        names = metafunc.config.getoption("--lab-scenario") or DEFAULT_SCENARIOS
+        is_draft = "draft" in metafunc.fixturenames
+        named, read = metafunc.config.getoption("--lab-scenario"), draft_scenario if is_draft else scenario
+        names = [name for name in named or () if is_draft_scenario(name) == is_draft]
+        if not named:
+            names = list(DEFAULT_DRAFT_SCENARIOS if is_draft else DEFAULT_SCENARIOS)
         try:
             trace = _trace(metafunc.config)
-            cases = [(name, scenario(name, trace)) for name in names]
+            cases = [(name, read(name, trace)) for name in names]
         except (ValueError, OSError) as error:
             raise pytest.UsageError(str(error)) from error
-        metafunc.parametrize(("scenario_name", "case"), cases, ids=names)
+        metafunc.parametrize(("scenario_name", "draft" if is_draft else "case"), cases, ids=names)
     if "implementation" in metafunc.fixturenames:
         metafunc.parametrize("implementation", metafunc.config.getoption("--lab-implementation") or IMPLEMENTATIONS)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What is timed on the GPU reads the device's clock, whose name in the JSON is the method."""
+    """What is timed on the GPU reads the device's clock, whose name in the JSON is the method.
+
+    A kind of benchmark of which the command line names no scenario is left out.
+    """
+    unnamed = [item for item in items if item.get_closest_marker("skip") and "scenario_name" in _parameters(item)]
+    if unnamed:
+        config.hook.pytest_deselected(items=unnamed)
+        items[:] = [item for item in items if item not in unnamed]
     for item in items:
         if "gpu_benchmark" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.benchmark(timer=config.stash[CLOCK]))
+            method = config.stash[METHOD]
+            if "warm_method" in item.fixturenames:  # type: ignore[attr-defined]
+                method = replace(method, l2=L2.WARM)
+            item.add_marker(pytest.mark.benchmark(timer=config.stash[CLOCKS][method]))
             item.add_marker(pytest.mark.gpu)
             if not HAS_GPU:
                 reason = "a kernel's time needs a GPU, and there is none here: kernels are judged, not timed"
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _parameters(item: pytest.Item) -> tuple[str, ...]:
+    return tuple(item.callspec.params) if hasattr(item, "callspec") else ()
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
@@ -79,6 +99,12 @@ def implementation_module(implementation: str) -> Any:
 @pytest.fixture
 def method(request: pytest.FixtureRequest) -> Method:
     return request.config.stash[METHOD]
+
+
+@pytest.fixture
+def warm_method(method: Method) -> Method:
+    """The command line's clock with a warm L2: what reads and writes a few kilobytes cannot be cold by rotation."""
+    return replace(method, l2=L2.WARM)
 
 
 @pytest.fixture(scope="session")
@@ -106,12 +132,12 @@ def judge(request: pytest.FixtureRequest) -> Callable[[Any, ForwardCase], Verdic
 @pytest.fixture
 def gpu_benchmark(request: pytest.FixtureRequest, benchmark: Any) -> Iterator[Callable[..., None]]:
     """Hand a measured GPU time to pytest-benchmark, with its facts. A test that passes without doing so fails."""
-    clock, recorded = request.config.stash[CLOCK], []
+    clocks, recorded = request.config.stash[CLOCKS], []
 
     def handed_over(time: GpuTime, ceilings: Ceilings, facts: dict[str, Any]) -> None:
         facts = facts | time_facts(time, ceilings, facts["bytes_moved"], facts["operations"])
         benchmark.extra_info.update(facts)
-        samples = iter(time.samples_us)
+        clock, samples = clocks[time.method], iter(time.samples_us)
         benchmark.pedantic(lambda: clock.advance(next(samples) * 1e-6), rounds=len(time.samples_us))
         recorded.append(facts)
 
@@ -138,5 +164,4 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         where = "on this GPU" if HAS_GPU else "not timed: no GPU here, the interpreter's time is not a kernel's"
         terminalreporter.write_line("\n" + judged_table(config.stash[JUDGED], where))
     if config.stash[TIMED]:
-        ceilings, method = config.stash[CEILINGS], config.stash[METHOD]
-        terminalreporter.write_line("\n" + timed_tables(config.stash[TIMED], ceilings, method))
+        terminalreporter.write_line("\n" + timed_tables(config.stash[TIMED], config.stash[CEILINGS]))

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lab.checks import ForwardCase, Verdict
-from lab.timing import Ceilings, Method
+from lab.timing import Ceilings
 
 # Wide enough for every column; a narrow terminal wraps lines, and a log file does not care.
 WIDTH = 220
@@ -58,23 +58,21 @@ COLUMNS = (
 SCALE = {"bytes_moved": 1e-6, "operations": 1e-9}
 
 
-def timed_tables(rows: Sequence[dict[str, Any]], ceilings: Ceilings, method: Method) -> str:
-    """Every timed row beside what the GPU gave in this run, and a warning for each that was held back."""
-    stated = ceilings.datasheet
-    datasheet = (
-        "this GPU's datasheet is not known to the lab"
-        if stated is None
-        else f"{stated.bandwidth_gbps:,.0f} GB/s and {stated.matrix_rate_tflops:,.0f} TFLOP/s ({stated.source})"
+def timed_tables(rows: Sequence[dict[str, Any]], ceilings: Ceilings) -> str:
+    """Every timed row beside what the GPU gave in this run, a table per method, and a warning for each that was held back."""
+    by_method: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_method.setdefault(row["method"], []).append(row)
+    held_back = [
+        f"HELD BACK by {', '.join(row['throttled_by'])}: {row['scenario']}" for row in rows if row["throttled_by"]
+    ]
+    return "\n".join(
+        [*(_timed_table(each, method) for method, each in by_method.items()), _measured(ceilings), *held_back]
     )
-    table = Table(
-        title=f"GPU time: {method}",
-        caption=f"Measured in this run: {ceilings.bandwidth_gbps:,.0f} GB/s read and written by a large elementwise kernel, "
-        f"{ceilings.matrix_rate_tflops:,.0f} TFLOP/s by a large bf16 matrix product. Datasheet: {datasheet}. "
-        "Percentages are of what was measured here. The floor is the longer of bytes and operations over these rates. "
-        "Bytes and operations are those that the actual lengths need.",
-        title_justify="left",
-        caption_justify="left",
-    )
+
+
+def _timed_table(rows: Sequence[dict[str, Any]], method: str) -> str:
+    table = Table(title=f"GPU time: {method}", title_justify="left")
     for header, fact, _ in COLUMNS:
         is_text = fact in ("scenario", "kernel", "floor_bound")
         table.add_column(header, justify="left" if is_text else "right", overflow="fold")
@@ -82,10 +80,22 @@ def timed_tables(rows: Sequence[dict[str, Any]], ceilings: Ceilings, method: Met
         table.add_row(
             *(form.format(row[fact] * SCALE.get(fact, 1) if fact in SCALE else row[fact]) for _, fact, form in COLUMNS)
         )
-    held_back = [
-        f"HELD BACK by {', '.join(row['throttled_by'])}: {row['scenario']}" for row in rows if row["throttled_by"]
-    ]
-    return "\n".join([_drawn(table), *held_back])
+    return _drawn(table)
+
+
+def _measured(ceilings: Ceilings) -> str:
+    stated = ceilings.datasheet
+    datasheet = (
+        "this GPU's datasheet is not known to the lab"
+        if stated is None
+        else f"{stated.bandwidth_gbps:,.0f} GB/s and {stated.matrix_rate_tflops:,.0f} TFLOP/s ({stated.source})"
+    )
+    return (
+        f"Measured in this run: {ceilings.bandwidth_gbps:,.0f} GB/s read and written by a large elementwise kernel, "
+        f"{ceilings.matrix_rate_tflops:,.0f} TFLOP/s by a large bf16 matrix product. Datasheet: {datasheet}. "
+        "Percentages are of what was measured here. The floor is the longer of bytes and operations over these rates. "
+        "Bytes and operations are those that the actual lengths need."
+    )
 
 
 def _drawn(table: Table) -> str:

@@ -1,0 +1,179 @@
+"""What do the draft steps' dead ragged lists cost (SGLang's change 26241), and what would one launch for all steps save?
+
+    python -m lab.experiments.draft_steps --out results/nvidia-h200/draft_steps.json --trace conversation.jsonl
+
+At every point of a grid of requests, tokens and draft steps, and at snapshots of a trace, GPU times of: the lists by SGLang's
+serial schedule and by the spread one; every step's metadata with the lists (common_template), without them (per_step) and in
+one launch, for MHA and MLA, into buffers that stay as inside a CUDA graph, and for MHA eagerly. All of a point are timed in
+turns, in one process. Host times of the same calls are taken at fewer points: they depend on the steps, hardly on the lengths.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from lab.provenance import environment
+from lab.timing.draft import draft_facts, draft_work
+from lab.timing.forward import time_facts
+from lab.timing.gpu_time import measure_interleaved
+from lab.timing.host_time import METHOD as HOST_METHOD
+from lab.timing.host_time import host_time
+from lab.timing.method import L2, Clock, Method
+from lab.timing.roofline import Ceilings, measure_ceilings
+from lab.timing.work import GpuWork
+from lab.workloads.draft import draft_scenario
+from lab.workloads.traces import TracedRequest, own_trace, read_trace
+
+METHOD = Method(Clock.GRAPH, L2.WARM)
+ARMS = (
+    "kv_indices/serial/{}",
+    "kv_indices/spread/{}",
+    "draft_steps/mha/common_template/{}",
+    "draft_steps/mha/per_step/{}",
+    "draft_steps/mha/one_launch/{}",
+    "draft_steps/mla/common_template/{}",
+    "draft_steps/mla/per_step/{}",
+    "draft_steps/mla/one_launch/{}",
+    "draft_steps/mha/common_template/{}/eager",
+    "draft_steps/mha/per_step/{}/eager",
+)
+GRID = tuple(
+    f"{count}x{length}/steps{steps}"
+    for count in (1, 8, 64, 256)
+    for length in ("1k", "8k", "32k", "128k")
+    for steps in (2, 3, 4, 5)
+)
+# The context of 26241's own figures; its batch size is not stated.
+LONG = tuple(f"{count}x80k/steps3" for count in (1, 2, 4, 8, 16, 64))
+TRACED = tuple(f"trace{count}/steps3" for count in (1, 8, 64, 256))
+HOST_POINTS = tuple(f"{count}x8k/steps{steps}" for count in (1, 64) for steps in (2, 3, 4, 5))
+
+# PR 26241's description: Kimi-K2.5-NVFP4, TP4, 80K tokens of context, EAGLE3 with 3 steps, topk 1.
+CLAIM = {"tpot_before_ms": 2.47, "tpot_after_ms": 2.41, "accept_length": 3.94}
+
+
+def implied_saving_us(claim: dict[str, float]) -> float:
+    """What a saving per token means per iteration, which yields ``accept_length`` tokens; microseconds."""
+    return (claim["tpot_before_ms"] - claim["tpot_after_ms"]) * claim["accept_length"] * 1000
+
+
+def measure_point(point: str, trace: Sequence[TracedRequest], ceilings: Ceilings) -> list[dict[str, Any]]:
+    """GPU times of all arms at one point, in turns."""
+    names = [arm.format(point) for arm in ARMS]
+    scenarios = {name: draft_scenario(name, trace) for name in names}
+    works = {name: draft_work(scenario, torch.device("cuda")) for name, scenario in scenarios.items()}
+    times = measure_interleaved(works, METHOD)
+    return [
+        {"scenario": name, "point": point}
+        | draft_facts(scenarios[name], works[name])
+        | time_facts(times[name], ceilings, works[name].bytes_moved, 0)
+        for name in names
+    ]
+
+
+def measure_host(point: str, trace: Sequence[TracedRequest]) -> list[dict[str, Any]]:
+    """Host times at one point: of each arm's launches, and of a replay of the graph that holds them, in turns."""
+    names = [arm.format(point) for arm in ARMS]
+    works = {name: draft_work(draft_scenario(name, trace), torch.device("cuda")) for name in names}
+    calls = {name: work.call() for name, work in works.items()}
+    replays = {f"{name} in a graph": _replay_of(works[name]) for name in names if not name.endswith("/eager")}
+    times = host_time(calls | replays)
+    return [{"call": name, "point": point, "host_us": round(time.median_us, 2)} for name, time in times.items()]
+
+
+def _replay_of(work: GpuWork) -> Callable[[], object]:
+    call = work.call()
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+
+    def replay(kept: Callable[[], object] = call) -> None:  # a graph does not keep what its call owns
+        graph.replay()
+
+    return replay
+
+
+def median_of(rows: Sequence[dict[str, Any]], arm: str, point: str) -> float:
+    """The GPU time of one arm at one point, microseconds."""
+    (found,) = [row["median_us"] for row in rows if row["scenario"] == arm.format(point)]
+    return float(found)
+
+
+def claim_table(rows: Sequence[dict[str, Any]], host_rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """26241's figures per iteration beside what skipping the lists saves here, on the GPU and on the host."""
+
+    def saved(prefix: str, point: str) -> float:
+        before, after = (median_of(rows, f"{prefix}/{plan}/{{}}", point) for plan in ("common_template", "per_step"))
+        return round(before - after, 2)
+
+    hosts = {row["call"]: row["host_us"] for row in host_rows}
+
+    def host_saved(form: str) -> float:
+        point = "1x8k/steps3"
+        before, after = (hosts[f"draft_steps/mha/{plan}/{point}{form}"] for plan in ("common_template", "per_step"))
+        return round(before - after, 2)
+
+    return {
+        "claim": CLAIM,
+        "implied_saving_us_per_iteration": round(implied_saving_us(CLAIM), 1),
+        "gpu_saving_us_per_draft_mla": {point: saved("draft_steps/mla", point) for point in LONG},
+        "host_saving_us_per_draft": {"static buffers": host_saved(""), "eager": host_saved("/eager")},
+    }
+
+
+def point_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """One line per point: what is dead, what is left, what one launch leaves."""
+    table = Table(title=f"GPU time in µs, {METHOD}", title_justify="left")
+    heads = ("lists serial", "spread", "MHA template", "per step", "one", "MLA template", "per step", "one")
+    for header in ("requests x tokens / steps", *heads, "MHA eager template", "eager per step"):
+        table.add_column(header, justify="right")
+    for point in dict.fromkeys(row["point"] for row in rows):
+        table.add_row(point, *(f"{median_of(rows, arm, point):,.1f}" for arm in ARMS))
+    return table
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m lab.experiments.draft_steps", description=__doc__.split("\n", 1)[0]
+    )
+    parser.add_argument("--out", type=Path, required=True, help="where the JSON goes")
+    parser.add_argument(
+        "--trace", type=Path, help="a Mooncake (.jsonl) or Azure (.csv) trace; the lab's own if left out"
+    )
+    parser.add_argument("--points", nargs="+", help="only these, such as 64x8k/steps3")
+    given = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("this experiment times GPU work, and there is no CUDA GPU here", file=sys.stderr)
+        return 2
+    trace = own_trace() if given.trace is None else read_trace(given.trace)
+    ceilings = measure_ceilings(torch.device("cuda"))
+    points = given.points or [*GRID, *LONG, *TRACED]
+    console = Console(width=200)
+    rows = [row for point in track(points, console=console) for row in measure_point(point, trace, ceilings)]
+    result: dict[str, Any] = {
+        "environment": environment() | {"ceilings": ceilings.facts()},
+        "method": str(METHOD),
+        "host_method": HOST_METHOD,
+        "trace": "synthetic_chat.jsonl, the lab's own" if given.trace is None else given.trace.name,
+        "rows": rows,
+    }
+    if not given.points:
+        result["host"] = [row for point in HOST_POINTS for row in measure_host(point, trace)]
+        result["pr_26241"] = claim_table(rows, result["host"])
+        console.print_json(data=result["pr_26241"])
+    given.out.write_text(json.dumps(result, indent=1) + "\n")
+    console.print(point_table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
