@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from lab.timing.step_profile import (

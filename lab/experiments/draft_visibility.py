@@ -1,0 +1,140 @@
+"""Which keys can the query of a draft step see, with the lengths that the multi-step backends hand their kernel?
+
+    TRITON_INTERPRET=1 python -m lab.experiments.draft_visibility        # on a CPU; on a GPU without the variable
+
+A draft step writes its token's K and V and then attends. SGLang's TRT-LLM MHA backend hands step s the length
+seq_lens + s + 1, so that its query sees the prefix, the tokens that the draft has written before it, and its own. The MLA
+backend hands every step seq_lens. This runs each step's metadata through the reference kernel on coded inputs: all logits are
+equal and the value at position p is 2 ** p, so that an output times the number of keys is a set of positions. Which keys a
+length lets a query see does not depend on how many heads or dimensions there are; one K/V head stands for MLA's latent.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.metadata.draft_steps import DraftAttention, DraftStep, MultiStepDraft, build_draft_steps
+from lab.metadata.kv_pool import KVLayout, KVPool
+from lab.metadata.mha import TRTLLMMHAMetadata
+from lab.provenance import environment
+from lab.references import trtllm_batch_decode_with_kv_cache
+from lab.workloads.draft import DraftCase, build_verify, draft_decode
+
+PAGE_SIZE = 32
+MOST_TOKENS = 50  # float64 adds powers of two exactly up to 2 ** 52
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What the query of one step of one request saw.
+
+    Attributes:
+        attention: a `DraftAttention`'s value.
+        step: from 0.
+        prefix_len: accepted tokens.
+        own_position: of the step's token, which is in the cache when it attends.
+        seen: positions, in order.
+        unseen: positions that are in the cache and were not seen.
+    """
+
+    attention: str
+    step: int
+    prefix_len: int
+    own_position: int
+    seen: tuple[int, ...]
+    unseen: tuple[int, ...]
+
+
+def look(attention: DraftAttention, prefix_lens: Sequence[int], num_steps: int, device: torch.device) -> list[Sight]:
+    """What every draft step of every request sees.
+
+    Raises:
+        ValueError: a request grows beyond 50 tokens, whose code float64 cannot hold.
+        NotImplementedError: Triton does not run on the device.
+    """
+    if max(prefix_lens) + num_steps > MOST_TOKENS:
+        raise ValueError(f"prefix_lens={list(prefix_lens)} and {num_steps} steps exceed {MOST_TOKENS} tokens")
+    case = DraftCase(tuple(prefix_lens), num_steps, PAGE_SIZE, max_context_len=2 * PAGE_SIZE)
+    verify, pool = build_verify(case, device)
+    cache = pool.new_cache(1, 1, torch.float64, KVLayout.HND)
+    steps = build_draft_steps(MultiStepDraft(attention, num_steps), draft_decode(verify), pool)
+    sights = []
+    for step, handed in enumerate(steps):
+        _write_tokens(cache.storage, pool, verify.req_pool_indices, [length + step + 1 for length in prefix_lens])
+        for prefix_len, seen in zip(prefix_lens, _seen(handed, cache.as_hnd()), strict=True):
+            present = range(prefix_len + step + 1)
+            unseen = tuple(position for position in present if position not in seen)
+            sights.append(Sight(attention.value, step, prefix_len, prefix_len + step, seen, unseen))
+    return sights
+
+
+def _write_tokens(storage: Tensor, pool: KVPool, rows: Tensor, lengths: Sequence[int]) -> None:
+    """K stays 0, V becomes the code of each position; what no token of a request covers is 0."""
+    values = storage[1].view(-1)  # one head of one element: a slot's place is its number
+    for row, length in zip(rows.tolist(), lengths, strict=True):
+        values[pool.slots(row, 0, length)] = 2.0 ** torch.arange(length, dtype=torch.float64, device=values.device)
+
+
+def _seen(step: DraftStep, kv_cache: tuple[Tensor, Tensor]) -> list[tuple[int, ...]]:
+    metadata = step.metadata
+    if isinstance(metadata, TRTLLMMHAMetadata):
+        block_tables, seq_lens = metadata.page_table, metadata.cache_seqlens_int32
+    else:
+        block_tables, seq_lens = metadata.block_kv_indices, metadata.seq_lens_k
+    out, lse_log2 = trtllm_batch_decode_with_kv_cache(
+        torch.zeros(len(seq_lens), 1, 1, dtype=torch.float64, device=seq_lens.device),
+        kv_cache,
+        None,
+        block_tables,
+        seq_lens,
+        block_tables.shape[1] * PAGE_SIZE,
+        return_lse=True,
+    )
+    codes = torch.round(out[:, 0, 0] * torch.exp2(lse_log2[:, 0].double()).round()).tolist()
+    return [tuple(position for position in range(MOST_TOKENS) if int(code) >> position & 1) for code in codes]
+
+
+def in_words(sight: Sight) -> str:
+    """One line of the table."""
+    unseen = ", ".join(map(str, sight.unseen)) or "none"
+    return (
+        f"{sight.attention:>16}  step {sight.step}: of positions 0..{sight.own_position} in the cache, its own the last, it "
+        f"does not see: {unseen}"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m lab.experiments.draft_visibility", description=__doc__.split("\n", 1)[0]
+    )
+    parser.add_argument(
+        "--prefix-len", type=int, default=31, help="tokens before the draft; 31 ends in front of a page's edge"
+    )
+    parser.add_argument("--steps", type=int, default=4, help="speculative_num_steps")
+    parser.add_argument("--out", type=Path, help="also write a JSON file")
+    given = parser.parse_args(argv)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        sights = [sight for each in DraftAttention for sight in look(each, [given.prefix_len], given.steps, device)]
+    except ValueError as error:
+        parser.error(str(error))
+    except NotImplementedError as error:
+        print(f"not run: {error}", file=sys.stderr)
+        return 2
+    for sight in sights:
+        print(in_words(sight))
+    if given.out is not None:
+        result: dict[str, Any] = {"environment": environment(), "sights": [asdict(sight) for sight in sights]}
+        given.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

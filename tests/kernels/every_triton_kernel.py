@@ -1,0 +1,93 @@
+"""Runs every Triton kernel of the lab on small, awkward problems on a GPU, and checks the results: for compute-sanitizer.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \\
+        python -m tests.kernels.every_triton_kernel
+    compute-sanitizer --tool racecheck --error-exitcode 1 python -m tests.kernels.every_triton_kernel
+
+Without the caching allocator each tensor is an allocation of its own, so that an access beside it is noticed. It is an error if
+a kernel of `lab.kernels` was not launched.
+"""
+
+import importlib
+import pkgutil
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+from triton.runtime.jit import JITFunction
+
+import lab.kernels
+from lab import references
+from lab.kernels import portable
+from lab.timing.draft import draft_work
+from lab.workloads.draft import CHOICES, draft_scenario
+from tests.cases import context_arguments, decode_arguments, pack_mask, random_batch
+
+BOUND = 4 * 2.0**-8  # a weight and an output rounded to bf16, each at most one unit roundoff of its vector, times two
+# Lengths around the edges of pages, tiles and stores; one row width each.
+DRAFT_BATCHES = ("1x1", "3x63", "5x513", "2x4k")
+
+
+def kernels() -> set[str]:
+    """Names of the kernels that something in `lab.kernels` launches; what they call is named otherwise."""
+    modules = [
+        importlib.import_module(f"lab.kernels.{each.name}") for each in pkgutil.iter_modules(lab.kernels.__path__)
+    ]
+    named = {name: value for module in modules for name, value in vars(module).items()}
+    return {name for name, value in named.items() if isinstance(value, JITFunction) and name.endswith("_kernel")}
+
+
+def attention_problems() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Calls whose tiles, pages, splits and windows end in the middle of something."""
+    half = {"heads": (8, 2), "head_dim": 64, "dtype": torch.bfloat16}
+    options = {"out_dtype": None, "bmm1_scale": 0.125, "poison": float("nan"), "foreign_id": 0}
+    triangle = [[[token <= row for token in range(3)] for row in range(3)] for _ in range(2)]
+    sinks = torch.linspace(-1, 1, 8)
+    decode, context = "trtllm_batch_decode_with_kv_cache", "trtllm_batch_context_with_kv_cache"
+    yield decode, decode_arguments(random_batch([1, 1, 1], [1, 65, 4097], **half), 64, **options)
+    yield decode, decode_arguments(random_batch([4, 4], [4, 1030], **half), 16, window_left=70, sinks=sinks, **options)
+    yield decode, decode_arguments(random_batch([3, 3], [40, 129], **half), 32, mask=pack_mask(triangle), **options)
+    yield context, context_arguments(random_batch([1, 70, 129], [200, 70, 700], **half), 64, **options)
+
+
+def on_gpu(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(on_gpu(item) for item in value)
+    return value.cuda() if isinstance(value, torch.Tensor) else value
+
+
+def run_attention() -> None:
+    for function, arguments in attention_problems():
+        given = {name: on_gpu(value) for name, value in arguments.items()}
+        out, _ = getattr(portable, function)(**given)
+        truth, _ = getattr(references, function)(**given | {"out_dtype": torch.float64})
+        worst = float(references.relative_l2(out, truth).max())
+        assert worst <= BOUND, f"{function}: {worst}"
+
+
+def run_metadata() -> None:
+    names = [f"kv_indices/{schedule}" for schedule in CHOICES["kv_indices"][0]]
+    names += [f"forward_metadata/{passes}" for passes in CHOICES["forward_metadata"][0]]
+    for name in names:
+        for batch in DRAFT_BATCHES:
+            work = draft_work(draft_scenario(f"{name}/{batch}/steps5"), torch.device("cuda"))
+            work.call()()
+            assert work.check is not None
+            work.check(work.arguments)
+
+
+def main() -> int:
+    launched: set[str] = set()
+    triton.knobs.runtime.launch_enter_hook.add(lambda metadata: launched.add(metadata.get()["name"]))
+    run_attention()
+    run_metadata()
+    torch.cuda.synchronize()
+    missing = kernels() - launched
+    print(f"ran {len(launched)} kernels: {', '.join(sorted(launched))}" + (f"; not {missing}" if missing else ""))
+    return 1 if missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
