@@ -58,6 +58,9 @@ def _text(row: Row, key: str) -> str:
     return "" if value is None else str(value)
 
 
+# A launch alone takes one to two microseconds: time over a floor shorter than this says nothing, and has no bar.
+LEAST_FLOOR_US = 1.0
+
 # A column each, unless they are the same in all rows; then they are said once.
 SETTINGS: dict[str, Callable[[Row], str]] = {
     "timed by": lambda row: row.timed_by,
@@ -321,7 +324,7 @@ def _bars(rows: Sequence[Row]) -> Iterator[Any]:
     named = [(row.scenario, _implementation_name(row)) for row in rows]
     varying = {name: cell for name, cell in SETTINGS.items() if len(set(named)) < len(named) and _varies(cell, rows)}
     for row in rows:
-        if row.facts.get("floor_us"):
+        if (row.facts.get("floor_us") or 0) >= LEAST_FLOOR_US:
             name = ", ".join([row.scenario, *(f"{name} {cell(row)}" for name, cell in varying.items())])
             over = row.median_us / row.facts["floor_us"]
             yield FloorBar(name, _implementation_name(row), over, bool(row.throttled_by))

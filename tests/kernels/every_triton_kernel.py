@@ -5,7 +5,8 @@
     compute-sanitizer --tool racecheck --error-exitcode 1 python -m tests.kernels.every_triton_kernel
 
 Without the caching allocator each tensor is an allocation of its own, so that an access beside it is noticed. It is an error if
-a kernel of `lab.kernels` was not launched.
+a kernel of `lab.kernels` was not launched. `--with-defect` adds a kernel that stores one element behind its tensor, which
+memcheck must report.
 """
 
 import importlib
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 import lab.kernels
@@ -78,11 +80,23 @@ def run_metadata() -> None:
             work.check(work.arguments)
 
 
+@triton.jit
+def _store_behind(tensor, size):
+    tl.store(tensor + size, 0)
+
+
+def run_defect() -> None:
+    tensor = torch.zeros(128, dtype=torch.int32, device="cuda")
+    _store_behind[(1,)](tensor, tensor.numel())
+
+
 def main() -> int:
     launched: set[str] = set()
     triton.knobs.runtime.launch_enter_hook.add(lambda metadata: launched.add(metadata.get()["name"]))
     run_attention()
     run_metadata()
+    if "--with-defect" in sys.argv:
+        run_defect()
     torch.cuda.synchronize()
     missing = kernels() - launched
     print(f"ran {len(launched)} kernels: {', '.join(sorted(launched))}" + (f"; not {missing}" if missing else ""))

@@ -226,6 +226,12 @@ class TestPlots:
     def test_rows_without_the_numbers_are_left_out(self, tmp_path: Path) -> None:
         assert figures(run_of(tmp_path, [entry(operations=None, bytes_moved=None, floor_us=None)])) == {}
 
+    def test_a_floor_shorter_than_a_launch_has_no_bar_and_no_operations_no_point(self, tmp_path: Path) -> None:
+        for floor_us in (0.0, 0.99):
+            assert figures(run_of(tmp_path, [entry(operations=0, floor_us=floor_us)])) == {}
+        (name,) = figures(run_of(tmp_path, [entry(operations=0, floor_us=1.0)]))
+        assert name.startswith("time-over-floor")
+
 
 def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
     program = (
