@@ -117,7 +117,7 @@ def check_values(problem: PagedAttention) -> None:
 
     Raises:
         ValueError: a length that is negative, beyond `max_kv_len` or beyond the table; offsets that do not start at 0,
-            decrease or miss the number of rows; a page id outside the pool.
+            decrease or pass the number of rows; a page id outside the pool.
     """
     lengths = problem.seq_lens.tolist()
     capacity = problem.k_block_tables.shape[1] * problem.page_size
@@ -162,8 +162,11 @@ def _check_page_ids(problem: PagedAttention, lengths: Sequence[int]) -> None:
 
 
 def _check_offsets(name: str, offsets: list[int], total: int, most: int) -> None:
-    if offsets[0] != 0 or offsets[-1] != total:
-        raise ValueError(f"{name} must run from 0 to the {total} query rows, got {offsets[0]} … {offsets[-1]}")
+    if offsets[0] != 0 or offsets[-1] > total:
+        raise ValueError(
+            f"{name} must start at 0 and stay within the {total} query rows (rows behind its end are padding), got "
+            f"{offsets[0]} … {offsets[-1]}"
+        )
     widths = [after - before for before, after in itertools.pairwise(offsets)]
     if any(width < 0 for width in widths):
         raise ValueError(f"{name} = {offsets} decreases; it must be a running sum")

@@ -17,7 +17,7 @@ from lab.kernels.forward_metadata import PassBuffers, prepare_write_forward_meta
 from lab.metadata.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.forward_mode import ForwardMode
 from lab.metadata.kv_pool import KVPool
-from lab.metadata.mha import TRTLLMMHAMetadata, uncounted_tokens
+from lab.metadata.mha import TRTLLMMHAMetadata, build_mha_metadata, uncounted_tokens
 
 # What the engine fills padded rows' lengths with (`get_cuda_graph_seq_len_fill_value` of SGLang's TRT-LLM backends).
 PADDED_SEQ_LEN = 1
@@ -307,6 +307,7 @@ class GraphRunner:
         if not batch_sizes or min(batch_sizes) < 1:
             raise ValueError(f"batch_sizes={list(batch_sizes)} must be one size or more, each at least 1")
         self.mode = mode
+        self.pool = pool
         self.place = place
         self.inputs = StaticInputs(mode, max(batch_sizes), pool.device, padded_seq_len)
         self.metadata = GraphMetadata(mode, pool, max(batch_sizes))
@@ -325,6 +326,10 @@ class GraphRunner:
                 f"{batch_size} requests exceed every captured size {sorted(self.captured)}: run them eagerly"
             )
         return min(fitting)
+
+    def eager(self, batch: ForwardBatch) -> TRTLLMMHAMetadata:
+        """Metadata of a pass that no graph runs, in tensors of its own."""
+        return build_mha_metadata(batch, self.pool)
 
     def replay(self, batch: ForwardBatch) -> Any:
         """Load a batch, rebuild its metadata, replay. Returns the graph's own output with its padding, valid until the next."""

@@ -130,6 +130,8 @@ def visible_keys(
 def paged_attention(problem: PagedAttention) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Solve a checked problem in float64 and round the result once, to `problem.out_dtype`.
 
+    Rows behind the last request's are padding: zero, with an LSE of -inf, as a row that sees no key.
+
     Returns:
         out [num_rows, num_qo_heads, head_dim] and lse_log2 float32 [num_rows, num_qo_heads], or None.
 
@@ -141,6 +143,11 @@ def paged_attention(problem: PagedAttention) -> tuple[torch.Tensor, torch.Tensor
         return out, lse_log2
     if problem.query.device.type != "cpu":  # on a CPU the call has been checked already
         check_values(problem)
+    if problem.cu_seqlens_q is not None:
+        end = int(problem.cu_seqlens_q[-1])
+        out[end:] = 0
+        if lse_log2 is not None:
+            lse_log2[end:] = -math.inf
     for piece in _pieces(problem):
         piece_out, piece_lse_log2 = _solve(problem, piece)
         places, rows = piece.rows()

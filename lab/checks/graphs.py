@@ -1,0 +1,443 @@
+"""Judge a forward mode in CUDA graphs: nothing that an earlier replay left behind may reach a result.
+
+Every check is a short story of replays, eager passes and poison over one runner. Whatever was told before, each replay must
+give the metadata that `lab.references.forward_metadata` works out and the output that the requests' histories give. A runner
+is made by a function, so that a deliberate defect can be put in its place.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.checks.forward import Outcome
+from lab.metadata.cuda_graph import PADDED_SEQ_LEN, Body, GraphMode, GraphRunner, MetadataPlace
+from lab.metadata.dispatch import AttentionLayer, plan_calls, prepare_attention
+from lab.metadata.forward_batch import ForwardBatch, SpecInfo
+from lab.metadata.kv_pool import KVLayout, KVPool
+from lab.metadata.mha import TRTLLMMHAMetadata, uncounted_tokens
+from lab.references.errors import compare, eager_attention
+from lab.references.forward_metadata import forward_metadata
+from lab.references.paged_attention import attention, visible_keys
+from lab.workloads.geometries import geometry
+
+HUGE = 1e30  # finite in bf16, and so large that one poisoned value in a product shows
+SIZES = (2, 4)
+# Largest captured size and one request more, which only an eager pass holds.
+NUM_REQUESTS = max(SIZES) + 1
+
+
+@dataclass(frozen=True)
+class GraphCase:
+    """One mode in graphs, on what.
+
+    Attributes:
+        mode: of the runner.
+        place: where the metadata is rebuilt.
+        geometry: a name of `lab.workloads.GEOMETRIES`.
+        page_size: tokens per page.
+        num_pages: of each request's history; lengths go up to this many pages less the draft's tokens.
+        sliding_window: a sliding-window layer over its own pool.
+        padded_seq_len: see `lab.metadata.cuda_graph.StaticInputs`.
+        seed: of everything drawn.
+    """
+
+    mode: GraphMode
+    place: MetadataPlace = MetadataPlace.IN_GRAPH
+    geometry: str = "tiny"
+    page_size: int = 16
+    num_pages: int = 6
+    sliding_window: bool = False
+    padded_seq_len: int = PADDED_SEQ_LEN
+    seed: int = 0
+
+    @property
+    def max_context_len(self) -> int:
+        return self.page_size * self.num_pages
+
+
+RunnerFactory = Callable[[GraphCase, KVPool, Sequence[int], Body], GraphRunner]
+
+
+def right_runner(case: GraphCase, pool: KVPool, batch_sizes: Sequence[int], body: Body) -> GraphRunner:
+    """The runner that is judged; what takes its place has the same arguments."""
+    return GraphRunner(case.mode, pool, batch_sizes, body, case.place, case.padded_seq_len)
+
+
+class Scene:
+    """Requests with whole histories in a pool, of which batches see prefixes, and one runner over them.
+
+    What a batch does not see is the request's own later tokens, other requests' pages, or poison, which the sink holds.
+    """
+
+    def __init__(self, case: GraphCase, implementation: Any, device: torch.device, make: RunnerFactory) -> None:
+        self.case, self.implementation, self.device = case, implementation, device
+        self.model = geometry(case.geometry)
+        self.generator = torch.Generator(device=device).manual_seed(case.seed)
+        pages = NUM_REQUESTS * case.num_pages + 1
+        self.pool = KVPool(
+            num_requests=NUM_REQUESTS,
+            max_context_len=case.max_context_len,
+            page_size=case.page_size,
+            num_pages=pages,
+            swa_num_pages=pages if case.sliding_window else None,
+            seed=case.seed,
+            device=device,
+        )
+        self.layer = self._layer()
+        heads, head_dim = self.model.num_kv_heads, self.model.head_dim
+        self.cache = self.pool.new_cache(
+            heads, head_dim, torch.bfloat16, KVLayout.NHD, sliding_window=case.sliding_window
+        )
+        self.rows = [self.pool.add_request(case.max_context_len) for _ in range(NUM_REQUESTS)]
+        self.histories = [self._write_history(row) for row in self.rows]
+        most_rows = max(SIZES) * case.mode.num_tokens_per_req
+        self.query = self._randn(most_rows, self.model.num_qo_heads, head_dim)
+        self.out = torch.zeros_like(self.query)
+        self.runner = make(case, self.pool, SIZES, self._body)
+
+    def batch(self, *totals: int, first_request: int = 0) -> ForwardBatch:
+        """A batch of consecutive requests with so many keys each, its own new tokens counted, rows as the mode has them."""
+        mode, n = self.case.mode, len(totals)
+        rows = self.rows[first_request : first_request + n]
+        widths = self.widths(n)
+        extends = mode.extends
+        uncounted = 0 if extends else self._uncounted()
+        slots = [
+            self.pool.slots(row, total - width, total) for row, total, width in zip(rows, totals, widths, strict=True)
+        ]
+        return ForwardBatch(
+            forward_mode=mode.forward_mode,
+            req_pool_indices=torch.tensor(rows, device=self.device),
+            seq_lens=torch.tensor([total - uncounted for total in totals], device=self.device),
+            out_cache_loc=torch.cat(slots),
+            num_tokens=sum(widths),
+            extend_seq_lens=torch.tensor(widths, device=self.device) if extends else None,
+            extend_seq_lens_cpu=widths if extends else None,
+            spec_info=self._spec_info(),
+        )
+
+    def widths(self, count: int) -> list[int]:
+        """Query rows of each request: all alike, but in the first draft extend, where 1 to d tokens were accepted."""
+        mode, most = self.case.mode, self.case.mode.num_tokens_per_req
+        ragged = mode.extends and not mode.forward_mode.is_draft_extend_v2()
+        return [i % most + 1 if ragged else most for i in range(count)]
+
+    def replay(self, batch: ForwardBatch, padding: float = 0.0) -> "Result":
+        """Draw the batch's queries, fill the padded rows, replay, and copy what came out."""
+        rows = batch.num_tokens
+        self.query[:rows].copy_(self._randn(rows, *self.query.shape[1:]))
+        self.query[rows:].fill_(padding)
+        self.out.fill_(float("nan"))
+        self.runner.replay(batch)
+        metadata = self.runner.captured[self.runner.size_for(batch.batch_size)].metadata
+        return Result(self.query[:rows].clone(), self.out[:rows].clone(), metadata)
+
+    def eager(self, batch: ForwardBatch) -> "Result":
+        """The same pass without a graph, in tensors of its own."""
+        metadata = self.runner.eager(batch)
+        query = self._randn(batch.num_tokens, *self.query.shape[1:])
+        out = torch.full_like(query, float("nan"))
+        self._prepare(batch, metadata, query, out)()
+        return Result(query, out, metadata)
+
+    def poison(self, value: float) -> None:
+        """Fill what must not matter: the sink page of K/V, all metadata, and each table's dead cells with the sink's page."""
+        self.cache.k_cache[0].fill_(value)
+        self.cache.v_cache[0].fill_(value)
+        buffers = self.runner.metadata.buffers
+        buffers.page_table.zero_()
+        if buffers.swa_page_table is not None:
+            buffers.swa_page_table.zero_()
+        if self.case.place is MetadataPlace.BEFORE_REPLAY or self.device.type == "cpu":
+            buffers.cache_seqlens_int32.fill_(2**30)
+            buffers.cu_seqlens_k[1:].fill_(2**30)
+
+    def wrongs(self, batch: ForwardBatch, result: "Result") -> str:
+        """What is wrong with a result, or nothing."""
+        return self._wrong_metadata(batch, result.metadata) or self._wrong_output(batch, result)
+
+    def pointers(self) -> dict[str, int]:
+        """Addresses of every buffer that a graph was captured with."""
+        inputs, buffers = self.runner.inputs, self.runner.metadata.buffers
+        tensors = {name: value for owner in (inputs, buffers) for name, value in vars(owner).items()}
+        tensors |= {"query": self.query, "out": self.out}
+        return {name: tensor.data_ptr() for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+
+    def _body(self, view: ForwardBatch, metadata: TRTLLMMHAMetadata) -> Callable[[], Tensor]:
+        rows = view.num_tokens
+        return self._prepare(view, metadata, self.query[:rows], self.out[:rows])
+
+    def _prepare(
+        self, batch: ForwardBatch, metadata: TRTLLMMHAMetadata, query: Tensor, out: Tensor
+    ) -> Callable[[], Tensor]:
+        return prepare_attention(
+            self.implementation,
+            batch,
+            metadata,
+            self.layer,
+            query,
+            self.cache,
+            max_context_len=self.case.max_context_len,
+            out=out,
+            plan=plan_calls(batch),
+        )
+
+    def _layer(self) -> AttentionLayer:
+        model, window = self.model, self.case.sliding_window
+        sinks = self._randn(model.num_qo_heads).float() if model.has_sinks else None
+        return AttentionLayer(
+            softmax_scale=model.softmax_scale,
+            window_left=model.window_left if window else -1,
+            reads_swa_pool=window,
+            sinks=sinks,
+        )
+
+    def _write_history(self, row: int) -> tuple[Tensor, Tensor]:
+        shape = (self.case.max_context_len, self.model.num_kv_heads, self.model.head_dim)
+        keys, values = self._randn(*shape), self._randn(*shape)
+        slots = self.pool.slots(row, 0, self.case.max_context_len)
+        self.cache.write(self.pool.swa_slots(slots) if self.case.sliding_window else slots, keys, values)
+        return keys, values
+
+    def _randn(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, device=self.device, generator=self.generator).to(torch.bfloat16)
+
+    def _spec_info(self) -> SpecInfo | None:
+        mode = self.case.mode
+        if mode.forward_mode.is_target_verify():
+            return SpecInfo(num_draft_tokens=mode.num_tokens_per_req)
+        if mode.extends:
+            fixed = mode.num_tokens_per_req if mode.forward_mode.is_draft_extend_v2() else -1
+            return SpecInfo(num_tokens_per_req=fixed)
+        return None if mode.draft_step is None else SpecInfo(speculative_step_id=mode.draft_step)
+
+    def _uncounted(self) -> int:
+        return uncounted_tokens(self.runner.inputs.view(1))
+
+    def _wrong_metadata(self, batch: ForwardBatch, metadata: TRTLLMMHAMetadata) -> str:
+        """Against the loops, on live cells."""
+        n, expected = batch.batch_size, forward_metadata(batch, self.pool)
+        pairs = {
+            "cache_seqlens": (metadata.cache_seqlens_int32[:n], expected.cache_seqlens),
+            "cu_seqlens_q": (metadata.cu_seqlens_q[: n + 1], expected.cu_seqlens_q),
+            "cu_seqlens_k": (metadata.cu_seqlens_k[: n + 1], expected.cu_seqlens_k),
+        }
+        tables = {"page_table": (metadata.page_table, expected.page_table)}
+        if expected.swa_page_table is not None and metadata.swa_page_table is not None:
+            tables["swa_page_table"] = (metadata.swa_page_table, expected.swa_page_table)
+        if expected.swa_out_cache_loc is not None and metadata.swa_out_cache_loc is not None:
+            locations = metadata.swa_out_cache_loc[: batch.num_tokens]
+            pairs["swa_out_cache_loc"] = (locations, expected.swa_out_cache_loc)
+        for name, (table, pages) in tables.items():
+            pairs |= {f"{name}[{i}]": (table[i, : len(row)], row) for i, row in enumerate(pages)}
+        for name, (got, wanted) in pairs.items():
+            if got.tolist() != wanted:
+                return f"{name} is {got.tolist()}, expected {wanted}"
+        return ""
+
+    def _wrong_output(self, batch: ForwardBatch, result: "Result") -> str:
+        expected, control = zip(*self._truths(batch, result.query), strict=True)
+        if not bool(result.out.isfinite().all()):
+            return f"{int((~result.out.isfinite()).any(-1).sum())} output vectors of real rows are not finite"
+        comparison = compare(result.out, torch.cat(expected), torch.cat(control))
+        if comparison.passed:
+            return ""
+        return (
+            f"{int(comparison.wrong.sum())} output vectors are wrong, the worst {comparison.worst_ratio:.3g} times what is "
+            "allowed"
+        )
+
+    def _truths(self, batch: ForwardBatch, query: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Each request's rows in float64, and as bf16 arithmetic has them, from its history alone."""
+        truths, first_row = [], 0
+        uncounted = 0 if self.case.mode.extends else self._uncounted()
+        totals = [length + uncounted for length in batch.seq_lens.tolist()]
+        requests = [self.rows.index(row) for row in batch.req_pool_indices.tolist()]
+        for request, total, width in zip(requests, totals, self.widths(batch.batch_size), strict=True):
+            rows = query[first_row : first_row + width].unsqueeze(0)
+            keys, values = (side[:total].float().unsqueeze(0) for side in self.histories[request])
+            visible = visible_keys(
+                torch.arange(total - width, total, device=self.device).unsqueeze(0),
+                torch.arange(total, device=self.device).unsqueeze(0),
+                torch.tensor([total], device=self.device),
+                causal=True,
+                window_left=self.layer.window_left,
+            )
+            given: dict[str, Any] = {"bmm1_scale": self.layer.softmax_scale, "sinks": self.layer.sinks}
+            exact, _ = attention(rows, keys, values, visible, **given)
+            rounded = eager_attention(
+                rows, keys, values, visible, arithmetic=torch.bfloat16, out_dtype=torch.bfloat16, **given
+            )
+            truths.append((exact[0], rounded[0]))
+            first_row += width
+        return truths
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """What one pass was given and gave: real rows only, and the metadata it ran on."""
+
+    query: Tensor
+    out: Tensor
+    metadata: TRTLLMMHAMetadata
+
+
+# A check tells its story on a scene and returns what is wrong, or nothing.
+Check = Callable[[Scene], str]
+
+
+def _all_right(scene: Scene, *batches: ForwardBatch) -> str:
+    """Replay one after another and judge each."""
+    for number, batch in enumerate(batches):
+        if wrong := scene.wrongs(batch, scene.replay(batch)):
+            return f"replay {number}: {wrong}"
+    return ""
+
+
+def _lengths(scene: Scene) -> tuple[int, int, int, int]:
+    """Short, at a page's edge, across one, and as long as there is room for."""
+    size, width = scene.case.page_size, scene.case.mode.num_tokens_per_req
+    return width + 1, 2 * size, 3 * size + 1, scene.case.max_context_len
+
+
+def eager_equals_replay(scene: Scene) -> str:
+    """An eager pass, and a replay of the same batch at a captured size."""
+    short, edge, across, longest = _lengths(scene)
+    batch = scene.batch(across, short, longest, edge)
+    return scene.wrongs(batch, scene.eager(batch)) or _all_right(scene, batch)
+
+
+def after_a_longer_batch(scene: Scene) -> str:
+    """Tables and sums keep a longer batch's tails; random data in later pages would be read with a stale length."""
+    short, edge, across, longest = _lengths(scene)
+    return _all_right(
+        scene, scene.batch(longest, longest, longest, longest), scene.batch(short, edge, short, across, first_request=1)
+    )
+
+
+def a_b_a(scene: Scene) -> str:
+    """The order of replays does not matter: the same batch gives the same bits again."""
+    short, edge, across, longest = _lengths(scene)
+    first, other = scene.batch(edge, across), scene.batch(longest, short, first_request=2)
+    state = scene.generator.get_state()
+    before = scene.replay(first)
+    wrong = scene.wrongs(first, before) or _all_right(scene, other)
+    scene.generator.set_state(state)
+    again = scene.replay(first)
+    if not wrong and not torch.equal(before.out, again.out):
+        return f"the same batch gave {int((before.out != again.out).sum())} other elements after another one"
+    return wrong or scene.wrongs(first, again)
+
+
+def two_captured_sizes(scene: Scene) -> str:
+    """Sizes alias one storage: replay the small, the large, the small, and a padded large one."""
+    short, edge, across, longest = _lengths(scene)
+    return _all_right(
+        scene,
+        scene.batch(edge, short),
+        scene.batch(longest, across, short, edge),
+        scene.batch(across, longest, first_request=1),
+        scene.batch(short, longest, edge, first_request=1),
+        scene.batch(longest),
+    )
+
+
+def eager_between_replays(scene: Scene) -> str:
+    """An eager pass of more requests than any graph holds allocates and frees; the graph's buffers stay."""
+    short, edge, across, longest = _lengths(scene)
+    wrong = _all_right(scene, scene.batch(edge, across))
+    larger = scene.batch(longest, short, across, edge, longest)
+    wrong = wrong or scene.wrongs(larger, scene.eager(larger))
+    if scene.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return wrong or _all_right(scene, scene.batch(longest, short, first_request=2))
+
+
+def same_buffers(scene: Scene) -> str:
+    """No replay moves a buffer."""
+    short, edge, across, longest = _lengths(scene)
+    before = scene.pointers()
+    wrong = _all_right(scene, scene.batch(edge, across), scene.batch(longest, short, edge))
+    moved = [name for name, address in scene.pointers().items() if address != before.get(name)]
+    return f"{', '.join(moved)} moved after capture" if moved else wrong
+
+
+def poisoned(scene: Scene) -> str:
+    """Finite-huge and NaN, before each replay, in the sink, dead cells, padded query rows and lengths yet to be written."""
+    short, edge, across, longest = _lengths(scene)
+    for value in (HUGE, float("nan")):
+        for batch in (
+            scene.batch(across),
+            scene.batch(longest, short, edge),
+            scene.batch(edge, longest, across, short),
+        ):
+            scene.poison(value)
+            if wrong := scene.wrongs(batch, scene.replay(batch, padding=value)):
+                return f"with {value} around it: {wrong}"
+    return ""
+
+
+def captured_below_q(scene: Scene) -> str:
+    """A capture runs on padding's lengths, below a draft extend's rows: it gives no NaN, and a full batch is right after it."""
+    short, edge, across, longest = _lengths(scene)
+    if not bool(scene.out.isfinite().all()):
+        return f"{int((~scene.out.isfinite()).any(-1).sum())} output vectors of the capture itself are not finite"
+    return _all_right(scene, scene.batch(short, edge, across, longest))
+
+
+CHECKS: tuple[Check, ...] = (
+    captured_below_q,
+    eager_equals_replay,
+    after_a_longer_batch,
+    a_b_a,
+    two_captured_sizes,
+    eager_between_replays,
+    same_buffers,
+    poisoned,
+)
+
+
+@dataclass(frozen=True)
+class GraphVerdict:
+    """What one check says of one case."""
+
+    check: str
+    case: GraphCase
+    implementation: str
+    device: str
+    outcome: Outcome
+    reason: str = ""
+
+
+def judge_graphs(
+    implementation: Any,
+    case: GraphCase,
+    device: torch.device | str | None = None,
+    make: RunnerFactory = right_runner,
+    checks: Sequence[Check] = CHECKS,
+) -> list[GraphVerdict]:
+    """Tell every story on a fresh scene.
+
+    Args:
+        implementation: any module or object with FlashInfer's two names.
+        case: the mode and what it runs on.
+        device: where; a GPU if there is one. On a CPU a capture is simulated.
+        make: makes the runner.
+        checks: the stories.
+    """
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    name = getattr(implementation, "__name__", type(implementation).__name__)
+    verdicts = []
+    for check in checks:
+        try:
+            reason = check(Scene(case, implementation, where, make))
+            outcome = Outcome.WRONG if reason else Outcome.RIGHT
+        except NotImplementedError as error:
+            outcome, reason = Outcome.DECLINED, str(error)
+        except ValueError as error:  # arguments that a call refuses, and that only a replay can have made so
+            outcome, reason = Outcome.FAILED, str(error)
+        verdicts.append(GraphVerdict(check.__name__, case, name, str(where), outcome, reason))
+    return verdicts
