@@ -232,7 +232,7 @@ BAD = [
     Row(
         "offsets decrease", entry("cum_seq_lens_q", (1,), 5), ValueError, ("cum_seq_lens_q", "decreases"), ("context",)
     ),
-    Row("offsets start", entry("cum_seq_lens_q", (0,), 1), ValueError, ("cum_seq_lens_q", "from 0"), ("context",)),
+    Row("offsets start", entry("cum_seq_lens_q", (0,), 1), ValueError, ("cum_seq_lens_q", "start at 0"), ("context",)),
     Row(
         "K/V offsets",
         entry("cum_seq_lens_kv", (1,), 19),

@@ -145,3 +145,14 @@ def test_any_call(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paged_attention, "PIECE_ELEMENTS", piece_elements)
         assert_same(context(**arguments), expected(batch, **rule))
+
+
+def test_rows_behind_the_last_request_are_padding_and_zero() -> None:
+    """As a CUDA graph has them that was captured with room for more rows."""
+    batch = random_batch([2, 3], [9, 20], dtype=torch.float64)
+    arguments = context_arguments(batch)
+    padding = torch.full((4, *arguments["query"].shape[1:]), math.nan, dtype=torch.float64)
+    out, lse = context(**arguments | {"query": torch.cat((arguments["query"], padding))})
+    assert_same((out[:5], lse[:5]), expected(batch))
+    assert not out[5:].any()
+    assert (lse[5:] == -math.inf).all()
