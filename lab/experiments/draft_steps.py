@@ -53,7 +53,7 @@ GRID = tuple(
 )
 # The context of 26241's own figures; its batch size is not stated.
 LONG = tuple(f"{count}x80k/steps3" for count in (1, 2, 4, 8, 16, 64))
-TRACED = tuple(f"trace{count}/steps3" for count in (1, 8, 64, 256))
+TRACED = tuple(f"trace{count}/steps3" for count in (8, 32, 64, 96))
 HOST_POINTS = tuple(f"{count}x8k/steps{steps}" for count in (1, 64) for steps in (2, 3, 4, 5))
 
 # PR 26241's description: Kimi-K2.5-NVFP4, TP4, 80K tokens of context, EAGLE3 with 3 steps, topk 1.
@@ -154,9 +154,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("this experiment times GPU work, and there is no CUDA GPU here", file=sys.stderr)
         return 2
-    trace = own_trace() if given.trace is None else read_trace(given.trace)
-    ceilings = measure_ceilings(torch.device("cuda"))
     points = given.points or [*GRID, *LONG, *TRACED]
+    try:
+        trace = own_trace() if given.trace is None else read_trace(given.trace)
+        for point in points:
+            draft_scenario(ARMS[0].format(point), trace)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    ceilings = measure_ceilings(torch.device("cuda"))
     console = Console(width=200)
     rows = [row for point in track(points, console=console) for row in measure_point(point, trace, ceilings)]
     result: dict[str, Any] = {

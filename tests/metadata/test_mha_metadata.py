@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,87 +23,18 @@ from lab.metadata import (
     mixed_tail_split,
 )
 from lab.references.forward_metadata import forward_metadata
-
-PAGE_SIZES = [16, 32, 64, 128]
-MODES = [mode for mode in ForwardMode if not mode.is_prebuilt()]
-EXTENDS = [ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.SPLIT_PREFILL, ForwardMode.DLLM_EXTEND]
-DRAFT_EXTENDS = [ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A batch to be built: every number is on the host.
-
-    ``total_lens`` are the keys of each request in this pass. ``new_lens`` are the last of them that are queries in
-    the extend modes; elsewhere ``new`` counts the last keys that seq_lens leaves out (draft step + 1, or q).
-    """
-
-    mode: ForwardMode
-    total_lens: tuple[int, ...]
-    new_lens: tuple[int, ...] = ()
-    new: int = 0
-    page_size: int = 16
-    max_context_len: int = 100
-    num_padding_rows: int = 0
-    distinct_requests: bool = True
-    index_dtype: torch.dtype = torch.int64
-    sliding_window: bool = True
-    evict_before: int = 0
-    host_seq_lens: bool = False
-    seed: int = 0
-
-
-def build(case: Case, device: str = "cpu") -> tuple[ForwardBatch, KVPool]:
-    """A pool of full-length requests, in which the batch sees shorter ones: every row has leftovers in its tail."""
-    bs = len(case.total_lens)
-    pages = max(1, bs) * -(-case.max_context_len // case.page_size) + 1
-    pool = KVPool(
-        num_requests=max(1, bs),
-        max_context_len=case.max_context_len,
-        page_size=case.page_size,
-        num_pages=pages + 3,
-        swa_num_pages=pages if case.sliding_window else None,
-        seed=case.seed,
-        device=device,
-    )
-    admitted = [pool.add_request(case.max_context_len) for _ in range(max(1, bs))]
-    rows = (admitted if case.distinct_requests else admitted[:1] * bs)[:bs]
-    if case.sliding_window:
-        for row in set(rows):
-            pool.evict_swa(row, case.evict_before)
-
-    mode, totals = case.mode, list(case.total_lens)
-    extends = mode in EXTENDS + DRAFT_EXTENDS
-    news = list(case.new_lens) if extends else [max(1, case.new) if mode.is_target_verify() else 1] * bs
-    seq_lens = [total - case.new for total in totals]
-    prefixes = [total - new for total, new in zip(totals, news, strict=True)]
-    locs = [pool.slots(row, max(0, a), max(0, b)) for row, a, b in zip(rows, prefixes, totals, strict=True)]
-
-    def vector(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=case.index_dtype, device=device)
-
-    spec_info = None
-    if mode.is_target_verify():
-        spec_info = SpecInfo(num_draft_tokens=case.new)
-    elif mode.is_draft_extend(include_v2=True):
-        width = news[0] if len(set(news)) == 1 else -1
-        spec_info = SpecInfo(num_tokens_per_req=width, num_accept_tokens=vector(news))
-    elif case.new:
-        spec_info = SpecInfo(speculative_step_id=case.new - 1)
-    batch = ForwardBatch(
-        forward_mode=mode,
-        req_pool_indices=vector(rows),
-        seq_lens=vector(seq_lens),
-        out_cache_loc=torch.cat([*locs, torch.zeros(0, dtype=torch.int64, device=device)]),
-        num_tokens=sum(news) + case.num_padding_rows,
-        extend_seq_lens=vector(news) if extends else None,
-        extend_prefix_lens=vector(prefixes) if extends else None,
-        extend_seq_lens_cpu=news if extends else None,
-        extend_prefix_lens_cpu=prefixes if extends else None,
-        seq_lens_cpu=seq_lens if case.host_seq_lens else None,
-        spec_info=spec_info,
-    )
-    return batch, pool
+from tests.metadata.mha_cases import (
+    DRAFT_EXTENDS,
+    EXTENDS,
+    MODES,
+    PAGE_SIZES,
+    Case,
+    all_modes,
+    boundary_lengths,
+    build,
+    drawn_cases,
+    label,
+)
 
 
 def assert_matches_reference(batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
@@ -136,41 +66,6 @@ def assert_matches_reference(batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMeta
         locs, rows = got.swa_out_cache_loc, (batch.num_tokens,)
         check("swa_out_cache_loc", locs, torch.int64, rows, expected.swa_out_cache_loc)
     return got
-
-
-def boundary_lengths(page_size: int, smallest: int, largest: int) -> list[int]:
-    """Lengths that leave 0, 1 and page_size - 1 tokens in the last page."""
-    around = {pages * page_size + extra for pages in range(9) for extra in (-1, 0, 1)}
-    return sorted(length for length in around | {smallest, largest} if smallest <= length <= largest)
-
-
-def all_modes(page_size: int = 16) -> list[Case]:
-    """One case per mode and kind of batch, with lengths that an offset carries over a page boundary."""
-    p = page_size
-    lens = (p + 1, 2 * p, 3 * p - 1, 3 * p + 1)
-    common: dict[str, Any] = {"page_size": p, "max_context_len": 5 * p - 3}
-    cases = [
-        Case(ForwardMode.DECODE, lens, **common),
-        Case(ForwardMode.IDLE, (), **common),
-        Case(ForwardMode.IDLE, lens, **common),
-        *[Case(ForwardMode.DECODE, lens, new=step + 1, **common) for step in range(4)],
-        Case(ForwardMode.IDLE, (), new=1, **common),
-        Case(ForwardMode.TARGET_VERIFY, lens, new=1, **common),
-        Case(ForwardMode.TARGET_VERIFY, lens, new=4, **common),
-        Case(ForwardMode.TARGET_VERIFY, (), new=4, **common),
-        Case(ForwardMode.DRAFT_EXTEND, lens, new_lens=(3, 1, 4, 2), **common),
-        Case(ForwardMode.DRAFT_EXTEND_V2, lens, new_lens=(4, 4, 4, 4), **common),
-        Case(ForwardMode.DRAFT_EXTEND_V2, lens, new_lens=(4, 4, 4, 4), num_padding_rows=4, **common),
-    ]
-    for mode in EXTENDS:
-        cases.append(Case(mode, lens, new_lens=lens, **common))
-        cases.append(Case(mode, lens, new_lens=(p + 1, 3, p, 1), num_padding_rows=5, **common))
-    return cases
-
-
-def label(case: Case) -> str:
-    kind = "prefix" if case.new_lens and case.new_lens != case.total_lens else f"new{case.new}"
-    return f"{case.mode.name}-{kind}-bs{len(case.total_lens)}-pad{case.num_padding_rows}"
 
 
 # --- numbers worked out by hand -----------------------------------------------------------------------------------
@@ -438,48 +333,8 @@ def test_leftovers_in_the_request_table_are_never_looked_at(case: Case) -> None:
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)
-@given(
-    mode=st.sampled_from(MODES),
-    page_size=st.sampled_from(PAGE_SIZES),
-    sizes=st.lists(st.tuples(st.integers(0, 3), st.sampled_from([-1, 0, 1, 7]), st.integers(1, 40)), max_size=5),
-    new=st.integers(0, 5),
-    whole=st.booleans(),
-    flags=st.tuples(st.booleans(), st.booleans(), st.booleans(), st.booleans()),
-    evicted_pages=st.integers(0, 4),
-    padding=st.integers(0, 3),
-    seed=st.integers(0, 2**16),
-)
-def test_drawn_batches(
-    mode: ForwardMode,
-    page_size: int,
-    sizes: list[tuple[int, int, int]],
-    new: int,
-    whole: bool,
-    flags: tuple[bool, bool, bool, bool],
-    evicted_pages: int,
-    padding: int,
-    seed: int,
-) -> None:
-    distinct, narrow, window, host = flags
-    extends = mode in EXTENDS + DRAFT_EXTENDS
-    new = 0 if extends else max(new, int(mode.is_target_verify()))
-    totals = tuple(max(pages * page_size + extra, new + 1) for pages, extra, _ in sizes)
-    news = tuple(n if whole else min(n, wanted) for n, (_, _, wanted) in zip(totals, sizes, strict=True))
-    case = Case(
-        mode,
-        totals,
-        news if extends else (),
-        new,
-        page_size,
-        max_context_len=4 * page_size + 9,
-        num_padding_rows=padding if extends or mode.is_idle() else 0,
-        distinct_requests=distinct,
-        index_dtype=torch.int32 if narrow else torch.int64,
-        sliding_window=window,
-        evict_before=evicted_pages * page_size,
-        host_seq_lens=host,
-        seed=seed,
-    )
+@given(drawn_cases())
+def test_drawn_batches(case: Case) -> None:
     got = assert_matches_reference(*build(case))
     for boundaries in (got.cu_seqlens_q, got.cu_seqlens_k):
         assert boundaries[0] == 0

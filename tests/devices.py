@@ -1,0 +1,56 @@
+"""Where a Triton kernel is tested: compiled where there is a GPU, in the interpreter where there is none."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+ON_GPU = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU that Triton compiles for"),
+)
+IN_INTERPRETER = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="Triton compiles for this machine's GPU, and interprets nothing beside it"
+)
+# Parameters of a test that runs in both places.
+DEVICES = [pytest.param("cpu", marks=IN_INTERPRETER), pytest.param("cuda", marks=ON_GPU)]
+
+
+@contextlib.contextmanager
+def synchronisation_is_an_error() -> Iterator[None]:
+    """Any call that waits for the GPU raises."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def graph_of(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """The call, captured after one run of it on a side stream, as torch asks for."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+def guarded(
+    *shape: int, dtype: torch.dtype, device: str, poison: int, before: int = 8, after: int = 8
+) -> tuple[Tensor, Tensor]:
+    """A poisoned tensor inside a larger one: in `before` cells and `after` more, per row if it has two dimensions.
+
+    Returns:
+        (all of it, the part that is handed out).
+    """
+    rows = (shape[0] + 2,) if len(shape) == 2 else ()
+    whole = torch.full((*rows, before + shape[-1] + after), poison, dtype=dtype, device=device)
+    part = whole[..., before : before + shape[-1]]
+    return whole, part[1:-1] if rows else part

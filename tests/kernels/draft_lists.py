@@ -1,0 +1,165 @@
+"""Drafts in numbers, and the check of a function that writes their K/V lists: every cell of every buffer, guards too."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab import references
+from lab.references.draft_decode_kv_indices import draft_start
+from tests.devices import guarded
+
+# What a cell holds that is not to be written, and what lies where nobody may read.
+POISON, FOREIGN = -77, 2**30
+SPARE_ROWS = 2  # of req_to_token, behind those of the requests
+WIDE_SLOT = 2**33  # added to slots where both their tensors are int64
+TENSORS = ("req_pool_indices", "req_to_token", "paged_kernel_lens", "kv_indices", "kv_indptr", "positions")
+DTYPES = dict.fromkeys(TENSORS, torch.int64)
+
+Writer = Callable[..., None]  # with the keyword arguments of `lab.kernels.generate_draft_decode_kv_indices`
+
+
+@dataclass(frozen=True)
+class DraftCase:
+    """A draft of some requests: every number is on the host.
+
+    Attributes:
+        lens: of the prefixes.
+        positions_differ: ``kv_indptr`` is summed from other numbers than the prefix lengths.
+        repeated: all requests have the same row; otherwise rows in any order.
+        spare_columns: of ``req_to_token`` behind the longest draft; fewer than 0 cut it short.
+        row_gap: cells between its rows.
+        spare_capacity: cells of a ``kv_indices`` row behind the last step's lists; fewer than 0 cut them short.
+        spare_boundaries: rows of ``kv_indptr``, and cells of each, that belong to no step or request.
+        first_cell: where in its storage each tensor starts.
+        dtypes: of the tensors by name.
+        seed: of slots and rows.
+    """
+
+    lens: tuple[int, ...]
+    num_steps: int = 3
+    topk: int = 1
+    page_size: int = 1
+    positions_differ: bool = False
+    repeated: bool = False
+    spare_columns: int = 3
+    row_gap: int = 0
+    spare_capacity: int = 5
+    spare_boundaries: int = 2
+    first_cell: int = 8
+    dtypes: dict[str, torch.dtype] = field(default_factory=lambda: DTYPES)
+    seed: int = 0
+
+    @property
+    def longest_row(self) -> int:
+        """Columns that the longest draft reads."""
+        shape = {"num_steps": self.num_steps, "topk": self.topk, "page_size": self.page_size}
+        return max((draft_start(n, self.topk - 1, **shape) + self.num_steps for n in self.lens), default=0)
+
+    @property
+    def most_tokens(self) -> int:
+        """Of the last step's lists, which are the longest."""
+        return self.topk * sum(n + self.num_steps for n in self.lens)
+
+
+class DraftLists:
+    """A case's tensors on a device.
+
+    Attributes:
+        arguments: of the function, by name.
+    """
+
+    def __init__(self, case: DraftCase, device: str = "cpu") -> None:
+        self.case, self.device = case, device
+        generator = torch.Generator().manual_seed(case.seed)
+        num_requests = len(case.lens)
+        rows = torch.randperm(num_requests + SPARE_ROWS, generator=generator)[:num_requests]
+        positions = torch.tensor(case.lens, dtype=torch.int64).repeat_interleave(case.topk)
+        if case.positions_differ:
+            positions = torch.randint(0, 1000, positions.shape, generator=generator)
+        self._whole_indices, kv_indices = self._output(
+            "kv_indices", case.num_steps, max(0, case.most_tokens + case.spare_capacity)
+        )
+        self._whole_indptr, kv_indptr = self._output(
+            "kv_indptr", case.num_steps + case.spare_boundaries, num_requests * case.topk + 1 + case.spare_boundaries
+        )
+        self.arguments: dict[str, Any] = {
+            "req_pool_indices": self._vector("req_pool_indices", rows[:1].expand(len(rows)) if case.repeated else rows),
+            "req_to_token": self._request_table(generator),
+            "paged_kernel_lens": self._vector("paged_kernel_lens", torch.tensor(case.lens, dtype=torch.int64)),
+            "kv_indices": kv_indices,
+            "kv_indptr": kv_indptr,
+            "positions": self._vector("positions", positions),
+            "topk": case.topk,
+            "page_size": case.page_size,
+        }
+
+    def assert_right(self, write: Writer) -> None:
+        """Poison what is to be written, have it written, and hold all memory to what the reference makes of it."""
+        outputs = {"kv_indices": self._whole_indices, "kv_indptr": self._whole_indptr}
+        for whole in outputs.values():
+            whole.fill_(POISON)
+        inputs = {name: value.clone() for name, value in self._inputs().items()}
+        write(**self.arguments)
+        for name, value in self._inputs().items():
+            assert torch.equal(value, inputs[name]), f"{name} was changed: {self.case}"
+        for (name, whole), expected in zip(outputs.items(), self._expected(), strict=True):
+            wrong = (whole.cpu() != expected).nonzero()
+            if len(wrong):
+                first = tuple(wrong[0].tolist())
+                raise AssertionError(
+                    f"{len(wrong)} cells around {name} are wrong, of {expected.numel()}; the first one, {list(first)}, holds "
+                    f"{int(whole[first])} and should hold {int(expected[first])}: {self.case}"
+                )
+
+    def _inputs(self) -> dict[str, Tensor]:
+        names = ("req_pool_indices", "req_to_token", "paged_kernel_lens", "positions")
+        return {name: self.arguments[name] for name in names}
+
+    def _expected(self) -> tuple[Tensor, Tensor]:
+        """All memory around ``kv_indices`` and ``kv_indptr``, on the CPU."""
+        case, inputs = self.case, {name: value.cpu() for name, value in self._inputs().items()}
+        # A position beyond the columns reads slot 0.
+        columns_beyond = max(0, case.longest_row - inputs["req_to_token"].shape[1])
+        inputs["req_to_token"] = torch.nn.functional.pad(inputs["req_to_token"], (0, columns_beyond))
+        lists, boundaries = references.generate_draft_decode_kv_indices(
+            **inputs, num_steps=case.num_steps, topk=case.topk, page_size=case.page_size
+        )
+        expected = []
+        for whole, name in ((self._whole_indices, "kv_indices"), (self._whole_indptr, "kv_indptr")):
+            memory, part = torch.full_like(whole, POISON, device="cpu"), self.arguments[name]
+            written = memory.as_strided(part.shape, part.stride(), part.storage_offset())
+            for step in range(case.num_steps):
+                if name == "kv_indices":
+                    fitting = lists[step][: part.shape[1]]
+                    written[step, : len(fitting)] = fitting
+                else:
+                    written[step, 1 : len(boundaries[step])] = boundaries[step][1:]
+            expected.append(memory)
+        return expected[0], expected[1]
+
+    def _output(self, name: str, *shape: int) -> tuple[Tensor, Tensor]:
+        dtype = self.case.dtypes[name]
+        return guarded(*shape, dtype=dtype, device=self.device, poison=POISON, before=self.case.first_cell)
+
+    def _vector(self, name: str, values: Tensor) -> Tensor:
+        shape = {"dtype": self.case.dtypes[name], "device": self.device, "poison": POISON}
+        _, part = guarded(len(values), before=self.case.first_cell, **shape)
+        return part.copy_(values)
+
+    def _request_table(self, generator: torch.Generator) -> Tensor:
+        """Slots that differ, in rows with something foreign between them and around."""
+        case, dtype = self.case, self.case.dtypes["req_to_token"]
+        num_rows, num_columns = len(case.lens) + SPARE_ROWS, max(1, case.longest_row + case.spare_columns)
+        shape = {"dtype": dtype, "device": self.device, "poison": FOREIGN}
+        _, part = guarded(num_rows, num_columns, before=case.first_cell, after=case.row_gap, **shape)
+        slots = torch.randperm(part.numel(), generator=generator).view(part.shape)
+        is_wide = dtype == case.dtypes["kv_indices"] == torch.int64
+        return part.copy_(slots + 1 + is_wide * WIDE_SLOT)
+
+
+def assert_lists_right(write: Writer, case: DraftCase, device: str = "cpu") -> None:
+    """Raise AssertionError, with the case, unless the function writes what the reference says and nothing else."""
+    DraftLists(case, device).assert_right(write)

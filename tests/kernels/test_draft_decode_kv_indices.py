@@ -1,0 +1,329 @@
+"""Both schedules of the draft's K/V lists in Triton's interpreter, and the check that judges them."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import lab.kernels
+from lab import references
+from lab.kernels import draft_decode_kv_indices as module
+from lab.kernels.draft_decode_kv_indices import Schedule, generate_draft_decode_kv_indices
+from tests.devices import IN_INTERPRETER
+from tests.kernels.draft_lists import DTYPES, DraftCase, DraftLists, Writer, assert_lists_right
+
+NARROW = dict.fromkeys(DTYPES, torch.int32)
+
+# Around the stores' alignment, and the blocks of both schedules.
+EDGES = [0, 1, 2, 7, 8, 9, 15, 16, 17, 127, 128, 129, 504, 511, 512, 513, 520, 1023, 1024, 1025, 1032]
+# One case per way to be wrong, at least.
+CASES = {
+    "chain": DraftCase((5, 0, 1, 9), page_size=4),
+    "lengths around blocks": DraftCase((511, 1024, 129, 8), num_steps=2),
+    "branches": DraftCase((6, 0, 3), topk=3),
+    "branches in pages": DraftCase((6, 4, 0, 9), topk=2, page_size=4),
+    "branches in large pages": DraftCase((70, 64), num_steps=5, topk=2, page_size=16, row_gap=3),
+    "positions of their own": DraftCase((5, 2, 7), num_steps=2, positions_differ=True),
+    "one row for all": DraftCase((5, 2, 7), repeated=True, dtypes=NARROW),
+    "lists beyond the row's end": DraftCase((20, 600), spare_capacity=-570, spare_boundaries=0),
+    "a list cut in its draft": DraftCase((3, 4), num_steps=4, spare_capacity=-2),
+    "drafts beyond the columns": DraftCase((9, 3), spare_columns=-2, row_gap=1),
+    "prefixes beyond the columns": DraftCase((520, 3), spare_columns=-20),
+    "eight steps": DraftCase((8,), num_steps=8, topk=3, page_size=64, first_cell=5),
+}
+
+
+def scheduled(schedule: Schedule) -> Writer:
+    return partial(generate_draft_decode_kv_indices, schedule=schedule)
+
+
+@st.composite
+def drawn_cases(draw: st.DrawFn) -> DraftCase:
+    length = st.one_of(st.sampled_from(EDGES), st.integers(0, 40))
+    return DraftCase(
+        lens=tuple(draw(st.lists(length, min_size=1, max_size=3))),
+        num_steps=draw(st.integers(2, 8)),
+        topk=draw(st.integers(1, 3)),
+        page_size=draw(st.sampled_from([1, 4, 16, 64])),
+        positions_differ=draw(st.booleans()),
+        repeated=draw(st.booleans()),
+        spare_columns=draw(st.integers(-3, 20)),
+        row_gap=draw(st.integers(0, 5)),
+        spare_capacity=draw(st.integers(-9, 20)),
+        spare_boundaries=draw(st.integers(0, 2)),
+        first_cell=draw(st.integers(1, 9)),
+        dtypes={name: draw(st.sampled_from([torch.int32, torch.int64])) for name in DTYPES},
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+@IN_INTERPRETER
+@pytest.mark.parametrize("schedule", Schedule, ids=repr)
+@settings(deadline=None, derandomize=True, max_examples=25)
+@given(case=drawn_cases(), block_requests=st.sampled_from([1, 2, 256]))
+def test_drawn_cases(schedule: Schedule, case: DraftCase, block_requests: int) -> None:
+    """Requests whose lengths are summed one or two at a time stand for hundreds of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "BLOCK_REQUESTS", block_requests)
+        assert_lists_right(scheduled(schedule), case)
+
+
+@IN_INTERPRETER
+@pytest.mark.parametrize("schedule", Schedule, ids=repr)
+@pytest.mark.parametrize("name", CASES)
+def test_named_cases(name: str, schedule: Schedule) -> None:
+    assert_lists_right(scheduled(schedule), CASES[name])
+
+
+@IN_INTERPRETER
+@pytest.mark.parametrize("schedule", Schedule, ids=repr)
+def test_more_than_512_requests(schedule: Schedule) -> None:
+    lens = tuple(n % 3 for n in range(513))
+    assert_lists_right(scheduled(schedule), DraftCase(lens, num_steps=1))
+
+
+@IN_INTERPRETER
+@pytest.mark.parametrize("case", [DraftCase(()), DraftCase((3, 4), num_steps=0)], ids=["no request", "no step"])
+@pytest.mark.parametrize("schedule", Schedule, ids=repr)
+def test_nothing_to_write_writes_nothing(schedule: Schedule, case: DraftCase) -> None:
+    assert_lists_right(scheduled(schedule), case)
+
+
+# --- the check can fail -------------------------------------------------------------------------------------------
+
+
+def write_lists(lists: list[Tensor], kv_indices: Tensor) -> None:
+    for row, slots in zip(kv_indices, lists, strict=True):
+        fitting = slots[: len(row)]
+        row[: len(fitting)] = fitting
+
+
+def write_boundaries(boundaries: list[Tensor], kv_indptr: Tensor) -> None:
+    for step, ends in enumerate(boundaries):
+        kv_indptr[step, 1 : len(ends)] = ends[1:]
+
+
+def refer(arguments: dict[str, Any], more_steps: int = 0) -> tuple[list[Tensor], list[Tensor]]:
+    """The reference's answer to the function's arguments."""
+    table, topk = arguments["req_to_token"], arguments["topk"]
+    inputs = {name: arguments[name] for name in ("req_pool_indices", "paged_kernel_lens", "positions", "page_size")}
+    num_steps = arguments["kv_indices"].shape[0] + more_steps
+    table = torch.nn.functional.pad(table, (0, 8 * 64))
+    return references.generate_draft_decode_kv_indices(req_to_token=table, topk=topk, num_steps=num_steps, **inputs)
+
+
+def correct(**arguments: Any) -> None:
+    lists, boundaries = refer(arguments)
+    write_lists(lists, arguments["kv_indices"])
+    write_boundaries(boundaries, arguments["kv_indptr"])
+
+
+def with_other(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Writer:
+    """Right, for other arguments."""
+    return lambda **arguments: correct(**arguments | change(arguments))
+
+
+def afterwards(spoil: Callable[[dict[str, Any]], object]) -> Writer:
+    """Right, and then something is spoilt."""
+
+    def write(**arguments: Any) -> None:
+        correct(**arguments)
+        spoil(arguments)
+
+    return write
+
+
+def with_other_lists(change: Callable[[list[Tensor], dict[str, Any]], list[Tensor]]) -> Writer:
+    """Right boundaries, other lists."""
+
+    def write(**arguments: Any) -> None:
+        correct(**arguments)
+        write_lists(change(refer(arguments)[0], arguments), arguments["kv_indices"])
+
+    return write
+
+
+def interleave_branches(lists: list[Tensor], arguments: dict[str, Any]) -> list[Tensor]:
+    """All requests' first branches, then all second ones."""
+    reordered = []
+    for step, slots in enumerate(lists):
+        lens = [n + step + 1 for n in arguments["paged_kernel_lens"].tolist() for _ in range(arguments["topk"])]
+        branches = slots.split(lens)
+        reordered.append(
+            torch.cat([each for k in range(arguments["topk"]) for each in branches[k :: arguments["topk"]]])
+        )
+    return reordered
+
+
+def first_block_again(lists: list[Tensor], arguments: dict[str, Any]) -> list[Tensor]:
+    """A first request of more than a block has its first 512 tokens twice."""
+    again = [slots.clone() for slots in lists]
+    for slots in again:
+        slots[512:1024] = slots[: len(slots[512:1024])]
+    return again
+
+
+def one_more(arguments: dict[str, Any]) -> None:
+    """Another slot behind each list of lists."""
+    for row, slots in zip(arguments["kv_indices"], refer(arguments)[0], strict=True):
+        row[len(slots) : len(slots) + 1] = 0
+
+
+def not_cut(arguments: dict[str, Any]) -> None:
+    """As if each row went on beyond its end, into what lies behind it."""
+    tensor = arguments["kv_indices"]
+    room = tensor.stride(0)
+    rows = tensor.as_strided((tensor.shape[0], room), (room, 1), tensor.storage_offset())
+    write_lists(refer(arguments)[0], rows)
+
+
+def beyond_the_columns(arguments: dict[str, Any]) -> dict[str, Any]:
+    """A table whose last slot goes on."""
+    table = arguments["req_to_token"]
+    return {"req_to_token": torch.cat([table, table[:, -1:].expand(-1, 64)], dim=1)}
+
+
+def steps_shifted_by_one(**arguments: Any) -> None:
+    lists, boundaries = refer(arguments, more_steps=1)
+    write_lists(lists[1:], arguments["kv_indices"])
+    write_boundaries(boundaries[1:], arguments["kv_indptr"])
+
+
+def nothing(**_: Any) -> None:
+    pass
+
+
+DEFECTS: dict[str, Writer] = {
+    "nothing is written": nothing,
+    "no drafted token": with_other_lists(
+        lambda lists, given: [
+            given["req_to_token"].new_zeros(len(slots)).long() if step == 0 else slots
+            for step, slots in enumerate(lists)
+        ]
+    ),
+    "the step before's lists": with_other_lists(lambda lists, _: [lists[0], *lists[:-1]]),
+    "the next step's lists and boundaries": steps_shifted_by_one,
+    "branches without pages": with_other(lambda _: {"page_size": 1}),
+    "pages of another size": with_other(lambda given: {"page_size": 2 * given["page_size"]}),
+    "branches side by side": with_other_lists(interleave_branches),
+    "boundaries from the lengths": with_other(
+        lambda given: {"positions": given["paged_kernel_lens"].repeat_interleave(given["topk"])}
+    ),
+    "lists from the positions": with_other(
+        lambda given: {"paged_kernel_lens": given["positions"][:: given["topk"]].clamp(max=20)}
+    ),
+    "rows in order": with_other(lambda given: {"req_pool_indices": torch.arange(len(given["req_pool_indices"]))}),
+    "rows only once": with_other(lambda given: {"req_pool_indices": given["req_pool_indices"].sort().values}),
+    "a block copied twice": with_other_lists(first_block_again),
+    "a slot behind the last list": afterwards(one_more),
+    "rows cleared first": with_other_lists(
+        lambda lists, given: [torch.cat([slots, slots.new_zeros(given["kv_indices"].shape[1])]) for slots in lists]
+    ),
+    "lists not cut": afterwards(not_cut),
+    "positions beyond the columns read the last": with_other(beyond_the_columns),
+    "boundary 0 written": afterwards(lambda given: given["kv_indptr"][: len(given["kv_indices"]), 0].zero_()),
+    "a boundary too many": afterwards(lambda given: given["kv_indptr"][0, -1].zero_()),
+    "boundaries of a spare row": afterwards(lambda given: given["kv_indptr"][-1].zero_()),
+    "the last boundary missing": afterwards(
+        lambda given: given["kv_indptr"][:, len(given["positions"])].fill_(given["kv_indptr"][0, 0])
+    ),
+    "slots in 32 bits": with_other_lists(lambda lists, _: [slots.int().long() for slots in lists]),
+    "slots in 16 bits": with_other_lists(lambda lists, _: [slots.short().long() for slots in lists]),
+    "a length is changed": afterwards(lambda given: given["paged_kernel_lens"].add_(1)),
+    "the request table is changed": afterwards(lambda given: given["req_to_token"][0].zero_()),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_check_passes_what_is_right(name: str) -> None:
+    assert_lists_right(correct, CASES[name])
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_the_check_finds(defect: str) -> None:
+    found = []
+    for case in CASES.values():
+        try:
+            assert_lists_right(DEFECTS[defect], case)
+        except AssertionError:
+            found.append(case)
+    assert found
+
+
+def test_the_check_names_the_first_wrong_cell() -> None:
+    with pytest.raises(
+        AssertionError, match=r"cells around kv_indptr are wrong.*\[1, 9\], holds 0 and should hold 4.*lens"
+    ):
+        assert_lists_right(afterwards(lambda given: given["kv_indptr"][0, 1].zero_()), DraftCase((3,)))
+
+
+# --- refusals and imports -----------------------------------------------------------------------------------------
+
+BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "topk 0": ({"topk": 0}, ValueError, "topk must be at least 1, got 0"),
+    "topk of another type": ({"topk": 1.5}, TypeError, "topk must be an int, got 1.5"),
+    "page_size 0": ({"page_size": 0}, ValueError, "page_size must be at least 1, got 0"),
+    "positions of a chain, two branches": ({"topk": 2}, ValueError, r"positions must have shape \[4\], got \[2\]"),
+    "a list of lengths": ({"paged_kernel_lens": [3, 4]}, TypeError, "paged_kernel_lens .* got list"),
+    "float lengths": ({"paged_kernel_lens": torch.ones(2)}, TypeError, "paged_kernel_lens .* got torch.float32"),
+    "a length too many": ({"paged_kernel_lens": torch.ones(3).int()}, ValueError, r"paged_kernel_lens .* got \[3\]"),
+    "lengths with gaps": (
+        {"paged_kernel_lens": torch.ones(4).int()[::2]},
+        ValueError,
+        r"contiguous, got stride \(2,\)",
+    ),
+    "float positions": ({"positions": torch.ones(2)}, TypeError, "positions .* got torch.float32"),
+    "requests of 16 bits": ({"req_pool_indices": torch.ones(2).short()}, TypeError, "req_pool_indices .* torch.int16"),
+    "float slots": ({"req_to_token": torch.ones(4, 9)}, TypeError, "req_to_token .* got torch.float32"),
+    "a flat table": ({"req_to_token": torch.ones(9).int()}, ValueError, r"req_to_token .* got shape \[9\]"),
+    "a transposed table": ({"req_to_token": torch.ones(9, 4).int().T}, ValueError, r"req_to_token .* stride \(1, 4\)"),
+    "a row for all steps": ({"kv_indices": torch.ones(9).int()}, ValueError, r"kv_indices .* got shape \[9\]"),
+    "bool indices": ({"kv_indices": torch.ones(3, 9).bool()}, TypeError, "kv_indices .* got torch.bool"),
+    "boundaries of fewer steps": (
+        {"kv_indptr": torch.ones(2, 9).int()},
+        ValueError,
+        r"kv_indptr must be at least .* = \[3, 3\], got \[2, 9\]",
+    ),
+    "boundaries of fewer requests": (
+        {"kv_indptr": torch.ones(3, 2).int()},
+        ValueError,
+        r"kv_indptr must be at least .* = \[3, 3\], got \[3, 2\]",
+    ),
+    "another device": (
+        {"positions": torch.ones(2, dtype=torch.int64, device="meta")},
+        ValueError,
+        "positions is on meta, but kv_indices is on cpu",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ARGUMENTS)
+def test_bad_arguments_are_refused_with_the_value(name: str) -> None:
+    changes, error, message = BAD_ARGUMENTS[name]
+    with pytest.raises(error, match=message):
+        generate_draft_decode_kv_indices(**DraftLists(DraftCase((3, 4))).arguments | changes)
+
+
+def test_without_triton_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(NotImplementedError, match="TRITON_INTERPRET=1"):
+        generate_draft_decode_kv_indices(**DraftLists(DraftCase((3, 4))).arguments)
+
+
+def test_the_package_offers_the_function_and_imports_no_triton() -> None:
+    assert lab.kernels.generate_draft_decode_kv_indices is generate_draft_decode_kv_indices
+    with pytest.raises(AttributeError, match="'generate_nothing'"):
+        _ = lab.kernels.generate_nothing
+    program = (
+        "import sys, lab.kernels; print('triton' in sys.modules); "
+        "lab.kernels.generate_draft_decode_kv_indices; print('triton' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]

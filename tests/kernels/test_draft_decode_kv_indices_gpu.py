@@ -1,0 +1,99 @@
+"""The draft's K/V lists compiled for a GPU: thousands of drafts, nothing compiled twice, no synchronisation, CUDA graphs."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from lab.kernels import draft_decode_kv_indices as module
+from lab.kernels.draft_decode_kv_indices import Schedule, generate_draft_decode_kv_indices
+from tests.devices import ON_GPU, graph_of, synchronisation_is_an_error
+from tests.kernels.draft_lists import DTYPES, DraftCase, DraftLists, assert_lists_right
+from tests.kernels.test_draft_decode_kv_indices import CASES, EDGES, NARROW, scheduled
+
+pytestmark = [*ON_GPU]
+
+MIXED = DTYPES | {"req_to_token": torch.int32, "kv_indices": torch.int32, "kv_indptr": torch.int32}
+# What is compiled for: the engine's dtypes and two extremes, each with some steps, branches and pages.
+COMPILED = [
+    (steps, topk, page_size, dtypes)
+    for dtypes in (MIXED, NARROW, DTYPES)
+    for steps, topk, page_size in ((2, 1, 1), (3, 1, 64), (5, 2, 4), (3, 3, 16), (8, 1, 16), (4, 2, 1), (3, 2, 64))
+]
+BATCHES = 50  # shards of the random cases: one test each, so that a failure is one of few
+CASES_PER_BATCH = 24
+
+
+def random_case(draw: random.Random) -> DraftCase:
+    steps, topk, page_size, dtypes = draw.choice(COMPILED)
+    kind = draw.random()
+    if kind < 0.05:  # more requests than are summed at a time
+        lens = [draw.randrange(6) for _ in range(draw.choice([257, 513, 700]))]
+    elif kind < 0.3:  # longer than a block of either schedule, or around its edges
+        lens = [draw.choice([*EDGES, draw.randrange(3000)]) for _ in range(draw.randrange(1, 5))]
+    else:
+        lens = [draw.randrange(70) for _ in range(draw.randrange(1, 12))]
+    return DraftCase(
+        tuple(lens),
+        num_steps=steps,
+        topk=topk,
+        page_size=page_size,
+        positions_differ=draw.random() < 0.3,
+        repeated=draw.random() < 0.2,
+        spare_columns=draw.randrange(-3, 20),
+        row_gap=draw.randrange(6),
+        spare_capacity=draw.randrange(-9, 20),
+        spare_boundaries=draw.randrange(3),
+        first_cell=draw.randrange(1, 10),
+        dtypes=dtypes,
+        seed=draw.randrange(2**16),
+    )
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+@pytest.mark.parametrize("schedule", Schedule, ids=repr)
+def test_random_cases(schedule: Schedule, batch: int) -> None:
+    """2,400 of them, 1,200 for each schedule."""
+    draw = random.Random(batch)
+    for _ in range(CASES_PER_BATCH):
+        assert_lists_right(scheduled(schedule), random_case(draw), "cuda")
+
+
+@pytest.mark.parametrize("schedule", Schedule, ids=repr)
+@pytest.mark.parametrize("name", CASES)
+def test_named_cases(name: str, schedule: Schedule) -> None:
+    assert_lists_right(scheduled(schedule), CASES[name], "cuda")
+
+
+@pytest.mark.parametrize("schedule", Schedule, ids=repr)
+def test_no_batch_compiles_again(schedule: Schedule) -> None:
+    """Batch size, row width, lengths and where slices start are no reason to compile; steps and branches are."""
+    kernel = module._spread_kernel if schedule is Schedule.SPREAD else module._serial_kernel
+    cache = kernel.device_caches[torch.cuda.current_device()][0]
+    first = DraftCase((100,), num_steps=7, topk=1, page_size=32, spare_columns=1, first_cell=16)
+    assert_lists_right(scheduled(schedule), first, "cuda")
+    compiled = len(cache)
+    for lens, columns, gap, start in itertools.product([(1,), (16,) * 16, (3,) * 600], [0, 1, 16], [0, 5], [1, 2]):
+        # kv_indices alone is compiled for where it starts, aligned to 16 bytes or not.
+        case = DraftCase(lens, 7, 1, 32, spare_columns=columns, row_gap=gap, first_cell=16 * start)
+        assert_lists_right(scheduled(schedule), case, "cuda")
+    assert len(cache) == compiled
+    assert_lists_right(scheduled(schedule), DraftCase((100,), 6, 1, 32, first_cell=16), "cuda")
+    assert len(cache) == compiled + 1
+
+
+@pytest.mark.parametrize("schedule", Schedule, ids=repr)
+def test_a_graph_writes_what_the_lengths_then_are(schedule: Schedule) -> None:
+    longest = DraftLists(DraftCase((900, 40, 513)), "cuda")
+    tensors = longest.arguments
+    with synchronisation_is_an_error():
+        generate_draft_decode_kv_indices(**tensors, schedule=schedule)
+    graph = graph_of(lambda: generate_draft_decode_kv_indices(**tensors, schedule=schedule))
+    table, rows = tensors["req_to_token"], tensors["req_pool_indices"].tolist()
+    for lens in ((7, 0, 512), (900, 40, 513)):
+        tensors["paged_kernel_lens"].copy_(torch.tensor(lens))
+        graph.replay()
+        for step, written in enumerate(tensors["kv_indices"]):
+            expected = torch.cat([table[row, : n + step + 1] for row, n in zip(rows, lens, strict=True)])
+            assert torch.equal(written[: len(expected)], expected)

@@ -1,0 +1,253 @@
+"""The fused metadata kernel itself: passes of one launch, what stays untouched, edges, and errors."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lab.kernels import forward_metadata as module
+from lab.kernels.forward_metadata import PassBuffers, prepare_write_forward_metadata, write_forward_metadata
+from tests.devices import DEVICES, ON_GPU, graph_of, guarded, synchronisation_is_an_error
+
+POISON = -77
+PAGE_SIZE = 4
+WIDTH = 6  # columns of a table, narrower than req_to_token
+COLUMNS = 30
+
+
+class Requests:
+    """Requests in numbers, and guarded buffers for their passes."""
+
+    def __init__(self, lens: Sequence[int], device: str, index_dtype: torch.dtype = torch.int64) -> None:
+        generator = torch.Generator().manual_seed(len(lens))
+        self.lens, self.device = list(lens), device
+        self.table = torch.randint(1, 4000, (len(lens) + 3, COLUMNS), generator=generator, dtype=torch.int32)
+        self.rows = torch.randperm(len(lens) + 3, generator=generator)[: len(lens)]
+        self.map = torch.randint(0, 900, (4001,), generator=generator)
+        self.wholes: list[tuple[Tensor, Tensor]] = []
+        self.given: dict[str, Any] = {
+            "req_pool_indices": self.rows.to(device, index_dtype),
+            "seq_lens": torch.tensor(self.lens, dtype=index_dtype, device=device),
+            "req_to_token": self.table.to(device),
+            "page_size": PAGE_SIZE,
+            "full_to_swa": self.map.to(device),
+        }
+
+    def buffer(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        whole, part = guarded(*shape, dtype=dtype, device=self.device, poison=POISON)
+        self.wholes.append((whole, part))
+        return part
+
+    def table_buffer(self) -> Tensor:
+        return self.buffer(len(self.lens), WIDTH)
+
+    def buffers(self, **changes: Any) -> PassBuffers:
+        n = len(self.lens)
+        own = {"cache_seqlens": self.buffer(n), "cu_seqlens_k": self.buffer(n + 1), "cu_seqlens_q": self.buffer(n + 1)}
+        return PassBuffers(**own | {"page_table": self.table_buffer()} | changes)
+
+    def write(self, *passes: PassBuffers) -> None:
+        write_forward_metadata(passes, **self.given)
+        for whole, part in self.wholes:
+            guard = whole.clone()
+            guard.as_strided(part.shape, part.stride(), part.storage_offset()).fill_(POISON)
+            assert (guard == POISON).all(), "something was written beside a buffer"
+
+    def pages(self, offset: int, full_to_swa: Tensor | None = None) -> list[list[int]]:
+        """A table of that length offset, poison where it is dead."""
+        rows = []
+        for row, length in zip(self.rows.tolist(), self.lens, strict=True):
+            starts = range(0, min(length + offset, COLUMNS), PAGE_SIZE)
+            slots = [int(self.table[row, start]) for start in starts][:WIDTH]
+            slots = slots if full_to_swa is None else [int(full_to_swa[slot]) for slot in slots]
+            rows.append([slot // PAGE_SIZE for slot in slots] + [POISON] * (WIDTH - len(slots)))
+        return rows
+
+
+def running_sum(values: Sequence[int]) -> list[int]:
+    return [sum(values[:end]) for end in range(len(values) + 1)]
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("device", DEVICES)
+def test_passes_of_one_launch(device: str, index_dtype: torch.dtype) -> None:
+    """Preset, strided and cumulative rows; own and shared tables; a pass with nothing but lengths."""
+    requests = Requests([3, 4, 1, 9], device, index_dtype)
+    shared = requests.table_buffer()
+    widths = torch.tensor([2, 0, 5, 1], dtype=index_dtype, device=device)
+    strided = requests.buffers(seq_len_offset=1, query_rows=3, page_table=shared)
+    preset = requests.buffers(seq_len_offset=5, page_table=shared)
+    cumulative = requests.buffers(query_rows=widths)
+    bare = PassBuffers(requests.buffer(4), seq_len_offset=2)
+    requests.write(strided, preset, cumulative, bare)
+    for each, offset in ((strided, 1), (preset, 5), (cumulative, 0), (bare, 2)):
+        assert each.cache_seqlens.tolist() == [length + offset for length in requests.lens]
+        if each.cu_seqlens_k is not None:
+            assert each.cu_seqlens_k.tolist() == running_sum([length + offset for length in requests.lens])
+    assert strided.cu_seqlens_q is not None
+    assert preset.cu_seqlens_q is not None
+    assert cumulative.cu_seqlens_q is not None
+    assert cumulative.page_table is not None
+    assert strided.cu_seqlens_q.tolist() == [0, 3, 6, 9, 12]
+    assert preset.cu_seqlens_q.tolist() == [POISON] * 5
+    assert cumulative.cu_seqlens_q.tolist() == [0, 2, 2, 7, 8]
+    assert shared.tolist() == requests.pages(5)
+    assert cumulative.page_table.tolist() == requests.pages(0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sliding_window_tables_and_write_locations(device: str) -> None:
+    requests = Requests([3, 17, 8], device)
+    requests.map[int(requests.table[requests.rows[1], 4])] = -1  # no healthy map has one
+    requests.given["full_to_swa"] = requests.map.to(device)
+    locations = torch.tensor([5, -1, 4000, 7], device=device)
+    each = requests.buffers(
+        swa_page_table=requests.table_buffer(),
+        out_cache_loc=locations,
+        swa_out_cache_loc=requests.buffer(600, dtype=torch.int64),
+        seq_len_offset=2,
+    )
+    requests.write(each)
+    assert each.swa_page_table is not None
+    assert each.swa_out_cache_loc is not None
+    expected = requests.pages(2, requests.map)
+    assert -1 in expected[1]
+    assert each.swa_page_table.tolist() == expected
+    slots = [int(requests.map[5]), -1, int(requests.map[4000]), int(requests.map[7])]
+    assert each.swa_out_cache_loc.tolist() == slots + [0] * 596
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_lengths_of_padding_and_beyond_the_table(device: str) -> None:
+    """0 and below have no pages but count; beyond the table, or the row, is cut there."""
+    requests = Requests([0, -3, 24, 25, 31, 1000], device)
+    each = requests.buffers()
+    requests.write(each)
+    assert each.page_table is not None
+    assert each.cu_seqlens_k is not None
+    assert each.page_table.tolist() == requests.pages(0)
+    assert each.cu_seqlens_k.tolist() == running_sum(requests.lens)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("count", [1, 255, 256, 257, 513])
+def test_requests_around_the_block_of_the_sums(count: int, device: str) -> None:
+    requests = Requests([i % 5 for i in range(count)], device)
+    widths = torch.tensor([i % 3 for i in range(count)], device=device)
+    passes = requests.buffers(seq_len_offset=1, query_rows=widths), requests.buffers(query_rows=2)
+    requests.write(*passes)
+    for each, offset, rows in zip(passes, (1, 0), (widths.tolist(), [2] * count), strict=True):
+        assert each.cu_seqlens_k is not None
+        assert each.cu_seqlens_q is not None
+        assert each.page_table is not None
+        assert each.cu_seqlens_k.tolist() == running_sum([length + offset for length in requests.lens])
+        assert each.cu_seqlens_q.tolist() == running_sum(rows)
+        assert each.page_table.tolist() == requests.pages(offset)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_request_leaves_boundaries_of_nothing(device: str) -> None:
+    requests = Requests([], device)
+    each = requests.buffers(
+        query_rows=4,
+        out_cache_loc=torch.zeros(0, dtype=torch.int64, device=device),
+        swa_out_cache_loc=requests.buffer(3, dtype=torch.int64),
+    )
+    requests.write(each)
+    assert each.cu_seqlens_k is not None
+    assert each.cu_seqlens_q is not None
+    assert each.swa_out_cache_loc is not None
+    assert each.cu_seqlens_k.tolist() == each.cu_seqlens_q.tolist() == [0]
+    assert each.swa_out_cache_loc.tolist() == [0, 0, 0]
+
+
+BAD: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = {
+    "lengths' dtype": ({"seq_lens": torch.zeros(2)}, {}, TypeError, "seq_lens must be int32, int64, got torch.float32"),
+    "rows of another batch": (
+        {"req_pool_indices": torch.zeros(3, dtype=torch.int64)},
+        {},
+        ValueError,
+        r"shape \[2\], got \[3\]",
+    ),
+    "page size": ({"page_size": 0}, {}, ValueError, "page_size must be at least 1, got 0"),
+    "wide req_to_token": (
+        {"req_to_token": torch.zeros(5, COLUMNS, dtype=torch.int64)},
+        {},
+        TypeError,
+        "req_to_token must be int32",
+    ),
+    "negative offset": ({}, {"seq_len_offset": -1}, ValueError, "seq_len_offset must be at least 0, got -1"),
+    "no rows": ({}, {"query_rows": 0}, ValueError, "query_rows must be at least 1, got 0"),
+    "sums of another batch": (
+        {},
+        {"cu_seqlens_k": torch.zeros(2, dtype=torch.int32)},
+        ValueError,
+        r"cu_seqlens_k must have shape \[3\]",
+    ),
+    "table of another batch": (
+        {},
+        {"page_table": torch.zeros(3, 6, dtype=torch.int32)},
+        ValueError,
+        "page_table must have a row for each of the 2",
+    ),
+    "transposed table": (
+        {},
+        {"page_table": torch.zeros(6, 2, dtype=torch.int32).T},
+        ValueError,
+        "page_table must have two dimensions and",
+    ),
+    "window without a map": (
+        {"full_to_swa": None},
+        {"swa_page_table": torch.zeros(2, 6, dtype=torch.int32)},
+        ValueError,
+        "needs full_to_swa",
+    ),
+    "locations without a place": (
+        {},
+        {"out_cache_loc": torch.zeros(2, dtype=torch.int64)},
+        ValueError,
+        "go together",
+    ),
+    "more locations than rows": (
+        {},
+        {"out_cache_loc": torch.zeros(3, dtype=torch.int64), "swa_out_cache_loc": torch.zeros(2, dtype=torch.int64)},
+        ValueError,
+        "3 slots, more than the 2 rows",
+    ),
+    "two devices": ({"seq_lens": torch.zeros(2, dtype=torch.int64, device="meta")}, {}, ValueError, "cpu, meta"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_refused_before_anything_is_written(name: str) -> None:
+    given, changes, error, message = BAD[name]
+    requests = Requests([3, 4], "cpu")
+    each = requests.buffers(**changes)
+    with pytest.raises(error, match=message):
+        write_forward_metadata([each], **requests.given | given)
+    assert all((whole == POISON).all() for whole, _ in requests.wholes)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
+def test_in_a_graph_without_a_synchronisation_and_compiled_once(device: str) -> None:
+    requests = Requests([3, 4, 1], device)
+    each = requests.buffers(seq_len_offset=1, query_rows=2)
+    write = prepare_write_forward_metadata([each], **requests.given)
+    with synchronisation_is_an_error():
+        write()
+    graph = graph_of(write)
+    requests.lens = [20, 0, 7]
+    requests.given["seq_lens"].copy_(torch.tensor(requests.lens))
+    assert each.page_table is not None
+    each.page_table.fill_(POISON)
+    graph.replay()
+    assert each.cache_seqlens.tolist() == [21, 1, 8]
+    assert each.page_table.tolist() == requests.pages(1)
+    cache = module._metadata_kernel.device_caches[torch.cuda.current_device()][0]
+    compiled = len(cache)
+    for count in (1, 2, 16, 300):
+        other = Requests([5] * count, device)
+        other.write(other.buffers(seq_len_offset=1, query_rows=2))
+    assert len(cache) == compiled

@@ -1,0 +1,210 @@
+"""Batches of every forward mode in numbers, and what the tests of their metadata share."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lab.metadata import ForwardBatch, ForwardMode, KVPool, SpecInfo
+from lab.references.forward_metadata import ForwardMetadata
+
+PAGE_SIZES = [16, 32, 64, 128]
+MODES = [mode for mode in ForwardMode if not mode.is_prebuilt()]
+EXTENDS = [ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.SPLIT_PREFILL, ForwardMode.DLLM_EXTEND]
+DRAFT_EXTENDS = [ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch to be built: every number is on the host.
+
+    ``total_lens`` are the keys of each request in this pass. ``new_lens`` are the last of them that are queries in
+    the extend modes; elsewhere ``new`` counts the last keys that seq_lens leaves out (draft step + 1, or q).
+    """
+
+    mode: ForwardMode
+    total_lens: tuple[int, ...]
+    new_lens: tuple[int, ...] = ()
+    new: int = 0
+    page_size: int = 16
+    max_context_len: int = 100
+    num_padding_rows: int = 0
+    distinct_requests: bool = True
+    index_dtype: torch.dtype = torch.int64
+    sliding_window: bool = True
+    evict_before: int = 0
+    host_seq_lens: bool = False
+    seed: int = 0
+
+
+def build(case: Case, device: str = "cpu") -> tuple[ForwardBatch, KVPool]:
+    """A pool of full-length requests, in which the batch sees shorter ones: every row has leftovers in its tail."""
+    bs = len(case.total_lens)
+    pages = max(1, bs) * -(-case.max_context_len // case.page_size) + 1
+    pool = KVPool(
+        num_requests=max(1, bs),
+        max_context_len=case.max_context_len,
+        page_size=case.page_size,
+        num_pages=pages + 3,
+        swa_num_pages=pages if case.sliding_window else None,
+        seed=case.seed,
+        device=device,
+    )
+    admitted = [pool.add_request(case.max_context_len) for _ in range(max(1, bs))]
+    rows = (admitted if case.distinct_requests else admitted[:1] * bs)[:bs]
+    if case.sliding_window:
+        for row in set(rows):
+            pool.evict_swa(row, case.evict_before)
+
+    mode, totals = case.mode, list(case.total_lens)
+    extends = mode in EXTENDS + DRAFT_EXTENDS
+    news = list(case.new_lens) if extends else [max(1, case.new) if mode.is_target_verify() else 1] * bs
+    seq_lens = [total - case.new for total in totals]
+    prefixes = [total - new for total, new in zip(totals, news, strict=True)]
+    locs = [pool.slots(row, max(0, a), max(0, b)) for row, a, b in zip(rows, prefixes, totals, strict=True)]
+
+    def vector(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=case.index_dtype, device=device)
+
+    spec_info = None
+    if mode.is_target_verify():
+        spec_info = SpecInfo(num_draft_tokens=case.new)
+    elif mode.is_draft_extend(include_v2=True):
+        width = news[0] if len(set(news)) == 1 else -1
+        spec_info = SpecInfo(num_tokens_per_req=width, num_accept_tokens=vector(news))
+    elif case.new:
+        spec_info = SpecInfo(speculative_step_id=case.new - 1)
+    batch = ForwardBatch(
+        forward_mode=mode,
+        req_pool_indices=vector(rows),
+        seq_lens=vector(seq_lens),
+        out_cache_loc=torch.cat([*locs, torch.zeros(0, dtype=torch.int64, device=device)]),
+        num_tokens=sum(news) + case.num_padding_rows,
+        extend_seq_lens=vector(news) if extends else None,
+        extend_prefix_lens=vector(prefixes) if extends else None,
+        extend_seq_lens_cpu=news if extends else None,
+        extend_prefix_lens_cpu=prefixes if extends else None,
+        seq_lens_cpu=seq_lens if case.host_seq_lens else None,
+        spec_info=spec_info,
+    )
+    return batch, pool
+
+
+def boundary_lengths(page_size: int, smallest: int, largest: int) -> list[int]:
+    """Lengths that leave 0, 1 and page_size - 1 tokens in the last page."""
+    around = {pages * page_size + extra for pages in range(9) for extra in (-1, 0, 1)}
+    return sorted(length for length in around | {smallest, largest} if smallest <= length <= largest)
+
+
+def all_modes(page_size: int = 16) -> list[Case]:
+    """One case per mode and kind of batch, with lengths that an offset carries over a page boundary."""
+    p = page_size
+    lens = (p + 1, 2 * p, 3 * p - 1, 3 * p + 1)
+    common: dict[str, Any] = {"page_size": p, "max_context_len": 5 * p - 3}
+    cases = [
+        Case(ForwardMode.DECODE, lens, **common),
+        Case(ForwardMode.IDLE, (), **common),
+        Case(ForwardMode.IDLE, lens, **common),
+        *[Case(ForwardMode.DECODE, lens, new=step + 1, **common) for step in range(4)],
+        Case(ForwardMode.IDLE, (), new=1, **common),
+        Case(ForwardMode.TARGET_VERIFY, lens, new=1, **common),
+        Case(ForwardMode.TARGET_VERIFY, lens, new=4, **common),
+        Case(ForwardMode.TARGET_VERIFY, (), new=4, **common),
+        Case(ForwardMode.DRAFT_EXTEND, lens, new_lens=(3, 1, 4, 2), **common),
+        Case(ForwardMode.DRAFT_EXTEND_V2, lens, new_lens=(4, 4, 4, 4), **common),
+        Case(ForwardMode.DRAFT_EXTEND_V2, lens, new_lens=(4, 4, 4, 4), num_padding_rows=4, **common),
+    ]
+    for mode in EXTENDS:
+        cases.append(Case(mode, lens, new_lens=lens, **common))
+        cases.append(Case(mode, lens, new_lens=(p + 1, 3, p, 1), num_padding_rows=5, **common))
+    return cases
+
+
+def label(case: Case) -> str:
+    kind = "prefix" if case.new_lens and case.new_lens != case.total_lens else f"new{case.new}"
+    return f"{case.mode.name}-{kind}-bs{len(case.total_lens)}-pad{case.num_padding_rows}"
+
+
+def drawn_cases() -> st.SearchStrategy[Case]:
+    """Batches of any mode with lengths around page boundaries."""
+    return st.builds(
+        _drawn_case,
+        mode=st.sampled_from(MODES),
+        page_size=st.sampled_from(PAGE_SIZES),
+        sizes=st.lists(st.tuples(st.integers(0, 3), st.sampled_from([-1, 0, 1, 7]), st.integers(1, 40)), max_size=5),
+        new=st.integers(0, 5),
+        whole=st.booleans(),
+        flags=st.tuples(st.booleans(), st.booleans(), st.booleans(), st.booleans()),
+        evicted_pages=st.integers(0, 4),
+        padding=st.integers(0, 3),
+        seed=st.integers(0, 2**16),
+    )
+
+
+def _drawn_case(
+    mode: ForwardMode,
+    page_size: int,
+    sizes: list[tuple[int, int, int]],
+    new: int,
+    whole: bool,
+    flags: tuple[bool, bool, bool, bool],
+    evicted_pages: int,
+    padding: int,
+    seed: int,
+) -> Case:
+    distinct, narrow, window, host = flags
+    extends = mode in EXTENDS + DRAFT_EXTENDS
+    new = 0 if extends else max(new, int(mode.is_target_verify()))
+    totals = tuple(max(pages * page_size + extra, new + 1) for pages, extra, _ in sizes)
+    news = tuple(n if whole else min(n, wanted) for n, (_, _, wanted) in zip(totals, sizes, strict=True))
+    return Case(
+        mode,
+        totals,
+        news if extends else (),
+        new,
+        page_size,
+        max_context_len=4 * page_size + 9,
+        num_padding_rows=padding if extends or mode.is_idle() else 0,
+        distinct_requests=distinct,
+        index_dtype=torch.int32 if narrow else torch.int64,
+        sliding_window=window,
+        evict_before=evicted_pages * page_size,
+        host_seq_lens=host,
+        seed=seed,
+    )
+
+
+def assert_live_cells_right(got: Any, expected: ForwardMetadata, dead: int | None = None) -> None:
+    """Hold metadata to the reference's, what lies behind the live pages to `dead` if that is given.
+
+    Args:
+        got: TRTLLMMHAMetadata.
+        expected: of the same pass.
+        dead: what the tables' tails still hold.
+    """
+    assert got.max_seq_len_q == expected.max_seq_len_q
+    _assert_equals("cache_seqlens_int32", got.cache_seqlens_int32, torch.int32, expected.cache_seqlens)
+    _assert_equals("cu_seqlens_q", got.cu_seqlens_q, torch.int32, expected.cu_seqlens_q)
+    _assert_equals("cu_seqlens_k", got.cu_seqlens_k, torch.int32, expected.cu_seqlens_k)
+    assert_live_pages_right(got.page_table, expected.page_table, dead)
+    if expected.swa_page_table is None:
+        assert got.swa_page_table is got.swa_out_cache_loc is None
+    else:
+        assert_live_pages_right(got.swa_page_table, expected.swa_page_table, dead)
+        _assert_equals("swa_out_cache_loc", got.swa_out_cache_loc, torch.int64, expected.swa_out_cache_loc)
+
+
+def assert_live_pages_right(table: Tensor, live: list[list[int]], dead: int | None = None) -> None:
+    """Each row starts with its live pages; with `dead`, that fills the rest of it."""
+    assert table.dtype == torch.int32
+    assert table.shape[0] == len(live)
+    for request, (row, pages) in enumerate(zip(table.tolist(), live, strict=True)):
+        assert row[: len(pages)] == pages, f"live pages of request {request}"
+        if dead is not None:
+            assert set(row[len(pages) :]) <= {dead}, f"dead cells of request {request}"
+
+
+def _assert_equals(name: str, tensor: Tensor, dtype: torch.dtype, values: Any) -> None:
+    assert (tensor.dtype, tensor.tolist()) == (dtype, values), name

@@ -1,0 +1,245 @@
+"""Every draft step's metadata by every plan, and the dead lists of the common template, against the loops of lab.references."""
+
+import itertools
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lab import references
+from lab.kernels.draft_decode_kv_indices import Schedule
+from lab.metadata import ForwardBatch, ForwardMode, KVPool, SpecInfo, TRTLLMMHAMetadata
+from lab.metadata.draft_steps import (
+    DraftAttention,
+    DraftBuffers,
+    DraftPlan,
+    DraftStep,
+    MultiStepDraft,
+    allocate_draft,
+    build_draft_steps,
+    prepare_draft,
+)
+from lab.metadata.mla import mla_block_table_width
+from lab.references.forward_metadata import ForwardMetadata, forward_metadata
+from tests.devices import DEVICES, IN_INTERPRETER, ON_GPU, graph_of, synchronisation_is_an_error
+from tests.metadata.mha_cases import assert_live_cells_right, assert_live_pages_right
+
+POISON = -77
+MHA, MLA, MLA_WITH_OFFSET = DraftAttention.MHA, DraftAttention.MLA, DraftAttention.MLA_WITH_OFFSET
+
+
+@dataclass(frozen=True)
+class Case:
+    lens: tuple[int, ...]
+    page_size: int = 32
+    dtype: torch.dtype = torch.int64
+    repeated: bool = False
+    host_lengths: bool = False
+
+    def build(self, device: str) -> tuple[ForwardBatch, KVPool]:
+        n, longest = len(self.lens), max(self.lens, default=0) + 9
+        pages = max(1, n) * -(-longest // self.page_size) + 1
+        pool = KVPool(
+            num_requests=max(1, n), max_context_len=longest, page_size=self.page_size, num_pages=pages, device=device
+        )
+        admitted = [pool.add_request(longest) for _ in self.lens]
+        rows = admitted[:1] * n if self.repeated else admitted
+        batch = ForwardBatch(
+            forward_mode=ForwardMode.DECODE,
+            req_pool_indices=torch.tensor(rows, dtype=self.dtype, device=device),
+            seq_lens=torch.tensor(self.lens, dtype=self.dtype, device=device),
+            out_cache_loc=torch.zeros(n, dtype=torch.int64, device=device),
+            num_tokens=n,
+            seq_lens_cpu=list(self.lens) if self.host_lengths else None,
+        )
+        return batch, pool
+
+
+CASE = Case((0, 31, 32, 75, 1))
+
+
+def expected_pass(batch: ForwardBatch, pool: KVPool, step: int | None) -> ForwardMetadata:
+    """Of a draft step, or of a plain decode, which is what MLA's steps are."""
+    spec_info = None if step is None else SpecInfo(speculative_step_id=step)
+    return forward_metadata(replace(batch, spec_info=spec_info), pool)
+
+
+def assert_steps_right(
+    draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, steps: tuple[DraftStep, ...], dead: int | None
+) -> None:
+    assert len(steps) == draft.speculative_num_steps - 1
+    for number, step in enumerate(steps):
+        expected = expected_pass(batch, pool, None if draft.attention is MLA else number)
+        # A shared table has the pages of the last step.
+        shares = draft.plan is DraftPlan.ONE_LAUNCH and draft.attention is not MLA
+        tail = None if shares else dead
+        if isinstance(step.metadata, TRTLLMMHAMetadata):
+            assert_live_cells_right(step.metadata, expected, tail)
+        else:
+            assert step.metadata.seq_lens_k.tolist() == expected.cache_seqlens
+            assert step.metadata.max_seq_len_k == pool.max_context_len
+            assert_live_pages_right(step.metadata.block_kv_indices, expected.page_table, tail)
+    assert_lists_right(draft, batch, pool, steps)
+
+
+def assert_lists_right(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, steps: tuple[DraftStep, ...]) -> None:
+    if draft.plan is not DraftPlan.COMMON_TEMPLATE:
+        assert all(step.kv_indptr is step.kv_indices is None for step in steps)
+        return
+    lists, boundaries = references.generate_draft_decode_kv_indices(
+        batch.req_pool_indices.cpu(),
+        pool.req_to_token.cpu(),
+        batch.seq_lens.cpu(),
+        batch.seq_lens.cpu(),
+        num_steps=draft.speculative_num_steps,
+        topk=1,
+        page_size=pool.page_size,
+    )
+    for step, slots, ends in zip(steps, lists, boundaries, strict=False):
+        assert step.kv_indices is not None
+        assert step.kv_indptr is not None
+        assert step.kv_indptr.tolist() == ends.tolist()
+        assert step.kv_indices[: len(slots)].tolist() == slots.tolist()
+        if batch.seq_lens_cpu is None:  # nobody on the host knows where the lists end
+            assert len(step.kv_indices) % pool.max_context_len == 0
+        else:
+            assert len(step.kv_indices) == len(slots)
+
+
+def every_draft(num_steps: int = 3) -> list[MultiStepDraft]:
+    return [
+        MultiStepDraft(attention, num_steps, plan) for attention, plan in itertools.product(DraftAttention, DraftPlan)
+    ]
+
+
+def name_of(draft: MultiStepDraft) -> str:
+    return f"{draft.attention.name}-{draft.plan.name}-{draft.speculative_num_steps}"
+
+
+def poison(buffers: DraftBuffers) -> None:
+    for tensor in (*buffers.cache_seqlens, *buffers.tables, *(buffers.cu_seqlens_k or ())):
+        tensor.fill_(POISON)
+    if buffers.kv_indices is not None:
+        buffers.kv_indices.fill_(POISON)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_steps", [2, 5, 8])
+@pytest.mark.parametrize("draft", every_draft(), ids=name_of)
+def test_eager(draft: MultiStepDraft, num_steps: int, device: str) -> None:
+    draft = replace(draft, speculative_num_steps=num_steps)
+    for host_lengths in (False, True):
+        batch, pool = replace(CASE, host_lengths=host_lengths).build(device)
+        dead = -1 if draft.attention.is_mla else None
+        assert_steps_right(draft, batch, pool, build_draft_steps(draft, batch, pool), dead)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("draft", every_draft(4), ids=name_of)
+def test_buffers_that_stay(draft: MultiStepDraft, device: str) -> None:
+    """Larger than the batch: what is not its own stays poisoned. Written again, in place, when the lengths have changed."""
+    batch, pool = CASE.build(device)
+    buffers = allocate_draft(draft, pool, 8)
+    poison(buffers)
+    prepared = prepare_draft(draft, batch, pool, buffers)
+    for _ in range(2):
+        prepared.write()
+        assert_steps_right(draft, batch, pool, prepared.steps, None)
+        batch.seq_lens.add_(1)
+    for tensor in (*buffers.cache_seqlens, *buffers.tables):
+        assert (tensor[5:] == POISON).all()
+    for sums in buffers.cu_seqlens_k or ():
+        assert (sums[6:] == POISON).all()
+    addresses = {
+        step.metadata.page_table.data_ptr() for step in prepared.steps if isinstance(step.metadata, TRTLLMMHAMetadata)
+    }
+    if draft.attention is MHA:
+        assert len(addresses) == (1 if draft.plan is DraftPlan.ONE_LAUNCH else 3)
+        assert addresses == {table.data_ptr() for table in buffers.tables}
+    if buffers.kv_indices is not None:
+        # The last row is computed although no backend reads it; nothing behind a row's lists is written.
+        batch.seq_lens.sub_(1)
+        for step, row in enumerate(buffers.kv_indices):
+            assert int((row != POISON).sum()) == int(batch.seq_lens.sum()) + 5 * (step + 1)
+
+
+@IN_INTERPRETER
+@given(
+    lens=st.lists(st.sampled_from([0, 1, 30, 31, 32, 33, 63, 64, 70]), min_size=1, max_size=4),
+    draft=st.sampled_from(every_draft()),
+    num_steps=st.integers(2, 8),
+    page_size=st.sampled_from([32, 64]),
+    dtype=st.sampled_from([torch.int32, torch.int64]),
+    flags=st.tuples(st.booleans(), st.booleans()),
+    schedule=st.sampled_from(Schedule),
+)
+@settings(deadline=None, derandomize=True, max_examples=20)
+def test_drawn_cases(
+    lens: list[int],
+    draft: MultiStepDraft,
+    num_steps: int,
+    page_size: int,
+    dtype: torch.dtype,
+    flags: tuple[bool, bool],
+    schedule: Schedule,
+) -> None:
+    draft = replace(draft, speculative_num_steps=num_steps, schedule=schedule)
+    batch, pool = Case(tuple(lens), page_size, dtype, *flags).build("cpu")
+    dead = -1 if draft.attention.is_mla else None
+    assert_steps_right(draft, batch, pool, build_draft_steps(draft, batch, pool), dead)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_eager_steps_have_lists_of_their_own(device: str) -> None:
+    batch, pool = CASE.build(device)
+    steps = build_draft_steps(MultiStepDraft(MLA, 3, DraftPlan.COMMON_TEMPLATE), batch, pool)
+    storages = {step.kv_indices.untyped_storage().data_ptr() for step in steps if step.kv_indices is not None}
+    assert len(storages) == 2
+
+
+@pytest.mark.parametrize(("max_len", "page_size", "width"), [(1, 32, 128), (4096, 64, 64), (4097, 64, 128), (0, 32, 0)])
+def test_mla_tables_are_whole_blocks_of_4096_tokens(max_len: int, page_size: int, width: int) -> None:
+    assert mla_block_table_width(max_len, page_size) == width
+    _, pool = replace(CASE, page_size=page_size).build("cpu")
+    (table,) = allocate_draft(MultiStepDraft(MLA, 2), pool, 5).tables
+    assert table.shape == (5, 4096 // page_size)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
+@pytest.mark.parametrize("draft", every_draft(4), ids=name_of)
+def test_in_a_graph_without_a_synchronisation(draft: MultiStepDraft, device: str) -> None:
+    batch, pool = CASE.build(device)
+    buffers = allocate_draft(draft, pool, 8)
+    with synchronisation_is_an_error():
+        prepared = prepare_draft(draft, batch, pool, buffers)
+        prepared.write()
+    graph = graph_of(prepared.write)
+    for change in (1, 3, -4):
+        batch.seq_lens.add_(change).clamp_(min=0)
+        poison(buffers)
+        graph.replay()
+        assert_steps_right(draft, batch, pool, prepared.steps, POISON)
+
+
+def test_what_the_backends_do_not_have_is_refused() -> None:
+    batch, pool = CASE.build("cpu")
+    for steps in (1, 9):
+        with pytest.raises(ValueError, match=f"speculative_num_steps={steps} must be 2 to 8"):
+            MultiStepDraft(MHA, steps)
+    with pytest.raises(ValueError, match="topk=2"):
+        MultiStepDraft(MHA, 3, topk=2)
+    draft = MultiStepDraft(MHA, 3)
+    with pytest.raises(ValueError, match="page_size=16"):
+        allocate_draft(MultiStepDraft(MLA, 3), replace(CASE, page_size=16).build("cpu")[1], 5)
+    windowed = KVPool(num_requests=5, max_context_len=99, page_size=32, num_pages=40, swa_num_pages=40)
+    with pytest.raises(ValueError, match="sliding-window pages"):
+        allocate_draft(draft, windowed, 5)
+    with pytest.raises(ValueError, match="max_batch_size=-1"):
+        allocate_draft(draft, pool, -1)
+    with pytest.raises(ValueError, match="the batch has 5 requests, the buffers hold 4"):
+        prepare_draft(draft, batch, pool, allocate_draft(draft, pool, 4))
+    verify = replace(batch, forward_mode=ForwardMode.TARGET_VERIFY, spec_info=SpecInfo(num_draft_tokens=1))
+    with pytest.raises(ValueError, match="is no draft decode"):
+        prepare_draft(draft, verify, pool, allocate_draft(draft, pool, 5))
