@@ -1,0 +1,340 @@
+"""A small stand-in for a draft model around one attention layer, so that a graph of it has an engine's shape.
+
+Token ids and the target's hidden states are projected to Q, K and V together, as EAGLE-3's layer does; K and V are written into
+the paged cache; attention runs; its output is projected to hidden states, and these to logits. There are no norms, no rotary
+embedding, no MLP and no residual: beside a residual, the average of thousands of random values would be lost in rounding, and
+with it every error of the attention.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lab.metadata.dispatch import AttentionLayer
+from lab.metadata.draft_extend_graph import AttentionBackend, DraftExtendOutput, DraftInputs, DraftOutputs
+from lab.metadata.forward_batch import ForwardBatch, SpecInfo
+from lab.metadata.forward_mode import ForwardMode
+from lab.metadata.kv_pool import KVLayout, KVPool, PagedKVCache
+from lab.metadata.mha import TRTLLMMHAMetadata
+from lab.workloads.geometries import Geometry, geometry
+
+DTYPE = torch.bfloat16  # of weights, hidden states and cache
+LOGITS_DTYPE = torch.float32  # of SGLang's logits buffer; the LM head's own product is bf16 before
+# Modes whose passes can be drawn: those that run in CUDA graphs, draft steps apart.
+GRAPH_MODES = (
+    ForwardMode.DECODE,
+    ForwardMode.TARGET_VERIFY,
+    ForwardMode.DRAFT_EXTEND,
+    ForwardMode.DRAFT_EXTEND_V2,
+)
+
+
+@dataclass(frozen=True)
+class StandInSizes:
+    """Sizes of a stand-in model.
+
+    Attributes:
+        vocab_size, hidden_size: of the embedding and the LM head.
+        geometry_name: of the attention layer, a name of `lab.workloads.GEOMETRIES`.
+
+    Raises:
+        ValueError: a size below 1, or no such geometry.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    geometry_name: str
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < 1 or self.hidden_size < 1:
+            raise ValueError(f"vocab_size={self.vocab_size} and hidden_size={self.hidden_size} must be at least 1")
+        geometry(self.geometry_name)
+
+    @property
+    def attention(self) -> Geometry:
+        return geometry(self.geometry_name)
+
+    @property
+    def q_size(self) -> int:
+        """Elements of one row's queries."""
+        return self.attention.num_qo_heads * self.attention.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Elements of one row's keys, and of its values."""
+        return self.attention.num_kv_heads * self.attention.head_dim
+
+    @property
+    def layer_parameters(self) -> int:
+        """Elements of the QKV and output projections."""
+        return 2 * self.hidden_size * (self.q_size + 2 * self.kv_size) + self.q_size * self.hidden_size
+
+    @property
+    def head_parameters(self) -> int:
+        """Elements of the LM head."""
+        return self.hidden_size * self.vocab_size
+
+
+# vocab_size and hidden_size of meta-llama/Llama-3.1-8B: a vocabulary of the size that draft models of that family share.
+LLAMA_8B_SIZES = StandInSizes(vocab_size=128_256, hidden_size=4096, geometry_name="llama-3.1-8b")
+# The lab's own: small enough for a kernel interpreted on a CPU.
+TINY_SIZES = StandInSizes(vocab_size=97, hidden_size=48, geometry_name="tiny")
+
+
+class StandInModel:
+    """Seeded random weights, one layer's cache, and its forward pass of any mode that runs in CUDA graphs.
+
+    Args:
+        sizes: of the model.
+        pool: whose slots the cache has, and where the model lives.
+        sliding_window: the layer has the geometry's window, and reads and writes the sliding-window pool.
+        seed: of the weights. Rows of all products have variance 1 for inputs that have.
+
+    Attributes:
+        embedding: [vocab_size, hidden_size].
+        qkv_weight: [2 * hidden_size, q_size + 2 * kv_size].
+        out_weight: [q_size, hidden_size].
+        head_weight: [hidden_size, vocab_size].
+        layer, cache: of the attention; all bf16.
+
+    Raises:
+        ValueError: a sliding-window layer in a geometry or a pool without a window.
+    """
+
+    def __init__(self, sizes: StandInSizes, pool: KVPool, *, sliding_window: bool = False, seed: int = 0) -> None:
+        model, hidden = sizes.attention, sizes.hidden_size
+        if sliding_window and model.sliding_window is None:
+            raise ValueError(f"{model.name} has no sliding-window layers: leave sliding_window False")
+        generator = torch.Generator(device=pool.device).manual_seed(seed)
+
+        def weight(fan_in: int, fan_out: int) -> Tensor:
+            drawn = torch.randn(fan_in, fan_out, device=pool.device, generator=generator, dtype=torch.float32)
+            return drawn.mul_(fan_in**-0.5).to(DTYPE)
+
+        self.sizes = sizes
+        self.pool = pool
+        self.embedding = weight(1, sizes.vocab_size * hidden).view(sizes.vocab_size, hidden)
+        self.qkv_weight = weight(2 * hidden, sizes.q_size + 2 * sizes.kv_size)
+        self.out_weight = weight(sizes.q_size, hidden)
+        self.head_weight = weight(hidden, sizes.vocab_size)
+        sinks = torch.randn(model.num_qo_heads, device=pool.device, generator=generator) if model.has_sinks else None
+        self.layer = AttentionLayer(
+            softmax_scale=model.softmax_scale,
+            window_left=model.window_left if sliding_window else -1,
+            reads_swa_pool=sliding_window,
+            sinks=sinks,
+        )
+        self.cache: PagedKVCache = pool.new_cache(
+            model.num_kv_heads, model.head_dim, DTYPE, KVLayout.NHD, sliding_window=sliding_window
+        )
+
+    def new_inputs(self, max_batch_size: int, max_num_tokens: int) -> DraftInputs:
+        """Input buffers, zero-filled."""
+        device = self.pool.device
+        return DraftInputs(
+            input_ids=torch.zeros(max_num_tokens, dtype=torch.int64, device=device),
+            hidden_states=torch.zeros(max_num_tokens, self.sizes.hidden_size, dtype=DTYPE, device=device),
+            select_index=torch.zeros(max_batch_size, dtype=torch.int64, device=device),
+        )
+
+    def new_outputs(self, form: DraftExtendOutput, max_batch_size: int, max_num_tokens: int) -> DraftOutputs:
+        """Output buffers of a form, zero-filled."""
+        device, rows = self.pool.device, form.num_rows(max_batch_size, max_num_tokens)
+        has_topk = form is DraftExtendOutput.ALL_ROWS_WITH_TOPK
+        return DraftOutputs(
+            logits=torch.zeros(rows, self.sizes.vocab_size, dtype=LOGITS_DTYPE, device=device),
+            hidden_states=torch.zeros(rows, self.sizes.hidden_size, dtype=DTYPE, device=device),
+            topk_p=torch.zeros(rows, 1, dtype=torch.float32, device=device) if has_topk else None,
+            topk_index=torch.zeros(rows, 1, dtype=torch.int64, device=device) if has_topk else None,
+        )
+
+    def prepare(
+        self,
+        backend: AttentionBackend,
+        batch: ForwardBatch,
+        metadata: TRTLLMMHAMetadata,
+        inputs: DraftInputs,
+        outputs: DraftOutputs,
+        form: DraftExtendOutput,
+    ) -> Callable[[], object]:
+        """The pass, ready to be called or captured. Its large intermediates are allocated here, once.
+
+        Args:
+            backend: runs the attention.
+            batch, metadata: of the pass.
+            inputs: of its `num_tokens` rows.
+            outputs: filled by each call; as many rows as `form` has.
+            form: which rows go through the LM head. Other modes than ``DRAFT_EXTEND_V2`` take all of theirs.
+
+        Raises:
+            ValueError: the buffers have other sizes than the pass, or the layer reads a sliding-window pool that the metadata
+                does not know.
+        """
+        self._check(batch, inputs, outputs, form)
+        rows, sizes, model = batch.num_tokens, self.sizes, self.sizes.attention
+        slots = self._write_locations(batch, metadata)
+
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=DTYPE, device=self.pool.device)
+
+        features = empty(rows, 2 * sizes.hidden_size)
+        projected = empty(rows, sizes.q_size + 2 * sizes.kv_size)
+        query, attended = (empty(rows, model.num_qo_heads, model.head_dim) for _ in range(2))
+        selects = form is DraftExtendOutput.SELECTED_ROW
+        hidden_states = empty(rows, sizes.hidden_size) if selects else outputs.hidden_states
+        product = empty(outputs.logits.shape[0], sizes.vocab_size)
+        new_queries, *new_kv = projected.split((sizes.q_size, sizes.kv_size, sizes.kv_size), dim=1)
+        # Rows that have no slot are padding of an eager pass.
+        keys, values = (side[: slots.shape[0]].unflatten(1, (model.num_kv_heads, model.head_dim)) for side in new_kv)
+        attention = backend.prepare_attention(
+            batch,
+            metadata,
+            self.layer,
+            query,
+            self.cache,
+            max_context_len=self.pool.max_context_len,
+            out=attended,
+        )
+
+        def run() -> None:
+            features[:, : sizes.hidden_size].copy_(self.embedding[inputs.input_ids])
+            features[:, sizes.hidden_size :].copy_(inputs.hidden_states)
+            torch.mm(features, self.qkv_weight, out=projected)
+            self.cache.write(slots, keys, values)
+            query.copy_(new_queries.view(query.shape))
+            attention()
+            torch.mm(attended.flatten(1), self.out_weight, out=hidden_states)
+            if selects:
+                torch.index_select(hidden_states, 0, inputs.select_index, out=outputs.hidden_states)
+            torch.mm(outputs.hidden_states, self.head_weight, out=product)
+            outputs.logits.copy_(product)
+            if outputs.topk_index is not None and outputs.topk_p is not None:
+                torch.argmax(outputs.logits, dim=1, keepdim=True, out=outputs.topk_index)
+                outputs.topk_p.fill_(1.0)
+
+        return run
+
+    def _check(self, batch: ForwardBatch, inputs: DraftInputs, outputs: DraftOutputs, form: DraftExtendOutput) -> None:
+        if form is DraftExtendOutput.SELECTED_ROW and not batch.forward_mode.is_draft_extend_v2():
+            raise ValueError(f"{batch.forward_mode!r} has no row to select: only DRAFT_EXTEND_V2 has")
+        expected = {
+            "input_ids": (inputs.input_ids, batch.num_tokens),
+            "hidden_states": (inputs.hidden_states, batch.num_tokens),
+            "select_index": (inputs.select_index, batch.batch_size),
+            "logits": (outputs.logits, form.num_rows(batch.batch_size, batch.num_tokens)),
+        }
+        for name, (tensor, rows) in expected.items():
+            if tensor.shape[0] != rows:
+                raise ValueError(f"{name} has {tensor.shape[0]} rows, but this pass has {rows}")
+
+    def _write_locations(self, batch: ForwardBatch, metadata: TRTLLMMHAMetadata) -> Tensor:
+        if not self.layer.reads_swa_pool:
+            return batch.out_cache_loc
+        if metadata.swa_out_cache_loc is None:
+            raise ValueError("the layer reads the sliding-window pool, but the metadata has no swa_out_cache_loc")
+        return metadata.swa_out_cache_loc
+
+
+@dataclass(frozen=True, eq=False)
+class StandInPass:
+    """A pass of a stand-in model: what an engine hands over, and the histories behind it.
+
+    Attributes:
+        batch: the engine's.
+        q_lens: query rows of each request.
+        input_ids: int64 [num_tokens].
+        hidden_states: bf16 [num_tokens, hidden_size].
+        accept_lens: int32 [batch_size], 1 to q_lens[i] each.
+        histories: per request (K, V) of its tokens before this pass, bf16 [prefix_len, num_kv_heads, head_dim].
+    """
+
+    batch: ForwardBatch
+    q_lens: tuple[int, ...]
+    input_ids: Tensor
+    hidden_states: Tensor
+    accept_lens: Tensor
+    histories: list[tuple[Tensor, Tensor]]
+
+
+def draw_pass(
+    model: StandInModel, mode: ForwardMode, prefix_lens: Sequence[int], q_lens: Sequence[int], seed: int = 0
+) -> StandInPass:
+    """Admit requests to the model's pool, write their histories into its cache, and draw a pass over them.
+
+    Args:
+        model: whose pool has room for the requests.
+        mode: one of `GRAPH_MODES`.
+        prefix_lens: tokens of each request before this pass.
+        q_lens: its new tokens.
+        seed: of everything drawn.
+
+    Raises:
+        ValueError: another mode, or lengths that `ForwardBatch` or the pool refuses.
+        RuntimeError: the pool has too few rows or pages.
+    """
+    if mode not in GRAPH_MODES:
+        raise ValueError(f"{mode!r} is not drawn; there are {', '.join(map(repr, GRAPH_MODES))}")
+    pool, sizes = model.pool, model.sizes
+    generator = torch.Generator(device=pool.device).manual_seed(seed)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=pool.device, generator=generator).to(DTYPE)
+
+    rows, slots, histories = [], [], []
+    for prefix_len, q_len in zip(prefix_lens, q_lens, strict=True):
+        history = tuple(randn(prefix_len, sizes.attention.num_kv_heads, sizes.attention.head_dim) for _ in range(2))
+        rows.append(pool.add_request(prefix_len))
+        old = pool.slots(rows[-1], 0, prefix_len)
+        model.cache.write(pool.swa_slots(old) if model.layer.reads_swa_pool else old, *history)
+        slots.append(pool.extend_request(rows[-1], q_len))
+        histories.append((history[0], history[1]))
+    num_tokens = sum(q_lens)
+    accept_lens = [
+        int(torch.randint(1, q_len + 1, (), generator=_host_generator(seed, i))) for i, q_len in enumerate(q_lens)
+    ]
+    return StandInPass(
+        batch=_new_batch(mode, pool, rows, prefix_lens, q_lens, torch.cat(slots)),
+        q_lens=tuple(q_lens),
+        input_ids=torch.randint(sizes.vocab_size, (num_tokens,), device=pool.device, generator=generator),
+        hidden_states=randn(num_tokens, sizes.hidden_size),
+        accept_lens=torch.tensor(accept_lens, dtype=torch.int32, device=pool.device),
+        histories=histories,
+    )
+
+
+def _host_generator(seed: int, request: int) -> torch.Generator:
+    return torch.Generator().manual_seed(1000 * seed + request)
+
+
+def _new_batch(
+    mode: ForwardMode,
+    pool: KVPool,
+    rows: Sequence[int],
+    prefix_lens: Sequence[int],
+    q_lens: Sequence[int],
+    slots: Tensor,
+) -> ForwardBatch:
+    def vector(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=pool.device)
+
+    extends, verifies = mode.is_draft_extend(include_v2=True), mode.is_target_verify()
+    counted = [prefix + (0 if verifies else q_len) for prefix, q_len in zip(prefix_lens, q_lens, strict=True)]
+    new_lens = vector(q_lens, torch.int32)
+    spec_info = None
+    if verifies:
+        spec_info = SpecInfo(num_draft_tokens=q_lens[0])
+    elif extends:
+        width = q_lens[0] if mode.is_draft_extend_v2() else -1
+        spec_info = SpecInfo(num_tokens_per_req=width, num_accept_tokens=new_lens)
+    return ForwardBatch(
+        forward_mode=mode,
+        req_pool_indices=vector(rows),
+        seq_lens=vector(counted),
+        out_cache_loc=slots,
+        num_tokens=sum(q_lens),
+        extend_seq_lens=new_lens if extends else None,
+        extend_seq_lens_cpu=list(q_lens) if extends else None,
+        spec_info=spec_info,
+    )

@@ -1,0 +1,248 @@
+"""The experiment's works judged on a CPU, its arithmetic and tables on made-up rows, its command line; times on a GPU."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lab.checks.stand_in_model import truth_of_pass
+from lab.experiments import draft_extend_graph
+from lab.experiments.draft_extend_graph import (
+    completion_times_us,
+    draw,
+    eager_work,
+    form_table,
+    free,
+    graph_mode,
+    graph_work,
+    load_work,
+    main,
+    measure_forms,
+    measure_mode,
+    mode_table,
+    new_model,
+    pass_bytes,
+    pass_operations,
+    replay_call,
+    savings,
+)
+from lab.kernels import portable
+from lab.metadata import ForwardMode
+from lab.metadata.draft_extend_graph import DraftExtendOutput, TRTLLMMHABackend
+from lab.timing import Ceilings
+from lab.workloads.stand_in_model import GRAPH_MODES, TINY_SIZES, StandInModel
+from tests.devices import IN_INTERPRETER
+
+ALL_ROWS, WITH_TOPK, SELECTED = DraftExtendOutput
+V2 = ForwardMode.DRAFT_EXTEND_V2
+WIDTH = 4
+BACKEND = TRTLLMMHABackend(portable)
+
+
+def tiny(device: str = "cpu") -> StandInModel:
+    return new_model(TINY_SIZES, 3, 80, torch.device(device))
+
+
+@IN_INTERPRETER
+@pytest.mark.parametrize("mode", GRAPH_MODES, ids=repr)
+def test_what_is_timed_is_right_and_a_wrong_output_is_found(mode: ForwardMode) -> None:
+    model = tiny()
+    drawn = draw(model, mode, 3, WIDTH, 70)
+    truth, graphs = truth_of_pass(model, drawn), graph_mode(mode, WIDTH)
+    works = {
+        "eager": eager_work(model, BACKEND, drawn, ALL_ROWS, truth),
+        "graph": graph_work(model, BACKEND, drawn, graphs, ALL_ROWS, truth),
+    }
+    for work in works.values():
+        assert work.check is not None
+        call = work.call()
+        for _ in range(2):  # a check wipes what it has seen
+            call()
+            work.check(work.arguments)
+        with pytest.raises(AssertionError, match="rows of hidden_states are wrong"):
+            work.check(work.arguments)
+    assert works["eager"].bytes_moved == works["graph"].bytes_moved
+
+
+@IN_INTERPRETER
+@pytest.mark.parametrize("form", list(DraftExtendOutput), ids=repr)
+def test_every_form_is_timed_on_right_outputs(form: DraftExtendOutput) -> None:
+    model = tiny()
+    drawn = draw(model, V2, 3, WIDTH, 70)
+    truth = truth_of_pass(model, drawn)
+    work = graph_work(model, BACKEND, drawn, graph_mode(V2, WIDTH), form, truth)
+    work.call()()
+    assert work.check is not None
+    work.check(work.arguments)
+
+
+@IN_INTERPRETER
+@pytest.mark.parametrize("mode", GRAPH_MODES, ids=repr)
+def test_a_replay_with_its_copies_is_right(mode: ForwardMode) -> None:
+    model = tiny()
+    drawn = draw(model, mode, 3, WIDTH, 70)
+    replay, outputs = replay_call(model, BACKEND, drawn, graph_mode(mode, WIDTH), ALL_ROWS)
+    replay()
+    truth_of_pass(model, drawn).hold(outputs.first(sum(drawn.q_lens)), ALL_ROWS)
+
+
+def test_the_copies_are_all_that_a_load_is() -> None:
+    model = tiny()
+    drawn = draw(model, V2, 3, WIDTH, 70)
+    work = load_work(model, drawn, graph_mode(V2, WIDTH))
+    work.call()()
+    static, inputs = work.arguments["static"], work.arguments["inputs"]
+    assert torch.equal(static.seq_lens, drawn.batch.seq_lens)
+    assert torch.equal(static.out_cache_loc, drawn.batch.out_cache_loc)
+    assert torch.equal(inputs.hidden_states, drawn.hidden_states)
+    rows, requests = 12, 3
+    assert work.bytes_moved == 2 * (2 * 8 * requests + 2 * 8 * rows + 2 * 48 * rows)
+
+
+def test_requests_of_v1_accepted_different_numbers_and_all_are_given_back() -> None:
+    model = tiny()
+    for mode, q_lens in ((ForwardMode.DRAFT_EXTEND, (1, 2, 3)), (ForwardMode.DECODE, (1, 1, 1)), (V2, (4, 4, 4))):
+        drawn = draw(model, mode, 3, WIDTH, 80)
+        assert drawn.q_lens == q_lens
+        assert [len(keys) + q_len for (keys, _), q_len in zip(drawn.histories, q_lens, strict=True)] == [80] * 3
+        free(model, drawn)
+
+
+def test_the_floor_in_numbers() -> None:
+    model = tiny()
+    drawn = draw(model, V2, 2, WIDTH, 70)
+    hidden, vocab, kv = 48, 97, 2 * 64
+    weights = 2 * (2 * hidden * (6 * 64 + 2 * kv) + 6 * 64 * hidden + hidden * vocab)
+    cache = 2 * 2 * kv * (2 * 70 + 2 * 4)
+    inputs = 8 * (8 + 2 * 2 * hidden)
+    one_output = 4 * vocab + 2 * hidden
+    shared = weights + cache + inputs
+    assert pass_bytes(TINY_SIZES, drawn, SELECTED) == shared + 2 * one_output
+    assert pass_bytes(TINY_SIZES, drawn, ALL_ROWS) == shared + 8 * one_output
+    assert pass_bytes(TINY_SIZES, drawn, WITH_TOPK) == shared + 8 * (one_output + 12)
+    pairs = 2 * (67 + 68 + 69 + 70)
+    layer = 2 * 8 * (2 * hidden * (6 * 64 + 2 * kv) + 6 * 64 * hidden) + 4 * 64 * 6 * pairs
+    assert pass_operations(TINY_SIZES, drawn, SELECTED) == layer + 2 * 2 * hidden * vocab
+    assert pass_operations(TINY_SIZES, drawn, ALL_ROWS) == layer + 2 * 8 * hidden * vocab
+
+
+def test_each_call_is_timed_until_it_is_done() -> None:
+    made: list[str] = []
+    times = completion_times_us(
+        {"a": lambda: made.append("a"), "b": lambda: made.append("b")}, torch.device("cpu"), samples=3
+    )
+    assert made == ["a", "b"] * 3
+    assert all(time_us > 0 for time_us in times.values())
+
+
+def form_rows(batch_size: int, width: int, times_us: tuple[float, float, float]) -> list[dict[str, Any]]:
+    point = {"mode": "draft_extend_v2", "batch_size": batch_size, "num_draft_tokens": width}
+    return [
+        point | {"form": form.value, "median_us": time_us, "floor_us": 1.5}
+        for form, time_us in zip(DraftExtendOutput, times_us, strict=True)
+    ]
+
+
+def mode_rows(mode: str, batch_size: int) -> list[dict[str, Any]]:
+    facts = {"mode": mode, "batch_size": batch_size, "median_us": 7.5, "floor_us": 5.25, "launches": 3}
+    host = {"host_us": 11.5, "completion_us": 13.5}
+    return [facts | {"arm": arm} | ({} if arm == "load" else host) for arm in ("eager", "graph", "load")]
+
+
+def test_what_the_trimmed_outputs_save() -> None:
+    rows = form_rows(64, 8, (800.0, 1000.0, 300.0)) + form_rows(1, 2, (310.0, 330.0, 300.0))
+    first, second = savings(rows)
+    assert first == {
+        "batch_size": 64,
+        "num_draft_tokens": 8,
+        "selected_row_us": 300.0,
+        "other_rows_cost_us": 500.0,
+        "dead_topk_cost_us": 200.0,
+        "saved_percent": 70.0,
+    }
+    assert (second["other_rows_cost_us"], second["dead_topk_cost_us"]) == (10.0, 20.0)
+    assert form_table(rows).row_count == 2
+    assert mode_table(mode_rows("decode", 1) + mode_rows("decode", 8)).row_count == 2
+
+
+def test_the_command_line_measures_all_points_and_writes_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    simulated: dict[str, Any] = {
+        "environment": lambda: {"gpu": "simulated"},
+        "measure_ceilings": lambda device: Ceilings(4000.0, 800.0),
+        "new_model": lambda *arguments: None,
+        "measure_mode": lambda model, backend, mode, size, *rest: mode_rows(mode.name.lower(), size),
+        "measure_forms": lambda model, backend, size, width, *rest: form_rows(size, width, (800.0, 1000.0, 300.0)),
+    }
+    for name, function in simulated.items():
+        monkeypatch.setattr(draft_extend_graph, name, function)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    out = tmp_path / "out.json"
+    command = f"--batch-sizes 1 8 --num-draft-tokens 2 4 --implementation lab.kernels.portable --out {out}"
+    assert main(command.split()) == 0
+    recorded = json.loads(out.read_text())
+    assert recorded["implementation"] == "lab.kernels.portable"
+    assert recorded["environment"]["gpu"] == "simulated"
+    assert len(recorded["modes"]) == len(GRAPH_MODES) * 2 * 3
+    assert [(row["batch_size"], row["num_draft_tokens"]) for row in recorded["savings"]] == [
+        (1, 2),
+        (1, 4),
+        (8, 2),
+        (8, 4),
+    ]
+    assert recorded["model"] == {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "geometry_name": "llama-3.1-8b",
+        "page_size": 64,
+    }
+    printed = capsys.readouterr().out
+    for words in ("target_verify", "13.5", "800.0 (1.5)", "70.0"):
+        assert words in printed
+
+
+def test_without_a_gpu_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    out = tmp_path / "out.json"
+    assert main(["--out", str(out)]) == 2
+    assert "no CUDA GPU" in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("wrong", ["--batch-sizes 0", "--num-draft-tokens 0", "--samples 0", "--kv-len 7"])
+def test_a_wrong_command_line_is_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--out", "out.json", *wrong.split()])
+    assert "error:" in capsys.readouterr().err
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="times GPU work, and there is none here")
+CEILINGS = Ceilings(4000.0, 800.0)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("mode", GRAPH_MODES, ids=repr)
+def test_a_mode_is_measured_eagerly_and_in_a_graph(mode: ForwardMode) -> None:
+    rows = {row["arm"]: row for row in measure_mode(tiny("cuda"), BACKEND, mode, 3, 70, CEILINGS, samples=3)}
+    assert rows["graph"]["launches"] < rows["eager"]["launches"]
+    assert rows["load"]["launches"] >= 5
+    assert "host_us" not in rows["load"]
+    assert rows["graph"]["host_us"] < rows["eager"]["host_us"]
+    assert rows["graph"]["completion_us"] < rows["eager"]["completion_us"]
+    assert all(row["median_us"] > 0 for row in rows.values())
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_forms_are_measured_and_the_top_k_costs_launches() -> None:
+    rows = {row["form"]: row for row in measure_forms(tiny("cuda"), BACKEND, 3, WIDTH, 70, CEILINGS, samples=3)}
+    assert rows[WITH_TOPK.value]["launches"] > rows[ALL_ROWS.value]["launches"]
+    assert rows[SELECTED.value]["logits_bytes"] == 3 * 97 * 4
+    assert rows[ALL_ROWS.value]["logits_bytes"] == 12 * 97 * 4

@@ -1,0 +1,60 @@
+"""What the tests of a draft model's pass and of its graphs share: where they run, and a small model with room for requests."""
+
+import functools
+import importlib
+from types import ModuleType
+
+import pytest
+import torch
+
+from lab.kernels import FLASHINFER_MAJORS
+from lab.metadata import KVPool
+from lab.workloads.stand_in_model import TINY_SIZES, StandInModel, StandInSizes
+from tests.devices import IN_INTERPRETER, ON_GPU
+
+PAGE_SIZE = 16
+MAX_CONTEXT_LEN = 100
+
+
+def _runs_flashinfer() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in FLASHINFER_MAJORS
+
+
+# (device, module) of every place that a model's attention is tested in.
+PLACES = [
+    pytest.param("cpu", "lab.kernels.portable", marks=IN_INTERPRETER, id="portable interpreted"),
+    pytest.param("cuda", "lab.kernels.portable", marks=ON_GPU, id="portable"),
+    pytest.param(
+        "cuda",
+        "lab.kernels.trtllm",
+        marks=(
+            pytest.mark.gpu,
+            pytest.mark.skipif(not _runs_flashinfer(), reason="needs a GPU that FlashInfer has kernels for"),
+        ),
+        id="FlashInfer",
+    ),
+]
+
+
+@functools.cache
+def implementation(name: str) -> ModuleType:
+    """The module of that name."""
+    return importlib.import_module(name)
+
+
+def new_model(
+    device: str, num_requests: int = 8, *, sliding_window: bool = False, sizes: StandInSizes = TINY_SIZES
+) -> StandInModel:
+    """A model whose cache is full of large numbers until something is written, and a pool for so many long requests."""
+    pages = num_requests * -(-MAX_CONTEXT_LEN // PAGE_SIZE) + 1
+    pool = KVPool(
+        num_requests=num_requests,
+        max_context_len=MAX_CONTEXT_LEN,
+        page_size=PAGE_SIZE,
+        num_pages=pages + 3,
+        swa_num_pages=pages if sliding_window else None,
+        device=device,
+    )
+    model = StandInModel(sizes, pool, sliding_window=sliding_window)
+    model.cache.storage.fill_(1e30)
+    return model
