@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lab.capture import capturing
+
 ON_GPU = (
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU that Triton compiles for"),
@@ -37,7 +39,7 @@ def graph_of(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
         call()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing(graph):
         call()
     return graph
 

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from lab.capture import capturing
 from lab.provenance import environment
 from lab.timing.draft import draft_facts, draft_work
 from lab.timing.forward import time_facts
@@ -93,7 +94,7 @@ def _replay_of(work: GpuWork) -> Callable[[], object]:
     call = work.call()
     call()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing(graph):
         call()
 
     def replay(kept: Callable[[], object] = call) -> None:  # a graph does not keep what its call owns

@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from lab.capture import capturing
 from lab.metadata.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.forward_mode import ForwardMode
 from lab.metadata.host_mirrors import LengthMirror
@@ -197,7 +198,7 @@ class ForwardPass:
         product = GpuWork.of(torch.mm, 3 * self.out.nbytes, 2 * MATRIX_SIZE**3, **arguments)
         self.products = max(1, round(gpu_us / measure(product, GRAPH_CLOCK).median_us))
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with capturing(self.graph):
             for _ in range(self.products):
                 torch.mm(*self.operands, out=self.out)
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lab.capture import capturing
 from lab.kernels.forward_metadata import PassBuffers, prepare_write_forward_metadata
 from lab.metadata.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.forward_mode import ForwardMode
@@ -374,7 +375,7 @@ def capture(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
         call()
     torch.cuda.current_stream(device).wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing(graph):
         output = call()
 
     def replay(kept: Callable[[], Any] = call) -> None:  # a graph does not keep what its call owns

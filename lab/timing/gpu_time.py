@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from lab.capture import capturing
 from lab.timing import cupti
 from lab.timing.device_state import DeviceState, watched
 from lab.timing.method import L2, Clock, Method
@@ -248,7 +249,7 @@ class _Flush:
 
 def _captured(calls: Iterable[Call], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with torch.cuda.graph(graph, stream=stream):
+    with capturing(graph, stream):
         for call in calls:
             call()
     return graph

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import DeviceType
 
 from lab import references
+from lab.capture import capturing
 from lab.kernels import trtllm
 from lab.timing.host_time import host_time
 
@@ -162,7 +163,7 @@ def test_a_graph_of_a_split_pool_follows_its_page_table(prepared: bool) -> None:
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing(graph):
         call()
     for ids in ([[3], [1]], [[0], [5]]):
         arguments["block_tables"].copy_(int32(ids))

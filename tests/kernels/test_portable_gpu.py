@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lab import references
+from lab.capture import capturing
 from lab.kernels import portable
 from tests.cases import context_arguments, decode_arguments, pack_mask, random_batch, running_sum
 
@@ -186,7 +187,7 @@ def graph_of(function: str, arguments: Arguments) -> torch.cuda.CUDAGraph:
         getattr(portable, function)(**arguments)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing(graph):
         getattr(portable, function)(**arguments)
     return graph
 
