@@ -33,14 +33,15 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 
-from lab.capture import capturing
+from lab.experiments.stand_in import ForwardPass
 from lab.metadata.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.forward_mode import ForwardMode
 from lab.metadata.host_mirrors import LengthMirror
@@ -54,11 +55,11 @@ from lab.timing.step_profile import (
     TIMELINE_STEPS,
     LoopProfile,
     StepFacts,
-    exported_trace,
-    read_profile,
+    profiled,
     step_facts,
     summary,
     timeline,
+    unprofiled_us,
 )
 from lab.timing.work import GpuWork
 
@@ -69,7 +70,6 @@ METHOD = (
     "torch.profiler (CUPTI), CPU and CUDA activities; GPU work belongs to the step whose launch has its correlation id; "
     "medians over the steps of all runs, the arms' runs in turns"
 )
-MATRIX_SIZE = 2048  # a product of about 30 µs on an H200: small beside a step, long beside a launch
 GRAPH_CLOCK = Method(Clock.GRAPH, L2.WARM)
 # The worked case of the verify mask.
 MASK_SIZES: Mapping[str, Any] = {"max_batch_size": 256, "num_draft_tokens": 4, "max_context_len": 131072}
@@ -187,22 +187,6 @@ class DecodeLoop:
         )
 
 
-class ForwardPass:
-    """A graph of as many matrix products as take about `gpu_us`, in place of a model."""
-
-    def __init__(self, gpu_us: float, device: torch.device) -> None:
-        # Kept here, because a graph does not keep what it reads and writes.
-        self.operands = [torch.randn(MATRIX_SIZE, MATRIX_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2)]
-        self.out = torch.empty_like(self.operands[0])
-        arguments = dict(zip(("input", "mat2"), self.operands, strict=True)) | {"out": self.out}
-        product = GpuWork.of(torch.mm, 3 * self.out.nbytes, 2 * MATRIX_SIZE**3, **arguments)
-        self.products = max(1, round(gpu_us / measure(product, GRAPH_CLOCK).median_us))
-        self.graph = torch.cuda.CUDAGraph()
-        with capturing(self.graph):
-            for _ in range(self.products):
-                torch.mm(*self.operands, out=self.out)
-
-
 def _spin(duration_us: float) -> None:
     end_ns = time.perf_counter_ns() + 1000 * duration_us
     while time.perf_counter_ns() < end_ns:
@@ -219,21 +203,21 @@ def measure_arms(settings: LoopSettings) -> list[dict[str, Any]]:
     forward = ForwardPass(settings.gpu_us, device)
     loop = DecodeLoop(settings, forward.graph.replay, device)
     first = settings.warm_up_steps
-    unprofiled_us: dict[Arm, list[float]] = {arm: [] for arm in Arm}
+    unprofiled: dict[Arm, list[float]] = {arm: [] for arm in Arm}
     profiles: dict[Arm, list[LoopProfile]] = {arm: [] for arm in Arm}
     for arm in Arm:
         loop.run(arm)
     for _ in range(settings.repeats):
         for arm in Arm:
-            unprofiled_us[arm].append(_unprofiled_step_us(loop, arm))
-            profiles[arm].append(_profiled(loop, arm))
+            unprofiled[arm].append(unprofiled_us(partial(loop.run, arm)) / settings.steps_per_run)
+            profiles[arm].append(profiled(partial(loop.run, arm)))
     return [
         {
             "arm": arm.value,
             **asdict(settings),
             "matrix_products": forward.products,
             **_recorded([step_facts(each, first) for each in profiles[arm]]),
-            "unprofiled_step_us": [round(value, 3) for value in unprofiled_us[arm]],
+            "unprofiled_step_us": [round(value, 3) for value in unprofiled[arm]],
             "timeline": timeline(profiles[arm][-1], first + settings.steps // 2 - TIMELINE_STEPS // 2),
         }
         for arm in Arm
@@ -245,23 +229,6 @@ def _recorded(runs: Sequence[Sequence[StepFacts]]) -> dict[str, Any]:
         "medians": summary([each for run in runs for each in run]),
         "runs": [[asdict(each) for each in run] for run in runs],
     }
-
-
-def _profiled(loop: DecodeLoop, arm: Arm) -> LoopProfile:
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
-        loop.run(arm)
-        torch.cuda.synchronize()
-    return read_profile(exported_trace(recorded))
-
-
-def _unprofiled_step_us(loop: DecodeLoop, arm: Arm) -> float:
-    """Time of a step by the host's clock, from an idle GPU to an idle GPU, the warm-up steps among them."""
-    torch.cuda.synchronize()
-    start_ns = time.perf_counter_ns()
-    loop.run(arm)
-    torch.cuda.synchronize()
-    return (time.perf_counter_ns() - start_ns) / 1000 / loop.settings.steps_per_run
 
 
 def measure_masks(device: torch.device) -> list[dict[str, Any]]:

@@ -35,17 +35,17 @@ import json
 import random
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 
-from lab.experiments.length_copy import ForwardPass
+from lab.experiments.stand_in import ForwardPass
 from lab.metadata.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.forward_mode import ForwardMode
 from lab.metadata.kv_pool import KVPool
@@ -72,9 +72,9 @@ from lab.timing.step_profile import (
     LoopProfile,
     ProfiledStep,
     TraceEvent,
-    exported_trace,
-    read_profile,
+    profiled,
     step_facts,
+    unprofiled_us,
 )
 from lab.timing.work import GpuWork
 
@@ -431,15 +431,15 @@ def measure_arms(settings: LoopSettings) -> list[dict[str, Any]]:
     device = torch.device("cuda", torch.cuda.current_device())
     draft, verify = (ForwardPass(gpu_us, device) for gpu_us in (settings.draft_us, settings.verify_us))
     loop = SpeculativeLoop(settings, draft.graph.replay, verify.graph.replay, device)
-    unprofiled_us: dict[Arm, list[float]] = {arm: [] for arm in ARMS}
+    unprofiled: dict[Arm, list[float]] = {arm: [] for arm in ARMS}
     profiles: dict[Arm, list[LoopProfile]] = {arm: [] for arm in ARMS}
     for arm in ARMS:  # which also compiles what is compiled at first use
         loop.check(arm)
     shuffled = random.Random(SHUFFLE_SEED)
     for _ in range(settings.repeats):
         for arm in shuffled.sample(ARMS, len(ARMS)):
-            unprofiled_us[arm].append(_unprofiled_iteration_us(loop, arm))
-            profiles[arm].append(_profiled(loop, arm))
+            unprofiled[arm].append(unprofiled_us(partial(loop.run, arm)) / settings.steps_per_run)
+            profiles[arm].append(profiled(partial(loop.run, arm)))
     host_us = _host_us(loop)
     for arm in ARMS:
         loop.check(arm)
@@ -448,7 +448,7 @@ def measure_arms(settings: LoopSettings) -> list[dict[str, Any]]:
         _row(arm, settings)
         | products
         | _recorded(profiles[arm], settings)
-        | {"unprofiled_iteration_us": [round(value, 3) for value in unprofiled_us[arm]], "host_us": host_us[arm]}
+        | {"unprofiled_iteration_us": [round(value, 3) for value in unprofiled[arm]], "host_us": host_us[arm]}
         for arm in ARMS
     ]
 
@@ -471,23 +471,6 @@ def _recorded(profiles: Sequence[LoopProfile], settings: LoopSettings) -> dict[s
         "runs": [[asdict(facts) for facts in run] for run in runs],
         "timeline": two_lanes(profiles[-1].steps[middle]),
     }
-
-
-def _profiled(loop: SpeculativeLoop, arm: Arm) -> LoopProfile:
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
-        loop.run(arm)
-        torch.cuda.synchronize()
-    return read_profile(exported_trace(recorded))
-
-
-def _unprofiled_iteration_us(loop: SpeculativeLoop, arm: Arm) -> float:
-    """Time of an iteration by the host's clock, from an idle GPU to an idle GPU, the warm-up iterations among them."""
-    torch.cuda.synchronize()
-    start_ns = time.perf_counter_ns()
-    loop.run(arm)
-    torch.cuda.synchronize()
-    return (time.perf_counter_ns() - start_ns) / 1000 / loop.settings.steps_per_run
 
 
 def _host_us(loop: SpeculativeLoop) -> dict[Arm, float]:

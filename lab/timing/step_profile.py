@@ -8,12 +8,14 @@ import json
 import re
 import statistics
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from torch.profiler import profile
+import torch
+from torch.profiler import ProfilerActivity, profile
 
 from lab.timing.cupti import Activity, busy_us
 
@@ -247,3 +249,25 @@ def exported_trace(recorded: profile) -> dict[str, Any]:
         recorded.export_chrome_trace(str(path))
         trace: dict[str, Any] = json.loads(path.read_text())
     return trace
+
+
+def profiled(run: Callable[[], object]) -> LoopProfile:
+    """Profile a run of a loop on the GPU, from an idle GPU to an idle GPU.
+
+    Raises:
+        IncompleteProfileError: the profile lacks something.
+    """
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+        run()
+        torch.cuda.synchronize()
+    return read_profile(exported_trace(recorded))
+
+
+def unprofiled_us(run: Callable[[], object]) -> float:
+    """Time of a run in µs by the host's clock, from an idle GPU to an idle GPU: what a profile would add to is not in it."""
+    torch.cuda.synchronize()
+    start_ns = time.perf_counter_ns()
+    run()
+    torch.cuda.synchronize()
+    return (time.perf_counter_ns() - start_ns) / 1000
