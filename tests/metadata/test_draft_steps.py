@@ -1,6 +1,7 @@
 """Every draft step's metadata by every plan, and the dead lists of the common template, against the loops of lab.references."""
 
 import itertools
+import random
 from dataclasses import dataclass, replace
 
 import pytest
@@ -27,6 +28,7 @@ from tests.devices import DEVICES, IN_INTERPRETER, ON_GPU, graph_of, synchronisa
 from tests.metadata.mha_cases import assert_live_cells_right, assert_live_pages_right
 
 POISON = -77
+RANDOM_BATCHES, CASES_PER_BATCH = 60, 36  # random cases in so many tests, so that a failure is one of few
 MHA, MLA, MLA_WITH_OFFSET = DraftAttention.MHA, DraftAttention.MLA, DraftAttention.MLA_WITH_OFFSET
 
 
@@ -189,6 +191,34 @@ def test_drawn_cases(
     batch, pool = Case(tuple(lens), page_size, dtype, *flags).build("cpu")
     dead = -1 if draft.attention.is_mla else None
     assert_steps_right(draft, batch, pool, build_draft_steps(draft, batch, pool), dead)
+
+
+def random_case(draw: random.Random) -> tuple[MultiStepDraft, Case]:
+    lens = tuple(draw.choice([0, 1, 31, 32, 33, 63, 64, 65, draw.randrange(200)]) for _ in range(draw.randrange(1, 7)))
+    plan, schedule = draw.choice(list(DraftPlan)), draw.choice(list(Schedule))
+    draft = MultiStepDraft(draw.choice(list(DraftAttention)), draw.randrange(2, 9), plan, schedule=schedule)
+    dtype = draw.choice([torch.int32, torch.int64])
+    return draft, Case(lens, draw.choice([32, 64]), dtype, draw.random() < 0.2, draw.random() < 0.5)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
+@pytest.mark.parametrize("batch", range(RANDOM_BATCHES))
+def test_random_cases_on_a_gpu(batch: int, device: str) -> None:
+    """2,160 of them, eagerly and into larger buffers full of poison in turn."""
+    draw = random.Random(batch)
+    for number in range(CASES_PER_BATCH):
+        draft, case = random_case(draw)
+        requests, pool = case.build(device)
+        if number % 2:
+            dead = -1 if draft.attention.is_mla else None
+            assert_steps_right(draft, requests, pool, build_draft_steps(draft, requests, pool), dead)
+            continue
+        buffers = allocate_draft(draft, pool, len(case.lens) + draw.randrange(4))
+        poison(buffers)
+        prepared = prepare_draft(draft, requests, pool, buffers)
+        prepared.write()
+        assert_steps_right(draft, requests, pool, prepared.steps, POISON)
+        assert all((table[len(case.lens) :] == POISON).all() for table in buffers.tables)
 
 
 @pytest.mark.parametrize("device", DEVICES)
