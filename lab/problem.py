@@ -21,12 +21,12 @@ Scale = float | torch.Tensor
 
 @dataclass(frozen=True, eq=False)
 class PagedAttention:
-    """One checked attention problem over a paged K/V cache, whichever of the two calls posed it.
+    """One checked attention problem over a paged K/V cache, whichever call posed it.
 
     Attributes:
         query: [num_rows, num_qo_heads, head_dim].
         k_cache, v_cache: views [num_pages, num_kv_heads, page_size, head_dim] (head_dim // 2 bytes for NVFP4),
-            whatever the layout they were given in.
+            whatever the layout they were given in. V's last dimension is smaller where V is a part of K (MLA).
         k_scale_factors, v_scale_factors: e4m3 views [num_pages, num_kv_heads, page_size, head_dim // 16], NVFP4 only.
         v_scale_factors_interleaved: True for TRT-LLM's 4-token interleaved order of `v_scale_factors`.
         k_block_tables, v_block_tables: int32 [batch_size, max_num_pages_per_seq]; the same tensor when shared.
@@ -84,6 +84,11 @@ class PagedAttention:
         return self.query.shape[2]
 
     @property
+    def v_head_dim(self) -> int:
+        """head_dim of V and of the output."""
+        return self.v_cache.shape[3] * (2 if self.is_nvfp4 else 1)
+
+    @property
     def num_kv_heads(self) -> int:
         return self.k_cache.shape[1]
 
@@ -99,7 +104,8 @@ class PagedAttention:
         """What to fill: the output, and the LSE or None, given or new, as in `DecodeCall`."""
         out, lse = self.out, self.lse
         if out is None:
-            out = torch.empty(self.query.shape, dtype=self.out_dtype, device=self.query.device)
+            shape = (*self.query.shape[:2], self.v_head_dim)
+            out = torch.empty(shape, dtype=self.out_dtype, device=self.query.device)
         if lse is None and self.return_lse:
             lse = torch.empty(self.query.shape[:2], dtype=torch.float32, device=self.query.device)
         return out, lse

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from torch import Tensor
 
 from lab.capture import capturing
 
@@ -42,17 +41,3 @@ def graph_of(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
     with capturing(graph):
         call()
     return graph
-
-
-def guarded(
-    *shape: int, dtype: torch.dtype, device: str, poison: int, before: int = 8, after: int = 8
-) -> tuple[Tensor, Tensor]:
-    """A poisoned tensor inside a larger one: in `before` cells and `after` more, per row if it has two dimensions.
-
-    Returns:
-        (all of it, the part that is handed out).
-    """
-    rows = (shape[0] + 2,) if len(shape) == 2 else ()
-    whole = torch.full((*rows, before + shape[-1] + after), poison, dtype=dtype, device=device)
-    part = whole[..., before : before + shape[-1]]
-    return whole, part[1:-1] if rows else part

@@ -23,6 +23,7 @@ LEAVES: dict[str, set[str]] = {
     "problem": set(),
     "arguments": {"problem"},
     "calls": {"problem", "arguments"},
+    "mla_call": {"problem", "arguments", "calls"},
     "provenance": set(),
     "capture": set(),
 }

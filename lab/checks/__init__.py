@@ -1,6 +1,40 @@
 """Judges: is an implementation right?"""
 
-from lab.checks.forward import Outcome, Verdict, judge_forward
+from lab.checks.check import Level
+from lab.checks.draft_lists import DraftListsCase
+from lab.checks.forward import Verdict, judge_forward
+from lab.checks.judge import judge, judge_case
+from lab.checks.report import CaseVerdict, Report
+from lab.checks.space import Space
+from lab.checks.verdicts import Outcome
+from lab.metadata.dispatch import AttentionCall
+from lab.metadata.forward_mode import ForwardMode
+from lab.metadata.kv_pool import KVLayout
+from lab.workloads.attention_case import AttentionCase, Contents, Dead, Storage, TableTail
 from lab.workloads.forward_case import ForwardCase, Inputs
+from lab.workloads.interfaces import Interface
 
-__all__ = ["ForwardCase", "Inputs", "Outcome", "Verdict", "judge_forward"]
+# What judges, and what the reproduction of a case is made of.
+__all__ = [
+    "AttentionCall",
+    "AttentionCase",
+    "CaseVerdict",
+    "Contents",
+    "Dead",
+    "DraftListsCase",
+    "ForwardCase",
+    "ForwardMode",
+    "Inputs",
+    "Interface",
+    "KVLayout",
+    "Level",
+    "Outcome",
+    "Report",
+    "Space",
+    "Storage",
+    "TableTail",
+    "Verdict",
+    "judge",
+    "judge_case",
+    "judge_forward",
+]

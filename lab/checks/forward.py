@@ -5,7 +5,6 @@ histories, as they were written token by token, and never from a page table, a l
 these fails like a wrong kernel does. Everything that must not matter is poisoned.
 """
 
-import enum
 import os
 import shlex
 from dataclasses import dataclass, field, replace
@@ -14,22 +13,14 @@ from typing import Any
 import torch
 
 from lab.checks.forward_pass import ForwardPass, build_forward
-from lab.references.errors import Comparison, compare, eager_attention
-from lab.references.paged_attention import attention, piece_elements, visible_keys
+from lab.checks.truth import Rules, Truth, truth_of_requests
+from lab.checks.verdicts import Outcome
+from lab.references.errors import Comparison
 from lab.workloads.forward_case import ForwardCase
 
 GUARD_ROWS = 8  # rows before and after the output that must stay as they were
 GUARD_BYTE = 0xA5  # throughout: a number that no kernel computes
 SHOWN_FINDINGS = 8
-
-
-class Outcome(enum.Enum):
-    """What became of a case."""
-
-    RIGHT = "right"
-    WRONG = "wrong"
-    DECLINED = "declined"
-    FAILED = "failed"
 
 
 @dataclass(frozen=True)
@@ -139,67 +130,21 @@ def _is_guard(rows: torch.Tensor) -> bool:
     return bool((rows.view(torch.uint8) == GUARD_BYTE).all())
 
 
-@dataclass(frozen=True, eq=False)
-class Truth:
-    """What a pass must give, from its histories alone, and what low-precision arithmetic makes of it.
-
-    Attributes:
-        expected: float64 [num_rows, num_qo_heads, head_dim].
-        control: the same in the output's dtype.
-        request_of_row: int64 [num_rows].
-    """
-
-    expected: torch.Tensor
-    control: torch.Tensor
-    request_of_row: torch.Tensor
-
-    def compare(self, out: torch.Tensor) -> Comparison:
-        return compare(out, self.expected, self.control, self.request_of_row)
-
-
 def truth_of(forward: ForwardPass) -> Truth:
-    """The truth of a pass; worth keeping where several outputs of it are compared."""
-    expected, control = [], []
-    first_row = 0
-    for request, q_len in enumerate(forward.case.q_lens):
-        pairs_per_row = forward.query.shape[1] * forward.case.kv_lens[request]
-        rows_at_once = max(1, piece_elements(forward.query.device) // pairs_per_row)
-        for start in range(0, q_len, rows_at_once):
-            rows = range(start, min(start + rows_at_once, q_len))
-            query = forward.query[first_row + rows.start : first_row + rows.stop]
-            exact, rounded = _truth_and_control(forward, request, rows, query)
-            expected.append(exact)
-            control.append(rounded)
-        first_row += q_len
-    return Truth(torch.cat(expected), torch.cat(control), _request_of_row(forward.case, forward.query.device))
-
-
-def _truth_and_control(
-    forward: ForwardPass, request: int, rows: range, query: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What some rows of one request must give, in float64, and what low-precision arithmetic makes of them."""
+    """The truth of a pass, from its histories; worth keeping where several outputs of it are compared."""
     case, layer = forward.case, forward.layer
-    kv_len = case.kv_lens[request]
-    first = kv_len - case.q_lens[request]
-    keys, values = (side[: first + rows.stop].to(torch.float32).unsqueeze(0) for side in forward.histories[request])
-    visible = visible_keys(
-        torch.arange(first + rows.start, first + rows.stop, device=query.device).unsqueeze(0),
-        torch.arange(keys.shape[1], device=query.device).unsqueeze(0),
-        torch.tensor([kv_len], device=query.device),
-        causal=True,
+    rules = Rules(
+        bmm1_scale=layer.softmax_scale * layer.k_scale,
+        bmm2_scale=layer.v_scale,
+        arithmetic=case.dtype if case.arithmetic is None else case.arithmetic,
+        out_dtype=case.dtype,
         window_left=case.window_left,
+        sinks=layer.sinks,
     )
-    scales: dict[str, Any] = {
-        "bmm1_scale": layer.softmax_scale * layer.k_scale,
-        "bmm2_scale": layer.v_scale,
-        "sinks": layer.sinks,
-    }
-    arithmetic = case.dtype if case.arithmetic is None else case.arithmetic
-    exact, _ = attention(query.unsqueeze(0), keys, values, visible, **scales)
-    rounded = eager_attention(
-        query.unsqueeze(0), keys, values, visible, arithmetic=arithmetic, out_dtype=case.dtype, **scales
-    )
-    return exact[0], rounded[0]
+    histories = [
+        (keys[:kv_len], values[:kv_len]) for (keys, values), kv_len in zip(forward.histories, case.kv_lens, strict=True)
+    ]
+    return truth_of_requests(forward.query, histories, list(case.q_lens), rules)
 
 
 def _request_of_row(case: ForwardCase, device: torch.device) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """A case made concrete: pool, histories, metadata and arguments as an engine has them, and poison everywhere else."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +26,14 @@ class ForwardPass:
     """A case made concrete: what the engine would hand over, and the histories behind it.
 
     Attributes:
-        batch, metadata, layer, cache, plan: the engine's side.
+        pool, batch, metadata, layer, cache, plan: the engine's side.
         query: [num_rows, num_qo_heads, head_dim].
         histories: per request (K, V) as a kernel must understand them: [kv_len, num_kv_heads, head_dim], dequantised but for
             the cache's scales, which are the layer's.
     """
 
     case: ForwardCase
+    pool: KVPool
     batch: ForwardBatch
     metadata: TRTLLMMHAMetadata
     layer: AttentionLayer
@@ -73,8 +75,13 @@ class ForwardPass:
         prepare_attention(implementation, **self.arguments(out))()
 
 
-def build_forward(case: ForwardCase, device: torch.device) -> ForwardPass:
-    """Build the pool, write the histories, poison the rest, and build the metadata."""
+BuildMetadata = Callable[[ForwardBatch, KVPool], TRTLLMMHAMetadata]
+
+
+def build_forward(
+    case: ForwardCase, device: torch.device, build_metadata: BuildMetadata = build_mha_metadata
+) -> ForwardPass:
+    """Build the pool, write the histories, poison the rest, and build the metadata, by the lab's builder or another."""
     generator = torch.Generator(device=device).manual_seed(case.seed)
     pool = _new_pool(case, device)
     cache = pool.new_cache(
@@ -96,13 +103,14 @@ def build_forward(case: ForwardCase, device: torch.device) -> ForwardPass:
         cache.write(pool.swa_slots(slots) if case.sliding_window else slots, keys[first:last], values[first:last])
 
     batch = _new_batch(case, device, requests, torch.cat(write_slots))
-    metadata = build_mha_metadata(batch, pool)
+    metadata = build_metadata(batch, pool)
     new_keys = torch.cat([keys[-rows:] for (keys, _), rows in zip(histories, case.q_lens, strict=True)])
     new_values = torch.cat([values[-rows:] for (_, values), rows in zip(histories, case.q_lens, strict=True)])
     cache.write(_write_locations(case, batch, metadata), new_keys, new_values)
     _poison_table_tails(metadata, cache, case)
     return ForwardPass(
         case=case,
+        pool=pool,
         batch=batch,
         metadata=metadata,
         layer=_new_layer(case, device, generator),

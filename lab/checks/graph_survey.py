@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from lab.checks.forward import Outcome
 from lab.checks.graphs import GraphCase, GraphVerdict, judge_graphs
+from lab.checks.verdicts import Outcome
 from lab.kernels import default_implementation
 from lab.metadata.cuda_graph import GraphMode, MetadataPlace
 from lab.metadata.forward_batch import SpecInfo

@@ -12,15 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.checks.forward import Outcome
+from lab.checks.metadata_truth import wrong_metadata
+from lab.checks.truth import Rules, Truth, truth_of_requests
+from lab.checks.verdicts import Outcome
 from lab.metadata.cuda_graph import PADDED_SEQ_LEN, Body, GraphMode, GraphRunner, MetadataPlace
 from lab.metadata.dispatch import AttentionLayer, plan_calls, prepare_attention
 from lab.metadata.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.kv_pool import KVLayout, KVPool
 from lab.metadata.mha import TRTLLMMHAMetadata, uncounted_tokens
-from lab.references.errors import compare, eager_attention
-from lab.references.forward_metadata import forward_metadata
-from lab.references.paged_attention import attention, visible_keys
 from lab.workloads.geometries import geometry
 
 HUGE = 1e30  # finite in bf16, and so large that one poisoned value in a product shows
@@ -157,7 +156,7 @@ class Scene:
 
     def wrongs(self, batch: ForwardBatch, result: "Result") -> str:
         """What is wrong with a result, or nothing."""
-        return self._wrong_metadata(batch, result.metadata) or self._wrong_output(batch, result)
+        return wrong_metadata(batch, self.pool, result.metadata) or self._wrong_output(batch, result)
 
     def pointers(self) -> dict[str, int]:
         """Addresses of every buffer that a graph was captured with."""
@@ -217,32 +216,10 @@ class Scene:
     def _uncounted(self) -> int:
         return uncounted_tokens(self.runner.inputs.view(1))
 
-    def _wrong_metadata(self, batch: ForwardBatch, metadata: TRTLLMMHAMetadata) -> str:
-        """Against the loops, on live cells."""
-        n, expected = batch.batch_size, forward_metadata(batch, self.pool)
-        pairs = {
-            "cache_seqlens": (metadata.cache_seqlens_int32[:n], expected.cache_seqlens),
-            "cu_seqlens_q": (metadata.cu_seqlens_q[: n + 1], expected.cu_seqlens_q),
-            "cu_seqlens_k": (metadata.cu_seqlens_k[: n + 1], expected.cu_seqlens_k),
-        }
-        tables = {"page_table": (metadata.page_table, expected.page_table)}
-        if expected.swa_page_table is not None and metadata.swa_page_table is not None:
-            tables["swa_page_table"] = (metadata.swa_page_table, expected.swa_page_table)
-        if expected.swa_out_cache_loc is not None and metadata.swa_out_cache_loc is not None:
-            locations = metadata.swa_out_cache_loc[: batch.num_tokens]
-            pairs["swa_out_cache_loc"] = (locations, expected.swa_out_cache_loc)
-        for name, (table, pages) in tables.items():
-            pairs |= {f"{name}[{i}]": (table[i, : len(row)], row) for i, row in enumerate(pages)}
-        for name, (got, wanted) in pairs.items():
-            if got.tolist() != wanted:
-                return f"{name} is {got.tolist()}, expected {wanted}"
-        return ""
-
     def _wrong_output(self, batch: ForwardBatch, result: "Result") -> str:
-        expected, control = zip(*self._truths(batch, result.query), strict=True)
         if not bool(result.out.isfinite().all()):
             return f"{int((~result.out.isfinite()).any(-1).sum())} output vectors of real rows are not finite"
-        comparison = compare(result.out, torch.cat(expected), torch.cat(control))
+        comparison = self._truth(batch, result.query).compare(result.out)
         if comparison.passed:
             return ""
         return (
@@ -250,30 +227,24 @@ class Scene:
             "allowed"
         )
 
-    def _truths(self, batch: ForwardBatch, query: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Each request's rows in float64, and as bf16 arithmetic has them, from its history alone."""
-        truths, first_row = [], 0
+    def _truth(self, batch: ForwardBatch, query: Tensor) -> Truth:
+        """Each request's rows from its history alone."""
         uncounted = 0 if self.case.mode.extends else self._uncounted()
         totals = [length + uncounted for length in batch.seq_lens.tolist()]
         requests = [self.rows.index(row) for row in batch.req_pool_indices.tolist()]
-        for request, total, width in zip(requests, totals, self.widths(batch.batch_size), strict=True):
-            rows = query[first_row : first_row + width].unsqueeze(0)
-            keys, values = (side[:total].float().unsqueeze(0) for side in self.histories[request])
-            visible = visible_keys(
-                torch.arange(total - width, total, device=self.device).unsqueeze(0),
-                torch.arange(total, device=self.device).unsqueeze(0),
-                torch.tensor([total], device=self.device),
-                causal=True,
-                window_left=self.layer.window_left,
-            )
-            given: dict[str, Any] = {"bmm1_scale": self.layer.softmax_scale, "sinks": self.layer.sinks}
-            exact, _ = attention(rows, keys, values, visible, **given)
-            rounded = eager_attention(
-                rows, keys, values, visible, arithmetic=torch.bfloat16, out_dtype=torch.bfloat16, **given
-            )
-            truths.append((exact[0], rounded[0]))
-            first_row += width
-        return truths
+        histories = [
+            (self.histories[request][0][:total], self.histories[request][1][:total])
+            for request, total in zip(requests, totals, strict=True)
+        ]
+        rules = Rules(
+            bmm1_scale=self.layer.softmax_scale,
+            bmm2_scale=1.0,
+            arithmetic=torch.bfloat16,
+            out_dtype=torch.bfloat16,
+            window_left=self.layer.window_left,
+            sinks=self.layer.sinks,
+        )
+        return truth_of_requests(query, histories, self.widths(batch.batch_size), rules)
 
 
 @dataclass(frozen=True, eq=False)

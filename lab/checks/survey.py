@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from lab.checks.forward import Outcome, Verdict, judge_forward
+from lab.checks.forward import Verdict, judge_forward
+from lab.checks.verdicts import Outcome
 from lab.kernels import default_implementation
 from lab.metadata.dispatch import AttentionCall
 from lab.metadata.forward_mode import ForwardMode

@@ -3,7 +3,11 @@
 from lab.references.draft_decode_kv_indices import generate_draft_decode_kv_indices
 from lab.references.errors import Comparison, compare, eager_attention, relative_l2
 from lab.references.paged_attention import attention, visible_keys
-from lab.references.trtllm import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
+from lab.references.trtllm import (
+    trtllm_batch_context_with_kv_cache,
+    trtllm_batch_decode_with_kv_cache,
+    trtllm_batch_decode_with_kv_cache_mla,
+)
 
 __all__ = [
     "Comparison",
@@ -14,5 +18,6 @@ __all__ = [
     "relative_l2",
     "trtllm_batch_context_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache_mla",
     "visible_keys",
 ]

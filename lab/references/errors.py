@@ -58,7 +58,7 @@ def eager_attention(
     The query and the softmax's weights are rounded to `arithmetic` before each product (for e4m3, scaled to its range
     per row, as a kernel of that dtype does); scores, softmax and sums are float32; the output is in `out_dtype`.
 
-    Args: as `lab.references.paged_attention.attention`; returns [batch, q_len, num_qo_heads, head_dim] in `out_dtype`.
+    Args: as `lab.references.paged_attention.attention`; returns [batch, q_len, num_qo_heads, v_head_dim] in `out_dtype`.
     """
     group = query.shape[2] // keys.shape[2]
     keys, values = (side.to(torch.float32).repeat_interleave(group, dim=2).transpose(1, 2) for side in (keys, values))
@@ -69,7 +69,7 @@ def eager_attention(
         logits = sinks.to(torch.float32).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, logits), dim=-1)
     if scores.shape[-1] == 0:  # no key at all
-        return torch.zeros(query.shape, dtype=out_dtype, device=query.device)
+        return torch.zeros(*query.shape[:3], values.shape[-1], dtype=out_dtype, device=query.device)
     largest = scores.amax(dim=-1, keepdim=True)
     weights = torch.exp(scores - torch.where(largest.isfinite(), largest, torch.zeros_like(largest)))
     denominator = weights.sum(dim=-1, keepdim=True)

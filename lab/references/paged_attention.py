@@ -36,13 +36,14 @@ def attention(
 
     Args:
         query: [batch, q_len, num_qo_heads, head_dim], any float dtype.
-        keys, values: [batch, kv_len, num_kv_heads, head_dim], dequantised; finite, even where not visible.
+        keys: [batch, kv_len, num_kv_heads, head_dim], dequantised; finite, even where not visible.
+        values: [batch, kv_len, num_kv_heads, v_head_dim], likewise.
         visible: bool [batch, q_len, kv_len].
         bmm1_scale, bmm2_scale: factor of Q·K^T and of P·V.
         sinks: [num_qo_heads] or None.
 
     Returns:
-        out, float64 [batch, q_len, num_qo_heads, head_dim]; lse_log2, float64 [batch, q_len, num_qo_heads], log2 of the
+        out, float64 [batch, q_len, num_qo_heads, v_head_dim]; lse_log2, float64 [batch, q_len, num_qo_heads], log2 of the
         denominator (sink included), -inf where it is empty.
     """
     key_block, value_block = (side.transpose(1, 2).unsqueeze(1) for side in (keys, values))
@@ -64,10 +65,11 @@ def _attention_over_blocks(
     """`attention` over keys that lie in blocks, so that a paged cache need not be rearranged.
 
     Args:
-        keys, values: [batch, num_blocks, num_kv_heads, block, head_dim]. Keys may hold anything where they are not visible.
+        keys: [batch, num_blocks, num_kv_heads, block, head_dim]; anything where they are not visible.
+        values: [batch, num_blocks, num_kv_heads, block, v_head_dim].
         visible: bool [batch, q_len, num_blocks, block].
     """
-    batch, q_len, num_qo_heads, head_dim = query.shape
+    batch, q_len, num_qo_heads, _ = query.shape
     num_kv_heads = keys.shape[2]
     group = num_qo_heads // num_kv_heads
 
@@ -94,10 +96,10 @@ def _attention_over_blocks(
         denominator = denominator + torch.exp(sink_logits - origin)
     lse_log2 = (origin + torch.log(denominator)) / math.log(2.0)
 
-    # [batch, num_kv_heads, q_len, group, head_dim]
+    # [batch, num_kv_heads, q_len, group, v_head_dim]
     sums = (weights.flatten(3, 4) @ values.to(torch.float64)).sum(dim=1).unflatten(2, (q_len, group))
     out = sums / torch.where(denominator == 0, 1.0, denominator).squeeze(1) * _as_float64(bmm2_scale, query.device)
-    out = out.permute(0, 2, 1, 3, 4).reshape(batch, q_len, num_qo_heads, head_dim)
+    out = out.permute(0, 2, 1, 3, 4).reshape(batch, q_len, num_qo_heads, values.shape[-1])
     return out, lse_log2[:, 0, :, :, :, 0].permute(0, 2, 1, 3).reshape(batch, q_len, num_qo_heads)
 
 
@@ -133,7 +135,7 @@ def paged_attention(problem: PagedAttention) -> tuple[torch.Tensor, torch.Tensor
     Rows behind the last request's are padding: zero, with an LSE of -inf, as a row that sees no key.
 
     Returns:
-        out [num_rows, num_qo_heads, head_dim] and lse_log2 float32 [num_rows, num_qo_heads], or None.
+        out [num_rows, num_qo_heads, v_head_dim] and lse_log2 float32 [num_rows, num_qo_heads], or None.
 
     Raises:
         ValueError: a length, offset or page id that `lab.problem.check_values` refuses.
@@ -231,7 +233,7 @@ def piece_elements(device: torch.device) -> int:
 
 def _elements(problem: PagedAttention, rows: int, keys: int) -> int:
     """Elements of the larger of one block's K and V and its scores."""
-    return keys * max(2 * problem.num_kv_heads * problem.head_dim, rows * problem.num_qo_heads)
+    return keys * max(problem.num_kv_heads * (problem.head_dim + problem.v_head_dim), rows * problem.num_qo_heads)
 
 
 def _blocks(problem: PagedAttention) -> Iterator[_Block]:

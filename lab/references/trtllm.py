@@ -1,8 +1,10 @@
-"""FlashInfer's two TRT-LLM attention functions in float64: same names, same parameters, on a CPU or a GPU."""
+"""FlashInfer's three TRT-LLM attention functions in float64: same names, same parameters, on a CPU or a GPU."""
 
+import math
 from typing import Any
 
 from lab.calls import ContextCall, DecodeCall, takes
+from lab.mla_call import MLADecodeCall
 from lab.references.paged_attention import paged_attention
 
 
@@ -32,3 +34,24 @@ def trtllm_batch_context_with_kv_cache(call: ContextCall) -> Any:
     """
     problem = call.problem()
     return problem.returned(*paged_attention(problem))
+
+
+@takes(MLADecodeCall)
+def trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Any:
+    """Latent attention (MLA) of the last query tokens of each request over its paged cache, after absorption.
+
+    Parameters, shapes and dtypes are `lab.mla_call.MLADecodeCall`'s, which are FlashInfer 0.7.2's; an `out` of float64 makes
+    an oracle that is not rounded. Any sizes of latent vector, rotary part and page are taken. Reads lengths and tables on
+    the host.
+
+    Returns:
+        out, the query's shape with a last dimension of `kv_lora_rank`, bfloat16 unless `out` is given; with `return_lse`
+        (out, lse), lse in base 2 unless `return_lse_base` is "basee".
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: before any arithmetic; see `MLADecodeCall.problem` and `check_values`.
+    """
+    out, lse = paged_attention(call.problem())
+    if lse is not None and call.return_lse_base == "basee":
+        lse *= math.log(2.0)
+    return call.returned(out, lse)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lab import references
-from lab.checks.forward import Outcome
 from lab.checks.graphs import CHECKS, GraphCase, GraphVerdict, judge_graphs, right_runner
+from lab.checks.verdicts import Outcome
 from lab.kernels import portable
 from lab.metadata import ForwardBatch, KVPool, SpecInfo, TRTLLMMHAMetadata
 from lab.metadata.cuda_graph import GraphMode, GraphRunner, MetadataPlace

@@ -14,10 +14,10 @@ from torch import Tensor
 
 import lab.kernels
 from lab import references
+from lab.checks.draft_lists import DTYPES, DraftLists, DraftListsCase, Writer, assert_lists_right
 from lab.kernels import draft_decode_kv_indices as module
 from lab.kernels.draft_decode_kv_indices import Schedule, generate_draft_decode_kv_indices
 from tests.devices import IN_INTERPRETER
-from tests.kernels.draft_lists import DTYPES, DraftCase, DraftLists, Writer, assert_lists_right
 
 NARROW = dict.fromkeys(DTYPES, torch.int32)
 
@@ -25,18 +25,18 @@ NARROW = dict.fromkeys(DTYPES, torch.int32)
 EDGES = [0, 1, 2, 7, 8, 9, 15, 16, 17, 127, 128, 129, 504, 511, 512, 513, 520, 1023, 1024, 1025, 1032]
 # One case per way to be wrong, at least.
 CASES = {
-    "chain": DraftCase((5, 0, 1, 9), page_size=4),
-    "lengths around blocks": DraftCase((511, 1024, 129, 8), num_steps=2),
-    "branches": DraftCase((6, 0, 3), topk=3),
-    "branches in pages": DraftCase((6, 4, 0, 9), topk=2, page_size=4),
-    "branches in large pages": DraftCase((70, 64), num_steps=5, topk=2, page_size=16, row_gap=3),
-    "positions of their own": DraftCase((5, 2, 7), num_steps=2, positions_differ=True),
-    "one row for all": DraftCase((5, 2, 7), repeated=True, dtypes=NARROW),
-    "lists beyond the row's end": DraftCase((20, 600), spare_capacity=-570, spare_boundaries=0),
-    "a list cut in its draft": DraftCase((3, 4), num_steps=4, spare_capacity=-2),
-    "drafts beyond the columns": DraftCase((9, 3), spare_columns=-2, row_gap=1),
-    "prefixes beyond the columns": DraftCase((520, 3), spare_columns=-20),
-    "eight steps": DraftCase((8,), num_steps=8, topk=3, page_size=64, first_cell=5),
+    "chain": DraftListsCase((5, 0, 1, 9), page_size=4),
+    "lengths around blocks": DraftListsCase((511, 1024, 129, 8), num_steps=2),
+    "branches": DraftListsCase((6, 0, 3), topk=3),
+    "branches in pages": DraftListsCase((6, 4, 0, 9), topk=2, page_size=4),
+    "branches in large pages": DraftListsCase((70, 64), num_steps=5, topk=2, page_size=16, row_gap=3),
+    "positions of their own": DraftListsCase((5, 2, 7), num_steps=2, positions_differ=True),
+    "one row for all": DraftListsCase((5, 2, 7), repeated=True, dtypes=NARROW),
+    "lists beyond the row's end": DraftListsCase((20, 600), spare_capacity=-570, spare_boundaries=0),
+    "a list cut in its draft": DraftListsCase((3, 4), num_steps=4, spare_capacity=-2),
+    "drafts beyond the columns": DraftListsCase((9, 3), spare_columns=-2, row_gap=1),
+    "prefixes beyond the columns": DraftListsCase((520, 3), spare_columns=-20),
+    "eight steps": DraftListsCase((8,), num_steps=8, topk=3, page_size=64, first_cell=5),
 }
 
 
@@ -45,9 +45,9 @@ def scheduled(schedule: Schedule) -> Writer:
 
 
 @st.composite
-def drawn_cases(draw: st.DrawFn) -> DraftCase:
+def drawn_cases(draw: st.DrawFn) -> DraftListsCase:
     length = st.one_of(st.sampled_from(EDGES), st.integers(0, 40))
-    return DraftCase(
+    return DraftListsCase(
         lens=tuple(draw(st.lists(length, min_size=1, max_size=3))),
         num_steps=draw(st.integers(2, 8)),
         topk=draw(st.integers(1, 3)),
@@ -68,7 +68,7 @@ def drawn_cases(draw: st.DrawFn) -> DraftCase:
 @pytest.mark.parametrize("schedule", Schedule, ids=repr)
 @settings(deadline=None, derandomize=True, max_examples=25)
 @given(case=drawn_cases(), block_requests=st.sampled_from([1, 2, 256]))
-def test_drawn_cases(schedule: Schedule, case: DraftCase, block_requests: int) -> None:
+def test_drawn_cases(schedule: Schedule, case: DraftListsCase, block_requests: int) -> None:
     """Requests whose lengths are summed one or two at a time stand for hundreds of them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "BLOCK_REQUESTS", block_requests)
@@ -86,13 +86,15 @@ def test_named_cases(name: str, schedule: Schedule) -> None:
 @pytest.mark.parametrize("schedule", Schedule, ids=repr)
 def test_more_than_512_requests(schedule: Schedule) -> None:
     lens = tuple(n % 3 for n in range(513))
-    assert_lists_right(scheduled(schedule), DraftCase(lens, num_steps=1))
+    assert_lists_right(scheduled(schedule), DraftListsCase(lens, num_steps=1))
 
 
 @IN_INTERPRETER
-@pytest.mark.parametrize("case", [DraftCase(()), DraftCase((3, 4), num_steps=0)], ids=["no request", "no step"])
+@pytest.mark.parametrize(
+    "case", [DraftListsCase(()), DraftListsCase((3, 4), num_steps=0)], ids=["no request", "no step"]
+)
 @pytest.mark.parametrize("schedule", Schedule, ids=repr)
-def test_nothing_to_write_writes_nothing(schedule: Schedule, case: DraftCase) -> None:
+def test_nothing_to_write_writes_nothing(schedule: Schedule, case: DraftListsCase) -> None:
     assert_lists_right(scheduled(schedule), case)
 
 
@@ -261,7 +263,7 @@ def test_the_check_names_the_first_wrong_cell() -> None:
     with pytest.raises(
         AssertionError, match=r"cells around kv_indptr are wrong.*\[1, 9\], holds 0 and should hold 4.*lens"
     ):
-        assert_lists_right(afterwards(lambda given: given["kv_indptr"][0, 1].zero_()), DraftCase((3,)))
+        assert_lists_right(afterwards(lambda given: given["kv_indptr"][0, 1].zero_()), DraftListsCase((3,)))
 
 
 # --- refusals and imports -----------------------------------------------------------------------------------------
@@ -308,13 +310,13 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 def test_bad_arguments_are_refused_with_the_value(name: str) -> None:
     changes, error, message = BAD_ARGUMENTS[name]
     with pytest.raises(error, match=message):
-        generate_draft_decode_kv_indices(**DraftLists(DraftCase((3, 4))).arguments | changes)
+        generate_draft_decode_kv_indices(**DraftLists(DraftListsCase((3, 4))).arguments | changes)
 
 
 def test_without_triton_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(NotImplementedError, match="TRITON_INTERPRET=1"):
-        generate_draft_decode_kv_indices(**DraftLists(DraftCase((3, 4))).arguments)
+        generate_draft_decode_kv_indices(**DraftLists(DraftListsCase((3, 4))).arguments)
 
 
 def test_the_package_offers_the_function_and_imports_no_triton() -> None:

@@ -6,10 +6,10 @@ import random
 import pytest
 import torch
 
+from lab.checks.draft_lists import DTYPES, DraftLists, DraftListsCase, assert_lists_right
 from lab.kernels import draft_decode_kv_indices as module
 from lab.kernels.draft_decode_kv_indices import Schedule, generate_draft_decode_kv_indices
 from tests.devices import ON_GPU, graph_of, synchronisation_is_an_error
-from tests.kernels.draft_lists import DTYPES, DraftCase, DraftLists, assert_lists_right
 from tests.kernels.test_draft_decode_kv_indices import CASES, EDGES, NARROW, scheduled
 
 pytestmark = [*ON_GPU]
@@ -25,7 +25,7 @@ BATCHES = 50  # shards of the random cases: one test each, so that a failure is 
 CASES_PER_BATCH = 24
 
 
-def random_case(draw: random.Random) -> DraftCase:
+def random_case(draw: random.Random) -> DraftListsCase:
     steps, topk, page_size, dtypes = draw.choice(COMPILED)
     kind = draw.random()
     if kind < 0.05:  # more requests than are summed at a time
@@ -34,7 +34,7 @@ def random_case(draw: random.Random) -> DraftCase:
         lens = [draw.choice([*EDGES, draw.randrange(3000)]) for _ in range(draw.randrange(1, 5))]
     else:
         lens = [draw.randrange(70) for _ in range(draw.randrange(1, 12))]
-    return DraftCase(
+    return DraftListsCase(
         tuple(lens),
         num_steps=steps,
         topk=topk,
@@ -73,20 +73,20 @@ def test_no_batch_compiles_again(schedule: Schedule) -> None:
     cache = kernel.device_caches[torch.cuda.current_device()][0]
     before = len(cache)
     for length in (100, 101):  # kv_indices alone is compiled for where it starts: at a multiple of 16 bytes or not
-        assert_lists_right(scheduled(schedule), DraftCase((length,), 7, 1, 32, first_cell=16), "cuda")
+        assert_lists_right(scheduled(schedule), DraftListsCase((length,), 7, 1, 32, first_cell=16), "cuda")
     compiled = len(cache)
     assert before < compiled <= before + 2
     for lens, columns, gap, start in itertools.product([(1,), (16,) * 16, (3,) * 600], [0, 1, 16], [0, 5], [1, 2]):
-        case = DraftCase(lens, 7, 1, 32, spare_columns=columns, row_gap=gap, first_cell=16 * start)
+        case = DraftListsCase(lens, 7, 1, 32, spare_columns=columns, row_gap=gap, first_cell=16 * start)
         assert_lists_right(scheduled(schedule), case, "cuda")
     assert len(cache) == compiled
-    assert_lists_right(scheduled(schedule), DraftCase((100,), 6, 1, 32, first_cell=16), "cuda")
+    assert_lists_right(scheduled(schedule), DraftListsCase((100,), 6, 1, 32, first_cell=16), "cuda")
     assert len(cache) > compiled
 
 
 @pytest.mark.parametrize("schedule", Schedule, ids=repr)
 def test_a_graph_writes_what_the_lengths_then_are(schedule: Schedule) -> None:
-    longest = DraftLists(DraftCase((900, 40, 513)), "cuda")
+    longest = DraftLists(DraftListsCase((900, 40, 513)), "cuda")
     tensors = longest.arguments
     with synchronisation_is_an_error():
         generate_draft_decode_kv_indices(**tensors, schedule=schedule)

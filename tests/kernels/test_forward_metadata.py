@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from lab.checks.draft_lists import guarded
 from lab.kernels import forward_metadata as module
 from lab.kernels.forward_metadata import PassBuffers, prepare_write_forward_metadata, write_forward_metadata
-from tests.devices import DEVICES, ON_GPU, graph_of, guarded, synchronisation_is_an_error
+from tests.devices import DEVICES, ON_GPU, graph_of, synchronisation_is_an_error
 
 POISON = -77
 PAGE_SIZE = 4

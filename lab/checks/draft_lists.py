@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab import references
-from lab.references.draft_decode_kv_indices import draft_start
-from tests.devices import guarded
+from lab.references.draft_decode_kv_indices import draft_start, generate_draft_decode_kv_indices
 
 # What a cell holds that is not to be written, and what lies where nobody may read.
 POISON, FOREIGN = -77, 2**30
@@ -22,7 +20,7 @@ Writer = Callable[..., None]  # with the keyword arguments of `lab.kernels.gener
 
 
 @dataclass(frozen=True)
-class DraftCase:
+class DraftListsCase:
     """A draft of some requests: every number is on the host.
 
     Attributes:
@@ -71,7 +69,7 @@ class DraftLists:
         arguments: of the function, by name.
     """
 
-    def __init__(self, case: DraftCase, device: str = "cpu") -> None:
+    def __init__(self, case: DraftListsCase, device: str = "cpu") -> None:
         self.case, self.device = case, device
         generator = torch.Generator().manual_seed(case.seed)
         num_requests = len(case.lens)
@@ -96,23 +94,25 @@ class DraftLists:
             "page_size": case.page_size,
         }
 
-    def assert_right(self, write: Writer) -> None:
+    def wrongs(self, write: Writer) -> list[str]:
         """Poison what is to be written, have it written, and hold all memory to what the reference makes of it."""
         outputs = {"kv_indices": self._whole_indices, "kv_indptr": self._whole_indptr}
         for whole in outputs.values():
             whole.fill_(POISON)
         inputs = {name: value.clone() for name, value in self._inputs().items()}
         write(**self.arguments)
-        for name, value in self._inputs().items():
-            assert torch.equal(value, inputs[name]), f"{name} was changed: {self.case}"
+        found = [f"it changed {name}" for name, value in self._inputs().items() if not torch.equal(value, inputs[name])]
+        if found:  # the reference reads the same inputs
+            return found
         for (name, whole), expected in zip(outputs.items(), self._expected(), strict=True):
             wrong = (whole.cpu() != expected).nonzero()
             if len(wrong):
                 first = tuple(wrong[0].tolist())
-                raise AssertionError(
+                found.append(
                     f"{len(wrong)} cells around {name} are wrong, of {expected.numel()}; the first one, {list(first)}, holds "
-                    f"{int(whole[first])} and should hold {int(expected[first])}: {self.case}"
+                    f"{int(whole[first])} and should hold {int(expected[first])}"
                 )
+        return found
 
     def _inputs(self) -> dict[str, Tensor]:
         names = ("req_pool_indices", "req_to_token", "paged_kernel_lens", "positions")
@@ -124,7 +124,7 @@ class DraftLists:
         # A position beyond the columns reads slot 0.
         columns_beyond = max(0, case.longest_row - inputs["req_to_token"].shape[1])
         inputs["req_to_token"] = torch.nn.functional.pad(inputs["req_to_token"], (0, columns_beyond))
-        lists, boundaries = references.generate_draft_decode_kv_indices(
+        lists, boundaries = generate_draft_decode_kv_indices(
             **inputs, num_steps=case.num_steps, topk=case.topk, page_size=case.page_size
         )
         expected = []
@@ -145,7 +145,7 @@ class DraftLists:
         return guarded(*shape, dtype=dtype, device=self.device, poison=POISON, before=self.case.first_cell)
 
     def _vector(self, name: str, values: Tensor) -> Tensor:
-        shape = {"dtype": self.case.dtypes[name], "device": self.device, "poison": POISON}
+        shape: dict[str, Any] = {"dtype": self.case.dtypes[name], "device": self.device, "poison": POISON}
         _, part = guarded(len(values), before=self.case.first_cell, **shape)
         return part.copy_(values)
 
@@ -153,13 +153,28 @@ class DraftLists:
         """Slots that differ, in rows with something foreign between them and around."""
         case, dtype = self.case, self.case.dtypes["req_to_token"]
         num_rows, num_columns = len(case.lens) + SPARE_ROWS, max(1, case.longest_row + case.spare_columns)
-        shape = {"dtype": dtype, "device": self.device, "poison": FOREIGN}
+        shape: dict[str, Any] = {"dtype": dtype, "device": self.device, "poison": FOREIGN}
         _, part = guarded(num_rows, num_columns, before=case.first_cell, after=case.row_gap, **shape)
         slots = torch.randperm(part.numel(), generator=generator).view(part.shape)
         is_wide = dtype == case.dtypes["kv_indices"] == torch.int64
         return part.copy_(slots + 1 + is_wide * WIDE_SLOT)
 
 
-def assert_lists_right(write: Writer, case: DraftCase, device: str = "cpu") -> None:
+def assert_lists_right(write: Writer, case: DraftListsCase, device: str = "cpu") -> None:
     """Raise AssertionError, with the case, unless the function writes what the reference says and nothing else."""
-    DraftLists(case, device).assert_right(write)
+    wrongs = DraftLists(case, device).wrongs(write)
+    assert not wrongs, f"{'; '.join(wrongs)}: {case}"
+
+
+def guarded(
+    *shape: int, dtype: torch.dtype, device: str, poison: int, before: int = 8, after: int = 8
+) -> tuple[Tensor, Tensor]:
+    """A poisoned tensor inside a larger one: in `before` cells and `after` more, per row if it has two dimensions.
+
+    Returns:
+        (all of it, the part that is handed out).
+    """
+    rows = (shape[0] + 2,) if len(shape) == 2 else ()
+    whole = torch.full((*rows, before + shape[-1] + after), poison, dtype=dtype, device=device)
+    part = whole[..., before : before + shape[-1]]
+    return whole, part[1:-1] if rows else part

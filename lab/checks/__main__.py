@@ -1,0 +1,109 @@
+"""Judge an implementation: `python -m lab.checks package.module`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from lab.checks.catalogue import checks
+from lab.checks.check import Level
+from lab.checks.judge import TIME_LIMIT_S, judge
+from lab.checks.report import CaseVerdict, Report
+from lab.checks.space import Space
+from lab.checks.verdicts import Outcome
+from lab.kernels import default_implementation
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
+NUMBERS = ("groups", "num_kv_heads", "head_dims", "page_sizes", "q_lens", "mla_heads", "mla_page_sizes")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Judge, print, record. The exit status is 1 if anything is wrong, or nothing could be judged, of a function it has."""
+    given = _parser().parse_args(argv)
+    console = Console()
+    implementation = given.implementation or default_implementation().__name__
+    report = _judge(given, implementation, console)
+    console.print(report.table())
+    for detail in report.details():
+        console.print(detail, markup=False, highlight=False, soft_wrap=True)
+    if given.out is not None:
+        report.write(given.out)
+    console.print("right" if report.is_right else "not right")
+    return 0 if report.is_right else 1
+
+
+def _judge(given: argparse.Namespace, implementation: str, console: Console) -> Report:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("starting")
+
+        def tell(verdict: CaseVerdict) -> None:
+            progress.update(task, advance=1, description=f"{verdict.check} of {verdict.interface.value}")
+            if verdict.outcome in (Outcome.WRONG, Outcome.FAILED) and not verdict.drawn:
+                progress.console.print(f"{verdict.check} of {verdict.interface.value} is {verdict.outcome.value}")
+
+        return judge(
+            implementation,
+            level=Level(given.level),
+            space=_space(given),
+            only=given.only,
+            device=given.device,
+            isolated=not given.in_process,
+            time_limit_s=given.time_limit_s,
+            progress=tell,
+        )
+
+
+def _space(given: argparse.Namespace) -> Space:
+    """The default axes, narrowed by what was given."""
+    chosen: dict[str, Any] = {name: tuple(getattr(given, name)) for name in NUMBERS if getattr(given, name)}
+    if given.dtypes:
+        chosen["dtypes"] = tuple((DTYPES[q], DTYPES[kv]) for q, kv in (pair.split("/") for pair in given.dtypes))
+    if given.kv_layouts:
+        chosen["kv_layouts"] = tuple(given.kv_layouts)
+    for name in ("windows", "sinks"):
+        if getattr(given, f"no_{name}"):
+            chosen[name] = (False,)
+    if given.longest:
+        chosen["longest"] = given.longest
+    return Space(**chosen)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m lab.checks",
+        description=__doc__.split("\n", 1)[0],
+        epilog="checks: " + "; ".join(f"{check.key} {check.name}: {check.catches}" for check in checks()),
+    )
+    parser.add_argument(
+        "implementation",
+        nargs="?",
+        help="package.module, or package.module:attribute; what fits the machine if left out",
+    )
+    parser.add_argument("--level", choices=[level.value for level in Level], default=Level.SMOKE.value)
+    parser.add_argument("--only", nargs="+", default=[], metavar="CHECK", help="keys or names of checks")
+    parser.add_argument("--device", help="cpu or cuda; a GPU if there is one")
+    parser.add_argument("--in-process", action="store_true", help="no worker: a crash or a hang ends the judge")
+    parser.add_argument("--time-limit-s", type=float, default=TIME_LIMIT_S, help="of one case, %(default)s")
+    parser.add_argument("--out", type=Path, help="where to write the report, JSON")
+    axes = parser.add_argument_group("axes", "narrow the cases to what the kernel was built for")
+    names = {each.name for each in fields(Space)}
+    for name in NUMBERS:
+        assert name in names
+        axes.add_argument(f"--{name.replace('_', '-')}", nargs="+", type=int)
+    axes.add_argument("--dtypes", nargs="+", metavar="Q/KV", help="pairs such as bf16/bf16 and bf16/e4m3")
+    axes.add_argument("--kv-layouts", nargs="+", choices=("HND", "NHD"))
+    axes.add_argument("--longest", type=int, help="keys of the longest request, about")
+    axes.add_argument("--no-windows", action="store_true")
+    axes.add_argument("--no-sinks", action="store_true")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

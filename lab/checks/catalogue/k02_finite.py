@@ -1,0 +1,61 @@
+"""NaN or infinity, from logits below a finite sentinel, far-apart partial maxima, large sinks, and rows that see no key.
+
+Normal random logits lie within ±10 and every row sees a key, so the initial maximum of -1e5, exp(-inf + inf) and 0/0 never
+come up. A row that sees nothing is zero, with an LSE of minus infinity.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from lab.checks.check import Check, Level, counted, first_line
+from lab.checks.space import Space
+from lab.checks.trial import Result, Trial, truth_of_call
+from lab.workloads.attention_case import AttentionCase, Contents
+from lab.workloads.interfaces import Interface
+
+# Far above every random logit; an fp16 output underflows beyond.
+LARGE_SINK = {torch.bfloat16: 30.0, torch.float16: 6.0}
+
+
+def _cases(interface: Interface, space: Space, level: Level) -> Iterator[AttentionCase]:
+    for case in space.covering(interface, counted(level, 4, 16), seed=2):
+        yield replace(case, contents=Contents.TALL)
+        yield replace(case, contents=Contents.LOW)
+        if not case.is_mla:
+            yield replace(case, window_left=case.page_size - 1, sinks=True, contents=Contents.TALL)
+    for case in space.covering(interface, counted(level, 2, 8), seed=3):
+        # Fewer keys than rows, and none: the leading rows see nothing.
+        short = tuple(max(kv_len, q_len) for kv_len, q_len in zip(case.kv_lens, case.q_lens, strict=True))
+        yield replace(case, kv_lens=(max(case.q_lens[0] - 1, 0), *short[1:-1], 0))
+
+
+def _judge(trial: Trial) -> None:
+    inputs = trial.build()
+    truth = truth_of_call(inputs)
+    for what, result in (
+        ("the call", trial.call(inputs)),
+        ("with the LSE", trial.attempt("return_lse", inputs, return_lse=True)),
+    ):
+        _must_be_finite(trial, what, result)
+        trial.hold(what, result, truth)
+    if inputs.sinks is not None:
+        sinks = inputs.sinks + LARGE_SINK[trial.case.dtype]
+        result = trial.attempt("large sinks", inputs, sinks=sinks)
+        _must_be_finite(trial, "large sinks", result)
+        trial.hold("large sinks", result, truth_of_call(inputs, sinks=sinks))
+
+
+def _must_be_finite(trial: Trial, what: str, result: Result | None) -> None:
+    if result is None:
+        return
+    bad = ~result.out.to(torch.float32).isfinite()
+    if bool(bad.any()):
+        rows = bad.flatten(1).any(dim=1).nonzero().flatten().tolist()
+        trial.wrong(f"{what}: {int(bad.sum())} elements are not finite, in rows {rows[:8]}")
+    if result.lse is not None and bool(result.lse.isnan().any()):
+        trial.wrong(f"{what}: the LSE holds NaN")
+
+
+CHECK = Check("K2", "finite", first_line(__doc__), _cases, _judge)

@@ -1,0 +1,46 @@
+"""A key that should not have been seen, or was not, and a page, head or position taken for another.
+
+With random data each key weighs 1/length, and one more or less drowns in rounding. Zero queries over values that name their
+position make the output a count of the keys that were seen; needles, a few keys that outweigh all others, stand at the limits
+of what each row sees, and just beyond them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from lab.checks.check import Check, Level, counted, first_line
+from lab.checks.space import Space, edge_lengths
+from lab.checks.trial import Trial, truth_of_call
+from lab.workloads.attention_case import AttentionCase, Contents
+from lab.workloads.interfaces import Interface
+
+MOST_COUNTED = 200  # one key more changes the output by a hundredth, above the bound of bf16
+
+
+def _cases(interface: Interface, space: Space, level: Level) -> Iterator[AttentionCase]:
+    for case in space.covering(interface, counted(level, 8, 48), seed=4):
+        yield replace(case, contents=Contents.NEEDLES)
+        yield _few_keys(case)
+    if interface is not Interface.MLA_DECODE:
+        for case in space.covering(interface, counted(level, 4, 24), seed=5):
+            edges = (0, 1, case.page_size - 1, case.page_size)
+            window_left = edges[case.seed % len(edges)]
+            yield replace(case, window_left=window_left, contents=Contents.NEEDLES)
+
+
+def _few_keys(case: AttentionCase) -> AttentionCase:
+    lengths = [length for length in edge_lengths(case.page_size, MOST_COUNTED) if length >= max(case.q_lens)]
+    kv_lens = tuple(lengths[(case.seed + 3 * request) % len(lengths)] for request in range(len(case.q_lens)))
+    return replace(case, kv_lens=kv_lens, contents=Contents.COUNTED)
+
+
+def _drawn(case: AttentionCase) -> AttentionCase:
+    return replace(case, contents=Contents.NEEDLES)
+
+
+def _judge(trial: Trial) -> None:
+    inputs = trial.build()
+    trial.hold(trial.case.contents.name.lower(), trial.call(inputs), truth_of_call(inputs))
+
+
+CHECK = Check("K3", "coded", first_line(__doc__), _cases, _judge, adapt=_drawn)

@@ -1,0 +1,35 @@
+"""What must not matter and does: page tails, unread pages, dead columns of a page table.
+
+Tests zero these, or leave them random, so that a zero weight hides a read of them. Here they hold zeros, then the largest
+finite values, then NaN, and the table's tail names foreign pages, page -1 and pages far outside: no bit may change.
+"""
+
+from collections.abc import Iterator
+
+from lab.checks.check import Check, Level, counted, first_line, same
+from lab.checks.space import Space
+from lab.checks.trial import Trial, truth_of_call
+from lab.workloads.attention_case import AttentionCase, Dead, TableTail
+from lab.workloads.interfaces import Interface
+
+
+def _cases(interface: Interface, space: Space, level: Level) -> Iterator[AttentionCase]:
+    yield from space.covering(interface, counted(level, 6, 32), seed=6)
+
+
+def _judge(trial: Trial) -> None:
+    clean = trial.build(dead=Dead.ZERO)
+    truth = truth_of_call(clean)
+    expected = trial.call(clean)
+    trial.hold("over zeros", expected, truth)
+    for dead in (Dead.HUGE, Dead.NAN):
+        what = f"dead cells of {dead.name}"
+        result = trial.attempt(what, trial.build(dead=dead))
+        trial.hold(what, result, truth)
+        trial.same_bits(f"{what} instead of zeros", result, expected)
+    for tail in (TableTail.NEGATIVE, TableTail.FAR):
+        what = f"a page table whose tail is {tail.name}"
+        trial.same_bits(what, trial.attempt(what, trial.build(dead=Dead.ZERO, table_tail=tail)), expected)
+
+
+CHECK = Check("K4", "poison", first_line(__doc__), _cases, _judge, adapt=same)

@@ -1,0 +1,76 @@
+"""A verify of n tokens that is not n decodes: a mask taken for another, rows that see the draft's later tokens, or too few.
+
+Among thousands of random keys the few draft tokens weigh next to nothing, so a causal mask and a full one agree within fp8
+tolerance. Here each row is computed again by itself, on the shorter length it stands for, over needles at its limits.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from lab.checks.check import Check, Level, counted, first_line
+from lab.checks.space import Space
+from lab.checks.trial import Result, Trial, truth_of_call
+from lab.references.errors import relative_l2
+from lab.workloads.attention_case import AttentionCase, Contents
+from lab.workloads.attention_inputs import AttentionInputs
+from lab.workloads.interfaces import Interface
+
+
+def _cases(interface: Interface, space: Space, level: Level) -> Iterator[AttentionCase]:
+    for case in space.covering(interface, counted(level, 4, 24), seed=10):
+        yield _several_rows(replace(case, contents=Contents.NEEDLES))
+        yield _several_rows(case)
+
+
+def _several_rows(case: AttentionCase) -> AttentionCase:
+    """At least two rows each, at most eight, and as many keys."""
+    if case.interface is Interface.CONTEXT:
+        q_lens = tuple(min(max(q_len, 2), 8) for q_len in case.q_lens)
+    else:
+        q_lens = tuple(max(q_len, 2) for q_len in case.q_lens)
+    kv_lens = tuple(max(kv_len, q_len) for kv_len, q_len in zip(case.kv_lens, q_lens, strict=True))
+    return replace(case, kv_lens=kv_lens, q_lens=q_lens)
+
+
+def _judge(trial: Trial) -> None:
+    inputs = trial.build()
+    truth = truth_of_call(inputs)
+    together = trial.call(inputs)
+    trial.hold("together", together, truth)
+    q_lens = trial.case.q_lens
+    allowed = 2.0 * truth.compare(together.out).bound  # each side may be off by as much
+    for back in range(min(q_lens)):
+        rows = torch.tensor([sum(q_lens[: request + 1]) - 1 - back for request in range(len(q_lens))])
+        rows = rows.to(trial.device)
+        single = one_row(inputs, rows, back)
+        result = trial.attempt("one row at a time", single)
+        what = f"the row {back} before the last, by itself"
+        trial.hold(what, result, truth_of_call(single))
+        _agree(trial, what, result, together.out[rows], allowed[rows])
+
+
+def one_row(inputs: AttentionInputs, rows: torch.Tensor, back: int) -> AttentionInputs:
+    """A call of one row per request, `back` tokens before its last, on the keys up to its own."""
+    kv_lens = tuple(kv_len - back for kv_len in inputs.case.kv_lens)
+    return replace(
+        inputs,
+        case=replace(inputs.case, kv_lens=kv_lens, q_lens=(1,) * len(kv_lens)),
+        query=inputs.query[rows].contiguous(),
+        histories=tuple(
+            (keys[:kv_len], values[:kv_len]) for (keys, values), kv_len in zip(inputs.histories, kv_lens, strict=True)
+        ),
+        seq_lens=inputs.seq_lens - back,
+    )
+
+
+def _agree(trial: Trial, what: str, result: Result | None, expected: torch.Tensor, allowed: torch.Tensor) -> None:
+    if result is None or result.out.shape != expected.shape:
+        return
+    apart = relative_l2(result.out, expected)
+    if bool((~(apart <= allowed)).any()):
+        trial.wrong(f"{what} and together differ by {float(apart.max()):.3g}")
+
+
+CHECK = Check("K8", "decomposition", first_line(__doc__), _cases, _judge, adapt=_several_rows)

@@ -1,0 +1,133 @@
+"""A result that changes with what cannot matter: page size and order, layout, strides, table width, the split of a scale.
+
+No oracle is needed to see these, and a test that fixes one page size and one layout never does. What changes no arithmetic
+must change no bit; what may be summed in another order must stay right.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lab.checks.check import Check, Level, counted, first_line, same
+from lab.checks.space import Space
+from lab.checks.trial import Result, Trial, truth_of_call
+from lab.checks.truth import Truth
+from lab.workloads.attention_case import AttentionCase
+from lab.workloads.attention_inputs import AttentionInputs
+from lab.workloads.interfaces import Interface
+
+FOLDED = 4.0  # a power of two: moving it between the query and the scale rounds nothing
+
+
+def _cases(interface: Interface, space: Space, level: Level) -> Iterator[AttentionCase]:
+    yield from space.covering(interface, counted(level, 4, 32), seed=12)
+
+
+def _judge(trial: Trial) -> None:
+    inputs = trial.build()
+    truth = truth_of_call(inputs)
+    base = trial.call(inputs)
+    trial.hold("as it is", base, truth)
+    _storage(trial, truth, base)
+    _strides(trial, inputs, truth, base)
+    _scales(trial, inputs, truth, base)
+    _bounds(trial, inputs, truth, base)
+    _switched_off(trial, inputs, truth)
+
+
+def _storage(trial: Trial, truth: Truth, base: Result) -> None:
+    storage = trial.case.storage
+    moved = trial.attempt("pages in another order", trial.build(page_seed=storage.page_seed + 1))
+    trial.same_bits("pages in another order", moved, base)
+    sizes = (32, 64) if trial.case.is_mla else (16, 32, 64, 128)
+    for page_size in sizes:
+        what = f"pages of {page_size} tokens"
+        trial.hold(what, trial.attempt(what, trial.build(page_size=page_size)), truth)
+    if not trial.case.is_mla:
+        layout = "NHD" if storage.kv_layout == "HND" else "HND"
+        trial.hold(f"layout {layout}", trial.attempt(f"layout {layout}", trial.build(kv_layout=layout)), truth)
+        what = "V's page behind each of K's"
+        trial.hold(what, trial.attempt(what, trial.build(stacked=True)), truth)
+
+
+def _strides(trial: Trial, inputs: AttentionInputs, truth: Truth, base: Result) -> None:
+    """The same numbers as views of larger tensors."""
+    what = "a page table with gaps between its rows"
+    trial.same_bits(what, trial.attempt(what, replace(inputs, block_tables=in_wider_rows(inputs.block_tables))), base)
+    what = "a query with gaps between its rows"
+    trial.hold(what, trial.attempt(what, replace(inputs, query=in_wider_rows(inputs.query))), truth)
+    if not trial.case.is_mla:
+        spread = replace(inputs, k_pages=in_wider_pages(inputs.k_pages), v_pages=in_wider_pages(inputs.v_pages))
+        trial.hold("pages with gaps between them", trial.attempt("pages with gaps between them", spread), truth)
+        uneven = replace(inputs, v_pages=in_wider_pages(inputs.v_pages))
+        what = "V pages with gaps, K pages without"
+        trial.hold(what, trial.attempt(what, uneven), truth)
+
+
+def in_wider_rows(tensor: Tensor) -> Tensor:
+    """The tensor as a view of one with a row and a half of large values behind each of its rows."""
+    rows = tensor.flatten(1)
+    wide = torch.full((len(rows), 2 * rows.shape[1] + 16), 2**15, dtype=tensor.dtype, device=tensor.device)
+    wide[:, : rows.shape[1]] = rows
+    return wide.as_strided(tensor.shape, (wide.stride(0), *tensor.stride()[1:]))
+
+
+def in_wider_pages(pages: Tensor) -> Tensor:
+    """The pages as a view of a pool in which each is followed by as many zeros."""
+    wide = torch.zeros(len(pages), 2, *pages.shape[1:], dtype=pages.dtype, device=pages.device)
+    wide[:, 0].view(torch.uint8).copy_(pages.view(torch.uint8))
+    return wide[:, 0]
+
+
+def _scales(trial: Trial, inputs: AttentionInputs, truth: Truth, base: Result) -> None:
+    folded = replace(inputs, query=inputs.query * FOLDED)
+    what = "the query times 4, bmm1_scale by 4"
+    trial.same_bits(what, trial.attempt(what, folded, bmm1_scale=inputs.bmm1_scale / FOLDED), base)
+    tensors = {
+        "bmm1_scale": torch.tensor([inputs.bmm1_scale], dtype=torch.float32, device=trial.device),
+        "bmm2_scale": torch.tensor([inputs.bmm2_scale], dtype=torch.float32, device=trial.device),
+    }
+    for name, value in tensors.items():
+        what = f"{name} as a tensor"
+        trial.hold(what, trial.attempt(what, inputs, **{name: value}), truth)
+    if trial.case.interface is Interface.DECODE:
+        log2 = tensors["bmm1_scale"] * math.log2(math.e)
+        trial.hold("bmm1_scale_log2", trial.attempt("bmm1_scale_log2", inputs, bmm1_scale_log2=log2), truth)
+
+
+def _bounds(trial: Trial, inputs: AttentionInputs, truth: Truth, base: Result) -> None:
+    """Host bounds and the table's width may change how work is split, and nothing else."""
+    bound = "max_kv_len" if trial.case.interface is Interface.CONTEXT else "max_seq_len"
+    longest = max(max(trial.case.kv_lens), 1)
+    for value in (longest, 4 * inputs.max_seq_len):
+        what = f"{bound}={value}"
+        trial.hold(what, trial.attempt(what, inputs, **{bound: value}), truth)
+    wider = trial.build(spare_columns=trial.case.storage.spare_columns + 40)
+    trial.hold("a wider page table", trial.attempt("a wider page table", wider), truth)
+    if trial.case.interface is Interface.CONTEXT:
+        rows = 2 * max(trial.case.q_lens)
+        trial.hold("a larger max_q_len", trial.attempt("a larger max_q_len", inputs, max_q_len=rows), truth)
+    if trial.device.type == "cuda":
+        for enabled in (False, True):
+            what = f"enable_pdl={enabled}"
+            trial.same_bits(what, trial.attempt(what, inputs, enable_pdl=enabled), base)
+
+
+def _switched_off(trial: Trial, inputs: AttentionInputs, truth: Truth) -> None:
+    """A window as wide as every request is none, and a sink of minus infinity is none."""
+    if trial.case.is_mla:
+        return
+    longest = max(max(trial.case.kv_lens), 1)
+    without = truth_of_call(inputs, window_left=-1)
+    for window_left in (longest, longest - 1):
+        what = f"window_left={window_left}, which hides nothing"
+        trial.hold(what, trial.attempt(what, inputs, window_left=window_left), without)
+    none = torch.full((trial.case.num_qo_heads,), -math.inf, dtype=torch.float32, device=trial.device)
+    what = "sinks of minus infinity"
+    trial.hold(what, trial.attempt(what, inputs, sinks=none), truth_of_call(inputs, sinks=None))
+
+
+CHECK = Check("K10", "metamorphic", first_line(__doc__), _cases, _judge, adapt=same)

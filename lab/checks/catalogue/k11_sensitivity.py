@@ -1,0 +1,224 @@
+"""An argument that is accepted and ignored, or does something else than it says.
+
+A default that is never left cannot be seen to work: scales of 1, windows wider than every request, equal K and V scales.
+Here every optional argument takes a value that must change the output, by what float64 says it changes.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.checks.check import Check, Level, counted, first_line
+from lab.checks.space import Space
+from lab.checks.trial import Declined, Trial, truth_of_call
+from lab.problem import MASK_BITS_PER_WORD, mask_words
+from lab.workloads.attention_case import AttentionCase, Contents
+from lab.workloads.attention_inputs import AttentionInputs, running_sum
+from lab.workloads.interfaces import Interface
+
+MASKED_ROWS = (4, 8, 20)  # draft tokens; more than 16 take a row's second word
+
+
+def _cases(interface: Interface, space: Space, level: Level) -> Iterator[AttentionCase]:
+    for case in space.covering(interface, counted(level, 6, 24), seed=13):
+        # Needles make every limit visible, and every request is longer than a window of 20.
+        kv_lens = tuple(max(kv_len, 40 + request) for request, kv_len in enumerate(case.kv_lens))
+        yield replace(case, kv_lens=kv_lens, window_left=-1, sinks=False, contents=Contents.NEEDLES)
+
+
+def _judge(trial: Trial) -> None:
+    inputs = trial.build()
+    trial.hold("nothing changed", trial.call(inputs), truth_of_call(inputs))
+    for name, probe in _PROBES[trial.case.interface].items():
+        changes, rules = probe(inputs)
+        _probe(trial, name, inputs, changes, rules)
+    if trial.case.interface is Interface.DECODE:
+        _masks(trial)
+        _ragged(trial, inputs)
+    if not trial.case.is_mla:
+        _separate_tables(trial, inputs)
+
+
+def _probe(trial: Trial, name: str, inputs: AttentionInputs, changes: dict[str, Any], rules: dict[str, Any]) -> None:
+    """The output must be what the changed argument says, which must not be what it was."""
+    truth = truth_of_call(inputs, **rules)
+    result = trial.attempt(name, inputs, **changes)
+    if result is None:
+        return
+    trial.hold(name, result, truth)
+    if name == "lse" and result.lse is None:
+        trial.wrong("return_lse=True returned no LSE")
+    if "out_dtype" in changes and result.out.dtype != changes["out_dtype"]:
+        trial.wrong(f"out_dtype={changes['out_dtype']} gave {result.out.dtype}")
+
+
+Probe = Callable[[AttentionInputs], tuple[dict[str, Any], dict[str, Any]]]
+
+
+def _window(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
+    return {"window_left": 20}, {"window_left": 20}
+
+
+def _window_of_none(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
+    return {"window_left": 0}, {"window_left": 0}
+
+
+def _sinks(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
+    """As large as the needles' logits, and unequal."""
+    sinks = torch.linspace(8.0, 14.0, inputs.case.num_qo_heads, device=inputs.query.device)
+    return {"sinks": sinks}, {"sinks": sinks}
+
+
+def _mla_sinks(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
+    changes, rules = _sinks(inputs)
+    return {"sinks": [changes["sinks"]]}, rules
+
+
+def _bmm1(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
+    scale = 0.75 * inputs.bmm1_scale
+    return {"bmm1_scale": scale}, {"bmm1_scale": scale}
+
+
+def _bmm1_tensor(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
+    scale = torch.tensor([0.75 * inputs.bmm1_scale], dtype=torch.float32, device=inputs.query.device)
+    return {"bmm1_scale": scale}, {"bmm1_scale": scale}
+
+
+def _bmm1_log2(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
+    scale = torch.tensor([0.75 * inputs.bmm1_scale], dtype=torch.float32, device=inputs.query.device)
+    return {"bmm1_scale_log2": scale * math.log2(math.e)}, {"bmm1_scale": scale}
+
+
+def _bmm2(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
+    scale = 1.25 * inputs.bmm2_scale
+    return {"bmm2_scale": scale}, {"bmm2_scale": scale}
+
+
+def _bmm2_tensor(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
+    scale = torch.tensor([1.25 * inputs.bmm2_scale], dtype=torch.float32, device=inputs.query.device)
+    return {"bmm2_scale": scale}, {"bmm2_scale": scale}
+
+
+def _out_dtype(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
+    other = torch.float16 if inputs.case.dtype == torch.bfloat16 else torch.bfloat16
+    return {"out_dtype": other}, {"out_dtype": other}
+
+
+def _lse(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
+    return {"return_lse": True}, {}
+
+
+def _lse_of_sinks(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
+    changes, rules = _sinks(inputs)
+    return changes | {"return_lse": True}, rules
+
+
+def _not_causal(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
+    return {"causal": False}, {"causal": False}
+
+
+_SHARED: dict[str, Probe] = {
+    "bmm1_scale": _bmm1,
+    "bmm1_scale as a tensor": _bmm1_tensor,
+    "bmm2_scale": _bmm2,
+    "bmm2_scale as a tensor": _bmm2_tensor,
+    "out_dtype": _out_dtype,
+    "lse": _lse,
+}
+_MHA: dict[str, Probe] = _SHARED | {
+    "window_left": _window,
+    "window_left=0": _window_of_none,
+    "sinks": _sinks,
+    "lse of sinks": _lse_of_sinks,
+}
+_PROBES: dict[Interface, dict[str, Probe]] = {
+    Interface.DECODE: _MHA | {"bmm1_scale_log2": _bmm1_log2},
+    Interface.CONTEXT: _MHA | {"causal": _not_causal},
+    Interface.MLA_DECODE: _SHARED | {"sinks": _mla_sinks},
+}
+del _PROBES[Interface.MLA_DECODE]["out_dtype"]  # it has none
+
+
+def _masks(trial: Trial) -> None:
+    """A tree over the draft tokens, one full mask and one that is causal, on a case of several rows."""
+    for q_len in MASKED_ROWS:
+        kv_lens = tuple(max(kv_len, q_len + 3) for kv_len in trial.case.kv_lens)
+        inputs = trial.build(replace(trial.case, kv_lens=kv_lens, q_lens=(q_len,) * len(kv_lens)))
+        rows = torch.arange(q_len)
+        shapes = {
+            "causal mask": rows[None, :] <= rows[:, None],
+            "full mask": torch.ones(q_len, q_len, dtype=torch.bool),
+            # Each row sees itself and, of the others, what a binary tree has above it.
+            "tree mask": _tree(q_len),
+        }
+        for name, shown in shapes.items():
+            words = packed_mask(shown).to(trial.device).expand(len(kv_lens), -1, -1).contiguous()
+            truth = truth_of_call(inputs, shown=shown.to(trial.device))
+            what = f"{name} of {q_len} rows"
+            trial.hold(what, trial.attempt(what, inputs, mask=words), truth)
+
+
+def _tree(q_len: int) -> Tensor:
+    shown = torch.zeros(q_len, q_len, dtype=torch.bool)
+    for row in range(q_len):
+        token = row
+        while True:
+            shown[row, token] = True
+            if token == 0:
+                break
+            token = (token - 1) // 2
+    return shown
+
+
+def packed_mask(shown: Tensor) -> Tensor:
+    """XQA's words: uint16 [1, q_len, 2 * ceil(q_len / 32)], bit b of word w for draft token 16 w + b."""
+    q_len = len(shown)
+    words = torch.zeros(q_len, mask_words(q_len), dtype=torch.int32)
+    for token in range(q_len):
+        words[:, token // MASK_BITS_PER_WORD] |= shown[:, token].to(torch.int32) << (token % MASK_BITS_PER_WORD)
+    return words.to(torch.uint16).unsqueeze(0)
+
+
+def _ragged(trial: Trial, inputs: AttentionInputs) -> None:
+    """Unequal rows through cum_seq_lens_q."""
+    case = trial.case
+    q_lens = tuple(1 + (request * 2 + case.seed) % 5 for request in range(len(case.kv_lens)))
+    query = torch.cat([inputs.query] * 8)[: sum(q_lens)]
+    ragged = replace(inputs, case=replace(case, interface=Interface.CONTEXT, q_lens=q_lens), query=query)
+    truth = truth_of_call(ragged)
+    arguments = inputs.arguments() | {
+        "query": query,
+        "q_len_per_req": None,
+        "max_q_len": max(q_lens),
+        "cum_seq_lens_q": running_sum(q_lens, trial.device),
+    }
+    try:
+        result = trial.run(Interface.DECODE, arguments)
+    except Declined as declined:
+        trial.declines.append(f"cum_seq_lens_q: {declined}")
+        return
+    trial.hold("cum_seq_lens_q", result, truth)
+
+
+def _separate_tables(trial: Trial, inputs: AttentionInputs) -> None:
+    """V's pages in another order than K's, each with a table of its own."""
+    order = torch.arange(len(inputs.v_pages) - 1, -1, -1, device=trial.device)
+    v_pages = inputs.v_pages.view(torch.uint8)[order].view(inputs.v_pages.dtype)
+    v_tables = len(inputs.v_pages) - 1 - inputs.block_tables
+    both = torch.stack((inputs.block_tables, v_tables), dim=1)
+    what = "uses_shared_paged_kv_idx=False"
+    moved = replace(inputs, v_pages=v_pages, block_tables=both)
+    result = trial.attempt(what, moved, uses_shared_paged_kv_idx=False, **_bounds_of(inputs))
+    trial.hold(what, result, truth_of_call(inputs))
+
+
+def _bounds_of(inputs: AttentionInputs) -> dict[str, Any]:
+    name = "max_kv_len" if inputs.case.interface is Interface.CONTEXT else "max_seq_len"
+    return {name: inputs.max_seq_len}
+
+
+CHECK = Check("K11", "sensitivity", first_line(__doc__), _cases, _judge)

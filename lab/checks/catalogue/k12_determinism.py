@@ -1,0 +1,57 @@
+"""Launches that do not repeat: races between a kernel's own blocks, or with what runs beside it.
+
+One launch on an idle device hides a missing fence. Here the call is made again and again on one workspace and, on a GPU, while
+another stream keeps the multiprocessors busy; every launch must give the first one's bits.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from lab.checks.check import Check, Level, counted, first_line, same
+from lab.checks.space import Space
+from lab.checks.trial import Trial, truth_of_call
+from lab.workloads.attention_case import AttentionCase
+from lab.workloads.interfaces import Interface
+
+LAUNCHES = {"cpu": 3, "cuda": 200}
+
+
+def _cases(interface: Interface, space: Space, level: Level) -> Iterator[AttentionCase]:
+    for case in space.covering(interface, counted(level, 3, 12), seed=14):
+        # Few requests, unequal and long: split among many blocks, whose parts must be merged.
+        yield replace(case, kv_lens=(*case.kv_lens[:1], 3 * space.longest + 1), q_lens=case.q_lens[:2])
+
+
+def _judge(trial: Trial) -> None:
+    inputs = trial.build()
+    arguments = inputs.arguments()
+    first = trial.run(inputs.case.interface, arguments)
+    first = first._replace(out=first.out.clone())
+    trial.hold("the first launch", first, truth_of_call(inputs))
+    stress = _Stress(trial.device) if trial.device.type == "cuda" else None
+    for launch in range(LAUNCHES[trial.device.type]):
+        if stress is not None:
+            stress.launch(launch % 4)
+        again = trial.run(inputs.case.interface, arguments)
+        trial.same_bits(f"launch {launch + 2}", again, first)
+        if trial.wrongs:
+            return
+
+
+class _Stress:
+    """Matrix products on a stream of their own, as many at a time as asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self.matrix = torch.randn(2048, 2048, device=device)
+        self.stream.wait_stream(torch.cuda.current_stream(device))
+
+    def launch(self, count: int) -> None:
+        with torch.cuda.stream(self.stream):
+            for _ in range(count):
+                torch.mm(self.matrix, self.matrix)
+
+
+CHECK = Check("K12", "determinism", first_line(__doc__), _cases, _judge, adapt=same)

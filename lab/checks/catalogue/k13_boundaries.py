@@ -1,0 +1,54 @@
+"""Errors of one at a boundary: of a page, a tile, a window, a split, of what fits a warp's rows, of nothing at all.
+
+Each length stands in a batch of lengths around it, from 0 and 1 on, over needles at its limits.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from lab.checks.check import Check, Level, counted, first_line
+from lab.checks.space import Space, edge_lengths
+from lab.checks.trial import Trial, truth_of_call
+from lab.workloads.attention_case import AttentionCase, Contents
+from lab.workloads.interfaces import Interface
+
+MOST_REQUESTS = 16
+ROWS_OF_A_TILE = 32  # XQA's SM90 fp8 kernel changes its layout at so many rows of a group
+
+
+def _cases(interface: Interface, space: Space, level: Level) -> Iterator[AttentionCase]:
+    for case in space.covering(interface, counted(level, 4, 24), seed=15):
+        lengths = [0, *edge_lengths(case.page_size, space.longest)]
+        if case.window_left >= 0:
+            lengths += [case.window_left + near for near in (0, 1, 2) if case.window_left + near]
+        at_once = MOST_REQUESTS if level is Level.SMOKE else len(lengths)
+        step = max(1, -(-len(lengths) // at_once))
+        chosen = tuple(sorted(set(lengths))[case.seed % step :: step])
+        q_lens = (case.q_lens[0],) * len(chosen)
+        if interface is Interface.CONTEXT:
+            q_lens = tuple(max(1, min(kv_len, (1, 2, 65)[place % 3])) for place, kv_len in enumerate(chosen))
+        # Requests with fewer keys than rows are told apart: some kernels cannot take them.
+        enough = [(kv_len, q_len) for kv_len, q_len in zip(chosen, q_lens, strict=True) if kv_len >= q_len]
+        yield _of(case, enough)
+        fewer = [(kv_len, q_lens[0]) for kv_len in range(q_lens[0])] if interface is not Interface.CONTEXT else []
+        if fewer:
+            yield _of(case, [*fewer, enough[-1]])
+        yield _of(case, enough[-1:])
+    if interface is Interface.DECODE:
+        for case in space.covering(interface, counted(level, 2, 8), seed=16):
+            for q_len in sorted({ROWS_OF_A_TILE // case.group, ROWS_OF_A_TILE // case.group + 1} - {0}):
+                if q_len in space.q_lens:
+                    yield _of(case, [(kv_len, q_len) for kv_len in case.kv_lens if kv_len >= q_len] or [(64, q_len)])
+
+
+def _of(case: AttentionCase, requests: list[tuple[int, int]]) -> AttentionCase:
+    kv_lens, q_lens = zip(*requests, strict=True)
+    return replace(case, kv_lens=kv_lens, q_lens=q_lens, contents=Contents.NEEDLES)
+
+
+def _judge(trial: Trial) -> None:
+    inputs = trial.build()
+    trial.hold("the call", trial.call(inputs), truth_of_call(inputs))
+
+
+CHECK = Check("K13", "boundaries", first_line(__doc__), _cases, _judge)

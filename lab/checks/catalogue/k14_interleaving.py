@@ -1,0 +1,51 @@
+"""State kept under too small a key: a module, a scale or a plan of an earlier call that is taken for this one's.
+
+A suite that runs each configuration in a row, or in its own process, never meets it. Here calls that differ in one thing
+alternate in one process: A, B, A.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from lab.checks.check import Check, Level, counted, first_line, same
+from lab.checks.space import Space
+from lab.checks.trial import Trial, truth_of_call
+from lab.workloads.attention_case import AttentionCase
+from lab.workloads.interfaces import Interface
+
+
+def _cases(interface: Interface, space: Space, level: Level) -> Iterator[AttentionCase]:
+    yield from space.covering(interface, counted(level, 5, 32), seed=17)
+
+
+def _judge(trial: Trial) -> None:
+    inputs = trial.build()
+    truth = truth_of_call(inputs)
+    first = trial.call(inputs)
+    trial.hold("A", first, truth)
+    scale = 0.75 * inputs.bmm1_scale
+    result = trial.attempt("B, another bmm1_scale", inputs, bmm1_scale=scale)
+    trial.hold("B, another bmm1_scale", result, truth_of_call(inputs, bmm1_scale=scale))
+    for what, case in _neighbours(trial.case):
+        other = trial.build(case)
+        trial.hold(f"B, {what}", trial.attempt(f"B, {what}", other), truth_of_call(other))
+        trial.same_bits(f"A again, after {what}", trial.call(inputs), first)
+
+
+def _neighbours(case: AttentionCase) -> Iterator[tuple[str, AttentionCase]]:
+    """Cases that differ in one thing."""
+    if case.interface is not Interface.CONTEXT:
+        q_len = case.q_lens[0] % 8 + 1
+        kv_lens = tuple(max(kv_len, q_len) for kv_len in case.kv_lens)
+        yield "other query rows", replace(case, q_lens=(q_len,) * len(kv_lens), kv_lens=kv_lens)
+    yield "other contents", replace(case, seed=case.seed + 7)
+    yield "requests in another order", replace(case, kv_lens=case.kv_lens[::-1], q_lens=case.q_lens[::-1])
+    yield "fewer requests", replace(case, kv_lens=case.kv_lens[:2], q_lens=case.q_lens[:2])
+    if not case.is_mla:
+        yield "the other window", replace(case, window_left=-1 if case.window_left >= 0 else case.page_size)
+        yield "the other sinks", replace(case, sinks=not case.sinks)
+        page_size = 32 if case.page_size != 32 else 64
+        yield "another page size", replace(case, storage=replace(case.storage, page_size=page_size))
+
+
+CHECK = Check("K14", "interleaving", first_line(__doc__), _cases, _judge, adapt=same)

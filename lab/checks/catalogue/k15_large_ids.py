@@ -1,0 +1,33 @@
+"""Page offsets that do not fit 32 bits: a pool beyond 2**31 elements, and beyond 2**32 bytes.
+
+A test's pool has a few hundred pages, an engine's a hundred gigabytes. The pages that are read here lie at the end of a pool
+that nothing else touches, so on a CPU its memory is never filled.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from lab.checks.check import Check, Level, counted, first_line
+from lab.checks.space import Space
+from lab.checks.trial import Trial, truth_of_call
+from lab.workloads.attention_case import AttentionCase
+from lab.workloads.interfaces import Interface
+
+SIGNED_ELEMENTS = 2**31
+UNSIGNED_BYTES = 2**32
+
+
+def _cases(interface: Interface, space: Space, level: Level) -> Iterator[AttentionCase]:
+    for case in space.covering(interface, counted(level, 1, 4), seed=18):
+        page_elements = case.num_kv_heads * case.page_size * case.head_dim
+        for first_element in (SIGNED_ELEMENTS, UNSIGNED_BYTES // case.kv_dtype.itemsize):
+            first_page = -(-first_element // page_elements)
+            yield replace(case, storage=replace(case.storage, first_page=first_page))
+
+
+def _judge(trial: Trial) -> None:
+    inputs = trial.build()
+    trial.hold("pages far behind", trial.call(inputs), truth_of_call(inputs))
+
+
+CHECK = Check("K15", "large_ids", first_line(__doc__), _cases, _judge)

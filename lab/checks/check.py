@@ -1,0 +1,61 @@
+"""What a check is."""
+
+import enum
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from lab.checks.space import Space
+from lab.checks.trial import Trial
+from lab.workloads.interfaces import ATTENTION, Interface
+
+
+class Level(enum.Enum):
+    """How much is judged."""
+
+    SMOKE = "smoke"
+    FULL = "full"
+
+    def __repr__(self) -> str:
+        return f"Level.{self.name}"
+
+
+Cases = Callable[[Interface, Space, Level], Iterable[Any]]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One way of being wrong, and how it would show.
+
+    Attributes:
+        key: its number in the catalogue, such as "K4".
+        name: snake_case, of its module.
+        catches: what it catches, the first line of its module.
+        cases: the fixed cases for an interface.
+        judge: tells a trial what is wrong. Raises `lab.checks.trial.Declined` where nothing could be judged.
+        interfaces: what it applies to.
+        adapt: what makes a drawn case one of this check's; None: no case is drawn.
+    """
+
+    key: str
+    name: str
+    catches: str
+    cases: Cases
+    judge: Callable[[Trial], None]
+    interfaces: tuple[Interface, ...] = ATTENTION
+    adapt: Callable[[Any], Any] | None = None
+
+
+def first_line(text: str | None) -> str:
+    """Of a module's docstring: what its check catches."""
+    return (text or "").split("\n", 1)[0]
+
+
+def counted(level: Level, smoke: int, full: int) -> int:
+    """How many fixed cases a level has."""
+    return smoke if level is Level.SMOKE else full
+
+
+def same(case: Any) -> Any:
+    """A drawn case as it is."""
+    return case

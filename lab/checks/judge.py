@@ -1,0 +1,199 @@
+"""Judge an implementation: every check of the catalogue, over every function that it has."""
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lab.checks.catalogue import checks
+from lab.checks.check import Check, Level
+from lab.checks.isolation import Isolation, load
+from lab.checks.ledger import LEDGER, KnownFinding, known
+from lab.checks.report import CaseVerdict, Report
+from lab.checks.space import Space
+from lab.checks.verdicts import Judged, Outcome
+from lab.provenance import environment
+from lab.workloads.interfaces import Interface
+
+DRAWN_CASES = {Level.SMOKE: 3, Level.FULL: 30}
+SMOKE_LONGEST = 300  # keys
+MOST_SHRINKS = 60  # calls of the judge that Hypothesis may spend on making a failing case smaller
+TIME_LIMIT_S = 120.0
+
+Progress = Callable[[CaseVerdict], None]
+
+
+def interfaces_of(implementation: Any) -> list[Interface]:
+    """The functions that an implementation has."""
+    return [interface for interface in Interface if callable(getattr(implementation, interface.value, None))]
+
+
+def judge(
+    implementation: Any,
+    *,
+    level: Level = Level.SMOKE,
+    space: Space | None = None,
+    only: Sequence[str] = (),
+    device: torch.device | str | None = None,
+    isolated: bool = False,
+    time_limit_s: float = TIME_LIMIT_S,
+    ledger: Sequence[KnownFinding] = LEDGER,
+    progress: Progress | None = None,
+) -> Report:
+    """Find out whether an implementation is right.
+
+    What it declines with NotImplementedError or ValueError, or for want of a parameter, is listed as declined; what it
+    accepts must be right.
+
+    Args:
+        implementation: a module or object with one or more of the names of `lab.workloads.interfaces.Interface`, or the
+            name of one to import: "package.module" or "package.module:attribute".
+        level: SMOKE or FULL.
+        space: the axes of the cases; narrow them to what a kernel was built for.
+        only: keys or names of the checks to run, such as "K4" or "poison"; all if empty.
+        device: where to run; a GPU if there is one.
+        isolated: each case runs in a worker process that is replaced when it crashes or does not return; the
+            implementation must then be given by name.
+        time_limit_s: of one case, if isolated.
+        ledger: recorded findings that are told apart from new ones.
+        progress: called with each verdict.
+
+    Raises:
+        ValueError: it has none of the names, a check does not exist, or isolation was asked for an object.
+    """
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if isolated and not isinstance(implementation, str):
+        raise ValueError(f"an isolated judge imports the implementation by name; got {implementation!r}")
+    loaded = load(implementation) if isinstance(implementation, str) else implementation
+    name = implementation if isinstance(implementation, str) else _name_of(loaded)
+    offered = interfaces_of(loaded)
+    if not offered:
+        raise ValueError(f"{name} has none of {', '.join(interface.value for interface in Interface)}")
+    given = space or Space()
+    axes = replace(given, longest=min(given.longest, SMOKE_LONGEST)) if level is Level.SMOKE else given
+    verdicts: list[CaseVerdict] = []
+
+    def note(verdict: CaseVerdict) -> CaseVerdict:
+        told = known(verdict, ledger)
+        if progress is not None:
+            progress(told)
+        return told
+
+    with Isolation(name if isolated else loaded, where, time_limit_s) as judge_one:
+        for check, interface in itertools.product(_chosen(only), offered):
+            if interface not in check.interfaces:
+                continue
+            for case in check.cases(interface, axes, level):
+                verdicts.append(note(_verdict(name, check, interface, case, judge_one, where)))
+            if check.adapt is not None:
+                verdicts += _drawn(name, check, interface, axes, DRAWN_CASES[level], judge_one, where, note)
+    return Report(name, level, environment(), str(where), tuple(verdicts))
+
+
+def judge_case(implementation: Any, check: str, case: Any, device: torch.device | str | None = None) -> CaseVerdict:
+    """Judge one case of one check in this process, as a reproduction does.
+
+    Args:
+        implementation: as in `judge`.
+        check: its key or name.
+        case: of that check.
+    """
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    loaded = load(implementation) if isinstance(implementation, str) else implementation
+    name = implementation if isinstance(implementation, str) else _name_of(loaded)
+    (chosen,) = _chosen((check,))
+    interface = getattr(case, "interface", chosen.interfaces[0])
+    with Isolation(loaded, where, TIME_LIMIT_S) as judge_one:
+        return _verdict(name, chosen, interface, case, judge_one, where)
+
+
+def _name_of(implementation: Any) -> str:
+    return str(getattr(implementation, "__name__", type(implementation).__name__))
+
+
+def _chosen(only: Sequence[str]) -> tuple[Check, ...]:
+    catalogue = checks()
+    named = {name: check for check in catalogue for name in (check.key, check.key.lower(), check.name)}
+    missing = [name for name in only if name not in named]
+    if missing:
+        raise ValueError(f"there is no check {missing[0]!r}; there are {', '.join(check.name for check in catalogue)}")
+    wanted = {named[name].key for name in only}
+    return tuple(check for check in catalogue if not only or check.key in wanted)
+
+
+def _verdict(
+    name: str, check: Check, interface: Interface, case: Any, judge_one: "JudgeOne", where: torch.device
+) -> CaseVerdict:
+    start = time.perf_counter()
+    judged = judge_one(check.key, case)
+    return CaseVerdict(
+        implementation=name,
+        check=check.key,
+        interface=interface,
+        case=case,
+        device=str(where),
+        judged=judged,
+        seconds=time.perf_counter() - start,
+    )
+
+
+JudgeOne = Callable[[str, Any], Judged]
+
+
+class _Found(Exception):  # noqa: N818 - what Hypothesis is to make smaller
+    """A drawn case is wrong."""
+
+    def __init__(self, verdict: CaseVerdict) -> None:
+        super().__init__(verdict.reason)
+        self.verdict = verdict
+
+
+def _drawn(
+    name: str,
+    check: Check,
+    interface: Interface,
+    space: Space,
+    count: int,
+    judge_one: JudgeOne,
+    where: torch.device,
+    note: Callable[[CaseVerdict], CaseVerdict],
+) -> Iterable[CaseVerdict]:
+    """Hypothesis draws cases and makes the first wrong one as small as it can; the right ones, then that one."""
+    from hypothesis import HealthCheck, Phase, given, settings
+
+    assert check.adapt is not None
+    adapt = check.adapt
+    seen: dict[Any, CaseVerdict] = {}
+    failures = 0
+
+    @settings(
+        max_examples=count,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+    )
+    @given(space.drawn(interface))
+    def holds(drawn: Any) -> None:
+        nonlocal failures
+        case = adapt(drawn)
+        if case not in seen:
+            if failures > MOST_SHRINKS:
+                return
+            failures += bool(failures)
+            seen[case] = note(replace(_verdict(name, check, interface, case, judge_one, where), drawn=True))
+        if seen[case].outcome in (Outcome.WRONG, Outcome.FAILED):
+            failures = failures or 1
+            raise _Found(seen[case])
+
+    smallest = []
+    try:
+        holds()
+    except _Found as found:
+        smallest = [found.verdict]
+    return [verdict for verdict in seen.values() if verdict.outcome not in (Outcome.WRONG, Outcome.FAILED)] + smallest

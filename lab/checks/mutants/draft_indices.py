@@ -1,0 +1,244 @@
+"""Mutants of the ragged K/V lists of a multi-step draft."""
+
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from lab.checks.mutants.mutant import DRAFT_INDICES, Defective, Mutant
+from lab.references.draft_decode_kv_indices import draft_start
+
+
+class DraftLists(Defective):
+    """`lab.kernels.generate_draft_decode_kv_indices` on the host: right, and in stages of which a mutant replaces one."""
+
+    interface: tuple[str, ...] = (DRAFT_INDICES,)
+
+    def generate_draft_decode_kv_indices(
+        self,
+        req_pool_indices: Tensor,
+        req_to_token: Tensor,
+        paged_kernel_lens: Tensor,
+        kv_indices: Tensor,
+        kv_indptr: Tensor,
+        positions: Tensor,
+        *,
+        topk: int,
+        page_size: int,
+        schedule: object = None,
+    ) -> None:
+        """Arguments and results are the kernel's; the schedule changes nothing."""
+        num_steps = kv_indices.shape[0]
+        lens = self.lens(paged_kernel_lens, req_pool_indices)
+        rows = self.rows(req_to_token, req_pool_indices)
+        for step in range(num_steps):
+            lists = [torch.empty(0, dtype=req_to_token.dtype, device=req_to_token.device)]
+            for request, branch in self.order(len(lens), topk):
+                start = self.start(lens[request], branch, num_steps=num_steps, topk=topk, page_size=page_size)
+                columns = [*range(self.prefix(lens[request])), *range(start, start + self.drafted(step))]
+                lists.append(self.slots(rows[request], columns))
+            self.write(kv_indices, step, torch.cat(lists))
+            boundaries = self.boundaries(positions.tolist(), self.lens(paged_kernel_lens, req_pool_indices), topk, step)
+            self.write_boundaries(kv_indptr[step], boundaries)
+
+    def lens(self, paged_kernel_lens: Tensor, req_pool_indices: Tensor) -> list[int]:
+        return paged_kernel_lens.tolist()
+
+    def rows(self, req_to_token: Tensor, req_pool_indices: Tensor) -> Tensor:
+        """[num_requests, row_width]."""
+        return req_to_token[req_pool_indices.to(torch.int64)]
+
+    def order(self, num_requests: int, topk: int) -> list[tuple[int, int]]:
+        """(request, branch) of each list."""
+        return [(request, branch) for request in range(num_requests) for branch in range(topk)]
+
+    def start(self, length: int, branch: int, *, num_steps: int, topk: int, page_size: int) -> int:
+        """Column of a branch's first draft slot."""
+        return draft_start(length, branch, num_steps=num_steps, topk=topk, page_size=page_size)
+
+    def prefix(self, length: int) -> int:
+        """Prefix slots of a list."""
+        return length
+
+    def drafted(self, step: int) -> int:
+        """Draft slots of a list."""
+        return step + 1
+
+    def slots(self, row: Tensor, columns: list[int]) -> Tensor:
+        """[len(columns)]; slot 0 for a column that the row does not have."""
+        index = torch.tensor(columns, dtype=torch.int64, device=row.device)
+        inside = (index >= 0) & (index < len(row))
+        return torch.where(inside, row[torch.where(inside, index, 0)], 0)
+
+    def write(self, kv_indices: Tensor, step: int, slots: Tensor) -> None:
+        """Write a step's lists, cut at the end of its row."""
+        slots = slots[: kv_indices.shape[1]]
+        kv_indices[step, : len(slots)] = slots.to(kv_indices.dtype)
+
+    def boundaries(self, positions: list[int], lens: list[int], topk: int, step: int) -> list[int]:
+        """Where each list ends."""
+        return list(accumulate(position + step + 1 for position in positions))
+
+    def write_boundaries(self, kv_indptr: Tensor, boundaries: list[int]) -> None:
+        """Column 0 stays as it is."""
+        kv_indptr[1 : len(boundaries) + 1] = torch.tensor(boundaries, dtype=kv_indptr.dtype, device=kv_indptr.device)
+
+
+class BranchPagesIgnored(DraftLists):
+    """Branches follow each other without regard to pages."""
+
+    def start(self, length: int, branch: int, *, num_steps: int, topk: int, page_size: int) -> int:
+        return length + branch * num_steps
+
+
+class BranchPagesRoundedDown(DraftLists):
+    """A branch's pages have no room for the copy of the prefix's last page."""
+
+    def start(self, length: int, branch: int, *, num_steps: int, topk: int, page_size: int) -> int:
+        if page_size == 1 or topk == 1:
+            return super().start(length, branch, num_steps=num_steps, topk=topk, page_size=page_size)
+        return length + branch * -(-num_steps // page_size) * page_size
+
+
+class BranchesShareSlots(DraftLists):
+    """All branches read the first one's draft slots."""
+
+    def start(self, length: int, branch: int, *, num_steps: int, topk: int, page_size: int) -> int:
+        return super().start(length, 0, num_steps=num_steps, topk=topk, page_size=page_size)
+
+
+class LastStepMissing(DraftLists):
+    """The lists of the last step are not written."""
+
+    def write(self, kv_indices: Tensor, step: int, slots: Tensor) -> None:
+        if step == 0 or step + 1 < kv_indices.shape[0]:
+            super().write(kv_indices, step, slots)
+
+
+class OwnTokenMissing(DraftLists):
+    """A step reads the tokens drafted before it, and not its own."""
+
+    def drafted(self, step: int) -> int:
+        return step
+
+
+class BranchMajorOrder(DraftLists):
+    """All requests' first branches come first, then all second ones."""
+
+    def order(self, num_requests: int, topk: int) -> list[tuple[int, int]]:
+        return [(request, branch) for branch in range(topk) for request in range(num_requests)]
+
+
+class IndptrOffByOne(DraftLists):
+    """Boundaries do not count a step's own token."""
+
+    def boundaries(self, positions: list[int], lens: list[int], topk: int, step: int) -> list[int]:
+        return super().boundaries(positions, lens, topk, step - 1)
+
+
+class IndptrFromLens(DraftLists):
+    """Boundaries are summed from paged_kernel_lens, not from positions."""
+
+    def boundaries(self, positions: list[int], lens: list[int], topk: int, step: int) -> list[int]:
+        return super().boundaries([length for length in lens for _ in range(topk)], lens, topk, step)
+
+
+class IndptrStartWritten(DraftLists):
+    """Column 0 of kv_indptr is written."""
+
+    def write_boundaries(self, kv_indptr: Tensor, boundaries: list[int]) -> None:
+        kv_indptr[0] = -1
+        super().write_boundaries(kv_indptr, boundaries)
+
+
+class LateBranchesUncounted(DraftLists):
+    """Boundaries behind the 512th are summed from it on anew."""
+
+    def boundaries(self, positions: list[int], lens: list[int], topk: int, step: int) -> list[int]:
+        first, others = positions[:512], positions[512:]
+        return super().boundaries(first, lens, topk, step) + super().boundaries(others, lens, topk, step)
+
+
+class LateTokensMissing(DraftLists):
+    """A prefix is copied up to its 128th slot; those behind it are slot 0."""
+
+    def slots(self, row: Tensor, columns: list[int]) -> Tensor:
+        prefix = sum(1 for column, place in zip(columns, range(len(columns)), strict=True) if column == place)
+        return super().slots(row, [-1 if 128 <= place < prefix else column for place, column in enumerate(columns)])
+
+
+class WritesBehindLists(DraftLists):
+    """One cell behind a step's last list is written."""
+
+    def write(self, kv_indices: Tensor, step: int, slots: Tensor) -> None:
+        super().write(kv_indices, step, torch.nn.functional.pad(slots, (0, 1)))
+
+
+class CutIgnored(DraftLists):
+    """A list that is too long for its row continues in the next step's."""
+
+    def write(self, kv_indices: Tensor, step: int, slots: Tensor) -> None:
+        super().write(kv_indices, step, slots)
+        spilled = slots[kv_indices.shape[1] :][: kv_indices.shape[1]]
+        kv_indices[(step + 1) % kv_indices.shape[0], : len(spilled)] = spilled.to(kv_indices.dtype)
+
+
+class SlotsWrapInt32(DraftLists):
+    """Slots are copied in 32 bits."""
+
+    def slots(self, row: Tensor, columns: list[int]) -> Tensor:
+        slots = super().slots(row, columns).to(torch.int64)
+        return (slots + 2**31) % 2**32 - 2**31
+
+
+class LengthsOfNextRequest(DraftLists):
+    """A request has its neighbour's prefix length."""
+
+    def lens(self, paged_kernel_lens: Tensor, req_pool_indices: Tensor) -> list[int]:
+        return paged_kernel_lens.roll(1).tolist()
+
+
+class LengthsByPoolIndex(DraftLists):
+    """Lengths are looked up by the request's row of the pool, not by its place in the batch."""
+
+    def lens(self, paged_kernel_lens: Tensor, req_pool_indices: Tensor) -> list[int]:
+        return paged_kernel_lens[req_pool_indices.to(torch.int64) % len(paged_kernel_lens)].tolist()
+
+
+class PoolIndicesIgnored(DraftLists):
+    """Request i reads row i of the pool."""
+
+    def rows(self, req_to_token: Tensor, req_pool_indices: Tensor) -> Tensor:
+        return req_to_token[torch.arange(len(req_pool_indices), device=req_to_token.device) % len(req_to_token)]
+
+
+class RowStrideIgnored(DraftLists):
+    """The pool's rows are taken to lie next to each other."""
+
+    def rows(self, req_to_token: Tensor, req_pool_indices: Tensor) -> Tensor:
+        return super().rows(req_to_token.as_strided(req_to_token.shape, (req_to_token.shape[1], 1)), req_pool_indices)
+
+
+MUTANTS = tuple(
+    Mutant.of(each)
+    for each in (
+        BranchPagesIgnored,
+        BranchPagesRoundedDown,
+        BranchesShareSlots,
+        LastStepMissing,
+        OwnTokenMissing,
+        BranchMajorOrder,
+        IndptrOffByOne,
+        IndptrFromLens,
+        IndptrStartWritten,
+        LateBranchesUncounted,
+        LateTokensMissing,
+        WritesBehindLists,
+        CutIgnored,
+        SlotsWrapInt32,
+        LengthsOfNextRequest,
+        LengthsByPoolIndex,
+        PoolIndicesIgnored,
+        RowStrideIgnored,
+    )
+)

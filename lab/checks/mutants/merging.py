@@ -1,0 +1,229 @@
+"""Mutants that merge splits, sums and sinks wrongly."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lab.calls import Call
+from lab.checks.mutants.mutant import DECODE, Mutant
+from lab.checks.mutants.split_kv import Partials, SplitKV, Tile, partials_size
+from lab.problem import PagedAttention
+
+
+class EmptySplitWritesZero(SplitKV):
+    """A split of 64 keys that lies wholly before a window writes zeros over the merged rows."""
+
+    source = "FlashInfer #4161"
+
+    def merged(self, problem: PagedAttention, tile: Tile, partials: Partials) -> tuple[Tensor, Tensor]:
+        values, lse_log2 = super().merged(problem, tile, partials)
+        return values * (tile.key_start < 64), lse_log2
+
+
+class EmptyRowOfSplitWritesZero(SplitKV):
+    """A row that sees no key of a split which other rows see is zero."""
+
+    source = "FlashInfer #4161"
+
+    def merged(self, problem: PagedAttention, tile: Tile, partials: Partials) -> tuple[Tensor, Tensor]:
+        values, lse_log2 = super().merged(problem, tile, partials)
+        return values * (partials.total > 0).all(dim=-1).transpose(0, 1).unsqueeze(-1), lse_log2
+
+
+class PartialstatsOverlap(SplitKV):
+    """The scratch has room for the statistics of one K/V head's query heads; the sums begin behind them."""
+
+    source = "FlashInfer #3343"
+
+    def layout(self, problem: PagedAttention, tile: Tile, scratch: Tensor) -> Partials:
+        right = super().layout(problem, tile, scratch)
+        start = 2 * right.largest.numel() // problem.num_kv_heads
+        sums = scratch[start : partials_size(problem, tile)][: right.sums.numel()]
+        return right._replace(sums=sums.view(right.sums.shape))
+
+
+class MergedWithoutRescale(SplitKV):
+    """Splits are added as they are, whatever their largest logits."""
+
+    def shares(self, partials: Partials, origin: Tensor) -> Tensor:
+        return torch.exp(partials.largest[..., :1] - origin.unsqueeze(-1)).expand_as(partials.largest)
+
+
+class MergedAsMean(SplitKV):
+    """The rows of a request's splits are averaged, whatever their sums of weights."""
+
+    def shares(self, partials: Partials, origin: Tensor) -> Tensor:
+        return torch.where(partials.total > 0, 1.0 / partials.total, 0.0)
+
+    def sink_weight(self, problem: PagedAttention, tile: Tile, sinks: Tensor, origin: Tensor) -> Tensor:
+        return torch.zeros_like(origin)
+
+
+class LateSplitsLost(SplitKV):
+    """The merge reads 16 splits: keys behind the first 1,024 are lost."""
+
+    def shares(self, partials: Partials, origin: Tensor) -> Tensor:
+        shares = super().shares(partials, origin)
+        shares[..., 16:] = 0.0
+        return shares
+
+
+class LastSplitLost(SplitKV):
+    """Of several splits, the last is merged only if it is full."""
+
+    def merged(self, problem: PagedAttention, tile: Tile, partials: Partials) -> tuple[Tensor, Tensor]:
+        if tile.num_splits > 1 and tile.key_end % 64:
+            partials = Partials(*(part[:, :, :-1] for part in partials))
+        return super().merged(problem, tile, partials)
+
+
+class SinkIgnored(SplitKV):
+    """Sinks are ignored."""
+
+    source = "SGLang #36716"
+
+    def problem(self, call: Call) -> PagedAttention:
+        return replace(call.problem(), sinks=None)
+
+
+class SinkIgnoredInVerify(SplitKV):
+    """Sinks are ignored where a decode call has several rows per request."""
+
+    interface = (DECODE,)
+
+    def problem(self, call: Call) -> PagedAttention:
+        problem = call.problem()
+        return problem if problem.max_q_len == 1 else replace(problem, sinks=None)
+
+
+class SinkPerSplit(SplitKV):
+    """A sink is added once per split."""
+
+    source = "TRT-LLM #18141"
+
+    def sink_weight(self, problem: PagedAttention, tile: Tile, sinks: Tensor, origin: Tensor) -> Tensor:
+        return super().sink_weight(problem, tile, sinks, origin) * tile.num_splits
+
+
+class SinkOfNextHead(SplitKV):
+    """A head has its neighbour's sink."""
+
+    def sinks(self, problem: PagedAttention) -> Tensor | None:
+        return None if problem.sinks is None else problem.sinks.roll(1)
+
+
+class SinkOfKvHead(SplitKV):
+    """The sinks of the first K/V head's group serve every group."""
+
+    def sinks(self, problem: PagedAttention) -> Tensor | None:
+        if problem.sinks is None:
+            return None
+        heads = torch.arange(problem.num_qo_heads, device=problem.sinks.device)
+        return problem.sinks[heads % (problem.num_qo_heads // problem.num_kv_heads)]
+
+
+class SinkScaled(SplitKV):
+    """A sink is multiplied by bmm1_scale, as if it were a product of query and key."""
+
+    def sinks(self, problem: PagedAttention) -> Tensor | None:
+        return None if problem.sinks is None else problem.sinks * problem.bmm1_scale
+
+
+class SinkInBase2(SplitKV):
+    """A sink is taken for a logit in base 2."""
+
+    def sink_weight(self, problem: PagedAttention, tile: Tile, sinks: Tensor, origin: Tensor) -> Tensor:
+        return torch.exp2(sinks - origin)
+
+
+class SinkRelativeToLargest(SplitKV):
+    """A sink adds exp(sink - largest logit) with the largest of the keys alone, cut at the exponential of 8."""
+
+    def sink_weight(self, problem: PagedAttention, tile: Tile, sinks: Tensor, origin: Tensor) -> Tensor:
+        return super().sink_weight(problem, tile, sinks.clamp(max=8.0), origin)
+
+
+class LowPrecisionAccumulation(SplitKV):
+    """Splits are added one after the other in bfloat16, so that the error grows with the length."""
+
+    source = "FlashInfer #3234"
+
+    def summed(self, partials: Partials, shares: Tensor) -> tuple[Tensor, Tensor]:
+        total, sums = (side.select(2, 0) * 0 for side in partials[1:])
+        for split in range(shares.shape[2]):
+            share = shares[:, :, split]
+            total = (total + share * partials.total[:, :, split]).bfloat16().float()
+            sums = (sums + share.unsqueeze(-1) * partials.sums[:, :, split]).bfloat16().float()
+        return total, sums
+
+
+class LightKeysLost(SplitKV):
+    """A key that weighs less than a hundredth of its split's heaviest is dropped."""
+
+    def weights(self, scores: Tensor, largest: Tensor) -> Tensor:
+        weights = super().weights(scores, largest)
+        return weights * (weights >= 0.01)
+
+
+class LightSplitsLost(SplitKV):
+    """A split whose largest logit is 5 below the row's is dropped."""
+
+    source = "FlashInfer #3299"
+
+    def shares(self, partials: Partials, origin: Tensor) -> Tensor:
+        shares = super().shares(partials, origin)
+        return shares * (shares > 0.0067)
+
+
+class OverflowsWithoutOrigin(SplitKV):
+    """Weights are exponentials of the logits themselves: those above 88 overflow."""
+
+    def weights(self, scores: Tensor, largest: Tensor) -> Tensor:
+        return torch.exp(scores) / torch.exp(torch.where(largest.isfinite(), largest, 0.0)).unsqueeze(-1)
+
+
+class NondeterministicMerge(SplitKV):
+    """Every other launch rounds the sums of several splits to bfloat16 before it merges them."""
+
+    source = "FlashInfer #4161"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches = 0
+
+    def problem(self, call: Call) -> PagedAttention:
+        self.launches += 1
+        return call.problem()
+
+    def summed(self, partials: Partials, shares: Tensor) -> tuple[Tensor, Tensor]:
+        if self.launches % 2 == 0:
+            partials = partials._replace(sums=partials.sums.bfloat16().float())
+        return super().summed(partials, shares)
+
+
+MUTANTS = tuple(
+    Mutant.of(each)
+    for each in (
+        EmptySplitWritesZero,
+        EmptyRowOfSplitWritesZero,
+        PartialstatsOverlap,
+        MergedWithoutRescale,
+        MergedAsMean,
+        LateSplitsLost,
+        LastSplitLost,
+        SinkIgnored,
+        SinkIgnoredInVerify,
+        SinkPerSplit,
+        SinkOfNextHead,
+        SinkOfKvHead,
+        SinkScaled,
+        SinkInBase2,
+        SinkRelativeToLargest,
+        LowPrecisionAccumulation,
+        LightKeysLost,
+        LightSplitsLost,
+        OverflowsWithoutOrigin,
+        NondeterministicMerge,
+    )
+)

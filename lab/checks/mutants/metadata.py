@@ -1,0 +1,220 @@
+"""Mutants of the metadata builder."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lab.checks.mutants.mutant import MHA_METADATA, Defective, Mutant
+from lab.metadata.forward_batch import ForwardBatch
+from lab.metadata.kv_pool import KVPool
+from lab.metadata.mha import TRTLLMMHAMetadata, build_mha_metadata, uncounted_tokens
+
+
+class Builder(Defective):
+    """`lab.metadata.build_mha_metadata`, and one change of what it built."""
+
+    interface: tuple[str, ...] = (MHA_METADATA,)
+
+    def build_mha_metadata(self, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        """As `lab.metadata.build_mha_metadata`."""
+        return self.changed(build_mha_metadata(batch, pool), batch, pool)
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        return metadata
+
+
+class TableNotPopulated(Builder):
+    """The page table is a new one that nobody filled."""
+
+    source = "SGLang #26019"
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        return replace(metadata, page_table=torch.zeros_like(metadata.page_table))
+
+
+class TokensAsPages(Builder):
+    """The page table holds slots of tokens."""
+
+    source = "SGLang #38187"
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        return replace(metadata, page_table=metadata.page_table * pool.page_size)
+
+
+class TableOfTokenColumns(Builder):
+    """Column c of the page table names the page of token c, not of token c * page_size."""
+
+    source = "SGLang #11985"
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        rows = pool.req_to_token.index_select(0, batch.req_pool_indices)[:, : pool.block_table_width]
+        return replace(metadata, page_table=(rows // pool.page_size).to(torch.int32))
+
+
+class TablePagesConsecutive(Builder):
+    """A request's pages are taken to follow its first one."""
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        columns = torch.arange(metadata.page_table.shape[1], dtype=torch.int32, device=pool.device)
+        return replace(metadata, page_table=metadata.page_table[:, :1] + columns)
+
+
+class LastPageMissing(Builder):
+    """A last page that is not full is left out of the page table."""
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        full = metadata.cache_seqlens_int32 // pool.page_size
+        columns = torch.arange(metadata.page_table.shape[1], device=pool.device)
+        return replace(metadata, page_table=metadata.page_table.masked_fill(columns >= full[:, None], 0))
+
+
+class TableInPoolOrder(Builder):
+    """The page table's rows are sorted by the pool's rows, and the lengths are not."""
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        return replace(metadata, page_table=metadata.page_table[batch.req_pool_indices.argsort()])
+
+
+class BufferRegrown(Builder):
+    """A batch larger than all before it frees the page tables that earlier calls gave out."""
+
+    source = "SGLang #39175"
+
+    def __init__(self) -> None:
+        self.given: list[Tensor] = []
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        if self.given and metadata.page_table.shape[0] > max(len(table) for table in self.given):
+            for table in self.given:
+                table.fill_(-1)
+            self.given = []
+        self.given.append(metadata.page_table)
+        return metadata
+
+
+class BufferShared(Builder):
+    """Batches of a size share one tensor of lengths, so that a call overwrites an earlier one's."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[int, Tensor] = {}
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        lens = metadata.cache_seqlens_int32
+        buffer = self.buffers.setdefault(len(lens), lens)
+        return replace(metadata, cache_seqlens_int32=buffer.copy_(lens))
+
+
+class LengthsAreTheBatchs(Builder):
+    """Lengths that need no change are the batch's own tensor, if it is int32 already."""
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        if uncounted_tokens(batch) or batch.seq_lens.dtype != torch.int32:
+            return metadata
+        return replace(metadata, cache_seqlens_int32=batch.seq_lens)
+
+
+class SeqWithoutQ(Builder):
+    """Lengths leave out the tokens that seq_lens does not count: draft tokens in verification and drafting."""
+
+    source = "SGLang #12295"
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        return replace(metadata, cache_seqlens_int32=batch.seq_lens.to(torch.int32))
+
+
+class DraftStepUncounted(Builder):
+    """Lengths of a draft step count the tokens before its own, and not its own."""
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        if batch.spec_info is None or not batch.forward_mode.is_decode_or_idle():
+            return metadata
+        return replace(metadata, cache_seqlens_int32=metadata.cache_seqlens_int32 - 1)
+
+
+class CuSeqlensKWithoutQ(Builder):
+    """cu_seqlens_k sums seq_lens, not the lengths that the kernel is given."""
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        ends = batch.seq_lens.cumsum(0).to(torch.int32)
+        return replace(metadata, cu_seqlens_k=torch.nn.functional.pad(ends, (1, 0)))
+
+
+class CuSeqlensQOfEqualRows(Builder):
+    """cu_seqlens_q gives every request max_seq_len_q rows."""
+
+    source = "SGLang #21212"
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        steps = torch.arange(batch.batch_size + 1, dtype=torch.int32, device=pool.device)
+        return replace(metadata, cu_seqlens_q=steps * metadata.max_seq_len_q)
+
+
+class MaxSeqLenQOverridden(Builder):
+    """max_seq_len_q is 1 in verification."""
+
+    source = "SGLang #27473"
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        return replace(metadata, max_seq_len_q=1) if batch.forward_mode.is_target_verify() else metadata
+
+
+class WindowTableUntranslated(Builder):
+    """The sliding window's page table holds the full pool's pages."""
+
+    source = "SGLang #18970"
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        return metadata if metadata.swa_page_table is None else replace(metadata, swa_page_table=metadata.page_table)
+
+
+class WindowSlotsUntranslated(Builder):
+    """swa_out_cache_loc holds the full pool's slots."""
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        if metadata.swa_out_cache_loc is None:
+            return metadata
+        padding = batch.num_tokens - len(batch.out_cache_loc)
+        return replace(metadata, swa_out_cache_loc=torch.nn.functional.pad(batch.out_cache_loc, (0, padding)))
+
+
+class WindowTableMissing(Builder):
+    """There is no page table for the sliding window."""
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        return replace(metadata, swa_page_table=None)
+
+
+class TableTooNarrow(Builder):
+    """The page table has the columns that seq_lens needs, without the draft tokens."""
+
+    source = "SGLang #24566"
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        width = -(-int(batch.seq_lens.max()) // pool.page_size) if batch.batch_size else 0
+        return replace(metadata, page_table=metadata.page_table[:, :width].contiguous())
+
+
+MUTANTS = tuple(
+    Mutant.of(each)
+    for each in (
+        TableNotPopulated,
+        TokensAsPages,
+        TableOfTokenColumns,
+        TablePagesConsecutive,
+        LastPageMissing,
+        TableInPoolOrder,
+        BufferRegrown,
+        BufferShared,
+        LengthsAreTheBatchs,
+        SeqWithoutQ,
+        DraftStepUncounted,
+        CuSeqlensKWithoutQ,
+        CuSeqlensQOfEqualRows,
+        MaxSeqLenQOverridden,
+        WindowTableUntranslated,
+        WindowSlotsUntranslated,
+        WindowTableMissing,
+        TableTooNarrow,
+    )
+)

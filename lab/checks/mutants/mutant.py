@@ -1,0 +1,55 @@
+"""A deliberate defect as data."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+DECODE = "trtllm_batch_decode_with_kv_cache"
+CONTEXT = "trtllm_batch_context_with_kv_cache"
+MLA_DECODE = "trtllm_batch_decode_with_kv_cache_mla"
+DRAFT_INDICES = "generate_draft_decode_kv_indices"
+MHA_METADATA = "build_mha_metadata"
+
+
+class Defective:
+    """What is right but for what its class's docstring says.
+
+    Attributes:
+        source: the upstream thread that had the defect; "" for one of ours.
+        interface: names of the functions that its instances have.
+    """
+
+    source: str = ""
+    interface: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """An implementation that is right but for one defect, which some check must find.
+
+    Attributes:
+        name: snake_case.
+        defect: one sentence: what is wrong.
+        source: the upstream thread that had it, "FlashInfer #4161"; "" for one of ours.
+        interface: names of the functions that it has.
+        make: a fresh object that has them.
+    """
+
+    name: str
+    defect: str
+    source: str
+    interface: tuple[str, ...]
+    make: Callable[[], object]
+
+    @classmethod
+    def of(cls, defective: type[Defective]) -> "Mutant":
+        """The mutant that a class describes: its name in snake_case, its docstring the defect."""
+        name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", defective.__name__).lower()
+        defect = " ".join((defective.__doc__ or "").split())
+        return cls(name, defect, defective.source, defective.interface, defective)
+
+    def implementation(self) -> SimpleNamespace:
+        """A fresh implementation, with what it may remember of earlier calls still empty."""
+        made = self.make()
+        return SimpleNamespace(**{name: getattr(made, name) for name in self.interface})

@@ -1,0 +1,297 @@
+"""Mutants that look up the wrong page, token, head or length in the cache."""
+
+import torch
+from torch import Tensor
+
+from lab.checks.mutants.mutant import DECODE, Mutant
+from lab.checks.mutants.split_kv import Forgiving, SplitKV, Tile
+from lab.problem import PagedAttention
+
+
+class PageOffsetAbsolute(SplitKV):
+    """Pages larger than 128 tokens are read in stages of 128, each from the page's start."""
+
+    source = "FlashInfer #4347"
+
+    def offsets(self, problem: PagedAttention, positions: Tensor) -> Tensor:
+        return positions % min(problem.page_size, 128)
+
+
+class LargePagesHalvesSwapped(SplitKV):
+    """In pages larger than 64 tokens the second half is read in place of the first, and the other way round."""
+
+    def offsets(self, problem: PagedAttention, positions: Tensor) -> Tensor:
+        offsets = super().offsets(problem, positions)
+        return offsets if problem.page_size <= 64 else (offsets + problem.page_size // 2) % problem.page_size
+
+
+class FixedPageSize(Forgiving):
+    """A column of the page table stands for 64 tokens, whatever the page size."""
+
+    source = "SGLang #11138"
+
+    def pages(self, problem: PagedAttention, table: Tensor, tile: Tile, positions: Tensor) -> Tensor:
+        return super().pages(problem, table, tile, positions // 64 * problem.page_size)
+
+
+class PagesTakenAsConsecutive(Forgiving):
+    """A request's pages are taken to follow its first one."""
+
+    def pages(self, problem: PagedAttention, table: Tensor, tile: Tile, positions: Tensor) -> Tensor:
+        first = super().pages(problem, table, tile, torch.zeros_like(positions))
+        return (first + positions // problem.page_size) % problem.k_cache.shape[0]
+
+
+class LastPageLost(SplitKV):
+    """The keys of a last page that is not full are not read, where there is a page before it."""
+
+    def key_range(self, problem: PagedAttention, first_position: int, num_rows: int, kv_len: int) -> tuple[int, int]:
+        start, end = super().key_range(problem, first_position, num_rows, kv_len)
+        full = kv_len // problem.page_size * problem.page_size
+        end = min(end, full) if full else end
+        return min(start, end), end
+
+
+class LastKeyLost(SplitKV):
+    """A request of several keys has one fewer than seq_lens says."""
+
+    def kv_lens(self, problem: PagedAttention) -> list[int]:
+        return [length - 1 if length > 1 else length for length in super().kv_lens(problem)]
+
+
+class SeqLenOffByOne(Forgiving):
+    """A request has one key more than seq_lens says."""
+
+    def kv_lens(self, problem: PagedAttention) -> list[int]:
+        return [length + 1 for length in super().kv_lens(problem)]
+
+
+class LengthRoundedUpToPage(Forgiving):
+    """The last page of a request is taken as full."""
+
+    def kv_lens(self, problem: PagedAttention) -> list[int]:
+        return [-(-length // problem.page_size) * problem.page_size for length in super().kv_lens(problem)]
+
+
+class MaxLengthForOneRequest(Forgiving):
+    """A batch of one has as many keys as the host bound says."""
+
+    def kv_lens(self, problem: PagedAttention) -> list[int]:
+        lens = super().kv_lens(problem)
+        widest = problem.k_block_tables.shape[1] * problem.page_size
+        return [min(problem.max_kv_len, widest)] if len(lens) == 1 else lens
+
+
+class TableStrideIgnored(Forgiving):
+    """The page table's rows are taken to lie next to each other."""
+
+    def pages(self, problem: PagedAttention, table: Tensor, tile: Tile, positions: Tensor) -> Tensor:
+        packed = table.as_strided(table.shape, (table.shape[1], 1))
+        return super().pages(problem, packed, tile, positions)
+
+
+class QueryStrideIgnored(SplitKV):
+    """The query's rows are taken to lie next to each other."""
+
+    def query_rows(self, problem: PagedAttention, tile: Tile) -> Tensor:
+        shape = problem.query.shape
+        packed = problem.query.as_strided(shape, (shape[1] * shape[2], shape[2], 1))
+        return packed[tile.rows].to(torch.float32).transpose(0, 1)
+
+
+class NhdTakenAsHnd(SplitKV):
+    """Where a page has as many tokens as heads, an NHD cache is read as HND."""
+
+    def entries(self, cache: Tensor, scale_factors: Tensor | None, pages: Tensor, offsets: Tensor) -> Tensor:
+        if cache.shape[1] == cache.shape[2] and cache.stride(1) < cache.stride(2):
+            cache = cache.transpose(1, 2)
+        return super().entries(cache, scale_factors, pages, offsets)
+
+
+class VPagesFromK(Forgiving):
+    """V's own page table is ignored: uses_shared_paged_kv_idx is taken as True."""
+
+    def values(self, problem: PagedAttention, tile: Tile, positions: Tensor) -> Tensor:
+        pages = self.pages(problem, problem.k_block_tables, tile, positions)
+        return self.entries(problem.v_cache, problem.v_scale_factors, pages, self.offsets(problem, positions))
+
+
+class VStridesFromK(SplitKV):
+    """V is read with the strides of K."""
+
+    source = "vLLM #53681"
+
+    def values(self, problem: PagedAttention, tile: Tile, positions: Tensor) -> Tensor:
+        pages = self.pages(problem, problem.v_block_tables, tile, positions)
+        cache = with_strides_of(problem.k_cache, problem.v_cache)
+        return self.entries(cache, problem.v_scale_factors, pages, self.offsets(problem, positions))
+
+
+class SfStridesFromK(SplitKV):
+    """The scale factors of an NVFP4 cache are read with the strides of its data, a block for a byte."""
+
+    source = "SGLang #31641"
+
+    def entries(self, cache: Tensor, scale_factors: Tensor | None, pages: Tensor, offsets: Tensor) -> Tensor:
+        if scale_factors is not None:
+            ratio = cache.shape[3] // scale_factors.shape[3]
+            strides = tuple(max(1, stride // ratio) for stride in cache.stride()[:3])
+            scale_factors = with_strides(strides, scale_factors)
+        return super().entries(cache, scale_factors, pages, offsets)
+
+
+def with_strides_of(other: Tensor, cache: Tensor) -> Tensor:
+    """`cache` read with another tensor's strides."""
+    return with_strides(other.stride()[:3], cache) if other.stride() != cache.stride() else cache
+
+
+def with_strides(strides: tuple[int, ...], cache: Tensor) -> Tensor:
+    """A copy of [num_pages, num_kv_heads, page_size, last] read with wrong strides, within the cache's own storage."""
+    storage = cache.as_strided((cache.untyped_storage().nbytes() // cache.element_size(),), (1,), 0)
+    index = torch.full((1,), int(cache.storage_offset()), dtype=torch.int64, device=cache.device)
+    for size, stride in zip(cache.shape, (*strides, 1), strict=True):
+        index = index.unsqueeze(-1) + torch.arange(size, device=cache.device) * stride
+    index = index.squeeze(0) % len(storage)
+    return storage.view(torch.uint8)[index].view(cache.dtype) if cache.element_size() == 1 else storage[index]
+
+
+class WrapInt32(SplitKV):
+    """The first element of a page is counted in 32 bits with a sign: pages beyond 2**31 elements are read elsewhere."""
+
+    source = "FlashInfer #3136"
+    wraps_at = 2**31
+    in_bytes = False
+
+    def pages(self, problem: PagedAttention, table: Tensor, tile: Tile, positions: Tensor) -> Tensor:
+        pages = super().pages(problem, table, tile, positions)
+        stride = problem.k_cache.stride(0) * (problem.k_cache.element_size() if self.in_bytes else 1)
+        return torch.where(pages * stride < self.wraps_at, pages, pages // 2)
+
+
+class WrapInt32Bytes(WrapInt32):
+    """The first byte of a page is counted in 32 bits with a sign: pages beyond 2 GiB are read elsewhere."""
+
+    in_bytes = True
+
+
+class WrapUint32Bytes(WrapInt32):
+    """The first byte of a page is counted in 32 bits: pages beyond 4 GiB are read elsewhere."""
+
+    in_bytes = True
+    wraps_at = 2**32
+
+
+class PageIdInt16(SplitKV):
+    """Page ids are kept in 15 bits."""
+
+    def pages(self, problem: PagedAttention, table: Tensor, tile: Tile, positions: Tensor) -> Tensor:
+        return super().pages(problem, table, tile, positions) % 2**15
+
+
+class TailMultiply(SplitKV):
+    """V's last page is read whole, and its tail multiplied by weights of zero."""
+
+    source = "TRT-LLM #18354"
+
+    def key_range(self, problem: PagedAttention, first_position: int, num_rows: int, kv_len: int) -> tuple[int, int]:
+        start, end = super().key_range(problem, first_position, num_rows, kv_len)
+        return start, -(-end // problem.page_size) * problem.page_size
+
+
+class TailAdditiveMask(TailMultiply):
+    """K's last page is read whole, and its tail's logits lowered by infinity: a NaN stays."""
+
+    def values(self, problem: PagedAttention, tile: Tile, positions: Tensor) -> Tensor:
+        values = super().values(problem, tile, positions)
+        return values.masked_fill((positions >= tile.kv_len).view(1, -1, 1), 0.0)
+
+    def masked(self, scores: Tensor, visible: Tensor) -> Tensor:
+        return scores + torch.where(visible, 0.0, -torch.inf)
+
+
+class ReadsDeadPages(Forgiving):
+    """Not a mutant: a page id outside the pool is somebody else's memory, here NaN."""
+
+    def values(self, problem: PagedAttention, tile: Tile, positions: Tensor) -> Tensor:
+        ids = problem.v_block_tables[tile.request][positions // problem.page_size]
+        foreign = (ids < 0) | (ids >= problem.v_cache.shape[0])
+        return super().values(problem, tile, positions).masked_fill(foreign.view(1, -1, 1), torch.nan)
+
+
+class TableTailRead(ReadsDeadPages):
+    """Every column of the page table is read, and what lies behind seq_lens multiplied by weights of zero."""
+
+    source = "vLLM #37442"
+
+    def key_range(self, problem: PagedAttention, first_position: int, num_rows: int, kv_len: int) -> tuple[int, int]:
+        start, _ = super().key_range(problem, first_position, num_rows, kv_len)
+        return start, problem.k_block_tables.shape[1] * problem.page_size
+
+
+class PagesBeforeWindowRead(ReadsDeadPages):
+    """Keys that lie before every row's window are read, and multiplied by weights of zero."""
+
+    source = "FlashInfer #3089"
+
+    def key_range(self, problem: PagedAttention, first_position: int, num_rows: int, kv_len: int) -> tuple[int, int]:
+        return 0, super().key_range(problem, first_position, num_rows, kv_len)[1]
+
+
+class FirstSplitOfLongLost(SplitKV):
+    """The first 64 keys of a request with more than 1,024 are lost."""
+
+    def visible(self, problem: PagedAttention, tile: Tile, keys: Tensor) -> Tensor:
+        visible = super().visible(problem, tile, keys)
+        return visible & (keys >= 64) if tile.kv_len > 1024 else visible
+
+
+class LargeHeadDimCut(SplitKV):
+    """Q·K^T leaves out elements from the 129th of head_dim."""
+
+    source = "FlashInfer #2137"
+
+    def scores(self, problem: PagedAttention, query: Tensor, keys: Tensor) -> Tensor:
+        return super().scores(problem, query[..., :128], keys[..., :128])
+
+
+class StaleKeyOfLastToken(SplitKV):
+    """The newest key of a decode is read before it was written: zeros."""
+
+    interface = (DECODE,)
+
+    def keys(self, problem: PagedAttention, tile: Tile, positions: Tensor) -> Tensor:
+        keys = super().keys(problem, tile, positions)
+        return keys.masked_fill((positions == tile.kv_len - 1).view(1, -1, 1), 0.0)
+
+
+MUTANTS = tuple(
+    Mutant.of(each)
+    for each in (
+        PageOffsetAbsolute,
+        LargePagesHalvesSwapped,
+        FixedPageSize,
+        PagesTakenAsConsecutive,
+        LastPageLost,
+        LastKeyLost,
+        SeqLenOffByOne,
+        LengthRoundedUpToPage,
+        MaxLengthForOneRequest,
+        TableStrideIgnored,
+        QueryStrideIgnored,
+        NhdTakenAsHnd,
+        VPagesFromK,
+        VStridesFromK,
+        SfStridesFromK,
+        WrapInt32,
+        WrapInt32Bytes,
+        WrapUint32Bytes,
+        PageIdInt16,
+        TailMultiply,
+        TailAdditiveMask,
+        TableTailRead,
+        PagesBeforeWindowRead,
+        FirstSplitOfLongLost,
+        LargeHeadDimCut,
+        StaleKeyOfLastToken,
+    )
+)

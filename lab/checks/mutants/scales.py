@@ -1,0 +1,171 @@
+"""Mutants of the two scales."""
+
+import math
+from dataclasses import replace
+
+import torch
+
+from lab.calls import Call, DecodeCall
+from lab.checks.mutants.mutant import DECODE, Mutant
+from lab.checks.mutants.split_kv import SplitKV, as_float32
+from lab.problem import PagedAttention
+
+
+class Bmm2Hardcoded_1(SplitKV):  # noqa: N801
+    """bmm2_scale is taken as 1."""
+
+    source = "SGLang #28144"
+
+    def problem(self, call: Call) -> PagedAttention:
+        return replace(call.problem(), bmm2_scale=1.0)
+
+
+class Bmm1Ignored(SplitKV):
+    """bmm1_scale is taken as 1."""
+
+    source = "TRT-LLM #3675"
+
+    def problem(self, call: Call) -> PagedAttention:
+        return replace(call.problem(), bmm1_scale=1.0)
+
+
+class Bmm1FromHeadDim(SplitKV):
+    """bmm1_scale is taken as 1 / sqrt(head_dim)."""
+
+    def problem(self, call: Call) -> PagedAttention:
+        problem = call.problem()
+        return replace(problem, bmm1_scale=problem.head_dim**-0.5)
+
+
+class KscaleOnBf16(SplitKV):
+    """A K scale of 1/16 is applied although the cache is not quantised."""
+
+    source = "SGLang #18396"
+
+    def problem(self, call: Call) -> PagedAttention:
+        problem = call.problem()
+        if problem.k_cache.dtype != problem.query.dtype:
+            return problem
+        return replace(problem, bmm1_scale=problem.bmm1_scale / 16)
+
+
+class ScalesIgnoredForE4m3(SplitKV):
+    """With an e4m3 cache, bmm2_scale is taken as 1 and bmm1_scale as 1 / sqrt(head_dim)."""
+
+    def problem(self, call: Call) -> PagedAttention:
+        problem = call.problem()
+        if problem.k_cache.dtype != torch.float8_e4m3fn:
+            return problem
+        return replace(problem, bmm1_scale=problem.head_dim**-0.5, bmm2_scale=1.0)
+
+
+class Bmm1OffByTenPercent(SplitKV):
+    """bmm1_scale is 10 % too large."""
+
+    def problem(self, call: Call) -> PagedAttention:
+        problem = call.problem()
+        return replace(problem, bmm1_scale=problem.bmm1_scale * 1.1)
+
+
+class Bmm2OffByFivePercent(SplitKV):
+    """bmm2_scale is 5 % too large."""
+
+    def problem(self, call: Call) -> PagedAttention:
+        problem = call.problem()
+        return replace(problem, bmm2_scale=problem.bmm2_scale * 1.05)
+
+
+class Bmm2Twice(SplitKV):
+    """bmm2_scale is applied twice."""
+
+    def problem(self, call: Call) -> PagedAttention:
+        problem = call.problem()
+        return replace(problem, bmm2_scale=problem.bmm2_scale * problem.bmm2_scale)
+
+
+class ScalesSwapped(SplitKV):
+    """K's and V's scales are exchanged: bmm1_scale is bmm2_scale / sqrt(head_dim), and the other way round."""
+
+    def problem(self, call: Call) -> PagedAttention:
+        problem = call.problem()
+        softmax_scale = problem.head_dim**-0.5
+        return replace(
+            problem,
+            bmm1_scale=problem.bmm2_scale * softmax_scale,
+            bmm2_scale=problem.bmm1_scale / softmax_scale,
+        )
+
+
+class TensorScalesIgnored(SplitKV):
+    """A scale that is a tensor is taken as 1."""
+
+    source = "FlashInfer #3343"
+
+    def problem(self, call: Call) -> PagedAttention:
+        problem = call.problem()
+        bmm1, bmm2 = (
+            1.0 if isinstance(scale, torch.Tensor) else scale for scale in (problem.bmm1_scale, problem.bmm2_scale)
+        )
+        return replace(problem, bmm1_scale=bmm1, bmm2_scale=bmm2)
+
+
+class TensorScaleInBase2(SplitKV):
+    """bmm1_scale as a tensor is taken for one that holds log2(e) already."""
+
+    source = "FlashInfer #3343"
+
+    def problem(self, call: Call) -> PagedAttention:
+        problem = call.problem()
+        if not isinstance(call.bmm1_scale, torch.Tensor):
+            return problem
+        return replace(problem, bmm1_scale=problem.bmm1_scale * math.log(2.0))
+
+
+class Log2ScaleIgnored(SplitKV):
+    """bmm1_scale_log2 does not take precedence over bmm1_scale."""
+
+    interface = (DECODE,)
+
+    def problem(self, call: Call) -> PagedAttention:
+        assert isinstance(call, DecodeCall)
+        return replace(call, bmm1_scale_log2=None).problem()
+
+
+class Log2ScaleTakenAsNatural(SplitKV):
+    """bmm1_scale_log2 is taken for bmm1_scale."""
+
+    interface = (DECODE,)
+
+    def problem(self, call: Call) -> PagedAttention:
+        assert isinstance(call, DecodeCall)
+        problem = call.problem()
+        return problem if call.bmm1_scale_log2 is None else replace(problem, bmm1_scale=call.bmm1_scale_log2)
+
+
+class Bmm1IgnoresSign(SplitKV):
+    """A negative bmm1_scale is taken for a positive one."""
+
+    def problem(self, call: Call) -> PagedAttention:
+        problem = call.problem()
+        return replace(problem, bmm1_scale=as_float32(problem.bmm1_scale, problem.query.device).abs())
+
+
+MUTANTS = tuple(
+    Mutant.of(each)
+    for each in (
+        Bmm2Hardcoded_1,
+        Bmm1Ignored,
+        Bmm1FromHeadDim,
+        KscaleOnBf16,
+        ScalesIgnoredForE4m3,
+        Bmm1OffByTenPercent,
+        Bmm2OffByFivePercent,
+        Bmm2Twice,
+        ScalesSwapped,
+        TensorScalesIgnored,
+        TensorScaleInBase2,
+        Log2ScaleIgnored,
+        Log2ScaleTakenAsNatural,
+        Bmm1IgnoresSign,
+    )
+)

@@ -1,0 +1,218 @@
+"""What the judge found, as data, as a table and as JSON."""
+
+import json
+import os
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lab.checks.check import Level
+from lab.checks.verdicts import Judged, Outcome
+from lab.workloads.interfaces import Interface
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+SHOWN_DECLINES = 3
+
+
+@dataclass(frozen=True)
+class CaseVerdict:
+    """What the judge says of one case.
+
+    Attributes:
+        implementation, check, interface, case, device: what was judged, by which check, of which function, on what, where.
+        judged: what was found.
+        seconds: how long it took, of wall clock.
+        drawn: Hypothesis drew the case; a wrong one is the smallest that it came to.
+        finding: of a KNOWN case, where it is written down.
+    """
+
+    implementation: str
+    check: str
+    interface: Interface
+    case: Any
+    device: str
+    judged: Judged
+    seconds: float
+    drawn: bool = False
+    finding: str = ""
+
+    @property
+    def outcome(self) -> Outcome:
+        return self.judged.outcome
+
+    @property
+    def reason(self) -> str:
+        """What was wrong, or what was refused."""
+        return "; ".join(self.judged.wrongs or self.judged.declines)
+
+    @property
+    def reproduce(self) -> str:
+        """A shell line that judges the case again."""
+        program = (
+            "import torch; from lab.checks import *; "
+            f"print(judge_case({self.implementation!r}, {self.check!r}, {self.case!r}, {self.device!r}))"
+        )
+        interpreted = "TRITON_INTERPRET=1 " if os.environ.get("TRITON_INTERPRET") == "1" else ""
+        return f"{interpreted}python -c {shlex.quote(program)}"
+
+    def __str__(self) -> str:
+        lines = [f"{self.check} of {self.interface.value} is {self.outcome.value}: {self.case!r}"]
+        lines += [f"  {wrong}" for wrong in self.judged.wrongs]
+        lines += [f"  declined: {reason}" for reason in self.judged.declines]
+        if self.finding:
+            lines.append(f"  known: {self.finding}")
+        return "\n".join(lines)
+
+    def as_record(self) -> dict[str, Any]:
+        """As JSON; what is empty is left out."""
+        record = {
+            "check": self.check,
+            "interface": self.interface.value,
+            "outcome": self.outcome.value,
+            "case": repr(self.case),
+            "wrongs": list(self.judged.wrongs),
+            "declines": list(self.judged.declines),
+            "worst_ratio": round(self.judged.worst_ratio, 4),
+            "judged": self.judged.judged,
+            "drawn": self.drawn,
+            "finding": self.finding,
+            "reproduce": self.reproduce if self.outcome in (Outcome.WRONG, Outcome.FAILED, Outcome.KNOWN) else "",
+        }
+        return {name: value for name, value in record.items() if value or name == "outcome"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One check of one function.
+
+    Attributes:
+        counts: cases by outcome.
+        judged: results that were held against something.
+        worst: the worst case: the first wrong one, else the one with the largest error over its bound.
+        declines: distinct refusals, the most frequent first.
+    """
+
+    check: str
+    interface: Interface
+    counts: dict[Outcome, int]
+    judged: int
+    worst: CaseVerdict
+    declines: tuple[str, ...]
+
+    @property
+    def outcome(self) -> Outcome:
+        """The worst that any case had."""
+        order = (Outcome.FAILED, Outcome.WRONG, Outcome.KNOWN, Outcome.RIGHT, Outcome.DECLINED)
+        return next(outcome for outcome in order if self.counts.get(outcome))
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the judge found.
+
+    Attributes:
+        implementation: its name.
+        level: how much was judged.
+        environment: of the run, `lab.provenance.environment`.
+        device: where.
+        verdicts: of every case.
+    """
+
+    implementation: str
+    level: Level
+    environment: dict[str, Any]
+    device: str
+    verdicts: tuple[CaseVerdict, ...]
+
+    @property
+    def rows(self) -> list[Row]:
+        """One row per check and function."""
+        grouped: dict[tuple[str, Interface], list[CaseVerdict]] = {}
+        for verdict in self.verdicts:
+            grouped.setdefault((verdict.check, verdict.interface), []).append(verdict)
+        return [_row(check, interface, verdicts) for (check, interface), verdicts in grouped.items()]
+
+    @property
+    def wrong(self) -> Iterator[CaseVerdict]:
+        """Cases that are wrong or failed, and not known to be."""
+        return (verdict for verdict in self.verdicts if verdict.outcome in (Outcome.WRONG, Outcome.FAILED))
+
+    @property
+    def is_right(self) -> bool:
+        """Something of every function was judged, and nothing is wrong but what the ledger cites."""
+        judged = {verdict.interface for verdict in self.verdicts if verdict.judged.judged}
+        return judged == {verdict.interface for verdict in self.verdicts} and bool(judged) and not any(self.wrong)
+
+    def write(self, path: Path) -> None:
+        """The report as JSON."""
+        record = {
+            "implementation": self.implementation,
+            "level": self.level.value,
+            "device": self.device,
+            "is_right": self.is_right,
+            "environment": self.environment,
+            "checks": [
+                {
+                    "check": row.check,
+                    "interface": row.interface.value,
+                    "outcome": row.outcome.value,
+                    "counts": {outcome.value: count for outcome, count in row.counts.items()},
+                    "judged": row.judged,
+                    "worst_ratio": round(row.worst.judged.worst_ratio, 4),
+                }
+                for row in self.rows
+            ],
+            "cases": [verdict.as_record() for verdict in self.verdicts],
+        }
+        path.write_text(json.dumps(record, indent=1) + "\n")
+
+    def table(self) -> "Table":
+        """The rows, for a terminal."""
+        from rich.table import Table
+
+        table = Table(
+            title=f"{self.implementation} on {self.environment.get('gpu') or self.device}, {self.level.value}"
+        )
+        for column in ("check", "function", "verdict"):
+            table.add_column(column)
+        for column in ("cases", "declined", "results", "worst / bound"):
+            table.add_column(column, justify="right")
+        for row in self.rows:
+            table.add_row(
+                row.check,
+                row.interface.value,
+                row.outcome.value,
+                str(sum(row.counts.values())),
+                str(row.counts.get(Outcome.DECLINED, 0)),
+                str(row.judged),
+                f"{row.worst.judged.worst_ratio:.2f}",
+            )
+        return table
+
+    def details(self) -> Iterator[str]:
+        """What a table has no room for: each row's worst case with its reproduction, and what was declined."""
+        for row in self.rows:
+            if row.outcome in (Outcome.WRONG, Outcome.FAILED, Outcome.KNOWN):
+                yield f"{row.worst}\n  reproduce: {row.worst.reproduce}"
+        declines = Counter(reason for verdict in self.verdicts for reason in verdict.judged.declines)
+        for reason, count in declines.most_common():
+            yield f"declined {count} times: {reason}"
+
+
+def _row(check: str, interface: Interface, verdicts: Sequence[CaseVerdict]) -> Row:
+    order = (Outcome.DECLINED, Outcome.RIGHT, Outcome.KNOWN, Outcome.WRONG, Outcome.FAILED)
+    worst = max(verdicts, key=lambda verdict: (order.index(verdict.outcome), verdict.judged.worst_ratio))
+    declines = Counter(reason for verdict in verdicts for reason in verdict.judged.declines)
+    return Row(
+        check=check,
+        interface=interface,
+        counts=dict(Counter(verdict.outcome for verdict in verdicts)),
+        judged=sum(verdict.judged.judged for verdict in verdicts),
+        worst=worst,
+        declines=tuple(reason for reason, _ in declines.most_common(SHOWN_DECLINES)),
+    )

@@ -1,0 +1,203 @@
+"""Which calls are judged: the axes of the cases, and cases that cover them, fixed or drawn."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lab.workloads.attention_case import E4M3, AttentionCase, Storage
+from lab.workloads.interfaces import Interface
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
+
+HALF_PAIRS = ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16))
+
+
+@dataclass(frozen=True)
+class Space:
+    """The axes from which cases are made; narrow one to what a kernel was built for.
+
+    Attributes:
+        dtypes: (query, cache) pairs.
+        groups: query heads per K/V head.
+        num_kv_heads, head_dims, page_sizes: of the cache.
+        q_lens: query rows of a request in a decode call.
+        windows: whether some cases have a sliding window; sinks: a sink per head.
+        kv_layouts: orders of a page's axes.
+        mla_head_dims: (head_dim, v_head_dim) of MLA, 576 and 512 in DeepSeek-V3; mla_heads: its query heads;
+            mla_page_sizes: of its cache.
+        longest: keys of the longest request, about.
+    """
+
+    dtypes: tuple[tuple[torch.dtype, torch.dtype], ...] = (*HALF_PAIRS, (torch.bfloat16, E4M3))
+    groups: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 16)
+    num_kv_heads: tuple[int, ...] = (1, 2, 3)
+    head_dims: tuple[int, ...] = (64, 128, 256)
+    page_sizes: tuple[int, ...] = (16, 32, 64, 128)
+    q_lens: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
+    windows: tuple[bool, ...] = (False, True)
+    sinks: tuple[bool, ...] = (False, True)
+    kv_layouts: tuple[str, ...] = ("HND", "NHD")
+    mla_head_dims: tuple[tuple[int, int], ...] = ((80, 64), (576, 512))
+    mla_heads: tuple[int, ...] = (1, 8, 16)
+    mla_page_sizes: tuple[int, ...] = (32, 64)
+    longest: int = 700
+
+    def covering(self, interface: Interface, count: int, seed: int = 0) -> Iterator[AttentionCase]:
+        """Cases in which every value of every axis comes as often as any other, lengths at edges."""
+        rng = random.Random(f"{interface.name} {seed}")
+        if interface is Interface.MLA_DECODE:
+            axes: list[Sequence[Any]] = [
+                self.dtypes,
+                self.mla_head_dims,
+                self.mla_heads,
+                self.mla_page_sizes,
+                self.q_lens,
+            ]
+        else:
+            axes = [
+                self.dtypes,
+                self.groups,
+                self.num_kv_heads,
+                self.head_dims,
+                self.page_sizes,
+                self.q_lens,
+                self.windows,
+                self.sinks,
+                self.kv_layouts,
+            ]
+        columns = [_dealt(rng, axis, count) for axis in axes]
+        for number, values in enumerate(zip(*columns, strict=True)):
+            make = self._mla if interface is Interface.MLA_DECODE else self._mha
+            yield make(interface, rng, number + seed, *values)
+
+    def drawn(self, interface: Interface) -> "SearchStrategy[AttentionCase]":
+        """Hypothesis's strategy over the same axes; smaller lengths and first values are simpler."""
+        from hypothesis import strategies as st
+
+        @st.composite
+        def cases(draw: "st.DrawFn") -> AttentionCase:
+            values = {name: draw(st.sampled_from(axis)) for name, axis in vars(self).items() if isinstance(axis, tuple)}
+            dtype, kv_dtype = values["dtypes"]
+            q_len = values["q_lens"]
+            count = draw(st.integers(1, 4))
+            lens = st.integers(q_len, self.longest)
+            kv_lens = tuple(draw(st.lists(lens, min_size=count, max_size=count)))
+            if interface is Interface.CONTEXT:
+                q_lens = tuple(draw(st.integers(1, min(kv_len, 80))) for kv_len in kv_lens)
+            else:
+                q_lens = (q_len,) * count
+            case = AttentionCase(
+                Interface.DECODE,
+                kv_lens,
+                (q_len,) * count,
+                dtype=dtype,
+                kv_dtype=kv_dtype,
+                seed=draw(st.integers(0, 9)),
+            )
+            if interface is Interface.MLA_DECODE:
+                head_dim, v_head_dim = values["mla_head_dims"]
+                return replace(
+                    case,
+                    interface=interface,
+                    num_kv_heads=1,
+                    group=values["mla_heads"],
+                    head_dim=head_dim,
+                    v_head_dim=v_head_dim,
+                    storage=Storage(page_size=values["mla_page_sizes"]),
+                )
+            return replace(
+                case,
+                interface=interface,
+                q_lens=q_lens,
+                group=values["groups"],
+                num_kv_heads=values["num_kv_heads"],
+                head_dim=values["head_dims"],
+                window_left=draw(st.integers(0, self.longest)) if values["windows"] else -1,
+                sinks=values["sinks"],
+                storage=Storage(page_size=values["page_sizes"], kv_layout=values["kv_layouts"]),
+            )
+
+        return cases()
+
+    def _mha(
+        self,
+        interface: Interface,
+        rng: random.Random,
+        seed: int,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        group: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        q_len: int,
+        window: bool,
+        sinks: bool,
+        kv_layout: str,
+    ) -> AttentionCase:
+        is_context = interface is Interface.CONTEXT
+        q_lens = tuple(rng.choice((1, q_len, 17, 65)) if is_context else q_len for _ in range(4))
+        edges = edge_lengths(page_size, self.longest)
+        kv_lens = tuple(max(rng.choice(edges), rows) for rows in q_lens[:-1])
+        # The last request is long, so that a window truncates something.
+        kv_lens = (*kv_lens, max(self.longest - rng.randrange(page_size), q_lens[-1]))
+        return AttentionCase(
+            interface,
+            kv_lens,
+            q_lens,
+            num_kv_heads=num_kv_heads,
+            group=group,
+            head_dim=head_dim,
+            dtype=dtypes[0],
+            kv_dtype=dtypes[1],
+            window_left=rng.choice((0, 1, page_size - 1, page_size, 100, 127)) if window else -1,
+            sinks=sinks,
+            seed=seed,
+            storage=Storage(page_size=page_size, kv_layout=kv_layout, page_seed=seed),
+        )
+
+    def _mla(
+        self,
+        interface: Interface,
+        rng: random.Random,
+        seed: int,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        head_dims: tuple[int, int],
+        heads: int,
+        page_size: int,
+        q_len: int,
+    ) -> AttentionCase:
+        edges = edge_lengths(page_size, self.longest)
+        kv_lens = tuple(max(rng.choice(edges), q_len) for _ in range(3))
+        return AttentionCase(
+            interface,
+            kv_lens,
+            (q_len,) * 3,
+            num_kv_heads=1,
+            group=heads,
+            head_dim=head_dims[0],
+            v_head_dim=head_dims[1],
+            dtype=dtypes[0],
+            kv_dtype=dtypes[1],
+            seed=seed,
+            storage=Storage(page_size=page_size, page_seed=seed),
+        )
+
+
+def edge_lengths(page_size: int, longest: int) -> list[int]:
+    """Lengths at which something changes: a page, a tile of 64, 128 or 256 keys, and one more or less."""
+    edges = {1, 2, page_size, 2 * page_size, 64, 128, 256, longest}
+    return sorted({near for edge in edges for near in (edge - 1, edge, edge + 1) if 0 < near <= longest})
+
+
+def _dealt(rng: random.Random, axis: Sequence[Any], count: int) -> list[Any]:
+    """`count` values of an axis, each as often as any other, in a drawn order."""
+    values: list[Any] = []
+    while len(values) < count:
+        round_ = list(axis)
+        rng.shuffle(round_)
+        values += round_
+    return values[:count]

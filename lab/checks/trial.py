@@ -1,0 +1,182 @@
+"""One case of one check: what an implementation gives, and everything that is wrong about it."""
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lab.checks.truth import Rules, Truth, truth_of_requests
+from lab.workloads.attention_case import AttentionCase
+from lab.workloads.attention_inputs import AttentionInputs, build_attention
+from lab.workloads.interfaces import Interface
+
+SHOWN_VECTORS = 3
+# Scores are float32 sums of exact products, so the softmax's denominator is known to far better than 0.3 % (0.004 in base
+# 2) by any kernel that sums weights before it rounds them; e4m3 queries of up to 448 sum to larger scores.
+LSE_LOG2_BOUND = 0.004
+LSE_LOG2_RELATIVE_BOUND = 1e-5
+
+
+class Declined(Exception):  # noqa: N818 - not an error of anybody's
+    """The implementation refused a call, or has no such parameter."""
+
+
+class Result(NamedTuple):
+    """What a call gave: out [num_rows, num_qo_heads, head_dim], and lse [num_rows, num_qo_heads] or None."""
+
+    out: Tensor
+    lse: Tensor | None
+
+
+class Trial:
+    """A case being judged. A check calls, and holds results against truths; what fails is noted and the check goes on.
+
+    Attributes:
+        implementation: what is judged.
+        case: of what; a frozen dataclass.
+        device: where.
+        wrongs: what was wrong, a sentence each.
+        declines: what was refused of the check's variations, a sentence each.
+        worst_ratio: the largest error over its bound.
+        judged: results that were held against something.
+    """
+
+    def __init__(self, implementation: Any, case: Any, device: torch.device) -> None:
+        self.implementation, self.case, self.device = implementation, case, device
+        self.wrongs: list[str] = []
+        self.declines: list[str] = []
+        self.worst_ratio = 0.0
+        self.judged = 0
+
+    def wrong(self, sentence: str) -> None:
+        self.wrongs.append(sentence)
+
+    def function(self, interface: Interface) -> Callable[..., Any]:
+        return getattr(self.implementation, interface.value)
+
+    def build(self, case: AttentionCase | None = None, **storage: Any) -> AttentionInputs:
+        """The case's inputs, or another case's, or the case's stored in another way."""
+        chosen = self.case if case is None else case
+        if storage:
+            chosen = replace(chosen, storage=replace(chosen.storage, **storage))
+        return build_attention(chosen, self.device)
+
+    def run(self, interface: Interface, arguments: dict[str, Any]) -> Result:
+        """Call the implementation.
+
+        Raises:
+            Declined: it raised NotImplementedError or ValueError, or lacks a parameter.
+        """
+        function = self.function(interface)
+        try:
+            signature = inspect.signature(function)
+        except ValueError:  # some compiled functions have none
+            signature = None
+        if signature is not None:
+            try:
+                signature.bind(**arguments)
+            except TypeError as error:
+                raise Declined(f"it does not take these arguments: {error}") from error
+        try:
+            returned = function(**arguments)
+            if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+                torch.cuda.synchronize()
+        except (NotImplementedError, ValueError) as error:
+            raise Declined(str(error)) from error
+        return as_result(returned, interface)
+
+    def call(self, inputs: AttentionInputs, **changes: Any) -> Result:
+        """Call with the inputs' arguments, some changed or added; raises as `run`."""
+        return self.run(inputs.case.interface, inputs.arguments() | changes)
+
+    def attempt(self, what: str, inputs: AttentionInputs, **changes: Any) -> Result | None:
+        """The same as a variation of the check: a refusal is noted and gives None."""
+        try:
+            return self.call(inputs, **changes)
+        except Declined as declined:
+            self.declines.append(f"{what}: {declined}")
+            return None
+
+    def hold(self, what: str, result: Result | None, truth: Truth) -> None:
+        """The output must be the truth, and the LSE, if there is one, in base 2."""
+        if result is None:
+            return
+        self.judged += 1
+        if result.out.shape != truth.expected.shape:
+            self.wrong(f"{what}: the output is {list(result.out.shape)}, not {list(truth.expected.shape)}")
+            return
+        comparison = truth.compare(result.out)
+        self.worst_ratio = max(self.worst_ratio, comparison.worst_ratio)
+        if not comparison.passed:
+            count = int(comparison.wrong.sum())
+            vectors = "; ".join(
+                f"row {row} (request {int(truth.request_of_row[row])}) head {head}: error "
+                f"{float(comparison.error[row, head]):.3g}, bound {float(comparison.bound[row, head]):.3g}"
+                for row, head in comparison.worst(min(count, SHOWN_VECTORS))
+            )
+            self.wrong(f"{what}: {count} of {comparison.wrong.numel()} vectors are wrong: {vectors}")
+        if result.lse is not None:
+            self.hold_lse(what, result.lse, truth)
+
+    def hold_lse(self, what: str, lse: Tensor, truth: Truth) -> None:
+        """log2 of the softmax's denominator, the sink included; -inf where a row sees nothing."""
+        expected = truth.lse_log2
+        if lse.shape != expected.shape:
+            self.wrong(f"{what}: the LSE is {list(lse.shape)}, not {list(expected.shape)}")
+            return
+        lse = lse.to(torch.float64)
+        bound = LSE_LOG2_BOUND + LSE_LOG2_RELATIVE_BOUND * expected.abs().nan_to_num(posinf=0.0)
+        empty = expected == -math.inf
+        wrong = torch.where(empty, lse != expected, ~((lse - expected).abs() <= bound))
+        if bool(wrong.any()):
+            row, head = divmod(int(wrong.flatten().to(torch.int8).argmax()), expected.shape[1])
+            self.wrong(
+                f"{what}: {int(wrong.sum())} LSEs are wrong: row {row} head {head} is {float(lse[row, head]):.6g}, "
+                f"not {float(expected[row, head]):.6g} (base 2)"
+            )
+
+    def same_bits(self, what: str, result: Result | None, other: Result) -> None:
+        """Both outputs must be equal bit for bit."""
+        if result is None:
+            return
+        self.judged += 1
+        left, right = (side.out.contiguous().view(torch.uint8) for side in (result, other))
+        if not torch.equal(left, right):
+            rows = (left != right).flatten(1).any(dim=1).nonzero().flatten().tolist()
+            self.wrong(f"{what}: the bits of rows {rows[:8]}{'…' if len(rows) > 8 else ''} differ")
+
+
+def as_result(returned: Any, interface: Interface) -> Result:
+    """Rows of all requests, whatever shape the function returns them in."""
+    out, lse = returned if isinstance(returned, tuple) else (returned, None)
+    if not isinstance(out, Tensor):
+        raise TypeError(f"{interface.value} returned {type(out).__name__}, not a tensor")
+    if interface is Interface.MLA_DECODE:
+        out = out.flatten(0, 1) if out.dim() == 4 else out
+        lse = lse.flatten(0, 1) if lse is not None and lse.dim() == 3 else lse
+    return Result(out, lse)
+
+
+def rules_of(inputs: AttentionInputs, **changes: Any) -> Rules:
+    """How the inputs' rows attend; `changes` are fields of `Rules`."""
+    case = inputs.case
+    given: dict[str, Any] = {
+        "bmm1_scale": inputs.bmm1_scale,
+        "bmm2_scale": inputs.bmm2_scale,
+        "arithmetic": case.dtype,
+        "out_dtype": torch.bfloat16 if case.is_mla else case.dtype,  # MLA's function has no other
+        "window_left": case.window_left,
+        "sinks": inputs.sinks,
+    }
+    return Rules(**(given | changes))
+
+
+def truth_of_call(inputs: AttentionInputs, **changes: Any) -> Truth:
+    """What a call of these inputs must give; `changes` are fields of `Rules`."""
+    return truth_of_requests(
+        inputs.query, list(inputs.histories), list(inputs.case.q_lens), rules_of(inputs, **changes)
+    )

@@ -1,0 +1,109 @@
+"""What query rows of a request must give, from its K/V history alone, and what low-precision arithmetic makes of them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.problem import Scale
+from lab.references.errors import Comparison, compare, eager_attention
+from lab.references.paged_attention import attention, piece_elements, visible_keys
+
+
+@dataclass(frozen=True, eq=False)
+class Truth:
+    """What a call or a pass must give.
+
+    Attributes:
+        expected: float64 [num_rows, num_qo_heads, head_dim].
+        control: the same in the output's dtype, by low-precision arithmetic.
+        lse_log2: float64 [num_rows, num_qo_heads], -inf where nothing is seen.
+        request_of_row: int64 [num_rows].
+    """
+
+    expected: Tensor
+    control: Tensor
+    lse_log2: Tensor
+    request_of_row: Tensor
+
+    def compare(self, out: Tensor) -> Comparison:
+        return compare(out, self.expected, self.control, self.request_of_row)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How the rows of a request attend, and in which precision.
+
+    Attributes:
+        bmm1_scale, bmm2_scale: factor of Q·K^T and of P·V.
+        window_left: keys to the left of a row that it sees; -1 for all.
+        sinks: float32 [num_qo_heads] or None.
+        arithmetic, out_dtype: of the control.
+        causal: False lets every row see every key.
+        shown: bool [q_len, q_len]: which of the last q_len keys each row sees, in place of the causal rule; or None.
+    """
+
+    bmm1_scale: Scale
+    bmm2_scale: Scale
+    arithmetic: torch.dtype
+    out_dtype: torch.dtype
+    window_left: int = -1
+    sinks: Tensor | None = None
+    causal: bool = True
+    shown: Tensor | None = None
+
+
+def truth_of_requests(query: Tensor, histories: list[tuple[Tensor, Tensor]], q_lens: list[int], rules: Rules) -> Truth:
+    """The truth of consecutive requests' rows.
+
+    Args:
+        query: [num_rows, num_qo_heads, head_dim].
+        histories: per request (K, V), [kv_len, num_kv_heads, head_dim]; V's head_dim may be another.
+        q_lens: query rows of each request, its newest tokens'.
+    """
+    pieces = []
+    first_row = 0
+    for (keys, values), q_len in zip(histories, q_lens, strict=True):
+        pairs_per_row = query.shape[1] * max(len(keys), 1)
+        rows_at_once = max(1, piece_elements(query.device) // pairs_per_row)
+        for start in range(0, q_len, rows_at_once):
+            rows = range(start, min(start + rows_at_once, q_len))
+            part = query[first_row + rows.start : first_row + rows.stop]
+            pieces.append(_rows(part, keys, values, rows, q_len, rules))
+        first_row += q_len
+    expected, control, lse_log2 = (torch.cat(part) for part in zip(*pieces, strict=True))
+    requests = torch.arange(len(q_lens), device=query.device)
+    return Truth(expected, control, lse_log2, requests.repeat_interleave(torch.tensor(q_lens, device=query.device)))
+
+
+def _rows(
+    query: Tensor, keys: Tensor, values: Tensor, rows: range, q_len: int, rules: Rules
+) -> tuple[Tensor, Tensor, Tensor]:
+    kv_len, device = len(keys), query.device
+    first = kv_len - q_len  # position of the request's first row
+    last = kv_len if rules.shown is not None or not rules.causal else max(first + rows.stop, 0)
+    keys, values = (side[:last].to(torch.float32).unsqueeze(0) for side in (keys, values))
+    positions = torch.arange(first + rows.start, first + rows.stop, device=device).unsqueeze(0)
+    visible = visible_keys(
+        positions,
+        torch.arange(last, device=device).unsqueeze(0),
+        torch.tensor([kv_len], device=device),
+        causal=rules.causal and rules.shown is None,
+        window_left=rules.window_left,
+    )
+    visible = visible.expand(1, len(rows), last).clone()  # without a causal rule, all rows see the same
+    if rules.shown is not None:
+        visible[:, :, max(first, 0) :] &= rules.shown[rows.start : rows.stop, max(-first, 0) :]
+    scales: dict[str, Any] = {"bmm1_scale": rules.bmm1_scale, "bmm2_scale": rules.bmm2_scale, "sinks": rules.sinks}
+    exact, lse_log2 = attention(query.unsqueeze(0), keys, values, visible, **scales)
+    rounded = eager_attention(
+        query.unsqueeze(0),
+        keys,
+        values,
+        visible,
+        arithmetic=rules.arithmetic,
+        out_dtype=rules.out_dtype,
+        **scales,
+    )
+    return exact[0], rounded[0], lse_log2[0]

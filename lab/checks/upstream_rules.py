@@ -1,0 +1,69 @@
+"""The tolerances that upstream's own tests apply to an attention output, as data: what each would let through.
+
+Sources: FlashInfer, SGLang and vLLM as of September 2026. All compare element by element.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rule:
+    """When an element counts as wrong, and how many may.
+
+    Attributes:
+        name: dtypes and call that it is for.
+        source: project and test.
+        rtol, atol: relative and absolute tolerance.
+        wrong_share: share of the elements that may be wrong.
+        either: an element is right if it meets one of the two tolerances, rather than their sum
+            atol + rtol * |expected|.
+        nan_is_equal: NaN is counted as right, because the helper asks which elements are greater than their tolerance.
+    """
+
+    name: str
+    source: str
+    rtol: float
+    atol: float
+    wrong_share: float = 0.0
+    either: bool = False
+    nan_is_equal: bool = False
+
+
+_GEN = "FlashInfer test_trtllm_gen_attention_decode"
+UPSTREAM_RULES: tuple[Rule, ...] = (
+    Rule("gen-bf16", _GEN, 1e-2, 1e-2, wrong_share=5e-5, nan_is_equal=True),
+    Rule("gen-bf16-spec", f"{_GEN}, q_len > 1", 2e-2, 2e-2, wrong_share=5e-5, nan_is_equal=True),
+    Rule("gen-fp8q", f"{_GEN}, fp8 query, cache and output", 5e-2, 7e-2, wrong_share=5e-5, nan_is_equal=True),
+    Rule("xqa-fp8kv-spec", f"{_GEN}, backend xqa, q_len > 1", 2e-1, 2e-1, wrong_share=5e-5, nan_is_equal=True),
+    Rule("xqa_batch-fp8", "FlashInfer test_xqa_batch_decode", 1e-1, 1e-1),
+    Rule("test_xqa-bf16", "FlashInfer test_xqa", 1e-2, 1e-2, wrong_share=0.02, either=True),
+    Rule("test_xqa-fp8", "FlashInfer test_xqa, fp8 cache", 5e-2, 5e-2, wrong_share=0.02, either=True),
+    Rule("fmha_v2-fp8", "FlashInfer fmha_v2 prefill, fp8 output", 1e-1, 1e-1),
+    Rule("sglang", "SGLang attention kit, dense", 3e-2, 3e-2),
+    Rule("vllm-fp8kv", "vLLM trtllm tests, fp8 cache", 4e-2, 6e-2),
+)
+
+
+def passes(rule: Rule, out: Tensor, expected: Tensor) -> bool:
+    """Whether a rule lets an output through.
+
+    Args:
+        out, expected: one shape, any float dtypes.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    if out.shape != expected.shape:
+        raise ValueError(f"out has shape {list(out.shape)}, but expected has {list(expected.shape)}")
+    out, expected = out.to(torch.float32), expected.to(torch.float32)
+    difference, size = (out - expected).abs(), expected.abs()
+    if rule.either:
+        right = (difference <= rule.atol) | (difference <= rule.rtol * size)
+    else:
+        right = difference <= rule.atol + rule.rtol * size
+    if rule.nan_is_equal:
+        right = right | difference.isnan()
+    return int((~right).sum()) <= rule.wrong_share * out.numel()

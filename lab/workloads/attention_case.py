@@ -1,0 +1,174 @@
+"""One attention call as data: which function, how long the requests are, what the tensors hold and how they are stored."""
+
+import enum
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+
+from lab.workloads.interfaces import ATTENTION, Interface
+
+E4M3 = torch.float8_e4m3fn
+
+
+class Contents(enum.Enum):
+    """What query, keys and values hold."""
+
+    RANDOM = "N(0, 1) throughout: what rounding does"
+    NEEDLES = "a few keys outweigh all others: those at each row's limits, and those just beyond them"
+    COUNTED = "zero queries, values that name their position: the output counts the keys that were seen"
+    LOW = "all logits about -200,000, equal within a request: the output is a mean, unless a sentinel is finite"
+    TALL = "logits of many hundreds, the largest at the newest key: partial maxima that differ as far as they can"
+
+    def __repr__(self) -> str:
+        return f"Contents.{self.name}"
+
+
+class Dead(enum.Enum):
+    """What cells hold that no row may read: page tails, and pages that no table names."""
+
+    ZERO = "zeros"
+    HUGE = "the largest finite values, positive: one of them in a product shows"
+    NAN = "NaN, which a zero weight does not remove"
+
+    def __repr__(self) -> str:
+        return f"Dead.{self.name}"
+
+
+class TableTail(enum.Enum):
+    """What the columns of a page table hold behind a request's last page."""
+
+    FOREIGN = "live pages of other requests, as a replayed table's stale columns do"
+    NEGATIVE = "-1"
+    FAR = "2**30, far outside the pool"
+
+    def __repr__(self) -> str:
+        return f"TableTail.{self.name}"
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How K and V lie in memory; nothing of it may change a result but by rounding.
+
+    Attributes:
+        page_size: tokens per page, a power of two.
+        kv_layout: "HND" or "NHD", the order of a page's axes; MLA has none.
+        dead: what dead cells hold.
+        table_tail: what dead columns of the page table hold.
+        spare_columns: dead columns behind the longest request's pages.
+        page_seed: of the shuffle of the pages.
+        stacked: [num_pages, 2, ...], V's page behind each of K's, rather than two halves of one allocation.
+        first_page: pages before the first that is used, to place the others far from the pool's start.
+    """
+
+    page_size: int = 16
+    kv_layout: str = "HND"
+    dead: Dead = Dead.HUGE
+    table_tail: TableTail = TableTail.FOREIGN
+    spare_columns: int = 3
+    page_seed: int = 0
+    stacked: bool = False
+    first_page: int = 0
+
+    def __post_init__(self) -> None:
+        if self.page_size < 1 or self.page_size & (self.page_size - 1):
+            raise ValueError(f"page_size={self.page_size} must be a power of two")
+        if self.kv_layout not in ("HND", "NHD"):
+            raise ValueError(f"kv_layout={self.kv_layout!r} must be 'HND' or 'NHD'")
+
+    def __repr__(self) -> str:
+        return short_repr(self)
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """One call as data; its `repr` makes it again, defaults left out.
+
+    Attributes:
+        interface: DECODE, CONTEXT or MLA_DECODE.
+        kv_lens: keys of each request, its query rows' own included; may be 0, or less than its rows.
+        q_lens: query rows of each request; equal for DECODE and MLA_DECODE.
+        num_kv_heads, group: K/V heads, and query heads of each.
+        head_dim: of queries and keys.
+        v_head_dim: of values and outputs; for MLA, where V is the first so many elements of K. Else None: head_dim.
+        dtype, kv_dtype: of query and output, and of the cache.
+        window_left: keys to the left of a row that it sees; -1 for all.
+        sinks: a logit per head in the softmax's denominator.
+        contents, seed: what the tensors hold.
+        storage: how K and V are stored.
+
+    Raises:
+        ValueError: numbers that make no call.
+    """
+
+    interface: Interface
+    kv_lens: tuple[int, ...]
+    q_lens: tuple[int, ...]
+    num_kv_heads: int = 2
+    group: int = 4
+    head_dim: int = 64
+    v_head_dim: int | None = None
+    dtype: torch.dtype = torch.bfloat16
+    kv_dtype: torch.dtype = torch.bfloat16
+    window_left: int = -1
+    sinks: bool = False
+    contents: Contents = Contents.RANDOM
+    seed: int = 0
+    storage: Storage = field(default_factory=Storage)
+
+    def __post_init__(self) -> None:
+        if self.interface not in ATTENTION:
+            raise ValueError(f"{self.interface!r} is no attention call: one of {ATTENTION}")
+        if not self.kv_lens or len(self.kv_lens) != len(self.q_lens):
+            raise ValueError(f"kv_lens {self.kv_lens} and q_lens {self.q_lens}: one each per request, at least one")
+        if min(self.kv_lens) < 0 or min(self.q_lens) < 1:
+            raise ValueError(f"kv_lens {self.kv_lens} must be >= 0 and q_lens {self.q_lens} >= 1")
+        if self.interface is not Interface.CONTEXT and len(set(self.q_lens)) > 1:
+            raise ValueError(f"q_lens {self.q_lens} must be equal in a decode call")
+        if self.is_mla and (self.num_kv_heads != 1 or self.v_head_dim is None or self.window_left >= 0):
+            raise ValueError("an MLA call has one K/V head, a v_head_dim and no window")
+        if not self.is_mla and self.v_head_dim is not None:
+            raise ValueError(f"v_head_dim={self.v_head_dim} belongs to MLA_DECODE; leave it None")
+
+    @property
+    def is_mla(self) -> bool:
+        return self.interface is Interface.MLA_DECODE
+
+    @property
+    def num_qo_heads(self) -> int:
+        return self.num_kv_heads * self.group
+
+    @property
+    def out_head_dim(self) -> int:
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
+
+    @property
+    def page_size(self) -> int:
+        return self.storage.page_size
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.q_lens)
+
+    @property
+    def softmax_scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.kv_dtype == E4M3
+
+    def __repr__(self) -> str:
+        return short_repr(self)
+
+
+def short_repr(case: Any) -> str:
+    """An expression that makes a frozen dataclass again, fields at their default left out."""
+    default = {each.name: each.default for each in fields(case)}
+    factory = {each.name: each.default_factory for each in fields(case)}
+    shown = []
+    for name, value in vars(case).items():
+        usual = factory[name]() if callable(factory[name]) else default[name]
+        if value != usual:
+            shown.append(f"{name}={value!r}")
+    return f"{type(case).__name__}({', '.join(shown)})"

@@ -1,0 +1,312 @@
+"""An attention call made concrete: histories, a paged cache with poison around them, and the arguments."""
+
+import itertools
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.workloads.attention_case import E4M3, AttentionCase, Contents, Dead, TableTail
+from lab.workloads.interfaces import Interface
+
+HUGE = {torch.bfloat16: 1e30, torch.float16: 6e4, torch.float32: 1e30, E4M3: 448.0}
+# Scales of an e4m3 cache: unequal, and far from 1, so that a dropped or exchanged one shows.
+K_SCALE, V_SCALE = 0.03125, 0.0625
+SEMAPHORE_BYTES = 8 * 2**20  # zeros that a TRT-LLM kernel counts in, the workspace's first bytes (FlashInfer 0.7.2)
+SCRATCH_BYTES = {"cpu": 2**20, "cuda": 128 * 2**20}
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionInputs:
+    """What a kernel is handed, and the histories behind it.
+
+    Attributes:
+        case: as data.
+        query: [num_rows, num_qo_heads, head_dim].
+        histories: per request (K, V) as stored: [kv_len, num_kv_heads, head_dim] and [kv_len, num_kv_heads, out_head_dim].
+        k_pages, v_pages: [num_pages, ., ., head_dim] in the case's layout; for MLA [num_pages, page_size, head_dim] both.
+        block_tables: int32 [batch_size, max_num_pages_per_seq].
+        seq_lens: int32 [batch_size].
+        sinks: float32 [num_qo_heads] or None.
+        changes: arguments that replace or join the others.
+    """
+
+    case: AttentionCase
+    query: Tensor
+    histories: tuple[tuple[Tensor, Tensor], ...]
+    k_pages: Tensor
+    v_pages: Tensor
+    block_tables: Tensor
+    seq_lens: Tensor
+    sinks: Tensor | None
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def bmm1_scale(self) -> float:
+        return self.case.softmax_scale * (K_SCALE if self.case.is_quantised else 1.0)
+
+    @property
+    def bmm2_scale(self) -> float:
+        if not self.case.is_quantised:
+            return 1.0
+        return K_SCALE if self.case.is_mla else V_SCALE  # MLA's V is its K
+
+    @property
+    def max_seq_len(self) -> int:
+        return self.block_tables.shape[1] * self.case.page_size
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a kernel must leave as it is."""
+        named = {
+            "query": self.query,
+            "K cache": self.k_pages,
+            "V cache": self.v_pages,
+            "block_tables": self.block_tables,
+            "seq_lens": self.seq_lens,
+            "sinks": self.sinks,
+        }
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def arguments(self) -> dict[str, Any]:
+        """FlashInfer's keyword arguments; those at their default are left out."""
+        case = self.case
+        arguments: dict[str, Any] = {
+            "query": self.query,
+            "kv_cache": (self.k_pages, self.v_pages),
+            "workspace_buffer": new_workspace(self.query.device),
+            "block_tables": self.block_tables,
+            "seq_lens": self.seq_lens,
+            "bmm1_scale": self.bmm1_scale,
+            "bmm2_scale": self.bmm2_scale,
+        }
+        if case.window_left >= 0:
+            arguments["window_left"] = case.window_left
+        if self.sinks is not None:
+            arguments["sinks"] = self.sinks
+        if case.is_mla:
+            arguments |= self._mla_arguments()
+        elif case.storage.kv_layout != "HND":
+            arguments["kv_layout"] = case.storage.kv_layout
+        if case.interface is Interface.CONTEXT:
+            arguments |= self._context_arguments()
+        else:
+            arguments["max_seq_len"] = self.max_seq_len
+        if case.interface is Interface.DECODE and case.q_lens[0] > 1:
+            arguments["q_len_per_req"] = case.q_lens[0]
+        return arguments | self.changes
+
+    def _context_arguments(self) -> dict[str, Any]:
+        case, device = self.case, self.query.device
+        return {
+            "max_q_len": max(case.q_lens),
+            "max_kv_len": self.max_seq_len,
+            "batch_size": len(case.q_lens),
+            "cum_seq_lens_q": running_sum(case.q_lens, device),
+            "cum_seq_lens_kv": running_sum(case.kv_lens, device),
+        }
+
+    def _mla_arguments(self) -> dict[str, Any]:
+        case = self.case
+        return {
+            "query": self.query.view(len(case.q_lens), case.q_lens[0], *self.query.shape[1:]),
+            "kv_cache": self.k_pages,
+            "qk_nope_head_dim": case.out_head_dim // 4,  # 128 of 512 in DeepSeek-V3; changes no result
+            "kv_lora_rank": case.out_head_dim,
+            "qk_rope_head_dim": case.head_dim - case.out_head_dim,
+        }
+
+
+def running_sum(lens: tuple[int, ...], device: torch.device) -> Tensor:
+    """int32 [len(lens) + 1] offsets."""
+    return torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device=device)
+
+
+def new_workspace(device: torch.device) -> Tensor:
+    """A zeroed workspace: uint8, 8 MiB of semaphores and then scratch."""
+    return torch.zeros(SEMAPHORE_BYTES + SCRATCH_BYTES[device.type], dtype=torch.uint8, device=device)
+
+
+def build_attention(case: AttentionCase, device: torch.device) -> AttentionInputs:
+    """Draw the histories, write them into a poisoned, shuffled pool, and name its pages in a table."""
+    query, histories, sinks = _draw(case, device)
+    size = case.page_size
+    pages_of = [-(-kv_len // size) for kv_len in case.kv_lens]
+    num_pages = 2 * sum(pages_of) + 4
+    ids = list(range(num_pages))
+    random.Random(case.storage.page_seed).shuffle(ids)
+    ids = [page + case.storage.first_page for page in ids]
+    pools = _new_pools(case, case.storage.first_page + num_pages, device)
+    for pool in pools:
+        _fill(pool[case.storage.first_page :], case.storage.dead)
+    tables, used = [], 0
+    for (keys, values), pages in zip(histories, pages_of, strict=True):
+        mine = torch.tensor(ids[used : used + pages], dtype=torch.int64, device=device)
+        for pool, tokens in zip(pools, (keys, values), strict=False):
+            _write(pool, mine, tokens, case)
+        tables.append(mine)
+        used += pages
+    return AttentionInputs(
+        case=case,
+        query=query,
+        histories=histories,
+        k_pages=pools[0],
+        v_pages=pools[-1],
+        block_tables=_block_tables(case, tables, ids[:used] or ids[:1], device),
+        seq_lens=torch.tensor(case.kv_lens, dtype=torch.int32, device=device),
+        sinks=sinks,
+    )
+
+
+def _new_pools(case: AttentionCase, num_pages: int, device: torch.device) -> list[Tensor]:
+    """K's and V's pages, uninitialised; MLA has one pool for both."""
+    new: dict[str, Any] = {"dtype": case.kv_dtype, "device": device}
+    if case.is_mla:
+        return [torch.empty(num_pages, case.page_size, case.head_dim, **new)]
+    page: tuple[int, ...] = (case.num_kv_heads, case.page_size, case.head_dim)
+    if case.storage.kv_layout == "NHD":
+        page = (case.page_size, case.num_kv_heads, case.head_dim)
+    if case.storage.stacked:
+        return list(torch.empty(num_pages, 2, *page, **new).unbind(1))
+    return list(torch.empty(2, num_pages, *page, **new).unbind(0))
+
+
+def _fill(pages: Tensor, dead: Dead) -> None:
+    value = {Dead.ZERO: 0.0, Dead.HUGE: HUGE[pages.dtype], Dead.NAN: float("nan")}[dead]
+    if pages.dtype == E4M3:
+        byte = torch.tensor(value).to(E4M3).view(torch.uint8)
+        pages.view(torch.uint8).fill_(int(byte))
+    else:
+        pages.fill_(value)
+
+
+def _write(pool: Tensor, pages: Tensor, tokens: Tensor, case: AttentionCase) -> None:
+    """Write one request's tokens, [kv_len, num_kv_heads, head_dim], into its pages."""
+    if not len(pages):
+        return
+    as_bytes = pool.dtype == E4M3
+    pool, tokens = (side.view(torch.uint8) if as_bytes else side for side in (pool, tokens))
+    positions = torch.arange(len(tokens), device=tokens.device)
+    page, offset = pages[positions // case.page_size], positions % case.page_size
+    if case.is_mla:
+        pool[page, offset] = tokens[:, 0]
+    elif case.storage.kv_layout == "NHD":
+        pool[page, offset] = tokens
+    else:
+        pool[page, :, offset] = tokens
+
+
+def _block_tables(case: AttentionCase, tables: list[Tensor], live: list[int], device: torch.device) -> Tensor:
+    width = max(len(table) for table in tables) + case.storage.spare_columns
+    if case.storage.table_tail is TableTail.FOREIGN:
+        cells = torch.tensor(live, dtype=torch.int32).repeat(-(-len(tables) * width // len(live)))
+        block_tables = cells[: len(tables) * width].view(len(tables), width).flip(0).contiguous().to(device)
+    else:
+        value = -1 if case.storage.table_tail is TableTail.NEGATIVE else 2**30
+        block_tables = torch.full((len(tables), width), value, dtype=torch.int32, device=device)
+    for row, table in enumerate(tables):
+        block_tables[row, : len(table)] = table
+    return block_tables
+
+
+def _draw(case: AttentionCase, device: torch.device) -> tuple[Tensor, tuple[tuple[Tensor, Tensor], ...], Tensor | None]:
+    """Query, histories and sinks: the same whatever the storage and, but for its own tensors, whatever the batch."""
+    generator = torch.Generator().manual_seed(case.seed)
+    sinks = torch.randn(case.num_qo_heads, generator=generator) + 2.0
+    directions = torch.randn(case.num_kv_heads, case.head_dim, generator=generator)
+    directions = directions / directions.norm(dim=-1, keepdim=True)
+    queries, histories = [], []
+    for request, (kv_len, q_len) in enumerate(zip(case.kv_lens, case.q_lens, strict=True)):
+        own = torch.Generator().manual_seed(1000 * case.seed + request + 1)
+        query = torch.randn(q_len, case.num_qo_heads, case.head_dim, generator=own)
+        keys = torch.randn(kv_len, case.num_kv_heads, case.head_dim, generator=own)
+        values = torch.randn(kv_len, case.num_kv_heads, case.head_dim, generator=own)
+        query, keys, values = _SHAPE[case.contents](case, request, query, keys, values, directions)
+        if case.is_mla:
+            stored = _stored(keys, K_SCALE, case).to(device)
+            histories.append((stored, stored[..., : case.out_head_dim]))
+        else:
+            histories.append((_stored(keys, K_SCALE, case).to(device), _stored(values, V_SCALE, case).to(device)))
+        queries.append(query)
+    query = torch.cat(queries).to(device=device, dtype=case.dtype)
+    return query, tuple(histories), sinks.to(device) if case.sinks else None
+
+
+def _stored(values: Tensor, scale: float, case: AttentionCase) -> Tensor:
+    if case.is_quantised:
+        return (values / scale).clamp(-448.0, 448.0).to(E4M3)
+    return values.to(case.kv_dtype)
+
+
+Drawn = tuple[Tensor, Tensor, Tensor]
+
+
+def _random(
+    case: AttentionCase, request: int, query: Tensor, keys: Tensor, values: Tensor, directions: Tensor
+) -> Drawn:
+    return query, keys, values
+
+
+def _needles(
+    case: AttentionCase, request: int, query: Tensor, keys: Tensor, values: Tensor, directions: Tensor
+) -> Drawn:
+    """Every row leans toward its K/V head's direction; the needles' logits stand 10 above the others' ± 1."""
+    query = query + 4.0 * directions.repeat_interleave(case.group, dim=0)
+    positions = torch.tensor(needle_positions(case, request), dtype=torch.int64)
+    keys[positions] += directions * (10.0 / (4.0 * case.softmax_scale))
+    return query, keys, values
+
+
+def needle_positions(case: AttentionCase, request: int) -> list[int]:
+    """Where an error of one shows: the ends of what each row sees, the edges of pages and tiles there, and neighbours."""
+    kv_len, q_len = case.kv_lens[request], case.q_lens[request]
+    edges = {0, kv_len - 1}
+    for position in {kv_len - q_len, kv_len - q_len // 2 - 1, kv_len - 1}:
+        edges |= {position, *(position // size * size for size in (case.page_size, 64, 128))}
+        if case.window_left >= 0:
+            edges |= {position - case.window_left}
+    return sorted({near for edge in edges for near in (edge - 1, edge, edge + 1) if 0 <= near < kv_len})
+
+
+def _counted(
+    case: AttentionCase, request: int, query: Tensor, keys: Tensor, values: Tensor, directions: Tensor
+) -> Drawn:
+    """One half of a value names the position in its block of so many, the other the block; twice as large per head."""
+    half = case.out_head_dim // 2
+    positions = torch.arange(len(keys))
+    values = torch.zeros_like(values)
+    for head in range(case.num_kv_heads):
+        size = 2.0 ** (head % 4)
+        values[positions, head, positions % half] = size
+        values[positions, head, half + (positions // half + request) % half] = size
+    # MLA's keys are its values; zero queries weigh all the same.
+    return torch.zeros_like(query), values if case.is_mla else torch.zeros_like(keys), values
+
+
+def _low(case: AttentionCase, request: int, query: Tensor, keys: Tensor, values: Tensor, directions: Tensor) -> Drawn:
+    """One coordinate makes every logit -200,000; it is MLA's last, which its values have not."""
+    query, keys = torch.zeros_like(query), keys.clone()
+    largest = 448.0 * K_SCALE if case.is_quantised else 1024.0
+    keys[..., -1] = -largest
+    query[..., -1] = min(2e5 / (largest * case.softmax_scale), 6e4)
+    return query, keys, values
+
+
+def _tall(case: AttentionCase, request: int, query: Tensor, keys: Tensor, values: Tensor, directions: Tensor) -> Drawn:
+    """Logits that climb by steps of 8 from 0 to some hundreds with the position, 64 keys a step."""
+    steps = torch.arange(len(keys)).div(64, rounding_mode="floor").to(torch.float32)
+    query, keys = 0.25 * query, keys.clone()
+    query[..., -1], keys[..., -1] = 1.0 / case.softmax_scale / 8.0, (8.0 * 8.0 * steps)[:, None].clamp(max=8.0 * 64)
+    if case.is_quantised:
+        keys[..., -1].clamp_(max=448.0 * K_SCALE)
+    return query, keys, values
+
+
+_SHAPE = {
+    Contents.RANDOM: _random,
+    Contents.NEEDLES: _needles,
+    Contents.COUNTED: _counted,
+    Contents.LOW: _low,
+    Contents.TALL: _tall,
+}

@@ -1,0 +1,19 @@
+"""The functions that can be judged, by their names."""
+
+import enum
+
+
+class Interface(enum.Enum):
+    """One function of an implementation; the value is its name."""
+
+    DECODE = "trtllm_batch_decode_with_kv_cache"
+    CONTEXT = "trtllm_batch_context_with_kv_cache"
+    MLA_DECODE = "trtllm_batch_decode_with_kv_cache_mla"
+    DRAFT_KV_INDICES = "generate_draft_decode_kv_indices"
+    MHA_METADATA = "build_mha_metadata"
+
+    def __repr__(self) -> str:
+        return f"Interface.{self.name}"
+
+
+ATTENTION = (Interface.DECODE, Interface.CONTEXT, Interface.MLA_DECODE)
