@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.references.draft_decode_kv_indices import draft_start, generate_draft_decode_kv_indices
+from lab.references.draft_decode_kv_indices import draft_decode_kv_lists, draft_start
 
 # What a cell holds that is not to be written, and what lies where nobody may read.
 POISON, FOREIGN = -77, 2**30
@@ -124,7 +124,7 @@ class DraftLists:
         # A position beyond the columns reads slot 0.
         columns_beyond = max(0, case.longest_row - inputs["req_to_token"].shape[1])
         inputs["req_to_token"] = torch.nn.functional.pad(inputs["req_to_token"], (0, columns_beyond))
-        lists, boundaries = generate_draft_decode_kv_indices(
+        lists, boundaries = draft_decode_kv_lists(
             **inputs, num_steps=case.num_steps, topk=case.topk, page_size=case.page_size
         )
         expected = []

@@ -87,6 +87,7 @@ class Isolation:
 def _work(name: str, check: str, case: Any, device: str, last_words: str) -> Judged:
     """In the worker: judge, and end the process where its CUDA context is lost, so that no later case pays for it."""
     where = torch.device(device)
+    torch.set_num_threads(1)  # the cases are small: threads only wait for each other
     judged = run_trial(load(name), _check(check), case, where)
     if judged.outcome is Outcome.FAILED and where.type == "cuda":
         try:

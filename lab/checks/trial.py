@@ -101,8 +101,12 @@ class Trial:
             self.declines.append(f"{what}: {declined}")
             return None
 
-    def hold(self, what: str, result: Result | None, truth: Truth) -> None:
-        """The output must be the truth, and the LSE, if there is one, in base 2."""
+    def hold(self, what: str, result: Result | None, truth: Truth, least_bound: float = 0.0) -> None:
+        """The output must be the truth, and the LSE, if there is one, in base 2.
+
+        Args:
+            least_bound: relative L2 error that is allowed whatever the control makes.
+        """
         if result is None:
             return
         self.judged += 1
@@ -110,6 +114,7 @@ class Trial:
             self.wrong(f"{what}: the output is {list(result.out.shape)}, not {list(truth.expected.shape)}")
             return
         comparison = truth.compare(result.out)
+        comparison = replace(comparison, bound=comparison.bound.clamp(min=least_bound))
         self.worst_ratio = max(self.worst_ratio, comparison.worst_ratio)
         if not comparison.passed:
             count = int(comparison.wrong.sum())

@@ -120,6 +120,7 @@ def prepare_write_forward_metadata(
     swa_tables, swa_offsets = _distinct([(each.swa_page_table, each.seq_len_offset) for each in passes])
     locations = [each for each in passes if each.swa_out_cache_loc is not None]
     shares, location_rows = _grid(num_requests, tables + swa_tables, locations)
+    query_lens = [each.query_rows if isinstance(each.query_rows, Tensor) else None for each in passes]
     launch = functools.partial(
         _metadata_kernel[(shares, num_requests + 1 + location_rows)],
         req_pool_indices,
@@ -129,32 +130,34 @@ def prepare_write_forward_metadata(
         num_requests,
         req_to_token.shape[1],
         req_to_token.stride(0),
-        tuple(each.cache_seqlens for each in passes),
-        tuple(each.cu_seqlens_k for each in passes),
-        tuple(each.cu_seqlens_q for each in passes),
-        tuple(each.query_rows if isinstance(each.query_rows, Tensor) else None for each in passes),
-        tables,
-        tuple(table.shape[1] for table in tables),
-        tuple(table.stride(0) for table in tables),
-        swa_tables,
-        tuple(table.shape[1] for table in swa_tables),
-        tuple(table.stride(0) for table in swa_tables),
-        tuple(each.out_cache_loc for each in locations),
-        tuple(_length(each.out_cache_loc) for each in locations),
-        tuple(each.swa_out_cache_loc for each in locations),
-        tuple(_length(each.swa_out_cache_loc) for each in locations),
+        _addresses([each.cache_seqlens for each in passes]),
+        _addresses([each.cu_seqlens_k for each in passes]),
+        _addresses([each.cu_seqlens_q for each in passes]),
+        _addresses(query_lens),
+        _addresses(tables),
+        _numbers([table.shape[1] for table in tables]),
+        _numbers([table.stride(0) for table in tables]),
+        _addresses(swa_tables),
+        _numbers([table.shape[1] for table in swa_tables]),
+        _numbers([table.stride(0) for table in swa_tables]),
+        _addresses([each.out_cache_loc for each in locations]),
+        _numbers([_length(each.out_cache_loc) for each in locations]),
+        _addresses([each.swa_out_cache_loc for each in locations]),
+        _numbers([_length(each.swa_out_cache_loc) for each in locations]),
         OFFSETS=tuple(each.seq_len_offset for each in passes),
         QUERY_ROWS=tuple(_query_rows(each) for each in passes),
+        WIDE_QUERY_LENS=tuple(lens is not None and lens.dtype == torch.int64 for lens in query_lens),
         TABLE_OFFSETS=table_offsets,
         SWA_TABLE_OFFSETS=swa_offsets,
         PAGE_SIZE=page_size,
         BLOCK_COLUMNS=BLOCK_COLUMNS,
         BLOCK_REQUESTS=BLOCK_REQUESTS,
     )
-    return functools.partial(_launch_on, seq_lens, launch)
+    return functools.partial(_launch_on, seq_lens, launch, tuple(passes))
 
 
-def _launch_on(tensor: Tensor, launch: Callable[[], Any]) -> None:
+def _launch_on(tensor: Tensor, launch: Callable[[], Any], held: object) -> None:
+    """Launch. What is held lives as long as this call can be made: the launch has the passes' addresses alone."""
     with torch.cuda.device_of(tensor):  # Triton launches on the current device
         launch()
 
@@ -177,12 +180,22 @@ def _length(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.shape[0]
 
 
+# Triton compiles anew for a number in a tuple that is 1 or a multiple of 16, and for a tensor in a tuple that starts at one:
+# `do_not_specialize` does not reach into tuples. Twice a number and 3 is neither, so numbers and addresses go through that.
+def _numbers(values: Sequence[int]) -> tuple[int, ...]:
+    return tuple(2 * value + 3 for value in values)
+
+
+def _addresses(tensors: Sequence[Tensor | None]) -> tuple[int | None, ...]:
+    return tuple(None if tensor is None else 2 * tensor.data_ptr() + 3 for tensor in tensors)
+
+
 def _distinct(tables: Sequence[tuple[Tensor | None, int]]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """Each table once, with the largest offset of the passes that share it."""
-    found: dict[tuple[int, int], tuple[Tensor, int]] = {}
+    found: dict[tuple[int, int, int], tuple[Tensor, int]] = {}
     for table, offset in tables:
         if table is not None:
-            key = (table.data_ptr(), table.stride(0))
+            key = (table.data_ptr(), table.stride(0), table.shape[1])  # a table's first columns are a table of their own
             found[key] = (table, max(offset, found[key][1]) if key in found else offset)
     return tuple(table for table, _ in found.values()), tuple(offset for _, offset in found.values())
 
@@ -253,22 +266,9 @@ def _check_devices(passes: Sequence[PassBuffers], *tensors: Tensor | None) -> No
 
 
 # What varies from batch to batch must not compile again, not even for its value 1 or its multiples of 16, nor for where a
-# slice starts.
-_VARYING = ["num_requests", "row_width", "row_stride", "num_locations", "num_swa_locations"]
-_UNALIGNED = [
-    "req_pool_indices",
-    "seq_lens",
-    "req_to_token",
-    "full_to_swa",
-    "cache_seqlens",
-    "cu_seqlens_k",
-    "cu_seqlens_q",
-    "query_lens",
-    "tables",
-    "swa_tables",
-    "out_cache_locs",
-    "swa_out_cache_locs",
-]
+# slice starts. What is in tuples goes through `_numbers` and `_addresses` for that.
+_VARYING = ["num_requests", "row_width", "row_stride"]
+_UNALIGNED = ["req_pool_indices", "seq_lens", "req_to_token", "full_to_swa"]
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
@@ -296,6 +296,7 @@ def _metadata_kernel(
     num_swa_locations,
     OFFSETS: tl.constexpr,
     QUERY_ROWS: tl.constexpr,
+    WIDE_QUERY_LENS: tl.constexpr,
     TABLE_OFFSETS: tl.constexpr,
     SWA_TABLE_OFFSETS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -316,6 +317,7 @@ def _metadata_kernel(
                 query_lens,
                 OFFSETS,
                 QUERY_ROWS,
+                WIDE_QUERY_LENS,
                 BLOCK_REQUESTS,
             )
     elif request < num_requests:
@@ -323,31 +325,48 @@ def _metadata_kernel(
         row = req_to_token + tl.load(req_pool_indices + request).to(tl.int64) * row_stride
         most = 0
         for t in tl.static_range(len(tables)):
-            most = tl.maximum(most, _num_pages(length + TABLE_OFFSETS[t], table_widths[t], PAGE_SIZE))
+            most = tl.maximum(most, _num_pages(length + TABLE_OFFSETS[t], _number(table_widths[t]), PAGE_SIZE))
         for t in tl.static_range(len(swa_tables)):
-            most = tl.maximum(most, _num_pages(length + SWA_TABLE_OFFSETS[t], swa_table_widths[t], PAGE_SIZE))
+            most = tl.maximum(most, _num_pages(length + SWA_TABLE_OFFSETS[t], _number(swa_table_widths[t]), PAGE_SIZE))
         most = tl.minimum(most, tl.cdiv(row_width, PAGE_SIZE))
         for start in range(share * BLOCK_COLUMNS, most, tl.num_programs(0) * BLOCK_COLUMNS):
             column = start + tl.arange(0, BLOCK_COLUMNS)
             slot = tl.load(row + column.to(tl.int64) * PAGE_SIZE, mask=column < most, other=0)
             for t in tl.static_range(len(tables)):
-                live = tl.minimum(_num_pages(length + TABLE_OFFSETS[t], table_widths[t], PAGE_SIZE), most)
-                cell = tables[t] + request.to(tl.int64) * table_strides[t] + column
+                live = tl.minimum(_num_pages(length + TABLE_OFFSETS[t], _number(table_widths[t]), PAGE_SIZE), most)
+                cell = _int32s(tables[t]) + request.to(tl.int64) * _number(table_strides[t]) + column
                 tl.store(cell, _page(slot, PAGE_SIZE), mask=column < live)
             if len(swa_tables) > 0:
                 swa_slot = _swa_slot(full_to_swa, slot, column < most)
             for t in tl.static_range(len(swa_tables)):
-                live = tl.minimum(_num_pages(length + SWA_TABLE_OFFSETS[t], swa_table_widths[t], PAGE_SIZE), most)
-                cell = swa_tables[t] + request.to(tl.int64) * swa_table_strides[t] + column
+                live = tl.minimum(_num_pages(length + SWA_TABLE_OFFSETS[t], _number(swa_table_widths[t]), PAGE_SIZE), most)
+                cell = _int32s(swa_tables[t]) + request.to(tl.int64) * _number(swa_table_strides[t]) + column
                 tl.store(cell, _page(swa_slot, PAGE_SIZE).to(tl.int32), mask=column < live)
     else:
         block = (request - num_requests) * tl.num_programs(0) + share
         at = block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
         for p in tl.static_range(len(swa_out_cache_locs)):
-            is_row = at < num_locations[p]
-            slot = tl.load(out_cache_locs[p] + at, mask=is_row, other=0)
+            is_row = at < _number(num_locations[p])
+            slot = tl.load(_int64s(out_cache_locs[p]) + at, mask=is_row, other=0)
             swa_slot = tl.where(is_row, _swa_slot(full_to_swa, slot, is_row), 0)
-            tl.store(swa_out_cache_locs[p] + at, swa_slot, mask=at < num_swa_locations[p])
+            tl.store(_int64s(swa_out_cache_locs[p]) + at, swa_slot, mask=at < _number(num_swa_locations[p]))
+
+
+@triton.jit
+def _number(passed):
+    """What `_numbers` was given."""
+    return (passed - 3) >> 1
+
+
+@triton.jit
+def _int32s(passed):
+    """A pointer to what `_addresses` was given."""
+    return _number(passed).to(tl.int64).to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def _int64s(passed):
+    return _number(passed).to(tl.int64).to(tl.pointer_type(tl.int64))
 
 
 @triton.jit
@@ -378,15 +397,16 @@ def _write_lengths(
     query_lens,
     OFFSETS: tl.constexpr,
     QUERY_ROWS: tl.constexpr,
+    WIDE_QUERY_LENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Lengths and boundaries of every pass; the running sum of the lengths is made once."""
     lanes = tl.arange(0, BLOCK)
     for p in tl.static_range(len(cache_seqlens)):
         if cu_seqlens_k[p] is not None:
-            tl.store(cu_seqlens_k[p], 0)
+            tl.store(_int32s(cu_seqlens_k[p]), 0)
         if QUERY_ROWS[p] != 0:
-            tl.store(cu_seqlens_q[p], 0)
+            tl.store(_int32s(cu_seqlens_q[p]), 0)
     before = tl.zeros([], tl.int32)
     for start in range(0, num_requests, BLOCK):
         request = start + lanes
@@ -395,14 +415,15 @@ def _write_lengths(
         end = before + tl.cumsum(length)
         before += tl.sum(length)
         for p in tl.static_range(len(cache_seqlens)):
-            tl.store(cache_seqlens[p] + request, length + OFFSETS[p], mask=inside)
+            tl.store(_int32s(cache_seqlens[p]) + request, length + OFFSETS[p], mask=inside)
             if cu_seqlens_k[p] is not None:
-                tl.store(cu_seqlens_k[p] + request + 1, end + (request + 1) * OFFSETS[p], mask=inside)
+                tl.store(_int32s(cu_seqlens_k[p]) + request + 1, end + (request + 1) * OFFSETS[p], mask=inside)
             if QUERY_ROWS[p] > 0:
-                tl.store(cu_seqlens_q[p] + request + 1, (request + 1) * QUERY_ROWS[p], mask=inside)
+                tl.store(_int32s(cu_seqlens_q[p]) + request + 1, (request + 1) * QUERY_ROWS[p], mask=inside)
     for p in tl.static_range(len(cache_seqlens)):
         if QUERY_ROWS[p] < 0:
-            _write_boundaries(query_lens[p], num_requests, cu_seqlens_q[p], BLOCK)
+            lens = _int64s(query_lens[p]) if WIDE_QUERY_LENS[p] else _int32s(query_lens[p])
+            _write_boundaries(lens, num_requests, _int32s(cu_seqlens_q[p]), BLOCK)
 
 
 @triton.jit

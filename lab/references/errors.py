@@ -65,11 +65,11 @@ def eager_attention(
     rows = _as_operand(query.to(torch.float32), arithmetic).transpose(1, 2)  # [batch, num_qo_heads, q_len, head_dim]
     scores = (rows @ keys.transpose(2, 3)) * bmm1_scale
     scores = scores.masked_fill(~visible.unsqueeze(1), -math.inf)
+    if scores.shape[-1] == 0:  # no key at all
+        return torch.zeros(*query.shape[:3], values.shape[-1], dtype=out_dtype, device=query.device)
     if sinks is not None:
         logits = sinks.to(torch.float32).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, logits), dim=-1)
-    if scores.shape[-1] == 0:  # no key at all
-        return torch.zeros(*query.shape[:3], values.shape[-1], dtype=out_dtype, device=query.device)
     largest = scores.amax(dim=-1, keepdim=True)
     weights = torch.exp(scores - torch.where(largest.isfinite(), largest, torch.zeros_like(largest)))
     denominator = weights.sum(dim=-1, keepdim=True)

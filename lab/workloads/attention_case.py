@@ -1,7 +1,7 @@
 """One attention call as data: which function, how long the requests are, what the tensors hold and how they are stored."""
 
 import enum
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -164,11 +164,10 @@ class AttentionCase:
 
 def short_repr(case: Any) -> str:
     """An expression that makes a frozen dataclass again, fields at their default left out."""
-    default = {each.name: each.default for each in fields(case)}
-    factory = {each.name: each.default_factory for each in fields(case)}
     shown = []
-    for name, value in vars(case).items():
-        usual = factory[name]() if callable(factory[name]) else default[name]
+    for each in fields(case):
+        value = getattr(case, each.name)
+        usual = each.default if each.default_factory is MISSING else each.default_factory()
         if value != usual:
-            shown.append(f"{name}={value!r}")
+            shown.append(f"{each.name}={value!r}")
     return f"{type(case).__name__}({', '.join(shown)})"

@@ -118,7 +118,7 @@ def refer(arguments: dict[str, Any], more_steps: int = 0) -> tuple[list[Tensor],
     inputs = {name: arguments[name] for name in ("req_pool_indices", "paged_kernel_lens", "positions", "page_size")}
     num_steps = arguments["kv_indices"].shape[0] + more_steps
     table = torch.nn.functional.pad(table, (0, 8 * 64))
-    return references.generate_draft_decode_kv_indices(req_to_token=table, topk=topk, num_steps=num_steps, **inputs)
+    return references.draft_decode_kv_lists(req_to_token=table, topk=topk, num_steps=num_steps, **inputs)
 
 
 def correct(**arguments: Any) -> None:

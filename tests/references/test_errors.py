@@ -169,3 +169,20 @@ def test_the_control_of_a_request_without_keys_is_zero(with_sinks: bool) -> None
         query, nothing, nothing, visible, arithmetic=torch.bfloat16, sinks=sinks, out_dtype=torch.bfloat16
     )
     assert out.equal(torch.zeros_like(out))
+
+
+def test_the_control_of_no_keys_is_zero_in_every_arithmetic() -> None:
+    query, nothing = torch.ones(1, 2, 4, 16), torch.zeros(1, 0, 2, 16)
+    for arithmetic in (torch.bfloat16, torch.float8_e4m3fn):
+        for sinks in (None, torch.ones(4)):
+            control = eager_attention(
+                query,
+                nothing,
+                nothing,
+                torch.zeros(1, 2, 0, dtype=torch.bool),
+                arithmetic=arithmetic,
+                sinks=sinks,
+                out_dtype=torch.bfloat16,
+            )
+            assert control.shape == (1, 2, 4, 16)
+            assert not control.any()
