@@ -113,7 +113,7 @@ def run_trial(implementation: Any, check: Check, case: Any, device: torch.device
     except Declined as declined:
         if not trial.wrongs:
             return Judged(Outcome.DECLINED, declines=(str(declined),))
-    except (RuntimeError, TypeError, AttributeError, AssertionError, LookupError, ArithmeticError) as error:
+    except (RuntimeError, TypeError, AttributeError, AssertionError, LookupError, ArithmeticError, OSError) as error:
         trial.wrong(f"it raised {type(error).__name__}: {error}"[:SHOWN_CHARACTERS])
         return Judged(Outcome.FAILED, tuple(trial.wrongs), tuple(trial.declines), trial.worst_ratio, trial.judged)
     outcome = Outcome.WRONG if trial.wrongs else Outcome.RIGHT if trial.judged else Outcome.DECLINED

@@ -69,7 +69,11 @@ def write_forward_metadata(
 
     Column c of a page table becomes ``req_to_token[request, c * page_size] // page_size``, through ``full_to_swa`` for the
     sliding window; a slot of -1 stays in page -1. A length of 0 or below has no pages but counts in ``cu_seqlens_k``. What is
-    not live, such as a table's tail, stays as it was. Nothing is compiled for a batch size or a length.
+    not live, such as a table's tail, stays as it was.
+
+    Nothing is compiled for a number of requests or write locations, a length, a table's width, or where a slice starts. What
+    is compiled for: the page size; the dtypes of ``req_pool_indices`` and ``seq_lens``; the passes, that is how many there
+    are, which of their tensors are None or the same table, ``seq_len_offset``, and ``query_rows`` or its dtype.
 
     Args:
         passes: what to write; see `PassBuffers`.
@@ -180,8 +184,8 @@ def _length(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.shape[0]
 
 
-# Triton compiles anew for a number in a tuple that is 1 or a multiple of 16, and for a tensor in a tuple that starts at one:
-# `do_not_specialize` does not reach into tuples. Twice a number and 3 is neither, so numbers and addresses go through that.
+# Triton compiles anew for a number in a tuple that is 1 or a multiple of 16, and for a tensor in one whose address is such a
+# multiple: `do_not_specialize` does not reach into tuples. Twice a number plus 3 is neither, so that is what is passed.
 def _numbers(values: Sequence[int]) -> tuple[int, ...]:
     return tuple(2 * value + 3 for value in values)
 
@@ -325,21 +329,21 @@ def _metadata_kernel(
         row = req_to_token + tl.load(req_pool_indices + request).to(tl.int64) * row_stride
         most = 0
         for t in tl.static_range(len(tables)):
-            most = tl.maximum(most, _num_pages(length + TABLE_OFFSETS[t], _number(table_widths[t]), PAGE_SIZE))
+            most = tl.maximum(most, _num_pages(length + TABLE_OFFSETS[t], table_widths[t], PAGE_SIZE))
         for t in tl.static_range(len(swa_tables)):
-            most = tl.maximum(most, _num_pages(length + SWA_TABLE_OFFSETS[t], _number(swa_table_widths[t]), PAGE_SIZE))
+            most = tl.maximum(most, _num_pages(length + SWA_TABLE_OFFSETS[t], swa_table_widths[t], PAGE_SIZE))
         most = tl.minimum(most, tl.cdiv(row_width, PAGE_SIZE))
         for start in range(share * BLOCK_COLUMNS, most, tl.num_programs(0) * BLOCK_COLUMNS):
             column = start + tl.arange(0, BLOCK_COLUMNS)
             slot = tl.load(row + column.to(tl.int64) * PAGE_SIZE, mask=column < most, other=0)
             for t in tl.static_range(len(tables)):
-                live = tl.minimum(_num_pages(length + TABLE_OFFSETS[t], _number(table_widths[t]), PAGE_SIZE), most)
+                live = tl.minimum(_num_pages(length + TABLE_OFFSETS[t], table_widths[t], PAGE_SIZE), most)
                 cell = _int32s(tables[t]) + request.to(tl.int64) * _number(table_strides[t]) + column
                 tl.store(cell, _page(slot, PAGE_SIZE), mask=column < live)
             if len(swa_tables) > 0:
                 swa_slot = _swa_slot(full_to_swa, slot, column < most)
             for t in tl.static_range(len(swa_tables)):
-                live = tl.minimum(_num_pages(length + SWA_TABLE_OFFSETS[t], _number(swa_table_widths[t]), PAGE_SIZE), most)
+                live = tl.minimum(_num_pages(length + SWA_TABLE_OFFSETS[t], swa_table_widths[t], PAGE_SIZE), most)
                 cell = _int32s(swa_tables[t]) + request.to(tl.int64) * _number(swa_table_strides[t]) + column
                 tl.store(cell, _page(swa_slot, PAGE_SIZE).to(tl.int32), mask=column < live)
     else:
@@ -370,9 +374,9 @@ def _int64s(passed):
 
 
 @triton.jit
-def _num_pages(length, width, PAGE_SIZE: tl.constexpr):
+def _num_pages(length, passed_width, PAGE_SIZE: tl.constexpr):
     """Live columns of a table row."""
-    return tl.minimum(tl.cdiv(length, PAGE_SIZE), width)
+    return tl.minimum(tl.cdiv(length, PAGE_SIZE), _number(passed_width))
 
 
 @triton.jit

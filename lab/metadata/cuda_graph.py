@@ -139,7 +139,8 @@ class StaticInputs:
         Nothing is read on the host. Padding is written whenever the batch is smaller, so that nothing is left of a larger one.
 
         Raises:
-            ValueError: the batch has another mode, more requests than the size, or rows that the graph has no room for.
+            ValueError: the batch has another mode, more requests than the size, or rows that the graph has no room for, or does
+                not say how many rows each request has where that varies.
         """
         self._check(batch, batch_size)
         raw, rows = batch.batch_size, batch.out_cache_loc.shape[0]
@@ -182,10 +183,22 @@ class StaticInputs:
                 f"the batch has {batch.num_tokens} rows for {batch.batch_size} requests, but these graphs were captured with "
                 f"{width} rows for each: run it eagerly"
             )
+        if mode.forward_mode.is_draft_extend():
+            self._check_accepted(batch)
         if max(batch.extend_seq_lens_cpu or (0,)) > width:
             raise ValueError(
                 f"extend_seq_lens_cpu={list(batch.extend_seq_lens_cpu or ())} has more than the {width} rows of a request"
             )
+
+    @staticmethod
+    def _check_accepted(batch: ForwardBatch) -> None:
+        """The first draft extend's rows vary: the graph reads them on the device, and whether they fit is known on the host."""
+        for name in ("extend_seq_lens", "extend_seq_lens_cpu"):
+            if getattr(batch, name) is None:
+                raise ValueError(
+                    f"{name} is None: {batch.forward_mode!r} needs the accepted tokens of each of the {batch.batch_size} "
+                    "requests, on the device (extend_seq_lens) and on the host (extend_seq_lens_cpu)"
+                )
 
 
 class GraphMetadata:

@@ -327,8 +327,9 @@ class PlanStream:
     ============  ======================  ===============  =================================================================
     event         recorded                waited for by    without it
     ============  ======================  ===============  =================================================================
-    inputs final  before the draft, or    the plan         it reads lengths or slots that are still being written
-                  by the caller
+    inputs final  before the draft, or    the plan, what-  it reads lengths or slots that are still being written
+                  by the caller           ever else it
+                                          waits for
     draft ended   behind the draft        the plan, where  (only delays the plan: no metadata depends on the draft)
                                           AFTER_DRAFT
     planned       behind the plan         the forward      verify reads the metadata of an earlier batch
@@ -339,9 +340,14 @@ class PlanStream:
     `verified` matters where the next batch's inputs were final before this batch's verify had ended, as when two batches take
     turns. Otherwise they are written behind it on the forward stream, and waiting for them is enough.
 
-    The fix-up is launched on the forward stream, behind the draft and the plan, and so needs no event. Nor is
-    ``Tensor.record_stream`` needed: the batch is held until the forward stream, where its memory is used again, waits for the
-    plan that reads it, and what a plan writes is never freed. On a CPU everything runs in order.
+    The fix-up is launched on the forward stream, behind the draft and the plan, and so needs no event. On a CPU everything runs
+    in order.
+
+    The batch's tensors must be allocated on the forward stream, the one that is current when `run` is called. Then
+    ``Tensor.record_stream`` is not needed: the batch is held until the forward stream, where its memory is used again, waits
+    for the plan that reads it. Of tensors that were allocated on another stream the memory is used again there, which waits
+    for nothing: call ``record_stream(planner.stream)`` on them, or hold them until that stream has waited. What a plan writes
+    is never freed.
 
     Args:
         backend: plans and fixes up.
@@ -376,18 +382,22 @@ class PlanStream:
         is then the host's doing: a draft whose launches take the host longer than the GPU hides nothing.
 
         Args:
-            batch: a TARGET_VERIFY batch whose tensors, and whose draft tokens' entries of the request table, are final.
+            batch: a TARGET_VERIFY batch whose tensors, and whose draft tokens' entries of the request table, are final: by
+                what the current stream holds now, or by `inputs_final`. Allocated on the current stream; see above.
             draft: fills the buffers that it is handed; writes no tensor of the batch.
             verify: launches the target model's pass.
-            inputs_final: when they were final, if before now, such as on another stream. Used by AFTER_INPUTS.
+            inputs_final: when they are final, if not by what the current stream holds now, such as earlier or on another
+                stream. Every plan waits for it, wherever it starts. On a CPU, where everything runs in order, leave it out.
 
         Returns:
             What `verify` returned.
 
         Raises:
-            ValueError: the batch cannot be planned; nothing has run.
+            ValueError: the batch cannot be planned, or an event was passed on a CPU; nothing has run.
         """
         self.backend.check(batch)
+        if inputs_final is not None and self.backend.device.type != "cuda":
+            raise ValueError(f"inputs_final={inputs_final!r}, but nothing waits on a {self.backend.device}: leave it out")
         self._mark(_Moment.INPUTS_FINAL)
         draft(self.backend.get_verify_buffers_to_fill_after_draft())
         self._mark(_Moment.DRAFT_ENDED)
@@ -402,6 +412,8 @@ class PlanStream:
 
     def _plan(self, batch: ForwardBatch, inputs_final: torch.cuda.Event | None) -> PlannedVerify:
         if self.stream is None:
+            if inputs_final is not None:
+                torch.cuda.current_stream(self.backend.device).wait_event(inputs_final)
             return self.backend.plan(batch)
         with torch.cuda.stream(self.stream):
             self._wait_for_start(self.stream, inputs_final)
@@ -413,8 +425,10 @@ class PlanStream:
     def _wait_for_start(self, stream: torch.cuda.Stream, inputs_final: torch.cuda.Event | None) -> None:
         if self.start is PlanStart.AFTER_DRAFT:
             stream.wait_event(self._events[_Moment.DRAFT_ENDED])
-        else:
-            stream.wait_event(inputs_final or self._events[_Moment.INPUTS_FINAL])
+        if inputs_final is not None:
+            stream.wait_event(inputs_final)
+        elif self.start is PlanStart.AFTER_INPUTS:
+            stream.wait_event(self._events[_Moment.INPUTS_FINAL])
 
     def _wait_for_verified(self, stream: torch.cuda.Stream) -> None:
         stream.wait_event(self._events[_Moment.VERIFIED])  # of the iteration before; the first one has none to wait for

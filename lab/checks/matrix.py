@@ -1,0 +1,193 @@
+"""Which check kills which mutant: `python -m lab.checks.matrix --out results/mutants.json`.
+
+Every mutant of `lab.checks.mutants` is judged by every check that applies to it, each until its first wrong case. Beside that stands
+what each upstream tolerance rule of `lab.checks.upstream_rules` says of the mutant on inputs as upstream's tests draw them.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lab.checks.catalogue import checks
+from lab.checks.check import Check, Level
+from lab.checks.isolation import run_trial
+from lab.checks.mutants import MUTANTS, Mutant, mutant
+from lab.checks.space import Space
+from lab.checks.trial import Declined, Trial, truth_of_call
+from lab.checks.upstream_rules import UPSTREAM_RULES, passes
+from lab.checks.verdicts import Outcome
+from lab.workloads.attention_case import AttentionCase, Storage
+from lab.workloads.interfaces import ATTENTION, Interface
+
+# Small enough for every mutant on a CPU, wide enough that each axis takes every value.
+SPACE = Space(head_dims=(64, 128), page_sizes=(16, 64), mla_head_dims=((80, 64),), mla_heads=(4, 16), longest=200)
+WRONG = (Outcome.WRONG, Outcome.FAILED)
+
+
+@dataclass(frozen=True)
+class Kill:
+    """The first case in which a check finds a mutant wrong.
+
+    Attributes:
+        check: its key.
+        interface: the function's name.
+        case: as `repr`.
+        wrong: the first sentence of what was wrong.
+    """
+
+    check: str
+    interface: str
+    case: str
+    wrong: str
+
+
+@dataclass(frozen=True)
+class Line:
+    """One mutant's line of the matrix.
+
+    Attributes:
+        mutant: its name.
+        kills: one per check that finds it.
+        upstream: which of the upstream rules let it through, by number, of those that could judge it; None for what has no
+            output to compare.
+    """
+
+    mutant: str
+    kills: tuple[Kill, ...]
+    upstream: tuple[int, ...] | None
+
+
+def line_of(judged: Mutant, only: Sequence[str] = ()) -> Line:
+    """Judge one mutant by every check, or by those named."""
+    torch.set_num_threads(1)
+    return Line(judged.name, tuple(_kills(judged, only)), let_through(judged))
+
+
+def _kills(judged: Mutant, only: Sequence[str]) -> Iterator[Kill]:
+    for check in checks():
+        for name in judged.interface:
+            interface = Interface(name)
+            if interface in check.interfaces and (not only or check.key in only):
+                kill = first_kill(judged, check, interface)
+                if kill is not None:
+                    yield kill
+                    break
+
+
+def first_kill(judged: Mutant, check: Check, interface: Interface) -> Kill | None:
+    """The first of the check's cases in which the mutant is wrong; a fresh implementation for each."""
+    for case in check.cases(interface, SPACE, Level.SMOKE):
+        found = run_trial(judged.implementation(), check, case, torch.device("cpu"))
+        if found.outcome in WRONG:
+            return Kill(check.key, interface.value, repr(case), found.wrongs[0])
+    return None
+
+
+# What upstream's tests draw (`upstream_rules`): normal inputs, short requests, windows that never truncate, scales of 1.
+UPSTREAM_LENGTHS = (110, 1024, 8192)
+
+
+def upstream_case(interface: Interface, kv_len: int, q_len: int) -> AttentionCase:
+    """Four requests of one length, as `test_trtllm_gen_attention_decode` has them: 16/2 heads of 128, page 64."""
+    short = kv_len == UPSTREAM_LENGTHS[0]
+    case = AttentionCase(
+        interface,
+        (kv_len,) * 4,
+        (q_len,) * 4,
+        num_kv_heads=1 if interface is Interface.MLA_DECODE else 2,
+        group=8,
+        head_dim=128 if interface is not Interface.MLA_DECODE else 80,
+        v_head_dim=None if interface is not Interface.MLA_DECODE else 64,
+        window_left=127 if short and interface is not Interface.MLA_DECODE else -1,
+        sinks=short and interface is not Interface.MLA_DECODE,
+        storage=Storage(page_size=64),
+    )
+    return case
+
+
+def let_through(judged: Mutant) -> tuple[int, ...] | None:
+    """Rules under which the mutant passes on inputs as upstream draws them, at every length."""
+    names = [Interface(name) for name in judged.interface if Interface(name) in ATTENTION]
+    if not names:
+        return None
+    passing = set(range(len(UPSTREAM_RULES)))
+    for interface in names:
+        for kv_len in UPSTREAM_LENGTHS:
+            passing &= _passing(judged, upstream_case(interface, kv_len, 4))
+    return tuple(sorted(passing))
+
+
+def _passing(judged: Mutant, case: AttentionCase) -> set[int]:
+    trial = Trial(judged.implementation(), case, torch.device("cpu"))
+    inputs = trial.build()
+    try:
+        out = trial.call(inputs).out
+    except (Declined, RuntimeError, TypeError, IndexError) as error:
+        return set() if not isinstance(error, Declined) else set(range(len(UPSTREAM_RULES)))
+    expected = truth_of_call(inputs).expected
+    if out.shape != expected.shape:
+        return set()
+    return {number for number, rule in enumerate(UPSTREAM_RULES) if passes(rule, out, expected)}
+
+
+def as_record(line: Line) -> dict[str, Any]:
+    """One line as JSON."""
+    found = mutant(line.mutant)
+    return {
+        "mutant": line.mutant,
+        "defect": found.defect,
+        "source": found.source,
+        "interface": list(found.interface),
+        "kills": {
+            kill.check: {"case": kill.case, "interface": kill.interface, "wrong": kill.wrong} for kill in line.kills
+        },
+        "upstream": None if line.upstream is None else list(line.upstream),
+    }
+
+
+def markdown(records: Sequence[dict[str, Any]]) -> str:
+    """The matrix as a table: a cross for each check that finds the mutant, the upstream rules that let it through."""
+    keys = [check.key for check in checks()]
+    rows = [f"| mutant | {' | '.join(keys)} | passes upstream rules |", f"|---|{'---|' * (len(keys) + 1)}"]
+    for record in records:
+        marks = ["×" if key in record["kills"] else "" for key in keys]
+        upstream = record["upstream"]
+        let = (
+            "" if upstream is None else "all" if len(upstream) == len(UPSTREAM_RULES) else " ".join(map(str, upstream))
+        )
+        rows.append(f"| {record['mutant']} | {' | '.join(marks)} | {let or '–'} |")
+    return "\n".join(rows) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Judge all mutants and write the matrix; the exit status is 1 if one lives or a check kills none."""
+    parser = argparse.ArgumentParser(prog="python -m lab.checks.matrix", description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--out", type=Path, required=True, help="JSON; a table is written beside it, .md")
+    parser.add_argument("--mutants", nargs="+", default=[each.name for each in MUTANTS])
+    parser.add_argument("--workers", type=int, default=2)
+    given = parser.parse_args(argv)
+    chosen = [mutant(name) for name in given.mutants]
+    records = []
+    with ProcessPoolExecutor(given.workers, mp_context=get_context("spawn")) as pool:
+        for line in pool.map(line_of, chosen):
+            records.append(as_record(line))
+            killed = ", ".join(kill.check for kill in line.kills)
+            print(f"{len(records)}/{len(chosen)} {line.mutant}: {killed or 'LIVES'}", flush=True)
+    given.out.write_text(json.dumps(records, indent=1) + "\n")
+    given.out.with_suffix(".md").write_text(markdown(records))
+    alive = [record["mutant"] for record in records if not record["kills"]]
+    idle = [check.key for check in checks() if not any(check.key in record["kills"] for record in records)]
+    print(f"alive: {alive}; checks that killed none: {idle}")
+    return 1 if alive or idle else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
