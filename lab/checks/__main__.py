@@ -1,6 +1,7 @@
 """Judge an implementation: `python -m lab.checks package.module`."""
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -20,7 +21,7 @@ from lab.checks.verdicts import Outcome
 from lab.kernels import default_implementation
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
-NUMBERS = ("groups", "num_kv_heads", "head_dims", "page_sizes", "q_lens", "mla_heads", "mla_page_sizes")
+NUMBERS = ("groups", "num_kv_heads", "head_dims", "page_sizes", "q_lens", "masked_rows", "mla_heads", "mla_page_sizes")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(detail, markup=False, highlight=False, soft_wrap=True)
     if given.out is not None:
         report.write(given.out)
+    if report.left_out:
+        console.print(f"{report.left_out} cases were left out: the time was over")
     console.print("right" if report.is_right else "not right")
     return 0 if report.is_right else 1
 
@@ -55,7 +58,10 @@ def _judge(given: argparse.Namespace, implementation: str, console: Console) -> 
             only=given.only,
             device=given.device,
             isolated=not given.in_process,
+            workers=given.workers,
             time_limit_s=given.time_limit_s,
+            most_seconds=given.most_seconds,
+            drawn=given.drawn,
             progress=tell,
         )
 
@@ -70,6 +76,7 @@ def _space(given: argparse.Namespace) -> Space:
     for name in ("windows", "sinks"):
         if getattr(given, f"no_{name}"):
             chosen[name] = (False,)
+    chosen["e4m3_arithmetic"] = given.e4m3_arithmetic
     if given.longest:
         chosen["longest"] = given.longest
     return Space(**chosen)
@@ -91,6 +98,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", help="cpu or cuda; a GPU if there is one")
     parser.add_argument("--in-process", action="store_true", help="no worker: a crash or a hang ends the judge")
     parser.add_argument("--time-limit-s", type=float, default=TIME_LIMIT_S, help="of one case, %(default)s")
+    parser.add_argument("--workers", type=int, default=1, help="processes that judge at a time")
+    parser.add_argument("--most-seconds", type=float, default=math.inf, help="begin no further case after so long")
+    parser.add_argument("--drawn", type=int, help="cases that Hypothesis draws per check and function")
     parser.add_argument("--out", type=Path, help="where to write the report, JSON")
     axes = parser.add_argument_group("axes", "narrow the cases to what the kernel was built for")
     names = {each.name for each in fields(Space)}
@@ -99,6 +109,9 @@ def _parser() -> argparse.ArgumentParser:
         axes.add_argument(f"--{name.replace('_', '-')}", nargs="+", type=int)
     axes.add_argument("--dtypes", nargs="+", metavar="Q/KV", help="pairs such as bf16/bf16 and bf16/e4m3")
     axes.add_argument("--kv-layouts", nargs="+", choices=("HND", "NHD"))
+    axes.add_argument(
+        "--e4m3-arithmetic", action="store_true", help="it is known to compute in e4m3 over an e4m3 cache"
+    )
     axes.add_argument("--longest", type=int, help="keys of the longest request, about")
     axes.add_argument("--no-windows", action="store_true")
     axes.add_argument("--no-sinks", action="store_true")

@@ -22,6 +22,7 @@ from lab.metadata.kv_pool import KVLayout, KVPool
 from lab.metadata.mha import TRTLLMMHAMetadata, uncounted_tokens
 from lab.workloads.geometries import geometry
 
+POISONED_LENGTH = 2**30  # beyond every table and pool
 HUGE = 1e30  # finite in bf16, and so large that one poisoned value in a product shows
 SIZES = (2, 4)
 # Largest captured size and one request more, which only an eager pass holds.
@@ -131,8 +132,8 @@ class Scene:
         self.query[rows:].fill_(padding)
         self.out.fill_(float("nan"))
         self.runner.replay(batch)
-        metadata = self.runner.captured[self.runner.size_for(batch.batch_size)].metadata
-        return Result(self.query[:rows].clone(), self.out[:rows].clone(), metadata)
+        captured = self.runner.captured[self.runner.size_for(batch.batch_size)]
+        return Result(self.query[:rows].clone(), self.out[:rows].clone(), captured.metadata, captured.view)
 
     def eager(self, batch: ForwardBatch) -> "Result":
         """The same pass without a graph, in tensors of its own."""
@@ -143,20 +144,31 @@ class Scene:
         return Result(query, out, metadata)
 
     def poison(self, value: float) -> None:
-        """Fill what must not matter: the sink page of K/V, all metadata, and each table's dead cells with the sink's page."""
+        """Fill what must not matter, as the next replay writes it before reading it or does not read it at all.
+
+        That is the sink page of K/V, and of the metadata lengths, boundaries that are no preset, write locations, and all cells
+        of the tables, which are pointed at the sink. Kernels' scratch stays as it is.
+        """
         self.cache.k_cache[0].fill_(value)
         self.cache.v_cache[0].fill_(value)
         buffers = self.runner.metadata.buffers
         buffers.page_table.zero_()
+        buffers.cache_seqlens_int32.fill_(POISONED_LENGTH)
+        buffers.cu_seqlens_k[1:].fill_(POISONED_LENGTH)
+        if self.case.mode.extends:
+            buffers.cu_seqlens_q[1:].fill_(POISONED_LENGTH)
         if buffers.swa_page_table is not None:
             buffers.swa_page_table.zero_()
-        if self.case.place is MetadataPlace.BEFORE_REPLAY or self.device.type == "cpu":
-            buffers.cache_seqlens_int32.fill_(2**30)
-            buffers.cu_seqlens_k[1:].fill_(2**30)
+        if buffers.swa_out_cache_loc is not None:
+            buffers.swa_out_cache_loc.fill_(POISONED_LENGTH)
 
     def wrongs(self, batch: ForwardBatch, result: "Result") -> str:
         """What is wrong with a result, or nothing."""
-        return wrong_metadata(batch, self.pool, result.metadata) or self._wrong_output(batch, result)
+        return (
+            wrong_metadata(batch, self.pool, result.metadata)
+            or (self._wrong_padding(batch, result.metadata, result.view) if result.view is not None else "")
+            or self._wrong_output(batch, result)
+        )
 
     def pointers(self) -> dict[str, int]:
         """Addresses of every buffer that a graph was captured with."""
@@ -216,6 +228,32 @@ class Scene:
     def _uncounted(self) -> int:
         return uncounted_tokens(self.runner.inputs.view(1))
 
+    def _wrong_padding(self, batch: ForwardBatch, metadata: TRTLLMMHAMetadata, view: ForwardBatch) -> str:
+        """What the last replay left in padded rows: the reserved request, padding's length, slots and pages of the sink.
+
+        An engine writes K and V of all rows, so that a stale slot in a padded one would overwrite another request's.
+        """
+        n, rows, width = batch.batch_size, batch.num_tokens, self.case.mode.num_tokens_per_req
+        length = self.case.padded_seq_len + self._uncounted()
+        pages = -(-length // self.case.page_size)
+        uniform: dict[str, tuple[Tensor | None, int]] = {
+            "seq_lens": (view.seq_lens[n:], self.case.padded_seq_len),
+            "req_pool_indices": (view.req_pool_indices[n:], 0),
+            "out_cache_loc": (view.out_cache_loc[rows:], 0),
+            "extend_seq_lens": (None if view.extend_seq_lens is None else view.extend_seq_lens[n:], width),
+            "cache_seqlens": (metadata.cache_seqlens_int32[n:], length),
+            "steps of cu_seqlens_k": (metadata.cu_seqlens_k[n:].diff(), length),
+            "steps of cu_seqlens_q": (metadata.cu_seqlens_q[n:].diff(), width),
+            "page_table": (metadata.page_table[n:, :pages], 0),
+        }
+        if metadata.swa_page_table is not None and metadata.swa_out_cache_loc is not None:
+            uniform["swa_page_table"] = (metadata.swa_page_table[n:, :pages], 0)
+            uniform["swa_out_cache_loc"] = (metadata.swa_out_cache_loc[rows:], 0)
+        for name, (got, wanted) in uniform.items():
+            if got is not None and bool((got != wanted).any()):
+                return f"{name} of padded rows is {got.tolist()}, expected {wanted} everywhere"
+        return ""
+
     def _wrong_output(self, batch: ForwardBatch, result: "Result") -> str:
         if not bool(result.out.isfinite().all()):
             return f"{int((~result.out.isfinite()).any(-1).sum())} output vectors of real rows are not finite"
@@ -249,11 +287,15 @@ class Scene:
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """What one pass was given and gave: real rows only, and the metadata it ran on."""
+    """What one pass was given and gave: real rows only, the metadata it ran on, and of a replay the batch as its graph sees it.
+
+    Metadata and view of a replay are the runner's own, which the next replay writes anew: judge each before it.
+    """
 
     query: Tensor
     out: Tensor
     metadata: TRTLLMMHAMetadata
+    view: ForwardBatch | None = None
 
 
 # A check tells its story on a scene and returns what is wrong, or nothing.
@@ -337,7 +379,7 @@ def same_buffers(scene: Scene) -> str:
 
 
 def poisoned(scene: Scene) -> str:
-    """Finite-huge and NaN, before each replay, in the sink, dead cells, padded query rows and lengths yet to be written."""
+    """Finite-huge and NaN before each replay, in the sink, padded query rows, and metadata yet to be written."""
     short, edge, across, longest = _lengths(scene)
     for value in (HUGE, float("nan")):
         for batch in (

@@ -5,6 +5,7 @@ import importlib
 import multiprocessing
 import os
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +15,7 @@ import torch
 
 from lab.checks.catalogue import checks
 from lab.checks.check import Check
+from lab.checks.space import Space
 from lab.checks.trial import Declined, Trial
 from lab.checks.verdicts import Judged, Outcome
 
@@ -33,24 +35,25 @@ def load(name: str) -> Any:
 
 
 class Isolation:
-    """Judges cases one after another: here, or in a worker process if the implementation is given by name.
+    """Judges cases: here, or in worker processes if the implementation is given by name.
 
     A worker that crashes, loses its CUDA context or passes the time limit is replaced, and its case is FAILED.
     """
 
-    def __init__(self, implementation: Any, device: torch.device, time_limit_s: float) -> None:
-        self.implementation, self.device, self.time_limit_s = implementation, device, time_limit_s
+    def __init__(
+        self, implementation: Any, device: torch.device, space: Space, time_limit_s: float, workers: int = 1
+    ) -> None:
+        self.implementation, self.device, self.space = implementation, device, space
+        self.time_limit_s, self.workers = time_limit_s, workers
         self._pool: Any = None
-        self._last_words: Path | None = None
+        self._last_words: tempfile.TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> "Isolation":
         if isinstance(self.implementation, str):
             from pebble import ProcessPool
 
-            descriptor, path = tempfile.mkstemp(prefix="lab-judge-")
-            os.close(descriptor)
-            self._last_words = Path(path)
-            self._pool = ProcessPool(max_workers=1, context=multiprocessing.get_context("spawn"))
+            self._last_words = tempfile.TemporaryDirectory(prefix="lab-judge-")
+            self._pool = ProcessPool(max_workers=self.workers, context=multiprocessing.get_context("spawn"))
         return self
 
     def __exit__(
@@ -59,36 +62,39 @@ class Isolation:
         if self._pool is not None and self._last_words is not None:
             self._pool.stop()
             self._pool.join()
-            self._last_words.unlink()
+            self._last_words.cleanup()
 
-    def __call__(self, check: str, case: Any) -> Judged:
-        """Judge one case of the check with that key."""
-        if self._pool is None:
-            return run_trial(self.implementation, _check(check), case, self.device)
+    def submit(self, check: str, case: Any) -> Callable[[], Judged]:
+        """Have one case of the check with that key judged; what is returned waits for it."""
+        if self._pool is None or self._last_words is None:
+            return functools.partial(run_trial, self.implementation, _check(check), case, self.device, self.space)
+        descriptor, last_words = tempfile.mkstemp(dir=self._last_words.name)
+        os.close(descriptor)
+        arguments = (self.implementation, check, case, str(self.device), self.space, last_words)
+        future = self._pool.schedule(_work, args=arguments, timeout=self.time_limit_s)
+        return functools.partial(self._result, future, Path(last_words))
+
+    def _result(self, future: Any, last_words: Path) -> Judged:
         from pebble import ProcessExpired
 
-        arguments = (self.implementation, check, case, str(self.device), str(self._last_words))
-        future = self._pool.schedule(_work, args=arguments, timeout=self.time_limit_s)
         try:
             result: Judged = future.result()
         except FutureTimeoutError:
             return Judged(Outcome.FAILED, (f"it did not return within {self.time_limit_s:g} s",))
         except ProcessExpired as error:
-            return Judged(Outcome.FAILED, (self._epitaph(error.exitcode),))
+            said = last_words.read_text()
+            return Judged(
+                Outcome.FAILED,
+                (f"it crashed its process (exit status {error.exitcode})" + (f": {said}" if said else ""),),
+            )
         return result
 
-    def _epitaph(self, exit_code: int) -> str:
-        assert self._last_words is not None
-        said = self._last_words.read_text()
-        self._last_words.write_text("")
-        return f"it crashed its process (exit status {exit_code})" + (f": {said}" if said else "")
 
-
-def _work(name: str, check: str, case: Any, device: str, last_words: str) -> Judged:
-    """In the worker: judge, and end the process where its CUDA context is lost, so that no later case pays for it."""
+def _work(name: str, check: str, case: Any, device: str, space: Space, last_words: str) -> Judged:
+    """In a worker: judge, and end the process where its CUDA context is lost, so that no later case pays for it."""
     where = torch.device(device)
     torch.set_num_threads(1)  # the cases are small: threads only wait for each other
-    judged = run_trial(load(name), _check(check), case, where)
+    judged = run_trial(load(name), _check(check), case, where, space)
     if judged.outcome is Outcome.FAILED and where.type == "cuda":
         try:
             torch.cuda.synchronize(where)
@@ -103,9 +109,9 @@ def _check(key: str) -> Check:
     return next(check for check in checks() if check.key == key)
 
 
-def run_trial(implementation: Any, check: Check, case: Any, device: torch.device) -> Judged:
+def run_trial(implementation: Any, check: Check, case: Any, device: torch.device, space: Space) -> Judged:
     """One case, here and now; whatever the implementation raises is its own."""
-    trial = Trial(implementation, case, device)
+    trial = Trial(implementation, case, device, space)
     try:
         check.judge(trial)
         if device.type == "cuda":

@@ -1,6 +1,7 @@
 """Judge an implementation: every check of the catalogue, over every function that it has."""
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from lab.checks.isolation import Isolation, load
 from lab.checks.ledger import LEDGER, KnownFinding, known
 from lab.checks.report import CaseVerdict, Report
 from lab.checks.space import Space
-from lab.checks.verdicts import Judged, Outcome
+from lab.checks.verdicts import Outcome
 from lab.provenance import environment
 from lab.workloads.interfaces import Interface
 
@@ -39,7 +40,10 @@ def judge(
     only: Sequence[str] = (),
     device: torch.device | str | None = None,
     isolated: bool = False,
+    workers: int = 1,
     time_limit_s: float = TIME_LIMIT_S,
+    most_seconds: float = math.inf,
+    drawn: int | None = None,
     ledger: Sequence[KnownFinding] = LEDGER,
     progress: Progress | None = None,
 ) -> Report:
@@ -57,7 +61,10 @@ def judge(
         device: where to run; a GPU if there is one.
         isolated: each case runs in a worker process that is replaced when it crashes or does not return; the
             implementation must then be given by name.
+        workers: processes at a time, if isolated; kernels that compile for each case are judged sooner by several.
         time_limit_s: of one case, if isolated.
+        most_seconds: after so long, no further case is begun; the report counts what was left out, and is not right.
+        drawn: cases that Hypothesis draws per check and function; the level's number if None.
         ledger: recorded findings that are told apart from new ones.
         progress: called with each verdict.
 
@@ -82,15 +89,22 @@ def judge(
             progress(told)
         return told
 
-    with Isolation(name if isolated else loaded, where, time_limit_s) as judge_one:
+    end, left_out = time.monotonic() + most_seconds, 0
+    with Isolation(name if isolated else loaded, where, axes, time_limit_s, workers) as isolation:
         for check, interface in itertools.product(_chosen(only), offered):
             if interface not in check.interfaces:
                 continue
-            for case in check.cases(interface, axes, level):
-                verdicts.append(note(_verdict(name, check, interface, case, judge_one, where)))
-            if check.adapt is not None:
-                verdicts += _drawn(name, check, interface, axes, DRAWN_CASES[level], judge_one, where, note)
-    return Report(name, level, environment(), str(where), tuple(verdicts))
+            bench = _Bench(name, check, interface, isolation)
+            cases = list(check.cases(interface, axes, level))
+            for start in range(0, len(cases), 2 * workers):
+                if time.monotonic() > end:
+                    left_out += len(cases) - start
+                    break
+                verdicts += map(note, bench.verdicts(cases[start : start + 2 * workers]))
+            count = DRAWN_CASES[level] if drawn is None else drawn
+            if check.adapt is not None and count and time.monotonic() <= end:
+                verdicts += _drawn(bench, check.adapt, axes, count, note)
+    return Report(name, level, environment(), str(where), tuple(verdicts), left_out)
 
 
 def judge_case(implementation: Any, check: str, case: Any, device: torch.device | str | None = None) -> CaseVerdict:
@@ -106,8 +120,8 @@ def judge_case(implementation: Any, check: str, case: Any, device: torch.device 
     name = implementation if isinstance(implementation, str) else _name_of(loaded)
     (chosen,) = _chosen((check,))
     interface = getattr(case, "interface", chosen.interfaces[0])
-    with Isolation(loaded, where, TIME_LIMIT_S) as judge_one:
-        return _verdict(name, chosen, interface, case, judge_one, where)
+    with Isolation(loaded, where, Space(), TIME_LIMIT_S) as isolation:
+        return _Bench(name, chosen, interface, isolation).verdicts([case])[0]
 
 
 def _name_of(implementation: Any) -> str:
@@ -124,23 +138,29 @@ def _chosen(only: Sequence[str]) -> tuple[Check, ...]:
     return tuple(check for check in catalogue if not only or check.key in wanted)
 
 
-def _verdict(
-    name: str, check: Check, interface: Interface, case: Any, judge_one: "JudgeOne", where: torch.device
-) -> CaseVerdict:
-    start = time.perf_counter()
-    judged = judge_one(check.key, case)
-    return CaseVerdict(
-        implementation=name,
-        check=check.key,
-        interface=interface,
-        case=case,
-        device=str(where),
-        judged=judged,
-        seconds=time.perf_counter() - start,
-    )
+class _Bench:
+    """One check of one function of an implementation."""
 
+    def __init__(self, name: str, check: Check, interface: Interface, isolation: Isolation) -> None:
+        self.name, self.check, self.interface, self.isolation = name, check, interface, isolation
 
-JudgeOne = Callable[[str, Any], Judged]
+    def verdicts(self, cases: Sequence[Any], drawn: bool = False) -> list[CaseVerdict]:
+        """Of each case; those of several workers at a time."""
+        start = time.perf_counter()
+        waiting = [self.isolation.submit(self.check.key, case) for case in cases]
+        return [
+            CaseVerdict(
+                implementation=self.name,
+                check=self.check.key,
+                interface=self.interface,
+                case=case,
+                device=str(self.isolation.device),
+                judged=wait(),
+                seconds=time.perf_counter() - start,
+                drawn=drawn,
+            )
+            for case, wait in zip(cases, waiting, strict=True)
+        ]
 
 
 class _Found(Exception):  # noqa: N818 - what Hypothesis is to make smaller
@@ -152,20 +172,15 @@ class _Found(Exception):  # noqa: N818 - what Hypothesis is to make smaller
 
 
 def _drawn(
-    name: str,
-    check: Check,
-    interface: Interface,
+    bench: _Bench,
+    adapt: Callable[[Any], Any],
     space: Space,
     count: int,
-    judge_one: JudgeOne,
-    where: torch.device,
     note: Callable[[CaseVerdict], CaseVerdict],
 ) -> Iterable[CaseVerdict]:
     """Hypothesis draws cases and makes the first wrong one as small as it can; the right ones, then that one."""
     from hypothesis import HealthCheck, Phase, given, settings
 
-    assert check.adapt is not None
-    adapt = check.adapt
     seen: dict[Any, CaseVerdict] = {}
     failures = 0
 
@@ -178,7 +193,7 @@ def _drawn(
         suppress_health_check=list(HealthCheck),
         report_multiple_bugs=False,
     )
-    @given(space.drawn(interface))
+    @given(space.drawn(bench.interface))
     def holds(drawn: Any) -> None:
         nonlocal failures
         case = adapt(drawn)
@@ -186,7 +201,7 @@ def _drawn(
             if failures > MOST_SHRINKS:
                 return
             failures += bool(failures)
-            seen[case] = note(replace(_verdict(name, check, interface, case, judge_one, where), drawn=True))
+            seen[case] = note(bench.verdicts([case], drawn=True)[0])
         if seen[case].outcome in (Outcome.WRONG, Outcome.FAILED):
             failures = failures or 1
             raise _Found(seen[case])

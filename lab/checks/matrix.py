@@ -1,7 +1,7 @@
 """Which check kills which mutant: `python -m lab.checks.matrix --out results/mutants.json`.
 
-Every mutant of `lab.checks.mutants` is judged by every check that applies to it, each until its first wrong case. Beside that stands
-what each upstream tolerance rule of `lab.checks.upstream_rules` says of the mutant on inputs as upstream's tests draw them.
+Every mutant of `lab.checks.mutants` is judged by every check that applies to it, each until its first wrong case. Beside that
+stands what each upstream tolerance rule says of the mutant on inputs as upstream's tests draw them.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def _kills(judged: Mutant, only: Sequence[str]) -> Iterator[Kill]:
 def first_kill(judged: Mutant, check: Check, interface: Interface) -> Kill | None:
     """The first of the check's cases in which the mutant is wrong; a fresh implementation for each."""
     for case in check.cases(interface, SPACE, Level.SMOKE):
-        found = run_trial(judged.implementation(), check, case, torch.device("cpu"))
+        found = run_trial(judged.implementation(), check, case, torch.device("cpu"), SPACE)
         if found.outcome in WRONG:
             return Kill(check.key, interface.value, repr(case), found.wrongs[0])
     return None
@@ -98,7 +98,7 @@ UPSTREAM_LENGTHS = (110, 1024, 8192)
 def upstream_case(interface: Interface, kv_len: int, q_len: int) -> AttentionCase:
     """Four requests of one length, as `test_trtllm_gen_attention_decode` has them: 16/2 heads of 128, page 64."""
     short = kv_len == UPSTREAM_LENGTHS[0]
-    case = AttentionCase(
+    return AttentionCase(
         interface,
         (kv_len,) * 4,
         (q_len,) * 4,
@@ -110,7 +110,6 @@ def upstream_case(interface: Interface, kv_len: int, q_len: int) -> AttentionCas
         sinks=short and interface is not Interface.MLA_DECODE,
         storage=Storage(page_size=64),
     )
-    return case
 
 
 def let_through(judged: Mutant) -> tuple[int, ...] | None:

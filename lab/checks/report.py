@@ -121,6 +121,7 @@ class Report:
         environment: of the run, `lab.provenance.environment`.
         device: where.
         verdicts: of every case.
+        left_out: cases that time ran out for.
     """
 
     implementation: str
@@ -128,6 +129,7 @@ class Report:
     environment: dict[str, Any]
     device: str
     verdicts: tuple[CaseVerdict, ...]
+    left_out: int = 0
 
     @property
     def rows(self) -> list[Row]:
@@ -144,9 +146,10 @@ class Report:
 
     @property
     def is_right(self) -> bool:
-        """Something of every function was judged, and nothing is wrong but what the ledger cites."""
+        """Something of every function was judged, no case was left out, and nothing is wrong but what the ledger cites."""
         judged = {verdict.interface for verdict in self.verdicts if verdict.judged.judged}
-        return judged == {verdict.interface for verdict in self.verdicts} and bool(judged) and not any(self.wrong)
+        everything = judged == {verdict.interface for verdict in self.verdicts} and self.left_out == 0
+        return everything and bool(judged) and not any(self.wrong)
 
     def write(self, path: Path) -> None:
         """The report as JSON."""
@@ -155,6 +158,7 @@ class Report:
             "level": self.level.value,
             "device": self.device,
             "is_right": self.is_right,
+            "left_out": self.left_out,
             "environment": self.environment,
             "checks": [
                 {

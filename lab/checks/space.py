@@ -27,8 +27,10 @@ class Space:
         q_lens: query rows of a request in a decode call.
         windows: whether some cases have a sliding window; sinks: a sink per head.
         kv_layouts: orders of a page's axes.
+        masked_rows: query rows of the calls with a draft mask; more than 16 take a row's second word.
         mla_head_dims: (head_dim, v_head_dim) of MLA, 576 and 512 in DeepSeek-V3; mla_heads: its query heads;
             mla_page_sizes: of its cache.
+        e4m3_arithmetic: over an e4m3 cache the kernel is known to round Q and the softmax's weights to e4m3 too.
         longest: keys of the longest request, about.
     """
 
@@ -41,9 +43,11 @@ class Space:
     windows: tuple[bool, ...] = (False, True)
     sinks: tuple[bool, ...] = (False, True)
     kv_layouts: tuple[str, ...] = ("HND", "NHD")
+    masked_rows: tuple[int, ...] = (4, 8, 20)
     mla_head_dims: tuple[tuple[int, int], ...] = ((80, 64), (576, 512))
     mla_heads: tuple[int, ...] = (1, 8, 16)
     mla_page_sizes: tuple[int, ...] = (32, 64)
+    e4m3_arithmetic: bool = False
     longest: int = 700
 
     def covering(self, interface: Interface, count: int, seed: int = 0) -> Iterator[AttentionCase]:
@@ -73,6 +77,10 @@ class Space:
         for number, values in enumerate(zip(*columns, strict=True)):
             make = self._mla if interface is Interface.MLA_DECODE else self._mha
             yield make(interface, rng, number + seed, *values)
+
+    def arithmetic(self, kv_dtype: torch.dtype) -> torch.dtype | None:
+        """Of the control over a cache of this dtype, `AttentionCase.arithmetic`."""
+        return E4M3 if self.e4m3_arithmetic and kv_dtype == E4M3 else None
 
     def drawn(self, interface: Interface) -> "SearchStrategy[AttentionCase]":
         """Hypothesis's strategy over the same axes; smaller lengths and first values are simpler."""
@@ -153,6 +161,7 @@ class Space:
             head_dim=head_dim,
             dtype=dtypes[0],
             kv_dtype=dtypes[1],
+            arithmetic=self.arithmetic(dtypes[1]),
             window_left=rng.choice((0, 1, page_size - 1, page_size, 100, 127)) if window else -1,
             sinks=sinks,
             seed=seed,
@@ -182,6 +191,7 @@ class Space:
             v_head_dim=head_dims[1],
             dtype=dtypes[0],
             kv_dtype=dtypes[1],
+            arithmetic=self.arithmetic(dtypes[1]),
             seed=seed,
             storage=Storage(page_size=page_size, page_seed=seed),
         )

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lab.checks.space import Space
 from lab.checks.truth import Rules, Truth, truth_of_requests
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.attention_inputs import AttentionInputs, build_attention
@@ -39,14 +40,16 @@ class Trial:
         implementation: what is judged.
         case: of what; a frozen dataclass.
         device: where.
+        space: the axes within which a check may vary the case.
         wrongs: what was wrong, a sentence each.
         declines: what was refused of the check's variations, a sentence each.
         worst_ratio: the largest error over its bound.
         judged: results that were held against something.
     """
 
-    def __init__(self, implementation: Any, case: Any, device: torch.device) -> None:
+    def __init__(self, implementation: Any, case: Any, device: torch.device, space: Space | None = None) -> None:
         self.implementation, self.case, self.device = implementation, case, device
+        self.space = space or Space()
         self.wrongs: list[str] = []
         self.declines: list[str] = []
         self.worst_ratio = 0.0
@@ -172,7 +175,7 @@ def rules_of(inputs: AttentionInputs, **changes: Any) -> Rules:
     given: dict[str, Any] = {
         "bmm1_scale": inputs.bmm1_scale,
         "bmm2_scale": inputs.bmm2_scale,
-        "arithmetic": case.dtype,
+        "arithmetic": case.dtype if case.arithmetic is None else case.arithmetic,
         "out_dtype": torch.bfloat16 if case.is_mla else case.dtype,  # MLA's function has no other
         "window_left": case.window_left,
         "sinks": inputs.sinks,

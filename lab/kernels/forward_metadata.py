@@ -199,7 +199,11 @@ def _distinct(tables: Sequence[tuple[Tensor | None, int]]) -> tuple[tuple[Tensor
     found: dict[tuple[int, int, int], tuple[Tensor, int]] = {}
     for table, offset in tables:
         if table is not None:
-            key = (table.data_ptr(), table.stride(0), table.shape[1])  # a table's first columns are a table of their own
+            key = (
+                table.data_ptr(),
+                table.stride(0),
+                table.shape[1],
+            )  # a table's first columns are a table of their own
             found[key] = (table, max(offset, found[key][1]) if key in found else offset)
     return tuple(table for table, _ in found.values()), tuple(offset for _, offset in found.values())
 

@@ -327,9 +327,8 @@ class PlanStream:
     ============  ======================  ===============  =================================================================
     event         recorded                waited for by    without it
     ============  ======================  ===============  =================================================================
-    inputs final  before the draft, or    the plan, what-  it reads lengths or slots that are still being written
-                  by the caller           ever else it
-                                          waits for
+    inputs final  before the draft, or    the plan         it reads lengths or slots that are still being written
+                  by the caller
     draft ended   behind the draft        the plan, where  (only delays the plan: no metadata depends on the draft)
                                           AFTER_DRAFT
     planned       behind the plan         the forward      verify reads the metadata of an earlier batch
@@ -397,7 +396,9 @@ class PlanStream:
         """
         self.backend.check(batch)
         if inputs_final is not None and self.backend.device.type != "cuda":
-            raise ValueError(f"inputs_final={inputs_final!r}, but nothing waits on a {self.backend.device}: leave it out")
+            raise ValueError(
+                f"inputs_final={inputs_final!r}, but nothing waits on a {self.backend.device}: leave it out"
+            )
         self._mark(_Moment.INPUTS_FINAL)
         draft(self.backend.get_verify_buffers_to_fill_after_draft())
         self._mark(_Moment.DRAFT_ENDED)
@@ -413,7 +414,7 @@ class PlanStream:
     def _plan(self, batch: ForwardBatch, inputs_final: torch.cuda.Event | None) -> PlannedVerify:
         if self.stream is None:
             if inputs_final is not None:
-                torch.cuda.current_stream(self.backend.device).wait_event(inputs_final)
+                self._wait_for_start(torch.cuda.current_stream(self.backend.device), inputs_final)
             return self.backend.plan(batch)
         with torch.cuda.stream(self.stream):
             self._wait_for_start(self.stream, inputs_final)

@@ -92,6 +92,7 @@ class AttentionCase:
         head_dim: of queries and keys.
         v_head_dim: of values and outputs; for MLA, where V is the first so many elements of K. Else None: head_dim.
         dtype, kv_dtype: of query and output, and of the cache.
+        arithmetic: what the control rounds the operands of both products to; None: dtype. Lower where a kernel is known to.
         window_left: keys to the left of a row that it sees; -1 for all.
         sinks: a logit per head in the softmax's denominator.
         contents, seed: what the tensors hold.
@@ -110,6 +111,7 @@ class AttentionCase:
     v_head_dim: int | None = None
     dtype: torch.dtype = torch.bfloat16
     kv_dtype: torch.dtype = torch.bfloat16
+    arithmetic: torch.dtype | None = None
     window_left: int = -1
     sinks: bool = False
     contents: Contents = Contents.RANDOM

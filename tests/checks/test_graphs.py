@@ -9,11 +9,21 @@ import pytest
 import torch
 
 from lab import references
-from lab.checks.graphs import CHECKS, GraphCase, GraphVerdict, judge_graphs, right_runner
+from lab.checks.graphs import (
+    CHECKS,
+    HUGE,
+    POISONED_LENGTH,
+    GraphCase,
+    GraphVerdict,
+    Scene,
+    judge_graphs,
+    right_runner,
+)
 from lab.checks.verdicts import Outcome
 from lab.kernels import portable
 from lab.metadata import ForwardBatch, KVPool, SpecInfo, TRTLLMMHAMetadata
 from lab.metadata.cuda_graph import GraphMode, GraphRunner, MetadataPlace
+from tests.devices import DEVICES
 
 CPU = torch.device("cpu")
 WIDTH = 4
@@ -127,6 +137,37 @@ def without_the_offset(case: GraphCase, pool: KVPool, sizes: Any, body: Any) -> 
     return GraphRunner(GraphMode.decode(), pool, sizes, body, case.place)
 
 
+def padding_not_reset(name: str) -> Callable[..., GraphRunner]:
+    """Padded rows keep what an earlier batch left in one input: its fill is missing."""
+
+    def make(case: GraphCase, pool: KVPool, sizes: Any, body: Any) -> GraphRunner:
+        made = right_runner(case, pool, sizes, body)
+        load, buffer = made.inputs.load, getattr(made.inputs, name)
+
+        def load_without_the_fill(batch: ForwardBatch, batch_size: int) -> None:
+            stale = buffer.clone()
+            load(batch, batch_size)
+            real = batch.out_cache_loc.shape[0] if name == "out_cache_loc" else batch.batch_size
+            buffer[real:].copy_(stale[real:])
+
+        made.inputs.load = load_without_the_fill  # type: ignore[method-assign]
+        return made
+
+    return make
+
+
+class KeepsTheTailOfWriteLocations(GraphRunner):
+    """Of the sliding window's write locations only the real rows are written."""
+
+    def replay(self, batch: ForwardBatch) -> Any:
+        written = self.metadata.buffers.swa_out_cache_loc
+        assert written is not None
+        stale = written.clone()
+        output = super().replay(batch)
+        written[batch.num_tokens :].copy_(stale[batch.num_tokens :])
+        return output
+
+
 def runner(kind: type[GraphRunner]) -> Callable[..., GraphRunner]:
     return lambda case, pool, sizes, body: kind(case.mode, pool, sizes, body, case.place)
 
@@ -161,6 +202,7 @@ class Defect:
     make: Callable[..., GraphRunner] = right_runner
     implementation: Any = references
     place: MetadataPlace = MetadataPlace.BEFORE_REPLAY
+    sliding_window: bool = False
 
 
 DEFECTS = {
@@ -174,6 +216,11 @@ DEFECTS = {
     "a missing offset": Defect("draft_decode", without_the_offset),
     "NaN for a row without keys": Defect("draft_extend_v2", implementation=mutant(nan_without_keys)),
     "padding times zero": Defect("draft_extend_v2", implementation=mutant(padding_times_zero)),
+    "seq_lens of padding not reset": Defect("decode", padding_not_reset("seq_lens")),
+    "req_pool_indices of padding not reset": Defect("decode", padding_not_reset("req_pool_indices")),
+    "out_cache_loc of padding not reset": Defect("decode", padding_not_reset("out_cache_loc")),
+    "extend_seq_lens of padding not reset": Defect("draft_extend", padding_not_reset("extend_seq_lens")),
+    "the tail of write locations kept": Defect("decode", runner(KeepsTheTailOfWriteLocations), sliding_window=True),
 }
 
 
@@ -182,7 +229,7 @@ def caught() -> dict[str, dict[str, str]]:
     """What each check says of each defect."""
     found = {}
     for name, defect in DEFECTS.items():
-        case = GraphCase(MODES[defect.mode], defect.place)
+        case = GraphCase(MODES[defect.mode], defect.place, sliding_window=defect.sliding_window)
         found[name] = wrong(judge_graphs(defect.implementation, case, CPU, defect.make))
     return found
 
@@ -207,10 +254,40 @@ def test_every_check_catches_a_defect(check: str, caught: dict[str, dict[str, st
         ("an eager pass takes the buffers", "eager_between_replays", "cache_seqlens"),
         ("NaN for a row without keys", "captured_below_q", "of the capture itself are not finite"),
         ("padding times zero", "poisoned", "with nan around it"),
+        ("seq_lens of padding not reset", "two_captured_sizes", "replay 3: seq_lens of padded rows is"),
+        ("req_pool_indices of padding not reset", "two_captured_sizes", "replay 3: req_pool_indices of padded rows is"),
+        ("out_cache_loc of padding not reset", "two_captured_sizes", "replay 3: out_cache_loc of padded rows is"),
+        ("extend_seq_lens of padding not reset", "two_captured_sizes", "extend_seq_lens of padded rows is"),
+        ("the tail of write locations kept", "poisoned", "swa_out_cache_loc of padded rows is"),
     ],
 )
 def test_a_check_says_what_is_wrong(name: str, check: str, words: str, caught: dict[str, dict[str, str]]) -> None:
     assert words in caught[name][check]
+
+
+# --- poison -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", list(MetadataPlace), ids=lambda place: place.name.lower())
+@pytest.mark.parametrize("mode", ["decode", "draft_extend", "draft_extend_v2"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_poison_is_in_all_metadata_that_a_replay_rewrites(device: str, mode: str, place: MetadataPlace) -> None:
+    implementation = references if device == "cpu" else portable
+    scene = Scene(
+        GraphCase(MODES[mode], place, sliding_window=True), implementation, torch.device(device), right_runner
+    )
+    buffers = scene.runner.metadata.buffers
+    preset = buffers.cu_seqlens_q.clone()
+    scene.poison(HUGE)
+    assert buffers.swa_out_cache_loc is not None
+    assert buffers.swa_page_table is not None
+    poisoned = [buffers.cache_seqlens_int32, buffers.cu_seqlens_k[1:], buffers.swa_out_cache_loc]
+    if scene.case.mode.extends:
+        poisoned.append(buffers.cu_seqlens_q[1:])
+    else:
+        assert torch.equal(buffers.cu_seqlens_q, preset)
+    assert all(bool((each == POISONED_LENGTH).all()) for each in poisoned)
+    assert not bool(buffers.page_table.any() or buffers.swa_page_table.any())
 
 
 # --- real graphs ------------------------------------------------------------------------------------------------------

@@ -1,16 +1,22 @@
 """The fused metadata kernel itself: passes of one launch, what stays untouched, edges, and errors."""
 
-from collections.abc import Sequence
+import gc
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from lab.checks.draft_lists import guarded
 from lab.kernels import forward_metadata as module
 from lab.kernels.forward_metadata import PassBuffers, prepare_write_forward_metadata, write_forward_metadata
-from tests.devices import DEVICES, ON_GPU, graph_of, synchronisation_is_an_error
+from tests.devices import DEVICES, IN_INTERPRETER, ON_GPU, graph_of, synchronisation_is_an_error
 
 POISON = -77
 PAGE_SIZE = 4
@@ -232,7 +238,7 @@ def test_bad_arguments_are_refused_before_anything_is_written(name: str) -> None
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
-def test_in_a_graph_without_a_synchronisation_and_compiled_once(device: str) -> None:
+def test_in_a_graph_without_a_synchronisation(device: str) -> None:
     requests = Requests([3, 4, 1], device)
     each = requests.buffers(seq_len_offset=1, query_rows=2)
     write = prepare_write_forward_metadata([each], **requests.given)
@@ -246,9 +252,106 @@ def test_in_a_graph_without_a_synchronisation_and_compiled_once(device: str) -> 
     graph.replay()
     assert each.cache_seqlens.tolist() == [21, 1, 8]
     assert each.page_table.tolist() == requests.pages(1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_prepared_call_holds_what_it_writes(device: str) -> None:
+    """The kernel is handed addresses, and memory behind them that was given back would be somebody else's."""
+    requests = Requests([3, 4], device)
+    lengths = torch.zeros(2, dtype=torch.int32, device=device)
+    write = prepare_write_forward_metadata([PassBuffers(lengths)], **requests.given)
+    alive = weakref.ref(lengths)
+    del lengths
+    gc.collect()
+    write()
+    held = alive()
+    assert held is not None
+    assert held.tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("narrow_first", [False, True])
+def test_a_table_and_its_first_columns_are_two_tables(narrow_first: bool, device: str) -> None:
+    requests = Requests([20, 9], device)
+    table = requests.table_buffer()
+    passes = [requests.buffers(page_table=table), requests.buffers(page_table=table[:, :2], seq_len_offset=1)]
+    requests.write(*passes[:: -1 if narrow_first else 1])
+    assert table.tolist() == requests.pages(0)
+
+
+# --- what is compiled -------------------------------------------------------------------------------------------------
+
+
+def varied_calls(device: str, sliding_window: bool, query_dtype: torch.dtype | None) -> Iterator[Callable[[], None]]:
+    """Calls for which nothing may be compiled but once: batch sizes, where slices start, widths of tables, numbers of slots."""
+
+    def after(start: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        """Zeros that start so many elements into their memory."""
+        whole = torch.zeros((*shape[:-1], shape[-1] + start), dtype=dtype, device=device)
+        return whole[..., start:]
+
+    for count, start, width in itertools.product((1, 2, 16), (0, 1), (63, 64, 1)):
+        tables = [after(start, count, width) if made else None for made in (True, sliding_window)]
+        slots = [after(start, count + more, dtype=torch.int64) if sliding_window else None for more in (0, 15)]
+        each = PassBuffers(
+            after(start, count),
+            after(start, count + 1),
+            after(start, count + 1),
+            *tables,
+            *slots,
+            seq_len_offset=1,
+            query_rows=2 if query_dtype is None else after(start, count, dtype=query_dtype),
+        )
+        yield prepare_write_forward_metadata(
+            [each],
+            req_pool_indices=after(start, count, dtype=torch.int64),
+            seq_lens=after(start, count, dtype=torch.int64),
+            req_to_token=torch.zeros(count, width * PAGE_SIZE + start, dtype=torch.int32, device=device),
+            page_size=PAGE_SIZE,
+            full_to_swa=after(start, 8, dtype=torch.int64) if sliding_window else None,
+        )
+
+
+COMPILED_ONCE = pytest.mark.parametrize(
+    ("sliding_window", "query_dtype"),
+    [(False, None), (True, None), (True, torch.int32), (True, torch.int64)],
+    ids=["full", "window", "window, int32 rows", "window, int64 rows"],
+)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
+@COMPILED_ONCE
+def test_compiled_once(device: str, sliding_window: bool, query_dtype: torch.dtype | None) -> None:
     cache = module._metadata_kernel.device_caches[torch.cuda.current_device()][0]
+    first, *others = varied_calls(device, sliding_window, query_dtype)
+    first()
     compiled = len(cache)
-    for count in (1, 2, 16, 300):
-        other = Requests([5] * count, device)
-        other.write(other.buffers(seq_len_offset=1, query_rows=2))
+    for call in others:
+        call()
     assert len(cache) == compiled
+
+
+class Launches:
+    """Takes the kernel's place and keeps what Triton would look up a compiled kernel by, for an H200."""
+
+    def __init__(self, kernel: Any) -> None:
+        compiled = JITFunction(kernel.fn, **kernel.kwargs)
+        backend = make_backend(GPUTarget("cuda", 90, 32))
+        self.bind = create_function_from_signature(compiled.signature, compiled.params, backend)
+        self.keys: list[str] = []
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *arguments, **options: self.keys.append(str(self.bind(*arguments, **options, debug=False)[1]))
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=IN_INTERPRETER)])
+@COMPILED_ONCE
+def test_would_be_compiled_once(
+    device: str, sliding_window: bool, query_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches = Launches(module._metadata_kernel)
+    monkeypatch.setattr(module, "_metadata_kernel", launches)
+    for call in varied_calls(device, sliding_window, query_dtype):
+        call()
+    assert len(launches.keys) == 18
+    assert len(set(launches.keys)) == 1

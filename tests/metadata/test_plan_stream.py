@@ -27,6 +27,7 @@ from lab.metadata.plan_stream import (
     TreeMaskVerify,
     VerifyBackend,
     VerifyBuffers,
+    _Moment,
     pack_tree_mask,
     verify_metadata_under,
 )
@@ -574,6 +575,44 @@ def test_the_check_tells_two_batches_apart() -> None:
     assert not is_right(scene, planned, scene.batch(1, 2, first_request=2))
 
 
+class Waits:
+    """A stream that lists what it waits for."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def wait_event(self, event: Any) -> None:
+        self.events.append(event)
+
+
+@pytest.mark.parametrize(
+    ("start", "without", "with_it"),
+    [
+        (PlanStart.IN_LINE, [], ["caller's"]),
+        (PlanStart.AFTER_DRAFT, ["draft ended"], ["draft ended", "caller's"]),
+        (PlanStart.AFTER_INPUTS, ["inputs final"], ["caller's"]),
+    ],
+    ids=lambda each: each.name if isinstance(each, PlanStart) else "",
+)
+def test_every_plan_waits_for_inputs_that_the_caller_says_are_final(
+    start: PlanStart, without: list[str], with_it: list[str]
+) -> None:
+    planner: Any = PlanStream(chain(Scene()), start)
+    planner._events = {moment: moment.value for moment in _Moment}
+    for given_event, expected in ((None, without), ("caller's", with_it)):
+        stream: Any = Waits()
+        planner._wait_for_start(stream, given_event)
+        assert stream.events == expected
+
+
+def test_an_event_on_a_cpu_is_refused_before_anything_runs() -> None:
+    scene, log = Scene(), []
+    event: Any = "an event"
+    with pytest.raises(ValueError, match="inputs_final='an event', but nothing waits on a cpu: leave it out"):
+        PlanStream(chain(scene)).run(scene.batch(20), log.append, log.append, event)
+    assert log == []
+
+
 on_gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="runs two CUDA streams, and there is no GPU here"),
@@ -640,6 +679,24 @@ def test_a_plan_waits_for_its_inputs(scene: Scene, planner: type[PlanStream], ri
     planned = ready.run(batch, no_draft, handed)
     torch.cuda.synchronize()
     assert is_right(scene, planned, final) == right
+
+
+@on_cuda
+@pytest.mark.parametrize("start", list(PlanStart))
+@pytest.mark.parametrize("said", [True, False], ids=["event", "no event"])
+def test_every_plan_waits_for_inputs_made_on_another_stream(scene: Scene, start: PlanStart, said: bool) -> None:
+    """Nothing on the forward stream waits for them, so without the caller's event the plan reads what was there before."""
+    ready = warmed_up(PlanStream(timed_chain(scene), start), scene)
+    batch, final = scene.batch(1, 1), scene.batch(30, 20)
+    torch.cuda.synchronize()
+    other, inputs_final = torch.cuda.Stream(), torch.cuda.Event()
+    with torch.cuda.stream(other):
+        torch.cuda._sleep(LONG_CYCLES)
+        batch.seq_lens.copy_(final.seq_lens)
+        inputs_final.record()
+    planned = ready.run(batch, no_draft, handed, inputs_final if said else None)
+    torch.cuda.synchronize()
+    assert is_right(scene, planned, final) == said
 
 
 @on_cuda

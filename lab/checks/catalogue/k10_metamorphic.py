@@ -42,13 +42,12 @@ def _storage(trial: Trial, truth: Truth, base: Result) -> None:
     storage = trial.case.storage
     moved = trial.attempt("pages in another order", trial.build(page_seed=storage.page_seed + 1))
     trial.same_bits("pages in another order", moved, base)
-    sizes = (32, 64) if trial.case.is_mla else (16, 32, 64, 128)
-    for page_size in sizes:
+    for page_size in trial.space.mla_page_sizes if trial.case.is_mla else trial.space.page_sizes:
         what = f"pages of {page_size} tokens"
         trial.hold(what, trial.attempt(what, trial.build(page_size=page_size)), truth)
     if not trial.case.is_mla:
-        layout = "NHD" if storage.kv_layout == "HND" else "HND"
-        trial.hold(f"layout {layout}", trial.attempt(f"layout {layout}", trial.build(kv_layout=layout)), truth)
+        for layout in trial.space.kv_layouts:
+            trial.hold(f"layout {layout}", trial.attempt(f"layout {layout}", trial.build(kv_layout=layout)), truth)
         what = "V's page behind each of K's"
         trial.hold(what, trial.attempt(what, trial.build(stacked=True)), truth)
 

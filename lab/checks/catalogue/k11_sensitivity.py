@@ -20,8 +20,6 @@ from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.attention_inputs import AttentionInputs, running_sum
 from lab.workloads.interfaces import Interface
 
-MASKED_ROWS = (4, 8, 20)  # draft tokens; more than 16 take a row's second word
-
 
 def _cases(interface: Interface, space: Space, level: Level) -> Iterator[AttentionCase]:
     for case in space.covering(interface, counted(level, 6, 24), seed=13):
@@ -145,7 +143,7 @@ del _PROBES[Interface.MLA_DECODE]["out_dtype"]  # it has none
 
 def _masks(trial: Trial) -> None:
     """A tree over the draft tokens, one full mask and one that is causal, on a case of several rows."""
-    for q_len in MASKED_ROWS:
+    for q_len in trial.space.masked_rows:
         kv_lens = tuple(max(kv_len, q_len + 3) for kv_len in trial.case.kv_lens)
         inputs = trial.build(replace(trial.case, kv_lens=kv_lens, q_lens=(q_len,) * len(kv_lens)))
         rows = torch.arange(q_len)
@@ -160,6 +158,10 @@ def _masks(trial: Trial) -> None:
             truth = truth_of_call(inputs, shown=shown.to(trial.device))
             what = f"{name} of {q_len} rows"
             trial.hold(what, trial.attempt(what, inputs, mask=words), truth)
+            if name == "tree mask" and True in trial.space.windows:
+                truth = truth_of_call(inputs, shown=shown.to(trial.device), window_left=20)
+                what = f"{what} within a window"
+                trial.hold(what, trial.attempt(what, inputs, mask=words, window_left=20), truth)
 
 
 def _tree(q_len: int) -> Tensor:

@@ -26,26 +26,33 @@ def _judge(trial: Trial) -> None:
     scale = 0.75 * inputs.bmm1_scale
     result = trial.attempt("B, another bmm1_scale", inputs, bmm1_scale=scale)
     trial.hold("B, another bmm1_scale", result, truth_of_call(inputs, bmm1_scale=scale))
-    for what, case in _neighbours(trial.case):
+    for what, case in _neighbours(trial.case, trial.space):
         other = trial.build(case)
         trial.hold(f"B, {what}", trial.attempt(f"B, {what}", other), truth_of_call(other))
         trial.same_bits(f"A again, after {what}", trial.call(inputs), first)
 
 
-def _neighbours(case: AttentionCase) -> Iterator[tuple[str, AttentionCase]]:
-    """Cases that differ in one thing."""
+def _neighbours(case: AttentionCase, space: Space) -> Iterator[tuple[str, AttentionCase]]:
+    """Cases of the space that differ in one thing."""
     if case.interface is not Interface.CONTEXT:
-        q_len = case.q_lens[0] % 8 + 1
+        q_len = _next(space.q_lens, case.q_lens[0])
         kv_lens = tuple(max(kv_len, q_len) for kv_len in case.kv_lens)
         yield "other query rows", replace(case, q_lens=(q_len,) * len(kv_lens), kv_lens=kv_lens)
     yield "other contents", replace(case, seed=case.seed + 7)
     yield "requests in another order", replace(case, kv_lens=case.kv_lens[::-1], q_lens=case.q_lens[::-1])
     yield "fewer requests", replace(case, kv_lens=case.kv_lens[:2], q_lens=case.q_lens[:2])
     if not case.is_mla:
-        yield "the other window", replace(case, window_left=-1 if case.window_left >= 0 else case.page_size)
-        yield "the other sinks", replace(case, sinks=not case.sinks)
-        page_size = 32 if case.page_size != 32 else 64
+        if len(set(space.windows)) > 1:
+            yield "the other window", replace(case, window_left=-1 if case.window_left >= 0 else case.page_size)
+        if len(set(space.sinks)) > 1:
+            yield "the other sinks", replace(case, sinks=not case.sinks)
+        page_size = _next(space.page_sizes, case.page_size)
         yield "another page size", replace(case, storage=replace(case.storage, page_size=page_size))
+
+
+def _next(axis: tuple[int, ...], value: int) -> int:
+    """The value behind this one, around the end."""
+    return axis[(axis.index(value) + 1) % len(axis)] if value in axis else axis[0]
 
 
 CHECK = Check("K14", "interleaving", first_line(__doc__), _cases, _judge, adapt=same)

@@ -1,0 +1,70 @@
+"""The static inputs of graphs refuse a batch whose rows they cannot know."""
+
+import pytest
+import torch
+
+from lab.metadata.cuda_graph import GraphMode, StaticInputs
+from lab.metadata.forward_batch import ForwardBatch
+from lab.metadata.forward_mode import ForwardMode
+
+WIDTH = 2
+SIZE = 4
+
+
+def accepted(*widths: int, on_device: bool = True, on_host: bool = True) -> ForwardBatch:
+    """A first draft extend of so many accepted tokens each."""
+    count, rows = len(widths), sum(widths)
+    return ForwardBatch(
+        forward_mode=ForwardMode.DRAFT_EXTEND,
+        req_pool_indices=torch.arange(1, count + 1),
+        seq_lens=torch.full((count,), 20),
+        out_cache_loc=torch.arange(100, 100 + rows),
+        num_tokens=rows,
+        extend_seq_lens=torch.tensor(widths, dtype=torch.int32) if on_device else None,
+        extend_seq_lens_cpu=list(widths) if on_host else None,
+    )
+
+
+@pytest.fixture
+def inputs() -> StaticInputs:
+    return StaticInputs(GraphMode.draft_extend(WIDTH), SIZE, torch.device("cpu"))
+
+
+def test_a_draft_extend_takes_the_place_of_a_larger_one(inputs: StaticInputs) -> None:
+    inputs.load(accepted(2, 1, 2, 1), SIZE)
+    inputs.load(accepted(1, 2), SIZE)
+    assert inputs.extend_seq_lens.tolist() == [1, 2, WIDTH, WIDTH]
+    assert inputs.seq_lens.tolist() == [20, 20, 1, 1]
+    assert inputs.req_pool_indices.tolist() == [1, 2, 0, 0]
+    assert inputs.out_cache_loc.tolist() == [100, 101, 102, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["extend_seq_lens", "extend_seq_lens_cpu"])
+def test_a_draft_extend_that_does_not_say_its_rows_is_refused(inputs: StaticInputs, name: str) -> None:
+    """Without them on the device the rows of the batch before would stay; without them on the host any number would fit."""
+    inputs.load(accepted(2, 1, 2, 1), SIZE)
+    before = {name: value.clone() for name, value in vars(inputs).items() if isinstance(value, torch.Tensor)}
+    batch = accepted(3, 3, on_device=name != "extend_seq_lens", on_host=name != "extend_seq_lens_cpu")
+    with pytest.raises(ValueError, match=rf"{name} is None: .*needs the accepted tokens of each of the 2 requests"):
+        inputs.load(batch, SIZE)
+    assert all(torch.equal(getattr(inputs, name), value) for name, value in before.items())
+
+
+def test_more_rows_than_a_request_has_in_the_graph_are_refused(inputs: StaticInputs) -> None:
+    with pytest.raises(ValueError, match=r"extend_seq_lens_cpu=\[3, 1\] has more than the 2 rows of a request"):
+        inputs.load(accepted(3, 1), SIZE)
+
+
+def test_slots_that_are_not_as_many_as_the_accepted_tokens_make_no_batch() -> None:
+    """`StaticInputs.load` relies on it: with the widths on the host known, so many slots fit."""
+    good = accepted(2, 1)
+    with pytest.raises(ValueError, match="out_cache_loc names 4 slots, but extend_seq_lens_cpu adds up to 3"):
+        ForwardBatch(
+            good.forward_mode,
+            good.req_pool_indices,
+            good.seq_lens,
+            out_cache_loc=torch.arange(4),
+            num_tokens=4,
+            extend_seq_lens=good.extend_seq_lens,
+            extend_seq_lens_cpu=good.extend_seq_lens_cpu,
+        )
