@@ -73,7 +73,7 @@ def _space(given: argparse.Namespace) -> Space:
         chosen["dtypes"] = tuple((DTYPES[q], DTYPES[kv]) for q, kv in (pair.split("/") for pair in given.dtypes))
     if given.kv_layouts:
         chosen["kv_layouts"] = tuple(given.kv_layouts)
-    for name in ("windows", "sinks"):
+    for name in ("windows", "sinks", "nvfp4"):
         if getattr(given, f"no_{name}"):
             chosen[name] = (False,)
     chosen["e4m3_arithmetic"] = given.e4m3_arithmetic
@@ -115,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     axes.add_argument("--longest", type=int, help="keys of the longest request, about")
     axes.add_argument("--no-windows", action="store_true")
     axes.add_argument("--no-sinks", action="store_true")
+    axes.add_argument("--no-nvfp4", action="store_true")
     return parser
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from lab.checks.report import CaseVerdict
 from lab.checks.verdicts import Outcome
+from lab.workloads.attention_case import AttentionCase, Contents
+from lab.workloads.interfaces import Interface
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class KnownFinding:
         device: "cuda" or "cpu".
         checks: keys of the checks that show it.
         wrong: pattern of the sentences it explains, searched for.
-        where: whether it can show in a case.
+        where: whether it explains what was wrong in a case, given the case and the sentence.
         finding: the page and heading that describes it, "path#heading", with its reproduction.
     """
 
@@ -30,7 +32,7 @@ class KnownFinding:
     device: str
     checks: tuple[str, ...]
     wrong: str
-    where: Callable[[Any], bool]
+    where: Callable[[Any, str], bool]
     finding: str
 
 
@@ -44,11 +46,10 @@ def known(verdict: CaseVerdict, ledger: Sequence[KnownFinding]) -> CaseVerdict:
         if entry.implementation == verdict.implementation
         and verdict.device.startswith(entry.device)
         and verdict.check in entry.checks
-        and entry.where(verdict.case)
     ]
     citing = []
     for sentence in verdict.judged.wrongs:
-        found = [entry for entry in entries if re.search(entry.wrong, sentence)]
+        found = [entry for entry in entries if re.search(entry.wrong, sentence) and entry.where(verdict.case, sentence)]
         if not found:
             return verdict
         citing.append(found[0].finding)
@@ -57,4 +58,58 @@ def known(verdict: CaseVerdict, ledger: Sequence[KnownFinding]) -> CaseVerdict:
     )
 
 
-LEDGER: tuple[KnownFinding, ...] = ()
+def wrong_requests(sentence: str) -> list[int]:
+    """The requests that a sentence of `lab.checks.trial.Trial.hold` names."""
+    named = re.search(r"of requests \[([0-9, ]*)\]", sentence)
+    return [int(number) for number in named.group(1).split(",") if number.strip()] if named else []
+
+
+def only_fewer_keys_than_rows(case: AttentionCase, sentence: str) -> bool:
+    """All that is wrong belongs to requests with fewer keys than query rows."""
+    requests = wrong_requests(sentence)
+    return bool(requests) and all(case.kv_lens[request] < case.q_lens[request] for request in requests)
+
+
+def only_without_keys(case: AttentionCase, sentence: str) -> bool:
+    """All that is wrong belongs to requests without a key."""
+    requests = wrong_requests(sentence)
+    return bool(requests) and all(case.kv_lens[request] == 0 for request in requests)
+
+
+def is_decode(case: AttentionCase, sentence: str) -> bool:
+    return case.interface is Interface.DECODE
+
+
+FINDINGS = "results/nvidia-h200/findings.md"
+TRTLLM: dict[str, Any] = {"implementation": "lab.kernels.trtllm", "device": "cuda"}
+
+LEDGER: tuple[KnownFinding, ...] = (
+    KnownFinding(
+        **TRTLLM,
+        checks=("K2", "K13"),
+        wrong="vectors are wrong|are not finite",
+        where=lambda case, sentence: is_decode(case, sentence) and only_fewer_keys_than_rows(case, sentence),
+        finding=f"{FINDINGS}#3-xqa-is-wrong-for-a-request-with-fewer-keys-than-query-tokens",
+    ),
+    KnownFinding(
+        **TRTLLM,
+        checks=("K2",),
+        wrong="vectors are wrong|are not finite",
+        where=lambda case, sentence: is_decode(case, sentence) and case.contents is Contents.LOW,
+        finding=f"{FINDINGS}#4-xqa-gives-no-finite-output-when-every-logit-of-a-row-is-below-about--100000",
+    ),
+    KnownFinding(
+        **TRTLLM,
+        checks=("K4",),
+        wrong="^dead cells of NAN",
+        where=lambda case, sentence: case.interface is Interface.CONTEXT,
+        finding=f"{FINDINGS}#5-fmha_v2-multiplies-the-tail-of-the-last-v-page-by-zero",
+    ),
+    KnownFinding(
+        **TRTLLM,
+        checks=("K2",),
+        wrong="vectors are wrong|are not finite",
+        where=lambda case, sentence: case.interface is Interface.CONTEXT and only_without_keys(case, sentence),
+        finding=f"{FINDINGS}#6-fmha_v2-leaves-the-rows-of-a-request-without-keys-unwritten",
+    ),
+)

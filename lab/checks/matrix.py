@@ -28,7 +28,7 @@ from lab.workloads.attention_case import AttentionCase, Storage
 from lab.workloads.interfaces import ATTENTION, Interface
 
 # Small enough for every mutant on a CPU, wide enough that each axis takes every value.
-SPACE = Space(head_dims=(64, 128), page_sizes=(16, 64), mla_head_dims=((80, 64),), mla_heads=(4, 16), longest=200)
+SPACE = Space(head_dims=(64, 128, 256), page_sizes=(16, 128), mla_head_dims=((80, 64),), mla_heads=(4, 16), longest=200)
 WRONG = (Outcome.WRONG, Outcome.FAILED)
 
 

@@ -26,6 +26,7 @@ class Space:
         num_kv_heads, head_dims, page_sizes: of the cache.
         q_lens: query rows of a request in a decode call.
         windows: whether some cases have a sliding window; sinks: a sink per head.
+        nvfp4: whether some cases have an NVFP4 cache.
         kv_layouts: orders of a page's axes.
         masked_rows: query rows of the calls with a draft mask; more than 16 take a row's second word.
         mla_head_dims: (head_dim, v_head_dim) of MLA, 576 and 512 in DeepSeek-V3; mla_heads: its query heads;
@@ -42,6 +43,7 @@ class Space:
     q_lens: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
     windows: tuple[bool, ...] = (False, True)
     sinks: tuple[bool, ...] = (False, True)
+    nvfp4: tuple[bool, ...] = (False, True)
     kv_layouts: tuple[str, ...] = ("HND", "NHD")
     masked_rows: tuple[int, ...] = (4, 8, 20)
     mla_head_dims: tuple[tuple[int, int], ...] = ((80, 64), (576, 512))

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lab.checks.attention_inputs import AttentionInputs, build_attention
 from lab.checks.space import Space
 from lab.checks.truth import Rules, Truth, truth_of_requests
 from lab.workloads.attention_case import AttentionCase
-from lab.workloads.attention_inputs import AttentionInputs, build_attention
 from lab.workloads.interfaces import Interface
 
 SHOWN_VECTORS = 3
@@ -121,12 +121,15 @@ class Trial:
         self.worst_ratio = max(self.worst_ratio, comparison.worst_ratio)
         if not comparison.passed:
             count = int(comparison.wrong.sum())
+            requests = truth.request_of_row[comparison.wrong.any(dim=1)].unique().tolist()
             vectors = "; ".join(
                 f"row {row} (request {int(truth.request_of_row[row])}) head {head}: error "
                 f"{float(comparison.error[row, head]):.3g}, bound {float(comparison.bound[row, head]):.3g}"
                 for row, head in comparison.worst(min(count, SHOWN_VECTORS))
             )
-            self.wrong(f"{what}: {count} of {comparison.wrong.numel()} vectors are wrong: {vectors}")
+            self.wrong(
+                f"{what}: {count} of {comparison.wrong.numel()} vectors are wrong, of requests {requests}: {vectors}"
+            )
         if result.lse is not None:
             self.hold_lse(what, result.lse, truth)
 

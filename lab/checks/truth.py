@@ -41,7 +41,8 @@ class Rules:
         sinks: float32 [num_qo_heads] or None.
         arithmetic, out_dtype: of the control.
         causal: False lets every row see every key.
-        shown: bool [q_len, q_len]: which of the last q_len keys each row sees, in place of the causal rule; or None.
+        shown: bool [num_requests, q_len, q_len]: which of a request's last q_len keys each row sees, in place of the causal
+            rule; or None.
     """
 
     bmm1_scale: Scale
@@ -64,13 +65,14 @@ def truth_of_requests(query: Tensor, histories: list[tuple[Tensor, Tensor]], q_l
     """
     pieces = []
     first_row = 0
-    for (keys, values), q_len in zip(histories, q_lens, strict=True):
+    for request, ((keys, values), q_len) in enumerate(zip(histories, q_lens, strict=True)):
         pairs_per_row = query.shape[1] * max(len(keys), 1)
         rows_at_once = max(1, piece_elements(query.device) // pairs_per_row)
         for start in range(0, q_len, rows_at_once):
             rows = range(start, min(start + rows_at_once, q_len))
             part = query[first_row + rows.start : first_row + rows.stop]
-            pieces.append(_rows(part, keys, values, rows, q_len, rules))
+            shown = None if rules.shown is None else rules.shown[request]
+            pieces.append(_rows(part, keys, values, rows, q_len, rules, shown))
         first_row += q_len
     expected, control, lse_log2 = (torch.cat(part) for part in zip(*pieces, strict=True))
     requests = torch.arange(len(q_lens), device=query.device)
@@ -78,23 +80,23 @@ def truth_of_requests(query: Tensor, histories: list[tuple[Tensor, Tensor]], q_l
 
 
 def _rows(
-    query: Tensor, keys: Tensor, values: Tensor, rows: range, q_len: int, rules: Rules
+    query: Tensor, keys: Tensor, values: Tensor, rows: range, q_len: int, rules: Rules, shown: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     kv_len, device = len(keys), query.device
     first = kv_len - q_len  # position of the request's first row
-    last = kv_len if rules.shown is not None or not rules.causal else max(first + rows.stop, 0)
+    last = kv_len if shown is not None or not rules.causal else max(first + rows.stop, 0)
     keys, values = (side[:last].to(torch.float32).unsqueeze(0) for side in (keys, values))
     positions = torch.arange(first + rows.start, first + rows.stop, device=device).unsqueeze(0)
     visible = visible_keys(
         positions,
         torch.arange(last, device=device).unsqueeze(0),
         torch.tensor([kv_len], device=device),
-        causal=rules.causal and rules.shown is None,
+        causal=rules.causal and shown is None,
         window_left=rules.window_left,
     )
     visible = visible.expand(1, len(rows), last).clone()  # without a causal rule, all rows see the same
-    if rules.shown is not None:
-        visible[:, :, max(first, 0) :] &= rules.shown[rows.start : rows.stop, max(-first, 0) :]
+    if shown is not None:
+        visible[:, :, max(first, 0) :] &= shown[rows.start : rows.stop, max(-first, 0) :]
     scales: dict[str, Any] = {"bmm1_scale": rules.bmm1_scale, "bmm2_scale": rules.bmm2_scale, "sinks": rules.sinks}
     exact, lse_log2 = attention(query.unsqueeze(0), keys, values, visible, **scales)
     rounded = eager_attention(

@@ -9,6 +9,7 @@ import torch
 from lab.workloads.interfaces import ATTENTION, Interface
 
 E4M3 = torch.float8_e4m3fn
+NVFP4 = torch.uint8  # two e2m1 values per byte, with e4m3 scale factors beside them
 
 
 class Contents(enum.Enum):
@@ -57,6 +58,7 @@ class Storage:
         table_tail: what dead columns of the page table hold.
         spare_columns: dead columns behind the longest request's pages.
         page_seed: of the shuffle of the pages.
+        gaps_in_scale_factors: an NVFP4 cache's scale factors lie in pages twice as large as they need.
         stacked: [num_pages, 2, ...], V's page behind each of K's, rather than two halves of one allocation.
         first_page: pages before the first that is used, to place the others far from the pool's start.
     """
@@ -67,6 +69,7 @@ class Storage:
     table_tail: TableTail = TableTail.FOREIGN
     spare_columns: int = 3
     page_seed: int = 0
+    gaps_in_scale_factors: bool = False
     stacked: bool = False
     first_page: int = 0
 
@@ -91,7 +94,7 @@ class AttentionCase:
         num_kv_heads, group: K/V heads, and query heads of each.
         head_dim: of queries and keys.
         v_head_dim: of values and outputs; for MLA, where V is the first so many elements of K. Else None: head_dim.
-        dtype, kv_dtype: of query and output, and of the cache.
+        dtype, kv_dtype: of query and output, and of the cache; uint8 is NVFP4.
         arithmetic: what the control rounds the operands of both products to; None: dtype. Lower where a kernel is known to.
         window_left: keys to the left of a row that it sees; -1 for all.
         sinks: a logit per head in the softmax's denominator.
@@ -158,7 +161,7 @@ class AttentionCase:
 
     @property
     def is_quantised(self) -> bool:
-        return self.kv_dtype == E4M3
+        return self.kv_dtype in (E4M3, NVFP4)
 
     def __repr__(self) -> str:
         return short_repr(self)

@@ -291,16 +291,21 @@ def varied_calls(device: str, sliding_window: bool, query_dtype: torch.dtype | N
         return whole[..., start:]
 
     for count, start, width in itertools.product((1, 2, 16), (0, 1), (63, 64, 1)):
-        tables = [after(start, count, width) if made else None for made in (True, sliding_window)]
-        slots = [after(start, count + more, dtype=torch.int64) if sliding_window else None for more in (0, 15)]
+        window: dict[str, Tensor] = {}
+        if sliding_window:
+            window = {
+                "swa_page_table": after(start, count, width),
+                "out_cache_loc": after(start, count, dtype=torch.int64),
+                "swa_out_cache_loc": after(start, count + 15, dtype=torch.int64),
+            }
         each = PassBuffers(
             after(start, count),
             after(start, count + 1),
             after(start, count + 1),
-            *tables,
-            *slots,
+            after(start, count, width),
             seq_len_offset=1,
             query_rows=2 if query_dtype is None else after(start, count, dtype=query_dtype),
+            **window,
         )
         yield prepare_write_forward_metadata(
             [each],

@@ -606,10 +606,10 @@ def test_every_plan_waits_for_inputs_that_the_caller_says_are_final(
 
 
 def test_an_event_on_a_cpu_is_refused_before_anything_runs() -> None:
-    scene, log = Scene(), []
-    event: Any = "an event"
+    scene, event = Scene(), "an event"
+    log: list[Any] = []
     with pytest.raises(ValueError, match="inputs_final='an event', but nothing waits on a cpu: leave it out"):
-        PlanStream(chain(scene)).run(scene.batch(20), log.append, log.append, event)
+        PlanStream(chain(scene)).run(scene.batch(20), log.append, log.append, event)  # type: ignore[arg-type]
     assert log == []
 
 

@@ -12,6 +12,7 @@ import torch
 from lab.checks.check import Check, Level, counted, first_line
 from lab.checks.space import Space
 from lab.checks.trial import Result, Trial, truth_of_call
+from lab.checks.truth import Truth
 from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.interfaces import Interface
 
@@ -43,22 +44,22 @@ def _judge(trial: Trial) -> None:
         ("the call", trial.call(inputs)),
         ("with the LSE", trial.attempt("return_lse", inputs, return_lse=True)),
     ):
-        _must_be_finite(trial, what, result)
+        _must_be_finite(trial, what, result, truth)
         trial.hold(what, result, truth, least_bound)
     if inputs.sinks is not None:
         sinks = inputs.sinks + LARGE_SINK[trial.case.dtype]
         result = trial.attempt("large sinks", inputs, sinks=sinks)
-        _must_be_finite(trial, "large sinks", result)
+        _must_be_finite(trial, "large sinks", result, truth)
         trial.hold("large sinks", result, truth_of_call(inputs, sinks=sinks), least_bound)
 
 
-def _must_be_finite(trial: Trial, what: str, result: Result | None) -> None:
+def _must_be_finite(trial: Trial, what: str, result: Result | None, truth: Truth) -> None:
     if result is None:
         return
     bad = ~result.out.to(torch.float32).isfinite()
     if bool(bad.any()):
-        rows = bad.flatten(1).any(dim=1).nonzero().flatten().tolist()
-        trial.wrong(f"{what}: {int(bad.sum())} elements are not finite, in rows {rows[:8]}")
+        requests = truth.request_of_row[bad.flatten(1).any(dim=1)].unique().tolist()
+        trial.wrong(f"{what}: {int(bad.sum())} elements are not finite, of requests {requests}")
     if result.lse is not None and bool(result.lse.isnan().any()):
         trial.wrong(f"{what}: the LSE holds NaN")
 

@@ -14,6 +14,7 @@ from lab.checks.trial import Trial, truth_of_call
 from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.interfaces import Interface
 
+LONG = 2048  # keys: more splits than a short test has
 MOST_COUNTED = 200  # one key more changes the output by a hundredth, above the bound of bf16
 
 
@@ -21,6 +22,9 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[Attenti
     for case in space.covering(interface, counted(level, 8, 48), seed=4):
         yield replace(case, contents=Contents.NEEDLES)
         yield _few_keys(case)
+    for case in space.covering(interface, counted(level, 1, 4), seed=19):
+        kv_lens = (LONG + case.page_size // 2 + 1, *case.kv_lens[1:])
+        yield replace(case, kv_lens=kv_lens, window_left=-1, contents=Contents.NEEDLES)
     if interface is not Interface.MLA_DECODE:
         for case in space.covering(interface, counted(level, 4, 24), seed=5):
             edges = (0, 1, case.page_size - 1, case.page_size)

@@ -1,14 +1,15 @@
 """What must not matter and does: page tails, unread pages, dead columns of a page table.
 
 Tests zero these, or leave them random, so that a zero weight hides a read of them. Here they hold zeros, then the largest
-finite values, then NaN, and the table's tail names foreign pages, page -1 and pages far outside: no bit may change.
+finite values, then NaN; the table's tail names foreign pages, page -1 and pages far outside, and pages before a window are
+given back: no bit may change.
 """
 
 from collections.abc import Iterator
 
 from lab.checks.check import Check, Level, counted, first_line, same
 from lab.checks.space import Space
-from lab.checks.trial import Trial, truth_of_call
+from lab.checks.trial import Result, Trial, truth_of_call
 from lab.workloads.attention_case import AttentionCase, Dead, TableTail
 from lab.workloads.interfaces import Interface
 
@@ -30,6 +31,23 @@ def _judge(trial: Trial) -> None:
     for tail in (TableTail.NEGATIVE, TableTail.FAR):
         what = f"a page table whose tail is {tail.name}"
         trial.same_bits(what, trial.attempt(what, trial.build(dead=Dead.ZERO, table_tail=tail)), expected)
+    if trial.case.window_left >= 0:
+        _before_windows(trial, expected)
+
+
+def _before_windows(trial: Trial, expected: Result) -> None:
+    """Pages that lie wholly before every row's window were given back: their table cells name a page of NaN."""
+    case = trial.case
+    inputs = trial.build(dead=Dead.NAN)
+    live = torch.cat(
+        [row[: -(-kv_len // case.page_size)] for row, kv_len in zip(inputs.block_tables, case.kv_lens, strict=True)]
+    )
+    dead = next(page for page in range(case.storage.first_page, len(inputs.k_pages)) if page not in set(live.tolist()))
+    for request, (kv_len, q_len) in enumerate(zip(case.kv_lens, case.q_lens, strict=True)):
+        first_seen = max(0, kv_len - q_len - case.window_left)
+        inputs.block_tables[request, : first_seen // case.page_size] = dead
+    what = "pages before the window given back"
+    trial.same_bits(what, trial.attempt(what, inputs), expected)
 
 
 CHECK = Check("K4", "poison", first_line(__doc__), _cases, _judge, adapt=same)

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lab.checks.attention_inputs import AttentionInputs, new_workspace
 from lab.checks.check import Check, Level, counted, first_line, same
 from lab.checks.space import Space
 from lab.checks.trial import Trial, truth_of_call
 from lab.workloads.attention_case import AttentionCase
-from lab.workloads.attention_inputs import AttentionInputs, new_workspace
 from lab.workloads.interfaces import Interface
 
 GUARD_BYTES = 4096

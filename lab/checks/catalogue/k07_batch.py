@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import torch
 
+from lab.checks.attention_inputs import AttentionInputs
 from lab.checks.check import Check, Level, counted, first_line, same
 from lab.checks.space import Space
 from lab.checks.trial import Trial, truth_of_call
 from lab.workloads.attention_case import AttentionCase
-from lab.workloads.attention_inputs import AttentionInputs
 from lab.workloads.interfaces import Interface
 
 

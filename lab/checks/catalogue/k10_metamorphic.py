@@ -11,19 +11,30 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from lab.checks.attention_inputs import AttentionInputs
 from lab.checks.check import Check, Level, counted, first_line, same
 from lab.checks.space import Space
 from lab.checks.trial import Result, Trial, truth_of_call
 from lab.checks.truth import Truth
-from lab.workloads.attention_case import AttentionCase
-from lab.workloads.attention_inputs import AttentionInputs
+from lab.workloads.attention_case import NVFP4, AttentionCase
 from lab.workloads.interfaces import Interface
 
+MOST_HEADS = 32
+LARGE_PAGE = 256  # tokens; kernels were wrong from there on
 FOLDED = 4.0  # a power of two: moving it between the query and the scale rounds nothing
 
 
 def _cases(interface: Interface, space: Space, level: Level) -> Iterator[AttentionCase]:
     yield from space.covering(interface, counted(level, 4, 32), seed=12)
+    if interface is Interface.MLA_DECODE:
+        return
+    for case in space.covering(interface, counted(level, 1, 4), seed=20):
+        # As many heads as tokens in a page: the layouts' shapes are equal, their strides are not.
+        many = replace(case, num_kv_heads=case.page_size, kv_lens=case.kv_lens[:2], q_lens=case.q_lens[:2])
+        if case.page_size <= MOST_HEADS:
+            yield from (replace(many, storage=replace(case.storage, kv_layout=layout)) for layout in space.kv_layouts)
+        if interface is Interface.DECODE and True in space.nvfp4:
+            yield replace(case, kv_dtype=NVFP4)
 
 
 def _judge(trial: Trial) -> None:
@@ -42,14 +53,26 @@ def _storage(trial: Trial, truth: Truth, base: Result) -> None:
     storage = trial.case.storage
     moved = trial.attempt("pages in another order", trial.build(page_seed=storage.page_seed + 1))
     trial.same_bits("pages in another order", moved, base)
-    for page_size in trial.space.mla_page_sizes if trial.case.is_mla else trial.space.page_sizes:
+    for page_size in _page_sizes(trial):
         what = f"pages of {page_size} tokens"
         trial.hold(what, trial.attempt(what, trial.build(page_size=page_size)), truth)
     if not trial.case.is_mla:
         for layout in trial.space.kv_layouts:
             trial.hold(f"layout {layout}", trial.attempt(f"layout {layout}", trial.build(kv_layout=layout)), truth)
+        if trial.case.kv_dtype == NVFP4:
+            gaps = trial.build(gaps_in_scale_factors=True)
+            trial.hold("scale factors with gaps", trial.attempt("scale factors with gaps", gaps), truth)
         what = "V's page behind each of K's"
         trial.hold(what, trial.attempt(what, trial.build(stacked=True)), truth)
+
+
+def _page_sizes(trial: Trial) -> tuple[int, ...]:
+    """Of the space, and, where that holds large ones, a larger one."""
+    if trial.case.is_mla:
+        return trial.space.mla_page_sizes
+    return (
+        (*trial.space.page_sizes, LARGE_PAGE) if LARGE_PAGE // 2 in trial.space.page_sizes else trial.space.page_sizes
+    )
 
 
 def _strides(trial: Trial, inputs: AttentionInputs, truth: Truth, base: Result) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lab.checks.attention_inputs import AttentionInputs, running_sum
 from lab.checks.check import Check, Level, counted, first_line
 from lab.checks.space import Space
 from lab.checks.trial import Declined, Trial, truth_of_call
 from lab.problem import MASK_BITS_PER_WORD, mask_words
 from lab.workloads.attention_case import AttentionCase, Contents
-from lab.workloads.attention_inputs import AttentionInputs, running_sum
 from lab.workloads.interfaces import Interface
 
 
@@ -81,6 +81,12 @@ def _bmm1(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
     return {"bmm1_scale": scale}, {"bmm1_scale": scale}
 
 
+def _bmm1_negative(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The smallest product weighs most."""
+    scale = -0.5 * inputs.bmm1_scale
+    return {"bmm1_scale": scale}, {"bmm1_scale": scale}
+
+
 def _bmm1_tensor(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
     scale = torch.tensor([0.75 * inputs.bmm1_scale], dtype=torch.float32, device=inputs.query.device)
     return {"bmm1_scale": scale}, {"bmm1_scale": scale}
@@ -121,6 +127,7 @@ def _not_causal(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]
 
 _SHARED: dict[str, Probe] = {
     "bmm1_scale": _bmm1,
+    "bmm1_scale below 0": _bmm1_negative,
     "bmm1_scale as a tensor": _bmm1_tensor,
     "bmm2_scale": _bmm2,
     "bmm2_scale as a tensor": _bmm2_tensor,
@@ -142,21 +149,18 @@ del _PROBES[Interface.MLA_DECODE]["out_dtype"]  # it has none
 
 
 def _masks(trial: Trial) -> None:
-    """A tree over the draft tokens, one full mask and one that is causal, on a case of several rows."""
+    """Masks over the draft tokens: causal, full, a tree, and one of these for each request; within a window, too."""
     for q_len in trial.space.masked_rows:
         kv_lens = tuple(max(kv_len, q_len + 3) for kv_len in trial.case.kv_lens)
         inputs = trial.build(replace(trial.case, kv_lens=kv_lens, q_lens=(q_len,) * len(kv_lens)))
-        rows = torch.arange(q_len)
-        shapes = {
-            "causal mask": rows[None, :] <= rows[:, None],
-            "full mask": torch.ones(q_len, q_len, dtype=torch.bool),
-            # Each row sees itself and, of the others, what a binary tree has above it.
-            "tree mask": _tree(q_len),
-        }
-        for name, shown in shapes.items():
-            words = packed_mask(shown).to(trial.device).expand(len(kv_lens), -1, -1).contiguous()
+        causal = torch.ones(q_len, q_len, dtype=torch.bool).tril()
+        shapes = {"causal": causal, "full": torch.ones_like(causal), "tree": _tree(q_len)}
+        masks = {f"{name} mask": shown.expand(len(kv_lens), -1, -1) for name, shown in shapes.items()}
+        each = [list(shapes.values())[request % len(shapes)] for request in range(len(kv_lens))]
+        masks["mask that differs by request"] = torch.stack(each)
+        for name, shown in masks.items():
+            what, words = f"{name} of {q_len} rows", packed_mask(shown).to(trial.device)
             truth = truth_of_call(inputs, shown=shown.to(trial.device))
-            what = f"{name} of {q_len} rows"
             trial.hold(what, trial.attempt(what, inputs, mask=words), truth)
             if name == "tree mask" and True in trial.space.windows:
                 truth = truth_of_call(inputs, shown=shown.to(trial.device), window_left=20)
@@ -165,6 +169,7 @@ def _masks(trial: Trial) -> None:
 
 
 def _tree(q_len: int) -> Tensor:
+    """Each row sees itself and what a binary tree has above it."""
     shown = torch.zeros(q_len, q_len, dtype=torch.bool)
     for row in range(q_len):
         token = row
@@ -177,12 +182,12 @@ def _tree(q_len: int) -> Tensor:
 
 
 def packed_mask(shown: Tensor) -> Tensor:
-    """XQA's words: uint16 [1, q_len, 2 * ceil(q_len / 32)], bit b of word w for draft token 16 w + b."""
-    q_len = len(shown)
-    words = torch.zeros(q_len, mask_words(q_len), dtype=torch.int32)
+    """XQA's words of bool [batch, q_len, q_len]: uint16 [batch, q_len, words], bit b of word w for draft token 16 w + b."""
+    batch, q_len, _ = shown.shape
+    words = torch.zeros(batch, q_len, mask_words(q_len), dtype=torch.int32)
     for token in range(q_len):
-        words[:, token // MASK_BITS_PER_WORD] |= shown[:, token].to(torch.int32) << (token % MASK_BITS_PER_WORD)
-    return words.to(torch.uint16).unsqueeze(0)
+        words[..., token // MASK_BITS_PER_WORD] |= shown[..., token].to(torch.int32) << (token % MASK_BITS_PER_WORD)
+    return words.to(torch.uint16)
 
 
 def _ragged(trial: Trial, inputs: AttentionInputs) -> None:

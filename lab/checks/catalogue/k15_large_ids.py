@@ -10,7 +10,7 @@ from dataclasses import replace
 from lab.checks.check import Check, Level, counted, first_line
 from lab.checks.space import Space
 from lab.checks.trial import Trial, truth_of_call
-from lab.workloads.attention_case import AttentionCase
+from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.interfaces import Interface
 
 SIGNED_ELEMENTS = 2**31
@@ -22,7 +22,8 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[Attenti
         page_elements = case.num_kv_heads * case.page_size * case.head_dim
         for first_element in (SIGNED_ELEMENTS, UNSIGNED_BYTES // case.kv_dtype.itemsize):
             first_page = -(-first_element // page_elements)
-            yield replace(case, storage=replace(case.storage, first_page=first_page))
+            storage = replace(case.storage, first_page=first_page)
+            yield replace(case, window_left=-1, contents=Contents.NEEDLES, storage=storage)
 
 
 def _judge(trial: Trial) -> None:

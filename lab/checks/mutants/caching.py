@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.calls import Call
 from lab.checks.mutants.mutant import DECODE, Mutant
-from lab.checks.mutants.split_kv import Forgiving
+from lab.checks.mutants.split_kv import Call, Forgiving
 from lab.problem import PagedAttention
 
 

@@ -5,9 +5,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lab.calls import Call
 from lab.checks.mutants.mutant import CONTEXT, DECODE, Mutant
-from lab.checks.mutants.split_kv import Partials, SplitKV, Tile
+from lab.checks.mutants.split_kv import Call, Partials, SplitKV, Tile
 from lab.problem import PagedAttention
 
 

@@ -5,11 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-DECODE = "trtllm_batch_decode_with_kv_cache"
-CONTEXT = "trtllm_batch_context_with_kv_cache"
-MLA_DECODE = "trtllm_batch_decode_with_kv_cache_mla"
-DRAFT_INDICES = "generate_draft_decode_kv_indices"
-MHA_METADATA = "build_mha_metadata"
+from lab.workloads.interfaces import Interface
+
+DECODE = Interface.DECODE.value
+CONTEXT = Interface.CONTEXT.value
+MLA_DECODE = Interface.MLA_DECODE.value
+DRAFT_INDICES = Interface.DRAFT_KV_INDICES.value
+MHA_METADATA = Interface.MHA_METADATA.value
 
 
 class Defective:

@@ -12,9 +12,10 @@ class PageOffsetAbsolute(SplitKV):
     """Pages larger than 128 tokens are read in stages of 128, each from the page's start."""
 
     source = "FlashInfer #4347"
+    stage = 128
 
     def offsets(self, problem: PagedAttention, positions: Tensor) -> Tensor:
-        return positions % min(problem.page_size, 128)
+        return positions % min(problem.page_size, self.stage)
 
 
 class LargePagesHalvesSwapped(SplitKV):

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import torch
 
-from lab.calls import Call, DecodeCall
+from lab.calls import DecodeCall
 from lab.checks.mutants.mutant import DECODE, Mutant
-from lab.checks.mutants.split_kv import SplitKV, as_float32
+from lab.checks.mutants.split_kv import Call, SplitKV, as_float32
 from lab.problem import PagedAttention
 
 

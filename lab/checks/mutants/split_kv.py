@@ -12,14 +12,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lab.calls import Call, ContextCall, DecodeCall, takes
+from lab.calls import ContextCall, DecodeCall, takes
 from lab.checks.mutants.mutant import CONTEXT, DECODE, Defective
+from lab.mla_call import MLADecodeCall
 from lab.problem import PagedAttention, Scale
 from lab.references.quantization import deinterleave_v_scale_factors, dequantize_nvfp4, rounded
 
 KEYS_PER_SPLIT = 64
 ROWS_PER_TILE = 64
 COUNTER_BYTES = 8 * 2**20  # zero before a call and after it, as XQA's semaphores (FlashInfer 0.7.2)
+
+Call = DecodeCall | ContextCall | MLADecodeCall
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Tile:
 class Partials(NamedTuple):
     """What the splits of a tile leave: largest logit (-inf if none), sum of weights, sum of weighted values, all float32.
 
-    `largest` and `total` are [num_qo_heads, num_rows, num_splits], `sums` has head_dim behind them.
+    `largest` and `total` are [num_qo_heads, num_rows, num_splits], `sums` has v_head_dim behind them.
     """
 
     largest: Tensor
@@ -73,16 +76,25 @@ class Workspace:
 
 
 class SplitKV(Defective):
-    """FlashInfer's decode and context calls; every other method is a stage."""
+    """FlashInfer's decode and context calls, and its MLA decode call (`mla`); every other method is a stage."""
 
     interface: tuple[str, ...] = (DECODE, CONTEXT)
 
     def __init__(self) -> None:
         self.trtllm_batch_decode_with_kv_cache = takes(DecodeCall)(self.launch)
         self.trtllm_batch_context_with_kv_cache = takes(ContextCall)(self.launch)
+        self.trtllm_batch_decode_with_kv_cache_mla = takes(MLADecodeCall)(self.launch_mla)
+
+    def launch_mla(self, call: MLADecodeCall) -> Any:
+        """As `launch`, in the shapes of the call and the base that it names."""
+        returned = self.launch(call)
+        out, lse = returned if call.return_lse else (returned, None)
+        if lse is not None and call.return_lse_base == "basee":
+            lse *= math.log(2.0)
+        return call.returned(out, lse)
 
     def launch(self, call: Call) -> Any:
-        """out [num_rows, num_qo_heads, head_dim], or (out, lse) as the call asks; raises as `DecodeCall.problem`."""
+        """out [num_rows, num_qo_heads, v_head_dim], or (out, lse) as the call asks; raises as the call's `problem`."""
         problem = self.problem(call)
         out, lse = self.results(problem)
         tiles = self.tiles(problem)
@@ -146,9 +158,9 @@ class SplitKV(Defective):
         """Where a tile's partial results are: views of the scratch."""
         shape = (problem.num_qo_heads, tile.num_rows, tile.num_splits)
         largest, total, sums = scratch[: partials_size(problem, tile)].split_with_sizes(
-            [math.prod(shape), math.prod(shape), math.prod(shape) * problem.head_dim]
+            [math.prod(shape), math.prod(shape), math.prod(shape) * problem.v_head_dim]
         )
-        return Partials(largest.view(shape), total.view(shape), sums.view(*shape, problem.head_dim))
+        return Partials(largest.view(shape), total.view(shape), sums.view(*shape, problem.v_head_dim))
 
     def arrives_last(self, counters: Tensor, index: int, tile: Tile) -> bool:
         """Count a tile's splits; the last of them finds all others there and zeroes the counter."""
@@ -168,7 +180,7 @@ class SplitKV(Defective):
     def write(
         self, problem: PagedAttention, tile: Tile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
     ) -> None:
-        """Write a tile's rows; values float32 [num_rows, num_qo_heads, head_dim], lse_log2 [num_rows, num_qo_heads]."""
+        """Write a tile's rows; values float32 [num_rows, num_qo_heads, v_head_dim], lse_log2 [num_rows, num_qo_heads]."""
         out[tile.rows] = rounded(values, out.dtype)
         if lse is not None:
             lse[tile.rows] = lse_log2
@@ -245,7 +257,7 @@ class SplitKV(Defective):
         return self.entries(problem.k_cache, problem.k_scale_factors, pages, self.offsets(problem, positions))
 
     def values(self, problem: PagedAttention, tile: Tile, positions: Tensor) -> Tensor:
-        """float32 [num_kv_heads, num_keys, head_dim]."""
+        """float32 [num_kv_heads, num_keys, v_head_dim]."""
         pages = self.pages(problem, problem.v_block_tables, tile, positions)
         scale_factors = problem.v_scale_factors
         if scale_factors is not None and problem.v_scale_factors_interleaved:
@@ -262,7 +274,7 @@ class SplitKV(Defective):
         return positions % problem.page_size
 
     def entries(self, cache: Tensor, scale_factors: Tensor | None, pages: Tensor, offsets: Tensor) -> Tensor:
-        """Dequantised tokens, float32 [num_kv_heads, num_keys, head_dim]."""
+        """Dequantised tokens of one side, float32 [num_kv_heads, num_keys, head_dim or v_head_dim]."""
         tokens = gathered(cache, pages, offsets)
         if scale_factors is not None:
             tokens = dequantize_nvfp4(tokens, gathered(scale_factors, pages, offsets))
@@ -306,7 +318,7 @@ class SplitKV(Defective):
         return torch.exp(scores - finite_or_zero(largest).unsqueeze(-1))
 
     def merged(self, problem: PagedAttention, tile: Tile, partials: Partials) -> tuple[Tensor, Tensor]:
-        """Rows of a tile, float32: values [num_rows, num_qo_heads, head_dim], lse_log2 [num_rows, num_qo_heads]."""
+        """Rows of a tile, float32: values [num_rows, num_qo_heads, v_head_dim], lse_log2 [num_rows, num_qo_heads]."""
         sinks = self.sinks(problem)
         largest = partials.largest.amax(dim=-1)
         if sinks is not None:
@@ -324,7 +336,7 @@ class SplitKV(Defective):
         return torch.exp(partials.largest - origin.unsqueeze(-1))
 
     def summed(self, partials: Partials, shares: Tensor) -> tuple[Tensor, Tensor]:
-        """(total [num_qo_heads, num_rows], sums [num_qo_heads, num_rows, head_dim]) over the splits."""
+        """(total [num_qo_heads, num_rows], sums [num_qo_heads, num_rows, v_head_dim]) over the splits."""
         return (shares * partials.total).sum(dim=-1), (shares.unsqueeze(-1) * partials.sums).sum(dim=-2)
 
     def sink_weight(self, problem: PagedAttention, tile: Tile, sinks: Tensor, origin: Tensor) -> Tensor:
@@ -345,7 +357,7 @@ class Forgiving(SplitKV):
 
 def partials_size(problem: PagedAttention, tile: Tile) -> int:
     """Elements of a tile's partial results."""
-    return problem.num_qo_heads * tile.num_rows * tile.num_splits * (2 + problem.head_dim)
+    return problem.num_qo_heads * tile.num_rows * tile.num_splits * (2 + problem.v_head_dim)
 
 
 def gathered(cache: Tensor, pages: Tensor, offsets: Tensor) -> Tensor:

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.workloads.attention_case import E4M3, AttentionCase, Contents, Dead, TableTail
+from lab.checks.forward_pass import E4M3_K_SCALE, E4M3_V_SCALE, POISON
+from lab.problem import NVFP4_BLOCK
+from lab.references.quantization import dequantize_nvfp4, quantize_e4m3, quantize_nvfp4
+from lab.workloads.attention_case import E4M3, NVFP4, AttentionCase, Contents, Dead, TableTail
 from lab.workloads.interfaces import Interface
 
-HUGE = {torch.bfloat16: 1e30, torch.float16: 6e4, torch.float32: 1e30, E4M3: 448.0}
-# Scales of an e4m3 cache: unequal, and far from 1, so that a dropped or exchanged one shows.
-K_SCALE, V_SCALE = 0.03125, 0.0625
+Quantised = tuple[Tensor, Tensor | None]  # a request's tokens as stored, and an NVFP4 cache's scale factors
 SEMAPHORE_BYTES = 8 * 2**20  # zeros that a TRT-LLM kernel counts in, the workspace's first bytes (FlashInfer 0.7.2)
 SCRATCH_BYTES = {"cpu": 2**20, "cuda": 128 * 2**20}
 
@@ -27,6 +28,7 @@ class AttentionInputs:
         query: [num_rows, num_qo_heads, head_dim].
         histories: per request (K, V) as stored: [kv_len, num_kv_heads, head_dim] and [kv_len, num_kv_heads, out_head_dim].
         k_pages, v_pages: [num_pages, ., ., head_dim] in the case's layout; for MLA [num_pages, page_size, head_dim] both.
+        scale_factors: of an NVFP4 cache: K's and V's, [num_pages, ., ., head_dim // 16]; or None.
         block_tables: int32 [batch_size, max_num_pages_per_seq].
         seq_lens: int32 [batch_size].
         sinks: float32 [num_qo_heads] or None.
@@ -41,17 +43,18 @@ class AttentionInputs:
     block_tables: Tensor
     seq_lens: Tensor
     sinks: Tensor | None
+    scale_factors: tuple[Tensor, Tensor] | None = None
     changes: dict[str, Any] = field(default_factory=dict)
 
     @property
     def bmm1_scale(self) -> float:
-        return self.case.softmax_scale * (K_SCALE if self.case.is_quantised else 1.0)
+        return self.case.softmax_scale * (E4M3_K_SCALE if self.case.is_quantised else 1.0)
 
     @property
     def bmm2_scale(self) -> float:
         if not self.case.is_quantised:
             return 1.0
-        return K_SCALE if self.case.is_mla else V_SCALE  # MLA's V is its K
+        return E4M3_K_SCALE if self.case.is_mla else E4M3_V_SCALE  # MLA's V is its K
 
     @property
     def max_seq_len(self) -> int:
@@ -85,6 +88,9 @@ class AttentionInputs:
             arguments["window_left"] = case.window_left
         if self.sinks is not None:
             arguments["sinks"] = self.sinks
+        if self.scale_factors is not None:
+            # trtllm-gen interleaves V's factors, XQA does not: the order here is XQA's.
+            arguments |= {"kv_cache_sf": self.scale_factors, "backend": "xqa"}
         if case.is_mla:
             arguments |= self._mla_arguments()
         elif case.storage.kv_layout != "HND":
@@ -130,7 +136,8 @@ def new_workspace(device: torch.device) -> Tensor:
 
 def build_attention(case: AttentionCase, device: torch.device) -> AttentionInputs:
     """Draw the histories, write them into a poisoned, shuffled pool, and name its pages in a table."""
-    query, histories, sinks = _draw(case, device)
+    query, drawn, sinks = _draw(case, device)
+    stored = [(_quantised(keys, E4M3_K_SCALE, case), _quantised(values, E4M3_V_SCALE, case)) for keys, values in drawn]
     size = case.page_size
     pages_of = [-(-kv_len // size) for kv_len in case.kv_lens]
     num_pages = 2 * sum(pages_of) + 4
@@ -138,25 +145,56 @@ def build_attention(case: AttentionCase, device: torch.device) -> AttentionInput
     random.Random(case.storage.page_seed).shuffle(ids)
     ids = [page + case.storage.first_page for page in ids]
     pools = _new_pools(case, case.storage.first_page + num_pages, device)
-    for pool in pools:
+    factors = _new_scale_factors(case, pools)
+    for pool in (*pools, *factors):
         _fill(pool[case.storage.first_page :], case.storage.dead)
     tables, used = [], 0
-    for (keys, values), pages in zip(histories, pages_of, strict=True):
+    for sides, pages in zip(stored, pages_of, strict=True):
         mine = torch.tensor(ids[used : used + pages], dtype=torch.int64, device=device)
-        for pool, tokens in zip(pools, (keys, values), strict=False):
+        for pool, (tokens, _) in zip(pools, sides, strict=False):
             _write(pool, mine, tokens, case)
+        for pool, (_, tokens_factors) in zip(factors, sides, strict=False):
+            assert tokens_factors is not None
+            _write(pool, mine, tokens_factors, case)
         tables.append(mine)
         used += pages
     return AttentionInputs(
         case=case,
         query=query,
-        histories=histories,
+        histories=tuple(_as_read(case, *sides) for sides in stored),
         k_pages=pools[0],
         v_pages=pools[-1],
         block_tables=_block_tables(case, tables, ids[:used] or ids[:1], device),
         seq_lens=torch.tensor(case.kv_lens, dtype=torch.int32, device=device),
         sinks=sinks,
+        scale_factors=(factors[0], factors[1]) if factors else None,
     )
+
+
+def _quantised(tokens: Tensor, scale: float, case: AttentionCase) -> Quantised:
+    """[kv_len, num_kv_heads, head_dim] as the cache holds it."""
+    if case.kv_dtype == NVFP4:
+        return quantize_nvfp4(tokens, scale)
+    return (quantize_e4m3(tokens, scale) if case.kv_dtype == E4M3 else tokens.to(case.kv_dtype)), None
+
+
+def _as_read(case: AttentionCase, keys: Quantised, values: Quantised) -> tuple[Tensor, Tensor]:
+    """A request's (K, V) as a kernel must understand them, but for the global scale."""
+    if case.is_mla:
+        return keys[0], keys[0][..., : case.out_head_dim]
+    k, v = (side if factors is None else dequantize_nvfp4(side, factors) for side, factors in (keys, values))
+    return k, v
+
+
+def _new_scale_factors(case: AttentionCase, pools: list[Tensor]) -> list[Tensor]:
+    """K's and V's, for every page of an NVFP4 cache; none for another."""
+    if case.kv_dtype != NVFP4:
+        return []
+    pages, *page = pools[0].shape
+    page[-1] = case.head_dim // NVFP4_BLOCK
+    room = 2 if case.storage.gaps_in_scale_factors else 1
+    whole = torch.empty(2, pages, room, *page, dtype=E4M3, device=pools[0].device)
+    return list(whole[:, :, 0].unbind(0))
 
 
 def _new_pools(case: AttentionCase, num_pages: int, device: torch.device) -> list[Tensor]:
@@ -164,16 +202,20 @@ def _new_pools(case: AttentionCase, num_pages: int, device: torch.device) -> lis
     new: dict[str, Any] = {"dtype": case.kv_dtype, "device": device}
     if case.is_mla:
         return [torch.empty(num_pages, case.page_size, case.head_dim, **new)]
-    page: tuple[int, ...] = (case.num_kv_heads, case.page_size, case.head_dim)
+    width = case.head_dim // 2 if case.kv_dtype == NVFP4 else case.head_dim
+    page: tuple[int, ...] = (case.num_kv_heads, case.page_size, width)
     if case.storage.kv_layout == "NHD":
-        page = (case.page_size, case.num_kv_heads, case.head_dim)
+        page = (case.page_size, case.num_kv_heads, width)
     if case.storage.stacked:
         return list(torch.empty(num_pages, 2, *page, **new).unbind(1))
     return list(torch.empty(2, num_pages, *page, **new).unbind(0))
 
 
 def _fill(pages: Tensor, dead: Dead) -> None:
-    value = {Dead.ZERO: 0.0, Dead.HUGE: HUGE[pages.dtype], Dead.NAN: float("nan")}[dead]
+    if pages.dtype == NVFP4:  # e2m1 has no NaN and ends at 6; the scale factors hold the rest
+        pages.fill_(0 if dead is Dead.ZERO else 0x77)
+        return
+    value = {Dead.ZERO: 0.0, Dead.HUGE: POISON[pages.dtype], Dead.NAN: float("nan")}[dead]
     if pages.dtype == E4M3:
         byte = torch.tensor(value).to(E4M3).view(torch.uint8)
         pages.view(torch.uint8).fill_(int(byte))
@@ -210,33 +252,23 @@ def _block_tables(case: AttentionCase, tables: list[Tensor], live: list[int], de
     return block_tables
 
 
-def _draw(case: AttentionCase, device: torch.device) -> tuple[Tensor, tuple[tuple[Tensor, Tensor], ...], Tensor | None]:
-    """Query, histories and sinks: the same whatever the storage and, but for its own tensors, whatever the batch."""
+def _draw(case: AttentionCase, device: torch.device) -> tuple[Tensor, list[tuple[Tensor, Tensor]], Tensor | None]:
+    """Query, each request's keys and values, and sinks, on the device: the same whatever the storage."""
     generator = torch.Generator().manual_seed(case.seed)
     sinks = torch.randn(case.num_qo_heads, generator=generator) + 2.0
     directions = torch.randn(case.num_kv_heads, case.head_dim, generator=generator)
     directions = directions / directions.norm(dim=-1, keepdim=True)
-    queries, histories = [], []
+    queries, drawn = [], []
     for request, (kv_len, q_len) in enumerate(zip(case.kv_lens, case.q_lens, strict=True)):
         own = torch.Generator().manual_seed(1000 * case.seed + request + 1)
         query = torch.randn(q_len, case.num_qo_heads, case.head_dim, generator=own)
         keys = torch.randn(kv_len, case.num_kv_heads, case.head_dim, generator=own)
         values = torch.randn(kv_len, case.num_kv_heads, case.head_dim, generator=own)
         query, keys, values = _SHAPE[case.contents](case, request, query, keys, values, directions)
-        if case.is_mla:
-            stored = _stored(keys, K_SCALE, case).to(device)
-            histories.append((stored, stored[..., : case.out_head_dim]))
-        else:
-            histories.append((_stored(keys, K_SCALE, case).to(device), _stored(values, V_SCALE, case).to(device)))
+        drawn.append((keys.to(device), values.to(device)))
         queries.append(query)
     query = torch.cat(queries).to(device=device, dtype=case.dtype)
-    return query, tuple(histories), sinks.to(device) if case.sinks else None
-
-
-def _stored(values: Tensor, scale: float, case: AttentionCase) -> Tensor:
-    if case.is_quantised:
-        return (values / scale).clamp(-448.0, 448.0).to(E4M3)
-    return values.to(case.kv_dtype)
+    return query, drawn, sinks.to(device) if case.sinks else None
 
 
 Drawn = tuple[Tensor, Tensor, Tensor]
@@ -287,7 +319,7 @@ def _counted(
 def _low(case: AttentionCase, request: int, query: Tensor, keys: Tensor, values: Tensor, directions: Tensor) -> Drawn:
     """One coordinate makes every logit -200,000; it is MLA's last, which its values have not."""
     query, keys = torch.zeros_like(query), keys.clone()
-    largest = 448.0 * K_SCALE if case.is_quantised else 1024.0
+    largest = 448.0 * E4M3_K_SCALE if case.is_quantised else 1024.0
     keys[..., -1] = -largest
     query[..., -1] = min(2e5 / (largest * case.softmax_scale), 6e4)
     return query, keys, values
@@ -299,7 +331,7 @@ def _tall(case: AttentionCase, request: int, query: Tensor, keys: Tensor, values
     query, keys = 0.25 * query, keys.clone()
     query[..., -1], keys[..., -1] = 1.0 / case.softmax_scale / 8.0, (8.0 * 8.0 * steps)[:, None].clamp(max=8.0 * 64)
     if case.is_quantised:
-        keys[..., -1].clamp_(max=448.0 * K_SCALE)
+        keys[..., -1].clamp_(max=448.0 * E4M3_K_SCALE)
     return query, keys, values
 
 
