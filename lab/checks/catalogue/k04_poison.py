@@ -39,10 +39,9 @@ def _before_windows(trial: Trial, expected: Result) -> None:
     """Pages that lie wholly before every row's window were given back: their table cells name a page of NaN."""
     case = trial.case
     inputs = trial.build(dead=Dead.NAN)
-    live = torch.cat(
-        [row[: -(-kv_len // case.page_size)] for row, kv_len in zip(inputs.block_tables, case.kv_lens, strict=True)]
-    )
-    dead = next(page for page in range(case.storage.first_page, len(inputs.k_pages)) if page not in set(live.tolist()))
+    tables = zip(inputs.block_tables.tolist(), case.kv_lens, strict=True)
+    live = {page for table, kv_len in tables for page in table[: -(-kv_len // case.page_size)]}
+    dead = next(page for page in range(case.storage.first_page, len(inputs.k_pages)) if page not in live)
     for request, (kv_len, q_len) in enumerate(zip(case.kv_lens, case.q_lens, strict=True)):
         first_seen = max(0, kv_len - q_len - case.window_left)
         inputs.block_tables[request, : first_seen // case.page_size] = dead

@@ -3,7 +3,19 @@
 `split_kv` is the right model that most of them change one stage of. Nothing here is for use.
 """
 
-from lab.checks.mutants import batching, caching, draft_indices, lse, masks, memory, merging, metadata, pages, scales
+from lab.checks.mutants import (
+    batching,
+    caching,
+    draft_indices,
+    lse,
+    masks,
+    memory,
+    merging,
+    metadata,
+    mla,
+    pages,
+    scales,
+)
 from lab.checks.mutants.mutant import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -15,6 +27,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *memory.MUTANTS,
     *caching.MUTANTS,
     *lse.MUTANTS,
+    *mla.MUTANTS,
     *draft_indices.MUTANTS,
     *metadata.MUTANTS,
 )

@@ -76,7 +76,7 @@ class Workspace:
 
 
 class SplitKV(Defective):
-    """FlashInfer's decode and context calls, and its MLA decode call (`mla`); every other method is a stage."""
+    """FlashInfer's decode, context and MLA decode calls; every other method is a stage."""
 
     interface: tuple[str, ...] = (DECODE, CONTEXT)
 
