@@ -6,6 +6,7 @@ stands what each upstream tolerance rule says of the mutant on inputs as upstrea
 
 import argparse
 import json
+import resource
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -29,6 +30,9 @@ from lab.workloads.interfaces import ATTENTION, Interface
 
 # Small enough for every mutant on a CPU, wide enough that each axis takes every value.
 SPACE = Space(head_dims=(64, 128, 256), page_sizes=(16, 128), mla_head_dims=((80, 64),), mla_heads=(4, 16), longest=200)
+# A mutant that copies a pool of large ids would take all of a small machine's memory; that it is stopped is no finding.
+MOST_MEMORY_BYTES = 24 * 2**30
+NO_MEMORY = "can't allocate memory"
 WRONG = (Outcome.WRONG, Outcome.FAILED)
 
 
@@ -68,6 +72,7 @@ class Line:
 def line_of(judged: Mutant, only: Sequence[str] = ()) -> Line:
     """Judge one mutant by every check, or by those named."""
     torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY_BYTES, MOST_MEMORY_BYTES))
     return Line(judged.name, tuple(_kills(judged, only)), let_through(judged))
 
 
@@ -86,7 +91,7 @@ def first_kill(judged: Mutant, check: Check, interface: Interface) -> Kill | Non
     """The first of the check's cases in which the mutant is wrong; a fresh implementation for each."""
     for case in check.cases(interface, SPACE, Level.SMOKE):
         found = run_trial(judged.implementation(), check, case, torch.device("cpu"), SPACE)
-        if found.outcome in WRONG:
+        if found.outcome in WRONG and NO_MEMORY not in found.wrongs[-1]:
             return Kill(check.key, interface.value, repr(case), found.wrongs[0])
     return None
 

@@ -106,6 +106,7 @@ class Space:
                 (q_len,) * count,
                 dtype=dtype,
                 kv_dtype=kv_dtype,
+                arithmetic=self.arithmetic(kv_dtype),
                 seed=draw(st.integers(0, 9)),
             )
             if interface is Interface.MLA_DECODE:

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.checks.mutants.mutant import CONTEXT, DECODE, DRAFT_INDICES, MHA_METADATA
+from lab.checks.mutants import Mutant
+from lab.checks.mutants.mutant import CONTEXT, DECODE, DRAFT_INDICES, MHA_METADATA, MLA_DECODE
 from lab.checks.mutants.split_kv import COUNTER_BYTES
 from lab.metadata import ForwardMode, TRTLLMMHAMetadata
 from lab.problem import NVFP4_BLOCK
 from tests.cases import Batch, context_arguments, decode_arguments, pack_mask, random_batch
 from tests.metadata.mha_cases import Case, build
+from tests.references import test_trtllm_mla as mla_cases
 
 # Calls of one implementation, one after the other: the function's name and its arguments. "before" is what to do first.
 Calls = list[tuple[str, dict[str, Any]]]
@@ -39,6 +41,14 @@ def context(kv_lens: tuple[int, ...] = LENS, q_lens: tuple[int, ...] = (70, 66, 
     return [(CONTEXT, context_arguments(drawn(q_lens, kv_lens, how), **how))]
 
 
+def mla(kv_lens: tuple[int, ...] = LENS, q_len: int = 1, page_size: int = 16, **how: Any) -> Calls:
+    """One MLA decode call; `how` goes to its `random_batch` and `mla_arguments`."""
+    of_batch = {name: how.pop(name) for name in ("heads", "kv_dtype") if name in how}
+    batch = mla_cases.random_batch([q_len] * len(kv_lens), kv_lens, **of_batch)
+    usual = {"bmm1_scale": 0.4, "bmm2_scale": 2.0, "out": None}
+    return [(MLA_DECODE, mla_cases.mla_arguments(batch, page_size, **usual | how))]
+
+
 def drawn(q_lens: Any, kv_lens: Any, how: dict[str, Any]) -> Batch:
     """A random batch; leaves in `how` what the arguments need."""
     of_batch = {name: how.pop(name) for name in ("heads", "head_dim", "kv_dtype", "magnitude") if name in how}
@@ -53,9 +63,9 @@ def changed(calls: Calls, **changes: Any) -> Calls:
 
 
 def rewritten(name: str, change: Callable[[Tensor], Tensor], calls: Calls) -> Calls:
-    """A call, and the same after a tensor of it (of a cache: K) was written in place."""
+    """A call, and the same after a tensor of it (of two: the first) was written in place."""
     [(function, arguments)] = calls
-    tensor = arguments[name][0] if name == "kv_cache" else arguments[name]
+    tensor = arguments[name] if isinstance(arguments[name], Tensor) else arguments[name][0]
     return [*calls, (function, arguments | {"before": lambda: tensor.copy_(change(tensor))})]
 
 
@@ -151,12 +161,45 @@ def dead_before_window() -> Calls:
     return [(name, arguments)]
 
 
+def mla_everything() -> Calls:
+    """Several rows, no keys and fewer than rows, sinks, dirty scratch and outputs, NaN in page tails."""
+    arguments = {"sinks": [torch.linspace(-2.0, 9.0, 16)], "workspace_buffer": workspace(255), "poison": math.nan}
+    scales = {"bmm1_scale": torch.tensor([0.4]), "bmm2_scale": torch.tensor([2.0])}
+    return with_buffers(1.0, mla((300, 66, 0, 3), q_len=5, page_size=64, heads=16, **arguments, **scales))
+
+
+def mla_low() -> Calls:
+    """All logits at -400,000."""
+    [(name, arguments)] = mla()
+    query, cache = torch.zeros_like(arguments["query"]), arguments["kv_cache"].clone()
+    query[..., -1], cache[..., -1] = 1000.0, -1000.0
+    return [(name, arguments | {"query": query, "kv_cache": cache})]
+
+
+def mla_far(first_byte: int, kv_dtype: torch.dtype) -> Calls:
+    """Pages from this byte on of a pool of which nothing is touched but zeros where ids that wrap would lead."""
+    [(name, arguments)] = mla((60,), page_size=64, kv_dtype=kv_dtype)
+    pages = arguments["kv_cache"]
+    first = -(-first_byte // pages[0].nbytes)
+    cache = torch.empty(first + len(pages), *pages.shape[1:], dtype=kv_dtype)
+    for start, content in ((0, 0.0), (first // 2, 0.0), (first, pages)):
+        cache[start : start + len(pages)] = content
+    return [(name, arguments | {"kv_cache": cache, "block_tables": arguments["block_tables"] + first})]
+
+
+def mla_last_page_of_nan() -> Calls:
+    """A table that ends in -1, and a pool that ends in NaN."""
+    [(name, arguments)] = mla((40,), foreign_id=-1)
+    cache = torch.nn.functional.pad(arguments["kv_cache"], (0, 0, 0, 0, 0, 0, 0, 1), value=math.nan)
+    return [(name, arguments | {"kv_cache": cache})]
+
+
 def with_buffers(fill: float, calls: Calls) -> Calls:
     """The caller's out and lse, with guards around them and a filling."""
     [(name, arguments)] = calls
-    query = arguments["query"]
-    out = guarded(torch.full(query.shape, fill, dtype=torch.bfloat16), 7.0, 128)
-    lse = guarded(torch.full(query.shape[:2], fill), 7.0)
+    *rows, head_dim = arguments["query"].shape
+    out = torch.full((*rows, arguments.get("kv_lora_rank", head_dim)), fill, dtype=torch.bfloat16)
+    out, lse = guarded(out, 7.0, 128), guarded(torch.full(rows, fill), 7.0)
     return [(name, arguments | {"out": out, "lse": lse, "return_lse": True})]
 
 
@@ -209,6 +252,7 @@ DEFAULT: dict[str, Callable[[], Calls]] = {
     "batching": decode,
     "memory": lambda: with_buffers(1.0, decode((300, 66, 0, 17))),
     "lse": lambda: decode((300, 66, 0, 17)),
+    "mla": mla_everything,
     "draft_indices": draft,
     "metadata": lambda: metadata(PLAIN),
 }
@@ -304,6 +348,35 @@ TRIGGERS: dict[str, Callable[[], Calls]] = {
     "cached_keys": lambda: rewritten("kv_cache", lambda t: t.flip(0), decode()),
     "cached_offsets": lambda: context() + context(q_lens=(66, 60, 12, 2)),
     "cached_layout": lambda: decode(page_size=4, heads=(4, 2)) + decode(page_size=4, heads=(4, 2), kv_layout="NHD"),
+    "mla_finite_sentinel": mla_low,
+    "mla_mask_lowers_logits": lambda: mla(q_len=4, bmm1_scale=1e4),
+    "mla_scales_ignored_for_e4m3": lambda: mla(kv_dtype=torch.float8_e4m3fn),
+    "mla_bmm1_ignores_sign": lambda: mla(bmm1_scale=-0.4),
+    "mla_max_length_for_one_request": lambda: mla((40,), max_seq_len=64, poison=3.0),
+    "mla_table_stride_ignored": lambda: row_strides("block_tables", mla()),
+    "mla_query_stride_ignored": lambda: row_strides("query", mla()),
+    "mla_wrap_int32": lambda: mla_far(2**31, torch.float8_e4m3fn),
+    "mla_wrap_int32_bytes": lambda: mla_far(2**31, torch.float8_e4m3fn),
+    "mla_wrap_uint32_bytes": lambda: mla_far(2**32, torch.float8_e4m3fn),
+    "mla_page_id_int16": lambda: mla_far(2**16 * 2 * 64 * 12, torch.bfloat16),
+    "mla_negative_page_is_last": mla_last_page_of_nan,
+    "mla_page_size32_taken_as64": lambda: mla(page_size=32),
+    "mla_overflows_without_origin": lambda: mla(bmm1_scale=40.0),
+    "mla_nondeterministic_merge": lambda: mla() * 2,
+    "mla_request_index_mod8": lambda: mla((20,) * 9),
+    "mla_equal_lengths_share_keys": lambda: mla((50, 50)),
+    "mla_last_row_of_eight_lost": lambda: mla(q_len=8),
+    "mla_output_reused": lambda: (calls := mla()) + changed(calls, bmm2_scale=3.0),
+    "mla_cached_bmm1": lambda: (calls := mla()) + changed(calls, bmm1_scale=0.1),
+    "mla_cached_bmm2": lambda: (calls := mla()) + changed(calls, bmm2_scale=0.1),
+    "mla_cached_tensor_scale": lambda: rewritten("bmm1_scale", lambda t: t / 2, mla(bmm1_scale=torch.tensor([0.4]))),
+    "mla_cached_q_len": lambda: mla() + mla(q_len=4),
+    "mla_cached_sinks": lambda: (calls := mla()) + changed(calls, sinks=SINKS),
+    "mla_cached_lengths": lambda: rewritten("seq_lens", lambda t: t - 1, mla()),
+    "mla_cached_table": lambda: rewritten("block_tables", lambda t: t.flip(1), mla((208, 208, 208))),
+    "mla_cached_lengths_by_shape": lambda: (calls := mla()) + changed(calls, seq_lens=calls[0][1]["seq_lens"].flip(0)),
+    "mla_cached_keys": lambda: rewritten("kv_cache", lambda t: t.flip(0), mla()),
+    "mla_lse_garbage_empty": lambda: mla((300, 66, 0, 17)),
     "lse_without_sink": lambda: decode(sinks=SINKS),
     "lse_buffer_ignored": lambda: with_buffers(1.0, decode()),
     "indptr_from_lens": lambda: draft(positions=torch.arange(9)),
@@ -319,6 +392,12 @@ TRIGGERS: dict[str, Callable[[], Calls]] = {
     "max_seq_len_q_overridden": lambda: metadata(VERIFY),
     "table_too_narrow": lambda: metadata(VERIFY),
 }
+
+
+def calls_of(mutant: Mutant) -> Calls:
+    """The calls that show a mutant's defect."""
+    module = "mla" if mutant.interface == (MLA_DECODE,) else mutant.make.__module__.rpartition(".")[2]
+    return (TRIGGERS.get(mutant.name) or DEFAULT[module])()
 
 
 def observed(implementation: Any, calls: Calls) -> list[bytes]:

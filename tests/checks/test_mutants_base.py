@@ -5,25 +5,29 @@ import itertools
 import math
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lab import references
+from lab.checks import mutants
 from lab.checks.mutants import MUTANTS, Mutant, mutant
 from lab.checks.mutants.draft_indices import DraftLists
 from lab.checks.mutants.metadata import Builder
 from lab.checks.mutants.mutant import CONTEXT, DECODE, DRAFT_INDICES, MHA_METADATA
 from lab.checks.mutants.split_kv import COUNTER_BYTES, SplitKV
 from lab.problem import NVFP4_BLOCK
-from lab.references import generate_draft_decode_kv_indices as expected_lists
+from lab.references import draft_decode_kv_lists
 from lab.references import trtllm_batch_context_with_kv_cache as reference_context
 from lab.references import trtllm_batch_decode_with_kv_cache as reference_decode
 from lab.references.errors import compare, eager_attention
 from lab.references.paged_attention import visible_keys
 from tests.cases import Batch, context_arguments, decode_arguments, pack_mask, random_batch
-from tests.checks.mutant_triggers import DEFAULT, TRIGGERS, observed
+from tests.checks.mutant_triggers import DEFAULT, TRIGGERS, calls_of, observed
+from tests.references import test_trtllm_mla as mla_cases
 
 DECODE_RULES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -54,16 +58,28 @@ LENGTHS = {
 
 def assert_right(function: str, batch: Batch, arguments: dict[str, Any], masks: Any = None) -> None:
     """The model's output is within the judge's bound of the reference's in float64, and its LSE is the reference's."""
-    arithmetic, out_dtype = batch.queries[0].dtype, arguments.pop("out_dtype")
+    out_dtype = arguments.pop("out_dtype")
     truth, lse = getattr(references, function)(**arguments | {"out": None, "lse": None}, out_dtype=torch.float64)
     got = getattr(SplitKV(), function)(**arguments, out_dtype=out_dtype)
+    assert_within_bounds(batch, arguments, got, (truth, lse), out_dtype, masks)
+
+
+def assert_within_bounds(
+    batch: Batch,
+    arguments: dict[str, Any],
+    got: tuple[Tensor, Tensor],
+    truth: tuple[Tensor, Tensor],
+    out_dtype: torch.dtype,
+    masks: Any = None,
+) -> None:
+    """Output and LSE of all rows, by the control that eager arithmetic of the batch's dtype makes."""
     rule = {name: arguments.get(name, default) for name, default in (("causal", True), ("window_left", -1))}
     numbers = {name: arguments[name] for name in ("sinks", "bmm1_scale", "bmm2_scale") if name in arguments}
     controls = []
     for request, sides in enumerate(zip(batch.queries, batch.keys, batch.values, strict=True)):
         rows, keys, _ = sides
         if len(keys) == 0:  # the control of e4m3 has no answer here
-            controls.append(torch.zeros(rows.shape, dtype=out_dtype))
+            controls.append(torch.zeros(*rows.shape[:2], sides[2].shape[2], dtype=out_dtype))
             continue
         lens = torch.tensor([len(keys)])
         positions = [torch.arange(n).unsqueeze(0) for n in (len(rows), len(keys))]
@@ -74,16 +90,14 @@ def assert_right(function: str, batch: Batch, arguments: dict[str, Any], masks: 
             shown[:, len(keys) - len(rows) :] = masks[request]
             visible = visible & shown
         batched = [side.unsqueeze(0) for side in sides]
-        controls.append(eager_attention(*batched, visible, arithmetic=arithmetic, out_dtype=out_dtype, **numbers)[0])
+        controls.append(eager_attention(*batched, visible, arithmetic=rows.dtype, out_dtype=out_dtype, **numbers)[0])
     groups = torch.tensor([request for request, q_len in enumerate(batch.q_lens) for _ in range(q_len)])
-    comparison = compare(got[0], truth, torch.cat(controls), groups)
+    comparison = compare(got[0], truth[0], torch.cat(controls), groups)
     assert comparison.passed, comparison.worst(4)
-    torch.testing.assert_close(got[1], lse, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got[1], truth[1], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("rule", DECODE_RULES)
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize(
+DTYPES = pytest.mark.parametrize(
     ("dtype", "kv_dtype"),
     [
         (torch.bfloat16, torch.bfloat16),
@@ -93,6 +107,11 @@ def assert_right(function: str, batch: Batch, arguments: dict[str, Any], masks: 
     ],
     ids=["bf16", "fp16", "bf16 and e4m3", "e4m3"],
 )
+
+
+@pytest.mark.parametrize("rule", DECODE_RULES)
+@pytest.mark.parametrize("lengths", LENGTHS)
+@DTYPES
 def test_decode_is_right(rule: str, lengths: str, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     q_len, kv_lens = LENGTHS[lengths]
     batch = random_batch([q_len] * len(kv_lens), kv_lens, dtype=dtype, kv_dtype=kv_dtype)
@@ -146,6 +165,57 @@ def test_ragged_decode_and_padding_rows() -> None:
     out, lse = SplitKV().trtllm_batch_decode_with_kv_cache(**arguments)
     assert (out[7:] == 0).all()
     assert (lse[7:] == -math.inf).all()
+
+
+MLA_RULES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "base e": {"return_lse_base": "basee"},
+    "sinks": {"sinks": torch.tensor([3.0, -math.inf, 0.5, 6.0]), "return_lse_base": "basee"},
+    "scales": {"bmm1_scale": torch.tensor([0.3]), "bmm2_scale": torch.tensor(-2.5)},
+}
+
+
+@pytest.mark.parametrize("rule", MLA_RULES)
+@pytest.mark.parametrize("lengths", [*LENGTHS, "eight rows", "ragged, with padding"])
+@pytest.mark.parametrize("given", [False, True], ids=["new results", "given results"])
+@DTYPES
+def test_mla_is_right(rule: str, lengths: str, given: bool, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    q_len, kv_lens = LENGTHS.get(lengths, (8, (300, 8, 2)))
+    ragged, q_lens = lengths.startswith("ragged"), [q_len] * len(kv_lens)
+    if ragged:
+        q_lens = [5, 0, 8]
+    mla_batch = mla_cases.random_batch(q_lens, kv_lens, dtype=dtype, kv_dtype=kv_dtype)
+    arguments = mla_cases.mla_arguments(mla_batch, ragged=ragged, poison=math.nan, foreign_id=-1, **MLA_RULES[rule])
+    if ragged:
+        arguments["query"] = torch.cat((arguments["query"], torch.ones(3, 4, 12).to(dtype)))
+    rows = arguments["query"].shape[:-1]
+    arguments["out"] = torch.full((*rows, 8), math.nan, dtype=torch.float64)
+    truth = references.trtllm_batch_decode_with_kv_cache_mla(**arguments)
+    buffers = {"out": torch.full((*rows, 8), math.nan, dtype=torch.bfloat16), "lse": torch.full(rows, math.nan)}
+    results = buffers if given else {"out": None}
+    got = SplitKV().trtllm_batch_decode_with_kv_cache_mla(**arguments | results)
+    assert got[0].shape == truth[0].shape
+    if given:
+        assert got[0] is buffers["out"]
+        assert got[1] is buffers["lse"]
+    (out, lse), (exact, exact_lse) = (
+        (side[0].flatten(0, -3)[: sum(q_lens)], side[1].flatten(0, -2)[: sum(q_lens)]) for side in (got, truth)
+    )
+    entries = [each.unsqueeze(1) for each in mla_batch.entries]
+    batch = Batch(mla_batch.queries, entries, [each[..., :8] for each in entries])
+    assert_within_bounds(batch, arguments, (out, lse), (exact, exact_lse), torch.bfloat16)
+    assert (got[0].flatten(0, -3)[sum(q_lens) :] == 0).all()
+
+
+def test_mla_uses_the_workspace_and_leaves_it_in_order() -> None:
+    workspace = torch.full((COUNTER_BYTES + 2**20,), 255, dtype=torch.uint8)
+    workspace[:COUNTER_BYTES] = 0
+    arguments = mla_cases.mla_arguments(mla_cases.random_batch([2, 2], [300, 65]))
+    expected, _ = SplitKV().trtllm_batch_decode_with_kv_cache_mla(**arguments | {"out": None})
+    shared = arguments | {"out": None, "return_lse": False, "workspace_buffer": workspace}
+    assert torch.equal(SplitKV().trtllm_batch_decode_with_kv_cache_mla(**shared), expected)
+    assert not workspace[:COUNTER_BYTES].any()
+    assert (workspace[COUNTER_BYTES:] != 255).any()
 
 
 def nvfp4_arguments(page_size: int = 16) -> dict[str, Any]:
@@ -234,7 +304,7 @@ def test_draft_lists_are_right(topk: int, page_size: int, dtype: torch.dtype) ->
     req_to_token = torch.randint(1000, (6, 40), dtype=dtype)
     rows = torch.tensor([4, 1, 2], dtype=torch.int32)
     positions = lens.repeat_interleave(topk)
-    truth = expected_lists(rows, req_to_token, lens, positions, num_steps=3, topk=topk, page_size=page_size)
+    truth = draft_decode_kv_lists(rows, req_to_token, lens, positions, num_steps=3, topk=topk, page_size=page_size)
     kv_indices, kv_indptr = (torch.full((3, 200), -7, dtype=dtype) for _ in range(2))
     DraftLists().generate_draft_decode_kv_indices(
         rows, req_to_token, lens, kv_indices, kv_indptr, positions, topk=topk, page_size=page_size
@@ -246,7 +316,7 @@ def test_draft_lists_are_right(topk: int, page_size: int, dtype: torch.dtype) ->
         assert kv_indptr[step, 0] == -7
 
 
-MODULES = {"masks", "scales", "pages", "merging", "batching", "memory", "caching", "lse", "draft_indices", "metadata"}
+MODULES = {path.stem for path in Path(mutants.__file__).parent.glob("*.py")} - {"__init__", "mutant", "split_kv"}
 RIGHT: dict[str, Any] = {DRAFT_INDICES: DraftLists, MHA_METADATA: Builder}
 
 
@@ -274,10 +344,8 @@ def test_mutants_are_called_as_flashinfer_is() -> None:
 
 @pytest.mark.parametrize("each", MUTANTS, ids=lambda each: each.name)
 def test_a_mutant_differs_from_what_it_was_made_of(each: Mutant) -> None:
-    calls = TRIGGERS.get(each.name, DEFAULT.get(each.make.__module__.rpartition(".")[2]))
-    assert calls is not None, "name the calls that show the defect in mutant_triggers.py"
     right = RIGHT.get(each.interface[0], SplitKV)()
-    assert observed(each.implementation(), calls()) != observed(right, calls())
+    assert observed(each.implementation(), calls_of(each)) != observed(right, calls_of(each))
 
 
 @pytest.mark.parametrize("calls", [*DEFAULT.values(), *TRIGGERS.values()], ids=[*DEFAULT, *TRIGGERS])

@@ -28,24 +28,24 @@ def _judge(trial: Trial) -> None:
         result = trial.attempt(what, trial.build(dead=dead))
         trial.hold(what, result, truth)
         trial.same_bits(f"{what} instead of zeros", result, expected)
+        if trial.case.window_left >= 0:
+            _before_windows(trial, dead, expected)
     for tail in (TableTail.NEGATIVE, TableTail.FAR):
         what = f"a page table whose tail is {tail.name}"
         trial.same_bits(what, trial.attempt(what, trial.build(dead=Dead.ZERO, table_tail=tail)), expected)
-    if trial.case.window_left >= 0:
-        _before_windows(trial, expected)
 
 
-def _before_windows(trial: Trial, expected: Result) -> None:
-    """Pages that lie wholly before every row's window were given back: their table cells name a page of NaN."""
+def _before_windows(trial: Trial, dead: Dead, expected: Result) -> None:
+    """Pages that lie wholly before every row's window were given back: their table cells name a page of dead cells."""
     case = trial.case
-    inputs = trial.build(dead=Dead.NAN)
+    inputs = trial.build(dead=dead)
     tables = zip(inputs.block_tables.tolist(), case.kv_lens, strict=True)
     live = {page for table, kv_len in tables for page in table[: -(-kv_len // case.page_size)]}
-    dead = next(page for page in range(case.storage.first_page, len(inputs.k_pages)) if page not in live)
+    spare = next(page for page in range(case.storage.first_page, len(inputs.k_pages)) if page not in live)
     for request, (kv_len, q_len) in enumerate(zip(case.kv_lens, case.q_lens, strict=True)):
         first_seen = max(0, kv_len - q_len - case.window_left)
-        inputs.block_tables[request, : first_seen // case.page_size] = dead
-    what = "pages before the window given back"
+        inputs.block_tables[request, : first_seen // case.page_size] = spare
+    what = f"pages of {dead.name} before the window"
     trial.same_bits(what, trial.attempt(what, inputs), expected)
 
 

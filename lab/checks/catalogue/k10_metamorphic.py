@@ -107,7 +107,10 @@ def in_wider_pages(pages: Tensor) -> Tensor:
 def _scales(trial: Trial, inputs: AttentionInputs, truth: Truth, base: Result) -> None:
     folded = replace(inputs, query=inputs.query * FOLDED)
     what = "the query times 4, bmm1_scale by 4"
-    trial.same_bits(what, trial.attempt(what, folded, bmm1_scale=inputs.bmm1_scale / FOLDED), base)
+    result = trial.attempt(what, folded, bmm1_scale=inputs.bmm1_scale / FOLDED)
+    if trial.case.arithmetic is None:
+        trial.same_bits(what, result, base)
+    trial.hold(what, result, truth)  # a query that is rounded to e4m3 rounds otherwise when it is larger
     tensors = {
         "bmm1_scale": torch.tensor([inputs.bmm1_scale], dtype=torch.float32, device=trial.device),
         "bmm2_scale": torch.tensor([inputs.bmm2_scale], dtype=torch.float32, device=trial.device),

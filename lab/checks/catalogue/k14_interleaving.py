@@ -1,4 +1,4 @@
-"""State kept under too small a key: a module, a scale or a plan of an earlier call that is taken for this one's.
+"""State kept under too small a key: a module, a scale, a plan or an output of one call that is taken for another's.
 
 A suite that runs each configuration in a row, or in its own process, never meets it. Here calls that differ in one thing
 alternate in one process: A, B, A.
@@ -23,13 +23,15 @@ def _judge(trial: Trial) -> None:
     truth = truth_of_call(inputs)
     first = trial.call(inputs)
     trial.hold("A", first, truth)
+    kept = first._replace(out=first.out.clone())
     scale = 0.75 * inputs.bmm1_scale
     result = trial.attempt("B, another bmm1_scale", inputs, bmm1_scale=scale)
     trial.hold("B, another bmm1_scale", result, truth_of_call(inputs, bmm1_scale=scale))
     for what, case in _neighbours(trial.case, trial.space):
         other = trial.build(case)
         trial.hold(f"B, {what}", trial.attempt(f"B, {what}", other), truth_of_call(other))
-        trial.same_bits(f"A again, after {what}", trial.call(inputs), first)
+        trial.same_bits(f"A again, after {what}", trial.call(inputs), kept)
+    trial.same_bits("the first A's output, after the later calls", first, kept)
 
 
 def _neighbours(case: AttentionCase, space: Space) -> Iterator[tuple[str, AttentionCase]]:

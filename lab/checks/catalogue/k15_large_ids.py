@@ -20,7 +20,7 @@ UNSIGNED_BYTES = 2**32
 def _cases(interface: Interface, space: Space, level: Level) -> Iterator[AttentionCase]:
     for case in space.covering(interface, counted(level, 1, 4), seed=18):
         page_elements = case.num_kv_heads * case.page_size * case.head_dim
-        for first_element in (SIGNED_ELEMENTS, UNSIGNED_BYTES // case.kv_dtype.itemsize):
+        for first_element in sorted({SIGNED_ELEMENTS, UNSIGNED_BYTES // case.kv_dtype.itemsize}):
             first_page = -(-first_element // page_elements)
             storage = replace(case.storage, first_page=first_page)
             yield replace(case, window_left=-1, contents=Contents.NEEDLES, storage=storage)

@@ -43,7 +43,7 @@ class LseTransposed(SplitKV):
 
     def returned(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> object:
         if lse is not None:
-            lse.copy_(lse.T.clone().view(lse.shape))
+            lse.copy_(lse.T.flatten().clone().view(lse.shape))
         return super().returned(problem, out, lse)
 
 

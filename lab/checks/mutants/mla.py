@@ -1,0 +1,238 @@
+"""Mutants of the MLA decode call: defects of the other modules that can meet it too, and its own."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lab.checks.mutants import batching, caching, lse, masks, memory, merging, pages, scales
+from lab.checks.mutants.mutant import MLA_DECODE, Mutant
+from lab.checks.mutants.split_kv import Call, Forgiving, SplitKV, Tile, as_float32
+from lab.mla_call import MLADecodeCall
+from lab.problem import PagedAttention
+
+
+def of_mla(defective: type[SplitKV]) -> Mutant:
+    """The mutant whose MLA decode call has a class's defect: "mla_" before its name."""
+    mutant = Mutant.of(defective)
+    return replace(mutant, name=f"mla_{mutant.name}", interface=(MLA_DECODE,))
+
+
+class RopeLeftOut(SplitKV):
+    """Q·K^T leaves the rotary part out."""
+
+    def scores(self, problem: PagedAttention, query: Tensor, keys: Tensor) -> Tensor:
+        rank = problem.v_head_dim
+        return super().scores(problem, query[..., :rank], keys[..., :rank])
+
+
+class RopeScaledTwice(SplitKV):
+    """The rotary part's product is multiplied by bmm1_scale twice."""
+
+    def scores(self, problem: PagedAttention, query: Tensor, keys: Tensor) -> Tensor:
+        scale, rank = as_float32(problem.bmm1_scale, query.device), problem.v_head_dim
+        query = torch.cat((query[..., :rank], query[..., rank:] * scale), dim=-1)
+        return super().scores(problem, query, keys)
+
+
+class Bmm1OfUnabsorbedHead(SplitKV):
+    """bmm1_scale is taken as 1 / sqrt(qk_nope_head_dim + qk_rope_head_dim), the head before absorption."""
+
+    def problem(self, call: Call) -> PagedAttention:
+        assert isinstance(call, MLADecodeCall)
+        return replace(call.problem(), bmm1_scale=(call.qk_nope_head_dim + call.qk_rope_head_dim) ** -0.5)
+
+
+class Bmm2OnLogitsToo(SplitKV):
+    """bmm2_scale, for a scale of the cache as such, multiplies the logits too."""
+
+    def scores(self, problem: PagedAttention, query: Tensor, keys: Tensor) -> Tensor:
+        return super().scores(problem, query, keys) * as_float32(problem.bmm2_scale, query.device)
+
+
+class VFromLastColumns(SplitKV):
+    """A value is the last kv_lora_rank elements of its entry, qk_rope_head_dim too far."""
+
+    def problem(self, call: Call) -> PagedAttention:
+        problem = call.problem()
+        return replace(problem, v_cache=problem.k_cache[..., problem.head_dim - problem.v_head_dim :])
+
+
+class VAfterRope(SplitKV):
+    """A value begins with the rotary part, and its latent vector lacks as many elements at the end."""
+
+    def values(self, problem: PagedAttention, tile: Tile, positions: Tensor) -> Tensor:
+        entries = self.keys(problem, tile, positions)
+        rank = problem.v_head_dim
+        return torch.cat((entries[..., rank:], entries[..., :rank]), dim=-1)[..., :rank]
+
+
+class NegativePageIsLast(Forgiving):
+    """Keys are read 128 at a time: behind the last, page -1 is the pool's last one, multiplied by weights of zero."""
+
+    def key_range(self, problem: PagedAttention, first_position: int, num_rows: int, kv_len: int) -> tuple[int, int]:
+        start, end = super().key_range(problem, first_position, num_rows, kv_len)
+        return start, min(-(-end // 128) * 128, problem.k_block_tables.shape[1] * problem.page_size)
+
+    def values(self, problem: PagedAttention, tile: Tile, positions: Tensor) -> Tensor:
+        ids = problem.v_block_tables[tile.request][positions // problem.page_size]
+        unread = (positions >= tile.kv_len) & (ids != -1)
+        return super().values(problem, tile, positions).masked_fill(unread.view(1, -1, 1), 0.0)
+
+
+class PageSize32TakenAs64(Forgiving):
+    """Pages of 32 tokens are taken for pages of 64: the second half of one is what lies behind it in the pool."""
+
+    def pages(self, problem: PagedAttention, table: Tensor, tile: Tile, positions: Tensor) -> Tensor:
+        if problem.page_size != 32:
+            return super().pages(problem, table, tile, positions)
+        first = super().pages(problem, table, tile, positions // 64 * 32)
+        return (first + positions % 64 // 32) % problem.k_cache.shape[0]
+
+
+class PageOffsetAbsolute(pages.PageOffsetAbsolute):
+    """Pages larger than 32 tokens are read in stages of 32, each from the page's start."""
+
+    stage = 32
+
+
+class HeadsBeyondEightMisread(SplitKV):
+    """Query heads are taken eight at a time, each time the first eight."""
+
+    def query_rows(self, problem: PagedAttention, tile: Tile) -> Tensor:
+        return super().query_rows(problem, tile)[torch.arange(problem.num_qo_heads, device=problem.query.device) % 8]
+
+
+class RowsTakenForHeads(SplitKV):
+    """The rows of a request are taken for more heads, in the wrong order: most have another row's position."""
+
+    def query_rows(self, problem: PagedAttention, tile: Tile) -> Tensor:
+        rows = problem.query[tile.rows].to(torch.float32)
+        return rows.reshape(problem.num_qo_heads, tile.num_rows, problem.head_dim)
+
+    def write(
+        self, problem: PagedAttention, tile: Tile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
+    ) -> None:
+        values, lse_log2 = (side.transpose(0, 1).reshape(side.shape) for side in (values, lse_log2))
+        super().write(problem, tile, values, lse_log2, out, lse)
+
+
+class SinksListIgnored(SplitKV):
+    """Sinks that come in a list are ignored."""
+
+    def problem(self, call: Call) -> PagedAttention:
+        problem = call.problem()
+        return replace(problem, sinks=None) if isinstance(call.sinks, list | tuple) else problem
+
+
+MUTANTS = tuple(
+    of_mla(each)
+    for each in (
+        masks.VerifyRowsAtLastPosition,
+        masks.CausalAtTopLeft,
+        masks.CausalExcludesItself,
+        masks.ShortRequestFromItsStart,
+        masks.MaskedRowUniform,
+        masks.FiniteSentinel,
+        masks.MaskLowersLogits,
+        scales.Bmm2Hardcoded_1,
+        scales.Bmm1Ignored,
+        scales.Bmm1FromHeadDim,
+        scales.KscaleOnBf16,
+        scales.ScalesIgnoredForE4m3,
+        scales.Bmm1OffByTenPercent,
+        scales.Bmm2OffByFivePercent,
+        scales.Bmm2Twice,
+        scales.TensorScalesIgnored,
+        scales.TensorScaleInBase2,
+        scales.Bmm1IgnoresSign,
+        pages.PagesTakenAsConsecutive,
+        pages.LastPageLost,
+        pages.LastKeyLost,
+        pages.SeqLenOffByOne,
+        pages.LengthRoundedUpToPage,
+        pages.MaxLengthForOneRequest,
+        pages.TableStrideIgnored,
+        pages.QueryStrideIgnored,
+        pages.WrapInt32,
+        pages.WrapInt32Bytes,
+        pages.WrapUint32Bytes,
+        pages.PageIdInt16,
+        pages.TailMultiply,
+        pages.TailAdditiveMask,
+        pages.TableTailRead,
+        pages.StaleKeyOfLastToken,
+        merging.MergedWithoutRescale,
+        merging.MergedAsMean,
+        merging.LastSplitLost,
+        merging.SinkIgnored,
+        merging.SinkPerSplit,
+        merging.SinkOfNextHead,
+        merging.SinkScaled,
+        merging.SinkInBase2,
+        merging.LightKeysLost,
+        merging.LightSplitsLost,
+        merging.OverflowsWithoutOrigin,
+        merging.NondeterministicMerge,
+        batching.SecondRequestHasFirstLength,
+        batching.LengthsSorted,
+        batching.RequestsRotated,
+        batching.TableOfFirstRequest,
+        batching.RequestIndexMod8,
+        batching.EqualLengthsShareKeys,
+        batching.RowsReversed,
+        batching.OddRowCountsMisplaced,
+        batching.LastRowOfEightLost,
+        batching.HeadsSwapped,
+        memory.Zeros,
+        memory.NanInOneHead,
+        memory.LengthZeroNan,
+        memory.LengthZeroUntouched,
+        memory.OutRowBeyond,
+        memory.OutRowBefore,
+        memory.LseBeyond,
+        memory.OutIgnored,
+        memory.OutRoundedToE4m3,
+        memory.NeedsZeroOut,
+        memory.QueryScaledInPlace,
+        memory.SeqLensWritten,
+        memory.TableTailWritten,
+        memory.PageTailCleared,
+        memory.CountersLeft,
+        memory.CountersLeftByOtherShape,
+        memory.ScratchNotCleared,
+        memory.ScratchAddedTo,
+        memory.ScratchInCounters,
+        memory.ScratchBeyondEnd,
+        memory.OutputReused,
+        caching.CachedBmm1,
+        caching.CachedBmm2,
+        caching.CachedTensorScale,
+        caching.CachedQLen,
+        caching.CachedSinks,
+        caching.CachedLengths,
+        caching.CachedTable,
+        caching.CachedLengthsByShape,
+        caching.CachedKeys,
+        lse.LseBaseE,
+        lse.LseGarbageEmpty,
+        lse.LseWithoutSink,
+        lse.LseTransposed,
+        lse.LseOfLargest,
+        lse.LseOfLastSplit,
+        lse.LseWithBmm2,
+        lse.LseBufferIgnored,
+        RopeLeftOut,
+        RopeScaledTwice,
+        Bmm1OfUnabsorbedHead,
+        Bmm2OnLogitsToo,
+        VFromLastColumns,
+        VAfterRope,
+        NegativePageIsLast,
+        PageSize32TakenAs64,
+        PageOffsetAbsolute,
+        HeadsBeyondEightMisread,
+        RowsTakenForHeads,
+        SinksListIgnored,
+    )
+)
