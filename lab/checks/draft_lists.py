@@ -1,5 +1,6 @@
 """Drafts in numbers, and the check of a function that writes their K/V lists: every cell of every buffer, guards too."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.references.draft_decode_kv_indices import draft_decode_kv_lists, draft_start
+from lab.references.draft_decode_kv_indices import draft_start, generate_draft_decode_kv_indices
 
 # What a cell holds that is not to be written, and what lies where nobody may read.
 POISON, FOREIGN = -77, 2**30
@@ -124,7 +125,7 @@ class DraftLists:
         # A position beyond the columns reads slot 0.
         columns_beyond = max(0, case.longest_row - inputs["req_to_token"].shape[1])
         inputs["req_to_token"] = torch.nn.functional.pad(inputs["req_to_token"], (0, columns_beyond))
-        lists, boundaries = draft_decode_kv_lists(
+        lists, boundaries = generate_draft_decode_kv_indices(
             **inputs, num_steps=case.num_steps, topk=case.topk, page_size=case.page_size
         )
         expected = []
@@ -164,6 +165,30 @@ def assert_lists_right(write: Writer, case: DraftListsCase, device: str = "cpu")
     """Raise AssertionError, with the case, unless the function writes what the reference says and nothing else."""
     wrongs = DraftLists(case, device).wrongs(write)
     assert not wrongs, f"{'; '.join(wrongs)}: {case}"
+
+
+def in_place(function: Callable[..., Any]) -> Writer:
+    """The function as one that writes: itself, or, for one that returns lists as the reference does, around it.
+
+    A position beyond ``req_to_token``'s columns reads slot 0, and a list that is too long for its row is cut at the row's end.
+    """
+    if "num_steps" not in inspect.signature(function).parameters:
+        return function
+
+    def write(kv_indices: Tensor, kv_indptr: Tensor, req_to_token: Tensor, **given: Any) -> None:
+        num_steps, topk, page_size = kv_indices.shape[0], given["topk"], given["page_size"]
+        read = [
+            draft_start(length, topk - 1, num_steps=num_steps, topk=topk, page_size=page_size) + num_steps
+            for length in given["paged_kernel_lens"].tolist()
+        ]
+        table = torch.nn.functional.pad(req_to_token, (0, max(0, max(read, default=0) - req_to_token.shape[1])))
+        lists, boundaries = function(req_to_token=table, num_steps=num_steps, **given)
+        for step in range(num_steps):
+            fitting = lists[step][: kv_indices.shape[1]]
+            kv_indices[step, : len(fitting)] = fitting.to(kv_indices)
+            kv_indptr[step, 1 : len(boundaries[step])] = boundaries[step][1:].to(kv_indptr)
+
+    return write
 
 
 def guarded(

@@ -53,7 +53,11 @@ class Isolation:
             from pebble import ProcessPool
 
             self._last_words = tempfile.TemporaryDirectory(prefix="lab-judge-")
-            self._pool = ProcessPool(max_workers=self.workers, context=multiprocessing.get_context("spawn"))
+            self._pool = ProcessPool(
+                max_workers=self.workers,
+                context=multiprocessing.get_context("spawn"),
+                initializer=_begin,  # imports torch before the first case's time begins
+            )
         return self
 
     def __exit__(
@@ -90,10 +94,13 @@ class Isolation:
         return result
 
 
+def _begin() -> None:
+    torch.set_num_threads(1)  # the cases are small: threads only wait for each other
+
+
 def _work(name: str, check: str, case: Any, device: str, space: Space, last_words: str) -> Judged:
     """In a worker: judge, and end the process where its CUDA context is lost, so that no later case pays for it."""
     where = torch.device(device)
-    torch.set_num_threads(1)  # the cases are small: threads only wait for each other
     judged = run_trial(load(name), _check(check), case, where, space)
     if judged.outcome is Outcome.FAILED and where.type == "cuda":
         try:
@@ -117,9 +124,10 @@ def run_trial(implementation: Any, check: Check, case: Any, device: torch.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     except Declined as declined:
+        trial.declines.append(str(declined))
         if not trial.wrongs:
-            return Judged(Outcome.DECLINED, declines=(str(declined),))
-    except (RuntimeError, TypeError, AttributeError, AssertionError, LookupError, ArithmeticError, OSError) as error:
+            return Judged(Outcome.DECLINED, declines=tuple(trial.declines))
+    except (Exception, SystemExit) as error:
         trial.wrong(f"it raised {type(error).__name__}: {error}"[:SHOWN_CHARACTERS])
         return Judged(Outcome.FAILED, tuple(trial.wrongs), tuple(trial.declines), trial.worst_ratio, trial.judged)
     outcome = Outcome.WRONG if trial.wrongs else Outcome.RIGHT if trial.judged else Outcome.DECLINED

@@ -79,6 +79,7 @@ def judge(
     offered = interfaces_of(loaded)
     if not offered:
         raise ValueError(f"{name} has none of {', '.join(interface.value for interface in Interface)}")
+    chosen = _chosen(only)
     given = space or Space()
     axes = replace(given, longest=min(given.longest, SMOKE_LONGEST)) if level is Level.SMOKE else given
     verdicts: list[CaseVerdict] = []
@@ -90,8 +91,8 @@ def judge(
         return told
 
     end, left_out = time.monotonic() + most_seconds, 0
-    with Isolation(name if isolated else loaded, where, axes, time_limit_s, workers) as isolation:
-        for check, interface in itertools.product(_chosen(only), offered):
+    with Isolation(name if isolated else loaded, where, given, time_limit_s, workers) as isolation:
+        for check, interface in itertools.product(chosen, offered):
             if interface not in check.interfaces:
                 continue
             bench = _Bench(name, check, interface, isolation)
@@ -102,25 +103,34 @@ def judge(
                     break
                 verdicts += map(note, bench.verdicts(cases[start : start + 2 * workers]))
             count = DRAWN_CASES[level] if drawn is None else drawn
-            if check.adapt is not None and count and time.monotonic() <= end:
-                verdicts += _drawn(bench, check.adapt, axes, count, note)
+            if check.adapt is not None and count and time.monotonic() > end:
+                left_out += count
+            elif check.adapt is not None and count:
+                verdicts += _drawn(bench, check.adapt, axes, count, note, end)
     return Report(name, level, environment(), str(where), tuple(verdicts), left_out)
 
 
-def judge_case(implementation: Any, check: str, case: Any, device: torch.device | str | None = None) -> CaseVerdict:
+def judge_case(
+    implementation: Any,
+    check: str,
+    case: Any,
+    device: torch.device | str | None = None,
+    space: Space | None = None,
+) -> CaseVerdict:
     """Judge one case of one check in this process, as a reproduction does.
 
     Args:
         implementation: as in `judge`.
         check: its key or name.
         case: of that check.
+        device, space: as in `judge`.
     """
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     loaded = load(implementation) if isinstance(implementation, str) else implementation
     name = implementation if isinstance(implementation, str) else _name_of(loaded)
     (chosen,) = _chosen((check,))
     interface = getattr(case, "interface", chosen.interfaces[0])
-    with Isolation(loaded, where, Space(), TIME_LIMIT_S) as isolation:
+    with Isolation(loaded, where, space or Space(), TIME_LIMIT_S) as isolation:
         return _Bench(name, chosen, interface, isolation).verdicts([case])[0]
 
 
@@ -155,6 +165,7 @@ class _Bench:
                 interface=self.interface,
                 case=case,
                 device=str(self.isolation.device),
+                space=self.isolation.space,
                 judged=wait(),
                 seconds=time.perf_counter() - start,
                 drawn=drawn,
@@ -177,6 +188,7 @@ def _drawn(
     space: Space,
     count: int,
     note: Callable[[CaseVerdict], CaseVerdict],
+    end: float,
 ) -> Iterable[CaseVerdict]:
     """Hypothesis draws cases and makes the first wrong one as small as it can; the right ones, then that one."""
     from hypothesis import HealthCheck, Phase, given, settings
@@ -198,7 +210,7 @@ def _drawn(
         nonlocal failures
         case = adapt(drawn)
         if case not in seen:
-            if failures > MOST_SHRINKS:
+            if failures > MOST_SHRINKS or (seen and time.monotonic() > end):
                 return
             failures += bool(failures)
             seen[case] = note(bench.verdicts([case], drawn=True)[0])

@@ -1,6 +1,7 @@
 """What the judge found, as data, as a table and as JSON."""
 
 import json
+import math
 import os
 import shlex
 from collections import Counter
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lab.checks.check import Level
+from lab.checks.space import Space
 from lab.checks.verdicts import Judged, Outcome
 from lab.workloads.interfaces import Interface
 
@@ -27,6 +29,7 @@ class CaseVerdict:
         implementation, check, interface, case, device: what was judged, by which check, of which function, on what, where.
         judged: what was found.
         seconds: how long it took, of wall clock.
+        space: the axes within which the check varied the case.
         drawn: Hypothesis drew the case; a wrong one is the smallest that it came to.
         finding: of a KNOWN case, where it is written down.
     """
@@ -38,6 +41,7 @@ class CaseVerdict:
     device: str
     judged: Judged
     seconds: float
+    space: Space = Space()
     drawn: bool = False
     finding: str = ""
 
@@ -53,10 +57,10 @@ class CaseVerdict:
     @property
     def reproduce(self) -> str:
         """A shell line that judges the case again."""
-        program = (
-            "import torch; from lab.checks import *; "
-            f"print(judge_case({self.implementation!r}, {self.check!r}, {self.case!r}, {self.device!r}))"
-        )
+        arguments = [self.implementation, self.check, self.case, self.device]
+        if self.space != Space():
+            arguments.append(self.space)
+        program = f"import torch; from lab.checks import *; print(judge_case({', '.join(map(repr, arguments))}))"
         interpreted = "TRITON_INTERPRET=1 " if os.environ.get("TRITON_INTERPRET") == "1" else ""
         return f"{interpreted}python -c {shlex.quote(program)}"
 
@@ -77,7 +81,7 @@ class CaseVerdict:
             "case": repr(self.case),
             "wrongs": list(self.judged.wrongs),
             "declines": list(self.judged.declines),
-            "worst_ratio": round(self.judged.worst_ratio, 4),
+            "worst_ratio": _number(self.judged.worst_ratio),
             "judged": self.judged.judged,
             "drawn": self.drawn,
             "finding": self.finding,
@@ -93,7 +97,7 @@ class Row:
     Attributes:
         counts: cases by outcome.
         judged: results that were held against something.
-        worst: the worst case: the first wrong one, else the one with the largest error over its bound.
+        worst: of the cases with the row's outcome, the one with the largest error over its bound.
         declines: distinct refusals, the most frequent first.
     """
 
@@ -167,7 +171,7 @@ class Report:
                     "outcome": row.outcome.value,
                     "counts": {outcome.value: count for outcome, count in row.counts.items()},
                     "judged": row.judged,
-                    "worst_ratio": round(row.worst.judged.worst_ratio, 4),
+                    "worst_ratio": _number(row.worst.judged.worst_ratio),
                 }
                 for row in self.rows
             ],
@@ -206,6 +210,11 @@ class Report:
         declines = Counter(reason for verdict in self.verdicts for reason in verdict.judged.declines)
         for reason, count in declines.most_common():
             yield f"declined {count} times: {reason}"
+
+
+def _number(ratio: float) -> float | str:
+    """JSON has no infinity, which is what an output that is not finite has."""
+    return round(ratio, 4) if math.isfinite(ratio) else str(ratio)
 
 
 def _row(check: str, interface: Interface, verdicts: Sequence[CaseVerdict]) -> Row:

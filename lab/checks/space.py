@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lab.workloads.attention_case import E4M3, AttentionCase, Storage
+from lab.workloads.attention_case import E4M3, AttentionCase, Storage, short_repr
 from lab.workloads.interfaces import Interface
 
 if TYPE_CHECKING:
@@ -51,6 +51,9 @@ class Space:
     mla_page_sizes: tuple[int, ...] = (32, 64)
     e4m3_arithmetic: bool = False
     longest: int = 700
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
     def covering(self, interface: Interface, count: int, seed: int = 0) -> Iterator[AttentionCase]:
         """Cases in which every value of every axis comes as often as any other, lengths at edges."""

@@ -1,5 +1,6 @@
 """One case of one check: what an implementation gives, and everything that is wrong about it."""
 
+import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -22,8 +23,30 @@ LSE_LOG2_BOUND = 0.004
 LSE_LOG2_RELATIVE_BOUND = 1e-5
 
 
-class Declined(Exception):  # noqa: N818 - not an error of anybody's
+class Declined(NotImplementedError):  # noqa: N818 - not an error of anybody's
     """The implementation refused a call, or has no such parameter."""
+
+
+def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose refusals are Declined: NotImplementedError, ValueError, and arguments that it has no parameter for."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some compiled functions have none
+        signature = None
+
+    @functools.wraps(function)
+    def call(*args: Any, **arguments: Any) -> Any:
+        if signature is not None:
+            try:
+                signature.bind(*args, **arguments)
+            except TypeError as error:
+                raise Declined(f"it does not take these arguments: {error}") from error
+        try:
+            return function(*args, **arguments)
+        except (NotImplementedError, ValueError) as error:
+            raise Declined(str(error)) from error
+
+    return call
 
 
 class Result(NamedTuple):
@@ -59,7 +82,8 @@ class Trial:
         self.wrongs.append(sentence)
 
     def function(self, interface: Interface) -> Callable[..., Any]:
-        return getattr(self.implementation, interface.value)
+        """The implementation's, which raises Declined for what it does not take."""
+        return refusing(getattr(self.implementation, interface.value))
 
     def build(self, case: AttentionCase | None = None, **storage: Any) -> AttentionInputs:
         """The case's inputs, or another case's, or the case's stored in another way."""
@@ -74,22 +98,9 @@ class Trial:
         Raises:
             Declined: it raised NotImplementedError or ValueError, or lacks a parameter.
         """
-        function = self.function(interface)
-        try:
-            signature = inspect.signature(function)
-        except ValueError:  # some compiled functions have none
-            signature = None
-        if signature is not None:
-            try:
-                signature.bind(**arguments)
-            except TypeError as error:
-                raise Declined(f"it does not take these arguments: {error}") from error
-        try:
-            returned = function(**arguments)
-            if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-                torch.cuda.synchronize()
-        except (NotImplementedError, ValueError) as error:
-            raise Declined(str(error)) from error
+        returned = self.function(interface)(**arguments)
+        if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize()
         return as_result(returned, interface)
 
     def call(self, inputs: AttentionInputs, **changes: Any) -> Result:

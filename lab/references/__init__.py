@@ -1,6 +1,6 @@
 """Exact, slow implementations that define what is right. They need torch alone."""
 
-from lab.references.draft_decode_kv_indices import draft_decode_kv_lists, generate_draft_decode_kv_indices
+from lab.references.draft_decode_kv_indices import generate_draft_decode_kv_indices
 from lab.references.errors import Comparison, compare, eager_attention, relative_l2
 from lab.references.paged_attention import attention, visible_keys
 from lab.references.trtllm import (
@@ -13,7 +13,6 @@ __all__ = [
     "Comparison",
     "attention",
     "compare",
-    "draft_decode_kv_lists",
     "eager_attention",
     "generate_draft_decode_kv_indices",
     "relative_l2",

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-def draft_decode_kv_lists(
+def generate_draft_decode_kv_indices(
     req_pool_indices: Tensor,
     req_to_token: Tensor,
     paged_kernel_lens: Tensor,
@@ -58,46 +58,6 @@ def draft_decode_kv_lists(
         kv_indices.append(torch.tensor(slots, dtype=torch.int64))
         kv_indptr.append(torch.tensor(boundaries, dtype=torch.int64))
     return kv_indices, kv_indptr
-
-
-def generate_draft_decode_kv_indices(
-    req_pool_indices: Tensor,
-    req_to_token: Tensor,
-    paged_kernel_lens: Tensor,
-    kv_indices: Tensor,
-    kv_indptr: Tensor,
-    positions: Tensor,
-    *,
-    topk: int,
-    page_size: int,
-) -> None:
-    """Write `draft_decode_kv_lists` into an engine's buffers, as `lab.kernels.generate_draft_decode_kv_indices` does.
-
-    A position beyond ``req_to_token``'s columns reads slot 0, and a list that is too long for its row is cut at the row's end.
-
-    Args:
-        kv_indices: ``[num_steps, capacity]`` int, written in place; its rows are the draft steps.
-        kv_indptr: ``[>= num_steps, > num_requests * topk]`` int, written in place but for column 0.
-        req_pool_indices, req_to_token, paged_kernel_lens, positions, topk, page_size: as in `draft_decode_kv_lists`.
-
-    Raises:
-        ValueError: a length is negative.
-    """
-    num_steps = kv_indices.shape[0]
-    shape = {"num_steps": num_steps, "topk": topk, "page_size": page_size}
-    read = max((draft_start(length, topk - 1, **shape) + num_steps for length in paged_kernel_lens.tolist()), default=0)
-    padding = max(0, read - req_to_token.shape[1])
-    lists, boundaries = draft_decode_kv_lists(
-        req_pool_indices.cpu(),
-        torch.nn.functional.pad(req_to_token.cpu(), (0, padding)),
-        paged_kernel_lens.cpu(),
-        positions.cpu(),
-        **shape,
-    )
-    for step in range(num_steps):
-        fitting = lists[step][: kv_indices.shape[1]]
-        kv_indices[step, : len(fitting)] = fitting.to(kv_indices)
-        kv_indptr[step, 1 : len(boundaries[step])] = boundaries[step][1:].to(kv_indptr)
 
 
 def draft_start(length: int, branch: int, *, num_steps: int, topk: int, page_size: int) -> int:

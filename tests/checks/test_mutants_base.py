@@ -17,7 +17,7 @@ from lab.checks import mutants
 from lab.checks.mutants import MUTANTS, Mutant, mutant
 from lab.checks.mutants.draft_indices import DraftLists
 from lab.checks.mutants.metadata import Builder
-from lab.checks.mutants.mutant import CONTEXT, DECODE, DRAFT_INDICES, MHA_METADATA
+from lab.checks.mutants.mutant import CONTEXT, DECODE, DRAFT_INDICES, MHA_METADATA, MLA_DECODE
 from lab.checks.mutants.split_kv import COUNTER_BYTES, SplitKV
 from lab.problem import NVFP4_BLOCK
 from lab.references import draft_decode_kv_lists
@@ -175,36 +175,39 @@ MLA_RULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("rule", MLA_RULES)
-@pytest.mark.parametrize("lengths", [*LENGTHS, "eight rows", "ragged, with padding"])
-@pytest.mark.parametrize("given", [False, True], ids=["new results", "given results"])
-@DTYPES
-def test_mla_is_right(rule: str, lengths: str, given: bool, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
-    q_len, kv_lens = LENGTHS.get(lengths, (8, (300, 8, 2)))
-    ragged, q_lens = lengths.startswith("ragged"), [q_len] * len(kv_lens)
-    if ragged:
-        q_lens = [5, 0, 8]
-    mla_batch = mla_cases.random_batch(q_lens, kv_lens, dtype=dtype, kv_dtype=kv_dtype)
-    arguments = mla_cases.mla_arguments(mla_batch, ragged=ragged, poison=math.nan, foreign_id=-1, **MLA_RULES[rule])
-    if ragged:
-        arguments["query"] = torch.cat((arguments["query"], torch.ones(3, 4, 12).to(dtype)))
-    rows = arguments["query"].shape[:-1]
-    arguments["out"] = torch.full((*rows, 8), math.nan, dtype=torch.float64)
+def assert_mla_right(mla_batch: mla_cases.Batch, arguments: dict[str, Any], **results: Any) -> None:
+    """As `assert_right`, with `results` for the model; rows behind the last request's are zero."""
     truth = references.trtllm_batch_decode_with_kv_cache_mla(**arguments)
-    buffers = {"out": torch.full((*rows, 8), math.nan, dtype=torch.bfloat16), "lse": torch.full(rows, math.nan)}
-    results = buffers if given else {"out": None}
     got = SplitKV().trtllm_batch_decode_with_kv_cache_mla(**arguments | results)
     assert got[0].shape == truth[0].shape
-    if given:
-        assert got[0] is buffers["out"]
-        assert got[1] is buffers["lse"]
-    (out, lse), (exact, exact_lse) = (
-        (side[0].flatten(0, -3)[: sum(q_lens)], side[1].flatten(0, -2)[: sum(q_lens)]) for side in (got, truth)
-    )
     entries = [each.unsqueeze(1) for each in mla_batch.entries]
-    batch = Batch(mla_batch.queries, entries, [each[..., :8] for each in entries])
-    assert_within_bounds(batch, arguments, (out, lse), (exact, exact_lse), torch.bfloat16)
-    assert (got[0].flatten(0, -3)[sum(q_lens) :] == 0).all()
+    batch = Batch(mla_batch.queries, entries, [each[..., : mla_batch.rank] for each in entries])
+    num_rows = sum(batch.q_lens)
+    rows, true_rows = ((out.flatten(0, -3)[:num_rows], lse.flatten(0, -2)[:num_rows]) for out, lse in (got, truth))
+    assert_within_bounds(batch, arguments, rows, true_rows, got[0].dtype)
+    assert (got[0].flatten(0, -3)[num_rows:] == 0).all()
+
+
+@pytest.mark.parametrize("rule", MLA_RULES)
+@pytest.mark.parametrize("lengths", [*LENGTHS, "eight rows"])
+@DTYPES
+def test_mla_is_right(rule: str, lengths: str, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    q_len, kv_lens = LENGTHS.get(lengths, (8, (300, 8, 2)))
+    batch = mla_cases.random_batch([q_len] * len(kv_lens), kv_lens, dtype=dtype, kv_dtype=kv_dtype)
+    arguments = mla_cases.mla_arguments(batch, poison=math.nan, foreign_id=-1, **MLA_RULES[rule])
+    assert_mla_right(batch, arguments, out=None)
+    out, lse = (torch.full(arguments["out"].shape[:-1] + last, math.nan) for last in ((mla_cases.RANK,), ()))
+    assert_mla_right(batch, arguments, out=out, lse=lse)
+    assert not out.isnan().any()
+    assert not lse.isnan().any()
+
+
+@pytest.mark.parametrize("rule", MLA_RULES)
+def test_ragged_mla_and_padding_rows(rule: str) -> None:
+    batch = mla_cases.random_batch([5, 0, 8], [300, 8, 2])
+    arguments = mla_cases.mla_arguments(batch, ragged=True, poison=math.nan, foreign_id=-1, **MLA_RULES[rule])
+    arguments |= {name: torch.nn.functional.pad(arguments[name], (0, 0, 0, 0, 0, 3)) for name in ("query", "out")}
+    assert_mla_right(batch, arguments, out=None)
 
 
 def test_mla_uses_the_workspace_and_leaves_it_in_order() -> None:
@@ -329,6 +332,7 @@ def test_every_mutant_has_a_name_a_defect_and_a_place() -> None:
         assert each.defect.endswith(".")
         assert each.make.__module__.rpartition(".")[2] in MODULES
         assert set(vars(each.implementation())) == set(each.interface)
+        assert each.name.startswith("mla_") == (each.interface == (MLA_DECODE,))
     assert mutant("zeros").interface == (DECODE, CONTEXT)
     with pytest.raises(ValueError, match="no mutant is called"):
         mutant("none")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import lab.kernels
 from lab import references
-from lab.checks.draft_lists import DTYPES, DraftLists, DraftListsCase, Writer, assert_lists_right
+from lab.checks.draft_lists import DTYPES, DraftLists, DraftListsCase, Writer, assert_lists_right, in_place
 from lab.kernels import draft_decode_kv_indices as module
 from lab.kernels.draft_decode_kv_indices import Schedule, generate_draft_decode_kv_indices
 from tests.devices import IN_INTERPRETER
@@ -118,7 +118,7 @@ def refer(arguments: dict[str, Any], more_steps: int = 0) -> tuple[list[Tensor],
     inputs = {name: arguments[name] for name in ("req_pool_indices", "paged_kernel_lens", "positions", "page_size")}
     num_steps = arguments["kv_indices"].shape[0] + more_steps
     table = torch.nn.functional.pad(table, (0, 8 * 64))
-    return references.draft_decode_kv_lists(req_to_token=table, topk=topk, num_steps=num_steps, **inputs)
+    return references.generate_draft_decode_kv_indices(req_to_token=table, topk=topk, num_steps=num_steps, **inputs)
 
 
 def correct(**arguments: Any) -> None:
@@ -329,3 +329,19 @@ def test_the_package_offers_the_function_and_imports_no_triton() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "True"]
+
+
+def test_a_function_that_returns_lists_is_judged_as_one_that_writes_them() -> None:
+    given = {
+        "req_pool_indices": torch.tensor([1, 0]),
+        "req_to_token": torch.arange(20).view(2, 10),
+        "paged_kernel_lens": torch.tensor([2, 3]),
+        "positions": torch.tensor([2, 3]),
+    }
+    kv_indices, kv_indptr = torch.full((2, 8), -7), torch.full((3, 4), -7)
+    in_place(references.generate_draft_decode_kv_indices)(
+        **given, kv_indices=kv_indices, kv_indptr=kv_indptr, topk=1, page_size=1
+    )
+    # Step 0: positions 0 … 2 of row 1, and 0 … 3 of row 0; step 1 has one more each, and the ninth is cut off.
+    assert kv_indices.tolist() == [[10, 11, 12, 0, 1, 2, 3, -7], [10, 11, 12, 13, 0, 1, 2, 3]]
+    assert kv_indptr.tolist() == [[-7, 3, 7, -7], [-7, 4, 9, -7], [-7, -7, -7, -7]]

@@ -90,7 +90,7 @@ def assert_lists_right(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool,
     if draft.plan is not DraftPlan.COMMON_TEMPLATE:
         assert all(step.kv_indptr is step.kv_indices is None for step in steps)
         return
-    lists, boundaries = references.draft_decode_kv_lists(
+    lists, boundaries = references.generate_draft_decode_kv_indices(
         batch.req_pool_indices.cpu(),
         pool.req_to_token.cpu(),
         batch.seq_lens.cpu(),

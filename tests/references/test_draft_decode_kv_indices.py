@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.references import draft_decode_kv_lists, generate_draft_decode_kv_indices
+from lab.references import generate_draft_decode_kv_indices
 
 COLUMNS = 20
 SLOTS = 100 * torch.arange(4)[:, None] + torch.arange(COLUMNS)
@@ -18,7 +18,7 @@ def lists_of(
     """In plain numbers; positions are each length `topk` times unless given."""
     if positions is None:
         positions = [length for length in lens for _ in range(topk)]
-    kv_indices, kv_indptr = draft_decode_kv_lists(
+    kv_indices, kv_indptr = generate_draft_decode_kv_indices(
         torch.tensor(rows), SLOTS, torch.tensor(lens), torch.tensor(positions), topk=topk, **options
     )
     return [of_step.tolist() for of_step in kv_indices], [of_step.tolist() for of_step in kv_indptr]
@@ -81,7 +81,7 @@ def test_nothing_drafts_nothing() -> None:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_both_results_are_int64(dtype: torch.dtype) -> None:
     arguments: list[Tensor] = [torch.tensor([1]), SLOTS, torch.tensor([3]), torch.tensor([3])]
-    results = draft_decode_kv_lists(
+    results = generate_draft_decode_kv_indices(
         *(each.to(dtype) for each in arguments), num_steps=1, topk=1, page_size=1
     )
     assert [tensor.dtype for result in results for tensor in result] == [torch.int64, torch.int64]
@@ -106,17 +106,3 @@ def test_a_negative_length_is_refused() -> None:
 def test_as_many_requests_as_lengths() -> None:
     with pytest.raises(ValueError, match="shorter"):
         lists_of([1, 2], [2], num_steps=2, page_size=1)
-
-
-def test_in_place_is_the_same_lists_cut_to_their_rows() -> None:
-    given = {
-        "req_pool_indices": torch.tensor([1, 0]),
-        "req_to_token": torch.arange(20).view(2, 10),
-        "paged_kernel_lens": torch.tensor([2, 3]),
-        "positions": torch.tensor([2, 3]),
-    }
-    kv_indices, kv_indptr = torch.full((2, 8), -7), torch.full((3, 4), -7)
-    generate_draft_decode_kv_indices(**given, kv_indices=kv_indices, kv_indptr=kv_indptr, topk=1, page_size=1)
-    # Step 0: positions 0 … 2 of row 1, and 0 … 3 of row 0; step 1 has one more each, and the ninth is cut off.
-    assert kv_indices.tolist() == [[10, 11, 12, 0, 1, 2, 3, -7], [10, 11, 12, 13, 0, 1, 2, 3]]
-    assert kv_indptr.tolist() == [[-7, 3, 7, -7], [-7, 4, 9, -7], [-7, -7, -7, -7]]

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import torch
 
 from lab.checks.check import Check, Level, first_line
-from lab.checks.draft_lists import DTYPES, DraftLists, DraftListsCase
+from lab.checks.draft_lists import DTYPES, DraftLists, DraftListsCase, in_place
 from lab.checks.space import Space
-from lab.checks.trial import Declined, Trial
+from lab.checks.trial import Trial
 from lab.workloads.interfaces import Interface
 
 EDGES = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1025)
@@ -43,10 +43,7 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[DraftLi
 
 
 def _judge(trial: Trial) -> None:
-    try:
-        wrongs = DraftLists(trial.case, str(trial.device)).wrongs(trial.function(Interface.DRAFT_KV_INDICES))
-    except (NotImplementedError, ValueError) as error:
-        raise Declined(str(error)) from error
+    wrongs = DraftLists(trial.case, str(trial.device)).wrongs(in_place(trial.function(Interface.DRAFT_KV_INDICES)))
     trial.judged += 1
     for wrong in wrongs:
         trial.wrong(wrong)

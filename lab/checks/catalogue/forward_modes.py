@@ -5,6 +5,7 @@ The arguments are an engine's: its pool, its metadata, its padding and its offse
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 from lab.checks.check import Check, Level, first_line
 from lab.checks.forward import judge_forward
@@ -37,7 +38,8 @@ def _runs_on(case: ForwardCase, interface: Interface) -> bool:
 def _judge(trial: Trial) -> None:
     if not all(hasattr(trial.implementation, interface.value) for interface in WITH_BOTH):
         raise Declined("a pass may need both functions, and it has one")
-    verdict = judge_forward(trial.implementation, trial.case, trial.device)
+    functions = SimpleNamespace(**{interface.value: trial.function(interface) for interface in WITH_BOTH})
+    verdict = judge_forward(functions, trial.case, trial.device)
     if verdict.outcome is Outcome.DECLINED:
         raise Declined(verdict.reason)
     trial.judged += 1

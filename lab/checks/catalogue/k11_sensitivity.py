@@ -121,6 +121,11 @@ def _lse_of_sinks(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, An
     return changes | {"return_lse": True}, rules
 
 
+def _mla_lse_of_sinks(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
+    changes, rules = _mla_sinks(inputs)
+    return changes | {"return_lse": True}, rules
+
+
 def _not_causal(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
     return {"causal": False}, {"causal": False}
 
@@ -143,7 +148,7 @@ _MHA: dict[str, Probe] = _SHARED | {
 _PROBES: dict[Interface, dict[str, Probe]] = {
     Interface.DECODE: _MHA | {"bmm1_scale_log2": _bmm1_log2},
     Interface.CONTEXT: _MHA | {"causal": _not_causal},
-    Interface.MLA_DECODE: _SHARED | {"sinks": _mla_sinks},
+    Interface.MLA_DECODE: _SHARED | {"sinks": _mla_sinks, "lse of sinks": _mla_lse_of_sinks},
 }
 del _PROBES[Interface.MLA_DECODE]["out_dtype"]  # it has none
 
