@@ -57,7 +57,7 @@ def test_imports_follow_the_arrows(path: Path) -> None:
     [
         ("lab.references", ("triton", "flashinfer", "pytest", "rich")),
         ("lab.metadata", ("triton", "flashinfer", "pytest", "rich")),
-        ("lab.checks", ("triton", "flashinfer", "pytest", "rich")),
+        ("lab.checks", ("triton", "flashinfer", "pytest", "rich", "hypothesis", "pebble")),
         ("lab.workloads", ("triton", "flashinfer", "pytest", "rich")),
         ("lab.kernels.support", ("triton", "flashinfer", "pytest", "rich")),
         ("lab.kernels.trtllm", ("triton", "flashinfer", "pytest", "rich")),

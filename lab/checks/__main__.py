@@ -14,21 +14,33 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from lab.checks.catalogue import checks
 from lab.checks.check import Level
-from lab.checks.judge import TIME_LIMIT_S, judge
+from lab.checks.isolation import load
+from lab.checks.judge import TIME_LIMIT_S, interfaces_of, judge
 from lab.checks.report import CaseVerdict, Report
 from lab.checks.space import Space
 from lab.checks.verdicts import Outcome
 from lab.kernels import default_implementation
+from lab.workloads.interfaces import Interface
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
 NUMBERS = ("groups", "num_kv_heads", "head_dims", "page_sizes", "q_lens", "masked_rows", "mla_heads", "mla_page_sizes")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Judge, print, record. The exit status is 1 if anything is wrong, or nothing could be judged, of a function it has."""
-    given = _parser().parse_args(argv)
+    """Judge, print, record. The exit status is 1 if anything is wrong, or nothing could be judged, of a function it has.
+
+    It is 2, with a sentence, if there is nothing to judge.
+    """
+    parser = _parser()
+    given = parser.parse_args(argv)
     console = Console()
     implementation = given.implementation or default_implementation().__name__
+    try:
+        offered = interfaces_of(load(implementation))
+    except (ImportError, AttributeError) as error:
+        parser.error(f"{implementation} cannot be imported: {error}")
+    if not offered:
+        parser.error(f"{implementation} has none of {', '.join(interface.value for interface in Interface)}")
     report = _judge(given, implementation, console)
     console.print(report.table())
     for detail in report.details():
@@ -56,13 +68,14 @@ def _judge(given: argparse.Namespace, implementation: str, console: Console) -> 
             level=Level(given.level),
             space=_space(given),
             only=given.only,
+            functions=given.functions,
             device=given.device,
             isolated=not given.in_process,
             workers=given.workers,
             time_limit_s=given.time_limit_s,
             most_seconds=given.most_seconds,
             drawn=given.drawn,
-            progress=tell,
+            progress=tell if console.is_terminal else None,
         )
 
 
@@ -70,7 +83,7 @@ def _space(given: argparse.Namespace) -> Space:
     """The default axes, narrowed by what was given."""
     chosen: dict[str, Any] = {name: tuple(getattr(given, name)) for name in NUMBERS if getattr(given, name)}
     if given.dtypes:
-        chosen["dtypes"] = tuple((DTYPES[q], DTYPES[kv]) for q, kv in (pair.split("/") for pair in given.dtypes))
+        chosen["dtypes"] = tuple(given.dtypes)
     if given.kv_layouts:
         chosen["kv_layouts"] = tuple(given.kv_layouts)
     for name in ("windows", "sinks", "nvfp4"):
@@ -80,6 +93,13 @@ def _space(given: argparse.Namespace) -> Space:
     if given.longest:
         chosen["longest"] = given.longest
     return Space(**chosen)
+
+
+def _dtypes(pair: str) -> tuple[torch.dtype, torch.dtype]:
+    query, _, cache = pair.partition("/")
+    if not {query, cache} <= set(DTYPES):
+        raise argparse.ArgumentTypeError(f"{pair!r} is no pair such as bf16/e4m3, of {', '.join(DTYPES)}")
+    return DTYPES[query], DTYPES[cache]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -94,7 +114,15 @@ def _parser() -> argparse.ArgumentParser:
         help="package.module, or package.module:attribute; what fits the machine if left out",
     )
     parser.add_argument("--level", choices=[level.value for level in Level], default=Level.SMOKE.value)
-    parser.add_argument("--only", nargs="+", default=[], metavar="CHECK", help="keys or names of checks")
+    named = [name for check in checks() for name in (check.key, check.key.lower(), check.name)]
+    parser.add_argument("--only", nargs="+", default=[], choices=named, metavar="CHECK", help="keys or names of checks")
+    parser.add_argument(
+        "--functions",
+        nargs="+",
+        default=[],
+        choices=[each.value for each in Interface],
+        help="all that it has if left out",
+    )
     parser.add_argument("--device", help="cpu or cuda; a GPU if there is one")
     parser.add_argument("--in-process", action="store_true", help="no worker: a crash or a hang ends the judge")
     parser.add_argument("--time-limit-s", type=float, default=TIME_LIMIT_S, help="of one case, %(default)s")
@@ -107,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     for name in NUMBERS:
         assert name in names
         axes.add_argument(f"--{name.replace('_', '-')}", nargs="+", type=int)
-    axes.add_argument("--dtypes", nargs="+", metavar="Q/KV", help="pairs such as bf16/bf16 and bf16/e4m3")
+    axes.add_argument("--dtypes", nargs="+", type=_dtypes, metavar="Q/KV", help="pairs such as bf16/bf16 and bf16/e4m3")
     axes.add_argument("--kv-layouts", nargs="+", choices=("HND", "NHD"))
     axes.add_argument(
         "--e4m3-arithmetic", action="store_true", help="it is known to compute in e4m3 over an e4m3 cache"

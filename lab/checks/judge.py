@@ -38,6 +38,7 @@ def judge(
     level: Level = Level.SMOKE,
     space: Space | None = None,
     only: Sequence[str] = (),
+    functions: Sequence[str] = (),
     device: torch.device | str | None = None,
     isolated: bool = False,
     workers: int = 1,
@@ -58,6 +59,7 @@ def judge(
         level: SMOKE or FULL.
         space: the axes of the cases; narrow them to what a kernel was built for.
         only: keys or names of the checks to run, such as "K4" or "poison"; all if empty.
+        functions: names of the functions to judge; all that it has if empty.
         device: where to run; a GPU if there is one.
         isolated: each case runs in a worker process that is replaced when it crashes or does not return; the
             implementation must then be given by name.
@@ -76,9 +78,9 @@ def judge(
         raise ValueError(f"an isolated judge imports the implementation by name; got {implementation!r}")
     loaded = load(implementation) if isinstance(implementation, str) else implementation
     name = implementation if isinstance(implementation, str) else _name_of(loaded)
-    offered = interfaces_of(loaded)
+    offered = [each for each in interfaces_of(loaded) if not functions or each.value in functions]
     if not offered:
-        raise ValueError(f"{name} has none of {', '.join(interface.value for interface in Interface)}")
+        raise ValueError(f"{name} has none of {', '.join(functions or [interface.value for interface in Interface])}")
     chosen = _chosen(only)
     given = space or Space()
     axes = replace(given, longest=min(given.longest, SMOKE_LONGEST)) if level is Level.SMOKE else given

@@ -11,7 +11,7 @@ from typing import Any
 
 from lab.checks.report import CaseVerdict
 from lab.checks.verdicts import Outcome
-from lab.workloads.attention_case import AttentionCase, Contents
+from lab.workloads.attention_case import E4M3, AttentionCase, Contents
 from lab.workloads.interfaces import Interface
 
 
@@ -111,5 +111,19 @@ LEDGER: tuple[KnownFinding, ...] = (
         wrong="vectors are wrong|are not finite",
         where=lambda case, sentence: case.interface is Interface.CONTEXT and only_without_keys(case, sentence),
         finding=f"{FINDINGS}#6-fmha_v2-leaves-the-rows-of-a-request-without-keys-unwritten",
+    ),
+    KnownFinding(
+        **TRTLLM,
+        checks=("K4",),
+        wrong="^pages of NAN before the window",
+        where=lambda case, sentence: case.window_left >= 0,
+        finding=f"{FINDINGS}#8-xqa-and-fmha_v2-multiply-keys-before-the-window-by-zero",
+    ),
+    KnownFinding(
+        **TRTLLM,
+        checks=("K4",),
+        wrong="^dead cells of NAN",
+        where=lambda case, sentence: is_decode(case, sentence) and case.kv_dtype == E4M3 and case.q_lens[0] == 1,
+        finding=f"{FINDINGS}#9-xqa-with-e4m3-kv-multiplies-the-tail-of-the-last-v-page-by-zero",
     ),
 )

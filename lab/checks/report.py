@@ -6,7 +6,7 @@ import os
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,7 @@ class CaseVerdict:
     device: str
     judged: Judged
     seconds: float
-    space: Space = Space()
+    space: Space = field(default_factory=Space)
     drawn: bool = False
     finding: str = ""
 
@@ -62,7 +62,7 @@ class CaseVerdict:
             arguments.append(self.space)
         program = f"import torch; from lab.checks import *; print(judge_case({', '.join(map(repr, arguments))}))"
         interpreted = "TRITON_INTERPRET=1 " if os.environ.get("TRITON_INTERPRET") == "1" else ""
-        return f"{interpreted}python -c {shlex.quote(program)}"
+        return f"{interpreted}python -c {_quoted(program)}"
 
     def __str__(self) -> str:
         lines = [f"{self.check} of {self.interface.value} is {self.outcome.value}: {self.case!r}"]
@@ -181,24 +181,29 @@ class Report:
 
     def table(self) -> "Table":
         """The rows, for a terminal."""
+        from rich.box import SIMPLE_HEAD
         from rich.table import Table
 
+        from lab.checks.catalogue import checks
+
+        names = {check.key: check.name for check in checks()}
         table = Table(
-            title=f"{self.implementation} on {self.environment.get('gpu') or self.device}, {self.level.value}"
+            title=f"{self.implementation} on {self.environment.get('gpu') or self.device}, {self.level.value}",
+            box=SIMPLE_HEAD,
         )
         for column in ("check", "function", "verdict"):
-            table.add_column(column)
-        for column in ("cases", "declined", "results", "worst / bound"):
-            table.add_column(column, justify="right")
+            table.add_column(column, no_wrap=True)
+        for column in ("cases", "declined", "results", "of bound"):
+            table.add_column(column, justify="right", no_wrap=True)
         for row in self.rows:
             table.add_row(
-                row.check,
-                row.interface.value,
+                f"{row.check} {names.get(row.check, '')}",
+                row.interface.name.lower(),  # its whole name leaves a narrow terminal no room
                 row.outcome.value,
                 str(sum(row.counts.values())),
                 str(row.counts.get(Outcome.DECLINED, 0)),
                 str(row.judged),
-                f"{row.worst.judged.worst_ratio:.2f}",
+                f"{row.worst.judged.worst_ratio:.0%}",
             )
         return table
 
@@ -210,6 +215,11 @@ class Report:
         declines = Counter(reason for verdict in self.verdicts for reason in verdict.judged.declines)
         for reason, count in declines.most_common():
             yield f"declined {count} times: {reason}"
+
+
+def _quoted(program: str) -> str:
+    """For a shell; in double quotes where nothing in it means anything there, which leaves a program legible."""
+    return shlex.quote(program) if set('"$`\\!') & set(program) else f'"{program}"'
 
 
 def _number(ratio: float) -> float | str:

@@ -28,7 +28,7 @@ class Declined(NotImplementedError):  # noqa: N818 - not an error of anybody's
 
 
 def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, whose refusals are Declined: NotImplementedError, ValueError, and arguments that it has no parameter for."""
+    """The function, its refusals Declined: NotImplementedError, ValueError, and arguments that it has no parameter for."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # some compiled functions have none

@@ -1,0 +1,117 @@
+"""A case that crashes, hangs or raises costs itself alone."""
+
+import time
+
+import pytest
+import torch
+
+from lab.checks import CaseVerdict, Outcome, Report, Space, judge
+from lab.checks.catalogue import checks
+from lab.checks.isolation import Isolation, load
+from lab.workloads.attention_case import AttentionCase
+from lab.workloads.interfaces import Interface
+from tests.checks import hostile
+from tests.devices import ON_GPU
+
+HALF = ((torch.bfloat16, torch.bfloat16),)
+SPACE = Space(
+    dtypes=HALF, head_dims=(64,), page_sizes=(16,), windows=(False,), sinks=(False,), kv_layouts=("HND",), longest=40
+)
+TIME_LIMIT_S = 5.0
+
+
+def judged(name: str, space: Space = SPACE, **how: object) -> Report:
+    return judge(name, only=["K1"], space=space, isolated=True, time_limit_s=TIME_LIMIT_S, drawn=0, **how)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    """K1's eight fixed cases have the eight groups, each once."""
+    return judged("tests.checks.hostile", device="cpu")
+
+
+def verdict_of(report: Report, group: int) -> CaseVerdict:
+    (verdict,) = (verdict for verdict in report.verdicts if verdict.case.group == group)
+    return verdict
+
+
+@pytest.mark.parametrize(
+    ("deed", "sentence"),
+    [
+        (hostile.hang, "it did not return within 5 s"),
+        (hostile.leave, "it crashed its process (exit status 7)"),
+        (hostile.segfault, "it crashed its process (exit status -11)"),
+        (hostile.raise_runtime_error, "it raised RuntimeError: an unspecified launch failure"),
+        (hostile.raise_type_error, "it raised TypeError: object of type 'int' has no len()"),
+        (hostile.raise_odd, "it raised Odd: out of cheese"),
+        (hostile.exit_politely, "it raised SystemExit: 3"),
+    ],
+)
+def test_a_failed_case_is_named_with_its_reproduction(report: Report, deed: object, sentence: str) -> None:
+    (group,) = (group for group, each in hostile.DEEDS.items() if each is deed)
+    verdict = verdict_of(report, group)
+    assert verdict.outcome is Outcome.FAILED
+    assert verdict.judged.wrongs == (sentence,)
+    assert repr(verdict.case) in verdict.reproduce
+
+
+def test_what_came_before_and_after_stays_in_the_report(report: Report) -> None:
+    outcomes = [verdict.outcome for verdict in report.verdicts]
+    assert len(outcomes) == 8
+    assert outcomes.count(Outcome.FAILED) == len(hostile.DEEDS) == 7
+    assert verdict_of(report, 1).outcome is Outcome.RIGHT
+    assert not report.is_right
+
+
+def test_right_cases_follow_a_crash_in_the_new_worker() -> None:
+    """Cases of both kinds take turns in one pool of a single worker."""
+    case = AttentionCase(Interface.DECODE, (20,), (1,), group=1)
+    crash = AttentionCase(Interface.DECODE, (20,), (1,), group=3)
+    with Isolation("tests.checks.hostile", torch.device("cpu"), Space(), TIME_LIMIT_S) as isolation:
+        waiting = [isolation.submit("K1", each) for each in (case, crash, case)]
+        assert [wait().outcome for wait in waiting] == [Outcome.RIGHT, Outcome.FAILED, Outcome.RIGHT]
+
+
+def test_the_time_limit_begins_with_the_case_and_not_with_the_worker() -> None:
+    """A worker imports torch, for longer than this limit."""
+    case = AttentionCase(Interface.DECODE, (20,), (1,), group=1)
+    with Isolation("lab.references", torch.device("cpu"), Space(), 1.5) as isolation:
+        start = time.monotonic()
+        assert isolation.submit("K1", case)().outcome is Outcome.RIGHT
+    assert time.monotonic() - start > 1.5, "this machine imports torch too quickly for the test to tell"
+
+
+def test_in_this_process_what_is_raised_is_told_too() -> None:
+    report = judge(hostile, only=["K1"], space=SPACE_OF_RAISERS, device="cpu", drawn=0)
+    assert {verdict.outcome for verdict in report.verdicts} == {Outcome.FAILED}
+    assert {verdict.reason.split(":")[0] for verdict in report.verdicts} == {
+        "it raised RuntimeError",
+        "it raised TypeError",
+        "it raised Odd",
+        "it raised SystemExit",
+    }
+
+
+SPACE_OF_RAISERS = Space(**(vars(SPACE) | {"groups": (5, 6, 8, 16)}))
+
+
+def test_a_name_leads_to_a_module_or_into_it() -> None:
+    assert load("tests.checks.hostile") is hostile
+    assert load("tests.checks.hostile:Odd.__doc__") == hostile.Odd.__doc__
+    with pytest.raises(ModuleNotFoundError):
+        load("tests.checks.nowhere")
+
+
+def test_every_check_is_found_by_its_key_in_a_worker() -> None:
+    keys = [check.key for check in checks()]
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason=ON_GPU[1].kwargs["reason"])
+def test_a_kernel_that_crashes_its_context_and_one_that_never_returns_cost_their_own_cases() -> None:
+    report = judged("tests.checks.hostile_kernels", device="cuda")
+    assert "illegal memory access" in verdict_of(report, 2).reason
+    assert "it crashed its process (exit status 70)" in verdict_of(report, 2).reason
+    assert verdict_of(report, 3).reason == "it did not return within 5 s"
+    assert all(verdict_of(report, group).outcome is Outcome.RIGHT for group in (1, 4, 5, 6, 8, 16))

@@ -1,0 +1,40 @@
+"""A kernel that reads an illegal address and one that never returns cost their own cases and nothing else."""
+
+import re
+
+import pytest
+import torch
+
+from lab.checks import Outcome, Space, judge
+from tests.checks.hostile_kernels import HOSTILE_HEAD_DIM
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="hostile to a CUDA context, and there is none here"),
+]
+SPACE = Space(
+    dtypes=((torch.bfloat16, torch.bfloat16),),
+    groups=(4,),
+    num_kv_heads=(2,),
+    head_dims=(64, HOSTILE_HEAD_DIM),
+    page_sizes=(16,),
+    q_lens=(1,),
+    windows=(False,),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("illegal", "it crashed its process .*illegal memory access"), ("endless", "it did not return within 15 s")],
+)
+def test_the_hostile_cases_alone_are_lost(name: str, says: str) -> None:
+    report = judge(
+        f"tests.checks.hostile_kernels:{name}", only=["K1"], space=SPACE, isolated=True, time_limit_s=15.0, drawn=0
+    )
+    outcomes = {head_dim: set() for head_dim in SPACE.head_dims}
+    for verdict in report.verdicts:
+        outcomes[verdict.case.head_dim].add(verdict.outcome)
+        if verdict.case.head_dim == HOSTILE_HEAD_DIM:
+            assert re.search(says, verdict.reason), verdict.reason
+            assert "hostile_kernels" in verdict.reproduce
+    assert outcomes == {64: {Outcome.RIGHT}, HOSTILE_HEAD_DIM: {Outcome.FAILED}}

@@ -1,0 +1,86 @@
+"""Which check kills which mutant, as recorded in results/mutants.json: that it is whole, and that it holds."""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lab.checks
+from lab.checks.catalogue import checks
+from lab.checks.check import Check
+from lab.checks.isolation import run_trial
+from lab.checks.matrix import SPACE, WRONG, as_record, line_of, markdown
+from lab.checks.mutants import MUTANTS, mutant
+from lab.checks.mutants.split_kv import SplitKV
+from lab.checks.verdicts import Outcome
+from lab.workloads.attention_case import AttentionCase
+
+RECORDED = Path(__file__).parents[2] / "results" / "mutants.json"
+CPU = torch.device("cpu")
+NAMES = [each.name for each in MUTANTS]
+# Pools of gigabytes, if virtual: only where no other check finds the mutant.
+SLOW_CHECKS = ("K15",)
+
+
+@functools.cache
+def records() -> dict[str, dict[str, Any]]:
+    return {record["mutant"]: record for record in json.loads(RECORDED.read_text())}
+
+
+@functools.cache
+def check_of(key: str) -> Check:
+    return next(check for check in checks() if check.key == key)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def case_of(text: str) -> Any:
+    """A case from its `repr`, as a reproduction makes it."""
+    return eval(text, vars(lab.checks) | {"torch": torch})
+
+
+def test_every_mutant_is_in_the_matrix_and_killed() -> None:
+    assert list(records()) == NAMES
+    assert [name for name, record in records().items() if not record["kills"]] == []
+
+
+def test_every_check_kills_a_mutant() -> None:
+    killing = {key for record in records().values() for key in record["kills"]}
+    assert killing == {check.key for check in checks()}
+
+
+def test_the_table_is_the_matrix() -> None:
+    assert RECORDED.with_suffix(".md").read_text() == markdown(list(records().values()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recorded_kill_holds_and_the_right_model_lives(name: str) -> None:
+    """One kill of each mutant, by another check from mutant to mutant so that all checks have their turn."""
+    kills = {key: kill for key, kill in records()[name]["kills"].items() if key not in SLOW_CHECKS} or records()[name][
+        "kills"
+    ]
+    key = list(kills)[NAMES.index(name) % len(kills)]
+    case = case_of(kills[key]["case"])
+    found = run_trial(mutant(name).implementation(), check_of(key), case, CPU, SPACE)
+    assert found.outcome in WRONG, f"{key} no longer finds {name} in {case!r}"
+    if isinstance(case, AttentionCase):
+        right = run_trial(SplitKV(), check_of(key), case, CPU, SPACE)
+        assert right.outcome is Outcome.RIGHT, right.wrongs
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_whole_matrix(name: str, request: pytest.FixtureRequest) -> None:
+    if not request.config.getoption("--whole-matrix"):
+        pytest.skip("an hour of one core: run with --whole-matrix, or python -m lab.checks.matrix")
+    again = as_record(line_of(mutant(name)))
+    assert set(again["kills"]) == set(records()[name]["kills"])
+    assert again["upstream"] == records()[name]["upstream"]
