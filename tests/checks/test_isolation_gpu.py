@@ -25,7 +25,7 @@ SPACE = Space(
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("illegal", "it crashed its process .*illegal memory access"), ("endless", "it did not return within 15 s")],
+    [("illegal", "crashed.*illegal memory access"), ("endless", "it did not return within 15 s")],
 )
 def test_the_hostile_cases_alone_are_lost(name: str, says: str) -> None:
     report = judge(

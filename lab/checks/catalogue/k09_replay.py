@@ -32,7 +32,7 @@ def _roomy(case: AttentionCase) -> AttentionCase:
 
 def _judge(trial: Trial) -> None:
     static, long, short = trial.build(), trial.build(), trial.build(_shorter(trial.case))
-    arguments = static.arguments()
+    arguments = _arguments(trial, static)
     if trial.device.type == "cuda":
         replay = _captured(trial, static.case.interface, arguments)
     else:
@@ -45,11 +45,31 @@ def _judge(trial: Trial) -> None:
     trial.hold("the first replay", first, truth_of_call(long))
     _load(static, short, arguments)
     trial.hold("a replay with shorter requests", replay(), truth_of_call(short))
+    _replay_of_another_scale(trial, replay, short, arguments)
     between = trial.build(_another_batch(trial.case))
     trial.hold("an eager call between replays", trial.attempt("an eager call", between), truth_of_call(between))
     trial.hold("a replay after an eager call", replay(), truth_of_call(short))
     _load(static, long, arguments)
     trial.same_bits("the first batch again", replay(), first)
+
+
+def _arguments(trial: Trial, inputs: AttentionInputs) -> dict[str, Any]:
+    """The call's, with the scale of Q·K^T on the device where the implementation takes it there."""
+    scale = torch.tensor([inputs.bmm1_scale], dtype=torch.float32, device=trial.device)
+    arguments = inputs.arguments()
+    taken = trial.attempt("bmm1_scale as a tensor", inputs, bmm1_scale=scale)
+    return arguments if taken is None else arguments | {"bmm1_scale": scale}
+
+
+def _replay_of_another_scale(
+    trial: Trial, replay: Callable[[], Result], inputs: AttentionInputs, arguments: dict[str, Any]
+) -> None:
+    scale = arguments["bmm1_scale"]
+    if isinstance(scale, torch.Tensor):
+        scale.mul_(0.75)
+        truth = truth_of_call(inputs, bmm1_scale=0.75 * inputs.bmm1_scale)
+        trial.hold("a replay with another scale on the device", replay(), truth)
+        scale.fill_(inputs.bmm1_scale)
 
 
 def _captured(trial: Trial, interface: Interface, arguments: dict[str, Any]) -> Callable[[], Result]:

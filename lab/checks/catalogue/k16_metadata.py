@@ -27,7 +27,7 @@ PAGE_SIZES = {Level.SMOKE: (16, 64), Level.FULL: (16, 32, 64, 128)}
 
 def _cases(interface: Interface, space: Space, level: Level) -> Iterator[ForwardCase]:
     for page_size in PAGE_SIZES[level]:
-        for case in mode_cases("tiny", page_size, Q_LENS[level], long=(3 * page_size + 5,)):
+        for case in mode_cases("tiny", page_size, Q_LENS[level], long=(3 * page_size + 5, 5 * page_size - 1)):
             yield case
             yield replace(case, sliding_window=True)
 
@@ -46,7 +46,26 @@ def _judge(trial: Trial) -> None:
     )
     _parity(trial, "the metadata of a larger pass", build_forward(larger, trial.device, build))
     _parity(trial, "the first pass's metadata, after a larger pass", forward)
+    _parity(
+        trial,
+        "the metadata of other requests",
+        build_forward(replace(trial.case, seed=trial.case.seed + 2), trial.device, build),
+    )
+    _parity(trial, "the first pass's metadata, after one of its shape", forward)
+    _own_tensors(trial, forward)
     _parity(trial, "the metadata built again", build_forward(trial.case, trial.device, build))
+
+
+def _own_tensors(trial: Trial, forward: ForwardPass) -> None:
+    """An engine writes its batch's tensors anew; a pass's metadata stays what it was."""
+    names = ("seq_lens", "req_pool_indices")
+    batch = replace(forward.batch, **{name: getattr(forward.batch, name).to(torch.int32) for name in names})
+    metadata = trial.function(Interface.MHA_METADATA)(batch, forward.pool)
+    lengths = metadata.cache_seqlens_int32.tolist()
+    trial.judged += 1
+    batch.seq_lens.add_(1)
+    if metadata.cache_seqlens_int32.tolist() != lengths:
+        trial.wrong("the metadata's lengths are the batch's own tensor: they changed with it")
 
 
 def _parity(trial: Trial, what: str, forward: ForwardPass) -> None:

@@ -1,0 +1,42 @@
+"""Cases that a CPU judges in milliseconds, and implementations made of the reference."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from lab import references
+from lab.checks import Space
+from lab.workloads.interfaces import Interface
+
+SMALL = Space(
+    dtypes=((torch.bfloat16, torch.bfloat16),),
+    groups=(2,),
+    num_kv_heads=(1,),
+    head_dims=(64,),
+    page_sizes=(16,),
+    q_lens=(1, 2),
+    windows=(False,),
+    sinks=(False,),
+    kv_layouts=("HND",),
+    nvfp4=(False,),
+    masked_rows=(4,),
+    longest=40,
+)
+
+
+def decoding(function: Callable[..., Any]) -> SimpleNamespace:
+    """An implementation of the decode call alone."""
+    return SimpleNamespace(**{Interface.DECODE.value: function})
+
+
+def twice_as_large_if(condition: Callable[..., bool]) -> SimpleNamespace:
+    """The reference's decode, but for calls of this kind."""
+
+    def decode(**arguments: Any) -> Any:
+        if condition(**arguments):
+            arguments["bmm2_scale"] = 2 * arguments.get("bmm2_scale", 1.0)
+        return references.trtllm_batch_decode_with_kv_cache(**arguments)
+
+    return decoding(decode)

@@ -1,0 +1,268 @@
+"""The judge as its user meets it: what is right, wrong, declined or failed, and which mistakes it answers with a sentence."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lab import references
+from lab.checks import AttentionCase, CaseVerdict, Interface, Level, Outcome, judge, judge_case
+from lab.checks.catalogue import checks
+from lab.checks.ledger import KnownFinding
+from lab.checks.report import Report
+from tests.checks import hostile, someone_elses
+from tests.checks.small import SMALL, decoding, twice_as_large_if
+
+ROOT = Path(__file__).parents[2]
+CASE = AttentionCase(Interface.DECODE, (20, 33), (1, 1), group=2)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """The cases are small: threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def judged(implementation: Any, *only: str, **how: Any) -> Report:
+    return judge(implementation, only=only or ("K1",), **{"space": SMALL, "device": "cpu", "drawn": 0} | how)
+
+
+def test_the_references_are_right() -> None:
+    report = judged(references, "K1", "K5", "K11", "L1")
+    assert {row.outcome for row in report.rows} == {Outcome.RIGHT}
+    assert {(row.check, row.interface) for row in report.rows} == {
+        *((check, each) for check in ("K1", "K5", "K11") for each in list(Interface)[:3]),
+        ("L1", Interface.DRAFT_KV_INDICES),
+    }
+    assert report.is_right
+
+
+@pytest.mark.parametrize(
+    "implementation",
+    [references, "lab.references", SimpleNamespace(trtllm_batch_decode_with_kv_cache=hostile.right)],
+    ids=["module", "name", "object"],
+)
+def test_a_module_a_name_and_an_object_are_judged_alike(implementation: Any) -> None:
+    report = judged(implementation)
+    assert report.is_right
+    assert sum(row.judged for row in report.rows if row.interface is Interface.DECODE) == 16
+
+
+def test_a_name_may_lead_into_a_module() -> None:
+    assert judged("tests.checks.test_judge:INSIDE").is_right
+
+
+INSIDE = decoding(references.trtllm_batch_decode_with_kv_cache)
+
+
+def test_a_check_goes_by_its_key_or_name() -> None:
+    for name in ("K1", "k1", "oracle"):
+        assert {verdict.check for verdict in judged(INSIDE, name).verdicts} == {"K1"}
+
+
+@pytest.mark.parametrize(
+    ("implementation", "how", "error", "sentence"),
+    [
+        ("tests.checks.nowhere", {}, ModuleNotFoundError, "tests.checks.nowhere"),
+        ("lab.references:nothing", {}, AttributeError, "nothing"),
+        (SimpleNamespace(), {}, ValueError, "SimpleNamespace has none of trtllm_batch_decode_with_kv_cache, "),
+        (references, {"only": ["K99"]}, ValueError, "there is no check 'K99'; there are oracle, finite, "),
+        (INSIDE, {"isolated": True}, ValueError, "an isolated judge imports the implementation by name; got namespace"),
+    ],
+)
+def test_a_mistake_of_the_user_is_told_in_a_sentence(
+    implementation: Any, how: dict[str, Any], error: type[Exception], sentence: str
+) -> None:
+    with pytest.raises(error, match=sentence):
+        judge(implementation, **how)
+
+
+def refusing(error: type[Exception], sentence: str) -> SimpleNamespace:
+    def decode(**arguments: Any) -> None:
+        raise error(sentence)
+
+    return decoding(decode)
+
+
+@pytest.mark.parametrize("error", [NotImplementedError, ValueError])
+def test_what_is_refused_is_declined_with_the_refusal(error: type[Exception]) -> None:
+    verdict = judge_case(refusing(error, "not on a Tuesday"), "K1", CASE, "cpu")
+    assert verdict.outcome is Outcome.DECLINED
+    assert verdict.judged.declines == ("not on a Tuesday",)
+
+
+def test_a_missing_parameter_is_declined() -> None:
+    def decode(query: torch.Tensor, kv_cache: Any) -> torch.Tensor:
+        return query
+
+    verdict = judge_case(decoding(decode), "K1", CASE, "cpu")
+    assert verdict.outcome is Outcome.DECLINED
+    assert "unexpected keyword argument 'workspace_buffer'" in verdict.reason
+
+
+@pytest.mark.parametrize("error", [TypeError, RuntimeError, KeyError, AssertionError])
+def test_an_error_inside_is_a_failure_and_no_refusal(error: type[Exception]) -> None:
+    verdict = judge_case(refusing(error, "boom"), "K1", CASE, "cpu")
+    assert verdict.outcome is Outcome.FAILED
+    assert f"it raised {error.__name__}: " in verdict.reason
+
+
+def test_what_does_not_return_a_tensor_has_failed() -> None:
+    assert "returned list, not a tensor" in judge_case(decoding(lambda **_: [1.0]), "K1", CASE, "cpu").reason
+
+
+def test_a_refused_variation_is_listed_and_the_rest_is_judged() -> None:
+    verdict = judge_case(someone_elses, "K1", CASE, "cpu")
+    assert verdict.outcome is Outcome.RIGHT
+    assert verdict.judged.judged == 1
+    (declined,) = verdict.judged.declines
+    assert declined.startswith("return_lse: it does not take these arguments")
+
+
+def test_what_declines_everything_is_not_right() -> None:
+    report = judged(refusing(NotImplementedError, "no"))
+    assert {verdict.outcome for verdict in report.verdicts} == {Outcome.DECLINED}
+    assert not report.is_right
+
+
+def test_a_function_that_declines_everything_is_not_right_beside_one_that_is() -> None:
+    both = SimpleNamespace(**vars(INSIDE), **{Interface.CONTEXT.value: vars(refusing(ValueError, "no")).popitem()[1]})
+    report = judged(both)
+    assert [row.outcome for row in report.rows] == [Outcome.RIGHT, Outcome.DECLINED]
+    assert not report.is_right
+
+
+@pytest.mark.parametrize("check", ["forward_modes", "metadata", "draft_lists"])
+@pytest.mark.parametrize("error", [ValueError, NotImplementedError])
+def test_every_kind_of_function_may_refuse(check: str, error: type[Exception]) -> None:
+    def refuse(*arguments: Any, **named: Any) -> None:
+        raise error("no")
+
+    implementation = SimpleNamespace(**{interface.value: refuse for interface in Interface})
+    assert {row.outcome for row in judged(implementation, check).rows} == {Outcome.DECLINED}
+
+
+def test_a_parameter_that_is_missing_in_a_whole_pass_is_declined_too() -> None:
+    def without_sinks(query: torch.Tensor, kv_cache: Any, workspace_buffer: Any) -> torch.Tensor:
+        return query
+
+    implementation = SimpleNamespace(**{each.value: without_sinks for each in (Interface.DECODE, Interface.CONTEXT)})
+    (first, *_) = judged(implementation, "forward_modes").rows
+    assert first.outcome is Outcome.DECLINED
+    assert "unexpected keyword argument" in first.declines[0]
+
+
+def test_a_wrong_output_is_told_by_row_and_head() -> None:
+    verdict = judge_case(twice_as_large_if(lambda **_: True), "K1", CASE, "cpu")
+    assert verdict.outcome is Outcome.WRONG
+    assert "the call: 8 of 8 vectors are wrong, of requests [0, 1]: row" in verdict.reason
+
+
+def wrong_beyond_100_keys() -> SimpleNamespace:
+    return twice_as_large_if(lambda seq_lens, **_: int(seq_lens.max()) > 100)
+
+
+def wrong_drawn(**how: Any) -> CaseVerdict:
+    report = judged(wrong_beyond_100_keys(), **{"space": replace(SMALL, longest=300), "drawn": 10} | how)
+    (verdict,) = (verdict for verdict in report.wrong if verdict.drawn)
+    return verdict
+
+
+def test_a_drawn_case_is_made_as_small_as_can_be_wrong() -> None:
+    verdict = wrong_drawn()
+    assert verdict.case.kv_lens == (101,)
+    assert verdict.case.q_lens == (1,)
+    assert verdict.case.seed == 0
+
+
+def test_drawn_cases_are_the_same_each_time() -> None:
+    assert wrong_drawn().case == wrong_drawn().case
+
+
+def test_so_many_cases_are_drawn_as_asked_for_at_most() -> None:
+    report = judged(INSIDE, drawn=5)
+    assert 1 < sum(verdict.drawn for verdict in report.verdicts) <= 5
+    assert not any(verdict.drawn for verdict in judged(INSIDE, drawn=0).verdicts)
+
+
+def test_the_full_level_has_more_cases() -> None:
+    smoke, full = (judged(INSIDE, level=level) for level in (Level.SMOKE, Level.FULL))
+    assert len(smoke.verdicts) == 8
+    assert len(full.verdicts) == 48
+    assert full.is_right
+
+
+def test_what_no_time_was_left_for_is_counted_and_not_right() -> None:
+    report = judged(INSIDE, most_seconds=-1.0, drawn=3)
+    assert report.left_out == 8 + 3
+    assert not report.verdicts
+    assert not report.is_right
+
+
+def test_each_verdict_is_told_as_it_comes() -> None:
+    told: list[CaseVerdict] = []
+    report = judged(INSIDE, progress=told.append, drawn=2)
+    assert tuple(told) == report.verdicts
+
+
+def test_only_the_ledger_lets_a_wrong_case_pass() -> None:
+    entry = KnownFinding(
+        "SimpleNamespace", "cpu", ("K1",), "vectors are wrong", lambda case, wrong: True, "page#heading"
+    )
+    wrong = twice_as_large_if(lambda **_: True)
+    assert not judged(wrong).is_right
+    report = judged(wrong, ledger=(entry,))
+    assert {verdict.outcome for verdict in report.verdicts} == {Outcome.KNOWN}
+    assert report.is_right
+
+
+def test_an_isolated_judge_says_the_same() -> None:
+    here, there = (judged("tests.checks.someone_elses_window", space=WINDOWS, isolated=each) for each in (False, True))
+    assert [verdict.judged for verdict in here.verdicts] == [verdict.judged for verdict in there.verdicts]
+    assert any(here.wrong)
+
+
+WINDOWS = replace(SMALL, windows=(True,))
+
+
+def test_several_workers_say_the_same_in_the_same_order() -> None:
+    one = judged("lab.references:trtllm", "K1")
+    two = judged("lab.references:trtllm", "K1", isolated=True, workers=2)
+    assert [(each.case, each.judged) for each in one.verdicts] == [(each.case, each.judged) for each in two.verdicts]
+
+
+def test_the_reproduction_of_a_wrong_case_shows_the_same_wrong_in_a_shell() -> None:
+    report = judged("tests.checks.someone_elses_window", "K1", space=WINDOWS)
+    wrong = next(report.wrong)
+    line = wrong.reproduce.replace("python", sys.executable, 1)
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == str(wrong)
+
+
+def test_a_check_may_vary_a_case_within_the_axes_alone_and_so_may_its_reproduction() -> None:
+    """Which neighbours K14 calls in between is the space's, so a reproduction must name it."""
+    wrong = next(judged(twice_as_large_if(lambda q_len_per_req=1, **_: q_len_per_req > 1), "K14").wrong)
+    assert wrong.space == SMALL
+    again = judge_case(
+        twice_as_large_if(lambda q_len_per_req=1, **_: q_len_per_req > 1), "K14", wrong.case, "cpu", SMALL
+    )
+    assert again.judged == wrong.judged
+    assert repr(SMALL) in wrong.reproduce
+
+
+def test_the_keys_and_names_of_checks_differ() -> None:
+    names = [name for check in checks() for name in (check.key, check.name)]
+    assert len(set(names)) == len(names)
+
+
+def test_every_check_says_in_a_line_what_it_catches() -> None:
+    assert all(20 < len(check.catches) < 140 and check.catches.endswith(".") for check in checks())

@@ -1,0 +1,149 @@
+"""The report: rows, what is right, JSON, the table, and expressions that make each case again."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from lab import checks as everything
+from lab.checks import (
+    AttentionCase,
+    CaseVerdict,
+    Contents,
+    Dead,
+    Interface,
+    Level,
+    Outcome,
+    Report,
+    Space,
+    Storage,
+    TableTail,
+)
+from lab.checks.catalogue import checks
+from lab.checks.verdicts import Judged
+from tests.checks.small import SMALL
+
+CASE = AttentionCase(Interface.DECODE, (20, 33), (1, 1))
+
+
+def verdict_of(outcome: Outcome, **changes: Any) -> CaseVerdict:
+    wrongs = ("off by one",) if outcome in (Outcome.WRONG, Outcome.FAILED, Outcome.KNOWN) else ()
+    judged = Judged(outcome, wrongs, judged=int(outcome is not Outcome.DECLINED))
+    verdict = CaseVerdict("somebody.kernel", "K1", Interface.DECODE, CASE, "cpu", judged, seconds=0.1)
+    return replace(verdict, **changes)
+
+
+def report_of(*verdicts: CaseVerdict, **changes: Any) -> Report:
+    return replace(Report("somebody.kernel", Level.SMOKE, {"gpu": None}, "cpu", verdicts), **changes)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "row", "is_right"),
+    [
+        ((Outcome.RIGHT, Outcome.DECLINED), Outcome.RIGHT, True),
+        ((Outcome.RIGHT, Outcome.KNOWN), Outcome.KNOWN, True),
+        ((Outcome.RIGHT, Outcome.KNOWN, Outcome.WRONG), Outcome.WRONG, False),
+        ((Outcome.WRONG, Outcome.FAILED, Outcome.RIGHT), Outcome.FAILED, False),
+        ((Outcome.DECLINED,), Outcome.DECLINED, False),
+    ],
+)
+def test_a_row_is_as_bad_as_its_worst_case(outcomes: tuple[Outcome, ...], row: Outcome, is_right: bool) -> None:
+    report = report_of(*map(verdict_of, outcomes))
+    (only,) = report.rows
+    assert only.outcome is row
+    assert only.worst.outcome is row
+    assert only.counts == {outcome: outcomes.count(outcome) for outcome in outcomes}
+    assert report.is_right is is_right
+
+
+def test_an_empty_report_is_not_right() -> None:
+    assert not report_of().is_right
+
+
+def test_a_report_that_left_cases_out_is_not_right() -> None:
+    assert not report_of(verdict_of(Outcome.RIGHT), left_out=1).is_right
+
+
+def test_the_worst_of_the_right_cases_is_the_one_nearest_its_bound() -> None:
+    ratios = [verdict_of(Outcome.RIGHT, judged=Judged(Outcome.RIGHT, worst_ratio=r, judged=1)) for r in (0.2, 0.7, 0.4)]
+    assert report_of(*ratios).rows[0].worst is ratios[1]
+
+
+def test_checks_and_functions_have_rows_of_their_own() -> None:
+    others = (verdict_of(Outcome.RIGHT, check="K4"), verdict_of(Outcome.RIGHT, interface=Interface.CONTEXT))
+    rows = report_of(verdict_of(Outcome.RIGHT), *others).rows
+    assert [(row.check, row.interface.name) for row in rows] == [("K1", "DECODE"), ("K4", "DECODE"), ("K1", "CONTEXT")]
+
+
+def test_declines_are_listed_the_most_frequent_first() -> None:
+    reasons = ("no sinks", "no windows", "no windows")
+    declined = [verdict_of(Outcome.DECLINED, judged=Judged(Outcome.DECLINED, declines=(r,))) for r in reasons]
+    assert list(report_of(*declined).details()) == ["declined 2 times: no windows", "declined 1 times: no sinks"]
+
+
+def test_the_json_has_rows_cases_and_reproductions(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    report_of(verdict_of(Outcome.RIGHT), verdict_of(Outcome.WRONG)).write(path)
+    record = json.loads(path.read_text())
+    assert record["checks"] == [
+        {
+            "check": "K1",
+            "interface": "trtllm_batch_decode_with_kv_cache",
+            "outcome": "wrong",
+            "counts": {"right": 1, "wrong": 1},
+            "judged": 2,
+            "worst_ratio": 0.0,
+        }
+    ]
+    right, wrong = record["cases"]
+    assert "reproduce" not in right
+    assert wrong["reproduce"].startswith(("python -c ", "TRITON_INTERPRET=1 python -c "))
+    assert wrong["wrongs"] == ["off by one"]
+
+
+def test_an_infinite_error_is_valid_json(tmp_path: Path) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    path = tmp_path / "report.json"
+    report_of(verdict_of(Outcome.WRONG, judged=Judged(Outcome.WRONG, ("NaN",), worst_ratio=math.inf))).write(path)
+    record = json.loads(path.read_text(), parse_constant=refuse)
+    assert record["checks"][0]["worst_ratio"] == record["cases"][0]["worst_ratio"] == "inf"
+
+
+def test_the_table_fits_a_terminal_of_80_columns() -> None:
+    rows = [
+        verdict_of(Outcome.DECLINED, check=check.key, interface=interface)
+        for check in checks()
+        for interface in check.interfaces
+    ]
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(report_of(*rows).table())
+    shown = capture.get()
+    assert "…" not in shown
+    assert "K8 decomposition" in shown
+    assert "draft_kv_indices" in shown
+
+
+@pytest.mark.parametrize("level", Level)
+def test_the_repr_of_every_fixed_case_makes_it_again(level: Level) -> None:
+    names = {"torch": torch} | {name: getattr(everything, name) for name in everything.__all__}
+    for check in checks():
+        for interface in check.interfaces:
+            for case in check.cases(interface, SMALL, level):
+                assert eval(repr(case), dict(names)) == case
+
+
+def test_the_repr_of_a_case_names_what_is_not_at_its_default() -> None:
+    storage = Storage(dead=Dead.NAN, table_tail=TableTail.FAR)
+    assert repr(replace(CASE, contents=Contents.LOW, storage=storage)) == (
+        "AttentionCase(interface=Interface.DECODE, kv_lens=(20, 33), q_lens=(1, 1), contents=Contents.LOW, "
+        "storage=Storage(dead=Dead.NAN, table_tail=TableTail.FAR))"
+    )
+    assert repr(Space(longest=40)) == "Space(longest=40)"
