@@ -80,8 +80,6 @@ class Line:
 
 def line_of(judged: Mutant, only: Sequence[str] = ()) -> Line:
     """Judge one mutant by every check, or by those named."""
-    torch.set_num_threads(1)
-    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY_BYTES, MOST_MEMORY_BYTES))
     return Line(judged.name, tuple(_kills(judged, only)), let_through(judged))
 
 
@@ -186,6 +184,11 @@ def markdown(records: Sequence[dict[str, Any]]) -> str:
     return "\n".join(rows) + "\n"
 
 
+def _start_worker() -> None:
+    torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY_BYTES, MOST_MEMORY_BYTES))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Judge all mutants and write the matrix; the exit status is 1 if one lives or a check kills none."""
     parser = argparse.ArgumentParser(prog="python -m lab.checks.matrix", description=__doc__.split("\n", 1)[0])
@@ -195,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     chosen = [mutant(name) for name in given.mutants]
     records = []
-    with ProcessPoolExecutor(given.workers, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(given.workers, get_context("spawn"), _start_worker) as pool:
         for line in pool.map(line_of, chosen):
             records.append(as_record(line))
             killed = ", ".join(kill.check for kill in line.kills)

@@ -190,6 +190,8 @@ class Report:
         table = Table(
             title=f"{self.implementation} on {self.environment.get('gpu') or self.device}, {self.level.value}",
             box=SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+            pad_edge=False,
         )
         for column in ("check", "function", "verdict"):
             table.add_column(column, no_wrap=True)

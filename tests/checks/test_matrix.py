@@ -12,7 +12,7 @@ import lab.checks
 from lab.checks.catalogue import checks
 from lab.checks.check import Check
 from lab.checks.isolation import run_trial
-from lab.checks.matrix import SPACE, WRONG, as_record, line_of, markdown
+from lab.checks.matrix import SPACE, WRONG, main, markdown
 from lab.checks.mutants import MUTANTS, mutant
 from lab.checks.mutants.split_kv import SplitKV
 from lab.checks.verdicts import Outcome
@@ -77,10 +77,10 @@ def test_a_recorded_kill_holds_and_the_right_model_lives(name: str) -> None:
         assert right.outcome is Outcome.RIGHT, right.wrongs
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_whole_matrix(name: str, request: pytest.FixtureRequest) -> None:
+def test_the_whole_matrix(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     if not request.config.getoption("--whole-matrix"):
-        pytest.skip("an hour of one core: run with --whole-matrix, or python -m lab.checks.matrix")
-    again = as_record(line_of(mutant(name)))
-    assert set(again["kills"]) == set(records()[name]["kills"])
-    assert again["upstream"] == records()[name]["upstream"]
+        pytest.skip("half an hour of two cores: run with --whole-matrix")
+    assert main(["--out", str(tmp_path / "mutants.json")]) == 0
+    for record in json.loads((tmp_path / "mutants.json").read_text()):
+        assert set(record["kills"]) == set(records()[record["mutant"]]["kills"])
+        assert record["upstream"] == records()[record["mutant"]]["upstream"]

@@ -46,11 +46,8 @@ def _judge(trial: Trial) -> None:
     )
     _parity(trial, "the metadata of a larger pass", build_forward(larger, trial.device, build))
     _parity(trial, "the first pass's metadata, after a larger pass", forward)
-    _parity(
-        trial,
-        "the metadata of other requests",
-        build_forward(replace(trial.case, seed=trial.case.seed + 2), trial.device, build),
-    )
+    others = replace(trial.case, prefix_lens=trial.case.prefix_lens[::-1], q_lens=trial.case.q_lens[::-1])
+    _parity(trial, "the metadata of other requests", build_forward(others, trial.device, build))
     _parity(trial, "the first pass's metadata, after one of its shape", forward)
     _own_tensors(trial, forward)
     _parity(trial, "the metadata built again", build_forward(trial.case, trial.device, build))
