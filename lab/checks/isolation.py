@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -46,27 +47,34 @@ class Isolation:
         self.implementation, self.device, self.space = implementation, device, space
         self.time_limit_s, self.workers = time_limit_s, workers
         self._pool: Any = None
+        self._has_worked = False  # if not, no worker can: a script needs `if __name__ == "__main__":`
         self._last_words: tempfile.TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> "Isolation":
         if isinstance(self.implementation, str):
-            from pebble import ProcessPool
-
             self._last_words = tempfile.TemporaryDirectory(prefix="lab-judge-")
-            self._pool = ProcessPool(
-                max_workers=self.workers,
-                context=multiprocessing.get_context("spawn"),
-                initializer=_begin,  # imports torch before the first case's time begins
-            )
+            self._pool = self._new_pool()
         return self
+
+    def _new_pool(self) -> Any:
+        from pebble import ProcessPool
+
+        return ProcessPool(
+            max_workers=self.workers,
+            context=multiprocessing.get_context("spawn"),
+            initializer=_begin,  # imports torch before the first case's time begins
+        )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._pool is not None and self._last_words is not None:
-            self._pool.stop()
-            self._pool.join()
+        if self._last_words is not None:
+            self._end_pool()
             self._last_words.cleanup()
+
+    def _end_pool(self) -> None:
+        self._pool.stop()
+        self._pool.join()
 
     def submit(self, check: str, case: Any) -> Callable[[], Judged]:
         """Have one case of the check with that key judged; what is returned waits for it."""
@@ -75,14 +83,27 @@ class Isolation:
         descriptor, last_words = tempfile.mkstemp(dir=self._last_words.name)
         os.close(descriptor)
         arguments = (self.implementation, check, case, str(self.device), self.space, last_words)
-        future = self._pool.schedule(_work, args=arguments, timeout=self.time_limit_s)
-        return functools.partial(self._result, future, Path(last_words))
+        return functools.partial(self._result, self._schedule(arguments), arguments)
 
-    def _result(self, future: Any, last_words: Path) -> Judged:
+    def _schedule(self, arguments: tuple[Any, ...]) -> Any:
+        if not self._pool.active:  # a worker that died between two cases ended its pool
+            self._end_pool()
+            self._pool = self._new_pool()
+        return self._pool.schedule(_work, args=arguments, timeout=self.time_limit_s)
+
+    def _result(self, future: Any, arguments: tuple[Any, ...], attempts: int = 2) -> Judged:
         from pebble import ProcessExpired
 
+        last_words = Path(arguments[-1])
         try:
             result: Judged = future.result()
+            self._has_worked = True
+        except BrokenProcessPool:  # the case has not begun
+            if attempts > 1:
+                return self._result(self._schedule(arguments), arguments, attempts - 1)
+            if not self._has_worked:
+                raise
+            return Judged(Outcome.FAILED, ("its worker died before it began",))
         except FutureTimeoutError:
             return Judged(Outcome.FAILED, (f"it did not return within {self.time_limit_s:g} s",))
         except ProcessExpired as error:

@@ -180,7 +180,7 @@ class Report:
         path.write_text(json.dumps(record, indent=1) + "\n")
 
     def table(self) -> "Table":
-        """The rows, for a terminal."""
+        """The rows, for a terminal; "worst" is the largest error, as a share of its bound."""
         from rich.box import SIMPLE_HEAD
         from rich.table import Table
 
@@ -195,7 +195,7 @@ class Report:
         )
         for column in ("check", "function", "verdict"):
             table.add_column(column, no_wrap=True)
-        for column in ("cases", "declined", "results", "of bound"):
+        for column in ("cases", "declined", "results", "worst"):
             table.add_column(column, justify="right", no_wrap=True)
         for row in self.rows:
             table.add_row(

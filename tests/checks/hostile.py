@@ -3,7 +3,10 @@
 import ctypes
 import os
 import sys
+import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -79,3 +82,12 @@ def trtllm_batch_decode_with_kv_cache(
         bmm2_scale,
         q_len_per_req=q_len_per_req,
     )
+
+
+def _right_and_dead_a_second_later(**arguments: Any) -> Any:
+    out = right(**arguments)
+    threading.Timer(1.0, leave).start()
+    return out
+
+
+dies_later = SimpleNamespace(trtllm_batch_decode_with_kv_cache=_right_and_dead_a_second_later)

@@ -16,6 +16,7 @@ from lab.checks import __main__ as command_line
 from lab.checks.verdicts import Judged
 from lab.workloads.interfaces import Interface
 from tests.checks.test_report import CASE, report_of, verdict_of
+from tests.timing.inner_pytest import inner_environment
 
 ROOT = Path(__file__).parents[2]
 NARROW = shlex.split(
@@ -195,3 +196,15 @@ def test_known_findings_are_shown_and_right(
     monkeypatch.setattr(command_line, "judge", lambda *_, **__: report_of(known))
     assert command_line.main(["lab.references"]) == 0
     assert "known: page#heading" in capsys.readouterr().out
+
+
+def test_pytest_judges_any_implementation_by_each_check() -> None:
+    options = ["-k", "K1-", "-p", "no:cacheprovider", "--implementation", "tests.checks.someone_elses"]
+    command = [sys.executable, "-m", "pytest", "-q", "tests/checks/test_implementation.py", *options]
+    done = subprocess.run(
+        [*command, "--implementation", WINDOW], capture_output=True, text=True, cwd=ROOT, env=inner_environment()
+    )
+    assert done.returncode == 1
+    assert "1 failed, 1 passed" in done.stdout
+    assert f"[{WINDOW}-K1-oracle-decode]" in done.stdout
+    assert "reproduce: " in done.stdout

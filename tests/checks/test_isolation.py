@@ -1,11 +1,14 @@
 """A case that crashes, hangs or raises costs itself alone; `test_isolation_gpu` has the twins that do it in a kernel."""
 
+import time
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 
 import pytest
 import torch
 
 from lab.checks import CaseVerdict, Outcome, Report, Space, judge
+from lab.checks import isolation as isolation_module
 from lab.checks.isolation import Isolation, load
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import Interface
@@ -69,6 +72,24 @@ def test_right_cases_follow_a_crash_in_the_new_worker() -> None:
     with Isolation("tests.checks.hostile", torch.device("cpu"), Space(), TIME_LIMIT_S) as isolation:
         waiting = [isolation.submit("K1", each) for each in (case, crash, case)]
         assert [wait().outcome for wait in waiting] == [Outcome.RIGHT, Outcome.FAILED, Outcome.RIGHT]
+
+
+def test_a_worker_that_dies_between_cases_is_replaced_too() -> None:
+    """What one case broke may kill the process later."""
+    case = AttentionCase(Interface.DECODE, (20,), (1,), group=1)
+    with Isolation("tests.checks.hostile:dies_later", torch.device("cpu"), Space(), TIME_LIMIT_S) as isolation:
+        for _ in range(2):
+            assert isolation.submit("K1", case)().outcome is Outcome.RIGHT
+            time.sleep(2.0)
+
+
+def test_a_pool_whose_workers_never_begin_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolation_module, "_begin", hostile.leave)
+    case = AttentionCase(Interface.DECODE, (20,), (1,))
+    with Isolation("lab.references", torch.device("cpu"), Space(), TIME_LIMIT_S) as isolation:
+        waiting = isolation.submit("K1", case)
+        with pytest.raises(BrokenProcessPool):
+            waiting()
 
 
 def test_in_this_process_what_is_raised_is_told_too() -> None:

@@ -1,0 +1,192 @@
+"""Inputs made of a case: histories that storage does not change, poison where nobody may read, codes that decode by hand."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lab.checks import AttentionCase, Contents, Dead, Interface, Storage, TableTail
+from lab.checks.attention_inputs import (
+    SEMAPHORE_BYTES,
+    AttentionInputs,
+    build_attention,
+    needle_positions,
+    new_workspace,
+)
+from lab.checks.trial import truth_of_call
+from lab.workloads.attention_case import E4M3, NVFP4
+
+CPU = torch.device("cpu")
+CASE = AttentionCase(Interface.DECODE, (35, 0, 16, 100), (2, 2, 2, 2), group=2)
+MLA = AttentionCase(Interface.MLA_DECODE, (35, 0, 16), (1,) * 3, num_kv_heads=1, group=4, head_dim=80, v_head_dim=64)
+CASES = [CASE, replace(CASE, kv_dtype=E4M3), replace(CASE, storage=Storage(kv_layout="NHD")), MLA]
+
+
+def build(case: AttentionCase, **storage: Any) -> AttentionInputs:
+    return build_attention(replace(case, storage=replace(case.storage, **storage)), CPU)
+
+
+def tokens_first(pages: Tensor, case: AttentionCase) -> Tensor:
+    """float32 [num_pages, page_size, num_kv_heads, head_dim], whatever the layout."""
+    pages = pages.float()
+    if case.is_mla:
+        return pages.unsqueeze(2)
+    return pages if case.storage.kv_layout == "NHD" else pages.transpose(1, 2)
+
+
+def pages_of(inputs: AttentionInputs, request: int) -> list[int]:
+    return inputs.block_tables[request, : -(-inputs.case.kv_lens[request] // inputs.case.page_size)].tolist()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_pages_that_the_table_names_hold_the_history_token_by_token(case: AttentionCase) -> None:
+    inputs = build(case)
+    for request, kv_len in enumerate(case.kv_lens):
+        for position in range(kv_len):
+            page = int(inputs.block_tables[request, position // case.page_size])
+            for pages, history in zip((inputs.k_pages, inputs.v_pages), inputs.histories[request], strict=True):
+                cell = tokens_first(pages, case)[page, position % case.page_size]
+                assert torch.equal(cell[:, : history.shape[-1]], history[position].float())
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dead", Dead)
+def test_every_other_cell_is_poisoned(case: AttentionCase, dead: Dead) -> None:
+    inputs = build(case, dead=dead)
+    live = torch.zeros(len(inputs.k_pages), case.page_size, dtype=torch.bool)
+    for request, kv_len in enumerate(case.kv_lens):
+        for position in range(kv_len):
+            live[inputs.block_tables[request, position // case.page_size], position % case.page_size] = True
+    assert int(live.sum()) == sum(case.kv_lens)
+    for pages in (inputs.k_pages, inputs.v_pages):
+        cells = tokens_first(pages, case)[~live]
+        assert len(cells) > 100
+        if dead is Dead.NAN:
+            assert bool(cells.isnan().all())
+        elif dead is Dead.ZERO:
+            assert bool((cells == 0).all())
+        else:
+            assert bool((cells >= 256).all())
+            assert bool(cells.isfinite().all())
+
+
+def test_no_page_belongs_to_two_requests_and_pages_are_shuffled() -> None:
+    inputs = build(CASE)
+    ids = [page for request in range(4) for page in pages_of(inputs, request)]
+    assert len(set(ids)) == len(ids) == 3 + 0 + 1 + 7
+    assert ids != sorted(ids)
+    assert pages_of(build(CASE, page_seed=1), 3) != pages_of(inputs, 3)
+
+
+def test_dead_columns_of_the_table_hold_what_was_asked_for() -> None:
+    live = {page for request in range(4) for page in pages_of(build(CASE), request)}
+    for tail, allowed in ((TableTail.FOREIGN, live), (TableTail.NEGATIVE, {-1}), (TableTail.FAR, {2**30})):
+        inputs = build(CASE, table_tail=tail)
+        assert inputs.block_tables.shape[1] == 7 + CASE.storage.spare_columns
+        for request in range(4):
+            cells = inputs.block_tables[request, len(pages_of(inputs, request)) :].tolist()
+            assert set(cells) <= allowed
+
+
+@pytest.mark.parametrize("case", [CASE, replace(CASE, kv_dtype=E4M3), replace(CASE, kv_dtype=NVFP4), MLA])
+def test_storage_changes_no_history(case: AttentionCase) -> None:
+    ways: list[dict[str, Any]] = [
+        {"page_size": 64},
+        {"dead": Dead.NAN},
+        {"page_seed": 5},
+        {"spare_columns": 40},
+        {"first_page": 9},
+        {"kv_layout": "NHD"},
+        {"stacked": True},
+        {"gaps_in_scale_factors": True},
+    ]
+    plain = build(case)
+    for way in ways:
+        other = build(case, **way)
+        assert torch.equal(other.query, plain.query)
+        for left, right in zip(other.histories, plain.histories, strict=True):
+            assert all(torch.equal(a.float(), b.float()) for a, b in zip(left, right, strict=True))
+
+
+def test_stacked_pools_have_v_behind_each_page_of_k() -> None:
+    inputs = build(CASE, stacked=True)
+    page = inputs.k_pages[0].numel()
+    assert inputs.k_pages.stride(0) == inputs.v_pages.stride(0) == 2 * page
+    assert inputs.v_pages.data_ptr() - inputs.k_pages.data_ptr() == page * inputs.k_pages.element_size()
+
+
+def test_far_pages_come_behind_the_first_page() -> None:
+    inputs = build(CASE, first_page=1000)
+    assert min(page for request in range(4) for page in pages_of(inputs, request)) >= 1000
+
+
+def test_needles_stand_at_the_limits_of_each_row_and_beside_them() -> None:
+    case = AttentionCase(Interface.DECODE, (100,), (2,), window_left=20, contents=Contents.NEEDLES)
+    found = needle_positions(case, 0)
+    limits = {0, 98, 99, 98 - 20, 99 - 20, 96, 64}  # ends, rows, windows, the last page, the last tile
+    assert {near for edge in limits for near in (edge - 1, edge, edge + 1) if 0 <= near < 100} <= set(found)
+    assert {40, 50, 60}.isdisjoint(found)
+
+
+def test_a_needle_outweighs_what_is_not_one() -> None:
+    case = AttentionCase(Interface.DECODE, (200,), (1,), num_kv_heads=1, group=1, contents=Contents.NEEDLES)
+    inputs = build(case)
+    logits = inputs.histories[0][0][:, 0].float() @ inputs.query[0, 0].float() * inputs.bmm1_scale
+    needles = torch.zeros(200, dtype=torch.bool)
+    needles[needle_positions(case, 0)] = True
+    assert float(logits.softmax(0)[needles].sum()) > 0.99
+    assert float(logits[needles].min()) > float(logits[~needles].max())
+
+
+def test_a_counted_output_names_the_keys_that_were_seen() -> None:
+    """Three keys of a request, all at the same weight: a third for each position, and all for the block of the first 32."""
+    case = AttentionCase(Interface.DECODE, (3,), (1,), num_kv_heads=2, group=1, contents=Contents.COUNTED)
+    first, second = truth_of_call(build(case)).expected[0]
+    expected = torch.zeros(64, dtype=torch.float64)
+    expected[[0, 1, 2]], expected[32] = 1 / 3, 1.0
+    assert torch.allclose(first, expected)
+    assert torch.allclose(second, 2 * expected)
+
+
+def test_counted_positions_beyond_a_block_are_told_by_the_other_half() -> None:
+    case = AttentionCase(
+        Interface.DECODE, (40,), (1,), num_kv_heads=1, group=1, window_left=0, contents=Contents.COUNTED
+    )
+    (only,) = truth_of_call(build(case)).expected[0]
+    assert only.nonzero().flatten().tolist() == [39 % 32, 32 + 39 // 32]
+
+
+def test_low_logits_are_about_minus_200_000_and_equal() -> None:
+    for case in (CASE, replace(CASE, dtype=torch.float16, kv_dtype=E4M3), MLA):
+        inputs = build(replace(case, contents=Contents.LOW))
+        logits = inputs.histories[0][0][:, 0].float() @ inputs.query[0, 0].float() * inputs.bmm1_scale
+        assert -2.1e5 < float(logits.min()) == float(logits.max()) < -1e5
+
+
+def test_tall_logits_climb_by_hundreds() -> None:
+    case = AttentionCase(Interface.DECODE, (600,), (1,), contents=Contents.TALL)
+    inputs = build(case)
+    logits = inputs.histories[0][0][:, 0].float() @ inputs.query[0, 0].float() * inputs.bmm1_scale
+    assert float(logits[-1] - logits[0]) > 50
+
+
+def test_the_workspace_begins_with_zeros() -> None:
+    workspace = new_workspace(CPU)
+    assert workspace.dtype == torch.uint8
+    assert len(workspace) > SEMAPHORE_BYTES
+    assert int(workspace.count_nonzero()) == 0
+
+
+def test_arguments_are_flashinfer_s_and_leave_defaults_out() -> None:
+    plain = set(build(CASE).arguments())
+    shared = {"query", "kv_cache", "workspace_buffer", "block_tables", "seq_lens", "bmm1_scale", "bmm2_scale"}
+    assert plain == shared | {"max_seq_len", "q_len_per_req"}
+    assert set(build(replace(CASE, window_left=3, sinks=True)).arguments()) == plain | {"window_left", "sinks"}
+    ragged = build(replace(CASE, interface=Interface.CONTEXT, q_lens=(1, 2, 3, 4))).arguments()
+    bounds = {"max_q_len", "max_kv_len", "batch_size", "cum_seq_lens_q", "cum_seq_lens_kv"}
+    assert set(ragged) == shared | bounds
+    assert ragged["cum_seq_lens_q"].tolist() == [0, 1, 3, 6, 10]
+    assert ragged["cum_seq_lens_kv"].tolist() == [0, 35, 35, 51, 151]
+    assert build(MLA).arguments()["query"].shape == (3, 1, 4, 80)

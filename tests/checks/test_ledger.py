@@ -1,0 +1,111 @@
+"""A recorded finding explains what it says and nothing else, and is written down where it says."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lab.checks import AttentionCase, CaseVerdict, Interface, Outcome
+from lab.checks.catalogue import checks
+from lab.checks.ledger import (
+    LEDGER,
+    KnownFinding,
+    known,
+    only_fewer_keys_than_rows,
+    only_without_keys,
+    wrong_requests,
+)
+from lab.checks.trial import Result, Trial, truth_of_call
+from lab.checks.verdicts import Judged
+from tests.checks.small import decoding
+
+ROOT = Path(__file__).parents[2]
+CASE = AttentionCase(Interface.DECODE, (1, 0, 20), (2, 2, 2))
+ENTRY = KnownFinding("some.kernel", "cuda", ("K2", "K4"), "NaN", lambda case, wrong: case.group == 4, "page.md#heading")
+VERDICT = CaseVerdict(
+    "some.kernel", "K4", Interface.DECODE, CASE, "cuda:0", Judged(Outcome.WRONG, ("NaN in row 3",)), seconds=0.0
+)
+
+
+def wrong(*sentences: str) -> CaseVerdict:
+    return replace(VERDICT, judged=Judged(Outcome.WRONG, sentences))
+
+
+def test_an_entry_that_matches_makes_a_wrong_case_known_and_is_cited() -> None:
+    told = known(VERDICT, [ENTRY])
+    assert told.outcome is Outcome.KNOWN
+    assert told.finding == "page.md#heading"
+    assert told.judged.wrongs == VERDICT.judged.wrongs
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"implementation": "another.kernel"},
+        {"device": "cpu"},
+        {"checks": ("K1", "K2")},
+        {"wrong": "infinity"},
+        {"where": lambda case, wrong: case.group == 5},
+        {"where": lambda case, wrong: "row 4" in wrong},
+    ],
+)
+def test_an_entry_of_something_else_explains_nothing(changes: dict[str, Any]) -> None:
+    assert known(VERDICT, [replace(ENTRY, **changes)]) == VERDICT
+
+
+def test_every_sentence_must_be_explained() -> None:
+    both = wrong("NaN in row 3", "it changed its query")
+    assert known(both, [ENTRY]) == both
+    other = replace(ENTRY, wrong="changed its query", finding="page.md#other")
+    assert known(both, [ENTRY, other]).finding == "page.md#heading; page.md#other"
+
+
+def test_no_failure_is_ever_known() -> None:
+    failed = replace(VERDICT, judged=Judged(Outcome.FAILED, ("it raised RuntimeError: NaN",)))
+    assert known(failed, [ENTRY]) == failed
+
+
+def test_the_requests_are_read_from_the_judges_own_sentence() -> None:
+    trial = Trial(decoding(lambda **_: None), CASE, torch.device("cpu"))
+    truth = truth_of_call(trial.build())
+    out = truth.expected.clone()
+    out[0], out[4, 1] = 7.0, 7.0
+    trial.hold("the call", Result(out, None), truth)
+    assert wrong_requests(trial.wrongs[0]) == [0, 2]
+    assert wrong_requests("it changed its query") == []
+
+
+@pytest.mark.parametrize(
+    ("requests", "fewer", "without"),
+    [("0, 1", True, False), ("1", True, True), ("0, 2", False, False), ("", False, False)],
+)
+def test_conditions_ask_for_every_request_that_is_wrong(requests: str, fewer: bool, without: bool) -> None:
+    sentence = f"the call: 3 of 9 vectors are wrong, of requests [{requests}]: row 0"
+    assert only_fewer_keys_than_rows(CASE, sentence) is fewer
+    assert only_without_keys(CASE, sentence) is without
+
+
+@pytest.mark.parametrize("entry", LEDGER, ids=lambda entry: entry.finding.split("#")[-1][:30])
+def test_every_entry_cites_a_heading_of_a_page_that_exists(entry: KnownFinding) -> None:
+    page, anchor = entry.finding.split("#")
+    headings = re.findall(r"^#+ (.+)$", (ROOT / page).read_text(), re.MULTILINE)
+    assert anchor in {anchor_of(heading) for heading in headings}
+
+
+@pytest.mark.parametrize("entry", LEDGER, ids=lambda entry: entry.finding.split("#")[-1][:30])
+def test_every_entry_is_of_checks_of_the_catalogue(entry: KnownFinding) -> None:
+    assert set(entry.checks) <= {check.key for check in checks()}
+    assert entry.checks
+    assert not re.search(entry.wrong, ""), "it would explain everything"
+
+
+def anchor_of(heading: str) -> str:
+    """As GitHub makes it: lower case, punctuation but hyphens and underscores gone, a hyphen for each space."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def test_anchors_are_github_s() -> None:
+    assert anchor_of("4. XQA's `q_len`: below -100,000") == "4-xqas-q_len-below--100000"

@@ -1,0 +1,122 @@
+"""Cases cover every axis, drawn ones stay inside, and lengths stand at edges."""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lab.checks import AttentionCase, Interface, Space
+from lab.checks.space import edge_lengths
+from lab.workloads.attention_case import E4M3
+from lab.workloads.interfaces import ATTENTION
+
+NARROW = Space(
+    dtypes=((torch.float16, E4M3),),
+    groups=(3, 5),
+    num_kv_heads=(2,),
+    head_dims=(128,),
+    page_sizes=(32,),
+    q_lens=(2, 7),
+    windows=(True,),
+    sinks=(True,),
+    kv_layouts=("NHD",),
+    mla_head_dims=((80, 64),),
+    mla_heads=(16,),
+    mla_page_sizes=(64,),
+    longest=90,
+)
+
+
+def values_of(case: AttentionCase) -> dict[str, Any]:
+    """Where a case lies on the axes of its function."""
+    shared = {"dtypes": (case.dtype, case.kv_dtype)}
+    if case.interface is not Interface.CONTEXT:
+        shared["q_lens"] = case.q_lens[0]
+    if case.is_mla:
+        dims = (case.head_dim, case.v_head_dim)
+        return shared | {"mla_head_dims": dims, "mla_heads": case.group, "mla_page_sizes": case.page_size}
+    return shared | {
+        "groups": case.group,
+        "num_kv_heads": case.num_kv_heads,
+        "head_dims": case.head_dim,
+        "page_sizes": case.page_size,
+        "windows": case.window_left >= 0,
+        "sinks": case.sinks,
+        "kv_layouts": case.storage.kv_layout,
+    }
+
+
+@pytest.mark.parametrize("interface", ATTENTION)
+def test_every_value_of_every_axis_comes_as_often_as_any_other(interface: Interface) -> None:
+    cases = list(Space().covering(interface, 24, seed=3))
+    assert len(cases) == 24
+    for name in values_of(cases[0]):
+        counts = Counter(values_of(case)[name] for case in cases)
+        assert set(counts) == set(getattr(Space(), name)), name
+        assert max(counts.values()) - min(counts.values()) <= 1, name
+
+
+@pytest.mark.parametrize("interface", ATTENTION)
+def test_the_same_seed_makes_the_same_cases_and_another_makes_others(interface: Interface) -> None:
+    assert list(Space().covering(interface, 6, 1)) == list(Space().covering(interface, 6, 1))
+    assert list(Space().covering(interface, 6, 1)) != list(Space().covering(interface, 6, 2))
+
+
+@pytest.mark.parametrize("interface", ATTENTION)
+def test_a_narrowed_space_is_not_left(interface: Interface) -> None:
+    for case in NARROW.covering(interface, 12):
+        assert all(value in getattr(NARROW, name) for name, value in values_of(case).items())
+        assert max(case.kv_lens) <= NARROW.longest
+
+
+@pytest.mark.parametrize("interface", ATTENTION)
+def test_a_drawn_case_is_inside_too(interface: Interface) -> None:
+    @settings(max_examples=40, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(st.data())
+    def inside(data: st.DataObject) -> None:
+        for space in (NARROW, Space()):
+            case = data.draw(space.drawn(interface))
+            assert case.interface is interface
+            assert all(value in getattr(space, name) for name, value in values_of(case).items())
+            assert max(case.kv_lens) <= space.longest
+            assert all(kv_len >= q_len for kv_len, q_len in zip(case.kv_lens, case.q_lens, strict=True))
+
+    inside()
+
+
+def test_every_covering_decode_has_a_request_that_a_window_truncates() -> None:
+    for case in Space(windows=(True,)).covering(Interface.DECODE, 24):
+        assert max(case.kv_lens) > case.window_left + case.q_lens[0]
+
+
+def test_e4m3_arithmetic_is_of_e4m3_caches_alone() -> None:
+    space = replace(Space(), e4m3_arithmetic=True)
+    for case in space.covering(Interface.DECODE, 12):
+        assert case.arithmetic == (E4M3 if case.kv_dtype == E4M3 else None)
+    assert all(case.arithmetic is None for case in Space().covering(Interface.DECODE, 12))
+
+
+def test_lengths_stand_at_the_edges_of_pages_and_tiles() -> None:
+    assert edge_lengths(16, 70) == [1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 69, 70]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"kv_lens": (), "q_lens": ()},
+        {"kv_lens": (4,), "q_lens": (1, 1)},
+        {"kv_lens": (4,), "q_lens": (0,)},
+        {"kv_lens": (-1,), "q_lens": (1,)},
+        {"kv_lens": (4, 4), "q_lens": (1, 2)},
+        {"kv_lens": (4,), "q_lens": (1,), "v_head_dim": 64},
+        {"kv_lens": (4,), "q_lens": (1,), "interface": Interface.MLA_DECODE},
+        {"kv_lens": (4,), "q_lens": (1,), "interface": Interface.DRAFT_KV_INDICES},
+    ],
+)
+def test_numbers_that_make_no_call_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"kv_lens|q_lens|MLA|attention call"):
+        AttentionCase(**{"interface": Interface.DECODE} | wrong)

@@ -1,0 +1,153 @@
+"""What a trial holds against a truth: shapes, vectors, LSEs and bits."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lab.checks import AttentionCase, Interface
+from lab.checks.trial import LSE_LOG2_BOUND, Declined, Result, Trial, as_result, refusing, truth_of_call
+from lab.checks.truth import Truth
+from tests.checks.small import decoding
+
+CASE = AttentionCase(Interface.DECODE, (20, 0, 33), (2, 2, 2), num_kv_heads=1, group=2)
+
+
+@pytest.fixture
+def trial() -> Trial:
+    return Trial(decoding(lambda query: query), CASE, torch.device("cpu"))
+
+
+@pytest.fixture
+def truth(trial: Trial) -> Truth:
+    return truth_of_call(trial.build())
+
+
+def test_the_truth_itself_is_right(trial: Trial, truth: Truth) -> None:
+    trial.hold("this", Result(truth.expected, truth.lse_log2), truth)
+    assert (trial.wrongs, trial.judged, trial.worst_ratio) == ([], 1, 0.0)
+
+
+def test_one_wrong_vector_is_named(trial: Trial, truth: Truth) -> None:
+    out = truth.expected.clone()
+    out[5, 1] *= 1.1
+    trial.hold("this", Result(out, None), truth)
+    (wrong,) = trial.wrongs
+    assert wrong.startswith(
+        "this: 1 of 12 vectors are wrong, of requests [2]: row 5 (request 2) head 1: error 0.1, bound"
+    )
+    assert trial.worst_ratio > 5
+
+
+def test_what_a_check_allows_is_allowed(trial: Trial, truth: Truth) -> None:
+    trial.hold("this", Result(truth.expected * 1.1, None), truth, least_bound=0.11)
+    assert not trial.wrongs
+    trial.hold("this", Result(truth.expected * 1.1, None), truth, least_bound=0.09)
+    assert trial.wrongs
+
+
+def test_a_row_without_keys_must_be_zero(trial: Trial, truth: Truth) -> None:
+    out = truth.expected.clone()
+    out[2] = 1e-30
+    trial.hold("this", Result(out, None), truth)
+    assert "of requests [1]" in trial.wrongs[0]
+
+
+def test_another_shape_is_wrong(trial: Trial, truth: Truth) -> None:
+    trial.hold("this", Result(truth.expected[:5], None), truth)
+    assert trial.wrongs == ["this: the output is [5, 2, 64], not [6, 2, 64]"]
+    trial.hold_lse("that", truth.lse_log2[:, :1], truth)
+    assert trial.wrongs[1:] == ["that: the LSE is [6, 1], not [6, 2]"]
+
+
+@pytest.mark.parametrize(("off", "is_wrong"), [(0.9, False), (-0.9, False), (1.2, True), (-1.2, True)])
+def test_an_lse_may_be_off_by_its_bound_either_way(trial: Trial, truth: Truth, off: float, is_wrong: bool) -> None:
+    lse = truth.lse_log2.clone()
+    lse[4, 1] += off * LSE_LOG2_BOUND
+    trial.hold_lse("this", lse, truth)
+    assert bool(trial.wrongs) is is_wrong
+    assert all("1 LSEs are wrong: row 4 head 1 is " in wrong for wrong in trial.wrongs)
+
+
+@pytest.mark.parametrize("change", [lambda lse: lse * math.log(2.0), lambda lse: lse - 1.0])
+def test_an_lse_in_another_base_or_short_of_the_largest_logit_is_wrong(
+    trial: Trial, truth: Truth, change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    trial.hold_lse("this", change(truth.lse_log2), truth)
+    assert "LSEs are wrong" in trial.wrongs[0]
+
+
+@pytest.mark.parametrize("value", [0.0, math.nan, math.inf, -1e30])
+def test_the_lse_of_a_row_without_keys_is_minus_infinity_alone(trial: Trial, truth: Truth, value: float) -> None:
+    lse = truth.lse_log2.clone()
+    assert lse[2, 0] == -math.inf
+    lse[2, 0] = value
+    trial.hold_lse("this", lse, truth)
+    assert "1 LSEs are wrong: row 2 head 0" in trial.wrongs[0]
+
+
+def test_minus_infinity_and_nan_are_no_lse_of_a_row_with_keys(trial: Trial, truth: Truth) -> None:
+    for row, value in ((0, -math.inf), (1, math.nan)):
+        lse = truth.lse_log2.clone()
+        lse[row, 0] = value
+        trial.hold_lse("this", lse, truth)
+    assert len(trial.wrongs) == 2
+
+
+def test_bits_that_differ_are_wrong_however_small(trial: Trial) -> None:
+    left = torch.zeros(6, 2, 64)
+    right = left.clone()
+    trial.same_bits("this", Result(left, None), Result(right, None))
+    assert not trial.wrongs
+    right[3, 1, 5] = -0.0
+    trial.same_bits("this", Result(left, None), Result(right, None))
+    assert trial.wrongs == ["this: the bits of rows [3] differ"]
+
+
+def test_nan_has_the_bits_of_nan(trial: Trial) -> None:
+    nan = Result(torch.full((6, 2, 64), math.nan), None)
+    trial.same_bits("this", nan, nan)
+    assert not trial.wrongs
+
+
+def test_a_refused_variation_is_noted_and_changes_nothing(trial: Trial, truth: Truth) -> None:
+    assert trial.attempt("out", trial.build(), out=1) is None
+    trial.hold("out", None, truth)
+    trial.same_bits("out", None, Result(truth.expected, None))
+    assert (trial.judged, trial.wrongs, len(trial.declines)) == (0, [], 1)
+    assert trial.declines[0].startswith("out: it does not take these arguments")
+
+
+@pytest.mark.parametrize("error", [NotImplementedError, ValueError])
+def test_a_refusal_is_declined_and_anything_else_is_not(error: type[Exception]) -> None:
+    def function(raised: Any) -> Any:
+        raise raised
+
+    with pytest.raises(Declined, match="no"):
+        refusing(function)(error("no"))
+    with pytest.raises(TypeError, match="no"):
+        refusing(function)(TypeError("no"))
+    with pytest.raises(Declined, match="missing a required argument"):
+        refusing(function)()
+
+
+def test_a_function_without_a_signature_is_called() -> None:
+    assert refusing(dict)(a=1) == {"a": 1}
+
+
+def test_mla_returns_rows_of_requests_or_rows() -> None:
+    out, lse = torch.zeros(3, 2, 4, 8), torch.zeros(3, 2, 4)
+    for returned in ((out, lse), (out.flatten(0, 1), lse.flatten(0, 1))):
+        result = as_result(returned, Interface.MLA_DECODE)
+        assert result.lse is not None
+        assert (result.out.shape, result.lse.shape) == ((6, 4, 8), (6, 4))
+
+
+def test_the_truth_is_the_case_s_and_not_the_table_s(trial: Trial) -> None:
+    inputs = trial.build()
+    before = truth_of_call(inputs).expected
+    inputs.block_tables.zero_()
+    assert torch.equal(truth_of_call(replace(inputs, k_pages=inputs.k_pages * 0)).expected, before)

@@ -1,0 +1,94 @@
+"""The truth of a few keys, worked out by hand."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from lab.checks.truth import Rules, Truth, truth_of_requests
+
+LN2 = math.log(2.0)
+
+
+def truth(logits: list[list[float]], values: list[list[float]], q_lens: list[int] | None = None, **rules: Any) -> Truth:
+    """Requests of one head and head_dim 1: queries of 1, keys that are their logits."""
+    q_lens = q_lens or [1] * len(logits)
+    histories = [
+        (torch.tensor(each).view(-1, 1, 1), torch.tensor(side).view(-1, 1, 1))
+        for each, side in zip(logits, values, strict=True)
+    ]
+    usual = {"bmm1_scale": 1.0, "bmm2_scale": 1.0, "arithmetic": torch.float32, "out_dtype": torch.float32}
+    return truth_of_requests(torch.ones(sum(q_lens), 1, 1), histories, q_lens, Rules(**usual | rules))
+
+
+def outs(told: Truth) -> list[float]:
+    assert torch.allclose(told.control.double(), told.expected, rtol=1e-5)
+    return told.expected.flatten().tolist()
+
+
+def test_two_keys_weigh_as_their_logits_say() -> None:
+    """Weights 1 and 3 over values 8 and 0: 8 / 4, and a denominator of 4 = 2**2."""
+    told = truth([[0.0, math.log(3.0)]], [[8.0, 0.0]])
+    assert outs(told) == pytest.approx([2.0], rel=1e-6)
+    assert told.lse_log2.item() == pytest.approx(2.0)
+
+
+def test_scales_multiply_logits_and_outputs() -> None:
+    """Logits ln 3 / 2 twice as large; outputs five times."""
+    told = truth([[0.0, math.log(3.0) / 2]], [[8.0, 0.0]], bmm1_scale=2.0, bmm2_scale=5.0)
+    assert outs(told) == pytest.approx([10.0], rel=1e-6)
+
+
+def test_a_sink_takes_weight_and_gives_no_value() -> None:
+    """Weights 1, 1 and a sink of 2: (4 + 8) / 4."""
+    told = truth([[0.0, 0.0]], [[4.0, 8.0]], sinks=torch.tensor([LN2]))
+    assert outs(told) == pytest.approx([3.0], rel=1e-6)
+    assert told.lse_log2.item() == pytest.approx(2.0)
+
+
+def test_each_row_of_a_request_sees_the_keys_up_to_its_own() -> None:
+    """Two rows, three keys of equal weight."""
+    told = truth([[0.0, 0.0, 0.0]], [[3.0, 9.0, 6.0]], [2])
+    assert outs(told) == pytest.approx([6.0, 6.0])
+    assert told.lse_log2.flatten().tolist() == pytest.approx([1.0, math.log2(3.0)])
+
+
+def test_without_the_causal_rule_every_row_sees_every_key() -> None:
+    assert outs(truth([[0.0, 0.0, 0.0]], [[3.0, 9.0, 0.0]], [2], causal=False)) == pytest.approx([4.0, 4.0])
+
+
+@pytest.mark.parametrize(("window_left", "expected"), [(0, [9.0, 3.0]), (1, [10.0, 6.0]), (-1, [10.0, 8.25])])
+def test_a_window_leaves_so_many_keys_beside_the_rows_own(window_left: int, expected: list[float]) -> None:
+    """The last two rows over four keys of equal weight: their means over 1, 2, and 3 or 4 keys."""
+    assert outs(truth([[0.0] * 4], [[10.0, 11.0, 9.0, 3.0]], [2], window_left=window_left)) == pytest.approx(expected)
+
+
+def test_a_mask_says_which_of_the_newest_keys_a_row_sees() -> None:
+    """The oldest key is before the draft and seen by all; row 0 sees the draft's second token, row 1 its first."""
+    shown = torch.tensor([[[False, True], [True, False]]])
+    assert outs(truth([[0.0] * 3], [[2.0, 4.0, 8.0]], [2], shown=shown)) == pytest.approx([5.0, 3.0])
+
+
+def test_a_row_that_sees_nothing_is_zero_with_an_lse_of_minus_infinity() -> None:
+    """One key and two rows: the first row is older than it. And a request without a key."""
+    told = truth([[0.0], []], [[7.0], []], [2, 1])
+    assert outs(told) == [0.0, 7.0, 0.0]
+    assert told.lse_log2.flatten().tolist() == [-math.inf, 0.0, -math.inf]
+
+
+def test_rows_know_their_requests() -> None:
+    assert truth([[0.0] * 3, [0.0] * 2], [[1.0] * 3, [2.0] * 2], [3, 1]).request_of_row.tolist() == [0, 0, 0, 1]
+
+
+def test_requests_see_their_own_keys_alone() -> None:
+    assert outs(truth([[0.0], [0.0, 0.0]], [[5.0], [1.0, 3.0]])) == pytest.approx([5.0, 2.0])
+
+
+def test_the_control_rounds_operands_as_its_arithmetic_does() -> None:
+    """1 + 2**-10 is 1 in bf16: the control's logit is 2, the truth's a thousandth more."""
+    histories = [(torch.tensor([0.0, 64.0]).view(2, 1, 1), torch.tensor([0.0, 1.0]).view(2, 1, 1))]
+    rules = Rules(1 / 32, 1.0, torch.bfloat16, torch.float32)
+    told = truth_of_requests(torch.full((1, 1, 1), 1.0 + 2**-10), histories, [1], rules)
+    assert told.expected.item() == pytest.approx(1 / (1 + math.exp(-2.0 * (1 + 2**-10))), rel=1e-9)
+    assert told.control.item() == pytest.approx(1 / (1 + math.exp(-2.0)), rel=1e-6)
