@@ -47,7 +47,7 @@ class Isolation:
         self.implementation, self.device, self.space = implementation, device, space
         self.time_limit_s, self.workers = time_limit_s, workers
         self._pool: Any = None
-        self._has_worked = False  # if not, no worker can: a script needs `if __name__ == "__main__":`
+        self._has_worked = False
         self._last_words: tempfile.TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> "Isolation":
@@ -98,11 +98,13 @@ class Isolation:
         try:
             result: Judged = future.result()
             self._has_worked = True
-        except BrokenProcessPool:  # the case has not begun
+        except BrokenProcessPool as error:  # the case has not begun
             if attempts > 1:
                 return self._result(self._schedule(arguments), arguments, attempts - 1)
             if not self._has_worked:
-                raise
+                raise RuntimeError(
+                    'no worker can begin: a script that judges in isolation needs `if __name__ == "__main__":`'
+                ) from error
             return Judged(Outcome.FAILED, ("its worker died before it began",))
         except FutureTimeoutError:
             return Judged(Outcome.FAILED, (f"it did not return within {self.time_limit_s:g} s",))

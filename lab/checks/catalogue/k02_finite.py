@@ -28,8 +28,8 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[Attenti
     for case in space.covering(interface, counted(level, 4, 16), seed=2):
         yield replace(case, contents=Contents.TALL)
         yield replace(case, contents=Contents.LOW)
-        if not case.is_mla:
-            yield replace(case, window_left=case.page_size - 1, sinks=True, contents=Contents.TALL)
+        if not case.is_mla and True in space.windows:
+            yield replace(case, window_left=case.page_size - 1, sinks=True in space.sinks, contents=Contents.TALL)
     for case in space.covering(interface, counted(level, 2, 8), seed=3):
         # Fewer keys than rows, and none: the leading rows see nothing.
         short = tuple(max(kv_len, q_len) for kv_len, q_len in zip(case.kv_lens, case.q_lens, strict=True))

@@ -25,7 +25,7 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[Attenti
     for case in space.covering(interface, counted(level, 1, 4), seed=19):
         kv_lens = (LONG + case.page_size // 2 + 1, *case.kv_lens[1:])
         yield replace(case, kv_lens=kv_lens, window_left=-1, contents=Contents.NEEDLES)
-    if interface is not Interface.MLA_DECODE:
+    if interface is not Interface.MLA_DECODE and True in space.windows:
         for case in space.covering(interface, counted(level, 4, 24), seed=5):
             edges = (0, 1, case.page_size - 1, case.page_size)
             window_left = edges[case.seed % len(edges)]

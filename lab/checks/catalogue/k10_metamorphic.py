@@ -46,7 +46,7 @@ def _judge(trial: Trial) -> None:
     _strides(trial, inputs, truth, base)
     _scales(trial, inputs, truth, base)
     _bounds(trial, inputs, truth, base)
-    _switched_off(trial, inputs, truth)
+    _switched_off(trial, inputs)
 
 
 def _storage(trial: Trial, truth: Truth, base: Result) -> None:
@@ -141,18 +141,24 @@ def _bounds(trial: Trial, inputs: AttentionInputs, truth: Truth, base: Result) -
             trial.same_bits(what, trial.attempt(what, inputs, enable_pdl=enabled), base)
 
 
-def _switched_off(trial: Trial, inputs: AttentionInputs, truth: Truth) -> None:
+def _switched_off(trial: Trial, inputs: AttentionInputs) -> None:
     """A window as wide as every request is none, and a sink of minus infinity is none."""
     if trial.case.is_mla:
         return
     longest = max(max(trial.case.kv_lens), 1)
+    if True in trial.space.windows:
+        _wide_windows(trial, inputs, longest)
+    if True in trial.space.sinks:
+        none = torch.full((trial.case.num_qo_heads,), -math.inf, dtype=torch.float32, device=trial.device)
+        what = "sinks of minus infinity"
+        trial.hold(what, trial.attempt(what, inputs, sinks=none), truth_of_call(inputs, sinks=None))
+
+
+def _wide_windows(trial: Trial, inputs: AttentionInputs, longest: int) -> None:
     without = truth_of_call(inputs, window_left=-1)
     for window_left in (longest, longest - 1):
         what = f"window_left={window_left}, which hides nothing"
         trial.hold(what, trial.attempt(what, inputs, window_left=window_left), without)
-    none = torch.full((trial.case.num_qo_heads,), -math.inf, dtype=torch.float32, device=trial.device)
-    what = "sinks of minus infinity"
-    trial.hold(what, trial.attempt(what, inputs, sinks=none), truth_of_call(inputs, sinks=None))
 
 
 CHECK = Check("K10", "metamorphic", first_line(__doc__), _cases, _judge, adapt=same)
