@@ -1,5 +1,6 @@
 """The judge as its user meets it: what is right, wrong, declined or failed, and which mistakes it answers with a sentence."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -266,3 +267,8 @@ def test_the_keys_and_names_of_checks_differ() -> None:
 
 def test_every_check_says_in_a_line_what_it_catches() -> None:
     assert all(20 < len(check.catches) < 140 and check.catches.endswith(".") for check in checks())
+
+
+def test_the_readme_has_a_row_for_every_check() -> None:
+    rows = re.findall(r"^\| ([KLM]\d+) \| (\w+) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert rows == [(check.key, check.name) for check in checks()]
