@@ -258,7 +258,9 @@ def _fmha_v2(capability: Capability | None, problem: PagedAttention) -> str | No
     if problem.bmm1_scale == 0:
         return "trtllm_fmha_v2_prefill takes bmm1_scale 0 for 1 / sqrt(head_dim)"
     if problem.bmm1_scale < 0:
-        return f"trtllm_fmha_v2_prefill takes a row's maximum before it scales: bmm1_scale {problem.bmm1_scale} overflows"
+        return (
+            f"trtllm_fmha_v2_prefill takes a row's maximum before it scales: bmm1_scale {problem.bmm1_scale} overflows"
+        )
     if q in HALF_DTYPES and problem.bmm2_scale != 1:  # its 16 bit epilogues never read it
         return f"trtllm_fmha_v2_prefill applies no bmm2_scale to {q}: it must be 1.0, not {problem.bmm2_scale}"
     if not problem.query.is_contiguous():
