@@ -20,7 +20,7 @@ from lab.checks.mutants.metadata import Builder
 from lab.checks.mutants.mutant import CONTEXT, DECODE, DRAFT_INDICES, MHA_METADATA, MLA_DECODE
 from lab.checks.mutants.split_kv import COUNTER_BYTES, SplitKV
 from lab.problem import NVFP4_BLOCK
-from lab.references import draft_decode_kv_lists
+from lab.references import generate_draft_decode_kv_indices
 from lab.references import trtllm_batch_context_with_kv_cache as reference_context
 from lab.references import trtllm_batch_decode_with_kv_cache as reference_decode
 from lab.references.errors import compare, eager_attention
@@ -307,7 +307,9 @@ def test_draft_lists_are_right(topk: int, page_size: int, dtype: torch.dtype) ->
     req_to_token = torch.randint(1000, (6, 40), dtype=dtype)
     rows = torch.tensor([4, 1, 2], dtype=torch.int32)
     positions = lens.repeat_interleave(topk)
-    truth = draft_decode_kv_lists(rows, req_to_token, lens, positions, num_steps=3, topk=topk, page_size=page_size)
+    truth = generate_draft_decode_kv_indices(
+        rows, req_to_token, lens, positions, num_steps=3, topk=topk, page_size=page_size
+    )
     kv_indices, kv_indptr = (torch.full((3, 200), -7, dtype=dtype) for _ in range(2))
     DraftLists().generate_draft_decode_kv_indices(
         rows, req_to_token, lens, kv_indices, kv_indptr, positions, topk=topk, page_size=page_size
