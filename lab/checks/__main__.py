@@ -126,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", help="cpu or cuda; a GPU if there is one")
     parser.add_argument("--in-process", action="store_true", help="no worker: a crash or a hang ends the judge")
     parser.add_argument("--time-limit-s", type=float, default=TIME_LIMIT_S, help="of one case, %(default)s")
-    parser.add_argument("--workers", type=int, default=1, help="processes that judge at a time")
+    parser.add_argument("--workers", type=int, default=2, help="processes that judge at a time, %(default)s")
     parser.add_argument("--most-seconds", type=float, default=math.inf, help="begin no further case after so long")
     parser.add_argument("--drawn", type=int, help="cases that Hypothesis draws per check and function")
     parser.add_argument("--out", type=Path, help="where to write the report, JSON")

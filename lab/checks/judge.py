@@ -20,7 +20,7 @@ from lab.provenance import environment
 from lab.workloads.interfaces import Interface
 
 DRAWN_CASES = {Level.SMOKE: 3, Level.FULL: 30}
-SMOKE_LONGEST = 300  # keys
+SMOKE_LONGEST = 200  # keys
 MOST_SHRINKS = 60  # calls of the judge that Hypothesis may spend on making a failing case smaller
 TIME_LIMIT_S = 120.0
 
