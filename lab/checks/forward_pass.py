@@ -79,9 +79,9 @@ BuildMetadata = Callable[[ForwardBatch, KVPool], TRTLLMMHAMetadata]
 
 
 def build_forward(
-    case: ForwardCase, device: torch.device, build_metadata: BuildMetadata = build_mha_metadata
+    case: ForwardCase, device: torch.device, build_metadata: BuildMetadata | None = None
 ) -> ForwardPass:
-    """Build the pool, write the histories, poison the rest, and build the metadata, by the lab's builder or another."""
+    """Build the pool, write the histories, poison the rest, and build the metadata, by the lab's builder or the given one."""
     generator = torch.Generator(device=device).manual_seed(case.seed)
     pool = _new_pool(case, device)
     cache = pool.new_cache(
@@ -103,7 +103,7 @@ def build_forward(
         cache.write(pool.swa_slots(slots) if case.sliding_window else slots, keys[first:last], values[first:last])
 
     batch = _new_batch(case, device, requests, torch.cat(write_slots))
-    metadata = build_metadata(batch, pool)
+    metadata = (build_metadata or build_mha_metadata)(batch, pool)
     new_keys = torch.cat([keys[-rows:] for (keys, _), rows in zip(histories, case.q_lens, strict=True)])
     new_values = torch.cat([values[-rows:] for (_, values), rows in zip(histories, case.q_lens, strict=True)])
     cache.write(_write_locations(case, batch, metadata), new_keys, new_values)
