@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,10 +29,9 @@ class AttentionInputs:
         histories: per request (K, V) as stored: [kv_len, num_kv_heads, head_dim] and [kv_len, num_kv_heads, out_head_dim].
         k_pages, v_pages: [num_pages, ., ., head_dim] in the case's layout; for MLA [num_pages, page_size, head_dim] both.
         scale_factors: of an NVFP4 cache: K's and V's, [num_pages, ., ., head_dim // 16]; or None.
-        block_tables: int32 [batch_size, max_num_pages_per_seq].
+        block_tables: int32 [batch_size, max_num_pages_per_seq], or K's and V's, [batch_size, 2, max_num_pages_per_seq].
         seq_lens: int32 [batch_size].
         sinks: float32 [num_qo_heads] or None.
-        changes: arguments that replace or join the others.
     """
 
     case: AttentionCase
@@ -44,7 +43,6 @@ class AttentionInputs:
     seq_lens: Tensor
     sinks: Tensor | None
     scale_factors: tuple[Tensor, Tensor] | None = None
-    changes: dict[str, Any] = field(default_factory=dict)
 
     @property
     def bmm1_scale(self) -> float:
@@ -58,7 +56,7 @@ class AttentionInputs:
 
     @property
     def max_seq_len(self) -> int:
-        return self.block_tables.shape[1] * self.case.page_size
+        return self.block_tables.shape[-1] * self.case.page_size
 
     def tensors(self) -> dict[str, Tensor]:
         """What a kernel must leave as it is."""
@@ -101,7 +99,7 @@ class AttentionInputs:
             arguments["max_seq_len"] = self.max_seq_len
         if case.interface is Interface.DECODE and case.q_lens[0] > 1:
             arguments["q_len_per_req"] = case.q_lens[0]
-        return arguments | self.changes
+        return arguments
 
     def _context_arguments(self) -> dict[str, Any]:
         case, device = self.case, self.query.device

@@ -78,9 +78,7 @@ class ForwardPass:
 BuildMetadata = Callable[[ForwardBatch, KVPool], TRTLLMMHAMetadata]
 
 
-def build_forward(
-    case: ForwardCase, device: torch.device, build_metadata: BuildMetadata | None = None
-) -> ForwardPass:
+def build_forward(case: ForwardCase, device: torch.device, build_metadata: BuildMetadata | None = None) -> ForwardPass:
     """Build the pool, write the histories, poison the rest, and build the metadata, by the lab's builder or the given one."""
     generator = torch.Generator(device=device).manual_seed(case.seed)
     pool = _new_pool(case, device)

@@ -73,11 +73,10 @@ def judge(
     Raises:
         ValueError: it has none of the names, a check does not exist, or isolation was asked for an object.
     """
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = _device(device)
     if isolated and not isinstance(implementation, str):
         raise ValueError(f"an isolated judge imports the implementation by name; got {implementation!r}")
-    loaded = load(implementation) if isinstance(implementation, str) else implementation
-    name = implementation if isinstance(implementation, str) else _name_of(loaded)
+    name, loaded = _named(implementation)
     offered = [each for each in interfaces_of(loaded) if not functions or each.value in functions]
     if not offered:
         raise ValueError(f"{name} has none of {', '.join(functions or [interface.value for interface in Interface])}")
@@ -127,17 +126,23 @@ def judge_case(
         case: of that check.
         device, space: as in `judge`.
     """
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    loaded = load(implementation) if isinstance(implementation, str) else implementation
-    name = implementation if isinstance(implementation, str) else _name_of(loaded)
+    where = _device(device)
+    name, loaded = _named(implementation)
     (chosen,) = _chosen((check,))
     interface = getattr(case, "interface", chosen.interfaces[0])
     with Isolation(loaded, where, space or Space(), TIME_LIMIT_S) as isolation:
         return _Bench(name, chosen, interface, isolation).verdicts([case])[0]
 
 
-def _name_of(implementation: Any) -> str:
-    return str(getattr(implementation, "__name__", type(implementation).__name__))
+def _device(device: torch.device | str | None) -> torch.device:
+    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _named(implementation: Any) -> tuple[str, Any]:
+    """Its name, and itself: imported if it was given by name."""
+    if isinstance(implementation, str):
+        return implementation, load(implementation)
+    return str(getattr(implementation, "__name__", type(implementation).__name__)), implementation
 
 
 def _chosen(only: Sequence[str]) -> tuple[Check, ...]:

@@ -12,7 +12,7 @@ import torch
 from lab.checks.attention_inputs import SEMAPHORE_BYTES, new_workspace
 from lab.checks.check import Check, Level, counted, first_line, same
 from lab.checks.space import Space
-from lab.checks.trial import Declined, Trial, truth_of_call
+from lab.checks.trial import Trial, truth_of_call
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import Interface
 
@@ -30,10 +30,8 @@ def _judge(trial: Trial) -> None:
     _counters_are_zero(trial, "a call", workspace)
 
     other = trial.build(_another_shape(trial.case))
-    try:
-        trial.hold("another shape", trial.call(other, workspace_buffer=workspace), truth_of_call(other))
-    except Declined as declined:
-        trial.declines.append(f"another shape: {declined}")
+    result = trial.attempt("another shape", other, workspace_buffer=workspace)
+    trial.hold("another shape", result, truth_of_call(other))
     _counters_are_zero(trial, "a call of another shape", workspace)
     trial.same_bits("again, after another shape", trial.call(inputs, workspace_buffer=workspace), first)
 

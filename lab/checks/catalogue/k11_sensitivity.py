@@ -15,7 +15,7 @@ from torch import Tensor
 from lab.checks.attention_inputs import AttentionInputs, running_sum
 from lab.checks.check import Check, Level, counted, first_line
 from lab.checks.space import Space
-from lab.checks.trial import Declined, Trial, truth_of_call
+from lab.checks.trial import Trial, truth_of_call
 from lab.problem import MASK_BITS_PER_WORD, mask_words
 from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.interfaces import Interface
@@ -48,7 +48,7 @@ def _optional(space: Space) -> dict[str, tuple[bool, ...]]:
 
 
 def _probe(trial: Trial, name: str, inputs: AttentionInputs, changes: dict[str, Any], rules: dict[str, Any]) -> None:
-    """The output must be what the changed argument says, which must not be what it was."""
+    """The output must be what the changed argument says."""
     truth = truth_of_call(inputs, **rules)
     result = trial.attempt(name, inputs, **changes)
     if result is None:
@@ -82,35 +82,21 @@ def _mla_sinks(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]
     return {"sinks": [changes["sinks"]]}, rules
 
 
-def _bmm1(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
-    scale = 0.75 * inputs.bmm1_scale
-    return {"bmm1_scale": scale}, {"bmm1_scale": scale}
+def _scaled(name: str, factor: float, on_device: bool = False) -> Probe:
+    """Another bmm1_scale or bmm2_scale, as a number or as a tensor."""
 
+    def probe(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
+        scale: Any = factor * getattr(inputs, name)
+        if on_device:
+            scale = torch.tensor([scale], dtype=torch.float32, device=inputs.query.device)
+        return {name: scale}, {name: scale}
 
-def _bmm1_negative(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The smallest product weighs most."""
-    scale = -0.5 * inputs.bmm1_scale
-    return {"bmm1_scale": scale}, {"bmm1_scale": scale}
-
-
-def _bmm1_tensor(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
-    scale = torch.tensor([0.75 * inputs.bmm1_scale], dtype=torch.float32, device=inputs.query.device)
-    return {"bmm1_scale": scale}, {"bmm1_scale": scale}
+    return probe
 
 
 def _bmm1_log2(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
     scale = torch.tensor([0.75 * inputs.bmm1_scale], dtype=torch.float32, device=inputs.query.device)
     return {"bmm1_scale_log2": scale * math.log2(math.e)}, {"bmm1_scale": scale}
-
-
-def _bmm2(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
-    scale = 1.25 * inputs.bmm2_scale
-    return {"bmm2_scale": scale}, {"bmm2_scale": scale}
-
-
-def _bmm2_tensor(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
-    scale = torch.tensor([1.25 * inputs.bmm2_scale], dtype=torch.float32, device=inputs.query.device)
-    return {"bmm2_scale": scale}, {"bmm2_scale": scale}
 
 
 def _out_dtype(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -122,14 +108,14 @@ def _lse(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
     return {"return_lse": True}, {}
 
 
-def _lse_of_sinks(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
-    changes, rules = _sinks(inputs)
-    return changes | {"return_lse": True}, rules
+def _with_lse(probe: Probe) -> Probe:
+    """The same, and the LSE."""
 
+    def with_lse(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
+        changes, rules = probe(inputs)
+        return changes | {"return_lse": True}, rules
 
-def _mla_lse_of_sinks(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
-    changes, rules = _mla_sinks(inputs)
-    return changes | {"return_lse": True}, rules
+    return with_lse
 
 
 def _not_causal(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -137,26 +123,25 @@ def _not_causal(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]
 
 
 _SHARED: dict[str, Probe] = {
-    "bmm1_scale": _bmm1,
-    "bmm1_scale below 0": _bmm1_negative,
-    "bmm1_scale as a tensor": _bmm1_tensor,
-    "bmm2_scale": _bmm2,
-    "bmm2_scale as a tensor": _bmm2_tensor,
-    "out_dtype": _out_dtype,
+    "bmm1_scale": _scaled("bmm1_scale", 0.75),
+    "bmm1_scale below 0": _scaled("bmm1_scale", -0.5),  # the smallest product weighs most
+    "bmm1_scale as a tensor": _scaled("bmm1_scale", 0.75, on_device=True),
+    "bmm2_scale": _scaled("bmm2_scale", 1.25),
+    "bmm2_scale as a tensor": _scaled("bmm2_scale", 1.25, on_device=True),
     "lse": _lse,
 }
 _MHA: dict[str, Probe] = _SHARED | {
+    "out_dtype": _out_dtype,
     "window_left": _window,
     "window_left=0": _window_of_none,
     "sinks": _sinks,
-    "lse of sinks": _lse_of_sinks,
+    "lse of sinks": _with_lse(_sinks),
 }
 _PROBES: dict[Interface, dict[str, Probe]] = {
     Interface.DECODE: _MHA | {"bmm1_scale_log2": _bmm1_log2},
     Interface.CONTEXT: _MHA | {"causal": _not_causal},
-    Interface.MLA_DECODE: _SHARED | {"sinks": _mla_sinks, "lse of sinks": _mla_lse_of_sinks},
+    Interface.MLA_DECODE: _SHARED | {"sinks": _mla_sinks, "lse of sinks": _with_lse(_mla_sinks)},
 }
-del _PROBES[Interface.MLA_DECODE]["out_dtype"]  # it has none
 
 
 def _masks(trial: Trial) -> None:
@@ -208,17 +193,13 @@ def _ragged(trial: Trial, inputs: AttentionInputs) -> None:
     query = torch.cat([inputs.query] * 8)[: sum(q_lens)]
     ragged = replace(inputs, case=replace(case, interface=Interface.CONTEXT, q_lens=q_lens), query=query)
     truth = truth_of_call(ragged)
-    arguments = inputs.arguments() | {
-        "query": query,
-        "q_len_per_req": None,
-        "max_q_len": max(q_lens),
-        "cum_seq_lens_q": running_sum(q_lens, trial.device),
-    }
-    try:
-        result = trial.run(Interface.DECODE, arguments)
-    except Declined as declined:
-        trial.declines.append(f"cum_seq_lens_q: {declined}")
-        return
+    result = trial.attempt(
+        "cum_seq_lens_q",
+        replace(inputs, query=query),
+        q_len_per_req=None,
+        max_q_len=max(q_lens),
+        cum_seq_lens_q=running_sum(q_lens, trial.device),
+    )
     trial.hold("cum_seq_lens_q", result, truth)
 
 
@@ -230,13 +211,8 @@ def _separate_tables(trial: Trial, inputs: AttentionInputs) -> None:
     both = torch.stack((inputs.block_tables, v_tables), dim=1)
     what = "uses_shared_paged_kv_idx=False"
     moved = replace(inputs, v_pages=v_pages, block_tables=both)
-    result = trial.attempt(what, moved, uses_shared_paged_kv_idx=False, **_bounds_of(inputs))
+    result = trial.attempt(what, moved, uses_shared_paged_kv_idx=False)
     trial.hold(what, result, truth_of_call(inputs))
-
-
-def _bounds_of(inputs: AttentionInputs) -> dict[str, Any]:
-    name = "max_kv_len" if inputs.case.interface is Interface.CONTEXT else "max_seq_len"
-    return {name: inputs.max_seq_len}
 
 
 CHECK = Check("K11", "sensitivity", first_line(__doc__), _cases, _judge)
