@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN ?= .benchmarks/last_run.json
 OUT ?= .benchmarks/report
+# Processes that share the tests. One where there is a GPU: some tests time it, and must have it alone.
+WORKERS ?= $(if $(wildcard /dev/nvidia0),0,2)
 
 .PHONY: bench report test check format clean
 
@@ -17,7 +19,7 @@ report: $(VENV)/.installed
 	$(BIN)/python -m lab.timing.report $(RUN) --out $(OUT)
 
 test: check
-	$(BIN)/python -m pytest --benchmark-skip
+	$(BIN)/python -m pytest --benchmark-skip --numprocesses=$(WORKERS)
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .
