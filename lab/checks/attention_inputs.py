@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lab.checks.forward_pass import E4M3_K_SCALE, E4M3_V_SCALE, POISON
 from lab.problem import NVFP4_BLOCK
-from lab.references.quantization import dequantize_nvfp4, quantize_e4m3, quantize_nvfp4
+from lab.references.quantization import dequantize_nvfp4, interleave_v_scale_factors, quantize_e4m3, quantize_nvfp4
 from lab.workloads.attention_case import E4M3, NVFP4, AttentionCase, Contents, Dead, TableTail
 from lab.workloads.interfaces import Interface
 
@@ -87,8 +87,7 @@ class AttentionInputs:
         if self.sinks is not None:
             arguments["sinks"] = self.sinks
         if self.scale_factors is not None:
-            # trtllm-gen interleaves V's factors, XQA does not: the order here is XQA's.
-            arguments |= {"kv_cache_sf": self.scale_factors, "backend": "xqa"}
+            arguments |= self._scale_factor_arguments()
         if case.is_mla:
             arguments |= self._mla_arguments()
         elif case.storage.kv_layout != "HND":
@@ -100,6 +99,18 @@ class AttentionInputs:
         if case.interface is Interface.DECODE and case.q_lens[0] > 1:
             arguments["q_len_per_req"] = case.q_lens[0]
         return arguments
+
+    def _scale_factor_arguments(self) -> dict[str, Any]:
+        """XQA, which has decode calls alone, reads V's factors in plain order; trtllm-gen reads them interleaved."""
+        assert self.scale_factors is not None
+        k, v = self.scale_factors
+        if self.case.interface is Interface.DECODE:
+            return {"kv_cache_sf": (k, v), "backend": "xqa"}
+        is_nhd = self.case.storage.kv_layout == "NHD"
+        plain = v.view(torch.uint8)
+        interleaved = interleave_v_scale_factors(plain.transpose(1, 2) if is_nhd else plain)
+        interleaved = interleaved.transpose(1, 2).contiguous() if is_nhd else interleaved
+        return {"kv_cache_sf": (k, interleaved.view(E4M3)), "backend": "trtllm-gen"}
 
     def _context_arguments(self) -> dict[str, Any]:
         case, device = self.case, self.query.device
@@ -333,10 +344,33 @@ def _tall(case: AttentionCase, request: int, query: Tensor, keys: Tensor, values
     return query, keys, values
 
 
+def _loud(case: AttentionCase, request: int, query: Tensor, keys: Tensor, values: Tensor, directions: Tensor) -> Drawn:
+    return _scaled_values(case, query, keys, values, _LOUD[case.kv_dtype])
+
+
+def _faint(case: AttentionCase, request: int, query: Tensor, keys: Tensor, values: Tensor, directions: Tensor) -> Drawn:
+    return _scaled_values(case, query, keys, values, _FAINT[case.kv_dtype])
+
+
+# Of values drawn from N(0, 1): a sum of 64 exceeds float16's 65,504, but for e4m3's own end at 448.
+_LOUD = {torch.bfloat16: 2.0**14, torch.float16: 2.0**12, E4M3: 100.0 * E4M3_V_SCALE}
+# bf16: below float16's least, 2**-24, for the most part; the others: below their own least normal numbers.
+_FAINT = {torch.bfloat16: 2.0**-24, torch.float16: 2.0**-14, E4M3: 2.0**-7 * E4M3_V_SCALE}
+
+
+def _scaled_values(case: AttentionCase, query: Tensor, keys: Tensor, values: Tensor, factor: float) -> Drawn:
+    """MLA's keys are its values: there the query takes a large factor back, so that logits stay small."""
+    if case.is_mla:
+        return query / max(factor, 1.0), keys * factor, values
+    return query, keys, values * factor
+
+
 _SHAPE = {
     Contents.RANDOM: _random,
     Contents.NEEDLES: _needles,
     Contents.COUNTED: _counted,
     Contents.LOW: _low,
+    Contents.LOUD: _loud,
+    Contents.FAINT: _faint,
     Contents.TALL: _tall,
 }

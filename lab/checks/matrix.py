@@ -36,7 +36,7 @@ SPACE = Space(
     head_dims=(64, 256),
     page_sizes=(16, 128),
     mla_head_dims=((80, 64),),
-    mla_heads=(4, 16),
+    mla_heads=(4, 128),
     longest=150,
 )
 # A mutant that copies a pool of large ids would take all of a small machine's memory; that it is stopped is no finding.

@@ -45,9 +45,9 @@ class Space:
     sinks: tuple[bool, ...] = (False, True)
     nvfp4: tuple[bool, ...] = (False, True)
     kv_layouts: tuple[str, ...] = ("HND", "NHD")
-    masked_rows: tuple[int, ...] = (4, 8, 20)
+    masked_rows: tuple[int, ...] = (4, 8, 20, 40)
     mla_head_dims: tuple[tuple[int, int], ...] = ((80, 64), (576, 512))
-    mla_heads: tuple[int, ...] = (1, 8, 16)
+    mla_heads: tuple[int, ...] = (1, 8, 16, 128)
     mla_page_sizes: tuple[int, ...] = (32, 64)
     e4m3_arithmetic: bool = False
     longest: int = 700
@@ -204,8 +204,8 @@ class Space:
 
 
 def edge_lengths(page_size: int, longest: int) -> list[int]:
-    """Lengths at which something changes: a page, a tile of 64, 128 or 256 keys, and one more or less."""
-    edges = {1, 2, page_size, 2 * page_size, 64, 128, 256, longest}
+    """Lengths at which something changes: a page, a tile of 64, 128, 256 or 512 keys, and one more or less."""
+    edges = {1, 2, page_size, 2 * page_size, 64, 128, 256, 512, longest}
     return sorted({near for edge in edges for near in (edge - 1, edge, edge + 1) if 0 < near <= longest})
 
 

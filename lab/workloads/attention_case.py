@@ -19,6 +19,8 @@ class Contents(enum.Enum):
     NEEDLES = "a few keys outweigh all others: those at each row's limits, and those just beyond them"
     COUNTED = "zero queries, values that name their position: the output counts the keys that were seen"
     LOW = "all logits about -200,000, equal within a request: the output is a mean, unless a sentinel is finite"
+    LOUD = "values of tens of thousands, which a half-precision sum does not hold"
+    FAINT = "values below the normal numbers of a smaller format, and of the cache's own where that is small"
     TALL = "logits of many hundreds, the largest at the newest key: partial maxima that differ as far as they can"
 
     def __repr__(self) -> str:

@@ -14,12 +14,15 @@ from lab.checks.check import Check
 from lab.checks.isolation import run_trial
 from lab.checks.matrix import SPACE, WRONG, main, markdown
 from lab.checks.mutants import MUTANTS, mutant
+from lab.checks.mutants.draft_indices import DraftLists
+from lab.checks.mutants.metadata import Builder
+from lab.checks.mutants.mutant import DRAFT_INDICES, MHA_METADATA
 from lab.checks.mutants.split_kv import SplitKV
 from lab.checks.verdicts import Outcome
-from lab.workloads.attention_case import AttentionCase
 
 RECORDED = Path(__file__).parents[2] / "results" / "mutants.json"
 CPU = torch.device("cpu")
+RIGHT: dict[str, Any] = {DRAFT_INDICES: DraftLists, MHA_METADATA: Builder}  # SplitKV for attention
 NAMES = [each.name for each in MUTANTS]
 # Pools of gigabytes, if virtual: only where no other check finds the mutant.
 SLOW_CHECKS = ("K15",)
@@ -75,9 +78,9 @@ def test_a_recorded_kill_holds_and_the_right_model_lives(name: str) -> None:
             break
     else:
         pytest.fail(f"no recorded kill of {name} holds: {kills}")
-    if isinstance(case, AttentionCase):
-        right = run_trial(SplitKV(), check_of(key), case, CPU, SPACE)
-        assert right.outcome is Outcome.RIGHT, right.wrongs
+    right = RIGHT.get(mutant(name).interface[0], SplitKV)()
+    judged = run_trial(right, check_of(key), case, CPU, SPACE)
+    assert judged.outcome is Outcome.RIGHT, judged.wrongs
 
 
 def test_the_whole_matrix(request: pytest.FixtureRequest, tmp_path: Path) -> None:

@@ -25,7 +25,12 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[DraftLi
         yield DraftListsCase((0, 1, page_size - 1, page_size, 70), num_steps=4, topk=topk, page_size=page_size)
     yield DraftListsCase((9, 130, 4), spare_capacity=-20)
     yield DraftListsCase((9, 130, 4), spare_columns=-2)
+    yield DraftListsCase((5, 70), topk=8)
+    yield DraftListsCase((5, 130), topk=2, page_size=128)
+    yield DraftListsCase((5, 17, 130), topk=2, page_size=16, num_steps=40)  # more steps than a page holds
+    yield DraftListsCase((9000, 70))
     yield DraftListsCase(tuple(range(40)) * 14)
+    yield DraftListsCase(tuple(range(4)) * 300)  # more requests than a block of 1,024 threads
     if level is Level.FULL:
         for seed in range(24):
             generator = torch.Generator().manual_seed(seed)
@@ -39,7 +44,6 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[DraftLi
                 row_gap=seed % 4,
                 seed=seed,
             )
-        yield DraftListsCase(tuple(range(3)) * 300)
 
 
 def _judge(trial: Trial) -> None:

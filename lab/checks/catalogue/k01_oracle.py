@@ -2,20 +2,38 @@
 
 An absolute tolerance lets everything through once outputs are as small as 1/sqrt(length), and a share of wrong elements
 may hold a whole head. Here each (row, head) is held by itself: relative L2 against float64 on the quantised inputs, with the
-measured error of eager arithmetic times a small factor as the bound.
+measured error of eager arithmetic times a small factor as the bound. Values are also very large and very small, and batches
+larger than what a block of threads holds: formats and blocks end there.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from lab.checks.check import Check, Level, counted, first_line, same
 from lab.checks.space import Space
 from lab.checks.trial import Trial, truth_of_call
-from lab.workloads.attention_case import AttentionCase
+from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.interfaces import Interface
+
+LARGE_BATCHES = (40, 130)  # above a warp's 32 lanes, and above 128
 
 
 def _cases(interface: Interface, space: Space, level: Level) -> Iterator[AttentionCase]:
     yield from space.covering(interface, counted(level, 8, 48), seed=1)
+    for case in space.covering(interface, counted(level, 3, 9), seed=22):
+        yield replace(case, contents=Contents.LOUD)
+        yield replace(case, contents=Contents.FAINT)
+    for batch_size, case in zip(LARGE_BATCHES, space.covering(interface, len(LARGE_BATCHES), seed=23), strict=True):
+        yield _large_batch(case, batch_size)
+
+
+def _large_batch(case: AttentionCase, batch_size: int) -> AttentionCase:
+    """Unequal, short requests; of a context call, unequal rows too."""
+    lens = tuple(8 + 3 * request % 47 for request in range(batch_size))
+    q_lens = (case.q_lens[0],) * batch_size
+    if case.interface is Interface.CONTEXT:
+        q_lens = tuple(1 + request % 3 for request in range(batch_size))
+    return replace(case, kv_lens=lens, q_lens=q_lens)
 
 
 def _judge(trial: Trial) -> None:

@@ -4,6 +4,7 @@ Normal random logits lie within ±10 and every row sees a key, so the initial ma
 come up. A row that sees nothing is zero, with an LSE of minus infinity.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -34,6 +35,8 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[Attenti
         # Fewer keys than rows, and none: the leading rows see nothing.
         short = tuple(max(kv_len, q_len) for kv_len, q_len in zip(case.kv_lens, case.q_lens, strict=True))
         yield replace(case, kv_lens=(max(case.q_lens[0] - 1, 0), *short[1:-1], 0))
+        if interface is Interface.MLA_DECODE and True in space.sinks:
+            yield replace(case, kv_lens=(max(case.q_lens[0] - 1, 0), *short[1:-1], 0), sinks=True)
 
 
 def _judge(trial: Trial) -> None:
@@ -46,6 +49,11 @@ def _judge(trial: Trial) -> None:
     ):
         _must_be_finite(trial, what, result, truth)
         trial.hold(what, result, truth, least_bound)
+    if True in trial.space.sinks and 0 in trial.case.kv_lens:
+        none = torch.full((trial.case.num_qo_heads,), -math.inf, device=trial.device)
+        result = trial.attempt("sinks of minus infinity", inputs, sinks=none)
+        _must_be_finite(trial, "sinks of minus infinity", result, truth)
+        trial.hold("sinks of minus infinity", result, truth_of_call(inputs, sinks=None))
     if inputs.sinks is not None:
         sinks = inputs.sinks + LARGE_SINK[trial.case.dtype]
         result = trial.attempt("large sinks", inputs, sinks=sinks)

@@ -1,13 +1,15 @@
 """A request whose output depends on the others: strides of the batch, exchanged lengths, rows or tables.
 
 With equal lengths and one table per test an exchanged request is often right by luck. Here each request is computed
-alone, in another order, and twice in a batch, and another request's data is changed, which may change no bit of it.
+alone, in another order, and twice in a batch, and another request's data is changed, which may change no bit of it. Then all
+of them share their first pages, as requests with a cached prefix do.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from lab.checks.attention_inputs import AttentionInputs
 from lab.checks.check import Check, Level, counted, first_line, same
@@ -15,6 +17,8 @@ from lab.checks.space import Space
 from lab.checks.trial import Trial, truth_of_call
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import Interface
+
+SHARED_PAGES = 2
 
 
 def _cases(interface: Interface, space: Space, level: Level) -> Iterator[AttentionCase]:
@@ -31,6 +35,8 @@ def _judge(trial: Trial) -> None:
     _hold_part(trial, "in reversed order", inputs, list(reversed(range(count))))
     _hold_part(trial, "with each request twice", inputs, [*range(count), *range(count)])
     _others_keep_their_bits(trial, inputs)
+    shared = _with_shared_prefix(inputs)
+    trial.hold("a shared prefix", trial.attempt("a shared prefix", shared), truth_of_call(shared))
 
 
 def _hold_part(trial: Trial, what: str, inputs: AttentionInputs, requests: Sequence[int]) -> None:
@@ -48,6 +54,28 @@ def _others_keep_their_bits(trial: Trial, inputs: AttentionInputs) -> None:
         trial.same_bits(
             "the other requests, when the first's query changed", others, before._replace(out=before.out[rows:])
         )
+
+
+def _with_shared_prefix(inputs: AttentionInputs) -> AttentionInputs:
+    """Every request's first pages are those of the longest, as far as that fills them."""
+    page_size = inputs.case.page_size
+    lengths = inputs.case.kv_lens
+    donor = max(range(len(lengths)), key=lambda request: lengths[request])
+    pages = min(SHARED_PAGES, lengths[donor] // page_size)
+    block_tables = inputs.block_tables.clone()
+    block_tables[:, :pages] = inputs.block_tables[donor, :pages]
+    shared = inputs.histories[donor]
+    histories = tuple(_begun_as(own, shared, pages * page_size) for own in inputs.histories)
+    return replace(inputs, block_tables=block_tables, histories=histories)
+
+
+def _begun_as(own: tuple[Tensor, Tensor], shared: tuple[Tensor, Tensor], tokens: int) -> tuple[Tensor, Tensor]:
+    """A history whose first so many tokens are another's."""
+    keys, values = (
+        torch.cat((other[: min(tokens, len(mine))].view(torch.uint8), mine[tokens:].view(torch.uint8))).view(mine.dtype)
+        for mine, other in zip(own, shared, strict=True)
+    )
+    return keys, values
 
 
 def select(inputs: AttentionInputs, requests: Sequence[int]) -> AttentionInputs:

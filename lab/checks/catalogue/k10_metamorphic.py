@@ -21,6 +21,7 @@ from lab.workloads.interfaces import Interface
 
 MOST_HEADS = 32
 LARGE_PAGE = 256  # tokens; kernels were wrong from there on
+SPARE_COLUMNS = (40, 1100)  # a little, and more than a block of 1,024 threads
 FOLDED = 4.0  # a power of two: moving it between the query and the scale rounds nothing
 
 
@@ -33,8 +34,22 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[Attenti
         many = replace(case, num_kv_heads=case.page_size, kv_lens=case.kv_lens[:2], q_lens=case.q_lens[:2])
         if case.page_size <= MOST_HEADS:
             yield from (replace(many, storage=replace(case.storage, kv_layout=layout)) for layout in space.kv_layouts)
-        if interface is Interface.DECODE and True in space.nvfp4:
+        if True in space.nvfp4:
             yield replace(case, kv_dtype=NVFP4)
+            yield _nvfp4_with_all(case, space)
+
+
+def _nvfp4_with_all(case: AttentionCase, space: Space) -> AttentionCase:
+    """Several rows, a window and sinks over an NVFP4 cache, whose kernels are others."""
+    return replace(
+        case,
+        kv_dtype=NVFP4,
+        arithmetic=None,
+        q_lens=tuple(max(q_len, max(space.q_lens)) for q_len in case.q_lens),
+        kv_lens=tuple(max(kv_len, 80) for kv_len in case.kv_lens),
+        window_left=20 if True in space.windows else -1,
+        sinks=True in space.sinks,
+    )
 
 
 def _judge(trial: Trial) -> None:
@@ -63,7 +78,16 @@ def _storage(trial: Trial, truth: Truth, base: Result) -> None:
             gaps = trial.build(gaps_in_scale_factors=True)
             trial.hold("scale factors with gaps", trial.attempt("scale factors with gaps", gaps), truth)
         what = "V's page behind each of K's"
-        trial.hold(what, trial.attempt(what, trial.build(stacked=True)), truth)
+        stacked = trial.build(stacked=True)
+        trial.hold(what, trial.attempt(what, stacked), truth)
+        what = "kv_cache as one tensor"
+        trial.hold(what, trial.attempt(what, stacked, kv_cache=_as_one(stacked)), truth)
+
+
+def _as_one(stacked: AttentionInputs) -> Tensor:
+    """[num_pages, 2, ...]: K and V of each page."""
+    sides = [pages.view(torch.uint8) for pages in (stacked.k_pages, stacked.v_pages)]
+    return torch.stack(sides, dim=1).view(stacked.k_pages.dtype)
 
 
 def _page_sizes(trial: Trial) -> tuple[int, ...]:
@@ -81,9 +105,9 @@ def _strides(trial: Trial, inputs: AttentionInputs, truth: Truth, base: Result) 
     trial.same_bits(what, trial.attempt(what, replace(inputs, block_tables=in_wider_rows(inputs.block_tables))), base)
     what = "a query with gaps between its rows"
     trial.hold(what, trial.attempt(what, replace(inputs, query=in_wider_rows(inputs.query))), truth)
+    spread = replace(inputs, k_pages=in_wider_pages(inputs.k_pages), v_pages=in_wider_pages(inputs.v_pages))
+    trial.hold("pages with gaps between them", trial.attempt("pages with gaps between them", spread), truth)
     if not trial.case.is_mla:
-        spread = replace(inputs, k_pages=in_wider_pages(inputs.k_pages), v_pages=in_wider_pages(inputs.v_pages))
-        trial.hold("pages with gaps between them", trial.attempt("pages with gaps between them", spread), truth)
         uneven = replace(inputs, v_pages=in_wider_pages(inputs.v_pages))
         what = "V pages with gaps, K pages without"
         trial.hold(what, trial.attempt(what, uneven), truth)
@@ -130,8 +154,9 @@ def _bounds(trial: Trial, inputs: AttentionInputs, truth: Truth, base: Result) -
     for value in (longest, 4 * inputs.max_seq_len):
         what = f"{bound}={value}"
         trial.hold(what, trial.attempt(what, inputs, **{bound: value}), truth)
-    wider = trial.build(spare_columns=trial.case.storage.spare_columns + 40)
-    trial.hold("a wider page table", trial.attempt("a wider page table", wider), truth)
+    for columns in SPARE_COLUMNS:
+        what = f"a page table with {columns} spare columns"
+        trial.hold(what, trial.attempt(what, trial.build(spare_columns=columns)), truth)
     if trial.case.interface is Interface.CONTEXT:
         rows = 2 * max(trial.case.q_lens)
         trial.hold("a larger max_q_len", trial.attempt("a larger max_q_len", inputs, max_q_len=rows), truth)
@@ -152,6 +177,10 @@ def _switched_off(trial: Trial, inputs: AttentionInputs) -> None:
         none = torch.full((trial.case.num_qo_heads,), -math.inf, dtype=torch.float32, device=trial.device)
         what = "sinks of minus infinity"
         trial.hold(what, trial.attempt(what, inputs, sinks=none), truth_of_call(inputs, sinks=None))
+        some = torch.zeros_like(none)
+        some[::2] = -math.inf
+        what = "sinks of minus infinity for every other head"
+        trial.hold(what, trial.attempt(what, inputs, sinks=some), truth_of_call(inputs, sinks=some))
 
 
 def _wide_windows(trial: Trial, inputs: AttentionInputs, longest: int) -> None:

@@ -10,13 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lab.checks.attention_inputs import AttentionInputs, running_sum
 from lab.checks.check import Check, Level, counted, first_line
+from lab.checks.draft_masks import hold_masks, unequal_sinks
 from lab.checks.space import Space
-from lab.checks.trial import Trial, truth_of_call
-from lab.problem import MASK_BITS_PER_WORD, mask_words
+from lab.checks.trial import Trial, rules_of, truth_of_call
+from lab.checks.truth import truth_of_requests
 from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.interfaces import Interface
 
@@ -26,20 +26,35 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[Attenti
         # Needles make every limit visible, and every request is longer than a window of 20.
         kv_lens = tuple(max(kv_len, 40 + request) for request, kv_len in enumerate(case.kv_lens))
         yield replace(case, kv_lens=kv_lens, window_left=-1, sinks=False, contents=Contents.NEEDLES)
+    if interface is Interface.DECODE:
+        # Fewer keys than rows, under a mask: told apart, since some kernels cannot take them.
+        for case in space.covering(interface, counted(level, 1, 4), seed=21):
+            q_len = space.masked_rows[case.seed % len(space.masked_rows)]
+            plain = replace(case, window_left=-1, sinks=False, contents=Contents.NEEDLES)
+            yield replace(plain, kv_lens=(q_len - 1, 1, q_len + 30), q_lens=(q_len,) * 3)
 
 
 def _judge(trial: Trial) -> None:
+    if trial.case.interface is Interface.DECODE and min(trial.case.kv_lens) < trial.case.q_lens[0]:
+        hold_masks(trial, trial.case)
+        return
     inputs = trial.build()
     trial.hold("nothing changed", trial.call(inputs), truth_of_call(inputs))
     for name, probe in _PROBES[trial.case.interface].items():
         if not any(word in name and True not in axis for word, axis in _optional(trial.space).items()):
             changes, rules = probe(inputs)
             _probe(trial, name, inputs, changes, rules)
-    if trial.case.interface is Interface.DECODE:
-        _masks(trial)
+    if trial.case.interface is Interface.CONTEXT:
+        _request_without_rows(trial, inputs)
+    else:
         _ragged(trial, inputs)
-    if not trial.case.is_mla:
+    if trial.case.is_mla:
+        _lse_in_base_e(trial, inputs)
+        _half_out(trial, inputs)
+    else:
         _separate_tables(trial, inputs)
+    if trial.case.interface is Interface.DECODE:
+        hold_masks(trial, _several_rows(trial))
 
 
 def _optional(space: Space) -> dict[str, tuple[bool, ...]]:
@@ -72,12 +87,12 @@ def _window_of_none(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, 
 
 
 def _sinks(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
-    """As large as the needles' logits, and unequal."""
-    sinks = torch.linspace(8.0, 14.0, inputs.case.num_qo_heads, device=inputs.query.device)
+    sinks = unequal_sinks(inputs)
     return {"sinks": sinks}, {"sinks": sinks}
 
 
-def _mla_sinks(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
+def _sinks_in_a_list(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
+    """As MLA's function annotates them; its kernels take one tensor."""
     changes, rules = _sinks(inputs)
     return {"sinks": [changes["sinks"]]}, rules
 
@@ -104,6 +119,11 @@ def _out_dtype(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]
     return {"out_dtype": other}, {"out_dtype": other}
 
 
+def _unsigned_lengths(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
+    """FlashInfer documents seq_lens as uint32 too."""
+    return {"seq_lens": inputs.seq_lens.to(torch.uint32)}, {}
+
+
 def _lse(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
     return {"return_lse": True}, {}
 
@@ -126,8 +146,10 @@ _SHARED: dict[str, Probe] = {
     "bmm1_scale": _scaled("bmm1_scale", 0.75),
     "bmm1_scale below 0": _scaled("bmm1_scale", -0.5),  # the smallest product weighs most
     "bmm1_scale as a tensor": _scaled("bmm1_scale", 0.75, on_device=True),
-    "bmm2_scale": _scaled("bmm2_scale", 1.25),
-    "bmm2_scale as a tensor": _scaled("bmm2_scale", 1.25, on_device=True),
+    # 0.9 is no sum of few powers of two: a scale that is rounded on its way shows.
+    "bmm2_scale": _scaled("bmm2_scale", 0.9),
+    "bmm2_scale as a tensor": _scaled("bmm2_scale", 0.9, on_device=True),
+    "seq_lens as uint32": _unsigned_lengths,
     "lse": _lse,
 }
 _MHA: dict[str, Probe] = _SHARED | {
@@ -140,67 +162,77 @@ _MHA: dict[str, Probe] = _SHARED | {
 _PROBES: dict[Interface, dict[str, Probe]] = {
     Interface.DECODE: _MHA | {"bmm1_scale_log2": _bmm1_log2},
     Interface.CONTEXT: _MHA | {"causal": _not_causal},
-    Interface.MLA_DECODE: _SHARED | {"sinks": _mla_sinks, "lse of sinks": _with_lse(_mla_sinks)},
+    Interface.MLA_DECODE: _SHARED
+    | {
+        "sinks": _sinks,
+        "sinks in a list": _sinks_in_a_list,
+        "lse of sinks": _with_lse(_sinks),
+    },
 }
 
 
-def _masks(trial: Trial) -> None:
-    """Masks over the draft tokens: causal, full, a tree, and one of these for each request; within a window, too."""
-    for q_len in trial.space.masked_rows:
-        kv_lens = tuple(max(kv_len, q_len + 3) for kv_len in trial.case.kv_lens)
-        inputs = trial.build(replace(trial.case, kv_lens=kv_lens, q_lens=(q_len,) * len(kv_lens)))
-        causal = torch.ones(q_len, q_len, dtype=torch.bool).tril()
-        shapes = {"causal": causal, "full": torch.ones_like(causal), "tree": _tree(q_len)}
-        masks = {f"{name} mask": shown.expand(len(kv_lens), -1, -1) for name, shown in shapes.items()}
-        each = [list(shapes.values())[request % len(shapes)] for request in range(len(kv_lens))]
-        masks["mask that differs by request"] = torch.stack(each)
-        for name, shown in masks.items():
-            what, words = f"{name} of {q_len} rows", packed_mask(shown).to(trial.device)
-            truth = truth_of_call(inputs, shown=shown.to(trial.device))
-            trial.hold(what, trial.attempt(what, inputs, mask=words), truth)
-            if name == "tree mask" and True in trial.space.windows:
-                truth = truth_of_call(inputs, shown=shown.to(trial.device), window_left=20)
-                what = f"{what} within a window"
-                trial.hold(what, trial.attempt(what, inputs, mask=words, window_left=20), truth)
-
-
-def _tree(q_len: int) -> Tensor:
-    """Each row sees itself and what a binary tree has above it."""
-    shown = torch.zeros(q_len, q_len, dtype=torch.bool)
-    for row in range(q_len):
-        token = row
-        while True:
-            shown[row, token] = True
-            if token == 0:
-                break
-            token = (token - 1) // 2
-    return shown
-
-
-def packed_mask(shown: Tensor) -> Tensor:
-    """XQA's words of bool [batch, q_len, q_len]: uint16 [batch, q_len, words], bit b of word w for draft token 16 w + b."""
-    batch, q_len, _ = shown.shape
-    words = torch.zeros(batch, q_len, mask_words(q_len), dtype=torch.int32)
-    for token in range(q_len):
-        words[..., token // MASK_BITS_PER_WORD] |= shown[..., token].to(torch.int32) << (token % MASK_BITS_PER_WORD)
-    return words.to(torch.uint16)
+def _several_rows(trial: Trial) -> AttentionCase:
+    """The case with as many rows as a draft has, in turn; its first request is nothing but its draft."""
+    rows = trial.space.masked_rows
+    q_len = rows[trial.case.seed % len(rows)]
+    kv_lens = (q_len, *(max(kv_len, q_len + 3) for kv_len in trial.case.kv_lens[1:]))
+    return replace(trial.case, kv_lens=kv_lens, q_lens=(q_len,) * len(kv_lens))
 
 
 def _ragged(trial: Trial, inputs: AttentionInputs) -> None:
-    """Unequal rows through cum_seq_lens_q."""
+    """Unequal rows through cum_seq_lens_q, alone and beside what else limits or weighs what a row sees."""
     case = trial.case
     q_lens = tuple(1 + (request * 2 + case.seed) % 5 for request in range(len(case.kv_lens)))
     query = torch.cat([inputs.query] * 8)[: sum(q_lens)]
-    ragged = replace(inputs, case=replace(case, interface=Interface.CONTEXT, q_lens=q_lens), query=query)
-    truth = truth_of_call(ragged)
-    result = trial.attempt(
-        "cum_seq_lens_q",
-        replace(inputs, query=query),
-        q_len_per_req=None,
-        max_q_len=max(q_lens),
-        cum_seq_lens_q=running_sum(q_lens, trial.device),
-    )
-    trial.hold("cum_seq_lens_q", result, truth)
+    given: dict[str, Any] = {"max_q_len": max(q_lens), "cum_seq_lens_q": running_sum(q_lens, trial.device)}
+    lse: dict[str, Any] = {"return_lse": True}
+    if case.is_mla:
+        lse |= {"return_lse_base": "base2"}
+    else:
+        given |= {"q_len_per_req": None}
+    beside: dict[str, dict[str, Any]] = {"": {}}
+    if True in trial.space.sinks:
+        beside[" with sinks"] = {"sinks": unequal_sinks(inputs)}
+    if True in trial.space.windows and not case.is_mla:
+        beside[" within a window"] = {"window_left": 20}
+    for name, changes in beside.items():
+        truth = truth_of_requests(query, list(inputs.histories), list(q_lens), rules_of(inputs, **changes))
+        for what, arguments in ((f"cum_seq_lens_q{name}", given), (f"cum_seq_lens_q{name}, the LSE", given | lse)):
+            trial.hold(what, trial.attempt(what, inputs, query=query, **arguments, **changes), truth)
+
+
+def _request_without_rows(trial: Trial, inputs: AttentionInputs) -> None:
+    """A request that extends by nothing: two of the offsets are equal, and the others' rows stay theirs."""
+    case = trial.case
+    first = case.q_lens[0]
+    q_lens = (first, 0, *case.q_lens[2:])
+    query = torch.cat((inputs.query[:first], inputs.query[first + case.q_lens[1] :]))
+    truth = truth_of_requests(query, list(inputs.histories), list(q_lens), rules_of(inputs))
+    what = "a request without rows"
+    result = trial.attempt(what, inputs, query=query, cum_seq_lens_q=running_sum(q_lens, trial.device))
+    trial.hold(what, result, truth)
+
+
+def _lse_in_base_e(trial: Trial, inputs: AttentionInputs) -> None:
+    what = "return_lse_base='basee'"
+    result = trial.attempt(what, inputs, return_lse=True, return_lse_base="basee")
+    if result is None:
+        return
+    if result.lse is None:
+        trial.wrong(f"{what} returned no LSE")
+        return
+    trial.hold(what, result._replace(lse=result.lse / math.log(2)), truth_of_call(inputs))
+
+
+def _half_out(trial: Trial, inputs: AttentionInputs) -> None:
+    """MLA's function has no out_dtype; a given out says it."""
+    case = trial.case
+    shape = (len(case.q_lens), case.q_lens[0], case.num_qo_heads, case.out_head_dim)
+    out = torch.full(shape, math.nan, dtype=torch.float16, device=trial.device)
+    result = trial.attempt("a float16 out", inputs, out=out)
+    if result is not None:
+        result = result._replace(out=out.flatten(0, 1))
+    trial.hold("a float16 out", result, truth_of_call(inputs, out_dtype=torch.float16))
 
 
 def _separate_tables(trial: Trial, inputs: AttentionInputs) -> None:

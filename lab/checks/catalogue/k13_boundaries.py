@@ -13,6 +13,8 @@ from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.interfaces import Interface
 
 MOST_REQUESTS = 16
+LONG_TILES = (512, 1024, 1536)  # whole numbers of the largest tiles
+LONG_PROMPTS = [(300, 290), (60, 3), (513, 513)]  # (kv_len, q_len): more rows than a tile of 256
 ROWS_OF_A_TILE = 32  # XQA's SM90 fp8 kernel changes its layout at so many rows of a group
 
 
@@ -34,11 +36,23 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[Attenti
         if fewer:
             yield _of(case, [*fewer, enough[-1]])
         yield _of(case, enough[-1:])
+    for case in space.covering(interface, counted(level, 1, 4), seed=24):
+        q_len = case.q_lens[0]
+        if interface is Interface.CONTEXT:
+            yield _of(case, LONG_PROMPTS)
+        else:
+            yield _of(case, [(0, q_len), (0, q_len)])
+        yield _of(case, [(kv_len, min(q_len, kv_len)) for kv_len in LONG_TILES])
     if interface is Interface.DECODE:
-        for case in space.covering(interface, counted(level, 2, 8), seed=16):
-            for q_len in sorted({ROWS_OF_A_TILE // case.group, ROWS_OF_A_TILE // case.group + 1} - {0}):
-                if q_len in space.q_lens:
-                    yield _of(case, [(kv_len, q_len) for kv_len in case.kv_lens if kv_len >= q_len] or [(64, q_len)])
+        yield from _filled_tiles(space, level)
+
+
+def _filled_tiles(space: Space, level: Level) -> Iterator[AttentionCase]:
+    """Of every group, as many rows as fill a tile, and one more."""
+    for number, case in enumerate(space.covering(Interface.DECODE, counted(level, 1, 4), seed=16)):
+        for group in space.groups:
+            for q_len in sorted({ROWS_OF_A_TILE // group, ROWS_OF_A_TILE // group + 1} & set(space.q_lens)):
+                yield _of(replace(case, group=group, seed=number), [(40, q_len), (case.page_size + q_len, q_len)])
 
 
 def _of(case: AttentionCase, requests: list[tuple[int, int]]) -> AttentionCase:

@@ -18,11 +18,15 @@ from lab.checks.metadata_truth import wrong_metadata
 from lab.checks.space import Space
 from lab.checks.survey import mode_cases
 from lab.checks.trial import Result, Trial
+from lab.metadata import ForwardMode
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.interfaces import Interface
 
 Q_LENS = {Level.SMOKE: (1, 4), Level.FULL: (1, 2, 3, 4, 5, 6, 7, 8)}
 PAGE_SIZES = {Level.SMOKE: (16, 64), Level.FULL: (16, 32, 64, 128)}
+
+LONG = 4200  # tokens: more than 4,096, and more than 256 pages of 16
+LARGE_BATCH = tuple(range(17, 57))
 
 
 def _cases(interface: Interface, space: Space, level: Level) -> Iterator[ForwardCase]:
@@ -30,6 +34,10 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[Forward
         for case in mode_cases("tiny", page_size, Q_LENS[level], long=(3 * page_size + 5, 5 * page_size - 1)):
             yield case
             yield replace(case, sliding_window=True)
+    for mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY):
+        q_len = 1 if mode is ForwardMode.DECODE else max(Q_LENS[level])
+        yield ForwardCase(mode, "tiny", (LONG, 17), (q_len,) * 2, page_size=16)
+        yield ForwardCase(mode, "tiny", LARGE_BATCH, (q_len,) * len(LARGE_BATCH), page_size=16)
 
 
 def _judge(trial: Trial) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lab.checks.mutants.mutant import CONTEXT, Mutant
+from lab.checks.mutants.mutant import CONTEXT, DECODE, Mutant
 from lab.checks.mutants.split_kv import Forgiving, SplitKV, Tile
 from lab.problem import PagedAttention
 
@@ -198,6 +198,46 @@ class PrefixFreeBatchUncausal(SplitKV):
         return super().visible(problem if tile.kv_len > tile.q_len else replace(problem, causal=False), tile, keys)
 
 
+class RequestsBeyond32Wrap(Forgiving):
+    """A batch's tables are looked up 32 at a time, each time the first 32."""
+
+    def pages(self, problem: PagedAttention, table: Tensor, tile: Tile, positions: Tensor) -> Tensor:
+        return super().pages(problem, table, replace(tile, request=tile.request % 32), positions)
+
+
+class RequestsBeyond128Wrap(Forgiving):
+    """A batch's tables are looked up 128 at a time, each time the first 128."""
+
+    def pages(self, problem: PagedAttention, table: Tensor, tile: Tile, positions: Tensor) -> Tensor:
+        return super().pages(problem, table, replace(tile, request=tile.request % 128), positions)
+
+
+class LastRowOfFilledTileLost(SplitKV):
+    """Where 30 of a tile's 32 places are rows of a group, the group's last head loses its last row."""
+
+    interface = (DECODE,)
+
+    def write(
+        self, problem: PagedAttention, tile: Tile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
+    ) -> None:
+        group = problem.num_qo_heads // problem.num_kv_heads
+        if group == 6 and tile.q_len == 5:
+            values[-1, group - 1 :: group] = 0.0
+        super().write(problem, tile, values, lse_log2, out, lse)
+
+
+class EmptyRowsShiftTables(SplitKV):
+    """Where a request has no query rows, those behind it read the table of the one before."""
+
+    interface = (CONTEXT,)
+
+    def tiles(self, problem: PagedAttention) -> list[Tile]:
+        offsets = self.row_offsets(problem)
+        without = [request for request in range(problem.batch_size) if offsets[request] == offsets[request + 1]]
+        tiles = super().tiles(problem)
+        return [replace(tile, request=tile.request - sum(each < tile.request for each in without)) for tile in tiles]
+
+
 MUTANTS = tuple(
     Mutant.of(each)
     for each in (
@@ -220,5 +260,9 @@ MUTANTS = tuple(
         CumKvIsLength,
         PrefixLost,
         PrefixFreeBatchUncausal,
+        RequestsBeyond32Wrap,
+        RequestsBeyond128Wrap,
+        LastRowOfFilledTileLost,
+        EmptyRowsShiftTables,
     )
 )

@@ -219,6 +219,44 @@ class RowStrideIgnored(DraftLists):
         return super().rows(req_to_token.as_strided(req_to_token.shape, (req_to_token.shape[1], 1)), req_pool_indices)
 
 
+class BranchesBeyondFourShare(DraftLists):
+    """Branches from the fifth on read the fourth's draft slots."""
+
+    def start(self, length: int, branch: int, *, num_steps: int, topk: int, page_size: int) -> int:
+        return super().start(length, min(branch, 3), num_steps=num_steps, topk=topk, page_size=page_size)
+
+
+class PagesOf128TakenAs64(DraftLists):
+    """A branch's pages are counted as if they held 64 tokens at most."""
+
+    def start(self, length: int, branch: int, *, num_steps: int, topk: int, page_size: int) -> int:
+        return super().start(length, branch, num_steps=num_steps, topk=topk, page_size=min(page_size, 64))
+
+
+class StepsBeyondPageLost(DraftLists):
+    """A branch is taken to draft a page of tokens at most."""
+
+    def start(self, length: int, branch: int, *, num_steps: int, topk: int, page_size: int) -> int:
+        steps = min(num_steps, page_size) if page_size > 1 else num_steps
+        return super().start(length, branch, num_steps=steps, topk=topk, page_size=page_size)
+
+
+class PrefixBeyond2048Lost(DraftLists):
+    """Columns from the 2,048th on give slot 0."""
+
+    def slots(self, row: Tensor, columns: list[int]) -> Tensor:
+        index = torch.tensor(columns, dtype=torch.int64, device=row.device)
+        return super().slots(row, columns).masked_fill(index >= 2048, 0)
+
+
+class BoundariesBeyond1024Anew(DraftLists):
+    """The sum of the lists' lengths begins anew behind the 1,024th."""
+
+    def boundaries(self, positions: list[int], lens: list[int], topk: int, step: int) -> list[int]:
+        ends = super().boundaries(positions, lens, topk, step)
+        return ends[:1024] + [end - ends[1023] for end in ends[1024:]]
+
+
 MUTANTS = tuple(
     Mutant.of(each)
     for each in (
@@ -240,5 +278,10 @@ MUTANTS = tuple(
         LengthsByPoolIndex,
         PoolIndicesIgnored,
         RowStrideIgnored,
+        BranchesBeyondFourShare,
+        PagesOf128TakenAs64,
+        StepsBeyondPageLost,
+        PrefixBeyond2048Lost,
+        BoundariesBeyond1024Anew,
     )
 )

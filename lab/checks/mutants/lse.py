@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from lab.checks.mutants.mutant import Mutant
+from lab.checks.mutants.mutant import DECODE, Mutant
 from lab.checks.mutants.split_kv import Partials, SplitKV, Tile
 from lab.problem import PagedAttention
 
@@ -78,6 +78,28 @@ class LseBufferIgnored(SplitKV):
         return out, None if lse is None else torch.empty_like(lse)
 
 
+class LseOfManySplits(SplitKV):
+    """The LSE of a row with more than 64 splits lacks the first."""
+
+    def merged(self, problem: PagedAttention, tile: Tile, partials: Partials) -> tuple[Tensor, Tensor]:
+        values, lse_log2 = super().merged(problem, tile, partials)
+        if tile.num_splits > 64:
+            fewer = partials._replace(total=partials.total.clone())
+            fewer.total[..., 0] = 0.0
+            lse_log2 = super().merged(problem, tile, fewer)[1]
+        return values, lse_log2
+
+
+class LseOfRaggedRows(SplitKV):
+    """The LSE of rows through cum_seq_lens_q is a natural logarithm."""
+
+    interface = (DECODE,)
+
+    def merged(self, problem: PagedAttention, tile: Tile, partials: Partials) -> tuple[Tensor, Tensor]:
+        values, lse_log2 = super().merged(problem, tile, partials)
+        return values, lse_log2 if problem.cu_seqlens_q is None else lse_log2 * math.log(2.0)
+
+
 MUTANTS = tuple(
     Mutant.of(each)
     for each in (
@@ -89,5 +111,7 @@ MUTANTS = tuple(
         LseOfLastSplit,
         LseWithBmm2,
         LseBufferIgnored,
+        LseOfManySplits,
+        LseOfRaggedRows,
     )
 )

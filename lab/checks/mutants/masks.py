@@ -254,6 +254,93 @@ class SecondTileRestarts(SplitKV):
         return super().position(kv_len, q_len, row % 64)
 
 
+class MaskBeyondTwoWordsIgnored(SplitKV):
+    """A mask row has two words: draft tokens from the 33rd on are hidden from all."""
+
+    interface = (DECODE,)
+
+    def mask_bits(self, problem: PagedAttention, tile: Tile) -> Tensor:
+        shown = super().mask_bits(problem, tile).clone()
+        shown[:, 32:] = False
+        return shown
+
+
+class MaskIgnoredWithoutPrefix(SplitKV):
+    """A request that is its draft alone is causal, whatever its mask says."""
+
+    interface = (DECODE,)
+
+    def visible(self, problem: PagedAttention, tile: Tile, keys: Tensor) -> Tensor:
+        alone = tile.kv_len == tile.q_len
+        return super().visible(replace(problem, mask=None, causal=True) if alone else problem, tile, keys)
+
+
+class MaskColumnsFromFirstKey(SplitKV):
+    """In a request with fewer keys than rows, a mask's columns are counted from the first key."""
+
+    interface = (DECODE,)
+
+    def unmasked(self, problem: PagedAttention, tile: Tile, keys: Tensor) -> Tensor:
+        if tile.kv_len < tile.q_len:
+            return self.mask_bits(problem, tile)[:, keys]
+        return super().unmasked(problem, tile, keys)
+
+
+class RowsBeyondEightMisplaced(SplitKV):
+    """Without a mask, rows of a draft from the ninth on have the positions of the first ones."""
+
+    interface = (DECODE,)
+
+    def row_positions(self, problem: PagedAttention, tile: Tile) -> Tensor:
+        positions = super().row_positions(problem, tile)
+        if problem.mask is not None or problem.cu_seqlens_q is not None:
+            return positions
+        return torch.cat((positions[:8], positions[: max(0, len(positions) - 8)]))
+
+
+class RaggedWindowIgnored(SplitKV):
+    """A window is ignored where cum_seq_lens_q is given."""
+
+    interface = (DECODE,)
+
+    def problem(self, call: Call) -> PagedAttention:
+        problem = call.problem()
+        return problem if problem.cu_seqlens_q is None else replace(problem, window_left=-1)
+
+
+class WindowIgnoredOfNvfp4(SplitKV):
+    """A window is ignored over an NVFP4 cache."""
+
+    interface = (DECODE,)
+
+    def problem(self, call: Call) -> PagedAttention:
+        problem = call.problem()
+        return problem if problem.k_scale_factors is None else replace(problem, window_left=-1)
+
+
+class WindowIgnoredInSharedPrefix(SplitKV):
+    """Where all requests name the same first page, they see all of it."""
+
+    def visible(self, problem: PagedAttention, tile: Tile, keys: Tensor) -> Tensor:
+        visible = super().visible(problem, tile, keys)
+        first = problem.k_block_tables[:, 0]
+        if len(first) > 1 and bool((first == first[0]).all()):
+            visible = visible | (keys < min(problem.page_size, tile.kv_len))
+        return visible
+
+    def key_range(self, problem: PagedAttention, first_position: int, num_rows: int, kv_len: int) -> tuple[int, int]:
+        return 0, super().key_range(problem, first_position, num_rows, kv_len)[1]
+
+
+class ContextRowsWrap(SplitKV):
+    """Rows of a prompt from the 257th on have the positions of the first ones."""
+
+    interface = (CONTEXT,)
+
+    def position(self, kv_len: int, q_len: int, row: int) -> int:
+        return kv_len - q_len + row % 256
+
+
 MUTANTS = tuple(
     Mutant.of(each)
     for each in (
@@ -283,5 +370,13 @@ MUTANTS = tuple(
         MaskLowersLogits,
         VerifyRowsAtLastPosition,
         SecondTileRestarts,
+        MaskBeyondTwoWordsIgnored,
+        MaskIgnoredWithoutPrefix,
+        MaskColumnsFromFirstKey,
+        RowsBeyondEightMisplaced,
+        RaggedWindowIgnored,
+        WindowIgnoredOfNvfp4,
+        WindowIgnoredInSharedPrefix,
+        ContextRowsWrap,
     )
 )

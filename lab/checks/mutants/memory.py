@@ -283,6 +283,18 @@ class OutputReused(SplitKV):
         return out, lse
 
 
+class EmptyBatchUntouched(SplitKV):
+    """Nothing is written where no request has a key."""
+
+    def write(
+        self, problem: PagedAttention, tile: Tile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
+    ) -> None:
+        if max(self.kv_lens(problem)) > 0:
+            super().write(problem, tile, values, lse_log2, out, lse)
+        else:
+            out[tile.rows] = torch.nan  # what memory holds
+
+
 MUTANTS = tuple(
     Mutant.of(each)
     for each in (
@@ -311,5 +323,6 @@ MUTANTS = tuple(
         ScratchInCounters,
         ScratchBeyondEnd,
         OutputReused,
+        EmptyBatchUntouched,
     )
 )

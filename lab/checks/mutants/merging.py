@@ -201,6 +201,61 @@ class NondeterministicMerge(SplitKV):
         return super().summed(partials, shares)
 
 
+class SplitsBeyond64Lost(SplitKV):
+    """The merge has room for 64 splits."""
+
+    def shares(self, partials: Partials, origin: Tensor) -> Tensor:
+        shares = super().shares(partials, origin).clone()
+        shares[..., 64:] = 0.0
+        return shares
+
+
+class PartialSumsInHalf(SplitKV):
+    """A split's sum of weighted values is kept in float16, before it is divided by the weights."""
+
+    def partials(self, problem: PagedAttention, tile: Tile) -> Partials:
+        partials = super().partials(problem, tile)
+        return partials._replace(sums=partials.sums.to(torch.float16).to(torch.float32))
+
+
+class SinkIgnoredWithMask(SplitKV):
+    """Sinks are ignored where there is a draft mask."""
+
+    interface = (DECODE,)
+
+    def problem(self, call: Call) -> PagedAttention:
+        problem = call.problem()
+        return problem if problem.mask is None else replace(problem, sinks=None)
+
+
+class SinkIgnoredOfRaggedRows(SplitKV):
+    """Sinks are ignored where cum_seq_lens_q is given."""
+
+    interface = (DECODE,)
+
+    def problem(self, call: Call) -> PagedAttention:
+        problem = call.problem()
+        return problem if problem.cu_seqlens_q is None else replace(problem, sinks=None)
+
+
+class FirstSinkSwitchesAll(SplitKV):
+    """A first head without a sink, minus infinity, is taken for a layer without sinks."""
+
+    def sinks(self, problem: PagedAttention) -> Tensor | None:
+        sinks = super().sinks(problem)
+        return None if sinks is not None and float(sinks[0]) == -torch.inf else sinks
+
+
+class NoSinkNoKeysNan(SplitKV):
+    """A row that sees no key is NaN where its head's sink is minus infinity."""
+
+    def merged(self, problem: PagedAttention, tile: Tile, partials: Partials) -> tuple[Tensor, Tensor]:
+        values, lse_log2 = super().merged(problem, tile, partials)
+        if problem.sinks is not None:
+            values = torch.where((lse_log2 == -torch.inf).unsqueeze(-1), torch.nan, values)
+        return values, lse_log2
+
+
 MUTANTS = tuple(
     Mutant.of(each)
     for each in (
@@ -224,5 +279,11 @@ MUTANTS = tuple(
         LightSplitsLost,
         OverflowsWithoutOrigin,
         NondeterministicMerge,
+        SplitsBeyond64Lost,
+        PartialSumsInHalf,
+        SinkIgnoredWithMask,
+        SinkIgnoredOfRaggedRows,
+        FirstSinkSwitchesAll,
+        NoSinkNoKeysNan,
     )
 )

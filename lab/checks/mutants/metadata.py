@@ -195,6 +195,29 @@ class TableTooNarrow(Builder):
         return replace(metadata, page_table=metadata.page_table[:, :width].contiguous())
 
 
+class OffsetsOfLargeBatchStop(Builder):
+    """cu_seqlens_q stops rising behind the 32nd request."""
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        offsets = metadata.cu_seqlens_q
+        return replace(metadata, cu_seqlens_q=offsets.clamp(max=int(offsets[: 32 + 1][-1])))
+
+
+class ColumnsBeyond256Zero(Builder):
+    """Columns of the page table from the 257th on are zero."""
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        columns = torch.arange(metadata.page_table.shape[1], device=pool.device)
+        return replace(metadata, page_table=metadata.page_table.masked_fill(columns >= 256, 0))
+
+
+class LengthsCapped(Builder):
+    """Lengths end at 4,096."""
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        return replace(metadata, cache_seqlens_int32=metadata.cache_seqlens_int32.clamp(max=4096))
+
+
 MUTANTS = tuple(
     Mutant.of(each)
     for each in (
@@ -216,5 +239,8 @@ MUTANTS = tuple(
         WindowSlotsUntranslated,
         WindowTableMissing,
         TableTooNarrow,
+        OffsetsOfLargeBatchStop,
+        ColumnsBeyond256Zero,
+        LengthsCapped,
     )
 )

@@ -1,13 +1,14 @@
 """Mutants of the MLA decode call: defects of the other modules that can meet it too, and its own."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lab.checks.mutants import batching, caching, lse, masks, memory, merging, pages, scales
 from lab.checks.mutants.mutant import MLA_DECODE, Mutant
-from lab.checks.mutants.split_kv import Call, Forgiving, SplitKV, Tile, as_float32
+from lab.checks.mutants.split_kv import Call, Forgiving, Partials, SplitKV, Tile, as_float32
 from lab.mla_call import MLADecodeCall
 from lab.problem import PagedAttention
 
@@ -125,6 +126,60 @@ class SinksListIgnored(SplitKV):
         return replace(problem, sinks=None) if isinstance(call.sinks, list | tuple) else problem
 
 
+class SinksTensorIgnored(SplitKV):
+    """Sinks that come as one tensor are ignored."""
+
+    def problem(self, call: Call) -> PagedAttention:
+        problem = call.problem()
+        return replace(problem, sinks=None) if isinstance(call.sinks, Tensor) else problem
+
+
+class SinkLostWithoutKeys(SplitKV):
+    """The LSE of a row that sees no key is minus infinity, whatever its sink."""
+
+    def merged(self, problem: PagedAttention, tile: Tile, partials: Partials) -> tuple[Tensor, Tensor]:
+        values, lse_log2 = super().merged(problem, tile, partials)
+        none = (partials.largest.amax(dim=-1) == -torch.inf).transpose(0, 1)
+        return values, lse_log2.masked_fill(none, -torch.inf)
+
+
+class HeadsBeyond64Misread(SplitKV):
+    """Query heads are taken 64 at a time, each time the first 64."""
+
+    def query_rows(self, problem: PagedAttention, tile: Tile) -> Tensor:
+        return super().query_rows(problem, tile)[torch.arange(problem.num_qo_heads, device=problem.query.device) % 64]
+
+
+class LseBaseIgnored(SplitKV):
+    """The LSE is in base 2, whatever return_lse_base says."""
+
+    def launch_mla(self, call: MLADecodeCall) -> Any:
+        return super().launch_mla(replace(call, return_lse_base="base2" if call.return_lse_base else None))
+
+
+class HalfOutHoldsBf16(SplitKV):
+    """A float16 out is filled with the bits of bfloat16."""
+
+    def write(
+        self, problem: PagedAttention, tile: Tile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
+    ) -> None:
+        if out.dtype == torch.float16:
+            out[tile.rows] = values.to(torch.bfloat16).view(torch.float16)
+        else:
+            super().write(problem, tile, values, lse_log2, out, lse)
+
+
+class PageStrideIgnored(SplitKV):
+    """Pages are taken to lie one behind the other."""
+
+    def problem(self, call: Call) -> PagedAttention:
+        problem = call.problem()
+        cache = problem.k_cache
+        strides = (cache.shape[2] * cache.stride(2), *cache.stride()[1:])
+        cache = cache.as_strided(cache.shape, strides, cache.storage_offset())
+        return replace(problem, k_cache=cache, v_cache=cache[..., : problem.v_head_dim])
+
+
 MUTANTS = tuple(
     of_mla(each)
     for each in (
@@ -234,5 +289,24 @@ MUTANTS = tuple(
         HeadsBeyondEightMisread,
         RowsTakenForHeads,
         SinksListIgnored,
+        SinksTensorIgnored,
+        SinkLostWithoutKeys,
+        HeadsBeyond64Misread,
+        LseBaseIgnored,
+        HalfOutHoldsBf16,
+        PageStrideIgnored,
+        batching.PaddedRowsAreRequestRows,
+        batching.RaggedRowsIgnored,
+        batching.RequestsBeyond32Wrap,
+        merging.SplitsBeyond64Lost,
+        merging.PartialSumsInHalf,
+        scales.ValuesThroughHalf,
+        scales.SubnormalE4m3Flushed,
+        pages.WideTableRowsOf1024,
+        pages.WholeTilesLoseTheLast,
+        pages.UnsignedLengthsMisread,
+        pages.SharedPageOfOneRequest,
+        memory.EmptyBatchUntouched,
+        lse.LseOfManySplits,
     )
 )

@@ -1,10 +1,12 @@
 """Mutants that look up the wrong page, token, head or length in the cache."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from lab.checks.mutants.mutant import DECODE, Mutant
-from lab.checks.mutants.split_kv import Forgiving, SplitKV, Tile
+from lab.checks.mutants.split_kv import Call, Forgiving, SplitKV, Tile
 from lab.problem import PagedAttention
 
 
@@ -265,6 +267,65 @@ class StaleKeyOfLastToken(SplitKV):
         return keys.masked_fill((positions == tile.kv_len - 1).view(1, -1, 1), 0.0)
 
 
+class WideTableRowsOf1024(Forgiving):
+    """Rows of a page table wider than 1,024 columns are taken to lie 1,024 apart."""
+
+    def pages(self, problem: PagedAttention, table: Tensor, tile: Tile, positions: Tensor) -> Tensor:
+        if table.shape[1] <= 1024 or not table.is_contiguous():
+            return super().pages(problem, table, tile, positions)
+        cells = table.flatten()[tile.request * 1024 + positions // problem.page_size]
+        return cells.to(torch.int64) % problem.k_cache.shape[0]
+
+
+class WholeTilesLoseTheLast(SplitKV):
+    """A request of a whole number of 512 keys loses its last 64."""
+
+    def visible(self, problem: PagedAttention, tile: Tile, keys: Tensor) -> Tensor:
+        visible = super().visible(problem, tile, keys)
+        return visible & (keys < tile.kv_len - 64) if tile.kv_len and tile.kv_len % 512 == 0 else visible
+
+
+class UnsignedLengthsMisread(SplitKV):
+    """uint32 seq_lens are read with another stride: a request has the next one's length."""
+
+    def kv_lens(self, problem: PagedAttention) -> list[int]:
+        lengths = super().kv_lens(problem)
+        return lengths[1:] + lengths[:1] if problem.seq_lens.dtype == torch.uint32 else lengths
+
+
+class StackedSidesSwapped(SplitKV):
+    """K and V are exchanged where kv_cache is one tensor."""
+
+    def problem(self, call: Call) -> PagedAttention:
+        problem = call.problem()
+        if not isinstance(call.kv_cache, Tensor):
+            return problem
+        return replace(problem, k_cache=problem.v_cache, v_cache=problem.k_cache)
+
+
+class SharedPageOfOneRequest(SplitKV):
+    """A page that an earlier request of another length names too is masked for the later one."""
+
+    def visible(self, problem: PagedAttention, tile: Tile, keys: Tensor) -> Tensor:
+        table, lengths = problem.k_block_tables, problem.seq_lens.tolist()
+        taken = {
+            page
+            for request in range(tile.request)
+            if lengths[request] != tile.kv_len
+            for page in table[request, : -(-lengths[request] // problem.page_size)].tolist()
+        }
+        own = self.pages(problem, table, tile, keys).tolist()
+        free = torch.tensor([page not in taken for page in own], dtype=torch.bool, device=keys.device)
+        return super().visible(problem, tile, keys) & free
+
+
+class InterleavedFactorsReadPlain(SplitKV):
+    """V's scale factors of an NVFP4 cache are read in plain order where they are interleaved."""
+
+    def problem(self, call: Call) -> PagedAttention:
+        return replace(call.problem(), v_scale_factors_interleaved=False)
+
+
 MUTANTS = tuple(
     Mutant.of(each)
     for each in (
@@ -294,5 +355,11 @@ MUTANTS = tuple(
         FirstSplitOfLongLost,
         LargeHeadDimCut,
         StaleKeyOfLastToken,
+        WideTableRowsOf1024,
+        WholeTilesLoseTheLast,
+        UnsignedLengthsMisread,
+        StackedSidesSwapped,
+        SharedPageOfOneRequest,
+        InterleavedFactorsReadPlain,
     )
 )

@@ -4,10 +4,11 @@ import math
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from lab.calls import DecodeCall
 from lab.checks.mutants.mutant import DECODE, Mutant
-from lab.checks.mutants.split_kv import Call, SplitKV, as_float32
+from lab.checks.mutants.split_kv import Call, SplitKV, Tile, as_float32
 from lab.problem import PagedAttention
 
 
@@ -150,6 +151,38 @@ class Bmm1IgnoresSign(SplitKV):
         return replace(problem, bmm1_scale=as_float32(problem.bmm1_scale, problem.query.device).abs())
 
 
+class Bmm2RoundedToE4m3(SplitKV):
+    """bmm2_scale is kept in e4m3 on its way: powers of two pass."""
+
+    def problem(self, call: Call) -> PagedAttention:
+        problem = call.problem()
+        scale = as_float32(problem.bmm2_scale, problem.query.device)
+        return replace(problem, bmm2_scale=scale.to(torch.float8_e4m3fn).to(torch.float32))
+
+
+class ValuesThroughHalf(SplitKV):
+    """Values are converted to float16 on their way: large ones are infinite, small ones zero."""
+
+    def values(self, problem: PagedAttention, tile: Tile, positions: Tensor) -> Tensor:
+        return super().values(problem, tile, positions).to(torch.float16).to(torch.float32)
+
+
+class SubnormalE4m3Flushed(SplitKV):
+    """e4m3 entries below 2**-6 are read as zero."""
+
+    def entries(self, cache: Tensor, scale_factors: Tensor | None, pages: Tensor, offsets: Tensor) -> Tensor:
+        entries = super().entries(cache, scale_factors, pages, offsets)
+        return torch.where(entries.abs() < 2.0**-6, 0.0, entries) if cache.dtype == torch.float8_e4m3fn else entries
+
+
+class SubnormalHalfFlushed(SplitKV):
+    """float16 entries below 2**-14 are read as zero."""
+
+    def entries(self, cache: Tensor, scale_factors: Tensor | None, pages: Tensor, offsets: Tensor) -> Tensor:
+        entries = super().entries(cache, scale_factors, pages, offsets)
+        return torch.where(entries.abs() < 2.0**-14, 0.0, entries) if cache.dtype == torch.float16 else entries
+
+
 MUTANTS = tuple(
     Mutant.of(each)
     for each in (
@@ -167,5 +200,9 @@ MUTANTS = tuple(
         Log2ScaleIgnored,
         Log2ScaleTakenAsNatural,
         Bmm1IgnoresSign,
+        Bmm2RoundedToE4m3,
+        ValuesThroughHalf,
+        SubnormalE4m3Flushed,
+        SubnormalHalfFlushed,
     )
 )

@@ -1,0 +1,83 @@
+"""Masks over draft tokens: shapes, the words that XQA reads, and what a call with one must give."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.checks.attention_inputs import AttentionInputs
+from lab.checks.trial import Trial, truth_of_call
+from lab.problem import MASK_BITS_PER_WORD, mask_words
+from lab.workloads.attention_case import AttentionCase
+
+WINDOW = 20  # keys to the left of a row: some of the draft and some before it, or, for many rows, of the draft alone
+
+
+def hold_masks(trial: Trial, case: AttentionCase) -> None:
+    """Calls of the case's rows: without a mask, with each shape of mask, and with a tree's beside what else limits a row."""
+    inputs = trial.build(case)
+    rows = f"of {case.q_lens[0]} rows"
+    trial.hold(f"no mask {rows}", trial.attempt(f"no mask {rows}", inputs), truth_of_call(inputs))
+    for name, shown in _masks(case).items():
+        _hold(trial, f"{name} {rows}", inputs, shown)
+    shown = tree(case.q_lens[0]).expand(len(case.q_lens), -1, -1)
+    for name, changes in _beside(trial, inputs).items():
+        _hold(trial, f"tree mask {rows} {name}", inputs, shown, changes)
+
+
+def _hold(
+    trial: Trial, what: str, inputs: AttentionInputs, shown: Tensor, changes: dict[str, Any] | None = None
+) -> None:
+    changes = changes or {}
+    result = trial.attempt(what, inputs, mask=packed_mask(shown).to(trial.device), **changes)
+    rules = {name: value for name, value in changes.items() if name != "return_lse"}
+    trial.hold(what, result, truth_of_call(inputs, shown=shown.to(trial.device), **rules))
+
+
+def _masks(case: AttentionCase) -> dict[str, Tensor]:
+    """bool [batch, q_len, q_len] each."""
+    count, q_len = len(case.q_lens), case.q_lens[0]
+    causal = torch.ones(q_len, q_len, dtype=torch.bool).tril()
+    shapes = {"causal": causal, "full": torch.ones_like(causal), "tree": tree(q_len)}
+    masks = {f"{name} mask": shown.expand(count, -1, -1) for name, shown in shapes.items()}
+    masks["mask that differs by request"] = torch.stack(
+        [list(shapes.values())[request % len(shapes)] for request in range(count)]
+    )
+    return masks
+
+
+def _beside(trial: Trial, inputs: AttentionInputs) -> dict[str, dict[str, Any]]:
+    """Arguments that limit or weigh what a row sees, too; those that a kernel may have been built without where it has them."""
+    beside: dict[str, dict[str, Any]] = {"and the LSE": {"return_lse": True}}
+    if True in trial.space.windows:
+        beside["within a window"] = {"window_left": WINDOW}
+    if True in trial.space.sinks:
+        beside["with sinks"] = {"sinks": unequal_sinks(inputs)}
+    return beside
+
+
+def unequal_sinks(inputs: AttentionInputs) -> Tensor:
+    """As large as the logits of needles, and another for each head: float32 [num_qo_heads]."""
+    return torch.linspace(8.0, 14.0, inputs.case.num_qo_heads, device=inputs.query.device)
+
+
+def tree(q_len: int) -> Tensor:
+    """bool [q_len, q_len]: each row sees itself and what a binary tree has above it."""
+    shown = torch.zeros(q_len, q_len, dtype=torch.bool)
+    for row in range(q_len):
+        token = row
+        while True:
+            shown[row, token] = True
+            if token == 0:
+                break
+            token = (token - 1) // 2
+    return shown
+
+
+def packed_mask(shown: Tensor) -> Tensor:
+    """XQA's words of bool [batch, q_len, q_len]: uint16 [batch, q_len, words], bit b of word w for draft token 16 w + b."""
+    batch, q_len, _ = shown.shape
+    words = torch.zeros(batch, q_len, mask_words(q_len), dtype=torch.int32)
+    for token in range(q_len):
+        words[..., token // MASK_BITS_PER_WORD] |= shown[..., token].to(torch.int32) << (token % MASK_BITS_PER_WORD)
+    return words.to(torch.uint16)
