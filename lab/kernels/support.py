@@ -16,13 +16,17 @@ from lab.problem import HALF_DTYPES, PagedAttention, Scale
 E4M3 = torch.float8_e4m3fn
 # Query elements that XQA keeps in shared memory at q_len_per_req 1 (FlashInfer 0.7.2, mha.cu `persistentQ`: 16 KiB).
 XQA_QUERY_TILE_ELEMENTS = 8192
+# What the portable MLA kernel is built for: DeepSeek-V3's 512 and 64, and smaller ones.
+MLA_RANKS = (16, 32, 64, 128, 256, 512)
+MLA_ROPES = (16, 32, 64)
 Capability = tuple[int, int]  # (major, minor), e.g. (9, 0) for an H200
 
 
 class Kernel(enum.Enum):
-    """An implementation behind one of the two calls."""
+    """An implementation behind one of the calls."""
 
     PORTABLE = "the portable Triton kernel"
+    PORTABLE_MLA = "the portable Triton MLA kernel"
     XQA = "XQA"
     FMHA_V2 = "trtllm_fmha_v2_prefill"
     TRTLLM_GEN_DECODE = "trtllm-gen decode"
@@ -140,24 +144,46 @@ def _no_triton(capability: Capability | None) -> str | None:
 
 
 def _portable(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """The kernel's own limits, and those of Triton 3.7 (its NVIDIA back end's `supported_fp8_dtypes`)."""
+    name = Kernel.PORTABLE.value
+    reason = _portable_dtypes(name, capability, problem)
+    if reason is not None:
+        return reason
+    if problem.head_dim not in (64, 128, 256):
+        return f"{name} is built for head_dim 64, 128 and 256, not {problem.head_dim}"
+    if problem.page_size not in (16, 32, 64, 128):
+        return f"{name} is built for page sizes 16, 32, 64 and 128, not {problem.page_size}"
+    if problem.lse is not None and not problem.lse.is_contiguous():
+        return f"{name} writes a contiguous lse only"
+    return None
+
+
+def _portable_mla(capability: Capability | None, problem: PagedAttention) -> str | None:
+    """Its two tiles of a cache entry are whole blocks of Triton: powers of two, 16 and more for a matrix unit."""
+    name = Kernel.PORTABLE_MLA.value
+    reason = _portable_dtypes(name, capability, problem)
+    if reason is not None:
+        return reason
+    rank, rope = problem.v_head_dim, problem.head_dim - problem.v_head_dim
+    if rank not in MLA_RANKS:
+        return f"{name} is built for a kv_lora_rank of {_listed(MLA_RANKS)}, not {rank}"
+    if rope not in MLA_ROPES:
+        return f"{name} is built for a qk_rope_head_dim of {_listed(MLA_ROPES)}, not {rope}"
+    return None
+
+
+def _portable_dtypes(name: str, capability: Capability | None, problem: PagedAttention) -> str | None:
+    """The kernels' own limits, and those of Triton 3.7 (its NVIDIA back end's `supported_fp8_dtypes`)."""
     reason = _no_triton(capability)
     if reason is not None:
         return reason
     if capability is not None and capability < (8, 9) and E4M3 in _dtypes(problem):
         return f"Triton compiles e4m3 for SM89 and later, and this is {_sm(capability)}"
     if problem.query.dtype not in (*HALF_DTYPES, E4M3):
-        return f"the portable Triton kernel takes fp16, bf16 or e4m3 queries, not {problem.query.dtype}"
+        return f"{name} takes fp16, bf16 or e4m3 queries, not {problem.query.dtype}"
     if problem.k_cache.dtype not in (problem.query.dtype, E4M3):
-        return f"the portable Triton kernel takes K/V in the query's dtype or e4m3, not {problem.k_cache.dtype} (NVFP4)"
+        return f"{name} takes K/V in the query's dtype or e4m3, not {problem.k_cache.dtype} (NVFP4)"
     if problem.out_dtype not in (*HALF_DTYPES, E4M3, torch.float32):
-        return f"the portable Triton kernel writes fp16, bf16, e4m3 or float32, not {problem.out_dtype}"
-    if problem.head_dim not in (64, 128, 256):
-        return f"the portable Triton kernel is built for head_dim 64, 128 and 256, not {problem.head_dim}"
-    if problem.page_size not in (16, 32, 64, 128):
-        return f"the portable Triton kernel is built for page sizes 16, 32, 64 and 128, not {problem.page_size}"
-    if problem.lse is not None and not problem.lse.is_contiguous():
-        return "the portable Triton kernel writes a contiguous lse only"
+        return f"{name} writes fp16, bf16, e4m3 or float32, not {problem.out_dtype}"
     return None
 
 
@@ -341,12 +367,17 @@ def _wrong_gpu(name: str, needed: str, capability: Capability | None) -> str:
     return f"{name} needs a GPU of {needed}, this is {'a CPU' if capability is None else _sm(capability)}"
 
 
+def _listed(numbers: tuple[int, ...]) -> str:
+    return f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
+
+
 def _sm(capability: Capability) -> str:
     return f"SM{capability[0]}{capability[1]}"
 
 
 _RULES: dict[Kernel, Callable[[Capability | None, PagedAttention], str | None]] = {
     Kernel.PORTABLE: _portable,
+    Kernel.PORTABLE_MLA: _portable_mla,
     Kernel.XQA: _xqa,
     Kernel.FMHA_V2: _fmha_v2,
     Kernel.TRTLLM_GEN_DECODE: _trtllm_gen_decode,

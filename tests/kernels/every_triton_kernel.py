@@ -25,7 +25,7 @@ from lab import references
 from lab.kernels import portable
 from lab.timing.draft import draft_work
 from lab.workloads.draft import CHOICES, draft_scenario
-from tests.cases import context_arguments, decode_arguments, pack_mask, random_batch
+from tests.cases import context_arguments, decode_arguments, pack_mask, random_batch, write_pages
 
 BOUND = 4 * 2.0**-8  # a weight and an output rounded to bf16, each at most one unit roundoff of its vector, times two
 # Lengths around the edges of pages, tiles and stores; one row width each.
@@ -52,6 +52,28 @@ def attention_problems() -> Iterator[tuple[str, dict[str, Any]]]:
     yield decode, decode_arguments(random_batch([4, 4], [4, 1030], **half), 16, window_left=70, sinks=sinks, **options)
     yield decode, decode_arguments(random_batch([3, 3], [40, 129], **half), 32, mask=pack_mask(triangle), **options)
     yield context, context_arguments(random_batch([1, 70, 129], [200, 70, 700], **half), 64, **options)
+    for q_len, heads in ((1, 16), (2, 16), (5, 16)):  # tiles of 16, 32 and 64 rows
+        yield "trtllm_batch_decode_with_kv_cache_mla", mla_arguments(q_len, heads, [q_len, 65, 4097])
+
+
+def mla_arguments(q_len: int, heads: int, kv_lens: list[int], page_size: int = 64) -> dict[str, Any]:
+    """An MLA decode of DeepSeek-V3's sizes, a NaN wherever no request has a key."""
+    histories = [torch.randn(kv_len, 1, 576).to(torch.bfloat16) for kv_len in kv_lens]
+    cache, table = write_pages(histories, page_size, seed=0, poison=float("nan"), foreign_id=0)
+    return {
+        "query": torch.randn(len(kv_lens), q_len, heads, 576).to(torch.bfloat16),
+        "kv_cache": cache,
+        "workspace_buffer": None,
+        "qk_nope_head_dim": 128,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "block_tables": table,
+        "seq_lens": torch.tensor(kv_lens, dtype=torch.int32),
+        "max_seq_len": max(kv_lens),
+        "bmm1_scale": 192**-0.5,
+        "sinks": torch.linspace(-1, 1, heads),
+        "return_lse": True,
+    }
 
 
 def on_gpu(value: Any) -> Any:
@@ -64,7 +86,9 @@ def run_attention() -> None:
     for function, arguments in attention_problems():
         given = {name: on_gpu(value) for name, value in arguments.items()}
         out, _ = getattr(portable, function)(**given)
-        truth, _ = getattr(references, function)(**given | {"out_dtype": torch.float64})
+        # The MLA call has no out_dtype: its output's dtype is that of the one it is given.
+        exact = {"out": out.double()} if function.endswith("_mla") else {"out_dtype": torch.float64}
+        truth, _ = getattr(references, function)(**given | exact)
         worst = float(references.relative_l2(out, truth).max())
         assert worst <= BOUND, f"{function}: {worst}"
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lab import references
 from lab.calls import DecodeCall
-from lab.kernels import portable
+from lab.kernels import portable, triton_support
 from lab.kernels.support import Kernel, why_not
 from tests.cases import Batch, context_arguments, decode_arguments, pack_mask, random_batch
 
@@ -108,8 +108,8 @@ def split(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return lambda count: monkeypatch.setattr(portable, "choose_splits", lambda *_: every_request(count))
 
 
-def every_request(count: int) -> portable.Splits:
-    return portable.Splits(total=2**20, most=count)
+def every_request(count: int) -> triton_support.Splits:
+    return triton_support.Splits(total=2**20, most=count)
 
 
 # Shapes and dtypes.
@@ -357,14 +357,14 @@ def test_pieces_are_shared_out_by_length(
     monkeypatch: pytest.MonkeyPatch, total: int, most: int, window_left: int
 ) -> None:
     """Whatever the shares, every key counts once: requests of no key, of a few, and of most keys of the batch."""
-    monkeypatch.setattr(portable, "choose_splits", lambda *_: portable.Splits(total, most))
+    monkeypatch.setattr(portable, "choose_splits", lambda *_: triton_support.Splits(total, most))
     batch = random_batch([2] * 4, [0, 3, 260, 130], heads=(2, 1), head_dim=64)
     assert_right(DECODE, batch, 64, out_dtype=FP32, window_left=window_left, sinks=sinks_of(2), bmm1_scale=0.125)
 
 
 def test_a_piece_that_is_not_run_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its partial output is never written, and whatever lay in that memory must not show."""
-    monkeypatch.setattr(portable, "choose_splits", lambda *_: portable.Splits(total=2, most=4))
+    monkeypatch.setattr(portable, "choose_splits", lambda *_: triton_support.Splits(total=2, most=4))
     batch = random_batch([2] * 2, [3, 300], heads=(2, 1), head_dim=64)
     clean, _ = assert_right(DECODE, batch)
 
@@ -372,7 +372,7 @@ def test_a_piece_that_is_not_run_leaves_no_trace(monkeypatch: pytest.MonkeyPatch
         return torch.full(*shape, math.nan, **options)
 
     arguments = arguments_of(DECODE, batch, 16)
-    monkeypatch.setattr(portable.torch, "empty", full_of_nan)
+    monkeypatch.setattr(torch, "empty", full_of_nan)
     assert portable.trtllm_batch_decode_with_kv_cache(**arguments)[0].equal(clean)
 
 
@@ -405,7 +405,7 @@ def test_a_window_beyond_all_lengths_is_no_window(window_left: int) -> None:
 def test_choose_splits(batch_size: int, q_blocks: int, steps: int) -> None:
     splits = portable.choose_splits(batch_size, q_blocks, 8, steps, 132)
     assert splits.total >= 1
-    assert 1 <= splits.most <= max(1, min(steps, portable.MAX_SPLITS))
+    assert 1 <= splits.most <= max(1, min(steps, triton_support.MAX_SPLITS))
     if batch_size == 1 and q_blocks == 1 and steps == 1000:
         assert splits.most * 8 >= 132  # one long request fills the GPU
 
@@ -504,6 +504,14 @@ def test_an_output_dtype_that_is_not_written() -> None:
     batch = random_batch([1], [18], head_dim=64)
     with pytest.raises(NotImplementedError, match="writes fp16, bf16, e4m3 or float32"):
         portable.trtllm_batch_decode_with_kv_cache(**arguments_of(DECODE, batch, 16, out_dtype=torch.float64))
+
+
+def test_a_batch_of_padding_alone() -> None:
+    """Rows that no request has, as a CUDA graph with room for more leaves them: nothing to compute, and no error."""
+    batch = random_batch([0] * 2, [18, 3], head_dim=64)
+    query = torch.ones(5, 4, 64, dtype=BF16)
+    out, _ = portable.trtllm_batch_decode_with_kv_cache(**arguments_of(DECODE, batch, 16, ragged=True, query=query))
+    assert list(out.shape) == [5, 4, 64]
 
 
 @pytest.mark.parametrize("function", [DECODE, CONTEXT])

@@ -9,6 +9,7 @@ import torch
 from lab.calls import ContextCall, DecodeCall
 from lab.kernels import support
 from lab.kernels.support import Kernel, context_kernel, decode_kernel, refuse_unsupported, why_not
+from lab.mla_call import MLADecodeCall
 from lab.problem import PagedAttention
 from tests.cases import context_arguments, decode_arguments, random_batch
 
@@ -16,7 +17,7 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 E4M3, U8 = torch.float8_e4m3fn, torch.uint8
 CPU, SM75, SM80, SM89, SM90, SM100, SM103 = None, (7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (10, 3)
 SM120, SM121 = (12, 0), (12, 1)
-PORTABLE, XQA, FMHA_V2 = Kernel.PORTABLE, Kernel.XQA, Kernel.FMHA_V2
+PORTABLE, PORTABLE_MLA, XQA, FMHA_V2 = Kernel.PORTABLE, Kernel.PORTABLE_MLA, Kernel.XQA, Kernel.FMHA_V2
 GEN_DECODE, GEN_CONTEXT = Kernel.TRTLLM_GEN_DECODE, Kernel.TRTLLM_GEN_CONTEXT
 
 
@@ -28,9 +29,11 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 def problem(kernel: Kernel, **changes: Any) -> PagedAttention:
     """A plain call of the kernel's kind: bf16, head_dim 64, pages of 16, 4 query and 2 K/V heads; then changed.
 
-    Not all of it is fields: `heads`, `page_size`, `head_dim`, `q_len`, `dtype` and `kv_dtype` shape the call, and
-    `k_stride` and such change the strides of one tensor.
+    Not all of it is fields: `heads`, `page_size`, `head_dim`, `q_len`, `dtype` and `kv_dtype` shape the call, `rank` and
+    `rope` that of MLA, and `k_stride` and such change the strides of one tensor.
     """
+    if kernel is PORTABLE_MLA:
+        return mla_problem(**changes)
     q_len, page_size = changes.pop("q_len", 2), changes.pop("page_size", 16)
     options = {name: changes.pop(name) for name in ("heads", "dtype", "kv_dtype") if name in changes}
     nvfp4 = options.get("kv_dtype") == U8
@@ -52,6 +55,32 @@ def problem(kernel: Kernel, **changes: Any) -> PagedAttention:
         field = name.removesuffix("_like")
         posed = replace(posed, **{field: changes.pop(name)(getattr(posed, field))})
     return replace(posed, **changes)
+
+
+def mla_problem(
+    *,
+    rank: int = 64,
+    rope: int = 16,
+    page_size: int = 16,
+    dtype: torch.dtype = BF16,
+    kv_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    **changes: Any,
+) -> PagedAttention:
+    """A plain MLA call of two requests of two rows, 4 heads; then changed."""
+    posed = MLADecodeCall(
+        query=torch.zeros(2, 2, 4, rank + rope, dtype=dtype),
+        kv_cache=torch.zeros(3, page_size, rank + rope, dtype=kv_dtype or dtype),
+        workspace_buffer=None,
+        qk_nope_head_dim=16,
+        kv_lora_rank=rank,
+        qk_rope_head_dim=rope,
+        block_tables=torch.zeros(2, 8, dtype=torch.int32),
+        seq_lens=torch.full((2,), 2, dtype=torch.int32),
+        max_seq_len=8,
+        out=None if out_dtype is None else torch.zeros(2, 2, 4, rank, dtype=out_dtype),
+    )
+    return replace(posed.problem(), **changes)
 
 
 def as_halves(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -110,6 +139,30 @@ TABLE: list[tuple[Kernel, support.Capability | None, dict[str, Any], str | None]
     (PORTABLE, SM90, {"mask": MASK, "sinks": SINK, "window_left": 3, "bmm1_scale": ONE, "bmm2_scale": ONE}, None),
     (PORTABLE, SM90, {"cu_seqlens_q": OFFSETS, "return_lse": True, **OTHER_TABLE}, None),
     (PORTABLE, SM90, {"query_like": transposed, "v_cache_like": transposed}, None),
+    # The portable MLA kernel.
+    *[(PORTABLE_MLA, gpu, {}, None) for gpu in (CPU, SM80, SM89, SM90, SM100, SM103, SM120, SM121)],
+    (PORTABLE_MLA, SM75, {}, "needs a GPU of SM80 and later, this is SM75"),
+    (PORTABLE_MLA, SM80, {"kv_dtype": E4M3}, "Triton compiles e4m3 for SM89 and later, and this is SM80"),
+    (PORTABLE_MLA, SM80, {"out_dtype": E4M3}, "SM89"),
+    *[(PORTABLE_MLA, SM90, {"dtype": dtype}, None) for dtype in (BF16, FP16, E4M3)],
+    *[(PORTABLE_MLA, SM90, {"dtype": dtype, "kv_dtype": E4M3}, None) for dtype in (BF16, FP16)],
+    (
+        PORTABLE_MLA,
+        SM90,
+        {"dtype": FP32},
+        "the portable Triton MLA kernel takes fp16, bf16 or e4m3 queries, not torch.flo",
+    ),
+    *[(PORTABLE_MLA, SM90, {"out_dtype": dtype}, None) for dtype in (BF16, FP16, FP32, E4M3)],
+    (PORTABLE_MLA, SM90, {"out_dtype": FP64}, "the portable Triton MLA kernel writes fp16, bf16, e4m3 or float32"),
+    *[(PORTABLE_MLA, SM90, {"rank": rank}, None) for rank in (16, 32, 64, 128, 256, 512)],
+    *[(PORTABLE_MLA, SM90, {"rank": rank}, f"128, 256 and 512, not {rank}") for rank in (8, 48, 1024)],
+    *[(PORTABLE_MLA, SM90, {"rope": rope}, None) for rope in (16, 32, 64)],
+    *[
+        (PORTABLE_MLA, SM90, {"rope": rope}, f"qk_rope_head_dim of 16, 32 and 64, not {rope}")
+        for rope in (0, 8, 48, 128)
+    ],
+    *[(PORTABLE_MLA, SM90, {"page_size": size}, None) for size in (1, 8, 64, 256)],
+    (PORTABLE_MLA, SM90, {"sinks": SINK, "return_lse": True, "bmm1_scale": ONE, "cu_seqlens_q": OFFSETS}, None),
     # XQA.
     *[(XQA, gpu, {}, None) for gpu in (SM90, SM100, SM103, SM120, SM121)],
     (XQA, CPU, {}, ONLY_SM9_10_12 + "a CPU"),

@@ -1,0 +1,605 @@
+"""The portable MLA kernel against the float64 reference, per (row, head): interpreted, or compiled where there is a GPU."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lab import references
+from lab.kernels import portable, portable_mla, triton_support
+from lab.kernels.support import Kernel, capability_of, why_not
+from lab.mla_call import MLADecodeCall
+from tests.cases import running_sum, write_pages
+from tests.devices import DEVICES, ON_GPU, graph_of, synchronisation_is_an_error
+
+BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+# Unit roundoff: as far as one right rounding may move an element, and so a vector.
+ROUNDOFF = {BF16: 2.0**-8, FP16: 2.0**-11, E4M3: 2.0**-4, FP32: 2.0**-24}
+# The kernel rounds the softmax's weights before they are normalised and the control after: one rounding, another point.
+CONTROL_FACTOR = 2.0
+# float32 sums of a kernel and float64 ones of the reference, over at most 576 products and 400 keys.
+FLOAT32_SUMS = 1e-5
+RANK, ROPE = 64, 16
+
+Arguments = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """queries[r]: [q_len, num_qo_heads, rank + rope]; entries[r]: [kv_len, rank + rope], the latent vector first."""
+
+    queries: list[Tensor]
+    entries: list[Tensor]
+    rank: int
+
+    @property
+    def q_lens(self) -> list[int]:
+        return [len(rows) for rows in self.queries]
+
+
+def random_batch(
+    q_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    *,
+    heads: int = 2,
+    rank: int = RANK,
+    rope: int = ROPE,
+    dtype: torch.dtype = BF16,
+    kv_dtype: torch.dtype | None = None,
+    seed: int = 0,
+) -> Batch:
+    """Normally distributed."""
+    generator = torch.Generator().manual_seed(seed)
+    return Batch(
+        [torch.randn(n, heads, rank + rope, generator=generator).to(dtype) for n in q_lens],
+        [torch.randn(n, rank + rope, generator=generator).to(kv_dtype or dtype) for n in kv_lens],
+        rank,
+    )
+
+
+def on(device: str, value: Any) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def arguments_of(
+    device: str,
+    batch: Batch,
+    page_size: int = 32,
+    *,
+    ragged: bool = False,
+    out_dtype: torch.dtype = BF16,
+    poison: float = 0.0,
+    foreign_id: int | None = None,
+    **changes: Any,
+) -> Arguments:
+    """The call that poses the batch, its pages shuffled, with an output full of NaN."""
+    histories = [entries.unsqueeze(1) for entries in batch.entries]
+    cache, table = write_pages(histories, page_size, seed=1, poison=poison, foreign_id=foreign_id)
+    query = torch.cat(batch.queries) if ragged else torch.stack(batch.queries)
+    lengths = [len(entries) for entries in batch.entries]
+    arguments: Arguments = {
+        "query": query,
+        "kv_cache": cache,
+        "workspace_buffer": None,
+        "qk_nope_head_dim": 6,
+        "kv_lora_rank": batch.rank,
+        "qk_rope_head_dim": query.shape[-1] - batch.rank,
+        "block_tables": table,
+        "seq_lens": torch.tensor(lengths, dtype=torch.int32),
+        "max_seq_len": max(lengths),
+        "out": torch.full((*query.shape[:-1], batch.rank), math.nan).to(out_dtype),
+        "bmm1_scale": 0.125,
+        "return_lse": True,
+        "return_lse_base": "base2",
+    }
+    if ragged:
+        arguments |= {"cum_seq_lens_q": running_sum(batch.q_lens), "max_q_len": max(batch.q_lens)}
+    return {name: on(device, value) for name, value in (arguments | changes).items()}
+
+
+def run(arguments: Arguments) -> Any:
+    return portable.trtllm_batch_decode_with_kv_cache_mla(**arguments)
+
+
+def truth_of(arguments: Arguments) -> tuple[Tensor, Tensor]:
+    shape = (*arguments["query"].shape[:-1], arguments["kv_lora_rank"])
+    out = torch.empty(shape, dtype=torch.float64, device=arguments["query"].device)
+    return references.trtllm_batch_decode_with_kv_cache_mla(**arguments | {"out": out, "lse": None})
+
+
+def assert_right(device: str, batch: Batch, page_size: int = 32, **changes: Any) -> tuple[Tensor, Tensor]:
+    """Run the call, and hold every output vector and LSE to the reference's; both as rows."""
+    arguments = arguments_of(device, batch, page_size, **changes)
+    out, lse = run(arguments)
+    truth, truth_lse = truth_of(arguments)
+    assert out is arguments["out"]
+    out, truth = (result.reshape(-1, *result.shape[-2:]) for result in (out, truth))
+    lse, truth_lse = (result.reshape(out.shape[:2]) for result in (lse, truth_lse))
+    floor = torch.tensor(ROUNDOFF[out.dtype] + FLOAT32_SUMS, device=device)
+    bound = torch.maximum(CONTROL_FACTOR * control_error(batch, truth, arguments), floor)
+    error = references.relative_l2(out, truth)
+    assert bool((error <= bound).all()), f"worst error {float((error / bound).max()):.3g} times the bound"
+    torch.testing.assert_close(lse.double(), truth_lse.double(), rtol=FLOAT32_SUMS, atol=FLOAT32_SUMS)
+    return out, lse
+
+
+def control_error(batch: Batch, truth: Tensor, arguments: Arguments) -> Tensor:
+    """Error of plain low-precision arithmetic, float64 [num_rows, 1]: the worst vector of each request."""
+    errors, first = [], 0
+    for queries, entries in zip(batch.queries, batch.entries, strict=True):
+        worst = torch.zeros((), dtype=torch.float64)
+        if len(queries) and len(entries):
+            rows = torch.arange(len(queries)).unsqueeze(1) + len(entries) - len(queries)
+            keys = entries[None, :, None].cpu()
+            control = references.eager_attention(
+                queries[None],
+                keys,
+                keys[..., : batch.rank],
+                (torch.arange(len(entries)) <= rows)[None],
+                arithmetic=FP16 if queries.dtype == FP16 else BF16,
+                bmm1_scale=float(arguments["bmm1_scale"]),
+                bmm2_scale=float(arguments.get("bmm2_scale", 1.0)),
+                sinks=on("cpu", arguments.get("sinks")),
+                out_dtype=arguments["out"].dtype,
+            )[0]
+            error = references.relative_l2(control, truth[first : first + len(queries)].cpu())
+            worst = torch.where(error.isfinite(), error, 0.0).amax()
+        errors.append(worst.expand(len(queries), 1))
+        first += len(queries)
+    return torch.cat(errors).to(truth.device)
+
+
+def sinks_of(num_heads: int) -> Tensor:
+    """A distinct logit per head, around the size of the largest scores."""
+    return torch.linspace(-2.0, 6.0, num_heads)
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("Triton compiles e4m3 for SM89 and later")
+    return request.param
+
+
+@pytest.fixture
+def split(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Cut every request with a key into as many pieces, whatever the call."""
+    return lambda count: monkeypatch.setattr(portable_mla, "choose_mla_splits", lambda *_: every_request(count))
+
+
+def every_request(count: int) -> triton_support.Splits:
+    return triton_support.Splits(total=2**20, most=count)
+
+
+# Shapes and dtypes.
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 32, 64, 128])
+def test_lengths_at_page_and_tile_edges(device: str, page_size: int) -> None:
+    lengths = {0, 1, page_size - 1, page_size, page_size + 1, 31, 32, 33, 63, 64, 65, 129}
+    batch = random_batch([1] * len(lengths), sorted(lengths), seed=page_size)
+    assert_right(device, batch, page_size)
+
+
+@pytest.mark.parametrize("q_len", [*range(1, 9), 11])
+def test_verify(device: str, q_len: int) -> None:
+    """Lengths from the rows' own up; 3 heads, so that a tile ends within a token."""
+    batch = random_batch([q_len] * 3, [q_len, 31 + q_len, 64 + q_len], heads=3, seed=q_len)
+    assert_right(device, batch, sinks=sinks_of(3) if q_len % 2 else None)
+
+
+@pytest.mark.parametrize("heads", [1, 8, 16, 24, 128])
+def test_heads(device: str, heads: int) -> None:
+    """Every head has a sink of its own; 2 tokens of 24 heads end within a block of 64 rows, 128 heads take four blocks."""
+    assert_right(device, random_batch([2] * 2, [19, 70], heads=heads), sinks=sinks_of(heads))
+
+
+@pytest.mark.parametrize(("rank", "rope"), [(16, 16), (32, 64), (64, 32), (256, 64)])
+def test_sizes(device: str, rank: int, rope: int) -> None:
+    assert_right(device, random_batch([2] * 2, [19, 70], rank=rank, rope=rope), bmm1_scale=0.1)
+
+
+@pytest.mark.parametrize("q_len", [1, 4], ids=lambda q_len: f"{q_len} rows")
+def test_deepseek_v3(device: str, q_len: int) -> None:
+    """576 and 512 with the 16 heads of a tensor-parallel eighth: a tile of 16 rows, and one of 64."""
+    batch = random_batch([q_len] * 2, [66, 130], heads=16, rank=512, rope=64)
+    assert_right(device, batch, 64, bmm1_scale=192**-0.5)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "out_dtype"),
+    [
+        (BF16, BF16, BF16),
+        (BF16, BF16, FP32),
+        (FP16, FP16, FP16),
+        (BF16, E4M3, BF16),
+        (FP16, E4M3, FP16),
+        (E4M3, E4M3, BF16),
+        (E4M3, E4M3, E4M3),
+    ],
+    ids=str,
+)
+def test_dtypes(
+    device: str,
+    split: Callable[[int], None],
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    num_splits: int,
+) -> None:
+    split(num_splits)
+    batch = random_batch([2] * 2, [35, 130], dtype=dtype, kv_dtype=kv_dtype)
+    assert_right(device, batch, out_dtype=out_dtype, bmm2_scale=1.3)
+
+
+@pytest.mark.parametrize("tensors", [(False, False), (True, False), (False, True), (True, True)], ids=str)
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_scales(device: str, split: Callable[[int], None], tensors: tuple[bool, bool], num_splits: int) -> None:
+    """Unequal, as numbers and as tensors of one element of either rank."""
+    split(num_splits)
+    scales = {
+        "bmm1_scale": torch.tensor(0.25) if tensors[0] else 0.25,
+        "bmm2_scale": torch.tensor([0.6]) if tensors[1] else 0.6,
+    }
+    assert_right(device, random_batch([2] * 2, [33, 150], kv_dtype=E4M3), **scales)
+
+
+def test_whole_numbers_are_scales(device: str) -> None:
+    batch = random_batch([1], [33])
+    whole, _ = assert_right(device, batch, bmm1_scale=1, bmm2_scale=2)
+    assert whole.equal(assert_right(device, batch, bmm1_scale=1.0, bmm2_scale=2.0)[0])
+
+
+def test_uint32_lengths(device: str) -> None:
+    assert_right(device, random_batch([1] * 2, [33, 5]), seq_lens=torch.tensor([33, 5], dtype=torch.uint32))
+
+
+def test_a_new_output_is_bf16(device: str) -> None:
+    batch = random_batch([2] * 2, [33, 150], dtype=FP16)
+    out, _ = run(arguments_of(device, batch, out=None))
+    assert out.dtype == BF16
+    assert out.shape == (2, 2, 2, RANK)
+    given_out, _ = assert_right(device, batch)
+    assert out.flatten(0, 1).equal(given_out)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_lse_in_either_base_given_or_new(
+    device: str, split: Callable[[int], None], num_splits: int, ragged: bool
+) -> None:
+    split(num_splits)
+    batch = random_batch([2] * 2, [1, 150])
+    _, base_2 = assert_right(device, batch, ragged=ragged)
+    natural = run(arguments_of(device, batch, ragged=ragged, return_lse_base="basee"))[1]
+    torch.testing.assert_close(natural, base_2 * math.log(2.0))
+    lse = torch.full((4, 2) if ragged else (2, 2, 2), 77.0, device=device)
+    arguments = arguments_of(device, batch, ragged=ragged, lse=lse, return_lse_base="basee")
+    assert run(arguments)[1] is lse
+    assert lse.view(4, 2).equal(natural)
+
+
+def test_without_lse_the_output_alone_is_returned(device: str) -> None:
+    batch = random_batch([1], [33])
+    out = run(arguments_of(device, batch, return_lse=False, return_lse_base=None))
+    assert isinstance(out, Tensor)
+    assert out.flatten(0, 1).equal(assert_right(device, batch)[0])
+
+
+# What a row sees.
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 3])
+def test_sinks_count_once(device: str, split: Callable[[int], None], num_splits: int) -> None:
+    split(num_splits)
+    batch = random_batch([2] * 2, [5, 200], heads=4)
+    for sinks in (sinks_of(4), torch.tensor([-math.inf, 40.0, -40.0, 0.0])):
+        assert_right(device, batch, sinks=sinks)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_rows_without_a_key_are_zero(device: str, split: Callable[[int], None], num_splits: int) -> None:
+    """The first rows of a request with fewer keys than rows; and those of one without keys."""
+    split(num_splits)
+    batch = random_batch([4] * 3, [0, 2, 100])
+    out, lse = assert_right(device, batch)
+    assert not out[:6].any()
+    assert bool((lse[:6] == -math.inf).all())
+    out, lse = assert_right(device, batch, sinks=sinks_of(2))
+    assert not out[:6].any()
+    torch.testing.assert_close(lse[:6].cpu(), (sinks_of(2) / math.log(2)).expand(6, 2))
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_ragged_rows(device: str, split: Callable[[int], None], num_splits: int) -> None:
+    split(num_splits)
+    batch = random_batch([1, 0, 6, 2, 0], [70, 3, 6, 1, 0], heads=5)
+    assert_right(device, batch, ragged=True)
+    assert_right(device, batch, ragged=True, max_q_len=50)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_rows_behind_the_last_request_disturb_nobody(
+    device: str, split: Callable[[int], None], num_splits: int
+) -> None:
+    split(num_splits)
+    batch = random_batch([1, 3], [70, 40])
+    expected, _ = assert_right(device, batch, ragged=True)
+    query = torch.cat((*batch.queries, torch.full((2, 2, RANK + ROPE), math.nan, dtype=BF16)))
+    out = torch.zeros(6, 2, RANK, dtype=BF16)
+    got, _ = run(arguments_of(device, batch, ragged=True, query=query, out=out))
+    assert got[:4].equal(expected)
+
+
+# Where the cache lies.
+
+
+def test_a_cache_of_any_rank_and_stride(device: str) -> None:
+    """Pages with gaps between them and between their entries, and pages one after the other."""
+    batch = random_batch([2] * 2, [18, 140])
+    expected, _ = assert_right(device, batch)
+    cache = arguments_of(device, batch)["kv_cache"]
+    pages, _, page_size, head_dim = cache.shape
+    gaps = torch.full((pages, 3, page_size + 5, head_dim + 8), math.nan, dtype=BF16, device=device)
+    gaps[:, 1, :page_size, :head_dim] = cache[:, 0]
+    entries_first = cache.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
+    for kv_cache in (cache[:, 0], gaps[:, 1:2, :page_size, :head_dim], entries_first):
+        got, _ = run(arguments_of(device, batch, kv_cache=kv_cache))
+        assert got.flatten(0, 1).equal(expected)
+
+
+def test_a_query_and_a_table_of_any_stride(device: str) -> None:
+    batch = random_batch([2] * 2, [18, 140], heads=4)
+    expected, _ = assert_right(device, batch)
+    arguments = arguments_of(device, batch)
+    wide = torch.full((2, 2, 6, 3 * (RANK + ROPE)), math.nan, dtype=BF16, device=device)
+    query = wide[:, :, 1:5, RANK + ROPE : 2 * (RANK + ROPE)]
+    query.copy_(arguments["query"])
+    table = torch.nn.functional.pad(arguments["block_tables"], (0, 3), value=-1)[:, :-3]
+    got, _ = run(arguments | {"query": query, "block_tables": table})
+    assert got.flatten(0, 1).equal(expected)
+
+
+# Splits.
+
+
+@pytest.mark.parametrize("options", [{}, {"sinks": sinks_of(2)}], ids=["plain", "sinks"])
+def test_splits_agree(device: str, split: Callable[[int], None], options: Arguments) -> None:
+    """From none to more than there are keys to share out: most are empty then, for the short request all but one."""
+    batch = random_batch([3, 3], [7, 260], seed=3)
+    split(1)
+    whole, whole_lse = assert_right(device, batch, out_dtype=FP32, **options)
+    for count in (2, 4, 12):
+        split(count)
+        out, lse = assert_right(device, batch, out_dtype=FP32, **options)
+        assert float(references.relative_l2(out, whole).max()) <= 2 * ROUNDOFF[BF16]
+        torch.testing.assert_close(lse, whole_lse, rtol=FLOAT32_SUMS, atol=FLOAT32_SUMS)
+
+
+@pytest.mark.parametrize(("total", "most"), [(2, 2), (4, 3), (20, 6)])
+def test_pieces_are_shared_out_by_length(device: str, monkeypatch: pytest.MonkeyPatch, total: int, most: int) -> None:
+    """Whatever the shares, every key counts once; heads and rows in two blocks, and a latent vector that two programs merge."""
+    monkeypatch.setattr(portable_mla, "choose_mla_splits", lambda *_: triton_support.Splits(total, most))
+    batch = random_batch([5] * 4, [0, 3, 160, 70], heads=13, rank=256)
+    assert_right(device, batch, out_dtype=FP32, sinks=sinks_of(13), bmm1_scale=0.06)
+
+
+def test_a_piece_that_is_not_run_leaves_no_trace(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its partial output is never written, and whatever lay in that memory must not show."""
+    monkeypatch.setattr(portable_mla, "choose_mla_splits", lambda *_: triton_support.Splits(total=2, most=4))
+    batch = random_batch([2] * 2, [3, 300])
+    clean, _ = assert_right(device, batch)
+    arguments = arguments_of(device, batch)
+
+    def full_of_nan(*shape: Any, **options: Any) -> Tensor:
+        return torch.full(*shape, math.nan, **options)
+
+    monkeypatch.setattr(torch, "empty", full_of_nan)
+    assert run(arguments)[0].flatten(0, 1).equal(clean)
+
+
+def posed(device: str, num_requests: int, q_len: int, heads: int, kv_len: int) -> Any:
+    """A problem of these sizes, without a byte of data."""
+    arguments = arguments_of(device, random_batch([q_len], [1], heads=heads))
+    problem = MLADecodeCall(**arguments).problem()
+    sizes = {
+        "seq_lens": torch.empty(num_requests, device="meta"),
+        "query": torch.empty(num_requests * q_len, heads, RANK + ROPE, device="meta"),
+        "k_block_tables": torch.empty(num_requests, -(-kv_len // 32), device="meta"),
+    }
+    return type(problem)(**vars(problem) | sizes | {"max_kv_len": kv_len, "max_q_len": q_len})
+
+
+@pytest.mark.parametrize("num_requests", [1, 64, 1000])
+@pytest.mark.parametrize(("q_len", "heads"), [(1, 16), (1, 128), (8, 128)])
+@pytest.mark.parametrize("kv_len", [1, 700, 100_000])
+def test_choose_mla_splits(
+    monkeypatch: pytest.MonkeyPatch, num_requests: int, q_len: int, heads: int, kv_len: int
+) -> None:
+    monkeypatch.setattr(portable_mla, "num_multiprocessors", lambda device: 132)
+    problem = posed("cpu", num_requests, q_len, heads, kv_len)
+    tile = portable_mla.choose_mla_tile(q_len * heads, (9, 0))
+    q_blocks = -(-q_len * heads // tile.rows)
+    splits = portable_mla.choose_mla_splits(problem, tile, q_blocks)
+    assert 1 <= splits.most <= max(1, min(-(-kv_len // tile.keys), triton_support.MAX_SPLITS))
+    assert splits.total >= 4 * num_requests  # long requests are cut even where the batch fills the GPU
+    partial_bytes = 4 * splits.most * num_requests * q_len * heads * RANK
+    assert splits.most == 1 or partial_bytes <= portable_mla.MOST_PARTIAL_BYTES
+    if num_requests == 1 and kv_len == 100_000:
+        assert splits.most * q_blocks >= 64  # one long request has many programs
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 1024])
+@pytest.mark.parametrize("capability", [None, (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_choose_mla_tile(rows: int, capability: tuple[int, int] | None) -> None:
+    tile = portable_mla.choose_mla_tile(rows, capability)
+    most = {None: 64, (9, 0): 64, (10, 0): 32}.get(capability, 16)
+    assert tile.rows == min(most, next(size for size in (16, 32, 64, 1024) if size >= rows))
+    assert tile.keys in (32, 64)
+
+
+# What must not matter.
+
+
+@pytest.mark.parametrize("foreign_id", [-1, 2**30])
+@pytest.mark.parametrize(("kv_dtype", "num_splits"), [(BF16, 1), (E4M3, 2)])
+def test_poison_changes_no_bit(
+    device: str, split: Callable[[int], None], foreign_id: int, kv_dtype: torch.dtype, num_splits: int
+) -> None:
+    """NaN in page tails and unread pages, and stale ids, or none, in the table's tails."""
+    split(num_splits)
+    batch = random_batch([2] * 4, [1, 33, 64, 0], kv_dtype=kv_dtype)
+    clean = run(arguments_of(device, batch))
+    dirty = run(arguments_of(device, batch, poison=math.nan, foreign_id=foreign_id))
+    for got, expected in zip(dirty, clean, strict=True):
+        assert got.equal(expected)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("where", ["query", "latent", "rotary"])
+def test_a_live_nan_reaches_output_and_lse(
+    device: str, split: Callable[[int], None], num_splits: int, where: str
+) -> None:
+    """A tool that looks for NaN must not lose one: it is not a row without keys."""
+    split(num_splits)
+    arguments = arguments_of(device, random_batch([1], [200]))
+    page = int(arguments["block_tables"][0, 0])
+    if where == "query":
+        arguments["query"][:] = math.nan
+    else:
+        arguments["kv_cache"][page, 0, 5, 3 if where == "latent" else RANK + 3] = math.nan
+    out, lse = run(arguments)
+    assert out.isnan().all()
+    assert lse.isnan().all()
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize("out_dtype", [BF16, FP32])
+def test_given_outputs_are_filled_and_nothing_beside_them(
+    device: str, split: Callable[[int], None], num_splits: int, out_dtype: torch.dtype
+) -> None:
+    split(num_splits)
+    batch = random_batch([2, 0, 3], [18, 4, 140], heads=3)
+    buffer = torch.full((9, 3, RANK), 77.0, dtype=out_dtype, device=device)
+    lse_buffer = torch.full((9, 3), 77.0, device=device)
+    assert_right(device, batch, ragged=True, out=buffer[2:7], lse=lse_buffer[2:7])
+    for guard in (buffer[:2], buffer[7:], lse_buffer[:2], lse_buffer[7:]):
+        assert bool((guard == 77.0).all())
+
+
+DECLINED: dict[str, Arguments] = {
+    "float32": {"dtype": FP32},
+    "rank": {"rank": 48},
+    "large rank": {"rank": 1024},
+    "rope": {"rope": 24},
+    "no rope": {"rope": 0},
+}
+
+
+@pytest.mark.parametrize("name", DECLINED)
+def test_a_declined_call_raises_the_reason_and_writes_nothing(device: str, name: str) -> None:
+    arguments = arguments_of(device, random_batch([1] * 2, [18, 40], **DECLINED[name]))
+    arguments["out"].fill_(77.0)
+    problem = MLADecodeCall(**arguments).problem()
+    reason = why_not(Kernel.PORTABLE_MLA, capability_of(problem.query.device), problem)
+    assert reason is not None
+    with pytest.raises(NotImplementedError) as error:
+        run(arguments)
+    assert str(error.value) == reason
+    assert bool((arguments["out"] == 77.0).all())
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+def test_a_batch_without_rows(device: str, padding: int) -> None:
+    """No row, or none but padding: nothing to compute, and no error."""
+    batch = random_batch([0] * 2, [18, 3])
+    query = torch.ones(padding, 2, RANK + ROPE, dtype=BF16)
+    out, lse = run(arguments_of(device, batch, ragged=True, query=query, out=None))
+    assert out.shape == (padding, 2, RANK)
+    assert lse.shape == (padding, 2)
+
+
+# Launches on a GPU.
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
+def test_a_call_does_not_synchronise(device: str) -> None:
+    scales = {"bmm1_scale": torch.tensor([0.05]), "bmm2_scale": torch.tensor([0.7])}
+    arguments = arguments_of(device, random_batch([3] * 3, [30, 100, 300], heads=16), **scales)
+    first = run(arguments)  # compiles
+    with synchronisation_is_an_error():
+        again = run(arguments)
+    assert again[1].equal(first[1])
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_a_graph_replays_other_lengths_and_tables(device: str, q_len: int) -> None:
+    """The same pool and output; longer, shorter, and with rows before the first key: bit for bit as eager."""
+    batch = random_batch([q_len] * 4, [4000, 4096, 3000, 4001], heads=16, rank=512, rope=64)
+    arguments = arguments_of(device, batch, 64, lse=torch.empty(4, q_len, 16), bmm1_scale=192**-0.5)
+    graph = graph_of(lambda: run(arguments))
+    for lengths in ([3, 64, 65, 4096], [2, 0, 1, 128], [4000, 4096, 3000, 4001]):
+        arguments["seq_lens"].copy_(torch.tensor(lengths))
+        arguments["block_tables"].copy_(arguments["block_tables"].roll(1, dims=0))
+        arguments["query"].copy_(torch.randn_like(arguments["query"]))
+        graph.replay()
+        eager = run(arguments | {"out": torch.empty_like(arguments["out"]), "lse": None})
+        assert arguments["out"].equal(eager[0])
+        assert arguments["lse"].view(-1, 16).equal(eager[1])
+        truth, _ = truth_of(arguments)
+        assert float(references.relative_l2(eager[0], truth).max()) <= 4 * ROUNDOFF[BF16]
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
+def test_lengths_and_batches_compile_nothing_new(device: str) -> None:
+    def compiled() -> int:
+        return sum(len(cache[0]) for cache in portable_mla._mla_kernel.device_caches.values())
+
+    run(arguments_of(device, random_batch([1] * 3, [4000, 4000, 4000]), 64))
+    before = compiled()
+    for kv_lens in ([4000, 3999, 5], [4000, 1, 3999, 7], [4096] * 40, [300] * 16, [2000]):
+        run(arguments_of(device, random_batch([1] * len(kv_lens), kv_lens), 64))
+    assert compiled() == before
+
+
+# Anything else.
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Batch, int, int, Arguments]:
+    lengths = draw(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 150)), min_size=1, max_size=3))
+    heads = draw(st.sampled_from([1, 2, 3, 8]))
+    batch = random_batch(
+        [q_len for q_len, _ in lengths],
+        [kv_len for _, kv_len in lengths],
+        heads=heads,
+        rank=draw(st.sampled_from([16, 64])),
+        rope=draw(st.sampled_from([16, 32])),
+        kv_dtype=draw(st.sampled_from([BF16, E4M3])),
+        seed=draw(st.integers(0, 2**16)),
+    )
+    options: Arguments = {
+        "bmm1_scale": draw(st.sampled_from([0.125, 0.5])),
+        "bmm2_scale": draw(st.sampled_from([1.0, 0.3])),
+        "sinks": sinks_of(heads) if draw(st.booleans()) else None,
+    }
+    return batch, draw(st.sampled_from([1, 16, 64, 128])), draw(st.sampled_from([1, 2, 5])), options
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@settings(max_examples=12, derandomize=True, deadline=None, database=None)
+@given(problem=problems())
+def test_any_problem(device: str, problem: tuple[Batch, int, int, Arguments]) -> None:
+    batch, page_size, num_splits, options = problem
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(portable_mla, "choose_mla_splits", lambda *_: every_request(num_splits))
+        if sum(batch.q_lens):
+            assert_right(device, batch, page_size, ragged=True, **options)
