@@ -22,7 +22,7 @@ MEBIBYTE = 2**20
 
 @dataclass
 class SimulatedFlashInfer:
-    """Stands in for `lab.kernels.trtllm._installed`; `change` may tamper with the arguments of a call.
+    """Stands in for `lab.kernels.flashinfer_call.installed`; `change` may tamper with the arguments of a call.
 
     Attributes:
         major: compute capability of the simulated GPU.

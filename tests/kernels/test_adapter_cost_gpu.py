@@ -12,7 +12,7 @@ from torch.autograd import DeviceType
 
 from lab import references
 from lab.capture import capturing
-from lab.kernels import trtllm
+from lab.kernels import flashinfer_call, trtllm
 from lab.timing.host_time import host_time
 
 pytestmark = [
@@ -47,7 +47,9 @@ def int32(values: Any) -> Tensor:
 
 
 def new_workspace() -> Tensor:
-    return torch.zeros(trtllm.SEMAPHORE_BYTES + trtllm.SCRATCH_BYTES, dtype=torch.uint8, device="cuda")
+    return torch.zeros(
+        flashinfer_call.SEMAPHORE_BYTES + flashinfer_call.SCRATCH_BYTES, dtype=torch.uint8, device="cuda"
+    )
 
 
 def decode_arguments(q_len: int) -> Arguments:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lab import references
-from lab.kernels import support, trtllm
+from lab.kernels import flashinfer_call, support, trtllm
 from lab.problem import mask_words
 from tests.cases import Batch, context_arguments, decode_arguments, pack_mask, random_batch, write_pages
 from tests.kernels.simulated_flashinfer import MEBIBYTE, SimulatedFlashInfer
@@ -41,11 +41,11 @@ def simulate(monkeypatch: pytest.MonkeyPatch) -> Simulate:
 
     def start(capability: tuple[int, int], **options: Any) -> SimulatedFlashInfer:
         simulated = SimulatedFlashInfer(capability[0], **options)
-        monkeypatch.setattr(trtllm, "capability_of", lambda device: capability)
+        monkeypatch.setattr(flashinfer_call, "capability_of", lambda device: capability)
         monkeypatch.setattr(support, "capability_of", lambda device: capability)
-        monkeypatch.setattr(trtllm, "SCRATCH_BYTES", 4096)
-        monkeypatch.setattr(trtllm, "LEAST_SCRATCH_BYTES", 4096)
-        monkeypatch.setattr(trtllm, "_installed", simulated.installed)
+        monkeypatch.setattr(flashinfer_call, "SCRATCH_BYTES", 4096)
+        monkeypatch.setattr(flashinfer_call, "LEAST_SCRATCH_BYTES", 4096)
+        monkeypatch.setattr(flashinfer_call, "installed", simulated.installed)
         forget()
         return simulated
 
@@ -55,8 +55,8 @@ def simulate(monkeypatch: pytest.MonkeyPatch) -> Simulate:
 
 def forget() -> None:
     """What the adapter keeps: its workspace, and which function takes which keywords."""
-    trtllm._workspace.cache_clear()
-    trtllm._installed_taking.cache_clear()
+    flashinfer_call.workspace_of.cache_clear()
+    flashinfer_call.installed_taking.cache_clear()
 
 
 def decode_case(q_len: int = 1, kv_lens: tuple[int, ...] = (16, 33, 5), **changes: Any) -> Arguments:
@@ -428,24 +428,24 @@ def test_another_flashinfer_is_a_clear_error(
         ]
         return lambda **arguments: pytest.fail("called"), real.replace(parameters=new)
 
-    monkeypatch.setattr(trtllm, "_installed", changed)
+    monkeypatch.setattr(flashinfer_call, "installed", changed)
     forget()
     with pytest.raises(TypeError) as error:
         getattr(trtllm, function)(**arguments)
     message = str(error.value)
     assert called in message
     assert f"'{parameter}'" in message or f"'new_{parameter}'" in message
-    assert trtllm._version() in message
+    assert flashinfer_call.version() in message
 
 
 def test_a_function_that_is_gone_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trtllm.importlib, "import_module", lambda module: SimpleNamespace())
+    monkeypatch.setattr(flashinfer_call.importlib, "import_module", lambda module: SimpleNamespace())
     with pytest.raises(TypeError, match=r"has no flashinfer\.decode\.no_such_function"):
-        trtllm._installed("flashinfer.decode", "no_such_function")
+        flashinfer_call.installed("flashinfer.decode", "no_such_function")
 
 
 def test_the_installed_function_is_called_through_its_real_signature() -> None:
-    function, signature = trtllm._installed("flashinfer.decode", DECODE)
+    function, signature = flashinfer_call.installed("flashinfer.decode", DECODE)
     assert callable(function)
     assert list(signature.parameters) == list(inspect.signature(trtllm.trtllm_batch_decode_with_kv_cache).parameters)
 
@@ -510,9 +510,9 @@ PREPARED_CASES: dict[str, tuple[tuple[int, int], str, Callable[[], Arguments]]] 
 }
 
 
-def prepare(function: str, arguments: Arguments) -> trtllm.PreparedCall:
+def prepare(function: str, arguments: Arguments) -> flashinfer_call.PreparedCall:
     prepared = getattr(trtllm, f"prepare_{function}")(**arguments)
-    assert isinstance(prepared, trtllm.PreparedCall)
+    assert isinstance(prepared, flashinfer_call.PreparedCall)
     return prepared
 
 
@@ -631,7 +631,7 @@ class Operations(TorchDispatchMode):
 def without_attention(simulate: Simulate, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
     """A simulated FlashInfer whose functions do nothing."""
     installed = simulate(capability).installed
-    monkeypatch.setattr(trtllm, "_installed", lambda *of: (lambda **arguments: None, installed(*of)[1]))
+    monkeypatch.setattr(flashinfer_call, "installed", lambda *of: (lambda **arguments: None, installed(*of)[1]))
 
 
 OPERATIONS = {
@@ -681,7 +681,7 @@ def test_the_table_of_a_split_pool_is_made_without_the_host(
 def test_keywords_are_bound_once(simulate: Simulate, monkeypatch: pytest.MonkeyPatch) -> None:
     """Binding takes longer than the other checks together."""
     installed, asked = simulate(SM90).installed, []
-    monkeypatch.setattr(trtllm, "_installed", lambda *of: asked.append(of) or installed(*of))
+    monkeypatch.setattr(flashinfer_call, "installed", lambda *of: asked.append(of) or installed(*of))
     for arguments in (decode_case(), decode_case(), decode_case(window_left=3)):
         trtllm.trtllm_batch_decode_with_kv_cache(**arguments)
     assert len(asked) == 2
@@ -716,7 +716,7 @@ def test_nothing_is_made_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPat
     with pytest.raises(RuntimeError, match=r"causal mask of 4 requests of 39 tokens.*once before it"):
         trtllm.causal_mask(3, 39, gpu)
     with pytest.raises(RuntimeError, match=r"workspace.*once before it"):
-        trtllm._workspace(gpu, 12345)
+        flashinfer_call.workspace_of(gpu, 12345)
 
 
 def test_the_workspace_is_kept_and_its_semaphores_stay_zero(simulate: Simulate) -> None:
@@ -727,8 +727,8 @@ def test_the_workspace_is_kept_and_its_semaphores_stay_zero(simulate: Simulate) 
     assert_right(DECODE, decode_case())
     first, prefill, second = (arguments["workspace_buffer"] for _, arguments in simulated.calls)
     assert first.data_ptr() == second.data_ptr()
-    assert first.nbytes == trtllm.SEMAPHORE_BYTES + trtllm.SCRATCH_BYTES
-    assert prefill.data_ptr() - first.data_ptr() == trtllm.SEMAPHORE_BYTES == 8 * MEBIBYTE
+    assert first.nbytes == flashinfer_call.SEMAPHORE_BYTES + flashinfer_call.SCRATCH_BYTES
+    assert prefill.data_ptr() - first.data_ptr() == flashinfer_call.SEMAPHORE_BYTES == 8 * MEBIBYTE
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.float32])
@@ -816,7 +816,7 @@ def test_importing_the_adapter_imports_nothing_heavy() -> None:
 
 
 def test_an_empty_batch_returns_empty_without_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trtllm, "_installed", lambda *_: pytest.fail("FlashInfer was asked for"))
+    monkeypatch.setattr(flashinfer_call, "installed", lambda *_: pytest.fail("FlashInfer was asked for"))
     empty = Batch([], [], [])
     assert empty.q_lens == []
     cache, _ = write_pages([torch.zeros(1, 2, 64, dtype=torch.bfloat16)], 16, seed=0)
