@@ -8,11 +8,30 @@ from lab.metadata.dispatch import (
     plan_calls,
     prepare_attention,
 )
+from lab.metadata.draft_attention import DraftAttention
 from lab.metadata.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.forward_mode import ForwardMode
 from lab.metadata.host_mirrors import LengthMirror, decide_needs_cpu_seq_lens
-from lab.metadata.kv_pool import KVLayout, KVPool, PagedKVCache
+from lab.metadata.kv_pool import KVLayout, KVPool, PagedKVCache, PagedLatentCache
 from lab.metadata.mha import TRTLLMMHAMetadata, build_mha_metadata, mixed_tail_split
+from lab.metadata.mla import (
+    QueryLayout,
+    TRTLLMMLADecodeMetadata,
+    TRTLLMMLAPrefillMetadata,
+    allocate_multi_ctas_kv_counters,
+    build_mla_decode_metadata,
+    build_mla_metadata,
+    build_mla_prefill_metadata,
+)
+from lab.metadata.mla_dispatch import (
+    MLAAttentionCall,
+    MLALayer,
+    RaggedContextArguments,
+    mla_attention_call,
+    mla_call_arguments,
+    prepare_mla_attention,
+    ragged_context_arguments,
+)
 from lab.metadata.verify_mask import (
     VerifyMask,
     VerifyMaskForm,
@@ -23,23 +42,39 @@ from lab.metadata.verify_mask import (
 __all__ = [
     "AttentionCall",
     "AttentionLayer",
+    "DraftAttention",
     "ForwardBatch",
     "ForwardMode",
     "KVLayout",
     "KVPool",
     "LengthMirror",
+    "MLAAttentionCall",
+    "MLALayer",
     "PagedKVCache",
+    "PagedLatentCache",
     "PlannedCall",
+    "QueryLayout",
+    "RaggedContextArguments",
     "SpecInfo",
     "TRTLLMMHAMetadata",
+    "TRTLLMMLADecodeMetadata",
+    "TRTLLMMLAPrefillMetadata",
     "VerifyMask",
     "VerifyMaskForm",
+    "allocate_multi_ctas_kv_counters",
     "attention_call",
     "build_mha_metadata",
+    "build_mla_decode_metadata",
+    "build_mla_metadata",
+    "build_mla_prefill_metadata",
     "decide_needs_cpu_seq_lens",
     "get_verify_buffers_to_fill_after_draft",
     "mixed_tail_split",
+    "mla_attention_call",
+    "mla_call_arguments",
     "plan_calls",
     "preallocate_verify_mask",
     "prepare_attention",
+    "prepare_mla_attention",
+    "ragged_context_arguments",
 ]

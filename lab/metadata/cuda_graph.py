@@ -8,7 +8,7 @@ the inputs, padded to the next captured size, and its metadata is rebuilt in pla
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -201,6 +201,26 @@ class StaticInputs:
                 )
 
 
+Metadata = TypeVar("Metadata")
+MetadataT_co = TypeVar("MetadataT_co", covariant=True)
+
+
+class MetadataBuffers(Protocol[MetadataT_co]):
+    """A backend's metadata in buffers that stay, for one mode, as a `GraphRunner` needs it."""
+
+    def slices(self, batch_size: int) -> MetadataT_co:
+        """The metadata of a captured size, always at the same addresses."""
+        ...
+
+    def prepare(self, view: ForwardBatch) -> Callable[[], None]:
+        """A call that rebuilds a captured size's metadata in place: no host read, capturable."""
+        ...
+
+    def eager(self, batch: ForwardBatch) -> MetadataT_co:
+        """Metadata of a pass that no graph runs, in tensors of its own."""
+        ...
+
+
 class GraphMetadata:
     """One backend's metadata buffers for all captured sizes, as `init_cuda_graph_state` makes them.
 
@@ -279,23 +299,27 @@ class GraphMetadata:
             full_to_swa=self.pool.full_to_swa,
         )
 
+    def eager(self, batch: ForwardBatch) -> TRTLLMMHAMetadata:
+        """Metadata of a pass that no graph runs, in tensors of its own."""
+        return build_mha_metadata(batch, self.pool)
+
 
 # Given a captured size's batch and metadata, prepares what the graph runs; the call returns the graph's output.
-Body = Callable[[ForwardBatch, TRTLLMMHAMetadata], Callable[[], Any]]
+Body = Callable[[ForwardBatch, Metadata], Callable[[], Any]]
 
 
 @dataclass(frozen=True, eq=False)
-class CapturedSize:
+class CapturedSize(Generic[Metadata]):
     """One captured batch size: `rebuild` writes its metadata, `replay` runs the graph, `output` is where it writes."""
 
     view: ForwardBatch
-    metadata: TRTLLMMHAMetadata
+    metadata: Metadata
     rebuild: Callable[[], None]
     replay: Callable[[], None]
     output: Any
 
 
-class GraphRunner:
+class GraphRunner(Generic[Metadata]):
     """Captured graphs of one mode for several batch sizes, replayed for any batch that fits.
 
     Args:
@@ -305,6 +329,7 @@ class GraphRunner:
         body: prepares what runs behind the metadata. It is called once per size, and its call twice: to warm up, and captured.
         place: where the metadata is rebuilt.
         padded_seq_len: see `StaticInputs`.
+        metadata: of the mode and pool, with room for the largest size; those of TRT-LLM MHA if left out.
 
     On a CPU nothing is captured: a replay makes the same calls on the same buffers again.
     """
@@ -314,9 +339,10 @@ class GraphRunner:
         mode: GraphMode,
         pool: KVPool,
         batch_sizes: Sequence[int],
-        body: Body,
+        body: Body[Metadata],
         place: MetadataPlace = MetadataPlace.IN_GRAPH,
         padded_seq_len: int = PADDED_SEQ_LEN,
+        metadata: MetadataBuffers[Metadata] | None = None,
     ) -> None:
         if not batch_sizes or min(batch_sizes) < 1:
             raise ValueError(f"batch_sizes={list(batch_sizes)} must be one size or more, each at least 1")
@@ -324,7 +350,7 @@ class GraphRunner:
         self.pool = pool
         self.place = place
         self.inputs = StaticInputs(mode, max(batch_sizes), pool.device, padded_seq_len)
-        self.metadata = GraphMetadata(mode, pool, max(batch_sizes))
+        self.metadata: Any = GraphMetadata(mode, pool, max(batch_sizes)) if metadata is None else metadata
         # The largest first, as the engine does: the others' scratch then fits into its memory.
         self.captured = {size: self._capture(size, body) for size in sorted(set(batch_sizes), reverse=True)}
 
@@ -341,9 +367,10 @@ class GraphRunner:
             )
         return min(fitting)
 
-    def eager(self, batch: ForwardBatch) -> TRTLLMMHAMetadata:
+    def eager(self, batch: ForwardBatch) -> Metadata:
         """Metadata of a pass that no graph runs, in tensors of its own."""
-        return build_mha_metadata(batch, self.pool)
+        metadata: Metadata = self.metadata.eager(batch)
+        return metadata
 
     def replay(self, batch: ForwardBatch) -> Any:
         """Load a batch, rebuild its metadata, replay. Returns the graph's own output with its padding, valid until the next."""
@@ -354,7 +381,7 @@ class GraphRunner:
         captured.replay()
         return captured.output
 
-    def _capture(self, batch_size: int, body: Body) -> CapturedSize:
+    def _capture(self, batch_size: int, body: Body[Metadata]) -> CapturedSize[Metadata]:
         view, metadata = self.inputs.view(batch_size), self.metadata.slices(batch_size)
         rebuild, run = self.metadata.prepare(view), body(view, metadata)
         rebuild()  # a warm-up on lengths that are not there yet would divide 0 by 0, as SGLang 0.5.12's did

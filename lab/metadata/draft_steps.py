@@ -15,30 +15,13 @@ from torch import Tensor
 
 from lab.kernels.draft_decode_kv_indices import Schedule, generate_draft_decode_kv_indices
 from lab.kernels.forward_metadata import PassBuffers, prepare_write_forward_metadata
+from lab.metadata.draft_attention import DraftAttention
 from lab.metadata.forward_batch import ForwardBatch
 from lab.metadata.kv_pool import KVPool
 from lab.metadata.mha import TRTLLMMHAMetadata
 from lab.metadata.mla import DEAD_PAGE, TRTLLMMLADecodeMetadata, check_mla_page_size, mla_block_table_width
 
 STEPS = range(2, 9)  # of ``speculative_num_steps``; with one step there is no draft decode
-
-
-class DraftAttention(Enum):
-    """Whose metadata a step has, and which keys its length counts."""
-
-    MHA = "mha"  # seq_lens + step + 1: the drafted tokens and the step's own
-    MLA = "mla"  # seq_lens, the same in every step: SGLang 0.5.11 to 0.5.23 add no offset
-    MLA_WITH_OFFSET = "mla with offset"  # seq_lens + step + 1, as MHA and FlashInfer's MLA backend count
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}.{self.name}"
-
-    @property
-    def is_mla(self) -> bool:
-        return self is not DraftAttention.MHA
-
-    def seq_len_offset(self, step: int) -> int:
-        return 0 if self is DraftAttention.MLA else step + 1
 
 
 class DraftPlan(Enum):

@@ -1,4 +1,4 @@
-"""An engine's id spaces (request rows, slots, pages, the sliding-window pages) and one layer's paged K and V."""
+"""An engine's id spaces (request rows, slots, pages, the sliding-window pages) and one layer's paged K and V, or MLA's."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -85,23 +85,69 @@ class PagedKVCache:
             ValueError: a shape differs.
         """
         expected = [slots.shape[0], self.num_kv_heads, self.storage.shape[4]]
-        if slots.dtype != torch.int64:
-            raise TypeError(f"slots has dtype {slots.dtype}, expected torch.int64")
+        _check_slots(slots)
         for name, rows in (("k", k), ("v", v)):
-            if rows.dtype != self.storage.dtype:
-                raise TypeError(
-                    f"{name} has dtype {rows.dtype}, the cache {self.storage.dtype}: quantise before writing"
-                )
-            if list(rows.shape) != expected:
-                raise ValueError(f"{name} has shape {list(rows.shape)}, expected {expected}")
-        slots = slots.clamp(min=0)
-        pages, offsets = slots // self.page_size, slots % self.page_size
+            _check_rows(name, rows, expected, self.storage.dtype)
         for cache, rows in ((self.k_cache, k), (self.v_cache, v)):
-            # Bytes, because torch cannot scatter every 8-bit float on every device.
-            tokens = cache.view(torch.uint8)
-            if self.layout is KVLayout.HND:
-                tokens = tokens.transpose(1, 2)
-            tokens[pages, offsets] = rows.contiguous().view(torch.uint8)
+            _write_rows(cache if self.layout is KVLayout.NHD else cache.transpose(1, 2), slots, rows)
+
+
+@dataclass(frozen=True, eq=False)
+class PagedLatentCache:
+    """One layer's cache of latent attention (MLA): an entry per token, which all heads read as key and in part as value.
+
+    Attributes:
+        storage: contiguous ``[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]``.
+
+    Raises:
+        ValueError: ``storage`` is not a contiguous tensor of three axes.
+    """
+
+    storage: Tensor
+
+    def __post_init__(self) -> None:
+        if self.storage.dim() != 3 or not self.storage.is_contiguous():
+            raise ValueError(
+                f"storage has shape {list(self.storage.shape)} and strides {list(self.storage.stride())}, expected a "
+                "contiguous [num_pages, page_size, entry]: make it with KVPool.new_latent_cache"
+            )
+
+    @property
+    def page_size(self) -> int:
+        return self.storage.shape[1]
+
+    def with_head_axis(self) -> Tensor:
+        """``[num_pages, 1, page_size, entry]``, the view that SGLang hands FlashInfer."""
+        return self.storage.unsqueeze(1)
+
+    def write(self, slots: Tensor, entries: Tensor) -> None:
+        """Store one token's entry at each slot; slots and errors are as in `PagedKVCache.write`.
+
+        Args:
+            slots: ``[n]`` int64.
+            entries: ``[n, kv_lora_rank + qk_rope_head_dim]`` in the cache's dtype.
+        """
+        _check_slots(slots)
+        _check_rows("entries", entries, [slots.shape[0], self.storage.shape[2]], self.storage.dtype)
+        _write_rows(self.storage, slots, entries)
+
+
+def _check_slots(slots: Tensor) -> None:
+    if slots.dtype != torch.int64:
+        raise TypeError(f"slots has dtype {slots.dtype}, expected torch.int64")
+
+
+def _check_rows(name: str, rows: Tensor, expected: list[int], dtype: torch.dtype) -> None:
+    if rows.dtype != dtype:
+        raise TypeError(f"{name} has dtype {rows.dtype}, the cache {dtype}: quantise before writing")
+    if list(rows.shape) != expected:
+        raise ValueError(f"{name} has shape {list(rows.shape)}, expected {expected}")
+
+
+def _write_rows(pages: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """Scatter rows into ``[num_pages, page_size, ...]``: bytes, because torch cannot scatter every 8-bit float everywhere."""
+    slots, page_size = slots.clamp(min=0), pages.shape[1]
+    pages.view(torch.uint8)[slots // page_size, slots % page_size] = rows.contiguous().view(torch.uint8)
 
 
 def _with_canonical_strides(view: Tensor) -> Tensor:
@@ -329,6 +375,16 @@ class KVPool:
         page = (self.page_size, num_kv_heads) if layout is KVLayout.NHD else (num_kv_heads, self.page_size)
         storage = torch.zeros(2, num_pages, *page, head_dim, dtype=dtype, device=self.device)
         return PagedKVCache(storage, layout)
+
+    def new_latent_cache(self, entry_dim: int, dtype: torch.dtype) -> PagedLatentCache:
+        """A zero-filled cache of one MLA layer over this pool's pages.
+
+        Args:
+            entry_dim: elements of ``dtype`` per token, latent vector and rotary part.
+            dtype: of the elements.
+        """
+        storage = torch.zeros(self.num_pages, self.page_size, entry_dim, dtype=dtype, device=self.device)
+        return PagedLatentCache(storage)
 
     def _request(self, req_pool_index: int) -> _Request:
         if req_pool_index not in self._requests:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lab.metadata.draft_attention import DraftAttention
 from lab.metadata.forward_batch import ForwardBatch
 from lab.metadata.kv_pool import KVPool
 
@@ -74,16 +75,16 @@ def build_mha_metadata(batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
     """
     check_attends(batch, pool)
     cache_seqlens = (batch.seq_lens + uncounted_tokens(batch)).to(torch.int32)
-    cu_seqlens_k = _exclusive_cumsum(cache_seqlens)
-    first_slots = _first_slots(batch.req_pool_indices, cache_seqlens, pool)
+    cu_seqlens_k = exclusive_cumsum(cache_seqlens)
+    slots = first_slots(batch.req_pool_indices, cache_seqlens, pool)
     has_swa = pool.full_to_swa is not None
     return TRTLLMMHAMetadata(
         cache_seqlens_int32=cache_seqlens,
         max_seq_len_q=max_query_rows(batch),
         cu_seqlens_q=_cu_seqlens_q(batch, cu_seqlens_k),
         cu_seqlens_k=cu_seqlens_k,
-        page_table=_pages(first_slots, pool.page_size),
-        swa_page_table=_pages(pool.swa_slots(first_slots), pool.page_size) if has_swa else None,
+        page_table=_pages(slots, pool.page_size),
+        swa_page_table=_pages(pool.swa_slots(slots), pool.page_size) if has_swa else None,
         swa_out_cache_loc=_swa_out_cache_loc(batch, pool) if has_swa else None,
     )
 
@@ -102,14 +103,18 @@ def mixed_tail_split(batch: ForwardBatch) -> int:
             f"{batch.forward_mode!r} {'with' if batch.spec_info else 'without'} a SpecInfo has no tail of decoding "
             "requests to split off: only extend modes without speculation do"
         )
-    context = len(lengths := _host_lengths(batch, "extend_seq_lens_cpu"))
+    context = len(lengths := host_lengths(batch, "extend_seq_lens_cpu"))
     while context > 0 and lengths[context - 1] == 1:
         context -= 1
     return context
 
 
-def uncounted_tokens(batch: ForwardBatch) -> int:
-    """Tokens per request that the kernel must see as keys and that ``seq_lens`` does not count.
+def uncounted_tokens(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA) -> int:
+    """Tokens per request that the kernel is to see as keys and that ``seq_lens`` does not count.
+
+    Args:
+        batch: the forward pass.
+        attention: says which keys a draft step counts; other passes ignore it.
 
     Raises:
         ValueError: a host fact that the mode needs is missing.
@@ -122,7 +127,7 @@ def uncounted_tokens(batch: ForwardBatch) -> int:
                 f"{batch.forward_mode!r} with a SpecInfo is a draft step and needs SpecInfo.speculative_step_id; "
                 "a normal decode has spec_info=None"
             )
-        return batch.spec_info.speculative_step_id + 1
+        return attention.seq_len_offset(batch.spec_info.speculative_step_id)
     return 0
 
 
@@ -137,7 +142,7 @@ def query_rows(batch: ForwardBatch) -> int | Tensor | None:
         return 1
     if mode.is_target_verify():
         return _verify_q_len(batch)
-    if not mode.is_draft_extend(include_v2=True) and not any(_host_lengths(batch, "extend_prefix_lens_cpu")):
+    if not mode.is_draft_extend(include_v2=True) and not any(host_lengths(batch, "extend_prefix_lens_cpu")):
         return None
     if batch.extend_seq_lens is None:
         raise ValueError(f"{mode!r} takes its query rows from the device tensor extend_seq_lens, which is None")
@@ -154,7 +159,7 @@ def max_query_rows(batch: ForwardBatch) -> int:
         return 1
     if batch.forward_mode.is_target_verify():
         return _verify_q_len(batch)
-    return max(_host_lengths(batch, "extend_seq_lens_cpu"), default=0)
+    return max(host_lengths(batch, "extend_seq_lens_cpu"), default=0)
 
 
 def check_attends(batch: ForwardBatch, pool: KVPool) -> None:
@@ -181,10 +186,11 @@ def _cu_seqlens_q(batch: ForwardBatch, cu_seqlens_k: Tensor) -> Tensor:
     rows = query_rows(batch)
     if rows is None:
         return cu_seqlens_k
-    return _uniform_cu_seqlens(batch, rows) if isinstance(rows, int) else _exclusive_cumsum(rows)
+    return _uniform_cu_seqlens(batch, rows) if isinstance(rows, int) else exclusive_cumsum(rows)
 
 
-def _host_lengths(batch: ForwardBatch, name: str) -> Sequence[int]:
+def host_lengths(batch: ForwardBatch, name: str) -> Sequence[int]:
+    """One of the batch's host lists by its name. Raises ValueError if it is missing."""
     lengths: Sequence[int] | None = getattr(batch, name)
     if lengths is None:
         raise ValueError(
@@ -198,20 +204,24 @@ def _uniform_cu_seqlens(batch: ForwardBatch, q_len: int) -> Tensor:
     return torch.arange(0, end, q_len, dtype=torch.int32, device=batch.seq_lens.device)
 
 
-def _exclusive_cumsum(lengths: Tensor) -> Tensor:
+def exclusive_cumsum(lengths: Tensor) -> Tensor:
     """``[n]`` any integer -> ``[n + 1]`` int32 that starts with 0."""
     return torch.nn.functional.pad(torch.cumsum(lengths, dim=0, dtype=torch.int32), (1, 0))
 
 
-def _first_slots(rows: Tensor, cache_seqlens: Tensor, pool: KVPool) -> Tensor:
+def first_slots(rows: Tensor, cache_seqlens: Tensor, pool: KVPool) -> Tensor:
     """Slot of the first token of each page, ``[bs, width]`` int32; slot 0, in the sink of both pools, in dead cells.
 
     Dead cells are cleared before anybody maps them: the request table holds leftovers there.
     """
-    first_slots = pool.req_to_token[:, :: pool.page_size].index_select(0, rows)
-    num_pages = (cache_seqlens + (pool.page_size - 1)) // pool.page_size
+    slots = pool.req_to_token[:, :: pool.page_size].index_select(0, rows)
     columns = torch.arange(pool.block_table_width, device=pool.device)
-    return first_slots.masked_fill(columns >= num_pages[:, None], 0)
+    return slots.masked_fill(columns >= num_pages(cache_seqlens, pool.page_size)[:, None], 0)
+
+
+def num_pages(cache_seqlens: Tensor, page_size: int) -> Tensor:
+    """Pages of so many tokens, same shape; 0 or below for a length of 0 or below."""
+    return (cache_seqlens + (page_size - 1)) // page_size
 
 
 def _pages(slots: Tensor, page_size: int) -> Tensor:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lab.metadata import (
     ForwardBatch,
@@ -23,6 +22,7 @@ from lab.metadata import (
     mixed_tail_split,
 )
 from lab.references.forward_metadata import forward_metadata
+from tests.metadata.host_reads import ForbidHostReads
 from tests.metadata.mha_cases import (
     DRAFT_EXTENDS,
     EXTENDS,
@@ -431,29 +431,6 @@ def test_draft_steps_differ_by_one_key() -> None:
 
 
 # --- no read of the device ----------------------------------------------------------------------------------------
-
-
-class ForbidHostReads(TorchDispatchMode):
-    """Raises at the operators whose result, or whose result's shape, the host must wait for."""
-
-    FORBIDDEN = (
-        "aten._local_scalar_dense",
-        "aten.nonzero",
-        "aten.masked_select",
-        "aten.repeat_interleave.Tensor",
-        "aten.unique",
-        "aten._unique",
-        "aten.equal",
-        "aten.is_nonzero",
-    )
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        masks = isinstance(args[1], list | tuple) if str(func).startswith("aten.index") else False
-        if masks and any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]):
-            raise AssertionError(f"{func} with a mask reads the device")
-        if str(func).startswith(self.FORBIDDEN):
-            raise AssertionError(f"{func} reads the device")
-        return func(*args, **(kwargs or {}))
 
 
 HOST_READS: list[Callable[[Tensor], object]] = [

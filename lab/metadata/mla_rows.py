@@ -1,0 +1,90 @@
+"""The query rows of a draft extend whose requests have different numbers of them: into one dense tensor, and out of it.
+
+Nothing is read on the host, so both can be captured in a CUDA graph. Rows move as bytes: torch cannot gather every 8-bit float.
+"""
+
+import torch
+from torch import Tensor
+
+
+def pad_draft_extend_query(query: Tensor, seq_lens_q: Tensor, cu_seqlens_q: Tensor, padded: Tensor) -> Tensor:
+    """Copy each request's rows to the front of its own block, and zeros behind them.
+
+    Args:
+        query: ``[num_rows, heads, head_dim]``; rows behind the last request's are padding.
+        seq_lens_q: ``[batch_size]`` int32, rows of each request.
+        cu_seqlens_q: ``[batch_size + 1]`` int32, first row of each request.
+        padded: ``[batch_size, max_seq_len_q, heads, head_dim]`` of the query's dtype, written whole.
+
+    Returns:
+        ``padded``.
+
+    Raises:
+        TypeError, ValueError: the shapes or dtypes do not fit each other.
+    """
+    _check_block("padded", padded, seq_lens_q.shape[0], query)
+    if query.shape[0] == 0:
+        return padded.zero_()
+    position = torch.arange(padded.shape[1], device=query.device)
+    row = (cu_seqlens_q[:-1, None] + position).clamp(max=query.shape[0] - 1)
+    rows = _bytes(query)[row.long()]
+    is_padding = position >= seq_lens_q[:, None]
+    padded.view(torch.uint8).copy_(rows.masked_fill(is_padding[:, :, None, None], 0))
+    return padded
+
+
+def unpad_draft_extend_output(padded: Tensor, cu_seqlens_q: Tensor, out: Tensor) -> Tensor:
+    """Copy each request's rows back to where they lie end to end; rows behind the last request's become zero.
+
+    Args:
+        padded: ``[batch_size, max_seq_len_q, heads, kv_lora_rank]``.
+        cu_seqlens_q: ``[batch_size + 1]`` int32, first row of each request.
+        out: ``[num_rows, heads, kv_lora_rank]`` of the same dtype, written whole.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        TypeError, ValueError: the shapes or dtypes do not fit each other.
+    """
+    batch_size, max_seq_len_q = padded.shape[:2]
+    _check_block("padded", padded, cu_seqlens_q.shape[0] - 1, out)
+    if batch_size == 0 or max_seq_len_q == 0:
+        return out.zero_()
+    row = torch.arange(out.shape[0], dtype=torch.int32, device=out.device)
+    request = torch.searchsorted(cu_seqlens_q[1:], row, right=True)
+    is_padding = request >= batch_size
+    request = request.clamp(max=batch_size - 1)
+    position = (row - cu_seqlens_q[request]).clamp(max=max_seq_len_q - 1)
+    rows = _bytes(padded)[request, position.long()]
+    out.view(torch.uint8).copy_(rows.masked_fill(is_padding[:, None, None], 0))
+    return out
+
+
+def dense_block(buffer: Tensor, *shape: int) -> Tensor:
+    """The leading elements of a buffer in a shape, contiguous, wherever the buffer's own rows begin.
+
+    SGLang 0.5.12 takes ``buffer[:batch_size, :max_seq_len_q]``, which has gaps where ``max_seq_len_q`` is below the buffer's
+    width, and its kernel writes as if there were none.
+
+    Raises:
+        ValueError: the buffer is too small.
+    """
+    needed = torch.Size(shape).numel()
+    if needed > buffer.numel():
+        raise ValueError(f"the buffer {list(buffer.shape)} holds less than {list(shape)}: allocate a larger one")
+    return buffer.flatten()[:needed].view(shape)
+
+
+def _check_block(name: str, padded: Tensor, batch_size: int, rows: Tensor) -> None:
+    if padded.dtype != rows.dtype:
+        raise TypeError(f"{name} has dtype {padded.dtype}, the rows {rows.dtype}: give both the same")
+    if padded.dim() != 4 or padded.shape[0] != batch_size or padded.shape[2:] != rows.shape[1:]:
+        raise ValueError(
+            f"{name} has shape {list(padded.shape)}, expected [{batch_size}, max_seq_len_q, *{list(rows.shape[1:])}] for rows "
+            f"of shape {list(rows.shape)}"
+        )
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
