@@ -38,16 +38,19 @@ class PreparedCall:
         arguments: its keyword arguments.
         refreshes: run before it, a launch each. Empty but for a page table that is not packed, K and V as halves of one
             allocation under fmha_v2, and `bmm1_scale_log2` under XQA: what the kernel reads is derived from those.
+        returned: what the call returns, where the function would return it in another shape; None: what it returns.
     """
 
     function: Callable[..., Any]
     arguments: dict[str, Any]
     refreshes: tuple[Refresh, ...] = ()
+    returned: Any = None
 
     def __call__(self) -> Any:
         for refresh in self.refreshes:
             refresh()
-        return self.function(**self.arguments)
+        returned = self.function(**self.arguments)
+        return returned if self.returned is None else self.returned
 
 
 def prepared(module: str, name: str, arguments: dict[str, Any], refreshes: tuple[Refresh, ...]) -> PreparedCall:
@@ -75,8 +78,8 @@ def installed_taking(module: str, name: str, keywords: frozenset[str]) -> Callab
 
 
 @functools.cache
-def installed(module: str, name: str) -> tuple[Callable[..., Any], inspect.Signature]:
-    """A function of the installed FlashInfer, and its signature; raises TypeError where it has none of that name."""
+def installed(module: str, name: str) -> tuple[Any, inspect.Signature]:
+    """A function or class of the installed FlashInfer, and its signature; raises TypeError where it has none of that name."""
     function = getattr(importlib.import_module(module), name, None)
     if function is None:
         raise TypeError(f"the installed FlashInfer {version()} has no {module}.{name}; the lab is written for 0.7.2")
@@ -90,7 +93,7 @@ def version() -> str:
 
 def but_defaults(call: Any, changes: dict[str, Any]) -> dict[str, Any]:
     """A call's arguments with some changed, less those at their default: a version without such a parameter does the same."""
-    defaults = _defaults(type(call))
+    defaults = _defaults(call.__class__)
     given = vars(call) | changes
     return {name: value for name, value in given.items() if not _is_default(value, defaults[name])}
 

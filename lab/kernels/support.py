@@ -19,6 +19,10 @@ XQA_QUERY_TILE_ELEMENTS = 8192
 # What the portable MLA kernel is built for: DeepSeek-V3's 512 and 64, and smaller ones.
 MLA_RANKS = (16, 32, 64, 128, 256, 512)
 MLA_ROPES = (16, 32, 64)
+# (kv_lora_rank, qk_rope_head_dim) of trtllm-gen's dense MLA kernels (FlashInfer 0.7.2, `_check_trtllm_gen_mla_shape`).
+TRTLLM_GEN_MLA_DIMS = ((512, 64), (256, 64))
+DEEPSEEK_MLA_DIMS = (512, 64)
+XQA_MLA_HEADS = 128  # query heads (FlashInfer 0.7.2, `xqa_mla`)
 Capability = tuple[int, int]  # (major, minor), e.g. (9, 0) for an H200
 
 
@@ -31,6 +35,10 @@ class Kernel(enum.Enum):
     FMHA_V2 = "trtllm_fmha_v2_prefill"
     TRTLLM_GEN_DECODE = "trtllm-gen decode"
     TRTLLM_GEN_CONTEXT = "trtllm-gen context"
+    XQA_MLA = "XQA MLA"
+    TRTLLM_GEN_MLA = "trtllm-gen MLA"
+    FA2_MLA = "BatchMLAPagedAttentionWrapper with FA2"
+    FA3_MLA = "BatchMLAPagedAttentionWrapper with FA3"
 
     def __repr__(self) -> str:
         return f"Kernel.{self.name}"
@@ -44,6 +52,11 @@ def decode_kernel(capability: Capability) -> Kernel:
 def context_kernel(capability: Capability) -> Kernel:
     """What an engine runs for extend: trtllm-gen's context kernel on SM10x, else fmha_v2 (SGLang 0.5.23)."""
     return Kernel.TRTLLM_GEN_CONTEXT if capability[0] == 10 else Kernel.FMHA_V2
+
+
+def mla_kernel(capability: Capability) -> Kernel:
+    """What FlashInfer 0.7.2's `trtllm_batch_decode_with_kv_cache_mla(backend="auto")` comes to, CuTe DSL left aside."""
+    return Kernel.TRTLLM_GEN_MLA if capability[0] == 10 else Kernel.XQA_MLA
 
 
 def why_not(kernel: Kernel, capability: Capability | None, problem: PagedAttention) -> str | None:
@@ -351,6 +364,116 @@ def _trtllm_gen(name: str, capability: Capability | None, problem: PagedAttentio
     return None
 
 
+def _trtllm_gen_mla(capability: Capability | None, problem: PagedAttention) -> str | None:
+    """FlashInfer 0.7.2's checks of the dense path. Not run by the lab: no such GPU was at hand."""
+    name = Kernel.TRTLLM_GEN_MLA.value
+    if capability is None or capability[0] != 10:
+        return _wrong_gpu(name, "SM100 and SM103", capability)
+    if _mla_dims(problem) not in TRTLLM_GEN_MLA_DIMS:
+        return f"{name} has kernels for {_named_dims(TRTLLM_GEN_MLA_DIMS)}, not for {_mla_dims(problem)}"
+    if 64 < problem.num_qo_heads < 128:
+        return f"{name} takes at most 64 query heads, or 128 and more, not {problem.num_qo_heads}"
+    if problem.page_size not in (32, 64):
+        return f"{name} is built for page sizes 32 and 64, not {problem.page_size}"
+    if problem.cu_seqlens_q is not None and problem.return_lse:
+        return f"{name} gives no LSE with cum_seq_lens_q"
+    return _mla_dtypes(name, problem)
+
+
+def _xqa_mla(capability: Capability | None, problem: PagedAttention) -> str | None:
+    """FlashInfer 0.7.2: `xqa_batch_decode_with_kv_cache_mla`, `xqa_mla` and mla_sm120.cu. Not run by the lab."""
+    name = Kernel.XQA_MLA.value
+    if capability is None or capability[0] != 12:
+        return _wrong_gpu(name, "SM120 and SM121", capability)
+    if _mla_dims(problem) != DEEPSEEK_MLA_DIMS or problem.num_qo_heads != XQA_MLA_HEADS:
+        return (
+            f"{name} has a kernel for {_named_dims((DEEPSEEK_MLA_DIMS,))} and {XQA_MLA_HEADS} query heads, not for "
+            f"{_mla_dims(problem)} and {problem.num_qo_heads}"
+        )
+    if problem.cu_seqlens_q is not None or problem.max_q_len != 1:
+        return f"{name} takes one query row per request, not {problem.max_q_len}"
+    if problem.page_size not in (16, 32, 64, 128):
+        return f"{name} is built for page sizes 16, 32, 64 and 128, not {problem.page_size}"
+    columns = problem.k_block_tables.shape[1]
+    if columns * problem.page_size % 128:
+        return f"{name} needs block_tables of whole 128 tokens: {columns} columns of {problem.page_size} are not"
+    if problem.sinks is not None:
+        return f"{name} takes no sinks"
+    if problem.return_lse or problem.lse is not None:
+        return f"{name} computes no LSE"
+    if any(isinstance(scale, torch.Tensor) for scale in (problem.bmm1_scale, problem.bmm2_scale)):
+        # It multiplies the logits by both scales, so that one must be divided by the other first.
+        return f"{name} is called with its scales as numbers, not as tensors"
+    if problem.bmm2_scale == 0:
+        return f"{name} multiplies the logits by bmm2_scale, which must not be 0"
+    if not problem.query.is_contiguous() or not problem.k_cache.is_contiguous():
+        return f"{name} is called with a contiguous query and cache"
+    return _mla_dtypes(name, problem)
+
+
+def _mla_dtypes(name: str, problem: PagedAttention) -> str | None:
+    q, kv = problem.query.dtype, problem.k_cache.dtype
+    if (q, kv) not in ((torch.bfloat16, torch.bfloat16), (E4M3, E4M3)):
+        return f"{name} takes bf16 or e4m3 for both the query and the cache, not {q} and {kv}"
+    if problem.out_dtype != torch.bfloat16:
+        return f"{name} writes bfloat16, not {problem.out_dtype}"
+    return None
+
+
+def _fa2_mla(capability: Capability | None, problem: PagedAttention) -> str | None:
+    name = Kernel.FA2_MLA.value
+    if capability is None or capability < (8, 0):
+        return _wrong_gpu(name, "SM80 and later", capability)
+    return _fa_mla(name, capability, problem)
+
+
+def _fa3_mla(capability: Capability | None, problem: PagedAttention) -> str | None:
+    name = Kernel.FA3_MLA.value
+    if capability is None or capability != (9, 0):
+        return _wrong_gpu(name, "SM90", capability)
+    if problem.v_head_dim not in (128, 256, 512):
+        return f"{name} is built for a kv_lora_rank of 128, 256 and 512, not {problem.v_head_dim}"
+    return _fa_mla(name, capability, problem)
+
+
+def _fa_mla(name: str, capability: Capability, problem: PagedAttention) -> str | None:
+    """FlashInfer 0.7.2, `_validate_generated_fa_plan` and what the two backends' capabilities leave out."""
+    q, kv = problem.query.dtype, problem.k_cache.dtype
+    if problem.out_dtype != q:
+        return f"{name} writes the query's dtype {q}, not {problem.out_dtype}"
+    if (
+        kv == E4M3
+        and q != E4M3
+        and (q != torch.bfloat16 or capability[0] != 9 or _mla_dims(problem) != DEEPSEEK_MLA_DIMS)
+    ):
+        return f"{name} reads an e4m3 cache on SM90, for bf16 queries and {_named_dims((DEEPSEEK_MLA_DIMS,))} alone"
+    if q not in HALF_DTYPES or kv not in (q, E4M3):
+        return f"{name} takes fp16 or bf16 queries over a cache of their dtype or e4m3, not {q} and {kv}"
+    rank, rope = _mla_dims(problem)
+    if rank % 128 or rope % 64:
+        return (
+            f"{name} is built for a kv_lora_rank of whole 128 and a qk_rope_head_dim of whole 64, not {rank} and {rope}"
+        )
+    if problem.sinks is not None:
+        return f"{name} takes no sinks"
+    if any(isinstance(scale, torch.Tensor) for scale in (problem.bmm1_scale, problem.bmm2_scale)):
+        return f"{name} plans with its scales as numbers, not as tensors"
+    if kv != E4M3 and problem.bmm2_scale != 1:
+        return f"{name} has no scale of a {kv} cache: bmm2_scale must be 1, not {problem.bmm2_scale}"
+    if kv == E4M3 and not problem.bmm2_scale > 0:
+        return f"{name} takes a positive scale of an e4m3 cache, not bmm2_scale {problem.bmm2_scale}"
+    return None
+
+
+def _mla_dims(problem: PagedAttention) -> tuple[int, int]:
+    """(kv_lora_rank, qk_rope_head_dim)."""
+    return problem.v_head_dim, problem.head_dim - problem.v_head_dim
+
+
+def _named_dims(dims: tuple[tuple[int, int], ...]) -> str:
+    return f"(kv_lora_rank, qk_rope_head_dim) {' or '.join(map(str, dims))}"
+
+
 def _dtypes(problem: PagedAttention) -> tuple[torch.dtype, ...]:
     return problem.query.dtype, problem.k_cache.dtype, problem.out_dtype
 
@@ -382,4 +505,8 @@ _RULES: dict[Kernel, Callable[[Capability | None, PagedAttention], str | None]] 
     Kernel.FMHA_V2: _fmha_v2,
     Kernel.TRTLLM_GEN_DECODE: _trtllm_gen_decode,
     Kernel.TRTLLM_GEN_CONTEXT: _trtllm_gen_context,
+    Kernel.XQA_MLA: _xqa_mla,
+    Kernel.TRTLLM_GEN_MLA: _trtllm_gen_mla,
+    Kernel.FA2_MLA: _fa2_mla,
+    Kernel.FA3_MLA: _fa3_mla,
 }

@@ -1,4 +1,4 @@
-"""FlashInfer's TRT-LLM attention kernels behind the two names, FlashInfer imported at the first call.
+"""FlashInfer's TRT-LLM attention kernels behind their names, FlashInfer imported at the first call.
 
 What runs depends on the GPU, as in an engine: trtllm-gen on SM100 and SM103; on SM90, SM120 and SM121 XQA for the decode
 call and fmha_v2 for the context call. The adapter supplies what those need and the calls do not carry: XQA's packed
@@ -29,6 +29,10 @@ from lab.kernels.flashinfer_call import (
     workspace_for,
 )
 from lab.kernels.support import Kernel, StoredCache, context_kernel, decode_kernel, refuse_unsupported, stored_cache
+from lab.kernels.trtllm_mla import (
+    prepare_trtllm_batch_decode_with_kv_cache_mla as prepare_trtllm_batch_decode_with_kv_cache_mla,
+)
+from lab.kernels.trtllm_mla import trtllm_batch_decode_with_kv_cache_mla as trtllm_batch_decode_with_kv_cache_mla
 from lab.problem import MASK_BITS_PER_WORD, PagedAttention, mask_words
 
 
