@@ -37,6 +37,9 @@ from lab.problem import PagedAttention
 # Rows of a tile that fit a program's shared memory, by the GPU's major capability, else 16: SM90 and SM100 have 227 KiB, but
 # for SM100 Triton 3.7.1 wants 281 for 64 rows; SM80 has 163, SM89 and SM120 have 99.
 MOST_ROWS = {9: 64, 10: 32}
+# Fewest keys worth a piece of their own: its partial results are written and read again, 64 kB for 16 rows of 512 float32
+# elements, against 147 kB of bf16 entries. Reckoned, not measured.
+LEAST_KEYS_PER_PIECE = 128
 # Most scratch of the split: with many rows of 512 float32 elements it is the number of pieces that gives way.
 MOST_PARTIAL_BYTES = 2**30
 
@@ -95,7 +98,7 @@ def choose_mla_splits(problem: PagedAttention, tile: Tile, q_blocks: int) -> Spl
         problem.batch_size,
         1,  # a decode's blocks of rows are no longer prompt: they read the same keys, as K/V heads of other calls do
         q_blocks,
-        triton.cdiv(min(problem.max_kv_len, table_tokens), tile.keys),
+        triton.cdiv(min(problem.max_kv_len, table_tokens), max(tile.keys, LEAST_KEYS_PER_PIECE)),
         num_multiprocessors(problem.query.device),
     )
     bytes_per_split = 4 * problem.num_rows * problem.num_qo_heads * problem.v_head_dim
