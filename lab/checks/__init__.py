@@ -8,11 +8,13 @@ from lab.checks.report import CaseVerdict, Report
 from lab.checks.space import Space
 from lab.checks.verdicts import Outcome
 from lab.metadata.dispatch import AttentionCall
+from lab.metadata.draft_attention import DraftAttention
 from lab.metadata.forward_mode import ForwardMode
 from lab.metadata.kv_pool import KVLayout
 from lab.workloads.attention_case import AttentionCase, Contents, Dead, Storage, TableTail
 from lab.workloads.forward_case import ForwardCase, Inputs
 from lab.workloads.interfaces import Interface
+from lab.workloads.mla_case import MLACase
 
 # What judges, and what the reproduction of a case is made of.
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "CaseVerdict",
     "Contents",
     "Dead",
+    "DraftAttention",
     "DraftListsCase",
     "ForwardCase",
     "ForwardMode",
@@ -28,6 +31,7 @@ __all__ = [
     "Interface",
     "KVLayout",
     "Level",
+    "MLACase",
     "Outcome",
     "Report",
     "Space",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lab.checks.forward_pass import E4M3_K_SCALE, E4M3_V_SCALE, POISON
+from lab.checks.needles import needle_positions
 from lab.problem import NVFP4_BLOCK
 from lab.references.quantization import dequantize_nvfp4, interleave_v_scale_factors, quantize_e4m3, quantize_nvfp4
 from lab.workloads.attention_case import E4M3, NVFP4, AttentionCase, Contents, Dead, TableTail
@@ -294,20 +295,10 @@ def _needles(
 ) -> Drawn:
     """Every row leans toward its K/V head's direction; the needles' logits stand 10 above the others' ± 1."""
     query = query + 4.0 * directions.repeat_interleave(case.group, dim=0)
-    positions = torch.tensor(needle_positions(case, request), dtype=torch.int64)
+    limits = needle_positions(case.kv_lens[request], case.q_lens[request], case.page_size, case.window_left)
+    positions = torch.tensor(limits, dtype=torch.int64)
     keys[positions] += directions * (10.0 / (4.0 * case.softmax_scale))
     return query, keys, values
-
-
-def needle_positions(case: AttentionCase, request: int) -> list[int]:
-    """Where an error of one shows: the ends of what each row sees, the edges of pages and tiles there, and neighbours."""
-    kv_len, q_len = case.kv_lens[request], case.q_lens[request]
-    edges = {0, kv_len - 1}
-    for position in {kv_len - q_len, kv_len - q_len // 2 - 1, kv_len - 1}:
-        edges |= {position, *(position // size * size for size in (case.page_size, 64, 128))}
-        if case.window_left >= 0:
-            edges |= {position - case.window_left}
-    return sorted({near for edge in edges for near in (edge - 1, edge, edge + 1) if 0 <= near < kv_len})
 
 
 def _counted(

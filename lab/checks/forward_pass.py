@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lab.checks.needles import needle_positions
 from lab.metadata.dispatch import AttentionLayer, PlannedCall, plan_calls, prepare_attention
 from lab.metadata.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.kv_pool import KVPool, PagedKVCache
@@ -85,7 +86,7 @@ def build_forward(case: ForwardCase, device: torch.device, build_metadata: Build
     cache = pool.new_cache(
         case.model.num_kv_heads, case.model.head_dim, case.kv_dtype, case.layout, sliding_window=case.sliding_window
     )
-    _fill_with_poison(cache)
+    fill_with_poison(cache.storage)
     query, histories = _draw_inputs(case, device, generator)
 
     requests, write_slots = [], []
@@ -195,12 +196,13 @@ def _write_locations(case: ForwardCase, batch: ForwardBatch, metadata: TRTLLMMHA
     return metadata.swa_out_cache_loc
 
 
-def _fill_with_poison(cache: PagedKVCache) -> None:
-    poison = torch.tensor(POISON[cache.storage.dtype]).to(cache.storage.dtype)
-    if cache.storage.dtype == E4M3:
-        cache.storage.view(torch.uint8).fill_(int(poison.view(torch.uint8)))
+def fill_with_poison(storage: torch.Tensor) -> None:
+    """Finite values so large that one of them in a product shows."""
+    poison = torch.tensor(POISON[storage.dtype]).to(storage.dtype)
+    if storage.dtype == E4M3:
+        storage.view(torch.uint8).fill_(int(poison.view(torch.uint8)))
     else:
-        cache.storage.fill_(float(poison))
+        storage.fill_(float(poison))
 
 
 def _poison_table_tails(metadata: TRTLLMMHAMetadata, cache: PagedKVCache, case: ForwardCase) -> None:
@@ -234,21 +236,11 @@ def _draw_inputs(
         keys = randn(kv_len, model.num_kv_heads, model.head_dim)
         values = randn(kv_len, model.num_kv_heads, model.head_dim)
         if case.inputs is Inputs.NEEDLES:
-            needles = torch.tensor(_needles(case, request), dtype=torch.int64, device=device)
+            limits = needle_positions(kv_len, case.q_lens[request], case.page_size, case.window_left)
+            needles = torch.tensor(limits, dtype=torch.int64, device=device)
             keys[needles] += directions * (10.0 / (4.0 * model.softmax_scale))
         histories.append((_stored(keys, E4M3_K_SCALE, case), _stored(values, E4M3_V_SCALE, case)))
     return query.to(case.dtype), histories
-
-
-def _needles(case: ForwardCase, request: int) -> list[int]:
-    """Positions where an error of one shows: the ends of what each row sees, the pages' edges there, and their neighbours."""
-    kv_len, q_len, size = case.kv_lens[request], case.q_lens[request], case.page_size
-    edges = {0, kv_len - 1, (kv_len - 1) // size * size}
-    for position in {kv_len - q_len, kv_len - q_len // 2 - 1, kv_len - 1}:
-        edges |= {position, position // size * size}
-        if case.window_left >= 0:
-            edges |= {position - case.window_left}
-    return sorted({position for edge in edges for position in (edge - 1, edge, edge + 1) if 0 <= position < kv_len})
 
 
 def _stored(values: torch.Tensor, scale: float, case: ForwardCase) -> torch.Tensor:

@@ -19,7 +19,7 @@ from lab.metadata.cuda_graph import PADDED_SEQ_LEN, Body, GraphMode, GraphRunner
 from lab.metadata.dispatch import AttentionLayer, plan_calls, prepare_attention
 from lab.metadata.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.kv_pool import KVLayout, KVPool
-from lab.metadata.mha import TRTLLMMHAMetadata, uncounted_tokens
+from lab.metadata.mha import uncounted_tokens
 from lab.workloads.geometries import geometry
 
 POISONED_LENGTH = 2**30  # beyond every table and pool
@@ -58,7 +58,7 @@ class GraphCase:
         return self.page_size * self.num_pages
 
 
-RunnerFactory = Callable[[GraphCase, KVPool, Sequence[int], Body], GraphRunner]
+RunnerFactory = Callable[[Any, KVPool, Sequence[int], Body], GraphRunner]
 
 
 def right_runner(case: GraphCase, pool: KVPool, batch_sizes: Sequence[int], body: Body) -> GraphRunner:
@@ -69,12 +69,12 @@ def right_runner(case: GraphCase, pool: KVPool, batch_sizes: Sequence[int], body
 class Scene:
     """Requests with whole histories in a pool, of which batches see prefixes, and one runner over them.
 
-    What a batch does not see is the request's own later tokens, other requests' pages, or poison, which the sink holds.
+    What a batch does not see is the request's own later tokens, other requests' pages, or poison, which the sink holds. This
+    one is of MHA; what differs in another backend is a method.
     """
 
-    def __init__(self, case: GraphCase, implementation: Any, device: torch.device, make: RunnerFactory) -> None:
+    def __init__(self, case: Any, implementation: Any, device: torch.device, make: RunnerFactory) -> None:
         self.case, self.implementation, self.device = case, implementation, device
-        self.model = geometry(case.geometry)
         self.generator = torch.Generator(device=device).manual_seed(case.seed)
         pages = NUM_REQUESTS * case.num_pages + 1
         self.pool = KVPool(
@@ -87,15 +87,13 @@ class Scene:
             device=device,
         )
         self.layer = self._layer()
-        heads, head_dim = self.model.num_kv_heads, self.model.head_dim
-        self.cache = self.pool.new_cache(
-            heads, head_dim, torch.bfloat16, KVLayout.NHD, sliding_window=case.sliding_window
-        )
+        self.cache = self._new_cache()
         self.rows = [self.pool.add_request(case.max_context_len) for _ in range(NUM_REQUESTS)]
         self.histories = [self._write_history(row) for row in self.rows]
+        heads, head_dim, out_head_dim = self._heads()
         most_rows = max(SIZES) * case.mode.num_tokens_per_req
-        self.query = self._randn(most_rows, self.model.num_qo_heads, head_dim)
-        self.out = torch.zeros_like(self.query)
+        self.query = self._randn(most_rows, heads, head_dim)
+        self.out = torch.zeros(most_rows, heads, out_head_dim, dtype=self.query.dtype, device=device)
         self.runner = make(case, self.pool, SIZES, self._body)
 
     def batch(self, *totals: int, first_request: int = 0) -> ForwardBatch:
@@ -139,7 +137,7 @@ class Scene:
         """The same pass without a graph, in tensors of its own."""
         metadata = self.runner.eager(batch)
         query = self._randn(batch.num_tokens, *self.query.shape[1:])
-        out = torch.full_like(query, float("nan"))
+        out = torch.full((len(query), *self.out.shape[1:]), float("nan"), dtype=self.out.dtype, device=self.device)
         self._prepare(batch, metadata, query, out)()
         return Result(query, out, metadata)
 
@@ -149,8 +147,7 @@ class Scene:
         That is the sink page of K/V, and of the metadata lengths, boundaries that are no preset, write locations, and all cells
         of the tables, which are pointed at the sink. Kernels' scratch stays as it is.
         """
-        self.cache.k_cache[0].fill_(value)
-        self.cache.v_cache[0].fill_(value)
+        self.cache.storage[:, 0].fill_(value)
         buffers = self.runner.metadata.buffers
         buffers.page_table.zero_()
         buffers.cache_seqlens_int32.fill_(POISONED_LENGTH)
@@ -165,25 +162,30 @@ class Scene:
     def wrongs(self, batch: ForwardBatch, result: "Result") -> str:
         """What is wrong with a result, or nothing."""
         return (
-            wrong_metadata(batch, self.pool, result.metadata)
+            self._wrong_metadata(batch, result)
             or (self._wrong_padding(batch, result.metadata, result.view) if result.view is not None else "")
             or self._wrong_output(batch, result)
         )
 
     def pointers(self) -> dict[str, int]:
         """Addresses of every buffer that a graph was captured with."""
-        inputs, buffers = self.runner.inputs, self.runner.metadata.buffers
-        tensors = {name: value for owner in (inputs, buffers) for name, value in vars(owner).items()}
+        owners = (self.runner.inputs, *self._metadata_owners())
+        tensors = {f"{name} of {i}": value for i, owner in enumerate(owners) for name, value in vars(owner).items()}
         tensors |= {"query": self.query, "out": self.out}
         return {name: tensor.data_ptr() for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
 
-    def _body(self, view: ForwardBatch, metadata: TRTLLMMHAMetadata) -> Callable[[], Tensor]:
+    def _metadata_owners(self) -> tuple[Any, ...]:
+        """Objects whose tensors the graphs read their metadata from."""
+        return (self.runner.metadata.buffers,)
+
+    def _wrong_metadata(self, batch: ForwardBatch, result: "Result") -> str:
+        return wrong_metadata(batch, self.pool, result.metadata)
+
+    def _body(self, view: ForwardBatch, metadata: Any) -> Callable[[], Tensor]:
         rows = view.num_tokens
         return self._prepare(view, metadata, self.query[:rows], self.out[:rows])
 
-    def _prepare(
-        self, batch: ForwardBatch, metadata: TRTLLMMHAMetadata, query: Tensor, out: Tensor
-    ) -> Callable[[], Tensor]:
+    def _prepare(self, batch: ForwardBatch, metadata: Any, query: Tensor, out: Tensor) -> Callable[[], Tensor]:
         return prepare_attention(
             self.implementation,
             batch,
@@ -196,8 +198,23 @@ class Scene:
             plan=plan_calls(batch),
         )
 
-    def _layer(self) -> AttentionLayer:
-        model, window = self.model, self.case.sliding_window
+    def _heads(self) -> tuple[int, int, int]:
+        """Query heads, and elements of a query's and of an output's."""
+        model = geometry(self.case.geometry)
+        return model.num_qo_heads, model.head_dim, model.head_dim
+
+    def _new_cache(self) -> Any:
+        model = geometry(self.case.geometry)
+        return self.pool.new_cache(
+            model.num_kv_heads,
+            model.head_dim,
+            torch.bfloat16,
+            KVLayout.NHD,
+            sliding_window=self.case.sliding_window,
+        )
+
+    def _layer(self) -> Any:
+        model, window = geometry(self.case.geometry), self.case.sliding_window
         sinks = self._randn(model.num_qo_heads).float() if model.has_sinks else None
         return AttentionLayer(
             softmax_scale=model.softmax_scale,
@@ -206,8 +223,9 @@ class Scene:
             sinks=sinks,
         )
 
-    def _write_history(self, row: int) -> tuple[Tensor, Tensor]:
-        shape = (self.case.max_context_len, self.model.num_kv_heads, self.model.head_dim)
+    def _write_history(self, row: int) -> Any:
+        model = geometry(self.case.geometry)
+        shape = (self.case.max_context_len, model.num_kv_heads, model.head_dim)
         keys, values = self._randn(*shape), self._randn(*shape)
         slots = self.pool.slots(row, 0, self.case.max_context_len)
         self.cache.write(self.pool.swa_slots(slots) if self.case.sliding_window else slots, keys, values)
@@ -226,9 +244,10 @@ class Scene:
         return None if mode.draft_step is None else SpecInfo(speculative_step_id=mode.draft_step)
 
     def _uncounted(self) -> int:
+        """Tokens of a request that its length does not count."""
         return uncounted_tokens(self.runner.inputs.view(1))
 
-    def _wrong_padding(self, batch: ForwardBatch, metadata: TRTLLMMHAMetadata, view: ForwardBatch) -> str:
+    def _wrong_padding(self, batch: ForwardBatch, metadata: Any, view: ForwardBatch) -> str:
         """What the last replay left in padded rows: the reserved request, padding's length, slots and pages of the sink.
 
         An engine writes K and V of all rows, so that a stale slot in a padded one would overwrite another request's.
@@ -241,6 +260,19 @@ class Scene:
             "req_pool_indices": (view.req_pool_indices[n:], 0),
             "out_cache_loc": (view.out_cache_loc[rows:], 0),
             "extend_seq_lens": (None if view.extend_seq_lens is None else view.extend_seq_lens[n:], width),
+        }
+        uniform |= self._padded_metadata(batch, metadata, length, pages)
+        for name, (got, wanted) in uniform.items():
+            if got is not None and bool((got != wanted).any()):
+                return f"{name} of padded rows is {got.tolist()}, expected {wanted} everywhere"
+        return ""
+
+    def _padded_metadata(
+        self, batch: ForwardBatch, metadata: Any, length: int, pages: int
+    ) -> dict[str, tuple[Tensor | None, int]]:
+        """Metadata of padded requests, and what each cell of it must be."""
+        n, rows, width = batch.batch_size, batch.num_tokens, self.case.mode.num_tokens_per_req
+        uniform: dict[str, tuple[Tensor | None, int]] = {
             "cache_seqlens": (metadata.cache_seqlens_int32[n:], length),
             "steps of cu_seqlens_k": (metadata.cu_seqlens_k[n:].diff(), length),
             "steps of cu_seqlens_q": (metadata.cu_seqlens_q[n:].diff(), width),
@@ -249,10 +281,7 @@ class Scene:
         if metadata.swa_page_table is not None and metadata.swa_out_cache_loc is not None:
             uniform["swa_page_table"] = (metadata.swa_page_table[n:, :pages], 0)
             uniform["swa_out_cache_loc"] = (metadata.swa_out_cache_loc[rows:], 0)
-        for name, (got, wanted) in uniform.items():
-            if got is not None and bool((got != wanted).any()):
-                return f"{name} of padded rows is {got.tolist()}, expected {wanted} everywhere"
-        return ""
+        return uniform
 
     def _wrong_output(self, batch: ForwardBatch, result: "Result") -> str:
         if not bool(result.out.isfinite().all()):
@@ -265,11 +294,15 @@ class Scene:
             "allowed"
         )
 
+    def _seen(self, batch: ForwardBatch) -> tuple[list[int], list[int]]:
+        """Which requests a batch is of, and the keys of each."""
+        uncounted = 0 if self.case.mode.extends else self._uncounted()
+        requests = [self.rows.index(row) for row in batch.req_pool_indices.tolist()]
+        return requests, [length + uncounted for length in batch.seq_lens.tolist()]
+
     def _truth(self, batch: ForwardBatch, query: Tensor) -> Truth:
         """Each request's rows from its history alone."""
-        uncounted = 0 if self.case.mode.extends else self._uncounted()
-        totals = [length + uncounted for length in batch.seq_lens.tolist()]
-        requests = [self.rows.index(row) for row in batch.req_pool_indices.tolist()]
+        requests, totals = self._seen(batch)
         histories = [
             (self.histories[request][0][:total], self.histories[request][1][:total])
             for request, total in zip(requests, totals, strict=True)
@@ -294,7 +327,7 @@ class Result:
 
     query: Tensor
     out: Tensor
-    metadata: TRTLLMMHAMetadata
+    metadata: Any
     view: ForwardBatch | None = None
 
 
@@ -418,7 +451,7 @@ class GraphVerdict:
     """What one check says of one case."""
 
     check: str
-    case: GraphCase
+    case: Any
     implementation: str
     device: str
     outcome: Outcome
@@ -427,10 +460,11 @@ class GraphVerdict:
 
 def judge_graphs(
     implementation: Any,
-    case: GraphCase,
+    case: Any,
     device: torch.device | str | None = None,
     make: RunnerFactory = right_runner,
     checks: Sequence[Check] = CHECKS,
+    scene: type[Scene] = Scene,
 ) -> list[GraphVerdict]:
     """Tell every story on a fresh scene.
 
@@ -440,13 +474,14 @@ def judge_graphs(
         device: where; a GPU if there is one. On a CPU a capture is simulated.
         make: makes the runner.
         checks: the stories.
+        scene: the backend's.
     """
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     name = getattr(implementation, "__name__", type(implementation).__name__)
     verdicts = []
     for check in checks:
         try:
-            reason = check(Scene(case, implementation, where, make))
+            reason = check(scene(case, implementation, where, make))
             outcome = Outcome.WRONG if reason else Outcome.RIGHT
         except NotImplementedError as error:
             outcome, reason = Outcome.DECLINED, str(error)

@@ -1,9 +1,11 @@
 """What a pass's metadata must be, as the loops of `lab.references.forward_metadata` have it, and whether it is."""
 
+from lab.metadata.draft_attention import DraftAttention
 from lab.metadata.forward_batch import ForwardBatch
 from lab.metadata.kv_pool import KVPool
 from lab.metadata.mha import TRTLLMMHAMetadata
-from lab.references.forward_metadata import forward_metadata
+from lab.metadata.mla import BLOCK_TABLE_TOKENS, TRTLLMMLADecodeMetadata
+from lab.references.forward_metadata import forward_metadata, mla_forward_metadata
 
 
 def wrong_metadata(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata) -> str:
@@ -30,4 +32,39 @@ def wrong_metadata(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadat
     for name, (got, wanted) in pairs.items():
         if got.tolist() != wanted:
             return f"{name} is {got.tolist()}, expected {wanted}"
+    return ""
+
+
+def wrong_mla_metadata(
+    batch: ForwardBatch,
+    pool: KVPool,
+    metadata: TRTLLMMLADecodeMetadata,
+    attention: DraftAttention,
+    block: int | None = None,
+) -> str:
+    """The same of the MLA backend's. What lies behind a row's live cells is not looked at.
+
+    Args:
+        batch, pool, metadata: as in `wrong_metadata`.
+        attention: which keys a draft step counts.
+        block: rows per request that a graph was captured with; None in an eager pass.
+    """
+    n = batch.batch_size
+    expected = mla_forward_metadata(batch, pool, counts_draft=attention is not DraftAttention.MLA, block=block)
+    pairs = {
+        "seq_lens_k": (metadata.seq_lens_k[:n].tolist(), expected.seq_lens_k),
+        "max_seq_len_q": (metadata.max_seq_len_q, expected.max_seq_len_q),
+        "tokens of a row of the table beyond whole blocks": (
+            metadata.block_kv_indices.shape[1] * pool.page_size % BLOCK_TABLE_TOKENS,
+            0,
+        ),
+    }
+    if batch.forward_mode.is_draft_extend(include_v2=True):
+        assert metadata.cu_seqlens_q is not None
+        pairs["cu_seqlens_q"] = (metadata.cu_seqlens_q[: n + 1].tolist(), expected.cu_seqlens_q)
+    for i, pages in enumerate(expected.block_table):
+        pairs[f"block_kv_indices[{i}]"] = (metadata.block_kv_indices[i, : len(pages)].tolist(), pages)
+    for name, (got, wanted) in pairs.items():
+        if got != wanted:
+            return f"{name} is {got}, expected {wanted}"
     return ""

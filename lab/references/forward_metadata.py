@@ -1,4 +1,4 @@
-"""What each forward mode must hand a TRT-LLM MHA kernel, said one request at a time.
+"""What each forward mode must hand a TRT-LLM kernel, of MHA or of MLA, said one request at a time.
 
 The batch and the pool are read by attribute name, so anything shaped like ``lab.metadata``'s ``ForwardBatch`` and
 ``KVPool`` will do. Device tensors are read freely: this defines what is right, and is never fast.
@@ -49,6 +49,47 @@ def forward_metadata(batch: Any, pool: Any) -> ForwardMetadata:
         else None,
         swa_out_cache_loc=_swa_out_cache_loc(batch, pool) if has_swa else None,
     )
+
+
+@dataclass(frozen=True)
+class MLAForwardMetadata:
+    """The right answer for the MLA decode kernel. Block tables list what a request's rows may look at, and nothing more."""
+
+    seq_lens_k: list[int]
+    seen_lens: list[int]
+    max_seq_len_q: int
+    cu_seqlens_q: list[int]
+    block_table: list[list[int]]
+
+
+def mla_forward_metadata(batch: Any, pool: Any, *, counts_draft: bool, block: int | None = None) -> MLAForwardMetadata:
+    """The metadata of one pass on the MLA decode kernel (SGLang 0.5.23).
+
+    The rows of a request lie in front of a block as long as the longest request's, so that those behind them are padding. The
+    kernel puts a block's last row at the last key: a length counts the padding, and page 0 stands where it alone looks.
+
+    Args:
+        batch, pool: as in `forward_metadata`.
+        counts_draft: whether a draft step's length counts the tokens drafted so far, its own among them; SGLang's does not.
+        block: rows of a request's block, in a graph captured with so many; None: those of the longest request.
+
+    Raises:
+        ValueError: the mode runs no attention.
+    """
+    query_lens = [query_length(batch, i) for i in range(len(batch.seq_lens))]
+    is_step = batch.forward_mode.name in ("DECODE", "IDLE") and batch.spec_info is not None
+    leaves_out_draft = is_step and not counts_draft
+    seen = [int(batch.seq_lens[i]) if leaves_out_draft else key_length(batch, i) for i in range(len(batch.seq_lens))]
+    if block is None:
+        block = max(query_lens) if query_lens else _max_query_length_of_nothing(batch)
+    told = [keys + block - rows for keys, rows in zip(seen, query_lens, strict=True)]
+    table = []
+    for row, own, most in zip(batch.req_pool_indices.tolist(), seen, told, strict=True):
+        pages = live_pages(row, own, pool)
+        for _ in range(len(pages) * pool.page_size, most, pool.page_size):
+            pages.append(0)
+        table.append(pages)
+    return MLAForwardMetadata(told, seen, block, _boundaries(query_lens), table)
 
 
 def query_length(batch: Any, i: int) -> int:

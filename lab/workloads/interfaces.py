@@ -11,6 +11,7 @@ class Interface(enum.Enum):
     MLA_DECODE = "trtllm_batch_decode_with_kv_cache_mla"
     DRAFT_KV_INDICES = "generate_draft_decode_kv_indices"
     MHA_METADATA = "build_mha_metadata"
+    MLA_METADATA = "build_mla_decode_metadata"
 
     def __repr__(self) -> str:
         return f"Interface.{self.name}"

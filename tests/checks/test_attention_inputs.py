@@ -12,9 +12,9 @@ from lab.checks.attention_inputs import (
     SEMAPHORE_BYTES,
     AttentionInputs,
     build_attention,
-    needle_positions,
     new_workspace,
 )
+from lab.checks.needles import needle_positions
 from lab.checks.trial import truth_of_call
 from lab.workloads.attention_case import E4M3, NVFP4
 
@@ -124,7 +124,7 @@ def test_far_pages_come_behind_the_first_page() -> None:
 
 def test_needles_stand_at_the_limits_of_each_row_and_beside_them() -> None:
     case = AttentionCase(Interface.DECODE, (100,), (2,), window_left=20, contents=Contents.NEEDLES)
-    found = needle_positions(case, 0)
+    found = needle_positions(case.kv_lens[0], case.q_lens[0], case.page_size, case.window_left)
     limits = {0, 98, 99, 98 - 20, 99 - 20, 96, 64}  # ends, rows, windows, the last page, the last tile
     assert {near for edge in limits for near in (edge - 1, edge, edge + 1) if 0 <= near < 100} <= set(found)
     assert {40, 50, 60}.isdisjoint(found)
@@ -135,7 +135,7 @@ def test_a_needle_outweighs_what_is_not_one() -> None:
     inputs = build(case)
     logits = inputs.histories[0][0][:, 0].float() @ inputs.query[0, 0].float() * inputs.bmm1_scale
     needles = torch.zeros(200, dtype=torch.bool)
-    needles[needle_positions(case, 0)] = True
+    needles[needle_positions(case.kv_lens[0], case.q_lens[0], case.page_size, case.window_left)] = True
     assert float(logits.softmax(0)[needles].sum()) > 0.99
     assert float(logits[needles].min()) > float(logits[~needles].max())
 

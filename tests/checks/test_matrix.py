@@ -16,13 +16,15 @@ from lab.checks.matrix import SPACE, WRONG, main, markdown
 from lab.checks.mutants import MUTANTS, mutant
 from lab.checks.mutants.draft_indices import DraftLists
 from lab.checks.mutants.metadata import Builder
-from lab.checks.mutants.mutant import DRAFT_INDICES, MHA_METADATA
+from lab.checks.mutants.mla_metadata import MLABuilder
+from lab.checks.mutants.mutant import DRAFT_INDICES, MHA_METADATA, MLA_METADATA
 from lab.checks.mutants.split_kv import SplitKV
 from lab.checks.verdicts import Outcome
 
 RECORDED = Path(__file__).parents[2] / "results" / "mutants.json"
 CPU = torch.device("cpu")
-RIGHT: dict[str, Any] = {DRAFT_INDICES: DraftLists, MHA_METADATA: Builder}  # SplitKV for attention
+# What is right of each kind; SplitKV of attention.
+RIGHT: dict[str, Any] = {DRAFT_INDICES: DraftLists, MHA_METADATA: Builder, MLA_METADATA: MLABuilder}
 NAMES = [each.name for each in MUTANTS]
 # Pools of gigabytes, if virtual: only where no other check finds the mutant.
 SLOW_CHECKS = ("K15",)

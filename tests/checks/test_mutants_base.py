@@ -330,7 +330,7 @@ def test_every_mutant_has_a_name_a_defect_and_a_place() -> None:
         assert each.defect.endswith(".")
         assert each.make.__module__.rpartition(".")[2] in MODULES
         assert set(vars(each.implementation())) == set(each.interface)
-        assert each.name.startswith("mla_") == (each.interface == (MLA_DECODE,))
+        assert each.name.startswith("mla_") == (each.interface in ((MLA_DECODE,), (MLA_METADATA,)))
     assert mutant("zeros").interface == (DECODE, CONTEXT)
     with pytest.raises(ValueError, match="no mutant is called"):
         mutant("none")

@@ -23,6 +23,8 @@ MODULES = (
     "k16_metadata",
     "draft_lists",
     "forward_modes",
+    "mla_modes",
+    "mla_metadata",
 )
 
 

@@ -44,9 +44,8 @@ def _judge(trial: Trial) -> None:
     if trial.attempt("lse", inputs, lse=lse, return_lse=True) is not None:
         trial.hold_lse("into lse", lse, truth)
         _unchanged(trial, "lse", around_lse)
-    for name, tensor in inputs.tensors().items():
-        if not torch.equal(tensor.contiguous().view(torch.uint8), before[name].contiguous().view(torch.uint8)):
-            trial.wrong(f"it changed its {name}")
+    for wrong in changed_bytes(inputs.tensors(), before):
+        trial.wrong(wrong)
 
 
 def _empty_out(inputs: AttentionInputs) -> Tensor:
@@ -82,9 +81,22 @@ def guarded(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _unchanged(trial: Trial, what: str, whole: Tensor) -> None:
+    for wrong in wrong_guards(what, whole):
+        trial.wrong(wrong)
+
+
+def wrong_guards(what: str, whole: Tensor) -> Iterator[str]:
+    """What was written around a `guarded` tensor, a sentence each."""
     for side, guard in (("before", whole[:GUARD_BYTES]), ("behind", whole[-GUARD_BYTES:])):
         if not bool((guard == GUARD_BYTE).all()):
-            trial.wrong(f"it wrote {side} {what}")
+            yield f"it wrote {side} {what}"
+
+
+def changed_bytes(tensors: dict[str, Tensor], before: dict[str, Tensor]) -> Iterator[str]:
+    """Which tensors differ from copies taken earlier, a sentence each."""
+    for name, tensor in tensors.items():
+        if not torch.equal(tensor.contiguous().view(torch.uint8), before[name].contiguous().view(torch.uint8)):
+            yield f"it changed its {name}"
 
 
 CHECK = Check("K5", "guards", first_line(__doc__), _cases, _judge, adapt=same)

@@ -13,6 +13,7 @@ from lab.checks.mutants import (
     merging,
     metadata,
     mla,
+    mla_metadata,
     pages,
     scales,
 )
@@ -30,6 +31,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *mla.MUTANTS,
     *draft_indices.MUTANTS,
     *metadata.MUTANTS,
+    *mla_metadata.MUTANTS,
 )
 
 

@@ -12,6 +12,7 @@ CONTEXT = Interface.CONTEXT.value
 MLA_DECODE = Interface.MLA_DECODE.value
 DRAFT_INDICES = Interface.DRAFT_KV_INDICES.value
 MHA_METADATA = Interface.MHA_METADATA.value
+MLA_METADATA = Interface.MLA_METADATA.value
 
 
 class Defective:

@@ -1,0 +1,70 @@
+"""A call that is right by itself and wrong in an engine's MLA pass: any mode, from logical histories to outputs.
+
+The block table ends in -1, the lengths of a draft extend count rows of padding, and a draft step's length leaves the draft
+out: what a serving backend hands a kernel is not what a unit test does.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from lab.checks.catalogue.k05_guards import changed_bytes, guarded, wrong_guards
+from lab.checks.check import Check, Level, first_line
+from lab.checks.mla_pass import build_mla_pass
+from lab.checks.space import Space
+from lab.checks.trial import Result, Trial
+from lab.metadata.draft_attention import DraftAttention
+from lab.metadata.forward_mode import ForwardMode
+from lab.workloads.attention_case import E4M3
+from lab.workloads.forward_case import Inputs
+from lab.workloads.interfaces import Interface
+from lab.workloads.mla_case import MLACase
+
+
+def mla_mode_cases(page_size: int, q_lens: tuple[int, ...], **dims: Any) -> Iterator[MLACase]:
+    """Every mode on the decode kernel: lengths at the edges of pages, none, and some hundreds."""
+    prefixes = (0, page_size - 1, page_size, page_size + 1, 3 * page_size + 5, 300)
+    ones = (1,) * len(prefixes)
+    shared: dict[str, Any] = {"page_size": page_size, **dims}
+    yield MLACase(ForwardMode.DECODE, prefixes, ones, **shared)
+    for attention in (DraftAttention.MLA, DraftAttention.MLA_WITH_OFFSET):
+        for step in (0, 2):
+            yield MLACase(ForwardMode.DECODE, prefixes, ones, draft_step=step, attention=attention, **shared)
+    for q_len in q_lens:
+        crossing = (0, max(page_size - q_len, 0), max(page_size - q_len, 0) + 1, page_size, 3 * page_size + 5, 300)
+        widths = (q_len,) * len(crossing)
+        yield MLACase(ForwardMode.TARGET_VERIFY, crossing, widths, **shared)
+        yield MLACase(ForwardMode.DRAFT_EXTEND_V2, crossing, widths, **shared)
+    yield MLACase(ForwardMode.DRAFT_EXTEND, prefixes, (5, 1, 2, 4, 3, 1), **shared)
+    # As many rows as a view of equally many would take: 2 and 4 for 3 and 3.
+    yield MLACase(ForwardMode.DRAFT_EXTEND, prefixes[-2:], (2, 4), **shared)
+    yield MLACase(ForwardMode.DRAFT_EXTEND, prefixes, (3,) * len(prefixes), **shared)
+
+
+def _cases(interface: Interface, space: Space, level: Level) -> Iterator[MLACase]:
+    q_lens = (4,) if level is Level.SMOKE else tuple(space.q_lens)
+    head_dims = space.mla_head_dims[:1] if level is Level.SMOKE else space.mla_head_dims
+    heads = space.mla_heads[len(space.mla_heads) // 2]
+    for page_size in space.mla_page_sizes:
+        for head_dim, rank in head_dims:
+            dims = {"num_qo_heads": heads, "kv_lora_rank": rank, "qk_rope_head_dim": head_dim - rank}
+            for case in mla_mode_cases(page_size, q_lens, **dims):
+                yield replace(case, inputs=Inputs.NEEDLES)
+    if (case.dtype, E4M3) in space.dtypes:
+        yield replace(case, kv_dtype=E4M3)
+
+
+def _judge(trial: Trial) -> None:
+    function = trial.function(Interface.MLA_DECODE)
+    forward = build_mla_pass(trial.case, trial.device)
+    before = {name: tensor.clone() for name, tensor in forward.inputs().items()}
+    truth = forward.truth()
+    out, around = guarded(forward.new_out())
+    forward.run(SimpleNamespace(**{Interface.MLA_DECODE.value: function}), out)
+    trial.hold("the pass", Result(out, None), truth)
+    for wrong in (*wrong_guards("its output", around), *changed_bytes(forward.inputs(), before)):
+        trial.wrong(wrong)
+
+
+CHECK = Check("M2", "mla_modes", first_line(__doc__), _cases, _judge, interfaces=(Interface.MLA_DECODE,))

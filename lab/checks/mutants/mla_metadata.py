@@ -1,0 +1,193 @@
+"""Mutants of the MLA metadata builder."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lab.checks.mutants.mutant import MLA_METADATA, Defective, Mutant
+from lab.metadata.draft_attention import DraftAttention
+from lab.metadata.forward_batch import ForwardBatch
+from lab.metadata.kv_pool import KVPool
+from lab.metadata.mla import DEAD_PAGE, QueryLayout, TRTLLMMLADecodeMetadata, build_mla_decode_metadata
+
+
+class MLABuilder(Defective):
+    """`lab.metadata.build_mla_decode_metadata`, and one change of what it is asked, or of what it built."""
+
+    interface: tuple[str, ...] = (MLA_METADATA,)
+
+    def build_mla_decode_metadata(
+        self, batch: ForwardBatch, pool: KVPool, attention: DraftAttention = DraftAttention.MLA
+    ) -> TRTLLMMLADecodeMetadata:
+        """As `lab.metadata.build_mla_decode_metadata`."""
+        return self.changed(build_mla_decode_metadata(batch, pool, self.counted(attention)), batch, pool)
+
+    def counted(self, attention: DraftAttention) -> DraftAttention:
+        return attention
+
+    def changed(self, metadata: TRTLLMMLADecodeMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
+        return metadata
+
+
+def with_table(metadata: TRTLLMMLADecodeMetadata, table: Tensor) -> TRTLLMMLADecodeMetadata:
+    return replace(metadata, block_kv_indices=table)
+
+
+class MLADraftCounted(MLABuilder):
+    """A draft step counts the drafted tokens where the backend's does not."""
+
+    def counted(self, attention: DraftAttention) -> DraftAttention:
+        return DraftAttention.MLA_WITH_OFFSET
+
+
+class MLADraftUncounted(MLABuilder):
+    """A draft step never counts the drafted tokens."""
+
+    def counted(self, attention: DraftAttention) -> DraftAttention:
+        return DraftAttention.MLA
+
+
+class MLAVerifyUncounted(MLABuilder):
+    """Lengths of a verification leave its rows out."""
+
+    def changed(self, metadata: TRTLLMMLADecodeMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
+        if not batch.forward_mode.is_target_verify():
+            return metadata
+        return replace(metadata, seq_lens_k=metadata.seq_lens_k - metadata.max_seq_len_q)
+
+
+class MLAPaddingUncounted(MLABuilder):
+    """Lengths of a padded draft extend leave the padding out: each row sits too far to the left."""
+
+    def changed(self, metadata: TRTLLMMLADecodeMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
+        if metadata.seq_lens_q is None:
+            return metadata
+        return replace(metadata, seq_lens_k=metadata.seq_lens_k + metadata.seq_lens_q - metadata.max_seq_len_q)
+
+
+class MLAUnequalRowsViewed(MLABuilder):
+    """Rows that divide by the requests are viewed as equally many for each."""
+
+    source = "SGLang 0.5.23"
+
+    def changed(self, metadata: TRTLLMMLADecodeMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
+        rows = metadata.sum_seq_lens_q
+        if rows is None or rows % batch.batch_size:
+            return metadata
+        assert metadata.seq_lens_q is not None
+        width = rows // batch.batch_size
+        own = metadata.seq_lens_k - metadata.max_seq_len_q + metadata.seq_lens_q
+        return replace(metadata, seq_lens_k=own, max_seq_len_q=width, query_layout=QueryLayout.VIEW)
+
+
+class MLATailZero(MLABuilder):
+    """The block table ends in page 0, not in -1."""
+
+    def changed(self, metadata: TRTLLMMLADecodeMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
+        table = metadata.block_kv_indices
+        return with_table(metadata, table.masked_fill(table == DEAD_PAGE, 0))
+
+
+class MLAWidthNotRounded(MLABuilder):
+    """The block table is as wide as the longest request's pages."""
+
+    def changed(self, metadata: TRTLLMMLADecodeMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
+        longest = int(metadata.seq_lens_k.max()) if batch.batch_size else 0
+        return with_table(metadata, metadata.block_kv_indices[:, : -(-longest // pool.page_size)].contiguous())
+
+
+class MLAWidthWithoutPadding(MLABuilder):
+    """The block table's width leaves out where padded rows look: next to 4,096 tokens they look behind their row."""
+
+    source = "SGLang 0.5.23"
+
+    def changed(self, metadata: TRTLLMMLADecodeMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
+        if metadata.query_layout is QueryLayout.VIEW:
+            return metadata
+        longest = int(batch.seq_lens.max())
+        columns = -(-longest // 4096) * (4096 // pool.page_size)
+        return with_table(metadata, metadata.block_kv_indices[:, :columns].contiguous())
+
+
+class MLATokensAsPages(MLABuilder):
+    """The block table holds slots of tokens."""
+
+    def changed(self, metadata: TRTLLMMLADecodeMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
+        table = metadata.block_kv_indices
+        return with_table(metadata, torch.where(table == DEAD_PAGE, table, table * pool.page_size))
+
+
+class MLALastPageDead(MLABuilder):
+    """A last page that is not full is -1."""
+
+    def changed(self, metadata: TRTLLMMLADecodeMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
+        columns = torch.arange(metadata.block_kv_indices.shape[1], device=pool.device)
+        full = metadata.seq_lens_k // pool.page_size
+        return with_table(metadata, metadata.block_kv_indices.masked_fill(columns >= full[:, None], DEAD_PAGE))
+
+
+class MLARowsInPoolOrder(MLABuilder):
+    """The block table's rows are sorted by the pool's rows, and the lengths are not."""
+
+    def changed(self, metadata: TRTLLMMLADecodeMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
+        return with_table(metadata, metadata.block_kv_indices.flip(0))
+
+
+class MLATableReused(MLABuilder):
+    """All passes of a size write one block table."""
+
+    def __init__(self) -> None:
+        self.tables: dict[torch.Size, Tensor] = {}
+
+    def changed(self, metadata: TRTLLMMLADecodeMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
+        table = metadata.block_kv_indices
+        kept = self.tables.setdefault(table.shape, table)
+        return with_table(metadata, kept.copy_(table))
+
+
+class MLALengthsAreTheBatchs(MLABuilder):
+    """Lengths that are the batch's are the batch's own tensor."""
+
+    def changed(self, metadata: TRTLLMMLADecodeMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
+        same = torch.equal(metadata.seq_lens_k, batch.seq_lens.to(torch.int32))
+        return replace(metadata, seq_lens_k=batch.seq_lens) if same else metadata
+
+
+class MLABoundariesOfEqualRows(MLABuilder):
+    """cu_seqlens_q counts as many rows for every request."""
+
+    def changed(self, metadata: TRTLLMMLADecodeMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
+        if metadata.cu_seqlens_q is None:
+            return metadata
+        steps = torch.arange(batch.batch_size + 1, dtype=torch.int32, device=pool.device)
+        return replace(metadata, cu_seqlens_q=steps * metadata.max_seq_len_q)
+
+
+class MLABoundTooSmall(MLABuilder):
+    """max_seq_len_k is that of the batch's lengths, in verification too, and one page less."""
+
+    def changed(self, metadata: TRTLLMMLADecodeMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
+        return replace(metadata, max_seq_len_k=max(1, int(batch.seq_lens.max()) - pool.page_size))
+
+
+MUTANTS = tuple(
+    Mutant.of(each)
+    for each in (
+        MLADraftCounted,
+        MLADraftUncounted,
+        MLAVerifyUncounted,
+        MLAPaddingUncounted,
+        MLAUnequalRowsViewed,
+        MLATailZero,
+        MLAWidthNotRounded,
+        MLAWidthWithoutPadding,
+        MLATokensAsPages,
+        MLALastPageDead,
+        MLARowsInPoolOrder,
+        MLATableReused,
+        MLALengthsAreTheBatchs,
+        MLABoundariesOfEqualRows,
+        MLABoundTooSmall,
+    )
+)
