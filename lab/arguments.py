@@ -263,10 +263,12 @@ def check_lse(call: Any) -> torch.Tensor | None:
     return lse
 
 
-def check_devices(call: Any) -> None:
+def check_devices(call: Any, on_host: Sequence[str] = ()) -> None:
+    """Raise ValueError where a tensor lies elsewhere than the query, those named in `on_host` apart."""
     device = call.query.device
+    anywhere = (*FREE_ARGUMENTS, *on_host)
     for field in fields(call):
         value = getattr(call, field.name)
         for tensor in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(tensor, torch.Tensor) and tensor.device != device and field.name not in FREE_ARGUMENTS:
+            if isinstance(tensor, torch.Tensor) and tensor.device != device and field.name not in anywhere:
                 raise ValueError(f"{field.name} is on {tensor.device}, but query is on {device}; move it there")

@@ -102,17 +102,21 @@ class PagedAttention:
 
     def results(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What to fill: the output, and the LSE or None, given or new, as in `DecodeCall`."""
-        out, lse = self.out, self.lse
-        if out is None:
-            shape = (*self.query.shape[:2], self.v_head_dim)
-            out = torch.empty(shape, dtype=self.out_dtype, device=self.query.device)
-        if lse is None and self.return_lse:
-            lse = torch.empty(self.query.shape[:2], dtype=torch.float32, device=self.query.device)
-        return out, lse
+        return new_results(self)
 
     def returned(self, out: torch.Tensor, lse: torch.Tensor | None) -> Any:
         """What the call returns: `out`, or `(out, lse)` where `return_lse` asked for it."""
         return (out, lse) if self.return_lse else out
+
+
+def new_results(problem: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A problem's output [num_rows, num_qo_heads, v_head_dim], and its LSE or None: the given ones, or new and empty."""
+    query, out, lse = problem.query, problem.out, problem.lse
+    if out is None:
+        out = torch.empty((*query.shape[:2], problem.v_head_dim), dtype=problem.out_dtype, device=query.device)
+    if lse is None and problem.return_lse:
+        lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+    return out, lse
 
 
 def check_values(problem: PagedAttention) -> None:
@@ -140,7 +144,7 @@ def check_values(problem: PagedAttention) -> None:
                 f"seq_lens[{request}] = {length} exceeds max_seq_len/max_kv_len = {problem.max_kv_len}: raise the bound"
             )
     if problem.cu_seqlens_q is not None:
-        _check_offsets("cum_seq_lens_q", problem.cu_seqlens_q.tolist(), problem.num_rows, problem.max_q_len)
+        check_offsets("cum_seq_lens_q", problem.cu_seqlens_q.tolist(), problem.num_rows, problem.max_q_len)
     if problem.cu_seqlens_kv is not None:
         offsets, expected = problem.cu_seqlens_kv.tolist(), list(itertools.accumulate(lengths, initial=0))
         if offsets != expected:
@@ -167,7 +171,8 @@ def _check_page_ids(problem: PagedAttention, lengths: Sequence[int]) -> None:
             )
 
 
-def _check_offsets(name: str, offsets: list[int], total: int, most: int) -> None:
+def check_offsets(name: str, offsets: list[int], total: int, most: int) -> None:
+    """Raise ValueError unless offsets of rows start at 0, never decrease, end within `total`, and no request passes `most`."""
     if offsets[0] != 0 or offsets[-1] > total:
         raise ValueError(
             f"{name} must start at 0 and stay within the {total} query rows (rows behind its end are padding), got "

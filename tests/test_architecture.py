@@ -24,6 +24,7 @@ LEAVES: dict[str, set[str]] = {
     "arguments": {"problem"},
     "calls": {"problem", "arguments"},
     "mla_call": {"problem", "arguments", "calls"},
+    "ragged_call": {"problem", "arguments"},
     "provenance": set(),
     "capture": set(),
 }

@@ -7,6 +7,7 @@ from lab.references.trtllm import (
     trtllm_batch_context_with_kv_cache,
     trtllm_batch_decode_with_kv_cache,
     trtllm_batch_decode_with_kv_cache_mla,
+    trtllm_ragged_attention_deepseek,
 )
 
 __all__ = [
@@ -19,5 +20,6 @@ __all__ = [
     "trtllm_batch_context_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache_mla",
+    "trtllm_ragged_attention_deepseek",
     "visible_keys",
 ]

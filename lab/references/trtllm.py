@@ -1,11 +1,13 @@
-"""FlashInfer's three TRT-LLM attention functions in float64: same names, same parameters, on a CPU or a GPU."""
+"""FlashInfer's TRT-LLM attention functions in float64: same names, same parameters, on a CPU or a GPU."""
 
 import math
 from typing import Any
 
 from lab.calls import ContextCall, DecodeCall, takes
 from lab.mla_call import MLADecodeCall
+from lab.ragged_call import RaggedContextCall
 from lab.references.paged_attention import paged_attention
+from lab.references.ragged_attention import ragged_attention
 
 
 @takes(DecodeCall)
@@ -55,3 +57,21 @@ def trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Any:
     if lse is not None and call.return_lse_base == "basee":
         lse *= math.log(2.0)
     return call.returned(out, lse)
+
+
+@takes(RaggedContextCall)
+def trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> Any:
+    """Attention of each request's rows over K/V that lie end to end: MLA's prefill before absorption, new tokens or a chunk.
+
+    Parameters, shapes and dtypes are `lab.ragged_call.RaggedContextCall`'s, which are FlashInfer 0.7.2's; an `out` of float64
+    makes an oracle that is not rounded. Any head_dims are taken. Reads lengths on the host.
+
+    Returns:
+        out [num_rows, num_qo_heads, v_head_dim]; with `return_lse`, (out, lse), lse in base 2.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: before any arithmetic; see `RaggedContextCall.problem` and
+            `check_ragged_values`.
+    """
+    problem = call.problem()
+    return problem.returned(*ragged_attention(problem))

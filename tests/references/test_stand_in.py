@@ -12,6 +12,7 @@ import lab.references
 FUNCTIONS = {
     "trtllm_batch_decode_with_kv_cache": "flashinfer.decode",
     "trtllm_batch_context_with_kv_cache": "flashinfer.prefill",
+    "trtllm_ragged_attention_deepseek": "flashinfer.prefill",
 }
 
 

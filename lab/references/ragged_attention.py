@@ -1,0 +1,72 @@
+"""The reference over contiguous K/V: one request at a time, each handed to `attention` as it lies."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from lab.ragged_call import RaggedAttention, check_ragged_values
+from lab.references.paged_attention import attention, piece_elements, visible_keys
+from lab.references.quantization import rounded
+
+
+def ragged_attention(problem: RaggedAttention) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Solve a checked problem in float64 and round the result once, to `problem.out_dtype`.
+
+    Rows behind the last request's are padding: zero, with an LSE of -inf, as a row that sees no key.
+
+    Returns:
+        out [num_rows, num_qo_heads, v_head_dim] and lse_log2 float32 [num_rows, num_qo_heads], or None.
+
+    Raises:
+        ValueError: a length or offset that `lab.ragged_call.check_ragged_values` refuses.
+    """
+    out, lse_log2 = problem.results()
+    if problem.query.device.type != "cpu":  # on a CPU the call has been checked already
+        check_ragged_values(problem)
+    end = int(problem.cu_seqlens_q[-1])
+    out[end:] = 0
+    if lse_log2 is not None:
+        lse_log2[end:] = -math.inf
+    for rows, keys, position in _blocks(problem):
+        block_out, block_lse_log2 = _solve(problem, rows, keys, position)
+        out[rows] = rounded(block_out, out.dtype)
+        if lse_log2 is not None:
+            lse_log2[rows] = block_lse_log2.to(lse_log2.dtype)
+    return out, lse_log2
+
+
+def _blocks(problem: RaggedAttention) -> Iterator[tuple[slice, slice, int]]:
+    """Rows of one request, few enough for a piece of scores; all its keys; and the first row's position in the request."""
+    q_offsets, kv_offsets = problem.cu_seqlens_q.tolist(), problem.cu_seqlens_kv.tolist()
+    for request in range(problem.batch_size):
+        q_start, q_end = q_offsets[request : request + 2]
+        kv_start, kv_end = kv_offsets[request : request + 2]
+        kv_len = kv_end - kv_start
+        rows_at_once = max(1, piece_elements(problem.query.device) // (problem.num_qo_heads * max(kv_len, 1)))
+        for first in range(q_start, q_end, rows_at_once):
+            rows = slice(first, min(first + rows_at_once, q_end))
+            yield rows, slice(kv_start, kv_end), kv_len - q_end + first
+
+
+def _solve(problem: RaggedAttention, rows: slice, keys: slice, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """float64 [rows, num_qo_heads, v_head_dim] and [rows, num_qo_heads]."""
+    device = problem.query.device
+    kv_len = keys.stop - keys.start
+    visible = visible_keys(
+        torch.arange(position, position + rows.stop - rows.start, device=device).unsqueeze(0),
+        torch.arange(kv_len, device=device).unsqueeze(0),
+        torch.tensor([kv_len], device=device),
+        causal=problem.causal,
+        window_left=problem.window_left,
+    )
+    out, lse_log2 = attention(
+        problem.query[rows].unsqueeze(0),
+        problem.key[keys].unsqueeze(0),
+        problem.value[keys].unsqueeze(0),
+        visible,
+        bmm1_scale=problem.bmm1_scale,
+        bmm2_scale=problem.bmm2_scale,
+        sinks=problem.sinks,
+    )
+    return out[0], lse_log2[0]
