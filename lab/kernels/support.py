@@ -4,44 +4,23 @@ Every limit below is keyed on (major, minor) compute capability and carries its 
 call raises and what a skipped benchmark prints.
 """
 
-import enum
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from lab.problem import HALF_DTYPES, PagedAttention, Scale
+from lab.kernels import support_mla
+from lab.kernels.support_common import E4M3, Capability, is_one, no_triton, portable_dtypes, sm_name, wrong_gpu
+from lab.kernels.support_common import Kernel as Kernel
+from lab.kernels.support_common import triton_interprets as triton_interprets
+from lab.problem import HALF_DTYPES, PagedAttention
+from lab.ragged_call import RaggedAttention
 
-E4M3 = torch.float8_e4m3fn
+Problem = PagedAttention | RaggedAttention
 # Query elements that XQA keeps in shared memory at q_len_per_req 1 (FlashInfer 0.7.2, mha.cu `persistentQ`: 16 KiB).
 XQA_QUERY_TILE_ELEMENTS = 8192
-# What the portable MLA kernel is built for: DeepSeek-V3's 512 and 64, and smaller ones.
-MLA_RANKS = (16, 32, 64, 128, 256, 512)
-MLA_ROPES = (16, 32, 64)
-# (kv_lora_rank, qk_rope_head_dim) of trtllm-gen's dense MLA kernels (FlashInfer 0.7.2, `_check_trtllm_gen_mla_shape`).
-TRTLLM_GEN_MLA_DIMS = ((512, 64), (256, 64))
-DEEPSEEK_MLA_DIMS = (512, 64)
-XQA_MLA_HEADS = 128  # query heads (FlashInfer 0.7.2, `xqa_mla`)
-Capability = tuple[int, int]  # (major, minor), e.g. (9, 0) for an H200
-
-
-class Kernel(enum.Enum):
-    """An implementation behind one of the calls."""
-
-    PORTABLE = "the portable Triton kernel"
-    PORTABLE_MLA = "the portable Triton MLA kernel"
-    XQA = "XQA"
-    FMHA_V2 = "trtllm_fmha_v2_prefill"
-    TRTLLM_GEN_DECODE = "trtllm-gen decode"
-    TRTLLM_GEN_CONTEXT = "trtllm-gen context"
-    XQA_MLA = "XQA MLA"
-    TRTLLM_GEN_MLA = "trtllm-gen MLA"
-    FA2_MLA = "BatchMLAPagedAttentionWrapper with FA2"
-    FA3_MLA = "BatchMLAPagedAttentionWrapper with FA3"
-
-    def __repr__(self) -> str:
-        return f"Kernel.{self.name}"
 
 
 def decode_kernel(capability: Capability) -> Kernel:
@@ -59,7 +38,7 @@ def mla_kernel(capability: Capability) -> Kernel:
     return Kernel.TRTLLM_GEN_MLA if capability[0] == 10 else Kernel.XQA_MLA
 
 
-def why_not(kernel: Kernel, capability: Capability | None, problem: PagedAttention) -> str | None:
+def why_not(kernel: Kernel, capability: Capability | None, problem: Problem) -> str | None:
     """Why `kernel` cannot solve `problem` on a GPU of this capability, as a sentence; None if it can.
 
     Args:
@@ -70,7 +49,7 @@ def why_not(kernel: Kernel, capability: Capability | None, problem: PagedAttenti
     return _RULES[kernel](capability, problem)
 
 
-def refuse_unsupported(kernel: Kernel, problem: PagedAttention) -> None:
+def refuse_unsupported(kernel: Kernel, problem: Problem) -> None:
     """Raise NotImplementedError with `why_not`'s sentence if the kernel cannot solve the problem where it lies."""
     reason = why_not(kernel, capability_of(problem.query.device), problem)
     if reason is not None:
@@ -134,31 +113,16 @@ def stored_cache(problem: PagedAttention) -> StoredCache:
     return StoredCache(layout, k, v, page_bytes, v.data_ptr() - k.data_ptr())
 
 
-def triton_interprets() -> bool:
-    """True where Triton runs its kernels in the interpreter, on a CPU: TRITON_INTERPRET=1 was set when it was imported."""
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)
-
-
 def refuse_without_triton(device: torch.device) -> None:
     """Raise NotImplementedError with a sentence if Triton does not run the lab's kernels on this device."""
-    reason = _no_triton(capability_of(device))
+    reason = no_triton(capability_of(device))
     if reason is not None:
         raise NotImplementedError(reason)
 
 
-def _no_triton(capability: Capability | None) -> str | None:
-    if capability is None and not triton_interprets():
-        return "Triton kernels run on a CPU only in Triton's interpreter: set TRITON_INTERPRET=1 first"
-    if capability is not None and capability < (8, 0):
-        return _wrong_gpu("Triton kernels", "SM80 and later", capability)
-    return None
-
-
 def _portable(capability: Capability | None, problem: PagedAttention) -> str | None:
     name = Kernel.PORTABLE.value
-    reason = _portable_dtypes(name, capability, problem)
+    reason = portable_dtypes(name, capability, problem.query.dtype, problem.k_cache.dtype, problem.out_dtype)
     if reason is not None:
         return reason
     if problem.head_dim not in (64, 128, 256):
@@ -170,40 +134,10 @@ def _portable(capability: Capability | None, problem: PagedAttention) -> str | N
     return None
 
 
-def _portable_mla(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Its two tiles of a cache entry are whole blocks of Triton: powers of two, 16 and more for a matrix unit."""
-    name = Kernel.PORTABLE_MLA.value
-    reason = _portable_dtypes(name, capability, problem)
-    if reason is not None:
-        return reason
-    rank, rope = problem.v_head_dim, problem.head_dim - problem.v_head_dim
-    if rank not in MLA_RANKS:
-        return f"{name} is built for a kv_lora_rank of {_listed(MLA_RANKS)}, not {rank}"
-    if rope not in MLA_ROPES:
-        return f"{name} is built for a qk_rope_head_dim of {_listed(MLA_ROPES)}, not {rope}"
-    return None
-
-
-def _portable_dtypes(name: str, capability: Capability | None, problem: PagedAttention) -> str | None:
-    """The kernels' own limits, and those of Triton 3.7 (its NVIDIA back end's `supported_fp8_dtypes`)."""
-    reason = _no_triton(capability)
-    if reason is not None:
-        return reason
-    if capability is not None and capability < (8, 9) and E4M3 in _dtypes(problem):
-        return f"Triton compiles e4m3 for SM89 and later, and this is {_sm(capability)}"
-    if problem.query.dtype not in (*HALF_DTYPES, E4M3):
-        return f"{name} takes fp16, bf16 or e4m3 queries, not {problem.query.dtype}"
-    if problem.k_cache.dtype not in (problem.query.dtype, E4M3):
-        return f"{name} takes K/V in the query's dtype or e4m3, not {problem.k_cache.dtype} (NVFP4)"
-    if problem.out_dtype not in (*HALF_DTYPES, E4M3, torch.float32):
-        return f"{name} writes fp16, bf16, e4m3 or float32, not {problem.out_dtype}"
-    return None
-
-
 def _xqa(capability: Capability | None, problem: PagedAttention) -> str | None:
     """FlashInfer 0.7.2: `xqa`, `gen_xqa_module`, `xqa_batch_decode_with_kv_cache`, xqa_wrapper.cu and mha.cu."""
     if capability is None or capability[0] not in (9, 10, 12):
-        return _wrong_gpu("XQA", "SM90, SM100, SM103, SM120 and SM121", capability)
+        return wrong_gpu("XQA", "SM90, SM100, SM103, SM120 and SM121", capability)
     return _xqa_dtypes(capability, problem) or _xqa_shapes(problem) or _xqa_arguments(problem)
 
 
@@ -212,13 +146,13 @@ def _xqa_dtypes(capability: Capability, problem: PagedAttention) -> str | None:
     if q not in HALF_DTYPES:
         return f"XQA takes fp16 or bf16 queries, not {q}"
     if kv == torch.uint8 and capability[0] != 12:
-        return f"XQA reads NVFP4 K/V on SM120 and SM121 only, not on {_sm(capability)}"
+        return f"XQA reads NVFP4 K/V on SM120 and SM121 only, not on {sm_name(capability)}"
     if kv not in (q, E4M3, torch.uint8):
         return f"XQA takes K/V in the query's dtype, e4m3 or NVFP4, not {kv}"
     if problem.out_dtype != q and (problem.out_dtype, kv) != (E4M3, E4M3):
         return f"XQA writes the query's dtype, or e4m3 with e4m3 K/V, not {problem.out_dtype}"
     # mha.cu applies its K/V scale to 8 and 4 bit K/V alone, but always divides the query's scale by it.
-    if kv in HALF_DTYPES and not _is_one(problem.bmm2_scale):
+    if kv in HALF_DTYPES and not is_one(problem.bmm2_scale):
         return "XQA applies no bmm2_scale to fp16 and bf16 K/V: it must be the number 1.0; fold it into the output"
     if not isinstance(problem.bmm2_scale, torch.Tensor) and problem.bmm2_scale == 0:
         return "XQA divides by bmm2_scale: it must not be 0"
@@ -271,12 +205,10 @@ def _xqa_arguments(problem: PagedAttention) -> str | None:
 def _fmha_v2(capability: Capability | None, problem: PagedAttention) -> str | None:
     """FlashInfer 0.7.2: `trtllm_fmha_v2_prefill`, fmha_v2_run.cu and its epilogues; SGLang 0.5.23's page sizes."""
     if capability is None or capability[0] not in (9, 12):
-        return _wrong_gpu("trtllm_fmha_v2_prefill", "SM90, SM120 and SM121", capability)
+        return wrong_gpu("trtllm_fmha_v2_prefill", "SM90, SM120 and SM121", capability)
     q = problem.query.dtype
     if q not in HALF_DTYPES and (q != E4M3 or capability[0] == 12):
-        return (
-            f"trtllm_fmha_v2_prefill takes fp16 and bf16 queries, and e4m3 on SM90 alone, not {q} on {_sm(capability)}"
-        )
+        return f"trtllm_fmha_v2_prefill takes fp16 and bf16 queries, and e4m3 on SM90 alone, not {q} on {sm_name(capability)}"
     if problem.k_cache.dtype != q:
         return f"trtllm_fmha_v2_prefill takes K/V in the query's dtype, not {problem.k_cache.dtype} with {q}"
     if problem.out_dtype != q and (q != E4M3 or problem.out_dtype not in HALF_DTYPES):
@@ -344,7 +276,7 @@ def _trtllm_gen_context(capability: Capability | None, problem: PagedAttention) 
 def _trtllm_gen(name: str, capability: Capability | None, problem: PagedAttention) -> str | None:
     """FlashInfer 0.7.2's checks, and SGLang 0.5.23's page sizes. Not run by the lab: no such GPU was at hand."""
     if capability is None or capability[0] != 10:
-        return _wrong_gpu(name, "SM100 and SM103", capability)
+        return wrong_gpu(name, "SM100 and SM103", capability)
     q, kv = problem.query.dtype, problem.k_cache.dtype
     if q not in (*HALF_DTYPES, E4M3):
         return f"{name} takes fp16, bf16 or e4m3 queries, not {q}"
@@ -364,149 +296,23 @@ def _trtllm_gen(name: str, capability: Capability | None, problem: PagedAttentio
     return None
 
 
-def _trtllm_gen_mla(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """FlashInfer 0.7.2's checks of the dense path. Not run by the lab: no such GPU was at hand."""
-    name = Kernel.TRTLLM_GEN_MLA.value
-    if capability is None or capability[0] != 10:
-        return _wrong_gpu(name, "SM100 and SM103", capability)
-    if _mla_dims(problem) not in TRTLLM_GEN_MLA_DIMS:
-        return f"{name} has kernels for {_named_dims(TRTLLM_GEN_MLA_DIMS)}, not for {_mla_dims(problem)}"
-    if 64 < problem.num_qo_heads < 128:
-        return f"{name} takes at most 64 query heads, or 128 and more, not {problem.num_qo_heads}"
-    if problem.page_size not in (32, 64):
-        return f"{name} is built for page sizes 32 and 64, not {problem.page_size}"
-    if problem.cu_seqlens_q is not None and problem.return_lse:
-        return f"{name} gives no LSE with cum_seq_lens_q"
-    return _mla_dtypes(name, problem)
-
-
-def _xqa_mla(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """FlashInfer 0.7.2: `xqa_batch_decode_with_kv_cache_mla`, `xqa_mla` and mla_sm120.cu. Not run by the lab."""
-    name = Kernel.XQA_MLA.value
-    if capability is None or capability[0] != 12:
-        return _wrong_gpu(name, "SM120 and SM121", capability)
-    if _mla_dims(problem) != DEEPSEEK_MLA_DIMS or problem.num_qo_heads != XQA_MLA_HEADS:
-        return (
-            f"{name} has a kernel for {_named_dims((DEEPSEEK_MLA_DIMS,))} and {XQA_MLA_HEADS} query heads, not for "
-            f"{_mla_dims(problem)} and {problem.num_qo_heads}"
-        )
-    if problem.cu_seqlens_q is not None or problem.max_q_len != 1:
-        return f"{name} takes one query row per request, not {problem.max_q_len}"
-    if problem.page_size not in (16, 32, 64, 128):
-        return f"{name} is built for page sizes 16, 32, 64 and 128, not {problem.page_size}"
-    columns = problem.k_block_tables.shape[1]
-    if columns * problem.page_size % 128:
-        return f"{name} needs block_tables of whole 128 tokens: {columns} columns of {problem.page_size} are not"
-    if problem.sinks is not None:
-        return f"{name} takes no sinks"
-    if problem.return_lse or problem.lse is not None:
-        return f"{name} computes no LSE"
-    if any(isinstance(scale, torch.Tensor) for scale in (problem.bmm1_scale, problem.bmm2_scale)):
-        # It multiplies the logits by both scales, so that one must be divided by the other first.
-        return f"{name} is called with its scales as numbers, not as tensors"
-    if problem.bmm2_scale == 0:
-        return f"{name} multiplies the logits by bmm2_scale, which must not be 0"
-    if not problem.query.is_contiguous() or not problem.k_cache.is_contiguous():
-        return f"{name} is called with a contiguous query and cache"
-    return _mla_dtypes(name, problem)
-
-
-def _mla_dtypes(name: str, problem: PagedAttention) -> str | None:
-    q, kv = problem.query.dtype, problem.k_cache.dtype
-    if (q, kv) not in ((torch.bfloat16, torch.bfloat16), (E4M3, E4M3)):
-        return f"{name} takes bf16 or e4m3 for both the query and the cache, not {q} and {kv}"
-    if problem.out_dtype != torch.bfloat16:
-        return f"{name} writes bfloat16, not {problem.out_dtype}"
-    return None
-
-
-def _fa2_mla(capability: Capability | None, problem: PagedAttention) -> str | None:
-    name = Kernel.FA2_MLA.value
-    if capability is None or capability < (8, 0):
-        return _wrong_gpu(name, "SM80 and later", capability)
-    return _fa_mla(name, capability, problem)
-
-
-def _fa3_mla(capability: Capability | None, problem: PagedAttention) -> str | None:
-    name = Kernel.FA3_MLA.value
-    if capability is None or capability != (9, 0):
-        return _wrong_gpu(name, "SM90", capability)
-    if problem.v_head_dim not in (128, 256, 512):
-        return f"{name} is built for a kv_lora_rank of 128, 256 and 512, not {problem.v_head_dim}"
-    return _fa_mla(name, capability, problem)
-
-
-def _fa_mla(name: str, capability: Capability, problem: PagedAttention) -> str | None:
-    """FlashInfer 0.7.2, `_validate_generated_fa_plan` and what the two backends' capabilities leave out."""
-    q, kv = problem.query.dtype, problem.k_cache.dtype
-    if problem.out_dtype != q:
-        return f"{name} writes the query's dtype {q}, not {problem.out_dtype}"
-    if (
-        kv == E4M3
-        and q != E4M3
-        and (q != torch.bfloat16 or capability[0] != 9 or _mla_dims(problem) != DEEPSEEK_MLA_DIMS)
-    ):
-        return f"{name} reads an e4m3 cache on SM90, for bf16 queries and {_named_dims((DEEPSEEK_MLA_DIMS,))} alone"
-    if q not in HALF_DTYPES or kv not in (q, E4M3):
-        return f"{name} takes fp16 or bf16 queries over a cache of their dtype or e4m3, not {q} and {kv}"
-    rank, rope = _mla_dims(problem)
-    if rank % 128 or rope % 64:
-        return (
-            f"{name} is built for a kv_lora_rank of whole 128 and a qk_rope_head_dim of whole 64, not {rank} and {rope}"
-        )
-    if problem.sinks is not None:
-        return f"{name} takes no sinks"
-    if any(isinstance(scale, torch.Tensor) for scale in (problem.bmm1_scale, problem.bmm2_scale)):
-        return f"{name} plans with its scales as numbers, not as tensors"
-    if kv != E4M3 and problem.bmm2_scale != 1:
-        return f"{name} has no scale of a {kv} cache: bmm2_scale must be 1, not {problem.bmm2_scale}"
-    if kv == E4M3 and not problem.bmm2_scale > 0:
-        return f"{name} takes a positive scale of an e4m3 cache, not bmm2_scale {problem.bmm2_scale}"
-    return None
-
-
-def _mla_dims(problem: PagedAttention) -> tuple[int, int]:
-    """(kv_lora_rank, qk_rope_head_dim)."""
-    return problem.v_head_dim, problem.head_dim - problem.v_head_dim
-
-
-def _named_dims(dims: tuple[tuple[int, int], ...]) -> str:
-    return f"(kv_lora_rank, qk_rope_head_dim) {' or '.join(map(str, dims))}"
-
-
-def _dtypes(problem: PagedAttention) -> tuple[torch.dtype, ...]:
-    return problem.query.dtype, problem.k_cache.dtype, problem.out_dtype
-
-
-def _is_one(scale: Scale) -> bool:
-    return not isinstance(scale, torch.Tensor) and scale == 1
-
-
 def _strides_differ(k: torch.Tensor | None, v: torch.Tensor | None) -> bool:
     return k is not None and v is not None and k.stride() != v.stride()
 
 
-def _wrong_gpu(name: str, needed: str, capability: Capability | None) -> str:
-    return f"{name} needs a GPU of {needed}, this is {'a CPU' if capability is None else _sm(capability)}"
-
-
-def _listed(numbers: tuple[int, ...]) -> str:
-    return f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
-
-
-def _sm(capability: Capability) -> str:
-    return f"SM{capability[0]}{capability[1]}"
-
-
-_RULES: dict[Kernel, Callable[[Capability | None, PagedAttention], str | None]] = {
+_RULES: dict[Kernel, Callable[[Capability | None, Any], str | None]] = {
     Kernel.PORTABLE: _portable,
-    Kernel.PORTABLE_MLA: _portable_mla,
+    Kernel.PORTABLE_MLA: support_mla.portable_mla,
     Kernel.XQA: _xqa,
     Kernel.FMHA_V2: _fmha_v2,
     Kernel.TRTLLM_GEN_DECODE: _trtllm_gen_decode,
     Kernel.TRTLLM_GEN_CONTEXT: _trtllm_gen_context,
-    Kernel.XQA_MLA: _xqa_mla,
-    Kernel.TRTLLM_GEN_MLA: _trtllm_gen_mla,
-    Kernel.FA2_MLA: _fa2_mla,
-    Kernel.FA3_MLA: _fa3_mla,
+    Kernel.XQA_MLA: support_mla.xqa_mla,
+    Kernel.TRTLLM_GEN_MLA: support_mla.trtllm_gen_mla,
+    Kernel.FA2_MLA: support_mla.fa2_mla,
+    Kernel.FA3_MLA: support_mla.fa3_mla,
+    Kernel.PORTABLE_RAGGED: support_mla.portable_ragged,
+    Kernel.TRTLLM_GEN_RAGGED: support_mla.trtllm_gen_ragged,
+    Kernel.FA2_RAGGED: support_mla.fa2_ragged,
+    Kernel.FA3_RAGGED: support_mla.fa3_ragged,
 }

@@ -33,6 +33,10 @@ from lab.kernels.trtllm_mla import (
     prepare_trtllm_batch_decode_with_kv_cache_mla as prepare_trtllm_batch_decode_with_kv_cache_mla,
 )
 from lab.kernels.trtllm_mla import trtllm_batch_decode_with_kv_cache_mla as trtllm_batch_decode_with_kv_cache_mla
+from lab.kernels.trtllm_ragged import (
+    prepare_trtllm_ragged_attention_deepseek as prepare_trtllm_ragged_attention_deepseek,
+)
+from lab.kernels.trtllm_ragged import trtllm_ragged_attention_deepseek as trtllm_ragged_attention_deepseek
 from lab.problem import MASK_BITS_PER_WORD, PagedAttention, mask_words
 
 

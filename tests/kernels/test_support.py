@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from lab.calls import ContextCall, DecodeCall
-from lab.kernels import support
+from lab.kernels import support, support_common
 from lab.kernels.support import Kernel, context_kernel, decode_kernel, refuse_unsupported, why_not
 from lab.mla_call import MLADecodeCall
 from lab.problem import PagedAttention
 from tests.cases import context_arguments, decode_arguments, random_batch
 from tests.kernels.test_flashinfer_mla_adapters import REFUSED as REFUSED_MLA
+from tests.kernels.test_flashinfer_ragged_adapters import REFUSED as REFUSED_RAGGED
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 E4M3, U8 = torch.float8_e4m3fn, torch.uint8
@@ -24,7 +25,7 @@ GEN_DECODE, GEN_CONTEXT = Kernel.TRTLLM_GEN_DECODE, Kernel.TRTLLM_GEN_CONTEXT
 
 @pytest.fixture(autouse=True)
 def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "triton_interprets", lambda: True)
+    monkeypatch.setattr(support_common, "triton_interprets", lambda: True)
 
 
 def problem(kernel: Kernel, **changes: Any) -> PagedAttention:
@@ -309,7 +310,7 @@ def test_why_not(
 
 
 def test_a_cpu_runs_the_portable_kernel_in_the_interpreter_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "triton_interprets", lambda: False)
+    monkeypatch.setattr(support_common, "triton_interprets", lambda: False)
     assert "set TRITON_INTERPRET=1 first" in str(why_not(PORTABLE, CPU, problem(PORTABLE)))
     assert why_not(PORTABLE, SM90, problem(PORTABLE)) is None
 
@@ -349,4 +350,5 @@ def test_a_reason_reads_no_device() -> None:
 
 def test_every_kernel_has_rules() -> None:
     assert set(support._RULES) == set(Kernel)
-    assert {row[0] for row in TABLE} | {row[0] for row in REFUSED_MLA.values()} == set(Kernel)
+    elsewhere = (*REFUSED_MLA.values(), *REFUSED_RAGGED.values())
+    assert {row[0] for row in TABLE} | {row[0] for row in elsewhere} == set(Kernel)
