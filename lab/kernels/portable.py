@@ -1,9 +1,9 @@
 """FlashInfer's TRT-LLM attention functions in Triton: any GPU that Triton compiles for, and a CPU in its interpreter.
 
-One kernel serves decode, verify, draft extend and extend; latent attention (MLA) has its own, in `portable_mla`. The query
-rows of a request and the query heads that share a K/V head are packed into one tile, so K/V is read once for all of them;
-long requests are split over programs whose partial results a second kernel merges. Lengths stay on the device: nothing is
-read back, and no length is compiled in.
+One kernel serves decode, verify, draft extend and extend; latent attention (MLA) has its own, in `portable_mla`, and so has
+MLA's prefill before absorption, in `portable_ragged`. The query rows of a request and the query heads that share a K/V head
+are packed into one tile, so K/V is read once for all of them; long requests are split over programs whose partial results a
+second kernel merges. Lengths stay on the device: nothing is read back, and no length is compiled in.
 """
 
 from typing import Any
@@ -14,6 +14,7 @@ import triton.language as tl
 
 from lab.calls import ContextCall, DecodeCall, takes
 from lab.kernels.portable_mla import trtllm_batch_decode_with_kv_cache_mla
+from lab.kernels.portable_ragged import trtllm_ragged_attention_deepseek
 from lab.kernels.support import Kernel, refuse_unsupported, triton_interprets
 from lab.kernels.triton_support import (
     LOG2_E,
@@ -37,6 +38,7 @@ __all__ = [
     "trtllm_batch_context_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache_mla",
+    "trtllm_ragged_attention_deepseek",
 ]
 
 

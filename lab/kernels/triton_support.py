@@ -12,6 +12,7 @@ import triton.language as tl
 
 from lab.kernels.support import triton_interprets
 from lab.problem import PagedAttention
+from lab.ragged_call import RaggedAttention
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -77,7 +78,7 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def has_rows(problem: PagedAttention) -> bool:
+def has_rows(problem: PagedAttention | RaggedAttention) -> bool:
     """Whether any request may have a query row; rows behind the last request's are padding, which nobody computes."""
     return min(problem.num_rows, problem.batch_size, problem.max_q_len) > 0
 

@@ -26,6 +26,7 @@ from lab.kernels import portable
 from lab.timing.draft import draft_work
 from lab.workloads.draft import CHOICES, draft_scenario
 from tests.cases import context_arguments, decode_arguments, pack_mask, random_batch, write_pages
+from tests.references.test_trtllm_ragged import ragged_arguments, ragged_batch
 
 BOUND = 4 * 2.0**-8  # a weight and an output rounded to bf16, each at most one unit roundoff of its vector, times two
 # Lengths around the edges of pages, tiles and stores; one row width each.
@@ -54,6 +55,10 @@ def attention_problems() -> Iterator[tuple[str, dict[str, Any]]]:
     yield context, context_arguments(random_batch([1, 70, 129], [200, 70, 700], **half), 64, **options)
     for q_len, heads in ((1, 16), (2, 16), (5, 16)):  # tiles of 16, 32 and 64 rows
         yield "trtllm_batch_decode_with_kv_cache_mla", mla_arguments(q_len, heads, [q_len, 65, 4097])
+    for q_lens in ([1, 7, 13], [3, 64, 200]):  # tiles of 16 and of 128 rows; fewer keys than rows, and none
+        batch = ragged_batch(q_lens, [200, 0, 129], dims=(192, 128))
+        for rule in ({"is_causal": False}, {"window_left": 70, "attention_sinks": torch.linspace(-1, 1, 3)}):
+            yield "trtllm_ragged_attention_deepseek", ragged_arguments(batch, out=None, **rule)
 
 
 def mla_arguments(q_len: int, heads: int, kv_lens: list[int], page_size: int = 64) -> dict[str, Any]:
@@ -86,8 +91,8 @@ def run_attention() -> None:
     for function, arguments in attention_problems():
         given = {name: on_gpu(value) for name, value in arguments.items()}
         out, _ = getattr(portable, function)(**given)
-        # The MLA call has no out_dtype: its output's dtype is that of the one it is given.
-        exact = {"out": out.double()} if function.endswith("_mla") else {"out_dtype": torch.float64}
+        # MLA's calls have no out_dtype: their output's dtype is that of the one they are given.
+        exact = {"out": out.double()} if function.endswith(("_mla", "_deepseek")) else {"out_dtype": torch.float64}
         truth, _ = getattr(references, function)(**given | exact)
         worst = float(references.relative_l2(out, truth).max())
         assert worst <= BOUND, f"{function}: {worst}"
