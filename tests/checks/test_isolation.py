@@ -27,13 +27,12 @@ def judged(name: str, space: Space = SPACE, **how: object) -> Report:
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    """K1's eight fixed cases have the eight groups, each once."""
+    """K1's fixed cases have all eight groups."""
     return judged("tests.checks.hostile", device="cpu")
 
 
 def verdict_of(report: Report, group: int) -> CaseVerdict:
-    (verdict,) = (verdict for verdict in report.verdicts if verdict.case.group == group)
-    return verdict
+    return next(verdict for verdict in report.verdicts if verdict.case.group == group)
 
 
 @pytest.mark.parametrize(
@@ -57,10 +56,9 @@ def test_a_failed_case_is_named_with_its_reproduction(report: Report, deed: obje
 
 
 def test_what_came_before_and_after_stays_in_the_report(report: Report) -> None:
-    outcomes = [verdict.outcome for verdict in report.verdicts]
-    assert len(outcomes) == 8
-    assert outcomes.count(Outcome.FAILED) == len(hostile.DEEDS) == 7
-    assert verdict_of(report, 1).outcome is Outcome.RIGHT
+    outcomes = {(verdict.case.group, verdict.outcome) for verdict in report.verdicts}
+    assert outcomes == {(1, Outcome.RIGHT)} | {(group, Outcome.FAILED) for group in hostile.DEEDS}
+    assert len(hostile.DEEDS) == 7
     assert not report.is_right
 
 

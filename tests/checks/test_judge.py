@@ -55,7 +55,9 @@ def test_the_references_are_right() -> None:
 def test_a_module_a_name_and_an_object_are_judged_alike(implementation: Any) -> None:
     report = judged(implementation)
     assert report.is_right
-    assert sum(row.judged for row in report.rows if row.interface is Interface.DECODE) == 16
+    cases = [verdict for verdict in report.verdicts if verdict.interface is Interface.DECODE]
+    # Each case once, and once more with the LSE.
+    assert sum(row.judged for row in report.rows if row.interface is Interface.DECODE) == 2 * len(cases)
 
 
 def test_a_name_may_lead_into_a_module() -> None:
@@ -197,14 +199,13 @@ def test_so_many_cases_are_drawn_as_asked_for_at_most() -> None:
 
 def test_the_full_level_has_more_cases() -> None:
     smoke, full = (judged(INSIDE, level=level) for level in (Level.SMOKE, Level.FULL))
-    assert len(smoke.verdicts) == 8
-    assert len(full.verdicts) == 48
+    assert 3 * len(smoke.verdicts) < len(full.verdicts)
     assert full.is_right
 
 
 def test_what_no_time_was_left_for_is_counted_and_not_right() -> None:
     report = judged(INSIDE, most_seconds=-1.0, drawn=3)
-    assert report.left_out == 8 + 3
+    assert report.left_out == len(judged(INSIDE, drawn=0).verdicts) + 3
     assert not report.verdicts
     assert not report.is_right
 

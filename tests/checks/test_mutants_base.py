@@ -16,7 +16,7 @@ from lab import references
 from lab.checks import mutants
 from lab.checks.mutants import MUTANTS, mutant
 from lab.checks.mutants.draft_indices import DraftLists
-from lab.checks.mutants.mutant import CONTEXT, DECODE, MLA_DECODE
+from lab.checks.mutants.mutant import CONTEXT, DECODE, MLA_DECODE, MLA_METADATA
 from lab.checks.mutants.split_kv import COUNTER_BYTES, SplitKV
 from lab.problem import NVFP4_BLOCK
 from lab.references import generate_draft_decode_kv_indices

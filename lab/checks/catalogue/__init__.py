@@ -21,10 +21,10 @@ MODULES = (
     "k14_interleaving",
     "k15_large_ids",
     "k16_metadata",
+    "k17_mla_metadata",
     "draft_lists",
     "forward_modes",
     "mla_modes",
-    "mla_metadata",
 )
 
 
