@@ -24,9 +24,12 @@ def trtllm_batch_decode_with_kv_cache(
     result = torch.empty_like(query) if out is None else out
     for request, length in enumerate(seq_lens.tolist()):
         rows = slice(request * q_len_per_req, (request + 1) * q_len_per_req)
-        keys, values = (gather(cache, block_tables[request], length, kv_layout) for cache in (k_cache, v_cache))
+        first = max(0, length - q_len_per_req - window_left) if window_left >= 0 else 0
+        keys, values = (
+            gather(cache, block_tables[request], length, kv_layout)[:, first:] for cache in (k_cache, v_cache)
+        )
         position = length - q_len_per_req + torch.arange(q_len_per_req, device=query.device)[:, None]
-        key = torch.arange(length, device=query.device)
+        key = torch.arange(first, length, device=query.device)
         visible = key <= position
         if window_left >= 0:
             visible &= key >= position - window_left

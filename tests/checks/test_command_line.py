@@ -47,6 +47,12 @@ def test_what_is_right_ends_in_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert said.endswith("right\n")
 
 
+def test_a_strangers_module_is_right_by_every_check(capsys: pytest.CaptureFixture[str]) -> None:
+    """Windows, pages given back before them, strides and graphs; what it has no parameter for is declined."""
+    assert command_line.main(["tests.checks.someone_elses", *NARROW]) == 0
+    assert capsys.readouterr().out.endswith("right\n")
+
+
 def test_what_is_wrong_ends_in_1_and_is_written_with_its_reproduction(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
