@@ -123,8 +123,8 @@ def test_new_tokens_at_tile_edges(device: str, causal: bool) -> None:
 @pytest.mark.parametrize("q_len", [1, 16, 17, 40, 65, 130])
 def test_rows_after_a_prefix(device: str, q_len: int, causal: bool) -> None:
     """Each of the tiles, over keys that end before, at and after one, from the rows' own number up."""
-    kv_lens = [q_len, q_len + 1, 64 + q_len, 63 + q_len, 128 + q_len]
-    assert_right(device, batch_of([q_len] * 5, kv_lens, seed=q_len), is_causal=causal)
+    kv_lens = [q_len + prefix for prefix in (0, 1, 62, 63, 64, 128)]
+    assert_right(device, batch_of([q_len] * 6, kv_lens, seed=q_len), is_causal=causal)
 
 
 @pytest.mark.parametrize(
