@@ -15,6 +15,7 @@ from lab.metadata.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.kv_pool import KVPool, PagedLatentCache
 from lab.metadata.mla import TRTLLMMLADecodeMetadata, build_mla_decode_metadata
 from lab.metadata.mla_dispatch import MLALayer, prepare_mla_attention
+from lab.references.paged_attention import piece_elements
 from lab.references.quantization import quantize_e4m3
 from lab.workloads.forward_case import Inputs
 from lab.workloads.mla_case import MLACase
@@ -55,9 +56,20 @@ class MLAPass:
         shape = (*self.query.shape[:2], self.case.kv_lora_rank)
         return torch.full(shape, float("nan"), dtype=self.case.dtype, device=self.query.device)
 
+    def arguments(self, out: Tensor) -> dict[str, Any]:
+        """What `prepare_mla_attention` wants besides the implementation; `out` is as `new_out` makes it."""
+        return {
+            "batch": self.batch,
+            "metadata": self.metadata,
+            "layer": self.layer,
+            "query": self.query,
+            "cache": self.cache,
+            "out": out,
+        }
+
     def run(self, implementation: Any, out: Tensor) -> None:
         """Run an implementation's attention into `out`."""
-        prepare_mla_attention(implementation, self.batch, self.metadata, self.layer, self.query, self.cache, out=out)()
+        prepare_mla_attention(implementation, **self.arguments(out))()
 
     def truth(self) -> Truth:
         """From the histories alone."""
@@ -67,7 +79,11 @@ class MLAPass:
 def mla_truth(
     query: Tensor, histories: list[Tensor], seen_lens: tuple[int, ...], q_lens: tuple[int, ...], layer: MLALayer
 ) -> Truth:
-    """What rows of requests must give whose last one sees so many of its history's entries."""
+    """What rows of requests must give whose last one sees so many of its history's entries.
+
+    The control repeats the entries for every query head, 45 GB of float32 for 81,920 of DeepSeek-V3's and 128 heads, so that
+    few heads are done at once where entries are many.
+    """
     rank = layer.kv_lora_rank
     seen = [entries[:length].unsqueeze(1) for entries, length in zip(histories, seen_lens, strict=True)]
     rules = Rules(
@@ -76,7 +92,16 @@ def mla_truth(
         arithmetic=query.dtype,
         out_dtype=query.dtype,
     )
-    return truth_of_requests(query, [(keys, keys[..., :rank]) for keys in seen], list(q_lens), rules)
+    sides = [(keys, keys[..., :rank]) for keys in seen]
+    elements_per_head = max(1, max(seen_lens) * (query.shape[-1] + rank))
+    heads_at_once = max(1, piece_elements(query.device) // elements_per_head)
+    parts = [truth_of_requests(heads, sides, list(q_lens), rules) for heads in query.split(heads_at_once, dim=1)]
+    return Truth(
+        expected=torch.cat([part.expected for part in parts], dim=1),
+        control=torch.cat([part.control for part in parts], dim=1),
+        lse_log2=torch.cat([part.lse_log2 for part in parts], dim=1),
+        request_of_row=parts[0].request_of_row,
+    )
 
 
 def build_mla_pass(

@@ -25,6 +25,7 @@ from rich.progress import track
 from rich.table import Table
 
 from lab.checks.forward_pass import ForwardPass, build_forward
+from lab.experiments.arms import PointFailedError, declined_by
 from lab.metadata.dispatch import AttentionCall, plan_calls, prepare_attention
 from lab.metadata.forward_mode import ForwardMode
 from lab.provenance import environment
@@ -62,10 +63,6 @@ ARMS = (
     Arm("context", AttentionCall.CONTEXT, "lab.kernels.trtllm"),
     Arm("portable decode", AttentionCall.DECODE, "lab.kernels.portable"),
 )
-
-
-class PointFailedError(Exception):
-    """A point could not be measured, and not because a kernel declines it; the message names it."""
 
 
 def case_of(batch: Batch, call: AttentionCall) -> ForwardCase:
@@ -126,17 +123,6 @@ def arms_of(forward: ForwardPass, arms: Sequence[Arm] = ARMS) -> dict[str, tuple
             work = replace(copied, prepare=partial(prepare_attention, implementation), arguments=arguments)
         found[arm.name] = planned, work
     return found
-
-
-def declined_by(works: Mapping[str, GpuWork]) -> dict[str, str]:
-    """The reasons of those that refuse their first call with NotImplementedError."""
-    reasons = {}
-    for name, work in works.items():
-        try:
-            work.call()()
-        except NotImplementedError as error:
-            reasons[name] = str(error)
-    return reasons
 
 
 def measure_point(

@@ -8,14 +8,18 @@ import torch
 
 from lab.checks.forward import truth_of
 from lab.checks.forward_pass import ForwardPass, build_forward
+from lab.checks.mla_pass import MLAPass
+from lab.checks.truth import Truth
 from lab.kernels.support import capability_of, context_kernel, decode_kernel
 from lab.metadata.dispatch import AttentionCall, prepare_attention
+from lab.metadata.mla_dispatch import prepare_mla_attention
 from lab.timing.gpu_time import GpuTime, measure
 from lab.timing.host_time import CALLS_PER_BATCH, host_time
 from lab.timing.method import Method
 from lab.timing.roofline import Ceilings, roofline
 from lab.timing.work import Check, GpuWork
 from lab.workloads.forward_case import ForwardCase
+from lab.workloads.mla_case import MLACase
 
 HOST_BATCHES = 20
 HOST_GPU_BUDGET_US = 500_000
@@ -26,12 +30,18 @@ def forward_work(forward: ForwardPass, implementation: Any) -> GpuWork:
     case = forward.case
     arguments = forward.arguments(torch.full_like(forward.query, float("nan")))
     prepare = partial(prepare_attention, implementation)
-    return GpuWork(prepare, arguments, case.bytes_moved, case.operations, _output_check(forward))
+    return GpuWork(prepare, arguments, case.bytes_moved, case.operations, _output_check(truth_of(forward)))
 
 
-def _output_check(forward: ForwardPass) -> Check:
-    truth = truth_of(forward)
+def mla_work(forward: MLAPass, implementation: Any) -> GpuWork:
+    """The pass of latent attention on an implementation, into an output of NaN, and judged by the truth of its histories."""
+    case = forward.case
+    prepare = partial(prepare_mla_attention, implementation)
+    arguments = forward.arguments(forward.new_out())
+    return GpuWork(prepare, arguments, case.bytes_moved, case.operations, _output_check(forward.truth()))
 
+
+def _output_check(truth: Truth) -> Check:
     def check(arguments: Mapping[str, Any]) -> None:
         comparison = truth.compare(arguments["out"])
         if not comparison.passed:
@@ -81,9 +91,17 @@ def _host_calls(median_us: float) -> int:
 
 def case_facts(case: ForwardCase) -> dict[str, Any]:
     """What a row says of its pass, units in the keys."""
+    return {"mode": case.mode.name.lower(), "geometry": case.geometry} | _size_facts(case)
+
+
+def mla_facts(case: MLACase) -> dict[str, Any]:
+    """What a row says of its pass of latent attention, units in the keys."""
+    dimensions = ("num_qo_heads", "kv_lora_rank", "qk_rope_head_dim")
+    return {"mode": case.mode.name.lower()} | {name: getattr(case, name) for name in dimensions} | _size_facts(case)
+
+
+def _size_facts(case: ForwardCase | MLACase) -> dict[str, Any]:
     return {
-        "mode": case.mode.name.lower(),
-        "geometry": case.geometry,
         "page_size": case.page_size,
         "requests": len(case.q_lens),
         "query_tokens": sum(case.q_lens),

@@ -97,6 +97,26 @@ class MLACase:
         return self.prefix_lens if leaves_out_draft else self.kv_lens
 
     @property
+    def visible_pairs(self) -> int:
+        """(query row, key) pairs that are visible, over all requests."""
+        return sum(
+            seen - q_len + row + 1
+            for seen, q_len in zip(self.seen_lens, self.q_lens, strict=True)
+            for row in range(q_len)
+        )
+
+    @property
+    def operations(self) -> int:
+        """Floating-point operations of the two products: per pair and query head, 2 · head_dim and 2 · kv_lora_rank."""
+        return 2 * self.num_qo_heads * self.visible_pairs * (self.head_dim + self.kv_lora_rank)
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that must move at least once: each visible entry, key and value in one, and queries read, outputs written."""
+        rows = sum(self.q_lens) * self.num_qo_heads * (self.head_dim + self.kv_lora_rank) * self.dtype.itemsize
+        return sum(self.seen_lens) * self.head_dim * self.kv_dtype.itemsize + rows
+
+    @property
     def max_context_len(self) -> int:
         """The engine's bound: past every request."""
         return max(self.kv_lens) + 2 * self.page_size + 1

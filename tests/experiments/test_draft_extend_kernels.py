@@ -9,6 +9,7 @@ import torch
 
 from lab.checks.forward_pass import build_forward
 from lab.experiments import draft_extend_kernels
+from lab.experiments.arms import PointFailedError
 from lab.experiments.draft_extend_kernels import (
     ARMS,
     KEYS,
@@ -17,12 +18,10 @@ from lab.experiments.draft_extend_kernels import (
     Q_LENS,
     REQUESTS,
     Arm,
-    PointFailedError,
     arms_of,
     case_of,
     crossover_table,
     crossovers,
-    declined_by,
     main,
     measure_point,
     split_by_size,
@@ -91,14 +90,6 @@ def test_every_arm_is_right_on_tensors_of_its_own() -> None:
     addresses = [tensors_of(work) for _, work in planned.values()]
     for name in addresses[0]:
         assert len({each[name] for each in addresses}) == len(ON_CPU)
-
-
-def test_a_kernel_that_declines_is_named_with_its_reason() -> None:
-    def declines() -> Any:
-        raise NotImplementedError("not on this GPU")
-
-    works = {"runs": GpuWork.of(lambda: None, 1), "declines": GpuWork(lambda: declines, {}, 1)}
-    assert declined_by(works) == {"declines": "not on this GPU"}
 
 
 def fake_times(works: dict[str, GpuWork], method: Any, samples: int) -> dict[str, GpuTime]:

@@ -1,0 +1,53 @@
+"""Arms that decline are named with their reason; wrong ones have no time, and the others are measured without them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from lab.experiments.arms import PointFailedError, Works, declined_by, measure_right_ones
+from lab.timing import GpuTime, GpuWork
+from lab.timing.method import L2, Clock, Method
+
+METHOD = Method(Clock.GRAPH, L2.COLD_ROTATION)
+
+
+def test_a_kernel_that_declines_is_named_with_its_reason() -> None:
+    def declines() -> Any:
+        raise NotImplementedError("not on this GPU")
+
+    works = {"runs": GpuWork.of(lambda: None, 1), "declines": GpuWork(lambda: declines, {}, 1)}
+    assert declined_by(works) == {"declines": "not on this GPU"}
+
+
+def checked(check: Any) -> GpuWork:
+    return GpuWork(lambda: lambda: None, {}, 1, check=check)
+
+
+def fails(arguments: Mapping[str, Any]) -> None:
+    raise AssertionError("3 output vectors are wrong")
+
+
+def measured(works: Works) -> dict[str, GpuTime]:
+    for work in works.values():
+        if work.check is not None:
+            work.check(work.arguments)
+    return {name: GpuTime((float(len(works)),), METHOD, 1) for name in works}
+
+
+def test_a_wrong_arm_has_no_time_and_the_others_are_measured_without_it() -> None:
+    works = {"right": checked(lambda arguments: None), "wrong": checked(fails), "unchecked": checked(None)}
+    times, wrong = measure_right_ones(works, measured)
+    assert {name: time.median_us for name, time in times.items()} == {"right": 2.0, "unchecked": 2.0}
+    assert wrong == {"wrong": "3 output vectors are wrong"}
+    assert measure_right_ones({"wrong": checked(fails)}, measured) == ({}, wrong)
+    assert measure_right_ones({}, measured) == ({}, {})
+
+
+def test_an_error_of_another_kind_is_nobodys_verdict() -> None:
+    def breaks(arguments: Mapping[str, Any]) -> None:
+        raise RuntimeError("no such address")
+
+    with pytest.raises(RuntimeError, match="no such address"):
+        measure_right_ones({"breaks": checked(breaks)}, measured)
+    assert not issubclass(PointFailedError, AssertionError)

@@ -1,0 +1,361 @@
+"""MLA decode's points, floors, judged arms, target and command line on a CPU; times on a GPU."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lab import references
+from lab.checks.mla_pass import build_mla_pass
+from lab.experiments import mla_decode
+from lab.experiments.arms import PointFailedError
+from lab.experiments.mla_decode import (
+    ARMS,
+    METHOD,
+    PLANNED,
+    PORTABLE,
+    TARGET,
+    WRAPPER,
+    Arm,
+    Point,
+    cases_of,
+    main,
+    measure_point,
+    target_facts,
+    target_text,
+    times_table,
+    works_of,
+)
+from lab.kernels import flashinfer_mla
+from lab.metadata.forward_mode import ForwardMode
+from lab.timing import Ceilings, GpuTime, GpuWork, roofline
+from lab.workloads.mla_case import MLACase
+from tests.devices import IN_INTERPRETER
+
+CEILINGS = Ceilings(bandwidth_gbps=4000.0, matrix_rate_tflops=800.0)
+SLOW = Ceilings(bandwidth_gbps=4.0, matrix_rate_tflops=0.02)  # floors of µs for what a CPU can afford
+PORTABLE_ARM, WRAPPER_ARM = ARMS
+REFERENCE = Arm("reference", "lab.references")
+
+
+def small(q_len: int = 1, **changes: Any) -> MLACase:
+    """Two requests of 70 keys, 2 heads, entries of 16 + 16."""
+    (case,) = cases_of(((2, 70),), (2,), (q_len,))
+    return replace(case, kv_lora_rank=16, qk_rope_head_dim=16, **changes)
+
+
+def test_the_default_points() -> None:
+    cases = cases_of()
+    assert [(len(case.q_lens), case.kv_lens[0], case.num_qo_heads) for case in cases] == [
+        (64, 8192, 16),
+        (64, 8192, 128),
+        (8, 81920, 16),
+        (8, 81920, 128),
+    ]
+    for case in cases:
+        assert (case.mode, set(case.q_lens)) == (ForwardMode.DECODE, {1})
+        assert (case.head_dim, case.kv_lora_rank, case.page_size) == (576, 512, 64)
+        assert (case.dtype, case.kv_dtype) == (torch.bfloat16, torch.bfloat16)
+
+
+def test_more_rows_verify_and_their_keys_count_the_new_tokens() -> None:
+    decode, verify = cases_of(((8, 81920),), (16,), (1, 4), torch.float8_e4m3fn)
+    assert (decode.mode, decode.prefix_lens[0]) == (ForwardMode.DECODE, 81919)
+    assert (verify.mode, verify.prefix_lens[0], verify.kv_lens[0]) == (ForwardMode.TARGET_VERIFY, 81916, 81920)
+    assert {decode.kv_dtype, verify.kv_dtype} == {torch.float8_e4m3fn}
+    assert mla_decode.point_facts(verify) == {
+        "point": "8q4s80k/16 heads",
+        "q_len": 4,
+        "requests": 8,
+        "kv_len": 81920,
+        "heads": 16,
+    }
+
+
+@pytest.mark.parametrize(
+    ("heads", "bytes_moved", "operations", "floor_us", "bound"),
+    [
+        # 64 · 8,192 entries of 1,152 bytes are 603,979,776; 64 rows of 16 heads, 576 + 512 elements of 2 bytes, are 2,228,224.
+        (16, 606_208_000, 18_253_611_008, 151.552, "memory"),
+        # 128 heads: 17,825,792 bytes of rows; 2 · 128 · 524,288 · 1,088 operations take longer than the bytes' 155.451 µs.
+        (128, 621_805_568, 146_028_888_064, 182.536, "matrix"),
+    ],
+)
+def test_floors_by_hand(heads: int, bytes_moved: int, operations: int, floor_us: float, bound: str) -> None:
+    (case,) = cases_of(((64, 8192),), (heads,))
+    assert (case.bytes_moved, case.operations) == (bytes_moved, operations)
+    line = roofline(1000.0, case.bytes_moved, case.operations, CEILINGS)
+    assert (line.floor_us, line.floor_bound) == (pytest.approx(floor_us, abs=1e-3), bound)
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The wrapper's plans; what is planned is the reference's call."""
+    found: list[dict[str, Any]] = []
+
+    def plan(**arguments: Any) -> Callable[[], Any]:
+        found.append(arguments)
+        return partial(references.trtllm_batch_decode_with_kv_cache_mla, **arguments)
+
+    monkeypatch.setattr(flashinfer_mla, "plan", plan)
+    return found
+
+
+def simulated(works: Mapping[str, GpuWork], method: Any, samples: int) -> dict[str, GpuTime]:
+    """Every arm is run and checked, before and after; it takes as many µs as it has arms before it, and 10."""
+    assert method == METHOD
+    for work in works.values():
+        call = work.call()
+        for _ in ("before", "after"):
+            call()
+            assert work.check is not None
+            work.check(work.arguments)
+    return {name: GpuTime((10.0 + place,) * samples, method, 1) for place, name in enumerate(works)}
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mla_decode, "build_mla_pass", lambda case, device: build_mla_pass(case, torch.device("cpu")))
+    monkeypatch.setattr(mla_decode, "measure_interleaved", simulated)
+    monkeypatch.setattr(mla_decode, "capability_of", lambda device: (9, 0))
+
+
+@IN_INTERPRETER
+@pytest.mark.parametrize("case", [small(), small(4), small(4, kv_dtype=torch.float8_e4m3fn)], ids=repr)
+def test_every_arm_is_right_on_tensors_of_its_own(case: MLACase, plans: list[dict[str, Any]]) -> None:
+    works = works_of(build_mla_pass(case, torch.device("cpu")), (*ARMS, REFERENCE))
+    assert list(works) == [PORTABLE, WRAPPER, "reference"]
+    for work in works.values():
+        call = work.call()
+        call()
+        assert work.check is not None
+        work.check(work.arguments)
+        with pytest.raises(AssertionError, match="output vectors are wrong"):  # a check wipes what it has seen
+            work.check(work.arguments)
+        call()
+        work.check(work.arguments)
+    assert len(plans) == 1  # for two calls
+    for name in ("query", "out"):
+        assert len({work.arguments[name].data_ptr() for work in works.values()}) == 3
+    assert len({work.arguments["cache"].storage.data_ptr() for work in works.values()}) == 3
+    assert len({work.arguments["metadata"].block_kv_indices.data_ptr() for work in works.values()}) == 3
+
+
+@IN_INTERPRETER
+@pytest.mark.usefixtures("on_cpu", "plans")
+def test_a_point_makes_a_row_per_arm_with_its_floor_and_its_share_of_the_wrapper() -> None:
+    point = measure_point(small(), SLOW, samples=3)
+    assert (point.declined, point.wrong) == ([], [])
+    portable, wrapper = point.rows
+    assert (portable["arm"], portable["kernel"], portable["plan"]) == (PORTABLE, "portable", None)
+    assert (wrapper["arm"], wrapper["kernel"], wrapper["plan"]) == (
+        WRAPPER,
+        "BatchMLAPagedAttentionWrapper with FA3",
+        PLANNED,
+    )
+    # 140 entries of 64 bytes, and 4 vectors of 32 + 16 elements of 2 bytes; 2 · 2 heads · 140 pairs · 48 operations.
+    for row in point.rows:
+        assert (row["mode"], row["point"], row["heads"], row["kv_tokens"]) == ("decode", "2q1s70/2 heads", 2, 140)
+        assert (row["bytes_moved"], row["operations"]) == (8960 + 384, 26_880)
+        assert (row["floor_us"], row["floor_bound"]) == (pytest.approx(2.336), "memory")
+    assert (portable["median_us"], wrapper["median_us"]) == (10.0, 11.0)
+    assert (portable["floor_percent"], wrapper["floor_percent"]) == (23.36, 21.236)
+    assert (portable["speed_of_wrapper"], portable["target_margin"]) == (1.1, 0.3)
+    assert (wrapper["speed_of_wrapper"], wrapper["target_margin"]) == (1.0, None)
+
+
+@IN_INTERPRETER
+@pytest.mark.usefixtures("on_cpu", "plans")
+def test_a_verification_counts_what_each_row_sees() -> None:
+    row = measure_point(small(4), SLOW, samples=1).rows[0]
+    # Rows of a request see 67, 68, 69 and 70 keys: 548 pairs of two requests, and 8 rows of 2 heads.
+    assert (row["mode"], row["q_len"], row["query_tokens"]) == ("target_verify", 4, 8)
+    assert (row["bytes_moved"], row["operations"]) == (8960 + 1536, 2 * 2 * 548 * 48)
+    assert (row["floor_us"], row["floor_bound"]) == (pytest.approx(5.261, abs=1e-3), "matrix")
+
+
+@IN_INTERPRETER
+@pytest.mark.usefixtures("on_cpu")
+def test_a_declined_arm_is_listed_and_the_other_is_measured() -> None:
+    point = measure_point(small(), SLOW, samples=3)  # FlashInfer's own plan declines a CPU
+    assert [row["arm"] for row in point.rows] == [PORTABLE]
+    (declined,) = point.declined
+    assert (declined["arm"], declined["point"]) == (WRAPPER, "2q1s70/2 heads")
+    assert "need a CUDA GPU" in declined["reason"]
+    assert (point.rows[0]["speed_of_wrapper"], point.rows[0]["target_margin"]) == (None, None)
+
+
+@IN_INTERPRETER
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("right_calls", [0, 2])
+def test_a_wrong_arm_has_no_time(right_calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its first call, or only from the one behind the timed ones."""
+
+    def plan(**arguments: Any) -> Callable[[], Any]:
+        def run() -> None:
+            made.append(1)
+            scale = arguments["bmm1_scale"] * (1 if len(made) <= right_calls else 3)
+            references.trtllm_batch_decode_with_kv_cache_mla(**arguments | {"bmm1_scale": scale})
+
+        return run
+
+    made: list[int] = []
+    monkeypatch.setattr(flashinfer_mla, "plan", plan)
+    point = measure_point(small(), SLOW, samples=3)
+    assert [row["arm"] for row in point.rows] == [PORTABLE]
+    (wrong,) = point.wrong
+    assert (wrong["arm"], wrong["kv_len"]) == (WRAPPER, 70)
+    assert "4 of 4 output vectors are wrong" in wrong["reason"]
+    assert point.rows[0]["speed_of_wrapper"] is None
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_what_fails_otherwise_stops_the_run_and_names_its_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plan(**arguments: Any) -> Any:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(flashinfer_mla, "plan", plan)
+    with pytest.raises(PointFailedError, match="2q1s70/2 heads: RuntimeError: no compiler"):
+        measure_point(small(), SLOW, arms=(REFERENCE, WRAPPER_ARM))
+
+
+def test_the_wrapper_is_named_by_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, name in (((9, 0), "FA3"), ((10, 0), "FA2")):
+        monkeypatch.setattr(mla_decode, "capability_of", lambda device, capability=capability: capability)
+        assert WRAPPER_ARM.kernel(torch.device("cuda")).endswith(name)
+        assert PORTABLE_ARM.kernel(torch.device("cuda")) == "portable"
+
+
+def row_of(arm: str, **times_us: float) -> dict[str, Any]:
+    times = {name: GpuTime((time_us,), METHOD, 1) for name, time_us in times_us.items()}
+    return {"arm": arm} | target_facts(arm, times)
+
+
+def test_the_target_says_by_how_much() -> None:
+    assert TARGET == 0.8
+    passed = row_of(PORTABLE, portable=200.0, wrapper=180.0)
+    assert (passed["speed_of_wrapper"], target_text(passed)) == (0.9, "0.80: passed by 0.100")
+    missed = row_of(PORTABLE, portable=200.0, wrapper=130.0)
+    assert (missed["speed_of_wrapper"], target_text(missed)) == (0.65, "0.80: missed by 0.150")
+    assert target_text(row_of(PORTABLE, portable=200.0)) == "0.80: the wrapper has no time"
+    assert target_text(row_of(WRAPPER, portable=200.0, wrapper=130.0)) == ""
+
+
+def simulated_rows(case: MLACase) -> list[dict[str, Any]]:
+    shared = {"kv_dtype": str(case.kv_dtype).removeprefix("torch."), "floor_us": 50.0, "floor_bound": "memory"}
+    shared |= mla_decode.point_facts(case)
+    return [
+        shared | row_of(arm, portable=100.0, wrapper=75.0) | {"median_us": time_us, "floor_percent": 5000 / time_us}
+        for arm, time_us in ((PORTABLE, 100.0), (WRAPPER, 75.0))
+    ]
+
+
+def test_the_table_has_a_line_per_point_and_arm() -> None:
+    table = times_table([row for case in cases_of() for row in simulated_rows(case)])
+    assert table.row_count == 8
+    cells = [next(iter(column.cells)) for column in table.columns]
+    assert cells == [
+        "64q1s8k/16 heads",
+        "bfloat16",
+        PORTABLE,
+        "100.0",
+        "50.0",
+        "memory",
+        "50.0",
+        "0.750",
+        "0.80: missed by 0.050",
+    ]
+
+
+@pytest.fixture
+def simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(mla_decode, "environment", lambda: {"gpu": "simulated"})
+    monkeypatch.setattr(mla_decode, "measure_ceilings", lambda device: CEILINGS)
+
+
+@pytest.mark.usefixtures("simulated_gpu")
+def test_the_command_line_writes_every_point_and_prints_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "mla.json"
+    written_before: list[bool] = []
+
+    def point(case: MLACase, ceilings: Ceilings, samples: int) -> Point:
+        assert (ceilings, samples, case.kv_dtype) == (CEILINGS, 5, torch.float8_e4m3fn)
+        written_before.append(out.exists())
+        declined = [mla_decode.point_facts(case) | {"arm": WRAPPER, "reason": "not [here]"}]
+        return Point(simulated_rows(case), declined if case.q_lens[0] == 4 else [], [])
+
+    monkeypatch.setattr(mla_decode, "measure_point", point)
+    command = f"--shapes 2x1024 --heads 16 --q-lens 1 4 --kv-dtype e4m3 --samples 5 --out {out}"
+    assert main(command.split()) == 0
+    recorded = json.loads(out.read_text())
+    assert written_before == [False, True]
+    assert [(row["point"], row["arm"]) for row in recorded["rows"]] == [
+        (f"2q{q_len}s1k/16 heads", arm) for q_len in (1, 4) for arm in (PORTABLE, WRAPPER)
+    ]
+    assert [row["point"] for row in recorded["declined"]] == ["2q4s1k/16 heads"]
+    assert (recorded["wrong"], recorded["samples"], recorded["target_speed_of_wrapper"]) == ([], 5, 0.8)
+    assert recorded["environment"]["ceilings"]["bandwidth_gbps"] == 4000.0
+    assert "every request" in recorded["judged"]
+    assert recorded["method"] == str(METHOD)
+    printed = capsys.readouterr().out
+    assert "0.80: missed by 0.050" in printed
+    assert "declined: 2q4s1k/16 heads, wrapper: not [here]" in printed
+
+
+@pytest.mark.usefixtures("simulated_gpu")
+def test_a_wrong_arm_makes_the_exit_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def point(case: MLACase, ceilings: Ceilings, samples: int) -> Point:
+        return Point([], [], [mla_decode.point_facts(case) | {"arm": PORTABLE, "reason": "3 vectors"}])
+
+    monkeypatch.setattr(mla_decode, "measure_point", point)
+    assert main(["--out", str(tmp_path / "mla.json")]) == 1
+    assert len(json.loads((tmp_path / "mla.json").read_text())["wrong"]) == 4
+    assert "wrong: 8q1s80k/128 heads, portable: 3 vectors" in capsys.readouterr().out
+
+
+def test_without_a_gpu_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    out = tmp_path / "out.json"
+    assert main(["--out", str(out)]) == 2
+    assert "no CUDA GPU" in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "--q-lens 0",
+        "--heads 0",
+        "--samples 0",
+        "--shapes 0x64",
+        "--shapes 64",
+        "--shapes 2x3 --q-lens 4",
+        "--kv-dtype x",
+    ],
+)
+def test_a_wrong_command_line_is_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--out", "out.json", *wrong.split()])
+    assert "error:" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="times GPU work, and there is none here")
+def test_a_point_is_measured_on_a_gpu() -> None:
+    (case,) = cases_of(((4, 1024),), (16,), (4,))
+    point = measure_point(case, CEILINGS, samples=3, arms=(PORTABLE_ARM, Arm("again", PORTABLE_ARM.module)))
+    assert (point.declined, point.wrong) == ([], [])
+    assert [row["arm"] for row in point.rows] == [PORTABLE, "again"]
+    assert all(row["median_us"] > 0 and row["buffer_copies"] > 1 for row in point.rows)

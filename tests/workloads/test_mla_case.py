@@ -1,0 +1,45 @@
+"""What a pass of latent attention must move and compute, by hand."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lab.metadata import ForwardMode
+from lab.metadata.draft_attention import DraftAttention
+from lab.workloads.mla_case import MLACase
+
+ROW_BYTES = 3 * (32 + 16) * 2  # the query and the output of one row: 3 heads, 32 + 16 elements of 2 bytes
+PAIR_OPERATIONS = 2 * 3 * (32 + 16)
+DECODE = ForwardMode.DECODE
+
+
+def case(mode: ForwardMode, prefix_lens: tuple[int, ...], q_lens: tuple[int, ...], **changes: Any) -> MLACase:
+    """Entries of 16 + 16 elements, 3 heads."""
+    return MLACase(mode, prefix_lens, q_lens, num_qo_heads=3, kv_lora_rank=16, qk_rope_head_dim=16, **changes)
+
+
+@pytest.mark.parametrize(
+    ("example", "entries", "pairs", "rows"),
+    [
+        (case(DECODE, (4, 9), (1, 1)), 5 + 10, 5 + 10, 2),
+        (case(ForwardMode.TARGET_VERIFY, (4, 0), (3, 3)), 7 + 3, (5 + 6 + 7) + (1 + 2 + 3), 6),
+        (case(ForwardMode.DRAFT_EXTEND, (4, 9), (2, 1)), 6 + 10, (5 + 6) + 10, 3),
+        # A draft step of SGLang's sees the prefix alone, with an offset the drafted tokens too.
+        (case(DECODE, (4, 0), (1, 1), draft_step=2), 4, 4, 2),
+        (case(DECODE, (4, 0), (1, 1), draft_step=2, attention=DraftAttention.MLA_WITH_OFFSET), 7 + 3, 7 + 3, 2),
+    ],
+    ids=repr,
+)
+def test_each_entry_moves_once_and_each_visible_pair_is_computed(
+    example: MLACase, entries: int, pairs: int, rows: int
+) -> None:
+    assert example.visible_pairs == pairs
+    assert example.operations == pairs * PAIR_OPERATIONS
+    assert example.bytes_moved == entries * 32 * 2 + rows * ROW_BYTES
+
+
+def test_an_e4m3_entry_is_half_as_large_and_the_rows_are_not() -> None:
+    example = case(DECODE, (4, 9), (1, 1), kv_dtype=torch.float8_e4m3fn)
+    assert example.bytes_moved == 15 * 32 + 2 * ROW_BYTES
+    assert example.operations == 15 * PAIR_OPERATIONS
