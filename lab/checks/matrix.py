@@ -201,9 +201,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ProcessPoolExecutor(given.workers, get_context("spawn"), _start_worker) as pool:
         for line in pool.map(line_of, chosen):
             records.append(as_record(line))
+            given.out.write_text(json.dumps(records, indent=1) + "\n")  # what is done stays, whatever comes
             killed = ", ".join(kill.check for kill in line.kills)
             print(f"{len(records)}/{len(chosen)} {line.mutant}: {killed or 'LIVES'}", flush=True)
-    given.out.write_text(json.dumps(records, indent=1) + "\n")
     given.out.with_suffix(".md").write_text(markdown(records))
     alive = [record["mutant"] for record in records if not record["kills"]]
     idle = [check.key for check in checks() if not any(check.key in record["kills"] for record in records)]
