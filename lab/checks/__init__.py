@@ -15,6 +15,7 @@ from lab.workloads.attention_case import AttentionCase, Contents, Dead, Storage,
 from lab.workloads.forward_case import ForwardCase, Inputs
 from lab.workloads.interfaces import Interface
 from lab.workloads.mla_case import MLACase
+from lab.workloads.ragged_case import RaggedCase
 
 # What judges, and what the reproduction of a case is made of.
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "Level",
     "MLACase",
     "Outcome",
+    "RaggedCase",
     "Report",
     "Space",
     "Storage",

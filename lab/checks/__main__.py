@@ -23,7 +23,17 @@ from lab.kernels import default_implementation
 from lab.workloads.interfaces import Interface
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
-NUMBERS = ("groups", "num_kv_heads", "head_dims", "page_sizes", "q_lens", "masked_rows", "mla_heads", "mla_page_sizes")
+NUMBERS = (
+    "groups",
+    "num_kv_heads",
+    "head_dims",
+    "page_sizes",
+    "q_lens",
+    "large_batches",
+    "masked_rows",
+    "mla_heads",
+    "mla_page_sizes",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

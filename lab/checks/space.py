@@ -28,6 +28,7 @@ class Space:
         windows: whether some cases have a sliding window; sinks: a sink per head.
         nvfp4: whether some cases have an NVFP4 cache.
         kv_layouts: orders of a page's axes.
+        large_batches: requests of the batches that are larger than the others: above a warp's 32 lanes, and above 128.
         masked_rows: query rows of the calls with a draft mask; more than 16 take a row's second word.
         mla_head_dims: (head_dim, v_head_dim) of MLA, 576 and 512 in DeepSeek-V3; mla_heads: its query heads;
             mla_page_sizes: of its cache.
@@ -45,6 +46,7 @@ class Space:
     sinks: tuple[bool, ...] = (False, True)
     nvfp4: tuple[bool, ...] = (False, True)
     kv_layouts: tuple[str, ...] = ("HND", "NHD")
+    large_batches: tuple[int, ...] = (40, 130)
     masked_rows: tuple[int, ...] = (4, 8, 20, 40)
     mla_head_dims: tuple[tuple[int, int], ...] = ((80, 64), (576, 512))
     mla_heads: tuple[int, ...] = (1, 8, 16, 128)

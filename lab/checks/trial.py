@@ -109,8 +109,12 @@ class Trial:
 
     def attempt(self, what: str, inputs: AttentionInputs, **changes: Any) -> Result | None:
         """The same as a variation of the check: a refusal is noted and gives None."""
+        return self.attempt_call(what, inputs.case.interface, inputs.arguments() | changes)
+
+    def attempt_call(self, what: str, interface: Interface, arguments: dict[str, Any]) -> Result | None:
+        """`run` as a variation of the check."""
         try:
-            return self.call(inputs, **changes)
+            return self.run(interface, arguments)
         except Declined as declined:
             self.declines.append(f"{what}: {declined}")
             return None

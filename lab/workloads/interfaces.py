@@ -9,6 +9,7 @@ class Interface(enum.Enum):
     DECODE = "trtllm_batch_decode_with_kv_cache"
     CONTEXT = "trtllm_batch_context_with_kv_cache"
     MLA_DECODE = "trtllm_batch_decode_with_kv_cache_mla"
+    RAGGED_CONTEXT = "trtllm_ragged_attention_deepseek"
     DRAFT_KV_INDICES = "generate_draft_decode_kv_indices"
     MHA_METADATA = "build_mha_metadata"
     MLA_METADATA = "build_mla_decode_metadata"

@@ -21,7 +21,11 @@ SMALL = Space(
     sinks=(False,),
     kv_layouts=("HND",),
     nvfp4=(False,),
+    large_batches=(5,),
     masked_rows=(4,),
+    mla_head_dims=((80, 64),),
+    mla_heads=(4,),
+    mla_page_sizes=(32,),
     longest=40,
 )
 

@@ -25,6 +25,7 @@ MODULES = (
     "draft_lists",
     "forward_modes",
     "mla_modes",
+    "mla_prefill",
 )
 
 

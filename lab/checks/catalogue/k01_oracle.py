@@ -15,15 +15,14 @@ from lab.checks.trial import Trial, truth_of_call
 from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.interfaces import Interface
 
-LARGE_BATCHES = (40, 130)  # above a warp's 32 lanes, and above 128
-
 
 def _cases(interface: Interface, space: Space, level: Level) -> Iterator[AttentionCase]:
     yield from space.covering(interface, counted(level, 8, 48), seed=1)
     for case in space.covering(interface, counted(level, 3, 9), seed=22):
         yield replace(case, contents=Contents.LOUD)
         yield replace(case, contents=Contents.FAINT)
-    for batch_size, case in zip(LARGE_BATCHES, space.covering(interface, len(LARGE_BATCHES), seed=23), strict=True):
+    large = space.covering(interface, len(space.large_batches), seed=23)
+    for batch_size, case in zip(space.large_batches, large, strict=True):
         yield _large_batch(case, batch_size)
 
 

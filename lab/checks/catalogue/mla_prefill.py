@@ -1,0 +1,205 @@
+"""A ragged context call that loses a key, or an LSE that does not merge: new tokens alone, cached chunks, and both together.
+
+A prefill is right only if the causal call over its new tokens, the uncausal ones over chunks of its prefix and their LSEs say
+the same thing. Requests without new tokens or without a chunk lie between the others, and large values behind the last.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.checks.attention_inputs import new_workspace, running_sum
+from lab.checks.catalogue.k05_guards import changed_bytes, guarded, wrong_guards
+from lab.checks.check import Check, Level, counted, first_line
+from lab.checks.needles import needle_positions
+from lab.checks.space import Space
+from lab.checks.trial import Result, Trial
+from lab.checks.truth import Rules, Truth, truth_of_requests
+from lab.workloads.forward_case import Inputs
+from lab.workloads.interfaces import Interface
+from lab.workloads.ragged_case import RaggedCase
+
+TILE = 64  # keys or rows that kernels take at a time, where a length of one more or less shows
+PADDING = 3  # rows and keys behind the last request's
+PADDED = 1e4  # what they hold: large, and finite in float16
+
+
+def _cases(interface: Interface, space: Space, level: Level) -> Iterator[RaggedCase]:
+    shapes = [
+        ((0, 0, 0, 0), (1, TILE - 1, TILE + 1, 5)),
+        ((TILE, 0, 3, TILE + 1), (7, 2 * TILE, 1, TILE)),
+        ((130, 200, 0, 5), (3, 0, 0, 65)),
+        ((1, 0, 2 * TILE + 2), (130, 1, 2)),
+        ((9, 70), (0, 3)),
+    ]
+    for number, (prefix_lens, q_lens) in enumerate(shapes):
+        for inputs in Inputs:
+            yield RaggedCase(prefix_lens, q_lens, inputs=inputs, seed=number)
+    yield RaggedCase((70, 9), (40, 20), dtype=torch.float16, inputs=Inputs.NEEDLES)
+    yield RaggedCase((8,) * 40, tuple(range(1, 41)), num_heads=1)
+    for seed in range(counted(level, 0, 24)):
+        lengths = torch.randint(0, 300, (2, 5), generator=torch.Generator().manual_seed(seed)).tolist()
+        yield RaggedCase(tuple(lengths[0]), tuple(lengths[1]), chunk=100, num_heads=1 + seed % 3, seed=seed)
+
+
+@dataclass(frozen=True, eq=False)
+class _Prefill:
+    """Query [sum(q_lens), heads, head_dim], and each request's keys and values."""
+
+    query: Tensor
+    histories: list[tuple[Tensor, Tensor]]
+
+
+def _judge(trial: Trial) -> None:
+    case = trial.case
+    prefill = _draw(case, trial.device)
+    new_tokens = [
+        (keys[prefix:], values[prefix:])
+        for (keys, values), prefix in zip(prefill.histories, case.prefix_lens, strict=True)
+    ]
+    truth = _truth(case, prefill.query, new_tokens, causal=True)
+    arguments = _arguments(case, prefill.query, new_tokens, causal=True)
+    before = {name: value.clone() for name, value in arguments.items() if isinstance(value, Tensor)}
+    own = _call(trial, arguments | {"return_lse": True})
+    trial.hold("new tokens", own, truth)
+    for wrong in changed_bytes({name: arguments[name] for name in before if name != "workspace_buffer"}, before):
+        trial.wrong(wrong)
+    if case.inputs is Inputs.NEEDLES:  # which show each limit
+        _variations(trial, arguments, prefill.query, new_tokens)
+    merged = own
+    for start in range(0, max(case.prefix_lens), case.chunk):
+        part = [
+            (keys[: min(prefix, start + case.chunk)][start:], values[: min(prefix, start + case.chunk)][start:])
+            for (keys, values), prefix in zip(prefill.histories, case.prefix_lens, strict=True)
+        ]
+        what = f"the chunk from {start} on"
+        given = _arguments(case, prefill.query, part, causal=False) | {"return_lse": True, "o_sf_scale": -1.0}
+        chunk = _call(trial, given)
+        trial.hold(what, chunk, _truth(case, prefill.query, part, causal=False))
+        merged = _merged(merged, chunk)
+    if max(case.prefix_lens):
+        whole = _truth(case, prefill.query, prefill.histories, causal=True)
+        trial.hold("all of them merged", merged._replace(out=merged.out.to(case.dtype)), whole)
+
+
+def _variations(trial: Trial, arguments: dict[str, Any], query: Tensor, parts: list[tuple[Tensor, Tensor]]) -> None:
+    """Arguments away from what the engine passes: each must do what it says."""
+    case = trial.case
+    scale = case.softmax_scale
+    tensor = torch.tensor([0.7 * scale], dtype=torch.float32, device=trial.device)
+    probes: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "bmm1_scale": ({"bmm1_scale": 0.7 * scale}, {"bmm1_scale": 0.7 * scale}),
+        "bmm1_scale as a tensor": ({"bmm1_scale": tensor}, {"bmm1_scale": 0.7 * scale}),
+        "bmm2_scale": ({"bmm2_scale": 0.9}, {"bmm2_scale": 0.9}),
+        "is_causal=False": ({"is_causal": False}, {"causal": False}),
+        "larger bounds": ({"max_q_len": 999, "max_kv_len": 999}, {}),
+    }
+    if True in trial.space.windows:
+        probes["window_left"] = ({"window_left": 20}, {"window_left": 20})
+    if True in trial.space.sinks:
+        sinks = torch.linspace(1.0, 4.0, case.num_heads, device=trial.device)
+        probes["attention_sinks"] = ({"attention_sinks": sinks}, {"sinks": sinks})
+    for what, (changes, rules) in probes.items():
+        result = trial.attempt_call(what, Interface.RAGGED_CONTEXT, arguments | changes | {"return_lse": True})
+        trial.hold(what, _own_rows(result, case), _truth(case, query, parts, **{"causal": True} | rules))
+    out, around = guarded(
+        torch.full((*query.shape[:2], case.v_head_dim), math.nan, dtype=case.dtype, device=query.device)
+    )
+    exact = arguments | {"query": query}  # no row of padding, which a kernel may write
+    if trial.attempt_call("out", Interface.RAGGED_CONTEXT, exact | {"out": out}) is not None:
+        trial.hold("into out", Result(out, None), _truth(case, query, parts, causal=True))
+        for wrong in wrong_guards("out", around):
+            trial.wrong(wrong)
+
+
+def _call(trial: Trial, arguments: dict[str, Any]) -> Result:
+    result = _own_rows(trial.run(Interface.RAGGED_CONTEXT, arguments), trial.case)
+    assert result is not None
+    return result
+
+
+def _own_rows(result: Result | None, case: RaggedCase) -> Result | None:
+    """Without the rows of padding."""
+    if result is None:
+        return None
+    rows = sum(case.q_lens)
+    return Result(result.out[:rows], None if result.lse is None else result.lse[:rows])
+
+
+def _arguments(case: RaggedCase, query: Tensor, parts: list[tuple[Tensor, Tensor]], *, causal: bool) -> dict[str, Any]:
+    """The call over each request's keys and values, with padding behind the last."""
+    kv_lens = tuple(len(keys) for keys, _ in parts)
+    device = query.device
+    return {
+        "query": _padded(query),
+        "key": _padded(torch.cat([keys for keys, _ in parts])),
+        "value": _padded(torch.cat([values for _, values in parts])),
+        "workspace_buffer": new_workspace(device),
+        "seq_lens": torch.tensor(kv_lens, dtype=torch.int32, device=device),
+        "max_q_len": max(case.q_lens),
+        "max_kv_len": max(kv_lens),
+        "bmm1_scale": case.softmax_scale,
+        "bmm2_scale": 1.0,
+        "o_sf_scale": 1.0,
+        "batch_size": len(case.q_lens),
+        "window_left": -1,
+        "cum_seq_lens_q": running_sum(case.q_lens, device),
+        "cum_seq_lens_kv": running_sum(kv_lens, device),
+        "enable_pdl": None,
+        "is_causal": causal,
+        "return_lse": False,
+    }
+
+
+def _padded(rows: Tensor) -> Tensor:
+    return torch.cat((rows, torch.full_like(rows[:1], PADDED).expand(PADDING, -1, -1))) if len(rows) else rows
+
+
+def _truth(case: RaggedCase, query: Tensor, parts: list[tuple[Tensor, Tensor]], **rules: Any) -> Truth:
+    given: dict[str, Any] = {
+        "bmm1_scale": case.softmax_scale,
+        "bmm2_scale": 1.0,
+        "arithmetic": case.dtype,
+        "out_dtype": case.dtype,
+    }
+    return truth_of_requests(query, parts, list(case.q_lens), Rules(**given | rules))
+
+
+def _merged(left: Result, right: Result) -> Result:
+    """Two attentions over different keys as one over both, in float64; a side of an LSE of -inf counts nothing."""
+    assert left.lse is not None
+    assert right.lse is not None
+    lses = torch.stack((left.lse, right.lse)).double()
+    total = torch.logsumexp(lses * math.log(2.0), dim=0) / math.log(2.0)
+    weights = torch.exp2(lses - total).nan_to_num(0.0).unsqueeze(-1)
+    outs = torch.stack((left.out, right.out)).double()
+    return Result((weights * outs).sum(dim=0), total)
+
+
+def _draw(case: RaggedCase, device: torch.device) -> _Prefill:
+    generator = torch.Generator().manual_seed(case.seed)
+    query = torch.randn(sum(case.q_lens), case.num_heads, case.head_dim, generator=generator)
+    directions = torch.randn(case.num_heads, case.head_dim, generator=generator)
+    directions = directions / directions.norm(dim=-1, keepdim=True)
+    needles = case.inputs is Inputs.NEEDLES
+    if needles:
+        query = query + 4.0 * directions
+    histories = []
+    for prefix, kv_len, q_len in zip(case.prefix_lens, case.kv_lens, case.q_lens, strict=True):
+        keys = torch.randn(kv_len, case.num_heads, case.head_dim, generator=generator)
+        values = torch.randn(kv_len, case.num_heads, case.v_head_dim, generator=generator)
+        if needles:
+            limits = {*needle_positions(kv_len, q_len, TILE)}
+            limits |= {
+                near for edge in range(0, prefix + 1, case.chunk) for near in (edge - 1, edge) if 0 <= near < kv_len
+            }
+            keys[torch.tensor(sorted(limits), dtype=torch.int64)] += directions * (10.0 / (4.0 * case.softmax_scale))
+        histories.append((keys.to(device, case.dtype), values.to(device, case.dtype)))
+    return _Prefill(query.to(device, case.dtype), histories)
+
+
+CHECK = Check("M3", "mla_prefill", first_line(__doc__), _cases, _judge, interfaces=(Interface.RAGGED_CONTEXT,))

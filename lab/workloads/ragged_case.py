@@ -1,0 +1,62 @@
+"""A prefill before absorption as data: new tokens that attend to each other, and to a cached prefix in chunks."""
+
+from dataclasses import dataclass
+
+import torch
+
+from lab.workloads.attention_case import short_repr
+from lab.workloads.forward_case import DTYPES, Inputs
+
+
+@dataclass(frozen=True, repr=False)
+class RaggedCase:
+    """One prefill of latent attention on the ragged context call; its `repr` makes it again, defaults left out.
+
+    Attributes:
+        prefix_lens: cached tokens of each request; at least one request.
+        q_lens: new tokens of each request; some may have none.
+        chunk: most cached tokens of a request that one call takes.
+        num_heads: query heads, and as many K/V heads.
+        head_dim, v_head_dim: of queries and keys, and of values and outputs; DeepSeek-V3 has 192 and 128.
+        dtype: of all tensors, float16 or bfloat16.
+        inputs: what the tensors hold.
+        seed: of everything drawn.
+
+    Raises:
+        TypeError: a dtype that the judge has no bound for.
+        ValueError: a number out of range.
+    """
+
+    prefix_lens: tuple[int, ...]
+    q_lens: tuple[int, ...]
+    chunk: int = 64
+    num_heads: int = 2
+    head_dim: int = 192
+    v_head_dim: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    inputs: Inputs = Inputs.RANDOM
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.q_lens or len(self.prefix_lens) != len(self.q_lens):
+            raise ValueError(
+                f"prefix_lens {self.prefix_lens} and q_lens {self.q_lens}: one each per request, at least one"
+            )
+        if min(self.prefix_lens) < 0 or min(self.q_lens) < 0 or self.chunk < 1:
+            raise ValueError(
+                f"prefix_lens {self.prefix_lens}, q_lens {self.q_lens} must be >= 0, chunk {self.chunk} >= 1"
+            )
+        if self.dtype not in DTYPES:
+            raise TypeError(f"dtype={self.dtype} must be one of {DTYPES}")
+
+    def __repr__(self) -> str:
+        return short_repr(self)
+
+    @property
+    def kv_lens(self) -> tuple[int, ...]:
+        """Tokens of each request with its new ones."""
+        return tuple(prefix + new for prefix, new in zip(self.prefix_lens, self.q_lens, strict=True))
+
+    @property
+    def softmax_scale(self) -> float:
+        return float(self.head_dim**-0.5)
