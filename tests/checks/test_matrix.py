@@ -17,14 +17,20 @@ from lab.checks.mutants import MUTANTS, mutant
 from lab.checks.mutants.draft_indices import DraftLists
 from lab.checks.mutants.metadata import Builder
 from lab.checks.mutants.mla_metadata import MLABuilder
-from lab.checks.mutants.mutant import DRAFT_INDICES, MHA_METADATA, MLA_METADATA
+from lab.checks.mutants.mutant import DRAFT_INDICES, MHA_METADATA, MLA_METADATA, RAGGED_CONTEXT
+from lab.checks.mutants.ragged import Ragged
 from lab.checks.mutants.split_kv import SplitKV
 from lab.checks.verdicts import Outcome
 
 RECORDED = Path(__file__).parents[2] / "results" / "mutants.json"
 CPU = torch.device("cpu")
 # What is right of each kind; SplitKV of attention.
-RIGHT: dict[str, Any] = {DRAFT_INDICES: DraftLists, MHA_METADATA: Builder, MLA_METADATA: MLABuilder}
+RIGHT: dict[str, Any] = {
+    DRAFT_INDICES: DraftLists,
+    MHA_METADATA: Builder,
+    MLA_METADATA: MLABuilder,
+    RAGGED_CONTEXT: Ragged,
+}
 NAMES = [each.name for each in MUTANTS]
 # Pools of gigabytes, if virtual: only where no other check finds the mutant.
 SLOW_CHECKS = ("K15",)

@@ -70,6 +70,8 @@ def _judge(trial: Trial) -> None:
         trial.wrong(wrong)
     if case.inputs is Inputs.NEEDLES:  # which show each limit
         _variations(trial, arguments, prefill.query, new_tokens)
+    together = _call(trial, _arguments(case, prefill.query, prefill.histories, causal=True) | {"return_lse": True})
+    trial.hold("all keys in one call", together, _truth(case, prefill.query, prefill.histories, causal=True))
     merged = own
     for start in range(0, max(case.prefix_lens), case.chunk):
         part = [

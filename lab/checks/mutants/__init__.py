@@ -15,6 +15,7 @@ from lab.checks.mutants import (
     mla,
     mla_metadata,
     pages,
+    ragged,
     scales,
 )
 from lab.checks.mutants.mutant import Mutant
@@ -29,6 +30,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *caching.MUTANTS,
     *lse.MUTANTS,
     *mla.MUTANTS,
+    *ragged.MUTANTS,
     *draft_indices.MUTANTS,
     *metadata.MUTANTS,
     *mla_metadata.MUTANTS,

@@ -10,6 +10,7 @@ from lab.workloads.interfaces import Interface
 DECODE = Interface.DECODE.value
 CONTEXT = Interface.CONTEXT.value
 MLA_DECODE = Interface.MLA_DECODE.value
+RAGGED_CONTEXT = Interface.RAGGED_CONTEXT.value
 DRAFT_INDICES = Interface.DRAFT_KV_INDICES.value
 MHA_METADATA = Interface.MHA_METADATA.value
 MLA_METADATA = Interface.MLA_METADATA.value

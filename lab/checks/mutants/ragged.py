@@ -1,0 +1,205 @@
+"""Mutants of the ragged context call, before absorption."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.calls import takes
+from lab.checks.mutants.mutant import RAGGED_CONTEXT, Defective, Mutant
+from lab.ragged_call import RaggedAttention, RaggedContextCall
+from lab.references.ragged_attention import ragged_attention
+
+
+class Ragged(Defective):
+    """FlashInfer's ragged context call by the reference: right, with the problem and the results in a mutant's hands."""
+
+    interface: tuple[str, ...] = (RAGGED_CONTEXT,)
+
+    def __init__(self) -> None:
+        self.trtllm_ragged_attention_deepseek = takes(RaggedContextCall)(self.launch)
+
+    def launch(self, call: RaggedContextCall) -> Any:
+        problem = self.problem(call)
+        out, lse_log2 = ragged_attention(problem)
+        self.finish(problem, out, lse_log2)
+        return problem.returned(out, lse_log2)
+
+    def problem(self, call: RaggedContextCall) -> RaggedAttention:
+        return self.changed(call.problem())
+
+    def changed(self, problem: RaggedAttention) -> RaggedAttention:
+        return problem
+
+    def finish(self, problem: RaggedAttention, out: Tensor, lse_log2: Tensor | None) -> None:
+        """Change the results in place."""
+
+
+class ChunksCausal(Ragged):
+    """is_causal=False is ignored."""
+
+    def changed(self, problem: RaggedAttention) -> RaggedAttention:
+        return replace(problem, causal=True)
+
+
+class NewTokensUncausal(Ragged):
+    """Rows see the new tokens behind them."""
+
+    def changed(self, problem: RaggedAttention) -> RaggedAttention:
+        return replace(problem, causal=False, window_left=-1)
+
+
+class RaggedCausalAtTopLeft(Ragged):
+    """Row i sees the keys up to the i-th, however many are before the rows."""
+
+    def changed(self, problem: RaggedAttention) -> RaggedAttention:
+        if not problem.causal:
+            return problem
+        lengths = torch.minimum(problem.cu_seqlens_kv.diff(), problem.cu_seqlens_q.diff())
+        keep = [
+            torch.arange(int(start), int(start) + int(length))
+            for start, length in zip(problem.cu_seqlens_kv[:-1], lengths, strict=True)
+        ]
+        index = torch.cat(keep).to(problem.key.device)
+        ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+        return replace(
+            problem,
+            key=problem.key[index],
+            value=problem.value[index],
+            seq_lens=lengths.to(torch.int32),
+            cu_seqlens_kv=ends,
+        )
+
+
+class RaggedRopeLeftOut(Ragged):
+    """Q·K^T leaves out the elements behind the first v_head_dim, the rotary part."""
+
+    def changed(self, problem: RaggedAttention) -> RaggedAttention:
+        dim = problem.v_head_dim
+        return replace(problem, query=problem.query[..., :dim], key=problem.key[..., :dim])
+
+
+class RaggedValueFromKey(Ragged):
+    """Values are the keys' first elements, as after absorption."""
+
+    def changed(self, problem: RaggedAttention) -> RaggedAttention:
+        return replace(problem, value=problem.key[..., : problem.v_head_dim])
+
+
+class RaggedScaleOfValues(Ragged):
+    """bmm1_scale is taken as 1 / sqrt(v_head_dim)."""
+
+    def changed(self, problem: RaggedAttention) -> RaggedAttention:
+        return replace(problem, bmm1_scale=problem.v_head_dim**-0.5)
+
+
+class RaggedBmm2Ignored(Ragged):
+    """bmm2_scale is taken as 1."""
+
+    def changed(self, problem: RaggedAttention) -> RaggedAttention:
+        return replace(problem, bmm2_scale=1.0)
+
+
+class RaggedTensorScaleIgnored(Ragged):
+    """A bmm1_scale on the device is taken as 1 / sqrt(head_dim)."""
+
+    def changed(self, problem: RaggedAttention) -> RaggedAttention:
+        given = isinstance(problem.bmm1_scale, Tensor)
+        return replace(problem, bmm1_scale=problem.head_dim**-0.5) if given else problem
+
+
+class RaggedSinksIgnored(Ragged):
+    """attention_sinks are ignored."""
+
+    def changed(self, problem: RaggedAttention) -> RaggedAttention:
+        return replace(problem, sinks=None)
+
+
+class RaggedWindowIgnored(Ragged):
+    """window_left is ignored."""
+
+    def changed(self, problem: RaggedAttention) -> RaggedAttention:
+        return replace(problem, window_left=-1)
+
+
+class RaggedHeadsShareKeys(Ragged):
+    """All heads read the first one's keys."""
+
+    def changed(self, problem: RaggedAttention) -> RaggedAttention:
+        return replace(problem, key=problem.key[:, :1].expand_as(problem.key))
+
+
+class RaggedLastKeyOfTileLost(Ragged):
+    """The 64th key of the batch is zero."""
+
+    def changed(self, problem: RaggedAttention) -> RaggedAttention:
+        key = problem.key.clone()
+        key[63:64] = 0.0
+        return replace(problem, key=key)
+
+
+class RaggedLseBaseE(Ragged):
+    """The LSE is a natural logarithm, and a merge in base 2 gives the wrong weights."""
+
+    def finish(self, problem: RaggedAttention, out: Tensor, lse_log2: Tensor | None) -> None:
+        if lse_log2 is not None:
+            lse_log2 *= math.log(2.0)
+
+
+class RaggedLseOfEmptyChunk(Ragged):
+    """A row without keys has an LSE of 0, and so a weight in a merge."""
+
+    def finish(self, problem: RaggedAttention, out: Tensor, lse_log2: Tensor | None) -> None:
+        if lse_log2 is not None:
+            lse_log2.masked_fill_(lse_log2 == -math.inf, 0.0)
+
+
+class RaggedEmptyRowsNan(Ragged):
+    """A row without keys is NaN."""
+
+    def finish(self, problem: RaggedAttention, out: Tensor, lse_log2: Tensor | None) -> None:
+        starts, lengths = problem.cu_seqlens_q.tolist(), problem.seq_lens.tolist()
+        for request, length in enumerate(lengths):
+            if length == 0:
+                out[starts[request] : starts[request + 1]] = math.nan
+
+
+class RaggedRowsBeyond64Zero(Ragged):
+    """Rows of a request from the 65th on are zero."""
+
+    def finish(self, problem: RaggedAttention, out: Tensor, lse_log2: Tensor | None) -> None:
+        for start, end in zip(problem.cu_seqlens_q[:-1].tolist(), problem.cu_seqlens_q[1:].tolist(), strict=True):
+            out[start + 64 : max(start + 64, end)] = 0.0
+
+
+class RaggedQueryScaledInPlace(Ragged):
+    """The query is multiplied by its scale where it lies."""
+
+    def finish(self, problem: RaggedAttention, out: Tensor, lse_log2: Tensor | None) -> None:
+        problem.query.mul_(2.0)
+
+
+MUTANTS = tuple(
+    Mutant.of(each)
+    for each in (
+        ChunksCausal,
+        NewTokensUncausal,
+        RaggedCausalAtTopLeft,
+        RaggedRopeLeftOut,
+        RaggedValueFromKey,
+        RaggedScaleOfValues,
+        RaggedBmm2Ignored,
+        RaggedTensorScaleIgnored,
+        RaggedSinksIgnored,
+        RaggedWindowIgnored,
+        RaggedHeadsShareKeys,
+        RaggedLastKeyOfTileLost,
+        RaggedLseBaseE,
+        RaggedLseOfEmptyChunk,
+        RaggedEmptyRowsNan,
+        RaggedRowsBeyond64Zero,
+        RaggedQueryScaledInPlace,
+    )
+)
