@@ -117,7 +117,7 @@ class RaggedSinksIgnored(Ragged):
         return replace(problem, sinks=None)
 
 
-class RaggedWindowIgnored(Ragged):
+class RaggedContextWindowIgnored(Ragged):
     """window_left is ignored."""
 
     def changed(self, problem: RaggedAttention) -> RaggedAttention:
@@ -193,7 +193,7 @@ MUTANTS = tuple(
         RaggedBmm2Ignored,
         RaggedTensorScaleIgnored,
         RaggedSinksIgnored,
-        RaggedWindowIgnored,
+        RaggedContextWindowIgnored,
         RaggedHeadsShareKeys,
         RaggedLastKeyOfTileLost,
         RaggedLseBaseE,
