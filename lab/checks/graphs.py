@@ -169,9 +169,10 @@ class Scene:
 
     def pointers(self) -> dict[str, int]:
         """Addresses of every buffer that a graph was captured with."""
-        owners = (self.runner.inputs, *self._metadata_owners())
-        tensors = {f"{name} of {i}": value for i, owner in enumerate(owners) for name, value in vars(owner).items()}
-        tensors |= {"query": self.query, "out": self.out}
+        tensors: dict[str, Any] = {"query": self.query, "out": self.out}
+        for number, owner in enumerate((self.runner.inputs, *self._metadata_owners())):
+            for name, value in vars(owner).items():
+                tensors[name if name not in tensors else f"{name} of {number}"] = value
         return {name: tensor.data_ptr() for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
 
     def _metadata_owners(self) -> tuple[Any, ...]:

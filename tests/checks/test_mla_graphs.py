@@ -46,9 +46,9 @@ def test_a_draft_step_that_counts_its_own_token_passes(page_size: int) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("mode", ["target_verify", "draft_extend"])
-def test_the_portable_kernel_passes(mode: str, device: str) -> None:
-    assert wrong(judge_mla_graphs(portable, MLAGraphCase(MODES[mode]), device)) == {}
+def test_the_portable_kernel_passes(device: str) -> None:
+    """Padded rows, of unequal numbers: the other modes' calls are simpler."""
+    assert wrong(judge_mla_graphs(portable, MLAGraphCase(MODES["draft_extend"]), device)) == {}
 
 
 # --- deliberate defects -----------------------------------------------------------------------------------------------
