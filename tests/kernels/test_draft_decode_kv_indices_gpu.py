@@ -54,7 +54,7 @@ def random_case(draw: random.Random) -> DraftListsCase:
 @pytest.mark.parametrize("batch", range(BATCHES))
 @pytest.mark.parametrize("schedule", Schedule, ids=repr)
 def test_random_cases(schedule: Schedule, batch: int) -> None:
-    """2,400 of them, 1,200 for each schedule."""
+    """1,200 of them, by each schedule."""
     draw = random.Random(batch)
     for _ in range(CASES_PER_BATCH):
         assert_lists_right(scheduled(schedule), random_case(draw), "cuda")
