@@ -19,7 +19,8 @@ from lab.checks.verdicts import Outcome
 from lab.provenance import environment
 from lab.workloads.interfaces import Interface
 
-DRAWN_CASES = {Level.SMOKE: 3, Level.FULL: 30}
+DRAWN_CASES = {Level.SMOKE: 2, Level.FULL: 30}
+CASES_PER_WORKER = 8  # handed out together: enough that workers seldom wait for the slowest of them
 SMOKE_LONGEST = 200  # keys
 MOST_SHRINKS = 60  # calls of the judge that Hypothesis may spend on making a failing case smaller
 TIME_LIMIT_S = 120.0
@@ -92,17 +93,18 @@ def judge(
         return told
 
     end, left_out = time.monotonic() + most_seconds, 0
+    at_once = CASES_PER_WORKER * workers
     with Isolation(name if isolated else loaded, where, given, time_limit_s, workers) as isolation:
         for check, interface in itertools.product(chosen, offered):
             if interface not in check.interfaces:
                 continue
             bench = _Bench(name, check, interface, isolation)
             cases = list(check.cases(interface, axes, level))
-            for start in range(0, len(cases), 2 * workers):
+            for start in range(0, len(cases), at_once):
                 if time.monotonic() > end:
                     left_out += len(cases) - start
                     break
-                verdicts += map(note, bench.verdicts(cases[start : start + 2 * workers]))
+                verdicts += map(note, bench.verdicts(cases[start : start + at_once]))
             count = DRAWN_CASES[level] if drawn is None else drawn
             if check.adapt is not None and count and time.monotonic() > end:
                 left_out += count

@@ -23,11 +23,15 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[Attenti
         yield replace(case, contents=Contents.FAINT)
     large = space.covering(interface, len(space.large_batches), seed=23)
     for batch_size, case in zip(space.large_batches, large, strict=True):
-        yield _large_batch(case, batch_size)
+        yield _large_batch(case, batch_size, space)
 
 
-def _large_batch(case: AttentionCase, batch_size: int) -> AttentionCase:
-    """Unequal, short requests; of a context call, unequal rows too."""
+def _large_batch(case: AttentionCase, batch_size: int, space: Space) -> AttentionCase:
+    """Unequal, short requests of as few heads as there are, for the time it takes; of a context call, unequal rows too."""
+    if case.is_mla:
+        case = replace(case, group=min(space.mla_heads))
+    else:
+        case = replace(case, group=min(space.groups), num_kv_heads=min(space.num_kv_heads))
     lens = tuple(8 + 3 * request % 47 for request in range(batch_size))
     q_lens = (case.q_lens[0],) * batch_size
     if case.interface is Interface.CONTEXT:

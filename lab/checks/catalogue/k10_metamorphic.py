@@ -35,7 +35,8 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[Attenti
         if case.page_size <= MOST_HEADS:
             yield from (replace(many, storage=replace(case.storage, kv_layout=layout)) for layout in space.kv_layouts)
         if True in space.nvfp4:
-            yield replace(case, kv_dtype=NVFP4)
+            if interface is Interface.DECODE or level is Level.FULL:
+                yield replace(case, kv_dtype=NVFP4)
             yield _nvfp4_with_all(case, space)
 
 
