@@ -82,7 +82,7 @@ class Scene:
             max_context_len=case.max_context_len,
             page_size=case.page_size,
             num_pages=pages,
-            swa_num_pages=pages if case.sliding_window else None,
+            swa_num_pages=self._swa_num_pages(pages),
             seed=case.seed,
             device=device,
         )
@@ -198,6 +198,9 @@ class Scene:
             out=out,
             plan=plan_calls(batch),
         )
+
+    def _swa_num_pages(self, num_pages: int) -> int | None:
+        return num_pages if self.case.sliding_window else None
 
     def _heads(self) -> tuple[int, int, int]:
         """Query heads, and elements of a query's and of an output's."""

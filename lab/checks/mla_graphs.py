@@ -56,7 +56,6 @@ class MLAGraphCase:
     num_pages: int = 5
     padded_seq_len: int = PADDED_SEQ_LEN
     seed: int = 0
-    sliding_window: bool = False  # MLA has none
 
     @property
     def max_context_len(self) -> int:
@@ -101,6 +100,9 @@ class MLAScene(Scene):
                 metadata.seq_lens_q.fill_(POISONED_LENGTH)
         if self.padded_query is not None:
             self.padded_query.fill_(value)
+
+    def _swa_num_pages(self, num_pages: int) -> int | None:
+        return None
 
     def _heads(self) -> tuple[int, int, int]:
         case = self.case

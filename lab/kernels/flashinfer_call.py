@@ -118,6 +118,11 @@ def capability_for(device: torch.device) -> Capability:
     return capability
 
 
+def fa_backend(device: torch.device) -> str:
+    """What of FlashInfer's own kernels fits a GPU: "fa3" on SM90, else "fa2"; raises NotImplementedError off the GPU."""
+    return "fa3" if capability_for(device) == (9, 0) else "fa2"
+
+
 def packed(table: torch.Tensor) -> tuple[torch.Tensor, tuple[Refresh, ...]]:
     """A page table with packed rows, and what copies it again before each call.
 
@@ -169,6 +174,14 @@ def behind_semaphores(workspace: torch.Tensor) -> torch.Tensor:
     """The scratch of a workspace, as bytes; raises as `check_workspace_size`."""
     check_workspace_size(workspace)
     return workspace.view(-1).view(torch.uint8)[SEMAPHORE_BYTES:]
+
+
+def refuse_planning_in_capture(wrapper: str, device: torch.device) -> None:
+    """Raise NotImplementedError where a wrapper of FlashInfer's would plan, from lengths on the host, inside a CUDA graph."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError(
+            f"{wrapper} plans on the host from the lengths, which no CUDA graph can: call plan before"
+        )
 
 
 def refuse_during_capture(what: str, device: torch.device) -> None:

@@ -12,11 +12,18 @@ from typing import Any
 import torch
 
 from lab.calls import takes
-from lab.kernels.flashinfer_call import behind_semaphores, capability_for, installed, workspace_for
+from lab.kernels.flashinfer_call import (
+    behind_semaphores,
+    fa_backend,
+    installed,
+    refuse_planning_in_capture,
+    workspace_for,
+)
 from lab.kernels.support import E4M3, Kernel, refuse_unsupported
 from lab.mla_call import MLADecodeCall
 from lab.problem import PagedAttention
 
+WRAPPER = "BatchMLAPagedAttentionWrapper"
 BACKENDS = {"fa2": Kernel.FA2_MLA, "fa3": Kernel.FA3_MLA}
 
 
@@ -50,9 +57,9 @@ class BatchMLA:
         out, lse = problem.results()
         if problem.num_rows == 0:
             return lambda: call.returned(out, lse)
-        backend = self.backend or ("fa3" if capability_for(problem.query.device) == (9, 0) else "fa2")
+        backend = self.backend or fa_backend(problem.query.device)
         refuse_unsupported(BACKENDS[backend], problem)
-        _refuse_capture(problem.query.device)
+        refuse_planning_in_capture(WRAPPER, problem.query.device)
         wrapper = _planned(call, problem, backend)
         arguments = _run_arguments(call, problem, out, lse)
 
@@ -63,16 +70,9 @@ class BatchMLA:
         return run
 
 
-def _refuse_capture(device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise NotImplementedError(
-            "BatchMLAPagedAttentionWrapper plans on the host from the lengths, which no CUDA graph can: call plan before"
-        )
-
-
 def _planned(call: MLADecodeCall, problem: PagedAttention, backend: str) -> Any:
     """A wrapper for this call alone."""
-    wrapper_type, _ = installed("flashinfer.mla", "BatchMLAPagedAttentionWrapper")
+    wrapper_type, _ = installed("flashinfer.mla", WRAPPER)
     scratch = behind_semaphores(workspace_for(call.workspace_buffer, problem.query.device))
     wrapper = wrapper_type(scratch, backend=backend)
     quantised = problem.k_cache.dtype == E4M3

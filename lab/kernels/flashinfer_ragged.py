@@ -12,11 +12,18 @@ from typing import Any
 import torch
 
 from lab.calls import takes
-from lab.kernels.flashinfer_call import behind_semaphores, capability_for, installed, workspace_for
+from lab.kernels.flashinfer_call import (
+    behind_semaphores,
+    fa_backend,
+    installed,
+    refuse_planning_in_capture,
+    workspace_for,
+)
 from lab.kernels.support import Kernel, refuse_unsupported
 from lab.kernels.trtllm_ragged import fill_rows_without_keys
 from lab.ragged_call import RaggedAttention, RaggedContextCall
 
+WRAPPER = "BatchPrefillWithRaggedKVCacheWrapper"
 BACKENDS = {"fa2": Kernel.FA2_RAGGED, "fa3": Kernel.FA3_RAGGED}
 
 
@@ -49,9 +56,9 @@ class BatchRagged:
         out, lse = problem.results()
         if min(problem.num_rows, problem.batch_size) == 0:
             return lambda: problem.returned(out, lse)
-        backend = self.backend or ("fa3" if capability_for(problem.query.device) == (9, 0) else "fa2")
+        backend = self.backend or fa_backend(problem.query.device)
         refuse_unsupported(BACKENDS[backend], problem)
-        _refuse_capture(problem.query.device)
+        refuse_planning_in_capture(WRAPPER, problem.query.device)
         q_offsets, kv_offsets = problem.cu_seqlens_q.tolist(), problem.cu_seqlens_kv.tolist()
         num_rows, num_tokens = q_offsets[-1], kv_offsets[-1]
         runs = min(num_rows, num_tokens) > 0
@@ -75,14 +82,6 @@ class BatchRagged:
         return run
 
 
-def _refuse_capture(device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise NotImplementedError(
-            "BatchPrefillWithRaggedKVCacheWrapper plans on the host from the offsets, which no CUDA graph can: call plan "
-            "before"
-        )
-
-
 def _planned(
     call: RaggedContextCall,
     problem: RaggedAttention,
@@ -91,7 +90,7 @@ def _planned(
     kv_offsets: Sequence[int],
 ) -> Any:
     """A wrapper for this call alone."""
-    wrapper_type, _ = installed("flashinfer.prefill", "BatchPrefillWithRaggedKVCacheWrapper")
+    wrapper_type, _ = installed("flashinfer.prefill", WRAPPER)
     scratch = behind_semaphores(workspace_for(call.workspace_buffer, problem.query.device))
     wrapper = wrapper_type(scratch, kv_layout="NHD", backend=backend)
     wrapper.plan(

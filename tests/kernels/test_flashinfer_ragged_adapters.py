@@ -306,7 +306,7 @@ def test_a_capture_is_refused_with_a_reason(simulate: Simulate, monkeypatch: pyt
     simulate(SM90)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(NotImplementedError, match="no CUDA graph can: call plan before"):
-        flashinfer_ragged._refuse_capture(torch.device("cuda"))
+        flashinfer_call.refuse_planning_in_capture(flashinfer_ragged.WRAPPER, torch.device("cuda"))
 
 
 def strided(name: str, gap: int) -> Arguments:

@@ -34,9 +34,10 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[Attenti
     for case in space.covering(interface, counted(level, 2, 8), seed=3):
         # Fewer keys than rows, and none: the leading rows see nothing.
         short = tuple(max(kv_len, q_len) for kv_len, q_len in zip(case.kv_lens, case.q_lens, strict=True))
-        yield replace(case, kv_lens=(max(case.q_lens[0] - 1, 0), *short[1:-1], 0))
+        case = replace(case, kv_lens=(max(case.q_lens[0] - 1, 0), *short[1:-1], 0))
+        yield case
         if interface is Interface.MLA_DECODE and True in space.sinks:
-            yield replace(case, kv_lens=(max(case.q_lens[0] - 1, 0), *short[1:-1], 0), sinks=True)
+            yield replace(case, sinks=True)
 
 
 def _judge(trial: Trial) -> None:
