@@ -17,7 +17,7 @@ import torch
 from lab.checks.catalogue import checks
 from lab.checks.check import Check
 from lab.checks.space import Space
-from lab.checks.trial import Declined, Trial
+from lab.checks.trial import Declined, Raised, Trial
 from lab.checks.verdicts import Judged, Outcome
 
 LOST_CONTEXT = 70  # exit status of a worker whose CUDA context is lost
@@ -140,7 +140,7 @@ def _check(key: str) -> Check:
 
 
 def run_trial(implementation: Any, check: Check, case: Any, device: torch.device, space: Space) -> Judged:
-    """One case, here and now; whatever the implementation raises is its own."""
+    """One case, here and now; whatever ends it is FAILED, and says whose error it was."""
     trial = Trial(implementation, case, device, space)
     try:
         check.judge(trial)
@@ -150,8 +150,16 @@ def run_trial(implementation: Any, check: Check, case: Any, device: torch.device
         trial.declines.append(str(declined))
         if not trial.wrongs:
             return Judged(Outcome.DECLINED, declines=tuple(trial.declines))
-    except (Exception, SystemExit) as error:
-        trial.wrong(f"it raised {type(error).__name__}: {error}"[:SHOWN_CHARACTERS])
-        return Judged(Outcome.FAILED, tuple(trial.wrongs), tuple(trial.declines), trial.worst_ratio, trial.judged)
+    except Raised as raised:
+        return _failed(trial, str(raised))
+    except torch.AcceleratorError as error:  # of a launch: it shows where the device is next waited for
+        return _failed(trial, str(Raised(error)))
+    except Exception as error:  # noqa: BLE001 - one case must not cost the others
+        return _failed(trial, f"the check stopped at what it was given, or at its own bug: {type(error).__name__}: {error}")
     outcome = Outcome.WRONG if trial.wrongs else Outcome.RIGHT if trial.judged else Outcome.DECLINED
     return Judged(outcome, tuple(trial.wrongs), tuple(trial.declines), trial.worst_ratio, trial.judged)
+
+
+def _failed(trial: Trial, why: str) -> Judged:
+    trial.wrong(why[:SHOWN_CHARACTERS])
+    return Judged(Outcome.FAILED, tuple(trial.wrongs), tuple(trial.declines), trial.worst_ratio, trial.judged)

@@ -86,7 +86,7 @@ TRTLLM: dict[str, Any] = {"implementation": "lab.kernels.trtllm", "device": "cud
 LEDGER: tuple[KnownFinding, ...] = (
     KnownFinding(
         **TRTLLM,
-        checks=("K2", "K13"),
+        checks=("K2", "K11", "K13"),
         wrong="vectors are wrong|are not finite",
         where=lambda case, sentence: is_decode(case, sentence) and only_fewer_keys_than_rows(case, sentence),
         finding=f"{FINDINGS}#3-xqa-is-wrong-for-a-request-with-fewer-keys-than-query-tokens",

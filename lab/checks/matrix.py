@@ -24,7 +24,7 @@ from lab.checks.check import Check, Level
 from lab.checks.isolation import run_trial
 from lab.checks.mutants import MUTANTS, Mutant, mutant
 from lab.checks.space import Space
-from lab.checks.trial import Declined, Trial, truth_of_call
+from lab.checks.trial import Declined, Raised, Trial, truth_of_call
 from lab.checks.upstream_rules import UPSTREAM_RULES, passes
 from lab.checks.verdicts import Outcome
 from lab.workloads.attention_case import AttentionCase, Storage
@@ -141,8 +141,10 @@ def _passing(judged: Mutant, case: AttentionCase) -> set[int]:
     inputs = trial.build()
     try:
         out = trial.call(inputs).out
-    except (Declined, RuntimeError, TypeError, IndexError) as error:
-        return set() if not isinstance(error, Declined) else set(range(len(UPSTREAM_RULES)))
+    except Declined:
+        return set(range(len(UPSTREAM_RULES)))
+    except (Raised, TypeError):  # the other is of what it returned
+        return set()
     expected = _upstream_truth(case)
     if out.shape != expected.shape:
         return set()

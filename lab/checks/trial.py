@@ -27,8 +27,18 @@ class Declined(NotImplementedError):  # noqa: N818 - not an error of anybody's
     """The implementation refused a call, or has no such parameter."""
 
 
+class Raised(Exception):  # noqa: N818 - the implementation's error, carried past the check
+    """The implementation raised what is no refusal."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(f"it raised {type(error).__name__}: {error}")
+
+
 def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, its refusals Declined: NotImplementedError, ValueError, and arguments that it has no parameter for."""
+    """The function, its refusals Declined: NotImplementedError, ValueError, and arguments that it has no parameter for.
+
+    Whatever else it raises, SystemExit too, is Raised, so that nobody takes an error of the check for one of the function's.
+    """
     try:
         signature = inspect.signature(function)
     except ValueError:  # some compiled functions have none
@@ -45,6 +55,8 @@ def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **arguments)
         except (NotImplementedError, ValueError) as error:
             raise Declined(str(error)) from error
+        except (Exception, SystemExit) as error:  # somebody else's code may raise anything
+            raise Raised(error) from error
 
     return call
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lab.checks import AttentionCase, Interface
-from lab.checks.trial import LSE_LOG2_BOUND, Declined, Result, Trial, as_result, refusing, truth_of_call
+from lab.checks.trial import LSE_LOG2_BOUND, Declined, Raised, Result, Trial, as_result, refusing, truth_of_call
 from lab.checks.truth import Truth
 from tests.checks.small import decoding
 
@@ -128,8 +128,10 @@ def test_a_refusal_is_declined_and_anything_else_is_not(error: type[Exception]) 
 
     with pytest.raises(Declined, match="no"):
         refusing(function)(error("no"))
-    with pytest.raises(TypeError, match="no"):
+    with pytest.raises(Raised, match="it raised TypeError: no"):
         refusing(function)(TypeError("no"))
+    with pytest.raises(Raised, match="it raised SystemExit: 3"):
+        refusing(function)(SystemExit(3))
     with pytest.raises(Declined, match="missing a required argument"):
         refusing(function)()
 
