@@ -101,6 +101,7 @@ def mla_truth(
         control=torch.cat([part.control for part in parts], dim=1),
         lse_log2=torch.cat([part.lse_log2 for part in parts], dim=1),
         request_of_row=parts[0].request_of_row,
+        arithmetic=rules.arithmetic,
     )
 
 

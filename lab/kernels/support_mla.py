@@ -132,6 +132,8 @@ def _fa_mla(name: str, capability: Capability, problem: PagedAttention) -> str |
         return f"{name} takes no sinks"
     if any(isinstance(scale, torch.Tensor) for scale in (problem.bmm1_scale, problem.bmm2_scale)):
         return f"{name} plans with its scales as numbers, not as tensors"
+    if not problem.bmm1_scale > 0:  # a row's maximum is taken before the scale; 0 would be 0 * -inf where it masks
+        return f"{name} takes a positive bmm1_scale, not {problem.bmm1_scale}"
     if kv != E4M3 and problem.bmm2_scale != 1:
         return f"{name} has no scale of a {kv} cache: bmm2_scale must be 1, not {problem.bmm2_scale}"
     if kv == E4M3 and not problem.bmm2_scale > 0:
