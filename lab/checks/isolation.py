@@ -154,8 +154,10 @@ def run_trial(implementation: Any, check: Check, case: Any, device: torch.device
         return _failed(trial, str(raised))
     except torch.AcceleratorError as error:  # of a launch: it shows where the device is next waited for
         return _failed(trial, str(Raised(error)))
-    except Exception as error:  # noqa: BLE001 - one case must not cost the others
-        return _failed(trial, f"the check stopped at what it was given, or at its own bug: {type(error).__name__}: {error}")
+    except Exception as error:
+        return _failed(
+            trial, f"the check stopped at what it was given, or at its own bug: {type(error).__name__}: {error}"
+        )
     outcome = Outcome.WRONG if trial.wrongs else Outcome.RIGHT if trial.judged else Outcome.DECLINED
     return Judged(outcome, tuple(trial.wrongs), tuple(trial.declines), trial.worst_ratio, trial.judged)
 

@@ -2,8 +2,9 @@
 
 One kernel serves decode, verify, draft extend and extend; latent attention (MLA) has its own, in `portable_mla`, and so has
 MLA's prefill before absorption, in `portable_ragged`. The query rows of a request and the query heads that share a K/V head
-are packed into one tile, so K/V is read once for all of them; long requests are split over programs whose partial results a
-second kernel merges. Lengths stay on the device: nothing is read back, and no length is compiled in.
+are packed into one tile, so K/V is read once for all of them. The keys of the batch are shared out evenly among programs,
+whose partial results a second kernel merges (`lab.kernels.key_shares`); only where query rows alone fill the GPU, in a
+prefill, has each block of them a program. Lengths stay on the device: nothing is read back, and no length is compiled in.
 """
 
 from typing import Any
@@ -13,21 +14,29 @@ import triton
 import triton.language as tl
 
 from lab.calls import ContextCall, DecodeCall, takes
+from lab.kernels.key_shares import (
+    PartialResults,
+    Shares,
+    choose_shares,
+    reach_of,
+    request_at,
+    slot_of,
+    tiles_of,
+    tiles_per_share,
+)
 from lab.kernels.portable_mla import trtllm_batch_decode_with_kv_cache_mla
 from lab.kernels.portable_ragged import trtllm_ragged_attention_deepseek
-from lab.kernels.support import Kernel, refuse_unsupported, triton_interprets
+from lab.kernels.support import Capability, Kernel, capability_of, refuse_unsupported, triton_interprets
 from lab.kernels.triton_support import (
     LOG2_E,
-    PartialResults,
     Tile,
     add_sink,
-    choose_splits,
     dot,
     dot_dtype,
     has_rows,
     log2_sum,
-    num_multiprocessors,
-    own_share,
+    offsets_of,
+    pages_of,
     rounded,
     scalar,
     softmax_step,
@@ -40,6 +49,10 @@ __all__ = [
     "trtllm_batch_decode_with_kv_cache_mla",
     "trtllm_ragged_attention_deepseek",
 ]
+
+
+# A prefix so many times as long as the query rows is long: then a block of rows sees about as many keys as any other.
+LONG_PREFIX = 4
 
 
 @takes(DecodeCall)
@@ -66,18 +79,33 @@ def trtllm_batch_context_with_kv_cache(call: ContextCall) -> Any:
     return _run(call.problem())
 
 
-def choose_tile(num_packed_rows: int, head_dim: int) -> Tile:
+def choose_tile(num_packed_rows: int, head_dim: int, capability: Capability | None) -> Tile:
     """The tile for requests of at most `num_packed_rows` = max_q_len * group rows.
 
     16 rows are the least a matrix unit takes. Up to 64 rows the call is bound by reading K/V: a tile as small as the rows
-    allow, many keys in flight. Beyond, it is bound by the products: 128 rows and 8 warps. On an H200, decode of 16 requests
-    at 32,768 keys (32/8 heads of 128) took 641 µs with 64 keys per step and 3 stages, 497 µs with 128 and 2.
+    allow, two programs of a multiprocessor that hide each other's waits, one tile of 16 kB each of K and of V on its way for
+    each. Beyond, it is bound by the products: 128 rows as two warp groups. Measured on an H200, bf16, 64 requests at 4,096
+    keys, 32/4 heads of 128, pages of 64, µs (137, 155, 183 and 238 with what is chosen):
+
+    * 1 token: 141 with 128 keys, 2 stages; 139 with 4 stages; 152 with three programs.
+    * 4 tokens: 157 with 4 stages; 205 with 8 warps.
+    * 8 tokens: 176 with 32 keys, 4 stages; 193 with 4 stages, one program.
+    * 16 tokens: 335 with 128 keys, 2 stages; 241 with 4 stages; 249 with blocks of 64 rows.
+
+    GPUs with less shared memory than SM90's and SM100's 227 KiB, 99 on SM89 and SM120, get smaller tiles; no time measured.
+
+    Args:
+        num_packed_rows: most rows of one request.
+        head_dim: of K and V.
+        capability: (major, minor) of the GPU; the interpreter, None, runs SM90's.
     """
-    rows = min(max(16, triton.next_power_of_2(num_packed_rows)), 128)
-    keys = 128 if head_dim <= 128 else 32
-    if rows <= 64:
-        return Tile(rows, keys, num_warps=4, num_stages=2)
-    return Tile(rows, min(keys, 64), num_warps=8, num_stages=3 if head_dim <= 128 else 2)
+    roomy = capability is None or capability[0] in (9, 10)
+    rows = min(max(16, triton.next_power_of_2(num_packed_rows)), 128 if roomy else 64)
+    if not roomy:
+        return Tile(rows, max(16, 32 * 128 // max(head_dim, 128)), num_warps=4, num_stages=2, per_multiprocessor=2)
+    if rows == 128:
+        return Tile(rows, 64 if head_dim <= 128 else 32, num_warps=8, num_stages=3 if head_dim <= 128 else 2)
+    return Tile(rows, 64 * 128 // max(head_dim, 64), num_warps=4, num_stages=3, per_multiprocessor=2)
 
 
 def _run(problem: PagedAttention) -> Any:
@@ -90,22 +118,28 @@ def _run(problem: PagedAttention) -> Any:
     return problem.returned(out, lse_log2)
 
 
+def shares_of(problem: PagedAttention, tile: Tile, q_blocks: int) -> Shares | None:
+    """How the keys are shared out; None where each block of rows and K/V head has a program for all keys that it sees.
+
+    Shares take every block of a request to see as many keys, which holds where a prefix is long beside the rows.
+    """
+    shares = choose_shares(tile, q_blocks, problem.query.device)
+    blocks = q_blocks * problem.num_kv_heads * problem.batch_size
+    if problem.max_kv_len < LONG_PREFIX * problem.max_q_len and blocks >= q_blocks * shares.pieces:
+        return None
+    return shares
+
+
 def _launch(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor | None) -> None:
-    device = problem.query.device
     group = problem.num_qo_heads // problem.num_kv_heads
-    tile = choose_tile(problem.max_q_len * group, problem.head_dim)
+    tile = choose_tile(problem.max_q_len * group, problem.head_dim, capability_of(problem.query.device))
     q_blocks = triton.cdiv(problem.max_q_len * group, tile.rows)
-    table_tokens = problem.k_block_tables.shape[1] * problem.page_size
-    splits = choose_splits(
-        problem.batch_size,
-        q_blocks,
-        problem.num_kv_heads,
-        triton.cdiv(min(problem.max_kv_len, table_tokens), tile.keys),
-        num_multiprocessors(device),
-    )
-    num_splits = splits.most
-    partial = PartialResults.empty(problem, num_splits) if num_splits > 1 else None
-    _attention_kernel[(q_blocks * num_splits, problem.num_kv_heads, problem.batch_size)](
+    shares = shares_of(problem, tile, q_blocks)
+    partial = None
+    if shares is not None and shares.pieces > 1:
+        partial = PartialResults.empty(shares, q_blocks, tile.rows, problem)
+    whole_grid = (q_blocks, problem.num_kv_heads, problem.batch_size)
+    _attention_kernel[whole_grid if shares is None else (q_blocks, shares.pieces)](
         problem.query,
         problem.k_cache,
         problem.v_cache,
@@ -117,15 +151,16 @@ def _launch(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor |
         problem.mask,
         problem.bmm1_scale,
         problem.bmm2_scale,
-        out if partial is None else partial.out,
-        lse_log2 if partial is None else partial.lse_log2,
-        problem.num_rows,
+        out,
+        lse_log2,
+        None if partial is None else partial.out,
+        None if partial is None else partial.lse_log2,
         problem.max_q_len,
         problem.window_left,
         problem.batch_size,
-        splits.total,
-        num_splits,
-        problem.num_qo_heads,
+        problem.num_kv_heads,
+        0 if shares is None else shares.pieces,
+        0 if shares is None else shares.least_tiles,
         *problem.query.stride()[:2],
         *problem.k_cache.stride()[:3],
         *problem.v_cache.stride()[:3],
@@ -136,7 +171,7 @@ def _launch(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor |
         PAGE_SIZE=problem.page_size,
         MASK_WORDS=0 if problem.mask is None else problem.mask.shape[2],
         CAUSAL=problem.causal,
-        HAS_SPLITS=num_splits > 1,
+        SHARED=shares is not None,
         BLOCK_ROWS=tile.rows,
         BLOCK_KEYS=tile.keys,
         DOT_DTYPE=dot_dtype(problem.query),
@@ -146,22 +181,12 @@ def _launch(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor |
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    if partial is not None:
-        partial.merge(problem, out, lse_log2)
+    if partial is not None and shares is not None:
+        partial.merge(problem, shares, tile, out, lse_log2)
 
 
 # What varies from call to call must not compile again, not even for its value 1 or its multiples of 16.
-@triton.jit(
-    do_not_specialize=[
-        "num_rows",
-        "max_q_len",
-        "window_left",
-        "batch_size",
-        "total_splits",
-        "num_splits",
-        "num_qo_heads",
-    ]
-)
+@triton.jit(do_not_specialize=["max_q_len", "window_left", "batch_size", "num_kv_heads", "pieces", "least_tiles"])
 def _attention_kernel(
     query,
     k_cache,
@@ -174,15 +199,16 @@ def _attention_kernel(
     mask,
     bmm1_scale,
     bmm2_scale,
-    out,  # the output; with splits, float32 [num_splits, num_rows, heads, head_dim]
-    lse_log2,  # None: not wanted; with splits, float32 [num_splits, num_rows, heads]
-    num_rows,
+    out,
+    lse_log2,  # None: not wanted
+    partial_out,  # float32 [slots, BLOCK_ROWS, HEAD_DIM]; None: nothing is cut
+    partial_lse_log2,  # float32 [slots, BLOCK_ROWS]
     max_q_len,
     window_left,
     batch_size,
-    total_splits,  # of all requests together, shared out by length
-    num_splits,  # most of one request
-    num_qo_heads,
+    num_kv_heads,
+    pieces,
+    least_tiles,
     query_row_stride,
     query_head_stride,
     k_page_stride,
@@ -198,7 +224,7 @@ def _attention_kernel(
     PAGE_SIZE: tl.constexpr,
     MASK_WORDS: tl.constexpr,  # 0: no mask
     CAUSAL: tl.constexpr,
-    HAS_SPLITS: tl.constexpr,
+    SHARED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
@@ -206,111 +232,155 @@ def _attention_kernel(
     BMM2_IS_TENSOR: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One block of packed rows of one K/V head of one request, over one split of its keys."""
-    q_block = tl.program_id(0) // num_splits
-    split = tl.program_id(0) % num_splits
-    # Times a stride, these may exceed 32 bits.
-    kv_head = tl.program_id(1).to(tl.int64)
-    request = tl.program_id(2).to(tl.int64)
+    """One block of packed rows: over one share of the batch's keys, or over all keys of one request and K/V head."""
+    # The blocks of one share read the same keys at the same time: all but the first find them in L2.
+    q_block = tl.program_id(0)
+    reach = reach_of(window_left, max_q_len)
+    piece = tl.program_id(1).to(tl.int64)
+    if SHARED:
+        total, share = tiles_per_share(seq_lens, batch_size, reach, num_kv_heads, pieces, least_tiles, BLOCK_KEYS)
+        position = piece * share
+        end = tl.minimum(position + share, total)
+        request, request_begin = request_at(position, seq_lens, batch_size, reach, num_kv_heads, BLOCK_KEYS)
+    else:  # as if the order had this request and head alone
+        request = tl.program_id(2).to(tl.int64)
+        request_tiles = tiles_of(tl.load(seq_lens + request), reach, BLOCK_KEYS)[1]
+        request_begin = tl.zeros([], tl.int64)
+        position = piece * request_tiles
+        end = position + request_tiles
 
-    if cu_seqlens_q is None:
-        q_start = request * max_q_len
-        q_len = max_q_len
-    else:
-        q_start = tl.load(cu_seqlens_q + request)
-        q_len = tl.load(cu_seqlens_q + request + 1) - q_start
-    if q_block * BLOCK_ROWS >= q_len * GROUP:
-        return
-    kv_len = tl.load(seq_lens + request).to(tl.int32)
-
-    # Packed row r is query token r // GROUP, head r % GROUP of this K/V head's group.
-    packed = q_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    token = packed // GROUP
-    head = kv_head * GROUP + packed % GROUP
-    row_exists = token < q_len
-    q_position = kv_len - q_len  # of the request's first query token; negative where it has fewer keys than rows
-    position = q_position + token
-    row = (q_start + token).to(tl.int64)
-    row_head = (split * num_rows + row) * num_qo_heads + head
-
-    own_splits = num_splits
-    if HAS_SPLITS:
-        most_keys = tl.where(window_left >= 0, window_left + max_q_len, 0x7FFFFFFF)
-        own_splits = own_share(seq_lens, kv_len, most_keys, batch_size, total_splits, num_splits)
-        if split >= own_splits:
-            tl.store(lse_log2 + row_head, tl.full([BLOCK_ROWS], float("-inf"), tl.float32), mask=row_exists)
-            return
-
+    block_row = tl.arange(0, BLOCK_ROWS)
+    token = (q_block * BLOCK_ROWS + block_row) // GROUP  # of this request: packed row r is token r // GROUP,
+    group_head = (q_block * BLOCK_ROWS + block_row) % GROUP  # head r % GROUP of a K/V head's group
     dims = tl.arange(0, HEAD_DIM)
-    q = tl.load(
-        query + row[:, None] * query_row_stride + head[:, None] * query_head_stride + dims[None, :],
-        mask=row_exists[:, None],
-        other=0.0,
-    ).to(DOT_DTYPE)
-
-    # The span of keys that any row of the block may see, then this split's share of it.
-    first_key = 0
-    key_end = kv_len
-    if CAUSAL and MASK_WORDS == 0:
-        last_token = tl.minimum((q_block * BLOCK_ROWS + BLOCK_ROWS - 1) // GROUP, q_len - 1)
-        key_end = tl.minimum(kv_len, tl.maximum(q_position + last_token + 1, 0))
-    if window_left >= 0:
-        first_token = (q_block * BLOCK_ROWS) // GROUP
-        first_key = tl.maximum(q_position + first_token - window_left, 0)
-    key_start = first_key // BLOCK_KEYS * BLOCK_KEYS
-    num_steps = tl.cdiv(tl.maximum(key_end - key_start, 0), BLOCK_KEYS)
-    steps_per_split = tl.cdiv(num_steps, own_splits)
-    split_start = key_start + split * steps_per_split * BLOCK_KEYS
-    split_end = tl.minimum(split_start + steps_per_split * BLOCK_KEYS, key_end)
-
+    key_offsets = tl.arange(0, BLOCK_KEYS)
     scale_log2 = scalar(bmm1_scale, BMM1_IS_TENSOR) * LOG2_E
-    largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-    denominator = tl.zeros([BLOCK_ROWS], tl.float32)
-    sums = tl.zeros([BLOCK_ROWS, HEAD_DIM], tl.float32)
-    for start in range(split_start, split_end, BLOCK_KEYS):
-        key = start + tl.arange(0, BLOCK_KEYS)
-        key_exists = (key >= first_key) & (key < split_end)
-        slot = key % PAGE_SIZE
-        k_page = tl.load(k_block_tables + request * k_table_stride + key // PAGE_SIZE, mask=key_exists, other=0)
-        k_offset = k_page.to(tl.int64) * k_page_stride + kv_head * k_head_stride + slot * k_token_stride
-        k = tl.load(k_cache + k_offset[None, :] + dims[:, None], mask=key_exists[None, :], other=0.0)
-        scores = tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32)
-        scores = dot(q, k.to(DOT_DTYPE), scores, INTERPRETED) * scale_log2
 
-        visible = row_exists[:, None] & key_exists[None, :]
+    while position < end:
+        kv_len = tl.load(seq_lens + request).to(tl.int32)
+        start_tile, tiles = tiles_of(kv_len, reach, BLOCK_KEYS)
+        kv_head = (position - request_begin) // tiles
+        first_tile = (position - request_begin) % tiles
+        last_tile = tl.minimum(tiles, first_tile + end - position)
+        if cu_seqlens_q is None:
+            q_start = request * max_q_len
+            q_len = max_q_len
+        else:
+            q_start = tl.load(cu_seqlens_q + request).to(tl.int64)
+            q_len = (tl.load(cu_seqlens_q + request + 1) - q_start).to(tl.int32)
+        row_exists = token < q_len
+        head = kv_head * GROUP + group_head
+        row_head = (q_start + token) * (num_kv_heads * GROUP) + head
+        q = tl.load(
+            query + (q_start + token)[:, None] * query_row_stride + head[:, None] * query_head_stride + dims[None, :],
+            mask=row_exists[:, None],
+            other=0.0,
+        ).to(DOT_DTYPE)
+
+        # The keys of this share that any row of the block may see, and among them those that every row sees.
+        q_position = kv_len - q_len  # of the request's first query token; negative where it has fewer keys than rows
+        position_of_row = q_position + token
+        first_token = (q_block * BLOCK_ROWS) // GROUP
+        last_token = tl.minimum((q_block * BLOCK_ROWS + BLOCK_ROWS - 1) // GROUP, q_len - 1)
+        first_key = 0
+        key_end = kv_len
+        common_end = kv_len
         if MASK_WORDS > 0:
-            is_draft = key >= q_position
-            draft = tl.maximum(key - q_position, 0)  # index among the draft tokens
-            word = tl.load(
-                mask + (request * max_q_len + token)[:, None] * MASK_WORDS + (draft // 16)[None, :],
-                mask=visible & is_draft[None, :],
-                other=0,
-            )
-            shown = ((word.to(tl.int32) >> (draft % 16)[None, :]) & 1) != 0
-            visible = visible & (shown | ~is_draft[None, :])
+            common_end = q_position
         elif CAUSAL:
-            visible = visible & (key[None, :] <= position[:, None])
+            key_end = tl.minimum(kv_len, tl.maximum(q_position + last_token + 1, 0))
+            common_end = q_position + first_token + 1
+        common_begin = 0
         if window_left >= 0:
-            visible = visible & (key[None, :] >= position[:, None] - window_left)
-        scores = tl.where(visible, scores, float("-inf"))
+            first_key = tl.maximum(q_position + first_token - window_left, 0)
+            common_begin = tl.maximum(q_position + last_token - window_left, 0)
+        share_begin = ((start_tile + first_tile) * BLOCK_KEYS).to(tl.int32)
+        share_begin = tl.maximum(share_begin, first_key // BLOCK_KEYS * BLOCK_KEYS)
+        share_end = tl.minimum(((start_tile + last_tile) * BLOCK_KEYS).to(tl.int32), key_end)
+        if q_block * BLOCK_ROWS >= q_len * GROUP:  # no row of this request
+            share_end = share_begin
+        num_tiles = tl.cdiv(tl.maximum(share_end - share_begin, 0), BLOCK_KEYS)
+        num_before = tl.cdiv(tl.maximum(common_begin - share_begin, 0), BLOCK_KEYS)
+        num_common = (tl.minimum(share_end, common_end) - share_begin) // BLOCK_KEYS - num_before
+        num_common = tl.maximum(num_common, 0)
 
-        weights, rescale, largest, denominator = softmax_step(scores, largest, denominator)
+        largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+        denominator = tl.zeros([BLOCK_ROWS], tl.float32)
+        sums = tl.zeros([BLOCK_ROWS, HEAD_DIM], tl.float32)
+        k_table = k_block_tables + request * k_table_stride
+        v_table = v_block_tables + request * v_table_stride
+        k_head = k_cache + kv_head * k_head_stride
+        v_head = v_cache + kv_head * v_head_stride
+        # Page ids are read one tile ahead: keys that waited for their ids could not be read ahead themselves. And tiles are
+        # counted from 0, since Triton 3.7 loses the alignment of addresses behind a counter that begins elsewhere.
+        begin = share_begin + num_before * BLOCK_KEYS
+        k_page = pages_of(k_table, begin, share_end, PAGE_SIZE, BLOCK_KEYS)
+        v_page = pages_of(v_table, begin, share_end, PAGE_SIZE, BLOCK_KEYS)
+        for tile in range(num_common):
+            begin = share_begin + (num_before + tile) * BLOCK_KEYS
+            k_offset = offsets_of(k_page, begin, k_page_stride, k_token_stride, PAGE_SIZE, BLOCK_KEYS)
+            v_offset = offsets_of(v_page, begin, v_page_stride, v_token_stride, PAGE_SIZE, BLOCK_KEYS)
+            k = tl.load(k_head + k_offset[None, :] + dims[:, None])
+            v = tl.load(v_head + v_offset[:, None] + dims[None, :])
+            k_page = pages_of(k_table, begin + BLOCK_KEYS, share_end, PAGE_SIZE, BLOCK_KEYS)
+            v_page = pages_of(v_table, begin + BLOCK_KEYS, share_end, PAGE_SIZE, BLOCK_KEYS)
+            scores = tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32)
+            scores = dot(q, k.to(DOT_DTYPE), scores, INTERPRETED) * scale_log2
+            weights, rescale, largest, denominator = softmax_step(scores, largest, denominator)
+            weights = rounded(weights, DOT_DTYPE, INTERPRETED)
+            sums = dot(weights, v.to(DOT_DTYPE), sums * rescale[:, None], INTERPRETED)
 
-        v_page = tl.load(v_block_tables + request * v_table_stride + key // PAGE_SIZE, mask=key_exists, other=0)
-        v_offset = v_page.to(tl.int64) * v_page_stride + kv_head * v_head_stride + slot * v_token_stride
-        v = tl.load(v_cache + v_offset[:, None] + dims[None, :], mask=key_exists[:, None], other=0.0)
-        weights = rounded(weights, DOT_DTYPE, INTERPRETED)
-        sums = dot(weights, v.to(DOT_DTYPE), sums * rescale[:, None], INTERPRETED)
+        for tile in range(num_tiles - num_common):  # those before and behind
+            begin = share_begin + (tile + tl.where(tile < num_before, 0, num_common)) * BLOCK_KEYS
+            key = begin + key_offsets
+            key_exists = (key >= first_key) & (key < share_end)
+            k_page = pages_of(k_table, begin, share_end, PAGE_SIZE, BLOCK_KEYS)
+            v_page = pages_of(v_table, begin, share_end, PAGE_SIZE, BLOCK_KEYS)
+            k_offset = offsets_of(k_page, begin, k_page_stride, k_token_stride, PAGE_SIZE, BLOCK_KEYS)
+            v_offset = offsets_of(v_page, begin, v_page_stride, v_token_stride, PAGE_SIZE, BLOCK_KEYS)
+            k = tl.load(k_head + k_offset[None, :] + dims[:, None], mask=key_exists[None, :], other=0.0)
+            v = tl.load(v_head + v_offset[:, None] + dims[None, :], mask=key_exists[:, None], other=0.0)
+            scores = tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32)
+            scores = dot(q, k.to(DOT_DTYPE), scores, INTERPRETED) * scale_log2
+            visible = row_exists[:, None] & key_exists[None, :]
+            if MASK_WORDS > 0:
+                is_draft = key >= q_position
+                draft = tl.maximum(key - q_position, 0)  # index among the draft tokens
+                word = tl.load(
+                    mask + (request * max_q_len + token)[:, None] * MASK_WORDS + (draft // 16)[None, :],
+                    mask=visible & is_draft[None, :],
+                    other=0,
+                )
+                shown = ((word.to(tl.int32) >> (draft % 16)[None, :]) & 1) != 0
+                visible = visible & (shown | ~is_draft[None, :])
+            elif CAUSAL:
+                visible = visible & (key[None, :] <= position_of_row[:, None])
+            if window_left >= 0:
+                visible = visible & (key[None, :] >= position_of_row[:, None] - window_left)
+            scores = tl.where(visible, scores, float("-inf"))
+            weights, rescale, largest, denominator = softmax_step(scores, largest, denominator)
+            weights = rounded(weights, DOT_DTYPE, INTERPRETED)
+            sums = dot(weights, v.to(DOT_DTYPE), sums * rescale[:, None], INTERPRETED)
 
-    if not HAS_SPLITS:
-        if sinks is not None:
-            sink_log2 = tl.load(sinks + head, mask=row_exists, other=0.0) * LOG2_E
-            rescale, largest, denominator = add_sink(sink_log2, largest, denominator)
-            sums = sums * rescale[:, None]
-        sums = sums * scalar(bmm2_scale, BMM2_IS_TENSOR)
-    divisor = tl.where(denominator == 0, 1.0, denominator)
-    result = sums / divisor[:, None]
-    result = rounded(result, out.dtype.element_ty, INTERPRETED)
-    tl.store(out + row_head[:, None] * HEAD_DIM + dims[None, :], result, mask=row_exists[:, None])
-    if lse_log2 is not None:
-        tl.store(lse_log2 + row_head, log2_sum(largest, denominator), mask=row_exists)
+        is_whole = (first_tile == 0) & (last_tile == tiles)
+        if is_whole or partial_out is None:
+            if sinks is not None:
+                sink_log2 = tl.load(sinks + head, mask=row_exists, other=0.0) * LOG2_E
+                rescale, largest, denominator = add_sink(sink_log2, largest, denominator)
+                sums = sums * rescale[:, None]
+            divisor = tl.where(denominator == 0, 1.0, denominator)
+            result = sums * scalar(bmm2_scale, BMM2_IS_TENSOR) / divisor[:, None]
+            result = rounded(result, out.dtype.element_ty, INTERPRETED)
+            tl.store(out + row_head[:, None] * HEAD_DIM + dims[None, :], result, mask=row_exists[:, None])
+            if lse_log2 is not None:
+                tl.store(lse_log2 + row_head, log2_sum(largest, denominator), mask=row_exists)
+        else:
+            place = slot_of(piece, q_block, tl.num_programs(0), first_tile == 0) * BLOCK_ROWS + block_row
+            divisor = tl.where(denominator == 0, 1.0, denominator)
+            tl.store(partial_out + place[:, None] * HEAD_DIM + dims[None, :], sums / divisor[:, None])
+            tl.store(partial_lse_log2 + place, log2_sum(largest, denominator))
+
+        position += last_tile - first_tile
+        if position == request_begin + tiles * num_kv_heads:
+            request_begin = position
+            request += 1

@@ -1,8 +1,8 @@
 """FlashInfer's MLA decode call in Triton: any GPU that Triton compiles for, and a CPU in its interpreter.
 
 After absorption all query heads read the same cache entries, whose latent part is key and value at once. The query rows of
-a request and all heads are packed into one tile, and each tile of entries is loaded once and used for both products. Long
-requests are split over programs whose partial results a second kernel merges, as in `lab.kernels.portable`.
+a request and all heads are packed into one tile, and each tile of entries is loaded once and used for both products. Keys
+are shared out among programs as in `lab.kernels.portable`.
 """
 
 import math
@@ -13,20 +13,26 @@ import triton
 import triton.language as tl
 
 from lab.calls import takes
+from lab.kernels.key_shares import (
+    NO_WINDOW,
+    PartialResults,
+    choose_shares,
+    request_at,
+    slot_of,
+    tiles_of,
+    tiles_per_share,
+)
 from lab.kernels.support import Capability, Kernel, capability_of, refuse_unsupported, triton_interprets
 from lab.kernels.triton_support import (
     LOG2_E,
-    PartialResults,
-    Splits,
     Tile,
     add_sink,
-    choose_splits,
     dot,
     dot_dtype,
     has_rows,
     log2_sum,
-    num_multiprocessors,
-    own_share,
+    offsets_of,
+    pages_of,
     rounded,
     scalar,
     softmax_step,
@@ -37,11 +43,10 @@ from lab.problem import PagedAttention
 # Rows of a tile that fit a program's shared memory, by the GPU's major capability, else 16: SM90 and SM100 have 227 KiB, but
 # for SM100 Triton 3.7.1 wants 281 for 64 rows; SM80 has 163, SM89 and SM120 have 99.
 MOST_ROWS = {9: 64, 10: 32}
-# Fewest keys worth a piece of their own: its partial results are written and read again, 64 kB for 16 rows of 512 float32
+# Fewest keys worth a program of their own: its partial result is written and read again, 64 kB for 16 rows of 512 float32
 # elements, against 147 kB of bf16 entries. Reckoned, not measured.
-LEAST_KEYS_PER_PIECE = 128
-# Most scratch of the split: with many rows of 512 float32 elements it is the number of pieces that gives way.
-MOST_PARTIAL_BYTES = 2**30
+LEAST_KEYS = 128
+NO_REACH: tl.constexpr = tl.constexpr(NO_WINDOW)
 
 
 @takes(MLADecodeCall)
@@ -72,13 +77,14 @@ def choose_mla_tile(num_packed_rows: int, capability: Capability | None) -> Tile
     """The tile for requests of at most `num_packed_rows` = max_q_len * num_qo_heads rows.
 
     Registers and shared memory decide, at a kv_lora_rank of 512. The sums of 64 rows are half the register file of an SM90
-    multiprocessor, so that 128 would not fit; more rows become more blocks, which re-read the entries through L2. What
-    Triton 3.7.1's compiler makes of bf16 for SM90 (compiled only: no time measured):
+    multiprocessor, so that 128 would not fit; more rows become more blocks, which re-read the entries through L2. Measured
+    on an H200, bf16, 64 requests at 8,192 keys, pages of 64, µs:
 
-    * 16 rows, the least a matrix unit takes: 183 registers, 94 kB, so that two programs share a multiprocessor. 5 stages
-      hold two tiles of entries, since Triton gives the page ids stages of their own; 3 would hold one.
-    * 32 rows: 248 registers, 189 kB.
-    * 64 rows, the least of Hopper's asynchronous products: 255 registers and a few spilled, 222 kB.
+    * 16 rows (16 heads; 166 with what is chosen, FlashInfer's FA3 wrapper 147): 167 with 32 keys, 4 warps and two programs
+      of a multiprocessor, which is what fits other GPUs; 171 with 64 keys, 2 stages, 4 warps; 213 with one program of those.
+    * 64 rows (128 heads; 729, the wrapper 244): 740 with 32 keys, 3 stages; 861 with blocks of 32 rows. Triton gives each of
+      the two warp groups all scores of 64 rows, so that Q·K^T is computed twice, and with two tiles of entries in shared
+      memory it asks for the next one only after it has used the last: neither products nor loads run beside each other.
 
     Args:
         num_packed_rows: most rows of one request.
@@ -86,33 +92,19 @@ def choose_mla_tile(num_packed_rows: int, capability: Capability | None) -> Tile
     """
     most_rows = MOST_ROWS.get(9 if capability is None else capability[0], 16)
     rows = min(max(16, triton.next_power_of_2(num_packed_rows)), most_rows)
-    if rows == 16:
-        return Tile(rows, keys=32, num_warps=4, num_stages=5)
-    return Tile(rows, keys=64, num_warps=8, num_stages=5 if rows == 32 else 3)
-
-
-def choose_mla_splits(problem: PagedAttention, tile: Tile, q_blocks: int) -> Splits:
-    """The pieces that the call's keys are cut into, their partial results in MOST_PARTIAL_BYTES unless one exceeds it."""
-    table_tokens = problem.k_block_tables.shape[1] * problem.page_size
-    splits = choose_splits(
-        problem.batch_size,
-        1,  # a decode's blocks of rows are no longer prompt: they read the same keys, as K/V heads of other calls do
-        q_blocks,
-        triton.cdiv(min(problem.max_kv_len, table_tokens), max(tile.keys, LEAST_KEYS_PER_PIECE)),
-        num_multiprocessors(problem.query.device),
-    )
-    bytes_per_split = 4 * problem.num_rows * problem.num_qo_heads * problem.v_head_dim
-    return Splits(splits.total, max(1, min(splits.most, MOST_PARTIAL_BYTES // bytes_per_split)))
+    if most_rows == 16:
+        return Tile(rows, keys=32, num_warps=4, num_stages=3, per_multiprocessor=2)
+    return Tile(rows, keys=64, num_warps=8, num_stages=2 if rows == 64 else 3)
 
 
 def _launch(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor | None) -> None:
+    device = problem.query.device
     packed_rows = problem.max_q_len * problem.num_qo_heads
-    tile = choose_mla_tile(packed_rows, capability_of(problem.query.device))
+    tile = choose_mla_tile(packed_rows, capability_of(device))
     q_blocks = triton.cdiv(packed_rows, tile.rows)
-    splits = choose_mla_splits(problem, tile, q_blocks)
-    num_splits = splits.most
-    partial = PartialResults.empty(problem, num_splits) if num_splits > 1 else None
-    _mla_kernel[(q_blocks * num_splits, problem.batch_size)](
+    shares = choose_shares(tile, q_blocks, device, LEAST_KEYS)
+    partial = PartialResults.empty(shares, q_blocks, tile.rows, problem) if shares.pieces > 1 else None
+    _mla_kernel[(q_blocks, shares.pieces)](
         problem.query,
         problem.k_cache,
         problem.k_block_tables,
@@ -121,14 +113,14 @@ def _launch(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor |
         problem.sinks,
         problem.bmm1_scale,
         problem.bmm2_scale,
-        out if partial is None else partial.out,
-        lse_log2 if partial is None else partial.lse_log2,
-        problem.num_rows,
+        out,
+        lse_log2,
+        None if partial is None else partial.out,
+        None if partial is None else partial.lse_log2,
         problem.max_q_len,
         problem.batch_size,
-        q_blocks,
-        splits.total,
-        num_splits,
+        shares.pieces,
+        shares.least_tiles,
         *problem.query.stride()[:2],
         problem.k_cache.stride(0),
         problem.k_cache.stride(2),
@@ -137,7 +129,6 @@ def _launch(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor |
         RANK=problem.v_head_dim,
         ROPE=problem.head_dim - problem.v_head_dim,
         PAGE_SIZE=problem.page_size,
-        HAS_SPLITS=num_splits > 1,
         BLOCK_ROWS=tile.rows,
         BLOCK_KEYS=tile.keys,
         DOT_DTYPE=dot_dtype(problem.query),
@@ -148,21 +139,11 @@ def _launch(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor |
         num_stages=tile.num_stages,
     )
     if partial is not None:
-        partial.merge(problem, out, lse_log2)
+        partial.merge(problem, shares, tile, out, lse_log2)
 
 
 # What varies from call to call must not compile again, not even for its value 1 or its multiples of 16.
-@triton.jit(
-    do_not_specialize=[
-        "num_rows",
-        "max_q_len",
-        "batch_size",
-        "q_blocks",
-        "total_splits",
-        "num_splits",
-        "table_stride",
-    ]
-)
+@triton.jit(do_not_specialize=["max_q_len", "batch_size", "pieces", "least_tiles", "table_stride"])
 def _mla_kernel(
     query,
     kv_cache,
@@ -172,14 +153,14 @@ def _mla_kernel(
     sinks,  # None: no sink
     bmm1_scale,
     bmm2_scale,
-    out,  # the output; with splits, float32 [num_splits, num_rows, HEADS, RANK]
-    lse_log2,  # None: not wanted; with splits, float32 [num_splits, num_rows, HEADS]
-    num_rows,
+    out,
+    lse_log2,  # None: not wanted
+    partial_out,  # float32 [slots, BLOCK_ROWS, RANK]; None: one share, which cuts nothing
+    partial_lse_log2,  # float32 [slots, BLOCK_ROWS]
     max_q_len,
     batch_size,
-    q_blocks,
-    total_splits,  # of all requests together, shared out by length
-    num_splits,  # most of one request
+    pieces,
+    least_tiles,
     query_row_stride,
     query_head_stride,
     page_stride,
@@ -189,7 +170,6 @@ def _mla_kernel(
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    HAS_SPLITS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
@@ -197,81 +177,109 @@ def _mla_kernel(
     BMM2_IS_TENSOR: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One block of packed rows of one request, over one split of its keys."""
-    # The blocks of one split read the same entries: side by side, all but the first find them in L2.
-    q_block = tl.program_id(0) % q_blocks
-    split = tl.program_id(0) // q_blocks
-    request = tl.program_id(1).to(tl.int64)  # times a stride, it may exceed 32 bits
-
-    if cu_seqlens_q is None:
-        q_start = request * max_q_len
-        q_len = max_q_len
-    else:
-        q_start = tl.load(cu_seqlens_q + request)
-        q_len = tl.load(cu_seqlens_q + request + 1) - q_start
-    if q_block * BLOCK_ROWS >= q_len * HEADS:
-        return
-    kv_len = tl.load(seq_lens + request).to(tl.int32)
+    """One block of packed rows over one share of the batch's keys."""
+    # The blocks of one share read the same entries at the same time: all but the first find them in L2.
+    q_block = tl.program_id(0)
+    q_blocks = tl.num_programs(0)
+    piece = tl.program_id(1).to(tl.int64)
+    total, share = tiles_per_share(seq_lens, batch_size, NO_REACH, 1, pieces, least_tiles, BLOCK_KEYS)
+    position = piece * share
+    end = tl.minimum(position + share, total)
+    request, request_begin = request_at(position, seq_lens, batch_size, NO_REACH, 1, BLOCK_KEYS)
 
     # Packed row r is query token r // HEADS, head r % HEADS.
-    packed = q_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    token = packed // HEADS
-    head = packed % HEADS
-    row_exists = token < q_len
-    position = kv_len - q_len + token  # negative where a request has fewer keys than rows
-    row = (q_start + token).to(tl.int64)
-    row_head = (split * num_rows + row) * HEADS + head
-
-    own_splits = num_splits
-    if HAS_SPLITS:
-        own_splits = own_share(seq_lens, kv_len, 0x7FFFFFFF, batch_size, total_splits, num_splits)
-        if split >= own_splits:
-            tl.store(lse_log2 + row_head, tl.full([BLOCK_ROWS], float("-inf"), tl.float32), mask=row_exists)
-            return
-
+    block_row = tl.arange(0, BLOCK_ROWS)
+    token = (q_block * BLOCK_ROWS + block_row) // HEADS
+    head = (q_block * BLOCK_ROWS + block_row) % HEADS
     latent_dims = tl.arange(0, RANK)
     rope_dims = RANK + tl.arange(0, ROPE)
-    q_row = query + row[:, None] * query_row_stride + head[:, None] * query_head_stride
-    q_latent = tl.load(q_row + latent_dims[None, :], mask=row_exists[:, None], other=0.0).to(DOT_DTYPE)
-    q_rope = tl.load(q_row + rope_dims[None, :], mask=row_exists[:, None], other=0.0).to(DOT_DTYPE)
-
-    # The keys that the block's last row sees, then this split's share of them.
-    last_token = tl.minimum((q_block * BLOCK_ROWS + BLOCK_ROWS - 1) // HEADS, q_len - 1)
-    key_end = tl.maximum(kv_len - q_len + last_token + 1, 0)
-    steps_per_split = tl.cdiv(tl.cdiv(key_end, BLOCK_KEYS), own_splits)
-    split_start = split * steps_per_split * BLOCK_KEYS
-    split_end = tl.minimum(split_start + steps_per_split * BLOCK_KEYS, key_end)
-
+    key_offsets = tl.arange(0, BLOCK_KEYS)
     scale_log2 = scalar(bmm1_scale, BMM1_IS_TENSOR) * LOG2_E
-    largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-    denominator = tl.zeros([BLOCK_ROWS], tl.float32)
-    sums = tl.zeros([BLOCK_ROWS, RANK], tl.float32)
-    for start in range(split_start, split_end, BLOCK_KEYS):
-        key = start + tl.arange(0, BLOCK_KEYS)
-        key_exists = key < split_end
-        page = tl.load(block_tables + request * table_stride + key // PAGE_SIZE, mask=key_exists, other=0)
-        entry = kv_cache + (page.to(tl.int64) * page_stride + (key % PAGE_SIZE).to(tl.int64) * token_stride)[:, None]
-        latent = tl.load(entry + latent_dims[None, :], mask=key_exists[:, None], other=0.0).to(DOT_DTYPE)
-        rope = tl.load(entry + rope_dims[None, :], mask=key_exists[:, None], other=0.0).to(DOT_DTYPE)
 
-        scores = tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32)
-        scores = dot(q_rope, tl.trans(rope), scores, INTERPRETED)
-        scores = dot(q_latent, tl.trans(latent), scores, INTERPRETED) * scale_log2
-        # A row that does not exist has zeros for a query; what it sees is stored nowhere.
-        visible = key_exists[None, :] & (key[None, :] <= position[:, None])
-        scores = tl.where(visible, scores, float("-inf"))
-        weights, rescale, largest, denominator = softmax_step(scores, largest, denominator)
-        weights = rounded(weights, DOT_DTYPE, INTERPRETED)
-        sums = dot(weights, latent, sums * rescale[:, None], INTERPRETED)
+    while position < end:
+        kv_len = tl.load(seq_lens + request).to(tl.int32)
+        _, tiles = tiles_of(kv_len, NO_REACH, BLOCK_KEYS)
+        first_tile = position - request_begin
+        last_tile = tl.minimum(tiles, first_tile + end - position)
+        if cu_seqlens_q is None:
+            q_start = request * max_q_len
+            q_len = max_q_len
+        else:
+            q_start = tl.load(cu_seqlens_q + request).to(tl.int64)
+            q_len = (tl.load(cu_seqlens_q + request + 1) - q_start).to(tl.int32)
+        row_exists = token < q_len
+        key_limit = kv_len - q_len + token + 1  # not positive where a request has fewer keys than rows
+        row_head = (q_start + token) * HEADS + head
 
-    if not HAS_SPLITS:
-        if sinks is not None:
-            sink_log2 = tl.load(sinks + head, mask=row_exists, other=0.0) * LOG2_E
-            rescale, largest, denominator = add_sink(sink_log2, largest, denominator)
-            sums = sums * rescale[:, None]
-        sums = sums * scalar(bmm2_scale, BMM2_IS_TENSOR)
-    divisor = tl.where(denominator == 0, 1.0, denominator)
-    result = rounded(sums / divisor[:, None], out.dtype.element_ty, INTERPRETED)
-    tl.store(out + row_head[:, None] * RANK + latent_dims[None, :], result, mask=row_exists[:, None])
-    if lse_log2 is not None:
-        tl.store(lse_log2 + row_head, log2_sum(largest, denominator), mask=row_exists)
+        q_row = query + (q_start + token)[:, None] * query_row_stride + head[:, None] * query_head_stride
+        q_latent = tl.load(q_row + latent_dims[None, :], mask=row_exists[:, None], other=0.0).to(DOT_DTYPE)
+        q_rope = tl.load(q_row + rope_dims[None, :], mask=row_exists[:, None], other=0.0).to(DOT_DTYPE)
+
+        # The keys of this share, up to the last that a row of the block sees, and among them those that every row sees.
+        first_token = (q_block * BLOCK_ROWS) // HEADS
+        last_token = tl.minimum((q_block * BLOCK_ROWS + BLOCK_ROWS - 1) // HEADS, q_len - 1)
+        share_begin = (first_tile * BLOCK_KEYS).to(tl.int32)
+        share_end = tl.minimum((last_tile * BLOCK_KEYS).to(tl.int32), kv_len - q_len + last_token + 1)
+        num_tiles = tl.cdiv(tl.maximum(share_end - share_begin, 0), BLOCK_KEYS)
+        common_end = tl.minimum(share_end, kv_len - q_len + first_token + 1)
+        num_common = tl.maximum(common_end - share_begin, 0) // BLOCK_KEYS
+
+        largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+        denominator = tl.zeros([BLOCK_ROWS], tl.float32)
+        sums = tl.zeros([BLOCK_ROWS, RANK], tl.float32)
+        table = block_tables + request * table_stride
+        # Page ids are read one tile ahead: entries that waited for their ids could not be read ahead themselves. And tiles
+        # are counted from 0, since Triton 3.7 loses the alignment of addresses behind a counter that begins elsewhere.
+        page = pages_of(table, share_begin, share_end, PAGE_SIZE, BLOCK_KEYS)
+        for tile in range(num_common):
+            begin = share_begin + tile * BLOCK_KEYS
+            entry = kv_cache + offsets_of(page, begin, page_stride, token_stride, PAGE_SIZE, BLOCK_KEYS)[:, None]
+            latent = tl.load(entry + latent_dims[None, :]).to(DOT_DTYPE)
+            rope = tl.load(entry + rope_dims[None, :]).to(DOT_DTYPE)
+            page = pages_of(table, begin + BLOCK_KEYS, share_end, PAGE_SIZE, BLOCK_KEYS)
+            scores = tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32)
+            scores = dot(q_rope, tl.trans(rope), scores, INTERPRETED)
+            scores = dot(q_latent, tl.trans(latent), scores, INTERPRETED) * scale_log2
+            weights, rescale, largest, denominator = softmax_step(scores, largest, denominator)
+            weights = rounded(weights, DOT_DTYPE, INTERPRETED)
+            sums = dot(weights, latent, sums * rescale[:, None], INTERPRETED)
+
+        for tile in range(num_tiles - num_common):
+            begin = share_begin + (num_common + tile) * BLOCK_KEYS
+            key = begin + key_offsets
+            exists = key < share_end
+            page = pages_of(table, begin, share_end, PAGE_SIZE, BLOCK_KEYS)
+            entry = kv_cache + offsets_of(page, begin, page_stride, token_stride, PAGE_SIZE, BLOCK_KEYS)[:, None]
+            latent = tl.load(entry + latent_dims[None, :], mask=exists[:, None], other=0.0).to(DOT_DTYPE)
+            rope = tl.load(entry + rope_dims[None, :], mask=exists[:, None], other=0.0).to(DOT_DTYPE)
+            scores = tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32)
+            scores = dot(q_rope, tl.trans(rope), scores, INTERPRETED)
+            scores = dot(q_latent, tl.trans(latent), scores, INTERPRETED) * scale_log2
+            # A row that does not exist has zeros for a query; what it sees is stored nowhere.
+            visible = exists[None, :] & (key[None, :] < key_limit[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
+            weights, rescale, largest, denominator = softmax_step(scores, largest, denominator)
+            weights = rounded(weights, DOT_DTYPE, INTERPRETED)
+            sums = dot(weights, latent, sums * rescale[:, None], INTERPRETED)
+
+        is_whole = (first_tile == 0) & (last_tile == tiles)
+        if is_whole or partial_out is None:
+            if sinks is not None:
+                sink_log2 = tl.load(sinks + head, mask=row_exists, other=0.0) * LOG2_E
+                rescale, largest, denominator = add_sink(sink_log2, largest, denominator)
+                sums = sums * rescale[:, None]
+            divisor = tl.where(denominator == 0, 1.0, denominator)
+            result = sums * scalar(bmm2_scale, BMM2_IS_TENSOR) / divisor[:, None]
+            result = rounded(result, out.dtype.element_ty, INTERPRETED)
+            tl.store(out + row_head[:, None] * RANK + latent_dims[None, :], result, mask=row_exists[:, None])
+            if lse_log2 is not None:
+                tl.store(lse_log2 + row_head, log2_sum(largest, denominator), mask=row_exists)
+        else:
+            place = slot_of(piece, q_block, q_blocks, first_tile == 0) * BLOCK_ROWS + block_row
+            divisor = tl.where(denominator == 0, 1.0, denominator)
+            tl.store(partial_out + place[:, None] * RANK + latent_dims[None, :], sums / divisor[:, None])
+            tl.store(partial_lse_log2 + place, log2_sum(largest, denominator))
+
+        position += last_tile - first_tile
+        request_begin += tiles
+        request += 1

@@ -16,7 +16,7 @@ from lab.kernels import portable
 from lab.metadata import DraftAttention, ForwardBatch, KVPool, QueryLayout, SpecInfo
 from lab.metadata.cuda_graph import GraphMode, GraphRunner, MetadataPlace
 from lab.metadata.mla_graph import MLAGraphMetadata, MLAGraphState
-from tests.devices import DEVICES
+from tests.devices import IN_INTERPRETER, ON_GPU
 
 CPU = torch.device("cpu")
 WIDTH = 4
@@ -33,22 +33,31 @@ def wrong(verdicts: list[GraphVerdict]) -> dict[str, str]:
     return {each.check: each.reason for each in verdicts if each.outcome is not Outcome.RIGHT}
 
 
+@IN_INTERPRETER
 @pytest.mark.parametrize("place", list(MetadataPlace), ids=lambda place: place.name.lower())
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_passes_with_the_references(mode: str, place: MetadataPlace) -> None:
     assert wrong(judge_mla_graphs(references, MLAGraphCase(MODES[mode], place), CPU)) == {}
 
 
+@IN_INTERPRETER
 @pytest.mark.parametrize("page_size", [32, 64])
 def test_a_draft_step_that_counts_its_own_token_passes(page_size: int) -> None:
     case = MLAGraphCase(MODES["draft_decode"], attention=DraftAttention.MLA_WITH_OFFSET, page_size=page_size)
     assert wrong(judge_mla_graphs(references, case, CPU)) == {}
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_the_portable_kernel_passes(device: str) -> None:
-    """Padded rows, of unequal numbers: the other modes' calls are simpler."""
-    assert wrong(judge_mla_graphs(portable, MLAGraphCase(MODES["draft_extend"]), device)) == {}
+@pytest.mark.parametrize(
+    ("mode", "device"),
+    [
+        # Padded rows, of unequal numbers: the other modes' calls are simpler.
+        pytest.param("draft_extend", "cpu", marks=IN_INTERPRETER),
+        *(pytest.param(mode, "cuda", marks=ON_GPU) for mode in MODES),
+    ],
+)
+@pytest.mark.parametrize("place", list(MetadataPlace), ids=lambda place: place.name.lower())
+def test_the_portable_kernel_passes(mode: str, device: str, place: MetadataPlace) -> None:
+    assert wrong(judge_mla_graphs(portable, MLAGraphCase(MODES[mode], place), device)) == {}
 
 
 # --- deliberate defects -----------------------------------------------------------------------------------------------
@@ -128,6 +137,7 @@ DEFECTS: dict[type[Defective], str] = {
 }
 
 
+@IN_INTERPRETER
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.__name__)
 def test_a_defect_of_the_metadata_is_found(defect: type[Defective]) -> None:
     def make(case: MLAGraphCase, pool: KVPool, sizes: Sequence[int], body: Any) -> GraphRunner[Any]:
@@ -137,6 +147,7 @@ def test_a_defect_of_the_metadata_is_found(defect: type[Defective]) -> None:
     assert wrong(judge_mla_graphs(references, MLAGraphCase(MODES[DEFECTS[defect]]), CPU, make))
 
 
+@IN_INTERPRETER
 def test_rows_as_they_lie_are_found_in_the_first_draft_extend() -> None:
     """What SGLang 0.5.12 captures."""
 
@@ -147,6 +158,7 @@ def test_rows_as_they_lie_are_found_in_the_first_draft_extend() -> None:
     assert wrong(judge_mla_graphs(references, MLAGraphCase(MODES["draft_extend"]), CPU, make))
 
 
+@IN_INTERPRETER
 def test_a_wrong_implementation_is_found() -> None:
     class LastKeyLost:
         @staticmethod
@@ -156,6 +168,7 @@ def test_a_wrong_implementation_is_found() -> None:
     assert set(wrong(judge_mla_graphs(LastKeyLost, MLAGraphCase(MODES["decode"]), CPU)))
 
 
+@IN_INTERPRETER
 def test_buffers_that_move_are_told() -> None:
     def make(case: MLAGraphCase, pool: KVPool, sizes: Sequence[int], body: Any) -> GraphRunner[Any]:
         runner = right_mla_runner(case, pool, sizes, body)

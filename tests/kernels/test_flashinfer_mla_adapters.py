@@ -315,7 +315,12 @@ REFUSED: dict[str, tuple[Kernel, tuple[int, int] | None, Callable[[], Arguments]
     ),
     "wrapper of bmm2_scale": (Kernel.FA3_MLA, SM90, lambda: case(bmm2_scale=0.5), "must be 1"),
     "wrapper of scale 0": (Kernel.FA3_MLA, SM90, lambda: case(kv_dtype=E4M3, bmm2_scale=0.0), "positive"),
-    "wrapper of a negative scale": (Kernel.FA3_MLA, SM90, lambda: case(bmm1_scale=-0.1), "a positive bmm1_scale, not -0.1"),
+    "wrapper of a negative scale": (
+        Kernel.FA3_MLA,
+        SM90,
+        lambda: case(bmm1_scale=-0.1),
+        "a positive bmm1_scale, not -0.1",
+    ),
     "wrapper of tensor scales": (Kernel.FA3_MLA, SM90, lambda: case(bmm1_scale=torch.tensor([0.1])), "as numbers"),
 }
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from lab import references
 from lab.calls import DecodeCall
-from lab.kernels import portable, triton_support
+from lab.kernels import key_shares, portable
 from lab.kernels.support import Kernel, why_not
 from tests.cases import Batch, context_arguments, decode_arguments, pack_mask, random_batch
 
@@ -104,12 +105,12 @@ def sinks_of(num_heads: int) -> Tensor:
 
 @pytest.fixture
 def split(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Cut every request with a key into as many pieces, whatever the call."""
-    return lambda count: monkeypatch.setattr(portable, "choose_splits", lambda *_: every_request(count))
+    """Give each block of rows a program for all its keys, or share these out among so many that most requests are cut."""
+    return lambda count: monkeypatch.setattr(portable, "shares_of", lambda *_: shares_of(count))
 
 
-def every_request(count: int) -> triton_support.Splits:
-    return triton_support.Splits(total=2**20, most=count)
+def shares_of(count: int) -> key_shares.Shares | None:
+    return key_shares.Shares(16 * count) if count > 1 else None
 
 
 # Shapes and dtypes.
@@ -340,7 +341,7 @@ def test_query_of_any_row_and_head_stride() -> None:
 @pytest.mark.parametrize("function", [DECODE, CONTEXT])
 @pytest.mark.parametrize("options", [{}, {"window_left": 40}, {"sinks": sinks_of(2)}], ids=["plain", "window", "sinks"])
 def test_splits_agree(split: Callable[[int], None], function: str, options: Arguments) -> None:
-    """From none to more than there are keys to share out: most are empty then, for the short request all but one."""
+    """From a program for all keys of a block to more programs than there are tiles."""
     batch = random_batch([3, 3], [7, 260], heads=(2, 1), head_dim=64, seed=3)
     split(1)
     whole, whole_lse = assert_right(function, batch, 64, out_dtype=FP32, bmm1_scale=0.125, **options)
@@ -351,20 +352,21 @@ def test_splits_agree(split: Callable[[int], None], function: str, options: Argu
         torch.testing.assert_close(lse, whole_lse, rtol=FLOAT32_SUMS, atol=FLOAT32_SUMS)
 
 
-@pytest.mark.parametrize(("total", "most"), [(2, 2), (4, 3), (20, 6)])
+@pytest.mark.parametrize("pieces", [1, 2, 3, 5, 8, 40])
+@pytest.mark.parametrize("least_tiles", [1, 2])
 @pytest.mark.parametrize("window_left", [-1, 30])
-def test_pieces_are_shared_out_by_length(
-    monkeypatch: pytest.MonkeyPatch, total: int, most: int, window_left: int
+def test_every_key_counts_once(
+    monkeypatch: pytest.MonkeyPatch, pieces: int, least_tiles: int, window_left: int
 ) -> None:
-    """Whatever the shares, every key counts once: requests of no key, of a few, and of most keys of the batch."""
-    monkeypatch.setattr(portable, "choose_splits", lambda *_: triton_support.Splits(total, most))
-    batch = random_batch([2] * 4, [0, 3, 260, 130], heads=(2, 1), head_dim=64)
-    assert_right(DECODE, batch, 64, out_dtype=FP32, window_left=window_left, sinks=sinks_of(2), bmm1_scale=0.125)
+    """Shares that end in any request: of no key, of a few, and of most keys of the batch."""
+    monkeypatch.setattr(portable, "shares_of", lambda *_: key_shares.Shares(pieces, least_tiles))
+    batch = random_batch([2] * 4, [0, 3, 260, 130], heads=(4, 2), head_dim=64)
+    assert_right(DECODE, batch, 64, out_dtype=FP32, window_left=window_left, sinks=sinks_of(4), bmm1_scale=0.125)
 
 
-def test_a_piece_that_is_not_run_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its partial output is never written, and whatever lay in that memory must not show."""
-    monkeypatch.setattr(portable, "choose_splits", lambda *_: triton_support.Splits(total=2, most=4))
+def test_a_slot_that_nobody_fills_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever lay in the memory of partial results must not show."""
+    monkeypatch.setattr(portable, "shares_of", lambda *_: key_shares.Shares(pieces=3))
     batch = random_batch([2] * 2, [3, 300], heads=(2, 1), head_dim=64)
     clean, _ = assert_right(DECODE, batch)
 
@@ -374,6 +376,12 @@ def test_a_piece_that_is_not_run_leaves_no_trace(monkeypatch: pytest.MonkeyPatch
     arguments = arguments_of(DECODE, batch, 16)
     monkeypatch.setattr(torch, "empty", full_of_nan)
     assert portable.trtllm_batch_decode_with_kv_cache(**arguments)[0].equal(clean)
+
+
+def test_blocks_of_rows_in_shares() -> None:
+    """More rows than a tile has, ragged, so that some blocks of a request have no row."""
+    batch = random_batch([1, 70, 20], [150, 300, 20], heads=(4, 1), head_dim=64)
+    assert_right(CONTEXT, batch, 64, out_dtype=FP32, bmm1_scale=0.125)
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -399,24 +407,29 @@ def test_a_window_beyond_all_lengths_is_no_window(window_left: int) -> None:
     assert wide.equal(assert_right(DECODE, batch)[0])
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 64, 1000])
-@pytest.mark.parametrize("q_blocks", [1, 8])
-@pytest.mark.parametrize("steps", [0, 1, 10, 1000])
-def test_choose_splits(batch_size: int, q_blocks: int, steps: int) -> None:
-    splits = portable.choose_splits(batch_size, q_blocks, 8, steps, 132)
-    assert splits.total >= 1
-    assert 1 <= splits.most <= max(1, min(steps, triton_support.MAX_SPLITS))
-    if batch_size == 1 and q_blocks == 1 and steps == 1000:
-        assert splits.most * 8 >= 132  # one long request fills the GPU
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "shared"),
+    [(1, 4096, True), (8, 4096, True), (512, 32_768, True), (4096, 4096, False), (64, 64, True)],
+)
+def test_keys_are_shared_out_unless_rows_fill_the_gpu(
+    monkeypatch: pytest.MonkeyPatch, q_len: int, kv_len: int, shared: bool
+) -> None:
+    """Of one request with 32/8 heads; a short prompt has too few blocks."""
+    monkeypatch.setattr(key_shares, "num_multiprocessors", lambda device: 132)
+    problem = SimpleNamespace(query=torch.empty(0), num_kv_heads=8, batch_size=1, max_q_len=q_len, max_kv_len=kv_len)
+    tile = portable.choose_tile(4 * q_len, 128, (9, 0))
+    shares = portable.shares_of(problem, tile, -(-4 * q_len // tile.rows))
+    assert (shares is not None) == shared
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 1000])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_choose_tile(rows: int, head_dim: int) -> None:
-    tile = portable.choose_tile(rows, head_dim)
-    assert 16 <= tile.rows <= 128
-    assert tile.rows >= min(rows, 128)
-    assert tile.keys in (32, 64, 128)
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
+@pytest.mark.parametrize("capability", [None, (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_choose_tile(rows: int, head_dim: int, capability: tuple[int, int] | None) -> None:
+    tile = portable.choose_tile(rows, head_dim, capability)
+    most = 128 if capability in (None, (9, 0), (10, 0)) else 64
+    assert tile.rows == min(most, next(size for size in (16, 32, 64, 1024) if size >= rows))
+    assert tile.keys in (16, 32, 64, 128)
 
 
 # What must not matter.
@@ -561,6 +574,6 @@ def problems(draw: st.DrawFn) -> tuple[str, Batch, int, int, Arguments]:
 def test_any_problem(problem: tuple[str, Batch, int, int, Arguments]) -> None:
     function, batch, page_size, num_splits, options = problem
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(portable, "choose_splits", lambda *_: every_request(num_splits))
+        patch.setattr(portable, "shares_of", lambda *_: shares_of(num_splits))
         if sum(batch.q_lens):
             assert_right(function, batch, page_size, **options)

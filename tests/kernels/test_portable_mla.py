@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lab import references
-from lab.kernels import portable, portable_mla, triton_support
+from lab.kernels import key_shares, portable, portable_mla
 from lab.kernels.support import Kernel, capability_of, why_not
 from lab.mla_call import MLADecodeCall
 from tests.cases import running_sum, write_pages
@@ -169,12 +169,12 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def split(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Cut every request with a key into as many pieces, whatever the call."""
-    return lambda count: monkeypatch.setattr(portable_mla, "choose_mla_splits", lambda *_: every_request(count))
+    """Share the keys out among one program, which cuts nothing, or so many that most requests are cut."""
+    return lambda count: monkeypatch.setattr(portable_mla, "choose_shares", lambda *_: shares_of(count))
 
 
-def every_request(count: int) -> triton_support.Splits:
-    return triton_support.Splits(total=2**20, most=count)
+def shares_of(count: int) -> key_shares.Shares:
+    return key_shares.Shares(pieces=1 if count == 1 else 16 * count)
 
 
 # Shapes and dtypes.
@@ -372,7 +372,7 @@ def test_a_query_and_a_table_of_any_stride(device: str) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"sinks": sinks_of(2)}], ids=["plain", "sinks"])
 def test_splits_agree(device: str, split: Callable[[int], None], options: Arguments) -> None:
-    """From none to more than there are keys to share out: most are empty then, for the short request all but one."""
+    """From one program to more than there are tiles."""
     batch = random_batch([3, 3], [7, 260], seed=3)
     split(1)
     whole, whole_lse = assert_right(device, batch, out_dtype=FP32, **options)
@@ -383,17 +383,18 @@ def test_splits_agree(device: str, split: Callable[[int], None], options: Argume
         torch.testing.assert_close(lse, whole_lse, rtol=FLOAT32_SUMS, atol=FLOAT32_SUMS)
 
 
-@pytest.mark.parametrize(("total", "most"), [(2, 2), (4, 3), (20, 6)])
-def test_pieces_are_shared_out_by_length(device: str, monkeypatch: pytest.MonkeyPatch, total: int, most: int) -> None:
-    """Whatever the shares, every key counts once; heads and rows in two blocks, and a latent vector that two programs merge."""
-    monkeypatch.setattr(portable_mla, "choose_mla_splits", lambda *_: triton_support.Splits(total, most))
+@pytest.mark.parametrize("pieces", [2, 3, 5, 8, 40])
+@pytest.mark.parametrize("least_tiles", [1, 2])
+def test_every_key_counts_once(device: str, monkeypatch: pytest.MonkeyPatch, pieces: int, least_tiles: int) -> None:
+    """Shares that end in any request; heads and rows in two blocks, and a latent vector that two programs merge."""
+    monkeypatch.setattr(portable_mla, "choose_shares", lambda *_: key_shares.Shares(pieces, least_tiles))
     batch = random_batch([5] * 4, [0, 3, 160, 70], heads=13, rank=256)
     assert_right(device, batch, out_dtype=FP32, sinks=sinks_of(13), bmm1_scale=0.06)
 
 
-def test_a_piece_that_is_not_run_leaves_no_trace(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its partial output is never written, and whatever lay in that memory must not show."""
-    monkeypatch.setattr(portable_mla, "choose_mla_splits", lambda *_: triton_support.Splits(total=2, most=4))
+def test_a_slot_that_nobody_fills_leaves_no_trace(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever lay in the memory of partial results must not show."""
+    monkeypatch.setattr(portable_mla, "choose_shares", lambda *_: key_shares.Shares(pieces=4))
     batch = random_batch([2] * 2, [3, 300])
     clean, _ = assert_right(device, batch)
     arguments = arguments_of(device, batch)
@@ -403,37 +404,6 @@ def test_a_piece_that_is_not_run_leaves_no_trace(device: str, monkeypatch: pytes
 
     monkeypatch.setattr(torch, "empty", full_of_nan)
     assert run(arguments)[0].flatten(0, 1).equal(clean)
-
-
-def posed(device: str, num_requests: int, q_len: int, heads: int, kv_len: int) -> Any:
-    """A problem of these sizes, without a byte of data."""
-    arguments = arguments_of(device, random_batch([q_len], [1], heads=heads))
-    problem = MLADecodeCall(**arguments).problem()
-    sizes = {
-        "seq_lens": torch.empty(num_requests, device="meta"),
-        "query": torch.empty(num_requests * q_len, heads, RANK + ROPE, device="meta"),
-        "k_block_tables": torch.empty(num_requests, -(-kv_len // 32), device="meta"),
-    }
-    return type(problem)(**vars(problem) | sizes | {"max_kv_len": kv_len, "max_q_len": q_len})
-
-
-@pytest.mark.parametrize("num_requests", [1, 64, 1000])
-@pytest.mark.parametrize(("q_len", "heads"), [(1, 16), (1, 128), (8, 128)])
-@pytest.mark.parametrize("kv_len", [1, 700, 100_000])
-def test_choose_mla_splits(
-    monkeypatch: pytest.MonkeyPatch, num_requests: int, q_len: int, heads: int, kv_len: int
-) -> None:
-    monkeypatch.setattr(portable_mla, "num_multiprocessors", lambda device: 132)
-    problem = posed("cpu", num_requests, q_len, heads, kv_len)
-    tile = portable_mla.choose_mla_tile(q_len * heads, (9, 0))
-    q_blocks = -(-q_len * heads // tile.rows)
-    splits = portable_mla.choose_mla_splits(problem, tile, q_blocks)
-    assert 1 <= splits.most <= max(1, min(-(-kv_len // 128), triton_support.MAX_SPLITS))
-    assert splits.total >= 4 * num_requests  # long requests are cut even where the batch fills the GPU
-    partial_bytes = 4 * splits.most * num_requests * q_len * heads * RANK
-    assert splits.most == 1 or partial_bytes <= portable_mla.MOST_PARTIAL_BYTES
-    if num_requests == 1 and kv_len == 100_000:
-        assert splits.most * q_blocks >= 64  # one long request has many programs
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 1024])
@@ -600,6 +570,6 @@ def problems(draw: st.DrawFn) -> tuple[Batch, int, int, Arguments]:
 def test_any_problem(device: str, problem: tuple[Batch, int, int, Arguments]) -> None:
     batch, page_size, num_splits, options = problem
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(portable_mla, "choose_mla_splits", lambda *_: every_request(num_splits))
+        patch.setattr(portable_mla, "choose_shares", lambda *_: shares_of(num_splits))
         if sum(batch.q_lens):
             assert_right(device, batch, page_size, ragged=True, **options)
