@@ -109,7 +109,9 @@ def judge(
             if check.adapt is not None and count and time.monotonic() > end:
                 left_out += count
             elif check.adapt is not None and count:
-                verdicts += _drawn(bench, check.adapt, axes, count, note, end)
+                drawn_verdicts, undrawn = _drawn(bench, check.adapt, axes, count, note, at_once, end)
+                verdicts += drawn_verdicts
+                left_out += undrawn
     return Report(name, level, environment(), str(where), tuple(verdicts), left_out)
 
 
@@ -197,14 +199,21 @@ def _drawn(
     space: Space,
     count: int,
     note: Callable[[CaseVerdict], CaseVerdict],
+    at_once: int,
     end: float,
-) -> Iterable[CaseVerdict]:
-    """Hypothesis draws cases and makes the first wrong one as small as it can; the right ones, then that one."""
+) -> tuple[list[CaseVerdict], int]:
+    """Hypothesis draws cases, several workers judge them.
+
+    Returns:
+        The verdicts of the right ones and of the first wrong one, as small as it gets; and the cases left out, time being over.
+    """
     from hypothesis import HealthCheck, Phase, given, settings
 
+    cases: dict[Any, None] = {}
     seen: dict[Any, CaseVerdict] = {}
     failures = 0
 
+    # Called twice, since Hypothesis draws the same cases for the same function alone: to hear them, then to make one smaller.
     @settings(
         max_examples=count,
         derandomize=True,
@@ -218,18 +227,34 @@ def _drawn(
     def holds(drawn: Any) -> None:
         nonlocal failures
         case = adapt(drawn)
+        if not seen:
+            cases[case] = None
+            return
         if case not in seen:
-            if failures > MOST_SHRINKS or (seen and time.monotonic() > end):
+            if not failures or failures > MOST_SHRINKS:
                 return
-            failures += bool(failures)
+            failures += 1
             seen[case] = note(bench.verdicts([case], drawn=True)[0])
-        if seen[case].outcome in (Outcome.WRONG, Outcome.FAILED):
+        if _is_fault(seen[case]):
             failures = failures or 1
             raise _Found(seen[case])
 
+    holds()
+    left_out = 0
+    for start in range(0, len(cases), at_once):
+        if seen and time.monotonic() > end:
+            left_out = len(cases) - start
+            break
+        several = list(cases)[start : start + at_once]
+        seen |= zip(several, map(note, bench.verdicts(several, drawn=True)), strict=True)
     smallest = []
     try:
-        holds()
+        if any(map(_is_fault, seen.values())):
+            holds()
     except _Found as found:
         smallest = [found.verdict]
-    return [verdict for verdict in seen.values() if verdict.outcome not in (Outcome.WRONG, Outcome.FAILED)] + smallest
+    return [verdict for verdict in seen.values() if not _is_fault(verdict)] + smallest, left_out
+
+
+def _is_fault(verdict: CaseVerdict) -> bool:
+    return verdict.outcome in (Outcome.WRONG, Outcome.FAILED)

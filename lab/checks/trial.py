@@ -131,6 +131,15 @@ class Trial:
             self.declines.append(f"{what}: {declined}")
             return None
 
+    def reads(self, what: str, attention: Callable[[], None]) -> bool:
+        """Run a reference over what the implementation built; arguments that a reference refuses are wrong ones."""
+        try:
+            attention()
+        except (IndexError, TypeError, ValueError) as error:
+            self.wrong(f"{what} is refused: {error}")
+            return False
+        return True
+
     def hold(self, what: str, result: Result | None, truth: Truth, least_bound: float = 0.0) -> None:
         """The output must be the truth, and the LSE, if there is one, in base 2.
 
