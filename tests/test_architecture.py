@@ -15,8 +15,9 @@ ALLOWED = {
     "metadata": {"kernels"},
     "workloads": {"metadata"},
     "checks": {"references", "kernels", "metadata", "workloads"},
-    "timing": {"references", "kernels", "metadata", "workloads", "checks"},
-    "experiments": {"references", "kernels", "metadata", "workloads", "checks", "timing"},
+    "plots": {"references", "metadata"},
+    "timing": {"references", "kernels", "metadata", "workloads", "checks", "plots"},
+    "experiments": {"references", "kernels", "metadata", "workloads", "checks", "plots", "timing"},
 }
 # The leaves, each with the leaves below it.
 LEAVES: dict[str, set[str]] = {

@@ -83,8 +83,7 @@ def _planned(call: MLADecodeCall, problem: PagedAttention, backend: str) -> Any:
         head_dim_kpe=problem.head_dim - problem.v_head_dim,
         page_size=problem.page_size,
         causal=True,
-        # The cache's scale multiplies keys and values.
-        sm_scale=float(problem.bmm1_scale) / float(problem.bmm2_scale),
+        sm_scale=float(problem.bmm1_scale) / _scale_of_keys(problem),
         q_data_type=problem.query.dtype,
         kv_data_type=problem.k_cache.dtype,
         scale_mode="kv-per-tensor" if quantised else "default",
@@ -92,6 +91,11 @@ def _planned(call: MLADecodeCall, problem: PagedAttention, backend: str) -> Any:
         output_dtype=problem.out_dtype,
     )
     return wrapper
+
+
+def _scale_of_keys(problem: PagedAttention) -> float:
+    """What keys are multiplied by, as values are, unasked: the cache's scale, as the kernel rounds it."""
+    return float(torch.tensor(float(problem.bmm2_scale)).to(problem.query.dtype))
 
 
 def _metadata(problem: PagedAttention) -> Any:

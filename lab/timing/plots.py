@@ -11,12 +11,10 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-WIDTH_INCHES = 10.0
-DOTS_PER_INCH = 150  # 1,500 pixels, shown at 1,000
-# Told apart by people who see fewer colours: Okabe and Ito, "Color Universal Design", 2008.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+from lab.plots.style import COLOURS, DOTS_PER_INCH, TEXT_COLOUR
+
+WIDTH_INCHES = 10.0  # 1,500 pixels, shown at 1,000
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-TEXT_COLOUR = "#333333"
 BARS_SHARE = 0.8  # of a scenario's height; the rest keeps scenarios apart
 
 

@@ -151,7 +151,8 @@ def _wrapper_run(planned: dict[str, Any], *, query: Tensor, kv_cache: Tensor, ou
     assert others.get("ckv_scale") == others.get("kpe_scale")
     mode = ("basee" if others["return_lse_base_on_e"] else "base2") if others["return_lse"] else "none"
     assert mode == planned["lse_mode"]
-    scale = others.get("ckv_scale", 1.0)
+    # FA3's kernel multiplies the entries in the query's dtype (`mla_hopper.cuh`, `ckv_scale_packed`).
+    scale = float(torch.tensor(others.get("ckv_scale", 1.0)).to(query.dtype))
     lse = torch.empty(query.shape[:2]) if others["lse"] is None else others["lse"]
     starts, pages = metadata.qo_indptr.tolist(), metadata.kv_indptr.tolist()
     for request, kv_len in enumerate(metadata.kv_len_arr.tolist()):

@@ -234,6 +234,13 @@ def test_wrapper(simulate: Simulate, name: str) -> None:
     assert [plan["backend"] for plan in simulated.plans] == ["fa3"]
 
 
+def test_logits_have_their_scale_though_the_kernel_rounds_the_caches(simulate: Simulate) -> None:
+    simulated = simulate(SM90)
+    flashinfer_mla.trtllm_batch_decode_with_kv_cache_mla(**case(2, kv_dtype=E4M3, bmm1_scale=0.02, bmm2_scale=0.7))
+    (planned,) = simulated.plans
+    assert planned["sm_scale"] * float(torch.tensor(0.7).to(torch.bfloat16)) == pytest.approx(0.02, rel=1e-6)
+
+
 @pytest.mark.parametrize(("implementation", "backend"), [(flashinfer_mla.fa2, "fa2"), (flashinfer_mla.fa3, "fa3")])
 def test_either_backend_by_name(simulate: Simulate, implementation: Any, backend: str) -> None:
     simulated = simulate(SM90)
