@@ -1,5 +1,6 @@
 # The two commands of the README: `make bench` and `make test`. Both set up .venv first.
 # `make report` renders a recorded run: RUN=results/nvidia-h200/timings.json OUT=results/nvidia-h200/report
+# `make notebooks` makes each notebook from its script and runs it.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +9,7 @@ OUT ?= .benchmarks/report
 # Processes that share the tests. One where there is a GPU: some tests time it, and must have it alone.
 WORKERS ?= $(if $(wildcard /dev/nvidia0),0,2)
 
-.PHONY: bench report test check format clean
+.PHONY: bench report notebooks test check format clean
 
 bench: $(VENV)/.installed
 	mkdir -p .benchmarks
@@ -17,6 +18,9 @@ bench: $(VENV)/.installed
 
 report: $(VENV)/.installed
 	$(BIN)/python -m lab.timing.report $(RUN) --out $(OUT)
+
+notebooks: $(VENV)/.installed
+	$(BIN)/python notebooks/execute.py
 
 test: check
 	$(BIN)/python -m pytest --benchmark-skip --numprocesses=$(WORKERS)

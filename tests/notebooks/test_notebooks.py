@@ -1,0 +1,69 @@
+"""Each notebook is what its script says, and runs top to bottom."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# What the extras dev and plots bring.
+pytest.importorskip("ipykernel")
+pytest.importorskip("jupytext")
+pytest.importorskip("matplotlib")
+pytest.importorskip("nbclient")
+
+import nbformat
+
+from notebooks.execute import FOLDER, execute, read_script, scripts
+
+ROOT = Path(__file__).parents[2]
+MOST_SECONDS = 120
+MOST_BYTES = 600_000
+
+each_script = pytest.mark.parametrize("script", scripts(), ids=lambda script: script.stem)
+
+
+def kinds(notebook: nbformat.NotebookNode) -> list[list[list[str]]]:
+    """Of each cell's outputs: the forms in which they are there, such as text or a picture."""
+    return [
+        [sorted(output.get("data", {})) or [output.output_type] for output in cell.get("outputs", ())]
+        for cell in notebook.cells
+    ]
+
+
+def test_scripts_and_notebooks_are_paired() -> None:
+    assert scripts()
+    assert {path.stem for path in scripts()} == {path.stem for path in FOLDER.glob("*.ipynb")}
+
+
+@each_script
+def test_the_notebook_is_its_script(script: Path) -> None:
+    path = script.with_suffix(".ipynb")
+    notebook, source = nbformat.read(path, as_version=4), read_script(script)
+    nbformat.validate(notebook)
+    assert [(cell.id, cell.cell_type, cell.source) for cell in notebook.cells] == [
+        (cell.id, cell.cell_type, cell.source) for cell in source.cells
+    ], "run `make notebooks`"
+    assert path.stat().st_size <= MOST_BYTES
+    assert str(ROOT) not in path.read_text(encoding="utf-8")
+
+
+@each_script
+def test_it_runs_and_shows_what_is_committed(script: Path) -> None:
+    start = time.monotonic()
+    ran = execute(script)
+    assert time.monotonic() - start <= MOST_SECONDS
+    assert kinds(ran) == kinds(nbformat.read(script.with_suffix(".ipynb"), as_version=4)), "run `make notebooks`"
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 6])
+def test_the_readers_number_can_be_changed(num_draft_tokens: int, capsys: pytest.CaptureFixture[str]) -> None:
+    program = (FOLDER / "1_forward_modes.py").read_text(encoding="utf-8")
+    assert program.count("NUM_DRAFT_TOKENS = 4 ") == 1
+    names: dict[str, Any] = {"__name__": "notebook"}
+    exec(program.replace("NUM_DRAFT_TOKENS = 4 ", f"NUM_DRAFT_TOKENS = {num_draft_tokens} "), names)
+    right, wrong = capsys.readouterr().out.partition("with d forgotten")[::2]
+    assert right.count(": right") == 2 * num_draft_tokens
+    assert "WRONG" not in right
+    assert wrong.count(": WRONG") == 4 * num_draft_tokens  # as many again with d added twice
+    assert [each.kernel_len for each in names["reads"]] == [14, 7]
