@@ -3,12 +3,12 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from lab.timing.gpu_time import GpuTime
 from lab.timing.work import Check, GpuWork
 
 Works = Mapping[str, GpuWork]
+Time = TypeVar("Time")  # such as GpuTime or HostTime
 
 
 class PointFailedError(Exception):
@@ -35,8 +35,8 @@ def declined_by(works: Works) -> dict[str, str]:
 
 
 def measure_right_ones(
-    works: Works, measure: Callable[[Works], dict[str, GpuTime]]
-) -> tuple[dict[str, GpuTime], dict[str, str]]:
+    works: Works, measure: Callable[[Works], dict[str, Time]]
+) -> tuple[dict[str, Time], dict[str, str]]:
     """Times of the arms whose results are right whenever they are checked, and what is wrong with the others.
 
     Args:

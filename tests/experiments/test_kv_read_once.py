@@ -1,0 +1,546 @@
+"""The table of the kernels that read K/V once: its points, targets, floors, judged arms and command line on a CPU."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lab import references
+from lab.checks.forward_pass import build_forward
+from lab.experiments import kv_read_once
+from lab.experiments.arms import PointFailedError
+from lab.experiments.kv_read_once import (
+    E4M3,
+    FLASHINFER,
+    GROUPS,
+    HOST,
+    HOST_COLUMNS,
+    HOST_TARGET,
+    METHOD,
+    PORTABLE,
+    PORTABLE_MODULE,
+    TIME_COLUMNS,
+    Arm,
+    Figure,
+    Outcome,
+    Point,
+    Target,
+    floor_bytes,
+    main,
+    measure_host,
+    measure_point,
+    points_of,
+    score,
+    table_of,
+    target_text,
+    works_of,
+)
+from lab.kernels import trtllm
+from lab.metadata.dispatch import AttentionCall
+from lab.metadata.forward_mode import ForwardMode
+from lab.timing import Ceilings, GpuTime, GpuWork
+from lab.timing.host_time import HostTime
+from lab.timing.method import L2, Clock, Method
+from lab.workloads.forward_case import ForwardCase
+from lab.workloads.scenarios import scenario
+from lab.workloads.traces import TracedRequest, own_trace, snapshot
+from tests.devices import IN_INTERPRETER
+
+CPU = torch.device("cpu")
+CEILINGS = Ceilings(bandwidth_gbps=4000.0, matrix_rate_tflops=800.0)
+SLOW = Ceilings(bandwidth_gbps=4.0, matrix_rate_tflops=0.02)  # floors of µs for what a CPU can afford
+TRACE = [TracedRequest(0.0, 1000 + 10 * number, 1000) for number in range(64)]
+SPEED, BANDWIDTH = (Target(figure, bound) for figure, bound in ((Figure.SPEED, 1.05), (Figure.BANDWIDTH, 30.0)))
+SMALL = scenario("target_verify/tiny/2q2s70")
+REFERENCE_MODULE = "lab.references"
+
+
+def small_point(*targets: Target, case: ForwardCase = SMALL, module: str = kv_read_once.FLASHINFER_MODULE) -> Point:
+    arms = (Arm(PORTABLE, PORTABLE_MODULE, case, targets), Arm(FLASHINFER, module, case))
+    return Point("small", "2q2s70", arms)
+
+
+def of_group(name: str) -> list[Point]:
+    return points_of([name], TRACE)
+
+
+def bounds(point: Point, figure: Figure) -> list[float]:
+    return [target.bound for target in point.arms[0].targets if target.figure is figure]
+
+
+@pytest.mark.parametrize(
+    ("group", "requests", "keys", "speeds", "shares"),
+    [
+        ("64x4096", 64, 4096, [1.02, 1.02, 1.02, 1.75, 2.8], [92, 92, 92, 90, 80]),
+        ("16x32768", 16, 32768, [1.02, 1.02, 1.02, 1.75, 2.8], [92, 92, 92, 90, 80]),
+        ("1x81920", 1, 81920, [1.1, 1.1, 1.1, 1.9, 2.8], []),
+        ("1x4096", 1, 4096, [1.1, 1.1, 1.1, 1.9, 2.8], []),
+        ("trace", 64, None, [1.1, 1.1, 1.1, 1.75, 2.8], []),
+    ],
+)
+def test_the_table_and_its_targets(
+    group: str, requests: int, keys: int | None, speeds: list[float], shares: list[float]
+) -> None:
+    points = of_group(group)
+    assert [sum(bounds(point, Figure.SPEED), 0.0) for point in points] == speeds
+    assert [bound for point in points for bound in bounds(point, Figure.BANDWIDTH)] == shares
+    for point, q_len in zip(points, (1, 2, 4, 8, 16), strict=True):
+        assert [(arm.name, bool(arm.targets)) for arm in point.arms] == [(PORTABLE, True), (FLASHINFER, False)]
+        assert point.baseline == FLASHINFER
+        (case,) = {arm.case for arm in point.arms}
+        assert case.q_lens == (q_len,) * requests
+        assert case.mode is (ForwardMode.DECODE if q_len == 1 else ForwardMode.TARGET_VERIFY)
+        traced = tuple(length + q_len for length in snapshot(TRACE, 64))
+        assert case.kv_lens == (traced if keys is None else (keys,) * requests)
+        assert (case.model.num_qo_heads, case.model.num_kv_heads, case.model.head_dim) == (32, 4, 128)
+        assert (case.page_size, case.dtype, case.kv_dtype) == (64, torch.bfloat16, torch.bfloat16)
+
+
+def test_the_traced_lengths_are_the_given_traces() -> None:
+    assert of_group("trace")[0].arms[0].case != points_of(["trace"], own_trace())[0].arms[0].case
+
+
+def test_an_e4m3_cache_is_compared_with_the_kernels_own_bf16() -> None:
+    for point, q_len in zip(of_group("e4m3"), (1, 4), strict=True):
+        halved, whole = point.arms
+        assert (halved.name, whole.name, point.baseline) == (E4M3, PORTABLE, PORTABLE)
+        assert {arm.module for arm in point.arms} == {PORTABLE_MODULE}
+        assert (halved.case.kv_dtype, whole.case.kv_dtype) == (torch.float8_e4m3fn, torch.bfloat16)
+        assert (len(whole.case.q_lens), whole.case.kv_lens[0], whole.case.q_lens[0]) == (64, 8192, q_len)
+        assert bounds(point, Figure.SPEED) == [1.6]
+
+
+def test_groups_and_head_dimensions_vary_one_by_one() -> None:
+    models = [point.arms[0].case.model for point in of_group("heads")]
+    assert [(model.group, model.head_dim) for model in models[::2]] == [
+        (1, 128),
+        (4, 128),
+        (5, 128),
+        (8, 128),
+        (16, 128),
+        (8, 64),
+        (8, 256),
+    ]
+    assert {model.num_kv_heads for model in models} == {4}
+    assert all(model.softmax_scale == model.head_dim**-0.5 for model in models)
+    assert [point.arms[0].case.q_lens[0] for point in of_group("heads")] == [1, 4] * 7
+
+
+def test_windows_extends_and_unequal_lengths() -> None:
+    window = of_group("windows")[0].arms[0].case
+    assert (window.window_left, window.kv_lens) == (127, (4096,) * 64)
+    long_prefix, prefill = of_group("extend")
+    assert [(point.arms[0].case.q_lens, point.arms[0].case.kv_lens) for point in (long_prefix, prefill)] == [
+        ((512,), (32768,)),
+        ((4096,), (4096,)),
+    ]
+    assert {point.arms[0].case.mode for point in (long_prefix, prefill)} == {ForwardMode.EXTEND}
+    assert [bounds(point, Figure.SPEED) for point in (long_prefix, prefill)] == [[1.0], [0.7]]
+    assert [sorted(point.arms[0].case.kv_lens) for point in of_group("unequal")] == [[512] * 63 + [81920]] * 3
+    assert (Target(Figure.HOST, 25.0),) == HOST_TARGET
+    assert all(point.arms[0].targets == HOST_TARGET for point in of_group(HOST))
+
+
+def test_only_chooses_groups_and_points() -> None:
+    every = points_of([], TRACE)
+    assert list(dict.fromkeys(point.group for point in every)) == list(GROUPS)
+    assert len({point.name for point in every}) == len(every)
+    name = "extend/qwen3-32b/q4k/tp2"
+    assert [(point.group, point.name) for point in points_of([name], TRACE)] == [("extend", name)]
+    assert [point.group for point in points_of(["extend", "1x4096"], TRACE)] == ["1x4096"] * 5 + ["extend"] * 2
+    with pytest.raises(ValueError, match=r"'64x1'; groups: 64x4096, 16x32768"):
+        points_of(["64x1"], TRACE)
+
+
+def test_without_flashinfer_the_portable_arms_remain() -> None:
+    every = points_of([], TRACE, portable_only=True)
+    assert {arm.module for point in every for arm in point.arms} == {PORTABLE_MODULE}
+    assert [arm.name for arm in points_of(["e4m3"], TRACE, portable_only=True)[0].arms] == [E4M3, PORTABLE]
+
+
+def test_the_method_is_a_replayed_graph_with_a_cold_l2() -> None:
+    assert Method(Clock.GRAPH, L2.COLD_ROTATION) == METHOD
+
+
+def test_floors_by_hand() -> None:
+    plain = of_group("64x4096")[0].arms[0].case
+    # 64 · 4,096 keys of 4 heads, K and V of 256 bytes, and 64 rows of 32 heads, query and output of 256 bytes.
+    assert floor_bytes(plain) == plain.bytes_moved == 536_870_912 + 1_048_576
+    decode, verify, _ = (point.arms[0].case for point in of_group("windows"))
+    # Keys 3,968 to 4,095 are two pages of 8 heads, K and V of 128 bytes; the row is 64 heads, query and output of 128 bytes.
+    assert floor_bytes(decode) == 64 * (2 * 64 * 8 * 2 * 128 + 64 * 2 * 128)
+    # Four rows see keys from 3,965 on, of which 61 of their page's 64 are before it: three pages.
+    assert floor_bytes(verify) == 64 * (3 * 64 * 8 * 2 * 128 + 4 * 64 * 2 * 128)
+    assert verify.bytes_moved == 64 * (131 * 8 * 2 * 128 + 4 * 64 * 2 * 128)
+    behind_a_page = scenario("decode/gpt-oss-120b/1q1s4080/window")  # 127 keys before the last of 4,080: page 61 on
+    assert floor_bytes(behind_a_page) == 3 * 64 * 8 * 2 * 128 + 64 * 2 * 128
+
+
+def simulated(works: Mapping[str, GpuWork], method: Any, samples: int) -> dict[str, GpuTime]:
+    """Every arm is run and checked, before and after; it takes as many µs as it has arms before it, and 10."""
+    assert method == METHOD
+    for work in works.values():
+        call = work.call()
+        for _ in ("before", "after"):
+            call()
+            assert work.check is not None
+            work.check(work.arguments)
+    return {name: GpuTime((10.0 + place,) * samples, method, 1) for place, name in enumerate(works)}
+
+
+def quick_host_time(calls: Mapping[str, Callable[[], object]]) -> dict[str, HostTime]:
+    for call in calls.values():
+        call()
+    return {name: HostTime((20.0 + 10 * place, 21.0 + 10 * place)) for place, name in enumerate(calls)}
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_read_once, "build_forward", lambda case, device: build_forward(case, CPU))
+    monkeypatch.setattr(kv_read_once, "measure_interleaved", simulated)
+    monkeypatch.setattr(kv_read_once, "host_time", quick_host_time)
+
+
+def runs_as(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]) -> None:
+    """What FlashInfer's decode call does, with nothing prepared."""
+    monkeypatch.delattr(trtllm, "prepare_trtllm_batch_decode_with_kv_cache")
+    monkeypatch.setattr(trtllm, AttentionCall.DECODE.value, run)
+
+
+@IN_INTERPRETER
+def test_every_arm_is_right_on_tensors_of_its_own() -> None:
+    e4m3 = replace(SMALL, kv_dtype=torch.float8_e4m3fn)
+    arms = (
+        Arm(E4M3, PORTABLE_MODULE, e4m3),
+        Arm(PORTABLE, PORTABLE_MODULE, SMALL),
+        Arm("reference", REFERENCE_MODULE, SMALL),
+    )
+    passes = works_of(arms, CPU)
+    assert list(passes) == [E4M3, PORTABLE, "reference"]
+    for arm, (forward, work) in zip(arms, passes.values(), strict=True):
+        assert forward.case == arm.case
+        assert work.bytes_moved == arm.case.bytes_moved
+        call = work.call()
+        call()
+        assert work.check is not None
+        work.check(work.arguments)
+        with pytest.raises(AssertionError, match="output vectors are wrong"):  # a check wipes what it has seen
+            work.check(work.arguments)
+    assert passes[PORTABLE][0] is passes["reference"][0]
+    assert passes[PORTABLE][1].check is passes["reference"][1].check
+    for name in ("query", "out"):
+        assert len({work.arguments[name].data_ptr() for _, work in passes.values()}) == 3
+    assert len({work.arguments["cache"].storage.data_ptr() for _, work in passes.values()}) == 3
+
+
+@IN_INTERPRETER
+def test_heads_of_no_model_are_run_and_judged() -> None:
+    (heads,) = {point.arms[0].case.heads for point in of_group("heads") if "heads-20-" in point.name}
+    case = kv_read_once.HeadsCase(ForwardMode.DECODE, heads.name, (70,), (1,), heads=heads)
+    forward, work = works_of([Arm(PORTABLE, PORTABLE_MODULE, case)], CPU)[PORTABLE]
+    assert forward.query.shape == (1, 20, 128)
+    work.call()()
+    assert work.check is not None
+    work.check(work.arguments)
+
+
+@IN_INTERPRETER
+@pytest.mark.usefixtures("on_cpu")
+def test_a_point_makes_a_row_per_arm_with_floor_speed_and_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs_as(monkeypatch, references.trtllm_batch_decode_with_kv_cache)
+    outcome = measure_point(small_point(SPEED, BANDWIDTH), SLOW, samples=3)
+    assert (outcome.declined, outcome.wrong) == ([], [])
+    portable, other = outcome.rows
+    assert [row["arm"] for row in outcome.rows] == [PORTABLE, FLASHINFER]
+    # 140 keys of 2 heads, K and V of 128 bytes; 4 rows of 6 heads, query and output of 128 bytes.
+    for row in outcome.rows:
+        assert (row["group"], row["point"], row["mode"], row["q_len"]) == ("small", "2q2s70", "target_verify", 2)
+        assert (row["num_qo_heads"], row["num_kv_heads"], row["head_dim"], row["longest_kv_len"]) == (6, 2, 64, 70)
+        assert row["floor_bytes"] == row["bytes_moved"] == 140 * 2 * 256 + 4 * 6 * 256
+        # Rows of a request see 69 and 70 keys: 278 pairs of two requests.
+        assert row["operations"] == 4 * 64 * 6 * 278
+        assert (row["floor_us"], row["floor_bound"]) == (pytest.approx(21.35, abs=0.01), "matrix")
+    assert (portable["kernel"], portable["median_us"], portable["iqr_us"]) == ("portable", 10.0, 0.0)
+    assert (portable["speed_of_baseline"], other["speed_of_baseline"]) == (1.1, 1.0)
+    assert other["targets"] == []
+    speed, bandwidth = portable["targets"]
+    assert speed == {
+        "figure": "x the speed of flashinfer",
+        "target": 1.05,
+        "reached": 1.1,
+        "margin": 0.05,
+        "passed": True,
+    }
+    assert (bandwidth["reached"], bandwidth["passed"]) == (portable["bandwidth_percent"], True)
+    assert bandwidth["margin"] == pytest.approx(100 * 77824 / 4e4 - 30)
+
+
+@IN_INTERPRETER
+@pytest.mark.usefixtures("on_cpu")
+def test_the_floor_of_a_window_is_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs_as(monkeypatch, references.trtllm_batch_decode_with_kv_cache)
+    case = scenario("decode/tiny/1q1s70/window")  # keys 46 to 69 of two pages
+    for row in measure_point(small_point(BANDWIDTH, case=case), SLOW, samples=1).rows:
+        assert (row["bytes_moved"], row["floor_bytes"]) == (24 * 512 + 6 * 256, 128 * 512 + 6 * 256)
+        assert row["floor_us"] == pytest.approx((128 * 512 + 6 * 256) / 4000, abs=1e-3)
+        assert [target["reached"] for target in row["targets"]] == [row["bandwidth_percent"]] * len(row["targets"])
+
+
+@IN_INTERPRETER
+@pytest.mark.usefixtures("on_cpu")
+def test_a_declined_arm_is_listed_and_the_other_is_measured() -> None:
+    outcome = measure_point(small_point(SPEED, BANDWIDTH), SLOW, samples=3)  # FlashInfer's adapter declines a CPU
+    (row,), (declined,) = outcome.rows, outcome.declined
+    assert (declined["arm"], declined["point"], declined["group"]) == (FLASHINFER, "2q2s70", "small")
+    assert "need a CUDA GPU" in declined["reason"]
+    assert row["speed_of_baseline"] is None
+    assert [target["passed"] for target in row["targets"]] == [None, True]
+    assert target_text(row).startswith("1.05 x the speed of flashinfer: nothing to compare with; 30 % of the copy")
+
+
+@IN_INTERPRETER
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("error", [ModuleNotFoundError, FileNotFoundError, RuntimeError, TypeError, ValueError])
+def test_a_missing_module_of_flashinfers_is_a_row(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(**arguments: Any) -> Any:
+        raise error("no ninja")
+
+    runs_as(monkeypatch, missing)
+    outcome = measure_point(small_point(), SLOW, samples=1)
+    assert [row["arm"] for row in outcome.rows] == [PORTABLE]
+    assert [row["reason"] for row in outcome.declined] == [f"FlashInfer cannot run it here: {error.__name__}: no ninja"]
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_an_error_that_stays_on_the_device_is_no_missing_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments: Any, **named: Any) -> Any:
+        raise RuntimeError("illegal memory access")
+
+    runs_as(monkeypatch, fails)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", fails)
+    point = replace(small_point(), arms=small_point().arms[1:])
+    with pytest.raises(PointFailedError, match="2q2s70: RuntimeError: illegal memory access"):
+        measure_point(point, SLOW)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_what_fails_of_the_portable_kernel_stops_the_run_and_names_the_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(**arguments: Any) -> Any:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(references, AttentionCall.DECODE.value, fails)
+    point = Point("small", "2q2s70", (Arm(PORTABLE, REFERENCE_MODULE, SMALL),))
+    for measure in (partial(measure_point, ceilings=SLOW), measure_host):
+        with pytest.raises(PointFailedError, match="2q2s70: RuntimeError: no compiler"):
+            measure(point)
+
+
+def right_at(*right_calls: int) -> Callable[..., Any]:
+    """The decode call, whose logits are thrice as large but at these calls, counted from 1."""
+    made: list[int] = []
+
+    def run(**arguments: Any) -> None:
+        made.append(1)
+        scale = arguments["bmm1_scale"] * (1 if len(made) in right_calls else 3)
+        references.trtllm_batch_decode_with_kv_cache(**arguments | {"bmm1_scale": scale})
+
+    return run
+
+
+@IN_INTERPRETER
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("measure", [partial(measure_point, ceilings=SLOW), measure_host], ids=["gpu", "host"])
+@pytest.mark.parametrize("right_calls", [(1, 2), (3,)], ids=["wrong after", "wrong before"])
+def test_a_wrong_arm_has_no_time(
+    right_calls: tuple[int, ...], measure: Callable[[Point], Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first call tells who declines, the second is judged before the times, the third behind or among them."""
+    runs_as(monkeypatch, right_at(*right_calls))
+    outcome = measure(small_point())
+    assert [row["arm"] for row in outcome.rows] == [PORTABLE]
+    (wrong,) = outcome.wrong
+    assert (wrong["arm"], wrong["point"]) == (FLASHINFER, "2q2s70")
+    assert "of 24 output vectors are wrong" in wrong["reason"]
+
+
+@IN_INTERPRETER
+@pytest.mark.usefixtures("on_cpu")
+def test_host_times_are_of_eager_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An implementation that can prepare a call makes its whole one."""
+    eager: list[dict[str, Any]] = []
+
+    def run(**arguments: Any) -> None:
+        eager.append(arguments)
+        references.trtllm_batch_decode_with_kv_cache(**arguments)
+
+    runs_as(monkeypatch, run)
+    monkeypatch.setattr(
+        trtllm, "prepare_trtllm_batch_decode_with_kv_cache", lambda **_: pytest.fail("prepared"), raising=False
+    )
+    outcome = measure_host(small_point(*HOST_TARGET))
+    assert (outcome.declined, outcome.wrong) == ([], [])
+    portable, other = outcome.rows
+    assert (portable["arm"], portable["host_us"], portable["iqr_us"]) == (PORTABLE, 20.5, 0.5)
+    assert (other["arm"], other["host_us"], other["targets"]) == (FLASHINFER, 30.5, [])
+    assert target_text(portable) == "25 µs of host time: passed by 4.5"
+    assert len(eager) == 3  # the first, the judged one, the timed one
+    assert {arguments["q_len_per_req"] for arguments in eager} == {2}
+
+
+def time_row(**targets: Any) -> dict[str, Any]:
+    return {
+        "point": "64q1s4k",
+        "arm": PORTABLE,
+        "kernel": "portable",
+        "median_us": 1234.56,
+        "iqr_us": 1.23,
+        "floor_us": 126.6,
+        "floor_bound": "memory",
+        "floor_percent": 92.49,
+        "speed_of_baseline": 1.05,
+        "targets": kv_read_once._met(
+            (Target(Figure.SPEED, 1.02), Target(Figure.BANDWIDTH, 92)),
+            {Figure.SPEED: 1.05, Figure.BANDWIDTH: 91.5} | targets,
+            FLASHINFER,
+        ),
+    }
+
+
+def test_targets_say_by_how_much() -> None:
+    row = time_row()
+    assert target_text(row) == (
+        "1.02 x the speed of flashinfer: passed by 0.03; 92 % of the copy bandwidth: missed by 0.5"
+    )
+    (host,) = kv_read_once._met(HOST_TARGET, {Figure.HOST: 60.0}, FLASHINFER)
+    assert (host["reached"], host["margin"], host["passed"]) == (60.0, -35.0, False)
+    (barely,) = kv_read_once._met((Target(Figure.SPEED, 1.02),), {Figure.SPEED: 1.01996}, FLASHINFER)
+    assert barely["passed"] is False  # though it rounds to 1.02
+    (just,) = kv_read_once._met((Target(Figure.SPEED, 1.0),), {Figure.SPEED: 1.0}, FLASHINFER)
+    assert just["passed"] is True
+    assert score([row, {"targets": [host]}, {"targets": [{"passed": None}]}]) == {
+        "passed": 1,
+        "missed": 2,
+        "not_compared": 1,
+    }
+
+
+def test_the_tables_have_a_line_per_point_and_arm() -> None:
+    table = table_of("times", TIME_COLUMNS, [time_row(), time_row() | {"arm": FLASHINFER, "targets": []}])
+    assert table.row_count == 2
+    assert [next(iter(column.cells)) for column in table.columns][:-1] == [
+        "64q1s4k",
+        PORTABLE,
+        "portable",
+        "1,234.6",
+        "1.2",
+        "126.6",
+        "memory",
+        "92.5",
+        "1.05",
+    ]
+    host = table_of("host", HOST_COLUMNS, [{"point": "a", "arm": "b", "host_us": 20.5, "iqr_us": 1, "targets": []}])
+    assert [next(iter(column.cells)) for column in host.columns] == ["a", "b", "20.50", "1.00", ""]
+
+
+@pytest.fixture
+def simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(kv_read_once, "environment", lambda: {"gpu": "simulated"})
+    monkeypatch.setattr(kv_read_once, "measure_ceilings", lambda device: CEILINGS)
+
+
+@pytest.mark.usefixtures("simulated_gpu")
+def test_the_command_line_writes_every_point_and_prints_the_targets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "once.json"
+    written_before: list[bool] = []
+
+    def gpu(point: Point, ceilings: Ceilings, samples: int) -> Outcome:
+        assert (ceilings, samples) == (CEILINGS, 5)
+        written_before.append(out.exists())
+        declined = [{"group": "extend", "point": point.name, "arm": FLASHINFER, "reason": "not [here]"}]
+        return Outcome([time_row() | {"point": point.name}], declined if "q4k" in point.name else [], [])
+
+    def host(point: Point) -> Outcome:
+        targets = kv_read_once._met(HOST_TARGET, {Figure.HOST: 20.0}, FLASHINFER)
+        row = {"point": point.name, "arm": PORTABLE, "host_us": 20.0, "iqr_us": 1.0, "targets": targets}
+        return Outcome([row], [], [])
+
+    monkeypatch.setattr(kv_read_once, "measure_point", gpu)
+    monkeypatch.setattr(kv_read_once, "measure_host", host)
+    assert main(["--only", "extend", "host", "--samples", "5", "--out", str(out)]) == 0
+    recorded = json.loads(out.read_text())
+    assert written_before == [False, True]
+    assert [row["point"] for row in recorded["rows"]] == [
+        "extend/qwen3-32b/q512s32k/tp2",
+        "extend/qwen3-32b/q4k/tp2",
+    ]
+    assert [row["point"] for row in recorded["host"]] == [point.name for point in of_group(HOST)]
+    assert [row["reason"] for row in recorded["declined"]] == ["not [here]"]
+    assert recorded["targets"] == {"passed": 5, "missed": 2, "not_compared": 0}
+    assert (recorded["wrong"], recorded["samples"], recorded["method"]) == ([], 5, str(METHOD))
+    assert recorded["environment"]["ceilings"]["bandwidth_gbps"] == 4000.0
+    assert recorded["environment"]["gpu"] == "simulated"
+    assert "synthetic" in recorded["trace"]
+    assert "every request" in recorded["judged"]
+    printed = capsys.readouterr().out
+    assert "missed by 0.5" in printed.replace("\n", "")
+    assert "declined: extend/qwen3-32b/q4k/tp2, flashinfer: not [here]" in printed
+    assert "targets: 5 passed, 2 missed, 0 not compared" in printed
+
+
+@pytest.mark.usefixtures("simulated_gpu")
+def test_a_wrong_arm_makes_the_exit_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def gpu(point: Point, ceilings: Ceilings, samples: int) -> Outcome:
+        assert [arm.name for arm in point.arms] == [PORTABLE]
+        return Outcome([], [], [{"point": point.name, "arm": PORTABLE, "reason": "3 vectors"}])
+
+    monkeypatch.setattr(kv_read_once, "measure_point", gpu)
+    out = tmp_path / "once.json"
+    assert main(["--only", "windows", "--portable-only", "--out", str(out)]) == 1
+    assert len(json.loads(out.read_text())["wrong"]) == 3
+    assert "wrong: decode/gpt-oss-120b/64q1s4k/window, portable: 3 vectors" in capsys.readouterr().out
+
+
+def test_without_a_gpu_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    out = tmp_path / "out.json"
+    assert main(["--out", str(out)]) == 2
+    assert "no CUDA GPU" in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("wrong", ["--samples 0", "--only 64x1", "--trace missing.jsonl", "--only trace --trace a.txt"])
+def test_a_wrong_command_line_is_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--out", "out.json", *wrong.split()])
+    assert "error:" in capsys.readouterr().err
+
+
+def again(case: ForwardCase) -> Point:
+    arms = (Arm(PORTABLE, PORTABLE_MODULE, case, (SPEED,)), Arm("again", PORTABLE_MODULE, case))
+    return Point("small", "again", arms)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="times GPU work, and there is none here")
+def test_points_are_measured_on_a_gpu() -> None:
+    case = scenario("target_verify/qwen3-32b/4q4s1k/tp2")
+    outcome = measure_point(again(case), CEILINGS, samples=3)
+    assert (outcome.declined, outcome.wrong) == ([], [])
+    assert [row["arm"] for row in outcome.rows] == [PORTABLE, "again"]
+    assert all(row["median_us"] > 0 and row["buffer_copies"] > 1 for row in outcome.rows)
+    host = measure_host(again(case))
+    assert (host.declined, host.wrong) == ([], [])
+    assert all(0 < row["host_us"] < 1000 for row in host.rows)
