@@ -174,6 +174,17 @@ def slot_of(piece, q_block, q_blocks, begins_unit):
     return (piece * q_blocks + q_block) * 2 + begins_unit.to(tl.int64)
 
 
+@triton.jit
+def store_partial(
+    largest, denominator, sums, partial_out, partial_lse_log2, slot, ROWS: tl.constexpr, DIMS: tl.constexpr
+):
+    """Write a slot: the sums [ROWS, DIMS], normalised, and the rows' LSE."""
+    place = slot * ROWS + tl.arange(0, ROWS)
+    divisor = tl.where(denominator == 0, 1.0, denominator)
+    tl.store(partial_out + place[:, None] * DIMS + tl.arange(0, DIMS)[None, :], sums / divisor[:, None])
+    tl.store(partial_lse_log2 + place, log2_sum(largest, denominator))
+
+
 @triton.jit(do_not_specialize=["max_q_len", "batch_size", "window_left", "pieces", "least_tiles", "num_kv_heads"])
 def merge_kernel(
     partial_out,  # float32 [slots, BLOCK_ROWS, HEAD_DIM]

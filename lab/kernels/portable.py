@@ -21,6 +21,7 @@ from lab.kernels.key_shares import (
     reach_of,
     request_at,
     slot_of,
+    store_partial,
     tiles_of,
     tiles_per_share,
 )
@@ -30,16 +31,14 @@ from lab.kernels.support import Capability, Kernel, capability_of, refuse_unsupp
 from lab.kernels.triton_support import (
     LOG2_E,
     Tile,
-    add_sink,
+    accumulate,
     dot,
     dot_dtype,
     has_rows,
-    log2_sum,
     offsets_of,
     pages_of,
-    rounded,
     scalar,
-    softmax_step,
+    store_rows,
 )
 from lab.problem import PagedAttention
 
@@ -311,76 +310,79 @@ def _attention_kernel(
         v_table = v_block_tables + request * v_table_stride
         k_head = k_cache + kv_head * k_head_stride
         v_head = v_cache + kv_head * v_head_stride
-        # Page ids are read one tile ahead: keys that waited for their ids could not be read ahead themselves. And tiles are
-        # counted from 0, since Triton 3.7 loses the alignment of addresses behind a counter that begins elsewhere.
-        begin = share_begin + num_before * BLOCK_KEYS
-        k_page = pages_of(k_table, begin, share_end, PAGE_SIZE, BLOCK_KEYS)
-        v_page = pages_of(v_table, begin, share_end, PAGE_SIZE, BLOCK_KEYS)
-        for tile in range(num_common):
-            begin = share_begin + (num_before + tile) * BLOCK_KEYS
-            k_offset = offsets_of(k_page, begin, k_page_stride, k_token_stride, PAGE_SIZE, BLOCK_KEYS)
-            v_offset = offsets_of(v_page, begin, v_page_stride, v_token_stride, PAGE_SIZE, BLOCK_KEYS)
-            k = tl.load(k_head + k_offset[None, :] + dims[:, None])
-            v = tl.load(v_head + v_offset[:, None] + dims[None, :])
-            k_page = pages_of(k_table, begin + BLOCK_KEYS, share_end, PAGE_SIZE, BLOCK_KEYS)
-            v_page = pages_of(v_table, begin + BLOCK_KEYS, share_end, PAGE_SIZE, BLOCK_KEYS)
-            scores = tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32)
-            scores = dot(q, k.to(DOT_DTYPE), scores, INTERPRETED) * scale_log2
-            weights, rescale, largest, denominator = softmax_step(scores, largest, denominator)
-            weights = rounded(weights, DOT_DTYPE, INTERPRETED)
-            sums = dot(weights, v.to(DOT_DTYPE), sums * rescale[:, None], INTERPRETED)
-
-        for tile in range(num_tiles - num_common):  # those before and behind
-            begin = share_begin + (tile + tl.where(tile < num_before, 0, num_common)) * BLOCK_KEYS
-            key = begin + key_offsets
-            key_exists = (key >= first_key) & (key < share_end)
+        for MASKED in tl.static_range(2):  # the loop twice: without a mask, and with one
+            # Page ids are read one tile ahead: keys that waited for their ids could not be read ahead themselves. And tiles are
+            # counted from 0: Triton 3.7 loses the alignment of addresses behind a counter that begins elsewhere.
+            begin = share_begin + _tile_of(0, num_before, num_common, MASKED) * BLOCK_KEYS
             k_page = pages_of(k_table, begin, share_end, PAGE_SIZE, BLOCK_KEYS)
             v_page = pages_of(v_table, begin, share_end, PAGE_SIZE, BLOCK_KEYS)
-            k_offset = offsets_of(k_page, begin, k_page_stride, k_token_stride, PAGE_SIZE, BLOCK_KEYS)
-            v_offset = offsets_of(v_page, begin, v_page_stride, v_token_stride, PAGE_SIZE, BLOCK_KEYS)
-            k = tl.load(k_head + k_offset[None, :] + dims[:, None], mask=key_exists[None, :], other=0.0)
-            v = tl.load(v_head + v_offset[:, None] + dims[None, :], mask=key_exists[:, None], other=0.0)
-            scores = tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32)
-            scores = dot(q, k.to(DOT_DTYPE), scores, INTERPRETED) * scale_log2
-            visible = row_exists[:, None] & key_exists[None, :]
-            if MASK_WORDS > 0:
-                is_draft = key >= q_position
-                draft = tl.maximum(key - q_position, 0)  # index among the draft tokens
-                word = tl.load(
-                    mask + (request * max_q_len + token)[:, None] * MASK_WORDS + (draft // 16)[None, :],
-                    mask=visible & is_draft[None, :],
-                    other=0,
+            for tile in range(num_tiles - num_common if MASKED else num_common):
+                begin = share_begin + _tile_of(tile, num_before, num_common, MASKED) * BLOCK_KEYS
+                key = begin + key_offsets
+                key_exists = (key >= first_key) & (key < share_end)
+                k_exists = key_exists[None, :] if MASKED else None
+                v_exists = key_exists[:, None] if MASKED else None
+                other = 0.0 if MASKED else None
+                k_offset = offsets_of(k_page, begin, k_page_stride, k_token_stride, PAGE_SIZE, BLOCK_KEYS)
+                v_offset = offsets_of(v_page, begin, v_page_stride, v_token_stride, PAGE_SIZE, BLOCK_KEYS)
+                k = tl.load(k_head + k_offset[None, :] + dims[:, None], mask=k_exists, other=other)
+                v = tl.load(v_head + v_offset[:, None] + dims[None, :], mask=v_exists, other=other)
+                following = share_begin + _tile_of(tile + 1, num_before, num_common, MASKED) * BLOCK_KEYS
+                k_page = pages_of(k_table, following, share_end, PAGE_SIZE, BLOCK_KEYS)
+                v_page = pages_of(v_table, following, share_end, PAGE_SIZE, BLOCK_KEYS)
+                scores = tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32)
+                scores = dot(q, k.to(DOT_DTYPE), scores, INTERPRETED) * scale_log2
+                if MASKED:
+                    visible = row_exists[:, None] & key_exists[None, :]
+                    if MASK_WORDS > 0:
+                        is_draft = key >= q_position
+                        draft = tl.maximum(key - q_position, 0)  # index among the draft tokens
+                        word = tl.load(
+                            mask + (request * max_q_len + token)[:, None] * MASK_WORDS + (draft // 16)[None, :],
+                            mask=visible & is_draft[None, :],
+                            other=0,
+                        )
+                        shown = ((word.to(tl.int32) >> (draft % 16)[None, :]) & 1) != 0
+                        visible = visible & (shown | ~is_draft[None, :])
+                    elif CAUSAL:
+                        visible = visible & (key[None, :] <= position_of_row[:, None])
+                    if window_left >= 0:
+                        visible = visible & (key[None, :] >= position_of_row[:, None] - window_left)
+                    scores = tl.where(visible, scores, float("-inf"))
+                largest, denominator, sums = accumulate(
+                    scores, v.to(DOT_DTYPE), largest, denominator, sums, DOT_DTYPE, INTERPRETED
                 )
-                shown = ((word.to(tl.int32) >> (draft % 16)[None, :]) & 1) != 0
-                visible = visible & (shown | ~is_draft[None, :])
-            elif CAUSAL:
-                visible = visible & (key[None, :] <= position_of_row[:, None])
-            if window_left >= 0:
-                visible = visible & (key[None, :] >= position_of_row[:, None] - window_left)
-            scores = tl.where(visible, scores, float("-inf"))
-            weights, rescale, largest, denominator = softmax_step(scores, largest, denominator)
-            weights = rounded(weights, DOT_DTYPE, INTERPRETED)
-            sums = dot(weights, v.to(DOT_DTYPE), sums * rescale[:, None], INTERPRETED)
 
         is_whole = (first_tile == 0) & (last_tile == tiles)
         if is_whole or partial_out is None:
+            sink_log2 = None
             if sinks is not None:
                 sink_log2 = tl.load(sinks + head, mask=row_exists, other=0.0) * LOG2_E
-                rescale, largest, denominator = add_sink(sink_log2, largest, denominator)
-                sums = sums * rescale[:, None]
-            divisor = tl.where(denominator == 0, 1.0, denominator)
-            result = sums * scalar(bmm2_scale, BMM2_IS_TENSOR) / divisor[:, None]
-            result = rounded(result, out.dtype.element_ty, INTERPRETED)
-            tl.store(out + row_head[:, None] * HEAD_DIM + dims[None, :], result, mask=row_exists[:, None])
-            if lse_log2 is not None:
-                tl.store(lse_log2 + row_head, log2_sum(largest, denominator), mask=row_exists)
+            store_rows(
+                largest,
+                denominator,
+                sums,
+                sink_log2,
+                bmm2_scale,
+                out + row_head * HEAD_DIM,
+                None if lse_log2 is None else lse_log2 + row_head,
+                dims,
+                row_exists,
+                BMM2_IS_TENSOR,
+                INTERPRETED,
+            )
         else:
-            place = slot_of(piece, q_block, tl.num_programs(0), first_tile == 0) * BLOCK_ROWS + block_row
-            divisor = tl.where(denominator == 0, 1.0, denominator)
-            tl.store(partial_out + place[:, None] * HEAD_DIM + dims[None, :], sums / divisor[:, None])
-            tl.store(partial_lse_log2 + place, log2_sum(largest, denominator))
+            slot = slot_of(piece, q_block, tl.num_programs(0), first_tile == 0)
+            store_partial(largest, denominator, sums, partial_out, partial_lse_log2, slot, BLOCK_ROWS, HEAD_DIM)
 
         position += last_tile - first_tile
         if position == request_begin + tiles * num_kv_heads:
             request_begin = position
             request += 1
+
+
+@triton.jit
+def _tile_of(number, num_before, num_common, MASKED: tl.constexpr):
+    """Which tile of a share is the `number`-th of those that every row sees, or of the others, before and behind them."""
+    first = tl.where(number < num_before, 0, num_common) if MASKED else num_before
+    return number + first

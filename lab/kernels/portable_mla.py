@@ -19,6 +19,7 @@ from lab.kernels.key_shares import (
     choose_shares,
     request_at,
     slot_of,
+    store_partial,
     tiles_of,
     tiles_per_share,
 )
@@ -26,16 +27,14 @@ from lab.kernels.support import Capability, Kernel, capability_of, refuse_unsupp
 from lab.kernels.triton_support import (
     LOG2_E,
     Tile,
-    add_sink,
+    accumulate,
     dot,
     dot_dtype,
     has_rows,
-    log2_sum,
     offsets_of,
     pages_of,
-    rounded,
     scalar,
-    softmax_step,
+    store_rows,
 )
 from lab.mla_call import MLADecodeCall
 from lab.problem import PagedAttention
@@ -228,57 +227,52 @@ def _mla_kernel(
         denominator = tl.zeros([BLOCK_ROWS], tl.float32)
         sums = tl.zeros([BLOCK_ROWS, RANK], tl.float32)
         table = block_tables + request * table_stride
-        # Page ids are read one tile ahead: entries that waited for their ids could not be read ahead themselves. And tiles
-        # are counted from 0, since Triton 3.7 loses the alignment of addresses behind a counter that begins elsewhere.
-        page = pages_of(table, share_begin, share_end, PAGE_SIZE, BLOCK_KEYS)
-        for tile in range(num_common):
-            begin = share_begin + tile * BLOCK_KEYS
-            entry = kv_cache + offsets_of(page, begin, page_stride, token_stride, PAGE_SIZE, BLOCK_KEYS)[:, None]
-            latent = tl.load(entry + latent_dims[None, :]).to(DOT_DTYPE)
-            rope = tl.load(entry + rope_dims[None, :]).to(DOT_DTYPE)
-            page = pages_of(table, begin + BLOCK_KEYS, share_end, PAGE_SIZE, BLOCK_KEYS)
-            scores = tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32)
-            scores = dot(q_rope, tl.trans(rope), scores, INTERPRETED)
-            scores = dot(q_latent, tl.trans(latent), scores, INTERPRETED) * scale_log2
-            weights, rescale, largest, denominator = softmax_step(scores, largest, denominator)
-            weights = rounded(weights, DOT_DTYPE, INTERPRETED)
-            sums = dot(weights, latent, sums * rescale[:, None], INTERPRETED)
-
-        for tile in range(num_tiles - num_common):
-            begin = share_begin + (num_common + tile) * BLOCK_KEYS
-            key = begin + key_offsets
-            exists = key < share_end
-            page = pages_of(table, begin, share_end, PAGE_SIZE, BLOCK_KEYS)
-            entry = kv_cache + offsets_of(page, begin, page_stride, token_stride, PAGE_SIZE, BLOCK_KEYS)[:, None]
-            latent = tl.load(entry + latent_dims[None, :], mask=exists[:, None], other=0.0).to(DOT_DTYPE)
-            rope = tl.load(entry + rope_dims[None, :], mask=exists[:, None], other=0.0).to(DOT_DTYPE)
-            scores = tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32)
-            scores = dot(q_rope, tl.trans(rope), scores, INTERPRETED)
-            scores = dot(q_latent, tl.trans(latent), scores, INTERPRETED) * scale_log2
-            # A row that does not exist has zeros for a query; what it sees is stored nowhere.
-            visible = exists[None, :] & (key[None, :] < key_limit[:, None])
-            scores = tl.where(visible, scores, float("-inf"))
-            weights, rescale, largest, denominator = softmax_step(scores, largest, denominator)
-            weights = rounded(weights, DOT_DTYPE, INTERPRETED)
-            sums = dot(weights, latent, sums * rescale[:, None], INTERPRETED)
+        for MASKED in tl.static_range(2):  # the loop twice: without a mask, and with one
+            num_before = num_common if MASKED else 0
+            # Page ids are read one tile ahead: entries that waited for their ids could not be read ahead themselves. And tiles
+            # are counted from 0: Triton 3.7 loses the alignment of addresses behind a counter that begins elsewhere.
+            page = pages_of(table, share_begin + num_before * BLOCK_KEYS, share_end, PAGE_SIZE, BLOCK_KEYS)
+            for tile in range(num_tiles - num_common if MASKED else num_common):
+                begin = share_begin + (num_before + tile) * BLOCK_KEYS
+                key = begin + key_offsets
+                exists = (key < share_end)[:, None] if MASKED else None
+                other = 0.0 if MASKED else None
+                entry = kv_cache + offsets_of(page, begin, page_stride, token_stride, PAGE_SIZE, BLOCK_KEYS)[:, None]
+                latent = tl.load(entry + latent_dims[None, :], mask=exists, other=other).to(DOT_DTYPE)
+                rope = tl.load(entry + rope_dims[None, :], mask=exists, other=other).to(DOT_DTYPE)
+                page = pages_of(table, begin + BLOCK_KEYS, share_end, PAGE_SIZE, BLOCK_KEYS)
+                scores = tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32)
+                scores = dot(q_rope, tl.trans(rope), scores, INTERPRETED)
+                scores = dot(q_latent, tl.trans(latent), scores, INTERPRETED) * scale_log2
+                if MASKED:
+                    # A row that does not exist has zeros for a query; what it sees is stored nowhere.
+                    visible = (key < share_end)[None, :] & (key[None, :] < key_limit[:, None])
+                    scores = tl.where(visible, scores, float("-inf"))
+                largest, denominator, sums = accumulate(
+                    scores, latent, largest, denominator, sums, DOT_DTYPE, INTERPRETED
+                )
 
         is_whole = (first_tile == 0) & (last_tile == tiles)
         if is_whole or partial_out is None:
+            sink_log2 = None
             if sinks is not None:
                 sink_log2 = tl.load(sinks + head, mask=row_exists, other=0.0) * LOG2_E
-                rescale, largest, denominator = add_sink(sink_log2, largest, denominator)
-                sums = sums * rescale[:, None]
-            divisor = tl.where(denominator == 0, 1.0, denominator)
-            result = sums * scalar(bmm2_scale, BMM2_IS_TENSOR) / divisor[:, None]
-            result = rounded(result, out.dtype.element_ty, INTERPRETED)
-            tl.store(out + row_head[:, None] * RANK + latent_dims[None, :], result, mask=row_exists[:, None])
-            if lse_log2 is not None:
-                tl.store(lse_log2 + row_head, log2_sum(largest, denominator), mask=row_exists)
+            store_rows(
+                largest,
+                denominator,
+                sums,
+                sink_log2,
+                bmm2_scale,
+                out + row_head * RANK,
+                None if lse_log2 is None else lse_log2 + row_head,
+                latent_dims,
+                row_exists,
+                BMM2_IS_TENSOR,
+                INTERPRETED,
+            )
         else:
-            place = slot_of(piece, q_block, q_blocks, first_tile == 0) * BLOCK_ROWS + block_row
-            divisor = tl.where(denominator == 0, 1.0, denominator)
-            tl.store(partial_out + place[:, None] * RANK + latent_dims[None, :], sums / divisor[:, None])
-            tl.store(partial_lse_log2 + place, log2_sum(largest, denominator))
+            slot = slot_of(piece, q_block, q_blocks, first_tile == 0)
+            store_partial(largest, denominator, sums, partial_out, partial_lse_log2, slot, BLOCK_ROWS, RANK)
 
         position += last_tile - first_tile
         request_begin += tiles

@@ -18,14 +18,12 @@ from lab.kernels.support_mla import split_head_dim
 from lab.kernels.triton_support import (
     LOG2_E,
     Tile,
-    add_sink,
+    accumulate,
     dot,
     dot_dtype,
     has_rows,
-    log2_sum,
-    rounded,
     scalar,
-    softmax_step,
+    store_rows,
 )
 from lab.ragged_call import RaggedAttention, RaggedContextCall
 
@@ -218,20 +216,19 @@ def _ragged_kernel(
                     visible = visible & (token_key[None, :] <= position[:, None])
                     visible = visible & ((window_left < 0) | (token_key[None, :] >= position[:, None] - window_left))
                 scores = tl.where(visible, scores, float("-inf"))
-            weights, rescale, largest, denominator = softmax_step(scores, largest, denominator)
-            weights = rounded(weights, DOT_DTYPE, INTERPRETED)
-            v = tl.load(v_tile + v_dims[None, :], mask=exists, other=other)
-            sums = dot(weights, v.to(DOT_DTYPE), sums * rescale[:, None], INTERPRETED)
+            v = tl.load(v_tile + v_dims[None, :], mask=exists, other=other).to(DOT_DTYPE)
+            largest, denominator, sums = accumulate(scores, v, largest, denominator, sums, DOT_DTYPE, INTERPRETED)
 
-    if sinks is not None:
-        sink_log2 = tl.load(sinks + head) * LOG2_E
-        rescale, largest, denominator = add_sink(sink_log2, largest, denominator)
-        sums = sums * rescale[:, None]
-    divisor = tl.where(denominator == 0, 1.0, denominator)
-    result = sums * scalar(bmm2_scale, BMM2_IS_TENSOR) / divisor[:, None]
-    result = rounded(result, out.dtype.element_ty, INTERPRETED)
-    out_row = out + (row * num_heads + head) * V_DIMS
-    tl.store(out_row[:, None] + v_dims[None, :], result, mask=row_exists[:, None])
-    if lse_log2 is not None:
-        lse_row = lse_log2 + row * lse_row_stride + head * lse_head_stride
-        tl.store(lse_row, log2_sum(largest, denominator), mask=row_exists)
+    store_rows(
+        largest,
+        denominator,
+        sums,
+        None if sinks is None else tl.load(sinks + head) * LOG2_E,
+        bmm2_scale,
+        out + (row * num_heads + head) * V_DIMS,
+        None if lse_log2 is None else lse_log2 + row * lse_row_stride + head * lse_head_stride,
+        v_dims,
+        row_exists,
+        BMM2_IS_TENSOR,
+        INTERPRETED,
+    )

@@ -106,6 +106,14 @@ def softmax_step(scores, largest, denominator):
 
 
 @triton.jit
+def accumulate(scores, values, largest, denominator, sums, DOT_DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """One tile of keys: the scores' weights times the values into the sums; (largest, denominator, sums) anew."""
+    weights, rescale, largest, denominator = softmax_step(scores, largest, denominator)
+    weights = rounded(weights, DOT_DTYPE, INTERPRETED)
+    return largest, denominator, dot(weights, values, sums * rescale[:, None], INTERPRETED)
+
+
+@triton.jit
 def add_sink(sink_log2, largest, denominator):
     """A sink is one more logit without a value: the factor of the sums, and the new state."""
     new_largest = tl.maximum(largest, sink_log2)
@@ -119,3 +127,29 @@ def log2_sum(largest, denominator):
     """The LSE of a softmax's state, -inf without keys; a NaN stays one: it must not pass for a row without keys."""
     divisor = tl.where(denominator == 0, 1.0, denominator)
     return tl.where(denominator == 0, float("-inf"), largest + tl.log2(divisor))
+
+
+@triton.jit
+def store_rows(
+    largest,
+    denominator,
+    sums,  # [rows, dims]
+    sink_log2,  # None: no sink; [rows] or one for all
+    bmm2_scale,
+    out,  # pointers to each row's first element
+    lse_log2,  # pointers to each row's, or None
+    dims,
+    row_exists,
+    BMM2_IS_TENSOR: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Write the output rows, and their LSE, of a softmax that has seen all its keys but the sink."""
+    if sink_log2 is not None:
+        rescale, largest, denominator = add_sink(sink_log2, largest, denominator)
+        sums = sums * rescale[:, None]
+    divisor = tl.where(denominator == 0, 1.0, denominator)
+    result = sums * scalar(bmm2_scale, BMM2_IS_TENSOR) / divisor[:, None]
+    result = rounded(result, out.dtype.element_ty, INTERPRETED)
+    tl.store(out[:, None] + dims[None, :], result, mask=row_exists[:, None])
+    if lse_log2 is not None:
+        tl.store(lse_log2, log2_sum(largest, denominator), mask=row_exists)

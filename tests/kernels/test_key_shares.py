@@ -9,7 +9,6 @@ import triton.language as tl
 
 from lab.kernels.key_shares import (
     BLOCK_REQUESTS,
-    NO_WINDOW,
     Shares,
     choose_shares,
     first_tile_of,
@@ -60,8 +59,8 @@ def tiles_of(length: int, window_left: int) -> int:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("batch_size", [1, 3, BLOCK_REQUESTS.value, 2 * BLOCK_REQUESTS.value + 5])
-@pytest.mark.parametrize("window_left", [-1, 0, 90, NO_WINDOW, 2**40])
-@pytest.mark.parametrize(("units", "pieces", "least_tiles"), [(1, 1, 1), (2, 7, 1), (3, 300, 2)])
+@pytest.mark.parametrize("window_left", [-1, 0, 90, 2**40])
+@pytest.mark.parametrize(("units", "pieces", "least_tiles"), [(2, 7, 1), (3, 50, 2)])
 def test_shares(device: str, batch_size: int, window_left: int, units: int, pieces: int, least_tiles: int) -> None:
     """Equal shares of an order in which each request has its tiles once per unit."""
     lengths = [(37 * request * request) % 1000 for request in range(batch_size)]

@@ -352,8 +352,7 @@ def test_splits_agree(split: Callable[[int], None], function: str, options: Argu
         torch.testing.assert_close(lse, whole_lse, rtol=FLOAT32_SUMS, atol=FLOAT32_SUMS)
 
 
-@pytest.mark.parametrize("pieces", [1, 2, 3, 5, 8, 40])
-@pytest.mark.parametrize("least_tiles", [1, 2])
+@pytest.mark.parametrize(("pieces", "least_tiles"), [(1, 1), (2, 1), (5, 1), (8, 2), (40, 1)])
 @pytest.mark.parametrize("window_left", [-1, 30])
 def test_every_key_counts_once(
     monkeypatch: pytest.MonkeyPatch, pieces: int, least_tiles: int, window_left: int
