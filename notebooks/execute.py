@@ -44,7 +44,11 @@ def execute(script: Path) -> nbformat.NotebookNode:
     """
     notebook = read_script(script)
     client = NotebookClient(
-        notebook, timeout=TIME_LIMIT_S, record_timing=False, resources={"metadata": {"path": str(script.parent)}}
+        notebook,
+        timeout=TIME_LIMIT_S,
+        record_timing=False,
+        coalesce_streams=True,  # however slowly a cell prints
+        resources={"metadata": {"path": str(script.parent)}},
     )
     client.execute()
     notebook.metadata["language_info"] = {"name": "python"}  # not the version that ran it
