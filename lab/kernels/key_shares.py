@@ -17,8 +17,6 @@ from lab.kernels.support import triton_interprets
 from lab.kernels.triton_support import LOG2_E, Tile, log2_sum, rounded, scalar
 from lab.problem import PagedAttention
 
-# A CPU has no multiprocessors; a small stand-in lets the interpreter cut requests too.
-INTERPRETED_MULTIPROCESSORS = 2
 # Lengths that a program reads at a time to find its share: one per thread of 4 warps.
 BLOCK_REQUESTS: tl.constexpr = tl.constexpr(128)
 # Elements of head_dim that one program merges, and partial results that it reads at a time: 2,048 floats.
@@ -41,7 +39,7 @@ class Shares:
 
 
 def choose_shares(tile: Tile, q_blocks: int, device: torch.device, least_keys: int = 0) -> Shares:
-    """As many programs as run at a time, so that all end together.
+    """As many programs as run at a time, so that all end together; in the interpreter that is one, which cuts nothing.
 
     Args:
         tile: its `per_multiprocessor` programs share a multiprocessor.
@@ -49,13 +47,13 @@ def choose_shares(tile: Tile, q_blocks: int, device: torch.device, least_keys: i
         device: whose multiprocessors are counted.
         least_keys: fewest keys of a share.
     """
+    if device.type != "cuda":
+        return Shares(1)
     programs = tile.per_multiprocessor * num_multiprocessors(device)
     return Shares(max(1, programs // q_blocks), max(1, least_keys // tile.keys))
 
 
 def num_multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return INTERPRETED_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

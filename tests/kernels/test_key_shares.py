@@ -92,5 +92,7 @@ def test_a_batch_beyond_32_bits(device: str) -> None:
 def test_programs_run_at_a_time(monkeypatch: pytest.MonkeyPatch, q_blocks: int, pieces: int) -> None:
     monkeypatch.setattr("lab.kernels.key_shares.num_multiprocessors", lambda device: 132)
     tile = Tile(16, 64, num_warps=4, num_stages=3, per_multiprocessor=2)
-    assert choose_shares(tile, q_blocks, torch.device("cpu")) == Shares(pieces, 1)
-    assert choose_shares(tile, q_blocks, torch.device("cpu"), least_keys=200) == Shares(pieces, 3)
+    gpu = torch.device("cuda")
+    assert choose_shares(tile, q_blocks, gpu) == Shares(pieces, 1)
+    assert choose_shares(tile, q_blocks, gpu, least_keys=200) == Shares(pieces, 3)
+    assert choose_shares(tile, q_blocks, torch.device("cpu")) == Shares(1)

@@ -415,7 +415,13 @@ def test_keys_are_shared_out_unless_rows_fill_the_gpu(
 ) -> None:
     """Of one request with 32/8 heads; a short prompt has too few blocks."""
     monkeypatch.setattr(key_shares, "num_multiprocessors", lambda device: 132)
-    problem = SimpleNamespace(query=torch.empty(0), num_kv_heads=8, batch_size=1, max_q_len=q_len, max_kv_len=kv_len)
+    problem = SimpleNamespace(
+        query=SimpleNamespace(device=torch.device("cuda")),
+        num_kv_heads=8,
+        batch_size=1,
+        max_q_len=q_len,
+        max_kv_len=kv_len,
+    )
     tile = portable.choose_tile(4 * q_len, 128, (9, 0))
     shares = portable.shares_of(problem, tile, -(-4 * q_len // tile.rows))
     assert (shares is not None) == shared
