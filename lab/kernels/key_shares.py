@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from lab.kernels.support import triton_interprets
-from lab.kernels.triton_support import LOG2_E, Tile, log2_sum, rounded, scalar
+from lab.kernels.triton_support import LOG2_E, Tile, log2_sum, rounded, scalar, store_rows
 from lab.problem import PagedAttention
 
 # Lengths that a program reads at a time to find its share: one per thread of 4 warps.
@@ -22,7 +22,8 @@ BLOCK_REQUESTS: tl.constexpr = tl.constexpr(128)
 # Elements of head_dim that one program merges, and partial results that it reads at a time: 2,048 floats.
 MERGED_DIMS = 128
 MERGED_PIECES = 16
-NO_WINDOW = 2**31 - 1
+# What no row's reach exceeds: keys of a request are counted in int32.
+NO_REACH: tl.constexpr = tl.constexpr(2**31 - 1)
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class PartialResults:
 @triton.jit
 def reach_of(window_left, max_q_len):
     """Keys behind which no row of a request sees any, counted from its last."""
-    return tl.where(window_left >= 0, tl.cast(window_left, tl.int64) + max_q_len, 0x7FFFFFFF)
+    return tl.where(window_left >= 0, tl.cast(window_left, tl.int64) + max_q_len, NO_REACH)
 
 
 @triton.jit
@@ -126,15 +127,26 @@ def tiles_of(kv_len, reach, BLOCK_KEYS: tl.constexpr):
 
 
 @triton.jit
+def tiles_from(start, seq_lens, num_requests, reach, BLOCK_KEYS: tl.constexpr):
+    """Tiles of BLOCK_REQUESTS requests from `start` on, int64; 0 of those from `num_requests` on, which do not exist."""
+    requests = start + tl.arange(0, BLOCK_REQUESTS)
+    kv_lens = tl.load(seq_lens + requests, mask=requests < num_requests, other=0)
+    return tl.where(requests < num_requests, tiles_of(kv_lens, reach, BLOCK_KEYS)[1], 0)
+
+
+@triton.jit
+def first_tile_of(request, seq_lens, reach, units, BLOCK_KEYS: tl.constexpr):
+    """The position of a request's first tile in the order; of the number of requests, that of the order's end."""
+    sums = tl.zeros([BLOCK_REQUESTS], tl.int64)
+    for start in range(0, request, BLOCK_REQUESTS):
+        sums += tiles_from(start, seq_lens, request, reach, BLOCK_KEYS)
+    return tl.sum(sums, 0) * units
+
+
+@triton.jit
 def tiles_per_share(seq_lens, batch_size, reach, units, pieces, least_tiles, BLOCK_KEYS: tl.constexpr):
     """(tiles of all requests and K/V heads, tiles of one share)."""
-    sums = tl.zeros([BLOCK_REQUESTS], tl.int64)
-    for start in range(0, batch_size, BLOCK_REQUESTS):
-        requests = start + tl.arange(0, BLOCK_REQUESTS)
-        kv_lens = tl.load(seq_lens + requests, mask=requests < batch_size, other=0)
-        tiles = tiles_of(kv_lens, reach, BLOCK_KEYS)[1]
-        sums += tl.where(requests < batch_size, tiles, 0)
-    total = tl.sum(sums, 0) * units
+    total = first_tile_of(batch_size, seq_lens, reach, units, BLOCK_KEYS)
     return total, tl.maximum(tl.cdiv(total, pieces), least_tiles)
 
 
@@ -145,25 +157,12 @@ def request_at(position, seq_lens, batch_size, reach, units, BLOCK_KEYS: tl.cons
     begin = tl.zeros([], tl.int64)
     end = tl.zeros([], tl.int64)
     for start in range(0, batch_size, BLOCK_REQUESTS):
-        requests = start + tl.arange(0, BLOCK_REQUESTS)
-        kv_lens = tl.load(seq_lens + requests, mask=requests < batch_size, other=0)
-        tiles = tl.where(requests < batch_size, tiles_of(kv_lens, reach, BLOCK_KEYS)[1] * units, 0)
-        is_before = (end + tl.cumsum(tiles, 0) <= position) & (requests < batch_size)
+        tiles = tiles_from(start, seq_lens, batch_size, reach, BLOCK_KEYS) * units
+        is_before = (end + tl.cumsum(tiles, 0) <= position) & (tiles > 0)
         request += tl.sum(is_before.to(tl.int64), 0)
         begin += tl.sum(tl.where(is_before, tiles, 0), 0)
         end += tl.sum(tiles, 0)
     return request, begin
-
-
-@triton.jit
-def first_tile_of(request, seq_lens, reach, units, BLOCK_KEYS: tl.constexpr):
-    """The position of a request's first tile in the order."""
-    sums = tl.zeros([BLOCK_REQUESTS], tl.int64)
-    for start in range(0, request, BLOCK_REQUESTS):
-        requests = start + tl.arange(0, BLOCK_REQUESTS)
-        kv_lens = tl.load(seq_lens + requests, mask=requests < request, other=0)
-        sums += tl.where(requests < request, tiles_of(kv_lens, reach, BLOCK_KEYS)[1], 0)
-    return tl.sum(sums, 0) * units
 
 
 @triton.jit
@@ -173,14 +172,50 @@ def slot_of(piece, q_block, q_blocks, begins_unit):
 
 
 @triton.jit
-def store_partial(
-    largest, denominator, sums, partial_out, partial_lse_log2, slot, ROWS: tl.constexpr, DIMS: tl.constexpr
+def store_share(
+    largest,
+    denominator,
+    sums,  # [ROWS, DIMS]
+    is_whole,  # whether these are all keys of the rows
+    sinks,
+    head,
+    bmm2_scale,
+    out,
+    lse_log2,
+    row_head,  # of the output, int64 [ROWS]
+    row_exists,
+    partial_out,  # None: every share is whole
+    partial_lse_log2,
+    slot,
+    ROWS: tl.constexpr,
+    DIMS: tl.constexpr,
+    BMM2_IS_TENSOR: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
-    """Write a slot: the sums [ROWS, DIMS], normalised, and the rows' LSE."""
-    place = slot * ROWS + tl.arange(0, ROWS)
-    divisor = tl.where(denominator == 0, 1.0, denominator)
-    tl.store(partial_out + place[:, None] * DIMS + tl.arange(0, DIMS)[None, :], sums / divisor[:, None])
-    tl.store(partial_lse_log2 + place, log2_sum(largest, denominator))
+    """Write what a share has of a block of rows: the output, or a slot's normalised sums and their LSE."""
+    dims = tl.arange(0, DIMS)
+    if is_whole or partial_out is None:
+        sink_log2 = None
+        if sinks is not None:
+            sink_log2 = tl.load(sinks + head, mask=row_exists, other=0.0) * LOG2_E
+        store_rows(
+            largest,
+            denominator,
+            sums,
+            sink_log2,
+            bmm2_scale,
+            out + row_head * DIMS,
+            None if lse_log2 is None else lse_log2 + row_head,
+            dims,
+            row_exists,
+            BMM2_IS_TENSOR,
+            INTERPRETED,
+        )
+    else:
+        place = slot * ROWS + tl.arange(0, ROWS)
+        divisor = tl.where(denominator == 0, 1.0, denominator)
+        tl.store(partial_out + place[:, None] * DIMS + dims[None, :], sums / divisor[:, None])
+        tl.store(partial_lse_log2 + place, log2_sum(largest, denominator))
 
 
 @triton.jit(do_not_specialize=["max_q_len", "batch_size", "window_left", "pieces", "least_tiles", "num_kv_heads"])

@@ -21,7 +21,7 @@ from lab.kernels.key_shares import (
     reach_of,
     request_at,
     slot_of,
-    store_partial,
+    store_share,
     tiles_of,
     tiles_per_share,
 )
@@ -38,7 +38,6 @@ from lab.kernels.triton_support import (
     offsets_of,
     pages_of,
     scalar,
-    store_rows,
 )
 from lab.problem import PagedAttention
 
@@ -353,27 +352,26 @@ def _attention_kernel(
                     scores, v.to(DOT_DTYPE), largest, denominator, sums, DOT_DTYPE, INTERPRETED
                 )
 
-        is_whole = (first_tile == 0) & (last_tile == tiles)
-        if is_whole or partial_out is None:
-            sink_log2 = None
-            if sinks is not None:
-                sink_log2 = tl.load(sinks + head, mask=row_exists, other=0.0) * LOG2_E
-            store_rows(
-                largest,
-                denominator,
-                sums,
-                sink_log2,
-                bmm2_scale,
-                out + row_head * HEAD_DIM,
-                None if lse_log2 is None else lse_log2 + row_head,
-                dims,
-                row_exists,
-                BMM2_IS_TENSOR,
-                INTERPRETED,
-            )
-        else:
-            slot = slot_of(piece, q_block, tl.num_programs(0), first_tile == 0)
-            store_partial(largest, denominator, sums, partial_out, partial_lse_log2, slot, BLOCK_ROWS, HEAD_DIM)
+        store_share(
+            largest,
+            denominator,
+            sums,
+            (first_tile == 0) & (last_tile == tiles),
+            sinks,
+            head,
+            bmm2_scale,
+            out,
+            lse_log2,
+            row_head,
+            row_exists,
+            partial_out,
+            partial_lse_log2,
+            slot_of(piece, q_block, tl.num_programs(0), first_tile == 0),
+            BLOCK_ROWS,
+            HEAD_DIM,
+            BMM2_IS_TENSOR,
+            INTERPRETED,
+        )
 
         position += last_tile - first_tile
         if position == request_begin + tiles * num_kv_heads:

@@ -14,12 +14,12 @@ import triton.language as tl
 
 from lab.calls import takes
 from lab.kernels.key_shares import (
-    NO_WINDOW,
+    NO_REACH,
     PartialResults,
     choose_shares,
     request_at,
     slot_of,
-    store_partial,
+    store_share,
     tiles_of,
     tiles_per_share,
 )
@@ -34,7 +34,6 @@ from lab.kernels.triton_support import (
     offsets_of,
     pages_of,
     scalar,
-    store_rows,
 )
 from lab.mla_call import MLADecodeCall
 from lab.problem import PagedAttention
@@ -45,7 +44,6 @@ MOST_ROWS = {9: 64, 10: 32}
 # Fewest keys worth a program of their own: its partial result is written and read again, 64 kB for 16 rows of 512 float32
 # elements, against 147 kB of bf16 entries. Reckoned, not measured.
 LEAST_KEYS = 128
-NO_REACH: tl.constexpr = tl.constexpr(NO_WINDOW)
 
 
 @takes(MLADecodeCall)
@@ -252,27 +250,26 @@ def _mla_kernel(
                     scores, latent, largest, denominator, sums, DOT_DTYPE, INTERPRETED
                 )
 
-        is_whole = (first_tile == 0) & (last_tile == tiles)
-        if is_whole or partial_out is None:
-            sink_log2 = None
-            if sinks is not None:
-                sink_log2 = tl.load(sinks + head, mask=row_exists, other=0.0) * LOG2_E
-            store_rows(
-                largest,
-                denominator,
-                sums,
-                sink_log2,
-                bmm2_scale,
-                out + row_head * RANK,
-                None if lse_log2 is None else lse_log2 + row_head,
-                latent_dims,
-                row_exists,
-                BMM2_IS_TENSOR,
-                INTERPRETED,
-            )
-        else:
-            slot = slot_of(piece, q_block, q_blocks, first_tile == 0)
-            store_partial(largest, denominator, sums, partial_out, partial_lse_log2, slot, BLOCK_ROWS, RANK)
+        store_share(
+            largest,
+            denominator,
+            sums,
+            (first_tile == 0) & (last_tile == tiles),
+            sinks,
+            head,
+            bmm2_scale,
+            out,
+            lse_log2,
+            row_head,
+            row_exists,
+            partial_out,
+            partial_lse_log2,
+            slot_of(piece, q_block, q_blocks, first_tile == 0),
+            BLOCK_ROWS,
+            RANK,
+            BMM2_IS_TENSOR,
+            INTERPRETED,
+        )
 
         position += last_tile - first_tile
         request_begin += tiles
