@@ -9,9 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import LogLocator, NullLocator
 
-from lab.plots.style import COLOURS, DOTS_PER_INCH, TEXT_COLOUR
+from lab.plots.style import COLOURS, DOTS_PER_INCH, TEXT_COLOUR, logarithmic, plain
 
 WIDTH_INCHES = 10.0  # 1,500 pixels, shown at 1,000
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
@@ -62,7 +62,7 @@ def roofline_figure(
 ) -> Figure:
     """Rates against intensity under the roofs: colour says which implementation, marker which mode, hollow is throttled."""
     figure, axes = _figure(title, height_inches=6.0)
-    _logarithmic(axes, "xy")
+    logarithmic(axes, "xy")
     colours = _assigned([point.implementation for point in points], COLOURS)
     markers = _assigned([point.mode for point in points], MARKERS)
     for point in points:
@@ -91,7 +91,7 @@ def floor_figure(bars: Sequence[FloorBar], title: str) -> Figure:
     scenarios = list(dict.fromkeys(bar.scenario for bar in bars))
     colours = _assigned([bar.implementation for bar in bars], COLOURS)
     figure, axes = _figure(title, height_inches=1.5 + len(scenarios) * (0.1 + 0.15 * len(colours)))
-    _logarithmic(axes, "x")
+    logarithmic(axes, "x")
     thickness = BARS_SHARE / len(colours)
     places = {name: (place + 0.5) * thickness - BARS_SHARE / 2 for place, name in enumerate(colours)}
     for bar in bars:
@@ -121,18 +121,8 @@ def _figure(title: str, height_inches: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(WIDTH_INCHES, height_inches), dpi=DOTS_PER_INCH, layout="constrained")
     axes = figure.add_subplot()
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)  # over the labels too, where a long one finds room
-    axes.grid(color="#DDDDDD", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    plain(axes)
     return figure, axes
-
-
-def _logarithmic(axes: Axes, names: str) -> None:
-    """Logarithmic axes, with numbers as people write them: 1,000 rather than 10³."""
-    axes.set(**{f"{name}scale": "log" for name in names})
-    for name in names:
-        axis = axes.xaxis if name == "x" else axes.yaxis
-        axis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:,.10g}"))
 
 
 def _draw_roofs(axes: Axes, roofs: Roofs, words: str, intensities: tuple[float, float]) -> Line2D:
