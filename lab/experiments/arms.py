@@ -1,7 +1,8 @@
 """Arms: different ways to do the same work, which take turns at a point. Those that decline it, and those that are wrong."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,6 +22,33 @@ class WrongArmError(AssertionError):
     def __init__(self, arm: str, message: str) -> None:
         super().__init__(message)
         self.arm = arm
+
+
+@contextmanager
+def named_in_failures(point: str) -> Iterator[None]:
+    """What fails inside is a `PointFailedError` that names the point."""
+    try:
+        yield
+    except (AssertionError, OSError, RuntimeError, TypeError, ValueError) as error:
+        raise PointFailedError(f"{point}: {type(error).__name__}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Rows of a point's arms that have a time, and of those that have none, with the reason."""
+
+    rows: Sequence[dict[str, Any]] = ()
+    declined: Sequence[dict[str, Any]] = ()
+    wrong: Sequence[dict[str, Any]] = ()
+
+    def by_list(self, rows: str = "rows") -> dict[str, Sequence[dict[str, Any]]]:
+        """What a recording adds to its lists; `rows` names the one of the times."""
+        return {rows: self.rows, "declined": self.declined, "wrong": self.wrong}
+
+
+def reason_rows(point: Mapping[str, Any], reasons: Mapping[str, str]) -> list[dict[str, Any]]:
+    """What every row says of its point, with each arm that has no time and why."""
+    return [{**point, "arm": name, "reason": reason} for name, reason in reasons.items()]
 
 
 def declined_by(works: Works) -> dict[str, str]:

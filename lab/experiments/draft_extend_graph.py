@@ -20,21 +20,20 @@ inputs, and the outputs: each byte once, intermediates not at all. Exit status: 
 
 import argparse
 import importlib
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from lab.checks.stand_in_model import StandInTruth, truth_of_pass
+from lab.experiments.recording import NO_GPU, Recording, ceilings_of_gpu, gpu_is_here
 from lab.kernels import default_implementation
 from lab.metadata.cuda_graph import GraphMetadata, GraphMode, GraphRunner, StaticInputs
 from lab.metadata.draft_extend_graph import (
@@ -49,13 +48,12 @@ from lab.metadata.forward_batch import SpecInfo
 from lab.metadata.forward_mode import ForwardMode
 from lab.metadata.kv_pool import KVPool
 from lab.metadata.mha import build_mha_metadata
-from lab.provenance import environment
 from lab.timing.forward import time_facts
 from lab.timing.gpu_time import SAMPLES, GpuTime, measure_interleaved
 from lab.timing.host_time import CALLS_PER_BATCH, host_time
 from lab.timing.host_time import METHOD as HOST_METHOD
 from lab.timing.method import L2, Clock, Method
-from lab.timing.roofline import Ceilings, measure_ceilings
+from lab.timing.roofline import Ceilings
 from lab.timing.work import Call, GpuWork
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.stand_in_model import GRAPH_MODES, LLAMA_8B_SIZES, StandInModel, StandInPass, StandInSizes, draw_pass
@@ -70,7 +68,6 @@ KV_LEN = 4096
 PAGE_SIZE = 64
 # Launches of one batch of host times: fewer than the driver queues, about a thousand, before one has to wait for the GPU.
 MOST_QUEUED_LAUNCHES = 500
-WIDTH_WITHOUT_TERMINAL = 180
 
 
 def new_model(sizes: StandInSizes, max_batch_size: int, max_kv_len: int, device: torch.device) -> StandInModel:
@@ -442,43 +439,40 @@ def form_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def main(argv: Sequence[str] | None = None) -> int:
     given = _arguments(argv)
-    if not torch.cuda.is_available():
-        print("this experiment times GPU work, and there is no CUDA GPU here", file=sys.stderr)
-        return 2
+    if not gpu_is_here():
+        return NO_GPU
     device = torch.device("cuda", torch.cuda.current_device())
     implementation = importlib.import_module(given.implementation or default_implementation(device).__name__)
     backend = TRTLLMMHABackend(implementation)
-    ceilings = measure_ceilings(device)
+    ceilings = ceilings_of_gpu()
     sizes = LLAMA_8B_SIZES
     model = new_model(sizes, max(given.batch_sizes), given.kv_len, device)
-    console = Console(width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL)
-    modes = [
-        row
-        for mode in track(GRAPH_MODES, description="modes", console=console)
-        for size in given.batch_sizes
-        for row in measure_mode(model, backend, mode, size, given.kv_len, ceilings, given.samples)
-    ]
-    forms = [
-        row
-        for size in track(given.batch_sizes, description="outputs", console=console)
-        for width in given.num_draft_tokens
-        for row in measure_forms(model, backend, size, width, given.kv_len, ceilings, given.samples)
-    ]
-    result = {
-        "environment": environment() | {"ceilings": ceilings.facts()},
+    facts = {
         "method": str(METHOD),
         "host_method": HOST_METHOD,
         "completion_method": COMPLETION_METHOD,
         "implementation": implementation.__name__,
         "model": asdict(sizes) | {"page_size": PAGE_SIZE},
-        "modes": modes,
-        "forms": forms,
-        "savings": savings(forms),
     }
-    given.out.write_text(json.dumps(result, indent=1) + "\n")
-    console.print(mode_table(modes))
-    console.print(form_table(forms))
-    return 0
+    recording = Recording(
+        given.out,
+        facts,
+        ("modes", "forms"),
+        ceilings=ceilings,
+        derived={"savings": lambda result: savings(result["forms"])},
+    )
+
+    def modes_at(point: tuple[ForwardMode, int]) -> Mapping[str, Sequence[dict[str, Any]]]:
+        return {"modes": measure_mode(model, backend, *point, given.kv_len, ceilings, given.samples)}
+
+    def forms_at(point: tuple[int, int]) -> Mapping[str, Sequence[dict[str, Any]]]:
+        return {"forms": measure_forms(model, backend, *point, given.kv_len, ceilings, given.samples)}
+
+    recording.measure(list(product(GRAPH_MODES, given.batch_sizes)), modes_at, "modes")
+    recording.measure(list(product(given.batch_sizes, given.num_draft_tokens)), forms_at, "outputs")
+    recording.console.print(mode_table(recording.result["modes"]))
+    recording.console.print(form_table(recording.result["forms"]))
+    return recording.exit_status
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -11,7 +11,6 @@ every point. Exit status: 2 without a GPU.
 
 import argparse
 import importlib
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,19 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from lab.checks.forward_pass import ForwardPass, build_forward
-from lab.experiments.arms import PointFailedError, declined_by
+from lab.experiments.arms import Outcome, declined_by, named_in_failures, reason_rows
+from lab.experiments.recording import NO_GPU, Recording, ceilings_of_gpu, gpu_is_here
 from lab.metadata.dispatch import AttentionCall, plan_calls, prepare_attention
 from lab.metadata.forward_mode import ForwardMode
-from lab.provenance import environment
 from lab.timing.forward import case_facts, forward_work, kernel_names, time_facts
 from lab.timing.gpu_time import measure_interleaved
 from lab.timing.method import L2, Clock, Method
-from lab.timing.roofline import Ceilings, measure_ceilings
+from lab.timing.roofline import Ceilings
 from lab.timing.work import GpuWork
 from lab.workloads.batches import Batch, sweep
 from lab.workloads.forward_case import ForwardCase
@@ -46,7 +43,6 @@ KEYS = (1024, 4096, 16384, 65536, 131072)
 # Keys of one point over all requests: 4 GB of K and V here, pools of twice that, and one pool for each of three arms.
 MOST_KEYS = 2 * 1024 * 1024
 SAMPLES = 15
-WIDTH_WITHOUT_TERMINAL = 160
 
 
 @dataclass(frozen=True)
@@ -125,21 +121,17 @@ def arms_of(forward: ForwardPass, arms: Sequence[Arm] = ARMS) -> dict[str, tuple
     return found
 
 
-def measure_point(
-    batch: Batch, ceilings: Ceilings, samples: int = SAMPLES, arms: Sequence[Arm] = ARMS
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """GPU times of all arms at one point, in turns; and rows of those that decline it.
+def measure_point(batch: Batch, ceilings: Ceilings, samples: int = SAMPLES, arms: Sequence[Arm] = ARMS) -> Outcome:
+    """GPU times of all arms at one point, in turns; and rows of those that decline it. None is wrong: that is an error.
 
     Raises:
         PointFailedError: anything else went wrong, such as a wrong output or a kernel that is not there.
     """
-    try:
+    with named_in_failures(str(batch)):
         planned = arms_of(build_forward(case_of(batch, AttentionCall.DECODE), torch.device("cuda")), arms)
         reasons = declined_by({name: work for name, (_, work) in planned.items()})
         works = {name: work for name, (_, work) in planned.items() if name not in reasons}
         times = measure_interleaved(works, METHOD, samples) if works else {}
-    except (AssertionError, OSError, RuntimeError, TypeError, ValueError) as error:
-        raise PointFailedError(f"{batch}: {type(error).__name__}: {error}") from error
     rows = []
     for arm in arms:
         if arm.name in reasons:
@@ -152,7 +144,7 @@ def measure_point(
             | case_facts(forward.case)
             | time_facts(times[arm.name], ceilings, work.bytes_moved, work.operations)
         )
-    return rows, [point_facts(batch) | {"arm": name, "reason": reason} for name, reason in reasons.items()]
+    return Outcome(rows, reason_rows(point_facts(batch), reasons))
 
 
 def crossovers(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -202,32 +194,35 @@ def crossover_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 def main(argv: Sequence[str] | None = None) -> int:
     given = _arguments(argv)
     batches, skipped = split_by_size(sweep(given.requests, given.keys, given.q_lens), given.most_keys)
-    if not torch.cuda.is_available():
-        print("this experiment times GPU work, and there is no CUDA GPU here", file=sys.stderr)
-        return 2
-    ceilings = measure_ceilings(torch.device("cuda"))
-    result: dict[str, Any] = {
-        "environment": environment() | {"ceilings": ceilings.facts()},
+    if not gpu_is_here():
+        return NO_GPU
+    ceilings = ceilings_of_gpu()
+    facts = {
         "method": str(METHOD),
         "geometry": GEOMETRY,
         "tensor_parallel": TENSOR_PARALLEL,
         "samples": given.samples,
         "most_keys": given.most_keys,
-        "rows": [],
-        "declined": [],
         "skipped": skipped,
     }
-    console = Console(width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL)
-    for batch in track(batches, console=console):
-        rows, declined = measure_point(batch, ceilings, given.samples)
-        result["rows"] += rows
-        result["declined"] += declined
-        result["crossovers"] = crossovers(result["rows"])
-        given.out.write_text(json.dumps(result, indent=1) + "\n")
-        torch.cuda.empty_cache()  # points differ in size, and what one leaves in pieces is of no use to the next
-    console.print(crossover_table(result["rows"]))
-    console.print(f"{len(result['declined'])} declined, {len(skipped)} skipped: reasons in {given.out}")
-    return 0
+    recording = Recording(
+        given.out,
+        facts,
+        ("rows", "declined"),
+        ceilings=ceilings,
+        derived={"crossovers": lambda result: crossovers(result["rows"])},
+    )
+
+    def outcome_of(batch: Batch) -> Mapping[str, Sequence[dict[str, Any]]]:
+        outcome = measure_point(batch, ceilings, given.samples)
+        return {"rows": outcome.rows, "declined": outcome.declined}
+
+    recording.measure(batches, outcome_of)
+    recording.console.print(crossover_table(recording.result["rows"]))
+    recording.console.print(
+        f"{len(recording.result['declined'])} declined, {len(skipped)} skipped: reasons in {given.out}"
+    )
+    return recording.exit_status
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

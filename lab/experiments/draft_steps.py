@@ -9,26 +9,23 @@ turns, in one process. Host times of the same calls are taken at fewer points: t
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from lab.capture import capturing
-from lab.provenance import environment
+from lab.experiments.recording import NO_GPU, Recording, ceilings_of_gpu, gpu_is_here
 from lab.timing.draft import draft_facts, draft_work
 from lab.timing.forward import time_facts
 from lab.timing.gpu_time import measure_interleaved
 from lab.timing.host_time import METHOD as HOST_METHOD
 from lab.timing.host_time import host_time
 from lab.timing.method import L2, Clock, Method
-from lab.timing.roofline import Ceilings, measure_ceilings
+from lab.timing.roofline import Ceilings
 from lab.timing.work import GpuWork
 from lab.workloads.draft import draft_scenario
 from lab.workloads.traces import TracedRequest, own_trace, read_trace
@@ -55,6 +52,7 @@ GRID = tuple(
 # The context of 26241's own figures; its batch size is not stated.
 LONG = tuple(f"{count}x80k/steps3" for count in (1, 2, 4, 8, 16, 64))
 TRACED = tuple(f"trace{count}/steps3" for count in (8, 32, 64, 96))
+EVERY_POINT = (*GRID, *LONG, *TRACED)
 HOST_POINTS = tuple(f"{count}x8k/steps{steps}" for count in (1, 64) for steps in (2, 3, 4, 5))
 
 # PR 26241's description: Kimi-K2.5-NVFP4, TP4, 80K tokens of context, EAGLE3 with 3 steps, topk 1.
@@ -143,6 +141,28 @@ def point_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    given = _arguments(argv)
+    if not gpu_is_here():
+        return NO_GPU
+    trace, ceilings = given.traced, ceilings_of_gpu()
+    facts = {
+        "method": str(METHOD),
+        "host_method": HOST_METHOD,
+        "trace": "synthetic_chat.jsonl, the lab's own" if given.trace is None else given.trace.name,
+    }
+    recording = Recording(given.out, facts, ("rows",) if given.points else ("rows", "host"), ceilings=ceilings)
+    points = given.points or EVERY_POINT
+    recording.measure(points, lambda point: {"rows": measure_point(point, trace, ceilings)})
+    rows = recording.result["rows"]
+    if not given.points:  # only all of them have what 26241's figures are held against
+        recording.measure(HOST_POINTS, lambda point: {"host": measure_host(point, trace)}, "host times")
+        recording.add("pr_26241", claim_table(rows, recording.result["host"]))
+        recording.console.print_json(data=recording.result["pr_26241"])
+    recording.console.print(point_table(rows))
+    return recording.exit_status
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m lab.experiments.draft_steps", description=__doc__.split("\n", 1)[0]
     )
@@ -152,33 +172,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--points", nargs="+", help="only these, such as 64x8k/steps3")
     given = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        print("this experiment times GPU work, and there is no CUDA GPU here", file=sys.stderr)
-        return 2
-    points = given.points or [*GRID, *LONG, *TRACED]
     try:
-        trace = own_trace() if given.trace is None else read_trace(given.trace)
-        for point in points:
-            draft_scenario(ARMS[0].format(point), trace)
+        given.traced = own_trace() if given.trace is None else read_trace(given.trace)
+        for point in given.points or EVERY_POINT:
+            draft_scenario(ARMS[0].format(point), given.traced)
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    ceilings = measure_ceilings(torch.device("cuda"))
-    console = Console(width=200)
-    rows = [row for point in track(points, console=console) for row in measure_point(point, trace, ceilings)]
-    result: dict[str, Any] = {
-        "environment": environment() | {"ceilings": ceilings.facts()},
-        "method": str(METHOD),
-        "host_method": HOST_METHOD,
-        "trace": "synthetic_chat.jsonl, the lab's own" if given.trace is None else given.trace.name,
-        "rows": rows,
-    }
-    if not given.points:
-        result["host"] = [row for point in HOST_POINTS for row in measure_host(point, trace)]
-        result["pr_26241"] = claim_table(rows, result["host"])
-        console.print_json(data=result["pr_26241"])
-    given.out.write_text(json.dumps(result, indent=1) + "\n")
-    console.print(point_table(rows))
-    return 0
+    return given
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ written anew after every point. Exit status: 1 if an arm is wrong, 2 without a G
 import argparse
 import enum
 import importlib
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,21 +34,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
 from lab.checks.forward_pass import ForwardPass, build_forward
-from lab.experiments.arms import PointFailedError, Works, declined_by, measure_right_ones
+from lab.experiments.arms import Outcome, Works, declined_by, measure_right_ones, named_in_failures, reason_rows
+from lab.experiments.recording import NO_GPU, Columns, Recording, ceilings_of_gpu, gpu_is_here, table_of
 from lab.metadata.dispatch import PlannedCall, call_arguments, prepare_attention
 from lab.metadata.forward_mode import ForwardMode
-from lab.provenance import environment
 from lab.timing.forward import case_facts, forward_work, kernel_names, time_facts
 from lab.timing.gpu_time import GpuTime, interquartile_range, measure_interleaved
 from lab.timing.host_time import METHOD as HOST_METHOD
 from lab.timing.host_time import HostTime, host_time
 from lab.timing.method import L2, Clock, Method
-from lab.timing.roofline import Ceilings, measure_ceilings, roofline
+from lab.timing.roofline import Ceilings, roofline
 from lab.timing.work import GpuWork
 from lab.workloads.batches import parse_batch
 from lab.workloads.forward_case import ForwardCase
@@ -65,7 +61,6 @@ PORTABLE_MODULE, FLASHINFER_MODULE = "lab.kernels.portable", "lab.kernels.trtllm
 # What FlashInfer raises where a module cannot be imported, built or loaded, a function is lacking, or a call is refused.
 MISSING_MODULE = (ImportError, OSError, RuntimeError, TypeError, ValueError)
 SAMPLES = 15
-WIDTH_WITHOUT_TERMINAL = 200
 JUDGED = "every output vector of every request, before and after it was timed, on every buffer"
 
 
@@ -165,14 +160,10 @@ class Point:
     def baseline(self) -> str:
         return self.arms[-1].name
 
-
-@dataclass(frozen=True)
-class Outcome:
-    """Rows of a point's arms that have a time, and of those that have none, with the reason."""
-
-    rows: list[dict[str, Any]]
-    declined: list[dict[str, Any]]
-    wrong: list[dict[str, Any]]
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What every row says of its point."""
+        return {"group": self.group, "point": self.name}
 
 
 def _against_flashinfer(group: str, name: str, case: ForwardCase, targets: Targets = ()) -> Point:
@@ -354,12 +345,10 @@ def measure_point(point: Point, ceilings: Ceilings, samples: int = SAMPLES) -> O
     Raises:
         PointFailedError: anything but a refusal, a missing module or a wrong output went wrong.
     """
-    try:
+    with named_in_failures(point.name):
         passes = works_of(point.arms, torch.device("cuda"))
         running, declined = _running(passes)
         times, wrong = measure_right_ones(running, partial(measure_interleaved, method=METHOD, samples=samples))
-    except (AssertionError, OSError, RuntimeError, TypeError, ValueError) as error:
-        raise PointFailedError(f"{point.name}: {type(error).__name__}: {error}") from error
     rows = [
         _arm_facts(point, arm, passes[arm.name][0])
         | time_facts(times[arm.name], ceilings, floor_bytes(arm.case), arm.case.operations)
@@ -367,7 +356,7 @@ def measure_point(point: Point, ceilings: Ceilings, samples: int = SAMPLES) -> O
         for arm in point.arms
         if arm.name in times
     ]
-    return Outcome(rows, _reasons(point, declined), _reasons(point, wrong))
+    return Outcome(rows, reason_rows(point.facts, declined), reason_rows(point.facts, wrong))
 
 
 def measure_host(point: Point) -> Outcome:
@@ -376,12 +365,10 @@ def measure_host(point: Point) -> Outcome:
     Raises:
         PointFailedError: as in `measure_point`.
     """
-    try:
+    with named_in_failures(point.name):
         passes = works_of(point.arms, torch.device("cuda"), eager_call)
         running, declined = _running(passes)
         times, wrong = measure_right_ones(running, _host_times)
-    except (AssertionError, OSError, RuntimeError, TypeError, ValueError) as error:
-        raise PointFailedError(f"{point.name}: {type(error).__name__}: {error}") from error
     rows = [
         _arm_facts(point, arm, passes[arm.name][0])
         | {"host_us": round(time.median_us, 2), "iqr_us": round(interquartile_range(time.samples_us), 2)}
@@ -389,7 +376,7 @@ def measure_host(point: Point) -> Outcome:
         for arm in point.arms
         if (time := times.get(arm.name)) is not None
     ]
-    return Outcome(rows, _reasons(point, declined), _reasons(point, wrong))
+    return Outcome(rows, reason_rows(point.facts, declined), reason_rows(point.facts, wrong))
 
 
 def _host_times(works: Works) -> dict[str, HostTime]:
@@ -416,27 +403,23 @@ def _running(passes: Mapping[str, tuple[ForwardPass, GpuWork]]) -> tuple[dict[st
     return {name: work for name, work in works.items() if name not in declined}, declined
 
 
-def _reasons(point: Point, reasons: Mapping[str, str]) -> list[dict[str, Any]]:
-    return [
-        {"group": point.group, "point": point.name, "arm": name, "reason": reason} for name, reason in reasons.items()
-    ]
-
-
 def _arm_facts(point: Point, arm: Arm, forward: ForwardPass) -> dict[str, Any]:
     model = arm.case.model
-    return {
-        "group": point.group,
-        "point": point.name,
-        "arm": arm.name,
-        "implementation": arm.module,
-        "kernel": kernel_names(forward, importlib.import_module(arm.module)),
-        "q_len": max(arm.case.q_lens),
-        "longest_kv_len": max(arm.case.kv_lens),
-        "num_qo_heads": model.num_qo_heads,
-        "num_kv_heads": model.num_kv_heads,
-        "head_dim": model.head_dim,
-        "window_left": arm.case.window_left,
-    } | case_facts(arm.case)
+    return (
+        point.facts
+        | {
+            "arm": arm.name,
+            "implementation": arm.module,
+            "kernel": kernel_names(forward, importlib.import_module(arm.module)),
+            "q_len": max(arm.case.q_lens),
+            "longest_kv_len": max(arm.case.kv_lens),
+            "num_qo_heads": model.num_qo_heads,
+            "num_kv_heads": model.num_kv_heads,
+            "head_dim": model.head_dim,
+            "window_left": arm.case.window_left,
+        }
+        | case_facts(arm.case)
+    )
 
 
 def _compared(point: Point, arm: Arm, times: Mapping[str, GpuTime], ceilings: Ceilings) -> dict[str, Any]:
@@ -478,7 +461,6 @@ def _one_target_text(target: Mapping[str, Any]) -> str:
     return f"{asked}: {'passed' if target['passed'] else 'missed'} by {abs(target['margin']):.3g}"
 
 
-Columns = Mapping[str, Callable[[Mapping[str, Any]], str]]
 TEXT_COLUMNS = ("point", "arm", "kernel", "bound by", "targets")
 TIME_COLUMNS: Columns = {
     "point": lambda row: str(row["point"]),
@@ -501,16 +483,6 @@ HOST_COLUMNS: Columns = {
 }
 
 
-def table_of(title: str, columns: Columns, rows: Sequence[Mapping[str, Any]]) -> Table:
-    """One line per point and arm."""
-    table = Table(title=title, title_justify="left")
-    for header in columns:
-        table.add_column(header, justify="left" if header in TEXT_COLUMNS else "right")
-    for row in rows:
-        table.add_row(*(cell(row) for cell in columns.values()))
-    return table
-
-
 def score(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Targets passed, missed, and those that nothing could be compared with."""
     passed = [target["passed"] for row in rows for target in row["targets"]]
@@ -519,44 +491,41 @@ def score(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     given = _arguments(argv)
-    if not torch.cuda.is_available():
-        print("this experiment times GPU work, and there is no CUDA GPU here", file=sys.stderr)
-        return 2
-    ceilings = measure_ceilings(torch.device("cuda"))
-    result: dict[str, Any] = {
-        "environment": environment() | {"ceilings": ceilings.facts()},
+    if not gpu_is_here():
+        return NO_GPU
+    ceilings = ceilings_of_gpu()
+    facts = {
         "method": str(METHOD),
         "host_method": HOST_METHOD,
         "samples": given.samples,
         "trace": "synthetic_chat.jsonl, the lab's own" if given.trace is None else given.trace.name,
         "judged": JUDGED,
-        "rows": [],
-        "host": [],
-        "declined": [],
-        "wrong": [],
     }
-    console = Console(width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL)
-    for point in track(given.points, console=console):
-        is_host = point.group == HOST
-        outcome = measure_host(point) if is_host else measure_point(point, ceilings, given.samples)
-        result["host" if is_host else "rows"] += outcome.rows
-        result["declined"] += outcome.declined
-        result["wrong"] += outcome.wrong
-        result["targets"] = score(result["rows"] + result["host"])
-        given.out.write_text(json.dumps(result, indent=1) + "\n")
-        torch.cuda.empty_cache()  # points differ in size, and what one leaves in pieces is of no use to the next
-    _print(console, result)
-    return 1 if result["wrong"] else 0
+    recording = Recording(
+        given.out,
+        facts,
+        ("rows", "host", "declined", "wrong"),
+        ceilings=ceilings,
+        derived={"targets": lambda result: score(result["rows"] + result["host"])},
+    )
+
+    def outcome_of(point: Point) -> Mapping[str, Sequence[dict[str, Any]]]:
+        if point.group == HOST:
+            return measure_host(point).by_list("host")
+        return measure_point(point, ceilings, given.samples).by_list()
+
+    recording.measure(given.points, outcome_of)
+    _print(recording)
+    return recording.exit_status
 
 
-def _print(console: Console, result: Mapping[str, Any]) -> None:
+def _print(recording: Recording) -> None:
+    result, console = recording.result, recording.console
     if result["rows"]:
-        console.print(table_of(f"K/V read once, one layer: {METHOD}", TIME_COLUMNS, result["rows"]))
+        console.print(table_of(f"K/V read once, one layer: {METHOD}", TIME_COLUMNS, result["rows"], words=TEXT_COLUMNS))
     if result["host"]:
-        console.print(table_of(f"Eager calls: {HOST_METHOD}", HOST_COLUMNS, result["host"]))
-    for outcome in ("declined", "wrong"):
-        for row in result[outcome]:
-            console.print(f"{outcome}: {row['point']}, {row['arm']}: {row['reason']}", markup=False)
+        console.print(table_of(f"Eager calls: {HOST_METHOD}", HOST_COLUMNS, result["host"], words=TEXT_COLUMNS))
+    recording.print_reasons()
     counts = result["targets"]
     console.print(
         f"targets: {counts['passed']} passed, {counts['missed']} missed, {counts['not_compared']} not compared"

@@ -27,20 +27,20 @@ Exit status: 2 without a GPU.
 
 import argparse
 import enum
-import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from lab.experiments.recording import NO_GPU, Columns, Recording, gpu_is_here, table_of
 from lab.experiments.stand_in import ForwardPass
 from lab.metadata.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.forward_mode import ForwardMode
@@ -48,7 +48,6 @@ from lab.metadata.host_mirrors import LengthMirror
 from lab.metadata.kv_pool import KVPool
 from lab.metadata.mha import build_mha_metadata
 from lab.metadata.verify_mask import VerifyMask, VerifyMaskForm, fill_verify_mask, preallocate_verify_mask
-from lab.provenance import environment
 from lab.timing.gpu_time import measure
 from lab.timing.method import L2, Clock, Method
 from lab.timing.step_profile import (
@@ -63,9 +62,6 @@ from lab.timing.step_profile import (
 )
 from lab.timing.work import GpuWork
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
 METHOD = (
     "torch.profiler (CUPTI), CPU and CUDA activities; GPU work belongs to the step whose launch has its correlation id; "
     "medians over the steps of all runs, the arms' runs in turns"
@@ -73,7 +69,6 @@ METHOD = (
 GRAPH_CLOCK = Method(Clock.GRAPH, L2.WARM)
 # The worked case of the verify mask.
 MASK_SIZES: Mapping[str, Any] = {"max_batch_size": 256, "num_draft_tokens": 4, "max_context_len": 131072}
-WIDTH_WITHOUT_TERMINAL = 160
 
 
 class Arm(enum.Enum):
@@ -273,20 +268,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         loops = [LoopSettings(gpu_us, host_us, **given) for gpu_us in gpu_times for host_us in host_times]
     except ValueError as error:
         parser.error(str(error))
-    if not torch.cuda.is_available():
-        print("not measured: this experiment profiles a CUDA GPU, and there is none here", file=sys.stderr)
-        return 2
-    arms = [row for settings in loops for row in measure_arms(settings)]
-    masks = measure_masks(torch.device("cuda"))
-    if out is not None:
-        recorded = {"environment": environment(), "method": METHOD, "arms": arms, "verify_masks": masks}
-        out.write_text(json.dumps(recorded, indent=1) + "\n")
-    _print(arms, masks)
-    return 0
+    if not gpu_is_here():
+        return NO_GPU
+    recording = Recording(out, {"method": METHOD}, ("arms", "verify_masks"))
+    recording.measure(loops, lambda settings: {"arms": measure_arms(settings)}, "loops")
+    recording.measure([torch.device("cuda")], lambda device: {"verify_masks": measure_masks(device)}, "masks")
+    _print(recording)
+    return recording.exit_status
 
 
 # Column header, what it shows of an arm.
-ARM_COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+ARM_COLUMNS: Columns = {
     "GPU work, µs": lambda row: f"{row['gpu_us']:,.0f}",
     "host work, µs": lambda row: f"{row['host_us']:,.0f}",
     "arm": lambda row: str(row["arm"]),
@@ -299,33 +291,19 @@ ARM_COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "step, µs": lambda row: f"{row['medians']['step_us']:,.1f}",
     "step unprofiled, µs": lambda row: f"{statistics.median(row['unprofiled_step_us']):,.1f}",
 }
-MASK_COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+MASK_COLUMNS: Columns = {
     "verify mask": lambda row: str(row["form"]),
     "bytes": lambda row: f"{row['mask_bytes']:,}",
     "fill, µs": lambda row: f"{row['fill_us']:,.2f}",
 }
 
 
-def _print(arms: Sequence[Mapping[str, Any]], masks: Sequence[Mapping[str, Any]]) -> None:
-    from rich.console import Console
-
-    console = Console(width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL)
-    console.print(_table("A decode loop, per step", ARM_COLUMNS, arms))
+def _print(recording: Recording) -> None:
+    words = ("arm", "verify mask")
+    recording.console.print(table_of("A decode loop, per step", ARM_COLUMNS, recording.result["arms"], words=words))
     sizes = ", ".join(f"{name} {size:,}" for name, size in MASK_SIZES.items())
-    console.print(_table(f"The mask of target verify ({sizes})", MASK_COLUMNS, masks))
-
-
-def _table(
-    title: str, columns: Mapping[str, Callable[[Mapping[str, Any]], str]], rows: Iterable[Mapping[str, Any]]
-) -> "Table":
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for header in columns:
-        table.add_column(header, justify="left" if header in ("arm", "verify mask") else "right")
-    for row in rows:
-        table.add_row(*(cell(row) for cell in columns.values()))
-    return table
+    title = f"The mask of target verify ({sizes})"
+    recording.console.print(table_of(title, MASK_COLUMNS, recording.result["verify_masks"], words=words))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ the host from the lengths, which is done before and not in the time. The file is
 
 import argparse
 import importlib
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,20 +23,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from lab.checks.mla_pass import MLAPass, build_mla_pass
-from lab.experiments.arms import PointFailedError, declined_by, measure_right_ones
+from lab.experiments.arms import Outcome, declined_by, measure_right_ones, named_in_failures, reason_rows
+from lab.experiments.recording import NO_GPU, Columns, Recording, ceilings_of_gpu, gpu_is_here, table_of
 from lab.kernels.support import Kernel, capability_of
 from lab.metadata.forward_mode import ForwardMode
 from lab.metadata.mla_dispatch import MLAAttentionCall, prepare_mla_attention
-from lab.provenance import environment
 from lab.timing.forward import mla_facts, mla_work, time_facts
 from lab.timing.gpu_time import GpuTime, measure_interleaved
 from lab.timing.method import L2, Clock, Method
-from lab.timing.roofline import Ceilings, measure_ceilings
+from lab.timing.roofline import Ceilings
 from lab.timing.work import GpuWork
 from lab.workloads.batches import Batch
 from lab.workloads.mla_case import MLACase
@@ -50,7 +47,6 @@ TARGET = 0.8  # the portable kernel's least speed, as a part of the wrapper's
 PLANNED = "planned on the host before; not in the time"
 JUDGED = "every output vector of every request, before and after it was timed, on every buffer"
 SAMPLES = 15
-WIDTH_WITHOUT_TERMINAL = 160
 
 
 @dataclass(frozen=True)
@@ -84,15 +80,6 @@ class Arm:
 PORTABLE = "portable"
 WRAPPER = "wrapper"
 ARMS = (Arm(PORTABLE, "lab.kernels.portable"), Arm(WRAPPER, "lab.kernels.flashinfer_mla", planned=True))
-
-
-@dataclass(frozen=True)
-class Point:
-    """Rows of the arms that have a time, and of those that have none, with the reason."""
-
-    rows: list[dict[str, Any]]
-    declined: list[dict[str, Any]]
-    wrong: list[dict[str, Any]]
 
 
 def cases_of(
@@ -137,7 +124,7 @@ def works_of(forward: MLAPass, arms: Sequence[Arm] = ARMS) -> dict[str, GpuWork]
     return works
 
 
-def measure_point(case: MLACase, ceilings: Ceilings, samples: int = SAMPLES, arms: Sequence[Arm] = ARMS) -> Point:
+def measure_point(case: MLACase, ceilings: Ceilings, samples: int = SAMPLES, arms: Sequence[Arm] = ARMS) -> Outcome:
     """GPU times of all arms at one point, in turns, and why an arm has none.
 
     Raises:
@@ -145,15 +132,13 @@ def measure_point(case: MLACase, ceilings: Ceilings, samples: int = SAMPLES, arm
     """
     device = torch.device("cuda")
     facts = point_facts(case)
-    try:
+    with named_in_failures(facts["point"]):
         works = works_of(build_mla_pass(case, device), arms)
         declined = declined_by(works)
         running = {name: work for name, work in works.items() if name not in declined}
         times, wrong = measure_right_ones(
             running, lambda right: measure_interleaved(right, method=METHOD, samples=samples)
         )
-    except (AssertionError, OSError, RuntimeError, TypeError, ValueError) as error:
-        raise PointFailedError(f"{facts['point']}: {type(error).__name__}: {error}") from error
     rows = [
         {"arm": arm.name, "implementation": arm.module, "kernel": arm.kernel(device)}
         | {"plan": PLANNED if arm.planned else None}
@@ -164,11 +149,7 @@ def measure_point(case: MLACase, ceilings: Ceilings, samples: int = SAMPLES, arm
         for arm in arms
         if arm.name in times
     ]
-    return Point(rows, _reasons(facts, declined), _reasons(facts, wrong))
-
-
-def _reasons(facts: Mapping[str, Any], reasons: Mapping[str, str]) -> list[dict[str, Any]]:
-    return [{**facts, "arm": name, "reason": reason} for name, reason in reasons.items()]
+    return Outcome(rows, reason_rows(facts, declined), reason_rows(facts, wrong))
 
 
 def target_facts(arm: str, times: Mapping[str, GpuTime]) -> dict[str, Any]:
@@ -191,67 +172,37 @@ def target_text(row: Mapping[str, Any]) -> str:
     return f"{TARGET:.2f}: {'passed' if margin >= 0 else 'missed'} by {abs(margin):.3f}"
 
 
+TIME_COLUMNS: Columns = {
+    "point": lambda row: str(row["point"]),
+    "cache": lambda row: str(row["kv_dtype"]),
+    "arm": lambda row: str(row["arm"]),
+    "µs": lambda row: f"{row['median_us']:,.1f}",
+    "floor, µs": lambda row: f"{row['floor_us']:,.1f}",
+    "bound by": lambda row: str(row["floor_bound"]),
+    "floor, %": lambda row: f"{row['floor_percent']:.1f}",
+    "of the wrapper's speed": lambda row: "" if row["speed_of_wrapper"] is None else f"{row['speed_of_wrapper']:.3f}",
+    "target": target_text,
+}
+TEXT_COLUMNS = ("point", "cache", "arm", "bound by", "of the wrapper's speed", "target")
+
+
 def times_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """One line per point and arm."""
-    table = Table(title=f"MLA, one layer: {METHOD}. The wrapper is {PLANNED}", title_justify="left")
-    for header in (
-        "point",
-        "cache",
-        "arm",
-        "µs",
-        "floor, µs",
-        "bound by",
-        "floor, %",
-        "of the wrapper's speed",
-        "target",
-    ):
-        table.add_column(header, justify="right" if header in ("µs", "floor, µs", "floor, %") else "left")
-    for row in rows:
-        speed = row["speed_of_wrapper"]
-        table.add_row(
-            row["point"],
-            row["kv_dtype"],
-            row["arm"],
-            f"{row['median_us']:,.1f}",
-            f"{row['floor_us']:,.1f}",
-            row["floor_bound"],
-            f"{row['floor_percent']:.1f}",
-            "" if speed is None else f"{speed:.3f}",
-            target_text(row),
-        )
-    return table
+    return table_of(f"MLA, one layer: {METHOD}. The wrapper is {PLANNED}", TIME_COLUMNS, rows, words=TEXT_COLUMNS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     given = _arguments(argv)
-    if not torch.cuda.is_available():
-        print("this experiment times GPU work, and there is no CUDA GPU here", file=sys.stderr)
-        return 2
-    ceilings = measure_ceilings(torch.device("cuda"))
-    result: dict[str, Any] = {
-        "environment": environment() | {"ceilings": ceilings.facts()},
-        "method": str(METHOD),
-        "samples": given.samples,
-        "judged": JUDGED,
-        "target_speed_of_wrapper": TARGET,
-        "rows": [],
-        "declined": [],
-        "wrong": [],
-    }
-    console = Console(width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL)
+    if not gpu_is_here():
+        return NO_GPU
+    ceilings = ceilings_of_gpu()
+    facts = {"method": str(METHOD), "samples": given.samples, "judged": JUDGED, "target_speed_of_wrapper": TARGET}
+    recording = Recording(given.out, facts, ("rows", "declined", "wrong"), ceilings=ceilings)
     cases = cases_of(given.shapes, given.heads, given.q_lens, KV_DTYPES[given.kv_dtype])
-    for case in track(cases, console=console):
-        point = measure_point(case, ceilings, given.samples)
-        result["rows"] += point.rows
-        result["declined"] += point.declined
-        result["wrong"] += point.wrong
-        given.out.write_text(json.dumps(result, indent=1) + "\n")
-        torch.cuda.empty_cache()  # points differ in size, and what one leaves in pieces is of no use to the next
-    console.print(times_table(result["rows"]))
-    for outcome in ("declined", "wrong"):
-        for row in result[outcome]:
-            console.print(f"{outcome}: {row['point']}, {row['arm']}: {row['reason']}", markup=False)
-    return 1 if result["wrong"] else 0
+    recording.measure(cases, lambda case: measure_point(case, ceilings, given.samples).by_list())
+    recording.console.print(times_table(recording.result["rows"]))
+    recording.print_reasons()
+    return recording.exit_status
 
 
 def _shape(text: str) -> tuple[int, int]:

@@ -31,7 +31,6 @@ Exit status: 2 without a GPU.
 import argparse
 import enum
 import itertools
-import json
 import random
 import statistics
 import sys
@@ -39,12 +38,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from lab.experiments.recording import NO_GPU, Columns, Recording, gpu_is_here, table_of
 from lab.experiments.stand_in import ForwardPass
 from lab.metadata.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.forward_mode import ForwardMode
@@ -61,7 +61,6 @@ from lab.metadata.plan_stream import (
     VerifyBuffers,
     pack_tree_mask,
 )
-from lab.provenance import environment
 from lab.timing.cupti import Activity, busy_us
 from lab.timing.gpu_time import measure
 from lab.timing.host_time import METHOD as HOST_METHOD
@@ -78,9 +77,6 @@ from lab.timing.step_profile import (
 )
 from lab.timing.work import GpuWork
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
 Result = TypeVar("Result")
 
 METHOD = (
@@ -93,7 +89,6 @@ SHUFFLE_SEED = 0
 HOST_BATCHES, HOST_CALLS_PER_BATCH = 20, 8
 # (requests, draft tokens of each) whose masks are written.
 FIX_UP_POINTS = tuple(itertools.product((1, 8, 64, 256), (4, 8, 16, 64)))
-WIDTH_WITHOUT_TERMINAL = 200
 
 
 class Drafts(enum.Enum):
@@ -526,25 +521,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         loops = [LoopSettings(*times, **given) for times in itertools.product(draft_times, verify_times)]
     except ValueError as error:
         parser.error(str(error))
-    if not torch.cuda.is_available():
-        print("not measured: this experiment profiles a CUDA GPU, and there is none here", file=sys.stderr)
-        return 2
-    arms = [row for settings in loops for row in measure_arms(settings)]
-    fix_ups = [measure_fix_up(*point, torch.device("cuda")) for point in FIX_UP_POINTS]
-    if out is not None:
-        recorded = {
-            "environment": environment(),
-            "method": METHOD,
-            "host_method": HOST_METHOD,
-            "arms": arms,
-            "fix_ups": fix_ups,
-        }
-        out.write_text(json.dumps(recorded, indent=1) + "\n")
-    _print(arms, fix_ups)
-    return 0
+    if not gpu_is_here():
+        return NO_GPU
+    device = torch.device("cuda")
+    recording = Recording(out, {"method": METHOD, "host_method": HOST_METHOD}, ("arms", "fix_ups"))
+    recording.measure(loops, lambda settings: {"arms": measure_arms(settings)}, "loops")
+    recording.measure(FIX_UP_POINTS, lambda point: {"fix_ups": [measure_fix_up(*point, device)]}, "masks")
+    _print(recording)
+    return recording.exit_status
 
 
-Columns = Mapping[str, Callable[[Mapping[str, Any]], str]]
 # Column header, what it shows of an arm.
 ARM_COLUMNS: Columns = {
     "drafts": lambda row: str(row["drafts"]),
@@ -568,26 +554,15 @@ FIX_UP_COLUMNS: Columns = {
     "GPU, µs": lambda row: f"{row['gpu_us']:,.2f}",
     "host, µs": lambda row: f"{row['host_us']:,.1f}",
 }
-WORDS = ("drafts", "builder", "start")
+TEXT_COLUMNS = ("drafts", "builder", "start")
 
 
-def _print(arms: Sequence[Mapping[str, Any]], fix_ups: Sequence[Mapping[str, Any]]) -> None:
-    from rich.console import Console
-
-    console = Console(width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL)
-    console.print(_table("A speculative iteration", ARM_COLUMNS, arms))
-    console.print(_table(f"The packed mask of trees by itself, {GRAPH_CLOCK}", FIX_UP_COLUMNS, fix_ups))
-
-
-def _table(title: str, columns: Columns, rows: Iterable[Mapping[str, Any]]) -> "Table":
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for header in columns:
-        table.add_column(header, justify="left" if header in WORDS else "right")
-    for row in rows:
-        table.add_row(*(cell(row) for cell in columns.values()))
-    return table
+def _print(recording: Recording) -> None:
+    recording.console.print(
+        table_of("A speculative iteration", ARM_COLUMNS, recording.result["arms"], words=TEXT_COLUMNS)
+    )
+    title = f"The packed mask of trees by itself, {GRAPH_CLOCK}"
+    recording.console.print(table_of(title, FIX_UP_COLUMNS, recording.result["fix_ups"]))
 
 
 if __name__ == "__main__":

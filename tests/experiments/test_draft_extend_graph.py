@@ -31,9 +31,9 @@ from lab.experiments.draft_extend_graph import (
 from lab.kernels import portable
 from lab.metadata import ForwardMode
 from lab.metadata.draft_extend_graph import DraftExtendOutput, TRTLLMMHABackend
-from lab.timing import Ceilings
 from lab.workloads.stand_in_model import GRAPH_MODES, TINY_SIZES, StandInModel
 from tests.devices import IN_INTERPRETER
+from tests.experiments.simulated import CEILINGS
 
 ALL_ROWS, WITH_TOPK, SELECTED = DraftExtendOutput
 V2 = ForwardMode.DRAFT_EXTEND_V2
@@ -167,20 +167,17 @@ def test_what_the_trimmed_outputs_save() -> None:
     assert mode_table(mode_rows("decode", 1) + mode_rows("decode", 8)).row_count == 2
 
 
+@pytest.mark.usefixtures("simulated_gpu")
 def test_the_command_line_measures_all_points_and_writes_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     simulated: dict[str, Any] = {
-        "environment": lambda: {"gpu": "simulated"},
-        "measure_ceilings": lambda device: Ceilings(4000.0, 800.0),
         "new_model": lambda *arguments: None,
         "measure_mode": lambda model, backend, mode, size, *rest: mode_rows(mode.name.lower(), size),
         "measure_forms": lambda model, backend, size, width, *rest: form_rows(size, width, (800.0, 1000.0, 300.0)),
     }
     for name, function in simulated.items():
         monkeypatch.setattr(draft_extend_graph, name, function)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     out = tmp_path / "out.json"
     command = f"--batch-sizes 1 8 --num-draft-tokens 2 4 --implementation lab.kernels.portable --out {out}"
     assert main(command.split()) == 0
@@ -205,25 +202,7 @@ def test_the_command_line_measures_all_points_and_writes_json(
         assert words in printed
 
 
-def test_without_a_gpu_it_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    out = tmp_path / "out.json"
-    assert main(["--out", str(out)]) == 2
-    assert "no CUDA GPU" in capsys.readouterr().err
-    assert not out.exists()
-
-
-@pytest.mark.parametrize("wrong", ["--batch-sizes 0", "--num-draft-tokens 0", "--samples 0", "--kv-len 7"])
-def test_a_wrong_command_line_is_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--out", "out.json", *wrong.split()])
-    assert "error:" in capsys.readouterr().err
-
-
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="times GPU work, and there is none here")
-CEILINGS = Ceilings(4000.0, 800.0)
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ import torch
 
 from lab.checks.forward_pass import build_forward
 from lab.experiments import draft_extend_kernels
-from lab.experiments.arms import PointFailedError
+from lab.experiments.arms import Outcome, PointFailedError
 from lab.experiments.draft_extend_kernels import (
     ARMS,
     KEYS,
@@ -30,9 +30,9 @@ from lab.metadata import AttentionCall
 from lab.timing import Ceilings, GpuTime, GpuWork
 from lab.workloads.batches import parse_batch, sweep
 from tests.devices import IN_INTERPRETER
+from tests.experiments.simulated import CEILINGS
 
 DECODE, CONTEXT = AttentionCall.DECODE, AttentionCall.CONTEXT
-CEILINGS = Ceilings(4000.0, 800.0)
 # Implementations that run on a CPU in place of FlashInfer's.
 ON_CPU = (
     Arm("decode", DECODE, "lab.references"),
@@ -109,14 +109,14 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @IN_INTERPRETER
 @pytest.mark.usefixtures("on_cpu")
 def test_a_point_makes_a_row_per_arm_with_its_floor() -> None:
-    rows, declined = measure_point(parse_batch("2q4s70"), CEILINGS, samples=3, arms=ON_CPU)
-    assert declined == []
-    assert [(row["arm"], row["call"], row["median_us"]) for row in rows] == [
+    outcome = measure_point(parse_batch("2q4s70"), CEILINGS, samples=3, arms=ON_CPU)
+    assert outcome.declined == []
+    assert [(row["arm"], row["call"], row["median_us"]) for row in outcome.rows] == [
         ("decode", DECODE.value, 10.0),
         ("context", CONTEXT.value, 11.0),
         ("portable decode", DECODE.value, 12.0),
     ]
-    for row in rows:
+    for row in outcome.rows:
         assert (row["point"], row["q_len"], row["requests"], row["kv_len"]) == ("2q4s70", 4, 2, 70)
         assert row["floor_us"] == pytest.approx(row["bytes_moved"] / 4000.0 / 1e3, abs=1e-3)
 
@@ -125,10 +125,10 @@ def test_a_point_makes_a_row_per_arm_with_its_floor() -> None:
 @pytest.mark.usefixtures("on_cpu")
 def test_a_declined_arm_is_listed_and_the_others_are_measured() -> None:
     arms = (ON_CPU[2], *ARMS[:2])  # FlashInfer's kernels decline a CPU
-    rows, declined = measure_point(parse_batch("2q4s70"), CEILINGS, samples=3, arms=arms)
-    assert [row["arm"] for row in rows] == ["portable decode"]
-    assert [(row["arm"], row["point"]) for row in declined] == [("decode", "2q4s70"), ("context", "2q4s70")]
-    assert all("need a CUDA GPU" in row["reason"] for row in declined)
+    outcome = measure_point(parse_batch("2q4s70"), CEILINGS, samples=3, arms=arms)
+    assert [row["arm"] for row in outcome.rows] == ["portable decode"]
+    assert [(row["arm"], row["point"]) for row in outcome.declined] == [("decode", "2q4s70"), ("context", "2q4s70")]
+    assert all("need a CUDA GPU" in row["reason"] for row in outcome.declined)
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -173,21 +173,20 @@ def test_where_the_context_call_overtakes() -> None:
     assert list(table.columns[4].cells) == ["50.0 / 40.0 (0.80)", ""]
 
 
+@pytest.mark.usefixtures("simulated_gpu")
 def test_the_command_line_writes_every_point_and_what_was_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "map.json"
     written_before: list[bool] = []
 
-    def simulated(batch: Any, ceilings: Ceilings, samples: int) -> Any:
+    def simulated(batch: Any, ceilings: Ceilings, samples: int) -> Outcome:
         written_before.append(out.exists())
         facts = {"q_len": batch.q_lens[0], "requests": len(batch.q_lens), "kv_len": batch.kv_lens[0]}
         assert samples == 5
-        return rows_at(facts["requests"], facts["kv_len"], {facts["q_len"]: (10.0, 30.0)}), [facts | {"reason": "no"}]
+        rows = rows_at(facts["requests"], facts["kv_len"], {facts["q_len"]: (10.0, 30.0)})
+        return Outcome(rows, [facts | {"reason": "no"}])
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(draft_extend_kernels, "environment", lambda: {"gpu": "simulated"})
-    monkeypatch.setattr(draft_extend_kernels, "measure_ceilings", lambda device: CEILINGS)
     monkeypatch.setattr(draft_extend_kernels, "measure_point", simulated)
     command = f"--q-lens 2 4 --requests 1 4 --keys 1024 --most-keys 2048 --samples 5 --out {out}"
     assert main(command.split()) == 0
@@ -208,28 +207,11 @@ def test_the_command_line_writes_every_point_and_what_was_left_out(
     assert "2 declined, 2 skipped" in printed
 
 
-def test_without_a_gpu_it_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    out = tmp_path / "out.json"
-    assert main(["--out", str(out)]) == 2
-    assert "no CUDA GPU" in capsys.readouterr().err
-    assert not out.exists()
-
-
-@pytest.mark.parametrize("wrong", ["--q-lens 0", "--requests 0", "--samples 0", "--most-keys 0", "--keys 16"])
-def test_a_wrong_command_line_is_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--out", "out.json", *wrong.split()])
-    assert "error:" in capsys.readouterr().err
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="times GPU work, and there is none here")
 def test_a_point_is_measured_on_both_calls() -> None:
     arms = (Arm("decode", DECODE, "lab.kernels.portable"), Arm("context", CONTEXT, "lab.kernels.portable"))
-    rows, declined = measure_point(parse_batch("4q4s1k"), CEILINGS, samples=3, arms=arms)
-    assert declined == []
-    assert [row["arm"] for row in rows] == ["decode", "context"]
-    assert all(row["median_us"] > 0 and row["buffer_copies"] > 1 for row in rows)
+    outcome = measure_point(parse_batch("4q4s1k"), CEILINGS, samples=3, arms=arms)
+    assert outcome.declined == []
+    assert [row["arm"] for row in outcome.rows] == ["decode", "context"]
+    assert all(row["median_us"] > 0 and row["buffer_copies"] > 1 for row in outcome.rows)

@@ -1,6 +1,5 @@
 """The experiment's arithmetic and tables on made-up rows; its GPU times are the benchmarks'."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from lab.experiments.draft_steps import (
     TRACED,
     claim_table,
     implied_saving_us,
-    main,
     measure_host,
     measure_point,
     point_table,
@@ -62,12 +60,6 @@ def test_every_arm_is_a_scenario_at_every_point() -> None:
     for point in (*GRID, *LONG, *TRACED, *HOST_POINTS):
         for arm in ARMS:
             draft_scenario(arm.format(point))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--out", str(tmp_path / "out.json")]) == 2
-    assert "no CUDA GPU" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

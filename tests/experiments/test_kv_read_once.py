@@ -13,7 +13,7 @@ import torch
 from lab import references
 from lab.checks.forward_pass import build_forward
 from lab.experiments import kv_read_once
-from lab.experiments.arms import PointFailedError
+from lab.experiments.arms import Outcome, PointFailedError
 from lab.experiments.kv_read_once import (
     E4M3,
     FLASHINFER,
@@ -27,7 +27,6 @@ from lab.experiments.kv_read_once import (
     TIME_COLUMNS,
     Arm,
     Figure,
-    Outcome,
     Point,
     Target,
     floor_bytes,
@@ -36,10 +35,10 @@ from lab.experiments.kv_read_once import (
     measure_point,
     points_of,
     score,
-    table_of,
     target_text,
     works_of,
 )
+from lab.experiments.recording import table_of
 from lab.kernels import trtllm
 from lab.metadata.dispatch import AttentionCall
 from lab.metadata.forward_mode import ForwardMode
@@ -50,10 +49,9 @@ from lab.workloads.forward_case import ForwardCase
 from lab.workloads.scenarios import scenario
 from lab.workloads.traces import TracedRequest, own_trace, snapshot
 from tests.devices import IN_INTERPRETER
+from tests.experiments.simulated import CEILINGS, SLOW
 
 CPU = torch.device("cpu")
-CEILINGS = Ceilings(bandwidth_gbps=4000.0, matrix_rate_tflops=800.0)
-SLOW = Ceilings(bandwidth_gbps=4.0, matrix_rate_tflops=0.02)  # floors of µs for what a CPU can afford
 TRACE = [TracedRequest(0.0, 1000 + 10 * number, 1000) for number in range(64)]
 SPEED, BANDWIDTH = (Target(figure, bound) for figure, bound in ((Figure.SPEED, 1.05), (Figure.BANDWIDTH, 30.0)))
 SMALL = scenario("target_verify/tiny/2q2s70")
@@ -448,13 +446,6 @@ def test_the_tables_have_a_line_per_point_and_arm() -> None:
     assert [next(iter(column.cells)) for column in host.columns] == ["a", "b", "20.50", "1.00", ""]
 
 
-@pytest.fixture
-def simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(kv_read_once, "environment", lambda: {"gpu": "simulated"})
-    monkeypatch.setattr(kv_read_once, "measure_ceilings", lambda device: CEILINGS)
-
-
 @pytest.mark.usefixtures("simulated_gpu")
 def test_the_command_line_writes_every_point_and_prints_the_targets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -509,23 +500,6 @@ def test_a_wrong_arm_makes_the_exit_status(
     assert main(["--only", "windows", "--portable-only", "--out", str(out)]) == 1
     assert len(json.loads(out.read_text())["wrong"]) == 3
     assert "wrong: decode/gpt-oss-120b/64q1s4k/window, portable: 3 vectors" in capsys.readouterr().out
-
-
-def test_without_a_gpu_it_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    out = tmp_path / "out.json"
-    assert main(["--out", str(out)]) == 2
-    assert "no CUDA GPU" in capsys.readouterr().err
-    assert not out.exists()
-
-
-@pytest.mark.parametrize("wrong", ["--samples 0", "--only 64x1", "--trace missing.jsonl", "--only trace --trace a.txt"])
-def test_a_wrong_command_line_is_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--out", "out.json", *wrong.split()])
-    assert "error:" in capsys.readouterr().err
 
 
 def again(case: ForwardCase) -> Point:

@@ -76,11 +76,10 @@ def recorded_arm(settings: LoopSettings, arm: Arm) -> dict[str, Any]:
     }
 
 
+@pytest.mark.usefixtures("simulated_gpu")
 def test_the_command_line_measures_all_pairs_writes_json_and_prints_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(length_copy, "environment", lambda: {"gpu": "simulated"})
     monkeypatch.setattr(length_copy, "measure_arms", lambda settings: [recorded_arm(settings, arm) for arm in Arm])
     masks = [{"form": "full", "mask_bytes": 134221824, "fill_us": 33.5}]
     monkeypatch.setattr(length_copy, "measure_masks", lambda device: masks)
@@ -94,16 +93,6 @@ def test_the_command_line_measures_all_pairs_writes_json_and_prints_a_table(
     printed = capsys.readouterr().out
     for words in ("with the copy", "62.0", "65.4", "1,234.5", "134,221,824", "33.50"):  # 85 of 130 µs are 65.4 %
         assert words in printed
-
-
-def test_without_a_gpu_it_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    out = tmp_path / "copy.json"
-    assert length_copy.main(["--out", str(out)]) == 2
-    assert "there is none here" in capsys.readouterr().err
-    assert not out.exists()
 
 
 def test_a_wrong_command_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:

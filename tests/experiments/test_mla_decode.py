@@ -13,7 +13,7 @@ import torch
 from lab import references
 from lab.checks.mla_pass import build_mla_pass
 from lab.experiments import mla_decode
-from lab.experiments.arms import PointFailedError
+from lab.experiments.arms import Outcome, PointFailedError
 from lab.experiments.mla_decode import (
     ARMS,
     METHOD,
@@ -22,7 +22,6 @@ from lab.experiments.mla_decode import (
     TARGET,
     WRAPPER,
     Arm,
-    Point,
     cases_of,
     main,
     measure_point,
@@ -36,9 +35,8 @@ from lab.metadata.forward_mode import ForwardMode
 from lab.timing import Ceilings, GpuTime, GpuWork, roofline
 from lab.workloads.mla_case import MLACase
 from tests.devices import IN_INTERPRETER
+from tests.experiments.simulated import CEILINGS, SLOW
 
-CEILINGS = Ceilings(bandwidth_gbps=4000.0, matrix_rate_tflops=800.0)
-SLOW = Ceilings(bandwidth_gbps=4.0, matrix_rate_tflops=0.02)  # floors of µs for what a CPU can afford
 PORTABLE_ARM, WRAPPER_ARM = ARMS
 REFERENCE = Arm("reference", "lab.references")
 
@@ -272,13 +270,6 @@ def test_the_table_has_a_line_per_point_and_arm() -> None:
     ]
 
 
-@pytest.fixture
-def simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(mla_decode, "environment", lambda: {"gpu": "simulated"})
-    monkeypatch.setattr(mla_decode, "measure_ceilings", lambda device: CEILINGS)
-
-
 @pytest.mark.usefixtures("simulated_gpu")
 def test_the_command_line_writes_every_point_and_prints_the_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -286,11 +277,11 @@ def test_the_command_line_writes_every_point_and_prints_the_target(
     out = tmp_path / "mla.json"
     written_before: list[bool] = []
 
-    def point(case: MLACase, ceilings: Ceilings, samples: int) -> Point:
+    def point(case: MLACase, ceilings: Ceilings, samples: int) -> Outcome:
         assert (ceilings, samples, case.kv_dtype) == (CEILINGS, 5, torch.float8_e4m3fn)
         written_before.append(out.exists())
         declined = [mla_decode.point_facts(case) | {"arm": WRAPPER, "reason": "not [here]"}]
-        return Point(simulated_rows(case), declined if case.q_lens[0] == 4 else [], [])
+        return Outcome(simulated_rows(case), declined if case.q_lens[0] == 4 else [], [])
 
     monkeypatch.setattr(mla_decode, "measure_point", point)
     command = f"--shapes 2x1024 --heads 16 --q-lens 1 4 --kv-dtype e4m3 --samples 5 --out {out}"
@@ -314,41 +305,13 @@ def test_the_command_line_writes_every_point_and_prints_the_target(
 def test_a_wrong_arm_makes_the_exit_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def point(case: MLACase, ceilings: Ceilings, samples: int) -> Point:
-        return Point([], [], [mla_decode.point_facts(case) | {"arm": PORTABLE, "reason": "3 vectors"}])
+    def point(case: MLACase, ceilings: Ceilings, samples: int) -> Outcome:
+        return Outcome([], [], [mla_decode.point_facts(case) | {"arm": PORTABLE, "reason": "3 vectors"}])
 
     monkeypatch.setattr(mla_decode, "measure_point", point)
     assert main(["--out", str(tmp_path / "mla.json")]) == 1
     assert len(json.loads((tmp_path / "mla.json").read_text())["wrong"]) == 4
     assert "wrong: 8q1s80k/128 heads, portable: 3 vectors" in capsys.readouterr().out
-
-
-def test_without_a_gpu_it_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    out = tmp_path / "out.json"
-    assert main(["--out", str(out)]) == 2
-    assert "no CUDA GPU" in capsys.readouterr().err
-    assert not out.exists()
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "--q-lens 0",
-        "--heads 0",
-        "--samples 0",
-        "--shapes 0x64",
-        "--shapes 64",
-        "--shapes 2x3 --q-lens 4",
-        "--kv-dtype x",
-    ],
-)
-def test_a_wrong_command_line_is_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--out", "out.json", *wrong.split()])
-    assert "error:" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

@@ -238,11 +238,10 @@ def recorded_arm(settings: LoopSettings, arm: Arm) -> dict[str, Any]:
     return words | times | {"medians": facts, "unprofiled_iteration_us": [1234.5]}
 
 
+@pytest.mark.usefixtures("simulated_gpu")
 def test_the_command_line_measures_all_pairs_writes_json_and_prints_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(plan_stream, "environment", lambda: {"gpu": "simulated"})
     monkeypatch.setattr(plan_stream, "measure_arms", lambda settings: [recorded_arm(settings, arm) for arm in ARMS])
     monkeypatch.setattr(
         plan_stream,
@@ -269,16 +268,6 @@ def test_the_command_line_measures_all_pairs_writes_json_and_prints_tables(
     printed = capsys.readouterr().out
     for text in ("after the inputs", "torch operations", "1,234.5", "190.0", "77.8", "12.34", "98.8"):
         assert text in printed
-
-
-def test_without_a_gpu_it_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    out = tmp_path / "plan.json"
-    assert plan_stream.main(["--out", str(out)]) == 2
-    assert "there is none here" in capsys.readouterr().err
-    assert not out.exists()
 
 
 def test_a_wrong_command_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,109 @@
+"""How an experiment runs: on a GPU or not at all, point by point, its JSON file written anew after each."""
+
+import json
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from lab.provenance import environment
+from lab.timing.roofline import Ceilings, measure_ceilings
+
+# Exit statuses: every point measured and every output right, an arm was wrong, nothing was measured.
+RIGHT, WRONG, NO_GPU = 0, 1, 2
+WIDTH_WITHOUT_TERMINAL = 200
+
+Point = TypeVar("Point")
+Row = dict[str, Any]
+Columns = Mapping[str, Callable[[Mapping[str, Any]], str]]  # header, what it shows of a row
+
+
+def gpu_is_here() -> bool:
+    """Whether there is a CUDA GPU; where there is none, says so on stderr."""
+    if torch.cuda.is_available():
+        return True
+    print("not measured: this experiment needs a CUDA GPU, and there is no CUDA GPU here", file=sys.stderr)
+    return False
+
+
+def ceilings_of_gpu() -> Ceilings:
+    """What the current GPU reaches now."""
+    return measure_ceilings(torch.device("cuda"))
+
+
+class Recording:
+    """What an experiment records, and the file that holds it.
+
+    Args:
+        out: where the JSON goes; None keeps no file.
+        facts: what holds of all points, such as the method. The environment stands before them.
+        lists: names of the lists that points add their rows to.
+        ceilings: go into the environment.
+        derived: by name, what is computed anew from all that is recorded, after every point.
+    """
+
+    def __init__(
+        self,
+        out: Path | None,
+        facts: Mapping[str, Any],
+        lists: Sequence[str],
+        *,
+        ceilings: Ceilings | None = None,
+        derived: Mapping[str, Callable[[Mapping[str, Any]], Any]] | None = None,
+    ) -> None:
+        measured_on = environment() | ({} if ceilings is None else {"ceilings": ceilings.facts()})
+        self.result: dict[str, Any] = {"environment": measured_on, **facts, **{name: [] for name in lists}}
+        self.console = Console(width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL)
+        self._out = out
+        self._derived = derived or {}
+
+    def measure(
+        self, points: Collection[Point], rows_at: Callable[[Point], Mapping[str, Sequence[Row]]], what: str = "points"
+    ) -> None:
+        """Measure point after point, and write the file anew after each.
+
+        Args:
+            points: what `rows_at` takes.
+            rows_at: measures one; gives rows by the name of the list that they go to.
+            what: the points, for the progress bar.
+        """
+        for point in track(points, description=what, console=self.console):
+            for name, rows in rows_at(point).items():
+                self.result[name] += rows
+            self.result |= {name: of(self.result) for name, of in self._derived.items()}
+            self._write()
+            torch.cuda.empty_cache()  # points differ in size, and what one leaves in pieces is of no use to the next
+
+    def add(self, name: str, value: object) -> None:
+        """Record one thing more."""
+        self.result[name] = value
+        self._write()
+
+    def _write(self) -> None:
+        if self._out is not None:
+            self._out.write_text(json.dumps(self.result, indent=1) + "\n")
+
+    def print_reasons(self) -> None:
+        """Why arms have no time."""
+        for outcome in ("declined", "wrong"):
+            for row in self.result[outcome]:
+                self.console.print(f"{outcome}: {row['point']}, {row['arm']}: {row['reason']}", markup=False)
+
+    @property
+    def exit_status(self) -> int:
+        return WRONG if self.result.get("wrong") else RIGHT
+
+
+def table_of(title: str, columns: Columns, rows: Sequence[Mapping[str, Any]], *, words: Collection[str] = ()) -> Table:
+    """One line per row; the columns named in `words` are text, all others numbers."""
+    table = Table(title=title, title_justify="left")
+    for header in columns:
+        table.add_column(header, justify="left" if header in words else "right")
+    for row in rows:
+        table.add_row(*(cell(row) for cell in columns.values()))
+    return table

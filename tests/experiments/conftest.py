@@ -1,0 +1,16 @@
+"""A GPU that is not there."""
+
+import pytest
+import torch
+
+from lab.experiments import recording
+from tests.experiments.simulated import CEILINGS
+
+
+@pytest.fixture
+def simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An experiment's main measures: what it measures is the test's to simulate."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(recording, "environment", lambda: {"gpu": "simulated"})
+    monkeypatch.setattr(recording, "measure_ceilings", lambda device: CEILINGS)

@@ -1,0 +1,111 @@
+"""What all experiments share: no GPU, no measurement; a file that is whole after every point; wrong command lines."""
+
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lab.experiments.recording import NO_GPU, RIGHT, WRONG, Recording, ceilings_of_gpu, gpu_is_here, table_of
+from tests.experiments.simulated import CEILINGS
+
+ON_A_GPU = (
+    "draft_extend_graph",
+    "draft_extend_kernels",
+    "draft_steps",
+    "kv_read_once",
+    "length_copy",
+    "mla_decode",
+    "plan_stream",
+)
+
+
+def main_of(name: str) -> Any:
+    return importlib.import_module(f"lab.experiments.{name}").main
+
+
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_without_a_gpu_it_says_so_and_writes_nothing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    out = tmp_path / "out.json"
+    assert main_of(name)(["--out", str(out)]) == NO_GPU == 2
+    assert "not measured" in (said := capsys.readouterr().err)
+    assert "no CUDA GPU here" in said
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        *(("draft_extend_graph", f"{option} 0") for option in ("--batch-sizes", "--num-draft-tokens", "--samples")),
+        ("draft_extend_graph", "--kv-len 7"),
+        *(("draft_extend_kernels", f"{option} 0") for option in ("--q-lens", "--requests", "--samples", "--most-keys")),
+        ("draft_extend_kernels", "--keys 16"),
+        ("draft_steps", "--points 64y8k"),
+        ("draft_steps", "--trace missing.jsonl"),
+        *(("kv_read_once", wrong) for wrong in ("--samples 0", "--only 64x1", "--trace missing.jsonl")),
+        ("kv_read_once", "--only trace --trace a.txt"),
+        *(("mla_decode", f"{option} 0") for option in ("--q-lens", "--heads", "--samples")),
+        *(("mla_decode", wrong) for wrong in ("--shapes 0x64", "--shapes 64", "--shapes 2x3 --q-lens 4")),
+        ("mla_decode", "--kv-dtype x"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(name: str, wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main_of(name)(["--out", "out.json", *wrong.split()])
+    assert "error:" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("simulated_gpu")
+def test_the_file_is_whole_after_every_point(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    found: list[Mapping[str, Any] | None] = []
+
+    def rows_at(point: int) -> Mapping[str, Sequence[dict[str, Any]]]:
+        found.append(json.loads(out.read_text()) if out.exists() else None)
+        if point == 3:
+            raise RuntimeError("the third point fails")
+        return {"rows": [{"point": point}, {"point": -point}]}
+
+    assert gpu_is_here()
+    total = {"total": lambda result: sum(row["point"] for row in result["rows"] if row["point"] > 0)}
+    recording = Recording(out, {"method": "counted"}, ("rows", "wrong"), ceilings=ceilings_of_gpu(), derived=total)
+    with pytest.raises(RuntimeError, match="third"):
+        recording.measure([1, 2, 3], rows_at)
+    environment = {"gpu": "simulated", "ceilings": CEILINGS.facts()}
+    shared = {"environment": environment, "method": "counted", "wrong": []}
+    one, two = [{"point": 1}, {"point": -1}], [{"point": 2}, {"point": -2}]
+    assert found == [None, shared | {"rows": one, "total": 1}, shared | {"rows": [*one, *two], "total": 3}]
+    assert json.loads(out.read_text()) == found[-1]
+    recording.add("claim", 7)
+    assert json.loads(out.read_text())["claim"] == 7
+
+
+@pytest.mark.usefixtures("simulated_gpu")
+def test_a_wrong_arm_is_the_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
+    recording = Recording(None, {}, ("declined", "wrong"))
+    assert recording.result["environment"] == {"gpu": "simulated"}
+    assert recording.exit_status == RIGHT
+    reason = {"point": "2q4", "arm": "one", "reason": "not [here]"}
+    recording.measure([0], lambda _: {"declined": [reason]})
+    assert recording.exit_status == RIGHT
+    recording.measure([0], lambda _: {"wrong": [reason | {"arm": "other"}]})
+    assert recording.exit_status == WRONG
+    recording.print_reasons()
+    printed = capsys.readouterr().out
+    assert "declined: 2q4, one: not [here]" in printed
+    assert "wrong: 2q4, other: not [here]" in printed
+
+
+def test_words_are_aligned_as_words() -> None:
+    columns = {"arm": lambda row: str(row["arm"]), "µs": lambda row: f"{row['us']:.1f}"}
+    table = table_of("times", columns, [{"arm": "a", "us": 1.25}], words=("arm",))
+    assert [(column.header, column.justify, *column.cells) for column in table.columns] == [
+        ("arm", "left", "a"),
+        ("µs", "right", "1.2"),
+    ]
