@@ -1,0 +1,42 @@
+"""What tests ask of any picture."""
+
+from itertools import combinations
+
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+
+def words(figure: Figure) -> list[str]:
+    """All that is written in a picture, invisible text left out."""
+    return [text.get_text() for text in _texts(figure)]
+
+
+def assert_legible(figure: Figure) -> None:
+    """No words overlap others or leave the picture."""
+    figure.draw_without_rendering()
+    boxes = [(text.get_text(), text.get_window_extent()) for text in _texts(figure)]
+    width, height = figure.get_size_inches() * figure.dpi
+    for said, box in boxes:
+        assert box.x0 >= 0, said
+        assert box.x1 <= width, said
+        assert box.y0 >= 0, said
+        assert box.y1 <= height, said
+    for (said, box), (other, other_box) in combinations(boxes, 2):
+        assert not box.overlaps(other_box), (said, other)
+
+
+def _texts(figure: Figure) -> list[Text]:
+    figure.draw_without_rendering()  # tick labels are there only then
+    ticks_out_of_sight = {
+        label
+        for axes in figure.axes
+        for axis, limits in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim()))
+        for tick in axis.get_major_ticks()
+        for label in (tick.label1, tick.label2)
+        if not min(limits) <= tick.get_loc() <= max(limits) or not label.get_visible()
+    }
+    return [
+        text
+        for text in figure.findobj(Text)
+        if text.get_text() and text.get_visible() and text not in ticks_out_of_sight
+    ]
