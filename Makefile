@@ -1,15 +1,19 @@
 # The two commands of the README: `make bench` and `make test`. Both set up .venv first.
 # `make report` renders a recorded run: RUN=results/nvidia-h200/timings.json OUT=results/nvidia-h200/report
-# `make notebooks` makes each notebook from its script and runs it.
+# `make html` makes one self-contained page of recorded results: RESULTS=results/nvidia-h200 HTML=report.html
+# `make notebooks` makes each notebook from its script and runs it. `make docs` builds the site: SITE=docs/_build
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 RUN ?= .benchmarks/last_run.json
 OUT ?= .benchmarks/report
+RESULTS ?= results/nvidia-h200
+HTML ?= .benchmarks/report.html
+SITE ?= docs/_build
 # Processes that share the tests. One where there is a GPU: some tests time it, and must have it alone.
 WORKERS ?= $(if $(wildcard /dev/nvidia0),0,2)
 
-.PHONY: bench report notebooks test check format clean
+.PHONY: bench report html notebooks docs test check format clean
 
 bench: $(VENV)/.installed
 	mkdir -p .benchmarks
@@ -19,8 +23,15 @@ bench: $(VENV)/.installed
 report: $(VENV)/.installed
 	$(BIN)/python -m lab.timing.report $(RUN) --out $(OUT)
 
+html: $(VENV)/.installed
+	$(BIN)/python -m lab.html_report $(RESULTS) --out $(HTML)
+
 notebooks: $(VENV)/.installed
 	$(BIN)/python notebooks/execute.py
+
+docs: $(VENV)/.installed
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -c docs -d $(SITE)/doctrees . $(SITE)/html
+	@echo $(SITE)/html/index.html
 
 test: check
 	$(BIN)/python -m pytest --benchmark-skip --numprocesses=$(WORKERS)
@@ -36,7 +47,7 @@ format: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,plots]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,docs,html,plots]'
 	touch $@
 
 clean:

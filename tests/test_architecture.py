@@ -18,6 +18,7 @@ ALLOWED = {
     "plots": {"references", "metadata"},
     "timing": {"references", "kernels", "metadata", "workloads", "checks", "plots"},
     "experiments": {"references", "kernels", "metadata", "workloads", "checks", "plots", "timing"},
+    "html_report": {"workloads", "checks", "plots", "timing"},
 }
 # The leaves, each with the leaves below it.
 LEAVES: dict[str, set[str]] = {
