@@ -14,14 +14,14 @@
 # %% [markdown]
 # # 2. The draft steps' dead work
 #
-# In speculative decoding a small draft model runs several decode passes in a row, one per drafted token. Each pass, or *draft
-# step*, needs metadata of its own. SGLang has one template that makes it for many attention backends: first the ragged K/V
-# lists of all steps, in one launch, then each backend's own metadata, a launch per step. The TRT-LLM backends never look at
-# the lists. SGLang's change 26241 skips them for MLA, and states what that saves.
+# In speculative decoding a small draft model runs several decode passes in a row, each of which drafts a token. Each pass,
+# or *draft step*, needs metadata of its own. SGLang has one template that makes it for many attention backends: first the
+# ragged K/V lists of all steps, in one launch, then each backend's own metadata, a launch per step. The TRT-LLM backends
+# never look at the lists. SGLang's change 26241 skips them for MLA, and states what that saves.
 #
 # This notebook shows what is made and what of it is read, then what each part takes on an H200, and where the saving is
 # large and where it is not. You should know what a page table is ([notebook 1](1_forward_modes.ipynb) draws it). Everything
-# runs on a CPU; one cell at the end uses a GPU if there is one.
+# runs on a CPU; where there is a GPU, the lists are made there, and one cell at the end times them.
 
 # %%
 # %matplotlib inline
@@ -46,7 +46,7 @@ from lab.timing.roofline import measure_ceilings
 from lab.workloads.draft import DraftCase, build_verify, draft_decode
 from lab.workloads.traces import own_trace
 
-CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 # The reader's numbers: change them and run all cells again.
 PREFIX_LENS = (9, 6)  # tokens of each request before the draft
@@ -59,14 +59,14 @@ PAGE_SIZE = 4  # so that pages fit a picture; engines use 16 to 128
 # A draft of S = `speculative_num_steps` tokens runs the draft model S - 1 times by decode: the first token comes from the
 # draft extend before it. Step s (from 0) reads a request's prefix and the s + 1 tokens drafted so far, its own included.
 #
-# The template says this twice. Each step's **page table** (`block_tables`) and **lengths** (`seq_lens`) name pages. Each step's
-# **ragged list** (`kv_indices`, with `kv_indptr` for where each request's part begins) names every token's slot. FlashInfer's
-# own backends read the list. The TRT-LLM kernels take pages and lengths alone. And the lists' kernel writes S lists, one for a
-# step that no backend runs.
+# The template says this twice. Each step's **page table** (`block_tables`) and **lengths** (`seq_lens`) name pages. Each
+# step's **ragged list** (`kv_indices`, with `kv_indptr` for where each request's part begins) names every token's slot.
+# FlashInfer's own backends read the list. The TRT-LLM kernels take pages and lengths alone. And the lists' kernel writes S
+# lists, one for a step that no backend runs.
 
 # %%
 case = DraftCase(PREFIX_LENS, NUM_STEPS, PAGE_SIZE, max_context_len=64)
-verify, pool = build_verify(case, CPU)
+verify, pool = build_verify(case, DEVICE)
 batch = draft_decode(verify)
 template = MultiStepDraft(DraftAttention.MHA, NUM_STEPS, DraftPlan.COMMON_TEMPLATE)
 buffers = allocate_draft(template, pool, batch.batch_size)
@@ -88,9 +88,9 @@ kv_indices, kv_indptr = generate_draft_decode_kv_indices(
     page_size=PAGE_SIZE,
 )
 for step in range(NUM_STEPS):
-    written = buffers.kv_indices[step, : len(kv_indices[step])]
+    written = buffers.kv_indices[step, : len(kv_indices[step])].cpu()
     assert torch.equal(written.long(), kv_indices[step])
-    assert torch.equal(buffers.kv_indptr[step].long(), kv_indptr[step])
+    assert torch.equal(buffers.kv_indptr[step].cpu().long(), kv_indptr[step])
     print(f"list {step}: kv_indptr {kv_indptr[step].tolist()}, {len(kv_indices[step])} slots")
 
 # %% [markdown]
@@ -98,10 +98,10 @@ for step in range(NUM_STEPS):
 # does not:
 
 # %%
-generator = torch.Generator().manual_seed(0)
+generator = torch.Generator(DEVICE).manual_seed(0)
 cache = pool.new_cache(1, 16, torch.float32, KVLayout.HND)
 cache.storage.normal_(generator=generator)
-query = torch.randn(batch.batch_size, 2, 16, generator=generator)
+query = torch.randn(batch.batch_size, 2, 16, generator=generator, device=DEVICE)
 
 
 def attention_of_each_step() -> list[torch.Tensor]:
@@ -148,10 +148,10 @@ print(f"  page tables, written and read       {tables_bytes:>12,} bytes")
 # ## What it takes on an H200
 #
 # What follows is recorded: [draft_steps.json](../results/nvidia-h200/draft_steps.json), made by `python -m
-# lab.experiments.draft_steps`, explained in [draft_steps.md](../results/nvidia-h200/draft_steps.md). Times are of the GPU, by
-# the method that the next cell prints, all plans of a point in turns, each output checked before and after. The kernels are
-# the lab's own Triton ones: the serial lists follow SGLang's schedule, one program per step and request that walks the whole
-# prefix, 128 tokens at a time.
+# lab.experiments.draft_steps`, explained in [draft_steps.md](../results/nvidia-h200/draft_steps.md). Times are of the GPU,
+# by the method that the next cell prints, all plans of a point in turns, each output checked before and after. The kernels
+# are the lab's own Triton ones: the serial lists follow SGLang's schedule, one program per step and request that walks the
+# whole prefix, 128 tokens at a time.
 
 # %%
 RECORDED = Path(lab.__file__).parents[1] / "results" / "nvidia-h200" / "draft_steps.json"
@@ -166,8 +166,8 @@ draft_times_figure(rows, f"Metadata of one draft of 3 steps, static buffers, {gp
 # %% [markdown]
 # MHA and MLA look alike: their own metadata differs, the lists before it are the same. Three things to see:
 #
-# * The shaded part is what nobody reads. It grows with the tokens of the *longest* request, and at first hardly with the number
-#   of requests: programs run side by side, and each walks alone.
+# * The shaded part is what nobody reads. It grows with the tokens of the *longest* request, and at first hardly with the
+#   number of requests: programs run side by side, and each walks alone.
 # * What is left, the steps' own metadata, is a few microseconds, until the page tables themselves are large.
 # * One launch for all steps takes half of that, because with 3 steps it replaces two.
 #
@@ -197,22 +197,22 @@ for point in (f"{count}x{length}" for count in (1, 8, 64, 256) for length in ("1
     print(f"{point:>18} {serial:>11.1f} {spread:>14.1f} {serial / spread:>10.1f}x")
 
 # %% [markdown]
-# At many short requests the shared-out kernel is the slower one: it does not know the lengths when it shares, and most of its
-# programs find nothing to do. Everywhere else most of what 26241 saved was the serial schedule. Skipping the lists is right all
-# the same, for nobody reads them, and the best kernel for dead work is none.
+# At many short requests the shared-out kernel is the slower one: it does not know the lengths when it shares, and most of
+# its programs find nothing to do. Everywhere else most of what 26241 saved was the serial schedule. Skipping the lists is
+# right all the same, for nobody reads them, and the best kernel for dead work is none.
 #
 # ### One launch for all steps
 #
-# The steps' page tables are the same table (a step reads no page that the next does not), and the lengths differ by one. So one
-# launch can write one table and all lengths. It does not grow with the steps:
+# The steps' page tables are the same table (a step reads no page that the next does not), and the lengths differ by one. So
+# one launch can write one table and all lengths. It does not grow with the steps:
 
 # %%
 STEPS_AT = (64, 8192)  # requests, tokens: a point of the grid, for instance (1, 131072) or (256, 1024)
 steps_figure(rows, f"{STEPS_AT[0]} requests of {STEPS_AT[1]:,} tokens, {gpu}", requests=STEPS_AT[0], tokens=STEPS_AT[1])
 
 # %% [markdown]
-# Times on the host, of the calls that launch this at one point of the grid. Where no CUDA graph holds the launches, the lists
-# keep the host busy as well:
+# Times on the host, of the calls that launch this at one point of the grid. Where no CUDA graph holds the launches, the
+# lists keep the host busy as well:
 
 # %%
 host = {row["call"]: row["host_us"] for row in recorded["host"]}
@@ -226,8 +226,8 @@ for words, form in (("static buffers", ""), ("the same, replayed in a CUDA graph
     print(f"{words:52} {cells[0]:>16} {cells[1]:>7} {cells[2]:>11}")
 
 # %% [markdown]
-# *Eager* is the template as SGLang runs it without a graph: it also allocates and clears room for the longest context of every
-# request in each draft, and copies each step's list.
+# *Eager* is the template as SGLang runs it without a graph: it also allocates and clears room for the longest context of
+# every request in each draft, and copies each step's list.
 #
 # ## The claim
 #
@@ -251,8 +251,8 @@ claim_figure(recorded["pr_26241"], f"What skipping the lists saves here, {gpu}, 
 # does not. What can be said:
 #
 # * **It holds in kind.** At 80K tokens the skip saves the GPU what is drawn above; where the host is what an iteration waits
-#   for, the host's share counts too. (The host's times are those of MHA with 1 request of 8K tokens; lengths hardly matter to
-#   them.) On an H200 both together are less than what is stated, but for the largest batch.
+#   for, the host's share counts too. (The host's times are those of MHA with 1 request of 8K tokens; lengths hardly matter
+#   to them.) On an H200 both together are less than what is stated, but for the largest batch.
 # * **It needs long contexts.** The next cell has the saving over the whole grid: at 1K tokens it is a few microseconds.
 # * **It needs the serial schedule.** Lists made by the kernel that reads each prefix once would leave much less to save: the
 #   last column.
@@ -270,24 +270,24 @@ for point in dict.fromkeys(row["point"] for row in rows if row["num_steps"] == 3
     print(f"{point.split('/')[0]:>18} {saved[0]:>12.1f} {saved[1]:>12.1f} {lists_us('spread', point):>21.1f}")
 
 # %% [markdown]
-# `trace` rows are running requests of a recorded trace, of very different lengths; the longest decide. The last column is the
-# GPU time of those lists by themselves: a template with them was not timed.
+# `trace` rows are running requests of a recorded trace, of very different lengths; the longest decide. The last column is
+# the GPU time of those lists by themselves: a template with them was not timed.
 #
 # ## What a draft step sees
 #
-# Reading both backends' metadata shows something else. MHA's step s is told `seq_lens + s + 1`. MLA's backend tells every step
-# `seq_lens` (SGLang 0.5.11 to 0.5.23). What that lets a query see can be computed: the lab's reference attends over coded
-# values, from which the set of keys can be read off.
+# Reading both backends' metadata shows something else. MHA's step s is told `seq_lens + s + 1`. MLA's backend tells every
+# step `seq_lens` (SGLang 0.5.11 to 0.5.23). What that lets a query see can be computed: the lab's reference attends over
+# coded values, from which the set of keys can be read off.
 
 # %%
 for attention in DraftAttention:
-    for sight in look(attention, [31], NUM_STEPS, CPU):
+    for sight in look(attention, [31], NUM_STEPS, DEVICE):
         print(in_words(sight))
 
 # %% [markdown]
-# With MLA's lengths a draft step sees neither its own token nor those that the draft wrote before it, although all are in the
-# cache. The target model verifies every token, so outputs stay right; drafts may be accepted less often. How often was not
-# measured: that takes a trained draft model.
+# With MLA's lengths a draft step sees neither its own token nor those that the draft wrote before it, although all are in
+# the cache. The target model verifies every token, so outputs stay right; drafts may be accepted less often. How often was
+# not measured: that takes a trained draft model.
 #
 # ## On your GPU
 #
@@ -304,6 +304,6 @@ else:
     print("no CUDA GPU here: nothing was timed")
 
 # %% [markdown]
-# The same from a shell, over the whole grid: `python -m lab.experiments.draft_steps --out draft_steps.json`. The two schedules
-# are in `lab/kernels/draft_decode_kv_indices.py`, what they must write in `lab/references/draft_decode_kv_indices.py`, and
-# `judge(my_kernel, only=["L1"])` judges another.
+# The same from a shell, over the whole grid: `python -m lab.experiments.draft_steps --out draft_steps.json`. The two
+# schedules are in `lab/kernels/draft_decode_kv_indices.py`, what they must write in
+# `lab/references/draft_decode_kv_indices.py`, and `judge(my_kernel, only=["L1"])` judges another.

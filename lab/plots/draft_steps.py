@@ -248,7 +248,7 @@ def claim_figure(claim: Mapping[str, Any], title: str) -> Figure:
     plain(axes)
     axes.grid(visible=False, axis="y")
     places = range(len(bars))
-    axes.barh(places, bars.values(), 0.68, color=[COLOURS[0]] * len(gpu) + [COLOURS[4]] * len(host))
+    axes.barh(places, list(bars.values()), 0.68, color=[COLOURS[0]] * len(gpu) + [COLOURS[4]] * len(host))
     for place, saved in zip(places, bars.values(), strict=True):
         axes.annotate(
             f"{saved:,.0f}", (saved, place), (3, 0), textcoords="offset points", va="center", fontsize=FONT_POINTS
@@ -263,7 +263,7 @@ def claim_figure(claim: Mapping[str, Any], title: str) -> Figure:
         fontsize=FONT_POINTS + 0.5,
         va="center",
     )
-    axes.set_yticks(places, bars, fontsize=FONT_POINTS)
+    axes.set_yticks(places, list(bars), fontsize=FONT_POINTS)
     axes.set_ylim(len(bars) - 0.4, -0.6)
     axes.set_xlim(0, 1.2 * max(*bars.values(), stated_us))
     axes.set_xlabel("saved per iteration, µs", fontsize=FONT_POINTS)
