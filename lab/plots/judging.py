@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from matplotlib.axes import Axes
 from matplotlib.collections import PatchCollection
-from matplotlib.colors import LogNorm
+from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
@@ -29,6 +29,9 @@ OUTCOME_COLOURS = {
     "failed": "#B0413E",
     "declined": "#DDDDDD",
 }
+# Error over bound, in steps: a picture of few colours is small, and 1 is where blue ends.
+STEPS = (0.0, 0.5, 1.0, 3.0, 10.0, 30.0, 100.0)
+STEP_COLOURS = ("#2166AC", "#D1E5F0", "#FDDBC7", "#EF8A62", "#B2182B", "#67001F")
 RECORD = Mapping[str, Any]  # a row of results/mutants.json
 
 
@@ -160,16 +163,19 @@ def few_figure(records: Sequence[RECORD], checks: Sequence[str], rules: Sequence
 
 
 def vector_errors_figure(error: torch.Tensor, bound: torch.Tensor, request_of_row: torch.Tensor, title: str) -> Figure:
-    """The error of each output vector over its bound: a cell per query row and head, red-brown beyond the bound.
+    """The error of each output vector over its bound: a cell per query row and head, blue within the bound, red beyond.
 
     Args:
-        error, bound: relative L2, [num_rows, num_heads]; infinity is drawn as the largest.
+        error, bound: relative L2, [num_rows, num_heads]; what is not finite is drawn as the largest.
         request_of_row: int [num_rows].
     """
-    ratio = (error / bound).nan_to_num(nan=math.inf).clamp(min=1e-2, max=1e2).cpu()
+    ratio = (error / bound).nan_to_num(nan=math.inf, posinf=math.inf).cpu()
     num_rows, num_heads = ratio.shape
     figure, axes = _figure(title, 1.5 + 0.16 * num_heads)
-    image = axes.pcolormesh(ratio.T.numpy(), cmap="RdBu_r", norm=LogNorm(1e-2, 1e2), edgecolors="white", linewidth=0.4)
+    colours = ListedColormap(STEP_COLOURS)
+    norm = BoundaryNorm(STEPS, len(STEP_COLOURS))
+    shown = ratio.clamp(max=math.nextafter(STEPS[-1], 0)).T.numpy()
+    image = axes.pcolormesh(shown, cmap=colours, norm=norm, edgecolors="white", linewidth=0.4)
     axes.set(ylim=(num_heads, 0), ylabel="head", xlabel="query row")
     axes.set_yticks([place + 0.5 for place in range(num_heads)], [str(head) for head in range(num_heads)])
     step = max(1, num_rows // 16)
@@ -187,7 +193,7 @@ def vector_errors_figure(error: torch.Tensor, bound: torch.Tensor, request_of_ro
             fontsize=FONT_POINTS - 1,
         )
     bar = figure.colorbar(image, ax=axes, label="error over bound", pad=0.02)
-    bar.ax.set_yticks([1e-2, 1e-1, 1, 10, 100], ["≤ 0.01", "0.1", "1", "10", "≥ 100"])
+    bar.ax.set_yticks(STEPS, [*(f"{step:g}" for step in STEPS[:-1]), "more"])
     return figure
 
 
