@@ -1,6 +1,7 @@
 # The two commands of the README: `make bench` and `make test`. Both set up .venv first.
 # `make report` renders a recorded run: RUN=results/nvidia-h200/timings.json OUT=results/nvidia-h200/report
 # `make html` makes one self-contained page of recorded results: RESULTS=results/nvidia-h200 HTML=report.html
+# `make experiments` measures SGLang's five changes, or without a GPU shows the recorded ones: EXPERIMENTS=.benchmarks/experiments
 # `make notebooks` makes each notebook from its script and runs it. `make docs` builds the site: SITE=docs/_build
 PYTHON ?= python3
 VENV := .venv
@@ -9,11 +10,12 @@ RUN ?= .benchmarks/last_run.json
 OUT ?= .benchmarks/report
 RESULTS ?= results/nvidia-h200
 HTML ?= .benchmarks/report.html
+EXPERIMENTS ?= .benchmarks/experiments
 SITE ?= docs/_build
 # Processes that share the tests. One where there is a GPU: some tests time it, and must have it alone.
 WORKERS ?= $(if $(wildcard /dev/nvidia0),0,2)
 
-.PHONY: bench report html notebooks docs test check format clean
+.PHONY: bench report html experiments notebooks docs test check format clean
 
 bench: $(VENV)/.installed
 	mkdir -p .benchmarks
@@ -25,6 +27,9 @@ report: $(VENV)/.installed
 
 html: $(VENV)/.installed
 	$(BIN)/python -m lab.html_report $(RESULTS) --out $(HTML)
+
+experiments: $(VENV)/.installed
+	$(BIN)/python -m lab.experiments --out $(EXPERIMENTS)
 
 notebooks: $(VENV)/.installed
 	$(BIN)/python notebooks/execute.py

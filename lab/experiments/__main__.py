@@ -98,7 +98,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     given = parser.parse_args(argv)
     if given.recorded is not None and not given.recorded.is_dir():
         parser.error(f"--recorded {given.recorded}: no such folder")
-    if given.out is not None and given.out.suffix:
+    if given.out is not None and given.out.suffix in (".md", ".json"):
         parser.error(f"--out {given.out}: a folder is wanted; {PAGE} is written into it")
     if given.recorded is None and given.out is None:
         given.out = DEFAULT_OUT
