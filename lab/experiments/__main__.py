@@ -64,14 +64,14 @@ def main(argv: Sequence[str] | None = None, run: Run = run_command) -> int:
     if not any(entry.answer or entry.failure for entry in entries):
         print(f"no overview: {recorded} holds none of the recordings", file=sys.stderr)
         return NOTHING_TO_SHOW
+    if given.out is not None:
+        given.out.mkdir(parents=True, exist_ok=True)
+        (given.out / PAGE).write_text(page(entries, given.out), encoding="utf-8")
     console = Console(width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL)
     console.print(terminal_table(entries))
     console.print(kernels_sentence(entries), markup=False)
     if given.out is not None:
-        given.out.mkdir(parents=True, exist_ok=True)
-        written = given.out / PAGE
-        written.write_text(page(entries, given.out), encoding="utf-8")
-        console.print(f"written: {written}", markup=False)
+        console.print(f"the page: {given.out / PAGE}", markup=False)
     return FAILED if any(entry.failure for entry in entries) else SHOWN
 
 
