@@ -228,7 +228,7 @@ def clocks_figure(readings: Sequence[ClockReading], base: str, title: str) -> Fi
     axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel(f"time by another clock over time by: {base}")
+    axes.set_xlabel(f"time ÷ time by {base}")
     keys = [
         Line2D([], [], marker=marker, color=colour, mfc="none", linestyle="none", label=name)
         for name, marker, colour in zip(clocks, MARKERS, COLOURS, strict=False)
