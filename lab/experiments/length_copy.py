@@ -41,11 +41,8 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lab.experiments.recording import NO_GPU, Columns, Recording, gpu_is_here, table_of
-from lab.experiments.stand_in import ForwardPass
-from lab.metadata.forward_batch import ForwardBatch, SpecInfo
-from lab.metadata.forward_mode import ForwardMode
+from lab.experiments.stand_in import ForwardPass, VerifyRequests
 from lab.metadata.host_mirrors import LengthMirror
-from lab.metadata.kv_pool import KVPool
 from lab.metadata.mha import build_mha_metadata
 from lab.metadata.verify_mask import VerifyMask, VerifyMaskForm, fill_verify_mask, preallocate_verify_mask
 from lab.timing.gpu_time import measure
@@ -129,28 +126,24 @@ class DecodeLoop:
     """
 
     def __init__(self, settings: LoopSettings, forward: Callable[[], object], device: torch.device) -> None:
-        bs, d = settings.batch_size, settings.num_draft_tokens
-        longest = settings.seq_len + (settings.steps_per_run + 1) * d
+        longest = settings.seq_len + (settings.steps_per_run + 1) * settings.num_draft_tokens
         self.settings = settings
         self.forward = forward
-        self.pool = KVPool(
-            num_requests=bs,
-            max_context_len=longest,
+        self.requests = VerifyRequests(
+            batch_size=settings.batch_size,
+            num_draft_tokens=settings.num_draft_tokens,
+            seq_len=settings.seq_len,
+            longest=longest,
             page_size=settings.page_size,
-            num_pages=1 + bs * -(-longest // settings.page_size),
+            max_context_len=longest,
+            generator=torch.Generator().manual_seed(0),
             device=device,
         )
-        # An engine gives requests their slots before it knows which drafts are accepted; here all at once.
-        self.rows = torch.tensor([self.pool.add_request(longest) for _ in range(bs)], device=device)
-        self.first_seq_lens = torch.full((bs,), settings.seq_len, device=device)
-        generator = torch.Generator().manual_seed(0)
-        self.accepted = torch.randint(1, d + 1, (bs,), generator=generator).to(device)
-        self.draft_positions = torch.arange(d, device=device)
-        self.mirror = LengthMirror(bs, device)
+        self.mirror = LengthMirror(settings.batch_size, device)
 
     def run(self, arm: Arm) -> None:
         """Launch all steps of one run, each in a range "step N". The GPU may still be at work afterwards."""
-        seq_lens = self.first_seq_lens
+        seq_lens = self.requests.first_seq_lens
         for number in range(self.settings.steps_per_run):
             with record_function(f"step {number}"):
                 seq_lens = self._step(seq_lens, arm)
@@ -159,27 +152,14 @@ class DecodeLoop:
         with record_function("schedule"):
             _spin(self.settings.host_us)
         with record_function("metadata"):
-            build_mha_metadata(self._batch(seq_lens), self.pool)
+            build_mha_metadata(self.requests.batch(seq_lens), self.requests.pool)
         with record_function("forward"):
             self.forward()
-            seq_lens = seq_lens + self.accepted
+            seq_lens = seq_lens + self.requests.accepted
         if arm is Arm.WITH_COPY:
             with record_function("copy lengths"):
                 self.mirror.read(seq_lens)
         return seq_lens
-
-    def _batch(self, seq_lens: Tensor) -> ForwardBatch:
-        d = self.settings.num_draft_tokens
-        positions = seq_lens[:, None] + self.draft_positions
-        slots = self.pool.req_to_token[self.rows[:, None], positions]
-        return ForwardBatch(
-            forward_mode=ForwardMode.TARGET_VERIFY,
-            req_pool_indices=self.rows,
-            seq_lens=seq_lens,
-            out_cache_loc=slots.flatten().to(torch.int64),
-            num_tokens=self.settings.batch_size * d,
-            spec_info=SpecInfo(num_draft_tokens=d),
-        )
 
 
 def _spin(duration_us: float) -> None:

@@ -45,10 +45,8 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lab.experiments.recording import NO_GPU, Columns, Recording, gpu_is_here, table_of
-from lab.experiments.stand_in import ForwardPass
-from lab.metadata.forward_batch import ForwardBatch, SpecInfo
-from lab.metadata.forward_mode import ForwardMode
-from lab.metadata.kv_pool import KVPool
+from lab.experiments.stand_in import ForwardPass, VerifyRequests
+from lab.metadata.forward_batch import ForwardBatch
 from lab.metadata.mha import build_mha_metadata
 from lab.metadata.plan_stream import (
     FixUp,
@@ -201,30 +199,28 @@ class SpeculativeLoop:
         verify: Callable[[], object],
         device: torch.device,
     ) -> None:
-        bs, d = settings.batch_size, settings.num_draft_tokens
+        generator = torch.Generator().manual_seed(0)
         self.settings = settings
         self.draft = draft
         self.verify = verify
-        self.pool = KVPool(
-            num_requests=bs,
-            max_context_len=settings.max_context_len,
+        self.requests = VerifyRequests(
+            batch_size=settings.batch_size,
+            num_draft_tokens=settings.num_draft_tokens,
+            seq_len=settings.seq_len,
+            longest=settings.longest,
             page_size=settings.page_size,
-            num_pages=1 + bs * -(-settings.longest // settings.page_size),
+            max_context_len=settings.max_context_len,
+            generator=generator,
             device=device,
         )
-        # An engine gives requests their slots before it knows which drafts are accepted; here all at once.
-        self.rows = torch.tensor([self.pool.add_request(settings.longest) for _ in range(bs)], device=device)
-        self.first_seq_lens = torch.full((bs,), settings.seq_len, device=device)
-        generator = torch.Generator().manual_seed(0)
-        self.accepted = torch.randint(1, d + 1, (bs,), generator=generator).to(device)
-        self.draft_positions = torch.arange(d, device=device)
         # Other trees in each iteration.
-        self.parents = random_trees(settings.steps_per_run, bs, d, generator=generator).to(device)
+        shape = (settings.steps_per_run, settings.batch_size, settings.num_draft_tokens)
+        self.parents = random_trees(*shape, generator=generator).to(device)
         self.planners = {arm: self._planner(arm) for arm in ARMS}
 
     def run(self, arm: Arm, steps: int | None = None) -> None:
         """Launch a run's iterations, each in a range "step N". The GPU may still be at work afterwards."""
-        seq_lens = self.first_seq_lens
+        seq_lens = self.requests.first_seq_lens
         for number in range(self.settings.steps_per_run if steps is None else steps):
             with record_function(f"step {number}"):
                 _, seq_lens = self._iterate(arm, seq_lens, number, self._verify)
@@ -235,7 +231,7 @@ class SpeculativeLoop:
         Raises:
             RuntimeError: verify was handed something else.
         """
-        seq_lens = self.first_seq_lens
+        seq_lens = self.requests.first_seq_lens
         handed: list[tuple[Tensor, dict[str, Tensor]]] = []
         for number in range(self.settings.steps_per_run):
             before = seq_lens
@@ -253,7 +249,7 @@ class SpeculativeLoop:
     ) -> tuple[Result, Tensor]:
         """One iteration; returns what `verify` returned, and the lengths of the next."""
         with record_function(Phase.INPUTS.value):
-            batch = self._batch(seq_lens)
+            batch = self.requests.batch(seq_lens)
 
         def draft(buffers: VerifyBuffers) -> None:
             with record_function(Phase.DRAFT.value):
@@ -261,7 +257,7 @@ class SpeculativeLoop:
                 if buffers[0] is not None:
                     buffers[0].copy_(self.parents[number])
 
-        return self.planners[arm].run(batch, draft, verify), seq_lens + self.accepted
+        return self.planners[arm].run(batch, draft, verify), seq_lens + self.requests.accepted
 
     def _verify(self, planned: PlannedVerify) -> None:
         with record_function(Phase.VERIFY.value):
@@ -271,26 +267,13 @@ class SpeculativeLoop:
         backend = TreeMaskVerify if arm.drafts is Drafts.TREES else MHAChainVerify
         settings = self.settings
         return MarkedPlanStream(
-            backend(self.pool, settings.num_draft_tokens, [settings.batch_size], arm.builder), arm.start
-        )
-
-    def _batch(self, seq_lens: Tensor) -> ForwardBatch:
-        d = self.settings.num_draft_tokens
-        positions = seq_lens[:, None] + self.draft_positions
-        slots = self.pool.req_to_token[self.rows[:, None], positions]
-        return ForwardBatch(
-            forward_mode=ForwardMode.TARGET_VERIFY,
-            req_pool_indices=self.rows,
-            seq_lens=seq_lens,
-            out_cache_loc=slots.flatten().to(torch.int64),
-            num_tokens=self.settings.batch_size * d,
-            spec_info=SpecInfo(num_draft_tokens=d),
+            backend(self.requests.pool, settings.num_draft_tokens, [settings.batch_size], arm.builder), arm.start
         )
 
     def _expected(self, arm: Arm, seq_lens: Tensor, number: int) -> dict[str, Tensor]:
-        batch = self._batch(seq_lens)
+        batch = self.requests.batch(seq_lens)
         mask = pack_tree_mask(self.parents[number]) if arm.drafts is Drafts.TREES else None
-        return PlannedVerify(batch, build_mha_metadata(batch, self.pool), mask).tensors()
+        return PlannedVerify(batch, build_mha_metadata(batch, self.requests.pool), mask).tensors()
 
     def _live(self, name: str, tensor: Tensor, seq_lens: Tensor) -> Tensor:
         """A table without its dead cells, which the builders leave different."""

@@ -1,8 +1,12 @@
-"""What keeps a GPU busy for a stated time, where an experiment is about what happens around a model and not in it."""
+"""What stands for a model and for its requests, where an experiment is about what happens around a model and not in it."""
 
 import torch
+from torch import Tensor
 
 from lab.capture import capturing
+from lab.metadata.forward_batch import ForwardBatch, SpecInfo
+from lab.metadata.forward_mode import ForwardMode
+from lab.metadata.kv_pool import KVPool
 from lab.timing.gpu_time import measure
 from lab.timing.method import L2, Clock, Method
 from lab.timing.work import GpuWork
@@ -25,3 +29,54 @@ class ForwardPass:
         with capturing(self.graph):
             for _ in range(self.products):
                 torch.mm(*self.operands, out=self.out)
+
+
+class VerifyRequests:
+    """Equal requests that verify drafts, and the batch of any lengths that they grow to.
+
+    Args:
+        batch_size, num_draft_tokens, seq_len: requests, query rows of each, their tokens at the start.
+        longest: tokens that each has slots for.
+        page_size, max_context_len: of their pool, which has no more pages than they need.
+        generator: draws how many tokens each request accepts, in every iteration as many.
+        device: where all of it is.
+    """
+
+    def __init__(
+        self,
+        *,
+        batch_size: int,
+        num_draft_tokens: int,
+        seq_len: int,
+        longest: int,
+        page_size: int,
+        max_context_len: int,
+        generator: torch.Generator,
+        device: torch.device,
+    ) -> None:
+        self.pool = KVPool(
+            num_requests=batch_size,
+            max_context_len=max_context_len,
+            page_size=page_size,
+            num_pages=1 + batch_size * -(-longest // page_size),
+            device=device,
+        )
+        # An engine gives requests their slots before it knows which drafts are accepted; here all at once.
+        self.rows = torch.tensor([self.pool.add_request(longest) for _ in range(batch_size)], device=device)
+        self.first_seq_lens = torch.full((batch_size,), seq_len, device=device)
+        self.accepted = torch.randint(1, num_draft_tokens + 1, (batch_size,), generator=generator).to(device)
+        self._draft_positions = torch.arange(num_draft_tokens, device=device)
+
+    def batch(self, seq_lens: Tensor) -> ForwardBatch:
+        """The target-verify pass over requests of these lengths, made on the device."""
+        batch_size, num_draft_tokens = len(self.rows), len(self._draft_positions)
+        positions = seq_lens[:, None] + self._draft_positions
+        slots = self.pool.req_to_token[self.rows[:, None], positions]
+        return ForwardBatch(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            req_pool_indices=self.rows,
+            seq_lens=seq_lens,
+            out_cache_loc=slots.flatten().to(torch.int64),
+            num_tokens=batch_size * num_draft_tokens,
+            spec_info=SpecInfo(num_draft_tokens=num_draft_tokens),
+        )
