@@ -163,7 +163,8 @@ class DecodeCall:
 class ContextCall:
     """The arguments of FlashInfer 0.7.2's `trtllm_batch_context_with_kv_cache`: same names, order and defaults.
 
-    Attributes (others as in `DecodeCall`):
+    Attributes:
+        others: as in `DecodeCall`.
         max_q_len, max_kv_len: host bounds of the query and key lengths; 0 for an empty batch.
         cum_seq_lens_q, cum_seq_lens_kv: int32 [batch_size + 1] offsets of the query rows and of the keys. Query rows behind the
             last offset are padding, as in a CUDA graph with room for more; what a kernel leaves there is undefined.

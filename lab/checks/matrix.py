@@ -175,7 +175,8 @@ def as_record(line: Line) -> dict[str, Any]:
 def markdown(records: Sequence[dict[str, Any]]) -> str:
     """The matrix as a table: a cross for each check that finds the mutant, the upstream rules that let it through."""
     keys = [check.key for check in checks()]
-    rows = [f"| mutant | {' | '.join(keys)} | passes upstream rules |", f"|---|{'---|' * (len(keys) + 1)}"]
+    title = "# Which check finds which mutant"
+    rows = [title, "", f"| mutant | {' | '.join(keys)} | passes upstream rules |", f"|---|{'---|' * (len(keys) + 1)}"]
     for record in records:
         marks = ["×" if key in record["kills"] else "" for key in keys]
         upstream = record["upstream"]

@@ -19,7 +19,7 @@ class Rule:
         rtol, atol: relative and absolute tolerance.
         wrong_share: share of the elements that may be wrong.
         either: an element is right if it meets one of the two tolerances, rather than their sum
-            atol + rtol * |expected|.
+            `atol + rtol * |expected|`.
         nan_is_equal: NaN is counted as right, because the helper asks which elements are greater than their tolerance.
     """
 

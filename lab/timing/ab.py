@@ -1,5 +1,7 @@
 """Two kernels, or two settings, against each other on this GPU: in one process, their samples in turns.
 
+::
+
     python -m lab.timing.ab decode/llama-3.1-8b/64q1s4k lab.kernels.trtllm lab.kernels.portable
     python -m lab.timing.ab draft_extend_v2/llama-3.1-8b/64q4s4k/on_context lab.kernels.trtllm \\
         --against draft_extend_v2/llama-3.1-8b/64q4s4k

@@ -1,0 +1,41 @@
+"""How Sphinx builds the site, `make docs`: from the Markdown files and notebooks of the repository, where they lie."""
+
+from importlib.metadata import version as version_of
+
+project = "The attention lab"
+release = version_of("trtllm-attention-lab")
+copyright = "its contributors, Apache-2.0"
+root_doc = "docs/index"
+include_patterns = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "docs/**",
+    "notebooks/*",
+    "results/**.md",
+]
+exclude_patterns = [".*", "docs/_build", "lab", "tests"]  # not walked through
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+myst_heading_anchors = 3
+nb_execution_mode = "off"  # notebooks are shown with the outputs that are committed; a test runs them
+nb_ipywidgets_js = {}  # would come from a CDN
+
+# Docstrings are Google's style with Markdown's backticks.
+default_role = "code"
+autodoc_default_options = {"members": True}
+toc_object_entries = False
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+napoleon_numpy_docstring = False
+python_maximum_signature_line_length = 88
+
+suppress_warnings = ["ref.python"]  # words such as num_pages name several attributes; none is linked then
+
+html_theme = "furo"
+html_title = project
+html_extra_path = ["site_root"]
+html_copy_source = False
+html_show_sphinx = False

@@ -1,0 +1,251 @@
+"""A command that a page shows, checked without being run: that it names what is there, and is parsed by the program itself."""
+
+import argparse
+import importlib
+import importlib.metadata
+import importlib.util
+import io
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from lab.checks.isolation import load
+from lab.workloads import scenario
+from lab.workloads.draft import draft_scenario, is_draft_scenario
+
+ROOT = Path(__file__).parents[2]
+ASSIGNMENT = re.compile(r"[A-Z_]+=")
+FILE = re.compile(r".*\.(json|jsonl|csv|md|py|txt)$")
+# What follows is written by the command.
+OUTPUTS = ("--out", "--benchmark-json")
+# What a command line calls its scenarios and the modules that it loads.
+SCENARIOS = ("scenario", "against", "lab_scenario")
+MODULES = ("implementation", "first", "second", "lab_implementation")
+
+
+class PageError(AssertionError):
+    """What a page shows is not so."""
+
+
+def check_command(command: str, folder: Path) -> None:
+    """Check one line of a shell.
+
+    Args:
+        command: such as "python -m lab.checks my.kernel  # a comment", or several joined by "&&".
+        folder: what stands for the reader's: the files that a command names are looked for there.
+
+    Raises:
+        PageError: it would not be taken as it stands, or no rule here knows the program.
+    """
+    words = shlex.split(command, comments=True)
+    for part in _parts(words):
+        _refuse_absent_files(part, folder)
+        program, *arguments = [word for place, word in enumerate(part) if place or not ASSIGNMENT.match(word)] or [""]
+        while ASSIGNMENT.match(program) and arguments:
+            program, *arguments = arguments
+        if program not in PROGRAMS:
+            raise PageError(f"{command!r} is neither run nor checked: no rule for {program!r}")
+        try:
+            PROGRAMS[program](arguments)
+        except PageError as error:
+            raise PageError(f"{command!r}: {error}") from error
+
+
+def _parts(words: Sequence[str]) -> Iterator[list[str]]:
+    part: list[str] = []
+    for word in [*words, "&&"]:
+        if word == "&&":
+            if part:
+                yield part
+            part = []
+        else:
+            part.append(word)
+
+
+def _refuse_absent_files(words: Sequence[str], folder: Path) -> None:
+    for before, word in zip(["", *words], words, strict=False):
+        name = word.split("=", 1)[1] if word.startswith("RUN=") else word
+        written = before in OUTPUTS or word.startswith(("OUT=", *(f"{option}=" for option in OUTPUTS)))
+        if FILE.match(name) and " " not in name and not written and not (folder / name).exists():
+            raise PageError(f"there is no file {name}")
+
+
+def _check_python(arguments: Sequence[str]) -> None:
+    first, *rest = arguments
+    if first == "-c":
+        compile(rest[0], "<page>", "exec")
+    elif first == "-m" and rest[0] == "pytest":
+        _check_pytest(rest[1:])
+    elif first == "-m":
+        _check_arguments(rest[0], rest[1:])
+    else:
+        _check_script(first, rest)
+
+
+def _check_arguments(module: str, arguments: Sequence[str]) -> None:
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        spec = None
+    if spec is None:
+        raise PageError(f"there is no module {module}")
+    if spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{module}.__main__")
+    if spec is None or spec.origin is None:
+        raise PageError(f"{module} is a package that does not run")
+    _refuse_without_parser(Path(spec.origin), arguments)
+    _check_namespace(_parsed(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True), module, arguments))
+
+
+def _check_script(script: str, arguments: Sequence[str]) -> None:
+    _refuse_without_parser(ROOT / script, arguments)
+    _check_namespace(_parsed(lambda: runpy.run_path(str(ROOT / script), run_name="__main__"), script, arguments))
+
+
+def _refuse_without_parser(path: Path, arguments: Sequence[str]) -> None:
+    """One that parses nothing would run to its end here."""
+    if "ArgumentParser(" not in path.read_text(encoding="utf-8"):
+        raise PageError(f"{path.name} parses no arguments: run it, or do not show it")
+
+
+class _Parsed(BaseException):
+    """Ends a program as soon as its arguments are parsed. No `Exception`: the program must not catch it."""
+
+
+def _parsed(program: Callable[[], Any], name: str, arguments: Sequence[str]) -> argparse.Namespace:
+    """What the program's own parser makes of the arguments; the program goes no further."""
+    parse_args = argparse.ArgumentParser.parse_args
+    parsed: list[argparse.Namespace] = []
+
+    def stop(parser: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> argparse.Namespace:
+        parsed.append(parse_args(parser, args, namespace))
+        raise _Parsed
+
+    said = io.StringIO()
+    with (
+        mock.patch.object(argparse.ArgumentParser, "parse_args", stop),
+        mock.patch.object(sys, "argv", [name, *arguments]),
+        warnings.catch_warnings(),  # the module may be imported already; it is run again, and only up to its parser
+        redirect_stderr(said),
+        redirect_stdout(said),
+    ):
+        warnings.simplefilter("ignore", RuntimeWarning)
+        try:
+            program()
+        except _Parsed:
+            pass
+        except SystemExit as ended:
+            if ended.code:
+                raise PageError(said.getvalue().strip().splitlines()[-1]) from ended
+    return parsed[0] if parsed else argparse.Namespace()  # --help and --version end before
+
+
+def _check_namespace(given: argparse.Namespace) -> None:
+    for name, value in vars(given).items():
+        values = [each for each in (value if isinstance(value, list | tuple) else [value]) if each is not None]
+        if name in SCENARIOS:
+            _refuse_unknown_scenarios(values)
+        if name in MODULES:
+            for module in values:
+                try:
+                    load(module)
+                except (ImportError, AttributeError) as error:
+                    raise PageError(f"{module} cannot be imported: {error}") from error
+
+
+def _refuse_unknown_scenarios(names: Iterable[str]) -> None:
+    for name in names:
+        try:
+            (draft_scenario if is_draft_scenario(name) else scenario)(name)
+        except ValueError as error:
+            raise PageError(str(error)) from error
+
+
+class _Collected:
+    """A plugin that notes what an inner pytest was told."""
+
+    def __init__(self) -> None:
+        self.option = argparse.Namespace()
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        self.option = config.option
+
+
+def _check_pytest(arguments: Sequence[str]) -> None:
+    """Collect, and run nothing."""
+    noted, said = _Collected(), io.StringIO()
+    settings = ["--collect-only", "--quiet", "-p", "no:cacheprovider", "-p", "no:xdist", f"--rootdir={ROOT}"]
+    with redirect_stdout(said), redirect_stderr(said), pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        for variable in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_XDIST_TESTRUNUID"):
+            patch.delenv(variable, raising=False)
+        status = pytest.main([*arguments, *settings], plugins=[noted])
+    if status != pytest.ExitCode.OK:
+        raise PageError(f"pytest collects nothing, {status!r}: {said.getvalue().strip()[-500:]}")
+    _check_namespace(noted.option)
+
+
+def _check_make(arguments: Sequence[str]) -> None:
+    ran = subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    if ran.returncode:
+        raise PageError(ran.stderr.strip())
+
+
+def _check_pip(arguments: Sequence[str]) -> None:
+    """Extras of this package alone, and whatever options; nothing is installed."""
+    declared = set(re.findall(r"^(\w+) = \[", _extras(), re.MULTILINE))
+    wanted = {extra for word in arguments for extra in re.findall(r"^\.\[([\w,]+)\]$", word)}
+    for extra in (each for group in wanted for each in group.split(",")):
+        if extra not in declared:
+            raise PageError(f"pyproject.toml has no extra {extra!r}, it has {', '.join(sorted(declared))}")
+    if not wanted and "." not in arguments:
+        raise PageError("it installs something else than this package")
+
+
+def _extras() -> str:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    return text.split("[project.optional-dependencies]", 1)[1].split("\n[", 1)[0]
+
+
+def _only(*known: str) -> Callable[[Sequence[str]], None]:
+    """A program of which these first arguments are known."""
+
+    def check(arguments: Sequence[str]) -> None:
+        if known and arguments[0] not in known:
+            raise PageError(f"{arguments[0]!r} is none of {', '.join(known)}")
+
+    return check
+
+
+PROGRAMS: dict[str, Callable[[Sequence[str]], None]] = {
+    "python": _check_python,
+    "python3": _check_python,
+    "pytest": _check_pytest,
+    "make": _check_make,
+    "pip": _check_pip,
+    "git": _only("clone"),
+    "cd": _only(),
+    "pre-commit": _only("install"),
+}
+
+
+@contextmanager
+def importable(folder: Path) -> Iterator[None]:
+    """Modules in this folder can be imported, and are forgotten afterwards."""
+    before = set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        yield
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] == "my":
+            del sys.modules[name]
