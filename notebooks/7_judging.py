@@ -118,6 +118,8 @@ def judged_live(implementation, key, recorded):
 
 record = named[MUTANT]
 print(f"{MUTANT}: {record['defect']} {record['source']}")
+passed = record["upstream"] and ", ".join(rules[rule] for rule in record["upstream"])
+print(f"passes the upstream rules: {passed or 'none that could judge it'}")
 print(f"found by {', '.join(record['kills'])}")
 for key, kill in list(record["kills"].items())[:MOST_SHOWN]:
     verdict = judged_live(mutant(MUTANT).implementation(), key, kill)

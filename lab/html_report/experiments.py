@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.html_report.folder import Record
+from lab.html_report.pictures import Picture, pictures_of
 from lab.html_report.tables import Table, flattened, table_of_records
 
 SAID_ELSEWHERE = ("environment",)  # the page has one table of all files' environments
@@ -23,6 +24,8 @@ class Experiment:
         facts: what holds of all its rows, by key.
         tables: its lists of rows.
         empty: lists without a row, by key.
+        pictures: of its rows.
+        undrawn: reasons why a picture is not there.
     """
 
     name: str
@@ -30,6 +33,8 @@ class Experiment:
     facts: tuple[tuple[str, str], ...]
     tables: tuple[Table, ...]
     empty: tuple[str, ...]
+    pictures: tuple[Picture, ...]
+    undrawn: tuple[str, ...]
 
 
 def experiment_of(record: Record) -> Experiment:
@@ -38,6 +43,7 @@ def experiment_of(record: Record) -> Experiment:
     lists = {key: value for key, value in shown.items() if isinstance(value, list)}
     rows = {key: value for key, value in lists.items() if value and all(isinstance(row, Mapping) for row in value)}
     facts = flattened({key: value for key, value in shown.items() if key not in rows and value != []})
+    drawn = list(pictures_of(record))
     return Experiment(
         name=record.name,
         question=_question(record.name),
@@ -47,6 +53,8 @@ def experiment_of(record: Record) -> Experiment:
             for key, value in rows.items()
         ),
         empty=tuple(key for key, value in lists.items() if not value),
+        pictures=tuple(each for each in drawn if isinstance(each, Picture)),
+        undrawn=tuple(each for each in drawn if isinstance(each, str)),
     )
 
 

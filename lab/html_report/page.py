@@ -4,13 +4,12 @@ Tables are DataTables', which the package itables ships in one file; it goes int
 offline. Without scripts they are plain tables, all rows there.
 """
 
-import io
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -19,26 +18,13 @@ from lab.html_report import judged, timings
 from lab.html_report.experiments import experiment_of
 from lab.html_report.folder import Folder, Record
 from lab.html_report.markdown import finding_html, markdown_html
+from lab.html_report.pictures import Picture, picture_of
 from lab.html_report.tables import Cell, Table, make_table, words
 from lab.plots.judging import verdict_figure
 from lab.timing.recorded import RecordedRun
 from lab.timing.report import FACTS, figures
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-SVG_SETTINGS: Any = {
-    "svg.hashsalt": "lab",
-    "svg.fonttype": "path",
-}  # the same figure gives the same bytes on any machine
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A figure as a data URI, and what it shows in words."""
-
-    uri: str
-    words: str
+OVERVIEW = "experiments.md"  # of `python -m lab.experiments`
 
 
 @dataclass(frozen=True)
@@ -80,6 +66,7 @@ def html_report(folder: Folder) -> str:
         ],
         verdicts=_verdicts(folder.judged),
         findings=[(finding, Markup(finding_html(finding, folder.path))) for finding in cited],
+        overview=_overview(folder),
         notes=[(path.name, Markup(markdown_html(path.read_text(encoding="utf-8")))) for path in _notes(folder)],
         runs=[_run(run, f"run-{place}") for place, run in enumerate(folder.runs)],
         experiments=[experiment_of(record) for record in folder.experiments],
@@ -93,7 +80,13 @@ def html_report(folder: Folder) -> str:
 
 def _notes(folder: Folder) -> list[Path]:
     """The folder's own texts, in which its numbers are read; those beneath it are made from what the page shows already."""
-    return sorted(folder.path.glob("*.md"))
+    return sorted(path for path in folder.path.glob("*.md") if path.name != OVERVIEW)
+
+
+def _overview(folder: Folder) -> Markup:
+    """The experiments' own summary; "" if there is none."""
+    path = folder.path / OVERVIEW
+    return Markup(markdown_html(path.read_text(encoding="utf-8")) if path.is_file() else "")
 
 
 def _title(folder: Folder) -> str:
@@ -141,7 +134,7 @@ def _verdicts(records: Sequence[Record]) -> Picture | None:
     if not cells:
         return None
     title = "Verdicts by run, function and check; numbers: worst right error in % of its bound; blank: not judged"
-    return _picture(verdict_figure(cells, title), title)
+    return picture_of(verdict_figure(cells, title), title)
 
 
 def _run(run: RecordedRun, name: str) -> Run:
@@ -151,17 +144,8 @@ def _run(run: RecordedRun, name: str) -> Run:
         methods=timings.methods(run),
         ceilings=timings.ceiling_table(run, name),
         tables=timings.timing_tables(run, name),
-        pictures=[_picture(figure, Path(file).stem.replace("-", " ")) for file, figure in figures(run).items()],
+        pictures=[picture_of(figure, Path(file).stem.replace("-", " ")) for file, figure in figures(run).items()],
     )
-
-
-def _picture(figure: "Figure", description: str) -> Picture:
-    from matplotlib import rc_context
-
-    drawn = io.BytesIO()
-    with rc_context(SVG_SETTINGS):
-        figure.savefig(drawn, format="svg", metadata={"Date": None})
-    return Picture(f"data:image/svg+xml;base64,{b64encode(drawn.getvalue()).decode()}", description)
 
 
 def _own(name: str) -> str:
