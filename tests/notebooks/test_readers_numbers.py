@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from notebooks.execute import FOLDER
+from tests.devices import IN_INTERPRETER
 
 
 def run_changed(name: str, changes: dict[str, str]) -> dict[str, Any]:
@@ -77,3 +78,59 @@ def test_another_batch_is_judged_at_another_point(capsys: pytest.CaptureFixture[
     assert "decode  right" in said
     assert "context right" in said
     assert "floor 0.7 µs (matrix)" in said
+
+
+@IN_INTERPRETER
+def test_other_batches_fill_a_graphs_buffers(capsys: pytest.CaptureFixture[str]) -> None:
+    changes = {
+        "WIDTH = 4": "WIDTH = 2",
+        "CAPTURED = (2, 4)": "CAPTURED = (1, 3)",
+        "FIRST, SECOND, THIRD = (56, 23, 70, 37), (12, 30, 20), (18,)": "FIRST, SECOND, THIRD = (30, 12, 44), (20, 5), (9,)",
+        'MODE = "draft_extend_v2"': 'MODE = "target_verify"',
+        "REQUESTS, DRAFT_TOKENS = 64, 8": "REQUESTS, DRAFT_TOKENS = 3, 5",
+    }
+    run_changed("5_draft_extend_graph.py", changes)
+    said = capsys.readouterr().out
+    assert "selected rows: 2, the same bits" in said
+    assert "pages that hold NaN now: [0]" in said
+    assert "second replay: live 31, padding 9, stale_read 5, stale 2, preset 9" in said
+    assert "selected row           3 rows; after the next replay logits overwritten, hidden states kept" in said
+    assert "all rows         15 rows" in said
+
+
+@pytest.mark.parametrize("num_draft_tokens", [2, 7])
+def test_another_draft_is_planned_beside(num_draft_tokens: int, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = {
+        "D = 4 ": f"D = {num_draft_tokens} ",
+        'DRAFTS, PLANNED_BY, DRAFT_US = "chains", "fused", 100.0': 'DRAFTS, PLANNED_BY, DRAFT_US = "trees", "fused", 400.0',
+        "WINDOW_US = (0.0, 140.0)": "WINDOW_US = None",
+        "DRAFT_TOKENS = 16 ": "DRAFT_TOKENS = 64 ",
+    }
+    names = run_changed("6_plan_stream.py", changes)
+    said = capsys.readouterr().out
+    assert "MHAChainVerify: keeps its word" in said
+    assert "PlansTheTree: CAUGHT, the draft reaches mask" in said
+    assert [cause for cause, tensors in names["changed"].items() if tensors["mask"]] == ["the draft's tree"]
+    assert len(names["wanted"]) == num_draft_tokens
+    assert "launches of a graph" in said
+
+
+def test_another_geometry_turns_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    changes = {
+        'GEOMETRY = "llama-3.1-8b"': 'GEOMETRY = "gpt-oss-120b"',
+        "REQUESTS, KV_LEN = 64, 4096": "REQUESTS, KV_LEN = 3, 600",
+        "KV_DTYPE = torch.bfloat16": "KV_DTYPE = torch.float8_e4m3fn",
+        'SCENARIO = "decode/llama-3.1-8b/trace64"': 'SCENARIO = "target_verify/qwen3-32b/3q4s600"',
+    }
+    ceilings = run_changed("8_rooflines.py", changes)["CEILINGS"]
+
+    def is_matrix_bound(q_len: int) -> bool:
+        """Of one request: 64 query heads, 8 of keys and values, all of 64; a byte for a key's number, two for a row's."""
+        seen = sum(range(600 - q_len + 1, 601))
+        num_bytes = 2 * 600 * 8 * 64 + 2 * q_len * 64 * 64 * 2
+        return 4 * 64 * 64 * seen / ceilings.matrix_rate_tflops / 1e3 > num_bytes / ceilings.bandwidth_gbps
+
+    turn = next(q_len for q_len in range(1, 600) if is_matrix_bound(q_len))
+    said = capsys.readouterr().out
+    assert f"gpt-oss-120b, 3 x 600 keys: the matrix units are the limit from {turn} query tokens per request" in said
+    assert "3 requests of 600 to 600 keys" in said
