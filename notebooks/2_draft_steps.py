@@ -256,7 +256,7 @@ claim_figure(recorded["pr_26241"], f"What skipping the lists saves here, {gpu}, 
 # * **It needs long contexts.** The next cell has the saving over the whole grid: at 1K tokens it is a few microseconds.
 # * **It needs the serial schedule.** Lists made by the kernel that reads each prefix once would leave much less to save: the
 #   last column.
-# * **It holds for MHA too**, whose backend reads the lists as little; 26241 changed MLA's.
+# * **It is no matter of MLA.** The same lists would cost MHA as much, whose backend does not read them either.
 
 # %%
 print(f"{'':>18} {'saved by skipping the lists, µs':^44}")

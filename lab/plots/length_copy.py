@@ -157,7 +157,7 @@ def _draw_spans(axes: Axes, excerpt: LoopExcerpt) -> None:
         look = WAIT if span.waits else {"color": _colour(span.step), "linewidth": 0}
         _bar(axes, place, span.start_us, span.end_us, gid=f"{kind} {span.step}", zorder=3, **look)
     for step in {span.step for span in excerpt.spans}:
-        ends = [span.end_us for span in excerpt.of(Lane.CPU) if span.step == step and not span.waits]
+        ends = [span.end_us for span in excerpt.of(Lane.CPU) if span.step == step]
         starts = [span.start_us for span in excerpt.of(Lane.GPU) if span.step == step]
         if starts and ends and min(starts) > max(ends):  # the work was launched before it could begin
             line = [max(ends) / 1e3, min(starts) / 1e3], [1 - LANE_HEIGHT / 2, LANE_HEIGHT / 2]

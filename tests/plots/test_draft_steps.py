@@ -102,6 +102,20 @@ def test_the_pages_drawn_cover_the_lengths() -> None:
     assert "step 2: seq_lens" not in said
 
 
+def test_requests_are_drawn_apart() -> None:
+    figure = built_figure(*built(), "drawn")
+    ends = {
+        request: [
+            edge
+            for patch in figure.axes[0].patches
+            if patch.get_gid().split()[2] == str(request)
+            for edge in (patch.get_x(), patch.get_x() + patch.get_width())
+        ]
+        for request in range(2)
+    }
+    assert max(ends[0]) < min(ends[1])
+
+
 def test_mla_is_told_the_same_length_in_each_step() -> None:
     figure = built_figure(*built((5,), 3, 32, DraftAttention.MLA), "MLA")
     assert [line.get_xdata()[1] for line in figure.axes[0].lines] == [5, 5]
