@@ -103,7 +103,7 @@ def _section(entry: Entry, beside: Path) -> list[str]:
 def _recording(found: Measured, beside: Path) -> list[str]:
     held_back = [reasons for reasons in found.held_back if reasons]
     reasons = ", ".join(sorted({reason for each in held_back for reason in each}))
-    counted = f"{len(held_back)} of {len(found.held_back)} rows{f' ({reasons})' if reasons else ''}"
+    counted = f"{len(held_back)} of {len(found.held_back)} rows that record it{f' ({reasons})' if reasons else ''}"
     return [
         f"[{found.path.name}]({Path(os.path.relpath(found.path, beside)).as_posix()})",
         found.day,

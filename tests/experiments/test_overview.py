@@ -89,7 +89,7 @@ def test_another_gpu_commit_and_throttling_are_what_the_page_says(folder: Path) 
     assert "H200" not in text
     assert text.count("`abc123`") == len(MODULES)
     rows = len(recorded("draft_extend_kernels")["rows"])
-    assert f"| {rows} of {rows} rows (power limit) |" in text
+    assert f"| {rows} of {rows} rows that record it (power limit) |" in text
 
 
 def test_the_kernels_are_those_that_ran(folder: Path) -> None:
