@@ -28,7 +28,7 @@ toc_object_entries = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
-autodoc_preserve_defaults = True
+autodoc_use_type_comments = False  # there are none, and looking for them takes time
 napoleon_numpy_docstring = False
 python_maximum_signature_line_length = 88
 
