@@ -30,6 +30,7 @@ autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_use_type_comments = False  # there are none, and looking for them takes time
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # attributes as a list
 python_maximum_signature_line_length = 88
 
 suppress_warnings = ["ref.python"]  # words such as num_pages name several attributes; none is linked then

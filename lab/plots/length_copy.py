@@ -116,7 +116,7 @@ def _host_spans(step: int, start_us: float, end_us: float, waits: Sequence[tuple
 def timeline_figure(excerpts: Sequence[LoopExcerpt], title: str) -> Figure:
     """A CPU lane over a GPU lane for each loop, on one time axis; a step has the same colour in both lanes.
 
-    Each span is a `Rectangle` whose gid is "<cpu or gpu> <step>", "wait <step>" where the CPU waits, or "idle" between the GPU's.
+    A span is a `Rectangle` with the gid "<cpu or gpu> <step>", "wait <step>" where the CPU waits, or "idle" between the GPU's.
     """
     figure = _figure(title, height_inches=1.15 + 1.15 * len(excerpts))
     lines = figure.subplots(len(excerpts), 1, sharex=True, squeeze=False)[:, 0]
