@@ -12,18 +12,21 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from lab.calls import ContextCall, DecodeCall, takes
 from lab.kernels.key_shares import (
     PartialResults,
     Shares,
     choose_shares,
+    overlaps_launches,
+    places_per_share,
     reach_of,
     request_at,
     slot_of,
+    store_pieces,
     store_share,
     tiles_of,
-    tiles_per_share,
 )
 from lab.kernels.portable_mla import trtllm_batch_decode_with_kv_cache_mla
 from lab.kernels.portable_ragged import trtllm_ragged_attention_deepseek
@@ -38,6 +41,7 @@ from lab.kernels.triton_support import (
     offsets_of,
     pages_of,
     scalar,
+    tiles_of_pages,
 )
 from lab.problem import PagedAttention
 
@@ -81,14 +85,19 @@ def choose_tile(num_packed_rows: int, head_dim: int, capability: Capability | No
     """The tile for requests of at most `num_packed_rows` = max_q_len * group rows.
 
     16 rows are the least a matrix unit takes. Up to 64 rows the call is bound by reading K/V: a tile as small as the rows
-    allow, two programs of a multiprocessor that hide each other's waits, one tile of 16 kB each of K and of V on its way for
-    each. Beyond, it is bound by the products: 128 rows as two warp groups. Measured on an H200, bf16, 64 requests at 4,096
-    keys, 32/4 heads of 128, pages of 64, µs (137, 155, 183 and 238 with what is chosen):
+    allow, two programs of a multiprocessor that hide each other's waits, and enough tiles of K and V on their way for each.
+    Beyond, it is bound by what a tile takes from its arrival to its products: 128 rows as two warp groups, whose tiles come
+    by descriptor, which leaves their threads the registers that addresses would take. Measured on an H200, bf16, 64 requests
+    at 4,096 keys, 32/4 heads of 128, pages of 64, µs (133, 137, 137 and 174 with what is chosen):
 
-    * 1 token: 141 with 128 keys, 2 stages; 139 with 4 stages; 152 with three programs.
-    * 4 tokens: 157 with 4 stages; 205 with 8 warps.
-    * 8 tokens: 176 with 32 keys, 4 stages; 193 with 4 stages, one program.
-    * 16 tokens: 335 with 128 keys, 2 stages; 241 with 4 stages; 249 with blocks of 64 rows.
+    * 1 token: 150 with three programs, 173 with three and 2 stages; the others were slower with an earlier schedule.
+    * 4 tokens: 165 with 32 keys, 4 stages; 160 with 2 stages; 139 by descriptor.
+    * 8 tokens: 148 with 64 keys, 3 stages; 154 with 2; 142 with 32 keys, 3 stages; 136 to 138 by descriptor.
+    * 16 tokens: 186 to 198 without descriptors; 222 with 32 keys, 4 stages; 238 with blocks of 64 rows; 257 with 2 stages.
+    * heads of 64, 8 tokens: 78; 83 with 128 keys, 3 stages. Heads of 256, 8 tokens: 308; 317 with 32 keys, 3 stages.
+
+    `unit_keys`, on 64 requests of 64 to 25,773 keys, 0 / 128 / 256 / 512: 1 token 143 / 133 / 128 / 131, 8 tokens 177 / 161 /
+    150 / 153, 16 tokens 274 / 254 / 239 / 206.
 
     GPUs with less shared memory than SM90's and SM100's 227 KiB, 99 on SM89 and SM120, get smaller tiles; no time measured.
 
@@ -102,7 +111,10 @@ def choose_tile(num_packed_rows: int, head_dim: int, capability: Capability | No
     if not roomy:
         return Tile(rows, max(16, 32 * 128 // max(head_dim, 128)), num_warps=4, num_stages=2, per_multiprocessor=2)
     if rows == 128:
-        return Tile(rows, 64 if head_dim <= 128 else 32, num_warps=8, num_stages=3 if head_dim <= 128 else 2)
+        keys, num_stages = (64, 3) if head_dim <= 128 else (32, 2)
+        return Tile(rows, keys, num_warps=8, num_stages=num_stages, unit_keys=512, by_descriptor=True)
+    if rows == 64:
+        return Tile(rows, 32 * 128 // max(head_dim, 64), num_warps=4, num_stages=4, per_multiprocessor=2)
     return Tile(rows, 64 * 128 // max(head_dim, 64), num_warps=4, num_stages=3, per_multiprocessor=2)
 
 
@@ -141,6 +153,8 @@ def _launch(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor |
         problem.query,
         problem.k_cache,
         problem.v_cache,
+        tiles_of_pages(problem.k_cache, tile),
+        tiles_of_pages(problem.v_cache, tile),
         problem.k_block_tables,
         problem.v_block_tables,
         problem.seq_lens,
@@ -153,6 +167,7 @@ def _launch(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor |
         lse_log2,
         None if partial is None else partial.out,
         None if partial is None else partial.lse_log2,
+        None if partial is None else partial.pieces,
         problem.max_q_len,
         problem.window_left,
         problem.batch_size,
@@ -170,17 +185,19 @@ def _launch(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor |
         MASK_WORDS=0 if problem.mask is None else problem.mask.shape[2],
         CAUSAL=problem.causal,
         SHARED=shares is not None,
+        UNIT_PLACES=0 if shares is None else tile.unit_keys // tile.keys,
         BLOCK_ROWS=tile.rows,
         BLOCK_KEYS=tile.keys,
         DOT_DTYPE=dot_dtype(problem.query),
         BMM1_IS_TENSOR=isinstance(problem.bmm1_scale, torch.Tensor),
         BMM2_IS_TENSOR=isinstance(problem.bmm2_scale, torch.Tensor),
+        OVERLAPS=partial is not None and overlaps_launches(problem.query.device),
         INTERPRETED=triton_interprets(),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
     if partial is not None and shares is not None:
-        partial.merge(problem, shares, tile, out, lse_log2)
+        partial.merge(problem, shares, out, lse_log2)
 
 
 # What varies from call to call must not compile again, not even for its value 1 or its multiples of 16.
@@ -189,6 +206,8 @@ def _attention_kernel(
     query,
     k_cache,
     v_cache,
+    k_tiles,  # a descriptor of k_cache's tiles of keys, or None
+    v_tiles,
     k_block_tables,
     v_block_tables,
     seq_lens,
@@ -201,6 +220,7 @@ def _attention_kernel(
     lse_log2,  # None: not wanted
     partial_out,  # float32 [slots, BLOCK_ROWS, HEAD_DIM]; None: nothing is cut
     partial_lse_log2,  # float32 [slots, BLOCK_ROWS]
+    unit_pieces,  # int32 [batch_size * num_kv_heads, 2]
     max_q_len,
     window_left,
     batch_size,
@@ -223,29 +243,41 @@ def _attention_kernel(
     MASK_WORDS: tl.constexpr,  # 0: no mask
     CAUSAL: tl.constexpr,
     SHARED: tl.constexpr,
+    UNIT_PLACES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     BMM1_IS_TENSOR: tl.constexpr,
     BMM2_IS_TENSOR: tl.constexpr,
+    OVERLAPS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """One block of packed rows: over one share of the batch's keys, or over all keys of one request and K/V head."""
+    if OVERLAPS:  # the merge may be launched meanwhile, and waits for the end of this
+        gdc_launch_dependents()
     # The blocks of one share read the same keys at the same time: all but the first find them in L2.
     q_block = tl.program_id(0)
     reach = reach_of(window_left, max_q_len)
     piece = tl.program_id(1).to(tl.int64)
     if SHARED:
-        total, share = tiles_per_share(seq_lens, batch_size, reach, num_kv_heads, pieces, least_tiles, BLOCK_KEYS)
+        total, share = places_per_share(
+            seq_lens, batch_size, reach, num_kv_heads, pieces, least_tiles, BLOCK_KEYS, UNIT_PLACES
+        )
         position = piece * share
         end = tl.minimum(position + share, total)
-        request, request_begin = request_at(position, seq_lens, batch_size, reach, num_kv_heads, BLOCK_KEYS)
-    else:  # as if the order had this request and head alone
+        request, request_begin = request_at(
+            position, seq_lens, batch_size, reach, num_kv_heads, BLOCK_KEYS, UNIT_PLACES
+        )
+        request_places = (
+            tiles_of(tl.load(seq_lens + tl.minimum(request, batch_size - 1)), reach, BLOCK_KEYS)[1] + UNIT_PLACES
+        )
+        position = tl.maximum(position, position - (position - request_begin) % request_places + UNIT_PLACES)
+    else:  # as if the order had this request and head alone, and no empty places
         request = tl.program_id(2).to(tl.int64)
-        request_tiles = tiles_of(tl.load(seq_lens + request), reach, BLOCK_KEYS)[1]
+        request_places = tiles_of(tl.load(seq_lens + request), reach, BLOCK_KEYS)[1]
         request_begin = tl.zeros([], tl.int64)
-        position = piece * request_tiles
-        end = position + request_tiles
+        position = piece * request_places
+        end = position + request_places
 
     block_row = tl.arange(0, BLOCK_ROWS)
     token = (q_block * BLOCK_ROWS + block_row) // GROUP  # of this request: packed row r is token r // GROUP,
@@ -257,8 +289,8 @@ def _attention_kernel(
     while position < end:
         kv_len = tl.load(seq_lens + request).to(tl.int32)
         start_tile, tiles = tiles_of(kv_len, reach, BLOCK_KEYS)
-        kv_head = (position - request_begin) // tiles
-        first_tile = (position - request_begin) % tiles
+        kv_head = (position - request_begin) // (tiles + UNIT_PLACES)
+        first_tile = (position - request_begin) % (tiles + UNIT_PLACES) - UNIT_PLACES
         last_tile = tl.minimum(tiles, first_tile + end - position)
         if cu_seqlens_q is None:
             q_start = request * max_q_len
@@ -322,10 +354,17 @@ def _attention_kernel(
                 k_exists = key_exists[None, :] if MASKED else None
                 v_exists = key_exists[:, None] if MASKED else None
                 other = 0.0 if MASKED else None
-                k_offset = offsets_of(k_page, begin, k_page_stride, k_token_stride, PAGE_SIZE, BLOCK_KEYS)
-                v_offset = offsets_of(v_page, begin, v_page_stride, v_token_stride, PAGE_SIZE, BLOCK_KEYS)
-                k = tl.load(k_head + k_offset[None, :] + dims[:, None], mask=k_exists, other=other)
-                v = tl.load(v_head + v_offset[:, None] + dims[None, :], mask=v_exists, other=other)
+                if k_tiles is not None and v_tiles is not None and not MASKED:
+                    slot = begin % PAGE_SIZE
+                    k = k_tiles.load([k_page.to(tl.int32), kv_head.to(tl.int32), slot, 0])
+                    v = v_tiles.load([v_page.to(tl.int32), kv_head.to(tl.int32), slot, 0])
+                    k = tl.trans(tl.reshape(k, [BLOCK_KEYS, HEAD_DIM]))
+                    v = tl.reshape(v, [BLOCK_KEYS, HEAD_DIM])
+                else:
+                    k_offset = offsets_of(k_page, begin, k_page_stride, k_token_stride, PAGE_SIZE, BLOCK_KEYS)
+                    v_offset = offsets_of(v_page, begin, v_page_stride, v_token_stride, PAGE_SIZE, BLOCK_KEYS)
+                    k = tl.load(k_head + k_offset[None, :] + dims[:, None], mask=k_exists, other=other)
+                    v = tl.load(v_head + v_offset[:, None] + dims[None, :], mask=v_exists, other=other)
                 following = share_begin + _tile_of(tile + 1, num_before, num_common, MASKED) * BLOCK_KEYS
                 k_page = pages_of(k_table, following, share_end, PAGE_SIZE, BLOCK_KEYS)
                 v_page = pages_of(v_table, following, share_end, PAGE_SIZE, BLOCK_KEYS)
@@ -373,10 +412,13 @@ def _attention_kernel(
             INTERPRETED,
         )
 
+        if unit_pieces is not None and first_tile == 0:
+            store_pieces(unit_pieces, request * num_kv_heads + kv_head, position, tiles, share)
         position += last_tile - first_tile
-        if position == request_begin + tiles * num_kv_heads:
+        if position == request_begin + (tiles + UNIT_PLACES) * num_kv_heads:
             request_begin = position
             request += 1
+        position += UNIT_PLACES  # of the next; where that begins behind `end`, it is another program's
 
 
 @triton.jit

@@ -11,17 +11,20 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from lab.calls import takes
 from lab.kernels.key_shares import (
     NO_REACH,
     PartialResults,
     choose_shares,
+    overlaps_launches,
+    places_per_share,
     request_at,
     slot_of,
+    store_pieces,
     store_share,
     tiles_of,
-    tiles_per_share,
 )
 from lab.kernels.support import Capability, Kernel, capability_of, refuse_unsupported, triton_interprets
 from lab.kernels.triton_support import (
@@ -114,6 +117,7 @@ def _launch(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor |
         lse_log2,
         None if partial is None else partial.out,
         None if partial is None else partial.lse_log2,
+        None if partial is None else partial.pieces,
         problem.max_q_len,
         problem.batch_size,
         shares.pieces,
@@ -126,17 +130,19 @@ def _launch(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor |
         RANK=problem.v_head_dim,
         ROPE=problem.head_dim - problem.v_head_dim,
         PAGE_SIZE=problem.page_size,
+        UNIT_PLACES=tile.unit_keys // tile.keys,
         BLOCK_ROWS=tile.rows,
         BLOCK_KEYS=tile.keys,
         DOT_DTYPE=dot_dtype(problem.query),
         BMM1_IS_TENSOR=isinstance(problem.bmm1_scale, torch.Tensor),
         BMM2_IS_TENSOR=isinstance(problem.bmm2_scale, torch.Tensor),
+        OVERLAPS=partial is not None and overlaps_launches(problem.query.device),
         INTERPRETED=triton_interprets(),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
     if partial is not None:
-        partial.merge(problem, shares, tile, out, lse_log2)
+        partial.merge(problem, shares, out, lse_log2)
 
 
 # What varies from call to call must not compile again, not even for its value 1 or its multiples of 16.
@@ -154,6 +160,7 @@ def _mla_kernel(
     lse_log2,  # None: not wanted
     partial_out,  # float32 [slots, BLOCK_ROWS, RANK]; None: one share, which cuts nothing
     partial_lse_log2,  # float32 [slots, BLOCK_ROWS]
+    unit_pieces,  # int32 [batch_size * num_kv_heads, 2]
     max_q_len,
     batch_size,
     pieces,
@@ -167,22 +174,27 @@ def _mla_kernel(
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    UNIT_PLACES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     BMM1_IS_TENSOR: tl.constexpr,
     BMM2_IS_TENSOR: tl.constexpr,
+    OVERLAPS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """One block of packed rows over one share of the batch's keys."""
+    if OVERLAPS:  # the merge may be launched meanwhile, and waits for the end of this
+        gdc_launch_dependents()
     # The blocks of one share read the same entries at the same time: all but the first find them in L2.
     q_block = tl.program_id(0)
     q_blocks = tl.num_programs(0)
     piece = tl.program_id(1).to(tl.int64)
-    total, share = tiles_per_share(seq_lens, batch_size, NO_REACH, 1, pieces, least_tiles, BLOCK_KEYS)
+    total, share = places_per_share(seq_lens, batch_size, NO_REACH, 1, pieces, least_tiles, BLOCK_KEYS, UNIT_PLACES)
     position = piece * share
     end = tl.minimum(position + share, total)
-    request, request_begin = request_at(position, seq_lens, batch_size, NO_REACH, 1, BLOCK_KEYS)
+    request, request_begin = request_at(position, seq_lens, batch_size, NO_REACH, 1, BLOCK_KEYS, UNIT_PLACES)
+    position = tl.maximum(position, request_begin + UNIT_PLACES)
 
     # Packed row r is query token r // HEADS, head r % HEADS.
     block_row = tl.arange(0, BLOCK_ROWS)
@@ -196,7 +208,7 @@ def _mla_kernel(
     while position < end:
         kv_len = tl.load(seq_lens + request).to(tl.int32)
         _, tiles = tiles_of(kv_len, NO_REACH, BLOCK_KEYS)
-        first_tile = position - request_begin
+        first_tile = position - request_begin - UNIT_PLACES
         last_tile = tl.minimum(tiles, first_tile + end - position)
         if cu_seqlens_q is None:
             q_start = request * max_q_len
@@ -271,6 +283,9 @@ def _mla_kernel(
             INTERPRETED,
         )
 
+        if unit_pieces is not None and first_tile == 0:
+            store_pieces(unit_pieces, request, position, tiles, share)
         position += last_tile - first_tile
-        request_begin += tiles
+        request_begin = position
         request += 1
+        position += UNIT_PLACES  # of the next; where that begins behind `end`, it is another program's

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lab.problem import PagedAttention
 from lab.ragged_call import RaggedAttention
@@ -14,18 +15,42 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @dataclass(frozen=True)
 class Tile:
-    """Shape of one program: packed query rows, keys per step, Triton's launch options, and programs of a multiprocessor."""
+    """Shape of one program: packed query rows, keys per step, Triton's launch options, and programs of a multiprocessor.
+
+    To begin and end a request and K/V head takes a program as long as `unit_keys` keys, in which it waits for its first keys
+    and writes its results: a program that has many short ones gets fewer keys. With `by_descriptor`, tiles that need no mask
+    are loaded by Hopper's copy engine where `tiles_of_pages` can describe them.
+    """
 
     rows: int
     keys: int
     num_warps: int
     num_stages: int
     per_multiprocessor: int = 1
+    unit_keys: int = 256
+    by_descriptor: bool = False
 
 
 def has_rows(problem: PagedAttention | RaggedAttention) -> bool:
     """Whether any request may have a query row; rows behind the last request's are padding, which nobody computes."""
     return min(problem.num_rows, problem.batch_size, problem.max_q_len) > 0
+
+
+def tiles_of_pages(cache: torch.Tensor, tile: Tile) -> TensorDescriptor | None:
+    """A descriptor of the pool's tiles of keys, or None where none is wanted, or the copy engine could not load them.
+
+    It takes strides and addresses of multiples of 16 bytes. An e4m3 tile, converted before it is multiplied, gains nothing.
+
+    Args:
+        cache: [num_pages, num_kv_heads, page_size, head_dim], strided.
+        tile: one that does not lie in a page is not described.
+    """
+    page_size, head_dim = cache.shape[2:]
+    strides_bytes = [stride * cache.element_size() for stride in cache.stride()[:3]]
+    aligned = all(count % 16 == 0 for count in [*strides_bytes, cache.data_ptr()]) and cache.stride(3) == 1
+    if not tile.by_descriptor or not aligned or page_size % tile.keys or cache.element_size() == 1:
+        return None
+    return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), [1, 1, tile.keys, head_dim])
 
 
 def dot_dtype(query: torch.Tensor) -> tl.dtype:

@@ -9,52 +9,96 @@ import triton.language as tl
 
 from lab.kernels.key_shares import (
     BLOCK_REQUESTS,
+    CUT_KEYS,
     Shares,
     choose_shares,
-    first_tile_of,
+    places_per_share,
     reach_of,
     request_at,
-    tiles_per_share,
 )
 from lab.kernels.triton_support import Tile
 from tests.devices import DEVICES
 
 BLOCK_KEYS = 32
+UNIT_PLACES = 8
 
 
 @triton.jit
 def _every_share(
-    found, begins, seq_lens, window_left, max_q_len, batch_size, units, pieces, least_tiles, BLOCK_KEYS: tl.constexpr
+    found,
+    seq_lens,
+    window_left,
+    max_q_len,
+    batch_size,
+    units,
+    pieces,
+    least_tiles,
+    BLOCK_KEYS: tl.constexpr,
+    UNIT_PLACES: tl.constexpr,
 ):
-    """Of each piece: the tiles of the batch, the share, the request it begins in and where that one begins."""
+    """Of each piece: the places of the batch, the share, the request it begins in and where that one begins."""
     piece = tl.program_id(0).to(tl.int64)
     reach = reach_of(window_left, max_q_len)
-    total, share = tiles_per_share(seq_lens, batch_size, reach, units, pieces, least_tiles, BLOCK_KEYS)
-    request, begin = request_at(piece * share, seq_lens, batch_size, reach, units, BLOCK_KEYS)
+    total, share = places_per_share(seq_lens, batch_size, reach, units, pieces, least_tiles, BLOCK_KEYS, UNIT_PLACES)
+    request, begin = request_at(piece * share, seq_lens, batch_size, reach, units, BLOCK_KEYS, UNIT_PLACES)
     tl.store(found + piece * 4, total)
     tl.store(found + piece * 4 + 1, share)
     tl.store(found + piece * 4 + 2, request)
     tl.store(found + piece * 4 + 3, begin)
-    if piece < batch_size:
-        tl.store(begins + piece, first_tile_of(piece, seq_lens, reach, units, BLOCK_KEYS))
 
 
 def shares_on(
     device: str, lengths: list[int], *, window_left: int, units: int, pieces: int, least_tiles: int = 1
-) -> tuple[list[list[int]], list[int]]:
+) -> list[list[int]]:
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     found = torch.full((pieces, 4), -1, dtype=torch.int64, device=device)
-    begins = torch.full((len(lengths),), -1, dtype=torch.int64, device=device)
     _every_share[(pieces,)](
-        found, begins, seq_lens, window_left, 2, len(lengths), units, pieces, least_tiles, BLOCK_KEYS=BLOCK_KEYS
+        found,
+        seq_lens,
+        window_left,
+        2,
+        len(lengths),
+        units,
+        pieces,
+        least_tiles,
+        BLOCK_KEYS=BLOCK_KEYS,
+        UNIT_PLACES=UNIT_PLACES,
     )
-    return found.tolist(), begins.tolist()
+    return found.tolist()
 
 
-def tiles_of(length: int, window_left: int) -> int:
-    """Tiles of BLOCK_KEYS from the one with the first key that one of two rows sees, one at least."""
+def places_of(length: int, window_left: int) -> int:
+    """Tiles of BLOCK_KEYS from the one with the first key that one of two rows sees, one at least, and the empty places."""
     first = max(length - 2 - window_left, 0) // BLOCK_KEYS if window_left >= 0 else 0
-    return max(-(-length // BLOCK_KEYS) - first, 1)
+    return max(-(-length // BLOCK_KEYS) - first, 1) + UNIT_PLACES
+
+
+def share_of(places: list[int], units: int, pieces: int, least_tiles: int) -> int:
+    """`places` are each request's, of all its units."""
+    equal = max(-(-sum(places) // pieces), least_tiles)
+    longest = max(places) // units
+    num_units = len(places) * units
+    per_unit = max(1, pieces // num_units)
+    even = max(-(-longest // per_unit) * -(-num_units // pieces), least_tiles)
+    return even if even <= equal + CUT_KEYS.value // BLOCK_KEYS else equal
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("requests", "keys", "units", "pieces", "share"),
+    [
+        (64, 4096, 4, 264, 136),  # a program each, where 132 would cut nearly all
+        (64, 4096, 4, 132, 272),  # two each
+        (16, 32768, 4, 264, 258),  # four equal parts of each
+        (64, 4096, 4, 200, 175),  # 272 would be too unequal
+        (1, 81920, 4, 264, 39),
+    ],
+)
+def test_requests_of_one_length_are_cut_evenly_or_not(
+    device: str, requests: int, keys: int, units: int, pieces: int, share: int
+) -> None:
+    found = shares_on(device, [keys] * requests, window_left=-1, units=units, pieces=pieces)
+    assert found[0][1] == share
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -62,30 +106,27 @@ def tiles_of(length: int, window_left: int) -> int:
 @pytest.mark.parametrize("window_left", [-1, 0, 90, 2**40])
 @pytest.mark.parametrize(("units", "pieces", "least_tiles"), [(2, 7, 1), (3, 50, 2)])
 def test_shares(device: str, batch_size: int, window_left: int, units: int, pieces: int, least_tiles: int) -> None:
-    """Equal shares of an order in which each request has its tiles once per unit."""
+    """Equal shares, unless requests of one length ask for others, of an order with a request's places once per unit."""
     lengths = [(37 * request * request) % 1000 for request in range(batch_size)]
-    found, begins = shares_on(
-        device, lengths, window_left=window_left, units=units, pieces=pieces, least_tiles=least_tiles
-    )
-    tiles = [units * tiles_of(length, window_left) for length in lengths]
-    ends = list(itertools.accumulate(tiles))
+    found = shares_on(device, lengths, window_left=window_left, units=units, pieces=pieces, least_tiles=least_tiles)
+    places = [units * places_of(length, window_left) for length in lengths]
+    ends = list(itertools.accumulate(places))
     expected_begins = [0, *ends[:-1]]
-    share = max(-(-ends[-1] // pieces), least_tiles)
+    share = share_of(places, units, pieces, least_tiles)
     for piece, (total, own, request, begin) in enumerate(found):
         assert (total, own) == (ends[-1], share)
         position = piece * share
         if position < total:
             assert request == next(index for index, end in enumerate(ends) if position < end)
             assert begin == expected_begins[request]
-    assert begins[:pieces] == expected_begins[:pieces]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_batch_beyond_32_bits(device: str) -> None:
-    """Positions, though no length and no request's tiles exceed them."""
-    found, _ = shares_on(device, [2**30] * 40, window_left=-1, units=8, pieces=4)
-    tiles = 8 * 2**30 // BLOCK_KEYS
-    assert found == [[40 * tiles, 10 * tiles, 10 * piece, 10 * piece * tiles] for piece in range(4)]
+    """Places, though no length and no request's places exceed them."""
+    found = shares_on(device, [2**30] * 40, window_left=-1, units=8, pieces=4)
+    places = 8 * places_of(2**30, -1)
+    assert found == [[40 * places, 10 * places, 10 * piece, 10 * piece * places] for piece in range(4)]
 
 
 @pytest.mark.parametrize(("q_blocks", "pieces"), [(1, 264), (2, 132), (100, 2), (1000, 1)])

@@ -398,8 +398,8 @@ def test_a_slot_that_nobody_fills_leaves_no_trace(device: str, monkeypatch: pyte
     clean, _ = assert_right(device, batch)
     arguments = arguments_of(device, batch)
 
-    def full_of_nan(*shape: Any, **options: Any) -> Tensor:
-        return torch.full(*shape, math.nan, **options)
+    def full_of_nan(*shape: Any, dtype: torch.dtype, **options: Any) -> Tensor:
+        return torch.full(*shape, math.nan if dtype.is_floating_point else 99, dtype=dtype, **options)
 
     monkeypatch.setattr(torch, "empty", full_of_nan)
     assert run(arguments)[0].flatten(0, 1).equal(clean)
