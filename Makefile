@@ -12,8 +12,8 @@ RESULTS ?= results/nvidia-h200
 HTML ?= .benchmarks/report.html
 EXPERIMENTS ?= .benchmarks/experiments
 SITE ?= docs/_build
-# Processes that share the tests. One where there is a GPU: some tests time it, and must have it alone.
-WORKERS ?= $(if $(wildcard /dev/nvidia0),0,2)
+# Processes that share the tests. One for each GPU: some tests time it, and must have it alone.
+WORKERS ?= $(if $(wildcard /dev/nvidia0),auto,2)
 
 .PHONY: bench report html experiments notebooks docs test check format clean
 

@@ -2,12 +2,22 @@
 
 import os
 
-import pytest
-import torch
+from tests.gpus import take_own_gpu, visible_gpus
+
+take_own_gpu()  # before anything of CUDA
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 # Triton decides when it is imported; without a GPU its kernels run in the interpreter.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which is not everywhere
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """`-n auto`: a worker for each GPU; xdist's own number where there is none."""
+    return len(visible_gpus()) or None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

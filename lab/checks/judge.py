@@ -16,6 +16,7 @@ from lab.checks.ledger import LEDGER, KnownFinding, known
 from lab.checks.report import CaseVerdict, Report
 from lab.checks.space import Space
 from lab.checks.verdicts import Outcome
+from lab.kernels.support import capability_of
 from lab.provenance import environment
 from lab.workloads.interfaces import Interface
 
@@ -75,6 +76,7 @@ def judge(
         ValueError: it has none of the names, a check does not exist, or isolation was asked for an object.
     """
     where = _device(device)
+    capability = capability_of(where)
     if isolated and not isinstance(implementation, str):
         raise ValueError(f"an isolated judge imports the implementation by name; got {implementation!r}")
     name, loaded = _named(implementation)
@@ -87,7 +89,7 @@ def judge(
     verdicts: list[CaseVerdict] = []
 
     def note(verdict: CaseVerdict) -> CaseVerdict:
-        told = known(verdict, ledger)
+        told = known(verdict, ledger, capability)
         if progress is not None:
             progress(told)
         return told

@@ -11,6 +11,7 @@ from typing import Any
 
 from lab.checks.report import CaseVerdict
 from lab.checks.verdicts import Outcome
+from lab.kernels.support import Capability
 from lab.workloads.attention_case import E4M3, AttentionCase, Contents
 from lab.workloads.interfaces import Interface
 
@@ -21,7 +22,7 @@ class KnownFinding:
 
     Attributes:
         implementation: its name.
-        device: "cuda" or "cpu".
+        capability: (major, minor) of the GPU that it was seen on; another kind runs other kernels. None: a CPU.
         checks: keys of the checks that show it.
         wrong: pattern of the sentences it explains, searched for.
         where: whether it explains what was wrong in a case, given the case and the sentence.
@@ -29,22 +30,22 @@ class KnownFinding:
     """
 
     implementation: str
-    device: str
+    capability: Capability | None
     checks: tuple[str, ...]
     wrong: str
     where: Callable[[Any, str], bool]
     finding: str
 
 
-def known(verdict: CaseVerdict, ledger: Sequence[KnownFinding]) -> CaseVerdict:
-    """The verdict, told to be KNOWN if entries of the ledger explain every sentence of what was wrong."""
+def known(verdict: CaseVerdict, ledger: Sequence[KnownFinding], capability: Capability | None) -> CaseVerdict:
+    """The verdict of a case on such a GPU, told to be KNOWN if the ledger explains every sentence of what was wrong."""
     if verdict.outcome is not Outcome.WRONG:
         return verdict
     entries = [
         entry
         for entry in ledger
         if entry.implementation == verdict.implementation
-        and verdict.device.startswith(entry.device)
+        and entry.capability == capability
         and verdict.check in entry.checks
     ]
     citing = []
@@ -81,7 +82,7 @@ def is_decode(case: AttentionCase, sentence: str) -> bool:
 
 
 FINDINGS = "results/nvidia-h200/findings.md"
-TRTLLM: dict[str, Any] = {"implementation": "lab.kernels.trtllm", "device": "cuda"}
+TRTLLM: dict[str, Any] = {"implementation": "lab.kernels.trtllm", "capability": (9, 0)}
 
 LEDGER: tuple[KnownFinding, ...] = (
     KnownFinding(

@@ -218,7 +218,7 @@ def test_each_verdict_is_told_as_it_comes() -> None:
 
 def test_only_the_ledger_lets_a_wrong_case_pass() -> None:
     entry = KnownFinding(
-        "SimpleNamespace", "cpu", ("K1",), "vectors are wrong", lambda case, wrong: True, "page#heading"
+        "SimpleNamespace", None, ("K1",), "vectors are wrong", lambda case, wrong: True, "page#heading"
     )
     wrong = twice_as_large_if(lambda **_: True)
     assert not judged(wrong).is_right

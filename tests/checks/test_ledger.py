@@ -24,7 +24,7 @@ from tests.checks.small import decoding
 
 ROOT = Path(__file__).parents[2]
 CASE = AttentionCase(Interface.DECODE, (1, 0, 20), (2, 2, 2))
-ENTRY = KnownFinding("some.kernel", "cuda", ("K2", "K4"), "NaN", lambda case, wrong: case.group == 4, "page.md#heading")
+ENTRY = KnownFinding("some.kernel", (9, 0), ("K2", "K4"), "NaN", lambda case, wrong: case.group == 4, "page.md#heading")
 VERDICT = CaseVerdict(
     "some.kernel", "K4", Interface.DECODE, CASE, "cuda:0", Judged(Outcome.WRONG, ("NaN in row 3",)), seconds=0.0
 )
@@ -35,7 +35,7 @@ def wrong(*sentences: str) -> CaseVerdict:
 
 
 def test_an_entry_that_matches_makes_a_wrong_case_known_and_is_cited() -> None:
-    told = known(VERDICT, [ENTRY])
+    told = known(VERDICT, [ENTRY], (9, 0))
     assert told.outcome is Outcome.KNOWN
     assert told.finding == "page.md#heading"
     assert told.judged.wrongs == VERDICT.judged.wrongs
@@ -45,7 +45,8 @@ def test_an_entry_that_matches_makes_a_wrong_case_known_and_is_cited() -> None:
     "changes",
     [
         {"implementation": "another.kernel"},
-        {"device": "cpu"},
+        {"capability": (10, 0)},
+        {"capability": None},
         {"checks": ("K1", "K2")},
         {"wrong": "infinity"},
         {"where": lambda case, wrong: case.group == 5},
@@ -53,19 +54,19 @@ def test_an_entry_that_matches_makes_a_wrong_case_known_and_is_cited() -> None:
     ],
 )
 def test_an_entry_of_something_else_explains_nothing(changes: dict[str, Any]) -> None:
-    assert known(VERDICT, [replace(ENTRY, **changes)]) == VERDICT
+    assert known(VERDICT, [replace(ENTRY, **changes)], (9, 0)) == VERDICT
 
 
 def test_every_sentence_must_be_explained() -> None:
     both = wrong("NaN in row 3", "it changed its query")
-    assert known(both, [ENTRY]) == both
+    assert known(both, [ENTRY], (9, 0)) == both
     other = replace(ENTRY, wrong="changed its query", finding="page.md#other")
-    assert known(both, [ENTRY, other]).finding == "page.md#heading; page.md#other"
+    assert known(both, [ENTRY, other], (9, 0)).finding == "page.md#heading; page.md#other"
 
 
 def test_no_failure_is_ever_known() -> None:
     failed = replace(VERDICT, judged=Judged(Outcome.FAILED, ("it raised RuntimeError: NaN",)))
-    assert known(failed, [ENTRY]) == failed
+    assert known(failed, [ENTRY], (9, 0)) == failed
 
 
 def test_the_requests_are_read_from_the_judges_own_sentence() -> None:
