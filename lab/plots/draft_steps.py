@@ -16,7 +16,7 @@ from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocat
 
 from lab.metadata import ForwardBatch, KVPool, TRTLLMMHAMetadata
 from lab.metadata.draft_steps import DraftBuffers, DraftStep, PreparedDraft
-from lab.plots.style import COLOURS, DOTS_PER_INCH, TEXT_COLOUR, logarithmic, plain
+from lab.plots.style import COLOURS, DOTS_PER_INCH, TEXT_COLOUR, logarithmic, plain, row_label
 
 WIDTH_INCHES = 8.0
 LABEL_INCHES = 1.75
@@ -79,10 +79,10 @@ def built_figure(
         if step < len(prepared.steps):
             _draw_pages(axes, line, starts, step, prepared.steps[step], pool.page_size)
         else:
-            _label(axes, line + 1, f"step {step}: no such step", weight="bold")
+            row_label(axes, line + 1, f"step {step}: no such step", FONT_POINTS, weight="bold")
         boundaries = buffers.kv_indptr[step, : batch.batch_size + 1].tolist()
         indices = buffers.kv_indices[step, : boundaries[-1]].tolist()
-        _label(axes, line + 2, f"kv_indices[{step}]")
+        row_label(axes, line + 2, f"kv_indices[{step}]", FONT_POINTS)
         for request, start in enumerate(starts):
             listed = indices[boundaries[request] : boundaries[request + 1]]
             for place, slot in enumerate(listed):
@@ -121,8 +121,8 @@ def _draw_pages(axes: Axes, line: int, starts: Sequence[int], step: int, handed:
         table, seq_lens = metadata.page_table, metadata.cache_seqlens_int32.tolist()
     else:
         table, seq_lens = metadata.block_kv_indices, metadata.seq_lens_k.tolist()
-    _label(axes, line, f"step {step}: seq_lens", weight="bold")
-    _label(axes, line + 1, "block_tables")
+    row_label(axes, line, f"step {step}: seq_lens", FONT_POINTS, weight="bold")
+    row_label(axes, line + 1, "block_tables", FONT_POINTS)
     for request, (start, length) in enumerate(zip(starts, seq_lens, strict=True)):
         axes.plot([start, start + length], [line + 0.5] * 2, "|-", color="black", linewidth=1.8, markersize=9)
         axes.text(start + length + 0.35, line + 0.53, str(length), fontsize=FONT_POINTS - 1, va="center")
@@ -131,20 +131,6 @@ def _draw_pages(axes: Axes, line: int, starts: Sequence[int], step: int, handed:
             gid = f"page {step} {request} {page}"
             axes.add_patch(Rectangle(corner, page_size, 0.85, linewidth=1.2, gid=gid, **READ))
             _write(axes, corner[0] + page_size / 2, line + 1, f"page {page}", "black")
-
-
-def _label(axes: Axes, line: float, words: str, weight: str = "normal") -> None:
-    axes.annotate(
-        words,
-        (0, line + 0.5),
-        (-6, 0),
-        textcoords="offset points",
-        ha="right",
-        va="center",
-        fontsize=FONT_POINTS,
-        weight=weight,
-        color=TEXT_COLOUR,
-    )
 
 
 def _write(axes: Axes, x: float, line: float, words: str, colour: str) -> None:

@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
 from lab.metadata import ForwardBatch, KVPool, TRTLLMMHAMetadata, plan_calls
-from lab.plots.style import DOTS_PER_INCH, TEXT_COLOUR
+from lab.plots.style import DOTS_PER_INCH, TEXT_COLOUR, row_label
 from lab.references.forward_metadata import key_length, query_length
 
 WIDTH_INCHES = 8.0
@@ -198,8 +198,8 @@ def _draw_lengths(axes: Axes, line: int, request: int, reads: RequestReads) -> N
         fontsize=FONT_POINTS,
         color=TEXT_COLOUR,
     )
-    _label(axes, line, f"engine's seq_lens {reads.engine_len}")
-    _label(axes, line + 1, f"kernel's seq_lens {reads.kernel_len}{sum_of}")
+    row_label(axes, line, f"engine's seq_lens {reads.engine_len}", FONT_POINTS)
+    row_label(axes, line + 1, f"kernel's seq_lens {reads.kernel_len}{sum_of}", FONT_POINTS)
     for place, length, colour in ((line, reads.engine_len, "#888888"), (line + 1, reads.kernel_len, "#000000")):
         axes.plot(
             [0, max(length, 0)], [place + 0.5] * 2, "|-", color=colour, linewidth=1.8, markersize=9, clip_on=False
@@ -207,7 +207,7 @@ def _draw_lengths(axes: Axes, line: int, request: int, reads: RequestReads) -> N
 
 
 def _draw_pages(axes: Axes, line: int, request: int, reads: RequestReads, page_size: int) -> None:
-    _label(axes, line, f"block_tables[{request}]")
+    row_label(axes, line, f"block_tables[{request}]", FONT_POINTS)
     for column, first in enumerate(_columns(reads, page_size)[::page_size]):
         live = column < len(reads.pages)
         style = {"facecolor": "#E8E8E8", "edgecolor": "#555555"} if live else CELLS["empty"]
@@ -217,7 +217,7 @@ def _draw_pages(axes: Axes, line: int, request: int, reads: RequestReads, page_s
 
 
 def _draw_tokens(axes: Axes, line: int, reads: RequestReads, num_slots: int) -> None:
-    _label(axes, line, "token at position")
+    row_label(axes, line, "token at position", FONT_POINTS)
     for position in range(num_slots):
         _cell(axes, line, position, reads.kind(position))
         if position < reads.tokens:
@@ -225,7 +225,7 @@ def _draw_tokens(axes: Axes, line: int, reads: RequestReads, num_slots: int) -> 
 
 
 def _draw_row(axes: Axes, line: int, row: int, reads: RequestReads) -> None:
-    _label(axes, line, f"query row {row} reads")
+    row_label(axes, line, f"query row {row} reads", FONT_POINTS)
     for position, kind in _row_cells(row, reads):
         _cell(axes, line, position, kind, gid=f"{kind} {row} {position}")
     if (own := reads.own_position(row)) >= 0:
@@ -250,19 +250,6 @@ def _cell(axes: Axes, line: int, position: int, kind: str, gid: str | None = Non
 
 def _write(axes: Axes, x: float, line: int, words: str) -> None:
     axes.text(x, line + 0.53, words, ha="center", va="center", fontsize=FONT_POINTS - 1, color="black")
-
-
-def _label(axes: Axes, line: int, words: str) -> None:
-    axes.annotate(
-        words,
-        (0, line + 0.5),
-        (-6, 0),
-        textcoords="offset points",
-        ha="right",
-        va="center",
-        fontsize=FONT_POINTS,
-        color=TEXT_COLOUR,
-    )
 
 
 def _keys(reads: list[RequestReads]) -> list[Artist]:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
-from lab.plots.style import COLOURS, DOTS_PER_INCH, TEXT_COLOUR, plain
+from lab.plots.style import COLOURS, DOTS_PER_INCH, TEXT_COLOUR, plain, row_label
 
 WIDTH_INCHES = 8.0
 FONT_POINTS = 8.5
@@ -238,16 +238,7 @@ def dependence_figure(changed: Mapping[str, Mapping[str, bool]], title: str, kno
     for column, tensor in enumerate(tensors):
         axes.text(column + 0.5, -0.2, tensor, ha="center", va="bottom", fontsize=FONT_POINTS - 0.5, color=TEXT_COLOUR)
     for line, cause in enumerate(causes):
-        axes.annotate(
-            f"{cause} ({known[cause]})",
-            (0, line + 0.5),
-            (-6, 0),
-            textcoords="offset points",
-            ha="right",
-            va="center",
-            fontsize=FONT_POINTS,
-            color=TEXT_COLOUR,
-        )
+        row_label(axes, line, f"{cause} ({known[cause]})", FONT_POINTS)
         for column, tensor in enumerate(tensors):
             word = "changes" if changed[cause][tensor] else "same"
             face = PHASES["plan"] if changed[cause][tensor] else "#F2F2F2"

@@ -22,3 +22,18 @@ def logarithmic(axes: Axes, names: str) -> None:
     for name in names:
         axis = axes.xaxis if name == "x" else axes.yaxis
         axis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:,.10g}"))
+
+
+def row_label(axes: Axes, line: float, words: str, font_points: float, weight: str = "normal") -> None:
+    """Words left of the axes, beside the middle of a line of height 1."""
+    axes.annotate(
+        words,
+        (0, line + 0.5),
+        (-6, 0),
+        textcoords="offset points",
+        ha="right",
+        va="center",
+        fontsize=font_points,
+        weight=weight,
+        color=TEXT_COLOUR,
+    )
