@@ -12,6 +12,7 @@ from lab.kernels.key_shares import (
     CUT_KEYS,
     Shares,
     choose_shares,
+    merge_block,
     places_per_share,
     reach_of,
     request_at,
@@ -137,3 +138,11 @@ def test_programs_run_at_a_time(monkeypatch: pytest.MonkeyPatch, q_blocks: int, 
     assert choose_shares(tile, q_blocks, gpu) == Shares(pieces, 1)
     assert choose_shares(tile, q_blocks, gpu, least_keys=200) == Shares(pieces, 3)
     assert choose_shares(tile, q_blocks, torch.device("cpu")) == Shares(1)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "head_dim", "block"),
+    [(8, 128, (1, 128)), (8, 64, (1, 64)), (2048, 128, (2, 128)), (32_768, 128, (16, 128)), (2**20, 512, (16, 128))],
+)
+def test_a_merge_has_programs_enough_to_fill_a_gpu(num_rows: int, head_dim: int, block: tuple[int, int]) -> None:
+    assert merge_block(num_rows, head_dim) == block

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from lab import references
 from lab.calls import DecodeCall
 from lab.kernels import key_shares, portable
 from lab.kernels.support import Kernel, why_not
+from lab.kernels.triton_support import Tile, tiles_of_pages
 from tests.cases import Batch, context_arguments, decode_arguments, pack_mask, random_batch
 
 pytestmark = pytest.mark.skipif(
@@ -435,6 +437,49 @@ def test_choose_tile(rows: int, head_dim: int, capability: tuple[int, int] | Non
     most = 128 if capability in (None, (9, 0), (10, 0)) else 64
     assert tile.rows == min(most, next(size for size in (16, 32, 64, 1024) if size >= rows))
     assert tile.keys in (16, 32, 64, 128)
+
+
+def by_descriptor(cache: Tensor, tile: Tile) -> bool:
+    return tiles_of_pages(cache, tile) is not None
+
+
+@pytest.mark.parametrize(
+    ("function", "page_size", "layout", "kv_dtype", "described"),
+    [
+        (DECODE, 64, "HND", BF16, True),
+        (CONTEXT, 128, "NHD", BF16, True),
+        (CONTEXT, 64, "HND", E4M3, False),
+        (DECODE, 16, "HND", BF16, False),
+    ],
+)
+def test_tiles_that_the_copy_engine_loads(
+    monkeypatch: pytest.MonkeyPatch,
+    function: str,
+    page_size: int,
+    layout: str,
+    kv_dtype: torch.dtype,
+    described: bool,
+) -> None:
+    """128 rows: a prefix whose tiles need no mask, and lengths that end in a tile."""
+    seen = []
+    monkeypatch.setattr(portable, "tiles_of_pages", lambda *asked: seen.append(asked) or tiles_of_pages(*asked))
+    batch = random_batch([16] * 2, [300, 150], heads=(16, 2), head_dim=64, kv_dtype=kv_dtype)
+    assert_right(function, batch, page_size, bmm1_scale=0.125, kv_layout=layout)
+    assert [by_descriptor(*asked) for asked in seen] == [described] * 2
+
+
+def test_what_the_copy_engine_cannot_load_is_not_described() -> None:
+    tile = Tile(128, 64, num_warps=8, num_stages=3, by_descriptor=True)
+    pool = torch.zeros(4, 2, 64, 128, dtype=BF16)
+    assert by_descriptor(pool, tile)
+    assert by_descriptor(pool.transpose(1, 2).contiguous().transpose(1, 2), tile)
+    assert not by_descriptor(pool, replace(tile, by_descriptor=False))
+    assert not by_descriptor(pool[:, :, :32], tile)  # pages shorter than a tile
+    assert not by_descriptor(
+        pool.flatten()[4:-124].view(-1)[: 3 * 2 * 64 * 128].view(3, 2, 64, 128), tile
+    )  # 8 bytes off
+    assert not by_descriptor(torch.zeros(4, 2, 64, 132, dtype=BF16)[..., :128], tile)  # tokens 264 bytes apart
+    assert not by_descriptor(pool.transpose(2, 3), replace(tile, keys=32))  # elements of a vector apart
 
 
 # What must not matter.
