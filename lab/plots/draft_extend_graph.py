@@ -15,14 +15,13 @@ from matplotlib.patches import Patch, Rectangle
 from torch import Tensor
 
 from lab.metadata.draft_extend_graph import DraftExtendGraph, DraftExtendOutput
-from lab.plots.style import COLOURS, DOTS_PER_INCH, TEXT_COLOUR, plain
+from lab.plots.style import COLOURS, DOTS_PER_INCH, FONT_POINTS, TEXT_COLOUR, legend_below, plain
 
 WIDTH_INCHES = 8.0
 LABEL_INCHES = 1.75
 LINE_INCHES = 0.24
 HEADING_INCHES = 0.6
 LEGEND_INCHES = 0.75
-FONT_POINTS = 8.5
 MOST_ROWS = 24  # query rows side by side that are legible
 BEFORE_ROWS = 1.0  # room for the first entry of running sums, in query rows
 TABLE_CELL = 2  # width of a page-table cell, in query rows
@@ -371,7 +370,7 @@ def forms_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
     if reasons := _throttled_by(rows):
         label = f"hatched: clocks held back ({reasons})"
         keys.append(Patch(facecolor="white", edgecolor=TEXT_COLOUR, hatch="////", label=label))
-    figure.legend(handles=keys, loc="outside lower center", ncols=2, frameon=False, fontsize=FONT_POINTS)
+    legend_below(figure, keys, 2)
     return figure
 
 
@@ -425,7 +424,7 @@ def eager_or_graph_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figu
     if reasons := _throttled_by(rows):
         label = f"the same, clocks held back ({reasons})"
         keys.append(Line2D([], [], marker="o", color="black", mfc="white", linestyle="none", label=label))
-    figure.legend(handles=keys, loc="outside lower center", ncols=2, frameon=False, fontsize=FONT_POINTS)
+    legend_below(figure, keys, 2)
     return figure
 
 

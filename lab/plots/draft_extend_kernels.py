@@ -16,10 +16,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import NullLocator
 
-from lab.plots.style import COLOURS, DOTS_PER_INCH, TEXT_COLOUR, logarithmic, plain
+from lab.plots.style import COLOURS, DOTS_PER_INCH, FONT_POINTS, TEXT_COLOUR, legend_below, logarithmic, plain
 
 WIDTH_INCHES = 8.0
-FONT_POINTS = 8.5
 PANELS_PER_LINE = 3
 DECODE_COLOUR, CONTEXT_COLOUR = COLOURS[0], COLOURS[1]
 # Of each arm: colour, marker. Arms of other names take the colours that are left.
@@ -141,7 +140,7 @@ def point_figure(rows: Iterable[Mapping[str, Any]], title: str, requests: int, k
         for arm, (colour, marker) in looks.items()
     ]
     keys.append(Line2D([], [], color=TEXT_COLOUR, linestyle="--", label="floor"))
-    figure.legend(handles=keys, loc="outside lower center", ncols=len(keys), frameon=False, fontsize=FONT_POINTS - 0.5)
+    legend_below(figure, keys, len(keys), FONT_POINTS - 0.5)
     return figure
 
 

@@ -16,7 +16,16 @@ from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocat
 
 from lab.metadata import ForwardBatch, KVPool, TRTLLMMHAMetadata
 from lab.metadata.draft_steps import DraftBuffers, DraftStep, PreparedDraft
-from lab.plots.style import COLOURS, DOTS_PER_INCH, TEXT_COLOUR, logarithmic, plain, row_label
+from lab.plots.style import (
+    COLOURS,
+    DOTS_PER_INCH,
+    FONT_POINTS,
+    TEXT_COLOUR,
+    legend_below,
+    logarithmic,
+    plain,
+    row_label,
+)
 
 WIDTH_INCHES = 8.0
 LABEL_INCHES = 1.75
@@ -24,7 +33,6 @@ ROW_INCHES = 0.22
 HEADING_INCHES = 0.85  # title, and whose the columns are
 LEGEND_INCHES = 0.35
 LINES_PER_STEP = 4  # the length, the pages, the list, and a space
-FONT_POINTS = 8.5
 MOST_SLOTS = 40  # more are not legible side by side
 FEWEST_SLOTS = 16  # fewer would be drawn too wide
 TOKEN_TICKS = (1024, 8192, 32768, 131072)
@@ -79,10 +87,10 @@ def built_figure(
         if step < len(prepared.steps):
             _draw_pages(axes, line, starts, step, prepared.steps[step], pool.page_size)
         else:
-            row_label(axes, line + 1, f"step {step}: no such step", FONT_POINTS, weight="bold")
+            row_label(axes, line + 1, f"step {step}: no such step", weight="bold")
         boundaries = buffers.kv_indptr[step, : batch.batch_size + 1].tolist()
         indices = buffers.kv_indices[step, : boundaries[-1]].tolist()
-        row_label(axes, line + 2, f"kv_indices[{step}]", FONT_POINTS)
+        row_label(axes, line + 2, f"kv_indices[{step}]")
         for request, start in enumerate(starts):
             listed = indices[boundaries[request] : boundaries[request + 1]]
             for place, slot in enumerate(listed):
@@ -121,8 +129,8 @@ def _draw_pages(axes: Axes, line: int, starts: Sequence[int], step: int, handed:
         table, seq_lens = metadata.page_table, metadata.cache_seqlens_int32.tolist()
     else:
         table, seq_lens = metadata.block_kv_indices, metadata.seq_lens_k.tolist()
-    row_label(axes, line, f"step {step}: seq_lens", FONT_POINTS, weight="bold")
-    row_label(axes, line + 1, "block_tables", FONT_POINTS)
+    row_label(axes, line, f"step {step}: seq_lens", weight="bold")
+    row_label(axes, line + 1, "block_tables")
     for request, (start, length) in enumerate(zip(starts, seq_lens, strict=True)):
         axes.plot([start, start + length], [line + 0.5] * 2, "|-", color="black", linewidth=1.8, markersize=9)
         axes.text(start + length + 0.35, line + 0.53, str(length), fontsize=FONT_POINTS - 1, va="center")
@@ -161,7 +169,7 @@ def draft_times_figure(rows: Iterable[Mapping[str, Any]], title: str, *, num_ste
             axes.fill_between(tokens, found["per_step"][1], template_us, color=COLOURS[1], alpha=0.13, linewidth=0)
     keys: list[Artist] = [_key(words, colour, marker) for _, words, colour, marker in PLANS]
     keys.append(Patch(color=COLOURS[1], alpha=0.13, label="what nobody reads"))
-    figure.legend(handles=keys, loc="outside lower center", ncols=4, frameon=False, fontsize=FONT_POINTS)
+    legend_below(figure, keys, 4)
     return figure
 
 
@@ -182,7 +190,7 @@ def lists_figure(rows: Iterable[Mapping[str, Any]], title: str, *, num_steps: in
     keys.append(
         Line2D([], [], color=TEXT_COLOUR, linestyle="--", label="floor: the bytes, over the measured bandwidth")
     )
-    figure.legend(handles=keys, loc="outside lower center", ncols=3, frameon=False, fontsize=FONT_POINTS)
+    legend_below(figure, keys, 3)
     return figure
 
 
@@ -214,7 +222,7 @@ def steps_figure(rows: Iterable[Mapping[str, Any]], title: str, *, requests: int
         axes.set_xlabel("speculative_num_steps", fontsize=FONT_POINTS)
     axes_of["MHA"].set_ylabel("GPU time of a draft, µs", fontsize=FONT_POINTS)
     keys = [_key(words, colour, marker) for _, words, colour, marker in PLANS]
-    figure.legend(handles=keys, loc="outside lower center", ncols=3, frameon=False, fontsize=FONT_POINTS)
+    legend_below(figure, keys, 3)
     return figure
 
 

@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
 from lab.metadata import ForwardBatch, KVPool, TRTLLMMHAMetadata, plan_calls
-from lab.plots.style import DOTS_PER_INCH, TEXT_COLOUR, row_label
+from lab.plots.style import DOTS_PER_INCH, FONT_POINTS, TEXT_COLOUR, row_label
 from lab.references.forward_metadata import key_length, query_length
 
 WIDTH_INCHES = 8.0
@@ -22,7 +22,6 @@ LABEL_INCHES = 2.35
 ROW_INCHES = 0.2
 HEADING_INCHES = 0.95  # title, call and offsets
 LEGEND_INCHES = 0.5
-FONT_POINTS = 8.5
 MOST_SLOTS = 40  # more are not legible side by side
 FEWEST_SLOTS = 12  # fewer would be drawn too wide
 LINES_BEFORE_ROWS = 4  # the two lengths, the pages, the tokens
@@ -198,8 +197,8 @@ def _draw_lengths(axes: Axes, line: int, request: int, reads: RequestReads) -> N
         fontsize=FONT_POINTS,
         color=TEXT_COLOUR,
     )
-    row_label(axes, line, f"engine's seq_lens {reads.engine_len}", FONT_POINTS)
-    row_label(axes, line + 1, f"kernel's seq_lens {reads.kernel_len}{sum_of}", FONT_POINTS)
+    row_label(axes, line, f"engine's seq_lens {reads.engine_len}")
+    row_label(axes, line + 1, f"kernel's seq_lens {reads.kernel_len}{sum_of}")
     for place, length, colour in ((line, reads.engine_len, "#888888"), (line + 1, reads.kernel_len, "#000000")):
         axes.plot(
             [0, max(length, 0)], [place + 0.5] * 2, "|-", color=colour, linewidth=1.8, markersize=9, clip_on=False
@@ -207,7 +206,7 @@ def _draw_lengths(axes: Axes, line: int, request: int, reads: RequestReads) -> N
 
 
 def _draw_pages(axes: Axes, line: int, request: int, reads: RequestReads, page_size: int) -> None:
-    row_label(axes, line, f"block_tables[{request}]", FONT_POINTS)
+    row_label(axes, line, f"block_tables[{request}]")
     for column, first in enumerate(_columns(reads, page_size)[::page_size]):
         live = column < len(reads.pages)
         style = {"facecolor": "#E8E8E8", "edgecolor": "#555555"} if live else CELLS["empty"]
@@ -217,7 +216,7 @@ def _draw_pages(axes: Axes, line: int, request: int, reads: RequestReads, page_s
 
 
 def _draw_tokens(axes: Axes, line: int, reads: RequestReads, num_slots: int) -> None:
-    row_label(axes, line, "token at position", FONT_POINTS)
+    row_label(axes, line, "token at position")
     for position in range(num_slots):
         _cell(axes, line, position, reads.kind(position))
         if position < reads.tokens:
@@ -225,7 +224,7 @@ def _draw_tokens(axes: Axes, line: int, reads: RequestReads, num_slots: int) -> 
 
 
 def _draw_row(axes: Axes, line: int, row: int, reads: RequestReads) -> None:
-    row_label(axes, line, f"query row {row} reads", FONT_POINTS)
+    row_label(axes, line, f"query row {row} reads")
     for position, kind in _row_cells(row, reads):
         _cell(axes, line, position, kind, gid=f"{kind} {row} {position}")
     if (own := reads.own_position(row)) >= 0:

@@ -15,10 +15,9 @@ from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from lab.plots.style import DOTS_PER_INCH, TEXT_COLOUR
+from lab.plots.style import DOTS_PER_INCH, FONT_POINTS, TEXT_COLOUR, legend_below
 
 WIDTH_INCHES = 8.0
-FONT_POINTS = 8.5
 ROW_INCHES = 0.21
 # Blue is found or right, orange is let through or wrong: Okabe and Ito's, which differ in lightness too.
 FOUND, LET_THROUGH, NOTHING, NOT_ASKED = "#0072B2", "#E69F00", "#FFFFFF", "#DDDDDD"
@@ -282,4 +281,4 @@ def _figure(title: str, height_inches: float) -> tuple[Figure, Axes]:
 
 def _legend(figure: Figure, meanings: Mapping[str, str]) -> None:
     handles = [Patch(facecolor=colour, edgecolor="#CCCCCC", label=name) for name, colour in meanings.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=FONT_POINTS)
+    legend_below(figure, handles, 5)

@@ -17,10 +17,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
 from lab.metadata.verify_mask import VerifyMask, VerifyMaskForm, verify_mask_cells
-from lab.plots.style import COLOURS, DOTS_PER_INCH, TEXT_COLOUR, plain
+from lab.plots.style import COLOURS, DOTS_PER_INCH, FONT_POINTS, TEXT_COLOUR, legend_below, plain
 
 WIDTH_INCHES = 8.0
-FONT_POINTS = 8.5
 STEP_COLOURS = (COLOURS[0], COLOURS[4], COLOURS[2])  # of neighbouring steps
 WAIT: dict[str, Any] = {"facecolor": "white", "edgecolor": "#888888", "hatch": "////", "linewidth": 0.8}
 IDLE_COLOUR = "#F3B8A5"
@@ -142,7 +141,7 @@ def timeline_figure(excerpts: Sequence[LoopExcerpt], title: str) -> Figure:
     keys.append(Patch(color=IDLE_COLOUR, label="the GPU is idle"))
     if not all(excerpt.is_whole for excerpt in excerpts):
         keys.append(Patch(color=ELSEWHERE_COLOUR, label="other steps, not recorded"))
-    figure.legend(handles=keys, loc="outside lower center", ncols=3, frameon=False, fontsize=FONT_POINTS)
+    legend_below(figure, keys, 3)
     return figure
 
 
@@ -212,7 +211,7 @@ def arms_figure(arms: Sequence[Mapping[str, Any]], title: str) -> Figure:
         Patch(color=IDLE_COLOUR, label="GPU idle"),
         Line2D([], [], marker="|", color="black", markersize=12, linestyle="none", label="step without the profiler"),
     ]
-    figure.legend(handles=keys, loc="outside lower center", ncols=3, frameon=False, fontsize=FONT_POINTS)
+    legend_below(figure, keys, 3)
     return figure
 
 

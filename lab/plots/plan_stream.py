@@ -13,10 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
-from lab.plots.style import COLOURS, DOTS_PER_INCH, TEXT_COLOUR, plain, row_label
+from lab.plots.style import COLOURS, DOTS_PER_INCH, FONT_POINTS, TEXT_COLOUR, legend_below, plain, row_label
 
 WIDTH_INCHES = 8.0
-FONT_POINTS = 8.5
 LANES = ("forward", "plan")  # from the top
 PHASES = {
     "inputs": "#999999",
@@ -75,7 +74,7 @@ def two_lane_figure(
     panels[-1].set_xlabel("µs from the iteration's first kernel on", fontsize=FONT_POINTS)
     there = {each["phase"] for events in timelines.values() for each in events if _is_shown(each, window)}
     keys = [Patch(color=colour, label=phase) for phase, colour in PHASES.items() if phase in there]
-    figure.legend(handles=keys, loc="outside lower center", ncols=len(keys), frameon=False, fontsize=FONT_POINTS)
+    legend_below(figure, keys, len(keys))
     return figure
 
 
@@ -211,7 +210,7 @@ def saved_figure(saved: Sequence[Saved], title: str) -> Figure:
         Patch(color=colour, alpha=0.75, label=each) for each, colour in zip(words, COLOURS, strict=False)
     ]
     keys.append(Line2D([], [], marker="o", color="black", markersize=2.8, linestyle="none", label="one round"))
-    figure.legend(handles=keys, loc="outside lower center", ncols=2, frameon=False, fontsize=FONT_POINTS)
+    legend_below(figure, keys, 2)
     return figure
 
 
@@ -238,7 +237,7 @@ def dependence_figure(changed: Mapping[str, Mapping[str, bool]], title: str, kno
     for column, tensor in enumerate(tensors):
         axes.text(column + 0.5, -0.2, tensor, ha="center", va="bottom", fontsize=FONT_POINTS - 0.5, color=TEXT_COLOUR)
     for line, cause in enumerate(causes):
-        row_label(axes, line, f"{cause} ({known[cause]})", FONT_POINTS)
+        row_label(axes, line, f"{cause} ({known[cause]})")
         for column, tensor in enumerate(tensors):
             word = "changes" if changed[cause][tensor] else "same"
             face = PHASES["plan"] if changed[cause][tensor] else "#F2F2F2"

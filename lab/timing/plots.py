@@ -11,11 +11,12 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
-from lab.plots.style import COLOURS, DOTS_PER_INCH, TEXT_COLOUR, logarithmic, plain
+from lab.plots.style import COLOURS, DOTS_PER_INCH, TEXT_COLOUR, legend_below, logarithmic, plain
 
 WIDTH_INCHES = 10.0  # 1,500 pixels, shown at 1,000
 NARROW_INCHES = 8.0  # 1,200 pixels, shown at 800
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+LEGEND_POINTS = 9
 BARS_SHARE = 0.8  # of a scenario's height; the rest keeps scenarios apart
 
 
@@ -84,7 +85,7 @@ def roofline_figure(
     keys += [_marker_key(name, marker) for name, marker in markers.items()]
     if any(point.throttled for point in points):
         keys.append(_marker_key("throttled", "o", face="none"))
-    _legend(figure, [*keys, *lines])
+    legend_below(figure, [*keys, *lines], 4, LEGEND_POINTS)
     return figure
 
 
@@ -114,7 +115,7 @@ def floor_figure(bars: Sequence[FloorBar], title: str) -> Figure:
     keys: list[Artist] = [Patch(label=name, **_fill(colour, throttled=False)) for name, colour in colours.items()]
     if any(bar.throttled for bar in bars):
         keys.append(Patch(label="throttled", **_fill(TEXT_COLOUR, throttled=True)))
-    _legend(figure, keys)
+    legend_below(figure, keys, 4, LEGEND_POINTS)
     return figure
 
 
@@ -189,7 +190,7 @@ def bound_figure(
     axes.set_xlabel(amount_label)
     axes.set_ylabel("µs")
     handles, _ = axes.get_legend_handles_labels()
-    _legend(figure, handles, columns=3)
+    legend_below(figure, handles, 3, LEGEND_POINTS)
     return figure
 
 
@@ -233,7 +234,7 @@ def clocks_figure(readings: Sequence[ClockReading], base: str, title: str) -> Fi
         Line2D([], [], marker=marker, color=colour, mfc="none", linestyle="none", label=name)
         for name, marker, colour in zip(clocks, MARKERS, COLOURS, strict=False)
     ]
-    _legend(figure, keys, columns=3)
+    legend_below(figure, keys, 3, LEGEND_POINTS)
     return figure
 
 
@@ -277,7 +278,3 @@ def _fill(colour: str, throttled: bool) -> dict[str, Any]:
 
 def _marker_key(name: str, marker: str, face: str = TEXT_COLOUR) -> Line2D:
     return Line2D([], [], marker=marker, color=TEXT_COLOUR, markerfacecolor=face, linestyle="none", label=name)
-
-
-def _legend(figure: Figure, keys: Sequence[Artist], columns: int = 4) -> None:
-    figure.legend(handles=list(keys), loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
