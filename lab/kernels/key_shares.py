@@ -76,11 +76,13 @@ class PartialResults:
         out: float32 [q_blocks * pieces * 2, rows, v_head_dim].
         lse_log2: float32 [q_blocks * pieces * 2, rows]; -inf where a row sees none of the keys.
         pieces: int32 [batch_size * num_kv_heads, 2]: the first and the last piece that have keys of a request and K/V head.
+        overlaps: whether the merge may be launched beside the end of the attention.
     """
 
     out: torch.Tensor
     lse_log2: torch.Tensor
     pieces: torch.Tensor
+    overlaps: bool
 
     @classmethod
     def empty(cls, shares: Shares, q_blocks: int, rows: int, problem: PagedAttention) -> "PartialResults":
@@ -90,6 +92,7 @@ class PartialResults:
             torch.empty((2 * programs, rows, problem.v_head_dim), dtype=torch.float32, device=device),
             torch.empty((2 * programs, rows), dtype=torch.float32, device=device),
             torch.empty((problem.batch_size * problem.num_kv_heads, 2), dtype=torch.int32, device=device),
+            overlaps_launches(device),
         )
 
     def merge(self, problem: PagedAttention, shares: Shares, out: torch.Tensor, lse_log2: torch.Tensor | None) -> None:
@@ -97,7 +100,6 @@ class PartialResults:
         units, block_rows = self.pieces.shape[0], self.out.shape[1]
         packed_rows = problem.max_q_len * problem.num_qo_heads // problem.num_kv_heads
         rows, dims = merge_block(units * packed_rows, problem.v_head_dim)
-        overlaps = overlaps_launches(out.device)
         merge_kernel[units, triton.cdiv(packed_rows, rows), problem.v_head_dim // dims](
             self.out,
             self.lse_log2,
@@ -118,10 +120,10 @@ class PartialResults:
             LANES=max(1, MERGED_SUMS // (rows * dims)),
             AT_A_TIME=MERGED_AT_A_TIME,
             BMM2_IS_TENSOR=isinstance(problem.bmm2_scale, torch.Tensor),
-            OVERLAPS=overlaps,
+            OVERLAPS=self.overlaps,
             INTERPRETED=triton_interprets(),
             num_warps=MERGE_WARPS,
-            launch_pdl=overlaps,
+            launch_pdl=self.overlaps,
         )
 
 
