@@ -32,10 +32,13 @@ from lab.kernels.triton_support import (
     accumulate,
     dot,
     dot_dtype,
+    fitted,
+    fitting_power,
     has_rows,
     offsets_of,
     pages_of,
     scalar,
+    tiles_of_pages,
 )
 from lab.mla_call import MLADecodeCall
 from lab.problem import PagedAttention
@@ -54,8 +57,9 @@ def trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Any:
 
     Parameters, shapes, dtypes and errors are `lab.mla_call.MLADecodeCall`'s; what this kernel does not take raises
     NotImplementedError with the reason of `lab.kernels.support.why_not`. On a GPU, lengths and page ids are not read:
-    `lab.problem.check_values` checks them on request. Products are in the query's dtype, bf16 for e4m3, and sums in
-    float32; `workspace_buffer` is not used. Rows behind the last request's are left as they are, or undefined.
+    `lab.problem.check_values` checks them on request. Products are in the query's dtype, over e4m3
+    in `choose_dot_dtype`'s, and sums in float32; `workspace_buffer` is not used. Rows behind the last request's are left as
+    they are, or undefined.
 
     Returns:
         out, the query's shape with a last dimension of `kv_lora_rank`, bfloat16 unless `out` is given; with `return_lse`
@@ -81,9 +85,9 @@ def choose_mla_tile(num_packed_rows: int, capability: Capability | None) -> Tile
 
     * 16 rows (16 heads; 166 with what is chosen, FlashInfer's FA3 wrapper 147): 167 with 32 keys, 4 warps and two programs
       of a multiprocessor, which is what fits other GPUs; 171 with 64 keys, 2 stages, 4 warps; 213 with one program of those.
-    * 64 rows (128 heads; 729, the wrapper 244): 740 with 32 keys, 3 stages; 861 with blocks of 32 rows. Triton gives each of
-      the two warp groups all scores of 64 rows, so that Q·K^T is computed twice, and with two tiles of entries in shared
-      memory it asks for the next one only after it has used the last: neither products nor loads run beside each other.
+    * 64 rows (128 heads; 548 with what is chosen, the wrapper 241): 719 without descriptors, for which registers lack then; by
+      descriptor 643 with 32 keys, 3 or 4 stages. Blocks of 32 rows were slower still. Triton gives each of the two warp
+      groups all scores of 64 rows, so that Q·K^T is computed twice.
 
     Args:
         num_packed_rows: most rows of one request.
@@ -93,7 +97,18 @@ def choose_mla_tile(num_packed_rows: int, capability: Capability | None) -> Tile
     rows = min(max(16, triton.next_power_of_2(num_packed_rows)), most_rows)
     if most_rows == 16:
         return Tile(rows, keys=32, num_warps=4, num_stages=3, per_multiprocessor=2)
-    return Tile(rows, keys=64, num_warps=8, num_stages=2 if rows == 64 else 3)
+    return Tile(rows, keys=64, num_warps=8, num_stages=2 if rows == 64 else 3, by_descriptor=rows == 64)
+
+
+def choose_dot_dtype(problem: PagedAttention, tile: Tile) -> tl.dtype:
+    """What products are made in: as in `dot_dtype`, but a bf16 query of 64 rows stays as it is over an e4m3 cache.
+
+    Triton multiplies by a query that it has loaded from shared memory, and by one that it has converted from registers, of
+    which the sums of 64 rows leave too few: 128 heads, 64 requests at 8,192 keys, took 1,002 µs in bf16, 1,518 in float16.
+    """
+    if problem.query.dtype == torch.bfloat16 and tile.rows == 64:
+        return tl.bfloat16
+    return dot_dtype(problem.k_cache)
 
 
 def _launch(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor | None) -> None:
@@ -103,9 +118,12 @@ def _launch(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor |
     q_blocks = triton.cdiv(packed_rows, tile.rows)
     shares = choose_shares(tile, q_blocks, device, LEAST_KEYS)
     partial = PartialResults.empty(shares, q_blocks, tile.rows, problem) if shares.pieces > 1 else None
+    rank, rope = problem.v_head_dim, problem.head_dim - problem.v_head_dim
     _mla_kernel[(q_blocks, shares.pieces)](
         problem.query,
         problem.k_cache,
+        tiles_of_pages(problem.k_cache, tile, rank),
+        tiles_of_pages(problem.k_cache, tile, rope),
         problem.k_block_tables,
         problem.seq_lens,
         problem.cu_seqlens_q,
@@ -126,13 +144,13 @@ def _launch(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor |
         problem.k_cache.stride(2),
         problem.k_block_tables.stride(0),
         HEADS=problem.num_qo_heads,
-        RANK=problem.v_head_dim,
-        ROPE=problem.head_dim - problem.v_head_dim,
+        RANK=rank,
+        ROPE=rope,
         PAGE_SIZE=problem.page_size,
         UNIT_PLACES=tile.unit_keys // tile.keys,
         BLOCK_ROWS=tile.rows,
         BLOCK_KEYS=tile.keys,
-        DOT_DTYPE=dot_dtype(problem.query),
+        DOT_DTYPE=choose_dot_dtype(problem, tile),
         BMM1_IS_TENSOR=isinstance(problem.bmm1_scale, torch.Tensor),
         BMM2_IS_TENSOR=isinstance(problem.bmm2_scale, torch.Tensor),
         OVERLAPS=partial is not None and partial.overlaps,
@@ -149,6 +167,8 @@ def _launch(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor |
 def _mla_kernel(
     query,
     kv_cache,
+    latent_tiles,  # a descriptor of the cache's tiles of entries, their latent parts, or None
+    rope_tiles,
     block_tables,
     seq_lens,
     cu_seqlens_q,  # None: every request has max_q_len rows
@@ -220,8 +240,12 @@ def _mla_kernel(
         row_head = (q_start + token) * HEADS + head
 
         q_row = query + (q_start + token)[:, None] * query_row_stride + head[:, None] * query_head_stride
-        q_latent = tl.load(q_row + latent_dims[None, :], mask=row_exists[:, None], other=0.0).to(DOT_DTYPE)
-        q_rope = tl.load(q_row + rope_dims[None, :], mask=row_exists[:, None], other=0.0).to(DOT_DTYPE)
+        q_latent = tl.load(q_row + latent_dims[None, :], mask=row_exists[:, None], other=0.0)
+        q_rope = tl.load(q_row + rope_dims[None, :], mask=row_exists[:, None], other=0.0)
+        power = tl.maximum(fitting_power(q_latent, DOT_DTYPE), fitting_power(q_rope, DOT_DTYPE))
+        q_latent = fitted(q_latent, power, DOT_DTYPE)
+        q_rope = fitted(q_rope, power, DOT_DTYPE)
+        row_scale_log2 = scale_log2 * tl.exp2(power)
 
         # The keys of this share, up to the last that a row of the block sees, and among them those that every row sees.
         first_token = (q_block * BLOCK_ROWS) // HEADS
@@ -244,15 +268,21 @@ def _mla_kernel(
             for tile in range(num_tiles - num_common if MASKED else num_common):
                 begin = share_begin + (num_before + tile) * BLOCK_KEYS
                 key = begin + key_offsets
-                exists = (key < share_end)[:, None] if MASKED else None
-                other = 0.0 if MASKED else None
-                entry = kv_cache + offsets_of(page, begin, page_stride, token_stride, PAGE_SIZE, BLOCK_KEYS)[:, None]
-                latent = tl.load(entry + latent_dims[None, :], mask=exists, other=other).to(DOT_DTYPE)
-                rope = tl.load(entry + rope_dims[None, :], mask=exists, other=other).to(DOT_DTYPE)
+                if latent_tiles is not None and rope_tiles is not None and not MASKED:
+                    slot = begin % PAGE_SIZE
+                    latent = tl.reshape(latent_tiles.load([page.to(tl.int32), 0, slot, 0]), [BLOCK_KEYS, RANK])
+                    rope = tl.reshape(rope_tiles.load([page.to(tl.int32), 0, slot, RANK]), [BLOCK_KEYS, ROPE])
+                else:
+                    exists = (key < share_end)[:, None] if MASKED else None
+                    other = 0.0 if MASKED else None
+                    offset = offsets_of(page, begin, page_stride, token_stride, PAGE_SIZE, BLOCK_KEYS)
+                    entry = kv_cache + offset[:, None]
+                    latent = tl.load(entry + latent_dims[None, :], mask=exists, other=other).to(DOT_DTYPE)
+                    rope = tl.load(entry + rope_dims[None, :], mask=exists, other=other).to(DOT_DTYPE)
                 page = pages_of(table, begin + BLOCK_KEYS, share_end, PAGE_SIZE, BLOCK_KEYS)
                 scores = tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32)
                 scores = dot(q_rope, tl.trans(rope), scores, INTERPRETED)
-                scores = dot(q_latent, tl.trans(latent), scores, INTERPRETED) * scale_log2
+                scores = dot(q_latent, tl.trans(latent), scores, INTERPRETED) * row_scale_log2[:, None]
                 if MASKED:
                     # A row that does not exist has zeros for a query; what it sees is stored nowhere.
                     visible = (key < share_end)[None, :] & (key[None, :] < key_limit[:, None])

@@ -21,6 +21,8 @@ from lab.kernels.triton_support import (
     accumulate,
     dot,
     dot_dtype,
+    fitted,
+    fitting_power,
     has_rows,
     scalar,
     store_rows,
@@ -34,7 +36,7 @@ def trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> Any:
 
     Parameters, shapes, dtypes and errors are `lab.ragged_call.RaggedContextCall`'s; what this kernel does not take raises
     NotImplementedError with the reason of `lab.kernels.support.why_not`. On a GPU, lengths are not read:
-    `lab.ragged_call.check_ragged_values` checks them on request. Products are in the query's dtype, bf16 for e4m3, and sums
+    `lab.ragged_call.check_ragged_values` checks them on request. Products are in the query's dtype, fp16 over e4m3, and sums
     in float32; `workspace_buffer` is not used. Rows behind the last request's are left as they are, or undefined.
 
     Returns:
@@ -101,7 +103,7 @@ def _launch(problem: RaggedAttention, out: torch.Tensor, lse_log2: torch.Tensor 
         CAUSAL=problem.causal,
         BLOCK_ROWS=tile.rows,
         BLOCK_KEYS=tile.keys,
-        DOT_DTYPE=dot_dtype(problem.query),
+        DOT_DTYPE=dot_dtype(problem.key),
         BMM1_IS_TENSOR=isinstance(problem.bmm1_scale, torch.Tensor),
         BMM2_IS_TENSOR=isinstance(problem.bmm2_scale, torch.Tensor),
         INTERPRETED=triton_interprets(),
@@ -169,11 +171,17 @@ def _ragged_kernel(
     first_dims = tl.arange(0, FIRST_DIMS)
     v_dims = tl.arange(0, V_DIMS)
     q_row = query + row * query_row_stride + head * query_head_stride
-    q_first = tl.load(q_row[:, None] + first_dims[None, :], mask=row_exists[:, None], other=0.0).to(DOT_DTYPE)
+    q_first = tl.load(q_row[:, None] + first_dims[None, :], mask=row_exists[:, None], other=0.0)
+    scale_log2 = scalar(bmm1_scale, BMM1_IS_TENSOR) * LOG2_E
+    power = fitting_power(q_first, DOT_DTYPE)
     q_rest = q_first  # where there is no rest, nobody looks at it
     if REST_DIMS > 0:
         rest_dims = FIRST_DIMS + tl.arange(0, REST_DIMS)
-        q_rest = tl.load(q_row[:, None] + rest_dims[None, :], mask=row_exists[:, None], other=0.0).to(DOT_DTYPE)
+        q_rest = tl.load(q_row[:, None] + rest_dims[None, :], mask=row_exists[:, None], other=0.0)
+        power = tl.maximum(power, fitting_power(q_rest, DOT_DTYPE))
+        q_rest = fitted(q_rest, power, DOT_DTYPE)
+    q_first = fitted(q_first, power, DOT_DTYPE)
+    row_scale_log2 = scale_log2 * tl.exp2(power)
 
     # The keys that some row of the block sees, and of those the leading whole tiles that every row sees.
     key_start = 0
@@ -188,7 +196,6 @@ def _ragged_kernel(
             seen_by_all = key_start
     unmasked_end = tl.maximum(seen_by_all // BLOCK_KEYS * BLOCK_KEYS, key_start)
 
-    scale_log2 = scalar(bmm1_scale, BMM1_IS_TENSOR) * LOG2_E
     key_head = key + kv_start.to(tl.int64) * key_token_stride + head // GROUP * key_head_stride
     value_head = value + kv_start.to(tl.int64) * value_token_stride + head // GROUP * value_head_stride
     largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
@@ -208,7 +215,7 @@ def _ragged_kernel(
                 k_rest = tl.load(k_tile + (FIRST_DIMS + tl.arange(0, REST_DIMS))[None, :], mask=exists, other=other)
                 scores = dot(q_rest, tl.trans(k_rest.to(DOT_DTYPE)), scores, INTERPRETED)
             k_first = tl.load(k_tile + first_dims[None, :], mask=exists, other=other)
-            scores = dot(q_first, tl.trans(k_first.to(DOT_DTYPE)), scores, INTERPRETED) * scale_log2
+            scores = dot(q_first, tl.trans(k_first.to(DOT_DTYPE)), scores, INTERPRETED) * row_scale_log2[:, None]
             if MASKED:
                 # A row that does not exist has zeros for a query; what it sees is stored nowhere.
                 visible = (token_key < key_end)[None, :]

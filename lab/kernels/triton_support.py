@@ -36,7 +36,7 @@ def has_rows(problem: PagedAttention | RaggedAttention) -> bool:
     return min(problem.num_rows, problem.batch_size, problem.max_q_len) > 0
 
 
-def tiles_of_pages(cache: torch.Tensor, tile: Tile) -> TensorDescriptor | None:
+def tiles_of_pages(cache: torch.Tensor, tile: Tile, dims: int) -> TensorDescriptor | None:
     """A descriptor of the pool's tiles of keys, or None where none is wanted, or the copy engine could not load them.
 
     It takes strides and addresses of multiples of 16 bytes. An e4m3 tile, converted before it is multiplied, gains nothing.
@@ -44,18 +44,60 @@ def tiles_of_pages(cache: torch.Tensor, tile: Tile) -> TensorDescriptor | None:
     Args:
         cache: [num_pages, num_kv_heads, page_size, head_dim], strided.
         tile: one that does not lie in a page is not described.
+        dims: elements of head_dim that a tile has, a power of two.
     """
-    page_size, head_dim = cache.shape[2:]
+    page_size = cache.shape[2]
     strides_bytes = [stride * cache.element_size() for stride in cache.stride()[:3]]
     aligned = all(count % 16 == 0 for count in [*strides_bytes, cache.data_ptr()]) and cache.stride(3) == 1
     if not tile.by_descriptor or not aligned or page_size % tile.keys or cache.element_size() == 1:
         return None
-    return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), [1, 1, tile.keys, head_dim])
+    return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), [1, 1, tile.keys, dims])
 
 
-def dot_dtype(query: torch.Tensor) -> tl.dtype:
-    """What products are made in: the query's dtype, bf16 for e4m3."""
-    return tl.float16 if query.dtype == torch.float16 else tl.bfloat16
+def paired(cache: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """The pool of V, e4m3 elements as int16 pairs where a tile's products take them from registers.
+
+    Such products, of less than 64 rows, take the elements of one key after another, and what shared memory gives a thread
+    in that order are two bytes at least: single bytes would be read one by one.
+    """
+    if cache.dtype != torch.float8_e4m3fn or tile.rows >= 64 or any(stride % 2 for stride in cache.stride()[:3]):
+        return cache
+    return cache.view(torch.int16)
+
+
+def dot_dtype(cache: torch.Tensor) -> tl.dtype:
+    """What products are made in: the dtype of K/V, which is the query's, and float16 where that is e4m3.
+
+    float16 holds every e4m3 value, and SM89 and later convert two of them by one instruction; bf16 takes six, by way of
+    float32, four of which wait for a unit of a quarter of the others' rate.
+    """
+    return tl.bfloat16 if cache.dtype == torch.bfloat16 else tl.float16
+
+
+@triton.jit
+def fitting_power(q, DOT_DTYPE: tl.constexpr):
+    """float32 [rows], or [1] where nothing is to be done: each row of `q`, divided by 2 ** this, fits DOT_DTYPE.
+
+    bf16 reaches beyond float16 at both ends, so that its rows are moved to where their largest elements are of
+    [2 ** 14, 2 ** 15): what then falls below float16's least is 2 ** -39 of those.
+    """
+    power = tl.zeros([1], tl.float32)
+    if q.dtype == tl.bfloat16 and tl.float16 == DOT_DTYPE:
+        largest = tl.max(tl.abs(q.to(tl.float32)), 1)
+        # Of a row of zeros or infinities the power is one whose inverse is finite.
+        power = tl.minimum(tl.floor(tl.log2(tl.maximum(largest, 1e-26))) - 14.0, 113.0)
+    return power
+
+
+@triton.jit
+def fitted(q, power, DOT_DTYPE: tl.constexpr):
+    """`q` in DOT_DTYPE, its rows divided by 2 ** `power` where they would not fit.
+
+    A query of DOT_DTYPE is left alone: Triton keeps what it has loaded in shared memory, and the rest in registers.
+    """
+    if q.dtype == tl.bfloat16 and tl.float16 == DOT_DTYPE:
+        q = q.to(tl.float32) * tl.exp2(-power)[:, None]
+    return q.to(DOT_DTYPE)
 
 
 @triton.jit
@@ -136,6 +178,14 @@ def accumulate(scores, values, largest, denominator, sums, DOT_DTYPE: tl.constex
     weights, rescale, largest, denominator = softmax_step(scores, largest, denominator)
     weights = rounded(weights, DOT_DTYPE, INTERPRETED)
     return largest, denominator, dot(weights, values, sums * rescale[:, None], INTERPRETED)
+
+
+@triton.jit
+def halves_of_pairs(pairs, DTYPE: tl.constexpr):
+    """(the even, the odd elements) in DTYPE of int16 `pairs` of e4m3 elements."""
+    even = (pairs & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    odd = ((pairs >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    return even.to(DTYPE), odd.to(DTYPE)
 
 
 @triton.jit

@@ -142,7 +142,14 @@ def test_programs_run_at_a_time(monkeypatch: pytest.MonkeyPatch, q_blocks: int, 
 
 @pytest.mark.parametrize(
     ("num_rows", "head_dim", "block"),
-    [(8, 128, (1, 128)), (8, 64, (1, 64)), (2048, 128, (2, 128)), (32_768, 128, (16, 128)), (2**20, 512, (16, 128))],
+    [
+        (8, 128, (1, 32)),
+        (8, 16, (1, 16)),
+        (1024, 128, (1, 128)),
+        (2048, 128, (2, 128)),
+        (32_768, 128, (16, 128)),
+        (2**20, 512, (16, 128)),
+    ],
 )
 def test_a_merge_has_programs_enough_to_fill_a_gpu(num_rows: int, head_dim: int, block: tuple[int, int]) -> None:
     assert merge_block(num_rows, head_dim) == block

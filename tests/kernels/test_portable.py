@@ -424,23 +424,24 @@ def test_keys_are_shared_out_unless_rows_fill_the_gpu(
         max_q_len=q_len,
         max_kv_len=kv_len,
     )
-    tile = portable.choose_tile(4 * q_len, 128, (9, 0))
+    tile = portable.choose_tile(4 * q_len, 128, 2, (9, 0))
     shares = portable.shares_of(problem, tile, -(-4 * q_len // tile.rows))
     assert (shares is not None) == shared
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 1000])
 @pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
+@pytest.mark.parametrize("kv_bytes", [1, 2])
 @pytest.mark.parametrize("capability", [None, (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
-def test_choose_tile(rows: int, head_dim: int, capability: tuple[int, int] | None) -> None:
-    tile = portable.choose_tile(rows, head_dim, capability)
+def test_choose_tile(rows: int, head_dim: int, kv_bytes: int, capability: tuple[int, int] | None) -> None:
+    tile = portable.choose_tile(rows, head_dim, kv_bytes, capability)
     most = 128 if capability in (None, (9, 0), (10, 0)) else 64
     assert tile.rows == min(most, next(size for size in (16, 32, 64, 1024) if size >= rows))
     assert tile.keys in (16, 32, 64, 128)
 
 
 def by_descriptor(cache: Tensor, tile: Tile) -> bool:
-    return tiles_of_pages(cache, tile) is not None
+    return tiles_of_pages(cache, tile, cache.shape[3]) is not None
 
 
 @pytest.mark.parametrize(
@@ -465,7 +466,7 @@ def test_tiles_that_the_copy_engine_loads(
     monkeypatch.setattr(portable, "tiles_of_pages", lambda *asked: seen.append(asked) or tiles_of_pages(*asked))
     batch = random_batch([16] * 2, [300, 150], heads=(16, 2), head_dim=64, kv_dtype=kv_dtype)
     assert_right(function, batch, page_size, bmm1_scale=0.125, kv_layout=layout)
-    assert [by_descriptor(*asked) for asked in seen] == [described] * 2
+    assert [by_descriptor(cache, tile) for cache, tile, _ in seen] == [described] * 2
 
 
 def test_what_the_copy_engine_cannot_load_is_not_described() -> None:
@@ -480,6 +481,39 @@ def test_what_the_copy_engine_cannot_load_is_not_described() -> None:
     )  # 8 bytes off
     assert not by_descriptor(torch.zeros(4, 2, 64, 132, dtype=BF16)[..., :128], tile)  # tokens 264 bytes apart
     assert not by_descriptor(pool.transpose(2, 3), replace(tile, keys=32))  # elements of a vector apart
+
+
+@pytest.mark.parametrize(("page_size", "kv_dtype", "rows"), [(64, BF16, 64), (16, BF16, 128), (64, E4M3, 128)])
+def test_a_prefill_has_smaller_blocks_where_tiles_come_by_descriptor(
+    monkeypatch: pytest.MonkeyPatch, page_size: int, kv_dtype: torch.dtype, rows: int
+) -> None:
+    seen = []
+    monkeypatch.setattr(portable, "paired", lambda cache, tile: seen.append(tile.rows) or cache)
+    batch = random_batch([100, 30], [180, 30], heads=(4, 1), head_dim=64, kv_dtype=kv_dtype)
+    assert_right(CONTEXT, batch, page_size, bmm1_scale=0.125)
+    assert seen == [rows]
+
+
+@pytest.mark.parametrize("q_len", [1, 10], ids=["pairs", "elements"])
+@pytest.mark.parametrize("size", [1e-30, 1.0, 3e34])
+def test_bf16_queries_beyond_float16_over_e4m3(q_len: int, size: float) -> None:
+    """Rows of very different sizes; the scale brings the largest back to common logits."""
+    batch = random_batch([q_len] * 2, [70, 33], heads=(8, 1), head_dim=64, kv_dtype=E4M3)
+    sizes = torch.tensor([1.0, 1e-3, 0.0, 0.5])
+    queries = [(rows * size * sizes.repeat(2).view(1, 8, 1)).to(BF16) for rows in batch.queries]
+    assert_right(DECODE, replace(batch, queries=queries), 16, bmm1_scale=0.125 / size)
+
+
+def test_e4m3_values_at_odd_strides() -> None:
+    """Pairs of their bytes cannot be read there."""
+    batch = random_batch([2], [40], heads=(4, 1), head_dim=64, kv_dtype=E4M3)
+    arguments = arguments_of(DECODE, batch, 16, bmm1_scale=0.125)
+    expected = portable.trtllm_batch_decode_with_kv_cache(**arguments)[0]
+    k, v = arguments["kv_cache"]
+    odd = torch.zeros(*v.shape[:3], 65, dtype=E4M3)[..., :64]
+    odd.copy_(v)
+    out = portable.trtllm_batch_decode_with_kv_cache(**arguments | {"kv_cache": (k, odd)})[0]
+    assert out.equal(expected)
 
 
 # What must not matter.

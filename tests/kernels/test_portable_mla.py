@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -412,6 +413,15 @@ def test_choose_mla_tile(rows: int, capability: tuple[int, int] | None) -> None:
     most = {None: 64, (9, 0): 64, (10, 0): 32}.get(capability, 16)
     assert tile.rows == min(most, next(size for size in (16, 32, 64, 1024) if size >= rows))
     assert tile.keys in (32, 64)
+
+
+@pytest.mark.parametrize(
+    ("query", "rows", "expected"), [(BF16, 64, "bf16"), (BF16, 16, "fp16"), (E4M3, 64, "fp16"), (E4M3, 16, "fp16")]
+)
+def test_what_products_over_an_e4m3_cache_are_made_in(query: torch.dtype, rows: int, expected: str) -> None:
+    problem = SimpleNamespace(query=SimpleNamespace(dtype=query), k_cache=SimpleNamespace(dtype=E4M3))
+    tile = portable_mla.choose_mla_tile(rows, (9, 0))
+    assert str(portable_mla.choose_dot_dtype(problem, tile)) == expected
 
 
 # What must not matter.
