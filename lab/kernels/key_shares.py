@@ -135,7 +135,7 @@ def merge_block(num_rows: int, head_dim: int) -> tuple[int, int]:
         head_dim: of the output.
     """
     elements = num_rows * head_dim // MERGE_PROGRAMS
-    if elements < 128:  # one request of 81,920 keys and 32 heads: 55 µs, where rows of 128 elements took 57
+    if elements < 64:  # one request of 81,920 keys and 32 heads: 55 µs, where rows of 128 elements took 57
         return 1, min(head_dim, 32)
     return min(MOST_MERGED_ROWS, triton.next_power_of_2(elements // 128)), min(head_dim, 128)
 
