@@ -40,6 +40,7 @@ from lab.kernels.triton_support import (
     fitting_power,
     halves_of_pairs,
     has_rows,
+    loads_by_descriptor,
     offsets_of,
     pages_of,
     paired,
@@ -153,13 +154,13 @@ def prefill_tile(problem: PagedAttention, tile: Tile) -> Tile:
 
     The blocks of a request then run beside each other and read keys that L2 holds, so that smaller blocks read no more from
     memory: two programs of 64 rows compute beside each other's waits, where the two warp groups of one wait for each other.
-    It takes tiles by descriptor. Measured on an H200, bf16, prefill of 4,096 tokens, 32/4 heads, µs, 128 rows against 64: heads
-    of 128 423 and 377 (402 with 2 stages), of 64 299 and 267, of 256 824 and 753; 8 prompts of 1,024 279 and 257; pages of 16,
-    which have no descriptor, 493 and 567.
+    Only where tiles come by descriptor. Measured on an H200, bf16, prefill of 4,096 tokens, 32/4 heads, µs, 128 rows against
+    64: heads of 128 423 and 377 (402 with 2 stages), of 64 299 and 267, of 256 824 and 753; 8 prompts of 1,024 279 and 257;
+    pages of 16, which have no descriptor, 493 and 567.
     """
     narrow = replace(tile, rows=64, num_warps=4, per_multiprocessor=2)
-    descriptors = [tiles_of_pages(cache, narrow, problem.head_dim) for cache in (problem.k_cache, problem.v_cache)]
-    return tile if tile.rows < 128 or None in descriptors else narrow
+    described = all(loads_by_descriptor(cache, tile.keys) for cache in (problem.k_cache, problem.v_cache))
+    return narrow if tile.rows == 128 and described else tile
 
 
 def _launch(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor | None) -> None:
@@ -232,7 +233,7 @@ def _launch(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor |
 def _attention_kernel(
     query,
     k_cache,
-    v_cache,  # int16: pairs of e4m3 elements
+    v_cache,  # int16 where `paired` has made pairs of e4m3 elements
     k_tiles,  # a descriptor of k_cache's tiles of keys, or None
     v_tiles,
     k_block_tables,
@@ -423,7 +424,7 @@ def _attention_kernel(
                     scores = tl.where(visible, scores, float("-inf"))
                 if PAIRED:
                     v, odd_v = halves_of_pairs(v, DOT_DTYPE)
-                weights, rescale, largest, denominator = softmax_step(scores, largest, denominator)
+                weights, rescale, largest, denominator = softmax_step(scores, largest, denominator, DOT_DTYPE)
                 weights = rounded(weights, DOT_DTYPE, INTERPRETED)
                 sums = dot(weights, v.to(DOT_DTYPE), sums * rescale[:, None], INTERPRETED)
                 if PAIRED:

@@ -39,28 +39,34 @@ def has_rows(problem: PagedAttention | RaggedAttention) -> bool:
 def tiles_of_pages(cache: torch.Tensor, tile: Tile, dims: int) -> TensorDescriptor | None:
     """A descriptor of the pool's tiles of keys, or None where none is wanted, or the copy engine could not load them.
 
-    It takes strides and addresses of multiples of 16 bytes. An e4m3 tile, converted before it is multiplied, gains nothing.
-
     Args:
         cache: [num_pages, num_kv_heads, page_size, head_dim], strided.
-        tile: one that does not lie in a page is not described.
+        tile: its keys are the tile's, its `by_descriptor` says whether a descriptor is wanted.
         dims: elements of head_dim that a tile has, a power of two.
     """
-    page_size = cache.shape[2]
-    strides_bytes = [stride * cache.element_size() for stride in cache.stride()[:3]]
-    aligned = all(count % 16 == 0 for count in [*strides_bytes, cache.data_ptr()]) and cache.stride(3) == 1
-    if not tile.by_descriptor or not aligned or page_size % tile.keys or cache.element_size() == 1:
+    if not tile.by_descriptor or not loads_by_descriptor(cache, tile.keys):
         return None
     return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), [1, 1, tile.keys, dims])
+
+
+def loads_by_descriptor(cache: torch.Tensor, keys: int) -> bool:
+    """Whether the copy engine can load tiles of `keys` keys that lie in a page, and gains something.
+
+    It takes strides and addresses of multiples of 16 bytes. An e4m3 tile, converted before it is multiplied, gains nothing.
+    """
+    strides_bytes = [stride * cache.element_size() for stride in cache.stride()[:3]]
+    aligned = all(count % 16 == 0 for count in [*strides_bytes, cache.data_ptr()]) and cache.stride(3) == 1
+    return aligned and cache.numel() > 0 and cache.shape[2] % keys == 0 and cache.element_size() > 1
 
 
 def paired(cache: torch.Tensor, tile: Tile) -> torch.Tensor:
     """The pool of V, e4m3 elements as int16 pairs where a tile's products take them from registers.
 
-    Such products, of less than 64 rows, take the elements of one key after another, and what shared memory gives a thread
-    in that order are two bytes at least: single bytes would be read one by one.
+    A register of such products, which have less than 64 rows, holds one element of two successive keys. Two bytes at a time
+    come from shared memory in that order; single bytes would be read one by one.
     """
-    if cache.dtype != torch.float8_e4m3fn or tile.rows >= 64 or any(stride % 2 for stride in cache.stride()[:3]):
+    places = (*cache.stride()[:3], cache.storage_offset(), cache.data_ptr())
+    if cache.dtype != torch.float8_e4m3fn or tile.rows >= 64 or any(place % 2 for place in places):
         return cache
     return cache.view(torch.int16)
 
@@ -162,9 +168,16 @@ def dot(a, b, sums, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(scores, largest, denominator):
-    """One step of a running softmax in base 2: weights of these scores, the factor of earlier sums, the new state."""
-    new_largest = tl.maximum(largest, tl.max(scores, 1))
+def softmax_step(scores, largest, denominator, DOT_DTYPE: tl.constexpr):
+    """One step of a running softmax in base 2: weights of these scores, the factor of earlier sums, the new state.
+
+    The largest weight is 1, in float16 2 ** 14, and `largest` is below the largest score by as much: float16 has nothing below
+    2 ** -24, and where one key has nearly all the weight, a hundred thousand others share what is left.
+    """
+    tile_largest = tl.max(scores, 1)
+    if tl.float16 == DOT_DTYPE:
+        tile_largest -= 14.0
+    new_largest = tl.maximum(largest, tile_largest)
     # A row that has seen no key yet has no maximum to subtract.
     origin = tl.where(new_largest == float("-inf"), 0.0, new_largest)
     weights = tl.exp2(scores - origin[:, None])
@@ -175,7 +188,7 @@ def softmax_step(scores, largest, denominator):
 @triton.jit
 def accumulate(scores, values, largest, denominator, sums, DOT_DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
     """One tile of keys: the scores' weights times the values into the sums; (largest, denominator, sums) anew."""
-    weights, rescale, largest, denominator = softmax_step(scores, largest, denominator)
+    weights, rescale, largest, denominator = softmax_step(scores, largest, denominator, DOT_DTYPE)
     weights = rounded(weights, DOT_DTYPE, INTERPRETED)
     return largest, denominator, dot(weights, values, sums * rescale[:, None], INTERPRETED)
 

@@ -504,16 +504,46 @@ def test_bf16_queries_beyond_float16_over_e4m3(q_len: int, size: float) -> None:
     assert_right(DECODE, replace(batch, queries=queries), 16, bmm1_scale=0.125 / size)
 
 
-def test_e4m3_values_at_odd_strides() -> None:
+def test_a_pool_without_pages() -> None:
+    """Nothing to describe to the copy engine: requests without keys, 128 rows."""
+    arguments = arguments_of(CONTEXT, random_batch([16] * 2, [0, 0], heads=(8, 1), head_dim=64), 64)
+    k, v = arguments["kv_cache"]
+    out, lse = portable.trtllm_batch_context_with_kv_cache(**arguments | {"kv_cache": (k[:0], v[:0])})
+    assert not out.any()
+    assert bool((lse == -math.inf).all())
+
+
+@pytest.mark.parametrize("odd", ["token stride", "start"])
+def test_e4m3_values_at_odd_addresses(odd: str) -> None:
     """Pairs of their bytes cannot be read there."""
     batch = random_batch([2], [40], heads=(4, 1), head_dim=64, kv_dtype=E4M3)
     arguments = arguments_of(DECODE, batch, 16, bmm1_scale=0.125)
     expected = portable.trtllm_batch_decode_with_kv_cache(**arguments)[0]
     k, v = arguments["kv_cache"]
-    odd = torch.zeros(*v.shape[:3], 65, dtype=E4M3)[..., :64]
-    odd.copy_(v)
-    out = portable.trtllm_batch_decode_with_kv_cache(**arguments | {"kv_cache": (k, odd)})[0]
+    width, first = (65, 0) if odd == "token stride" else (66, 1)
+    moved = torch.zeros(*v.shape[:3], width, dtype=E4M3)[..., first : first + 64]
+    moved.copy_(v)
+    out = portable.trtllm_batch_decode_with_kv_cache(**arguments | {"kv_cache": (k, moved)})[0]
     assert out.equal(expected)
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [(BF16, E4M3), (FP16, FP16), (FP16, E4M3)])
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_faint_keys_count(
+    split: Callable[[int], None], dtype: torch.dtype, kv_dtype: torch.dtype, num_splits: int
+) -> None:
+    """One key without a value has nearly all the weight; 299 others of 2 ** -26 each are all that is to be seen."""
+    split(num_splits)
+    key = torch.zeros(300, 1, 64)
+    key[0, 0, 0] = 26.0
+    value = torch.ones(300, 1, 64)
+    value[0] = 0.0
+    query = torch.zeros(1, 1, 64)
+    query[0, 0, 0] = 1.0
+    faint = Batch([query.to(dtype)], [key.to(kv_dtype)], [value.to(kv_dtype)])
+    arguments = arguments_of(DECODE, faint, 16, bmm1_scale=math.log(2.0), out_dtype=FP32)
+    out, _ = portable.trtllm_batch_decode_with_kv_cache(**arguments)
+    torch.testing.assert_close(out, torch.full_like(out, 299 * 2.0**-26), rtol=1e-3, atol=0.0)
 
 
 # What must not matter.

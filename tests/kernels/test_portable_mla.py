@@ -305,6 +305,28 @@ def test_sinks_count_once(device: str, split: Callable[[int], None], num_splits:
         assert_right(device, batch, sinks=sinks)
 
 
+@pytest.mark.parametrize("q_len", [1, 16], ids=["16 rows", "64 rows"])
+def test_faint_keys_count(device: str, q_len: int) -> None:
+    """One key without a value has nearly all the weight; 299 others of 2 ** -26 each are all that is to be seen."""
+    latent, rope = torch.ones(300, 32), torch.zeros(300, 16)
+    latent[0], rope[0, 0] = 0.0, 26.0
+    query = torch.zeros(q_len, 4, 48)
+    query[..., 32] = 1.0
+    batch = Batch([query.to(E4M3)], [torch.cat((latent, rope), 1).to(E4M3)], rank=32)
+    arguments = arguments_of(device, batch, out_dtype=FP32, bmm1_scale=math.log(2.0))
+    out, _ = run(arguments)
+    seen = torch.arange(300 - q_len, 300, device=device).view(1, q_len, 1, 1).expand(out.shape)
+    torch.testing.assert_close(out, seen * 2.0**-26, rtol=1e-3, atol=0.0)
+
+
+@pytest.mark.parametrize("q_len", [1, 4], ids=["16 rows", "64 rows"])
+def test_a_pool_without_pages(device: str, q_len: int) -> None:
+    arguments = arguments_of(device, random_batch([q_len] * 2, [0, 0], heads=16), 64)
+    out, lse = run(arguments | {"kv_cache": arguments["kv_cache"][:0]})
+    assert not out.any()
+    assert bool((lse == -math.inf).all())
+
+
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_rows_without_a_key_are_zero(device: str, split: Callable[[int], None], num_splits: int) -> None:
     """The first rows of a request with fewer keys than rows; and those of one without keys."""
