@@ -335,6 +335,19 @@ def _tall(case: AttentionCase, request: int, query: Tensor, keys: Tensor, values
     return query, keys, values
 
 
+def _overshadowed(
+    case: AttentionCase, request: int, query: Tensor, keys: Tensor, values: Tensor, directions: Tensor
+) -> Drawn:
+    """Key 0's last coordinate, which MLA's values have not, makes its logit 20; the others' are 0."""
+    query, keys, values = torch.zeros_like(query), keys.clone(), values.clone()
+    query[..., -1] = 20.0 / (8.0 * case.softmax_scale)
+    keys[..., -1] = 0.0
+    for side in (keys, values):
+        side[:1] = 0.0
+    keys[:1, :, -1] = 8.0
+    return query, keys, values
+
+
 def _loud(case: AttentionCase, request: int, query: Tensor, keys: Tensor, values: Tensor, directions: Tensor) -> Drawn:
     return _scaled_values(case, query, keys, values, _LOUD[case.kv_dtype])
 
@@ -364,4 +377,5 @@ _SHAPE = {
     Contents.LOUD: _loud,
     Contents.FAINT: _faint,
     Contents.TALL: _tall,
+    Contents.OVERSHADOWED: _overshadowed,
 }

@@ -21,6 +21,9 @@ class Contents(enum.Enum):
     LOW = "all logits about -200,000, equal within a request: the output is a mean, unless a sentinel is finite"
     LOUD = "values of tens of thousands, which a half-precision sum does not hold"
     FAINT = "values below the normal numbers of a smaller format, and of the cache's own where that is small"
+    OVERSHADOWED = (
+        "one key, whose value is zero, has nearly all the weight: what shows is all of the others, e**-20 each"
+    )
     TALL = "logits of many hundreds, the largest at the newest key: partial maxima that differ as far as they can"
 
     def __repr__(self) -> str:

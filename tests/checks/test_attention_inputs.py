@@ -1,5 +1,6 @@
 """Inputs made of a case: histories that storage does not change, poison where nobody may read, codes that decode by hand."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -170,6 +171,20 @@ def test_tall_logits_climb_by_hundreds() -> None:
     inputs = build(case)
     logits = inputs.histories[0][0][:, 0].float() @ inputs.query[0, 0].float() * inputs.bmm1_scale
     assert float(logits[-1] - logits[0]) > 50
+
+
+def test_an_overshadowing_key_adds_nothing_and_the_others_show() -> None:
+    for case in (CASE, replace(CASE, kv_dtype=E4M3), MLA):
+        inputs = build(replace(case, contents=Contents.OVERSHADOWED))
+        keys, values = inputs.histories[0]
+        logits = keys[:, 0].float() @ inputs.query[0, 0].float() * inputs.bmm1_scale
+        assert 18 < float(logits[0]) < 22
+        assert not logits[1:].any()
+        assert not values[0].float().any()
+        others = values[1:, 0].double().mean(0) * inputs.bmm2_scale
+        seen = truth_of_call(inputs).expected[0, 0]
+        ratio = (seen @ others / (others @ others)).item()
+        assert ratio == pytest.approx((len(keys) - 1) * math.exp(-float(logits[0])), rel=1e-3)
 
 
 def test_the_workspace_begins_with_zeros() -> None:

@@ -182,6 +182,13 @@ class OverflowsWithoutOrigin(SplitKV):
         return torch.exp(scores) / torch.exp(torch.where(largest.isfinite(), largest, 0.0)).unsqueeze(-1)
 
 
+class WeightsInHalf(SplitKV):
+    """Weights are rounded to float16, which has none below 2**-24 of the largest."""
+
+    def weights(self, scores: Tensor, largest: Tensor) -> Tensor:
+        return super().weights(scores, largest).to(torch.float16).to(torch.float32)
+
+
 class NondeterministicMerge(SplitKV):
     """Every other launch rounds the sums of several splits to bfloat16 before it merges them."""
 
@@ -278,6 +285,7 @@ MUTANTS = tuple(
         LightKeysLost,
         LightSplitsLost,
         OverflowsWithoutOrigin,
+        WeightsInHalf,
         NondeterministicMerge,
         SplitsBeyond64Lost,
         PartialSumsInHalf,
