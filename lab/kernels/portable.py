@@ -44,7 +44,6 @@ from lab.kernels.triton_support import (
     offsets_of,
     pages_of,
     paired,
-    rounded,
     scalar,
     softmax_step,
     tiles_of_pages,
@@ -425,8 +424,9 @@ def _attention_kernel(
                     scores = tl.where(visible, scores, float("-inf"))
                 if PAIRED:
                     v, odd_v = halves_of_pairs(v, DOT_DTYPE)
-                weights, rescale, largest, denominator = softmax_step(scores, largest, denominator, DOT_DTYPE)
-                weights = rounded(weights, DOT_DTYPE, INTERPRETED)
+                weights, rescale, largest, denominator = softmax_step(
+                    scores, largest, denominator, DOT_DTYPE, INTERPRETED
+                )
                 sums = dot(weights, v.to(DOT_DTYPE), sums * rescale[:, None], INTERPRETED)
                 if PAIRED:
                     odd_sums = dot(weights, odd_v, odd_sums * rescale[:, None], INTERPRETED)

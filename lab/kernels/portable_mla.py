@@ -57,9 +57,9 @@ def trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Any:
 
     Parameters, shapes, dtypes and errors are `lab.mla_call.MLADecodeCall`'s; what this kernel does not take raises
     NotImplementedError with the reason of `lab.kernels.support.why_not`. On a GPU, lengths and page ids are not read:
-    `lab.problem.check_values` checks them on request. Products are in the query's dtype, in
-    float16 over e4m3 but for bf16 queries of 64 rows (`choose_dot_dtype`), and sums in float32; `workspace_buffer` is not
-    used. Rows behind the last request's are left as they are, or undefined.
+    `lab.problem.check_values` checks them on request. Products are in the query's dtype, over
+    e4m3 in float16 but for bf16 queries of 64 rows (`choose_dot_dtype`), and sums in float32; `workspace_buffer` is not used.
+    Rows behind the last request's are left as they are, or undefined.
 
     Returns:
         out, the query's shape with a last dimension of `kv_lora_rank`, bfloat16 unless `out` is given; with `return_lse`

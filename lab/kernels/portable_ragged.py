@@ -172,7 +172,6 @@ def _ragged_kernel(
     v_dims = tl.arange(0, V_DIMS)
     q_row = query + row * query_row_stride + head * query_head_stride
     q_first = tl.load(q_row[:, None] + first_dims[None, :], mask=row_exists[:, None], other=0.0)
-    scale_log2 = scalar(bmm1_scale, BMM1_IS_TENSOR) * LOG2_E
     power = fitting_power(q_first, DOT_DTYPE)
     q_rest = q_first  # where there is no rest, nobody looks at it
     if REST_DIMS > 0:
@@ -181,7 +180,7 @@ def _ragged_kernel(
         power = tl.maximum(power, fitting_power(q_rest, DOT_DTYPE))
         q_rest = fitted(q_rest, power, DOT_DTYPE)
     q_first = fitted(q_first, power, DOT_DTYPE)
-    row_scale_log2 = scale_log2 * tl.exp2(power)
+    row_scale_log2 = scalar(bmm1_scale, BMM1_IS_TENSOR) * LOG2_E * tl.exp2(power)
 
     # The keys that some row of the block sees, and of those the leading whole tiles that every row sees.
     key_start = 0

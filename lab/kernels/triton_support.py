@@ -65,10 +65,10 @@ def paired(cache: torch.Tensor, tile: Tile) -> torch.Tensor:
     A register of such products, which have less than 64 rows, holds one element of two successive keys. Two bytes at a time
     come from shared memory in that order; single bytes would be read one by one.
     """
-    places = (*cache.stride()[:3], cache.storage_offset(), cache.data_ptr())
-    if cache.dtype != torch.float8_e4m3fn or tile.rows >= 64 or any(place % 2 for place in places):
+    if cache.dtype != torch.float8_e4m3fn or tile.rows >= 64:
         return cache
-    return cache.view(torch.int16)
+    places = (*cache.stride()[:3], cache.storage_offset(), cache.data_ptr())
+    return cache if any(place % 2 for place in places) else cache.view(torch.int16)
 
 
 def dot_dtype(cache: torch.Tensor) -> tl.dtype:
@@ -168,8 +168,8 @@ def dot(a, b, sums, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(scores, largest, denominator, DOT_DTYPE: tl.constexpr):
-    """One step of a running softmax in base 2: weights of these scores, the factor of earlier sums, the new state.
+def softmax_step(scores, largest, denominator, DOT_DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """One step of a running softmax in base 2: weights of these scores in DOT_DTYPE, the factor of earlier sums, the new state.
 
     The largest weight is 1, in float16 2 ** 14, and `largest` is below the largest score by as much: float16 has nothing below
     2 ** -24, and where one key has nearly all the weight, a hundred thousand others share what is left.
@@ -182,14 +182,14 @@ def softmax_step(scores, largest, denominator, DOT_DTYPE: tl.constexpr):
     origin = tl.where(new_largest == float("-inf"), 0.0, new_largest)
     weights = tl.exp2(scores - origin[:, None])
     rescale = tl.exp2(largest - origin)
-    return weights, rescale, new_largest, denominator * rescale + tl.sum(weights, 1)
+    denominator = denominator * rescale + tl.sum(weights, 1)
+    return rounded(weights, DOT_DTYPE, INTERPRETED), rescale, new_largest, denominator
 
 
 @triton.jit
 def accumulate(scores, values, largest, denominator, sums, DOT_DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
     """One tile of keys: the scores' weights times the values into the sums; (largest, denominator, sums) anew."""
-    weights, rescale, largest, denominator = softmax_step(scores, largest, denominator, DOT_DTYPE)
-    weights = rounded(weights, DOT_DTYPE, INTERPRETED)
+    weights, rescale, largest, denominator = softmax_step(scores, largest, denominator, DOT_DTYPE, INTERPRETED)
     return largest, denominator, dot(weights, values, sums * rescale[:, None], INTERPRETED)
 
 

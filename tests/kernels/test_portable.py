@@ -529,7 +529,7 @@ def test_e4m3_values_at_odd_addresses(odd: str) -> None:
 
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [(BF16, E4M3), (FP16, FP16), (FP16, E4M3)])
 @pytest.mark.parametrize("num_splits", [1, 2])
-def test_faint_keys_count(
+def test_light_keys_count(
     split: Callable[[int], None], dtype: torch.dtype, kv_dtype: torch.dtype, num_splits: int
 ) -> None:
     """One key without a value has nearly all the weight; 299 others of 2 ** -26 each are all that is to be seen."""
@@ -540,8 +540,8 @@ def test_faint_keys_count(
     value[0] = 0.0
     query = torch.zeros(1, 1, 64)
     query[0, 0, 0] = 1.0
-    faint = Batch([query.to(dtype)], [key.to(kv_dtype)], [value.to(kv_dtype)])
-    arguments = arguments_of(DECODE, faint, 16, bmm1_scale=math.log(2.0), out_dtype=FP32)
+    batch = Batch([query.to(dtype)], [key.to(kv_dtype)], [value.to(kv_dtype)])
+    arguments = arguments_of(DECODE, batch, 16, bmm1_scale=math.log(2.0), out_dtype=FP32)
     out, _ = portable.trtllm_batch_decode_with_kv_cache(**arguments)
     torch.testing.assert_close(out, torch.full_like(out, 299 * 2.0**-26), rtol=1e-3, atol=0.0)
 

@@ -306,7 +306,7 @@ def test_sinks_count_once(device: str, split: Callable[[int], None], num_splits:
 
 
 @pytest.mark.parametrize("q_len", [1, 16], ids=["16 rows", "64 rows"])
-def test_faint_keys_count(device: str, q_len: int) -> None:
+def test_light_keys_count(device: str, q_len: int) -> None:
     """One key without a value has nearly all the weight; 299 others of 2 ** -26 each are all that is to be seen."""
     latent, rope = torch.ones(300, 32), torch.zeros(300, 16)
     latent[0], rope[0, 0] = 0.0, 26.0
