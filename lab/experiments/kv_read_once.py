@@ -14,7 +14,8 @@ groups, which `--only` takes one by one:
     windows      the sliding-window layers of gpt-oss-120b, 64x4096; the floor has the window's whole pages
     extend       512 query tokens over 32,768 keys, and a prompt of 4,096 tokens, on the context call
     unequal      a request of 81,920 keys beside 63 of 512
-    host         host time of eager calls; no GPU time
+    host         host time of eager calls, all of their work done in each; no GPU time
+    host_prepared   the same, of prepared calls
 
 At every point the arms take turns in one process, each on its own copies of the same pool, query and output; cold by rotation.
 Each arm runs before it is captured, so that nothing is compiled in a time. Every output vector of every request is judged by
@@ -56,7 +57,7 @@ from lab.workloads.traces import TracedRequest, own_trace, read_trace
 METHOD = Method(Clock.GRAPH, L2.COLD_ROTATION)
 MODEL, RANK = "qwen3-32b", "tp2"  # 64 / 8 heads of 128 over two GPUs: 32 / 4
 PORTABLE, FLASHINFER, E4M3 = "portable", "flashinfer", "portable e4m3"
-HOST = "host"  # the group that has host times
+HOST, HOST_PREPARED = "host", "host_prepared"  # the groups that have host times
 PORTABLE_MODULE, FLASHINFER_MODULE = "lab.kernels.portable", "lab.kernels.trtllm"
 # What FlashInfer raises where a module cannot be imported, built or loaded, a function is lacking, or a call is refused.
 MISSING_MODULE = (ImportError, OSError, RuntimeError, TypeError, ValueError)
@@ -232,14 +233,14 @@ def unequal_points() -> list[Point]:
     return [_named("unequal", f"{_mode(q)}/{MODEL}/q{q}s80k_63q{q}s512/{RANK}") for q in WIDE_Q_LENS]
 
 
-def host_points() -> list[Point]:
-    """A decode, a verification and an extend, each eagerly called."""
+def host_points(group: str, form: str) -> list[Point]:
+    """A decode, a verification and an extend, called without a graph."""
     names = (
         f"decode/{MODEL}/64q1s4k/{RANK}",
         f"target_verify/{MODEL}/64q4s4k/{RANK}",
         f"extend/{MODEL}/q512s4k/{RANK}",
     )
-    return [_against_flashinfer(HOST, f"eager/{name}", scenario(name), HOST_TARGET) for name in names]
+    return [_against_flashinfer(group, f"{form}/{name}", scenario(name), HOST_TARGET) for name in names]
 
 
 GROUPS: dict[str, Callable[[Sequence[TracedRequest]], list[Point]]] = {
@@ -249,7 +250,8 @@ GROUPS: dict[str, Callable[[Sequence[TracedRequest]], list[Point]]] = {
     "windows": lambda trace: window_points(),
     "extend": lambda trace: extend_points(),
     "unequal": lambda trace: unequal_points(),
-    HOST: lambda trace: host_points(),
+    HOST: lambda trace: host_points(HOST, "eager"),
+    HOST_PREPARED: lambda trace: host_points(HOST_PREPARED, "prepared"),
 }
 
 
@@ -360,13 +362,14 @@ def measure_point(point: Point, ceilings: Ceilings, samples: int = SAMPLES) -> O
 
 
 def measure_host(point: Point) -> Outcome:
-    """Host times of eager calls, in turns.
+    """Host times of calls, in turns: each does all of its work, but in the group of prepared ones.
 
     Raises:
         PointFailedError: as in `measure_point`.
     """
     with named_in_failures(point.name):
-        passes = works_of(point.arms, torch.device("cuda"), eager_call)
+        prepare = prepare_attention if point.group == HOST_PREPARED else eager_call
+        passes = works_of(point.arms, torch.device("cuda"), prepare)
         running, declined = _running(passes)
         times, wrong = measure_right_ones(running, _host_times)
     rows = [
@@ -510,7 +513,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
     def outcome_of(point: Point) -> Mapping[str, Sequence[dict[str, Any]]]:
-        if point.group == HOST:
+        if point.group in (HOST, HOST_PREPARED):
             return measure_host(point).by_list("host")
         return measure_point(point, ceilings, given.samples).by_list()
 
@@ -524,7 +527,9 @@ def _print(recording: Recording) -> None:
     if result["rows"]:
         console.print(table_of(f"K/V read once, one layer: {METHOD}", TIME_COLUMNS, result["rows"], words=TEXT_COLUMNS))
     if result["host"]:
-        console.print(table_of(f"Eager calls: {HOST_METHOD}", HOST_COLUMNS, result["host"], words=TEXT_COLUMNS))
+        console.print(
+            table_of(f"Calls without a graph: {HOST_METHOD}", HOST_COLUMNS, result["host"], words=TEXT_COLUMNS)
+        )
     recording.print_reasons()
     counts = result["targets"]
     console.print(

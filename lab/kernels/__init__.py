@@ -46,8 +46,9 @@ def default_implementation(device: torch.device | str | None = None) -> ModuleTy
 def prepare(implementation: Any, name: str, /, **arguments: Any) -> Callable[[], Any]:
     """A call of an implementation's function, ready to be made any number of times.
 
-    What an implementation can do once, it does once: FlashInfer's adapter checks and converts the arguments, and its
-    prepared call is FlashInfer's own. One that prepares nothing does its whole work in each call, and is timed with it.
+    What an implementation can do once, it does once. FlashInfer's adapter checks and converts the arguments, and its prepared
+    call is FlashInfer's own; the portable one's allocates scratch and finds its compiled kernels, and is their launches
+    (`lab.kernels.triton_call`). One that prepares nothing does its whole work in each call, and is timed with it.
     Tensors are held, not copied: their contents may change between calls.
 
     Args:

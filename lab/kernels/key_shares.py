@@ -16,6 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from lab.kernels.support import capability_of, triton_interprets
+from lab.kernels.triton_call import Launch
 from lab.kernels.triton_support import LOG2_E, Tile, log2_sum, rounded, scalar, store_rows
 from lab.problem import PagedAttention
 
@@ -95,12 +96,16 @@ class PartialResults:
             overlaps_launches(device),
         )
 
-    def merge(self, problem: PagedAttention, shares: Shares, out: torch.Tensor, lse_log2: torch.Tensor | None) -> None:
-        """Write the output and, unless it is None, the LSE of all rows that no program had as a whole."""
+    def merge(
+        self, problem: PagedAttention, shares: Shares, out: torch.Tensor, lse_log2: torch.Tensor | None
+    ) -> Launch:
+        """What writes the output and, unless it is None, the LSE of all rows that no program had as a whole."""
         units, block_rows = self.pieces.shape[0], self.out.shape[1]
         packed_rows = problem.max_q_len * problem.num_qo_heads // problem.num_kv_heads
         rows, dims = merge_block(units * packed_rows, problem.v_head_dim)
-        merge_kernel[units, triton.cdiv(packed_rows, rows), problem.v_head_dim // dims](
+        return Launch(
+            merge_kernel,
+            (units, triton.cdiv(packed_rows, rows), problem.v_head_dim // dims),
             self.out,
             self.lse_log2,
             self.pieces,

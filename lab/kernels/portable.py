@@ -28,9 +28,13 @@ from lab.kernels.key_shares import (
     store_share,
     tiles_of,
 )
-from lab.kernels.portable_mla import trtllm_batch_decode_with_kv_cache_mla
-from lab.kernels.portable_ragged import trtllm_ragged_attention_deepseek
+from lab.kernels.portable_mla import (
+    prepare_trtllm_batch_decode_with_kv_cache_mla,
+    trtllm_batch_decode_with_kv_cache_mla,
+)
+from lab.kernels.portable_ragged import prepare_trtllm_ragged_attention_deepseek, trtllm_ragged_attention_deepseek
 from lab.kernels.support import Capability, Kernel, capability_of, refuse_unsupported, triton_interprets
+from lab.kernels.triton_call import Launch, PreparedCall
 from lab.kernels.triton_support import (
     LOG2_E,
     Tile,
@@ -51,6 +55,10 @@ from lab.kernels.triton_support import (
 from lab.problem import PagedAttention
 
 __all__ = [
+    "prepare_trtllm_batch_context_with_kv_cache",
+    "prepare_trtllm_batch_decode_with_kv_cache",
+    "prepare_trtllm_batch_decode_with_kv_cache_mla",
+    "prepare_trtllm_ragged_attention_deepseek",
     "trtllm_batch_context_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache_mla",
@@ -73,7 +81,13 @@ def trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> Any:
     Returns:
         out [num_rows, num_qo_heads, head_dim]; with `return_lse`, (out, lse), lse in base 2.
     """
-    return _run(call.problem())
+    return _prepare(call.problem())()
+
+
+@takes(DecodeCall)
+def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> PreparedCall:
+    """The same call, ready to be made any number of times. It raises what the call would raise, and launches nothing."""
+    return _prepare(call.problem())
 
 
 @takes(ContextCall)
@@ -83,7 +97,13 @@ def trtllm_batch_context_with_kv_cache(call: ContextCall) -> Any:
     Parameters, shapes, dtypes and errors are `lab.calls.ContextCall`'s; the rest is as in
     `trtllm_batch_decode_with_kv_cache`.
     """
-    return _run(call.problem())
+    return _prepare(call.problem())()
+
+
+@takes(ContextCall)
+def prepare_trtllm_batch_context_with_kv_cache(call: ContextCall) -> PreparedCall:
+    """The same call, ready to be made any number of times. It raises what the call would raise, and launches nothing."""
+    return _prepare(call.problem())
 
 
 def choose_tile(num_packed_rows: int, head_dim: int, kv_bytes: int, capability: Capability | None) -> Tile:
@@ -126,14 +146,13 @@ def choose_tile(num_packed_rows: int, head_dim: int, kv_bytes: int, capability: 
     return Tile(rows, 64 * 128 // max(head_dim, 64), num_warps=4, num_stages=3, per_multiprocessor=2)
 
 
-def _run(problem: PagedAttention) -> Any:
+def _prepare(problem: PagedAttention) -> PreparedCall:
     out, lse_log2 = problem.results()
-    if not has_rows(problem):
-        return problem.returned(out, lse_log2)
-    refuse_unsupported(Kernel.PORTABLE, problem)
-    with torch.cuda.device_of(problem.query):  # Triton launches on the current device
-        _launch(problem, out, lse_log2)
-    return problem.returned(out, lse_log2)
+    launches: list[Launch] = []
+    if has_rows(problem):
+        refuse_unsupported(Kernel.PORTABLE, problem)
+        launches = _launches(problem, out, lse_log2)
+    return PreparedCall(problem.query.device, launches, problem.returned(out, lse_log2))
 
 
 def shares_of(problem: PagedAttention, tile: Tile, q_blocks: int) -> Shares | None:
@@ -163,7 +182,7 @@ def prefill_tile(problem: PagedAttention, tile: Tile) -> Tile:
     return narrow if tile.rows == 128 and described else tile
 
 
-def _launch(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor | None) -> None:
+def _launches(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor | None) -> list[Launch]:
     group = problem.num_qo_heads // problem.num_kv_heads
     packed_rows = problem.max_q_len * group
     kv_bytes = problem.k_cache.element_size()
@@ -172,12 +191,14 @@ def _launch(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor |
     if shares is None:
         tile = prefill_tile(problem, tile)
     q_blocks = triton.cdiv(packed_rows, tile.rows)
-    partial = None
+    parts = None
     if shares is not None and shares.pieces > 1:
-        partial = PartialResults.empty(shares, q_blocks, tile.rows, problem)
+        parts = PartialResults.empty(shares, q_blocks, tile.rows, problem)
     v_cache = paired(problem.v_cache, tile)
     whole_grid = (q_blocks, problem.num_kv_heads, problem.batch_size)
-    _attention_kernel[whole_grid if shares is None else (q_blocks, shares.pieces)](
+    attention = Launch(
+        _attention_kernel,
+        whole_grid if shares is None else (q_blocks, shares.pieces),
         problem.query,
         problem.k_cache,
         v_cache,
@@ -193,9 +214,9 @@ def _launch(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor |
         problem.bmm2_scale,
         out,
         lse_log2,
-        None if partial is None else partial.out,
-        None if partial is None else partial.lse_log2,
-        None if partial is None else partial.pieces,
+        None if parts is None else parts.out,
+        None if parts is None else parts.lse_log2,
+        None if parts is None else parts.pieces,
         problem.max_q_len,
         problem.window_left,
         problem.batch_size,
@@ -219,13 +240,14 @@ def _launch(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor |
         DOT_DTYPE=dot_dtype(problem.k_cache),
         BMM1_IS_TENSOR=isinstance(problem.bmm1_scale, torch.Tensor),
         BMM2_IS_TENSOR=isinstance(problem.bmm2_scale, torch.Tensor),
-        OVERLAPS=partial is not None and partial.overlaps,
+        OVERLAPS=parts is not None and parts.overlaps,
         INTERPRETED=triton_interprets(),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    if partial is not None and shares is not None:
-        partial.merge(problem, shares, out, lse_log2)
+    if parts is None or shares is None:
+        return [attention]
+    return [attention, parts.merge(problem, shares, out, lse_log2)]
 
 
 # What varies from call to call must not compile again, not even for its value 1 or its multiples of 16.

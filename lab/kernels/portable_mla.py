@@ -6,6 +6,7 @@ are shared out among programs as in `lab.kernels.portable`.
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from lab.kernels.key_shares import (
     tiles_of,
 )
 from lab.kernels.support import Capability, Kernel, capability_of, refuse_unsupported, triton_interprets
+from lab.kernels.triton_call import Launch, PreparedCall
 from lab.kernels.triton_support import (
     LOG2_E,
     Tile,
@@ -65,15 +67,26 @@ def trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Any:
         out, the query's shape with a last dimension of `kv_lora_rank`, bfloat16 unless `out` is given; with `return_lse`
         (out, lse), lse in base 2 unless `return_lse_base` is "basee".
     """
+    return _prepare(call)()
+
+
+@takes(MLADecodeCall)
+def prepare_trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> PreparedCall:
+    """The same call, ready to be made any number of times. It raises what the call would raise, and launches nothing."""
+    return _prepare(call)
+
+
+def _prepare(call: MLADecodeCall) -> PreparedCall:
     problem = call.problem()
     out, lse = problem.results()
+    launches: list[Launch] = []
     if has_rows(problem):
         refuse_unsupported(Kernel.PORTABLE_MLA, problem)
-        with torch.cuda.device_of(problem.query):  # Triton launches on the current device
-            _launch(problem, out, lse)
-    if lse is not None and call.return_lse_base == "basee":
-        lse *= math.log(2.0)
-    return call.returned(out, lse)
+        launches = _launches(problem, out, lse)
+    finish = None
+    if lse is not None and launches and call.return_lse_base == "basee":
+        finish = partial(lse.mul_, math.log(2.0))
+    return PreparedCall(problem.query.device, launches, call.returned(out, lse), finish)
 
 
 def choose_mla_tile(num_packed_rows: int, capability: Capability | None) -> Tile:
@@ -111,15 +124,17 @@ def choose_dot_dtype(problem: PagedAttention, tile: Tile) -> tl.dtype:
     return dot_dtype(problem.k_cache)
 
 
-def _launch(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor | None) -> None:
+def _launches(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor | None) -> list[Launch]:
     device = problem.query.device
     packed_rows = problem.max_q_len * problem.num_qo_heads
     tile = choose_mla_tile(packed_rows, capability_of(device))
     q_blocks = triton.cdiv(packed_rows, tile.rows)
     shares = choose_shares(tile, q_blocks, device, LEAST_KEYS)
-    partial = PartialResults.empty(shares, q_blocks, tile.rows, problem) if shares.pieces > 1 else None
+    parts = PartialResults.empty(shares, q_blocks, tile.rows, problem) if shares.pieces > 1 else None
     rank, rope = problem.v_head_dim, problem.head_dim - problem.v_head_dim
-    _mla_kernel[(q_blocks, shares.pieces)](
+    attention = Launch(
+        _mla_kernel,
+        (q_blocks, shares.pieces),
         problem.query,
         problem.k_cache,
         tiles_of_pages(problem.k_cache, tile, rank),
@@ -132,9 +147,9 @@ def _launch(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor |
         problem.bmm2_scale,
         out,
         lse_log2,
-        None if partial is None else partial.out,
-        None if partial is None else partial.lse_log2,
-        None if partial is None else partial.pieces,
+        None if parts is None else parts.out,
+        None if parts is None else parts.lse_log2,
+        None if parts is None else parts.pieces,
         problem.max_q_len,
         problem.batch_size,
         shares.pieces,
@@ -153,13 +168,12 @@ def _launch(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor |
         DOT_DTYPE=choose_dot_dtype(problem, tile),
         BMM1_IS_TENSOR=isinstance(problem.bmm1_scale, torch.Tensor),
         BMM2_IS_TENSOR=isinstance(problem.bmm2_scale, torch.Tensor),
-        OVERLAPS=partial is not None and partial.overlaps,
+        OVERLAPS=parts is not None and parts.overlaps,
         INTERPRETED=triton_interprets(),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    if partial is not None:
-        partial.merge(problem, shares, out, lse_log2)
+    return [attention] if parts is None else [attention, parts.merge(problem, shares, out, lse_log2)]
 
 
 # What varies from call to call must not compile again, not even for its value 1 or its multiples of 16.

@@ -15,6 +15,7 @@ import triton.language as tl
 from lab.calls import takes
 from lab.kernels.support import Capability, Kernel, capability_of, refuse_unsupported, triton_interprets
 from lab.kernels.support_mla import split_head_dim
+from lab.kernels.triton_call import Launch, PreparedCall
 from lab.kernels.triton_support import (
     LOG2_E,
     Tile,
@@ -42,13 +43,22 @@ def trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> Any:
     Returns:
         out [num_rows, num_qo_heads, v_head_dim]; with `return_lse`, (out, lse), lse in base 2.
     """
-    problem = call.problem()
-    out, lse = problem.results()
+    return _prepare(call.problem())()
+
+
+@takes(RaggedContextCall)
+def prepare_trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> PreparedCall:
+    """The same call, ready to be made any number of times. It raises what the call would raise, and launches nothing."""
+    return _prepare(call.problem())
+
+
+def _prepare(problem: RaggedAttention) -> PreparedCall:
+    out, lse_log2 = problem.results()
+    launches: list[Launch] = []
     if has_rows(problem):
         refuse_unsupported(Kernel.PORTABLE_RAGGED, problem)
-        with torch.cuda.device_of(problem.query):  # Triton launches on the current device
-            _launch(problem, out, lse)
-    return problem.returned(out, lse)
+        launches.append(_launch(problem, out, lse_log2))
+    return PreparedCall(problem.query.device, launches, problem.returned(out, lse_log2))
 
 
 def choose_ragged_tile(max_q_len: int, head_dim: int, v_head_dim: int, capability: Capability | None) -> Tile:
@@ -75,12 +85,14 @@ def choose_ragged_tile(max_q_len: int, head_dim: int, v_head_dim: int, capabilit
     return Tile(rows, keys=64 if roomy else 32, num_warps=num_warps, num_stages=3 if roomy and not wide else 2)
 
 
-def _launch(problem: RaggedAttention, out: torch.Tensor, lse_log2: torch.Tensor | None) -> None:
+def _launch(problem: RaggedAttention, out: torch.Tensor, lse_log2: torch.Tensor | None) -> Launch:
     capability = capability_of(problem.query.device)
     tile = choose_ragged_tile(problem.max_q_len, problem.head_dim, problem.v_head_dim, capability)
     first, rest = split_head_dim(problem.head_dim)
     grid = (triton.cdiv(problem.max_q_len, tile.rows), problem.num_qo_heads, problem.batch_size)
-    _ragged_kernel[grid](
+    return Launch(
+        _ragged_kernel,
+        grid,
         problem.query,
         problem.key,
         problem.value,

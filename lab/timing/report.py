@@ -203,7 +203,7 @@ def _methods(rows: Sequence[Row]) -> Iterator[str]:
         "in this run, and the floor is the least time by them; a kernel that only reads can be a little faster than the "
         "memory's, and e4m3 products than the bf16 matrix rate. L2 is cold by rotation where copies take turns, or where "
         "one pass over the buffers exceeds it. Host time is Python and launches per call: a prepared call where the "
-        "implementation prepares (trtllm), else its whole call (portable, checks included)."
+        "implementation prepares, else its whole call, checks included."
     )
     common = [f"{name} {cell(rows[0])}" for name, cell in SETTINGS.items() if cell(rows[0]) and not _varies(cell, rows)]
     if common:

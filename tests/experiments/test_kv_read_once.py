@@ -20,6 +20,7 @@ from lab.experiments.kv_read_once import (
     GROUPS,
     HOST,
     HOST_COLUMNS,
+    HOST_PREPARED,
     HOST_TARGET,
     METHOD,
     PORTABLE,
@@ -141,7 +142,7 @@ def test_windows_extends_and_unequal_lengths() -> None:
     assert [bounds(point, Figure.SPEED) for point in (long_prefix, prefill)] == [[1.0], [0.7]]
     assert [sorted(point.arms[0].case.kv_lens) for point in of_group("unequal")] == [[512] * 63 + [81920]] * 3
     assert (Target(Figure.HOST, 25.0),) == HOST_TARGET
-    assert all(point.arms[0].targets == HOST_TARGET for point in of_group(HOST))
+    assert all(point.arms[0].targets == HOST_TARGET for point in of_group(HOST) + of_group(HOST_PREPARED))
 
 
 def test_only_chooses_groups_and_points() -> None:
@@ -391,6 +392,23 @@ def test_host_times_are_of_eager_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {arguments["q_len_per_req"] for arguments in eager} == {2}
 
 
+@IN_INTERPRETER
+@pytest.mark.usefixtures("on_cpu")
+def test_host_times_of_prepared_calls_are_of_what_was_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[int] = []
+
+    def prepare(**arguments: Any) -> Callable[[], Any]:
+        prepared.append(arguments["q_len_per_req"])
+        return partial(references.trtllm_batch_decode_with_kv_cache, **arguments)
+
+    monkeypatch.setattr(trtllm, AttentionCall.DECODE.value, lambda **_: pytest.fail("called whole"))
+    monkeypatch.setattr(trtllm, "prepare_trtllm_batch_decode_with_kv_cache", prepare)
+    outcome = measure_host(replace(small_point(*HOST_TARGET), group=HOST_PREPARED))
+    assert (outcome.declined, outcome.wrong) == ([], [])
+    assert [row["host_us"] for row in outcome.rows] == [20.5, 30.5]
+    assert prepared == [2, 2]  # once to see whether it declines, once for the time
+
+
 def time_row(**targets: Any) -> dict[str, Any]:
     return {
         "point": "64q1s4k",
@@ -466,16 +484,18 @@ def test_the_command_line_writes_every_point_and_prints_the_targets(
 
     monkeypatch.setattr(kv_read_once, "measure_point", gpu)
     monkeypatch.setattr(kv_read_once, "measure_host", host)
-    assert main(["--only", "extend", "host", "--samples", "5", "--out", str(out)]) == 0
+    assert main(["--only", "extend", "host", "host_prepared", "--samples", "5", "--out", str(out)]) == 0
     recorded = json.loads(out.read_text())
     assert written_before == [False, True]
     assert [row["point"] for row in recorded["rows"]] == [
         "extend/qwen3-32b/q512s32k/tp2",
         "extend/qwen3-32b/q4k/tp2",
     ]
-    assert [row["point"] for row in recorded["host"]] == [point.name for point in of_group(HOST)]
+    assert [row["point"] for row in recorded["host"]] == [
+        point.name for point in of_group(HOST) + of_group(HOST_PREPARED)
+    ]
     assert [row["reason"] for row in recorded["declined"]] == ["not [here]"]
-    assert recorded["targets"] == {"passed": 5, "missed": 2, "not_compared": 0}
+    assert recorded["targets"] == {"passed": 8, "missed": 2, "not_compared": 0}
     assert (recorded["wrong"], recorded["samples"], recorded["method"]) == ([], 5, str(METHOD))
     assert recorded["environment"]["ceilings"]["bandwidth_gbps"] == 4000.0
     assert recorded["environment"]["gpu"] == "simulated"
@@ -484,7 +504,7 @@ def test_the_command_line_writes_every_point_and_prints_the_targets(
     printed = capsys.readouterr().out
     assert "missed by 0.5" in printed.replace("\n", "")
     assert "declined: extend/qwen3-32b/q4k/tp2, flashinfer: not [here]" in printed
-    assert "targets: 5 passed, 2 missed, 0 not compared" in printed
+    assert "targets: 8 passed, 2 missed, 0 not compared" in printed
 
 
 @pytest.mark.usefixtures("simulated_gpu")
