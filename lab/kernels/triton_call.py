@@ -8,7 +8,10 @@ import torch
 
 
 class Launch:
-    """One launch of a Triton kernel, with all that it takes.
+    """One launch of a Triton kernel, with all that it takes; calling it launches the kernel on the current stream.
+
+    The first call compiles the kernel if it never was. From the second on it is the compiled kernel that is launched, at the
+    same addresses: neither looks Triton for what it compiled for such arguments, nor its launcher for each tensor's address.
 
     Args:
         kernel: a `triton.jit` function.
@@ -19,21 +22,23 @@ class Launch:
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
         self._kernel, self._grid, self._arguments, self._named = kernel, grid, arguments, named
+        self._compiled: Any = None
+        self._repeat: Callable[[], object] | None = None
 
-    def run(self) -> Callable[[], object]:
-        """Launch it on the current stream, compiled first if it never was; returns what launches it again.
+    def __call__(self) -> None:
+        if self._repeat is not None:
+            self._repeat()
+        elif self._compiled is None:  # as it stays in the interpreter, which compiles nothing
+            self._compiled = self._kernel[self._grid](*self._arguments, **self._named)
+        else:
+            self._repeat = self._repeated()
+            self._repeat()
 
-        Again means the compiled kernel at the same addresses: neither looks Triton for what it compiled for such arguments,
-        nor its launcher for each tensor's address.
-        """
-        launch = partial(self._kernel[self._grid], *self._arguments, **self._named)
-        compiled = launch()
-        if compiled is None:  # the interpreter's
-            return launch
-        constants = [self._named[name] for name in self._kernel.arg_names[len(self._arguments) :]]
+    def _repeated(self) -> Callable[[], object]:
         addressed = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in self._arguments]
+        constants = [self._named[name] for name in self._kernel.arg_names[len(addressed) :]]
         grid = (*self._grid, 1, 1)[:3]
-        return partial(compiled[grid], *addressed, *constants)
+        return partial(self._compiled[grid], *addressed, *constants)
 
 
 class PreparedCall:
@@ -60,16 +65,12 @@ class PreparedCall:
         finish: Callable[[], object] | None = None,
     ) -> None:
         self._launches, self._returned, self._finish = tuple(launches), returned, finish
-        self._repeats: tuple[Callable[[], object], ...] | None = None
         self._device_index = -1 if device.index is None else device.index
 
     def __call__(self) -> Any:
         with torch.cuda.device(self._device_index):  # Triton launches on the current device; -1: no GPU's
-            if self._repeats is None:
-                self._repeats = tuple(launch.run() for launch in self._launches)
-            else:
-                for repeat in self._repeats:
-                    repeat()
+            for launch in self._launches:
+                launch()
         if self._finish is not None:
             self._finish()
         return self._returned
