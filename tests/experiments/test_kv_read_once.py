@@ -522,19 +522,20 @@ def test_a_wrong_arm_makes_the_exit_status(
     assert "wrong: decode/gpt-oss-120b/64q1s4k/window, portable: 3 vectors" in capsys.readouterr().out
 
 
-def again(case: ForwardCase) -> Point:
-    arms = (Arm(PORTABLE, PORTABLE_MODULE, case, (SPEED,)), Arm("again", PORTABLE_MODULE, case))
-    return Point("small", "again", arms)
+def again(case: ForwardCase, target: Target, group: str = "small") -> Point:
+    arms = (Arm(PORTABLE, PORTABLE_MODULE, case, (target,)), Arm("again", PORTABLE_MODULE, case))
+    return Point(group, "again", arms)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="times GPU work, and there is none here")
 def test_points_are_measured_on_a_gpu() -> None:
     case = scenario("target_verify/qwen3-32b/4q4s1k/tp2")
-    outcome = measure_point(again(case), CEILINGS, samples=3)
+    outcome = measure_point(again(case, SPEED), CEILINGS, samples=3)
     assert (outcome.declined, outcome.wrong) == ([], [])
     assert [row["arm"] for row in outcome.rows] == [PORTABLE, "again"]
     assert all(row["median_us"] > 0 and row["buffer_copies"] > 1 for row in outcome.rows)
-    host = measure_host(again(case))
-    assert (host.declined, host.wrong) == ([], [])
-    assert all(0 < row["host_us"] < 1000 for row in host.rows)
+    hosts = {group: measure_host(again(case, *HOST_TARGET, group)) for group in (HOST, HOST_PREPARED)}
+    assert all((host.declined, host.wrong) == ([], []) for host in hosts.values())
+    whole_us, prepared_us = (host.rows[0]["host_us"] for host in hosts.values())
+    assert 0 < prepared_us < whole_us < 5000
