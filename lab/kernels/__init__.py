@@ -47,9 +47,9 @@ def prepare(implementation: Any, name: str, /, **arguments: Any) -> Callable[[],
     """A call of an implementation's function, ready to be made any number of times.
 
     What an implementation can do once, it does once. FlashInfer's adapter checks and converts the arguments, and its prepared
-    call is FlashInfer's own; the portable one's allocates scratch and finds its compiled kernels, and is their launches
-    (`lab.kernels.triton_call`). One that prepares nothing does its whole work in each call, and is timed with it.
-    Tensors are held, not copied: their contents may change between calls.
+    call is FlashInfer's own; the portable one checks and allocates, and its prepared call is launches alone, from the second
+    on of what the first has compiled (`lab.kernels.triton_call`). One that prepares nothing does its whole work in each call,
+    and is timed with it. Tensors are held, not copied: their contents may change between calls.
 
     Args:
         implementation: any object with the function, such as `lab.kernels.portable` or `lab.references`; it may have

@@ -7,7 +7,10 @@ whose partial results a second kernel merges (`lab.kernels.key_shares`); only wh
 prefill, has each block of them a program. Lengths stay on the device: nothing is read back, and no length is compiled in.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +37,7 @@ from lab.kernels.portable_mla import (
 )
 from lab.kernels.portable_ragged import prepare_trtllm_ragged_attention_deepseek, trtllm_ragged_attention_deepseek
 from lab.kernels.support import Capability, Kernel, capability_of, refuse_unsupported, triton_interprets
-from lab.kernels.triton_call import Launch, PreparedCall
+from lab.kernels.triton_call import Launch, TritonCall
 from lab.kernels.triton_support import (
     LOG2_E,
     Tile,
@@ -52,7 +55,7 @@ from lab.kernels.triton_support import (
     softmax_step,
     tiles_of_pages,
 )
-from lab.problem import PagedAttention
+from lab.problem import PagedAttention, check_values
 
 __all__ = [
     "prepare_trtllm_batch_context_with_kv_cache",
@@ -81,13 +84,13 @@ def trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> Any:
     Returns:
         out [num_rows, num_qo_heads, head_dim]; with `return_lse`, (out, lse), lse in base 2.
     """
-    return _prepare(call.problem())()
+    return _prepare_decode(call)()
 
 
 @takes(DecodeCall)
-def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> PreparedCall:
-    """The same call, ready to be made any number of times. It raises what the call would raise, and launches nothing."""
-    return _prepare(call.problem())
+def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> TritonCall:
+    """The same call, ready to be made any number of times. It raises what its checks raise, and launches no attention."""
+    return _prepare_decode(call)
 
 
 @takes(ContextCall)
@@ -101,8 +104,8 @@ def trtllm_batch_context_with_kv_cache(call: ContextCall) -> Any:
 
 
 @takes(ContextCall)
-def prepare_trtllm_batch_context_with_kv_cache(call: ContextCall) -> PreparedCall:
-    """The same call, ready to be made any number of times. It raises what the call would raise, and launches nothing."""
+def prepare_trtllm_batch_context_with_kv_cache(call: ContextCall) -> TritonCall:
+    """The same call, ready to be made any number of times. It raises what its checks raise, and launches no attention."""
     return _prepare(call.problem())
 
 
@@ -146,13 +149,25 @@ def choose_tile(num_packed_rows: int, head_dim: int, kv_bytes: int, capability: 
     return Tile(rows, 64 * 128 // max(head_dim, 64), num_warps=4, num_stages=3, per_multiprocessor=2)
 
 
-def _prepare(problem: PagedAttention) -> PreparedCall:
+def _prepare_decode(call: DecodeCall) -> TritonCall:
+    problem = call.problem()
+    if call.bmm1_scale_log2 is None:
+        return _prepare(problem)
+    # The problem's scale was made of the tensor's contents, which may change from call to call.
+    scale = torch.empty_like(call.bmm1_scale_log2)
+    to_base_e = partial(torch.mul, call.bmm1_scale_log2, math.log(2.0), out=scale)
+    return _prepare(replace(problem, bmm1_scale=scale), to_base_e)
+
+
+def _prepare(problem: PagedAttention, *refreshes: Callable[[], object]) -> TritonCall:
     out, lse_log2 = problem.results()
-    launches: list[Launch] = []
+    steps = list(refreshes)
+    if problem.query.device.type == "cpu":
+        steps.append(partial(check_values, problem))
     if has_rows(problem):
         refuse_unsupported(Kernel.PORTABLE, problem)
-        launches = _launches(problem, out, lse_log2)
-    return PreparedCall(problem.query.device, launches, problem.returned(out, lse_log2))
+        steps += _launches(problem, out, lse_log2)
+    return TritonCall(problem.query.device, steps, problem.returned(out, lse_log2))
 
 
 def shares_of(problem: PagedAttention, tile: Tile, q_blocks: int) -> Shares | None:

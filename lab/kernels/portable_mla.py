@@ -6,6 +6,7 @@ are shared out among programs as in `lab.kernels.portable`.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,7 @@ from lab.kernels.key_shares import (
     tiles_of,
 )
 from lab.kernels.support import Capability, Kernel, capability_of, refuse_unsupported, triton_interprets
-from lab.kernels.triton_call import Launch, PreparedCall
+from lab.kernels.triton_call import Launch, TritonCall
 from lab.kernels.triton_support import (
     LOG2_E,
     Tile,
@@ -43,7 +44,7 @@ from lab.kernels.triton_support import (
     tiles_of_pages,
 )
 from lab.mla_call import MLADecodeCall
-from lab.problem import PagedAttention
+from lab.problem import PagedAttention, check_values
 
 # Rows of a tile that fit a program's shared memory, by the GPU's major capability, else 16: SM90 and SM100 have 227 KiB, but
 # for SM100 Triton 3.7.1 wants 281 for 64 rows; SM80 has 163, SM89 and SM120 have 99.
@@ -71,22 +72,32 @@ def trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Any:
 
 
 @takes(MLADecodeCall)
-def prepare_trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> PreparedCall:
-    """The same call, ready to be made any number of times. It raises what the call would raise, and launches nothing."""
+def prepare_trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> TritonCall:
+    """The same call, ready to be made any number of times. It raises what its checks raise, and launches no attention.
+
+    With `cum_seq_lens_q` and no `max_q_len`, the most rows of a request are those of the offsets' contents then.
+    """
     return _prepare(call)
 
 
-def _prepare(call: MLADecodeCall) -> PreparedCall:
+def _prepare(call: MLADecodeCall) -> TritonCall:
     problem = call.problem()
     out, lse = problem.results()
-    launches: list[Launch] = []
+    steps: list[Callable[[], object]] = []
+    if not _share_memory(problem.query, call.query):  # rows that lie too far apart for a view were copied
+        steps.append(partial(problem.query.view(call.query.shape).copy_, call.query))
+    if problem.query.device.type == "cpu":
+        steps.append(partial(check_values, problem))
     if has_rows(problem):
         refuse_unsupported(Kernel.PORTABLE_MLA, problem)
-        launches = _launches(problem, out, lse)
-    finish = None
-    if lse is not None and launches and call.return_lse_base == "basee":
-        finish = partial(lse.mul_, math.log(2.0))
-    return PreparedCall(problem.query.device, launches, call.returned(out, lse), finish)
+        steps += _launches(problem, out, lse)
+        if lse is not None and call.return_lse_base == "basee":
+            steps.append(partial(lse.mul_, math.log(2.0)))
+    return TritonCall(problem.query.device, steps, call.returned(out, lse))
+
+
+def _share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
 
 def choose_mla_tile(num_packed_rows: int, capability: Capability | None) -> Tile:

@@ -6,6 +6,8 @@ would make a third more products of them and hold a third more shared memory. On
 keys that every row of the block sees are walked without a mask, the rest with one, those that none sees not at all.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ import triton.language as tl
 from lab.calls import takes
 from lab.kernels.support import Capability, Kernel, capability_of, refuse_unsupported, triton_interprets
 from lab.kernels.support_mla import split_head_dim
-from lab.kernels.triton_call import Launch, PreparedCall
+from lab.kernels.triton_call import Launch, TritonCall
 from lab.kernels.triton_support import (
     LOG2_E,
     Tile,
@@ -28,7 +30,7 @@ from lab.kernels.triton_support import (
     scalar,
     store_rows,
 )
-from lab.ragged_call import RaggedAttention, RaggedContextCall
+from lab.ragged_call import RaggedAttention, RaggedContextCall, check_ragged_values
 
 
 @takes(RaggedContextCall)
@@ -47,18 +49,20 @@ def trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> Any:
 
 
 @takes(RaggedContextCall)
-def prepare_trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> PreparedCall:
-    """The same call, ready to be made any number of times. It raises what the call would raise, and launches nothing."""
+def prepare_trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> TritonCall:
+    """The same call, ready to be made any number of times. It raises what its checks raise, and launches no attention."""
     return _prepare(call.problem())
 
 
-def _prepare(problem: RaggedAttention) -> PreparedCall:
+def _prepare(problem: RaggedAttention) -> TritonCall:
     out, lse_log2 = problem.results()
-    launches: list[Launch] = []
+    steps: list[Callable[[], object]] = []
+    if problem.query.device.type == "cpu":
+        steps.append(partial(check_ragged_values, problem))
     if has_rows(problem):
         refuse_unsupported(Kernel.PORTABLE_RAGGED, problem)
-        launches.append(_launch(problem, out, lse_log2))
-    return PreparedCall(problem.query.device, launches, problem.returned(out, lse_log2))
+        steps.append(_launch(problem, out, lse_log2))
+    return TritonCall(problem.query.device, steps, problem.returned(out, lse_log2))
 
 
 def choose_ragged_tile(max_q_len: int, head_dim: int, v_head_dim: int, capability: Capability | None) -> Tile:

@@ -41,36 +41,30 @@ class Launch:
         return partial(self._compiled[grid], *addressed, *constants)
 
 
-class PreparedCall:
+class TritonCall:
     """A call that is checked and ready: calling it launches its kernels on the current stream, and returns its results.
 
     It holds the tensors that it was prepared with, not copies. Their contents may change from call to call, as an engine's
-    CUDA-graph buffers do; shapes, strides, host numbers and bounds are those of the preparation and are not looked at again.
-    Where the call gave no `out`, every call writes the same one. Scratch is the call's own, and stays: one call must have ended
-    before the next begins, as on one stream. A CUDA graph that captured it uses all of those: keep it as long as the graph.
-    Prepared during a capture, it is good inside that graph alone.
+    CUDA-graph buffers do; addresses, shapes, strides, host numbers and bounds are those of the preparation and are not looked
+    at again. On a CPU every call checks the contents anew, as `lab.problem.check_values` does.
+
+    Where the call gave no `out`, every call writes the same one. Scratch is the call's own, and stays. What was allocated for
+    it belongs to the stream it was prepared on: call it there, or on one that waits for it, and never on two at a time. A CUDA
+    graph that captured it uses all of those: keep it as long as the graph. Prepared during a capture, it is good inside that
+    graph alone. The first call compiles kernels that never were, which a capture is no place for.
 
     Args:
         device: where the tensors are.
-        launches: in order; none where there is nothing to compute.
+        steps: what a call does, in order: launches, and what refreshes, checks or finishes something before or behind them.
         returned: what the call returns.
-        finish: run behind the launches, if anything is.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        launches: Sequence[Launch],
-        returned: Any,
-        finish: Callable[[], object] | None = None,
-    ) -> None:
-        self._launches, self._returned, self._finish = tuple(launches), returned, finish
+    def __init__(self, device: torch.device, steps: Sequence[Callable[[], object]], returned: Any) -> None:
         self._device_index = -1 if device.index is None else device.index
+        self._steps, self._returned = tuple(steps), returned
 
     def __call__(self) -> Any:
         with torch.cuda.device(self._device_index):  # Triton launches on the current device; -1: no GPU's
-            for launch in self._launches:
-                launch()
-        if self._finish is not None:
-            self._finish()
+            for step in self._steps:
+                step()
         return self._returned

@@ -33,7 +33,8 @@ _CLOCKS = {
 }
 _CACHES = {
     L2.WARM: "the same buffers each call",
-    L2.COLD_ROTATION: "copies of inputs, K/V and output in turn, so that none is still in L2; scratch is shared",
+    L2.COLD_ROTATION: "copies of inputs, K/V and output in turn, so that none is still in L2; scratch is as the implementation "
+    "has it, FlashInfer's workspace shared and a prepared portable call's its own",
     L2.COLD_FLUSH: "one call per sample, L2 filled before it by reading",
 }
 

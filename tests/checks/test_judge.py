@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from lab import references
-from lab.checks import AttentionCase, CaseVerdict, Interface, Level, Outcome, judge, judge_case
+from lab.checks import AttentionCase, CaseVerdict, Contents, Interface, Level, Outcome, judge, judge_case
 from lab.checks.catalogue import checks
 from lab.checks.ledger import KnownFinding
 from lab.checks.report import Report
+from lab.workloads.attention_case import E4M3
 from tests.checks import hostile, someone_elses
 from tests.checks.small import SMALL, decoding, twice_as_large_if
 
@@ -45,6 +46,18 @@ def test_the_references_are_right() -> None:
         ("L1", Interface.DRAFT_KV_INDICES),
     }
     assert report.is_right
+
+
+def test_only_arithmetic_that_keeps_light_keys_is_asked_for_them() -> None:
+    (oracle,) = (check for check in checks() if check.key == "K1")
+    pairs = ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16), (torch.bfloat16, E4M3))
+
+    def asked(**how: Any) -> set[torch.dtype]:
+        cases = oracle.cases(Interface.DECODE, replace(SMALL, dtypes=pairs, **how), Level.FULL)
+        return {case.kv_dtype for case in cases if case.contents is Contents.OVERSHADOWED}
+
+    assert asked() == {torch.bfloat16, E4M3}
+    assert asked(e4m3_arithmetic=True) == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Prepared calls of the portable kernels: the same results as whole calls, the same launches, less to do for them."""
 
+import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,36 +10,80 @@ import torch
 
 from lab.capture import capturing
 from lab.kernels import portable, prepare
-from lab.kernels.triton_call import Launch, PreparedCall
+from lab.kernels.triton_call import Launch, TritonCall
 from lab.timing.host_time import host_time
-from tests.cases import context_arguments, decode_arguments, random_batch
-from tests.devices import DEVICES, ON_GPU
+from tests.cases import context_arguments, decode_arguments, pack_mask, random_batch
+from tests.devices import DEVICES, IN_INTERPRETER, ON_GPU
 from tests.kernels.every_triton_kernel import mla_arguments, on_gpu
 from tests.references.test_trtllm_ragged import ragged_arguments, ragged_batch
 
 Arguments = dict[str, Any]
 DECODE, CONTEXT = "trtllm_batch_decode_with_kv_cache", "trtllm_batch_context_with_kv_cache"
+NEW_RESULTS: Arguments = {"out": None, "lse": None}
 MLA, RAGGED = "trtllm_batch_decode_with_kv_cache_mla", "trtllm_ragged_attention_deepseek"
 
 
-def decode(q_len: int, heads: tuple[int, int] = (4, 2), **options: Any) -> Arguments:
-    batch = random_batch([q_len] * 2, [q_len + 3, 150], heads=heads, head_dim=64, dtype=torch.bfloat16, **options)
+def decode(
+    q_len: int, heads: tuple[int, int] = (4, 2), batch_options: Arguments | None = None, **options: Any
+) -> Arguments:
+    """Two requests of three pages each."""
+    batch = random_batch([q_len] * 2, [149, 150], heads=heads, head_dim=64, dtype=torch.bfloat16, **batch_options or {})
+    return decode_arguments(batch, 64, **{"out_dtype": None, "bmm1_scale": 0.125} | options)
+
+
+def context(**options: Any) -> Arguments:
+    batch = random_batch([3, 20], [70, 75], heads=(4, 2), head_dim=64, dtype=torch.bfloat16)
+    return context_arguments(batch, 16, out_dtype=None, bmm1_scale=0.125, **options)
+
+
+def masked() -> Arguments:
+    triangle = [[[token <= row for token in range(3)] for row in range(3)] for _ in range(2)]
+    return decode(3, mask=pack_mask(triangle), window_left=100)
+
+
+def given_results() -> Arguments:
+    arguments = decode(2)
+    rows, heads, _ = arguments["query"].shape
+    return arguments | {"out": torch.empty_like(arguments["query"]), "lse": torch.empty(rows, heads)}
+
+
+def tensor_scales() -> Arguments:
+    sinks = torch.linspace(-1.0, 1.0, 4)
+    return decode(1, bmm1_scale=torch.tensor([0.1]), bmm2_scale=torch.tensor([1.5]), sinks=sinks)
+
+
+def one_page() -> Arguments:
+    """A table of one column, whose stride 1 Triton compiles in."""
+    batch = random_batch([1, 1], [60, 63], heads=(4, 2), head_dim=64, dtype=torch.bfloat16)
     return decode_arguments(batch, 64, out_dtype=None, bmm1_scale=0.125)
 
 
-def context() -> Arguments:
-    batch = random_batch([3, 20], [70, 30], heads=(4, 2), head_dim=64, dtype=torch.bfloat16)
-    return context_arguments(batch, 16, out_dtype=None, bmm1_scale=0.125)
+def strided_mla() -> Arguments:
+    """A query whose rows are those of a wider one, so that no view has them in one dimension."""
+    arguments = mla_arguments(2, 8, [69, 70])
+    wider = torch.nn.functional.pad(arguments["query"], (0, 0, 0, 0, 0, 1))
+    return arguments | {"query": wider[:, :2]}
+
+
+def ragged() -> Arguments:
+    return ragged_arguments(ragged_batch([3, 20], [40, 20], dims=(192, 128)), out=None)
 
 
 CALLS: dict[str, tuple[str, Callable[[], Arguments]]] = {
     "decode": (DECODE, lambda: decode(1)),
     "128 rows": (DECODE, lambda: decode(16, (16, 2))),
-    "e4m3": (DECODE, lambda: decode(2, kv_dtype=torch.float8_e4m3fn)),
+    "e4m3": (DECODE, lambda: decode(2, batch_options={"kv_dtype": torch.float8_e4m3fn})),
+    "mask and window": (DECODE, masked),
+    "given results": (DECODE, given_results),
+    "scales in tensors": (DECODE, tensor_scales),
+    "scale in base 2": (DECODE, lambda: decode(1, bmm1_scale_log2=torch.tensor([0.2]))),
+    "one page": (DECODE, one_page),
     "context": (CONTEXT, context),
-    "mla": (MLA, lambda: mla_arguments(2, 8, [5, 70])),
-    "mla, lse in base e": (MLA, lambda: mla_arguments(1, 16, [5, 70]) | {"return_lse_base": "basee"}),
-    "ragged": (RAGGED, lambda: ragged_arguments(ragged_batch([3, 20], [40, 20], dims=(192, 128)), out=None)),
+    "window of a context": (CONTEXT, lambda: context(window_left=30)),
+    "mla": (MLA, lambda: mla_arguments(2, 8, [69, 70])),
+    "mla, lse in base e": (MLA, lambda: mla_arguments(1, 16, [69, 70]) | {"return_lse_base": "basee"}),
+    "mla, rows apart": (MLA, strided_mla),
+    "ragged": (RAGGED, ragged),
 }
 
 
@@ -47,26 +93,32 @@ def posed(request: pytest.FixtureRequest) -> tuple[str, Arguments]:
     return function, make()
 
 
+def moved(arguments: Arguments, device: str) -> Arguments:
+    return {name: on_gpu(value) for name, value in arguments.items()} if device == "cuda" else arguments
+
+
 def change_contents(arguments: Arguments) -> None:
-    """Other rows, and other lengths where the call reads them on the device."""
+    """Other rows, keys and pages, other lengths, scales and sinks: all that a call reads on the device."""
     arguments["query"].copy_(arguments["query"].flip(0))
+    for name in ("bmm1_scale", "bmm2_scale", "bmm1_scale_log2", "sinks", "key", "value"):
+        if isinstance(arguments.get(name), torch.Tensor):
+            arguments[name].mul_(1.25)
     if "block_tables" in arguments:
+        arguments["block_tables"].copy_(arguments["block_tables"].roll(1, dims=0))
         arguments["seq_lens"].sub_(1)
-    if arguments.get("cum_seq_lens_kv") is not None and "block_tables" in arguments:
+    if "block_tables" in arguments and arguments.get("cum_seq_lens_kv") is not None:
         arguments["cum_seq_lens_kv"][1:] = arguments["seq_lens"].cumsum(0)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_call_of_a_prepared_one_is_the_whole_call(device: str, posed: tuple[str, Arguments]) -> None:
-    function, arguments = posed
-    if device == "cuda":
-        arguments = {name: on_gpu(value) for name, value in arguments.items()}
+    function, arguments = posed[0], moved(posed[1], device)
     call = prepare(portable, function, **arguments)
-    assert isinstance(call, PreparedCall)
+    assert isinstance(call, TritonCall)
     for _ in range(3):
         change_contents(arguments)
         results = call()
-        expected = getattr(portable, function)(**arguments)
+        expected = getattr(portable, function)(**arguments | NEW_RESULTS)
         assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
         assert all(again is first for again, first in zip(call(), results, strict=True))
         assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
@@ -74,10 +126,34 @@ def test_every_call_of_a_prepared_one_is_the_whole_call(device: str, posed: tupl
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_a_call_refuses_is_refused_when_it_is_prepared(device: str) -> None:
-    arguments = {name: on_gpu(value) if device == "cuda" else value for name, value in decode(1).items()}
+    arguments = moved(decode(1), device)
     arguments |= {"query": arguments["query"][..., :32], "kv_cache": tuple(c[..., :32] for c in arguments["kv_cache"])}
     with pytest.raises(NotImplementedError, match="head_dim 64, 128 and 256, not 32"):
         prepare(portable, DECODE, **arguments)
+
+
+@IN_INTERPRETER
+def test_on_a_cpu_every_call_checks_contents() -> None:
+    for function, arguments, name in (
+        (DECODE, decode(1), "seq_lens"),
+        (MLA, mla_arguments(1, 8, [69, 70]), "seq_lens"),
+        (RAGGED, ragged(), "cum_seq_lens_q"),
+    ):
+        call = prepare(portable, function, **arguments)
+        call()
+        arguments[name].fill_(1000)
+        with pytest.raises(ValueError, match=name):
+            call()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("base", ["base2", "basee"])
+def test_a_batch_without_rows(device: str, base: str) -> None:
+    arguments = moved(mla_arguments(1, 8, [69, 70]), device)
+    nobody = {name: arguments[name][:0] for name in ("query", "block_tables", "seq_lens")}
+    call = prepare(portable, MLA, **arguments | nobody | {"return_lse_base": base})
+    for _ in range(2):
+        assert [tuple(result.shape) for result in call()] == [(0, 1, 8, 512), (0, 8)]
 
 
 class FakeKernel:
@@ -86,11 +162,13 @@ class FakeKernel:
     arg_names = ("tensor", "count", "SIZE", "WIDE")
 
     def __init__(self, compiles: bool) -> None:
-        self.compiles = compiles
+        self.compiles, self.fails = compiles, False
         self.events: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         def launch(*arguments: Any, **named: Any) -> Any:
+            if self.fails:
+                raise RuntimeError("out of resources")
             self.events.append(("launched", grid, arguments, named))
             return FakeCompiled(self.events) if self.compiles else None
 
@@ -105,9 +183,9 @@ class FakeCompiled:
         return lambda *arguments: self.events.append(("repeated", grid, arguments))
 
 
-def fake_call(kernel: FakeKernel, tensor: torch.Tensor) -> PreparedCall:
+def fake_call(kernel: FakeKernel, tensor: torch.Tensor) -> TritonCall:
     launch = Launch(kernel, (5, 2), tensor, 7, WIDE=True, SIZE=64, num_warps=4)
-    return PreparedCall(tensor.device, [launch], "results", lambda: kernel.events.append(("finished",)))
+    return TritonCall(tensor.device, [launch, lambda: kernel.events.append(("finished",))], "results")
 
 
 def test_a_compiled_kernel_is_launched_again_at_the_same_addresses() -> None:
@@ -118,6 +196,18 @@ def test_a_compiled_kernel_is_launched_again_at_the_same_addresses() -> None:
     first = ("launched", (5, 2), (tensor, 7), {"WIDE": True, "SIZE": 64, "num_warps": 4})
     again = ("repeated", (5, 2, 1), (tensor.data_ptr(), 7, 64, True))
     assert kernel.events == [first, ("finished",), again, ("finished",), again, ("finished",)]
+
+
+def test_a_kernel_that_could_not_be_launched_is_tried_anew() -> None:
+    kernel, tensor = FakeKernel(compiles=True), torch.zeros(3)
+    call = fake_call(kernel, tensor)
+    kernel.fails = True
+    with pytest.raises(RuntimeError, match="out of resources"):
+        call()
+    kernel.fails = False
+    call()
+    call()
+    assert [event[0] for event in kernel.events] == ["launched", "finished", "repeated", "finished"]
 
 
 def test_what_compiles_nothing_is_launched_as_before() -> None:
@@ -135,7 +225,7 @@ def test_what_compiles_nothing_is_launched_as_before() -> None:
 def test_a_graph_of_a_prepared_call_replays_other_contents(
     device: str, first: str, posed: tuple[str, Arguments]
 ) -> None:
-    function, arguments = posed[0], {name: on_gpu(value) for name, value in posed[1].items()}
+    function, arguments = posed[0], moved(posed[1], device)
     getattr(portable, function)(**arguments)  # nothing is compiled in a capture
     call = prepare(portable, function, **arguments)
     if first == "before the graph":
@@ -147,15 +237,16 @@ def test_a_graph_of_a_prepared_call_replays_other_contents(
     for _ in range(2):
         change_contents(arguments)
         graph.replay()
-        expected = getattr(portable, function)(**arguments)
+        expected = getattr(portable, function)(**arguments | NEW_RESULTS)
         assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
 
 
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="times the host, which other workers use meanwhile")
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
 def test_a_prepared_call_costs_the_host_less_than_half(device: str) -> None:
-    arguments = {name: value.to(device) if hasattr(value, "to") else on_gpu(value) for name, value in decode(1).items()}
-    whole = portable.trtllm_batch_decode_with_kv_cache
-    times = host_time({"whole": lambda: whole(**arguments), "prepared": prepare(portable, DECODE, **arguments)})
+    arguments = moved(decode(1), device)
+    whole = partial(portable.trtllm_batch_decode_with_kv_cache, **arguments)
+    times = host_time({"whole": whole, "prepared": prepare(portable, DECODE, **arguments)})
     medians = {name: time.median_us for name, time in times.items()}
     print(f"\nhost time per call, µs: {medians}")
     assert medians["prepared"] <= medians["whole"] / 2

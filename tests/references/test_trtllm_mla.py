@@ -429,7 +429,8 @@ def test_attention_and_its_control_take_values_of_another_head_dim() -> None:
     inputs: Any = {"query": query, "keys": keys, "values": keys[..., :5], "visible": torch.ones(2, 3, 20) > 0}
     truth, _ = attention(**inputs)
     padded, _ = attention(**inputs | {"values": torch.nn.functional.pad(keys[..., :5], (0, 7))})
-    assert torch.equal(truth, padded[..., :5])
+    # Not bit for bit: how a product is summed may depend on its shape, and does on some CPUs.
+    torch.testing.assert_close(padded[..., :5], truth, rtol=1e-13, atol=1e-14)
     control = eager_attention(**inputs, arithmetic=torch.float32, out_dtype=torch.float32)
     torch.testing.assert_close(control.double(), truth, rtol=1e-4, atol=1e-5)
     nothing: Any = {"keys": keys[:, :0], "values": keys[:, :0, :, :5], "visible": inputs["visible"][..., :0]}

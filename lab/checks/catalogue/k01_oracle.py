@@ -28,7 +28,7 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[Attenti
     for batch_size, case in zip(space.large_batches, large, strict=True):
         yield _large_batch(case, batch_size, space)
     for case in space.covering(interface, counted(level, 4, 8), seed=25):
-        if (case.arithmetic or case.dtype) is torch.bfloat16:  # fp16's and e4m3's loses the light keys
+        if (case.arithmetic or case.dtype) is torch.bfloat16:  # fp16's loses the light keys, as e4m3's
             yield replace(case, window_left=-1, contents=Contents.OVERSHADOWED)
 
 
