@@ -6,8 +6,9 @@ either call of `lab.calls`.
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -227,6 +228,12 @@ def scale_from_log2(bmm1_scale_log2: object) -> torch.Tensor:
     tensor = check_tensor("bmm1_scale_log2", bmm1_scale_log2)
     check_scale("bmm1_scale_log2", tensor)
     return tensor * math.log(2.0)
+
+
+def following_scale(bmm1_scale_log2: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
+    """`bmm1_scale` for calls that are made again: a tensor, empty yet, and what writes it from the other's contents."""
+    scale = torch.empty_like(bmm1_scale_log2)
+    return scale, partial(torch.mul, bmm1_scale_log2, math.log(2.0), out=scale)
 
 
 def output_dtype(call: Any) -> torch.dtype:

@@ -57,7 +57,9 @@ from lab.workloads.traces import TracedRequest, own_trace, read_trace
 METHOD = Method(Clock.GRAPH, L2.COLD_ROTATION)
 MODEL, RANK = "qwen3-32b", "tp2"  # 64 / 8 heads of 128 over two GPUs: 32 / 4
 PORTABLE, FLASHINFER, E4M3 = "portable", "flashinfer", "portable e4m3"
-HOST, HOST_PREPARED = "host", "host_prepared"  # the groups that have host times
+HOST, HOST_PREPARED = "host", "host_prepared"
+# The groups that have host times, and what their points' names begin with.
+HOST_FORMS = {HOST: "eager", HOST_PREPARED: "prepared"}
 PORTABLE_MODULE, FLASHINFER_MODULE = "lab.kernels.portable", "lab.kernels.trtllm"
 # What FlashInfer raises where a module cannot be imported, built or loaded, a function is lacking, or a call is refused.
 MISSING_MODULE = (ImportError, OSError, RuntimeError, TypeError, ValueError)
@@ -233,14 +235,14 @@ def unequal_points() -> list[Point]:
     return [_named("unequal", f"{_mode(q)}/{MODEL}/q{q}s80k_63q{q}s512/{RANK}") for q in WIDE_Q_LENS]
 
 
-def host_points(group: str, form: str) -> list[Point]:
+def host_points(group: str) -> list[Point]:
     """A decode, a verification and an extend, called without a graph."""
     names = (
         f"decode/{MODEL}/64q1s4k/{RANK}",
         f"target_verify/{MODEL}/64q4s4k/{RANK}",
         f"extend/{MODEL}/q512s4k/{RANK}",
     )
-    return [_against_flashinfer(group, f"{form}/{name}", scenario(name), HOST_TARGET) for name in names]
+    return [_against_flashinfer(group, f"{HOST_FORMS[group]}/{name}", scenario(name), HOST_TARGET) for name in names]
 
 
 GROUPS: dict[str, Callable[[Sequence[TracedRequest]], list[Point]]] = {
@@ -250,8 +252,8 @@ GROUPS: dict[str, Callable[[Sequence[TracedRequest]], list[Point]]] = {
     "windows": lambda trace: window_points(),
     "extend": lambda trace: extend_points(),
     "unequal": lambda trace: unequal_points(),
-    HOST: lambda trace: host_points(HOST, "eager"),
-    HOST_PREPARED: lambda trace: host_points(HOST_PREPARED, "prepared"),
+    HOST: lambda trace: host_points(HOST),
+    HOST_PREPARED: lambda trace: host_points(HOST_PREPARED),
 }
 
 
@@ -513,7 +515,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
     def outcome_of(point: Point) -> Mapping[str, Sequence[dict[str, Any]]]:
-        if point.group in (HOST, HOST_PREPARED):
+        if point.group in HOST_FORMS:
             return measure_host(point).by_list("host")
         return measure_point(point, ceilings, given.samples).by_list()
 

@@ -7,7 +7,6 @@ whose partial results a second kernel merges (`lab.kernels.key_shares`); only wh
 prefill, has each block of them a program. Lengths stay on the device: nothing is read back, and no length is compiled in.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,6 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from lab.arguments import following_scale
 from lab.calls import ContextCall, DecodeCall, takes
 from lab.kernels.key_shares import (
     PartialResults,
@@ -154,9 +154,8 @@ def _prepare_decode(call: DecodeCall) -> TritonCall:
     if call.bmm1_scale_log2 is None:
         return _prepare(problem)
     # The problem's scale was made of the tensor's contents, which may change from call to call.
-    scale = torch.empty_like(call.bmm1_scale_log2)
-    to_base_e = partial(torch.mul, call.bmm1_scale_log2, math.log(2.0), out=scale)
-    return _prepare(replace(problem, bmm1_scale=scale), to_base_e)
+    scale, refresh = following_scale(call.bmm1_scale_log2)
+    return _prepare(replace(problem, bmm1_scale=scale), refresh)
 
 
 def _prepare(problem: PagedAttention, *refreshes: Callable[[], object]) -> TritonCall:

@@ -28,6 +28,7 @@ from lab.kernels.key_shares import (
     tiles_of,
 )
 from lab.kernels.support import Capability, Kernel, capability_of, refuse_unsupported, triton_interprets
+from lab.kernels.support_common import share_memory
 from lab.kernels.triton_call import Launch, TritonCall
 from lab.kernels.triton_support import (
     LOG2_E,
@@ -84,7 +85,7 @@ def _prepare(call: MLADecodeCall) -> TritonCall:
     problem = call.problem()
     out, lse = problem.results()
     steps: list[Callable[[], object]] = []
-    if not _share_memory(problem.query, call.query):  # rows that lie too far apart for a view were copied
+    if not share_memory(problem.query, call.query):  # rows that lie too far apart for a view were copied
         steps.append(partial(problem.query.view(call.query.shape).copy_, call.query))
     if problem.query.device.type == "cpu":
         steps.append(partial(check_values, problem))
@@ -94,10 +95,6 @@ def _prepare(call: MLADecodeCall) -> TritonCall:
         if lse is not None and call.return_lse_base == "basee":
             steps.append(partial(lse.mul_, math.log(2.0)))
     return TritonCall(problem.query.device, steps, call.returned(out, lse))
-
-
-def _share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
 
 def choose_mla_tile(num_packed_rows: int, capability: Capability | None) -> Tile:

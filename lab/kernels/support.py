@@ -12,7 +12,16 @@ from typing import Any
 import torch
 
 from lab.kernels import support_mla
-from lab.kernels.support_common import E4M3, Capability, is_one, no_triton, portable_dtypes, sm_name, wrong_gpu
+from lab.kernels.support_common import (
+    E4M3,
+    Capability,
+    is_one,
+    no_triton,
+    portable_dtypes,
+    share_memory,
+    sm_name,
+    wrong_gpu,
+)
 from lab.kernels.support_common import Kernel as Kernel
 from lab.kernels.support_common import triton_interprets as triton_interprets
 from lab.problem import HALF_DTYPES, PagedAttention
@@ -89,8 +98,7 @@ class StoredCache:
     def is_halves(self) -> bool:
         """Each contiguous, in one allocation, V whole pages behind K."""
         behind = self.distance_bytes > 0 and self.distance_bytes % self.page_bytes == 0
-        together = self.k.untyped_storage().data_ptr() == self.v.untyped_storage().data_ptr()
-        return behind and together and self.k.is_contiguous() and self.v.is_contiguous()
+        return behind and share_memory(self.k, self.v) and self.k.is_contiguous() and self.v.is_contiguous()
 
     @property
     def is_one_pool(self) -> bool:

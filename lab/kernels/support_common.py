@@ -69,6 +69,11 @@ def is_one(scale: Scale) -> bool:
     return not isinstance(scale, torch.Tensor) and scale == 1
 
 
+def share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether both are views of one allocation."""
+    return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+
+
 def wrong_gpu(name: str, needed: str, capability: Capability | None) -> str:
     return f"{name} needs a GPU of {needed}, this is {'a CPU' if capability is None else sm_name(capability)}"
 

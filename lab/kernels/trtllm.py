@@ -10,11 +10,11 @@ prepares once and calls many times: `prepare_` before either name returns a `Pre
 """
 
 import functools
-import math
 from typing import Any
 
 import torch
 
+from lab.arguments import following_scale
 from lab.calls import Call, ContextCall, DecodeCall, takes
 from lab.kernels.flashinfer_call import (
     PreparedCall,
@@ -87,9 +87,9 @@ def _prepare_decode(call: DecodeCall) -> PreparedCall:
         check_workspace_size(changes["workspace_buffer"])
         changes["bmm1_scale"] = problem.bmm1_scale
         if call.bmm1_scale_log2 is not None:  # which XQA does not take
-            changes["bmm1_scale_log2"], changes["bmm1_scale"] = None, torch.empty_like(call.bmm1_scale_log2)
-            to_base_e = functools.partial(torch.mul, call.bmm1_scale_log2, math.log(2.0), out=changes["bmm1_scale"])
-            refreshes += (to_base_e,)
+            changes["bmm1_scale_log2"] = None
+            changes["bmm1_scale"], refresh = following_scale(call.bmm1_scale_log2)
+            refreshes += (refresh,)
         if problem.max_q_len > 1 and call.mask is None:
             changes["mask"] = causal_mask(problem.batch_size, problem.max_q_len, problem.query.device)
     # XQA multiplies by o_scale, so that its other neutral value, None, would be an error.

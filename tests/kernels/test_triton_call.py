@@ -19,15 +19,19 @@ from tests.references.test_trtllm_ragged import ragged_arguments, ragged_batch
 
 Arguments = dict[str, Any]
 DECODE, CONTEXT = "trtllm_batch_decode_with_kv_cache", "trtllm_batch_context_with_kv_cache"
-NEW_RESULTS: Arguments = {"out": None, "lse": None}
 MLA, RAGGED = "trtllm_batch_decode_with_kv_cache_mla", "trtllm_ragged_attention_deepseek"
+NEW_RESULTS: Arguments = {"out": None, "lse": None}
 
 
 def decode(
-    q_len: int, heads: tuple[int, int] = (4, 2), batch_options: Arguments | None = None, **options: Any
+    q_len: int,
+    heads: tuple[int, int] = (4, 2),
+    kv_lens: tuple[int, int] = (149, 150),
+    kv_dtype: torch.dtype = torch.bfloat16,
+    **options: Any,
 ) -> Arguments:
-    """Two requests of three pages each."""
-    batch = random_batch([q_len] * 2, [149, 150], heads=heads, head_dim=64, dtype=torch.bfloat16, **batch_options or {})
+    """Two requests of as many pages each."""
+    batch = random_batch([q_len] * 2, kv_lens, heads=heads, head_dim=64, dtype=torch.bfloat16, kv_dtype=kv_dtype)
     return decode_arguments(batch, 64, **{"out_dtype": None, "bmm1_scale": 0.125} | options)
 
 
@@ -52,12 +56,6 @@ def tensor_scales() -> Arguments:
     return decode(1, bmm1_scale=torch.tensor([0.1]), bmm2_scale=torch.tensor([1.5]), sinks=sinks)
 
 
-def one_page() -> Arguments:
-    """A table of one column, whose stride 1 Triton compiles in."""
-    batch = random_batch([1, 1], [60, 63], heads=(4, 2), head_dim=64, dtype=torch.bfloat16)
-    return decode_arguments(batch, 64, out_dtype=None, bmm1_scale=0.125)
-
-
 def strided_mla() -> Arguments:
     """A query whose rows are those of a wider one, so that no view has them in one dimension."""
     arguments = mla_arguments(2, 8, [69, 70])
@@ -72,12 +70,12 @@ def ragged() -> Arguments:
 CALLS: dict[str, tuple[str, Callable[[], Arguments]]] = {
     "decode": (DECODE, lambda: decode(1)),
     "128 rows": (DECODE, lambda: decode(16, (16, 2))),
-    "e4m3": (DECODE, lambda: decode(2, batch_options={"kv_dtype": torch.float8_e4m3fn})),
+    "e4m3": (DECODE, lambda: decode(2, kv_dtype=torch.float8_e4m3fn)),
     "mask and window": (DECODE, masked),
     "given results": (DECODE, given_results),
     "scales in tensors": (DECODE, tensor_scales),
     "scale in base 2": (DECODE, lambda: decode(1, bmm1_scale_log2=torch.tensor([0.2]))),
-    "one page": (DECODE, one_page),
+    "one page, whose table's stride 1 is compiled in": (DECODE, lambda: decode(1, kv_lens=(60, 63))),
     "context": (CONTEXT, context),
     "window of a context": (CONTEXT, lambda: context(window_left=30)),
     "mla": (MLA, lambda: mla_arguments(2, 8, [69, 70])),
