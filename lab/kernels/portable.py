@@ -43,6 +43,7 @@ from lab.kernels.triton_support import (
     Tile,
     dot,
     dot_dtype,
+    empty_denominator,
     fitted,
     fitting_power,
     halves_of_pairs,
@@ -54,6 +55,7 @@ from lab.kernels.triton_support import (
     scalar,
     softmax_step,
     tiles_of_pages,
+    whole_denominator,
 )
 from lab.problem import PagedAttention, check_values
 
@@ -123,8 +125,12 @@ def choose_tile(num_packed_rows: int, head_dim: int, kv_bytes: int, capability: 
     * 8 tokens: 148 with 64 keys, 3 stages; 154 with 2; 142 with 32 keys, 3 stages; 136 to 138 by descriptor.
     * 16 tokens: 186 to 198 without descriptors; 222 with 32 keys, 4 stages; 238 with blocks of 64 rows; 257 with 2 stages.
     * heads of 64, 8 tokens: 78; 83 with 128 keys, 3 stages. Heads of 256, 8 tokens: 308; 317 with 32 keys, 3 stages.
-    * e4m3, at 8,192 keys, 1 token: 165; 178 with 128 keys, 2 stages; 230 with three programs. 4 tokens: 220; 239 with 128
-      keys, 2 stages; 308 with three programs. 8 tokens: 295; 365 with 32 keys; 430 with blocks of 32 rows.
+    * e4m3, at 8,192 keys (bf16 253), 1 token: 134; before `denominator_per_key` and with 3 stages 141, then 140 with 4, 154
+      with 128 keys, 182 with 2 stages of those, 203 with three programs. 4 tokens: 178; then 183, 185, 185, 216 and 260.
+      8 tokens: 295; 365 with 32 keys; 353 with blocks of 32 rows.
+
+    `denominator_per_key`, with it and without: 4 tokens 135 and 133, of heads of 64 84 and 88, of 256 262 and 267; 1 token
+    within 1 %; 16 tokens, whose warps share no rows, 188 and 179; e4m3, 1 token 134 and 140, 4 tokens 178 and 182.
 
     `unit_keys`, on 64 requests of 64 to 25,773 keys, 0 / 128 / 256 / 512: 1 token 143 / 133 / 128 / 131, 8 tokens 177 / 161 /
     150 / 153, 16 tokens 274 / 254 / 239 / 206.
@@ -146,7 +152,14 @@ def choose_tile(num_packed_rows: int, head_dim: int, kv_bytes: int, capability: 
         return Tile(rows, keys, num_warps=8, num_stages=num_stages, unit_keys=512, by_descriptor=True)
     if rows == 64:
         return Tile(rows, 64 * 128 // (max(head_dim, 64) * kv_bytes), num_warps=4, num_stages=4, per_multiprocessor=2)
-    return Tile(rows, 64 * 128 // max(head_dim, 64), num_warps=4, num_stages=3, per_multiprocessor=2)
+    return Tile(
+        rows,
+        64 * 128 // max(head_dim, 64),
+        num_warps=4,
+        num_stages=3 if kv_bytes > 1 else 4,
+        per_multiprocessor=2,
+        denominator_per_key=(rows, head_dim * kv_bytes) != (32, 256),
+    )
 
 
 def _prepare_decode(call: DecodeCall) -> TritonCall:
@@ -208,13 +221,13 @@ def _launches(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor
     parts = None
     if shares is not None and shares.pieces > 1:
         parts = PartialResults.empty(shares, q_blocks, tile.rows, problem)
-    v_cache = paired(problem.v_cache, tile)
+    k_cache, v_cache = paired((problem.k_cache, problem.v_cache), tile)
     whole_grid = (q_blocks, problem.num_kv_heads, problem.batch_size)
     attention = Launch(
         _attention_kernel,
         whole_grid if shares is None else (q_blocks, shares.pieces),
         problem.query,
-        problem.k_cache,
+        k_cache,
         v_cache,
         tiles_of_pages(problem.k_cache, tile, problem.head_dim),
         tiles_of_pages(problem.v_cache, tile, problem.head_dim),
@@ -238,7 +251,7 @@ def _launches(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor
         0 if shares is None else shares.pieces,
         0 if shares is None else shares.least_tiles,
         *problem.query.stride()[:2],
-        *problem.k_cache.stride()[:3],
+        *k_cache.stride()[:3],
         *v_cache.stride()[:3],
         problem.k_block_tables.stride(0),
         problem.v_block_tables.stride(0),
@@ -251,6 +264,7 @@ def _launches(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor
         UNIT_PLACES=0 if shares is None else tile.unit_keys // tile.keys,
         BLOCK_ROWS=tile.rows,
         BLOCK_KEYS=tile.keys,
+        DENOMINATOR_PER_KEY=tile.denominator_per_key,
         DOT_DTYPE=dot_dtype(problem.k_cache),
         BMM1_IS_TENSOR=isinstance(problem.bmm1_scale, torch.Tensor),
         BMM2_IS_TENSOR=isinstance(problem.bmm2_scale, torch.Tensor),
@@ -268,8 +282,8 @@ def _launches(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor
 @triton.jit(do_not_specialize=["max_q_len", "window_left", "batch_size", "num_kv_heads", "pieces", "least_tiles"])
 def _attention_kernel(
     query,
-    k_cache,
-    v_cache,  # int16 where `paired` has made pairs of e4m3 elements
+    k_cache,  # as v_cache int16 where `paired` has made pairs of e4m3 elements
+    v_cache,
     k_tiles,  # a descriptor of k_cache's tiles of keys, or None
     v_tiles,
     k_block_tables,
@@ -310,6 +324,7 @@ def _attention_kernel(
     UNIT_PLACES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
+    DENOMINATOR_PER_KEY: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     BMM1_IS_TENSOR: tl.constexpr,
     BMM2_IS_TENSOR: tl.constexpr,
@@ -348,8 +363,8 @@ def _attention_kernel(
     group_head = (q_block * BLOCK_ROWS + block_row) % GROUP  # head r % GROUP of a K/V head's group
     dims = tl.arange(0, HEAD_DIM)
     PAIRED: tl.constexpr = v_cache.dtype.element_ty == tl.int16
-    V_ELEMENTS: tl.constexpr = HEAD_DIM // 2 if PAIRED else HEAD_DIM
-    v_elements = tl.arange(0, V_ELEMENTS)
+    ELEMENTS: tl.constexpr = HEAD_DIM // 2 if PAIRED else HEAD_DIM
+    elements = tl.arange(0, ELEMENTS)
     key_offsets = tl.arange(0, BLOCK_KEYS)
     scale_log2 = scalar(bmm1_scale, BMM1_IS_TENSOR) * LOG2_E
 
@@ -376,6 +391,9 @@ def _attention_kernel(
         power = fitting_power(q, DOT_DTYPE)
         q = fitted(q, power, DOT_DTYPE)
         row_scale_log2 = scale_log2 * tl.exp2(power)
+        odd_q = q  # the odd elements where K has pairs, which `q` then lacks
+        if PAIRED:
+            q, odd_q = tl.split(tl.reshape(q, [BLOCK_ROWS, ELEMENTS, 2]))
 
         # The keys of this share that any row of the block may see, and among them those that every row sees.
         q_position = kv_len - q_len  # of the request's first query token; negative where it has fewer keys than rows
@@ -405,9 +423,9 @@ def _attention_kernel(
         num_common = tl.maximum(num_common, 0)
 
         largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-        denominator = tl.zeros([BLOCK_ROWS], tl.float32)
-        sums = tl.zeros([BLOCK_ROWS, V_ELEMENTS], tl.float32)
-        odd_sums = sums  # of the odd elements of pairs, which `sums` then lacks
+        denominator = empty_denominator(BLOCK_ROWS, BLOCK_KEYS, DENOMINATOR_PER_KEY)
+        sums = tl.zeros([BLOCK_ROWS, ELEMENTS], tl.float32)
+        odd_sums = sums  # as odd_q
         k_table = k_block_tables + request * k_table_stride
         v_table = v_block_tables + request * v_table_stride
         k_head = k_cache + kv_head * k_head_stride
@@ -434,12 +452,16 @@ def _attention_kernel(
                 else:
                     k_offset = offsets_of(k_page, begin, k_page_stride, k_token_stride, PAGE_SIZE, BLOCK_KEYS)
                     v_offset = offsets_of(v_page, begin, v_page_stride, v_token_stride, PAGE_SIZE, BLOCK_KEYS)
-                    k = tl.load(k_head + k_offset[None, :] + dims[:, None], mask=k_exists, other=other)
-                    v = tl.load(v_head + v_offset[:, None] + v_elements[None, :], mask=v_exists, other=other)
+                    k = tl.load(k_head + k_offset[None, :] + elements[:, None], mask=k_exists, other=other)
+                    v = tl.load(v_head + v_offset[:, None] + elements[None, :], mask=v_exists, other=other)
                 following = share_begin + _tile_of(tile + 1, num_before, num_common, MASKED) * BLOCK_KEYS
                 k_page = pages_of(k_table, following, share_end, PAGE_SIZE, BLOCK_KEYS)
                 v_page = pages_of(v_table, following, share_end, PAGE_SIZE, BLOCK_KEYS)
                 scores = tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32)
+                if PAIRED:
+                    k, odd_k = halves_of_pairs(k, INTERPRETED)
+                    v, odd_v = halves_of_pairs(v, INTERPRETED)
+                    scores = dot(odd_q, odd_k, scores, INTERPRETED)
                 scores = dot(q, k.to(DOT_DTYPE), scores, INTERPRETED) * row_scale_log2[:, None]
                 if MASKED:
                     visible = row_exists[:, None] & key_exists[None, :]
@@ -458,8 +480,6 @@ def _attention_kernel(
                     if window_left >= 0:
                         visible = visible & (key[None, :] >= position_of_row[:, None] - window_left)
                     scores = tl.where(visible, scores, float("-inf"))
-                if PAIRED:
-                    v, odd_v = halves_of_pairs(v, DOT_DTYPE)
                 weights, rescale, largest, denominator = softmax_step(
                     scores, largest, denominator, DOT_DTYPE, INTERPRETED
                 )
@@ -471,7 +491,7 @@ def _attention_kernel(
             sums = tl.reshape(tl.join(sums, odd_sums), [BLOCK_ROWS, HEAD_DIM])
         store_share(
             largest,
-            denominator,
+            whole_denominator(denominator),
             sums,
             (first_tile == 0) & (last_tile == tiles),
             sinks,

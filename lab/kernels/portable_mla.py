@@ -36,6 +36,7 @@ from lab.kernels.triton_support import (
     accumulate,
     dot,
     dot_dtype,
+    empty_denominator,
     fitted,
     fitting_power,
     has_rows,
@@ -43,6 +44,7 @@ from lab.kernels.triton_support import (
     pages_of,
     scalar,
     tiles_of_pages,
+    whole_denominator,
 )
 from lab.mla_call import MLADecodeCall
 from lab.problem import PagedAttention, check_values
@@ -106,6 +108,7 @@ def choose_mla_tile(num_packed_rows: int, capability: Capability | None) -> Tile
 
     * 16 rows (16 heads; 166 with what is chosen, FlashInfer's FA3 wrapper 147): 167 with 32 keys, 4 warps and two programs
       of a multiprocessor, which is what fits other GPUs; 171 with 64 keys, 2 stages, 4 warps; 213 with one program of those.
+      Without `denominator_per_key`, on another GPU: 172 for 166.
     * 64 rows (128 heads; 548 with what is chosen, the wrapper 241): 719 without descriptors, for which registers lack then; by
       descriptor 643 with 32 keys, 3 or 4 stages. Blocks of 32 rows were slower still. Triton gives each of the two warp
       groups all scores of 64 rows, so that Q·K^T is computed twice.
@@ -118,7 +121,14 @@ def choose_mla_tile(num_packed_rows: int, capability: Capability | None) -> Tile
     rows = min(max(16, triton.next_power_of_2(num_packed_rows)), most_rows)
     if most_rows == 16:
         return Tile(rows, keys=32, num_warps=4, num_stages=3, per_multiprocessor=2)
-    return Tile(rows, keys=64, num_warps=8, num_stages=2 if rows == 64 else 3, by_descriptor=rows == 64)
+    return Tile(
+        rows,
+        keys=64,
+        num_warps=8,
+        num_stages=2 if rows == 64 else 3,
+        by_descriptor=rows == 64,
+        denominator_per_key=rows == 16,
+    )
 
 
 def choose_dot_dtype(problem: PagedAttention, tile: Tile) -> tl.dtype:
@@ -173,6 +183,7 @@ def _launches(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor
         UNIT_PLACES=tile.unit_keys // tile.keys,
         BLOCK_ROWS=tile.rows,
         BLOCK_KEYS=tile.keys,
+        DENOMINATOR_PER_KEY=tile.denominator_per_key,
         DOT_DTYPE=choose_dot_dtype(problem, tile),
         BMM1_IS_TENSOR=isinstance(problem.bmm1_scale, torch.Tensor),
         BMM2_IS_TENSOR=isinstance(problem.bmm2_scale, torch.Tensor),
@@ -218,6 +229,7 @@ def _mla_kernel(
     UNIT_PLACES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
+    DENOMINATOR_PER_KEY: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     BMM1_IS_TENSOR: tl.constexpr,
     BMM2_IS_TENSOR: tl.constexpr,
@@ -279,7 +291,7 @@ def _mla_kernel(
         num_common = tl.maximum(common_end - share_begin, 0) // BLOCK_KEYS
 
         largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-        denominator = tl.zeros([BLOCK_ROWS], tl.float32)
+        denominator = empty_denominator(BLOCK_ROWS, BLOCK_KEYS, DENOMINATOR_PER_KEY)
         sums = tl.zeros([BLOCK_ROWS, RANK], tl.float32)
         table = block_tables + request * table_stride
         for MASKED in tl.static_range(2):  # the loop twice: without a mask, and with one
@@ -315,7 +327,7 @@ def _mla_kernel(
 
         store_share(
             largest,
-            denominator,
+            whole_denominator(denominator),
             sums,
             (first_tile == 0) & (last_tile == tiles),
             sinks,

@@ -19,7 +19,9 @@ class Tile:
 
     To begin and end a request and K/V head takes a program as long as `unit_keys` keys, in which it waits for its first keys
     and writes its results: a program that has many short ones gets fewer keys. With `by_descriptor`, tiles that need no mask
-    are loaded by Hopper's copy engine where `tiles_of_pages` can describe them.
+    are loaded by Hopper's copy engine where `tiles_of_pages` can describe them. With `denominator_per_key`, the softmax's
+    denominator is kept in a part for each key of a tile, which are summed up once, behind the last tile: warps that share rows
+    wait for each other less often, and a thread needs as many registers more as it has scores.
     """
 
     rows: int
@@ -29,6 +31,7 @@ class Tile:
     per_multiprocessor: int = 1
     unit_keys: int = 256
     by_descriptor: bool = False
+    denominator_per_key: bool = False
 
 
 def has_rows(problem: PagedAttention | RaggedAttention) -> bool:
@@ -59,16 +62,19 @@ def loads_by_descriptor(cache: torch.Tensor, keys: int) -> bool:
     return aligned and cache.numel() > 0 and cache.shape[2] % keys == 0 and cache.element_size() > 1
 
 
-def paired(cache: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """The pool of V, e4m3 elements as int16 pairs where a tile's products take them from registers.
+def paired(caches: tuple[torch.Tensor, torch.Tensor], tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pools of K and V, e4m3 elements as int16 pairs where a tile's products take them from registers.
 
-    A register of such products, which have less than 64 rows, holds one element of two successive keys. Two bytes at a time
-    come from shared memory in that order; single bytes would be read one by one.
+    So do products of less than 64 rows. A register of theirs holds two elements of K or V, and one of the pool four: as
+    pairs, two permuted bytes each (`halves_of_pairs`), which as single bytes are masked, shifted and moved one by one.
     """
-    if cache.dtype != torch.float8_e4m3fn or tile.rows >= 64:
-        return cache
-    places = (*cache.stride()[:3], cache.storage_offset(), cache.data_ptr())
-    return cache if any(place % 2 for place in places) else cache.view(torch.int16)
+    if caches[0].dtype != torch.float8_e4m3fn or tile.rows >= 64 or torch.version.hip is not None:
+        return caches
+    k_cache, v_cache = caches
+    places = [(*cache.stride()[:3], cache.storage_offset(), cache.data_ptr()) for cache in caches]
+    if any(place % 2 for place in places[0] + places[1]):
+        return caches
+    return k_cache.view(torch.int16), v_cache.view(torch.int16)
 
 
 def dot_dtype(cache: torch.Tensor) -> tl.dtype:
@@ -171,6 +177,8 @@ def dot(a, b, sums, INTERPRETED: tl.constexpr):
 def softmax_step(scores, largest, denominator, DOT_DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
     """One step of a running softmax in base 2: weights of these scores in DOT_DTYPE, the factor of earlier sums, the new state.
 
+    The denominator is of `empty_denominator`.
+
     The largest weight is 1, in float16 2 ** 14, and `largest` is below the largest score by as much: float16 has nothing below
     2 ** -24, and where one key has nearly all the weight, a hundred thousand others share what is left.
     """
@@ -182,8 +190,28 @@ def softmax_step(scores, largest, denominator, DOT_DTYPE: tl.constexpr, INTERPRE
     origin = tl.where(new_largest == float("-inf"), 0.0, new_largest)
     weights = tl.exp2(scores - origin[:, None])
     rescale = tl.exp2(largest - origin)
-    denominator = denominator * rescale + tl.sum(weights, 1)
+    if len(denominator.shape) == 2:
+        denominator = denominator * rescale[:, None] + weights
+    else:
+        denominator = denominator * rescale + tl.sum(weights, 1)
     return rounded(weights, DOT_DTYPE, INTERPRETED), rescale, new_largest, denominator
+
+
+@triton.jit
+def empty_denominator(BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, PER_KEY: tl.constexpr):
+    """A softmax's denominator before its first key: [rows], or [rows, keys] of a tile with `denominator_per_key`."""
+    denominator = tl.zeros([BLOCK_ROWS], tl.float32)
+    if PER_KEY:
+        denominator = tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32)
+    return denominator
+
+
+@triton.jit
+def whole_denominator(denominator):
+    """[rows], behind the last key."""
+    if len(denominator.shape) == 2:
+        denominator = tl.sum(denominator, 1)
+    return denominator
 
 
 @triton.jit
@@ -194,11 +222,28 @@ def accumulate(scores, values, largest, denominator, sums, DOT_DTYPE: tl.constex
 
 
 @triton.jit
-def halves_of_pairs(pairs, DTYPE: tl.constexpr):
-    """(the even, the odd elements) in DTYPE of int16 `pairs` of e4m3 elements."""
-    even = (pairs & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
-    odd = ((pairs >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
-    return even.to(DTYPE), odd.to(DTYPE)
+def halves_of_pairs(pairs, INTERPRETED: tl.constexpr):
+    """(the even, the odd elements) in float16 of int16 `pairs` of e4m3 elements."""
+    if INTERPRETED:
+        even = (pairs & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        odd = ((pairs >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        return even.to(tl.float16), odd.to(tl.float16)
+    # Two pairs of a register at a time. Of the lines above, compilers make three operations for each of the permuted bytes.
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 sorted;
+        .reg .b16 even, odd;
+        prmt.b32 sorted, $2, 0, 0x3120;
+        mov.b32 {even, odd}, sorted;
+        cvt.rn.f16x2.e4m3x2 $0, even;
+        cvt.rn.f16x2.e4m3x2 $1, odd;
+        }""",
+        "=r,=r,r",
+        [pairs],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
 
 
 @triton.jit

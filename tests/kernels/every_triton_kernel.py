@@ -53,6 +53,10 @@ def attention_problems() -> Iterator[tuple[str, dict[str, Any]]]:
     yield decode, decode_arguments(random_batch([4, 4], [4, 1030], **half), 16, window_left=70, sinks=sinks, **options)
     yield decode, decode_arguments(random_batch([3, 3], [40, 129], **half), 32, mask=pack_mask(triangle), **options)
     yield context, context_arguments(random_batch([1, 70, 129], [200, 70, 700], **half), 64, **options)
+    if torch.cuda.get_device_capability() >= (8, 9):
+        for q_len in (1, 8, 16):  # read as pairs in tiles of 16 and 32 rows, byte by byte in 64
+            batch = random_batch([q_len] * 2, [q_len + 1, 4097], **half, kv_dtype=torch.float8_e4m3fn)
+            yield decode, decode_arguments(batch, 16, **options)
     for q_len, heads in ((1, 16), (2, 16), (5, 16)):  # tiles of 16, 32 and 64 rows
         yield "trtllm_batch_decode_with_kv_cache_mla", mla_arguments(q_len, heads, [q_len, 65, 4097])
     for q_lens in ([1, 7, 13], [3, 64, 200]):  # tiles of 16 and of 128 rows; fewer keys than rows, and none

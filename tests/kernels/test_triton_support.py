@@ -1,0 +1,46 @@
+"""What the portable kernels share, by itself."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from lab.kernels.support import triton_interprets
+from lab.kernels.triton_support import Tile, halves_of_pairs, paired
+from tests.devices import DEVICES
+
+E4M3 = torch.float8_e4m3fn
+TILE = Tile(16, 64, num_warps=4, num_stages=3)
+
+
+@triton.jit
+def _store_halves(pairs, even, odd, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    even_half, odd_half = halves_of_pairs(tl.load(pairs + place), INTERPRETED)
+    tl.store(even + place, even_half)
+    tl.store(odd + place, odd_half)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("block", [1, 1024], ids=["a pair by itself", "pairs beside each other"])
+def test_halves_of_every_pair(device: str, block: int) -> None:
+    """NaNs among them, which the interpreter of Triton 3.7 takes for numbers."""
+    every = torch.arange(256, dtype=torch.int32) if block == 1 else torch.arange(2**16, dtype=torch.int32)
+    pairs = (every * 257 if block == 1 else every).to(torch.int16).to(device)
+    even, odd = (torch.empty(pairs.shape, dtype=torch.float16, device=device) for _ in range(2))
+    _store_halves[(pairs.numel() // block,)](pairs, even, odd, BLOCK=block, INTERPRETED=triton_interprets())
+    elements = pairs.view(E4M3).to(torch.float16).view(-1, 2)
+    asked = ~elements.isnan() if triton_interprets() else slice(None)
+    halves = torch.stack([even, odd], 1)
+    torch.testing.assert_close(halves[asked], elements[asked], rtol=0, atol=0, equal_nan=True)
+
+
+def test_k_and_v_are_paired_together() -> None:
+    pool = torch.zeros(4, 2, 16, 64, dtype=E4M3)
+    odd = torch.zeros(4, 2, 16, 65, dtype=E4M3)[..., :64]
+    assert [cache.dtype for cache in paired((pool, pool), TILE)] == [torch.int16] * 2
+    for caches in ((pool, odd), (odd, pool)):
+        assert paired(caches, TILE) == caches
+    assert paired((pool, pool), Tile(64, 64, num_warps=4, num_stages=3)) == (pool, pool)
+    halves = (pool.to(torch.float16), pool.to(torch.float16))
+    assert paired(halves, TILE) == halves
