@@ -1,4 +1,4 @@
-"""FlashInfer's TRT-LLM attention functions in Triton: any GPU that Triton compiles for, and a CPU in its interpreter.
+"""FlashInfer's TRT-LLM attention functions in Triton: any NVIDIA GPU that Triton compiles for, and a CPU in its interpreter.
 
 One kernel serves decode, verify, draft extend and extend; latent attention (MLA) has its own, in `portable_mla`, and so has
 MLA's prefill before absorption, in `portable_ragged`. The query rows of a request and the query heads that share a K/V head
@@ -118,19 +118,22 @@ def choose_tile(num_packed_rows: int, head_dim: int, kv_bytes: int, capability: 
     allow, two programs of a multiprocessor that hide each other's waits, and enough tiles of K and V on their way for each.
     Beyond, it is bound by what a tile takes from its arrival to its products: 128 rows as two warp groups, whose tiles come
     by descriptor, which leaves their threads the registers that addresses would take. Measured on an H200, bf16, 64 requests
-    at 4,096 keys, 32/4 heads of 128, pages of 64, µs (133, 137, 137 and 174 with what is chosen):
+    at 4,096 keys, 32/4 heads of 128, pages of 64, µs (133, 137, 137 and 174 with what is chosen, or a neighbour of it; times
+    of one line are of one GPU, those of two may be of two):
 
     * 1 token: 150 with three programs, 173 with three and 2 stages; the others were slower with an earlier schedule.
     * 4 tokens: 165 with 32 keys, 4 stages; 160 with 2 stages; 139 by descriptor.
     * 8 tokens: 148 with 64 keys, 3 stages; 154 with 2; 142 with 32 keys, 3 stages; 136 to 138 by descriptor.
     * 16 tokens: 186 to 198 without descriptors; 222 with 32 keys, 4 stages; 238 with blocks of 64 rows; 257 with 2 stages.
-    * heads of 64, 8 tokens: 78; 83 with 128 keys, 3 stages. Heads of 256, 8 tokens: 308; 317 with 32 keys, 3 stages.
-    * e4m3, at 8,192 keys (bf16 253), 1 token: 134; before `denominator_per_key` and with 3 stages 141, then 140 with 4, 154
-      with 128 keys, 182 with 2 stages of those, 203 with three programs. 4 tokens: 178; then 183, 185, 185, 216 and 260.
-      8 tokens: 295; 365 with 32 keys; 353 with blocks of 32 rows.
+    * heads of 64, 1 token: 72; 74 with 128 keys. 4 tokens: 79 and 85. 8 tokens: 78; 83 with 128 keys, 3 stages. Heads of 256,
+      8 tokens: 308; 317 with 32 keys, 3 stages.
+    * e4m3, at 8,192 keys, 1 token, before `denominator_per_key` and with 3 stages: 141; 140 with 4, 154 with 128 keys, 182
+      with 2 stages of those, 203 with three programs. 4 tokens: 183; 185, 185, 216 and 260. 8 tokens: 295; 365 with 32 keys.
+    * e4m3 heads of 64, at 4,096 keys, 1 token: 52; 56 with 128 keys. 4 tokens: 95 and 105.
 
-    `denominator_per_key`, with it and without: 4 tokens 135 and 133, of heads of 64 84 and 88, of 256 262 and 267; 1 token
-    within 1 %; 16 tokens, whose warps share no rows, 188 and 179; e4m3, 1 token 134 and 140, 4 tokens 178 and 182.
+    `denominator_per_key`, with it and without: 4 tokens 135 and 133, where registers lack, of heads of 64 79 and 85, of 256 262
+    and 267; 1 token within 1 %; 16 tokens, whose warps share no rows, 188 and 179; e4m3 at 8,192 keys 134 and 140 for 1 token,
+    178 and 182 for 4, at 4,096 of heads of 256 149 and 163, 208 and 226.
 
     `unit_keys`, on 64 requests of 64 to 25,773 keys, 0 / 128 / 256 / 512: 1 token 143 / 133 / 128 / 131, 8 tokens 177 / 161 /
     150 / 153, 16 tokens 274 / 254 / 239 / 206.
@@ -154,11 +157,11 @@ def choose_tile(num_packed_rows: int, head_dim: int, kv_bytes: int, capability: 
         return Tile(rows, 64 * 128 // (max(head_dim, 64) * kv_bytes), num_warps=4, num_stages=4, per_multiprocessor=2)
     return Tile(
         rows,
-        64 * 128 // max(head_dim, 64),
+        64 * 128 // max(head_dim, 128),
         num_warps=4,
         num_stages=3 if kv_bytes > 1 else 4,
         per_multiprocessor=2,
-        denominator_per_key=(rows, head_dim * kv_bytes) != (32, 256),
+        denominator_per_key=(rows, head_dim, kv_bytes) != (32, 128, 2),
     )
 
 

@@ -1,4 +1,4 @@
-"""FlashInfer's MLA decode call in Triton: any GPU that Triton compiles for, and a CPU in its interpreter.
+"""FlashInfer's MLA decode call in Triton: any NVIDIA GPU that Triton compiles for, and a CPU in its interpreter.
 
 After absorption all query heads read the same cache entries, whose latent part is key and value at once. The query rows of
 a request and all heads are packed into one tile, and each tile of entries is loaded once and used for both products. Keys

@@ -1,4 +1,4 @@
-"""FlashInfer's ragged context call in Triton: any GPU that Triton compiles for, and a CPU in its interpreter.
+"""FlashInfer's ragged context call in Triton: any NVIDIA GPU that Triton compiles for, and a CPU in its interpreter.
 
 MLA's prefill before absorption: keys are wider than values, 192 and 128, and 192 is no power of two. Q and K are therefore
 loaded as two tiles, of 128 and of 64, and multiplied as two products into one sum: a tile of 256 with a quarter of it zero

@@ -68,13 +68,21 @@ def paired(caches: tuple[torch.Tensor, torch.Tensor], tile: Tile) -> tuple[torch
     So do products of less than 64 rows. A register of theirs holds two elements of K or V, and one of the pool four: as
     pairs, two permuted bytes each (`halves_of_pairs`), which as single bytes are masked, shifted and moved one by one.
     """
-    if caches[0].dtype != torch.float8_e4m3fn or tile.rows >= 64 or torch.version.hip is not None:
-        return caches
     k_cache, v_cache = caches
-    places = [(*cache.stride()[:3], cache.storage_offset(), cache.data_ptr()) for cache in caches]
-    if any(place % 2 for place in places[0] + places[1]):
+    if k_cache.dtype != torch.float8_e4m3fn or tile.rows >= 64 or not all(_has_pairs(cache) for cache in caches):
         return caches
     return k_cache.view(torch.int16), v_cache.view(torch.int16)
+
+
+def _has_pairs(cache: torch.Tensor) -> bool:
+    """Whether vectors begin at even addresses, and Triton still sees that 16 bytes can be loaded at a time.
+
+    For that it wants strides to be multiples of 16 elements, be they bytes or pairs.
+    """
+    strides_bytes = cache.stride()[:3]
+    return (
+        all(stride % 32 == 0 for stride in strides_bytes) and cache.storage_offset() % 16 == cache.data_ptr() % 16 == 0
+    )
 
 
 def dot_dtype(cache: torch.Tensor) -> tl.dtype:
@@ -200,10 +208,7 @@ def softmax_step(scores, largest, denominator, DOT_DTYPE: tl.constexpr, INTERPRE
 @triton.jit
 def empty_denominator(BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, PER_KEY: tl.constexpr):
     """A softmax's denominator before its first key: [rows], or [rows, keys] of a tile with `denominator_per_key`."""
-    denominator = tl.zeros([BLOCK_ROWS], tl.float32)
-    if PER_KEY:
-        denominator = tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32)
-    return denominator
+    return tl.zeros([BLOCK_ROWS, BLOCK_KEYS] if PER_KEY else [BLOCK_ROWS], tl.float32)
 
 
 @triton.jit

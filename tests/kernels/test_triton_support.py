@@ -22,11 +22,11 @@ def _store_halves(pairs, even, odd, BLOCK: tl.constexpr, INTERPRETED: tl.constex
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("block", [1, 1024], ids=["a pair by itself", "pairs beside each other"])
+@pytest.mark.parametrize("block", [2, 1024], ids=["one pair of a thread", "pairs beside each other"])
 def test_halves_of_every_pair(device: str, block: int) -> None:
-    """NaNs among them, which the interpreter of Triton 3.7 takes for numbers."""
-    every = torch.arange(256, dtype=torch.int32) if block == 1 else torch.arange(2**16, dtype=torch.int32)
-    pairs = (every * 257 if block == 1 else every).to(torch.int16).to(device)
+    """NaNs among them, which the interpreter of Triton 3.7 takes for numbers. One pair has two different elements."""
+    every = torch.arange(256, dtype=torch.int32) if block == 2 else torch.arange(2**16, dtype=torch.int32)
+    pairs = (every * 257 ^ 255 if block == 2 else every).to(torch.int16).to(device)
     even, odd = (torch.empty(pairs.shape, dtype=torch.float16, device=device) for _ in range(2))
     _store_halves[(pairs.numel() // block,)](pairs, even, odd, BLOCK=block, INTERPRETED=triton_interprets())
     elements = pairs.view(E4M3).to(torch.float16).view(-1, 2)
@@ -37,10 +37,15 @@ def test_halves_of_every_pair(device: str, block: int) -> None:
 
 def test_k_and_v_are_paired_together() -> None:
     pool = torch.zeros(4, 2, 16, 64, dtype=E4M3)
-    odd = torch.zeros(4, 2, 16, 65, dtype=E4M3)[..., :64]
     assert [cache.dtype for cache in paired((pool, pool), TILE)] == [torch.int16] * 2
-    for caches in ((pool, odd), (odd, pool)):
-        assert paired(caches, TILE) == caches
+    odd = torch.zeros(4, 2, 16, 65, dtype=E4M3)[..., :64]
+    moved = torch.zeros(4, 2, 16, 96, dtype=E4M3)[
+        ..., 2:66
+    ]  # what is 16 bytes long would not begin at a multiple of 16
+    narrow = torch.zeros(4, 2, 16, 80, dtype=E4M3)[..., :64]  # 40 pairs, which Triton would load one by one
+    for other in (odd, moved, narrow):
+        for caches in ((pool, other), (other, pool)):
+            assert paired(caches, TILE) == caches
     assert paired((pool, pool), Tile(64, 64, num_warps=4, num_stages=3)) == (pool, pool)
     halves = (pool.to(torch.float16), pool.to(torch.float16))
     assert paired(halves, TILE) == halves
