@@ -65,8 +65,8 @@ def loads_by_descriptor(cache: torch.Tensor, keys: int) -> bool:
 def paired(caches: tuple[torch.Tensor, torch.Tensor], tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
     """The pools of K and V, e4m3 elements as int16 pairs where a tile's products take them from registers.
 
-    So do products of less than 64 rows. A register of theirs holds two elements of K or V, and one of the pool four: as
-    pairs, two permuted bytes each (`halves_of_pairs`), which as single bytes are masked, shifted and moved one by one.
+    So do products of less than 64 rows. A register of theirs holds two elements, and one of the pool four: pairs are sorted by
+    one permutation of those bytes (`halves_of_pairs`), where single bytes would be masked, shifted and moved one by one.
     """
     k_cache, v_cache = caches
     if k_cache.dtype != torch.float8_e4m3fn or tile.rows >= 64 or not all(_has_pairs(cache) for cache in caches):
@@ -233,7 +233,7 @@ def halves_of_pairs(pairs, INTERPRETED: tl.constexpr):
         even = (pairs & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
         odd = ((pairs >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
         return even.to(tl.float16), odd.to(tl.float16)
-    # Two pairs of a register at a time. Of the lines above, compilers make three operations for each of the permuted bytes.
+    # Two pairs at a time, sorted by one permutation, for which compilers make six operations of the lines above.
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 sorted;
