@@ -177,12 +177,11 @@ def _prepare_decode(call: DecodeCall) -> TritonCall:
 def _prepare(problem: PagedAttention, *refreshes: Callable[[], object]) -> TritonCall:
     out, lse_log2 = problem.results()
     steps = list(refreshes)
-    if problem.query.device.type == "cpu":
-        steps.append(partial(check_values, problem))
     if has_rows(problem):
         refuse_unsupported(Kernel.PORTABLE, problem)
         steps += _launches(problem, out, lse_log2)
-    return TritonCall(problem.query.device, steps, problem.returned(out, lse_log2))
+    check = partial(check_values, problem)
+    return TritonCall(problem.query.device, check, steps, problem.returned(out, lse_log2))
 
 
 def shares_of(problem: PagedAttention, tile: Tile, q_blocks: int) -> Shares | None:

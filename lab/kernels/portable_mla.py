@@ -89,14 +89,12 @@ def _prepare(call: MLADecodeCall) -> TritonCall:
     steps: list[Callable[[], object]] = []
     if not share_memory(problem.query, call.query):  # rows that lie too far apart for a view were copied
         steps.append(partial(problem.query.view(call.query.shape).copy_, call.query))
-    if problem.query.device.type == "cpu":
-        steps.append(partial(check_values, problem))
     if has_rows(problem):
         refuse_unsupported(Kernel.PORTABLE_MLA, problem)
         steps += _launches(problem, out, lse)
         if lse is not None and call.return_lse_base == "basee":
             steps.append(partial(lse.mul_, math.log(2.0)))
-    return TritonCall(problem.query.device, steps, call.returned(out, lse))
+    return TritonCall(problem.query.device, partial(check_values, problem), steps, call.returned(out, lse))
 
 
 def choose_mla_tile(num_packed_rows: int, capability: Capability | None) -> Tile:

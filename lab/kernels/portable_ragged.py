@@ -6,7 +6,6 @@ would make a third more products of them and hold a third more shared memory. On
 keys that every row of the block sees are walked without a mask, the rest with one, those that none sees not at all.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -56,13 +55,12 @@ def prepare_trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> TritonC
 
 def _prepare(problem: RaggedAttention) -> TritonCall:
     out, lse_log2 = problem.results()
-    steps: list[Callable[[], object]] = []
-    if problem.query.device.type == "cpu":
-        steps.append(partial(check_ragged_values, problem))
+    launches: list[Launch] = []
     if has_rows(problem):
         refuse_unsupported(Kernel.PORTABLE_RAGGED, problem)
-        steps.append(_launch(problem, out, lse_log2))
-    return TritonCall(problem.query.device, steps, problem.returned(out, lse_log2))
+        launches.append(_launch(problem, out, lse_log2))
+    check = partial(check_ragged_values, problem)
+    return TritonCall(problem.query.device, check, launches, problem.returned(out, lse_log2))
 
 
 def choose_ragged_tile(max_q_len: int, head_dim: int, v_head_dim: int, capability: Capability | None) -> Tile:

@@ -55,13 +55,17 @@ class TritonCall:
 
     Args:
         device: where the tensors are.
-        steps: what a call does, in order: launches, and what refreshes, checks or finishes something before or behind them.
+        check: raises for contents that are wrong; asked on a CPU alone, before the steps.
+        steps: what a call does, in order: launches, and what refreshes or finishes something before or behind them.
         returned: what the call returns.
     """
 
-    def __init__(self, device: torch.device, steps: Sequence[Callable[[], object]], returned: Any) -> None:
+    def __init__(
+        self, device: torch.device, check: Callable[[], object], steps: Sequence[Callable[[], object]], returned: Any
+    ) -> None:
         self._device_index = -1 if device.index is None else device.index
-        self._steps, self._returned = tuple(steps), returned
+        self._steps = (check, *steps) if device.type == "cpu" else tuple(steps)
+        self._returned = returned
 
     def __call__(self) -> Any:
         with torch.cuda.device(self._device_index):  # Triton launches on the current device; -1: no GPU's

@@ -57,9 +57,14 @@ def loads_by_descriptor(cache: torch.Tensor, keys: int) -> bool:
 
     It takes strides and addresses of multiples of 16 bytes. An e4m3 tile, converted before it is multiplied, gains nothing.
     """
-    strides_bytes = [stride * cache.element_size() for stride in cache.stride()[:3]]
-    aligned = all(count % 16 == 0 for count in [*strides_bytes, cache.data_ptr()]) and cache.stride(3) == 1
+    aligned = _is_aligned(cache, strides_bytes=16) and cache.stride(3) == 1
     return aligned and cache.numel() > 0 and cache.shape[2] % keys == 0 and cache.element_size() > 1
+
+
+def _is_aligned(cache: torch.Tensor, strides_bytes: int) -> bool:
+    """Whether the pool begins at a multiple of 16 bytes, and its strides but the last are multiples of `strides_bytes`."""
+    strides = [stride * cache.element_size() for stride in cache.stride()[:3]]
+    return cache.data_ptr() % 16 == 0 and all(stride % strides_bytes == 0 for stride in strides)
 
 
 def paired(caches: tuple[torch.Tensor, torch.Tensor], tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,14 +80,11 @@ def paired(caches: tuple[torch.Tensor, torch.Tensor], tile: Tile) -> tuple[torch
 
 
 def _has_pairs(cache: torch.Tensor) -> bool:
-    """Whether vectors begin at even addresses, and Triton still sees that 16 bytes can be loaded at a time.
+    """Whether an e4m3 pool has a view of pairs, and Triton still sees that 16 bytes can be loaded at a time.
 
     For that it wants strides to be multiples of 16 elements, be they bytes or pairs.
     """
-    strides_bytes = cache.stride()[:3]
-    return (
-        all(stride % 32 == 0 for stride in strides_bytes) and cache.storage_offset() % 16 == cache.data_ptr() % 16 == 0
-    )
+    return _is_aligned(cache, strides_bytes=32) and cache.storage_offset() % 16 == 0
 
 
 def dot_dtype(cache: torch.Tensor) -> tl.dtype:

@@ -183,7 +183,8 @@ class FakeCompiled:
 
 def fake_call(kernel: FakeKernel, tensor: torch.Tensor) -> TritonCall:
     launch = Launch(kernel, (5, 2), tensor, 7, WIDE=True, SIZE=64, num_warps=4)
-    return TritonCall(tensor.device, [launch, lambda: kernel.events.append(("finished",))], "results")
+    steps = [launch, lambda: kernel.events.append(("finished",))]
+    return TritonCall(tensor.device, lambda: None, steps, "results")
 
 
 def test_a_compiled_kernel_is_launched_again_at_the_same_addresses() -> None:

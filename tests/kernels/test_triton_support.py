@@ -22,11 +22,16 @@ def _store_halves(pairs, even, odd, BLOCK: tl.constexpr, INTERPRETED: tl.constex
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("block", [2, 1024], ids=["one pair of a thread", "pairs beside each other"])
-def test_halves_of_every_pair(device: str, block: int) -> None:
-    """NaNs among them, which the interpreter of Triton 3.7 takes for numbers. One pair has two different elements."""
-    every = torch.arange(256, dtype=torch.int32) if block == 2 else torch.arange(2**16, dtype=torch.int32)
-    pairs = (every * 257 ^ 255 if block == 2 else every).to(torch.int16).to(device)
+@pytest.mark.parametrize(
+    ("block", "every"),
+    [
+        pytest.param(2, range(255, 2**16 - 1, 255), id="one of a thread"),  # bytes 255 - high and high, for every high
+        pytest.param(1024, range(2**16), id="several of a thread"),
+    ],
+)
+def test_halves_of_every_pair(device: str, block: int, every: range) -> None:
+    """NaNs among them, which the interpreter of Triton 3.7 takes for numbers."""
+    pairs = torch.tensor(every, dtype=torch.int32).to(torch.int16).to(device)
     even, odd = (torch.empty(pairs.shape, dtype=torch.float16, device=device) for _ in range(2))
     _store_halves[(pairs.numel() // block,)](pairs, even, odd, BLOCK=block, INTERPRETED=triton_interprets())
     elements = pairs.view(E4M3).to(torch.float16).view(-1, 2)
@@ -39,9 +44,7 @@ def test_k_and_v_are_paired_together() -> None:
     pool = torch.zeros(4, 2, 16, 64, dtype=E4M3)
     assert [cache.dtype for cache in paired((pool, pool), TILE)] == [torch.int16] * 2
     odd = torch.zeros(4, 2, 16, 65, dtype=E4M3)[..., :64]
-    moved = torch.zeros(4, 2, 16, 96, dtype=E4M3)[
-        ..., 2:66
-    ]  # what is 16 bytes long would not begin at a multiple of 16
+    moved = torch.zeros(4, 2, 16, 96, dtype=E4M3)[..., 2:66]  # 16 bytes at a time would begin 2 behind a multiple
     narrow = torch.zeros(4, 2, 16, 80, dtype=E4M3)[..., :64]  # 40 pairs, which Triton would load one by one
     for other in (odd, moved, narrow):
         for caches in ((pool, other), (other, pool)):
