@@ -23,13 +23,13 @@ bench: $(VENV)/.installed
 	  --benchmark-json=.benchmarks/last_run.json
 
 report: $(VENV)/.installed
-	$(BIN)/python -m lab.timing.report $(RUN) --out $(OUT)
+	$(BIN)/python -m lab.reports.timings $(RUN) --out $(OUT)
 
 html: $(VENV)/.installed
-	$(BIN)/python -m lab.html_report $(RESULTS) --out $(HTML)
+	$(BIN)/python -m lab.reports.html $(RESULTS) --out $(HTML)
 
 experiments: $(VENV)/.installed
-	$(BIN)/python -m lab.experiments --out $(EXPERIMENTS)
+	$(BIN)/python -m lab.reports.changes --out $(EXPERIMENTS)
 
 notebooks: $(VENV)/.installed
 	$(BIN)/python notebooks/execute.py

@@ -37,8 +37,8 @@ from lab.checks import Space, judge, judge_forward
 from lab.kernels import default_implementation
 from lab.references import trtllm_batch_decode_with_kv_cache as expected
 from lab.references.errors import relative_l2
-from lab.timing.recorded import read_run
-from lab.timing.report import figures
+from lab.reports.recorded import read_run
+from lab.reports.timings import figures
 from lab.workloads import scenario
 
 # %% [markdown]

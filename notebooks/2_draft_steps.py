@@ -37,11 +37,17 @@ if not torch.cuda.is_available():
 import lab
 from lab.experiments.draft_steps import implied_saving_us, measure_point, median_of
 from lab.experiments.draft_visibility import in_words, look
-from lab.kernels.draft_decode_kv_indices import SERIAL_TOKENS
+from lab.kernels.serving.draft_decode_kv_indices import SERIAL_TOKENS
 from lab.metadata import KVLayout
-from lab.metadata.draft_steps import DraftAttention, DraftPlan, MultiStepDraft, allocate_draft, prepare_draft
-from lab.plots.draft_steps import built_figure, claim_figure, draft_times_figure, lists_figure, steps_figure
+from lab.metadata.speculation.draft_steps import (
+    DraftAttention,
+    DraftPlan,
+    MultiStepDraft,
+    allocate_draft,
+    prepare_draft,
+)
 from lab.references import generate_draft_decode_kv_indices, trtllm_batch_decode_with_kv_cache
+from lab.reports.pictures.draft_steps import built_figure, claim_figure, draft_times_figure, lists_figure, steps_figure
 from lab.timing.roofline import measure_ceilings
 from lab.workloads.draft import DraftCase, build_verify, draft_decode
 from lab.workloads.traces import own_trace
@@ -305,5 +311,5 @@ else:
 
 # %% [markdown]
 # The same from a shell, over the whole grid: `python -m lab.experiments.draft_steps --out draft_steps.json`. The two
-# schedules are in `lab/kernels/draft_decode_kv_indices.py`, what they must write in
+# schedules are in `lab/kernels/serving/draft_decode_kv_indices.py`, what they must write in
 # `lab/references/draft_decode_kv_indices.py`, and `judge(my_kernel, only=["L1"])` judges another.

@@ -34,15 +34,15 @@ import torch
 
 import lab
 from lab.experiments.length_copy import LoopSettings, measure_arms
-from lab.metadata.host_mirrors import decide_needs_cpu_seq_lens
-from lab.metadata.verify_mask import (
+from lab.metadata.engine.host_mirrors import decide_needs_cpu_seq_lens
+from lab.metadata.speculation.verify_mask import (
     VerifyMaskForm,
     fill_verify_mask,
     preallocate_verify_mask,
     verify_mask_cells,
     write_chain_mask,
 )
-from lab.plots.length_copy import (
+from lab.reports.pictures.length_copy import (
     Lane,
     LoopExcerpt,
     Span,
@@ -332,4 +332,4 @@ timeline_figure(excerpts, f"{LIVE.gpu_us:,.0f} µs of GPU work, {LIVE.host_us:,.
 # %% [markdown]
 # From a shell: `python -m lab.experiments.length_copy --gpu-us 500 2000 --host-us 0 200 --out length_copy.json`. What the
 # recorded numbers mean is in [draft_steps.md](../results/nvidia-h200/draft_steps.md), the copy itself in
-# `lab/metadata/host_mirrors.py`, the masks in `lab/metadata/verify_mask.py`.
+# `lab/metadata/engine/host_mirrors.py`, the masks in `lab/metadata/speculation/verify_mask.py`.

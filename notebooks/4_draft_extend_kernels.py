@@ -43,10 +43,10 @@ from lab.checks import Outcome, judge_forward
 from lab.checks.forward_pass import build_forward
 from lab.experiments.draft_extend_kernels import Arm, crossovers, measure_point
 from lab.metadata import AttentionCall
-from lab.metadata.dispatch import call_arguments
-from lab.plots.draft_extend_kernels import crossover_figure, floor_share_figure, point_figure
-from lab.plots.forward_modes import reading_figure
+from lab.metadata.mha.calls import call_arguments
 from lab.references.errors import relative_l2
+from lab.reports.pictures.draft_extend_kernels import crossover_figure, floor_share_figure, point_figure
+from lab.reports.pictures.forward_modes import reading_figure
 from lab.timing.roofline import measure_ceilings
 from lab.workloads import parse_batch, scenario
 

@@ -43,8 +43,8 @@ from lab.checks.stand_in_model import truth_of_pass
 from lab.experiments.draft_extend_graph import measure_forms, new_model
 from lab.kernels import default_implementation, portable
 from lab.metadata import ForwardMode, KVPool, SpecInfo
-from lab.metadata.draft_extend_graph import DraftExtendGraph, DraftExtendOutput, TRTLLMMHABackend
-from lab.plots.draft_extend_graph import (
+from lab.metadata.speculation.draft_extend_graph import DraftExtendGraph, DraftExtendOutput, TRTLLMMHABackend
+from lab.reports.pictures.draft_extend_graph import (
     CellState,
     buffers_figure,
     eager_or_graph_figure,
@@ -53,7 +53,7 @@ from lab.plots.draft_extend_graph import (
     static_buffers,
     written_cells,
 )
-from lab.plots.forward_modes import reading_figure
+from lab.reports.pictures.forward_modes import reading_figure
 from lab.timing.roofline import measure_ceilings
 from lab.workloads.stand_in_model import LLAMA_8B_SIZES, TINY_SIZES, StandInModel, draw_pass
 

@@ -36,7 +36,7 @@ import torch
 import lab
 from lab.experiments.plan_stream import LoopSettings, measure_arms
 from lab.metadata import ForwardBatch, ForwardMode, KVLayout, KVPool, SpecInfo
-from lab.metadata.plan_stream import (
+from lab.metadata.engine.plan_stream import (
     FixUp,
     MetadataBuilder,
     MHAChainVerify,
@@ -46,7 +46,7 @@ from lab.metadata.plan_stream import (
     pack_tree_mask,
     verify_metadata_under,
 )
-from lab.plots.plan_stream import dependence_figure, saved_figure, savings_of_overlap, two_lane_figure
+from lab.reports.pictures.plan_stream import dependence_figure, saved_figure, savings_of_overlap, two_lane_figure
 
 D = 4  # draft tokens of each request: the reader's number, 2 to 16
 SEQ_LENS = (20, 33, 7)

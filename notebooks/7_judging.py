@@ -46,8 +46,14 @@ from lab.checks.mutants.split_kv import SplitKV
 from lab.checks.trial import Trial, truth_of_call
 from lab.checks.upstream_rules import UPSTREAM_RULES, passes
 from lab.kernels import default_implementation
-from lab.plots.judging import few_figure, matrix_figure, one_for_each_check, passing_figure, vector_errors_figure
 from lab.references.errors import relative_l2
+from lab.reports.pictures.judging import (
+    few_figure,
+    matrix_figure,
+    one_for_each_check,
+    passing_figure,
+    vector_errors_figure,
+)
 
 CPU = torch.device("cpu")
 

@@ -33,10 +33,7 @@ import torch
 import lab
 from lab.kernels import default_implementation
 from lab.metadata import ForwardMode
-from lab.timing import L2, Ceilings, Clock, Method, measure_ceilings, roofline
-from lab.timing.clocks import MOST_APART_PERCENT, apart_percent
-from lab.timing.forward import time_forward
-from lab.timing.plots import (
+from lab.reports.pictures.timings import (
     ClockReading,
     FloorBar,
     FloorParts,
@@ -48,8 +45,11 @@ from lab.timing.plots import (
     floor_figure,
     roofline_figure,
 )
-from lab.timing.recorded import read_run
-from lab.timing.report import figures
+from lab.reports.recorded import read_run
+from lab.reports.timings import figures
+from lab.timing import L2, Ceilings, Clock, Method, measure_ceilings, roofline
+from lab.timing.clocks import MOST_APART_PERCENT, apart_percent
+from lab.timing.forward import time_forward
 from lab.workloads import GEOMETRIES, Batch, ForwardCase, geometry, scenario
 from lab.workloads.mla_case import MLACase
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from lab.capture import capturing
+from lab.metadata.engine.capture import capturing
 
 ON_GPU = (
     pytest.mark.gpu,

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lab.calls.problem import NVFP4_BLOCK
 from lab.checks.forward_pass import E4M3_K_SCALE, E4M3_V_SCALE, POISON
 from lab.checks.needles import needle_positions
-from lab.problem import NVFP4_BLOCK
 from lab.references.quantization import dequantize_nvfp4, interleave_v_scale_factors, quantize_e4m3, quantize_nvfp4
 from lab.workloads.attention_case import E4M3, NVFP4, AttentionCase, Contents, Dead, TableTail
 from lab.workloads.interfaces import Interface

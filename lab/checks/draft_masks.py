@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lab.calls.problem import MASK_BITS_PER_WORD, mask_words
 from lab.checks.attention_inputs import AttentionInputs
 from lab.checks.trial import Trial, truth_of_call
-from lab.problem import MASK_BITS_PER_WORD, mask_words
 from lab.workloads.attention_case import AttentionCase
 
 WINDOW = 20  # keys to the left of a row: some of the draft and some before it, or, for many rows, of the draft alone

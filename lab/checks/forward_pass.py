@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from lab.checks.needles import needle_positions
-from lab.metadata.dispatch import AttentionLayer, PlannedCall, plan_calls, prepare_attention
-from lab.metadata.forward_batch import ForwardBatch, SpecInfo
-from lab.metadata.kv_pool import KVPool, PagedKVCache
-from lab.metadata.mha import TRTLLMMHAMetadata, build_mha_metadata
+from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
+from lab.metadata.engine.kv_pool import KVPool, PagedKVCache
+from lab.metadata.mha.calls import AttentionLayer, PlannedCall, plan_calls, prepare_attention
+from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
 from lab.references.quantization import quantize_e4m3
 from lab.workloads.forward_case import ForwardCase, Inputs
 

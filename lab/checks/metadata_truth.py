@@ -1,10 +1,10 @@
 """What a pass's metadata must be, as the loops of `lab.references.forward_metadata` have it, and whether it is."""
 
-from lab.metadata.draft_attention import DraftAttention
-from lab.metadata.forward_batch import ForwardBatch
-from lab.metadata.kv_pool import KVPool
-from lab.metadata.mha import TRTLLMMHAMetadata
-from lab.metadata.mla import BLOCK_TABLE_TOKENS, TRTLLMMLADecodeMetadata
+from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.kv_pool import KVPool
+from lab.metadata.mha.metadata import TRTLLMMHAMetadata
+from lab.metadata.mla.metadata import BLOCK_TABLE_TOKENS, TRTLLMMLADecodeMetadata
+from lab.metadata.speculation.draft_attention import DraftAttention
 from lab.references.forward_metadata import forward_metadata, mla_forward_metadata
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lab.metadata.draft_extend_graph import DraftExtendOutput, DraftOutputs, selected_rows
+from lab.metadata.speculation.draft_extend_graph import DraftExtendOutput, DraftOutputs, selected_rows
 from lab.references.errors import Comparison, compare, eager_attention
 from lab.references.paged_attention import attention, visible_keys
 from lab.workloads.stand_in_model import DTYPE, StandInModel, StandInPass

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.problem import Scale
+from lab.calls.problem import Scale
 from lab.references.errors import Comparison, compare, eager_attention
 from lab.references.paged_attention import attention, piece_elements, visible_keys
 

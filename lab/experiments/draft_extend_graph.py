@@ -35,8 +35,12 @@ from rich.table import Table
 from lab.checks.stand_in_model import StandInTruth, truth_of_pass
 from lab.experiments.recording import NO_GPU, Recording, ceilings_of_gpu, gpu_is_here
 from lab.kernels import default_implementation
-from lab.metadata.cuda_graph import GraphMetadata, GraphMode, GraphRunner, StaticInputs
-from lab.metadata.draft_extend_graph import (
+from lab.metadata.engine.cuda_graph import GraphMetadata, GraphMode, GraphRunner, StaticInputs
+from lab.metadata.engine.forward_batch import SpecInfo
+from lab.metadata.engine.forward_mode import ForwardMode
+from lab.metadata.engine.kv_pool import KVPool
+from lab.metadata.mha.metadata import build_mha_metadata
+from lab.metadata.speculation.draft_extend_graph import (
     DraftExtendOutput,
     DraftInputs,
     DraftOutputs,
@@ -44,10 +48,6 @@ from lab.metadata.draft_extend_graph import (
     model_body,
     selected_rows,
 )
-from lab.metadata.forward_batch import SpecInfo
-from lab.metadata.forward_mode import ForwardMode
-from lab.metadata.kv_pool import KVPool
-from lab.metadata.mha import build_mha_metadata
 from lab.timing.forward import time_facts
 from lab.timing.gpu_time import SAMPLES, GpuTime, measure_interleaved
 from lab.timing.host_time import CALLS_PER_BATCH, host_time

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from lab.capture import capturing
 from lab.experiments.recording import NO_GPU, Recording, ceilings_of_gpu, gpu_is_here
+from lab.metadata.engine.capture import capturing
 from lab.timing.draft import draft_facts, draft_work
 from lab.timing.forward import time_facts
 from lab.timing.gpu_time import measure_interleaved

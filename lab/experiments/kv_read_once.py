@@ -39,8 +39,8 @@ import torch
 from lab.checks.forward_pass import ForwardPass, build_forward
 from lab.experiments.arms import Outcome, Works, declined_by, measure_right_ones, named_in_failures, reason_rows
 from lab.experiments.recording import NO_GPU, Columns, Recording, ceilings_of_gpu, gpu_is_here, table_of
-from lab.metadata.dispatch import PlannedCall, call_arguments, prepare_attention
-from lab.metadata.forward_mode import ForwardMode
+from lab.metadata.engine.forward_mode import ForwardMode
+from lab.metadata.mha.calls import PlannedCall, call_arguments, prepare_attention
 from lab.timing.forward import case_facts, forward_work, kernel_names, time_facts
 from lab.timing.gpu_time import GpuTime, interquartile_range, measure_interleaved
 from lab.timing.host_time import METHOD as HOST_METHOD

@@ -42,9 +42,9 @@ from torch.profiler import record_function
 
 from lab.experiments.recording import NO_GPU, Columns, Recording, gpu_is_here, table_of
 from lab.experiments.stand_in import ForwardPass, VerifyRequests
-from lab.metadata.host_mirrors import LengthMirror
-from lab.metadata.mha import build_mha_metadata
-from lab.metadata.verify_mask import VerifyMask, VerifyMaskForm, fill_verify_mask, preallocate_verify_mask
+from lab.metadata.engine.host_mirrors import LengthMirror
+from lab.metadata.mha.metadata import build_mha_metadata
+from lab.metadata.speculation.verify_mask import VerifyMask, VerifyMaskForm, fill_verify_mask, preallocate_verify_mask
 from lab.timing.gpu_time import measure
 from lab.timing.method import L2, Clock, Method
 from lab.timing.step_profile import (

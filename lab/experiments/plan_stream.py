@@ -46,9 +46,8 @@ from torch.profiler import record_function
 
 from lab.experiments.recording import NO_GPU, Columns, Recording, gpu_is_here, table_of
 from lab.experiments.stand_in import ForwardPass, VerifyRequests
-from lab.metadata.forward_batch import ForwardBatch
-from lab.metadata.mha import build_mha_metadata
-from lab.metadata.plan_stream import (
+from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.plan_stream import (
     FixUp,
     MetadataBuilder,
     MHAChainVerify,
@@ -59,6 +58,7 @@ from lab.metadata.plan_stream import (
     VerifyBuffers,
     pack_tree_mask,
 )
+from lab.metadata.mha.metadata import build_mha_metadata
 from lab.timing.cupti import Activity, busy_us
 from lab.timing.gpu_time import measure
 from lab.timing.host_time import METHOD as HOST_METHOD

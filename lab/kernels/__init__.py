@@ -15,13 +15,15 @@ import torch
 from lab.kernels.support import capability_of
 
 if TYPE_CHECKING:
-    from lab.kernels.draft_decode_kv_indices import generate_draft_decode_kv_indices as generate_draft_decode_kv_indices
-    from lab.kernels.forward_metadata import write_forward_metadata as write_forward_metadata
+    from lab.kernels.serving.draft_decode_kv_indices import (
+        generate_draft_decode_kv_indices as generate_draft_decode_kv_indices,
+    )
+    from lab.kernels.serving.forward_metadata import write_forward_metadata as write_forward_metadata
 
 FLASHINFER_MAJORS = (9, 10, 12)  # compute capabilities that FlashInfer 0.7.2 has TRT-LLM attention kernels for
 _METADATA_KERNELS = {
-    "generate_draft_decode_kv_indices": "lab.kernels.draft_decode_kv_indices",
-    "write_forward_metadata": "lab.kernels.forward_metadata",
+    "generate_draft_decode_kv_indices": "lab.kernels.serving.draft_decode_kv_indices",
+    "write_forward_metadata": "lab.kernels.serving.forward_metadata",
 }
 
 
@@ -48,8 +50,8 @@ def prepare(implementation: Any, name: str, /, **arguments: Any) -> Callable[[],
 
     What an implementation can do once, it does once. FlashInfer's adapter checks and converts the arguments, and its prepared
     call is FlashInfer's own; the portable one checks and allocates, and its prepared call is launches alone, from the second
-    on of what the first has compiled (`lab.kernels.triton_call`). One that prepares nothing does its whole work in each call,
-    and is timed with it. Tensors are held, not copied: their contents may change between calls.
+    on of what the first has compiled (`lab.kernels.portable.triton_call`). One that prepares nothing does its whole work in
+    each call, and is timed with it. Tensors are held, not copied: their contents may change between calls.
 
     Args:
         implementation: any object with the function, such as `lab.kernels.portable` or `lab.references`; it may have

@@ -1,6 +1,10 @@
 """A serving batch turned into the arguments of an attention kernel, the way SGLang's backends do it."""
 
-from lab.metadata.dispatch import (
+from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
+from lab.metadata.engine.forward_mode import ForwardMode
+from lab.metadata.engine.host_mirrors import LengthMirror, decide_needs_cpu_seq_lens
+from lab.metadata.engine.kv_pool import KVLayout, KVPool, PagedKVCache, PagedLatentCache
+from lab.metadata.mha.calls import (
     AttentionCall,
     AttentionLayer,
     PlannedCall,
@@ -8,22 +12,8 @@ from lab.metadata.dispatch import (
     plan_calls,
     prepare_attention,
 )
-from lab.metadata.draft_attention import DraftAttention
-from lab.metadata.forward_batch import ForwardBatch, SpecInfo
-from lab.metadata.forward_mode import ForwardMode
-from lab.metadata.host_mirrors import LengthMirror, decide_needs_cpu_seq_lens
-from lab.metadata.kv_pool import KVLayout, KVPool, PagedKVCache, PagedLatentCache
-from lab.metadata.mha import TRTLLMMHAMetadata, build_mha_metadata, mixed_tail_split
-from lab.metadata.mla import (
-    QueryLayout,
-    TRTLLMMLADecodeMetadata,
-    TRTLLMMLAPrefillMetadata,
-    allocate_multi_ctas_kv_counters,
-    build_mla_decode_metadata,
-    build_mla_metadata,
-    build_mla_prefill_metadata,
-)
-from lab.metadata.mla_dispatch import (
+from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata, mixed_tail_split
+from lab.metadata.mla.calls import (
     MLAAttentionCall,
     MLALayer,
     RaggedContextArguments,
@@ -32,7 +22,17 @@ from lab.metadata.mla_dispatch import (
     prepare_mla_attention,
     ragged_context_arguments,
 )
-from lab.metadata.verify_mask import (
+from lab.metadata.mla.metadata import (
+    QueryLayout,
+    TRTLLMMLADecodeMetadata,
+    TRTLLMMLAPrefillMetadata,
+    allocate_multi_ctas_kv_counters,
+    build_mla_decode_metadata,
+    build_mla_metadata,
+    build_mla_prefill_metadata,
+)
+from lab.metadata.speculation.draft_attention import DraftAttention
+from lab.metadata.speculation.verify_mask import (
     VerifyMask,
     VerifyMaskForm,
     get_verify_buffers_to_fill_after_draft,

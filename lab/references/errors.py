@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lab.problem import Scale
+from lab.calls.problem import Scale
 from lab.references.quantization import rounded
 
 # An output may be this many times as far from float64 as the control is. Tilings and split reductions of a right kernel

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lab.problem import MASK_BITS_PER_WORD, PagedAttention, Scale, check_values
+from lab.calls.problem import MASK_BITS_PER_WORD, PagedAttention, Scale, check_values
 from lab.references.quantization import deinterleave_v_scale_factors, dequantize_nvfp4, rounded
 
 # Most float64 elements that one gathered piece may hold (K and V, or scores): 0.5 GiB, small beside any device.
@@ -138,7 +138,7 @@ def paged_attention(problem: PagedAttention) -> tuple[torch.Tensor, torch.Tensor
         out [num_rows, num_qo_heads, v_head_dim] and lse_log2 float32 [num_rows, num_qo_heads], or None.
 
     Raises:
-        ValueError: a length, offset or page id that `lab.problem.check_values` refuses.
+        ValueError: a length, offset or page id that `lab.calls.check_values` refuses.
     """
     out, lse_log2 = problem.results()
     if problem.num_rows == 0:

@@ -2,7 +2,7 @@
 
 import torch
 
-from lab.problem import INTERLEAVED_TOKENS, NVFP4_BLOCK
+from lab.calls.problem import INTERLEAVED_TOKENS, NVFP4_BLOCK
 
 E4M3_MAX = 448.0  # largest finite float8_e4m3fn
 E2M1_MAX = 6.0  # largest e2m1 magnitude

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
-from lab.ragged_call import RaggedAttention, check_ragged_values
+from lab.calls.ragged_context import RaggedAttention, check_ragged_values
 from lab.references.paged_attention import attention, piece_elements, visible_keys
 from lab.references.quantization import rounded
 
@@ -19,7 +19,7 @@ def ragged_attention(problem: RaggedAttention) -> tuple[torch.Tensor, torch.Tens
         out [num_rows, num_qo_heads, v_head_dim] and lse_log2 float32 [num_rows, num_qo_heads], or None.
 
     Raises:
-        ValueError: a length or offset that `lab.ragged_call.check_ragged_values` refuses.
+        ValueError: a length or offset that `lab.calls.check_ragged_values` refuses.
     """
     out, lse_log2 = problem.results()
     if problem.query.device.type != "cpu":  # on a CPU the call has been checked already

@@ -4,8 +4,8 @@ import math
 from typing import Any
 
 from lab.calls import ContextCall, DecodeCall, takes
-from lab.mla_call import MLADecodeCall
-from lab.ragged_call import RaggedContextCall
+from lab.calls.mla_decode import MLADecodeCall
+from lab.calls.ragged_context import RaggedContextCall
 from lab.references.paged_attention import paged_attention
 from lab.references.ragged_attention import ragged_attention
 
@@ -42,7 +42,7 @@ def trtllm_batch_context_with_kv_cache(call: ContextCall) -> Any:
 def trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Any:
     """Latent attention (MLA) of the last query tokens of each request over its paged cache, after absorption.
 
-    Parameters, shapes and dtypes are `lab.mla_call.MLADecodeCall`'s, which are FlashInfer 0.7.2's; an `out` of float64 makes
+    Parameters, shapes and dtypes are `lab.calls.MLADecodeCall`'s, which are FlashInfer 0.7.2's; an `out` of float64 makes
     an oracle that is not rounded. Any sizes of latent vector, rotary part and page are taken. Reads lengths and tables on
     the host.
 
@@ -63,7 +63,7 @@ def trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Any:
 def trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> Any:
     """Attention of each request's rows over K/V that lie end to end: MLA's prefill before absorption, new tokens or a chunk.
 
-    Parameters, shapes and dtypes are `lab.ragged_call.RaggedContextCall`'s, which are FlashInfer 0.7.2's; an `out` of float64
+    Parameters, shapes and dtypes are `lab.calls.RaggedContextCall`'s, which are FlashInfer 0.7.2's; an `out` of float64
     makes an oracle that is not rounded. Any head_dims are taken. Reads lengths on the host.
 
     Returns:

@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 
 from lab.checks.forward_pass import build_forward
-from lab.timing.comparison import MINIMUM_EFFECT_PERCENT, SIGNIFICANCE, Change, SampleComparison, compare_samples
 from lab.timing.forward import forward_work
 from lab.timing.gpu_time import measure_interleaved
 from lab.timing.method import method_named
+from lab.timing.statistics import MINIMUM_EFFECT_PERCENT, SIGNIFICANCE, Change, SampleComparison, compare_samples
 from lab.workloads.scenarios import scenario
 from lab.workloads.traces import read_trace
 

@@ -10,8 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.kernels.draft_decode_kv_indices import Schedule, generate_draft_decode_kv_indices
-from lab.metadata.draft_steps import (
+from lab.kernels.serving.draft_decode_kv_indices import Schedule, generate_draft_decode_kv_indices
+from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.kv_pool import KVPool
+from lab.metadata.mha.fused import allocate_mha_metadata, prepare_mha_metadata
+from lab.metadata.mha.metadata import TRTLLMMHAMetadata
+from lab.metadata.mla.metadata import TRTLLMMLADecodeMetadata
+from lab.metadata.speculation.draft_steps import (
     DraftAttention,
     DraftPlan,
     DraftStep,
@@ -20,12 +25,7 @@ from lab.metadata.draft_steps import (
     build_draft_steps,
     prepare_draft,
 )
-from lab.metadata.forward_batch import ForwardBatch
-from lab.metadata.fused import allocate_mha_metadata, prepare_mha_metadata
-from lab.metadata.iteration import prepare_iteration
-from lab.metadata.kv_pool import KVPool
-from lab.metadata.mha import TRTLLMMHAMetadata
-from lab.metadata.mla import TRTLLMMLADecodeMetadata
+from lab.metadata.speculation.iteration import prepare_iteration
 from lab.timing.gpu_time import GpuTime, measure
 from lab.timing.host_time import host_time
 from lab.timing.method import Method

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lab.capture import capturing
+from lab.metadata.engine.capture import capturing
 from lab.timing import cupti
 from lab.timing.device_state import DeviceState, watched
 from lab.timing.method import L2, Clock, Method

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 import torch
 
-from lab.metadata.forward_batch import ForwardBatch, SpecInfo
-from lab.metadata.forward_mode import ForwardMode
-from lab.metadata.kv_pool import KVPool
+from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
+from lab.metadata.engine.forward_mode import ForwardMode
+from lab.metadata.engine.kv_pool import KVPool
 from lab.workloads.traces import TracedRequest, own_trace, snapshot
 
 # The default level of the benchmarks.

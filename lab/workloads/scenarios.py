@@ -27,9 +27,9 @@ from typing import Any
 
 import torch
 
-from lab.metadata.dispatch import AttentionCall
-from lab.metadata.forward_mode import ForwardMode
-from lab.metadata.kv_pool import KVLayout
+from lab.metadata.engine.forward_mode import ForwardMode
+from lab.metadata.engine.kv_pool import KVLayout
+from lab.metadata.mha.calls import AttentionCall
 from lab.workloads.batches import Batch, parse_batch
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.geometries import geometry

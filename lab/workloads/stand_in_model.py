@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lab.metadata.dispatch import AttentionLayer
-from lab.metadata.draft_extend_graph import AttentionBackend, DraftExtendOutput, DraftInputs, DraftOutputs
-from lab.metadata.forward_batch import ForwardBatch, SpecInfo
-from lab.metadata.forward_mode import ForwardMode
-from lab.metadata.kv_pool import KVLayout, KVPool, PagedKVCache
-from lab.metadata.mha import TRTLLMMHAMetadata
+from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
+from lab.metadata.engine.forward_mode import ForwardMode
+from lab.metadata.engine.kv_pool import KVLayout, KVPool, PagedKVCache
+from lab.metadata.mha.calls import AttentionLayer
+from lab.metadata.mha.metadata import TRTLLMMHAMetadata
+from lab.metadata.speculation.draft_extend_graph import AttentionBackend, DraftExtendOutput, DraftInputs, DraftOutputs
 from lab.workloads.geometries import Geometry, geometry
 
 DTYPE = torch.bfloat16  # of weights, hidden states and cache

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from lab import references
+from lab.calls.problem import NVFP4_BLOCK
 from lab.checks import mutants
 from lab.checks.mutants import MUTANTS, mutant
 from lab.checks.mutants.draft_indices import DraftLists
 from lab.checks.mutants.mutant import CONTEXT, DECODE, MLA_DECODE, MLA_METADATA
 from lab.checks.mutants.split_kv import COUNTER_BYTES, SplitKV
-from lab.problem import NVFP4_BLOCK
 from lab.references import generate_draft_decode_kv_indices
 from lab.references import trtllm_batch_context_with_kv_cache as reference_context
 from lab.references import trtllm_batch_decode_with_kv_cache as reference_decode

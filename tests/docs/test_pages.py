@@ -105,7 +105,10 @@ CHECKED = "<!-- checked, not run: it takes long -->\n"
         (f"{CHECKED}```sh\npython -m lab.checks my.kernal\n```\n", "my.kernal cannot be imported"),
         (f"{CHECKED}```sh\npython -m lab.timing.ab decode/llama-3.1-8b/64q1s4kk a b\n```\n", "64q1s4kk"),
         (f"{CHECKED}```sh\npython -m lab.timing.ab decode/llama-9/64q1s4k a b\n```\n", "llama-9"),
-        (f"{CHECKED}```sh\npython -m lab.timing.compare befour.json after.json\n```\n", "there is no file befour.json"),
+        (
+            f"{CHECKED}```sh\npython -m lab.reports.compare befour.json after.json\n```\n",
+            "there is no file befour.json",
+        ),
         (f"{CHECKED}```sh\npython -m lab.workloads.synthetic\n```\n", "parses no arguments"),
         (f"{CHECKED}```sh\npython notebooks/execut.py\n```\n", "there is no file notebooks/execut.py"),
         (f"{CHECKED}```sh\npytest tests/benchmarks --lab-clok graph\n```\n", "--lab-clok"),

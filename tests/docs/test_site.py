@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 API = ROOT / "docs" / "api"
-PACKAGES = ("references", "kernels", "metadata", "workloads", "checks", "timing", "experiments", "plots")
+PACKAGES = ("references", "kernels", "metadata", "workloads", "checks", "timing", "experiments", "reports")
 # What a browser fetches by itself: scripts, styles, pictures and frames, but no link that a reader may follow.
 FETCHED = re.compile(
     r"<(?:script|img|iframe|source|video|audio|embed)[^>]*\ssrc=[\"']?((?:https?:)?//[^\"'\s>]+)"
@@ -96,5 +96,5 @@ def test_every_package_has_a_page() -> None:
 
 
 def test_every_module_of_plots_is_on_its_page() -> None:
-    modules = {f"lab.plots.{path.stem}" for path in (ROOT / "lab" / "plots").glob("[!_]*.py")}
+    modules = {f"lab.reports.pictures.{path.stem}" for path in (ROOT / "lab" / "plots").glob("[!_]*.py")}
     assert modules <= documented(), "docs/api/plots.md"

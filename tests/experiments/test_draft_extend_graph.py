@@ -30,7 +30,7 @@ from lab.experiments.draft_extend_graph import (
 )
 from lab.kernels import portable
 from lab.metadata import ForwardMode
-from lab.metadata.draft_extend_graph import DraftExtendOutput, TRTLLMMHABackend
+from lab.metadata.speculation.draft_extend_graph import DraftExtendOutput, TRTLLMMHABackend
 from lab.workloads.stand_in_model import GRAPH_MODES, TINY_SIZES, StandInModel
 from tests.devices import IN_INTERPRETER
 from tests.experiments.simulated import CEILINGS

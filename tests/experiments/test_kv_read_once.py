@@ -41,8 +41,8 @@ from lab.experiments.kv_read_once import (
 )
 from lab.experiments.recording import table_of
 from lab.kernels import trtllm
-from lab.metadata.dispatch import AttentionCall
-from lab.metadata.forward_mode import ForwardMode
+from lab.metadata.engine.forward_mode import ForwardMode
+from lab.metadata.mha.calls import AttentionCall
 from lab.timing import Ceilings, GpuTime, GpuWork
 from lab.timing.host_time import HostTime
 from lab.timing.method import L2, Clock, Method

@@ -30,8 +30,8 @@ from lab.experiments.mla_decode import (
     times_table,
     works_of,
 )
-from lab.kernels import flashinfer_mla
-from lab.metadata.forward_mode import ForwardMode
+from lab.kernels.peers import flashinfer_mla
+from lab.metadata.engine.forward_mode import ForwardMode
 from lab.timing import Ceilings, GpuTime, GpuWork, roofline
 from lab.workloads.mla_case import MLACase
 from tests.devices import IN_INTERPRETER

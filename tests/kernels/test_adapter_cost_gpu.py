@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd import DeviceType
 
 from lab import references
-from lab.capture import capturing
 from lab.kernels import flashinfer_call, trtllm
+from lab.metadata.engine.capture import capturing
 from lab.timing.host_time import host_time
 
 pytestmark = [

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from lab import references
-from lab.kernels import flashinfer_call, flashinfer_mla, support, trtllm
+from lab.calls.mla_decode import MLADecodeCall
+from lab.kernels import flashinfer_call, support, trtllm
+from lab.kernels.peers import flashinfer_mla
 from lab.kernels.support import Kernel, why_not
-from lab.mla_call import MLADecodeCall
 from tests.kernels.simulated_flashinfer_mla import MEBIBYTE, NAME, SimulatedMLA
 from tests.references.test_trtllm_mla import mla_arguments, random_batch
 
@@ -246,7 +247,7 @@ def test_either_backend_by_name(simulate: Simulate, implementation: Any, backend
     simulated = simulate(SM90)
     assert_right(getattr(implementation, NAME), case(2))
     assert simulated.plans[0]["backend"] == backend
-    assert implementation.__name__ == f"lab.kernels.flashinfer_mla:{backend}"
+    assert implementation.__name__ == f"lab.kernels.peers.flashinfer_mla:{backend}"
 
 
 def test_elsewhere_it_is_fa2(simulate: Simulate) -> None:

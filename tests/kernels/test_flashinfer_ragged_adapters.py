@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from lab import references
-from lab.kernels import flashinfer_call, flashinfer_ragged, support, support_common, trtllm
+from lab.calls.ragged_context import RaggedContextCall
+from lab.kernels import flashinfer_call, support, trtllm
+from lab.kernels.peers import flashinfer_ragged
 from lab.kernels.support import Kernel, why_not
-from lab.ragged_call import RaggedContextCall
+from lab.kernels.support import common as support_common
 from tests.kernels.simulated_flashinfer_ragged import NAME, SimulatedRagged
 from tests.references.test_trtllm_ragged import mirrors, ragged_arguments, ragged_batch
 
@@ -211,7 +213,7 @@ def test_rows_without_keys_cost_launches_only_where_they_may_be(
 ) -> None:
     simulate(SM100)
     filled = []
-    monkeypatch.setattr("lab.kernels.trtllm_ragged.fill_rows_without_keys", lambda *given: filled.append(given))
+    monkeypatch.setattr("lab.kernels.trtllm.ragged_context.fill_rows_without_keys", lambda *given: filled.append(given))
     trtllm.trtllm_ragged_attention_deepseek(**arguments())
     assert len(filled) == fills
 
@@ -280,7 +282,7 @@ def test_either_backend_by_name(simulate: Simulate, implementation: Any, backend
     simulated = simulate(SM90)
     assert_right(getattr(implementation, NAME), case())
     assert simulated.plans[0]["backend"] == backend
-    assert implementation.__name__ == f"lab.kernels.flashinfer_ragged:{backend}"
+    assert implementation.__name__ == f"lab.kernels.peers.flashinfer_ragged:{backend}"
 
 
 @pytest.mark.parametrize("capability", [SM80, SM100, SM120])

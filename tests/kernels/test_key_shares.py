@@ -7,7 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from lab.kernels.key_shares import (
+from lab.kernels.portable.arithmetic import Tile
+from lab.kernels.portable.key_shares import (
     BLOCK_REQUESTS,
     CUT_KEYS,
     Shares,
@@ -17,7 +18,6 @@ from lab.kernels.key_shares import (
     reach_of,
     request_at,
 )
-from lab.kernels.triton_support import Tile
 from tests.devices import DEVICES
 
 BLOCK_KEYS = 32
@@ -132,7 +132,7 @@ def test_a_batch_beyond_32_bits(device: str) -> None:
 
 @pytest.mark.parametrize(("q_blocks", "pieces"), [(1, 264), (2, 132), (100, 2), (1000, 1)])
 def test_programs_run_at_a_time(monkeypatch: pytest.MonkeyPatch, q_blocks: int, pieces: int) -> None:
-    monkeypatch.setattr("lab.kernels.key_shares.num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr("lab.kernels.portable.key_shares.num_multiprocessors", lambda device: 132)
     tile = Tile(16, 64, num_warps=4, num_stages=3, per_multiprocessor=2)
     gpu = torch.device("cuda")
     assert choose_shares(tile, q_blocks, gpu) == Shares(pieces, 1)

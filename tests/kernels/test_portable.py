@@ -14,9 +14,10 @@ from torch import Tensor
 
 from lab import references
 from lab.calls import DecodeCall
-from lab.kernels import key_shares, portable
+from lab.kernels import portable
+from lab.kernels.portable import key_shares, paged
+from lab.kernels.portable.arithmetic import Tile, tiles_of_pages
 from lab.kernels.support import Kernel, why_not
-from lab.kernels.triton_support import Tile, tiles_of_pages
 from tests.cases import Batch, context_arguments, decode_arguments, pack_mask, random_batch
 
 pytestmark = pytest.mark.skipif(
@@ -108,7 +109,7 @@ def sinks_of(num_heads: int) -> Tensor:
 @pytest.fixture
 def split(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Give each block of rows a program for all its keys, or share these out among so many that most requests are cut."""
-    return lambda count: monkeypatch.setattr(portable, "shares_of", lambda *_: shares_of(count))
+    return lambda count: monkeypatch.setattr(paged, "shares_of", lambda *_: shares_of(count))
 
 
 def shares_of(count: int) -> key_shares.Shares | None:
@@ -360,14 +361,14 @@ def test_every_key_counts_once(
     monkeypatch: pytest.MonkeyPatch, pieces: int, least_tiles: int, window_left: int
 ) -> None:
     """Shares that end in any request: of no key, of a few, and of most keys of the batch."""
-    monkeypatch.setattr(portable, "shares_of", lambda *_: key_shares.Shares(pieces, least_tiles))
+    monkeypatch.setattr(paged, "shares_of", lambda *_: key_shares.Shares(pieces, least_tiles))
     batch = random_batch([2] * 4, [0, 3, 260, 130], heads=(4, 2), head_dim=64)
     assert_right(DECODE, batch, 64, out_dtype=FP32, window_left=window_left, sinks=sinks_of(4), bmm1_scale=0.125)
 
 
 def test_a_slot_that_nobody_fills_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever lay in the memory of partial results must not show."""
-    monkeypatch.setattr(portable, "shares_of", lambda *_: key_shares.Shares(pieces=3))
+    monkeypatch.setattr(paged, "shares_of", lambda *_: key_shares.Shares(pieces=3))
     batch = random_batch([2] * 2, [3, 300], heads=(2, 1), head_dim=64)
     clean, _ = assert_right(DECODE, batch)
 
@@ -424,7 +425,7 @@ def test_keys_are_shared_out_unless_rows_fill_the_gpu(
         max_q_len=q_len,
         max_kv_len=kv_len,
     )
-    tile = portable.choose_tile(4 * q_len, 128, 2, (9, 0))
+    tile = paged.choose_tile(4 * q_len, 128, 2, (9, 0))
     shares = portable.shares_of(problem, tile, -(-4 * q_len // tile.rows))
     assert (shares is not None) == shared
 
@@ -434,7 +435,7 @@ def test_keys_are_shared_out_unless_rows_fill_the_gpu(
 @pytest.mark.parametrize("kv_bytes", [1, 2])
 @pytest.mark.parametrize("capability", [None, (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
 def test_choose_tile(rows: int, head_dim: int, kv_bytes: int, capability: tuple[int, int] | None) -> None:
-    tile = portable.choose_tile(rows, head_dim, kv_bytes, capability)
+    tile = paged.choose_tile(rows, head_dim, kv_bytes, capability)
     most = 128 if capability in (None, (9, 0), (10, 0)) else 64
     assert tile.rows == min(most, next(size for size in (16, 32, 64, 1024) if size >= rows))
     assert tile.keys in (16, 32, 64, 128)
@@ -463,7 +464,7 @@ def test_tiles_that_the_copy_engine_loads(
 ) -> None:
     """128 rows: a prefix whose tiles need no mask, and lengths that end in a tile."""
     seen = []
-    monkeypatch.setattr(portable, "tiles_of_pages", lambda *asked: seen.append(asked) or tiles_of_pages(*asked))
+    monkeypatch.setattr(paged, "tiles_of_pages", lambda *asked: seen.append(asked) or tiles_of_pages(*asked))
     batch = random_batch([16] * 2, [300, 150], heads=(16, 2), head_dim=64, kv_dtype=kv_dtype)
     assert_right(function, batch, page_size, bmm1_scale=0.125, kv_layout=layout)
     assert [by_descriptor(cache, tile) for cache, tile, _ in seen] == [described] * 2
@@ -488,7 +489,7 @@ def test_a_prefill_has_smaller_blocks_where_tiles_come_by_descriptor(
     monkeypatch: pytest.MonkeyPatch, page_size: int, kv_dtype: torch.dtype, rows: int
 ) -> None:
     seen = []
-    monkeypatch.setattr(portable, "paired", lambda caches, tile: seen.append(tile.rows) or caches)
+    monkeypatch.setattr(paged, "paired", lambda caches, tile: seen.append(tile.rows) or caches)
     batch = random_batch([100, 30], [180, 30], heads=(4, 1), head_dim=64, kv_dtype=kv_dtype)
     assert_right(CONTEXT, batch, page_size, bmm1_scale=0.125)
     assert seen == [rows]

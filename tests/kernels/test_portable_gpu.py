@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from lab import references
-from lab.capture import capturing
 from lab.kernels import portable
+from lab.kernels.portable import paged
+from lab.metadata.engine.capture import capturing
 from tests.cases import context_arguments, decode_arguments, pack_mask, random_batch, running_sum
 
 pytestmark = [
@@ -231,7 +232,7 @@ def test_a_graph_replays_other_row_offsets() -> None:
 
 def test_lengths_compile_nothing_new() -> None:
     """A new length, bound or window, or a batch up to the same power of 2, must not compile again amid serving."""
-    compiled = portable._attention_kernel.device_caches
+    compiled = paged._attention_kernel.device_caches
     portable.trtllm_batch_decode_with_kv_cache(**posed(DECODE, [1] * 3, [4000, 4000, 4000]))
     before = {device: len(cache[0]) for device, cache in compiled.items()}
     for kv_lens in ([4000, 3999, 5], [4000, 1, 3999, 7], [4096, 4000, 9]):

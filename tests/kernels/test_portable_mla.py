@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lab import references
-from lab.kernels import key_shares, portable, portable_mla
+from lab.calls.mla_decode import MLADecodeCall
+from lab.kernels import portable
+from lab.kernels.portable import key_shares
+from lab.kernels.portable import mla_decode as portable_mla
 from lab.kernels.support import Kernel, capability_of, why_not
-from lab.mla_call import MLADecodeCall
 from tests.cases import running_sum, write_pages
 from tests.devices import DEVICES, ON_GPU, graph_of, synchronisation_is_an_error
 

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lab import references
-from lab.kernels import portable, portable_ragged
+from lab.calls.ragged_context import RaggedContextCall
+from lab.kernels import portable
+from lab.kernels.portable import ragged_context as portable_ragged
 from lab.kernels.support import Kernel, capability_of, why_not
-from lab.ragged_call import RaggedContextCall
 from tests.cases import Batch, running_sum
 from tests.devices import DEVICES, ON_GPU, graph_of, synchronisation_is_an_error
 from tests.references.test_trtllm_ragged import chunk, merged, ragged_arguments, ragged_batch

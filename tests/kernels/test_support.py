@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from lab.calls import ContextCall, DecodeCall
-from lab.kernels import support, support_common
+from lab.calls.mla_decode import MLADecodeCall
+from lab.calls.problem import PagedAttention
+from lab.kernels import support
 from lab.kernels.support import Kernel, context_kernel, decode_kernel, refuse_unsupported, why_not
-from lab.mla_call import MLADecodeCall
-from lab.problem import PagedAttention
+from lab.kernels.support import common as support_common
 from tests.cases import context_arguments, decode_arguments, random_batch
 from tests.kernels.test_flashinfer_mla_adapters import REFUSED as REFUSED_MLA
 from tests.kernels.test_flashinfer_ragged_adapters import REFUSED as REFUSED_RAGGED

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from lab.capture import capturing
 from lab.kernels import portable, prepare
-from lab.kernels.triton_call import Launch, TritonCall
+from lab.kernels.portable.triton_call import Launch, TritonCall
+from lab.metadata.engine.capture import capturing
 from lab.timing.host_time import host_time
 from tests.cases import context_arguments, decode_arguments, pack_mask, random_batch
 from tests.devices import DEVICES, IN_INTERPRETER, ON_GPU

@@ -5,8 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
+from lab.kernels.portable.arithmetic import Tile, halves_of_pairs, paired
 from lab.kernels.support import triton_interprets
-from lab.kernels.triton_support import Tile, halves_of_pairs, paired
 from tests.devices import DEVICES
 
 E4M3 = torch.float8_e4m3fn

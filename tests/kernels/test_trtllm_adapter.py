@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lab import references
+from lab.calls.problem import mask_words
 from lab.kernels import flashinfer_call, support, trtllm
-from lab.problem import mask_words
 from tests.cases import Batch, context_arguments, decode_arguments, pack_mask, random_batch, write_pages
 from tests.kernels.simulated_flashinfer import MEBIBYTE, SimulatedFlashInfer
 
@@ -668,7 +668,7 @@ def test_the_table_of_a_split_pool_is_made_without_the_host(
     simulate: Simulate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy of host data cannot be captured in a CUDA graph, and the call can: two launches, one in a prepared one."""
-    monkeypatch.setattr("lab.calls.check_values", lambda problem: None)  # as on a GPU
+    monkeypatch.setattr("lab.calls.paged.check_values", lambda problem: None)  # as on a GPU
     without_attention(simulate, monkeypatch, SM90)
     arguments = context_case() | {"workspace_buffer": torch.zeros(9 * MEBIBYTE, dtype=torch.uint8)}
     with Operations() as operations:

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from lab.metadata.cuda_graph import GraphMode, StaticInputs
-from lab.metadata.forward_batch import ForwardBatch
-from lab.metadata.forward_mode import ForwardMode
+from lab.metadata.engine.cuda_graph import GraphMode, StaticInputs
+from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.forward_mode import ForwardMode
 
 WIDTH = 2
 SIZE = 4

@@ -22,7 +22,7 @@ from lab.metadata import (
     plan_calls,
     prepare_attention,
 )
-from lab.metadata.dispatch import call_arguments
+from lab.metadata.mha.calls import call_arguments
 
 DECODE, CONTEXT = AttentionCall.DECODE, AttentionCall.CONTEXT
 CALLS = {

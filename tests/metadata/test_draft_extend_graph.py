@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lab.checks.stand_in_model import truth_of_pass
 from lab.metadata import ForwardBatch, ForwardMode, SpecInfo
-from lab.metadata.cuda_graph import MetadataPlace
-from lab.metadata.draft_extend_graph import (
+from lab.metadata.engine.cuda_graph import MetadataPlace
+from lab.metadata.speculation.draft_extend_graph import (
     DraftExtendGraph,
     DraftExtendOutput,
     DraftOutputs,

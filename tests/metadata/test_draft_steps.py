@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lab import references
-from lab.kernels.draft_decode_kv_indices import Schedule
+from lab.kernels.serving.draft_decode_kv_indices import Schedule
 from lab.metadata import ForwardBatch, ForwardMode, KVPool, SpecInfo, TRTLLMMHAMetadata
-from lab.metadata.draft_steps import (
+from lab.metadata.mla.metadata import mla_block_table_width
+from lab.metadata.speculation.draft_steps import (
     DraftAttention,
     DraftBuffers,
     DraftPlan,
@@ -22,7 +23,6 @@ from lab.metadata.draft_steps import (
     build_draft_steps,
     prepare_draft,
 )
-from lab.metadata.mla import mla_block_table_width
 from lab.references.forward_metadata import ForwardMetadata, forward_metadata
 from tests.devices import DEVICES, IN_INTERPRETER, ON_GPU, graph_of, synchronisation_is_an_error
 from tests.metadata.mha_cases import assert_live_cells_right, assert_live_pages_right

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lab.metadata.host_mirrors import LengthMirror, decide_needs_cpu_seq_lens
+from lab.metadata.engine.host_mirrors import LengthMirror, decide_needs_cpu_seq_lens
 
 NEEDS = SimpleNamespace(needs_cpu_seq_lens=True)
 NEEDS_NOT = SimpleNamespace(needs_cpu_seq_lens=False)

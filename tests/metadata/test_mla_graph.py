@@ -13,11 +13,11 @@ from torch import Tensor
 
 import lab.references
 from lab.metadata import DraftAttention, ForwardBatch, KVPool, QueryLayout, TRTLLMMLADecodeMetadata
-from lab.metadata.cuda_graph import GraphMode, GraphRunner, MetadataPlace
-from lab.metadata.draft_steps import DraftPlan, MultiStepDraft, build_draft_steps
-from lab.metadata.mla import build_mla_decode_metadata
-from lab.metadata.mla_dispatch import prepare_mla_attention
-from lab.metadata.mla_graph import MLAGraphState
+from lab.metadata.engine.cuda_graph import GraphMode, GraphRunner, MetadataPlace
+from lab.metadata.mla.buffers import MLAGraphState
+from lab.metadata.mla.calls import prepare_mla_attention
+from lab.metadata.mla.metadata import build_mla_decode_metadata
+from lab.metadata.speculation.draft_steps import DraftPlan, MultiStepDraft, build_draft_steps
 from tests.devices import DEVICES, IN_INTERPRETER, ON_GPU, synchronisation_is_an_error
 from tests.metadata.mha_cases import DRAFT_EXTENDS, Case, build
 from tests.metadata.mla_cases import (
@@ -229,7 +229,7 @@ def test_padded_requests_look_at_the_sink_alone() -> None:
 @IN_INTERPRETER
 @pytest.mark.parametrize("attention", [MLA, MLA_WITH_OFFSET])
 def test_a_draft_step_is_the_multi_step_backends(attention: DraftAttention) -> None:
-    """`lab.metadata.draft_steps` makes the same of all steps at once."""
+    """`lab.metadata.speculation.draft_steps` makes the same of all steps at once."""
     batch, pool = build(case_of(DECODE, (60, 97)))
     steps = build_draft_steps(MultiStepDraft(attention, 4, DraftPlan.PER_STEP), batch, pool)
     for number, step in enumerate(steps):

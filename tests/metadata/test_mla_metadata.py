@@ -31,10 +31,10 @@ from lab.metadata import (
     prepare_mla_attention,
     ragged_context_arguments,
 )
-from lab.metadata.cuda_graph import GraphMode
-from lab.metadata.mla import multi_ctas_kv_counter_bytes, query_layout
-from lab.metadata.mla_dispatch import mla_max_seq_len, mla_query
-from lab.metadata.mla_rows import dense_block, pad_draft_extend_query, unpad_draft_extend_output
+from lab.metadata.engine.cuda_graph import GraphMode
+from lab.metadata.mla.calls import mla_max_seq_len, mla_query
+from lab.metadata.mla.metadata import multi_ctas_kv_counter_bytes, query_layout
+from lab.metadata.mla.rows import dense_block, pad_draft_extend_query, unpad_draft_extend_output
 from tests.metadata.host_reads import ForbidHostReads
 from tests.metadata.mha_cases import DRAFT_EXTENDS, EXTENDS, MODES, Case, boundary_lengths, build, drawn_cases
 from tests.metadata.mla_cases import (

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lab.kernels.trtllm import causal_mask
-from lab.metadata.forward_batch import ForwardBatch, SpecInfo
-from lab.metadata.forward_mode import ForwardMode
-from lab.metadata.kv_pool import KVLayout, KVPool
-from lab.metadata.plan_stream import (
+from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
+from lab.metadata.engine.forward_mode import ForwardMode
+from lab.metadata.engine.kv_pool import KVLayout, KVPool
+from lab.metadata.engine.plan_stream import (
     FixUp,
     MetadataBuilder,
     MHAChainVerify,

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lab.metadata.verify_mask import (
+from lab.metadata.speculation.verify_mask import (
     VerifyMask,
     VerifyMaskForm,
     fill_verify_mask,

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lab.mla_call import MLADecodeCall
-from lab.problem import check_values
+from lab.calls.mla_decode import MLADecodeCall
+from lab.calls.problem import check_values
 from lab.references import attention, eager_attention, paged_attention, trtllm_batch_decode_with_kv_cache_mla
 from tests.cases import assert_same, running_sum, write_pages
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lab.ragged_call import RaggedContextCall, check_ragged_values
+from lab.calls.ragged_context import RaggedContextCall, check_ragged_values
 from lab.references import paged_attention, trtllm_ragged_attention_deepseek
 from tests.cases import Batch, assert_same, running_sum
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lab.metadata.forward_mode import ForwardMode
+from lab.metadata.engine.forward_mode import ForwardMode
 from lab.workloads import DEFAULT_SCENARIOS
 from lab.workloads.draft import (
     DEFAULT_DRAFT_SCENARIOS,

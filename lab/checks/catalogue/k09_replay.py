@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from lab.capture import capturing
 from lab.checks.attention_inputs import AttentionInputs, running_sum
 from lab.checks.check import Check, Level, counted, first_line
 from lab.checks.space import Space
 from lab.checks.trial import Result, Trial, truth_of_call
+from lab.metadata.engine.capture import capturing
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import Interface
 

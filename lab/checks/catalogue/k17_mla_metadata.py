@@ -19,9 +19,9 @@ from lab.checks.metadata_truth import wrong_mla_metadata
 from lab.checks.mla_pass import MLAPass, build_mla_pass
 from lab.checks.space import Space
 from lab.checks.trial import Result, Trial
-from lab.metadata.draft_attention import DraftAttention
-from lab.metadata.forward_mode import ForwardMode
-from lab.metadata.mla import DEAD_PAGE
+from lab.metadata.engine.forward_mode import ForwardMode
+from lab.metadata.mla.metadata import DEAD_PAGE
+from lab.metadata.speculation.draft_attention import DraftAttention
 from lab.references.forward_metadata import mla_forward_metadata
 from lab.workloads.interfaces import Interface
 from lab.workloads.mla_case import MLACase

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lab.calls.problem import PagedAttention
 from lab.checks.mutants.mutant import DECODE, Mutant
 from lab.checks.mutants.split_kv import Call, Forgiving
-from lab.problem import PagedAttention
 
 
 class Remembering(Forgiving):

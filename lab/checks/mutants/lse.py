@@ -5,9 +5,9 @@ import math
 import torch
 from torch import Tensor
 
+from lab.calls.problem import PagedAttention
 from lab.checks.mutants.mutant import DECODE, Mutant
 from lab.checks.mutants.split_kv import Partials, SplitKV, Tile
-from lab.problem import PagedAttention
 
 
 class LseBaseE(SplitKV):

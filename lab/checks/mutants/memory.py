@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lab.calls.problem import PagedAttention
 from lab.checks.mutants.mutant import Mutant
 from lab.checks.mutants.split_kv import COUNTER_BYTES, Partials, SplitKV, Tile, Workspace
-from lab.problem import PagedAttention
 
 
 class Zeros(SplitKV):

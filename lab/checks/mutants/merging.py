@@ -5,9 +5,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from lab.calls.problem import PagedAttention
 from lab.checks.mutants.mutant import DECODE, Mutant
 from lab.checks.mutants.split_kv import Call, Partials, SplitKV, Tile, partials_size
-from lab.problem import PagedAttention
 
 
 class EmptySplitWritesZero(SplitKV):

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lab.calls.mla_decode import MLADecodeCall
+from lab.calls.problem import PagedAttention
 from lab.checks.mutants import batching, caching, lse, masks, memory, merging, pages, scales
 from lab.checks.mutants.mutant import MLA_DECODE, Mutant
 from lab.checks.mutants.split_kv import Call, Forgiving, Partials, SplitKV, Tile, as_float32
-from lab.mla_call import MLADecodeCall
-from lab.problem import PagedAttention
 
 
 def of_mla(defective: type[SplitKV]) -> Mutant:

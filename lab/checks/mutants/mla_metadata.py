@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from lab.checks.mutants.mutant import MLA_METADATA, Defective, Mutant
-from lab.metadata.draft_attention import DraftAttention
-from lab.metadata.forward_batch import ForwardBatch
-from lab.metadata.kv_pool import KVPool
-from lab.metadata.mla import DEAD_PAGE, QueryLayout, TRTLLMMLADecodeMetadata, build_mla_decode_metadata
+from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.kv_pool import KVPool
+from lab.metadata.mla.metadata import DEAD_PAGE, QueryLayout, TRTLLMMLADecodeMetadata, build_mla_decode_metadata
+from lab.metadata.speculation.draft_attention import DraftAttention
 
 
 class MLABuilder(Defective):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lab.calls import takes
+from lab.calls.ragged_context import RaggedAttention, RaggedContextCall
 from lab.checks.mutants.mutant import RAGGED_CONTEXT, Defective, Mutant
-from lab.ragged_call import RaggedAttention, RaggedContextCall
 from lab.references.ragged_attention import ragged_attention
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from lab.calls import DecodeCall
+from lab.calls.problem import PagedAttention
 from lab.checks.mutants.mutant import DECODE, Mutant
 from lab.checks.mutants.split_kv import Call, SplitKV, Tile, as_float32
-from lab.problem import PagedAttention
 
 
 class Bmm2Hardcoded_1(SplitKV):  # noqa: N801

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from lab.calls import ContextCall, DecodeCall, takes
+from lab.calls.mla_decode import MLADecodeCall
+from lab.calls.problem import PagedAttention, Scale
 from lab.checks.mutants.mutant import CONTEXT, DECODE, Defective
-from lab.mla_call import MLADecodeCall
-from lab.problem import PagedAttention, Scale
 from lab.references.quantization import deinterleave_v_scale_factors, dequantize_nvfp4, rounded
 
 KEYS_PER_SPLIT = 64

@@ -1,0 +1,24 @@
+"""FlashInfer's four calls as data, the checks of their arguments, and the problems they pose.
+
+A leaf that references and kernels share. It needs torch alone and reads nothing from a GPU: what only the tensors' contents
+tell is checked on request (`check_values`, `check_ragged_values`).
+"""
+
+from lab.calls.context import ContextCall
+from lab.calls.decode import DecodeCall
+from lab.calls.entry import takes
+from lab.calls.mla_decode import MLADecodeCall
+from lab.calls.problem import PagedAttention, check_values
+from lab.calls.ragged_context import RaggedAttention, RaggedContextCall, check_ragged_values
+
+__all__ = [
+    "ContextCall",
+    "DecodeCall",
+    "MLADecodeCall",
+    "PagedAttention",
+    "RaggedAttention",
+    "RaggedContextCall",
+    "check_ragged_values",
+    "check_values",
+    "takes",
+]

@@ -1,0 +1,281 @@
+"""The checks of a call's arguments, one by one: each raises an error for people, before anything is launched.
+
+A leaf: it needs torch alone, and reads shapes, dtypes, strides and host numbers, never a tensor's contents. `call` stands for
+either call of `lab.calls`.
+"""
+
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+
+from lab.calls.problem import HALF_DTYPES, INTERLEAVED_TOKENS, NVFP4_BLOCK, Scale, mask_words
+
+QUERY_DTYPES = (*HALF_DTYPES, torch.float8_e4m3fn, torch.float32, torch.float64)
+OUT_DTYPES = QUERY_DTYPES
+LENGTH_DTYPES = (torch.int32, torch.uint32)
+
+# Scratch and a launch hint: they change no result, so any value will do, on any device.
+FREE_ARGUMENTS = ("workspace_buffer", "enable_pdl", "multi_ctas_kv_counter_buffer")
+
+
+def not_modelled(name: str, value: object, remedy: str) -> NoReturn:
+    raise NotImplementedError(f"{name}={value!r} is not modelled by the lab; {remedy}")
+
+
+def check_modelled(call: Any, names: str) -> None:
+    defaults = {field.name: field.default for field in fields(call)}
+    for name in names.split():
+        value = getattr(call, name)
+        if value is not defaults[name] and (isinstance(value, torch.Tensor) or value != defaults[name]):
+            not_modelled(name, value, f"leave it at its default, {defaults[name]!r}")
+
+
+def check_backend(backend: str, known: tuple[str, ...]) -> None:
+    if backend == "cake":
+        not_modelled("backend", backend, f"use one of {', '.join(known)}")
+    if backend not in known:
+        raise ValueError(f"backend={backend!r} is unknown; use one of {', '.join(known)}")
+
+
+def check_tensor(name: str, value: object) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    return value
+
+
+def check_int(name: str, value: object, least: int, remedy: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be an int, got {value!r}; {remedy}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}; {remedy}")
+    return int(value)
+
+
+def check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def dtype_names(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def check_vector(name: str, value: object, length: int, dtypes: Sequence[torch.dtype]) -> None:
+    tensor = check_tensor(name, value)
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name} must be {dtype_names(dtypes)}, got {tensor.dtype}")
+    if tensor.shape != (length,):
+        raise ValueError(f"{name} must have shape [{length}], got {list(tensor.shape)}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got stride {tensor.stride()}; pass {name}.contiguous()")
+
+
+def check_query(query: object) -> None:
+    tensor = check_tensor("query", query)
+    if tensor.ndim != 3:
+        raise ValueError(f"query must be [num_rows, num_qo_heads, head_dim], got shape {list(tensor.shape)}")
+    if 0 in tensor.shape[1:]:
+        raise ValueError(f"query needs at least one head and one element of head_dim, got shape {list(tensor.shape)}")
+    if tensor.dtype not in QUERY_DTYPES:
+        raise TypeError(f"query must be {dtype_names(QUERY_DTYPES)}, got {tensor.dtype}")
+    check_head_dim_stride("query", tensor)
+
+
+def check_head_dim_stride(name: str, tensor: torch.Tensor) -> None:
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(
+            f"{name}: head_dim must be contiguous (stride 1), got stride {tensor.stride(-1)}; call .contiguous() on it"
+        )
+
+
+def split_cache(name: str, cache: object, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(K, V) as [num_pages, num_kv_heads, page_size, last] views."""
+    if kv_layout not in ("HND", "NHD"):
+        raise ValueError(f"kv_layout must be 'HND' or 'NHD', got {kv_layout!r}")
+    if isinstance(cache, torch.Tensor):
+        if cache.ndim != 5 or cache.shape[1] not in (1, 2):
+            raise ValueError(
+                f"{name} as one tensor must be 5-D with 1 or 2 as its second dimension, got shape {list(cache.shape)}"
+            )
+        k, v = cache[:, 0], cache[:, -1]
+    elif isinstance(cache, tuple) and len(cache) == 2:
+        k, v = (check_tensor(f"{name}[{i}]", part) for i, part in enumerate(cache))
+        if k.ndim != 4 or v.ndim != 4:
+            raise ValueError(
+                f"{name} as (K, V) must be two 4-D tensors, got shapes {list(k.shape)} and {list(v.shape)}"
+            )
+    else:
+        raise TypeError(f"{name} must be a tensor or a pair of tensors (K, V), got {type(cache).__name__}")
+    if k.shape != v.shape or k.dtype != v.dtype:
+        raise ValueError(f"{name}: K and V must agree, got {list(k.shape)} {k.dtype} and {list(v.shape)} {v.dtype}")
+    check_head_dim_stride(f"K of {name}", k)
+    check_head_dim_stride(f"V of {name}", v)
+    return (k, v) if kv_layout == "HND" else (k.transpose(1, 2), v.transpose(1, 2))
+
+
+def check_cache(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    allowed = tuple(dict.fromkeys((query.dtype, torch.float8_e4m3fn, torch.uint8)))
+    if k_cache.dtype not in allowed:
+        raise TypeError(f"kv_cache must be {dtype_names(allowed)} for a {query.dtype} query, got {k_cache.dtype}")
+    if k_cache.dtype == torch.uint8 and query.shape[2] % NVFP4_BLOCK:
+        raise ValueError(
+            f"query has head_dim {query.shape[2]}, but an NVFP4 (uint8) kv_cache needs a multiple of {NVFP4_BLOCK}"
+        )
+    stored = query.shape[2] // 2 if k_cache.dtype == torch.uint8 else query.shape[2]
+    if k_cache.shape[3] != stored:
+        raise ValueError(
+            f"kv_cache has head_dim {k_cache.shape[3]}, but a query of head_dim {query.shape[2]} needs {stored}"
+        )
+    heads, page_size = k_cache.shape[1], k_cache.shape[2]
+    if heads == 0 or query.shape[1] % heads:
+        raise ValueError(
+            f"the {query.shape[1]} heads of query do not divide evenly over the {heads} heads of kv_cache "
+            "(is kv_layout right?)"
+        )
+    if page_size < 1 or page_size & (page_size - 1):
+        raise ValueError(f"kv_cache has page_size {page_size}; it must be a power of two (is kv_layout right?)")
+
+
+def check_scale_factors(call: Any, k_cache: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    if k_cache.dtype != torch.uint8:
+        if call.kv_cache_sf is not None:
+            raise ValueError(f"kv_cache_sf goes with an NVFP4 (uint8) kv_cache, but kv_cache is {k_cache.dtype}")
+        return None, None
+    if call.kv_cache_sf is None:
+        raise ValueError("kv_cache is uint8 (NVFP4): pass its scale factors as kv_cache_sf")
+    k, v = split_cache("kv_cache_sf", call.kv_cache_sf, call.kv_layout)
+    expected = (*k_cache.shape[:3], call.query.shape[2] // NVFP4_BLOCK)
+    if k.shape != expected:
+        raise ValueError(f"kv_cache_sf must be {list(expected)} as HND, got {list(k.shape)}")
+    if k.dtype != torch.float8_e4m3fn:
+        raise TypeError(f"kv_cache_sf must be float8_e4m3fn, got {k.dtype}")
+    if has_interleaved_v_scales(call) and k_cache.shape[2] % INTERLEAVED_TOKENS:
+        raise ValueError(
+            f"kv_cache has page_size {k_cache.shape[2]}, but trtllm-gen interleaves V's scale factors over "
+            f"{INTERLEAVED_TOKENS} tokens: use a larger page"
+        )
+    return k, v
+
+
+def has_interleaved_v_scales(call: Any) -> bool:
+    """trtllm-gen reads V's scale factors 4-token interleaved, XQA in plain order (FlashInfer 0.7.2)."""
+    if call.backend != "auto":
+        return call.backend == "trtllm-gen"
+    if call.query.device.type != "cuda":
+        raise ValueError(
+            "backend='auto' with an NVFP4 cache off the GPU: XQA and trtllm-gen order V's scale factors differently; "
+            "pass backend='xqa' or 'trtllm-gen'"
+        )
+    return torch.cuda.get_device_capability(call.query.device)[0] == 10
+
+
+def batch_size_of(block_tables: object, shared: bool) -> int:
+    check_bool("uses_shared_paged_kv_idx", shared)
+    tensor = check_tensor("block_tables", block_tables)
+    if tensor.dtype != torch.int32:
+        raise TypeError(f"block_tables must be int32, got {tensor.dtype}")
+    if tensor.ndim != (2 if shared else 3) or (not shared and tensor.shape[1] != 2):
+        expected = "[batch_size, max_num_pages_per_seq]" if shared else "[batch_size, 2, max_num_pages_per_seq]"
+        raise ValueError(
+            f"block_tables must be {expected} with uses_shared_paged_kv_idx={shared}, got shape {list(tensor.shape)}"
+        )
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError("block_tables rows must be contiguous; pass block_tables.contiguous()")
+    return tensor.shape[0]
+
+
+def split_tables(block_tables: torch.Tensor, shared: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    return (block_tables, block_tables) if shared else (block_tables[:, 0], block_tables[:, 1])
+
+
+def check_mask(mask: object, cum_seq_lens_q: object, batch_size: int, q_len: int) -> None:
+    if cum_seq_lens_q is not None:
+        raise NotImplementedError(
+            "mask with cum_seq_lens_q is not modelled by the lab: pass q_len_per_req rows of every request, or no mask"
+        )
+    tensor = check_tensor("mask", mask)
+    if tensor.dtype != torch.uint16:
+        raise TypeError(f"mask must be packed uint16 words, got {tensor.dtype}")
+    expected = (batch_size, q_len, mask_words(q_len))
+    if tensor.shape != expected or not tensor.is_contiguous():
+        raise ValueError(
+            f"mask must be contiguous [batch_size, q_len, 2 * ceil(q_len / 32)] = {list(expected)}, got "
+            f"{list(tensor.shape)} with stride {tensor.stride()}"
+        )
+
+
+def check_scale(name: str, scale: object) -> Scale:
+    """The scale as the tensor it is, or as a Python float."""
+    if isinstance(scale, torch.Tensor):
+        if scale.dtype != torch.float32 or scale.numel() != 1:
+            raise TypeError(
+                f"{name} as a tensor must be float32 with one element, got {scale.dtype} {list(scale.shape)}"
+            )
+        return scale
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+        raise TypeError(f"{name} must be a number or a float32 tensor of one element, got {scale!r}")
+    if not math.isfinite(scale):
+        raise ValueError(f"{name} must be finite, got {scale}")
+    return float(scale)
+
+
+def scale_from_log2(bmm1_scale_log2: object) -> torch.Tensor:
+    tensor = check_tensor("bmm1_scale_log2", bmm1_scale_log2)
+    check_scale("bmm1_scale_log2", tensor)
+    return tensor * math.log(2.0)
+
+
+def following_scale(bmm1_scale_log2: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
+    """`bmm1_scale` for calls that are made again: a tensor, empty yet, and what writes it from the other's contents."""
+    scale = torch.empty_like(bmm1_scale_log2)
+    return scale, partial(torch.mul, bmm1_scale_log2, math.log(2.0), out=scale)
+
+
+def output_dtype(call: Any) -> torch.dtype:
+    if call.out is not None:
+        out = check_tensor("out", call.out)
+        if call.out_dtype is not None and out.dtype != call.out_dtype:
+            raise ValueError(f"out is {out.dtype} but out_dtype is {call.out_dtype}; drop one of them")
+        if out.shape != call.query.shape:
+            raise ValueError(f"out must have the query's shape {list(call.query.shape)}, got {list(out.shape)}")
+        if not out.is_contiguous():
+            raise ValueError(f"out must be contiguous, got stride {out.stride()}")
+        dtype: object = out.dtype
+    else:
+        dtype = call.query.dtype if call.out_dtype is None else call.out_dtype
+    if dtype == "nvfp4":
+        not_modelled("out_dtype", "nvfp4", f"use one of {dtype_names(OUT_DTYPES)}")
+    if not isinstance(dtype, torch.dtype) or dtype not in OUT_DTYPES:
+        raise TypeError(f"out_dtype, or out's dtype, must be {dtype_names(OUT_DTYPES)}, got {dtype!r}")
+    return dtype
+
+
+def check_lse(call: Any) -> torch.Tensor | None:
+    if call.lse is None:
+        return None
+    lse = check_tensor("lse", call.lse)
+    if lse.dtype != torch.float32:
+        raise TypeError(f"lse must be float32, got {lse.dtype}")
+    if lse.shape != call.query.shape[:2]:
+        raise ValueError(f"lse must be [num_rows, num_qo_heads] = {list(call.query.shape[:2])}, got {list(lse.shape)}")
+    if any(size > 1 and stride == 0 for size, stride in zip(lse.shape, lse.stride(), strict=True)):
+        raise ValueError(
+            f"lse has elements that share memory (stride {lse.stride()}); pass a buffer that is not expanded"
+        )
+    return lse
+
+
+def check_devices(call: Any, on_host: Sequence[str] = ()) -> None:
+    """Raise ValueError where a tensor lies elsewhere than the query, those named in `on_host` apart."""
+    device = call.query.device
+    anywhere = (*FREE_ARGUMENTS, *on_host)
+    for field in fields(call):
+        value = getattr(call, field.name)
+        for tensor in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(tensor, torch.Tensor) and tensor.device != device and field.name not in anywhere:
+                raise ValueError(f"{field.name} is on {tensor.device}, but query is on {device}; move it there")

@@ -1,0 +1,92 @@
+"""FlashInfer's TRT-LLM context call as data: its parameters, and the paged attention problem it poses."""
+
+from dataclasses import dataclass
+
+import torch
+
+from lab.calls.arguments import (
+    batch_size_of,
+    check_backend,
+    check_bool,
+    check_int,
+    check_modelled,
+    check_query,
+    check_tensor,
+)
+from lab.calls.paged import KVCache, pose_paged
+from lab.calls.problem import PagedAttention, Scale
+
+
+@dataclass(frozen=True, eq=False)
+class ContextCall:
+    """The arguments of FlashInfer 0.7.2's `trtllm_batch_context_with_kv_cache`: same names, order and defaults.
+
+    Attributes:
+        others: as in `DecodeCall`.
+        max_q_len, max_kv_len: host bounds of the query and key lengths; 0 for an empty batch.
+        cum_seq_lens_q, cum_seq_lens_kv: int32 [batch_size + 1] offsets of the query rows and of the keys. Query rows behind the
+            last offset are padding, as in a CUDA graph with room for more; what a kernel leaves there is undefined.
+        causal: False lets every row see every key of its request; it excludes a window.
+    """
+
+    query: torch.Tensor
+    kv_cache: KVCache
+    workspace_buffer: torch.Tensor | None
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    max_q_len: int
+    max_kv_len: int
+    bmm1_scale: Scale
+    bmm2_scale: Scale
+    batch_size: int
+    cum_seq_lens_q: torch.Tensor
+    cum_seq_lens_kv: torch.Tensor
+    window_left: int = -1
+    out: torch.Tensor | None = None
+    out_dtype: torch.dtype | str | None = None
+    o_sf_scale: float | None = None
+    o_sf_vec_size: int | None = None
+    kv_layout: str = "HND"
+    enable_pdl: bool | None = None
+    sinks: torch.Tensor | None = None
+    kv_cache_sf: KVCache | None = None
+    skip_softmax_threshold_scale_factor: float | None = None
+    uses_shared_paged_kv_idx: bool = True
+    causal: bool = True
+    lse: torch.Tensor | None = None
+    return_lse: bool = False
+    multi_ctas_kv_counter_buffer: torch.Tensor | None = None
+    use_fp16_softmax: bool | None = None
+    uses_spcompress: bool | None = None
+    backend: str = "trtllm-gen"
+
+    def problem(self) -> PagedAttention:
+        """Check the arguments and pose the problem; raises as `DecodeCall.problem` does."""
+        check_modelled(
+            self,
+            "o_sf_scale o_sf_vec_size skip_softmax_threshold_scale_factor use_fp16_softmax uses_spcompress",
+        )
+        check_backend(self.backend, ("trtllm-gen",))
+        check_query(self.query)
+        if batch_size_of(self.block_tables, self.uses_shared_paged_kv_idx) != self.batch_size:
+            raise ValueError(
+                f"batch_size={self.batch_size} but block_tables has {self.block_tables.shape[0]} rows: "
+                "one row per request is needed"
+            )
+        for name in ("cum_seq_lens_q", "cum_seq_lens_kv"):
+            check_tensor(name, getattr(self, name))
+        check_bool("causal", self.causal)
+        if not self.causal and self.window_left >= 0:
+            raise NotImplementedError(
+                f"causal=False with window_left={self.window_left}: FlashInfer has no such kernel; pass window_left=-1"
+            )
+        return pose_paged(
+            self,
+            kv_bound="max_kv_len",
+            max_q_len=check_int("max_q_len", self.max_q_len, 0, "it bounds the rows of one request"),
+            max_kv_len=self.max_kv_len,
+            causal=self.causal,
+            bmm1_scale=self.bmm1_scale,
+            cum_seq_lens_kv=self.cum_seq_lens_kv,
+            mask=None,
+        )

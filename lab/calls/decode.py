@@ -1,0 +1,139 @@
+"""FlashInfer's TRT-LLM decode call as data: its parameters, and the paged attention problem it poses."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lab.calls.arguments import (
+    batch_size_of,
+    check_backend,
+    check_int,
+    check_mask,
+    check_modelled,
+    check_query,
+    not_modelled,
+    scale_from_log2,
+)
+from lab.calls.paged import KVCache, pose_paged
+from lab.calls.problem import PagedAttention, Scale
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeCall:
+    """The arguments of FlashInfer 0.7.2's `trtllm_batch_decode_with_kv_cache`: same names, order and defaults.
+
+    Attributes:
+        query: [num_rows, num_qo_heads, head_dim], fp16, bf16 or e4m3 (the references: float32 and float64 too); rows
+            of a request lie together, in order.
+        kv_cache: (K, V), each [num_pages, num_kv_heads, page_size, head_dim] ("HND") or
+            [num_pages, page_size, num_kv_heads, head_dim] ("NHD"); or one tensor with a second dimension of 2 (K and V)
+            or 1 (K is V). The query's dtype, e4m3, or uint8 for NVFP4.
+        workspace_buffer: scratch of FlashInfer's kernels; what needs none ignores it.
+        block_tables: int32 [batch_size, max_num_pages_per_seq], or [batch_size, 2, max_num_pages_per_seq] with separate
+            K and V page ids when `uses_shared_paged_kv_idx` is False.
+        seq_lens: int32 or uint32 [batch_size]: keys of each request, its query tokens included.
+        max_seq_len: host bound of `seq_lens`; 0 for an empty batch.
+        bmm1_scale, bmm2_scale: number, or float32 tensor of one element: factor of Q·K^T and of P·V.
+        bmm1_scale_log2: float32 tensor of one element, `bmm1_scale * log2(e)`; takes precedence over `bmm1_scale`.
+        window_left: keys to the left of a row that it sees; -1 for all.
+        out, out_dtype: where, or as what, the output is written.
+        sinks: float32 [num_qo_heads].
+        q_len_per_req: query rows of every request; None with `cum_seq_lens_q`.
+        max_q_len, cum_seq_lens_q: most rows of a request, and int32 [batch_size + 1] row offsets, as in `ContextCall`.
+        mask: packed draft mask for q_len_per_req > 1, uint16 [batch_size, q_len, 2 * ceil(q_len / 32)]; bit b of word w
+            of row j set: draft token 16 w + b is visible to row j. Without it the rows are causal.
+        kv_cache_sf: (K, V) e4m3 scale factors of an NVFP4 cache, one per 16 elements of head_dim.
+        lse, return_lse: float32 [num_rows, num_qo_heads], base 2: log2 of the softmax's denominator, the sink included.
+
+    The other parameters have one value that the lab models, their default; another raises NotImplementedError. Those
+    that change no result (`FREE_ARGUMENTS`) are free.
+    """
+
+    query: torch.Tensor
+    kv_cache: KVCache
+    workspace_buffer: torch.Tensor | None
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    max_seq_len: int
+    bmm1_scale: Scale = 1.0
+    bmm2_scale: Scale = 1.0
+    window_left: int = -1
+    out: torch.Tensor | None = None
+    out_dtype: torch.dtype | str | None = None
+    o_sf_scale: float | None = None
+    o_sf_vec_size: int | None = None
+    sinks: torch.Tensor | None = None
+    kv_layout: str = "HND"
+    enable_pdl: bool | None = None
+    backend: str = "auto"
+    q_len_per_req: int | None = 1
+    o_scale: float | None = 1.0
+    mask: torch.Tensor | None = None
+    max_q_len: int | None = None
+    cum_seq_lens_q: torch.Tensor | None = None
+    skip_softmax_threshold_scale_factor: float | None = None
+    kv_cache_sf: tuple[torch.Tensor, torch.Tensor] | None = None
+    uses_shared_paged_kv_idx: bool = True
+    lse: torch.Tensor | None = None
+    return_lse: bool = False
+    bmm1_scale_log2: torch.Tensor | None = None
+    multi_ctas_kv_counter_buffer: torch.Tensor | None = None
+    enable_block_sparse_attention: bool = False
+    cp_world: int = 1
+    cp_rank: int = 0
+    causal_seqlens_kv_global: torch.Tensor | None = None
+    bf16q_fp8kv_transform_mode: str | None = None
+    request_order: torch.Tensor | None = None
+    request_order_plan: Any = None
+
+    def problem(self) -> PagedAttention:
+        """Check the arguments and pose the problem.
+
+        Raises:
+            TypeError: an argument of the wrong type or dtype.
+            ValueError: a shape, device, stride or number that no implementation can take.
+            NotImplementedError: an argument that the lab does not model, away from its default.
+        """
+        check_modelled(
+            self,
+            "o_sf_scale o_sf_vec_size skip_softmax_threshold_scale_factor enable_block_sparse_attention "
+            "cp_world cp_rank causal_seqlens_kv_global bf16q_fp8kv_transform_mode request_order request_order_plan",
+        )
+        if isinstance(self.o_scale, torch.Tensor) or self.o_scale not in (None, 1.0):
+            not_modelled("o_scale", self.o_scale, "fold it into bmm2_scale")
+        check_backend(self.backend, ("auto", "xqa", "trtllm-gen"))
+        batch_size = batch_size_of(self.block_tables, self.uses_shared_paged_kv_idx)
+        max_q_len = self._max_q_len()
+        check_query(self.query)
+        if self.cum_seq_lens_q is None and self.query.shape[0] != batch_size * max_q_len:
+            raise ValueError(
+                f"query has {self.query.shape[0]} rows, but block_tables has {batch_size} requests of q_len_per_req="
+                f"{max_q_len}: expected {batch_size * max_q_len} rows"
+            )
+        if self.mask is not None:
+            check_mask(self.mask, self.cum_seq_lens_q, batch_size, max_q_len)
+        return pose_paged(
+            self,
+            kv_bound="max_seq_len",
+            max_q_len=max_q_len,
+            max_kv_len=self.max_seq_len,
+            causal=True,
+            bmm1_scale=self.bmm1_scale if self.bmm1_scale_log2 is None else scale_from_log2(self.bmm1_scale_log2),
+            cum_seq_lens_kv=None,
+            mask=self.mask,
+        )
+
+    def _max_q_len(self) -> int:
+        if self.cum_seq_lens_q is None:
+            if self.max_q_len is not None:
+                raise ValueError(
+                    f"max_q_len={self.max_q_len} needs cum_seq_lens_q; for equal widths pass q_len_per_req"
+                )
+            return check_int("q_len_per_req", self.q_len_per_req, 1, "or pass cum_seq_lens_q and max_q_len")
+        if self.q_len_per_req is not None:
+            raise ValueError(
+                f"q_len_per_req={self.q_len_per_req} contradicts cum_seq_lens_q (FlashInfer 0.7.2 derives the batch "
+                "from q_len_per_req and its default is 1): pass q_len_per_req=None"
+            )
+        return check_int("max_q_len", self.max_q_len, 0, "it goes with cum_seq_lens_q")

@@ -1,0 +1,297 @@
+"""FlashInfer's MLA decode call as data: its parameters, and the paged attention problem it poses.
+
+A leaf that references and kernels share, as `lab.calls` is for the calls with separate K and V.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lab.calls.arguments import (
+    LENGTH_DTYPES,
+    OUT_DTYPES,
+    batch_size_of,
+    check_backend,
+    check_bool,
+    check_devices,
+    check_head_dim_stride,
+    check_int,
+    check_modelled,
+    check_query,
+    check_scale,
+    check_tensor,
+    check_vector,
+    dtype_names,
+    not_modelled,
+)
+from lab.calls.problem import PagedAttention, Scale, check_values
+
+BACKENDS = ("auto", "xqa", "trtllm-gen")
+OTHER_BACKENDS = ("cute-dsl", "sparse")  # FlashInfer has them, with rules of their own
+LSE_BASES = (None, "base2", "basee")
+
+
+@dataclass(frozen=True, eq=False)
+class MLADecodeCall:
+    """The arguments of FlashInfer 0.7.2's `trtllm_batch_decode_with_kv_cache_mla`: same names, order and defaults.
+
+    Multi-head latent attention after absorption: every query head reads the same cache entries. A key is a whole entry,
+    the latent vector and the rotary part behind it; its value is the latent vector, the entry's first `kv_lora_rank`
+    elements. Rows are causal: row i of a request with q rows and L keys sits at position L - q + i.
+
+    Attributes:
+        query: [batch_size, q_len_per_request, num_qo_heads, kv_lora_rank + qk_rope_head_dim], the latent part first; with
+            `cum_seq_lens_q` [num_rows, num_qo_heads, kv_lora_rank + qk_rope_head_dim]. fp16, bf16 or e4m3 (the
+            references: float32 and float64 too).
+        kv_cache: [num_pages, page_size, kv_lora_rank + qk_rope_head_dim], or the same with a second dimension of 1 for
+            the only head. The query's dtype, or e4m3.
+        workspace_buffer: scratch of FlashInfer's kernels; what needs none ignores it.
+        qk_nope_head_dim: head_dim before absorption, without the rotary part; it changes no result.
+        kv_lora_rank, qk_rope_head_dim: elements of the latent vector, and of the rotary part.
+        block_tables: int32 [batch_size, max_num_pages_per_seq].
+        seq_lens: int32 or uint32 [batch_size]: keys of each request, its query tokens included.
+        max_seq_len: host bound of `seq_lens`; 0 for an empty batch.
+        out: where the output is written, the query's shape with a last dimension of `kv_lora_rank`, contiguous. Its
+            dtype is the output's; None makes a bfloat16 one, as FlashInfer does whatever the query's dtype.
+        bmm1_scale, bmm2_scale: number, or float32 tensor of one element: factor of Q·K^T and of P·V.
+        sinks: float32 [num_qo_heads] (what trtllm-gen reads), or a list or tuple of one such tensor (as FlashInfer
+            annotates it): a logit per head added to the softmax's denominator.
+        cum_seq_lens_q: int32 [batch_size + 1] row offsets, for requests of different widths. Query rows behind the last
+            offset are padding.
+        max_q_len: host bound of the rows of a request, with `cum_seq_lens_q`; None reads the offsets, and so waits for
+            a GPU.
+        lse: where the LSE is written, float32 and contiguous: [num_rows, num_qo_heads], or without `cum_seq_lens_q`
+            [batch_size, q_len_per_request, num_qo_heads]. It needs `return_lse`, without which FlashInfer's trtllm-gen
+            leaves it as it was.
+        return_lse: return (out, lse); a new lse is [num_rows, num_qo_heads].
+        return_lse_base: "base2" for log2, "basee" for the natural logarithm of the softmax's denominator, the sink
+            included. None is "base2", as trtllm-gen has it; with `cum_seq_lens_q` FlashInfer has only CuTe DSL, whose
+            None is "basee", so that the base must be named.
+
+    The other parameters have one value that the lab models, their default; another raises NotImplementedError. Those
+    that change no result (`lab.calls.arguments.FREE_ARGUMENTS`) are free.
+    """
+
+    query: torch.Tensor
+    kv_cache: torch.Tensor
+    workspace_buffer: torch.Tensor | None
+    qk_nope_head_dim: int
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    max_seq_len: int
+    sparse_mla_top_k: int = 0
+    out: torch.Tensor | None = None
+    bmm1_scale: Scale = 1.0
+    bmm2_scale: Scale = 1.0
+    sinks: torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...] | None = None
+    skip_softmax_threshold_scale_factor: float | None = None
+    enable_pdl: bool | None = None
+    backend: str = "auto"
+    is_var_seq: bool = True
+    uses_shared_paged_kv_idx: bool = True
+    lse: torch.Tensor | None = None
+    return_lse: bool = False
+    cute_dsl_impl: str = "auto"
+    kv_scale_format: str = "auto"
+    cum_seq_lens_q: torch.Tensor | None = None
+    max_q_len: int | None = None
+    multi_ctas_kv_counter_buffer: torch.Tensor | None = None
+    sparse_mla_top_k_lens: torch.Tensor | None = None
+    enable_dcp: bool = False
+    cp_world: int = 1
+    cp_rank: int = 0
+    causal_seqlens_kv_global: torch.Tensor | None = None
+    use_fp16_softmax: bool | None = None
+    return_lse_base: str | None = None
+
+    def problem(self) -> PagedAttention:
+        """Check the arguments and pose the problem, whose LSE is in base 2; `returned` turns its results into the call's.
+
+        Raises:
+            TypeError: an argument of the wrong type or dtype.
+            ValueError: a shape, device, stride or number that no implementation can take.
+            NotImplementedError: an argument that the lab does not model, away from its default.
+        """
+        self._check_modelled()
+        rows = self._query_rows()
+        check_devices(self)
+        cache = self._cache_pages()
+        batch_size = self._batch_size()
+        check_vector("seq_lens", self.seq_lens, batch_size, LENGTH_DTYPES)
+        out = self._out_rows()
+        problem = PagedAttention(
+            query=rows,
+            k_cache=cache,
+            v_cache=cache[..., : self.kv_lora_rank],
+            k_scale_factors=None,
+            v_scale_factors=None,
+            v_scale_factors_interleaved=False,
+            k_block_tables=self.block_tables,
+            v_block_tables=self.block_tables,
+            seq_lens=self.seq_lens,
+            cu_seqlens_q=self.cum_seq_lens_q,
+            cu_seqlens_kv=None,
+            max_q_len=self._max_q_len(batch_size),
+            max_kv_len=check_int("max_seq_len", self.max_seq_len, 0, "it bounds the keys of one request"),
+            causal=True,
+            window_left=-1,
+            sinks=self._sink_logits(),
+            mask=None,
+            bmm1_scale=check_scale("bmm1_scale", self.bmm1_scale),
+            bmm2_scale=check_scale("bmm2_scale", self.bmm2_scale),
+            out=out,
+            out_dtype=torch.bfloat16 if out is None else out.dtype,
+            lse=self._lse_rows(rows),
+            return_lse=self.return_lse,
+        )
+        if rows.device.type == "cpu":
+            check_values(problem)
+        return problem
+
+    def returned(self, out: torch.Tensor, lse: torch.Tensor | None) -> Any:
+        """What the call returns, in its caller's shapes.
+
+        Args:
+            out: [num_rows, num_qo_heads, kv_lora_rank], as `problem().results()` made it.
+            lse: [num_rows, num_qo_heads] in the base that the call names, or None.
+        """
+        given_shape = self.out if self.out is not None else out.view(*self.query.shape[:-1], self.kv_lora_rank)
+        return (given_shape, lse if self.lse is None else self.lse) if self.return_lse else given_shape
+
+    def _check_modelled(self) -> None:
+        check_modelled(
+            self,
+            "sparse_mla_top_k skip_softmax_threshold_scale_factor is_var_seq cute_dsl_impl kv_scale_format "
+            "sparse_mla_top_k_lens enable_dcp cp_world cp_rank causal_seqlens_kv_global use_fp16_softmax",
+        )
+        check_bool("uses_shared_paged_kv_idx", self.uses_shared_paged_kv_idx)
+        if not self.uses_shared_paged_kv_idx:
+            not_modelled(
+                "uses_shared_paged_kv_idx",
+                False,
+                "one cache entry is a key and its value, so pass block_tables as [batch_size, max_num_pages_per_seq]",
+            )
+        if self.backend in OTHER_BACKENDS:
+            not_modelled("backend", self.backend, f"use one of {', '.join(BACKENDS)}")
+        check_backend(self.backend, BACKENDS)
+
+    def _query_rows(self) -> torch.Tensor:
+        """The query as [num_rows, num_qo_heads, kv_lora_rank + qk_rope_head_dim]."""
+        check_int("qk_nope_head_dim", self.qk_nope_head_dim, 1, "it is head_dim before absorption, without rotary part")
+        rank = check_int("kv_lora_rank", self.kv_lora_rank, 1, "it is the size of the latent vector")
+        rope = check_int("qk_rope_head_dim", self.qk_rope_head_dim, 0, "it is the size of the rotary part")
+        query = check_tensor("query", self.query)
+        ragged = self.cum_seq_lens_q is not None
+        expected = "[num_rows, num_qo_heads" if ragged else "[batch_size, q_len_per_request, num_qo_heads"
+        if query.ndim != (3 if ragged else 4):
+            raise ValueError(
+                f"query must be {expected}, kv_lora_rank + qk_rope_head_dim] {'with' if ragged else 'without'} "
+                f"cum_seq_lens_q, got shape {list(query.shape)}"
+            )
+        if not ragged and query.shape[1] == 0:
+            raise ValueError(f"query needs at least one row per request, got shape {list(query.shape)}")
+        check_head_dim_stride("query", query)
+        if query.shape[-1] != rank + rope:
+            raise ValueError(
+                f"query has head_dim {query.shape[-1]}, but kv_lora_rank={rank} and qk_rope_head_dim={rope} make "
+                f"{rank + rope}"
+            )
+        rows = query if ragged else query.flatten(0, 1)
+        check_query(rows)
+        return rows
+
+    def _cache_pages(self) -> torch.Tensor:
+        """The cache as [num_pages, 1, page_size, kv_lora_rank + qk_rope_head_dim]."""
+        cache = check_tensor("kv_cache", self.kv_cache)
+        allowed = tuple(dict.fromkeys((self.query.dtype, torch.float8_e4m3fn)))
+        if cache.dtype == torch.uint8:
+            raise NotImplementedError(
+                f"kv_cache is uint8 (packed): FlashInfer has no dense MLA kernel for it; use {dtype_names(allowed)}"
+            )
+        if cache.dtype not in allowed:
+            raise TypeError(
+                f"kv_cache must be {dtype_names(allowed)} for a {self.query.dtype} query, got {cache.dtype}"
+            )
+        head_dim = self.query.shape[-1]
+        one_head = cache.ndim == 3 or (cache.ndim == 4 and cache.shape[1] == 1)
+        if not one_head or cache.shape[-1] != head_dim:
+            raise ValueError(
+                f"kv_cache must be [num_pages, page_size, {head_dim}] or [num_pages, 1, page_size, {head_dim}] (one head, "
+                f"entries of kv_lora_rank + qk_rope_head_dim), got shape {list(cache.shape)}"
+            )
+        check_head_dim_stride("kv_cache", cache)
+        page_size = cache.shape[-2]
+        if page_size < 1 or page_size & (page_size - 1):
+            raise ValueError(f"kv_cache has page_size {page_size}; it must be a power of two")
+        return cache.unsqueeze(1) if cache.ndim == 3 else cache
+
+    def _batch_size(self) -> int:
+        batch_size = batch_size_of(self.block_tables, True)
+        if self.cum_seq_lens_q is None and self.query.shape[0] != batch_size:
+            raise ValueError(
+                f"query has {self.query.shape[0]} requests, but block_tables has {batch_size} rows: "
+                "one row per request is needed"
+            )
+        return batch_size
+
+    def _max_q_len(self, batch_size: int) -> int:
+        if self.cum_seq_lens_q is None:
+            if self.max_q_len is not None:
+                raise ValueError(
+                    f"max_q_len={self.max_q_len} needs cum_seq_lens_q; without it the query's second dimension says it"
+                )
+            return self.query.shape[1]
+        check_vector("cum_seq_lens_q", self.cum_seq_lens_q, batch_size + 1, (torch.int32,))
+        if self.max_q_len is None:
+            return max(self.cum_seq_lens_q.diff().tolist(), default=0)
+        return check_int("max_q_len", self.max_q_len, 0, "it bounds the rows of one request")
+
+    def _sink_logits(self) -> torch.Tensor | None:
+        sinks: object = self.sinks
+        if isinstance(sinks, (list, tuple)):
+            if len(sinks) != 1:
+                raise ValueError(f"sinks must be one tensor, or a list of one, got {len(sinks)} of them")
+            sinks = sinks[0]
+        if sinks is None:
+            return None
+        check_vector("sinks", sinks, self.query.shape[-2], (torch.float32,))
+        return check_tensor("sinks", sinks)
+
+    def _out_rows(self) -> torch.Tensor | None:
+        if self.out is None:
+            return None
+        out = check_tensor("out", self.out)
+        if out.dtype not in OUT_DTYPES:
+            raise TypeError(f"out must be {dtype_names(OUT_DTYPES)}, got {out.dtype}")
+        expected = (*self.query.shape[:-1], self.kv_lora_rank)
+        if out.shape != expected:
+            raise ValueError(f"out must be {list(expected)}, its last dimension kv_lora_rank, got {list(out.shape)}")
+        if not out.is_contiguous():
+            raise ValueError(f"out must be contiguous, got stride {out.stride()}")
+        return out if self.cum_seq_lens_q is not None else out.flatten(0, 1)
+
+    def _lse_rows(self, rows: torch.Tensor) -> torch.Tensor | None:
+        check_bool("return_lse", self.return_lse)
+        if self.return_lse_base not in LSE_BASES:
+            raise ValueError(f"return_lse_base must be 'base2', 'basee' or None, got {self.return_lse_base!r}")
+        if self.return_lse and self.cum_seq_lens_q is not None and self.return_lse_base is None:
+            raise ValueError(
+                "return_lse with cum_seq_lens_q needs return_lse_base='base2' or 'basee': FlashInfer's None is base 2 in "
+                "one backend and e in the one that takes this call"
+            )
+        if self.lse is None:
+            return None
+        if not self.return_lse:
+            raise ValueError("lse without return_lse=True is left unwritten by FlashInfer; pass both or neither")
+        lse = check_tensor("lse", self.lse)
+        if lse.dtype != torch.float32:
+            raise TypeError(f"lse must be float32, got {lse.dtype}")
+        shapes = list(dict.fromkeys((tuple(rows.shape[:2]), tuple(self.query.shape[:-1]))))
+        if tuple(lse.shape) not in shapes:
+            raise ValueError(f"lse must be {' or '.join(str(list(shape)) for shape in shapes)}, got {list(lse.shape)}")
+        if not lse.is_contiguous():
+            raise ValueError(f"lse must be contiguous, got stride {lse.stride()}")
+        return lse.view(rows.shape[:2])

@@ -1,0 +1,345 @@
+"""FlashInfer's ragged context call as data: its parameters, and the attention problem it poses over contiguous K/V.
+
+A leaf that references and kernels share, as `lab.calls` is for the calls over a paged cache.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lab.calls.arguments import (
+    LENGTH_DTYPES,
+    OUT_DTYPES,
+    check_backend,
+    check_bool,
+    check_devices,
+    check_head_dim_stride,
+    check_int,
+    check_lse,
+    check_modelled,
+    check_query,
+    check_scale,
+    check_tensor,
+    check_vector,
+    dtype_names,
+    not_modelled,
+)
+from lab.calls.problem import Scale, check_offsets, new_results
+
+BACKENDS = ("trtllm-gen",)
+E4M3 = torch.float8_e4m3fn
+RAGGED_OUT_DTYPES = tuple(dtype for dtype in OUT_DTYPES if dtype != E4M3)
+MIRRORS = ("q_seq_lens_cpu", "kv_seq_lens_cpu")  # arguments that lie on the host
+MIRROR_DTYPES = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class RaggedAttention:
+    """One checked attention problem whose requests lie end to end, queries and K/V alike.
+
+    Request r has the rows cu_seqlens_q[r] … cu_seqlens_q[r + 1] - 1 and the keys cu_seqlens_kv[r] …; rows and keys behind
+    the last offsets belong to nobody.
+
+    Attributes:
+        query: [num_rows, num_qo_heads, head_dim].
+        key: [num_tokens, num_kv_heads, head_dim].
+        value: [num_tokens, num_kv_heads, v_head_dim].
+        seq_lens: [batch_size], keys of each request.
+        cu_seqlens_q, cu_seqlens_kv: int32 [batch_size + 1].
+        max_q_len, max_kv_len: most rows and keys of one request.
+        causal: row i of a request with q rows and L keys sits at position L - q + i and sees keys up to it; else all.
+        window_left: a row at position p sees keys p - window_left … p; -1 sees all.
+        sinks: float32 [num_qo_heads], a logit per head added to the softmax's denominator; or None.
+        bmm1_scale, bmm2_scale: factor of Q·K^T and of P·V.
+        out, out_dtype, lse, return_lse: where the results go.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    seq_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_kv: torch.Tensor
+    max_q_len: int
+    max_kv_len: int
+    causal: bool
+    window_left: int
+    sinks: torch.Tensor | None
+    bmm1_scale: Scale
+    bmm2_scale: Scale
+    out: torch.Tensor | None
+    out_dtype: torch.dtype
+    lse: torch.Tensor | None
+    return_lse: bool
+
+    @property
+    def batch_size(self) -> int:
+        return self.seq_lens.shape[0]
+
+    @property
+    def num_rows(self) -> int:
+        return self.query.shape[0]
+
+    @property
+    def num_qo_heads(self) -> int:
+        return self.query.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.key.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        return self.query.shape[2]
+
+    @property
+    def v_head_dim(self) -> int:
+        """head_dim of V and of the output."""
+        return self.value.shape[2]
+
+    def results(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What to fill: the output, and the LSE or None, given or new."""
+        return new_results(self)
+
+    def returned(self, out: torch.Tensor, lse: torch.Tensor | None) -> Any:
+        """What the call returns: `out`, or `(out, lse)` where `return_lse` asked for it."""
+        return (out, lse) if self.return_lse else out
+
+
+@dataclass(frozen=True, eq=False)
+class RaggedContextCall:
+    """The arguments of FlashInfer 0.7.2's `trtllm_ragged_attention_deepseek`: same names, order and defaults.
+
+    A prefill's attention before absorption, over contiguous K/V: the new tokens' own, causal, and each chunk of a cached
+    prefix, which every row sees whole. Their results merge by the LSE. FlashInfer has kernels for the head_dims
+    (192, 128) of DeepSeek, (128, 128) and (256, 256); the references take any.
+
+    Attributes:
+        query: [num_rows, num_qo_heads, head_dim]; fp16, bf16 or e4m3 (the references: float32 and float64 too). Rows
+            behind the last offset are padding; what a kernel leaves there is undefined.
+        key: [num_tokens, num_kv_heads, head_dim], the query's dtype. Query head h reads K/V head
+            h // (num_qo_heads / num_kv_heads); DeepSeek has as many of the one as of the other.
+        value: [num_tokens, num_kv_heads, v_head_dim], likewise.
+        workspace_buffer: scratch of FlashInfer's kernels; what needs none ignores it.
+        seq_lens: int32 or uint32 [batch_size]: keys of each request.
+        max_q_len, max_kv_len: host bounds of the rows and the keys of one request; 0 for an empty batch.
+        bmm1_scale, bmm2_scale: number, or float32 tensor of one element: factor of Q·K^T and of P·V.
+        o_sf_scale: number, for outputs of 4 bits, which this call does not have: it changes no result. SGLang passes 1
+            for new tokens and -1 for chunks.
+        batch_size: requests.
+        window_left: a row at position p sees no key before p - window_left; -1 is no window. It needs `is_causal`.
+        cum_seq_lens_q, cum_seq_lens_kv: int32 [batch_size + 1] offsets of the rows and of the keys.
+        enable_pdl: a launch hint.
+        is_causal: row i of a request with q rows and L keys sits at position L - q + i and sees keys up to it.
+        return_lse: return (out, lse).
+        attention_sinks: float32 [num_qo_heads], a logit per head added to the softmax's denominator; or None.
+        out: where the output is written, contiguous [num_rows, num_qo_heads, v_head_dim]; any dtype of a query but e4m3,
+            which FlashInfer's ragged kernels do not write. None makes one in the query's dtype, bfloat16 for e4m3.
+        lse: where the LSE is written, with or without `return_lse`: float32 [num_rows, num_qo_heads], log2 of the
+            softmax's denominator, the sink included (FlashInfer's lse.cuh).
+        q_seq_lens_cpu, kv_seq_lens_cpu: the rows and keys of each request on the host, int32 or int64, both or neither.
+            They say where requests are empty without a look at the GPU, and leave no row or key behind the last offset.
+        skip_all_rows_active_check: True is the caller's word, to FlashInfer, that no request is empty; the lab does not
+            rely on it: a row without keys is zero, its LSE -inf.
+
+    The other parameters have one value that the lab models, their default; another raises NotImplementedError.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    workspace_buffer: torch.Tensor | None
+    seq_lens: torch.Tensor
+    max_q_len: int
+    max_kv_len: int
+    bmm1_scale: Scale
+    bmm2_scale: Scale
+    o_sf_scale: float
+    batch_size: int
+    window_left: int
+    cum_seq_lens_q: torch.Tensor
+    cum_seq_lens_kv: torch.Tensor
+    enable_pdl: bool | None
+    is_causal: bool
+    return_lse: bool
+    attention_sinks: torch.Tensor | None = None
+    skip_softmax_threshold_scale_factor: float | None = None
+    out: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+    sage_attn_sfs: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (
+        None,
+        None,
+        None,
+        None,
+    )
+    num_elts_per_sage_attn_blk: tuple[int, int, int, int] = (0, 0, 0, 0)
+    backend: str = "trtllm-gen"
+    q_seq_lens_cpu: torch.Tensor | None = None
+    kv_seq_lens_cpu: torch.Tensor | None = None
+    use_fp16_softmax: bool | None = None
+    uses_spcompress: bool | None = None
+    skip_all_rows_active_check: bool = True
+
+    def problem(self) -> RaggedAttention:
+        """Check the arguments and pose the problem.
+
+        Raises:
+            TypeError: an argument of the wrong type or dtype.
+            ValueError: a shape, device, stride or number that no implementation can take.
+            NotImplementedError: an argument that the lab does not model, away from its default; causal=False with a window.
+        """
+        self._check_modelled()
+        check_query(self.query)
+        self._check_kv()
+        batch_size = check_int("batch_size", self.batch_size, 0, "it counts the requests")
+        check_vector("seq_lens", self.seq_lens, batch_size, LENGTH_DTYPES)
+        for name in ("cum_seq_lens_q", "cum_seq_lens_kv"):
+            check_vector(name, getattr(self, name), batch_size + 1, (torch.int32,))
+        for name in ("is_causal", "return_lse", "skip_all_rows_active_check"):
+            check_bool(name, getattr(self, name))
+        if isinstance(check_scale("o_sf_scale", self.o_sf_scale), torch.Tensor):
+            raise TypeError("o_sf_scale must be a number, got a tensor")
+        if self.attention_sinks is not None:
+            check_vector("attention_sinks", self.attention_sinks, self.query.shape[1], (torch.float32,))
+        max_q_len = check_int("max_q_len", self.max_q_len, 0, "it bounds the rows of one request")
+        max_kv_len = check_int("max_kv_len", self.max_kv_len, 0, "it bounds the keys of one request")
+        problem = RaggedAttention(
+            query=self.query,
+            key=self.key,
+            value=self.value,
+            seq_lens=self.seq_lens,
+            cu_seqlens_q=self.cum_seq_lens_q,
+            cu_seqlens_kv=self.cum_seq_lens_kv,
+            max_q_len=max_q_len,
+            max_kv_len=max_kv_len,
+            causal=self.is_causal,
+            window_left=self._window_left(max_kv_len),
+            sinks=self.attention_sinks,
+            bmm1_scale=check_scale("bmm1_scale", self.bmm1_scale),
+            bmm2_scale=check_scale("bmm2_scale", self.bmm2_scale),
+            out=self.out,
+            out_dtype=self._out_dtype(),
+            lse=check_lse(self),
+            return_lse=self.return_lse,
+        )
+        check_devices(self, on_host=MIRRORS)
+        self._check_mirrors()
+        if self.query.device.type == "cpu":
+            check_ragged_values(problem)
+            self._check_mirrored_values()
+        return problem
+
+    def host_lengths(self) -> tuple[list[int], list[int]] | None:
+        """(rows, keys) of each request, where the caller has them on the host; after `problem()`."""
+        if self.q_seq_lens_cpu is None or self.kv_seq_lens_cpu is None:
+            return None
+        return self.q_seq_lens_cpu.tolist(), self.kv_seq_lens_cpu.tolist()
+
+    def _check_modelled(self) -> None:
+        check_modelled(
+            self,
+            "skip_softmax_threshold_scale_factor sage_attn_sfs num_elts_per_sage_attn_blk use_fp16_softmax uses_spcompress",
+        )
+        if self.backend == "cute-dsl":
+            not_modelled("backend", self.backend, f"use {BACKENDS[0]}")
+        check_backend(self.backend, BACKENDS)
+
+    def _check_kv(self) -> None:
+        key, value = check_tensor("key", self.key), check_tensor("value", self.value)
+        for name, side, last in (("key", key, "head_dim"), ("value", value, "v_head_dim")):
+            if side.ndim != 3 or 0 in side.shape[1:]:
+                raise ValueError(f"{name} must be [num_tokens, num_kv_heads, {last}], got shape {list(side.shape)}")
+            if side.dtype != self.query.dtype:
+                raise TypeError(f"{name} must have the query's dtype {self.query.dtype}, got {side.dtype}")
+            check_head_dim_stride(name, side)
+        if key.shape[2] != self.query.shape[2]:
+            raise ValueError(f"key has head_dim {key.shape[2]}, but query has {self.query.shape[2]}: they must agree")
+        if key.shape[:2] != value.shape[:2]:
+            raise ValueError(
+                f"key and value must have the same tokens and heads, got {list(key.shape)} and {list(value.shape)}"
+            )
+        if self.query.shape[1] % key.shape[1]:
+            raise ValueError(
+                f"the {self.query.shape[1]} heads of query do not divide evenly over the {key.shape[1]} heads of key"
+            )
+
+    def _window_left(self, max_kv_len: int) -> int:
+        window_left = check_int("window_left", self.window_left, -1, "-1 means no window")
+        if window_left >= 0 and not self.is_causal:
+            raise NotImplementedError(
+                f"is_causal=False with window_left={window_left}: trtllm-gen's windows are causal (FlashInfer 0.7.2, "
+                "fmhaKernels.cuh); pass window_left=-1"
+            )
+        # A window as wide as the longest request is none.
+        return -1 if window_left >= max_kv_len else window_left
+
+    def _out_dtype(self) -> torch.dtype:
+        if self.out is None:
+            return torch.bfloat16 if self.query.dtype == E4M3 else self.query.dtype
+        out = check_tensor("out", self.out)
+        if out.dtype not in RAGGED_OUT_DTYPES:
+            raise TypeError(f"out must be {dtype_names(RAGGED_OUT_DTYPES)}, got {out.dtype}")
+        expected = (*self.query.shape[:2], self.value.shape[2])
+        if out.shape != expected:
+            raise ValueError(f"out must be {list(expected)}, its last dimension value's, got {list(out.shape)}")
+        if not out.is_contiguous():
+            raise ValueError(f"out must be contiguous, got stride {out.stride()}")
+        return out.dtype
+
+    def _check_mirrors(self) -> None:
+        """FlashInfer's own checks, of what lies on the host."""
+        if (self.q_seq_lens_cpu is None) != (self.kv_seq_lens_cpu is None):
+            raise ValueError("q_seq_lens_cpu and kv_seq_lens_cpu go together: pass both or neither")
+        bounds = (self.query.shape[0], self.max_q_len), (self.key.shape[0], self.max_kv_len)
+        for name, (total, most) in zip(MIRRORS, bounds, strict=True):
+            if getattr(self, name) is None:
+                continue
+            mirror = check_tensor(name, getattr(self, name))
+            check_vector(name, mirror, self.batch_size, MIRROR_DTYPES)
+            if mirror.device.type != "cpu":
+                raise ValueError(f"{name} is on {mirror.device}, but it says lengths to the host; move it to the CPU")
+            lengths = mirror.tolist()
+            if min(lengths, default=0) < 0 or max(lengths, default=0) > most or sum(lengths) != total:
+                raise ValueError(
+                    f"{name} = {lengths} must lie between 0 and the bound {most} and add up to all {total} tokens: cut "
+                    "off those behind the last offset"
+                )
+
+    def _check_mirrored_values(self) -> None:
+        for name, offsets in zip(MIRRORS, (self.cum_seq_lens_q, self.cum_seq_lens_kv), strict=True):
+            mirror = getattr(self, name)
+            if mirror is not None and mirror.tolist() != offsets.diff().tolist():
+                raise ValueError(f"{name} = {mirror.tolist()}, but the offsets say {offsets.diff().tolist()}")
+
+
+def check_ragged_values(problem: RaggedAttention) -> None:
+    """Check what only the tensors' contents tell: lengths and offsets. As `lab.calls.check_values` is, on request.
+
+    Raises:
+        ValueError: offsets that do not start at 0, decrease or pass the tokens; lengths that differ from them or pass the
+            bounds.
+    """
+    q_offsets, kv_offsets = problem.cu_seqlens_q.tolist(), problem.cu_seqlens_kv.tolist()
+    check_offsets("cum_seq_lens_q", q_offsets, problem.num_rows, problem.max_q_len)
+    lengths = problem.seq_lens.tolist()
+    _check_keys(lengths, kv_offsets, problem)
+
+
+def _check_keys(lengths: Sequence[int], offsets: Sequence[int], problem: RaggedAttention) -> None:
+    for request, length in enumerate(lengths):
+        if length < 0:
+            raise ValueError(f"seq_lens[{request}] = {length} is negative; a request without keys has length 0")
+        if length > problem.max_kv_len:
+            raise ValueError(
+                f"seq_lens[{request}] = {length} exceeds max_kv_len = {problem.max_kv_len}: raise the bound"
+            )
+    expected = list(itertools.accumulate(lengths, initial=0))
+    if list(offsets) != expected:
+        raise ValueError(f"cum_seq_lens_kv = {list(offsets)} is not the running sum of seq_lens: expected {expected}")
+    if offsets[-1] > problem.key.shape[0]:
+        raise ValueError(
+            f"cum_seq_lens_kv ends at {offsets[-1]}, behind the {problem.key.shape[0]} tokens of key and value"
+        )

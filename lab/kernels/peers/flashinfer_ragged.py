@@ -1,0 +1,127 @@
+"""FlashInfer's `BatchPrefillWithRaggedKVCacheWrapper` behind the name of the ragged context call: FA3 on SM90, else FA2.
+
+A second implementation, for GPUs that trtllm-gen has no ragged kernel for. It plans on the host from the offsets: each call
+copies them there and waits, and none can be captured in a CUDA graph. `plan` does that once, for lengths that stay. `fa2` and
+`fa3` are the two by name, such as `lab.kernels.peers.flashinfer_ragged:fa2`. Not yet run on a GPU.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from lab.calls import takes
+from lab.calls.ragged_context import RaggedAttention, RaggedContextCall
+from lab.kernels.flashinfer_call import (
+    behind_semaphores,
+    fa_backend,
+    installed,
+    refuse_planning_in_capture,
+    workspace_for,
+)
+from lab.kernels.support import Kernel, refuse_unsupported
+from lab.kernels.trtllm.ragged_context import fill_rows_without_keys
+
+WRAPPER = "BatchPrefillWithRaggedKVCacheWrapper"
+BACKENDS = {"fa2": Kernel.FA2_RAGGED, "fa3": Kernel.FA3_RAGGED}
+
+
+class BatchRagged:
+    """The wrapper with one of its backends.
+
+    Attributes:
+        backend: "fa2" or "fa3"; "" for FA3 on SM90 and FA2 elsewhere.
+    """
+
+    def __init__(self, backend: str = "") -> None:
+        self.backend = backend
+        self.__name__ = f"{__name__}:{backend}" if backend else __name__
+        self.trtllm_ragged_attention_deepseek = takes(RaggedContextCall)(self._run)
+        self.plan = takes(RaggedContextCall)(self._plan)
+
+    def _run(self, call: RaggedContextCall) -> Any:
+        """The ragged context call, planned and run. Shapes and errors are `lab.calls.RaggedContextCall`'s.
+
+        What the backend does not take raises NotImplementedError with the reason of `lab.kernels.support.why_not`.
+        """
+        return self._plan(call)()
+
+    def _plan(self, call: RaggedContextCall) -> Callable[[], Any]:
+        """The same call, planned: it may be made any number of times, in a CUDA graph too.
+
+        Lengths are those of the planning; the contents of query, key and value may change.
+        """
+        problem = call.problem()
+        out, lse = problem.results()
+        if min(problem.num_rows, problem.batch_size) == 0:
+            return lambda: problem.returned(out, lse)
+        backend = self.backend or fa_backend(problem.query.device)
+        refuse_unsupported(BACKENDS[backend], problem)
+        refuse_planning_in_capture(WRAPPER, problem.query.device)
+        q_offsets, kv_offsets = problem.cu_seqlens_q.tolist(), problem.cu_seqlens_kv.tolist()
+        num_rows, num_tokens = q_offsets[-1], kv_offsets[-1]
+        runs = min(num_rows, num_tokens) > 0
+        wrapper = _planned(call, problem, backend, q_offsets, kv_offsets) if runs else None
+        fills = _lacks_keys(problem.causal, q_offsets, kv_offsets)
+
+        def run() -> Any:
+            if wrapper is not None:
+                wrapper.run(
+                    problem.query[:num_rows],
+                    problem.key[:num_tokens],
+                    problem.value[:num_tokens],
+                    out=out[:num_rows],
+                    lse=None if lse is None else lse[:num_rows],
+                    return_lse=lse is not None,
+                )
+            if fills:
+                fill_rows_without_keys(problem, out, lse)
+            return problem.returned(out, lse)
+
+        return run
+
+
+def _planned(
+    call: RaggedContextCall,
+    problem: RaggedAttention,
+    backend: str,
+    q_offsets: Sequence[int],
+    kv_offsets: Sequence[int],
+) -> Any:
+    """A wrapper for this call alone."""
+    wrapper_type, _ = installed("flashinfer.prefill", WRAPPER)
+    scratch = behind_semaphores(workspace_for(call.workspace_buffer, problem.query.device))
+    wrapper = wrapper_type(scratch, kv_layout="NHD", backend=backend)
+    wrapper.plan(
+        qo_indptr=torch.tensor(q_offsets, dtype=torch.int32),
+        kv_indptr=torch.tensor(kv_offsets, dtype=torch.int32),
+        num_qo_heads=problem.num_qo_heads,
+        num_kv_heads=problem.num_kv_heads,
+        head_dim_qk=problem.head_dim,
+        head_dim_vo=problem.v_head_dim,
+        causal=problem.causal,
+        window_left=problem.window_left,
+        sm_scale=float(problem.bmm1_scale),
+        q_data_type=problem.query.dtype,
+        kv_data_type=problem.key.dtype,
+        o_data_type=problem.out_dtype,
+    )
+    return wrapper
+
+
+def _lacks_keys(causal: bool, q_offsets: Sequence[int], kv_offsets: Sequence[int]) -> bool:
+    """Whether some row sees no key."""
+    lengths = zip(
+        (end - start for start, end in itertools.pairwise(q_offsets)),
+        (end - start for start, end in itertools.pairwise(kv_offsets)),
+        strict=True,
+    )
+    return any(keys < rows if causal else keys == 0 < rows for rows, keys in lengths)
+
+
+fa2 = BatchRagged("fa2")
+fa3 = BatchRagged("fa3")
+_fitting = BatchRagged()
+trtllm_ragged_attention_deepseek = _fitting.trtllm_ragged_attention_deepseek
+plan = _fitting.plan

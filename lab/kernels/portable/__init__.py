@@ -1,0 +1,27 @@
+"""FlashInfer's TRT-LLM attention functions in Triton: any GPU, and a CPU under Triton's interpreter."""
+
+from lab.kernels.portable.mla_decode import (
+    prepare_trtllm_batch_decode_with_kv_cache_mla,
+    trtllm_batch_decode_with_kv_cache_mla,
+)
+from lab.kernels.portable.paged import (
+    prepare_trtllm_batch_context_with_kv_cache,
+    prepare_trtllm_batch_decode_with_kv_cache,
+    trtllm_batch_context_with_kv_cache,
+    trtllm_batch_decode_with_kv_cache,
+)
+from lab.kernels.portable.ragged_context import (
+    prepare_trtllm_ragged_attention_deepseek,
+    trtllm_ragged_attention_deepseek,
+)
+
+__all__ = [
+    "prepare_trtllm_batch_context_with_kv_cache",
+    "prepare_trtllm_batch_decode_with_kv_cache",
+    "prepare_trtllm_batch_decode_with_kv_cache_mla",
+    "prepare_trtllm_ragged_attention_deepseek",
+    "trtllm_batch_context_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache_mla",
+    "trtllm_ragged_attention_deepseek",
+]

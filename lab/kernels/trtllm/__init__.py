@@ -1,0 +1,29 @@
+"""FlashInfer's TRT-LLM attention functions behind their own names: trtllm-gen, XQA and fmha_v2."""
+
+from lab.kernels.trtllm.mla_decode import (
+    prepare_trtllm_batch_decode_with_kv_cache_mla,
+    trtllm_batch_decode_with_kv_cache_mla,
+)
+from lab.kernels.trtllm.paged import (
+    causal_mask,
+    prepare_trtllm_batch_context_with_kv_cache,
+    prepare_trtllm_batch_decode_with_kv_cache,
+    trtllm_batch_context_with_kv_cache,
+    trtllm_batch_decode_with_kv_cache,
+)
+from lab.kernels.trtllm.ragged_context import (
+    prepare_trtllm_ragged_attention_deepseek,
+    trtllm_ragged_attention_deepseek,
+)
+
+__all__ = [
+    "causal_mask",
+    "prepare_trtllm_batch_context_with_kv_cache",
+    "prepare_trtllm_batch_decode_with_kv_cache",
+    "prepare_trtllm_batch_decode_with_kv_cache_mla",
+    "prepare_trtllm_ragged_attention_deepseek",
+    "trtllm_batch_context_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache_mla",
+    "trtllm_ragged_attention_deepseek",
+]

@@ -1,0 +1,198 @@
+"""FlashInfer's TRT-LLM attention kernels behind their names, FlashInfer imported at the first call.
+
+What runs depends on the GPU, as in an engine: trtllm-gen on SM100 and SM103; on SM90, SM120 and SM121 XQA for the decode
+call and fmha_v2 for the context call. The adapter supplies what those need and the calls do not carry: XQA's packed
+causal mask, a workspace whose semaphores are zero, packed page-table rows, fmha_v2's [B, 2, M] table. trtllm-gen's path
+has been checked by signature and by simulation only: no SM100 or SM103 was at hand.
+
+Checking and converting the arguments takes longer than a small launch. Whoever calls often, or counts microseconds,
+prepares once and calls many times: `prepare_` before either name returns a `PreparedCall`.
+"""
+
+import functools
+from typing import Any
+
+import torch
+
+from lab.calls import ContextCall, DecodeCall, takes
+from lab.calls.arguments import following_scale
+from lab.calls.problem import MASK_BITS_PER_WORD, PagedAttention, mask_words
+from lab.kernels.flashinfer_call import (
+    PreparedCall,
+    Refresh,
+    behind_semaphores,
+    but_defaults,
+    capability_for,
+    check_workspace_size,
+    packed,
+    prepared,
+    refuse_during_capture,
+    workspace_for,
+)
+from lab.kernels.support import Kernel, StoredCache, context_kernel, decode_kernel, refuse_unsupported, stored_cache
+
+
+@takes(DecodeCall)
+def trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> Any:
+    """FlashInfer's decode kernel: decode, verify, draft extend. Shapes and errors are `lab.calls.DecodeCall`'s.
+
+    Without a `mask`, verify rows are causal on every GPU. Without a `workspace_buffer`, the lab's own is used, one per
+    device and stream; a given one must hold 8 MiB of zeros first, then scratch. What the GPU's kernel does not take raises
+    NotImplementedError with the reason of `lab.kernels.support.why_not`.
+    """
+    return _prepare_decode(call)()
+
+
+@takes(DecodeCall)
+def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> PreparedCall:
+    """The same call, ready to be made any number of times. It raises what the call would raise, and launches no attention."""
+    return _prepare_decode(call)
+
+
+@takes(ContextCall)
+def trtllm_batch_context_with_kv_cache(call: ContextCall) -> Any:
+    """FlashInfer's context kernel: extend and prefill. Shapes and errors are `lab.calls.ContextCall`'s.
+
+    On SM90, SM120 and SM121 it runs `trtllm_fmha_v2_prefill`, which knows two pools: a stacked one, [num_pages, 2, ...],
+    and K and V as halves of one allocation. The latter needs a [B, 2, M] table, which one small launch writes before each
+    call. Who has that table already passes it with `uses_shared_paged_kv_idx=False` and the whole allocation,
+    [2 * num_pages, ...], as both K and V: nothing is then launched but the kernel. A given `workspace_buffer` may be the
+    decode call's: its first 8 MiB are left alone.
+    """
+    return _prepare_context(call)()
+
+
+@takes(ContextCall)
+def prepare_trtllm_batch_context_with_kv_cache(call: ContextCall) -> PreparedCall:
+    """The same call, ready to be made any number of times. It raises what the call would raise, and launches no attention."""
+    return _prepare_context(call)
+
+
+def _prepare_decode(call: DecodeCall) -> PreparedCall:
+    problem = call.problem()
+    if problem.num_rows == 0:
+        return PreparedCall(_empty_results, {"problem": problem})
+    kernel = _kernel_for(call.backend, problem)
+    refuse_unsupported(kernel, problem)
+    changes, refreshes = _canonical(call, problem)
+    if kernel is Kernel.XQA:
+        check_workspace_size(changes["workspace_buffer"])
+        changes["bmm1_scale"] = problem.bmm1_scale
+        if call.bmm1_scale_log2 is not None:  # which XQA does not take
+            changes["bmm1_scale_log2"] = None
+            changes["bmm1_scale"], refresh = following_scale(call.bmm1_scale_log2)
+            refreshes += (refresh,)
+        if problem.max_q_len > 1 and call.mask is None:
+            changes["mask"] = causal_mask(problem.batch_size, problem.max_q_len, problem.query.device)
+    # XQA multiplies by o_scale, so that its other neutral value, None, would be an error.
+    changes["o_scale"] = 1.0
+    arguments = but_defaults(call, changes)
+    return prepared("flashinfer.decode", "trtllm_batch_decode_with_kv_cache", arguments, refreshes)
+
+
+def _prepare_context(call: ContextCall) -> PreparedCall:
+    problem = call.problem()
+    if problem.num_rows == 0:
+        return PreparedCall(_empty_results, {"problem": problem})
+    kernel = context_kernel(capability_for(problem.query.device))
+    refuse_unsupported(kernel, problem)
+    if kernel is Kernel.FMHA_V2:
+        arguments, refreshes = _fmha_v2_arguments(call, problem)
+        return prepared("flashinfer.prefill", "trtllm_fmha_v2_prefill", arguments, refreshes)
+    changes, refreshes = _canonical(call, problem)
+    arguments = but_defaults(call, changes)
+    return prepared("flashinfer.prefill", "trtllm_batch_context_with_kv_cache", arguments, refreshes)
+
+
+def _empty_results(problem: PagedAttention) -> Any:
+    """What a call without a row returns; FlashInfer is not asked for that."""
+    return problem.returned(*problem.results())
+
+
+def _canonical(call: DecodeCall | ContextCall, problem: PagedAttention) -> tuple[dict[str, Any], tuple[Refresh, ...]]:
+    """Arguments in the one form that every kernel of FlashInfer 0.7.2 reads rightly; views where that is possible.
+
+    K and V go as a pair of HND views, which FlashInfer makes of every other form but one with K for V.
+    """
+    block_tables, refreshes = packed(call.block_tables)
+    changes: dict[str, Any] = {
+        "kv_cache": (problem.k_cache, problem.v_cache),
+        "kv_layout": "HND",
+        "block_tables": block_tables,
+        "workspace_buffer": workspace_for(call.workspace_buffer, call.query.device),
+        "window_left": problem.window_left,
+    }
+    if problem.k_scale_factors is not None:
+        changes["kv_cache_sf"] = (problem.k_scale_factors, problem.v_scale_factors)
+    return changes, refreshes
+
+
+def _kernel_for(backend: str, problem: PagedAttention) -> Kernel:
+    if backend == "auto":
+        return decode_kernel(capability_for(problem.query.device))
+    return Kernel.XQA if backend == "xqa" else Kernel.TRTLLM_GEN_DECODE
+
+
+def causal_mask(batch_size: int, q_len: int, device: torch.device) -> torch.Tensor:
+    """XQA's packed draft mask in which row j sees draft tokens 0 … j: uint16 [batch_size, q_len, 2 * ceil(q_len / 32)].
+
+    Word w of row j is 2 ** clamp(j + 1 - 16 w, 0, 16) - 1. Built once per device, width and power of two of the batch.
+
+    Raises:
+        RuntimeError: it would have to be built while a CUDA graph is captured, and so only inside the graph.
+    """
+    rows = 1 << max(batch_size - 1, 0).bit_length()
+    return _causal_mask(rows, q_len, device)[:batch_size]
+
+
+@functools.cache
+def _causal_mask(rows: int, q_len: int, device: torch.device) -> torch.Tensor:
+    refuse_during_capture(f"the causal mask of {rows} requests of {q_len} tokens", device)
+    row, word = torch.arange(q_len).unsqueeze(1), torch.arange(mask_words(q_len))
+    visible = (row + 1 - MASK_BITS_PER_WORD * word).clamp(0, MASK_BITS_PER_WORD)
+    words = (2**visible - 1).to(torch.int32).to(torch.uint16)
+    return words.expand(rows, *words.shape).contiguous().to(device)
+
+
+def _fmha_v2_arguments(call: ContextCall, problem: PagedAttention) -> tuple[dict[str, Any], tuple[Refresh, ...]]:
+    """`trtllm_fmha_v2_prefill`'s arguments for a context call."""
+    stored = stored_cache(problem)
+    cache, block_tables, refreshes = _fmha_v2_cache(call, stored)
+    causal_mode = "causal" if problem.window_left < 0 else "sliding_window"
+    arguments = {
+        "qkv": (problem.query, cache),
+        "input_layout": f"Q_PAGED_KV_{stored.layout}",
+        # Not the semaphores: XQA needs them zero, and fmha_v2 writes where it likes.
+        "workspace_buffer": behind_semaphores(workspace_for(call.workspace_buffer, call.query.device)),
+        "seq_lens": problem.seq_lens,
+        "max_q_len": problem.max_q_len,
+        "max_kv_len": max(problem.max_kv_len, problem.max_q_len),  # fmha_v2_run.cu asserts this of the two bounds
+        "bmm1_scale": float(problem.bmm1_scale),
+        "bmm2_scale": float(problem.bmm2_scale),
+        "batch_size": problem.batch_size,
+        "cum_seq_lens_q": problem.cu_seqlens_q,
+        "cum_seq_lens_kv": problem.cu_seqlens_kv,
+        "block_tables": block_tables,
+        "mask_mode": causal_mode if problem.causal else "padding",
+        "window_left": problem.window_left,
+        "sinks": problem.sinks,
+        "out": problem.out,
+        "out_dtype": problem.out_dtype,
+    }
+    return arguments, refreshes
+
+
+def _fmha_v2_cache(call: ContextCall, stored: StoredCache) -> tuple[Any, torch.Tensor, tuple[Refresh, ...]]:
+    """(cache, block_tables, refreshes) as fmha_v2 addresses them, in a form that FlashInfer's own checks take."""
+    if stored.is_stacked:
+        return stored.stacked(), *packed(call.block_tables)
+    if not call.uses_shared_paged_kv_idx:
+        # The kernel counts both tables' ids from K's address and never looks at V's; FlashInfer wants V's behind it.
+        return (stored.k[:-1], stored.v[1:]), *packed(call.block_tables)
+    # The table's contents may change between calls, so each writes it anew: K's ids, and V's as counted from K's first page.
+    pages_apart = stored.distance_bytes // stored.page_bytes
+    ids = call.block_tables.unsqueeze(1)
+    table = torch.empty((ids.shape[0], 2, ids.shape[2]), dtype=torch.int32, device=ids.device)
+    # (0, pages_apart), made on the device: a copy from the host cannot be captured in a CUDA graph.
+    offsets = torch.arange(0, 2 * pages_apart, pages_apart, dtype=torch.int32, device=ids.device).view(1, 2, 1)
+    return (stored.k, stored.v), table, (functools.partial(torch.add, ids, offsets, out=table),)

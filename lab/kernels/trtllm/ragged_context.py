@@ -1,0 +1,99 @@
+"""FlashInfer's `trtllm_ragged_attention_deepseek`: trtllm-gen on SM100 and SM103.
+
+Neither GPU was at hand: the call has been checked by signature and by simulation only. Where rows may see no key, the adapter
+writes their zeros and LSE after the kernel, which leaves stale values there (SGLang 0.5.23's backend does the same).
+"""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lab.calls import takes
+from lab.calls.ragged_context import RaggedAttention, RaggedContextCall
+from lab.kernels.flashinfer_call import (
+    PreparedCall,
+    behind_semaphores,
+    but_defaults,
+    capability_for,
+    prepared,
+    workspace_for,
+)
+from lab.kernels.support import Kernel, refuse_unsupported
+
+
+@takes(RaggedContextCall)
+def trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> Any:
+    """MLA's prefill before absorption, new tokens or a chunk. Shapes and errors are `lab.calls.RaggedContextCall`'s.
+
+    Without a `workspace_buffer` the lab's own is used, one per device and stream; a given one may be the decode call's: its
+    first 8 MiB are left alone. What the kernel does not take raises NotImplementedError with the reason of
+    `lab.kernels.support.why_not`. One tensor for both offsets, or both lengths on the host, say that every row sees a key,
+    and save the few launches that look after the others.
+    """
+    return _prepare(call)()
+
+
+@takes(RaggedContextCall)
+def prepare_trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> PreparedCall:
+    """The same call, ready to be made any number of times. It raises what the call would raise, and launches no attention."""
+    return _prepare(call)
+
+
+def _prepare(call: RaggedContextCall) -> PreparedCall:
+    problem = call.problem()
+    if min(problem.num_rows, problem.batch_size) == 0:
+        return PreparedCall(problem.returned, dict(zip(("out", "lse"), problem.results(), strict=True)))
+    capability_for(problem.query.device)
+    refuse_unsupported(Kernel.TRTLLM_GEN_RAGGED, problem)
+    changes = {
+        # Not the semaphores: XQA needs them zero, and this kernel writes its statistics first.
+        "workspace_buffer": behind_semaphores(workspace_for(call.workspace_buffer, problem.query.device)),
+        "window_left": problem.window_left,
+    }
+    made = prepared("flashinfer.prefill", "trtllm_ragged_attention_deepseek", but_defaults(call, changes), ())
+    return _then_filled(made, problem) if _may_lack_keys(call, problem) else made
+
+
+def _may_lack_keys(call: RaggedContextCall, problem: RaggedAttention) -> bool:
+    """Whether a row may see no key, other than those that FlashInfer itself looks after, as far as the host can tell."""
+    if call.cum_seq_lens_q is call.cum_seq_lens_kv:
+        return False
+    lengths = call.host_lengths()
+    if lengths is None:
+        return True
+    # FlashInfer leaves out requests without keys when their lengths are on the host.
+    return problem.causal and any(keys < rows for rows, keys in zip(*lengths, strict=True))
+
+
+def _then_filled(made: PreparedCall, problem: RaggedAttention) -> PreparedCall:
+    function = made.function
+
+    def run(**arguments: Any) -> Any:
+        result = function(**arguments)
+        out, lse = result if problem.return_lse else (result, problem.lse)
+        fill_rows_without_keys(problem, out, lse)
+        return result
+
+    return replace(made, function=run)
+
+
+def fill_rows_without_keys(problem: RaggedAttention, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """Write zeros, and the LSE of no key, -inf or the sink, wherever a row sees none. It reads nothing on the host."""
+    lacks_keys = _rows_without_keys(problem).unsqueeze(1)
+    out.masked_fill_(lacks_keys.unsqueeze(2), 0.0)
+    if lse is not None and problem.sinks is None:
+        lse.masked_fill_(lacks_keys, -math.inf)
+    elif lse is not None and problem.sinks is not None:
+        lse.copy_(torch.where(lacks_keys, problem.sinks / math.log(2.0), lse))
+
+
+def _rows_without_keys(problem: RaggedAttention) -> torch.Tensor:
+    """bool [num_rows]; anything for padding."""
+    rows = torch.arange(problem.num_rows, dtype=torch.int32, device=problem.query.device)
+    ends = problem.cu_seqlens_q[1:]
+    request = torch.searchsorted(ends, rows, right=True).clamp(max=problem.batch_size - 1)
+    kv_lens = problem.cu_seqlens_kv.diff()[request]
+    # A causal row sits at kv_len - (ends - row).
+    return kv_lens + rows < ends[request] if problem.causal else kv_lens == 0

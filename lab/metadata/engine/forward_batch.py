@@ -1,0 +1,207 @@
+"""One forward pass of a serving engine: which requests, how long, where the new tokens go."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lab.metadata.engine.forward_mode import ForwardMode
+
+_INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class SpecInfo:
+    """What speculative decoding adds to a batch. Its presence turns ``DECODE`` into a draft decode step.
+
+    Attributes:
+        num_draft_tokens: rows per request in verification, or None outside it.
+        num_tokens_per_req: fixed rows per request of ``DRAFT_EXTEND_V2``, or -1 when not fixed; other modes ignore it.
+        num_accept_tokens: ``[>= batch_size]`` int32 or int64, rows per request of the first draft extend when it
+            is replayed from a CUDA graph, or None.
+        speculative_step_id: the draft step, from 0. SGLang runs one backend object per step and keeps the number
+            there; the lab has one stateless function for all steps, so the number travels with the batch.
+
+    Raises:
+        TypeError, ValueError: a field has the wrong type, shape or range.
+    """
+
+    num_draft_tokens: int | None = None
+    num_tokens_per_req: int = -1
+    num_accept_tokens: Tensor | None = None
+    speculative_step_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_draft_tokens is not None and self.num_draft_tokens < 1:
+            raise ValueError(
+                f"num_draft_tokens={self.num_draft_tokens} must be at least 1, or None outside verification"
+            )
+        if self.num_tokens_per_req != -1 and self.num_tokens_per_req < 1:
+            raise ValueError(f"num_tokens_per_req={self.num_tokens_per_req} must be at least 1, or -1 when not fixed")
+        if self.speculative_step_id is not None and self.speculative_step_id < 0:
+            raise ValueError(
+                f"speculative_step_id={self.speculative_step_id} must be 0 or more, or None outside drafting"
+            )
+        if self.num_accept_tokens is not None:
+            _check_vector("num_accept_tokens", self.num_accept_tokens, _INDEX_DTYPES)
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardBatch:
+    """The part of SGLang's ForwardBatch that attention metadata is made of.
+
+    Device tensors may lie anywhere (``meta`` included) and are never read here: every check uses shapes, dtypes
+    and the host lists.
+
+    Attributes:
+        forward_mode: the kind of pass.
+        req_pool_indices: ``[batch_size]`` int32 or int64, the row of each request in ``KVPool.req_to_token``; 0 is
+            the reserved row that padding uses. A request may occur twice.
+        seq_lens: ``[batch_size]`` int32 or int64, tokens of each request as the engine counts them in this mode:
+            without the draft tokens in a draft step and in verification, with the new tokens everywhere else.
+        out_cache_loc: ``[<= num_tokens]`` int64, slots for K and V of the real query rows, in row order: in the extend
+            modes as many as ``extend_seq_lens_cpu`` adds up to.
+        num_tokens: query rows, padding included.
+        extend_seq_lens, extend_prefix_lens: ``[batch_size]`` int32 or int64, new and cached tokens of each request
+            in the extend modes, or None.
+        extend_seq_lens_cpu, extend_prefix_lens_cpu, seq_lens_cpu: the same numbers on the host, or None. The engine
+            has the first two from its scheduler; the last costs it a copy from the device, so nothing needs it.
+        spec_info: what speculative decoding adds, or None.
+
+    Raises:
+        TypeError: a field has the wrong type or dtype.
+        ValueError: shapes, devices or host numbers contradict each other.
+    """
+
+    forward_mode: ForwardMode
+    req_pool_indices: Tensor
+    seq_lens: Tensor
+    out_cache_loc: Tensor
+    num_tokens: int
+    extend_seq_lens: Tensor | None = None
+    extend_prefix_lens: Tensor | None = None
+    extend_seq_lens_cpu: Sequence[int] | None = None
+    extend_prefix_lens_cpu: Sequence[int] | None = None
+    seq_lens_cpu: Sequence[int] | None = None
+    spec_info: SpecInfo | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """Requests in the batch, padded rows included."""
+        return self.seq_lens.shape[0]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.forward_mode, ForwardMode):
+            raise TypeError(f"forward_mode={self.forward_mode!r} must be a ForwardMode, such as ForwardMode.DECODE")
+        self._check_tensors()
+        self._check_host_lists()
+        self._check_num_tokens()
+        self._check_extend_rows()
+
+    def _check_tensors(self) -> None:
+        _check_vector("seq_lens", self.seq_lens, _INDEX_DTYPES)
+        _check_vector("out_cache_loc", self.out_cache_loc, (torch.int64,))
+        for name in ("req_pool_indices", "extend_seq_lens", "extend_prefix_lens"):
+            tensor = getattr(self, name)
+            if tensor is not None or name == "req_pool_indices":
+                _check_vector(name, tensor, _INDEX_DTYPES)
+                _check_length(name, tensor.shape[0], self.batch_size)
+        accepted = self.spec_info.num_accept_tokens if self.spec_info is not None else None
+        if accepted is not None and accepted.shape[0] < self.batch_size:
+            raise ValueError(
+                f"num_accept_tokens has {accepted.shape[0]} entries, fewer than {self.batch_size} requests"
+            )
+
+        tensors = {
+            "req_pool_indices": self.req_pool_indices,
+            "out_cache_loc": self.out_cache_loc,
+            "extend_seq_lens": self.extend_seq_lens,
+            "extend_prefix_lens": self.extend_prefix_lens,
+            "num_accept_tokens": accepted,
+        }
+        for name, tensor in tensors.items():
+            if tensor is not None and tensor.device != self.seq_lens.device:
+                raise ValueError(
+                    f"{name} is on {tensor.device} but seq_lens on {self.seq_lens.device}: put the batch on one device"
+                )
+
+    def _check_host_lists(self) -> None:
+        for name in ("seq_lens_cpu", "extend_seq_lens_cpu", "extend_prefix_lens_cpu"):
+            lengths = getattr(self, name)
+            if lengths is None:
+                continue
+            if not isinstance(lengths, (list, tuple)) or not all(isinstance(length, int) for length in lengths):
+                raise TypeError(
+                    f"{name} must be a list or tuple of int, not {type(lengths).__name__}: "
+                    "it exists so that nobody reads the device (a host tensor can be passed as tensor.tolist())"
+                )
+            _check_length(name, len(lengths), self.batch_size)
+            if name != "seq_lens_cpu" and any(length < 0 for length in lengths):
+                raise ValueError(f"{name}={list(lengths)} must not be negative")
+
+        new, cached, total = self.extend_seq_lens_cpu, self.extend_prefix_lens_cpu, self.seq_lens_cpu
+        if new is None or cached is None or total is None or not self.forward_mode.is_extend_without_speculative():
+            return
+        for i, (prefix_len, extend_len, seq_len) in enumerate(zip(cached, new, total, strict=True)):
+            if prefix_len + extend_len != seq_len:
+                raise ValueError(
+                    f"request {i}: extend_prefix_lens_cpu + extend_seq_lens_cpu = {prefix_len} + {extend_len}, but "
+                    f"seq_lens_cpu = {seq_len}: in {self.forward_mode!r} seq_lens counts the new tokens"
+                )
+
+    def _check_num_tokens(self) -> None:
+        bs, mode = self.batch_size, self.forward_mode
+        if isinstance(self.num_tokens, bool) or not isinstance(self.num_tokens, int) or self.num_tokens < 0:
+            raise ValueError(f"num_tokens={self.num_tokens!r} must be an int of 0 or more")
+        if self.out_cache_loc.shape[0] > self.num_tokens:
+            raise ValueError(
+                f"out_cache_loc names {self.out_cache_loc.shape[0]} slots for num_tokens={self.num_tokens} query rows: "
+                "count the padding into num_tokens, not into out_cache_loc"
+            )
+        if mode.is_decode() and self.num_tokens != bs:
+            raise ValueError(
+                f"num_tokens={self.num_tokens} but DECODE has one query row per request, {bs}: pad requests, not rows"
+            )
+        if mode.is_target_verify() and bs > 0 and (self.num_tokens < bs or self.num_tokens % bs != 0):
+            raise ValueError(
+                f"num_tokens={self.num_tokens} is no positive multiple of the {bs} requests: "
+                "TARGET_VERIFY has the same number of query rows for each, so pad the requests with the rows"
+            )
+
+    def _check_extend_rows(self) -> None:
+        """The rows of the extend modes are the new tokens that the host list names, and each has a slot."""
+        mode, lengths = self.forward_mode, self.extend_seq_lens_cpu
+        if lengths is None or mode.is_target_verify() or not mode.is_extend(include_draft_extend_v2=True):
+            return
+        rows, slots = sum(lengths), self.out_cache_loc.shape[0]
+        if rows > self.num_tokens:
+            raise ValueError(
+                f"extend_seq_lens_cpu adds up to {rows} query rows, more than num_tokens={self.num_tokens}"
+            )
+        if slots != rows:
+            raise ValueError(
+                f"out_cache_loc names {slots} slots, but extend_seq_lens_cpu adds up to {rows} new tokens: "
+                "pass one slot for each of them and none for padding rows"
+            )
+        width = self.spec_info.num_tokens_per_req if self.spec_info is not None else -1
+        if mode.is_draft_extend_v2() and width > 0 and set(lengths) - {width}:
+            raise ValueError(
+                f"extend_seq_lens_cpu={list(lengths)}, but SpecInfo.num_tokens_per_req={width} fixes the rows of every "
+                "request: pad to that width, or pass num_tokens_per_req=-1"
+            )
+
+
+def _check_vector(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    allowed = " or ".join(str(dtype) for dtype in dtypes)
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a {allowed} tensor, not {type(tensor).__name__}")
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name} has dtype {tensor.dtype}, expected {allowed}: convert it with .to({dtypes[-1]})")
+    if tensor.dim() != 1:
+        raise ValueError(f"{name} has shape {list(tensor.shape)}, expected one dimension")
+
+
+def _check_length(name: str, length: int, batch_size: int) -> None:
+    if length != batch_size:
+        raise ValueError(f"{name} has {length} entries for the {batch_size} requests of seq_lens")

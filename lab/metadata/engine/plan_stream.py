@@ -1,0 +1,460 @@
+"""Verify metadata planned on a second stream while the draft runs, and what a backend must say to allow it.
+
+A chain's verify metadata is made of lengths, request rows, the request table and the draft's width, all known before the draft
+runs. So it can be planned beside the draft, and nothing has to be mended afterwards (SGLang's change 25925). A tree's mask is
+not known before: its backend says so, and writes the mask when the draft has ended.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from lab.calls.problem import MASK_BITS_PER_WORD, mask_words
+from lab.metadata.engine.cuda_graph import GraphMetadata, GraphMode, StaticInputs
+from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.kv_pool import KVPool
+from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
+
+Result = TypeVar("Result")
+
+
+class FixUp(Enum):
+    """Whether something that was planned has to be written again once the draft is known."""
+
+    NONE = "none"
+    AFTER_DRAFT = "after the draft"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"
+
+
+class PlanStart(Enum):
+    """What a plan waits for.
+
+    SGLang 0.5.13 waited for nothing. That is right only as long as the host happens to be late, so it is not offered.
+    """
+
+    IN_LINE = "in line"  # no second stream: behind the draft, on its stream, as SGLang does by default
+    AFTER_DRAFT = "after the draft"  # 0.5.11 and 0.5.12; 0.5.23, by waiting for all that the forward stream then holds
+    AFTER_INPUTS = "after the inputs"  # beside the draft
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"
+
+
+class MetadataBuilder(Enum):
+    """How a plan writes its buffers. Both write the same live cells."""
+
+    TORCH_OPERATIONS = "torch operations"  # many small launches, as in SGLang 0.5.13
+    FUSED = "fused"  # one launch, as in 0.5.23
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedVerify:
+    """What a verify pass is launched with: buffers that stay, and that the next plan writes anew.
+
+    Attributes:
+        batch: the captured size's view of the inputs, padded rows included.
+        metadata: of the pass.
+        mask: uint16 ``[batch_size, d, 2 * ceil(d / 32)]``, ``mask`` of the decode call; None for causal rows.
+    """
+
+    batch: ForwardBatch
+    metadata: TRTLLMMHAMetadata
+    mask: Tensor | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor that the kernel is handed, by its name in the metadata, and "mask"."""
+        named = {each.name: getattr(self.metadata, each.name) for each in fields(self.metadata)} | {"mask": self.mask}
+        return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+
+
+# What the draft stage is handed to fill: [tree, positions], None where it keeps its own.
+VerifyBuffers = Sequence[Tensor | None]
+Draft = Callable[[VerifyBuffers], object]
+
+
+class VerifyBackend(ABC):
+    """The part of an attention backend that plans a verify pass. The two hooks have SGLang's names.
+
+    Attributes:
+        fix_up: said by every backend. NONE: the draft's tokens, positions and tree are in nothing that it plans. AFTER_DRAFT:
+            it defines `update_verify_buffers_to_fill_after_draft`. None, which is what a backend has that has said nothing:
+            nobody plans with it.
+    """
+
+    fix_up: FixUp | None = None
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where the buffers are."""
+
+    @abstractmethod
+    def check(self, batch: ForwardBatch) -> None:
+        """Raise ValueError for a batch that cannot be planned. Launches nothing."""
+
+    @abstractmethod
+    def plan(self, batch: ForwardBatch) -> PlannedVerify:
+        """Launch, on the current stream, all that does not depend on the draft. The host reads nothing."""
+
+    def get_verify_buffers_to_fill_after_draft(self) -> VerifyBuffers:
+        """``[tree, positions]`` that the draft stage fills in place, None where it keeps its own."""
+        return [None, None]
+
+    def update_verify_buffers_to_fill_after_draft(self, planned: PlannedVerify) -> None:
+        """Launch, on the current stream, what depends on the buffers that the draft has filled by now.
+
+        Raises:
+            NotImplementedError: the backend has not said that there is nothing to do.
+        """
+        if self.fix_up is not FixUp.NONE:
+            raise NotImplementedError(_missing_fix_up(self))
+
+
+def check_contract(backend: VerifyBackend) -> None:
+    """Refuse a backend that has not said, or says otherwise than it does, whether its plans need a fix-up.
+
+    Raises:
+        NotImplementedError: it has said nothing, or needs a fix-up and defines none.
+        ValueError: it says that there is nothing to fix up, and defines how to.
+    """
+    name = type(backend).__name__
+    if backend.fix_up is None:
+        raise NotImplementedError(
+            f"{name} does not say whether what it plans depends on the draft: set fix_up to FixUp.NONE, or to "
+            "FixUp.AFTER_DRAFT and define update_verify_buffers_to_fill_after_draft"
+        )
+    inherited = VerifyBackend.update_verify_buffers_to_fill_after_draft
+    defines = type(backend).update_verify_buffers_to_fill_after_draft is not inherited
+    if backend.fix_up is FixUp.AFTER_DRAFT and not defines:
+        raise NotImplementedError(_missing_fix_up(backend))
+    if backend.fix_up is FixUp.NONE and defines:
+        raise ValueError(
+            f"{name} has fix_up=FixUp.NONE, so its update_verify_buffers_to_fill_after_draft would never be called: remove "
+            "it, or say FixUp.AFTER_DRAFT"
+        )
+
+
+def _missing_fix_up(backend: VerifyBackend) -> str:
+    name = type(backend).__name__
+    return f"{name} has fix_up={backend.fix_up!r} but no update_verify_buffers_to_fill_after_draft: define it"
+
+
+class _MHAVerify(VerifyBackend):
+    """Static inputs and metadata of the captured sizes, which a plan loads and rebuilds before their graphs are replayed.
+
+    Args:
+        pool: of the requests; with or without sliding-window pages.
+        num_draft_tokens: d, query rows of each request.
+        batch_sizes: captured ones, in any order; a batch is padded to the smallest that holds it.
+        builder: what writes the metadata.
+
+    Raises:
+        ValueError: no size, or a number below 1.
+        NotImplementedError: the fused builder, where Triton does not run.
+    """
+
+    def __init__(
+        self,
+        pool: KVPool,
+        num_draft_tokens: int,
+        batch_sizes: Sequence[int],
+        builder: MetadataBuilder = MetadataBuilder.FUSED,
+    ) -> None:
+        if not batch_sizes or min(batch_sizes) < 1:
+            raise ValueError(f"batch_sizes={list(batch_sizes)} must be one size or more, each at least 1")
+        mode = GraphMode.target_verify(num_draft_tokens)
+        self.pool = pool
+        self.num_draft_tokens = num_draft_tokens
+        self.builder = builder
+        self.inputs = StaticInputs(mode, max(batch_sizes), pool.device)
+        self.buffers = GraphMetadata(mode, pool, max(batch_sizes))
+        # Made now, so that a plan neither checks nor slices.
+        self._planned = {size: self._slices(size) for size in sorted(set(batch_sizes))}
+        self._rebuild = {size: self._prepare(planned) for size, planned in self._planned.items()}
+
+    @property
+    def device(self) -> torch.device:
+        return self.pool.device
+
+    def planned(self, batch_size: int) -> PlannedVerify:
+        """The buffers that a captured size's graph is captured with.
+
+        Raises:
+            ValueError: no captured size holds so many requests.
+        """
+        fitting = [size for size in self._planned if size >= batch_size]
+        if not fitting:
+            raise ValueError(f"{batch_size} requests exceed every captured size {list(self._planned)}: run eagerly")
+        return self._planned[fitting[0]]
+
+    def check(self, batch: ForwardBatch) -> None:
+        self.planned(batch.batch_size)
+        if not batch.forward_mode.is_target_verify():
+            raise ValueError(f"{batch.forward_mode!r} is not verified: pass a TARGET_VERIFY batch")
+        if batch.seq_lens.device != self.device:
+            raise ValueError(f"the batch is on {batch.seq_lens.device} but the pool on {self.device}: use one device")
+        if batch.num_tokens != batch.batch_size * self.num_draft_tokens:
+            raise ValueError(
+                f"the batch has {batch.num_tokens} rows for {batch.batch_size} requests, but this backend verifies "
+                f"{self.num_draft_tokens} rows of each"
+            )
+
+    def plan(self, batch: ForwardBatch) -> PlannedVerify:
+        planned = self.planned(batch.batch_size)
+        size = planned.batch.batch_size
+        self.inputs.load(batch, size)
+        self._rebuild[size]()
+        return planned
+
+    def _slices(self, batch_size: int) -> PlannedVerify:
+        return PlannedVerify(self.inputs.view(batch_size), self.buffers.slices(batch_size))
+
+    def _prepare(self, planned: PlannedVerify) -> Callable[[], None]:
+        if self.builder is MetadataBuilder.FUSED:
+            return self.buffers.prepare(planned.batch)
+
+        def rebuild() -> None:
+            _copy_metadata(planned.metadata, build_mha_metadata(planned.batch, self.pool))
+
+        return rebuild
+
+
+def _copy_metadata(to: TRTLLMMHAMetadata, source: TRTLLMMHAMetadata) -> None:
+    """Everything but the row boundaries, which are preset."""
+    pairs = [
+        (to.cache_seqlens_int32, source.cache_seqlens_int32),
+        (to.cu_seqlens_k, source.cu_seqlens_k),
+        (to.page_table, source.page_table),
+        (to.swa_page_table, source.swa_page_table),
+        (to.swa_out_cache_loc, source.swa_out_cache_loc),
+    ]
+    for written, fresh in pairs:
+        if written is not None and fresh is not None:
+            written.copy_(fresh)
+
+
+class MHAChainVerify(_MHAVerify):
+    """TRT-LLM MHA's verification of chains (top-k 1): causal rows, so that the draft is in nothing that is planned."""
+
+    fix_up = FixUp.NONE
+
+
+class TreeMaskVerify(_MHAVerify):
+    """Verification of trees: the metadata of a chain, and a mask by which each draft token sees its ancestors.
+
+    Until a draft fills them, all rows hold a chain, padded rows too.
+
+    Attributes:
+        parents: ``[max_batch_size, d]`` int64, filled by the draft: see `pack_tree_mask`.
+        mask: uint16 ``[max_batch_size, d, 2 * ceil(d / 32)]``, written after the draft.
+    """
+
+    fix_up = FixUp.AFTER_DRAFT
+
+    def __init__(
+        self,
+        pool: KVPool,
+        num_draft_tokens: int,
+        batch_sizes: Sequence[int],
+        builder: MetadataBuilder = MetadataBuilder.FUSED,
+    ) -> None:
+        chain = torch.arange(-1, num_draft_tokens - 1, device=pool.device)
+        self.parents = chain.repeat(max(batch_sizes, default=0), 1)
+        self.mask = pack_tree_mask(self.parents)
+        super().__init__(pool, num_draft_tokens, batch_sizes, builder)
+
+    def get_verify_buffers_to_fill_after_draft(self) -> VerifyBuffers:
+        return [self.parents, None]
+
+    def update_verify_buffers_to_fill_after_draft(self, planned: PlannedVerify) -> None:
+        assert planned.mask is not None
+        pack_tree_mask(self.parents[: planned.batch.batch_size], out=planned.mask)
+
+    def _slices(self, batch_size: int) -> PlannedVerify:
+        chain = super()._slices(batch_size)
+        return PlannedVerify(chain.batch, chain.metadata, self.mask[:batch_size])
+
+
+def pack_tree_mask(parents: Tensor, out: Tensor | None = None) -> Tensor:
+    """The decode call's packed draft mask of trees: a draft token sees itself and its ancestors. Reads nothing on the host.
+
+    Args:
+        parents: ``[batch_size, d]`` int32 or int64: the draft token that each one follows; -1, or any number outside 0 … d - 1,
+            for one that follows the last accepted token. In any order: a parent may come after its child.
+        out: uint16 ``[batch_size, d, 2 * ceil(d / 32)]`` to write to.
+
+    Returns:
+        ``out``, or a fresh one; bit b of word w of row j set: row j sees draft token 16 w + b.
+    """
+    batch_size, d = parents.shape
+    words = mask_words(d)
+    columns = torch.arange(d, device=parents.device)
+    sees = (parents[:, :, None] == columns) | (columns[:, None] == columns)
+    for _ in range((d - 1).bit_length()):  # each round doubles how far up the tree a token sees
+        reach = sees.to(torch.float32)  # ones and zeros, whose products and sums are exact even in TF32
+        sees = (reach @ reach) > 0
+    padded = torch.nn.functional.pad(sees, (0, words * MASK_BITS_PER_WORD - d))
+    bits = padded.view(batch_size, d, words, MASK_BITS_PER_WORD)
+    weights = 1 << torch.arange(MASK_BITS_PER_WORD, dtype=torch.int32, device=parents.device)
+    packed = (bits * weights).sum(dim=-1, dtype=torch.int32)
+    return packed.to(torch.uint16) if out is None else out.copy_(packed)
+
+
+class _Moment(Enum):
+    """What an event of `PlanStream` stands for."""
+
+    INPUTS_FINAL = "inputs final"
+    DRAFT_ENDED = "draft ended"
+    PLANNED = "planned"
+    VERIFIED = "verified"
+
+
+class PlanStream:
+    """Runs speculative iterations with verify planned beside the draft, on a second stream if there is a GPU.
+
+    Four events, and what would go wrong without each:
+
+    ============  ======================  ===============  =================================================================
+    event         recorded                waited for by    without it
+    ============  ======================  ===============  =================================================================
+    inputs final  before the draft, or    the plan         it reads lengths or slots that are still being written
+                  by the caller
+    draft ended   behind the draft        the plan, where  (only delays the plan: no metadata depends on the draft)
+                                          AFTER_DRAFT
+    planned       behind the plan         the forward      verify reads the metadata of an earlier batch
+                                          stream
+    verified      behind verify           the next plan    it overwrites what this verify still reads
+    ============  ======================  ===============  =================================================================
+
+    `verified` matters where the next batch's inputs were final before this batch's verify had ended, as when two batches take
+    turns. Otherwise they are written behind it on the forward stream, and waiting for them is enough.
+
+    The fix-up is launched on the forward stream, behind the draft and the plan, and so needs no event. On a CPU everything runs
+    in order.
+
+    The batch's tensors must be allocated on the forward stream, the one that is current when `run` is called. Then
+    ``Tensor.record_stream`` is not needed: the batch is held until the forward stream, where its memory is used again, waits
+    for the plan that reads it. Of tensors that were allocated on another stream the memory is used again there, which waits
+    for nothing: call ``record_stream(planner.stream)`` on them, or hold them until that stream has waited. What a plan writes
+    is never freed.
+
+    Args:
+        backend: plans and fixes up.
+        start: what a plan waits for.
+
+    Raises:
+        NotImplementedError, ValueError: from `check_contract`, before anything has run.
+    """
+
+    def __init__(self, backend: VerifyBackend, start: PlanStart = PlanStart.AFTER_INPUTS) -> None:
+        check_contract(backend)
+        self.backend = backend
+        self.start = start
+        self.stream: torch.cuda.Stream | None = None
+        self._events: dict[_Moment, torch.cuda.Event] = {}
+        if backend.device.type == "cuda" and start is not PlanStart.IN_LINE:
+            self.stream = torch.cuda.Stream(backend.device)
+            self.stream.wait_stream(torch.cuda.current_stream(backend.device))  # for the buffers' first contents
+            # One of each is enough: an event may be recorded anew as soon as its wait is enqueued.
+            self._events = {moment: torch.cuda.Event() for moment in _Moment}
+
+    def run(
+        self,
+        batch: ForwardBatch,
+        draft: Draft,
+        verify: Callable[[PlannedVerify], Result],
+        inputs_final: torch.cuda.Event | None = None,
+    ) -> Result:
+        """One iteration on the current stream, the same for all: draft, plan beside it, fix-up, verify. The host never waits.
+
+        The draft is launched first, so that the GPU has work while the host launches the plan. How much of the plan it hides
+        is then the host's doing: a draft whose launches take the host longer than the GPU hides nothing.
+
+        Args:
+            batch: a TARGET_VERIFY batch whose tensors, and whose draft tokens' entries of the request table, are final: by
+                what the current stream holds now, or by `inputs_final`. Allocated on the current stream; see above.
+            draft: fills the buffers that it is handed; writes no tensor of the batch.
+            verify: launches the target model's pass.
+            inputs_final: when they are final, if not by what the current stream holds now, such as earlier or on another
+                stream. Every plan waits for it, wherever it starts. On a CPU, where everything runs in order, leave it out.
+
+        Returns:
+            What `verify` returned.
+
+        Raises:
+            ValueError: the batch cannot be planned, or an event was passed on a CPU; nothing has run.
+        """
+        self.backend.check(batch)
+        if inputs_final is not None and self.backend.device.type != "cuda":
+            raise ValueError(
+                f"inputs_final={inputs_final!r}, but nothing waits on a {self.backend.device}: leave it out"
+            )
+        self._mark(_Moment.INPUTS_FINAL)
+        draft(self.backend.get_verify_buffers_to_fill_after_draft())
+        self._mark(_Moment.DRAFT_ENDED)
+        planned = self._plan(batch, inputs_final)
+        self._wait_for_plan()
+        if self.backend.fix_up is FixUp.AFTER_DRAFT:
+            self._fix_up(planned)
+        try:
+            return verify(planned)
+        finally:  # of a pass that failed half-way, the launched half still reads
+            self._mark(_Moment.VERIFIED)
+
+    def _plan(self, batch: ForwardBatch, inputs_final: torch.cuda.Event | None) -> PlannedVerify:
+        if self.stream is None:
+            if inputs_final is not None:
+                self._wait_for_start(torch.cuda.current_stream(self.backend.device), inputs_final)
+            return self.backend.plan(batch)
+        with torch.cuda.stream(self.stream):
+            self._wait_for_start(self.stream, inputs_final)
+            self._wait_for_verified(self.stream)
+            planned = self.backend.plan(batch)
+            self._mark(_Moment.PLANNED)
+        return planned
+
+    def _wait_for_start(self, stream: torch.cuda.Stream, inputs_final: torch.cuda.Event | None) -> None:
+        if self.start is PlanStart.AFTER_DRAFT:
+            stream.wait_event(self._events[_Moment.DRAFT_ENDED])
+        if inputs_final is not None:
+            stream.wait_event(inputs_final)
+        elif self.start is PlanStart.AFTER_INPUTS:
+            stream.wait_event(self._events[_Moment.INPUTS_FINAL])
+
+    def _wait_for_verified(self, stream: torch.cuda.Stream) -> None:
+        stream.wait_event(self._events[_Moment.VERIFIED])  # of the iteration before; the first one has none to wait for
+
+    def _wait_for_plan(self) -> None:
+        if self.stream is not None:
+            torch.cuda.current_stream(self.backend.device).wait_event(self._events[_Moment.PLANNED])
+
+    def _fix_up(self, planned: PlannedVerify) -> None:
+        self.backend.update_verify_buffers_to_fill_after_draft(planned)
+
+    def _mark(self, moment: _Moment) -> None:
+        """Record the moment's event on the current stream."""
+        if self.stream is not None:
+            self._events[moment].record(torch.cuda.current_stream(self.backend.device))
+
+
+def verify_metadata_under(planner: PlanStream, batch: ForwardBatch, drafts: Iterable[Draft]) -> list[dict[str, Tensor]]:
+    """Run the same batch with each of several drafts; returns copies of all that verify was then handed.
+
+    A draft is whatever the caller makes of it: tokens, positions, a tree, K/V. Of a backend that needs no fix-up all results
+    are the same, bit for bit; of one that does, only what it fixes up may differ.
+    """
+
+    def copies(planned: PlannedVerify) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in planned.tensors().items()}
+
+    return [planner.run(batch, draft, copies) for draft in drafts]

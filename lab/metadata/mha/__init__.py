@@ -1,0 +1,1 @@
+"""The TRT-LLM MHA backend: metadata, calls, graph buffers."""

@@ -1,0 +1,228 @@
+"""Which of the two attention calls a forward mode makes, and with what arguments."""
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lab.kernels import prepare
+from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.forward_mode import ForwardMode
+from lab.metadata.engine.kv_pool import PagedKVCache
+from lab.metadata.mha.metadata import TRTLLMMHAMetadata, mixed_tail_split
+
+
+class AttentionCall(enum.Enum):
+    """The two functions of FlashInfer that every mode runs on; the value is the function's name."""
+
+    DECODE = "trtllm_batch_decode_with_kv_cache"
+    CONTEXT = "trtllm_batch_context_with_kv_cache"
+
+    def __repr__(self) -> str:
+        return f"AttentionCall.{self.name}"
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionLayer:
+    """One layer's own share of the arguments.
+
+    Attributes:
+        softmax_scale: factor of Q·K^T before the cache's scale.
+        k_scale, v_scale: what the stored K and V were divided by.
+        window_left: keys to the left of a row that it sees; -1 for all.
+        reads_swa_pool: the layer's K/V lie in the sliding-window pool, behind `swa_page_table`.
+        sinks: float32 [num_qo_heads], or None.
+    """
+
+    softmax_scale: float
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    window_left: int = -1
+    reads_swa_pool: bool = False
+    sinks: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PlannedCall:
+    """One call over consecutive requests of a batch, and the query rows that are theirs."""
+
+    call: AttentionCall
+    first_request: int
+    num_requests: int
+    first_row: int
+    num_rows: int
+
+
+def attention_call(mode: ForwardMode, draft_extend: AttentionCall | None = None) -> AttentionCall:
+    """The call that a mode makes (SGLang 0.5.23; v1 draft extend as in 0.5.13).
+
+    Args:
+        mode: any mode that runs attention.
+        draft_extend: overrides the call of both draft extends. SGLang's change 24566 moved V2 from the context to the decode
+            call; measuring that switch is one of the lab's experiments. Other modes ignore it: an engine sets it once, for
+            all its passes.
+
+    Raises:
+        ValueError: PREBUILT runs no attention.
+    """
+    if mode.is_prebuilt():
+        raise ValueError(f"{mode!r} runs no attention")
+    if mode.is_draft_extend(include_v2=True) and draft_extend is not None:
+        return draft_extend
+    if mode.is_decode_or_idle() or mode.is_target_verify() or mode.is_draft_extend_v2():
+        return AttentionCall.DECODE
+    return AttentionCall.CONTEXT
+
+
+def plan_calls(
+    batch: ForwardBatch, draft_extend: AttentionCall | None = None, split_mixed_tail: bool = False
+) -> list[PlannedCall]:
+    """The calls of one layer's forward pass: one, or two with a mixed tail; none for an empty batch.
+
+    Args:
+        batch: the forward pass.
+        draft_extend: as in `attention_call`; without effect on the other modes.
+        split_mixed_tail: give the trailing requests of one new token to the decode call. SGLang 0.5.23 does so outside
+            fmha_v2's platforms, for extends without speculation. Other batches ignore it: like `draft_extend`, it is a
+            setting of the engine and not of one pass.
+
+    Raises:
+        ValueError: PREBUILT, or an extend without `extend_seq_lens_cpu`.
+    """
+    whole = attention_call(batch.forward_mode, draft_extend)
+    bs = batch.batch_size
+    if bs == 0:
+        return []
+    plain_extend = batch.forward_mode.is_extend_without_speculative() and batch.spec_info is None
+    if not (split_mixed_tail and plain_extend):
+        return [PlannedCall(whole, 0, bs, 0, sum(_widths(batch)))]
+    first = mixed_tail_split(batch)
+    first_rows = sum(_widths(batch)[:first])
+    calls = [
+        PlannedCall(whole, 0, first, 0, first_rows),
+        PlannedCall(AttentionCall.DECODE, first, bs - first, first_rows, bs - first),
+    ]
+    return [call for call in calls if call.num_requests > 0]
+
+
+def prepare_attention(
+    implementation: Any,
+    batch: ForwardBatch,
+    metadata: TRTLLMMHAMetadata,
+    layer: AttentionLayer,
+    query: torch.Tensor,
+    cache: PagedKVCache,
+    *,
+    max_context_len: int,
+    out: torch.Tensor,
+    plan: Sequence[PlannedCall],
+    workspace_buffer: torch.Tensor | None = None,
+) -> Callable[[], torch.Tensor]:
+    """One layer's attention as an engine runs it, ready to be called: K/V are in the pool, lengths count the new tokens.
+
+    Args:
+        implementation: any object with the two functions, such as `lab.kernels.portable` or `lab.references`.
+        batch, metadata, layer: the forward pass and the layer.
+        query: [num_tokens, num_qo_heads, head_dim].
+        cache: the layer's K/V.
+        max_context_len: the bound that the engine passes for every length.
+        out: [num_tokens, num_qo_heads, head_dim], filled by each call.
+        plan: from `plan_calls`.
+        workspace_buffer: for kernels that want the caller's.
+
+    Returns:
+        A callable that returns `out`. Contents of the tensors may change between its calls.
+    """
+    calls = []
+    for planned in plan:
+        arguments = call_arguments(planned, batch, metadata, layer, query, cache, max_context_len)
+        arguments |= {
+            "out": out[planned.first_row : planned.first_row + planned.num_rows],
+            "workspace_buffer": workspace_buffer,
+        }
+        calls.append(prepare(implementation, planned.call.value, **arguments))
+
+    def run() -> torch.Tensor:
+        for call in calls:
+            call()
+        return out
+
+    return run
+
+
+def call_arguments(
+    planned: PlannedCall,
+    batch: ForwardBatch,
+    metadata: TRTLLMMHAMetadata,
+    layer: AttentionLayer,
+    query: torch.Tensor,
+    cache: PagedKVCache,
+    max_context_len: int,
+) -> dict[str, Any]:
+    """The keyword arguments of one planned call, `out` and `workspace_buffer` apart.
+
+    Raises:
+        ValueError: a sliding-window layer without a sliding-window table, or unequal widths of a `DRAFT_EXTEND_V2` on the
+            decode call.
+    """
+    requests = slice(planned.first_request, planned.first_request + planned.num_requests)
+    table = metadata.swa_page_table if layer.reads_swa_pool else metadata.page_table
+    if table is None:
+        raise ValueError("the layer reads the sliding-window pool, but the metadata has no swa_page_table")
+    arguments: dict[str, Any] = {
+        "query": query[planned.first_row : planned.first_row + planned.num_rows],
+        "kv_cache": cache.as_hnd(),
+        "block_tables": table[requests],
+        "seq_lens": metadata.cache_seqlens_int32[requests],
+        "bmm1_scale": layer.softmax_scale * layer.k_scale,
+        "bmm2_scale": layer.v_scale,
+        "window_left": layer.window_left,
+        "sinks": layer.sinks,
+    }
+    if planned.call is AttentionCall.DECODE:
+        return arguments | {"max_seq_len": max_context_len} | _decode_width(planned, batch, metadata)
+    offsets = slice(requests.start, requests.stop + 1)
+    return arguments | {
+        "max_q_len": max(metadata.max_seq_len_q, 1),
+        "max_kv_len": max_context_len,
+        "batch_size": planned.num_requests,
+        "cum_seq_lens_q": metadata.cu_seqlens_q[offsets],
+        "cum_seq_lens_kv": metadata.cu_seqlens_k[offsets],
+    }
+
+
+def _widths(batch: ForwardBatch) -> Sequence[int]:
+    """Query rows of each request; rows of the batch beyond their sum are padding and belong to none."""
+    bs, mode = batch.batch_size, batch.forward_mode
+    if mode.is_decode_or_idle():
+        return [1] * bs
+    if mode.is_target_verify():
+        return [batch.num_tokens // bs] * bs
+    if batch.extend_seq_lens_cpu is None:
+        raise ValueError(
+            f"{mode!r} needs extend_seq_lens_cpu to tell whose the query rows are: pass the scheduler's list"
+        )
+    return batch.extend_seq_lens_cpu
+
+
+def _decode_width(planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata) -> dict[str, Any]:
+    """q_len_per_req where all widths are equal, else ragged rows, which only `DRAFT_EXTEND` has on the decode call.
+
+    The widths decide, not whether the rows divide by the requests: 2 + 4 rows divide, but into wrong ones.
+    """
+    first, last = planned.first_request, planned.first_request + planned.num_requests
+    widths = _widths(batch)[first:last]
+    if len(set(widths)) == 1:
+        return {"q_len_per_req": widths[0]}
+    if batch.forward_mode.is_draft_extend_v2():
+        raise ValueError(
+            f"extend_seq_lens_cpu={list(widths)}: DRAFT_EXTEND_V2 has the same number of rows for every request on the "
+            "decode call; pad the rows, or plan it with draft_extend=AttentionCall.CONTEXT"
+        )
+    return {
+        "q_len_per_req": None,
+        "max_q_len": max(widths),
+        "cum_seq_lens_q": metadata.cu_seqlens_q,
+    }

@@ -1,0 +1,1 @@
+"""The TRT-LLM MLA backend: metadata, calls, graph buffers."""

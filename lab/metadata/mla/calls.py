@@ -1,0 +1,277 @@
+"""Which call of the MLA backend a forward mode makes, and with what arguments."""
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lab.kernels import prepare
+from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.forward_mode import ForwardMode
+from lab.metadata.engine.kv_pool import PagedLatentCache
+from lab.metadata.mha.metadata import host_lengths
+from lab.metadata.mla.metadata import QueryLayout, TRTLLMMLADecodeMetadata, TRTLLMMLAPrefillMetadata
+from lab.metadata.mla.rows import dense_block, pad_draft_extend_query, unpad_draft_extend_output
+
+
+class MLAAttentionCall(enum.Enum):
+    """The two functions of FlashInfer that the MLA backend runs on; the value is the function's name."""
+
+    DECODE = "trtllm_batch_decode_with_kv_cache_mla"  # after absorption, over the paged cache
+    RAGGED_CONTEXT = "trtllm_ragged_attention_deepseek"  # before absorption, over the new tokens alone
+
+    def __repr__(self) -> str:
+        return f"MLAAttentionCall.{self.name}"
+
+
+@dataclass(frozen=True, eq=False)
+class MLALayer:
+    """One layer's own share of the arguments. The sizes are DeepSeek-V3's unless said.
+
+    Attributes:
+        softmax_scale: factor of Q·K^T before the cache's scale.
+        k_scale: what the stored entries, keys and values in one, were divided by. SGLang passes it for the keys alone
+            (0.5.23), which is right for 1.
+        kv_lora_rank, qk_rope_head_dim: elements of an entry's latent vector and rotary part.
+        qk_nope_head_dim, v_head_dim: of a key without its rotary part, and of a value, before absorption.
+    """
+
+    softmax_scale: float
+    k_scale: float = 1.0
+    kv_lora_rank: int = 512
+    qk_rope_head_dim: int = 64
+    qk_nope_head_dim: int = 128
+    v_head_dim: int = 128
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Of queries and keys before absorption, 192."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True, eq=False)
+class RaggedContextArguments:
+    """Arguments of FlashInfer 0.7.2's `trtllm_ragged_attention_deepseek`, by its names; workspace, PDL and outputs apart.
+
+    Attributes:
+        query, key: ``[num_tokens, heads, 192]``, the new tokens of all requests end to end.
+        value: ``[num_tokens, heads, 128]``.
+        seq_lens: ``[batch_size]`` int32, new tokens of each request.
+        max_q_len, max_kv_len: most of them.
+        cum_seq_lens_q, cum_seq_lens_kv: ``[batch_size + 1]`` int32, the same tensor.
+        bmm1_scale, bmm2_scale: factor of Q·K^T and of P·V.
+        batch_size: requests.
+        return_lse: whether chunks of cached prefixes are to be merged with the result.
+        is_causal, window_left, o_sf_scale: as SGLang passes them for new tokens.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    seq_lens: Tensor
+    max_q_len: int
+    max_kv_len: int
+    cum_seq_lens_q: Tensor
+    cum_seq_lens_kv: Tensor
+    bmm1_scale: float
+    bmm2_scale: float
+    batch_size: int
+    return_lse: bool
+    is_causal: bool = True
+    window_left: int = -1
+    o_sf_scale: float = 1.0
+
+
+def mla_attention_call(mode: ForwardMode) -> MLAAttentionCall:
+    """The call that a mode makes (SGLang 0.5.23; v1 draft extend as in 0.5.12).
+
+    Raises:
+        ValueError: PREBUILT runs no attention.
+    """
+    if mode.is_prebuilt():
+        raise ValueError(f"{mode!r} runs no attention")
+    return MLAAttentionCall.RAGGED_CONTEXT if mode.is_extend_without_speculative() else MLAAttentionCall.DECODE
+
+
+def mla_call_arguments(
+    batch: ForwardBatch,
+    metadata: TRTLLMMLADecodeMetadata,
+    layer: MLALayer,
+    query: Tensor,
+    cache: PagedLatentCache,
+    multi_ctas_kv_counter_buffer: Tensor | None = None,
+) -> dict[str, Any]:
+    """The keyword arguments of the decode call, `out` and `workspace_buffer` apart.
+
+    Args:
+        batch, metadata, layer: the forward pass and the layer.
+        query: ``[batch_size, max_seq_len_q, heads, kv_lora_rank + qk_rope_head_dim]``, from `mla_query`.
+        cache: the layer's entries.
+        multi_ctas_kv_counter_buffer: from `allocate_multi_ctas_kv_counters`, or FlashInfer's own.
+    """
+    return {
+        "query": query,
+        "kv_cache": cache.with_head_axis(),
+        "qk_nope_head_dim": layer.qk_nope_head_dim,
+        "kv_lora_rank": layer.kv_lora_rank,
+        "qk_rope_head_dim": layer.qk_rope_head_dim,
+        "block_tables": metadata.block_kv_indices,
+        "seq_lens": metadata.seq_lens_k,
+        "max_seq_len": mla_max_seq_len(batch.forward_mode, metadata),
+        "bmm1_scale": layer.softmax_scale * layer.k_scale,
+        "bmm2_scale": layer.k_scale,
+        "multi_ctas_kv_counter_buffer": multi_ctas_kv_counter_buffer,
+    }
+
+
+def mla_max_seq_len(mode: ForwardMode, metadata: TRTLLMMLADecodeMetadata) -> int:
+    """The bound that the kernel is told of: the metadata's, and the query rows on top in verification and draft extend.
+
+    An eager verification's bound counts its draft tokens twice, as SGLang's does.
+    """
+    return metadata.max_seq_len_k + (0 if mode.is_decode_or_idle() else metadata.max_seq_len_q)
+
+
+def mla_query(metadata: TRTLLMMLADecodeMetadata, query: Tensor, padded: Tensor | None = None) -> Tensor:
+    """The rows of a pass as ``[batch_size, max_seq_len_q, heads, head_dim]``: a view, or a padded copy.
+
+    Args:
+        metadata: says which.
+        query: ``[num_tokens, heads, head_dim]``; rows behind the requests' own are padding and left out.
+        padded: where a copy goes; a new tensor if None.
+
+    Raises:
+        ValueError: fewer rows than the metadata has, or a buffer of another shape.
+    """
+    shape = (metadata.batch_size, metadata.max_seq_len_q, *query.shape[1:])
+    num_rows = _num_rows(metadata)
+    if query.shape[0] < num_rows:
+        raise ValueError(f"query has {query.shape[0]} rows, the metadata's requests have {num_rows}: pass them all")
+    if metadata.query_layout is QueryLayout.VIEW:
+        return query[:num_rows].view(shape)
+    assert metadata.seq_lens_q is not None
+    assert metadata.cu_seqlens_q is not None
+    padded = query.new_empty(shape) if padded is None else padded
+    return pad_draft_extend_query(query[:num_rows], metadata.seq_lens_q, metadata.cu_seqlens_q, padded)
+
+
+def prepare_mla_attention(
+    implementation: Any,
+    batch: ForwardBatch,
+    metadata: TRTLLMMLADecodeMetadata,
+    layer: MLALayer,
+    query: Tensor,
+    cache: PagedLatentCache,
+    *,
+    out: Tensor,
+    padded_query: Tensor | None = None,
+    workspace_buffer: Tensor | None = None,
+    multi_ctas_kv_counter_buffer: Tensor | None = None,
+) -> Callable[[], Tensor]:
+    """One layer's attention on the decode kernel, ready to be called: entries are in the pool, lengths count the new tokens.
+
+    Args:
+        implementation: any object with the function, such as `lab.references`.
+        batch, metadata, layer: the forward pass and the layer.
+        query: ``[num_tokens, heads, kv_lora_rank + qk_rope_head_dim]``.
+        cache: the layer's entries.
+        out: ``[num_tokens, heads, kv_lora_rank]``, the requests' own rows of which each call fills.
+        padded_query: a buffer for padded rows, as graph state has; a new tensor if None.
+        workspace_buffer, multi_ctas_kv_counter_buffer: for kernels that want the caller's.
+
+    Returns:
+        A capturable call that returns ``out``. Contents of the tensors may change between its calls.
+
+    Raises:
+        ValueError: rows or buffers that do not fit the metadata.
+    """
+    num_rows = _num_rows(metadata)
+    if num_rows == 0:
+        return lambda: out
+    shape = (metadata.batch_size, metadata.max_seq_len_q)
+
+    def prepare_call(dense_query: Tensor, dense_out: Tensor) -> Callable[[], Any]:
+        arguments = mla_call_arguments(batch, metadata, layer, dense_query, cache, multi_ctas_kv_counter_buffer)
+        arguments |= {"out": dense_out, "workspace_buffer": workspace_buffer}
+        return prepare(implementation, MLAAttentionCall.DECODE.value, **arguments)
+
+    own_out = out[:num_rows]
+    if metadata.query_layout is QueryLayout.VIEW:
+        call = prepare_call(mla_query(metadata, query), own_out.view(*shape, *out.shape[1:]))
+
+        def run() -> Tensor:
+            call()
+            return out
+
+        return run
+
+    buffer = query.new_empty(*shape, *query.shape[1:]) if padded_query is None else padded_query
+    padded = dense_block(buffer, *shape, *query.shape[1:])
+    padded_out = out.new_empty(*shape, *out.shape[1:])
+    call = prepare_call(padded, padded_out)
+
+    def run_padded() -> Tensor:
+        assert metadata.cu_seqlens_q is not None
+        mla_query(metadata, query, padded)
+        call()
+        unpad_draft_extend_output(padded_out, metadata.cu_seqlens_q, own_out)
+        return out
+
+    return run_padded
+
+
+def ragged_context_arguments(
+    batch: ForwardBatch,
+    metadata: TRTLLMMLAPrefillMetadata,
+    layer: MLALayer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> RaggedContextArguments:
+    """The arguments of a prefill's call over its new tokens; those over chunks of cached prefixes are not modelled.
+
+    Args:
+        batch, metadata, layer: the forward pass and the layer.
+        query, key: ``[num_tokens, heads, qk_nope_head_dim + qk_rope_head_dim]``, before absorption; rows behind the requests'
+            own are left out.
+        value: ``[num_tokens, heads, v_head_dim]``.
+
+    Raises:
+        ValueError: the metadata falls back to other kernels, or a tensor of another shape.
+    """
+    if metadata.fallback_to_flashinfer_impl:
+        raise ValueError("the metadata falls back to FlashInfer's own ragged kernels: this call is not made")
+    num_rows = sum(host_lengths(batch, "extend_seq_lens_cpu"))
+    for name, tensor, head_dim in (
+        ("query", query, layer.qk_head_dim),
+        ("key", key, layer.qk_head_dim),
+        ("value", value, layer.v_head_dim),
+    ):
+        if tensor.dim() != 3 or tensor.shape[0] < num_rows or tensor.shape[2] != head_dim:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}, expected [at least {num_rows}, heads, {head_dim}]: pass keys and "
+                "values before absorption"
+            )
+    return RaggedContextArguments(
+        query=query[:num_rows],
+        key=key[:num_rows],
+        value=value[:num_rows],
+        seq_lens=metadata.seq_lens,
+        max_q_len=metadata.max_seq_len,
+        max_kv_len=metadata.max_seq_len,
+        cum_seq_lens_q=metadata.cum_seq_lens,
+        cum_seq_lens_kv=metadata.cum_seq_lens,
+        bmm1_scale=layer.softmax_scale,
+        bmm2_scale=1.0,
+        batch_size=batch.batch_size,
+        return_lse=any(host_lengths(batch, "extend_prefix_lens_cpu")),
+    )
+
+
+def _num_rows(metadata: TRTLLMMLADecodeMetadata) -> int:
+    """Query rows of all requests, padding aside."""
+    if metadata.sum_seq_lens_q is not None:
+        return metadata.sum_seq_lens_q
+    return metadata.batch_size * metadata.max_seq_len_q

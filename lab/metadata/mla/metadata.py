@@ -1,0 +1,301 @@
+"""Arguments of the TRT-LLM MLA kernels for every forward mode, as SGLang's TRTLLMMLABackend keeps them.
+
+Built without reading the device. Decode-context parallelism, for which SGLang keeps the lengths twice, is not modelled.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.kv_pool import KVPool
+from lab.metadata.mha.metadata import (
+    check_attends,
+    exclusive_cumsum,
+    first_slots,
+    host_lengths,
+    max_query_rows,
+    num_pages,
+    uncounted_tokens,
+)
+from lab.metadata.speculation.draft_attention import DraftAttention
+
+MLA_PAGE_SIZES = (32, 64)  # what SGLang's server lets this backend have (0.5.23)
+# Tokens that a row of the block table is rounded up to: the flashmla index kernel writes 4,096 tokens' pages at a time
+# (SGLang 0.5.11 to 0.5.23). FlashInfer 0.7.2 itself asks for multiples of 128.
+BLOCK_TABLE_TOKENS = 4096
+DEAD_PAGE = -1  # what an eager pass fills the block table with before the live pages are written
+SINK_PAGE = 0  # of a pool; always there to be read
+# Requests that SGLang 0.5.23 makes the counter buffer for at least (`TRTLLM_MLA_MAX_BATCH_SIZE`).
+COUNTER_BATCH_SIZE = 8192
+
+
+class QueryLayout(Enum):
+    """How the query rows lie in the ``[batch_size, max_seq_len_q, heads, head_dim]`` of the kernel."""
+
+    VIEW = "view"  # as they are: every request has as many
+    PADDED = "padded"  # each request's rows first, then rows of zeros, whose output is dropped
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"
+
+
+@dataclass(frozen=True, eq=False)
+class TRTLLMMLADecodeMetadata:
+    """What the MLA backend keeps of a pass on the decode kernel: decode, verification, draft extend.
+
+    Attributes:
+        block_kv_indices: ``[batch_size, width]`` int32 with packed rows (``block_tables``), -1 behind the live pages of an
+            eager pass.
+        seq_lens_k: ``[batch_size]`` int32, keys that the kernel is told of (``seq_lens``): a padded query's included.
+        max_seq_len_k: most keys of one request, a host bound: of the batch's host lengths, or the context's length where no
+            host length is read. The call adds the query rows of a verification or draft extend on top.
+        max_seq_len_q: query rows of each request, padding included.
+        query_layout: how the query rows become ``[batch_size, max_seq_len_q, ...]``.
+        sum_seq_lens_q: query rows of all requests of a draft extend, padding aside; else None.
+        cu_seqlens_q: ``[batch_size + 1]`` int32, first query row of each request of a draft extend; else None.
+        seq_lens_q: ``[batch_size]`` int32, query rows of each request of a draft extend; else None.
+    """
+
+    block_kv_indices: Tensor
+    seq_lens_k: Tensor
+    max_seq_len_k: int
+    max_seq_len_q: int = 1
+    query_layout: QueryLayout = QueryLayout.VIEW
+    sum_seq_lens_q: int | None = None
+    cu_seqlens_q: Tensor | None = None
+    seq_lens_q: Tensor | None = None
+
+    @property
+    def batch_size(self) -> int:
+        return self.seq_lens_k.shape[0]
+
+
+@dataclass(frozen=True, eq=False)
+class TRTLLMMLAPrefillMetadata:
+    """What the MLA backend keeps of a prefill, whose new tokens attend to each other without the cache.
+
+    Attributes:
+        max_seq_len: most new tokens of one request.
+        cum_seq_lens: ``[batch_size + 1]`` int32, 0 and the running sum of ``seq_lens``, for queries and keys.
+        seq_lens: ``[batch_size]`` int32, new tokens of each request: its length without its cached prefix. SGLang keeps the
+            dtype of its lengths, int64 in production, and FlashInfer 0.7.2 takes the pointer for int32.
+        fallback_to_flashinfer_impl: FlashInfer's own ragged kernels run instead.
+    """
+
+    max_seq_len: int
+    cum_seq_lens: Tensor
+    seq_lens: Tensor
+    fallback_to_flashinfer_impl: bool = False
+
+
+def build_mla_metadata(
+    batch: ForwardBatch,
+    pool: KVPool,
+    *,
+    attention: DraftAttention = DraftAttention.MLA,
+    disable_chunked_prefix_cache: bool = False,
+    in_prefill_graph: bool = False,
+) -> TRTLLMMLADecodeMetadata | TRTLLMMLAPrefillMetadata:
+    """The metadata of one eager forward pass, by its mode: `build_mla_decode_metadata` or `build_mla_prefill_metadata`."""
+    if batch.forward_mode.is_extend_without_speculative():
+        return build_mla_prefill_metadata(
+            batch,
+            pool,
+            disable_chunked_prefix_cache=disable_chunked_prefix_cache,
+            in_prefill_graph=in_prefill_graph,
+        )
+    return build_mla_decode_metadata(batch, pool, attention)
+
+
+def build_mla_decode_metadata(
+    batch: ForwardBatch, pool: KVPool, attention: DraftAttention = DraftAttention.MLA
+) -> TRTLLMMLADecodeMetadata:
+    """Build the metadata of one eager pass on the decode kernel (SGLang 0.5.23; the first draft extend as in 0.5.12).
+
+    ======================================  ==================================================  =====================
+    mode                                    seq_lens_k                                          max_seq_len_k
+    ======================================  ==================================================  =====================
+    DECODE, IDLE                            seq_lens                                            max(seq_lens)
+    the same with a SpecInfo, draft step s  seq_lens (MLA), seq_lens + s + 1 (MLA_WITH_OFFSET)  its maximum
+    TARGET_VERIFY, q = num_tokens // bs     seq_lens + q                                        its maximum
+    DRAFT_EXTEND, DRAFT_EXTEND_V2           seq_lens - extend_seq_lens + max(extend_seq_lens)   max(seq_lens)
+    ======================================  ==================================================  =====================
+
+    Maxima are taken of ``seq_lens_cpu``; without it the context's length stands for ``max(seq_lens)``.
+
+    A draft extend's rows are padded to the longest request wherever two requests have different numbers of rows; padding
+    behind a request's rows moves its last position, which is what the last row of the table makes up for. SGLang pads where
+    the rows do not divide by the requests, so that 2 + 4 rows of two requests are viewed as 3 + 3 and the second request's
+    first row is computed as the first's last. Padding is right for any numbers of rows, and the numbers are on the host: so
+    nothing is refused here, and both draft extends are treated alike.
+
+    The table names ``req_to_token[request, c * page_size] // page_size`` for every page with a token of the request, the sink
+    for pages that a padded query alone would read, and -1 behind them. SGLang reads whatever the request table holds there.
+    Its width is `mla_block_table_width` of the most keys, the padded queries' among them: SGLang takes ``max_seq_len_k``,
+    and next to a multiple of 4,096 tokens its padded queries read behind their row. A length above the context has the sink's
+    page there.
+
+    Args:
+        batch: the forward pass.
+        pool: the id spaces that its requests live in, on the same device, with pages of 32 or 64 tokens.
+        attention: which keys a draft step counts: MLA as SGLang does, or MLA_WITH_OFFSET.
+
+    Returns:
+        Fresh tensors: later changes of the batch or the pool do not reach them.
+
+    Raises:
+        ValueError: a prefill or PREBUILT, different devices, a pool or attention that the backend does not have, or a host
+            fact that the mode needs is missing.
+    """
+    check_mla(pool, attention)
+    check_attends(batch, pool)
+    if batch.forward_mode.is_extend_without_speculative():
+        raise ValueError(
+            f"{batch.forward_mode!r} is a prefill, not on the decode kernel: use build_mla_prefill_metadata"
+        )
+    keys = (batch.seq_lens + uncounted_tokens(batch, attention)).to(torch.int32)
+    max_seq_len_k = _longest(batch, pool) + uncounted_tokens(batch, attention)
+    if not batch.forward_mode.is_draft_extend(include_v2=True):
+        width = mla_block_table_width(max_seq_len_k, pool.page_size)
+        table = _block_table(batch.req_pool_indices, keys, keys, pool, width)
+        return TRTLLMMLADecodeMetadata(table, keys, max_seq_len_k, max_query_rows(batch))
+
+    rows, max_rows = _draft_extend_rows(batch), max_query_rows(batch)
+    layout = query_layout(host_lengths(batch, "extend_seq_lens_cpu"))
+    padded_keys = keys - rows + max_rows
+    most_keys = max_seq_len_k + (max_rows if layout is QueryLayout.PADDED else 0)
+    width = mla_block_table_width(most_keys, pool.page_size)
+    return TRTLLMMLADecodeMetadata(
+        block_kv_indices=_block_table(batch.req_pool_indices, keys, padded_keys, pool, width),
+        seq_lens_k=padded_keys,
+        max_seq_len_k=max_seq_len_k,
+        max_seq_len_q=max_rows,
+        query_layout=layout,
+        sum_seq_lens_q=sum(host_lengths(batch, "extend_seq_lens_cpu")),
+        cu_seqlens_q=exclusive_cumsum(rows),
+        seq_lens_q=rows,
+    )
+
+
+def build_mla_prefill_metadata(
+    batch: ForwardBatch,
+    pool: KVPool,
+    *,
+    disable_chunked_prefix_cache: bool = False,
+    in_prefill_graph: bool = False,
+) -> TRTLLMMLAPrefillMetadata:
+    """Build the metadata of one eager EXTEND, MIXED, SPLIT_PREFILL or DLLM_EXTEND (SGLang 0.5.23).
+
+    The new tokens of a request attend to each other; cached prefixes are attended to in chunks, by calls of their own, and
+    merged by the LSE.
+
+    Args:
+        batch: the forward pass.
+        pool: the id spaces that its requests live in, on the same device, with pages of 32 or 64 tokens.
+        disable_chunked_prefix_cache: the server's setting: a batch with a cached prefix falls back to FlashInfer's kernels.
+        in_prefill_graph: the pass is captured in a prefill graph, which falls back always.
+
+    Returns:
+        Fresh tensors.
+
+    Raises:
+        ValueError: another mode, different devices, a pool that the backend does not have, or a length that the mode needs is
+            missing.
+    """
+    check_mla(pool)
+    check_attends(batch, pool)
+    if not batch.forward_mode.is_extend_without_speculative():
+        raise ValueError(f"{batch.forward_mode!r} is no prefill: use build_mla_decode_metadata")
+    max_seq_len = max(host_lengths(batch, "extend_seq_lens_cpu"), default=0)
+    has_prefix = any(host_lengths(batch, "extend_prefix_lens_cpu"))
+    if batch.extend_prefix_lens is None:
+        raise ValueError(
+            f"{batch.forward_mode!r} takes its new tokens from the device tensor extend_prefix_lens, which is None"
+        )
+    seq_lens = (batch.seq_lens - batch.extend_prefix_lens).to(torch.int32)
+    fallback = in_prefill_graph or (disable_chunked_prefix_cache and has_prefix)
+    return TRTLLMMLAPrefillMetadata(max_seq_len, exclusive_cumsum(seq_lens), seq_lens, fallback)
+
+
+def query_layout(rows: Sequence[int]) -> QueryLayout:
+    """How query rows of so many per request become one dense tensor: a view if all have as many."""
+    return QueryLayout.VIEW if len(set(rows)) <= 1 else QueryLayout.PADDED
+
+
+def mla_block_table_width(max_len: int, page_size: int) -> int:
+    """Columns of the block table for requests of at most ``max_len`` tokens: whole blocks of 4,096 tokens.
+
+    Raises:
+        ValueError: a page size that the backend does not have.
+    """
+    check_mla_page_size(page_size)
+    return -(-max_len // BLOCK_TABLE_TOKENS) * (BLOCK_TABLE_TOKENS // page_size)
+
+
+def check_mla_page_size(page_size: int) -> None:
+    """Raise ValueError for a page size that the MLA backend does not have."""
+    if page_size not in MLA_PAGE_SIZES:
+        raise ValueError(f"page_size={page_size}: the TRT-LLM MLA backend has pages of {MLA_PAGE_SIZES} tokens")
+
+
+def check_mla(pool: KVPool, attention: DraftAttention = DraftAttention.MLA) -> None:
+    """Raise ValueError for a pool, or a draft's attention, that the MLA backend does not have."""
+    check_mla_page_size(pool.page_size)
+    if pool.full_to_swa is not None:
+        raise ValueError("the pool has sliding-window pages, which MLA does not use: make one without swa_num_pages")
+    if not attention.is_mla:
+        raise ValueError(f"{attention!r} is not MLA: use {DraftAttention.MLA!r} or {DraftAttention.MLA_WITH_OFFSET!r}")
+
+
+def multi_ctas_kv_counter_bytes(max_batch_size: int, num_qo_heads: int, sm_count: int) -> int:
+    """Size of the buffer in which trtllm-gen's CTAs of one request count who is done: 4 bytes per request and head.
+
+    FlashInfer 0.7.2's `get_trtllm_gen_multi_ctas_kv_counter_bytes`, for the batch that SGLang 0.5.23 asks it for: 8,192
+    requests, or more if its graphs hold more. One counter per SM at least, and a multiple of 8 of them.
+
+    Raises:
+        ValueError: a number below 1.
+    """
+    numbers = {"max_batch_size": max_batch_size, "num_qo_heads": num_qo_heads, "sm_count": sm_count}
+    for name, number in numbers.items():
+        if number < 1:
+            raise ValueError(f"{name}={number} must be at least 1")
+    counters = max(max(COUNTER_BATCH_SIZE, max_batch_size) * num_qo_heads, sm_count)
+    return -(-counters // 8) * 8 * 4
+
+
+def allocate_multi_ctas_kv_counters(
+    max_batch_size: int, num_qo_heads: int, sm_count: int, device: torch.device | str
+) -> Tensor:
+    """uint8, zeroed: ``multi_ctas_kv_counter_buffer``. Kernels leave it zero, so one serves all calls of a stream.
+
+    Raises:
+        ValueError: a number below 1.
+    """
+    num_bytes = multi_ctas_kv_counter_bytes(max_batch_size, num_qo_heads, sm_count)
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+
+
+def _longest(batch: ForwardBatch, pool: KVPool) -> int:
+    """Host bound of ``seq_lens``."""
+    return pool.max_context_len if batch.seq_lens_cpu is None else max(batch.seq_lens_cpu, default=0)
+
+
+def _draft_extend_rows(batch: ForwardBatch) -> Tensor:
+    if batch.extend_seq_lens is None:
+        raise ValueError(
+            f"{batch.forward_mode!r} takes its query rows from the device tensor extend_seq_lens, which is None"
+        )
+    return batch.extend_seq_lens.to(torch.int32, copy=True)
+
+
+def _block_table(rows: Tensor, keys: Tensor, padded_keys: Tensor, pool: KVPool, width: int) -> Tensor:
+    """``[bs, width]`` int32: pages of ``keys`` tokens, the sink up to ``padded_keys``, and -1."""
+    pages = (first_slots(rows, keys, pool) // pool.page_size)[:, :width].to(torch.int32)
+    table = torch.nn.functional.pad(pages, (0, width - pages.shape[1]), value=SINK_PAGE)
+    columns = torch.arange(width, device=pool.device)
+    return table.masked_fill(columns >= num_pages(padded_keys, pool.page_size)[:, None], DEAD_PAGE)

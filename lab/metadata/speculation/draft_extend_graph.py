@@ -1,0 +1,344 @@
+"""The draft extend of a speculative worker in CUDA graphs: its inputs, its three forms of output, and who may have one.
+
+SGLang's change 25002 runs the draft model's catch-up on accepted tokens (``DRAFT_EXTEND_V2``) in a graph. Every request has the
+same number of rows, whatever was accepted; the worker wants one of them, that of the last accepted token. Which rows the graph
+hands out has changed since, and is `DraftExtendOutput` here.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from lab.metadata.engine.cuda_graph import Body, GraphMode, GraphRunner, MetadataPlace
+from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
+from lab.metadata.engine.kv_pool import KVPool, PagedKVCache
+from lab.metadata.mha.calls import AttentionCall, AttentionLayer, plan_calls, prepare_attention
+from lab.metadata.mha.metadata import TRTLLMMHAMetadata
+
+
+class DraftExtendOutput(Enum):
+    """Which rows a draft extend computes logits for, and hands out; d rows per request, accept_lens of them accepted."""
+
+    ALL_ROWS = "all rows"  # SGLang 0.5.13, 0.5.14: logits and hidden states of all batch_size * d rows
+    # The same, and the most probable token of each row, which nobody reads: what the body captured by 0.5.13 computes.
+    ALL_ROWS_WITH_TOPK = "all rows with top-k"
+    # SGLang 0.5.23: row i * d + accept_lens[i] - 1 of request i, chosen inside the graph before the LM head.
+    SELECTED_ROW = "selected row"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"
+
+    def num_rows(self, batch_size: int, num_tokens: int) -> int:
+        """Rows of the outputs of a pass with so many requests and query rows."""
+        return batch_size if self is DraftExtendOutput.SELECTED_ROW else num_tokens
+
+
+def selected_rows(accept_lens: Tensor, num_tokens_per_req: int) -> Tensor:
+    """The row of each request's last accepted token, i * d + accept_lens[i] - 1: int64 [batch_size]. Reads nothing on the host.
+
+    Args:
+        accept_lens: int32 or int64 [batch_size], each from 1 to d.
+        num_tokens_per_req: d, rows of every request.
+    """
+    first_rows = torch.arange(accept_lens.shape[0], device=accept_lens.device) * num_tokens_per_req
+    return first_rows + accept_lens - 1
+
+
+@dataclass(frozen=True, eq=False)
+class DraftInputs:
+    """What a draft model reads besides its attention's metadata.
+
+    Attributes:
+        input_ids: int64 [num_tokens].
+        hidden_states: [num_tokens, hidden_size], of the target model.
+        select_index: int64 [batch_size], the row that `DraftExtendOutput.SELECTED_ROW` takes for each request; other forms
+            do not read it.
+    """
+
+    input_ids: Tensor
+    hidden_states: Tensor
+    select_index: Tensor
+
+    def first(self, batch_size: int, num_tokens: int) -> "DraftInputs":
+        """Leading slices, which share this one's storage."""
+        return DraftInputs(self.input_ids[:num_tokens], self.hidden_states[:num_tokens], self.select_index[:batch_size])
+
+    def load(self, input_ids: Tensor, hidden_states: Tensor, select_index: Tensor | None = None) -> None:
+        """Copy a batch's in. What lies behind it stays as it was: the engine does not reset these for padded rows.
+
+        Args: as the attributes, of at most as many rows.
+
+        Raises:
+            ValueError, TypeError: a shape or dtype that a copy would convert or broadcast without a word.
+        """
+        given = {"input_ids": input_ids, "hidden_states": hidden_states}
+        if select_index is not None:
+            given["select_index"] = select_index
+        if hidden_states.shape[0] != input_ids.shape[0]:
+            raise ValueError(f"{input_ids.shape[0]} input_ids for {hidden_states.shape[0]} rows of hidden_states")
+        for name, tensor in given.items():
+            buffer = getattr(self, name)
+            if tensor.dtype != buffer.dtype:
+                raise TypeError(f"{name} has dtype {tensor.dtype}, expected {buffer.dtype}")
+            if tensor.shape[1:] != buffer.shape[1:] or tensor.shape[0] > buffer.shape[0]:
+                raise ValueError(
+                    f"{name} has shape {list(tensor.shape)}, which does not fit the buffer's {list(buffer.shape)}"
+                )
+        for name, tensor in given.items():
+            getattr(self, name)[: tensor.shape[0]].copy_(tensor)
+
+
+@dataclass(frozen=True, eq=False)
+class DraftOutputs:
+    """What a draft model writes, one row per query row or, with `DraftExtendOutput.SELECTED_ROW`, per request.
+
+    Attributes:
+        logits: float32 [num_rows, vocab_size].
+        hidden_states: [num_rows, hidden_size].
+        topk_p, topk_index: float32 and int64 [num_rows, 1], the most probable token and the probability that a chain gives
+            it, 1; or None.
+    """
+
+    logits: Tensor
+    hidden_states: Tensor
+    topk_p: Tensor | None = None
+    topk_index: Tensor | None = None
+
+    def first(self, num_rows: int) -> "DraftOutputs":
+        """Leading slices, which share this one's storage."""
+        return DraftOutputs(
+            self.logits[:num_rows],
+            self.hidden_states[:num_rows],
+            None if self.topk_p is None else self.topk_p[:num_rows],
+            None if self.topk_index is None else self.topk_index[:num_rows],
+        )
+
+
+class AttentionBackend(Protocol):
+    """How a model's layer runs its attention."""
+
+    def prepare_attention(
+        self,
+        batch: ForwardBatch,
+        metadata: TRTLLMMHAMetadata,
+        layer: AttentionLayer,
+        query: Tensor,
+        cache: PagedKVCache,
+        *,
+        max_context_len: int,
+        out: Tensor,
+    ) -> Callable[[], Tensor]:
+        """One layer's attention, ready to be called; see `lab.metadata.mha.calls.prepare_attention`."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class TRTLLMMHABackend:
+    """The calls of SGLang's TRT-LLM MHA backend, on any implementation of them.
+
+    Its metadata live in buffers that keep their addresses, and its lengths, tables and offsets are read on the device: a graph
+    of it may be replayed for any batch of its width. So it declares the draft extend's graph.
+
+    Attributes:
+        implementation: any object with the two functions, such as `lab.kernels.trtllm`.
+        draft_extend: the call of the draft extends, if not the engine's choice.
+    """
+
+    supports_draft_extend_graph: ClassVar[bool] = True
+
+    implementation: Any
+    draft_extend: AttentionCall | None = None
+
+    def prepare_attention(
+        self,
+        batch: ForwardBatch,
+        metadata: TRTLLMMHAMetadata,
+        layer: AttentionLayer,
+        query: Tensor,
+        cache: PagedKVCache,
+        *,
+        max_context_len: int,
+        out: Tensor,
+    ) -> Callable[[], Tensor]:
+        plan = plan_calls(batch, self.draft_extend)
+        return prepare_attention(
+            self.implementation,
+            batch,
+            metadata,
+            layer,
+            query,
+            cache,
+            max_context_len=max_context_len,
+            out=out,
+            plan=plan,
+        )
+
+
+def supports_draft_extend_graph(backend: object) -> bool:
+    """Whether a backend says that its draft extend may run in a CUDA graph. One that says nothing may not.
+
+    SGLang decides by a list of classes, which every new backend has to be added to: Triton and TRT-LLM MLA in 0.5.12, TRT-LLM
+    MHA and Tokenspeed MLA besides in 0.5.13; in 0.5.23 Triton, TRT-LLM MLA and MHA, FlashInfer, QSA, DSA, DSV4,
+    FlashAttention and FlashMLA. Here the backend declares it, in an attribute of this function's name.
+
+    Args:
+        backend: any object, or None for no draft-extend backend.
+    """
+    return getattr(backend, "supports_draft_extend_graph", False) is True
+
+
+class DraftModel(Protocol):
+    """A draft model as a graph needs it, such as `lab.workloads.stand_in_model.StandInModel`."""
+
+    def new_inputs(self, max_batch_size: int, max_num_tokens: int) -> DraftInputs:
+        """Input buffers, zero-filled: valid ids and indices."""
+        ...
+
+    def new_outputs(self, form: DraftExtendOutput, max_batch_size: int, max_num_tokens: int) -> DraftOutputs:
+        """Output buffers of a form."""
+        ...
+
+    def prepare(
+        self,
+        backend: AttentionBackend,
+        batch: ForwardBatch,
+        metadata: TRTLLMMHAMetadata,
+        inputs: DraftInputs,
+        outputs: DraftOutputs,
+        form: DraftExtendOutput,
+    ) -> Callable[[], object]:
+        """A capturable call that reads `inputs`, writes K and V, and fills `outputs`."""
+        ...
+
+
+def model_body(
+    backend: AttentionBackend, model: DraftModel, inputs: DraftInputs, outputs: DraftOutputs, form: DraftExtendOutput
+) -> Body:
+    """What a `GraphRunner` of any mode runs behind the metadata: the model, on each size's leading slices of the buffers."""
+
+    def body(view: ForwardBatch, metadata: TRTLLMMHAMetadata) -> Callable[[], DraftOutputs]:
+        read = inputs.first(view.batch_size, view.num_tokens)
+        written = outputs.first(form.num_rows(view.batch_size, view.num_tokens))
+        run = model.prepare(backend, view, metadata, read, written, form)
+
+        def run_and_return() -> DraftOutputs:
+            run()
+            return written
+
+        return run_and_return
+
+    return body
+
+
+class DraftExtendGraph:
+    """Graphs of a draft model's ``DRAFT_EXTEND_V2`` for several batch sizes, as SGLang's draft-extend runner keeps them.
+
+    Args:
+        backend: of the model's attention.
+        model: whose pass is captured.
+        pool: of the requests.
+        spec_info: says the width, as `GraphMode.draft_extend_v2` reads it.
+        batch_sizes: to capture.
+        form: what a replay hands out.
+        place: where the metadata is rebuilt.
+        disable_padding: run only batches of exactly a captured size.
+
+    Raises:
+        ValueError: the backend does not declare `supports_draft_extend_graph`, or nothing says the width.
+    """
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        model: DraftModel,
+        pool: KVPool,
+        spec_info: SpecInfo,
+        batch_sizes: Sequence[int],
+        form: DraftExtendOutput = DraftExtendOutput.SELECTED_ROW,
+        *,
+        place: MetadataPlace = MetadataPlace.IN_GRAPH,
+        disable_padding: bool = False,
+    ) -> None:
+        if not supports_draft_extend_graph(backend):
+            raise ValueError(
+                f"{type(backend).__name__} does not declare supports_draft_extend_graph: run its draft extend eagerly"
+            )
+        mode = GraphMode.draft_extend_v2(spec_info)
+        most_rows = max(batch_sizes, default=0) * mode.num_tokens_per_req
+        self.width = mode.num_tokens_per_req
+        self.form = form
+        self.disable_padding = disable_padding
+        self.inputs = model.new_inputs(max(batch_sizes, default=0), most_rows)
+        self.outputs = model.new_outputs(form, max(batch_sizes, default=0), most_rows)
+
+        body = model_body(backend, model, self.inputs, self.outputs, form)
+        self.runner = GraphRunner(mode, pool, batch_sizes, body, place)
+
+    def can_run(self, batch: ForwardBatch) -> bool:
+        """Whether a graph can stand for this pass: its width is the captured one, and a captured size holds its requests.
+
+        A width that the batch leaves open (-1 here, 0 in SGLang) passes if its rows are those of the captured one.
+        """
+        bs, sizes = batch.batch_size, self.runner.captured
+        stated = -1 if batch.spec_info is None else batch.spec_info.num_tokens_per_req
+        has_width = (
+            stated in (-1, self.width)
+            and batch.num_tokens == batch.out_cache_loc.shape[0] == bs * self.width
+            and set(batch.extend_seq_lens_cpu or ()) <= {self.width}
+        )
+        fits = bs in sizes if self.disable_padding else 0 < bs <= max(sizes)
+        return batch.forward_mode.is_draft_extend_v2() and has_width and fits
+
+    def replay(
+        self, batch: ForwardBatch, input_ids: Tensor, hidden_states: Tensor, accept_lens: Tensor | None = None
+    ) -> DraftOutputs:
+        """Run a batch, padded to a captured size.
+
+        Padded rows keep the ids, hidden states and selected rows of earlier replays, as in SGLang. A selected row of request i
+        is one of its own, so what is left at i is always in range of any size that holds i.
+
+        Args:
+            batch: that `can_run`.
+            input_ids: int64 [num_tokens].
+            hidden_states: [num_tokens, hidden_size].
+            accept_lens: int32 or int64 [batch_size], 1 to d each, not read on the host; for SELECTED_ROW, and for it alone.
+
+        Returns:
+            The outputs of the batch's own rows. `logits`, and of the forms with all rows everything, are the graph's own
+            buffers, which the next replay of any size overwrites. SELECTED_ROW's `hidden_states` are a copy: the worker keeps
+            them until the next draft, and SGLang clones them.
+
+        Raises:
+            ValueError: the batch cannot run in a graph, or `accept_lens` is missing or would be ignored; nothing was copied.
+        """
+        if not self.can_run(batch):
+            raise ValueError(
+                f"{batch.forward_mode!r} of {batch.batch_size} requests and {batch.num_tokens} rows does not fit the graphs of "
+                f"width {self.width} and sizes {sorted(self.runner.captured)}: ask can_run, and run it eagerly"
+            )
+        select_index = self._select_index(batch, accept_lens)
+        if input_ids.shape[0] != batch.num_tokens:
+            raise ValueError(f"{input_ids.shape[0]} input_ids for {batch.num_tokens} rows")
+        self.inputs.load(input_ids, hidden_states, select_index)
+        padded: DraftOutputs = self.runner.replay(batch)
+        result = padded.first(self.form.num_rows(batch.batch_size, batch.num_tokens))
+        if self.form is DraftExtendOutput.SELECTED_ROW:
+            return replace(result, hidden_states=result.hidden_states.clone())
+        return result
+
+    def _select_index(self, batch: ForwardBatch, accept_lens: Tensor | None) -> Tensor | None:
+        selects = self.form is DraftExtendOutput.SELECTED_ROW
+        if selects != (accept_lens is not None):
+            raise ValueError(
+                f"accept_lens={'given' if accept_lens is not None else None}: {self.form!r} "
+                f"{'selects by it' if selects else 'has no use for it'}"
+            )
+        if accept_lens is None:
+            return None
+        if accept_lens.shape != (batch.batch_size,):
+            raise ValueError(f"accept_lens has shape {list(accept_lens.shape)} for {batch.batch_size} requests")
+        return selected_rows(accept_lens, self.width)

@@ -1,0 +1,194 @@
+"""What recorded experiments say of the changes, for people: a page of Markdown, and a table for a terminal."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.markup import escape
+from rich.table import Table
+
+from lab.reports.changes import CHANGES
+from lab.reports.changes.entries import NOT_RECORDED, Entry, Measured, command_of
+from lab.reports.changes.verdicts import LEAST_EFFECT_PERCENT, Aspect, Observation, Standing, microseconds
+
+PAGE = "experiments.md"
+FLASHINFER = "lab.kernels.trtllm"
+MOST_NAMED, MOST_IN_A_CELL = 12, 4  # points that a sentence names, and a cell; a table counts them all
+SUMMARY = ("change", "the claim", "MHA: holds at", "MLA: holds at", "does not hold, or cannot be told, at")
+RECORDINGS = ("recording", "day", "GPU", "commit", "torch, FlashInfer", "GPU held back in", "method")
+METHOD = (
+    "Written by `python -m lab.reports.changes` from the recordings that it links: every measured number and every verdict "
+    "below is computed from them. A statement *holds* at a point if the change makes the median time shorter by more than half "
+    f"the sum of both times' interquartile ranges and by more than {LEAST_EFFECT_PERCENT:g} %; it *does not hold* if the time "
+    "is as much longer, and *cannot be told* otherwise. A saving that is claimed is held against what is saved in the same "
+    "way. Where two clocks timed a point, both must say that it holds. `a → b` is the median time without the change and with it. "
+    "The recordings hold no date: the day is that of the file's commit."
+)
+GROUPS = ("", "points", *(standing.value for standing in Standing), "saved, µs", "times as fast")
+
+
+def page(entries: Sequence[Entry], beside: Path) -> str:
+    """The overview as Markdown.
+
+    Args:
+        entries: of the changes.
+        beside: the folder that links are relative to.
+    """
+    whose = "Five changes of SGLang's" if len(entries) == len(CHANGES) else "Changes of SGLang's"
+    blocks = [
+        f"# {whose}, measured on {_gpus(entries)}",
+        METHOD,
+        kernels_sentence(entries),
+        _markdown(SUMMARY, [_summary(entry) for entry in entries]),
+    ]
+    for entry in entries:
+        blocks += _section(entry, beside)
+    return "\n\n".join(blocks) + "\n"
+
+
+def _gpus(entries: Sequence[Entry]) -> str:
+    names = sorted({str(found.fact("gpu")) for entry in entries for found in entry.files if found.fact("gpu")})
+    return " and ".join(names) or "no recorded GPU"
+
+
+def kernels_sentence(entries: Sequence[Entry]) -> str:
+    """Which of FlashInfer's kernels ran, as the recordings name them; that trtllm-gen did not, unless it did."""
+    files = [found for entry in entries for found in entry.files]
+    rows = [row for found in files for row in found.recording.get("rows", ())]
+    ran = sorted({f"{row['kernel']} for {row['call']}" for row in rows if row.get("implementation") == FLASHINFER})
+    capabilities = sorted({tuple(found.fact("capability") or ()) for found in files} - {()})
+    where = " and ".join(f"SM{major}{minor}" for major, minor in capabilities) or "a GPU that is not recorded"
+    if not ran:
+        return f"On {where}; no recording here names a kernel of FlashInfer's."
+    sentence = f"On {where} FlashInfer ran {' and '.join(ran)}"
+    if any("trtllm-gen" in kernel for kernel in ran):
+        return f"{sentence}."
+    return f"{sentence}, and not trtllm-gen, which SGLang's backends run on SM100: the changes were not measured there."
+
+
+def _summary(entry: Entry) -> list[str]:
+    change = entry.change
+    name = f"[{change.number}](https://github.com/sgl-project/sglang/pull/{change.number}) {_lower(change.title)}"
+    attentions = (entry.of_attention(attention) for attention in ("MHA", "MLA"))
+    return [name, f"**{entry.verdict}**", *attentions, _exceptions(entry.claimed())]
+
+
+def _exceptions(observations: Sequence[Observation]) -> str:
+    """Where a statement does not hold or cannot be told, so much as a cell bears."""
+    where = [each.where for each in observations if each.standing is not Standing.HOLDS]
+    left = len(where) - MOST_IN_A_CELL
+    return "; ".join([*where[:MOST_IN_A_CELL], *([f"and {left} more"] if left > 0 else [])])
+
+
+def _section(entry: Entry, beside: Path) -> list[str]:
+    change = entry.change
+    blocks = [
+        f"## {change.number}: {_lower(change.title)}",
+        f"**Claim.** {change.claim} ({change.source}.)",
+        f"**Asked.** {change.question} `{command_of(change)}`",
+    ]
+    if entry.failure:
+        left = "" if entry.answer is None else " What it had recorded by then stands below."
+        blocks += [f"**Failed**: {entry.failure}.{left}"]
+    if entry.answer is None:
+        return [*blocks, f"**{_sentence(NOT_RECORDED)}**"]
+    blocks += [f"**Measured.** {entry.answer.setting}"]
+    blocks += [_markdown(RECORDINGS, [_recording(found, beside) for found in entry.files])]
+    for aspect in entry.answer.aspects:
+        blocks += _aspect(aspect)
+    remarks = [*entry.answer.notes, *(f"Not measured: {lacking}" for lacking in entry.answer.missing)]
+    return [*blocks, _list(remarks)] if remarks else blocks
+
+
+def _recording(found: Measured, beside: Path) -> list[str]:
+    held_back = [reasons for reasons in found.held_back if reasons]
+    reasons = ", ".join(sorted({reason for each in held_back for reason in each}))
+    counted = f"{len(held_back)} of {len(found.held_back)} rows that record it{f' ({reasons})' if reasons else ''}"
+    return [
+        f"[{found.path.name}]({Path(os.path.relpath(found.path, beside)).as_posix()})",
+        found.day,
+        str(found.fact("gpu") or NOT_RECORDED),
+        f"`{found.fact('commit') or NOT_RECORDED}`",
+        ", ".join(str(found.fact("packages", name) or NOT_RECORDED) for name in ("torch", "flashinfer-python")),
+        counted if found.held_back else NOT_RECORDED,
+        str(found.recording.get("method", NOT_RECORDED)),
+    ]
+
+
+def _aspect(aspect: Aspect) -> list[str]:
+    aside = "" if aspect.of_claim else " (not claimed)"
+    blocks = [f"**{aspect.statement}**{aside} {_sentence(aspect.verdict)}"]
+    if not aspect.observations:
+        return blocks
+    blocks += [_markdown(GROUPS, [_group(name, each) for name, each in aspect.by_group().items()])]
+    told = [Standing.FAILS, Standing.UNDECIDED]
+    if all(each.saved_us is None for each in aspect.observations):
+        told = [Standing.HOLDS, *told]  # the table has no figures
+    lines = [f"{_upper(standing.value)}: {named(found)}" for standing in told if (found := aspect.that(standing))]
+    return [*blocks, _list(lines)] if lines else blocks
+
+
+def _group(name: str, observations: Sequence[Observation]) -> list[str]:
+    counts = [sum(each.standing is standing for each in observations) for standing in Standing]
+    ratios = [each.ratio for each in observations if each.ratio is not None]
+    faster = _range(f"{min(ratios):.2f}", f"{max(ratios):.2f}") if ratios else ""
+    return [name, str(len(observations)), *map(str, counts), _saved(observations), faster]
+
+
+def _saved(observations: Sequence[Observation]) -> str:
+    saved = [each.saved_us for each in observations if each.saved_us is not None]
+    return _range(microseconds(min(saved)), microseconds(max(saved))) if saved else ""
+
+
+def named(observations: Sequence[Observation]) -> str:
+    """Points by name with their figures, so many as a sentence bears."""
+    figures = {each.figures for each in observations}
+    if len(figures) == 1 and len(observations) > 1:
+        return f"{figures.pop()} at each of {len(observations)} points."
+    shown = [f"{each.where} ({each.figures})" for each in observations[:MOST_NAMED]]
+    left = len(observations) - len(shown)
+    return "; ".join([*shown, *([f"and {left} more"] if left else [])]) + "."
+
+
+def terminal_table(entries: Sequence[Entry]) -> Table:
+    """A line per statement that a change claims."""
+    table = Table(title=f"SGLang's changes, measured on {_gpus(entries)}", title_justify="left", show_lines=True)
+    for header in ("change", "statement", "verdict", "saved, µs", "does not hold, or cannot be told, at"):
+        table.add_column(header)
+    for entry in entries:
+        name = f"{entry.change.number} {entry.change.title}: [bold]{entry.verdict}[/bold]"
+        name += f"\n[red]failed: {escape(entry.failure)}[/red]" if entry.failure else ""
+        if entry.answer is None:
+            table.add_row(name, entry.change.question, NOT_RECORDED, "", "")
+            continue
+        for number, aspect in enumerate(each for each in entry.answer.aspects if each.of_claim):
+            figures = (aspect.statement, aspect.verdict, _saved(aspect.observations), _exceptions(aspect.observations))
+            table.add_row(name if number == 0 else "", *figures)
+    return table
+
+
+def _markdown(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table without the columns that say nothing."""
+    kept = [column for column in range(len(headings)) if any(line[column] for line in lines)]
+    shown = [headings, ["---"] * len(headings), *lines]
+    return "\n".join(f"| {' | '.join(line[column].replace('|', chr(92) + '|') for column in kept)} |" for line in shown)
+
+
+def _list(lines: Sequence[str]) -> str:
+    return "\n".join(f"* {line}" for line in lines)
+
+
+def _range(least: str, most: str) -> str:
+    return least if least == most else f"{least} to {most}"
+
+
+def _sentence(clause: str) -> str:
+    return f"{_upper(clause)}."
+
+
+def _upper(words: str) -> str:
+    return words[:1].upper() + words[1:]
+
+
+def _lower(words: str) -> str:
+    return words[:1].lower() + words[1:]

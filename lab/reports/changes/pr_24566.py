@@ -1,0 +1,73 @@
+"""Change 24566: draft extend on the decode kernel."""
+
+from lab.reports.changes.change import Change, Recording, Recordings, Row, gpu_timing
+from lab.reports.changes.verdicts import Answer, Aspect, Comparison, compared, microseconds
+
+
+def judge_decode_kernel(recordings: Recordings) -> Answer:
+    """The context call's time over the decode call's, at every point that has both."""
+    recording = recordings["draft_extend_kernels"]
+    times = {(row["q_len"], row["requests"], row["kv_len"], row["arm"]): row for row in recording["rows"]}
+    observations = []
+    for q_len, requests, kv_len in sorted({point[:3] for point in times}):
+        context, decode = (times.get((q_len, requests, kv_len, arm)) for arm in ("context", "decode"))
+        if context and decode:
+            where = f"{requests} × {kv_len:,} keys, q {q_len}"
+            comparison = Comparison(gpu_timing(context), gpu_timing(decode))
+            observations.append(compared(f"MHA, q {q_len}", where, {"": comparison}))
+    aspect = Aspect("The decode call takes less GPU time than the context call.", tuple(observations))
+    setting = (
+        f"Draft extend V2, one layer of {recording['geometry']} on one rank of {recording['tensor_parallel']}, q query rows "
+        "of each request."
+    )
+    return Answer((aspect,), setting, _mla_rows(recordings), _left_out(recording) + _no_mla_rows(recordings))
+
+
+def _left_out(recording: Recording) -> tuple[str, ...]:
+    skipped, declined = len(recording["skipped"]), len(recording["declined"])
+    arms = ", ".join(sorted({str(row["arm"]) for row in recording["declined"]}))
+    found = {
+        f"{skipped} points of more than {recording['most_keys']:,} keys.": skipped,
+        f"{declined} times, which {arms} declined.": declined,
+    }
+    return tuple(sentence for sentence, count in found.items() if count)
+
+
+def _verifying_mla(recordings: Recordings) -> list[Row]:
+    rows = recordings.get("mla_decode", {}).get("rows", ())
+    return [row for row in rows if row["q_len"] > 1]
+
+
+def _mla_rows(recordings: Recordings) -> tuple[str, ...]:
+    """MLA's decode call of several rows beside that of one row: what its draft extend, a decode call before too, takes."""
+    rows = recordings.get("mla_decode", {}).get("rows", ())
+    single_us = {_mla_point(row): row["median_us"] for row in rows if row["q_len"] == 1}
+    return tuple(
+        f"MLA, {row['requests']} × {row['kv_len']:,} keys, {row['heads']} heads, {row['kernel']}: the decode call of "
+        f"{row['q_len']} rows takes {microseconds(row['median_us'])} µs, that of one row "
+        f"{microseconds(single_us[_mla_point(row)])}."
+        for row in _verifying_mla(recordings)
+        if _mla_point(row) in single_us
+    )
+
+
+def _mla_point(row: Row) -> tuple[object, ...]:
+    return tuple(row[name] for name in ("requests", "kv_len", "heads", "arm", "kv_dtype"))
+
+
+def _no_mla_rows(recordings: Recordings) -> tuple[str, ...]:
+    unchanged = "the change for MLA, whose draft extend was on the decode call already (sgl-project/sglang#11664)"
+    return (f"{unchanged}." if _verifying_mla(recordings) else f"{unchanged}; nor that call with several rows.",)
+
+
+CHANGE = Change(
+    24566,
+    "Draft extend on the decode kernel",
+    "The draft extend of TRT-LLM MHA belongs on the decode kernel, as target verify does, and not on the context kernel. "
+    "No figure is given.",
+    "description of sgl-project/sglang#24566; undone by #24856 after an illegal memory access, back with #28241",
+    "For which rows, requests and keys is the decode call the faster one?",
+    "draft_extend_kernels",
+    judge_decode_kernel,
+    ("mla_decode",),
+)

@@ -1,0 +1,101 @@
+"""Change 25002: draft extend V2 in a CUDA graph."""
+
+from collections.abc import Callable, Sequence
+
+from lab.reports.changes.change import Change, Recording, Recordings, Row, gpu_timing, in_words, requests_in_words
+from lab.reports.changes.verdicts import Answer, Aspect, Comparison, Observation, Timing, compared, microseconds
+
+_DRAFT_EXTEND_V2 = "draft_extend_v2"
+
+
+def judge_draft_extend_graph(recordings: Recordings) -> Answer:
+    """Eager passes against replays, and the graph's outputs against each other."""
+    recording = recordings["draft_extend_graph"]
+    modes = list(dict.fromkeys(row["mode"] for row in recording["modes"]))
+    others = [mode for mode in modes if mode != _DRAFT_EXTEND_V2]
+    aspects = (
+        Aspect(
+            "A replay, with the copies into the graph's inputs, leaves the GPU idle sooner than the eager pass.",
+            tuple(_eager_against_graph(recording, [_DRAFT_EXTEND_V2], _completion)),
+        ),
+        Aspect(
+            "Without the top-k over all rows, which no worker reads, the graph takes less GPU time.",
+            tuple(_form_against_form(recording, "all rows with top-k", "all rows")),
+        ),
+        Aspect(
+            "With each request's one row chosen before the LM head, as in 0.5.23, it takes less again.",
+            tuple(_form_against_form(recording, "all rows", "selected row")),
+            of_claim=False,
+        ),
+        Aspect(
+            "The same replay in the other modes leaves the GPU idle sooner.",
+            tuple(_eager_against_graph(recording, others, _completion)),
+            of_claim=False,
+        ),
+        Aspect(
+            "The kernels of a replay take less GPU time than the eager pass's: the launches' cost is not in it.",
+            tuple(_eager_against_graph(recording, modes, gpu_timing)),
+            of_claim=False,
+        ),
+    )
+    first = recording["modes"][0]
+    setting = (
+        f"A stand-in for a draft model, one layer of {recording['model']['geometry_name']} between QKV projection and LM head "
+        f"over {recording['model']['vocab_size']:,} tokens, {first['kv_len']:,} keys per request, "
+        f"{recording['implementation']}. The times until the GPU is idle are by the host's clock "
+        f"({recording['completion_method']}) and recorded without a spread."
+    )
+    return Answer(aspects, setting, _host_times(recording), ("MLA's graph.",))
+
+
+def _eager_against_graph(
+    recording: Recording, modes: Sequence[str], timing: Callable[[Row], Timing]
+) -> list[Observation]:
+    rows = {(row["mode"], row["batch_size"], row["arm"]): row for row in recording["modes"]}
+    found = []
+    for mode, size, arm in rows:
+        graph = rows.get((mode, size, "graph"))
+        if arm == "eager" and mode in modes and graph is not None:
+            where = f"{in_words(mode)}, {requests_in_words(size)}"
+            comparison = Comparison(timing(rows[mode, size, arm]), timing(graph))
+            found.append(compared(f"MHA, {in_words(mode)}", where, {"": comparison}))
+    return found
+
+
+def _form_against_form(recording: Recording, before: str, after: str) -> list[Observation]:
+    rows = {(row["batch_size"], row["num_draft_tokens"], row["form"]): row for row in recording["forms"]}
+    found = []
+    for size, width, form in rows:
+        changed = rows.get((size, width, after))
+        if form == before and changed is not None:
+            where = f"{requests_in_words(size)}, {width} draft tokens"
+            comparison = Comparison(gpu_timing(rows[size, width, form]), gpu_timing(changed))
+            found.append(compared(f"MHA, {width} draft tokens", where, {"": comparison}))
+    return found
+
+
+def _host_times(recording: Recording) -> tuple[str, ...]:
+    host = {
+        arm: [row["host_us"] for row in recording["modes"] if (row["mode"], row["arm"]) == (_DRAFT_EXTEND_V2, arm)]
+        for arm in ("eager", "graph")
+    }
+    if not all(host.values()):
+        return ()
+    eager, graph = (f"{microseconds(min(times))} to {microseconds(max(times))} µs" for times in host.values())
+    return (f"Host time of a draft extend V2: {eager} eagerly, {graph} for a replay with its copies.",)
+
+
+def _completion(row: Row) -> Timing:
+    return Timing(row["completion_us"])
+
+
+CHANGE = Change(
+    25002,
+    "Draft extend V2 in a CUDA graph",
+    "TRT-LLM MHA's draft extend V2 can run in a CUDA graph, and the top-k over the logits of all rows in it is dead work. "
+    "The lab asks for the time of both.",
+    "description of sgl-project/sglang#25002",
+    "How much sooner is a replay done than an eager pass, and what do the rows cost that nobody reads?",
+    "draft_extend_graph",
+    judge_draft_extend_graph,
+)

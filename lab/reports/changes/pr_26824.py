@@ -1,0 +1,79 @@
+"""Change 26824: no copy of the lengths to the host."""
+
+from lab.reports.changes.change import Change, Recordings, Row, requests_in_words
+from lab.reports.changes.verdicts import Answer, Aspect, Comparison, Observation, Timing, compared, microseconds, stated
+
+
+def judge_length_copy(recordings: Recordings) -> Answer:
+    """Steps of a decode loop with the copy and without it, and the mask that is filled in its stead."""
+    recording = recordings["length_copy"]
+    rows = {(row["gpu_us"], row["host_us"], row["arm"]): row for row in recording["arms"]}
+    pairs = {
+        f"{gpu_us:g} µs of GPU work, {host_us:g} of host work": (row, rows[gpu_us, host_us, "without the copy"])
+        for (gpu_us, host_us, arm), row in rows.items()
+        if arm == "with the copy" and (gpu_us, host_us, "without the copy") in rows
+    }
+    full = [mask for mask in recording["verify_masks"] if mask["form"] == "full"]
+    aspects = (
+        Aspect(
+            "Without the copy no step waits for the GPU.",
+            tuple(_waits(where, *pair) for where, pair in pairs.items()),
+        ),
+        Aspect("Without the copy a step is shorter.", tuple(_steps(where, *pair) for where, pair in pairs.items())),
+        Aspect(
+            "Filling the preallocated mask whole, as 0.5.13 does in each step, costs less than that saves.",
+            tuple(_pays(where, *pair, full[0]["fill_us"]) for where, pair in pairs.items() if full),
+        ),
+    )
+    first = recording["arms"][0]
+    setting = (
+        f"A decode loop of {requests_in_words(first['batch_size'])} of {first['seq_len']:,} tokens, "
+        f"{first['num_draft_tokens']} draft tokens, with a stand-in for the forward pass; first times from a profile, second "
+        "ones by the host's clock without it."
+    )
+    missing = ("the loop with MLA's metadata; the copy and the wait for it are the engine's, the same for both.",)
+    return Answer(aspects, setting, tuple(_mask_facts(mask) for mask in recording["verify_masks"]), missing)
+
+
+def _steps(where: str, copying: Row, other: Row) -> Observation:
+    clocks = {
+        "in the profile": Comparison(*(_profiled_steps(row) for row in (copying, other))),
+        "without it": Comparison(*(Timing.of(row["unprofiled_step_us"]) for row in (copying, other))),
+    }
+    return compared("MHA", where, clocks)
+
+
+def _profiled_steps(row: Row) -> Timing:
+    return Timing.of([each["step_us"] for run in row["runs"] for each in run])
+
+
+def _waits(where: str, copying: Row, other: Row) -> Observation:
+    before, after = (row["medians"] for row in (copying, other))
+    figures = (
+        f"{before['synchronisations']:g} → {after['synchronisations']:g} synchronisations, host blocked for "
+        f"{microseconds(before['blocked_us'])} → {microseconds(after['blocked_us'])} µs"
+    )
+    return stated("MHA", where, after["synchronisations"] == 0, figures)
+
+
+def _pays(where: str, copying: Row, other: Row, fill_us: float) -> Observation:
+    saved_us = copying["medians"]["step_us"] - other["medians"]["step_us"]
+    figures = f"saved {microseconds(saved_us)} µs, the fill takes {microseconds(fill_us)}"
+    return stated("MHA", where, saved_us > fill_us, figures)
+
+
+def _mask_facts(mask: Row) -> str:
+    sizes = f"{mask['max_batch_size']} requests, {mask['num_draft_tokens']} draft tokens, {mask['max_context_len']:,} tokens"
+    return f"The mask of form {mask['form']!r} for {sizes}: {mask['mask_bytes']:,} bytes, {microseconds(mask['fill_us'])} µs."
+
+
+CHANGE = Change(
+    26824,
+    "No copy of the lengths to the host for MLA",
+    "The TRT-LLM MLA backend needs no lengths on the host, so the copy in each iteration and the wait for it can go; a mask "
+    "of the largest size, allocated before, stands in for one sized by the sum of the lengths. No figure is given.",
+    "sgl-project/sglang#26824, whose description is a picture; #28106 says the same of MHA in words",
+    "What does a decode loop gain without the copy, and what does the mask cost?",
+    "length_copy",
+    judge_length_copy,
+)

@@ -1,0 +1,43 @@
+"""The command line: `python -m lab.reports.html results/nvidia-h200 --out report.html`."""
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lab.reports.recorded import RecordedRunError
+
+NEEDED = ("itables", "jinja2", "markdown_it", "matplotlib")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the page; the exit status is 2 where there is nothing to make it of, or nothing to make it with."""
+    parser = argparse.ArgumentParser(
+        prog="python -m lab.reports.html", description="One self-contained HTML page of a folder of recorded results."
+    )
+    parser.add_argument("folder", type=Path, help="such as results/nvidia-h200")
+    parser.add_argument(
+        "--out", type=Path, default=Path("report.html"), help="the file to write (default: %(default)s)"
+    )
+    given = parser.parse_args(argv)
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"no report: {', '.join(missing)} not installed: pip install '.[html]'", file=sys.stderr)
+        return 2
+    from lab.reports.html.folder import FolderError, read_folder
+    from lab.reports.html.page import html_report
+
+    try:
+        page = html_report(read_folder(given.folder))
+    except (FolderError, RecordedRunError) as error:
+        print(f"no report: {error}", file=sys.stderr)
+        return 2
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.write_text(page, encoding="utf-8")
+    print(f"{given.out}: {given.out.stat().st_size / 1e6:.1f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

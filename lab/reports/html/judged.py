@@ -1,0 +1,224 @@
+"""What the judge said, as tables: of each run, of each check, of what was wrong, of what was refused."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lab.checks.catalogue import checks
+from lab.checks.verdicts import Outcome
+from lab.reports.html.findings import Finding, findings_in
+from lab.reports.html.folder import Record
+from lab.reports.html.tables import ABSENT, Cell, Link, Table, make_table, number, words
+from lab.reports.pictures.judging import VerdictCell
+from lab.reports.timings import MODULE_PREFIX
+from lab.workloads.interfaces import Interface
+
+Columns = dict[str, Callable[[Any], Cell]]
+
+RIGHT, KNOWN = Outcome.RIGHT.value, Outcome.KNOWN.value
+FAULTS = (Outcome.WRONG.value, Outcome.FAILED.value, KNOWN)
+# Of a summary's counts: the order of the columns.
+COUNTED = tuple(
+    outcome.value for outcome in (Outcome.RIGHT, Outcome.KNOWN, Outcome.WRONG, Outcome.FAILED, Outcome.DECLINED)
+)
+
+
+@dataclass(frozen=True)
+class CheckRow:
+    """One check of one function in one run of the judge; `cases` are those that the file holds of it."""
+
+    record: Record
+    check: Mapping[str, Any]
+    cases: Sequence[Mapping[str, Any]]
+
+    @property
+    def key(self) -> str:
+        return str(self.check["check"])
+
+    @property
+    def worst_right(self) -> float | None:
+        """The largest error of a right result over its bound; None if nothing was right, or the cases were not kept."""
+        return _largest(case.get("worst_ratio", 0.0) for case in self.cases if case["outcome"] == RIGHT)
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """Cited by its cases, each once."""
+        cited = dict.fromkeys(case["finding"] for case in self.cases if case.get("finding"))
+        return tuple(dict.fromkeys(finding for cites in cited for finding in findings_in(cites)))
+
+
+def check_rows(records: Sequence[Record]) -> list[CheckRow]:
+    """All of them, run by run."""
+    rows = []
+    for record in records:
+        cases: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+        for case in record.content.get("cases") or ():
+            cases.setdefault((case["check"], case["interface"]), []).append(case)
+        rows += [
+            CheckRow(record, check, cases.get((check["check"], check["interface"]), ()))
+            for check in record.content["checks"]
+        ]
+    return rows
+
+
+def summary_table(records: Sequence[Record]) -> Table:
+    """One row per run of the judge."""
+    rows = check_rows(records)
+
+    def counted(record: Record, outcome: str) -> int:
+        return sum(row.check["counts"].get(outcome, 0) for row in rows if row.record is record)
+
+    columns: Columns = {
+        "run": lambda record: words(record.name),
+        "implementation": _implementation,
+        "right as a whole": lambda record: _yes(record.content.get("is_right")),
+        "worst right, % of bound": lambda record: _percent(
+            _largest(row.worst_right for row in rows if row.record is record)
+        ),
+        "checks": lambda record: number(len({row.key for row in rows if row.record is record})),
+        "cases": lambda record: number(sum(counted(record, outcome) for outcome in COUNTED)),
+        "results": lambda record: number(sum(row.check["judged"] for row in rows if row.record is record)),
+        **_counts(lambda record: {outcome: counted(record, outcome) for outcome in COUNTED}),
+        "not begun": lambda record: number(record.content.get("left_out")),
+        "level": lambda record: words(record.content.get("level")),
+        "commit": lambda record: words(record.environment.get("commit")),
+    }
+    return make_table("judge-runs", "Runs of the judge", columns, records)
+
+
+def verdict_table(records: Sequence[Record]) -> Table:
+    """One row per run, check and function."""
+    names = {check.key: check.name for check in checks()}
+    columns: Columns = {
+        "run": lambda row: words(row.record.name),
+        "implementation": lambda row: _implementation(row.record),
+        "check": lambda row: words(f"{row.key} {names.get(row.key, '')}".strip()),
+        "function": lambda row: words(_function(row.check["interface"])),
+        "verdict": lambda row: words(row.check["outcome"], style=row.check["outcome"]),
+        "worst right, % of bound": lambda row: _percent(row.worst_right),
+        "worst of verdict, % of bound": lambda row: _percent(row.check.get("worst_ratio")),
+        "findings": lambda row: _cited(row.findings),
+        "cases": lambda row: number(sum(row.check["counts"].values())),
+        "results": lambda row: number(row.check["judged"]),
+        **_counts(lambda row: row.check["counts"]),
+    }
+    return make_table("verdicts", "Verdicts per implementation and check", columns, check_rows(records))
+
+
+def fault_table(records: Sequence[Record]) -> Table:
+    """What was wrong: one row per run, check, function, verdict and citation, with its worst case."""
+    grouped: dict[tuple[str, ...], list[tuple[Record, Mapping[str, Any]]]] = {}
+    for row in check_rows(records):
+        for case in row.cases:
+            if case["outcome"] in FAULTS:
+                key = (row.record.name, row.key, case["interface"], case["outcome"], case.get("finding", ""))
+                grouped.setdefault(key, []).append((row.record, case))
+    worst = [
+        (len(cases), *max(cases, key=lambda pair: float(pair[1].get("worst_ratio", 0.0)))) for cases in grouped.values()
+    ]
+    columns: Columns = {
+        "run": lambda fault: words(fault[1].name),
+        "check": lambda fault: words(fault[2]["check"]),
+        "function": lambda fault: words(_function(fault[2]["interface"])),
+        "verdict": lambda fault: words(fault[2]["outcome"], style=fault[2]["outcome"]),
+        "cases": lambda fault: number(fault[0]),
+        "findings": lambda fault: _cited(findings_in(fault[2].get("finding", ""))),
+        "of the worst case": lambda fault: words("; ".join(fault[2].get("wrongs", ())), style="long"),
+        "to show it again": lambda fault: words(fault[2].get("reproduce"), style="long code"),
+    }
+    return make_table("faults", "What was wrong, and one case of each", columns, worst)
+
+
+def decline_table(records: Sequence[Record]) -> Table:
+    """What was refused, with its reason, most frequent first."""
+    refused = [
+        (record, reason, count)
+        for record in records
+        for reason, count in Counter(
+            reason for case in record.content.get("cases") or () for reason in case.get("declines", ())
+        ).most_common()
+    ]
+    columns: Columns = {
+        "run": lambda refusal: words(refusal[0].name),
+        "cases": lambda refusal: number(refusal[2]),
+        "reason": lambda refusal: words(refusal[1], style="long"),
+    }
+    return make_table("declines", "What was refused, and why", columns, refused)
+
+
+def survey_table(records: Sequence[Record]) -> Table:
+    """Verdicts of forward passes by mode, and of graphs by story."""
+    counted = [
+        (record, what, counts)
+        for record in records
+        for what, counts in (record.content["summary"].get("modes") or record.content["summary"]).items()
+        if isinstance(counts, Mapping)
+    ]
+    columns: Columns = {
+        "run": lambda line: words(line[0].name),
+        "implementation": lambda line: _implementation(line[0]),
+        "commit": lambda line: words(line[0].environment.get("commit")),
+        "mode or story": lambda line: words(line[1].lower().replace("_", " ")),
+        "cases": lambda line: number(sum(line[2].values())),
+        **_counts(lambda line: line[2]),
+    }
+    return make_table("surveys", "Forward passes and graph replays judged", columns, counted)
+
+
+def cited_findings(records: Sequence[Record]) -> list[Finding]:
+    """Every finding that a case cites, in the order of its number."""
+    cited = {finding for row in check_rows(records) for finding in row.findings}
+    return sorted(cited, key=lambda finding: (finding.path, finding.order))
+
+
+def verdict_cells(records: Sequence[Record]) -> Iterator[VerdictCell]:
+    """For the picture: a cell per run and function, and check."""
+    for row in check_rows(records):
+        yield VerdictCell(
+            f"{row.record.name.rpartition('/')[2]}: {_function(row.check['interface'])}",
+            row.key,
+            row.check["outcome"],
+            row.worst_right,
+        )
+
+
+def _counts(counts_of: Callable[[Any], Mapping[str, int]]) -> Columns:
+    """A column per outcome, of a record's counts."""
+
+    def column(outcome: str) -> Callable[[Any], Cell]:
+        return lambda record: number(counts_of(record).get(outcome, 0))
+
+    return {outcome: column(outcome) for outcome in COUNTED}
+
+
+def _implementation(record: Record) -> Cell:
+    return words(str(record.content.get("implementation", "")).removeprefix(MODULE_PREFIX))
+
+
+def _function(name: str) -> str:
+    """As the judge's own table has it; the name itself of a function that this version of the lab does not know."""
+    known = {interface.value: interface.name.lower() for interface in Interface}
+    return known.get(name, name)
+
+
+def _cited(findings: Sequence[Finding]) -> Cell:
+    text = ", ".join(finding.short for finding in findings)
+    return Cell(text or ABSENT, links=tuple(Link(finding.short, finding.target) for finding in findings))
+
+
+def _yes(value: bool | None) -> Cell:
+    return words(None) if value is None else words("yes" if value else "no", style=RIGHT if value else KNOWN)
+
+
+def _percent(ratio: float | str | None) -> Cell:
+    """JSON has no infinity: the judge writes it as a word, and it means that an output was not finite."""
+    if ratio is None:
+        return Cell(ABSENT)
+    value = 100 * float(ratio)
+    return Cell(f"{value:,.0f}", value) if math.isfinite(value) else Cell("not finite", math.inf)
+
+
+def _largest(ratios: Any) -> float | None:
+    return max((float(ratio) for ratio in ratios if ratio is not None), default=None)

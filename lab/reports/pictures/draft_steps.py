@@ -1,0 +1,334 @@
+"""What a multi-step draft's metadata consists of and what of it is read, drawn; and what each part takes, from recorded rows.
+
+Matplotlib figures, 8 inches wide: legible where they are shown 800 pixels wide. Rows are those of
+`results/<gpu>/draft_steps.json`, as `lab.experiments.draft_steps` writes them.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
+
+from lab.metadata import ForwardBatch, KVPool, TRTLLMMHAMetadata
+from lab.metadata.speculation.draft_steps import DraftBuffers, DraftStep, PreparedDraft
+from lab.reports.pictures.style import (
+    COLOURS,
+    DOTS_PER_INCH,
+    FONT_POINTS,
+    TEXT_COLOUR,
+    legend_below,
+    logarithmic,
+    plain,
+    row_label,
+)
+
+WIDTH_INCHES = 8.0
+LABEL_INCHES = 1.75
+ROW_INCHES = 0.22
+HEADING_INCHES = 0.85  # title, and whose the columns are
+LEGEND_INCHES = 0.35
+LINES_PER_STEP = 4  # the length, the pages, the list, and a space
+MOST_SLOTS = 40  # more are not legible side by side
+FEWEST_SLOTS = 16  # fewer would be drawn too wide
+TOKEN_TICKS = (1024, 8192, 32768, 131072)
+
+READ: dict[str, Any] = {"facecolor": "#56B4E9", "edgecolor": "white"}
+DEAD: dict[str, Any] = {"facecolor": "#E8E8E8", "edgecolor": "#AAAAAA", "linestyle": ":"}
+DEAD_DRAFTED: dict[str, Any] = DEAD | {"facecolor": "#C4C4C4"}
+DEAD_TEXT = "#555555"
+
+# Of each plan: the name that recorded rows have, words, colour, marker.
+PLANS = (
+    ("common_template", "common template: lists and steps", COLOURS[1], "o"),
+    ("per_step", "steps alone (26241)", COLOURS[0], "s"),
+    ("one_launch", "one launch for all steps", COLOURS[2], "^"),
+)
+LISTS = (("serial", "serial, as SGLang's was", COLOURS[1], "o"), ("spread", "each prefix read once", COLOURS[0], "s"))
+
+
+def built_figure(
+    batch: ForwardBatch, pool: KVPool, prepared: PreparedDraft, buffers: DraftBuffers, title: str
+) -> Figure:
+    """What the common template makes for each step: the page table, which is read, and the ragged list, which is not.
+
+    A slot of a list is a `Rectangle` whose gid is "list <step> <request> <slot>", a page's is "page <step> <request> <page>".
+
+    Args:
+        batch, pool: a draft decode of chains, and where its requests live.
+        prepared: written; by `DraftPlan.COMMON_TEMPLATE`.
+        buffers: what it was written to.
+        title: of the picture.
+
+    Raises:
+        ValueError: the buffers have no lists, or the requests are too long to be drawn.
+    """
+    if buffers.kv_indptr is None or buffers.kv_indices is None:
+        raise ValueError("the buffers have no ragged lists to draw: prepare the draft with DraftPlan.COMMON_TEMPLATE")
+    prefix_lens, num_lists = batch.seq_lens.tolist(), buffers.kv_indptr.shape[0]
+    widths = [-(-(length + num_lists) // pool.page_size) * pool.page_size for length in prefix_lens]
+    starts = [sum(widths[:i]) + i for i in range(len(widths))]  # a slot's space between requests
+    slots = sum(widths) + len(widths) - 1
+    if slots > MOST_SLOTS:
+        raise ValueError(
+            f"the requests take {slots} slots side by side, more than {MOST_SLOTS}, which is as many as can be read: draw "
+            "fewer or shorter requests, on smaller pages"
+        )
+    figure, axes = _strip(max(slots, FEWEST_SLOTS), LINES_PER_STEP * num_lists - 1, title)
+    for i, start in enumerate(starts):
+        words = f"request {i}: {prefix_lens[i]} tokens"
+        axes.text(start, -0.55, words, fontsize=FONT_POINTS, weight="bold", color=TEXT_COLOUR, va="center")
+    for step in range(num_lists):
+        line = LINES_PER_STEP * step
+        if step < len(prepared.steps):
+            _draw_pages(axes, line, starts, step, prepared.steps[step], pool.page_size)
+        else:
+            row_label(axes, line + 1, f"step {step}: no such step", weight="bold")
+        boundaries = buffers.kv_indptr[step, : batch.batch_size + 1].tolist()
+        indices = buffers.kv_indices[step, : boundaries[-1]].tolist()
+        row_label(axes, line + 2, f"kv_indices[{step}]")
+        for request, start in enumerate(starts):
+            listed = indices[boundaries[request] : boundaries[request + 1]]
+            for place, slot in enumerate(listed):
+                style = DEAD if place < prefix_lens[request] else DEAD_DRAFTED
+                gid = f"list {step} {request} {slot}"
+                axes.add_patch(Rectangle((start + place, line + 2.05), 1, 0.85, linewidth=0.8, gid=gid, **style))
+                _write(axes, start + place + 0.5, line + 2, str(slot), DEAD_TEXT)
+    keys: list[Artist] = [
+        Patch(label="page, read by the attention", **READ),
+        Patch(label="slot of the prefix, read by nobody", **DEAD),
+        Patch(label="slot of a drafted token, read by nobody", **DEAD_DRAFTED),
+    ]
+    figure.legend(handles=keys, loc="lower center", ncols=3, frameon=False, fontsize=FONT_POINTS, columnspacing=1.3)
+    return figure
+
+
+def _strip(slots: int, num_lines: int, title: str) -> tuple[Figure, Axes]:
+    """Axes of one unit per slot and per line, lines downwards."""
+    body_inches = num_lines * ROW_INCHES
+    height = HEADING_INCHES + body_inches + LEGEND_INCHES
+    figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DOTS_PER_INCH)
+    label_share = LABEL_INCHES / WIDTH_INCHES
+    axes = figure.add_axes((label_share, LEGEND_INCHES / height, 0.99 - label_share, body_inches / height))
+    axes.set(xlim=(0, slots), ylim=(num_lines, 0))
+    axes.set_axis_off()
+    figure.text(
+        0.02, 1 - 0.2 / height, title, fontsize=FONT_POINTS + 2.5, weight="bold", color=TEXT_COLOUR, va="center"
+    )
+    return figure, axes
+
+
+def _draw_pages(axes: Axes, line: int, starts: Sequence[int], step: int, handed: DraftStep, page_size: int) -> None:
+    """A ruler as long as the kernel is told that a request is, and the pages that it covers."""
+    metadata = handed.metadata
+    if isinstance(metadata, TRTLLMMHAMetadata):
+        table, seq_lens = metadata.page_table, metadata.cache_seqlens_int32.tolist()
+    else:
+        table, seq_lens = metadata.block_kv_indices, metadata.seq_lens_k.tolist()
+    row_label(axes, line, f"step {step}: seq_lens", weight="bold")
+    row_label(axes, line + 1, "block_tables")
+    for request, (start, length) in enumerate(zip(starts, seq_lens, strict=True)):
+        axes.plot([start, start + length], [line + 0.5] * 2, "|-", color="black", linewidth=1.8, markersize=9)
+        axes.text(start + length + 0.35, line + 0.53, str(length), fontsize=FONT_POINTS - 1, va="center")
+        for place, page in enumerate(table[request, : -(-length // page_size)].tolist()):
+            corner = start + place * page_size, line + 1.05
+            gid = f"page {step} {request} {page}"
+            axes.add_patch(Rectangle(corner, page_size, 0.85, linewidth=1.2, gid=gid, **READ))
+            _write(axes, corner[0] + page_size / 2, line + 1, f"page {page}", "black")
+
+
+def _write(axes: Axes, x: float, line: float, words: str, colour: str) -> None:
+    axes.text(x, line + 0.5, words, ha="center", va="center", fontsize=FONT_POINTS - 1, color=colour)
+
+
+def draft_times_figure(rows: Iterable[Mapping[str, Any]], title: str, *, num_steps: int = 3) -> Figure:
+    """GPU time of one draft's metadata over the length of its requests, by plan: a column per batch size, MHA over MLA.
+
+    Args:
+        rows: recorded; those of equal requests, static buffers and so many steps are drawn.
+        title: what was measured, on what.
+        num_steps: `speculative_num_steps`.
+
+    Raises:
+        ValueError: no such row.
+    """
+    drawn = [row for row in _uniform(rows) if row["mode"] == "draft_steps" and row["num_steps"] == num_steps]
+    figure, panels = _panels(drawn, ("MHA", "MLA"), title, f"{num_steps} steps")
+    for attention, line in panels.items():
+        for requests, axes in line.items():
+            found = {}
+            for plan, words, colour, marker in PLANS:
+                points = _points(drawn, kernel=f"{attention.lower()} {plan}", requests=requests)
+                found[plan] = points
+                axes.plot(*points, marker=marker, markersize=4, color=colour, label=words, linewidth=1.4)
+            tokens, template_us = found["common_template"]
+            axes.fill_between(tokens, found["per_step"][1], template_us, color=COLOURS[1], alpha=0.13, linewidth=0)
+    keys: list[Artist] = [_key(words, colour, marker) for _, words, colour, marker in PLANS]
+    keys.append(Patch(color=COLOURS[1], alpha=0.13, label="what nobody reads"))
+    legend_below(figure, keys, 4)
+    return figure
+
+
+def lists_figure(rows: Iterable[Mapping[str, Any]], title: str, *, num_steps: int = 3) -> Figure:
+    """GPU time of the ragged lists alone over the length of the requests, by schedule, and the floor of their bytes.
+
+    Args, raises: as `draft_times_figure`.
+    """
+    drawn = [row for row in _uniform(rows) if row["mode"] == "kv_indices" and row["num_steps"] == num_steps]
+    figure, panels = _panels(drawn, ("lists",), title, f"{num_steps} steps")
+    for requests, axes in panels["lists"].items():
+        for schedule, words, colour, marker in LISTS:
+            points = _points(drawn, kernel=schedule, requests=requests)
+            axes.plot(*points, marker=marker, markersize=4, color=colour, label=words, linewidth=1.4)
+        floor = _points(drawn, value="floor_us", kernel="serial", requests=requests)
+        axes.plot(*floor, "--", color=TEXT_COLOUR, linewidth=1.2)
+    keys = [_key(words, colour, marker) for _, words, colour, marker in LISTS]
+    keys.append(
+        Line2D([], [], color=TEXT_COLOUR, linestyle="--", label="floor: the bytes, over the measured bandwidth")
+    )
+    legend_below(figure, keys, 3)
+    return figure
+
+
+def steps_figure(rows: Iterable[Mapping[str, Any]], title: str, *, requests: int, tokens: int) -> Figure:
+    """GPU time of one draft's metadata over `speculative_num_steps`, by plan, at one batch size and length.
+
+    Raises:
+        ValueError: no such row.
+    """
+    drawn = [
+        row
+        for row in _uniform(rows)
+        if row["mode"] == "draft_steps" and row["kv_tokens"] == requests * tokens and row["requests"] == requests
+    ]
+    if not drawn:
+        raise ValueError(f"no recorded row has {requests} requests of {tokens} tokens")
+    figure = _figure(title, height_inches=2.9)
+    axes_of = dict(zip(("MHA", "MLA"), figure.subplots(1, 2, sharey=True), strict=True))
+    for attention, axes in axes_of.items():
+        plain(axes)
+        logarithmic(axes, "y")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.set_title(attention, fontsize=FONT_POINTS + 1)
+        for plan, words, colour, marker in PLANS:
+            points = _points(drawn, across="num_steps", kernel=f"{attention.lower()} {plan}", requests=requests)
+            axes.plot(*points, marker=marker, markersize=5, color=colour, label=words, linewidth=1.4)
+            axes.xaxis.set_major_locator(FixedLocator(points[0]))
+        axes.set_xlabel("speculative_num_steps", fontsize=FONT_POINTS)
+    axes_of["MHA"].set_ylabel("GPU time of a draft, µs", fontsize=FONT_POINTS)
+    keys = [_key(words, colour, marker) for _, words, colour, marker in PLANS]
+    legend_below(figure, keys, 3)
+    return figure
+
+
+def claim_figure(claim: Mapping[str, Any], title: str) -> Figure:
+    """What skipping the lists saved here, per draft, beside what 26241's description states.
+
+    Args:
+        claim: the recorded `pr_26241`: its stated times per token, and savings on the GPU and on the host in µs.
+        title: what was measured, on what.
+    """
+    gpu = {f"GPU, {_requests(point)}": saved for point, saved in claim["gpu_saving_us_per_draft_mla"].items()}
+    host = {f"host, {form}": saved for form, saved in claim["host_saving_us_per_draft"].items()}
+    bars = gpu | host
+    stated_us = claim["implied_saving_us_per_iteration"]
+    figure = _figure(title, height_inches=1.3 + 0.26 * len(bars))
+    axes = figure.add_subplot()
+    plain(axes)
+    axes.grid(visible=False, axis="y")
+    places = range(len(bars))
+    axes.barh(places, list(bars.values()), 0.68, color=[COLOURS[0]] * len(gpu) + [COLOURS[4]] * len(host))
+    for place, saved in zip(places, bars.values(), strict=True):
+        axes.annotate(
+            f"{saved:,.0f}", (saved, place), (3, 0), textcoords="offset points", va="center", fontsize=FONT_POINTS
+        )
+    axes.axvline(stated_us, color=COLOURS[1], linewidth=1.6, linestyle="--")
+    axes.annotate(
+        f"stated: {stated_us:,.0f}",
+        (stated_us, len(bars) - 1.5),
+        (6, 0),
+        textcoords="offset points",
+        color=COLOURS[1],
+        fontsize=FONT_POINTS + 0.5,
+        va="center",
+    )
+    axes.set_yticks(places, list(bars), fontsize=FONT_POINTS)
+    axes.set_ylim(len(bars) - 0.4, -0.6)
+    axes.set_xlim(0, 1.2 * max(*bars.values(), stated_us))
+    axes.set_xlabel("saved per iteration, µs", fontsize=FONT_POINTS)
+    return figure
+
+
+def _requests(point: str) -> str:
+    """In words: "4x80k/steps3" is 4 requests of 80K."""
+    count, _, length = point.split("/")[0].partition("x")
+    return f"{count} request{'' if count == '1' else 's'} of {length.upper()}"
+
+
+def _uniform(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Rows of batches whose requests are equally long."""
+    return [row for row in rows if not row["point"].startswith("trace")]
+
+
+def _points(
+    rows: Iterable[Mapping[str, Any]], across: str = "tokens", value: str = "median_us", **wanted: Any
+) -> tuple[list[float], list[float]]:
+    """x and y of the rows that have the wanted values, in order of x: a column, or "tokens", which is tokens per request."""
+    found = sorted(
+        (row["kv_tokens"] / row["requests"] if across == "tokens" else row[across], row[value])
+        for row in rows
+        if all(row[name] == each for name, each in wanted.items())
+    )
+    if not found:
+        raise ValueError(f"no recorded row has {', '.join(f'{name} {each!r}' for name, each in wanted.items())}")
+    return [x for x, _ in found], [y for _, y in found]
+
+
+def _figure(title: str, height_inches: float) -> Figure:
+    figure = Figure(figsize=(WIDTH_INCHES, height_inches), dpi=DOTS_PER_INCH, layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=FONT_POINTS + 1.5, color=TEXT_COLOUR)
+    return figure
+
+
+def _panels(
+    rows: Sequence[Mapping[str, Any]], names: Sequence[str], title: str, what: str
+) -> tuple[Figure, dict[str, dict[int, Axes]]]:
+    """Panels by name and number of requests: tokens across, GPU time upwards, the same axes for all."""
+    counts = _counts_on_the_grid(rows)
+    if not counts:
+        raise ValueError(f"no recorded row has {what}")
+    figure = _figure(title, height_inches=1.1 + 1.75 * len(names))
+    drawn = figure.subplots(len(names), len(counts), sharex=True, sharey=True, squeeze=False)
+    panels: dict[str, dict[int, Axes]] = {}
+    for name, line in zip(names, drawn, strict=True):
+        panels[name] = dict(zip(counts, line, strict=True))
+        line[0].set_ylabel(f"{name}: GPU time, µs" if len(names) > 1 else "GPU time, µs", fontsize=FONT_POINTS)
+    for axes in drawn.flat:
+        plain(axes)
+        logarithmic(axes, "xy")
+        axes.tick_params(labelsize=FONT_POINTS - 0.5)
+        axes.set_xticks(TOKEN_TICKS, [f"{tick // 1024}K" for tick in TOKEN_TICKS])
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    for count, axes in zip(counts, drawn[0], strict=True):
+        axes.set_title(f"{count} request{'' if count == 1 else 's'}", fontsize=FONT_POINTS + 0.5)
+    for axes in drawn[-1]:
+        axes.set_xlabel("tokens per request", fontsize=FONT_POINTS)
+    return figure, panels
+
+
+def _counts_on_the_grid(rows: Iterable[Mapping[str, Any]]) -> list[int]:
+    """Batch sizes that were measured at more than one length."""
+    lengths: dict[int, set[int]] = {}
+    for row in rows:
+        lengths.setdefault(row["requests"], set()).add(row["kv_tokens"])
+    return sorted(requests for requests, found in lengths.items() if len(found) > 1)
+
+
+def _key(words: str, colour: str, marker: str) -> Line2D:
+    return Line2D([], [], color=colour, marker=marker, markersize=4, linewidth=1.4, label=words)

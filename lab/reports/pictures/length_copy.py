@@ -1,0 +1,332 @@
+"""A decode loop that waits for its lengths and one that does not, drawn as a CPU lane and a GPU lane; and verify masks.
+
+Matplotlib figures, 8 inches wide: legible where they are shown 800 pixels wide. Recorded arms are those of
+`results/<gpu>/length_copy.json`, as `lab.experiments.length_copy` writes them.
+"""
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
+
+from lab.metadata.speculation.verify_mask import VerifyMask, VerifyMaskForm, verify_mask_cells
+from lab.reports.pictures.style import COLOURS, DOTS_PER_INCH, FONT_POINTS, TEXT_COLOUR, legend_below, plain
+
+WIDTH_INCHES = 8.0
+STEP_COLOURS = (COLOURS[0], COLOURS[4], COLOURS[2])  # of neighbouring steps
+WAIT: dict[str, Any] = {"facecolor": "white", "edgecolor": "#888888", "hatch": "////", "linewidth": 0.8}
+IDLE_COLOUR = "#F3B8A5"
+ELSEWHERE_COLOUR = "#EEEEEE"
+LANE_HEIGHT = 0.72
+MOST_MASK_COLUMNS = 44  # more are not legible side by side
+MASK_CELLS: dict[str, dict[str, Any]] = {
+    "prefix": {"facecolor": "#BBBBBB", "edgecolor": "white"},
+    "seen": {"facecolor": COLOURS[0], "edgecolor": "white"},
+    "hidden": {"facecolor": "white", "edgecolor": "#AAAAAA"},
+}
+
+
+class Lane(enum.Enum):
+    """Who is at work; the value is what the picture says."""
+
+    CPU = "CPU"
+    GPU = "GPU"
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of one step's work, in µs from any common start; or, with `waits`, of the CPU's waiting for the GPU."""
+
+    lane: Lane
+    step: int
+    start_us: float
+    end_us: float
+    waits: bool = False
+
+
+@dataclass(frozen=True)
+class LoopExcerpt:
+    """What a picture shows of a loop.
+
+    Attributes:
+        name: of the loop.
+        spans: of consecutive steps.
+        is_whole: the loop has no other steps. If not, the lanes hold more work than these spans, before and after.
+    """
+
+    name: str
+    spans: tuple[Span, ...]
+    is_whole: bool = False
+
+    def of(self, lane: Lane) -> list[Span]:
+        """In the order of their starts."""
+        return sorted((span for span in self.spans if span.lane is lane), key=lambda span: span.start_us)
+
+
+def recorded_excerpt(arm: Mapping[str, Any]) -> LoopExcerpt:
+    """The steps that a recorded arm's `timeline` holds: rows of lane, name, start and duration in µs.
+
+    Raises:
+        ValueError: no steps, or GPU activities that are not equally many for each step.
+    """
+    hosts = sorted(
+        (start, int(name.split()[1]), us) for lane, name, start, us in arm["timeline"] if _is_step(lane, name)
+    )
+    activities = [(start, us) for lane, _, start, us in arm["timeline"] if lane.startswith("GPU")]
+    if not hosts or not activities or len(activities) % len(hosts):
+        raise ValueError(
+            f"the timeline has {len(hosts)} steps and {len(activities)} GPU activities, expected equally many activities for "
+            "each of at least one step"
+        )
+    waits = [
+        (start, us)
+        for lane, name, start, us in arm["timeline"]
+        if lane == "CUDA calls" and name.endswith("Synchronize")
+    ]
+    spans = [span for start, step, us in hosts for span in _host_spans(step, start, start + us, waits)]
+    per_step = len(activities) // len(hosts)  # listed step by step
+    for place, (start, us) in enumerate(activities):
+        spans.append(Span(Lane.GPU, hosts[place // per_step][1], start, start + us))
+    return LoopExcerpt(arm["arm"], tuple(spans))
+
+
+def _is_step(lane: str, name: str) -> bool:
+    return lane == "host" and name.startswith("step ")
+
+
+def _host_spans(step: int, start_us: float, end_us: float, waits: Sequence[tuple[float, float]]) -> list[Span]:
+    """The step's range on the host, cut where it waits."""
+    spans, at_us = [], start_us
+    for wait_us, duration_us in sorted(waits):
+        if start_us <= wait_us < end_us:
+            spans.append(Span(Lane.CPU, step, at_us, wait_us))
+            at_us = wait_us + duration_us
+            spans.append(Span(Lane.CPU, step, wait_us, at_us, waits=True))
+    return [*spans, Span(Lane.CPU, step, at_us, end_us)]
+
+
+def timeline_figure(excerpts: Sequence[LoopExcerpt], title: str) -> Figure:
+    """A CPU lane over a GPU lane for each loop, on one time axis; a step has the same colour in both lanes.
+
+    A span is a `Rectangle` with the gid "<cpu or gpu> <step>", "wait <step>" where the CPU waits, or "idle" between the GPU's.
+    """
+    figure = _figure(title, height_inches=1.15 + 1.15 * len(excerpts))
+    lines = figure.subplots(len(excerpts), 1, sharex=True, squeeze=False)[:, 0]
+    end_ms = max(span.end_us for excerpt in excerpts for span in excerpt.spans) / 1e3
+    for axes, excerpt in zip(lines, excerpts, strict=True):
+        plain(axes)
+        axes.grid(visible=False, axis="y")
+        axes.set_title(excerpt.name, loc="left", fontsize=FONT_POINTS + 0.5, weight="bold", color=TEXT_COLOUR)
+        axes.set_yticks([1, 0], [Lane.CPU.value, Lane.GPU.value], fontsize=FONT_POINTS)
+        axes.set(ylim=(-0.5, 1.5), xlim=(0, 1.01 * end_ms))
+        axes.tick_params(labelsize=FONT_POINTS - 0.5)
+        if not excerpt.is_whole:
+            _draw_elsewhere(axes, excerpt, end_ms)
+        _draw_idle(axes, excerpt)
+        _draw_spans(axes, excerpt)
+    lines[-1].set_xlabel("time, ms", fontsize=FONT_POINTS)
+    steps = sorted({span.step for excerpt in excerpts for span in excerpt.spans})
+    keys: list[Artist] = []
+    for place, first in enumerate(steps[: len(STEP_COLOURS)]):
+        alike = ", ".join(map(str, steps[place :: len(STEP_COLOURS)]))
+        keys.append(Patch(color=_colour(first), label=f"step {alike}"))
+    keys.append(Patch(label="the CPU waits for the GPU", **WAIT))
+    keys.append(Patch(color=IDLE_COLOUR, label="the GPU is idle"))
+    if not all(excerpt.is_whole for excerpt in excerpts):
+        keys.append(Patch(color=ELSEWHERE_COLOUR, label="other steps, not recorded"))
+    legend_below(figure, keys, 3)
+    return figure
+
+
+def _colour(step: int) -> str:
+    return STEP_COLOURS[step % len(STEP_COLOURS)]
+
+
+def _draw_spans(axes: Axes, excerpt: LoopExcerpt) -> None:
+    for span in excerpt.spans:
+        place = 1 if span.lane is Lane.CPU else 0
+        kind = "wait" if span.waits else span.lane.value.lower()
+        look = WAIT if span.waits else {"color": _colour(span.step), "linewidth": 0}
+        _bar(axes, place, span.start_us, span.end_us, gid=f"{kind} {span.step}", zorder=3, **look)
+    for step in {span.step for span in excerpt.spans}:
+        ends = [span.end_us for span in excerpt.of(Lane.CPU) if span.step == step]
+        starts = [span.start_us for span in excerpt.of(Lane.GPU) if span.step == step]
+        if starts and ends and min(starts) > max(ends):  # the work was launched before it could begin
+            line = [max(ends) / 1e3, min(starts) / 1e3], [1 - LANE_HEIGHT / 2, LANE_HEIGHT / 2]
+            axes.plot(*line, color=_colour(step), linewidth=1, linestyle=":")
+
+
+def _draw_idle(axes: Axes, excerpt: LoopExcerpt) -> None:
+    busy = excerpt.of(Lane.GPU)
+    end_us = busy[0].end_us
+    for span in busy[1:]:
+        if span.start_us > end_us:
+            _bar(axes, 0, end_us, span.start_us, gid="idle", color=IDLE_COLOUR, linewidth=0)
+        end_us = max(end_us, span.end_us)
+
+
+def _draw_elsewhere(axes: Axes, excerpt: LoopExcerpt, end_ms: float) -> None:
+    """The time of each lane before and after what is shown."""
+    for place, lane in ((1, Lane.CPU), (0, Lane.GPU)):
+        spans = excerpt.of(lane)
+        ends = (0.0, spans[0].start_us), (max(span.end_us for span in spans), 1e3 * end_ms)
+        for start_us, end_us in ends:
+            _bar(axes, place, start_us, end_us, color=ELSEWHERE_COLOUR, linewidth=0)
+
+
+def _bar(axes: Axes, place: int, start_us: float, end_us: float, **look: Any) -> None:
+    corner = start_us / 1e3, place - LANE_HEIGHT / 2
+    axes.add_patch(Rectangle(corner, (end_us - start_us) / 1e3, LANE_HEIGHT, **look))
+
+
+def arms_figure(arms: Sequence[Mapping[str, Any]], title: str) -> Figure:
+    """The GPU's time of a step, busy and idle, of each recorded arm; a mark is the step without a profiler."""
+    figure = _figure(title, height_inches=1.2 + 0.33 * len(arms))
+    axes = figure.add_subplot()
+    plain(axes)
+    axes.grid(visible=False, axis="y")
+    for place, arm in enumerate(arms):
+        step_us, idle_us = arm["medians"]["step_us"], arm["medians"]["idle_us"]
+        axes.barh(place, step_us - idle_us, 0.68, color=COLOURS[0])
+        axes.barh(place, idle_us, 0.68, left=step_us - idle_us, color=IDLE_COLOUR)
+        axes.plot(median(arm["unprofiled_step_us"]), place, "|", color="black", markersize=15, markeredgewidth=1.8)
+        words = f"{arm['medians']['idle_percent']:.0f} % idle"
+        end_us = max(step_us, median(arm["unprofiled_step_us"]))
+        axes.annotate(words, (end_us, place), (6, 0), textcoords="offset points", va="center", fontsize=FONT_POINTS)
+    names = [f"GPU {arm['gpu_us']:,.0f}, host {arm['host_us']:,.0f} µs, {arm['arm']}" for arm in arms]
+    axes.set_yticks(range(len(arms)), names, fontsize=FONT_POINTS)
+    axes.set_ylim(len(arms) - 0.5, -0.5)
+    axes.set_xlim(0, 1.18 * max(arm["medians"]["step_us"] for arm in arms))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set_xlabel("one step on the GPU, µs", fontsize=FONT_POINTS)
+    keys: list[Artist] = [
+        Patch(color=COLOURS[0], label="GPU busy"),
+        Patch(color=IDLE_COLOUR, label="GPU idle"),
+        Line2D([], [], marker="|", color="black", markersize=12, linestyle="none", label="step without the profiler"),
+    ]
+    legend_below(figure, keys, 3)
+    return figure
+
+
+def step_time_figure(
+    num_layers: Sequence[int],
+    gpu_us: Sequence[float],
+    step_us: Mapping[str, Sequence[float]],
+    title: str,
+    chosen: int | None = None,
+) -> Figure:
+    """Time of a step over the number of layers, for two loops; what lies above the GPU's own work is bubble.
+
+    Args:
+        num_layers: in order.
+        gpu_us: GPU work of a step with so many layers.
+        step_us: by the loop's name, the slower first, the time from one step to the next; at least `gpu_us`.
+        title: of the picture.
+        chosen: a number of layers to mark.
+    """
+    figure = _figure(title, height_inches=3.3)
+    axes = figure.add_subplot()
+    plain(axes)
+    axes.plot(num_layers, gpu_us, "--", color=TEXT_COLOUR, linewidth=1.3, label="GPU work alone")
+    (slower, slower_us), (faster, faster_us) = step_us.items()
+    axes.plot(num_layers, slower_us, color=COLOURS[1], linewidth=1.8, label=f"a step {slower}")
+    axes.plot(num_layers, faster_us, color=COLOURS[0], linewidth=1.8, label=f"a step {faster}")
+    bubbles = (
+        (faster_us, slower_us, COLOURS[1], f"bubble {slower} only"),
+        (gpu_us, faster_us, COLOURS[0], "bubble in both"),
+    )
+    for lower_us, upper_us, colour, words in bubbles:
+        axes.fill_between(num_layers, lower_us, upper_us, color=colour, alpha=0.16, linewidth=0, label=words)
+    if chosen is not None:
+        axes.axvline(chosen, color="#999999", linewidth=1, linestyle=":")
+    axes.set(xlim=(min(num_layers), max(num_layers)), ylim=(0, None))
+    axes.set_xlabel("layers", fontsize=FONT_POINTS)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.set_ylabel("time of a step, µs", fontsize=FONT_POINTS)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=FONT_POINTS)
+    return figure
+
+
+def verify_mask_figure(masks: Sequence[VerifyMask], seq_lens: Sequence[int], title: str) -> Figure:
+    """What each mask holds for a batch: a block of query rows by keys per request, and how many cells are filled besides.
+
+    A cell is a `Rectangle` whose gid is "<form's name> <request> <row> <column> <prefix, seen or hidden>".
+
+    Args:
+        masks: with `write_chain_mask` written for these lengths.
+        seq_lens: tokens of each request without its drafts.
+        title: of the picture.
+
+    Raises:
+        ValueError: a mask has too many columns to be drawn.
+    """
+    blocks = [_mask_blocks(mask, seq_lens) for mask in masks]
+    columns = max(sum(width for _, _, width in each) + len(each) - 1 for each in blocks)
+    if columns > MOST_MASK_COLUMNS:
+        raise ValueError(
+            f"the masks have {columns} columns side by side, more than {MOST_MASK_COLUMNS}, which is as many as can be read: "
+            "draw fewer or shorter requests"
+        )
+    rows = sum(mask.num_draft_tokens + 3 for mask in masks) - 1
+    inches_per_cell = 0.165
+    figure = Figure(figsize=(WIDTH_INCHES, 0.85 + rows * inches_per_cell), dpi=DOTS_PER_INCH)
+    height = figure.get_figheight()
+    figure.text(0.01, 1 - 0.17 / height, title, fontsize=FONT_POINTS + 1.5, color=TEXT_COLOUR, va="center")
+    axes = figure.add_axes((0.02, 0.38 / height, 0.96, rows * inches_per_cell / height))
+    axes.set(xlim=(0, 0.96 * WIDTH_INCHES / inches_per_cell), ylim=(rows, 0))
+    axes.set_axis_off()
+    line = 0
+    for mask, each in zip(masks, blocks, strict=True):
+        used = verify_mask_cells(
+            mask.form,
+            len(seq_lens),
+            mask.num_draft_tokens,
+            max_context_len=mask.max_context_len,
+            seq_lens_sum=sum(seq_lens),
+        )
+        words = f"{mask.form.name}: {used} cells for this batch; a step fills all {mask.nbytes} bytes of the buffer"
+        axes.text(0, line + 0.8, words, fontsize=FONT_POINTS, weight="bold", color=TEXT_COLOUR, va="center")
+        _draw_mask(axes, line + 2, mask, each)
+        line += mask.num_draft_tokens + 3
+    keys: list[Artist] = [
+        Patch(label="key of the prefix, seen", **MASK_CELLS["prefix"]),
+        Patch(label="draft token, seen", **MASK_CELLS["seen"]),
+        Patch(label="draft token, hidden", **MASK_CELLS["hidden"]),
+    ]
+    figure.legend(handles=keys, loc="lower center", ncols=3, frameon=False, fontsize=FONT_POINTS)
+    return figure
+
+
+def _mask_blocks(mask: VerifyMask, seq_lens: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Of each request: its block's first cell, columns of the prefix, and all columns."""
+    blocks, cell = [], 0
+    for length in seq_lens:
+        prefix = length if mask.form is VerifyMaskForm.FULL else 0
+        blocks.append((cell, prefix, prefix + mask.num_draft_tokens))
+        cell += mask.num_draft_tokens * (prefix + mask.num_draft_tokens)
+    return blocks
+
+
+def _draw_mask(axes: Axes, line: float, mask: VerifyMask, blocks: Sequence[tuple[int, int, int]]) -> None:
+    left = 0
+    for request, (first, prefix, width) in enumerate(blocks):
+        cells = mask.buffer[first : first + mask.num_draft_tokens * width].view(mask.num_draft_tokens, width).tolist()
+        for row, sees in enumerate(cells):
+            for column, seen in enumerate(sees):
+                kind = ("prefix" if column < prefix else "seen") if seen else "hidden"
+                gid = f"{mask.form.name} {request} {row} {column} {kind}"
+                axes.add_patch(Rectangle((left + column, line + row), 1, 1, linewidth=0.7, gid=gid, **MASK_CELLS[kind]))
+        left += width + 1
+
+
+def _figure(title: str, height_inches: float) -> Figure:
+    figure = Figure(figsize=(WIDTH_INCHES, height_inches), dpi=DOTS_PER_INCH, layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=FONT_POINTS + 1.5, color=TEXT_COLOUR)
+    return figure

@@ -1,0 +1,250 @@
+"""Verify planned beside the draft, drawn: what a plan depends on, two lanes of a recorded iteration, what the overlap saves.
+
+Matplotlib figures, 8 inches wide: legible where they are shown 800 pixels wide.
+"""
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
+
+from lab.reports.pictures.style import COLOURS, DOTS_PER_INCH, FONT_POINTS, TEXT_COLOUR, legend_below, plain, row_label
+
+WIDTH_INCHES = 8.0
+LANES = ("forward", "plan")  # from the top
+PHASES = {
+    "inputs": "#999999",
+    "draft": "#56B4E9",
+    "plan": "#D55E00",
+    "fix-up": "#CC79A7",
+    "verify": "#009E73",
+}
+OTHER = "#444444"  # work of no phase
+LEAST_SHARE = 0.0012  # of the axis: what is shorter is drawn as long, so that it is seen
+AFTER_VERIFY_STARTS_US = 60.0
+
+# One kernel or copy of an iteration: `lab.experiments.plan_stream.two_lanes` says what it holds.
+Event = Mapping[str, Any]
+
+
+def draft_to_verify_us(events: Iterable[Event]) -> tuple[float, float]:
+    """When the draft ended and when verify began, µs from the iteration's first kernel on."""
+    listed = list(events)
+    ended = max(each["start_us"] + each["duration_us"] for each in listed if each["phase"] == "draft")
+    return ended, min(each["start_us"] for each in listed if each["phase"] == "verify")
+
+
+def two_lane_figure(
+    timelines: Mapping[str, Sequence[Event]], title: str, window_us: tuple[float, float] | None = None
+) -> Figure:
+    """Recorded iterations below each other, a lane per stream; an arrow spans the draft's end to verify's start.
+
+    A kernel is a `Rectangle` whose gid is "<stream> <phase>". Verify goes on beyond the picture.
+
+    Args:
+        timelines: events of one iteration each, by what is written above it.
+        title: over all.
+        window_us: what is shown, from the iteration's first kernel on; to just behind the last start of verify if None.
+
+    Raises:
+        ValueError: no timeline, or an empty window.
+    """
+    if not timelines:
+        raise ValueError("no timeline to draw: pass at least one iteration's events")
+    verify_starts = [draft_to_verify_us(events)[1] for events in timelines.values()]
+    window = window_us or (0.0, max(verify_starts) + AFTER_VERIFY_STARTS_US)
+    if window[0] >= window[1]:
+        raise ValueError(f"window_us={window_us} is empty: its end must be later than its start")
+    figure = Figure(figsize=(WIDTH_INCHES, 1.1 + 1.15 * len(timelines)), dpi=DOTS_PER_INCH, layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=FONT_POINTS + 2)
+    panels = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (name, events) in zip(panels, timelines.items(), strict=True):
+        axes.set(xlim=window, ylim=(len(LANES) + 0.45, -0.1))
+        axes.set_yticks([lane + 0.4 for lane in range(len(LANES))], [f"{lane} stream" for lane in LANES])
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(labelsize=FONT_POINTS - 0.5, left=False)
+        axes.set_title(name, fontsize=FONT_POINTS, loc="left", color=TEXT_COLOUR)
+        _draw_events(axes, events, window)
+        _draw_gap(axes, events, window)
+    panels[-1].set_xlabel("µs from the iteration's first kernel on", fontsize=FONT_POINTS)
+    there = {each["phase"] for events in timelines.values() for each in events if _is_shown(each, window)}
+    keys = [Patch(color=colour, label=phase) for phase, colour in PHASES.items() if phase in there]
+    legend_below(figure, keys, len(keys))
+    return figure
+
+
+def _draw_events(axes: Axes, events: Iterable[Event], window: tuple[float, float]) -> None:
+    for lane in range(len(LANES)):
+        axes.axhline(lane + 0.4, color="#DDDDDD", linewidth=0.8, zorder=0)
+    for each in events:
+        if not _is_shown(each, window):
+            continue
+        width = max(each["duration_us"], LEAST_SHARE * (window[1] - window[0]))
+        corner = (each["start_us"], LANES.index(each["stream"]))
+        colour = PHASES.get(each["phase"], OTHER)
+        gid = f"{each['stream']} {each['phase']}"
+        axes.add_patch(Rectangle(corner, width, 0.8, facecolor=colour, edgecolor="white", linewidth=0.2, gid=gid))
+
+
+def _is_shown(event: Event, window: tuple[float, float]) -> bool:
+    return bool(event["start_us"] <= window[1] and event["start_us"] + event["duration_us"] >= window[0])
+
+
+def _draw_gap(axes: Axes, events: Iterable[Event], window: tuple[float, float]) -> None:
+    """An arrow from the draft's end to verify's start, and how long that is."""
+    ended, started = draft_to_verify_us(events)
+    y = len(LANES) + 0.12
+    for x in (ended, started):
+        axes.plot([x, x], [0, y + 0.15], color="black", linewidth=0.7, linestyle=":")
+    if ended < window[0] or started > window[1]:
+        return
+    axes.annotate(
+        "", (started, y), (ended, y), arrowprops={"arrowstyle": "<->", "shrinkA": 0, "shrinkB": 0, "linewidth": 0.8}
+    )
+    axes.annotate(
+        f"{started - ended:,.1f} µs from draft to verify",
+        (ended, y),
+        (-5, 0),
+        textcoords="offset points",
+        ha="right",
+        va="center",
+        fontsize=FONT_POINTS - 0.5,
+    )
+
+
+# --- what the overlap saved -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What the overlap saves of one kind of iteration, µs; below 0 it costs.
+
+    Attributes:
+        name: of the kind.
+        traced_us, traced_rounds_us: of the medians of all profiled iterations, and of each round's.
+        untraced_us, untraced_rounds_us: the same without a profiler, by the host's clock over a whole run.
+    """
+
+    name: str
+    traced_us: float
+    traced_rounds_us: tuple[float, ...]
+    untraced_us: float
+    untraced_rounds_us: tuple[float, ...]
+
+
+def savings_of_overlap(rows: Sequence[Mapping[str, Any]]) -> list[Saved]:
+    """Iterations planned in line, less those planned after the inputs, of each kind that has both.
+
+    Args:
+        rows: the `arms` of `lab.experiments.plan_stream`, as recorded. Runs of the same number are of one round.
+    """
+    kinds = dict.fromkeys((row["drafts"], row["builder"], row["draft_us"]) for row in rows)
+    saved = []
+    for drafts, builder, draft_us in kinds:
+        starts = {
+            row["start"]: row
+            for row in rows
+            if (row["drafts"], row["builder"], row["draft_us"]) == (drafts, builder, draft_us)
+        }
+        if not {"in line", "after the inputs"} <= set(starts):
+            continue
+        before, beside = starts["in line"], starts["after the inputs"]
+        saved.append(
+            Saved(
+                name=f"{drafts}, {builder}, draft of {draft_us:g} µs",
+                traced_us=before["medians"]["iteration_us"] - beside["medians"]["iteration_us"],
+                traced_rounds_us=_differences(_run_medians(before), _run_medians(beside)),
+                untraced_us=statistics.median(before["unprofiled_iteration_us"])
+                - statistics.median(beside["unprofiled_iteration_us"]),
+                untraced_rounds_us=_differences(before["unprofiled_iteration_us"], beside["unprofiled_iteration_us"]),
+            )
+        )
+    return saved
+
+
+def _run_medians(row: Mapping[str, Any]) -> list[float]:
+    return [statistics.median(each["iteration_us"] for each in run) for run in row["runs"]]
+
+
+def _differences(before: Sequence[float], beside: Sequence[float]) -> tuple[float, ...]:
+    return tuple(one - other for one, other in zip(before, beside, strict=True))
+
+
+def saved_figure(saved: Sequence[Saved], title: str) -> Figure:
+    """Bars of what the overlap saves, traced and untraced, with a dot per round; left of 0 it costs."""
+    figure = Figure(figsize=(WIDTH_INCHES, 1.3 + 0.48 * len(saved)), dpi=DOTS_PER_INCH, layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=FONT_POINTS + 2)
+    axes = figure.add_subplot()
+    plain(axes)
+    axes.grid(visible=False, axis="y")
+    axes.spines["left"].set_visible(False)
+    axes.axvline(0, color=TEXT_COLOUR, linewidth=1)
+    words = ("in the profiler's trace, medians of all iterations", "without a profiler, medians of all runs")
+    for i, each in enumerate(saved):
+        pairs = ((each.traced_us, each.traced_rounds_us), (each.untraced_us, each.untraced_rounds_us))
+        for place, ((value, rounds), colour) in enumerate(zip(pairs, COLOURS, strict=False)):
+            y = i + 0.38 * place - 0.19
+            axes.barh(y, value, 0.34, color=colour, alpha=0.75)
+            axes.plot(rounds, [y] * len(rounds), "o", color="black", markersize=2.8)
+            axes.annotate(
+                f"{value:+,.1f} µs",
+                (1, y),
+                (6, 0),
+                xycoords=("axes fraction", "data"),
+                textcoords="offset points",
+                va="center",
+                fontsize=FONT_POINTS - 1,
+                color=colour,
+            )
+    axes.set_yticks(range(len(saved)), [each.name for each in saved])
+    axes.tick_params(labelsize=FONT_POINTS - 0.5, left=False)
+    axes.set_ylim(len(saved) - 0.5, -0.5)
+    axes.margins(x=0.04)
+    axes.set_xlabel("µs that the overlap saves of an iteration; below 0 it costs", fontsize=FONT_POINTS)
+    keys: list[Any] = [
+        Patch(color=colour, alpha=0.75, label=each) for each, colour in zip(words, COLOURS, strict=False)
+    ]
+    keys.append(Line2D([], [], marker="o", color="black", markersize=2.8, linestyle="none", label="one round"))
+    legend_below(figure, keys, 2)
+    return figure
+
+
+# --- what a plan depends on -------------------------------------------------------------------------------------------
+
+
+def dependence_figure(changed: Mapping[str, Mapping[str, bool]], title: str, known: Mapping[str, str]) -> Figure:
+    """A table of what changes with what: a line per cause, a column per tensor that verify is handed.
+
+    A cell is a `Rectangle` whose gid is "changes <cause>/<tensor>" or "same <cause>/<tensor>".
+
+    Args:
+        changed: by cause, whether each tensor came out otherwise; all causes have the same tensors.
+        title: over the table.
+        known: of each cause, when it is final, written behind it.
+    """
+    causes, tensors = list(changed), list(next(iter(changed.values())))
+    height = 1.0 + 0.3 * len(causes)
+    figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DOTS_PER_INCH)
+    figure.text(0.015, 1 - 0.2 / height, title, fontsize=FONT_POINTS + 2, color=TEXT_COLOUR, va="center")
+    axes = figure.add_axes((0.4, 0.08 / height, 0.59, 1 - 0.75 / height))
+    axes.set(xlim=(0, len(tensors)), ylim=(len(causes), 0))
+    axes.set_axis_off()
+    for column, tensor in enumerate(tensors):
+        axes.text(column + 0.5, -0.2, tensor, ha="center", va="bottom", fontsize=FONT_POINTS - 0.5, color=TEXT_COLOUR)
+    for line, cause in enumerate(causes):
+        row_label(axes, line, f"{cause} ({known[cause]})")
+        for column, tensor in enumerate(tensors):
+            word = "changes" if changed[cause][tensor] else "same"
+            face = PHASES["plan"] if changed[cause][tensor] else "#F2F2F2"
+            gid = f"{word} {cause}/{tensor}"
+            axes.add_patch(
+                Rectangle((column + 0.02, line + 0.05), 0.96, 0.9, facecolor=face, edgecolor="white", gid=gid)
+            )
+            colour = "white" if changed[cause][tensor] else "#777777"
+            axes.text(column + 0.5, line + 0.52, word, ha="center", va="center", fontsize=FONT_POINTS - 1, color=colour)
+    return figure

@@ -1,0 +1,280 @@
+"""Pictures of recorded runs, matplotlib figures of plain data: for the report, and for notebooks. Needs the extra `plots`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
+
+from lab.reports.pictures.style import COLOURS, DOTS_PER_INCH, TEXT_COLOUR, legend_below, logarithmic, plain
+
+WIDTH_INCHES = 10.0  # 1,500 pixels, shown at 1,000
+NARROW_INCHES = 8.0  # 1,200 pixels, shown at 800
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+LEGEND_POINTS = 9
+BARS_SHARE = 0.8  # of a scenario's height; the rest keeps scenarios apart
+
+
+@dataclass(frozen=True)
+class Roofs:
+    """A ceiling of each kind: memory in GB/s (10**9), matrix units in TFLOP/s of `matrix_dtype`."""
+
+    bandwidth_gbps: float
+    matrix_rate_tflops: float
+    matrix_dtype: str = ""
+
+    def rate_tflops(self, intensity: float) -> float:
+        """The most that work of this intensity (operations per byte) can reach: Williams, Waterman and Patterson 2009."""
+        return min(self.bandwidth_gbps * intensity / 1e3, self.matrix_rate_tflops)
+
+    @property
+    def ridge(self) -> float:
+        """Operations per byte from which the matrix units are the limit."""
+        return 1e3 * self.matrix_rate_tflops / self.bandwidth_gbps
+
+
+@dataclass(frozen=True)
+class RooflinePoint:
+    """One measurement: operations per byte that must move, and the rate reached in TFLOP/s."""
+
+    implementation: str
+    mode: str
+    intensity: float
+    rate_tflops: float
+    throttled: bool = False
+
+
+@dataclass(frozen=True)
+class FloorBar:
+    """One measurement: median time over the least time that the work can take; 1 is the limit."""
+
+    scenario: str
+    implementation: str
+    time_over_floor: float
+    throttled: bool = False
+
+
+def roofline_figure(
+    points: Sequence[RooflinePoint], title: str, measured: Roofs | None = None, datasheet: Roofs | None = None
+) -> Figure:
+    """Rates against intensity under the roofs: colour says which implementation, marker which mode, hollow is throttled."""
+    figure, axes = _figure(title, height_inches=6.0)
+    logarithmic(axes, "xy")
+    colours = _assigned([point.implementation for point in points], COLOURS)
+    markers = _assigned([point.mode for point in points], MARKERS)
+    for point in points:
+        colour = colours[point.implementation]
+        face = "none" if point.throttled else colour
+        axes.plot(
+            point.intensity, point.rate_tflops, markers[point.mode], markersize=8, color=colour, mfc=face, alpha=0.8
+        )
+    roofs = [(each, words) for each, words in ((measured, "measured"), (datasheet, "datasheet")) if each is not None]
+    lowest = min(point.intensity for point in points) / 2
+    highest = max([2 * point.intensity for point in points] + [4 * each.ridge for each, _ in roofs])
+    axes.set_xlim(lowest, highest)
+    _few_ticks(axes)
+    lines = [_draw_roofs(axes, each, words, (lowest, highest)) for each, words in roofs]
+    axes.set_xlabel("arithmetic intensity, operations per byte that must move")
+    axes.set_ylabel("rate reached, TFLOP/s")
+    keys: list[Artist] = [Patch(color=colour, label=name) for name, colour in colours.items()]
+    keys += [_marker_key(name, marker) for name, marker in markers.items()]
+    if any(point.throttled for point in points):
+        keys.append(_marker_key("throttled", "o", face="none"))
+    legend_below(figure, [*keys, *lines], 4, LEGEND_POINTS)
+    return figure
+
+
+def floor_figure(bars: Sequence[FloorBar], title: str) -> Figure:
+    """Time over floor per scenario, implementations side by side; the axis is logarithmic and bars start at 1, the limit."""
+    scenarios = list(dict.fromkeys(bar.scenario for bar in bars))
+    colours = _assigned([bar.implementation for bar in bars], COLOURS)
+    figure, axes = _figure(title, height_inches=1.5 + len(scenarios) * (0.1 + 0.15 * len(colours)))
+    logarithmic(axes, "x")
+    thickness = BARS_SHARE / len(colours)
+    places = {name: (place + 0.5) * thickness - BARS_SHARE / 2 for place, name in enumerate(colours)}
+    for bar in bars:
+        y = scenarios.index(bar.scenario) + places[bar.implementation]
+        colour = colours[bar.implementation]
+        axes.barh(y, bar.time_over_floor - 1, 0.9 * thickness, left=1, **_fill(colour, bar.throttled))
+        end = max(bar.time_over_floor, 1), y
+        axes.annotate(f"{bar.time_over_floor:.2f}", end, (3, 0), textcoords="offset points", va="center", fontsize=7)
+    axes.axvline(1, color=TEXT_COLOUR, linewidth=1)
+    axes.set_yticks(range(len(scenarios)), scenarios)
+    axes.set_ylim(len(scenarios) - 0.5, -0.5)
+    times = [bar.time_over_floor for bar in bars]
+    axes.set_xlim(0.95 * min(*times, 1), max(1.3 * max(times), 2))
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel("median time over floor, which this run's measured rates give")
+    keys: list[Artist] = [Patch(label=name, **_fill(colour, throttled=False)) for name, colour in colours.items()]
+    if any(bar.throttled for bar in bars):
+        keys.append(Patch(label="throttled", **_fill(TEXT_COLOUR, throttled=True)))
+    legend_below(figure, keys, 4, LEGEND_POINTS)
+    return figure
+
+
+@dataclass(frozen=True)
+class FloorParts:
+    """The two times of one amount of work, of which the longer is its floor, both in µs.
+
+    Attributes:
+        amount: of the work, on the axis' scale, such as query tokens per request.
+        memory_us, matrix_us: its bytes over a bandwidth, its operations over a matrix rate.
+    """
+
+    amount: float
+    memory_us: float
+    matrix_us: float
+
+    @property
+    def is_matrix_bound(self) -> bool:
+        return self.matrix_us > self.memory_us
+
+
+@dataclass(frozen=True)
+class TimedAmount:
+    """A measurement to be set against `FloorParts`: of which implementation, how much work, µs."""
+
+    implementation: str
+    amount: float
+    median_us: float
+    throttled: bool = False
+
+
+def bound_figure(
+    parts: Sequence[FloorParts], title: str, amount_label: str, timed: Sequence[TimedAmount] = ()
+) -> Figure:
+    """Where memory's time and the matrix units' cross: the floor is the upper of two lines, shaded where it is the second.
+
+    Args:
+        parts: in the order of their amounts.
+        title, amount_label: over the axes, under them.
+        timed: measurements of the same work, drawn as marks; hollow is throttled.
+    """
+    figure, axes = _figure(title, height_inches=4.6)
+    figure.set_figwidth(NARROW_INCHES)
+    logarithmic(axes, "xy")
+    amounts = [part.amount for part in parts]
+    memory, matrix = [part.memory_us for part in parts], [part.matrix_us for part in parts]
+    floors = [max(pair) for pair in zip(memory, matrix, strict=True)]
+    axes.plot(
+        amounts, floors, color="#BBBBBB", linewidth=7, solid_capstyle="butt", label="floor: the longer of the two"
+    )
+    axes.plot(amounts, memory, color=COLOURS[0], label="bytes over the bandwidth")
+    axes.plot(amounts, matrix, "--", color=COLOURS[1], label="operations over the matrix rate")
+    bound = next((part.amount for part in parts if part.is_matrix_bound), None)
+    if bound is not None:
+        axes.axvspan(
+            bound, amounts[-1], color=COLOURS[1], alpha=0.08, label="the matrix units are the limit", linewidth=0
+        )
+    names = list(dict.fromkeys(each.implementation for each in timed))
+    for place, name in enumerate(names):
+        mine = [each for each in timed if each.implementation == name]
+        colour, marker = COLOURS[2 + place % (len(COLOURS) - 2)], MARKERS[place % len(MARKERS)]
+        for each in mine:
+            face = "none" if each.throttled else colour
+            axes.plot(
+                each.amount, each.median_us, marker, color=colour, mfc=face, markersize=7, alpha=0.8, clip_on=False
+            )
+        axes.plot([], [], marker, color=colour, markersize=7, label=f"measured: {name}")
+    if any(each.throttled for each in timed):
+        axes.plot([], [], "o", color=TEXT_COLOUR, mfc="none", markersize=7, label="measured, throttled")
+    axes.set_xlim(amounts[0], amounts[-1])
+    _few_ticks(axes)
+    axes.set_xlabel(amount_label)
+    axes.set_ylabel("µs")
+    handles, _ = axes.get_legend_handles_labels()
+    legend_below(figure, handles, 3, LEGEND_POINTS)
+    return figure
+
+
+@dataclass(frozen=True)
+class ClockReading:
+    """One kernel by several clocks, µs a call; None where a clock cannot time it."""
+
+    work: str
+    readings_us: Mapping[str, float | None]
+
+
+def clocks_figure(readings: Sequence[ClockReading], base: str, title: str) -> Figure:
+    """What each clock reads, over what one of them does; that one's µs stand beside the names.
+
+    Args:
+        readings: each with a time by `base`.
+        base: the clock that the others are divided by.
+        title: over the axes.
+    """
+    clocks = [name for name in dict.fromkeys(name for each in readings for name in each.readings_us) if name != base]
+    figure, axes = _figure(title, height_inches=1.6 + 0.27 * len(readings))
+    figure.set_figwidth(NARROW_INCHES)
+    logarithmic(axes, "x")
+    labels = []
+    for y, each in enumerate(readings):
+        base_us = each.readings_us[base]
+        if base_us is None:
+            raise ValueError(f"{each.work} has no time by {base}, so there is nothing to divide the others by")
+        labels.append(f"{each.work}: {base_us:,.1f} µs")
+        for name, marker, colour in zip(clocks, MARKERS, COLOURS, strict=False):
+            reading = each.readings_us.get(name)
+            if reading is not None:
+                axes.plot(reading / base_us, y, marker, color=colour, mfc="none", markersize=7)
+    axes.axvline(1, color=TEXT_COLOUR, linewidth=1)
+    axes.set_yticks(range(len(labels)), labels, fontsize=8)
+    axes.set_ylim(len(labels) - 0.5, -0.5)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel(f"time ÷ time by {base}")
+    keys = [
+        Line2D([], [], marker=marker, color=colour, mfc="none", linestyle="none", label=name)
+        for name, marker, colour in zip(clocks, MARKERS, COLOURS, strict=False)
+    ]
+    legend_below(figure, keys, 3, LEGEND_POINTS)
+    return figure
+
+
+def _figure(title: str, height_inches: float) -> tuple[Figure, Axes]:
+    """A figure of its own, without pyplot, which would keep it for ever."""
+    figure = Figure(figsize=(WIDTH_INCHES, height_inches), dpi=DOTS_PER_INCH, layout="constrained")
+    axes = figure.add_subplot()
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)  # over the labels too, where a long one finds room
+    plain(axes)
+    return figure, axes
+
+
+def _few_ticks(axes: Axes) -> None:
+    """Numbers at 1, 2 and 5 of each power of ten, however short the axes are."""
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_minor_formatter(NullFormatter())
+
+
+def _draw_roofs(axes: Axes, roofs: Roofs, words: str, intensities: tuple[float, float]) -> Line2D:
+    lowest, highest = intensities
+    corners = sorted({lowest, min(max(roofs.ridge, lowest), highest), highest})
+    label = (
+        f"{words}: {roofs.bandwidth_gbps:,.0f} GB/s, "
+        f"{roofs.matrix_rate_tflops:,.0f} TFLOP/s {roofs.matrix_dtype}".rstrip()
+    )
+    style = "-" if words == "measured" else "--"
+    rates = [roofs.rate_tflops(intensity) for intensity in corners]
+    (line,) = axes.plot(corners, rates, style, color=TEXT_COLOUR, linewidth=1.3, label=label, zorder=1)
+    return line
+
+
+def _assigned(names: Sequence[str], looks: Sequence[str]) -> dict[str, str]:
+    """A look for each name, in order of appearance; they come round again when there are more names than looks."""
+    return {name: looks[index % len(looks)] for index, name in enumerate(dict.fromkeys(names))}
+
+
+def _fill(colour: str, throttled: bool) -> dict[str, Any]:
+    return {"facecolor": "white" if throttled else colour, "edgecolor": colour, "hatch": "////" if throttled else None}
+
+
+def _marker_key(name: str, marker: str, face: str = TEXT_COLOUR) -> Line2D:
+    return Line2D([], [], marker=marker, color=TEXT_COLOUR, markerfacecolor=face, linestyle="none", label=name)

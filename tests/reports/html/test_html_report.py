@@ -1,0 +1,327 @@
+"""The page to share: all that is recorded is in it as recorded, and it asks nobody for anything."""
+
+import dataclasses
+import json
+import math
+import re
+import shutil
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# What the extra html brings.
+pytest.importorskip("itables")
+pytest.importorskip("jinja2")
+pytest.importorskip("markdown_it")
+pytest.importorskip("matplotlib")
+
+from lab.reports.html.__main__ import main
+from lab.reports.html.experiments import experiment_of
+from lab.reports.html.folder import Folder, FolderError, read_folder
+from lab.reports.html.markdown import slug
+from lab.reports.html.page import html_report
+from lab.reports.html.pictures import DRAWINGS
+from lab.reports.html.tables import flattened, make_table, number, table_of_records, words
+from tests.reports.html.parsed import Page
+
+RECORDED = Path(__file__).parents[3] / "results" / "nvidia-h200"
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+
+
+@pytest.fixture(scope="module")
+def folder() -> Folder:
+    return read_folder(RECORDED)
+
+
+@pytest.fixture(scope="module")
+def html(folder: Folder) -> str:
+    return html_report(folder)
+
+
+@pytest.fixture(scope="module")
+def page(html: str) -> Page:
+    return Page(html)
+
+
+def contents() -> Iterator[tuple[str, Any]]:
+    for path in sorted(RECORDED.rglob("*.json")):
+        yield path.relative_to(RECORDED).with_suffix("").as_posix(), json.loads(path.read_text())
+
+
+def test_it_asks_nobody_for_anything(page: Page) -> None:
+    assert page.requests() == []
+    assert page.images
+    assert all(image.startswith("data:image/") for image in page.images)
+    assert not {"iframe", "object", "embed", "video", "audio"} & set(page.tags)
+    assert page.policy.startswith("default-src 'none'")
+    assert "http" not in page.policy
+
+
+@pytest.mark.parametrize(
+    "asking",
+    [
+        '<img src="https://example.org/a.png">',
+        '<link rel="stylesheet" href="a.css">',
+        '<style>p { background: url("//example.org/a.png") }</style>',
+        '<style>@import "a.css";</style>',
+        '<p style="background: url(a.png)">',
+        '<script type="module">import a from "https://example.org/a.js";</script>',
+    ],
+)
+def test_what_asks_is_seen(asking: str) -> None:
+    assert len(Page(asking).requests()) == 1
+
+
+def test_links_lead_to_places_in_the_page(page: Page) -> None:
+    assert len(page.ids) == len(set(page.ids))
+    leading = {value[1:] for tag, name, value in page.links if (tag, name) == ("a", "href")}
+    assert leading
+    assert leading <= set(page.ids)
+
+
+def test_every_file_has_its_environment(page: Page) -> None:
+    table = page.tables["environments"]
+    assert sorted(cell.text for cell in table.column("file")) == sorted(name for name, _ in contents())
+
+
+def test_every_check_of_every_run_is_there_with_its_numbers(page: Page) -> None:
+    reports = [(name, content) for name, content in contents() if "checks" in content]
+    table = page.tables["verdicts"]
+    checks = [(name, check) for name, content in reports for check in content["checks"]]
+    assert len(table.rows) == len(checks) > 0
+    columns = {heading: table.column(heading) for heading in table.headings}
+    for place, (name, check) in enumerate(checks):
+        cell = {heading: cells[place] for heading, cells in columns.items()}
+        assert cell["run"].text == name
+        assert cell["check"].text.split()[0] == check["check"]
+        assert cell["verdict"].text == check["outcome"]
+        assert cell["results"].order == check["judged"]
+        assert cell["cases"].order == sum(check["counts"].values())
+        assert cell["worst of verdict, % of bound"].order == pytest.approx(100 * float(check["worst_ratio"]))
+        for outcome in {"right", "known", "wrong", "failed", "declined"} & set(columns):
+            assert cell[outcome].order == check["counts"].get(outcome, 0)
+
+
+def test_the_worst_right_error_is_of_right_cases(page: Page) -> None:
+    for name, content in contents():
+        if "checks" in content:
+            ratios = [float(case.get("worst_ratio", 0)) for case in content["cases"] if case["outcome"] == "right"]
+            places = [cell.text for cell in page.tables["judge-runs"].column("run")]
+            shown = page.tables["judge-runs"].column("worst right, % of bound")[places.index(name)]
+            assert shown.order == pytest.approx(100 * max(ratios))
+
+
+def test_every_cited_finding_is_there_with_its_text(page: Page, html: str) -> None:
+    cited = {
+        each.split("#")[1]
+        for _, content in contents()
+        if "checks" in content
+        for case in content["cases"]
+        for each in case.get("finding", "").split("; ")
+        if each
+    }
+    assert {f"finding-{heading}" for heading in cited} == {each for each in page.ids if each.startswith("finding-")}
+    for line in (RECORDED / "findings.md").read_text().splitlines():
+        if line.startswith("## ") and slug(line[3:]) in cited:
+            assert re.search(rf'id="finding-{slug(line[3:])}">\s*<h4>{line.split()[1]} ', html)
+
+
+def test_every_benchmark_is_there_with_its_numbers(page: Page) -> None:
+    runs = [content for _, content in contents() if "benchmarks" in content]
+    for place, run in enumerate(runs):
+        table = page.tables[f"run-{place}-gpu"]
+        timed = [each for each in run["benchmarks"] if each["extra_info"].get("clock") in ("graph", "cupti", "events")]
+        assert len(table.rows) == len(timed)
+        assert "timed by" in table.headings or "timed by" in page.common[f"run-{place}-gpu"]
+        assert {"scenario", "implementation", "floor, µs", "time over floor"} <= set(table.headings)
+        shown = sorted(
+            (row["scenario"].text, row["median, µs"].order, row["floor, µs"].order)
+            for row in (dict(zip(table.headings, cells, strict=True)) for cells in table.rows)
+        )
+        recorded = sorted(
+            (
+                each["extra_info"]["scenario"],
+                statistics.median(1e6 * seconds for seconds in each["stats"]["data"]),
+                each["extra_info"]["floor_us"],
+            )
+            for each in timed
+        )
+        assert shown == recorded
+
+
+def test_every_row_of_every_experiment_is_there_with_its_numbers(page: Page, folder: Folder) -> None:
+    assert folder.experiments
+    for record in folder.experiments:
+        for key, rows in record.content.items():
+            if not (isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)):
+                continue
+            name = f"{record.name.replace('/', '-')}-{key}"
+            table = page.tables[name]
+            assert len(table.rows) == len(rows)
+            for row, cells in zip(rows, table.rows, strict=True):
+                shown = dict(zip(table.headings, cells, strict=True))
+                for heading, value in flattened(row).items():
+                    if isinstance(value, int | float) and not isinstance(value, bool):
+                        assert (
+                            (shown[heading].order == value) if heading in shown else f"{heading} " in page.common[name]
+                        )
+                    elif isinstance(value, str) and heading in shown:
+                        assert shown[heading].text in (value, "–")
+
+
+def test_the_same_files_give_the_same_page(folder: Folder) -> None:
+    few = dataclasses.replace(folder, experiments=folder.experiments[:1])
+    assert html_report(few) == html_report(few)
+
+
+def judged(wrongs: str, ratio: float | str) -> dict[str, Any]:
+    case = {"check": "K1", "interface": "of_tomorrow", "outcome": "wrong", "wrongs": [wrongs], "worst_ratio": ratio}
+    check = {"check": "K1", "interface": "of_tomorrow", "outcome": "wrong", "counts": {"wrong": 1}, "judged": 1}
+    return {"implementation": "<b>mine</b>", "checks": [check | {"worst_ratio": ratio}], "cases": [case]}
+
+
+def test_what_is_recorded_is_text_and_never_a_tag(tmp_path: Path) -> None:
+    evil = "</td><script>alert(1)</script><img src=x>"
+    (tmp_path / "mine.json").write_text(json.dumps(judged(evil, "inf")))
+    (tmp_path / "other.json").write_text(json.dumps({evil: [{evil: evil, "n": 1}, {evil: "b", "n": 2}]}))
+    (tmp_path / "notes.md").write_text(
+        f"# {evil}\n\n[a link](https://example.org) ![a picture](https://example.org/a.png)\n"
+    )
+    written = html_report(read_folder(tmp_path))
+    read = Page(written)
+    assert read.requests() == []
+    assert "alert(1)" not in "".join(read.scripts)
+    assert read.tables["faults"].column("of the worst case")[0].text == evil
+    assert read.tables["verdicts"].column("worst of verdict, % of bound")[0].order == math.inf
+    assert read.tables["verdicts"].column("worst of verdict, % of bound")[0].text == "not finite"
+
+
+def test_a_folder_may_hold_anything(tmp_path: Path) -> None:
+    (tmp_path / "list.json").write_text("[1, 2, 3]")
+    (tmp_path / "facts.json").write_text(json.dumps({"answer": 42, "rows": [], "deep": {"er": "x"}}))
+    found = read_folder(tmp_path)
+    assert found.unread == {"list": "a list of 3 items"}
+    written = html_report(found)
+    assert "a list of 3 items" in written
+    assert "deep.er" in written
+    assert "No GPU recorded" in written
+
+
+def test_a_picture_that_cannot_be_drawn_says_why(tmp_path: Path) -> None:
+    (tmp_path / "draft_steps.json").write_text(json.dumps({"rows": []}))
+    written = html_report(read_folder(tmp_path))
+    assert written.count("Not drawn: ") == 2
+    assert "saves per draft, for want of &#39;pr_26241&#39; in the file" in written
+
+
+def test_every_experiment_that_can_be_is_drawn(folder: Folder) -> None:
+    for record in folder.experiments:
+        shown = experiment_of(record)
+        assert shown.undrawn == ()
+        assert len(shown.pictures) == len(DRAWINGS.get(record.name, ()))
+    assert DRAWINGS.keys() <= {record.name for record in folder.experiments}
+
+
+def test_what_is_not_recorded_results_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(FolderError, match="no folder with JSON files"):
+        read_folder(tmp_path)
+    (tmp_path / "half.json").write_text("{")
+    assert main([str(tmp_path), "--out", str(tmp_path / "a.html")]) == 2
+    assert "half.json: not JSON" in capsys.readouterr().err
+    assert not (tmp_path / "a.html").exists()
+
+
+def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "facts.json").write_text('{"answer": 42}')
+    assert main([str(tmp_path), "--out", str(tmp_path / "made" / "a.html")]) == 0
+    assert "MB" in capsys.readouterr().out
+    assert "42" in (tmp_path / "made" / "a.html").read_text()
+
+
+def test_a_column_that_says_one_thing_is_said_once() -> None:
+    columns = {"a": lambda row: words(row[0]), "b": lambda row: number(row[1]), "c": lambda row: words(None)}
+    table = make_table("t", "", columns, [("x", 1), ("x", 2.5)])
+    assert table.common == (("a", "x"),)
+    assert [column.heading for column in table.columns] == ["b"]
+    assert [cell.number for (cell,) in table.rows] == [1, 2.5]
+
+
+def test_samples_stay_in_the_file_and_short_lists_are_shown() -> None:
+    rows = [{"samples": [0.1] * 9, "clocks": [1, 2], "runs": [{"a": 1}], "n": n} for n in (1, 2)]
+    table = table_of_records("t", "", rows)
+    assert table.left_out == ("samples", "runs")
+    assert table.common == (("clocks", "1, 2"),)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on PATH")
+    driver = pytest.importorskip("playwright.sync_api", reason="playwright, of the extra dev, drives the browser")
+    with driver.sync_playwright() as started:
+        chromium = started.chromium.launch(executable_path=CHROMIUM)
+        yield chromium
+        chromium.close()
+
+
+def opened(browser: Any, path: Path, html: str) -> tuple[Any, list[str], list[str]]:
+    """The page in a new tab; the addresses that it asks for besides itself and what its console says, which go on growing."""
+    path.write_text(html, encoding="utf-8")
+
+    def is_foreign(url: str) -> bool:
+        return url != path.as_uri() and not url.startswith("data:")
+
+    tab = browser.new_page(viewport={"width": 1280, "height": 900})
+    asked: list[str] = []
+    said: list[str] = []
+    tab.on("request", lambda request: asked.append(request.url) if is_foreign(request.url) else None)
+    tab.on("pageerror", lambda error: said.append(str(error)))
+    tab.on("console", lambda message: said.append(message.text))
+    tab.goto(path.as_uri())
+    tab.wait_for_function("document.body.dataset.tables === 'made'")
+    return tab, asked, said
+
+
+def test_in_a_browser_nothing_is_requested(browser: Any, html: str, tmp_path: Path) -> None:
+    tab, asked, said = opened(browser, tmp_path / "a.html", html)
+    assert (asked, said) == ([], [])
+    for details in tab.query_selector_all("details:not([open]) > summary"):
+        details.click()
+    tab.wait_for_timeout(500)
+    assert (asked, said) == ([], [])
+    assert tab.evaluate("document.documentElement.scrollWidth") == 1280  # wide tables scroll by themselves
+    tab.close()
+
+
+def test_in_a_browser_a_request_would_be_seen_and_is_blocked(browser: Any, html: str, tmp_path: Path) -> None:
+    asking = html.replace("</h1>", '</h1><img src="http://127.0.0.1:9/a.png">', 1)
+    tab, _, said = opened(browser, tmp_path / "a.html", asking)
+    assert any("Content Security Policy" in each for each in said)
+    tab.close()
+    tab, asked, _ = opened(browser, tmp_path / "b.html", asking.replace("Content-Security-Policy", "x", 1))
+    assert asked == ["http://127.0.0.1:9/a.png"]
+    tab.close()
+
+
+def test_in_a_browser_a_click_sorts_and_a_word_filters(browser: Any, html: str, tmp_path: Path) -> None:
+    tab, _, _ = opened(browser, tmp_path / "a.html", html)
+    heading = tab.locator("#run-0-gpu thead th", has_text="median, µs")
+    place = heading.evaluate("th => th.cellIndex")
+    read = "(table, place) => [...table.tBodies[0].rows].map(row => Number(row.cells[place].dataset.order))"
+    table = tab.locator("#run-0-gpu")
+    before = table.evaluate(read, place)
+    heading.locator(".dt-column-title").click()
+    rising = table.evaluate(read, place)
+    heading.locator(".dt-column-title").click()
+    falling = table.evaluate(read, place)
+    assert rising == sorted(rising) != before
+    assert falling == sorted(falling, reverse=True)
+    assert falling[0] > rising[-1]
+    tab.locator("#run-0-gpu_wrapper input[type=search]").first.fill("target_verify")
+    names = table.locator("tbody tr td:first-child").all_inner_texts()
+    assert names
+    assert all("target_verify" in name for name in names)
+    tab.close()

@@ -1,0 +1,131 @@
+"""Pictures of what the judge says: every cell is what the data says."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+
+from matplotlib.collections import PatchCollection, QuadMesh
+from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from lab.reports.pictures.judging import (
+    FOUND,
+    LET_THROUGH,
+    NOT_ASKED,
+    NOTHING,
+    OUTCOME_COLOURS,
+    STEP_COLOURS,
+    VerdictCell,
+    few_figure,
+    matrix_figure,
+    one_for_each_check,
+    passing_figure,
+    vector_errors_figure,
+    verdict_figure,
+)
+from tests.reports.pictures.figures import assert_legible, words
+
+DECODE, METADATA = "trtllm_batch_decode_with_kv_cache", "build_mha_metadata"
+CHECKS, RULES = ["K1", "K2", "K16"], ["loose", "tight"]
+
+
+def record(mutant: str, kills: str, upstream: list[int] | None, interface: str = DECODE) -> dict[str, Any]:
+    return {
+        "mutant": mutant,
+        "kills": {key: {} for key in kills.split()},
+        "upstream": upstream,
+        "interface": [interface],
+    }
+
+
+RECORDS = [
+    record("one", "K1", [0, 1]),
+    record("two", "K1 K2", [0]),
+    record("three", "K2", []),
+    record("four", "K16", None, METADATA),
+]
+
+
+def colour_at(figure: Figure, x: int, y: int) -> tuple[float, ...]:
+    """Of the cell whose left upper corner is within (x, y) to (x + 1, y + 1)."""
+    boxes = [patch for patch in figure.axes[0].patches if isinstance(patch, Rectangle)]
+    (found,) = [box for box in boxes if x <= box.get_x() < x + 1 and y <= box.get_y() < y + 1]
+    return tuple(found.get_facecolor())
+
+
+def test_each_check_gets_the_mutant_that_the_fewest_find() -> None:
+    assert [each["mutant"] for each in one_for_each_check(RECORDS, CHECKS)] == ["one", "three", "four"]
+    assert [each["mutant"] for each in one_for_each_check(RECORDS, ["K2", "K2"])] == ["three", "two"]
+    assert one_for_each_check(RECORDS, ["K9"]) == []
+
+
+def test_the_matrix_has_a_mark_for_each_kill_and_each_rule() -> None:
+    figure = matrix_figure(RECORDS, CHECKS, RULES)
+    marks = {
+        tuple(each.get_facecolor()[0]): len(each.get_paths())
+        for each in figure.axes[0].collections
+        if isinstance(each, PatchCollection)
+    }
+    assert marks == {to_rgba(FOUND): 5, to_rgba(LET_THROUGH): 3, to_rgba(NOT_ASKED): 2}
+    said = words(figure)
+    assert {"paged attention, 3", "metadata, 1"} <= set(said)
+    right = [label.get_text() for label in figure.axes[0].child_axes[0].get_yticklabels()]
+    assert right == ["2", "2", "1", "2", "1"]
+
+
+def test_the_recorded_matrix_can_be_read() -> None:
+    assert_legible(matrix_figure(RECORDS * 20, [f"K{number}" for number in range(1, 22)], ["rule"] * 10))
+
+
+def test_a_few_mutants_have_a_cell_for_each_check_and_rule() -> None:
+    figure = few_figure(RECORDS, CHECKS, RULES)
+    assert colour_at(figure, 0, 0) == to_rgba(FOUND)
+    assert colour_at(figure, 1, 0) == to_rgba(NOTHING)
+    assert colour_at(figure, 4, 1) == to_rgba(LET_THROUGH)  # a column is left free before the rules
+    assert colour_at(figure, 5, 1) == to_rgba(NOTHING)
+    assert colour_at(figure, 5, 3) == to_rgba(NOT_ASKED)
+
+
+def test_a_verdict_has_its_colour_and_its_number() -> None:
+    cells = [
+        VerdictCell("mine: decode", "K10", "right", 0.337),
+        VerdictCell("mine: decode", "K2", "known", 0.5),
+        VerdictCell("other: decode", "K2", "declined", None),
+        VerdictCell("other: decode", "L1", "failed", None),
+    ]
+    figure = verdict_figure(cells, "Verdicts")
+    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["K2", "K10", "L1"]
+    assert colour_at(figure, 0, 0) == to_rgba(OUTCOME_COLOURS["known"])
+    assert colour_at(figure, 1, 0) == to_rgba(OUTCOME_COLOURS["right"])
+    assert colour_at(figure, 2, 1) == to_rgba(OUTCOME_COLOURS["failed"])
+    assert {"34", "50", "right", "known", "failed", "declined"} <= set(words(figure))
+    assert "wrong" not in words(figure)
+    assert_legible(figure)
+
+
+def test_errors_within_the_bound_are_blue_and_beyond_it_red() -> None:
+    error = torch.tensor([[0.001, 0.2], [0.011, math.inf], [math.nan, 0.0099]])
+    figure = vector_errors_figure(error, torch.full_like(error, 0.01), torch.tensor([0, 0, 1]), "errors")
+    (mesh,) = [each for each in figure.axes[0].collections if isinstance(each, QuadMesh)]
+    mesh.update_scalarmappable()
+    steps = [STEP_COLOURS.index(each) for each in map(_hex, mesh.get_facecolor())]  # head by head
+    assert steps == [0, 2, 5, 4, 5, 1]
+    assert {"request 0", "request 1", "query row", "head"} <= set(words(figure))
+    assert_legible(figure)
+
+
+def _hex(colour: Any) -> str:
+    return "#" + "".join(f"{round(255 * part):02X}" for part in colour[:3])
+
+
+def test_a_rule_that_lets_pass_is_seen() -> None:
+    figure = passing_figure([[False, True], [False, False]], [128, 131072], RULES, "zeros")
+    assert colour_at(figure, 1, 0) == to_rgba(LET_THROUGH)
+    assert colour_at(figure, 0, 0) == colour_at(figure, 1, 1) == to_rgba(FOUND)
+    assert {"128", "131,072", "keys per request", "loose"} <= set(words(figure))
+    assert_legible(figure)

@@ -1,0 +1,333 @@
+"""The gate: its exit status, its refusals, and pytest-benchmark's own on the same rows."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab.reports.compare import main
+from tests.reports.recorded_runs import benchmark, entry, environment, host_entry, samples_us, write_run
+from tests.timing.inner_pytest import inner_environment
+
+PORTABLE, TRTLLM = "lab.kernels.portable", "lab.kernels.trtllm"
+
+
+def rows(*medians_us: float, seed: int = 0, **changes: Any) -> list[dict[str, Any]]:
+    """A row of each median, each its own scenario."""
+    return [
+        entry(f"decode/llama-3.1-8b/{2**index}q1s4k", samples=samples_us(median_us, seed=seed + index), **changes)
+        for index, median_us in enumerate(medians_us)
+    ]
+
+
+@pytest.fixture
+def compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Compare two lists of entries; returns the exit status and what was said."""
+
+    def compared(before: Any, after: Any, *options: str, facts: Any = None) -> tuple[int, str]:
+        paths = write_run(tmp_path / "before.json", before), write_run(tmp_path / "after.json", after, facts)
+        status = main([*map(str, paths), *options])
+        said = capsys.readouterr()
+        return status, said.out + said.err
+
+    return compared
+
+
+def test_the_same_code_passes(compare: Any) -> None:
+    status, said = compare(rows(250, 900), rows(252, 895, seed=9))
+    assert status == 0
+    assert "0 FASTER, 0 SLOWER, 2 SAME, 0 UNSURE, 0 refused, 0 missing, 0 new" in said
+
+
+def test_ten_percent_slower_trips(compare: Any) -> None:
+    status, said = compare(rows(250, 900), rows(275, 900, seed=9))
+    assert status == 1
+    assert "1 SLOWER, 1 SAME" in said
+    assert "geometric mean of 2: 1.04" in said
+
+
+def test_ten_percent_faster_passes(compare: Any) -> None:
+    status, said = compare(rows(250), rows(225, seed=9))
+    assert status == 0
+    assert "1 FASTER" in said
+
+
+def test_the_minimum_effect_is_an_option(compare: Any) -> None:
+    assert compare(rows(250), rows(275, seed=9), "--minimum-effect-percent", "15")[0] == 0
+    assert compare(rows(250), rows(255, seed=9), "--minimum-effect-percent", "1")[0] == 1
+
+
+def test_the_significance_is_an_option(compare: Any) -> None:
+    """5 and 5 samples cannot reach p = 0.001."""
+    before, after = ([entry(samples=samples_us(level_us, count=5))] for level_us in (250, 275))
+    assert compare(before, after)[0] == 1
+    assert compare(before, after, "--significance", "0.001")[0] == 0
+
+
+def test_unsure_passes_unless_strict(compare: Any) -> None:
+    before, after = [entry(samples=samples_us(250, 15, 10, 1))], [entry(samples=samples_us(275, 15, 10, 2))]
+    status, said = compare(before, after)
+    assert status == 0
+    assert "1 UNSURE" in said
+    assert "reaches across the minimum effect" in said
+    assert compare(before, after, "--strict")[0] == 1
+    assert compare(rows(250), rows(250, seed=9), "--strict")[0] == 0
+
+
+def test_settings_that_differ_get_a_column_and_the_others_a_line(compare: Any) -> None:
+    mixed = rows(250) + rows(250, page_size=32)
+    _, said = compare(mixed, mixed)
+    (heading,) = (line for line in said.splitlines() if "before, µs" in line)
+    assert "page size" in heading
+    assert "implementation" not in heading
+    assert f"implementation: {TRTLLM}\n" in said
+    assert "page size:" not in said
+
+
+def test_a_row_that_vanished_trips(compare: Any) -> None:
+    status, said = compare(rows(250, 900), rows(250))
+    assert status == 1
+    assert "only before: decode/llama-3.1-8b/2q1s4k" in said
+
+
+def test_a_new_row_passes(compare: Any) -> None:
+    status, said = compare(rows(250), rows(250, 900))
+    assert status == 0
+    assert "only after: decode/llama-3.1-8b/2q1s4k" in said
+
+
+def test_versions_are_compared_not_refused(compare: Any) -> None:
+    facts = environment(commit="ffffffffffff", packages={"flashinfer-python": "0.8.0"}, driver_version="590")
+    status, said = compare(rows(250), rows(250), facts=facts | {"nvidia_smi": environment()["nvidia_smi"]})
+    assert status == 0
+    assert "flashinfer-python: 0.7.2 before, 0.8.0 after" in said
+    assert "commit: 0a77b93dd498 before, ffffffffffff after" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"gpu": "NVIDIA B200"}, ("another GPU", "NVIDIA H200 in", "NVIDIA B200 in")),
+        ({"gpu": None}, ("names no GPU",)),
+        ({"power.limit": "500.00 W"}, ("another power limit", "700.00 W in", "500.00 W in")),
+        ({"clocks.max.sm": "1755 MHz"}, ("another maximum SM clock", "1980 MHz in", "1755 MHz in")),
+    ],
+)
+def test_other_machines_are_refused(compare: Any, changes: dict[str, Any], words: tuple[str, ...]) -> None:
+    status, said = compare(rows(250), rows(500), facts=environment(**changes))
+    assert status == 2
+    assert all(word in said for word in words)
+    assert "SLOWER" not in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"clock": "cupti"}, "two methods: graph, L2 cold by rotation and cupti, L2 cold by rotation"),
+        ({"l2": "warm"}, "two methods: graph, L2 cold by rotation and graph, L2 warm"),
+        ({"method": "another sentence"}, "and another sentence"),
+        ({"kv_tokens": 1}, "two workloads, kv_tokens: 262208 and 1"),
+        ({"sm_clock_mhz": [1500, 1980]}, "two SM clocks: 1965 to 1980 MHz and 1500 to 1980 MHz"),
+        ({"sm_clock_mhz": [1700, 1700]}, "two SM clocks: 1965 to 1980 MHz and 1700 MHz"),
+        ({"sm_clock_mhz": None}, "two SM clocks: 1965 to 1980 MHz and not recorded"),
+        ({"memory_clock_mhz": 2600}, "two memory clocks: 3201 MHz and 2600 MHz"),
+    ],
+)
+def test_rows_that_cannot_be_compared_are_refused(compare: Any, changes: dict[str, Any], words: str) -> None:
+    same = entry("extend/llama-3.1-8b/8q4k")
+    status, said = compare([*rows(250), same], [*rows(500, **changes), same])
+    assert status == 2
+    assert words in said
+    assert "0 SLOWER, 1 SAME, 0 UNSURE, 1 refused, 0 missing, 0 new" in said
+
+
+POWER = {"throttled_by": ["power limit"]}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "after_us", "verdict", "status"),
+    [
+        ({}, POWER, 300, "UNSURE", 0),
+        ({}, POWER, 200, "FASTER", 0),  # held back, and faster all the same
+        (POWER, {}, 300, "SLOWER", 1),
+        (POWER, {}, 200, "UNSURE", 0),
+        (POWER, POWER, 300, "UNSURE", 0),
+        (POWER | {"sm_clock_mhz": [1500, 1980]}, {}, 300, "SLOWER", 1),
+        (POWER | {"sm_clock_mhz": [1500, 1980]}, {}, 250, "UNSURE", 0),  # a slower kernel at a higher clock
+        (POWER, {}, 250, "SAME", 0),
+    ],
+)
+def test_what_a_limit_may_have_made_is_no_verdict(
+    compare: Any, before: Any, after: Any, after_us: float, verdict: str, status: int
+) -> None:
+    got, said = compare(rows(250, **before), rows(after_us, **after))
+    assert f"1 {verdict}" in said
+    assert got == status
+    assert ("held back" in said) == (verdict == "UNSURE")
+
+
+def test_a_memory_clock_under_a_limit_is_refused_all_the_same(compare: Any) -> None:
+    assert compare(rows(250, **POWER), rows(250, memory_clock_mhz=1600))[0] == 2
+
+
+def test_a_file_is_not_compared_with_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(write_run(tmp_path / "run.json", rows(250)))
+    assert main([path, path]) == 2
+    assert "that says nothing" in capsys.readouterr().err
+
+
+def test_the_same_time_under_a_limit_is_the_same(compare: Any) -> None:
+    assert "1 SAME" in compare(rows(250), rows(250, throttled_by=["power limit"]))[1]
+
+
+def test_a_clock_step_is_no_other_state(compare: Any) -> None:
+    assert compare(rows(250), rows(250, sm_clock_mhz=[1950, 1965]))[0] == 0
+
+
+def test_clocks_that_neither_recorded_are_no_difference(compare: Any) -> None:
+    assert compare(rows(250, sm_clock_mhz=None), rows(250, sm_clock_mhz=None))[0] == 0
+
+
+def test_slower_beats_refused(compare: Any) -> None:
+    refused = entry("extend/llama-3.1-8b/8q4k")
+    other_clock = entry("extend/llama-3.1-8b/8q4k", sm_clock_mhz=[1500, 1500])
+    assert compare([*rows(250), refused], [*rows(275, seed=9), other_clock])[0] == 1
+
+
+def test_nothing_compared_is_no_success(compare: Any) -> None:
+    status, said = compare([host_entry()], [host_entry()])
+    assert status == 2
+    assert "nothing was compared" in said
+    assert compare(rows(250), [entry("extend/llama-3.1-8b/8q4k")])[0] == 2
+
+
+def test_host_time_is_never_compared(compare: Any) -> None:
+    slow = benchmark(host_entry()["name"], samples_us(8000.0), {"clock": "host"})
+    status, said = compare([*rows(250), host_entry()], [*rows(250), slow])
+    assert status == 0
+    assert "host time" in said
+    assert "test_build_mha_metadata" not in said
+
+
+def test_a_file_that_is_no_run_is_refused(compare: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "survey.json").write_text('{"verdicts": []}')
+    good = write_run(tmp_path / "good.json", rows(250))
+    assert main([str(tmp_path / "survey.json"), str(good)]) == 2
+    assert "no list of benchmarks" in capsys.readouterr().err
+
+
+def test_folders_hold_repeated_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for side, level_us in (("before", 250), ("after", 275)):
+        (tmp_path / side).mkdir()
+        for run in range(5):
+            write_run(tmp_path / side / f"{run}.json", rows(level_us * (1 + 0.002 * run), seed=run))
+    assert main([str(tmp_path / "before"), str(tmp_path / "after")]) == 1
+    assert "0.008" in capsys.readouterr().out, "the rank test's least p of 5 and 5"
+    assert main([str(tmp_path / "before"), str(tmp_path / "before")]) == 2, "a folder with itself"
+
+
+def test_one_odd_run_in_a_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = write_run(tmp_path / "before.json", rows(250))
+    (tmp_path / "after").mkdir()
+    write_run(tmp_path / "after" / "1.json", rows(250))
+    write_run(tmp_path / "after" / "2.json", rows(250, sm_clock_mhz=[1500, 1500]))
+    assert main([str(before), str(tmp_path / "after")]) == 2
+    assert "two SM clocks" in capsys.readouterr().out
+
+
+class TestWithinOneRun:
+    @pytest.fixture
+    def by(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+        def compared(entries: Any, *by: str) -> tuple[int, str]:
+            status = main([str(write_run(tmp_path / "run.json", entries)), "--by", *by])
+            said = capsys.readouterr()
+            return status, said.out + said.err
+
+        return compared
+
+    def test_two_implementations(self, by: Any) -> None:
+        run = rows(250, 900) + rows(275, 700, implementation=PORTABLE)
+        status, said = by(run, "implementation", TRTLLM, PORTABLE)
+        assert status == 1
+        assert "1 FASTER, 1 SLOWER" in said
+        assert by(run, "implementation", PORTABLE, PORTABLE)[0] == 2
+
+    def test_two_settings(self, by: Any) -> None:
+        status, said = by(rows(250) + rows(260, page_size=32), "page_size", "64", "32")
+        assert (status, "1 SLOWER" in said) == (1, True)
+
+    def test_a_row_of_one_side_only_is_listed_and_passes(self, by: Any) -> None:
+        run = rows(250, 900) + rows(250, implementation=PORTABLE)
+        status, said = by(run, "implementation", TRTLLM, PORTABLE)
+        assert status == 0
+        assert "only before: decode/llama-3.1-8b/2q1s4k" in said
+
+    @pytest.mark.parametrize("key", ["clock", "l2", "method"])
+    def test_two_methods_are_refused(self, by: Any, key: str) -> None:
+        status, said = by(rows(250), key, "one", "two")
+        assert status == 2
+        assert f"two values of {key} are two methods" in said
+
+    def test_a_value_that_is_not_there_is_refused(self, by: Any) -> None:
+        status, said = by(rows(250), "implementation", TRTLLM, PORTABLE)
+        assert status == 2
+        assert f"no row of GPU time has implementation {PORTABLE}; there is {TRTLLM}" in said
+
+    def test_two_scenarios_of_the_same_work(self, by: Any) -> None:
+        run = [entry("a"), entry("b", samples=samples_us(300)), entry("c", kv_tokens=1)]
+        assert by(run, "scenario", "a", "b")[0] == 1
+        status, said = by(run, "scenario", "a", "c")
+        assert status == 2
+        assert "two workloads, kv_tokens: 262208 and 1" in said
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["a.json"], ["a.json", "b.json", "--by", "k", "1", "2"], ["a", "b", "--significance", "2"]]
+)
+def test_a_wrong_command_line_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    assert "usage" in capsys.readouterr().err
+
+
+BENCHMARK = """
+import os
+import pytest
+from lab.timing import DeviceClock
+
+CLOCK = DeviceClock("made up")
+MEDIAN_US = 250 * float(os.environ["SLOWDOWN"])
+
+@pytest.mark.benchmark(timer=CLOCK)
+def test_kernel(benchmark):
+    samples = iter([MEDIAN_US * (1 + 0.0002 * sample) for sample in range(-10, 11)])
+    benchmark.extra_info.update(scenario="decode", implementation="made up", clock="graph", l2="warm", method="made up")
+    benchmark.pedantic(lambda: CLOCK.advance(next(samples) * 1e-6), rounds=21)
+"""
+MACHINE_INFO = """
+def pytest_benchmark_update_machine_info(machine_info):
+    machine_info["lab"] = {"gpu": "made up"}
+"""
+
+
+@pytest.mark.parametrize(("slowdown", "status"), [(1.10, 1), (1.01, 0)])
+def test_both_gates_trip_on_a_kernel_slowed_on_purpose(tmp_path: Path, slowdown: float, status: int) -> None:
+    """pytest-benchmark's `--benchmark-compare-fail` and the lab's, on one pair of recorded runs."""
+    (tmp_path / "test_made_up.py").write_text(BENCHMARK)
+    (tmp_path / "conftest.py").write_text(MACHINE_INFO)
+
+    def run(name: str, slowdown: float, *options: str) -> subprocess.CompletedProcess[str]:
+        environment = inner_environment(SLOWDOWN=str(slowdown))
+        command = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(tmp_path), f"--benchmark-json={name}"]
+        return subprocess.run(
+            [*command, *options], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+
+    assert run("before.json", 1.0, "--benchmark-save=before").returncode == 0
+    after = run("after.json", slowdown, "--benchmark-compare", "--benchmark-compare-fail=median:5%")
+    assert after.returncode == status, after.stdout + after.stderr
+    assert ("Performance has regressed" in after.stdout + after.stderr) == bool(status)
+    assert main([str(tmp_path / "before.json"), str(tmp_path / "after.json")]) == status

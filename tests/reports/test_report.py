@@ -1,0 +1,242 @@
+"""The report: every number in it is in the file, and the pictures have what they promise."""
+
+import importlib.util
+import itertools
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab.reports.recorded import RecordedRun, read_run
+from lab.reports.timings import figures, main, report_markdown
+from tests.reports.recorded_runs import benchmark, entry, host_entry, samples_us, write_run
+
+ROOT = Path(__file__).parent.parent.parent
+PORTABLE, TRTLLM = "lab.kernels.portable", "lab.kernels.trtllm"
+needs_matplotlib = pytest.mark.skipif(
+    importlib.util.find_spec("matplotlib") is None, reason="plots need matplotlib: pip install '.[plots]'"
+)
+
+
+def entries() -> list[dict[str, Any]]:
+    return [
+        entry(f"{mode}/llama-3.1-8b/{requests}q1s4k", implementation, samples_us(level_us, seed=1), requests=requests)
+        for mode in ("target_verify", "decode")
+        for requests in (64, 8)
+        for implementation, level_us in ((TRTLLM, 260.0), (PORTABLE, 280.0))
+    ]
+
+
+def run_of(folder: Path, rows: list[dict[str, Any]], **options: Any) -> RecordedRun:
+    return read_run(write_run(folder / "run.json", rows, **options))
+
+
+def lines_with(text: str, words: str) -> list[str]:
+    return [line for line in text.splitlines() if words in line]
+
+
+def test_a_row_says_what_was_recorded(tmp_path: Path) -> None:
+    text = report_markdown(run_of(tmp_path, [entry(samples=[260.0] * 30)]))
+    (line,) = lines_with(text, "| decode/llama-3.1-8b/64q1s4k")
+    assert line == (
+        "| decode/llama-3.1-8b/64q1s4k | trtllm (xqa) | 64 | 64 | 262,208 | 260.00 | 0.0 | 4,135 (97 %) | 16.5 (2 %) "
+        "| 253.37 (memory) | 97.5 | 1,075.1 | 4.3 | 1 | 41.5 |"
+    )
+    heading = text.splitlines()[text.splitlines().index(line) - 2]
+    assert heading.count("|") == line.count("|")
+    assert "In all rows: timed by graph, L2 cold by rotation; page size 64; dtype bfloat16; K/V dtype bfloat16." in text
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "| GPU | NVIDIA H200 |",
+        "| driver | 580.159.04 |",
+        "| maximum SM clock | 1980 MHz |",
+        "| power limit | 700.00 W |",
+        "| commit | 0a77b93dd498 |",
+        "| flashinfer-python | 0.7.2 |",
+        "| SM clock while timing, MHz | 1965 to 1980 |",
+        "| highest power, W | 512.3 |",
+        "| memory, GB/s | 4,243 | 4,800 |",
+        "| matrix units, TFLOP/s (bfloat16) | 790 | 989 |",
+        "Datasheet: NVIDIA H200 Tensor Core GPU datasheet, SXM5.",
+        "* graph, L2 cold by rotation: calls recorded in a CUDA graph",
+    ],
+)
+def test_the_header_says_on_what(tmp_path: Path, words: str) -> None:
+    assert words in report_markdown(run_of(tmp_path, entries()))
+
+
+def test_what_is_not_recorded_is_not_stated(tmp_path: Path) -> None:
+    text = report_markdown(
+        run_of(tmp_path, [entry(floor_us=None, floor_bound=None, host_us=None)], facts={}, ceilings=None)
+    )
+    for words in ("H200", "driver", "commit", "datasheet", "floor, µs", "host, µs", "None", "nan"):
+        assert words not in text.replace("None recorded.", "")
+    assert "No GPU recorded" in text
+    assert "None recorded." in text
+
+
+def test_a_ceiling_without_a_datasheet(tmp_path: Path) -> None:
+    ceilings = {"bandwidth_gbps": 4243.0, "matrix_rate_tflops": None, "datasheet_bandwidth_gbps": None}
+    text = report_markdown(run_of(tmp_path, entries(), ceilings=ceilings))
+    assert "| memory, GB/s | 4,243 |" in text
+    assert "TFLOP/s |" not in text.split("## GPU time")[0]
+    assert "Datasheet" not in text
+
+
+def test_a_table_per_mode_whatever_the_order_of_the_tests(tmp_path: Path) -> None:
+    text = report_markdown(run_of(tmp_path, entries()))
+    assert text.index("### decode") < text.index("8q1s4k") < text.index("64q1s4k") < text.index("### target verify")
+    assert text == report_markdown(run_of(tmp_path, entries()[::-1]))
+
+
+def test_settings_that_differ_get_a_column(tmp_path: Path) -> None:
+    text = report_markdown(run_of(tmp_path, [entry(), entry(page_size=32), entry(l2="warm")]))
+    (line,) = lines_with(text, "| scenario |")
+    assert "| timed by | page size |" in line
+    assert "dtype |" not in line
+    (common,) = lines_with(text, "In all rows")
+    assert common == "In all rows: dtype bfloat16; K/V dtype bfloat16."
+    assert len(lines_with(text, "graph, L2 warm: ")) == 1
+
+
+def test_throttled_rows_are_marked_and_named(tmp_path: Path) -> None:
+    rows = [*entries(), entry("extend/llama-3.1-8b/8q4k", throttled_by=["software power cap", "thermal limit"])]
+    text = report_markdown(run_of(tmp_path, rows))
+    assert "held back in 1 of 9 rows" in text
+    (listed, line) = lines_with(text, "extend/llama-3.1-8b/8q4k")
+    assert "software power cap, thermal limit" in listed
+    assert "**throttled**" in line
+    assert "throttled" not in report_markdown(run_of(tmp_path, entries()))
+
+
+def test_host_time_stands_apart(tmp_path: Path) -> None:
+    old = benchmark("test_old", samples_us(100.0), {"method": "some method"})
+    text = report_markdown(run_of(tmp_path, [*entries(), host_entry(), old]))
+    gpu_time, host_time, others = (
+        text.partition("## Host time")[0],
+        *text.partition("## Host time")[2].split("## Times"),
+    )
+    assert "test_build_mha_metadata" in host_time
+    assert "test_old" in others
+    assert "test_build_mha_metadata" not in gpu_time
+
+
+@needs_matplotlib
+def test_the_command_writes_report_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run.json", [*entries(), entry(l2="warm")])
+    assert main([str(run), "--out", str(tmp_path / "report")]) == 0
+    names = [Path(line).name for line in capsys.readouterr().out.split()]
+    assert names == [
+        "report.md",
+        "roofline-graph-l2-cold-by-rotation.png",
+        "time-over-floor-graph-l2-cold-by-rotation.png",
+        "roofline-graph-l2-warm.png",
+        "time-over-floor-graph-l2-warm.png",
+    ]
+    text = (tmp_path / "report" / "report.md").read_text()
+    for name in names[1:]:
+        assert f"]({name})" in text
+        width, _ = struct.unpack(">II", (tmp_path / "report" / name).read_bytes()[16:24])
+        assert width == 1500
+
+
+def test_without_matplotlib_the_tables_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    run = write_run(tmp_path / "run.json", entries())
+    assert main([str(run)]) == 0
+    text = (tmp_path / "report.md").read_text()
+    assert "### decode" in text
+    assert "pip install '.[plots]'" in text
+    assert ".png" not in text
+    assert not list(tmp_path.glob("*.png"))
+    assert "plots" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "other.json").write_text("[]")
+    assert main([str(tmp_path / "other.json")]) == 2
+    assert "no list of benchmarks" in capsys.readouterr().err
+
+
+@needs_matplotlib
+class TestPlots:
+    def test_roofline(self, tmp_path: Path) -> None:
+        run = run_of(tmp_path, [*entries(), entry("extend/llama-3.1-8b/8q4k", throttled_by=["thermal limit"])])
+        figure = figures(run)["roofline-graph-l2-cold-by-rotation.png"]
+        (axes,) = figure.axes
+        assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+        assert "NVIDIA H200" in figure.get_suptitle()
+        assert "0a77b93dd498" in figure.get_suptitle()
+        assert "operations per byte" in axes.get_xlabel()
+        assert "TFLOP/s" in axes.get_ylabel()
+        points = [line for line in axes.get_lines() if line.get_linestyle() == "None"]
+        assert len(points) == len(run.gpu_rows)
+        first = min(points, key=lambda point: point.get_ydata()[0])
+        row = max(run.gpu_rows, key=lambda row: row.median_us)
+        assert first.get_xdata()[0] == pytest.approx(row.facts["operations"] / row.facts["bytes_moved"])
+        assert first.get_ydata()[0] == pytest.approx(row.facts["rate_tflops"])
+        assert [point.get_markerfacecolor() for point in points].count("none") == 1
+        legend = [text.get_text() for text in figure.legends[0].get_texts()]
+        assert {"portable", "trtllm", "decode", "target verify", "throttled"} <= set(legend)
+        solid, dashed = (line for line in axes.get_lines() if line.get_linestyle() != "None")
+        assert (solid.get_linestyle(), dashed.get_linestyle()) == ("-", "--")
+        assert solid.get_label() == "measured: 4,243 GB/s, 790 TFLOP/s bfloat16"
+        assert max(solid.get_ydata()) == pytest.approx(790)
+        assert solid.get_ydata()[0] == pytest.approx(4.243 * solid.get_xdata()[0])
+
+    def test_a_picture_holds_one_method(self, tmp_path: Path) -> None:
+        drawn = figures(run_of(tmp_path, [*entries(), entry(l2="warm")]))
+        assert len(drawn["time-over-floor-graph-l2-cold-by-rotation.png"].axes[0].patches) == len(entries())
+        assert len(drawn["time-over-floor-graph-l2-warm.png"].axes[0].patches) == 1
+
+    def test_no_roof_is_drawn_that_was_not_recorded(self, tmp_path: Path) -> None:
+        figure = figures(run_of(tmp_path, entries(), ceilings=None))["roofline-graph-l2-cold-by-rotation.png"]
+        assert all(line.get_linestyle() == "None" for line in figure.axes[0].get_lines())
+
+    def test_time_over_floor(self, tmp_path: Path) -> None:
+        run = run_of(tmp_path, entries())
+        figure = figures(run)["time-over-floor-graph-l2-cold-by-rotation.png"]
+        (axes,) = figure.axes
+        assert [label.get_text() for label in axes.get_yticklabels()] == [
+            "decode/llama-3.1-8b/8q1s4k",
+            "decode/llama-3.1-8b/64q1s4k",
+            "target_verify/llama-3.1-8b/8q1s4k",
+            "target_verify/llama-3.1-8b/64q1s4k",
+        ]
+        ends = sorted({round(bar.get_x() + bar.get_width(), 6) for bar in axes.patches})
+        assert ends == sorted({round(row.median_us / row.facts["floor_us"], 6) for row in run.gpu_rows})
+        spans = sorted((bar.get_y(), bar.get_y() + bar.get_height()) for bar in axes.patches)
+        assert all(lower[1] < upper[0] for lower, upper in itertools.pairwise(spans)), "bars overlap"
+
+    def test_settings_that_differ_name_bars_apart(self, tmp_path: Path) -> None:
+        figure = figures(run_of(tmp_path, [entry(page_size=128), entry(page_size=16)]))[
+            "time-over-floor-graph-l2-cold-by-rotation.png"
+        ]
+        labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+        assert labels == [f"decode/llama-3.1-8b/64q1s4k, page size {size}" for size in (16, 128)]
+
+    def test_rows_without_the_numbers_are_left_out(self, tmp_path: Path) -> None:
+        assert figures(run_of(tmp_path, [entry(operations=None, bytes_moved=None, floor_us=None)])) == {}
+
+    def test_a_floor_shorter_than_a_launch_has_no_bar_and_no_operations_no_point(self, tmp_path: Path) -> None:
+        for floor_us in (0.0, 0.99):
+            assert figures(run_of(tmp_path, [entry(operations=0, floor_us=floor_us)])) == {}
+        (name,) = figures(run_of(tmp_path, [entry(operations=0, floor_us=1.0)]))
+        assert name.startswith("time-over-floor")
+
+
+def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
+    program = (
+        "import sys, lab.reports.recorded, lab.timing.statistics, lab.reports.compare, lab.reports.timings\n"
+        "print([name for name in ('scipy.stats', 'matplotlib', 'rich') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"

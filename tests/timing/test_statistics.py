@@ -1,0 +1,170 @@
+"""The four verdicts, on samples whose truth is known."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from lab.timing.statistics import Change, compare_runs, compare_samples, geometric_mean
+from tests.reports.recorded_runs import samples_us
+
+SEEDS = range(200)
+
+
+def run_us(seed: int, shift_percent: float = 0.0, noise_percent: float = 0.5) -> list[float]:
+    """A run of its own: shifted from others of the same code by up to 1 %, more than its samples scatter."""
+    random = np.random.default_rng(seed)
+    median_us = 250 * (1 + shift_percent / 100) * (1 + random.uniform(-0.01, 0.01))
+    return list(median_us * (1 + noise_percent / 100 * random.standard_normal(30)))
+
+
+def test_two_runs_of_the_same_code_never_trip() -> None:
+    changes = [compare_samples(run_us(2 * seed), run_us(2 * seed + 1)).change for seed in SEEDS]
+    assert set(changes) <= {Change.SAME, Change.UNSURE}
+    assert changes.count(Change.SAME) > 190
+
+
+def test_a_rank_test_alone_would_trip() -> None:
+    """Why there is a minimum effect."""
+    p_values = [compare_samples(run_us(2 * seed), run_us(2 * seed + 1)).p_value for seed in SEEDS]
+    assert sum(p_value < 0.01 for p_value in p_values) > 100
+
+
+@pytest.mark.parametrize(("shift_percent", "change"), [(10, Change.SLOWER), (-10, Change.FASTER)])
+def test_ten_percent_is_always_seen(shift_percent: float, change: Change) -> None:
+    for seed in SEEDS:
+        before = samples_us(250, noise_percent=1, seed=2 * seed)
+        after = samples_us(250 * (1 + shift_percent / 100), noise_percent=1, seed=2 * seed + 1)
+        assert compare_samples(before, after).change is change
+
+
+def test_noise_makes_unsure_and_never_the_opposite() -> None:
+    changes = [
+        compare_samples(samples_us(250, 15, 10, 2 * seed), samples_us(275, 15, 10, 2 * seed + 1)).change
+        for seed in SEEDS
+    ]
+    assert set(changes) == {Change.UNSURE, Change.SLOWER}
+    assert changes.count(Change.UNSURE) > 150
+
+
+def test_a_significant_difference_below_the_minimum_effect_is_none() -> None:
+    comparison = compare_samples(samples_us(100, 0.1, seed=1), samples_us(101, 0.1, seed=2))
+    assert comparison.p_value < 1e-6
+    assert comparison.change is Change.SAME
+    assert compare_samples(samples_us(100, 0.1, seed=1), samples_us(101, 0.1, seed=2), 0.5).change is Change.SLOWER
+
+
+def test_an_interval_across_the_minimum_effect_is_unsure_though_the_point_is_beyond_it() -> None:
+    comparison = compare_samples(samples_us(100, 2, seed=1), samples_us(104, 2, seed=2))
+    assert comparison.effect_percent > 3
+    assert comparison.p_value < 0.01
+    assert comparison.change is Change.UNSURE
+    assert "reaches across the minimum effect of 3 %" in comparison.reason
+
+
+def test_an_interval_beyond_the_minimum_effect_is_not_enough_without_the_rank_test() -> None:
+    """5 and 5 samples cannot reach p = 0.001, however far apart they are."""
+    comparison = compare_samples([100.0, 101, 102, 103, 104], [200.0, 201, 202, 203, 204], significance=0.001)
+    assert comparison.change is Change.UNSURE
+    assert "rank test" in comparison.reason
+    assert compare_samples([100.0, 101, 102, 103, 104], [200.0, 201, 202, 203, 204]).change is Change.SLOWER
+
+
+def test_effect_and_interval_of_the_medians() -> None:
+    comparison = compare_samples(samples_us(100, 1, 100, 1), samples_us(120, 1, 100, 2))
+    assert comparison.effect_percent == pytest.approx(20, abs=0.5)
+    assert comparison.ratio == pytest.approx(1 + comparison.effect_percent / 100)
+    assert comparison.interval_percent is not None
+    lower, upper = comparison.interval_percent
+    assert lower < comparison.effect_percent < upper
+    assert 0.2 < upper - lower < 2
+    assert comparison == compare_samples(samples_us(100, 1, 100, 1), samples_us(120, 1, 100, 2)), "seeded"
+
+
+def test_the_interval_covers_as_often_as_it_says() -> None:
+    """With 30 normal samples, truth +5 %: about 99 % of the intervals hold it."""
+    held = 0
+    for seed in SEEDS:
+        comparison = compare_samples(samples_us(100, 2, 30, 2 * seed), samples_us(105, 2, 30, 2 * seed + 1))
+        assert comparison.interval_percent is not None
+        held += comparison.interval_percent[0] <= 5 <= comparison.interval_percent[1]
+    assert held >= 0.97 * len(SEEDS)
+
+
+def test_constant_samples() -> None:
+    same = compare_samples([5.0] * 30, [5.0] * 30)
+    assert (same.change, same.p_value, same.interval_percent) == (Change.SAME, 1.0, (0.0, 0.0))
+    slower = compare_samples([5.0] * 30, [6.0] * 30)
+    assert slower.change is Change.SLOWER
+    assert slower.interval_percent == pytest.approx((20.0, 20.0))
+
+
+def test_outliers_change_nothing() -> None:
+    before = samples_us(100, 0.5, seed=1)
+    assert compare_samples(before, [*samples_us(100, 0.5, seed=2), 1e6, 1e6, 1e6]).change is Change.SAME
+
+
+def test_two_modes_of_equal_weight_are_unsure() -> None:
+    before = samples_us(100, 0.5, 15, seed=1) + samples_us(120, 0.5, 15, seed=2)
+    after = samples_us(100, 0.5, 15, seed=3) + samples_us(120, 0.5, 15, seed=4)
+    assert compare_samples(before, after).change is Change.UNSURE
+
+
+@pytest.mark.parametrize(("count", "other"), [(1, 1), (4, 4), (4, 30), (30, 2)])
+def test_too_few_samples_say_how_few(count: int, other: int) -> None:
+    comparison = compare_samples(samples_us(100, count=count), samples_us(300, count=other))
+    assert comparison.change is Change.UNSURE
+    assert comparison.interval_percent is None
+    assert f"{count} and {other} samples" in comparison.reason
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, 0.0, -1.0])
+@pytest.mark.parametrize("compare", [compare_samples, lambda before, after: compare_runs([before] * 5, [after] * 5)])
+def test_what_is_no_time_is_refused(wrong: float, compare: Callable[..., object]) -> None:
+    good = samples_us(100)
+    with pytest.raises(ValueError, match=r"a sample after is .*, which is not a time"):
+        compare(good, [*good, wrong])
+    with pytest.raises(ValueError, match="a sample before is"):
+        compare([*good, wrong], good)
+
+
+def test_no_samples_are_refused() -> None:
+    with pytest.raises(ValueError, match="no samples before"):
+        compare_samples([], [1.0])
+
+
+@pytest.mark.parametrize(("effect", "significance"), [(-1, 0.01), (math.nan, 0.01), (3, 0), (3, 1), (3, math.nan)])
+def test_thresholds_out_of_range_are_refused(effect: float, significance: float) -> None:
+    with pytest.raises(ValueError, match="must"):
+        compare_samples([1.0] * 5, [1.0] * 5, effect, significance)
+
+
+def test_from_five_runs_a_run_is_a_sample() -> None:
+    """Runs that differ by 20 % among themselves: 30 samples of each look like 180, and are 6."""
+    random = np.random.default_rng(0)
+    before, after = (
+        [samples_us(level * random.uniform(0.9, 1.1), 0.1, seed=seed) for seed in range(6)] for level in (100, 106)
+    )
+    pooled = compare_samples([us for run in before for us in run], [us for run in after for us in run])
+    by_run = compare_runs(before, after)
+    assert by_run.p_value > 1000 * pooled.p_value
+    assert by_run.change is Change.UNSURE
+
+
+def test_five_runs_of_ten_percent_more_are_seen() -> None:
+    before = [run_us(seed) for seed in range(5)]
+    after = [run_us(seed, shift_percent=10) for seed in range(5, 10)]
+    comparison = compare_runs(before, after)
+    assert comparison.change is Change.SLOWER
+    assert comparison.p_value == pytest.approx(2 / math.comb(10, 5))
+
+
+def test_fewer_runs_are_put_together() -> None:
+    before, after = [run_us(0), run_us(1)], [run_us(2), run_us(3)]
+    assert compare_runs(before, after) == compare_samples(before[0] + before[1], after[0] + after[1])
+
+
+def test_geometric_mean_of_half_and_twice_is_one() -> None:
+    assert geometric_mean([0.5, 2.0]) == pytest.approx(1.0)
+    assert geometric_mean([1.21, 1.0]) == pytest.approx(1.1)
