@@ -21,8 +21,8 @@ METHOD = (
     "below is computed from them. A statement *holds* at a point if the change makes the median time shorter by more than half "
     f"the sum of both times' interquartile ranges and by more than {LEAST_EFFECT_PERCENT:g} %; it *does not hold* if the time "
     "is as much longer, and *cannot be told* otherwise. A saving that is claimed is held against what is saved in the same "
-    "way. Where two clocks timed a point, both must say that it holds. `a → b` is the median time without the change and with it. "
-    "The recordings hold no date: the day is that of the file's commit."
+    "way. Where two clocks timed a point, both must say that it holds. `a → b` is the median time without the change and with "
+    "it. The recordings hold no date: the day is that of the file's commit."
 )
 GROUPS = ("", "points", *(standing.value for standing in Standing), "saved, µs", "times as fast")
 
