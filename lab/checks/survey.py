@@ -21,9 +21,8 @@ import torch
 from lab.checks.forward import Verdict, judge_forward
 from lab.checks.verdicts import Outcome
 from lab.kernels import default_implementation
-from lab.metadata.engine.forward_mode import ForwardMode
+from lab.metadata.engine.forward_mode import AttentionCall, ForwardMode
 from lab.metadata.engine.kv_pool import KVLayout
-from lab.metadata.mha.calls import AttentionCall
 from lab.provenance import environment
 from lab.workloads.forward_case import ForwardCase, Inputs
 from lab.workloads.geometries import GEOMETRIES, geometry

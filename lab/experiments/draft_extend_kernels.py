@@ -24,8 +24,8 @@ from rich.table import Table
 from lab.checks.forward_pass import ForwardPass, build_forward
 from lab.experiments.arms import Outcome, declined_by, named_in_failures, reason_rows
 from lab.experiments.recording import NO_GPU, Recording, ceilings_of_gpu, gpu_is_here
-from lab.metadata.engine.forward_mode import ForwardMode
-from lab.metadata.mha.calls import AttentionCall, plan_calls, prepare_attention
+from lab.metadata.engine.forward_mode import AttentionCall, ForwardMode
+from lab.metadata.mha.calls import plan_calls, prepare_attention
 from lab.timing.forward import case_facts, forward_work, kernel_names, time_facts
 from lab.timing.gpu_time import measure_interleaved
 from lab.timing.method import L2, Clock, Method

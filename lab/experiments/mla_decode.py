@@ -29,8 +29,8 @@ from lab.checks.mla_pass import MLAPass, build_mla_pass
 from lab.experiments.arms import Outcome, declined_by, measure_right_ones, named_in_failures, reason_rows
 from lab.experiments.recording import NO_GPU, Columns, Recording, ceilings_of_gpu, gpu_is_here, table_of
 from lab.kernels.support import Kernel, capability_of
-from lab.metadata.engine.forward_mode import ForwardMode
-from lab.metadata.mla.calls import MLAAttentionCall, prepare_mla_attention
+from lab.metadata.engine.forward_mode import ForwardMode, MLAAttentionCall
+from lab.metadata.mla.calls import prepare_mla_attention
 from lab.timing.forward import mla_facts, mla_work, time_facts
 from lab.timing.gpu_time import GpuTime, measure_interleaved
 from lab.timing.method import L2, Clock, Method

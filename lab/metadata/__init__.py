@@ -1,11 +1,10 @@
 """A serving batch turned into the arguments of an attention kernel, the way SGLang's backends do it."""
 
 from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
-from lab.metadata.engine.forward_mode import ForwardMode
+from lab.metadata.engine.forward_mode import AttentionCall, ForwardMode, MLAAttentionCall, QueryRows, UncountedTokens
 from lab.metadata.engine.host_mirrors import LengthMirror, decide_needs_cpu_seq_lens
 from lab.metadata.engine.kv_pool import KVLayout, KVPool, PagedKVCache, PagedLatentCache
 from lab.metadata.mha.calls import (
-    AttentionCall,
     AttentionLayer,
     PlannedCall,
     attention_call,
@@ -14,7 +13,6 @@ from lab.metadata.mha.calls import (
 )
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata, mixed_tail_split
 from lab.metadata.mla.calls import (
-    MLAAttentionCall,
     MLALayer,
     RaggedContextArguments,
     mla_attention_call,
@@ -54,11 +52,13 @@ __all__ = [
     "PagedLatentCache",
     "PlannedCall",
     "QueryLayout",
+    "QueryRows",
     "RaggedContextArguments",
     "SpecInfo",
     "TRTLLMMHAMetadata",
     "TRTLLMMLADecodeMetadata",
     "TRTLLMMLAPrefillMetadata",
+    "UncountedTokens",
     "VerifyMask",
     "VerifyMaskForm",
     "allocate_multi_ctas_kv_counters",

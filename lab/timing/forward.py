@@ -11,7 +11,8 @@ from lab.checks.forward_pass import ForwardPass, build_forward
 from lab.checks.mla_pass import MLAPass
 from lab.checks.truth import Truth
 from lab.kernels.support import capability_of, context_kernel, decode_kernel
-from lab.metadata.mha.calls import AttentionCall, prepare_attention
+from lab.metadata.engine.forward_mode import AttentionCall
+from lab.metadata.mha.calls import prepare_attention
 from lab.metadata.mla.calls import prepare_mla_attention
 from lab.timing.gpu_time import GpuTime, measure
 from lab.timing.host_time import CALLS_PER_BATCH, host_time

@@ -5,9 +5,8 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from lab.metadata.engine.forward_mode import ForwardMode
+from lab.metadata.engine.forward_mode import AttentionCall, ForwardMode
 from lab.metadata.engine.kv_pool import KVLayout
-from lab.metadata.mha.calls import AttentionCall
 from lab.workloads.geometries import Geometry, geometry
 
 DTYPES = (torch.float16, torch.bfloat16)

@@ -41,8 +41,7 @@ from lab.experiments.kv_read_once import (
 )
 from lab.experiments.recording import table_of
 from lab.kernels import trtllm
-from lab.metadata.engine.forward_mode import ForwardMode
-from lab.metadata.mha.calls import AttentionCall
+from lab.metadata.engine.forward_mode import AttentionCall, ForwardMode
 from lab.timing import Ceilings, GpuTime, GpuWork
 from lab.timing.host_time import HostTime
 from lab.timing.method import L2, Clock, Method

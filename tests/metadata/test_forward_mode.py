@@ -1,4 +1,7 @@
-"""The modes and their predicates, as truth tables of SGLang 0.5.13."""
+"""The modes, their rows and their predicates, as truth tables of SGLang 0.5.13."""
+
+import copy
+import pickle
 
 import pytest
 
@@ -19,6 +22,20 @@ MODES = [
 
 EXTENDS = {"EXTEND", "MIXED", "DRAFT_EXTEND", "TARGET_VERIFY", "SPLIT_PREFILL", "DLLM_EXTEND"}
 
+# One line per mode: query rows, uncounted tokens, the call of MHA and of MLA, and whether a graph runs it.
+ROWS = {
+    "EXTEND": ("NEW_TOKENS", "NONE", "CONTEXT", "RAGGED_CONTEXT", False),
+    "DECODE": ("ONE", "DRAFT_STEP", "DECODE", "DECODE", True),
+    "MIXED": ("NEW_TOKENS", "NONE", "CONTEXT", "RAGGED_CONTEXT", False),
+    "IDLE": ("ONE", "DRAFT_STEP", "DECODE", "DECODE", False),
+    "TARGET_VERIFY": ("DRAFT_TOKENS", "QUERY_ROWS", "DECODE", "DECODE", True),
+    "DRAFT_EXTEND": ("ACCEPTED", "NONE", "CONTEXT", "DECODE", True),
+    "DRAFT_EXTEND_V2": ("FIXED", "NONE", "DECODE", "DECODE", True),
+    "PREBUILT": ("NONE", "NONE", None, None, False),
+    "SPLIT_PREFILL": ("NEW_TOKENS", "NONE", "CONTEXT", "RAGGED_CONTEXT", False),
+    "DLLM_EXTEND": ("NEW_TOKENS", "NONE", "CONTEXT", "RAGGED_CONTEXT", False),
+}
+
 PREDICATES = [
     ("is_decode_or_idle", {}, {"DECODE", "IDLE"}),
     ("is_extend", {}, EXTENDS),
@@ -26,28 +43,41 @@ PREDICATES = [
     ("is_draft_extend", {}, {"DRAFT_EXTEND"}),
     ("is_draft_extend", {"include_v2": True}, {"DRAFT_EXTEND", "DRAFT_EXTEND_V2"}),
     ("is_draft_extend_v2", {}, {"DRAFT_EXTEND_V2"}),
-    ("is_cuda_graph", {}, {"DECODE", "TARGET_VERIFY", "IDLE", "DLLM_EXTEND"}),
-    ("is_context_parallel_extend", {}, {"EXTEND", "MIXED"}),
-    ("is_context_parallel_extend", {"include_draft_extend_v2": True}, {"EXTEND", "MIXED", "DRAFT_EXTEND_V2"}),
-    ("is_extend_or_draft_extend_or_mixed", {}, {"EXTEND", "DRAFT_EXTEND", "MIXED", "SPLIT_PREFILL"}),
-    (
-        "is_extend_or_draft_extend_or_mixed",
-        {"include_draft_extend_v2": True},
-        {"EXTEND", "DRAFT_EXTEND", "MIXED", "SPLIT_PREFILL", "DRAFT_EXTEND_V2"},
-    ),
     ("is_extend_without_speculative", {}, EXTENDS - {"TARGET_VERIFY", "DRAFT_EXTEND"}),
     ("is_decode", {}, {"DECODE"}),
     ("is_idle", {}, {"IDLE"}),
     ("is_mixed", {}, {"MIXED"}),
     ("is_target_verify", {}, {"TARGET_VERIFY"}),
     ("is_prebuilt", {}, {"PREBUILT"}),
-    ("is_split_prefill", {}, {"SPLIT_PREFILL"}),
-    ("is_dllm_extend", {}, {"DLLM_EXTEND"}),
 ]
 
 
 def test_members_are_numbered_as_in_0_5_13() -> None:
     assert [(mode.name, mode.value) for mode in ForwardMode] == list(zip(MODES, range(1, 11), strict=True))
+
+
+@pytest.mark.parametrize("mode", ForwardMode)
+def test_row(mode: ForwardMode) -> None:
+    found = (mode.query_rows, mode.uncounted, mode.mha_call, mode.mla_call)
+    assert (*(each and each.name for each in found), mode.in_graph) == ROWS[mode.name]
+
+
+def test_properties_of_the_rows() -> None:
+    def modes(name: str) -> set[str]:
+        return {mode.name for mode in ForwardMode if getattr(mode, name)}
+
+    assert modes("is_prefill") == EXTENDS - {"TARGET_VERIFY", "DRAFT_EXTEND"}
+    assert modes("extends_draft") == {"DRAFT_EXTEND", "DRAFT_EXTEND_V2"}
+    assert {mode.name for mode in ForwardMode if mode.query_rows.in_extend_seq_lens} == (
+        EXTENDS - {"TARGET_VERIFY"} | {"DRAFT_EXTEND_V2"}
+    )
+    uniform = {mode.name for mode in ForwardMode if mode.query_rows.are_uniform}
+    assert uniform == {"DECODE", "IDLE", "TARGET_VERIFY", "DRAFT_EXTEND_V2"}
+
+
+def test_a_mode_survives_copies() -> None:
+    assert pickle.loads(pickle.dumps(ForwardMode.MIXED)) is ForwardMode(3)
+    assert copy.deepcopy(ForwardMode.MIXED) is ForwardMode.MIXED
 
 
 @pytest.mark.parametrize(("name", "flags", "expected"), PREDICATES)

@@ -16,7 +16,7 @@ from torch import Tensor
 from lab.kernels.serving.forward_metadata import PassBuffers, prepare_write_forward_metadata
 from lab.metadata.engine.capture import capturing
 from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
-from lab.metadata.engine.forward_mode import ForwardMode
+from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata, uncounted_tokens
 
@@ -86,13 +86,15 @@ class GraphMode:
 
     @property
     def extends(self) -> bool:
-        return self.forward_mode.is_draft_extend(include_v2=True)
+        return self.forward_mode.extends_draft
 
     def __post_init__(self) -> None:
         mode = self.forward_mode
-        if not (mode.is_decode() or mode.is_target_verify() or self.extends):
-            raise ValueError(f"{mode!r} is not run in CUDA graphs: use DECODE, TARGET_VERIFY or a draft extend")
-        if self.num_tokens_per_req < 1 or (mode.is_decode() and self.num_tokens_per_req != 1):
+        if not mode.in_graph:
+            raise ValueError(
+                f"{mode!r} is not run in CUDA graphs: use {', '.join(each.name for each in ForwardMode if each.in_graph)}"
+            )
+        if self.num_tokens_per_req < 1 or (mode.query_rows is QueryRows.ONE and self.num_tokens_per_req != 1):
             raise ValueError(f"num_tokens_per_req={self.num_tokens_per_req}: {mode!r} has 1 row per request or more")
 
 
@@ -130,7 +132,7 @@ class StaticInputs:
             num_tokens=batch_size * width,
             extend_seq_lens=lens if mode.extends else None,
             extend_seq_lens_cpu=[width] * batch_size if mode.extends else None,
-            spec_info=self._spec_info(lens),
+            spec_info=SpecInfo.of(mode.forward_mode, width, draft_step=mode.draft_step, num_accept_tokens=lens),
         )
 
     def load(self, batch: ForwardBatch, batch_size: int) -> None:
@@ -156,34 +158,23 @@ class StaticInputs:
         if batch.extend_seq_lens is not None:
             self.extend_seq_lens[:raw].copy_(batch.extend_seq_lens)
 
-    def _spec_info(self, lens: Tensor) -> SpecInfo | None:
-        mode = self.mode
-        if mode.forward_mode.is_target_verify():
-            return SpecInfo(num_draft_tokens=mode.num_tokens_per_req)
-        if mode.forward_mode.is_draft_extend_v2():
-            return SpecInfo(num_tokens_per_req=mode.num_tokens_per_req)
-        if mode.forward_mode.is_draft_extend():
-            return SpecInfo(num_accept_tokens=lens)
-        return None if mode.draft_step is None else SpecInfo(speculative_step_id=mode.draft_step)
-
     def _check(self, batch: ForwardBatch, batch_size: int) -> None:
         mode, width = self.mode, self.mode.num_tokens_per_req
         if batch.forward_mode is not mode.forward_mode:
             raise ValueError(f"these graphs run {mode.forward_mode!r}, not {batch.forward_mode!r}")
         step = None if batch.spec_info is None else batch.spec_info.speculative_step_id
-        if mode.forward_mode.is_decode() and step != mode.draft_step:
+        if mode.forward_mode.query_rows is QueryRows.ONE and step != mode.draft_step:
             raise ValueError(f"these graphs run draft step {mode.draft_step}, and the batch is of step {step}")
         if not batch.batch_size <= batch_size <= self.max_batch_size:
             raise ValueError(
                 f"{batch.batch_size} requests do not fit into size {batch_size} of buffers for {self.max_batch_size}"
             )
-        uniform = mode.forward_mode.is_target_verify() or mode.forward_mode.is_draft_extend_v2()
-        if uniform and batch.num_tokens != batch.batch_size * width:
+        if mode.forward_mode.query_rows.are_uniform and batch.num_tokens != batch.batch_size * width:
             raise ValueError(
                 f"the batch has {batch.num_tokens} rows for {batch.batch_size} requests, but these graphs were captured with "
                 f"{width} rows for each: run it eagerly"
             )
-        if mode.forward_mode.is_draft_extend():
+        if mode.forward_mode.query_rows is QueryRows.ACCEPTED:
             self._check_accepted(batch)
         if max(batch.extend_seq_lens_cpu or (0,)) > width:
             raise ValueError(
@@ -273,12 +264,10 @@ class GraphMetadata:
             view: of the runner's inputs.
         """
         metadata = self.slices(view.batch_size)
-        mode = self.mode.forward_mode
         rows: int | Tensor | None = None
-        if mode.is_draft_extend_v2():
-            rows = self.mode.num_tokens_per_req
-        elif mode.is_draft_extend():
-            rows = view.extend_seq_lens
+        if self.mode.extends:
+            uniform = self.mode.forward_mode.query_rows.are_uniform
+            rows = self.mode.num_tokens_per_req if uniform else view.extend_seq_lens
         buffers = PassBuffers(
             cache_seqlens=metadata.cache_seqlens_int32,
             cu_seqlens_k=metadata.cu_seqlens_k,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lab.metadata.engine.forward_mode import ForwardMode
+from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
 
@@ -31,6 +31,31 @@ class SpecInfo:
     num_tokens_per_req: int = -1
     num_accept_tokens: Tensor | None = None
     speculative_step_id: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        mode: ForwardMode,
+        num_rows: int,
+        *,
+        draft_step: int | None = None,
+        num_accept_tokens: Tensor | None = None,
+    ) -> "SpecInfo | None":
+        """Return what speculative decoding adds to a pass, or None for a pass without it.
+
+        Args:
+            mode: of the pass.
+            num_rows: query rows of every request, where all have as many.
+            draft_step: of a draft decode step; None for a plain decode.
+            num_accept_tokens: of the first draft extend in a graph.
+        """
+        if mode.query_rows is QueryRows.DRAFT_TOKENS:
+            return cls(num_draft_tokens=num_rows)
+        if mode.query_rows is QueryRows.FIXED:
+            return cls(num_tokens_per_req=num_rows)
+        if mode.query_rows is QueryRows.ACCEPTED:
+            return cls(num_accept_tokens=num_accept_tokens)
+        return None if draft_step is None else cls(speculative_step_id=draft_step)
 
     def __post_init__(self) -> None:
         if self.num_draft_tokens is not None and self.num_draft_tokens < 1:
@@ -141,7 +166,7 @@ class ForwardBatch:
                 raise ValueError(f"{name}={list(lengths)} must not be negative")
 
         new, cached, total = self.extend_seq_lens_cpu, self.extend_prefix_lens_cpu, self.seq_lens_cpu
-        if new is None or cached is None or total is None or not self.forward_mode.is_extend_without_speculative():
+        if new is None or cached is None or total is None or not self.forward_mode.is_prefill:
             return
         for i, (prefix_len, extend_len, seq_len) in enumerate(zip(cached, new, total, strict=True)):
             if prefix_len + extend_len != seq_len:
@@ -159,20 +184,21 @@ class ForwardBatch:
                 f"out_cache_loc names {self.out_cache_loc.shape[0]} slots for num_tokens={self.num_tokens} query rows: "
                 "count the padding into num_tokens, not into out_cache_loc"
             )
-        if mode.is_decode() and self.num_tokens != bs:
+        if mode is ForwardMode.DECODE and self.num_tokens != bs:
             raise ValueError(
                 f"num_tokens={self.num_tokens} but DECODE has one query row per request, {bs}: pad requests, not rows"
             )
-        if mode.is_target_verify() and bs > 0 and (self.num_tokens < bs or self.num_tokens % bs != 0):
+        drafts = mode.query_rows is QueryRows.DRAFT_TOKENS
+        if drafts and bs > 0 and (self.num_tokens < bs or self.num_tokens % bs != 0):
             raise ValueError(
                 f"num_tokens={self.num_tokens} is no positive multiple of the {bs} requests: "
-                "TARGET_VERIFY has the same number of query rows for each, so pad the requests with the rows"
+                f"{mode.name} has the same number of query rows for each, so pad the requests with the rows"
             )
 
     def _check_extend_rows(self) -> None:
         """The rows of the extend modes are the new tokens that the host list names, and each has a slot."""
         mode, lengths = self.forward_mode, self.extend_seq_lens_cpu
-        if lengths is None or mode.is_target_verify() or not mode.is_extend(include_draft_extend_v2=True):
+        if lengths is None or not mode.query_rows.in_extend_seq_lens:
             return
         rows, slots = sum(lengths), self.out_cache_loc.shape[0]
         if rows > self.num_tokens:
@@ -185,7 +211,7 @@ class ForwardBatch:
                 "pass one slot for each of them and none for padding rows"
             )
         width = self.spec_info.num_tokens_per_req if self.spec_info is not None else -1
-        if mode.is_draft_extend_v2() and width > 0 and set(lengths) - {width}:
+        if mode.query_rows is QueryRows.FIXED and width > 0 and set(lengths) - {width}:
             raise ValueError(
                 f"extend_seq_lens_cpu={list(lengths)}, but SpecInfo.num_tokens_per_req={width} fixes the rows of every "
                 "request: pad to that width, or pass num_tokens_per_req=-1"

@@ -1,30 +1,138 @@
-"""The kinds of forward pass that a serving engine runs, and the questions it asks about them."""
+"""The kinds of forward pass that a serving engine runs: a row for each, of what sets it apart.
 
-from enum import IntEnum, auto
+Everybody who builds a batch, its metadata or its call reads the row: `ForwardMode.query_rows`, `uncounted`, `mha_call`,
+`mla_call`, `in_graph`. Nobody asks a mode for its name.
+"""
+
+from enum import Enum, IntEnum
+
+
+class _Shown(Enum):
+    """An enum whose repr can be pasted into a test."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"
+
+
+class QueryRows(_Shown):
+    """The number of query rows of each request, and the field of the batch that says it."""
+
+    NONE = "none"  # no attention runs
+    ONE = "one"
+    DRAFT_TOKENS = "draft tokens"  # as many for every request: num_tokens // batch_size, or SpecInfo.num_draft_tokens
+    FIXED = "fixed"  # as many for every request: SpecInfo.num_tokens_per_req, and extend_seq_lens
+    ACCEPTED = "accepted"  # each its own: extend_seq_lens
+    NEW_TOKENS = "new tokens"  # each its own: extend_seq_lens, on top of extend_prefix_lens
+
+    @property
+    def are_uniform(self) -> bool:
+        """Every request has the same number."""
+        return self in (QueryRows.ONE, QueryRows.DRAFT_TOKENS, QueryRows.FIXED)
+
+    @property
+    def in_extend_seq_lens(self) -> bool:
+        """The batch has ``extend_seq_lens``, and ``extend_seq_lens_cpu`` on the host."""
+        return self in (QueryRows.FIXED, QueryRows.ACCEPTED, QueryRows.NEW_TOKENS)
+
+
+class UncountedTokens(_Shown):
+    """The tokens of a request that are keys of this pass, and that ``seq_lens`` does not count."""
+
+    NONE = "none"  # seq_lens counts the new tokens
+    QUERY_ROWS = "query rows"  # the draft tokens that this pass verifies
+    DRAFT_STEP = "draft step"  # with a SpecInfo, those drafted so far and the step's own; without one, none
+
+
+class AttentionCall(_Shown):
+    """The two functions of FlashInfer that the MHA backend runs on; the value is the function's name."""
+
+    DECODE = "trtllm_batch_decode_with_kv_cache"
+    CONTEXT = "trtllm_batch_context_with_kv_cache"
+
+
+class MLAAttentionCall(_Shown):
+    """The two functions of FlashInfer that the MLA backend runs on; the value is the function's name."""
+
+    DECODE = "trtllm_batch_decode_with_kv_cache_mla"  # after absorption, over the paged cache
+    RAGGED_CONTEXT = "trtllm_ragged_attention_deepseek"  # before absorption, over the new tokens alone
+
+
+_Rows, _Uncounted, _MHA, _MLA = QueryRows, UncountedTokens, AttentionCall, MLAAttentionCall
 
 
 class ForwardMode(IntEnum):
-    """SGLang's forward modes, numbered as in 0.5.13.
+    """SGLang's forward modes, numbered as in 0.5.13, each with its row.
 
     0.5.13 is the last release with the first draft extend (``DRAFT_EXTEND``), so its set covers every version.
     Later releases dropped that member and the values after it moved down by one: compare members, never integers.
 
-    Two predicates surprise: ``is_extend()`` is true for ``TARGET_VERIFY`` and false for ``DRAFT_EXTEND_V2``.
+    Attributes:
+        query_rows: of each request.
+        uncounted: tokens that ``seq_lens`` leaves out.
+        mha_call, mla_call: the call that each backend makes (SGLang 0.5.23; the first draft extend as in 0.5.13 with MHA and
+            in 0.5.12 with MLA); None where no attention runs.
+        in_graph: a `GraphMode` can capture it.
     """
 
-    EXTEND = auto()  # prefill, on top of a cached prefix or on nothing
-    DECODE = auto()  # one new token per request; with a SpecInfo, one step of the draft model
-    MIXED = auto()  # chunked prefill with decoding requests in the same batch
-    IDLE = auto()  # a data-parallel rank without work that must still take part in collectives
-    TARGET_VERIFY = auto()  # the target model scores the draft tokens
-    DRAFT_EXTEND = auto()  # the draft model catches up on accepted tokens, as many per request as were accepted
-    DRAFT_EXTEND_V2 = auto()  # the same with a fixed number of rows per request
-    PREBUILT = auto()  # the KV cache arrived from a prefill worker: no attention runs
-    SPLIT_PREFILL = auto()  # a prefill cut into groups of layers
-    DLLM_EXTEND = auto()  # a block of a diffusion language model
+    query_rows: QueryRows
+    uncounted: UncountedTokens
+    mha_call: AttentionCall | None
+    mla_call: MLAAttentionCall | None
+    in_graph: bool
+
+    # Prefill, on top of a cached prefix or on nothing.
+    EXTEND = 1, _Rows.NEW_TOKENS, _Uncounted.NONE, _MHA.CONTEXT, _MLA.RAGGED_CONTEXT
+    # One new token per request; with a SpecInfo, one step of the draft model.
+    DECODE = 2, _Rows.ONE, _Uncounted.DRAFT_STEP, _MHA.DECODE, _MLA.DECODE, True
+    # Chunked prefill with decoding requests in the same batch.
+    MIXED = 3, _Rows.NEW_TOKENS, _Uncounted.NONE, _MHA.CONTEXT, _MLA.RAGGED_CONTEXT
+    # A data-parallel rank without work that must still take part in collectives.
+    IDLE = 4, _Rows.ONE, _Uncounted.DRAFT_STEP, _MHA.DECODE, _MLA.DECODE
+    # The target model scores the draft tokens.
+    TARGET_VERIFY = 5, _Rows.DRAFT_TOKENS, _Uncounted.QUERY_ROWS, _MHA.DECODE, _MLA.DECODE, True
+    # The draft model catches up on accepted tokens, as many per request as were accepted.
+    DRAFT_EXTEND = 6, _Rows.ACCEPTED, _Uncounted.NONE, _MHA.CONTEXT, _MLA.DECODE, True
+    # The same with a fixed number of rows per request.
+    DRAFT_EXTEND_V2 = 7, _Rows.FIXED, _Uncounted.NONE, _MHA.DECODE, _MLA.DECODE, True
+    # The KV cache arrived from a prefill worker: no attention runs.
+    PREBUILT = 8, _Rows.NONE, _Uncounted.NONE, None, None
+    # A prefill cut into groups of layers.
+    SPLIT_PREFILL = 9, _Rows.NEW_TOKENS, _Uncounted.NONE, _MHA.CONTEXT, _MLA.RAGGED_CONTEXT
+    # A block of a diffusion language model.
+    DLLM_EXTEND = 10, _Rows.NEW_TOKENS, _Uncounted.NONE, _MHA.CONTEXT, _MLA.RAGGED_CONTEXT
+
+    def __new__(
+        cls,
+        value: int,
+        query_rows: QueryRows,
+        uncounted: UncountedTokens,
+        mha_call: AttentionCall | None,
+        mla_call: MLAAttentionCall | None,
+        in_graph: bool = False,
+    ) -> "ForwardMode":
+        mode = int.__new__(cls, value)
+        mode._value_ = value
+        mode.query_rows = query_rows
+        mode.uncounted = uncounted
+        mode.mha_call = mha_call
+        mode.mla_call = mla_call
+        mode.in_graph = in_graph
+        return mode
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}.{self.name}"
+
+    @property
+    def is_prefill(self) -> bool:
+        """New tokens of requests, without speculation: ``query_rows`` is NEW_TOKENS."""
+        return self.query_rows is QueryRows.NEW_TOKENS
+
+    @property
+    def extends_draft(self) -> bool:
+        """The draft model catches up, by either draft extend."""
+        return self.query_rows in (QueryRows.ACCEPTED, QueryRows.FIXED)
+
+    # The predicates below are SGLang's; the row answers all of them.
 
     def is_decode(self) -> bool:
         return self is ForwardMode.DECODE
@@ -41,12 +149,6 @@ class ForwardMode(IntEnum):
     def is_prebuilt(self) -> bool:
         return self is ForwardMode.PREBUILT
 
-    def is_split_prefill(self) -> bool:
-        return self is ForwardMode.SPLIT_PREFILL
-
-    def is_dllm_extend(self) -> bool:
-        return self is ForwardMode.DLLM_EXTEND
-
     def is_draft_extend_v2(self) -> bool:
         return self is ForwardMode.DRAFT_EXTEND_V2
 
@@ -54,43 +156,15 @@ class ForwardMode(IntEnum):
         return self is ForwardMode.DRAFT_EXTEND or (include_v2 and self.is_draft_extend_v2())
 
     def is_decode_or_idle(self) -> bool:
-        return self in (ForwardMode.DECODE, ForwardMode.IDLE)
+        return self.query_rows is QueryRows.ONE
 
     def is_extend(self, include_draft_extend_v2: bool = False) -> bool:
-        """Whether the pass counts as a prefill. Includes verification, and the second draft extend by flag only."""
+        """Return True for a prefill in SGLang's sense, which counts verification, and the second draft extend by flag only."""
         return (
-            self.is_extend_without_speculative()
+            self.is_prefill
             or self in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
             or (include_draft_extend_v2 and self.is_draft_extend_v2())
         )
 
     def is_extend_without_speculative(self) -> bool:
-        return self in (
-            ForwardMode.EXTEND,
-            ForwardMode.MIXED,
-            ForwardMode.SPLIT_PREFILL,
-            ForwardMode.DLLM_EXTEND,
-        )
-
-    def is_extend_or_draft_extend_or_mixed(self, include_draft_extend_v2: bool = False) -> bool:
-        """``is_extend`` without verification and without diffusion blocks."""
-        return self in (
-            ForwardMode.EXTEND,
-            ForwardMode.DRAFT_EXTEND,
-            ForwardMode.MIXED,
-            ForwardMode.SPLIT_PREFILL,
-        ) or (include_draft_extend_v2 and self.is_draft_extend_v2())
-
-    def is_context_parallel_extend(self, include_draft_extend_v2: bool = False) -> bool:
-        return self in (ForwardMode.EXTEND, ForwardMode.MIXED) or (
-            include_draft_extend_v2 and self.is_draft_extend_v2()
-        )
-
-    def is_cuda_graph(self) -> bool:
-        """Whether the mode has the static shapes that the decode graph runner captures."""
-        return self in (
-            ForwardMode.DECODE,
-            ForwardMode.TARGET_VERIFY,
-            ForwardMode.IDLE,
-            ForwardMode.DLLM_EXTEND,
-        )
+        return self.is_prefill

@@ -17,6 +17,7 @@ from torch import Tensor
 from lab.calls.problem import MASK_BITS_PER_WORD, mask_words
 from lab.metadata.engine.cuda_graph import GraphMetadata, GraphMode, StaticInputs
 from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
 
@@ -199,7 +200,7 @@ class _MHAVerify(VerifyBackend):
 
     def check(self, batch: ForwardBatch) -> None:
         self.planned(batch.batch_size)
-        if not batch.forward_mode.is_target_verify():
+        if batch.forward_mode.query_rows is not QueryRows.DRAFT_TOKENS:
             raise ValueError(f"{batch.forward_mode!r} is not verified: pass a TARGET_VERIFY batch")
         if batch.seq_lens.device != self.device:
             raise ValueError(f"the batch is on {batch.seq_lens.device} but the pool on {self.device}: use one device")

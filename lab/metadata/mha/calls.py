@@ -1,6 +1,5 @@
 """Which of the two attention calls a forward mode makes, and with what arguments."""
 
-import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,19 +8,9 @@ import torch
 
 from lab.kernels import prepare
 from lab.metadata.engine.forward_batch import ForwardBatch
-from lab.metadata.engine.forward_mode import ForwardMode
+from lab.metadata.engine.forward_mode import AttentionCall, ForwardMode, QueryRows
 from lab.metadata.engine.kv_pool import PagedKVCache
-from lab.metadata.mha.metadata import TRTLLMMHAMetadata, mixed_tail_split
-
-
-class AttentionCall(enum.Enum):
-    """The two functions of FlashInfer that every mode runs on; the value is the function's name."""
-
-    DECODE = "trtllm_batch_decode_with_kv_cache"
-    CONTEXT = "trtllm_batch_context_with_kv_cache"
-
-    def __repr__(self) -> str:
-        return f"AttentionCall.{self.name}"
+from lab.metadata.mha.metadata import TRTLLMMHAMetadata, max_query_rows, mixed_tail_split
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +45,7 @@ class PlannedCall:
 
 
 def attention_call(mode: ForwardMode, draft_extend: AttentionCall | None = None) -> AttentionCall:
-    """The call that a mode makes (SGLang 0.5.23; v1 draft extend as in 0.5.13).
+    """Return the call that a mode makes: `ForwardMode.mha_call`, or the engine's choice for the draft extends.
 
     Args:
         mode: any mode that runs attention.
@@ -67,13 +56,9 @@ def attention_call(mode: ForwardMode, draft_extend: AttentionCall | None = None)
     Raises:
         ValueError: PREBUILT runs no attention.
     """
-    if mode.is_prebuilt():
+    if mode.mha_call is None:
         raise ValueError(f"{mode!r} runs no attention")
-    if mode.is_draft_extend(include_v2=True) and draft_extend is not None:
-        return draft_extend
-    if mode.is_decode_or_idle() or mode.is_target_verify() or mode.is_draft_extend_v2():
-        return AttentionCall.DECODE
-    return AttentionCall.CONTEXT
+    return draft_extend if mode.extends_draft and draft_extend is not None else mode.mha_call
 
 
 def plan_calls(
@@ -95,7 +80,7 @@ def plan_calls(
     bs = batch.batch_size
     if bs == 0:
         return []
-    plain_extend = batch.forward_mode.is_extend_without_speculative() and batch.spec_info is None
+    plain_extend = batch.forward_mode.is_prefill and batch.spec_info is None
     if not (split_mixed_tail and plain_extend):
         return [PlannedCall(whole, 0, bs, 0, sum(_widths(batch)))]
     first = mixed_tail_split(batch)
@@ -195,20 +180,17 @@ def call_arguments(
 
 def _widths(batch: ForwardBatch) -> Sequence[int]:
     """Query rows of each request; rows of the batch beyond their sum are padding and belong to none."""
-    bs, mode = batch.batch_size, batch.forward_mode
-    if mode.is_decode_or_idle():
-        return [1] * bs
-    if mode.is_target_verify():
-        return [batch.num_tokens // bs] * bs
+    if not batch.forward_mode.query_rows.in_extend_seq_lens:
+        return [max_query_rows(batch)] * batch.batch_size
     if batch.extend_seq_lens_cpu is None:
         raise ValueError(
-            f"{mode!r} needs extend_seq_lens_cpu to tell whose the query rows are: pass the scheduler's list"
+            f"{batch.forward_mode!r} needs extend_seq_lens_cpu to tell whose the query rows are: pass the scheduler's list"
         )
     return batch.extend_seq_lens_cpu
 
 
 def _decode_width(planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata) -> dict[str, Any]:
-    """q_len_per_req where all widths are equal, else ragged rows, which only `DRAFT_EXTEND` has on the decode call.
+    """q_len_per_req where all widths are equal, else ragged rows, unless the mode's rows are uniform.
 
     The widths decide, not whether the rows divide by the requests: 2 + 4 rows divide, but into wrong ones.
     """
@@ -216,10 +198,10 @@ def _decode_width(planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHA
     widths = _widths(batch)[first:last]
     if len(set(widths)) == 1:
         return {"q_len_per_req": widths[0]}
-    if batch.forward_mode.is_draft_extend_v2():
+    if batch.forward_mode.query_rows is QueryRows.FIXED:
         raise ValueError(
-            f"extend_seq_lens_cpu={list(widths)}: DRAFT_EXTEND_V2 has the same number of rows for every request on the "
-            "decode call; pad the rows, or plan it with draft_extend=AttentionCall.CONTEXT"
+            f"extend_seq_lens_cpu={list(widths)}: {batch.forward_mode.name} has the same number of rows for every request "
+            "on the decode call; pad the rows, or plan it with draft_extend=AttentionCall.CONTEXT"
         )
     return {
         "q_len_per_req": None,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.forward_mode import QueryRows, UncountedTokens
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.speculation.draft_attention import DraftAttention
 
@@ -98,10 +99,10 @@ def mixed_tail_split(batch: ForwardBatch) -> int:
     Raises:
         ValueError: the mode is not an extend, the batch is speculative, or ``extend_seq_lens_cpu`` is missing.
     """
-    if not batch.forward_mode.is_extend() or batch.spec_info is not None:
+    if not batch.forward_mode.is_prefill or batch.spec_info is not None:
         raise ValueError(
             f"{batch.forward_mode!r} {'with' if batch.spec_info else 'without'} a SpecInfo has no tail of decoding "
-            "requests to split off: only extend modes without speculation do"
+            "requests to split off: only prefills without speculation do"
         )
     context = len(lengths := host_lengths(batch, "extend_seq_lens_cpu"))
     while context > 0 and lengths[context - 1] == 1:
@@ -119,9 +120,10 @@ def uncounted_tokens(batch: ForwardBatch, attention: DraftAttention = DraftAtten
     Raises:
         ValueError: a host fact that the mode needs is missing.
     """
-    if batch.forward_mode.is_target_verify():
-        return _verify_q_len(batch)
-    if batch.forward_mode.is_decode_or_idle() and batch.spec_info is not None:
+    uncounted = batch.forward_mode.uncounted
+    if uncounted is UncountedTokens.QUERY_ROWS:
+        return max_query_rows(batch)
+    if uncounted is UncountedTokens.DRAFT_STEP and batch.spec_info is not None:
         if batch.spec_info.speculative_step_id is None:
             raise ValueError(
                 f"{batch.forward_mode!r} with a SpecInfo is a draft step and needs SpecInfo.speculative_step_id; "
@@ -138,11 +140,9 @@ def query_rows(batch: ForwardBatch) -> int | Tensor | None:
         ValueError: a host fact that the mode needs is missing.
     """
     mode = batch.forward_mode
-    if mode.is_decode_or_idle():
-        return 1
-    if mode.is_target_verify():
-        return _verify_q_len(batch)
-    if not mode.is_draft_extend(include_v2=True) and not any(host_lengths(batch, "extend_prefix_lens_cpu")):
+    if not mode.query_rows.in_extend_seq_lens:
+        return max_query_rows(batch)
+    if mode.is_prefill and not any(host_lengths(batch, "extend_prefix_lens_cpu")):
         return None
     if batch.extend_seq_lens is None:
         raise ValueError(f"{mode!r} takes its query rows from the device tensor extend_seq_lens, which is None")
@@ -155,16 +155,16 @@ def max_query_rows(batch: ForwardBatch) -> int:
     Raises:
         ValueError: ``extend_seq_lens_cpu`` or, of an empty batch, ``num_draft_tokens`` is missing.
     """
-    if batch.forward_mode.is_decode_or_idle():
+    if batch.forward_mode.query_rows is QueryRows.ONE:
         return 1
-    if batch.forward_mode.is_target_verify():
+    if batch.forward_mode.query_rows is QueryRows.DRAFT_TOKENS:
         return _verify_q_len(batch)
     return max(host_lengths(batch, "extend_seq_lens_cpu"), default=0)
 
 
 def check_attends(batch: ForwardBatch, pool: KVPool) -> None:
     """Raise ValueError if the pass runs no attention, or not where the pool is."""
-    if batch.forward_mode.is_prebuilt():
+    if batch.forward_mode.query_rows is QueryRows.NONE:
         raise ValueError(
             f"{batch.forward_mode!r} runs no attention, its KV cache is already there: "
             "build the metadata of the DECODE after it"

@@ -12,6 +12,7 @@ from torch import Tensor
 from lab.kernels.serving.forward_metadata import PassBuffers, prepare_write_forward_metadata
 from lab.metadata.engine.cuda_graph import GraphMode
 from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.mha.metadata import num_pages, uncounted_tokens
 from lab.metadata.mla.metadata import (
@@ -110,7 +111,7 @@ class MLAGraphState:
         )
 
     def _pads(self, mode: GraphMode) -> bool:
-        return mode.forward_mode.is_draft_extend() and self.draft_extend is QueryLayout.PADDED
+        return mode.forward_mode.query_rows is QueryRows.ACCEPTED and self.draft_extend is QueryLayout.PADDED
 
     def _int32(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=self.pool.device)

@@ -1,6 +1,5 @@
 """Which call of the MLA backend a forward mode makes, and with what arguments."""
 
-import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,21 +8,11 @@ from torch import Tensor
 
 from lab.kernels import prepare
 from lab.metadata.engine.forward_batch import ForwardBatch
-from lab.metadata.engine.forward_mode import ForwardMode
+from lab.metadata.engine.forward_mode import ForwardMode, MLAAttentionCall, QueryRows
 from lab.metadata.engine.kv_pool import PagedLatentCache
 from lab.metadata.mha.metadata import host_lengths
 from lab.metadata.mla.metadata import QueryLayout, TRTLLMMLADecodeMetadata, TRTLLMMLAPrefillMetadata
 from lab.metadata.mla.rows import dense_block, pad_draft_extend_query, unpad_draft_extend_output
-
-
-class MLAAttentionCall(enum.Enum):
-    """The two functions of FlashInfer that the MLA backend runs on; the value is the function's name."""
-
-    DECODE = "trtllm_batch_decode_with_kv_cache_mla"  # after absorption, over the paged cache
-    RAGGED_CONTEXT = "trtllm_ragged_attention_deepseek"  # before absorption, over the new tokens alone
-
-    def __repr__(self) -> str:
-        return f"MLAAttentionCall.{self.name}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,14 +74,14 @@ class RaggedContextArguments:
 
 
 def mla_attention_call(mode: ForwardMode) -> MLAAttentionCall:
-    """The call that a mode makes (SGLang 0.5.23; v1 draft extend as in 0.5.12).
+    """Return the call that a mode makes: `ForwardMode.mla_call`.
 
     Raises:
         ValueError: PREBUILT runs no attention.
     """
-    if mode.is_prebuilt():
+    if mode.mla_call is None:
         raise ValueError(f"{mode!r} runs no attention")
-    return MLAAttentionCall.RAGGED_CONTEXT if mode.is_extend_without_speculative() else MLAAttentionCall.DECODE
+    return mode.mla_call
 
 
 def mla_call_arguments(
@@ -131,7 +120,7 @@ def mla_max_seq_len(mode: ForwardMode, metadata: TRTLLMMLADecodeMetadata) -> int
 
     An eager verification's bound counts its draft tokens twice, as SGLang's does.
     """
-    return metadata.max_seq_len_k + (0 if mode.is_decode_or_idle() else metadata.max_seq_len_q)
+    return metadata.max_seq_len_k + (0 if mode.query_rows is QueryRows.ONE else metadata.max_seq_len_q)
 
 
 def mla_query(metadata: TRTLLMMLADecodeMetadata, query: Tensor, padded: Tensor | None = None) -> Tensor:

@@ -101,7 +101,7 @@ def build_mla_metadata(
     in_prefill_graph: bool = False,
 ) -> TRTLLMMLADecodeMetadata | TRTLLMMLAPrefillMetadata:
     """The metadata of one eager forward pass, by its mode: `build_mla_decode_metadata` or `build_mla_prefill_metadata`."""
-    if batch.forward_mode.is_extend_without_speculative():
+    if batch.forward_mode.is_prefill:
         return build_mla_prefill_metadata(
             batch,
             pool,
@@ -153,13 +153,13 @@ def build_mla_decode_metadata(
     """
     check_mla(pool, attention)
     check_attends(batch, pool)
-    if batch.forward_mode.is_extend_without_speculative():
+    if batch.forward_mode.is_prefill:
         raise ValueError(
             f"{batch.forward_mode!r} is a prefill, not on the decode kernel: use build_mla_prefill_metadata"
         )
     keys = (batch.seq_lens + uncounted_tokens(batch, attention)).to(torch.int32)
     max_seq_len_k = _longest(batch, pool) + uncounted_tokens(batch, attention)
-    if not batch.forward_mode.is_draft_extend(include_v2=True):
+    if not batch.forward_mode.extends_draft:
         width = mla_block_table_width(max_seq_len_k, pool.page_size)
         table = _block_table(batch.req_pool_indices, keys, keys, pool, width)
         return TRTLLMMLADecodeMetadata(table, keys, max_seq_len_k, max_query_rows(batch))
@@ -208,7 +208,7 @@ def build_mla_prefill_metadata(
     """
     check_mla(pool)
     check_attends(batch, pool)
-    if not batch.forward_mode.is_extend_without_speculative():
+    if not batch.forward_mode.is_prefill:
         raise ValueError(f"{batch.forward_mode!r} is no prefill: use build_mla_decode_metadata")
     max_seq_len = max(host_lengths(batch, "extend_seq_lens_cpu"), default=0)
     has_prefix = any(host_lengths(batch, "extend_prefix_lens_cpu"))

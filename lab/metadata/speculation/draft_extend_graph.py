@@ -15,8 +15,9 @@ from torch import Tensor
 
 from lab.metadata.engine.cuda_graph import Body, GraphMode, GraphRunner, MetadataPlace
 from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
+from lab.metadata.engine.forward_mode import AttentionCall, QueryRows
 from lab.metadata.engine.kv_pool import KVPool, PagedKVCache
-from lab.metadata.mha.calls import AttentionCall, AttentionLayer, plan_calls, prepare_attention
+from lab.metadata.mha.calls import AttentionLayer, plan_calls, prepare_attention
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 
 
@@ -291,7 +292,7 @@ class DraftExtendGraph:
             and set(batch.extend_seq_lens_cpu or ()) <= {self.width}
         )
         fits = bs in sizes if self.disable_padding else 0 < bs <= max(sizes)
-        return batch.forward_mode.is_draft_extend_v2() and has_width and fits
+        return batch.forward_mode.query_rows is QueryRows.FIXED and has_width and fits
 
     def replay(
         self, batch: ForwardBatch, input_ids: Tensor, hidden_states: Tensor, accept_lens: Tensor | None = None

@@ -16,6 +16,7 @@ from torch import Tensor
 from lab.kernels.serving.draft_decode_kv_indices import Schedule, generate_draft_decode_kv_indices
 from lab.kernels.serving.forward_metadata import PassBuffers, prepare_write_forward_metadata
 from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 from lab.metadata.mla.metadata import DEAD_PAGE, TRTLLMMLADecodeMetadata, check_mla_page_size, mla_block_table_width
@@ -208,7 +209,7 @@ def check_pool(draft: MultiStepDraft, pool: KVPool) -> None:
 
 
 def _check_batch(batch: ForwardBatch, pool: KVPool, buffers: DraftBuffers) -> None:
-    if not batch.forward_mode.is_decode_or_idle():
+    if batch.forward_mode.query_rows is not QueryRows.ONE:
         raise ValueError(f"{batch.forward_mode!r} is no draft decode: pass a DECODE batch")
     if batch.seq_lens.device != pool.device:
         raise ValueError(f"the batch is on {batch.seq_lens.device} but the pool on {pool.device}: use one device")

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lab.kernels.serving.forward_metadata import PassBuffers, prepare_write_forward_metadata
 from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, check_attends
 
@@ -47,7 +48,7 @@ def prepare_iteration(
         NotImplementedError: Triton does not run on the batch's device.
     """
     check_attends(verify, pool)
-    if not verify.forward_mode.is_target_verify():
+    if verify.forward_mode.query_rows is not QueryRows.DRAFT_TOKENS:
         raise ValueError(f"{verify.forward_mode!r}: an iteration is prepared from its TARGET_VERIFY batch")
     if pool.full_to_swa is not None:
         raise ValueError("the pool has sliding-window pages, which a draft model's passes do not use: make one without")
