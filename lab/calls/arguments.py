@@ -1,6 +1,6 @@
 """The checks of a call's arguments, one by one: each raises an error for people, before anything is launched.
 
-A leaf: it needs torch alone, and reads shapes, dtypes, strides and host numbers, never a tensor's contents. `call` stands for
+It reads shapes, dtypes, strides and host numbers, never a tensor's contents. `call` stands for
 either call of `lab.calls`.
 """
 
@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from lab.calls.problem import HALF_DTYPES, INTERLEAVED_TOKENS, NVFP4_BLOCK, Scale, mask_words
+from lab.gpus import capability_of, family_of
 
 QUERY_DTYPES = (*HALF_DTYPES, torch.float8_e4m3fn, torch.float32, torch.float64)
 OUT_DTYPES = QUERY_DTYPES
@@ -166,12 +167,14 @@ def has_interleaved_v_scales(call: Any) -> bool:
     """trtllm-gen reads V's scale factors 4-token interleaved, XQA in plain order (FlashInfer 0.7.2)."""
     if call.backend != "auto":
         return call.backend == "trtllm-gen"
-    if call.query.device.type != "cuda":
+    capability = capability_of(call.query.device)
+    if capability is None:
         raise ValueError(
             "backend='auto' with an NVFP4 cache off the GPU: XQA and trtllm-gen order V's scale factors differently; "
             "pass backend='xqa' or 'trtllm-gen'"
         )
-    return torch.cuda.get_device_capability(call.query.device)[0] == 10
+    family = family_of(capability)
+    return family is not None and family.trtllm_backend == "trtllm-gen"
 
 
 def batch_size_of(block_tables: object, shared: bool) -> int:

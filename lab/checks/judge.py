@@ -16,7 +16,7 @@ from lab.checks.ledger import LEDGER, KnownFinding, known
 from lab.checks.report import CaseVerdict, Report
 from lab.checks.space import Space
 from lab.checks.verdicts import Outcome
-from lab.kernels.support import capability_of
+from lab.gpus import capability_of
 from lab.provenance import environment
 from lab.workloads.interfaces import Interface
 

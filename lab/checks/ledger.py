@@ -11,7 +11,7 @@ from typing import Any
 
 from lab.checks.report import CaseVerdict
 from lab.checks.verdicts import Outcome
-from lab.kernels.support import Capability
+from lab.gpus import Capability
 from lab.workloads.attention_case import E4M3, AttentionCase, Contents
 from lab.workloads.interfaces import Interface
 

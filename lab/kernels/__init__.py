@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lab.kernels.support import capability_of
+from lab.gpus import capability_of, family_of
 
 if TYPE_CHECKING:
     from lab.kernels.serving.draft_decode_kv_indices import (
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     )
     from lab.kernels.serving.forward_metadata import write_forward_metadata as write_forward_metadata
 
-FLASHINFER_MAJORS = (9, 10, 12)  # compute capabilities that FlashInfer 0.7.2 has TRT-LLM attention kernels for
 _METADATA_KERNELS = {
     "generate_draft_decode_kv_indices": "lab.kernels.serving.draft_decode_kv_indices",
     "write_forward_metadata": "lab.kernels.serving.forward_metadata",
@@ -40,8 +39,8 @@ def default_implementation(device: torch.device | str | None = None) -> ModuleTy
         device: where it is to run; the GPU if there is one.
     """
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    capability = capability_of(where)
-    runs_flashinfer = capability is not None and capability[0] in FLASHINFER_MAJORS
+    family = family_of(capability_of(where))
+    runs_flashinfer = family is not None and family.trtllm_backend is not None
     return importlib.import_module("lab.kernels.trtllm" if runs_flashinfer else "lab.kernels.portable")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lab.kernels.support import Capability, capability_of
+from lab.gpus import Capability, capability_of, family_of
 
 # XQA's semaphores: the first 8 MiB of its workspace, zero at each launch (FlashInfer 0.7.2, `xqa_batch_decode_with_kv_cache`).
 SEMAPHORE_BYTES = 8 * 2**20
@@ -119,8 +119,9 @@ def capability_for(device: torch.device) -> Capability:
 
 
 def fa_backend(device: torch.device) -> str:
-    """What of FlashInfer's own kernels fits a GPU: "fa3" on SM90, else "fa2"; raises NotImplementedError off the GPU."""
-    return "fa3" if capability_for(device) == (9, 0) else "fa2"
+    """Return the newest of FlashInfer's own kernels for a GPU, "fa2" or "fa3"; raises NotImplementedError off the GPU."""
+    family = family_of(capability_for(device))
+    return "fa2" if family is None else family.fa_backend
 
 
 def packed(table: torch.Tensor) -> tuple[torch.Tensor, tuple[Refresh, ...]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lab.gpus import DATASHEETS, Datasheet
 from lab.timing.gpu_time import GpuTime, measure
 from lab.timing.method import L2, Clock, Method
 from lab.timing.work import GpuWork
@@ -16,25 +17,6 @@ from lab.timing.work import GpuWork
 COPY_BYTES = 2**32  # read plus written: far beyond any L2, a millisecond
 MATRIX_SIZE = 8192
 CEILING_METHOD = Method(Clock.GRAPH, L2.WARM)
-
-
-@dataclass(frozen=True)
-class Datasheet:
-    """A vendor's figures: memory bandwidth in GB/s (10**9), dense bf16 matrix rate in TFLOP/s."""
-
-    bandwidth_gbps: float
-    matrix_rate_tflops: float
-    source: str
-
-
-# By the name that CUDA gives the GPU. Rates without sparsity. Others are not known here, and none is made up.
-DATASHEETS = {
-    "NVIDIA H100 80GB HBM3": Datasheet(3350, 989, "NVIDIA H100 Tensor Core GPU datasheet, SXM5"),
-    "NVIDIA H200": Datasheet(4800, 989, "NVIDIA H200 Tensor Core GPU datasheet, SXM5"),
-    "NVIDIA B200": Datasheet(
-        8000, 2250, "NVIDIA HGX B200 datasheet, an eighth of the board; 2.38 and 2.5 are quoted too"
-    ),
-}
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,8 @@ import importlib
 from types import ModuleType
 
 import pytest
-import torch
 
-from lab.kernels import FLASHINFER_MAJORS
+from lab.kernels import default_implementation
 from lab.metadata import KVPool
 from lab.workloads.stand_in_model import TINY_SIZES, StandInModel, StandInSizes
 from tests.devices import IN_INTERPRETER, ON_GPU
@@ -17,7 +16,7 @@ MAX_CONTEXT_LEN = 100
 
 
 def _runs_flashinfer() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in FLASHINFER_MAJORS
+    return default_implementation().__name__ == "lab.kernels.trtllm"
 
 
 # (device, module) of every place that a model's attention is tested in.

@@ -2,8 +2,8 @@
 
 import pytest
 
+from lab.gpus import Datasheet
 from lab.timing import Ceilings, roofline
-from lab.timing.roofline import Datasheet
 
 CEILINGS = Ceilings(bandwidth_gbps=4000, matrix_rate_tflops=800)
 

@@ -16,9 +16,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from lab.calls.problem import PagedAttention
+from lab.gpus import capability_of, family_of
 from lab.kernels.portable.arithmetic import LOG2_E, Tile, log2_sum, rounded, scalar, store_rows
 from lab.kernels.portable.triton_call import Launch
-from lab.kernels.support import capability_of, triton_interprets
+from lab.kernels.support import triton_interprets
 
 # Lengths that a program reads at a time to find its share: one per thread of 4 warps.
 BLOCK_REQUESTS: tl.constexpr = tl.constexpr(128)
@@ -146,9 +147,9 @@ def merge_block(num_rows: int, head_dim: int) -> tuple[int, int]:
 
 
 def overlaps_launches(device: torch.device) -> bool:
-    """Whether a launch may begin beside the end of the one before it (programmatic dependent launch: SM90 and later)."""
-    capability = capability_of(device)
-    return capability is not None and capability >= (9, 0)
+    """Return True where a launch may begin beside the end of the one before it (programmatic dependent launch)."""
+    family = family_of(capability_of(device))
+    return family is not None and family.overlaps_launches
 
 
 @triton.jit

@@ -18,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from lab.calls import takes
 from lab.calls.mla_decode import MLADecodeCall
 from lab.calls.problem import PagedAttention, check_values
+from lab.gpus import Capability, capability_of, family_that_runs
 from lab.kernels.portable.arithmetic import (
     LOG2_E,
     Tile,
@@ -46,12 +47,9 @@ from lab.kernels.portable.key_shares import (
     tiles_of,
 )
 from lab.kernels.portable.triton_call import Launch, TritonCall
-from lab.kernels.support import Capability, Kernel, capability_of, refuse_unsupported, triton_interprets
+from lab.kernels.support import Kernel, refuse_unsupported, triton_interprets
 from lab.kernels.support.common import share_memory
 
-# Rows of a tile that fit a program's shared memory, by the GPU's major capability, else 16: SM90 and SM100 have 227 KiB, but
-# for SM100 Triton 3.7.1 wants 281 for 64 rows; SM80 has 163, SM89 and SM120 have 99.
-MOST_ROWS = {9: 64, 10: 32}
 # Fewest keys worth a program of their own: its partial result is written and read again, 64 kB for 16 rows of 512 float32
 # elements, against 147 kB of bf16 entries. Reckoned, not measured.
 LEAST_KEYS = 128
@@ -115,7 +113,7 @@ def choose_mla_tile(num_packed_rows: int, capability: Capability | None) -> Tile
         num_packed_rows: most rows of one request.
         capability: (major, minor) of the GPU, whose shared memory bounds the rows; the interpreter, None, runs SM90's.
     """
-    most_rows = MOST_ROWS.get(9 if capability is None else capability[0], 16)
+    most_rows = _most_rows(capability)
     rows = min(max(16, triton.next_power_of_2(num_packed_rows)), most_rows)
     if most_rows == 16:
         return Tile(rows, keys=32, num_warps=4, num_stages=3, per_multiprocessor=2)
@@ -138,6 +136,15 @@ def choose_dot_dtype(problem: PagedAttention, tile: Tile) -> tl.dtype:
     if problem.query.dtype == torch.bfloat16 and tile.rows == 64:
         return tl.bfloat16
     return dot_dtype(problem.k_cache)
+
+
+def _most_rows(capability: Capability | None) -> int:
+    """Return the rows of a tile that fit a program's shared memory."""
+    family = family_that_runs(capability)
+    if not family.has_large_shared_memory:
+        return 16
+    # For SM100 Triton 3.7.1 wants 281 KiB for 64 rows.
+    return 32 if family.has_tensor_memory else 64
 
 
 def _launches(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor | None) -> list[Launch]:

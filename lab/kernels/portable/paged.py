@@ -20,6 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from lab.calls import ContextCall, DecodeCall, takes
 from lab.calls.arguments import following_scale
 from lab.calls.problem import PagedAttention, check_values
+from lab.gpus import Capability, capability_of, family_that_runs
 from lab.kernels.portable.arithmetic import (
     LOG2_E,
     Tile,
@@ -52,7 +53,7 @@ from lab.kernels.portable.key_shares import (
     tiles_of,
 )
 from lab.kernels.portable.triton_call import Launch, TritonCall
-from lab.kernels.support import Capability, Kernel, capability_of, refuse_unsupported, triton_interprets
+from lab.kernels.support import Kernel, refuse_unsupported, triton_interprets
 
 # A prefix so many times as long as the query rows is long: then a block of rows sees about as many keys as any other.
 LONG_PREFIX = 4
@@ -129,7 +130,7 @@ def choose_tile(num_packed_rows: int, head_dim: int, kv_bytes: int, capability: 
         kv_bytes: of an element of K and V.
         capability: (major, minor) of the GPU; the interpreter, None, runs SM90's.
     """
-    roomy = capability is None or capability[0] in (9, 10)
+    roomy = family_that_runs(capability).has_large_shared_memory
     rows = min(max(16, triton.next_power_of_2(num_packed_rows)), 128 if roomy else 64)
     if not roomy:
         return Tile(rows, max(16, 32 * 128 // max(head_dim, 128)), num_warps=4, num_stages=2, per_multiprocessor=2)

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from lab.calls import takes
 from lab.calls.ragged_context import RaggedAttention, RaggedContextCall, check_ragged_values
+from lab.gpus import Capability, capability_of, family_that_runs
 from lab.kernels.portable.arithmetic import (
     LOG2_E,
     Tile,
@@ -28,7 +29,7 @@ from lab.kernels.portable.arithmetic import (
     store_rows,
 )
 from lab.kernels.portable.triton_call import Launch, TritonCall
-from lab.kernels.support import Capability, Kernel, capability_of, refuse_unsupported, triton_interprets
+from lab.kernels.support import Kernel, refuse_unsupported, triton_interprets
 from lab.kernels.support.mla import split_head_dim
 
 
@@ -80,7 +81,7 @@ def choose_ragged_tile(max_q_len: int, head_dim: int, v_head_dim: int, capabilit
         head_dim, v_head_dim: of keys and of values.
         capability: (major, minor) of the GPU; the interpreter, None, runs SM90's.
     """
-    roomy = capability is None or capability[0] in (9, 10)
+    roomy = family_that_runs(capability).has_large_shared_memory
     wide = head_dim + v_head_dim > 320
     rows = min(max(16, triton.next_power_of_2(max_q_len)), 128 if roomy and not wide else 64)
     num_warps = 8 if rows == 128 or (roomy and wide and rows == 64) else 4

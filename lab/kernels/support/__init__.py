@@ -13,15 +13,14 @@ import torch
 
 from lab.calls.problem import HALF_DTYPES, PagedAttention
 from lab.calls.ragged_context import RaggedAttention
+from lab.gpus import SM100, Capability, capability_of, family_of, sm_name
 from lab.kernels.support import mla
 from lab.kernels.support.common import (
     E4M3,
-    Capability,
     is_one,
     no_triton,
     portable_dtypes,
     share_memory,
-    sm_name,
     wrong_gpu,
 )
 from lab.kernels.support.common import Kernel as Kernel
@@ -34,17 +33,17 @@ XQA_QUERY_TILE_ELEMENTS = 8192
 
 def decode_kernel(capability: Capability) -> Kernel:
     """What FlashInfer 0.7.2's `trtllm_batch_decode_with_kv_cache(backend="auto")` runs: trtllm-gen on SM10x, else XQA."""
-    return Kernel.TRTLLM_GEN_DECODE if capability[0] == 10 else Kernel.XQA
+    return Kernel.TRTLLM_GEN_DECODE if family_of(capability) is SM100 else Kernel.XQA
 
 
 def context_kernel(capability: Capability) -> Kernel:
     """What an engine runs for extend: trtllm-gen's context kernel on SM10x, else fmha_v2 (SGLang 0.5.23)."""
-    return Kernel.TRTLLM_GEN_CONTEXT if capability[0] == 10 else Kernel.FMHA_V2
+    return Kernel.TRTLLM_GEN_CONTEXT if family_of(capability) is SM100 else Kernel.FMHA_V2
 
 
 def mla_kernel(capability: Capability) -> Kernel:
     """What FlashInfer 0.7.2's `trtllm_batch_decode_with_kv_cache_mla(backend="auto")` comes to, CuTe DSL left aside."""
-    return Kernel.TRTLLM_GEN_MLA if capability[0] == 10 else Kernel.XQA_MLA
+    return Kernel.TRTLLM_GEN_MLA if family_of(capability) is SM100 else Kernel.XQA_MLA
 
 
 def why_not(kernel: Kernel, capability: Capability | None, problem: Problem) -> str | None:
@@ -63,11 +62,6 @@ def refuse_unsupported(kernel: Kernel, problem: Problem) -> None:
     reason = why_not(kernel, capability_of(problem.query.device), problem)
     if reason is not None:
         raise NotImplementedError(reason)
-
-
-def capability_of(device: torch.device) -> Capability | None:
-    """(major, minor) of a CUDA device; None for anything else."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,9 +5,9 @@ import enum
 import torch
 
 from lab.calls.problem import HALF_DTYPES, Scale
+from lab.gpus import Capability, family_of, family_that_runs, sm_name
 
 E4M3 = torch.float8_e4m3fn
-Capability = tuple[int, int]  # (major, minor), e.g. (9, 0) for an H200
 
 
 class Kernel(enum.Enum):
@@ -42,7 +42,7 @@ def triton_interprets() -> bool:
 def no_triton(capability: Capability | None) -> str | None:
     if capability is None and not triton_interprets():
         return "Triton kernels run on a CPU only in Triton's interpreter: set TRITON_INTERPRET=1 first"
-    if capability is not None and capability < (8, 0):
+    if capability is not None and family_of(capability) is None:
         return wrong_gpu("Triton kernels", "SM80 and later", capability)
     return None
 
@@ -54,7 +54,7 @@ def portable_dtypes(
     reason = no_triton(capability)
     if reason is not None:
         return reason
-    if capability is not None and capability < (8, 9) and E4M3 in (query, kv, out):
+    if capability is not None and not family_that_runs(capability).has_e4m3 and E4M3 in (query, kv, out):
         return f"Triton compiles e4m3 for SM89 and later, and this is {sm_name(capability)}"
     if query not in (*HALF_DTYPES, E4M3):
         return f"{name} takes fp16, bf16 or e4m3 queries, not {query}"
@@ -80,7 +80,3 @@ def wrong_gpu(name: str, needed: str, capability: Capability | None) -> str:
 
 def listed(numbers: tuple[int, ...]) -> str:
     return f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
-
-
-def sm_name(capability: Capability) -> str:
-    return f"SM{capability[0]}{capability[1]}"

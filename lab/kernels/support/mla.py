@@ -8,7 +8,8 @@ import torch
 
 from lab.calls.problem import HALF_DTYPES, PagedAttention
 from lab.calls.ragged_context import RaggedAttention
-from lab.kernels.support.common import E4M3, Capability, Kernel, is_one, listed, portable_dtypes, wrong_gpu
+from lab.gpus import Capability
+from lab.kernels.support.common import E4M3, Kernel, is_one, listed, portable_dtypes, wrong_gpu
 
 # What the portable MLA kernel is built for: DeepSeek-V3's 512 and 64, and smaller ones.
 MLA_RANKS = (16, 32, 64, 128, 256, 512)

@@ -1,0 +1,128 @@
+"""Facts of GPUs that the lab depends on, by compute capability: a new GPU is a new row of `FAMILIES`.
+
+A leaf: it needs torch alone. Limits of one kernel are that kernel's, in `lab.kernels.support`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+Capability = tuple[int, int]  # (major, minor), e.g. (9, 0) for an H200
+
+
+@dataclass(frozen=True)
+class GpuFamily:
+    """GPUs that the lab treats alike.
+
+    Attributes:
+        capabilities: (major, minor) of its GPUs, ascending.
+        shared_memory_kib: most shared memory of one program (CUDA C++ Programming Guide, technical specifications per
+            compute capability).
+        has_e4m3: it converts e4m3 by an instruction, and Triton compiles e4m3 for it (Triton 3.7, `supported_fp8_dtypes`).
+        has_tensor_memory: accumulators of matrix products lie in a memory of their own.
+        overlaps_launches: a launch may begin while the one before it ends (programmatic dependent launch).
+        trtllm_backend: FlashInfer 0.7.2's choice for `backend="auto"` of its TRT-LLM calls: "trtllm-gen", "xqa", or None
+            where it has no such kernels.
+        fa_backend: the newest of FlashInfer 0.7.2's own kernels for it: "fa2" or "fa3".
+    """
+
+    capabilities: tuple[Capability, ...]
+    shared_memory_kib: int
+    has_e4m3: bool = False
+    has_tensor_memory: bool = False
+    overlaps_launches: bool = False
+    trtllm_backend: str | None = None
+    fa_backend: str = "fa2"
+
+    @property
+    def has_large_shared_memory(self) -> bool:
+        """True with 227 KiB, which the portable kernels' larger tiles take."""
+        return self.shared_memory_kib >= 227
+
+
+SM80 = GpuFamily(((8, 0), (8, 7)), 163)
+SM86 = GpuFamily(((8, 6),), 99)
+SM89 = GpuFamily(((8, 9),), 99, has_e4m3=True)
+SM90 = GpuFamily(
+    ((9, 0),),
+    227,
+    has_e4m3=True,
+    overlaps_launches=True,
+    trtllm_backend="xqa",
+    fa_backend="fa3",
+)
+SM100 = GpuFamily(
+    ((10, 0), (10, 3)),
+    227,
+    has_e4m3=True,
+    has_tensor_memory=True,
+    overlaps_launches=True,
+    trtllm_backend="trtllm-gen",
+)
+SM120 = GpuFamily(
+    ((12, 0), (12, 1)),
+    99,
+    has_e4m3=True,
+    overlaps_launches=True,
+    trtllm_backend="xqa",
+)
+# A GPU that the lab does not know runs the portable kernels with the least of what GPUs since SM90 have.
+OTHER = GpuFamily((), 99, has_e4m3=True, overlaps_launches=True)
+FAMILIES = (SM80, SM86, SM89, SM90, SM100, SM120, OTHER)
+INTERPRETED = SM90  # Triton's interpreter on a CPU runs what SM90 runs
+OLDEST = SM80.capabilities[0]
+
+
+@dataclass(frozen=True)
+class Datasheet:
+    """A vendor's figures: memory bandwidth in GB/s (10**9), dense bf16 matrix rate in TFLOP/s."""
+
+    bandwidth_gbps: float
+    matrix_rate_tflops: float
+    source: str
+
+
+# By the name that CUDA gives the GPU. Rates without sparsity. Others are not known here, and none is made up.
+DATASHEETS = {
+    "NVIDIA H100 80GB HBM3": Datasheet(3350, 989, "NVIDIA H100 Tensor Core GPU datasheet, SXM5"),
+    "NVIDIA H200": Datasheet(4800, 989, "NVIDIA H200 Tensor Core GPU datasheet, SXM5"),
+    "NVIDIA B200": Datasheet(
+        8000, 2250, "NVIDIA HGX B200 datasheet, an eighth of the board; 2.38 and 2.5 are quoted too"
+    ),
+}
+
+
+def capability_of(device: torch.device) -> Capability | None:
+    """Return (major, minor) of a CUDA device; None for anything else."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def family_of(capability: Capability | None) -> GpuFamily | None:
+    """Return the family of a GPU: by its capability, else the latest of its major; None for a CPU and before SM80.
+
+    Args:
+        capability: (major, minor), or None for a CPU.
+    """
+    if capability is None or capability < OLDEST:
+        return None
+    known = {each: family for family in FAMILIES for each in family.capabilities}
+    earlier = [each for each in known if each[0] == capability[0] and each <= capability]
+    return known[max(earlier)] if earlier else OTHER
+
+
+def family_that_runs(capability: Capability | None) -> GpuFamily:
+    """Return the family whose code a Triton kernel compiles to, or imitates: a CPU's interpreter runs SM90's."""
+    return family_of(capability) or (INTERPRETED if capability is None else SM80)
+
+
+def names_of(families: tuple[GpuFamily, ...]) -> str:
+    """Return the families' GPUs for a sentence: "SM90, SM120 and SM121", or "SM80 and later" for all of them."""
+    if families == FAMILIES:
+        return f"{sm_name(OLDEST)} and later"
+    *names, last = [sm_name(capability) for family in families for capability in family.capabilities]
+    return f"{', '.join(names)} and {last}" if names else last
+
+
+def sm_name(capability: Capability) -> str:
+    """Return the name of a compute capability, such as "SM90"."""
+    return f"SM{capability[0]}{capability[1]}"
