@@ -31,7 +31,7 @@ from lab.experiments.recording import NO_GPU, Columns, Recording, ceilings_of_gp
 from lab.gpus import capability_of, family_of
 from lab.kernels.support import Kernel
 from lab.metadata.engine.forward_mode import ForwardMode, MLAAttentionCall
-from lab.metadata.mha.calls import prepare_mla_attention
+from lab.metadata.mla.calls import prepare_mla_attention
 from lab.timing.forward import mla_facts, mla_work, time_facts
 from lab.timing.gpu_time import GpuTime, measure_interleaved
 from lab.timing.method import L2, Clock, Method
