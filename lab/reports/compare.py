@@ -34,8 +34,8 @@ from lab.reports.recorded import TIMED_BY, Identity, RecordedRun, RecordedRunErr
 from lab.timing.statistics import (
     MINIMUM_EFFECT_PERCENT,
     SIGNIFICANCE,
-    Change,
     SampleComparison,
+    Speed,
     compare_runs,
     geometric_mean,
 )
@@ -63,7 +63,7 @@ SHOWN = {
 WORK = ("requests", "query_tokens", "kv_tokens", "bytes_moved", "operations")
 # Where the output is not a terminal nothing says how wide it may be; a row fits in this.
 WIDTH_WITHOUT_TERMINAL = 160
-STYLES = {Change.FASTER: "green", Change.SLOWER: "red", Change.SAME: "dim", Change.UNSURE: "yellow"}
+STYLES = {Speed.FASTER: "green", Speed.SLOWER: "red", Speed.SAME: "dim", Speed.UNSURE: "yellow"}
 
 
 class NotComparableError(ValueError):
@@ -113,10 +113,10 @@ class Comparison:
 
     def exit_status(self, strict: bool = False) -> int:
         """See the module."""
-        changes = {samples.change for samples in self.compared}
+        changes = {samples.speed for samples in self.compared}
         if not changes:
             return 2
-        trips = {Change.SLOWER, Change.UNSURE} if strict else {Change.SLOWER}
+        trips = {Speed.SLOWER, Speed.UNSURE} if strict else {Speed.SLOWER}
         if changes & trips or (self.missing and self.missing_counts):
             return 1
         return 2 if self.refused else 0
@@ -285,15 +285,15 @@ def _doubted(samples: SampleComparison, before: Sequence[Row], after: Sequence[R
     limits = {"before": held_back(before), "after": held_back(after)}
     limited = any(limits.values())
     doubted = {
-        Change.SLOWER: bool(limits["after"]),
-        Change.FASTER: bool(limits["before"]),
-        Change.SAME: limited and any(_clock_differences(before[0], after[0], "sm_clock_mhz", "SM")),
-        Change.UNSURE: False,
+        Speed.SLOWER: bool(limits["after"]),
+        Speed.FASTER: bool(limits["before"]),
+        Speed.SAME: limited and any(_clock_differences(before[0], after[0], "sm_clock_mhz", "SM")),
+        Speed.UNSURE: False,
     }
-    if not doubted[samples.change]:
+    if not doubted[samples.speed]:
         return samples
     said = " and ".join(f"{side} by the {reasons}" for side, reasons in limits.items() if reasons)
-    return replace(samples, change=Change.UNSURE, reason=f"the GPU was held back {said}")
+    return replace(samples, speed=Speed.UNSURE, reason=f"the GPU was held back {said}")
 
 
 def why_not_compared(before: Sequence[Row], after: Sequence[Row]) -> str:
@@ -428,7 +428,7 @@ def _table(comparison: Comparison) -> "Table":
         if row.samples is None:
             table.add_row(*cells, *[Text("")] * 5, Text("REFUSED", style="magenta"))
         else:
-            change = row.samples.change
+            change = row.samples.speed
             table.add_row(*cells, *_numbers(row.samples), Text(change.name, style=STYLES[change]))
     return table
 
@@ -445,8 +445,8 @@ def _numbers(samples: SampleComparison) -> list[str]:
 
 
 def _summary(comparison: Comparison) -> str:
-    counts = Counter(samples.change for samples in comparison.compared)
-    words = [f"{counts[change]} {change.name}" for change in Change]
+    counts = Counter(samples.speed for samples in comparison.compared)
+    words = [f"{counts[change]} {change.name}" for change in Speed]
     words += [
         f"{len(comparison.refused)} refused",
         f"{len(comparison.missing)} missing",

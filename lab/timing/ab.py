@@ -22,7 +22,13 @@ from lab.checks.forward_pass import build_forward
 from lab.timing.forward import forward_work
 from lab.timing.gpu_time import measure_interleaved
 from lab.timing.method import method_named
-from lab.timing.statistics import MINIMUM_EFFECT_PERCENT, SIGNIFICANCE, Change, SampleComparison, compare_samples
+from lab.timing.statistics import (
+    MINIMUM_EFFECT_IN_TURNS_PERCENT,
+    SIGNIFICANCE,
+    SampleComparison,
+    Speed,
+    compare_samples,
+)
 from lab.workloads.scenarios import scenario
 from lab.workloads.traces import read_trace
 
@@ -38,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--clock", default="graph")
     parser.add_argument("--l2", default="cold")
     parser.add_argument("--samples", type=int, default=SAMPLES)
-    parser.add_argument("--minimum-effect-percent", type=float, default=MINIMUM_EFFECT_PERCENT)
+    parser.add_argument("--minimum-effect-percent", type=float, default=MINIMUM_EFFECT_IN_TURNS_PERCENT)
     parser.add_argument("--significance", type=float, default=SIGNIFICANCE)
     parser.add_argument(
         "--trace", type=Path, help="a Mooncake (.jsonl) or Azure (.csv) trace for scenarios that draw one"
@@ -70,14 +76,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{time.median_us:10.2f} µs  ± {time.iqr_us:.2f} (IQR)  {name}  {module}, {time.launches} launches")
     print(in_words(comparison))
     print(f"GPU time: {method}; {given.samples} samples each, in turns; {times['first'].device.facts()}")
-    return 1 if comparison.change is Change.SLOWER else 0
+    return 1 if comparison.speed is Speed.SLOWER else 0
 
 
 def in_words(comparison: SampleComparison) -> str:
     """The verdict, how large the difference is and how sure that is, in one line."""
     interval = comparison.interval_percent
     within = "" if interval is None else f" ({interval[0]:+.2f} to {interval[1]:+.2f} %)"
-    verdict = f"The second is {comparison.change.name}: {comparison.effect_percent:+.2f} %{within}"
+    verdict = f"The second is {comparison.speed.name}: {comparison.effect_percent:+.2f} %{within}"
     reason = f"; {comparison.reason}" if comparison.reason else ""
     return f"{verdict}, p = {comparison.p_value:.1g}{reason}"
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from lab.timing.statistics import Change, compare_runs, compare_samples, geometric_mean
+from lab.timing.statistics import Speed, Times, compare_runs, compare_samples, compare_times, geometric_mean
 from tests.reports.recorded_runs import samples_us
 
 SEEDS = range(200)
@@ -20,9 +20,9 @@ def run_us(seed: int, shift_percent: float = 0.0, noise_percent: float = 0.5) ->
 
 
 def test_two_runs_of_the_same_code_never_trip() -> None:
-    changes = [compare_samples(run_us(2 * seed), run_us(2 * seed + 1)).change for seed in SEEDS]
-    assert set(changes) <= {Change.SAME, Change.UNSURE}
-    assert changes.count(Change.SAME) > 190
+    changes = [compare_samples(run_us(2 * seed), run_us(2 * seed + 1)).speed for seed in SEEDS]
+    assert set(changes) <= {Speed.SAME, Speed.UNSURE}
+    assert changes.count(Speed.SAME) > 190
 
 
 def test_a_rank_test_alone_would_trip() -> None:
@@ -31,44 +31,44 @@ def test_a_rank_test_alone_would_trip() -> None:
     assert sum(p_value < 0.01 for p_value in p_values) > 100
 
 
-@pytest.mark.parametrize(("shift_percent", "change"), [(10, Change.SLOWER), (-10, Change.FASTER)])
-def test_ten_percent_is_always_seen(shift_percent: float, change: Change) -> None:
+@pytest.mark.parametrize(("shift_percent", "change"), [(10, Speed.SLOWER), (-10, Speed.FASTER)])
+def test_ten_percent_is_always_seen(shift_percent: float, change: Speed) -> None:
     for seed in SEEDS:
         before = samples_us(250, noise_percent=1, seed=2 * seed)
         after = samples_us(250 * (1 + shift_percent / 100), noise_percent=1, seed=2 * seed + 1)
-        assert compare_samples(before, after).change is change
+        assert compare_samples(before, after).speed is change
 
 
 def test_noise_makes_unsure_and_never_the_opposite() -> None:
     changes = [
-        compare_samples(samples_us(250, 15, 10, 2 * seed), samples_us(275, 15, 10, 2 * seed + 1)).change
+        compare_samples(samples_us(250, 15, 10, 2 * seed), samples_us(275, 15, 10, 2 * seed + 1)).speed
         for seed in SEEDS
     ]
-    assert set(changes) == {Change.UNSURE, Change.SLOWER}
-    assert changes.count(Change.UNSURE) > 150
+    assert set(changes) == {Speed.UNSURE, Speed.SLOWER}
+    assert changes.count(Speed.UNSURE) > 150
 
 
 def test_a_significant_difference_below_the_minimum_effect_is_none() -> None:
     comparison = compare_samples(samples_us(100, 0.1, seed=1), samples_us(101, 0.1, seed=2))
     assert comparison.p_value < 1e-6
-    assert comparison.change is Change.SAME
-    assert compare_samples(samples_us(100, 0.1, seed=1), samples_us(101, 0.1, seed=2), 0.5).change is Change.SLOWER
+    assert comparison.speed is Speed.SAME
+    assert compare_samples(samples_us(100, 0.1, seed=1), samples_us(101, 0.1, seed=2), 0.5).speed is Speed.SLOWER
 
 
 def test_an_interval_across_the_minimum_effect_is_unsure_though_the_point_is_beyond_it() -> None:
     comparison = compare_samples(samples_us(100, 2, seed=1), samples_us(104, 2, seed=2))
     assert comparison.effect_percent > 3
     assert comparison.p_value < 0.01
-    assert comparison.change is Change.UNSURE
+    assert comparison.speed is Speed.UNSURE
     assert "reaches across the minimum effect of 3 %" in comparison.reason
 
 
 def test_an_interval_beyond_the_minimum_effect_is_not_enough_without_the_rank_test() -> None:
     """5 and 5 samples cannot reach p = 0.001, however far apart they are."""
     comparison = compare_samples([100.0, 101, 102, 103, 104], [200.0, 201, 202, 203, 204], significance=0.001)
-    assert comparison.change is Change.UNSURE
+    assert comparison.speed is Speed.UNSURE
     assert "rank test" in comparison.reason
-    assert compare_samples([100.0, 101, 102, 103, 104], [200.0, 201, 202, 203, 204]).change is Change.SLOWER
+    assert compare_samples([100.0, 101, 102, 103, 104], [200.0, 201, 202, 203, 204]).speed is Speed.SLOWER
 
 
 def test_effect_and_interval_of_the_medians() -> None:
@@ -94,27 +94,27 @@ def test_the_interval_covers_as_often_as_it_says() -> None:
 
 def test_constant_samples() -> None:
     same = compare_samples([5.0] * 30, [5.0] * 30)
-    assert (same.change, same.p_value, same.interval_percent) == (Change.SAME, 1.0, (0.0, 0.0))
+    assert (same.speed, same.p_value, same.interval_percent) == (Speed.SAME, 1.0, (0.0, 0.0))
     slower = compare_samples([5.0] * 30, [6.0] * 30)
-    assert slower.change is Change.SLOWER
+    assert slower.speed is Speed.SLOWER
     assert slower.interval_percent == pytest.approx((20.0, 20.0))
 
 
 def test_outliers_change_nothing() -> None:
     before = samples_us(100, 0.5, seed=1)
-    assert compare_samples(before, [*samples_us(100, 0.5, seed=2), 1e6, 1e6, 1e6]).change is Change.SAME
+    assert compare_samples(before, [*samples_us(100, 0.5, seed=2), 1e6, 1e6, 1e6]).speed is Speed.SAME
 
 
 def test_two_modes_of_equal_weight_are_unsure() -> None:
     before = samples_us(100, 0.5, 15, seed=1) + samples_us(120, 0.5, 15, seed=2)
     after = samples_us(100, 0.5, 15, seed=3) + samples_us(120, 0.5, 15, seed=4)
-    assert compare_samples(before, after).change is Change.UNSURE
+    assert compare_samples(before, after).speed is Speed.UNSURE
 
 
 @pytest.mark.parametrize(("count", "other"), [(1, 1), (4, 4), (4, 30), (30, 2)])
 def test_too_few_samples_say_how_few(count: int, other: int) -> None:
     comparison = compare_samples(samples_us(100, count=count), samples_us(300, count=other))
-    assert comparison.change is Change.UNSURE
+    assert comparison.speed is Speed.UNSURE
     assert comparison.interval_percent is None
     assert f"{count} and {other} samples" in comparison.reason
 
@@ -149,14 +149,14 @@ def test_from_five_runs_a_run_is_a_sample() -> None:
     pooled = compare_samples([us for run in before for us in run], [us for run in after for us in run])
     by_run = compare_runs(before, after)
     assert by_run.p_value > 1000 * pooled.p_value
-    assert by_run.change is Change.UNSURE
+    assert by_run.speed is Speed.UNSURE
 
 
 def test_five_runs_of_ten_percent_more_are_seen() -> None:
     before = [run_us(seed) for seed in range(5)]
     after = [run_us(seed, shift_percent=10) for seed in range(5, 10)]
     comparison = compare_runs(before, after)
-    assert comparison.change is Change.SLOWER
+    assert comparison.speed is Speed.SLOWER
     assert comparison.p_value == pytest.approx(2 / math.comb(10, 5))
 
 
@@ -168,3 +168,53 @@ def test_fewer_runs_are_put_together() -> None:
 def test_geometric_mean_of_half_and_twice_is_one() -> None:
     assert geometric_mean([0.5, 2.0]) == pytest.approx(1.0)
     assert geometric_mean([1.21, 1.0]) == pytest.approx(1.1)
+
+
+def test_times_of_samples_have_their_quartiles() -> None:
+    samples_us = (1.0, 2.0, 3.0, 4.0, 100.0)
+    assert Times.of(samples_us) == Times(3.0, 2.0, samples_us)
+    assert Times.of([7.0]) == Times(7.0, 0.0, (7.0,))
+
+
+def test_a_row_that_kept_its_samples_is_judged_by_them() -> None:
+    row = {"median_us": 3.0, "iqr_us": 2.0}
+    assert Times.of_row(row) == Times(3.0, 2.0)
+    assert Times.of_row(row | {"samples_us": [1.0, 2.0, 6.0]}).samples_us == (1.0, 2.0, 6.0)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "speed"),
+    [
+        ((100.0, 2.0), (90.0, 2.0), Speed.FASTER),
+        ((90.0, 2.0), (100.0, 2.0), Speed.SLOWER),
+        ((100.0, 2.0), (100.0, 2.0), Speed.SAME),
+        ((100.0, 12.0), (90.0, 12.0), Speed.UNSURE),
+        ((100.0, 250.0), (10.0, 0.0), Speed.UNSURE),  # a quartile below 0: the ratio has no upper end
+    ],
+)
+def test_without_samples_the_interval_is_that_of_the_quartiles(
+    before: tuple[float, float], after: tuple[float, float], speed: Speed
+) -> None:
+    compared = compare_times(Times(*before), Times(*after))
+    assert compared.speed is speed
+    assert compared.p_value is None
+    assert compared.interval_percent is not None
+    lower, upper = compared.interval_percent
+    assert lower <= compared.effect_percent <= upper
+    assert bool(compared.reason) == (speed is Speed.UNSURE)
+
+
+def test_with_samples_on_both_sides_they_decide() -> None:
+    before, after = ([level_us * (1 + 0.001 * place) for place in range(20)] for level_us in (100, 90))
+    assert compare_times(Times.of(before), Times.of(after)) == compare_samples(before, after)
+    assert compare_times(Times.of(before), Times(90.0, 0.1)).p_value is None
+
+
+@pytest.mark.parametrize("median_us", [0.0, -1.0, math.nan, math.inf])
+def test_a_median_that_is_no_time_is_refused(median_us: float) -> None:
+    with pytest.raises(ValueError, match="not a time"):
+        compare_times(Times(median_us), Times(1.0))
+
+
+def test_a_saving_is_added_to_the_time_after() -> None:
+    assert Times(5.0, 1.0, (4.0, 6.0)).plus(2.0) == Times(7.0, 1.0, (6.0, 8.0))

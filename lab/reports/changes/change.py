@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lab.reports.changes.verdicts import Answer, Timing
+from lab.reports.changes.verdicts import Answer
 
 Row = Mapping[str, Any]  # of a list in a recording
 Recording = Mapping[str, Any]
@@ -33,10 +33,6 @@ class Change:
     module: str
     judge: Callable[[Recordings], Answer]
     beside: tuple[str, ...] = ()
-
-
-def gpu_timing(row: Row) -> Timing:
-    return Timing(row["median_us"], row["iqr_us"])
 
 
 def requests_in_words(count: int) -> str:

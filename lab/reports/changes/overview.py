@@ -9,7 +9,8 @@ from rich.table import Table
 
 from lab.reports.changes import CHANGES
 from lab.reports.changes.entries import NOT_RECORDED, Entry, Measured, command_of
-from lab.reports.changes.verdicts import LEAST_EFFECT_PERCENT, Aspect, Observation, Standing, microseconds
+from lab.reports.changes.verdicts import Aspect, Observation, Standing, microseconds
+from lab.timing.statistics import MINIMUM_EFFECT_IN_TURNS_PERCENT, SIGNIFICANCE
 
 PAGE = "experiments.md"
 FLASHINFER = "lab.kernels.trtllm"
@@ -18,11 +19,13 @@ SUMMARY = ("change", "the claim", "MHA: holds at", "MLA: holds at", "does not ho
 RECORDINGS = ("recording", "day", "GPU", "commit", "torch, FlashInfer", "GPU held back in", "method")
 METHOD = (
     "Written by `python -m lab.reports.changes` from the recordings that it links: every measured number and every verdict "
-    "below is computed from them. A statement *holds* at a point if the change makes the median time shorter by more than half "
-    f"the sum of both times' interquartile ranges and by more than {LEAST_EFFECT_PERCENT:g} %; it *does not hold* if the time "
-    "is as much longer, and *cannot be told* otherwise. A saving that is claimed is held against what is saved in the same "
-    "way. Where two clocks timed a point, both must say that it holds. `a → b` is the median time without the change and with "
-    "it. The recordings hold no date: the day is that of the file's commit."
+    "below is computed from them, by the lab's one rule for times. A statement *holds* at a point if the change makes the "
+    "time shorter, *does not hold* if it makes it longer, and *cannot be told* otherwise. A time is shorter "
+    f"if the whole interval of the ratio of the medians, at {100 * (1 - SIGNIFICANCE):g} % confidence, is more than "
+    f"{MINIMUM_EFFECT_IN_TURNS_PERCENT:g} % below 1 and a rank test of the samples agrees; longer likewise. Where a recording "
+    "holds no samples, the interval is that of the quartiles. A saving that is claimed is added to the time with the change. "
+    "Where two clocks timed a point, both must say that it holds. `a → b` is the median time without the change and with it. "
+    "The recordings hold no date: the day is that of the file's commit."
 )
 GROUPS = ("", "points", *(standing.value for standing in Standing), "saved, µs", "times as fast")
 

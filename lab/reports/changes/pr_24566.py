@@ -1,20 +1,21 @@
 """Change 24566: draft extend on the decode kernel."""
 
-from lab.reports.changes.change import Change, Recording, Recordings, Row, gpu_timing
-from lab.reports.changes.verdicts import Answer, Aspect, Comparison, compared, microseconds
+from lab.reports.changes.change import Change, Recording, Recordings, Row
+from lab.reports.changes.verdicts import Answer, Aspect, compared, microseconds
+from lab.timing.statistics import Times
 
 
 def judge_decode_kernel(recordings: Recordings) -> Answer:
-    """The context call's time over the decode call's, at every point that has both."""
+    """Compare the context call with the decode call at every point that has both."""
     recording = recordings["draft_extend_kernels"]
-    times = {(row["q_len"], row["requests"], row["kv_len"], row["arm"]): row for row in recording["rows"]}
+    rows = {(row["q_len"], row["requests"], row["kv_len"], row["arm"]): row for row in recording["rows"]}
     observations = []
-    for q_len, requests, kv_len in sorted({point[:3] for point in times}):
-        context, decode = (times.get((q_len, requests, kv_len, arm)) for arm in ("context", "decode"))
+    for q_len, requests, kv_len in sorted({point[:3] for point in rows}):
+        context, decode = (rows.get((q_len, requests, kv_len, arm)) for arm in ("context", "decode"))
         if context and decode:
             where = f"{requests} × {kv_len:,} keys, q {q_len}"
-            comparison = Comparison(gpu_timing(context), gpu_timing(decode))
-            observations.append(compared(f"MHA, q {q_len}", where, {"": comparison}))
+            times = Times.of_row(context), Times.of_row(decode)
+            observations.append(compared(f"MHA, q {q_len}", where, {"": times}))
     aspect = Aspect("The decode call takes less GPU time than the context call.", tuple(observations))
     setting = (
         f"Draft extend V2, one layer of {recording['geometry']} on one rank of {recording['tensor_parallel']}, q query rows "
@@ -39,7 +40,7 @@ def _verifying_mla(recordings: Recordings) -> list[Row]:
 
 
 def _mla_rows(recordings: Recordings) -> tuple[str, ...]:
-    """MLA's decode call of several rows beside that of one row: what its draft extend, a decode call before too, takes."""
+    """Set MLA's decode call of several rows, which its draft extend was before the change too, beside that of one row."""
     rows = recordings.get("mla_decode", {}).get("rows", ())
     single_us = {_mla_point(row): row["median_us"] for row in rows if row["q_len"] == 1}
     return tuple(

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Sequence
 
-from lab.reports.changes.change import Change, Recording, Recordings, Row, gpu_timing, in_words, requests_in_words
-from lab.reports.changes.verdicts import Answer, Aspect, Comparison, Observation, Timing, compared, microseconds
+from lab.reports.changes.change import Change, Recording, Recordings, Row, in_words, requests_in_words
+from lab.reports.changes.verdicts import Answer, Aspect, Observation, compared, microseconds
+from lab.timing.statistics import Times
 
 _DRAFT_EXTEND_V2 = "draft_extend_v2"
 
 
 def judge_draft_extend_graph(recordings: Recordings) -> Answer:
-    """Eager passes against replays, and the graph's outputs against each other."""
+    """Compare eager passes with replays, and the graph's outputs with each other."""
     recording = recordings["draft_extend_graph"]
     modes = list(dict.fromkeys(row["mode"] for row in recording["modes"]))
     others = [mode for mode in modes if mode != _DRAFT_EXTEND_V2]
@@ -34,7 +35,7 @@ def judge_draft_extend_graph(recordings: Recordings) -> Answer:
         ),
         Aspect(
             "The kernels of a replay take less GPU time than the eager pass's: the launches' cost is not in it.",
-            tuple(_eager_against_graph(recording, modes, gpu_timing)),
+            tuple(_eager_against_graph(recording, modes, Times.of_row)),
             of_claim=False,
         ),
     )
@@ -49,7 +50,7 @@ def judge_draft_extend_graph(recordings: Recordings) -> Answer:
 
 
 def _eager_against_graph(
-    recording: Recording, modes: Sequence[str], timing: Callable[[Row], Timing]
+    recording: Recording, modes: Sequence[str], times_of: Callable[[Row], Times]
 ) -> list[Observation]:
     rows = {(row["mode"], row["batch_size"], row["arm"]): row for row in recording["modes"]}
     found = []
@@ -57,8 +58,8 @@ def _eager_against_graph(
         graph = rows.get((mode, size, "graph"))
         if arm == "eager" and mode in modes and graph is not None:
             where = f"{in_words(mode)}, {requests_in_words(size)}"
-            comparison = Comparison(timing(rows[mode, size, arm]), timing(graph))
-            found.append(compared(f"MHA, {in_words(mode)}", where, {"": comparison}))
+            times = times_of(rows[mode, size, arm]), times_of(graph)
+            found.append(compared(f"MHA, {in_words(mode)}", where, {"": times}))
     return found
 
 
@@ -69,8 +70,8 @@ def _form_against_form(recording: Recording, before: str, after: str) -> list[Ob
         changed = rows.get((size, width, after))
         if form == before and changed is not None:
             where = f"{requests_in_words(size)}, {width} draft tokens"
-            comparison = Comparison(gpu_timing(rows[size, width, form]), gpu_timing(changed))
-            found.append(compared(f"MHA, {width} draft tokens", where, {"": comparison}))
+            times = Times.of_row(rows[size, width, form]), Times.of_row(changed)
+            found.append(compared(f"MHA, {width} draft tokens", where, {"": times}))
     return found
 
 
@@ -85,8 +86,8 @@ def _host_times(recording: Recording) -> tuple[str, ...]:
     return (f"Host time of a draft extend V2: {eager} eagerly, {graph} for a replay with its copies.",)
 
 
-def _completion(row: Row) -> Timing:
-    return Timing(row["completion_us"])
+def _completion(row: Row) -> Times:
+    return Times(row["completion_us"])
 
 
 CHANGE = Change(

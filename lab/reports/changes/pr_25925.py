@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from lab.reports.changes.change import Change, Recordings, Row, requests_in_words
-from lab.reports.changes.verdicts import Answer, Aspect, Comparison, Observation, Timing, compared, microseconds, stated
+from lab.reports.changes.verdicts import Answer, Aspect, Observation, compared, microseconds, stated
+from lab.timing.statistics import Times
 
 
 def judge_plan_stream(recordings: Recordings) -> Answer:
-    """What must be mended after the draft, and iterations that plan beside the draft against those that plan behind it."""
+    """Count what is mended after the draft, and compare iterations planned beside the draft with those planned in line."""
     recording = recordings["plan_stream"]
     arms = recording["arms"]
     aspects = (
@@ -63,8 +64,8 @@ def _planned(arms: Sequence[Row], drafts: str, start: str) -> list[Observation]:
         planned = rows.get((*_plan_point(row)[:-1], start))
         if row["drafts"] == drafts and row["start"] == "in line" and planned is not None:
             clocks = {
-                "in the profile": Comparison(_iterations(row), _iterations(planned)),
-                "without it": Comparison(*(Timing.of(each["unprofiled_iteration_us"]) for each in (row, planned))),
+                "in the profile": (_iterations(row), _iterations(planned)),
+                "without it": (_unprofiled(row), _unprofiled(planned)),
             }
             found.append(compared(_plan_group(row), _plan_where(row), clocks))
     return found
@@ -74,8 +75,12 @@ def _plan_point(row: Row) -> tuple[Any, ...]:
     return row["draft_us"], row["verify_us"], row["drafts"], row["builder"], row["start"]
 
 
-def _iterations(row: Row) -> Timing:
-    return Timing.of([each["iteration_us"] for run in row["runs"] for each in run])
+def _iterations(row: Row) -> Times:
+    return Times.of([each["iteration_us"] for run in row["runs"] for each in run])
+
+
+def _unprofiled(row: Row) -> Times:
+    return Times.of(row["unprofiled_iteration_us"])
 
 
 def _tree_masks(arms: Sequence[Row]) -> tuple[str, ...]:

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from lab.experiments.draft_steps import CLAIM, implied_saving_us
-from lab.reports.changes.change import Change, Recording, Recordings, Row, gpu_timing
-from lab.reports.changes.verdicts import Answer, Aspect, Comparison, Observation, compared, microseconds
+from lab.reports.changes.change import Change, Recording, Recordings, Row
+from lab.reports.changes.verdicts import Answer, Aspect, Observation, compared, microseconds
+from lab.timing.statistics import Times
 
 
 def _percent(before: float, after: float) -> str:
@@ -17,7 +18,7 @@ STEPS_TOGETHER = ("per_step", "one_launch")
 
 
 def judge_draft_steps(recordings: Recordings) -> Answer:
-    """A draft's metadata with the ragged lists and without them, and the claim's figures against what that saves."""
+    """Compare a draft's metadata with the ragged lists and without them, and what that saves with the claim's figures."""
     recording = recordings["draft_steps"]
     saved = partial(_saved, {row["scenario"]: row for row in recording["rows"]})
     points = list(dict.fromkeys(row["point"] for row in recording["rows"]))
@@ -58,7 +59,7 @@ def _saved(
     eager: bool = False,
     least_saved_us: float = 0.0,
 ) -> list[Observation]:
-    """What the second plan saves over the first at the points that have both."""
+    """Return what the second plan saves over the first at the points that have both."""
     name = f"{attention.upper()}{', eager' if eager else ''}"
     found = []
     for point in points:
@@ -66,7 +67,7 @@ def _saved(
             rows.get(f"draft_steps/{attention}/{plan}/{point}{'/eager' if eager else ''}") for plan in plans
         )
         if before is not None and after is not None:
-            clocks = {"": Comparison(gpu_timing(before), gpu_timing(after))}
+            clocks = {"": (Times.of_row(before), Times.of_row(after))}
             found.append(compared(name, f"{name}, {_point_in_words(point)}", clocks, least_saved_us=least_saved_us))
     return found
 
@@ -80,7 +81,7 @@ def _long(points: Sequence[str]) -> list[str]:
 
 
 def _point_in_words(point: str) -> str:
-    """Requests and tokens, and steps, of such as "64x8k/steps3"."""
+    """Return "64 × 8k, 3 steps" for "64x8k/steps3"."""
     batch, _, steps = point.partition("/steps")
     return f"{batch.replace('x', ' × ')}, {steps} steps"
 

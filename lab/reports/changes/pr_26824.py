@@ -1,11 +1,12 @@
 """Change 26824: no copy of the lengths to the host."""
 
 from lab.reports.changes.change import Change, Recordings, Row, requests_in_words
-from lab.reports.changes.verdicts import Answer, Aspect, Comparison, Observation, Timing, compared, microseconds, stated
+from lab.reports.changes.verdicts import Answer, Aspect, Observation, compared, microseconds, stated
+from lab.timing.statistics import Times
 
 
 def judge_length_copy(recordings: Recordings) -> Answer:
-    """Steps of a decode loop with the copy and without it, and the mask that is filled in its stead."""
+    """Compare steps of a decode loop with the copy and without it, and what the mask costs that is filled in its stead."""
     recording = recordings["length_copy"]
     rows = {(row["gpu_us"], row["host_us"], row["arm"]): row for row in recording["arms"]}
     pairs = {
@@ -37,14 +38,18 @@ def judge_length_copy(recordings: Recordings) -> Answer:
 
 def _steps(where: str, copying: Row, other: Row) -> Observation:
     clocks = {
-        "in the profile": Comparison(*(_profiled_steps(row) for row in (copying, other))),
-        "without it": Comparison(*(Timing.of(row["unprofiled_step_us"]) for row in (copying, other))),
+        "in the profile": (_profiled_steps(copying), _profiled_steps(other)),
+        "without it": (_unprofiled_steps(copying), _unprofiled_steps(other)),
     }
     return compared("MHA", where, clocks)
 
 
-def _profiled_steps(row: Row) -> Timing:
-    return Timing.of([each["step_us"] for run in row["runs"] for each in run])
+def _profiled_steps(row: Row) -> Times:
+    return Times.of([each["step_us"] for run in row["runs"] for each in run])
+
+
+def _unprofiled_steps(row: Row) -> Times:
+    return Times.of(row["unprofiled_step_us"])
 
 
 def _waits(where: str, copying: Row, other: Row) -> Observation:

@@ -1,20 +1,16 @@
 """What recorded numbers say of a statement: at each measured point it holds, it does not, or that cannot be told.
 
-Two times differ where the ranges between their quartiles lie apart, and the medians by a least effect. Where only a median and
-an interquartile range are recorded, the quartiles are taken to be half of it away. Where two clocks timed the same, a statement
-holds if both say so, and does not if one contradicts it and the other does not confirm it: a profile slows the host down and is
+`lab.timing.statistics` has the rule for times. A statement that time is saved holds where the time with the change is FASTER,
+does not hold where it is SLOWER, and cannot be told where it is the SAME or UNSURE. Where two clocks timed the same, it holds
+if both say so, and does not hold if one contradicts it and the other does not confirm it: a profile slows the host down, and is
 not believed alone.
 """
 
 import enum
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lab.timing.gpu_time import interquartile_range
-
-# Of the time without the change. Less than lab.timing.statistics's, which compares runs: here arms take turns within one.
-LEAST_EFFECT_PERCENT = 1.0
+from lab.timing.statistics import MINIMUM_EFFECT_IN_TURNS_PERCENT, Speed, Times, compare_times
 
 
 class Standing(enum.Enum):
@@ -28,36 +24,20 @@ class Standing(enum.Enum):
         return f"Standing.{self.name}"
 
 
-@dataclass(frozen=True)
-class Timing:
-    """A time in µs: its median, and the distance of its quartiles, 0 where that was not recorded."""
+STANDINGS = {
+    Speed.FASTER: Standing.HOLDS,
+    Speed.SLOWER: Standing.FAILS,
+    Speed.SAME: Standing.UNDECIDED,
+    Speed.UNSURE: Standing.UNDECIDED,
+}
 
-    median_us: float
-    iqr_us: float = 0.0
-
-    @classmethod
-    def of(cls, samples_us: Sequence[float]) -> "Timing":
-        return cls(statistics.median(samples_us), interquartile_range(samples_us))
+BeforeAfter = tuple[Times, Times]  # one clock's times without a change and with it
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """One clock's times without a change and with it."""
-
-    before: Timing
-    after: Timing
-
-    @property
-    def saved_us(self) -> float:
-        return self.before.median_us - self.after.median_us
-
-    def standing(self, least_saved_us: float = 0.0) -> Standing:
-        """Whether more than `least_saved_us` is saved."""
-        beyond = self.saved_us - least_saved_us
-        apart = (self.before.iqr_us + self.after.iqr_us) / 2
-        if abs(beyond) <= max(apart, LEAST_EFFECT_PERCENT / 100 * self.before.median_us):
-            return Standing.UNDECIDED
-        return Standing.HOLDS if beyond > 0 else Standing.FAILS
+def standing_of(before: Times, after: Times, least_saved_us: float = 0.0) -> Standing:
+    """Return what times say of the statement that more than `least_saved_us` is saved."""
+    compared = compare_times(before, after.plus(least_saved_us), MINIMUM_EFFECT_IN_TURNS_PERCENT)
+    return STANDINGS[compared.speed]
 
 
 @dataclass(frozen=True)
@@ -68,7 +48,7 @@ class Observation:
         group: what the points of one line of a table have in common.
         where: the point.
         standing: what it says.
-        figures: the numbers behind it.
+        figures: the numbers that say so.
         saved_us, ratio: time without the change less time with it, and over it; None where no times are compared.
     """
 
@@ -80,34 +60,33 @@ class Observation:
     ratio: float | None = None
 
 
-def compared(group: str, where: str, clocks: Mapping[str, Comparison], *, least_saved_us: float = 0.0) -> Observation:
-    """What times say of the statement that more than `least_saved_us` is saved.
+def compared(group: str, where: str, clocks: Mapping[str, BeforeAfter], *, least_saved_us: float = 0.0) -> Observation:
+    """Return what times say of the statement that more than `least_saved_us` is saved.
 
     Args:
         clocks: by name ("" for the only one); the first one's times are the figures of the tables.
     """
-    said = {clock.standing(least_saved_us) for clock in clocks.values()}
+    said = {standing_of(*times, least_saved_us) for times in clocks.values()}
     if said == {Standing.HOLDS}:
         standing = Standing.HOLDS
     else:
         standing = Standing.FAILS if Standing.FAILS in said and Standing.HOLDS not in said else Standing.UNDECIDED
-    first = next(iter(clocks.values()))
-    figures = ", ".join(f"{_arrow(clock)}{' ' if name else ''}{name}" for name, clock in clocks.items())
-    ratio = first.before.median_us / first.after.median_us
-    return Observation(group, where, standing, figures, first.saved_us, ratio)
+    before_us, after_us = (times.median_us for times in next(iter(clocks.values())))
+    figures = ", ".join(f"{_arrow(times)}{' ' if name else ''}{name}" for name, times in clocks.items())
+    return Observation(group, where, standing, figures, before_us - after_us, before_us / after_us)
 
 
 def stated(group: str, where: str, holds: bool, figures: str) -> Observation:
-    """What a recorded fact says that is no time."""
+    """Return what a recorded fact says that is no time."""
     return Observation(group, where, Standing.HOLDS if holds else Standing.FAILS, figures)
 
 
-def _arrow(clock: Comparison) -> str:
-    return f"{microseconds(clock.before.median_us)} → {microseconds(clock.after.median_us)} µs"
+def _arrow(times: BeforeAfter) -> str:
+    return f"{microseconds(times[0].median_us)} → {microseconds(times[1].median_us)} µs"
 
 
 def microseconds(value: float) -> str:
-    """As many digits as a comparison needs: 1,234 and 56.7 and 8.90, and 0."""
+    """Return a time with as many digits as a comparison needs: 1,234 and 56.7 and 8.90, and 0."""
     digits = 0 if abs(value) >= 1000 or value == 0 else 1 if abs(value) >= 10 else 2
     return f"{value:,.{digits}f}"
 

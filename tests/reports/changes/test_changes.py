@@ -170,7 +170,7 @@ def test_both_clocks_must_say_that_a_plan_beside_the_draft_pays(exchanged: tuple
     starts = ("in line", "after the inputs")
     in_line, beside = (arms[400.0, "chains", "torch operations", start] for start in starts)
     for arm, time_us in ((in_line, 1500.0), (beside, 1400.0)):
-        arm |= {RUNS: [[{"iteration_us": time_us}]], UNPROFILED: [time_us]}
+        arm |= {RUNS: [[{"iteration_us": time_us}] * 5], UNPROFILED: [time_us] * 5}
     exchange(in_line, beside, *exchanged)
     found = {each.where: each for each in judged(25925, recording).aspects[1].observations}
     assert found["chains, torch operations, a draft of 400 µs"].standing is standing
