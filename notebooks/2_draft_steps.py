@@ -39,13 +39,8 @@ from lab.experiments.draft_steps import implied_saving_us, measure_point, median
 from lab.experiments.draft_visibility import in_words, look
 from lab.kernels.serving.draft_decode_kv_indices import SERIAL_TOKENS
 from lab.metadata import KVLayout
-from lab.metadata.speculation.draft_steps import (
-    DraftAttention,
-    DraftPlan,
-    MultiStepDraft,
-    allocate_draft,
-    prepare_draft,
-)
+from lab.metadata.engine.lengths import DraftAttention
+from lab.metadata.speculation.draft_steps import DraftPlan, MultiStepDraft, allocate_draft, prepare_draft
 from lab.references import generate_draft_decode_kv_indices, trtllm_batch_decode_with_kv_cache
 from lab.reports.pictures.draft_steps import built_figure, claim_figure, draft_times_figure, lists_figure, steps_figure
 from lab.timing.roofline import measure_ceilings

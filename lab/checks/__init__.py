@@ -8,8 +8,8 @@ from lab.checks.report import CaseVerdict, Report
 from lab.checks.space import Space
 from lab.checks.verdicts import Outcome
 from lab.metadata.engine.forward_mode import AttentionCall, ForwardMode
-from lab.metadata.engine.kv_pool import KVLayout
-from lab.metadata.speculation.draft_attention import DraftAttention
+from lab.metadata.engine.kv_cache import KVLayout
+from lab.metadata.engine.lengths import DraftAttention
 from lab.workloads.attention_case import AttentionCase, Contents, Dead, Storage, TableTail
 from lab.workloads.forward_case import ForwardCase, Inputs
 from lab.workloads.interfaces import Interface

@@ -8,7 +8,8 @@ import torch
 
 from lab.checks.needles import needle_positions
 from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
-from lab.metadata.engine.kv_pool import KVPool, PagedKVCache
+from lab.metadata.engine.kv_cache import PagedKVCache
+from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.mha.calls import AttentionLayer, PlannedCall, plan_calls, prepare_attention
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
 from lab.references.quantization import quantize_e4m3

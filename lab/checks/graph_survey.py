@@ -21,8 +21,9 @@ import torch
 from lab.checks.graphs import GraphCase, GraphVerdict, judge_graphs
 from lab.checks.verdicts import Outcome
 from lab.kernels import default_implementation
-from lab.metadata.engine.cuda_graph import GraphMode, MetadataPlace
+from lab.metadata.engine.cuda_graph import MetadataPlace
 from lab.metadata.engine.forward_batch import SpecInfo
+from lab.metadata.engine.graph_inputs import GraphMode
 from lab.provenance import environment
 from lab.workloads.geometries import GEOMETRIES, geometry
 

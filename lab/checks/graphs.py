@@ -15,11 +15,13 @@ from torch import Tensor
 from lab.checks.metadata_truth import wrong_metadata
 from lab.checks.truth import Rules, Truth, truth_of_requests
 from lab.checks.verdicts import Outcome
-from lab.metadata.engine.cuda_graph import PADDED_SEQ_LEN, Body, GraphMode, GraphRunner, MetadataPlace
+from lab.metadata.engine.cuda_graph import Body, GraphRunner, MetadataPlace
 from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
-from lab.metadata.engine.kv_pool import KVLayout, KVPool
+from lab.metadata.engine.graph_inputs import PADDED_SEQ_LEN, GraphMode
+from lab.metadata.engine.kv_cache import KVLayout
+from lab.metadata.engine.kv_pool import KVPool
+from lab.metadata.engine.lengths import uncounted_tokens
 from lab.metadata.mha.calls import AttentionLayer, plan_calls, prepare_attention
-from lab.metadata.mha.metadata import uncounted_tokens
 from lab.workloads.geometries import geometry
 
 POISONED_LENGTH = 2**30  # beyond every table and pool
@@ -40,7 +42,7 @@ class GraphCase:
         page_size: tokens per page.
         num_pages: of each request's history; lengths go up to this many pages less the draft's tokens.
         sliding_window: a sliding-window layer over its own pool.
-        padded_seq_len: see `lab.metadata.engine.cuda_graph.StaticInputs`.
+        padded_seq_len: see `lab.metadata.engine.graph_inputs.StaticInputs`.
         seed: of everything drawn.
     """
 

@@ -2,9 +2,9 @@
 
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.kv_pool import KVPool
+from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 from lab.metadata.mla.metadata import BLOCK_TABLE_TOKENS, TRTLLMMLADecodeMetadata
-from lab.metadata.speculation.draft_attention import DraftAttention
 from lab.references.forward_metadata import forward_metadata, mla_forward_metadata
 
 

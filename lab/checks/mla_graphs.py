@@ -21,14 +21,14 @@ from lab.checks.graphs import (
 from lab.checks.metadata_truth import wrong_mla_metadata
 from lab.checks.mla_pass import mla_truth
 from lab.checks.truth import Truth
-from lab.metadata.engine.cuda_graph import PADDED_SEQ_LEN, Body, GraphMode, GraphRunner, MetadataPlace
+from lab.metadata.engine.cuda_graph import Body, GraphRunner, MetadataPlace
 from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.graph_inputs import PADDED_SEQ_LEN, GraphMode
 from lab.metadata.engine.kv_pool import KVPool
-from lab.metadata.mha.metadata import uncounted_tokens
+from lab.metadata.engine.lengths import DraftAttention, uncounted_tokens
 from lab.metadata.mla.buffers import MLAGraphState
 from lab.metadata.mla.calls import MLALayer, prepare_mla_attention
 from lab.metadata.mla.metadata import QueryLayout
-from lab.metadata.speculation.draft_attention import DraftAttention
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class MLAGraphCase:
         num_qo_heads, kv_lora_rank, qk_rope_head_dim: of the layer.
         page_size: tokens per page, 32 or 64.
         num_pages: of each request's history.
-        padded_seq_len: see `lab.metadata.engine.cuda_graph.StaticInputs`.
+        padded_seq_len: see `lab.metadata.engine.graph_inputs.StaticInputs`.
         seed: of everything drawn.
     """
 

@@ -11,10 +11,11 @@ from lab.checks.forward_pass import E4M3, E4M3_K_SCALE, fill_with_poison
 from lab.checks.needles import needle_positions
 from lab.checks.truth import Rules, Truth, truth_of_requests
 from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
-from lab.metadata.engine.kv_pool import KVPool, PagedLatentCache
+from lab.metadata.engine.kv_cache import PagedLatentCache
+from lab.metadata.engine.kv_pool import KVPool
+from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.mla.calls import MLALayer, prepare_mla_attention
 from lab.metadata.mla.metadata import TRTLLMMLADecodeMetadata, build_mla_decode_metadata
-from lab.metadata.speculation.draft_attention import DraftAttention
 from lab.references.paged_attention import piece_elements
 from lab.references.quantization import quantize_e4m3
 from lab.workloads.forward_case import Inputs

@@ -22,7 +22,7 @@ from lab.checks.forward import Verdict, judge_forward
 from lab.checks.verdicts import Outcome
 from lab.kernels import default_implementation
 from lab.metadata.engine.forward_mode import AttentionCall, ForwardMode
-from lab.metadata.engine.kv_pool import KVLayout
+from lab.metadata.engine.kv_cache import KVLayout
 from lab.provenance import environment
 from lab.workloads.forward_case import ForwardCase, Inputs
 from lab.workloads.geometries import GEOMETRIES, geometry

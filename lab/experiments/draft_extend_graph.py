@@ -35,9 +35,10 @@ from rich.table import Table
 from lab.checks.stand_in_model import StandInTruth, truth_of_pass
 from lab.experiments.recording import NO_GPU, Recording, ceilings_of_gpu, gpu_is_here
 from lab.kernels import default_implementation
-from lab.metadata.engine.cuda_graph import GraphMetadata, GraphMode, GraphRunner, StaticInputs
+from lab.metadata.engine.cuda_graph import GraphMetadata, GraphRunner
 from lab.metadata.engine.forward_batch import SpecInfo
 from lab.metadata.engine.forward_mode import ForwardMode
+from lab.metadata.engine.graph_inputs import GraphMode, StaticInputs
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.mha.metadata import build_mha_metadata
 from lab.metadata.speculation.draft_extend_graph import (

@@ -20,9 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.metadata.engine.kv_pool import KVLayout, KVPool
+from lab.metadata.engine.kv_cache import KVLayout
+from lab.metadata.engine.kv_pool import KVPool
+from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
-from lab.metadata.speculation.draft_steps import DraftAttention, DraftStep, MultiStepDraft, build_draft_steps
+from lab.metadata.speculation.draft_steps import DraftStep, MultiStepDraft, build_draft_steps
 from lab.provenance import environment
 from lab.references import trtllm_batch_decode_with_kv_cache
 from lab.workloads.draft import DraftCase, build_verify, draft_decode

@@ -3,7 +3,9 @@
 from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.engine.forward_mode import AttentionCall, ForwardMode, MLAAttentionCall, QueryRows, UncountedTokens
 from lab.metadata.engine.host_mirrors import LengthMirror, decide_needs_cpu_seq_lens
-from lab.metadata.engine.kv_pool import KVLayout, KVPool, PagedKVCache, PagedLatentCache
+from lab.metadata.engine.kv_cache import KVLayout, PagedKVCache, PagedLatentCache
+from lab.metadata.engine.kv_pool import KVPool
+from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.mha.calls import (
     AttentionLayer,
     PlannedCall,
@@ -29,7 +31,6 @@ from lab.metadata.mla.metadata import (
     build_mla_metadata,
     build_mla_prefill_metadata,
 )
-from lab.metadata.speculation.draft_attention import DraftAttention
 from lab.metadata.speculation.verify_mask import (
     VerifyMask,
     VerifyMaskForm,

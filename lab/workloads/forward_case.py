@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from lab.metadata.engine.forward_mode import AttentionCall, ForwardMode
-from lab.metadata.engine.kv_pool import KVLayout
+from lab.metadata.engine.kv_cache import KVLayout
 from lab.workloads.geometries import Geometry, geometry
 
 DTYPES = (torch.float16, torch.bfloat16)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from lab.metadata.engine.forward_mode import ForwardMode
-from lab.metadata.speculation.draft_attention import DraftAttention
+from lab.metadata.engine.lengths import DraftAttention
 from lab.workloads.attention_case import short_repr
 from lab.workloads.forward_case import DTYPES, Inputs
 

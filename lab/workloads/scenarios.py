@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from lab.metadata.engine.forward_mode import AttentionCall, ForwardMode
-from lab.metadata.engine.kv_pool import KVLayout
+from lab.metadata.engine.kv_cache import KVLayout
 from lab.workloads.batches import Batch, parse_batch
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.geometries import geometry

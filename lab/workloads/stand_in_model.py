@@ -14,7 +14,8 @@ from torch import Tensor
 
 from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.engine.forward_mode import ForwardMode
-from lab.metadata.engine.kv_pool import KVLayout, KVPool, PagedKVCache
+from lab.metadata.engine.kv_cache import KVLayout, PagedKVCache
+from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.mha.calls import AttentionLayer
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 from lab.metadata.speculation.draft_extend_graph import AttentionBackend, DraftExtendOutput, DraftInputs, DraftOutputs

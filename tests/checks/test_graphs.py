@@ -22,7 +22,8 @@ from lab.checks.graphs import (
 from lab.checks.verdicts import Outcome
 from lab.kernels import portable
 from lab.metadata import ForwardBatch, KVPool, SpecInfo, TRTLLMMHAMetadata
-from lab.metadata.engine.cuda_graph import GraphMode, GraphRunner, MetadataPlace
+from lab.metadata.engine.cuda_graph import GraphRunner, MetadataPlace
+from lab.metadata.engine.graph_inputs import GraphMode
 from tests.devices import DEVICES
 
 CPU = torch.device("cpu")

@@ -14,7 +14,8 @@ from lab.checks.mla_graphs import MLAGraphCase, judge_mla_graphs, right_mla_runn
 from lab.checks.verdicts import Outcome
 from lab.kernels import portable
 from lab.metadata import DraftAttention, ForwardBatch, KVPool, QueryLayout, SpecInfo
-from lab.metadata.engine.cuda_graph import GraphMode, GraphRunner, MetadataPlace
+from lab.metadata.engine.cuda_graph import GraphRunner, MetadataPlace
+from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.mla.buffers import MLAGraphMetadata, MLAGraphState
 from tests.devices import IN_INTERPRETER, ON_GPU
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lab.experiments.draft_visibility import look, main
-from lab.metadata.speculation.draft_steps import DraftAttention
+from lab.metadata.engine.lengths import DraftAttention
 
 CPU = torch.device("cpu")
 

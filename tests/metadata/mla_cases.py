@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lab.metadata import DraftAttention, ForwardBatch, ForwardMode, KVPool, MLALayer, PagedLatentCache, SpecInfo
-from lab.metadata.engine.cuda_graph import GraphMode
+from lab.metadata.engine.graph_inputs import GraphMode
 from lab.references.forward_metadata import key_length, live_pages, query_length
 
 MLA, MLA_WITH_OFFSET = DraftAttention.MLA, DraftAttention.MLA_WITH_OFFSET

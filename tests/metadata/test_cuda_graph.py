@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from lab.metadata.engine.cuda_graph import GraphMode, StaticInputs
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode
+from lab.metadata.engine.graph_inputs import GraphMode, StaticInputs
 
 WIDTH = 2
 SIZE = 4

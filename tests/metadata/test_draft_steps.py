@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from lab import references
 from lab.kernels.serving.draft_decode_kv_indices import Schedule
 from lab.metadata import ForwardBatch, ForwardMode, KVPool, SpecInfo, TRTLLMMHAMetadata
+from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.mla.metadata import mla_block_table_width
 from lab.metadata.speculation.draft_steps import (
-    DraftAttention,
     DraftBuffers,
     DraftPlan,
     DraftStep,

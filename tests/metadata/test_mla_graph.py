@@ -13,7 +13,8 @@ from torch import Tensor
 
 import lab.references
 from lab.metadata import DraftAttention, ForwardBatch, KVPool, QueryLayout, TRTLLMMLADecodeMetadata
-from lab.metadata.engine.cuda_graph import GraphMode, GraphRunner, MetadataPlace
+from lab.metadata.engine.cuda_graph import GraphRunner, MetadataPlace
+from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.mla.buffers import MLAGraphState
 from lab.metadata.mla.calls import prepare_mla_attention
 from lab.metadata.mla.metadata import build_mla_decode_metadata

@@ -31,7 +31,7 @@ from lab.metadata import (
     prepare_mla_attention,
     ragged_context_arguments,
 )
-from lab.metadata.engine.cuda_graph import GraphMode
+from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.mla.calls import mla_max_seq_len, mla_query
 from lab.metadata.mla.metadata import multi_ctas_kv_counter_bytes, query_layout
 from lab.metadata.mla.rows import dense_block, pad_draft_extend_query, unpad_draft_extend_output

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lab.kernels.trtllm import causal_mask
 from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.engine.forward_mode import ForwardMode
-from lab.metadata.engine.kv_pool import KVLayout, KVPool
+from lab.metadata.engine.kv_cache import KVLayout
+from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.plan_stream import (
     FixUp,
     MetadataBuilder,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lab.metadata import ForwardMode
-from lab.metadata.speculation.draft_attention import DraftAttention
+from lab.metadata.engine.lengths import DraftAttention
 from lab.workloads.mla_case import MLACase
 
 ROW_BYTES = 3 * (32 + 16) * 2  # the query and the output of one row: 3 heads, 32 + 16 elements of 2 bytes

@@ -20,8 +20,8 @@ from lab.checks.mla_pass import MLAPass, build_mla_pass
 from lab.checks.space import Space
 from lab.checks.trial import Result, Trial
 from lab.metadata.engine.forward_mode import ForwardMode
+from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.mla.metadata import DEAD_PAGE
-from lab.metadata.speculation.draft_attention import DraftAttention
 from lab.references.forward_metadata import mla_forward_metadata
 from lab.workloads.interfaces import Interface
 from lab.workloads.mla_case import MLACase

@@ -15,7 +15,7 @@ from lab.checks.mla_pass import build_mla_pass
 from lab.checks.space import Space
 from lab.checks.trial import Result, Trial
 from lab.metadata.engine.forward_mode import ForwardMode
-from lab.metadata.speculation.draft_attention import DraftAttention
+from lab.metadata.engine.lengths import DraftAttention
 from lab.workloads.attention_case import E4M3
 from lab.workloads.forward_case import Inputs
 from lab.workloads.interfaces import Interface

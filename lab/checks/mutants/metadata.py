@@ -8,7 +8,8 @@ from torch import Tensor
 from lab.checks.mutants.mutant import MHA_METADATA, Defective, Mutant
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.kv_pool import KVPool
-from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata, uncounted_tokens
+from lab.metadata.engine.lengths import uncounted_tokens
+from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
 
 
 class Builder(Defective):

@@ -8,8 +8,8 @@ from torch import Tensor
 from lab.checks.mutants.mutant import MLA_METADATA, Defective, Mutant
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.kv_pool import KVPool
+from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.mla.metadata import DEAD_PAGE, QueryLayout, TRTLLMMLADecodeMetadata, build_mla_decode_metadata
-from lab.metadata.speculation.draft_attention import DraftAttention
 
 
 class MLABuilder(Defective):

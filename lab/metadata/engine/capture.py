@@ -1,11 +1,12 @@
-"""CUDA graphs captured in peace.
+"""The capture of a CUDA graph.
 
 A leaf: it needs torch alone.
 """
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -24,3 +25,32 @@ def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = No
     finally:
         if was_enabled:
             gc.enable()
+
+
+def capture(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
+    """Run a call once to warm up and capture it; returns the replay and what the call returned.
+
+    On a CPU the replay is the call itself, and its result must be the same object each time, as a graph's is.
+    """
+    if device.type != "cuda":
+        output = call()
+
+        def run_again() -> None:
+            again = call()
+            if again is not output:
+                raise RuntimeError("a captured call must return the same tensors each time: write into buffers")
+
+        return run_again, output
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with capturing(graph):
+        output = call()
+
+    def replay(kept: Callable[[], Any] = call) -> None:  # a graph does not keep what its call owns
+        graph.replay()
+
+    return replay, output

@@ -14,14 +14,12 @@ import torch
 from torch import Tensor
 
 from lab.kernels.serving.forward_metadata import PassBuffers, prepare_write_forward_metadata
-from lab.metadata.engine.capture import capturing
-from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
-from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
+from lab.metadata.engine.capture import capture
+from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.graph_inputs import PADDED_SEQ_LEN, GraphMode, StaticInputs
 from lab.metadata.engine.kv_pool import KVPool
-from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata, uncounted_tokens
-
-# What the engine fills padded rows' lengths with (`get_cuda_graph_seq_len_fill_value` of SGLang's TRT-LLM backends).
-PADDED_SEQ_LEN = 1
+from lab.metadata.engine.lengths import uncounted_tokens
+from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
 
 
 class MetadataPlace(Enum):
@@ -32,164 +30,6 @@ class MetadataPlace(Enum):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}.{self.name}"
-
-
-@dataclass(frozen=True)
-class GraphMode:
-    """What the graphs of one runner run, for every batch: made by the functions below the attributes.
-
-    Attributes:
-        forward_mode: DECODE, TARGET_VERIFY, DRAFT_EXTEND or DRAFT_EXTEND_V2.
-        num_tokens_per_req: query rows per request that the graphs have room for.
-        draft_step: of a draft decode step, else None.
-    """
-
-    forward_mode: ForwardMode
-    num_tokens_per_req: int = 1
-    draft_step: int | None = None
-
-    @classmethod
-    def decode(cls) -> "GraphMode":
-        return cls(ForwardMode.DECODE)
-
-    @classmethod
-    def draft_decode(cls, step: int) -> "GraphMode":
-        return cls(ForwardMode.DECODE, draft_step=step)
-
-    @classmethod
-    def target_verify(cls, num_draft_tokens: int) -> "GraphMode":
-        return cls(ForwardMode.TARGET_VERIFY, num_draft_tokens)
-
-    @classmethod
-    def draft_extend(cls, num_draft_tokens: int) -> "GraphMode":
-        """The first draft extend: each request has as many rows as tokens were accepted, at most so many."""
-        return cls(ForwardMode.DRAFT_EXTEND, num_draft_tokens)
-
-    @classmethod
-    def draft_extend_v2(cls, spec_info: SpecInfo) -> "GraphMode":
-        """Every request has the same number of rows, fixed at capture.
-
-        That is ``num_tokens_per_req``. If a synthetic capture input leaves it open (0 or below), SGLang 0.5.13 takes the
-        largest of ``num_accept_tokens``, which a capture fills with the width; so does this, once, on the host.
-
-        Raises:
-            ValueError: neither says a width.
-        """
-        width = spec_info.num_tokens_per_req
-        if width <= 0 and spec_info.num_accept_tokens is not None and spec_info.num_accept_tokens.numel():
-            width = int(spec_info.num_accept_tokens.max())
-        if width <= 0:
-            raise ValueError(
-                "draft extend V2 needs a width: SpecInfo.num_tokens_per_req, or num_accept_tokens at capture"
-            )
-        return cls(ForwardMode.DRAFT_EXTEND_V2, width)
-
-    @property
-    def extends(self) -> bool:
-        return self.forward_mode.extends_draft
-
-    def __post_init__(self) -> None:
-        mode = self.forward_mode
-        if not mode.in_graph:
-            raise ValueError(
-                f"{mode!r} is not run in CUDA graphs: use {', '.join(each.name for each in ForwardMode if each.in_graph)}"
-            )
-        if self.num_tokens_per_req < 1 or (mode.query_rows is QueryRows.ONE and self.num_tokens_per_req != 1):
-            raise ValueError(f"num_tokens_per_req={self.num_tokens_per_req}: {mode!r} has 1 row per request or more")
-
-
-class StaticInputs:
-    """The runner's input buffers, and the batch as the captured graphs see it.
-
-    Args:
-        mode: of the runner.
-        max_batch_size: the largest captured size.
-        device: of the pool.
-        padded_seq_len: what padded rows' lengths are; the engine's 1 if left out.
-    """
-
-    def __init__(
-        self, mode: GraphMode, max_batch_size: int, device: torch.device, padded_seq_len: int = PADDED_SEQ_LEN
-    ) -> None:
-        self.mode = mode
-        self.max_batch_size = max_batch_size
-        self.padded_seq_len = padded_seq_len
-        width = mode.num_tokens_per_req
-        self.seq_lens = torch.full((max_batch_size,), padded_seq_len, dtype=torch.int64, device=device)
-        self.req_pool_indices = torch.zeros(max_batch_size, dtype=torch.int64, device=device)
-        self.out_cache_loc = torch.zeros(max_batch_size * width, dtype=torch.int64, device=device)
-        self.extend_seq_lens = torch.full((max_batch_size,), width, dtype=torch.int32, device=device)
-
-    def view(self, batch_size: int) -> ForwardBatch:
-        """The batch of a captured size: leading slices of the buffers, and host facts that hold for every replay."""
-        mode, width = self.mode, self.mode.num_tokens_per_req
-        lens = self.extend_seq_lens[:batch_size]
-        return ForwardBatch(
-            forward_mode=mode.forward_mode,
-            req_pool_indices=self.req_pool_indices[:batch_size],
-            seq_lens=self.seq_lens[:batch_size],
-            out_cache_loc=self.out_cache_loc[: batch_size * width],
-            num_tokens=batch_size * width,
-            extend_seq_lens=lens if mode.extends else None,
-            extend_seq_lens_cpu=[width] * batch_size if mode.extends else None,
-            spec_info=SpecInfo.of(mode.forward_mode, width, draft_step=mode.draft_step, num_accept_tokens=lens),
-        )
-
-    def load(self, batch: ForwardBatch, batch_size: int) -> None:
-        """Copy a batch in, padded to a captured size: rows of the reserved request, length 1, new tokens into the sink.
-
-        Nothing is read on the host. Padding is written whenever the batch is smaller, so that nothing is left of a larger one.
-
-        Raises:
-            ValueError: the batch has another mode, more requests than the size, or rows that the graph has no room for, or does
-                not say how many rows each request has where that varies.
-        """
-        self._check(batch, batch_size)
-        raw, rows = batch.batch_size, batch.out_cache_loc.shape[0]
-        width = self.mode.num_tokens_per_req
-        if raw < batch_size or rows < batch_size * width:
-            self.seq_lens[:batch_size].fill_(self.padded_seq_len)
-            self.req_pool_indices[:batch_size].zero_()
-            self.out_cache_loc[: batch_size * width].zero_()
-            self.extend_seq_lens[:batch_size].fill_(width)
-        self.seq_lens[:raw].copy_(batch.seq_lens)
-        self.req_pool_indices[:raw].copy_(batch.req_pool_indices)
-        self.out_cache_loc[:rows].copy_(batch.out_cache_loc)
-        if batch.extend_seq_lens is not None:
-            self.extend_seq_lens[:raw].copy_(batch.extend_seq_lens)
-
-    def _check(self, batch: ForwardBatch, batch_size: int) -> None:
-        mode, width = self.mode, self.mode.num_tokens_per_req
-        if batch.forward_mode is not mode.forward_mode:
-            raise ValueError(f"these graphs run {mode.forward_mode!r}, not {batch.forward_mode!r}")
-        step = None if batch.spec_info is None else batch.spec_info.speculative_step_id
-        if mode.forward_mode.query_rows is QueryRows.ONE and step != mode.draft_step:
-            raise ValueError(f"these graphs run draft step {mode.draft_step}, and the batch is of step {step}")
-        if not batch.batch_size <= batch_size <= self.max_batch_size:
-            raise ValueError(
-                f"{batch.batch_size} requests do not fit into size {batch_size} of buffers for {self.max_batch_size}"
-            )
-        if mode.forward_mode.query_rows.are_uniform and batch.num_tokens != batch.batch_size * width:
-            raise ValueError(
-                f"the batch has {batch.num_tokens} rows for {batch.batch_size} requests, but these graphs were captured with "
-                f"{width} rows for each: run it eagerly"
-            )
-        if mode.forward_mode.query_rows is QueryRows.ACCEPTED:
-            self._check_accepted(batch)
-        if max(batch.extend_seq_lens_cpu or (0,)) > width:
-            raise ValueError(
-                f"extend_seq_lens_cpu={list(batch.extend_seq_lens_cpu or ())} has more than the {width} rows of a request"
-            )
-
-    @staticmethod
-    def _check_accepted(batch: ForwardBatch) -> None:
-        """The first draft extend's rows vary: the graph reads them on the device, and whether they fit is known on the host."""
-        for name in ("extend_seq_lens", "extend_seq_lens_cpu"):
-            if getattr(batch, name) is None:
-                raise ValueError(
-                    f"{name} is None: {batch.forward_mode!r} needs the accepted tokens of each of the {batch.batch_size} "
-                    "requests, on the device (extend_seq_lens) and on the host (extend_seq_lens_cpu)"
-                )
 
 
 Metadata = TypeVar("Metadata")
@@ -382,32 +222,3 @@ class GraphRunner(Generic[Metadata]):
 
         replay, output = capture(whole, view.seq_lens.device)
         return CapturedSize(view, metadata, rebuild, replay, output)
-
-
-def capture(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
-    """Run a call once to warm up and capture it; returns the replay and what the call returned.
-
-    On a CPU the replay is the call itself, and its result must be the same object each time, as a graph's is.
-    """
-    if device.type != "cuda":
-        output = call()
-
-        def run_again() -> None:
-            again = call()
-            if again is not output:
-                raise RuntimeError("a captured call must return the same tensors each time: write into buffers")
-
-        return run_again, output
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream(device).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with capturing(graph):
-        output = call()
-
-    def replay(kept: Callable[[], Any] = call) -> None:  # a graph does not keep what its call owns
-        graph.replay()
-
-    return replay, output

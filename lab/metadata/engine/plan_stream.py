@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import MASK_BITS_PER_WORD, mask_words
-from lab.metadata.engine.cuda_graph import GraphMetadata, GraphMode, StaticInputs
+from lab.metadata.engine.cuda_graph import GraphMetadata
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
+from lab.metadata.engine.graph_inputs import GraphMode, StaticInputs
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
 

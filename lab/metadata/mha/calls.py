@@ -9,8 +9,9 @@ import torch
 from lab.kernels import prepare
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import AttentionCall, ForwardMode, QueryRows
-from lab.metadata.engine.kv_pool import PagedKVCache
-from lab.metadata.mha.metadata import TRTLLMMHAMetadata, max_query_rows, mixed_tail_split
+from lab.metadata.engine.kv_cache import PagedKVCache
+from lab.metadata.engine.lengths import max_query_rows
+from lab.metadata.mha.metadata import TRTLLMMHAMetadata, mixed_tail_split
 
 
 @dataclass(frozen=True, eq=False)

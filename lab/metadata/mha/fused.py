@@ -11,7 +11,8 @@ from torch import Tensor
 from lab.kernels.serving.forward_metadata import PassBuffers, prepare_write_forward_metadata
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.kv_pool import KVPool
-from lab.metadata.mha.metadata import TRTLLMMHAMetadata, check_attends, max_query_rows, query_rows, uncounted_tokens
+from lab.metadata.engine.lengths import check_attends, max_query_rows, query_rows, uncounted_tokens
+from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 
 
 def fused_mha_metadata(batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:

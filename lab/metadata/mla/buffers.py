@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from lab.kernels.serving.forward_metadata import PassBuffers, prepare_write_forward_metadata
-from lab.metadata.engine.cuda_graph import GraphMode
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
+from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.engine.kv_pool import KVPool
-from lab.metadata.mha.metadata import num_pages, uncounted_tokens
+from lab.metadata.engine.lengths import DraftAttention, num_pages, uncounted_tokens
 from lab.metadata.mla.metadata import (
     DEAD_PAGE,
     SINK_PAGE,
@@ -24,7 +24,6 @@ from lab.metadata.mla.metadata import (
     check_mla,
     mla_block_table_width,
 )
-from lab.metadata.speculation.draft_attention import DraftAttention
 
 
 class MLAGraphState:

@@ -9,8 +9,8 @@ from torch import Tensor
 from lab.kernels import prepare
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode, MLAAttentionCall, QueryRows
-from lab.metadata.engine.kv_pool import PagedLatentCache
-from lab.metadata.mha.metadata import host_lengths
+from lab.metadata.engine.kv_cache import PagedLatentCache
+from lab.metadata.engine.lengths import host_lengths
 from lab.metadata.mla.metadata import QueryLayout, TRTLLMMLADecodeMetadata, TRTLLMMLAPrefillMetadata
 from lab.metadata.mla.rows import dense_block, pad_draft_extend_query, unpad_draft_extend_output
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.kv_pool import KVPool
-from lab.metadata.mha.metadata import (
+from lab.metadata.engine.lengths import (
+    DraftAttention,
     check_attends,
     exclusive_cumsum,
     first_slots,
@@ -21,7 +22,6 @@ from lab.metadata.mha.metadata import (
     num_pages,
     uncounted_tokens,
 )
-from lab.metadata.speculation.draft_attention import DraftAttention
 
 MLA_PAGE_SIZES = (32, 64)  # what SGLang's server lets this backend have (0.5.23)
 # Tokens that a row of the block table is rounded up to: the flashmla index kernel writes 4,096 tokens' pages at a time

@@ -13,10 +13,12 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from lab.metadata.engine.cuda_graph import Body, GraphMode, GraphRunner, MetadataPlace
+from lab.metadata.engine.cuda_graph import Body, GraphRunner, MetadataPlace
 from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.engine.forward_mode import AttentionCall, QueryRows
-from lab.metadata.engine.kv_pool import KVPool, PagedKVCache
+from lab.metadata.engine.graph_inputs import GraphMode
+from lab.metadata.engine.kv_cache import PagedKVCache
+from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.mha.calls import AttentionLayer, plan_calls, prepare_attention
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 

@@ -18,9 +18,9 @@ from lab.kernels.serving.forward_metadata import PassBuffers, prepare_write_forw
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_pool import KVPool
+from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 from lab.metadata.mla.metadata import DEAD_PAGE, TRTLLMMLADecodeMetadata, check_mla_page_size, mla_block_table_width
-from lab.metadata.speculation.draft_attention import DraftAttention
 
 STEPS = range(2, 9)  # of ``speculative_num_steps``; with one step there is no draft decode
 

@@ -10,7 +10,8 @@ from lab.kernels.serving.forward_metadata import PassBuffers, prepare_write_forw
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_pool import KVPool
-from lab.metadata.mha.metadata import TRTLLMMHAMetadata, check_attends
+from lab.metadata.engine.lengths import check_attends
+from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 
 
 @dataclass(frozen=True, eq=False)

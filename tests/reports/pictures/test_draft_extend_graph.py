@@ -18,7 +18,7 @@ from matplotlib.patches import Rectangle
 
 import lab.references
 from lab.metadata import ForwardBatch, ForwardMode, SpecInfo
-from lab.metadata.engine.cuda_graph import StaticInputs
+from lab.metadata.engine.graph_inputs import StaticInputs
 from lab.metadata.speculation.draft_extend_graph import DraftExtendGraph, DraftExtendOutput, TRTLLMMHABackend
 from lab.reports.pictures.draft_extend_graph import (
     ALONG,

@@ -14,8 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lab.metadata import ForwardBatch, KVPool
+from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.speculation.draft_steps import (
-    DraftAttention,
     DraftBuffers,
     DraftPlan,
     MultiStepDraft,

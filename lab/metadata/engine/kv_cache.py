@@ -1,0 +1,162 @@
+"""One layer's paged cache: K and V as the halves of one allocation, or MLA's entries, which are keys and values in one."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+
+class KVLayout(str, Enum):
+    """Order of the axes inside a page: N tokens, H heads, D head_dim."""
+
+    NHD = "NHD"
+    HND = "HND"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"
+
+
+@dataclass(frozen=True, eq=False)
+class PagedKVCache:
+    """K and V of one layer as the two halves of one allocation.
+
+    Attributes:
+        storage: contiguous ``[2, num_pages, page_size, num_kv_heads, head_dim]`` (NHD) or
+            ``[2, num_pages, num_kv_heads, page_size, head_dim]`` (HND); K is ``storage[0]``. One allocation makes
+            the distance from K to V a positive whole number of pages, as kernels that address both from one base
+            pointer need. ``head_dim`` is the packed width when two values share a byte.
+        layout: the order of the axes.
+
+    Raises:
+        ValueError: ``storage`` is not a contiguous tensor of five axes that starts with 2.
+    """
+
+    storage: Tensor
+    layout: KVLayout
+
+    def __post_init__(self) -> None:
+        if self.storage.dim() != 5 or self.storage.shape[0] != 2 or not self.storage.is_contiguous():
+            raise ValueError(
+                f"storage has shape {list(self.storage.shape)} and strides {list(self.storage.stride())}, expected a "
+                "contiguous [2, num_pages, ., ., head_dim]: make it with KVPool.new_cache"
+            )
+
+    @property
+    def k_cache(self) -> Tensor:
+        """``[num_pages, ., ., head_dim]`` in this cache's layout."""
+        return self.storage[0]
+
+    @property
+    def v_cache(self) -> Tensor:
+        """``[num_pages, ., ., head_dim]`` in this cache's layout."""
+        return self.storage[1]
+
+    @property
+    def page_size(self) -> int:
+        return self.storage.shape[2 if self.layout is KVLayout.NHD else 3]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.storage.shape[3 if self.layout is KVLayout.NHD else 2]
+
+    def as_hnd(self) -> tuple[Tensor, Tensor]:
+        """K and V as views ``[num_pages, num_kv_heads, page_size, head_dim]``, the form FlashInfer is handed.
+
+        An NHD cache is permuted, not copied, so its views are not contiguous. SGLang also repairs the stride of a
+        single head, see ``_with_canonical_strides``.
+        """
+        if self.layout is KVLayout.HND:
+            return self.k_cache, self.v_cache
+        k, v = (_with_canonical_strides(cache.transpose(1, 2)) for cache in (self.k_cache, self.v_cache))
+        return k, v
+
+    def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store one token's K and V at each slot, bit for bit and without reading the device.
+
+        Args:
+            slots: ``[n]`` int64. A negative slot means "nowhere": its row goes to slot 0, in the sink page, where
+                plain indexing would wrap around and overwrite the last page. Order of equal slots is undefined.
+            k, v: ``[n, num_kv_heads, head_dim]`` in the cache's dtype: quantise before writing.
+
+        Raises:
+            TypeError: a dtype differs.
+            ValueError: a shape differs.
+        """
+        expected = [slots.shape[0], self.num_kv_heads, self.storage.shape[4]]
+        _check_slots(slots)
+        for name, rows in (("k", k), ("v", v)):
+            _check_rows(name, rows, expected, self.storage.dtype)
+        for cache, rows in ((self.k_cache, k), (self.v_cache, v)):
+            _write_rows(cache if self.layout is KVLayout.NHD else cache.transpose(1, 2), slots, rows)
+
+
+@dataclass(frozen=True, eq=False)
+class PagedLatentCache:
+    """One layer's cache of latent attention (MLA): an entry per token, which all heads read as key and in part as value.
+
+    Attributes:
+        storage: contiguous ``[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]``.
+
+    Raises:
+        ValueError: ``storage`` is not a contiguous tensor of three axes.
+    """
+
+    storage: Tensor
+
+    def __post_init__(self) -> None:
+        if self.storage.dim() != 3 or not self.storage.is_contiguous():
+            raise ValueError(
+                f"storage has shape {list(self.storage.shape)} and strides {list(self.storage.stride())}, expected a "
+                "contiguous [num_pages, page_size, entry]: make it with KVPool.new_latent_cache"
+            )
+
+    @property
+    def page_size(self) -> int:
+        return self.storage.shape[1]
+
+    def with_head_axis(self) -> Tensor:
+        """``[num_pages, 1, page_size, entry]``, the view that SGLang hands FlashInfer."""
+        return self.storage.unsqueeze(1)
+
+    def write(self, slots: Tensor, entries: Tensor) -> None:
+        """Store one token's entry at each slot; slots and errors are as in `PagedKVCache.write`.
+
+        Args:
+            slots: ``[n]`` int64.
+            entries: ``[n, kv_lora_rank + qk_rope_head_dim]`` in the cache's dtype.
+        """
+        _check_slots(slots)
+        _check_rows("entries", entries, [slots.shape[0], self.storage.shape[2]], self.storage.dtype)
+        _write_rows(self.storage, slots, entries)
+
+
+def _check_slots(slots: Tensor) -> None:
+    if slots.dtype != torch.int64:
+        raise TypeError(f"slots has dtype {slots.dtype}, expected torch.int64")
+
+
+def _check_rows(name: str, rows: Tensor, expected: list[int], dtype: torch.dtype) -> None:
+    if rows.dtype != dtype:
+        raise TypeError(f"{name} has dtype {rows.dtype}, the cache {dtype}: quantise before writing")
+    if list(rows.shape) != expected:
+        raise ValueError(f"{name} has shape {list(rows.shape)}, expected {expected}")
+
+
+def _write_rows(pages: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """Scatter rows into ``[num_pages, page_size, ...]``: bytes, because torch cannot scatter every 8-bit float everywhere."""
+    slots, page_size = slots.clamp(min=0), pages.shape[1]
+    pages.view(torch.uint8)[slots // page_size, slots % page_size] = rows.contiguous().view(torch.uint8)
+
+
+def _with_canonical_strides(view: Tensor) -> Tensor:
+    """Give an axis of size 1 the stride it would have if it could be larger.
+
+    A permuted single-head cache has stride(1) == stride(2), harmless in torch but refused by the checks of a TMA
+    descriptor (FlashInfer issue 2232). SGLang 0.5.23 repairs exactly these equal strides.
+    """
+    strides = list(view.stride())
+    for axis in reversed(range(view.dim() - 1)):
+        if view.shape[axis] == 1 and strides[axis] == strides[axis + 1]:
+            strides[axis] = strides[axis + 1] * view.shape[axis + 1]
+    return view.as_strided(view.shape, strides)

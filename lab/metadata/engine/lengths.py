@@ -1,0 +1,134 @@
+"""Lengths, query rows and first slots of a pass: the facts that every backend's metadata is made of.
+
+Host facts come from the batch's shapes and host lists, device facts from its tensors, which are never read on the host.
+"""
+
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.forward_mode import QueryRows, UncountedTokens
+from lab.metadata.engine.kv_pool import KVPool
+
+
+class DraftAttention(Enum):
+    """Whose metadata a step has, and which keys its length counts."""
+
+    MHA = "mha"  # seq_lens + step + 1: the drafted tokens and the step's own
+    MLA = "mla"  # seq_lens, the same in every step: SGLang 0.5.11 to 0.5.23 add no offset
+    MLA_WITH_OFFSET = "mla with offset"  # seq_lens + step + 1, as MHA and FlashInfer's MLA backend count
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"
+
+    @property
+    def is_mla(self) -> bool:
+        return self is not DraftAttention.MHA
+
+    def seq_len_offset(self, step: int) -> int:
+        return 0 if self is DraftAttention.MLA else step + 1
+
+
+def check_attends(batch: ForwardBatch, pool: KVPool) -> None:
+    """Raise ValueError if the pass runs no attention, or not where the pool is."""
+    if batch.forward_mode.query_rows is QueryRows.NONE:
+        raise ValueError(
+            f"{batch.forward_mode!r} runs no attention, its KV cache is already there: "
+            "build the metadata of the DECODE after it"
+        )
+    if batch.seq_lens.device != pool.device:
+        raise ValueError(f"the batch is on {batch.seq_lens.device} but the pool on {pool.device}: use one device")
+
+
+def host_lengths(batch: ForwardBatch, name: str) -> Sequence[int]:
+    """One of the batch's host lists by its name. Raises ValueError if it is missing."""
+    lengths: Sequence[int] | None = getattr(batch, name)
+    if lengths is None:
+        raise ValueError(
+            f"{batch.forward_mode!r} needs {name}: pass the scheduler's list, reading the device would stall it"
+        )
+    return lengths
+
+
+def max_query_rows(batch: ForwardBatch) -> int:
+    """Most query rows of one request, a host fact: ``max_seq_len_q``.
+
+    Raises:
+        ValueError: ``extend_seq_lens_cpu`` or, of an empty batch, ``num_draft_tokens`` is missing.
+    """
+    if batch.forward_mode.query_rows is QueryRows.ONE:
+        return 1
+    if batch.forward_mode.query_rows is QueryRows.DRAFT_TOKENS:
+        return _verify_q_len(batch)
+    return max(host_lengths(batch, "extend_seq_lens_cpu"), default=0)
+
+
+def query_rows(batch: ForwardBatch) -> int | Tensor | None:
+    """Query rows of every request (an int) or of each (``extend_seq_lens``); None where they are the keys themselves.
+
+    Raises:
+        ValueError: a host fact that the mode needs is missing.
+    """
+    mode = batch.forward_mode
+    if not mode.query_rows.in_extend_seq_lens:
+        return max_query_rows(batch)
+    if mode.is_prefill and not any(host_lengths(batch, "extend_prefix_lens_cpu")):
+        return None
+    if batch.extend_seq_lens is None:
+        raise ValueError(f"{mode!r} takes its query rows from the device tensor extend_seq_lens, which is None")
+    return batch.extend_seq_lens
+
+
+def _verify_q_len(batch: ForwardBatch) -> int:
+    """Query rows per request, which is what the kernel is launched with even if padding made it differ from d."""
+    if batch.batch_size > 0:
+        return batch.num_tokens // batch.batch_size
+    if batch.spec_info is None or batch.spec_info.num_draft_tokens is None:
+        raise ValueError("an empty TARGET_VERIFY batch needs SpecInfo.num_draft_tokens to know its rows per request")
+    return batch.spec_info.num_draft_tokens
+
+
+def uncounted_tokens(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA) -> int:
+    """Tokens per request that the kernel is to see as keys and that ``seq_lens`` does not count.
+
+    Args:
+        batch: the forward pass.
+        attention: says which keys a draft step counts; other passes ignore it.
+
+    Raises:
+        ValueError: a host fact that the mode needs is missing.
+    """
+    uncounted = batch.forward_mode.uncounted
+    if uncounted is UncountedTokens.QUERY_ROWS:
+        return max_query_rows(batch)
+    if uncounted is UncountedTokens.DRAFT_STEP and batch.spec_info is not None:
+        if batch.spec_info.speculative_step_id is None:
+            raise ValueError(
+                f"{batch.forward_mode!r} with a SpecInfo is a draft step and needs SpecInfo.speculative_step_id; "
+                "a normal decode has spec_info=None"
+            )
+        return attention.seq_len_offset(batch.spec_info.speculative_step_id)
+    return 0
+
+
+def exclusive_cumsum(lengths: Tensor) -> Tensor:
+    """``[n]`` any integer -> ``[n + 1]`` int32 that starts with 0."""
+    return torch.nn.functional.pad(torch.cumsum(lengths, dim=0, dtype=torch.int32), (1, 0))
+
+
+def first_slots(rows: Tensor, cache_seqlens: Tensor, pool: KVPool) -> Tensor:
+    """Slot of the first token of each page, ``[bs, width]`` int32; slot 0, in the sink of both pools, in dead cells.
+
+    Dead cells are cleared before anybody maps them: the request table holds leftovers there.
+    """
+    slots = pool.req_to_token[:, :: pool.page_size].index_select(0, rows)
+    columns = torch.arange(pool.block_table_width, device=pool.device)
+    return slots.masked_fill(columns >= num_pages(cache_seqlens, pool.page_size)[:, None], 0)
+
+
+def num_pages(cache_seqlens: Tensor, page_size: int) -> Tensor:
+    """Pages of so many tokens, same shape; 0 or below for a length of 0 or below."""
+    return (cache_seqlens + (page_size - 1)) // page_size
