@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lab.experiments.recording import NO_GPU, Columns, Recording, gpu_is_here, table_of
-from lab.experiments.stand_in import ForwardPass, VerifyRequests
+from lab.experiments.stand_in import MatrixProducts, VerifyRequests
 from lab.metadata.engine.host_mirrors import LengthMirror
 from lab.metadata.mha.metadata import build_mha_metadata
 from lab.metadata.speculation.verify_mask import VerifyMask, VerifyMaskForm, fill_verify_mask, preallocate_verify_mask
@@ -175,7 +175,7 @@ def measure_arms(settings: LoopSettings) -> list[dict[str, Any]]:
         IncompleteProfileError: a profile lacks what the figures are made of.
     """
     device = torch.device("cuda", torch.cuda.current_device())
-    forward = ForwardPass(settings.gpu_us, device)
+    forward = MatrixProducts(settings.gpu_us, device)
     loop = DecodeLoop(settings, forward.graph.replay, device)
     first = settings.warm_up_steps
     unprofiled: dict[Arm, list[float]] = {arm: [] for arm in Arm}

@@ -45,7 +45,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lab.experiments.recording import NO_GPU, Columns, Recording, gpu_is_here, table_of
-from lab.experiments.stand_in import ForwardPass, VerifyRequests
+from lab.experiments.stand_in import MatrixProducts, VerifyRequests
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.plan_stream import (
     FixUp,
@@ -407,7 +407,7 @@ def measure_arms(settings: LoopSettings) -> list[dict[str, Any]]:
         RuntimeError: verify was handed wrong metadata or a wrong mask.
     """
     device = torch.device("cuda", torch.cuda.current_device())
-    draft, verify = (ForwardPass(gpu_us, device) for gpu_us in (settings.draft_us, settings.verify_us))
+    draft, verify = (MatrixProducts(gpu_us, device) for gpu_us in (settings.draft_us, settings.verify_us))
     loop = SpeculativeLoop(settings, draft.graph.replay, verify.graph.replay, device)
     unprofiled: dict[Arm, list[float]] = {arm: [] for arm in ARMS}
     profiles: dict[Arm, list[LoopProfile]] = {arm: [] for arm in ARMS}

@@ -1,21 +1,21 @@
-"""What stands for a model and for its requests, where an experiment is about what happens around a model and not in it."""
+"""Stand-ins for a model and for its requests, where an experiment is about what happens around a model and not in it."""
 
 import torch
 from torch import Tensor
 
 from lab.metadata.engine.capture import capturing
-from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
+from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode
-from lab.metadata.engine.kv_pool import KVPool
 from lab.timing.gpu_time import measure
 from lab.timing.method import L2, Clock, Method
 from lab.timing.work import GpuWork
+from lab.workloads.requests import admit, forward_batch, new_pool
 
 GRAPH_CLOCK = Method(Clock.GRAPH, L2.WARM)
 MATRIX_SIZE = 2048  # a product of about 30 µs on an H200: small beside a step, long beside a launch
 
 
-class ForwardPass:
+class MatrixProducts:
     """A graph of as many matrix products as take about `gpu_us`, in place of a model."""
 
     def __init__(self, gpu_us: float, device: torch.device) -> None:
@@ -54,29 +54,17 @@ class VerifyRequests:
         generator: torch.Generator,
         device: torch.device,
     ) -> None:
-        self.pool = KVPool(
-            num_requests=batch_size,
-            max_context_len=max_context_len,
-            page_size=page_size,
-            num_pages=1 + batch_size * -(-longest // page_size),
-            device=device,
-        )
         # An engine gives requests their slots before it knows which drafts are accepted; here all at once.
-        self.rows = torch.tensor([self.pool.add_request(longest) for _ in range(batch_size)], device=device)
+        lens = (longest,) * batch_size
+        self.pool = new_pool(lens, page_size=page_size, max_context_len=max_context_len, device=device)
+        self.rows = torch.tensor(admit(self.pool, lens, (0,) * batch_size).rows, device=device)
+        self.q_lens = (num_draft_tokens,) * batch_size
         self.first_seq_lens = torch.full((batch_size,), seq_len, device=device)
         self.accepted = torch.randint(1, num_draft_tokens + 1, (batch_size,), generator=generator).to(device)
         self._draft_positions = torch.arange(num_draft_tokens, device=device)
 
     def batch(self, seq_lens: Tensor) -> ForwardBatch:
-        """The target-verify pass over requests of these lengths, made on the device."""
-        batch_size, num_draft_tokens = len(self.rows), len(self._draft_positions)
+        """Return the target-verify pass over requests of these lengths, [batch_size] int64, made on the device."""
         positions = seq_lens[:, None] + self._draft_positions
-        slots = self.pool.req_to_token[self.rows[:, None], positions]
-        return ForwardBatch(
-            forward_mode=ForwardMode.TARGET_VERIFY,
-            req_pool_indices=self.rows,
-            seq_lens=seq_lens,
-            out_cache_loc=slots.flatten().to(torch.int64),
-            num_tokens=batch_size * num_draft_tokens,
-            spec_info=SpecInfo(num_draft_tokens=num_draft_tokens),
-        )
+        slots = self.pool.req_to_token[self.rows[:, None], positions].flatten().to(torch.int64)
+        return forward_batch(ForwardMode.TARGET_VERIFY, self.rows, seq_lens, self.q_lens, slots)

@@ -16,13 +16,14 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
+from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.kv_pool import KVPool
+from lab.workloads.requests import admit, new_pool
 from lab.workloads.traces import TracedRequest, own_trace, snapshot
 
 # The default level of the benchmarks.
@@ -161,35 +162,22 @@ def build_verify(case: DraftCase, device: torch.device) -> tuple[ForwardBatch, K
 
     The draft tokens' slots are allocated, as the engine does before it drafts.
     """
-    width, bs = case.num_draft_tokens, len(case.prefix_lens)
-    totals = [length + width for length in case.prefix_lens]
-    pool = KVPool(
-        num_requests=bs,
-        max_context_len=case.max_context_len,
+    q_lens = (case.num_draft_tokens,) * len(case.prefix_lens)
+    pool = new_pool(
+        [prefix + q_len for prefix, q_len in zip(case.prefix_lens, q_lens, strict=True)],
         page_size=case.page_size,
-        num_pages=sum(-(-total // case.page_size) for total in totals) + 1,
+        max_context_len=case.max_context_len,
         device=device,
     )
-    rows = [pool.add_request(total) for total in totals]
-    locations = [pool.slots(row, total - width, total) for row, total in zip(rows, totals, strict=True)]
-    batch = ForwardBatch(
-        forward_mode=ForwardMode.TARGET_VERIFY,
-        req_pool_indices=torch.tensor(rows, device=device),
-        seq_lens=torch.tensor(case.prefix_lens, device=device),
-        out_cache_loc=torch.cat(locations),
-        num_tokens=bs * width,
-        spec_info=SpecInfo(num_draft_tokens=width),
-    )
-    return batch, pool
+    return admit(pool, case.prefix_lens, q_lens).batch(ForwardMode.TARGET_VERIFY), pool
 
 
 def draft_decode(verify: ForwardBatch) -> ForwardBatch:
-    """The DECODE batch of the same requests' draft steps; its write locations are the first step's."""
-    bs = verify.batch_size
-    return ForwardBatch(
+    """Return the DECODE batch of the same requests' draft steps; its write locations are the first step's."""
+    return replace(
+        verify,
         forward_mode=ForwardMode.DECODE,
-        req_pool_indices=verify.req_pool_indices,
-        seq_lens=verify.seq_lens,
-        out_cache_loc=verify.out_cache_loc.view(bs, -1)[:, 0].contiguous(),
-        num_tokens=bs,
+        out_cache_loc=verify.out_cache_loc.view(verify.batch_size, -1)[:, 0].contiguous(),
+        num_tokens=verify.batch_size,
+        spec_info=None,
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
+from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.kv_cache import KVLayout, PagedKVCache
 from lab.metadata.engine.kv_pool import KVPool
@@ -20,6 +20,7 @@ from lab.metadata.mha.calls import AttentionLayer
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 from lab.metadata.speculation.draft_extend_graph import AttentionBackend, DraftExtendOutput, DraftInputs, DraftOutputs
 from lab.workloads.geometries import Geometry, geometry
+from lab.workloads.requests import admit
 
 DTYPE = torch.bfloat16  # of weights, hidden states and cache
 LOGITS_DTYPE = torch.float32  # of SGLang's logits buffer; the LM head's own product is bf16 before
@@ -283,20 +284,19 @@ def draw_pass(
     def randn(*shape: int) -> Tensor:
         return torch.randn(*shape, device=pool.device, generator=generator).to(DTYPE)
 
-    rows, slots, histories = [], [], []
-    for prefix_len, q_len in zip(prefix_lens, q_lens, strict=True):
-        history = tuple(randn(prefix_len, sizes.attention.num_kv_heads, sizes.attention.head_dim) for _ in range(2))
-        rows.append(pool.add_request(prefix_len))
-        old = pool.slots(rows[-1], 0, prefix_len)
-        model.cache.write(pool.swa_slots(old) if model.layer.reads_swa_pool else old, *history)
-        slots.append(pool.extend_request(rows[-1], q_len))
-        histories.append((history[0], history[1]))
+    heads = sizes.attention
+    histories = [
+        (randn(prefix_len, heads.num_kv_heads, heads.head_dim), randn(prefix_len, heads.num_kv_heads, heads.head_dim))
+        for prefix_len in prefix_lens
+    ]
+    requests = admit(pool, prefix_lens, q_lens)
+    requests.write(model.cache, histories, sliding_window=model.layer.reads_swa_pool)
     num_tokens = sum(q_lens)
     accept_lens = [
         int(torch.randint(1, q_len + 1, (), generator=_host_generator(seed, i))) for i, q_len in enumerate(q_lens)
     ]
     return StandInPass(
-        batch=_new_batch(mode, pool, rows, prefix_lens, q_lens, torch.cat(slots)),
+        batch=requests.batch(mode),
         q_lens=tuple(q_lens),
         input_ids=torch.randint(sizes.vocab_size, (num_tokens,), device=pool.device, generator=generator),
         hidden_states=randn(num_tokens, sizes.hidden_size),
@@ -307,35 +307,3 @@ def draw_pass(
 
 def _host_generator(seed: int, request: int) -> torch.Generator:
     return torch.Generator().manual_seed(1000 * seed + request)
-
-
-def _new_batch(
-    mode: ForwardMode,
-    pool: KVPool,
-    rows: Sequence[int],
-    prefix_lens: Sequence[int],
-    q_lens: Sequence[int],
-    slots: Tensor,
-) -> ForwardBatch:
-    def vector(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=pool.device)
-
-    extends, verifies = mode.is_draft_extend(include_v2=True), mode.is_target_verify()
-    counted = [prefix + (0 if verifies else q_len) for prefix, q_len in zip(prefix_lens, q_lens, strict=True)]
-    new_lens = vector(q_lens, torch.int32)
-    spec_info = None
-    if verifies:
-        spec_info = SpecInfo(num_draft_tokens=q_lens[0])
-    elif extends:
-        width = q_lens[0] if mode.is_draft_extend_v2() else -1
-        spec_info = SpecInfo(num_tokens_per_req=width, num_accept_tokens=new_lens)
-    return ForwardBatch(
-        forward_mode=mode,
-        req_pool_indices=vector(rows),
-        seq_lens=vector(counted),
-        out_cache_loc=slots,
-        num_tokens=sum(q_lens),
-        extend_seq_lens=new_lens if extends else None,
-        extend_seq_lens_cpu=list(q_lens) if extends else None,
-        spec_info=spec_info,
-    )

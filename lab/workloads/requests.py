@@ -1,0 +1,267 @@
+"""Requests of one forward pass in a pool: admitted, their histories written into a cache, and the batch of any mode over them.
+
+Whoever needs a batch makes it here, from each request's tokens before the pass and its query rows::
+
+    pool = new_pool(kv_lens, page_size=64, max_context_len=4096, device=device)
+    requests = admit(pool, prefix_lens, q_lens)
+    requests.write(cache, histories)
+    batch = requests.batch(ForwardMode.TARGET_VERIFY)
+
+A pool that holds requests with long histories gives many batches over prefixes of them: write them once, as requests without
+query rows, and make a `Requests` of some of their rows for each batch::
+
+    admitted = admit(pool, (max_context_len,) * 5, (0,) * 5)
+    admitted.write(cache, histories)
+    batch = Requests(pool, admitted.rows[1:3], prefix_lens=(16, 33), q_lens=(4, 4)).batch(mode)
+
+The loops of `lab.references` and the truths of `lab.checks` know nothing of this module.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
+from lab.metadata.engine.forward_mode import ForwardMode, QueryRows, UncountedTokens
+from lab.metadata.engine.kv_pool import KVPool, PagedKVCache, PagedLatentCache
+
+# A request's tokens as a cache stores them, by position: (K, V), each [kv_len, num_kv_heads, head_dim], or its latent entries
+# alone, [kv_len, entry_dim].
+History = tuple[Tensor, ...]
+
+
+class PassLens:
+    """Lengths that follow from those of a forward pass's requests; for dataclasses that have the attributes.
+
+    Attributes:
+        prefix_lens: tokens of each request before the pass.
+        q_lens: query rows of each request, its newest tokens.
+        draft_step: number of a draft step, from 0, whose row is the last of that many drafted tokens and its own; or None.
+    """
+
+    prefix_lens: tuple[int, ...]
+    q_lens: tuple[int, ...]
+    draft_step: int | None = None
+
+    @property
+    def new_tokens(self) -> tuple[int, ...]:
+        """Tokens of each request after its prefix: its query rows, and in a draft step the tokens drafted before."""
+        return _new_tokens(self.q_lens, self.draft_step)
+
+    @property
+    def kv_lens(self) -> tuple[int, ...]:
+        """Tokens of each request with this pass's."""
+        return tuple(prefix + new for prefix, new in zip(self.prefix_lens, self.new_tokens, strict=True))
+
+    @property
+    def first_rows(self) -> tuple[int, ...]:
+        """Position of each request's first query row."""
+        return tuple(kv_len - q_len for kv_len, q_len in zip(self.kv_lens, self.q_lens, strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class Requests(PassLens):
+    """Requests that a pool holds, as one forward pass sees them.
+
+    Attributes:
+        pool: holds the requests; it may hold more tokens of each than the pass sees.
+        rows: ``req_pool_index`` of each request; at least one.
+        prefix_lens, q_lens, draft_step: as in `PassLens`.
+
+    Raises:
+        ValueError: no request, or not one length of each kind per request.
+    """
+
+    pool: KVPool
+    rows: tuple[int, ...]
+    prefix_lens: tuple[int, ...]
+    q_lens: tuple[int, ...]
+    draft_step: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.rows or not len(self.rows) == len(self.prefix_lens) == len(self.q_lens):
+            raise ValueError(
+                f"rows {self.rows}, prefix_lens {self.prefix_lens} and q_lens {self.q_lens}: one each per request, and at "
+                "least one request"
+            )
+
+    def slots(self) -> Tensor:
+        """Slots of the query rows, [sum(q_lens)] int64.
+
+        Raises:
+            ValueError: the pool does not hold the requests, or fewer of their tokens.
+        """
+        return torch.cat(
+            [self.pool.slots(*each) for each in zip(self.rows, self.first_rows, self.kv_lens, strict=True)]
+        )
+
+    def evict(self, window_left: int) -> tuple[int, ...]:
+        """Give back the sliding-window pages that no row of the pass sees.
+
+        Args:
+            window_left: keys to the left of a row that it sees, 0 or more.
+
+        Returns:
+            The first position of each request that is still in the sliding-window pool.
+        """
+        kept = []
+        for row, first_row in zip(self.rows, self.first_rows, strict=True):
+            before = max(0, first_row - window_left)
+            self.pool.evict_swa(row, before)
+            kept.append(before // self.pool.page_size * self.pool.page_size)
+        return tuple(kept)
+
+    def write(
+        self,
+        cache: PagedKVCache | PagedLatentCache,
+        histories: Sequence[History],
+        first: Sequence[int] | None = None,
+        *,
+        sliding_window: bool = False,
+    ) -> None:
+        """Write the tokens of each history into its request's slots.
+
+        Args:
+            cache: of the pool.
+            histories: one for each request, no longer than the tokens that the pool holds of it.
+            first: position of the first token of each that is written; 0 if left out.
+            sliding_window: the cache is of the sliding-window pool.
+        """
+        starts = (0,) * len(self.rows) if first is None else first
+        for row, history, start in zip(self.rows, histories, starts, strict=True):
+            slots = self.pool.slots(row, start, len(history[0]))
+            cache.write(self.pool.swa_slots(slots) if sliding_window else slots, *(side[start:] for side in history))
+
+    def batch(self, mode: ForwardMode) -> ForwardBatch:
+        """Return the batch of a mode over these requests, in fresh tensors.
+
+        Raises:
+            ValueError: the mode has no such rows, or the pool no such tokens.
+        """
+        return forward_batch(
+            mode,
+            torch.tensor(self.rows, device=self.pool.device),
+            torch.tensor(self.prefix_lens, device=self.pool.device),
+            self.q_lens,
+            self.slots(),
+            prefix_lens_cpu=self.prefix_lens,
+            draft_step=self.draft_step,
+        )
+
+
+def new_pool(
+    lens: Sequence[int],
+    *,
+    page_size: int,
+    max_context_len: int,
+    spare_pages: int = 0,
+    swa_spare_pages: int | None = None,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> KVPool:
+    """Return an empty pool with room for requests of so many tokens.
+
+    Args:
+        lens: most tokens of each request.
+        page_size, max_context_len, seed, device: as `KVPool` has them.
+        spare_pages: pages beyond those of the requests and the sink.
+        swa_spare_pages: the same of a sliding-window pool; None for a pool without one.
+    """
+    pages = num_pages(lens, page_size) + 1
+    return KVPool(
+        num_requests=len(lens),
+        max_context_len=max_context_len,
+        page_size=page_size,
+        num_pages=pages + spare_pages,
+        swa_num_pages=None if swa_spare_pages is None else pages + swa_spare_pages,
+        seed=seed,
+        device=device,
+    )
+
+
+def num_pages(lens: Sequence[int], page_size: int) -> int:
+    """Return the pages of requests of so many tokens; they share none."""
+    return sum(-(-length // page_size) for length in lens)
+
+
+def admit(pool: KVPool, prefix_lens: Sequence[int], q_lens: Sequence[int], draft_step: int | None = None) -> Requests:
+    """Admit requests to a pool, with slots for their prefixes and their new tokens.
+
+    Args:
+        pool: has rows and pages for them.
+        prefix_lens, q_lens, draft_step: as in `PassLens`.
+
+    Raises:
+        RuntimeError: too few rows or pages are left.
+        ValueError: a request is longer than the pool's ``max_context_len``, or the lengths do not fit each other.
+    """
+    new_tokens = _new_tokens(q_lens, draft_step)
+    rows = [pool.add_request(prefix + new) for prefix, new in zip(prefix_lens, new_tokens, strict=True)]
+    return Requests(pool, tuple(rows), tuple(prefix_lens), tuple(q_lens), draft_step)
+
+
+def _new_tokens(q_lens: Sequence[int], draft_step: int | None) -> tuple[int, ...]:
+    return tuple(q_lens) if draft_step is None else (draft_step + 1,) * len(q_lens)
+
+
+def forward_batch(
+    mode: ForwardMode,
+    rows: Tensor,
+    prefix_lens: Tensor,
+    q_lens: Sequence[int],
+    slots: Tensor,
+    *,
+    prefix_lens_cpu: Sequence[int] | None = None,
+    draft_step: int | None = None,
+) -> ForwardBatch:
+    """Return the batch of a mode, with the lengths, host lists and `SpecInfo` that an engine hands over in it.
+
+    Nothing is read from the device.
+
+    Args:
+        mode: one that attends.
+        rows: ``req_pool_index`` of each request, [batch_size] int64.
+        prefix_lens: tokens of each request before the pass, [batch_size] int64; the batch's own lengths where the mode does not
+            count its new tokens.
+        q_lens: query rows of each request.
+        slots: of the query rows, [sum(q_lens)] int64.
+        prefix_lens_cpu: `prefix_lens` on the host, which prefills need.
+        draft_step: the number of a draft step, in DECODE; else None.
+
+    Raises:
+        ValueError: the mode has no such rows.
+    """
+    new_lens = None
+    if mode.query_rows.in_extend_seq_lens:
+        new_lens = torch.tensor(q_lens, dtype=torch.int32, device=rows.device)
+    seq_lens = prefix_lens
+    if mode.uncounted is UncountedTokens.NONE or (mode.uncounted is UncountedTokens.DRAFT_STEP and draft_step is None):
+        seq_lens = prefix_lens + (1 if new_lens is None else new_lens)
+    return ForwardBatch(
+        forward_mode=mode,
+        req_pool_indices=rows,
+        seq_lens=seq_lens,
+        out_cache_loc=slots,
+        num_tokens=sum(q_lens),
+        extend_seq_lens=new_lens,
+        extend_prefix_lens=None if new_lens is None else prefix_lens,
+        extend_seq_lens_cpu=None if new_lens is None else tuple(q_lens),
+        extend_prefix_lens_cpu=None if new_lens is None or prefix_lens_cpu is None else tuple(prefix_lens_cpu),
+        spec_info=_spec_info(mode, q_lens, new_lens, draft_step),
+    )
+
+
+def _spec_info(
+    mode: ForwardMode, q_lens: Sequence[int], new_lens: Tensor | None, draft_step: int | None
+) -> SpecInfo | None:
+    if draft_step is not None:
+        return SpecInfo(speculative_step_id=draft_step)
+    if mode.query_rows is QueryRows.DRAFT_TOKENS:
+        return SpecInfo(num_draft_tokens=q_lens[0])
+    if mode.query_rows is QueryRows.FIXED:
+        return SpecInfo(num_tokens_per_req=q_lens[0])
+    if mode.query_rows is QueryRows.ACCEPTED:
+        return SpecInfo(num_accept_tokens=new_lens)
+    return None
