@@ -5,11 +5,13 @@ from dataclasses import dataclass
 import torch
 
 from lab.workloads.attention_case import short_repr
-from lab.workloads.forward_case import DTYPES, Inputs
+from lab.workloads.forward_case import Inputs
+from lab.workloads.pass_case import check_dtype
+from lab.workloads.requests import PassLens
 
 
 @dataclass(frozen=True, repr=False)
-class RaggedCase:
+class RaggedCase(PassLens):
     """One prefill of latent attention on the ragged context call; its `repr` makes it again, defaults left out.
 
     Attributes:
@@ -46,16 +48,10 @@ class RaggedCase:
             raise ValueError(
                 f"prefix_lens {self.prefix_lens}, q_lens {self.q_lens} must be >= 0, chunk {self.chunk} >= 1"
             )
-        if self.dtype not in DTYPES:
-            raise TypeError(f"dtype={self.dtype} must be one of {DTYPES}")
+        check_dtype(self.dtype)
 
     def __repr__(self) -> str:
         return short_repr(self)
-
-    @property
-    def kv_lens(self) -> tuple[int, ...]:
-        """Tokens of each request with its new ones."""
-        return tuple(prefix + new for prefix, new in zip(self.prefix_lens, self.q_lens, strict=True))
 
     @property
     def softmax_scale(self) -> float:

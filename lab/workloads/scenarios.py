@@ -32,6 +32,7 @@ from lab.metadata.engine.kv_cache import KVLayout
 from lab.workloads.batches import Batch, parse_batch
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.geometries import geometry
+from lab.workloads.pass_case import ATTENDING_MODES
 from lab.workloads.traces import TracedRequest, own_trace, snapshot
 
 # The default level of the benchmarks.
@@ -61,7 +62,7 @@ DEFAULT_SCENARIOS = (
     "mixed/llama-3.1-8b/q2ks4k_63q1s4k",
 )
 
-_MODES = {mode.name.lower(): mode for mode in ForwardMode if not (mode.is_idle() or mode.is_prebuilt())}
+_MODES = {mode.name.lower(): mode for mode in ATTENDING_MODES}
 _OPTIONS: dict[str, tuple[str, Any]] = {
     "window": ("sliding_window", True),
     "on_decode": ("draft_extend", AttentionCall.DECODE),
@@ -144,9 +145,9 @@ def _batch(text: str, mode: ForwardMode, trace: Sequence[TracedRequest] | None) 
             f"batch {text!r} is not trace<count>[q<q_len>]: trace64, for instance, is 64 requests of the trace"
         )
     requests = own_trace() if trace is None else trace
-    if not mode.is_extend_without_speculative():
+    if not mode.is_prefill:
         return _running_batch(requests, int(match["count"]), int(match["q_len"] or 1))
-    if mode.is_mixed():
+    if mode is ForwardMode.MIXED:
         raise ValueError(f"mixed takes no {text!r}: write its chunks and its running requests down: q2ks4k_63q1s4k")
     if match["q_len"] is not None:
         raise ValueError(

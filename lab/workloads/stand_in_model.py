@@ -219,7 +219,7 @@ class StandInModel:
         return run
 
     def _check(self, batch: ForwardBatch, inputs: DraftInputs, outputs: DraftOutputs, form: DraftExtendOutput) -> None:
-        if form is DraftExtendOutput.SELECTED_ROW and not batch.forward_mode.is_draft_extend_v2():
+        if form is DraftExtendOutput.SELECTED_ROW and batch.forward_mode is not ForwardMode.DRAFT_EXTEND_V2:
             raise ValueError(f"{batch.forward_mode!r} has no row to select: only DRAFT_EXTEND_V2 has")
         expected = {
             "input_ids": (inputs.input_ids, batch.num_tokens),

@@ -16,6 +16,15 @@ def test_the_file_is_what_the_program_writes() -> None:
     assert own_trace() == synthetic.synthetic_chat()
 
 
+def test_the_program_writes_the_file_that_it_is_told_and_no_other(tmp_path: Path) -> None:
+    packaged = synthetic.PATH.stat()
+    assert synthetic.main(["--out", str(tmp_path / "trace.jsonl")]) == 0
+    assert (tmp_path / "trace.jsonl").read_text() == synthetic.PATH.read_text()
+    with pytest.raises(SystemExit):
+        synthetic.main([])
+    assert synthetic.PATH.stat() == packaged
+
+
 def test_a_written_trace_reads_back(tmp_path: Path) -> None:
     requests = synthetic.synthetic_chat(num_requests=50, seed=7)
     assert requests != own_trace()[:50]

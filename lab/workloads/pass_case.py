@@ -1,0 +1,102 @@
+"""A forward pass as data, whatever the backend: lengths that follow from others, and the arguments that every case refuses."""
+
+import torch
+
+from lab.metadata.engine.forward_mode import ForwardMode, QueryRows, UncountedTokens
+from lab.workloads.attention_case import short_repr
+from lab.workloads.requests import PassLens
+
+DTYPES = (torch.float16, torch.bfloat16)
+# Modes that compute attention: IDLE has no request, PREBUILT finds its K/V in the cache.
+ATTENDING_MODES = tuple(mode for mode in ForwardMode if mode not in (ForwardMode.IDLE, ForwardMode.PREBUILT))
+
+
+class PassCase(PassLens):
+    """A base of frozen dataclasses that have the attributes; `repr` is an expression that makes one again, defaults left out.
+
+    Attributes:
+        mode: the forward mode.
+        prefix_lens: tokens of each request before this pass's; at least one request.
+        q_lens: query rows of each request: its new tokens. 1 throughout in DECODE.
+        draft_step: for a draft decode step, its number s from 0: the query is the last of s + 1 draft tokens. Else None.
+        page_size: tokens per page.
+        dtype, kv_dtype: of the query and output (float16 or bfloat16), and of the cache (the same or float8_e4m3fn).
+    """
+
+    mode: ForwardMode
+    page_size: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+    def __repr__(self) -> str:
+        return short_repr(self)
+
+    @property
+    def window_left(self) -> int:
+        """Keys to the left of a row that it sees; -1 for all."""
+        return -1
+
+    @property
+    def seen_lens(self) -> tuple[int, ...]:
+        """Keys of each request up to and with the last that its last row sees."""
+        return self.kv_lens
+
+    @property
+    def max_context_len(self) -> int:
+        """The engine's bound: past every request, so that tables have dead columns."""
+        return max(self.kv_lens) + 2 * self.page_size + 1
+
+    @property
+    def visible_pairs(self) -> int:
+        """(query row, key) pairs that are visible, over all requests."""
+        return sum(
+            position + 1 if self.window_left < 0 else min(position, self.window_left) + 1
+            for seen, q_len in zip(self.seen_lens, self.q_lens, strict=True)
+            for position in range(seen - q_len, seen)
+        )
+
+    @property
+    def visible_keys(self) -> int:
+        """Keys that a row sees, over all requests; one that many rows see counts once."""
+        return sum(
+            seen if self.window_left < 0 else min(seen, q_len + self.window_left)
+            for seen, q_len in zip(self.seen_lens, self.q_lens, strict=True)
+        )
+
+    def check_requests(self) -> None:
+        """Raise ValueError unless each request has both lengths, and the mode its rows and its draft step."""
+        if len(self.prefix_lens) != len(self.q_lens):
+            raise ValueError(f"{len(self.prefix_lens)} prefix_lens for {len(self.q_lens)} q_lens: one each per request")
+        if not self.q_lens:
+            raise ValueError("q_lens=() is an empty batch; there is nothing to judge: give at least one request")
+        if min(self.prefix_lens) < 0 or min(self.q_lens) < 1:
+            raise ValueError(f"prefix_lens {self.prefix_lens} must be >= 0 and q_lens {self.q_lens} >= 1")
+        rows = self.mode.query_rows
+        if rows is QueryRows.ONE and set(self.q_lens) != {1}:
+            raise ValueError(f"{self.mode.name} has one row for every request, not {self.q_lens}")
+        if rows.are_uniform and len(set(self.q_lens)) > 1:
+            raise ValueError(f"{self.mode!r} has equally many rows for every request, not {self.q_lens}")
+        if self.draft_step is not None:
+            self._check_draft_step(self.draft_step)
+
+    def _check_draft_step(self, draft_step: object) -> None:
+        if self.mode.uncounted is not UncountedTokens.DRAFT_STEP:
+            raise ValueError(f"draft_step={draft_step} belongs to ForwardMode.DECODE, not {self.mode!r}: leave it None")
+        if isinstance(draft_step, bool) or not isinstance(draft_step, int):
+            raise TypeError(f"draft_step={draft_step!r} must be an int, or None outside drafting")
+        if draft_step < 0:
+            raise ValueError(
+                f"draft_step={draft_step} must be 0 or more: the first draft step is 0, a plain decode None"
+            )
+
+    def check_dtypes(self) -> None:
+        """Raise TypeError for dtypes that the judge has no bound for."""
+        check_dtype(self.dtype)
+        if self.kv_dtype not in (self.dtype, torch.float8_e4m3fn):
+            raise TypeError(f"kv_dtype={self.kv_dtype} must be dtype, {self.dtype}, or torch.float8_e4m3fn")
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Raise TypeError for a dtype of query and output that the judge has no bound for."""
+    if dtype not in DTYPES:
+        raise TypeError(f"dtype={dtype} must be torch.float16 or torch.bfloat16, the query's and the output's")
