@@ -44,16 +44,15 @@ from lab.experiments.draft_extend_graph import measure_forms, new_model
 from lab.kernels import default_implementation, portable
 from lab.metadata import ForwardMode, KVPool, SpecInfo
 from lab.metadata.speculation.draft_extend_graph import DraftExtendGraph, DraftExtendOutput, TRTLLMMHABackend
-from lab.reports.pictures.draft_extend_graph import (
+from lab.reports.pictures.draft_extend_graph import eager_or_graph_figure, forms_figure
+from lab.reports.pictures.forward_modes import reading_figure
+from lab.reports.pictures.static_buffers import (
     CellState,
     buffers_figure,
-    eager_or_graph_figure,
-    forms_figure,
     replayed_buffers,
     static_buffers,
     written_cells,
 )
-from lab.reports.pictures.forward_modes import reading_figure
 from lab.timing.roofline import measure_ceilings
 from lab.workloads.stand_in_model import LLAMA_8B_SIZES, TINY_SIZES, StandInModel, draw_pass
 

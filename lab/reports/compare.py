@@ -25,143 +25,27 @@ looks at the medians alone, and refuses nothing.
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lab.reports.recorded import TIMED_BY, Identity, RecordedRun, RecordedRunError, Row, in_words, read_runs
-from lab.timing.statistics import (
-    MINIMUM_EFFECT_PERCENT,
-    SIGNIFICANCE,
-    SampleComparison,
-    Speed,
-    compare_runs,
-    geometric_mean,
+from lab.reports.comparison import (
+    NotComparableError,
+    RowComparison,
+    RunComparison,
+    compare_recorded,
+    compare_within,
 )
+from lab.reports.recorded import RecordedFileError, RecordedRun, environment_facts, in_words, read_runs
+from lab.reports.tables import Cell, Table, make_table, number, terminal, terminal_of
+from lab.timing.statistics import MINIMUM_EFFECT_PERCENT, SIGNIFICANCE, SampleComparison, Speed, geometric_mean
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-# An NVIDIA GPU moves its SM clock in steps of 15 MHz, 0.8 % of 1980: a few steps are no other state, a power cap is.
-CLOCK_TOLERANCE_PERCENT = 3.0
-# Of `lab.provenance.environment`: what must agree for times to be comparable, and what is shown because it may not.
-NVIDIA_SMI = "nvidia_smi"
-MUST_AGREE = {
-    "GPU": ("gpu",),
-    "power limit": (NVIDIA_SMI, "power.limit"),
-    "maximum SM clock": (NVIDIA_SMI, "clocks.max.sm"),
-}
-SHOWN = {
-    "GPU": ("gpu",),
-    "commit": ("commit",),
-    "driver": (NVIDIA_SMI, "driver_version"),
-    "CUDA": ("cuda",),
-    "Python": ("python",),
-}
-# Rows of one name with other numbers here did other work.
-WORK = ("requests", "query_tokens", "kv_tokens", "bytes_moved", "operations")
-# Where the output is not a terminal nothing says how wide it may be; a row fits in this.
-WIDTH_WITHOUT_TERMINAL = 160
-STYLES = {Speed.FASTER: "green", Speed.SLOWER: "red", Speed.SAME: "dim", Speed.UNSURE: "yellow"}
-
-
-class NotComparableError(ValueError):
-    """Two recordings that must not be compared; the message names what differs, on both sides."""
-
-
-@dataclass(frozen=True)
-class Side:
-    """One side of a comparison: rows of GPU time by what they measure, one row per repeated run."""
-
-    name: str
-    rows: Mapping[Identity, tuple[Row, ...]]
-
-
-@dataclass(frozen=True)
-class RowComparison:
-    """One pair of rows: compared, or refused with a reason; exactly one of the two."""
-
-    identity: Identity
-    samples: SampleComparison | None = None
-    refused: str = ""
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """All rows of two sides.
-
-    Attributes:
-        missing, added: what only the first or only the second side has.
-        missing_counts: whether a missing row is a regression.
-    """
-
-    before: str
-    after: str
-    rows: tuple[RowComparison, ...]
-    missing: tuple[Identity, ...]
-    added: tuple[Identity, ...]
-    missing_counts: bool = True
-
-    @property
-    def compared(self) -> tuple[SampleComparison, ...]:
-        return tuple(row.samples for row in self.rows if row.samples is not None)
-
-    @property
-    def refused(self) -> tuple[RowComparison, ...]:
-        return tuple(row for row in self.rows if row.refused)
-
-    def exit_status(self, strict: bool = False) -> int:
-        """See the module."""
-        changes = {samples.speed for samples in self.compared}
-        if not changes:
-            return 2
-        trips = {Speed.SLOWER, Speed.UNSURE} if strict else {Speed.SLOWER}
-        if changes & trips or (self.missing and self.missing_counts):
-            return 1
-        return 2 if self.refused else 0
-
-
-def compare_recorded(
-    before: Sequence[RecordedRun],
-    after: Sequence[RecordedRun],
-    minimum_effect_percent: float = MINIMUM_EFFECT_PERCENT,
-    significance: float = SIGNIFICANCE,
-) -> Comparison:
-    """Compare the runs of two sides, one run or repeated ones on each.
-
-    Raises:
-        NotComparableError: the runs are of different GPUs, power limits or maximum clocks, or of no GPU that they name.
-    """
-    _refuse_other_machines([*before, *after])
-    sides = [Side(", ".join(str(run.path) for run in runs), _rows(runs)) for runs in (before, after)]
-    return _compare_sides(sides[0], sides[1], minimum_effect_percent, significance, missing_counts=True)
-
-
-def compare_within(
-    run: RecordedRun,
-    key: str,
-    before: str,
-    after: str,
-    minimum_effect_percent: float = MINIMUM_EFFECT_PERCENT,
-    significance: float = SIGNIFICANCE,
-) -> Comparison:
-    """Compare the rows of one run whose fact `key` is `before` with those where it is `after`, all else alike.
-
-    Raises:
-        NotComparableError: `key` is how the time was taken, or no row has such a value.
-    """
-    if before == after:
-        raise NotComparableError(f"both sides are {key} {before}: that says nothing")
-    if key in (*TIMED_BY, "method"):
-        raise NotComparableError(f"two values of {key} are two methods, and those are not compared: {before}, {after}")
-    _refuse_other_machines([run])
-    sides = [Side(f"{key} {value}", _rows_where(run, key, value)) for value in (before, after)]
-    return _compare_sides(sides[0], sides[1], minimum_effect_percent, significance, missing_counts=False)
+# Of the environments' facts, those that are shown besides the packages.
+SHOWN = ("GPU", "commit", "driver", "CUDA", "Python")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line; return the exit status."""
     parser = _parser()
     options = parser.parse_args(argv)
     if (options.after is None) == (options.by is None):
@@ -177,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             comparison = compare_within(_only(before), key, values[0], values[1], *thresholds)
         else:
             comparison = compare_recorded(before, after, *thresholds)
-    except (RecordedRunError, NotComparableError) as error:
+    except (RecordedFileError, NotComparableError) as error:
         print(f"not compared: {error}", file=sys.stderr)
         return 2
     effect, significance = thresholds
@@ -227,146 +111,14 @@ def _only(runs: Sequence[RecordedRun]) -> RecordedRun:
     return runs[0]
 
 
-def _rows(runs: Sequence[RecordedRun]) -> dict[Identity, tuple[Row, ...]]:
-    rows: dict[Identity, tuple[Row, ...]] = {}
-    for run in runs:
-        for row in run.gpu_rows:
-            rows[row.identity] = (*rows.get(row.identity, ()), row)
-    return rows
-
-
-def _rows_where(run: RecordedRun, key: str, value: str) -> dict[Identity, tuple[Row, ...]]:
-    chosen = [row for row in run.gpu_rows if str(row.facts.get(key)) == value]
-    if not chosen:
-        there = sorted({str(row.facts[key]) for row in run.gpu_rows if key in row.facts})
-        raise NotComparableError(
-            f"{run.path}: no row of GPU time has {key} {value}; there is {', '.join(there) or 'no such fact'}"
-        )
-    return {tuple(item for item in row.identity if item[0] != key): (row,) for row in chosen}
-
-
-def _compare_sides(
-    before: Side, after: Side, minimum_effect_percent: float, significance: float, missing_counts: bool
-) -> Comparison:
-    rows: list[RowComparison] = []
-    missing: list[Identity] = []
-    met: set[Identity] = set()
-    # A row that is there by another method only is refused by name, which says more than that it is missing.
-    by_another_method = {_apart_from_method(each): each for each in after.rows if each not in before.rows}
-    for identity, mine in before.rows.items():
-        other = identity if identity in after.rows else by_another_method.get(_apart_from_method(identity))
-        if other is None:
-            missing.append(identity)
-            continue
-        met.add(other)
-        theirs = after.rows[other]
-        refused = why_not_compared(mine, theirs)
-        samples = None
-        if not refused:
-            runs = [[row.samples_us for row in side] for side in (mine, theirs)]
-            samples = compare_runs(runs[0], runs[1], minimum_effect_percent, significance)
-            samples = _doubted(samples, mine, theirs)
-        rows.append(RowComparison(identity, samples, refused))
-    added = tuple(identity for identity in after.rows if identity not in met)
-    return Comparison(before.name, after.name, tuple(rows), tuple(missing), added, missing_counts)
-
-
-def _apart_from_method(identity: Identity) -> Identity:
-    return tuple(item for item in identity if item[0] not in TIMED_BY)
-
-
-def held_back(rows: Sequence[Row]) -> str:
-    """What held the GPU back in these rows, in words; empty if nothing was seen to."""
-    return ", ".join(sorted({reason for row in rows for reason in row.throttled_by}))
-
-
-def _doubted(samples: SampleComparison, before: Sequence[Row], after: Sequence[Row]) -> SampleComparison:
-    """What a limit may have made is no verdict on the code. It only makes a side slower, so the other direction stands."""
-    limits = {"before": held_back(before), "after": held_back(after)}
-    limited = any(limits.values())
-    doubted = {
-        Speed.SLOWER: bool(limits["after"]),
-        Speed.FASTER: bool(limits["before"]),
-        Speed.SAME: limited and any(_clock_differences(before[0], after[0], "sm_clock_mhz", "SM")),
-        Speed.UNSURE: False,
-    }
-    if not doubted[samples.speed]:
-        return samples
-    said = " and ".join(f"{side} by the {reasons}" for side, reasons in limits.items() if reasons)
-    return replace(samples, speed=Speed.UNSURE, reason=f"the GPU was held back {said}")
-
-
-def why_not_compared(before: Sequence[Row], after: Sequence[Row]) -> str:
-    """Why times of these rows must not be compared, naming both values; empty if they may be."""
-    first, *others = (*before, *after)
-    limited = bool(held_back([first, *others]))
-    return next((reason for row in others for reason in _differences(first, row, limited)), "")
-
-
-def _differences(first: Row, other: Row, limited: bool) -> Iterator[str]:
-    """What differs. An SM clock that a limit moved is the limit's, and `_doubted` sees to it."""
-    for what, mine, theirs in (
-        ("methods", first.timed_by, other.timed_by),
-        ("methods", first.facts.get("method"), other.facts.get("method")),
-        *((f"workloads, {key}", first.facts.get(key), other.facts.get(key)) for key in WORK),
-    ):
-        if mine != theirs:
-            yield f"two {what}: {mine} and {theirs}"
-    yield from _clock_differences(first, other, "memory_clock_mhz", "memory")
-    if not limited:
-        yield from _clock_differences(first, other, "sm_clock_mhz", "SM")
-
-
-def _clock_differences(first: Row, other: Row, key: str, clock: str) -> Iterator[str]:
-    mine, theirs = _ends(first.facts.get(key)), _ends(other.facts.get(key))
-    if not _clocks_agree(mine, theirs):
-        yield f"two {clock} clocks: {_mhz(mine)} and {_mhz(theirs)}"
-
-
-def _ends(clock_mhz: Any) -> tuple[float, ...]:
-    """The ends of a recorded range of clocks; one clock is a range of itself, and None of nothing."""
-    if clock_mhz is None:
-        return ()
-    return tuple(clock_mhz) if isinstance(clock_mhz, Sequence) else (clock_mhz, clock_mhz)
-
-
-def _clocks_agree(before: tuple[float, ...], after: tuple[float, ...]) -> bool:
-    """Both ends alike: a range that reaches lower was, for some samples, another state."""
-    return len(before) == len(after) and all(
-        abs(mine - other) <= CLOCK_TOLERANCE_PERCENT / 100 * max(mine, other)
-        for mine, other in zip(before, after, strict=True)
-    )
-
-
-def _mhz(ends: tuple[float, ...]) -> str:
-    if not ends:
-        return "not recorded"
-    return f"{ends[0]:g} MHz" if ends[0] == ends[-1] else f"{ends[0]:g} to {ends[-1]:g} MHz"
-
-
-def _refuse_other_machines(runs: Sequence[RecordedRun]) -> None:
-    first = runs[0]
-    for run in runs:
-        if not run.environment_at(("gpu",)):
-            raise NotComparableError(f"{run.path} names no GPU, and a time without one is not compared")
-        for name, where in MUST_AGREE.items():
-            mine, other = first.environment_at(where), run.environment_at(where)
-            if mine != other:
-                raise NotComparableError(f"another {name}: {mine} in {first.path}, {other} in {run.path}")
-
-
-def _print(comparison: Comparison, before: Sequence[RecordedRun], after: Sequence[RecordedRun]) -> None:
-    from rich.console import Console
-
+def _print(comparison: RunComparison, before: Sequence[RecordedRun], after: Sequence[RecordedRun]) -> None:
     print(f"before: {comparison.before}\nafter: {comparison.after}")
     for name, was, now in _header(before, after):
         print(f"{name}: {was}" if was == now else f"{name}: {was} before, {now} after")
     if comparison.rows:
-        print("\n".join(f"{name.replace('_', ' ')}: {value}" for name, value in _same(comparison.rows)))
-        console = Console(markup=False, highlight=False)
-        if not console.is_terminal:
-            console.width = WIDTH_WITHOUT_TERMINAL
-        console.print(_table(comparison))
+        table = comparison_table(comparison)
+        print("\n".join(f"{name}: {value}" for name, value in table.common))
+        terminal().print(terminal_of(table))
     for line in _remarks(comparison):
         print(line)
     others = sum(len(run.other_rows) for run in {run.path: run for run in (*before, *after)}.values())
@@ -375,7 +127,45 @@ def _print(comparison: Comparison, before: Sequence[RecordedRun], after: Sequenc
     print(_summary(comparison))
 
 
-def _remarks(comparison: Comparison) -> Iterator[str]:
+def comparison_table(comparison: RunComparison) -> Table:
+    """Make a table of one row per pair; settings that are the same in all rows are said once."""
+    settings = dict.fromkeys(name for row in comparison.rows for name, _ in row.identity)
+
+    def setting(name: str) -> Callable[[RowComparison], Cell]:
+        return lambda row: Cell(dict(row.identity).get(name, ""))
+
+    columns = {name.replace("_", " "): setting(name) for name in settings}
+    return make_table(columns | FIGURES, comparison.rows, say_once=set(columns) - {"scenario"})
+
+
+def _figure(of: Callable[[SampleComparison], Cell]) -> Callable[[RowComparison], Cell]:
+    return lambda row: Cell("") if row.samples is None else of(row.samples)
+
+
+def _interval(samples: SampleComparison) -> Cell:
+    if samples.interval_percent is None:
+        return Cell("unknown")
+    lower, upper = samples.interval_percent
+    return Cell(f"{lower:+.1f} … {upper:+.1f}", samples.effect_percent)
+
+
+def _verdict(row: RowComparison) -> Cell:
+    if row.samples is None:
+        return Cell("REFUSED", style="refused")
+    return Cell(row.samples.speed.name, style=row.samples.speed.value)
+
+
+FIGURES = {
+    "before, µs": _figure(lambda samples: number(samples.before_us, 2)),
+    "after, µs": _figure(lambda samples: number(samples.after_us, 2)),
+    "effect, %": _figure(lambda samples: Cell(f"{samples.effect_percent:+.1f}", samples.effect_percent)),
+    "interval, %": _figure(_interval),
+    "p": _figure(lambda samples: Cell(f"{samples.p_value:.1g}", samples.p_value)),
+    "verdict": _verdict,
+}
+
+
+def _remarks(comparison: RunComparison) -> Iterator[str]:
     for row in comparison.rows:
         if row.refused:
             yield f"refused: {in_words(row.identity)}: {row.refused}"
@@ -387,66 +177,19 @@ def _remarks(comparison: Comparison) -> Iterator[str]:
 
 
 def _header(before: Sequence[RecordedRun], after: Sequence[RecordedRun]) -> Iterator[tuple[str, str, str]]:
-    packages = sorted({name for run in (*before, *after) for name in run.environment.get("packages") or {}})
-    for name, where in {**SHOWN, **{name: ("packages", name) for name in packages}}.items():
+    facts = environment_facts([run.environment for run in (*before, *after)])
+    for name, where in facts.items():
         was, now = (
-            ", ".join(sorted({str(run.environment_at(where)) for run in runs if run.environment_at(where) is not None}))
+            ", ".join(sorted({str(run.fact(*where)) for run in runs if run.fact(*where) is not None}))
             for runs in (before, after)
         )
-        if was or now:
+        if (was or now) and (name in SHOWN or where[0] == "packages"):
             yield name, was or "not recorded", now or "not recorded"
 
 
-def _settings(rows: Sequence[RowComparison]) -> list[str]:
-    return list(dict.fromkeys(name for row in rows for name, _ in row.identity))
-
-
-def _same(rows: Sequence[RowComparison]) -> Iterator[tuple[str, str]]:
-    """Settings that are the same in all rows: said once, they leave the table narrow."""
-    for name in _settings(rows):
-        values = {dict(row.identity).get(name, "") for row in rows}
-        if len(values) == 1 and name != "scenario":
-            yield name, values.pop()
-
-
-def _table(comparison: Comparison) -> "Table":
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-    from rich.text import Text
-
-    same = dict(_same(comparison.rows))
-    names = [name for name in _settings(comparison.rows) if name not in same]
-    table = Table(box=SIMPLE_HEAD)
-    for name in names:
-        table.add_column(name.replace("_", " "), overflow="fold")
-    for name in ("before, µs", "after, µs", "effect", "interval", "p"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
-    for row in comparison.rows:
-        settings = dict(row.identity)
-        cells = [Text(settings.get(name, "")) for name in names]
-        if row.samples is None:
-            table.add_row(*cells, *[Text("")] * 5, Text("REFUSED", style="magenta"))
-        else:
-            change = row.samples.speed
-            table.add_row(*cells, *_numbers(row.samples), Text(change.name, style=STYLES[change]))
-    return table
-
-
-def _numbers(samples: SampleComparison) -> list[str]:
-    interval = samples.interval_percent
-    return [
-        f"{samples.before_us:,.2f}",
-        f"{samples.after_us:,.2f}",
-        f"{samples.effect_percent:+.1f} %",
-        f"{interval[0]:+.1f} … {interval[1]:+.1f} %" if interval else "unknown",
-        f"{samples.p_value:.1g}",
-    ]
-
-
-def _summary(comparison: Comparison) -> str:
+def _summary(comparison: RunComparison) -> str:
     counts = Counter(samples.speed for samples in comparison.compared)
-    words = [f"{counts[change]} {change.name}" for change in Speed]
+    words = [f"{counts[speed]} {speed.name}" for speed in Speed]
     words += [
         f"{len(comparison.refused)} refused",
         f"{len(comparison.missing)} missing",

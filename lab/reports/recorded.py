@@ -1,5 +1,10 @@
-"""Recorded runs: pytest-benchmark's JSON, read into rows of GPU time with their method, their clocks and what they ran on."""
+"""Recorded files, read and told apart: benchmarks, judge reports, surveys, experiments, mutants.
 
+A file's kind is told by its content, not by its name. pytest-benchmark's JSON becomes a `RecordedRun`: rows of GPU time with
+their method, their clocks and what they ran on.
+"""
+
+import enum
 import json
 import math
 import statistics
@@ -13,22 +18,134 @@ from lab.timing.gpu_time import interquartile_range
 from lab.timing.method import Clock
 
 GPU_CLOCKS = frozenset(clock.value for clock in Clock)
-# What makes two rows the same measurement, by names of `extra_info`. How it was timed is part of it.
+# Two rows that agree in these names of `extra_info` are the same measurement. How it was timed is part of it.
 SETTINGS = ("implementation", "page_size", "dtype", "kv_dtype")
 TIMED_BY = ("clock", "l2")
 MOST_NAMES = 3
+# Of `lab.provenance.environment`: heading, and the keys of its value from the outside in.
+FACTS: dict[str, tuple[str, ...]] = {
+    "GPU": ("gpu",),
+    "multiprocessors": ("multiprocessors",),
+    "L2, bytes": ("l2_bytes",),
+    "driver": ("nvidia_smi", "driver_version"),
+    "CUDA": ("cuda",),
+    "maximum SM clock": ("nvidia_smi", "clocks.max.sm"),
+    "SM clock at the start": ("nvidia_smi", "clocks.sm"),
+    "memory clock at the start": ("nvidia_smi", "clocks.mem"),
+    "power limit": ("nvidia_smi", "power.limit"),
+    "commit": ("commit",),
+    "Python": ("python",),
+}
 
 # Names and values, scenario first.
 Identity = tuple[tuple[str, str], ...]
 
 
-class RecordedRunError(ValueError):
-    """A file that does not hold what a recorded run holds; the message names the file and says what is wrong."""
+class RecordedFileError(ValueError):
+    """A file or folder that does not hold what is recorded; the message names it and says what is wrong."""
+
+
+class Kind(enum.Enum):
+    """What a recorded file holds."""
+
+    BENCHMARKS = "pytest-benchmark's rows"
+    JUDGE = "a report of `lab.checks`"
+    SURVEY = "verdicts of forward passes or graphs and their counts, of commands that the judge has replaced"
+    MUTANTS = "mutants, and the checks that find them"
+    EXPERIMENT = "facts and lists of rows: an experiment's, or those of `clocks`"
+    OTHER = "something else"
+
+    def __repr__(self) -> str:
+        return f"Kind.{self.name}"
+
+
+@dataclass(frozen=True)
+class RecordedFile:
+    """A recorded file.
+
+    Attributes:
+        name: its path in the folder that was read, without ".json".
+        content: a mapping, but a list for `Kind.MUTANTS` and anything for `Kind.OTHER`.
+    """
+
+    path: Path
+    name: str
+    kind: Kind
+    content: Any
+
+    @property
+    def environment(self) -> Mapping[str, Any]:
+        """`lab.provenance.environment` of its run; empty if it was not recorded."""
+        if self.kind is Kind.BENCHMARKS:
+            lab = self.content.get("machine_info", {}).get("lab", {})
+            return {name: value for name, value in lab.items() if name != "ceilings"}
+        return (self.content.get("environment") if isinstance(self.content, Mapping) else None) or {}
+
+    @property
+    def experiment(self) -> str:
+        """The experiment that wrote it, as the recording says; the file's name where it does not."""
+        return str(self.content.get("experiment") or self.path.stem)
+
+    def fact(self, *keys: str) -> Any:
+        """Return a value of the environment by its keys from the outside in; None where it is not recorded."""
+        return value_at(self.environment, keys)
+
+
+def value_at(mapping: Any, keys: Sequence[str]) -> Any:
+    """Return a value within mappings by its keys from the outside in; None where it is not there."""
+    found = mapping
+    for key in keys:
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
+def read_file(path: Path, folder: Path | None = None) -> RecordedFile:
+    """Read any recorded file.
+
+    Args:
+        folder: the folder that its name is relative to; its own if None.
+
+    Raises:
+        RecordedFileError: no such file, or not JSON.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecordedFileError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise RecordedFileError(f"{path}: not JSON: {error}") from error
+    name = path.relative_to(folder or path.parent).with_suffix("").as_posix()
+    return RecordedFile(path, name, _kind(content), content)
+
+
+def read_folder(folder: Path) -> tuple[RecordedFile, ...]:
+    """Read all JSON files of a folder and of the folders in it, in the order of their names.
+
+    Raises:
+        RecordedFileError: no such folder, no JSON file in it, or one that is not JSON.
+    """
+    paths = sorted(folder.rglob("*.json"))
+    if not paths:
+        raise RecordedFileError(f"{folder}: no folder with JSON files in it; give one such as results/nvidia-h200")
+    return tuple(read_file(path, folder) for path in paths)
+
+
+def _kind(content: Any) -> Kind:
+    if isinstance(content, list):
+        are_mutants = bool(content) and all(isinstance(each, Mapping) and "mutant" in each for each in content)
+        return Kind.MUTANTS if are_mutants else Kind.OTHER
+    if not isinstance(content, Mapping):
+        return Kind.OTHER
+    if isinstance(content.get("benchmarks"), list):
+        return Kind.BENCHMARKS
+    if "implementation" in content and "checks" in content:
+        return Kind.JUDGE
+    return Kind.SURVEY if "verdicts" in content and "summary" in content else Kind.EXPERIMENT
 
 
 @dataclass(frozen=True)
 class RecordedCeilings:
-    """What the GPU reached in this run and what its vendor states, GB/s (10**9) and TFLOP/s; None where it is not recorded."""
+    """Rates that the GPU reached in this run and that its vendor states, GB/s (10**9) and TFLOP/s; None if not recorded."""
 
     bandwidth_gbps: float | None = None
     matrix_rate_tflops: float | None = None
@@ -54,17 +171,17 @@ class Row:
 
     @property
     def is_gpu_time(self) -> bool:
-        """Whether a clock of the GPU took it: host time, or time by no stated clock, is something else."""
+        """True if a clock of the GPU took it, and not the host's or no stated one."""
         return self.facts.get("clock") in GPU_CLOCKS
 
     @property
     def scenario(self) -> str:
-        """What was computed; the test's name where that is not recorded."""
+        """The name of the computation; the test's name where that is not recorded."""
         return str(self.facts.get("scenario") or self.name)
 
     @property
     def identity(self) -> Identity:
-        """What two rows share if they measure the same thing in the same way."""
+        """The settings that two rows share if they measure the same thing in the same way."""
         named = {key: str(self.facts[key]) for key in SETTINGS + TIMED_BY if self.facts.get(key) is not None}
         return (("scenario", self.scenario), *named.items())
 
@@ -76,7 +193,7 @@ class Row:
 
     @property
     def throttled_by(self) -> tuple[str, ...]:
-        """What held the GPU's clocks back meanwhile; empty if nothing was seen to."""
+        """Reasons why the GPU's clocks were held back meanwhile; empty if none was seen."""
         return tuple(self.facts.get("throttled_by") or ())
 
     @property
@@ -104,12 +221,9 @@ class RecordedRun:
     rows: tuple[Row, ...]
     recorded_at: str | None = None
 
-    def environment_at(self, where: Sequence[str]) -> Any:
-        """A value of the environment by its keys from the outside in; None where it is not recorded."""
-        found: Any = self.environment
-        for key in where:
-            found = found.get(key) if isinstance(found, Mapping) else None
-        return found
+    def fact(self, *keys: str) -> Any:
+        """Return a value of the environment by its keys from the outside in; None where it is not recorded."""
+        return value_at(self.environment, keys)
 
     @property
     def gpu_rows(self) -> tuple[Row, ...]:
@@ -118,11 +232,26 @@ class RecordedRun:
     @property
     def other_rows(self) -> tuple[Row, ...]:
         """Rows of host time, or of a clock that was not recorded: never compared with GPU time."""
-        return tuple(row for row in self.rows if not row.is_gpu_time)
+        return self.host_rows + self.rows_without_clock
+
+    @property
+    def host_rows(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.facts.get("clock") == "host")
+
+    @property
+    def rows_without_clock(self) -> tuple[Row, ...]:
+        """Rows whose clock is not recorded, or unknown."""
+        return tuple(row for row in self.rows if not row.is_gpu_time and row.facts.get("clock") != "host")
+
+
+def environment_facts(environments: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
+    """Return `FACTS`, and the version of each package that any of the environments names."""
+    packages = dict.fromkeys(name for each in environments for name in each.get("packages") or ())
+    return {**FACTS, **{name: ("packages", name) for name in packages}}
 
 
 def in_words(identity: Identity) -> str:
-    """What was measured, for people: "decode/llama-3.1-8b/64q1s4k, lab.kernels.trtllm, page_size 64, clock graph, l2 warm"."""
+    """Return such as "decode/llama-3.1-8b/64q1s4k, lab.kernels.trtllm, page_size 64, clock graph, l2 warm"."""
     return ", ".join(value if name in ("scenario", "implementation") else f"{name} {value}" for name, value in identity)
 
 
@@ -130,75 +259,64 @@ def read_run(path: str | Path) -> RecordedRun:
     """Read a file that `--benchmark-json` wrote, or `--benchmark-save` with `--benchmark-save-data`.
 
     Raises:
-        RecordedRunError: no such file, not such a file, no raw samples, a sample that is no time, or one measurement twice.
+        RecordedFileError: no such file, not such a file, no raw samples, a sample that is no time, or one measurement twice.
     """
-    path = Path(path)
-    content = _content(path)
+    return run_of(read_file(Path(path)))
+
+
+def run_of(file: RecordedFile) -> RecordedRun:
+    """Return the rows of a file of benchmarks; raises as `read_run`."""
+    if file.kind is not Kind.BENCHMARKS:
+        raise RecordedFileError(f"{file.path}: not pytest-benchmark's JSON: it has no list of benchmarks")
     try:
-        return _run(path, content)
+        return _run(file)
     except (AttributeError, TypeError, KeyError) as error:
-        raise RecordedRunError(f"{path}: not in the form that pytest-benchmark and the lab write: {error}") from error
+        raise RecordedFileError(
+            f"{file.path}: not in the form that pytest-benchmark and the lab write: {error}"
+        ) from error
 
 
-def _run(path: Path, content: Mapping[str, Any]) -> RecordedRun:
-    lab = content.get("machine_info", {}).get("lab", {})
+def _run(file: RecordedFile) -> RecordedRun:
+    path, content = file.path, file.content
     rows = tuple(_row(path, entry) for entry in content["benchmarks"])
     _refuse_twice(path, [row.name for row in rows], "the benchmark")
     _refuse_twice(path, [in_words(row.identity) for row in rows if row.is_gpu_time], "the measurement")
-    known = {field.name for field in fields(RecordedCeilings)}
-    ceilings = {name: value for name, value in (lab.get("ceilings") or {}).items() if name in known}
-    return RecordedRun(
-        path=path,
-        environment={name: value for name, value in lab.items() if name != "ceilings"},
-        ceilings=RecordedCeilings(**ceilings),
-        rows=rows,
-        recorded_at=content.get("datetime"),
-    )
+    recorded = value_at(content, ("machine_info", "lab", "ceilings")) or {}
+    ceilings = {field.name: recorded[field.name] for field in fields(RecordedCeilings) if field.name in recorded}
+    return RecordedRun(path, file.environment, RecordedCeilings(**ceilings), rows, content.get("datetime"))
 
 
 def read_runs(path: str | Path) -> tuple[RecordedRun, ...]:
-    """The run in a file, or the repeated runs in a folder, one per JSON file, by file name.
+    """Read the run in a file, or the repeated runs in a folder, one per JSON file, by file name.
 
     Raises:
-        RecordedRunError: see `read_run`; or a folder without JSON files.
+        RecordedFileError: see `read_run`; or a folder without JSON files.
     """
     path = Path(path)
     if not path.is_dir():
         return (read_run(path),)
     paths = sorted(path.glob("*.json"))
     if not paths:
-        raise RecordedRunError(f"{path}: a folder without a JSON file in it")
+        raise RecordedFileError(f"{path}: a folder without a JSON file in it")
     return tuple(read_run(each) for each in paths)
-
-
-def _content(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RecordedRunError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise RecordedRunError(f"{path}: not JSON: {error}") from error
-    if not isinstance(content, dict) or not isinstance(content.get("benchmarks"), list):
-        raise RecordedRunError(f"{path}: not pytest-benchmark's JSON: it has no list of benchmarks")
-    return content
 
 
 def _row(path: Path, entry: Mapping[str, Any]) -> Row:
     name = entry.get("fullname") or entry.get("name")
     if not name:
-        raise RecordedRunError(f"{path}: a benchmark without a name")
+        raise RecordedFileError(f"{path}: a benchmark without a name")
     samples_us = tuple(1e6 * seconds for seconds in entry.get("stats", {}).get("data") or ())
     if not samples_us:
-        raise RecordedRunError(
+        raise RecordedFileError(
             f"{path}: {name} has no raw samples; record with --benchmark-json, "
             "or with --benchmark-save and --benchmark-save-data"
         )
     wrong = next((sample for sample in samples_us if not (math.isfinite(sample) and sample > 0)), None)
     if wrong is not None:
-        raise RecordedRunError(f"{path}: {name} has a sample of {wrong:g} µs: a benchmark that timed nothing")
+        raise RecordedFileError(f"{path}: {name} has a sample of {wrong:g} µs: a benchmark that timed nothing")
     facts = entry.get("extra_info") or {}
     if not isinstance(facts, Mapping):
-        raise RecordedRunError(f"{path}: {name} has an extra_info that is no mapping: {facts!r}")
+        raise RecordedFileError(f"{path}: {name} has an extra_info that is no mapping: {facts!r}")
     return Row(str(name), samples_us, facts)
 
 
@@ -206,4 +324,4 @@ def _refuse_twice(path: Path, names: list[str], what: str) -> None:
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         others = f", and {len(twice) - MOST_NAMES} more" if len(twice) > MOST_NAMES else ""
-        raise RecordedRunError(f"{path}: {what} is there twice: {'; '.join(twice[:MOST_NAMES])}{others}")
+        raise RecordedFileError(f"{path}: {what} is there twice: {'; '.join(twice[:MOST_NAMES])}{others}")

@@ -8,20 +8,29 @@ import argparse
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lab.reports.recorded import RecordedRun, RecordedRunError, Row, read_run
+from lab.reports.recorded import RecordedFileError, RecordedRun, Row, environment_facts, read_run
+from lab.reports.tables import ABSENT, markdown_of, table_of_lines
+from lab.reports.timing_tables import (
+    SETTINGS,
+    THROTTLED,
+    ceiling_table,
+    implementation_of,
+    make_table,
+    methods,
+    narrow_columns,
+    plain_table,
+    time_over_floor,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 REPORT = "report.md"
 NO_PLOTS = "Plots need matplotlib: `pip install '.[plots]'`."
-ABSENT = "–"
-MODULE_PREFIX = "lab.kernels."
-THROTTLED = "**throttled**"
 # Rows in the order of these facts, so that the report does not depend on the order of the tests.
 ORDER = (
     "mode",
@@ -35,69 +44,39 @@ ORDER = (
     "l2",
     "implementation",
 )
-# Heading, and where its value lies in the environment.
-FACTS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("GPU", ("gpu",)),
-    ("multiprocessors", ("multiprocessors",)),
-    ("L2, bytes", ("l2_bytes",)),
-    ("driver", ("nvidia_smi", "driver_version")),
-    ("CUDA", ("cuda",)),
-    ("maximum SM clock", ("nvidia_smi", "clocks.max.sm")),
-    ("SM clock at the start", ("nvidia_smi", "clocks.sm")),
-    ("memory clock at the start", ("nvidia_smi", "clocks.mem")),
-    ("power limit", ("nvidia_smi", "power.limit")),
-    ("commit", ("commit",)),
-    ("Python", ("python",)),
-)
-
-Table = list[list[str]]
-
-
-def _text(row: Row, key: str) -> str:
-    value = row.facts.get(key)
-    return "" if value is None else str(value)
-
-
-# A launch alone takes one to two microseconds: time over a floor shorter than this says nothing, and has no bar.
-LEAST_FLOOR_US = 1.0
-
-# A column each, unless they are the same in all rows; then they are said once.
-SETTINGS: dict[str, Callable[[Row], str]] = {
-    "timed by": lambda row: row.timed_by,
-    "page size": lambda row: _text(row, "page_size"),
-    "dtype": lambda row: _text(row, "dtype"),
-    "K/V dtype": lambda row: _text(row, "kv_dtype"),
-}
 
 
 def report_markdown(run: RecordedRun, pictures: Sequence[str] = ()) -> str:
-    """The report as Markdown.
+    """Return the report as Markdown.
 
     Args:
         pictures: file names of plots to show, beside the report.
     """
     rows = sorted(run.gpu_rows, key=_order)
     blocks = [f"# {run.environment.get('gpu', 'No GPU recorded')}, recorded in {run.path.name}"]
-    blocks += ["## Environment", _markdown([["what", "value"], *_environment(run)])]
+    blocks += ["## Environment", markdown_of(table_of_lines(["what", "value"], list(_environment(run))))]
     blocks += ["## Ceilings", _ceilings(run)]
     if rows:
         blocks += ["## GPU time", *_methods(rows), *_throttled(rows)]
         blocks += [f"![{Path(picture).stem.replace('-', ' ')}]({picture})" for picture in pictures]
-    settings = [name for name, cell in SETTINGS.items() if _varies(cell, rows)]
-    for mode in dict.fromkeys(_text(row, "mode") for row in rows):
-        blocks += [f"### {mode.replace('_', ' ')}" if mode else "### No mode recorded"]
-        blocks += [_markdown(_timings([row for row in rows if _text(row, "mode") == mode], settings))]
-    host = [row for row in run.other_rows if row.facts.get("clock") == "host"]
-    others = [row for row in run.other_rows if row.facts.get("clock") != "host"]
-    if host:
-        blocks += ["## Host time", "Not GPU time, and not comparable with it.", _markdown(_plain_timings(host))]
-    if others:
-        blocks += ["## Times without a recorded clock", "Compared with nothing.", _markdown(_plain_timings(others))]
+    columns = narrow_columns([name for name in SETTINGS if len(_said(name, rows)) > 1])
+    for mode in dict.fromkeys(_mode(row) for row in rows):
+        mine = [row for row in rows if _mode(row) == mode]
+        blocks += [
+            f"### {mode}" if mode else "### No mode recorded",
+            markdown_of(make_table(columns, mine, say_once=())),
+        ]
+    others = {
+        ("## Host time", "Not GPU time, and not comparable with it."): run.host_rows,
+        ("## Times without a recorded clock", "Compared with nothing."): run.rows_without_clock,
+    }
+    for headings, times in others.items():
+        blocks += [*headings, markdown_of(plain_table(times))] if times else []
     return "\n\n".join(blocks) + "\n"
 
 
 def write_report(run: RecordedRun, folder: Path) -> list[Path]:
-    """Write report.md and, where matplotlib is installed, the plots; returns what was written."""
+    """Write report.md and, where matplotlib is installed, the plots; return the paths written."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name, figure in figures(run).items() if can_plot() else ():
@@ -115,7 +94,7 @@ def can_plot() -> bool:
 
 
 def figures(run: RecordedRun) -> dict[str, "Figure"]:
-    """The plots of a run by file name, for each method its own. Rows without the numbers for a plot are left out of it."""
+    """Draw the plots of a run by file name, for each method its own. Rows without the numbers for a plot are left out of it."""
     from lab.reports.pictures.timings import floor_figure, roofline_figure
 
     drawn: dict[str, Figure] = {}
@@ -133,14 +112,14 @@ def figures(run: RecordedRun) -> dict[str, "Figure"]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status, 2 for a file that is not a recorded run."""
+    """Run the command line; return the exit status, 2 for a file that is not a recorded run."""
     parser = argparse.ArgumentParser("lab.reports.timings", description="Tables and plots of a recorded run.")
     parser.add_argument("run", metavar="RUN", type=Path, help="a JSON file that the benchmarks recorded")
     parser.add_argument("--out", metavar="DIR", type=Path, help="where to write (default: beside the file)")
     options = parser.parse_args(argv)
     try:
         run = read_run(options.run)
-    except RecordedRunError as error:
+    except RecordedFileError as error:
         print(f"no report: {error}", file=sys.stderr)
         return 2
     for path in write_report(run, options.out or options.run.parent):
@@ -159,18 +138,15 @@ def _order(row: Row) -> tuple[tuple[float, str], ...]:
 def _environment(run: RecordedRun) -> Iterator[list[str]]:
     if run.recorded_at:
         yield ["recorded", run.recorded_at]
-    for name, where in FACTS:
-        found = run.environment_at(where)
+    for name, where in environment_facts([run.environment]).items():
+        found = run.fact(*where)
         if found is not None:
             yield [name, f"{found:,}" if isinstance(found, int) else str(found)]
-    for name, version in (run.environment.get("packages") or {}).items():
-        if version is not None:
-            yield [name, str(version)]
     yield from _seen(run.gpu_rows)
 
 
 def _seen(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """What the GPU did over all rows."""
+    """Name the extremes of clock, power and temperature over all rows."""
     clocks = [clock for row in rows for clock in row.facts.get("sm_clock_mhz") or ()]
     if clocks:
         yield ["SM clock while timing, MHz", f"{min(clocks):g} to {max(clocks):g}"]
@@ -181,23 +157,16 @@ def _seen(rows: Sequence[Row]) -> Iterator[list[str]]:
 
 
 def _ceilings(run: RecordedRun) -> str:
-    ceilings = run.ceilings
-    dtype = f" ({ceilings.matrix_dtype})" if ceilings.matrix_dtype else ""
-    lines = [
-        ["memory, GB/s", ceilings.bandwidth_gbps, ceilings.datasheet_bandwidth_gbps],
-        [f"matrix units, TFLOP/s{dtype}", ceilings.matrix_rate_tflops, ceilings.datasheet_matrix_rate_tflops],
-    ]
-    known = [[str(line[0]), *(_number(value, 0) for value in line[1:])] for line in lines if any(line[1:])]
-    if not known:
+    table = ceiling_table(run)
+    if not table.rows:
         return "None recorded."
-    table = _markdown([["ceiling", "measured in this run", "datasheet"], *known])
-    return f"{table}\n\nDatasheet: {ceilings.datasheet_source}." if ceilings.datasheet_source else table
+    source = run.ceilings.datasheet_source
+    return f"{markdown_of(table)}\n\nDatasheet: {source}." if source else markdown_of(table)
 
 
 def _methods(rows: Sequence[Row]) -> Iterator[str]:
-    """How every row was timed, and what else all have in common."""
-    methods = dict.fromkeys((row.timed_by, _text(row, "method")) for row in rows)
-    yield "\n".join(f"* {timed_by}: {method or 'no method recorded'}." for timed_by, method in methods)
+    """Name the method of every row, and the settings that all rows have in common."""
+    yield "\n".join(f"* {timed_by}: {method}." for timed_by, method in methods(rows))
     yield (
         "Median and interquartile range (IQR) over the samples. Percentages of GB/s and TFLOP/s are of the ceilings measured "
         "in this run, and the floor is the least time by them; a kernel that only reads can be a little faster than the "
@@ -205,13 +174,14 @@ def _methods(rows: Sequence[Row]) -> Iterator[str]:
         "one pass over the buffers exceeds it. Host time is Python and launches per call: a prepared call where the "
         "implementation prepares, else its whole call, checks included."
     )
-    common = [f"{name} {cell(rows[0])}" for name, cell in SETTINGS.items() if cell(rows[0]) and not _varies(cell, rows)]
+    said = {name: _said(name, rows) for name in SETTINGS}
+    common = [f"{name} {texts[0]}" for name, texts in said.items() if len(texts) == 1 and texts[0] != ABSENT]
     if common:
         yield f"In all rows: {'; '.join(common)}."
 
 
-def _varies(cell: Callable[[Row], str], rows: Sequence[Row]) -> bool:
-    return len({cell(row) for row in rows}) > 1
+def _said(setting: str, rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(SETTINGS[setting](row).text for row in rows))
 
 
 def _throttled(rows: Sequence[Row]) -> Iterator[str]:
@@ -222,88 +192,16 @@ def _throttled(rows: Sequence[Row]) -> Iterator[str]:
     if throttled:
         yield f"{THROTTLED}: the GPU was held back in {len(throttled)} of {len(rows)} rows:"
         yield "\n".join(
-            f"* {row.scenario}, {_implementation(row)}, {row.timed_by}: {', '.join(row.throttled_by)}"
-            for row in throttled
+            f"* {row.scenario}, {_named(row)}, {row.timed_by}: {', '.join(row.throttled_by)}" for row in throttled
         )
 
 
-def _timings(rows: Sequence[Row], settings: Sequence[str]) -> Table:
-    """The rows of one mode; `settings` are those of `SETTINGS` that tell rows of this run apart."""
-    columns: dict[str, Callable[[Row], str]] = {
-        "scenario": lambda row: row.scenario,
-        "implementation": _implementation,
-        **{name: SETTINGS[name] for name in settings},
-        "requests": lambda row: _fact(row, "requests", 0),
-        "query tokens": lambda row: _fact(row, "query_tokens", 0),
-        "keys": lambda row: _fact(row, "kv_tokens", 0),
-        "median, µs": _median,
-        "IQR, %": lambda row: _number(row.iqr_percent, 1),
-        "GB/s": lambda row: _share(row, "bandwidth_gbps", 0, "bandwidth_percent"),
-        "TFLOP/s": lambda row: _share(row, "rate_tflops", 1, "matrix_rate_percent"),
-        "floor, µs": _floor,
-        "floor / median, %": lambda row: _fact(row, "floor_percent", 1),
-        "MB": lambda row: _scaled(row, "bytes_moved", 1e-6),
-        "GFLOP": lambda row: _scaled(row, "operations", 1e-9),
-        "launches": lambda row: _fact(row, "launches", 0),
-        "host, µs": lambda row: _fact(row, "host_us", 1),
-    }
-    return [list(columns), *([cell(row) for cell in columns.values()] for row in rows)]
+def _named(row: Row) -> str:
+    return narrow_columns([])["implementation"](row).text
 
 
-def _plain_timings(rows: Sequence[Row]) -> Table:
-    lines = [
-        [
-            row.name,
-            _number(row.median_us, 2),
-            _number(row.iqr_percent, 1),
-            str(len(row.samples_us)),
-            _text(row, "method"),
-        ]
-        for row in sorted(rows, key=lambda row: row.name)
-    ]
-    return [["benchmark", "median, µs", "IQR, %", "samples", "method"], *lines]
-
-
-def _implementation(row: Row) -> str:
-    name = _text(row, "implementation").removeprefix(MODULE_PREFIX)
-    kernel = _text(row, "kernel")
-    return f"{name} ({kernel})" if kernel and kernel != name else name
-
-
-def _median(row: Row) -> str:
-    return f"{_number(row.median_us, 2)} {THROTTLED}" if row.throttled_by else _number(row.median_us, 2)
-
-
-def _share(row: Row, key: str, digits: int, percent_key: str) -> str:
-    """A rate, and in brackets its share of the measured ceiling."""
-    percent = row.facts.get(percent_key)
-    return _fact(row, key, digits) + (f" ({percent:.0f} %)" if percent is not None else "")
-
-
-def _floor(row: Row) -> str:
-    bound = _text(row, "floor_bound")
-    return _fact(row, "floor_us", 2) + (f" ({bound})" if bound else "")
-
-
-def _fact(row: Row, key: str, digits: int) -> str:
-    return _number(row.facts.get(key), digits)
-
-
-def _scaled(row: Row, key: str, scale: float) -> str:
-    value = row.facts.get(key)
-    return _number(None if value is None else scale * value, 1)
-
-
-def _number(value: Any, digits: int) -> str:
-    return ABSENT if value is None else f"{value:,.{digits}f}"
-
-
-def _markdown(table: Table) -> str:
-    """A Markdown table, first line the heading. Columns of which no line says anything are left out."""
-    heading, *lines = table
-    kept = [column for column in range(len(heading)) if any(line[column] not in ("", ABSENT) for line in lines)]
-    shown = [heading, ["---" for _ in heading], *lines]
-    return "\n".join(f"| {' | '.join(line[column].replace('|', chr(92) + '|') for column in kept)} |" for line in shown)
+def _mode(row: Row) -> str:
+    return str(row.facts.get("mode") or "").replace("_", " ")
 
 
 def _points(rows: Sequence[Row]) -> Iterator[Any]:
@@ -313,8 +211,8 @@ def _points(rows: Sequence[Row]) -> Iterator[Any]:
         operations, bytes_moved = row.facts.get("operations"), row.facts.get("bytes_moved")
         if operations and bytes_moved:
             rate_tflops = operations / row.median_us / 1e6
-            name, mode = _implementation_name(row), _text(row, "mode").replace("_", " ") or "no mode recorded"
-            yield RooflinePoint(name, mode, operations / bytes_moved, rate_tflops, bool(row.throttled_by))
+            name, intensity = _implementation_name(row), operations / bytes_moved
+            yield RooflinePoint(name, _mode(row) or "no mode recorded", intensity, rate_tflops, bool(row.throttled_by))
 
 
 def _bars(rows: Sequence[Row]) -> Iterator[Any]:
@@ -322,20 +220,20 @@ def _bars(rows: Sequence[Row]) -> Iterator[Any]:
 
     # A scenario's name says what it is; settings are added where it alone does not tell two rows apart.
     named = [(row.scenario, _implementation_name(row)) for row in rows]
-    varying = {name: cell for name, cell in SETTINGS.items() if len(set(named)) < len(named) and _varies(cell, rows)}
+    varying = [name for name in SETTINGS if len(set(named)) < len(named) and len(_said(name, rows)) > 1]
     for row in rows:
-        if (row.facts.get("floor_us") or 0) >= LEAST_FLOOR_US:
-            name = ", ".join([row.scenario, *(f"{name} {cell(row)}" for name, cell in varying.items())])
-            over = row.median_us / row.facts["floor_us"]
+        over = time_over_floor(row)
+        if over is not None:
+            name = ", ".join([row.scenario, *(f"{name} {SETTINGS[name](row).text}" for name in varying)])
             yield FloorBar(name, _implementation_name(row), over, bool(row.throttled_by))
 
 
 def _implementation_name(row: Row) -> str:
-    return _text(row, "implementation").removeprefix(MODULE_PREFIX) or "no implementation recorded"
+    return implementation_of(row) or "no implementation recorded"
 
 
 def _roofs(run: RecordedRun) -> tuple[Any, Any]:
-    """Measured and datasheet; None where one half of it is not recorded."""
+    """Return the measured and the datasheet's roofs; None where one half of a roof is not recorded."""
     from lab.reports.pictures.timings import Roofs
 
     ceilings, dtype = run.ceilings, run.ceilings.matrix_dtype or ""

@@ -6,10 +6,20 @@ from typing import Any
 
 import pytest
 
-from lab.reports.recorded import RecordedCeilings, RecordedRunError, in_words, read_run, read_runs
+from lab.reports.recorded import (
+    Kind,
+    RecordedCeilings,
+    RecordedFileError,
+    in_words,
+    read_file,
+    read_folder,
+    read_run,
+    read_runs,
+)
 from tests.reports.recorded_runs import CEILINGS, benchmark, entry, host_entry, write_run
 
-TIMINGS = sorted((Path(__file__).parent.parent.parent / "results").glob("*/timings*.json"))
+RESULTS = Path(__file__).parent.parent.parent / "results"
+TIMINGS = sorted(RESULTS.glob("*/timings*.json"))
 
 
 def test_a_run_is_read(tmp_path: Path) -> None:
@@ -75,25 +85,25 @@ def test_a_run_without_ceilings_has_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sample", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_sample_that_is_no_time_is_refused(tmp_path: Path, sample: float) -> None:
     path = write_run(tmp_path / "run.json", [entry(samples=[1.0, sample, 2.0])])
-    with pytest.raises(RecordedRunError, match="a benchmark that timed nothing"):
+    with pytest.raises(RecordedFileError, match="a benchmark that timed nothing"):
         read_run(path)
 
 
 def test_statistics_without_samples_are_refused(tmp_path: Path) -> None:
     saved = entry()
     del saved["stats"]["data"]
-    with pytest.raises(RecordedRunError, match="--benchmark-save-data"):
+    with pytest.raises(RecordedFileError, match="--benchmark-save-data"):
         read_run(write_run(tmp_path / "run.json", [saved]))
 
 
 def test_a_benchmark_twice_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecordedRunError, match=r"the benchmark is there twice: tests/benchmarks/.*trtllm"):
+    with pytest.raises(RecordedFileError, match=r"the benchmark is there twice: tests/benchmarks/.*trtllm"):
         read_run(write_run(tmp_path / "run.json", [entry(), entry()]))
 
 
 def test_a_measurement_twice_by_two_names_is_refused(tmp_path: Path) -> None:
     facts = entry()["extra_info"]
-    with pytest.raises(RecordedRunError, match=r"the measurement is there twice: decode/llama-3\.1-8b"):
+    with pytest.raises(RecordedFileError, match=r"the measurement is there twice: decode/llama-3\.1-8b"):
         read_run(write_run(tmp_path / "run.json", [benchmark("one", [1.0], facts), benchmark("two", [1.0], facts)]))
 
 
@@ -114,19 +124,47 @@ def test_a_measurement_twice_by_two_names_is_refused(tmp_path: Path) -> None:
 def test_another_file_is_refused(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "other.json"
     path.write_text(text)
-    with pytest.raises(RecordedRunError, match=words) as refusal:
+    with pytest.raises(RecordedFileError, match=words) as refusal:
         read_run(path)
     assert str(path) in str(refusal.value)
 
 
 def test_no_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecordedRunError, match="No such file"):
+    with pytest.raises(RecordedFileError, match="No such file"):
         read_run(tmp_path / "none.json")
 
 
 def test_a_folder_holds_repeated_runs(tmp_path: Path) -> None:
-    with pytest.raises(RecordedRunError, match="without a JSON file"):
+    with pytest.raises(RecordedFileError, match="without a JSON file"):
         read_runs(tmp_path)
     paths = [write_run(tmp_path / name, [entry()]) for name in ("1.json", "2.json")]
     assert [run.path for run in read_runs(tmp_path)] == paths
     assert [run.path for run in read_runs(paths[1])] == paths[1:]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nvidia-h200/timings", Kind.BENCHMARKS),
+        ("nvidia-h200/judge/portable", Kind.JUDGE),
+        ("nvidia-h200/survey_trtllm", Kind.SURVEY),
+        ("nvidia-h200/graphs_trtllm", Kind.SURVEY),
+        ("nvidia-h200/plan_stream", Kind.EXPERIMENT),
+        ("nvidia-h200/clocks", Kind.EXPERIMENT),
+        ("mutants", Kind.MUTANTS),
+    ],
+)
+def test_a_file_says_what_it_is(name: str, kind: Kind) -> None:
+    file = read_file(RESULTS / f"{name}.json")
+    assert file.kind is kind
+    assert file.environment.get("commit") or kind is Kind.MUTANTS
+    assert read_folder(RESULTS / "cpu")[0].kind is Kind.JUDGE
+
+
+def test_an_experiment_names_itself_or_is_of_its_files_name(tmp_path: Path) -> None:
+    path = tmp_path / "later.json"
+    path.write_text('{"rows": []}')
+    assert read_file(path).experiment == "later"
+    path.write_text('{"experiment": "plan_stream"}')
+    assert read_file(path).experiment == "plan_stream"
+    assert read_file(path).fact("nvidia_smi", "power.limit") is None

@@ -16,12 +16,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
-from lab.experiments.recording import WIDTH_WITHOUT_TERMINAL
 from lab.reports.changes import CHANGES, Change
 from lab.reports.changes.entries import file_of, read_entries
-from lab.reports.changes.overview import PAGE, kernels_sentence, page, terminal_table
+from lab.reports.changes.overview import PAGE, claims_table, kernels_sentence, page
+from lab.reports.tables import terminal, terminal_of
 
 RECORDED = Path(__file__).parents[3] / "results" / "nvidia-h200"
 DEFAULT_OUT = Path(".benchmarks/experiments")
@@ -31,12 +30,12 @@ Run = Callable[[Sequence[str]], int]
 
 
 def run_command(command: Sequence[str]) -> int:
-    """Run a command with this process's output; its exit status."""
+    """Run a command with this process's output; return its exit status."""
     return subprocess.run(command, check=False).returncode
 
 
 def measure(changes: Sequence[Change], folder: Path, run: Run = run_command) -> dict[str, str]:
-    """Run the command of each change; by module, how those ended that failed."""
+    """Run the command of each change; return by module how those ended that failed."""
     folder.mkdir(parents=True, exist_ok=True)
     failures = {}
     for change in changes:
@@ -67,11 +66,11 @@ def main(argv: Sequence[str] | None = None, run: Run = run_command) -> int:
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)
         (given.out / PAGE).write_text(page(entries, given.out), encoding="utf-8")
-    console = Console(width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL)
-    console.print(terminal_table(entries))
-    console.print(kernels_sentence(entries), markup=False)
+    console = terminal()
+    console.print(terminal_of(claims_table(entries), show_lines=True))
+    console.print(kernels_sentence(entries))
     if given.out is not None:
-        console.print(f"the page: {given.out / PAGE}", markup=False)
+        console.print(f"the page: {given.out / PAGE}")
     return FAILED if any(entry.failure for entry in entries) else SHOWN
 
 

@@ -1,15 +1,14 @@
-"""What recorded experiments say of the changes, for people: a page of Markdown, and a table for a terminal."""
+"""The changes' claims and what recorded experiments say of them: a page of Markdown, and a table for a terminal."""
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.markup import escape
-from rich.table import Table
-
 from lab.reports.changes import CHANGES
-from lab.reports.changes.entries import NOT_RECORDED, Entry, Measured, command_of
+from lab.reports.changes.entries import NOT_RECORDED, Entry, command_of, day_of, held_back
 from lab.reports.changes.verdicts import Aspect, Observation, Standing, microseconds
+from lab.reports.recorded import RecordedFile
+from lab.reports.tables import Cell, Table, markdown_of, table_of_lines
 from lab.timing.statistics import MINIMUM_EFFECT_IN_TURNS_PERCENT, SIGNIFICANCE
 
 PAGE = "experiments.md"
@@ -27,11 +26,12 @@ METHOD = (
     "Where two clocks timed a point, both must say that it holds. `a → b` is the median time without the change and with it. "
     "The recordings hold no date: the day is that of the file's commit."
 )
+CLAIMS = ("change", "statement", "verdict", "saved, µs", "does not hold, or cannot be told, at")
 GROUPS = ("", "points", *(standing.value for standing in Standing), "saved, µs", "times as fast")
 
 
 def page(entries: Sequence[Entry], beside: Path) -> str:
-    """The overview as Markdown.
+    """Return the overview as Markdown.
 
     Args:
         entries: of the changes.
@@ -42,7 +42,7 @@ def page(entries: Sequence[Entry], beside: Path) -> str:
         f"# {whose}, measured on {_gpus(entries)}",
         METHOD,
         kernels_sentence(entries),
-        _markdown(SUMMARY, [_summary(entry) for entry in entries]),
+        markdown_of(table_of_lines(SUMMARY, [_summary(entry) for entry in entries])),
     ]
     for entry in entries:
         blocks += _section(entry, beside)
@@ -55,9 +55,9 @@ def _gpus(entries: Sequence[Entry]) -> str:
 
 
 def kernels_sentence(entries: Sequence[Entry]) -> str:
-    """Which of FlashInfer's kernels ran, as the recordings name them; that trtllm-gen did not, unless it did."""
+    """Name FlashInfer's kernels that ran, from the recordings, and say so if trtllm-gen did not."""
     files = [found for entry in entries for found in entry.files]
-    rows = [row for found in files for row in found.recording.get("rows", ())]
+    rows = [row for found in files for row in found.content.get("rows", ())]
     ran = sorted({f"{row['kernel']} for {row['call']}" for row in rows if row.get("implementation") == FLASHINFER})
     capabilities = sorted({tuple(found.fact("capability") or ()) for found in files} - {()})
     where = " and ".join(f"SM{major}{minor}" for major, minor in capabilities) or "a GPU that is not recorded"
@@ -77,7 +77,7 @@ def _summary(entry: Entry) -> list[str]:
 
 
 def _exceptions(observations: Sequence[Observation]) -> str:
-    """Where a statement does not hold or cannot be told, so much as a cell bears."""
+    """Name the points where a statement does not hold or cannot be told, as many as a cell bears."""
     where = [each.where for each in observations if each.standing is not Standing.HOLDS]
     left = len(where) - MOST_IN_A_CELL
     return "; ".join([*where[:MOST_IN_A_CELL], *([f"and {left} more"] if left > 0 else [])])
@@ -96,25 +96,26 @@ def _section(entry: Entry, beside: Path) -> list[str]:
     if entry.answer is None:
         return [*blocks, f"**{_sentence(NOT_RECORDED)}**"]
     blocks += [f"**Measured.** {entry.answer.setting}"]
-    blocks += [_markdown(RECORDINGS, [_recording(found, beside) for found in entry.files])]
+    blocks += [markdown_of(table_of_lines(RECORDINGS, [_recording(found, beside) for found in entry.files]))]
     for aspect in entry.answer.aspects:
         blocks += _aspect(aspect)
     remarks = [*entry.answer.notes, *(f"Not measured: {lacking}" for lacking in entry.answer.missing)]
     return [*blocks, _list(remarks)] if remarks else blocks
 
 
-def _recording(found: Measured, beside: Path) -> list[str]:
-    held_back = [reasons for reasons in found.held_back if reasons]
-    reasons = ", ".join(sorted({reason for each in held_back for reason in each}))
-    counted = f"{len(held_back)} of {len(found.held_back)} rows that record it{f' ({reasons})' if reasons else ''}"
+def _recording(found: RecordedFile, beside: Path) -> list[str]:
+    watched = held_back(found)
+    limited = [reasons for reasons in watched if reasons]
+    reasons = ", ".join(sorted({reason for each in limited for reason in each}))
+    counted = f"{len(limited)} of {len(watched)} rows that record it{f' ({reasons})' if reasons else ''}"
     return [
         f"[{found.path.name}]({Path(os.path.relpath(found.path, beside)).as_posix()})",
-        found.day,
+        day_of(found.path),
         str(found.fact("gpu") or NOT_RECORDED),
         f"`{found.fact('commit') or NOT_RECORDED}`",
         ", ".join(str(found.fact("packages", name) or NOT_RECORDED) for name in ("torch", "flashinfer-python")),
-        counted if found.held_back else NOT_RECORDED,
-        str(found.recording.get("method", NOT_RECORDED)),
+        counted if watched else NOT_RECORDED,
+        str(found.content.get("method", NOT_RECORDED)),
     ]
 
 
@@ -123,7 +124,7 @@ def _aspect(aspect: Aspect) -> list[str]:
     blocks = [f"**{aspect.statement}**{aside} {_sentence(aspect.verdict)}"]
     if not aspect.observations:
         return blocks
-    blocks += [_markdown(GROUPS, [_group(name, each) for name, each in aspect.by_group().items()])]
+    blocks += [markdown_of(table_of_lines(GROUPS, [_group(name, each) for name, each in aspect.by_group().items()]))]
     told = [Standing.FAILS, Standing.UNDECIDED]
     if all(each.saved_us is None for each in aspect.observations):
         told = [Standing.HOLDS, *told]  # the table has no figures
@@ -144,7 +145,7 @@ def _saved(observations: Sequence[Observation]) -> str:
 
 
 def named(observations: Sequence[Observation]) -> str:
-    """Points by name with their figures, so many as a sentence bears."""
+    """Name points with their figures, as many as a sentence bears."""
     figures = {each.figures for each in observations}
     if len(figures) == 1 and len(observations) > 1:
         return f"{figures.pop()} at each of {len(observations)} points."
@@ -153,28 +154,19 @@ def named(observations: Sequence[Observation]) -> str:
     return "; ".join([*shown, *([f"and {left} more"] if left else [])]) + "."
 
 
-def terminal_table(entries: Sequence[Entry]) -> Table:
-    """A line per statement that a change claims."""
-    table = Table(title=f"SGLang's changes, measured on {_gpus(entries)}", title_justify="left", show_lines=True)
-    for header in ("change", "statement", "verdict", "saved, µs", "does not hold, or cannot be told, at"):
-        table.add_column(header)
+def claims_table(entries: Sequence[Entry]) -> Table:
+    """Make a table of one row per statement that a change claims."""
+    lines: list[tuple[str | Cell, ...]] = []
     for entry in entries:
-        name = f"{entry.change.number} {entry.change.title}: [bold]{entry.verdict}[/bold]"
-        name += f"\n[red]failed: {escape(entry.failure)}[/red]" if entry.failure else ""
+        text = f"{entry.change.number} {entry.change.title}: {entry.verdict}"
+        name = Cell(f"{text}\nfailed: {entry.failure}", style="failed") if entry.failure else Cell(text)
         if entry.answer is None:
-            table.add_row(name, entry.change.question, NOT_RECORDED, "", "")
+            lines.append((name, entry.change.question, NOT_RECORDED, "", ""))
             continue
         for number, aspect in enumerate(each for each in entry.answer.aspects if each.of_claim):
             figures = (aspect.statement, aspect.verdict, _saved(aspect.observations), _exceptions(aspect.observations))
-            table.add_row(name if number == 0 else "", *figures)
-    return table
-
-
-def _markdown(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table without the columns that say nothing."""
-    kept = [column for column in range(len(headings)) if any(line[column] for line in lines)]
-    shown = [headings, ["---"] * len(headings), *lines]
-    return "\n".join(f"| {' | '.join(line[column].replace('|', chr(92) + '|') for column in kept)} |" for line in shown)
+            lines.append((name if number == 0 else "", *figures))
+    return table_of_lines(CLAIMS, lines, caption=f"SGLang's changes, measured on {_gpus(entries)}")
 
 
 def _list(lines: Sequence[str]) -> str:

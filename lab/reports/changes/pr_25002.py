@@ -87,7 +87,8 @@ def _host_times(recording: Recording) -> tuple[str, ...]:
 
 
 def _completion(row: Row) -> Times:
-    return Times(row["completion_us"])
+    samples_us = row.get("completion_samples_us")
+    return Times.of(samples_us) if samples_us else Times(row["completion_us"])
 
 
 CHANGE = Change(

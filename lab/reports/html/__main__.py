@@ -6,13 +6,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lab.reports.recorded import RecordedRunError
+from lab.reports.recorded import RecordedFileError, read_folder
 
 NEEDED = ("itables", "jinja2", "markdown_it", "matplotlib")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the page; the exit status is 2 where there is nothing to make it of, or nothing to make it with."""
+    """Write the page; return the exit status, 2 without recorded files or without the packages that make a page."""
     parser = argparse.ArgumentParser(
         prog="python -m lab.reports.html", description="One self-contained HTML page of a folder of recorded results."
     )
@@ -25,12 +25,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if missing:
         print(f"no report: {', '.join(missing)} not installed: pip install '.[html]'", file=sys.stderr)
         return 2
-    from lab.reports.html.folder import FolderError, read_folder
     from lab.reports.html.page import html_report
 
     try:
-        page = html_report(read_folder(given.folder))
-    except (FolderError, RecordedRunError) as error:
+        page = html_report(given.folder, read_folder(given.folder))
+    except RecordedFileError as error:
         print(f"no report: {error}", file=sys.stderr)
         return 2
     given.out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Recorded experiments: what each file says once, and its lists of rows, under the keys of the file."""
+"""Recorded experiments: the facts that each file says once, and its lists of rows, under the keys of the file."""
 
 import ast
 import importlib.util
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lab.reports.html.folder import Record
 from lab.reports.html.pictures import Picture, pictures_of
-from lab.reports.html.tables import Table, flattened, table_of_records
+from lab.reports.recorded import RecordedFile
+from lab.reports.tables import Table, flattened, table_of_records
 
 SAID_ELSEWHERE = ("environment",)  # the page has one table of all files' environments
 
 
 @dataclass(frozen=True)
-class Experiment:
+class ExperimentPart:
     """One file.
 
     Attributes:
@@ -37,19 +37,19 @@ class Experiment:
     undrawn: tuple[str, ...]
 
 
-def experiment_of(record: Record) -> Experiment:
-    """The tables of any record that is a mapping of facts and of lists of rows."""
-    shown = {key: value for key, value in record.content.items() if key not in SAID_ELSEWHERE}
+def experiment_of(file: RecordedFile) -> ExperimentPart:
+    """Make the page's part of any file of facts and of lists of rows."""
+    shown = {key: value for key, value in file.content.items() if key not in SAID_ELSEWHERE}
     lists = {key: value for key, value in shown.items() if isinstance(value, list)}
     rows = {key: value for key, value in lists.items() if value and all(isinstance(row, Mapping) for row in value)}
     facts = flattened({key: value for key, value in shown.items() if key not in rows and value != []})
-    drawn = list(pictures_of(record))
-    return Experiment(
-        name=record.name,
-        question=_question(record.name),
+    drawn = list(pictures_of(file))
+    return ExperimentPart(
+        name=file.name,
+        question=_question(file.experiment),
         facts=tuple((key, _text(value)) for key, value in facts.items()),
         tables=tuple(
-            table_of_records(f"{record.name.replace('/', '-')}-{key}", f"{record.name}: {key}", value)
+            table_of_records(f"{file.name.replace('/', '-')}-{key}", f"{file.name}: {key}", value)
             for key, value in rows.items()
         ),
         empty=tuple(key for key, value in lists.items() if not value),
@@ -59,7 +59,7 @@ def experiment_of(record: Record) -> Experiment:
 
 
 def _question(name: str) -> str:
-    """Of the module that wrote the file, read and not imported: some of them need more than the page does."""
+    """Return the first sentence of the module that wrote the file, read and not imported: some need more than the page does."""
     for package in ("lab.experiments", "lab.timing"):
         found = importlib.util.find_spec(f"{package}.{name}") if name.isidentifier() else None
         if found is not None and found.origin is not None:

@@ -9,13 +9,11 @@ from typing import Any
 from lab.checks.catalogue import checks
 from lab.checks.verdicts import Outcome
 from lab.reports.html.findings import Finding, findings_in
-from lab.reports.html.folder import Record
-from lab.reports.html.tables import ABSENT, Cell, Link, Table, make_table, number, words
 from lab.reports.pictures.judging import VerdictCell
-from lab.reports.timings import MODULE_PREFIX
+from lab.reports.recorded import RecordedFile
+from lab.reports.tables import ABSENT, Cell, Columns, Link, Table, make_table, number, words
+from lab.reports.timing_tables import MODULE_PREFIX
 from lab.workloads.interfaces import Interface
-
-Columns = dict[str, Callable[[Any], Cell]]
 
 RIGHT, KNOWN = Outcome.RIGHT.value, Outcome.KNOWN.value
 FAULTS = (Outcome.WRONG.value, Outcome.FAILED.value, KNOWN)
@@ -29,7 +27,7 @@ COUNTED = tuple(
 class CheckRow:
     """One check of one function in one run of the judge; `cases` are those that the file holds of it."""
 
-    record: Record
+    record: RecordedFile
     check: Mapping[str, Any]
     cases: Sequence[Mapping[str, Any]]
 
@@ -49,7 +47,7 @@ class CheckRow:
         return tuple(dict.fromkeys(finding for cites in cited for finding in findings_in(cites)))
 
 
-def check_rows(records: Sequence[Record]) -> list[CheckRow]:
+def check_rows(records: Sequence[RecordedFile]) -> list[CheckRow]:
     """All of them, run by run."""
     rows = []
     for record in records:
@@ -63,11 +61,11 @@ def check_rows(records: Sequence[Record]) -> list[CheckRow]:
     return rows
 
 
-def summary_table(records: Sequence[Record]) -> Table:
+def summary_table(records: Sequence[RecordedFile]) -> Table:
     """One row per run of the judge."""
     rows = check_rows(records)
 
-    def counted(record: Record, outcome: str) -> int:
+    def counted(record: RecordedFile, outcome: str) -> int:
         return sum(row.check["counts"].get(outcome, 0) for row in rows if row.record is record)
 
     columns: Columns = {
@@ -85,10 +83,10 @@ def summary_table(records: Sequence[Record]) -> Table:
         "level": lambda record: words(record.content.get("level")),
         "commit": lambda record: words(record.environment.get("commit")),
     }
-    return make_table("judge-runs", "Runs of the judge", columns, records)
+    return make_table(columns, records, name="judge-runs", caption="Runs of the judge")
 
 
-def verdict_table(records: Sequence[Record]) -> Table:
+def verdict_table(records: Sequence[RecordedFile]) -> Table:
     """One row per run, check and function."""
     names = {check.key: check.name for check in checks()}
     columns: Columns = {
@@ -104,12 +102,12 @@ def verdict_table(records: Sequence[Record]) -> Table:
         "results": lambda row: number(row.check["judged"]),
         **_counts(lambda row: row.check["counts"]),
     }
-    return make_table("verdicts", "Verdicts per implementation and check", columns, check_rows(records))
+    return make_table(columns, check_rows(records), name="verdicts", caption="Verdicts per implementation and check")
 
 
-def fault_table(records: Sequence[Record]) -> Table:
+def fault_table(records: Sequence[RecordedFile]) -> Table:
     """What was wrong: one row per run, check, function, verdict and citation, with its worst case."""
-    grouped: dict[tuple[str, ...], list[tuple[Record, Mapping[str, Any]]]] = {}
+    grouped: dict[tuple[str, ...], list[tuple[RecordedFile, Mapping[str, Any]]]] = {}
     for row in check_rows(records):
         for case in row.cases:
             if case["outcome"] in FAULTS:
@@ -128,10 +126,10 @@ def fault_table(records: Sequence[Record]) -> Table:
         "of the worst case": lambda fault: words("; ".join(fault[2].get("wrongs", ())), style="long"),
         "to show it again": lambda fault: words(fault[2].get("reproduce"), style="long code"),
     }
-    return make_table("faults", "What was wrong, and one case of each", columns, worst)
+    return make_table(columns, worst, name="faults", caption="What was wrong, and one case of each")
 
 
-def decline_table(records: Sequence[Record]) -> Table:
+def decline_table(records: Sequence[RecordedFile]) -> Table:
     """What was refused, with its reason, most frequent first."""
     refused = [
         (record, reason, count)
@@ -145,10 +143,10 @@ def decline_table(records: Sequence[Record]) -> Table:
         "cases": lambda refusal: number(refusal[2]),
         "reason": lambda refusal: words(refusal[1], style="long"),
     }
-    return make_table("declines", "What was refused, and why", columns, refused)
+    return make_table(columns, refused, name="declines", caption="What was refused, and why")
 
 
-def survey_table(records: Sequence[Record]) -> Table:
+def survey_table(records: Sequence[RecordedFile]) -> Table:
     """Verdicts of forward passes by mode, and of graphs by story."""
     counted = [
         (record, what, counts)
@@ -164,16 +162,16 @@ def survey_table(records: Sequence[Record]) -> Table:
         "cases": lambda line: number(sum(line[2].values())),
         **_counts(lambda line: line[2]),
     }
-    return make_table("surveys", "Forward passes and graph replays judged", columns, counted)
+    return make_table(columns, counted, name="surveys", caption="Forward passes and graph replays judged")
 
 
-def cited_findings(records: Sequence[Record]) -> list[Finding]:
+def cited_findings(records: Sequence[RecordedFile]) -> list[Finding]:
     """Every finding that a case cites, in the order of its number."""
     cited = {finding for row in check_rows(records) for finding in row.findings}
     return sorted(cited, key=lambda finding: (finding.path, finding.order))
 
 
-def verdict_cells(records: Sequence[Record]) -> Iterator[VerdictCell]:
+def verdict_cells(records: Sequence[RecordedFile]) -> Iterator[VerdictCell]:
     """For the picture: a cell per run and function, and check."""
     for row in check_rows(records):
         yield VerdictCell(
@@ -193,7 +191,7 @@ def _counts(counts_of: Callable[[Any], Mapping[str, int]]) -> Columns:
     return {outcome: column(outcome) for outcome in COUNTED}
 
 
-def _implementation(record: Record) -> Cell:
+def _implementation(record: RecordedFile) -> Cell:
     return words(str(record.content.get("implementation", "")).removeprefix(MODULE_PREFIX))
 
 

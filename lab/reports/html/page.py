@@ -5,7 +5,7 @@ offline. Without scripts they are plain tables, all rows there.
 """
 
 from base64 import b64encode
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -14,33 +14,33 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from lab.reports.html import judged, timings
+from lab.reports.html import judged
 from lab.reports.html.experiments import experiment_of
-from lab.reports.html.folder import Folder, Record
 from lab.reports.html.markdown import finding_html, markdown_html
 from lab.reports.html.pictures import Picture, picture_of
-from lab.reports.html.tables import Cell, Table, make_table, words
 from lab.reports.pictures.judging import verdict_figure
-from lab.reports.recorded import RecordedRun
-from lab.reports.timings import FACTS, figures
+from lab.reports.recorded import Kind, RecordedFile, RecordedRun, environment_facts, run_of
+from lab.reports.tables import Cell, Table, make_table, words
+from lab.reports.timing_tables import ceiling_table, methods, timing_tables
+from lab.reports.timings import figures
 
 OVERVIEW = "experiments.md"  # of `python -m lab.reports.changes`
 
 
 @dataclass(frozen=True)
-class Run:
-    """A benchmark run's part of the page; `methods` says what each label of "timed by" stands for."""
+class TimedPart:
+    """A benchmark run's part of the page; `methods` are the labels of "timed by" and what each stands for."""
 
     name: str
     recorded_at: str | None
-    methods: dict[str, str]
+    methods: list[tuple[str, str]]
     ceilings: Table
     tables: list[Table]
     pictures: list[Picture]
 
 
-def html_report(folder: Folder) -> str:
-    """The page of a folder, as HTML."""
+def html_report(folder: Path, files: Sequence[RecordedFile]) -> str:
+    """Return the page of a folder's recorded files, as HTML."""
     environment = Environment(
         loader=PackageLoader("lab.reports.html", "."),
         autoescape=True,
@@ -48,29 +48,30 @@ def html_report(folder: Folder) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    cited = judged.cited_findings(folder.judged)
+    of_kind = {kind: [file for file in files if file.kind is kind] for kind in Kind}
+    reports = of_kind[Kind.JUDGE]
     return environment.get_template("page.html.j2").render(
-        title=_title(folder),
-        folder=folder.path.name,
-        environments=_environments(folder),
+        title=_title(files),
+        folder=folder.name,
+        environments=_environments([file for file in files if isinstance(file.content, Mapping)]),
         judge_tables=[
             table
             for table in (
-                judged.summary_table(folder.judged),
-                judged.verdict_table(folder.judged),
-                judged.fault_table(folder.judged),
-                judged.decline_table(folder.judged),
-                judged.survey_table(folder.surveys),
+                judged.summary_table(reports),
+                judged.verdict_table(reports),
+                judged.fault_table(reports),
+                judged.decline_table(reports),
+                judged.survey_table(of_kind[Kind.SURVEY]),
             )
             if table.rows
         ],
-        verdicts=_verdicts(folder.judged),
-        findings=[(finding, Markup(finding_html(finding, folder.path))) for finding in cited],
+        verdicts=_verdicts(reports),
+        findings=[(each, Markup(finding_html(each, folder))) for each in judged.cited_findings(reports)],
         overview=_overview(folder),
         notes=[(path.name, Markup(markdown_html(path.read_text(encoding="utf-8")))) for path in _notes(folder)],
-        runs=[_run(run, f"run-{place}") for place, run in enumerate(folder.runs)],
-        experiments=[experiment_of(record) for record in folder.experiments],
-        unread=folder.unread,
+        runs=[_timed(run_of(file), f"run-{place}") for place, file in enumerate(of_kind[Kind.BENCHMARKS])],
+        experiments=[experiment_of(file) for file in of_kind[Kind.EXPERIMENT]],
+        unread={file.name: _outline(file.content) for file in (*of_kind[Kind.MUTANTS], *of_kind[Kind.OTHER])},
         style=Markup(_own("page.css")),
         sorting=Markup(_own("tables.js")),
         library_uri=f"data:text/javascript;charset=utf-8;base64,{b64encode(_library('dt_bundle.js').encode()).decode()}",
@@ -78,72 +79,52 @@ def html_report(folder: Folder) -> str:
     )
 
 
-def _notes(folder: Folder) -> list[Path]:
-    """The folder's own texts, in which its numbers are read; those beneath it are made from what the page shows already."""
-    return sorted(path for path in folder.path.glob("*.md") if path.name != OVERVIEW)
+def _outline(content: Any) -> str:
+    return f"a {type(content).__name__} of {len(content)} items" if isinstance(content, list) else f"{content!r} alone"
 
 
-def _overview(folder: Folder) -> Markup:
-    """The experiments' own summary; "" if there is none."""
-    path = folder.path / OVERVIEW
+def _notes(folder: Path) -> list[Path]:
+    """Return the folder's own texts, in which its numbers are read; not those of folders in it, made of what the page shows."""
+    return sorted(path for path in folder.glob("*.md") if path.name != OVERVIEW)
+
+
+def _overview(folder: Path) -> Markup:
+    """Return the experiments' own summary; "" if there is none."""
+    path = folder / OVERVIEW
     return Markup(markdown_html(path.read_text(encoding="utf-8")) if path.is_file() else "")
 
 
-def _title(folder: Folder) -> str:
-    gpus = dict.fromkeys(environment["gpu"] for _, environment in _measured(folder) if environment.get("gpu"))
+def _title(files: Sequence[RecordedFile]) -> str:
+    gpus = dict.fromkeys(file.fact("gpu") for file in files if file.fact("gpu"))
     return f"{', '.join(gpus) or 'No GPU recorded'}: attention kernels judged and timed"
 
 
-def _measured(folder: Folder) -> Iterator[tuple[str, Any]]:
-    """Every file's name and environment."""
-    for run in folder.runs:
-        yield _name(folder, run), run.environment
-    records: tuple[Record, ...] = (*folder.judged, *folder.surveys, *folder.experiments)
-    for record in records:
-        yield record.name, record.environment
+def _environments(files: Sequence[RecordedFile]) -> Table:
+    """Make a table of one row per file: what it was measured on."""
+
+    def column(where: Sequence[str]) -> Callable[[RecordedFile], Cell]:
+        return lambda file: words(file.fact(*where))
+
+    columns: dict[str, Callable[[RecordedFile], Cell]] = {"file": lambda file: words(file.name)}
+    columns |= {name: column(where) for name, where in environment_facts([file.environment for file in files]).items()}
+    return make_table(columns, files, name="environments", caption="What each file was measured on")
 
 
-def _name(folder: Folder, run: RecordedRun) -> str:
-    return run.path.relative_to(folder.path).with_suffix("").as_posix()
-
-
-def _environments(folder: Folder) -> Table:
-    """One row per file: what it was measured on."""
-    measured = list(_measured(folder))
-    packages = dict.fromkeys(name for _, environment in measured for name in environment.get("packages") or ())
-    facts = {**dict(FACTS), **{name: ("packages", name) for name in packages}}
-
-    def column(where: Sequence[str]) -> Callable[[Any], Cell]:
-        return lambda file: words(_at(file[1], where))
-
-    columns: dict[str, Callable[[Any], Cell]] = {"file": lambda file: words(file[0])}
-    columns |= {heading: column(where) for heading, where in facts.items()}
-    return make_table("environments", "What each file was measured on", columns, measured)
-
-
-def _at(environment: Any, where: Sequence[str]) -> Any:
-    """A value by its keys from the outside in; None where it is not recorded."""
-    found = environment
-    for key in where:
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found
-
-
-def _verdicts(records: Sequence[Record]) -> Picture | None:
-    cells = list(judged.verdict_cells(records))
+def _verdicts(files: Sequence[RecordedFile]) -> Picture | None:
+    cells = list(judged.verdict_cells(files))
     if not cells:
         return None
     title = "Verdicts by run, function and check; numbers: worst right error in % of its bound; blank: not judged"
     return picture_of(verdict_figure(cells, title), title)
 
 
-def _run(run: RecordedRun, name: str) -> Run:
-    return Run(
+def _timed(run: RecordedRun, name: str) -> TimedPart:
+    return TimedPart(
         name=run.path.name,
         recorded_at=run.recorded_at,
-        methods=timings.methods(run),
-        ceilings=timings.ceiling_table(run, name),
-        tables=timings.timing_tables(run, name),
+        methods=methods(run.gpu_rows),
+        ceilings=ceiling_table(run, name),
+        tables=timing_tables(run, name),
         pictures=[picture_of(figure, Path(file).stem.replace("-", " ")) for file, figure in figures(run).items()],
     )
 
@@ -153,5 +134,5 @@ def _own(name: str) -> str:
 
 
 def _library(name: str) -> str:
-    """A file of DataTables, with its extensions, as itables ships it."""
+    """Return a file of DataTables, with its extensions, as itables ships it."""
     return files("itables").joinpath("html", name).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Figures as data URIs, and which figures show a recorded experiment."""
+"""Figures as data URIs, and the register of the figures that show a recorded experiment."""
 
 import io
 from base64 import b64encode
@@ -9,16 +9,16 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from lab.reports.html.folder import Record
 from lab.reports.pictures.draft_extend_graph import forms_figure
 from lab.reports.pictures.draft_extend_kernels import crossover_figure
 from lab.reports.pictures.draft_steps import claim_figure, draft_times_figure
 from lab.reports.pictures.length_copy import arms_figure
+from lab.reports.recorded import RecordedFile
 
 # The same figure gives the same bytes on any machine.
 SVG_SETTINGS: Any = {"svg.hashsalt": "lab", "svg.fonttype": "path"}
 Drawing = Callable[[Any, str], Figure]
-# By the name of the experiment's file: the key of what is drawn, what the figure shows, and what draws it.
+# By the name of the experiment: the key of what is drawn, what the figure shows, and what draws it.
 DRAWINGS: Mapping[str, tuple[tuple[str, str, Drawing], ...]] = {
     "draft_steps": (
         ("pr_26241", "What skipping the lists saves per draft", claim_figure),
@@ -39,22 +39,20 @@ class Picture:
 
 
 def picture_of(figure: Figure, description: str) -> Picture:
-    """A figure as SVG, its letters as paths: it looks the same with any fonts."""
+    """Return a figure as SVG, its letters as paths: it looks the same with any fonts."""
     drawn = io.BytesIO()
     with rc_context(SVG_SETTINGS):
         figure.savefig(drawn, format="svg", metadata={"Date": None})
     return Picture(f"data:image/svg+xml;base64,{b64encode(drawn.getvalue()).decode()}", description)
 
 
-def pictures_of(record: Record) -> Iterator[Picture | str]:
-    """An experiment's pictures; in place of one that its rows are not enough for, the reason."""
-    for key, description, draw in DRAWINGS.get(record.name, ()):
-        measured_on = ", ".join(
-            str(record.environment[name]) for name in ("gpu", "commit") if name in record.environment
-        )
+def pictures_of(file: RecordedFile) -> Iterator[Picture | str]:
+    """Draw an experiment's pictures; in place of one that its rows are not enough for, the reason."""
+    for key, description, draw in DRAWINGS.get(file.experiment, ()):
+        measured_on = ", ".join(str(file.fact(name)) for name in ("gpu", "commit") if file.fact(name))
         title = f"{description}: {measured_on}" if measured_on else description
         try:
-            yield picture_of(draw(record.content[key], title), description)
+            yield picture_of(draw(file.content[key], title), description)
         except KeyError as error:
             yield f"{description}, for want of {error} in the file"
         except ValueError as error:

@@ -1,10 +1,12 @@
-"""What the lab's pictures have in common."""
+"""Parts that the lab's pictures share: figures, axes of cells, bars, labels, legends."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
 DOTS_PER_INCH = 150  # half as many again as are shown
@@ -12,17 +14,60 @@ DOTS_PER_INCH = 150  # half as many again as are shown
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 TEXT_COLOUR = "#333333"
 FONT_POINTS = 8.5
+WIDTH_INCHES = 8.0  # legible where it is shown 800 pixels wide
+HATCH = "////"  # of what was timed while the GPU's clocks were held back
+
+
+def new_figure(title: str, height_inches: float) -> Figure:
+    """Make a figure with a title and a layout that leaves room for labels; without pyplot, which would keep it for ever."""
+    figure = Figure(figsize=(WIDTH_INCHES, height_inches), dpi=DOTS_PER_INCH, layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=FONT_POINTS + 1.5, color=TEXT_COLOUR)
+    return figure
+
+
+def cell_axes(
+    columns: tuple[float, float],
+    lines: int,
+    *,
+    line_inches: float,
+    label_inches: float,
+    heading_inches: float,
+    legend_inches: float,
+) -> tuple[Figure, Axes]:
+    """Make axes of cells of 1 by 1, lines downwards, with room for labels at the left, a heading and a legend.
+
+    Args:
+        columns: the first and last x.
+    """
+    body_inches = lines * line_inches
+    height = heading_inches + body_inches + legend_inches
+    figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DOTS_PER_INCH)
+    label_share = label_inches / WIDTH_INCHES
+    axes = figure.add_axes((label_share, legend_inches / height, 0.985 - label_share, body_inches / height))
+    axes.set(xlim=columns, ylim=(lines, 0))
+    axes.set_axis_off()
+    return figure, axes
+
+
+def write_heading(figure: Figure, title: str, *others: str) -> None:
+    """Write a title at the top of a figure, and other lines below it."""
+    for place, words in enumerate((title, *others)):
+        style: dict[str, Any] = (
+            {"fontsize": FONT_POINTS} if place else {"fontsize": FONT_POINTS + 2.5, "weight": "bold"}
+        )
+        y = 1 - (0.2 + 0.22 * place) / figure.get_figheight()
+        figure.text(0.02, y, words, color=TEXT_COLOUR, va="center", **style)
 
 
 def plain(axes: Axes) -> None:
-    """A light grid behind what is drawn, and no frame where there is no axis."""
+    """Draw a light grid beneath all else, and no frame where there is no axis."""
     axes.grid(color="#DDDDDD", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def logarithmic(axes: Axes, names: str) -> None:
-    """Logarithmic axes, "x", "y" or "xy", with numbers as people write them: 1,000 rather than 10³."""
+    """Make axes logarithmic, "x", "y" or "xy", with numbers as people write them: 1,000 rather than 10³."""
     axes.set(**{f"{name}scale": "log" for name in names})
     for name in names:
         axis = axes.xaxis if name == "x" else axes.yaxis
@@ -30,20 +75,59 @@ def logarithmic(axes: Axes, names: str) -> None:
 
 
 def legend_below(figure: Figure, keys: Sequence[Artist], columns: int, font_points: float = FONT_POINTS) -> None:
-    """One legend of a figure, below all that is drawn, for figures with a constrained layout."""
+    """Add one legend below all that is drawn, for figures with a constrained layout."""
     figure.legend(handles=list(keys), loc="outside lower center", ncols=columns, frameon=False, fontsize=font_points)
 
 
-def row_label(axes: Axes, line: float, words: str, weight: str = "normal") -> None:
-    """Words left of the axes, beside the middle of a line of height 1."""
-    axes.annotate(
-        words,
-        (0, line + 0.5),
-        (-6, 0),
-        textcoords="offset points",
-        ha="right",
-        va="center",
-        fontsize=FONT_POINTS,
-        weight=weight,
-        color=TEXT_COLOUR,
-    )
+def legend_at_bottom(figure: Figure, keys: Sequence[Artist], columns: int, **spacing: float) -> None:
+    """Add one legend at the bottom, for figures of `cell_axes`."""
+    figure.legend(handles=list(keys), loc="lower center", ncols=columns, frameon=False, fontsize=FONT_POINTS, **spacing)
+
+
+def fill(colour: str, throttled: bool) -> dict[str, Any]:
+    """Return the look of a bar: hatched if it was timed while the GPU's clocks were held back."""
+    return {"facecolor": "white" if throttled else colour, "edgecolor": colour, "hatch": HATCH if throttled else None}
+
+
+def line_key(words: str, colour: str, marker: str = "", **look: Any) -> Line2D:
+    """Return the legend's key of a line with markers."""
+    common: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 4, "linewidth": 1.4, "label": words}
+    return Line2D([], [], **common | look)
+
+
+def mark_key(words: str, marker: str, **look: Any) -> Line2D:
+    """Return the legend's key of a mark without a line."""
+    common: dict[str, Any] = {"marker": marker, "color": TEXT_COLOUR, "linestyle": "none", "label": words}
+    return Line2D([], [], **common | look)
+
+
+def write_after(axes: Axes, end: tuple[float, float], words: str, *, gap: float = 3, **style: Any) -> None:
+    """Write words after the end of a horizontal bar; `gap` in points."""
+    look: dict[str, Any] = {"va": "center", "fontsize": FONT_POINTS}
+    axes.annotate(words, end, (gap, 0), textcoords="offset points", **look | style)
+
+
+def write_in_cell(axes: Axes, x: float, line: float, words: str, **style: Any) -> None:
+    """Write words around x, in the middle of a line of height 1."""
+    look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": FONT_POINTS - 1, "color": "black"}
+    axes.text(x, line + 0.53, words, **look | style)
+
+
+def requests_in_words(count: int) -> str:
+    """Return "1 request" or "8 requests"."""
+    return f"{count} request{'' if count == 1 else 's'}"
+
+
+def row_label(axes: Axes, line: float, words: str, weight: str = "normal", x: float = 0) -> None:
+    """Write words left of x, which is where the axes begin, beside the middle of a line of height 1."""
+    _beside(axes, line, words, x, -6, weight=weight, ha="right")
+
+
+def group_label(axes: Axes, line: float, words: str, label_inches: float, x: float = 0) -> None:
+    """Write bold words at the left edge of the room for labels, beside the middle of a line of height 1."""
+    _beside(axes, line, words, x, -label_inches * 72 + 11, weight="bold")
+
+
+def _beside(axes: Axes, line: float, words: str, x: float, offset_points: float, **style: Any) -> None:
+    look: dict[str, Any] = {"va": "center", "fontsize": FONT_POINTS, "color": TEXT_COLOUR}
+    axes.annotate(words, (x, line + 0.5), (offset_points, 0), textcoords="offset points", **look | style)

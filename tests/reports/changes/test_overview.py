@@ -16,8 +16,9 @@ from rich.console import Console
 
 from lab.reports.changes import CHANGES
 from lab.reports.changes import __main__ as command
-from lab.reports.changes.entries import Entry, file_of, read_entries
-from lab.reports.changes.overview import PAGE, kernels_sentence, page, terminal_table
+from lab.reports.changes.entries import Entry, day_of, file_of, read_entries
+from lab.reports.changes.overview import PAGE, claims_table, kernels_sentence, page
+from lab.reports.tables import terminal_of
 from tests.experiments.recorded import FOLDER, MODULES, recorded, slowed
 
 DAY = re.compile(r"\| \d{4}-\d\d-\d\d \|")
@@ -41,7 +42,7 @@ def page_of(folder: Path) -> str:
 
 def printed(entries: Sequence[Entry]) -> str:
     console = Console(width=400, file=io.StringIO(), record=True)
-    console.print(terminal_table(entries))
+    console.print(terminal_of(claims_table(entries)))
     return console.export_text()
 
 
@@ -126,12 +127,15 @@ def test_what_is_not_recorded_says_so_and_what_cannot_be_read_says_why(folder: P
     write(folder, "draft_extend_graph", [])
     entries = {entry.change.module: entry for entry in read_entries(folder)}
     assert (entries["length_copy"].verdict, entries["length_copy"].failure) == ("not recorded", "")
-    assert "plan_stream.json: cannot be read as JSON" in entries["plan_stream"].failure
+    assert "plan_stream.json: not JSON" in entries["plan_stream"].failure
     assert (
         "draft_steps.json: not in the form that the experiment writes: KeyError: 'point'"
         in entries["draft_steps"].failure
     )
-    assert "draft_extend_graph.json: holds no recording but a list" in entries["draft_extend_graph"].failure
+    assert (
+        "draft_extend_graph.json: holds no experiment's recording but something else"
+        in entries["draft_extend_graph"].failure
+    )
     assert entries["draft_extend_kernels"].answer is not None
     text, table = page_of(folder), " ".join(printed(list(entries.values())).split())
     assert text.count("**Failed**: ") == table.count("failed: ") == 3
@@ -141,7 +145,7 @@ def test_what_is_not_recorded_says_so_and_what_cannot_be_read_says_why(folder: P
 def test_the_table_has_a_line_per_claimed_statement(folder: Path) -> None:
     entries = read_entries(folder)
     claimed = [aspect for entry in entries if entry.answer for aspect in entry.answer.aspects if aspect.of_claim]
-    table = terminal_table(entries)
+    table = terminal_of(claims_table(entries))
     assert table.row_count == len(claimed)
     assert [str(cell) for cell in table.columns[2].cells] == [aspect.verdict for aspect in claimed]
 
@@ -274,6 +278,6 @@ def test_a_recording_in_which_the_decode_call_lost_everywhere_is_told_so(folder:
 def test_a_file_that_git_does_not_know_is_of_the_day_on_which_it_was_written(folder: Path) -> None:
     noon = datetime(2031, 4, 5, 12, tzinfo=timezone.utc).timestamp()
     os.utime(file_of(folder, "plan_stream"), (noon, noon))
-    days = {found.path.stem: found.day for entry in read_entries(folder) for found in entry.files}
+    days = {found.path.stem: day_of(found.path) for entry in read_entries(folder) for found in entry.files}
     assert days.pop("plan_stream") == "2031-04-05"
     assert "2031-04-05" not in days.values()

@@ -1,12 +1,11 @@
 """The page to share: all that is recorded is in it as recorded, and it asks nobody for anything."""
 
-import dataclasses
 import json
 import math
 import re
 import shutil
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,11 @@ pytest.importorskip("matplotlib")
 
 from lab.reports.html.__main__ import main
 from lab.reports.html.experiments import experiment_of
-from lab.reports.html.folder import Folder, FolderError, read_folder
 from lab.reports.html.markdown import slug
 from lab.reports.html.page import html_report
 from lab.reports.html.pictures import DRAWINGS
-from lab.reports.html.tables import flattened, make_table, number, table_of_records, words
+from lab.reports.recorded import Kind, RecordedFile, RecordedFileError, read_folder
+from lab.reports.tables import flattened, make_table, number, table_of_records, words
 from tests.reports.html.parsed import Page
 
 RECORDED = Path(__file__).parents[3] / "results" / "nvidia-h200"
@@ -32,13 +31,19 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 
 @pytest.fixture(scope="module")
-def folder() -> Folder:
+def files() -> tuple[RecordedFile, ...]:
     return read_folder(RECORDED)
 
 
+def experiments(files: Sequence[RecordedFile]) -> list[RecordedFile]:
+    found = [file for file in files if file.kind is Kind.EXPERIMENT]
+    assert found
+    return found
+
+
 @pytest.fixture(scope="module")
-def html(folder: Folder) -> str:
-    return html_report(folder)
+def html(files: tuple[RecordedFile, ...]) -> str:
+    return html_report(RECORDED, files)
 
 
 @pytest.fixture(scope="module")
@@ -152,9 +157,8 @@ def test_every_benchmark_is_there_with_its_numbers(page: Page) -> None:
         assert shown == recorded
 
 
-def test_every_row_of_every_experiment_is_there_with_its_numbers(page: Page, folder: Folder) -> None:
-    assert folder.experiments
-    for record in folder.experiments:
+def test_every_row_of_every_experiment_is_there_with_its_numbers(page: Page, files: tuple[RecordedFile, ...]) -> None:
+    for record in experiments(files):
         for key, rows in record.content.items():
             if not (isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)):
                 continue
@@ -172,9 +176,9 @@ def test_every_row_of_every_experiment_is_there_with_its_numbers(page: Page, fol
                         assert shown[heading].text in (value, "–")
 
 
-def test_the_same_files_give_the_same_page(folder: Folder) -> None:
-    few = dataclasses.replace(folder, experiments=folder.experiments[:1])
-    assert html_report(few) == html_report(few)
+def test_the_same_files_give_the_same_page(files: tuple[RecordedFile, ...]) -> None:
+    few = [file for file in files if file.kind is not Kind.EXPERIMENT] + experiments(files)[:1]
+    assert html_report(RECORDED, few) == html_report(RECORDED, few)
 
 
 def judged(wrongs: str, ratio: float | str) -> dict[str, Any]:
@@ -190,7 +194,7 @@ def test_what_is_recorded_is_text_and_never_a_tag(tmp_path: Path) -> None:
     (tmp_path / "notes.md").write_text(
         f"# {evil}\n\n[a link](https://example.org) ![a picture](https://example.org/a.png)\n"
     )
-    written = html_report(read_folder(tmp_path))
+    written = html_report(tmp_path, read_folder(tmp_path))
     read = Page(written)
     assert read.requests() == []
     assert "alert(1)" not in "".join(read.scripts)
@@ -202,31 +206,33 @@ def test_what_is_recorded_is_text_and_never_a_tag(tmp_path: Path) -> None:
 def test_a_folder_may_hold_anything(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text("[1, 2, 3]")
     (tmp_path / "facts.json").write_text(json.dumps({"answer": 42, "rows": [], "deep": {"er": "x"}}))
-    found = read_folder(tmp_path)
-    assert found.unread == {"list": "a list of 3 items"}
-    written = html_report(found)
-    assert "a list of 3 items" in written
+    assert [(file.name, file.kind) for file in read_folder(tmp_path)] == [
+        ("facts", Kind.EXPERIMENT),
+        ("list", Kind.OTHER),
+    ]
+    written = html_report(tmp_path, read_folder(tmp_path))
+    assert "list.json holds a list of 3 items" in written
     assert "deep.er" in written
     assert "No GPU recorded" in written
 
 
 def test_a_picture_that_cannot_be_drawn_says_why(tmp_path: Path) -> None:
     (tmp_path / "draft_steps.json").write_text(json.dumps({"rows": []}))
-    written = html_report(read_folder(tmp_path))
+    written = html_report(tmp_path, read_folder(tmp_path))
     assert written.count("Not drawn: ") == 2
     assert "saves per draft, for want of &#39;pr_26241&#39; in the file" in written
 
 
-def test_every_experiment_that_can_be_is_drawn(folder: Folder) -> None:
-    for record in folder.experiments:
+def test_every_experiment_that_can_be_is_drawn(files: tuple[RecordedFile, ...]) -> None:
+    for record in experiments(files):
         shown = experiment_of(record)
         assert shown.undrawn == ()
-        assert len(shown.pictures) == len(DRAWINGS.get(record.name, ()))
-    assert DRAWINGS.keys() <= {record.name for record in folder.experiments}
+        assert len(shown.pictures) == len(DRAWINGS.get(record.experiment, ()))
+    assert DRAWINGS.keys() <= {record.experiment for record in experiments(files)}
 
 
 def test_what_is_not_recorded_results_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(FolderError, match="no folder with JSON files"):
+    with pytest.raises(RecordedFileError, match="no folder with JSON files"):
         read_folder(tmp_path)
     (tmp_path / "half.json").write_text("{")
     assert main([str(tmp_path), "--out", str(tmp_path / "a.html")]) == 2
@@ -243,7 +249,7 @@ def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_a_column_that_says_one_thing_is_said_once() -> None:
     columns = {"a": lambda row: words(row[0]), "b": lambda row: number(row[1]), "c": lambda row: words(None)}
-    table = make_table("t", "", columns, [("x", 1), ("x", 2.5)])
+    table = make_table(columns, [("x", 1), ("x", 2.5)])
     assert table.common == (("a", "x"),)
     assert [column.heading for column in table.columns] == ["b"]
     assert [cell.number for (cell,) in table.rows] == [1, 2.5]

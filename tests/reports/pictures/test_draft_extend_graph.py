@@ -20,15 +20,14 @@ import lab.references
 from lab.metadata import ForwardBatch, ForwardMode, SpecInfo
 from lab.metadata.engine.graph_inputs import StaticInputs
 from lab.metadata.speculation.draft_extend_graph import DraftExtendGraph, DraftExtendOutput, TRTLLMMHABackend
-from lab.reports.pictures.draft_extend_graph import (
+from lab.reports.pictures.draft_extend_graph import eager_or_graph_figure, forms_figure
+from lab.reports.pictures.static_buffers import (
     ALONG,
     MOST_ROWS,
     Along,
     CellState,
     ReplayedBuffers,
     buffers_figure,
-    eager_or_graph_figure,
-    forms_figure,
     replayed_buffers,
     static_buffers,
     written_cells,

@@ -1,0 +1,241 @@
+"""Two sides of recorded runs, row by row: paired, refused where they are no comparison, and compared by the lab's one rule."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lab.reports.recorded import TIMED_BY, Identity, RecordedRun, Row
+from lab.timing.statistics import MINIMUM_EFFECT_PERCENT, SIGNIFICANCE, SampleComparison, Speed, compare_runs
+
+# An NVIDIA GPU moves its SM clock in steps of 15 MHz, 0.8 % of 1980: a few steps are no other state, a power cap is.
+CLOCK_TOLERANCE_PERCENT = 3.0
+# Of `lab.provenance.environment`: facts that must agree for times to be comparable.
+MUST_AGREE = {
+    "GPU": ("gpu",),
+    "power limit": ("nvidia_smi", "power.limit"),
+    "maximum SM clock": ("nvidia_smi", "clocks.max.sm"),
+}
+# Rows of one name with other numbers here did other work.
+WORK = ("requests", "query_tokens", "kv_tokens", "bytes_moved", "operations")
+
+
+class NotComparableError(ValueError):
+    """Two recordings that must not be compared; the message names what differs, on both sides."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a comparison: rows of GPU time by what they measure, one row per repeated run."""
+
+    name: str
+    rows: Mapping[Identity, tuple[Row, ...]]
+
+
+@dataclass(frozen=True)
+class RowComparison:
+    """One pair of rows: compared, or refused with a reason; exactly one of the two."""
+
+    identity: Identity
+    samples: SampleComparison | None = None
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    """All rows of two sides.
+
+    Attributes:
+        missing, added: what only the first or only the second side has.
+        missing_counts: whether a missing row is a regression.
+    """
+
+    before: str
+    after: str
+    rows: tuple[RowComparison, ...]
+    missing: tuple[Identity, ...]
+    added: tuple[Identity, ...]
+    missing_counts: bool = True
+
+    @property
+    def compared(self) -> tuple[SampleComparison, ...]:
+        return tuple(row.samples for row in self.rows if row.samples is not None)
+
+    @property
+    def refused(self) -> tuple[RowComparison, ...]:
+        return tuple(row for row in self.rows if row.refused)
+
+    def exit_status(self, strict: bool = False) -> int:
+        """Return the exit status of `lab.reports.compare`."""
+        changes = {samples.speed for samples in self.compared}
+        if not changes:
+            return 2
+        trips = {Speed.SLOWER, Speed.UNSURE} if strict else {Speed.SLOWER}
+        if changes & trips or (self.missing and self.missing_counts):
+            return 1
+        return 2 if self.refused else 0
+
+
+def compare_recorded(
+    before: Sequence[RecordedRun],
+    after: Sequence[RecordedRun],
+    minimum_effect_percent: float = MINIMUM_EFFECT_PERCENT,
+    significance: float = SIGNIFICANCE,
+) -> RunComparison:
+    """Compare the runs of two sides, one run or repeated ones on each.
+
+    Raises:
+        NotComparableError: the runs are of different GPUs, power limits or maximum clocks, or of no GPU that they name.
+    """
+    _refuse_other_machines([*before, *after])
+    sides = [Side(", ".join(str(run.path) for run in runs), _rows(runs)) for runs in (before, after)]
+    return _compare_sides(sides[0], sides[1], minimum_effect_percent, significance, missing_counts=True)
+
+
+def compare_within(
+    run: RecordedRun,
+    key: str,
+    before: str,
+    after: str,
+    minimum_effect_percent: float = MINIMUM_EFFECT_PERCENT,
+    significance: float = SIGNIFICANCE,
+) -> RunComparison:
+    """Compare the rows of one run whose fact `key` is `before` with those where it is `after`, all else alike.
+
+    Raises:
+        NotComparableError: `key` is how the time was taken, or no row has such a value.
+    """
+    if before == after:
+        raise NotComparableError(f"both sides are {key} {before}: that says nothing")
+    if key in (*TIMED_BY, "method"):
+        raise NotComparableError(f"two values of {key} are two methods, and those are not compared: {before}, {after}")
+    _refuse_other_machines([run])
+    sides = [Side(f"{key} {value}", _rows_where(run, key, value)) for value in (before, after)]
+    return _compare_sides(sides[0], sides[1], minimum_effect_percent, significance, missing_counts=False)
+
+
+def _rows(runs: Sequence[RecordedRun]) -> dict[Identity, tuple[Row, ...]]:
+    rows: dict[Identity, tuple[Row, ...]] = {}
+    for run in runs:
+        for row in run.gpu_rows:
+            rows[row.identity] = (*rows.get(row.identity, ()), row)
+    return rows
+
+
+def _rows_where(run: RecordedRun, key: str, value: str) -> dict[Identity, tuple[Row, ...]]:
+    chosen = [row for row in run.gpu_rows if str(row.facts.get(key)) == value]
+    if not chosen:
+        there = sorted({str(row.facts[key]) for row in run.gpu_rows if key in row.facts})
+        raise NotComparableError(
+            f"{run.path}: no row of GPU time has {key} {value}; there is {', '.join(there) or 'no such fact'}"
+        )
+    return {tuple(item for item in row.identity if item[0] != key): (row,) for row in chosen}
+
+
+def _compare_sides(
+    before: Side, after: Side, minimum_effect_percent: float, significance: float, missing_counts: bool
+) -> RunComparison:
+    rows: list[RowComparison] = []
+    missing: list[Identity] = []
+    met: set[Identity] = set()
+    # A row that is there by another method only is refused by name, which says more than that it is missing.
+    by_another_method = {_apart_from_method(each): each for each in after.rows if each not in before.rows}
+    for identity, mine in before.rows.items():
+        other = identity if identity in after.rows else by_another_method.get(_apart_from_method(identity))
+        if other is None:
+            missing.append(identity)
+            continue
+        met.add(other)
+        theirs = after.rows[other]
+        refused = why_not_compared(mine, theirs)
+        samples = None
+        if not refused:
+            runs = [[row.samples_us for row in side] for side in (mine, theirs)]
+            samples = compare_runs(runs[0], runs[1], minimum_effect_percent, significance)
+            samples = _doubted(samples, mine, theirs)
+        rows.append(RowComparison(identity, samples, refused))
+    added = tuple(identity for identity in after.rows if identity not in met)
+    return RunComparison(before.name, after.name, tuple(rows), tuple(missing), added, missing_counts)
+
+
+def _apart_from_method(identity: Identity) -> Identity:
+    return tuple(item for item in identity if item[0] not in TIMED_BY)
+
+
+def limits_of(rows: Sequence[Row]) -> str:
+    """Return what held the GPU back in these rows, in words; "" if nothing was seen to."""
+    return ", ".join(sorted({reason for row in rows for reason in row.throttled_by}))
+
+
+def _doubted(samples: SampleComparison, before: Sequence[Row], after: Sequence[Row]) -> SampleComparison:
+    """Make a verdict UNSURE that a limit may have made. A limit only makes a side slower, so the other direction stands."""
+    limits = {"before": limits_of(before), "after": limits_of(after)}
+    limited = any(limits.values())
+    doubted = {
+        Speed.SLOWER: bool(limits["after"]),
+        Speed.FASTER: bool(limits["before"]),
+        Speed.SAME: limited and any(_clock_differences(before[0], after[0], "sm_clock_mhz", "SM")),
+        Speed.UNSURE: False,
+    }
+    if not doubted[samples.speed]:
+        return samples
+    said = " and ".join(f"{side} by the {reasons}" for side, reasons in limits.items() if reasons)
+    return replace(samples, speed=Speed.UNSURE, reason=f"the GPU was held back {said}")
+
+
+def why_not_compared(before: Sequence[Row], after: Sequence[Row]) -> str:
+    """Return why times of these rows must not be compared, naming both values; "" if they may be."""
+    first, *others = (*before, *after)
+    limited = bool(limits_of([first, *others]))
+    return next((reason for row in others for reason in _differences(first, row, limited)), "")
+
+
+def _differences(first: Row, other: Row, limited: bool) -> Iterator[str]:
+    """Name each difference. An SM clock that a limit moved is the limit's, and `_doubted` sees to it."""
+    for what, mine, theirs in (
+        ("methods", first.timed_by, other.timed_by),
+        ("methods", first.facts.get("method"), other.facts.get("method")),
+        *((f"workloads, {key}", first.facts.get(key), other.facts.get(key)) for key in WORK),
+    ):
+        if mine != theirs:
+            yield f"two {what}: {mine} and {theirs}"
+    yield from _clock_differences(first, other, "memory_clock_mhz", "memory")
+    if not limited:
+        yield from _clock_differences(first, other, "sm_clock_mhz", "SM")
+
+
+def _clock_differences(first: Row, other: Row, key: str, clock: str) -> Iterator[str]:
+    mine, theirs = _ends(first.facts.get(key)), _ends(other.facts.get(key))
+    if not _clocks_agree(mine, theirs):
+        yield f"two {clock} clocks: {_mhz(mine)} and {_mhz(theirs)}"
+
+
+def _ends(clock_mhz: Any) -> tuple[float, ...]:
+    """Return the ends of a recorded range of clocks; one clock is a range of itself, and None has no ends."""
+    if clock_mhz is None:
+        return ()
+    return tuple(clock_mhz) if isinstance(clock_mhz, Sequence) else (clock_mhz, clock_mhz)
+
+
+def _clocks_agree(before: tuple[float, ...], after: tuple[float, ...]) -> bool:
+    """Return True if both ends agree: a range that reaches lower was, for some samples, another state."""
+    return len(before) == len(after) and all(
+        abs(mine - other) <= CLOCK_TOLERANCE_PERCENT / 100 * max(mine, other)
+        for mine, other in zip(before, after, strict=True)
+    )
+
+
+def _mhz(ends: tuple[float, ...]) -> str:
+    if not ends:
+        return "not recorded"
+    return f"{ends[0]:g} MHz" if ends[0] == ends[-1] else f"{ends[0]:g} to {ends[-1]:g} MHz"
+
+
+def _refuse_other_machines(runs: Sequence[RecordedRun]) -> None:
+    first = runs[0]
+    for run in runs:
+        if not run.fact("gpu"):
+            raise NotComparableError(f"{run.path} names no GPU, and a time without one is not compared")
+        for name, where in MUST_AGREE.items():
+            mine, other = first.fact(*where), run.fact(*where)
+            if mine != other:
+                raise NotComparableError(f"another {name}: {mine} in {first.path}, {other} in {run.path}")

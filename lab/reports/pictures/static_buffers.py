@@ -1,0 +1,291 @@
+"""The static buffers of a draft extend's CUDA graph at a replay, cell by cell."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+from torch import Tensor
+
+from lab.metadata.speculation.draft_extend_graph import DraftExtendGraph
+from lab.reports.pictures.style import (
+    FONT_POINTS,
+    TEXT_COLOUR,
+    cell_axes,
+    group_label,
+    legend_at_bottom,
+    row_label,
+    write_heading,
+    write_in_cell,
+)
+
+LABEL_INCHES = 1.75
+LINE_INCHES = 0.24
+HEADING_INCHES = 0.6
+LEGEND_INCHES = 0.75
+MOST_ROWS = 24  # query rows side by side that are legible
+BEFORE_ROWS = 1.0  # room for the first entry of running sums, in query rows
+TABLE_CELL = 2  # width of a page-table cell, in query rows
+
+
+class CellState(Enum):
+    """The content of a static buffer's cell while a replay runs."""
+
+    LIVE = "written by this replay: of the batch"
+    PADDING = "written by this replay: padding"
+    STALE_READ = "left by an earlier replay, read by padded rows"
+    STALE = "left by an earlier replay, read by nobody"
+    PRESET = "as it was made"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"
+
+
+# What is left over is hatched too, so that no colour stands alone.
+LOOKS: dict[CellState, dict[str, Any]] = {
+    CellState.LIVE: {"facecolor": "#56B4E9", "edgecolor": "white"},
+    CellState.PADDING: {"facecolor": "#F7D98B", "edgecolor": "white"},
+    CellState.STALE_READ: {"facecolor": "#FFFFFF", "edgecolor": "#D55E00", "hatch": "//////"},
+    CellState.STALE: {"facecolor": "#FFFFFF", "edgecolor": "#999999", "hatch": "...."},
+    CellState.PRESET: {"facecolor": "#FFFFFF", "edgecolor": "#BBBBBB", "linestyle": ":"},
+}
+
+
+class Along(Enum):
+    """The things that the cells of a buffer stand for."""
+
+    REQUESTS = "a cell per request"
+    ROWS = "a cell per query row"
+    BOUNDARIES = "0, then a cell per request"
+    PAGES = "a line per request, a cell per page"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"
+
+
+GROUPS: dict[str, dict[str, Along]] = {
+    "the batch, copied in before the replay": {
+        "seq_lens": Along.REQUESTS,
+        "req_pool_indices": Along.REQUESTS,
+        "extend_seq_lens": Along.REQUESTS,
+        "out_cache_loc": Along.ROWS,
+    },
+    "what the model reads besides, copied in before the replay": {
+        "input_ids": Along.ROWS,
+        "hidden_states": Along.ROWS,
+        "select_index": Along.REQUESTS,
+    },
+    "metadata, written in one launch": {
+        "cache_seqlens": Along.REQUESTS,
+        "cu_seqlens_q": Along.BOUNDARIES,
+        "cu_seqlens_k": Along.BOUNDARIES,
+        "page_table": Along.PAGES,
+    },
+}
+ALONG = {name: along for group in GROUPS.values() for name, along in group.items()}
+
+
+def static_buffers(graph: DraftExtendGraph) -> dict[str, Tensor]:
+    """Return the buffers that a draft extend's graphs read, of the largest captured size, by name; not copies."""
+    inputs, metadata = graph.runner.inputs, graph.runner.metadata.buffers
+    return {
+        "seq_lens": inputs.seq_lens,
+        "req_pool_indices": inputs.req_pool_indices,
+        "extend_seq_lens": inputs.extend_seq_lens,
+        "out_cache_loc": inputs.out_cache_loc,
+        "input_ids": graph.inputs.input_ids,
+        "hidden_states": graph.inputs.hidden_states,
+        "select_index": graph.inputs.select_index,
+        "cache_seqlens": metadata.cache_seqlens_int32,
+        "cu_seqlens_q": metadata.cu_seqlens_q,
+        "cu_seqlens_k": metadata.cu_seqlens_k,
+        "page_table": metadata.page_table,
+    }
+
+
+def written_cells(buffers: Mapping[str, Tensor], replay: Callable[[], object]) -> dict[str, Tensor]:
+    """Find out which cells a replay writes: bool, the buffers' shapes; a row of `hidden_states` is one cell.
+
+    The replay runs on buffers full of zeros and on buffers full of ones. Cells that are the same afterwards were written. Then
+    the old contents are put back, and the replay runs once more.
+
+    Args:
+        buffers: of `static_buffers`; 0 and 1 must be good entries of each.
+        replay: the same each time.
+    """
+    before = {name: tensor.clone() for name, tensor in buffers.items()}
+    after: list[dict[str, Tensor]] = []
+    for value in (0, 1):
+        for tensor in buffers.values():
+            tensor.fill_(value)
+        replay()
+        after.append({name: tensor.clone() for name, tensor in buffers.items()})
+    for name, tensor in buffers.items():
+        tensor.copy_(before[name])
+    replay()
+    written = {name: after[0][name] == after[1][name] for name in buffers}
+    return {name: cells.all(dim=1) if name == "hidden_states" else cells for name, cells in written.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class ReplayedBuffers:
+    """The static buffers while a replay runs, as `buffers_figure` draws them.
+
+    Attributes:
+        values: of every cell, by buffer; `hidden_states` has a row each.
+        states: of every cell, by buffer: lists of the cells' shape.
+        num_requests, captured_size, max_batch_size: of the batch, of the graph that ran, of the buffers.
+        width: query rows of each request.
+    """
+
+    values: Mapping[str, list[Any]]
+    states: Mapping[str, list[Any]]
+    num_requests: int
+    captured_size: int
+    max_batch_size: int
+    width: int
+
+    def count(self, name: str, state: CellState) -> int:
+        """Count the cells of a buffer in a state."""
+        lines = self.states[name] if ALONG[name] is Along.PAGES else [self.states[name]]
+        return sum(each is state for line in lines for each in line)
+
+
+def replayed_buffers(
+    graph: DraftExtendGraph,
+    num_requests: int,
+    written: Mapping[str, Tensor],
+    earlier: Sequence[Mapping[str, Tensor]] = (),
+) -> ReplayedBuffers:
+    """Sort every cell of a graph's buffers, right after a replay.
+
+    Args:
+        graph: as the replay left it.
+        num_requests: of the batch, padding apart.
+        written: by this replay, of `written_cells`.
+        earlier: the same of each replay before it.
+    """
+    size = graph.runner.size_for(num_requests)
+    page_size = graph.runner.pool.page_size
+    buffers = static_buffers(graph)
+    num_pages = [-(-length // page_size) for length in buffers["cache_seqlens"].tolist()]
+
+    def state(name: str, place: tuple[int, ...], request: int, is_read: bool) -> CellState:
+        if bool(written[name][place]):
+            return CellState.LIVE if request < num_requests else CellState.PADDING
+        if any(bool(each[name][place]) for each in earlier):
+            return CellState.STALE_READ if is_read else CellState.STALE
+        return CellState.PRESET
+
+    def states(name: str) -> list[Any]:
+        along, tensor = ALONG[name], buffers[name]
+        if along is Along.PAGES:
+            return [
+                [state(name, (i, c), i, i < size and c < num_pages[i]) for c in range(tensor.shape[1])]
+                for i in range(tensor.shape[0])
+            ]
+        request_of = {
+            Along.REQUESTS: lambda place: place,
+            Along.ROWS: lambda place: place // graph.width,
+            Along.BOUNDARIES: lambda place: place - 1,
+        }[along]
+        return [state(name, (place,), request_of(place), request_of(place) < size) for place in range(tensor.shape[0])]
+
+    return ReplayedBuffers(
+        values={name: tensor.tolist() for name, tensor in buffers.items()},
+        states={name: states(name) for name in buffers},
+        num_requests=num_requests,
+        captured_size=size,
+        max_batch_size=graph.runner.inputs.max_batch_size,
+        width=graph.width,
+    )
+
+
+def buffers_figure(buffers: ReplayedBuffers, title: str) -> Figure:
+    """Draw every cell of the static buffers: its value, and by its look whose it is.
+
+    A cell is a `Rectangle` whose gid is "<state's name> <buffer> <place>", the place "<request>,<page>" in a page table.
+
+    Raises:
+        ValueError: more than `MOST_ROWS` query rows, which would not be legible.
+    """
+    rows = buffers.max_batch_size * buffers.width
+    if rows > MOST_ROWS:
+        raise ValueError(
+            f"the buffers have {rows} query rows, more than the {MOST_ROWS} that can be read side by side: capture smaller "
+            "sizes, or fewer rows of each request"
+        )
+    lines = 1 + sum(1 + sum(_num_lines(name, buffers) for name in group) for group in GROUPS.values())
+    columns = max(rows, TABLE_CELL * len(buffers.values["page_table"][0]))
+    figure, axes = cell_axes(
+        (-BEFORE_ROWS, columns),
+        lines,
+        line_inches=LINE_INCHES,
+        label_inches=LABEL_INCHES,
+        heading_inches=HEADING_INCHES,
+        legend_inches=LEGEND_INCHES,
+    )
+    requests = f"{buffers.num_requests} of {buffers.max_batch_size} requests, {buffers.width} query rows each"
+    write_heading(figure, title, f"{requests}; the graph that runs was captured for {buffers.captured_size}")
+    _name_requests(axes, buffers)
+    line = 1
+    for heading, group in GROUPS.items():
+        group_label(axes, line, heading, LABEL_INCHES, x=-BEFORE_ROWS)
+        line += 1
+        for name in group:
+            _draw_buffer(axes, line, name, buffers)
+            line += _num_lines(name, buffers)
+    legend_at_bottom(figure, _keys(buffers), 2)
+    return figure
+
+
+def _num_lines(name: str, buffers: ReplayedBuffers) -> int:
+    return buffers.max_batch_size if ALONG[name] is Along.PAGES else 1
+
+
+def _name_requests(axes: Axes, buffers: ReplayedBuffers) -> None:
+    for request in range(buffers.max_batch_size):
+        words = f"request {request}" if request < buffers.num_requests else "padding"
+        if request >= buffers.captured_size:
+            words = "not run"
+        write_in_cell(axes, (request + 0.5) * buffers.width, 0, words, fontsize=FONT_POINTS, color=TEXT_COLOUR)
+
+
+def _draw_buffer(axes: Axes, line: int, name: str, buffers: ReplayedBuffers) -> None:
+    values, states, along = buffers.values[name], buffers.states[name], ALONG[name]
+    if along is Along.PAGES:
+        for request, (entries, kinds) in enumerate(zip(values, states, strict=True)):
+            row_label(axes, line + request, f"{name}[{request}]", x=-BEFORE_ROWS)
+            for column, (value, kind) in enumerate(zip(entries, kinds, strict=True)):
+                gid = f"{kind.name} {name} {request},{column}"
+                _cell(axes, TABLE_CELL * column, line + request, TABLE_CELL, str(value), kind, gid)
+        return
+    row_label(axes, line, name, x=-BEFORE_ROWS)
+    for place, (value, kind) in enumerate(zip(values, states, strict=True)):
+        first, width = _extent(along, place, buffers.width)
+        words = "" if name == "hidden_states" else str(value)
+        _cell(axes, first, line, width, words, kind, f"{kind.name} {name} {place}")
+
+
+def _extent(along: Along, place: int, width: int) -> tuple[float, float]:
+    """Return the left edge and the width of a cell."""
+    if along is Along.ROWS:
+        return place, 1
+    if along is Along.REQUESTS:
+        return place * width, width
+    return (-BEFORE_ROWS, BEFORE_ROWS) if place == 0 else ((place - 1) * width, width)
+
+
+def _cell(axes: Axes, x: float, line: int, width: float, words: str, state: CellState, gid: str) -> None:
+    axes.add_patch(Rectangle((x + 0.04, line + 0.06), width - 0.08, 0.88, linewidth=0.8, gid=gid, **LOOKS[state]))
+    if words:
+        backing = {"facecolor": "white", "edgecolor": "none", "pad": 0.6} if "hatch" in LOOKS[state] else None
+        write_in_cell(axes, x + width / 2, line, words, fontsize=FONT_POINTS - 1.5, bbox=backing)
+
+
+def _keys(buffers: ReplayedBuffers) -> list[Patch]:
+    there = [state for state in CellState if any(buffers.count(name, state) for name in ALONG)]
+    return [Patch(linewidth=0.8, label=state.value, **LOOKS[state]) for state in there]

@@ -1,0 +1,233 @@
+"""The lab's one model of a table, and what shows it in a terminal and in Markdown; `lab.reports.html` shows it in a page."""
+
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+ABSENT = "–"
+# Where the output is not a terminal nothing says how wide it may be; a row of a table fits in this.
+WIDTH_WITHOUT_TERMINAL = 160
+SHOWN_DIGITS = 5  # significant ones; the page's cells hold the whole number beside it
+MOST_LISTED = 8  # longer lists of numbers are samples, and stay in their file
+# In a terminal, by a cell's style; a page has classes of the same names.
+TERMINAL_STYLES = {
+    "faster": "green",
+    "slower": "red",
+    "same": "dim",
+    "unsure": "yellow",
+    "refused": "magenta",
+    "failed": "red",
+}
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link within the page: its words, and the id of what it leads to."""
+
+    text: str
+    target: str
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell.
+
+    Attributes:
+        text: as it is shown, the unit being in the column's heading.
+        number: the value to sort by, unrounded; None for words.
+        style: words such as "slower" or "long code", which each medium renders in its way; "" for none.
+        links: shown in place of the text in a page.
+    """
+
+    text: str
+    number: float | None = None
+    style: str = ""
+    links: tuple[Link, ...] = ()
+
+
+@dataclass(frozen=True)
+class Column:
+    """A heading with its unit; `is_number` if all cells below it are numbers."""
+
+    heading: str
+    is_number: bool
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table, and notes to it.
+
+    Attributes:
+        columns, rows: as shown.
+        name: an id, unique in a page.
+        caption: says what a row is.
+        common: a note: heading and text of the columns that say the same in every row.
+        left_out: a note: headings of columns that are too long for cells, and are in the file alone.
+    """
+
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    name: str = ""
+    caption: str = ""
+    common: tuple[tuple[str, str], ...] = ()
+    left_out: tuple[str, ...] = ()
+
+
+Columns = Mapping[str, Callable[[Any], Cell]]  # by heading, the cell of a record
+
+
+def words(value: Any, style: str = "") -> Cell:
+    """Return a cell of words; None is shown as a dash."""
+    return Cell(ABSENT if value is None or value == "" else str(value), style=style)
+
+
+def number(value: float | None, digits: int | None = None, scale: float = 1.0) -> Cell:
+    """Return a cell of a number with so many decimals, or `SHOWN_DIGITS` significant digits; None is shown as a dash."""
+    if value is None:
+        return Cell(ABSENT)
+    scaled = value * scale if scale != 1 else value
+    return Cell(_significant(scaled) if digits is None else f"{scaled:,.{digits}f}", scaled)
+
+
+def make_table(
+    columns: Columns,
+    records: Sequence[Any],
+    *,
+    name: str = "",
+    caption: str = "",
+    say_once: Collection[str] | None = None,
+    left_out: Iterable[str] = (),
+) -> Table:
+    """Make a table of one row per record, without the columns that say nothing.
+
+    Args:
+        columns: by heading, the cell of a record.
+        say_once: headings of the columns that become a note if they say the same in every row; None for all columns of a
+            table of two rows or more.
+    """
+    made = {heading: [cell(record) for record in records] for heading, cell in columns.items()}
+    said = {heading: cells for heading, cells in made.items() if any(shown(cell) not in ("", ABSENT) for cell in cells)}
+    may_be_once = (said if len(records) > 1 else ()) if say_once is None else say_once
+    common = [heading for heading, cells in said.items() if heading in may_be_once and len({*map(shown, cells)}) == 1]
+    kept = {heading: cells for heading, cells in said.items() if heading not in common}
+    return Table(
+        tuple(Column(heading, _all_numbers(cells)) for heading, cells in kept.items()),
+        tuple(zip(*kept.values(), strict=True)),
+        name,
+        caption,
+        tuple((heading, said[heading][0].text) for heading in common),
+        tuple(left_out),
+    )
+
+
+def table_of_lines(headings: Sequence[str], lines: Sequence[Sequence[str | Cell]], caption: str = "") -> Table:
+    """Make a table of lines of texts or cells, without the columns that say nothing."""
+    columns = {heading: _text_at(place) for place, heading in enumerate(headings)}
+    return make_table(columns, lines, caption=caption, say_once=())
+
+
+def _text_at(place: int) -> Callable[[Sequence[str | Cell]], Cell]:
+    def cell(line: Sequence[str | Cell]) -> Cell:
+        said = line[place]
+        return said if isinstance(said, Cell) else Cell(said)
+
+    return cell
+
+
+def table_of_records(name: str, caption: str, records: Sequence[Mapping[str, Any]]) -> Table:
+    """Make a table of recorded rows: a column per key, "outer.inner" of mappings within them; long lists are left out.
+
+    Words come first, then times, then other numbers: rows have more columns than a page is wide.
+    """
+    flat = [flattened(record) for record in records]
+    keys = dict.fromkeys(key for record in flat for key in record)
+    long = [key for key in keys if any(_is_long(record.get(key)) for record in flat)]
+
+    def place(key: str) -> int:
+        is_number = all(type(record.get(key)) in (int, float, type(None)) for record in flat)
+        return 0 if not is_number else 1 if key.endswith("_us") else 2
+
+    columns = {key: _cell_at(key) for key in sorted((key for key in keys if key not in long), key=place)}
+    return make_table(columns, flat, name=name, caption=caption, left_out=long)
+
+
+def flattened(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Take mappings out of a mapping: {"a": {"b": 1}} becomes {"a.b": 1}."""
+    flat: dict[str, Any] = {}
+    for key, value in record.items():
+        if isinstance(value, Mapping):
+            flat |= flattened(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _cell_at(key: str) -> Callable[[Mapping[str, Any]], Cell]:
+    def cell(record: Mapping[str, Any]) -> Cell:
+        value = record.get(key)
+        if isinstance(value, list):
+            return words(", ".join(map(str, value)))
+        if isinstance(value, bool):
+            return words("yes" if value else "no")
+        return number(value) if isinstance(value, int | float) else words(value)
+
+    return cell
+
+
+def _is_long(value: Any) -> bool:
+    return isinstance(value, list) and (
+        len(value) > MOST_LISTED or any(isinstance(each, list | Mapping) for each in value)
+    )
+
+
+def shown(cell: Cell) -> str:
+    """Return the text of a cell, or the texts of its links."""
+    return " ".join(link.text for link in cell.links) or cell.text
+
+
+def _all_numbers(cells: Sequence[Cell]) -> bool:
+    return all(cell.number is not None or cell.text == ABSENT for cell in cells)
+
+
+def _significant(value: float) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.{SHOWN_DIGITS}g}" if abs(value) < 10**SHOWN_DIGITS else f"{value:,.0f}"
+
+
+# --- media ------------------------------------------------------------------------------------------------------------
+
+
+def markdown_of(table: Table) -> str:
+    """Return a table as Markdown, without its notes."""
+    lines = [[column.heading for column in table.columns], ["---"] * len(table.columns)]
+    lines += [[cell.text for cell in row] for row in table.rows]
+    return "\n".join(f"| {' | '.join(text.replace('|', chr(92) + '|') for text in line)} |" for line in lines)
+
+
+def terminal_of(table: Table, show_lines: bool = False) -> "RichTable":
+    """Return a table for a terminal, without its notes; `show_lines` draws lines between rows of several lines."""
+    from rich.box import SIMPLE, SIMPLE_HEAD
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    box = SIMPLE if show_lines else SIMPLE_HEAD
+    made = RichTable(title=table.caption or None, title_justify="left", box=box, show_lines=show_lines)
+    for column in table.columns:
+        made.add_column(Text(column.heading), justify="right" if column.is_number else "left", overflow="fold")
+    for row in table.rows:
+        made.add_row(*(Text(shown(cell), style=TERMINAL_STYLES.get(cell.style, "")) for cell in row))
+    return made
+
+
+def terminal() -> "Console":
+    """Return a console that prints text as it is, wide enough for tables where the output is not a terminal."""
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
+    return Console(markup=False, highlight=False, width=width)

@@ -1,0 +1,165 @@
+"""Recorded benchmarks as tables, for the Markdown report and for the page: GPU time beside its floor, host time, ceilings."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lab.reports.recorded import RecordedRun, Row
+from lab.reports.tables import ABSENT, Cell, Columns, Table, make_table, number, words
+
+MODULE_PREFIX = "lab.kernels."
+THROTTLED = "**throttled**"
+# A launch alone takes one to two microseconds: time over a floor shorter than this says nothing, and has no bar.
+LEAST_FLOOR_US = 1.0
+
+
+def _fact(key: str, digits: int, scale: float = 1.0) -> Callable[[Row], Cell]:
+    return lambda row: number(row.facts.get(key), digits, scale)
+
+
+def _word(key: str) -> Callable[[Row], Cell]:
+    return lambda row: words(row.facts.get(key))
+
+
+def implementation_of(row: Row) -> str:
+    """Return the implementation's name without the package of kernels; "" if it is not recorded."""
+    return str(row.facts.get("implementation") or "").removeprefix(MODULE_PREFIX)
+
+
+def time_over_floor(row: Row) -> float | None:
+    """Return the median over the floor; None where the floor is not recorded, or too short to mean something."""
+    floor_us = row.facts.get("floor_us") or 0.0
+    return row.median_us / floor_us if floor_us >= LEAST_FLOOR_US else None
+
+
+# A column each in a table of one run, unless they are the same in all rows; then they are said once.
+SETTINGS: Columns = {
+    "timed by": lambda row: words(row.timed_by),
+    "page size": _fact("page_size", 0),
+    "dtype": _word("dtype"),
+    "K/V dtype": _word("kv_dtype"),
+}
+GPU_COLUMNS: Columns = {
+    "scenario": lambda row: words(row.scenario),
+    "implementation": lambda row: words(implementation_of(row)),
+    "kernel": _word("kernel"),
+    "median, µs": lambda row: number(row.median_us, 2),
+    "floor, µs": _fact("floor_us", 2),
+    "time over floor": lambda row: number(time_over_floor(row), 2),
+    "bound by": _word("floor_bound"),
+    "timed by": SETTINGS["timed by"],
+    "held back by": lambda row: words(", ".join(row.throttled_by)),
+    "IQR, %": lambda row: number(row.iqr_percent, 1),
+    "GB/s": _fact("bandwidth_gbps", 0),
+    "% of memory": _fact("bandwidth_percent", 0),
+    "TFLOP/s": _fact("rate_tflops", 1),
+    "% of matrix": _fact("matrix_rate_percent", 0),
+    "mode": _word("mode"),
+    **{heading: SETTINGS[heading] for heading in ("page size", "dtype", "K/V dtype")},
+    "requests": _fact("requests", 0),
+    "query tokens": _fact("query_tokens", 0),
+    "keys": _fact("kv_tokens", 0),
+    "MB": _fact("bytes_moved", 1, 1e-6),
+    "GFLOP": _fact("operations", 1, 1e-9),
+    "launches": _fact("launches", 0),
+    "host, µs": _fact("host_us", 1),
+}
+PLAIN_COLUMNS: Columns = {
+    "benchmark": lambda row: words(row.name),
+    "median, µs": lambda row: number(row.median_us, 2),
+    "IQR, %": lambda row: number(row.iqr_percent, 1),
+    "samples": lambda row: number(len(row.samples_us)),
+    "method": _word("method"),
+}
+
+
+def _with_note(heading: str, note: Callable[[Row], str]) -> Callable[[Row], Cell]:
+    """Return a column with a note in brackets after its text, where there is one."""
+
+    def cell(row: Row) -> Cell:
+        said, noted = GPU_COLUMNS[heading](row), note(row)
+        return Cell(f"{said.text} ({noted})", said.number) if noted else said
+
+    return cell
+
+
+def _text(heading: str, unit: str = "") -> Callable[[Row], str]:
+    def text(row: Row) -> str:
+        said = GPU_COLUMNS[heading](row).text
+        return "" if said == ABSENT else f"{said}{unit}"
+
+    return text
+
+
+def _kernel(row: Row) -> str:
+    kernel = _text("kernel")(row)
+    return "" if kernel == implementation_of(row) else kernel
+
+
+def _median(row: Row) -> Cell:
+    median = GPU_COLUMNS["median, µs"](row)
+    return Cell(f"{median.text} {THROTTLED}", median.number) if row.throttled_by else median
+
+
+def narrow_columns(settings: Sequence[str]) -> Columns:
+    """Return the columns of a report on paper: fewer than `GPU_COLUMNS`, shares and bounds in brackets.
+
+    Args:
+        settings: names of `SETTINGS` that tell rows of this run apart.
+    """
+    return {
+        "scenario": GPU_COLUMNS["scenario"],
+        "implementation": _with_note("implementation", _kernel),
+        **{name: SETTINGS[name] for name in settings},
+        **{heading: GPU_COLUMNS[heading] for heading in ("requests", "query tokens", "keys")},
+        "median, µs": _median,
+        "IQR, %": GPU_COLUMNS["IQR, %"],
+        "GB/s": _with_note("GB/s", _text("% of memory", " %")),
+        "TFLOP/s": _with_note("TFLOP/s", _text("% of matrix", " %")),
+        "floor, µs": _with_note("floor, µs", _text("bound by")),
+        "floor / median, %": _fact("floor_percent", 1),
+        **{heading: GPU_COLUMNS[heading] for heading in ("MB", "GFLOP", "launches", "host, µs")},
+    }
+
+
+def timing_tables(run: RecordedRun, name: str) -> list[Table]:
+    """Make tables of GPU time, host time, and times without a stated clock, which are never compared with each other.
+
+    Args:
+        name: what the tables' ids begin with.
+    """
+    gpu = make_table(
+        GPU_COLUMNS, sorted(run.gpu_rows, key=lambda row: row.identity), name=f"{name}-gpu", caption="GPU time"
+    )
+    host = plain_table(run.host_rows, f"{name}-host", "Host time: not GPU time, and not comparable with it")
+    others = plain_table(
+        run.rows_without_clock, f"{name}-unknown", "Times without a recorded clock: compared with nothing"
+    )
+    return [table for table in (gpu, host, others) if table.rows]
+
+
+def plain_table(rows: Sequence[Row], name: str = "", caption: str = "") -> Table:
+    """Make a table of rows that are not GPU time."""
+    return make_table(PLAIN_COLUMNS, sorted(rows, key=lambda row: row.name), name=name, caption=caption, say_once=())
+
+
+def methods(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Return the labels of "timed by" and the method of each."""
+    return list(dict.fromkeys((row.timed_by, str(row.facts.get("method") or "no method recorded")) for row in rows))
+
+
+def ceiling_table(run: RecordedRun, name: str = "") -> Table:
+    """Make a table of the rates that the GPU reached in this run and that its vendor states; without rows if there are none."""
+    ceilings = run.ceilings
+    dtype = f" ({ceilings.matrix_dtype})" if ceilings.matrix_dtype else ""
+    lines = [
+        ("memory, GB/s", ceilings.bandwidth_gbps, ceilings.datasheet_bandwidth_gbps),
+        (f"matrix units, TFLOP/s{dtype}", ceilings.matrix_rate_tflops, ceilings.datasheet_matrix_rate_tflops),
+    ]
+    columns: dict[str, Callable[[Any], Cell]] = {
+        "ceiling": lambda line: words(line[0]),
+        "measured in this run": lambda line: number(line[1], 0),
+        "datasheet": lambda line: number(line[2], 0),
+    }
+    caption = f"Ceilings; datasheet: {ceilings.datasheet_source or 'none'}"
+    known = [line for line in lines if any(line[1:])]
+    return make_table(columns, known, name=name and f"{name}-ceilings", caption=caption, say_once=())
