@@ -7,13 +7,16 @@ tell is checked on request (`check_values`, `check_ragged_values`).
 from lab.calls.context import ContextCall
 from lab.calls.decode import DecodeCall
 from lab.calls.entry import takes
+from lab.calls.features import Call, Feature
 from lab.calls.mla_decode import MLADecodeCall
 from lab.calls.problem import PagedAttention, check_values
 from lab.calls.ragged_context import RaggedAttention, RaggedContextCall, check_ragged_values
 
 __all__ = [
+    "Call",
     "ContextCall",
     "DecodeCall",
+    "Feature",
     "MLADecodeCall",
     "PagedAttention",
     "RaggedAttention",

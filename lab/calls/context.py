@@ -13,6 +13,7 @@ from lab.calls.arguments import (
     check_query,
     check_tensor,
 )
+from lab.calls.features import Call
 from lab.calls.paged import KVCache, pose_paged
 from lab.calls.problem import PagedAttention, Scale
 
@@ -82,6 +83,7 @@ class ContextCall:
             )
         return pose_paged(
             self,
+            Call.CONTEXT,
             kv_bound="max_kv_len",
             max_q_len=check_int("max_q_len", self.max_q_len, 0, "it bounds the rows of one request"),
             max_kv_len=self.max_kv_len,

@@ -15,6 +15,7 @@ from lab.calls.arguments import (
     not_modelled,
     scale_from_log2,
 )
+from lab.calls.features import Call
 from lab.calls.paged import KVCache, pose_paged
 from lab.calls.problem import PagedAttention, Scale
 
@@ -115,6 +116,7 @@ class DecodeCall:
             check_mask(self.mask, self.cum_seq_lens_q, batch_size, max_q_len)
         return pose_paged(
             self,
+            Call.DECODE,
             kv_bound="max_seq_len",
             max_q_len=max_q_len,
             max_kv_len=self.max_seq_len,

@@ -25,6 +25,7 @@ from lab.calls.arguments import (
     dtype_names,
     not_modelled,
 )
+from lab.calls.features import Call
 from lab.calls.problem import PagedAttention, Scale, check_values
 
 BACKENDS = ("auto", "xqa", "trtllm-gen")
@@ -123,6 +124,7 @@ class MLADecodeCall:
         check_vector("seq_lens", self.seq_lens, batch_size, LENGTH_DTYPES)
         out = self._out_rows()
         problem = PagedAttention(
+            call=Call.MLA_DECODE,
             query=rows,
             k_cache=cache,
             v_cache=cache[..., : self.kv_lora_rank],

@@ -19,6 +19,7 @@ from lab.calls.arguments import (
     split_cache,
     split_tables,
 )
+from lab.calls.features import Call
 from lab.calls.problem import PagedAttention, Scale, check_values
 
 KVCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -26,6 +27,7 @@ KVCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 def pose_paged(
     call: Any,
+    posed_by: Call,
     *,
     kv_bound: str,
     max_q_len: int,
@@ -39,6 +41,7 @@ def pose_paged(
 
     Args:
         call: the `DecodeCall` or `ContextCall`.
+        posed_by: which of the two it is.
         kv_bound: the call's name for `max_kv_len`, for the words of an error.
         max_q_len, max_kv_len, causal, bmm1_scale, cum_seq_lens_kv, mask: as in `PagedAttention`.
 
@@ -61,6 +64,7 @@ def pose_paged(
     if call.sinks is not None:
         check_vector("sinks", call.sinks, query.shape[1], (torch.float32,))
     problem = PagedAttention(
+        call=posed_by,
         query=query,
         k_cache=k_cache,
         v_cache=v_cache,

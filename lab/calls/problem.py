@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 
+from lab.calls.features import Call, Feature, features_of
+
 NVFP4_BLOCK = 16  # elements of head_dim under one e4m3 scale factor (FlashInfer 0.7.2, kv_cache_sf)
 INTERLEAVED_TOKENS = 4  # tokens whose V scale factors trtllm-gen stores together (nvfp4_quantize_paged_kv_cache)
 MASK_BITS_PER_WORD = 16  # XQA's draft mask is uint16 words, two per 32 draft tokens
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
+E4M3 = torch.float8_e4m3fn
 
 Scale = float | torch.Tensor
 
@@ -24,6 +27,7 @@ class PagedAttention:
     """One checked attention problem over a paged K/V cache, whichever call posed it.
 
     Attributes:
+        call: the call that posed it.
         query: [num_rows, num_qo_heads, head_dim].
         k_cache, v_cache: views [num_pages, num_kv_heads, page_size, head_dim] (head_dim // 2 bytes for NVFP4),
             whatever the layout they were given in. V's last dimension is smaller where V is a part of K (MLA).
@@ -43,6 +47,7 @@ class PagedAttention:
         out, out_dtype, lse, return_lse: where the results go.
     """
 
+    call: Call
     query: torch.Tensor
     k_cache: torch.Tensor
     v_cache: torch.Tensor
@@ -95,6 +100,15 @@ class PagedAttention:
     @property
     def page_size(self) -> int:
         return self.k_cache.shape[2]
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+        """The dtypes of the query, of K/V and of the output."""
+        return self.query.dtype, self.k_cache.dtype, self.out_dtype
+
+    def features(self) -> frozenset[Feature]:
+        """Return what the problem asks for beyond a plain call."""
+        return features_of(self)
 
     @property
     def is_nvfp4(self) -> bool:

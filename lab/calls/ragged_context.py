@@ -6,7 +6,7 @@ A leaf that references and kernels share, as `lab.calls` is for the calls over a
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -27,10 +27,10 @@ from lab.calls.arguments import (
     dtype_names,
     not_modelled,
 )
-from lab.calls.problem import Scale, check_offsets, new_results
+from lab.calls.features import Call, Feature, features_of
+from lab.calls.problem import E4M3, Scale, check_offsets, new_results
 
 BACKENDS = ("trtllm-gen",)
-E4M3 = torch.float8_e4m3fn
 RAGGED_OUT_DTYPES = tuple(dtype for dtype in OUT_DTYPES if dtype != E4M3)
 MIRRORS = ("q_seq_lens_cpu", "kv_seq_lens_cpu")  # arguments that lie on the host
 MIRROR_DTYPES = (torch.int32, torch.int64)
@@ -56,6 +56,8 @@ class RaggedAttention:
         bmm1_scale, bmm2_scale: factor of Q·K^T and of P·V.
         out, out_dtype, lse, return_lse: where the results go.
     """
+
+    call: ClassVar = Call.RAGGED_CONTEXT
 
     query: torch.Tensor
     key: torch.Tensor
@@ -99,6 +101,15 @@ class RaggedAttention:
     def v_head_dim(self) -> int:
         """head_dim of V and of the output."""
         return self.value.shape[2]
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+        """The dtypes of the query, of K/V and of the output."""
+        return self.query.dtype, self.key.dtype, self.out_dtype
+
+    def features(self) -> frozenset[Feature]:
+        """Return what the problem asks for beyond a plain call."""
+        return features_of(self)
 
     def results(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What to fill: the output, and the LSE or None, given or new."""

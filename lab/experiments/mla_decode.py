@@ -28,8 +28,7 @@ from rich.table import Table
 from lab.checks.mla_pass import MLAPass, build_mla_pass
 from lab.experiments.arms import Outcome, declined_by, measure_right_ones, named_in_failures, reason_rows
 from lab.experiments.recording import NO_GPU, Columns, Recording, ceilings_of_gpu, gpu_is_here, table_of
-from lab.gpus import capability_of, family_of
-from lab.kernels.support import Kernel
+from lab.kernels.support import kernel_names
 from lab.metadata.engine.forward_mode import ForwardMode, MLAAttentionCall
 from lab.metadata.mla.calls import prepare_mla_attention
 from lab.timing.forward import mla_facts, mla_work, time_facts
@@ -73,10 +72,7 @@ class Arm:
 
     def kernel(self, device: torch.device) -> str:
         """What runs on a device."""
-        if not self.planned:
-            return self.module.rpartition(".")[2]
-        family = family_of(capability_of(device))
-        return (Kernel.FA3_MLA if family is not None and family.fa_backend == "fa3" else Kernel.FA2_MLA).value
+        return kernel_names(importlib.import_module(self.module), [MLAAttentionCall.DECODE.value], device)
 
 
 PORTABLE = "portable"

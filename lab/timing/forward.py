@@ -10,8 +10,7 @@ from lab.checks.forward import truth_of
 from lab.checks.forward_pass import ForwardPass, build_forward
 from lab.checks.mla_pass import MLAPass
 from lab.checks.truth import Truth
-from lab.kernels.support import capability_of, context_kernel, decode_kernel
-from lab.metadata.engine.forward_mode import AttentionCall
+from lab.kernels import support
 from lab.metadata.mha.calls import prepare_attention
 from lab.metadata.mla.calls import prepare_mla_attention
 from lab.timing.gpu_time import GpuTime, measure
@@ -133,9 +132,5 @@ def time_facts(time: GpuTime, ceilings: Ceilings, bytes_moved: int, operations: 
 
 
 def kernel_names(forward: ForwardPass, implementation: Any) -> str:
-    """What runs behind the adapter's names on this GPU, call by call; an implementation's own name elsewhere."""
-    capability = capability_of(forward.query.device)
-    if implementation.__name__ != "lab.kernels.trtllm" or capability is None:
-        return str(implementation.__name__).rpartition(".")[2]
-    kernels = {AttentionCall.DECODE: decode_kernel(capability), AttentionCall.CONTEXT: context_kernel(capability)}
-    return " + ".join(kernels[planned.call].value for planned in forward.plan)
+    """Return what an implementation runs for a pass on its GPU, call by call; its own name where it does not say."""
+    return support.kernel_names(implementation, [planned.call.value for planned in forward.plan], forward.query.device)

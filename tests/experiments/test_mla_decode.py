@@ -30,6 +30,7 @@ from lab.experiments.mla_decode import (
     times_table,
     works_of,
 )
+from lab.kernels import support
 from lab.kernels.peers import flashinfer_mla
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.timing import Ceilings, GpuTime, GpuWork, roofline
@@ -120,7 +121,7 @@ def simulated(works: Mapping[str, GpuWork], method: Any, samples: int) -> dict[s
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mla_decode, "build_mla_pass", lambda case, device: build_mla_pass(case, torch.device("cpu")))
     monkeypatch.setattr(mla_decode, "measure_interleaved", simulated)
-    monkeypatch.setattr(mla_decode, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(support, "capability_of", lambda device: (9, 0))
 
 
 @IN_INTERPRETER
@@ -224,7 +225,7 @@ def test_what_fails_otherwise_stops_the_run_and_names_its_point(monkeypatch: pyt
 
 def test_the_wrapper_is_named_by_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for capability, name in (((9, 0), "FA3"), ((10, 0), "FA2")):
-        monkeypatch.setattr(mla_decode, "capability_of", lambda device, capability=capability: capability)
+        monkeypatch.setattr(support, "capability_of", lambda device, capability=capability: capability)
         assert WRAPPER_ARM.kernel(torch.device("cuda")).endswith(name)
         assert PORTABLE_ARM.kernel(torch.device("cuda")) == "portable"
 

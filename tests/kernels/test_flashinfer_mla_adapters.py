@@ -12,6 +12,8 @@ from lab.calls.mla_decode import MLADecodeCall
 from lab.kernels import flashinfer_call, support, trtllm
 from lab.kernels.peers import flashinfer_mla
 from lab.kernels.support import Kernel, why_not
+from lab.kernels.support.peers import FA2_MLA, FA3_MLA
+from lab.kernels.support.trtllm import TRTLLM_GEN_MLA, XQA_MLA
 from tests.kernels.simulated_flashinfer_mla import MEBIBYTE, NAME, SimulatedMLA
 from tests.references.test_trtllm_mla import mla_arguments, random_batch
 
@@ -277,59 +279,59 @@ def test_the_workspace_keeps_its_zeros(simulate: Simulate) -> None:
 
 
 REFUSED: dict[str, tuple[Kernel, tuple[int, int] | None, Callable[[], Arguments], str]] = {
-    "gen on SM90": (Kernel.TRTLLM_GEN_MLA, SM90, case, "SM100 and SM103"),
-    "gen of 80 heads": (Kernel.TRTLLM_GEN_MLA, SM100, lambda: case(heads=80), "at most 64 query heads"),
-    "gen of page 16": (Kernel.TRTLLM_GEN_MLA, SM100, lambda: case(page_size=16), "page sizes 32 and 64"),
-    "gen of rank 128": (Kernel.TRTLLM_GEN_MLA, SM100, lambda: case(rank=128), "kv_lora_rank"),
-    "gen of fp16": (Kernel.TRTLLM_GEN_MLA, SM100, lambda: case(dtype=torch.float16), "bf16 or e4m3"),
-    "gen into fp16": (Kernel.TRTLLM_GEN_MLA, SM100, lambda: into(case(), torch.float16), "writes bfloat16"),
+    "gen on SM90": (TRTLLM_GEN_MLA, SM90, case, "SM100 and SM103"),
+    "gen of 80 heads": (TRTLLM_GEN_MLA, SM100, lambda: case(heads=80), "at most 64 query heads"),
+    "gen of page 16": (TRTLLM_GEN_MLA, SM100, lambda: case(page_size=16), "page sizes 32 and 64"),
+    "gen of rank 128": (TRTLLM_GEN_MLA, SM100, lambda: case(rank=128), "kv_lora_rank"),
+    "gen of fp16": (TRTLLM_GEN_MLA, SM100, lambda: case(dtype=torch.float16), "bf16 or e4m3"),
+    "gen into fp16": (TRTLLM_GEN_MLA, SM100, lambda: into(case(), torch.float16), "writes bfloat16"),
     "gen's LSE of ragged rows": (
-        Kernel.TRTLLM_GEN_MLA,
+        TRTLLM_GEN_MLA,
         SM100,
         lambda: ragged(return_lse=True, return_lse_base="base2"),
         "no LSE with cum_seq_lens_q",
     ),
-    "XQA on SM90": (Kernel.XQA_MLA, SM90, case, "SM120 and SM121"),
-    "XQA of 16 heads": (Kernel.XQA_MLA, SM120, lambda: case(heads=16), "128 query heads"),
-    "XQA of 2 rows": (Kernel.XQA_MLA, SM120, lambda: case(2, heads=128), "one query row"),
-    "XQA of an odd table": (Kernel.XQA_MLA, SM120, lambda: with_columns(case(heads=128), 3), "whole 128 tokens"),
-    "XQA of sinks": (Kernel.XQA_MLA, SM120, lambda: with_columns(case(heads=128, sinks=torch.ones(128)), 2), "sinks"),
-    "XQA's LSE": (Kernel.XQA_MLA, SM120, lambda: with_columns(case(heads=128, return_lse=True), 2), "LSE"),
+    "XQA on SM90": (XQA_MLA, SM90, case, "SM120 and SM121"),
+    "XQA of 16 heads": (XQA_MLA, SM120, lambda: case(heads=16), "128 query heads"),
+    "XQA of 2 rows": (XQA_MLA, SM120, lambda: case(2, heads=128), "one query row"),
+    "XQA of an odd table": (XQA_MLA, SM120, lambda: with_columns(case(heads=128), 3), "whole 128 tokens"),
+    "XQA of sinks": (XQA_MLA, SM120, lambda: with_columns(case(heads=128, sinks=torch.ones(128)), 2), "sinks"),
+    "XQA's LSE": (XQA_MLA, SM120, lambda: with_columns(case(heads=128, return_lse=True), 2), "LSE"),
     "XQA of tensor scales": (
-        Kernel.XQA_MLA,
+        XQA_MLA,
         SM120,
         lambda: with_columns(case(heads=128, bmm1_scale=torch.tensor([0.1])), 2),
         "as numbers",
     ),
     "XQA of scale 0": (
-        Kernel.XQA_MLA,
+        XQA_MLA,
         SM120,
         lambda: with_columns(case(heads=128, bmm2_scale=0.0), 2),
         "must not be 0",
     ),
-    "XQA of gaps": (Kernel.XQA_MLA, SM120, lambda: with_columns(with_gaps(case(heads=128)), 2), "contiguous"),
-    "wrapper on a CPU": (Kernel.FA2_MLA, None, case, "a CPU"),
-    "FA3 on SM100": (Kernel.FA3_MLA, SM100, case, "SM90"),
-    "FA3 of rank 384": (Kernel.FA3_MLA, SM90, lambda: case(rank=384), "128, 256 and 512"),
-    "FA2 of rank 64": (Kernel.FA2_MLA, SM90, lambda: case(rank=64), "whole 128"),
-    "wrapper of sinks": (Kernel.FA3_MLA, SM90, lambda: case(sinks=SINKS), "sinks"),
-    "wrapper of fp16 into bf16": (Kernel.FA3_MLA, SM90, lambda: case(dtype=torch.float16), "writes the query's dtype"),
-    "wrapper of e4m3 on SM80": (Kernel.FA2_MLA, SM80, lambda: case(kv_dtype=E4M3), "e4m3 cache on SM90"),
+    "XQA of gaps": (XQA_MLA, SM120, lambda: with_columns(with_gaps(case(heads=128)), 2), "contiguous"),
+    "wrapper on a CPU": (FA2_MLA, None, case, "a CPU"),
+    "FA3 on SM100": (FA3_MLA, SM100, case, "SM90"),
+    "FA3 of rank 384": (FA3_MLA, SM90, lambda: case(rank=384), "128, 256 and 512"),
+    "FA2 of rank 64": (FA2_MLA, SM90, lambda: case(rank=64), "whole 128"),
+    "wrapper of sinks": (FA3_MLA, SM90, lambda: case(sinks=SINKS), "sinks"),
+    "wrapper of fp16 into bf16": (FA3_MLA, SM90, lambda: case(dtype=torch.float16), "writes the query's dtype"),
+    "wrapper of e4m3 on SM80": (FA2_MLA, SM80, lambda: case(kv_dtype=E4M3), "e4m3 cache on SM90"),
     "wrapper of e4m3 queries": (
-        Kernel.FA3_MLA,
+        FA3_MLA,
         SM90,
         lambda: case(dtype=E4M3) | {"out": torch.empty(3, 1, 2, 512, dtype=E4M3)},
         "fp16 or bf16 queries",
     ),
-    "wrapper of bmm2_scale": (Kernel.FA3_MLA, SM90, lambda: case(bmm2_scale=0.5), "must be 1"),
-    "wrapper of scale 0": (Kernel.FA3_MLA, SM90, lambda: case(kv_dtype=E4M3, bmm2_scale=0.0), "positive"),
+    "wrapper of bmm2_scale": (FA3_MLA, SM90, lambda: case(bmm2_scale=0.5), "must be 1"),
+    "wrapper of scale 0": (FA3_MLA, SM90, lambda: case(kv_dtype=E4M3, bmm2_scale=0.0), "positive"),
     "wrapper of a negative scale": (
-        Kernel.FA3_MLA,
+        FA3_MLA,
         SM90,
         lambda: case(bmm1_scale=-0.1),
         "a positive bmm1_scale, not -0.1",
     ),
-    "wrapper of tensor scales": (Kernel.FA3_MLA, SM90, lambda: case(bmm1_scale=torch.tensor([0.1])), "as numbers"),
+    "wrapper of tensor scales": (FA3_MLA, SM90, lambda: case(bmm1_scale=torch.tensor([0.1])), "as numbers"),
 }
 
 

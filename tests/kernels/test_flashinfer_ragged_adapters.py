@@ -12,7 +12,10 @@ from lab.calls.ragged_context import RaggedContextCall
 from lab.kernels import flashinfer_call, support, trtllm
 from lab.kernels.peers import flashinfer_ragged
 from lab.kernels.support import Kernel, why_not
-from lab.kernels.support import common as support_common
+from lab.kernels.support import kernel as support_kernel
+from lab.kernels.support.peers import FA2_RAGGED, FA3_RAGGED
+from lab.kernels.support.portable import PORTABLE_RAGGED
+from lab.kernels.support.trtllm import TRTLLM_GEN_RAGGED
 from tests.kernels.simulated_flashinfer_ragged import NAME, SimulatedRagged
 from tests.references.test_trtllm_ragged import mirrors, ragged_arguments, ragged_batch
 
@@ -318,7 +321,7 @@ def strided(name: str, gap: int) -> Arguments:
     return arguments | {name: wide[..., : arguments[name].shape[2]]}
 
 
-RAGGED, GEN, FA2, FA3 = Kernel.PORTABLE_RAGGED, Kernel.TRTLLM_GEN_RAGGED, Kernel.FA2_RAGGED, Kernel.FA3_RAGGED
+RAGGED, GEN, FA2, FA3 = PORTABLE_RAGGED, TRTLLM_GEN_RAGGED, FA2_RAGGED, FA3_RAGGED
 REFUSED: dict[str, tuple[Kernel, tuple[int, int] | None, Callable[[], Arguments], str]] = {
     "portable on SM75": (RAGGED, SM75, case, "SM80 and later"),
     "portable of e4m3 on SM80": (RAGGED, SM80, lambda: case(dtype=E4M3), "SM89"),
@@ -368,6 +371,6 @@ def test_a_refusal_says_why(name: str) -> None:
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_the_rest_is_taken(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(support_common, "triton_interprets", lambda: True)  # as where there is no GPU
+    monkeypatch.setattr(support_kernel, "triton_interprets", lambda: True)  # as where there is no GPU
     kernel, capability, arguments = TAKEN[name]
     assert why_not(kernel, capability, RaggedContextCall(**arguments()).problem()) is None

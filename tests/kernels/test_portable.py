@@ -17,7 +17,8 @@ from lab.calls import DecodeCall
 from lab.kernels import portable
 from lab.kernels.portable import key_shares, paged
 from lab.kernels.portable.arithmetic import Tile, tiles_of_pages
-from lab.kernels.support import Kernel, why_not
+from lab.kernels.support import why_not
+from lab.kernels.support.portable import PORTABLE
 from tests.cases import Batch, context_arguments, decode_arguments, pack_mask, random_batch
 
 pytestmark = pytest.mark.skipif(
@@ -623,7 +624,7 @@ def test_a_declined_call_raises_the_reason_and_writes_nothing(name: str) -> None
     batch = random_batch([1] * 2, [18, 40], **options)
     out = torch.full((2, 4, options["head_dim"]), 77.0, dtype=BF16)
     arguments = arguments_of(DECODE, batch, changes.pop("page_size", 16), out=out, **changes)
-    reason = why_not(Kernel.PORTABLE, None, DecodeCall(**arguments).problem())
+    reason = why_not(PORTABLE, None, DecodeCall(**arguments).problem())
     assert reason is not None
     with pytest.raises(NotImplementedError) as error:
         portable.trtllm_batch_decode_with_kv_cache(**arguments)

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from lab import references
 from lab.calls.mla_decode import MLADecodeCall
+from lab.gpus import capability_of
 from lab.kernels import portable
 from lab.kernels.portable import key_shares
 from lab.kernels.portable import mla_decode as portable_mla
-from lab.kernels.support import Kernel, capability_of, why_not
+from lab.kernels.support import why_not
+from lab.kernels.support.portable import PORTABLE_MLA
 from tests.cases import running_sum, write_pages
 from tests.devices import DEVICES, ON_GPU, graph_of, synchronisation_is_an_error
 
@@ -511,7 +513,7 @@ def test_a_declined_call_raises_the_reason_and_writes_nothing(device: str, name:
     arguments = arguments_of(device, random_batch([1] * 2, [18, 40], **DECLINED[name]))
     arguments["out"].fill_(77.0)
     problem = MLADecodeCall(**arguments).problem()
-    reason = why_not(Kernel.PORTABLE_MLA, capability_of(problem.query.device), problem)
+    reason = why_not(PORTABLE_MLA, capability_of(problem.query.device), problem)
     assert reason is not None
     with pytest.raises(NotImplementedError) as error:
         run(arguments)

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from lab import references
 from lab.calls.ragged_context import RaggedContextCall
+from lab.gpus import capability_of
 from lab.kernels import portable
 from lab.kernels.portable import ragged_context as portable_ragged
-from lab.kernels.support import Kernel, capability_of, why_not
+from lab.kernels.support import why_not
+from lab.kernels.support.portable import PORTABLE_RAGGED
 from tests.cases import Batch, running_sum
 from tests.devices import DEVICES, ON_GPU, graph_of, synchronisation_is_an_error
 from tests.references.test_trtllm_ragged import chunk, merged, ragged_arguments, ragged_batch
@@ -318,7 +320,7 @@ def test_a_declined_call_raises_the_reason_and_writes_nothing(device: str, name:
     arguments = arguments_of(device, batch_of([1, 2], [18, 40], **DECLINED[name]))
     arguments["out"].fill_(77.0)
     problem = RaggedContextCall(**arguments).problem()
-    reason = why_not(Kernel.PORTABLE_RAGGED, capability_of(problem.query.device), problem)
+    reason = why_not(PORTABLE_RAGGED, capability_of(problem.query.device), problem)
     assert reason is not None
     with pytest.raises(NotImplementedError) as error:
         run(arguments)

@@ -1,32 +1,39 @@
 """`why_not`: every rule, from both sides, on every kind of GPU."""
 
-from dataclasses import replace
+import enum
+from dataclasses import fields, make_dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
-from lab.calls import ContextCall, DecodeCall
+from lab.calls import Call, ContextCall, DecodeCall, Feature, RaggedContextCall, features
 from lab.calls.mla_decode import MLADecodeCall
 from lab.calls.problem import PagedAttention
+from lab.gpus import Capability, family_of
 from lab.kernels import support
-from lab.kernels.support import Kernel, context_kernel, decode_kernel, refuse_unsupported, why_not
-from lab.kernels.support import common as support_common
+from lab.kernels.support import KERNELS, Kernel, refuse_unsupported, why_not
+from lab.kernels.support import kernel as support_kernel
+from lab.kernels.support.portable import PORTABLE, PORTABLE_MLA
+from lab.kernels.support.trtllm import FMHA_V2, XQA, kernel_for
+from lab.kernels.support.trtllm import TRTLLM_GEN_CONTEXT as GEN_CONTEXT
+from lab.kernels.support.trtllm import TRTLLM_GEN_DECODE as GEN_DECODE
 from tests.cases import context_arguments, decode_arguments, random_batch
 from tests.kernels.test_flashinfer_mla_adapters import REFUSED as REFUSED_MLA
+from tests.kernels.test_flashinfer_mla_adapters import case as mla_case
+from tests.kernels.test_flashinfer_mla_adapters import with_columns
 from tests.kernels.test_flashinfer_ragged_adapters import REFUSED as REFUSED_RAGGED
+from tests.kernels.test_flashinfer_ragged_adapters import case as ragged_case
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 E4M3, U8 = torch.float8_e4m3fn, torch.uint8
 CPU, SM75, SM80, SM89, SM90, SM100, SM103 = None, (7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (10, 3)
 SM120, SM121 = (12, 0), (12, 1)
-PORTABLE, PORTABLE_MLA, XQA, FMHA_V2 = Kernel.PORTABLE, Kernel.PORTABLE_MLA, Kernel.XQA, Kernel.FMHA_V2
-GEN_DECODE, GEN_CONTEXT = Kernel.TRTLLM_GEN_DECODE, Kernel.TRTLLM_GEN_CONTEXT
 
 
 @pytest.fixture(autouse=True)
 def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support_common, "triton_interprets", lambda: True)
+    monkeypatch.setattr(support_kernel, "triton_interprets", lambda: True)
 
 
 def problem(kernel: Kernel, **changes: Any) -> PagedAttention:
@@ -53,7 +60,14 @@ def problem(kernel: Kernel, **changes: Any) -> PagedAttention:
         pages, heads = posed.k_cache.shape[:2]
         packed = torch.zeros(pages, heads, page_size, head_dim // 2, dtype=U8)
         factors = torch.zeros(pages, heads, page_size, head_dim // 16, dtype=U8).view(E4M3)
-        posed = replace(posed, k_cache=packed, v_cache=packed, k_scale_factors=factors, v_scale_factors=factors)
+        posed = replace(
+            posed,
+            k_cache=packed,
+            v_cache=packed,
+            k_scale_factors=factors,
+            v_scale_factors=factors,
+            v_scale_factors_interleaved=kernel in (GEN_DECODE, GEN_CONTEXT),
+        )
     for name in [name for name in changes if name.endswith("_like")]:
         field = name.removesuffix("_like")
         posed = replace(posed, **{field: changes.pop(name)(getattr(posed, field))})
@@ -114,13 +128,14 @@ LONE_K, LONE_V = (
     torch.frombuffer(MEMORY, dtype=BF16, count=3 * 2048, offset=start).view(3, 2, 16, 64) for start in (0, 3 * 4096)
 )
 ONE_POOL = {"k_cache": POOL, "v_cache": POOL}
+NO_COLUMN = torch.empty(2, 0, dtype=torch.int32)
 OTHER_TABLE = {"v_block_tables_like": torch.clone}
 ONLY_SM9_10_12 = "XQA needs a GPU of SM90, SM100, SM103, SM120 and SM121, this is "
 ONLY_SM9_12 = "trtllm_fmha_v2_prefill needs a GPU of SM90, SM120 and SM121, this is "
 ONLY_SM10 = "needs a GPU of SM100 and SM103, this is "
 
 # kernel, capability, change of the call, what the sentence says (None: supported).
-TABLE: list[tuple[Kernel, support.Capability | None, dict[str, Any], str | None]] = [
+TABLE: list[tuple[Kernel, Capability | None, dict[str, Any], str | None]] = [
     # The portable kernel.
     *[(PORTABLE, gpu, {}, None) for gpu in (CPU, SM80, SM89, SM90, SM100, SM103, SM120, SM121)],
     (PORTABLE, SM75, {}, "needs a GPU of SM80 and later, this is SM75"),
@@ -197,7 +212,7 @@ TABLE: list[tuple[Kernel, support.Capability | None, dict[str, Any], str | None]
     (XQA, SM90, {"head_dim": 128, "q_len": 1, "heads": (65, 1)}, "at most 64 query heads per K/V head, not 65"),
     (XQA, SM90, {"head_dim": 256, "q_len": 1, "heads": (33, 1)}, "at most 32 query heads per K/V head, not 33"),
     (XQA, SM90, {"head_dim": 128, "q_len": 2, "heads": (65, 1)}, None),
-    (XQA, SM90, {"k_block_tables": torch.empty(2, 0, dtype=torch.int32)}, "has no column"),
+    (XQA, SM90, {"k_block_tables": NO_COLUMN, "v_block_tables": NO_COLUMN}, "has no column"),
     (XQA, SM90, {"cu_seqlens_q": OFFSETS}, "takes no cum_seq_lens_q"),
     (XQA, SM90, OTHER_TABLE, "uses_shared_paged_kv_idx must be True"),
     (XQA, SM90, {"lse": LSE}, "no LSE"),
@@ -290,16 +305,14 @@ TABLE: list[tuple[Kernel, support.Capability | None, dict[str, Any], str | None]
 ]
 
 
-def row_id(row: tuple[Kernel, support.Capability | None, dict[str, Any], str | None]) -> str:
+def row_id(row: tuple[Kernel, Capability | None, dict[str, Any], str | None]) -> str:
     kernel, capability, changes, fragment = row
     where = "CPU" if capability is None else f"SM{capability[0]}{capability[1]}"
     return f"{kernel.name}-{where}-{','.join(changes) or 'plain'}-{'no' if fragment else 'yes'}"
 
 
 @pytest.mark.parametrize(("kernel", "capability", "changes", "fragment"), TABLE, ids=map(row_id, TABLE))
-def test_why_not(
-    kernel: Kernel, capability: support.Capability | None, changes: dict[str, Any], fragment: str | None
-) -> None:
+def test_why_not(kernel: Kernel, capability: Capability | None, changes: dict[str, Any], fragment: str | None) -> None:
     reason = why_not(kernel, capability, problem(kernel, **changes))
     if fragment is None:
         assert reason is None
@@ -311,7 +324,7 @@ def test_why_not(
 
 
 def test_a_cpu_runs_the_portable_kernel_in_the_interpreter_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support_common, "triton_interprets", lambda: False)
+    monkeypatch.setattr(support_kernel, "triton_interprets", lambda: False)
     assert "set TRITON_INTERPRET=1 first" in str(why_not(PORTABLE, CPU, problem(PORTABLE)))
     assert why_not(PORTABLE, SM90, problem(PORTABLE)) is None
 
@@ -326,9 +339,9 @@ def test_a_cpu_runs_the_portable_kernel_in_the_interpreter_only(monkeypatch: pyt
         (SM121, XQA, FMHA_V2),
     ],
 )
-def test_which_kernel_an_engine_runs(capability: support.Capability, decode: Kernel, context: Kernel) -> None:
-    assert decode_kernel(capability) is decode
-    assert context_kernel(capability) is context
+def test_which_kernel_an_engine_runs(capability: Capability, decode: Kernel, context: Kernel) -> None:
+    assert kernel_for(Call.DECODE, capability) is decode
+    assert kernel_for(Call.CONTEXT, capability) is context
     assert why_not(decode, capability, problem(decode)) is None
     assert why_not(context, capability, problem(context)) is None
 
@@ -350,6 +363,76 @@ def test_a_reason_reads_no_device() -> None:
 
 
 def test_every_kernel_has_rules() -> None:
-    assert set(support._RULES) == set(Kernel)
     elsewhere = (*REFUSED_MLA.values(), *REFUSED_RAGGED.values())
-    assert {row[0] for row in TABLE} | {row[0] for row in elsewhere} == set(Kernel)
+    assert {row[0] for row in TABLE} | {row[0] for row in elsewhere} == set(KERNELS)
+
+
+def plain(kernel: Kernel) -> tuple[Capability, support.Problem]:
+    """A GPU that runs the kernel, and a plain problem that it takes there."""
+    capability = SM90 if family_of(SM90) in kernel.gpus else kernel.gpus[0].capabilities[0]
+    if Call.RAGGED_CONTEXT in kernel.calls:
+        return capability, RaggedContextCall(**ragged_case()).problem()
+    if Call.MLA_DECODE in kernel.calls:
+        return capability, MLADecodeCall(**with_columns(mla_case(kv_lens=(5, 33), heads=128), 2)).problem()
+    return capability, problem(kernel)
+
+
+class Later(enum.Enum):
+    """What a release of FlashInfer to come may ask for."""
+
+    BIAS = "a bias of the logits"
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=repr)
+def test_a_feature_that_no_row_honours_is_refused_by_every_kernel(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capability, posed = plain(kernel)
+    assert why_not(kernel, capability, posed) is None
+    monkeypatch.setitem(features.FIELDS, "query", {Later.BIAS: lambda problem: True})
+    assert why_not(kernel, capability, posed) == f"{kernel.name} does not honour a bias of the logits"
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=repr)
+def test_a_field_that_nobody_declared_is_refused_by_every_kernel(kernel: Kernel) -> None:
+    capability, posed = plain(kernel)
+    grown = make_dataclass("Grown", [("bias", Any, None)], bases=(type(posed),), frozen=True, eq=False)
+    values = {each.name: getattr(posed, each.name) for each in fields(posed)}
+    reason = why_not(kernel, capability, grown(**values))
+    assert reason == f"{kernel.name} does not honour {Feature.UNDECLARED.value}"
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=repr)
+def test_a_kernel_refuses_the_problems_of_other_calls(kernel: Kernel) -> None:
+    capability, _ = plain(kernel)
+    for other in KERNELS:
+        _, posed = plain(other)
+        if posed.call not in kernel.calls:
+            assert f"not {posed.call.value}" in str(why_not(kernel, capability, posed))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "capability", "changes", "words"),
+    [
+        (GEN_CONTEXT, SM100, {"mask": MASK}, "takes no mask"),
+        (FMHA_V2, SM90, {"mask": MASK}, "a draft mask"),
+        (GEN_DECODE, SM100, {"causal": False}, "causal=False"),
+        (XQA, SM90, {"causal": False}, "causal=False"),
+        (PORTABLE_MLA, SM90, {"mask": MASK}, "a draft mask"),
+        (PORTABLE_MLA, SM90, {"causal": False}, "causal=False"),
+        (PORTABLE_MLA, SM90, {"window_left": 3}, "a window"),
+        (PORTABLE_MLA, SM90, {"v_block_tables": torch.zeros(2, 8, dtype=torch.int32)}, "separate page tables"),
+        (XQA, SM120, {"kv_dtype": U8, "v_scale_factors_interleaved": True}, "interleaved over 4 tokens"),
+        (GEN_DECODE, SM100, {"kv_dtype": U8, "dtype": E4M3, "v_scale_factors_interleaved": False}, "in plain order"),
+    ],
+    ids=repr,
+)
+def test_what_a_row_does_not_honour_is_named(
+    kernel: Kernel, capability: Capability, changes: dict[str, Any], words: str
+) -> None:
+    assert words in str(why_not(kernel, capability, problem(kernel, **changes)))
+
+
+def test_all_that_is_refused_is_named() -> None:
+    reason = why_not(XQA, SM90, problem(XQA, sinks=SINK, return_lse=True, causal=False))
+    assert reason == "XQA computes no LSE, and does not honour causal=False"

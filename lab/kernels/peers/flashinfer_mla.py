@@ -13,7 +13,7 @@ import torch
 
 from lab.calls import takes
 from lab.calls.mla_decode import MLADecodeCall
-from lab.calls.problem import PagedAttention
+from lab.calls.problem import E4M3, PagedAttention
 from lab.kernels.flashinfer_call import (
     behind_semaphores,
     fa_backend,
@@ -21,10 +21,11 @@ from lab.kernels.flashinfer_call import (
     refuse_planning_in_capture,
     workspace_for,
 )
-from lab.kernels.support import E4M3, Kernel, refuse_unsupported
+from lab.kernels.support import refuse_unsupported
+from lab.kernels.support.peers import BY_BACKEND
+from lab.kernels.support.peers import kernel_for as kernel_for
 
 WRAPPER = "BatchMLAPagedAttentionWrapper"
-BACKENDS = {"fa2": Kernel.FA2_MLA, "fa3": Kernel.FA3_MLA}
 
 
 class BatchMLA:
@@ -58,7 +59,7 @@ class BatchMLA:
         if problem.num_rows == 0:
             return lambda: call.returned(out, lse)
         backend = self.backend or fa_backend(problem.query.device)
-        refuse_unsupported(BACKENDS[backend], problem)
+        refuse_unsupported(BY_BACKEND[problem.call][backend], problem)
         refuse_planning_in_capture(WRAPPER, problem.query.device)
         wrapper = _planned(call, problem, backend)
         arguments = _run_arguments(call, problem, out, lse)

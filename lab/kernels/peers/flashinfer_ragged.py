@@ -20,11 +20,12 @@ from lab.kernels.flashinfer_call import (
     refuse_planning_in_capture,
     workspace_for,
 )
-from lab.kernels.support import Kernel, refuse_unsupported
+from lab.kernels.support import refuse_unsupported
+from lab.kernels.support.peers import BY_BACKEND
+from lab.kernels.support.peers import kernel_for as kernel_for
 from lab.kernels.trtllm.ragged_context import fill_rows_without_keys
 
 WRAPPER = "BatchPrefillWithRaggedKVCacheWrapper"
-BACKENDS = {"fa2": Kernel.FA2_RAGGED, "fa3": Kernel.FA3_RAGGED}
 
 
 class BatchRagged:
@@ -57,7 +58,7 @@ class BatchRagged:
         if min(problem.num_rows, problem.batch_size) == 0:
             return lambda: problem.returned(out, lse)
         backend = self.backend or fa_backend(problem.query.device)
-        refuse_unsupported(BACKENDS[backend], problem)
+        refuse_unsupported(BY_BACKEND[problem.call][backend], problem)
         refuse_planning_in_capture(WRAPPER, problem.query.device)
         q_offsets, kv_offsets = problem.cu_seqlens_q.tolist(), problem.cu_seqlens_kv.tolist()
         num_rows, num_tokens = q_offsets[-1], kv_offsets[-1]

@@ -47,8 +47,9 @@ from lab.kernels.portable.key_shares import (
     tiles_of,
 )
 from lab.kernels.portable.triton_call import Launch, TritonCall
-from lab.kernels.support import Kernel, refuse_unsupported, triton_interprets
-from lab.kernels.support.common import share_memory
+from lab.kernels.support import refuse_unsupported, triton_interprets
+from lab.kernels.support.portable import PORTABLE_MLA
+from lab.kernels.support.stored_cache import share_memory
 
 # Fewest keys worth a program of their own: its partial result is written and read again, 64 kB for 16 rows of 512 float32
 # elements, against 147 kB of bf16 entries. Reckoned, not measured.
@@ -88,7 +89,7 @@ def _prepare(call: MLADecodeCall) -> TritonCall:
     if not share_memory(problem.query, call.query):  # rows that lie too far apart for a view were copied
         steps.append(partial(problem.query.view(call.query.shape).copy_, call.query))
     if has_rows(problem):
-        refuse_unsupported(Kernel.PORTABLE_MLA, problem)
+        refuse_unsupported(PORTABLE_MLA, problem)
         steps += _launches(problem, out, lse)
         if lse is not None and call.return_lse_base == "basee":
             steps.append(partial(lse.mul_, math.log(2.0)))

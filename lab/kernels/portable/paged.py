@@ -53,7 +53,8 @@ from lab.kernels.portable.key_shares import (
     tiles_of,
 )
 from lab.kernels.portable.triton_call import Launch, TritonCall
-from lab.kernels.support import Kernel, refuse_unsupported, triton_interprets
+from lab.kernels.support import refuse_unsupported, triton_interprets
+from lab.kernels.support.portable import PORTABLE
 
 # A prefix so many times as long as the query rows is long: then a block of rows sees about as many keys as any other.
 LONG_PREFIX = 4
@@ -162,7 +163,7 @@ def _prepare(problem: PagedAttention, *refreshes: Callable[[], object]) -> Trito
     out, lse_log2 = problem.results()
     steps = list(refreshes)
     if has_rows(problem):
-        refuse_unsupported(Kernel.PORTABLE, problem)
+        refuse_unsupported(PORTABLE, problem)
         steps += _launches(problem, out, lse_log2)
     check = partial(check_values, problem)
     return TritonCall(problem.query.device, check, steps, problem.returned(out, lse_log2))

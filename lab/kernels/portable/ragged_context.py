@@ -29,8 +29,8 @@ from lab.kernels.portable.arithmetic import (
     store_rows,
 )
 from lab.kernels.portable.triton_call import Launch, TritonCall
-from lab.kernels.support import Kernel, refuse_unsupported, triton_interprets
-from lab.kernels.support.mla import split_head_dim
+from lab.kernels.support import refuse_unsupported, triton_interprets
+from lab.kernels.support.portable import PORTABLE_RAGGED, split_head_dim
 
 
 @takes(RaggedContextCall)
@@ -58,7 +58,7 @@ def _prepare(problem: RaggedAttention) -> TritonCall:
     out, lse_log2 = problem.results()
     launches: list[Launch] = []
     if has_rows(problem):
-        refuse_unsupported(Kernel.PORTABLE_RAGGED, problem)
+        refuse_unsupported(PORTABLE_RAGGED, problem)
         launches.append(_launch(problem, out, lse_log2))
     check = partial(check_ragged_values, problem)
     return TritonCall(problem.query.device, check, launches, problem.returned(out, lse_log2))

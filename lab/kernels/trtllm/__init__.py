@@ -1,5 +1,6 @@
 """FlashInfer's TRT-LLM attention functions behind their own names: trtllm-gen, XQA and fmha_v2."""
 
+from lab.kernels.support.trtllm import kernel_for
 from lab.kernels.trtllm.mla_decode import (
     prepare_trtllm_batch_decode_with_kv_cache_mla,
     trtllm_batch_decode_with_kv_cache_mla,
@@ -18,6 +19,7 @@ from lab.kernels.trtllm.ragged_context import (
 
 __all__ = [
     "causal_mask",
+    "kernel_for",
     "prepare_trtllm_batch_context_with_kv_cache",
     "prepare_trtllm_batch_decode_with_kv_cache",
     "prepare_trtllm_batch_decode_with_kv_cache_mla",

@@ -20,7 +20,8 @@ from lab.kernels.flashinfer_call import (
     prepared,
     workspace_for,
 )
-from lab.kernels.support import Kernel, mla_kernel, refuse_unsupported
+from lab.kernels.support import refuse_unsupported
+from lab.kernels.support.trtllm import XQA_MLA, kernel_for
 
 
 @takes(MLADecodeCall)
@@ -44,7 +45,7 @@ def _prepare(call: MLADecodeCall) -> PreparedCall:
     problem = call.problem()
     if problem.num_rows == 0:
         return PreparedCall(call.returned, dict(zip(("out", "lse"), problem.results(), strict=True)))
-    kernel = _kernel_for(call.backend, problem)
+    kernel = kernel_for(problem.call, capability_for(problem.query.device), call.backend)
     refuse_unsupported(kernel, problem)
     block_tables, refreshes = packed(call.block_tables)
     workspace = workspace_for(call.workspace_buffer, problem.query.device)
@@ -54,14 +55,14 @@ def _prepare(call: MLADecodeCall) -> PreparedCall:
         "workspace_buffer": workspace,
         "sinks": problem.sinks,
     }
-    if kernel is Kernel.XQA_MLA:
+    if kernel is XQA_MLA:
         check_workspace_size(workspace)
         changes |= _xqa_changes(call, problem)
     else:
         changes |= _trtllm_gen_changes(call)
     arguments = but_defaults(call, changes)
     made = prepared("flashinfer.mla", "trtllm_batch_decode_with_kv_cache_mla", arguments, refreshes)
-    if kernel is Kernel.XQA_MLA and call.out is not None:
+    if kernel is XQA_MLA and call.out is not None:
         return replace(made, returned=call.out)
     return made
 
@@ -83,9 +84,3 @@ def _trtllm_gen_changes(call: MLADecodeCall) -> dict[str, Any]:
     if call.return_lse:
         changes["return_lse_base"] = call.return_lse_base or "base2"
     return changes
-
-
-def _kernel_for(backend: str, problem: PagedAttention) -> Kernel:
-    if backend == "auto":
-        return mla_kernel(capability_for(problem.query.device))
-    return Kernel.XQA_MLA if backend == "xqa" else Kernel.TRTLLM_GEN_MLA

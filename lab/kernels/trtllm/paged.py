@@ -29,7 +29,9 @@ from lab.kernels.flashinfer_call import (
     refuse_during_capture,
     workspace_for,
 )
-from lab.kernels.support import Kernel, StoredCache, context_kernel, decode_kernel, refuse_unsupported, stored_cache
+from lab.kernels.support import refuse_unsupported
+from lab.kernels.support.stored_cache import StoredCache, stored_cache
+from lab.kernels.support.trtllm import FMHA_V2, XQA, kernel_for
 
 
 @takes(DecodeCall)
@@ -72,10 +74,10 @@ def _prepare_decode(call: DecodeCall) -> PreparedCall:
     problem = call.problem()
     if problem.num_rows == 0:
         return PreparedCall(_empty_results, {"problem": problem})
-    kernel = _kernel_for(call.backend, problem)
+    kernel = kernel_for(problem.call, capability_for(problem.query.device), call.backend)
     refuse_unsupported(kernel, problem)
     changes, refreshes = _canonical(call, problem)
-    if kernel is Kernel.XQA:
+    if kernel is XQA:
         check_workspace_size(changes["workspace_buffer"])
         changes["bmm1_scale"] = problem.bmm1_scale
         if call.bmm1_scale_log2 is not None:  # which XQA does not take
@@ -94,9 +96,9 @@ def _prepare_context(call: ContextCall) -> PreparedCall:
     problem = call.problem()
     if problem.num_rows == 0:
         return PreparedCall(_empty_results, {"problem": problem})
-    kernel = context_kernel(capability_for(problem.query.device))
+    kernel = kernel_for(problem.call, capability_for(problem.query.device))
     refuse_unsupported(kernel, problem)
-    if kernel is Kernel.FMHA_V2:
+    if kernel is FMHA_V2:
         arguments, refreshes = _fmha_v2_arguments(call, problem)
         return prepared("flashinfer.prefill", "trtllm_fmha_v2_prefill", arguments, refreshes)
     changes, refreshes = _canonical(call, problem)
@@ -125,12 +127,6 @@ def _canonical(call: DecodeCall | ContextCall, problem: PagedAttention) -> tuple
     if problem.k_scale_factors is not None:
         changes["kv_cache_sf"] = (problem.k_scale_factors, problem.v_scale_factors)
     return changes, refreshes
-
-
-def _kernel_for(backend: str, problem: PagedAttention) -> Kernel:
-    if backend == "auto":
-        return decode_kernel(capability_for(problem.query.device))
-    return Kernel.XQA if backend == "xqa" else Kernel.TRTLLM_GEN_DECODE
 
 
 def causal_mask(batch_size: int, q_len: int, device: torch.device) -> torch.Tensor:

@@ -20,7 +20,8 @@ from lab.kernels.flashinfer_call import (
     prepared,
     workspace_for,
 )
-from lab.kernels.support import Kernel, refuse_unsupported
+from lab.kernels.support import refuse_unsupported
+from lab.kernels.support.trtllm import kernel_for
 
 
 @takes(RaggedContextCall)
@@ -45,8 +46,7 @@ def _prepare(call: RaggedContextCall) -> PreparedCall:
     problem = call.problem()
     if min(problem.num_rows, problem.batch_size) == 0:
         return PreparedCall(problem.returned, dict(zip(("out", "lse"), problem.results(), strict=True)))
-    capability_for(problem.query.device)
-    refuse_unsupported(Kernel.TRTLLM_GEN_RAGGED, problem)
+    refuse_unsupported(kernel_for(problem.call, capability_for(problem.query.device)), problem)
     changes = {
         # Not the semaphores: XQA needs them zero, and this kernel writes its statistics first.
         "workspace_buffer": behind_semaphores(workspace_for(call.workspace_buffer, problem.query.device)),

@@ -1,0 +1,197 @@
+"""A kernel's row: the calls, GPUs, dtypes and sizes that it takes and the features that it honours; `why_not` reads it."""
+
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lab.calls.features import Call, Feature
+from lab.calls.problem import E4M3, PagedAttention
+from lab.calls.ragged_context import RaggedAttention
+from lab.gpus import FAMILIES, Capability, GpuFamily, family_of, names_of, sm_name
+
+Problem = PagedAttention | RaggedAttention
+Triples = frozenset[tuple[torch.dtype, torch.dtype, torch.dtype]]
+
+
+@dataclass(frozen=True, eq=False)
+class Dtypes:
+    """The (query, K/V, output) dtypes of a kernel, and what it says of others.
+
+    Attributes:
+        triples: all that it takes.
+        queries, kv, out: its sentences, without its name, about a query's dtype, one of K/V with that query, and an
+            output's with both. They may name `{q}`, `{kv}` and `{out}`. `kv` may have one sentence for each K/V dtype, and
+            `out` one for each query dtype.
+    """
+
+    triples: Triples
+    queries: str
+    kv: str | Mapping[torch.dtype, str]
+    out: str | Mapping[torch.dtype, str]
+
+    def why_not(self, q: torch.dtype, kv: torch.dtype, out: torch.dtype) -> str | None:
+        """Return the sentence about the first dtype that does not fit; None if all do."""
+        if (q, kv, out) in self.triples:
+            return None
+        if q not in {triple[0] for triple in self.triples}:
+            words = self.queries
+        elif (q, kv) not in {triple[:2] for triple in self.triples}:
+            words = self.kv if isinstance(self.kv, str) else self.kv[kv]
+        else:
+            words = self.out if isinstance(self.out, str) else self.out[q]
+        return words.format(q=q, kv=f"{kv} (NVFP4)" if kv == torch.uint8 else kv, out=out)
+
+
+def triples(queries: Iterable[torch.dtype], kv: Iterable[torch.dtype], out: Iterable[torch.dtype]) -> Triples:
+    """Return every combination of a query's, a K/V's and an output's dtype."""
+    return frozenset(itertools.product(queries, kv, out))
+
+
+@dataclass(frozen=True, eq=False)
+class Sizes:
+    """The sizes of one dimension that a kernel takes.
+
+    Attributes:
+        words: its sentence up to them, without the kernel's name.
+        size: a problem's.
+        among: those that it takes.
+    """
+
+    words: str
+    size: Callable[[Any], Any]
+    among: Collection[Any]
+
+
+def sizes(words: str, size: Callable[[Any], int], *among: int) -> Sizes:
+    """Return `Sizes` that are listed in the sentence."""
+    return Sizes(f"{words} {', '.join(map(str, among[:-1]))} and {among[-1]}", size, among)
+
+
+def page_sizes(*among: int, words: str = "is built for page sizes") -> Sizes:
+    """Return the page sizes, tokens, of a kernel over a paged cache."""
+    return sizes(words, lambda problem: problem.page_size, *among)
+
+
+def head_dims(*among: int, words: str = "is built for head_dim") -> Sizes:
+    """Return the head_dims of a kernel, of K and V alike."""
+    return sizes(words, lambda problem: problem.head_dim, *among)
+
+
+def dims(what: str, of: Callable[[Any], tuple[int, int]], *among: tuple[int, int]) -> Sizes:
+    """Return the pairs of sizes that a kernel takes; `what` names them."""
+    return Sizes(f"has kernels for {what} {' or '.join(map(str, among))}", of, among)
+
+
+def mla_dims(problem: PagedAttention) -> tuple[int, int]:
+    """Return (kv_lora_rank, qk_rope_head_dim)."""
+    return problem.v_head_dim, problem.head_dim - problem.v_head_dim
+
+
+def _no_limits(_capability: Capability | None, _problem: Any) -> None:
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """An implementation of a call, and all that it takes.
+
+    Attributes:
+        name: as sentences and recordings call it.
+        calls: the calls that it serves.
+        gpus: the families that it runs on.
+        dtypes, sizes: what it is built for.
+        honours: the features that it honours; a problem with any other is refused.
+        says: its own sentences, without its name, about features that it does not honour.
+        limits: what the row cannot say: a function of (capability, problem) that returns such a sentence, or None. It is
+            asked last.
+        uses_triton: Triton compiles it, for every GPU since SM80 and for a CPU's interpreter.
+    """
+
+    name: str
+    calls: tuple[Call, ...]
+    gpus: tuple[GpuFamily, ...]
+    dtypes: Dtypes
+    honours: frozenset[Feature]
+    sizes: tuple[Sizes, ...] = ()
+    says: Mapping[Feature, str] = field(default_factory=dict)
+    limits: Callable[[Capability | None, Any], str | None] = _no_limits
+    uses_triton: bool = False
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+
+def why_not(kernel: Kernel, capability: Capability | None, problem: Problem) -> str | None:
+    """Return the reason why a kernel cannot solve a problem on a GPU, as a sentence; None if it can.
+
+    Args:
+        kernel: the implementation's row.
+        capability: (major, minor) of the GPU, or None for a CPU.
+        problem: the checked call.
+    """
+    if problem.call not in kernel.calls:
+        served = " and ".join(call.value for call in kernel.calls)
+        return f"{kernel.name} serves {served}, not {problem.call.value}"
+    reason = _wrong_device(kernel, capability, problem)
+    if reason is not None:
+        return reason
+    words = (
+        kernel.dtypes.why_not(*problem.dtypes)
+        or _wrong_size(kernel, problem)
+        or _not_honoured(kernel, problem)
+        or kernel.limits(capability, problem)
+    )
+    return f"{kernel.name} {words}" if words else None
+
+
+def _wrong_device(kernel: Kernel, capability: Capability | None, problem: Problem) -> str | None:
+    if kernel.uses_triton:
+        return no_triton(capability, problem.dtypes)
+    return None if family_of(capability) in kernel.gpus else wrong_gpu(kernel.name, kernel.gpus, capability)
+
+
+def _wrong_size(kernel: Kernel, problem: Problem) -> str | None:
+    for limit in kernel.sizes:
+        if limit.size(problem) not in limit.among:
+            return f"{limit.words}, not {limit.size(problem)}"
+    return None
+
+
+def _not_honoured(kernel: Kernel, problem: Problem) -> str | None:
+    refused = sorted(problem.features() - kernel.honours, key=lambda feature: feature.name)
+    return ", and ".join(
+        dict.fromkeys(kernel.says.get(feature, f"does not honour {feature.value}") for feature in refused)
+    )
+
+
+def no_triton(capability: Capability | None, dtypes: Iterable[torch.dtype] = ()) -> str | None:
+    """Return the reason why Triton does not run the lab's kernels there, over these dtypes; None if it does."""
+    if capability is None:
+        interprets = triton_interprets()
+        return (
+            None
+            if interprets
+            else "Triton kernels run on a CPU only in Triton's interpreter: set TRITON_INTERPRET=1 first"
+        )
+    family = family_of(capability)
+    if family is None:
+        return wrong_gpu("Triton kernels", FAMILIES, capability)
+    if E4M3 in dtypes and not family.has_e4m3:
+        return f"Triton compiles e4m3 for SM89 and later, and this is {sm_name(capability)}"
+    return None
+
+
+def triton_interprets() -> bool:
+    """Return True where Triton runs its kernels in the interpreter: TRITON_INTERPRET=1 was set when it was imported."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def wrong_gpu(name: str, gpus: tuple[GpuFamily, ...], capability: Capability | None) -> str:
+    """Return the sentence that a GPU, or a CPU, is none of those that a kernel needs."""
+    here = "a CPU" if capability is None else sm_name(capability)
+    return f"{name} needs a GPU of {names_of(gpus)}, this is {here}"

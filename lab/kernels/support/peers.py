@@ -1,0 +1,100 @@
+"""Rows of other people's kernels: FlashInfer 0.7.2's own FA2 and FA3 behind its wrappers."""
+
+from typing import Any
+
+from lab.calls.features import Call, Feature
+from lab.calls.problem import E4M3, PagedAttention
+from lab.calls.ragged_context import RaggedAttention
+from lab.gpus import FAMILIES, SM90, Capability, family_of
+from lab.kernels.support.kernel import Dtypes, Kernel, mla_dims, sizes
+from lab.kernels.support.trtllm import BF16, HALVES, RAGGED_SIZES, unaligned_tensors
+
+DEEPSEEK_MLA_DIMS = (512, 64)
+OUT = "writes the query's dtype {q}, not {out}"
+HONOURED_BY_ALL = frozenset(
+    {Feature.SEVERAL_ROWS, Feature.RAGGED_ROWS, Feature.STRIDED_QUERY, Feature.OUT, Feature.LSE}
+)
+SAYS = {
+    Feature.SINKS: "takes no sinks",
+    Feature.TENSOR_SCALES: "plans with its scales as numbers, not as tensors",
+    Feature.STRIDED_LSE: "writes a contiguous lse only",
+}
+# It reads an e4m3 cache for bf16 queries alone; where is in `_fa_mla`.
+E4M3_CACHE = "reads an e4m3 cache on SM90, for bf16 queries and (kv_lora_rank, qk_rope_head_dim) (512, 64) alone"
+MLA_QUERIES = "takes fp16 or bf16 queries over a cache of their dtype or e4m3, not {q} and {kv}"
+MLA_DTYPES = Dtypes(HALVES | {(BF16, E4M3, BF16)}, MLA_QUERIES, {E4M3: E4M3_CACHE}, OUT)
+
+
+def _positive_bmm1_scale(problem: Any) -> str | None:
+    # A row's maximum is taken before the scale; 0 would be 0 * -inf where it masks.
+    return None if problem.bmm1_scale > 0 else f"takes a positive bmm1_scale, not {problem.bmm1_scale}"
+
+
+def _fa_mla(capability: Capability | None, problem: PagedAttention) -> str | None:
+    """`_validate_generated_fa_plan` and what the two backends' capabilities leave out."""
+    quantised = problem.k_cache.dtype == E4M3
+    if quantised and (family_of(capability) is not SM90 or mla_dims(problem) != DEEPSEEK_MLA_DIMS):
+        return E4M3_CACHE
+    rank, rope = mla_dims(problem)
+    if rank % 128 or rope % 64:
+        return f"is built for a kv_lora_rank of whole 128 and a qk_rope_head_dim of whole 64, not {rank} and {rope}"
+    if not quantised and problem.bmm2_scale != 1:
+        return f"has no scale of a {problem.k_cache.dtype} cache: bmm2_scale must be 1, not {problem.bmm2_scale}"
+    if quantised and not problem.bmm2_scale > 0:
+        return f"takes a positive scale of an e4m3 cache, not bmm2_scale {problem.bmm2_scale}"
+    return _positive_bmm1_scale(problem)
+
+
+FA2_MLA = Kernel(
+    "BatchMLAPagedAttentionWrapper with FA2",
+    calls=(Call.MLA_DECODE,),
+    gpus=FAMILIES,
+    dtypes=MLA_DTYPES,
+    honours=HONOURED_BY_ALL | {Feature.V_SCALE},
+    says=SAYS,
+    limits=_fa_mla,
+)
+FA3_MLA = Kernel(
+    "BatchMLAPagedAttentionWrapper with FA3",
+    calls=(Call.MLA_DECODE,),
+    gpus=(SM90,),
+    dtypes=MLA_DTYPES,
+    sizes=(sizes("is built for a kv_lora_rank of", lambda problem: problem.v_head_dim, 128, 256, 512),),
+    honours=HONOURED_BY_ALL | {Feature.V_SCALE},
+    says=SAYS,
+    limits=_fa_mla,
+)
+
+
+def _fa_ragged(capability: Capability | None, problem: RaggedAttention) -> str | None:
+    """`BatchPrefillWithRaggedKVCacheWrapper` and what its two backends leave out."""
+    return _positive_bmm1_scale(problem) or unaligned_tensors(capability, problem)
+
+
+def _ragged(backend: str, gpus: Any) -> Kernel:
+    return Kernel(
+        f"BatchPrefillWithRaggedKVCacheWrapper with {backend}",
+        calls=(Call.RAGGED_CONTEXT,),
+        gpus=gpus,
+        dtypes=Dtypes(HALVES, "takes fp16 or bf16 queries, not {q}", "takes K/V in the query's dtype, not {kv}", OUT),
+        sizes=(RAGGED_SIZES,),
+        honours=HONOURED_BY_ALL | {Feature.NON_CAUSAL, Feature.WINDOW},
+        says=SAYS | {Feature.V_SCALE: "has no scale of its values: bmm2_scale must be 1"},
+        limits=_fa_ragged,
+    )
+
+
+FA2_RAGGED = _ragged("FA2", FAMILIES)
+FA3_RAGGED = _ragged("FA3", (SM90,))
+KERNELS = (FA2_MLA, FA3_MLA, FA2_RAGGED, FA3_RAGGED)
+# By the call and FlashInfer's name of the backend.
+BY_BACKEND = {
+    Call.MLA_DECODE: {"fa2": FA2_MLA, "fa3": FA3_MLA},
+    Call.RAGGED_CONTEXT: {"fa2": FA2_RAGGED, "fa3": FA3_RAGGED},
+}
+
+
+def kernel_for(call: Call, capability: Capability) -> Kernel:
+    """Return the newest of FlashInfer's own kernels for a call, MLA decode or ragged context, on a GPU."""
+    family = family_of(capability)
+    return BY_BACKEND[call]["fa2" if family is None else family.fa_backend]

@@ -1,0 +1,80 @@
+"""Rows of the portable Triton kernels. Their tiles are whole blocks of Triton: powers of two, 16 and more for a matrix unit."""
+
+import torch
+
+from lab.calls.features import Call, Feature
+from lab.calls.problem import E4M3, HALF_DTYPES
+from lab.gpus import FAMILIES
+from lab.kernels.support.kernel import Dtypes, Kernel, Sizes, head_dims, mla_dims, page_sizes, sizes, triples
+
+OUT_DTYPES = (*HALF_DTYPES, E4M3, torch.float32)
+DTYPES = Dtypes(
+    frozenset().union(*(triples((q,), (q, E4M3), OUT_DTYPES) for q in (*HALF_DTYPES, E4M3))),
+    queries="takes fp16, bf16 or e4m3 queries, not {q}",
+    kv="takes K/V in the query's dtype or e4m3, not {kv}",
+    out="writes fp16, bf16, e4m3 or float32, not {out}",
+)
+HONOURED_BY_ALL = frozenset(
+    {
+        Feature.SEVERAL_ROWS,
+        Feature.RAGGED_ROWS,
+        Feature.STRIDED_QUERY,
+        Feature.SINKS,
+        Feature.TENSOR_SCALES,
+        Feature.V_SCALE,
+        Feature.OUT,
+        Feature.LSE,
+    }
+)
+STRIDED_LSE = {Feature.STRIDED_LSE: "writes a contiguous lse only"}
+RAGGED_DIMS = (16, 32, 64, 128, 256)  # v_head_dims; head_dims are one of these or a sum of two
+
+
+def split_head_dim(head_dim: int) -> tuple[int, int]:
+    """Return the largest power of two in it, and the rest: 192 is 128 + 64."""
+    first = 1 << (head_dim.bit_length() - 1)
+    return first, head_dim - first
+
+
+PORTABLE = Kernel(
+    "the portable Triton kernel",
+    calls=(Call.DECODE, Call.CONTEXT),
+    gpus=FAMILIES,
+    uses_triton=True,
+    dtypes=DTYPES,
+    sizes=(head_dims(64, 128, 256), page_sizes(16, 32, 64, 128)),
+    honours=HONOURED_BY_ALL
+    | {Feature.SEPARATE_TABLES, Feature.OTHER_V_STRIDES, Feature.NON_CAUSAL, Feature.WINDOW, Feature.MASK},
+    says=STRIDED_LSE,
+)
+PORTABLE_MLA = Kernel(
+    "the portable Triton MLA kernel",
+    calls=(Call.MLA_DECODE,),
+    gpus=FAMILIES,
+    uses_triton=True,
+    dtypes=DTYPES,
+    sizes=(
+        sizes("is built for a kv_lora_rank of", lambda problem: mla_dims(problem)[0], 16, 32, 64, 128, 256, 512),
+        sizes("is built for a qk_rope_head_dim of", lambda problem: mla_dims(problem)[1], 16, 32, 64),
+    ),
+    honours=HONOURED_BY_ALL,
+    says=STRIDED_LSE,
+)
+PORTABLE_RAGGED = Kernel(
+    "the portable Triton ragged kernel",
+    calls=(Call.RAGGED_CONTEXT,),
+    gpus=FAMILIES,
+    uses_triton=True,
+    dtypes=DTYPES,
+    sizes=(
+        Sizes(
+            f"is built for a head_dim of {', '.join(map(str, RAGGED_DIMS[:-1]))} and {RAGGED_DIMS[-1]}, or a sum of two of "
+            f"them below {RAGGED_DIMS[-1]}",
+            lambda problem: problem.head_dim,
+            {*RAGGED_DIMS} | {high + low for high in RAGGED_DIMS[:-1] for low in RAGGED_DIMS if low < high},
+        ),
+        sizes("is built for a v_head_dim of", lambda problem: problem.v_head_dim, *RAGGED_DIMS),
+    ),
+    honours=HONOURED_BY_ALL | {Feature.NON_CAUSAL, Feature.WINDOW, Feature.STRIDED_LSE},
+)
+KERNELS = (PORTABLE, PORTABLE_MLA, PORTABLE_RAGGED)

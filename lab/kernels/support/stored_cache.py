@@ -1,0 +1,64 @@
+"""The paged K/V cache as it lies in memory, whatever views a call carries: what a kernel that counts pages must know."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from lab.calls.problem import PagedAttention
+
+
+@dataclass(frozen=True, eq=False)
+class StoredCache:
+    """K and V as they lie in memory.
+
+    Attributes:
+        layout: "HND" or "NHD", the order of a page's elements.
+        k, v: [num_pages, num_kv_heads, page_size, head_dim] or [num_pages, page_size, num_kv_heads, head_dim], after it.
+        page_bytes: of one page of K, or of V.
+        distance_bytes: from K's first page to V's.
+    """
+
+    layout: str
+    k: torch.Tensor
+    v: torch.Tensor
+    page_bytes: int
+    distance_bytes: int
+
+    @property
+    def is_stacked(self) -> bool:
+        """True for one contiguous [num_pages, 2, ...]: V's page after each of K's."""
+        step_bytes = self.k.stride(0) * self.k.element_size()
+        follows_each = step_bytes == 2 * self.page_bytes and self.distance_bytes == self.page_bytes
+        return follows_each and self.k[:1].is_contiguous() and self.k.stride() == self.v.stride()
+
+    @property
+    def is_halves(self) -> bool:
+        """True for K and V contiguous in one allocation, V whole pages after K."""
+        follows = self.distance_bytes > 0 and self.distance_bytes % self.page_bytes == 0
+        return follows and share_memory(self.k, self.v) and self.k.is_contiguous() and self.v.is_contiguous()
+
+    @property
+    def is_one_pool(self) -> bool:
+        """True where K and V are the same contiguous memory."""
+        return self.distance_bytes == 0 and self.k.is_contiguous() and self.k.stride() == self.v.stride()
+
+    def stacked(self) -> torch.Tensor:
+        """Return the [num_pages, 2, ...] tensor; only where `is_stacked`."""
+        (pages, *page), (step, *strides) = self.k.shape, self.k.stride()
+        return self.k.as_strided((pages, 2, *page), (step, step // 2, *strides))
+
+
+def stored_cache(problem: PagedAttention) -> StoredCache:
+    """Return the problem's cache as it is stored; `layout` means nothing for pages with gaps."""
+    layout, k, v = "HND", problem.k_cache, problem.v_cache
+    # One token of all heads after another: NHD. With one head the layouts are the same memory, and an engine's pool is NHD.
+    if k.stride(2) == k.shape[1] * k.shape[3]:
+        layout, k, v = "NHD", k.transpose(1, 2), v.transpose(1, 2)
+    page_bytes = math.prod(k.shape[1:]) * k.element_size()
+    return StoredCache(layout, k, v, page_bytes, v.data_ptr() - k.data_ptr())
+
+
+def share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return True where both are views of one allocation."""
+    return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
