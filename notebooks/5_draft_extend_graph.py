@@ -43,7 +43,8 @@ from lab.checks.stand_in_model import truth_of_pass
 from lab.experiments.draft_extend_graph import measure_forms, new_model
 from lab.kernels import default_implementation, portable
 from lab.metadata import ForwardMode, KVPool, SpecInfo
-from lab.metadata.speculation.draft_extend_graph import DraftExtendGraph, DraftExtendOutput, TRTLLMMHABackend
+from lab.metadata.mha.backend import TRTLLMMHABackend
+from lab.metadata.speculation.draft_extend_graph import DraftExtendGraph, DraftExtendOutput
 from lab.reports.pictures.draft_extend_graph import eager_or_graph_figure, forms_figure
 from lab.reports.pictures.forward_modes import reading_figure
 from lab.reports.pictures.static_buffers import (

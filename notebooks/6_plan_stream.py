@@ -36,16 +36,10 @@ import torch
 import lab
 from lab.experiments.plan_stream import LoopSettings, measure_arms
 from lab.metadata import ForwardBatch, ForwardMode, KVLayout, KVPool, SpecInfo
-from lab.metadata.engine.plan_stream import (
-    FixUp,
-    MetadataBuilder,
-    MHAChainVerify,
-    PlannedVerify,
-    PlanStream,
-    TreeMaskVerify,
-    pack_tree_mask,
-    verify_metadata_under,
-)
+from lab.metadata.engine.plan_stream import FixUp, PlannedVerify, PlanStream, verify_metadata_under
+from lab.metadata.mha.buffers import MetadataBuilder
+from lab.metadata.speculation.verify_mask import pack_tree_mask
+from lab.metadata.speculation.verify_plan import MHAChainVerify, TreeMaskVerify
 from lab.reports.pictures.plan_stream import dependence_figure, saved_figure, savings_of_overlap, two_lane_figure
 
 D = 4  # draft tokens of each request: the reader's number, 2 to 16

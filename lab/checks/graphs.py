@@ -21,6 +21,7 @@ from lab.metadata.engine.graph_inputs import PADDED_SEQ_LEN, GraphMode
 from lab.metadata.engine.kv_cache import KVLayout
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import uncounted_tokens
+from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.mha.calls import AttentionLayer, plan_calls, prepare_attention
 from lab.workloads.geometries import geometry
 
@@ -65,7 +66,7 @@ RunnerFactory = Callable[[Any, KVPool, Sequence[int], Body], GraphRunner]
 
 def right_runner(case: GraphCase, pool: KVPool, batch_sizes: Sequence[int], body: Body) -> GraphRunner:
     """The runner that is judged; what takes its place has the same arguments."""
-    return GraphRunner(case.mode, pool, batch_sizes, body, case.place, case.padded_seq_len)
+    return GraphRunner(TRTLLMMHABackend(), case.mode, pool, batch_sizes, body, case.place, case.padded_seq_len)
 
 
 class Scene:

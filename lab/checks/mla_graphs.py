@@ -26,7 +26,7 @@ from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.graph_inputs import PADDED_SEQ_LEN, GraphMode
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention, uncounted_tokens
-from lab.metadata.mla.buffers import MLAGraphState
+from lab.metadata.mla.backend import TRTLLMMLABackend
 from lab.metadata.mla.calls import MLALayer, prepare_mla_attention
 from lab.metadata.mla.metadata import QueryLayout
 
@@ -64,10 +64,8 @@ class MLAGraphCase:
 
 def right_mla_runner(case: MLAGraphCase, pool: KVPool, batch_sizes: Sequence[int], body: Body[Any]) -> GraphRunner[Any]:
     """The runner that is judged; what takes its place has the same arguments."""
-    state = MLAGraphState(pool, max(batch_sizes), [case.mode], attention=case.attention)
-    return GraphRunner(
-        case.mode, pool, batch_sizes, body, case.place, case.padded_seq_len, metadata=state.of(case.mode)
-    )
+    backend = TRTLLMMLABackend(attention=case.attention)
+    return GraphRunner(backend, case.mode, pool, batch_sizes, body, case.place, case.padded_seq_len)
 
 
 def judge_mla_graphs(

@@ -35,17 +35,18 @@ from rich.table import Table
 from lab.checks.stand_in_model import StandInTruth, truth_of_pass
 from lab.experiments.recording import NO_GPU, Recording, ceilings_of_gpu, gpu_is_here
 from lab.kernels import default_implementation
-from lab.metadata.engine.cuda_graph import GraphMetadata, GraphRunner
+from lab.metadata.engine.cuda_graph import GraphRunner
 from lab.metadata.engine.forward_batch import SpecInfo
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.graph_inputs import GraphMode, StaticInputs
 from lab.metadata.engine.kv_pool import KVPool
+from lab.metadata.mha.backend import TRTLLMMHABackend
+from lab.metadata.mha.buffers import MHAGraphMetadata
 from lab.metadata.mha.metadata import build_mha_metadata
 from lab.metadata.speculation.draft_extend_graph import (
     DraftExtendOutput,
     DraftInputs,
     DraftOutputs,
-    TRTLLMMHABackend,
     model_body,
     selected_rows,
 )
@@ -145,7 +146,7 @@ def graph_work(
     inputs, outputs = _buffers(model, drawn, mode, form)
 
     def prepare(
-        static: StaticInputs, metadata: GraphMetadata, inputs: DraftInputs, outputs: DraftOutputs
+        static: StaticInputs, metadata: MHAGraphMetadata, inputs: DraftInputs, outputs: DraftOutputs
     ) -> Callable[[], object]:
         view = static.view(size)
         rebuild = metadata.prepare(view)
@@ -159,7 +160,7 @@ def graph_work(
 
     arguments = {
         "static": static,
-        "metadata": GraphMetadata(mode, model.pool, size),
+        "metadata": MHAGraphMetadata(mode, model.pool, size),
         "inputs": inputs,
         "outputs": outputs,
     }
@@ -247,7 +248,7 @@ def replay_call(
     batch = drawn.batch
     inputs, outputs = _buffers(model, drawn, mode, form)
     body = model_body(backend, model, inputs, outputs, form)
-    runner = GraphRunner(mode, model.pool, [batch.batch_size], body)
+    runner = GraphRunner(backend, mode, model.pool, [batch.batch_size], body)
 
     def replay() -> object:
         inputs.load(drawn.input_ids, drawn.hidden_states)

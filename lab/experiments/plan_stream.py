@@ -47,18 +47,11 @@ from torch.profiler import record_function
 from lab.experiments.recording import NO_GPU, Columns, Recording, gpu_is_here, table_of
 from lab.experiments.stand_in import MatrixProducts, VerifyRequests
 from lab.metadata.engine.forward_batch import ForwardBatch
-from lab.metadata.engine.plan_stream import (
-    FixUp,
-    MetadataBuilder,
-    MHAChainVerify,
-    PlannedVerify,
-    PlanStart,
-    PlanStream,
-    TreeMaskVerify,
-    VerifyBuffers,
-    pack_tree_mask,
-)
+from lab.metadata.engine.plan_stream import FixUp, PlannedVerify, PlanStart, PlanStream, VerifyBuffers
+from lab.metadata.mha.buffers import MetadataBuilder
 from lab.metadata.mha.metadata import build_mha_metadata
+from lab.metadata.speculation.verify_mask import pack_tree_mask
+from lab.metadata.speculation.verify_plan import MHAChainVerify, TreeMaskVerify
 from lab.timing.cupti import Activity, busy_us
 from lab.timing.gpu_time import measure
 from lab.timing.host_time import METHOD as HOST_METHOD

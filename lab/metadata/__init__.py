@@ -16,10 +16,10 @@ from lab.metadata.mha.calls import (
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata, mixed_tail_split
 from lab.metadata.mla.calls import (
     MLALayer,
-    RaggedContextArguments,
     mla_attention_call,
     mla_call_arguments,
     prepare_mla_attention,
+    prepare_mla_prefill,
     ragged_context_arguments,
 )
 from lab.metadata.mla.metadata import (
@@ -34,7 +34,6 @@ from lab.metadata.mla.metadata import (
 from lab.metadata.speculation.verify_mask import (
     VerifyMask,
     VerifyMaskForm,
-    get_verify_buffers_to_fill_after_draft,
     preallocate_verify_mask,
 )
 
@@ -54,7 +53,6 @@ __all__ = [
     "PlannedCall",
     "QueryLayout",
     "QueryRows",
-    "RaggedContextArguments",
     "SpecInfo",
     "TRTLLMMHAMetadata",
     "TRTLLMMLADecodeMetadata",
@@ -69,7 +67,6 @@ __all__ = [
     "build_mla_metadata",
     "build_mla_prefill_metadata",
     "decide_needs_cpu_seq_lens",
-    "get_verify_buffers_to_fill_after_draft",
     "mixed_tail_split",
     "mla_attention_call",
     "mla_call_arguments",
@@ -77,5 +74,6 @@ __all__ = [
     "preallocate_verify_mask",
     "prepare_attention",
     "prepare_mla_attention",
+    "prepare_mla_prefill",
     "ragged_context_arguments",
 ]

@@ -14,7 +14,7 @@ from lab.kernels.serving.draft_decode_kv_indices import Schedule, generate_draft
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention
-from lab.metadata.mha.fused import allocate_mha_metadata, prepare_mha_metadata
+from lab.metadata.mha.buffers import allocate_mha_metadata, prepare_mha_metadata
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 from lab.metadata.mla.metadata import TRTLLMMLADecodeMetadata
 from lab.metadata.speculation.draft_steps import (

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lab.metadata.engine.backend import Backend
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.kv_cache import KVLayout, PagedKVCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.mha.calls import AttentionLayer
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
-from lab.metadata.speculation.draft_extend_graph import AttentionBackend, DraftExtendOutput, DraftInputs, DraftOutputs
+from lab.metadata.speculation.draft_extend_graph import DraftExtendOutput, DraftInputs, DraftOutputs
 from lab.workloads.geometries import Geometry, geometry
 from lab.workloads.requests import admit
 
@@ -154,7 +155,7 @@ class StandInModel:
 
     def prepare(
         self,
-        backend: AttentionBackend,
+        backend: Backend[TRTLLMMHAMetadata],
         batch: ForwardBatch,
         metadata: TRTLLMMHAMetadata,
         inputs: DraftInputs,

@@ -24,6 +24,7 @@ from lab.kernels import portable
 from lab.metadata import ForwardBatch, KVPool, SpecInfo, TRTLLMMHAMetadata
 from lab.metadata.engine.cuda_graph import GraphRunner, MetadataPlace
 from lab.metadata.engine.graph_inputs import GraphMode
+from lab.metadata.mha.backend import TRTLLMMHABackend
 from tests.devices import DEVICES
 
 CPU = torch.device("cpu")
@@ -135,7 +136,7 @@ def with_a_copied_table(case: GraphCase, pool: KVPool, sizes: Any, body: Any) ->
 
 def without_the_offset(case: GraphCase, pool: KVPool, sizes: Any, body: Any) -> GraphRunner:
     """Draft tokens are not counted: the graph of another draft step."""
-    return GraphRunner(GraphMode.decode(), pool, sizes, body, case.place)
+    return GraphRunner(TRTLLMMHABackend(), GraphMode.decode(), pool, sizes, body, case.place)
 
 
 def padding_not_reset(name: str) -> Callable[..., GraphRunner]:
@@ -170,7 +171,7 @@ class KeepsTheTailOfWriteLocations(GraphRunner):
 
 
 def runner(kind: type[GraphRunner]) -> Callable[..., GraphRunner]:
-    return lambda case, pool, sizes, body: kind(case.mode, pool, sizes, body, case.place)
+    return lambda case, pool, sizes, body: kind(TRTLLMMHABackend(), case.mode, pool, sizes, body, case.place)
 
 
 def mutant(change: Callable[[dict[str, Any], torch.Tensor], None]) -> Any:

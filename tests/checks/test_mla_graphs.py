@@ -16,6 +16,7 @@ from lab.kernels import portable
 from lab.metadata import DraftAttention, ForwardBatch, KVPool, QueryLayout, SpecInfo
 from lab.metadata.engine.cuda_graph import GraphRunner, MetadataPlace
 from lab.metadata.engine.graph_inputs import GraphMode
+from lab.metadata.mla.backend import TRTLLMMLABackend
 from lab.metadata.mla.buffers import MLAGraphMetadata, MLAGraphState
 from tests.devices import IN_INTERPRETER, ON_GPU
 
@@ -143,7 +144,8 @@ DEFECTS: dict[type[Defective], str] = {
 def test_a_defect_of_the_metadata_is_found(defect: type[Defective]) -> None:
     def make(case: MLAGraphCase, pool: KVPool, sizes: Sequence[int], body: Any) -> GraphRunner[Any]:
         state = MLAGraphState(pool, max(sizes), [case.mode], attention=case.attention)
-        return GraphRunner(case.mode, pool, sizes, body, case.place, metadata=defect(case.mode, state))
+        spoilt = defect(case.mode, state)
+        return GraphRunner(TRTLLMMLABackend(), case.mode, pool, sizes, body, case.place, metadata=spoilt)
 
     assert wrong(judge_mla_graphs(references, MLAGraphCase(MODES[DEFECTS[defect]]), CPU, make))
 
@@ -153,8 +155,8 @@ def test_rows_as_they_lie_are_found_in_the_first_draft_extend() -> None:
     """What SGLang 0.5.12 captures."""
 
     def make(case: MLAGraphCase, pool: KVPool, sizes: Sequence[int], body: Any) -> GraphRunner[Any]:
-        state = MLAGraphState(pool, max(sizes), [case.mode], draft_extend=QueryLayout.VIEW)
-        return GraphRunner(case.mode, pool, sizes, body, case.place, metadata=state.of(case.mode))
+        backend = TRTLLMMLABackend(draft_extend=QueryLayout.VIEW)
+        return GraphRunner(backend, case.mode, pool, sizes, body, case.place)
 
     assert wrong(judge_mla_graphs(references, MLAGraphCase(MODES["draft_extend"]), CPU, make))
 

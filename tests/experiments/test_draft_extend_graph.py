@@ -30,7 +30,8 @@ from lab.experiments.draft_extend_graph import (
 )
 from lab.kernels import portable
 from lab.metadata import ForwardMode
-from lab.metadata.speculation.draft_extend_graph import DraftExtendOutput, TRTLLMMHABackend
+from lab.metadata.mha.backend import TRTLLMMHABackend
+from lab.metadata.speculation.draft_extend_graph import DraftExtendOutput
 from lab.workloads.stand_in_model import GRAPH_MODES, TINY_SIZES, StandInModel
 from tests.devices import IN_INTERPRETER
 from tests.experiments.simulated import CEILINGS

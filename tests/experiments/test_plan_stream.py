@@ -26,7 +26,8 @@ from lab.experiments.plan_stream import (
     random_trees,
     two_lanes,
 )
-from lab.metadata.engine.plan_stream import MetadataBuilder, PlannedVerify, PlanStart, VerifyBackend
+from lab.metadata.engine.plan_stream import PlannedVerify, PlanStart, VerifyBackend
+from lab.metadata.mha.buffers import MetadataBuilder
 from lab.timing.step_profile import STEP_NAME, IncompleteProfileError, exported_trace, read_profile
 from tests.timing.test_step_profile import call, entry, kernel, step
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from lab.checks.stand_in_model import truth_of_pass
 from lab.metadata import ForwardBatch, ForwardMode, SpecInfo
 from lab.metadata.engine.cuda_graph import MetadataPlace
+from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.speculation.draft_extend_graph import (
     DraftExtendGraph,
     DraftExtendOutput,
     DraftOutputs,
-    TRTLLMMHABackend,
     selected_rows,
     supports_draft_extend_graph,
 )

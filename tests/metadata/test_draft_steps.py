@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from lab import references
 from lab.kernels.serving.draft_decode_kv_indices import Schedule
@@ -120,9 +121,18 @@ def name_of(draft: MultiStepDraft) -> str:
     return f"{draft.attention.name}-{draft.plan.name}-{draft.speculative_num_steps}"
 
 
+def tensors_of(buffers: DraftBuffers, name: str) -> list[Tensor]:
+    """Each step's lengths, tables or sums of lengths, which MLA does not have."""
+    mha = {"lengths": "cache_seqlens_int32", "tables": "page_table", "sums": "cu_seqlens_k"}
+    mla = {"lengths": "seq_lens_k", "tables": "block_kv_indices"}
+    names = [(step, mha if isinstance(step, TRTLLMMHAMetadata) else mla) for step in buffers.steps]
+    return [getattr(step, known[name]) for step, known in names if name in known]
+
+
 def poison(buffers: DraftBuffers) -> None:
-    for tensor in (*buffers.cache_seqlens, *buffers.tables, *(buffers.cu_seqlens_k or ())):
-        tensor.fill_(POISON)
+    for name in ("lengths", "tables", "sums"):
+        for tensor in tensors_of(buffers, name):
+            tensor.fill_(POISON)
     if buffers.kv_indices is not None:
         buffers.kv_indices.fill_(POISON)
 
@@ -150,16 +160,16 @@ def test_buffers_that_stay(draft: MultiStepDraft, device: str) -> None:
         prepared.write()
         assert_steps_right(draft, batch, pool, prepared.steps, None)
         batch.seq_lens.add_(1)
-    for tensor in (*buffers.cache_seqlens, *buffers.tables):
+    for tensor in tensors_of(buffers, "lengths") + tensors_of(buffers, "tables"):
         assert (tensor[5:] == POISON).all()
-    for sums in buffers.cu_seqlens_k or ():
+    for sums in tensors_of(buffers, "sums"):
         assert (sums[6:] == POISON).all()
     addresses = {
         step.metadata.page_table.data_ptr() for step in prepared.steps if isinstance(step.metadata, TRTLLMMHAMetadata)
     }
     if draft.attention is MHA:
         assert len(addresses) == (1 if draft.plan is DraftPlan.ONE_LAUNCH else 3)
-        assert addresses == {table.data_ptr() for table in buffers.tables}
+        assert addresses == {table.data_ptr() for table in tensors_of(buffers, "tables")}
     if buffers.kv_indices is not None:
         # The last row is computed although no backend reads it; nothing behind a row's lists is written.
         batch.seq_lens.sub_(1)
@@ -218,7 +228,7 @@ def test_random_cases_on_a_gpu(batch: int, device: str) -> None:
         prepared = prepare_draft(draft, requests, pool, buffers)
         prepared.write()
         assert_steps_right(draft, requests, pool, prepared.steps, POISON)
-        assert all((table[len(case.lens) :] == POISON).all() for table in buffers.tables)
+        assert all((table[len(case.lens) :] == POISON).all() for table in tensors_of(buffers, "tables"))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -233,7 +243,7 @@ def test_eager_steps_have_lists_of_their_own(device: str) -> None:
 def test_mla_tables_are_whole_blocks_of_4096_tokens(max_len: int, page_size: int, width: int) -> None:
     assert mla_block_table_width(max_len, page_size) == width
     _, pool = replace(CASE, page_size=page_size).build("cpu")
-    (table,) = allocate_draft(MultiStepDraft(MLA, 2), pool, 5).tables
+    (table,) = tensors_of(allocate_draft(MultiStepDraft(MLA, 2), pool, 5), "tables")
     assert table.shape == (5, 4096 // page_size)
 
 

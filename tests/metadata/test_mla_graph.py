@@ -15,6 +15,7 @@ import lab.references
 from lab.metadata import DraftAttention, ForwardBatch, KVPool, QueryLayout, TRTLLMMLADecodeMetadata
 from lab.metadata.engine.cuda_graph import GraphRunner, MetadataPlace
 from lab.metadata.engine.graph_inputs import GraphMode
+from lab.metadata.mla.backend import TRTLLMMLABackend
 from lab.metadata.mla.buffers import MLAGraphState
 from lab.metadata.mla.calls import prepare_mla_attention
 from lab.metadata.mla.metadata import build_mla_decode_metadata
@@ -68,7 +69,8 @@ def nothing(view: ForwardBatch, metadata: TRTLLMMLADecodeMetadata) -> Callable[[
 def runner_of(
     state: MLAGraphState, mode: GraphMode, sizes: tuple[int, ...] = (2, 4), place: Any = MetadataPlace.IN_GRAPH
 ) -> GraphRunner[TRTLLMMLADecodeMetadata]:
-    return GraphRunner(mode, state.pool, sizes, nothing, place, metadata=state.of(mode))
+    backend = TRTLLMMLABackend(attention=state.attention)
+    return GraphRunner(backend, mode, state.pool, sizes, nothing, place, metadata=state.of(mode))
 
 
 def replay(runner: GraphRunner[TRTLLMMLADecodeMetadata], batch: ForwardBatch) -> TRTLLMMLADecodeMetadata:
@@ -283,7 +285,9 @@ def attending(engine: Engine, state: MLAGraphState, mode: GraphMode) -> Attendin
             lab.references, view, metadata, LAYER, query[:n], engine.cache, out=out[:n], padded_query=padded
         )
 
-    runner = GraphRunner(mode, engine.pool, (1, 2, 4), body, metadata=state.of(mode))
+    runner = GraphRunner(
+        TRTLLMMLABackend(attention=state.attention), mode, engine.pool, (1, 2, 4), body, metadata=state.of(mode)
+    )
     return Attending(runner, query)
 
 

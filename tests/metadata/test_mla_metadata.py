@@ -1,6 +1,7 @@
 """MLA's eager metadata of every mode against numbers worked out by hand, loops, and attention over logical histories."""
 
 import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +30,7 @@ from lab.metadata import (
     mla_attention_call,
     mla_call_arguments,
     prepare_mla_attention,
+    prepare_mla_prefill,
     ragged_context_arguments,
 )
 from lab.metadata.engine.graph_inputs import GraphMode
@@ -338,18 +340,40 @@ def test_a_prefill_attends_to_its_new_tokens_and_merges_the_rest(prefixes: tuple
     new_values = torch.cat([each[-n:] for each, n in zip(values, news, strict=True)])
     metadata = build_mla_prefill_metadata(batch, pool)
     call = ragged_context_arguments(batch, metadata, layer, query, new_keys.double(), new_values)
-    assert call.query.shape == (30, HEADS, 192)
-    assert (call.max_q_len, call.max_kv_len, call.batch_size, call.is_causal) == (20, 20, 3, True)
-    assert call.return_lse is any(prefixes)
-    ends = call.cum_seq_lens_kv.tolist()
+    assert call["query"].shape == (30, HEADS, 192)
+    assert (call["max_q_len"], call["max_kv_len"], call["batch_size"], call["is_causal"]) == (20, 20, 3, True)
+    assert call["return_lse"] is any(prefixes)
+    ends = call["cum_seq_lens_kv"].tolist()
     for i, (first, last) in enumerate(itertools.pairwise(ends)):
-        own = [scored(call.query[r], call.key[first : r + 1], call.bmm1_scale) for r in range(first, last)]
+        own = [scored(call["query"][r], call["key"][first : r + 1], call["bmm1_scale"]) for r in range(first, last)]
         for r, scores in zip(range(first, last), own, strict=True):
-            cached = scored(call.query[r], keys[i][: prefixes[i]], call.bmm1_scale)
-            out = merged(scores, call.value[first : r + 1], cached, values[i][: prefixes[i]])
+            cached = scored(call["query"][r], keys[i][: prefixes[i]], call["bmm1_scale"])
+            out = merged(scores, call["value"][first : r + 1], cached, values[i][: prefixes[i]])
             seen = prefixes[i] + r - first + 1
             whole = torch.softmax(scored(query[r], keys[i][:seen], 0.3), dim=-1)
             torch.testing.assert_close(out, torch.einsum("hk,khd->hd", whole, values[i][:seen]))
+
+
+@pytest.mark.parametrize("prefixes", [(0, 0, 0), (30, 0, 8)])
+def test_a_prefills_prepared_call_runs(prefixes: tuple[int, ...]) -> None:
+    """Against attention of each request's new tokens to each other; with a prefix the LSE comes along, and padding stays."""
+    news = (20, 1, 9)
+    totals = tuple(prefix + new for prefix, new in zip(prefixes, news, strict=True))
+    batch, pool = build_mla(Case(ForwardMode.EXTEND, totals, news, page_size=32, num_padding_rows=2))
+    query, keys = (torch.randn(batch.num_tokens, HEADS, 192, dtype=torch.float32) for _ in range(2))
+    values, out = torch.randn(batch.num_tokens, HEADS, 128), torch.full((batch.num_tokens, HEADS, 128), 7.0)
+    metadata = build_mla_prefill_metadata(batch, pool)
+    call = prepare_mla_prefill(lab.references, batch, metadata, MLALayer(0.3), query, keys, values, out=out)
+    result = call()
+    assert isinstance(result, tuple) is any(prefixes)
+    assert (out[30:] == 7).all()
+    for first, last in itertools.pairwise((0, 20, 21, 30)):
+        for r in range(first, last):
+            scores = scored(query[r], keys[first : r + 1], 0.3)
+            expected = torch.einsum("hk,khd->hd", torch.softmax(scores, dim=-1), values[first : r + 1])
+            torch.testing.assert_close(out[r], expected, rtol=1e-5, atol=1e-5)
+            if any(prefixes):
+                torch.testing.assert_close(result[1][r], scores.logsumexp(dim=-1) / math.log(2), rtol=1e-5, atol=1e-5)
 
 
 def scored(row: Tensor, keys: Tensor, scale: float) -> Tensor:

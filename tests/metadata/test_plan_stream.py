@@ -20,18 +20,17 @@ from lab.metadata.engine.kv_cache import KVLayout
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.plan_stream import (
     FixUp,
-    MetadataBuilder,
-    MHAChainVerify,
     PlannedVerify,
     PlanStart,
     PlanStream,
-    TreeMaskVerify,
     VerifyBackend,
     VerifyBuffers,
     _Moment,
-    pack_tree_mask,
     verify_metadata_under,
 )
+from lab.metadata.mha.buffers import MetadataBuilder
+from lab.metadata.speculation.verify_mask import pack_tree_mask
+from lab.metadata.speculation.verify_plan import MHAChainVerify, MLAChainVerify, TreeMaskVerify
 from lab.references import trtllm_batch_decode_with_kv_cache
 from lab.references.forward_metadata import forward_metadata
 from tests.cases import pack_mask, seen_keys
@@ -361,6 +360,25 @@ def test_planned_metadata_are_right_whatever_was_planned_before(builder: Metadat
             planned.batch.batch_size - batch.batch_size
         )
         assert_live_cells_right(planned.metadata, forward_metadata(planned.batch, scene.pool))
+
+
+def test_mla_chains_are_planned_too() -> None:
+    """Lengths, and the pages of the largest captured size, padded requests on the sink."""
+    pool = KVPool(num_requests=3, max_context_len=96, page_size=32, num_pages=10)
+    rows = [pool.add_request(96) for _ in range(3)]
+    batch = ForwardBatch(
+        forward_mode=ForwardMode.TARGET_VERIFY,
+        req_pool_indices=torch.tensor(rows),
+        seq_lens=torch.tensor([30, 60, 90]),
+        out_cache_loc=torch.cat([pool.slots(row, n, n + D) for row, n in zip(rows, (30, 60, 90), strict=True)]),
+        num_tokens=3 * D,
+        spec_info=SpecInfo(num_draft_tokens=D),
+    )
+    planned = PlanStream(MLAChainVerify(pool, D, [4])).run(batch, no_draft, lambda planned: planned)
+    assert planned.metadata.seq_lens_k.tolist() == [34, 64, 94, 1 + D]
+    expected = [row[:n] for row, n in zip((pool.req_to_token[rows, ::32] // 32).tolist(), (2, 2, 3), strict=True)]
+    assert [row[:n] for row, n in zip(planned.metadata.block_kv_indices.tolist(), (2, 2, 3), strict=False)] == expected
+    assert planned.metadata.block_kv_indices[3, 0] == 0
 
 
 def test_a_chain_sees_what_is_before_it() -> None:

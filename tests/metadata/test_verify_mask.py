@@ -9,15 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lab.metadata import KVPool
 from lab.metadata.speculation.verify_mask import (
     VerifyMask,
     VerifyMaskForm,
     fill_verify_mask,
-    get_verify_buffers_to_fill_after_draft,
     preallocate_verify_mask,
     verify_mask_cells,
     write_chain_mask,
 )
+from lab.metadata.speculation.verify_plan import MLAChainVerify
 
 FULL, QLEN_ONLY = VerifyMaskForm.FULL, VerifyMaskForm.QLEN_ONLY
 FORMS = list(VerifyMaskForm)
@@ -32,6 +33,12 @@ def mask_of(form: VerifyMaskForm, **changes: Any) -> VerifyMask:
     mask = allocate(form, **changes)
     assert mask is not None
     return mask
+
+
+def verify_with(mask: VerifyMask | None) -> MLAChainVerify:
+    """The backend whose draft fills the mask; its pool says nothing about the mask's sizes."""
+    pool = KVPool(num_requests=1, max_context_len=32, page_size=32, num_pages=2)
+    return MLAChainVerify(pool, 2, [1], mask)
 
 
 def chain(form: VerifyMaskForm, seq_lens: list[int], num_draft_tokens: int) -> list[bool]:
@@ -65,13 +72,13 @@ def test_a_new_buffer_is_false(form: VerifyMaskForm) -> None:
 def test_there_is_none_where_nothing_is_verified(form: VerifyMaskForm, changes: dict[str, Any]) -> None:
     mask = allocate(form, **changes)
     assert mask is None
-    assert get_verify_buffers_to_fill_after_draft(mask) == [None, None]
+    assert verify_with(mask).get_verify_buffers_to_fill_after_draft() == [None, None]
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_draft_stage_is_handed_the_buffer_itself_and_no_positions(form: VerifyMaskForm) -> None:
     mask = mask_of(form)
-    tree_mask, positions = get_verify_buffers_to_fill_after_draft(mask)
+    tree_mask, positions = verify_with(mask).get_verify_buffers_to_fill_after_draft()
     assert tree_mask is mask.buffer
     assert positions is None
 

@@ -7,7 +7,8 @@ import torch
 
 from lab.checks.stand_in_model import truth_of_pass
 from lab.metadata import ForwardMode, build_mha_metadata
-from lab.metadata.speculation.draft_extend_graph import DraftExtendOutput, DraftOutputs, TRTLLMMHABackend
+from lab.metadata.mha.backend import TRTLLMMHABackend
+from lab.metadata.speculation.draft_extend_graph import DraftExtendOutput, DraftOutputs
 from lab.workloads.stand_in_model import (
     GRAPH_MODES,
     LLAMA_8B_SIZES,

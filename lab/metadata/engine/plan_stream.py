@@ -7,26 +7,20 @@ not known before: its backend says so, and writes the mask when the draft has en
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from lab.calls.problem import MASK_BITS_PER_WORD, mask_words
-from lab.metadata.engine.cuda_graph import GraphMetadata
 from lab.metadata.engine.forward_batch import ForwardBatch
-from lab.metadata.engine.forward_mode import QueryRows
-from lab.metadata.engine.graph_inputs import GraphMode, StaticInputs
-from lab.metadata.engine.kv_pool import KVPool
-from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
 
 Result = TypeVar("Result")
 
 
 class FixUp(Enum):
-    """Whether something that was planned has to be written again once the draft is known."""
+    """The part of a plan that has to be written again once the draft is known."""
 
     NONE = "none"
     AFTER_DRAFT = "after the draft"
@@ -36,12 +30,12 @@ class FixUp(Enum):
 
 
 class PlanStart(Enum):
-    """What a plan waits for.
+    """The event that a plan waits for.
 
     SGLang 0.5.13 waited for nothing. That is right only as long as the host happens to be late, so it is not offered.
     """
 
-    IN_LINE = "in line"  # no second stream: behind the draft, on its stream, as SGLang does by default
+    IN_LINE = "in line"  # no second stream: after the draft, on its stream, as SGLang does by default
     AFTER_DRAFT = "after the draft"  # 0.5.11 and 0.5.12; 0.5.23, by waiting for all that the forward stream then holds
     AFTER_INPUTS = "after the inputs"  # beside the draft
 
@@ -49,33 +43,23 @@ class PlanStart(Enum):
         return f"{type(self).__name__}.{self.name}"
 
 
-class MetadataBuilder(Enum):
-    """How a plan writes its buffers. Both write the same live cells."""
-
-    TORCH_OPERATIONS = "torch operations"  # many small launches, as in SGLang 0.5.13
-    FUSED = "fused"  # one launch, as in 0.5.23
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}.{self.name}"
-
-
 @dataclass(frozen=True, eq=False)
 class PlannedVerify:
-    """What a verify pass is launched with: buffers that stay, and that the next plan writes anew.
+    """The buffers that a verify pass is launched with. They stay, and the next plan writes them anew.
 
     Attributes:
         batch: the captured size's view of the inputs, padded rows included.
-        metadata: of the pass.
+        metadata: of the pass, a dataclass of the backend's.
         mask: uint16 ``[batch_size, d, 2 * ceil(d / 32)]``, ``mask`` of the decode call; None for causal rows.
     """
 
     batch: ForwardBatch
-    metadata: TRTLLMMHAMetadata
+    metadata: Any
     mask: Tensor | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor that the kernel is handed, by its name in the metadata, and "mask"."""
-        named = {each.name: getattr(self.metadata, each.name) for each in fields(self.metadata)} | {"mask": self.mask}
+        """Return every tensor that the kernel is handed, by its name in the metadata, and "mask"."""
+        named = vars(self.metadata) | {"mask": self.mask}
         return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
 
@@ -98,7 +82,7 @@ class VerifyBackend(ABC):
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where the buffers are."""
+        """Return the device of the buffers."""
 
     @abstractmethod
     def check(self, batch: ForwardBatch) -> None:
@@ -109,7 +93,7 @@ class VerifyBackend(ABC):
         """Launch, on the current stream, all that does not depend on the draft. The host reads nothing."""
 
     def get_verify_buffers_to_fill_after_draft(self) -> VerifyBuffers:
-        """``[tree, positions]`` that the draft stage fills in place, None where it keeps its own."""
+        """Return ``[tree, positions]`` that the draft stage fills in place, None where it keeps its own."""
         return [None, None]
 
     def update_verify_buffers_to_fill_after_draft(self, planned: PlannedVerify) -> None:
@@ -149,167 +133,6 @@ def check_contract(backend: VerifyBackend) -> None:
 def _missing_fix_up(backend: VerifyBackend) -> str:
     name = type(backend).__name__
     return f"{name} has fix_up={backend.fix_up!r} but no update_verify_buffers_to_fill_after_draft: define it"
-
-
-class _MHAVerify(VerifyBackend):
-    """Static inputs and metadata of the captured sizes, which a plan loads and rebuilds before their graphs are replayed.
-
-    Args:
-        pool: of the requests; with or without sliding-window pages.
-        num_draft_tokens: d, query rows of each request.
-        batch_sizes: captured ones, in any order; a batch is padded to the smallest that holds it.
-        builder: what writes the metadata.
-
-    Raises:
-        ValueError: no size, or a number below 1.
-        NotImplementedError: the fused builder, where Triton does not run.
-    """
-
-    def __init__(
-        self,
-        pool: KVPool,
-        num_draft_tokens: int,
-        batch_sizes: Sequence[int],
-        builder: MetadataBuilder = MetadataBuilder.FUSED,
-    ) -> None:
-        if not batch_sizes or min(batch_sizes) < 1:
-            raise ValueError(f"batch_sizes={list(batch_sizes)} must be one size or more, each at least 1")
-        mode = GraphMode.target_verify(num_draft_tokens)
-        self.pool = pool
-        self.num_draft_tokens = num_draft_tokens
-        self.builder = builder
-        self.inputs = StaticInputs(mode, max(batch_sizes), pool.device)
-        self.buffers = GraphMetadata(mode, pool, max(batch_sizes))
-        # Made now, so that a plan neither checks nor slices.
-        self._planned = {size: self._slices(size) for size in sorted(set(batch_sizes))}
-        self._rebuild = {size: self._prepare(planned) for size, planned in self._planned.items()}
-
-    @property
-    def device(self) -> torch.device:
-        return self.pool.device
-
-    def planned(self, batch_size: int) -> PlannedVerify:
-        """The buffers that a captured size's graph is captured with.
-
-        Raises:
-            ValueError: no captured size holds so many requests.
-        """
-        fitting = [size for size in self._planned if size >= batch_size]
-        if not fitting:
-            raise ValueError(f"{batch_size} requests exceed every captured size {list(self._planned)}: run eagerly")
-        return self._planned[fitting[0]]
-
-    def check(self, batch: ForwardBatch) -> None:
-        self.planned(batch.batch_size)
-        if batch.forward_mode.query_rows is not QueryRows.DRAFT_TOKENS:
-            raise ValueError(f"{batch.forward_mode!r} is not verified: pass a TARGET_VERIFY batch")
-        if batch.seq_lens.device != self.device:
-            raise ValueError(f"the batch is on {batch.seq_lens.device} but the pool on {self.device}: use one device")
-        if batch.num_tokens != batch.batch_size * self.num_draft_tokens:
-            raise ValueError(
-                f"the batch has {batch.num_tokens} rows for {batch.batch_size} requests, but this backend verifies "
-                f"{self.num_draft_tokens} rows of each"
-            )
-
-    def plan(self, batch: ForwardBatch) -> PlannedVerify:
-        planned = self.planned(batch.batch_size)
-        size = planned.batch.batch_size
-        self.inputs.load(batch, size)
-        self._rebuild[size]()
-        return planned
-
-    def _slices(self, batch_size: int) -> PlannedVerify:
-        return PlannedVerify(self.inputs.view(batch_size), self.buffers.slices(batch_size))
-
-    def _prepare(self, planned: PlannedVerify) -> Callable[[], None]:
-        if self.builder is MetadataBuilder.FUSED:
-            return self.buffers.prepare(planned.batch)
-
-        def rebuild() -> None:
-            _copy_metadata(planned.metadata, build_mha_metadata(planned.batch, self.pool))
-
-        return rebuild
-
-
-def _copy_metadata(to: TRTLLMMHAMetadata, source: TRTLLMMHAMetadata) -> None:
-    """Everything but the row boundaries, which are preset."""
-    pairs = [
-        (to.cache_seqlens_int32, source.cache_seqlens_int32),
-        (to.cu_seqlens_k, source.cu_seqlens_k),
-        (to.page_table, source.page_table),
-        (to.swa_page_table, source.swa_page_table),
-        (to.swa_out_cache_loc, source.swa_out_cache_loc),
-    ]
-    for written, fresh in pairs:
-        if written is not None and fresh is not None:
-            written.copy_(fresh)
-
-
-class MHAChainVerify(_MHAVerify):
-    """TRT-LLM MHA's verification of chains (top-k 1): causal rows, so that the draft is in nothing that is planned."""
-
-    fix_up = FixUp.NONE
-
-
-class TreeMaskVerify(_MHAVerify):
-    """Verification of trees: the metadata of a chain, and a mask by which each draft token sees its ancestors.
-
-    Until a draft fills them, all rows hold a chain, padded rows too.
-
-    Attributes:
-        parents: ``[max_batch_size, d]`` int64, filled by the draft: see `pack_tree_mask`.
-        mask: uint16 ``[max_batch_size, d, 2 * ceil(d / 32)]``, written after the draft.
-    """
-
-    fix_up = FixUp.AFTER_DRAFT
-
-    def __init__(
-        self,
-        pool: KVPool,
-        num_draft_tokens: int,
-        batch_sizes: Sequence[int],
-        builder: MetadataBuilder = MetadataBuilder.FUSED,
-    ) -> None:
-        chain = torch.arange(-1, num_draft_tokens - 1, device=pool.device)
-        self.parents = chain.repeat(max(batch_sizes, default=0), 1)
-        self.mask = pack_tree_mask(self.parents)
-        super().__init__(pool, num_draft_tokens, batch_sizes, builder)
-
-    def get_verify_buffers_to_fill_after_draft(self) -> VerifyBuffers:
-        return [self.parents, None]
-
-    def update_verify_buffers_to_fill_after_draft(self, planned: PlannedVerify) -> None:
-        assert planned.mask is not None
-        pack_tree_mask(self.parents[: planned.batch.batch_size], out=planned.mask)
-
-    def _slices(self, batch_size: int) -> PlannedVerify:
-        chain = super()._slices(batch_size)
-        return PlannedVerify(chain.batch, chain.metadata, self.mask[:batch_size])
-
-
-def pack_tree_mask(parents: Tensor, out: Tensor | None = None) -> Tensor:
-    """The decode call's packed draft mask of trees: a draft token sees itself and its ancestors. Reads nothing on the host.
-
-    Args:
-        parents: ``[batch_size, d]`` int32 or int64: the draft token that each one follows; -1, or any number outside 0 … d - 1,
-            for one that follows the last accepted token. In any order: a parent may come after its child.
-        out: uint16 ``[batch_size, d, 2 * ceil(d / 32)]`` to write to.
-
-    Returns:
-        ``out``, or a fresh one; bit b of word w of row j set: row j sees draft token 16 w + b.
-    """
-    batch_size, d = parents.shape
-    words = mask_words(d)
-    columns = torch.arange(d, device=parents.device)
-    sees = (parents[:, :, None] == columns) | (columns[:, None] == columns)
-    for _ in range((d - 1).bit_length()):  # each round doubles how far up the tree a token sees
-        reach = sees.to(torch.float32)  # ones and zeros, whose products and sums are exact even in TF32
-        sees = (reach @ reach) > 0
-    padded = torch.nn.functional.pad(sees, (0, words * MASK_BITS_PER_WORD - d))
-    bits = padded.view(batch_size, d, words, MASK_BITS_PER_WORD)
-    weights = 1 << torch.arange(MASK_BITS_PER_WORD, dtype=torch.int32, device=parents.device)
-    packed = (bits * weights).sum(dim=-1, dtype=torch.int32)
-    return packed.to(torch.uint16) if out is None else out.copy_(packed)
 
 
 class _Moment(Enum):

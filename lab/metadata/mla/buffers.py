@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lab.kernels.serving.forward_metadata import PassBuffers, prepare_write_forward_metadata
+from lab.kernels.serving.forward_metadata import PassBuffers
+from lab.metadata.engine.backend import prepare_passes
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.graph_inputs import GraphMode
@@ -20,7 +21,6 @@ from lab.metadata.mla.metadata import (
     SINK_PAGE,
     QueryLayout,
     TRTLLMMLADecodeMetadata,
-    build_mla_decode_metadata,
     check_mla,
     mla_block_table_width,
 )
@@ -126,9 +126,6 @@ class MLAGraphMetadata:
     def slices(self, batch_size: int) -> TRTLLMMLADecodeMetadata:
         return self.state.slices(self.mode, batch_size)
 
-    def eager(self, batch: ForwardBatch) -> TRTLLMMLADecodeMetadata:
-        return build_mla_decode_metadata(batch, self.state.pool, self.state.attention)
-
     def prepare(self, view: ForwardBatch) -> Callable[[], None]:
         """A call that rebuilds a captured size's metadata in place: no host read, capturable.
 
@@ -139,20 +136,10 @@ class MLAGraphMetadata:
         """
         metadata, pool = self.slices(view.batch_size), self.state.pool
         pads = metadata.query_layout is QueryLayout.PADDED
-        buffers = PassBuffers(
-            cache_seqlens=metadata.seq_lens_k,
-            cu_seqlens_q=metadata.cu_seqlens_q if pads else None,
-            page_table=metadata.block_kv_indices,
-            seq_len_offset=uncounted_tokens(view, self.state.attention),
-            query_rows=view.extend_seq_lens if pads else None,
+        written = mla_pass(
+            metadata, uncounted_tokens(view, self.state.attention), view.extend_seq_lens if pads else None
         )
-        write = prepare_write_forward_metadata(
-            [buffers],
-            req_pool_indices=view.req_pool_indices,
-            seq_lens=view.seq_lens,
-            req_to_token=pool.req_to_token,
-            page_size=pool.page_size,
-        )
+        write = prepare_passes([written], view, pool)
         if not pads:
             return write
         assert view.extend_seq_lens is not None
@@ -163,6 +150,23 @@ class MLAGraphMetadata:
             _make_room_for_padding(metadata, rows, pool.page_size)
 
         return write_padded
+
+
+def mla_pass(metadata: TRTLLMMLADecodeMetadata, seq_len_offset: int, query_rows: Tensor | None = None) -> PassBuffers:
+    """Return the part of a launch that writes a pass's metadata.
+
+    Args:
+        metadata: written in place.
+        seq_len_offset: tokens per request that ``seq_lens`` does not count.
+        query_rows: of each request, ``[batch_size]``; None leaves ``cu_seqlens_q`` as it is.
+    """
+    return PassBuffers(
+        cache_seqlens=metadata.seq_lens_k,
+        cu_seqlens_q=None if query_rows is None else metadata.cu_seqlens_q,
+        page_table=metadata.block_kv_indices,
+        seq_len_offset=seq_len_offset,
+        query_rows=query_rows,
+    )
 
 
 def _make_room_for_padding(metadata: TRTLLMMLADecodeMetadata, rows: Tensor, page_size: int) -> None:

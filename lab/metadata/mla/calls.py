@@ -40,39 +40,6 @@ class MLALayer:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
-@dataclass(frozen=True, eq=False)
-class RaggedContextArguments:
-    """Arguments of FlashInfer 0.7.2's `trtllm_ragged_attention_deepseek`, by its names; workspace, PDL and outputs apart.
-
-    Attributes:
-        query, key: ``[num_tokens, heads, 192]``, the new tokens of all requests end to end.
-        value: ``[num_tokens, heads, 128]``.
-        seq_lens: ``[batch_size]`` int32, new tokens of each request.
-        max_q_len, max_kv_len: most of them.
-        cum_seq_lens_q, cum_seq_lens_kv: ``[batch_size + 1]`` int32, the same tensor.
-        bmm1_scale, bmm2_scale: factor of Q·K^T and of P·V.
-        batch_size: requests.
-        return_lse: whether chunks of cached prefixes are to be merged with the result.
-        is_causal, window_left, o_sf_scale: as SGLang passes them for new tokens.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    seq_lens: Tensor
-    max_q_len: int
-    max_kv_len: int
-    cum_seq_lens_q: Tensor
-    cum_seq_lens_kv: Tensor
-    bmm1_scale: float
-    bmm2_scale: float
-    batch_size: int
-    return_lse: bool
-    is_causal: bool = True
-    window_left: int = -1
-    o_sf_scale: float = 1.0
-
-
 def mla_attention_call(mode: ForwardMode) -> MLAAttentionCall:
     """Return the call that a mode makes: `ForwardMode.mla_call`.
 
@@ -218,8 +185,10 @@ def ragged_context_arguments(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-) -> RaggedContextArguments:
-    """The arguments of a prefill's call over its new tokens; those over chunks of cached prefixes are not modelled.
+) -> dict[str, Any]:
+    """Return the keyword arguments of a prefill's call over its new tokens (`lab.calls.RaggedContextCall`).
+
+    Calls over chunks of cached prefixes are not modelled; ``return_lse`` says that there are some, to be merged by the LSE.
 
     Args:
         batch, metadata, layer: the forward pass and the layer.
@@ -243,20 +212,60 @@ def ragged_context_arguments(
                 f"{name} has shape {list(tensor.shape)}, expected [at least {num_rows}, heads, {head_dim}]: pass keys and "
                 "values before absorption"
             )
-    return RaggedContextArguments(
-        query=query[:num_rows],
-        key=key[:num_rows],
-        value=value[:num_rows],
-        seq_lens=metadata.seq_lens,
-        max_q_len=metadata.max_seq_len,
-        max_kv_len=metadata.max_seq_len,
-        cum_seq_lens_q=metadata.cum_seq_lens,
-        cum_seq_lens_kv=metadata.cum_seq_lens,
-        bmm1_scale=layer.softmax_scale,
-        bmm2_scale=1.0,
-        batch_size=batch.batch_size,
-        return_lse=any(host_lengths(batch, "extend_prefix_lens_cpu")),
-    )
+    return {
+        "query": query[:num_rows],
+        "key": key[:num_rows],
+        "value": value[:num_rows],
+        "workspace_buffer": None,
+        "seq_lens": metadata.seq_lens,
+        "max_q_len": metadata.max_seq_len,
+        "max_kv_len": metadata.max_seq_len,
+        "bmm1_scale": layer.softmax_scale,
+        "bmm2_scale": 1.0,
+        "o_sf_scale": 1.0,
+        "batch_size": batch.batch_size,
+        "window_left": -1,
+        "cum_seq_lens_q": metadata.cum_seq_lens,
+        "cum_seq_lens_kv": metadata.cum_seq_lens,
+        "enable_pdl": None,
+        "is_causal": True,
+        "return_lse": any(host_lengths(batch, "extend_prefix_lens_cpu")),
+    }
+
+
+def prepare_mla_prefill(
+    implementation: Any,
+    batch: ForwardBatch,
+    metadata: TRTLLMMLAPrefillMetadata,
+    layer: MLALayer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    out: Tensor | None = None,
+    workspace_buffer: Tensor | None = None,
+) -> Callable[[], Any]:
+    """Prepare one layer's attention over a prefill's new tokens: a call of FlashInfer's ragged context function.
+
+    Args:
+        implementation: any object with the function, such as `lab.references`.
+        batch, metadata, layer, query, key, value: as in `ragged_context_arguments`.
+        out: ``[num_tokens, heads, v_head_dim]``, whose rows of the requests each call fills; a new tensor if None.
+        workspace_buffer: for kernels that want the caller's.
+
+    Returns:
+        A call that returns the output of the requests' own rows, and with it the LSE where a request has a cached prefix:
+        float32 ``[num_rows, heads]``, base 2. Contents of the tensors may change between its calls.
+
+    Raises:
+        ValueError: as `ragged_context_arguments`.
+    """
+    arguments = ragged_context_arguments(batch, metadata, layer, query, key, value)
+    arguments |= {
+        "workspace_buffer": workspace_buffer,
+        "out": None if out is None else out[: arguments["query"].shape[0]],
+    }
+    return prepare(implementation, MLAAttentionCall.RAGGED_CONTEXT.value, **arguments)
 
 
 def _num_rows(metadata: TRTLLMMLADecodeMetadata) -> int:

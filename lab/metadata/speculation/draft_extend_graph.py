@@ -1,30 +1,28 @@
 """The draft extend of a speculative worker in CUDA graphs: its inputs, its three forms of output, and who may have one.
 
 SGLang's change 25002 runs the draft model's catch-up on accepted tokens (``DRAFT_EXTEND_V2``) in a graph. Every request has the
-same number of rows, whatever was accepted; the worker wants one of them, that of the last accepted token. Which rows the graph
-hands out has changed since, and is `DraftExtendOutput` here.
+same number of rows, whatever was accepted; the worker wants one of them, that of the last accepted token. The graph's
+choice of rows has changed since; `DraftExtendOutput` names the choices.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from lab.metadata.engine.backend import Backend
 from lab.metadata.engine.cuda_graph import Body, GraphRunner, MetadataPlace
 from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
-from lab.metadata.engine.forward_mode import AttentionCall, QueryRows
+from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.graph_inputs import GraphMode
-from lab.metadata.engine.kv_cache import PagedKVCache
 from lab.metadata.engine.kv_pool import KVPool
-from lab.metadata.mha.calls import AttentionLayer, plan_calls, prepare_attention
-from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 
 
 class DraftExtendOutput(Enum):
-    """Which rows a draft extend computes logits for, and hands out; d rows per request, accept_lens of them accepted."""
+    """The rows that a draft extend computes logits for, and hands out; d rows per request, accept_lens of them accepted."""
 
     ALL_ROWS = "all rows"  # SGLang 0.5.13, 0.5.14: logits and hidden states of all batch_size * d rows
     # The same, and the most probable token of each row, which nobody reads: what the body captured by 0.5.13 computes.
@@ -71,7 +69,7 @@ class DraftInputs:
         return DraftInputs(self.input_ids[:num_tokens], self.hidden_states[:num_tokens], self.select_index[:batch_size])
 
     def load(self, input_ids: Tensor, hidden_states: Tensor, select_index: Tensor | None = None) -> None:
-        """Copy a batch's in. What lies behind it stays as it was: the engine does not reset these for padded rows.
+        """Copy a batch's in. What lies after it stays as it was: the engine does not reset these for padded rows.
 
         Args: as the attributes, of at most as many rows.
 
@@ -121,68 +119,8 @@ class DraftOutputs:
         )
 
 
-class AttentionBackend(Protocol):
-    """How a model's layer runs its attention."""
-
-    def prepare_attention(
-        self,
-        batch: ForwardBatch,
-        metadata: TRTLLMMHAMetadata,
-        layer: AttentionLayer,
-        query: Tensor,
-        cache: PagedKVCache,
-        *,
-        max_context_len: int,
-        out: Tensor,
-    ) -> Callable[[], Tensor]:
-        """One layer's attention, ready to be called; see `lab.metadata.mha.calls.prepare_attention`."""
-        ...
-
-
-@dataclass(frozen=True, eq=False)
-class TRTLLMMHABackend:
-    """The calls of SGLang's TRT-LLM MHA backend, on any implementation of them.
-
-    Its metadata live in buffers that keep their addresses, and its lengths, tables and offsets are read on the device: a graph
-    of it may be replayed for any batch of its width. So it declares the draft extend's graph.
-
-    Attributes:
-        implementation: any object with the two functions, such as `lab.kernels.trtllm`.
-        draft_extend: the call of the draft extends, if not the engine's choice.
-    """
-
-    supports_draft_extend_graph: ClassVar[bool] = True
-
-    implementation: Any
-    draft_extend: AttentionCall | None = None
-
-    def prepare_attention(
-        self,
-        batch: ForwardBatch,
-        metadata: TRTLLMMHAMetadata,
-        layer: AttentionLayer,
-        query: Tensor,
-        cache: PagedKVCache,
-        *,
-        max_context_len: int,
-        out: Tensor,
-    ) -> Callable[[], Tensor]:
-        plan = plan_calls(batch, self.draft_extend)
-        return prepare_attention(
-            self.implementation,
-            batch,
-            metadata,
-            layer,
-            query,
-            cache,
-            max_context_len=max_context_len,
-            out=out,
-            plan=plan,
-        )
-
-
 def supports_draft_extend_graph(backend: object) -> bool:
-    """Whether a backend says that its draft extend may run in a CUDA graph. One that says nothing may not.
+    """Return True if a backend says that its draft extend may run in a CUDA graph. One that says nothing may not.
 
     SGLang decides by a list of classes, which every new backend has to be added to: Triton and TRT-LLM MLA in 0.5.12, TRT-LLM
     MHA and Tokenspeed MLA besides in 0.5.13; in 0.5.23 Triton, TRT-LLM MLA and MHA, FlashInfer, QSA, DSA, DSV4,
@@ -207,9 +145,9 @@ class DraftModel(Protocol):
 
     def prepare(
         self,
-        backend: AttentionBackend,
+        backend: Backend[Any],
         batch: ForwardBatch,
-        metadata: TRTLLMMHAMetadata,
+        metadata: Any,
         inputs: DraftInputs,
         outputs: DraftOutputs,
         form: DraftExtendOutput,
@@ -219,11 +157,11 @@ class DraftModel(Protocol):
 
 
 def model_body(
-    backend: AttentionBackend, model: DraftModel, inputs: DraftInputs, outputs: DraftOutputs, form: DraftExtendOutput
+    backend: Backend[Any], model: DraftModel, inputs: DraftInputs, outputs: DraftOutputs, form: DraftExtendOutput
 ) -> Body:
-    """What a `GraphRunner` of any mode runs behind the metadata: the model, on each size's leading slices of the buffers."""
+    """Return the body of a `GraphRunner` of any mode: the model, on each size's leading slices of the buffers."""
 
-    def body(view: ForwardBatch, metadata: TRTLLMMHAMetadata) -> Callable[[], DraftOutputs]:
+    def body(view: ForwardBatch, metadata: Any) -> Callable[[], DraftOutputs]:
         read = inputs.first(view.batch_size, view.num_tokens)
         written = outputs.first(form.num_rows(view.batch_size, view.num_tokens))
         run = model.prepare(backend, view, metadata, read, written, form)
@@ -256,7 +194,7 @@ class DraftExtendGraph:
 
     def __init__(
         self,
-        backend: AttentionBackend,
+        backend: Backend[Any],
         model: DraftModel,
         pool: KVPool,
         spec_info: SpecInfo,
@@ -279,10 +217,10 @@ class DraftExtendGraph:
         self.outputs = model.new_outputs(form, max(batch_sizes, default=0), most_rows)
 
         body = model_body(backend, model, self.inputs, self.outputs, form)
-        self.runner = GraphRunner(mode, pool, batch_sizes, body, place)
+        self.runner = GraphRunner(backend, mode, pool, batch_sizes, body, place)
 
     def can_run(self, batch: ForwardBatch) -> bool:
-        """Whether a graph can stand for this pass: its width is the captured one, and a captured size holds its requests.
+        """Return True if a graph can stand for this pass, which has the captured width and fits a captured size.
 
         A width that the batch leaves open (-1 here, 0 in SGLang) passes if its rows are those of the captured one.
         """

@@ -14,13 +14,18 @@ import torch
 from torch import Tensor
 
 from lab.kernels.serving.draft_decode_kv_indices import Schedule, generate_draft_decode_kv_indices
-from lab.kernels.serving.forward_metadata import PassBuffers, prepare_write_forward_metadata
+from lab.kernels.serving.forward_metadata import PassBuffers
+from lab.metadata.engine.backend import prepare_passes
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention
+from lab.metadata.mha.buffers import leading_mha_metadata, mha_pass, new_mha_metadata
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
+from lab.metadata.mla.buffers import mla_pass
 from lab.metadata.mla.metadata import DEAD_PAGE, TRTLLMMLADecodeMetadata, check_mla_page_size, mla_block_table_width
+
+Metadata = TRTLLMMHAMetadata | TRTLLMMLADecodeMetadata
 
 STEPS = range(2, 9)  # of ``speculative_num_steps``; with one step there is no draft decode
 
@@ -46,7 +51,7 @@ class DraftStep:
         kv_indices: ``[tokens]`` int32, the ragged lists of the common template, which neither backend reads; or None.
     """
 
-    metadata: TRTLLMMHAMetadata | TRTLLMMLADecodeMetadata
+    metadata: Metadata
     kv_indptr: Tensor | None = None
     kv_indices: Tensor | None = None
 
@@ -91,18 +96,12 @@ class DraftBuffers:
     """What a draft's metadata is written to. Buffers made once serve every batch up to their size, with other contents.
 
     Attributes:
-        cache_seqlens: per step ``[max_batch_size]`` int32.
-        cu_seqlens_k: per step ``[max_batch_size + 1]`` int32, MHA only.
-        cu_seqlens_q: ``[max_batch_size + 1]`` int32, 0, 1, 2, ..., of all steps, MHA only.
-        tables: per step ``[max_batch_size, width]`` int32; the same tensor for all steps in ONE_LAUNCH.
+        steps: metadata of ``max_batch_size`` requests, per step; in ONE_LAUNCH all steps have the same table.
         kv_indptr: ``[speculative_num_steps, max_batch_size + 1]`` int32, common template only.
         kv_indices: ``[speculative_num_steps, max_batch_size * max_context_len]`` int32, common template only.
     """
 
-    cache_seqlens: tuple[Tensor, ...]
-    cu_seqlens_k: tuple[Tensor, ...] | None
-    cu_seqlens_q: Tensor | None
-    tables: tuple[Tensor, ...]
+    steps: tuple[Metadata, ...]
     kv_indptr: Tensor | None
     kv_indices: Tensor | None
 
@@ -126,25 +125,20 @@ def allocate_draft(draft: MultiStepDraft, pool: KVPool, max_batch_size: int) -> 
     check_pool(draft, pool)
     if max_batch_size < 0:
         raise ValueError(f"max_batch_size={max_batch_size} must be 0 or more")
-    count, device = draft.num_decode_steps, pool.device
+    shares, steps = draft.plan is DraftPlan.ONE_LAUNCH, range(draft.num_decode_steps)
+    new_step = _new_mla_step if draft.attention.is_mla else _new_mha_step
+    first = new_step(pool, max_batch_size, None)
+    shared = _table(first) if shares else None
+    is_template, capacity = draft.plan is DraftPlan.COMMON_TEMPLATE, max_batch_size * draft.topk
 
-    def zeros(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=device)
+    def lists(width: int) -> Tensor | None:
+        shape = (draft.speculative_num_steps, width)
+        return torch.zeros(shape, dtype=torch.int32, device=pool.device) if is_template else None
 
-    def table() -> Tensor:
-        if draft.attention.is_mla:
-            return zeros(max_batch_size, _table_width(draft, pool)).fill_(DEAD_PAGE)
-        return zeros(max_batch_size, _table_width(draft, pool))
-
-    is_template, is_mla = draft.plan is DraftPlan.COMMON_TEMPLATE, draft.attention.is_mla
-    capacity = max_batch_size * draft.topk
     return DraftBuffers(
-        cache_seqlens=tuple(zeros(max_batch_size) for _ in range(count)),
-        cu_seqlens_k=None if is_mla else tuple(zeros(max_batch_size + 1) for _ in range(count)),
-        cu_seqlens_q=None if is_mla else torch.arange(max_batch_size + 1, dtype=torch.int32, device=device),
-        tables=(table(),) * count if draft.plan is DraftPlan.ONE_LAUNCH else tuple(table() for _ in range(count)),
-        kv_indptr=zeros(draft.speculative_num_steps, capacity + 1) if is_template else None,
-        kv_indices=zeros(draft.speculative_num_steps, capacity * pool.max_context_len) if is_template else None,
+        steps=(first, *(new_step(pool, max_batch_size, shared) for _ in steps[1:])),
+        kv_indptr=lists(capacity + 1),
+        kv_indices=lists(capacity * pool.max_context_len),
     )
 
 
@@ -164,21 +158,12 @@ def prepare_draft(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buff
     """
     check_pool(draft, pool)
     _check_batch(batch, pool, buffers)
-    passes = [_pass_buffers(draft, batch, buffers, step) for step in range(draft.num_decode_steps)]
+    steps = tuple(_step(draft, batch, buffers, step) for step in range(draft.num_decode_steps))
+    passes = [_pass(each.metadata, draft.attention.seq_len_offset(step)) for step, each in enumerate(steps)]
     groups = [passes] if draft.plan is DraftPlan.ONE_LAUNCH else [[each] for each in passes]
-    launches = [
-        prepare_write_forward_metadata(
-            group,
-            req_pool_indices=batch.req_pool_indices,
-            seq_lens=batch.seq_lens,
-            req_to_token=pool.req_to_token,
-            page_size=pool.page_size,
-        )
-        for group in groups
-    ]
+    launches = [prepare_passes(group, batch, pool) for group in groups]
     if draft.plan is DraftPlan.COMMON_TEMPLATE:
         launches.insert(0, _lists_launch(draft, batch, pool, buffers))
-    steps = tuple(_step(draft, batch, pool, buffers, each, step) for step, each in enumerate(passes))
     return PreparedDraft(steps, partial(_run_all, launches))
 
 
@@ -213,25 +198,40 @@ def _check_batch(batch: ForwardBatch, pool: KVPool, buffers: DraftBuffers) -> No
         raise ValueError(f"{batch.forward_mode!r} is no draft decode: pass a DECODE batch")
     if batch.seq_lens.device != pool.device:
         raise ValueError(f"the batch is on {batch.seq_lens.device} but the pool on {pool.device}: use one device")
-    if batch.batch_size > (largest := buffers.cache_seqlens[0].shape[0]):
+    if batch.batch_size > (largest := _table(buffers.steps[0]).shape[0]):
         raise ValueError(f"the batch has {batch.batch_size} requests, the buffers hold {largest}: allocate larger ones")
 
 
-def _table_width(draft: MultiStepDraft, pool: KVPool) -> int:
-    if draft.attention.is_mla:
-        return mla_block_table_width(pool.max_context_len, pool.page_size)
-    return pool.block_table_width
+def _new_mha_step(pool: KVPool, max_batch_size: int, page_table: Tensor | None) -> TRTLLMMHAMetadata:
+    metadata = new_mha_metadata(pool, max_batch_size, 1, max_batch_size, page_table=page_table)
+    torch.arange(max_batch_size + 1, out=metadata.cu_seqlens_q)
+    return metadata
 
 
-def _pass_buffers(draft: MultiStepDraft, batch: ForwardBatch, buffers: DraftBuffers, step: int) -> PassBuffers:
-    bs = batch.batch_size
-    return PassBuffers(
-        cache_seqlens=buffers.cache_seqlens[step][:bs],
-        cu_seqlens_k=None if buffers.cu_seqlens_k is None else buffers.cu_seqlens_k[step][: bs + 1],
-        cu_seqlens_q=None if buffers.cu_seqlens_q is None else buffers.cu_seqlens_q[: bs + 1],
-        page_table=buffers.tables[step][:bs],
-        seq_len_offset=draft.attention.seq_len_offset(step),
+def _new_mla_step(pool: KVPool, max_batch_size: int, page_table: Tensor | None) -> TRTLLMMLADecodeMetadata:
+    if page_table is None:
+        shape = (max_batch_size, mla_block_table_width(pool.max_context_len, pool.page_size))
+        page_table = torch.full(shape, DEAD_PAGE, dtype=torch.int32, device=pool.device)
+    lengths = torch.zeros(max_batch_size, dtype=torch.int32, device=pool.device)
+    return TRTLLMMLADecodeMetadata(page_table, lengths, pool.max_context_len)
+
+
+def _table(metadata: Metadata) -> Tensor:
+    return metadata.page_table if isinstance(metadata, TRTLLMMHAMetadata) else metadata.block_kv_indices
+
+
+def _leading(whole: Metadata, batch_size: int) -> Metadata:
+    if isinstance(whole, TRTLLMMHAMetadata):
+        return leading_mha_metadata(whole, batch_size)
+    return TRTLLMMLADecodeMetadata(
+        whole.block_kv_indices[:batch_size], whole.seq_lens_k[:batch_size], whole.max_seq_len_k
     )
+
+
+def _pass(metadata: Metadata, seq_len_offset: int) -> PassBuffers:
+    if isinstance(metadata, TRTLLMMHAMetadata):
+        return mha_pass(metadata, seq_len_offset, None)
+    return mla_pass(metadata, seq_len_offset)
 
 
 def _lists_launch(
@@ -253,19 +253,8 @@ def _lists_launch(
     )
 
 
-def _step(
-    draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buffers: DraftBuffers, written: PassBuffers, step: int
-) -> DraftStep:
-    assert written.page_table is not None
-    metadata: TRTLLMMHAMetadata | TRTLLMMLADecodeMetadata
-    if draft.attention.is_mla:
-        metadata = TRTLLMMLADecodeMetadata(written.page_table, written.cache_seqlens, pool.max_context_len)
-    else:
-        assert written.cu_seqlens_q is not None
-        assert written.cu_seqlens_k is not None
-        metadata = TRTLLMMHAMetadata(
-            written.cache_seqlens, 1, written.cu_seqlens_q, written.cu_seqlens_k, written.page_table
-        )
+def _step(draft: MultiStepDraft, batch: ForwardBatch, buffers: DraftBuffers, step: int) -> DraftStep:
+    metadata = _leading(buffers.steps[step], batch.batch_size)
     if buffers.kv_indptr is None or buffers.kv_indices is None:
         return DraftStep(metadata)
     branches = batch.batch_size * draft.topk

@@ -4,13 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from lab.kernels.serving.forward_metadata import PassBuffers, prepare_write_forward_metadata
+from lab.metadata.engine.backend import prepare_passes
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import check_attends
+from lab.metadata.mha.buffers import mha_pass, new_mha_metadata
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 
 
@@ -55,41 +55,11 @@ def prepare_iteration(
         raise ValueError("the pool has sliding-window pages, which a draft model's passes do not use: make one without")
     if verify.batch_size == 0:
         raise ValueError("the batch is empty: an iteration needs a request")
-    rows = verify.num_tokens // verify.batch_size
-    shared = _empty(pool, verify.batch_size, pool.block_table_width) if share_table else None
-    drafts = [_pass(verify, pool, step + 1, 1, shared) for step in range(speculative_num_steps - 1)]
-    both = [_pass(verify, pool, rows, rows, shared) for _ in range(2)]
-    write = prepare_write_forward_metadata(
-        [*drafts, *both],
-        req_pool_indices=verify.req_pool_indices,
-        seq_lens=verify.seq_lens,
-        req_to_token=pool.req_to_token,
-        page_size=pool.page_size,
-    )
-    target_verify, draft_extend = (_metadata(each, rows) for each in both)
-    return PreparedIteration(tuple(_metadata(each, 1) for each in drafts), target_verify, draft_extend, write)
-
-
-def _empty(pool: KVPool, *shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.int32, device=pool.device)
-
-
-def _pass(batch: ForwardBatch, pool: KVPool, offset: int, rows: int, shared: Tensor | None) -> PassBuffers:
-    bs = batch.batch_size
-    return PassBuffers(
-        cache_seqlens=_empty(pool, bs),
-        cu_seqlens_k=_empty(pool, bs + 1),
-        cu_seqlens_q=_empty(pool, bs + 1),
-        page_table=_empty(pool, bs, pool.block_table_width) if shared is None else shared,
-        seq_len_offset=offset,
-        query_rows=rows,
-    )
-
-
-def _metadata(written: PassBuffers, rows: int) -> TRTLLMMHAMetadata:
-    assert written.cu_seqlens_q is not None
-    assert written.cu_seqlens_k is not None
-    assert written.page_table is not None
-    return TRTLLMMHAMetadata(
-        written.cache_seqlens, rows, written.cu_seqlens_q, written.cu_seqlens_k, written.page_table
-    )
+    bs, rows = verify.batch_size, verify.num_tokens // verify.batch_size
+    shared = torch.empty(bs, pool.block_table_width, dtype=torch.int32, device=pool.device) if share_table else None
+    # Uncounted tokens and query rows of each pass.
+    facts = [*((step + 1, 1) for step in range(speculative_num_steps - 1)), (rows, rows), (rows, rows)]
+    passes = [new_mha_metadata(pool, bs, width, bs * width, new=torch.empty, page_table=shared) for _, width in facts]
+    written = [mha_pass(each, offset, width) for each, (offset, width) in zip(passes, facts, strict=True)]
+    *draft_steps, target_verify, draft_extend = passes
+    return PreparedIteration(tuple(draft_steps), target_verify, draft_extend, prepare_passes(written, verify, pool))

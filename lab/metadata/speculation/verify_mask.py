@@ -1,10 +1,12 @@
-"""The tree mask of target verification: how large it is, who allocates it, and what a step writes into it."""
+"""Masks of target verification: the bool buffer that building a tree fills, and the packed mask that the decode call reads."""
 
 import enum
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from lab.calls.problem import MASK_BITS_PER_WORD, mask_words
 
 
 class VerifyMaskForm(enum.Enum):
@@ -135,14 +137,6 @@ def preallocate_verify_mask(
     return VerifyMask(buffer, form, max_batch_size, num_draft_tokens, max_context_len)
 
 
-def get_verify_buffers_to_fill_after_draft(mask: VerifyMask | None) -> list[Tensor | None]:
-    """``[tree mask, positions]`` that the draft stage fills in place. None where it has to allocate its own.
-
-    The name and the order are those of SGLang's hook. TRT-LLM MLA keeps no buffer for positions.
-    """
-    return [None if mask is None else mask.buffer, None]
-
-
 def fill_verify_mask(mask: VerifyMask, batch_size: int) -> None:
     """Set the buffer to True, which is where building a tree starts; only what a draft token must not see is cleared then.
 
@@ -186,3 +180,28 @@ def write_chain_mask(mask: VerifyMask, seq_lens: Tensor) -> None:
     cells = (block_start + prefix)[:, None, None] + row * width[:, None, None] + column
     sees = (column <= row).expand_as(cells)
     mask.buffer.scatter_(0, cells.flatten(), sees.flatten())
+
+
+def pack_tree_mask(parents: Tensor, out: Tensor | None = None) -> Tensor:
+    """The decode call's packed draft mask of trees: a draft token sees itself and its ancestors. Reads nothing on the host.
+
+    Args:
+        parents: ``[batch_size, d]`` int32 or int64: the draft token that each one follows; -1, or any number outside 0 … d - 1,
+            for one that follows the last accepted token. In any order: a parent may come after its child.
+        out: uint16 ``[batch_size, d, 2 * ceil(d / 32)]`` to write to.
+
+    Returns:
+        ``out``, or a fresh one; bit b of word w of row j set: row j sees draft token 16 w + b.
+    """
+    batch_size, d = parents.shape
+    words = mask_words(d)
+    columns = torch.arange(d, device=parents.device)
+    sees = (parents[:, :, None] == columns) | (columns[:, None] == columns)
+    for _ in range((d - 1).bit_length()):  # each round doubles how far up the tree a token sees
+        reach = sees.to(torch.float32)  # ones and zeros, whose products and sums are exact even in TF32
+        sees = (reach @ reach) > 0
+    padded = torch.nn.functional.pad(sees, (0, words * MASK_BITS_PER_WORD - d))
+    bits = padded.view(batch_size, d, words, MASK_BITS_PER_WORD)
+    weights = 1 << torch.arange(MASK_BITS_PER_WORD, dtype=torch.int32, device=parents.device)
+    packed = (bits * weights).sum(dim=-1, dtype=torch.int32)
+    return packed.to(torch.uint16) if out is None else out.copy_(packed)

@@ -19,7 +19,8 @@ from matplotlib.patches import Rectangle
 import lab.references
 from lab.metadata import ForwardBatch, ForwardMode, SpecInfo
 from lab.metadata.engine.graph_inputs import StaticInputs
-from lab.metadata.speculation.draft_extend_graph import DraftExtendGraph, DraftExtendOutput, TRTLLMMHABackend
+from lab.metadata.mha.backend import TRTLLMMHABackend
+from lab.metadata.speculation.draft_extend_graph import DraftExtendGraph, DraftExtendOutput
 from lab.reports.pictures.draft_extend_graph import eager_or_graph_figure, forms_figure
 from lab.reports.pictures.static_buffers import (
     ALONG,

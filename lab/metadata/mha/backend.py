@@ -1,0 +1,65 @@
+"""SGLang's TRT-LLM MHA backend in the shape of `lab.metadata.engine.backend.Backend`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.forward_mode import AttentionCall
+from lab.metadata.engine.graph_inputs import GraphMode
+from lab.metadata.engine.kv_cache import PagedKVCache
+from lab.metadata.engine.kv_pool import KVPool
+from lab.metadata.mha.buffers import MHAGraphMetadata
+from lab.metadata.mha.calls import AttentionLayer, plan_calls, prepare_attention
+from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
+
+
+@dataclass(frozen=True, eq=False)
+class TRTLLMMHABackend:
+    """Metadata and calls of SGLang's TRT-LLM MHA backend, on any implementation of the calls.
+
+    Its metadata live in buffers that keep their addresses, and its lengths, tables and offsets are read on the device: a graph
+    of it may be replayed for any batch of its width. So it declares the draft extend's graph.
+
+    Attributes:
+        implementation: any object with the two functions, such as `lab.kernels.trtllm`; None for metadata alone.
+        draft_extend: the call of the draft extends, if not the engine's choice.
+    """
+
+    supports_draft_extend_graph: ClassVar[bool] = True
+
+    implementation: Any = None
+    draft_extend: AttentionCall | None = None
+
+    def build_metadata(self, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        return build_mha_metadata(batch, pool)
+
+    def new_buffers(
+        self, modes: Sequence[GraphMode], pool: KVPool, max_batch_size: int
+    ) -> dict[GraphMode, MHAGraphMetadata]:
+        return {mode: MHAGraphMetadata(mode, pool, max_batch_size) for mode in modes}
+
+    def prepare_attention(
+        self,
+        batch: ForwardBatch,
+        metadata: TRTLLMMHAMetadata,
+        layer: AttentionLayer,
+        query: Tensor,
+        cache: PagedKVCache,
+        *,
+        max_context_len: int,
+        out: Tensor,
+    ) -> Callable[[], Tensor]:
+        return prepare_attention(
+            self.implementation,
+            batch,
+            metadata,
+            layer,
+            query,
+            cache,
+            max_context_len=max_context_len,
+            out=out,
+            plan=plan_calls(batch, self.draft_extend),
+        )

@@ -1,0 +1,198 @@
+"""Metadata of MHA's forward passes written in place by one launch, as SGLang does since PR 29843, and its buffers for graphs.
+
+The builder in `lab.metadata.mha.metadata` says the same in torch operations, which run anywhere; a launch needs Triton.
+"""
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from enum import Enum
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lab.kernels.serving.forward_metadata import PassBuffers
+from lab.metadata.engine.backend import prepare_passes
+from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.graph_inputs import GraphMode
+from lab.metadata.engine.kv_pool import KVPool
+from lab.metadata.engine.lengths import check_attends, max_query_rows, query_rows, uncounted_tokens
+from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
+
+
+class MetadataBuilder(Enum):
+    """The work that writes a captured size's metadata. Both write the same live cells."""
+
+    TORCH_OPERATIONS = "torch operations"  # many small launches, as in SGLang 0.5.13
+    FUSED = "fused"  # one launch, as in 0.5.23
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"
+
+
+def new_mha_metadata(
+    pool: KVPool,
+    batch_size: int,
+    max_seq_len_q: int,
+    num_tokens: int,
+    *,
+    new: Callable[..., Tensor] = torch.zeros,
+    page_table: Tensor | None = None,
+) -> TRTLLMMHAMetadata:
+    """Allocate the metadata of a pass, with sliding-window tensors where the pool has such pages.
+
+    Args:
+        pool: whose tables are read.
+        batch_size, max_seq_len_q, num_tokens: requests, most query rows of one, and query rows of all.
+        new: `torch.zeros` or `torch.empty`.
+        page_table: one that other passes share; a new one if None.
+    """
+
+    def int32(*shape: int) -> Tensor:
+        return new(shape, dtype=torch.int32, device=pool.device)
+
+    has_swa = pool.full_to_swa is not None
+    return TRTLLMMHAMetadata(
+        cache_seqlens_int32=int32(batch_size),
+        max_seq_len_q=max_seq_len_q,
+        cu_seqlens_q=int32(batch_size + 1),
+        cu_seqlens_k=int32(batch_size + 1),
+        page_table=int32(batch_size, pool.block_table_width) if page_table is None else page_table,
+        swa_page_table=int32(batch_size, pool.block_table_width) if has_swa else None,
+        swa_out_cache_loc=new((num_tokens,), dtype=torch.int64, device=pool.device) if has_swa else None,
+    )
+
+
+def leading_mha_metadata(whole: TRTLLMMHAMetadata, batch_size: int) -> TRTLLMMHAMetadata:
+    """Return the slices of a smaller batch, each request of which has ``max_seq_len_q`` rows; they share the storage."""
+    rows = batch_size * whole.max_seq_len_q
+    return TRTLLMMHAMetadata(
+        cache_seqlens_int32=whole.cache_seqlens_int32[:batch_size],
+        max_seq_len_q=whole.max_seq_len_q,
+        cu_seqlens_q=whole.cu_seqlens_q[: batch_size + 1],
+        cu_seqlens_k=whole.cu_seqlens_k[: batch_size + 1],
+        page_table=whole.page_table[:batch_size],
+        swa_page_table=None if whole.swa_page_table is None else whole.swa_page_table[:batch_size],
+        swa_out_cache_loc=None if whole.swa_out_cache_loc is None else whole.swa_out_cache_loc[:rows],
+    )
+
+
+def mha_pass(
+    metadata: TRTLLMMHAMetadata,
+    seq_len_offset: int,
+    query_rows: int | Tensor | None,
+    out_cache_loc: Tensor | None = None,
+) -> PassBuffers:
+    """Return the part of a launch that writes a pass's metadata.
+
+    Args:
+        metadata: written in place.
+        seq_len_offset: tokens per request that ``seq_lens`` does not count.
+        query_rows: of every request, or of each; None leaves ``cu_seqlens_q`` as it is.
+        out_cache_loc: slots of the query rows, for metadata with sliding-window tensors.
+    """
+    return PassBuffers(
+        cache_seqlens=metadata.cache_seqlens_int32,
+        cu_seqlens_k=metadata.cu_seqlens_k,
+        cu_seqlens_q=metadata.cu_seqlens_q,
+        page_table=metadata.page_table,
+        swa_page_table=metadata.swa_page_table,
+        out_cache_loc=None if metadata.swa_out_cache_loc is None else out_cache_loc,
+        swa_out_cache_loc=metadata.swa_out_cache_loc,
+        seq_len_offset=seq_len_offset,
+        query_rows=query_rows,
+    )
+
+
+def fused_mha_metadata(batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+    """Build what `build_mha_metadata` builds, in one launch. Cells of a table that are not live are undefined.
+
+    Raises:
+        ValueError: as `build_mha_metadata`.
+        NotImplementedError: Triton does not run on the batch's device.
+    """
+    metadata = allocate_mha_metadata(batch, pool)
+    prepare_mha_metadata(batch, pool, metadata)()
+    return metadata
+
+
+def allocate_mha_metadata(batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+    """Allocate uninitialised tensors of the pass's shapes.
+
+    Raises:
+        ValueError: as `build_mha_metadata`.
+    """
+    check_attends(batch, pool)
+    metadata = new_mha_metadata(pool, batch.batch_size, max_query_rows(batch), batch.num_tokens, new=torch.empty)
+    return replace(metadata, cu_seqlens_q=metadata.cu_seqlens_k) if query_rows(batch) is None else metadata
+
+
+def prepare_mha_metadata(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata) -> Callable[[], None]:
+    """Prepare a call that writes the pass's metadata in place, each time from what the batch's and pool's tensors then hold.
+
+    Raises:
+        ValueError: as `build_mha_metadata`, or a tensor of `metadata` has the wrong shape.
+        NotImplementedError: Triton does not run on the batch's device.
+    """
+    check_attends(batch, pool)
+    written = mha_pass(metadata, uncounted_tokens(batch), query_rows(batch), batch.out_cache_loc)
+    return prepare_passes([written], batch, pool)
+
+
+class MHAGraphMetadata:
+    """One mode's metadata buffers for all captured sizes, as `init_cuda_graph_state` makes them.
+
+    Tables and running sums start as 0. Boundaries of decode and verify rows are preset once and never written again.
+
+    Args:
+        mode: of the runner.
+        pool: whose tables are read; with or without sliding-window pages.
+        max_batch_size: the largest captured size.
+        builder: what writes them.
+
+    Attributes:
+        buffers: of the largest size.
+    """
+
+    def __init__(
+        self, mode: GraphMode, pool: KVPool, max_batch_size: int, builder: MetadataBuilder = MetadataBuilder.FUSED
+    ) -> None:
+        self.mode = mode
+        self.pool = pool
+        self.builder = builder
+        width = mode.num_tokens_per_req
+        self.buffers = new_mha_metadata(pool, max_batch_size, width, max_batch_size * width)
+        if not mode.extends:
+            torch.arange(0, max_batch_size * width + 1, width, out=self.buffers.cu_seqlens_q)
+
+    def slices(self, batch_size: int) -> TRTLLMMHAMetadata:
+        """Return the metadata of a captured size: leading slices, which share their storage with every other size's."""
+        return leading_mha_metadata(self.buffers, batch_size)
+
+    def prepare(self, view: ForwardBatch) -> Callable[[], None]:
+        """Return a call that rebuilds a captured size's metadata in place: no host read, capturable, and one launch if fused.
+
+        Args:
+            view: of the runner's inputs.
+
+        Raises:
+            NotImplementedError: the fused builder, where Triton does not run.
+        """
+        metadata = self.slices(view.batch_size)
+        if self.builder is MetadataBuilder.TORCH_OPERATIONS:
+            return partial(_copy_built, metadata, view, self.pool)
+        rows: int | Tensor | None = None
+        if self.mode.extends:
+            uniform = self.mode.forward_mode.query_rows.are_uniform
+            rows = self.mode.num_tokens_per_req if uniform else view.extend_seq_lens
+        return prepare_passes([mha_pass(metadata, uncounted_tokens(view), rows, view.out_cache_loc)], view, self.pool)
+
+
+def _copy_built(metadata: TRTLLMMHAMetadata, view: ForwardBatch, pool: KVPool) -> None:
+    """Build afresh, and copy every tensor into its place but the row boundaries that are preset."""
+    built = build_mha_metadata(view, pool)
+    presets = () if view.forward_mode.extends_draft else ("cu_seqlens_q",)
+    for each in fields(TRTLLMMHAMetadata):
+        written, fresh = getattr(metadata, each.name), getattr(built, each.name)
+        if isinstance(written, Tensor) and each.name not in presets:
+            written.copy_(fresh)

@@ -1,0 +1,60 @@
+"""SGLang's TRT-LLM MLA backend in the shape of `lab.metadata.engine.backend.Backend`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.graph_inputs import GraphMode
+from lab.metadata.engine.kv_cache import PagedLatentCache
+from lab.metadata.engine.kv_pool import KVPool
+from lab.metadata.engine.lengths import DraftAttention
+from lab.metadata.mla.buffers import MLAGraphMetadata, MLAGraphState
+from lab.metadata.mla.calls import MLALayer, prepare_mla_attention
+from lab.metadata.mla.metadata import QueryLayout, TRTLLMMLADecodeMetadata, build_mla_decode_metadata
+
+
+@dataclass(frozen=True, eq=False)
+class TRTLLMMLABackend:
+    """Metadata and calls of SGLang's TRT-LLM MLA backend on the decode kernel, on any implementation of the call.
+
+    A prefill has metadata and a call of its own: `lab.metadata.mla.metadata.build_mla_prefill_metadata` and
+    `lab.metadata.mla.calls.prepare_mla_prefill`.
+
+    Attributes:
+        implementation: any object with the function, such as `lab.references`; None for metadata alone.
+        attention: the keys that a draft step counts.
+        draft_extend: the layout of the first draft extend's rows in a graph; see `MLAGraphState`.
+    """
+
+    supports_draft_extend_graph: ClassVar[bool] = True
+
+    implementation: Any = None
+    attention: DraftAttention = DraftAttention.MLA
+    draft_extend: QueryLayout = QueryLayout.PADDED
+
+    def build_metadata(self, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
+        return build_mla_decode_metadata(batch, pool, self.attention)
+
+    def new_buffers(
+        self, modes: Sequence[GraphMode], pool: KVPool, max_batch_size: int
+    ) -> dict[GraphMode, MLAGraphMetadata]:
+        """Make the buffers of each mode; all modes share one block table."""
+        state = MLAGraphState(pool, max_batch_size, modes, attention=self.attention, draft_extend=self.draft_extend)
+        return {mode: state.of(mode) for mode in modes}
+
+    def prepare_attention(
+        self,
+        batch: ForwardBatch,
+        metadata: TRTLLMMLADecodeMetadata,
+        layer: MLALayer,
+        query: Tensor,
+        cache: PagedLatentCache,
+        *,
+        max_context_len: int,
+        out: Tensor,
+    ) -> Callable[[], Tensor]:
+        """Prepare a call, as the protocol says. The bound of a length is the metadata's, not ``max_context_len``."""
+        return prepare_mla_attention(self.implementation, batch, metadata, layer, query, cache, out=out)

@@ -1,0 +1,180 @@
+"""Backends of the plan stream: a plan loads a captured size's inputs and rebuilds its metadata, of chains and of trees."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.metadata.engine.backend import MetadataBuffers
+from lab.metadata.engine.cuda_graph import check_sizes, size_for, sized_passes
+from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.forward_mode import QueryRows
+from lab.metadata.engine.graph_inputs import GraphMode, StaticInputs
+from lab.metadata.engine.kv_pool import KVPool
+from lab.metadata.engine.plan_stream import FixUp, PlannedVerify, VerifyBackend, VerifyBuffers
+from lab.metadata.mha.buffers import MetadataBuilder, MHAGraphMetadata
+from lab.metadata.mla.buffers import MLAGraphMetadata, MLAGraphState
+from lab.metadata.speculation.verify_mask import VerifyMask, pack_tree_mask
+
+
+class CapturedVerify(VerifyBackend):
+    """Static inputs and metadata of the captured sizes, which a plan loads and rebuilds before their graphs are replayed.
+
+    Args:
+        pool: of the requests.
+        num_draft_tokens: d, query rows of each request.
+        batch_sizes: captured ones, in any order; a batch is padded to the smallest that holds it.
+        new_buffers: makes a mode's metadata buffers over a pool, with room for a largest size.
+
+    Raises:
+        ValueError: no size, or a number below 1.
+    """
+
+    def __init__(
+        self,
+        pool: KVPool,
+        num_draft_tokens: int,
+        batch_sizes: Sequence[int],
+        new_buffers: Callable[[GraphMode, KVPool, int], MetadataBuffers[Any]],
+    ) -> None:
+        check_sizes(batch_sizes)
+        mode = GraphMode.target_verify(num_draft_tokens)
+        self.pool = pool
+        self.num_draft_tokens = num_draft_tokens
+        self.inputs = StaticInputs(mode, max(batch_sizes), pool.device)
+        self.buffers = new_buffers(mode, pool, max(batch_sizes))
+        # Made now, so that a plan neither checks nor slices.
+        self._passes = sized_passes(self.inputs, self.buffers, batch_sizes)
+        self._planned = {
+            size: PlannedVerify(each.view, each.metadata, self._mask(size)) for size, each in self._passes.items()
+        }
+
+    @property
+    def device(self) -> torch.device:
+        return self.pool.device
+
+    def planned(self, batch_size: int) -> PlannedVerify:
+        """Return the buffers that a captured size's graph is captured with.
+
+        Raises:
+            ValueError: no captured size holds so many requests.
+        """
+        return self._planned[size_for(batch_size, list(self._planned))]
+
+    def check(self, batch: ForwardBatch) -> None:
+        self.planned(batch.batch_size)
+        if batch.forward_mode.query_rows is not QueryRows.DRAFT_TOKENS:
+            raise ValueError(f"{batch.forward_mode!r} is not verified: pass a TARGET_VERIFY batch")
+        if batch.seq_lens.device != self.device:
+            raise ValueError(f"the batch is on {batch.seq_lens.device} but the pool on {self.device}: use one device")
+        if batch.num_tokens != batch.batch_size * self.num_draft_tokens:
+            raise ValueError(
+                f"the batch has {batch.num_tokens} rows for {batch.batch_size} requests, but this backend verifies "
+                f"{self.num_draft_tokens} rows of each"
+            )
+
+    def plan(self, batch: ForwardBatch) -> PlannedVerify:
+        planned = self.planned(batch.batch_size)
+        size = planned.batch.batch_size
+        self.inputs.load(batch, size)
+        self._passes[size].rebuild()
+        return planned
+
+    def _mask(self, batch_size: int) -> Tensor | None:
+        return None
+
+
+class _MHAVerify(CapturedVerify):
+    """Verification on TRT-LLM MHA.
+
+    Args:
+        pool, num_draft_tokens, batch_sizes: as in `CapturedVerify`; with or without sliding-window pages.
+        builder: what writes the metadata.
+
+    Raises:
+        ValueError: as `CapturedVerify`.
+        NotImplementedError: the fused builder, where Triton does not run.
+    """
+
+    def __init__(
+        self,
+        pool: KVPool,
+        num_draft_tokens: int,
+        batch_sizes: Sequence[int],
+        builder: MetadataBuilder = MetadataBuilder.FUSED,
+    ) -> None:
+        super().__init__(pool, num_draft_tokens, batch_sizes, partial(MHAGraphMetadata, builder=builder))
+
+
+class MHAChainVerify(_MHAVerify):
+    """TRT-LLM MHA's verification of chains (top-k 1): causal rows, so that the draft is in nothing that is planned."""
+
+    fix_up = FixUp.NONE
+
+
+class MLAChainVerify(CapturedVerify):
+    """TRT-LLM MLA's verification of chains, whose kernel takes no mask either.
+
+    Args:
+        pool, num_draft_tokens, batch_sizes: as in `CapturedVerify`; pages of 32 or 64 tokens.
+        verify_mask: a buffer for the mask that building a tree fills, so that no draft allocates one; no kernel reads it.
+
+    Raises:
+        ValueError: as `CapturedVerify`, or a pool that the MLA backend does not have.
+    """
+
+    fix_up = FixUp.NONE
+
+    def __init__(
+        self,
+        pool: KVPool,
+        num_draft_tokens: int,
+        batch_sizes: Sequence[int],
+        verify_mask: VerifyMask | None = None,
+    ) -> None:
+        def new_buffers(mode: GraphMode, pool: KVPool, max_batch_size: int) -> MLAGraphMetadata:
+            return MLAGraphState(pool, max_batch_size, [mode]).of(mode)
+
+        self.verify_mask = verify_mask
+        super().__init__(pool, num_draft_tokens, batch_sizes, new_buffers)
+
+    def get_verify_buffers_to_fill_after_draft(self) -> VerifyBuffers:
+        """Return ``[tree mask, positions]``: the mask's buffer, or None without one; this backend keeps no positions."""
+        return [None if self.verify_mask is None else self.verify_mask.buffer, None]
+
+
+class TreeMaskVerify(_MHAVerify):
+    """Verification of trees: the metadata of a chain, and a mask by which each draft token sees its ancestors.
+
+    Until a draft fills them, all rows hold a chain, padded rows too.
+
+    Attributes:
+        parents: ``[max_batch_size, d]`` int64, filled by the draft: see `pack_tree_mask`.
+        mask: uint16 ``[max_batch_size, d, 2 * ceil(d / 32)]``, written after the draft.
+    """
+
+    fix_up = FixUp.AFTER_DRAFT
+
+    def __init__(
+        self,
+        pool: KVPool,
+        num_draft_tokens: int,
+        batch_sizes: Sequence[int],
+        builder: MetadataBuilder = MetadataBuilder.FUSED,
+    ) -> None:
+        chain = torch.arange(-1, num_draft_tokens - 1, device=pool.device)
+        self.parents = chain.repeat(max(batch_sizes, default=0), 1)
+        self.mask = pack_tree_mask(self.parents)
+        super().__init__(pool, num_draft_tokens, batch_sizes, builder)
+
+    def get_verify_buffers_to_fill_after_draft(self) -> VerifyBuffers:
+        return [self.parents, None]
+
+    def update_verify_buffers_to_fill_after_draft(self, planned: PlannedVerify) -> None:
+        assert planned.mask is not None
+        pack_tree_mask(self.parents[: planned.batch.batch_size], out=planned.mask)
+
+    def _mask(self, batch_size: int) -> Tensor | None:
+        return self.mask[:batch_size]
