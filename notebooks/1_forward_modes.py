@@ -245,7 +245,7 @@ class Forgetful:
 
     @staticmethod
     def build_mha_metadata(batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-        build = forgets_the_draft if batch.forward_mode.is_target_verify() else build_mha_metadata
+        build = forgets_the_draft if batch.forward_mode is ForwardMode.TARGET_VERIFY else build_mha_metadata
         return build(batch, pool)
 
 

@@ -42,7 +42,7 @@ def test_reference_decode(benchmark: Any) -> None:
 )
 def test_build_mha_metadata(mode: ForwardMode, benchmark: Any) -> None:
     """64 requests of 4,096 tokens in a context of 131,072, page size 64, with sliding-window tables: host time."""
-    width = 1 if mode.is_decode() else 4
+    width = 1 if mode is ForwardMode.DECODE else 4
     case = ForwardCase(mode, "tiny", (64,) * 64, (width,) * 64)
     batch = build_forward(case, CPU).batch
     pool = KVPool(

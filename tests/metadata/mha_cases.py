@@ -11,7 +11,7 @@ from lab.metadata import ForwardBatch, ForwardMode, KVPool, SpecInfo
 from lab.references.forward_metadata import ForwardMetadata
 
 PAGE_SIZES = [16, 32, 64, 128]
-MODES = [mode for mode in ForwardMode if not mode.is_prebuilt()]
+MODES = [mode for mode in ForwardMode if mode is not ForwardMode.PREBUILT]
 EXTENDS = [ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.SPLIT_PREFILL, ForwardMode.DLLM_EXTEND]
 DRAFT_EXTENDS = [ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2]
 
@@ -60,7 +60,7 @@ def build(case: Case, device: str = "cpu") -> tuple[ForwardBatch, KVPool]:
 
     mode, totals = case.mode, list(case.total_lens)
     extends = mode in EXTENDS + DRAFT_EXTENDS
-    news = list(case.new_lens) if extends else [max(1, case.new) if mode.is_target_verify() else 1] * bs
+    news = list(case.new_lens) if extends else [max(1, case.new) if mode is ForwardMode.TARGET_VERIFY else 1] * bs
     seq_lens = [total - case.new for total in totals]
     prefixes = [total - new for total, new in zip(totals, news, strict=True)]
     locs = [pool.slots(row, max(0, a), max(0, b)) for row, a, b in zip(rows, prefixes, totals, strict=True)]
@@ -69,9 +69,9 @@ def build(case: Case, device: str = "cpu") -> tuple[ForwardBatch, KVPool]:
         return torch.tensor(values, dtype=case.index_dtype, device=device)
 
     spec_info = None
-    if mode.is_target_verify():
+    if mode is ForwardMode.TARGET_VERIFY:
         spec_info = SpecInfo(num_draft_tokens=case.new)
-    elif mode.is_draft_extend(include_v2=True):
+    elif mode.extends_draft:
         width = news[0] if len(set(news)) == 1 else -1
         spec_info = SpecInfo(num_tokens_per_req=width, num_accept_tokens=vector(news))
     elif case.new:
@@ -156,7 +156,7 @@ def _drawn_case(
 ) -> Case:
     distinct, narrow, window, host = flags
     extends = mode in EXTENDS + DRAFT_EXTENDS
-    new = 0 if extends else max(new, int(mode.is_target_verify()))
+    new = 0 if extends else max(new, int(mode is ForwardMode.TARGET_VERIFY))
     totals = tuple(max(pages * page_size + extra, new + 1) for pages, extra, _ in sizes)
     news = tuple(n if whole else min(n, wanted) for n, (_, _, wanted) in zip(totals, sizes, strict=True))
     return Case(
@@ -166,7 +166,7 @@ def _drawn_case(
         new,
         page_size,
         max_context_len=4 * page_size + 9,
-        num_padding_rows=padding if extends or mode.is_idle() else 0,
+        num_padding_rows=padding if extends or mode is ForwardMode.IDLE else 0,
         distinct_requests=distinct,
         index_dtype=torch.int32 if narrow else torch.int64,
         sliding_window=window,

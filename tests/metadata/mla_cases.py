@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lab.metadata import DraftAttention, ForwardBatch, ForwardMode, KVPool, MLALayer, PagedLatentCache, SpecInfo
+from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.graph_inputs import GraphMode
 from lab.references.forward_metadata import key_length, live_pages, query_length
 
@@ -19,13 +20,13 @@ LAYER = MLALayer(0.4, kv_lora_rank=RANK, qk_rope_head_dim=ROPE, qk_nope_head_dim
 
 def own_keys(batch: ForwardBatch, attention: DraftAttention, i: int) -> int:
     """Tokens of request i that its last real row sees: those of MHA, but for MLA's draft steps."""
-    is_step = batch.forward_mode.is_decode_or_idle() and batch.spec_info is not None
+    is_step = batch.forward_mode.query_rows is QueryRows.ONE and batch.spec_info is not None
     return int(batch.seq_lens[i]) if is_step and attention is MLA else key_length(batch, i)
 
 
 def told_keys(batch: ForwardBatch, attention: DraftAttention, i: int, width: int) -> int:
     """`seq_lens_k` of request i where its rows lie in front of a block of so many."""
-    behind = width - query_length(batch, i) if batch.forward_mode.is_draft_extend(include_v2=True) else 0
+    behind = width - query_length(batch, i) if batch.forward_mode.extends_draft else 0
     return own_keys(batch, attention, i) + behind
 
 
@@ -121,13 +122,13 @@ class Engine:
         forward_mode = mode.forward_mode if isinstance(mode, GraphMode) else mode
         rows = self.admit(totals)
         uncounted = 0 if step is None else step + 1
-        if forward_mode.is_target_verify():
+        if forward_mode is ForwardMode.TARGET_VERIFY:
             uncounted = news[0]
-        extends = forward_mode.is_draft_extend(include_v2=True)
+        extends = forward_mode.extends_draft
         seq_lens = [total - uncounted for total in totals]
         slots = [self.pool.slots(row, total - new, total) for row, total, new in zip(rows, totals, news, strict=True)]
         spec_info = None if step is None else SpecInfo(speculative_step_id=step)
-        if forward_mode.is_target_verify():
+        if forward_mode is ForwardMode.TARGET_VERIFY:
             spec_info = SpecInfo(num_draft_tokens=news[0])
         batch = ForwardBatch(
             forward_mode=forward_mode,

@@ -22,6 +22,7 @@ from lab.metadata import (
     plan_calls,
     prepare_attention,
 )
+from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.mha.calls import call_arguments
 
 DECODE, CONTEXT = AttentionCall.DECODE, AttentionCall.CONTEXT
@@ -48,8 +49,8 @@ def forward(mode: ForwardMode, new: tuple[int, ...], padding: int = 0, window: b
     prefixes = [7 + i for i in range(len(new))]
     rows = [pool.add_request(prefix) for prefix in prefixes]
     slots = [pool.extend_request(row, count) for row, count in zip(rows, new, strict=True)]
-    counted = [0 if mode.is_target_verify() else count for count in new]
-    extends = mode in EXTENDS or mode.is_draft_extend(include_v2=True)
+    counted = [0 if mode is ForwardMode.TARGET_VERIFY else count for count in new]
+    extends = mode in EXTENDS or mode.extends_draft
     batch = ForwardBatch(
         forward_mode=mode,
         req_pool_indices=torch.tensor(rows, dtype=torch.int64),
@@ -60,9 +61,9 @@ def forward(mode: ForwardMode, new: tuple[int, ...], padding: int = 0, window: b
         extend_prefix_lens=torch.tensor(prefixes, dtype=torch.int64) if extends else None,
         extend_seq_lens_cpu=new if extends else None,
         extend_prefix_lens_cpu=prefixes if extends else None,
-        **{"spec_info": SpecInfo() if mode.is_draft_extend(include_v2=True) else None} | fields,
+        **{"spec_info": SpecInfo() if mode.extends_draft else None} | fields,
     )
-    if mode.is_target_verify() and not new:
+    if mode is ForwardMode.TARGET_VERIFY and not new:
         return batch, None, pool  # type: ignore[return-value]
     return batch, build_mha_metadata(batch, pool), pool
 
@@ -104,13 +105,13 @@ def test_an_empty_batch_makes_no_call(mode: ForwardMode, split: bool) -> None:
 
 @pytest.mark.parametrize("mode", CALLS, ids=repr)
 def test_one_call_over_the_whole_batch(mode: ForwardMode) -> None:
-    new = (1, 1) if mode.is_decode_or_idle() else (3, 3)
+    new = (1, 1) if mode.query_rows is QueryRows.ONE else (3, 3)
     assert plan_calls(forward(mode, new)[0]) == [PlannedCall(CALLS[mode], 0, 2, 0, sum(new))]
 
 
 @pytest.mark.parametrize("mode", [*EXTENDS, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2, ForwardMode.IDLE])
 def test_padding_rows_belong_to_no_call(mode: ForwardMode) -> None:
-    new = (1, 1) if mode.is_idle() else (3, 3)
+    new = (1, 1) if mode is ForwardMode.IDLE else (3, 3)
     assert plan_calls(forward(mode, new, padding=2)[0]) == [PlannedCall(CALLS[mode], 0, 2, 0, sum(new))]
 
 

@@ -80,7 +80,7 @@ def test_refuses_more_new_tokens_than_query_rows() -> None:
         ForwardBatch(**arguments(ForwardMode.DRAFT_EXTEND_V2) | {"extend_seq_lens_cpu": [4, 4]})
 
 
-EXTENDS = [mode for mode in ForwardMode if mode.is_extend(include_draft_extend_v2=True) and not mode.is_target_verify()]
+EXTENDS = [mode for mode in ForwardMode if mode.query_rows.in_extend_seq_lens]
 
 
 @pytest.mark.parametrize("mode", EXTENDS, ids=repr)

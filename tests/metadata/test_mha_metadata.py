@@ -251,7 +251,7 @@ def test_every_boundary_with_every_offset(page_size: int, offset: int) -> None:
     lens = tuple(n + offset for n in boundary_lengths(page_size, 1, capacity - offset))
     assert capacity in lens
     for mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY):
-        if offset or mode.is_decode():
+        if offset or mode is ForwardMode.DECODE:
             case = Case(mode, lens, new=offset, page_size=page_size, max_context_len=capacity)
             assert assert_matches_reference(*build(case)).cache_seqlens_int32.tolist() == list(lens)
 
@@ -285,10 +285,10 @@ def test_a_draft_extend_never_asks_for_prefixes(mode: ForwardMode) -> None:
 @pytest.mark.parametrize("mode", MODES, ids=repr)
 @pytest.mark.parametrize("bs", [0, 1])
 def test_empty_and_single_batches(mode: ForwardMode, bs: int) -> None:
-    new = 3 if mode.is_target_verify() else 0
+    new = 3 if mode is ForwardMode.TARGET_VERIFY else 0
     news = (5,) * bs if mode in EXTENDS + DRAFT_EXTENDS else ()
     got = assert_matches_reference(*build(Case(mode, (33,) * bs, news, new)))
-    if mode.is_target_verify():
+    if mode is ForwardMode.TARGET_VERIFY:
         assert got.max_seq_len_q == 3
     assert got.cu_seqlens_k.tolist() == [0, 33][: bs + 1]
 
@@ -550,7 +550,7 @@ def test_mixed_tail(mode: ForwardMode, news: tuple[int, ...], context: int) -> N
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, *DRAFT_EXTENDS, ForwardMode.TARGET_VERIFY])
 def test_mixed_tail_is_for_plain_extends(mode: ForwardMode) -> None:
     extends = mode in DRAFT_EXTENDS
-    batch, _ = build(Case(mode, (20,), (1,) if extends else (), new=int(mode.is_target_verify())))
+    batch, _ = build(Case(mode, (20,), (1,) if extends else (), new=int(mode is ForwardMode.TARGET_VERIFY)))
     with pytest.raises(ValueError, match="no tail of decoding requests"):
         mixed_tail_split(batch)
     with pytest.raises(ValueError, match="needs extend_seq_lens_cpu"):

@@ -14,6 +14,7 @@ from torch import Tensor
 import lab.references
 from lab.metadata import DraftAttention, ForwardBatch, KVPool, QueryLayout, TRTLLMMLADecodeMetadata
 from lab.metadata.engine.cuda_graph import GraphRunner, MetadataPlace
+from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.mla.backend import TRTLLMMLABackend
 from lab.metadata.mla.buffers import MLAGraphState
@@ -54,7 +55,7 @@ def name_of(value: object) -> str | None:
 def case_of(mode: GraphMode, totals: tuple[int, ...], page_size: int = 32) -> Case:
     """Lengths with this pass's tokens; the first draft extend's requests have 1, 2, 3, ... of them in turn."""
     new = 0 if mode.draft_step is None else mode.draft_step + 1
-    if mode.forward_mode.is_target_verify():
+    if mode.forward_mode is ForwardMode.TARGET_VERIFY:
         new = D
     rows = tuple(1 + i % D if mode.forward_mode is V1 else D for i in range(len(totals))) if mode.extends else ()
     return Case(
@@ -86,7 +87,7 @@ def assert_replayed(
     own = replace(got, block_kv_indices=got.block_kv_indices[:bs], seq_lens_k=got.seq_lens_k[:bs])
     tails = assert_live_part_right(own, batch, pool, attention, rows)
     assert got.max_seq_len_k == pool.max_context_len
-    if not mode.is_draft_extend(include_v2=True):
+    if not mode.extends_draft:
         assert got.cu_seqlens_q is got.seq_lens_q is got.sum_seq_lens_q is None
         return tails
     padding = got.batch_size - bs

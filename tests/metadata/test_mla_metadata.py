@@ -91,9 +91,9 @@ def assert_right(batch: ForwardBatch, pool: KVPool, attention: DraftAttention) -
     got = build_mla_decode_metadata(batch, pool, attention)
     mode, bs = batch.forward_mode, batch.batch_size
     news = list(batch.extend_seq_lens_cpu or ())
-    extends = mode.is_draft_extend(include_v2=True)
+    extends = mode.extends_draft
     rows = 1
-    if mode.is_target_verify():
+    if mode is ForwardMode.TARGET_VERIFY:
         rows = batch.num_tokens // bs if bs else 4
     elif extends:
         rows = max(news, default=0)
@@ -101,7 +101,7 @@ def assert_right(batch: ForwardBatch, pool: KVPool, attention: DraftAttention) -
     assert all(set(tail) <= {-1} for tail in tails)
 
     longest = pool.max_context_len if batch.seq_lens_cpu is None else max(batch.seq_lens_cpu, default=0)
-    if mode.is_target_verify():
+    if mode is ForwardMode.TARGET_VERIFY:
         longest += rows
     elif not extends and batch.spec_info is not None and attention is MLA_WITH_OFFSET:
         assert batch.spec_info.speculative_step_id is not None
@@ -199,7 +199,7 @@ def test_the_width_is_whole_blocks_of_the_most_keys(
     width = build_mla_decode_metadata(*build_mla(case), attention).block_kv_indices.shape[1]
     assert width == blocks * 4096 // page_size
     without = build_mla_decode_metadata(*build_mla(replace(case, host_seq_lens=False)), attention)
-    over = case.mode.is_target_verify() or case.mode is V1  # 8190 tokens of context, and rows on top
+    over = case.mode is ForwardMode.TARGET_VERIFY or case.mode is V1  # 8190 tokens of context, and rows on top
     assert without.block_kv_indices.shape[1] == (3 if over else 2) * 4096 // page_size
 
 
@@ -222,7 +222,7 @@ def test_every_boundary_with_every_offset(offset: int, page_size: int) -> None:
     capacity = 4 * page_size + 5
     lens = tuple(n + offset for n in boundary_lengths(page_size, 1, capacity - offset))
     for mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY):
-        if offset or mode.is_decode():
+        if offset or mode is ForwardMode.DECODE:
             case = Case(mode, lens, new=offset, page_size=page_size, max_context_len=capacity)
             got = assert_right(*build_mla(case), MLA_WITH_OFFSET)
             assert got.seq_lens_k.tolist() == list(lens)
@@ -245,7 +245,7 @@ def test_drawn_batches(case: Case, page_size: int, attention: DraftAttention) ->
         case = replace(case, mode=V1)
     largest = max(case.total_lens, default=9)
     case = replace(case, page_size=page_size, max_context_len=max(largest, 4 * page_size), evict_before=0)
-    if case.mode.is_target_verify() and not case.total_lens:
+    if case.mode is ForwardMode.TARGET_VERIFY and not case.total_lens:
         case = replace(case, new=4)
     assert_right(*build_mla(case), attention)
 

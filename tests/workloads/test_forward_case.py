@@ -9,7 +9,7 @@ from lab.checks import ForwardCase, survey
 from lab.metadata import AttentionCall, ForwardMode
 from lab.workloads.geometries import GEOMETRIES
 
-RUNNING = [mode for mode in ForwardMode if not (mode.is_idle() or mode.is_prebuilt())]
+RUNNING = [mode for mode in ForwardMode if not (mode is ForwardMode.IDLE or mode is ForwardMode.PREBUILT)]
 E4M3 = torch.float8_e4m3fn
 
 

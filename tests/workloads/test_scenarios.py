@@ -150,9 +150,12 @@ def test_the_default_level_covers_what_an_engine_runs() -> None:
     assert 20 <= len(cases) <= 24
     engine_modes = ["DECODE", "TARGET_VERIFY", "DRAFT_EXTEND", "DRAFT_EXTEND_V2", "EXTEND", "MIXED"]
     assert {case.mode.name for case in cases} == set(engine_modes)
-    verified = {case.q_lens[0] for case in cases if case.mode.is_target_verify()}
+    verified = {case.q_lens[0] for case in cases if case.mode is ForwardMode.TARGET_VERIFY}
     assert verified == {2, 4, 8}
-    assert {case.draft_extend for case in cases if case.mode.is_draft_extend_v2()} == {None, AttentionCall.CONTEXT}
+    assert {case.draft_extend for case in cases if case.mode is ForwardMode.DRAFT_EXTEND_V2} == {
+        None,
+        AttentionCall.CONTEXT,
+    }
     assert {case.sliding_window for case in cases if case.geometry == "gpt-oss-120b"} == {False, True}
     assert any(case.mode is ForwardMode.EXTEND and min(case.prefix_lens) > 0 for case in cases)
 
