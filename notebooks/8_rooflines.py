@@ -31,6 +31,7 @@ from pathlib import Path
 import torch
 
 import lab
+from lab.experiments.clocks import MOST_APART_PERCENT, apart_percent
 from lab.kernels import default_implementation
 from lab.metadata import ForwardMode
 from lab.reports.pictures.timings import (
@@ -48,7 +49,6 @@ from lab.reports.pictures.timings import (
 from lab.reports.recorded import read_run
 from lab.reports.timings import figures
 from lab.timing import L2, Ceilings, Clock, Method, measure_ceilings, roofline
-from lab.timing.clocks import MOST_APART_PERCENT, apart_percent
 from lab.timing.forward import time_forward
 from lab.workloads import GEOMETRIES, Batch, ForwardCase, geometry, scenario
 from lab.workloads.mla_case import MLACase
@@ -143,7 +143,7 @@ print(f"{SCENARIO}: floor {floor.floor_us:.1f} µs, bound by {floor.floor_bound}
 # ## Clocks
 #
 # A time over a floor is as good as its clock. The default clock replays calls recorded in a CUDA graph between two events; it
-# needs no profiler. `python -m lab.timing.clocks` times the same work by every clock and L2 state of the lab:
+# needs no profiler. `python -m lab.experiments.clocks` times the same work by every clock and L2 state of the lab:
 
 # %%
 clocks = json.loads((RESULTS / "clocks.json").read_text(encoding="utf-8"))

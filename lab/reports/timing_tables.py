@@ -72,27 +72,14 @@ PLAIN_COLUMNS: Columns = {
 }
 
 
-def _with_note(heading: str, note: Callable[[Row], str]) -> Callable[[Row], Cell]:
-    """Return a column with a note in brackets after its text, where there is one."""
+def _noted(heading: str, note: str, unit: str = "") -> Callable[[Row], Cell]:
+    """Return a column with another one's text in brackets after its own, where there is one."""
 
     def cell(row: Row) -> Cell:
-        said, noted = GPU_COLUMNS[heading](row), note(row)
-        return Cell(f"{said.text} ({noted})", said.number) if noted else said
+        said, noted = GPU_COLUMNS[heading](row), GPU_COLUMNS[note](row).text + unit
+        return said if noted in (ABSENT + unit, said.text) else Cell(f"{said.text} ({noted})", said.number)
 
     return cell
-
-
-def _text(heading: str, unit: str = "") -> Callable[[Row], str]:
-    def text(row: Row) -> str:
-        said = GPU_COLUMNS[heading](row).text
-        return "" if said == ABSENT else f"{said}{unit}"
-
-    return text
-
-
-def _kernel(row: Row) -> str:
-    kernel = _text("kernel")(row)
-    return "" if kernel == implementation_of(row) else kernel
 
 
 def _median(row: Row) -> Cell:
@@ -108,14 +95,14 @@ def narrow_columns(settings: Sequence[str]) -> Columns:
     """
     return {
         "scenario": GPU_COLUMNS["scenario"],
-        "implementation": _with_note("implementation", _kernel),
+        "implementation": _noted("implementation", "kernel"),
         **{name: SETTINGS[name] for name in settings},
         **{heading: GPU_COLUMNS[heading] for heading in ("requests", "query tokens", "keys")},
         "median, µs": _median,
         "IQR, %": GPU_COLUMNS["IQR, %"],
-        "GB/s": _with_note("GB/s", _text("% of memory", " %")),
-        "TFLOP/s": _with_note("TFLOP/s", _text("% of matrix", " %")),
-        "floor, µs": _with_note("floor, µs", _text("bound by")),
+        "GB/s": _noted("GB/s", "% of memory", " %"),
+        "TFLOP/s": _noted("TFLOP/s", "% of matrix", " %"),
+        "floor, µs": _noted("floor, µs", "bound by"),
         "floor / median, %": _fact("floor_percent", 1),
         **{heading: GPU_COLUMNS[heading] for heading in ("MB", "GFLOP", "launches", "host, µs")},
     }

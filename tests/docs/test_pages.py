@@ -103,8 +103,8 @@ CHECKED = "<!-- checked, not run: it takes long -->\n"
         (f"{CHECKED}```sh\npython -m lab.checks my.kernel --level fuller\n```\n", "invalid choice: 'fuller'"),
         (f"{CHECKED}```sh\npython -m lab.cheks my.kernel\n```\n", "there is no module lab.cheks"),
         (f"{CHECKED}```sh\npython -m lab.checks my.kernal\n```\n", "my.kernal cannot be imported"),
-        (f"{CHECKED}```sh\npython -m lab.timing.ab decode/llama-3.1-8b/64q1s4kk a b\n```\n", "64q1s4kk"),
-        (f"{CHECKED}```sh\npython -m lab.timing.ab decode/llama-9/64q1s4k a b\n```\n", "llama-9"),
+        (f"{CHECKED}```sh\npython -m lab.reports.ab decode/llama-3.1-8b/64q1s4kk a b\n```\n", "64q1s4kk"),
+        (f"{CHECKED}```sh\npython -m lab.reports.ab decode/llama-9/64q1s4k a b\n```\n", "llama-9"),
         (
             f"{CHECKED}```sh\npython -m lab.reports.compare befour.json after.json\n```\n",
             "there is no file befour.json",

@@ -1,12 +1,13 @@
-"""A change of SGLang's, what it is asked, and the words that all of them share."""
+"""A change of SGLang's, the question that the lab asks of it, and what the five of them share."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lab.reports.changes.verdicts import Answer
 
 Row = Mapping[str, Any]  # of a list in a recording
+RowPair = tuple[Row, Row]  # without the change and with it, at one point
 Recording = Mapping[str, Any]
 Recordings = Mapping[str, Recording]  # by the name of the experiment's module
 
@@ -35,9 +36,22 @@ class Change:
     beside: tuple[str, ...] = ()
 
 
+def pairs(rows: Sequence[Row], point: Callable[[Row], Hashable], arm: str, before: str, after: str) -> list[RowPair]:
+    """Return the rows of two arms at each point that has both, in the order of the first arm's rows.
+
+    Args:
+        point: of a row, what its point is.
+        arm: the key of a row's arm; `before` and `after` are two of its values.
+    """
+    changed = {point(row): row for row in rows if row[arm] == after}
+    return [(row, changed[point(row)]) for row in rows if row[arm] == before and point(row) in changed]
+
+
 def requests_in_words(count: int) -> str:
+    """Return "1 request" or "8 requests"."""
     return f"{count} request{'' if count == 1 else 's'}"
 
 
 def in_words(mode: str) -> str:
+    """Return a mode's name without underscores."""
     return mode.replace("_", " ")

@@ -1,6 +1,8 @@
 """Change 24566: draft extend on the decode kernel."""
 
-from lab.reports.changes.change import Change, Recording, Recordings, Row
+from operator import itemgetter
+
+from lab.reports.changes.change import Change, Recording, Recordings, Row, pairs
 from lab.reports.changes.verdicts import Answer, Aspect, compared, microseconds
 from lab.timing.statistics import Times
 
@@ -8,14 +10,14 @@ from lab.timing.statistics import Times
 def judge_decode_kernel(recordings: Recordings) -> Answer:
     """Compare the context call with the decode call at every point that has both."""
     recording = recordings["draft_extend_kernels"]
-    rows = {(row["q_len"], row["requests"], row["kv_len"], row["arm"]): row for row in recording["rows"]}
+    point = itemgetter("q_len", "requests", "kv_len")
     observations = []
-    for q_len, requests, kv_len in sorted({point[:3] for point in rows}):
-        context, decode = (rows.get((q_len, requests, kv_len, arm)) for arm in ("context", "decode"))
-        if context and decode:
-            where = f"{requests} × {kv_len:,} keys, q {q_len}"
-            times = Times.of_row(context), Times.of_row(decode)
-            observations.append(compared(f"MHA, q {q_len}", where, {"": times}))
+    for context, decode in sorted(
+        pairs(recording["rows"], point, "arm", "context", "decode"), key=lambda pair: point(pair[0])
+    ):
+        q_len, requests, kv_len = point(context)
+        times = Times.of_row(context), Times.of_row(decode)
+        observations.append(compared(f"MHA, q {q_len}", f"{requests} × {kv_len:,} keys, q {q_len}", {"": times}))
     aspect = Aspect("The decode call takes less GPU time than the context call.", tuple(observations))
     setting = (
         f"Draft extend V2, one layer of {recording['geometry']} on one rank of {recording['tensor_parallel']}, q query rows "

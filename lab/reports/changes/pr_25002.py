@@ -1,8 +1,9 @@
 """Change 25002: draft extend V2 in a CUDA graph."""
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 
-from lab.reports.changes.change import Change, Recording, Recordings, Row, in_words, requests_in_words
+from lab.reports.changes.change import Change, Recording, Recordings, Row, in_words, pairs, requests_in_words
 from lab.reports.changes.verdicts import Answer, Aspect, Observation, compared, microseconds
 from lab.timing.statistics import Times
 
@@ -52,26 +53,21 @@ def judge_draft_extend_graph(recordings: Recordings) -> Answer:
 def _eager_against_graph(
     recording: Recording, modes: Sequence[str], times_of: Callable[[Row], Times]
 ) -> list[Observation]:
-    rows = {(row["mode"], row["batch_size"], row["arm"]): row for row in recording["modes"]}
     found = []
-    for mode, size, arm in rows:
-        graph = rows.get((mode, size, "graph"))
-        if arm == "eager" and mode in modes and graph is not None:
-            where = f"{in_words(mode)}, {requests_in_words(size)}"
-            times = times_of(rows[mode, size, arm]), times_of(graph)
-            found.append(compared(f"MHA, {in_words(mode)}", where, {"": times}))
+    for eager, graph in pairs(recording["modes"], itemgetter("mode", "batch_size"), "arm", "eager", "graph"):
+        if eager["mode"] in modes:
+            mode = in_words(eager["mode"])
+            where = f"{mode}, {requests_in_words(eager['batch_size'])}"
+            found.append(compared(f"MHA, {mode}", where, {"": (times_of(eager), times_of(graph))}))
     return found
 
 
 def _form_against_form(recording: Recording, before: str, after: str) -> list[Observation]:
-    rows = {(row["batch_size"], row["num_draft_tokens"], row["form"]): row for row in recording["forms"]}
     found = []
-    for size, width, form in rows:
-        changed = rows.get((size, width, after))
-        if form == before and changed is not None:
-            where = f"{requests_in_words(size)}, {width} draft tokens"
-            times = Times.of_row(rows[size, width, form]), Times.of_row(changed)
-            found.append(compared(f"MHA, {width} draft tokens", where, {"": times}))
+    for row, changed in pairs(recording["forms"], itemgetter("batch_size", "num_draft_tokens"), "form", before, after):
+        width = f"{row['num_draft_tokens']} draft tokens"
+        times = Times.of_row(row), Times.of_row(changed)
+        found.append(compared(f"MHA, {width}", f"{requests_in_words(row['batch_size'])}, {width}", {"": times}))
     return found
 
 

@@ -1,9 +1,9 @@
 """Change 25925: verify planned on a second stream."""
 
 from collections.abc import Sequence
-from typing import Any
+from operator import itemgetter
 
-from lab.reports.changes.change import Change, Recordings, Row, requests_in_words
+from lab.reports.changes.change import Change, Recordings, Row, pairs, requests_in_words
 from lab.reports.changes.verdicts import Answer, Aspect, Observation, compared, microseconds, stated
 from lab.timing.statistics import Times
 
@@ -58,21 +58,17 @@ def _fix_up(row: Row) -> Observation:
 
 
 def _planned(arms: Sequence[Row], drafts: str, start: str) -> list[Observation]:
-    rows = {_plan_point(row): row for row in arms}
     found = []
-    for row in arms:
-        planned = rows.get((*_plan_point(row)[:-1], start))
-        if row["drafts"] == drafts and row["start"] == "in line" and planned is not None:
+    for row, planned in pairs(
+        arms, itemgetter("draft_us", "verify_us", "drafts", "builder"), "start", "in line", start
+    ):
+        if row["drafts"] == drafts:
             clocks = {
                 "in the profile": (_iterations(row), _iterations(planned)),
                 "without it": (_unprofiled(row), _unprofiled(planned)),
             }
             found.append(compared(_plan_group(row), _plan_where(row), clocks))
     return found
-
-
-def _plan_point(row: Row) -> tuple[Any, ...]:
-    return row["draft_us"], row["verify_us"], row["drafts"], row["builder"], row["start"]
 
 
 def _iterations(row: Row) -> Times:

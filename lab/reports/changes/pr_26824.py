@@ -1,6 +1,8 @@
 """Change 26824: no copy of the lengths to the host."""
 
-from lab.reports.changes.change import Change, Recordings, Row, requests_in_words
+from operator import itemgetter
+
+from lab.reports.changes.change import Change, Recordings, Row, pairs, requests_in_words
 from lab.reports.changes.verdicts import Answer, Aspect, Observation, compared, microseconds, stated
 from lab.timing.statistics import Times
 
@@ -8,25 +10,24 @@ from lab.timing.statistics import Times
 def judge_length_copy(recordings: Recordings) -> Answer:
     """Compare steps of a decode loop with the copy and without it, and what the mask costs that is filled in its stead."""
     recording = recordings["length_copy"]
-    rows = {(row["gpu_us"], row["host_us"], row["arm"]): row for row in recording["arms"]}
-    pairs = {
-        f"{gpu_us:g} µs of GPU work, {host_us:g} of host work": (row, rows[gpu_us, host_us, "without the copy"])
-        for (gpu_us, host_us, arm), row in rows.items()
-        if arm == "with the copy" and (gpu_us, host_us, "without the copy") in rows
+    arms = recording["arms"]
+    points = {
+        f"{row['gpu_us']:g} µs of GPU work, {row['host_us']:g} of host work": (row, other)
+        for row, other in pairs(arms, itemgetter("gpu_us", "host_us"), "arm", "with the copy", "without the copy")
     }
     full = [mask for mask in recording["verify_masks"] if mask["form"] == "full"]
     aspects = (
         Aspect(
             "Without the copy no step waits for the GPU.",
-            tuple(_waits(where, *pair) for where, pair in pairs.items()),
+            tuple(_waits(where, *pair) for where, pair in points.items()),
         ),
-        Aspect("Without the copy a step is shorter.", tuple(_steps(where, *pair) for where, pair in pairs.items())),
+        Aspect("Without the copy a step is shorter.", tuple(_steps(where, *pair) for where, pair in points.items())),
         Aspect(
             "Filling the preallocated mask whole, as 0.5.13 does in each step, costs less than that saves.",
-            tuple(_pays(where, *pair, full[0]["fill_us"]) for where, pair in pairs.items() if full),
+            tuple(_pays(where, *pair, full[0]["fill_us"]) for where, pair in points.items() if full),
         ),
     )
-    first = recording["arms"][0]
+    first = arms[0]
     setting = (
         f"A decode loop of {requests_in_words(first['batch_size'])} of {first['seq_len']:,} tokens, "
         f"{first['num_draft_tokens']} draft tokens, with a stand-in for the forward pass; first times from a profile, second "

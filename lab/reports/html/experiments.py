@@ -60,11 +60,8 @@ def experiment_of(file: RecordedFile) -> ExperimentPart:
 
 def _question(name: str) -> str:
     """Return the first sentence of the module that wrote the file, read and not imported: some need more than the page does."""
-    for package in ("lab.experiments", "lab.timing"):
-        found = importlib.util.find_spec(f"{package}.{name}") if name.isidentifier() else None
-        if found is not None and found.origin is not None:
-            return _first_line(found.origin)
-    return ""
+    found = importlib.util.find_spec(f"lab.experiments.{name}") if name.isidentifier() else None
+    return "" if found is None or found.origin is None else _first_line(found.origin)
 
 
 def _first_line(path: str) -> str:

@@ -1,4 +1,4 @@
-"""What the judge said, as tables: of each run, of each check, of what was wrong, of what was refused."""
+"""Tables of the judge's reports: runs, checks, faults, refusals."""
 
 import math
 from collections import Counter
@@ -48,7 +48,7 @@ class CheckRow:
 
 
 def check_rows(records: Sequence[RecordedFile]) -> list[CheckRow]:
-    """All of them, run by run."""
+    """Return the checks of all files, run by run."""
     rows = []
     for record in records:
         cases: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
@@ -62,7 +62,7 @@ def check_rows(records: Sequence[RecordedFile]) -> list[CheckRow]:
 
 
 def summary_table(records: Sequence[RecordedFile]) -> Table:
-    """One row per run of the judge."""
+    """Make a table of one row per run of the judge."""
     rows = check_rows(records)
 
     def counted(record: RecordedFile, outcome: str) -> int:
@@ -87,7 +87,7 @@ def summary_table(records: Sequence[RecordedFile]) -> Table:
 
 
 def verdict_table(records: Sequence[RecordedFile]) -> Table:
-    """One row per run, check and function."""
+    """Make a table of one row per run, check and function."""
     names = {check.key: check.name for check in checks()}
     columns: Columns = {
         "run": lambda row: words(row.record.name),
@@ -106,7 +106,7 @@ def verdict_table(records: Sequence[RecordedFile]) -> Table:
 
 
 def fault_table(records: Sequence[RecordedFile]) -> Table:
-    """What was wrong: one row per run, check, function, verdict and citation, with its worst case."""
+    """Make a table of faults: one row per run, check, function, verdict and citation, with its worst case."""
     grouped: dict[tuple[str, ...], list[tuple[RecordedFile, Mapping[str, Any]]]] = {}
     for row in check_rows(records):
         for case in row.cases:
@@ -130,7 +130,7 @@ def fault_table(records: Sequence[RecordedFile]) -> Table:
 
 
 def decline_table(records: Sequence[RecordedFile]) -> Table:
-    """What was refused, with its reason, most frequent first."""
+    """Make a table of what was refused, with its reason, most frequent first."""
     refused = [
         (record, reason, count)
         for record in records
@@ -147,7 +147,7 @@ def decline_table(records: Sequence[RecordedFile]) -> Table:
 
 
 def survey_table(records: Sequence[RecordedFile]) -> Table:
-    """Verdicts of forward passes by mode, and of graphs by story."""
+    """Make a table of recorded surveys: verdicts of forward passes by mode, and of graphs by story."""
     counted = [
         (record, what, counts)
         for record in records
@@ -166,13 +166,13 @@ def survey_table(records: Sequence[RecordedFile]) -> Table:
 
 
 def cited_findings(records: Sequence[RecordedFile]) -> list[Finding]:
-    """Every finding that a case cites, in the order of its number."""
+    """Return every finding that a case cites, in the order of its number."""
     cited = {finding for row in check_rows(records) for finding in row.findings}
     return sorted(cited, key=lambda finding: (finding.path, finding.order))
 
 
 def verdict_cells(records: Sequence[RecordedFile]) -> Iterator[VerdictCell]:
-    """For the picture: a cell per run and function, and check."""
+    """Yield the picture's cells: one per run and function, and check."""
     for row in check_rows(records):
         yield VerdictCell(
             f"{row.record.name.rpartition('/')[2]}: {_function(row.check['interface'])}",
@@ -183,7 +183,7 @@ def verdict_cells(records: Sequence[RecordedFile]) -> Iterator[VerdictCell]:
 
 
 def _counts(counts_of: Callable[[Any], Mapping[str, int]]) -> Columns:
-    """A column per outcome, of a record's counts."""
+    """Return a column per outcome, of a record's counts."""
 
     def column(outcome: str) -> Callable[[Any], Cell]:
         return lambda record: number(counts_of(record).get(outcome, 0))
@@ -196,7 +196,7 @@ def _implementation(record: RecordedFile) -> Cell:
 
 
 def _function(name: str) -> str:
-    """As the judge's own table has it; the name itself of a function that this version of the lab does not know."""
+    """Return the name that the judge's own table has; the given one if this version of the lab does not know it."""
     known = {interface.value: interface.name.lower() for interface in Interface}
     return known.get(name, name)
 

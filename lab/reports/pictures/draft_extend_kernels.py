@@ -1,6 +1,6 @@
 """Draft extend on the decode call against the context call: maps over requests and keys, and cuts through one point.
 
-Matplotlib figures, 8 inches wide: legible where they are shown 800 pixels wide. Rows are those of
+Rows are those of
 `results/<gpu>/draft_extend_kernels.json`, as `lab.experiments.draft_extend_kernels` writes them.
 """
 
@@ -12,21 +12,21 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import NullLocator
 
 from lab.reports.pictures.style import (
     COLOURS,
-    DOTS_PER_INCH,
     FONT_POINTS,
     TEXT_COLOUR,
     legend_below,
+    line_key,
     logarithmic,
+    new_figure,
     plain,
+    write_in_cell,
 )
 
-WIDTH_INCHES = 8.0
 PANELS_PER_LINE = 3
 DECODE_COLOUR, CONTEXT_COLOUR = COLOURS[0], COLOURS[1]
 # Of each arm: colour, marker. Arms of other names take the colours that are left.
@@ -65,7 +65,7 @@ SHARE_BANDS = (
 
 
 def crossover_figure(rows: Iterable[Mapping[str, Any]], title: str) -> Figure:
-    """How many times as long the context call takes: a panel per number of query rows, requests over keys.
+    """Draw the context call's time over the decode call's: a panel per number of query rows, requests over keys.
 
     A cell is a `Rectangle` whose gid is "<requests> <keys> <query rows>"; one that was not measured has none.
 
@@ -88,7 +88,7 @@ def crossover_figure(rows: Iterable[Mapping[str, Any]], title: str) -> Figure:
 
 
 def floor_share_figure(rows: Iterable[Mapping[str, Any]], title: str, q_lens: Sequence[int] = (1, 8, 32)) -> Figure:
-    """The floor in percent of each call's time, 100 being the limit: a line of panels per call, one per query rows.
+    """Draw the floor in percent of each call's time, 100 being the limit: a line of panels per call, one per query rows.
 
     Cells as in `crossover_figure`, their gid with the arm before it.
 
@@ -109,7 +109,7 @@ def floor_share_figure(rows: Iterable[Mapping[str, Any]], title: str, q_lens: Se
 
 
 def point_figure(rows: Iterable[Mapping[str, Any]], title: str, requests: int, kv_len: int, q_len: int) -> Figure:
-    """Two cuts through one point: each arm's time over the query rows, and over the keys; and the floor.
+    """Draw two cuts through one point: each arm's time over the query rows, and over the keys; and the floor.
 
     Raises:
         ValueError: the point was not measured; says what was.
@@ -121,7 +121,7 @@ def point_figure(rows: Iterable[Mapping[str, Any]], title: str, requests: int, k
         listed = (sorted({point[place] for point in measured}) for place in range(3))
         known = "; ".join(f"{name} {values}" for name, values in zip(chosen, listed, strict=True))
         raise ValueError(f"no recorded point has {chosen}: there are {known}, but not in every combination")
-    figure = _figure(title, height_inches=3.4)
+    figure = new_figure(title, height_inches=3.4)
     panels = figure.subplots(1, 2, sharey=True)
     names = {"q_len": "query rows per request", "kv_len": "keys per request"}
     looks = _looks(rows)
@@ -144,11 +144,10 @@ def point_figure(rows: Iterable[Mapping[str, Any]], title: str, requests: int, k
     panels[0].set_ylabel("GPU time of one layer, µs", fontsize=FONT_POINTS)
     kernels = {row["arm"]: row["kernel"] for row in rows}
     keys = [
-        Line2D([], [], color=colour, marker=marker, markersize=4.5, linewidth=1.4, label=f"{arm}: {kernels[arm]}")
-        for arm, (colour, marker) in looks.items()
+        line_key(f"{arm}: {kernels[arm]}", colour, marker, markersize=4.5) for arm, (colour, marker) in looks.items()
     ]
-    keys.append(Line2D([], [], color=TEXT_COLOUR, linestyle="--", label="floor"))
-    legend_below(figure, keys, len(keys), FONT_POINTS - 0.5)
+    keys.append(line_key("floor", TEXT_COLOUR, linestyle="--", linewidth=1.5))
+    legend_below(figure, keys, len(keys), fontsize=FONT_POINTS - 0.5)
     return figure
 
 
@@ -159,11 +158,11 @@ def _map_figure(
     in_words: Callable[[float], str],
     is_framed: Callable[[float], bool] = lambda value: False,
 ) -> Figure:
-    """Panels by their words: query rows, and a value for each measured (requests, keys)."""
+    """Draw panels, given by their words: query rows, and a value for each measured (requests, keys)."""
     measured = {point for _, values in panels.values() for point in values}
     counts, keys = sorted({requests for requests, _ in measured}), sorted({kv_len for _, kv_len in measured})
     lines = -(-len(panels) // PANELS_PER_LINE)
-    figure = _figure(title, height_inches=1.15 + lines * (0.4 + 0.24 * len(counts) + 0.25))
+    figure = new_figure(title, height_inches=1.15 + lines * (0.4 + 0.24 * len(counts) + 0.25))
     grid = figure.subplots(lines, min(PANELS_PER_LINE, len(panels)), sharex=True, sharey=True, squeeze=False)
     for axes in grid.flat[len(panels) :]:
         axes.set_axis_off()
@@ -189,14 +188,7 @@ def _map_figure(
         axes.set_xlabel("keys per request", fontsize=FONT_POINTS)
     handles = [Patch(facecolor=band.colour, edgecolor="#BBBBBB", linewidth=0.5, label=band.words) for band in bands]
     handles.append(Patch(label="not measured", **NOT_MEASURED))
-    figure.legend(
-        handles=handles,
-        loc="outside lower center",
-        ncols=len(handles),
-        frameon=False,
-        fontsize=FONT_POINTS,
-        columnspacing=1.2,
-    )
+    legend_below(figure, handles, len(handles), columnspacing=1.2)
     return figure
 
 
@@ -207,16 +199,8 @@ def _draw_cell(axes: Axes, corner: tuple[int, int], colour: str, words: str, gid
         axes.add_patch(Rectangle(inner, 0.92, 0.9, fill=False, edgecolor="black", linewidth=1.3))
     red, green, blue = to_rgb(colour)
     luma = 0.299 * red + 0.587 * green + 0.114 * blue  # ITU-R BT.601
-    axes.text(
-        corner[0] + 0.5,
-        corner[1] + 0.47,
-        words,
-        ha="center",
-        va="center",
-        fontsize=FONT_POINTS - 0.5,
-        weight="bold" if framed else "normal",
-        color="black" if luma > 0.45 else "white",
-    )
+    look = {"weight": "bold" if framed else "normal", "color": "black" if luma > 0.45 else "white"}
+    write_in_cell(axes, corner[0] + 0.5, corner[1] - 0.06, words, fontsize=FONT_POINTS - 0.5, **look)
 
 
 def _by_point(rows: Iterable[Mapping[str, Any]], arm: str, value: str) -> dict[Point, float]:
@@ -228,7 +212,7 @@ def _at_q_len(values: Mapping[Point, float], q_len: int) -> dict[tuple[int, int]
 
 
 def _looks(rows: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, str]]:
-    """Colour and marker of each arm, in the order of the rows."""
+    """Return colour and marker of each arm, in the order of the rows."""
     arms = list(dict.fromkeys(row["arm"] for row in rows))
     others = [arm for arm in arms if arm not in ARMS]
     return {arm: ARMS.get(arm) or OTHER_ARMS[others.index(arm) % len(OTHER_ARMS)] for arm in arms}
@@ -239,7 +223,7 @@ def _by(name: str) -> Callable[[Mapping[str, Any]], Any]:
 
 
 def _counted(name: str, count: int) -> str:
-    """In words: a row's `requests`, `kv_len` or `q_len`."""
+    """Return such as "8 query rows" for a row's `requests`, `kv_len` or `q_len`."""
     noun = {"requests": "request", "kv_len": "key", "q_len": "query row"}[name]
     return f"{_short(count)} {noun}{'' if count == 1 else 's'}"
 
@@ -249,7 +233,7 @@ def _rows_in_words(q_len: int) -> str:
 
 
 def _ratio_in_words(ratio: float) -> str:
-    """Two digits, or as many as tell it from 1."""
+    """Return two digits, or as many as tell the ratio from 1."""
     if ratio < 1:
         return f"{ratio:.2f}" if ratio < 0.995 else f"{ratio:.3f}"
     return f"{ratio:.1f}" if ratio < 9.95 else f"{ratio:.0f}"
@@ -257,9 +241,3 @@ def _ratio_in_words(ratio: float) -> str:
 
 def _short(number: int) -> str:
     return f"{number // 1024}K" if number >= 1024 and number % 1024 == 0 else str(number)
-
-
-def _figure(title: str, height_inches: float) -> Figure:
-    figure = Figure(figsize=(WIDTH_INCHES, height_inches), dpi=DOTS_PER_INCH, layout="constrained")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=FONT_POINTS + 1.5, color=TEXT_COLOUR)
-    return figure

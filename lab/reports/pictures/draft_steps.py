@@ -1,7 +1,6 @@
-"""What a multi-step draft's metadata consists of and what of it is read, drawn; and what each part takes, from recorded rows.
+"""The metadata of a multi-step draft, which parts of it are read, and the time that each part takes.
 
-Matplotlib figures, 8 inches wide: legible where they are shown 800 pixels wide. Rows are those of
-`results/<gpu>/draft_steps.json`, as `lab.experiments.draft_steps` writes them.
+Rows are those of `results/<gpu>/draft_steps.json`, as `lab.experiments.draft_steps` writes them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +9,6 @@ from typing import Any
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
 
@@ -18,16 +16,22 @@ from lab.metadata import ForwardBatch, KVPool, TRTLLMMHAMetadata
 from lab.metadata.speculation.draft_steps import DraftBuffers, DraftStep, PreparedDraft
 from lab.reports.pictures.style import (
     COLOURS,
-    DOTS_PER_INCH,
     FONT_POINTS,
     TEXT_COLOUR,
+    cell_axes,
+    legend_at_bottom,
     legend_below,
+    line_key,
     logarithmic,
+    new_figure,
     plain,
+    requests_in_words,
     row_label,
+    write_after,
+    write_heading,
+    write_in_cell,
 )
 
-WIDTH_INCHES = 8.0
 LABEL_INCHES = 1.75
 ROW_INCHES = 0.22
 HEADING_INCHES = 0.85  # title, and whose the columns are
@@ -54,7 +58,7 @@ LISTS = (("serial", "serial, as SGLang's was", COLOURS[1], "o"), ("spread", "eac
 def built_figure(
     batch: ForwardBatch, pool: KVPool, prepared: PreparedDraft, buffers: DraftBuffers, title: str
 ) -> Figure:
-    """What the common template makes for each step: the page table, which is read, and the ragged list, which is not.
+    """Draw what the common template makes for each step: the page table, which is read, and the ragged list, which is not.
 
     A slot of a list is a `Rectangle` whose gid is "list <step> <request> <slot>", a page's is "page <step> <request> <page>".
 
@@ -78,7 +82,15 @@ def built_figure(
             f"the requests take {slots} slots side by side, more than {MOST_SLOTS}, which is as many as can be read: draw "
             "fewer or shorter requests, on smaller pages"
         )
-    figure, axes = _strip(max(slots, FEWEST_SLOTS), LINES_PER_STEP * num_lists - 1, title)
+    figure, axes = cell_axes(
+        (0, max(slots, FEWEST_SLOTS)),
+        LINES_PER_STEP * num_lists - 1,
+        line_inches=ROW_INCHES,
+        label_inches=LABEL_INCHES,
+        heading_inches=HEADING_INCHES,
+        legend_inches=LEGEND_INCHES,
+    )
+    write_heading(figure, title)
     for i, start in enumerate(starts):
         words = f"request {i}: {prefix_lens[i]} tokens"
         axes.text(start, -0.55, words, fontsize=FONT_POINTS, weight="bold", color=TEXT_COLOUR, va="center")
@@ -97,33 +109,18 @@ def built_figure(
                 style = DEAD if place < prefix_lens[request] else DEAD_DRAFTED
                 gid = f"list {step} {request} {slot}"
                 axes.add_patch(Rectangle((start + place, line + 2.05), 1, 0.85, linewidth=0.8, gid=gid, **style))
-                _write(axes, start + place + 0.5, line + 2, str(slot), DEAD_TEXT)
+                write_in_cell(axes, start + place + 0.5, line + 2, str(slot), color=DEAD_TEXT)
     keys: list[Artist] = [
         Patch(label="page, read by the attention", **READ),
         Patch(label="slot of the prefix, read by nobody", **DEAD),
         Patch(label="slot of a drafted token, read by nobody", **DEAD_DRAFTED),
     ]
-    figure.legend(handles=keys, loc="lower center", ncols=3, frameon=False, fontsize=FONT_POINTS, columnspacing=1.3)
+    legend_at_bottom(figure, keys, 3, columnspacing=1.3)
     return figure
 
 
-def _strip(slots: int, num_lines: int, title: str) -> tuple[Figure, Axes]:
-    """Axes of one unit per slot and per line, lines downwards."""
-    body_inches = num_lines * ROW_INCHES
-    height = HEADING_INCHES + body_inches + LEGEND_INCHES
-    figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DOTS_PER_INCH)
-    label_share = LABEL_INCHES / WIDTH_INCHES
-    axes = figure.add_axes((label_share, LEGEND_INCHES / height, 0.99 - label_share, body_inches / height))
-    axes.set(xlim=(0, slots), ylim=(num_lines, 0))
-    axes.set_axis_off()
-    figure.text(
-        0.02, 1 - 0.2 / height, title, fontsize=FONT_POINTS + 2.5, weight="bold", color=TEXT_COLOUR, va="center"
-    )
-    return figure, axes
-
-
 def _draw_pages(axes: Axes, line: int, starts: Sequence[int], step: int, handed: DraftStep, page_size: int) -> None:
-    """A ruler as long as the kernel is told that a request is, and the pages that it covers."""
+    """Draw a ruler as long as the kernel is told that a request is, and the pages that it covers."""
     metadata = handed.metadata
     if isinstance(metadata, TRTLLMMHAMetadata):
         table, seq_lens = metadata.page_table, metadata.cache_seqlens_int32.tolist()
@@ -138,15 +135,11 @@ def _draw_pages(axes: Axes, line: int, starts: Sequence[int], step: int, handed:
             corner = start + place * page_size, line + 1.05
             gid = f"page {step} {request} {page}"
             axes.add_patch(Rectangle(corner, page_size, 0.85, linewidth=1.2, gid=gid, **READ))
-            _write(axes, corner[0] + page_size / 2, line + 1, f"page {page}", "black")
-
-
-def _write(axes: Axes, x: float, line: float, words: str, colour: str) -> None:
-    axes.text(x, line + 0.5, words, ha="center", va="center", fontsize=FONT_POINTS - 1, color=colour)
+            write_in_cell(axes, corner[0] + page_size / 2, line + 1, f"page {page}")
 
 
 def draft_times_figure(rows: Iterable[Mapping[str, Any]], title: str, *, num_steps: int = 3) -> Figure:
-    """GPU time of one draft's metadata over the length of its requests, by plan: a column per batch size, MHA over MLA.
+    """Draw the GPU time of one draft's metadata over the length of its requests, by plan: columns of batch sizes, MHA over MLA.
 
     Args:
         rows: recorded; those of equal requests, static buffers and so many steps are drawn.
@@ -167,14 +160,14 @@ def draft_times_figure(rows: Iterable[Mapping[str, Any]], title: str, *, num_ste
                 axes.plot(*points, marker=marker, markersize=4, color=colour, label=words, linewidth=1.4)
             tokens, template_us = found["common_template"]
             axes.fill_between(tokens, found["per_step"][1], template_us, color=COLOURS[1], alpha=0.13, linewidth=0)
-    keys: list[Artist] = [_key(words, colour, marker) for _, words, colour, marker in PLANS]
+    keys: list[Artist] = [line_key(words, colour, marker) for _, words, colour, marker in PLANS]
     keys.append(Patch(color=COLOURS[1], alpha=0.13, label="what nobody reads"))
     legend_below(figure, keys, 4)
     return figure
 
 
 def lists_figure(rows: Iterable[Mapping[str, Any]], title: str, *, num_steps: int = 3) -> Figure:
-    """GPU time of the ragged lists alone over the length of the requests, by schedule, and the floor of their bytes.
+    """Draw the GPU time of the ragged lists alone over the length of the requests, by schedule, and the floor of their bytes.
 
     Args, raises: as `draft_times_figure`.
     """
@@ -186,16 +179,14 @@ def lists_figure(rows: Iterable[Mapping[str, Any]], title: str, *, num_steps: in
             axes.plot(*points, marker=marker, markersize=4, color=colour, label=words, linewidth=1.4)
         floor = _points(drawn, value="floor_us", kernel="serial", requests=requests)
         axes.plot(*floor, "--", color=TEXT_COLOUR, linewidth=1.2)
-    keys = [_key(words, colour, marker) for _, words, colour, marker in LISTS]
-    keys.append(
-        Line2D([], [], color=TEXT_COLOUR, linestyle="--", label="floor: the bytes, over the measured bandwidth")
-    )
+    keys = [line_key(words, colour, marker) for _, words, colour, marker in LISTS]
+    keys.append(line_key("floor: the bytes, over the measured bandwidth", TEXT_COLOUR, linestyle="--", linewidth=1.5))
     legend_below(figure, keys, 3)
     return figure
 
 
 def steps_figure(rows: Iterable[Mapping[str, Any]], title: str, *, requests: int, tokens: int) -> Figure:
-    """GPU time of one draft's metadata over `speculative_num_steps`, by plan, at one batch size and length.
+    """Draw the GPU time of one draft's metadata over `speculative_num_steps`, by plan, at one batch size and length.
 
     Raises:
         ValueError: no such row.
@@ -207,7 +198,7 @@ def steps_figure(rows: Iterable[Mapping[str, Any]], title: str, *, requests: int
     ]
     if not drawn:
         raise ValueError(f"no recorded row has {requests} requests of {tokens} tokens")
-    figure = _figure(title, height_inches=2.9)
+    figure = new_figure(title, height_inches=2.9)
     axes_of = dict(zip(("MHA", "MLA"), figure.subplots(1, 2, sharey=True), strict=True))
     for attention, axes in axes_of.items():
         plain(axes)
@@ -221,13 +212,13 @@ def steps_figure(rows: Iterable[Mapping[str, Any]], title: str, *, requests: int
             axes.xaxis.set_major_locator(FixedLocator(points[0]))
         axes.set_xlabel("speculative_num_steps", fontsize=FONT_POINTS)
     axes_of["MHA"].set_ylabel("GPU time of a draft, µs", fontsize=FONT_POINTS)
-    keys = [_key(words, colour, marker) for _, words, colour, marker in PLANS]
+    keys = [line_key(words, colour, marker) for _, words, colour, marker in PLANS]
     legend_below(figure, keys, 3)
     return figure
 
 
 def claim_figure(claim: Mapping[str, Any], title: str) -> Figure:
-    """What skipping the lists saved here, per draft, beside what 26241's description states.
+    """Draw what skipping the lists saved here, per draft, beside what 26241's description states.
 
     Args:
         claim: the recorded `pr_26241`: its stated times per token, and savings on the GPU and on the host in µs.
@@ -237,26 +228,17 @@ def claim_figure(claim: Mapping[str, Any], title: str) -> Figure:
     host = {f"host, {form}": saved for form, saved in claim["host_saving_us_per_draft"].items()}
     bars = gpu | host
     stated_us = claim["implied_saving_us_per_iteration"]
-    figure = _figure(title, height_inches=1.3 + 0.26 * len(bars))
+    figure = new_figure(title, height_inches=1.3 + 0.26 * len(bars))
     axes = figure.add_subplot()
     plain(axes)
     axes.grid(visible=False, axis="y")
     places = range(len(bars))
     axes.barh(places, list(bars.values()), 0.68, color=[COLOURS[0]] * len(gpu) + [COLOURS[4]] * len(host))
     for place, saved in zip(places, bars.values(), strict=True):
-        axes.annotate(
-            f"{saved:,.0f}", (saved, place), (3, 0), textcoords="offset points", va="center", fontsize=FONT_POINTS
-        )
+        write_after(axes, (saved, place), f"{saved:,.0f}")
     axes.axvline(stated_us, color=COLOURS[1], linewidth=1.6, linestyle="--")
-    axes.annotate(
-        f"stated: {stated_us:,.0f}",
-        (stated_us, len(bars) - 1.5),
-        (6, 0),
-        textcoords="offset points",
-        color=COLOURS[1],
-        fontsize=FONT_POINTS + 0.5,
-        va="center",
-    )
+    end = stated_us, len(bars) - 1.5
+    write_after(axes, end, f"stated: {stated_us:,.0f}", gap=6, color=COLOURS[1], fontsize=FONT_POINTS + 0.5)
     axes.set_yticks(places, list(bars), fontsize=FONT_POINTS)
     axes.set_ylim(len(bars) - 0.4, -0.6)
     axes.set_xlim(0, 1.2 * max(*bars.values(), stated_us))
@@ -265,20 +247,20 @@ def claim_figure(claim: Mapping[str, Any], title: str) -> Figure:
 
 
 def _requests(point: str) -> str:
-    """In words: "4x80k/steps3" is 4 requests of 80K."""
+    """Return "4 requests of 80K" for "4x80k/steps3"."""
     count, _, length = point.split("/")[0].partition("x")
-    return f"{count} request{'' if count == '1' else 's'} of {length.upper()}"
+    return f"{requests_in_words(int(count))} of {length.upper()}"
 
 
 def _uniform(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Rows of batches whose requests are equally long."""
+    """Return the rows of batches whose requests are equally long."""
     return [row for row in rows if not row["point"].startswith("trace")]
 
 
 def _points(
     rows: Iterable[Mapping[str, Any]], across: str = "tokens", value: str = "median_us", **wanted: Any
 ) -> tuple[list[float], list[float]]:
-    """x and y of the rows that have the wanted values, in order of x: a column, or "tokens", which is tokens per request."""
+    """Return x and y of the rows with the wanted values, in order of x: a column, or "tokens", which is tokens per request."""
     found = sorted(
         (row["kv_tokens"] / row["requests"] if across == "tokens" else row[across], row[value])
         for row in rows
@@ -289,20 +271,14 @@ def _points(
     return [x for x, _ in found], [y for _, y in found]
 
 
-def _figure(title: str, height_inches: float) -> Figure:
-    figure = Figure(figsize=(WIDTH_INCHES, height_inches), dpi=DOTS_PER_INCH, layout="constrained")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=FONT_POINTS + 1.5, color=TEXT_COLOUR)
-    return figure
-
-
 def _panels(
     rows: Sequence[Mapping[str, Any]], names: Sequence[str], title: str, what: str
 ) -> tuple[Figure, dict[str, dict[int, Axes]]]:
-    """Panels by name and number of requests: tokens across, GPU time upwards, the same axes for all."""
+    """Make panels by name and number of requests: tokens across, GPU time upwards, the same axes for all."""
     counts = _counts_on_the_grid(rows)
     if not counts:
         raise ValueError(f"no recorded row has {what}")
-    figure = _figure(title, height_inches=1.1 + 1.75 * len(names))
+    figure = new_figure(title, height_inches=1.1 + 1.75 * len(names))
     drawn = figure.subplots(len(names), len(counts), sharex=True, sharey=True, squeeze=False)
     panels: dict[str, dict[int, Axes]] = {}
     for name, line in zip(names, drawn, strict=True):
@@ -316,19 +292,15 @@ def _panels(
         axes.xaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_minor_formatter(NullFormatter())
     for count, axes in zip(counts, drawn[0], strict=True):
-        axes.set_title(f"{count} request{'' if count == 1 else 's'}", fontsize=FONT_POINTS + 0.5)
+        axes.set_title(requests_in_words(count), fontsize=FONT_POINTS + 0.5)
     for axes in drawn[-1]:
         axes.set_xlabel("tokens per request", fontsize=FONT_POINTS)
     return figure, panels
 
 
 def _counts_on_the_grid(rows: Iterable[Mapping[str, Any]]) -> list[int]:
-    """Batch sizes that were measured at more than one length."""
+    """Return the batch sizes that were measured at more than one length."""
     lengths: dict[int, set[int]] = {}
     for row in rows:
         lengths.setdefault(row["requests"], set()).add(row["kv_tokens"])
     return sorted(requests for requests, found in lengths.items() if len(found) > 1)
-
-
-def _key(words: str, colour: str, marker: str) -> Line2D:
-    return Line2D([], [], color=colour, marker=marker, markersize=4, linewidth=1.4, label=words)

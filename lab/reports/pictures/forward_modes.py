@@ -1,7 +1,4 @@
-"""Who reads which page in a forward pass, drawn from the metadata that its kernel is handed.
-
-Matplotlib figures, 8 inches wide: legible where they are shown 800 pixels wide.
-"""
+"""The pages and keys that each query row of a forward pass reads, by the metadata that its kernel is handed."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,14 +7,22 @@ from typing import Any
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
 from lab.metadata import ForwardBatch, KVPool, TRTLLMMHAMetadata, plan_calls
 from lab.references.forward_metadata import key_length, query_length
-from lab.reports.pictures.style import DOTS_PER_INCH, FONT_POINTS, TEXT_COLOUR, row_label
+from lab.reports.pictures.style import (
+    FONT_POINTS,
+    TEXT_COLOUR,
+    cell_axes,
+    group_label,
+    legend_at_bottom,
+    mark_key,
+    row_label,
+    write_heading,
+    write_in_cell,
+)
 
-WIDTH_INCHES = 8.0
 LABEL_INCHES = 2.35
 ROW_INCHES = 0.2
 HEADING_INCHES = 0.95  # title, call and offsets
@@ -46,7 +51,7 @@ LEGEND = {
 
 @dataclass(frozen=True)
 class RequestReads:
-    """What one request's query rows read by the metadata, and what they are to read.
+    """The keys that one request's query rows read by the metadata, and those that they must read.
 
     Attributes:
         engine_len: tokens, as the engine's `seq_lens` counts them.
@@ -65,26 +70,26 @@ class RequestReads:
     pages: tuple[int, ...]
 
     def read(self, row: int) -> range:
-        """Positions of the keys that a row reads: a kernel puts the last row at the last key that it is told of."""
+        """Return the positions that a row reads: a kernel puts the last row at the last key that it is told of."""
         return range(max(0, self.kernel_len - (self.rows.stop - 1 - row)))
 
     def wanted(self, row: int) -> range:
-        """Positions that it must read: up to its own token."""
+        """Return the positions that it must read: up to its own token."""
         return range(self.own_position(row) + 1)
 
     def own_position(self, row: int) -> int:
-        """Position of the token that a row is the query of."""
+        """Return the position of the token that a row is the query of."""
         return self.tokens - (self.rows.stop - row)
 
     def kind(self, position: int) -> str:
-        """What is in the slot of a position: a cached token, a new one, or nothing."""
+        """Return "cached", "new" or "empty": the content of a position's slot."""
         if position >= self.tokens:
             return "empty"
         return "new" if position >= self.tokens - self.new else "cached"
 
 
 def request_reads(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata) -> list[RequestReads]:
-    """What each request reads. Which tokens there are comes from the batch, so that wrong metadata shows.
+    """Return what each request reads. The tokens are the batch's, not the metadata's, so that wrong metadata shows.
 
     Args:
         batch, pool: the forward pass, full attention.
@@ -109,7 +114,7 @@ def request_reads(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata
 
 
 def reading_figure(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata, title: str | None = None) -> Figure:
-    """Each request's pages and tokens, and beneath them, a line per query row, the keys that the row reads.
+    """Draw each request's pages and tokens, and beneath them, a line per query row, the keys that the row reads.
 
     Every cell of a query row is a `Rectangle` whose gid is "<kind> <query row> <position>"; kinds are those of `CELLS`.
 
@@ -123,14 +128,21 @@ def reading_figure(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadat
     reads = request_reads(batch, pool, metadata)
     slots = _slots(reads, pool.page_size)
     num_lines = sum(LINES_BEFORE_ROWS + len(each.rows) + 1 for each in reads) or 2
-    body_inches = num_lines * ROW_INCHES
-    height = HEADING_INCHES + body_inches + LEGEND_INCHES
-    figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DOTS_PER_INCH)
-    label_share = LABEL_INCHES / WIDTH_INCHES
-    axes = figure.add_axes((label_share, LEGEND_INCHES / height, 0.99 - label_share, body_inches / height))
-    axes.set(xlim=(0, slots), ylim=(num_lines, 0))
-    axes.set_axis_off()
-    _write_heading(figure, batch, pool, metadata, title)
+    figure, axes = cell_axes(
+        (0, slots),
+        num_lines,
+        line_inches=ROW_INCHES,
+        label_inches=LABEL_INCHES,
+        heading_inches=HEADING_INCHES,
+        legend_inches=LEGEND_INCHES,
+    )
+    calls = " and ".join(each.call.value for each in plan_calls(batch)) or "no call"
+    write_heading(
+        figure,
+        title or batch.forward_mode.name,
+        f"{calls}: max_seq_len_q {metadata.max_seq_len_q}, pages of {pool.page_size} tokens",
+        f"cu_seqlens_q {metadata.cu_seqlens_q.tolist()}, cu_seqlens_k {metadata.cu_seqlens_k.tolist()}",
+    )
     line = 0
     for i, each in enumerate(reads):
         _draw_lengths(axes, line, i, each)
@@ -140,16 +152,14 @@ def reading_figure(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadat
             _draw_row(axes, line + LINES_BEFORE_ROWS + row - each.rows.start, row, each)
         line += LINES_BEFORE_ROWS + len(each.rows) + 1
     if reads:
-        figure.legend(
-            handles=_keys(reads), loc="lower center", ncols=3, frameon=False, fontsize=FONT_POINTS, columnspacing=1.5
-        )
+        legend_at_bottom(figure, _keys(reads), 3, columnspacing=1.5)
     else:
         axes.text(0, 1, "no request: no query row, no key, no kernel", fontsize=FONT_POINTS, color=TEXT_COLOUR)
     return figure
 
 
 def _slots(reads: list[RequestReads], page_size: int) -> int:
-    """Slots side by side."""
+    """Return the number of slots side by side."""
     most = max((len(_columns(each, page_size)) for each in reads), default=0)
     if most > MOST_SLOTS:
         raise ValueError(
@@ -160,43 +170,15 @@ def _slots(reads: list[RequestReads], page_size: int) -> int:
 
 
 def _columns(reads: RequestReads, page_size: int) -> range:
-    """Positions that are drawn: whole pages of what there is, and of what is read."""
+    """Return the positions that are drawn: whole pages of what there is, and of what is read."""
     return range(-(-max(reads.tokens, reads.kernel_len) // page_size) * page_size)
 
 
-def _write_heading(
-    figure: Figure, batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata, title: str | None
-) -> None:
-    height = figure.get_figheight()
-    calls = " and ".join(each.call.value for each in plan_calls(batch)) or "no call"
-    lines = (
-        (title or batch.forward_mode.name, FONT_POINTS + 2.5, "bold"),
-        (f"{calls}: max_seq_len_q {metadata.max_seq_len_q}, pages of {pool.page_size} tokens", FONT_POINTS, "normal"),
-        (
-            f"cu_seqlens_q {metadata.cu_seqlens_q.tolist()}, cu_seqlens_k {metadata.cu_seqlens_k.tolist()}",
-            FONT_POINTS,
-            "normal",
-        ),
-    )
-    for place, (words, points, weight) in enumerate(lines):
-        y = 1 - (0.2 + 0.22 * place) / height
-        figure.text(0.02, y, words, fontsize=points, weight=weight, color=TEXT_COLOUR, va="center")
-
-
 def _draw_lengths(axes: Axes, line: int, request: int, reads: RequestReads) -> None:
-    """Two rulers: how many tokens the engine counts, and how many the kernel is told."""
+    """Draw two rulers: the tokens that the engine counts, and those that the kernel is told."""
     added = reads.kernel_len - reads.engine_len
     sum_of = f" = {reads.engine_len} {'+' if added > 0 else '−'} {abs(added)}" if added else ""
-    axes.annotate(
-        f"request {request}",
-        (0, line + 0.5),
-        (-LABEL_INCHES * 72 + 12, 0),
-        textcoords="offset points",
-        va="center",
-        weight="bold",
-        fontsize=FONT_POINTS,
-        color=TEXT_COLOUR,
-    )
+    group_label(axes, line, f"request {request}", LABEL_INCHES)
     row_label(axes, line, f"engine's seq_lens {reads.engine_len}")
     row_label(axes, line + 1, f"kernel's seq_lens {reads.kernel_len}{sum_of}")
     for place, length, colour in ((line, reads.engine_len, "#888888"), (line + 1, reads.kernel_len, "#000000")):
@@ -212,7 +194,7 @@ def _draw_pages(axes: Axes, line: int, request: int, reads: RequestReads, page_s
         style = {"facecolor": "#E8E8E8", "edgecolor": "#555555"} if live else CELLS["empty"]
         axes.add_patch(Rectangle((first + 0.04, line + 0.05), page_size - 0.08, 0.85, linewidth=0.8, **style))
         words = f"page {reads.pages[column]}" if live else "not in the table"
-        _write(axes, first + page_size / 2, line, words)
+        write_in_cell(axes, first + page_size / 2, line, words)
 
 
 def _draw_tokens(axes: Axes, line: int, reads: RequestReads, num_slots: int) -> None:
@@ -220,7 +202,7 @@ def _draw_tokens(axes: Axes, line: int, reads: RequestReads, num_slots: int) -> 
     for position in range(num_slots):
         _cell(axes, line, position, reads.kind(position))
         if position < reads.tokens:
-            _write(axes, position + 0.5, line, str(position))
+            write_in_cell(axes, position + 0.5, line, str(position))
 
 
 def _draw_row(axes: Axes, line: int, row: int, reads: RequestReads) -> None:
@@ -232,7 +214,7 @@ def _draw_row(axes: Axes, line: int, row: int, reads: RequestReads) -> None:
 
 
 def _row_cells(row: int, reads: RequestReads) -> Iterator[tuple[int, str]]:
-    """Position and kind of each key that the row reads or must read."""
+    """Yield position and kind of each key that the row reads or must read."""
     read, wanted = reads.read(row), reads.wanted(row)
     for position in range(max(len(read), len(wanted))):
         if position not in read:
@@ -247,14 +229,9 @@ def _cell(axes: Axes, line: int, position: int, kind: str, gid: str | None = Non
     axes.add_patch(Rectangle((position, line), 1, 1, linewidth=0.8, gid=gid, **CELLS[kind]))
 
 
-def _write(axes: Axes, x: float, line: int, words: str) -> None:
-    axes.text(x, line + 0.53, words, ha="center", va="center", fontsize=FONT_POINTS - 1, color="black")
-
-
 def _keys(reads: list[RequestReads]) -> list[Artist]:
-    """The legend; errors are explained where there are any."""
+    """Return the legend's keys; errors are explained where there are any."""
     wrong = {kind for each in reads for row in each.rows for _, kind in _row_cells(row, each)}
     shown = [kind for kind in CELLS if kind in ("cached", "new", "empty") or kind in wrong]
     keys: list[Artist] = [Patch(linewidth=0.8, label=LEGEND[kind], **CELLS[kind]) for kind in shown]
-    dot = Line2D([], [], marker="o", color="black", markersize=4, linestyle="none", label="the row's own token")
-    return [*keys, dot]
+    return [*keys, mark_key("the row's own token", "o", color="black", markersize=4)]

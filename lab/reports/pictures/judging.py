@@ -1,7 +1,4 @@
-"""What the judge says, drawn: verdicts of recorded runs, which check finds which mutant, and errors of one output.
-
-Matplotlib figures, 8 inches wide: legible where they are shown 800 pixels wide. All data is passed in.
-"""
+"""Pictures of the judge: verdicts of recorded runs, mutants and the checks that find them, errors of one output."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,9 +12,8 @@ from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from lab.reports.pictures.style import DOTS_PER_INCH, FONT_POINTS, TEXT_COLOUR, legend_below
+from lab.reports.pictures.style import FONT_POINTS, TEXT_COLOUR, legend_below, new_figure, write_in_cell
 
-WIDTH_INCHES = 8.0
 ROW_INCHES = 0.21
 # Blue is found or right, orange is let through or wrong: Okabe and Ito's, which differ in lightness too.
 FOUND, LET_THROUGH, NOTHING, NOT_ASKED = "#0072B2", "#E69F00", "#FFFFFF", "#DDDDDD"
@@ -52,7 +48,7 @@ class VerdictCell:
 
 
 def verdict_figure(cells: Sequence[VerdictCell], title: str) -> Figure:
-    """A line per run and function, a column per check; the number is the worst right error, in percent of its bound."""
+    """Draw a line per run and function, a column per check; the number is the worst right error, in percent of its bound."""
     lines, checks = list(dict.fromkeys(cell.line for cell in cells)), _in_catalogue_order(cell.check for cell in cells)
     height = 1.0 + ROW_INCHES * len(lines)
     figure, axes = _figure(title, height)
@@ -62,7 +58,7 @@ def verdict_figure(cells: Sequence[VerdictCell], title: str) -> Figure:
         colour = OUTCOME_COLOURS[cell.outcome]
         axes.add_patch(Rectangle((x, y), 1, 1, facecolor=colour, edgecolor="white", linewidth=1.5))
         if cell.worst_right is not None:
-            axes.text(x + 0.5, y + 0.53, f"{100 * cell.worst_right:.0f}", ha="center", va="center", fontsize=7)
+            write_in_cell(axes, x + 0.5, y, f"{100 * cell.worst_right:.0f}", fontsize=7)
     _label_cells(axes, checks, lines)
     shown = [outcome for outcome in OUTCOME_COLOURS if any(cell.outcome == outcome for cell in cells)]
     _legend(figure, {outcome: OUTCOME_COLOURS[outcome] for outcome in shown})
@@ -70,7 +66,7 @@ def verdict_figure(cells: Sequence[VerdictCell], title: str) -> Figure:
 
 
 def one_for_each_check(records: Sequence[RECORD], checks: Sequence[str]) -> list[RECORD]:
-    """For each check the mutant that the fewest others find, the first of several; none twice if there are enough."""
+    """Return for each check the mutant that the fewest others find, the first of several; none twice if there are enough."""
     chosen: dict[str, RECORD] = {}
     for check in checks:
         found = sorted(
@@ -83,7 +79,7 @@ def one_for_each_check(records: Sequence[RECORD], checks: Sequence[str]) -> list
 
 
 def matrix_figure(records: Sequence[RECORD], checks: Sequence[str], rules: Sequence[str]) -> Figure:
-    """All mutants: a column each, a line per check and, beneath, a line per upstream rule.
+    """Draw all mutants: a column each, a line per check and, beneath, a line per upstream rule.
 
     Args:
         records: rows of results/mutants.json.
@@ -135,7 +131,7 @@ def matrix_figure(records: Sequence[RECORD], checks: Sequence[str], rules: Seque
 
 
 def few_figure(records: Sequence[RECORD], checks: Sequence[str], rules: Sequence[str]) -> Figure:
-    """Named mutants: a line each, a column per check, and at the right a column per upstream rule."""
+    """Draw named mutants: a line each, a column per check, and at the right a column per upstream rule."""
     figure, axes = _figure(
         f"{len(records)} mutants, each with the checks that find it and the rules that it passes",
         1.75 + ROW_INCHES * len(records),
@@ -162,7 +158,7 @@ def few_figure(records: Sequence[RECORD], checks: Sequence[str], rules: Sequence
 
 
 def vector_errors_figure(error: torch.Tensor, bound: torch.Tensor, request_of_row: torch.Tensor, title: str) -> Figure:
-    """The error of each output vector over its bound: a cell per query row and head, blue within the bound, red beyond.
+    """Draw the error of each output vector over its bound: a cell per query row and head, blue within the bound, red beyond.
 
     Args:
         error, bound: relative L2, [num_rows, num_heads]; what is not finite is drawn as the largest.
@@ -199,7 +195,7 @@ def vector_errors_figure(error: torch.Tensor, bound: torch.Tensor, request_of_ro
 def passing_figure(
     passed: Sequence[Sequence[bool]], lengths: Sequence[int], rules: Sequence[str], title: str
 ) -> Figure:
-    """Which rule lets an output pass at which length: a line per rule, a column per length in keys.
+    """Draw the lengths at which each rule lets an output pass: a line per rule, a column per length in keys.
 
     Args:
         passed: per rule, per length.
@@ -217,12 +213,12 @@ def passing_figure(
 
 
 def _in_catalogue_order(keys: Any) -> list[str]:
-    """K1 before K10, and K before L and M."""
+    """Sort keys: K1 before K10, and K before L and M."""
     return sorted(dict.fromkeys(keys), key=lambda key: (key[0], int(key[1:]) if key[1:].isdigit() else 0, key))
 
 
 def _family(record: RECORD) -> str:
-    """What a mutant is of: the columns are grouped by it."""
+    """Return the family of a mutant, by which the columns are grouped."""
     first = record["interface"][0]
     if "mla_decode_metadata" in first or "mha_metadata" in first:
         return "metadata"
@@ -234,7 +230,7 @@ def _family(record: RECORD) -> str:
 
 
 def _by_kills(checks: Sequence[str]) -> Any:
-    """Most checks first, then by which: equal columns come together."""
+    """Return a sorting key: most checks first, then by their names, so that equal columns come together."""
     return lambda record: (-len(record["kills"]), [key not in record["kills"] for key in checks], record["mutant"])
 
 
@@ -273,9 +269,7 @@ def _label_cells(axes: Axes, columns: Sequence[str], lines: Sequence[str]) -> No
 
 
 def _figure(title: str, height_inches: float) -> tuple[Figure, Axes]:
-    """A figure of its own, without pyplot, which would keep it for ever."""
-    figure = Figure(figsize=(WIDTH_INCHES, height_inches), dpi=DOTS_PER_INCH, layout="constrained")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=FONT_POINTS + 1.5, color=TEXT_COLOUR)
+    figure = new_figure(title, height_inches)
     return figure, figure.add_subplot()
 
 

@@ -1,6 +1,6 @@
 """A decode loop that waits for its lengths and one that does not, drawn as a CPU lane and a GPU lane; and verify masks.
 
-Matplotlib figures, 8 inches wide: legible where they are shown 800 pixels wide. Recorded arms are those of
+Recorded arms are those of
 `results/<gpu>/length_copy.json`, as `lab.experiments.length_copy` writes them.
 """
 
@@ -13,13 +13,23 @@ from typing import Any
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
 from lab.metadata.speculation.verify_mask import VerifyMask, VerifyMaskForm, verify_mask_cells
-from lab.reports.pictures.style import COLOURS, DOTS_PER_INCH, FONT_POINTS, TEXT_COLOUR, legend_below, plain
+from lab.reports.pictures.style import (
+    COLOURS,
+    DOTS_PER_INCH,
+    FONT_POINTS,
+    TEXT_COLOUR,
+    WIDTH_INCHES,
+    legend_at_bottom,
+    legend_below,
+    mark_key,
+    new_figure,
+    plain,
+    write_after,
+)
 
-WIDTH_INCHES = 8.0
 STEP_COLOURS = (COLOURS[0], COLOURS[4], COLOURS[2])  # of neighbouring steps
 WAIT: dict[str, Any] = {"facecolor": "white", "edgecolor": "#888888", "hatch": "////", "linewidth": 0.8}
 IDLE_COLOUR = "#F3B8A5"
@@ -34,7 +44,7 @@ MASK_CELLS: dict[str, dict[str, Any]] = {
 
 
 class Lane(enum.Enum):
-    """Who is at work; the value is what the picture says."""
+    """The processor at work; the value is what the picture says."""
 
     CPU = "CPU"
     GPU = "GPU"
@@ -53,7 +63,7 @@ class Span:
 
 @dataclass(frozen=True)
 class LoopExcerpt:
-    """What a picture shows of a loop.
+    """The steps of a loop that a picture shows.
 
     Attributes:
         name: of the loop.
@@ -66,12 +76,12 @@ class LoopExcerpt:
     is_whole: bool = False
 
     def of(self, lane: Lane) -> list[Span]:
-        """In the order of their starts."""
+        """Return a lane's spans in the order of their starts."""
         return sorted((span for span in self.spans if span.lane is lane), key=lambda span: span.start_us)
 
 
 def recorded_excerpt(arm: Mapping[str, Any]) -> LoopExcerpt:
-    """The steps that a recorded arm's `timeline` holds: rows of lane, name, start and duration in µs.
+    """Return the steps that a recorded arm's `timeline` holds: rows of lane, name, start and duration in µs.
 
     Raises:
         ValueError: no steps, or GPU activities that are not equally many for each step.
@@ -102,7 +112,7 @@ def _is_step(lane: str, name: str) -> bool:
 
 
 def _host_spans(step: int, start_us: float, end_us: float, waits: Sequence[tuple[float, float]]) -> list[Span]:
-    """The step's range on the host, cut where it waits."""
+    """Return the step's range on the host, cut where it waits."""
     spans, at_us = [], start_us
     for wait_us, duration_us in sorted(waits):
         if start_us <= wait_us < end_us:
@@ -113,11 +123,11 @@ def _host_spans(step: int, start_us: float, end_us: float, waits: Sequence[tuple
 
 
 def timeline_figure(excerpts: Sequence[LoopExcerpt], title: str) -> Figure:
-    """A CPU lane over a GPU lane for each loop, on one time axis; a step has the same colour in both lanes.
+    """Draw a CPU lane over a GPU lane for each loop, on one time axis; a step has the same colour in both lanes.
 
     A span is a `Rectangle` with the gid "<cpu or gpu> <step>", "wait <step>" where the CPU waits, or "idle" between the GPU's.
     """
-    figure = _figure(title, height_inches=1.15 + 1.15 * len(excerpts))
+    figure = new_figure(title, height_inches=1.15 + 1.15 * len(excerpts))
     lines = figure.subplots(len(excerpts), 1, sharex=True, squeeze=False)[:, 0]
     end_ms = max(span.end_us for excerpt in excerpts for span in excerpt.spans) / 1e3
     for axes, excerpt in zip(lines, excerpts, strict=True):
@@ -173,7 +183,7 @@ def _draw_idle(axes: Axes, excerpt: LoopExcerpt) -> None:
 
 
 def _draw_elsewhere(axes: Axes, excerpt: LoopExcerpt, end_ms: float) -> None:
-    """The time of each lane before and after what is shown."""
+    """Draw the time of each lane before and after what is shown."""
     for place, lane in ((1, Lane.CPU), (0, Lane.GPU)):
         spans = excerpt.of(lane)
         ends = (0.0, spans[0].start_us), (max(span.end_us for span in spans), 1e3 * end_ms)
@@ -187,8 +197,8 @@ def _bar(axes: Axes, place: int, start_us: float, end_us: float, **look: Any) ->
 
 
 def arms_figure(arms: Sequence[Mapping[str, Any]], title: str) -> Figure:
-    """The GPU's time of a step, busy and idle, of each recorded arm; a mark is the step without a profiler."""
-    figure = _figure(title, height_inches=1.2 + 0.33 * len(arms))
+    """Draw the GPU's time of a step, busy and idle, of each recorded arm; a mark is the step without a profiler."""
+    figure = new_figure(title, height_inches=1.2 + 0.33 * len(arms))
     axes = figure.add_subplot()
     plain(axes)
     axes.grid(visible=False, axis="y")
@@ -197,9 +207,8 @@ def arms_figure(arms: Sequence[Mapping[str, Any]], title: str) -> Figure:
         axes.barh(place, step_us - idle_us, 0.68, color=COLOURS[0])
         axes.barh(place, idle_us, 0.68, left=step_us - idle_us, color=IDLE_COLOUR)
         axes.plot(median(arm["unprofiled_step_us"]), place, "|", color="black", markersize=15, markeredgewidth=1.8)
-        words = f"{arm['medians']['idle_percent']:.0f} % idle"
         end_us = max(step_us, median(arm["unprofiled_step_us"]))
-        axes.annotate(words, (end_us, place), (6, 0), textcoords="offset points", va="center", fontsize=FONT_POINTS)
+        write_after(axes, (end_us, place), f"{arm['medians']['idle_percent']:.0f} % idle", gap=6)
     names = [f"GPU {arm['gpu_us']:,.0f}, host {arm['host_us']:,.0f} µs, {arm['arm']}" for arm in arms]
     axes.set_yticks(range(len(arms)), names, fontsize=FONT_POINTS)
     axes.set_ylim(len(arms) - 0.5, -0.5)
@@ -209,7 +218,7 @@ def arms_figure(arms: Sequence[Mapping[str, Any]], title: str) -> Figure:
     keys: list[Artist] = [
         Patch(color=COLOURS[0], label="GPU busy"),
         Patch(color=IDLE_COLOUR, label="GPU idle"),
-        Line2D([], [], marker="|", color="black", markersize=12, linestyle="none", label="step without the profiler"),
+        mark_key("step without the profiler", "|", color="black", markersize=12),
     ]
     legend_below(figure, keys, 3)
     return figure
@@ -222,7 +231,7 @@ def step_time_figure(
     title: str,
     chosen: int | None = None,
 ) -> Figure:
-    """Time of a step over the number of layers, for two loops; what lies above the GPU's own work is bubble.
+    """Draw the time of a step over the number of layers, for two loops; what lies above the GPU's own work is bubble.
 
     Args:
         num_layers: in order.
@@ -231,7 +240,7 @@ def step_time_figure(
         title: of the picture.
         chosen: a number of layers to mark.
     """
-    figure = _figure(title, height_inches=3.3)
+    figure = new_figure(title, height_inches=3.3)
     axes = figure.add_subplot()
     plain(axes)
     axes.plot(num_layers, gpu_us, "--", color=TEXT_COLOUR, linewidth=1.3, label="GPU work alone")
@@ -255,7 +264,7 @@ def step_time_figure(
 
 
 def verify_mask_figure(masks: Sequence[VerifyMask], seq_lens: Sequence[int], title: str) -> Figure:
-    """What each mask holds for a batch: a block of query rows by keys per request, and how many cells are filled besides.
+    """Draw each mask of a batch: a block of query rows by keys per request, and the number of cells that are filled besides.
 
     A cell is a `Rectangle` whose gid is "<form's name> <request> <row> <column> <prefix, seen or hidden>".
 
@@ -300,12 +309,12 @@ def verify_mask_figure(masks: Sequence[VerifyMask], seq_lens: Sequence[int], tit
         Patch(label="draft token, seen", **MASK_CELLS["seen"]),
         Patch(label="draft token, hidden", **MASK_CELLS["hidden"]),
     ]
-    figure.legend(handles=keys, loc="lower center", ncols=3, frameon=False, fontsize=FONT_POINTS)
+    legend_at_bottom(figure, keys, 3)
     return figure
 
 
 def _mask_blocks(mask: VerifyMask, seq_lens: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Of each request: its block's first cell, columns of the prefix, and all columns."""
+    """Return of each request its block's first cell, the columns of the prefix, and all columns."""
     blocks, cell = [], 0
     for length in seq_lens:
         prefix = length if mask.form is VerifyMaskForm.FULL else 0
@@ -324,9 +333,3 @@ def _draw_mask(axes: Axes, line: float, mask: VerifyMask, blocks: Sequence[tuple
                 gid = f"{mask.form.name} {request} {row} {column} {kind}"
                 axes.add_patch(Rectangle((left + column, line + row), 1, 1, linewidth=0.7, gid=gid, **MASK_CELLS[kind]))
         left += width + 1
-
-
-def _figure(title: str, height_inches: float) -> Figure:
-    figure = Figure(figsize=(WIDTH_INCHES, height_inches), dpi=DOTS_PER_INCH, layout="constrained")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=FONT_POINTS + 1.5, color=TEXT_COLOUR)
-    return figure

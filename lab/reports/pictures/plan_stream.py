@@ -1,7 +1,4 @@
-"""Verify planned beside the draft, drawn: what a plan depends on, two lanes of a recorded iteration, what the overlap saves.
-
-Matplotlib figures, 8 inches wide: legible where they are shown 800 pixels wide.
-"""
+"""Verify planned beside the draft: what a plan depends on, two lanes of a recorded iteration, what the overlap saves."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,12 +7,23 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
-from lab.reports.pictures.style import COLOURS, DOTS_PER_INCH, FONT_POINTS, TEXT_COLOUR, legend_below, plain, row_label
+from lab.reports.pictures.style import (
+    COLOURS,
+    DOTS_PER_INCH,
+    FONT_POINTS,
+    TEXT_COLOUR,
+    WIDTH_INCHES,
+    legend_below,
+    mark_key,
+    new_figure,
+    plain,
+    row_label,
+    write_after,
+    write_in_cell,
+)
 
-WIDTH_INCHES = 8.0
 LANES = ("forward", "plan")  # from the top
 PHASES = {
     "inputs": "#999999",
@@ -33,7 +41,7 @@ Event = Mapping[str, Any]
 
 
 def draft_to_verify_us(events: Iterable[Event]) -> tuple[float, float]:
-    """When the draft ended and when verify began, µs from the iteration's first kernel on."""
+    """Return when the draft ended and when verify began, in µs from the iteration's first kernel on."""
     listed = list(events)
     ended = max(each["start_us"] + each["duration_us"] for each in listed if each["phase"] == "draft")
     return ended, min(each["start_us"] for each in listed if each["phase"] == "verify")
@@ -42,14 +50,14 @@ def draft_to_verify_us(events: Iterable[Event]) -> tuple[float, float]:
 def two_lane_figure(
     timelines: Mapping[str, Sequence[Event]], title: str, window_us: tuple[float, float] | None = None
 ) -> Figure:
-    """Recorded iterations below each other, a lane per stream; an arrow spans the draft's end to verify's start.
+    """Draw recorded iterations below each other, a lane per stream; an arrow spans the draft's end to verify's start.
 
     A kernel is a `Rectangle` whose gid is "<stream> <phase>". Verify goes on beyond the picture.
 
     Args:
         timelines: events of one iteration each, by what is written above it.
         title: over all.
-        window_us: what is shown, from the iteration's first kernel on; to just behind the last start of verify if None.
+        window_us: what is shown, from the iteration's first kernel on; to shortly after the last start of verify if None.
 
     Raises:
         ValueError: no timeline, or an empty window.
@@ -60,8 +68,7 @@ def two_lane_figure(
     window = window_us or (0.0, max(verify_starts) + AFTER_VERIFY_STARTS_US)
     if window[0] >= window[1]:
         raise ValueError(f"window_us={window_us} is empty: its end must be later than its start")
-    figure = Figure(figsize=(WIDTH_INCHES, 1.1 + 1.15 * len(timelines)), dpi=DOTS_PER_INCH, layout="constrained")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=FONT_POINTS + 2)
+    figure = new_figure(title, height_inches=1.1 + 1.15 * len(timelines))
     panels = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (name, events) in zip(panels, timelines.items(), strict=True):
         axes.set(xlim=window, ylim=(len(LANES) + 0.45, -0.1))
@@ -96,7 +103,7 @@ def _is_shown(event: Event, window: tuple[float, float]) -> bool:
 
 
 def _draw_gap(axes: Axes, events: Iterable[Event], window: tuple[float, float]) -> None:
-    """An arrow from the draft's end to verify's start, and how long that is."""
+    """Draw an arrow from the draft's end to verify's start, and write how long that is."""
     ended, started = draft_to_verify_us(events)
     y = len(LANES) + 0.12
     for x in (ended, started):
@@ -122,7 +129,7 @@ def _draw_gap(axes: Axes, events: Iterable[Event], window: tuple[float, float]) 
 
 @dataclass(frozen=True)
 class Saved:
-    """What the overlap saves of one kind of iteration, µs; below 0 it costs.
+    """The time that the overlap saves of one kind of iteration, µs; below 0 it costs.
 
     Attributes:
         name: of the kind.
@@ -138,7 +145,7 @@ class Saved:
 
 
 def savings_of_overlap(rows: Sequence[Mapping[str, Any]]) -> list[Saved]:
-    """Iterations planned in line, less those planned after the inputs, of each kind that has both.
+    """Subtract iterations planned after the inputs from those planned in line, for each kind that has both.
 
     Args:
         rows: the `arms` of `lab.experiments.plan_stream`, as recorded. Runs of the same number are of one round.
@@ -176,9 +183,8 @@ def _differences(before: Sequence[float], beside: Sequence[float]) -> tuple[floa
 
 
 def saved_figure(saved: Sequence[Saved], title: str) -> Figure:
-    """Bars of what the overlap saves, traced and untraced, with a dot per round; left of 0 it costs."""
-    figure = Figure(figsize=(WIDTH_INCHES, 1.3 + 0.48 * len(saved)), dpi=DOTS_PER_INCH, layout="constrained")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=FONT_POINTS + 2)
+    """Draw bars of what the overlap saves, traced and untraced, with a dot per round; left of 0 it costs."""
+    figure = new_figure(title, height_inches=1.3 + 0.48 * len(saved))
     axes = figure.add_subplot()
     plain(axes)
     axes.grid(visible=False, axis="y")
@@ -191,26 +197,15 @@ def saved_figure(saved: Sequence[Saved], title: str) -> Figure:
             y = i + 0.38 * place - 0.19
             axes.barh(y, value, 0.34, color=colour, alpha=0.75)
             axes.plot(rounds, [y] * len(rounds), "o", color="black", markersize=2.8)
-            axes.annotate(
-                f"{value:+,.1f} µs",
-                (1, y),
-                (6, 0),
-                xycoords=("axes fraction", "data"),
-                textcoords="offset points",
-                va="center",
-                fontsize=FONT_POINTS - 1,
-                color=colour,
-            )
+            look: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "fontsize": FONT_POINTS - 1, "color": colour}
+            write_after(axes, (1, y), f"{value:+,.1f} µs", gap=6, **look)
     axes.set_yticks(range(len(saved)), [each.name for each in saved])
     axes.tick_params(labelsize=FONT_POINTS - 0.5, left=False)
     axes.set_ylim(len(saved) - 0.5, -0.5)
     axes.margins(x=0.04)
     axes.set_xlabel("µs that the overlap saves of an iteration; below 0 it costs", fontsize=FONT_POINTS)
-    keys: list[Any] = [
-        Patch(color=colour, alpha=0.75, label=each) for each, colour in zip(words, COLOURS, strict=False)
-    ]
-    keys.append(Line2D([], [], marker="o", color="black", markersize=2.8, linestyle="none", label="one round"))
-    legend_below(figure, keys, 2)
+    bars = [Patch(color=colour, alpha=0.75, label=each) for each, colour in zip(words, COLOURS, strict=False)]
+    legend_below(figure, [*bars, mark_key("one round", "o", color="black", markersize=2.8)], 2)
     return figure
 
 
@@ -218,14 +213,14 @@ def saved_figure(saved: Sequence[Saved], title: str) -> Figure:
 
 
 def dependence_figure(changed: Mapping[str, Mapping[str, bool]], title: str, known: Mapping[str, str]) -> Figure:
-    """A table of what changes with what: a line per cause, a column per tensor that verify is handed.
+    """Draw a table of causes and effects: a line per cause, a column per tensor that verify is handed.
 
     A cell is a `Rectangle` whose gid is "changes <cause>/<tensor>" or "same <cause>/<tensor>".
 
     Args:
         changed: by cause, whether each tensor came out otherwise; all causes have the same tensors.
         title: over the table.
-        known: of each cause, when it is final, written behind it.
+        known: of each cause, when it is final, written after it.
     """
     causes, tensors = list(changed), list(next(iter(changed.values())))
     height = 1.0 + 0.3 * len(causes)
@@ -246,5 +241,5 @@ def dependence_figure(changed: Mapping[str, Mapping[str, bool]], title: str, kno
                 Rectangle((column + 0.02, line + 0.05), 0.96, 0.9, facecolor=face, edgecolor="white", gid=gid)
             )
             colour = "white" if changed[cause][tensor] else "#777777"
-            axes.text(column + 0.5, line + 0.52, word, ha="center", va="center", fontsize=FONT_POINTS - 1, color=colour)
+            write_in_cell(axes, column + 0.5, line, word, color=colour)
     return figure

@@ -74,9 +74,10 @@ def logarithmic(axes: Axes, names: str) -> None:
         axis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:,.10g}"))
 
 
-def legend_below(figure: Figure, keys: Sequence[Artist], columns: int, font_points: float = FONT_POINTS) -> None:
+def legend_below(figure: Figure, keys: Sequence[Artist], columns: int, **style: float) -> None:
     """Add one legend below all that is drawn, for figures with a constrained layout."""
-    figure.legend(handles=list(keys), loc="outside lower center", ncols=columns, frameon=False, fontsize=font_points)
+    look: dict[str, Any] = {"fontsize": FONT_POINTS}
+    figure.legend(handles=list(keys), loc="outside lower center", ncols=columns, frameon=False, **look | style)
 
 
 def legend_at_bottom(figure: Figure, keys: Sequence[Artist], columns: int, **spacing: float) -> None:

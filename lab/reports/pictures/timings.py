@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -11,7 +10,17 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
-from lab.reports.pictures.style import COLOURS, DOTS_PER_INCH, TEXT_COLOUR, legend_below, logarithmic, plain
+from lab.reports.pictures.style import (
+    COLOURS,
+    DOTS_PER_INCH,
+    TEXT_COLOUR,
+    fill,
+    legend_below,
+    logarithmic,
+    mark_key,
+    plain,
+    write_after,
+)
 
 WIDTH_INCHES = 10.0  # 1,500 pixels, shown at 1,000
 NARROW_INCHES = 8.0  # 1,200 pixels, shown at 800
@@ -29,7 +38,7 @@ class Roofs:
     matrix_dtype: str = ""
 
     def rate_tflops(self, intensity: float) -> float:
-        """The most that work of this intensity (operations per byte) can reach: Williams, Waterman and Patterson 2009."""
+        """Return the most that work of so many operations per byte can reach: Williams, Waterman and Patterson 2009."""
         return min(self.bandwidth_gbps * intensity / 1e3, self.matrix_rate_tflops)
 
     @property
@@ -62,7 +71,7 @@ class FloorBar:
 def roofline_figure(
     points: Sequence[RooflinePoint], title: str, measured: Roofs | None = None, datasheet: Roofs | None = None
 ) -> Figure:
-    """Rates against intensity under the roofs: colour says which implementation, marker which mode, hollow is throttled."""
+    """Draw rates against intensity under the roofs: a colour per implementation, a marker per mode, hollow if throttled."""
     figure, axes = _figure(title, height_inches=6.0)
     logarithmic(axes, "xy")
     colours = _assigned([point.implementation for point in points], COLOURS)
@@ -82,15 +91,15 @@ def roofline_figure(
     axes.set_xlabel("arithmetic intensity, operations per byte that must move")
     axes.set_ylabel("rate reached, TFLOP/s")
     keys: list[Artist] = [Patch(color=colour, label=name) for name, colour in colours.items()]
-    keys += [_marker_key(name, marker) for name, marker in markers.items()]
+    keys += [mark_key(name, marker) for name, marker in markers.items()]
     if any(point.throttled for point in points):
-        keys.append(_marker_key("throttled", "o", face="none"))
-    legend_below(figure, [*keys, *lines], 4, LEGEND_POINTS)
+        keys.append(mark_key("throttled", "o", mfc="none"))
+    legend_below(figure, [*keys, *lines], 4, fontsize=LEGEND_POINTS)
     return figure
 
 
 def floor_figure(bars: Sequence[FloorBar], title: str) -> Figure:
-    """Time over floor per scenario, implementations side by side; the axis is logarithmic and bars start at 1, the limit."""
+    """Draw time over floor per scenario, implementations side by side; the axis is logarithmic, bars start at 1, the limit."""
     scenarios = list(dict.fromkeys(bar.scenario for bar in bars))
     colours = _assigned([bar.implementation for bar in bars], COLOURS)
     figure, axes = _figure(title, height_inches=1.5 + len(scenarios) * (0.1 + 0.15 * len(colours)))
@@ -100,9 +109,8 @@ def floor_figure(bars: Sequence[FloorBar], title: str) -> Figure:
     for bar in bars:
         y = scenarios.index(bar.scenario) + places[bar.implementation]
         colour = colours[bar.implementation]
-        axes.barh(y, bar.time_over_floor - 1, 0.9 * thickness, left=1, **_fill(colour, bar.throttled))
-        end = max(bar.time_over_floor, 1), y
-        axes.annotate(f"{bar.time_over_floor:.2f}", end, (3, 0), textcoords="offset points", va="center", fontsize=7)
+        axes.barh(y, bar.time_over_floor - 1, 0.9 * thickness, left=1, **fill(colour, bar.throttled))
+        write_after(axes, (max(bar.time_over_floor, 1), y), f"{bar.time_over_floor:.2f}", fontsize=7)
     axes.axvline(1, color=TEXT_COLOUR, linewidth=1)
     axes.set_yticks(range(len(scenarios)), scenarios)
     axes.set_ylim(len(scenarios) - 0.5, -0.5)
@@ -112,10 +120,10 @@ def floor_figure(bars: Sequence[FloorBar], title: str) -> Figure:
     axes.xaxis.set_minor_locator(NullLocator())
     axes.grid(visible=False, axis="y")
     axes.set_xlabel("median time over floor, which this run's measured rates give")
-    keys: list[Artist] = [Patch(label=name, **_fill(colour, throttled=False)) for name, colour in colours.items()]
+    keys: list[Artist] = [Patch(label=name, **fill(colour, throttled=False)) for name, colour in colours.items()]
     if any(bar.throttled for bar in bars):
-        keys.append(Patch(label="throttled", **_fill(TEXT_COLOUR, throttled=True)))
-    legend_below(figure, keys, 4, LEGEND_POINTS)
+        keys.append(Patch(label="throttled", **fill(TEXT_COLOUR, throttled=True)))
+    legend_below(figure, keys, 4, fontsize=LEGEND_POINTS)
     return figure
 
 
@@ -150,7 +158,7 @@ class TimedAmount:
 def bound_figure(
     parts: Sequence[FloorParts], title: str, amount_label: str, timed: Sequence[TimedAmount] = ()
 ) -> Figure:
-    """Where memory's time and the matrix units' cross: the floor is the upper of two lines, shaded where it is the second.
+    """Draw memory's time and the matrix units': the floor is the upper of two lines, shaded where it is the second.
 
     Args:
         parts: in the order of their amounts.
@@ -190,7 +198,7 @@ def bound_figure(
     axes.set_xlabel(amount_label)
     axes.set_ylabel("µs")
     handles, _ = axes.get_legend_handles_labels()
-    legend_below(figure, handles, 3, LEGEND_POINTS)
+    legend_below(figure, handles, 3, fontsize=LEGEND_POINTS)
     return figure
 
 
@@ -203,7 +211,7 @@ class ClockReading:
 
 
 def clocks_figure(readings: Sequence[ClockReading], base: str, title: str) -> Figure:
-    """What each clock reads, over what one of them does; that one's µs stand beside the names.
+    """Draw each clock's reading over one clock's, whose µs stand beside the names.
 
     Args:
         readings: each with a time by `base`.
@@ -230,16 +238,14 @@ def clocks_figure(readings: Sequence[ClockReading], base: str, title: str) -> Fi
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel(f"time ÷ time by {base}")
-    keys = [
-        Line2D([], [], marker=marker, color=colour, mfc="none", linestyle="none", label=name)
-        for name, marker, colour in zip(clocks, MARKERS, COLOURS, strict=False)
-    ]
-    legend_below(figure, keys, 3, LEGEND_POINTS)
+    looks = zip(clocks, MARKERS, COLOURS, strict=False)
+    keys = [mark_key(name, marker, color=colour, mfc="none") for name, marker, colour in looks]
+    legend_below(figure, keys, 3, fontsize=LEGEND_POINTS)
     return figure
 
 
 def _figure(title: str, height_inches: float) -> tuple[Figure, Axes]:
-    """A figure of its own, without pyplot, which would keep it for ever."""
+    """Make a figure of its own, without pyplot, which would keep it for ever."""
     figure = Figure(figsize=(WIDTH_INCHES, height_inches), dpi=DOTS_PER_INCH, layout="constrained")
     axes = figure.add_subplot()
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)  # over the labels too, where a long one finds room
@@ -248,7 +254,7 @@ def _figure(title: str, height_inches: float) -> tuple[Figure, Axes]:
 
 
 def _few_ticks(axes: Axes) -> None:
-    """Numbers at 1, 2 and 5 of each power of ten, however short the axes are."""
+    """Write numbers at 1, 2 and 5 of each power of ten, however short the axes are."""
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_minor_formatter(NullFormatter())
@@ -268,13 +274,5 @@ def _draw_roofs(axes: Axes, roofs: Roofs, words: str, intensities: tuple[float, 
 
 
 def _assigned(names: Sequence[str], looks: Sequence[str]) -> dict[str, str]:
-    """A look for each name, in order of appearance; they come round again when there are more names than looks."""
+    """Assign a look to each name, in order of appearance; looks come round again when there are more names."""
     return {name: looks[index % len(looks)] for index, name in enumerate(dict.fromkeys(names))}
-
-
-def _fill(colour: str, throttled: bool) -> dict[str, Any]:
-    return {"facecolor": "white" if throttled else colour, "edgecolor": colour, "hatch": "////" if throttled else None}
-
-
-def _marker_key(name: str, marker: str, face: str = TEXT_COLOUR) -> Line2D:
-    return Line2D([], [], marker=marker, color=TEXT_COLOUR, markerfacecolor=face, linestyle="none", label=name)

@@ -23,7 +23,7 @@ from lab.reports.html.markdown import slug
 from lab.reports.html.page import html_report
 from lab.reports.html.pictures import DRAWINGS
 from lab.reports.recorded import Kind, RecordedFile, RecordedFileError, read_folder
-from lab.reports.tables import flattened, make_table, number, table_of_records, words
+from lab.reports.tables import flattened
 from tests.reports.html.parsed import Page
 
 RECORDED = Path(__file__).parents[3] / "results" / "nvidia-h200"
@@ -245,21 +245,6 @@ def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main([str(tmp_path), "--out", str(tmp_path / "made" / "a.html")]) == 0
     assert "MB" in capsys.readouterr().out
     assert "42" in (tmp_path / "made" / "a.html").read_text()
-
-
-def test_a_column_that_says_one_thing_is_said_once() -> None:
-    columns = {"a": lambda row: words(row[0]), "b": lambda row: number(row[1]), "c": lambda row: words(None)}
-    table = make_table(columns, [("x", 1), ("x", 2.5)])
-    assert table.common == (("a", "x"),)
-    assert [column.heading for column in table.columns] == ["b"]
-    assert [cell.number for (cell,) in table.rows] == [1, 2.5]
-
-
-def test_samples_stay_in_the_file_and_short_lists_are_shown() -> None:
-    rows = [{"samples": [0.1] * 9, "clocks": [1, 2], "runs": [{"a": 1}], "n": n} for n in (1, 2)]
-    table = table_of_records("t", "", rows)
-    assert table.left_out == ("samples", "runs")
-    assert table.common == (("clocks", "1, 2"),)
 
 
 @pytest.fixture(scope="module")

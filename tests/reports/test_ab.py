@@ -1,10 +1,11 @@
-"""The two command lines that measure: what they say and with what status they end, the GPU's part simulated."""
+"""The command line that measures two sides: what it says and with what status it ends, the GPU's part simulated."""
 
 from typing import Any
 
 import pytest
 
-from lab.timing import GpuTime, GpuWork, ab, clocks, method_named
+from lab.reports import ab
+from lab.timing import GpuTime, GpuWork, method_named
 
 DECODE = "decode/tiny/2q1s64"
 WORDS = [DECODE, "lab.kernels.portable", "lab.references"]
@@ -59,24 +60,3 @@ def test_a_wrong_command_line_says_so(words: list[str], message: str, capsys: py
     with pytest.raises(SystemExit):
         ab.main(words)
     assert message in capsys.readouterr().err
-
-
-def row(graph_us: float, cupti_us: float, launches: int = 1, rotated_us: float | None = None) -> dict[str, Any]:
-    rotated = {"graph cold by rotation": graph_us if rotated_us else None, "cupti cold by rotation": rotated_us}
-    return {"graph warm": graph_us, "cupti warm": cupti_us, "launches": launches} | rotated
-
-
-@pytest.mark.parametrize(
-    ("measured", "apart"),
-    [
-        (row(100, 102.9), False),
-        (row(100, 103.1), True),
-        (row(100, 96.9), True),
-        (row(100, 100, rotated_us=104), True),
-        (row(19, 25), False),  # too short to be judged
-        (row(59, 65, launches=3), False),
-        (row(61, 65, launches=3), True),
-    ],
-)
-def test_clocks_that_differ_by_more_than_3_percent_are_apart(measured: dict[str, Any], apart: bool) -> None:
-    assert clocks.are_apart(measured) is apart

@@ -2,8 +2,8 @@
 
 ::
 
-    python -m lab.timing.ab decode/llama-3.1-8b/64q1s4k lab.kernels.trtllm lab.kernels.portable
-    python -m lab.timing.ab draft_extend_v2/llama-3.1-8b/64q4s4k/on_context lab.kernels.trtllm \\
+    python -m lab.reports.ab decode/llama-3.1-8b/64q1s4k lab.kernels.trtllm lab.kernels.portable
+    python -m lab.reports.ab draft_extend_v2/llama-3.1-8b/64q4s4k/on_context lab.kernels.trtllm \\
         --against draft_extend_v2/llama-3.1-8b/64q4s4k
 
 Both are right before and after, or nothing is said. Exit status: 1 if the second is SLOWER than the first, 2 if they could not
@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from lab.checks.forward_pass import build_forward
+from lab.reports.tables import Columns, make_table, number, terminal, terminal_of, words
 from lab.timing.forward import forward_work
 from lab.timing.gpu_time import measure_interleaved
 from lab.timing.method import method_named
@@ -35,22 +36,17 @@ from lab.workloads.traces import read_trace
 SAMPLES = 60
 
 
+Side = tuple[str, str]  # scenario, module
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m lab.timing.ab", description=__doc__.split("\n", 1)[0])
-    parser.add_argument("scenario", help="such as decode/llama-3.1-8b/64q1s4k")
-    parser.add_argument("first", help="a module with FlashInfer's names")
-    parser.add_argument("second", nargs="?", help="another; the same if left out")
-    parser.add_argument("--against", metavar="SCENARIO", help="the second's scenario; the first's if left out")
-    parser.add_argument("--clock", default="graph")
-    parser.add_argument("--l2", default="cold")
-    parser.add_argument("--samples", type=int, default=SAMPLES)
-    parser.add_argument("--minimum-effect-percent", type=float, default=MINIMUM_EFFECT_IN_TURNS_PERCENT)
-    parser.add_argument("--significance", type=float, default=SIGNIFICANCE)
-    parser.add_argument(
-        "--trace", type=Path, help="a Mooncake (.jsonl) or Azure (.csv) trace for scenarios that draw one"
-    )
+    """Run the command line; return the exit status."""
+    parser = _parser()
     given = parser.parse_args(argv)
-    sides = ((given.scenario, given.first), (given.against or given.scenario, given.second or given.first))
+    sides: list[Side] = [
+        (given.scenario, given.first),
+        (given.against or given.scenario, given.second or given.first),
+    ]
     if sides[0] == sides[1]:
         parser.error("the two sides are the same: name a second module, or another scenario with --against")
     try:
@@ -72,20 +68,46 @@ def main(argv: Sequence[str] | None = None) -> int:
     comparison = compare_samples(
         times["first"].samples_us, times["second"].samples_us, given.minimum_effect_percent, given.significance
     )
-    for (name, module), time in zip(sides, times.values(), strict=True):
-        print(f"{time.median_us:10.2f} µs  ± {time.iqr_us:.2f} (IQR)  {name}  {module}, {time.launches} launches")
+    timed = list(zip(sides, times.values(), strict=True))
+    terminal().print(terminal_of(make_table(COLUMNS, timed, say_once=())))
     print(in_words(comparison))
     print(f"GPU time: {method}; {given.samples} samples each, in turns; {times['first'].device.facts()}")
     return 1 if comparison.speed is Speed.SLOWER else 0
 
 
+COLUMNS: Columns = {
+    "median, µs": lambda timed: number(timed[1].median_us, 2),
+    "IQR, µs": lambda timed: number(timed[1].iqr_us, 2),
+    "launches": lambda timed: number(timed[1].launches),
+    "scenario": lambda timed: words(timed[0][0]),
+    "implementation": lambda timed: words(timed[0][1]),
+}
+
+
 def in_words(comparison: SampleComparison) -> str:
-    """The verdict, how large the difference is and how sure that is, in one line."""
+    """Return the verdict, the size of the difference and its certainty, in one line."""
     interval = comparison.interval_percent
     within = "" if interval is None else f" ({interval[0]:+.2f} to {interval[1]:+.2f} %)"
     verdict = f"The second is {comparison.speed.name}: {comparison.effect_percent:+.2f} %{within}"
     reason = f"; {comparison.reason}" if comparison.reason else ""
     return f"{verdict}, p = {comparison.p_value:.1g}{reason}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m lab.reports.ab", description=__doc__.split("\n", 1)[0])
+    parser.add_argument("scenario", help="such as decode/llama-3.1-8b/64q1s4k")
+    parser.add_argument("first", help="a module with FlashInfer's names")
+    parser.add_argument("second", nargs="?", help="another; the same if left out")
+    parser.add_argument("--against", metavar="SCENARIO", help="the second's scenario; the first's if left out")
+    parser.add_argument("--clock", default="graph")
+    parser.add_argument("--l2", default="cold")
+    parser.add_argument("--samples", type=int, default=SAMPLES)
+    parser.add_argument("--minimum-effect-percent", type=float, default=MINIMUM_EFFECT_IN_TURNS_PERCENT)
+    parser.add_argument("--significance", type=float, default=SIGNIFICANCE)
+    parser.add_argument(
+        "--trace", type=Path, help="a Mooncake (.jsonl) or Azure (.csv) trace for scenarios that draw one"
+    )
+    return parser
 
 
 if __name__ == "__main__":

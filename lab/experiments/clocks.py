@@ -1,7 +1,7 @@
 """Every clock on the same kernels: what each reads, and whether CUPTI and the graph clock agree.
 
-    python -m lab.timing.clocks --out clocks.json
-    python -m lab.timing.clocks lab.kernels.trtllm --scenario decode/llama-3.1-8b/64q1s4k
+    python -m lab.experiments.clocks --out clocks.json
+    python -m lab.experiments.clocks lab.kernels.trtllm --scenario decode/llama-3.1-8b/64q1s4k
 
 CUPTI and the graph clock time the same replays, warm and rotated, so they must agree; the exit status is 1 if they differ by
 more than 3 % on anything of 20 µs or more a launch. Shorter rows are shown and marked: what CUPTI adds to each traced
@@ -44,7 +44,8 @@ METHODS = tuple(Method(clock, l2) for clock in Clock for l2 in L2 if (clock, l2)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m lab.timing.clocks", description=__doc__.split("\n", 1)[0])
+    """Run the command line; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m lab.experiments.clocks", description=__doc__.split("\n", 1)[0])
     parser.add_argument("implementation", nargs="*", default=["lab.kernels.trtllm", "lab.kernels.portable"])
     parser.add_argument("--scenario", action="append", help="instead of the default ones")
     parser.add_argument("--out", type=Path, help="also write a JSON file")
@@ -62,7 +63,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(failed[-1], flush=True)
     if given.out is not None:
         methods = {key_of(method): str(method) for method in METHODS}
-        recorded = {"environment": environment(), "methods": methods, "rows_us": rows, "not_timed": failed}
+        recorded = {
+            "experiment": "clocks",
+            "environment": environment(),
+            "methods": methods,
+            "rows_us": rows,
+            "not_timed": failed,
+        }
         given.out.write_text(json.dumps(recorded, indent=1) + "\n")
     if any(are_apart(row) for row in rows):
         return 1
@@ -70,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def row_of(name: str, work: GpuWork) -> dict[str, Any]:
-    """The medians in µs by every method that can time this work, printed and returned."""
+    """Measure the medians in µs by every method that can time this work; print and return them."""
     row: dict[str, Any] = {"work": name}
     for method in METHODS:
         try:
@@ -86,20 +93,23 @@ def row_of(name: str, work: GpuWork) -> dict[str, Any]:
 
 
 def key_of(method: Method) -> str:
+    """Return the name of a method's median in a row, such as "graph warm"."""
     return f"{method.clock.value} {method.l2.value}"
 
 
 def apart_percent(row: dict[str, Any], l2: L2) -> float | None:
-    """CUPTI's median over the graph clock's, less 1; None where there is no such time."""
+    """Return CUPTI's median over the graph clock's, less 1, in percent; None where there is no such time."""
     graph_us, cupti_us = row[key_of(Method(Clock.GRAPH, l2))], row[key_of(Method(Clock.CUPTI, l2))]
     return None if graph_us is None or cupti_us is None else round(100 * (cupti_us / graph_us - 1), 2)
 
 
 def is_long_enough(row: dict[str, Any]) -> bool:
+    """Return True if a launch takes `SHORT_US_PER_LAUNCH` or more."""
     return bool(row[key_of(Method(Clock.GRAPH, L2.WARM))] >= SHORT_US_PER_LAUNCH * row["launches"])
 
 
 def are_apart(row: dict[str, Any]) -> bool:
+    """Return True if CUPTI and the graph clock differ by more than `MOST_APART_PERCENT` on work that is long enough."""
     shares = [apart_percent(row, l2) for l2 in JUDGED]
     return is_long_enough(row) and any(share is not None and abs(share) > MOST_APART_PERCENT for share in shares)
 
