@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import NVFP4_BLOCK
-from lab.checks.forward_pass import E4M3_K_SCALE, E4M3_V_SCALE, POISON
-from lab.checks.needles import needle_positions
-from lab.references.quantization import dequantize_nvfp4, interleave_v_scale_factors, quantize_e4m3, quantize_nvfp4
+from lab.checks.needles import leaning, needle_positions, plant
+from lab.checks.stored import E4M3_K_SCALE, E4M3_V_SCALE, POISON, as_stored, fill
+from lab.references.quantization import dequantize_nvfp4, interleave_v_scale_factors, quantize_nvfp4
 from lab.workloads.attention_case import E4M3, NVFP4, AttentionCase, Contents, Dead, TableTail
 from lab.workloads.interfaces import Interface
 
@@ -185,7 +185,7 @@ def _quantised(tokens: Tensor, scale: float, case: AttentionCase) -> Quantised:
     """[kv_len, num_kv_heads, head_dim] as the cache holds it."""
     if case.kv_dtype == NVFP4:
         return quantize_nvfp4(tokens, scale)
-    return (quantize_e4m3(tokens, scale) if case.kv_dtype == E4M3 else tokens.to(case.kv_dtype)), None
+    return as_stored(tokens, scale, case.kv_dtype), None
 
 
 def _as_read(case: AttentionCase, keys: Quantised, values: Quantised) -> tuple[Tensor, Tensor]:
@@ -225,12 +225,7 @@ def _fill(pages: Tensor, dead: Dead) -> None:
     if pages.dtype == NVFP4:  # e2m1 has no NaN and ends at 6; the scale factors hold the rest
         pages.fill_(0 if dead is Dead.ZERO else 0x77)
         return
-    value = {Dead.ZERO: 0.0, Dead.HUGE: POISON[pages.dtype], Dead.NAN: float("nan")}[dead]
-    if pages.dtype == E4M3:
-        byte = torch.tensor(value).to(E4M3).view(torch.uint8)
-        pages.view(torch.uint8).fill_(int(byte))
-    else:
-        pages.fill_(value)
+    fill(pages, {Dead.ZERO: 0.0, Dead.HUGE: POISON[pages.dtype], Dead.NAN: float("nan")}[dead])
 
 
 def _write(pool: Tensor, pages: Tensor, tokens: Tensor, case: AttentionCase) -> None:
@@ -294,11 +289,9 @@ def _needles(
     case: AttentionCase, request: int, query: Tensor, keys: Tensor, values: Tensor, directions: Tensor
 ) -> Drawn:
     """Every row leans toward its K/V head's direction; the needles' logits stand 10 above the others' ± 1."""
-    query = query + 4.0 * directions.repeat_interleave(case.group, dim=0)
     limits = needle_positions(case.kv_lens[request], case.q_lens[request], case.page_size, case.window_left)
-    positions = torch.tensor(limits, dtype=torch.int64)
-    keys[positions] += directions * (10.0 / (4.0 * case.softmax_scale))
-    return query, keys, values
+    plant(keys, limits, directions, case.softmax_scale)
+    return leaning(query, directions), keys, values
 
 
 def _counted(

@@ -1,10 +1,21 @@
-"""Where an error of one shows among the keys of a request."""
+"""Needles among a request's keys: a few that outweigh all others, where an error of one position shows.
+
+Each K/V head has a direction of its own. Every query row leans toward it, and a needle is a key that points along it: its logit
+stands `HEIGHT` above the others', which are within about ± 1.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
 
 TILE_SIZES = (64, 128)  # keys that kernels take at a time
+LEAN = 4.0  # share of its direction in a query row, whose own elements are N(0, 1)
+HEIGHT = 10.0  # of a needle's logit
 
 
 def needle_positions(kv_len: int, q_len: int, page_size: int, window_left: int = -1) -> list[int]:
-    """The ends of what each row sees, the edges of pages and tiles there, and their neighbours.
+    """Return the ends of what each row sees, the edges of pages and tiles there, and their neighbours.
 
     Args:
         kv_len, q_len: keys and query rows of the request; the rows are its newest tokens'.
@@ -17,3 +28,19 @@ def needle_positions(kv_len: int, q_len: int, page_size: int, window_left: int =
         if window_left >= 0:
             edges |= {position - window_left}
     return sorted({near for edge in edges for near in (edge - 1, edge, edge + 1) if 0 <= near < kv_len})
+
+
+def leaning(query: Tensor, directions: Tensor) -> Tensor:
+    """Return rows that lean toward their K/V head's direction.
+
+    Args:
+        query: [num_rows, num_qo_heads, head_dim].
+        directions: [num_kv_heads, head_dim], each of length 1.
+    """
+    return query + LEAN * directions.repeat_interleave(query.shape[1] // len(directions), dim=0)
+
+
+def plant(keys: Tensor, positions: Iterable[int], directions: Tensor, softmax_scale: float) -> None:
+    """Make needles of some of a request's keys, [kv_len, num_kv_heads, head_dim], in place."""
+    index = torch.tensor(sorted(positions), dtype=torch.int64, device=keys.device)
+    keys[index] += directions * (HEIGHT / (LEAN * softmax_scale))

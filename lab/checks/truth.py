@@ -1,4 +1,4 @@
-"""What query rows of a request must give, from its K/V history alone, and what low-precision arithmetic makes of them."""
+"""The truth of a request's query rows, from its K/V history alone, and what low-precision arithmetic makes of them."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +13,7 @@ from lab.references.paged_attention import attention, piece_elements, visible_ke
 
 @dataclass(frozen=True, eq=False)
 class Truth:
-    """What a call or a pass must give.
+    """The output that a call or a pass must give.
 
     Attributes:
         expected: float64 [num_rows, num_qo_heads, head_dim].
@@ -30,7 +30,7 @@ class Truth:
     arithmetic: torch.dtype
 
     def compare(self, out: Tensor) -> Comparison:
-        """As `lab.references.errors.compare`, one rounding more allowed in any case.
+        """Compare as `lab.references.errors.compare`, with one rounding more allowed in any case.
 
         Coded values can be such that the control has no error to speak of, and a right kernel that rounds its splits'
         results, as FA3's MLA kernel does, has one.
@@ -65,18 +65,45 @@ class Rules:
 
 
 def truth_of_requests(query: Tensor, histories: list[tuple[Tensor, Tensor]], q_lens: list[int], rules: Rules) -> Truth:
-    """The truth of consecutive requests' rows.
+    """Return the truth of consecutive requests' rows.
 
     Args:
         query: [num_rows, num_qo_heads, head_dim].
         histories: per request (K, V), [kv_len, num_kv_heads, head_dim]; V's head_dim may be another.
         q_lens: query rows of each request, its newest tokens'.
+        rules: how they attend.
     """
+    heads_at_once = _heads_at_once(query, histories)
+    parts = []
+    for first in range(0, query.shape[1], heads_at_once):
+        heads = slice(first, first + heads_at_once)
+        sinks = None if rules.sinks is None else rules.sinks[heads]
+        parts.append(_heads(query[:, heads], histories, q_lens, replace(rules, sinks=sinks)))
+    expected, control, lse_log2 = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
+    requests = torch.arange(len(q_lens), device=query.device)
+    request_of_row = requests.repeat_interleave(torch.tensor(q_lens, device=query.device))
+    return Truth(expected, control, lse_log2, request_of_row, rules.arithmetic)
+
+
+def _heads_at_once(query: Tensor, histories: list[tuple[Tensor, Tensor]]) -> int:
+    """Return few query heads where they share one K/V head and keys are many.
+
+    The control repeats that head for each of them: 45 GB of float32 for 81,920 of DeepSeek-V3's entries and 128 heads.
+    """
+    if any(keys.shape[1] > 1 for keys, _ in histories):
+        return query.shape[1]
+    elements_per_head = max(len(keys) * (keys.shape[2] + values.shape[2]) for keys, values in histories)
+    return max(1, piece_elements(query.device) // max(1, elements_per_head))
+
+
+def _heads(
+    query: Tensor, histories: list[tuple[Tensor, Tensor]], q_lens: list[int], rules: Rules
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return expected, control and LSE of some query heads, few rows at once where keys are many."""
     pieces = []
     first_row = 0
     for request, ((keys, values), q_len) in enumerate(zip(histories, q_lens, strict=True)):
-        pairs_per_row = query.shape[1] * max(len(keys), 1)
-        rows_at_once = max(1, piece_elements(query.device) // pairs_per_row)
+        rows_at_once = max(1, piece_elements(query.device) // (query.shape[1] * max(len(keys), 1)))
         for start in range(0, q_len, rows_at_once):
             rows = range(start, min(start + rows_at_once, q_len))
             part = query[first_row + rows.start : first_row + rows.stop]
@@ -84,9 +111,7 @@ def truth_of_requests(query: Tensor, histories: list[tuple[Tensor, Tensor]], q_l
             pieces.append(_rows(part, keys, values, rows, q_len, rules, shown))
         first_row += q_len
     expected, control, lse_log2 = (torch.cat(part) for part in zip(*pieces, strict=True))
-    requests = torch.arange(len(q_lens), device=query.device)
-    request_of_row = requests.repeat_interleave(torch.tensor(q_lens, device=query.device))
-    return Truth(expected, control, lse_log2, request_of_row, rules.arithmetic)
+    return expected, control, lse_log2
 
 
 def _rows(

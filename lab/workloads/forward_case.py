@@ -1,6 +1,5 @@
 """One forward pass as data: which mode, which model, how long the requests are, what the tensors hold."""
 
-import enum
 from dataclasses import dataclass
 
 import torch
@@ -8,17 +7,7 @@ import torch
 from lab.metadata.engine.forward_mode import AttentionCall, ForwardMode
 from lab.metadata.engine.kv_cache import KVLayout
 from lab.workloads.geometries import Geometry, geometry
-from lab.workloads.pass_case import ATTENDING_MODES, PassCase
-
-
-class Inputs(enum.Enum):
-    """What the tensors hold."""
-
-    RANDOM = "N(0, 1) throughout: what rounding does"
-    NEEDLES = "a few keys outweigh all others: those at a row's limits, and those just beyond them"
-
-    def __repr__(self) -> str:
-        return f"Inputs.{self.name}"
+from lab.workloads.pass_case import ATTENDING_MODES, Inputs, PassCase
 
 
 @dataclass(frozen=True, repr=False)

@@ -1,5 +1,7 @@
 """A forward pass as data, whatever the backend: lengths that follow from others, and the arguments that every case refuses."""
 
+import enum
+
 import torch
 
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows, UncountedTokens
@@ -9,6 +11,16 @@ from lab.workloads.requests import PassLens
 DTYPES = (torch.float16, torch.bfloat16)
 # Modes that compute attention: IDLE has no request, PREBUILT finds its K/V in the cache.
 ATTENDING_MODES = tuple(mode for mode in ForwardMode if mode not in (ForwardMode.IDLE, ForwardMode.PREBUILT))
+
+
+class Inputs(enum.Enum):
+    """What the tensors hold."""
+
+    RANDOM = "N(0, 1) throughout: what rounding does"
+    NEEDLES = "a few keys outweigh all others: those at a row's limits, and those just beyond them"
+
+    def __repr__(self) -> str:
+        return f"Inputs.{self.name}"
 
 
 class PassCase(PassLens):
@@ -21,12 +33,15 @@ class PassCase(PassLens):
         draft_step: for a draft decode step, its number s from 0: the query is the last of s + 1 draft tokens. Else None.
         page_size: tokens per page.
         dtype, kv_dtype: of the query and output (float16 or bfloat16), and of the cache (the same or float8_e4m3fn).
+        inputs, seed: what the tensors hold, and the seed of everything drawn.
     """
 
     mode: ForwardMode
     page_size: int
     dtype: torch.dtype
     kv_dtype: torch.dtype
+    inputs: Inputs
+    seed: int
 
     def __repr__(self) -> str:
         return short_repr(self)

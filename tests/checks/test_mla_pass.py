@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lab.checks import MLACase, mla_pass
+from lab.checks import MLACase, truth
 from lab.checks.mla_pass import build_mla_pass
 from lab.metadata import ForwardMode
 
@@ -18,14 +18,14 @@ def test_few_heads_at_once_give_the_same_truth(limit: int, monkeypatch: pytest.M
 
     def counted(query: torch.Tensor, *others: object) -> object:
         seen.append(query.shape[1])
-        return of_requests(query, *others)
+        return of_heads(query, *others)
 
-    of_requests = mla_pass.truth_of_requests
-    monkeypatch.setattr(mla_pass, "truth_of_requests", counted)
-    monkeypatch.setattr(mla_pass, "piece_elements", lambda device: limit)
-    truth = forward.truth()
+    of_heads = truth._heads
+    monkeypatch.setattr(truth, "_heads", counted)
+    monkeypatch.setattr(truth, "piece_elements", lambda device: limit)
+    in_parts = forward.truth()
     assert seen == {1: [1, 1, 1], 2 * 12 * 48: [2, 1], 2**26: [3]}[limit]
-    torch.testing.assert_close(truth.expected, whole.expected)
-    torch.testing.assert_close(truth.control, whole.control)
-    torch.testing.assert_close(truth.lse_log2, whole.lse_log2)
-    assert truth.request_of_row.tolist() == [0, 0, 0, 1, 1, 1]
+    torch.testing.assert_close(in_parts.expected, whole.expected)
+    torch.testing.assert_close(in_parts.control, whole.control)
+    torch.testing.assert_close(in_parts.lse_log2, whole.lse_log2)
+    assert in_parts.request_of_row.tolist() == [0, 0, 0, 1, 1, 1]

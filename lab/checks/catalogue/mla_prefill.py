@@ -15,7 +15,7 @@ from torch import Tensor
 from lab.checks.attention_inputs import new_workspace, running_sum
 from lab.checks.catalogue.k05_guards import changed_bytes, guarded, wrong_guards
 from lab.checks.check import Check, Level, counted, first_line
-from lab.checks.needles import needle_positions
+from lab.checks.needles import leaning, needle_positions, plant
 from lab.checks.space import Space
 from lab.checks.trial import Result, Trial
 from lab.checks.truth import Rules, Truth, truth_of_requests
@@ -189,7 +189,7 @@ def _draw(case: RaggedCase, device: torch.device) -> _Prefill:
     directions = directions / directions.norm(dim=-1, keepdim=True)
     needles = case.inputs is Inputs.NEEDLES
     if needles:
-        query = query + 4.0 * directions
+        query = leaning(query, directions)
     histories = []
     for prefix, kv_len, q_len in zip(case.prefix_lens, case.kv_lens, case.q_lens, strict=True):
         keys = torch.randn(kv_len, case.num_heads, case.head_dim, generator=generator)
@@ -199,7 +199,7 @@ def _draw(case: RaggedCase, device: torch.device) -> _Prefill:
             limits |= {
                 near for edge in range(0, prefix + 1, case.chunk) for near in (edge - 1, edge) if 0 <= near < kv_len
             }
-            keys[torch.tensor(sorted(limits), dtype=torch.int64)] += directions * (10.0 / (4.0 * case.softmax_scale))
+            plant(keys, limits, directions, case.softmax_scale)
         histories.append((keys.to(device, case.dtype), values.to(device, case.dtype)))
     return _Prefill(query.to(device, case.dtype), histories)
 

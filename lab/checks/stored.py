@@ -1,0 +1,27 @@
+"""Values as a cache stores them, and the poison around them."""
+
+import torch
+from torch import Tensor
+
+from lab.references.quantization import quantize_e4m3
+from lab.workloads.attention_case import E4M3
+
+# Finite, and so large that one poisoned value in a product shows; e4m3 holds nothing larger than 448.
+POISON = {torch.bfloat16: 1e30, torch.float16: 6e4, E4M3: 448.0}
+# Scales of an e4m3 cache: unequal, and far from 1, so that a dropped or exchanged one shows.
+E4M3_K_SCALE = 0.03125
+E4M3_V_SCALE = 0.0625
+
+
+def as_stored(values: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Return values in a cache's dtype, divided by the scale if that is e4m3; same shape."""
+    return quantize_e4m3(values, scale) if dtype == E4M3 else values.to(dtype)
+
+
+def fill(storage: Tensor, value: float | None = None) -> None:
+    """Fill storage with a value, or with its dtype's poison: as bytes if that is e4m3, which torch cannot fill everywhere."""
+    value = POISON[storage.dtype] if value is None else value
+    if storage.dtype == E4M3:
+        storage.view(torch.uint8).fill_(int(torch.tensor(value).to(E4M3).view(torch.uint8)))
+    else:
+        storage.fill_(value)
