@@ -9,47 +9,60 @@ import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import torch
 
-from lab.calls.problem import HALF_DTYPES, INTERLEAVED_TOKENS, NVFP4_BLOCK, Scale, mask_words
+from lab.calls.problem import E4M3, HALF_DTYPES, INTERLEAVED_TOKENS, NVFP4_BLOCK, Scale, mask_words
 from lab.gpus import capability_of, family_of
 
-QUERY_DTYPES = (*HALF_DTYPES, torch.float8_e4m3fn, torch.float32, torch.float64)
+QUERY_DTYPES = (*HALF_DTYPES, E4M3, torch.float32, torch.float64)
 OUT_DTYPES = QUERY_DTYPES
 LENGTH_DTYPES = (torch.int32, torch.uint32)
 
+T = TypeVar("T")
+UNMODELLED = "unmodelled"
+# The type of an argument that the lab models at its default alone: `check_modelled` refuses any other value.
+Unmodelled = Annotated[T, UNMODELLED]
 # Scratch and a launch hint: they change no result, so any value will do, on any device.
 FREE_ARGUMENTS = ("workspace_buffer", "enable_pdl", "multi_ctas_kv_counter_buffer")
 
 
 def not_modelled(name: str, value: object, remedy: str) -> NoReturn:
+    """Raise NotImplementedError for a value that FlashInfer takes and the lab does not; `remedy` says what to pass."""
     raise NotImplementedError(f"{name}={value!r} is not modelled by the lab; {remedy}")
 
 
-def check_modelled(call: Any, names: str) -> None:
-    defaults = {field.name: field.default for field in fields(call)}
-    for name in names.split():
-        value = getattr(call, name)
-        if value is not defaults[name] and (isinstance(value, torch.Tensor) or value != defaults[name]):
-            not_modelled(name, value, f"leave it at its default, {defaults[name]!r}")
+def check_modelled(call: Any, backends: Sequence[str], others: Sequence[str] = ("cake",)) -> None:
+    """Raise NotImplementedError where an `Unmodelled` argument is away from its default, or the backend is not modelled.
 
-
-def check_backend(backend: str, known: tuple[str, ...]) -> None:
-    if backend == "cake":
-        not_modelled("backend", backend, f"use one of {', '.join(known)}")
-    if backend not in known:
-        raise ValueError(f"backend={backend!r} is unknown; use one of {', '.join(known)}")
+    Args:
+        call: one of the four.
+        backends: those that the lab models.
+        others: those that FlashInfer has besides. A backend that is in neither raises ValueError.
+    """
+    for argument in fields(call):
+        value, default = getattr(call, argument.name), argument.default
+        if UNMODELLED not in getattr(argument.type, "__metadata__", ()) or value is default:
+            continue
+        if isinstance(value, torch.Tensor) or value != default:
+            not_modelled(argument.name, value, f"leave it at its default, {default!r}")
+    remedy = f"use {'one of ' if len(backends) > 1 else ''}{', '.join(backends)}"
+    if call.backend in others:
+        not_modelled("backend", call.backend, remedy)
+    if call.backend not in backends:
+        raise ValueError(f"backend={call.backend!r} is unknown; {remedy}")
 
 
 def check_tensor(name: str, value: object) -> torch.Tensor:
+    """Return the value; raise TypeError unless it is a tensor."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     return value
 
 
 def check_int(name: str, value: object, least: int, remedy: str) -> int:
+    """Return the value as an int; raise TypeError for another type, ValueError below `least`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be an int, got {value!r}; {remedy}")
     if value < least:
@@ -58,15 +71,18 @@ def check_int(name: str, value: object, least: int, remedy: str) -> int:
 
 
 def check_bool(name: str, value: object) -> None:
+    """Raise TypeError unless the value is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def dtype_names(dtypes: Sequence[torch.dtype]) -> str:
+    """Return the dtypes for a sentence: "float16, bfloat16"."""
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 def check_vector(name: str, value: object, length: int, dtypes: Sequence[torch.dtype]) -> None:
+    """Raise TypeError or ValueError unless the value is a contiguous tensor [length] of one of the dtypes."""
     tensor = check_tensor(name, value)
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name} must be {dtype_names(dtypes)}, got {tensor.dtype}")
@@ -77,6 +93,7 @@ def check_vector(name: str, value: object, length: int, dtypes: Sequence[torch.d
 
 
 def check_query(query: object) -> None:
+    """Raise TypeError or ValueError unless the query is [num_rows, num_qo_heads, head_dim] of one of `QUERY_DTYPES`."""
     tensor = check_tensor("query", query)
     if tensor.ndim != 3:
         raise ValueError(f"query must be [num_rows, num_qo_heads, head_dim], got shape {list(tensor.shape)}")
@@ -88,6 +105,7 @@ def check_query(query: object) -> None:
 
 
 def check_head_dim_stride(name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError unless the elements of a head, the last dimension, lie side by side."""
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(
             f"{name}: head_dim must be contiguous (stride 1), got stride {tensor.stride(-1)}; call .contiguous() on it"
@@ -95,7 +113,11 @@ def check_head_dim_stride(name: str, tensor: torch.Tensor) -> None:
 
 
 def split_cache(name: str, cache: object, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(K, V) as [num_pages, num_kv_heads, page_size, last] views."""
+    """Return (K, V) as [num_pages, num_kv_heads, page_size, last] views of `kv_cache` or `kv_cache_sf`.
+
+    Raises:
+        TypeError, ValueError: neither one 5-D tensor nor two 4-D ones, a layout that is neither, K and V that differ.
+    """
     if kv_layout not in ("HND", "NHD"):
         raise ValueError(f"kv_layout must be 'HND' or 'NHD', got {kv_layout!r}")
     if isinstance(cache, torch.Tensor):
@@ -119,8 +141,9 @@ def split_cache(name: str, cache: object, kv_layout: str) -> tuple[torch.Tensor,
     return (k, v) if kv_layout == "HND" else (k.transpose(1, 2), v.transpose(1, 2))
 
 
-def check_cache(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
-    allowed = tuple(dict.fromkeys((query.dtype, torch.float8_e4m3fn, torch.uint8)))
+def check_cache(query: torch.Tensor, k_cache: torch.Tensor) -> None:
+    """Raise TypeError or ValueError unless a cache [num_pages, num_kv_heads, page_size, last] goes with the query."""
+    allowed = tuple(dict.fromkeys((query.dtype, E4M3, torch.uint8)))
     if k_cache.dtype not in allowed:
         raise TypeError(f"kv_cache must be {dtype_names(allowed)} for a {query.dtype} query, got {k_cache.dtype}")
     if k_cache.dtype == torch.uint8 and query.shape[2] % NVFP4_BLOCK:
@@ -143,6 +166,7 @@ def check_cache(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
 
 
 def check_scale_factors(call: Any, k_cache: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return (K's, V's) e4m3 factors [num_pages, num_kv_heads, page_size, head_dim // 16] of an NVFP4 cache, else Nones."""
     if k_cache.dtype != torch.uint8:
         if call.kv_cache_sf is not None:
             raise ValueError(f"kv_cache_sf goes with an NVFP4 (uint8) kv_cache, but kv_cache is {k_cache.dtype}")
@@ -153,7 +177,7 @@ def check_scale_factors(call: Any, k_cache: torch.Tensor) -> tuple[torch.Tensor 
     expected = (*k_cache.shape[:3], call.query.shape[2] // NVFP4_BLOCK)
     if k.shape != expected:
         raise ValueError(f"kv_cache_sf must be {list(expected)} as HND, got {list(k.shape)}")
-    if k.dtype != torch.float8_e4m3fn:
+    if k.dtype != E4M3:
         raise TypeError(f"kv_cache_sf must be float8_e4m3fn, got {k.dtype}")
     if has_interleaved_v_scales(call) and k_cache.shape[2] % INTERLEAVED_TOKENS:
         raise ValueError(
@@ -164,7 +188,7 @@ def check_scale_factors(call: Any, k_cache: torch.Tensor) -> tuple[torch.Tensor 
 
 
 def has_interleaved_v_scales(call: Any) -> bool:
-    """trtllm-gen reads V's scale factors 4-token interleaved, XQA in plain order (FlashInfer 0.7.2)."""
+    """Return True for trtllm-gen, which reads V's NVFP4 scale factors interleaved; XQA does not (FlashInfer 0.7.2)."""
     if call.backend != "auto":
         return call.backend == "trtllm-gen"
     capability = capability_of(call.query.device)
@@ -178,6 +202,7 @@ def has_interleaved_v_scales(call: Any) -> bool:
 
 
 def batch_size_of(block_tables: object, shared: bool) -> int:
+    """Return the rows of a page table, int32 [batch_size, columns], or [batch_size, 2, columns] where not shared."""
     check_bool("uses_shared_paged_kv_idx", shared)
     tensor = check_tensor("block_tables", block_tables)
     if tensor.dtype != torch.int32:
@@ -193,10 +218,12 @@ def batch_size_of(block_tables: object, shared: bool) -> int:
 
 
 def split_tables(block_tables: torch.Tensor, shared: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (K's, V's) page tables [batch_size, columns]: the same tensor where shared."""
     return (block_tables, block_tables) if shared else (block_tables[:, 0], block_tables[:, 1])
 
 
 def check_mask(mask: object, cum_seq_lens_q: object, batch_size: int, q_len: int) -> None:
+    """Raise an error unless a draft mask is contiguous uint16 [batch_size, q_len, 2 * ceil(q_len / 32)]."""
     if cum_seq_lens_q is not None:
         raise NotImplementedError(
             "mask with cum_seq_lens_q is not modelled by the lab: pass q_len_per_req rows of every request, or no mask"
@@ -213,7 +240,7 @@ def check_mask(mask: object, cum_seq_lens_q: object, batch_size: int, q_len: int
 
 
 def check_scale(name: str, scale: object) -> Scale:
-    """The scale as the tensor it is, or as a Python float."""
+    """Return the scale, a float32 tensor of one element as it is, a number as a finite float; else TypeError or ValueError."""
     if isinstance(scale, torch.Tensor):
         if scale.dtype != torch.float32 or scale.numel() != 1:
             raise TypeError(
@@ -228,26 +255,42 @@ def check_scale(name: str, scale: object) -> Scale:
 
 
 def scale_from_log2(bmm1_scale_log2: object) -> torch.Tensor:
+    """Return `bmm1_scale` of a `bmm1_scale_log2`: float32 of one element, times ln 2."""
     tensor = check_tensor("bmm1_scale_log2", bmm1_scale_log2)
     check_scale("bmm1_scale_log2", tensor)
     return tensor * math.log(2.0)
 
 
 def following_scale(bmm1_scale_log2: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
-    """`bmm1_scale` for calls that are made again: a tensor, empty yet, and what writes it from the other's contents."""
+    """Return `bmm1_scale` for calls that are made again: a float32 tensor, empty yet, and the launch that writes it."""
     scale = torch.empty_like(bmm1_scale_log2)
     return scale, partial(torch.mul, bmm1_scale_log2, math.log(2.0), out=scale)
 
 
+def check_out(out: object, expected: Sequence[int], words: str, dtypes: Sequence[torch.dtype]) -> torch.Tensor:
+    """Return a given `out`; raise TypeError or ValueError unless it has one of the dtypes and the shape, contiguous."""
+    tensor = check_tensor("out", out)
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"out must be {dtype_names(dtypes)}, got {tensor.dtype}")
+    check_out_shape(tensor, expected, words)
+    return tensor
+
+
+def check_out_shape(out: torch.Tensor, expected: Sequence[int], words: str) -> None:
+    """Raise ValueError unless `out` is contiguous and of the expected shape, which `words` explain."""
+    if out.shape != torch.Size(expected):
+        raise ValueError(f"out must be {list(expected)}, {words}, got {list(out.shape)}")
+    if not out.is_contiguous():
+        raise ValueError(f"out must be contiguous, got stride {out.stride()}")
+
+
 def output_dtype(call: Any) -> torch.dtype:
+    """Return the output's dtype: that of `out`, `out_dtype` or the query; raise an error where they contradict."""
     if call.out is not None:
         out = check_tensor("out", call.out)
         if call.out_dtype is not None and out.dtype != call.out_dtype:
             raise ValueError(f"out is {out.dtype} but out_dtype is {call.out_dtype}; drop one of them")
-        if out.shape != call.query.shape:
-            raise ValueError(f"out must have the query's shape {list(call.query.shape)}, got {list(out.shape)}")
-        if not out.is_contiguous():
-            raise ValueError(f"out must be contiguous, got stride {out.stride()}")
+        check_out_shape(out, call.query.shape, "the query's shape")
         dtype: object = out.dtype
     else:
         dtype = call.query.dtype if call.out_dtype is None else call.out_dtype
@@ -258,12 +301,19 @@ def output_dtype(call: Any) -> torch.dtype:
     return dtype
 
 
-def check_lse(call: Any) -> torch.Tensor | None:
-    if call.lse is None:
-        return None
-    lse = check_tensor("lse", call.lse)
+def check_lse_dtype(value: object) -> torch.Tensor:
+    """Return a given `lse`; raise TypeError unless it is a float32 tensor."""
+    lse = check_tensor("lse", value)
     if lse.dtype != torch.float32:
         raise TypeError(f"lse must be float32, got {lse.dtype}")
+    return lse
+
+
+def check_lse(call: Any) -> torch.Tensor | None:
+    """Return a call's `lse` or None; raise ValueError unless it is [num_rows, num_qo_heads], each element its own."""
+    if call.lse is None:
+        return None
+    lse = check_lse_dtype(call.lse)
     if lse.shape != call.query.shape[:2]:
         raise ValueError(f"lse must be [num_rows, num_qo_heads] = {list(call.query.shape[:2])}, got {list(lse.shape)}")
     if any(size > 1 and stride == 0 for size, stride in zip(lse.shape, lse.stride(), strict=True)):

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from lab.calls.arguments import (
+    Unmodelled,
     batch_size_of,
-    check_backend,
     check_bool,
     check_int,
     check_modelled,
@@ -25,7 +25,7 @@ class ContextCall:
     Attributes:
         others: as in `DecodeCall`.
         max_q_len, max_kv_len: host bounds of the query and key lengths; 0 for an empty batch.
-        cum_seq_lens_q, cum_seq_lens_kv: int32 [batch_size + 1] offsets of the query rows and of the keys. Query rows behind the
+        cum_seq_lens_q, cum_seq_lens_kv: int32 [batch_size + 1] offsets of the query rows and of the keys. Query rows after the
             last offset are padding, as in a CUDA graph with room for more; what a kernel leaves there is undefined.
         causal: False lets every row see every key of its request; it excludes a window.
     """
@@ -45,29 +45,25 @@ class ContextCall:
     window_left: int = -1
     out: torch.Tensor | None = None
     out_dtype: torch.dtype | str | None = None
-    o_sf_scale: float | None = None
-    o_sf_vec_size: int | None = None
+    o_sf_scale: Unmodelled[float | None] = None
+    o_sf_vec_size: Unmodelled[int | None] = None
     kv_layout: str = "HND"
     enable_pdl: bool | None = None
     sinks: torch.Tensor | None = None
     kv_cache_sf: KVCache | None = None
-    skip_softmax_threshold_scale_factor: float | None = None
+    skip_softmax_threshold_scale_factor: Unmodelled[float | None] = None
     uses_shared_paged_kv_idx: bool = True
     causal: bool = True
     lse: torch.Tensor | None = None
     return_lse: bool = False
     multi_ctas_kv_counter_buffer: torch.Tensor | None = None
-    use_fp16_softmax: bool | None = None
-    uses_spcompress: bool | None = None
+    use_fp16_softmax: Unmodelled[bool | None] = None
+    uses_spcompress: Unmodelled[bool | None] = None
     backend: str = "trtllm-gen"
 
     def problem(self) -> PagedAttention:
         """Check the arguments and pose the problem; raises as `DecodeCall.problem` does."""
-        check_modelled(
-            self,
-            "o_sf_scale o_sf_vec_size skip_softmax_threshold_scale_factor use_fp16_softmax uses_spcompress",
-        )
-        check_backend(self.backend, ("trtllm-gen",))
+        check_modelled(self, ("trtllm-gen",))
         check_query(self.query)
         if batch_size_of(self.block_tables, self.uses_shared_paged_kv_idx) != self.batch_size:
             raise ValueError(
@@ -90,5 +86,4 @@ class ContextCall:
             causal=self.causal,
             bmm1_scale=self.bmm1_scale,
             cum_seq_lens_kv=self.cum_seq_lens_kv,
-            mask=None,
         )

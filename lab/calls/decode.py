@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from lab.calls.arguments import (
+    Unmodelled,
     batch_size_of,
-    check_backend,
     check_int,
     check_mask,
     check_modelled,
@@ -62,8 +62,8 @@ class DecodeCall:
     window_left: int = -1
     out: torch.Tensor | None = None
     out_dtype: torch.dtype | str | None = None
-    o_sf_scale: float | None = None
-    o_sf_vec_size: int | None = None
+    o_sf_scale: Unmodelled[float | None] = None
+    o_sf_vec_size: Unmodelled[int | None] = None
     sinks: torch.Tensor | None = None
     kv_layout: str = "HND"
     enable_pdl: bool | None = None
@@ -73,20 +73,20 @@ class DecodeCall:
     mask: torch.Tensor | None = None
     max_q_len: int | None = None
     cum_seq_lens_q: torch.Tensor | None = None
-    skip_softmax_threshold_scale_factor: float | None = None
+    skip_softmax_threshold_scale_factor: Unmodelled[float | None] = None
     kv_cache_sf: tuple[torch.Tensor, torch.Tensor] | None = None
     uses_shared_paged_kv_idx: bool = True
     lse: torch.Tensor | None = None
     return_lse: bool = False
     bmm1_scale_log2: torch.Tensor | None = None
     multi_ctas_kv_counter_buffer: torch.Tensor | None = None
-    enable_block_sparse_attention: bool = False
-    cp_world: int = 1
-    cp_rank: int = 0
-    causal_seqlens_kv_global: torch.Tensor | None = None
-    bf16q_fp8kv_transform_mode: str | None = None
-    request_order: torch.Tensor | None = None
-    request_order_plan: Any = None
+    enable_block_sparse_attention: Unmodelled[bool] = False
+    cp_world: Unmodelled[int] = 1
+    cp_rank: Unmodelled[int] = 0
+    causal_seqlens_kv_global: Unmodelled[torch.Tensor | None] = None
+    bf16q_fp8kv_transform_mode: Unmodelled[str | None] = None
+    request_order: Unmodelled[torch.Tensor | None] = None
+    request_order_plan: Unmodelled[Any] = None
 
     def problem(self) -> PagedAttention:
         """Check the arguments and pose the problem.
@@ -96,14 +96,9 @@ class DecodeCall:
             ValueError: a shape, device, stride or number that no implementation can take.
             NotImplementedError: an argument that the lab does not model, away from its default.
         """
-        check_modelled(
-            self,
-            "o_sf_scale o_sf_vec_size skip_softmax_threshold_scale_factor enable_block_sparse_attention "
-            "cp_world cp_rank causal_seqlens_kv_global bf16q_fp8kv_transform_mode request_order request_order_plan",
-        )
+        check_modelled(self, ("auto", "xqa", "trtllm-gen"))
         if isinstance(self.o_scale, torch.Tensor) or self.o_scale not in (None, 1.0):
             not_modelled("o_scale", self.o_scale, "fold it into bmm2_scale")
-        check_backend(self.backend, ("auto", "xqa", "trtllm-gen"))
         batch_size = batch_size_of(self.block_tables, self.uses_shared_paged_kv_idx)
         max_q_len = self._max_q_len()
         check_query(self.query)

@@ -1,7 +1,4 @@
-"""FlashInfer's MLA decode call as data: its parameters, and the paged attention problem it poses.
-
-A leaf that references and kernels share, as `lab.calls` is for the calls with separate K and V.
-"""
+"""FlashInfer's MLA decode call as data: its parameters, and the paged attention problem it poses."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +8,15 @@ import torch
 from lab.calls.arguments import (
     LENGTH_DTYPES,
     OUT_DTYPES,
+    Unmodelled,
     batch_size_of,
-    check_backend,
     check_bool,
     check_devices,
     check_head_dim_stride,
     check_int,
+    check_lse_dtype,
     check_modelled,
+    check_out,
     check_query,
     check_scale,
     check_tensor,
@@ -26,10 +25,10 @@ from lab.calls.arguments import (
     not_modelled,
 )
 from lab.calls.features import Call
-from lab.calls.problem import PagedAttention, Scale, check_values
+from lab.calls.problem import E4M3, PagedAttention, Scale, check_values
 
 BACKENDS = ("auto", "xqa", "trtllm-gen")
-OTHER_BACKENDS = ("cute-dsl", "sparse")  # FlashInfer has them, with rules of their own
+OTHER_BACKENDS = ("cake", "cute-dsl", "sparse")  # FlashInfer has them, with rules of their own
 LSE_BASES = (None, "base2", "basee")
 
 
@@ -38,7 +37,7 @@ class MLADecodeCall:
     """The arguments of FlashInfer 0.7.2's `trtllm_batch_decode_with_kv_cache_mla`: same names, order and defaults.
 
     Multi-head latent attention after absorption: every query head reads the same cache entries. A key is a whole entry,
-    the latent vector and the rotary part behind it; its value is the latent vector, the entry's first `kv_lora_rank`
+    the latent vector and then the rotary part; its value is the latent vector, the entry's first `kv_lora_rank`
     elements. Rows are causal: row i of a request with q rows and L keys sits at position L - q + i.
 
     Attributes:
@@ -58,7 +57,7 @@ class MLADecodeCall:
         bmm1_scale, bmm2_scale: number, or float32 tensor of one element: factor of Q·K^T and of P·V.
         sinks: float32 [num_qo_heads] (what trtllm-gen reads), or a list or tuple of one such tensor (as FlashInfer
             annotates it): a logit per head added to the softmax's denominator.
-        cum_seq_lens_q: int32 [batch_size + 1] row offsets, for requests of different widths. Query rows behind the last
+        cum_seq_lens_q: int32 [batch_size + 1] row offsets, for requests of different widths. Query rows after the last
             offset are padding.
         max_q_len: host bound of the rows of a request, with `cum_seq_lens_q`; None reads the offsets, and so waits for
             a GPU.
@@ -83,29 +82,29 @@ class MLADecodeCall:
     block_tables: torch.Tensor
     seq_lens: torch.Tensor
     max_seq_len: int
-    sparse_mla_top_k: int = 0
+    sparse_mla_top_k: Unmodelled[int] = 0
     out: torch.Tensor | None = None
     bmm1_scale: Scale = 1.0
     bmm2_scale: Scale = 1.0
     sinks: torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...] | None = None
-    skip_softmax_threshold_scale_factor: float | None = None
+    skip_softmax_threshold_scale_factor: Unmodelled[float | None] = None
     enable_pdl: bool | None = None
     backend: str = "auto"
-    is_var_seq: bool = True
+    is_var_seq: Unmodelled[bool] = True
     uses_shared_paged_kv_idx: bool = True
     lse: torch.Tensor | None = None
     return_lse: bool = False
-    cute_dsl_impl: str = "auto"
-    kv_scale_format: str = "auto"
+    cute_dsl_impl: Unmodelled[str] = "auto"
+    kv_scale_format: Unmodelled[str] = "auto"
     cum_seq_lens_q: torch.Tensor | None = None
     max_q_len: int | None = None
     multi_ctas_kv_counter_buffer: torch.Tensor | None = None
-    sparse_mla_top_k_lens: torch.Tensor | None = None
-    enable_dcp: bool = False
-    cp_world: int = 1
-    cp_rank: int = 0
-    causal_seqlens_kv_global: torch.Tensor | None = None
-    use_fp16_softmax: bool | None = None
+    sparse_mla_top_k_lens: Unmodelled[torch.Tensor | None] = None
+    enable_dcp: Unmodelled[bool] = False
+    cp_world: Unmodelled[int] = 1
+    cp_rank: Unmodelled[int] = 0
+    causal_seqlens_kv_global: Unmodelled[torch.Tensor | None] = None
+    use_fp16_softmax: Unmodelled[bool | None] = None
     return_lse_base: str | None = None
 
     def problem(self) -> PagedAttention:
@@ -128,9 +127,6 @@ class MLADecodeCall:
             query=rows,
             k_cache=cache,
             v_cache=cache[..., : self.kv_lora_rank],
-            k_scale_factors=None,
-            v_scale_factors=None,
-            v_scale_factors_interleaved=False,
             k_block_tables=self.block_tables,
             v_block_tables=self.block_tables,
             seq_lens=self.seq_lens,
@@ -141,7 +137,6 @@ class MLADecodeCall:
             causal=True,
             window_left=-1,
             sinks=self._sink_logits(),
-            mask=None,
             bmm1_scale=check_scale("bmm1_scale", self.bmm1_scale),
             bmm2_scale=check_scale("bmm2_scale", self.bmm2_scale),
             out=out,
@@ -154,7 +149,7 @@ class MLADecodeCall:
         return problem
 
     def returned(self, out: torch.Tensor, lse: torch.Tensor | None) -> Any:
-        """What the call returns, in its caller's shapes.
+        """Return the call's value, in its caller's shapes.
 
         Args:
             out: [num_rows, num_qo_heads, kv_lora_rank], as `problem().results()` made it.
@@ -164,11 +159,7 @@ class MLADecodeCall:
         return (given_shape, lse if self.lse is None else self.lse) if self.return_lse else given_shape
 
     def _check_modelled(self) -> None:
-        check_modelled(
-            self,
-            "sparse_mla_top_k skip_softmax_threshold_scale_factor is_var_seq cute_dsl_impl kv_scale_format "
-            "sparse_mla_top_k_lens enable_dcp cp_world cp_rank causal_seqlens_kv_global use_fp16_softmax",
-        )
+        check_modelled(self, BACKENDS, OTHER_BACKENDS)
         check_bool("uses_shared_paged_kv_idx", self.uses_shared_paged_kv_idx)
         if not self.uses_shared_paged_kv_idx:
             not_modelled(
@@ -176,9 +167,6 @@ class MLADecodeCall:
                 False,
                 "one cache entry is a key and its value, so pass block_tables as [batch_size, max_num_pages_per_seq]",
             )
-        if self.backend in OTHER_BACKENDS:
-            not_modelled("backend", self.backend, f"use one of {', '.join(BACKENDS)}")
-        check_backend(self.backend, BACKENDS)
 
     def _query_rows(self) -> torch.Tensor:
         """The query as [num_rows, num_qo_heads, kv_lora_rank + qk_rope_head_dim]."""
@@ -208,7 +196,7 @@ class MLADecodeCall:
     def _cache_pages(self) -> torch.Tensor:
         """The cache as [num_pages, 1, page_size, kv_lora_rank + qk_rope_head_dim]."""
         cache = check_tensor("kv_cache", self.kv_cache)
-        allowed = tuple(dict.fromkeys((self.query.dtype, torch.float8_e4m3fn)))
+        allowed = tuple(dict.fromkeys((self.query.dtype, E4M3)))
         if cache.dtype == torch.uint8:
             raise NotImplementedError(
                 f"kv_cache is uint8 (packed): FlashInfer has no dense MLA kernel for it; use {dtype_names(allowed)}"
@@ -265,14 +253,8 @@ class MLADecodeCall:
     def _out_rows(self) -> torch.Tensor | None:
         if self.out is None:
             return None
-        out = check_tensor("out", self.out)
-        if out.dtype not in OUT_DTYPES:
-            raise TypeError(f"out must be {dtype_names(OUT_DTYPES)}, got {out.dtype}")
         expected = (*self.query.shape[:-1], self.kv_lora_rank)
-        if out.shape != expected:
-            raise ValueError(f"out must be {list(expected)}, its last dimension kv_lora_rank, got {list(out.shape)}")
-        if not out.is_contiguous():
-            raise ValueError(f"out must be contiguous, got stride {out.stride()}")
+        out = check_out(self.out, expected, "its last dimension kv_lora_rank", OUT_DTYPES)
         return out if self.cum_seq_lens_q is not None else out.flatten(0, 1)
 
     def _lse_rows(self, rows: torch.Tensor) -> torch.Tensor | None:
@@ -288,9 +270,7 @@ class MLADecodeCall:
             return None
         if not self.return_lse:
             raise ValueError("lse without return_lse=True is left unwritten by FlashInfer; pass both or neither")
-        lse = check_tensor("lse", self.lse)
-        if lse.dtype != torch.float32:
-            raise TypeError(f"lse must be float32, got {lse.dtype}")
+        lse = check_lse_dtype(self.lse)
         shapes = list(dict.fromkeys((tuple(rows.shape[:2]), tuple(self.query.shape[:-1]))))
         if tuple(lse.shape) not in shapes:
             raise ValueError(f"lse must be {' or '.join(str(list(shape)) for shape in shapes)}, got {list(lse.shape)}")

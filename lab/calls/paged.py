@@ -35,7 +35,7 @@ def pose_paged(
     causal: bool,
     bmm1_scale: Scale,
     cum_seq_lens_kv: torch.Tensor | None,
-    mask: torch.Tensor | None,
+    mask: torch.Tensor | None = None,
 ) -> PagedAttention:
     """Pose the problem of a decode or a context call: check what both have, normalise layout, tables and dtypes.
 
@@ -51,7 +51,7 @@ def pose_paged(
     query = call.query
     check_bool("return_lse", call.return_lse)
     k_cache, v_cache = split_cache("kv_cache", call.kv_cache, call.kv_layout)
-    check_cache(query, k_cache, v_cache)
+    check_cache(query, k_cache)
     scale_factors = check_scale_factors(call, k_cache)
     k_tables, v_tables = split_tables(call.block_tables, call.uses_shared_paged_kv_idx)
     batch_size = k_tables.shape[0]

@@ -1,7 +1,4 @@
-"""One attention problem over a paged K/V cache, normalised: what references and kernels solve, whichever call posed it.
-
-A leaf: it needs torch alone.
-"""
+"""Attention problems, checked and normalised, that references and kernels solve, whichever call posed them."""
 
 import itertools
 from collections.abc import Sequence
@@ -23,39 +20,26 @@ Scale = float | torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class PagedAttention:
-    """One checked attention problem over a paged K/V cache, whichever call posed it.
+class AttentionProblem:
+    """What every checked attention problem has, whichever call posed it.
 
     Attributes:
         call: the call that posed it.
         query: [num_rows, num_qo_heads, head_dim].
-        k_cache, v_cache: views [num_pages, num_kv_heads, page_size, head_dim] (head_dim // 2 bytes for NVFP4),
-            whatever the layout they were given in. V's last dimension is smaller where V is a part of K (MLA).
-        k_scale_factors, v_scale_factors: e4m3 views [num_pages, num_kv_heads, page_size, head_dim // 16], NVFP4 only.
-        v_scale_factors_interleaved: True for TRT-LLM's 4-token interleaved order of `v_scale_factors`.
-        k_block_tables, v_block_tables: int32 [batch_size, max_num_pages_per_seq]; the same tensor when shared.
-        seq_lens: [batch_size], keys of each request, the query tokens' own included.
+        seq_lens: int32 or uint32 [batch_size], keys of each request, the query tokens' own included.
         cu_seqlens_q: int32 [batch_size + 1], or None when every request has `max_q_len` query rows.
         cu_seqlens_kv: int32 [batch_size + 1], running sum of `seq_lens`; None in a decode call.
         max_q_len: most query rows of one request.
         max_kv_len: most keys that the caller promises for one request.
-        causal: row i of a request with q rows and L keys sits at position L - q + i and sees keys up to it.
+        causal: row i of a request with q rows and L keys sits at position L - q + i and sees keys up to it; else all.
         window_left: a row at position p sees keys p - window_left … p; -1 sees all.
         sinks: float32 [num_qo_heads], a logit per head added to the softmax's denominator; or None.
-        mask: packed draft mask, uint16 [batch_size, q_len, 2 * ceil(q_len / 32)]; or None.
         bmm1_scale, bmm2_scale: factor of Q·K^T and of P·V.
         out, out_dtype, lse, return_lse: where the results go.
     """
 
     call: Call
     query: torch.Tensor
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
-    k_scale_factors: torch.Tensor | None
-    v_scale_factors: torch.Tensor | None
-    v_scale_factors_interleaved: bool
-    k_block_tables: torch.Tensor
-    v_block_tables: torch.Tensor
     seq_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor | None
     cu_seqlens_kv: torch.Tensor | None
@@ -64,7 +48,6 @@ class PagedAttention:
     causal: bool
     window_left: int
     sinks: torch.Tensor | None
-    mask: torch.Tensor | None
     bmm1_scale: Scale
     bmm2_scale: Scale
     out: torch.Tensor | None
@@ -91,6 +74,61 @@ class PagedAttention:
     @property
     def v_head_dim(self) -> int:
         """head_dim of V and of the output."""
+        raise NotImplementedError
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """dtype of K and V."""
+        raise NotImplementedError
+
+    def features(self) -> frozenset[Feature]:
+        """Return what the problem asks for beyond a plain call."""
+        return features_of(self)
+
+    def results(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the tensors to fill, given or new and empty.
+
+        Returns:
+            The output, `out_dtype` [num_rows, num_qo_heads, v_head_dim]; the LSE, float32 [num_rows, num_qo_heads], or None.
+        """
+        out, lse = self.out, self.lse
+        if out is None:
+            shape = (*self.query.shape[:2], self.v_head_dim)
+            out = torch.empty(shape, dtype=self.out_dtype, device=self.query.device)
+        if lse is None and self.return_lse:
+            lse = torch.empty(self.query.shape[:2], dtype=torch.float32, device=self.query.device)
+        return out, lse
+
+    def returned(self, out: torch.Tensor, lse: torch.Tensor | None) -> Any:
+        """Return the call's value: `out`, or `(out, lse)` where `return_lse` asked for it."""
+        return (out, lse) if self.return_lse else out
+
+
+@dataclass(frozen=True, eq=False)
+class PagedAttention(AttentionProblem):
+    """One attention problem over a paged K/V cache.
+
+    Attributes:
+        others: as in `AttentionProblem`.
+        k_cache, v_cache: views [num_pages, num_kv_heads, page_size, head_dim] (head_dim // 2 bytes for NVFP4),
+            whatever the layout they were given in. V's last dimension is smaller where V is a part of K (MLA).
+        k_scale_factors, v_scale_factors: e4m3 views [num_pages, num_kv_heads, page_size, head_dim // 16], NVFP4 only.
+        v_scale_factors_interleaved: True for TRT-LLM's 4-token interleaved order of `v_scale_factors`.
+        k_block_tables, v_block_tables: int32 [batch_size, max_num_pages_per_seq]; the same tensor when shared.
+        mask: packed draft mask, uint16 [batch_size, q_len, 2 * ceil(q_len / 32)]; or None.
+    """
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    k_block_tables: torch.Tensor
+    v_block_tables: torch.Tensor
+    k_scale_factors: torch.Tensor | None = None
+    v_scale_factors: torch.Tensor | None = None
+    v_scale_factors_interleaved: bool = False
+    mask: torch.Tensor | None = None
+
+    @property
+    def v_head_dim(self) -> int:
         return self.v_cache.shape[3] * (2 if self.is_nvfp4 else 1)
 
     @property
@@ -102,35 +140,12 @@ class PagedAttention:
         return self.k_cache.shape[2]
 
     @property
-    def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-        """The dtypes of the query, of K/V and of the output."""
-        return self.query.dtype, self.k_cache.dtype, self.out_dtype
-
-    def features(self) -> frozenset[Feature]:
-        """Return what the problem asks for beyond a plain call."""
-        return features_of(self)
+    def kv_dtype(self) -> torch.dtype:
+        return self.k_cache.dtype
 
     @property
     def is_nvfp4(self) -> bool:
-        return self.k_cache.dtype == torch.uint8
-
-    def results(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What to fill: the output, and the LSE or None, given or new, as in `DecodeCall`."""
-        return new_results(self)
-
-    def returned(self, out: torch.Tensor, lse: torch.Tensor | None) -> Any:
-        """What the call returns: `out`, or `(out, lse)` where `return_lse` asked for it."""
-        return (out, lse) if self.return_lse else out
-
-
-def new_results(problem: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A problem's output [num_rows, num_qo_heads, v_head_dim], and its LSE or None: the given ones, or new and empty."""
-    query, out, lse = problem.query, problem.out, problem.lse
-    if out is None:
-        out = torch.empty((*query.shape[:2], problem.v_head_dim), dtype=problem.out_dtype, device=query.device)
-    if lse is None and problem.return_lse:
-        lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-    return out, lse
+        return self.kv_dtype == torch.uint8
 
 
 def check_values(problem: PagedAttention) -> None:
@@ -146,24 +161,34 @@ def check_values(problem: PagedAttention) -> None:
     lengths = problem.seq_lens.tolist()
     capacity = problem.k_block_tables.shape[1] * problem.page_size
     for request, length in enumerate(lengths):
-        if length < 0:
-            raise ValueError(f"seq_lens[{request}] = {length} is negative; a request without keys has length 0")
         if length > capacity:
             raise ValueError(
                 f"seq_lens[{request}] = {length} needs {-(-length // problem.page_size)} pages of {problem.page_size}, "
                 f"but block_tables has {problem.k_block_tables.shape[1]} columns ({capacity} tokens): widen the table"
             )
+    check_lengths(problem, lengths, "max_seq_len/max_kv_len")
+    _check_page_ids(problem, lengths)
+
+
+def check_lengths(problem: AttentionProblem, lengths: Sequence[int], bound: str) -> None:
+    """Raise ValueError for lengths that are negative or pass `max_kv_len`, which the call names `bound`, and for offsets.
+
+    Args:
+        problem: whose offsets are read.
+        lengths: keys of each request.
+        bound: for the words of an error.
+    """
+    for request, length in enumerate(lengths):
+        if length < 0:
+            raise ValueError(f"seq_lens[{request}] = {length} is negative; a request without keys has length 0")
         if length > problem.max_kv_len:
-            raise ValueError(
-                f"seq_lens[{request}] = {length} exceeds max_seq_len/max_kv_len = {problem.max_kv_len}: raise the bound"
-            )
+            raise ValueError(f"seq_lens[{request}] = {length} exceeds {bound} = {problem.max_kv_len}: raise the bound")
     if problem.cu_seqlens_q is not None:
-        check_offsets("cum_seq_lens_q", problem.cu_seqlens_q.tolist(), problem.num_rows, problem.max_q_len)
+        _check_row_offsets(problem.cu_seqlens_q.tolist(), problem.num_rows, problem.max_q_len)
     if problem.cu_seqlens_kv is not None:
         offsets, expected = problem.cu_seqlens_kv.tolist(), list(itertools.accumulate(lengths, initial=0))
         if offsets != expected:
             raise ValueError(f"cum_seq_lens_kv = {offsets} is not the running sum of seq_lens: expected {expected}")
-    _check_page_ids(problem, lengths)
 
 
 def _check_page_ids(problem: PagedAttention, lengths: Sequence[int]) -> None:
@@ -185,20 +210,22 @@ def _check_page_ids(problem: PagedAttention, lengths: Sequence[int]) -> None:
             )
 
 
-def check_offsets(name: str, offsets: list[int], total: int, most: int) -> None:
-    """Raise ValueError unless offsets of rows start at 0, never decrease, end within `total`, and no request passes `most`."""
-    if offsets[0] != 0 or offsets[-1] > total:
+def _check_row_offsets(offsets: list[int], num_rows: int, max_q_len: int) -> None:
+    """Raise ValueError unless they start at 0, never decrease, end within the rows, and no request passes `max_q_len`."""
+    if offsets[0] != 0 or offsets[-1] > num_rows:
         raise ValueError(
-            f"{name} must start at 0 and stay within the {total} query rows (rows behind its end are padding), got "
+            f"cum_seq_lens_q must start at 0 and stay within the {num_rows} query rows (rows after its end are padding), got "
             f"{offsets[0]} … {offsets[-1]}"
         )
     widths = [after - before for before, after in itertools.pairwise(offsets)]
     if any(width < 0 for width in widths):
-        raise ValueError(f"{name} = {offsets} decreases; it must be a running sum")
-    if max(widths, default=0) > most:
-        raise ValueError(f"{name} has a request of {max(widths)} rows, more than max_q_len = {most}: raise max_q_len")
+        raise ValueError(f"cum_seq_lens_q = {offsets} decreases; it must be a running sum")
+    if max(widths, default=0) > max_q_len:
+        raise ValueError(
+            f"cum_seq_lens_q has a request of {max(widths)} rows, more than max_q_len = {max_q_len}: raise max_q_len"
+        )
 
 
 def mask_words(q_len: int) -> int:
-    """uint16 words in one row of XQA's packed draft mask (FlashInfer 0.7.2, `xqa`): rows are aligned to 32 bits."""
+    """Return the uint16 words in one row of XQA's packed draft mask (FlashInfer 0.7.2, `xqa`): rows are aligned to 32 bits."""
     return 2 * -(-q_len // 32)

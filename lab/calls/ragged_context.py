@@ -1,123 +1,62 @@
-"""FlashInfer's ragged context call as data: its parameters, and the attention problem it poses over contiguous K/V.
+"""FlashInfer's ragged context call as data: its parameters, and the attention problem it poses over contiguous K/V."""
 
-A leaf that references and kernels share, as `lab.calls` is for the calls over a paged cache.
-"""
-
-import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
 
 from lab.calls.arguments import (
     LENGTH_DTYPES,
     OUT_DTYPES,
-    check_backend,
+    Unmodelled,
     check_bool,
     check_devices,
     check_head_dim_stride,
     check_int,
     check_lse,
     check_modelled,
+    check_out,
     check_query,
     check_scale,
     check_tensor,
     check_vector,
-    dtype_names,
-    not_modelled,
 )
-from lab.calls.features import Call, Feature, features_of
-from lab.calls.problem import E4M3, Scale, check_offsets, new_results
+from lab.calls.features import Call
+from lab.calls.problem import E4M3, AttentionProblem, Scale, check_lengths
 
-BACKENDS = ("trtllm-gen",)
 RAGGED_OUT_DTYPES = tuple(dtype for dtype in OUT_DTYPES if dtype != E4M3)
 MIRRORS = ("q_seq_lens_cpu", "kv_seq_lens_cpu")  # arguments that lie on the host
 MIRROR_DTYPES = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, eq=False)
-class RaggedAttention:
-    """One checked attention problem whose requests lie end to end, queries and K/V alike.
+class RaggedAttention(AttentionProblem):
+    """One attention problem whose requests lie end to end, queries and K/V alike.
 
-    Request r has the rows cu_seqlens_q[r] … cu_seqlens_q[r + 1] - 1 and the keys cu_seqlens_kv[r] …; rows and keys behind
+    Request r has the rows cu_seqlens_q[r] … cu_seqlens_q[r + 1] - 1 and the keys cu_seqlens_kv[r] …; rows and keys after
     the last offsets belong to nobody.
 
     Attributes:
-        query: [num_rows, num_qo_heads, head_dim].
+        others: as in `AttentionProblem`; both offsets are given.
         key: [num_tokens, num_kv_heads, head_dim].
         value: [num_tokens, num_kv_heads, v_head_dim].
-        seq_lens: [batch_size], keys of each request.
-        cu_seqlens_q, cu_seqlens_kv: int32 [batch_size + 1].
-        max_q_len, max_kv_len: most rows and keys of one request.
-        causal: row i of a request with q rows and L keys sits at position L - q + i and sees keys up to it; else all.
-        window_left: a row at position p sees keys p - window_left … p; -1 sees all.
-        sinks: float32 [num_qo_heads], a logit per head added to the softmax's denominator; or None.
-        bmm1_scale, bmm2_scale: factor of Q·K^T and of P·V.
-        out, out_dtype, lse, return_lse: where the results go.
     """
 
-    call: ClassVar = Call.RAGGED_CONTEXT
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    seq_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor
     cu_seqlens_kv: torch.Tensor
-    max_q_len: int
-    max_kv_len: int
-    causal: bool
-    window_left: int
-    sinks: torch.Tensor | None
-    bmm1_scale: Scale
-    bmm2_scale: Scale
-    out: torch.Tensor | None
-    out_dtype: torch.dtype
-    lse: torch.Tensor | None
-    return_lse: bool
-
-    @property
-    def batch_size(self) -> int:
-        return self.seq_lens.shape[0]
-
-    @property
-    def num_rows(self) -> int:
-        return self.query.shape[0]
-
-    @property
-    def num_qo_heads(self) -> int:
-        return self.query.shape[1]
+    key: torch.Tensor
+    value: torch.Tensor
 
     @property
     def num_kv_heads(self) -> int:
         return self.key.shape[1]
 
     @property
-    def head_dim(self) -> int:
-        return self.query.shape[2]
-
-    @property
     def v_head_dim(self) -> int:
-        """head_dim of V and of the output."""
         return self.value.shape[2]
 
     @property
-    def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-        """The dtypes of the query, of K/V and of the output."""
-        return self.query.dtype, self.key.dtype, self.out_dtype
-
-    def features(self) -> frozenset[Feature]:
-        """Return what the problem asks for beyond a plain call."""
-        return features_of(self)
-
-    def results(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What to fill: the output, and the LSE or None, given or new."""
-        return new_results(self)
-
-    def returned(self, out: torch.Tensor, lse: torch.Tensor | None) -> Any:
-        """What the call returns: `out`, or `(out, lse)` where `return_lse` asked for it."""
-        return (out, lse) if self.return_lse else out
+    def kv_dtype(self) -> torch.dtype:
+        return self.key.dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +69,7 @@ class RaggedContextCall:
 
     Attributes:
         query: [num_rows, num_qo_heads, head_dim]; fp16, bf16 or e4m3 (the references: float32 and float64 too). Rows
-            behind the last offset are padding; what a kernel leaves there is undefined.
+            after the last offset are padding; what a kernel leaves there is undefined.
         key: [num_tokens, num_kv_heads, head_dim], the query's dtype. Query head h reads K/V head
             h // (num_qo_heads / num_kv_heads); DeepSeek has as many of the one as of the other.
         value: [num_tokens, num_kv_heads, v_head_dim], likewise.
@@ -152,7 +91,7 @@ class RaggedContextCall:
         lse: where the LSE is written, with or without `return_lse`: float32 [num_rows, num_qo_heads], log2 of the
             softmax's denominator, the sink included (FlashInfer's lse.cuh).
         q_seq_lens_cpu, kv_seq_lens_cpu: the rows and keys of each request on the host, int32 or int64, both or neither.
-            They say where requests are empty without a look at the GPU, and leave no row or key behind the last offset.
+            They say where requests are empty without a look at the GPU, and leave no row or key after the last offset.
         skip_all_rows_active_check: True is the caller's word, to FlashInfer, that no request is empty; the lab does not
             rely on it: a row without keys is zero, its LSE -inf.
 
@@ -177,21 +116,16 @@ class RaggedContextCall:
     is_causal: bool
     return_lse: bool
     attention_sinks: torch.Tensor | None = None
-    skip_softmax_threshold_scale_factor: float | None = None
+    skip_softmax_threshold_scale_factor: Unmodelled[float | None] = None
     out: torch.Tensor | None = None
     lse: torch.Tensor | None = None
-    sage_attn_sfs: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (
-        None,
-        None,
-        None,
-        None,
-    )
-    num_elts_per_sage_attn_blk: tuple[int, int, int, int] = (0, 0, 0, 0)
+    sage_attn_sfs: Unmodelled[tuple[torch.Tensor | None, ...]] = (None, None, None, None)
+    num_elts_per_sage_attn_blk: Unmodelled[tuple[int, int, int, int]] = (0, 0, 0, 0)
     backend: str = "trtllm-gen"
     q_seq_lens_cpu: torch.Tensor | None = None
     kv_seq_lens_cpu: torch.Tensor | None = None
-    use_fp16_softmax: bool | None = None
-    uses_spcompress: bool | None = None
+    use_fp16_softmax: Unmodelled[bool | None] = None
+    uses_spcompress: Unmodelled[bool | None] = None
     skip_all_rows_active_check: bool = True
 
     def problem(self) -> RaggedAttention:
@@ -202,7 +136,7 @@ class RaggedContextCall:
             ValueError: a shape, device, stride or number that no implementation can take.
             NotImplementedError: an argument that the lab does not model, away from its default; causal=False with a window.
         """
-        self._check_modelled()
+        check_modelled(self, ("trtllm-gen",), ("cake", "cute-dsl"))
         check_query(self.query)
         self._check_kv()
         batch_size = check_int("batch_size", self.batch_size, 0, "it counts the requests")
@@ -218,6 +152,7 @@ class RaggedContextCall:
         max_q_len = check_int("max_q_len", self.max_q_len, 0, "it bounds the rows of one request")
         max_kv_len = check_int("max_kv_len", self.max_kv_len, 0, "it bounds the keys of one request")
         problem = RaggedAttention(
+            call=Call.RAGGED_CONTEXT,
             query=self.query,
             key=self.key,
             value=self.value,
@@ -248,15 +183,6 @@ class RaggedContextCall:
         if self.q_seq_lens_cpu is None or self.kv_seq_lens_cpu is None:
             return None
         return self.q_seq_lens_cpu.tolist(), self.kv_seq_lens_cpu.tolist()
-
-    def _check_modelled(self) -> None:
-        check_modelled(
-            self,
-            "skip_softmax_threshold_scale_factor sage_attn_sfs num_elts_per_sage_attn_blk use_fp16_softmax uses_spcompress",
-        )
-        if self.backend == "cute-dsl":
-            not_modelled("backend", self.backend, f"use {BACKENDS[0]}")
-        check_backend(self.backend, BACKENDS)
 
     def _check_kv(self) -> None:
         key, value = check_tensor("key", self.key), check_tensor("value", self.value)
@@ -290,15 +216,8 @@ class RaggedContextCall:
     def _out_dtype(self) -> torch.dtype:
         if self.out is None:
             return torch.bfloat16 if self.query.dtype == E4M3 else self.query.dtype
-        out = check_tensor("out", self.out)
-        if out.dtype not in RAGGED_OUT_DTYPES:
-            raise TypeError(f"out must be {dtype_names(RAGGED_OUT_DTYPES)}, got {out.dtype}")
         expected = (*self.query.shape[:2], self.value.shape[2])
-        if out.shape != expected:
-            raise ValueError(f"out must be {list(expected)}, its last dimension value's, got {list(out.shape)}")
-        if not out.is_contiguous():
-            raise ValueError(f"out must be contiguous, got stride {out.stride()}")
-        return out.dtype
+        return check_out(self.out, expected, "its last dimension value's", RAGGED_OUT_DTYPES).dtype
 
     def _check_mirrors(self) -> None:
         """FlashInfer's own checks, of what lies on the host."""
@@ -316,7 +235,7 @@ class RaggedContextCall:
             if min(lengths, default=0) < 0 or max(lengths, default=0) > most or sum(lengths) != total:
                 raise ValueError(
                     f"{name} = {lengths} must lie between 0 and the bound {most} and add up to all {total} tokens: cut "
-                    "off those behind the last offset"
+                    "off those after the last offset"
                 )
 
     def _check_mirrored_values(self) -> None:
@@ -333,24 +252,7 @@ def check_ragged_values(problem: RaggedAttention) -> None:
         ValueError: offsets that do not start at 0, decrease or pass the tokens; lengths that differ from them or pass the
             bounds.
     """
-    q_offsets, kv_offsets = problem.cu_seqlens_q.tolist(), problem.cu_seqlens_kv.tolist()
-    check_offsets("cum_seq_lens_q", q_offsets, problem.num_rows, problem.max_q_len)
-    lengths = problem.seq_lens.tolist()
-    _check_keys(lengths, kv_offsets, problem)
-
-
-def _check_keys(lengths: Sequence[int], offsets: Sequence[int], problem: RaggedAttention) -> None:
-    for request, length in enumerate(lengths):
-        if length < 0:
-            raise ValueError(f"seq_lens[{request}] = {length} is negative; a request without keys has length 0")
-        if length > problem.max_kv_len:
-            raise ValueError(
-                f"seq_lens[{request}] = {length} exceeds max_kv_len = {problem.max_kv_len}: raise the bound"
-            )
-    expected = list(itertools.accumulate(lengths, initial=0))
-    if list(offsets) != expected:
-        raise ValueError(f"cum_seq_lens_kv = {list(offsets)} is not the running sum of seq_lens: expected {expected}")
-    if offsets[-1] > problem.key.shape[0]:
-        raise ValueError(
-            f"cum_seq_lens_kv ends at {offsets[-1]}, behind the {problem.key.shape[0]} tokens of key and value"
-        )
+    check_lengths(problem, problem.seq_lens.tolist(), "max_kv_len")
+    last, num_tokens = int(problem.cu_seqlens_kv[-1]), problem.key.shape[0]
+    if last > num_tokens:
+        raise ValueError(f"cum_seq_lens_kv ends at {last}, after the {num_tokens} tokens of key and value")

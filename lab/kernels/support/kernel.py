@@ -139,7 +139,7 @@ def why_not(kernel: Kernel, capability: Capability | None, problem: Problem) -> 
     if reason is not None:
         return reason
     words = (
-        kernel.dtypes.why_not(*problem.dtypes)
+        kernel.dtypes.why_not(problem.query.dtype, problem.kv_dtype, problem.out_dtype)
         or _wrong_size(kernel, problem)
         or _not_honoured(kernel, problem)
         or kernel.limits(capability, problem)
@@ -149,7 +149,7 @@ def why_not(kernel: Kernel, capability: Capability | None, problem: Problem) -> 
 
 def _wrong_device(kernel: Kernel, capability: Capability | None, problem: Problem) -> str | None:
     if kernel.uses_triton:
-        return no_triton(capability, problem.dtypes)
+        return no_triton(capability, (problem.query.dtype, problem.kv_dtype, problem.out_dtype))
     return None if family_of(capability) in kernel.gpus else wrong_gpu(kernel.name, kernel.gpus, capability)
 
 

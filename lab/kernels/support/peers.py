@@ -1,4 +1,4 @@
-"""Rows of other people's kernels: FlashInfer 0.7.2's own FA2 and FA3 behind its wrappers."""
+"""Rows of other people's kernels: FlashInfer 0.7.2's own FA2 and FA3, called by its wrappers."""
 
 from typing import Any
 

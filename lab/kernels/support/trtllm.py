@@ -19,12 +19,14 @@ XQA_QUERY_TILE_ELEMENTS = 8192
 LOAD_BYTES = 16  # of TMA and of FA2's copies
 RAGGED_DIMS = ((192, 128), (128, 128), (256, 256))  # (head_dim, v_head_dim) of `trtllm_ragged_attention_deepseek`
 TAKEN_PAGES = page_sizes(16, 32, 64, 128, words="is taken for page sizes")  # SGLang 0.5.23's
-LSE_WITH_NONE = "computes no LSE"
+NO_LSE = "computes no LSE"
+USUAL = frozenset({Feature.SEVERAL_ROWS, Feature.WINDOW, Feature.SINKS, Feature.V_SCALE, Feature.OUT})
+GEN_HONOURS = USUAL | {Feature.RAGGED_ROWS, Feature.TENSOR_SCALES, Feature.LSE, Feature.STRIDED_LSE}
 STRIDED_QUERY = "needs a contiguous query"
 
 
 def kernel_for(call: Call, capability: Capability, backend: str = "auto") -> Kernel:
-    """Return the kernel behind a call of FlashInfer's on a GPU; `why_not` tells if it takes the call there.
+    """Return the kernel that FlashInfer runs for a call on a GPU; `why_not` tells if it takes the call there.
 
     Args:
         call: one of the four. The context call comes to fmha_v2 where there is no trtllm-gen, as in SGLang 0.5.23.
@@ -34,7 +36,7 @@ def kernel_for(call: Call, capability: Capability, backend: str = "auto") -> Ker
     if backend == "auto":
         family = family_of(capability)
         backend = "xqa" if family is None or family.trtllm_backend is None else family.trtllm_backend
-    return BEHIND[call][0 if backend == "trtllm-gen" else 1]
+    return BY_CALL[call][0 if backend == "trtllm-gen" else 1]
 
 
 def _xqa(capability: Capability | None, problem: PagedAttention) -> str | None:
@@ -94,24 +96,12 @@ XQA = Kernel(
             range(16, 513, 16),
         ),
     ),
-    honours=frozenset(
-        {
-            Feature.SEVERAL_ROWS,
-            Feature.NVFP4,
-            Feature.PLAIN_FACTORS,
-            Feature.WINDOW,
-            Feature.SINKS,
-            Feature.MASK,
-            Feature.TENSOR_SCALES,
-            Feature.V_SCALE,
-            Feature.OUT,
-        }
-    ),
+    honours=USUAL | {Feature.NVFP4, Feature.PLAIN_FACTORS, Feature.MASK, Feature.TENSOR_SCALES},
     says={
         Feature.RAGGED_ROWS: "takes no cum_seq_lens_q through the decode call: every request needs q_len_per_req rows",
         Feature.SEPARATE_TABLES: "reads one page table for K and V: uses_shared_paged_kv_idx must be True",
-        Feature.LSE: LSE_WITH_NONE,
-        Feature.STRIDED_LSE: LSE_WITH_NONE,
+        Feature.LSE: NO_LSE,
+        Feature.STRIDED_LSE: NO_LSE,
         Feature.OTHER_V_STRIDES: "reads V with K's strides, and they differ",
         Feature.STRIDED_QUERY: STRIDED_QUERY,
     },
@@ -166,19 +156,7 @@ FMHA_V2 = Kernel(
         | {E4M3: "writes the query's dtype {q}, fp16 or bf16, not {out}"},
     ),
     sizes=(TAKEN_PAGES, head_dims(64, 128, 256, words="is taken for head_dim")),
-    honours=frozenset(
-        {
-            Feature.SEVERAL_ROWS,
-            Feature.RAGGED_ROWS,
-            Feature.SEPARATE_TABLES,
-            Feature.OTHER_V_STRIDES,
-            Feature.NON_CAUSAL,
-            Feature.WINDOW,
-            Feature.SINKS,
-            Feature.V_SCALE,
-            Feature.OUT,
-        }
-    ),
+    honours=USUAL | {Feature.RAGGED_ROWS, Feature.SEPARATE_TABLES, Feature.OTHER_V_STRIDES, Feature.NON_CAUSAL},
     says={
         Feature.LSE: "returns softmax statistics, not the LSE of this call",
         Feature.STRIDED_LSE: "returns softmax statistics, not the LSE of this call",
@@ -205,23 +183,12 @@ GEN_QUERIES = "takes fp16, bf16 or e4m3 queries, not {q}"
 GEN_NVFP4 = "reads NVFP4 K/V for e4m3 queries only, not for {q}"
 GEN_OUT = "writes the query's dtype, fp16 or bf16, not {out}"
 GEN_E4M3 = "reads e4m3 K/V for e4m3 or, with bf16 output, bf16 queries, not for {q}"
-GEN_HONOURS = frozenset(
-    {
-        Feature.SEVERAL_ROWS,
-        Feature.RAGGED_ROWS,
-        Feature.STRIDED_QUERY,
-        Feature.SEPARATE_TABLES,
-        Feature.NVFP4,
-        Feature.INTERLEAVED_FACTORS,
-        Feature.WINDOW,
-        Feature.SINKS,
-        Feature.TENSOR_SCALES,
-        Feature.V_SCALE,
-        Feature.OUT,
-        Feature.LSE,
-        Feature.STRIDED_LSE,
-    }
-)
+GEN_PAGED_HONOURS = GEN_HONOURS | {
+    Feature.STRIDED_QUERY,
+    Feature.SEPARATE_TABLES,
+    Feature.NVFP4,
+    Feature.INTERLEAVED_FACTORS,
+}
 GEN_SAYS = {
     Feature.OTHER_V_STRIDES: "reads V with K's strides, and they differ",
     Feature.MASK: "takes no mask: its rows are causal",
@@ -237,7 +204,7 @@ TRTLLM_GEN_DECODE = Kernel(
         f"{GEN_OUT}, and {GEN_E4M3}",
     ),
     sizes=(TAKEN_PAGES,),
-    honours=GEN_HONOURS,
+    honours=GEN_PAGED_HONOURS,
     says=GEN_SAYS,
     limits=_trtllm_gen,
 )
@@ -252,7 +219,7 @@ TRTLLM_GEN_CONTEXT = Kernel(
         GEN_OUT,
     ),
     sizes=(TAKEN_PAGES,),
-    honours=GEN_HONOURS | {Feature.NON_CAUSAL},
+    honours=GEN_PAGED_HONOURS | {Feature.NON_CAUSAL},
     says=GEN_SAYS,
     limits=_trtllm_gen,
 )
@@ -280,18 +247,7 @@ TRTLLM_GEN_MLA = Kernel(
     gpus=(SM100,),
     dtypes=MLA_DTYPES,
     sizes=(dims("(kv_lora_rank, qk_rope_head_dim)", mla_dims, (512, 64), (256, 64)), page_sizes(32, 64)),
-    honours=frozenset(
-        {
-            Feature.SEVERAL_ROWS,
-            Feature.RAGGED_ROWS,
-            Feature.STRIDED_QUERY,
-            Feature.SINKS,
-            Feature.TENSOR_SCALES,
-            Feature.V_SCALE,
-            Feature.OUT,
-            Feature.LSE,
-        }
-    ),
+    honours=GEN_HONOURS - {Feature.WINDOW, Feature.STRIDED_LSE} | {Feature.STRIDED_QUERY},
     limits=_trtllm_gen_mla,
 )
 
@@ -323,7 +279,7 @@ XQA_MLA = Kernel(
         Feature.SEVERAL_ROWS: "takes one query row per request",
         Feature.RAGGED_ROWS: "takes one query row per request",
         Feature.SINKS: "takes no sinks",
-        Feature.LSE: LSE_WITH_NONE,
+        Feature.LSE: NO_LSE,
         # It multiplies the logits by both scales, so that one must be divided by the other first.
         Feature.TENSOR_SCALES: "is called with its scales as numbers, not as tensors",
         Feature.STRIDED_QUERY: "is called with a contiguous query and cache",
@@ -353,28 +309,15 @@ TRTLLM_GEN_RAGGED = Kernel(
         out="writes the query's dtype, fp16 or bf16 for e4m3, not {out}",
     ),
     sizes=(RAGGED_SIZES,),
-    honours=frozenset(
-        {
-            Feature.SEVERAL_ROWS,
-            Feature.RAGGED_ROWS,
-            Feature.NON_CAUSAL,
-            Feature.WINDOW,
-            Feature.SINKS,
-            Feature.TENSOR_SCALES,
-            Feature.V_SCALE,
-            Feature.OUT,
-            Feature.LSE,
-            Feature.STRIDED_LSE,
-        }
-    ),
+    honours=GEN_HONOURS | {Feature.NON_CAUSAL},
     says={Feature.STRIDED_QUERY: STRIDED_QUERY},  # the launcher hands on K's and V's strides alone
     limits=unaligned_tensors,
 )
 # trtllm-gen's kernel, and what FlashInfer has elsewhere.
-BEHIND = {
+BY_CALL = {
     Call.DECODE: (TRTLLM_GEN_DECODE, XQA),
     Call.CONTEXT: (TRTLLM_GEN_CONTEXT, FMHA_V2),
     Call.MLA_DECODE: (TRTLLM_GEN_MLA, XQA_MLA),
     Call.RAGGED_CONTEXT: (TRTLLM_GEN_RAGGED, TRTLLM_GEN_RAGGED),
 }
-KERNELS = tuple(dict.fromkeys(kernel for behind in BEHIND.values() for kernel in behind))
+KERNELS = tuple(dict.fromkeys(kernel for pair in BY_CALL.values() for kernel in pair))
