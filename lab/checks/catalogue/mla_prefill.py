@@ -1,12 +1,14 @@
 """A ragged context call that loses a key, or an LSE that does not merge: new tokens alone, cached chunks, and both together.
 
 A prefill is right only if the causal call over its new tokens, the uncausal ones over chunks of its prefix and their LSEs say
-the same thing. Requests without new tokens or without a chunk lie between the others, and large values behind the last.
+the same thing. The first of them is judged as a serving backend makes it, too: from requests in a pool, by the backend's own
+metadata. Requests without new tokens or without a chunk lie between the others, and large values after the last.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,14 +19,19 @@ from lab.checks.catalogue.k05_guards import changed_bytes, guarded, wrong_guards
 from lab.checks.check import Check, Level, counted, first_line
 from lab.checks.needles import leaning, needle_positions, plant
 from lab.checks.space import Space
-from lab.checks.trial import Result, Trial
+from lab.checks.trial import Result, Trial, as_result
 from lab.checks.truth import Rules, Truth, truth_of_requests
+from lab.metadata.engine.forward_mode import ForwardMode
+from lab.metadata.mla.calls import MLALayer, prepare_mla_prefill
+from lab.metadata.mla.metadata import build_mla_prefill_metadata
 from lab.workloads.forward_case import Inputs
 from lab.workloads.interfaces import Interface
 from lab.workloads.ragged_case import RaggedCase
+from lab.workloads.requests import admit, new_pool
 
 TILE = 64  # keys or rows that kernels take at a time, where a length of one more or less shows
-PADDING = 3  # rows and keys behind the last request's
+PAGE_SIZE = 64  # of the pool; the call reads no page
+PADDING = 3  # rows and keys after the last request's
 PADDED = 1e4  # what they hold: large, and finite in float16
 
 
@@ -68,6 +75,7 @@ def _judge(trial: Trial) -> None:
     trial.hold("new tokens", own, truth)
     for wrong in changed_bytes({name: arguments[name] for name in before if name != "workspace_buffer"}, before):
         trial.wrong(wrong)
+    trial.hold("new tokens as a backend calls it", _by_backend(trial, prefill.query, new_tokens), truth)
     if case.inputs is Inputs.NEEDLES:  # which show each limit
         _variations(trial, arguments, prefill.query, new_tokens)
     together = _call(trial, _arguments(case, prefill.query, prefill.histories, causal=True) | {"return_lse": True})
@@ -86,6 +94,31 @@ def _judge(trial: Trial) -> None:
     if max(case.prefix_lens):
         whole = _truth(case, prefill.query, prefill.histories, causal=True)
         trial.hold("all of them merged", merged._replace(out=merged.out.to(case.dtype)), whole)
+
+
+def _by_backend(trial: Trial, query: Tensor, parts: list[tuple[Tensor, Tensor]]) -> Result:
+    """Return the output of the call that an MLA backend makes of a batch of these requests."""
+    case = trial.case
+    pool = new_pool(
+        case.kv_lens, page_size=PAGE_SIZE, max_context_len=max(case.kv_lens), seed=case.seed, device=trial.device
+    )
+    batch = admit(pool, case.prefix_lens, case.q_lens).batch(ForwardMode.EXTEND)
+    layer = MLALayer(
+        softmax_scale=case.softmax_scale,
+        qk_rope_head_dim=case.head_dim // 3,
+        qk_nope_head_dim=case.head_dim - case.head_dim // 3,
+        v_head_dim=case.v_head_dim,
+    )
+    call = prepare_mla_prefill(
+        SimpleNamespace(**{Interface.RAGGED_CONTEXT.value: trial.function(Interface.RAGGED_CONTEXT)}),
+        batch,
+        build_mla_prefill_metadata(batch, pool),
+        layer,
+        _padded(query),
+        *(_padded(torch.cat(sides)) for sides in zip(*parts, strict=True)),
+        workspace_buffer=new_workspace(trial.device),
+    )
+    return as_result(call(), Interface.RAGGED_CONTEXT)
 
 
 def _variations(trial: Trial, arguments: dict[str, Any], query: Tensor, parts: list[tuple[Tensor, Tensor]]) -> None:
@@ -133,7 +166,7 @@ def _own_rows(result: Result | None, case: RaggedCase) -> Result | None:
 
 
 def _arguments(case: RaggedCase, query: Tensor, parts: list[tuple[Tensor, Tensor]], *, causal: bool) -> dict[str, Any]:
-    """The call over each request's keys and values, with padding behind the last."""
+    """The call over each request's keys and values, with padding after the last."""
     kv_lens = tuple(len(keys) for keys, _ in parts)
     device = query.device
     return {
