@@ -2,9 +2,11 @@
 
 import os
 
-from tests.gpus import take_own_gpu, visible_gpus
+from tests.gpus import WORKER, take_own_gpu, visible_gpus
 
 take_own_gpu()  # before anything of CUDA
+if WORKER in os.environ and not visible_gpus():  # workers share the cores; OpenMP reads this when torch is imported
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -12,6 +14,9 @@ import torch  # noqa: E402
 # Triton decides when it is imported; without a GPU its kernels run in the interpreter.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    from tests.interpreter import patch_language_once_per_launch
+
+    patch_language_once_per_launch()
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which is not everywhere

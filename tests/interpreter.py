@@ -1,0 +1,49 @@
+"""Triton's interpreter without its repeated work.
+
+A launch replaces the functions of `triton.language` by interpreted ones. Triton 3.7 searches all of the language for them
+again at every call of a `@triton.jit` function from a kernel, where nothing is left to replace: half of the time of a
+kernel that is written in helpers. Here each module of device functions is looked at once in a launch.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from triton.runtime import interpreter
+
+
+class LanguagePatches:
+    """Which modules of device functions the running launch has seen to."""
+
+    def __init__(self, launch: Callable[..., Any], patch_language: Callable[..., Any]) -> None:
+        self._launch = launch
+        self._patch_language = patch_language
+        self._modules: set[str] | None = None  # None: no launch is running
+
+    def launch(self, executor: Any, *args: Any, **kwargs: Any) -> None:
+        """Run a grid as the interpreter's own `GridExecutor.__call__` does."""
+        self._modules = set()
+        try:
+            self._launch(executor, *args, **kwargs)
+        finally:
+            self._modules = None
+
+    def patch_language(self, fn: Callable[..., Any]) -> Any:
+        """Patch what a kernel's or device function's module sees of the language, unless this launch has done so.
+
+        Returns:
+            what restores the language, which a launch uses; None where there was nothing to do.
+        """
+        if self._modules is None:
+            return self._patch_language(fn)
+        if fn.__module__ in self._modules:
+            return None
+        self._modules.add(fn.__module__)
+        return self._patch_language(fn)
+
+
+def patch_language_once_per_launch() -> None:
+    """Install `LanguagePatches` in the interpreter of this process; a Triton without these two functions stays as it is."""
+    if hasattr(interpreter, "GridExecutor") and hasattr(interpreter, "_patch_lang"):
+        patches = LanguagePatches(interpreter.GridExecutor.__call__, interpreter._patch_lang)
+        interpreter._patch_lang = patches.patch_language
+        interpreter.GridExecutor.__call__ = lambda self, *args, **kwargs: patches.launch(self, *args, **kwargs)
