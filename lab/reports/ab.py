@@ -19,17 +19,12 @@ from pathlib import Path
 import torch
 
 from lab.checks.forward_pass import build_forward
+from lab.reports.compare import add_rule, rule_of
 from lab.reports.tables import Columns, make_table, number, terminal, terminal_of, words
 from lab.timing.forward import forward_work
 from lab.timing.gpu_time import measure_interleaved
 from lab.timing.method import method_named
-from lab.timing.statistics import (
-    MINIMUM_EFFECT_IN_TURNS_PERCENT,
-    SIGNIFICANCE,
-    SampleComparison,
-    Speed,
-    compare_samples,
-)
+from lab.timing.statistics import IN_TURNS, SampleComparison, Speed, compare_samples
 from lab.workloads.scenarios import scenario
 from lab.workloads.traces import read_trace
 
@@ -43,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = _parser()
     given = parser.parse_args(argv)
+    rule = rule_of(parser, given)
     sides: list[Side] = [
         (given.scenario, given.first),
         (given.against or given.scenario, given.second or given.first),
@@ -65,9 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
         print(f"not compared: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
-    comparison = compare_samples(
-        times["first"].samples_us, times["second"].samples_us, given.minimum_effect_percent, given.significance
-    )
+    comparison = compare_samples(times["first"].samples_us, times["second"].samples_us, rule)
     timed = list(zip(sides, times.values(), strict=True))
     terminal().print(terminal_of(make_table(COLUMNS, timed, say_once=())))
     print(in_words(comparison))
@@ -102,8 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--clock", default="graph")
     parser.add_argument("--l2", default="cold")
     parser.add_argument("--samples", type=int, default=SAMPLES)
-    parser.add_argument("--minimum-effect-percent", type=float, default=MINIMUM_EFFECT_IN_TURNS_PERCENT)
-    parser.add_argument("--significance", type=float, default=SIGNIFICANCE)
+    add_rule(parser, IN_TURNS)
     parser.add_argument(
         "--trace", type=Path, help="a Mooncake (.jsonl) or Azure (.csv) trace for scenarios that draw one"
     )

@@ -27,7 +27,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from lab.reports.comparison import (
     NotComparableError,
@@ -38,7 +37,7 @@ from lab.reports.comparison import (
 )
 from lab.reports.recorded import RecordedFileError, RecordedRun, environment_facts, in_words, read_runs
 from lab.reports.tables import Cell, Table, make_table, number, terminal, terminal_of
-from lab.timing.statistics import MINIMUM_EFFECT_PERCENT, SIGNIFICANCE, SampleComparison, Speed, geometric_mean
+from lab.timing.statistics import BETWEEN_RUNS, Rule, SampleComparison, Speed, geometric_mean
 
 # Of the environments' facts, those that are shown besides the packages.
 SHOWN = ("GPU", "commit", "driver", "CUDA", "Python")
@@ -48,9 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = _parser()
     options = parser.parse_args(argv)
+    rule = rule_of(parser, options)
     if (options.after is None) == (options.by is None):
         parser.error("compare BEFORE with AFTER, or within BEFORE --by KEY and two of its values")
-    thresholds = options.minimum_effect_percent, options.significance
     try:
         if options.after and Path(options.before).resolve() == Path(options.after).resolve():
             raise NotComparableError(f"both sides are {options.before}: that says nothing")
@@ -58,14 +57,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         after = read_runs(options.after) if options.after else before
         if options.by:
             key, *values = options.by
-            comparison = compare_within(_only(before), key, values[0], values[1], *thresholds)
+            comparison = compare_within(_only(before), key, values[0], values[1], rule)
         else:
-            comparison = compare_recorded(before, after, *thresholds)
+            comparison = compare_recorded(before, after, rule)
     except (RecordedFileError, NotComparableError) as error:
         print(f"not compared: {error}", file=sys.stderr)
         return 2
-    effect, significance = thresholds
-    print(f"minimum effect {effect:g} %, significance {significance:g}, intervals of {100 * (1 - significance):g} %")
+    effect_percent, significance = rule.minimum_effect_percent, rule.significance
+    print(
+        f"minimum effect {effect_percent:g} %, significance {significance:g}, intervals of {rule.confidence_percent:g} %"
+    )
     _print(comparison, before, after)
     return comparison.exit_status(options.strict)
 
@@ -79,30 +80,27 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--by", nargs=3, metavar=("KEY", "BEFORE", "AFTER"), help="two values of one recorded fact, within one run"
     )
-    parser.add_argument(
-        "--minimum-effect-percent",
-        type=_bounded(0, 1000),
-        default=MINIMUM_EFFECT_PERCENT,
-        help="a smaller change is none (default %(default)s)",
-    )
-    parser.add_argument(
-        "--significance",
-        type=_bounded(1e-6, 0.5),
-        default=SIGNIFICANCE,
-        help="of the rank test and the interval (default %(default)s)",
-    )
+    add_rule(parser, BETWEEN_RUNS)
     parser.add_argument("--strict", action="store_true", help="exit with 1 on an UNSURE row too")
     return parser
 
 
-def _bounded(least: float, most: float) -> Any:
-    def number(text: str) -> float:
-        value = float(text)
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text} is not between {least:g} and {most:g}")
-        return value
+def add_rule(parser: argparse.ArgumentParser, rule: Rule) -> None:
+    """Add the options that are the rule's numbers, with those of `rule` as defaults."""
+    for name, words in (
+        ("minimum_effect_percent", "a smaller change is none"),
+        ("significance", "of the rank test and the interval"),
+    ):
+        option, default = f"--{name.replace('_', '-')}", getattr(rule, name)
+        parser.add_argument(option, type=float, default=default, help=f"{words} (default %(default)s)")
 
-    return number
+
+def rule_of(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Rule:
+    """Return the rule of the options of `add_rule`; numbers out of range are an error of the command line."""
+    try:
+        return Rule(given.minimum_effect_percent, given.significance)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def _only(runs: Sequence[RecordedRun]) -> RecordedRun:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lab.reports.recorded import TIMED_BY, Identity, RecordedRun, Row
-from lab.timing.statistics import MINIMUM_EFFECT_PERCENT, SIGNIFICANCE, SampleComparison, Speed, compare_runs
+from lab.timing.statistics import BETWEEN_RUNS, Rule, SampleComparison, Speed, compare_runs
 
 # An NVIDIA GPU moves its SM clock in steps of 15 MHz, 0.8 % of 1980: a few steps are no other state, a power cap is.
 CLOCK_TOLERANCE_PERCENT = 3.0
@@ -78,8 +78,7 @@ class RunComparison:
 def compare_recorded(
     before: Sequence[RecordedRun],
     after: Sequence[RecordedRun],
-    minimum_effect_percent: float = MINIMUM_EFFECT_PERCENT,
-    significance: float = SIGNIFICANCE,
+    rule: Rule = BETWEEN_RUNS,
 ) -> RunComparison:
     """Compare the runs of two sides, one run or repeated ones on each.
 
@@ -88,7 +87,7 @@ def compare_recorded(
     """
     _refuse_other_machines([*before, *after])
     sides = [Side(", ".join(str(run.path) for run in runs), _rows(runs)) for runs in (before, after)]
-    return _compare_sides(sides[0], sides[1], minimum_effect_percent, significance, missing_counts=True)
+    return _compare_sides(sides[0], sides[1], rule, missing_counts=True)
 
 
 def compare_within(
@@ -96,8 +95,7 @@ def compare_within(
     key: str,
     before: str,
     after: str,
-    minimum_effect_percent: float = MINIMUM_EFFECT_PERCENT,
-    significance: float = SIGNIFICANCE,
+    rule: Rule = BETWEEN_RUNS,
 ) -> RunComparison:
     """Compare the rows of one run whose fact `key` is `before` with those where it is `after`, all else alike.
 
@@ -110,7 +108,7 @@ def compare_within(
         raise NotComparableError(f"two values of {key} are two methods, and those are not compared: {before}, {after}")
     _refuse_other_machines([run])
     sides = [Side(f"{key} {value}", _rows_where(run, key, value)) for value in (before, after)]
-    return _compare_sides(sides[0], sides[1], minimum_effect_percent, significance, missing_counts=False)
+    return _compare_sides(sides[0], sides[1], rule, missing_counts=False)
 
 
 def _rows(runs: Sequence[RecordedRun]) -> dict[Identity, tuple[Row, ...]]:
@@ -131,9 +129,7 @@ def _rows_where(run: RecordedRun, key: str, value: str) -> dict[Identity, tuple[
     return {tuple(item for item in row.identity if item[0] != key): (row,) for row in chosen}
 
 
-def _compare_sides(
-    before: Side, after: Side, minimum_effect_percent: float, significance: float, missing_counts: bool
-) -> RunComparison:
+def _compare_sides(before: Side, after: Side, rule: Rule, missing_counts: bool) -> RunComparison:
     rows: list[RowComparison] = []
     missing: list[Identity] = []
     met: set[Identity] = set()
@@ -150,7 +146,7 @@ def _compare_sides(
         samples = None
         if not refused:
             runs = [[row.samples_us for row in side] for side in (mine, theirs)]
-            samples = compare_runs(runs[0], runs[1], minimum_effect_percent, significance)
+            samples = compare_runs(runs[0], runs[1], rule)
             samples = _doubted(samples, mine, theirs)
         rows.append(RowComparison(identity, samples, refused))
     added = tuple(identity for identity in after.rows if identity not in met)

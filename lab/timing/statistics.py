@@ -18,15 +18,43 @@ import numpy as np
 
 from lab.timing.gpu_time import interquartile_range
 
-MINIMUM_EFFECT_PERCENT = 3.0  # between runs
-MINIMUM_EFFECT_IN_TURNS_PERCENT = 1.0  # between arms that take turns within one process
-SIGNIFICANCE = 0.01
 # With 5 and 5 samples the rank test can reach p = 2 / binomial(10, 5) = 0.008; with 4 and 4 never less than 0.029.
 FEWEST_SAMPLES = 5
 # From so many runs on each side a run counts as one sample; they are independent, and the rank test is then exact.
 FEWEST_RUNS = 5
 RESAMPLES = 5000
 SEED = 0
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The two numbers of the rule.
+
+    Attributes:
+        minimum_effect_percent: a smaller change of the median is none; at least 0.
+        significance: of the rank test, and the interval's error; above 0, at most 0.5.
+
+    Raises:
+        ValueError: a number out of range.
+    """
+
+    minimum_effect_percent: float = 3.0
+    significance: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.minimum_effect_percent) and self.minimum_effect_percent >= 0):
+            raise ValueError(f"the minimum effect must be at least 0 %, not {self.minimum_effect_percent}")
+        if not 0 < self.significance <= 0.5:
+            raise ValueError(f"the significance must be above 0 and at most 0.5, not {self.significance}")
+
+    @property
+    def confidence_percent(self) -> float:
+        """Confidence of the interval."""
+        return 100 * (1 - self.significance)
+
+
+BETWEEN_RUNS = Rule()
+IN_TURNS = Rule(minimum_effect_percent=1.0)  # arms that take turns within one process
 
 
 class Speed(enum.Enum):
@@ -101,8 +129,7 @@ class SampleComparison:
 def compare_samples(
     before_us: Sequence[float],
     after_us: Sequence[float],
-    minimum_effect_percent: float = MINIMUM_EFFECT_PERCENT,
-    significance: float = SIGNIFICANCE,
+    rule: Rule = BETWEEN_RUNS,
 ) -> SampleComparison:
     """Compare two sets of samples by their medians.
 
@@ -118,19 +145,16 @@ def compare_samples(
 
     Args:
         before_us, after_us: times of one call, any order, in one unit.
-        minimum_effect_percent: what counts as a change; at least 0.
-        significance: of the rank test, and the interval's error; between 0 and 1.
 
     Raises:
-        ValueError: no samples, one that is not a time (NaN, infinite, zero, negative), or a parameter out of range.
+        ValueError: no samples, or one that is not a time (NaN, infinite, zero, negative).
     """
-    _refuse_parameters(minimum_effect_percent, significance)
     before, after = _checked(before_us, "before"), _checked(after_us, "after")
     p_value = _rank_test(before, after)
     interval = None
     if min(len(before), len(after)) >= FEWEST_SAMPLES:
-        interval = _interval_percent(before, after, significance)
-        speed, reason = _speed(interval, p_value, minimum_effect_percent, significance)
+        interval = _interval_percent(before, after, rule.significance)
+        speed, reason = _speed(interval, p_value, rule)
     else:
         speed = Speed.UNSURE
         reason = f"{len(before)} and {len(after)} samples; fewer than {FEWEST_SAMPLES} on a side cannot tell"
@@ -143,8 +167,7 @@ def compare_samples(
 def compare_times(
     before: Times,
     after: Times,
-    minimum_effect_percent: float = MINIMUM_EFFECT_PERCENT,
-    significance: float = SIGNIFICANCE,
+    rule: Rule = BETWEEN_RUNS,
 ) -> SampleComparison:
     """Compare recorded times: by `compare_samples` where both have samples, else by an interval between quartiles.
 
@@ -157,13 +180,12 @@ def compare_times(
         ValueError: as `compare_samples`; or a median that is not a time.
     """
     if before.samples_us and after.samples_us:
-        return compare_samples(before.samples_us, after.samples_us, minimum_effect_percent, significance)
-    _refuse_parameters(minimum_effect_percent, significance)
+        return compare_samples(before.samples_us, after.samples_us, rule)
     _checked([before.median_us], "before"), _checked([after.median_us], "after")
     (before_lower, before_upper), (after_lower, after_upper) = before.quartiles_us, after.quartiles_us
     most = after_upper / before_lower if before_lower > 0 else math.inf
     interval = _percent(after_lower / before_upper), _percent(most)
-    speed, reason = _speed(interval, None, minimum_effect_percent, significance)
+    speed, reason = _speed(interval, None, rule)
     effect_percent = _percent(after.median_us / before.median_us)
     return SampleComparison(speed, before.median_us, after.median_us, effect_percent, interval, None, reason)
 
@@ -171,8 +193,7 @@ def compare_times(
 def compare_runs(
     before_runs_us: Sequence[Sequence[float]],
     after_runs_us: Sequence[Sequence[float]],
-    minimum_effect_percent: float = MINIMUM_EFFECT_PERCENT,
-    significance: float = SIGNIFICANCE,
+    rule: Rule = BETWEEN_RUNS,
 ) -> SampleComparison:
     """Compare repeated runs of one measurement, each run its samples; see `compare_samples`.
 
@@ -185,19 +206,12 @@ def compare_runs(
     else:
         before_us = [sample for run in before_runs_us for sample in run]
         after_us = [sample for run in after_runs_us for sample in run]
-    return compare_samples(before_us, after_us, minimum_effect_percent, significance)
+    return compare_samples(before_us, after_us, rule)
 
 
 def geometric_mean(ratios: Sequence[float]) -> float:
-    """The mean for ratios of times: half and twice average to 1."""
+    """Return the mean for ratios of times: half and twice average to 1."""
     return math.exp(sum(math.log(ratio) for ratio in ratios) / len(ratios))
-
-
-def _refuse_parameters(minimum_effect_percent: float, significance: float) -> None:
-    if not (math.isfinite(minimum_effect_percent) and minimum_effect_percent >= 0):
-        raise ValueError(f"the minimum effect must be at least 0 %, not {minimum_effect_percent}")
-    if not 0 < significance < 1:
-        raise ValueError(f"the significance must lie between 0 and 1, not {significance}")
 
 
 def _checked(samples_us: Sequence[float], side: str) -> np.ndarray:
@@ -232,14 +246,12 @@ def _resampled_medians(random: np.random.Generator, times: np.ndarray) -> np.nda
     return np.median(random.choice(times, size=(RESAMPLES, times.size)), axis=1)
 
 
-def _speed(
-    interval_percent: tuple[float, float], p_value: float | None, minimum_effect_percent: float, significance: float
-) -> tuple[Speed, str]:
-    lower, upper = interval_percent
-    if -minimum_effect_percent <= lower and upper <= minimum_effect_percent:
+def _speed(interval_percent: tuple[float, float], p_value: float | None, rule: Rule) -> tuple[Speed, str]:
+    (lower, upper), least = interval_percent, rule.minimum_effect_percent
+    if -least <= lower and upper <= least:
         return Speed.SAME, ""
-    if lower <= minimum_effect_percent and upper >= -minimum_effect_percent:
-        return Speed.UNSURE, f"the interval reaches across the minimum effect of {minimum_effect_percent:g} %"
-    if p_value is not None and p_value >= significance:
-        return Speed.UNSURE, f"the rank test is not significant at {significance:g}"
+    if lower <= least and upper >= -least:
+        return Speed.UNSURE, f"the interval reaches across the minimum effect of {least:g} %"
+    if p_value is not None and p_value >= rule.significance:
+        return Speed.UNSURE, f"the rank test is not significant at {rule.significance:g}"
     return (Speed.SLOWER if lower > 0 else Speed.FASTER), ""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from lab.timing.statistics import Speed, Times, compare_runs, compare_samples, compare_times, geometric_mean
+from lab.timing.statistics import Rule, Speed, Times, compare_runs, compare_samples, compare_times, geometric_mean
 from tests.reports.recorded_runs import samples_us
 
 SEEDS = range(200)
@@ -52,7 +52,7 @@ def test_a_significant_difference_below_the_minimum_effect_is_none() -> None:
     comparison = compare_samples(samples_us(100, 0.1, seed=1), samples_us(101, 0.1, seed=2))
     assert comparison.p_value < 1e-6
     assert comparison.speed is Speed.SAME
-    assert compare_samples(samples_us(100, 0.1, seed=1), samples_us(101, 0.1, seed=2), 0.5).speed is Speed.SLOWER
+    assert compare_samples(samples_us(100, 0.1, seed=1), samples_us(101, 0.1, seed=2), Rule(0.5)).speed is Speed.SLOWER
 
 
 def test_an_interval_across_the_minimum_effect_is_unsure_though_the_point_is_beyond_it() -> None:
@@ -65,7 +65,7 @@ def test_an_interval_across_the_minimum_effect_is_unsure_though_the_point_is_bey
 
 def test_an_interval_beyond_the_minimum_effect_is_not_enough_without_the_rank_test() -> None:
     """5 and 5 samples cannot reach p = 0.001, however far apart they are."""
-    comparison = compare_samples([100.0, 101, 102, 103, 104], [200.0, 201, 202, 203, 204], significance=0.001)
+    comparison = compare_samples([100.0, 101, 102, 103, 104], [200.0, 201, 202, 203, 204], Rule(significance=0.001))
     assert comparison.speed is Speed.UNSURE
     assert "rank test" in comparison.reason
     assert compare_samples([100.0, 101, 102, 103, 104], [200.0, 201, 202, 203, 204]).speed is Speed.SLOWER
@@ -137,7 +137,7 @@ def test_no_samples_are_refused() -> None:
 @pytest.mark.parametrize(("effect", "significance"), [(-1, 0.01), (math.nan, 0.01), (3, 0), (3, 1), (3, math.nan)])
 def test_thresholds_out_of_range_are_refused(effect: float, significance: float) -> None:
     with pytest.raises(ValueError, match="must"):
-        compare_samples([1.0] * 5, [1.0] * 5, effect, significance)
+        Rule(effect, significance)
 
 
 def test_from_five_runs_a_run_is_a_sample() -> None:

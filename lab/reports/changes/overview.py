@@ -9,7 +9,7 @@ from lab.reports.changes.entries import NOT_RECORDED, Entry, command_of, day_of,
 from lab.reports.changes.verdicts import Aspect, Observation, Standing, microseconds
 from lab.reports.recorded import RecordedFile
 from lab.reports.tables import Cell, Table, markdown_of, table_of_lines
-from lab.timing.statistics import MINIMUM_EFFECT_IN_TURNS_PERCENT, SIGNIFICANCE
+from lab.timing.statistics import IN_TURNS
 
 PAGE = "experiments.md"
 FLASHINFER = "lab.kernels.trtllm"
@@ -20,8 +20,8 @@ METHOD = (
     "Written by `python -m lab.reports.changes` from the recordings that it links: every measured number and every verdict "
     "below is computed from them, by the lab's one rule for times. A statement *holds* at a point if the change makes the "
     "time shorter, *does not hold* if it makes it longer, and *cannot be told* otherwise. A time is shorter "
-    f"if the whole interval of the ratio of the medians, at {100 * (1 - SIGNIFICANCE):g} % confidence, is more than "
-    f"{MINIMUM_EFFECT_IN_TURNS_PERCENT:g} % below 1 and a rank test of the samples agrees; longer likewise. Where a recording "
+    f"if the whole interval of the ratio of the medians, at {IN_TURNS.confidence_percent:g} % confidence, is more than "
+    f"{IN_TURNS.minimum_effect_percent:g} % below 1 and a rank test of the samples agrees; longer likewise. Where a recording "
     "holds no samples, the interval is that of the quartiles. A saving that is claimed is added to the time with the change. "
     "Where two clocks timed a point, both must say that it holds. `a → b` is the median time without the change and with it. "
     "The recordings hold no date: the day is that of the file's commit."

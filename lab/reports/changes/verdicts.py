@@ -10,7 +10,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lab.timing.statistics import MINIMUM_EFFECT_IN_TURNS_PERCENT, Speed, Times, compare_times
+from lab.timing.statistics import IN_TURNS, Speed, Times, compare_times
 
 
 class Standing(enum.Enum):
@@ -36,8 +36,7 @@ BeforeAfter = tuple[Times, Times]  # one clock's times without a change and with
 
 def standing_of(before: Times, after: Times, least_saved_us: float = 0.0) -> Standing:
     """Return what times say of the statement that more than `least_saved_us` is saved."""
-    compared = compare_times(before, after.plus(least_saved_us), MINIMUM_EFFECT_IN_TURNS_PERCENT)
-    return STANDINGS[compared.speed]
+    return STANDINGS[compare_times(before, after.plus(least_saved_us), IN_TURNS).speed]
 
 
 @dataclass(frozen=True)
