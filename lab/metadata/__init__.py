@@ -16,7 +16,6 @@ from lab.metadata.mha.calls import (
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata, mixed_tail_split
 from lab.metadata.mla.calls import (
     MLALayer,
-    mla_attention_call,
     mla_call_arguments,
     prepare_mla_attention,
     prepare_mla_prefill,
@@ -68,7 +67,6 @@ __all__ = [
     "build_mla_prefill_metadata",
     "decide_needs_cpu_seq_lens",
     "mixed_tail_split",
-    "mla_attention_call",
     "mla_call_arguments",
     "plan_calls",
     "preallocate_verify_mask",

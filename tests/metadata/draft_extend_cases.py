@@ -34,6 +34,9 @@ PLACES = [
     ),
 ]
 
+# The same for claims about a graph's buffers, which no kernel decides: on a CPU the references are the fastest.
+BUFFER_PLACES = [pytest.param("cpu", "lab.references", marks=IN_INTERPRETER, id="references"), *PLACES[1:]]
+
 
 @functools.cache
 def implementation(name: str) -> ModuleType:

@@ -21,7 +21,7 @@ from lab.metadata.speculation.draft_extend_graph import (
 )
 from lab.workloads.stand_in_model import StandInModel, StandInPass, draw_pass
 from tests.devices import IN_INTERPRETER
-from tests.metadata.draft_extend_cases import PLACES, implementation, new_model
+from tests.metadata.draft_extend_cases import BUFFER_PLACES, PLACES, implementation, new_model
 
 V2 = ForwardMode.DRAFT_EXTEND_V2
 ALL_ROWS, WITH_TOPK, SELECTED = DraftExtendOutput
@@ -78,7 +78,7 @@ def test_a_window_layer_writes_and_reads_the_window_pool(device: str, name: str)
         truth_of_pass(model, drawn).hold(replay(graph, drawn), SELECTED)
 
 
-@pytest.mark.parametrize(("device", "name"), PLACES)
+@pytest.mark.parametrize(("device", "name"), BUFFER_PLACES)
 def test_the_selected_row_is_that_row_of_all_rows(device: str, name: str) -> None:
     model = new_model(device)
     drawn = draw(model, 5, 61, 40)
@@ -97,7 +97,7 @@ def test_selected_rows_in_numbers() -> None:
     assert (rows.dtype, rows.tolist()) == (torch.int64, [0, 7, 9])
 
 
-@pytest.mark.parametrize(("device", "name"), PLACES)
+@pytest.mark.parametrize(("device", "name"), BUFFER_PLACES)
 def test_what_survives_the_next_replay(device: str, name: str) -> None:
     """Cloned: the selected row's hidden states. The graph's own, and gone: its logits, and both of the forms with all rows."""
     model = new_model(device)
@@ -114,7 +114,7 @@ def test_what_survives_the_next_replay(device: str, name: str) -> None:
         assert own == (form is SELECTED)
 
 
-@pytest.mark.parametrize(("device", "name"), PLACES)
+@pytest.mark.parametrize(("device", "name"), BUFFER_PLACES)
 def test_a_replay_of_a_smaller_size_overwrites_the_same_buffers(device: str, name: str) -> None:
     model = new_model(device)
     graph = new_graph(model, name)
@@ -163,7 +163,7 @@ def test_padding_keeps_ids_and_states_and_the_selected_rows_stay_in_range() -> N
             assert bool(((rows >= 0) & (rows < size * WIDTH)).all())
 
 
-@pytest.mark.parametrize(("device", "name"), PLACES)
+@pytest.mark.parametrize(("device", "name"), BUFFER_PLACES)
 def test_padded_rows_write_into_the_sink_and_nowhere_else(device: str, name: str) -> None:
     model = new_model(device)
     graph = new_graph(model, name)
@@ -180,7 +180,7 @@ def test_padded_rows_write_into_the_sink_and_nowhere_else(device: str, name: str
     assert bool(changed.view(2, -1)[:, smaller.batch.out_cache_loc].all())
 
 
-@pytest.mark.parametrize(("device", "name"), PLACES)
+@pytest.mark.parametrize(("device", "name"), BUFFER_PLACES)
 def test_replays_leave_every_address_as_it_was(device: str, name: str) -> None:
     model = new_model(device)
     graph = new_graph(model, name, WITH_TOPK)

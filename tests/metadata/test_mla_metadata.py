@@ -27,7 +27,6 @@ from lab.metadata import (
     build_mla_decode_metadata,
     build_mla_metadata,
     build_mla_prefill_metadata,
-    mla_attention_call,
     mla_call_arguments,
     prepare_mla_attention,
     prepare_mla_prefill,
@@ -474,7 +473,7 @@ def test_the_widths_decide_and_not_whether_they_divide(rows: tuple[int, ...], la
 @pytest.mark.parametrize("mode", MODES, ids=repr)
 def test_the_call_of_every_mode(mode: ForwardMode) -> None:
     is_context = mode in EXTENDS
-    assert mla_attention_call(mode) is (MLAAttentionCall.RAGGED_CONTEXT if is_context else MLAAttentionCall.DECODE)
+    assert mode.mla_call is (MLAAttentionCall.RAGGED_CONTEXT if is_context else MLAAttentionCall.DECODE)
     assert hasattr(lab.references, MLAAttentionCall.DECODE.value)
 
 
@@ -560,9 +559,8 @@ def test_what_is_not_mla_is_refused() -> None:
     with pytest.raises(ValueError, match="EXTEND is a prefill"):
         build_mla_decode_metadata(*build_mla(Case(ForwardMode.EXTEND, (5,), (5,), page_size=32)))
     prebuilt = replace(batch, forward_mode=ForwardMode.PREBUILT)
-    for call in (lambda: build_mla_metadata(prebuilt, pool), lambda: mla_attention_call(prebuilt.forward_mode)):
-        with pytest.raises(ValueError, match="PREBUILT runs no attention"):
-            call()
+    with pytest.raises(ValueError, match="PREBUILT runs no attention"):
+        build_mla_metadata(prebuilt, pool)
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""What any attention backend has: forward modes and batches, the K/V pool, CUDA graphs and their buffers, the plan stream."""
+"""The parts that every attention backend has: forward modes and batches, the K/V pool, CUDA graphs, the plan stream."""

@@ -13,7 +13,7 @@ import torch
 
 @contextlib.contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
-    """`torch.cuda.graph` without a garbage collection inside.
+    """Capture into a graph, as `torch.cuda.graph`, without a garbage collection inside.
 
     A collection may free another graph and its memory, and a call that frees memory invalidates a capture that is under way.
     """

@@ -13,7 +13,7 @@ _INDEX_DTYPES = (torch.int32, torch.int64)
 
 @dataclass(frozen=True, eq=False)
 class SpecInfo:
-    """What speculative decoding adds to a batch. Its presence turns ``DECODE`` into a draft decode step.
+    """The part that speculative decoding adds to a batch. Its presence turns ``DECODE`` into a draft decode step.
 
     Attributes:
         num_draft_tokens: rows per request in verification, or None outside it.
@@ -74,7 +74,7 @@ class SpecInfo:
 
 @dataclass(frozen=True, eq=False)
 class ForwardBatch:
-    """The part of SGLang's ForwardBatch that attention metadata is made of.
+    """The part of SGLang's ForwardBatch from which attention metadata is built.
 
     Device tensors may lie anywhere (``meta`` included) and are never read here: every check uses shapes, dtypes
     and the host lists.
@@ -113,7 +113,7 @@ class ForwardBatch:
 
     @property
     def batch_size(self) -> int:
-        """Requests in the batch, padded rows included."""
+        """Return the number of requests, padded rows included."""
         return self.seq_lens.shape[0]
 
     def __post_init__(self) -> None:
@@ -196,7 +196,7 @@ class ForwardBatch:
             )
 
     def _check_extend_rows(self) -> None:
-        """The rows of the extend modes are the new tokens that the host list names, and each has a slot."""
+        """Refuse an extend whose rows or slots are not the new tokens that the host list names."""
         mode, lengths = self.forward_mode, self.extend_seq_lens_cpu
         if lengths is None or not mode.query_rows.in_extend_seq_lens:
             return

@@ -1,20 +1,15 @@
-"""The kinds of forward pass that a serving engine runs: a row for each, of what sets it apart.
+"""The kinds of forward pass that a serving engine runs, and a row of facts for each.
 
-Everybody who builds a batch, its metadata or its call reads the row: `ForwardMode.query_rows`, `uncounted`, `mha_call`,
-`mla_call`, `in_graph`. Nobody asks a mode for its name.
+Code that builds a batch, its metadata or its call reads the row: `ForwardMode.query_rows`, `uncounted`, `mha_call`,
+`mla_call`, `in_graph`. It does not compare the mode with a list of names.
 """
 
-from enum import Enum, IntEnum
+from enum import IntEnum
+
+from lab.metadata.engine.named_enum import NamedEnum
 
 
-class _Shown(Enum):
-    """An enum whose repr can be pasted into a test."""
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}.{self.name}"
-
-
-class QueryRows(_Shown):
+class QueryRows(NamedEnum):
     """The number of query rows of each request, and the field of the batch that says it."""
 
     NONE = "none"  # no attention runs
@@ -26,16 +21,16 @@ class QueryRows(_Shown):
 
     @property
     def are_uniform(self) -> bool:
-        """Every request has the same number."""
+        """Return True if every request has the same number."""
         return self in (QueryRows.ONE, QueryRows.DRAFT_TOKENS, QueryRows.FIXED)
 
     @property
     def in_extend_seq_lens(self) -> bool:
-        """The batch has ``extend_seq_lens``, and ``extend_seq_lens_cpu`` on the host."""
+        """Return True if the batch has ``extend_seq_lens``, and ``extend_seq_lens_cpu`` on the host."""
         return self in (QueryRows.FIXED, QueryRows.ACCEPTED, QueryRows.NEW_TOKENS)
 
 
-class UncountedTokens(_Shown):
+class UncountedTokens(NamedEnum):
     """The tokens of a request that are keys of this pass, and that ``seq_lens`` does not count."""
 
     NONE = "none"  # seq_lens counts the new tokens
@@ -43,14 +38,14 @@ class UncountedTokens(_Shown):
     DRAFT_STEP = "draft step"  # with a SpecInfo, those drafted so far and the step's own; without one, none
 
 
-class AttentionCall(_Shown):
+class AttentionCall(NamedEnum):
     """The two functions of FlashInfer that the MHA backend runs on; the value is the function's name."""
 
     DECODE = "trtllm_batch_decode_with_kv_cache"
     CONTEXT = "trtllm_batch_context_with_kv_cache"
 
 
-class MLAAttentionCall(_Shown):
+class MLAAttentionCall(NamedEnum):
     """The two functions of FlashInfer that the MLA backend runs on; the value is the function's name."""
 
     DECODE = "trtllm_batch_decode_with_kv_cache_mla"  # after absorption, over the paged cache
@@ -124,12 +119,12 @@ class ForwardMode(IntEnum):
 
     @property
     def is_prefill(self) -> bool:
-        """New tokens of requests, without speculation: ``query_rows`` is NEW_TOKENS."""
+        """Return True for a pass over new tokens without speculation: ``query_rows`` is NEW_TOKENS."""
         return self.query_rows is QueryRows.NEW_TOKENS
 
     @property
     def extends_draft(self) -> bool:
-        """The draft model catches up, by either draft extend."""
+        """Return True for both draft extends, in which the draft model catches up."""
         return self.query_rows in (QueryRows.ACCEPTED, QueryRows.FIXED)
 
     # The predicates below are SGLang's; the row answers all of them.

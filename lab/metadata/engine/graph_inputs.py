@@ -7,13 +7,13 @@ import torch
 from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 
-# What the engine fills padded rows' lengths with (`get_cuda_graph_seq_len_fill_value` of SGLang's TRT-LLM backends).
+# Length of padded rows (`get_cuda_graph_seq_len_fill_value` of SGLang's TRT-LLM backends).
 PADDED_SEQ_LEN = 1
 
 
 @dataclass(frozen=True)
 class GraphMode:
-    """What the graphs of one runner run, for every batch: made by the functions below the attributes.
+    """The mode of all graphs of one runner. The class methods make one.
 
     Attributes:
         forward_mode: DECODE, TARGET_VERIFY, DRAFT_EXTEND or DRAFT_EXTEND_V2.
@@ -39,15 +39,15 @@ class GraphMode:
 
     @classmethod
     def draft_extend(cls, num_draft_tokens: int) -> "GraphMode":
-        """The first draft extend: each request has as many rows as tokens were accepted, at most so many."""
+        """Return the mode of the first draft extend, whose requests have as many rows as tokens were accepted, at most d."""
         return cls(ForwardMode.DRAFT_EXTEND, num_draft_tokens)
 
     @classmethod
     def draft_extend_v2(cls, spec_info: SpecInfo) -> "GraphMode":
-        """Every request has the same number of rows, fixed at capture.
+        """Return the mode of the second draft extend, whose rows per request are fixed at capture.
 
-        That is ``num_tokens_per_req``. If a synthetic capture input leaves it open (0 or below), SGLang 0.5.13 takes the
-        largest of ``num_accept_tokens``, which a capture fills with the width; so does this, once, on the host.
+        Their number is ``num_tokens_per_req``. If a synthetic capture input leaves it open (0 or below), SGLang 0.5.13 takes
+        the largest of ``num_accept_tokens``, which a capture fills with the width. This does the same, once, on the host.
 
         Raises:
             ValueError: neither says a width.
@@ -82,7 +82,7 @@ class StaticInputs:
         mode: of the runner.
         max_batch_size: the largest captured size.
         device: of the pool.
-        padded_seq_len: what padded rows' lengths are; the engine's 1 if left out.
+        padded_seq_len: length of padded rows; the engine's 1 if left out.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class StaticInputs:
         self.extend_seq_lens = torch.full((max_batch_size,), width, dtype=torch.int32, device=device)
 
     def view(self, batch_size: int) -> ForwardBatch:
-        """The batch of a captured size: leading slices of the buffers, and host facts that hold for every replay."""
+        """Return the batch of a captured size: leading slices of the buffers, and host facts that hold for every replay."""
         mode, width = self.mode, self.mode.num_tokens_per_req
         lens = self.extend_seq_lens[:batch_size]
         return ForwardBatch(
@@ -160,7 +160,7 @@ class StaticInputs:
 
     @staticmethod
     def _check_accepted(batch: ForwardBatch) -> None:
-        """The first draft extend's rows vary: the graph reads them on the device, and whether they fit is known on the host."""
+        """Refuse a first draft extend without its rows: the graph reads them on the device, the host checks that they fit."""
         for name in ("extend_seq_lens", "extend_seq_lens_cpu"):
             if getattr(batch, name) is None:
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""The lengths of a batch on the host: who needs them, and what one copy of them takes (SGLang's PR 26824)."""
+"""The lengths of a batch on the host: the rule that says if an engine needs them, and their copy (SGLang's PR 26824)."""
 
 from collections.abc import Iterable
 
@@ -11,7 +11,7 @@ _LENGTH_DTYPES = (torch.int32, torch.int64)
 def decide_needs_cpu_seq_lens(
     attn_backends: Iterable[object | None], *, two_batch_overlap: bool = False, ngram: bool = False
 ) -> bool:
-    """Whether an engine must copy the lengths to the host in each iteration (SGLang 0.5.23).
+    """Return True if an engine must copy the lengths to the host in each iteration (SGLang 0.5.23).
 
     It must if any of its attention backends reads them there. A backend says so with its attribute
     ``needs_cpu_seq_lens``; one that says nothing is taken to need them. None is a backend that does not exist and so

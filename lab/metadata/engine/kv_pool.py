@@ -19,7 +19,7 @@ class _Request:
 
 
 class KVPool:
-    """Who owns which slot: SGLang's request table, page allocator and, if hybrid, its sliding-window pool.
+    """The owners of all slots: SGLang's request table, page allocator and, if hybrid, its sliding-window pool.
 
     A slot is ``page * page_size + offset``. Page 0 is the sink, where padded rows write, and no request gets it.
     Pages (and request rows) are handed out in shuffled order, so that a table which happens to be right only for
@@ -90,7 +90,7 @@ class KVPool:
 
     @property
     def block_table_width(self) -> int:
-        """Pages that a request of ``max_context_len`` tokens takes: the static width of its row in a page table."""
+        """Return the pages of a request of ``max_context_len`` tokens: the static width of its row in a page table."""
         return -(-self.max_context_len // self.page_size)
 
     def add_request(self, length: int) -> int:
@@ -148,7 +148,7 @@ class KVPool:
         return slots
 
     def slots(self, req_pool_index: int, start: int, end: int) -> Tensor:
-        """Slots of the tokens at positions ``start .. end - 1`` of a request, ``[end - start]`` int64.
+        """Return the slots of the tokens at positions ``start .. end - 1`` of a request, ``[end - start]`` int64.
 
         Raises:
             ValueError: the request is unknown or does not hold these positions.
@@ -159,7 +159,7 @@ class KVPool:
         return self.req_to_token[req_pool_index, start:end].to(torch.int64)
 
     def swa_slots(self, full_slots: Tensor) -> Tensor:
-        """Sliding-window slots of full slots, any shape, int64. No window slot: 0, the sink. Slot -1 stays -1.
+        """Return the sliding-window slots of full slots, any shape, int64. No window slot: 0, the sink. Slot -1 stays -1.
 
         Raises:
             ValueError: the pool was made without ``swa_num_pages``.
@@ -201,7 +201,7 @@ class KVPool:
         layout: KVLayout,
         sliding_window: bool = False,
     ) -> PagedKVCache:
-        """A zero-filled cache of one layer over this pool's pages.
+        """Make a zero-filled cache of one layer over this pool's pages.
 
         Args:
             num_kv_heads: heads of K and of V.
@@ -223,7 +223,7 @@ class KVPool:
         return PagedKVCache(storage, layout)
 
     def new_latent_cache(self, entry_dim: int, dtype: torch.dtype) -> PagedLatentCache:
-        """A zero-filled cache of one MLA layer over this pool's pages.
+        """Make a zero-filled cache of one MLA layer over this pool's pages.
 
         Args:
             entry_dim: elements of ``dtype`` per token, latent vector and rotary part.
@@ -268,5 +268,5 @@ class KVPool:
 
 
 def _shuffled_ids(count: int, generator: torch.Generator) -> deque[int]:
-    """The ids 1 .. count - 1: 0 is the sink of every id space."""
+    """Return the ids 1 .. count - 1 in random order: 0 is the sink of every id space."""
     return deque((torch.randperm(count - 1, generator=generator) + 1).tolist())

@@ -4,7 +4,6 @@ Host facts come from the batch's shapes and host lists, device facts from its te
 """
 
 from collections.abc import Sequence
-from enum import Enum
 
 import torch
 from torch import Tensor
@@ -12,17 +11,15 @@ from torch import Tensor
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows, UncountedTokens
 from lab.metadata.engine.kv_pool import KVPool
+from lab.metadata.engine.named_enum import NamedEnum
 
 
-class DraftAttention(Enum):
-    """Whose metadata a step has, and which keys its length counts."""
+class DraftAttention(NamedEnum):
+    """The backend of a draft model, and the keys that a draft step's length counts on it."""
 
     MHA = "mha"  # seq_lens + step + 1: the drafted tokens and the step's own
     MLA = "mla"  # seq_lens, the same in every step: SGLang 0.5.11 to 0.5.23 add no offset
     MLA_WITH_OFFSET = "mla with offset"  # seq_lens + step + 1, as MHA and FlashInfer's MLA backend count
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}.{self.name}"
 
     @property
     def is_mla(self) -> bool:
@@ -44,7 +41,7 @@ def check_attends(batch: ForwardBatch, pool: KVPool) -> None:
 
 
 def host_lengths(batch: ForwardBatch, name: str) -> Sequence[int]:
-    """One of the batch's host lists by its name. Raises ValueError if it is missing."""
+    """Return one of the batch's host lists by its name. Raises ValueError if it is missing."""
     lengths: Sequence[int] | None = getattr(batch, name)
     if lengths is None:
         raise ValueError(
@@ -54,7 +51,7 @@ def host_lengths(batch: ForwardBatch, name: str) -> Sequence[int]:
 
 
 def max_query_rows(batch: ForwardBatch) -> int:
-    """Most query rows of one request, a host fact: ``max_seq_len_q``.
+    """Return the most query rows of one request, a host fact: ``max_seq_len_q``.
 
     Raises:
         ValueError: ``extend_seq_lens_cpu`` or, of an empty batch, ``num_draft_tokens`` is missing.
@@ -67,7 +64,7 @@ def max_query_rows(batch: ForwardBatch) -> int:
 
 
 def query_rows(batch: ForwardBatch) -> int | Tensor | None:
-    """Query rows of every request (an int) or of each (``extend_seq_lens``); None where they are the keys themselves.
+    """Return the query rows of every request (an int) or of each (``extend_seq_lens``); None where they are the keys.
 
     Raises:
         ValueError: a host fact that the mode needs is missing.
@@ -83,7 +80,7 @@ def query_rows(batch: ForwardBatch) -> int | Tensor | None:
 
 
 def _verify_q_len(batch: ForwardBatch) -> int:
-    """Query rows per request, which is what the kernel is launched with even if padding made it differ from d."""
+    """Return the rows per request that the kernel is launched with, also where padding made them differ from d."""
     if batch.batch_size > 0:
         return batch.num_tokens // batch.batch_size
     if batch.spec_info is None or batch.spec_info.num_draft_tokens is None:
@@ -92,11 +89,11 @@ def _verify_q_len(batch: ForwardBatch) -> int:
 
 
 def uncounted_tokens(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA) -> int:
-    """Tokens per request that the kernel is to see as keys and that ``seq_lens`` does not count.
+    """Return the tokens per request that are keys of the pass and that ``seq_lens`` does not count.
 
     Args:
         batch: the forward pass.
-        attention: says which keys a draft step counts; other passes ignore it.
+        attention: decides the keys that a draft step counts; other passes ignore it.
 
     Raises:
         ValueError: a host fact that the mode needs is missing.
@@ -115,12 +112,12 @@ def uncounted_tokens(batch: ForwardBatch, attention: DraftAttention = DraftAtten
 
 
 def exclusive_cumsum(lengths: Tensor) -> Tensor:
-    """``[n]`` any integer -> ``[n + 1]`` int32 that starts with 0."""
+    """Return 0 and the running sum: ``[n]`` of any integer dtype to ``[n + 1]`` int32."""
     return torch.nn.functional.pad(torch.cumsum(lengths, dim=0, dtype=torch.int32), (1, 0))
 
 
 def first_slots(rows: Tensor, cache_seqlens: Tensor, pool: KVPool) -> Tensor:
-    """Slot of the first token of each page, ``[bs, width]`` int32; slot 0, in the sink of both pools, in dead cells.
+    """Return the slot of the first token of each page, ``[bs, width]`` int32; slot 0, in the sink of both pools, in dead cells.
 
     Dead cells are cleared before anybody maps them: the request table holds leftovers there.
     """
@@ -130,5 +127,5 @@ def first_slots(rows: Tensor, cache_seqlens: Tensor, pool: KVPool) -> Tensor:
 
 
 def num_pages(cache_seqlens: Tensor, page_size: int) -> Tensor:
-    """Pages of so many tokens, same shape; 0 or below for a length of 0 or below."""
+    """Return the pages of so many tokens, in the same shape; 0 or below for a length of 0 or below."""
     return (cache_seqlens + (page_size - 1)) // page_size

@@ -1,35 +1,32 @@
-"""Verify metadata planned on a second stream while the draft runs, and what a backend must say to allow it.
+"""Verify metadata planned on a second stream while the draft runs, and the declaration that a backend must make for it.
 
 A chain's verify metadata is made of lengths, request rows, the request table and the draft's width, all known before the draft
-runs. So it can be planned beside the draft, and nothing has to be mended afterwards (SGLang's change 25925). A tree's mask is
-not known before: its backend says so, and writes the mask when the draft has ended.
+runs. So it can be planned beside the draft, and nothing has to be written again afterwards (SGLang's change 25925). A tree's
+mask is not known before: its backend says so, and writes the mask when the draft has ended.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.named_enum import NamedEnum
 
 Result = TypeVar("Result")
 
 
-class FixUp(Enum):
+class FixUp(NamedEnum):
     """The part of a plan that has to be written again once the draft is known."""
 
     NONE = "none"
     AFTER_DRAFT = "after the draft"
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}.{self.name}"
 
-
-class PlanStart(Enum):
+class PlanStart(NamedEnum):
     """The event that a plan waits for.
 
     SGLang 0.5.13 waited for nothing. That is right only as long as the host happens to be late, so it is not offered.
@@ -38,9 +35,6 @@ class PlanStart(Enum):
     IN_LINE = "in line"  # no second stream: after the draft, on its stream, as SGLang does by default
     AFTER_DRAFT = "after the draft"  # 0.5.11 and 0.5.12; 0.5.23, by waiting for all that the forward stream then holds
     AFTER_INPUTS = "after the inputs"  # beside the draft
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}.{self.name}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,8 +129,8 @@ def _missing_fix_up(backend: VerifyBackend) -> str:
     return f"{name} has fix_up={backend.fix_up!r} but no update_verify_buffers_to_fill_after_draft: define it"
 
 
-class _Moment(Enum):
-    """What an event of `PlanStream` stands for."""
+class _Moment(NamedEnum):
+    """The moment that an event of `PlanStream` records."""
 
     INPUTS_FINAL = "inputs final"
     DRAFT_ENDED = "draft ended"
@@ -154,17 +148,17 @@ class PlanStream:
     ============  ======================  ===============  =================================================================
     inputs final  before the draft, or    the plan         it reads lengths or slots that are still being written
                   by the caller
-    draft ended   behind the draft        the plan, where  (only delays the plan: no metadata depends on the draft)
+    draft ended   after the draft         the plan, where  (only delays the plan: no metadata depends on the draft)
                                           AFTER_DRAFT
-    planned       behind the plan         the forward      verify reads the metadata of an earlier batch
+    planned       after the plan          the forward      verify reads the metadata of an earlier batch
                                           stream
-    verified      behind verify           the next plan    it overwrites what this verify still reads
+    verified      after verify            the next plan    it overwrites what this verify still reads
     ============  ======================  ===============  =================================================================
 
     `verified` matters where the next batch's inputs were final before this batch's verify had ended, as when two batches take
-    turns. Otherwise they are written behind it on the forward stream, and waiting for them is enough.
+    turns. Otherwise they are written after it on the forward stream, and waiting for them is enough.
 
-    The fix-up is launched on the forward stream, behind the draft and the plan, and so needs no event. On a CPU everything runs
+    The fix-up is launched on the forward stream, after the draft and the plan, and so needs no event. On a CPU everything runs
     in order.
 
     The batch's tensors must be allocated on the forward stream, the one that is current when `run` is called. Then

@@ -5,7 +5,6 @@ The builder in `lab.metadata.mha.metadata` says the same in torch operations, wh
 
 from collections.abc import Callable
 from dataclasses import fields, replace
-from enum import Enum
 from functools import partial
 
 import torch
@@ -17,17 +16,15 @@ from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import check_attends, max_query_rows, query_rows, uncounted_tokens
+from lab.metadata.engine.named_enum import NamedEnum
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
 
 
-class MetadataBuilder(Enum):
+class MetadataBuilder(NamedEnum):
     """The work that writes a captured size's metadata. Both write the same live cells."""
 
     TORCH_OPERATIONS = "torch operations"  # many small launches, as in SGLang 0.5.13
     FUSED = "fused"  # one launch, as in 0.5.23
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}.{self.name}"
 
 
 def new_mha_metadata(

@@ -1,4 +1,4 @@
-"""Which of the two attention calls a forward mode makes, and with what arguments."""
+"""The attention calls of a forward pass on TRT-LLM MHA, and their arguments."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ class AttentionLayer:
 
     Attributes:
         softmax_scale: factor of Q·K^T before the cache's scale.
-        k_scale, v_scale: what the stored K and V were divided by.
+        k_scale, v_scale: divisors that were applied to the stored K and V.
         window_left: keys to the left of a row that it sees; -1 for all.
-        reads_swa_pool: the layer's K/V lie in the sliding-window pool, behind `swa_page_table`.
+        reads_swa_pool: the layer's K/V lie in the sliding-window pool, which `swa_page_table` addresses.
         sinks: float32 [num_qo_heads], or None.
     """
 
@@ -65,7 +65,7 @@ def attention_call(mode: ForwardMode, draft_extend: AttentionCall | None = None)
 def plan_calls(
     batch: ForwardBatch, draft_extend: AttentionCall | None = None, split_mixed_tail: bool = False
 ) -> list[PlannedCall]:
-    """The calls of one layer's forward pass: one, or two with a mixed tail; none for an empty batch.
+    """Return the calls of one layer's forward pass: one, or two with a mixed tail; none for an empty batch.
 
     Args:
         batch: the forward pass.
@@ -106,7 +106,7 @@ def prepare_attention(
     plan: Sequence[PlannedCall],
     workspace_buffer: torch.Tensor | None = None,
 ) -> Callable[[], torch.Tensor]:
-    """One layer's attention as an engine runs it, ready to be called: K/V are in the pool, lengths count the new tokens.
+    """Prepare one layer's attention as an engine runs it: K/V are in the pool, lengths count the new tokens.
 
     Args:
         implementation: any object with the two functions, such as `lab.kernels.portable` or `lab.references`.
@@ -147,7 +147,7 @@ def call_arguments(
     cache: PagedKVCache,
     max_context_len: int,
 ) -> dict[str, Any]:
-    """The keyword arguments of one planned call, `out` and `workspace_buffer` apart.
+    """Return the keyword arguments of one planned call, `out` and `workspace_buffer` apart.
 
     Raises:
         ValueError: a sliding-window layer without a sliding-window table, or unequal widths of a `DRAFT_EXTEND_V2` on the
@@ -180,7 +180,7 @@ def call_arguments(
 
 
 def _widths(batch: ForwardBatch) -> Sequence[int]:
-    """Query rows of each request; rows of the batch beyond their sum are padding and belong to none."""
+    """Return the query rows of each request; rows of the batch beyond their sum are padding and belong to none."""
     if not batch.forward_mode.query_rows.in_extend_seq_lens:
         return [max_query_rows(batch)] * batch.batch_size
     if batch.extend_seq_lens_cpu is None:
@@ -191,7 +191,7 @@ def _widths(batch: ForwardBatch) -> Sequence[int]:
 
 
 def _decode_width(planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata) -> dict[str, Any]:
-    """q_len_per_req where all widths are equal, else ragged rows, unless the mode's rows are uniform.
+    """Return q_len_per_req where all widths are equal, else the arguments of ragged rows, unless the mode's rows are uniform.
 
     The widths decide, not whether the rows divide by the requests: 2 + 4 rows divide, but into wrong ones.
     """

@@ -20,7 +20,7 @@ from lab.metadata.engine.lengths import (
 
 @dataclass(frozen=True, eq=False)
 class TRTLLMMHAMetadata:
-    """What SGLang's TRT-LLM MHA backend keeps per forward pass.
+    """The metadata that SGLang's TRT-LLM MHA backend keeps per forward pass.
 
     Attributes:
         cache_seqlens_int32: ``[batch_size]`` int32, keys of each request, new tokens included (``seq_lens`` of
@@ -97,13 +97,13 @@ def build_mha_metadata(batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
 
 
 def mixed_tail_split(batch: ForwardBatch) -> int:
-    """How many leading requests go to the context kernel; the rest, one new token each, to the decode kernel.
+    """Return the number of leading requests for the context kernel; the rest, one new token each, go to the decode kernel.
 
     SGLang 0.5.23 splits off the trailing run of requests with one new token. The scheduler puts the decoding
     requests of a MIXED batch there, but an EXTEND batch is split just the same, and the answer may be 0.
 
     Raises:
-        ValueError: the mode is not an extend, the batch is speculative, or ``extend_seq_lens_cpu`` is missing.
+        ValueError: the mode is no prefill, the batch is speculative, or ``extend_seq_lens_cpu`` is missing.
     """
     if not batch.forward_mode.is_prefill or batch.spec_info is not None:
         raise ValueError(
@@ -129,11 +129,11 @@ def _uniform_cu_seqlens(batch: ForwardBatch, q_len: int) -> Tensor:
 
 
 def _pages(slots: Tensor, page_size: int) -> Tensor:
-    """Same shape, int32. Floor division, so that slot -1 is in page -1."""
+    """Return the page of each slot, int32. Floor division, so that slot -1 is in page -1."""
     return (slots // page_size).to(torch.int32)
 
 
 def _swa_out_cache_loc(batch: ForwardBatch, pool: KVPool) -> Tensor:
-    """``[num_tokens]`` int64; rows beyond the real tokens write to the sink."""
+    """Return ``[num_tokens]`` int64; rows beyond the real tokens write to the sink."""
     padding = batch.num_tokens - batch.out_cache_loc.shape[0]
     return torch.nn.functional.pad(pool.swa_slots(batch.out_cache_loc), (0, padding))

@@ -29,15 +29,15 @@ from lab.metadata.mla.metadata import (
 class MLAGraphState:
     """One backend's buffers for its captured modes and sizes, as `init_cuda_graph_state` makes them.
 
-    The block table starts as -1 once; a replay writes its live pages, and what longer requests or other modes left behind them
+    The block table starts as -1 once; a replay writes its live pages, and what longer requests or other modes left after them
     stays.
 
     Args:
         pool: whose tables are read, with pages of 32 or 64 tokens.
         max_batch_size: the largest captured size.
         modes: to be captured.
-        attention: which keys a draft step counts.
-        draft_extend: how the first draft extend's rows lie. PADDED is right for any accepted lengths. VIEW is what SGLang
+        attention: decides the keys that a draft step counts.
+        draft_extend: layout of the first draft extend's rows. PADDED is right for any accepted lengths. VIEW is what SGLang
             0.5.12 captures: d rows per request as they lie end to end, and lengths as if every request had d, which is right
             only if all accept d tokens.
 
@@ -72,7 +72,7 @@ class MLAGraphState:
         self.metadata: dict[tuple[GraphMode, int], TRTLLMMLADecodeMetadata] = {}
 
     def of(self, mode: GraphMode) -> "MLAGraphMetadata":
-        """One mode's share, for a `GraphRunner`.
+        """Return one mode's share, for a `GraphRunner`.
 
         Raises:
             ValueError: the state was made for other modes.
@@ -82,12 +82,12 @@ class MLAGraphState:
         return MLAGraphMetadata(mode, self)
 
     def padded_query(self, mode: GraphMode, num_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
-        """A zeroed ``[max_batch_size, num_tokens_per_req, num_heads, head_dim]``, for padded rows of every pass."""
+        """Allocate a zeroed ``[max_batch_size, num_tokens_per_req, num_heads, head_dim]``, for padded rows of every pass."""
         shape = (self.max_batch_size, mode.num_tokens_per_req, num_heads, head_dim)
         return torch.zeros(shape, dtype=dtype, device=self.pool.device)
 
     def slices(self, mode: GraphMode, batch_size: int) -> TRTLLMMLADecodeMetadata:
-        """The metadata of a captured mode and size: leading rows of the table, and lengths of its own."""
+        """Return the metadata of a captured mode and size: leading rows of the table, and lengths of its own."""
         key = (mode, batch_size)
         if key not in self.metadata:
             self.metadata[key] = self._new_metadata(mode, batch_size)
@@ -127,7 +127,7 @@ class MLAGraphMetadata:
         return self.state.slices(self.mode, batch_size)
 
     def prepare(self, view: ForwardBatch) -> Callable[[], None]:
-        """A call that rebuilds a captured size's metadata in place: no host read, capturable.
+        """Return a call that rebuilds a captured size's metadata in place: no host read, capturable.
 
         Boundaries and numbers of rows are preset, and written again only where they vary.
 
@@ -170,7 +170,7 @@ def mla_pass(metadata: TRTLLMMLADecodeMetadata, seq_len_offset: int, query_rows:
 
 
 def _make_room_for_padding(metadata: TRTLLMMLADecodeMetadata, rows: Tensor, page_size: int) -> None:
-    """From lengths and pages of the requests' own tokens to those with padded queries, whose pages are the sink's."""
+    """Add padded queries to the lengths and pages of the requests' own tokens; their pages are the sink's."""
     assert metadata.seq_lens_q is not None
     keys, table = metadata.seq_lens_k, metadata.block_kv_indices
     metadata.seq_lens_q.copy_(rows)

@@ -1,4 +1,4 @@
-"""Which call of the MLA backend a forward mode makes, and with what arguments."""
+"""The attention calls of a forward pass on TRT-LLM MLA, and their arguments."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class MLALayer:
 
     Attributes:
         softmax_scale: factor of Q·K^T before the cache's scale.
-        k_scale: what the stored entries, keys and values in one, were divided by. SGLang passes it for the keys alone
+        k_scale: divisor of the stored entries, which are keys and values in one. SGLang passes it for the keys alone
             (0.5.23), which is right for 1.
         kv_lora_rank, qk_rope_head_dim: elements of an entry's latent vector and rotary part.
         qk_nope_head_dim, v_head_dim: of a key without its rotary part, and of a value, before absorption.
@@ -36,19 +36,8 @@ class MLALayer:
 
     @property
     def qk_head_dim(self) -> int:
-        """Of queries and keys before absorption, 192."""
+        """Return the head_dim of queries and keys before absorption, 192."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
-
-
-def mla_attention_call(mode: ForwardMode) -> MLAAttentionCall:
-    """Return the call that a mode makes: `ForwardMode.mla_call`.
-
-    Raises:
-        ValueError: PREBUILT runs no attention.
-    """
-    if mode.mla_call is None:
-        raise ValueError(f"{mode!r} runs no attention")
-    return mode.mla_call
 
 
 def mla_call_arguments(
@@ -59,7 +48,7 @@ def mla_call_arguments(
     cache: PagedLatentCache,
     multi_ctas_kv_counter_buffer: Tensor | None = None,
 ) -> dict[str, Any]:
-    """The keyword arguments of the decode call, `out` and `workspace_buffer` apart.
+    """Return the keyword arguments of the decode call, `out` and `workspace_buffer` apart.
 
     Args:
         batch, metadata, layer: the forward pass and the layer.
@@ -83,7 +72,7 @@ def mla_call_arguments(
 
 
 def mla_max_seq_len(mode: ForwardMode, metadata: TRTLLMMLADecodeMetadata) -> int:
-    """The bound that the kernel is told of: the metadata's, and the query rows on top in verification and draft extend.
+    """Return the call's ``max_seq_len``: the metadata's bound, and the query rows on top in verification and draft extend.
 
     An eager verification's bound counts its draft tokens twice, as SGLang's does.
     """
@@ -91,11 +80,11 @@ def mla_max_seq_len(mode: ForwardMode, metadata: TRTLLMMLADecodeMetadata) -> int
 
 
 def mla_query(metadata: TRTLLMMLADecodeMetadata, query: Tensor, padded: Tensor | None = None) -> Tensor:
-    """The rows of a pass as ``[batch_size, max_seq_len_q, heads, head_dim]``: a view, or a padded copy.
+    """Return the rows of a pass as ``[batch_size, max_seq_len_q, heads, head_dim]``: a view, or a padded copy.
 
     Args:
         metadata: says which.
-        query: ``[num_tokens, heads, head_dim]``; rows behind the requests' own are padding and left out.
+        query: ``[num_tokens, heads, head_dim]``; rows after the requests' own are padding and left out.
         padded: where a copy goes; a new tensor if None.
 
     Raises:
@@ -126,14 +115,14 @@ def prepare_mla_attention(
     workspace_buffer: Tensor | None = None,
     multi_ctas_kv_counter_buffer: Tensor | None = None,
 ) -> Callable[[], Tensor]:
-    """One layer's attention on the decode kernel, ready to be called: entries are in the pool, lengths count the new tokens.
+    """Prepare one layer's attention on the decode kernel: entries are in the pool, lengths count the new tokens.
 
     Args:
         implementation: any object with the function, such as `lab.references`.
         batch, metadata, layer: the forward pass and the layer.
         query: ``[num_tokens, heads, kv_lora_rank + qk_rope_head_dim]``.
         cache: the layer's entries.
-        out: ``[num_tokens, heads, kv_lora_rank]``, the requests' own rows of which each call fills.
+        out: ``[num_tokens, heads, kv_lora_rank]``; each call fills the requests' own rows.
         padded_query: a buffer for padded rows, as graph state has; a new tensor if None.
         workspace_buffer, multi_ctas_kv_counter_buffer: for kernels that want the caller's.
 
@@ -192,7 +181,7 @@ def ragged_context_arguments(
 
     Args:
         batch, metadata, layer: the forward pass and the layer.
-        query, key: ``[num_tokens, heads, qk_nope_head_dim + qk_rope_head_dim]``, before absorption; rows behind the requests'
+        query, key: ``[num_tokens, heads, qk_nope_head_dim + qk_rope_head_dim]``, before absorption; rows after the requests'
             own are left out.
         value: ``[num_tokens, heads, v_head_dim]``.
 
@@ -269,7 +258,7 @@ def prepare_mla_prefill(
 
 
 def _num_rows(metadata: TRTLLMMLADecodeMetadata) -> int:
-    """Query rows of all requests, padding aside."""
+    """Return the query rows of all requests, padding aside."""
     if metadata.sum_seq_lens_q is not None:
         return metadata.sum_seq_lens_q
     return metadata.batch_size * metadata.max_seq_len_q

@@ -5,7 +5,6 @@ Built without reading the device. Decode-context parallelism, for which SGLang k
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 from torch import Tensor
@@ -22,35 +21,33 @@ from lab.metadata.engine.lengths import (
     num_pages,
     uncounted_tokens,
 )
+from lab.metadata.engine.named_enum import NamedEnum
 
-MLA_PAGE_SIZES = (32, 64)  # what SGLang's server lets this backend have (0.5.23)
+MLA_PAGE_SIZES = (32, 64)  # that SGLang's server allows this backend (0.5.23)
 # Tokens that a row of the block table is rounded up to: the flashmla index kernel writes 4,096 tokens' pages at a time
 # (SGLang 0.5.11 to 0.5.23). FlashInfer 0.7.2 itself asks for multiples of 128.
 BLOCK_TABLE_TOKENS = 4096
-DEAD_PAGE = -1  # what an eager pass fills the block table with before the live pages are written
+DEAD_PAGE = -1  # fills the block table of an eager pass before its live pages are written
 SINK_PAGE = 0  # of a pool; always there to be read
 # Requests that SGLang 0.5.23 makes the counter buffer for at least (`TRTLLM_MLA_MAX_BATCH_SIZE`).
 COUNTER_BATCH_SIZE = 8192
 
 
-class QueryLayout(Enum):
-    """How the query rows lie in the ``[batch_size, max_seq_len_q, heads, head_dim]`` of the kernel."""
+class QueryLayout(NamedEnum):
+    """The layout of the query rows in the ``[batch_size, max_seq_len_q, heads, head_dim]`` of the kernel."""
 
     VIEW = "view"  # as they are: every request has as many
     PADDED = "padded"  # each request's rows first, then rows of zeros, whose output is dropped
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}.{self.name}"
-
 
 @dataclass(frozen=True, eq=False)
 class TRTLLMMLADecodeMetadata:
-    """What the MLA backend keeps of a pass on the decode kernel: decode, verification, draft extend.
+    """The metadata that the MLA backend keeps of a pass on the decode kernel: decode, verification, draft extend.
 
     Attributes:
-        block_kv_indices: ``[batch_size, width]`` int32 with packed rows (``block_tables``), -1 behind the live pages of an
+        block_kv_indices: ``[batch_size, width]`` int32 with packed rows (``block_tables``), -1 after the live pages of an
             eager pass.
-        seq_lens_k: ``[batch_size]`` int32, keys that the kernel is told of (``seq_lens``): a padded query's included.
+        seq_lens_k: ``[batch_size]`` int32, ``seq_lens`` of the call: the keys of each request, a padded query's included.
         max_seq_len_k: most keys of one request, a host bound: of the batch's host lengths, or the context's length where no
             host length is read. The call adds the query rows of a verification or draft extend on top.
         max_seq_len_q: query rows of each request, padding included.
@@ -76,7 +73,7 @@ class TRTLLMMLADecodeMetadata:
 
 @dataclass(frozen=True, eq=False)
 class TRTLLMMLAPrefillMetadata:
-    """What the MLA backend keeps of a prefill, whose new tokens attend to each other without the cache.
+    """The metadata that the MLA backend keeps of a prefill, whose new tokens attend to each other without the cache.
 
     Attributes:
         max_seq_len: most new tokens of one request.
@@ -100,7 +97,7 @@ def build_mla_metadata(
     disable_chunked_prefix_cache: bool = False,
     in_prefill_graph: bool = False,
 ) -> TRTLLMMLADecodeMetadata | TRTLLMMLAPrefillMetadata:
-    """The metadata of one eager forward pass, by its mode: `build_mla_decode_metadata` or `build_mla_prefill_metadata`."""
+    """Build the metadata of one eager forward pass, by its mode, with one of the two functions below."""
     if batch.forward_mode.is_prefill:
         return build_mla_prefill_metadata(
             batch,
@@ -128,15 +125,15 @@ def build_mla_decode_metadata(
     Maxima are taken of ``seq_lens_cpu``; without it the context's length stands for ``max(seq_lens)``.
 
     A draft extend's rows are padded to the longest request wherever two requests have different numbers of rows; padding
-    behind a request's rows moves its last position, which is what the last row of the table makes up for. SGLang pads where
+    after a request's rows moves its last position, which is what the last row of the table makes up for. SGLang pads where
     the rows do not divide by the requests, so that 2 + 4 rows of two requests are viewed as 3 + 3 and the second request's
     first row is computed as the first's last. Padding is right for any numbers of rows, and the numbers are on the host: so
     nothing is refused here, and both draft extends are treated alike.
 
     The table names ``req_to_token[request, c * page_size] // page_size`` for every page with a token of the request, the sink
-    for pages that a padded query alone would read, and -1 behind them. SGLang reads whatever the request table holds there.
+    for pages that a padded query alone would read, and -1 after them. SGLang reads whatever the request table holds there.
     Its width is `mla_block_table_width` of the most keys, the padded queries' among them: SGLang takes ``max_seq_len_k``,
-    and next to a multiple of 4,096 tokens its padded queries read behind their row. A length above the context has the sink's
+    and next to a multiple of 4,096 tokens its padded queries read past their row. A length above the context has the sink's
     page there.
 
     Args:
@@ -222,12 +219,12 @@ def build_mla_prefill_metadata(
 
 
 def query_layout(rows: Sequence[int]) -> QueryLayout:
-    """How query rows of so many per request become one dense tensor: a view if all have as many."""
+    """Return the layout of requests with so many query rows each: a view if all have as many."""
     return QueryLayout.VIEW if len(set(rows)) <= 1 else QueryLayout.PADDED
 
 
 def mla_block_table_width(max_len: int, page_size: int) -> int:
-    """Columns of the block table for requests of at most ``max_len`` tokens: whole blocks of 4,096 tokens.
+    """Return the columns of the block table for requests of at most ``max_len`` tokens: whole blocks of 4,096 tokens.
 
     Raises:
         ValueError: a page size that the backend does not have.
@@ -252,7 +249,7 @@ def check_mla(pool: KVPool, attention: DraftAttention = DraftAttention.MLA) -> N
 
 
 def multi_ctas_kv_counter_bytes(max_batch_size: int, num_qo_heads: int, sm_count: int) -> int:
-    """Size of the buffer in which trtllm-gen's CTAs of one request count who is done: 4 bytes per request and head.
+    """Return the bytes of the buffer in which trtllm-gen's CTAs of one request count those done: 4 per request and head.
 
     FlashInfer 0.7.2's `get_trtllm_gen_multi_ctas_kv_counter_bytes`, for the batch that SGLang 0.5.23 asks it for: 8,192
     requests, or more if its graphs hold more. One counter per SM at least, and a multiple of 8 of them.
@@ -271,7 +268,7 @@ def multi_ctas_kv_counter_bytes(max_batch_size: int, num_qo_heads: int, sm_count
 def allocate_multi_ctas_kv_counters(
     max_batch_size: int, num_qo_heads: int, sm_count: int, device: torch.device | str
 ) -> Tensor:
-    """uint8, zeroed: ``multi_ctas_kv_counter_buffer``. Kernels leave it zero, so one serves all calls of a stream.
+    """Allocate ``multi_ctas_kv_counter_buffer``: uint8, zeroed. Kernels leave it zero, so one serves all calls of a stream.
 
     Raises:
         ValueError: a number below 1.
@@ -281,7 +278,7 @@ def allocate_multi_ctas_kv_counters(
 
 
 def _longest(batch: ForwardBatch, pool: KVPool) -> int:
-    """Host bound of ``seq_lens``."""
+    """Return a host bound of ``seq_lens``."""
     return pool.max_context_len if batch.seq_lens_cpu is None else max(batch.seq_lens_cpu, default=0)
 
 
@@ -294,7 +291,7 @@ def _draft_extend_rows(batch: ForwardBatch) -> Tensor:
 
 
 def _block_table(rows: Tensor, keys: Tensor, padded_keys: Tensor, pool: KVPool, width: int) -> Tensor:
-    """``[bs, width]`` int32: pages of ``keys`` tokens, the sink up to ``padded_keys``, and -1."""
+    """Return ``[bs, width]`` int32: pages of ``keys`` tokens, the sink up to ``padded_keys``, and -1."""
     pages = (first_slots(rows, keys, pool) // pool.page_size)[:, :width].to(torch.int32)
     table = torch.nn.functional.pad(pages, (0, width - pages.shape[1]), value=SINK_PAGE)
     columns = torch.arange(width, device=pool.device)

@@ -1,4 +1,4 @@
-"""The query rows of a draft extend whose requests have different numbers of them: into one dense tensor, and out of it.
+"""Copies of a draft extend's rows, of which requests have different numbers, into one dense tensor and out of it.
 
 Nothing is read on the host, so both can be captured in a CUDA graph. Rows move as bytes: torch cannot gather every 8-bit float.
 """
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 def pad_draft_extend_query(query: Tensor, seq_lens_q: Tensor, cu_seqlens_q: Tensor, padded: Tensor) -> Tensor:
-    """Copy each request's rows to the front of its own block, and zeros behind them.
+    """Copy each request's rows to the front of its own block, and zeros after them.
 
     Args:
-        query: ``[num_rows, heads, head_dim]``; rows behind the last request's are padding.
+        query: ``[num_rows, heads, head_dim]``; rows after the last request's are padding.
         seq_lens_q: ``[batch_size]`` int32, rows of each request.
         cu_seqlens_q: ``[batch_size + 1]`` int32, first row of each request.
         padded: ``[batch_size, max_seq_len_q, heads, head_dim]`` of the query's dtype, written whole.
@@ -34,7 +34,7 @@ def pad_draft_extend_query(query: Tensor, seq_lens_q: Tensor, cu_seqlens_q: Tens
 
 
 def unpad_draft_extend_output(padded: Tensor, cu_seqlens_q: Tensor, out: Tensor) -> Tensor:
-    """Copy each request's rows back to where they lie end to end; rows behind the last request's become zero.
+    """Copy each request's rows back to where they lie end to end; rows after the last request's become zero.
 
     Args:
         padded: ``[batch_size, max_seq_len_q, heads, kv_lora_rank]``.
@@ -62,7 +62,7 @@ def unpad_draft_extend_output(padded: Tensor, cu_seqlens_q: Tensor, out: Tensor)
 
 
 def dense_block(buffer: Tensor, *shape: int) -> Tensor:
-    """The leading elements of a buffer in a shape, contiguous, wherever the buffer's own rows begin.
+    """Return the leading elements of a buffer in a shape, contiguous, wherever the buffer's own rows begin.
 
     SGLang 0.5.12 takes ``buffer[:batch_size, :max_seq_len_q]``, which has gaps where ``max_seq_len_q`` is below the buffer's
     width, and its kernel writes as if there were none.

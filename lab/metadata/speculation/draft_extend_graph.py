@@ -1,4 +1,4 @@
-"""The draft extend of a speculative worker in CUDA graphs: its inputs, its three forms of output, and who may have one.
+"""The draft extend of a speculative worker in CUDA graphs: its inputs, its forms of output, and the backends that have it.
 
 SGLang's change 25002 runs the draft model's catch-up on accepted tokens (``DRAFT_EXTEND_V2``) in a graph. Every request has the
 same number of rows, whatever was accepted; the worker wants one of them, that of the last accepted token. The graph's
@@ -7,7 +7,6 @@ choice of rows has changed since; `DraftExtendOutput` names the choices.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Any, Protocol
 
 import torch
@@ -19,9 +18,10 @@ from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.engine.kv_pool import KVPool
+from lab.metadata.engine.named_enum import NamedEnum
 
 
-class DraftExtendOutput(Enum):
+class DraftExtendOutput(NamedEnum):
     """The rows that a draft extend computes logits for, and hands out; d rows per request, accept_lens of them accepted."""
 
     ALL_ROWS = "all rows"  # SGLang 0.5.13, 0.5.14: logits and hidden states of all batch_size * d rows
@@ -30,16 +30,13 @@ class DraftExtendOutput(Enum):
     # SGLang 0.5.23: row i * d + accept_lens[i] - 1 of request i, chosen inside the graph before the LM head.
     SELECTED_ROW = "selected row"
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}.{self.name}"
-
     def num_rows(self, batch_size: int, num_tokens: int) -> int:
-        """Rows of the outputs of a pass with so many requests and query rows."""
+        """Return the rows of the outputs of a pass with so many requests and query rows."""
         return batch_size if self is DraftExtendOutput.SELECTED_ROW else num_tokens
 
 
 def selected_rows(accept_lens: Tensor, num_tokens_per_req: int) -> Tensor:
-    """The row of each request's last accepted token, i * d + accept_lens[i] - 1: int64 [batch_size]. Reads nothing on the host.
+    """Return the row of each request's last accepted token, i * d + accept_lens[i] - 1: int64 [batch_size]. No host read.
 
     Args:
         accept_lens: int32 or int64 [batch_size], each from 1 to d.
@@ -51,7 +48,7 @@ def selected_rows(accept_lens: Tensor, num_tokens_per_req: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class DraftInputs:
-    """What a draft model reads besides its attention's metadata.
+    """The inputs of a draft model besides its attention's metadata.
 
     Attributes:
         input_ids: int64 [num_tokens].
@@ -65,7 +62,7 @@ class DraftInputs:
     select_index: Tensor
 
     def first(self, batch_size: int, num_tokens: int) -> "DraftInputs":
-        """Leading slices, which share this one's storage."""
+        """Return leading slices, which share this one's storage."""
         return DraftInputs(self.input_ids[:num_tokens], self.hidden_states[:num_tokens], self.select_index[:batch_size])
 
     def load(self, input_ids: Tensor, hidden_states: Tensor, select_index: Tensor | None = None) -> None:
@@ -95,7 +92,7 @@ class DraftInputs:
 
 @dataclass(frozen=True, eq=False)
 class DraftOutputs:
-    """What a draft model writes, one row per query row or, with `DraftExtendOutput.SELECTED_ROW`, per request.
+    """The outputs of a draft model, one row per query row or, with `DraftExtendOutput.SELECTED_ROW`, per request.
 
     Attributes:
         logits: float32 [num_rows, vocab_size].
@@ -110,7 +107,7 @@ class DraftOutputs:
     topk_index: Tensor | None = None
 
     def first(self, num_rows: int) -> "DraftOutputs":
-        """Leading slices, which share this one's storage."""
+        """Return leading slices, which share this one's storage."""
         return DraftOutputs(
             self.logits[:num_rows],
             self.hidden_states[:num_rows],
@@ -152,7 +149,7 @@ class DraftModel(Protocol):
         outputs: DraftOutputs,
         form: DraftExtendOutput,
     ) -> Callable[[], object]:
-        """A capturable call that reads `inputs`, writes K and V, and fills `outputs`."""
+        """Return a capturable call that reads `inputs`, writes K and V, and fills `outputs`."""
         ...
 
 

@@ -1,13 +1,12 @@
 """The multi-step draft backends of TRT-LLM MHA and MLA: the metadata of every draft step, with and without dead work.
 
-A draft of ``speculative_num_steps`` steps runs the draft model one time less than that behind its draft extend, so
+A draft of ``speculative_num_steps`` steps runs the draft model one time less than that after its draft extend, so
 ``speculative_num_steps - 1`` inner backends each want the metadata of one decode pass. SGLang's template for them first
 makes the ragged K/V lists that other backends read, and that these two ignore; change 26241 skips it for MLA.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 
 import torch
@@ -20,6 +19,7 @@ from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention
+from lab.metadata.engine.named_enum import NamedEnum
 from lab.metadata.mha.buffers import leading_mha_metadata, mha_pass, new_mha_metadata
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 from lab.metadata.mla.buffers import mla_pass
@@ -30,20 +30,17 @@ Metadata = TRTLLMMHAMetadata | TRTLLMMLADecodeMetadata
 STEPS = range(2, 9)  # of ``speculative_num_steps``; with one step there is no draft decode
 
 
-class DraftPlan(Enum):
-    """How a draft's metadata is made."""
+class DraftPlan(NamedEnum):
+    """The launches that make a draft's metadata."""
 
     COMMON_TEMPLATE = "common_template"  # the ragged lists of all steps, then one launch per step (before 26241)
     PER_STEP = "per step"  # one launch per step (after 26241)
     ONE_LAUNCH = "one launch"  # one for all steps, which share one page table
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}.{self.name}"
-
 
 @dataclass(frozen=True, eq=False)
 class DraftStep:
-    """What one draft step's backend is handed.
+    """The metadata that one draft step's backend is handed.
 
     Attributes:
         metadata: of the step's decode pass.
@@ -63,7 +60,7 @@ class MultiStepDraft:
     Attributes:
         attention: of the draft model.
         speculative_num_steps: 2 to 8; one inner backend fewer than that.
-        plan: how the metadata is made; nothing else depends on it.
+        plan: the launches that make the metadata; nothing else depends on it.
         topk: branches per request; the TRT-LLM backends draft chains.
         schedule: of the ragged lists' kernel, in the common template.
 
@@ -93,7 +90,7 @@ class MultiStepDraft:
 
 @dataclass(frozen=True, eq=False)
 class DraftBuffers:
-    """What a draft's metadata is written to. Buffers made once serve every batch up to their size, with other contents.
+    """The buffers of a draft's metadata. Made once, they serve every batch up to their size, with other contents.
 
     Attributes:
         steps: metadata of ``max_batch_size`` requests, per step; in ONE_LAUNCH all steps have the same table.
@@ -115,7 +112,7 @@ class PreparedDraft:
 
 
 def allocate_draft(draft: MultiStepDraft, pool: KVPool, max_batch_size: int) -> DraftBuffers:
-    """Buffers that stay, as an engine makes for its CUDA graphs.
+    """Allocate buffers that stay, as an engine does for its CUDA graphs.
 
     Tables start as 0 (MHA) or -1 (MLA), and ``kv_indptr`` as 0; a table's dead cells later hold what was live once.
 
@@ -143,7 +140,7 @@ def allocate_draft(draft: MultiStepDraft, pool: KVPool, max_batch_size: int) -> 
 
 
 def prepare_draft(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buffers: DraftBuffers) -> PreparedDraft:
-    """Check once; then each `write` launches what the plan needs, and can be captured in a CUDA graph.
+    """Check once, and prepare a `write` whose every call launches what the plan needs; a CUDA graph can capture it.
 
     Args:
         draft: the backend.
@@ -168,7 +165,7 @@ def prepare_draft(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buff
 
 
 def build_draft_steps(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool) -> tuple[DraftStep, ...]:
-    """The eager pass: fresh buffers and metadata of every step, in the engine's way.
+    """Build every step's metadata in fresh buffers, as an eager pass of the engine does.
 
     In the common template the ragged lists are cleared first, and each step gets a copy of its own.
 

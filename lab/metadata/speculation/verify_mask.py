@@ -1,16 +1,16 @@
 """Masks of target verification: the bool buffer that building a tree fills, and the packed mask that the decode call reads."""
 
-import enum
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lab.calls.problem import MASK_BITS_PER_WORD, mask_words
+from lab.metadata.engine.named_enum import NamedEnum
 
 
-class VerifyMaskForm(enum.Enum):
-    """Which keys the mask has a cell for, d draft tokens per request.
+class VerifyMaskForm(NamedEnum):
+    """The keys that the mask has a cell for, d draft tokens per request.
 
     FULL, as SGLang 0.5.13 and 0.5.14 allocate it: for a request of L tokens a block ``[d, L + d]``, the blocks end to
     end. QLEN_ONLY, as SGLang 0.5.23 allocates it where no kernel reads the mask: a block ``[d, d]``, draft tokens alone.
@@ -18,9 +18,6 @@ class VerifyMaskForm(enum.Enum):
 
     FULL = "full"
     QLEN_ONLY = "query length only"
-
-    def __repr__(self) -> str:
-        return f"VerifyMaskForm.{self.name}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +27,7 @@ class VerifyMask:
     Attributes:
         buffer: bool, one dimension, a byte per cell, ``verify_mask_cells`` of the largest batch and its upper bound.
         form: what the cells stand for.
-        max_batch_size, num_draft_tokens, max_context_len: what it was sized for.
+        max_batch_size, num_draft_tokens, max_context_len: the sizes that it was made for.
 
     Raises:
         TypeError: the buffer is not bool.
@@ -59,7 +56,7 @@ class VerifyMask:
         return self.buffer.nbytes
 
     def fits(self, batch_size: int) -> bool:
-        """Whether a step of this many requests can use the buffer; if not, it has to allocate its own."""
+        """Return True if a step of this many requests can use the buffer; else it has to allocate its own."""
         return batch_size <= self.max_batch_size
 
 
@@ -71,7 +68,7 @@ def verify_mask_cells(
     max_context_len: int,
     seq_lens_sum: int | None = None,
 ) -> int:
-    """Cells of one step's mask, a byte each: what a step allocates that has no preallocated buffer.
+    """Return the cells of one step's mask, a byte each: a step without a preallocated buffer allocates so many.
 
     Args:
         form: FULL has ``d * seq_lens_sum + batch_size * d * d`` cells, QLEN_ONLY ``batch_size * d * d``.
@@ -112,7 +109,7 @@ def preallocate_verify_mask(
     device: torch.device | str,
     skip_prefill: bool = False,
 ) -> VerifyMask | None:
-    """A zero-filled buffer for every step to come, so that no step needs ``seq_lens_sum`` to allocate one.
+    """Allocate a zero-filled buffer for every step to come, so that no step needs ``seq_lens_sum`` to allocate one.
 
     FULL takes ``max_num_tokens * (max_context_len + d)`` bytes with ``max_num_tokens = max_batch_size * d``, QLEN_ONLY
     ``max_batch_size * d * d``: 134,221,824 and 4,096 for 256 requests, 4 draft tokens and 131,072 tokens of context.
@@ -183,7 +180,7 @@ def write_chain_mask(mask: VerifyMask, seq_lens: Tensor) -> None:
 
 
 def pack_tree_mask(parents: Tensor, out: Tensor | None = None) -> Tensor:
-    """The decode call's packed draft mask of trees: a draft token sees itself and its ancestors. Reads nothing on the host.
+    """Pack the decode call's draft mask of trees: a draft token sees itself and its ancestors. Reads nothing on the host.
 
     Args:
         parents: ``[batch_size, d]`` int32 or int64: the draft token that each one follows; -1, or any number outside 0 … d - 1,
