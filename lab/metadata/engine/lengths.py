@@ -50,6 +50,14 @@ def host_lengths(batch: ForwardBatch, name: str) -> Sequence[int]:
     return lengths
 
 
+def device_lengths(batch: ForwardBatch, name: str) -> Tensor:
+    """Return one of the batch's tensors of lengths by its name. Raises ValueError if it is missing."""
+    lengths: Tensor | None = getattr(batch, name)
+    if lengths is None:
+        raise ValueError(f"{batch.forward_mode!r} takes its rows from the device tensor {name}, which is None")
+    return lengths
+
+
 def max_query_rows(batch: ForwardBatch) -> int:
     """Return the most query rows of one request, a host fact: ``max_seq_len_q``.
 
@@ -74,9 +82,18 @@ def query_rows(batch: ForwardBatch) -> int | Tensor | None:
         return max_query_rows(batch)
     if mode.is_prefill and not any(host_lengths(batch, "extend_prefix_lens_cpu")):
         return None
-    if batch.extend_seq_lens is None:
-        raise ValueError(f"{mode!r} takes its query rows from the device tensor extend_seq_lens, which is None")
-    return batch.extend_seq_lens
+    return device_lengths(batch, "extend_seq_lens")
+
+
+def query_lens(batch: ForwardBatch) -> Sequence[int]:
+    """Return the query rows of each request, a host fact; rows of the batch beyond their sum are padding.
+
+    Raises:
+        ValueError: a host fact that the mode needs is missing.
+    """
+    if not batch.forward_mode.query_rows.in_extend_seq_lens:
+        return [max_query_rows(batch)] * batch.batch_size
+    return host_lengths(batch, "extend_seq_lens_cpu")
 
 
 def _verify_q_len(batch: ForwardBatch) -> int:

@@ -35,6 +35,7 @@ def new_mha_metadata(
     *,
     new: Callable[..., Tensor] = torch.zeros,
     page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
 ) -> TRTLLMMHAMetadata:
     """Allocate the metadata of a pass, with sliding-window tensors where the pool has such pages.
 
@@ -42,7 +43,7 @@ def new_mha_metadata(
         pool: whose tables are read.
         batch_size, max_seq_len_q, num_tokens: requests, most query rows of one, and query rows of all.
         new: `torch.zeros` or `torch.empty`.
-        page_table: one that other passes share; a new one if None.
+        page_table, cu_seqlens_q: ones that other passes share, or that are preset; new ones if None.
     """
 
     def int32(*shape: int) -> Tensor:
@@ -52,12 +53,17 @@ def new_mha_metadata(
     return TRTLLMMHAMetadata(
         cache_seqlens_int32=int32(batch_size),
         max_seq_len_q=max_seq_len_q,
-        cu_seqlens_q=int32(batch_size + 1),
+        cu_seqlens_q=int32(batch_size + 1) if cu_seqlens_q is None else cu_seqlens_q,
         cu_seqlens_k=int32(batch_size + 1),
         page_table=int32(batch_size, pool.block_table_width) if page_table is None else page_table,
         swa_page_table=int32(batch_size, pool.block_table_width) if has_swa else None,
         swa_out_cache_loc=new((num_tokens,), dtype=torch.int64, device=pool.device) if has_swa else None,
     )
+
+
+def preset_boundaries(batch_size: int, width: int, pool: KVPool) -> Tensor:
+    """Return ``cu_seqlens_q`` of requests with ``width`` rows each: ``[batch_size + 1]`` int32."""
+    return torch.arange(0, batch_size * width + 1, width, dtype=torch.int32, device=pool.device)
 
 
 def leading_mha_metadata(whole: TRTLLMMHAMetadata, batch_size: int) -> TRTLLMMHAMetadata:
@@ -158,9 +164,8 @@ class MHAGraphMetadata:
         self.pool = pool
         self.builder = builder
         width = mode.num_tokens_per_req
-        self.buffers = new_mha_metadata(pool, max_batch_size, width, max_batch_size * width)
-        if not mode.extends:
-            torch.arange(0, max_batch_size * width + 1, width, out=self.buffers.cu_seqlens_q)
+        preset = None if mode.extends else preset_boundaries(max_batch_size, width, pool)
+        self.buffers = new_mha_metadata(pool, max_batch_size, width, max_batch_size * width, cu_seqlens_q=preset)
 
     def slices(self, batch_size: int) -> TRTLLMMHAMetadata:
         """Return the metadata of a captured size: leading slices, which share their storage with every other size's."""

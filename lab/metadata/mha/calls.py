@@ -10,7 +10,7 @@ from lab.kernels import prepare
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import AttentionCall, ForwardMode, QueryRows
 from lab.metadata.engine.kv_cache import PagedKVCache
-from lab.metadata.engine.lengths import max_query_rows
+from lab.metadata.engine.lengths import query_lens
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, mixed_tail_split
 
 
@@ -83,9 +83,9 @@ def plan_calls(
         return []
     plain_extend = batch.forward_mode.is_prefill and batch.spec_info is None
     if not (split_mixed_tail and plain_extend):
-        return [PlannedCall(whole, 0, bs, 0, sum(_widths(batch)))]
+        return [PlannedCall(whole, 0, bs, 0, sum(query_lens(batch)))]
     first = mixed_tail_split(batch)
-    first_rows = sum(_widths(batch)[:first])
+    first_rows = sum(query_lens(batch)[:first])
     calls = [
         PlannedCall(whole, 0, first, 0, first_rows),
         PlannedCall(AttentionCall.DECODE, first, bs - first, first_rows, bs - first),
@@ -179,24 +179,13 @@ def call_arguments(
     }
 
 
-def _widths(batch: ForwardBatch) -> Sequence[int]:
-    """Return the query rows of each request; rows of the batch beyond their sum are padding and belong to none."""
-    if not batch.forward_mode.query_rows.in_extend_seq_lens:
-        return [max_query_rows(batch)] * batch.batch_size
-    if batch.extend_seq_lens_cpu is None:
-        raise ValueError(
-            f"{batch.forward_mode!r} needs extend_seq_lens_cpu to tell whose the query rows are: pass the scheduler's list"
-        )
-    return batch.extend_seq_lens_cpu
-
-
 def _decode_width(planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata) -> dict[str, Any]:
     """Return q_len_per_req where all widths are equal, else the arguments of ragged rows, unless the mode's rows are uniform.
 
     The widths decide, not whether the rows divide by the requests: 2 + 4 rows divide, but into wrong ones.
     """
     first, last = planned.first_request, planned.first_request + planned.num_requests
-    widths = _widths(batch)[first:last]
+    widths = query_lens(batch)[first:last]
     if len(set(widths)) == 1:
         return {"q_len_per_req": widths[0]}
     if batch.forward_mode.query_rows is QueryRows.FIXED:

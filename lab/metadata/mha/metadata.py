@@ -43,6 +43,11 @@ class TRTLLMMHAMetadata:
     swa_page_table: Tensor | None = None
     swa_out_cache_loc: Tensor | None = None
 
+    @property
+    def block_tables(self) -> Tensor:
+        """Return the full pool's table by the name that the kernel has for it."""
+        return self.page_table
+
 
 def build_mha_metadata(batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
     """Build the metadata of one eager forward pass (SGLang 0.5.23; the first draft extend as in 0.5.13).

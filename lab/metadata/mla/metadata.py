@@ -14,6 +14,7 @@ from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import (
     DraftAttention,
     check_attends,
+    device_lengths,
     exclusive_cumsum,
     first_slots,
     host_lengths,
@@ -69,6 +70,11 @@ class TRTLLMMLADecodeMetadata:
     @property
     def batch_size(self) -> int:
         return self.seq_lens_k.shape[0]
+
+    @property
+    def block_tables(self) -> Tensor:
+        """Return the table by the name that the kernel has for it."""
+        return self.block_kv_indices
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +167,7 @@ def build_mla_decode_metadata(
         table = _block_table(batch.req_pool_indices, keys, keys, pool, width)
         return TRTLLMMLADecodeMetadata(table, keys, max_seq_len_k, max_query_rows(batch))
 
-    rows, max_rows = _draft_extend_rows(batch), max_query_rows(batch)
+    rows, max_rows = device_lengths(batch, "extend_seq_lens").to(torch.int32, copy=True), max_query_rows(batch)
     layout = query_layout(host_lengths(batch, "extend_seq_lens_cpu"))
     padded_keys = keys - rows + max_rows
     most_keys = max_seq_len_k + (max_rows if layout is QueryLayout.PADDED else 0)
@@ -209,11 +215,7 @@ def build_mla_prefill_metadata(
         raise ValueError(f"{batch.forward_mode!r} is no prefill: use build_mla_decode_metadata")
     max_seq_len = max(host_lengths(batch, "extend_seq_lens_cpu"), default=0)
     has_prefix = any(host_lengths(batch, "extend_prefix_lens_cpu"))
-    if batch.extend_prefix_lens is None:
-        raise ValueError(
-            f"{batch.forward_mode!r} takes its new tokens from the device tensor extend_prefix_lens, which is None"
-        )
-    seq_lens = (batch.seq_lens - batch.extend_prefix_lens).to(torch.int32)
+    seq_lens = (batch.seq_lens - device_lengths(batch, "extend_prefix_lens")).to(torch.int32)
     fallback = in_prefill_graph or (disable_chunked_prefix_cache and has_prefix)
     return TRTLLMMLAPrefillMetadata(max_seq_len, exclusive_cumsum(seq_lens), seq_lens, fallback)
 
@@ -280,14 +282,6 @@ def allocate_multi_ctas_kv_counters(
 def _longest(batch: ForwardBatch, pool: KVPool) -> int:
     """Return a host bound of ``seq_lens``."""
     return pool.max_context_len if batch.seq_lens_cpu is None else max(batch.seq_lens_cpu, default=0)
-
-
-def _draft_extend_rows(batch: ForwardBatch) -> Tensor:
-    if batch.extend_seq_lens is None:
-        raise ValueError(
-            f"{batch.forward_mode!r} takes its query rows from the device tensor extend_seq_lens, which is None"
-        )
-    return batch.extend_seq_lens.to(torch.int32, copy=True)
 
 
 def _block_table(rows: Tensor, keys: Tensor, padded_keys: Tensor, pool: KVPool, width: int) -> Tensor:

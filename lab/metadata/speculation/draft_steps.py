@@ -18,9 +18,9 @@ from lab.metadata.engine.backend import prepare_passes
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_pool import KVPool
-from lab.metadata.engine.lengths import DraftAttention
+from lab.metadata.engine.lengths import DraftAttention, check_attends
 from lab.metadata.engine.named_enum import NamedEnum
-from lab.metadata.mha.buffers import leading_mha_metadata, mha_pass, new_mha_metadata
+from lab.metadata.mha.buffers import leading_mha_metadata, mha_pass, new_mha_metadata, preset_boundaries
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 from lab.metadata.mla.buffers import mla_pass
 from lab.metadata.mla.metadata import DEAD_PAGE, TRTLLMMLADecodeMetadata, check_mla_page_size, mla_block_table_width
@@ -122,10 +122,9 @@ def allocate_draft(draft: MultiStepDraft, pool: KVPool, max_batch_size: int) -> 
     check_pool(draft, pool)
     if max_batch_size < 0:
         raise ValueError(f"max_batch_size={max_batch_size} must be 0 or more")
-    shares, steps = draft.plan is DraftPlan.ONE_LAUNCH, range(draft.num_decode_steps)
-    new_step = _new_mla_step if draft.attention.is_mla else _new_mha_step
-    first = new_step(pool, max_batch_size, None)
-    shared = _table(first) if shares else None
+    new_step = _mla_steps(pool, max_batch_size) if draft.attention.is_mla else _mha_steps(pool, max_batch_size)
+    first = new_step(None)
+    shared = first.block_tables if draft.plan is DraftPlan.ONE_LAUNCH else None
     is_template, capacity = draft.plan is DraftPlan.COMMON_TEMPLATE, max_batch_size * draft.topk
 
     def lists(width: int) -> Tensor | None:
@@ -133,7 +132,7 @@ def allocate_draft(draft: MultiStepDraft, pool: KVPool, max_batch_size: int) -> 
         return torch.zeros(shape, dtype=torch.int32, device=pool.device) if is_template else None
 
     return DraftBuffers(
-        steps=(first, *(new_step(pool, max_batch_size, shared) for _ in steps[1:])),
+        steps=(first, *(new_step(shared) for _ in range(1, draft.num_decode_steps))),
         kv_indptr=lists(capacity + 1),
         kv_indices=lists(capacity * pool.max_context_len),
     )
@@ -193,28 +192,32 @@ def check_pool(draft: MultiStepDraft, pool: KVPool) -> None:
 def _check_batch(batch: ForwardBatch, pool: KVPool, buffers: DraftBuffers) -> None:
     if batch.forward_mode.query_rows is not QueryRows.ONE:
         raise ValueError(f"{batch.forward_mode!r} is no draft decode: pass a DECODE batch")
-    if batch.seq_lens.device != pool.device:
-        raise ValueError(f"the batch is on {batch.seq_lens.device} but the pool on {pool.device}: use one device")
-    if batch.batch_size > (largest := _table(buffers.steps[0]).shape[0]):
+    check_attends(batch, pool)
+    if batch.batch_size > (largest := buffers.steps[0].block_tables.shape[0]):
         raise ValueError(f"the batch has {batch.batch_size} requests, the buffers hold {largest}: allocate larger ones")
 
 
-def _new_mha_step(pool: KVPool, max_batch_size: int, page_table: Tensor | None) -> TRTLLMMHAMetadata:
-    metadata = new_mha_metadata(pool, max_batch_size, 1, max_batch_size, page_table=page_table)
-    torch.arange(max_batch_size + 1, out=metadata.cu_seqlens_q)
-    return metadata
+def _mha_steps(pool: KVPool, max_batch_size: int) -> Callable[[Tensor | None], Metadata]:
+    """Return a maker of a step's metadata with a page table, or a new one. All steps have the same row boundaries."""
+    boundaries = preset_boundaries(max_batch_size, 1, pool)
+    return lambda table: new_mha_metadata(
+        pool, max_batch_size, 1, max_batch_size, page_table=table, cu_seqlens_q=boundaries
+    )
 
 
-def _new_mla_step(pool: KVPool, max_batch_size: int, page_table: Tensor | None) -> TRTLLMMLADecodeMetadata:
-    if page_table is None:
-        shape = (max_batch_size, mla_block_table_width(pool.max_context_len, pool.page_size))
-        page_table = torch.full(shape, DEAD_PAGE, dtype=torch.int32, device=pool.device)
-    lengths = torch.zeros(max_batch_size, dtype=torch.int32, device=pool.device)
-    return TRTLLMMLADecodeMetadata(page_table, lengths, pool.max_context_len)
+def _mla_steps(pool: KVPool, max_batch_size: int) -> Callable[[Tensor | None], Metadata]:
+    """Return a maker of a step's metadata with a block table, or a new one."""
 
+    def int32(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=pool.device)
 
-def _table(metadata: Metadata) -> Tensor:
-    return metadata.page_table if isinstance(metadata, TRTLLMMHAMetadata) else metadata.block_kv_indices
+    def new_step(table: Tensor | None) -> Metadata:
+        if table is None:
+            width = mla_block_table_width(pool.max_context_len, pool.page_size)
+            table = int32(max_batch_size, width).fill_(DEAD_PAGE)
+        return TRTLLMMLADecodeMetadata(table, int32(max_batch_size), pool.max_context_len)
+
+    return new_step
 
 
 def _leading(whole: Metadata, batch_size: int) -> Metadata:

@@ -13,6 +13,7 @@ from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.graph_inputs import GraphMode, StaticInputs
 from lab.metadata.engine.kv_pool import KVPool
+from lab.metadata.engine.lengths import check_attends
 from lab.metadata.engine.plan_stream import FixUp, PlannedVerify, VerifyBackend, VerifyBuffers
 from lab.metadata.mha.buffers import MetadataBuilder, MHAGraphMetadata
 from lab.metadata.mla.buffers import MLAGraphMetadata, MLAGraphState
@@ -67,8 +68,7 @@ class CapturedVerify(VerifyBackend):
         self.planned(batch.batch_size)
         if batch.forward_mode.query_rows is not QueryRows.DRAFT_TOKENS:
             raise ValueError(f"{batch.forward_mode!r} is not verified: pass a TARGET_VERIFY batch")
-        if batch.seq_lens.device != self.device:
-            raise ValueError(f"the batch is on {batch.seq_lens.device} but the pool on {self.device}: use one device")
+        check_attends(batch, self.pool)
         if batch.num_tokens != batch.batch_size * self.num_draft_tokens:
             raise ValueError(
                 f"the batch has {batch.num_tokens} rows for {batch.batch_size} requests, but this backend verifies "
