@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import NVFP4_BLOCK
-from lab.checks.needles import leaning, needle_positions, plant
+from lab.checks.contents import draw_contents
 from lab.checks.stored import E4M3_K_SCALE, E4M3_V_SCALE, POISON, as_stored, fill
 from lab.references.quantization import dequantize_nvfp4, interleave_v_scale_factors, quantize_nvfp4
-from lab.workloads.attention_case import E4M3, NVFP4, AttentionCase, Contents, Dead, TableTail
+from lab.workloads.attention_case import E4M3, NVFP4, AttentionCase, Dead, TableTail
 from lab.workloads.interfaces import Interface
 
 Quantised = tuple[Tensor, Tensor | None]  # a request's tokens as stored, and an NVFP4 cache's scale factors
@@ -22,7 +22,7 @@ SCRATCH_BYTES = {"cpu": 2**20, "cuda": 128 * 2**20}
 
 @dataclass(frozen=True, eq=False)
 class AttentionInputs:
-    """What a kernel is handed, and the histories behind it.
+    """The tensors that a kernel is handed, and the histories that they were made from.
 
     Attributes:
         case: as data.
@@ -60,7 +60,7 @@ class AttentionInputs:
         return self.block_tables.shape[-1] * self.case.page_size
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a kernel must leave as it is."""
+        """Return the tensors that a kernel must leave as they are, by name."""
         named = {
             "query": self.query,
             "K cache": self.k_pages,
@@ -72,7 +72,7 @@ class AttentionInputs:
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def arguments(self) -> dict[str, Any]:
-        """FlashInfer's keyword arguments; those at their default are left out."""
+        """Return FlashInfer's keyword arguments; those at their default are left out."""
         case = self.case
         arguments: dict[str, Any] = {
             "query": self.query,
@@ -135,18 +135,18 @@ class AttentionInputs:
 
 
 def running_sum(lens: tuple[int, ...], device: torch.device) -> Tensor:
-    """int32 [len(lens) + 1] offsets."""
+    """Return offsets of consecutive requests, int32 [len(lens) + 1]."""
     return torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device=device)
 
 
 def new_workspace(device: torch.device) -> Tensor:
-    """A zeroed workspace: uint8, 8 MiB of semaphores and then scratch."""
+    """Return a zeroed workspace: uint8, 8 MiB of semaphores and then scratch."""
     return torch.zeros(SEMAPHORE_BYTES + SCRATCH_BYTES[device.type], dtype=torch.uint8, device=device)
 
 
 def build_attention(case: AttentionCase, device: torch.device) -> AttentionInputs:
     """Draw the histories, write them into a poisoned, shuffled pool, and name its pages in a table."""
-    query, drawn, sinks = _draw(case, device)
+    query, drawn, sinks = draw_contents(case, device)
     stored = [(_quantised(keys, E4M3_K_SCALE, case), _quantised(values, E4M3_V_SCALE, case)) for keys, values in drawn]
     size = case.page_size
     pages_of = [-(-kv_len // size) for kv_len in case.kv_lens]
@@ -255,120 +255,3 @@ def _block_tables(case: AttentionCase, tables: list[Tensor], live: list[int], de
     for row, table in enumerate(tables):
         block_tables[row, : len(table)] = table
     return block_tables
-
-
-def _draw(case: AttentionCase, device: torch.device) -> tuple[Tensor, list[tuple[Tensor, Tensor]], Tensor | None]:
-    """Query, each request's keys and values, and sinks, on the device: the same whatever the storage."""
-    generator = torch.Generator().manual_seed(case.seed)
-    sinks = torch.randn(case.num_qo_heads, generator=generator) + 2.0
-    directions = torch.randn(case.num_kv_heads, case.head_dim, generator=generator)
-    directions = directions / directions.norm(dim=-1, keepdim=True)
-    queries, drawn = [], []
-    for request, (kv_len, q_len) in enumerate(zip(case.kv_lens, case.q_lens, strict=True)):
-        own = torch.Generator().manual_seed(1000 * case.seed + request + 1)
-        query = torch.randn(q_len, case.num_qo_heads, case.head_dim, generator=own)
-        keys = torch.randn(kv_len, case.num_kv_heads, case.head_dim, generator=own)
-        values = torch.randn(kv_len, case.num_kv_heads, case.head_dim, generator=own)
-        query, keys, values = _SHAPE[case.contents](case, request, query, keys, values, directions)
-        drawn.append((keys.to(device), values.to(device)))
-        queries.append(query)
-    query = torch.cat(queries).to(device=device, dtype=case.dtype)
-    return query, drawn, sinks.to(device) if case.sinks else None
-
-
-Drawn = tuple[Tensor, Tensor, Tensor]
-
-
-def _random(
-    case: AttentionCase, request: int, query: Tensor, keys: Tensor, values: Tensor, directions: Tensor
-) -> Drawn:
-    return query, keys, values
-
-
-def _needles(
-    case: AttentionCase, request: int, query: Tensor, keys: Tensor, values: Tensor, directions: Tensor
-) -> Drawn:
-    """Every row leans toward its K/V head's direction; the needles' logits stand 10 above the others' ± 1."""
-    limits = needle_positions(case.kv_lens[request], case.q_lens[request], case.page_size, case.window_left)
-    plant(keys, limits, directions, case.softmax_scale)
-    return leaning(query, directions), keys, values
-
-
-def _counted(
-    case: AttentionCase, request: int, query: Tensor, keys: Tensor, values: Tensor, directions: Tensor
-) -> Drawn:
-    """One half of a value names the position in its block of so many, the other the block; twice as large per head."""
-    half = case.out_head_dim // 2
-    positions = torch.arange(len(keys))
-    values = torch.zeros_like(values)
-    for head in range(case.num_kv_heads):
-        size = 2.0 ** (head % 4)
-        values[positions, head, positions % half] = size
-        values[positions, head, half + (positions // half + request) % half] = size
-    # MLA's keys are its values; zero queries weigh all the same.
-    return torch.zeros_like(query), values if case.is_mla else torch.zeros_like(keys), values
-
-
-def _low(case: AttentionCase, request: int, query: Tensor, keys: Tensor, values: Tensor, directions: Tensor) -> Drawn:
-    """One coordinate makes every logit -200,000; it is MLA's last, which its values have not."""
-    query, keys = torch.zeros_like(query), keys.clone()
-    largest = 448.0 * E4M3_K_SCALE if case.is_quantised else 1024.0
-    keys[..., -1] = -largest
-    query[..., -1] = min(2e5 / (largest * case.softmax_scale), 6e4)
-    return query, keys, values
-
-
-def _tall(case: AttentionCase, request: int, query: Tensor, keys: Tensor, values: Tensor, directions: Tensor) -> Drawn:
-    """Logits that climb by steps of 8 from 0 to some hundreds with the position, 64 keys a step."""
-    steps = torch.arange(len(keys)).div(64, rounding_mode="floor").to(torch.float32)
-    query, keys = 0.25 * query, keys.clone()
-    query[..., -1], keys[..., -1] = 1.0 / case.softmax_scale / 8.0, (8.0 * 8.0 * steps)[:, None].clamp(max=8.0 * 64)
-    if case.is_quantised:
-        keys[..., -1].clamp_(max=448.0 * E4M3_K_SCALE)
-    return query, keys, values
-
-
-def _overshadowed(
-    case: AttentionCase, request: int, query: Tensor, keys: Tensor, values: Tensor, directions: Tensor
-) -> Drawn:
-    """Key 0's last coordinate, which MLA's values have not, makes its logit 20; the others' are 0."""
-    query, keys, values = torch.zeros_like(query), keys.clone(), values.clone()
-    query[..., -1] = 20.0 / (8.0 * case.softmax_scale)
-    keys[..., -1] = 0.0
-    for side in (keys, values):
-        side[:1] = 0.0
-    keys[:1, :, -1] = 8.0
-    return query, keys, values
-
-
-def _loud(case: AttentionCase, request: int, query: Tensor, keys: Tensor, values: Tensor, directions: Tensor) -> Drawn:
-    return _scaled_values(case, query, keys, values, _LOUD[case.kv_dtype])
-
-
-def _faint(case: AttentionCase, request: int, query: Tensor, keys: Tensor, values: Tensor, directions: Tensor) -> Drawn:
-    return _scaled_values(case, query, keys, values, _FAINT[case.kv_dtype])
-
-
-# Of values drawn from N(0, 1): a sum of 64 exceeds float16's 65,504, but for e4m3's own end at 448.
-_LOUD = {torch.bfloat16: 2.0**14, torch.float16: 2.0**12, E4M3: 100.0 * E4M3_V_SCALE}
-# bf16: below float16's least, 2**-24, for the most part; the others: below their own least normal numbers.
-_FAINT = {torch.bfloat16: 2.0**-24, torch.float16: 2.0**-14, E4M3: 2.0**-7 * E4M3_V_SCALE}
-
-
-def _scaled_values(case: AttentionCase, query: Tensor, keys: Tensor, values: Tensor, factor: float) -> Drawn:
-    """MLA's keys are its values: there the query takes a large factor back, so that logits stay small."""
-    if case.is_mla:
-        return query / max(factor, 1.0), keys * factor, values
-    return query, keys, values * factor
-
-
-_SHAPE = {
-    Contents.RANDOM: _random,
-    Contents.NEEDLES: _needles,
-    Contents.COUNTED: _counted,
-    Contents.LOW: _low,
-    Contents.LOUD: _loud,
-    Contents.FAINT: _faint,
-    Contents.TALL: _tall,
-    Contents.OVERSHADOWED: _overshadowed,
-}

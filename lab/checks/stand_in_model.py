@@ -1,4 +1,4 @@
-"""What a stand-in model must give, from each request's history alone: no pages, no tables, no graph."""
+"""The truth of a stand-in model's pass, from each request's history alone: no pages, no tables, no graph."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ Project = Callable[[Tensor, Tensor], Tensor]  # rows and a weight to their produ
 
 @dataclass(frozen=True, eq=False)
 class StandInTruth:
-    """What every row of a pass must give, and what bf16 arithmetic in plain torch makes of it.
+    """The output that every row of a pass must give, and what bf16 arithmetic in plain torch makes of it.
 
     Attributes:
         hidden_states, logits: float64 [num_tokens, hidden_size] and [num_tokens, vocab_size].
-        hidden_states_control, logits_control: the same rounded to bf16 behind every step.
+        hidden_states_control, logits_control: the same rounded to bf16 after every step.
         request_of_row: int64 [num_tokens].
         selected: int64 [batch_size], the row of each request's last accepted token; of uniform widths alone.
     """
@@ -33,7 +33,7 @@ class StandInTruth:
     selected: Tensor | None
 
     def compare(self, outputs: DraftOutputs, form: DraftExtendOutput) -> dict[str, Comparison]:
-        """Each row's hidden states and logits against the truth, as one vector each; errors are relative L2.
+        """Compare each row's hidden states and logits with the truth, as one vector each; errors are relative L2.
 
         Args:
             outputs: of the real rows: as many as the pass has or, with SELECTED_ROW, as it has requests.
@@ -78,7 +78,7 @@ class StandInTruth:
 
 
 def truth_of_pass(model: StandInModel, drawn: StandInPass) -> StandInTruth:
-    """The truth of a pass, and its control. Float64 copies of the weights are made on the way: 4 GB for an LM head of 128K."""
+    """Return the truth of a pass, and its control. Float64 copies of the weights are made: 4 GB for an LM head of 128K."""
     exact = _hidden_states(model, drawn, _exact, exact=True)
     rounded = _hidden_states(model, drawn, _rounded, exact=False)
     device = exact.device
@@ -121,7 +121,7 @@ def _hidden_states(model: StandInModel, drawn: StandInPass, project: Project, *,
 
 
 def _attend(model: StandInModel, query: Tensor, keys: Tensor, values: Tensor, *, exact: bool) -> Tensor:
-    """One request's rows, the last of its tokens: [q_len, num_qo_heads, head_dim]."""
+    """Return one request's output, of the rows of its last tokens: [q_len, num_qo_heads, head_dim]."""
     layer, kv_len, device = model.layer, keys.shape[1], query.device
     visible = visible_keys(
         torch.arange(kv_len - query.shape[1], kv_len, device=device).unsqueeze(0),

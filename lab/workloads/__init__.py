@@ -1,4 +1,4 @@
-"""What is run: geometries of real models, batches written down or drawn from traces, and named forward passes over them."""
+"""Work to judge and to time: real models' geometries, batches written down or drawn from traces, named passes over them."""
 
 from lab.workloads.batches import Batch, parse_batch, sweep
 from lab.workloads.forward_case import ForwardCase, Inputs

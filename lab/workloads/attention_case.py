@@ -1,4 +1,4 @@
-"""One attention call as data: which function, how long the requests are, what the tensors hold and how they are stored."""
+"""One attention call as data: its function, the lengths of its requests, and its tensors' contents and storage."""
 
 import enum
 from dataclasses import MISSING, dataclass, field, fields
@@ -13,7 +13,7 @@ NVFP4 = torch.uint8  # two e2m1 values per byte, with e4m3 scale factors beside 
 
 
 class Contents(enum.Enum):
-    """What query, keys and values hold."""
+    """Numbers in query, keys and values."""
 
     RANDOM = "N(0, 1) throughout: what rounding does"
     NEEDLES = "a few keys outweigh all others: those at each row's limits, and those just beyond them"
@@ -31,7 +31,7 @@ class Contents(enum.Enum):
 
 
 class Dead(enum.Enum):
-    """What cells hold that no row may read: page tails, and pages that no table names."""
+    """Numbers in cells that no row may read: page tails, and pages that no table names."""
 
     ZERO = "zeros"
     HUGE = "the largest finite values, positive: one of them in a product shows"
@@ -42,7 +42,7 @@ class Dead(enum.Enum):
 
 
 class TableTail(enum.Enum):
-    """What the columns of a page table hold behind a request's last page."""
+    """Pages in the columns of a page table after a request's last page."""
 
     FOREIGN = "live pages of other requests, as a replayed table's stale columns do"
     NEGATIVE = "-1"
@@ -61,10 +61,10 @@ class Storage:
         kv_layout: "HND" or "NHD", the order of a page's axes; MLA has none.
         dead: what dead cells hold.
         table_tail: what dead columns of the page table hold.
-        spare_columns: dead columns behind the longest request's pages.
+        spare_columns: dead columns after the longest request's pages.
         page_seed: of the shuffle of the pages.
         gaps_in_scale_factors: an NVFP4 cache's scale factors lie in pages twice as large as they need.
-        stacked: [num_pages, 2, ...], V's page behind each of K's, rather than two halves of one allocation.
+        stacked: [num_pages, 2, ...], V's page after each of K's, rather than two halves of one allocation.
         first_page: pages before the first that is used, to place the others far from the pool's start.
     """
 
@@ -173,7 +173,7 @@ class AttentionCase:
 
 
 def short_repr(case: Any) -> str:
-    """An expression that makes a frozen dataclass again, fields at their default left out."""
+    """Return an expression that makes a frozen dataclass again, fields at their default left out."""
     shown = []
     for each in fields(case):
         value = getattr(case, each.name)

@@ -7,7 +7,7 @@ out.
     q2k              one prompt of 2,048 tokens
     8q1s1k           8 decoding requests, each with 1,024 tokens once the new one is counted
     2q2k_32q1s1k     two prompts and 32 decoding requests
-    8q2ks4k          8 chunks of 2,048 tokens, each behind 2,048 that are cached
+    8q2ks4k          8 chunks of 2,048 tokens, each after 2,048 that are cached
 """
 
 import re
@@ -59,7 +59,7 @@ class Batch:
 
 
 def parse_batch(text: str) -> Batch:
-    """The batch that a text in the module's grammar describes, requests in the order of its groups.
+    """Return the batch that a text in the module's grammar describes, requests in the order of its groups.
 
     Raises:
         ValueError: a group is damaged, of no requests, or has lengths that no request has; names the group.
@@ -74,7 +74,7 @@ def parse_batch(text: str) -> Batch:
 def sweep(
     num_requests: Sequence[int] = (1, 8, 64), kv_lens: Sequence[int] = (4096, 81920), q_lens: Sequence[int] = (1, 4)
 ) -> tuple[Batch, ...]:
-    """Batches of equal requests over a cross product, the last argument varying fastest.
+    """Return batches of equal requests over a cross product, the last argument varying fastest.
 
     Raises:
         ValueError: a batch of no requests, or fewer keys than query rows.
@@ -85,7 +85,7 @@ def sweep(
 
 
 def _parse_group(group: str) -> tuple[int, int, int]:
-    """count, q_len, kv_len."""
+    """Return count, q_len and kv_len."""
     match = _GROUP.fullmatch(group)
     if match is None:
         raise ValueError(

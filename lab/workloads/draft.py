@@ -1,4 +1,4 @@
-"""Speculative iterations by name: what a draft's metadata is made for, and which of it.
+"""Speculative iterations by name: their requests, and the metadata that is made for them.
 
 ::
 
@@ -109,7 +109,7 @@ def is_draft_scenario(name: str) -> bool:
 
 
 def draft_scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> DraftScenario:
-    """The scenario of a name in the module's grammar.
+    """Return the scenario of a name in the module's grammar.
 
     Args:
         name: of the scenario.
@@ -158,7 +158,7 @@ def _prefix_lens(text: str, trace: Sequence[TracedRequest] | None) -> tuple[int,
 
 
 def build_verify(case: DraftCase, device: torch.device) -> tuple[ForwardBatch, KVPool]:
-    """The iteration's TARGET_VERIFY batch, lengths without the drafted tokens, and its pool with shuffled pages.
+    """Return the iteration's TARGET_VERIFY batch, lengths without the drafted tokens, and its pool with shuffled pages.
 
     The draft tokens' slots are allocated, as the engine does before it drafts.
     """

@@ -1,4 +1,4 @@
-"""One forward pass as data: which mode, which model, how long the requests are, what the tensors hold."""
+"""One forward pass over paged K and V as data: mode, model, the lengths of its requests, the contents of its tensors."""
 
 from dataclasses import dataclass
 
@@ -58,7 +58,7 @@ class ForwardCase(PassCase):
         self._check_storage()
 
     def _check_mode(self) -> None:
-        """The mode computes attention, and every other argument means something in it."""
+        """Raise ValueError unless the mode computes attention, and every other argument means something in it."""
         if self.mode not in ATTENDING_MODES:
             raise ValueError(f"{self.mode!r} computes no attention; there is nothing to judge")
         if self.draft_extend is not None:

@@ -8,7 +8,7 @@ class Geometry:
     """One model's attention.
 
     Attributes:
-        name: how ids and reports call it.
+        name: in ids and reports.
         num_qo_heads, num_kv_heads, head_dim: of one layer on one GPU.
         softmax_scale: factor of Q·K^T.
         sliding_window: keys that a row of a sliding-window layer sees, its own included; None without such layers.
@@ -36,7 +36,7 @@ class Geometry:
         return -1 if self.sliding_window is None else self.sliding_window - 1
 
     def tensor_parallel(self, size: int) -> "Geometry":
-        """One rank's slice: heads divided by `size`; a K/V head is never divided but replicated.
+        """Return one rank's slice: heads divided by `size`; a K/V head is never divided but replicated.
 
         Raises:
             ValueError: the query heads do not divide.
@@ -63,7 +63,7 @@ GEOMETRIES = {
 
 
 def geometry(name: str) -> Geometry:
-    """The geometry of that name.
+    """Return the geometry of that name.
 
     Raises:
         ValueError: there is none; lists those there are.

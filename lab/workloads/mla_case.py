@@ -1,4 +1,4 @@
-"""One forward pass of latent attention (MLA) as data: which mode, how long the requests are, what the tensors hold."""
+"""One forward pass of latent attention (MLA) as data: its mode, the lengths of its requests, the contents of its tensors."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class MLACase(PassCase):
     Attributes:
         mode: one that runs on that kernel: DECODE, TARGET_VERIFY, DRAFT_EXTEND or DRAFT_EXTEND_V2.
         prefix_lens, q_lens, draft_step: as in `PassCase`.
-        attention: which keys a draft step counts, as SGLang's backend (MLA) or with the drafted ones (MLA_WITH_OFFSET).
+        attention: the keys that a draft step counts, as SGLang's backend (MLA) or with the drafted ones (MLA_WITH_OFFSET).
         page_size: tokens per page, 32 or 64.
         num_qo_heads, kv_lora_rank, qk_rope_head_dim: of one layer on one GPU; DeepSeek-V3 has 128 heads, 512 and 64.
         dtype, kv_dtype: of query and output (float16 or bfloat16), and of the cache (the same or float8_e4m3fn).

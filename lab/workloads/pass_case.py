@@ -14,7 +14,7 @@ ATTENDING_MODES = tuple(mode for mode in ForwardMode if mode not in (ForwardMode
 
 
 class Inputs(enum.Enum):
-    """What the tensors hold."""
+    """Numbers in the tensors."""
 
     RANDOM = "N(0, 1) throughout: what rounding does"
     NEEDLES = "a few keys outweigh all others: those at a row's limits, and those just beyond them"

@@ -6,7 +6,7 @@ A name is `<mode>/<geometry>/<batch>[/<option>...]`, such as `target_verify/gpt-
     geometry   a name of `lab.workloads.GEOMETRIES`
     batch      as `lab.workloads.parse_batch` reads it, keys counting this pass's tokens: 64q1s4k, q2ks4k_63q1s4k;
                or from a trace, trace<count>[q<q_len>]. In decode, verification and draft extends that is a snapshot of so many
-               running requests, each with q_len new rows behind its tokens (1 if left out): trace64, trace64q4. In extends it
+               running requests, each with q_len new rows after its tokens (1 if left out): trace64, trace64q4. In extends it
                is the whole prompts of the first so many requests: trace8
 
     option         what it sets of `ForwardCase`
@@ -78,7 +78,7 @@ _TRACED = re.compile(r"trace(?P<count>[0-9]+)(q(?P<q_len>[0-9]+))?")
 
 
 def scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> ForwardCase:
-    """The forward pass of a name in the module's grammar.
+    """Return the forward pass of a name in the module's grammar.
 
     Args:
         name: of the scenario.
@@ -116,7 +116,7 @@ def _mode(name: str) -> ForwardMode:
 
 
 def _settings(options: Sequence[str]) -> dict[str, Any]:
-    """The arguments of `ForwardCase` that the options set, each by one option."""
+    """Return the arguments of `ForwardCase` that the options set, each by one option."""
     settings: dict[str, Any] = {}
     for option in options:
         argument, value = _setting(option)
@@ -158,12 +158,12 @@ def _batch(text: str, mode: ForwardMode, trace: Sequence[TracedRequest] | None) 
 
 
 def _running_batch(requests: Sequence[TracedRequest], count: int, q_len: int) -> Batch:
-    """New rows behind what running requests have in the cache."""
+    """Return new rows after the tokens that running requests have in the cache."""
     return Batch((q_len,) * count, tuple(length + q_len for length in snapshot(requests, count)))
 
 
 def _arriving_batch(requests: Sequence[TracedRequest], count: int) -> Batch:
-    """The first prompts, nothing of them cached."""
+    """Return the first prompts, nothing of them cached."""
     if count > len(requests):
         raise ValueError(f"the trace has {len(requests)} requests, not {count}: take fewer")
     prompts = tuple(request.input_length for request in requests[:count])

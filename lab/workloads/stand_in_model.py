@@ -26,12 +26,7 @@ from lab.workloads.requests import admit
 DTYPE = torch.bfloat16  # of weights, hidden states and cache
 LOGITS_DTYPE = torch.float32  # of SGLang's logits buffer; the LM head's own product is bf16 before
 # Modes whose passes can be drawn: those that run in CUDA graphs, draft steps apart.
-GRAPH_MODES = (
-    ForwardMode.DECODE,
-    ForwardMode.TARGET_VERIFY,
-    ForwardMode.DRAFT_EXTEND,
-    ForwardMode.DRAFT_EXTEND_V2,
-)
+GRAPH_MODES = tuple(mode for mode in ForwardMode if mode.in_graph)
 
 
 @dataclass(frozen=True)
@@ -134,7 +129,7 @@ class StandInModel:
         )
 
     def new_inputs(self, max_batch_size: int, max_num_tokens: int) -> DraftInputs:
-        """Input buffers, zero-filled."""
+        """Return input buffers, zero-filled."""
         device = self.pool.device
         return DraftInputs(
             input_ids=torch.zeros(max_num_tokens, dtype=torch.int64, device=device),
@@ -143,7 +138,7 @@ class StandInModel:
         )
 
     def new_outputs(self, form: DraftExtendOutput, max_batch_size: int, max_num_tokens: int) -> DraftOutputs:
-        """Output buffers of a form, zero-filled."""
+        """Return output buffers of a form, zero-filled."""
         device, rows = self.pool.device, form.num_rows(max_batch_size, max_num_tokens)
         has_topk = form is DraftExtendOutput.ALL_ROWS_WITH_TOPK
         return DraftOutputs(
@@ -162,7 +157,7 @@ class StandInModel:
         outputs: DraftOutputs,
         form: DraftExtendOutput,
     ) -> Callable[[], object]:
-        """The pass, ready to be called or captured. Its large intermediates are allocated here, once.
+        """Prepare the pass, to be called or captured. Its large intermediates are allocated here, once.
 
         Args:
             backend: runs the attention.
@@ -242,7 +237,7 @@ class StandInModel:
 
 @dataclass(frozen=True, eq=False)
 class StandInPass:
-    """A pass of a stand-in model: what an engine hands over, and the histories behind it.
+    """A pass of a stand-in model: an engine's batch and inputs, and the histories that were written before.
 
     Attributes:
         batch: the engine's.

@@ -41,14 +41,14 @@ def synthetic_chat(num_requests: int = NUM_REQUESTS, seed: int = SEED) -> list[T
 
 
 def _log_normal(uniform: float, median: float, sigma: float, least: int, most: int) -> int:
-    """A clipped log-normal number from one that is uniform in [0, 1)."""
+    """Return a clipped log-normal number from one that is uniform in [0, 1)."""
     # inv_cdf takes neither 0 nor 1; no draw of a float64 comes nearer to them than this but 0 itself.
     deviation = NormalDist().inv_cdf(max(uniform, 2.0**-53))
     return min(max(round(median * math.exp(sigma * deviation)), least), most)
 
 
 def as_mooncake(requests: Sequence[TracedRequest]) -> str:
-    """The requests in the format that `read_mooncake` reads, one a line; times in whole ms."""
+    """Return the requests in the format that `read_mooncake` reads, one a line; times in whole ms."""
     rows = (
         {"timestamp": round(each.arrival_ms), "input_length": each.input_length, "output_length": each.output_length}
         for each in requests

@@ -18,7 +18,7 @@ _MOST = 2**53  # floats count in ones up to here; no time in ms and no number of
 
 @dataclass(frozen=True)
 class TracedRequest:
-    """One request of a trace: when it came, how long its prompt was, how many tokens it was answered with."""
+    """One request of a trace: its arrival in ms, and the tokens of its prompt and of its answer."""
 
     arrival_ms: float
     input_length: int
@@ -26,7 +26,7 @@ class TracedRequest:
 
 
 def own_trace() -> list[TracedRequest]:
-    """The lab's own small trace. It is synthetic: `lab.workloads.synthetic` has the program that writes it."""
+    """Return the lab's own small trace. It is synthetic: `lab.workloads.synthetic` has the program that writes it."""
     with as_file(files("lab.workloads") / "data" / "synthetic_chat.jsonl") as path:
         return read_mooncake(path)
 
@@ -81,7 +81,7 @@ def read_azure(path: str | Path) -> list[TracedRequest]:
 
 
 def _lines(path: str | Path) -> Iterator[tuple[str, str]]:
-    """Lines that are not blank, each with where it stands. Bytes that are no UTF-8 become U+FFFD, which no number holds."""
+    """Yield lines that are not blank, each with file and number. Bytes that are no UTF-8 become U+FFFD, as no number has."""
     with open(path, encoding="utf-8-sig", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
@@ -89,7 +89,7 @@ def _lines(path: str | Path) -> Iterator[tuple[str, str]]:
 
 
 def _in_order(requests: Sequence[tuple[TracedRequest, str]], path: str | Path) -> list[TracedRequest]:
-    """The requests. One that came before its predecessor is refused, not sorted: a damaged time looks just so."""
+    """Return the requests. One that came before its predecessor is refused, not sorted: a damaged time looks just so."""
     if not requests:
         raise ValueError(f"{path} holds no requests")
     latest_ms = -math.inf
@@ -131,7 +131,7 @@ def _tokens(row: dict[str, Any], name: str, where: str) -> int:
 
 
 def _parse_azure(line: str, where: str) -> tuple[int, int, int]:
-    """Time in ticks since year 1, context tokens, generated tokens."""
+    """Return time in ticks since year 1, context tokens, generated tokens."""
     values = line.split(",")
     if len(values) != len(AZURE_COLUMNS):
         raise ValueError(f"{where}: {len(values)} values for the columns {','.join(AZURE_COLUMNS)}, got {line!r}")
@@ -157,12 +157,12 @@ def _ticks(column: str, value: str, where: str) -> int:
 
 
 def running_lengths(requests: Sequence[TracedRequest], at_ms: float, ms_per_token: float) -> list[int]:
-    """Tokens in the cache of each request that runs at one moment: its prompt and what it has generated so far.
+    """Return the tokens in the cache of each request that runs at one moment: its prompt and what it has generated so far.
 
     Args:
         requests: the trace.
         at_ms: the moment.
-        ms_per_token: how long one generated token takes; a request runs for output_length times that.
+        ms_per_token: time that one generated token takes; a request runs for output_length times that.
 
     Raises:
         ValueError: `ms_per_token` is not finite and positive.
@@ -180,7 +180,7 @@ def running_lengths(requests: Sequence[TracedRequest], at_ms: float, ms_per_toke
 
 
 def snapshot(requests: Sequence[TracedRequest], batch_size: int, ms_per_token: float = 50.0) -> list[int]:
-    """Lengths of a decode batch: the first moment, in steps of a second, at which `batch_size` requests run.
+    """Return the lengths of a decode batch: at the first moment, in steps of a second, at which `batch_size` requests run.
 
     Those that came first are taken. 50 ms per token is a moderate interactive pace; it decides how many requests overlap and
     how far each has got. The first such moment is early in the trace, so few of its requests have got far.

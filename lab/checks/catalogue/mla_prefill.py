@@ -122,7 +122,7 @@ def _by_backend(trial: Trial, query: Tensor, parts: list[tuple[Tensor, Tensor]])
 
 
 def _variations(trial: Trial, arguments: dict[str, Any], query: Tensor, parts: list[tuple[Tensor, Tensor]]) -> None:
-    """Arguments away from what the engine passes: each must do what it says."""
+    """Vary arguments away from what the engine passes: each must do what it says."""
     case = trial.case
     scale = case.softmax_scale
     tensor = torch.tensor([0.7 * scale], dtype=torch.float32, device=trial.device)
@@ -158,7 +158,7 @@ def _call(trial: Trial, arguments: dict[str, Any]) -> Result:
 
 
 def _own_rows(result: Result | None, case: RaggedCase) -> Result | None:
-    """Without the rows of padding."""
+    """Return a result without the rows of padding."""
     if result is None:
         return None
     rows = sum(case.q_lens)
@@ -166,7 +166,7 @@ def _own_rows(result: Result | None, case: RaggedCase) -> Result | None:
 
 
 def _arguments(case: RaggedCase, query: Tensor, parts: list[tuple[Tensor, Tensor]], *, causal: bool) -> dict[str, Any]:
-    """The call over each request's keys and values, with padding after the last."""
+    """Return the arguments of the call over each request's keys and values, with padding after the last."""
     kv_lens = tuple(len(keys) for keys, _ in parts)
     device = query.device
     return {
@@ -205,7 +205,7 @@ def _truth(case: RaggedCase, query: Tensor, parts: list[tuple[Tensor, Tensor]], 
 
 
 def _merged(left: Result, right: Result) -> Result:
-    """Two attentions over different keys as one over both, in float64; a side of an LSE of -inf counts nothing."""
+    """Merge two attentions over different keys into one over both, in float64; a side of an LSE of -inf counts nothing."""
     assert left.lse is not None
     assert right.lse is not None
     lses = torch.stack((left.lse, right.lse)).double()

@@ -1,0 +1,144 @@
+"""The numbers in an attention call's tensors: drawn, and then shaped as the case's `Contents` say."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lab.checks.needles import leaning, needle_positions, plant
+from lab.checks.stored import E4M3_K_SCALE, E4M3_V_SCALE
+from lab.workloads.attention_case import E4M3, AttentionCase, Contents
+
+# Of values drawn from N(0, 1): a sum of 64 exceeds float16's 65,504, but for e4m3's own end at 448.
+_LOUD = {torch.bfloat16: 2.0**14, torch.float16: 2.0**12, E4M3: 100.0 * E4M3_V_SCALE}
+# bf16: below float16's least, 2**-24, for the most part; the others: below their own least normal numbers.
+_FAINT = {torch.bfloat16: 2.0**-24, torch.float16: 2.0**-14, E4M3: 2.0**-7 * E4M3_V_SCALE}
+
+
+@dataclass(frozen=True, eq=False)
+class _Drawn:
+    """One request's numbers.
+
+    Attributes:
+        request: its number in the case.
+        directions: of the needles, [num_kv_heads, head_dim].
+        query: [q_len, num_qo_heads, head_dim].
+        keys, values: [kv_len, num_kv_heads, head_dim].
+    """
+
+    case: AttentionCase
+    request: int
+    directions: Tensor
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+def draw_contents(
+    case: AttentionCase, device: torch.device
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]], Tensor | None]:
+    """Draw query, each request's keys and values, and sinks, on the device: the same whatever the storage.
+
+    Returns:
+        Query [num_rows, num_qo_heads, head_dim] in the case's dtype; per request (K, V), float32
+        [kv_len, num_kv_heads, head_dim]; sinks, float32 [num_qo_heads], or None.
+    """
+    generator = torch.Generator().manual_seed(case.seed)
+    sinks = torch.randn(case.num_qo_heads, generator=generator) + 2.0
+    directions = torch.nn.functional.normalize(
+        torch.randn(case.num_kv_heads, case.head_dim, generator=generator), dim=-1
+    )
+    drawn = []
+    for request, (kv_len, q_len) in enumerate(zip(case.kv_lens, case.q_lens, strict=True)):
+        own = torch.Generator().manual_seed(1000 * case.seed + request + 1)
+        query = torch.randn(q_len, case.num_qo_heads, case.head_dim, generator=own)
+        keys, values = (torch.randn(kv_len, case.num_kv_heads, case.head_dim, generator=own) for _ in range(2))
+        drawn.append(_SHAPE[case.contents](_Drawn(case, request, directions, query, keys, values)))
+    query = torch.cat([each.query for each in drawn]).to(device=device, dtype=case.dtype)
+    histories = [(each.keys.to(device), each.values.to(device)) for each in drawn]
+    return query, histories, sinks.to(device) if case.sinks else None
+
+
+def _random(drawn: _Drawn) -> _Drawn:
+    return drawn
+
+
+def _needles(drawn: _Drawn) -> _Drawn:
+    """Make needles of the keys at each row's limits."""
+    case, request = drawn.case, drawn.request
+    limits = needle_positions(case.kv_lens[request], case.q_lens[request], case.page_size, case.window_left)
+    plant(drawn.keys, limits, drawn.directions, case.softmax_scale)
+    return replace(drawn, query=leaning(drawn.query, drawn.directions))
+
+
+def _counted(drawn: _Drawn) -> _Drawn:
+    """Name the position in its block of so many by one half of a value, the block by the other; twice as large per head."""
+    case, half = drawn.case, drawn.case.out_head_dim // 2
+    positions = torch.arange(len(drawn.keys))
+    values = torch.zeros_like(drawn.values)
+    for head in range(case.num_kv_heads):
+        size = 2.0 ** (head % 4)
+        values[positions, head, positions % half] = size
+        values[positions, head, half + (positions // half + drawn.request) % half] = size
+    # MLA's keys are its values; zero queries weigh all the same.
+    keys = values if case.is_mla else torch.zeros_like(drawn.keys)
+    return replace(drawn, query=torch.zeros_like(drawn.query), keys=keys, values=values)
+
+
+def _low(drawn: _Drawn) -> _Drawn:
+    """Make every logit -200,000 by one coordinate; it is MLA's last, which its values do not have."""
+    query, keys = torch.zeros_like(drawn.query), drawn.keys.clone()
+    largest = 448.0 * E4M3_K_SCALE if drawn.case.is_quantised else 1024.0
+    keys[..., -1] = -largest
+    query[..., -1] = min(2e5 / (largest * drawn.case.softmax_scale), 6e4)
+    return replace(drawn, query=query, keys=keys)
+
+
+def _tall(drawn: _Drawn) -> _Drawn:
+    """Make logits climb by steps of 8 from 0 to some hundreds with the position, 64 keys a step."""
+    steps = torch.arange(len(drawn.keys)).div(64, rounding_mode="floor").to(torch.float32)
+    query, keys = 0.25 * drawn.query, drawn.keys.clone()
+    query[..., -1] = 1.0 / drawn.case.softmax_scale / 8.0
+    keys[..., -1] = (8.0 * 8.0 * steps)[:, None].clamp(max=8.0 * 64)
+    if drawn.case.is_quantised:
+        keys[..., -1].clamp_(max=448.0 * E4M3_K_SCALE)
+    return replace(drawn, query=query, keys=keys)
+
+
+def _overshadowed(drawn: _Drawn) -> _Drawn:
+    """Make key 0's logit 20 by its last coordinate, which MLA's values do not have, and the others' 0."""
+    query, keys, values = torch.zeros_like(drawn.query), drawn.keys.clone(), drawn.values.clone()
+    query[..., -1] = 20.0 / (8.0 * drawn.case.softmax_scale)
+    keys[..., -1] = 0.0
+    for side in (keys, values):
+        side[:1] = 0.0
+    keys[:1, :, -1] = 8.0
+    return replace(drawn, query=query, keys=keys, values=values)
+
+
+def _loud(drawn: _Drawn) -> _Drawn:
+    return _scaled_values(drawn, _LOUD[drawn.case.kv_dtype])
+
+
+def _faint(drawn: _Drawn) -> _Drawn:
+    return _scaled_values(drawn, _FAINT[drawn.case.kv_dtype])
+
+
+def _scaled_values(drawn: _Drawn, factor: float) -> _Drawn:
+    """Scale the values. MLA's keys are its values: there the query takes a large factor back, so that logits stay small."""
+    if drawn.case.is_mla:
+        return replace(drawn, query=drawn.query / max(factor, 1.0), keys=drawn.keys * factor)
+    return replace(drawn, values=drawn.values * factor)
+
+
+_SHAPE: dict[Contents, Callable[[_Drawn], _Drawn]] = {
+    Contents.RANDOM: _random,
+    Contents.NEEDLES: _needles,
+    Contents.COUNTED: _counted,
+    Contents.LOW: _low,
+    Contents.LOUD: _loud,
+    Contents.FAINT: _faint,
+    Contents.TALL: _tall,
+    Contents.OVERSHADOWED: _overshadowed,
+}
