@@ -16,7 +16,7 @@ ALLOWED: dict[str, set[str]] = {
     "references": {"calls"},
     "kernels": {"calls", "gpus"},
     "metadata": {"calls", "kernels"},
-    "workloads": {"metadata"},
+    "workloads": {"calls", "metadata"},
     "checks": {"calls", "gpus", "provenance", "references", "kernels", "metadata", "workloads"},
     "timing": {"gpus", "provenance", "references", "kernels", "metadata", "workloads", "checks"},
     "experiments": {"gpus", "provenance", "references", "kernels", "metadata", "workloads", "checks", "timing"},

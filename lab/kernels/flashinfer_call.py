@@ -1,4 +1,4 @@
-"""What calls of FlashInfer's functions share: the installed function and its signature, the workspace, packed tables."""
+"""Helpers of every call of FlashInfer's: the installed function and its signature, the workspace, packed tables."""
 
 import functools
 import importlib
@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 
+from lab.calls.problem import AttentionProblem
 from lab.gpus import Capability, capability_of, family_of
+from lab.kernels.support import Kernel, Problem, refuse_unsupported
+from lab.kernels.support.trtllm import kernel_for
 
 # XQA's semaphores: the first 8 MiB of its workspace, zero at each launch (FlashInfer 0.7.2, `xqa_batch_decode_with_kv_cache`).
 SEMAPHORE_BYTES = 8 * 2**20
-# Scratch behind them. XQA never checks its size (FlashInfer 0.7.2, xqa_wrapper.cu); 512 MiB is SGLang 0.5.23's default.
+# Scratch after them. XQA never checks its size (FlashInfer 0.7.2, xqa_wrapper.cu); 512 MiB is SGLang 0.5.23's default.
 SCRATCH_BYTES = 512 * 2**20
 # The least scratch that the lab hands on. XQA would write past a smaller one without a word.
 LEAST_SCRATCH_BYTES = 64 * 2**20
@@ -53,14 +56,30 @@ class PreparedCall:
         return returned if self.returned is None else self.returned
 
 
+def returning(problem: AttentionProblem, returned: Callable[..., Any]) -> PreparedCall:
+    """Return a call without a row, which FlashInfer is not asked for: it returns the problem's results, in their form."""
+    return PreparedCall(returned, dict(zip(("out", "lse"), problem.results(), strict=True)))
+
+
+def supported_kernel(problem: Problem, backend: str = "auto") -> Kernel:
+    """Return the TRT-LLM kernel that FlashInfer runs for a problem where it lies, with the call's `backend`.
+
+    Raises:
+        NotImplementedError: there is no GPU, or the kernel does not take the problem.
+    """
+    kernel = kernel_for(problem.call, capability_for(problem.query.device), backend)
+    refuse_unsupported(kernel, problem)
+    return kernel
+
+
 def prepared(module: str, name: str, arguments: dict[str, Any], refreshes: tuple[Refresh, ...]) -> PreparedCall:
-    """A call of an installed function; raises as `installed_taking`."""
+    """Return a call of an installed function; raises as `installed_taking`."""
     return PreparedCall(installed_taking(module, name, frozenset(arguments)), arguments, refreshes)
 
 
 @functools.cache
 def installed_taking(module: str, name: str, keywords: frozenset[str]) -> Callable[..., Any]:
-    """A function of the installed FlashInfer, after binding these keywords to its real signature.
+    """Return a function of the installed FlashInfer, after binding these keywords to its real signature.
 
     Raises:
         TypeError: the installed version lacks the function or a parameter that is passed, or needs one that is not; it
@@ -79,7 +98,7 @@ def installed_taking(module: str, name: str, keywords: frozenset[str]) -> Callab
 
 @functools.cache
 def installed(module: str, name: str) -> tuple[Any, inspect.Signature]:
-    """A function or class of the installed FlashInfer, and its signature; raises TypeError where it has none of that name."""
+    """Return a function or class of the installed FlashInfer, and its signature; raises TypeError where it has none."""
     function = getattr(importlib.import_module(module), name, None)
     if function is None:
         raise TypeError(f"the installed FlashInfer {version()} has no {module}.{name}; the lab is written for 0.7.2")
@@ -87,12 +106,12 @@ def installed(module: str, name: str) -> tuple[Any, inspect.Signature]:
 
 
 def version() -> str:
-    """The installed FlashInfer's."""
+    """Return the installed FlashInfer's version."""
     return importlib.metadata.version("flashinfer-python")
 
 
 def but_defaults(call: Any, changes: dict[str, Any]) -> dict[str, Any]:
-    """A call's arguments with some changed, less those at their default: a version without such a parameter does the same."""
+    """Return a call's arguments with some changed, less those at their default, which an older FlashInfer may lack."""
     defaults = _defaults(call.__class__)
     given = vars(call) | changes
     return {name: value for name, value in given.items() if not _is_default(value, defaults[name])}
@@ -108,7 +127,7 @@ def _is_default(value: Any, default: Any) -> bool:
 
 
 def capability_for(device: torch.device) -> Capability:
-    """The GPU's; raises NotImplementedError off the GPU."""
+    """Return (major, minor) of the GPU; raises NotImplementedError off the GPU."""
     capability = capability_of(device)
     if capability is None:
         raise NotImplementedError(
@@ -125,7 +144,7 @@ def fa_backend(device: torch.device) -> str:
 
 
 def packed(table: torch.Tensor) -> tuple[torch.Tensor, tuple[Refresh, ...]]:
-    """A page table with packed rows, and what copies it again before each call.
+    """Return a page table with packed rows, and the launches that copy it again before each call.
 
     FlashInfer's kernels ignore a table's strides. An engine's rows are packed, and then nothing is copied.
     """
@@ -136,7 +155,7 @@ def packed(table: torch.Tensor) -> tuple[torch.Tensor, tuple[Refresh, ...]]:
 
 
 def workspace_for(workspace: object, device: torch.device) -> torch.Tensor:
-    """A call's workspace, checked, or the lab's own, zeroed: one per device and stream, whose semaphores must not be shared.
+    """Return a call's workspace, checked, or the lab's own, zeroed, one per device and stream: none shares semaphores.
 
     Raises:
         TypeError, ValueError: a workspace that no kernel can take.
@@ -157,7 +176,7 @@ def workspace_for(workspace: object, device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def workspace_of(device: torch.device, stream: int) -> torch.Tensor:
-    """The lab's own, semaphores and scratch, zeroed once."""
+    """Return the lab's own uint8 workspace, semaphores and then scratch, zeroed once."""
     refuse_during_capture("the workspace", device)
     return torch.zeros(SEMAPHORE_BYTES + SCRATCH_BYTES, dtype=torch.uint8, device=device)
 
@@ -171,18 +190,14 @@ def check_workspace_size(workspace: torch.Tensor) -> None:
         )
 
 
-def behind_semaphores(workspace: torch.Tensor) -> torch.Tensor:
-    """The scratch of a workspace, as bytes; raises as `check_workspace_size`."""
+def scratch_for(workspace_buffer: object, device: torch.device) -> torch.Tensor:
+    """Return a call's workspace without its semaphores, as bytes: kernels that write where they like get this part.
+
+    Raises as `workspace_for` and `check_workspace_size`.
+    """
+    workspace = workspace_for(workspace_buffer, device)
     check_workspace_size(workspace)
     return workspace.view(-1).view(torch.uint8)[SEMAPHORE_BYTES:]
-
-
-def refuse_planning_in_capture(wrapper: str, device: torch.device) -> None:
-    """Raise NotImplementedError where a wrapper of FlashInfer's would plan, from lengths on the host, inside a CUDA graph."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise NotImplementedError(
-            f"{wrapper} plans on the host from the lengths, which no CUDA graph can: call plan before"
-        )
 
 
 def refuse_during_capture(what: str, device: torch.device) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from lab.calls.problem import E4M3 as E4M3
 from lab.workloads.interfaces import ATTENTION, Interface
 
-E4M3 = torch.float8_e4m3fn
 NVFP4 = torch.uint8  # two e2m1 values per byte, with e4m3 scale factors beside them
 
 

@@ -10,7 +10,7 @@ import torch
 from lab import references
 from lab.calls.ragged_context import RaggedContextCall
 from lab.kernels import flashinfer_call, support, trtllm
-from lab.kernels.peers import flashinfer_ragged
+from lab.kernels.peers import flashinfer_ragged, planned
 from lab.kernels.support import Kernel, why_not
 from lab.kernels.support import kernel as support_kernel
 from lab.kernels.support.peers import FA2_RAGGED, FA3_RAGGED
@@ -311,7 +311,7 @@ def test_a_capture_is_refused_with_a_reason(simulate: Simulate, monkeypatch: pyt
     simulate(SM90)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(NotImplementedError, match="no CUDA graph can: call plan before"):
-        flashinfer_call.refuse_planning_in_capture(flashinfer_ragged.WRAPPER, torch.device("cuda"))
+        planned.refuse_planning_in_capture(flashinfer_ragged.WRAPPER, torch.device("cuda"))
 
 
 def strided(name: str, gap: int) -> Arguments:

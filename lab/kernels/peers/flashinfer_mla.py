@@ -1,4 +1,4 @@
-"""FlashInfer's `BatchMLAPagedAttentionWrapper` behind the name of the MLA decode call: FA3 on SM90, FA2 elsewhere.
+"""FlashInfer's `BatchMLAPagedAttentionWrapper` under the name of the MLA decode call: FA3 on SM90, FA2 elsewhere.
 
 A second implementation, for GPUs that trtllm-gen and XQA have no MLA kernel for. It plans on the host from the lengths: each
 call copies them there and waits, and none can be captured in a CUDA graph. `plan` does that once, for lengths that stay.
@@ -11,70 +11,40 @@ from typing import Any
 
 import torch
 
-from lab.calls import takes
 from lab.calls.mla_decode import MLADecodeCall
 from lab.calls.problem import E4M3, PagedAttention
-from lab.kernels.flashinfer_call import (
-    behind_semaphores,
-    fa_backend,
-    installed,
-    refuse_planning_in_capture,
-    workspace_for,
-)
-from lab.kernels.support import refuse_unsupported
-from lab.kernels.support.peers import BY_BACKEND
+from lab.kernels.flashinfer_call import installed, scratch_for
+from lab.kernels.peers.planned import PlannedWrapper, supported_backend
 from lab.kernels.support.peers import kernel_for as kernel_for
 
+NAME = "trtllm_batch_decode_with_kv_cache_mla"
 WRAPPER = "BatchMLAPagedAttentionWrapper"
 
 
-class BatchMLA:
-    """The wrapper with one of its backends.
+def _plan(call: MLADecodeCall, backend: str) -> Callable[[], Any]:
+    """Check and plan an MLA decode call, and return it ready. Shapes and errors are `lab.calls.MLADecodeCall`'s.
 
-    Attributes:
-        backend: "fa2" or "fa3"; "" for FA3 on SM90 and FA2 elsewhere.
+    FlashInfer's own planner raises ValueError for more than `lab.kernels.support.why_not` refuses.
     """
+    problem = call.problem()
+    out, lse = problem.results()
+    if problem.num_rows == 0:
+        return lambda: call.returned(out, lse)
+    backend = supported_backend(backend, WRAPPER, problem)
+    wrapper = _planned(call, problem, backend)
+    arguments = _run_arguments(call, problem, out, lse)
 
-    def __init__(self, backend: str = "") -> None:
-        self.backend = backend
-        self.__name__ = f"{__name__}:{backend}" if backend else __name__
-        self.trtllm_batch_decode_with_kv_cache_mla = takes(MLADecodeCall)(self._run)
-        self.plan = takes(MLADecodeCall)(self._plan)
+    def run() -> Any:
+        wrapper.run(**arguments)
+        return call.returned(out, lse)
 
-    def _run(self, call: MLADecodeCall) -> Any:
-        """The MLA decode call, planned and run. Shapes and errors are `lab.calls.MLADecodeCall`'s.
-
-        What the backend does not take raises NotImplementedError with the reason of `lab.kernels.support.why_not`; FlashInfer's
-        own planner raises ValueError for more.
-        """
-        return self._plan(call)()
-
-    def _plan(self, call: MLADecodeCall) -> Callable[[], Any]:
-        """The same call, planned: it may be made any number of times, in a CUDA graph too.
-
-        Lengths, rows and page ids are those of the planning; the query's and the cache's contents may change.
-        """
-        problem = call.problem()
-        out, lse = problem.results()
-        if problem.num_rows == 0:
-            return lambda: call.returned(out, lse)
-        backend = self.backend or fa_backend(problem.query.device)
-        refuse_unsupported(BY_BACKEND[problem.call][backend], problem)
-        refuse_planning_in_capture(WRAPPER, problem.query.device)
-        wrapper = _planned(call, problem, backend)
-        arguments = _run_arguments(call, problem, out, lse)
-
-        def run() -> Any:
-            wrapper.run(**arguments)
-            return call.returned(out, lse)
-
-        return run
+    return run
 
 
 def _planned(call: MLADecodeCall, problem: PagedAttention, backend: str) -> Any:
-    """A wrapper for this call alone."""
+    """Return a wrapper, planned for this call alone."""
     wrapper_type, _ = installed("flashinfer.mla", WRAPPER)
-    scratch = behind_semaphores(workspace_for(call.workspace_buffer, problem.query.device))
+    scratch = scratch_for(call.workspace_buffer, problem.query.device)
     wrapper = wrapper_type(scratch, backend=backend)
     quantised = problem.k_cache.dtype == E4M3
     wrapper.plan(
@@ -95,12 +65,12 @@ def _planned(call: MLADecodeCall, problem: PagedAttention, backend: str) -> Any:
 
 
 def _scale_of_keys(problem: PagedAttention) -> float:
-    """What keys are multiplied by, as values are, unasked: the cache's scale, as the kernel rounds it."""
+    """Return the factor that keys, as values, are multiplied by unasked: the cache's scale, as the kernel rounds it."""
     return float(torch.tensor(float(problem.bmm2_scale)).to(problem.query.dtype))
 
 
 def _metadata(problem: PagedAttention) -> Any:
-    """The requests as CSR, which FA2 and FA3 plan from: rows, pages and lengths."""
+    """Return the requests as CSR, which FA2 and FA3 plan from: rows, pages and lengths."""
     metadata_type, _ = installed("flashinfer.mla", "MLAPlanMetadata")
     kv_lens = problem.seq_lens.tolist()
     pages = [-(-kv_len // problem.page_size) for kv_len in kv_lens]
@@ -115,7 +85,7 @@ def _metadata(problem: PagedAttention) -> Any:
 
 
 def _row_starts(problem: PagedAttention) -> list[int]:
-    """[batch_size + 1]."""
+    """Return the first row of each request, and the number of rows: [batch_size + 1]."""
     if problem.cu_seqlens_q is not None:
         return problem.cu_seqlens_q.tolist()
     return list(range(0, problem.num_rows + 1, problem.max_q_len))
@@ -138,8 +108,6 @@ def _run_arguments(
     return arguments
 
 
-fa2 = BatchMLA("fa2")
-fa3 = BatchMLA("fa3")
-_fitting = BatchMLA()
-trtllm_batch_decode_with_kv_cache_mla = _fitting.trtllm_batch_decode_with_kv_cache_mla
+fa2, fa3, _fitting = (PlannedWrapper(__name__, NAME, MLADecodeCall, _plan, backend) for backend in ("fa2", "fa3", ""))
+trtllm_batch_decode_with_kv_cache_mla = getattr(_fitting, NAME)
 plan = _fitting.plan

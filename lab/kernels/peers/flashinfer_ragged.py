@@ -1,4 +1,4 @@
-"""FlashInfer's `BatchPrefillWithRaggedKVCacheWrapper` behind the name of the ragged context call: FA3 on SM90, else FA2.
+"""FlashInfer's `BatchPrefillWithRaggedKVCacheWrapper` under the name of the ragged context call: FA3 on SM90, else FA2.
 
 A second implementation, for GPUs that trtllm-gen has no ragged kernel for. It plans on the host from the offsets: each call
 copies them there and waits, and none can be captured in a CUDA graph. `plan` does that once, for lengths that stay. `fa2` and
@@ -11,76 +11,44 @@ from typing import Any
 
 import torch
 
-from lab.calls import takes
 from lab.calls.ragged_context import RaggedAttention, RaggedContextCall
-from lab.kernels.flashinfer_call import (
-    behind_semaphores,
-    fa_backend,
-    installed,
-    refuse_planning_in_capture,
-    workspace_for,
-)
-from lab.kernels.support import refuse_unsupported
-from lab.kernels.support.peers import BY_BACKEND
+from lab.kernels.flashinfer_call import installed, scratch_for
+from lab.kernels.peers.planned import PlannedWrapper, supported_backend
 from lab.kernels.support.peers import kernel_for as kernel_for
 from lab.kernels.trtllm.ragged_context import fill_rows_without_keys
 
+NAME = "trtllm_ragged_attention_deepseek"
 WRAPPER = "BatchPrefillWithRaggedKVCacheWrapper"
 
 
-class BatchRagged:
-    """The wrapper with one of its backends.
+def _plan(call: RaggedContextCall, backend: str) -> Callable[[], Any]:
+    """Check and plan a ragged context call, and return it ready. Shapes and errors are `lab.calls.RaggedContextCall`'s."""
+    problem = call.problem()
+    out, lse = problem.results()
+    if min(problem.num_rows, problem.batch_size) == 0:
+        return lambda: problem.returned(out, lse)
+    backend = supported_backend(backend, WRAPPER, problem)
+    q_offsets, kv_offsets = problem.cu_seqlens_q.tolist(), problem.cu_seqlens_kv.tolist()
+    num_rows, num_tokens = q_offsets[-1], kv_offsets[-1]
+    runs = min(num_rows, num_tokens) > 0
+    wrapper = _planned(call, problem, backend, q_offsets, kv_offsets) if runs else None
+    fills = _lacks_keys(problem.causal, q_offsets, kv_offsets)
 
-    Attributes:
-        backend: "fa2" or "fa3"; "" for FA3 on SM90 and FA2 elsewhere.
-    """
+    def run() -> Any:
+        if wrapper is not None:
+            wrapper.run(
+                problem.query[:num_rows],
+                problem.key[:num_tokens],
+                problem.value[:num_tokens],
+                out=out[:num_rows],
+                lse=None if lse is None else lse[:num_rows],
+                return_lse=lse is not None,
+            )
+        if fills:
+            fill_rows_without_keys(problem, out, lse)
+        return problem.returned(out, lse)
 
-    def __init__(self, backend: str = "") -> None:
-        self.backend = backend
-        self.__name__ = f"{__name__}:{backend}" if backend else __name__
-        self.trtllm_ragged_attention_deepseek = takes(RaggedContextCall)(self._run)
-        self.plan = takes(RaggedContextCall)(self._plan)
-
-    def _run(self, call: RaggedContextCall) -> Any:
-        """The ragged context call, planned and run. Shapes and errors are `lab.calls.RaggedContextCall`'s.
-
-        What the backend does not take raises NotImplementedError with the reason of `lab.kernels.support.why_not`.
-        """
-        return self._plan(call)()
-
-    def _plan(self, call: RaggedContextCall) -> Callable[[], Any]:
-        """The same call, planned: it may be made any number of times, in a CUDA graph too.
-
-        Lengths are those of the planning; the contents of query, key and value may change.
-        """
-        problem = call.problem()
-        out, lse = problem.results()
-        if min(problem.num_rows, problem.batch_size) == 0:
-            return lambda: problem.returned(out, lse)
-        backend = self.backend or fa_backend(problem.query.device)
-        refuse_unsupported(BY_BACKEND[problem.call][backend], problem)
-        refuse_planning_in_capture(WRAPPER, problem.query.device)
-        q_offsets, kv_offsets = problem.cu_seqlens_q.tolist(), problem.cu_seqlens_kv.tolist()
-        num_rows, num_tokens = q_offsets[-1], kv_offsets[-1]
-        runs = min(num_rows, num_tokens) > 0
-        wrapper = _planned(call, problem, backend, q_offsets, kv_offsets) if runs else None
-        fills = _lacks_keys(problem.causal, q_offsets, kv_offsets)
-
-        def run() -> Any:
-            if wrapper is not None:
-                wrapper.run(
-                    problem.query[:num_rows],
-                    problem.key[:num_tokens],
-                    problem.value[:num_tokens],
-                    out=out[:num_rows],
-                    lse=None if lse is None else lse[:num_rows],
-                    return_lse=lse is not None,
-                )
-            if fills:
-                fill_rows_without_keys(problem, out, lse)
-            return problem.returned(out, lse)
-
-        return run
+    return run
 
 
 def _planned(
@@ -90,9 +58,9 @@ def _planned(
     q_offsets: Sequence[int],
     kv_offsets: Sequence[int],
 ) -> Any:
-    """A wrapper for this call alone."""
+    """Return a wrapper, planned for this call alone."""
     wrapper_type, _ = installed("flashinfer.prefill", WRAPPER)
-    scratch = behind_semaphores(workspace_for(call.workspace_buffer, problem.query.device))
+    scratch = scratch_for(call.workspace_buffer, problem.query.device)
     wrapper = wrapper_type(scratch, kv_layout="NHD", backend=backend)
     wrapper.plan(
         qo_indptr=torch.tensor(q_offsets, dtype=torch.int32),
@@ -112,7 +80,7 @@ def _planned(
 
 
 def _lacks_keys(causal: bool, q_offsets: Sequence[int], kv_offsets: Sequence[int]) -> bool:
-    """Whether some row sees no key."""
+    """Return True where some row sees no key."""
     lengths = zip(
         (end - start for start, end in itertools.pairwise(q_offsets)),
         (end - start for start, end in itertools.pairwise(kv_offsets)),
@@ -121,8 +89,8 @@ def _lacks_keys(causal: bool, q_offsets: Sequence[int], kv_offsets: Sequence[int
     return any(keys < rows if causal else keys == 0 < rows for rows, keys in lengths)
 
 
-fa2 = BatchRagged("fa2")
-fa3 = BatchRagged("fa3")
-_fitting = BatchRagged()
-trtllm_ragged_attention_deepseek = _fitting.trtllm_ragged_attention_deepseek
+fa2, fa3, _fitting = (
+    PlannedWrapper(__name__, NAME, RaggedContextCall, _plan, backend) for backend in ("fa2", "fa3", "")
+)
+trtllm_ragged_attention_deepseek = getattr(_fitting, NAME)
 plan = _fitting.plan

@@ -13,7 +13,8 @@ from lab.calls.features import Call
 from lab.gpus import capability_of
 from lab.kernels.support import peers, portable, trtllm
 from lab.kernels.support.kernel import Kernel as Kernel
-from lab.kernels.support.kernel import Problem, no_triton
+from lab.kernels.support.kernel import Problem as Problem
+from lab.kernels.support.kernel import no_triton
 from lab.kernels.support.kernel import triton_interprets as triton_interprets
 from lab.kernels.support.kernel import why_not as why_not
 

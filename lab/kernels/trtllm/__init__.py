@@ -1,4 +1,4 @@
-"""FlashInfer's TRT-LLM attention functions behind their own names: trtllm-gen, XQA and fmha_v2."""
+"""FlashInfer's TRT-LLM attention functions under their own names: trtllm-gen, XQA and fmha_v2."""
 
 from lab.kernels.support.trtllm import kernel_for
 from lab.kernels.trtllm.mla_decode import (

@@ -14,14 +14,14 @@ from lab.calls.problem import PagedAttention
 from lab.kernels.flashinfer_call import (
     PreparedCall,
     but_defaults,
-    capability_for,
     check_workspace_size,
     packed,
     prepared,
+    returning,
+    supported_kernel,
     workspace_for,
 )
-from lab.kernels.support import refuse_unsupported
-from lab.kernels.support.trtllm import XQA_MLA, kernel_for
+from lab.kernels.support.trtllm import XQA_MLA
 
 
 @takes(MLADecodeCall)
@@ -44,9 +44,8 @@ def prepare_trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Prepar
 def _prepare(call: MLADecodeCall) -> PreparedCall:
     problem = call.problem()
     if problem.num_rows == 0:
-        return PreparedCall(call.returned, dict(zip(("out", "lse"), problem.results(), strict=True)))
-    kernel = kernel_for(problem.call, capability_for(problem.query.device), call.backend)
-    refuse_unsupported(kernel, problem)
+        return returning(problem, call.returned)
+    kernel = supported_kernel(problem, call.backend)
     block_tables, refreshes = packed(call.block_tables)
     workspace = workspace_for(call.workspace_buffer, problem.query.device)
     changes: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""FlashInfer's TRT-LLM attention kernels behind their names, FlashInfer imported at the first call.
+"""FlashInfer's TRT-LLM decode and context calls, under their own names. FlashInfer is imported at the first call.
 
 What runs depends on the GPU, as in an engine: trtllm-gen on SM100 and SM103; on SM90, SM120 and SM121 XQA for the decode
 call and fmha_v2 for the context call. The adapter supplies what those need and the calls do not carry: XQA's packed
@@ -20,18 +20,18 @@ from lab.calls.problem import MASK_BITS_PER_WORD, PagedAttention, mask_words
 from lab.kernels.flashinfer_call import (
     PreparedCall,
     Refresh,
-    behind_semaphores,
     but_defaults,
-    capability_for,
     check_workspace_size,
     packed,
     prepared,
     refuse_during_capture,
+    returning,
+    scratch_for,
+    supported_kernel,
     workspace_for,
 )
-from lab.kernels.support import refuse_unsupported
 from lab.kernels.support.stored_cache import StoredCache, stored_cache
-from lab.kernels.support.trtllm import FMHA_V2, XQA, kernel_for
+from lab.kernels.support.trtllm import FMHA_V2, XQA
 
 
 @takes(DecodeCall)
@@ -73,9 +73,8 @@ def prepare_trtllm_batch_context_with_kv_cache(call: ContextCall) -> PreparedCal
 def _prepare_decode(call: DecodeCall) -> PreparedCall:
     problem = call.problem()
     if problem.num_rows == 0:
-        return PreparedCall(_empty_results, {"problem": problem})
-    kernel = kernel_for(problem.call, capability_for(problem.query.device), call.backend)
-    refuse_unsupported(kernel, problem)
+        return returning(problem, problem.returned)
+    kernel = supported_kernel(problem, call.backend)
     changes, refreshes = _canonical(call, problem)
     if kernel is XQA:
         check_workspace_size(changes["workspace_buffer"])
@@ -95,10 +94,8 @@ def _prepare_decode(call: DecodeCall) -> PreparedCall:
 def _prepare_context(call: ContextCall) -> PreparedCall:
     problem = call.problem()
     if problem.num_rows == 0:
-        return PreparedCall(_empty_results, {"problem": problem})
-    kernel = kernel_for(problem.call, capability_for(problem.query.device))
-    refuse_unsupported(kernel, problem)
-    if kernel is FMHA_V2:
+        return returning(problem, problem.returned)
+    if supported_kernel(problem) is FMHA_V2:
         arguments, refreshes = _fmha_v2_arguments(call, problem)
         return prepared("flashinfer.prefill", "trtllm_fmha_v2_prefill", arguments, refreshes)
     changes, refreshes = _canonical(call, problem)
@@ -106,13 +103,8 @@ def _prepare_context(call: ContextCall) -> PreparedCall:
     return prepared("flashinfer.prefill", "trtllm_batch_context_with_kv_cache", arguments, refreshes)
 
 
-def _empty_results(problem: PagedAttention) -> Any:
-    """What a call without a row returns; FlashInfer is not asked for that."""
-    return problem.returned(*problem.results())
-
-
 def _canonical(call: DecodeCall | ContextCall, problem: PagedAttention) -> tuple[dict[str, Any], tuple[Refresh, ...]]:
-    """Arguments in the one form that every kernel of FlashInfer 0.7.2 reads rightly; views where that is possible.
+    """Return arguments in the one form that every kernel of FlashInfer 0.7.2 reads rightly; views where that is possible.
 
     K and V go as a pair of HND views, which FlashInfer makes of every other form but one with K for V.
     """
@@ -130,7 +122,7 @@ def _canonical(call: DecodeCall | ContextCall, problem: PagedAttention) -> tuple
 
 
 def causal_mask(batch_size: int, q_len: int, device: torch.device) -> torch.Tensor:
-    """XQA's packed draft mask in which row j sees draft tokens 0 … j: uint16 [batch_size, q_len, 2 * ceil(q_len / 32)].
+    """Return XQA's packed draft mask in which row j sees draft tokens 0 … j: uint16 [batch_size, q_len, 2 * ceil(q_len / 32)].
 
     Word w of row j is 2 ** clamp(j + 1 - 16 w, 0, 16) - 1. Built once per device, width and power of two of the batch.
 
@@ -151,15 +143,14 @@ def _causal_mask(rows: int, q_len: int, device: torch.device) -> torch.Tensor:
 
 
 def _fmha_v2_arguments(call: ContextCall, problem: PagedAttention) -> tuple[dict[str, Any], tuple[Refresh, ...]]:
-    """`trtllm_fmha_v2_prefill`'s arguments for a context call."""
+    """Return `trtllm_fmha_v2_prefill`'s arguments for a context call."""
     stored = stored_cache(problem)
     cache, block_tables, refreshes = _fmha_v2_cache(call, stored)
     causal_mode = "causal" if problem.window_left < 0 else "sliding_window"
     arguments = {
         "qkv": (problem.query, cache),
         "input_layout": f"Q_PAGED_KV_{stored.layout}",
-        # Not the semaphores: XQA needs them zero, and fmha_v2 writes where it likes.
-        "workspace_buffer": behind_semaphores(workspace_for(call.workspace_buffer, call.query.device)),
+        "workspace_buffer": scratch_for(call.workspace_buffer, call.query.device),
         "seq_lens": problem.seq_lens,
         "max_q_len": problem.max_q_len,
         "max_kv_len": max(problem.max_kv_len, problem.max_q_len),  # fmha_v2_run.cu asserts this of the two bounds
@@ -179,11 +170,11 @@ def _fmha_v2_arguments(call: ContextCall, problem: PagedAttention) -> tuple[dict
 
 
 def _fmha_v2_cache(call: ContextCall, stored: StoredCache) -> tuple[Any, torch.Tensor, tuple[Refresh, ...]]:
-    """(cache, block_tables, refreshes) as fmha_v2 addresses them, in a form that FlashInfer's own checks take."""
+    """Return (cache, block_tables, refreshes) as fmha_v2 addresses them, in a form that FlashInfer's own checks take."""
     if stored.is_stacked:
         return stored.stacked(), *packed(call.block_tables)
     if not call.uses_shared_paged_kv_idx:
-        # The kernel counts both tables' ids from K's address and never looks at V's; FlashInfer wants V's behind it.
+        # The kernel counts both tables' ids from K's address and never looks at V's; FlashInfer wants V's after it.
         return (stored.k[:-1], stored.v[1:]), *packed(call.block_tables)
     # The table's contents may change between calls, so each writes it anew: K's ids, and V's as counted from K's first page.
     pages_apart = stored.distance_bytes // stored.page_bytes

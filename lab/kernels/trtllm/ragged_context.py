@@ -14,14 +14,12 @@ from lab.calls import takes
 from lab.calls.ragged_context import RaggedAttention, RaggedContextCall
 from lab.kernels.flashinfer_call import (
     PreparedCall,
-    behind_semaphores,
     but_defaults,
-    capability_for,
     prepared,
-    workspace_for,
+    returning,
+    scratch_for,
+    supported_kernel,
 )
-from lab.kernels.support import refuse_unsupported
-from lab.kernels.support.trtllm import kernel_for
 
 
 @takes(RaggedContextCall)
@@ -45,11 +43,10 @@ def prepare_trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> Prepare
 def _prepare(call: RaggedContextCall) -> PreparedCall:
     problem = call.problem()
     if min(problem.num_rows, problem.batch_size) == 0:
-        return PreparedCall(problem.returned, dict(zip(("out", "lse"), problem.results(), strict=True)))
-    refuse_unsupported(kernel_for(problem.call, capability_for(problem.query.device)), problem)
+        return returning(problem, problem.returned)
+    supported_kernel(problem)
     changes = {
-        # Not the semaphores: XQA needs them zero, and this kernel writes its statistics first.
-        "workspace_buffer": behind_semaphores(workspace_for(call.workspace_buffer, problem.query.device)),
+        "workspace_buffer": scratch_for(call.workspace_buffer, problem.query.device),  # its statistics come first
         "window_left": problem.window_left,
     }
     made = prepared("flashinfer.prefill", "trtllm_ragged_attention_deepseek", but_defaults(call, changes), ())
@@ -57,7 +54,7 @@ def _prepare(call: RaggedContextCall) -> PreparedCall:
 
 
 def _may_lack_keys(call: RaggedContextCall, problem: RaggedAttention) -> bool:
-    """Whether a row may see no key, other than those that FlashInfer itself looks after, as far as the host can tell."""
+    """Return False where the host can tell that every row sees a key, but for those that FlashInfer itself looks after."""
     if call.cum_seq_lens_q is call.cum_seq_lens_kv:
         return False
     lengths = call.host_lengths()
@@ -90,7 +87,7 @@ def fill_rows_without_keys(problem: RaggedAttention, out: torch.Tensor, lse: tor
 
 
 def _rows_without_keys(problem: RaggedAttention) -> torch.Tensor:
-    """bool [num_rows]; anything for padding."""
+    """Return bool [num_rows]; anything for padding."""
     rows = torch.arange(problem.num_rows, dtype=torch.int32, device=problem.query.device)
     ends = problem.cu_seqlens_q[1:]
     request = torch.searchsorted(ends, rows, right=True).clamp(max=problem.batch_size - 1)
