@@ -1,6 +1,7 @@
 """The layout's promises: which part imports which, and what importing a part brings in."""
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -44,21 +45,46 @@ def test_imports_follow_the_arrows(path: Path) -> None:
     assert imported_parts - {part} <= ALLOWED.get(part, set())
 
 
-@pytest.mark.parametrize(
-    ("module", "absent"),
-    [
-        ("lab.references", ("triton", "flashinfer", "pytest", "rich")),
-        ("lab.metadata", ("triton", "flashinfer", "pytest", "rich")),
-        ("lab.checks", ("triton", "flashinfer", "pytest", "rich", "hypothesis", "pebble")),
-        ("lab.workloads", ("triton", "flashinfer", "pytest", "rich")),
-        ("lab.kernels.support", ("triton", "flashinfer", "pytest", "rich")),
-        ("lab.kernels.trtllm", ("triton", "flashinfer", "pytest", "rich")),
-    ],
-)
-def test_an_import_is_light(module: str, absent: tuple[str, ...]) -> None:
-    program = (
-        f"import sys, torch, {module}\n"
-        f"print([name for name in {absent!r} if name in sys.modules], torch.cuda.is_initialized())"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout.strip() == "[] False"
+# In the order of one process, in which modules only come in: what is absent after a step was absent after those before it.
+HEAVY = ("triton", "flashinfer", "pytest", "rich")
+STEPS: list[tuple[str, tuple[str, ...]]] = [
+    ("lab.references", (*HEAVY, "hypothesis", "pandas", "scipy", "matplotlib")),
+    ("lab.metadata", HEAVY),
+    ("lab.workloads", HEAVY),
+    ("lab.kernels.support", HEAVY),
+    ("lab.kernels.trtllm", HEAVY),
+    ("lab.checks", (*HEAVY, "hypothesis", "pebble")),
+    ("lab.timing.statistics", ("scipy.stats", "matplotlib", "rich")),
+    ("lab.reports.recorded", ("scipy.stats", "matplotlib", "rich")),
+    ("lab.reports.compare", ("scipy.stats", "matplotlib", "rich")),
+    ("lab.reports.timings", ("scipy.stats", "matplotlib", "rich")),
+]
+IMPORTS = """
+import importlib, json, sys, torch
+steps = json.loads(sys.argv[1])
+before = set(sys.modules)
+found = {}
+for module, absent in steps:
+    importlib.import_module(module)
+    found[module] = [name for name in absent if name in sys.modules]
+    if module == "lab.references":
+        new = {name.partition(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)
+        found["beside torch"] = sorted(new)
+found["CUDA"] = torch.cuda.is_initialized()
+had_triton = "triton" in sys.modules
+import lab.kernels
+lab.kernels.generate_draft_decode_kv_indices
+found["triton before and after its kernel"] = [had_triton, "triton" in sys.modules]
+print(json.dumps(found))
+"""
+
+
+def test_an_import_is_light() -> None:
+    """One process: each needs two seconds for torch alone."""
+    program = [sys.executable, "-c", IMPORTS, json.dumps(STEPS)]
+    done = subprocess.run(program, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert json.loads(done.stdout) == {module: [] for module, _ in STEPS} | {
+        "beside torch": ["lab"],
+        "CUDA": False,
+        "triton before and after its kernel": [False, True],
+    }

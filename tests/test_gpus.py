@@ -11,6 +11,11 @@ import pytest
 from tests.gpus import gpu_of_worker, take_own_gpu, visible_gpus
 
 CONFTEST = "from tests.conftest import pytest_xdist_auto_num_workers"  # which takes a worker's GPU when it is imported
+# The workers ask torch for a GPU and nothing more; importing the real one takes longer than all of the rest.
+TORCH = """
+class cuda:
+    is_available = staticmethod(lambda: True)
+"""
 TESTS = """
 import os
 
@@ -62,12 +67,19 @@ def test_a_machine_without_a_driver_has_none(monkeypatch: pytest.MonkeyPatch) ->
 def test_as_many_workers_as_gpus_each_with_its_own(tmp_path: Path) -> None:
     """`pytest -n auto` in a project of its own, with two GPUs' names."""
     (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "torch.py").write_text(TORCH)
     (tmp_path / "test_inner.py").write_text(TESTS)
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     root = str(Path(__file__).parents[1])
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-n", "auto", "-q", "-p", "no:cacheprovider", str(tmp_path)],
-        env=clean | {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b", "SEEN": str(tmp_path), "PYTHONPATH": root},
+        [sys.executable, "-m", "pytest", "-p", "xdist", "-n", "auto", "-q", "-p", "no:cacheprovider", str(tmp_path)],
+        env=clean
+        | {
+            "CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b",
+            "SEEN": str(tmp_path),
+            "PYTHONPATH": os.pathsep.join((str(tmp_path), root)),
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        },
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -3,7 +3,6 @@
 import importlib.util
 import itertools
 import struct
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -231,12 +230,3 @@ class TestPlots:
             assert figures(run_of(tmp_path, [entry(operations=0, floor_us=floor_us)])) == {}
         (name,) = figures(run_of(tmp_path, [entry(operations=0, floor_us=1.0)]))
         assert name.startswith("time-over-floor")
-
-
-def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
-    program = (
-        "import sys, lab.reports.recorded, lab.timing.statistics, lab.reports.compare, lab.reports.timings\n"
-        "print([name for name in ('scipy.stats', 'matplotlib', 'rich') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout.strip() == "[]"
