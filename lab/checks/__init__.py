@@ -2,12 +2,13 @@
 
 from lab.checks.check import Level
 from lab.checks.draft_lists import DraftListsCase
-from lab.checks.forward import Verdict, judge_forward
-from lab.checks.judge import judge, judge_case
+from lab.checks.graph_case import GraphCase, MLAGraphCase, Story
+from lab.checks.judge import judge, judge_case, judge_forward
 from lab.checks.report import CaseVerdict, Report
 from lab.checks.space import Space
 from lab.checks.verdicts import Outcome
 from lab.metadata.engine.forward_mode import AttentionCall, ForwardMode
+from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
 from lab.metadata.engine.kv_cache import KVLayout
 from lab.metadata.engine.lengths import DraftAttention
 from lab.workloads.attention_case import AttentionCase, Contents, Dead, Storage, TableTail
@@ -27,18 +28,22 @@ __all__ = [
     "DraftListsCase",
     "ForwardCase",
     "ForwardMode",
+    "GraphCase",
+    "GraphMode",
     "Inputs",
     "Interface",
     "KVLayout",
     "Level",
     "MLACase",
+    "MLAGraphCase",
+    "MetadataPlace",
     "Outcome",
     "RaggedCase",
     "Report",
     "Space",
     "Storage",
+    "Story",
     "TableTail",
-    "Verdict",
     "judge",
     "judge_case",
     "judge_forward",

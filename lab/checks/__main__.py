@@ -20,6 +20,7 @@ from lab.checks.report import CaseVerdict, Report
 from lab.checks.space import Space
 from lab.checks.verdicts import Outcome
 from lab.kernels import default_implementation
+from lab.workloads.geometries import GEOMETRIES
 from lab.workloads.interfaces import Interface
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
@@ -91,11 +92,8 @@ def _judge(given: argparse.Namespace, implementation: str, console: Console) -> 
 
 def _space(given: argparse.Namespace) -> Space:
     """The default axes, narrowed by what was given."""
-    chosen: dict[str, Any] = {name: tuple(getattr(given, name)) for name in NUMBERS if getattr(given, name)}
-    if given.dtypes:
-        chosen["dtypes"] = tuple(given.dtypes)
-    if given.kv_layouts:
-        chosen["kv_layouts"] = tuple(given.kv_layouts)
+    several = (*NUMBERS, "dtypes", "geometries", "kv_layouts")
+    chosen: dict[str, Any] = {name: tuple(getattr(given, name)) for name in several if getattr(given, name)}
     for name in ("windows", "sinks", "nvfp4"):
         if getattr(given, f"no_{name}"):
             chosen[name] = (False,)
@@ -146,6 +144,7 @@ def _parser() -> argparse.ArgumentParser:
         assert name in names
         axes.add_argument(f"--{name.replace('_', '-')}", nargs="+", type=int)
     axes.add_argument("--dtypes", nargs="+", type=_dtypes, metavar="Q/KV", help="pairs such as bf16/bf16 and bf16/e4m3")
+    axes.add_argument("--geometries", nargs="+", choices=sorted(GEOMETRIES), help="of the full level's forward passes")
     axes.add_argument("--kv-layouts", nargs="+", choices=("HND", "NHD"))
     axes.add_argument(
         "--e4m3-arithmetic", action="store_true", help="it is known to compute in e4m3 over an e4m3 cache"

@@ -18,6 +18,7 @@ from lab.checks.space import Space
 from lab.checks.verdicts import Outcome
 from lab.gpus import capability_of
 from lab.provenance import environment
+from lab.workloads.forward_case import ForwardCase
 from lab.workloads.interfaces import Interface
 
 DRAWN_CASES = {Level.SMOKE: 2, Level.FULL: 30}
@@ -138,6 +139,21 @@ def judge_case(
     interface = getattr(case, "interface", chosen.interfaces[0])
     with Isolation(loaded, where, space or Space(), TIME_LIMIT_S) as isolation:
         return _Bench(name, chosen, interface, isolation).verdicts([case])[0]
+
+
+def judge_forward(implementation: Any, case: ForwardCase, device: torch.device | str | None = None) -> CaseVerdict:
+    """Judge one forward pass from each request's K/V history to a kernel's output, by the check `forward_modes`.
+
+    The pool, the metadata and the kernel's arguments are built as an engine builds them, and what must not matter is poisoned.
+    The truth is computed from the histories, as they were written token by token, and never from a page table, a length or an
+    offset, so that a wrong one of these fails like a wrong kernel does.
+
+    Args:
+        implementation: as in `judge`, with the functions that the pass calls.
+        case: the pass.
+        device: as in `judge`.
+    """
+    return judge_case(implementation, "M1", case, device)
 
 
 def _device(device: torch.device | str | None) -> torch.device:

@@ -8,12 +8,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lab.workloads.attention_case import E4M3, AttentionCase, Storage, short_repr
+from lab.workloads.geometries import Geometry
 from lab.workloads.interfaces import Interface
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
 HALF_PAIRS = ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16))
+
+DRAWN_AXES = (
+    "dtypes",
+    "groups",
+    "num_kv_heads",
+    "head_dims",
+    "page_sizes",
+    "q_lens",
+    "windows",
+    "sinks",
+    "kv_layouts",
+    "mla_head_dims",
+    "mla_heads",
+    "mla_page_sizes",
+)
 
 
 @dataclass(frozen=True)
@@ -32,6 +48,7 @@ class Space:
         masked_rows: query rows of the calls with a draft mask; more than 16 take a row's second word.
         mla_head_dims: (head_dim, v_head_dim) of MLA, 576 and 512 in DeepSeek-V3; mla_heads: its query heads;
             mla_page_sizes: of its cache.
+        geometries: of the forward passes and graph stories of the full level, names of `lab.workloads.GEOMETRIES`.
         e4m3_arithmetic: over an e4m3 cache the kernel is known to round Q and the softmax's weights to e4m3 too.
         longest: keys of the longest request, about.
     """
@@ -51,6 +68,7 @@ class Space:
     mla_head_dims: tuple[tuple[int, int], ...] = ((80, 64), (576, 512))
     mla_heads: tuple[int, ...] = (1, 8, 16, 128)
     mla_page_sizes: tuple[int, ...] = (32, 64)
+    geometries: tuple[str, ...] = ("gemma-3-27b", "gpt-oss-120b", "llama-3.1-70b", "llama-3.1-8b", "qwen3-32b")
     e4m3_arithmetic: bool = False
     longest: int = 700
 
@@ -89,13 +107,25 @@ class Space:
         """Of the control over a cache of this dtype, `AttentionCase.arithmetic`."""
         return E4M3 if self.e4m3_arithmetic and kv_dtype == E4M3 else None
 
+    def holds(self, model: Geometry) -> bool:
+        """Tell whether the axes have a model's head_dim, group and sinks."""
+        return (
+            model.head_dim in self.head_dims
+            and model.group in self.groups
+            and (True in self.sinks or not model.has_sinks)
+        )
+
+    def windows_of(self, model: Geometry) -> tuple[bool, ...]:
+        """Values of `sliding_window` of a model's layers."""
+        return (False, True) if model.sliding_window is not None and True in self.windows else (False,)
+
     def drawn(self, interface: Interface) -> "SearchStrategy[AttentionCase]":
         """Hypothesis's strategy over the same axes; smaller lengths and first values are simpler."""
         from hypothesis import strategies as st
 
         @st.composite
         def cases(draw: "st.DrawFn") -> AttentionCase:
-            values = {name: draw(st.sampled_from(axis)) for name, axis in vars(self).items() if isinstance(axis, tuple)}
+            values = {name: draw(st.sampled_from(getattr(self, name))) for name in DRAWN_AXES}
             dtype, kv_dtype = values["dtypes"]
             q_len = values["q_lens"]
             count = draw(st.integers(1, 4))

@@ -5,6 +5,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from lab.checks.attention_inputs import AttentionInputs, build_attention
 from lab.checks.space import Space
 from lab.checks.truth import Rules, Truth, truth_of_requests
 from lab.workloads.attention_case import AttentionCase
-from lab.workloads.interfaces import Interface
+from lab.workloads.interfaces import ATTENTION, Interface
 
 SHOWN_VECTORS = 3
 # Scores are float32 sums of exact products, so the softmax's denominator is known to far better than 0.3 % (0.004 in base
@@ -61,6 +62,18 @@ def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _preparing(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that prepares a call, its refusals and the prepared call's Declined."""
+    return lambda **arguments: refusing(refusing(prepare)(**arguments))
+
+
+def _missing(interface: Interface) -> Callable[..., Any]:
+    def decline(**arguments: Any) -> None:
+        raise Declined(f"it has no {interface.value}")
+
+    return decline
+
+
 class Result(NamedTuple):
     """What a call gave: out [num_rows, num_qo_heads, head_dim], and lse [num_rows, num_qo_heads] or None."""
 
@@ -96,6 +109,17 @@ class Trial:
     def function(self, interface: Interface) -> Callable[..., Any]:
         """The implementation's, which raises Declined for what it does not take."""
         return refusing(getattr(self.implementation, interface.value))
+
+    def engine(self) -> SimpleNamespace:
+        """The attention functions as an engine finds them, their prepared forms too; one that is missing declines its calls."""
+        found: dict[str, Callable[..., Any]] = {}
+        for interface in ATTENTION:
+            given = getattr(self.implementation, interface.value, None)
+            prepared = getattr(self.implementation, f"prepare_{interface.value}", None)
+            found[interface.value] = _missing(interface) if given is None else refusing(given)
+            if prepared is not None:
+                found[f"prepare_{interface.value}"] = _preparing(prepared)
+        return SimpleNamespace(**found)
 
     def build(self, case: AttentionCase | None = None, **storage: Any) -> AttentionInputs:
         """The case's inputs, or another case's, or the case's stored in another way."""

@@ -7,6 +7,7 @@ import torch
 from lab.metadata.engine.forward_mode import AttentionCall, ForwardMode
 from lab.metadata.engine.kv_cache import KVLayout
 from lab.workloads.geometries import Geometry, geometry
+from lab.workloads.interfaces import Interface
 from lab.workloads.pass_case import ATTENDING_MODES, Inputs, PassCase
 
 
@@ -89,6 +90,11 @@ class ForwardCase(PassCase):
     @property
     def model(self) -> Geometry:
         return geometry(self.geometry).tensor_parallel(self.tensor_parallel)
+
+    @property
+    def interface(self) -> Interface:
+        """The function that the mode calls, unless `draft_extend` or `split_mixed_tail` say another."""
+        return Interface.CONTEXT if self.mode.mha_call is AttentionCall.CONTEXT else Interface.DECODE
 
     @property
     def window_left(self) -> int:

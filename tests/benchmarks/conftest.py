@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lab.checks import Verdict, judge_forward
+from lab.checks import CaseVerdict, judge_forward
 from lab.provenance import environment
 from lab.timing import L2, Ceilings, DeviceClock, GpuTime, Method, measure_ceilings, method_named
 from lab.timing.forward import time_facts
@@ -23,7 +23,7 @@ IMPLEMENTATIONS = ("lab.kernels.portable", "lab.kernels.trtllm")
 METHOD = pytest.StashKey[Method]()
 CLOCKS = pytest.StashKey[dict[Method, DeviceClock]]()
 CEILINGS = pytest.StashKey[Ceilings]()
-JUDGED = pytest.StashKey[list[Verdict]]()
+JUDGED = pytest.StashKey[list[CaseVerdict]]()
 TIMED = pytest.StashKey[list[dict[str, Any]]]()
 
 
@@ -115,15 +115,15 @@ def ceilings(request: pytest.FixtureRequest) -> Ceilings:
 
 
 @pytest.fixture
-def judge(request: pytest.FixtureRequest) -> Callable[[Any, ForwardCase], Verdict]:
+def judge(request: pytest.FixtureRequest) -> Callable[[Any, ForwardCase], CaseVerdict]:
     """Judge a case: skip with the reason if it is declined, fail if it is wrong; and put it into the summary."""
 
-    def judged(implementation: Any, case: ForwardCase) -> Verdict:
+    def judged(implementation: Any, case: ForwardCase) -> CaseVerdict:
         verdict = judge_forward(implementation, case)
         if verdict.outcome.value == "declined":
             pytest.skip(verdict.reason)
         request.config.stash[JUDGED].append(verdict)
-        assert verdict.outcome.value == "right", str(verdict)
+        assert verdict.outcome.value == "right", f"{verdict}\n  reproduce: {verdict.reproduce}"
         return verdict
 
     return judged

@@ -7,16 +7,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lab.checks import ForwardCase, Verdict
+from lab.checks import CaseVerdict, ForwardCase
 from lab.timing import Ceilings
 
 # Wide enough for every column; a narrow terminal wraps lines, and a log file does not care.
 WIDTH = 220
 
 
-def judged_table(verdicts: Sequence[Verdict], where: str) -> str:
+def judged_table(verdicts: Sequence[CaseVerdict], where: str) -> str:
     table = Table(title=f"Judged, {where}", title_justify="left")
-    for column in ("mode", "implementation", "geometry", "verdict", "worst error", "of the allowed"):
+    for column in ("mode", "implementation", "geometry", "verdict", "of the allowed"):
         table.add_column(column)
     for verdict in verdicts:
         table.add_row(
@@ -24,8 +24,7 @@ def judged_table(verdicts: Sequence[Verdict], where: str) -> str:
             verdict.implementation,
             verdict.case.geometry,
             verdict.outcome.value,
-            f"{verdict.worst_error:.1e}",
-            f"{verdict.worst_ratio:.0%}",
+            f"{verdict.judged.worst_ratio:.0%}",
         )
     return _drawn(table)
 

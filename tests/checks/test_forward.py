@@ -1,5 +1,6 @@
 """The judge of a forward pass: right implementations pass in every mode, and each deliberate defect is found."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,9 +13,11 @@ import torch
 
 import lab.checks.forward_pass as forward_module
 import lab.references
-from lab.checks import ForwardCase, Inputs, Outcome, judge_forward
+from lab.checks import ForwardCase, Inputs, Level, Outcome, Space, judge_forward
+from lab.checks.catalogue import forward_modes
 from lab.checks.forward_pass import build_forward
 from lab.metadata import AttentionCall, ForwardMode, KVLayout, build_mha_metadata
+from lab.workloads.geometries import GEOMETRIES
 
 CPU = torch.device("cpu")
 P = 16
@@ -87,6 +90,45 @@ def test_real_geometries(name: str) -> None:
         case = replace(CASES[mode], geometry=name, tensor_parallel=8)
         verdict = judge_forward(lab.references, case, CPU)
         assert verdict.outcome is Outcome.RIGHT, str(verdict)
+
+
+def full_cases(**axes: Any) -> list[ForwardCase]:
+    return [
+        case
+        for each in forward_modes.CHECK.interfaces
+        for case in forward_modes.CHECK.cases(each, Space(**axes), Level.FULL)
+    ]
+
+
+def test_the_full_level_has_every_mode_geometry_page_size_and_width() -> None:
+    cases = full_cases()
+    modes = {ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2}
+    assert {case.mode for case in cases} == modes | {ForwardMode.EXTEND, ForwardMode.MIXED}
+    names = set(forward_modes.TENSOR_PARALLEL)
+    assert {case.geometry for case in cases} == names | {"tiny"}
+    assert len(names) == 5
+    for mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2):
+        for name in names:
+            seen = {(case.page_size, case.q_lens[0]) for case in cases if (case.mode, case.geometry) == (mode, name)}
+            assert seen == {(page_size, q_len) for page_size in (16, 32, 64, 128) for q_len in range(1, 9)}
+    assert {case.geometry for case in cases if case.sliding_window} == {"gpt-oss-120b", "gemma-3-27b", "tiny"}
+    assert {case.page_size for case in cases if case.kv_dtype == torch.float8_e4m3fn} == {64}
+    assert len({repr(case) for case in cases}) == len(cases)
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_the_full_level_makes_only_cases_that_are_accepted(name: str) -> None:
+    cases = full_cases(geometries=(name,))
+    assert {case.geometry for case in cases} == {name, "tiny"}
+
+
+def test_a_kernel_built_for_less_is_judged_on_the_geometries_that_fit() -> None:
+    narrow = full_cases(head_dims=(64,), windows=(False,))
+    assert {case.geometry for case in narrow if case.geometry != "tiny"} == {"gpt-oss-120b"}
+    assert {case.geometry for case in full_cases(sinks=(False,), groups=(8,)) if case.geometry != "tiny"} == {
+        "llama-3.1-70b",
+        "qwen3-32b",
+    }
 
 
 # Defects of an implementation: each changes the arguments of an exact one, or its output.
@@ -185,14 +227,14 @@ def test_a_defect_of_the_arguments_is_found(defect: str, mode: str) -> None:
     case = replace(CASES[mode], sliding_window=True, inputs=inputs)
     verdict = judge_forward(with_changed_arguments(ARGUMENT_DEFECTS[defect]), case, CPU)
     assert verdict.outcome is Outcome.WRONG
-    assert verdict.findings
+    assert "vectors are wrong" in verdict.reason
 
 
 @pytest.mark.parametrize("defect", OUTPUT_DEFECTS)
 def test_a_defect_of_the_output_is_found(defect: Callable[[torch.Tensor], None]) -> None:
     verdict = judge_forward(with_changed_output(defect), CASES["target_verify"], CPU)
     assert verdict.outcome is Outcome.WRONG
-    assert ("outside its output" in str(verdict)) == (defect in (written_before, nan_written_before))
+    assert ("it wrote before its output" in verdict.reason) == (defect in (written_before, nan_written_before))
 
 
 @pytest.mark.parametrize("name", ["query", "block_tables", "seq_lens", "sinks", "kv_cache"])
@@ -303,21 +345,18 @@ def test_a_wrong_verdict_names_the_vector_and_a_line_that_reproduces_it() -> Non
         out[5, 3] *= 1.05
 
     verdict = judge_forward(with_changed_output(one_wrong_head), CASES["target_verify"], CPU)
-    (finding,) = verdict.findings
-    assert (finding.request, finding.row, finding.head) == (1, 1, 3)
-    assert 0.04 < finding.error < 0.06
-    assert 0 < finding.bound < 0.02
-    text = str(verdict)
-    assert "request 1 row 1 head 3" in text
-    assert "reproduce: " in text
+    (wrong,) = verdict.judged.wrongs
+    assert "the pass: 1 of 96 vectors are wrong, of requests [1]: row 5 (request 1) head 3: " in wrong
+    error, bound = map(float, re.findall(r"(?:error|bound) ([0-9.e-]+)", wrong))
+    assert 0.04 < error < 0.06
+    assert 0 < bound < 0.02
 
 
 def test_the_reproducing_line_runs() -> None:
     verdict = judge_forward(lab.references, CASES["decode"], CPU)
     line = verdict.reproduce.replace("python -c", f"{sys.executable} -c", 1)
     done = subprocess.run(line, shell=True, capture_output=True, text=True, check=True)
-    assert "lab.references is right" in done.stdout
-    assert f"{verdict.worst_error:.3g}" in done.stdout
+    assert done.stdout.strip() == str(verdict)
 
 
 def test_declined_is_neither_right_nor_wrong() -> None:

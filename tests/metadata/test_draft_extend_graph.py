@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lab.checks.stand_in_model import truth_of_pass
 from lab.metadata import ForwardBatch, ForwardMode, SpecInfo
-from lab.metadata.engine.cuda_graph import MetadataPlace
+from lab.metadata.engine.graph_inputs import MetadataPlace
 from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.speculation.draft_extend_graph import (
     DraftExtendGraph,

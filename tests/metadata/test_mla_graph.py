@@ -13,9 +13,9 @@ from torch import Tensor
 
 import lab.references
 from lab.metadata import DraftAttention, ForwardBatch, KVPool, QueryLayout, TRTLLMMLADecodeMetadata
-from lab.metadata.engine.cuda_graph import GraphRunner, MetadataPlace
+from lab.metadata.engine.cuda_graph import GraphRunner
 from lab.metadata.engine.forward_mode import ForwardMode
-from lab.metadata.engine.graph_inputs import GraphMode
+from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
 from lab.metadata.mla.backend import TRTLLMMLABackend
 from lab.metadata.mla.buffers import MLAGraphState
 from lab.metadata.mla.calls import prepare_mla_attention

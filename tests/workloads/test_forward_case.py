@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from lab.checks import ForwardCase, survey
+from lab.checks import ForwardCase
 from lab.metadata import AttentionCall, ForwardMode
-from lab.workloads.geometries import GEOMETRIES
 
 RUNNING = [mode for mode in ForwardMode if not (mode is ForwardMode.IDLE or mode is ForwardMode.PREBUILT)]
 E4M3 = torch.float8_e4m3fn
@@ -68,8 +67,3 @@ def test_an_argument_that_the_mode_would_ignore_is_refused(mode: ForwardMode) ->
 def test_accepts_both_half_types_with_either_cache_and_any_power_of_two(dtype: torch.dtype, page_size: int) -> None:
     for kv_dtype in (dtype, E4M3):
         assert case(dtype=dtype, kv_dtype=kv_dtype, page_size=page_size).kv_dtype == kv_dtype
-
-
-@pytest.mark.parametrize("name", GEOMETRIES)
-def test_the_survey_makes_only_cases_that_are_accepted(name: str) -> None:
-    assert list(survey.survey_cases([name]))

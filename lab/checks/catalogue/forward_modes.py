@@ -1,51 +1,124 @@
 """A call that is right by itself and wrong in a serving engine's pass: any forward mode, from logical histories to outputs.
 
-The arguments are an engine's: its pool, its metadata, its padding and its offsets, over both of a model's functions.
+The arguments are an engine's: its pool, its metadata, its padding and its offsets, over both of a model's functions. The smoke
+level judges the lab's own small geometry; the full level every geometry of the space, whole and as a tensor-parallel slice, at
+every page size, on full and sliding-window layers, with random and needle inputs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
+from itertools import product
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from lab.checks.catalogue.k05_guards import changed_bytes, guarded, wrong_guards
 from lab.checks.check import Check, Level, first_line
-from lab.checks.forward import judge_forward
+from lab.checks.forward import truth_of
+from lab.checks.forward_pass import build_forward
 from lab.checks.space import Space
-from lab.checks.survey import mode_cases
-from lab.checks.trial import Declined, Trial
-from lab.checks.verdicts import Outcome
+from lab.checks.trial import Declined, Result, Trial
+from lab.metadata.engine.forward_mode import AttentionCall, ForwardMode
+from lab.metadata.engine.kv_cache import KVLayout
 from lab.workloads.forward_case import ForwardCase, Inputs
+from lab.workloads.geometries import geometry
 from lab.workloads.interfaces import Interface
 
-WITH_BOTH = (Interface.DECODE, Interface.CONTEXT)
+# The slice that brings each model to its fewest heads per GPU without replicating K/V.
+TENSOR_PARALLEL = {"llama-3.1-8b": 8, "llama-3.1-70b": 8, "qwen3-32b": 4, "gpt-oss-120b": 8, "gemma-3-27b": 8}
+
+
+def mode_cases(
+    name: str, page_size: int, q_lens: Sequence[int], long: Sequence[int] = (700, 2500)
+) -> Iterator[ForwardCase]:
+    """Every mode on one geometry: lengths at the edges of pages, on both sides of a window, empty and long.
+
+    Args:
+        name: of the geometry.
+        page_size: tokens per page.
+        q_lens: query rows per request of the modes that have equally many for all.
+        long: prefixes beyond the geometry's window, where the GPU's work is.
+    """
+    prefixes = (0, page_size - 1, page_size, page_size + 1, *long)
+    ones = tuple(1 for _ in prefixes)
+    yield ForwardCase(ForwardMode.DECODE, name, prefixes, ones, page_size=page_size)
+    for step in (0, 2):
+        yield ForwardCase(ForwardMode.DECODE, name, prefixes, ones, draft_step=step, page_size=page_size)
+    for q_len in q_lens:
+        # Offsets that cross a page: the request before the edge gains a page, the one on it too.
+        crossing = (0, page_size - q_len, page_size - q_len + 1, page_size, *long)
+        widths = tuple(q_len for _ in crossing)
+        verify = ForwardCase(ForwardMode.TARGET_VERIFY, name, crossing, widths, page_size=page_size)
+        yield verify
+        yield replace(verify, mode=ForwardMode.DRAFT_EXTEND_V2)
+        # A pool that lies in memory as the kernels see it.
+        if q_len == 4:
+            yield replace(verify, layout=KVLayout.HND)
+    v1 = ForwardCase(ForwardMode.DRAFT_EXTEND, name, prefixes, (5, 1, 2, 4, 3, 1), page_size=page_size)
+    yield v1
+    yield replace(v1, draft_extend=AttentionCall.DECODE)
+    # The same on the other call of change 24566: V2 on the context kernel.
+    widths = tuple(4 for _ in prefixes)
+    yield ForwardCase(
+        ForwardMode.DRAFT_EXTEND_V2, name, prefixes, widths, page_size=page_size, draft_extend=AttentionCall.CONTEXT
+    )
+    extend_lens = (5, page_size + 1, 70, 1, 130, 33)
+    yield ForwardCase(ForwardMode.EXTEND, name, tuple(0 for _ in extend_lens), extend_lens, page_size=page_size)
+    yield ForwardCase(ForwardMode.EXTEND, name, prefixes, extend_lens, page_size=page_size)
+    mixed = ForwardCase(ForwardMode.MIXED, name, prefixes, (5, 70, 2, 1, 1, 1), page_size=page_size)
+    yield mixed
+    yield replace(mixed, split_mixed_tail=True)
 
 
 def _cases(interface: Interface, space: Space, level: Level) -> Iterator[ForwardCase]:
     page_size = 64 if 64 in space.page_sizes else space.page_sizes[0]
     q_lens = (4,) if level is Level.SMOKE else tuple(space.q_lens)
     for case in mode_cases("tiny", page_size, q_lens, long=(3 * page_size + 5, 300)):
-        if _runs_on(case, interface):
+        if case.interface is interface:
             yield replace(case, inputs=Inputs.NEEDLES)
             yield replace(case, sliding_window=True)
+    if level is Level.FULL:
+        yield from (case for case in geometry_cases(space) if case.interface is interface)
 
 
-def _runs_on(case: ForwardCase, interface: Interface) -> bool:
-    """Modes of decode calls belong to that function, the others to the context function."""
-    mode = case.mode
-    decodes = mode.is_decode() or mode.is_target_verify() or mode.is_draft_extend_v2()
-    return decodes == (interface is Interface.DECODE)
+def geometry_cases(space: Space) -> Iterator[ForwardCase]:
+    """Every mode on the space's geometries: its first dtypes at every page size, a cache of another dtype at one."""
+    one_page_size = (64,) if 64 in space.page_sizes else space.page_sizes[:1]
+    stored = [(*space.dtypes[0], space.page_sizes)]
+    stored += [(*pair, one_page_size) for pair in space.dtypes[1:] if pair[0] != pair[1]]
+    for name, (dtype, kv_dtype, page_sizes) in product(space.geometries, stored):
+        if not space.holds(geometry(name)):
+            continue
+        dtypes: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "arithmetic": space.arithmetic(kv_dtype)}
+        sizes = sorted({1, TENSOR_PARALLEL.get(name, 1)})
+        for window, size, page_size in product(space.windows_of(geometry(name)), sizes, page_sizes):
+            for case, inputs in product(mode_cases(name, page_size, space.q_lens), Inputs):
+                yield replace(case, sliding_window=window, tensor_parallel=size, inputs=inputs, **dtypes)
 
 
 def _judge(trial: Trial) -> None:
-    if not all(hasattr(trial.implementation, interface.value) for interface in WITH_BOTH):
-        raise Declined("a pass may need both functions, and it has one")
-    functions = SimpleNamespace(**{interface.value: trial.function(interface) for interface in WITH_BOTH})
-    verdict = judge_forward(functions, trial.case, trial.device)
-    if verdict.outcome is Outcome.DECLINED:
-        raise Declined(verdict.reason)
-    trial.judged += 1
-    trial.worst_ratio = verdict.worst_ratio
-    if verdict.outcome is not Outcome.RIGHT:
-        trial.wrong("; ".join(filter(None, (verdict.reason, *map(str, verdict.findings)))))
+    forward = build_forward(trial.case, trial.device)
+    truth = truth_of(forward)
+    before = {name: tensor.clone() for name, tensor in forward.inputs().items()}
+    out, around = guarded(torch.full_like(forward.query, float("nan")))
+    try:
+        forward.run(trial.engine(), out)
+    except Declined as declined:
+        # Of two calls the first may have written its rows.
+        if len(forward.plan) == 1 and not bool(out.isnan().all()):
+            trial.wrong(f"it declined, after it had written ({declined})")
+        _untouched(trial, forward.inputs(), before, around)
+        raise
+    trial.hold("the pass", Result(out, None), truth)
+    _untouched(trial, forward.inputs(), before, around)
 
 
-CHECK = Check("M1", "forward_modes", first_line(__doc__), _cases, _judge, interfaces=WITH_BOTH)
+def _untouched(trial: Trial, inputs: dict[str, Tensor], before: dict[str, Tensor], around: Tensor) -> None:
+    for wrong in (*wrong_guards("its output", around), *changed_bytes(inputs, before)):
+        trial.wrong(wrong)
+
+
+CHECK = Check(
+    "M1", "forward_modes", first_line(__doc__), _cases, _judge, interfaces=(Interface.DECODE, Interface.CONTEXT)
+)

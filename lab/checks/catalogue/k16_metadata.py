@@ -12,12 +12,12 @@ from functools import partial
 import torch
 
 from lab import references
+from lab.checks.catalogue.forward_modes import mode_cases
 from lab.checks.check import Check, Level, first_line
 from lab.checks.forward import truth_of
 from lab.checks.forward_pass import ForwardPass, build_forward
 from lab.checks.metadata_truth import wrong_metadata
 from lab.checks.space import Space
-from lab.checks.survey import mode_cases
 from lab.checks.trial import Result, Trial
 from lab.metadata import ForwardMode
 from lab.workloads.forward_case import ForwardCase

@@ -1,6 +1,7 @@
 """Mutants that confuse requests, rows or heads."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -238,6 +239,14 @@ class EmptyRowsShiftTables(SplitKV):
         return [replace(tile, request=tile.request - sum(each < tile.request for each in without)) for tile in tiles]
 
 
+class OtherRowsTimesZero(SplitKV):
+    """All rows of the batch take part in each, those of others with a weight of zero, which keeps all of a NaN."""
+
+    def returned(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> Any:
+        out += 0.0 * problem.query.float().sum()
+        return super().returned(problem, out, lse)
+
+
 MUTANTS = tuple(
     Mutant.of(each)
     for each in (
@@ -264,5 +273,6 @@ MUTANTS = tuple(
         RequestsBeyond128Wrap,
         LastRowOfFilledTileLost,
         EmptyRowsShiftTables,
+        OtherRowsTimesZero,
     )
 )

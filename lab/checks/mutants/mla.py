@@ -308,5 +308,6 @@ MUTANTS = tuple(
         pages.SharedPageOfOneRequest,
         memory.EmptyBatchUntouched,
         lse.LseOfManySplits,
+        batching.OtherRowsTimesZero,
     )
 )

@@ -12,17 +12,8 @@ from typing import Any, Generic
 from lab.metadata.engine.backend import Backend, Metadata, MetadataBuffers
 from lab.metadata.engine.capture import capture
 from lab.metadata.engine.forward_batch import ForwardBatch
-from lab.metadata.engine.graph_inputs import PADDED_SEQ_LEN, GraphMode, StaticInputs
+from lab.metadata.engine.graph_inputs import PADDED_SEQ_LEN, GraphMode, MetadataPlace, StaticInputs
 from lab.metadata.engine.kv_pool import KVPool
-from lab.metadata.engine.named_enum import NamedEnum
-
-
-class MetadataPlace(NamedEnum):
-    """The time at which a replay's metadata is rebuilt."""
-
-    BEFORE_REPLAY = "before the replay"  # SGLang 0.5.11 to 0.5.14
-    IN_GRAPH = "in the graph"  # SGLang 0.5.23: each replay reads lengths, rows and slots as they are then
-
 
 # Given a captured size's batch and metadata, prepares what the graph runs; the call returns the graph's output.
 Body = Callable[[ForwardBatch, Metadata], Callable[[], Any]]

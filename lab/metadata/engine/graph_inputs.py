@@ -6,9 +6,17 @@ import torch
 
 from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
+from lab.metadata.engine.named_enum import NamedEnum
 
 # Length of padded rows (`get_cuda_graph_seq_len_fill_value` of SGLang's TRT-LLM backends).
 PADDED_SEQ_LEN = 1
+
+
+class MetadataPlace(NamedEnum):
+    """The time at which a replay's metadata is rebuilt."""
+
+    BEFORE_REPLAY = "before the replay"  # SGLang 0.5.11 to 0.5.14
+    IN_GRAPH = "in the graph"  # SGLang 0.5.23: each replay reads lengths, rows and slots as they are then
 
 
 @dataclass(frozen=True)

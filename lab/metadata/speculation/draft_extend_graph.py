@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from lab.metadata.engine.backend import Backend
-from lab.metadata.engine.cuda_graph import Body, GraphRunner, MetadataPlace
+from lab.metadata.engine.cuda_graph import Body, GraphRunner
 from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.engine.forward_mode import QueryRows
-from lab.metadata.engine.graph_inputs import GraphMode
+from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.named_enum import NamedEnum
 

@@ -9,57 +9,47 @@ import torch
 from torch import Tensor
 
 from lab import references
-from lab.checks.graphs import GraphVerdict
-from lab.checks.mla_graphs import MLAGraphCase, judge_mla_graphs, right_mla_runner
-from lab.checks.verdicts import Outcome
+from lab.checks import Outcome, Story, judge_case
+from lab.checks.graph_case import MLAGraphCase
+from lab.checks.scene import right_runner
 from lab.kernels import portable
-from lab.metadata import DraftAttention, ForwardBatch, KVPool, QueryLayout, SpecInfo
-from lab.metadata.engine.cuda_graph import GraphRunner, MetadataPlace
-from lab.metadata.engine.graph_inputs import GraphMode
-from lab.metadata.mla.backend import TRTLLMMLABackend
+from lab.metadata import DraftAttention, ForwardBatch, KVPool, QueryLayout
+from lab.metadata.engine.cuda_graph import GraphRunner
+from lab.metadata.engine.graph_inputs import MetadataPlace
 from lab.metadata.mla.buffers import MLAGraphMetadata, MLAGraphState
+from tests.checks.test_stories import MODES, reason, wrong
 from tests.devices import IN_INTERPRETER, ON_GPU
 
-CPU = torch.device("cpu")
-WIDTH = 4
-MODES = {
-    "decode": GraphMode.decode(),
-    "draft_decode": GraphMode.draft_decode(1),
-    "target_verify": GraphMode.target_verify(WIDTH),
-    "draft_extend": GraphMode.draft_extend(WIDTH),
-    "draft_extend_v2": GraphMode.draft_extend_v2(SpecInfo(num_tokens_per_req=WIDTH)),
-}
 
-
-def wrong(verdicts: list[GraphVerdict]) -> dict[str, str]:
-    return {each.check: each.reason for each in verdicts if each.outcome is not Outcome.RIGHT}
+@IN_INTERPRETER
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_passes_with_the_references(mode: str) -> None:
+    cases = (MLAGraphCase(MODES[mode], story, place) for story in Story for place in MetadataPlace)
+    assert wrong(cases) == {}
 
 
 @IN_INTERPRETER
+def test_a_draft_step_that_counts_its_own_token_passes_on_both_page_sizes() -> None:
+    case = MLAGraphCase(MODES["draft_decode"], Story.A_B_A, attention=DraftAttention.MLA_WITH_OFFSET)
+    cases = (replace(case, story=story, page_size=(32, 64)[number % 2]) for number, story in enumerate(Story))
+    assert wrong(cases) == {}
+
+
+@IN_INTERPRETER
+def test_the_portable_kernel_passes() -> None:
+    """Padded rows, of unequal numbers: the other modes' calls are simpler."""
+    places = list(MetadataPlace)
+    cases = (MLAGraphCase(MODES["draft_extend"], story, places[n % 2], num_pages=4) for n, story in enumerate(Story))
+    assert wrong(cases, portable) == {}
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
 @pytest.mark.parametrize("place", list(MetadataPlace), ids=lambda place: place.name.lower())
 @pytest.mark.parametrize("mode", MODES)
-def test_every_mode_passes_with_the_references(mode: str, place: MetadataPlace) -> None:
-    assert wrong(judge_mla_graphs(references, MLAGraphCase(MODES[mode], place), CPU)) == {}
-
-
-@IN_INTERPRETER
-@pytest.mark.parametrize("page_size", [32, 64])
-def test_a_draft_step_that_counts_its_own_token_passes(page_size: int) -> None:
-    case = MLAGraphCase(MODES["draft_decode"], attention=DraftAttention.MLA_WITH_OFFSET, page_size=page_size)
-    assert wrong(judge_mla_graphs(references, case, CPU)) == {}
-
-
-@pytest.mark.parametrize(
-    ("mode", "device"),
-    [
-        # Padded rows, of unequal numbers: the other modes' calls are simpler.
-        pytest.param("draft_extend", "cpu", marks=IN_INTERPRETER),
-        *(pytest.param(mode, "cuda", marks=ON_GPU) for mode in MODES),
-    ],
-)
-@pytest.mark.parametrize("place", list(MetadataPlace), ids=lambda place: place.name.lower())
-def test_the_portable_kernel_passes(mode: str, device: str, place: MetadataPlace) -> None:
-    assert wrong(judge_mla_graphs(portable, MLAGraphCase(MODES[mode], place), device)) == {}
+def test_the_portable_kernel_passes_in_real_graphs(mode: str, place: MetadataPlace, device: str) -> None:
+    for story in Story:
+        verdict = judge_case("lab.kernels.portable", "S2", MLAGraphCase(MODES[mode], story, place), device)
+        assert verdict.outcome is Outcome.RIGHT, verdict
 
 
 # --- deliberate defects -----------------------------------------------------------------------------------------------
@@ -129,36 +119,37 @@ class NotRebuilt(Defective):
         return lambda: None
 
 
-DEFECTS: dict[type[Defective], str] = {
-    LengthOffByOne: "decode",
-    SecondRequestsPageIsFirsts: "target_verify",
-    LastColumnStale: "draft_extend_v2",
-    PaddingNotCounted: "draft_extend",
-    BoundariesOfFullRows: "draft_extend",
-    NotRebuilt: "draft_decode",
+DEFECTS: dict[type[Defective], tuple[str, Story]] = {
+    LengthOffByOne: ("decode", Story.CAPTURED_BELOW_Q),
+    SecondRequestsPageIsFirsts: ("target_verify", Story.TWO_CAPTURED_SIZES),
+    LastColumnStale: ("draft_extend_v2", Story.AFTER_A_LONGER_BATCH),
+    PaddingNotCounted: ("draft_extend", Story.EAGER_EQUALS_REPLAY),
+    BoundariesOfFullRows: ("draft_extend", Story.POISONED),
+    NotRebuilt: ("draft_decode", Story.A_B_A),
 }
 
 
 @IN_INTERPRETER
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.__name__)
 def test_a_defect_of_the_metadata_is_found(defect: type[Defective]) -> None:
-    def make(case: MLAGraphCase, pool: KVPool, sizes: Sequence[int], body: Any) -> GraphRunner[Any]:
+    def make(backend: Any, case: MLAGraphCase, pool: KVPool, sizes: Sequence[int], body: Any) -> GraphRunner[Any]:
         state = MLAGraphState(pool, max(sizes), [case.mode], attention=case.attention)
         spoilt = defect(case.mode, state)
-        return GraphRunner(TRTLLMMLABackend(), case.mode, pool, sizes, body, case.place, metadata=spoilt)
+        return GraphRunner(backend, case.mode, pool, sizes, body, case.place, metadata=spoilt)
 
-    assert wrong(judge_mla_graphs(references, MLAGraphCase(MODES[DEFECTS[defect]]), CPU, make))
+    mode, story = DEFECTS[defect]
+    assert reason(MLAGraphCase(MODES[mode], story), make=make)
 
 
 @IN_INTERPRETER
 def test_rows_as_they_lie_are_found_in_the_first_draft_extend() -> None:
     """What SGLang 0.5.12 captures."""
 
-    def make(case: MLAGraphCase, pool: KVPool, sizes: Sequence[int], body: Any) -> GraphRunner[Any]:
-        backend = TRTLLMMLABackend(draft_extend=QueryLayout.VIEW)
-        return GraphRunner(backend, case.mode, pool, sizes, body, case.place)
+    def make(backend: Any, case: MLAGraphCase, pool: KVPool, sizes: Sequence[int], body: Any) -> GraphRunner[Any]:
+        seen = replace(backend, draft_extend=QueryLayout.VIEW)
+        return GraphRunner(seen, case.mode, pool, sizes, body, case.place)
 
-    assert wrong(judge_mla_graphs(references, MLAGraphCase(MODES["draft_extend"]), CPU, make))
+    assert reason(MLAGraphCase(MODES["draft_extend"], Story.EAGER_EQUALS_REPLAY), make=make)
 
 
 @IN_INTERPRETER
@@ -168,13 +159,14 @@ def test_a_wrong_implementation_is_found() -> None:
         def trtllm_batch_decode_with_kv_cache_mla(seq_lens: Tensor, **arguments: Any) -> Any:
             return references.trtllm_batch_decode_with_kv_cache_mla(seq_lens=(seq_lens - 1).clamp(min=0), **arguments)
 
-    assert set(wrong(judge_mla_graphs(LastKeyLost, MLAGraphCase(MODES["decode"]), CPU)))
+    for story in Story:
+        assert "output vectors are wrong" in reason(MLAGraphCase(MODES["decode"], story), LastKeyLost)
 
 
 @IN_INTERPRETER
 def test_buffers_that_move_are_told() -> None:
-    def make(case: MLAGraphCase, pool: KVPool, sizes: Sequence[int], body: Any) -> GraphRunner[Any]:
-        runner = right_mla_runner(case, pool, sizes, body)
+    def make(backend: Any, case: MLAGraphCase, pool: KVPool, sizes: Sequence[int], body: Any) -> GraphRunner[Any]:
+        runner = right_runner(backend, case, pool, sizes, body)
         state = runner.metadata.state
         replay = runner.replay
 
@@ -186,4 +178,4 @@ def test_buffers_that_move_are_told() -> None:
         runner.replay = moving  # type: ignore[method-assign]
         return runner
 
-    assert "moved" in wrong(judge_mla_graphs(references, MLAGraphCase(MODES["decode"]), CPU, make))["same_buffers"]
+    assert "moved" in reason(MLAGraphCase(MODES["decode"], Story.SAME_BUFFERS), make=make)

@@ -1,0 +1,62 @@
+"""A pass that is right eagerly and wrong in a CUDA graph's replay: stale lengths or pages, moved buffers, padding that leaks.
+
+Each case is one story of `lab.checks.stories`: replays, eager passes and poison over one runner, of the modes that an engine
+captures. On a CPU a capture is simulated: the same calls are made again on the same buffers.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+from lab.checks.check import Check, Level, first_line
+from lab.checks.graph_case import GraphCase, Story, graph_modes
+from lab.checks.graph_stage import MHAStage
+from lab.checks.space import Space
+from lab.checks.stories import tell
+from lab.checks.trial import Trial
+from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
+from lab.workloads.geometries import geometry
+from lab.workloads.interfaces import Interface
+
+REAL = ("gpt-oss-120b",)  # a geometry with sliding-window layers and sinks, as the lab's own has
+WIDTHS = (2, 4, 8)  # query rows per request of verify and of the draft extends
+
+
+def told_modes(space: Space, level: Level) -> Iterator[tuple[GraphMode, Story, int]]:
+    """The modes, the stories to tell of each, and a number by which settings take turns.
+
+    The full level tells every story of every mode, width and draft step; the smoke level each story of two modes in turn.
+    """
+    widths = tuple(width for width in WIDTHS if width in space.q_lens) or space.q_lens[-1:]
+    if level is Level.SMOKE:
+        modes = graph_modes(4 if 4 in widths else widths[-1])
+    else:
+        several = (mode for width in widths for mode in graph_modes(width))
+        modes = tuple(dict.fromkeys((*several, GraphMode.draft_decode(0), GraphMode.draft_decode(2))))
+    for (m, mode), (s, story) in product(enumerate(modes), enumerate(Story)):
+        if level is Level.FULL or (m + s) % len(modes) in (0, 2):
+            yield mode, story, m + s
+
+
+def _cases(interface: Interface, space: Space, level: Level) -> Iterator[GraphCase]:
+    is_full = level is Level.FULL
+    names = [name for name in REAL if is_full and name in space.geometries and space.holds(geometry(name))]
+    for name in ("tiny", *names):
+        page_size = (
+            min(space.page_sizes) if name == "tiny" else max(space.page_sizes, key=lambda size: (size == 64, size))
+        )
+        settings = list(product(MetadataPlace, space.windows_of(geometry(name))))
+        for mode, story, turn in told_modes(space, level):
+            case = GraphCase(mode, story, geometry=name, page_size=page_size)
+            for place, window in settings if is_full else [settings[turn % len(settings)]]:
+                if case.interface is interface:
+                    yield replace(case, place=place, sliding_window=window)
+
+
+def _judge(trial: Trial) -> None:
+    tell(trial, MHAStage)
+
+
+CHECK = Check(
+    "S1", "graph_stories", first_line(__doc__), _cases, _judge, interfaces=(Interface.DECODE, Interface.CONTEXT)
+)

@@ -1,0 +1,42 @@
+"""An MLA pass that is right eagerly and wrong in a CUDA graph's replay: stale lengths or entries, padding that leaks.
+
+Each case is one story of `lab.checks.stories`, on latent entries and the MLA backend's buffers: rows of the first draft extend
+are padded in a buffer that all captured sizes share, and dead columns of its tables hold what an earlier batch left.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+
+from lab.checks.catalogue.graph_stories import told_modes
+from lab.checks.check import Check, Level, first_line
+from lab.checks.graph_case import MLAGraphCase
+from lab.checks.graph_stage import MLAStage
+from lab.checks.space import Space
+from lab.checks.stories import tell
+from lab.checks.trial import Trial
+from lab.metadata.engine.graph_inputs import MetadataPlace
+from lab.metadata.engine.lengths import DraftAttention
+from lab.workloads.interfaces import Interface
+
+PLACES = tuple(MetadataPlace)
+COUNTING = (DraftAttention.MLA, DraftAttention.MLA_WITH_OFFSET)  # of a draft step's keys
+
+
+def _cases(interface: Interface, space: Space, level: Level) -> Iterator[MLAGraphCase]:
+    is_full = level is Level.FULL
+    page_sizes = space.mla_page_sizes if is_full else space.mla_page_sizes[:1]
+    head_dims = space.mla_head_dims if is_full else space.mla_head_dims[:1]
+    heads = min(space.mla_heads, key=lambda number: abs(number - 16))  # DeepSeek-V3's on one of 8 GPUs
+    for page_size, (head_dim, rank) in product(page_sizes, head_dims):
+        dims = {"num_qo_heads": heads, "kv_lora_rank": rank, "qk_rope_head_dim": head_dim - rank}
+        for mode, story, turn in told_modes(space, level):
+            settings = list(product(PLACES, COUNTING[:1] if mode.draft_step is None else COUNTING))
+            for place, attention in settings if is_full else [settings[turn % len(settings)]]:
+                yield MLAGraphCase(mode, story, place, attention, page_size=page_size, **dims)
+
+
+def _judge(trial: Trial) -> None:
+    tell(trial, MLAStage)
+
+
+CHECK = Check("S2", "mla_graph_stories", first_line(__doc__), _cases, _judge, interfaces=(Interface.MLA_DECODE,))

@@ -1,0 +1,112 @@
+"""One story of CUDA graphs as data: which backend and forward mode, which story, and what it runs on."""
+
+import enum
+from dataclasses import dataclass
+
+from lab.metadata.engine.forward_batch import SpecInfo
+from lab.metadata.engine.forward_mode import AttentionCall
+from lab.metadata.engine.graph_inputs import PADDED_SEQ_LEN, GraphMode, MetadataPlace
+from lab.metadata.engine.lengths import DraftAttention
+from lab.workloads.attention_case import short_repr
+from lab.workloads.interfaces import Interface
+
+
+class Story(enum.Enum):
+    """A short sequence of replays, eager passes and poison; `lab.checks.stories` tells each."""
+
+    CAPTURED_BELOW_Q = "captured below q"
+    EAGER_EQUALS_REPLAY = "eager equals replay"
+    AFTER_A_LONGER_BATCH = "after a longer batch"
+    A_B_A = "A, B, A"
+    TWO_CAPTURED_SIZES = "two captured sizes"
+    EAGER_BETWEEN_REPLAYS = "eager between replays"
+    SAME_BUFFERS = "same buffers"
+    POISONED = "poisoned"
+
+    def __repr__(self) -> str:
+        return f"Story.{self.name}"
+
+
+@dataclass(frozen=True, repr=False)
+class GraphCase:
+    """One story of one mode of the MHA backend; its `repr` is an expression that makes it again, defaults left out.
+
+    Attributes:
+        mode: of the graphs.
+        story: what is told.
+        place: where the metadata is rebuilt.
+        geometry: a name of `lab.workloads.GEOMETRIES`.
+        page_size: tokens per page.
+        num_pages: of each request's history; lengths go up to this many pages.
+        sliding_window: a sliding-window layer over its own pool.
+        padded_seq_len: see `lab.metadata.engine.graph_inputs.StaticInputs`.
+        seed: of everything drawn.
+    """
+
+    mode: GraphMode
+    story: Story
+    place: MetadataPlace = MetadataPlace.IN_GRAPH
+    geometry: str = "tiny"
+    page_size: int = 16
+    num_pages: int = 6
+    sliding_window: bool = False
+    padded_seq_len: int = PADDED_SEQ_LEN
+    seed: int = 0
+
+    def __repr__(self) -> str:
+        return short_repr(self)
+
+    @property
+    def max_context_len(self) -> int:
+        return self.page_size * self.num_pages
+
+    @property
+    def interface(self) -> Interface:
+        """The function that the mode calls."""
+        return Interface.CONTEXT if self.mode.forward_mode.mha_call is AttentionCall.CONTEXT else Interface.DECODE
+
+
+@dataclass(frozen=True, repr=False)
+class MLAGraphCase:
+    """One story of one mode of the MLA backend; its `repr` is an expression that makes it again, defaults left out.
+
+    Attributes:
+        mode, story, place, num_pages, padded_seq_len, seed: as in `GraphCase`.
+        attention: which keys a draft step counts.
+        num_qo_heads, kv_lora_rank, qk_rope_head_dim: of the layer.
+        page_size: tokens per page, 32 or 64.
+    """
+
+    mode: GraphMode
+    story: Story
+    place: MetadataPlace = MetadataPlace.IN_GRAPH
+    attention: DraftAttention = DraftAttention.MLA
+    num_qo_heads: int = 4
+    kv_lora_rank: int = 64
+    qk_rope_head_dim: int = 16
+    page_size: int = 32
+    num_pages: int = 5
+    padded_seq_len: int = PADDED_SEQ_LEN
+    seed: int = 0
+
+    def __repr__(self) -> str:
+        return short_repr(self)
+
+    @property
+    def max_context_len(self) -> int:
+        return self.page_size * self.num_pages
+
+    @property
+    def interface(self) -> Interface:
+        return Interface.MLA_DECODE
+
+
+def graph_modes(width: int) -> tuple[GraphMode, ...]:
+    """Every mode that runs in graphs, with `width` rows per request where a mode has several."""
+    return (
+        GraphMode.decode(),
+        GraphMode.draft_decode(1),
+        GraphMode.target_verify(width),
+        GraphMode.draft_extend(width),
+        GraphMode.draft_extend_v2(SpecInfo(num_tokens_per_req=width)),
+    )

@@ -1,0 +1,364 @@
+"""Graph stories: right runners pass all of them, and each story is shown to fail for a deliberate defect."""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lab import references
+from lab.checks import GraphCase, Interface, Level, Outcome, Space, Story, judge_case
+from lab.checks.catalogue import graph_stories
+from lab.checks.check import Check
+from lab.checks.graph_case import MLAGraphCase, graph_modes
+from lab.checks.graph_stage import HUGE, POISONED_LENGTH, MHAStage, MLAStage, Stage
+from lab.checks.isolation import run_trial
+from lab.checks.mutants import mutant
+from lab.checks.scene import RunnerFactory, Scene, right_runner
+from lab.checks.stories import STORIES, tell
+from lab.kernels import portable
+from lab.metadata import ForwardBatch, KVPool, TRTLLMMHAMetadata
+from lab.metadata.engine.cuda_graph import GraphRunner
+from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
+from tests.devices import DEVICES, IN_INTERPRETER
+
+CPU = torch.device("cpu")
+WIDTH = 4
+NAMES = ("decode", "draft_decode", "target_verify", "draft_extend", "draft_extend_v2")
+MODES: dict[str, GraphMode] = dict(zip(NAMES, graph_modes(WIDTH), strict=True))
+
+
+def reason(case: GraphCase | MLAGraphCase, implementation: Any = references, make: RunnerFactory = right_runner) -> str:
+    """Say why a case on the CPU is not right; empty if it is."""
+    stage: type[Stage] = MLAStage if isinstance(case, MLAGraphCase) else MHAStage
+    check = Check("S", "story", "", lambda *_: (), lambda trial: tell(trial, stage, make))
+    judged = run_trial(implementation, check, case, CPU, Space())
+    return "" if judged.outcome is Outcome.RIGHT else "; ".join(judged.wrongs or judged.declines)
+
+
+def wrong(cases: Iterable[GraphCase | MLAGraphCase], implementation: Any = references) -> dict[str, str]:
+    return {repr(case): why for case in cases if (why := reason(case, implementation))}
+
+
+def test_every_story_of_every_mode_is_told_in_every_setting() -> None:
+    cases = [
+        case for each in graph_stories.CHECK.interfaces for case in graph_stories.CHECK.cases(each, Space(), Level.FULL)
+    ]
+    for name in ("tiny", "gpt-oss-120b"):
+        told = {(each.mode, each.story, each.place, each.sliding_window) for each in cases if each.geometry == name}
+        modes = {mode for width in (2, 4, 8) for mode in graph_modes(width)} | {
+            GraphMode.draft_decode(s) for s in (0, 2)
+        }
+        assert len(told) == len(modes) * len(STORIES) * 2 * 2
+    assert len(set(map(repr, cases))) == len(cases)
+
+
+def test_the_smoke_level_tells_each_story_of_two_modes_and_takes_turns() -> None:
+    cases = [
+        case
+        for each in graph_stories.CHECK.interfaces
+        for case in graph_stories.CHECK.cases(each, Space(), Level.SMOKE)
+    ]
+    assert Counter(case.story for case in cases) == dict.fromkeys(Story, 2)
+    assert {case.mode for case in cases} == set(MODES.values())
+    assert len({(case.place, case.sliding_window) for case in cases}) == 4
+
+
+SETTINGS = list(itertools.product(MetadataPlace, (False, True)))
+
+
+@IN_INTERPRETER
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_passes_with_the_references(mode: str) -> None:
+    """Every story in two settings that take turns, so that the mode meets all four."""
+    cases = (
+        GraphCase(MODES[mode], story, place, sliding_window=window)
+        for number, story in enumerate(Story)
+        for place, window in (SETTINGS[number % 4], SETTINGS[(number + 2) % 4])
+    )
+    assert wrong(cases) == {}
+
+
+@IN_INTERPRETER
+@pytest.mark.parametrize("mode", ["draft_decode", "draft_extend_v2"])
+def test_the_portable_kernel_passes(mode: str) -> None:
+    cases = (GraphCase(MODES[mode], story, num_pages=4, sliding_window=True) for story in Story)
+    assert wrong(cases, portable) == {}
+
+
+def test_a_wrong_verdict_says_what_is_wrong_and_how_to_see_it_again() -> None:
+    verdict = judge_case(mutant("window_ignored").implementation(), "graph_stories", windowed(), "cpu")
+    assert verdict.outcome is Outcome.WRONG
+    assert verdict.interface is Interface.DECODE
+    assert "output vectors are wrong" in verdict.reason
+    assert "judge_case(" in verdict.reproduce
+    assert "story=Story.A_B_A, sliding_window=True" in verdict.reproduce
+
+
+def windowed() -> GraphCase:
+    return GraphCase(MODES["decode"], Story.A_B_A, sliding_window=True)
+
+
+def test_a_function_that_is_missing_declines_its_modes() -> None:
+    decoding = SimpleNamespace(trtllm_batch_decode_with_kv_cache=references.trtllm_batch_decode_with_kv_cache)
+    case = GraphCase(MODES["draft_extend"], Story.A_B_A)
+    assert case.interface is Interface.CONTEXT
+    verdict = judge_case(decoding, "S1", case, "cpu")
+    assert verdict.outcome is Outcome.DECLINED
+    assert "it has no trtllm_batch_context_with_kv_cache" in verdict.reason
+
+
+# --- deliberate defects -----------------------------------------------------------------------------------------------
+
+
+class StaleLengths(GraphRunner):
+    """Lengths are copied in once and never again."""
+
+    loaded = 0
+
+    def replay(self, batch: ForwardBatch) -> Any:
+        self.loaded += 1
+        if self.loaded > 1:
+            stale = self.inputs.seq_lens[: batch.batch_size].clone()
+            batch = replace(batch, seq_lens=stale)
+        return super().replay(batch)
+
+
+class NoRebuildAfterTheFirst(GraphRunner):
+    """Each size's metadata is rebuilt for its first batch alone."""
+
+    def replay(self, batch: ForwardBatch) -> Any:
+        size = self.size_for(batch.batch_size)
+        output = super().replay(batch)
+        self.captured[size] = replace(self.captured[size], rebuild=lambda: None)
+        return output
+
+
+class StrideOfAnotherMode(GraphRunner):
+    """Rows are laid out as if each request had one row more."""
+
+    def replay(self, batch: ForwardBatch) -> Any:
+        boundaries = self.metadata.buffers.cu_seqlens_q
+        stride = self.mode.num_tokens_per_req + 1
+        boundaries.copy_(torch.arange(0, len(boundaries) * stride, stride, dtype=torch.int32))
+        return super().replay(batch)
+
+
+class GrownAfterCapture(GraphRunner):
+    """The input buffers are made anew, larger, when the first batch comes."""
+
+    grown = False
+
+    def replay(self, batch: ForwardBatch) -> Any:
+        if not self.grown:
+            self.grown = True
+            self.inputs.seq_lens = torch.ones(64, dtype=torch.int64)
+        return super().replay(batch)
+
+
+class EagerTakesTheBuffers(GraphRunner):
+    """An eager pass rewrites the static buffers, and the graph's inputs with them."""
+
+    def eager(self, batch: ForwardBatch) -> TRTLLMMHAMetadata:
+        metadata = super().eager(batch)
+        self.inputs.load = lambda *_: None  # type: ignore[method-assign]
+        return metadata
+
+
+class SizesTakeTheTail(GraphRunner):
+    """A small batch is loaded where a larger size has its last rows."""
+
+    def replay(self, batch: ForwardBatch) -> Any:
+        if batch.batch_size == 1 or self.size_for(batch.batch_size) == max(self.captured):
+            return super().replay(batch)
+        flipped = replace(batch, seq_lens=batch.seq_lens.flip(0))
+        return super().replay(flipped if self._seen_large() else batch)
+
+    def _seen_large(self) -> bool:
+        return bool((self.metadata.buffers.cache_seqlens_int32[2:] > 1).any())
+
+
+def with_a_copied_table(backend: Any, case: GraphCase, pool: KVPool, sizes: Sequence[int], body: Any) -> GraphRunner:
+    """The kernel was bound to a copy of the page table."""
+
+    def bound_elsewhere(view: ForwardBatch, metadata: TRTLLMMHAMetadata) -> Callable[[], Any]:
+        return body(view, replace(metadata, page_table=metadata.page_table.clone()))
+
+    return right_runner(backend, case, pool, sizes, bound_elsewhere)
+
+
+def without_the_offset(backend: Any, case: GraphCase, pool: KVPool, sizes: Sequence[int], body: Any) -> GraphRunner:
+    """Draft tokens are not counted: the graph of another draft step."""
+    return GraphRunner(backend, GraphMode.decode(), pool, sizes, body, case.place)
+
+
+def padding_not_reset(name: str) -> RunnerFactory:
+    """Padded rows keep what an earlier batch left in one input: its fill is missing."""
+
+    def make(backend: Any, case: GraphCase, pool: KVPool, sizes: Sequence[int], body: Any) -> GraphRunner:
+        made = right_runner(backend, case, pool, sizes, body)
+        load, buffer = made.inputs.load, getattr(made.inputs, name)
+
+        def load_without_the_fill(batch: ForwardBatch, batch_size: int) -> None:
+            stale = buffer.clone()
+            load(batch, batch_size)
+            real = batch.out_cache_loc.shape[0] if name == "out_cache_loc" else batch.batch_size
+            buffer[real:].copy_(stale[real:])
+
+        made.inputs.load = load_without_the_fill  # type: ignore[method-assign]
+        return made
+
+    return make
+
+
+class KeepsTheTailOfWriteLocations(GraphRunner):
+    """Of the sliding window's write locations only the real rows are written."""
+
+    def replay(self, batch: ForwardBatch) -> Any:
+        written = self.metadata.buffers.swa_out_cache_loc
+        assert written is not None
+        stale = written.clone()
+        output = super().replay(batch)
+        written[batch.num_tokens :].copy_(stale[batch.num_tokens :])
+        return output
+
+
+def runner(kind: type[GraphRunner]) -> RunnerFactory:
+    return lambda backend, case, pool, sizes, body: kind(backend, case.mode, pool, sizes, body, case.place)
+
+
+@dataclass(frozen=True)
+class Defect:
+    """A wrong runner, and what each of some stories says of it."""
+
+    mode: str
+    make: RunnerFactory
+    found: dict[Story, str]
+    place: MetadataPlace = MetadataPlace.BEFORE_REPLAY
+    sliding_window: bool = False
+
+
+def padded(name: str, mode: str = "decode") -> Defect:
+    return Defect(mode, padding_not_reset(name), {Story.TWO_CAPTURED_SIZES: f"{name} of padded rows is"})
+
+
+DEFECTS = {
+    "stale lengths": Defect(
+        "target_verify",
+        runner(StaleLengths),
+        {Story.AFTER_A_LONGER_BATCH: "replay 1: cache_seqlens", Story.A_B_A: "cache_seqlens"},
+    ),
+    "no rebuild after the first": Defect("decode", runner(NoRebuildAfterTheFirst), {Story.A_B_A: "cache_seqlens"}),
+    "a table not rebound": Defect(
+        "draft_decode",
+        with_a_copied_table,
+        {Story.CAPTURED_BELOW_Q: "output vectors", Story.EAGER_EQUALS_REPLAY: "output vectors"},
+    ),
+    "a stride of another mode": Defect(
+        "target_verify", runner(StrideOfAnotherMode), {Story.CAPTURED_BELOW_Q: "cu_seqlens_q"}
+    ),
+    "a buffer grown after capture": Defect(
+        "decode",
+        runner(GrownAfterCapture),
+        {Story.SAME_BUFFERS: "seq_lens moved after capture"},
+        place=MetadataPlace.IN_GRAPH,
+    ),
+    "an eager pass takes the buffers": Defect(
+        "decode", runner(EagerTakesTheBuffers), {Story.EAGER_BETWEEN_REPLAYS: "cache_seqlens"}
+    ),
+    "sizes do not share their storage": Defect(
+        "decode", runner(SizesTakeTheTail), {Story.TWO_CAPTURED_SIZES: "replay 2"}
+    ),
+    "a missing offset": Defect("draft_decode", without_the_offset, {Story.CAPTURED_BELOW_Q: ""}),
+    "seq_lens of padding not reset": padded("seq_lens"),
+    "req_pool_indices of padding not reset": padded("req_pool_indices"),
+    "out_cache_loc of padding not reset": padded("out_cache_loc"),
+    "extend_seq_lens of padding not reset": padded("extend_seq_lens", "draft_extend"),
+    "the tail of write locations kept": Defect(
+        "decode",
+        runner(KeepsTheTailOfWriteLocations),
+        {Story.POISONED: "swa_out_cache_loc of padded rows is"},
+        sliding_window=True,
+    ),
+}
+
+
+@IN_INTERPRETER
+@pytest.mark.parametrize(("name", "story"), [(name, story) for name, each in DEFECTS.items() for story in each.found])
+def test_a_defect_is_found_and_the_story_says_what_is_wrong(name: str, story: Story) -> None:
+    defect = DEFECTS[name]
+    case = GraphCase(MODES[defect.mode], story, defect.place, sliding_window=defect.sliding_window)
+    why = reason(case, make=defect.make)
+    assert why
+    assert defect.found[story] in why
+
+
+def test_every_story_finds_a_defect() -> None:
+    assert {story for defect in DEFECTS.values() for story in defect.found} == set(Story)
+
+
+def test_a_row_without_keys_that_is_nan_shows_at_the_capture() -> None:
+    """0 / 0 where a row sees no key, as SGLang's draft decode met at capture (#26521)."""
+
+    def decode(**arguments: Any) -> torch.Tensor:
+        out = references.trtllm_batch_decode_with_kv_cache(**arguments)
+        width = arguments["q_len_per_req"]
+        rows = arguments["seq_lens"].repeat_interleave(width)
+        offsets = torch.arange(width).repeat(len(arguments["seq_lens"]))
+        out[rows - width + offsets < 0] = float("nan")
+        return out
+
+    case = GraphCase(MODES["draft_extend_v2"], Story.CAPTURED_BELOW_Q)
+    why = reason(case, SimpleNamespace(trtllm_batch_decode_with_kv_cache=decode))
+    assert "of the capture itself are not finite" in why
+
+
+def test_padded_rows_that_take_part_with_weight_zero_show_when_poisoned() -> None:
+    mode = MODES["draft_extend_v2"]
+    assert "with nan around it" in reason(
+        GraphCase(mode, Story.POISONED), mutant("other_rows_times_zero").implementation()
+    )
+
+
+# --- poison -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", list(MetadataPlace), ids=lambda place: place.name.lower())
+@pytest.mark.parametrize("mode", ["decode", "draft_extend", "draft_extend_v2"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_poison_is_in_all_metadata_that_a_replay_rewrites(device: str, mode: str, place: MetadataPlace) -> None:
+    implementation = references if device == "cpu" else portable
+    case = GraphCase(MODES[mode], Story.POISONED, place, sliding_window=True)
+    scene = Scene(case, implementation, torch.device(device), MHAStage)
+    buffers = scene.runner.metadata.buffers
+    preset = buffers.cu_seqlens_q.clone()
+    scene.poison(HUGE)
+    assert buffers.swa_out_cache_loc is not None
+    assert buffers.swa_page_table is not None
+    poisoned = [buffers.cache_seqlens_int32, buffers.cu_seqlens_k[1:], buffers.swa_out_cache_loc]
+    if scene.case.mode.extends:
+        poisoned.append(buffers.cu_seqlens_q[1:])
+    else:
+        assert torch.equal(buffers.cu_seqlens_q, preset)
+    assert all(bool((each == POISONED_LENGTH).all()) for each in poisoned)
+    assert not bool(buffers.page_table.any() or buffers.swa_page_table.any())
+
+
+# --- real graphs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA graphs, and there is no GPU here")
+@pytest.mark.parametrize("sliding_window", [False, True], ids=["full", "window"])
+@pytest.mark.parametrize("place", list(MetadataPlace), ids=lambda place: place.name.lower())
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["lab.kernels.trtllm", "lab.kernels.portable"])
+def test_real_graphs(name: str, mode: str, place: MetadataPlace, sliding_window: bool) -> None:
+    for story in Story:
+        case = GraphCase(MODES[mode], story, place, "gpt-oss-120b", page_size=64, sliding_window=sliding_window)
+        verdict = judge_case(name, "S1", case, "cuda")
+        assert verdict.outcome is Outcome.RIGHT, verdict
