@@ -443,7 +443,7 @@ class RandomDraft:
                 buffer[:bs].copy_(contents)
 
 
-def planned_under_random_drafts(scene: Scene, backend: VerifyBackend, count: int = 40) -> list[dict[str, Tensor]]:
+def planned_under_random_drafts(scene: Scene, backend: VerifyBackend, count: int = 12) -> list[dict[str, Tensor]]:
     batch = scene.batch(12, 28, 44)
     return verify_metadata_under(PlanStream(backend), batch, [RandomDraft(scene, batch, seed) for seed in range(count)])
 
