@@ -19,7 +19,7 @@ from lab.checks.metadata_truth import wrong_mla_metadata
 from lab.checks.mla_pass import MLAPass, build_mla_pass
 from lab.checks.space import Space
 from lab.checks.trial import Result, Trial
-from lab.metadata.engine.forward_mode import ForwardMode
+from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.mla.metadata import DEAD_PAGE
 from lab.references.forward_metadata import mla_forward_metadata
@@ -74,7 +74,7 @@ def _tails(trial: Trial, forward: MLAPass) -> None:
     ):
         if set(cells[len(pages) :]) - {DEAD_PAGE}:
             trial.wrong(f"request {request}'s row of the table ends in {sorted(set(cells[len(pages) :]))}, not in -1")
-    rows = 0 if forward.batch.forward_mode.is_decode_or_idle() else metadata.max_seq_len_q
+    rows = 0 if forward.batch.forward_mode.query_rows is QueryRows.ONE else metadata.max_seq_len_q
     if max(expected.seq_lens_k) > metadata.max_seq_len_k + rows:
         trial.wrong(f"max_seq_len_k={metadata.max_seq_len_k} is less than the longest of {expected.seq_lens_k}")
 

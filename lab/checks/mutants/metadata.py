@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lab.checks.mutants.mutant import MHA_METADATA, Defective, Mutant
 from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import uncounted_tokens
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
@@ -128,7 +129,7 @@ class DraftStepUncounted(Builder):
     """Lengths of a draft step count the tokens before its own, and not its own."""
 
     def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-        if batch.spec_info is None or not batch.forward_mode.is_decode_or_idle():
+        if batch.spec_info is None or batch.forward_mode.query_rows is not QueryRows.ONE:
             return metadata
         return replace(metadata, cache_seqlens_int32=metadata.cache_seqlens_int32 - 1)
 
@@ -157,7 +158,9 @@ class MaxSeqLenQOverridden(Builder):
     source = "SGLang #27473"
 
     def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-        return replace(metadata, max_seq_len_q=1) if batch.forward_mode.is_target_verify() else metadata
+        return (
+            replace(metadata, max_seq_len_q=1) if batch.forward_mode.query_rows is QueryRows.DRAFT_TOKENS else metadata
+        )
 
 
 class WindowTableUntranslated(Builder):

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lab.checks.mutants.mutant import MLA_METADATA, Defective, Mutant
 from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.mla.metadata import DEAD_PAGE, QueryLayout, TRTLLMMLADecodeMetadata, build_mla_decode_metadata
@@ -52,7 +53,7 @@ class MLAVerifyUncounted(MLABuilder):
     """Lengths of a verification leave its rows out."""
 
     def changed(self, metadata: TRTLLMMLADecodeMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
-        if not batch.forward_mode.is_target_verify():
+        if batch.forward_mode.query_rows is not QueryRows.DRAFT_TOKENS:
             return metadata
         return replace(metadata, seq_lens_k=metadata.seq_lens_k - metadata.max_seq_len_q)
 

@@ -132,34 +132,8 @@ class ForwardMode(IntEnum):
     def is_decode(self) -> bool:
         return self is ForwardMode.DECODE
 
-    def is_mixed(self) -> bool:
-        return self is ForwardMode.MIXED
-
-    def is_idle(self) -> bool:
-        return self is ForwardMode.IDLE
-
     def is_target_verify(self) -> bool:
         return self is ForwardMode.TARGET_VERIFY
 
-    def is_prebuilt(self) -> bool:
-        return self is ForwardMode.PREBUILT
-
     def is_draft_extend_v2(self) -> bool:
         return self is ForwardMode.DRAFT_EXTEND_V2
-
-    def is_draft_extend(self, include_v2: bool = False) -> bool:
-        return self is ForwardMode.DRAFT_EXTEND or (include_v2 and self.is_draft_extend_v2())
-
-    def is_decode_or_idle(self) -> bool:
-        return self.query_rows is QueryRows.ONE
-
-    def is_extend(self, include_draft_extend_v2: bool = False) -> bool:
-        """Return True for a prefill in SGLang's sense, which counts verification, and the second draft extend by flag only."""
-        return (
-            self.is_prefill
-            or self in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
-            or (include_draft_extend_v2 and self.is_draft_extend_v2())
-        )
-
-    def is_extend_without_speculative(self) -> bool:
-        return self.is_prefill
