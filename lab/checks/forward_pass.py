@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lab.checks.needles import leaning, needle_positions, plant
+from lab.checks.needles import draw_histories, needle_positions
 from lab.checks.stored import E4M3_K_SCALE, E4M3_V_SCALE, as_stored, fill
 from lab.checks.truth import Rules, Truth, truth_of_requests
 from lab.metadata.engine.forward_batch import ForwardBatch
@@ -116,8 +116,9 @@ def build_forward(case: ForwardCase, device: torch.device, build_metadata: Build
     """Build the pool, write the histories, poison the rest, and build the metadata, by the lab's builder or the given one."""
     generator = torch.Generator(device=device).manual_seed(case.seed)
     model = case.model
-    query, drawn = draw_inputs(
-        case, generator, model.softmax_scale, model.num_qo_heads, (model.num_kv_heads, model.head_dim), num_sides=2
+    sides = (model.head_dim, model.head_dim)
+    query, drawn = draw_histories(
+        case, generator, limits_of(case), model.num_qo_heads, model.num_kv_heads, sides, model.softmax_scale
     )
     scales = (E4M3_K_SCALE, E4M3_V_SCALE)
     histories = [
@@ -179,41 +180,14 @@ def admit_and_write(
     return batch, metadata
 
 
-def draw_inputs(
-    case: PassCase,
-    generator: torch.Generator,
-    softmax_scale: float,
-    num_qo_heads: int,
-    entry: tuple[int, int],
-    num_sides: int,
-) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
-    """Draw the query, [num_rows, num_qo_heads, head_dim], and each request's tokens, in float32.
-
-    Args:
-        case: with `inputs`, in needles' case at the limits of what is seen and just beyond.
-        generator: of the device where the tensors will be.
-        softmax_scale, num_qo_heads: of the layer.
-        entry: (num_kv_heads, head_dim) of a token's side.
-        num_sides: 2 for K and V, 1 for latent entries: [kv_len, num_kv_heads, head_dim] each.
-    """
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=generator.device, generator=generator)
-
-    has_needles = case.inputs is Inputs.NEEDLES
-    query = randn(sum(case.q_lens), num_qo_heads, entry[1])
-    directions = torch.nn.functional.normalize(randn(*entry), dim=-1)
-    if has_needles:
-        query = leaning(query, directions)
-    drawn = []
-    for kv_len, seen, q_len in zip(case.kv_lens, case.seen_lens, case.q_lens, strict=True):
-        sides = tuple(randn(kv_len, *entry) for _ in range(num_sides))
-        if has_needles:
-            ends = {kv_len, seen}
-            limits = [needle_positions(end, q_len, case.page_size, case.window_left) for end in ends]
-            plant(sides[0], set().union(*limits), directions, softmax_scale)
-        drawn.append(sides)
-    return query, drawn
+def limits_of(case: PassCase) -> list[set[int]] | None:
+    """Return where needles go in each request, at the limits of what its rows see and just beyond; None without needles."""
+    if case.inputs is not Inputs.NEEDLES:
+        return None
+    return [
+        {at for end in (kv_len, seen) for at in needle_positions(end, q_len, case.page_size, case.window_left)}
+        for kv_len, seen, q_len in zip(case.kv_lens, case.seen_lens, case.q_lens, strict=True)
+    ]
 
 
 def _new_layer(case: ForwardCase, device: torch.device, generator: torch.Generator) -> AttentionLayer:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lab.checks.forward_pass import EnginePass, admit_and_write, draw_inputs, new_poisonable_pool
+from lab.checks.forward_pass import EnginePass, admit_and_write, limits_of, new_poisonable_pool
+from lab.checks.needles import draw_histories
 from lab.checks.stored import E4M3_K_SCALE, as_stored
 from lab.checks.truth import Rules, Truth, truth_of_requests
 from lab.metadata.engine.forward_batch import ForwardBatch
@@ -67,7 +68,9 @@ def build_mla_pass(
 ) -> MLAPass:
     """Build the pool, write the histories into pages between poison, and build the metadata."""
     generator = torch.Generator(device=device).manual_seed(case.seed)
-    query, drawn = draw_inputs(case, generator, case.softmax_scale, case.num_qo_heads, (1, case.head_dim), num_sides=1)
+    query, drawn = draw_histories(
+        case, generator, limits_of(case), case.num_qo_heads, 1, (case.head_dim,), case.softmax_scale
+    )
     histories = [(as_stored(entries.squeeze(1), E4M3_K_SCALE, case.kv_dtype),) for (entries,) in drawn]
     layer = MLALayer(
         softmax_scale=case.softmax_scale,

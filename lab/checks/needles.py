@@ -4,10 +4,12 @@ Each K/V head has a direction of its own. Every query row leans toward it, and a
 stands `HEIGHT` above the others', which are within about ± 1.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+
+from lab.workloads.requests import History, PassLens
 
 TILE_SIZES = (64, 128)  # keys that kernels take at a time
 LEAN = 4.0  # share of its direction in a query row, whose own elements are N(0, 1)
@@ -44,3 +46,38 @@ def plant(keys: Tensor, positions: Iterable[int], directions: Tensor, softmax_sc
     """Make needles of some of a request's keys, [kv_len, num_kv_heads, head_dim], in place."""
     index = torch.tensor(sorted(positions), dtype=torch.int64, device=keys.device)
     keys[index] += directions * (HEIGHT / (LEAN * softmax_scale))
+
+
+def draw_histories(
+    lens: PassLens,
+    generator: torch.Generator,
+    needles: Sequence[Iterable[int]] | None,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dims: Sequence[int],
+    softmax_scale: float,
+) -> tuple[Tensor, list[History]]:
+    """Draw the query rows of a pass and its requests' tokens, N(0, 1), float32, on the generator's device.
+
+    Args:
+        lens: of the pass.
+        generator: the query is drawn from it first, then the needles' directions, then each request's sides.
+        needles: positions of each request's needles; None for a pass without.
+        num_qo_heads, num_kv_heads, softmax_scale: of the layer.
+        head_dims: of each side of a token: of K and of V, or of a latent entry alone. The query has the first.
+
+    Returns:
+        The query, [num_rows, num_qo_heads, head_dim], and per request its sides, [kv_len, num_kv_heads, head_dim] each.
+    """
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=generator.device, generator=generator)
+
+    query = randn(sum(lens.q_lens), num_qo_heads, head_dims[0])
+    directions = torch.nn.functional.normalize(randn(num_kv_heads, head_dims[0]), dim=-1)
+    drawn: list[History] = []
+    for request, kv_len in enumerate(lens.kv_lens):
+        drawn.append(tuple(randn(kv_len, num_kv_heads, head_dim) for head_dim in head_dims))
+        if needles is not None:
+            plant(drawn[-1][0], needles[request], directions, softmax_scale)
+    return query if needles is None else leaning(query, directions), drawn

@@ -7,7 +7,6 @@ metadata. Requests without new tokens or without a chunk lie between the others,
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from lab.checks.attention_inputs import new_workspace, running_sum
 from lab.checks.catalogue.k05_guards import changed_bytes, guarded, wrong_guards
 from lab.checks.check import Check, Level, counted, first_line
-from lab.checks.needles import leaning, needle_positions, plant
+from lab.checks.needles import draw_histories, needle_positions
 from lab.checks.space import Space
 from lab.checks.trial import Result, Trial, as_result
 from lab.checks.truth import Rules, Truth, truth_of_requests
@@ -53,46 +52,37 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[RaggedC
         yield RaggedCase(tuple(lengths[0]), tuple(lengths[1]), chunk=100, num_heads=1 + seed % 3, seed=seed)
 
 
-@dataclass(frozen=True, eq=False)
-class _Prefill:
-    """Query [sum(q_lens), heads, head_dim], and each request's keys and values."""
-
-    query: Tensor
-    histories: list[tuple[Tensor, Tensor]]
-
-
 def _judge(trial: Trial) -> None:
     case = trial.case
-    prefill = _draw(case, trial.device)
+    query, histories = _draw(case, trial.device)
     new_tokens = [
-        (keys[prefix:], values[prefix:])
-        for (keys, values), prefix in zip(prefill.histories, case.prefix_lens, strict=True)
+        (keys[prefix:], values[prefix:]) for (keys, values), prefix in zip(histories, case.prefix_lens, strict=True)
     ]
-    truth = _truth(case, prefill.query, new_tokens, causal=True)
-    arguments = _arguments(case, prefill.query, new_tokens, causal=True)
+    truth = _truth(case, query, new_tokens, causal=True)
+    arguments = _arguments(case, query, new_tokens, causal=True)
     before = {name: value.clone() for name, value in arguments.items() if isinstance(value, Tensor)}
     own = _call(trial, arguments | {"return_lse": True})
     trial.hold("new tokens", own, truth)
     for wrong in changed_bytes({name: arguments[name] for name in before if name != "workspace_buffer"}, before):
         trial.wrong(wrong)
-    trial.hold("new tokens as a backend calls it", _by_backend(trial, prefill.query, new_tokens), truth)
+    trial.hold("new tokens as a backend calls it", _by_backend(trial, query, new_tokens), truth)
     if case.inputs is Inputs.NEEDLES:  # which show each limit
-        _variations(trial, arguments, prefill.query, new_tokens)
-    together = _call(trial, _arguments(case, prefill.query, prefill.histories, causal=True) | {"return_lse": True})
-    trial.hold("all keys in one call", together, _truth(case, prefill.query, prefill.histories, causal=True))
+        _variations(trial, arguments, query, new_tokens)
+    together = _call(trial, _arguments(case, query, histories, causal=True) | {"return_lse": True})
+    trial.hold("all keys in one call", together, _truth(case, query, histories, causal=True))
     merged = own
     for start in range(0, max(case.prefix_lens), case.chunk):
         part = [
             (keys[: min(prefix, start + case.chunk)][start:], values[: min(prefix, start + case.chunk)][start:])
-            for (keys, values), prefix in zip(prefill.histories, case.prefix_lens, strict=True)
+            for (keys, values), prefix in zip(histories, case.prefix_lens, strict=True)
         ]
         what = f"the chunk from {start} on"
-        given = _arguments(case, prefill.query, part, causal=False) | {"return_lse": True, "o_sf_scale": -1.0}
+        given = _arguments(case, query, part, causal=False) | {"return_lse": True, "o_sf_scale": -1.0}
         chunk = _call(trial, given)
-        trial.hold(what, chunk, _truth(case, prefill.query, part, causal=False))
+        trial.hold(what, chunk, _truth(case, query, part, causal=False))
         merged = _merged(merged, chunk)
     if max(case.prefix_lens):
-        whole = _truth(case, prefill.query, prefill.histories, causal=True)
+        whole = _truth(case, query, histories, causal=True)
         trial.hold("all of them merged", merged._replace(out=merged.out.to(case.dtype)), whole)
 
 
@@ -215,26 +205,27 @@ def _merged(left: Result, right: Result) -> Result:
     return Result((weights * outs).sum(dim=0), total)
 
 
-def _draw(case: RaggedCase, device: torch.device) -> _Prefill:
-    generator = torch.Generator().manual_seed(case.seed)
-    query = torch.randn(sum(case.q_lens), case.num_heads, case.head_dim, generator=generator)
-    directions = torch.randn(case.num_heads, case.head_dim, generator=generator)
-    directions = directions / directions.norm(dim=-1, keepdim=True)
-    needles = case.inputs is Inputs.NEEDLES
-    if needles:
-        query = leaning(query, directions)
-    histories = []
-    for prefix, kv_len, q_len in zip(case.prefix_lens, case.kv_lens, case.q_lens, strict=True):
-        keys = torch.randn(kv_len, case.num_heads, case.head_dim, generator=generator)
-        values = torch.randn(kv_len, case.num_heads, case.v_head_dim, generator=generator)
-        if needles:
-            limits = {*needle_positions(kv_len, q_len, TILE)}
-            limits |= {
-                near for edge in range(0, prefix + 1, case.chunk) for near in (edge - 1, edge) if 0 <= near < kv_len
-            }
-            plant(keys, limits, directions, case.softmax_scale)
-        histories.append((keys.to(device, case.dtype), values.to(device, case.dtype)))
-    return _Prefill(query.to(device, case.dtype), histories)
+def _draw(case: RaggedCase, device: torch.device) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """Return the query, [sum(q_lens), heads, head_dim], and each request's keys and values."""
+    needles = [_limits(case, request) for request in range(len(case.q_lens))]
+    query, histories = draw_histories(
+        case,
+        torch.Generator().manual_seed(case.seed),
+        needles if case.inputs is Inputs.NEEDLES else None,
+        case.num_heads,
+        case.num_heads,
+        (case.head_dim, case.v_head_dim),
+        case.softmax_scale,
+    )
+    stored = [(keys.to(device, case.dtype), values.to(device, case.dtype)) for keys, values in histories]
+    return query.to(device, case.dtype), stored
+
+
+def _limits(case: RaggedCase, request: int) -> set[int]:
+    """Return the positions at the limits of what a request's rows see, and at both ends of each chunk of its prefix."""
+    kv_len, edges = case.kv_lens[request], range(0, case.prefix_lens[request] + 1, case.chunk)
+    ends = {near for edge in edges for near in (edge - 1, edge) if 0 <= near < kv_len}
+    return ends | set(needle_positions(kv_len, case.q_lens[request], TILE))
 
 
 CHECK = Check("M3", "mla_prefill", first_line(__doc__), _cases, _judge, interfaces=(Interface.RAGGED_CONTEXT,))
