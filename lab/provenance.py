@@ -1,4 +1,4 @@
-"""What a recorded number was measured on: GPU, driver, clocks, versions, commit."""
+"""The machine and software that a recorded number was measured on: GPU, driver, clocks, versions, commit."""
 
 import importlib.metadata
 import os
@@ -14,7 +14,7 @@ GPU_FIELDS = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.s
 
 
 def environment() -> dict[str, Any]:
-    """A JSON-ready description of this machine and software; GPU fields are absent without a GPU."""
+    """Return a JSON-ready description of this machine and software; GPU fields are absent without a GPU."""
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "machine": platform.machine(),
@@ -36,7 +36,7 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The git commit of this checkout, with "-dirty" if files differ; LAB_COMMIT where the lab has no checkout."""
+    """Return the git commit of this checkout, with "-dirty" if files differ; LAB_COMMIT where the lab has no checkout."""
     here = str(Path(__file__).parent)
     if not _output(["git", "-C", here, "ls-files", Path(__file__).name]):  # another project's checkout, or none
         return os.environ.get("LAB_COMMIT")
@@ -51,7 +51,7 @@ def _version(package: str) -> str | None:
 
 
 def _nvidia_smi(uuid: str) -> dict[str, str]:
-    """By UUID: nvidia-smi numbers all GPUs of the host, torch those of CUDA_VISIBLE_DEVICES."""
+    """Return nvidia-smi's `GPU_FIELDS` of a GPU, by UUID: it numbers all GPUs, torch those of CUDA_VISIBLE_DEVICES."""
     query = f"--query-gpu={','.join(GPU_FIELDS)}"
     line = _output(["nvidia-smi", query, "--format=csv,noheader", "-i", f"GPU-{uuid}"])
     return dict(zip(GPU_FIELDS, line.split(", "), strict=False))

@@ -1,4 +1,4 @@
-"""The four calls by name, and what a problem asks for beyond a plain call.
+"""The four calls by name, and the features that a problem asks for beyond a plain call.
 
 `FIELDS` classifies every field of a problem. A field that it does not name asks for `Feature.UNDECLARED`, which no kernel
 honours, so that a new argument is refused everywhere until the kernels that take it say so.

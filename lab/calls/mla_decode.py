@@ -169,7 +169,7 @@ class MLADecodeCall:
             )
 
     def _query_rows(self) -> torch.Tensor:
-        """The query as [num_rows, num_qo_heads, kv_lora_rank + qk_rope_head_dim]."""
+        """Return the query as [num_rows, num_qo_heads, kv_lora_rank + qk_rope_head_dim]."""
         check_int("qk_nope_head_dim", self.qk_nope_head_dim, 1, "it is head_dim before absorption, without rotary part")
         rank = check_int("kv_lora_rank", self.kv_lora_rank, 1, "it is the size of the latent vector")
         rope = check_int("qk_rope_head_dim", self.qk_rope_head_dim, 0, "it is the size of the rotary part")
@@ -194,7 +194,7 @@ class MLADecodeCall:
         return rows
 
     def _cache_pages(self) -> torch.Tensor:
-        """The cache as [num_pages, 1, page_size, kv_lora_rank + qk_rope_head_dim]."""
+        """Return the cache as [num_pages, 1, page_size, kv_lora_rank + qk_rope_head_dim]."""
         cache = check_tensor("kv_cache", self.kv_cache)
         allowed = tuple(dict.fromkeys((self.query.dtype, E4M3)))
         if cache.dtype == torch.uint8:

@@ -21,7 +21,7 @@ Scale = float | torch.Tensor
 
 @dataclass(frozen=True, eq=False)
 class AttentionProblem:
-    """What every checked attention problem has, whichever call posed it.
+    """The part of a checked attention problem that every call poses.
 
     Attributes:
         call: the call that posed it.

@@ -1,6 +1,6 @@
-"""What is measured: FlashInfer's kernels (`trtllm`) and portable Triton ones (`portable`), behind the same names.
+"""Kernels under test: FlashInfer's (`trtllm`), portable Triton ones (`portable`) and others (`peers`), under the same names.
 
-Beside them, the Triton kernels that write metadata: `generate_draft_decode_kv_indices` and `write_forward_metadata`. Importing
+`serving` has the Triton kernels that write metadata: `generate_draft_decode_kv_indices` and `write_forward_metadata`. Importing
 this package imports none of them: each module brings its own heavy dependency.
 """
 
@@ -33,7 +33,7 @@ def __getattr__(name: str) -> Any:
 
 
 def default_implementation(device: torch.device | str | None = None) -> ModuleType:
-    """`lab.kernels.trtllm` where FlashInfer has kernels for the GPU, else `lab.kernels.portable`.
+    """Return `lab.kernels.trtllm` where FlashInfer has kernels for the GPU, else `lab.kernels.portable`.
 
     Args:
         device: where it is to run; the GPU if there is one.
@@ -45,12 +45,12 @@ def default_implementation(device: torch.device | str | None = None) -> ModuleTy
 
 
 def prepare(implementation: Any, name: str, /, **arguments: Any) -> Callable[[], Any]:
-    """A call of an implementation's function, ready to be made any number of times.
+    """Return a call of an implementation's function, ready to be made any number of times.
 
-    What an implementation can do once, it does once. FlashInfer's adapter checks and converts the arguments, and its prepared
-    call is FlashInfer's own; the portable one checks and allocates, and its prepared call is launches alone, from the second
-    on of what the first has compiled (`lab.kernels.portable.triton_call`). One that prepares nothing does its whole work in
-    each call, and is timed with it. Tensors are held, not copied: their contents may change between calls.
+    FlashInfer's adapter checks and converts the arguments once; its prepared call is FlashInfer's own. The portable one
+    checks and allocates once; its prepared call is launches alone (`lab.kernels.portable.triton_call`). One that prepares
+    nothing does its whole work in each call, and is timed with it. Tensors are held, not copied: their contents may change
+    between calls.
 
     Args:
         implementation: any object with the function, such as `lab.kernels.portable` or `lab.references`; it may have

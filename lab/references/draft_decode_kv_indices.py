@@ -1,4 +1,4 @@
-"""Which K/V slots each step of a multi-step draft reads, said one step, request, branch and token at a time."""
+"""The K/V slots that each step of a multi-step draft reads, written one step, request, branch and token at a time."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ def generate_draft_decode_kv_indices(
     topk: int,
     page_size: int,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The ragged K/V lists that SGLang's multi-step draft backends hand their attention (0.5.11 to 0.5.23).
+    """Return the ragged K/V lists that SGLang's multi-step draft backends hand their attention (0.5.11 to 0.5.23).
 
     Step ``s`` of a draft reads, for each branch of each request, the request's prefix and the ``s + 1`` tokens that the
     branch has drafted, the step's own included. A branch's draft slots follow the prefix in the request's row; with pages
@@ -61,9 +61,9 @@ def generate_draft_decode_kv_indices(
 
 
 def draft_start(length: int, branch: int, *, num_steps: int, topk: int, page_size: int) -> int:
-    """The position in a request's row where a branch's draft slots begin.
+    """Return the position in a request's row where a branch's draft slots begin.
 
-    Pages of several branches: the prefix's last page may be partly filled, and each branch continues in a copy of it.
+    With pages and several branches, each branch continues in a copy of the prefix's last, partly filled page.
     """
     if page_size == 1 or topk == 1:
         return length + branch * num_steps

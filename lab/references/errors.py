@@ -1,4 +1,4 @@
-"""How far an output is from the truth, and how far it may be: per (row, head), against a measured control.
+"""The distance of an output from the truth, and the distance that is allowed: per (row, head), by a measured control.
 
 The measure is the relative L2 error of each output vector. The allowance is what plain low-precision arithmetic of
 the same dtypes makes of the same inputs, measured, times a small factor: no absolute tolerance, no budget of wrong
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lab.calls.problem import Scale
+from lab.calls.problem import E4M3, Scale
 from lab.references.quantization import rounded
 
 # An output may be this many times as far from float64 as the control is. Tilings and split reductions of a right kernel
@@ -22,13 +22,13 @@ LARGEST_BOUND = 0.5
 
 
 def relative_l2(out: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """‖out - expected‖ / ‖expected‖ of each vector, float64 [num_rows, num_heads].
+    """Return ‖out - expected‖ / ‖expected‖ of each vector, float64 [num_rows, num_heads].
 
     NaN or infinity in either gives infinity. Where `expected` is zero, an exact zero is right and all else is
     infinitely wrong.
 
     Args:
-        out, expected: [num_rows, num_heads, head_dim].
+        out, expected: [num_rows, num_heads, head_dim], any float dtype.
 
     Raises:
         ValueError: the shapes differ.
@@ -53,12 +53,18 @@ def eager_attention(
     sinks: torch.Tensor | None = None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The control: attention as a matrix unit does it, with operands in `arithmetic` and float32 sums.
+    """Compute the control: attention as a matrix unit does it, with operands in `arithmetic` and float32 sums.
 
     The query and the softmax's weights are rounded to `arithmetic` before each product (for e4m3, scaled to its range
     per row, as a kernel of that dtype does); scores, softmax and sums are float32; the output is in `out_dtype`.
 
-    Args: as `lab.references.paged_attention.attention`; returns [batch, q_len, num_qo_heads, v_head_dim] in `out_dtype`.
+    Args:
+        query, keys, values, visible, bmm1_scale, bmm2_scale, sinks: as in `lab.references.attention`.
+        arithmetic: dtype of the operands of both products: float16, bfloat16, e4m3 or float32.
+        out_dtype: of the result.
+
+    Returns:
+        [batch, q_len, num_qo_heads, v_head_dim] in `out_dtype`.
     """
     group = query.shape[2] // keys.shape[2]
     keys, values = (side.to(torch.float32).repeat_interleave(group, dim=2).transpose(1, 2) for side in (keys, values))
@@ -80,7 +86,7 @@ def eager_attention(
 
 
 def _as_operand(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if dtype != torch.float8_e4m3fn:
+    if dtype != E4M3:
         return values.to(dtype).to(torch.float32)
     largest = values.abs().amax(dim=-1, keepdim=True)
     scale = torch.where(largest > 0, largest / torch.finfo(dtype).max, torch.ones_like(largest))
@@ -105,7 +111,7 @@ class Comparison:
 
     @property
     def wrong(self) -> torch.Tensor:
-        """bool [num_rows, num_heads]; an infinite error is wrong whatever the bound."""
+        """The vectors that are wrong, bool [num_rows, num_heads]; an infinite error is wrong whatever the bound."""
         return ~(self.error <= self.bound) | self.error.isinf()
 
     @property
@@ -119,7 +125,7 @@ class Comparison:
         return float(self.ratio.max()) if self.error.numel() else 0.0
 
     def worst(self, count: int) -> list[tuple[int, int]]:
-        """(row, head) of the vectors with the largest error over its bound, at most `count`, the worst first."""
+        """Return (row, head) of the vectors with the largest error over its bound, at most `count`, the worst first."""
         indices = self.ratio.flatten().topk(min(count, self.error.numel())).indices.tolist()
         return [divmod(index, self.error.shape[1]) for index in indices]
 

@@ -1,4 +1,4 @@
-"""What each forward mode must hand a TRT-LLM kernel, of MHA or of MLA, said one request at a time.
+"""The metadata that each forward mode must give a TRT-LLM kernel, of MHA or of MLA, written one request at a time.
 
 The batch and the pool are read by attribute name, so anything shaped like ``lab.metadata``'s ``ForwardBatch`` and
 ``KVPool`` will do. Device tensors are read freely: this defines what is right, and is never fast.
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ForwardMetadata:
-    """The right answer in plain numbers. Page tables list the live pages of each request and nothing more."""
+    """The right metadata in plain numbers. Page tables list the live pages of each request and nothing more."""
 
     cache_seqlens: list[int]
     max_seq_len_q: int
@@ -24,12 +24,14 @@ class ForwardMetadata:
 
 
 def forward_metadata(batch: Any, pool: Any) -> ForwardMetadata:
-    """The metadata of one forward pass (SGLang 0.5.23; the first draft extend as in 0.5.13).
+    """Return the metadata of one forward pass (SGLang 0.5.23; the first draft extend as in 0.5.13).
 
     Args:
-        batch: forward_mode (an enum member, told apart by name), req_pool_indices, seq_lens, out_cache_loc,
-            num_tokens, extend_seq_lens or extend_seq_lens_cpu, spec_info.
-        pool: req_to_token, page_size, max_context_len, full_to_swa (or None).
+        batch: forward_mode (an enum member, told apart by name), num_tokens, spec_info, and int tensors
+            req_pool_indices, seq_lens and extend_seq_lens or extend_seq_lens_cpu, [batch_size] each, and out_cache_loc,
+            [num_tokens].
+        pool: req_to_token, int [num_rows, row_width], slots by position; page_size; max_context_len; full_to_swa, int
+            [num_slots], or None.
 
     Raises:
         ValueError: the mode runs no attention.
@@ -53,7 +55,7 @@ def forward_metadata(batch: Any, pool: Any) -> ForwardMetadata:
 
 @dataclass(frozen=True)
 class MLAForwardMetadata:
-    """The right answer for the MLA decode kernel. Block tables list what a request's rows may look at, and nothing more."""
+    """The right metadata of the MLA decode kernel. Block tables list the pages that a request's rows may see, no others."""
 
     seq_lens_k: list[int]
     seen_lens: list[int]
@@ -63,14 +65,14 @@ class MLAForwardMetadata:
 
 
 def mla_forward_metadata(batch: Any, pool: Any, *, counts_draft: bool, block: int | None = None) -> MLAForwardMetadata:
-    """The metadata of one pass on the MLA decode kernel (SGLang 0.5.23).
+    """Return the metadata of one pass on the MLA decode kernel (SGLang 0.5.23).
 
-    The rows of a request lie in front of a block as long as the longest request's, so that those behind them are padding. The
-    kernel puts a block's last row at the last key: a length counts the padding, and page 0 stands where it alone looks.
+    Each request has a block of rows, as long as the longest request's: its own rows first, padding after them. The kernel
+    puts a block's last row at the last key. So a length counts the padding, and page 0 stands where only padding looks.
 
     Args:
         batch, pool: as in `forward_metadata`.
-        counts_draft: whether a draft step's length counts the tokens drafted so far, its own among them; SGLang's does not.
+        counts_draft: True if a draft step's length counts the tokens drafted so far, its own among them; SGLang's does not.
         block: rows of a request's block, in a graph captured with so many; None: those of the longest request.
 
     Raises:
@@ -93,7 +95,7 @@ def mla_forward_metadata(batch: Any, pool: Any, *, counts_draft: bool, block: in
 
 
 def query_length(batch: Any, i: int) -> int:
-    """Query rows of request ``i``: its new tokens in this pass."""
+    """Return the query rows of request ``i``, its new tokens in this pass; raise ValueError for PREBUILT, which has none."""
     mode = batch.forward_mode.name
     if mode in ("DECODE", "IDLE"):
         return 1
@@ -106,7 +108,7 @@ def query_length(batch: Any, i: int) -> int:
 
 
 def key_length(batch: Any, i: int) -> int:
-    """Keys that the last query row of request ``i`` may see, itself included.
+    """Return the keys that the last query row of request ``i`` may see, itself included.
 
     Drafting and verification are the passes whose ``seq_lens`` stops at the last accepted token. Step s of a draft
     adds the tokens of steps 0 to s; verification adds all its rows.
@@ -121,7 +123,7 @@ def key_length(batch: Any, i: int) -> int:
 
 
 def live_pages(row: int, length: int, pool: Any, full_to_swa: Tensor | None = None) -> list[int]:
-    """Pages that hold the first ``length`` tokens of a request, in order, at most a full context of them.
+    """Return the pages that hold the first ``length`` tokens of a request, in order, at most a full context of them.
 
     With ``full_to_swa``, pages of the sliding-window pool instead. Slots divide by floor: slot -1 is page -1.
     """
@@ -142,7 +144,7 @@ def _max_query_length_of_nothing(batch: Any) -> int:
 
 
 def _boundaries(lengths: list[int]) -> list[int]:
-    """Where each request starts when all are laid end to end, and where the last one ends."""
+    """Return the start of each request when all are laid end to end, and the end of the last."""
     boundaries = [0]
     for length in lengths:
         boundaries.append(boundaries[-1] + length)
@@ -150,6 +152,6 @@ def _boundaries(lengths: list[int]) -> list[int]:
 
 
 def _swa_out_cache_loc(batch: Any, pool: Any) -> list[int]:
-    """One window slot per query row; rows of padding go to slot 0."""
+    """Return one window slot per query row; rows of padding go to slot 0."""
     slots = [int(pool.full_to_swa[slot]) for slot in batch.out_cache_loc.tolist()]
     return slots + [0] * (batch.num_tokens - len(slots))

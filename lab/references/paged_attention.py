@@ -1,4 +1,4 @@
-"""The one algorithm behind the references: softmax attention in float64, first over plain K/V, then over a paged cache.
+"""The one algorithm of the references: softmax attention in float64, first over plain K/V, then over a paged cache.
 
 `attention` is the definition; an end-to-end check hands it a request's K/V history as it was written.
 `paged_attention` looks the same keys up through a page table, then calls it. Requests are padded together only so that
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lab.calls.problem import MASK_BITS_PER_WORD, PagedAttention, Scale, check_values
+from lab.calls.problem import E4M3, MASK_BITS_PER_WORD, PagedAttention, Scale, check_values
 from lab.references.quantization import deinterleave_v_scale_factors, dequantize_nvfp4, rounded
 
 # Most float64 elements that one gathered piece may hold (K and V, or scores): 0.5 GiB, small beside any device.
@@ -29,7 +29,7 @@ def attention(
     bmm2_scale: Scale = 1.0,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Grouped-query softmax attention in float64.
+    """Compute grouped-query softmax attention in float64.
 
     Query head h reads K/V head h // (num_qo_heads / num_kv_heads). A sink is one more logit per head: it enlarges the
     softmax's denominator and brings no value. A row that sees no key is zero.
@@ -62,7 +62,7 @@ def _attention_over_blocks(
     bmm2_scale: Scale,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attention` over keys that lie in blocks, so that a paged cache need not be rearranged.
+    """Compute `attention` over keys that lie in blocks, so that a paged cache need not be rearranged.
 
     Args:
         keys: [batch, num_blocks, num_kv_heads, block, head_dim]; anything where they are not visible.
@@ -111,7 +111,7 @@ def visible_keys(
     causal: bool,
     window_left: int,
 ) -> torch.Tensor:
-    """Which keys a row sees: bool [batch, q_len, kv_len].
+    """Return the keys that each row sees: bool [batch, q_len, kv_len].
 
     Args:
         query_positions: [batch, q_len], position of each row in its request; negative for a row before its first key.
@@ -132,7 +132,7 @@ def visible_keys(
 def paged_attention(problem: PagedAttention) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Solve a checked problem in float64 and round the result once, to `problem.out_dtype`.
 
-    Rows behind the last request's are padding: zero, with an LSE of -inf, as a row that sees no key.
+    Rows after the last request's are padding: zero, with an LSE of -inf, as a row that sees no key.
 
     Returns:
         out [num_rows, num_qo_heads, v_head_dim] and lse_log2 float32 [num_rows, num_qo_heads], or None.
@@ -186,18 +186,18 @@ class _Piece:
         self._device = dict(zip(_Block._fields, table.to(device).unbind(1), strict=True))
 
     def field(self, name: str) -> torch.Tensor:
-        """One attribute of all blocks, int64 [len(blocks)], on the device."""
+        """Return one attribute of all blocks, int64 [len(blocks)], on the device."""
         return self._device[name]
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each row that exists: its place in the piece, block * num_rows + row, and in the query; int64 both."""
+        """Return the places of the rows that exist, int64 each: in the piece, block * num_rows + row, and in the query."""
         offsets = torch.arange(self.num_rows)
         exists = offsets < self._host["num_rows"].unsqueeze(1)
         in_query = (self._host["first_row"].unsqueeze(1) + offsets)[exists]
         return exists.flatten().nonzero().squeeze(1).to(self.device), in_query.to(self.device)
 
     def incomplete_pages(self, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(block, page) of every page of the piece in which some key is not any row's to see."""
+        """Return (block, page), int64 each, of every page of the piece in which no row sees some key."""
         pairs = []
         for index, block in enumerate(self.blocks):
             pages = set(range(block.num_pages, self.num_pages))
@@ -211,7 +211,7 @@ class _Piece:
 
 
 def _pieces(problem: PagedAttention) -> Iterator[_Piece]:
-    """The problem in pieces of at most PIECE_ELEMENTS; requests of like length go together."""
+    """Yield the problem in pieces of at most `piece_elements`; requests of like length go together."""
     chosen: list[_Block] = []
     rows = pages = 0
     for block in sorted(_blocks(problem), key=lambda block: (block.num_pages, block.num_rows)):
@@ -227,12 +227,12 @@ def _pieces(problem: PagedAttention) -> Iterator[_Piece]:
 
 
 def piece_elements(device: torch.device) -> int:
-    """Most float64 elements of one piece on a device."""
+    """Return the most float64 elements of one piece on a device."""
     return GPU_PIECE_ELEMENTS if device.type == "cuda" else PIECE_ELEMENTS
 
 
 def _elements(problem: PagedAttention, rows: int, keys: int) -> int:
-    """Elements of the larger of one block's K and V and its scores."""
+    """Return the elements of the larger of one block's K and V and its scores."""
     return keys * max(problem.num_kv_heads * (problem.head_dim + problem.v_head_dim), rows * problem.num_qo_heads)
 
 
@@ -311,7 +311,7 @@ def _solve(problem: PagedAttention, piece: _Piece) -> tuple[torch.Tensor, torch.
 
 
 def _entries(cache: torch.Tensor, scale_factors: torch.Tensor | None, pages: torch.Tensor) -> torch.Tensor:
-    """Whole pages [batch, num_pages], dequantised: float64 [batch, num_pages, num_kv_heads, page_size, head_dim]."""
+    """Return whole pages [batch, num_pages], dequantised: float64 [batch, num_pages, num_kv_heads, page_size, head_dim]."""
     entries = _indexed(cache, pages)
     if scale_factors is None:
         # Contiguous whatever the pool's layout: the products would else copy once more.
@@ -320,7 +320,7 @@ def _entries(cache: torch.Tensor, scale_factors: torch.Tensor | None, pages: tor
 
 
 def _unmasked(mask: torch.Tensor, rows: torch.Tensor, draft_tokens: torch.Tensor) -> torch.Tensor:
-    """Which keys XQA's packed draft mask leaves visible: bool [batch, q_len, kv_len].
+    """Return the keys that XQA's packed draft mask leaves visible: bool [batch, q_len, kv_len].
 
     Args:
         mask: its words as int32 [batch, q_len, words].
@@ -339,13 +339,13 @@ def _unmasked(mask: torch.Tensor, rows: torch.Tensor, draft_tokens: torch.Tensor
 def _plain_v_scales(problem: PagedAttention) -> torch.Tensor | None:
     if problem.v_scale_factors is None or not problem.v_scale_factors_interleaved:
         return problem.v_scale_factors
-    return deinterleave_v_scale_factors(problem.v_scale_factors.view(torch.uint8)).view(torch.float8_e4m3fn)
+    return deinterleave_v_scale_factors(problem.v_scale_factors.view(torch.uint8)).view(E4M3)
 
 
 def _indexed(tensor: torch.Tensor, index: Any) -> torch.Tensor:
-    """`tensor[index]`, also where torch does not index float8: its bytes can always be moved."""
-    if tensor.dtype == torch.float8_e4m3fn:
-        return tensor.view(torch.uint8)[index].view(torch.float8_e4m3fn)
+    """Return `tensor[index]`, also where torch does not index float8: its bytes can always be moved."""
+    if tensor.dtype == E4M3:
+        return tensor.view(torch.uint8)[index].view(E4M3)
     return tensor[index]
 
 

@@ -1,8 +1,8 @@
-"""What a quantised K/V cache means: e4m3 and NVFP4, as stored, to float64 and back."""
+"""Quantised K/V caches, e4m3 and NVFP4: from their stored form to float64 and back."""
 
 import torch
 
-from lab.calls.problem import INTERLEAVED_TOKENS, NVFP4_BLOCK
+from lab.calls.problem import E4M3, INTERLEAVED_TOKENS, NVFP4_BLOCK
 
 E4M3_MAX = 448.0  # largest finite float8_e4m3fn
 E2M1_MAX = 6.0  # largest e2m1 magnitude
@@ -11,19 +11,19 @@ E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`values` in `dtype`; e4m3 saturates at ±448, as NVIDIA's conversion does (PTX `cvt.satfinite`), and keeps NaN."""
-    if dtype == torch.float8_e4m3fn:
+    """Return `values`, of any shape, in `dtype`; e4m3 saturates at ±448 (PTX `cvt.satfinite`) and keeps NaN."""
+    if dtype == E4M3:
         values = values.clamp(-E4M3_MAX, E4M3_MAX)
     return values.to(dtype)
 
 
 def quantize_e4m3(values: torch.Tensor, scale: float) -> torch.Tensor:
-    """`values / scale` rounded to e4m3, saturating at ±448 as an engine's cache write does; same shape."""
-    return rounded(values / scale, torch.float8_e4m3fn)
+    """Return `values / scale` in e4m3, saturated at ±448 as an engine's cache write does; any shape, and the same."""
+    return rounded(values / scale, E4M3)
 
 
 def dequantize_nvfp4(packed: torch.Tensor, scale_factors: torch.Tensor) -> torch.Tensor:
-    """NVFP4 as float64, before the global scale, which travels in bmm1_scale and bmm2_scale.
+    """Return NVFP4 as float64, before the global scale, which travels in bmm1_scale and bmm2_scale.
 
     Args:
         packed: uint8 [..., head_dim // 2], the even element of a pair in the low four bits.
@@ -40,7 +40,11 @@ def dequantize_nvfp4(packed: torch.Tensor, scale_factors: torch.Tensor) -> torch
 
 
 def quantize_nvfp4(values: torch.Tensor, global_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """`values / global_scale` as NVFP4: per block of 16 an e4m3 scale factor, then the nearest e2m1.
+    """Return `values / global_scale` as NVFP4: an e4m3 scale factor per block of 16, then the nearest e2m1.
+
+    Args:
+        values: [..., head_dim], any float dtype, head_dim a multiple of 16.
+        global_scale: of the whole cache.
 
     Returns:
         packed uint8 [..., head_dim // 2], scale factors e4m3 [..., head_dim // 16], as `dequantize_nvfp4` reads them.
@@ -56,19 +60,22 @@ def quantize_nvfp4(values: torch.Tensor, global_scale: float) -> tuple[torch.Ten
 
 
 def interleave_v_scale_factors(scale_factors: torch.Tensor) -> torch.Tensor:
-    """V's scale factors in the order trtllm-gen reads.
+    """Return V's scale factors in the order that trtllm-gen reads.
 
     Within a page of one head, factor s of token t lies at (t // 4) * 4 S + 4 s + t % 4.
 
     Args:
-        scale_factors: [num_pages, num_kv_heads, page_size, S], page_size a multiple of 4.
+        scale_factors: uint8 or e4m3 [num_pages, num_kv_heads, page_size, S], page_size a multiple of 4.
+
+    Returns:
+        The same shape and dtype.
     """
     grouped = scale_factors.unflatten(2, (-1, INTERLEAVED_TOKENS))
     return grouped.transpose(3, 4).reshape(scale_factors.shape)
 
 
 def deinterleave_v_scale_factors(scale_factors: torch.Tensor) -> torch.Tensor:
-    """The inverse of `interleave_v_scale_factors`."""
+    """Return scale factors in plain order: the inverse of `interleave_v_scale_factors`, same shapes and dtypes."""
     pages, heads, page_size, count = scale_factors.shape
     grouped = scale_factors.reshape(pages, heads, page_size // INTERLEAVED_TOKENS, count, INTERLEAVED_TOKENS)
     return grouped.transpose(3, 4).reshape(scale_factors.shape)

@@ -13,7 +13,7 @@ from lab.references.quantization import rounded
 def ragged_attention(problem: RaggedAttention) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Solve a checked problem in float64 and round the result once, to `problem.out_dtype`.
 
-    Rows behind the last request's are padding: zero, with an LSE of -inf, as a row that sees no key.
+    Rows after the last request's are padding: zero, with an LSE of -inf, as a row that sees no key.
 
     Returns:
         out [num_rows, num_qo_heads, v_head_dim] and lse_log2 float32 [num_rows, num_qo_heads], or None.
@@ -37,7 +37,7 @@ def ragged_attention(problem: RaggedAttention) -> tuple[torch.Tensor, torch.Tens
 
 
 def _blocks(problem: RaggedAttention) -> Iterator[tuple[slice, slice, int]]:
-    """Rows of one request, few enough for a piece of scores; all its keys; and the first row's position in the request."""
+    """Yield rows of one request, few enough for a piece of scores, all its keys, and the first row's position in it."""
     q_offsets, kv_offsets = problem.cu_seqlens_q.tolist(), problem.cu_seqlens_kv.tolist()
     for request in range(problem.batch_size):
         q_start, q_end = q_offsets[request : request + 2]
@@ -50,7 +50,7 @@ def _blocks(problem: RaggedAttention) -> Iterator[tuple[slice, slice, int]]:
 
 
 def _solve(problem: RaggedAttention, rows: slice, keys: slice, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """float64 [rows, num_qo_heads, v_head_dim] and [rows, num_qo_heads]."""
+    """Return out, float64 [rows, num_qo_heads, v_head_dim], and lse_log2, float64 [rows, num_qo_heads]."""
     device = problem.query.device
     kv_len = keys.stop - keys.start
     visible = visible_keys(

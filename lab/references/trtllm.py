@@ -12,7 +12,7 @@ from lab.references.ragged_attention import ragged_attention
 
 @takes(DecodeCall)
 def trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> Any:
-    """Attention of the last query tokens of each request over its paged K/V: decode, verify, draft extend.
+    """Compute attention of the last query tokens of each request over its paged K/V: decode, verify, draft extend.
 
     Parameters, shapes and dtypes are `lab.calls.DecodeCall`'s, which are FlashInfer 0.7.2's. Beyond those, `out_dtype`
     may be float32 or float64, so that an oracle is not rounded. Reads lengths and tables on the host.
@@ -29,7 +29,7 @@ def trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> Any:
 
 @takes(ContextCall)
 def trtllm_batch_context_with_kv_cache(call: ContextCall) -> Any:
-    """Attention of each request's newest query tokens, as many as it has, over its paged K/V: extend and prefill.
+    """Compute attention of each request's newest query tokens, as many as it has, over its paged K/V: extend, prefill.
 
     Parameters, shapes and dtypes are `lab.calls.ContextCall`'s, which are FlashInfer 0.7.2's; the rest is as in
     `trtllm_batch_decode_with_kv_cache`.
@@ -40,7 +40,7 @@ def trtllm_batch_context_with_kv_cache(call: ContextCall) -> Any:
 
 @takes(MLADecodeCall)
 def trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Any:
-    """Latent attention (MLA) of the last query tokens of each request over its paged cache, after absorption.
+    """Compute latent attention (MLA) of the last query tokens of each request over its paged cache, after absorption.
 
     Parameters, shapes and dtypes are `lab.calls.MLADecodeCall`'s, which are FlashInfer 0.7.2's; an `out` of float64 makes
     an oracle that is not rounded. Any sizes of latent vector, rotary part and page are taken. Reads lengths and tables on
@@ -61,7 +61,9 @@ def trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Any:
 
 @takes(RaggedContextCall)
 def trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> Any:
-    """Attention of each request's rows over K/V that lie end to end: MLA's prefill before absorption, new tokens or a chunk.
+    """Compute attention of each request's rows over K/V that lie end to end: MLA's prefill before absorption.
+
+    The keys are the new tokens' own, or a chunk of the prefix.
 
     Parameters, shapes and dtypes are `lab.calls.RaggedContextCall`'s, which are FlashInfer 0.7.2's; an `out` of float64
     makes an oracle that is not rounded. Any head_dims are taken. Reads lengths on the host.

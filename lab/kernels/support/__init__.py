@@ -1,4 +1,4 @@
-"""What runs where: a row per kernel says what it takes and honours, and `why_not` says why not in a sentence.
+"""A row per kernel of what it takes and honours; `why_not` gives the reason of a refusal in a sentence.
 
 Rows lie in a file per family: `portable`, `trtllm` and `peers`. Every limit carries its source. The sentence is what a
 refused call raises and what a skipped benchmark prints.

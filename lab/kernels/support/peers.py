@@ -31,7 +31,7 @@ def _positive_bmm1_scale(problem: Any) -> str | None:
 
 
 def _fa_mla(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """`_validate_generated_fa_plan` and what the two backends' capabilities leave out."""
+    """Return the limit that a problem passes, by `_validate_generated_fa_plan` and the capabilities of both backends."""
     quantised = problem.k_cache.dtype == E4M3
     if quantised and (family_of(capability) is not SM90 or mla_dims(problem) != DEEPSEEK_MLA_DIMS):
         return E4M3_CACHE
@@ -67,7 +67,7 @@ FA3_MLA = Kernel(
 
 
 def _fa_ragged(capability: Capability | None, problem: RaggedAttention) -> str | None:
-    """`BatchPrefillWithRaggedKVCacheWrapper` and what its two backends leave out."""
+    """Return the limit that a problem passes, by `BatchPrefillWithRaggedKVCacheWrapper` and its two backends."""
     return _positive_bmm1_scale(problem) or unaligned_tensors(capability, problem)
 
 

@@ -1,4 +1,4 @@
-"""The paged K/V cache as it lies in memory, whatever views a call carries: what a kernel that counts pages must know."""
+"""The paged K/V cache as it lies in memory, whatever views a call carries, for a kernel that counts pages by address."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class StoredCache:
 
     Attributes:
         layout: "HND" or "NHD", the order of a page's elements.
-        k, v: [num_pages, num_kv_heads, page_size, head_dim] or [num_pages, page_size, num_kv_heads, head_dim], after it.
+        k, v: [num_pages, num_kv_heads, page_size, head_dim] for HND, [num_pages, page_size, num_kv_heads, head_dim] for NHD.
         page_bytes: of one page of K, or of V.
         distance_bytes: from K's first page to V's.
     """

@@ -40,7 +40,7 @@ def kernel_for(call: Call, capability: Capability, backend: str = "auto") -> Ker
 
 
 def _xqa(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """`xqa`, `gen_xqa_module`, `xqa_batch_decode_with_kv_cache`, xqa_wrapper.cu and mha.cu."""
+    """Return the limit that a problem passes, by FlashInfer's `xqa`, `gen_xqa_module`, xqa_wrapper.cu and mha.cu."""
     kv = problem.k_cache.dtype
     if kv == NVFP4 and capability is not None and family_of(capability) is not SM120:
         return f"reads NVFP4 K/V on SM120 and SM121 only, not on {sm_name(capability)}"
@@ -110,7 +110,7 @@ XQA = Kernel(
 
 
 def _fmha_v2(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """`trtllm_fmha_v2_prefill`, fmha_v2_run.cu and its epilogues."""
+    """Return the limit that a problem passes, by `trtllm_fmha_v2_prefill`, fmha_v2_run.cu and its epilogues."""
     q = problem.query.dtype
     if q == E4M3 and capability is not None and family_of(capability) is not SM90:
         return f"takes fp16 and bf16 queries, and e4m3 on SM90 alone, not {q} on {sm_name(capability)}"
@@ -126,7 +126,10 @@ def _fmha_v2(capability: Capability | None, problem: PagedAttention) -> str | No
 
 
 def _fmha_v2_cache(problem: PagedAttention) -> str | None:
-    """It takes strides from shapes and counts all pages from K's first (`_check_paged_kv_non_interleaved`, fmha_v2_run.cu)."""
+    """Return the reason where fmha_v2 cannot address the cache.
+
+    It takes strides from shapes and counts all pages from K's first (`_check_paged_kv_non_interleaved`, fmha_v2_run.cu).
+    """
     stored = stored_cache(problem)
     if problem.k_block_tables is not problem.v_block_tables:
         if stored.is_one_pool and len(stored.k) > 1:
@@ -233,7 +236,7 @@ MLA_DTYPES = Dtypes(
 
 
 def _trtllm_gen_mla(_capability: Capability | None, problem: PagedAttention) -> str | None:
-    """The checks of the dense path (`_check_trtllm_gen_mla_shape`)."""
+    """Return the limit that a problem passes, by the checks of the dense path (`_check_trtllm_gen_mla_shape`)."""
     if 64 < problem.num_qo_heads < 128:
         return f"takes at most 64 query heads, or 128 and more, not {problem.num_qo_heads}"
     if problem.cu_seqlens_q is not None and problem.return_lse:
@@ -253,7 +256,7 @@ TRTLLM_GEN_MLA = Kernel(
 
 
 def _xqa_mla(_capability: Capability | None, problem: PagedAttention) -> str | None:
-    """`xqa_batch_decode_with_kv_cache_mla`, `xqa_mla` and mla_sm120.cu."""
+    """Return the limit that a problem passes, by `xqa_batch_decode_with_kv_cache_mla`, `xqa_mla`, mla_sm120.cu."""
     columns = problem.k_block_tables.shape[1]
     if columns * problem.page_size % 128:
         return f"needs block_tables of whole 128 tokens: {columns} columns of {problem.page_size} are not"

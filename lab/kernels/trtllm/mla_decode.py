@@ -26,7 +26,7 @@ from lab.kernels.support.trtllm import XQA_MLA
 
 @takes(MLADecodeCall)
 def trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Any:
-    """FlashInfer's MLA decode kernel: decode, verify, draft extend. Shapes and errors are `lab.calls.MLADecodeCall`'s.
+    """Run FlashInfer's MLA decode kernel: decode, verify, draft extend. Shapes and errors are `lab.calls.MLADecodeCall`'s.
 
     Without a `workspace_buffer` the lab's own is used, one per device and stream; a given one must hold 8 MiB of zeros first,
     then scratch. What the GPU's kernel does not take raises NotImplementedError with the reason of
@@ -37,7 +37,7 @@ def trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Any:
 
 @takes(MLADecodeCall)
 def prepare_trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> PreparedCall:
-    """The same call, ready to be made any number of times. It raises what the call would raise, and launches no attention."""
+    """Return the same call, ready to be made any number of times; raise what it would raise. No attention is launched."""
     return _prepare(call)
 
 

@@ -36,7 +36,7 @@ from lab.kernels.support.trtllm import FMHA_V2, XQA
 
 @takes(DecodeCall)
 def trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> Any:
-    """FlashInfer's decode kernel: decode, verify, draft extend. Shapes and errors are `lab.calls.DecodeCall`'s.
+    """Run FlashInfer's decode kernel: decode, verify, draft extend. Shapes and errors are `lab.calls.DecodeCall`'s.
 
     Without a `mask`, verify rows are causal on every GPU. Without a `workspace_buffer`, the lab's own is used, one per
     device and stream; a given one must hold 8 MiB of zeros first, then scratch. What the GPU's kernel does not take raises
@@ -47,13 +47,13 @@ def trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> Any:
 
 @takes(DecodeCall)
 def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> PreparedCall:
-    """The same call, ready to be made any number of times. It raises what the call would raise, and launches no attention."""
+    """Return the same call, ready to be made any number of times; raise what it would raise. No attention is launched."""
     return _prepare_decode(call)
 
 
 @takes(ContextCall)
 def trtllm_batch_context_with_kv_cache(call: ContextCall) -> Any:
-    """FlashInfer's context kernel: extend and prefill. Shapes and errors are `lab.calls.ContextCall`'s.
+    """Run FlashInfer's context kernel: extend and prefill. Shapes and errors are `lab.calls.ContextCall`'s.
 
     On SM90, SM120 and SM121 it runs `trtllm_fmha_v2_prefill`, which knows two pools: a stacked one, [num_pages, 2, ...],
     and K and V as halves of one allocation. The latter needs a [B, 2, M] table, which one small launch writes before each
@@ -66,7 +66,7 @@ def trtllm_batch_context_with_kv_cache(call: ContextCall) -> Any:
 
 @takes(ContextCall)
 def prepare_trtllm_batch_context_with_kv_cache(call: ContextCall) -> PreparedCall:
-    """The same call, ready to be made any number of times. It raises what the call would raise, and launches no attention."""
+    """Return the same call, ready to be made any number of times; raise what it would raise. No attention is launched."""
     return _prepare_context(call)
 
 

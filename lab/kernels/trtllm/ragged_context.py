@@ -24,7 +24,7 @@ from lab.kernels.flashinfer_call import (
 
 @takes(RaggedContextCall)
 def trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> Any:
-    """MLA's prefill before absorption, new tokens or a chunk. Shapes and errors are `lab.calls.RaggedContextCall`'s.
+    """Run MLA's prefill before absorption, new tokens or a chunk. Shapes and errors are `lab.calls.RaggedContextCall`'s.
 
     Without a `workspace_buffer` the lab's own is used, one per device and stream; a given one may be the decode call's: its
     first 8 MiB are left alone. What the kernel does not take raises NotImplementedError with the reason of
@@ -36,7 +36,7 @@ def trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> Any:
 
 @takes(RaggedContextCall)
 def prepare_trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> PreparedCall:
-    """The same call, ready to be made any number of times. It raises what the call would raise, and launches no attention."""
+    """Return the same call, ready to be made any number of times; raise what it would raise. No attention is launched."""
     return _prepare(call)
 
 
