@@ -33,7 +33,7 @@ from statistics import median
 import torch
 
 import lab
-from lab.experiments.length_copy import LoopSettings, measure_arms
+from lab.experiments.length_copy import CopyLoopSettings, measure_ends
 from lab.metadata.engine.host_mirrors import decide_needs_cpu_seq_lens
 from lab.metadata.speculation.verify_mask import (
     VerifyMaskForm,
@@ -318,10 +318,10 @@ for row in recorded["verify_masks"]:
 # so and draws the model's loop with the host's work that an H200's machine had.
 
 # %%
-LIVE = LoopSettings(gpu_us=500, host_us=200, repeats=2)
+LIVE = CopyLoopSettings(gpu_us=500, host_us=200, repeats=2)
 if torch.cuda.is_available():
     where = f"on {torch.cuda.get_device_name()}, just now"
-    excerpts = [recorded_excerpt(arm) for arm in measure_arms(LIVE)]
+    excerpts = [recorded_excerpt(arm) for arm in measure_ends(LIVE)]
 else:
     where = "the model: no CUDA GPU here"
     work_us = host_us_of(arms_of(500, 200)[1])

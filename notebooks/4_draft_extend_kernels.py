@@ -41,7 +41,9 @@ import lab
 import lab.kernels.portable
 from lab.checks import Outcome, judge_forward
 from lab.checks.forward_pass import build_forward
-from lab.experiments.draft_extend_kernels import Arm, crossovers, measure_point
+from lab.experiments.arms import TimingPlan, measure_point
+from lab.experiments.draft_extend_kernels import crossovers, facts_of, point_of
+from lab.experiments.passes import gpu_works
 from lab.metadata import AttentionCall
 from lab.metadata.mha.calls import call_arguments
 from lab.references.errors import relative_l2
@@ -262,17 +264,18 @@ for q_len in sorted({point[2] for point in portable_us}):
 LIVE_BATCH = "16q4s4k"
 WITH_FLASHINFER = False
 
-arms = [Arm(f"portable {call.name.lower()}", call, "lab.kernels.portable") for call in AttentionCall]
+arms = {f"portable {call.name.lower()}": (call, "lab.kernels.portable") for call in AttentionCall}
 if WITH_FLASHINFER:
-    arms += [Arm(call.name.lower(), call, "lab.kernels.trtllm") for call in AttentionCall]
+    arms |= {call.name.lower(): (call, "lab.kernels.trtllm") for call in AttentionCall}
 if torch.cuda.is_available():
-    outcome = measure_point(parse_batch(LIVE_BATCH), measure_ceilings(DEVICE), arms=arms)
+    point = point_of(parse_batch(LIVE_BATCH), arms)
+    outcome = measure_point(point, gpu_works, TimingPlan(measure_ceilings(DEVICE)), facts_of)
     for row in outcome.rows:
         print(f"{row['arm']:17} {row['kernel']:24} {row['median_us']:>8.1f} µs, floor {row['floor_us']:.1f}")
     for row in outcome.declined:
         print(f"{row['arm']:17} declined: {row['reason']}")
 else:
-    print(f"no CUDA GPU here: {', '.join(arm.name for arm in arms)} were not timed")
+    print(f"no CUDA GPU here: {', '.join(arms)} were not timed")
 
 # %% [markdown]
 # From a shell, the whole map: `python -m lab.experiments.draft_extend_kernels --out draft_extend_kernels.json`. The recorded

@@ -40,6 +40,7 @@ if not torch.cuda.is_available():
 
 import lab.references
 from lab.checks.stand_in_model import truth_of_pass
+from lab.experiments.arms import WARM, TimingPlan
 from lab.experiments.draft_extend_graph import measure_forms, new_model
 from lab.kernels import default_implementation, portable
 from lab.metadata import ForwardMode, KVPool, SpecInfo
@@ -292,7 +293,8 @@ print(f"points where computing all rows was the faster one: {len(slower)} of {le
 if torch.cuda.is_available():
     large = new_model(LLAMA_8B_SIZES, 8, 4096, DEVICE)
     backend = TRTLLMMHABackend(default_implementation(DEVICE))
-    for row in measure_forms(large, backend, 8, WIDTH, 4096, measure_ceilings(DEVICE), samples=10):
+    plan = TimingPlan(measure_ceilings(DEVICE), WARM, samples=10)
+    for row in measure_forms(large, backend, 8, WIDTH, 4096, plan):
         print(f"8 x {WIDTH}, {row['form']:20} {row['median_us']:.1f} µs, floor {row['floor_us']:.1f} µs")
 else:
     print("No GPU here: nothing is timed. All of it: python -m lab.experiments.draft_extend_graph")

@@ -34,7 +34,7 @@ from pathlib import Path
 import torch
 
 import lab
-from lab.experiments.plan_stream import LoopSettings, measure_arms
+from lab.experiments.plan_stream import PlanLoopSettings, measure_plannings
 from lab.metadata import ForwardBatch, ForwardMode, KVLayout, KVPool, SpecInfo
 from lab.metadata.engine.plan_stream import FixUp, PlannedVerify, PlanStream, verify_metadata_under
 from lab.metadata.mha.buffers import MetadataBuilder
@@ -349,7 +349,7 @@ for row in run["fix_ups"]:
 
 # %%
 if torch.cuda.is_available():
-    for arm in measure_arms(LoopSettings(draft_us=400.0, verify_us=1000.0, repeats=1)):
+    for arm in measure_plannings(PlanLoopSettings(draft_us=400.0, verify_us=1000.0, repeats=1)):
         print(
             f"{arm['drafts']}, {arm['builder']}, {arm['start']}: {arm['medians']['between_us']:.1f} µs between, iteration "
             f"{arm['medians']['iteration_us']:.1f}, untraced {statistics.median(arm['unprofiled_iteration_us']):.1f}"

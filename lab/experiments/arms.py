@@ -1,15 +1,88 @@
-"""Arms: different ways to do the same work, which take turns at a point. Those that decline it, and those that are wrong."""
+"""Arms: different ways to do the work of a point, which take turns at it.
+
+An arm that declines the point, or whose results are wrong, has no time; the others are measured without it.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
+
+from lab.experiments.targets import Figure, Target, target_rows
+from lab.timing.forward import time_facts
+from lab.timing.gpu_time import GpuTime, measure_interleaved
+from lab.timing.method import L2, Clock, Method
+from lab.timing.roofline import Ceilings, roofline
 from lab.timing.work import Check, GpuWork
 
-Works = Mapping[str, GpuWork]
+COLD = Method(Clock.GRAPH, L2.COLD_ROTATION)
+WARM = Method(Clock.GRAPH, L2.WARM)
+SAMPLES = 15
+JUDGED = "every output vector of every request, before and after it was timed, on every buffer"
+# What FlashInfer raises where a module cannot be imported, built or loaded, a function is lacking, or a call is refused.
+MISSING_MODULE = (ImportError, OSError, RuntimeError, TypeError, ValueError)
+
+Works = Mapping[str, GpuWork]  # by the name of the arm
 Time = TypeVar("Time")  # such as GpuTime or HostTime
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to do the work of a point.
+
+    Attributes:
+        name: its name in rows and tables.
+        case: what it does, such as a forward pass or a draft's scenario; the experiment makes the work of it.
+        module: the implementation, where the case does not say it.
+        targets: what it must reach.
+        planned: the module's `plan` takes the call's arguments and returns the call that is timed.
+        needs_flashinfer: FlashInfer may be unable to load or build its kernel here, which is then a reason to decline.
+    """
+
+    name: str
+    case: Any
+    module: str = ""
+    targets: tuple[Target, ...] = ()
+    planned: bool = False
+    needs_flashinfer: bool = False
+
+
+@dataclass(frozen=True)
+class Point:
+    """Arms that are measured together.
+
+    Attributes:
+        name: of the point.
+        arms: in the order of the rows.
+        facts: what every row says of the point, besides its name.
+        baseline: the arm that the speed of each is compared with; "" if none is.
+    """
+
+    name: str
+    arms: tuple[Arm, ...]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    baseline: str = ""
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The beginning of every row."""
+        return {"point": self.name, **self.facts}
+
+
+@dataclass(frozen=True)
+class TimingPlan:
+    """How GPU times are taken, and the rates that they are set against.
+
+    Attributes:
+        samples: of each arm.
+    """
+
+    ceilings: Ceilings
+    method: Method = COLD
+    samples: int = SAMPLES
 
 
 class PointFailedError(Exception):
@@ -26,7 +99,7 @@ class WrongArmError(AssertionError):
 
 @contextmanager
 def named_in_failures(point: str) -> Iterator[None]:
-    """What fails inside is a `PointFailedError` that names the point."""
+    """Turn what fails inside into a `PointFailedError` that names the point."""
     try:
         yield
     except (AssertionError, OSError, RuntimeError, TypeError, ValueError) as error:
@@ -42,30 +115,46 @@ class Outcome:
     wrong: Sequence[dict[str, Any]] = ()
 
     def by_list(self, rows: str = "rows") -> dict[str, Sequence[dict[str, Any]]]:
-        """What a recording adds to its lists; `rows` names the one of the times."""
+        """Return what a recording adds to its lists; `rows` names the list of the times."""
         return {rows: self.rows, "declined": self.declined, "wrong": self.wrong}
+
+    def whole(self) -> Sequence[dict[str, Any]]:
+        """Return the rows of an experiment that needs the times of all arms.
+
+        Raises:
+            PointFailedError: an arm has no time.
+        """
+        for row in (*self.wrong, *self.declined):
+            raise PointFailedError(f"{row['point']}, {row['arm']}: {row['reason']}")
+        return self.rows
 
 
 def reason_rows(point: Mapping[str, Any], reasons: Mapping[str, str]) -> list[dict[str, Any]]:
-    """What every row says of its point, with each arm that has no time and why."""
+    """Return a row for each arm that has no time, with the facts of the point and the reason."""
     return [{**point, "arm": name, "reason": reason} for name, reason in reasons.items()]
 
 
-def declined_by(works: Works) -> dict[str, str]:
-    """The reasons of those that refuse their first call with NotImplementedError."""
+def declined_by(arms: Sequence[Arm], works: Works) -> dict[str, str]:
+    """Return the reasons of the arms that cannot be timed, found by the first call of each: it is refused, or not there."""
     reasons = {}
-    for name, work in works.items():
+    for arm in arms:
         try:
-            work.call()()
+            works[arm.name].call()()
         except NotImplementedError as error:
-            reasons[name] = str(error)
+            reasons[arm.name] = str(error)
+        except MISSING_MODULE as error:
+            if not arm.needs_flashinfer:
+                raise
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # raises anew what is no missing module, such as a wrong address
+            reasons[arm.name] = f"FlashInfer cannot run it here: {type(error).__name__}: {str(error).strip()[:500]}"
     return reasons
 
 
 def measure_right_ones(
     works: Works, measure: Callable[[Works], dict[str, Time]]
 ) -> tuple[dict[str, Time], dict[str, str]]:
-    """Times of the arms whose results are right whenever they are checked, and what is wrong with the others.
+    """Return the times of the arms whose results are right whenever they are checked, and what is wrong with the others.
 
     Args:
         works: by arm.
@@ -91,3 +180,67 @@ def _check_of(arm: str, check: Check, arguments: Mapping[str, Any]) -> None:
         check(arguments)
     except AssertionError as error:
         raise WrongArmError(arm, str(error)) from error
+
+
+MakeWorks = Callable[[Sequence[Arm]], Works]
+FactsOf = Callable[[Arm, GpuWork], Mapping[str, Any]]
+
+
+def measure_arms(
+    point: Point,
+    make: MakeWorks,
+    measure: Callable[[Works], dict[str, Time]],
+    row_of: Callable[[Arm, GpuWork, dict[str, Time]], Mapping[str, Any]],
+) -> Outcome:
+    """Measure the arms of a point in turns, by any clock, and say why an arm has no time.
+
+    Args:
+        point: what is measured.
+        make: makes the work of each arm, on tensors of its own.
+        measure: as in `measure_right_ones`.
+        row_of: given an arm, its work and the times of all arms, returns what its row says besides the point and its name.
+
+    Raises:
+        PointFailedError: anything but a refusal, a missing module or a wrong result went wrong.
+    """
+    with named_in_failures(point.name):
+        works = make(point.arms)
+        declined = declined_by(point.arms, works)
+        times, wrong = measure_right_ones({name: work for name, work in works.items() if name not in declined}, measure)
+    rows = [
+        point.row | {"arm": arm.name} | dict(row_of(arm, works[arm.name], times))
+        for arm in point.arms
+        if arm.name in times
+    ]
+    return Outcome(rows, reason_rows(point.row, declined), reason_rows(point.row, wrong))
+
+
+def measure_point(point: Point, make: MakeWorks, plan: TimingPlan, facts_of: FactsOf) -> Outcome:
+    """Measure the GPU times of the arms of a point in turns; see `measure_arms`.
+
+    Args:
+        facts_of: given an arm and its work, returns what its row says of what was timed. `floor_bytes` among them are the bytes
+            of its floor, in place of the work's.
+    """
+
+    def row_of(arm: Arm, work: GpuWork, times: dict[str, GpuTime]) -> dict[str, Any]:
+        facts = dict(facts_of(arm, work))
+        floor = (facts.get("floor_bytes", work.bytes_moved), work.operations)
+        facts |= time_facts(times[arm.name], plan.ceilings, *floor)
+        return facts | (_compared(point, arm, times, plan.ceilings, floor) if point.baseline else {})
+
+    return measure_arms(point, make, partial(measure_interleaved, method=plan.method, samples=plan.samples), row_of)
+
+
+def _compared(
+    point: Point, arm: Arm, times: Mapping[str, GpuTime], ceilings: Ceilings, floor: tuple[int, int]
+) -> dict[str, Any]:
+    """Return an arm's speed in times the baseline's, and its targets."""
+    time_us = times[arm.name].median_us
+    speed = times[point.baseline].median_us / time_us if point.baseline in times else None
+    reached = {Figure.SPEED: speed, Figure.BANDWIDTH: roofline(time_us, *floor, ceilings).bandwidth_percent}
+    return {
+        "baseline": point.baseline,
+        "speed_of_baseline": None if speed is None else round(speed, 3),
+        "targets": target_rows(arm.targets, reached, point.baseline),
+    }

@@ -10,17 +10,17 @@ launch, 0.1 to 0.7 µs on an H200, is more than 3 % of them. What cannot be time
 Events show what they add to an eager call. Flush and rotation differ: the flush also evicts a kernel's instructions.
 """
 
-import argparse
 import importlib
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from lab.checks.forward_pass import build_forward
+from lab.experiments.command import ExperimentParser
+from lab.experiments.recording import NO_GPU, gpu_is_here
 from lab.provenance import environment
 from lab.timing.forward import forward_work
 from lab.timing.gpu_time import TooSmallError, measure
@@ -45,11 +45,12 @@ METHODS = tuple(Method(clock, l2) for clock in Clock for l2 in L2 if (clock, l2)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m lab.experiments.clocks", description=__doc__.split("\n", 1)[0])
+    parser = ExperimentParser("clocks", __doc__)
     parser.add_argument("implementation", nargs="*", default=["lab.kernels.trtllm", "lab.kernels.portable"])
     parser.add_argument("--scenario", action="append", help="instead of the default ones")
-    parser.add_argument("--out", type=Path, help="also write a JSON file")
     given = parser.parse_args(argv)
+    if not gpu_is_here():
+        return NO_GPU
     device = torch.device("cuda")
     rows = [row_of(f"negation, {size_bytes:,} bytes", negation(size_bytes, device)) for size_bytes in NEGATION_BYTES]
     failed = []

@@ -11,26 +11,23 @@ turns, in one process. Host times of the same calls are taken at fewer points: t
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.table import Table
 
-from lab.experiments.recording import NO_GPU, Recording, ceilings_of_gpu, gpu_is_here
+from lab.experiments.arms import WARM, Arm, Point, TimingPlan, measure_point
+from lab.experiments.command import ExperimentParser, timing_plan, trace_name, trace_of
+from lab.experiments.recording import NO_GPU, Recording, Row, gpu_is_here
 from lab.metadata.engine.capture import capturing
 from lab.timing.draft import draft_facts, draft_work
-from lab.timing.forward import time_facts
-from lab.timing.gpu_time import measure_interleaved
+from lab.timing.gpu_time import SAMPLES
 from lab.timing.host_time import METHOD as HOST_METHOD
 from lab.timing.host_time import host_time
-from lab.timing.method import L2, Clock, Method
-from lab.timing.roofline import Ceilings
 from lab.timing.work import GpuWork
 from lab.workloads.draft import draft_scenario
-from lab.workloads.traces import TracedRequest, own_trace, read_trace
+from lab.workloads.traces import TracedRequest
 
-METHOD = Method(Clock.GRAPH, L2.WARM)
 ARMS = (
     "kv_indices/serial/{}",
     "kv_indices/spread/{}",
@@ -60,32 +57,42 @@ CLAIM = {"tpot_before_ms": 2.47, "tpot_after_ms": 2.41, "accept_length": 3.94}
 
 
 def implied_saving_us(claim: dict[str, float]) -> float:
-    """What a saving per token means per iteration, which yields ``accept_length`` tokens; microseconds."""
+    """Return the saving per iteration, in microseconds, of a saving per token; an iteration yields ``accept_length`` tokens."""
     return (claim["tpot_before_ms"] - claim["tpot_after_ms"]) * claim["accept_length"] * 1000
 
 
-def measure_point(point: str, trace: Sequence[TracedRequest], ceilings: Ceilings) -> list[dict[str, Any]]:
-    """GPU times of all arms at one point, in turns."""
+def point_of(point: str, trace: Sequence[TracedRequest]) -> Point:
+    """Return a point of the grid, or a snapshot of the trace."""
     names = [arm.format(point) for arm in ARMS]
-    scenarios = {name: draft_scenario(name, trace) for name in names}
-    works = {name: draft_work(scenario, torch.device("cuda")) for name, scenario in scenarios.items()}
-    times = measure_interleaved(works, METHOD)
-    return [
-        {"scenario": name, "point": point}
-        | draft_facts(scenarios[name], works[name])
-        | time_facts(times[name], ceilings, works[name].bytes_moved, 0)
-        for name in names
-    ]
+    return Point(point, tuple(Arm(name, draft_scenario(name, trace)) for name in names))
 
 
-def measure_host(point: str, trace: Sequence[TracedRequest]) -> list[dict[str, Any]]:
-    """Host times at one point: of each arm's launches, and of a replay of the graph that holds them, in turns."""
-    names = [arm.format(point) for arm in ARMS]
-    works = {name: draft_work(draft_scenario(name, trace), torch.device("cuda")) for name in names}
+def works_of(arms: Sequence[Arm]) -> dict[str, GpuWork]:
+    """Make the works of arms on the GPU."""
+    return {arm.name: draft_work(arm.case, torch.device("cuda")) for arm in arms}
+
+
+def facts_of(arm: Arm, work: GpuWork) -> Row:
+    """Return what a row says of its work."""
+    return {"scenario": arm.name, **draft_facts(arm.case, work)}
+
+
+def measure_gpu(point: Point, plan: TimingPlan) -> Sequence[Row]:
+    """Measure the GPU times of all arms at one point, in turns.
+
+    Raises:
+        PointFailedError: an arm could not be measured, or wrote something wrong.
+    """
+    return measure_point(point, works_of, plan, facts_of).whole()
+
+
+def measure_host(point: Point) -> list[Row]:
+    """Measure host times at one point: of each arm's launches, and of a replay of the graph that holds them, in turns."""
+    works = works_of(point.arms)
     calls = {name: work.call() for name, work in works.items()}
-    replays = {f"{name} in a graph": _replay_of(works[name]) for name in names if not name.endswith("/eager")}
+    replays = {f"{name} in a graph": _replay_of(works[name]) for name in works if not name.endswith("/eager")}
     times = host_time(calls | replays)
-    return [{"call": name, "point": point, "host_us": round(time.median_us, 2)} for name, time in times.items()]
+    return [{"call": name, "point": point.name, **time.facts()} for name, time in times.items()]
 
 
 def _replay_of(work: GpuWork) -> Callable[[], object]:
@@ -102,13 +109,13 @@ def _replay_of(work: GpuWork) -> Callable[[], object]:
 
 
 def median_of(rows: Sequence[dict[str, Any]], arm: str, point: str) -> float:
-    """The GPU time of one arm at one point, microseconds."""
+    """Return the GPU time of one arm at one point, in microseconds."""
     (found,) = [row["median_us"] for row in rows if row["scenario"] == arm.format(point)]
     return float(found)
 
 
 def claim_table(rows: Sequence[dict[str, Any]], host_rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """26241's figures per iteration beside what skipping the lists saves here, on the GPU and on the host."""
+    """Set 26241's figures per iteration beside what skipping the lists saves here, on the GPU and on the host."""
 
     def saved(prefix: str, point: str) -> float:
         before, after = (median_of(rows, f"{prefix}/{plan}/{{}}", point) for plan in ("common_template", "per_step"))
@@ -129,9 +136,9 @@ def claim_table(rows: Sequence[dict[str, Any]], host_rows: Sequence[dict[str, An
     }
 
 
-def point_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """One line per point: what is dead, what is left, what one launch leaves."""
-    table = Table(title=f"GPU time in µs, {METHOD}", title_justify="left")
+def point_table(rows: Sequence[dict[str, Any]], method: str) -> Table:
+    """Draw one line per point: the dead lists, the metadata with and without them, and in one launch."""
+    table = Table(title=f"GPU time in µs, {method}", title_justify="left")
     heads = ("lists serial", "spread", "MHA template", "per step", "one", "MLA template", "per step", "one")
     for header in ("requests x tokens / steps", *heads, "MHA eager template", "eager per step"):
         table.add_column(header, justify="right")
@@ -144,41 +151,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = _arguments(argv)
     if not gpu_is_here():
         return NO_GPU
-    trace, ceilings = given.traced, ceilings_of_gpu()
-    facts = {
-        "method": str(METHOD),
-        "host_method": HOST_METHOD,
-        "trace": "synthetic_chat.jsonl, the lab's own" if given.trace is None else given.trace.name,
-    }
-    recording = Recording(given.out, facts, ("rows",) if given.points else ("rows", "host"), ceilings=ceilings)
-    points = given.points or EVERY_POINT
-    recording.measure(points, lambda point: {"rows": measure_point(point, trace, ceilings)})
+    plan = timing_plan(given)
+    facts = {"method": str(plan.method), "host_method": HOST_METHOD, "trace": trace_name(given)}
+    recording = Recording(
+        "draft_steps", given.out, facts, ("rows",) if given.only else ("rows", "host"), ceilings=plan.ceilings
+    )
+    recording.measure(given.points, lambda point: {"rows": measure_gpu(point, plan)})
     rows = recording.result["rows"]
-    if not given.points:  # only all of them have what 26241's figures are held against
-        recording.measure(HOST_POINTS, lambda point: {"host": measure_host(point, trace)}, "host times")
+    if not given.only:  # only all of them have what 26241's figures are held against
+        recording.measure(given.host_points, lambda point: {"host": measure_host(point)}, "host times")
         recording.add("pr_26241", claim_table(rows, recording.result["host"]))
         recording.console.print_json(data=recording.result["pr_26241"])
-    recording.console.print(point_table(rows))
+    recording.console.print(point_table(rows, str(plan.method)))
     return recording.exit_status
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m lab.experiments.draft_steps", description=__doc__.split("\n", 1)[0]
+    parser = ExperimentParser("draft_steps", __doc__)
+    parser.add_trace()
+    parser.add_only("these points, on the grid or off it, such as 64x8k/steps3")
+    parser.add_timing(WARM, SAMPLES)
+    return parser.parsed(
+        argv,
+        traced=trace_of,
+        points=lambda given: [point_of(name, given.traced) for name in given.only or EVERY_POINT],
+        host_points=lambda given: [point_of(name, given.traced) for name in HOST_POINTS],
     )
-    parser.add_argument("--out", type=Path, required=True, help="where the JSON goes")
-    parser.add_argument(
-        "--trace", type=Path, help="a Mooncake (.jsonl) or Azure (.csv) trace; the lab's own if left out"
-    )
-    parser.add_argument("--points", nargs="+", help="only these, such as 64x8k/steps3")
-    given = parser.parse_args(argv)
-    try:
-        given.traced = own_trace() if given.trace is None else read_trace(given.trace)
-        for point in given.points or EVERY_POINT:
-            draft_scenario(ARMS[0].format(point), given.traced)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-    return given
 
 
 if __name__ == "__main__":

@@ -9,23 +9,20 @@ equal and the value at position p is 2 ** p, so that an output times the number 
 length lets a query see does not depend on how many heads or dimensions there are; one K/V head stands for MLA's latent.
 """
 
-import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from lab.experiments.command import ExperimentParser, positive
+from lab.experiments.recording import NO_GPU, RIGHT, Recording, Row
 from lab.metadata.engine.kv_cache import KVLayout
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 from lab.metadata.speculation.draft_steps import DraftStep, MultiStepDraft, build_draft_steps
-from lab.provenance import environment
 from lab.references import trtllm_batch_decode_with_kv_cache
 from lab.workloads.draft import DraftCase, build_verify, draft_decode
 
@@ -35,7 +32,7 @@ MOST_TOKENS = 50  # float64 adds powers of two exactly up to 2 ** 52
 
 @dataclass(frozen=True)
 class Sight:
-    """What the query of one step of one request saw.
+    """The positions that the query of one step of one request saw.
 
     Attributes:
         attention: a `DraftAttention`'s value.
@@ -55,7 +52,7 @@ class Sight:
 
 
 def look(attention: DraftAttention, prefix_lens: Sequence[int], num_steps: int, device: torch.device) -> list[Sight]:
-    """What every draft step of every request sees.
+    """Return what every draft step of every request sees.
 
     Raises:
         ValueError: a request grows beyond 50 tokens, whose code float64 cannot hold.
@@ -78,7 +75,7 @@ def look(attention: DraftAttention, prefix_lens: Sequence[int], num_steps: int, 
 
 
 def _write_tokens(storage: Tensor, pool: KVPool, rows: Tensor, lengths: Sequence[int]) -> None:
-    """K stays 0, V becomes the code of each position; what no token of a request covers is 0."""
+    """Write the code of each position to V; K, and V where no token of a request is, stay 0."""
     values = storage[1].view(-1)  # one head of one element: a slot's place is its number
     for row, length in zip(rows.tolist(), lengths, strict=True):
         values[pool.slots(row, 0, length)] = 2.0 ** torch.arange(length, dtype=torch.float64, device=values.device)
@@ -104,7 +101,7 @@ def _seen(step: DraftStep, kv_cache: tuple[Tensor, Tensor]) -> list[tuple[int, .
 
 
 def in_words(sight: Sight) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     unseen = ", ".join(map(str, sight.unseen)) or "none"
     return (
         f"{sight.attention:>16}  step {sight.step}: of positions 0..{sight.own_position} in the cache, its own the last, it "
@@ -113,29 +110,31 @@ def in_words(sight: Sight) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m lab.experiments.draft_visibility", description=__doc__.split("\n", 1)[0]
-    )
+    parser = ExperimentParser("draft_visibility", __doc__)
     parser.add_argument(
         "--prefix-len", type=int, default=31, help="tokens before the draft; 31 ends in front of a page's edge"
     )
-    parser.add_argument("--steps", type=int, default=4, help="speculative_num_steps")
-    parser.add_argument("--out", type=Path, help="also write a JSON file")
+    parser.add_argument("--steps", type=positive, default=4, help="speculative_num_steps")
     given = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    recording = Recording("draft_visibility", given.out, {}, ("sights",))
+    sights: list[Sight] = []
+
+    def rows_of(attention: DraftAttention) -> dict[str, list[Row]]:
+        seen = look(attention, [given.prefix_len], given.steps, device)
+        sights.extend(seen)
+        return {"sights": [asdict(sight) for sight in seen]}
+
     try:
-        sights = [sight for each in DraftAttention for sight in look(each, [given.prefix_len], given.steps, device)]
+        recording.measure(list(DraftAttention), rows_of, "backends")
     except ValueError as error:
         parser.error(str(error))
     except NotImplementedError as error:
         print(f"not run: {error}", file=sys.stderr)
-        return 2
+        return NO_GPU
     for sight in sights:
         print(in_words(sight))
-    if given.out is not None:
-        result: dict[str, Any] = {"environment": environment(), "sights": [asdict(sight) for sight in sights]}
-        given.out.write_text(json.dumps(result, indent=1) + "\n")
-    return 0
+    return RIGHT
 
 
 if __name__ == "__main__":

@@ -25,76 +25,42 @@ written anew after every point. Exit status: 1 if an arm is wrong, 2 without a G
 """
 
 import argparse
-import enum
-import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from lab.checks.forward_pass import ForwardPass, build_forward
-from lab.experiments.arms import Outcome, Works, declined_by, measure_right_ones, named_in_failures, reason_rows
-from lab.experiments.recording import NO_GPU, Columns, Recording, ceilings_of_gpu, gpu_is_here, table_of
+from lab.experiments.arms import COLD, JUDGED, Arm, Outcome, Point, TimingPlan, Works, measure_arms, measure_point
+from lab.experiments.command import ExperimentParser, timing_plan, trace_name, trace_of
+from lab.experiments.passes import FLASHINFER_MODULE, PORTABLE_MODULE, eager_call, gpu_works, pass_facts, works_of
+from lab.experiments.recording import NO_GPU, Columns, Recording, Row, gpu_is_here, table_of
+from lab.experiments.targets import Figure, Target, score, target_rows, target_text
 from lab.metadata.engine.forward_mode import ForwardMode
-from lab.metadata.mha.calls import PlannedCall, call_arguments, prepare_attention
-from lab.timing.forward import case_facts, forward_work, kernel_names, time_facts
-from lab.timing.gpu_time import GpuTime, interquartile_range, measure_interleaved
+from lab.metadata.mha.calls import prepare_attention
+from lab.timing.gpu_time import interquartile_range
 from lab.timing.host_time import METHOD as HOST_METHOD
 from lab.timing.host_time import HostTime, host_time
-from lab.timing.method import L2, Clock, Method
-from lab.timing.roofline import Ceilings, roofline
 from lab.timing.work import GpuWork
 from lab.workloads.batches import parse_batch
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.geometries import Geometry
 from lab.workloads.scenarios import scenario
-from lab.workloads.traces import TracedRequest, own_trace, read_trace
+from lab.workloads.traces import TracedRequest
 
-METHOD = Method(Clock.GRAPH, L2.COLD_ROTATION)
 MODEL, RANK = "qwen3-32b", "tp2"  # 64 / 8 heads of 128 over two GPUs: 32 / 4
-PORTABLE, FLASHINFER, E4M3 = "portable", "flashinfer", "portable e4m3"
+PORTABLE, FLASHINFER, E4M3_CACHE = "portable", "flashinfer", "portable e4m3"
 HOST, HOST_PREPARED = "host", "host_prepared"
 # The groups that have host times, and what their points' names begin with.
 HOST_FORMS = {HOST: "eager", HOST_PREPARED: "prepared"}
-PORTABLE_MODULE, FLASHINFER_MODULE = "lab.kernels.portable", "lab.kernels.trtllm"
-# What FlashInfer raises where a module cannot be imported, built or loaded, a function is lacking, or a call is refused.
-MISSING_MODULE = (ImportError, OSError, RuntimeError, TypeError, ValueError)
-SAMPLES = 15
-JUDGED = "every output vector of every request, before and after it was timed, on every buffer"
-
-
-class Figure(enum.Enum):
-    """What a target bounds; the value is how a row says it."""
-
-    SPEED = "x the speed of {baseline}"
-    BANDWIDTH = "% of the copy bandwidth"
-    HOST = "µs of host time"
-
-    def __repr__(self) -> str:
-        return f"Figure.{self.name}"
-
-
-@dataclass(frozen=True)
-class Target:
-    """A figure, and the least that it must reach; of host time, the most it may be."""
-
-    figure: Figure
-    bound: float
-
-    def margin(self, reached: float) -> float:
-        """By how much it is passed, in the figure's unit; negative where it is missed."""
-        return self.bound - reached if self.figure is Figure.HOST else reached - self.bound
-
 
 Targets = tuple[Target, ...]
 
 
 def _targets(speed: float, bandwidth_percent: float | None = None) -> Targets:
-    """Least speed in times the baseline's, and least part of the measured copy bandwidth."""
+    """Return the least speed in times the baseline's, and the least part of the measured copy bandwidth."""
     speeds = (Target(Figure.SPEED, speed),)
     return speeds if bandwidth_percent is None else (*speeds, Target(Figure.BANDWIDTH, bandwidth_percent))
 
@@ -134,57 +100,28 @@ class HeadsCase(ForwardCase):
         return self.heads
 
 
-@dataclass(frozen=True)
-class Arm:
-    """One way to run a pass.
-
-    Attributes:
-        name: its name.
-        module: has the two attention calls.
-        case: the pass; arms of one point with the same case share its tensors' contents and its truth.
-        targets: what it must reach.
-    """
-
-    name: str
-    module: str
-    case: ForwardCase
-    targets: Targets = ()
-
-
-@dataclass(frozen=True)
-class Point:
-    """What is measured together: its group, its name, and arms, of which the last is the one that others are compared with."""
-
-    group: str
-    name: str
-    arms: tuple[Arm, ...]
-
-    @property
-    def baseline(self) -> str:
-        return self.arms[-1].name
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What every row says of its point."""
-        return {"group": self.group, "point": self.name}
+def _point(group: str, name: str, *arms: Arm) -> Point:
+    """Compare arms with the last of them."""
+    return Point(name, arms, {"group": group}, baseline=arms[-1].name)
 
 
 def _against_flashinfer(group: str, name: str, case: ForwardCase, targets: Targets = ()) -> Point:
-    return Point(group, name, (Arm(PORTABLE, PORTABLE_MODULE, case, targets), Arm(FLASHINFER, FLASHINFER_MODULE, case)))
+    flashinfer = Arm(FLASHINFER, case, FLASHINFER_MODULE, needs_flashinfer=True)
+    return _point(group, name, Arm(PORTABLE, case, PORTABLE_MODULE, targets), flashinfer)
 
 
-def _named(group: str, name: str, targets: Targets = (), trace: Sequence[TracedRequest] | None = None) -> Point:
-    """Of a scenario's name."""
+def _named(group: str, name: str, targets: Targets, trace: Sequence[TracedRequest]) -> Point:
+    """Return the point of a scenario's name."""
     return _against_flashinfer(group, name, scenario(name, trace), targets)
 
 
 def _mode(q_len: int) -> str:
-    """What makes a decode call of so many query tokens, as scenarios name it."""
+    """Return the mode whose decode call has so many query tokens, as scenarios name it."""
     return (ForwardMode.DECODE if q_len == 1 else ForwardMode.TARGET_VERIFY).name.lower()
 
 
 def shape_points(group: str, trace: Sequence[TracedRequest]) -> list[Point]:
-    """A row of the table, a point per number of query tokens."""
+    """Return a row of the table: a point per number of query tokens."""
     batch, columns = SHAPES[group]
     return [
         _named(group, f"{_mode(q)}/{MODEL}/{batch.format(q=q)}/{RANK}", columns[_COLUMNS[q]], trace) for q in Q_LENS
@@ -192,17 +129,17 @@ def shape_points(group: str, trace: Sequence[TracedRequest]) -> list[Point]:
 
 
 def e4m3_points() -> list[Point]:
-    """An e4m3 cache against a bf16 one, both on the portable kernel."""
+    """Return points of an e4m3 cache against a bf16 one, both on the portable kernel."""
     points = []
     for q in E4M3_Q_LENS:
         name = f"{_mode(q)}/{MODEL}/64q{q}s8k/{RANK}"
-        halved = Arm(E4M3, PORTABLE_MODULE, scenario(f"{name}/e4m3"), E4M3_TARGET)
-        points.append(Point("e4m3", f"{name}/e4m3", (halved, Arm(PORTABLE, PORTABLE_MODULE, scenario(name)))))
+        halved = Arm(E4M3_CACHE, scenario(f"{name}/e4m3"), PORTABLE_MODULE, E4M3_TARGET)
+        points.append(_point("e4m3", f"{name}/e4m3", halved, Arm(PORTABLE, scenario(name), PORTABLE_MODULE)))
     return points
 
 
 def heads_points() -> list[Point]:
-    """Groups and head dimensions."""
+    """Return points of groups and head dimensions."""
     return [
         _against_flashinfer("heads", f"{_mode(q)}/{heads.name}/64q{q}s4k", heads_case(heads, q))
         for heads in (_heads(group, head_dim) for group, head_dim in HEADS)
@@ -217,26 +154,26 @@ def _heads(group: int, head_dim: int) -> Geometry:
 
 
 def heads_case(heads: Geometry, q_len: int) -> HeadsCase:
-    """64 requests of 4,096 keys, on the decode call."""
+    """Return 64 requests of 4,096 keys, on the decode call."""
     batch = parse_batch(f"64q{q_len}s4k")
     return HeadsCase(ForwardMode[_mode(q_len).upper()], heads.name, batch.prefix_lens, batch.q_lens, heads=heads)
 
 
-def window_points() -> list[Point]:
-    return [_named("windows", f"{_mode(q)}/{WINDOW_MODEL}/64q{q}s4k/window") for q in WIDE_Q_LENS]
+# Named scenarios on one call, and their targets.
+SCENARIOS: Mapping[str, Mapping[str, Targets]] = {
+    "windows": {f"{_mode(q)}/{WINDOW_MODEL}/64q{q}s4k/window": () for q in WIDE_Q_LENS},
+    "extend": {f"extend/{MODEL}/{batch}/{RANK}": targets for batch, targets in EXTENDS.items()},
+    "unequal": {f"{_mode(q)}/{MODEL}/q{q}s80k_63q{q}s512/{RANK}": () for q in WIDE_Q_LENS},
+}
 
 
-def extend_points() -> list[Point]:
-    """On the context call."""
-    return [_named("extend", f"extend/{MODEL}/{batch}/{RANK}", targets) for batch, targets in EXTENDS.items()]
-
-
-def unequal_points() -> list[Point]:
-    return [_named("unequal", f"{_mode(q)}/{MODEL}/q{q}s80k_63q{q}s512/{RANK}") for q in WIDE_Q_LENS]
+def scenario_points(group: str, trace: Sequence[TracedRequest]) -> list[Point]:
+    """Return the points of a group of named scenarios."""
+    return [_named(group, name, targets, trace) for name, targets in SCENARIOS[group].items()]
 
 
 def host_points(group: str) -> list[Point]:
-    """A decode, a verification and an extend, called without a graph."""
+    """Return a decode, a verification and an extend, called without a graph."""
     names = (
         f"decode/{MODEL}/64q1s4k/{RANK}",
         f"target_verify/{MODEL}/64q4s4k/{RANK}",
@@ -249,16 +186,14 @@ GROUPS: dict[str, Callable[[Sequence[TracedRequest]], list[Point]]] = {
     **{group: partial(shape_points, group) for group in SHAPES},
     "e4m3": lambda trace: e4m3_points(),
     "heads": lambda trace: heads_points(),
-    "windows": lambda trace: window_points(),
-    "extend": lambda trace: extend_points(),
-    "unequal": lambda trace: unequal_points(),
+    **{group: partial(scenario_points, group) for group in SCENARIOS},
     HOST: lambda trace: host_points(HOST),
     HOST_PREPARED: lambda trace: host_points(HOST_PREPARED),
 }
 
 
 def points_of(only: Sequence[str], trace: Sequence[TracedRequest], portable_only: bool = False) -> list[Point]:
-    """The points of some groups, in the groups' order.
+    """Return the points of some groups, in the groups' order.
 
     Args:
         only: names of groups or of points; all if empty.
@@ -272,16 +207,16 @@ def points_of(only: Sequence[str], trace: Sequence[TracedRequest], portable_only
     unknown = set(only) - set(GROUPS) - {point.name for point in points}
     if unknown:
         raise ValueError(f"no group or point is called {min(unknown)!r}; groups: {', '.join(GROUPS)}")
-    chosen = [point for point in points if not only or point.group in only or point.name in only]
-    return [_without_flashinfer(point) for point in chosen] if portable_only else chosen
+    named = [point for point in points if not only or {point.facts["group"], point.name} & set(only)]
+    return [_without_flashinfer(point) for point in named] if portable_only else named
 
 
 def _without_flashinfer(point: Point) -> Point:
-    return replace(point, arms=tuple(arm for arm in point.arms if arm.module != FLASHINFER_MODULE))
+    return _point(point.facts["group"], point.name, *(arm for arm in point.arms if not arm.needs_flashinfer))
 
 
 def floor_bytes(case: ForwardCase) -> int:
-    """Bytes that must move; of a sliding window all of each page in it, since a page is what a window's pool keeps."""
+    """Return the bytes that must move; of a sliding window all of each page in it, because its pool keeps whole pages."""
     if case.window_left < 0:
         return case.bytes_moved
     unseen = 0  # tokens in the window's pages that no row sees
@@ -291,101 +226,38 @@ def floor_bytes(case: ForwardCase) -> int:
     return case.bytes_moved + 2 * unseen * case.model.num_kv_heads * case.model.head_dim * case.kv_dtype.itemsize
 
 
-def eager_call(
-    implementation: Any, *, plan: Sequence[PlannedCall], out: torch.Tensor, **passed: Any
-) -> Callable[[], object]:
-    """The call of a pass that makes one, all of its work done in each call, even where an implementation can prepare it."""
-    (planned,) = plan
-    arguments = call_arguments(planned, **passed) | {"out": out, "workspace_buffer": None}
-    return partial(getattr(implementation, planned.call.value), **arguments)
-
-
-Prepare = Callable[..., Callable[[], object]]
-
-
-def works_of(
-    arms: Sequence[Arm], device: torch.device, prepare: Prepare = prepare_attention
-) -> dict[str, tuple[ForwardPass, GpuWork]]:
-    """Each arm's pass and work, on tensors of its own. Arms of one case are judged by one truth.
-
-    Args:
-        arms: whose modules are imported here.
-        device: where the tensors are.
-        prepare: makes the call that is timed; its first argument is the implementation.
-    """
-    built: dict[ForwardCase, tuple[ForwardPass, GpuWork]] = {}
-    found = {}
-    for arm in arms:
-        implementation = importlib.import_module(arm.module)
-        if arm.case in built:
-            forward, first = built[arm.case]
-            work = first.copies(2)[1]
-        else:
-            forward = build_forward(arm.case, device)
-            work = forward_work(forward, implementation)
-            built[arm.case] = forward, work
-        found[arm.name] = forward, replace(work, prepare=partial(prepare, implementation))
-    return found
-
-
-def without_time(works: Works) -> dict[str, str]:
-    """Why an arm has no time, found by its first call: it declines, or FlashInfer's module for it is not there."""
-    reasons: dict[str, str] = {}
-    for name, work in works.items():
-        try:
-            reasons |= declined_by({name: work})
-        except MISSING_MODULE as error:
-            if name != FLASHINFER:
-                raise
-            if torch.cuda.is_initialized():
-                torch.cuda.synchronize()  # raises anew what is no missing module, such as a wrong address
-            reasons[name] = f"FlashInfer cannot run it here: {type(error).__name__}: {str(error).strip()[:500]}"
-    return reasons
-
-
-def measure_point(point: Point, ceilings: Ceilings, samples: int = SAMPLES) -> Outcome:
-    """GPU times of all arms at one point, in turns, and why an arm has none.
-
-    Raises:
-        PointFailedError: anything but a refusal, a missing module or a wrong output went wrong.
-    """
-    with named_in_failures(point.name):
-        passes = works_of(point.arms, torch.device("cuda"))
-        running, declined = _running(passes)
-        times, wrong = measure_right_ones(running, partial(measure_interleaved, method=METHOD, samples=samples))
-    rows = [
-        _arm_facts(point, arm, passes[arm.name][0])
-        | time_facts(times[arm.name], ceilings, floor_bytes(arm.case), arm.case.operations)
-        | _compared(point, arm, times, ceilings)
-        for arm in point.arms
-        if arm.name in times
-    ]
-    return Outcome(rows, reason_rows(point.facts, declined), reason_rows(point.facts, wrong))
+def facts_of(arm: Arm, work: GpuWork) -> dict[str, Any]:
+    """Return what a row says of its pass; `floor_bytes` are those of its floor."""
+    case = arm.case
+    return {
+        "q_len": max(case.q_lens),
+        "longest_kv_len": max(case.kv_lens),
+        **{name: getattr(case.model, name) for name in ("num_qo_heads", "num_kv_heads", "head_dim")},
+        "window_left": case.window_left,
+        **pass_facts(arm, work),
+        "floor_bytes": floor_bytes(case),
+    }
 
 
 def measure_host(point: Point) -> Outcome:
-    """Host times of calls, in turns: each does all of its work, but in the group of prepared ones.
+    """Measure the host times of calls, in turns: each does all of its work, but in the group of prepared ones.
 
     Raises:
-        PointFailedError: as in `measure_point`.
+        PointFailedError: as in `measure_arms`.
     """
-    with named_in_failures(point.name):
-        prepare = prepare_attention if point.group == HOST_PREPARED else eager_call
-        passes = works_of(point.arms, torch.device("cuda"), prepare)
-        running, declined = _running(passes)
-        times, wrong = measure_right_ones(running, _host_times)
-    rows = [
-        _arm_facts(point, arm, passes[arm.name][0])
-        | {"host_us": round(time.median_us, 2), "iqr_us": round(interquartile_range(time.samples_us), 2)}
-        | {"method": time.method, "targets": _met(arm.targets, {Figure.HOST: time.median_us}, point.baseline)}
-        for arm in point.arms
-        if (time := times.get(arm.name)) is not None
-    ]
-    return Outcome(rows, reason_rows(point.facts, declined), reason_rows(point.facts, wrong))
+    prepare = prepare_attention if point.facts["group"] == HOST_PREPARED else eager_call
+
+    def row_of(arm: Arm, work: GpuWork, times: dict[str, HostTime]) -> Row:
+        time = times[arm.name]
+        spread = {"iqr_us": round(interquartile_range(time.samples_us), 2), "method": time.method}
+        targets = target_rows(arm.targets, {Figure.HOST: time.median_us}, point.baseline)
+        return facts_of(arm, work) | time.facts() | spread | {"targets": targets}
+
+    return measure_arms(point, lambda arms: works_of(arms, torch.device("cuda"), prepare), _host_times, row_of)
 
 
 def _host_times(works: Works) -> dict[str, HostTime]:
-    """Of each work's call, whose output is judged before and after."""
+    """Time each work's call; its output is judged before and after."""
     calls = {name: work.call() for name, work in works.items()}
     for call in calls.values():
         call()
@@ -399,71 +271,6 @@ def _check(works: Works) -> None:
     for work in works.values():
         assert work.check is not None
         work.check(work.arguments)
-
-
-def _running(passes: Mapping[str, tuple[ForwardPass, GpuWork]]) -> tuple[dict[str, GpuWork], dict[str, str]]:
-    """The works that can be timed, and why the others cannot."""
-    works = {name: work for name, (_, work) in passes.items()}
-    declined = without_time(works)
-    return {name: work for name, work in works.items() if name not in declined}, declined
-
-
-def _arm_facts(point: Point, arm: Arm, forward: ForwardPass) -> dict[str, Any]:
-    model = arm.case.model
-    return (
-        point.facts
-        | {
-            "arm": arm.name,
-            "implementation": arm.module,
-            "kernel": kernel_names(forward, importlib.import_module(arm.module)),
-            "q_len": max(arm.case.q_lens),
-            "longest_kv_len": max(arm.case.kv_lens),
-            "num_qo_heads": model.num_qo_heads,
-            "num_kv_heads": model.num_kv_heads,
-            "head_dim": model.head_dim,
-            "window_left": arm.case.window_left,
-        }
-        | case_facts(arm.case)
-    )
-
-
-def _compared(point: Point, arm: Arm, times: Mapping[str, GpuTime], ceilings: Ceilings) -> dict[str, Any]:
-    """An arm's speed in times the baseline's, and its targets; `floor_bytes` are those of its floor."""
-    time_us = times[arm.name].median_us
-    speed = times[point.baseline].median_us / time_us if point.baseline in times else None
-    line = roofline(time_us, floor_bytes(arm.case), arm.case.operations, ceilings)
-    reached = {Figure.SPEED: speed, Figure.BANDWIDTH: line.bandwidth_percent}
-    return {
-        "floor_bytes": floor_bytes(arm.case),
-        "baseline": point.baseline,
-        "speed_of_baseline": None if speed is None else round(speed, 3),
-        "targets": _met(arm.targets, reached, point.baseline),
-    }
-
-
-def _met(targets: Targets, reached: Mapping[Figure, float | None], baseline: str) -> list[dict[str, Any]]:
-    """What a row says of its targets; nothing is passed or missed where there is nothing to compare with."""
-    return [_met_one(target, reached[target.figure], baseline) for target in targets]
-
-
-def _met_one(target: Target, reached: float | None, baseline: str) -> dict[str, Any]:
-    facts: dict[str, Any] = {"figure": target.figure.value.format(baseline=baseline), "target": target.bound}
-    if reached is None:
-        return facts | {"reached": None, "margin": None, "passed": None}
-    margin = target.margin(reached)
-    return facts | {"reached": round(reached, 3), "margin": round(margin, 3), "passed": margin >= 0}
-
-
-def target_text(row: Mapping[str, Any]) -> str:
-    """By how much a row's arm passes or misses its targets."""
-    return "; ".join(_one_target_text(target) for target in row["targets"])
-
-
-def _one_target_text(target: Mapping[str, Any]) -> str:
-    asked = f"{target['target']:g} {target['figure']}"
-    if target["passed"] is None:
-        return f"{asked}: nothing to compare with"
-    return f"{asked}: {'passed' if target['passed'] else 'missed'} by {abs(target['margin']):.3g}"
 
 
 TEXT_COLUMNS = ("point", "arm", "kernel", "bound by", "targets")
@@ -488,79 +295,55 @@ HOST_COLUMNS: Columns = {
 }
 
 
-def score(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Targets passed, missed, and those that nothing could be compared with."""
-    passed = [target["passed"] for row in rows for target in row["targets"]]
-    return {"passed": passed.count(True), "missed": passed.count(False), "not_compared": passed.count(None)}
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     given = _arguments(argv)
     if not gpu_is_here():
         return NO_GPU
-    ceilings = ceilings_of_gpu()
+    plan = timing_plan(given)
     facts = {
-        "method": str(METHOD),
+        "method": str(plan.method),
         "host_method": HOST_METHOD,
-        "samples": given.samples,
-        "trace": "synthetic_chat.jsonl, the lab's own" if given.trace is None else given.trace.name,
+        "samples": plan.samples,
+        "trace": trace_name(given),
         "judged": JUDGED,
     }
     recording = Recording(
+        "kv_read_once",
         given.out,
         facts,
         ("rows", "host", "declined", "wrong"),
-        ceilings=ceilings,
+        ceilings=plan.ceilings,
         derived={"targets": lambda result: score(result["rows"] + result["host"])},
     )
-
-    def outcome_of(point: Point) -> Mapping[str, Sequence[dict[str, Any]]]:
-        if point.group in HOST_FORMS:
-            return measure_host(point).by_list("host")
-        return measure_point(point, ceilings, given.samples).by_list()
-
-    recording.measure(given.points, outcome_of)
+    recording.measure(given.points, partial(_rows_at, plan))
     _print(recording)
     return recording.exit_status
 
 
+def _rows_at(plan: TimingPlan, point: Point) -> Mapping[str, Sequence[Row]]:
+    if point.facts["group"] in HOST_FORMS:
+        return measure_host(point).by_list("host")
+    return measure_point(point, gpu_works, plan, facts_of).by_list()
+
+
 def _print(recording: Recording) -> None:
-    result, console = recording.result, recording.console
-    if result["rows"]:
-        console.print(table_of(f"K/V read once, one layer: {METHOD}", TIME_COLUMNS, result["rows"], words=TEXT_COLUMNS))
-    if result["host"]:
-        console.print(
-            table_of(f"Calls without a graph: {HOST_METHOD}", HOST_COLUMNS, result["host"], words=TEXT_COLUMNS)
-        )
+    result = recording.result
+    titles = {"rows": f"K/V read once, one layer: {result['method']}", "host": f"Calls without a graph: {HOST_METHOD}"}
+    for rows, columns in (("rows", TIME_COLUMNS), ("host", HOST_COLUMNS)):
+        if result[rows]:
+            recording.console.print(table_of(titles[rows], columns, result[rows], words=TEXT_COLUMNS))
     recording.print_reasons()
-    counts = result["targets"]
-    console.print(
-        f"targets: {counts['passed']} passed, {counts['missed']} missed, {counts['not_compared']} not compared"
-    )
+    counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in result["targets"].items())
+    recording.console.print(f"targets: {counts}")
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m lab.experiments.kv_read_once", description=__doc__.split("\n", 1)[0]
-    )
-    parser.add_argument("--out", type=Path, required=True, help="where the JSON goes")
-    parser.add_argument(
-        "--only", nargs="+", default=[], metavar="NAME", help=f"groups ({', '.join(GROUPS)}) or names of points"
-    )
+    parser = ExperimentParser("kv_read_once", __doc__)
+    parser.add_only(f"groups ({', '.join(GROUPS)}) or points of these names")
     parser.add_argument("--portable-only", action="store_true", help="leave FlashInfer's kernels out")
-    parser.add_argument(
-        "--trace", type=Path, help="a Mooncake (.jsonl) or Azure (.csv) trace; the lab's own if left out"
-    )
-    parser.add_argument("--samples", type=int, default=SAMPLES, help="of each GPU time (%(default)s)")
-    given = parser.parse_args(argv)
-    if given.samples < 1:
-        parser.error("samples must be at least 1")
-    try:
-        trace = own_trace() if given.trace is None else read_trace(given.trace)
-        given.points = points_of(given.only, trace, given.portable_only)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-    return given
+    parser.add_trace()
+    parser.add_timing(COLD)
+    return parser.parsed(argv, points=lambda given: points_of(given.only, trace_of(given), given.portable_only))
 
 
 if __name__ == "__main__":

@@ -25,95 +25,61 @@ The masks of target verify belong to the same change: the size of each form and 
 Exit status: 2 without a GPU.
 """
 
-import argparse
 import enum
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from lab.experiments.arms import WARM
+from lab.experiments.loops import LoopSettings, measure_loop, parsed_loops
 from lab.experiments.recording import NO_GPU, Columns, Recording, gpu_is_here, table_of
-from lab.experiments.stand_in import MatrixProducts, VerifyRequests
+from lab.experiments.stand_in import MatrixProducts
 from lab.metadata.engine.host_mirrors import LengthMirror
 from lab.metadata.mha.metadata import build_mha_metadata
 from lab.metadata.speculation.verify_mask import VerifyMask, VerifyMaskForm, fill_verify_mask, preallocate_verify_mask
-from lab.timing.gpu_time import measure
-from lab.timing.method import L2, Clock, Method
-from lab.timing.step_profile import (
-    TIMELINE_STEPS,
-    LoopProfile,
-    StepFacts,
-    profiled,
-    step_facts,
-    summary,
-    timeline,
-    unprofiled_us,
-)
+from lab.timing.gpu_time import measure, rounded_us
+from lab.timing.step_profile import TIMELINE_STEPS, step_facts, summary, timeline
 from lab.timing.work import GpuWork
 
 METHOD = (
     "torch.profiler (CUPTI), CPU and CUDA activities; GPU work belongs to the step whose launch has its correlation id; "
     "medians over the steps of all runs, the arms' runs in turns"
 )
-GRAPH_CLOCK = Method(Clock.GRAPH, L2.WARM)
 # The worked case of the verify mask.
 MASK_SIZES: Mapping[str, Any] = {"max_batch_size": 256, "num_draft_tokens": 4, "max_context_len": 131072}
 
 
-class Arm(enum.Enum):
-    """What one step of the loop ends with."""
+class StepEnd(enum.Enum):
+    """What one step of the loop ends with: the arms."""
 
     WITH_COPY = "with the copy"
     WITHOUT_COPY = "without the copy"
 
     def __repr__(self) -> str:
-        return f"Arm.{self.name}"
+        return f"StepEnd.{self.name}"
 
 
-@dataclass(frozen=True)
-class LoopSettings:
-    """A decode loop, and how often it is run.
+@dataclass(frozen=True, kw_only=True)
+class CopyLoopSettings(LoopSettings):
+    """A decode loop.
 
     Attributes:
         gpu_us: GPU time of the stand-in for the model's forward pass, one step; met to within one matrix product.
         host_us: host time of the stand-in for the scheduler, one step.
-        batch_size, num_draft_tokens, seq_len, page_size: requests, query rows of each, their tokens at the start, tokens
-            per page.
-        warm_up_steps, steps: of one run; the first are not counted. So few that the driver's queue of about a thousand
-            launches holds them: an arm without a copy runs ahead of the GPU.
-        repeats: runs of each arm.
-
-    Raises:
-        ValueError: a size is too small.
     """
 
     gpu_us: float
-    host_us: float
-    batch_size: int = 64
-    num_draft_tokens: int = 4
-    seq_len: int = 4096
-    page_size: int = 64
+    host_us: float = field(metadata={"least": 0})
     warm_up_steps: int = 5
-    steps: int = 15
-    repeats: int = 5
-
-    def __post_init__(self) -> None:
-        least: Mapping[str, float] = {each.name: 1 for each in fields(self)} | {"host_us": 0, "steps": TIMELINE_STEPS}
-        for name, bound in least.items():
-            if getattr(self, name) < bound:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least {bound}")
-
-    @property
-    def steps_per_run(self) -> int:
-        return self.warm_up_steps + self.steps
+    steps: int = field(default=15, metadata={"least": TIMELINE_STEPS})
 
 
 class DecodeLoop:
@@ -125,30 +91,20 @@ class DecodeLoop:
         device: where lengths, request table and metadata are.
     """
 
-    def __init__(self, settings: LoopSettings, forward: Callable[[], object], device: torch.device) -> None:
-        longest = settings.seq_len + (settings.steps_per_run + 1) * settings.num_draft_tokens
+    def __init__(self, settings: CopyLoopSettings, forward: Callable[[], object], device: torch.device) -> None:
         self.settings = settings
         self.forward = forward
-        self.requests = VerifyRequests(
-            batch_size=settings.batch_size,
-            num_draft_tokens=settings.num_draft_tokens,
-            seq_len=settings.seq_len,
-            longest=longest,
-            page_size=settings.page_size,
-            max_context_len=longest,
-            generator=torch.Generator().manual_seed(0),
-            device=device,
-        )
+        self.requests = settings.requests(settings.longest, torch.Generator().manual_seed(0), device)
         self.mirror = LengthMirror(settings.batch_size, device)
 
-    def run(self, arm: Arm) -> None:
+    def run(self, arm: StepEnd) -> None:
         """Launch all steps of one run, each in a range "step N". The GPU may still be at work afterwards."""
         seq_lens = self.requests.first_seq_lens
         for number in range(self.settings.steps_per_run):
             with record_function(f"step {number}"):
                 seq_lens = self._step(seq_lens, arm)
 
-    def _step(self, seq_lens: Tensor, arm: Arm) -> Tensor:
+    def _step(self, seq_lens: Tensor, arm: StepEnd) -> Tensor:
         with record_function("schedule"):
             _spin(self.settings.host_us)
         with record_function("metadata"):
@@ -156,7 +112,7 @@ class DecodeLoop:
         with record_function("forward"):
             self.forward()
             seq_lens = seq_lens + self.requests.accepted
-        if arm is Arm.WITH_COPY:
+        if arm is StepEnd.WITH_COPY:
             with record_function("copy lengths"):
                 self.mirror.read(seq_lens)
         return seq_lens
@@ -168,8 +124,8 @@ def _spin(duration_us: float) -> None:
         pass
 
 
-def measure_arms(settings: LoopSettings) -> list[dict[str, Any]]:
-    """Both arms of a loop on this GPU, their runs in turns, JSON-ready.
+def measure_ends(settings: CopyLoopSettings) -> list[dict[str, Any]]:
+    """Measure both arms of a loop on this GPU, their runs in turns; return JSON-ready rows.
 
     Raises:
         IncompleteProfileError: a profile lacks what the figures are made of.
@@ -177,37 +133,25 @@ def measure_arms(settings: LoopSettings) -> list[dict[str, Any]]:
     device = torch.device("cuda", torch.cuda.current_device())
     forward = MatrixProducts(settings.gpu_us, device)
     loop = DecodeLoop(settings, forward.graph.replay, device)
-    first = settings.warm_up_steps
-    unprofiled: dict[Arm, list[float]] = {arm: [] for arm in Arm}
-    profiles: dict[Arm, list[LoopProfile]] = {arm: [] for arm in Arm}
-    for arm in Arm:
+    for arm in StepEnd:
         loop.run(arm)
-    for _ in range(settings.repeats):
-        for arm in Arm:
-            unprofiled[arm].append(unprofiled_us(partial(loop.run, arm)) / settings.steps_per_run)
-            profiles[arm].append(profiled(partial(loop.run, arm)))
+    runs = measure_loop(loop.run, [list(StepEnd)] * settings.repeats, settings.steps_per_run)
+    first = settings.warm_up_steps
     return [
         {
             "arm": arm.value,
             **asdict(settings),
             "matrix_products": forward.products,
-            **_recorded([step_facts(each, first) for each in profiles[arm]]),
-            "unprofiled_step_us": [round(value, 3) for value in unprofiled[arm]],
-            "timeline": timeline(profiles[arm][-1], first + settings.steps // 2 - TIMELINE_STEPS // 2),
+            **found.facts(partial(step_facts, first=first), summary),
+            "unprofiled_step_us": found.unprofiled_us,
+            "timeline": timeline(found.profiles[-1], first + settings.steps // 2 - TIMELINE_STEPS // 2),
         }
-        for arm in Arm
+        for arm, found in runs.items()
     ]
 
 
-def _recorded(runs: Sequence[Sequence[StepFacts]]) -> dict[str, Any]:
-    return {
-        "medians": summary([each for run in runs for each in run]),
-        "runs": [[asdict(each) for each in run] for run in runs],
-    }
-
-
 def measure_masks(device: torch.device) -> list[dict[str, Any]]:
-    """The size of each form of the verify mask, and the GPU time of filling it for the largest batch, JSON-ready."""
+    """Measure the size of each form of the verify mask, and the GPU time of filling it for the largest batch; JSON-ready."""
     return [_measured_mask(form, device) for form in VerifyMaskForm]
 
 
@@ -215,13 +159,14 @@ def _measured_mask(form: VerifyMaskForm, device: torch.device) -> dict[str, Any]
     mask = preallocate_verify_mask(form, **MASK_SIZES, device=device)
     assert mask is not None
     fill = GpuWork.of(fill_verify_mask, mask.nbytes, mask=mask, batch_size=mask.max_batch_size)
-    filled = measure(replace(fill, check=_check_filled), GRAPH_CLOCK)
+    filled = measure(replace(fill, check=_check_filled), WARM)
     return {
         "form": form.value,
         **MASK_SIZES,
         "mask_bytes": mask.nbytes,
         "fill_us": round(filled.median_us, 3),
         "fill_iqr_us": round(filled.iqr_us, 3),
+        "samples_us": rounded_us(filled.samples_us),
         "method": str(filled.method),
         "device": filled.device.facts(),
     }
@@ -233,25 +178,18 @@ def _check_filled(arguments: Mapping[str, Any]) -> None:
     mask.buffer.zero_()
 
 
+TIMES_US: Mapping[str, tuple[Sequence[float], str]] = {
+    "gpu_us": ((500.0, 2000.0), "GPU time of a step (500 2000)"),
+    "host_us": ((200.0,), "the scheduler's time of a step (200)"),
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m lab.experiments.length_copy", description=__doc__.split("\n", 1)[0]
-    )
-    parser.add_argument("--gpu-us", type=float, nargs="+", default=[500.0, 2000.0], help="GPU time of a step")
-    parser.add_argument("--host-us", type=float, nargs="+", default=[200.0], help="the scheduler's time of a step")
-    for name in ("batch_size", "seq_len", "warm_up_steps", "steps", "repeats"):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(LoopSettings, name))
-    parser.add_argument("--out", type=Path, help="also write a JSON file")
-    given = vars(parser.parse_args(argv))
-    out, gpu_times, host_times = given.pop("out"), given.pop("gpu_us"), given.pop("host_us")
-    try:
-        loops = [LoopSettings(gpu_us, host_us, **given) for gpu_us in gpu_times for host_us in host_times]
-    except ValueError as error:
-        parser.error(str(error))
+    given, loops = parsed_loops("length_copy", __doc__, CopyLoopSettings, TIMES_US, argv)
     if not gpu_is_here():
         return NO_GPU
-    recording = Recording(out, {"method": METHOD}, ("arms", "verify_masks"))
-    recording.measure(loops, lambda settings: {"arms": measure_arms(settings)}, "loops")
+    recording = Recording("length_copy", given.out, {"method": METHOD}, ("arms", "verify_masks"))
+    recording.measure(loops, lambda settings: {"arms": measure_ends(settings)}, "loops")
     recording.measure([torch.device("cuda")], lambda device: {"verify_masks": measure_masks(device)}, "masks")
     _print(recording)
     return recording.exit_status

@@ -9,7 +9,7 @@ place of the target model, and adds the accepted tokens to the lengths. The arms
 
     drafts   chains, which need no fix-up; or trees, whose packed mask is written after the draft from each token's parent
     builder  torch operations, many small launches as in SGLang 0.5.13; or one fused launch as in 0.5.23
-    start    in line, behind the draft on its stream; on a second stream after the draft; on a second stream after the inputs
+    start    in line, after the draft on its stream; on a second stream after the draft; on a second stream after the inputs
 
 The arms' runs take turns, in an order reshuffled each round; each is profiled, and its first iterations are left out. What
 verify was handed is checked before and after. What the table says, per iteration, as medians:
@@ -28,44 +28,35 @@ so a plan beside them may take longer than alone. Writing the mask is also timed
 Exit status: 2 without a GPU.
 """
 
-import argparse
 import enum
 import itertools
 import random
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from lab.experiments.arms import WARM
+from lab.experiments.iteration_profile import Phase, iteration_facts, two_lanes
+from lab.experiments.loops import LoopRuns, LoopSettings, measure_loop, parsed_loops
 from lab.experiments.recording import NO_GPU, Columns, Recording, gpu_is_here, table_of
-from lab.experiments.stand_in import MatrixProducts, VerifyRequests
+from lab.experiments.stand_in import MatrixProducts
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.plan_stream import FixUp, PlannedVerify, PlanStart, PlanStream, VerifyBuffers
 from lab.metadata.mha.buffers import MetadataBuilder
 from lab.metadata.mha.metadata import build_mha_metadata
 from lab.metadata.speculation.verify_mask import pack_tree_mask
 from lab.metadata.speculation.verify_plan import MHAChainVerify, TreeMaskVerify
-from lab.timing.cupti import Activity, busy_us
-from lab.timing.gpu_time import measure
+from lab.timing.gpu_time import measure, rounded_us
 from lab.timing.host_time import METHOD as HOST_METHOD
 from lab.timing.host_time import host_time
-from lab.timing.method import L2, Clock, Method
-from lab.timing.step_profile import (
-    IncompleteProfileError,
-    LoopProfile,
-    ProfiledStep,
-    TraceEvent,
-    profiled,
-    step_facts,
-    unprofiled_us,
-)
+from lab.timing.step_profile import medians
 from lab.timing.work import GpuWork
 
 Result = TypeVar("Result")
@@ -74,7 +65,6 @@ METHOD = (
     "torch.profiler (CUPTI), CPU and CUDA activities; GPU work belongs to the iteration and phase whose launch has its "
     "correlation id; medians over the iterations of all runs, the arms' runs in turns"
 )
-GRAPH_CLOCK = Method(Clock.GRAPH, L2.WARM)
 SHUFFLE_SEED = 0
 # Few enough for the driver's queue of about a thousand launches, at up to sixty an iteration.
 HOST_BATCHES, HOST_CALLS_PER_BATCH = 20, 8
@@ -83,7 +73,7 @@ FIX_UP_POINTS = tuple(itertools.product((1, 8, 64, 256), (4, 8, 16, 64)))
 
 
 class Drafts(enum.Enum):
-    """What is drafted, and so whether a fix-up is needed."""
+    """The form of the drafts, on which it depends whether a fix-up is needed."""
 
     CHAINS = "chains"
     TREES = "trees"
@@ -92,21 +82,10 @@ class Drafts(enum.Enum):
         return f"Drafts.{self.name}"
 
 
-class Phase(enum.Enum):
-    """Parts of an iteration, by the names of their ranges in a profile."""
-
-    INPUTS = "inputs"
-    DRAFT = "draft"
-    PLAN = "plan"
-    FIX_UP = "fix-up"
-    VERIFY = "verify"
-
-    def __repr__(self) -> str:
-        return f"Phase.{self.name}"
-
-
 @dataclass(frozen=True)
-class Arm:
+class Planning:
+    """One way to plan verify: an arm."""
+
     drafts: Drafts
     builder: MetadataBuilder
     start: PlanStart
@@ -115,21 +94,17 @@ class Arm:
         return f"{self.drafts.value}, {self.builder.value}, {self.start.value}"
 
 
-ARMS = tuple(itertools.starmap(Arm, itertools.product(Drafts, MetadataBuilder, PlanStart)))
+ARMS = tuple(itertools.starmap(Planning, itertools.product(Drafts, MetadataBuilder, PlanStart)))
 
 
-@dataclass(frozen=True)
-class LoopSettings:
-    """A loop of speculative iterations, and how often it is run.
+@dataclass(frozen=True, kw_only=True)
+class PlanLoopSettings(LoopSettings):
+    """A loop of speculative iterations.
 
     Attributes:
         draft_us, verify_us: GPU time of what stands for the draft steps and for the target model, one iteration; met to within
             one matrix product of about 30 µs on an H200.
-        batch_size, num_draft_tokens, seq_len, page_size: requests, query rows of each, their tokens at the start, tokens
-            per page.
         max_context_len: of the pool, which gives the page table its width.
-        warm_up_steps, steps: iterations of one run; the first are not counted.
-        repeats: runs of each arm.
 
     Raises:
         ValueError: a size is too small, or the requests outgrow `max_context_len`.
@@ -137,31 +112,16 @@ class LoopSettings:
 
     draft_us: float
     verify_us: float
-    batch_size: int = 64
-    num_draft_tokens: int = 4
-    seq_len: int = 4096
-    page_size: int = 64
     max_context_len: int = 131072
     warm_up_steps: int = 3
     steps: int = 12
-    repeats: int = 5
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            if getattr(self, each.name) < 1:
-                raise ValueError(f"{each.name}={getattr(self, each.name)} must be at least 1")
+        super().__post_init__()
         if self.longest > self.max_context_len:
             raise ValueError(
                 f"max_context_len={self.max_context_len} must hold the {self.longest} tokens of the last step"
             )
-
-    @property
-    def steps_per_run(self) -> int:
-        return self.warm_up_steps + self.steps
-
-    @property
-    def longest(self) -> int:
-        return self.seq_len + (self.steps_per_run + 1) * self.num_draft_tokens
 
 
 class MarkedPlanStream(PlanStream):
@@ -187,7 +147,7 @@ class SpeculativeLoop:
 
     def __init__(
         self,
-        settings: LoopSettings,
+        settings: PlanLoopSettings,
         draft: Callable[[], object],
         verify: Callable[[], object],
         device: torch.device,
@@ -196,29 +156,20 @@ class SpeculativeLoop:
         self.settings = settings
         self.draft = draft
         self.verify = verify
-        self.requests = VerifyRequests(
-            batch_size=settings.batch_size,
-            num_draft_tokens=settings.num_draft_tokens,
-            seq_len=settings.seq_len,
-            longest=settings.longest,
-            page_size=settings.page_size,
-            max_context_len=settings.max_context_len,
-            generator=generator,
-            device=device,
-        )
+        self.requests = settings.requests(settings.max_context_len, generator, device)
         # Other trees in each iteration.
         shape = (settings.steps_per_run, settings.batch_size, settings.num_draft_tokens)
         self.parents = random_trees(*shape, generator=generator).to(device)
         self.planners = {arm: self._planner(arm) for arm in ARMS}
 
-    def run(self, arm: Arm, steps: int | None = None) -> None:
+    def run(self, arm: Planning, steps: int | None = None) -> None:
         """Launch a run's iterations, each in a range "step N". The GPU may still be at work afterwards."""
         seq_lens = self.requests.first_seq_lens
         for number in range(self.settings.steps_per_run if steps is None else steps):
             with record_function(f"step {number}"):
                 _, seq_lens = self._iterate(arm, seq_lens, number, self._verify)
 
-    def check(self, arm: Arm) -> None:
+    def check(self, arm: Planning) -> None:
         """Run all iterations with a verify pass that copies what it is handed, then compare that with a fresh build.
 
         Raises:
@@ -238,9 +189,9 @@ class SpeculativeLoop:
                     )
 
     def _iterate(
-        self, arm: Arm, seq_lens: Tensor, number: int, verify: Callable[[PlannedVerify], Result]
+        self, arm: Planning, seq_lens: Tensor, number: int, verify: Callable[[PlannedVerify], Result]
     ) -> tuple[Result, Tensor]:
-        """One iteration; returns what `verify` returned, and the lengths of the next."""
+        """Run one iteration; return what `verify` returned, and the lengths of the next."""
         with record_function(Phase.INPUTS.value):
             batch = self.requests.batch(seq_lens)
 
@@ -256,20 +207,20 @@ class SpeculativeLoop:
         with record_function(Phase.VERIFY.value):
             self.verify()
 
-    def _planner(self, arm: Arm) -> MarkedPlanStream:
+    def _planner(self, arm: Planning) -> MarkedPlanStream:
         backend = TreeMaskVerify if arm.drafts is Drafts.TREES else MHAChainVerify
         settings = self.settings
         return MarkedPlanStream(
             backend(self.requests.pool, settings.num_draft_tokens, [settings.batch_size], arm.builder), arm.start
         )
 
-    def _expected(self, arm: Arm, seq_lens: Tensor, number: int) -> dict[str, Tensor]:
+    def _expected(self, arm: Planning, seq_lens: Tensor, number: int) -> dict[str, Tensor]:
         batch = self.requests.batch(seq_lens)
         mask = pack_tree_mask(self.parents[number]) if arm.drafts is Drafts.TREES else None
         return PlannedVerify(batch, build_mha_metadata(batch, self.requests.pool), mask).tensors()
 
     def _live(self, name: str, tensor: Tensor, seq_lens: Tensor) -> Tensor:
-        """A table without its dead cells, which the builders leave different."""
+        """Return a table without its dead cells, which the builders leave different."""
         if name != "page_table":
             return tensor
         pages = -(-(seq_lens + self.settings.num_draft_tokens) // self.settings.page_size)
@@ -277,7 +228,7 @@ class SpeculativeLoop:
 
 
 def random_trees(*shape: int, generator: torch.Generator) -> Tensor:
-    """Parents of trees, int64 of this shape, d last: each token follows one before it, or the last accepted one (-1)."""
+    """Draw parents of trees, int64 of this shape, d last: each token follows one before it, or the last accepted one (-1)."""
     return (torch.rand(shape, generator=generator, dtype=torch.float64) * (torch.arange(shape[-1]) + 1)).long() - 1
 
 
@@ -285,115 +236,8 @@ def _copies(planned: PlannedVerify) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in planned.tensors().items()}
 
 
-@dataclass(frozen=True)
-class IterationFacts:
-    """What an iteration cost; see the module for the words. Times in µs, launches of the GPU's kernels, copies and fills."""
-
-    step: int
-    draft_us: float
-    plan_us: float
-    plan_busy_us: float
-    plan_launches: int
-    hidden_us: float
-    fix_up_us: float
-    fix_up_launches: int
-    between_us: float
-    verify_us: float
-    iteration_us: float
-
-
-def phase_gpu(step: ProfiledStep, phase: Phase) -> tuple[TraceEvent, ...]:
-    """The GPU work that a phase of an iteration launched, in the order of its starts; none where there is no such phase.
-
-    Raises:
-        IncompleteProfileError: the phase is there and launched nothing.
-    """
-    ranges = [each for each in step.phases if each.name == phase.value]
-    launched = {call.correlation for call in step.calls if any(each.holds(call) for each in ranges)} - {None}
-    found = tuple(each for each in step.gpu if each.correlation in launched)
-    if ranges and not found:
-        raise IncompleteProfileError(f"{phase.value} of step {step.number} launched nothing: the profile lost it")
-    return found
-
-
-def iteration_facts(loop: LoopProfile, first: int) -> list[IterationFacts]:
-    """The facts of each iteration from number `first` on, which must have one before it.
-
-    Raises:
-        IncompleteProfileError: as `lab.timing.step_profile.step_facts`, or a phase is missing.
-    """
-    iteration_us = {each.step: each.step_us for each in step_facts(loop, first)}
-    return [_facts(step, iteration_us[step.number]) for step in loop.steps if step.number in iteration_us]
-
-
-def _facts(step: ProfiledStep, iteration_us: float) -> IterationFacts:
-    gpu = {phase: phase_gpu(step, phase) for phase in Phase}
-    missing = [phase.value for phase, found in gpu.items() if not found and phase is not Phase.FIX_UP]
-    if missing:
-        raise IncompleteProfileError(f"step {step.number} has no {', '.join(missing)} on the GPU")
-    draft = _bounds_ns(gpu[Phase.DRAFT])
-    return IterationFacts(
-        step=step.number,
-        draft_us=_span_us(gpu[Phase.DRAFT]),
-        plan_us=_span_us(gpu[Phase.PLAN]),
-        plan_busy_us=_busy_within_us(gpu[Phase.PLAN], _bounds_ns(gpu[Phase.PLAN])),
-        plan_launches=len(gpu[Phase.PLAN]),
-        hidden_us=_busy_within_us(gpu[Phase.PLAN], draft),
-        fix_up_us=_span_us(gpu[Phase.FIX_UP]),
-        fix_up_launches=len(gpu[Phase.FIX_UP]),
-        between_us=(gpu[Phase.VERIFY][0].start_ns - draft[1]) / 1000,
-        verify_us=_span_us(gpu[Phase.VERIFY]),
-        iteration_us=iteration_us,
-    )
-
-
-def _bounds_ns(activities: Sequence[TraceEvent]) -> tuple[int, int]:
-    return min(each.start_ns for each in activities), max(each.end_ns for each in activities)
-
-
-def _busy_within_us(activities: Iterable[TraceEvent], bounds_ns: tuple[int, int]) -> float:
-    start_ns, end_ns = bounds_ns
-    clipped = (Activity(each.name, max(each.start_ns, start_ns), min(each.end_ns, end_ns)) for each in activities)
-    return busy_us(each for each in clipped if each.start_ns < each.end_ns)
-
-
-def _span_us(activities: Sequence[TraceEvent]) -> float:
-    """First start to last end; 0 for none."""
-    if not activities:
-        return 0.0
-    start_ns, end_ns = _bounds_ns(activities)
-    return (end_ns - start_ns) / 1000
-
-
-def two_lanes(step: ProfiledStep) -> list[dict[str, Any]]:
-    """One iteration's GPU work for a picture, in the order of its starts.
-
-    Each entry has `stream` ("forward", where verify runs, or "plan"), `phase` (None for what adds the accepted tokens), `name`,
-    and `start_us`, `duration_us` from the iteration's first kernel on.
-    """
-    phase_of = {id(each): phase.value for phase in Phase for each in phase_gpu(step, phase)}
-    forward = phase_gpu(step, Phase.VERIFY)[0].lane
-    return [
-        {
-            "stream": "forward" if each.lane == forward else "plan",
-            "phase": phase_of.get(id(each)),
-            "name": each.name,
-            "start_us": round((each.start_ns - step.gpu_start_ns) / 1000, 3),
-            "duration_us": round(each.duration_us, 3),
-        }
-        for each in step.gpu
-    ]
-
-
-def medians(facts: Iterable[IterationFacts]) -> dict[str, float]:
-    """The median of each fact."""
-    listed = list(facts)
-    names = [each.name for each in fields(IterationFacts) if each.name != "step"]
-    return {name: round(statistics.median(getattr(each, name) for each in listed), 3) for name in names}
-
-
-def measure_arms(settings: LoopSettings) -> list[dict[str, Any]]:
-    """All arms of a loop on this GPU, their runs in turns, JSON-ready.
+def measure_plannings(settings: PlanLoopSettings) -> list[dict[str, Any]]:
+    """Measure all arms of a loop on this GPU, their runs in turns; return JSON-ready rows.
 
     Raises:
         IncompleteProfileError: a profile lacks what the figures are made of.
@@ -402,29 +246,19 @@ def measure_arms(settings: LoopSettings) -> list[dict[str, Any]]:
     device = torch.device("cuda", torch.cuda.current_device())
     draft, verify = (MatrixProducts(gpu_us, device) for gpu_us in (settings.draft_us, settings.verify_us))
     loop = SpeculativeLoop(settings, draft.graph.replay, verify.graph.replay, device)
-    unprofiled: dict[Arm, list[float]] = {arm: [] for arm in ARMS}
-    profiles: dict[Arm, list[LoopProfile]] = {arm: [] for arm in ARMS}
     for arm in ARMS:  # which also compiles what is compiled at first use
         loop.check(arm)
     shuffled = random.Random(SHUFFLE_SEED)
-    for _ in range(settings.repeats):
-        for arm in shuffled.sample(ARMS, len(ARMS)):
-            unprofiled[arm].append(unprofiled_us(partial(loop.run, arm)) / settings.steps_per_run)
-            profiles[arm].append(profiled(partial(loop.run, arm)))
+    rounds = [shuffled.sample(ARMS, len(ARMS)) for _ in range(settings.repeats)]
+    runs = measure_loop(loop.run, rounds, settings.steps_per_run)
     host_us = _host_us(loop)
     for arm in ARMS:
         loop.check(arm)
     products = {"draft_matrix_products": draft.products, "verify_matrix_products": verify.products}
-    return [
-        _row(arm, settings)
-        | products
-        | _recorded(profiles[arm], settings)
-        | {"unprofiled_iteration_us": [round(value, 3) for value in unprofiled[arm]], "host_us": host_us[arm]}
-        for arm in ARMS
-    ]
+    return [_row(arm, settings) | products | _recorded(runs[arm], settings) | host_us[arm] for arm in ARMS]
 
 
-def _row(arm: Arm, settings: LoopSettings) -> dict[str, Any]:
+def _row(arm: Planning, settings: PlanLoopSettings) -> dict[str, Any]:
     return {
         "drafts": arm.drafts.value,
         "builder": arm.builder.value,
@@ -434,38 +268,38 @@ def _row(arm: Arm, settings: LoopSettings) -> dict[str, Any]:
     }
 
 
-def _recorded(profiles: Sequence[LoopProfile], settings: LoopSettings) -> dict[str, Any]:
-    runs = [iteration_facts(each, settings.warm_up_steps) for each in profiles]
+def _recorded(runs: LoopRuns, settings: PlanLoopSettings) -> dict[str, Any]:
     middle = settings.warm_up_steps + settings.steps // 2
     return {
-        "medians": medians(facts for run in runs for facts in run),
-        "runs": [[asdict(facts) for facts in run] for run in runs],
-        "timeline": two_lanes(profiles[-1].steps[middle]),
+        **runs.facts(partial(iteration_facts, first=settings.warm_up_steps), medians),
+        "timeline": two_lanes(runs.profiles[-1].steps[middle]),
+        "unprofiled_iteration_us": runs.unprofiled_us,
     }
 
 
-def _host_us(loop: SpeculativeLoop) -> dict[Arm, float]:
-    calls = {str(arm): (lambda arm=arm: loop.run(arm, steps=1)) for arm in ARMS}
+def _host_us(loop: SpeculativeLoop) -> dict[Planning, dict[str, Any]]:
+    calls = {str(arm): partial(loop.run, arm, steps=1) for arm in ARMS}
     times = host_time(calls, batches=HOST_BATCHES, calls_per_batch=HOST_CALLS_PER_BATCH)
-    return {arm: round(times[str(arm)].median_us, 2) for arm in ARMS}
+    return {arm: times[str(arm)].facts() for arm in ARMS}
 
 
 def measure_fix_up(batch_size: int, num_draft_tokens: int, device: torch.device) -> dict[str, Any]:
-    """GPU and host time of writing the packed masks of random trees by itself, JSON-ready."""
+    """Measure GPU and host time of writing the packed masks of random trees by itself; JSON-ready."""
     generator = torch.Generator().manual_seed(0)
     parents = random_trees(batch_size, num_draft_tokens, generator=generator).to(device)
     out = torch.zeros_like(pack_tree_mask(parents))
     size_bytes = parents.nbytes + out.nbytes
     work = GpuWork(_prepare_fix_up, {"parents": parents, "out": out}, size_bytes, check=_check_fix_up)
-    gpu = measure(work, GRAPH_CLOCK)
+    gpu = measure(work, WARM)
     host = host_time({"fix-up": work.call()}, calls_per_batch=HOST_CALLS_PER_BATCH)["fix-up"]
     return {
         "batch_size": batch_size,
         "num_draft_tokens": num_draft_tokens,
         "gpu_us": round(gpu.median_us, 3),
         "gpu_iqr_us": round(gpu.iqr_us, 3),
+        "samples_us": rounded_us(gpu.samples_us),
         "launches": gpu.launches,
-        "host_us": round(host.median_us, 3),
+        **host.facts(),
         "method": str(gpu.method),
         "device": gpu.device.facts(),
     }
@@ -481,27 +315,19 @@ def _check_fix_up(arguments: Mapping[str, Any]) -> None:
     out.zero_()
 
 
+TIMES_US: Mapping[str, tuple[Sequence[float], str]] = {
+    "draft_us": ((100.0, 400.0), "GPU time of the draft steps (100 400)"),
+    "verify_us": ((1000.0,), "GPU time of the target model (1000)"),
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m lab.experiments.plan_stream", description=__doc__.split("\n", 1)[0]
-    )
-    parser.add_argument("--draft-us", type=float, nargs="+", default=[100.0, 400.0], help="GPU time of the draft steps")
-    parser.add_argument("--verify-us", type=float, nargs="+", default=[1000.0], help="GPU time of the target model")
-    sizes = [each.name for each in fields(LoopSettings) if each.name not in ("draft_us", "verify_us")]
-    for name in sizes:
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(LoopSettings, name))
-    parser.add_argument("--out", type=Path, help="also write a JSON file")
-    given = vars(parser.parse_args(argv))
-    out, draft_times, verify_times = given.pop("out"), given.pop("draft_us"), given.pop("verify_us")
-    try:
-        loops = [LoopSettings(*times, **given) for times in itertools.product(draft_times, verify_times)]
-    except ValueError as error:
-        parser.error(str(error))
+    given, loops = parsed_loops("plan_stream", __doc__, PlanLoopSettings, TIMES_US, argv)
     if not gpu_is_here():
         return NO_GPU
     device = torch.device("cuda")
-    recording = Recording(out, {"method": METHOD, "host_method": HOST_METHOD}, ("arms", "fix_ups"))
-    recording.measure(loops, lambda settings: {"arms": measure_arms(settings)}, "loops")
+    recording = Recording("plan_stream", given.out, {"method": METHOD, "host_method": HOST_METHOD}, ("arms", "fix_ups"))
+    recording.measure(loops, lambda settings: {"arms": measure_plannings(settings)}, "loops")
     recording.measure(FIX_UP_POINTS, lambda point: {"fix_ups": [measure_fix_up(*point, device)]}, "masks")
     _print(recording)
     return recording.exit_status
@@ -537,7 +363,7 @@ def _print(recording: Recording) -> None:
     recording.console.print(
         table_of("A speculative iteration", ARM_COLUMNS, recording.result["arms"], words=TEXT_COLUMNS)
     )
-    title = f"The packed mask of trees by itself, {GRAPH_CLOCK}"
+    title = f"The packed mask of trees by itself, {WARM}"
     recording.console.print(table_of(title, FIX_UP_COLUMNS, recording.result["fix_ups"]))
 
 

@@ -24,7 +24,7 @@ Columns = Mapping[str, Callable[[Mapping[str, Any]], str]]  # header, what it sh
 
 
 def gpu_is_here() -> bool:
-    """Whether there is a CUDA GPU; where there is none, says so on stderr."""
+    """Return True if there is a CUDA GPU; where there is none, say so on stderr."""
     if torch.cuda.is_available():
         return True
     print("not measured: this experiment needs a CUDA GPU, and there is no CUDA GPU here", file=sys.stderr)
@@ -32,7 +32,7 @@ def gpu_is_here() -> bool:
 
 
 def ceilings_of_gpu() -> Ceilings:
-    """What the current GPU reaches now."""
+    """Measure the rates that the current GPU reaches now."""
     return measure_ceilings(torch.device("cuda"))
 
 
@@ -40,6 +40,7 @@ class Recording:
     """What an experiment records, and the file that holds it.
 
     Args:
+        experiment: its name.
         out: where the JSON goes; None keeps no file.
         facts: what holds of all points, such as the method. The environment stands before them.
         lists: names of the lists that points add their rows to.
@@ -49,6 +50,7 @@ class Recording:
 
     def __init__(
         self,
+        experiment: str,
         out: Path | None,
         facts: Mapping[str, Any],
         lists: Sequence[str],
@@ -57,7 +59,12 @@ class Recording:
         derived: Mapping[str, Callable[[Mapping[str, Any]], Any]] | None = None,
     ) -> None:
         measured_on = environment() | ({} if ceilings is None else {"ceilings": ceilings.facts()})
-        self.result: dict[str, Any] = {"environment": measured_on, **facts, **{name: [] for name in lists}}
+        self.result: dict[str, Any] = {
+            "experiment": experiment,
+            "environment": measured_on,
+            **facts,
+            **{name: [] for name in lists},
+        }
         self.console = Console(width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL)
         self._out = out
         self._derived = derived or {}
@@ -89,7 +96,7 @@ class Recording:
             self._out.write_text(json.dumps(self.result, indent=1) + "\n")
 
     def print_reasons(self) -> None:
-        """Why arms have no time."""
+        """Print the reasons of the arms that have no time."""
         for outcome in ("declined", "wrong"):
             for row in self.result[outcome]:
                 self.console.print(f"{outcome}: {row['point']}, {row['arm']}: {row['reason']}", markup=False)
@@ -100,7 +107,7 @@ class Recording:
 
 
 def table_of(title: str, columns: Columns, rows: Sequence[Mapping[str, Any]], *, words: Collection[str] = ()) -> Table:
-    """One line per row; the columns named in `words` are text, all others numbers."""
+    """Draw one line per row; the columns named in `words` are text, all others numbers."""
     table = Table(title=title, title_justify="left")
     for header in columns:
         table.add_column(header, justify="left" if header in words else "right")

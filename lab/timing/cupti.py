@@ -42,13 +42,13 @@ class _Records:
 
 
 def span_us(activities: Iterable[Activity]) -> float:
-    """First start to last end, in microseconds: gaps between the activities count."""
+    """Return the time from the first start to the last end, in microseconds: gaps between the activities count."""
     listed = list(activities)
     return (max(each.end_ns for each in listed) - min(each.start_ns for each in listed)) / 1000
 
 
 def busy_us(activities: Iterable[Activity]) -> float:
-    """Time in which at least one of the activities ran, in microseconds: gaps do not count, overlap counts once."""
+    """Return the time in which at least one of the activities ran, in microseconds: gaps do not count, overlap counts once."""
     total_ns, end_ns = 0, 0
     for each in sorted(activities, key=lambda activity: activity.start_ns):
         total_ns += max(0, each.end_ns - max(each.start_ns, end_ns))

@@ -38,7 +38,7 @@ class DeviceState:
     throttled_by: set[str] | None = None
 
     def facts(self) -> dict[str, Any]:
-        """JSON-ready, units in the keys: the range of the SM clock, the highest of the others, None for what is not known."""
+        """Return the range of the SM clock and the highest of the others, units in the keys; None for what is not known."""
         return {
             "sm_clock_mhz": [min(self.sm_clocks_mhz), max(self.sm_clocks_mhz)] if self.sm_clocks_mhz else None,
             "memory_clock_mhz": max(self.memory_clocks_mhz, default=None),
@@ -48,7 +48,7 @@ class DeviceState:
         }
 
     def read(self, device_index: int) -> None:
-        """Add a reading. Worth something only while the GPU works."""
+        """Add a reading. It is meaningful only while the GPU works."""
         handle = _handle(device_index)
         if handle is None:
             return
@@ -60,12 +60,12 @@ class DeviceState:
             self.held_back_by(throttle_reasons(bits))
 
     def held_back_by(self, reasons: set[str]) -> None:
-        """Somebody knows what held it back: nothing, if there are no reasons."""
+        """Add reasons why the clocks were held back; an empty set says that none were."""
         self.throttled_by = (self.throttled_by or set()) | reasons
 
 
 def throttle_reasons(bits: int) -> set[str]:
-    """The words for NVML's bits of clock event reasons that make a time wrong."""
+    """Return the words for NVML's bits of clock event reasons that make a time wrong."""
     return {
         words for name, words in HOLDING_BACK.items() if bits & int(getattr(pynvml, f"nvmlClocksEventReason{name}"))
     }
@@ -93,7 +93,7 @@ def _violations_ns(device_index: int) -> dict[str, int]:
 
 
 def _asked(question: Any, *arguments: Any) -> list[Any]:
-    """NVML's answer in a list, or nothing where this GPU or driver has none."""
+    """Return NVML's answer in a list, or nothing where this GPU or driver has none."""
     try:
         return [question(*arguments)]
     except pynvml.NVMLError:
@@ -102,7 +102,7 @@ def _asked(question: Any, *arguments: Any) -> list[Any]:
 
 @functools.cache
 def _handle(device_index: int) -> Any:
-    """NVML's handle of a torch device; by UUID, because CUDA_VISIBLE_DEVICES renumbers. None where there is no NVML."""
+    """Return NVML's handle of a torch device, by UUID because CUDA_VISIBLE_DEVICES renumbers; None where there is no NVML."""
     try:
         pynvml.nvmlInit()
         return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device_index).uuid}")

@@ -40,7 +40,7 @@ Steps = Sequence[DraftStep]
 
 
 def time_draft(scenario: DraftScenario, method: Method) -> tuple[GpuTime, dict[str, Any]]:
-    """Build, check, time and check again; returns the GPU time and the facts of a recorded row but the ceilings'.
+    """Build, check, time and check again; return the GPU time and the facts of a recorded row but the ceilings'.
 
     Raises:
         AssertionError: what was written is wrong, before or after it was timed.
@@ -49,11 +49,11 @@ def time_draft(scenario: DraftScenario, method: Method) -> tuple[GpuTime, dict[s
     work = draft_work(scenario, torch.device("cuda"))
     time = measure(work, method)
     host = host_time({"": work.call()})[""]
-    return time, draft_facts(scenario, work) | {"host_us": round(host.median_us, 2), "host_method": host.method}
+    return time, draft_facts(scenario, work) | host.facts() | {"host_method": host.method}
 
 
 def draft_facts(scenario: DraftScenario, work: GpuWork) -> dict[str, Any]:
-    """What a row says of its work, units in the keys."""
+    """Return what a row says of its work, units in the keys."""
     case = scenario.case
     return {
         "mode": scenario.kind,
@@ -69,7 +69,7 @@ def draft_facts(scenario: DraftScenario, work: GpuWork) -> dict[str, Any]:
 
 
 def draft_work(scenario: DraftScenario, device: torch.device) -> GpuWork:
-    """The work of a scenario. Every tensor that a kernel touches is among its arguments."""
+    """Return the work of a scenario. Every tensor that a kernel touches is among its arguments."""
     case = scenario.case
     verify, pool = build_verify(case, device)
     if scenario.kind == "kv_indices":
@@ -82,7 +82,7 @@ def draft_work(scenario: DraftScenario, device: torch.device) -> GpuWork:
 
 
 def kv_indices_work(case: DraftCase, verify: ForwardBatch, pool: KVPool, schedule: Schedule) -> GpuWork:
-    """`generate_draft_decode_kv_indices` of all steps, for chains."""
+    """Return `generate_draft_decode_kv_indices` of all steps, for chains, as work."""
     bs, tokens, steps = len(case.prefix_lens), sum(case.prefix_lens), case.num_steps
     arguments = {
         "req_pool_indices": verify.req_pool_indices,
@@ -106,7 +106,7 @@ def kv_indices_work(case: DraftCase, verify: ForwardBatch, pool: KVPool, schedul
 
 
 def draft_steps_work(draft: MultiStepDraft, verify: ForwardBatch, pool: KVPool, *, eager: bool) -> GpuWork:
-    """Every step's metadata. The bytes are those of what attention reads; the common template's lists are dead work."""
+    """Return the work of every step's metadata; its bytes are those that attention reads, which no ragged lists are among."""
     batch = draft_decode(verify)
     offsets = [draft.attention.seq_len_offset(step) for step in range(draft.num_decode_steps)]
     tables = 1 if draft.plan is DraftPlan.ONE_LAUNCH else len(offsets)
@@ -142,7 +142,7 @@ def _prepare_eager_draft(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPoo
 
 
 def forward_metadata_work(case: DraftCase, verify: ForwardBatch, pool: KVPool, passes: str) -> GpuWork:
-    """The fused kernel for one verify pass, or for all passes of an iteration."""
+    """Return the work of the fused kernel for one verify pass, or for all passes of an iteration."""
     width = case.num_draft_tokens
     offsets = [width] if passes == "verify" else [*range(1, case.num_steps), width, width]
     tables = len(offsets) if passes == "iteration_own_tables" else 1
@@ -171,7 +171,7 @@ def _prepare_passes(
 
 
 def _metadata_bytes(batch: ForwardBatch, pool: KVPool, offsets: Sequence[int], tables: int) -> int:
-    """Each live page's slot read once and its page written to every table; lengths read once, written for every pass."""
+    """Count each live page's slot read once, its page written to each table, lengths read once and written for each pass."""
     longest = batch.seq_lens + max(offsets)
     pages = int(((longest + pool.page_size - 1) // pool.page_size).sum())
     lengths = batch.batch_size * (1 + 3 * len(offsets))
@@ -179,7 +179,7 @@ def _metadata_bytes(batch: ForwardBatch, pool: KVPool, offsets: Sequence[int], t
 
 
 def _check_lists(kv_indices: Tensor, kv_indptr: Tensor, batch: ForwardBatch, pool: KVPool, step: int) -> None:
-    """Each request's list is its slots in order, the prefix and the drafted tokens up to the step's own."""
+    """Hold each request's list to its slots in order, of the prefix and the drafted tokens up to the step's own."""
     lens = [length + step + 1 for length in batch.seq_lens.tolist()]
     rows = batch.req_pool_indices.tolist()
     expected = torch.cat([pool.req_to_token[row, :length] for row, length in zip(rows, lens, strict=True)])
@@ -189,7 +189,7 @@ def _check_lists(kv_indices: Tensor, kv_indptr: Tensor, batch: ForwardBatch, poo
 
 
 def _check_metadata(metadata: Metadata, batch: ForwardBatch, pool: KVPool, offset: int) -> None:
-    """Lengths, boundaries and live pages of one pass."""
+    """Check lengths, boundaries and live pages of one pass."""
     lens = batch.seq_lens + offset
     first_slots = pool.req_to_token[batch.req_pool_indices, :: pool.page_size]
     columns = torch.arange(first_slots.shape[1], device=pool.device)

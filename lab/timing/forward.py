@@ -1,6 +1,6 @@
 """A forward pass as timed work: what it must move and compute, and the judge of every output that was timed."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,14 +10,14 @@ from lab.checks.forward import truth_of
 from lab.checks.forward_pass import ForwardPass, build_forward
 from lab.checks.mla_pass import MLAPass
 from lab.checks.truth import Truth
-from lab.kernels import support
+from lab.kernels.support import kernel_names
 from lab.metadata.mha.calls import prepare_attention
 from lab.metadata.mla.calls import prepare_mla_attention
-from lab.timing.gpu_time import GpuTime, measure
+from lab.timing.gpu_time import GpuTime, measure, rounded_us
 from lab.timing.host_time import CALLS_PER_BATCH, host_time
 from lab.timing.method import Method
 from lab.timing.roofline import Ceilings, roofline
-from lab.timing.work import Check, GpuWork
+from lab.timing.work import Call, Check, GpuWork
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.mla_case import MLACase
 
@@ -25,20 +25,20 @@ HOST_BATCHES = 20
 HOST_GPU_BUDGET_US = 500_000
 
 
-def forward_work(forward: ForwardPass, implementation: Any) -> GpuWork:
-    """The pass on an implementation, into an output of NaN, and judged by the truth of its histories."""
-    case = forward.case
-    arguments = forward.arguments(torch.full_like(forward.query, float("nan")))
-    prepare = partial(prepare_attention, implementation)
-    return GpuWork(prepare, arguments, case.bytes_moved, case.operations, _output_check(truth_of(forward)))
+AttentionPass = ForwardPass | MLAPass
 
 
-def mla_work(forward: MLAPass, implementation: Any) -> GpuWork:
-    """The pass of latent attention on an implementation, into an output of NaN, and judged by the truth of its histories."""
+def forward_work(forward: AttentionPass, implementation: Any) -> GpuWork:
+    """Return the pass on an implementation, into an output of NaN, and judged by the truth of its histories."""
     case = forward.case
-    prepare = partial(prepare_mla_attention, implementation)
-    arguments = forward.arguments(forward.new_out())
-    return GpuWork(prepare, arguments, case.bytes_moved, case.operations, _output_check(forward.truth()))
+    if isinstance(forward, MLAPass):
+        prepare: Callable[..., Call] = prepare_mla_attention
+        out, truth = forward.new_out(), forward.truth()
+    else:
+        prepare = prepare_attention
+        out, truth = torch.full_like(forward.query, float("nan")), truth_of(forward)
+    check = _output_check(truth)
+    return GpuWork(partial(prepare, implementation), forward.arguments(out), case.bytes_moved, case.operations, check)
 
 
 def _output_check(truth: Truth) -> Check:
@@ -59,7 +59,7 @@ class DeclinedError(Exception):
 
 
 def time_forward(case: ForwardCase, implementation: Any, method: Method) -> tuple[GpuTime, dict[str, Any]]:
-    """Build, check, time and check again one pass; returns its GPU time and the facts of a recorded row but the ceilings'.
+    """Build, check, time and check again one pass; return its GPU time and the facts of a recorded row but the ceilings'.
 
     Raises:
         DeclinedError: the implementation's first call raised NotImplementedError.
@@ -76,32 +76,25 @@ def time_forward(case: ForwardCase, implementation: Any, method: Method) -> tupl
     host = host_time({"": call}, batches=HOST_BATCHES, calls_per_batch=_host_calls(time.median_us))[""]
     facts = case_facts(case) | {
         "implementation": implementation.__name__,
-        "kernel": kernel_names(forward, implementation),
+        "kernel": kernel_names(implementation, [planned.call.value for planned in forward.plan], forward.query.device),
         "pool_bytes": forward.cache.storage.nbytes,
-        "host_us": round(host.median_us, 2),
+        **host.facts(),
         "host_method": host.method,
     }
     return time, facts
 
 
 def _host_calls(median_us: float) -> int:
-    """Calls in a batch of host time, so many that all batches keep the GPU busy for half a second at most."""
+    """Return the calls of a batch of host times: so many that all batches keep the GPU busy for half a second at most."""
     return max(1, min(CALLS_PER_BATCH, int(HOST_GPU_BUDGET_US / HOST_BATCHES / median_us)))
 
 
-def case_facts(case: ForwardCase) -> dict[str, Any]:
-    """What a row says of its pass, units in the keys."""
-    return {"mode": case.mode.name.lower(), "geometry": case.geometry} | _size_facts(case)
-
-
-def mla_facts(case: MLACase) -> dict[str, Any]:
-    """What a row says of its pass of latent attention, units in the keys."""
-    dimensions = ("num_qo_heads", "kv_lora_rank", "qk_rope_head_dim")
-    return {"mode": case.mode.name.lower()} | {name: getattr(case, name) for name in dimensions} | _size_facts(case)
-
-
-def _size_facts(case: ForwardCase | MLACase) -> dict[str, Any]:
+def case_facts(case: ForwardCase | MLACase) -> dict[str, Any]:
+    """Return what a row says of its pass, units in the keys; of latent attention the sizes of a layer, else its geometry."""
+    names = ("num_qo_heads", "kv_lora_rank", "qk_rope_head_dim") if isinstance(case, MLACase) else ("geometry",)
     return {
+        "mode": case.mode.name.lower(),
+        **{name: getattr(case, name) for name in names},
         "page_size": case.page_size,
         "requests": len(case.q_lens),
         "query_tokens": sum(case.q_lens),
@@ -114,7 +107,7 @@ def _size_facts(case: ForwardCase | MLACase) -> dict[str, Any]:
 
 
 def time_facts(time: GpuTime, ceilings: Ceilings, bytes_moved: int, operations: int) -> dict[str, Any]:
-    """What a row says of its time, units in the keys."""
+    """Return what a row says of its time, units in the keys: the samples, their median, and both beside the ceilings."""
     facts: dict[str, Any] = {
         "clock": time.method.clock.value,
         "l2": time.method.l2.value,
@@ -124,13 +117,9 @@ def time_facts(time: GpuTime, ceilings: Ceilings, bytes_moved: int, operations: 
         "launches": time.launches,
         "median_us": round(time.median_us, 3),
         "iqr_us": round(time.iqr_us, 3),
+        "samples_us": rounded_us(time.samples_us),
     }
     if time.busy_us is not None:
         facts |= {"busy_us": round(time.busy_us, 3), "kernels": list(time.kernels)}
     facts |= roofline(time.median_us, bytes_moved, operations, ceilings).facts()
     return facts | time.device.facts()
-
-
-def kernel_names(forward: ForwardPass, implementation: Any) -> str:
-    """Return what an implementation runs for a pass on its GPU, call by call; its own name where it does not say."""
-    return support.kernel_names(implementation, [planned.call.value for planned in forward.plan], forward.query.device)

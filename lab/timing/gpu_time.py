@@ -24,7 +24,7 @@ from lab.timing.work import Call, GpuWork
 SAMPLES = 30
 WARM_UP_RUNS = 3
 # Idle before the samples: without it the work before decides how near the power limit they run. An H200's prefill read
-# 1,980 ± 2 µs after a rest and 2,151 ± 180 µs right behind other work. Rests between the samples make them slower by 1 to 3 %.
+# 1,980 ± 2 µs after a rest and 2,151 ± 180 µs right after other work. Rests between the samples make them slower by 1 to 3 %.
 REST_S = 1.0
 # A replay lasts about this long, so that the 2 µs that two events add to it are 0.2 %.
 REPLAY_US = 1000.0
@@ -93,16 +93,21 @@ class GpuTime:
 
     @property
     def iqr_us(self) -> float:
-        """Distance of the quartiles: the spread of the middle half."""
+        """Return the distance of the quartiles: the spread of the middle half."""
         return interquartile_range(self.samples_us)
 
 
 def interquartile_range(samples: Sequence[float]) -> float:
-    """Distance of the quartiles, in the unit of the samples; 0 for a single one."""
+    """Return the distance of the quartiles, in the unit of the samples; 0 for a single one."""
     if len(samples) < 2:
         return 0.0
     lower, _, upper = statistics.quantiles(samples, n=4, method="inclusive")
     return upper - lower
+
+
+def rounded_us(samples_us: Sequence[float]) -> list[float]:
+    """Round samples to nanoseconds, as rows keep them; a clock of the GPU tells no more."""
+    return [round(sample, 3) for sample in samples_us]
 
 
 def measure(work: GpuWork, method: Method, samples: int = SAMPLES) -> GpuTime:
@@ -171,7 +176,7 @@ def _check(buffers: Sequence[GpuWork]) -> None:
 
 
 def _shuffled_rounds(names: Sequence[str], rounds: int) -> list[str]:
-    """Every name once a round, in another order each round, so that none always follows the same other."""
+    """Return every name once a round, in another order each round, so that none always follows the same other."""
     generator = random.Random(SHUFFLE_SEED)
     return [name for _ in range(rounds) for name in generator.sample(names, len(names))]
 
@@ -216,7 +221,7 @@ class TooSmallError(ValueError):
 
 
 def buffer_copies(bytes_moved: int, method: Method, l2_bytes: int) -> int:
-    """Sets of buffers that must take turns until a byte of the first is out of L2 again; 1 unless by rotation.
+    """Return how many sets of buffers must take turns until a byte of the first is out of L2 again; 1 unless by rotation.
 
     Raises:
         TooSmallError: too many for so little work.
@@ -256,7 +261,7 @@ def _captured(calls: Iterable[Call], stream: torch.cuda.Stream) -> torch.cuda.CU
 
 
 def _count_launches(graph: torch.cuda.CUDAGraph) -> int:
-    """Kernels, copies and fills in a graph."""
+    """Count the kernels, copies and fills in a graph."""
     try:
         from cuda.bindings import driver  # comes with torch's CUDA wheels
     except ImportError as error:
@@ -280,7 +285,7 @@ def _count_launches(graph: torch.cuda.CUDAGraph) -> int:
 
 
 def _long_enough(calls: Sequence[Call], stream: torch.cuda.Stream) -> tuple[torch.cuda.CUDAGraph, int]:
-    """A graph whose replay takes long enough, and how many calls it holds: a multiple of `calls`, taken in turn."""
+    """Return a graph whose replay takes long enough, and the number of its calls: a multiple of `calls`, taken in turn."""
     number = len(calls)
     while True:
         graph = _captured(itertools.islice(itertools.cycle(calls), number), stream)
@@ -293,7 +298,7 @@ def _long_enough(calls: Sequence[Call], stream: torch.cuda.Stream) -> tuple[torc
 
 
 def _warm_up(staged: _Staged) -> None:
-    """Some runs before the first sample, and for eager calls at least one on every copy."""
+    """Run some times before the first sample, and for eager calls at least once on every copy."""
     for _ in range(max(WARM_UP_RUNS, len(staged.calls))):
         if staged.before is not None:
             staged.before()
@@ -304,10 +309,10 @@ Steps = Sequence[tuple[Callable[[], object] | None, Callable[[], object]]]
 
 
 def _between_events(steps: Steps, state: DeviceState, device_index: int, drained: bool = False) -> list[float]:
-    """Microseconds of each step by CUDA events. The device is read while it works through them.
+    """Time each step by CUDA events, in microseconds. The device is read while it works through them.
 
     `drained`: it is idle when a step starts, so that all of the host's launch time is in the step, and not what is left of it
-    behind earlier work.
+    after earlier work.
     """
     pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in steps]
     for (start, end), (before, run) in zip(pairs, steps, strict=True):
@@ -326,7 +331,7 @@ def _between_events(steps: Steps, state: DeviceState, device_index: int, drained
 
 
 def _recorded(steps: Steps, state: DeviceState, device_index: int) -> list[list[cupti.Activity]]:
-    """Each step's activities by CUPTI. The device is read while it works on some of them."""
+    """Record each step's activities by CUPTI. The device is read while it works on some of them."""
     read_every = max(1, len(steps) // 10)
 
     def read_while_it_runs(run: Callable[[], object]) -> None:
@@ -370,5 +375,5 @@ def _l2_bytes() -> int:
 
 @functools.cache
 def _side_stream(device_index: int) -> torch.cuda.Stream:
-    """One stream for all captures: what a kernel keeps per stream, such as a workspace, is then kept once."""
+    """Return the one stream of all captures: what a kernel keeps per stream, such as a workspace, is then kept once."""
     return torch.cuda.Stream(device_index)

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -26,6 +27,11 @@ class HostTime:
     def median_us(self) -> float:
         return statistics.median(self.samples_us)
 
+    def facts(self) -> dict[str, Any]:
+        """Return what a row says of it, in microseconds: the median, and the samples for whoever compares it."""
+        samples_us = [round(sample, 3) for sample in self.samples_us]
+        return {"host_us": round(self.median_us, 2), "host_samples_us": samples_us}
+
 
 def host_time(
     calls: Mapping[str, Callable[[], object]],
@@ -34,7 +40,7 @@ def host_time(
     calls_per_batch: int = CALLS_PER_BATCH,
     timer: Callable[[], int] = time.perf_counter_ns,
 ) -> dict[str, HostTime]:
-    """Host time of each call in µs: Python and launches, not the GPU's work, which is waited for between batches.
+    """Measure the host time of each call in µs: Python and launches, not the GPU's work, which is waited for between batches.
 
     Each call runs once before, so that whatever it builds at first use exists. Without a GPU it times calls that need
     none. Compare the calls of one measurement, not of two.

@@ -65,7 +65,7 @@ class Method:
 
 
 def method_named(clock: str, l2: str) -> Method:
-    """The method of two command-line words: a clock's name, and "cold" or "warm".
+    """Return the method of two command-line words: a clock's name, and "cold" or "warm".
 
     Cold is by rotation for the graph clock and by flush for the others, as in `flashinfer.testing`.
 

@@ -35,7 +35,7 @@ class Ceilings:
     datasheet: Datasheet | None = None
 
     def facts(self) -> dict[str, Any]:
-        """JSON-ready, units in the keys."""
+        """Return the rates JSON-ready, units in the keys."""
         stated = self.datasheet
         return {
             "bandwidth_gbps": round(self.bandwidth_gbps, 1),
@@ -89,7 +89,7 @@ def roofline(median_us: float, bytes_moved: int, operations: int, ceilings: Ceil
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
-    """Measure both on this GPU now; takes three seconds."""
+    """Measure both rates on this GPU now; takes three seconds."""
     bandwidth_gbps = COPY_BYTES / _median_us(negation(COPY_BYTES, device)) / 1e3
     # On random data: zeros are faster than anything real (H200: 894 against 788 TFLOP/s).
     left, right = (torch.randn(MATRIX_SIZE, MATRIX_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -100,7 +100,7 @@ def measure_ceilings(device: torch.device) -> Ceilings:
 
 
 def negation(size_bytes: int, device: torch.device) -> GpuWork:
-    """An elementwise kernel that reads half of `size_bytes` and writes the other half.
+    """Return an elementwise kernel that reads half of `size_bytes` and writes the other half.
 
     A kernel, because a copy inside a graph runs on a copy engine: 2.8 TB/s on an H200 whose kernels reach 4.2.
     """

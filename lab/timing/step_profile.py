@@ -62,7 +62,7 @@ class TraceEvent:
         return (self.end_ns - self.start_ns) / 1000
 
     def holds(self, other: "TraceEvent") -> bool:
-        """Whether the other one starts within this one, on the same lane."""
+        """Say whether the other one starts within this one, on the same lane."""
         return self.lane == other.lane and self.start_ns <= other.start_ns < self.end_ns
 
 
@@ -92,8 +92,21 @@ class ProfiledStep:
     def gpu_end_ns(self) -> int:
         return max(each.end_ns for each in self.gpu)
 
+    def launched_in(self, name: str) -> tuple[TraceEvent, ...]:
+        """Return the GPU work that the phase of this name launched, in the order of its starts; none if there is no such phase.
+
+        Raises:
+            IncompleteProfileError: the phase is there and launched nothing.
+        """
+        ranges = [each for each in self.phases if each.name == name]
+        launched = {call.correlation for call in self.calls if any(each.holds(call) for each in ranges)} - {None}
+        found = tuple(each for each in self.gpu if each.correlation in launched)
+        if ranges and not found:
+            raise IncompleteProfileError(f"{name} of step {self.number} launched nothing: the profile lost it")
+        return found
+
     def waits(self) -> list[TraceEvent]:
-        """The CUDA calls that wait for the GPU."""
+        """Return the CUDA calls that wait for the GPU."""
         to_pageable = {each.correlation for each in self.gpu if "Device -> Pageable" in each.name}
         return [call for call in self.calls if is_waiting_call(call.name) or call.correlation in to_pageable]
 
@@ -121,7 +134,7 @@ class StepFacts:
 
 
 def is_waiting_call(name: str) -> bool:
-    """Whether a CUDA call of this name waits for the GPU: a synchronisation, or a copy that is not asynchronous.
+    """Say whether a CUDA call of this name waits for the GPU: a synchronisation, or a copy that is not asynchronous.
 
     An asynchronous copy into pageable memory waits too, which its name does not tell: `ProfiledStep.waits` looks at the copy.
     """
@@ -130,7 +143,7 @@ def is_waiting_call(name: str) -> bool:
 
 
 def read_profile(trace: Mapping[str, Any]) -> LoopProfile:
-    """The steps of a loop in a Chrome trace of torch.profiler, a dict with the list "traceEvents".
+    """Read the steps of a loop in a Chrome trace of torch.profiler, a dict with the list "traceEvents".
 
     Raises:
         IncompleteProfileError: no GPU work, no "step N", a number that is missing or there twice, or a step that launched
@@ -151,7 +164,7 @@ def read_profile(trace: Mapping[str, Any]) -> LoopProfile:
 
 
 def step_facts(loop: LoopProfile, first: int) -> list[StepFacts]:
-    """The facts of each step from number `first` on. Gaps, idle and step time begin where the step before ended.
+    """Return the facts of each step from number `first` on. Gaps, idle and step time begin where the step before ended.
 
     Raises:
         IncompleteProfileError: no such step, or `first` has none before it, or the steps differ in their number of GPU
@@ -172,16 +185,26 @@ def step_facts(loop: LoopProfile, first: int) -> list[StepFacts]:
     return facts
 
 
+def busy_within_us(activities: Iterable[TraceEvent], start_ns: int, end_ns: int) -> float:
+    """Return the time from `start_ns` to `end_ns` in which at least one of the activities ran, in microseconds."""
+    clipped = (Activity(each.name, max(each.start_ns, start_ns), min(each.end_ns, end_ns)) for each in activities)
+    return busy_us(each for each in clipped if each.start_ns < each.end_ns)
+
+
+def medians(facts: Sequence[Any]) -> dict[str, float]:
+    """Return the median of each fact of steps; `facts` are of one dataclass, whose field `step` is the number of the step."""
+    names = [each.name for each in fields(facts[0]) if each.name != "step"]
+    return {name: round(statistics.median(getattr(each, name) for each in facts), 3) for name in names}
+
+
 def summary(facts: Sequence[StepFacts]) -> dict[str, float]:
-    """The median of each fact, and `idle_percent`: the GPU's idle time over all steps."""
-    names = [each.name for each in fields(StepFacts) if each.name != "step"]
-    medians: dict[str, float] = {name: statistics.median(getattr(each, name) for each in facts) for name in names}
+    """Return the median of each fact, and `idle_percent`: the GPU's idle time over all steps."""
     idle_percent = 100 * sum(each.idle_us for each in facts) / sum(each.step_us for each in facts)
-    return {name: round(value, 3) for name, value in (medians | {"idle_percent": idle_percent}).items()}
+    return medians(facts) | {"idle_percent": round(idle_percent, 3)}
 
 
 def timeline(loop: LoopProfile, first: int, count: int = TIMELINE_STEPS) -> list[tuple[str, str, float, float]]:
-    """Consecutive steps for a picture: (lane, name, start_us, duration_us), from the host's start of the first.
+    """Return consecutive steps for a picture: (lane, name, start_us, duration_us), from the host's start of the first.
 
     Lanes are "host", "CUDA calls" and "GPU stream N". What belongs to these steps is there, not what falls into their time:
     a host that runs ahead has begun later steps before the GPU ends these.
@@ -197,7 +220,7 @@ def timeline(loop: LoopProfile, first: int, count: int = TIMELINE_STEPS) -> list
 
 
 def _events(trace: Mapping[str, Any], categories: frozenset[str]) -> list[TraceEvent]:
-    """In the order of their starts."""
+    """Return the events of some categories, in the order of their starts."""
     listed = [_event(each) for each in trace["traceEvents"] if each.get("ph") == "X" and each.get("cat") in categories]
     return sorted(listed, key=lambda event: event.start_ns)
 
@@ -225,8 +248,6 @@ def _step(
 
 def _facts(before: ProfiledStep, step: ProfiledStep, gpu: Iterable[TraceEvent]) -> StepFacts:
     start_ns, end_ns = before.gpu_end_ns, step.gpu_end_ns
-    # Whatever ran keeps the GPU from being idle, whosever it was.
-    clipped = (Activity(each.name, max(each.start_ns, start_ns), min(each.end_ns, end_ns)) for each in gpu)
     step_us = (end_ns - start_ns) / 1000
     waits = step.waits()
     blocked_us = sum(wait.duration_us for wait in waits)
@@ -236,14 +257,15 @@ def _facts(before: ProfiledStep, step: ProfiledStep, gpu: Iterable[TraceEvent]) 
         blocked_us=round(blocked_us, 3),
         other_calls_us=round(sum(call.duration_us for call in step.calls) - blocked_us, 3),
         gap_us=max(0, step.gpu_start_ns - start_ns) / 1000,
-        idle_us=round(step_us - busy_us(each for each in clipped if each.start_ns < each.end_ns), 3),
+        # Whatever ran keeps the GPU from being idle, whosever it was.
+        idle_us=round(step_us - busy_within_us(gpu, start_ns, end_ns), 3),
         step_us=step_us,
         gpu_activities=len(step.gpu),
     )
 
 
 def exported_trace(recorded: profile) -> dict[str, Any]:
-    """The Chrome trace of a profile that has ended."""
+    """Return the Chrome trace of a profile that has ended."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         recorded.export_chrome_trace(str(path))
@@ -265,7 +287,7 @@ def profiled(run: Callable[[], object]) -> LoopProfile:
 
 
 def unprofiled_us(run: Callable[[], object]) -> float:
-    """Time of a run in µs by the host's clock, from an idle GPU to an idle GPU: what a profile would add to is not in it."""
+    """Time a run in µs by the host's clock, from an idle GPU to an idle GPU, without what a profile would add."""
     torch.cuda.synchronize()
     start_ns = time.perf_counter_ns()
     run()

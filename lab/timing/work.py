@@ -32,11 +32,11 @@ class GpuWork:
 
     @classmethod
     def of(cls, function: Callable[..., object], bytes_moved: int, operations: int = 0, **arguments: Any) -> "GpuWork":
-        """The work of a plain function, which has nothing to prepare."""
+        """Return the work of a plain function, which has nothing to prepare."""
         return cls(partial(partial, function), arguments, bytes_moved, operations)
 
     def copies(self, count: int) -> list["GpuWork"]:
-        """This work, and `count` - 1 of the same on copies of its tensors. Views of one memory stay views of one memory."""
+        """Return this work and `count` - 1 copies of it, tensors included. Views of one memory stay views of one memory."""
         return [self] + [replace(self, arguments=copy.deepcopy(dict(self.arguments))) for _ in range(count - 1)]
 
     def call(self) -> Call:

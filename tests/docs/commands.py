@@ -31,6 +31,8 @@ OUTPUTS = ("--out", "--benchmark-json")
 # What a command line calls its scenarios and the modules that it loads.
 SCENARIOS = ("scenario", "against", "lab_scenario")
 MODULES = ("implementation", "first", "second", "lab_implementation")
+# What a program that parses arguments calls: one of these, in its own file.
+PARSER_MAKERS = ("ArgumentParser", "ExperimentParser", "parsed_loops")
 
 
 class PageError(AssertionError):
@@ -114,7 +116,7 @@ def _check_script(script: str, arguments: Sequence[str]) -> None:
 
 def _refuse_without_parser(path: Path, arguments: Sequence[str]) -> None:
     """One that parses nothing would run to its end here."""
-    if "ArgumentParser(" not in path.read_text(encoding="utf-8"):
+    if not any(f"{maker}(" in path.read_text(encoding="utf-8") for maker in PARSER_MAKERS):
         raise PageError(f"{path.name} parses no arguments: run it, or do not show it")
 
 

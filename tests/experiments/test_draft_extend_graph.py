@@ -1,61 +1,58 @@
 """The experiment's works judged on a CPU, its arithmetic and tables on made-up rows, its command line; times on a GPU."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lab.checks.stand_in_model import truth_of_pass
-from lab.experiments import draft_extend_graph
+from lab.experiments import arms, draft_extend_graph
+from lab.experiments.arms import WARM, TimingPlan
 from lab.experiments.draft_extend_graph import (
     completion_times_us,
     draw,
-    eager_work,
     form_table,
     free,
-    graph_mode,
-    graph_work,
-    load_work,
     main,
     measure_forms,
     measure_mode,
     mode_table,
     new_model,
-    pass_bytes,
-    pass_operations,
-    replay_call,
     savings,
 )
 from lab.kernels import portable
 from lab.metadata import ForwardMode
 from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.speculation.draft_extend_graph import DraftExtendOutput
+from lab.timing.model_pass import ModelWorks, pass_bytes, pass_operations
 from lab.workloads.stand_in_model import GRAPH_MODES, TINY_SIZES, StandInModel
 from tests.devices import IN_INTERPRETER
-from tests.experiments.simulated import CEILINGS
+from tests.experiments.simulated import CEILINGS, measured_in_turns, quick_host_time
 
 ALL_ROWS, WITH_TOPK, SELECTED = DraftExtendOutput
 V2 = ForwardMode.DRAFT_EXTEND_V2
 WIDTH = 4
 BACKEND = TRTLLMMHABackend(portable)
+PLAN = TimingPlan(CEILINGS, WARM, 3)
 
 
 def tiny(device: str = "cpu") -> StandInModel:
     return new_model(TINY_SIZES, 3, 80, torch.device(device))
 
 
+def drawn_works(mode: ForwardMode) -> ModelWorks:
+    """Of a pass of three requests."""
+    model = tiny()
+    return ModelWorks.of(model, BACKEND, draw(model, mode, 3, WIDTH, 70), WIDTH)
+
+
 @IN_INTERPRETER
 @pytest.mark.parametrize("mode", GRAPH_MODES, ids=repr)
 def test_what_is_timed_is_right_and_a_wrong_output_is_found(mode: ForwardMode) -> None:
-    model = tiny()
-    drawn = draw(model, mode, 3, WIDTH, 70)
-    truth, graphs = truth_of_pass(model, drawn), graph_mode(mode, WIDTH)
-    works = {
-        "eager": eager_work(model, BACKEND, drawn, ALL_ROWS, truth),
-        "graph": graph_work(model, BACKEND, drawn, graphs, ALL_ROWS, truth),
-    }
+    made = drawn_works(mode)
+    works = {"eager": made.eager(ALL_ROWS), "graph": made.graph(ALL_ROWS)}
     for work in works.values():
         assert work.check is not None
         call = work.call()
@@ -70,10 +67,7 @@ def test_what_is_timed_is_right_and_a_wrong_output_is_found(mode: ForwardMode) -
 @IN_INTERPRETER
 @pytest.mark.parametrize("form", list(DraftExtendOutput), ids=repr)
 def test_every_form_is_timed_on_right_outputs(form: DraftExtendOutput) -> None:
-    model = tiny()
-    drawn = draw(model, V2, 3, WIDTH, 70)
-    truth = truth_of_pass(model, drawn)
-    work = graph_work(model, BACKEND, drawn, graph_mode(V2, WIDTH), form, truth)
+    work = drawn_works(V2).graph(form)
     work.call()()
     assert work.check is not None
     work.check(work.arguments)
@@ -82,17 +76,18 @@ def test_every_form_is_timed_on_right_outputs(form: DraftExtendOutput) -> None:
 @IN_INTERPRETER
 @pytest.mark.parametrize("mode", GRAPH_MODES, ids=repr)
 def test_a_replay_with_its_copies_is_right(mode: ForwardMode) -> None:
-    model = tiny()
-    drawn = draw(model, mode, 3, WIDTH, 70)
-    replay, outputs = replay_call(model, BACKEND, drawn, graph_mode(mode, WIDTH), ALL_ROWS)
+    made = drawn_works(mode)
+    replay, outputs = made.replay(ALL_ROWS)
     replay()
-    truth_of_pass(model, drawn).hold(outputs.first(sum(drawn.q_lens)), ALL_ROWS)
+    made.hold(outputs, ALL_ROWS)
+    outputs.logits.zero_()
+    with pytest.raises(AssertionError, match="wrong"):
+        made.hold(outputs, ALL_ROWS)
 
 
 def test_the_copies_are_all_that_a_load_is() -> None:
-    model = tiny()
-    drawn = draw(model, V2, 3, WIDTH, 70)
-    work = load_work(model, drawn, graph_mode(V2, WIDTH))
+    made = drawn_works(V2)
+    work, drawn = made.load(), made.drawn
     work.call()()
     static, inputs = work.arguments["static"], work.arguments["inputs"]
     assert torch.equal(static.seq_lens, drawn.batch.seq_lens)
@@ -135,7 +130,8 @@ def test_each_call_is_timed_until_it_is_done() -> None:
         {"a": lambda: made.append("a"), "b": lambda: made.append("b")}, torch.device("cpu"), samples=3
     )
     assert made == ["a", "b"] * 3
-    assert all(time_us > 0 for time_us in times.values())
+    assert {name: len(samples) for name, samples in times.items()} == {"a": 3, "b": 3}
+    assert all(time_us > 0 for samples in times.values() for time_us in samples)
 
 
 def form_rows(batch_size: int, width: int, times_us: tuple[float, float, float]) -> list[dict[str, Any]]:
@@ -164,8 +160,8 @@ def test_what_the_trimmed_outputs_save() -> None:
         "saved_percent": 70.0,
     }
     assert (second["other_rows_cost_us"], second["dead_topk_cost_us"]) == (10.0, 20.0)
-    assert form_table(rows).row_count == 2
-    assert mode_table(mode_rows("decode", 1) + mode_rows("decode", 8)).row_count == 2
+    assert form_table(rows, str(WARM)).row_count == 2
+    assert mode_table(mode_rows("decode", 1) + mode_rows("decode", 8), str(WARM)).row_count == 2
 
 
 @pytest.mark.usefixtures("simulated_gpu")
@@ -203,6 +199,27 @@ def test_the_command_line_measures_all_points_and_writes_json(
         assert words in printed
 
 
+@IN_INTERPRETER
+def test_points_make_a_row_per_arm_and_per_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arms, "measure_interleaved", measured_in_turns)
+    monkeypatch.setattr(draft_extend_graph, "host_time", quick_host_time)
+    monkeypatch.setattr(draft_extend_graph, "completion_times_us", partial(completion_times_us, samples=2))
+    model = tiny()
+    modes = measure_mode(model, BACKEND, ForwardMode.TARGET_VERIFY, 2, 70, PLAN)
+    assert [(row["arm"], row["mode"], row["median_us"]) for row in modes] == [
+        ("eager", "target_verify", 10.0),
+        ("graph", "target_verify", 11.0),
+        ("load", "target_verify", 12.0),
+    ]
+    assert [row.get("host_us") for row in modes] == [20.5, 30.5, None]
+    assert all(row["completion_us"] > 0 for row in modes[:2])
+    forms = measure_forms(model, BACKEND, 2, WIDTH, 70, PLAN)
+    assert [row["form"] for row in forms] == [form.value for form in DraftExtendOutput]
+    assert [row["logits_bytes"] for row in forms] == [8 * 97 * 4, 8 * 97 * 4, 2 * 97 * 4]
+    assert {(row["batch_size"], row["num_draft_tokens"], row["kv_len"]) for row in modes + forms} == {(2, WIDTH, 70)}
+    assert model.pool.add_request(1) is not None  # all requests were given back
+
+
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="times GPU work, and there is none here")
 
 
@@ -210,7 +227,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="times GPU 
 @needs_gpu
 @pytest.mark.parametrize("mode", GRAPH_MODES, ids=repr)
 def test_a_mode_is_measured_eagerly_and_in_a_graph(mode: ForwardMode) -> None:
-    rows = {row["arm"]: row for row in measure_mode(tiny("cuda"), BACKEND, mode, 3, 70, CEILINGS, samples=3)}
+    rows = {row["arm"]: row for row in measure_mode(tiny("cuda"), BACKEND, mode, 3, 70, PLAN)}
     assert rows["graph"]["launches"] < rows["eager"]["launches"]
     assert rows["load"]["launches"] >= 5
     assert "host_us" not in rows["load"]
@@ -222,7 +239,7 @@ def test_a_mode_is_measured_eagerly_and_in_a_graph(mode: ForwardMode) -> None:
 @pytest.mark.gpu
 @needs_gpu
 def test_forms_are_measured_and_the_top_k_costs_launches() -> None:
-    rows = {row["form"]: row for row in measure_forms(tiny("cuda"), BACKEND, 3, WIDTH, 70, CEILINGS, samples=3)}
+    rows = {row["form"]: row for row in measure_forms(tiny("cuda"), BACKEND, 3, WIDTH, 70, PLAN)}
     assert rows[WITH_TOPK.value]["launches"] > rows[ALL_ROWS.value]["launches"]
     assert rows[SELECTED.value]["logits_bytes"] == 3 * 97 * 4
     assert rows[ALL_ROWS.value]["logits_bytes"] == 12 * 97 * 4

@@ -8,37 +8,41 @@ import pytest
 import torch
 
 from lab.checks.forward_pass import build_forward
-from lab.experiments import draft_extend_kernels
-from lab.experiments.arms import Outcome, PointFailedError
+from lab.experiments import arms, draft_extend_kernels, passes
+from lab.experiments.arms import COLD, Outcome, Point, PointFailedError, TimingPlan, measure_point
 from lab.experiments.draft_extend_kernels import (
     ARMS,
     KEYS,
-    METHOD,
     MOST_KEYS,
     Q_LENS,
     REQUESTS,
-    Arm,
-    arms_of,
     case_of,
     crossover_table,
     crossovers,
+    facts_of,
     main,
-    measure_point,
+    point_of,
     split_by_size,
 )
+from lab.experiments.passes import gpu_works, works_of
 from lab.metadata import AttentionCall
-from lab.timing import Ceilings, GpuTime, GpuWork
+from lab.timing import GpuTime, GpuWork
 from lab.workloads.batches import parse_batch, sweep
 from tests.devices import IN_INTERPRETER
 from tests.experiments.simulated import CEILINGS
 
 DECODE, CONTEXT = AttentionCall.DECODE, AttentionCall.CONTEXT
 # Implementations that run on a CPU in place of FlashInfer's.
-ON_CPU = (
-    Arm("decode", DECODE, "lab.references"),
-    Arm("context", CONTEXT, "lab.references"),
-    Arm("portable decode", DECODE, "lab.kernels.portable"),
-)
+ON_CPU = {
+    "decode": (DECODE, "lab.references"),
+    "context": (CONTEXT, "lab.references"),
+    "portable decode": (DECODE, "lab.kernels.portable"),
+}
+SMALL = parse_batch("2q4s70")
+
+
+def measure(point: Point) -> Outcome:
+    return measure_point(point, gpu_works, TimingPlan(CEILINGS, samples=3), facts_of)
 
 
 def test_the_default_map_is_a_full_grid_and_what_is_too_large_says_so() -> None:
@@ -77,40 +81,40 @@ def tensors_of(work: GpuWork) -> dict[str, int]:
 
 @IN_INTERPRETER
 def test_every_arm_is_right_on_tensors_of_its_own() -> None:
-    planned = arms_of(build_forward(case_of(parse_batch("2q4s70"), DECODE), torch.device("cpu")), ON_CPU)
-    for arm in ON_CPU:
-        forward, work = planned[arm.name]
-        assert [each.call for each in work.arguments["plan"]] == [each.call for each in forward.plan] == [arm.call]
-        assert forward.case.draft_extend is arm.call
+    point = point_of(SMALL, ON_CPU)
+    works = works_of(point.arms, torch.device("cpu"))
+    for arm in point.arms:
+        work, (call, _) = works[arm.name], ON_CPU[arm.name]
+        assert [each.call for each in work.arguments["plan"]] == [call]
+        assert arm.case.draft_extend is call
         work.call()()
         assert work.check is not None
         work.check(work.arguments)
         with pytest.raises(AssertionError, match="output vectors are wrong"):  # a check wipes what it has seen
             work.check(work.arguments)
-    addresses = [tensors_of(work) for _, work in planned.values()]
+    addresses = [tensors_of(work) for work in works.values()]
+    assert len({id(work.check) for work in works.values()}) == 1  # one truth
     for name in addresses[0]:
         assert len({each[name] for each in addresses}) == len(ON_CPU)
 
 
 def fake_times(works: dict[str, GpuWork], method: Any, samples: int) -> dict[str, GpuTime]:
-    assert method == METHOD
+    assert method == COLD
     return {name: GpuTime((10.0 + place,) * samples, method, 1) for place, name in enumerate(works)}
 
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Points are built on the CPU, and every arm takes as many µs as it has arms before it, and 10."""
-    monkeypatch.setattr(
-        draft_extend_kernels, "build_forward", lambda case, device: build_forward(case, torch.device("cpu"))
-    )
-    monkeypatch.setattr(draft_extend_kernels, "measure_interleaved", fake_times)
+    monkeypatch.setattr(passes, "build_forward", lambda case, device: build_forward(case, torch.device("cpu")))
+    monkeypatch.setattr(arms, "measure_interleaved", fake_times)
 
 
 @IN_INTERPRETER
 @pytest.mark.usefixtures("on_cpu")
 def test_a_point_makes_a_row_per_arm_with_its_floor() -> None:
-    outcome = measure_point(parse_batch("2q4s70"), CEILINGS, samples=3, arms=ON_CPU)
-    assert outcome.declined == []
+    outcome = measure(point_of(SMALL, ON_CPU))
+    assert (outcome.declined, outcome.wrong) == ([], [])
     assert [(row["arm"], row["call"], row["median_us"]) for row in outcome.rows] == [
         ("decode", DECODE.value, 10.0),
         ("context", CONTEXT.value, 11.0),
@@ -118,14 +122,15 @@ def test_a_point_makes_a_row_per_arm_with_its_floor() -> None:
     ]
     for row in outcome.rows:
         assert (row["point"], row["q_len"], row["requests"], row["kv_len"]) == ("2q4s70", 4, 2, 70)
+        assert row["samples_us"] == [row["median_us"]] * 3
         assert row["floor_us"] == pytest.approx(row["bytes_moved"] / 4000.0 / 1e3, abs=1e-3)
 
 
 @IN_INTERPRETER
 @pytest.mark.usefixtures("on_cpu")
 def test_a_declined_arm_is_listed_and_the_others_are_measured() -> None:
-    arms = (ON_CPU[2], *ARMS[:2])  # FlashInfer's kernels decline a CPU
-    outcome = measure_point(parse_batch("2q4s70"), CEILINGS, samples=3, arms=arms)
+    portable = {"portable decode": ON_CPU["portable decode"]}
+    outcome = measure(point_of(SMALL, portable | dict(list(ARMS.items())[:2])))  # FlashInfer's kernels decline a CPU
     assert [row["arm"] for row in outcome.rows] == ["portable decode"]
     assert [(row["arm"], row["point"]) for row in outcome.declined] == [("decode", "2q4s70"), ("context", "2q4s70")]
     assert all("need a CUDA GPU" in row["reason"] for row in outcome.declined)
@@ -139,12 +144,12 @@ def test_a_declined_arm_is_listed_and_the_others_are_measured() -> None:
 def test_what_fails_otherwise_stops_the_run_and_names_its_point(
     error: Exception, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(works: Any) -> Any:
+    def fails(arms: Any, works: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(draft_extend_kernels, "declined_by", fails)
+    monkeypatch.setattr(arms, "declined_by", fails)
     with pytest.raises(PointFailedError, match=message):
-        measure_point(parse_batch("2q4s70"), CEILINGS, arms=ON_CPU[:2])
+        measure(point_of(SMALL, ON_CPU))
 
 
 def rows_at(requests: int, kv_len: int, times_us: dict[int, tuple[float | None, float | None]]) -> list[dict[str, Any]]:
@@ -168,7 +173,7 @@ def test_where_the_context_call_overtakes() -> None:
         },
         {"requests": 4, "kv_len": 4096, "context_over_decode": {1: 4.0}, "context_faster_from_q_len": None},
     ]
-    table = crossover_table(rows)
+    table = crossover_table(rows, str(COLD))
     assert (table.row_count, len(table.columns)) == (2, 2 + 4)
     assert list(table.columns[4].cells) == ["50.0 / 40.0 (0.80)", ""]
 
@@ -180,12 +185,12 @@ def test_the_command_line_writes_every_point_and_what_was_left_out(
     out = tmp_path / "map.json"
     written_before: list[bool] = []
 
-    def simulated(batch: Any, ceilings: Ceilings, samples: int) -> Outcome:
+    def simulated(point: Point, make: Any, plan: TimingPlan, facts_of: Any) -> Outcome:
         written_before.append(out.exists())
-        facts = {"q_len": batch.q_lens[0], "requests": len(batch.q_lens), "kv_len": batch.kv_lens[0]}
-        assert samples == 5
+        facts = point.facts
+        assert plan == TimingPlan(CEILINGS, COLD, 5)
         rows = rows_at(facts["requests"], facts["kv_len"], {facts["q_len"]: (10.0, 30.0)})
-        return Outcome(rows, [facts | {"reason": "no"}])
+        return Outcome(rows, [point.row | {"arm": "decode", "reason": "no"}])
 
     monkeypatch.setattr(draft_extend_kernels, "measure_point", simulated)
     command = f"--q-lens 2 4 --requests 1 4 --keys 1024 --most-keys 2048 --samples 5 --out {out}"
@@ -204,14 +209,15 @@ def test_the_command_line_writes_every_point_and_what_was_left_out(
     assert recorded["most_keys"] == 2048
     printed = capsys.readouterr().out
     assert "10.0 / 30.0 (3.00)" in printed
+    assert "declined: q4s1k, decode: no" in printed
     assert "2 declined, 2 skipped" in printed
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="times GPU work, and there is none here")
 def test_a_point_is_measured_on_both_calls() -> None:
-    arms = (Arm("decode", DECODE, "lab.kernels.portable"), Arm("context", CONTEXT, "lab.kernels.portable"))
-    outcome = measure_point(parse_batch("4q4s1k"), CEILINGS, samples=3, arms=arms)
-    assert outcome.declined == []
+    both = {call.name.lower(): (call, "lab.kernels.portable") for call in (DECODE, CONTEXT)}
+    outcome = measure(point_of(parse_batch("4q4s1k"), both))
+    assert (outcome.declined, outcome.wrong) == ([], [])
     assert [row["arm"] for row in outcome.rows] == ["decode", "context"]
     assert all(row["median_us"] > 0 and row["buffer_copies"] > 1 for row in outcome.rows)

@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from lab.experiments import arms, draft_steps
+from lab.experiments.arms import WARM, TimingPlan
 from lab.experiments.draft_steps import (
     ARMS,
     CLAIM,
@@ -14,13 +16,16 @@ from lab.experiments.draft_steps import (
     TRACED,
     claim_table,
     implied_saving_us,
+    measure_gpu,
     measure_host,
-    measure_point,
+    point_of,
     point_table,
 )
-from lab.timing import Ceilings
+from lab.timing.draft import draft_work
 from lab.workloads.draft import draft_scenario
 from lab.workloads.traces import own_trace
+from tests.devices import IN_INTERPRETER
+from tests.experiments.simulated import CEILINGS, measured_in_turns
 
 
 def rows_at(point: str, **median_us: float) -> list[dict[str, Any]]:
@@ -50,7 +55,7 @@ def test_the_claim_stands_beside_what_was_saved() -> None:
 
 
 def test_a_line_per_point_and_a_column_per_arm() -> None:
-    table = point_table(rows_at("1x1k/steps2") + rows_at("8x1k/steps2"))
+    table = point_table(rows_at("1x1k/steps2") + rows_at("8x1k/steps2"), str(WARM))
     assert table.row_count == 2
     assert len(table.columns) == 1 + len(ARMS)
 
@@ -62,15 +67,30 @@ def test_every_arm_is_a_scenario_at_every_point() -> None:
             draft_scenario(arm.format(point))
 
 
+@IN_INTERPRETER
+def test_a_point_makes_a_row_per_arm(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(draft_steps, "draft_work", lambda scenario, device: draft_work(scenario, cpu))
+    monkeypatch.setattr(arms, "measure_interleaved", measured_in_turns)
+    point = point_of("2x63/steps3", own_trace())
+    rows = measure_gpu(point, TimingPlan(CEILINGS, WARM, 3))
+    assert [row["scenario"] for row in rows] == [arm.format("2x63/steps3") for arm in ARMS]
+    assert [row["median_us"] for row in rows] == [10.0 + place for place in range(len(ARMS))]
+    assert {row["kernel"] for row in rows} >= {"serial", "mha one_launch", "mla per_step", "mha per_step eager"}
+    assert all(row["bytes_moved"] > 0 and row["point"] == "2x63/steps3" for row in rows)
+    assert {row["method"] for row in rows} == {str(WARM)}
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="times GPU work, and there is none here")
 def test_a_point_is_measured_and_the_lists_cost_launches() -> None:
-    rows = measure_point("4x1k/steps3", own_trace(), Ceilings(4000.0, 800.0))
+    point = point_of("4x1k/steps3", own_trace())
+    rows = measure_gpu(point, TimingPlan(CEILINGS, WARM, 3))
     launches = {row["kernel"]: row["launches"] for row in rows}
     assert launches["serial"] == launches["spread"] == launches["mha one_launch"] == launches["mla one_launch"] == 1
     assert launches["mha per_step"] == launches["mla per_step"] == 2
     assert launches["mha common_template"] == launches["mla common_template"] == 3
     assert launches["mha common_template eager"] > launches["mha per_step eager"] > 2
-    hosts = measure_host("4x1k/steps3", own_trace())
+    hosts = measure_host(point)
     assert len(hosts) == len(ARMS) + sum(not arm.endswith("/eager") for arm in ARMS)
     assert all(row["host_us"] > 0 for row in hosts)

@@ -1,7 +1,7 @@
 """The table of the kernels that read K/V once: its points, targets, floors, judged arms and command line on a CPU."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,55 +12,55 @@ import torch
 
 from lab import references
 from lab.checks.forward_pass import build_forward
-from lab.experiments import kv_read_once
-from lab.experiments.arms import Outcome, PointFailedError
+from lab.experiments import arms, kv_read_once, passes
+from lab.experiments.arms import Arm, Outcome, Point, PointFailedError, TimingPlan, measure_point
 from lab.experiments.kv_read_once import (
-    E4M3,
+    E4M3_CACHE,
     FLASHINFER,
     GROUPS,
     HOST,
     HOST_COLUMNS,
     HOST_PREPARED,
     HOST_TARGET,
-    METHOD,
     PORTABLE,
-    PORTABLE_MODULE,
     TIME_COLUMNS,
-    Arm,
-    Figure,
-    Point,
-    Target,
+    facts_of,
     floor_bytes,
     main,
     measure_host,
-    measure_point,
     points_of,
-    score,
-    target_text,
-    works_of,
 )
+from lab.experiments.passes import FLASHINFER_MODULE, PORTABLE_MODULE, gpu_works, works_of
 from lab.experiments.recording import table_of
+from lab.experiments.targets import Figure, Target, score, target_rows, target_text
 from lab.kernels import trtllm
 from lab.metadata.engine.forward_mode import AttentionCall, ForwardMode
-from lab.timing import Ceilings, GpuTime, GpuWork
-from lab.timing.host_time import HostTime
 from lab.timing.method import L2, Clock, Method
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.scenarios import scenario
 from lab.workloads.traces import TracedRequest, own_trace, snapshot
 from tests.devices import IN_INTERPRETER
-from tests.experiments.simulated import CEILINGS, SLOW
+from tests.experiments.simulated import CEILINGS, SLOW, measured_in_turns, quick_host_time
 
 CPU = torch.device("cpu")
+METHOD = Method(Clock.GRAPH, L2.COLD_ROTATION)
 TRACE = [TracedRequest(0.0, 1000 + 10 * number, 1000) for number in range(64)]
 SPEED, BANDWIDTH = (Target(figure, bound) for figure, bound in ((Figure.SPEED, 1.05), (Figure.BANDWIDTH, 30.0)))
 SMALL = scenario("target_verify/tiny/2q2s70")
 REFERENCE_MODULE = "lab.references"
 
 
-def small_point(*targets: Target, case: ForwardCase = SMALL, module: str = kv_read_once.FLASHINFER_MODULE) -> Point:
-    arms = (Arm(PORTABLE, PORTABLE_MODULE, case, targets), Arm(FLASHINFER, module, case))
-    return Point("small", "2q2s70", arms)
+def small_point(*targets: Target, case: ForwardCase = SMALL, group: str = "small") -> Point:
+    both = (
+        Arm(PORTABLE, case, PORTABLE_MODULE, targets),
+        Arm(FLASHINFER, case, FLASHINFER_MODULE, needs_flashinfer=True),
+    )
+    return Point("2q2s70", both, {"group": group}, FLASHINFER)
+
+
+def measure(point: Point, samples: int = 3) -> Outcome:
+    """GPU times against a slow GPU's ceilings."""
+    return measure_point(point, gpu_works, TimingPlan(SLOW, METHOD, samples), facts_of)
 
 
 def of_group(name: str) -> list[Point]:
@@ -106,7 +106,7 @@ def test_the_traced_lengths_are_the_given_traces() -> None:
 def test_an_e4m3_cache_is_compared_with_the_kernels_own_bf16() -> None:
     for point, q_len in zip(of_group("e4m3"), (1, 4), strict=True):
         halved, whole = point.arms
-        assert (halved.name, whole.name, point.baseline) == (E4M3, PORTABLE, PORTABLE)
+        assert (halved.name, whole.name, point.baseline) == (E4M3_CACHE, PORTABLE, PORTABLE)
         assert {arm.module for arm in point.arms} == {PORTABLE_MODULE}
         assert (halved.case.kv_dtype, whole.case.kv_dtype) == (torch.float8_e4m3fn, torch.bfloat16)
         assert (len(whole.case.q_lens), whole.case.kv_lens[0], whole.case.q_lens[0]) == (64, 8192, q_len)
@@ -146,11 +146,14 @@ def test_windows_extends_and_unequal_lengths() -> None:
 
 def test_only_chooses_groups_and_points() -> None:
     every = points_of([], TRACE)
-    assert list(dict.fromkeys(point.group for point in every)) == list(GROUPS)
+    assert list(dict.fromkeys(point.facts["group"] for point in every)) == list(GROUPS)
     assert len({point.name for point in every}) == len(every)
     name = "extend/qwen3-32b/q4k/tp2"
-    assert [(point.group, point.name) for point in points_of([name], TRACE)] == [("extend", name)]
-    assert [point.group for point in points_of(["extend", "1x4096"], TRACE)] == ["1x4096"] * 5 + ["extend"] * 2
+    assert [(point.facts["group"], point.name) for point in points_of([name], TRACE)] == [("extend", name)]
+    assert [point.facts["group"] for point in points_of(["extend", "1x4096"], TRACE)] == [
+        *["1x4096"] * 5,
+        *["extend"] * 2,
+    ]
     with pytest.raises(ValueError, match=r"'64x1'; groups: 64x4096, 16x32768"):
         points_of(["64x1"], TRACE)
 
@@ -158,11 +161,11 @@ def test_only_chooses_groups_and_points() -> None:
 def test_without_flashinfer_the_portable_arms_remain() -> None:
     every = points_of([], TRACE, portable_only=True)
     assert {arm.module for point in every for arm in point.arms} == {PORTABLE_MODULE}
-    assert [arm.name for arm in points_of(["e4m3"], TRACE, portable_only=True)[0].arms] == [E4M3, PORTABLE]
+    assert [arm.name for arm in points_of(["e4m3"], TRACE, portable_only=True)[0].arms] == [E4M3_CACHE, PORTABLE]
 
 
 def test_the_method_is_a_replayed_graph_with_a_cold_l2() -> None:
-    assert Method(Clock.GRAPH, L2.COLD_ROTATION) == METHOD
+    assert Method(Clock.GRAPH, L2.COLD_ROTATION) == arms.COLD == TimingPlan(SLOW).method
 
 
 def test_floors_by_hand() -> None:
@@ -179,28 +182,10 @@ def test_floors_by_hand() -> None:
     assert floor_bytes(behind_a_page) == 3 * 64 * 8 * 2 * 128 + 64 * 2 * 128
 
 
-def simulated(works: Mapping[str, GpuWork], method: Any, samples: int) -> dict[str, GpuTime]:
-    """Every arm is run and checked, before and after; it takes as many µs as it has arms before it, and 10."""
-    assert method == METHOD
-    for work in works.values():
-        call = work.call()
-        for _ in ("before", "after"):
-            call()
-            assert work.check is not None
-            work.check(work.arguments)
-    return {name: GpuTime((10.0 + place,) * samples, method, 1) for place, name in enumerate(works)}
-
-
-def quick_host_time(calls: Mapping[str, Callable[[], object]]) -> dict[str, HostTime]:
-    for call in calls.values():
-        call()
-    return {name: HostTime((20.0 + 10 * place, 21.0 + 10 * place)) for place, name in enumerate(calls)}
-
-
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_read_once, "build_forward", lambda case, device: build_forward(case, CPU))
-    monkeypatch.setattr(kv_read_once, "measure_interleaved", simulated)
+    monkeypatch.setattr(passes, "build_forward", lambda case, device: build_forward(case, CPU))
+    monkeypatch.setattr(arms, "measure_interleaved", measured_in_turns)
     monkeypatch.setattr(kv_read_once, "host_time", quick_host_time)
 
 
@@ -213,15 +198,15 @@ def runs_as(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]) -> None:
 @IN_INTERPRETER
 def test_every_arm_is_right_on_tensors_of_its_own() -> None:
     e4m3 = replace(SMALL, kv_dtype=torch.float8_e4m3fn)
-    arms = (
-        Arm(E4M3, PORTABLE_MODULE, e4m3),
-        Arm(PORTABLE, PORTABLE_MODULE, SMALL),
-        Arm("reference", REFERENCE_MODULE, SMALL),
+    three = (
+        Arm(E4M3_CACHE, e4m3, PORTABLE_MODULE),
+        Arm(PORTABLE, SMALL, PORTABLE_MODULE),
+        Arm("reference", SMALL, REFERENCE_MODULE),
     )
-    passes = works_of(arms, CPU)
-    assert list(passes) == [E4M3, PORTABLE, "reference"]
-    for arm, (forward, work) in zip(arms, passes.values(), strict=True):
-        assert forward.case == arm.case
+    works = works_of(three, CPU)
+    assert list(works) == [E4M3_CACHE, PORTABLE, "reference"]
+    for arm, work in zip(three, works.values(), strict=True):
+        assert work.arguments["cache"].storage.dtype == arm.case.kv_dtype
         assert work.bytes_moved == arm.case.bytes_moved
         call = work.call()
         call()
@@ -229,19 +214,18 @@ def test_every_arm_is_right_on_tensors_of_its_own() -> None:
         work.check(work.arguments)
         with pytest.raises(AssertionError, match="output vectors are wrong"):  # a check wipes what it has seen
             work.check(work.arguments)
-    assert passes[PORTABLE][0] is passes["reference"][0]
-    assert passes[PORTABLE][1].check is passes["reference"][1].check
+    assert works[PORTABLE].check is works["reference"].check is not works[E4M3_CACHE].check
     for name in ("query", "out"):
-        assert len({work.arguments[name].data_ptr() for _, work in passes.values()}) == 3
-    assert len({work.arguments["cache"].storage.data_ptr() for _, work in passes.values()}) == 3
+        assert len({work.arguments[name].data_ptr() for work in works.values()}) == 3
+    assert len({work.arguments["cache"].storage.data_ptr() for work in works.values()}) == 3
 
 
 @IN_INTERPRETER
 def test_heads_of_no_model_are_run_and_judged() -> None:
     (heads,) = {point.arms[0].case.heads for point in of_group("heads") if "heads-20-" in point.name}
     case = kv_read_once.HeadsCase(ForwardMode.DECODE, heads.name, (70,), (1,), heads=heads)
-    forward, work = works_of([Arm(PORTABLE, PORTABLE_MODULE, case)], CPU)[PORTABLE]
-    assert forward.query.shape == (1, 20, 128)
+    work = works_of([Arm(PORTABLE, case, PORTABLE_MODULE)], CPU)[PORTABLE]
+    assert work.arguments["query"].shape == (1, 20, 128)
     work.call()()
     assert work.check is not None
     work.check(work.arguments)
@@ -251,8 +235,9 @@ def test_heads_of_no_model_are_run_and_judged() -> None:
 @pytest.mark.usefixtures("on_cpu")
 def test_a_point_makes_a_row_per_arm_with_floor_speed_and_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     runs_as(monkeypatch, references.trtllm_batch_decode_with_kv_cache)
-    outcome = measure_point(small_point(SPEED, BANDWIDTH), SLOW, samples=3)
+    outcome = measure(small_point(SPEED, BANDWIDTH))
     assert (outcome.declined, outcome.wrong) == ([], [])
+    assert {row["method"] for row in outcome.rows} == {str(METHOD)}
     portable, other = outcome.rows
     assert [row["arm"] for row in outcome.rows] == [PORTABLE, FLASHINFER]
     # 140 keys of 2 heads, K and V of 128 bytes; 4 rows of 6 heads, query and output of 128 bytes.
@@ -283,7 +268,7 @@ def test_a_point_makes_a_row_per_arm_with_floor_speed_and_targets(monkeypatch: p
 def test_the_floor_of_a_window_is_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     runs_as(monkeypatch, references.trtllm_batch_decode_with_kv_cache)
     case = scenario("decode/tiny/1q1s70/window")  # keys 46 to 69 of two pages
-    for row in measure_point(small_point(BANDWIDTH, case=case), SLOW, samples=1).rows:
+    for row in measure(small_point(BANDWIDTH, case=case), samples=1).rows:
         assert (row["bytes_moved"], row["floor_bytes"]) == (24 * 512 + 6 * 256, 128 * 512 + 6 * 256)
         assert row["floor_us"] == pytest.approx((128 * 512 + 6 * 256) / 4000, abs=1e-3)
         assert [target["reached"] for target in row["targets"]] == [row["bandwidth_percent"]] * len(row["targets"])
@@ -292,7 +277,7 @@ def test_the_floor_of_a_window_is_its_pages(monkeypatch: pytest.MonkeyPatch) -> 
 @IN_INTERPRETER
 @pytest.mark.usefixtures("on_cpu")
 def test_a_declined_arm_is_listed_and_the_other_is_measured() -> None:
-    outcome = measure_point(small_point(SPEED, BANDWIDTH), SLOW, samples=3)  # FlashInfer's adapter declines a CPU
+    outcome = measure(small_point(SPEED, BANDWIDTH))  # FlashInfer's adapter declines a CPU
     (row,), (declined,) = outcome.rows, outcome.declined
     assert (declined["arm"], declined["point"], declined["group"]) == (FLASHINFER, "2q2s70", "small")
     assert "need a CUDA GPU" in declined["reason"]
@@ -309,7 +294,7 @@ def test_a_missing_module_of_flashinfers_is_a_row(error: type[Exception], monkey
         raise error("no ninja")
 
     runs_as(monkeypatch, missing)
-    outcome = measure_point(small_point(), SLOW, samples=1)
+    outcome = measure(small_point(), samples=1)
     assert [row["arm"] for row in outcome.rows] == [PORTABLE]
     assert [row["reason"] for row in outcome.declined] == [f"FlashInfer cannot run it here: {error.__name__}: no ninja"]
 
@@ -324,7 +309,7 @@ def test_an_error_that_stays_on_the_device_is_no_missing_module(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "synchronize", fails)
     point = replace(small_point(), arms=small_point().arms[1:])
     with pytest.raises(PointFailedError, match="2q2s70: RuntimeError: illegal memory access"):
-        measure_point(point, SLOW)
+        measure(point)
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -333,10 +318,10 @@ def test_what_fails_of_the_portable_kernel_stops_the_run_and_names_the_point(mon
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(references, AttentionCall.DECODE.value, fails)
-    point = Point("small", "2q2s70", (Arm(PORTABLE, REFERENCE_MODULE, SMALL),))
-    for measure in (partial(measure_point, ceilings=SLOW), measure_host):
+    point = Point("2q2s70", (Arm(PORTABLE, SMALL, REFERENCE_MODULE),), {"group": "small"}, PORTABLE)
+    for measure_either in (measure, measure_host):
         with pytest.raises(PointFailedError, match="2q2s70: RuntimeError: no compiler"):
-            measure(point)
+            measure_either(point)
 
 
 def right_at(*right_calls: int) -> Callable[..., Any]:
@@ -353,14 +338,14 @@ def right_at(*right_calls: int) -> Callable[..., Any]:
 
 @IN_INTERPRETER
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("measure", [partial(measure_point, ceilings=SLOW), measure_host], ids=["gpu", "host"])
+@pytest.mark.parametrize("measure_either", [measure, measure_host], ids=["gpu", "host"])
 @pytest.mark.parametrize("right_calls", [(1, 2), (3,)], ids=["wrong after", "wrong before"])
 def test_a_wrong_arm_has_no_time(
-    right_calls: tuple[int, ...], measure: Callable[[Point], Outcome], monkeypatch: pytest.MonkeyPatch
+    right_calls: tuple[int, ...], measure_either: Callable[[Point], Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first call tells who declines, the second is judged before the times, the third behind or among them."""
+    """The first call tells who declines, the second is judged before the times, the third after or among them."""
     runs_as(monkeypatch, right_at(*right_calls))
-    outcome = measure(small_point())
+    outcome = measure_either(small_point())
     assert [row["arm"] for row in outcome.rows] == [PORTABLE]
     (wrong,) = outcome.wrong
     assert (wrong["arm"], wrong["point"]) == (FLASHINFER, "2q2s70")
@@ -402,7 +387,7 @@ def test_host_times_of_prepared_calls_are_of_what_was_prepared(monkeypatch: pyte
 
     monkeypatch.setattr(trtllm, AttentionCall.DECODE.value, lambda **_: pytest.fail("called whole"))
     monkeypatch.setattr(trtllm, "prepare_trtllm_batch_decode_with_kv_cache", prepare)
-    outcome = measure_host(replace(small_point(*HOST_TARGET), group=HOST_PREPARED))
+    outcome = measure_host(small_point(*HOST_TARGET, group=HOST_PREPARED))
     assert (outcome.declined, outcome.wrong) == ([], [])
     assert [row["host_us"] for row in outcome.rows] == [20.5, 30.5]
     assert prepared == [2, 2]  # once to see whether it declines, once for the time
@@ -419,7 +404,7 @@ def time_row(**targets: Any) -> dict[str, Any]:
         "floor_bound": "memory",
         "floor_percent": 92.49,
         "speed_of_baseline": 1.05,
-        "targets": kv_read_once._met(
+        "targets": target_rows(
             (Target(Figure.SPEED, 1.02), Target(Figure.BANDWIDTH, 92)),
             {Figure.SPEED: 1.05, Figure.BANDWIDTH: 91.5} | targets,
             FLASHINFER,
@@ -432,11 +417,11 @@ def test_targets_say_by_how_much() -> None:
     assert target_text(row) == (
         "1.02 x the speed of flashinfer: passed by 0.03; 92 % of the copy bandwidth: missed by 0.5"
     )
-    (host,) = kv_read_once._met(HOST_TARGET, {Figure.HOST: 60.0}, FLASHINFER)
+    (host,) = target_rows(HOST_TARGET, {Figure.HOST: 60.0}, FLASHINFER)
     assert (host["reached"], host["margin"], host["passed"]) == (60.0, -35.0, False)
-    (barely,) = kv_read_once._met((Target(Figure.SPEED, 1.02),), {Figure.SPEED: 1.01996}, FLASHINFER)
+    (barely,) = target_rows((Target(Figure.SPEED, 1.02),), {Figure.SPEED: 1.01996}, FLASHINFER)
     assert barely["passed"] is False  # though it rounds to 1.02
-    (just,) = kv_read_once._met((Target(Figure.SPEED, 1.0),), {Figure.SPEED: 1.0}, FLASHINFER)
+    (just,) = target_rows((Target(Figure.SPEED, 1.0),), {Figure.SPEED: 1.0}, FLASHINFER)
     assert just["passed"] is True
     assert score([row, {"targets": [host]}, {"targets": [{"passed": None}]}]) == {
         "passed": 1,
@@ -470,14 +455,14 @@ def test_the_command_line_writes_every_point_and_prints_the_targets(
     out = tmp_path / "once.json"
     written_before: list[bool] = []
 
-    def gpu(point: Point, ceilings: Ceilings, samples: int) -> Outcome:
-        assert (ceilings, samples) == (CEILINGS, 5)
+    def gpu(point: Point, make: Any, plan: TimingPlan, facts: Any) -> Outcome:
+        assert plan == TimingPlan(CEILINGS, METHOD, 5)
         written_before.append(out.exists())
         declined = [{"group": "extend", "point": point.name, "arm": FLASHINFER, "reason": "not [here]"}]
         return Outcome([time_row() | {"point": point.name}], declined if "q4k" in point.name else [], [])
 
     def host(point: Point) -> Outcome:
-        targets = kv_read_once._met(HOST_TARGET, {Figure.HOST: 20.0}, FLASHINFER)
+        targets = target_rows(HOST_TARGET, {Figure.HOST: 20.0}, FLASHINFER)
         row = {"point": point.name, "arm": PORTABLE, "host_us": 20.0, "iqr_us": 1.0, "targets": targets}
         return Outcome([row], [], [])
 
@@ -510,7 +495,7 @@ def test_the_command_line_writes_every_point_and_prints_the_targets(
 def test_a_wrong_arm_makes_the_exit_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def gpu(point: Point, ceilings: Ceilings, samples: int) -> Outcome:
+    def gpu(point: Point, make: Any, plan: TimingPlan, facts: Any) -> Outcome:
         assert [arm.name for arm in point.arms] == [PORTABLE]
         return Outcome([], [], [{"point": point.name, "arm": PORTABLE, "reason": "3 vectors"}])
 
@@ -522,15 +507,15 @@ def test_a_wrong_arm_makes_the_exit_status(
 
 
 def again(case: ForwardCase, target: Target, group: str = "small") -> Point:
-    arms = (Arm(PORTABLE, PORTABLE_MODULE, case, (target,)), Arm("again", PORTABLE_MODULE, case))
-    return Point(group, "again", arms)
+    both = (Arm(PORTABLE, case, PORTABLE_MODULE, (target,)), Arm("again", case, PORTABLE_MODULE))
+    return Point("again", both, {"group": group}, "again")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="times GPU work, and there is none here")
 def test_points_are_measured_on_a_gpu() -> None:
     case = scenario("target_verify/qwen3-32b/4q4s1k/tp2")
-    outcome = measure_point(again(case, SPEED), CEILINGS, samples=3)
+    outcome = measure(again(case, SPEED))
     assert (outcome.declined, outcome.wrong) == ([], [])
     assert [row["arm"] for row in outcome.rows] == [PORTABLE, "again"]
     assert all(row["median_us"] > 0 and row["buffer_copies"] > 1 for row in outcome.rows)

@@ -3,21 +3,17 @@
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lab.experiments import length_copy
-from lab.experiments.length_copy import (
-    Arm,
-    DecodeLoop,
-    LoopSettings,
-    measure_arms,
-    measure_masks,
-)
-from lab.timing.step_profile import STEP_NAME, exported_trace, summary
+from lab.experiments import length_copy, loops
+from lab.experiments.length_copy import CopyLoopSettings, DecodeLoop, StepEnd, measure_ends, measure_masks
+from lab.timing.step_profile import STEP_NAME, exported_trace, read_profile, summary
+from tests.experiments.simulated import only_run
 from tests.timing.test_step_profile import facts_of, running_ahead, with_copy
 
 
@@ -32,16 +28,16 @@ from tests.timing.test_step_profile import facts_of, running_ahead, with_copy
 )
 def test_a_loop_that_cannot_be_measured_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        LoopSettings(**{"gpu_us": 1, "host_us": 1} | changes)
+        CopyLoopSettings(**{"gpu_us": 1, "host_us": 1} | changes)
 
 
-def cpu_loop(settings: LoopSettings, forward: Any = lambda: None) -> DecodeLoop:
+def cpu_loop(settings: CopyLoopSettings, forward: Any = lambda: None) -> DecodeLoop:
     return DecodeLoop(settings, forward, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("arm", list(Arm))
-def test_every_step_is_marked_and_only_one_arm_reads_the_lengths(arm: Arm, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = LoopSettings(1, 0, batch_size=3, seq_len=30, warm_up_steps=2, steps=4)
+@pytest.mark.parametrize("arm", list(StepEnd))
+def test_every_step_is_marked_and_only_one_arm_reads_the_lengths(arm: StepEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = CopyLoopSettings(gpu_us=1, host_us=0, batch_size=3, seq_len=30, warm_up_steps=2, steps=4)
     forwards: list[int] = []
     loop = cpu_loop(settings, lambda: forwards.append(1))
     read, read_lengths = loop.mirror.read, []
@@ -52,21 +48,44 @@ def test_every_step_is_marked_and_only_one_arm_reads_the_lengths(arm: Arm, monke
     assert [name for name in names if STEP_NAME.fullmatch(name)] == [f"step {i}" for i in range(6)]
     assert len(forwards) == 6
     grown = [[30 + (number + 1) * accepted for accepted in loop.requests.accepted.tolist()] for number in range(6)]
-    assert read_lengths == (grown if arm is Arm.WITH_COPY else [])
+    assert read_lengths == (grown if arm is StepEnd.WITH_COPY else [])
 
 
 def test_the_scheduler_takes_its_time_on_the_host() -> None:
-    loop = cpu_loop(LoopSettings(1, 3000, batch_size=1, seq_len=8))
+    loop = cpu_loop(CopyLoopSettings(gpu_us=1, host_us=3000, batch_size=1, seq_len=8))
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
-        loop.run(Arm.WITHOUT_COPY)
+        loop.run(StepEnd.WITHOUT_COPY)
     durations_us = [each["dur"] for each in exported_trace(recorded)["traceEvents"] if each["name"] == "schedule"]
     assert len(durations_us) == loop.settings.steps_per_run
     assert min(durations_us) >= 3000
 
 
-def recorded_arm(settings: LoopSettings, arm: Arm) -> dict[str, Any]:
-    """What `measure_arms` returns, of a trace made by hand."""
-    facts = facts_of(with_copy() if arm is Arm.WITH_COPY else running_ahead())
+def test_both_ends_are_run_in_turns_and_make_a_row_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = CopyLoopSettings(gpu_us=50, host_us=0, batch_size=2, seq_len=8, warm_up_steps=1, steps=4, repeats=2)
+    ran: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(length_copy, "MatrixProducts", lambda gpu_us, device: SimpleNamespace(graph=graph, products=3))
+    monkeypatch.setattr(length_copy, "DecodeLoop", lambda settings, forward, device: cpu_loop(settings, forward))
+    graph = SimpleNamespace(replay=lambda: ran.append("forward"))
+    monkeypatch.setattr(loops, "unprofiled_us", lambda run: only_run(ran, run))
+    monkeypatch.setattr(loops, "profiled", lambda run: (run(), read_profile({"traceEvents": running_ahead()}))[1])
+    rows = measure_ends(settings)
+    assert [row["arm"] for row in rows] == [end.value for end in StepEnd]
+    assert ran.count("forward") == 2 * (1 + 2 * settings.repeats) * settings.steps_per_run
+    for row in rows:
+        assert row["unprofiled_step_us"] == [180.0] * 2
+        assert [[each["step"] for each in run] for run in row["runs"]] == [[1, 2, 3, 4]] * 2
+        assert (row["medians"]["step_us"], row["matrix_products"], row["steps"]) == (50, 3, 4)
+        assert [name for _, name, _, _ in row["timeline"] if STEP_NAME.fullmatch(name)] == [
+            "step 2",
+            "step 3",
+            "step 4",
+        ]
+
+
+def recorded_arm(settings: CopyLoopSettings, arm: StepEnd) -> dict[str, Any]:
+    """What `measure_ends` returns, of a trace made by hand."""
+    facts = facts_of(with_copy() if arm is StepEnd.WITH_COPY else running_ahead())
     return {
         "arm": arm.value,
         "gpu_us": settings.gpu_us,
@@ -80,7 +99,7 @@ def recorded_arm(settings: LoopSettings, arm: Arm) -> dict[str, Any]:
 def test_the_command_line_measures_all_pairs_writes_json_and_prints_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(length_copy, "measure_arms", lambda settings: [recorded_arm(settings, arm) for arm in Arm])
+    monkeypatch.setattr(length_copy, "measure_ends", lambda settings: [recorded_arm(settings, arm) for arm in StepEnd])
     masks = [{"form": "full", "mask_bytes": 134221824, "fill_us": 33.5}]
     monkeypatch.setattr(length_copy, "measure_masks", lambda device: masks)
     out = tmp_path / "copy.json"
@@ -107,7 +126,9 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="profiles a
 @pytest.mark.gpu
 @needs_gpu
 def test_the_copy_costs_a_synchronisation_and_nothing_else_does() -> None:
-    with_it, without_it = measure_arms(LoopSettings(1000, 100, batch_size=8, seq_len=256, steps=6, repeats=1))
+    with_it, without_it = measure_ends(
+        CopyLoopSettings(gpu_us=1000, host_us=100, batch_size=8, seq_len=256, steps=6, repeats=1)
+    )
     assert all(row["synchronisations"] >= 1 and row["blocked_us"] > 0 for row in with_it["runs"][0])
     assert all(row["synchronisations"] == 0 and row["blocked_us"] == 0 for row in without_it["runs"][0])
     assert with_it["medians"]["gap_us"] >= 100  # the scheduler's time at least

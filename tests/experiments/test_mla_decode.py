@@ -1,10 +1,11 @@
 """MLA decode's points, floors, judged arms, target and command line on a CPU; times on a GPU."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,34 +13,42 @@ import torch
 
 from lab import references
 from lab.checks.mla_pass import build_mla_pass
-from lab.experiments import mla_decode
-from lab.experiments.arms import Outcome, PointFailedError
+from lab.experiments import arms, mla_decode, passes
+from lab.experiments.arms import COLD, Arm, Outcome, Point, PointFailedError, TimingPlan, measure_point
 from lab.experiments.mla_decode import (
-    ARMS,
-    METHOD,
     PLANNED,
     PORTABLE,
-    TARGET,
+    TARGETS,
+    TEXT_COLUMNS,
+    TIME_COLUMNS,
     WRAPPER,
-    Arm,
+    arms_of,
     cases_of,
+    facts_of,
     main,
-    measure_point,
-    target_facts,
-    target_text,
-    times_table,
-    works_of,
+    point_of,
 )
+from lab.experiments.passes import gpu_works, kernel_of, works_of
+from lab.experiments.recording import table_of
+from lab.experiments.targets import Figure, Target, target_rows, target_text
 from lab.kernels import support
 from lab.kernels.peers import flashinfer_mla
 from lab.metadata.engine.forward_mode import ForwardMode
-from lab.timing import Ceilings, GpuTime, GpuWork, roofline
+from lab.timing import GpuWork, roofline
 from lab.workloads.mla_case import MLACase
 from tests.devices import IN_INTERPRETER
-from tests.experiments.simulated import CEILINGS, SLOW
+from tests.experiments.simulated import CEILINGS, SLOW, measured_in_turns
 
-PORTABLE_ARM, WRAPPER_ARM = ARMS
-REFERENCE = Arm("reference", "lab.references")
+CPU = torch.device("cpu")
+
+
+def reference(case: MLACase) -> Arm:
+    return Arm("reference", case, "lab.references")
+
+
+def measure(point: Point, samples: int = 3) -> Outcome:
+    """GPU times against a slow GPU's ceilings."""
+    return measure_point(point, gpu_works, TimingPlan(SLOW, samples=samples), facts_of)
 
 
 def small(q_len: int = 1, **changes: Any) -> MLACase:
@@ -67,7 +76,7 @@ def test_more_rows_verify_and_their_keys_count_the_new_tokens() -> None:
     assert (decode.mode, decode.prefix_lens[0]) == (ForwardMode.DECODE, 81919)
     assert (verify.mode, verify.prefix_lens[0], verify.kv_lens[0]) == (ForwardMode.TARGET_VERIFY, 81916, 81920)
     assert {decode.kv_dtype, verify.kv_dtype} == {torch.float8_e4m3fn}
-    assert mla_decode.point_facts(verify) == {
+    assert point_of(verify).row == {
         "point": "8q4s80k/16 heads",
         "q_len": 4,
         "requests": 8,
@@ -105,29 +114,17 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return found
 
 
-def simulated(works: Mapping[str, GpuWork], method: Any, samples: int) -> dict[str, GpuTime]:
-    """Every arm is run and checked, before and after; it takes as many µs as it has arms before it, and 10."""
-    assert method == METHOD
-    for work in works.values():
-        call = work.call()
-        for _ in ("before", "after"):
-            call()
-            assert work.check is not None
-            work.check(work.arguments)
-    return {name: GpuTime((10.0 + place,) * samples, method, 1) for place, name in enumerate(works)}
-
-
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mla_decode, "build_mla_pass", lambda case, device: build_mla_pass(case, torch.device("cpu")))
-    monkeypatch.setattr(mla_decode, "measure_interleaved", simulated)
+    monkeypatch.setattr(passes, "build_mla_pass", lambda case, device: build_mla_pass(case, CPU))
+    monkeypatch.setattr(arms, "measure_interleaved", measured_in_turns)
     monkeypatch.setattr(support, "capability_of", lambda device: (9, 0))
 
 
 @IN_INTERPRETER
 @pytest.mark.parametrize("case", [small(), small(4), small(4, kv_dtype=torch.float8_e4m3fn)], ids=repr)
 def test_every_arm_is_right_on_tensors_of_its_own(case: MLACase, plans: list[dict[str, Any]]) -> None:
-    works = works_of(build_mla_pass(case, torch.device("cpu")), (*ARMS, REFERENCE))
+    works = works_of((*arms_of(case), reference(case)), CPU)
     assert list(works) == [PORTABLE, WRAPPER, "reference"]
     for work in works.values():
         call = work.call()
@@ -148,8 +145,9 @@ def test_every_arm_is_right_on_tensors_of_its_own(case: MLACase, plans: list[dic
 @IN_INTERPRETER
 @pytest.mark.usefixtures("on_cpu", "plans")
 def test_a_point_makes_a_row_per_arm_with_its_floor_and_its_share_of_the_wrapper() -> None:
-    point = measure_point(small(), SLOW, samples=3)
+    point = measure(point_of(small()))
     assert (point.declined, point.wrong) == ([], [])
+    assert {row["method"] for row in point.rows} == {str(COLD)}
     portable, wrapper = point.rows
     assert (portable["arm"], portable["kernel"], portable["plan"]) == (PORTABLE, "portable", None)
     assert (wrapper["arm"], wrapper["kernel"], wrapper["plan"]) == (
@@ -164,14 +162,15 @@ def test_a_point_makes_a_row_per_arm_with_its_floor_and_its_share_of_the_wrapper
         assert (row["floor_us"], row["floor_bound"]) == (pytest.approx(2.336), "memory")
     assert (portable["median_us"], wrapper["median_us"]) == (10.0, 11.0)
     assert (portable["floor_percent"], wrapper["floor_percent"]) == (23.36, 21.236)
-    assert (portable["speed_of_wrapper"], portable["target_margin"]) == (1.1, 0.3)
-    assert (wrapper["speed_of_wrapper"], wrapper["target_margin"]) == (1.0, None)
+    assert (portable["baseline"], portable["speed_of_baseline"]) == (WRAPPER, 1.1)
+    assert [(target["margin"], target["passed"]) for target in portable["targets"]] == [(0.3, True)]
+    assert (wrapper["speed_of_baseline"], wrapper["targets"]) == (1.0, [])
 
 
 @IN_INTERPRETER
 @pytest.mark.usefixtures("on_cpu", "plans")
 def test_a_verification_counts_what_each_row_sees() -> None:
-    row = measure_point(small(4), SLOW, samples=1).rows[0]
+    row = measure(point_of(small(4)), samples=1).rows[0]
     # Rows of a request see 67, 68, 69 and 70 keys: 548 pairs of two requests, and 8 rows of 2 heads.
     assert (row["mode"], row["q_len"], row["query_tokens"]) == ("target_verify", 4, 8)
     assert (row["bytes_moved"], row["operations"]) == (8960 + 1536, 2 * 2 * 548 * 48)
@@ -181,19 +180,20 @@ def test_a_verification_counts_what_each_row_sees() -> None:
 @IN_INTERPRETER
 @pytest.mark.usefixtures("on_cpu")
 def test_a_declined_arm_is_listed_and_the_other_is_measured() -> None:
-    point = measure_point(small(), SLOW, samples=3)  # FlashInfer's own plan declines a CPU
+    point = measure(point_of(small()))  # FlashInfer's own plan declines a CPU
     assert [row["arm"] for row in point.rows] == [PORTABLE]
     (declined,) = point.declined
     assert (declined["arm"], declined["point"]) == (WRAPPER, "2q1s70/2 heads")
     assert "need a CUDA GPU" in declined["reason"]
-    assert (point.rows[0]["speed_of_wrapper"], point.rows[0]["target_margin"]) == (None, None)
+    assert point.rows[0]["speed_of_baseline"] is None
+    assert [(target["margin"], target["passed"]) for target in point.rows[0]["targets"]] == [(None, None)]
 
 
 @IN_INTERPRETER
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("right_calls", [0, 2])
 def test_a_wrong_arm_has_no_time(right_calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From its first call, or only from the one behind the timed ones."""
+    """From its first call, or only from the one after the timed ones."""
 
     def plan(**arguments: Any) -> Callable[[], Any]:
         def run() -> None:
@@ -205,12 +205,12 @@ def test_a_wrong_arm_has_no_time(right_calls: int, monkeypatch: pytest.MonkeyPat
 
     made: list[int] = []
     monkeypatch.setattr(flashinfer_mla, "plan", plan)
-    point = measure_point(small(), SLOW, samples=3)
+    point = measure(point_of(small()))
     assert [row["arm"] for row in point.rows] == [PORTABLE]
     (wrong,) = point.wrong
     assert (wrong["arm"], wrong["kv_len"]) == (WRAPPER, 70)
     assert "4 of 4 output vectors are wrong" in wrong["reason"]
-    assert point.rows[0]["speed_of_wrapper"] is None
+    assert point.rows[0]["speed_of_baseline"] is None
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -220,34 +220,37 @@ def test_what_fails_otherwise_stops_the_run_and_names_its_point(monkeypatch: pyt
 
     monkeypatch.setattr(flashinfer_mla, "plan", plan)
     with pytest.raises(PointFailedError, match="2q1s70/2 heads: RuntimeError: no compiler"):
-        measure_point(small(), SLOW, arms=(REFERENCE, WRAPPER_ARM))
+        measure(replace(point_of(small()), arms=(reference(small()), arms_of(small())[1])))
 
 
 def test_the_wrapper_is_named_by_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for capability, name in (((9, 0), "FA3"), ((10, 0), "FA2")):
         monkeypatch.setattr(support, "capability_of", lambda device, capability=capability: capability)
-        assert WRAPPER_ARM.kernel(torch.device("cuda")).endswith(name)
-        assert PORTABLE_ARM.kernel(torch.device("cuda")) == "portable"
+        portable, wrapper = arms_of(small())
+        work = GpuWork.of(print, 1, query=SimpleNamespace(device=torch.device("cuda")))
+        assert kernel_of(wrapper, work).endswith(name)
+        assert kernel_of(portable, work) == "portable"
 
 
 def row_of(arm: str, **times_us: float) -> dict[str, Any]:
-    times = {name: GpuTime((time_us,), METHOD, 1) for name, time_us in times_us.items()}
-    return {"arm": arm} | target_facts(arm, times)
+    speed = times_us[WRAPPER] / times_us[arm] if WRAPPER in times_us else None
+    targets = target_rows(TARGETS if arm == PORTABLE else (), {Figure.SPEED: speed}, WRAPPER)
+    return {"arm": arm, "speed_of_baseline": speed, "targets": targets}
 
 
 def test_the_target_says_by_how_much() -> None:
-    assert TARGET == 0.8
+    assert (Target(Figure.SPEED, 0.8),) == TARGETS
     passed = row_of(PORTABLE, portable=200.0, wrapper=180.0)
-    assert (passed["speed_of_wrapper"], target_text(passed)) == (0.9, "0.80: passed by 0.100")
+    assert target_text(passed) == "0.8 x the speed of wrapper: passed by 0.1"
     missed = row_of(PORTABLE, portable=200.0, wrapper=130.0)
-    assert (missed["speed_of_wrapper"], target_text(missed)) == (0.65, "0.80: missed by 0.150")
-    assert target_text(row_of(PORTABLE, portable=200.0)) == "0.80: the wrapper has no time"
+    assert target_text(missed) == "0.8 x the speed of wrapper: missed by 0.15"
+    assert target_text(row_of(PORTABLE, portable=200.0)) == "0.8 x the speed of wrapper: nothing to compare with"
     assert target_text(row_of(WRAPPER, portable=200.0, wrapper=130.0)) == ""
 
 
 def simulated_rows(case: MLACase) -> list[dict[str, Any]]:
     shared = {"kv_dtype": str(case.kv_dtype).removeprefix("torch."), "floor_us": 50.0, "floor_bound": "memory"}
-    shared |= mla_decode.point_facts(case)
+    shared |= point_of(case).row
     return [
         shared | row_of(arm, portable=100.0, wrapper=75.0) | {"median_us": time_us, "floor_percent": 5000 / time_us}
         for arm, time_us in ((PORTABLE, 100.0), (WRAPPER, 75.0))
@@ -255,7 +258,8 @@ def simulated_rows(case: MLACase) -> list[dict[str, Any]]:
 
 
 def test_the_table_has_a_line_per_point_and_arm() -> None:
-    table = times_table([row for case in cases_of() for row in simulated_rows(case)])
+    rows = [row for case in cases_of() for row in simulated_rows(case)]
+    table = table_of("times", TIME_COLUMNS, rows, words=TEXT_COLUMNS)
     assert table.row_count == 8
     cells = [next(iter(column.cells)) for column in table.columns]
     assert cells == [
@@ -267,7 +271,7 @@ def test_the_table_has_a_line_per_point_and_arm() -> None:
         "memory",
         "50.0",
         "0.750",
-        "0.80: missed by 0.050",
+        "0.8 x the speed of wrapper: missed by 0.05",
     ]
 
 
@@ -278,13 +282,14 @@ def test_the_command_line_writes_every_point_and_prints_the_target(
     out = tmp_path / "mla.json"
     written_before: list[bool] = []
 
-    def point(case: MLACase, ceilings: Ceilings, samples: int) -> Outcome:
-        assert (ceilings, samples, case.kv_dtype) == (CEILINGS, 5, torch.float8_e4m3fn)
+    def simulate(point: Point, make: Any, plan: TimingPlan, facts: Any) -> Outcome:
+        case = point.arms[0].case
+        assert (plan, case.kv_dtype) == (TimingPlan(CEILINGS, COLD, 5), torch.float8_e4m3fn)
         written_before.append(out.exists())
-        declined = [mla_decode.point_facts(case) | {"arm": WRAPPER, "reason": "not [here]"}]
+        declined = [point.row | {"arm": WRAPPER, "reason": "not [here]"}]
         return Outcome(simulated_rows(case), declined if case.q_lens[0] == 4 else [], [])
 
-    monkeypatch.setattr(mla_decode, "measure_point", point)
+    monkeypatch.setattr(mla_decode, "measure_point", simulate)
     command = f"--shapes 2x1024 --heads 16 --q-lens 1 4 --kv-dtype e4m3 --samples 5 --out {out}"
     assert main(command.split()) == 0
     recorded = json.loads(out.read_text())
@@ -293,12 +298,13 @@ def test_the_command_line_writes_every_point_and_prints_the_target(
         (f"2q{q_len}s1k/16 heads", arm) for q_len in (1, 4) for arm in (PORTABLE, WRAPPER)
     ]
     assert [row["point"] for row in recorded["declined"]] == ["2q4s1k/16 heads"]
-    assert (recorded["wrong"], recorded["samples"], recorded["target_speed_of_wrapper"]) == ([], 5, 0.8)
+    assert (recorded["wrong"], recorded["samples"]) == ([], 5)
+    assert recorded["targets"] == {"passed": 0, "missed": 2, "not_compared": 0}
     assert recorded["environment"]["ceilings"]["bandwidth_gbps"] == 4000.0
     assert "every request" in recorded["judged"]
-    assert recorded["method"] == str(METHOD)
+    assert recorded["method"] == str(COLD)
     printed = capsys.readouterr().out
-    assert "0.80: missed by 0.050" in printed
+    assert "missed by 0.05" in printed
     assert "declined: 2q4s1k/16 heads, wrapper: not [here]" in printed
 
 
@@ -306,10 +312,10 @@ def test_the_command_line_writes_every_point_and_prints_the_target(
 def test_a_wrong_arm_makes_the_exit_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def point(case: MLACase, ceilings: Ceilings, samples: int) -> Outcome:
-        return Outcome([], [], [mla_decode.point_facts(case) | {"arm": PORTABLE, "reason": "3 vectors"}])
+    def simulate(point: Point, *_: Any) -> Outcome:
+        return Outcome([], [], [point.row | {"arm": PORTABLE, "reason": "3 vectors"}])
 
-    monkeypatch.setattr(mla_decode, "measure_point", point)
+    monkeypatch.setattr(mla_decode, "measure_point", simulate)
     assert main(["--out", str(tmp_path / "mla.json")]) == 1
     assert len(json.loads((tmp_path / "mla.json").read_text())["wrong"]) == 4
     assert "wrong: 8q1s80k/128 heads, portable: 3 vectors" in capsys.readouterr().out
@@ -319,7 +325,9 @@ def test_a_wrong_arm_makes_the_exit_status(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="times GPU work, and there is none here")
 def test_a_point_is_measured_on_a_gpu() -> None:
     (case,) = cases_of(((4, 1024),), (16,), (4,))
-    point = measure_point(case, CEILINGS, samples=3, arms=(PORTABLE_ARM, Arm("again", PORTABLE_ARM.module)))
+    portable = arms_of(case)[0]
+    both = (portable, replace(portable, name="again"))
+    point = measure(replace(point_of(case), arms=both, baseline="again"))
     assert (point.declined, point.wrong) == ([], [])
     assert [row["arm"] for row in point.rows] == [PORTABLE, "again"]
     assert all(row["median_us"] > 0 and row["buffer_copies"] > 1 for row in point.rows)

@@ -4,31 +4,29 @@ import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lab.experiments import plan_stream
+from lab.experiments import loops, plan_stream
+from lab.experiments.iteration_profile import Phase, iteration_facts, two_lanes
 from lab.experiments.plan_stream import (
     ARMS,
-    Arm,
     Drafts,
-    LoopSettings,
-    Phase,
+    PlanLoopSettings,
+    Planning,
     SpeculativeLoop,
-    iteration_facts,
-    measure_arms,
     measure_fix_up,
-    medians,
-    phase_gpu,
+    measure_plannings,
     random_trees,
-    two_lanes,
 )
 from lab.metadata.engine.plan_stream import PlannedVerify, PlanStart, VerifyBackend
 from lab.metadata.mha.buffers import MetadataBuilder
-from lab.timing.step_profile import STEP_NAME, IncompleteProfileError, exported_trace, read_profile
+from lab.timing.step_profile import STEP_NAME, IncompleteProfileError, exported_trace, medians, read_profile
+from tests.experiments.simulated import only_run, quick_host_time
 from tests.timing.test_step_profile import call, entry, kernel, step
 
 FORWARD, PLAN = (0, 7), (0, 20)
@@ -45,7 +43,7 @@ FORWARD, PLAN = (0, 7), (0, 20)
 )
 def test_a_loop_that_cannot_be_measured_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        LoopSettings(**{"draft_us": 1, "verify_us": 1} | changes)
+        PlanLoopSettings(**{"draft_us": 1, "verify_us": 1} | changes)
 
 
 def test_random_trees_are_trees() -> None:
@@ -57,7 +55,15 @@ def test_random_trees_are_trees() -> None:
 
 # --- the loop ---------------------------------------------------------------------------------------------------------
 
-SMALL = LoopSettings(1, 1, batch_size=3, seq_len=30, page_size=16, max_context_len=256, warm_up_steps=2, steps=4)
+SIZES: dict[str, Any] = {
+    "batch_size": 3,
+    "seq_len": 30,
+    "page_size": 16,
+    "max_context_len": 256,
+    "warm_up_steps": 2,
+    "steps": 4,
+}
+SMALL = PlanLoopSettings(draft_us=1, verify_us=1, **SIZES)
 ran: list[str] = []
 
 
@@ -68,7 +74,7 @@ def loop() -> SpeculativeLoop:
 
 
 @pytest.mark.parametrize("arm", ARMS, ids=str)
-def test_every_iteration_and_its_phases_are_marked(loop: SpeculativeLoop, arm: Arm) -> None:
+def test_every_iteration_and_its_phases_are_marked(loop: SpeculativeLoop, arm: Planning) -> None:
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         loop.run(arm)
     events = sorted(
@@ -82,7 +88,7 @@ def test_every_iteration_and_its_phases_are_marked(loop: SpeculativeLoop, arm: A
 
 
 @pytest.mark.parametrize("arm", ARMS, ids=str)
-def test_the_check_passes(loop: SpeculativeLoop, arm: Arm) -> None:
+def test_the_check_passes(loop: SpeculativeLoop, arm: Planning) -> None:
     loop.check(arm)
 
 
@@ -115,7 +121,7 @@ def stale_mask(backend: VerifyBackend) -> None:
 def test_the_check_notices_what_is_stale(
     loop: SpeculativeLoop, defect: Callable[[VerifyBackend], None], drafts: Drafts, message: str
 ) -> None:
-    arm = Arm(drafts, MetadataBuilder.FUSED, PlanStart.AFTER_INPUTS)
+    arm = Planning(drafts, MetadataBuilder.FUSED, PlanStart.AFTER_INPUTS)
     defect(loop.planners[arm].backend)
     with pytest.raises(RuntimeError, match=message):
         loop.check(arm)
@@ -127,7 +133,7 @@ def test_the_check_notices_what_is_stale(
 def iteration(number: int, fix_up: bool = True, beside: bool = True) -> list[dict[str, Any]]:
     """An iteration of 1,000 µs whose host ranges are the first 100 µs. Its GPU work, in µs from its start:
 
-    inputs 200..205, draft 210..310 and 310..400, plan 300..320 and 350..360 beside it (or 410..430, 460..470 behind it),
+    inputs 200..205, draft 210..310 and 310..400, plan 300..320 and 350..360 beside it (or 410..430, 460..470 after it),
     fix-up 480..490 and 492..500, verify 510..900, and 905..910 for what adds the accepted tokens.
     """
     t, ids = 1000.0 * number, 100 * number
@@ -174,7 +180,7 @@ def test_the_facts_of_an_iteration() -> None:
     }
 
 
-def test_a_plan_behind_the_draft_hides_nothing() -> None:
+def test_a_plan_after_the_draft_hides_nothing() -> None:
     found = medians(iteration_facts(profiled(beside=False), 1))
     assert (found["plan_us"], found["hidden_us"], found["between_us"]) == (60, 0, 110)
 
@@ -225,14 +231,46 @@ def test_the_picture_of_an_iteration_has_two_lanes() -> None:
 
 
 def test_a_phases_work_is_what_its_range_launched() -> None:
-    assert [each.duration_us for each in phase_gpu(profiled().steps[0], Phase.PLAN)] == [20, 10]
+    assert [each.duration_us for each in profiled().steps[0].launched_in(Phase.PLAN.value)] == [20, 10]
+
+
+def test_every_planning_is_checked_run_in_turns_and_makes_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = PlanLoopSettings(draft_us=1, verify_us=1, repeats=2, **SIZES | {"warm_up_steps": 1, "steps": 2})
+    ran.clear()
+    order: list[Any] = []
+    graph = SimpleNamespace(replay=lambda: ran.append("draft or verify"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(plan_stream, "MatrixProducts", lambda gpu_us, device: SimpleNamespace(graph=graph, products=3))
+    monkeypatch.setattr(
+        plan_stream,
+        "SpeculativeLoop",
+        lambda settings, draft, verify, device: SpeculativeLoop(settings, draft, verify, torch.device("cpu")),
+    )
+    monkeypatch.setattr(plan_stream, "host_time", quick_host_time)
+    monkeypatch.setattr(loops, "unprofiled_us", lambda run: only_run(order, lambda: (run(), *run.args)[1]))
+    monkeypatch.setattr(loops, "profiled", lambda run: (run(), profiled())[1])
+    rows = measure_plannings(settings)
+    assert [sorted(order[first : first + len(ARMS)], key=str) for first in (0, len(ARMS))] == [
+        sorted(ARMS, key=str)
+    ] * 2
+    assert order[: len(ARMS)] != order[len(ARMS) :]
+    assert [(row["drafts"], row["builder"], row["start"]) for row in rows] == [
+        (arm.drafts.value, arm.builder.value, arm.start.value) for arm in ARMS
+    ]
+    for row in rows:
+        assert (row["draft_us"], row["draft_matrix_products"], row["max_context_len"]) == (1, 3, 256)
+        assert row["unprofiled_iteration_us"] == [300.0] * 2
+        assert row["medians"]["iteration_us"] == 1000
+        assert len(row["runs"]) == 2
+        assert row["timeline"]
+        assert len(row["host_samples_us"]) == 2
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
-def recorded_arm(settings: LoopSettings, arm: Arm) -> dict[str, Any]:
-    """What `measure_arms` returns, of a trace made by hand."""
+def recorded_arm(settings: PlanLoopSettings, arm: Planning) -> dict[str, Any]:
+    """What `measure_plannings` returns, of a trace made by hand."""
     facts = medians(iteration_facts(profiled(fix_up=arm.drafts is Drafts.TREES), 1))
     words = {"drafts": arm.drafts.value, "builder": arm.builder.value, "start": arm.start.value}
     times = {"draft_us": settings.draft_us, "verify_us": settings.verify_us, "host_us": 77.75}
@@ -243,7 +281,9 @@ def recorded_arm(settings: LoopSettings, arm: Arm) -> dict[str, Any]:
 def test_the_command_line_measures_all_pairs_writes_json_and_prints_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(plan_stream, "measure_arms", lambda settings: [recorded_arm(settings, arm) for arm in ARMS])
+    monkeypatch.setattr(
+        plan_stream, "measure_plannings", lambda settings: [recorded_arm(settings, arm) for arm in ARMS]
+    )
     monkeypatch.setattr(
         plan_stream,
         "measure_fix_up",
@@ -285,7 +325,9 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="profiles a
 @pytest.mark.gpu
 @needs_gpu
 def test_a_plan_after_the_inputs_runs_beside_the_draft_and_no_other_does() -> None:
-    rows = measure_arms(LoopSettings(400, 400, batch_size=8, seq_len=256, steps=6, repeats=1))
+    rows = measure_plannings(
+        PlanLoopSettings(draft_us=400, verify_us=400, batch_size=8, seq_len=256, steps=6, repeats=1)
+    )
     assert len(rows) == len(ARMS)
     by_arm = {(row["drafts"], row["builder"], row["start"]): row for row in rows}
     for (drafts, _, start), row in by_arm.items():

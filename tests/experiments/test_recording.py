@@ -9,22 +9,35 @@ from typing import Any
 import pytest
 import torch
 
+import lab.experiments
+from lab.experiments import EXPERIMENTS
 from lab.experiments.recording import NO_GPU, RIGHT, WRONG, Recording, ceilings_of_gpu, gpu_is_here, table_of
 from tests.experiments.simulated import CEILINGS
 
-ON_A_GPU = (
-    "draft_extend_graph",
-    "draft_extend_kernels",
-    "draft_steps",
-    "kv_read_once",
-    "length_copy",
-    "mla_decode",
-    "plan_stream",
-)
+ON_A_GPU = tuple(name for name in EXPERIMENTS if name != "draft_visibility")
+FOLDER = Path(lab.experiments.__file__).parent
 
 
 def main_of(name: str) -> Any:
-    return importlib.import_module(f"lab.experiments.{name}").main
+    return importlib.import_module(EXPERIMENTS[name]).main
+
+
+def test_every_module_that_runs_is_registered_and_documented() -> None:
+    runs = [path.stem for path in sorted(FOLDER.glob("*.py")) if 'if __name__ == "__main__"' in path.read_text()]
+    assert runs == list(EXPERIMENTS)
+    pages = (FOLDER.parents[1] / "docs" / "api" / "experiments.md").read_text()
+    for module in EXPERIMENTS.values():
+        assert (importlib.import_module(module).__doc__ or "").split("\n", 1)[0].strip()
+        assert f".. automodule:: {module}\n" in pages
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_all_have_the_same_first_option(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main_of(name)(["--help"])
+    assert ended.value.code == 0
+    usage = capsys.readouterr().out
+    assert usage.startswith(f"usage: python -m {EXPERIMENTS[name]} [-h] [--out OUT]")
 
 
 @pytest.mark.parametrize("name", ON_A_GPU)
@@ -44,15 +57,19 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(
     [
         *(("draft_extend_graph", f"{option} 0") for option in ("--batch-sizes", "--num-draft-tokens", "--samples")),
         ("draft_extend_graph", "--kv-len 7"),
+        ("draft_extend_graph", "--clock sundial"),
+        ("draft_extend_kernels", "--only 3q4s1k"),
+        ("draft_steps", "--l2 lukewarm"),
         *(("draft_extend_kernels", f"{option} 0") for option in ("--q-lens", "--requests", "--samples", "--most-keys")),
         ("draft_extend_kernels", "--keys 16"),
-        ("draft_steps", "--points 64y8k"),
+        ("draft_steps", "--only 64y8k"),
         ("draft_steps", "--trace missing.jsonl"),
         *(("kv_read_once", wrong) for wrong in ("--samples 0", "--only 64x1", "--trace missing.jsonl")),
         ("kv_read_once", "--only trace --trace a.txt"),
         *(("mla_decode", f"{option} 0") for option in ("--q-lens", "--heads", "--samples")),
         *(("mla_decode", wrong) for wrong in ("--shapes 0x64", "--shapes 64", "--shapes 2x3 --q-lens 4")),
         ("mla_decode", "--kv-dtype x"),
+        ("mla_decode", "--only 64q1s8k"),
     ],
 )
 def test_a_wrong_command_line_is_refused(name: str, wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,11 +91,13 @@ def test_the_file_is_whole_after_every_point(tmp_path: Path) -> None:
 
     assert gpu_is_here()
     total = {"total": lambda result: sum(row["point"] for row in result["rows"] if row["point"] > 0)}
-    recording = Recording(out, {"method": "counted"}, ("rows", "wrong"), ceilings=ceilings_of_gpu(), derived=total)
+    recording = Recording(
+        "counting", out, {"method": "counted"}, ("rows", "wrong"), ceilings=ceilings_of_gpu(), derived=total
+    )
     with pytest.raises(RuntimeError, match="third"):
         recording.measure([1, 2, 3], rows_at)
     environment = {"gpu": "simulated", "ceilings": CEILINGS.facts()}
-    shared = {"environment": environment, "method": "counted", "wrong": []}
+    shared = {"experiment": "counting", "environment": environment, "method": "counted", "wrong": []}
     one, two = [{"point": 1}, {"point": -1}], [{"point": 2}, {"point": -2}]
     assert found == [None, shared | {"rows": one, "total": 1}, shared | {"rows": [*one, *two], "total": 3}]
     assert json.loads(out.read_text()) == found[-1]
@@ -88,7 +107,7 @@ def test_the_file_is_whole_after_every_point(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("simulated_gpu")
 def test_a_wrong_arm_is_the_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
-    recording = Recording(None, {}, ("declined", "wrong"))
+    recording = Recording("counting", None, {}, ("declined", "wrong"))
     assert recording.result["environment"] == {"gpu": "simulated"}
     assert recording.exit_status == RIGHT
     reason = {"point": "2q4", "arm": "one", "reason": "not [here]"}

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from lab.experiments import EXPERIMENTS
 from lab.reports.changes import CHANGES, Change
 from lab.reports.changes.entries import file_of, read_entries
 from lab.reports.changes.overview import PAGE, claims_table, kernels_sentence, page
@@ -41,8 +42,8 @@ def measure(changes: Sequence[Change], folder: Path, run: Run = run_command) -> 
     for change in changes:
         out = file_of(folder, change.module)
         out.unlink(missing_ok=True)  # what an earlier run recorded is not shown as this one's
-        print(f"{change.number} {change.title}: lab.experiments.{change.module}", flush=True)
-        status = run([sys.executable, "-m", f"lab.experiments.{change.module}", "--out", str(out)])
+        print(f"{change.number} {change.title}: {EXPERIMENTS[change.module]}", flush=True)
+        status = run([sys.executable, "-m", EXPERIMENTS[change.module], "--out", str(out)])
         if status != 0:
             failures[change.module] = f"its command ended with exit status {status}"
     return failures
@@ -83,7 +84,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m lab.reports.changes",
         description=__doc__.split("\n", 1)[0].split(": `")[0] + ".",
         epilog="Each change's own command has options for other sizes: "
-        + ", ".join(f"lab.experiments.{change.module} ({change.number})" for change in CHANGES),
+        + ", ".join(f"{EXPERIMENTS[change.module]} ({change.number})" for change in CHANGES),
     )
     parser.add_argument("--recorded", type=Path, metavar="FOLDER", help="measure nothing: show these recordings")
     parser.add_argument(

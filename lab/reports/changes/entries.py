@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
+from lab.experiments import EXPERIMENTS
 from lab.reports.changes import CHANGES, Change
 from lab.reports.changes.verdicts import Answer, Observation, Standing
 from lab.reports.recorded import Kind, RecordedFile, RecordedFileError, read_file
@@ -46,7 +47,7 @@ class Entry:
 
 def command_of(change: Change) -> str:
     """Return the command that measures a change."""
-    return f"python -m lab.experiments.{change.module} --out {change.module}.json"
+    return f"python -m {EXPERIMENTS[change.module]} --out {change.module}.json"
 
 
 def file_of(folder: Path, module: str) -> Path:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lab.experiments import EXPERIMENTS
 from lab.reports.html.pictures import Picture, pictures_of
 from lab.reports.recorded import RecordedFile
 from lab.reports.tables import Table, flattened, table_of_records
@@ -60,7 +61,7 @@ def experiment_of(file: RecordedFile) -> ExperimentPart:
 
 def _question(name: str) -> str:
     """Return the first sentence of the module that wrote the file, read and not imported: some need more than the page does."""
-    found = importlib.util.find_spec(f"lab.experiments.{name}") if name.isidentifier() else None
+    found = importlib.util.find_spec(EXPERIMENTS[name]) if name in EXPERIMENTS else None
     return "" if found is None or found.origin is None else _first_line(found.origin)
 
 

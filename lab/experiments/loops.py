@@ -1,0 +1,156 @@
+"""A loop of target-verify steps around a stand-in for the model, run by several arms and read from profiles."""
+
+import argparse
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from lab.experiments.command import ExperimentParser
+from lab.experiments.stand_in import VerifyRequests
+from lab.timing.step_profile import LoopProfile, profiled, unprofiled_us
+
+Variant = TypeVar("Variant")
+Settings = TypeVar("Settings", bound="LoopSettings")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopSettings:
+    """The sizes of a loop, and how often it is run; an experiment adds the times of its stand-ins.
+
+    A field's metadata may have "least", its least value, where that is not 1.
+
+    Attributes:
+        batch_size, num_draft_tokens, seq_len, page_size: requests, query rows of each, their tokens at the start, tokens
+            per page.
+        warm_up_steps, steps: of one run; the first are not counted. So few that the driver's queue of about a thousand
+            launches holds them: an arm that does not wait for the GPU runs ahead of it.
+        repeats: runs of each arm.
+
+    Raises:
+        ValueError: a size is too small.
+    """
+
+    batch_size: int = 64
+    num_draft_tokens: int = 4
+    seq_len: int = 4096
+    page_size: int = 64
+    warm_up_steps: int
+    steps: int
+    repeats: int = 5
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value, least = getattr(self, each.name), each.metadata.get("least", 1)
+            if value < least:
+                raise ValueError(f"{each.name}={value} must be at least {least}")
+
+    @property
+    def steps_per_run(self) -> int:
+        return self.warm_up_steps + self.steps
+
+    @property
+    def longest(self) -> int:
+        """Return the tokens that a request may have after the last step."""
+        return self.seq_len + (self.steps_per_run + 1) * self.num_draft_tokens
+
+    def requests(self, max_context_len: int, generator: torch.Generator, device: torch.device) -> VerifyRequests:
+        """Make the loop's requests, with slots for all of their tokens, in a pool whose table is `max_context_len` wide."""
+        return VerifyRequests(
+            batch_size=self.batch_size,
+            num_draft_tokens=self.num_draft_tokens,
+            seq_len=self.seq_len,
+            longest=self.longest,
+            page_size=self.page_size,
+            max_context_len=max_context_len,
+            generator=generator,
+            device=device,
+        )
+
+
+@dataclass
+class LoopRuns:
+    """The runs of one arm.
+
+    Attributes:
+        unprofiled_us: time of a step without a profile, one of each run, by the host's clock.
+        profiles: one of each run.
+    """
+
+    unprofiled_us: list[float] = field(default_factory=list)
+    profiles: list[LoopProfile] = field(default_factory=list)
+
+    def facts(self, step_facts: Callable[[LoopProfile], Sequence[Any]], medians: Callable[[Sequence[Any]], Any]) -> Any:
+        """Return what a row says of the profiles: the facts of each counted step by run, and their medians.
+
+        Args:
+            step_facts: reads dataclasses, one of each counted step, from a profile.
+            medians: of the facts of all runs.
+        """
+        runs = [step_facts(each) for each in self.profiles]
+        return {
+            "medians": medians([facts for run in runs for facts in run]),
+            "runs": [[asdict(facts) for facts in run] for run in runs],
+        }
+
+
+def measure_loop(
+    run: Callable[[Variant], object], rounds: Iterable[Sequence[Variant]], steps_per_run: int
+) -> dict[Variant, LoopRuns]:
+    """Run the arms of a loop in turns, each without a profile and with one.
+
+    Args:
+        run: launches all steps of an arm, each in a range "step N".
+        rounds: the arms of each round, in their order.
+        steps_per_run: steps of one run.
+
+    Raises:
+        IncompleteProfileError: a profile lacks what the figures are made of.
+    """
+    runs: dict[Variant, LoopRuns] = {}
+    for arm in itertools.chain.from_iterable(rounds):
+        found = runs.setdefault(arm, LoopRuns())
+        found.unprofiled_us.append(round(unprofiled_us(partial(run, arm)) / steps_per_run, 3))
+        found.profiles.append(profiled(partial(run, arm)))
+    return runs
+
+
+def parsed_loops(
+    name: str,
+    doc: str,
+    settings: type[Settings],
+    times_us: Mapping[str, tuple[Sequence[float], str]],
+    argv: Sequence[str] | None,
+) -> tuple[argparse.Namespace, list[Settings]]:
+    """Parse the command line of an experiment on loops.
+
+    Args:
+        name, doc: as in `ExperimentParser`.
+        settings: whose sizes are options.
+        times_us: by field, the default times of a stand-in and what it stands for. The loops have all combinations.
+        argv: the arguments; those of the process if None.
+
+    Returns:
+        What was given, and the loops.
+    """
+    parser = ExperimentParser(name, doc)
+    for field_name, (defaults, words) in times_us.items():
+        parser.add_argument(_option(field_name), type=float, nargs="+", default=list(defaults), help=words)
+    sizes = [each for each in fields(settings) if each.name not in times_us]
+    for each in sizes:
+        parser.add_argument(_option(each.name), type=int, default=each.default, help="(%(default)s)")
+
+    def loops_of(given: argparse.Namespace) -> list[Settings]:
+        shared = {each.name: getattr(given, each.name) for each in sizes}
+        combinations = itertools.product(*(getattr(given, each) for each in times_us))
+        return [settings(**dict(zip(times_us, times, strict=True)), **shared) for times in combinations]
+
+    given = parser.parsed(argv, loops=loops_of)
+    return given, given.loops
+
+
+def _option(field_name: str) -> str:
+    return f"--{field_name.replace('_', '-')}"
