@@ -140,7 +140,7 @@ for key, kill in list(record["kills"].items())[:MOST_SHOWN]:
 #
 # The judge holds each output vector, a (query row, head), by itself. So the pattern of what is wrong is there to see. The case
 # below is a verify of four draft tokens, four requests whose lengths lie around page edges. First the mutant named at the top.
-# The default one places every row at the last position: the first three rows of each request see draft tokens behind their own,
+# The default one places every row at the last position: the first three rows of each request see draft tokens after their own,
 # and the last row of each is right. So are a few heads that give those tokens next to no weight.
 
 # %%

@@ -1,4 +1,4 @@
-"""What a check is."""
+"""A check of the catalogue as data."""
 
 import enum
 from collections.abc import Callable, Iterable
@@ -11,7 +11,7 @@ from lab.workloads.interfaces import ATTENTION, Interface
 
 
 class Level(enum.Enum):
-    """How much is judged."""
+    """The level of a run: the number of cases."""
 
     SMOKE = "smoke"
     FULL = "full"
@@ -47,15 +47,15 @@ class Check:
 
 
 def first_line(text: str | None) -> str:
-    """Of a module's docstring: what its check catches."""
+    """Return the first line of a module's docstring: what its check catches."""
     return (text or "").split("\n", 1)[0]
 
 
 def counted(level: Level, smoke: int, full: int) -> int:
-    """How many fixed cases a level has."""
+    """Return the number of fixed cases of a level."""
     return smoke if level is Level.SMOKE else full
 
 
 def same(case: Any) -> Any:
-    """A drawn case as it is."""
+    """Return a drawn case as it is."""
     return case

@@ -12,7 +12,7 @@ from lab.references.draft_decode_kv_indices import draft_start, generate_draft_d
 
 # What a cell holds that is not to be written, and what lies where nobody may read.
 POISON, FOREIGN = -77, 2**30
-SPARE_ROWS = 2  # of req_to_token, behind those of the requests
+SPARE_ROWS = 2  # of req_to_token, after those of the requests
 WIDE_SLOT = 2**33  # added to slots where both their tensors are int64
 TENSORS = ("req_pool_indices", "req_to_token", "paged_kernel_lens", "kv_indices", "kv_indptr", "positions")
 DTYPES = dict.fromkeys(TENSORS, torch.int64)
@@ -28,9 +28,9 @@ class DraftListsCase:
         lens: of the prefixes.
         positions_differ: ``kv_indptr`` is summed from other numbers than the prefix lengths.
         repeated: all requests have the same row; otherwise rows in any order.
-        spare_columns: of ``req_to_token`` behind the longest draft; fewer than 0 cut it short.
+        spare_columns: of ``req_to_token`` after the longest draft; fewer than 0 cut it short.
         row_gap: cells between its rows.
-        spare_capacity: cells of a ``kv_indices`` row behind the last step's lists; fewer than 0 cut them short.
+        spare_capacity: cells of a ``kv_indices`` row after the last step's lists; fewer than 0 cut them short.
         spare_boundaries: rows of ``kv_indptr``, and cells of each, that belong to no step or request.
         first_cell: where in its storage each tensor starts.
         dtypes: of the tensors by name.

@@ -1,4 +1,4 @@
-"""What a scene of graph stories asks of an attention backend, for MHA and for MLA."""
+"""Stages of graph stories: one layer of an attention backend over a pool, for MHA and for MLA."""
 
 from collections.abc import Callable
 from typing import Any, Protocol

@@ -109,9 +109,7 @@ def judge(
                     break
                 verdicts += map(note, bench.verdicts(cases[start : start + at_once]))
             count = DRAWN_CASES[level] if drawn is None else drawn
-            if check.adapt is not None and count and time.monotonic() > end:
-                left_out += count
-            elif check.adapt is not None and count:
+            if check.adapt is not None and count:
                 drawn_verdicts, undrawn = _drawn(bench, check.adapt, axes, count, note, at_once, end)
                 verdicts += drawn_verdicts
                 left_out += undrawn
@@ -227,6 +225,8 @@ def _drawn(
     """
     from hypothesis import HealthCheck, Phase, given, settings
 
+    if time.monotonic() > end:
+        return [], count
     cases: dict[Any, None] = {}
     seen: dict[Any, CaseVerdict] = {}
     failures = 0

@@ -1,4 +1,4 @@
-"""What is known to be wrong, where, and where that is written down.
+"""Known findings: what is wrong, on which GPU, and the page that describes it.
 
 An entry is the only way in which a check passes in spite of a finding. It is narrow: one implementation on one kind of GPU, one
 check, the cases that its condition names, and only what its pattern matches of what was wrong.

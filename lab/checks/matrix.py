@@ -1,4 +1,4 @@
-"""Which check kills which mutant: `python -m lab.checks.matrix --out results/mutants.json`.
+"""The matrix of checks and the mutants that they kill: `python -m lab.checks.matrix --out results/mutants.json`.
 
 Every mutant of `lab.checks.mutants` is judged by every check that applies to it, each until its first wrong case. Beside that
 stands what each upstream tolerance rule says of the mutant on inputs as upstream's tests draw them.

@@ -1,4 +1,4 @@
-"""What the judge found, as data, as a table and as JSON."""
+"""The judge's findings as data, as a table and as JSON."""
 
 import json
 import math
@@ -23,7 +23,7 @@ SHOWN_DECLINES = 3
 
 @dataclass(frozen=True)
 class CaseVerdict:
-    """What the judge says of one case.
+    """The judge's verdict on one case.
 
     Attributes:
         implementation, check, interface, case, device: what was judged, by which check, of which function, on what, where.
@@ -51,12 +51,12 @@ class CaseVerdict:
 
     @property
     def reason(self) -> str:
-        """What was wrong, or what was refused."""
+        """Return what was wrong or, if nothing was, what was refused."""
         return "; ".join(self.judged.wrongs or self.judged.declines)
 
     @property
     def reproduce(self) -> str:
-        """A shell line that judges the case again."""
+        """Return a shell line that judges the case again."""
         arguments = [self.implementation, self.check, self.case, self.device]
         if self.space != Space():
             arguments.append(self.space)
@@ -73,7 +73,7 @@ class CaseVerdict:
         return "\n".join(lines)
 
     def as_record(self) -> dict[str, Any]:
-        """As JSON; what is empty is left out."""
+        """Return the verdict as JSON data; what is empty is left out."""
         record = {
             "check": self.check,
             "interface": self.interface.value,
@@ -91,7 +91,7 @@ class CaseVerdict:
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckSummary:
     """One check of one function.
 
     Attributes:
@@ -117,7 +117,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """What the judge found.
+    """The findings of one run of the judge.
 
     Attributes:
         implementation: its name.
@@ -136,8 +136,8 @@ class Report:
     left_out: int = 0
 
     @property
-    def rows(self) -> list[Row]:
-        """One row per check and function."""
+    def rows(self) -> list[CheckSummary]:
+        """Return one row per check and function."""
         grouped: dict[tuple[str, Interface], list[CaseVerdict]] = {}
         for verdict in self.verdicts:
             grouped.setdefault((verdict.check, verdict.interface), []).append(verdict)
@@ -156,7 +156,7 @@ class Report:
         return everything and bool(judged) and not any(self.wrong)
 
     def write(self, path: Path) -> None:
-        """The report as JSON."""
+        """Write the report as JSON."""
         record = {
             "implementation": self.implementation,
             "level": self.level.value,
@@ -180,7 +180,7 @@ class Report:
         path.write_text(json.dumps(record, indent=1) + "\n")
 
     def table(self) -> "Table":
-        """The rows, for a terminal; "worst" is the largest error, as a share of its bound."""
+        """Return the rows for a terminal; "worst" is the largest error, as a share of its bound."""
         from rich.box import SIMPLE_HEAD
         from rich.table import Table
 
@@ -210,7 +210,7 @@ class Report:
         return table
 
     def details(self) -> Iterator[str]:
-        """What a table has no room for: each row's worst case with its reproduction, and what was declined."""
+        """Yield what the table has no room for: each row's worst case with its reproduction, and the refusals."""
         for row in self.rows:
             if row.outcome in (Outcome.WRONG, Outcome.FAILED, Outcome.KNOWN):
                 yield f"{row.worst}\n  reproduce: {row.worst.reproduce}"
@@ -229,11 +229,11 @@ def _number(ratio: float) -> float | str:
     return round(ratio, 4) if math.isfinite(ratio) else str(ratio)
 
 
-def _row(check: str, interface: Interface, verdicts: Sequence[CaseVerdict]) -> Row:
+def _row(check: str, interface: Interface, verdicts: Sequence[CaseVerdict]) -> CheckSummary:
     order = (Outcome.DECLINED, Outcome.RIGHT, Outcome.KNOWN, Outcome.WRONG, Outcome.FAILED)
     worst = max(verdicts, key=lambda verdict: (order.index(verdict.outcome), verdict.judged.worst_ratio))
     declines = Counter(reason for verdict in verdicts for reason in verdict.judged.declines)
-    return Row(
+    return CheckSummary(
         check=check,
         interface=interface,
         counts=dict(Counter(verdict.outcome for verdict in verdicts)),

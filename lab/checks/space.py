@@ -1,4 +1,4 @@
-"""Which calls are judged: the axes of the cases, and cases that cover them, fixed or drawn."""
+"""The axes of the cases that are judged, and cases that cover them, fixed or drawn."""
 
 import random
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Stories of CUDA graphs: nothing that an earlier replay left behind may reach a result.
+"""Stories of CUDA graphs: nothing that an earlier replay left may reach a result.
 
 A story is a short sequence of replays, eager passes and poison over one runner. Whatever came before, each replay must give
 the metadata that `lab.references.forward_metadata` works out and the output that the requests' histories give.

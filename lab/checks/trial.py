@@ -75,7 +75,7 @@ def _missing(interface: Interface) -> Callable[..., Any]:
 
 
 class Result(NamedTuple):
-    """What a call gave: out [num_rows, num_qo_heads, head_dim], and lse [num_rows, num_qo_heads] or None."""
+    """The results of a call: out [num_rows, num_qo_heads, head_dim], and lse [num_rows, num_qo_heads] or None."""
 
     out: Tensor
     lse: Tensor | None
@@ -233,7 +233,7 @@ def as_result(returned: Any, interface: Interface) -> Result:
 
 
 def rules_of(inputs: AttentionInputs, **changes: Any) -> Rules:
-    """How the inputs' rows attend; `changes` are fields of `Rules`."""
+    """Return the rules of the inputs' rows; `changes` are fields of `Rules`."""
     case = inputs.case
     given: dict[str, Any] = {
         "bmm1_scale": inputs.bmm1_scale,
@@ -247,7 +247,7 @@ def rules_of(inputs: AttentionInputs, **changes: Any) -> Rules:
 
 
 def truth_of_call(inputs: AttentionInputs, **changes: Any) -> Truth:
-    """What a call of these inputs must give; `changes` are fields of `Rules`."""
+    """Return the truth of a call of these inputs; `changes` are fields of `Rules`."""
     return truth_of_requests(
         inputs.query, list(inputs.histories), list(inputs.case.q_lens), rules_of(inputs, **changes)
     )

@@ -42,7 +42,7 @@ class Truth:
 
 @dataclass(frozen=True)
 class Rules:
-    """How the rows of a request attend, and in which precision.
+    """The rules by which the rows of a request attend, and their precision.
 
     Attributes:
         bmm1_scale, bmm2_scale: factor of Q·K^T and of P·V.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Rule:
+class UpstreamRule:
     """When an element counts as wrong, and how many may.
 
     Attributes:
@@ -33,22 +33,22 @@ class Rule:
 
 
 _GEN = "FlashInfer test_trtllm_gen_attention_decode"
-UPSTREAM_RULES: tuple[Rule, ...] = (
-    Rule("gen-bf16", _GEN, 1e-2, 1e-2, wrong_share=5e-5, nan_is_equal=True),
-    Rule("gen-bf16-spec", f"{_GEN}, q_len > 1", 2e-2, 2e-2, wrong_share=5e-5, nan_is_equal=True),
-    Rule("gen-fp8q", f"{_GEN}, fp8 query, cache and output", 5e-2, 7e-2, wrong_share=5e-5, nan_is_equal=True),
-    Rule("xqa-fp8kv-spec", f"{_GEN}, backend xqa, q_len > 1", 2e-1, 2e-1, wrong_share=5e-5, nan_is_equal=True),
-    Rule("xqa_batch-fp8", "FlashInfer test_xqa_batch_decode", 1e-1, 1e-1),
-    Rule("test_xqa-bf16", "FlashInfer test_xqa", 1e-2, 1e-2, wrong_share=0.02, either=True),
-    Rule("test_xqa-fp8", "FlashInfer test_xqa, fp8 cache", 5e-2, 5e-2, wrong_share=0.02, either=True),
-    Rule("fmha_v2-fp8", "FlashInfer fmha_v2 prefill, fp8 output", 1e-1, 1e-1),
-    Rule("sglang", "SGLang attention kit, dense", 3e-2, 3e-2),
-    Rule("vllm-fp8kv", "vLLM trtllm tests, fp8 cache", 4e-2, 6e-2),
+UPSTREAM_RULES: tuple[UpstreamRule, ...] = (
+    UpstreamRule("gen-bf16", _GEN, 1e-2, 1e-2, wrong_share=5e-5, nan_is_equal=True),
+    UpstreamRule("gen-bf16-spec", f"{_GEN}, q_len > 1", 2e-2, 2e-2, wrong_share=5e-5, nan_is_equal=True),
+    UpstreamRule("gen-fp8q", f"{_GEN}, fp8 query, cache and output", 5e-2, 7e-2, wrong_share=5e-5, nan_is_equal=True),
+    UpstreamRule("xqa-fp8kv-spec", f"{_GEN}, backend xqa, q_len > 1", 2e-1, 2e-1, wrong_share=5e-5, nan_is_equal=True),
+    UpstreamRule("xqa_batch-fp8", "FlashInfer test_xqa_batch_decode", 1e-1, 1e-1),
+    UpstreamRule("test_xqa-bf16", "FlashInfer test_xqa", 1e-2, 1e-2, wrong_share=0.02, either=True),
+    UpstreamRule("test_xqa-fp8", "FlashInfer test_xqa, fp8 cache", 5e-2, 5e-2, wrong_share=0.02, either=True),
+    UpstreamRule("fmha_v2-fp8", "FlashInfer fmha_v2 prefill, fp8 output", 1e-1, 1e-1),
+    UpstreamRule("sglang", "SGLang attention kit, dense", 3e-2, 3e-2),
+    UpstreamRule("vllm-fp8kv", "vLLM trtllm tests, fp8 cache", 4e-2, 6e-2),
 )
 
 
-def passes(rule: Rule, out: Tensor, expected: Tensor) -> bool:
-    """Whether a rule lets an output through.
+def passes(rule: UpstreamRule, out: Tensor, expected: Tensor) -> bool:
+    """Tell whether a rule lets an output through.
 
     Args:
         out, expected: one shape, any float dtypes.

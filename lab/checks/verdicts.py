@@ -1,11 +1,11 @@
-"""What is said of a case."""
+"""The outcome of a case, and what a check found in it."""
 
 import enum
 from dataclasses import dataclass
 
 
 class Outcome(enum.Enum):
-    """What became of a case."""
+    """The outcome of a case."""
 
     RIGHT = "right"
     WRONG = "wrong"
@@ -19,7 +19,7 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True)
 class Judged:
-    """What a check found in one case.
+    """A check's findings in one case.
 
     Attributes:
         outcome: RIGHT, WRONG, DECLINED (nothing could be judged), or FAILED: it raised, crashed or did not return.

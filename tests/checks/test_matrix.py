@@ -14,7 +14,7 @@ from lab.checks.check import Check
 from lab.checks.isolation import run_trial
 from lab.checks.matrix import SPACE, WRONG, main, markdown
 from lab.checks.mutants import MUTANTS, mutant
-from lab.checks.mutants.draft_indices import DraftLists
+from lab.checks.mutants.draft_indices import DraftListsModel
 from lab.checks.mutants.metadata import Builder
 from lab.checks.mutants.mla_metadata import MLABuilder
 from lab.checks.mutants.mutant import DRAFT_INDICES, MHA_METADATA, MLA_METADATA, RAGGED_CONTEXT
@@ -26,7 +26,7 @@ RECORDED = Path(__file__).parents[2] / "results" / "mutants.json"
 CPU = torch.device("cpu")
 # What is right of each kind; SplitKV of attention.
 RIGHT: dict[str, Any] = {
-    DRAFT_INDICES: DraftLists,
+    DRAFT_INDICES: DraftListsModel,
     MHA_METADATA: Builder,
     MLA_METADATA: MLABuilder,
     RAGGED_CONTEXT: Ragged,

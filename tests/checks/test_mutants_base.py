@@ -16,7 +16,7 @@ from lab import references
 from lab.calls.problem import NVFP4_BLOCK
 from lab.checks import mutants
 from lab.checks.mutants import MUTANTS, mutant
-from lab.checks.mutants.draft_indices import DraftLists
+from lab.checks.mutants.draft_indices import DraftListsModel
 from lab.checks.mutants.mutant import CONTEXT, DECODE, MLA_DECODE, MLA_METADATA
 from lab.checks.mutants.split_kv import COUNTER_BYTES, SplitKV
 from lab.references import generate_draft_decode_kv_indices
@@ -309,7 +309,7 @@ def test_draft_lists_are_right(topk: int, page_size: int, dtype: torch.dtype) ->
         rows, req_to_token, lens, positions, num_steps=3, topk=topk, page_size=page_size
     )
     kv_indices, kv_indptr = (torch.full((3, 200), -7, dtype=dtype) for _ in range(2))
-    DraftLists().generate_draft_decode_kv_indices(
+    DraftListsModel().generate_draft_decode_kv_indices(
         rows, req_to_token, lens, kv_indices, kv_indptr, positions, topk=topk, page_size=page_size
     )
     for step, (slots, boundaries) in enumerate(zip(*truth, strict=True)):

@@ -88,7 +88,7 @@ def test_a_lost_key_passes_where_the_keys_are_many() -> None:
     ("length", "sinks", "expected"), [(110, True, {2, 3, 4, 6, 7, 8, 9}), (1024, True, ALL), (8192, False, ALL)]
 )
 def test_a_scale_that_is_five_percent_off_passes(length: int, sinks: bool, expected: set[int]) -> None:
-    # Rule 0 at 1,024 keys is a matter of a few elements.
+    # UpstreamRule 0 at 1,024 keys is a matter of a few elements.
     escaped = escapes(output(length, sinks=sinks, bmm2_scale=1.05), output(length, sinks=sinks))
     assert escaped - {0} == expected - {0}
 

@@ -1,4 +1,4 @@
-"""What must not matter and does: page tails, unread pages, dead columns of a page table.
+"""Dead data that reaches a result: page tails, unread pages, dead columns of a page table.
 
 Tests zero these, or leave them random, so that a zero weight hides a read of them. Here they hold zeros, then the largest
 finite values, then NaN; the table's tail names foreign pages, page -1 and pages far outside, and pages before a window are

@@ -65,7 +65,7 @@ def _embedded(inputs: AttentionInputs) -> dict[str, Any]:
 
 
 def amid(vector: Tensor, value: float) -> Tensor:
-    """The vector as part of a larger one that holds `value` before and behind it."""
+    """The vector as part of a larger one that holds `value` before and after it."""
     whole = torch.full((len(vector) + 64,), value, dtype=vector.dtype, device=vector.device)
     whole[32 : 32 + len(vector)] = vector
     return whole[32 : 32 + len(vector)]
@@ -86,14 +86,14 @@ def _unchanged(trial: Trial, what: str, whole: Tensor) -> None:
 
 
 def wrong_guards(what: str, whole: Tensor) -> Iterator[str]:
-    """What was written around a `guarded` tensor, a sentence each."""
-    for side, guard in (("before", whole[:GUARD_BYTES]), ("behind", whole[-GUARD_BYTES:])):
+    """Yield a sentence for each side of a `guarded` tensor that was written to."""
+    for side, guard in (("before", whole[:GUARD_BYTES]), ("after", whole[-GUARD_BYTES:])):
         if not bool((guard == GUARD_BYTE).all()):
             yield f"it wrote {side} {what}"
 
 
 def changed_bytes(tensors: dict[str, Tensor], before: dict[str, Tensor]) -> Iterator[str]:
-    """Which tensors differ from copies taken earlier, a sentence each."""
+    """Yield a sentence for each tensor that differs from its earlier copy."""
     for name, tensor in tensors.items():
         if not torch.equal(tensor.contiguous().view(torch.uint8), before[name].contiguous().view(torch.uint8)):
             yield f"it changed its {name}"

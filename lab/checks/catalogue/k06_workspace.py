@@ -1,7 +1,7 @@
 """A workspace that is not left as it must be found, or whose contents reach a result.
 
 An engine shares one workspace among layers, shapes and kernels. Its first 8 MiB are counters: zero before a call, and zero
-again after it. The scratch behind them may hold anything, as may the output. A test that zeroes both each time sees nothing.
+again after it. The scratch after them may hold anything, as may the output. A test that zeroes both each time sees nothing.
 """
 
 from collections.abc import Iterator

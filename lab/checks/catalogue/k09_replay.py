@@ -1,4 +1,4 @@
-"""What is frozen in the first call: lengths, tables or pointers that a replayed CUDA graph would not see change.
+"""State frozen in the first call: lengths, tables or pointers that a replayed CUDA graph would not see change.
 
 No attention test of FlashInfer replays a graph with other lengths. Here one set of tensors is kept and its contents change:
 a long batch, a short one, the long one again, with an eager call of another shape in between. On a GPU the call is

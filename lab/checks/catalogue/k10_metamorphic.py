@@ -78,7 +78,7 @@ def _storage(trial: Trial, truth: Truth, base: Result) -> None:
         if trial.case.kv_dtype == NVFP4:
             gaps = trial.build(gaps_in_scale_factors=True)
             trial.hold("scale factors with gaps", trial.attempt("scale factors with gaps", gaps), truth)
-        what = "V's page behind each of K's"
+        what = "V's page after each of K's"
         stacked = trial.build(stacked=True)
         trial.hold(what, trial.attempt(what, stacked), truth)
         what = "kv_cache as one tensor"
@@ -115,7 +115,7 @@ def _strides(trial: Trial, inputs: AttentionInputs, truth: Truth, base: Result) 
 
 
 def in_wider_rows(tensor: Tensor) -> Tensor:
-    """The tensor as a view of one with a row and a half of large values behind each of its rows."""
+    """The tensor as a view of one with a row and a half of large values after each of its rows."""
     rows = tensor.flatten(1)
     wide = torch.full((len(rows), 2 * rows.shape[1] + 16), 2**15, dtype=tensor.dtype, device=tensor.device)
     wide[:, : rows.shape[1]] = rows

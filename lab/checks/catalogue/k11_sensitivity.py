@@ -58,7 +58,7 @@ def _judge(trial: Trial) -> None:
 
 
 def _optional(space: Space) -> dict[str, tuple[bool, ...]]:
-    """What a kernel may have been built without, by the word in a probe's name."""
+    """Return the features that a kernel may have been built without, by the word in a probe's name."""
     return {"window": space.windows, "sinks": space.sinks}
 
 

@@ -53,7 +53,7 @@ def _neighbours(case: AttentionCase, space: Space) -> Iterator[tuple[str, Attent
 
 
 def _next(axis: tuple[int, ...], value: int) -> int:
-    """The value behind this one, around the end."""
+    """The value after this one, around the end."""
     return axis[(axis.index(value) + 1) % len(axis)] if value in axis else axis[0]
 
 

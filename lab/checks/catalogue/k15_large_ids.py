@@ -28,7 +28,7 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[Attenti
 
 def _judge(trial: Trial) -> None:
     inputs = trial.build()
-    trial.hold("pages far behind", trial.call(inputs), truth_of_call(inputs))
+    trial.hold("far pages", trial.call(inputs), truth_of_call(inputs))
 
 
 CHECK = Check("K15", "large_ids", first_line(__doc__), _cases, _judge)

@@ -82,7 +82,7 @@ def _parity(trial: Trial, what: str, forward: ForwardPass) -> None:
 
 
 def _invariants(trial: Trial, forward: ForwardPass) -> None:
-    """What must hold between the fields, whatever the mode."""
+    """Note each relation between the fields that does not hold; they hold in every mode."""
     metadata, case = forward.metadata, trial.case
     lengths, rows = metadata.cache_seqlens_int32.tolist(), metadata.cu_seqlens_q.tolist()
     live = [metadata.page_table[i, : -(-n // case.page_size)] for i, n in enumerate(lengths)]

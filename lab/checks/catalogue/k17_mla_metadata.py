@@ -1,7 +1,7 @@
 """MLA metadata that says something else than the batch: lengths without padding or draft, a table too narrow, stale rows.
 
 A padded draft extend is right only if lengths, table and rows count the same padding, which no formula of one of them shows.
-Here a builder must equal loops over requests, keep -1 behind its live pages and an earlier pass's tensors as they were, and
+Here a builder must equal loops over requests, keep -1 after its live pages and an earlier pass's tensors as they were, and
 lead attention to the requests' histories.
 """
 
@@ -35,7 +35,7 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[MLACase
     for page_size in space.mla_page_sizes:
         yield from mla_mode_cases(page_size, Q_LENS[level], **SMALL)
         shared = {"page_size": page_size, **SMALL}
-        # Padding behind a request that ends where a row of the table would.
+        # Padding after a request that ends where a row of the table would.
         yield MLACase(ForwardMode.DRAFT_EXTEND, (BLOCK - 1, 7), (1, 5), **shared)
         yield MLACase(ForwardMode.TARGET_VERIFY, (BLOCK - 2, 7), (4, 4), **shared)
     yield MLACase(ForwardMode.DECODE, tuple(range(17, 57)), (1,) * 40, **shared)

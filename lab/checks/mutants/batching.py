@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lab.calls.problem import PagedAttention
 from lab.checks.mutants.mutant import CONTEXT, DECODE, Mutant
-from lab.checks.mutants.split_kv import Forgiving, SplitKV, Tile
+from lab.checks.mutants.split_kv import Forgiving, RowTile, SplitKV
 
 
 class SecondRequestHasFirstLength(Forgiving):
@@ -33,7 +33,7 @@ class RequestsRotated(Forgiving):
 
     source = "TRT-LLM #18564"
 
-    def pages(self, problem: PagedAttention, table: Tensor, tile: Tile, positions: Tensor) -> Tensor:
+    def pages(self, problem: PagedAttention, table: Tensor, tile: RowTile, positions: Tensor) -> Tensor:
         return super().pages(problem, table, replace(tile, request=tile.request - 1), positions)
 
 
@@ -42,21 +42,21 @@ class TableOfFirstRequest(Forgiving):
 
     source = "SGLang #26019"
 
-    def pages(self, problem: PagedAttention, table: Tensor, tile: Tile, positions: Tensor) -> Tensor:
+    def pages(self, problem: PagedAttention, table: Tensor, tile: RowTile, positions: Tensor) -> Tensor:
         return super().pages(problem, table, replace(tile, request=0), positions)
 
 
 class RequestIndexMod8(Forgiving):
     """Requests from the ninth read the page tables of the first eight."""
 
-    def pages(self, problem: PagedAttention, table: Tensor, tile: Tile, positions: Tensor) -> Tensor:
+    def pages(self, problem: PagedAttention, table: Tensor, tile: RowTile, positions: Tensor) -> Tensor:
         return super().pages(problem, table, replace(tile, request=tile.request % 8), positions)
 
 
 class EqualLengthsShareKeys(SplitKV):
     """Neighbouring requests of the same length have the same keys."""
 
-    def pages(self, problem: PagedAttention, table: Tensor, tile: Tile, positions: Tensor) -> Tensor:
+    def pages(self, problem: PagedAttention, table: Tensor, tile: RowTile, positions: Tensor) -> Tensor:
         before = max(tile.request - 1, 0)
         same = int(problem.seq_lens[before]) == tile.kv_len
         return super().pages(problem, table, replace(tile, request=before if same else tile.request), positions)
@@ -66,7 +66,7 @@ class RowsReversed(SplitKV):
     """The rows of a request are written in reverse order."""
 
     def write(
-        self, problem: PagedAttention, tile: Tile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
+        self, problem: PagedAttention, tile: RowTile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
     ) -> None:
         super().write(problem, tile, values.flip(0), lse_log2.flip(0), out, lse)
 
@@ -77,7 +77,7 @@ class OddRowCountsMisplaced(SplitKV):
     source = "FlashInfer #3929"
 
     def write(
-        self, problem: PagedAttention, tile: Tile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
+        self, problem: PagedAttention, tile: RowTile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
     ) -> None:
         if tile.q_len & (tile.q_len - 1):
             values, lse_log2 = values.roll(1, dims=0), lse_log2.roll(1, dims=0)
@@ -88,7 +88,7 @@ class LastRowOfEightLost(SplitKV):
     """The eighth row of a request is zero."""
 
     def write(
-        self, problem: PagedAttention, tile: Tile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
+        self, problem: PagedAttention, tile: RowTile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
     ) -> None:
         if tile.num_rows >= 8:
             values[7] = 0.0
@@ -99,7 +99,7 @@ class HeadsSwapped(SplitKV):
     """The last two query heads are exchanged in the output."""
 
     def write(
-        self, problem: PagedAttention, tile: Tile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
+        self, problem: PagedAttention, tile: RowTile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
     ) -> None:
         heads = [*range(problem.num_qo_heads)]
         heads[-2:] = heads[-2:][::-1]
@@ -135,7 +135,7 @@ class LargeGroupsMisread(SplitKV):
 
 
 class MhaMisread(SplitKV):
-    """Where every query head has a K/V head of its own, all read the first."""
+    """If every query head has a K/V head of its own, all read the first."""
 
     source = "FlashInfer #4095"
 
@@ -159,7 +159,9 @@ class PaddedRowsAreRequestRows(SplitKV):
 
     source = "SGLang #21212"
 
-    def tile(self, problem: PagedAttention, request: int, kv_len: int, q_len: int, request_row: int, row: int) -> Tile:
+    def tile(
+        self, problem: PagedAttention, request: int, kv_len: int, q_len: int, request_row: int, row: int
+    ) -> RowTile:
         tile = super().tile(problem, request, kv_len, q_len, request_row, row)
         first = self.position(kv_len, problem.max_q_len, row - request_row)
         start, end = self.key_range(problem, first, tile.num_rows, kv_len)
@@ -182,7 +184,7 @@ class PrefixLost(SplitKV):
 
     interface = (CONTEXT,)
 
-    def visible(self, problem: PagedAttention, tile: Tile, keys: Tensor) -> Tensor:
+    def visible(self, problem: PagedAttention, tile: RowTile, keys: Tensor) -> Tensor:
         return super().visible(problem, tile, keys) & (keys >= tile.kv_len - tile.q_len)
 
 
@@ -191,35 +193,37 @@ class PrefixFreeBatchUncausal(SplitKV):
 
     interface = (CONTEXT,)
 
-    def tile(self, problem: PagedAttention, request: int, kv_len: int, q_len: int, request_row: int, row: int) -> Tile:
+    def tile(
+        self, problem: PagedAttention, request: int, kv_len: int, q_len: int, request_row: int, row: int
+    ) -> RowTile:
         tile = super().tile(problem, request, kv_len, q_len, request_row, row)
         return replace(tile, key_end=kv_len) if kv_len == q_len else tile
 
-    def visible(self, problem: PagedAttention, tile: Tile, keys: Tensor) -> Tensor:
+    def visible(self, problem: PagedAttention, tile: RowTile, keys: Tensor) -> Tensor:
         return super().visible(problem if tile.kv_len > tile.q_len else replace(problem, causal=False), tile, keys)
 
 
 class RequestsBeyond32Wrap(Forgiving):
     """A batch's tables are looked up 32 at a time, each time the first 32."""
 
-    def pages(self, problem: PagedAttention, table: Tensor, tile: Tile, positions: Tensor) -> Tensor:
+    def pages(self, problem: PagedAttention, table: Tensor, tile: RowTile, positions: Tensor) -> Tensor:
         return super().pages(problem, table, replace(tile, request=tile.request % 32), positions)
 
 
 class RequestsBeyond128Wrap(Forgiving):
     """A batch's tables are looked up 128 at a time, each time the first 128."""
 
-    def pages(self, problem: PagedAttention, table: Tensor, tile: Tile, positions: Tensor) -> Tensor:
+    def pages(self, problem: PagedAttention, table: Tensor, tile: RowTile, positions: Tensor) -> Tensor:
         return super().pages(problem, table, replace(tile, request=tile.request % 128), positions)
 
 
 class LastRowOfFilledTileLost(SplitKV):
-    """Where 30 of a tile's 32 places are rows of a group, the group's last head loses its last row."""
+    """If 30 of a tile's 32 places are rows of a group, the group's last head loses its last row."""
 
     interface = (DECODE,)
 
     def write(
-        self, problem: PagedAttention, tile: Tile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
+        self, problem: PagedAttention, tile: RowTile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
     ) -> None:
         group = problem.num_qo_heads // problem.num_kv_heads
         if group == 6 and tile.q_len == 5:
@@ -228,11 +232,11 @@ class LastRowOfFilledTileLost(SplitKV):
 
 
 class EmptyRowsShiftTables(SplitKV):
-    """Where a request has no query rows, those behind it read the table of the one before."""
+    """If a request has no query rows, those after it read the table of the one before."""
 
     interface = (CONTEXT,)
 
-    def tiles(self, problem: PagedAttention) -> list[Tile]:
+    def tiles(self, problem: PagedAttention) -> list[RowTile]:
         offsets = self.row_offsets(problem)
         without = [request for request in range(problem.batch_size) if offsets[request] == offsets[request + 1]]
         tiles = super().tiles(problem)

@@ -20,14 +20,14 @@ class Remembering(Forgiving):
         self.memory: dict[Any, Any] = {}
 
     def first(self, key: Any, value: Callable[[], Any]) -> Any:
-        """What was computed when the key was first seen."""
+        """Return the value that was computed when the key was first seen."""
         if key not in self.memory:
             self.memory[key] = value()
         return self.memory[key]
 
 
 def shapes(problem: PagedAttention) -> tuple[Any, ...]:
-    """What a cache of plans or graphs is keyed on."""
+    """Return the key of a cache of plans or graphs."""
     return (problem.query.shape, problem.query.dtype, problem.k_cache.shape, problem.k_cache.dtype, problem.batch_size)
 
 

@@ -9,7 +9,7 @@ from lab.checks.mutants.mutant import DRAFT_INDICES, Defective, Mutant
 from lab.references.draft_decode_kv_indices import draft_start
 
 
-class DraftLists(Defective):
+class DraftListsModel(Defective):
     """`lab.kernels.generate_draft_decode_kv_indices` on the host: right, and in stages of which a mutant replaces one."""
 
     interface: tuple[str, ...] = (DRAFT_INDICES,)
@@ -76,7 +76,7 @@ class DraftLists(Defective):
         kv_indices[step, : len(slots)] = slots.to(kv_indices.dtype)
 
     def boundaries(self, positions: list[int], lens: list[int], topk: int, step: int) -> list[int]:
-        """Where each list ends."""
+        """Return the end of each list."""
         return list(accumulate(position + step + 1 for position in positions))
 
     def write_boundaries(self, kv_indptr: Tensor, boundaries: list[int]) -> None:
@@ -84,14 +84,14 @@ class DraftLists(Defective):
         kv_indptr[1 : len(boundaries) + 1] = torch.tensor(boundaries, dtype=kv_indptr.dtype, device=kv_indptr.device)
 
 
-class BranchPagesIgnored(DraftLists):
+class BranchPagesIgnored(DraftListsModel):
     """Branches follow each other without regard to pages."""
 
     def start(self, length: int, branch: int, *, num_steps: int, topk: int, page_size: int) -> int:
         return length + branch * num_steps
 
 
-class BranchPagesRoundedDown(DraftLists):
+class BranchPagesRoundedDown(DraftListsModel):
     """A branch's pages have no room for the copy of the prefix's last page."""
 
     def start(self, length: int, branch: int, *, num_steps: int, topk: int, page_size: int) -> int:
@@ -100,14 +100,14 @@ class BranchPagesRoundedDown(DraftLists):
         return length + branch * -(-num_steps // page_size) * page_size
 
 
-class BranchesShareSlots(DraftLists):
+class BranchesShareSlots(DraftListsModel):
     """All branches read the first one's draft slots."""
 
     def start(self, length: int, branch: int, *, num_steps: int, topk: int, page_size: int) -> int:
         return super().start(length, 0, num_steps=num_steps, topk=topk, page_size=page_size)
 
 
-class LastStepMissing(DraftLists):
+class LastStepMissing(DraftListsModel):
     """The lists of the last step are not written."""
 
     def write(self, kv_indices: Tensor, step: int, slots: Tensor) -> None:
@@ -115,35 +115,35 @@ class LastStepMissing(DraftLists):
             super().write(kv_indices, step, slots)
 
 
-class OwnTokenMissing(DraftLists):
+class OwnTokenMissing(DraftListsModel):
     """A step reads the tokens drafted before it, and not its own."""
 
     def drafted(self, step: int) -> int:
         return step
 
 
-class BranchMajorOrder(DraftLists):
+class BranchMajorOrder(DraftListsModel):
     """All requests' first branches come first, then all second ones."""
 
     def order(self, num_requests: int, topk: int) -> list[tuple[int, int]]:
         return [(request, branch) for branch in range(topk) for request in range(num_requests)]
 
 
-class IndptrOffByOne(DraftLists):
+class IndptrOffByOne(DraftListsModel):
     """Boundaries do not count a step's own token."""
 
     def boundaries(self, positions: list[int], lens: list[int], topk: int, step: int) -> list[int]:
         return super().boundaries(positions, lens, topk, step - 1)
 
 
-class IndptrFromLens(DraftLists):
+class IndptrFromLens(DraftListsModel):
     """Boundaries are summed from paged_kernel_lens, not from positions."""
 
     def boundaries(self, positions: list[int], lens: list[int], topk: int, step: int) -> list[int]:
         return super().boundaries([length for length in lens for _ in range(topk)], lens, topk, step)
 
 
-class IndptrStartWritten(DraftLists):
+class IndptrStartWritten(DraftListsModel):
     """Column 0 of kv_indptr is written."""
 
     def write_boundaries(self, kv_indptr: Tensor, boundaries: list[int]) -> None:
@@ -151,30 +151,30 @@ class IndptrStartWritten(DraftLists):
         super().write_boundaries(kv_indptr, boundaries)
 
 
-class LateBranchesUncounted(DraftLists):
-    """Boundaries behind the 512th are summed from it on anew."""
+class LateBranchesUncounted(DraftListsModel):
+    """Boundaries after the 512th are summed from it on anew."""
 
     def boundaries(self, positions: list[int], lens: list[int], topk: int, step: int) -> list[int]:
         first, others = positions[:512], positions[512:]
         return super().boundaries(first, lens, topk, step) + super().boundaries(others, lens, topk, step)
 
 
-class LateTokensMissing(DraftLists):
-    """A prefix is copied up to its 128th slot; those behind it are slot 0."""
+class LateTokensMissing(DraftListsModel):
+    """A prefix is copied up to its 128th slot; those after it are slot 0."""
 
     def slots(self, row: Tensor, columns: list[int]) -> Tensor:
         prefix = sum(1 for column, place in zip(columns, range(len(columns)), strict=True) if column == place)
         return super().slots(row, [-1 if 128 <= place < prefix else column for place, column in enumerate(columns)])
 
 
-class WritesBehindLists(DraftLists):
-    """One cell behind a step's last list is written."""
+class WritesBehindLists(DraftListsModel):
+    """One cell after a step's last list is written."""
 
     def write(self, kv_indices: Tensor, step: int, slots: Tensor) -> None:
         super().write(kv_indices, step, torch.nn.functional.pad(slots, (0, 1)))
 
 
-class CutIgnored(DraftLists):
+class CutIgnored(DraftListsModel):
     """A list that is too long for its row continues in the next step's."""
 
     def write(self, kv_indices: Tensor, step: int, slots: Tensor) -> None:
@@ -183,7 +183,7 @@ class CutIgnored(DraftLists):
         kv_indices[(step + 1) % kv_indices.shape[0], : len(spilled)] = spilled.to(kv_indices.dtype)
 
 
-class SlotsWrapInt32(DraftLists):
+class SlotsWrapInt32(DraftListsModel):
     """Slots are copied in 32 bits."""
 
     def slots(self, row: Tensor, columns: list[int]) -> Tensor:
@@ -191,49 +191,49 @@ class SlotsWrapInt32(DraftLists):
         return (slots + 2**31) % 2**32 - 2**31
 
 
-class LengthsOfNextRequest(DraftLists):
+class LengthsOfNextRequest(DraftListsModel):
     """A request has its neighbour's prefix length."""
 
     def lens(self, paged_kernel_lens: Tensor, req_pool_indices: Tensor) -> list[int]:
         return paged_kernel_lens.roll(1).tolist()
 
 
-class LengthsByPoolIndex(DraftLists):
+class LengthsByPoolIndex(DraftListsModel):
     """Lengths are looked up by the request's row of the pool, not by its place in the batch."""
 
     def lens(self, paged_kernel_lens: Tensor, req_pool_indices: Tensor) -> list[int]:
         return paged_kernel_lens[req_pool_indices.to(torch.int64) % len(paged_kernel_lens)].tolist()
 
 
-class PoolIndicesIgnored(DraftLists):
+class PoolIndicesIgnored(DraftListsModel):
     """Request i reads row i of the pool."""
 
     def rows(self, req_to_token: Tensor, req_pool_indices: Tensor) -> Tensor:
         return req_to_token[torch.arange(len(req_pool_indices), device=req_to_token.device) % len(req_to_token)]
 
 
-class RowStrideIgnored(DraftLists):
+class RowStrideIgnored(DraftListsModel):
     """The pool's rows are taken to lie next to each other."""
 
     def rows(self, req_to_token: Tensor, req_pool_indices: Tensor) -> Tensor:
         return super().rows(req_to_token.as_strided(req_to_token.shape, (req_to_token.shape[1], 1)), req_pool_indices)
 
 
-class BranchesBeyondFourShare(DraftLists):
+class BranchesBeyondFourShare(DraftListsModel):
     """Branches from the fifth on read the fourth's draft slots."""
 
     def start(self, length: int, branch: int, *, num_steps: int, topk: int, page_size: int) -> int:
         return super().start(length, min(branch, 3), num_steps=num_steps, topk=topk, page_size=page_size)
 
 
-class PagesOf128TakenAs64(DraftLists):
+class PagesOf128TakenAs64(DraftListsModel):
     """A branch's pages are counted as if they held 64 tokens at most."""
 
     def start(self, length: int, branch: int, *, num_steps: int, topk: int, page_size: int) -> int:
         return super().start(length, branch, num_steps=num_steps, topk=topk, page_size=min(page_size, 64))
 
 
-class StepsBeyondPageLost(DraftLists):
+class StepsBeyondPageLost(DraftListsModel):
     """A branch is taken to draft a page of tokens at most."""
 
     def start(self, length: int, branch: int, *, num_steps: int, topk: int, page_size: int) -> int:
@@ -241,7 +241,7 @@ class StepsBeyondPageLost(DraftLists):
         return super().start(length, branch, num_steps=steps, topk=topk, page_size=page_size)
 
 
-class PrefixBeyond2048Lost(DraftLists):
+class PrefixBeyond2048Lost(DraftListsModel):
     """Columns from the 2,048th on give slot 0."""
 
     def slots(self, row: Tensor, columns: list[int]) -> Tensor:
@@ -249,8 +249,8 @@ class PrefixBeyond2048Lost(DraftLists):
         return super().slots(row, columns).masked_fill(index >= 2048, 0)
 
 
-class BoundariesBeyond1024Anew(DraftLists):
-    """The sum of the lists' lengths begins anew behind the 1,024th."""
+class BoundariesBeyond1024Anew(DraftListsModel):
+    """The sum of the lists' lengths begins anew after the 1,024th."""
 
     def boundaries(self, positions: list[int], lens: list[int], topk: int, step: int) -> list[int]:
         ends = super().boundaries(positions, lens, topk, step)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lab.calls.problem import PagedAttention
 from lab.checks.mutants.mutant import DECODE, Mutant
-from lab.checks.mutants.split_kv import Partials, SplitKV, Tile
+from lab.checks.mutants.split_kv import Partials, RowTile, SplitKV
 
 
 class LseBaseE(SplitKV):
@@ -31,7 +31,7 @@ class LseGarbageEmpty(SplitKV):
 class LseWithoutSink(SplitKV):
     """The LSE leaves the sink out."""
 
-    def merged(self, problem: PagedAttention, tile: Tile, partials: Partials) -> tuple[Tensor, Tensor]:
+    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> tuple[Tensor, Tensor]:
         values, _ = super().merged(problem, tile, partials)
         return values, torch.logsumexp(partials.largest + partials.total.log(), dim=-1).T / math.log(2.0)
 
@@ -57,7 +57,7 @@ class LseOfLargest(SplitKV):
 class LseOfLastSplit(SplitKV):
     """The LSE counts the keys of the last split alone."""
 
-    def merged(self, problem: PagedAttention, tile: Tile, partials: Partials) -> tuple[Tensor, Tensor]:
+    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> tuple[Tensor, Tensor]:
         values, _ = super().merged(problem, tile, partials)
         return values, super().merged(problem, tile, Partials(*(part[:, :, -1:] for part in partials)))[1]
 
@@ -65,7 +65,7 @@ class LseOfLastSplit(SplitKV):
 class LseWithBmm2(SplitKV):
     """The LSE counts weights that bmm2_scale has multiplied."""
 
-    def merged(self, problem: PagedAttention, tile: Tile, partials: Partials) -> tuple[Tensor, Tensor]:
+    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> tuple[Tensor, Tensor]:
         values, lse_log2 = super().merged(problem, tile, partials)
         return values, lse_log2 + math.log2(abs(float(problem.bmm2_scale)))
 
@@ -81,7 +81,7 @@ class LseBufferIgnored(SplitKV):
 class LseOfManySplits(SplitKV):
     """The LSE of a row with more than 64 splits lacks the first."""
 
-    def merged(self, problem: PagedAttention, tile: Tile, partials: Partials) -> tuple[Tensor, Tensor]:
+    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> tuple[Tensor, Tensor]:
         values, lse_log2 = super().merged(problem, tile, partials)
         if tile.num_splits > 64:
             fewer = partials._replace(total=partials.total.clone())
@@ -95,7 +95,7 @@ class LseOfRaggedRows(SplitKV):
 
     interface = (DECODE,)
 
-    def merged(self, problem: PagedAttention, tile: Tile, partials: Partials) -> tuple[Tensor, Tensor]:
+    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> tuple[Tensor, Tensor]:
         values, lse_log2 = super().merged(problem, tile, partials)
         return values, lse_log2 if problem.cu_seqlens_q is None else lse_log2 * math.log(2.0)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lab.calls.problem import PagedAttention
 from lab.checks.mutants.mutant import CONTEXT, DECODE, Mutant
-from lab.checks.mutants.split_kv import Call, Partials, SplitKV, Tile
+from lab.checks.mutants.split_kv import Call, Partials, RowTile, SplitKV
 
 
 class WindowIgnored(SplitKV):
@@ -41,7 +41,7 @@ class WindowOffByOneWide(SplitKV):
 class WindowOffByOneNarrow(SplitKV):
     """The first key of a window is lost."""
 
-    def in_window(self, problem: PagedAttention, tile: Tile, rows: Tensor, keys: Tensor) -> Tensor:
+    def in_window(self, problem: PagedAttention, tile: RowTile, rows: Tensor, keys: Tensor) -> Tensor:
         return keys > rows - problem.window_left
 
 
@@ -50,14 +50,14 @@ class WindowOfFirstRow(SplitKV):
 
     source = "FlashInfer #4198"
 
-    def in_window(self, problem: PagedAttention, tile: Tile, rows: Tensor, keys: Tensor) -> Tensor:
+    def in_window(self, problem: PagedAttention, tile: RowTile, rows: Tensor, keys: Tensor) -> Tensor:
         return super().in_window(problem, tile, rows[:1], keys)
 
 
 class WindowOfLastRow(SplitKV):
     """A window is counted from the request's end, for every row."""
 
-    def in_window(self, problem: PagedAttention, tile: Tile, rows: Tensor, keys: Tensor) -> Tensor:
+    def in_window(self, problem: PagedAttention, tile: RowTile, rows: Tensor, keys: Tensor) -> Tensor:
         return keys >= tile.kv_len - 1 - problem.window_left
 
 
@@ -70,7 +70,7 @@ class WindowFromPageStart(SplitKV):
         start, end = super().key_range(problem, first_position, num_rows, kv_len)
         return start // problem.page_size * problem.page_size, end
 
-    def in_window(self, problem: PagedAttention, tile: Tile, rows: Tensor, keys: Tensor) -> Tensor:
+    def in_window(self, problem: PagedAttention, tile: RowTile, rows: Tensor, keys: Tensor) -> Tensor:
         first = rows - problem.window_left
         return keys >= first.div(problem.page_size, rounding_mode="floor") * problem.page_size
 
@@ -78,7 +78,7 @@ class WindowFromPageStart(SplitKV):
 class WindowSkipsPageBoundary(SplitKV):
     """A window that begins with a page loses that key, and no other window does."""
 
-    def in_window(self, problem: PagedAttention, tile: Tile, rows: Tensor, keys: Tensor) -> Tensor:
+    def in_window(self, problem: PagedAttention, tile: RowTile, rows: Tensor, keys: Tensor) -> Tensor:
         first = rows - problem.window_left
         return keys >= torch.where((first > 0) & (first % problem.page_size == 0), first + 1, first)
 
@@ -90,7 +90,7 @@ class WindowSkipsSplitBoundary(SplitKV):
         start, end = super().key_range(problem, first_position, num_rows, kv_len)
         return start // 64 * 64, end
 
-    def in_window(self, problem: PagedAttention, tile: Tile, rows: Tensor, keys: Tensor) -> Tensor:
+    def in_window(self, problem: PagedAttention, tile: RowTile, rows: Tensor, keys: Tensor) -> Tensor:
         return keys >= (rows - problem.window_left).div(64, rounding_mode="floor") * 64
 
 
@@ -118,7 +118,7 @@ class MaskTransposed(SplitKV):
 
     interface = (DECODE,)
 
-    def mask_bits(self, problem: PagedAttention, tile: Tile) -> Tensor:
+    def mask_bits(self, problem: PagedAttention, tile: RowTile) -> Tensor:
         return super().mask_bits(problem, tile).T if tile.num_rows == tile.q_len else super().mask_bits(problem, tile)
 
 
@@ -127,7 +127,7 @@ class MaskOfFirstRequest(SplitKV):
 
     interface = (DECODE,)
 
-    def mask_bits(self, problem: PagedAttention, tile: Tile) -> Tensor:
+    def mask_bits(self, problem: PagedAttention, tile: RowTile) -> Tensor:
         first_row = tile.first_row - tile.request * tile.q_len
         return super().mask_bits(problem, replace(tile, request=0, first_row=first_row))
 
@@ -137,7 +137,7 @@ class MaskBeyondFirstWordIgnored(SplitKV):
 
     interface = (DECODE,)
 
-    def mask_bits(self, problem: PagedAttention, tile: Tile) -> Tensor:
+    def mask_bits(self, problem: PagedAttention, tile: RowTile) -> Tensor:
         bits = super().mask_bits(problem, tile)
         bits[:, 16:] = False
         return bits
@@ -148,7 +148,7 @@ class MaskOfPrefixToo(SplitKV):
 
     interface = (DECODE,)
 
-    def unmasked(self, problem: PagedAttention, tile: Tile, keys: Tensor) -> Tensor:
+    def unmasked(self, problem: PagedAttention, tile: RowTile, keys: Tensor) -> Tensor:
         return self.mask_bits(problem, tile)[:, keys.clamp(max=tile.q_len - 1)] | (keys >= tile.q_len)
 
 
@@ -172,7 +172,7 @@ class CausalAtTopLeft(SplitKV):
 class CausalExcludesItself(SplitKV):
     """A row of several does not see its own key."""
 
-    def visible(self, problem: PagedAttention, tile: Tile, keys: Tensor) -> Tensor:
+    def visible(self, problem: PagedAttention, tile: RowTile, keys: Tensor) -> Tensor:
         visible = super().visible(problem, tile, keys)
         if tile.q_len == 1 or not problem.causal or problem.mask is not None:
             return visible
@@ -180,12 +180,12 @@ class CausalExcludesItself(SplitKV):
 
 
 class BoundaryUnmasked(SplitKV):
-    """Without causality, the places behind the last key up to a full tile have a logit of 0."""
+    """Without causality, the places after the last key up to a full tile have a logit of 0."""
 
     source = "FlashInfer #3716"
     interface = (CONTEXT,)
 
-    def in_splits(self, problem: PagedAttention, tile: Tile, tensor: Tensor, fill: float, dim: int) -> Tensor:
+    def in_splits(self, problem: PagedAttention, tile: RowTile, tensor: Tensor, fill: float, dim: int) -> Tensor:
         return super().in_splits(problem, tile, tensor, fill if problem.causal else 0.0, dim)
 
 
@@ -221,7 +221,7 @@ class SentinelMeetsSink(SplitKV):
 
     source = "TRT-LLM #19220"
 
-    def partials(self, problem: PagedAttention, tile: Tile) -> Partials:
+    def partials(self, problem: PagedAttention, tile: RowTile) -> Partials:
         partials = super().partials(problem, tile)
         if problem.sinks is None or tile.num_splits == 1:
             return partials
@@ -243,12 +243,12 @@ class VerifyRowsAtLastPosition(SplitKV):
     source = "FlashInfer #3871"
     interface = (DECODE,)
 
-    def row_positions(self, problem: PagedAttention, tile: Tile) -> Tensor:
+    def row_positions(self, problem: PagedAttention, tile: RowTile) -> Tensor:
         return torch.full_like(super().row_positions(problem, tile), tile.kv_len - 1)
 
 
 class SecondTileRestarts(SplitKV):
-    """Rows of a request behind its first 64 sit at the positions of those."""
+    """Rows of a request after its first 64 sit at the positions of those."""
 
     def position(self, kv_len: int, q_len: int, row: int) -> int:
         return super().position(kv_len, q_len, row % 64)
@@ -259,7 +259,7 @@ class MaskBeyondTwoWordsIgnored(SplitKV):
 
     interface = (DECODE,)
 
-    def mask_bits(self, problem: PagedAttention, tile: Tile) -> Tensor:
+    def mask_bits(self, problem: PagedAttention, tile: RowTile) -> Tensor:
         shown = super().mask_bits(problem, tile).clone()
         shown[:, 32:] = False
         return shown
@@ -270,7 +270,7 @@ class MaskIgnoredWithoutPrefix(SplitKV):
 
     interface = (DECODE,)
 
-    def visible(self, problem: PagedAttention, tile: Tile, keys: Tensor) -> Tensor:
+    def visible(self, problem: PagedAttention, tile: RowTile, keys: Tensor) -> Tensor:
         alone = tile.kv_len == tile.q_len
         return super().visible(replace(problem, mask=None, causal=True) if alone else problem, tile, keys)
 
@@ -280,7 +280,7 @@ class MaskColumnsFromFirstKey(SplitKV):
 
     interface = (DECODE,)
 
-    def unmasked(self, problem: PagedAttention, tile: Tile, keys: Tensor) -> Tensor:
+    def unmasked(self, problem: PagedAttention, tile: RowTile, keys: Tensor) -> Tensor:
         if tile.kv_len < tile.q_len:
             return self.mask_bits(problem, tile)[:, keys]
         return super().unmasked(problem, tile, keys)
@@ -291,7 +291,7 @@ class RowsBeyondEightMisplaced(SplitKV):
 
     interface = (DECODE,)
 
-    def row_positions(self, problem: PagedAttention, tile: Tile) -> Tensor:
+    def row_positions(self, problem: PagedAttention, tile: RowTile) -> Tensor:
         positions = super().row_positions(problem, tile)
         if problem.mask is not None or problem.cu_seqlens_q is not None:
             return positions
@@ -319,9 +319,9 @@ class WindowIgnoredOfNvfp4(SplitKV):
 
 
 class WindowIgnoredInSharedPrefix(SplitKV):
-    """Where all requests name the same first page, they see all of it."""
+    """If all requests name the same first page, they see all of it."""
 
-    def visible(self, problem: PagedAttention, tile: Tile, keys: Tensor) -> Tensor:
+    def visible(self, problem: PagedAttention, tile: RowTile, keys: Tensor) -> Tensor:
         visible = super().visible(problem, tile, keys)
         first = problem.k_block_tables[:, 0]
         if len(first) > 1 and bool((first == first[0]).all()):

@@ -7,13 +7,13 @@ from torch import Tensor
 
 from lab.calls.problem import PagedAttention
 from lab.checks.mutants.mutant import Mutant
-from lab.checks.mutants.split_kv import COUNTER_BYTES, Partials, SplitKV, Tile, Workspace
+from lab.checks.mutants.split_kv import COUNTER_BYTES, Partials, RowTile, SplitKV, Workspace
 
 
 class Zeros(SplitKV):
     """The output is zero."""
 
-    def merged(self, problem: PagedAttention, tile: Tile, partials: Partials) -> tuple[Tensor, Tensor]:
+    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> tuple[Tensor, Tensor]:
         values, lse_log2 = super().merged(problem, tile, partials)
         return values * 0.0, lse_log2
 
@@ -40,7 +40,7 @@ class LengthZeroNan(SplitKV):
     source = "FlashInfer #2883"
 
     def write(
-        self, problem: PagedAttention, tile: Tile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
+        self, problem: PagedAttention, tile: RowTile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
     ) -> None:
         if tile.kv_len == 0:
             values = torch.full_like(values, torch.nan)
@@ -53,14 +53,14 @@ class LengthZeroUntouched(SplitKV):
     source = "FlashInfer #2883"
 
     def write(
-        self, problem: PagedAttention, tile: Tile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
+        self, problem: PagedAttention, tile: RowTile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
     ) -> None:
         if tile.kv_len > 0:
             super().write(problem, tile, values, lse_log2, out, lse)
 
 
 class OutRowBeyond(SplitKV):
-    """One row is written behind the output."""
+    """One row is written after the output."""
 
     source = "FlashInfer #3929"
 
@@ -78,7 +78,7 @@ class OutRowBefore(SplitKV):
 
 
 class LseBeyond(SplitKV):
-    """One value is written behind the LSE."""
+    """One value is written after the LSE."""
 
     def returned(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> Any:
         if lse is not None and lse.is_contiguous():
@@ -91,7 +91,7 @@ def row_size(out: Tensor) -> int:
 
 
 def overwrite(tensor: Tensor, offset: int, count: int) -> None:
-    """Write zeros `offset` elements behind a tensor's first, as far as its own storage reaches."""
+    """Write zeros `offset` elements after a tensor's first, as far as its own storage reaches."""
     start = int(tensor.storage_offset()) + offset
     room = tensor.untyped_storage().nbytes() // tensor.element_size()
     start, end = max(0, start), min(room, start + count)
@@ -118,7 +118,7 @@ class OutRoundedToE4m3(SplitKV):
     """The output is rounded to e4m3 on its way."""
 
     def write(
-        self, problem: PagedAttention, tile: Tile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
+        self, problem: PagedAttention, tile: RowTile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
     ) -> None:
         super().write(problem, tile, values.to(torch.float8_e4m3fn).float(), lse_log2, out, lse)
 
@@ -129,7 +129,7 @@ class NeedsZeroOut(SplitKV):
     source = "FlashInfer #2408"
 
     def write(
-        self, problem: PagedAttention, tile: Tile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
+        self, problem: PagedAttention, tile: RowTile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
     ) -> None:
         held = out[tile.rows].float() if problem.out is not None else torch.zeros_like(values)
         super().write(problem, tile, held + values, lse_log2, out, lse)
@@ -144,7 +144,7 @@ class QueryScaledInPlace(SplitKV):
 
 
 class SeqLensWritten(SplitKV):
-    """seq_lens are advanced by one behind the call."""
+    """seq_lens are advanced by one after the call."""
 
     def returned(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> Any:
         problem.seq_lens.copy_((problem.seq_lens.to(torch.int64) + 1).to(problem.seq_lens.dtype))
@@ -162,7 +162,7 @@ class TableTailWritten(SplitKV):
 class PageTailCleared(SplitKV):
     """The tails of last pages in the V cache are overwritten by zeros before they are read."""
 
-    def values(self, problem: PagedAttention, tile: Tile, positions: Tensor) -> Tensor:
+    def values(self, problem: PagedAttention, tile: RowTile, positions: Tensor) -> Tensor:
         used = tile.kv_len % problem.page_size
         if used:
             page = problem.v_block_tables[tile.request, tile.kv_len // problem.page_size]
@@ -180,16 +180,16 @@ class SinksOverwritten(SplitKV):
 
 
 class SinksPadded(SplitKV):
-    """Sinks are read eight at a time, and what lies behind the last reaches the sum with a factor of zero."""
+    """Sinks are read eight at a time, and what lies after the last reaches the sum with a factor of zero."""
 
     source = "FlashInfer #4525"
 
-    def sink_weight(self, problem: PagedAttention, tile: Tile, sinks: Tensor, origin: Tensor) -> Tensor:
+    def sink_weight(self, problem: PagedAttention, tile: RowTile, sinks: Tensor, origin: Tensor) -> Tensor:
         assert problem.sinks is not None
         room = problem.sinks.untyped_storage().nbytes() // 4 - problem.sinks.storage_offset()
         padded = min(room, -(-problem.num_qo_heads // 8) * 8)
-        behind = problem.sinks.as_strided((padded,), (1,))[problem.num_qo_heads :]
-        return super().sink_weight(problem, tile, sinks, origin) + (behind * 0.0).sum()
+        tail = problem.sinks.as_strided((padded,), (1,))[problem.num_qo_heads :]
+        return super().sink_weight(problem, tile, sinks, origin) + (tail * 0.0).sum()
 
 
 class CountersLeft(SplitKV):
@@ -197,7 +197,7 @@ class CountersLeft(SplitKV):
 
     source = "FlashInfer #1643"
 
-    def arrives_last(self, counters: Tensor, index: int, tile: Tile) -> bool:
+    def arrives_last(self, counters: Tensor, index: int, tile: RowTile) -> bool:
         counters[index] += tile.num_splits
         return int(counters[index]) % tile.num_splits == 0
 
@@ -207,7 +207,7 @@ class CountersLeftByOtherShape(SplitKV):
 
     source = "FlashInfer #3465"
 
-    def arrives_last(self, counters: Tensor, index: int, tile: Tile) -> bool:
+    def arrives_last(self, counters: Tensor, index: int, tile: RowTile) -> bool:
         last = super().arrives_last(counters, index, tile)
         counters[index] += tile.num_splits == 1
         return last
@@ -218,12 +218,12 @@ class ScratchNotCleared(SplitKV):
 
     source = "FlashInfer #1459"
 
-    def workspace(self, buffer: Tensor | None, problem: PagedAttention, tiles: list[Tile]) -> Workspace:
+    def workspace(self, buffer: Tensor | None, problem: PagedAttention, tiles: list[RowTile]) -> Workspace:
         workspace = super().workspace(buffer, problem, tiles)
         self.leftover = float(workspace.scratch[0]) if len(workspace.scratch) and buffer is not None else 0.0
         return workspace
 
-    def merged(self, problem: PagedAttention, tile: Tile, partials: Partials) -> tuple[Tensor, Tensor]:
+    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> tuple[Tensor, Tensor]:
         values, lse_log2 = super().merged(problem, tile, partials)
         return values + 0.0 * self.leftover, lse_log2
 
@@ -231,15 +231,15 @@ class ScratchNotCleared(SplitKV):
 class ScratchAddedTo(SplitKV):
     """Sums of weights are added to what the scratch holds."""
 
-    def layout(self, problem: PagedAttention, tile: Tile, scratch: Tensor) -> Partials:
+    def layout(self, problem: PagedAttention, tile: RowTile, scratch: Tensor) -> Partials:
         partials = super().layout(problem, tile, scratch)
         self.held = partials.total.clone()
         return partials
 
-    def merged(self, problem: PagedAttention, tile: Tile, partials: Partials) -> tuple[Tensor, Tensor]:
+    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> tuple[Tensor, Tensor]:
         return super().merged(problem, tile, partials._replace(total=partials.total + self.held))
 
-    def workspace(self, buffer: Tensor | None, problem: PagedAttention, tiles: list[Tile]) -> Workspace:
+    def workspace(self, buffer: Tensor | None, problem: PagedAttention, tiles: list[RowTile]) -> Workspace:
         workspace = super().workspace(buffer, problem, tiles)
         if buffer is None:
             workspace.scratch.zero_()
@@ -251,7 +251,7 @@ class ScratchInCounters(SplitKV):
 
     source = "vLLM #25520"
 
-    def workspace(self, buffer: Tensor | None, problem: PagedAttention, tiles: list[Tile]) -> Workspace:
+    def workspace(self, buffer: Tensor | None, problem: PagedAttention, tiles: list[RowTile]) -> Workspace:
         workspace = super().workspace(buffer, problem, tiles)
         if 4 * len(workspace.counters) == COUNTER_BYTES:
             workspace.counters[-1] = 1
@@ -259,9 +259,9 @@ class ScratchInCounters(SplitKV):
 
 
 class ScratchBeyondEnd(SplitKV):
-    """64 bytes behind the workspace are written."""
+    """64 bytes after the workspace are written."""
 
-    def workspace(self, buffer: Tensor | None, problem: PagedAttention, tiles: list[Tile]) -> Workspace:
+    def workspace(self, buffer: Tensor | None, problem: PagedAttention, tiles: list[RowTile]) -> Workspace:
         if buffer is not None and buffer.is_contiguous():
             overwrite(buffer, buffer.numel(), 64 // buffer.element_size())
         return super().workspace(buffer, problem, tiles)
@@ -287,7 +287,7 @@ class EmptyBatchUntouched(SplitKV):
     """Nothing is written where no request has a key."""
 
     def write(
-        self, problem: PagedAttention, tile: Tile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
+        self, problem: PagedAttention, tile: RowTile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
     ) -> None:
         if max(self.kv_lens(problem)) > 0:
             super().write(problem, tile, values, lse_log2, out, lse)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lab.calls.problem import PagedAttention
 from lab.checks.mutants.mutant import DECODE, Mutant
-from lab.checks.mutants.split_kv import Call, Partials, SplitKV, Tile, partials_size
+from lab.checks.mutants.split_kv import Call, Partials, RowTile, SplitKV, partials_size
 
 
 class EmptySplitWritesZero(SplitKV):
@@ -15,7 +15,7 @@ class EmptySplitWritesZero(SplitKV):
 
     source = "FlashInfer #4161"
 
-    def merged(self, problem: PagedAttention, tile: Tile, partials: Partials) -> tuple[Tensor, Tensor]:
+    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> tuple[Tensor, Tensor]:
         values, lse_log2 = super().merged(problem, tile, partials)
         return values * (tile.key_start < 64), lse_log2
 
@@ -25,17 +25,17 @@ class EmptyRowOfSplitWritesZero(SplitKV):
 
     source = "FlashInfer #4161"
 
-    def merged(self, problem: PagedAttention, tile: Tile, partials: Partials) -> tuple[Tensor, Tensor]:
+    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> tuple[Tensor, Tensor]:
         values, lse_log2 = super().merged(problem, tile, partials)
         return values * (partials.total > 0).all(dim=-1).transpose(0, 1).unsqueeze(-1), lse_log2
 
 
 class PartialstatsOverlap(SplitKV):
-    """The scratch has room for the statistics of one K/V head's query heads; the sums begin behind them."""
+    """The scratch has room for the statistics of one K/V head's query heads; the sums begin after them."""
 
     source = "FlashInfer #3343"
 
-    def layout(self, problem: PagedAttention, tile: Tile, scratch: Tensor) -> Partials:
+    def layout(self, problem: PagedAttention, tile: RowTile, scratch: Tensor) -> Partials:
         right = super().layout(problem, tile, scratch)
         start = 2 * right.largest.numel() // problem.num_kv_heads
         sums = scratch[start : partials_size(problem, tile)][: right.sums.numel()]
@@ -55,12 +55,12 @@ class MergedAsMean(SplitKV):
     def shares(self, partials: Partials, origin: Tensor) -> Tensor:
         return torch.where(partials.total > 0, 1.0 / partials.total, 0.0)
 
-    def sink_weight(self, problem: PagedAttention, tile: Tile, sinks: Tensor, origin: Tensor) -> Tensor:
+    def sink_weight(self, problem: PagedAttention, tile: RowTile, sinks: Tensor, origin: Tensor) -> Tensor:
         return torch.zeros_like(origin)
 
 
 class LateSplitsLost(SplitKV):
-    """The merge reads 16 splits: keys behind the first 1,024 are lost."""
+    """The merge reads 16 splits: keys after the first 1,024 are lost."""
 
     def shares(self, partials: Partials, origin: Tensor) -> Tensor:
         shares = super().shares(partials, origin)
@@ -71,7 +71,7 @@ class LateSplitsLost(SplitKV):
 class LastSplitLost(SplitKV):
     """Of several splits, the last is merged only if it is full."""
 
-    def merged(self, problem: PagedAttention, tile: Tile, partials: Partials) -> tuple[Tensor, Tensor]:
+    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> tuple[Tensor, Tensor]:
         if tile.num_splits > 1 and tile.key_end % 64:
             partials = Partials(*(part[:, :, :-1] for part in partials))
         return super().merged(problem, tile, partials)
@@ -101,7 +101,7 @@ class SinkPerSplit(SplitKV):
 
     source = "TRT-LLM #18141"
 
-    def sink_weight(self, problem: PagedAttention, tile: Tile, sinks: Tensor, origin: Tensor) -> Tensor:
+    def sink_weight(self, problem: PagedAttention, tile: RowTile, sinks: Tensor, origin: Tensor) -> Tensor:
         return super().sink_weight(problem, tile, sinks, origin) * tile.num_splits
 
 
@@ -132,14 +132,14 @@ class SinkScaled(SplitKV):
 class SinkInBase2(SplitKV):
     """A sink is taken for a logit in base 2."""
 
-    def sink_weight(self, problem: PagedAttention, tile: Tile, sinks: Tensor, origin: Tensor) -> Tensor:
+    def sink_weight(self, problem: PagedAttention, tile: RowTile, sinks: Tensor, origin: Tensor) -> Tensor:
         return torch.exp2(sinks - origin)
 
 
 class SinkRelativeToLargest(SplitKV):
     """A sink adds exp(sink - largest logit) with the largest of the keys alone, cut at the exponential of 8."""
 
-    def sink_weight(self, problem: PagedAttention, tile: Tile, sinks: Tensor, origin: Tensor) -> Tensor:
+    def sink_weight(self, problem: PagedAttention, tile: RowTile, sinks: Tensor, origin: Tensor) -> Tensor:
         return super().sink_weight(problem, tile, sinks.clamp(max=8.0), origin)
 
 
@@ -220,7 +220,7 @@ class SplitsBeyond64Lost(SplitKV):
 class PartialSumsInHalf(SplitKV):
     """A split's sum of weighted values is kept in float16, before it is divided by the weights."""
 
-    def partials(self, problem: PagedAttention, tile: Tile) -> Partials:
+    def partials(self, problem: PagedAttention, tile: RowTile) -> Partials:
         partials = super().partials(problem, tile)
         return partials._replace(sums=partials.sums.to(torch.float16).to(torch.float32))
 
@@ -256,7 +256,7 @@ class FirstSinkSwitchesAll(SplitKV):
 class NoSinkNoKeysNan(SplitKV):
     """A row that sees no key is NaN where its head's sink is minus infinity."""
 
-    def merged(self, problem: PagedAttention, tile: Tile, partials: Partials) -> tuple[Tensor, Tensor]:
+    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> tuple[Tensor, Tensor]:
         values, lse_log2 = super().merged(problem, tile, partials)
         if problem.sinks is not None:
             values = torch.where((lse_log2 == -torch.inf).unsqueeze(-1), torch.nan, values)

@@ -200,7 +200,7 @@ class TableTooNarrow(Builder):
 
 
 class OffsetsOfLargeBatchStop(Builder):
-    """cu_seqlens_q stops rising behind the 32nd request."""
+    """cu_seqlens_q stops rising after the 32nd request."""
 
     def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
         offsets = metadata.cu_seqlens_q

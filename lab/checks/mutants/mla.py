@@ -10,7 +10,7 @@ from lab.calls.mla_decode import MLADecodeCall
 from lab.calls.problem import PagedAttention
 from lab.checks.mutants import batching, caching, lse, masks, memory, merging, pages, scales
 from lab.checks.mutants.mutant import MLA_DECODE, Mutant
-from lab.checks.mutants.split_kv import Call, Forgiving, Partials, SplitKV, Tile, as_float32
+from lab.checks.mutants.split_kv import Call, Forgiving, Partials, RowTile, SplitKV, as_float32
 
 
 def of_mla(defective: type[SplitKV]) -> Mutant:
@@ -62,36 +62,36 @@ class VFromLastColumns(SplitKV):
 class VAfterRope(SplitKV):
     """A value begins with the rotary part, and its latent vector lacks as many elements at the end."""
 
-    def values(self, problem: PagedAttention, tile: Tile, positions: Tensor) -> Tensor:
+    def values(self, problem: PagedAttention, tile: RowTile, positions: Tensor) -> Tensor:
         entries = self.keys(problem, tile, positions)
         rank = problem.v_head_dim
         return torch.cat((entries[..., rank:], entries[..., :rank]), dim=-1)[..., :rank]
 
 
 class NegativePageIsLast(Forgiving):
-    """Keys are read 128 at a time: behind the last, page -1 is the pool's last one, multiplied by weights of zero."""
+    """Keys are read 128 at a time: after the last, page -1 is the pool's last one, multiplied by weights of zero."""
 
     def key_range(self, problem: PagedAttention, first_position: int, num_rows: int, kv_len: int) -> tuple[int, int]:
         start, end = super().key_range(problem, first_position, num_rows, kv_len)
         return start, min(-(-end // 128) * 128, problem.k_block_tables.shape[1] * problem.page_size)
 
-    def values(self, problem: PagedAttention, tile: Tile, positions: Tensor) -> Tensor:
+    def values(self, problem: PagedAttention, tile: RowTile, positions: Tensor) -> Tensor:
         ids = problem.v_block_tables[tile.request][positions // problem.page_size]
         unread = (positions >= tile.kv_len) & (ids != -1)
         return super().values(problem, tile, positions).masked_fill(unread.view(1, -1, 1), 0.0)
 
 
 class PageSize32TakenAs64(Forgiving):
-    """Pages of 32 tokens are taken for pages of 64: the second half of one is what lies behind it in the pool."""
+    """Pages of 32 tokens are taken for pages of 64: the second half of one is what lies after it in the pool."""
 
-    def pages(self, problem: PagedAttention, table: Tensor, tile: Tile, positions: Tensor) -> Tensor:
+    def pages(self, problem: PagedAttention, table: Tensor, tile: RowTile, positions: Tensor) -> Tensor:
         if problem.page_size != 32:
             return super().pages(problem, table, tile, positions)
         first = super().pages(problem, table, tile, positions // 64 * 32)
         return (first + positions % 64 // 32) % problem.k_cache.shape[0]
 
 
-class PageOffsetAbsolute(pages.PageOffsetAbsolute):
+class LatentPageOffsetAbsolute(pages.PageOffsetAbsolute):
     """Pages larger than 32 tokens are read in stages of 32, each from the page's start."""
 
     stage = 32
@@ -100,19 +100,19 @@ class PageOffsetAbsolute(pages.PageOffsetAbsolute):
 class HeadsBeyondEightMisread(SplitKV):
     """Query heads are taken eight at a time, each time the first eight."""
 
-    def query_rows(self, problem: PagedAttention, tile: Tile) -> Tensor:
+    def query_rows(self, problem: PagedAttention, tile: RowTile) -> Tensor:
         return super().query_rows(problem, tile)[torch.arange(problem.num_qo_heads, device=problem.query.device) % 8]
 
 
 class RowsTakenForHeads(SplitKV):
     """The rows of a request are taken for more heads, in the wrong order: most have another row's position."""
 
-    def query_rows(self, problem: PagedAttention, tile: Tile) -> Tensor:
+    def query_rows(self, problem: PagedAttention, tile: RowTile) -> Tensor:
         rows = problem.query[tile.rows].to(torch.float32)
         return rows.reshape(problem.num_qo_heads, tile.num_rows, problem.head_dim)
 
     def write(
-        self, problem: PagedAttention, tile: Tile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
+        self, problem: PagedAttention, tile: RowTile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
     ) -> None:
         values, lse_log2 = (side.transpose(0, 1).reshape(side.shape) for side in (values, lse_log2))
         super().write(problem, tile, values, lse_log2, out, lse)
@@ -137,7 +137,7 @@ class SinksTensorIgnored(SplitKV):
 class SinkLostWithoutKeys(SplitKV):
     """The LSE of a row that sees no key is minus infinity, whatever its sink."""
 
-    def merged(self, problem: PagedAttention, tile: Tile, partials: Partials) -> tuple[Tensor, Tensor]:
+    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> tuple[Tensor, Tensor]:
         values, lse_log2 = super().merged(problem, tile, partials)
         none = (partials.largest.amax(dim=-1) == -torch.inf).transpose(0, 1)
         return values, lse_log2.masked_fill(none, -torch.inf)
@@ -146,7 +146,7 @@ class SinkLostWithoutKeys(SplitKV):
 class HeadsBeyond64Misread(SplitKV):
     """Query heads are taken 64 at a time, each time the first 64."""
 
-    def query_rows(self, problem: PagedAttention, tile: Tile) -> Tensor:
+    def query_rows(self, problem: PagedAttention, tile: RowTile) -> Tensor:
         return super().query_rows(problem, tile)[torch.arange(problem.num_qo_heads, device=problem.query.device) % 64]
 
 
@@ -161,7 +161,7 @@ class HalfOutHoldsBf16(SplitKV):
     """A float16 out is filled with the bits of bfloat16."""
 
     def write(
-        self, problem: PagedAttention, tile: Tile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
+        self, problem: PagedAttention, tile: RowTile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
     ) -> None:
         if out.dtype == torch.float16:
             out[tile.rows] = values.to(torch.bfloat16).view(torch.float16)
@@ -170,7 +170,7 @@ class HalfOutHoldsBf16(SplitKV):
 
 
 class PageStrideIgnored(SplitKV):
-    """Pages are taken to lie one behind the other."""
+    """Pages are taken to lie one after the other."""
 
     def problem(self, call: Call) -> PagedAttention:
         problem = call.problem()
@@ -285,7 +285,7 @@ MUTANTS = tuple(
         VAfterRope,
         NegativePageIsLast,
         PageSize32TakenAs64,
-        PageOffsetAbsolute,
+        LatentPageOffsetAbsolute,
         HeadsBeyondEightMisread,
         RowsTakenForHeads,
         SinksListIgnored,

@@ -99,7 +99,7 @@ class MLAWidthNotRounded(MLABuilder):
 
 
 class MLAWidthWithoutPadding(MLABuilder):
-    """The block table's width leaves out where padded rows look: next to 4,096 tokens they look behind their row."""
+    """The block table's width leaves out where padded rows look: next to 4,096 tokens they look after their row."""
 
     source = "SGLang 0.5.23"
 

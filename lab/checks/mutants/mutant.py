@@ -17,7 +17,7 @@ MLA_METADATA = Interface.MLA_METADATA.value
 
 
 class Defective:
-    """What is right but for what its class's docstring says.
+    """An implementation that is right but for the defect in its class's docstring.
 
     Attributes:
         source: the upstream thread that had the defect; "" for one of ours.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lab.calls.problem import PagedAttention
 from lab.checks.mutants.mutant import DECODE, Mutant
-from lab.checks.mutants.split_kv import Call, Forgiving, SplitKV, Tile
+from lab.checks.mutants.split_kv import Call, Forgiving, RowTile, SplitKV
 
 
 class PageOffsetAbsolute(SplitKV):
@@ -33,14 +33,14 @@ class FixedPageSize(Forgiving):
 
     source = "SGLang #11138"
 
-    def pages(self, problem: PagedAttention, table: Tensor, tile: Tile, positions: Tensor) -> Tensor:
+    def pages(self, problem: PagedAttention, table: Tensor, tile: RowTile, positions: Tensor) -> Tensor:
         return super().pages(problem, table, tile, positions // 64 * problem.page_size)
 
 
 class PagesTakenAsConsecutive(Forgiving):
     """A request's pages are taken to follow its first one."""
 
-    def pages(self, problem: PagedAttention, table: Tensor, tile: Tile, positions: Tensor) -> Tensor:
+    def pages(self, problem: PagedAttention, table: Tensor, tile: RowTile, positions: Tensor) -> Tensor:
         first = super().pages(problem, table, tile, torch.zeros_like(positions))
         return (first + positions // problem.page_size) % problem.k_cache.shape[0]
 
@@ -88,7 +88,7 @@ class MaxLengthForOneRequest(Forgiving):
 class TableStrideIgnored(Forgiving):
     """The page table's rows are taken to lie next to each other."""
 
-    def pages(self, problem: PagedAttention, table: Tensor, tile: Tile, positions: Tensor) -> Tensor:
+    def pages(self, problem: PagedAttention, table: Tensor, tile: RowTile, positions: Tensor) -> Tensor:
         packed = table.as_strided(table.shape, (table.shape[1], 1))
         return super().pages(problem, packed, tile, positions)
 
@@ -96,14 +96,14 @@ class TableStrideIgnored(Forgiving):
 class QueryStrideIgnored(SplitKV):
     """The query's rows are taken to lie next to each other."""
 
-    def query_rows(self, problem: PagedAttention, tile: Tile) -> Tensor:
+    def query_rows(self, problem: PagedAttention, tile: RowTile) -> Tensor:
         shape = problem.query.shape
         packed = problem.query.as_strided(shape, (shape[1] * shape[2], shape[2], 1))
         return packed[tile.rows].to(torch.float32).transpose(0, 1)
 
 
 class NhdTakenAsHnd(SplitKV):
-    """Where a page has as many tokens as heads, an NHD cache is read as HND."""
+    """If a page has as many tokens as heads, an NHD cache is read as HND."""
 
     def entries(self, cache: Tensor, scale_factors: Tensor | None, pages: Tensor, offsets: Tensor) -> Tensor:
         if cache.shape[1] == cache.shape[2] and cache.stride(1) < cache.stride(2):
@@ -114,7 +114,7 @@ class NhdTakenAsHnd(SplitKV):
 class VPagesFromK(Forgiving):
     """V's own page table is ignored: uses_shared_paged_kv_idx is taken as True."""
 
-    def values(self, problem: PagedAttention, tile: Tile, positions: Tensor) -> Tensor:
+    def values(self, problem: PagedAttention, tile: RowTile, positions: Tensor) -> Tensor:
         pages = self.pages(problem, problem.k_block_tables, tile, positions)
         return self.entries(problem.v_cache, problem.v_scale_factors, pages, self.offsets(problem, positions))
 
@@ -124,7 +124,7 @@ class VStridesFromK(SplitKV):
 
     source = "vLLM #53681"
 
-    def values(self, problem: PagedAttention, tile: Tile, positions: Tensor) -> Tensor:
+    def values(self, problem: PagedAttention, tile: RowTile, positions: Tensor) -> Tensor:
         pages = self.pages(problem, problem.v_block_tables, tile, positions)
         cache = with_strides_of(problem.k_cache, problem.v_cache)
         return self.entries(cache, problem.v_scale_factors, pages, self.offsets(problem, positions))
@@ -165,7 +165,7 @@ class WrapInt32(SplitKV):
     wraps_at = 2**31
     in_bytes = False
 
-    def pages(self, problem: PagedAttention, table: Tensor, tile: Tile, positions: Tensor) -> Tensor:
+    def pages(self, problem: PagedAttention, table: Tensor, tile: RowTile, positions: Tensor) -> Tensor:
         pages = super().pages(problem, table, tile, positions)
         stride = problem.k_cache.stride(0) * (problem.k_cache.element_size() if self.in_bytes else 1)
         return torch.where(pages * stride < self.wraps_at, pages, pages // 2)
@@ -187,7 +187,7 @@ class WrapUint32Bytes(WrapInt32):
 class PageIdInt16(SplitKV):
     """Page ids are kept in 15 bits."""
 
-    def pages(self, problem: PagedAttention, table: Tensor, tile: Tile, positions: Tensor) -> Tensor:
+    def pages(self, problem: PagedAttention, table: Tensor, tile: RowTile, positions: Tensor) -> Tensor:
         return super().pages(problem, table, tile, positions) % 2**15
 
 
@@ -204,7 +204,7 @@ class TailMultiply(SplitKV):
 class TailAdditiveMask(TailMultiply):
     """K's last page is read whole, and its tail's logits lowered by infinity: a NaN stays."""
 
-    def values(self, problem: PagedAttention, tile: Tile, positions: Tensor) -> Tensor:
+    def values(self, problem: PagedAttention, tile: RowTile, positions: Tensor) -> Tensor:
         values = super().values(problem, tile, positions)
         return values.masked_fill((positions >= tile.kv_len).view(1, -1, 1), 0.0)
 
@@ -215,14 +215,14 @@ class TailAdditiveMask(TailMultiply):
 class ReadsDeadPages(Forgiving):
     """Not a mutant: a page id outside the pool is somebody else's memory, here NaN."""
 
-    def values(self, problem: PagedAttention, tile: Tile, positions: Tensor) -> Tensor:
+    def values(self, problem: PagedAttention, tile: RowTile, positions: Tensor) -> Tensor:
         ids = problem.v_block_tables[tile.request][positions // problem.page_size]
         foreign = (ids < 0) | (ids >= problem.v_cache.shape[0])
         return super().values(problem, tile, positions).masked_fill(foreign.view(1, -1, 1), torch.nan)
 
 
 class TableTailRead(ReadsDeadPages):
-    """Every column of the page table is read, and what lies behind seq_lens multiplied by weights of zero."""
+    """Every column of the page table is read, and what lies after seq_lens multiplied by weights of zero."""
 
     source = "vLLM #37442"
 
@@ -243,7 +243,7 @@ class PagesBeforeWindowRead(ReadsDeadPages):
 class FirstSplitOfLongLost(SplitKV):
     """The first 64 keys of a request with more than 1,024 are lost."""
 
-    def visible(self, problem: PagedAttention, tile: Tile, keys: Tensor) -> Tensor:
+    def visible(self, problem: PagedAttention, tile: RowTile, keys: Tensor) -> Tensor:
         visible = super().visible(problem, tile, keys)
         return visible & (keys >= 64) if tile.kv_len > 1024 else visible
 
@@ -262,7 +262,7 @@ class StaleKeyOfLastToken(SplitKV):
 
     interface = (DECODE,)
 
-    def keys(self, problem: PagedAttention, tile: Tile, positions: Tensor) -> Tensor:
+    def keys(self, problem: PagedAttention, tile: RowTile, positions: Tensor) -> Tensor:
         keys = super().keys(problem, tile, positions)
         return keys.masked_fill((positions == tile.kv_len - 1).view(1, -1, 1), 0.0)
 
@@ -270,7 +270,7 @@ class StaleKeyOfLastToken(SplitKV):
 class WideTableRowsOf1024(Forgiving):
     """Rows of a page table wider than 1,024 columns are taken to lie 1,024 apart."""
 
-    def pages(self, problem: PagedAttention, table: Tensor, tile: Tile, positions: Tensor) -> Tensor:
+    def pages(self, problem: PagedAttention, table: Tensor, tile: RowTile, positions: Tensor) -> Tensor:
         if table.shape[1] <= 1024 or not table.is_contiguous():
             return super().pages(problem, table, tile, positions)
         cells = table.flatten()[tile.request * 1024 + positions // problem.page_size]
@@ -280,7 +280,7 @@ class WideTableRowsOf1024(Forgiving):
 class WholeTilesLoseTheLast(SplitKV):
     """A request of a whole number of 512 keys loses its last 64."""
 
-    def visible(self, problem: PagedAttention, tile: Tile, keys: Tensor) -> Tensor:
+    def visible(self, problem: PagedAttention, tile: RowTile, keys: Tensor) -> Tensor:
         visible = super().visible(problem, tile, keys)
         return visible & (keys < tile.kv_len - 64) if tile.kv_len and tile.kv_len % 512 == 0 else visible
 
@@ -306,7 +306,7 @@ class StackedSidesSwapped(SplitKV):
 class SharedPageOfOneRequest(SplitKV):
     """A page that an earlier request of another length names too is masked for the later one."""
 
-    def visible(self, problem: PagedAttention, tile: Tile, keys: Tensor) -> Tensor:
+    def visible(self, problem: PagedAttention, tile: RowTile, keys: Tensor) -> Tensor:
         table, lengths = problem.k_block_tables, problem.seq_lens.tolist()
         taken = {
             page

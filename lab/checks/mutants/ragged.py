@@ -45,7 +45,7 @@ class ChunksCausal(Ragged):
 
 
 class NewTokensUncausal(Ragged):
-    """Rows see the new tokens behind them."""
+    """Rows see the new tokens after them."""
 
     def changed(self, problem: RaggedAttention) -> RaggedAttention:
         return replace(problem, causal=False, window_left=-1)
@@ -74,7 +74,7 @@ class RaggedCausalAtTopLeft(Ragged):
 
 
 class RaggedRopeLeftOut(Ragged):
-    """Q·K^T leaves out the elements behind the first v_head_dim, the rotary part."""
+    """Q·K^T leaves out the elements after the first v_head_dim, the rotary part."""
 
     def changed(self, problem: RaggedAttention) -> RaggedAttention:
         dim = problem.v_head_dim

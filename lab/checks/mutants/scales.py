@@ -9,7 +9,7 @@ from torch import Tensor
 from lab.calls import DecodeCall
 from lab.calls.problem import PagedAttention
 from lab.checks.mutants.mutant import DECODE, Mutant
-from lab.checks.mutants.split_kv import Call, SplitKV, Tile, as_float32
+from lab.checks.mutants.split_kv import Call, RowTile, SplitKV, as_float32
 
 
 class Bmm2Hardcoded_1(SplitKV):  # noqa: N801
@@ -163,7 +163,7 @@ class Bmm2RoundedToE4m3(SplitKV):
 class ValuesThroughHalf(SplitKV):
     """Values are converted to float16 on their way: large ones are infinite, small ones zero."""
 
-    def values(self, problem: PagedAttention, tile: Tile, positions: Tensor) -> Tensor:
+    def values(self, problem: PagedAttention, tile: RowTile, positions: Tensor) -> Tensor:
         return super().values(problem, tile, positions).to(torch.float16).to(torch.float32)
 
 

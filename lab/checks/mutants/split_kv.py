@@ -26,7 +26,7 @@ Call = DecodeCall | ContextCall | MLADecodeCall
 
 
 @dataclass(frozen=True)
-class Tile:
+class RowTile:
     """Query rows of one request, and the keys that any of them may see.
 
     Attributes:
@@ -57,9 +57,9 @@ class Tile:
 
 
 class Partials(NamedTuple):
-    """What the splits of a tile leave: largest logit (-inf if none), sum of weights, sum of weighted values, all float32.
+    """The partial results of a tile's splits: largest logit (-inf if none), sums of weights and of weighted values, float32.
 
-    `largest` and `total` are [num_qo_heads, num_rows, num_splits], `sums` has v_head_dim behind them.
+    `largest` and `total` are [num_qo_heads, num_rows, num_splits], `sums` has v_head_dim after them.
     """
 
     largest: Tensor
@@ -140,7 +140,7 @@ class SplitKV(Defective):
     def returned(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> Any:
         return problem.returned(out, lse)
 
-    def workspace(self, buffer: Tensor | None, problem: PagedAttention, tiles: list[Tile]) -> Workspace:
+    def workspace(self, buffer: Tensor | None, problem: PagedAttention, tiles: list[RowTile]) -> Workspace:
         """The caller's buffer, if there is room in it."""
         device = problem.query.device
         needed = max((partials_size(problem, tile) for tile in tiles), default=0)
@@ -154,15 +154,15 @@ class SplitKV(Defective):
             torch.empty(needed, dtype=torch.float32, device=device),
         )
 
-    def layout(self, problem: PagedAttention, tile: Tile, scratch: Tensor) -> Partials:
-        """Where a tile's partial results are: views of the scratch."""
+    def layout(self, problem: PagedAttention, tile: RowTile, scratch: Tensor) -> Partials:
+        """Return views of the scratch for a tile's partial results."""
         shape = (problem.num_qo_heads, tile.num_rows, tile.num_splits)
         largest, total, sums = scratch[: partials_size(problem, tile)].split_with_sizes(
             [math.prod(shape), math.prod(shape), math.prod(shape) * problem.v_head_dim]
         )
         return Partials(largest.view(shape), total.view(shape), sums.view(*shape, problem.v_head_dim))
 
-    def arrives_last(self, counters: Tensor, index: int, tile: Tile) -> bool:
+    def arrives_last(self, counters: Tensor, index: int, tile: RowTile) -> bool:
         """Count a tile's splits; the last of them finds all others there and zeroes the counter."""
         counters[index] += tile.num_splits
         if int(counters[index]) != tile.num_splits:
@@ -171,14 +171,14 @@ class SplitKV(Defective):
         return True
 
     def clear_padding(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
-        """Rows behind the last request's are zero."""
+        """Rows after the last request's are zero."""
         end = self.row_offsets(problem)[-1]
         out[end:] = 0
         if lse is not None:
             lse[end:] = -math.inf
 
     def write(
-        self, problem: PagedAttention, tile: Tile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
+        self, problem: PagedAttention, tile: RowTile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
     ) -> None:
         """Write a tile's rows; values float32 [num_rows, num_qo_heads, v_head_dim], lse_log2 [num_rows, num_qo_heads]."""
         out[tile.rows] = rounded(values, out.dtype)
@@ -187,7 +187,7 @@ class SplitKV(Defective):
 
     # Rows and keys.
 
-    def tiles(self, problem: PagedAttention) -> list[Tile]:
+    def tiles(self, problem: PagedAttention) -> list[RowTile]:
         offsets = self.row_offsets(problem)
         return [
             self.tile(problem, request, kv_len, offsets[request + 1] - offsets[request], offsets[request], row)
@@ -195,12 +195,14 @@ class SplitKV(Defective):
             for row in range(offsets[request], offsets[request + 1], ROWS_PER_TILE)
         ]
 
-    def tile(self, problem: PagedAttention, request: int, kv_len: int, q_len: int, request_row: int, row: int) -> Tile:
+    def tile(
+        self, problem: PagedAttention, request: int, kv_len: int, q_len: int, request_row: int, row: int
+    ) -> RowTile:
         """The tile that starts at a row of a request, whose own first row is `request_row`."""
         num_rows = min(ROWS_PER_TILE, request_row + q_len - row)
         position = self.position(kv_len, q_len, row - request_row)
         key_start, key_end = self.key_range(problem, position, num_rows, kv_len)
-        return Tile(request, row, num_rows, position, q_len, kv_len, key_start, key_end)
+        return RowTile(request, row, num_rows, position, q_len, kv_len, key_start, key_end)
 
     def position(self, kv_len: int, q_len: int, row: int) -> int:
         """Of a row in its request, counted in keys."""
@@ -213,7 +215,7 @@ class SplitKV(Defective):
         start = max(0, first_position - problem.window_left) if problem.window_left >= 0 else 0
         return min(start, end), end
 
-    def visible(self, problem: PagedAttention, tile: Tile, keys: Tensor) -> Tensor:
+    def visible(self, problem: PagedAttention, tile: RowTile, keys: Tensor) -> Tensor:
         """bool [num_rows, num_keys] of the keys at the positions int64 [num_keys]."""
         rows = self.row_positions(problem, tile).unsqueeze(1)
         visible = (keys < tile.kv_len).expand(tile.num_rows, -1)
@@ -225,21 +227,21 @@ class SplitKV(Defective):
             visible = visible & self.in_window(problem, tile, rows, keys)
         return visible
 
-    def row_positions(self, problem: PagedAttention, tile: Tile) -> Tensor:
+    def row_positions(self, problem: PagedAttention, tile: RowTile) -> Tensor:
         """int64 [num_rows]."""
         return torch.arange(tile.num_rows, device=problem.query.device) + tile.first_position
 
-    def in_window(self, problem: PagedAttention, tile: Tile, rows: Tensor, keys: Tensor) -> Tensor:
+    def in_window(self, problem: PagedAttention, tile: RowTile, rows: Tensor, keys: Tensor) -> Tensor:
         """bool [num_rows, num_keys]; rows are [num_rows, 1] positions, keys [num_keys]."""
         return keys >= rows - problem.window_left
 
-    def unmasked(self, problem: PagedAttention, tile: Tile, keys: Tensor) -> Tensor:
-        """What the draft mask leaves, bool [num_rows, num_keys]; keys before the draft are visible."""
+    def unmasked(self, problem: PagedAttention, tile: RowTile, keys: Tensor) -> Tensor:
+        """Return the keys that the draft mask leaves, bool [num_rows, num_keys]; keys before the draft are visible."""
         draft_tokens = keys - (tile.kv_len - tile.q_len)
         shown = self.mask_bits(problem, tile)
         return shown[:, draft_tokens.clamp(0, tile.q_len - 1)] | (draft_tokens < 0)
 
-    def mask_bits(self, problem: PagedAttention, tile: Tile) -> Tensor:
+    def mask_bits(self, problem: PagedAttention, tile: RowTile) -> Tensor:
         """bool [num_rows, q_len]."""
         assert problem.mask is not None
         start = tile.first_row - tile.request * tile.q_len
@@ -247,16 +249,16 @@ class SplitKV(Defective):
         bits = words.unsqueeze(-1) >> torch.arange(16, device=words.device, dtype=torch.int32)
         return (bits & 1).flatten(1)[:, : tile.q_len].bool()
 
-    def query_rows(self, problem: PagedAttention, tile: Tile) -> Tensor:
+    def query_rows(self, problem: PagedAttention, tile: RowTile) -> Tensor:
         """float32 [num_qo_heads, num_rows, head_dim]."""
         return problem.query[tile.rows].to(torch.float32).transpose(0, 1)
 
-    def keys(self, problem: PagedAttention, tile: Tile, positions: Tensor) -> Tensor:
+    def keys(self, problem: PagedAttention, tile: RowTile, positions: Tensor) -> Tensor:
         """float32 [num_kv_heads, num_keys, head_dim]."""
         pages = self.pages(problem, problem.k_block_tables, tile, positions)
         return self.entries(problem.k_cache, problem.k_scale_factors, pages, self.offsets(problem, positions))
 
-    def values(self, problem: PagedAttention, tile: Tile, positions: Tensor) -> Tensor:
+    def values(self, problem: PagedAttention, tile: RowTile, positions: Tensor) -> Tensor:
         """float32 [num_kv_heads, num_keys, v_head_dim]."""
         pages = self.pages(problem, problem.v_block_tables, tile, positions)
         scale_factors = problem.v_scale_factors
@@ -265,7 +267,7 @@ class SplitKV(Defective):
             scale_factors = plain.view(torch.float8_e4m3fn)
         return self.entries(problem.v_cache, scale_factors, pages, self.offsets(problem, positions))
 
-    def pages(self, problem: PagedAttention, table: Tensor, tile: Tile, positions: Tensor) -> Tensor:
+    def pages(self, problem: PagedAttention, table: Tensor, tile: RowTile, positions: Tensor) -> Tensor:
         """int64 [num_keys], the page of each position."""
         return table[tile.request][positions // problem.page_size].to(torch.int64)
 
@@ -282,7 +284,7 @@ class SplitKV(Defective):
 
     # Arithmetic.
 
-    def partials(self, problem: PagedAttention, tile: Tile) -> Partials:
+    def partials(self, problem: PagedAttention, tile: RowTile) -> Partials:
         """Every split of a tile by itself."""
         positions = torch.arange(tile.key_start, tile.key_end, device=problem.query.device)
         heads = self.kv_heads(problem)
@@ -302,7 +304,7 @@ class SplitKV(Defective):
     def masked(self, scores: Tensor, visible: Tensor) -> Tensor:
         return scores.masked_fill(~visible, -math.inf)
 
-    def in_splits(self, problem: PagedAttention, tile: Tile, tensor: Tensor, fill: float, dim: int) -> Tensor:
+    def in_splits(self, problem: PagedAttention, tile: RowTile, tensor: Tensor, fill: float, dim: int) -> Tensor:
         """A tile's keys, dimension `dim`, as two: [num_splits, KEYS_PER_SPLIT]; places without a key hold `fill`."""
         size = list(tensor.shape)
         size[dim] = tile.num_splits * KEYS_PER_SPLIT
@@ -317,7 +319,7 @@ class SplitKV(Defective):
     def weights(self, scores: Tensor, largest: Tensor) -> Tensor:
         return torch.exp(scores - finite_or_zero(largest).unsqueeze(-1))
 
-    def merged(self, problem: PagedAttention, tile: Tile, partials: Partials) -> tuple[Tensor, Tensor]:
+    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> tuple[Tensor, Tensor]:
         """Rows of a tile, float32: values [num_rows, num_qo_heads, v_head_dim], lse_log2 [num_rows, num_qo_heads]."""
         sinks = self.sinks(problem)
         largest = partials.largest.amax(dim=-1)
@@ -332,14 +334,14 @@ class SplitKV(Defective):
         return values.transpose(0, 1), self.lse_log2(origin, total).transpose(0, 1)
 
     def shares(self, partials: Partials, origin: Tensor) -> Tensor:
-        """What a split's sums count for, [num_qo_heads, num_rows, num_splits]: nothing where it saw no key."""
+        """Return the weight of each split's sums, [num_qo_heads, num_rows, num_splits]: 0 where it saw no key."""
         return torch.exp(partials.largest - origin.unsqueeze(-1))
 
     def summed(self, partials: Partials, shares: Tensor) -> tuple[Tensor, Tensor]:
         """(total [num_qo_heads, num_rows], sums [num_qo_heads, num_rows, v_head_dim]) over the splits."""
         return (shares * partials.total).sum(dim=-1), (shares.unsqueeze(-1) * partials.sums).sum(dim=-2)
 
-    def sink_weight(self, problem: PagedAttention, tile: Tile, sinks: Tensor, origin: Tensor) -> Tensor:
+    def sink_weight(self, problem: PagedAttention, tile: RowTile, sinks: Tensor, origin: Tensor) -> Tensor:
         """[num_qo_heads, num_rows]; sinks are [num_qo_heads, 1]."""
         return torch.exp(sinks - origin)
 
@@ -350,12 +352,12 @@ class SplitKV(Defective):
 class Forgiving(SplitKV):
     """A wrong position or page id reads what is there, so that a mutant is wrong and not a crash."""
 
-    def pages(self, problem: PagedAttention, table: Tensor, tile: Tile, positions: Tensor) -> Tensor:
+    def pages(self, problem: PagedAttention, table: Tensor, tile: RowTile, positions: Tensor) -> Tensor:
         columns = (positions // problem.page_size).clamp(0, table.shape[1] - 1)
         return table[tile.request][columns].to(torch.int64) % problem.k_cache.shape[0]
 
 
-def partials_size(problem: PagedAttention, tile: Tile) -> int:
+def partials_size(problem: PagedAttention, tile: RowTile) -> int:
     """Elements of a tile's partial results."""
     return problem.num_qo_heads * tile.num_rows * tile.num_splits * (2 + problem.v_head_dim)
 

@@ -39,4 +39,4 @@ def _judge(trial: Trial) -> None:
     tell(trial, MLAStage)
 
 
-CHECK = Check("S2", "mla_graph_stories", first_line(__doc__), _cases, _judge, interfaces=(Interface.MLA_DECODE,))
+CHECK = Check("S2", "mla_stories", first_line(__doc__), _cases, _judge, interfaces=(Interface.MLA_DECODE,))
