@@ -107,7 +107,7 @@ def named_in_failures(point: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PointRows:
     """Rows of a point's arms that have a time, and of those that have none, with the reason."""
 
     rows: Sequence[dict[str, Any]] = ()
@@ -191,7 +191,7 @@ def measure_arms(
     make: MakeWorks,
     measure: Callable[[Works], dict[str, Time]],
     row_of: Callable[[Arm, GpuWork, dict[str, Time]], Mapping[str, Any]],
-) -> Outcome:
+) -> PointRows:
     """Measure the arms of a point in turns, by any clock, and say why an arm has no time.
 
     Args:
@@ -212,10 +212,10 @@ def measure_arms(
         for arm in point.arms
         if arm.name in times
     ]
-    return Outcome(rows, reason_rows(point.row, declined), reason_rows(point.row, wrong))
+    return PointRows(rows, reason_rows(point.row, declined), reason_rows(point.row, wrong))
 
 
-def measure_point(point: Point, make: MakeWorks, plan: TimingPlan, facts_of: FactsOf) -> Outcome:
+def measure_point(point: Point, make: MakeWorks, plan: TimingPlan, facts_of: FactsOf) -> PointRows:
     """Measure the GPU times of the arms of a point in turns; see `measure_arms`.
 
     Args:

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from lab.experiments.arms import COLD, JUDGED, Arm, Outcome, Point, TimingPlan, Works, measure_arms, measure_point
+from lab.experiments.arms import COLD, JUDGED, Arm, Point, PointRows, TimingPlan, Works, measure_arms, measure_point
 from lab.experiments.command import ExperimentParser, timing_plan, trace_name, trace_of
 from lab.experiments.passes import FLASHINFER_MODULE, PORTABLE_MODULE, eager_call, gpu_works, pass_facts, works_of
 from lab.experiments.recording import NO_GPU, Columns, Recording, Row, gpu_is_here, table_of
@@ -239,7 +239,7 @@ def facts_of(arm: Arm, work: GpuWork) -> dict[str, Any]:
     }
 
 
-def measure_host(point: Point) -> Outcome:
+def measure_host(point: Point) -> PointRows:
     """Measure the host times of calls, in turns: each does all of its work, but in the group of prepared ones.
 
     Raises:

@@ -3,15 +3,14 @@
 import torch
 from torch import Tensor
 
+from lab.experiments.arms import WARM
 from lab.metadata.engine.capture import capturing
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.timing.gpu_time import measure
-from lab.timing.method import L2, Clock, Method
 from lab.timing.work import GpuWork
 from lab.workloads.requests import admit, forward_batch, new_pool
 
-GRAPH_CLOCK = Method(Clock.GRAPH, L2.WARM)
 MATRIX_SIZE = 2048  # a product of about 30 µs on an H200: small beside a step, long beside a launch
 
 
@@ -24,7 +23,7 @@ class MatrixProducts:
         self.out = torch.empty_like(self.operands[0])
         arguments = dict(zip(("input", "mat2"), self.operands, strict=True)) | {"out": self.out}
         product = GpuWork.of(torch.mm, 3 * self.out.nbytes, 2 * MATRIX_SIZE**3, **arguments)
-        self.products = max(1, round(gpu_us / measure(product, GRAPH_CLOCK).median_us))
+        self.products = max(1, round(gpu_us / measure(product, WARM).median_us))
         self.graph = torch.cuda.CUDAGraph()
         with capturing(self.graph):
             for _ in range(self.products):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lab.experiments.arms import Arm, Outcome, PointFailedError, Works, declined_by, measure_right_ones
+from lab.experiments.arms import Arm, PointFailedError, PointRows, Works, declined_by, measure_right_ones
 from lab.timing import GpuTime, GpuWork
 from lab.timing.method import L2, Clock, Method
 
@@ -25,8 +25,8 @@ def test_a_kernel_that_declines_is_named_with_its_reason() -> None:
 
 def test_an_experiment_that_needs_all_arms_says_which_has_no_time() -> None:
     reason = {"point": "2q4", "arm": "one", "reason": "3 vectors"}
-    assert Outcome(rows=[{"arm": "one"}]).whole() == [{"arm": "one"}]
-    for outcome in (Outcome(wrong=[reason]), Outcome(declined=[reason])):
+    assert PointRows(rows=[{"arm": "one"}]).whole() == [{"arm": "one"}]
+    for outcome in (PointRows(wrong=[reason]), PointRows(declined=[reason])):
         with pytest.raises(PointFailedError, match="2q4, one: 3 vectors"):
             outcome.whole()
 

@@ -9,7 +9,7 @@ import torch
 
 from lab.checks.forward_pass import build_forward
 from lab.experiments import arms, draft_extend_kernels, passes
-from lab.experiments.arms import COLD, Outcome, Point, PointFailedError, TimingPlan, measure_point
+from lab.experiments.arms import COLD, Point, PointFailedError, PointRows, TimingPlan, measure_point
 from lab.experiments.draft_extend_kernels import (
     ARMS,
     KEYS,
@@ -41,7 +41,7 @@ ON_CPU = {
 SMALL = parse_batch("2q4s70")
 
 
-def measure(point: Point) -> Outcome:
+def measure(point: Point) -> PointRows:
     return measure_point(point, gpu_works, TimingPlan(CEILINGS, samples=3), facts_of)
 
 
@@ -185,12 +185,12 @@ def test_the_command_line_writes_every_point_and_what_was_left_out(
     out = tmp_path / "map.json"
     written_before: list[bool] = []
 
-    def simulated(point: Point, make: Any, plan: TimingPlan, facts_of: Any) -> Outcome:
+    def simulated(point: Point, make: Any, plan: TimingPlan, facts_of: Any) -> PointRows:
         written_before.append(out.exists())
         facts = point.facts
         assert plan == TimingPlan(CEILINGS, COLD, 5)
         rows = rows_at(facts["requests"], facts["kv_len"], {facts["q_len"]: (10.0, 30.0)})
-        return Outcome(rows, [point.row | {"arm": "decode", "reason": "no"}])
+        return PointRows(rows, [point.row | {"arm": "decode", "reason": "no"}])
 
     monkeypatch.setattr(draft_extend_kernels, "measure_point", simulated)
     command = f"--q-lens 2 4 --requests 1 4 --keys 1024 --most-keys 2048 --samples 5 --out {out}"

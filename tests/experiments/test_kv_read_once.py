@@ -13,7 +13,7 @@ import torch
 from lab import references
 from lab.checks.forward_pass import build_forward
 from lab.experiments import arms, kv_read_once, passes
-from lab.experiments.arms import Arm, Outcome, Point, PointFailedError, TimingPlan, measure_point
+from lab.experiments.arms import Arm, Point, PointFailedError, PointRows, TimingPlan, measure_point
 from lab.experiments.kv_read_once import (
     E4M3_CACHE,
     FLASHINFER,
@@ -58,7 +58,7 @@ def small_point(*targets: Target, case: ForwardCase = SMALL, group: str = "small
     return Point("2q2s70", both, {"group": group}, FLASHINFER)
 
 
-def measure(point: Point, samples: int = 3) -> Outcome:
+def measure(point: Point, samples: int = 3) -> PointRows:
     """GPU times against a slow GPU's ceilings."""
     return measure_point(point, gpu_works, TimingPlan(SLOW, METHOD, samples), facts_of)
 
@@ -341,7 +341,7 @@ def right_at(*right_calls: int) -> Callable[..., Any]:
 @pytest.mark.parametrize("measure_either", [measure, measure_host], ids=["gpu", "host"])
 @pytest.mark.parametrize("right_calls", [(1, 2), (3,)], ids=["wrong after", "wrong before"])
 def test_a_wrong_arm_has_no_time(
-    right_calls: tuple[int, ...], measure_either: Callable[[Point], Outcome], monkeypatch: pytest.MonkeyPatch
+    right_calls: tuple[int, ...], measure_either: Callable[[Point], PointRows], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first call tells who declines, the second is judged before the times, the third after or among them."""
     runs_as(monkeypatch, right_at(*right_calls))
@@ -455,16 +455,16 @@ def test_the_command_line_writes_every_point_and_prints_the_targets(
     out = tmp_path / "once.json"
     written_before: list[bool] = []
 
-    def gpu(point: Point, make: Any, plan: TimingPlan, facts: Any) -> Outcome:
+    def gpu(point: Point, make: Any, plan: TimingPlan, facts: Any) -> PointRows:
         assert plan == TimingPlan(CEILINGS, METHOD, 5)
         written_before.append(out.exists())
         declined = [{"group": "extend", "point": point.name, "arm": FLASHINFER, "reason": "not [here]"}]
-        return Outcome([time_row() | {"point": point.name}], declined if "q4k" in point.name else [], [])
+        return PointRows([time_row() | {"point": point.name}], declined if "q4k" in point.name else [], [])
 
-    def host(point: Point) -> Outcome:
+    def host(point: Point) -> PointRows:
         targets = target_rows(HOST_TARGET, {Figure.HOST: 20.0}, FLASHINFER)
         row = {"point": point.name, "arm": PORTABLE, "host_us": 20.0, "iqr_us": 1.0, "targets": targets}
-        return Outcome([row], [], [])
+        return PointRows([row], [], [])
 
     monkeypatch.setattr(kv_read_once, "measure_point", gpu)
     monkeypatch.setattr(kv_read_once, "measure_host", host)
@@ -495,9 +495,9 @@ def test_the_command_line_writes_every_point_and_prints_the_targets(
 def test_a_wrong_arm_makes_the_exit_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def gpu(point: Point, make: Any, plan: TimingPlan, facts: Any) -> Outcome:
+    def gpu(point: Point, make: Any, plan: TimingPlan, facts: Any) -> PointRows:
         assert [arm.name for arm in point.arms] == [PORTABLE]
-        return Outcome([], [], [{"point": point.name, "arm": PORTABLE, "reason": "3 vectors"}])
+        return PointRows([], [], [{"point": point.name, "arm": PORTABLE, "reason": "3 vectors"}])
 
     monkeypatch.setattr(kv_read_once, "measure_point", gpu)
     out = tmp_path / "once.json"

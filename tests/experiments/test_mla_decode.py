@@ -14,7 +14,7 @@ import torch
 from lab import references
 from lab.checks.mla_pass import build_mla_pass
 from lab.experiments import arms, mla_decode, passes
-from lab.experiments.arms import COLD, Arm, Outcome, Point, PointFailedError, TimingPlan, measure_point
+from lab.experiments.arms import COLD, Arm, Point, PointFailedError, PointRows, TimingPlan, measure_point
 from lab.experiments.mla_decode import (
     PLANNED,
     PORTABLE,
@@ -46,7 +46,7 @@ def reference(case: MLACase) -> Arm:
     return Arm("reference", case, "lab.references")
 
 
-def measure(point: Point, samples: int = 3) -> Outcome:
+def measure(point: Point, samples: int = 3) -> PointRows:
     """GPU times against a slow GPU's ceilings."""
     return measure_point(point, gpu_works, TimingPlan(SLOW, samples=samples), facts_of)
 
@@ -282,12 +282,12 @@ def test_the_command_line_writes_every_point_and_prints_the_target(
     out = tmp_path / "mla.json"
     written_before: list[bool] = []
 
-    def simulate(point: Point, make: Any, plan: TimingPlan, facts: Any) -> Outcome:
+    def simulate(point: Point, make: Any, plan: TimingPlan, facts: Any) -> PointRows:
         case = point.arms[0].case
         assert (plan, case.kv_dtype) == (TimingPlan(CEILINGS, COLD, 5), torch.float8_e4m3fn)
         written_before.append(out.exists())
         declined = [point.row | {"arm": WRAPPER, "reason": "not [here]"}]
-        return Outcome(simulated_rows(case), declined if case.q_lens[0] == 4 else [], [])
+        return PointRows(simulated_rows(case), declined if case.q_lens[0] == 4 else [], [])
 
     monkeypatch.setattr(mla_decode, "measure_point", simulate)
     command = f"--shapes 2x1024 --heads 16 --q-lens 1 4 --kv-dtype e4m3 --samples 5 --out {out}"
@@ -312,8 +312,8 @@ def test_the_command_line_writes_every_point_and_prints_the_target(
 def test_a_wrong_arm_makes_the_exit_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def simulate(point: Point, *_: Any) -> Outcome:
-        return Outcome([], [], [point.row | {"arm": PORTABLE, "reason": "3 vectors"}])
+    def simulate(point: Point, *_: Any) -> PointRows:
+        return PointRows([], [], [point.row | {"arm": PORTABLE, "reason": "3 vectors"}])
 
     monkeypatch.setattr(mla_decode, "measure_point", simulate)
     assert main(["--out", str(tmp_path / "mla.json")]) == 1
