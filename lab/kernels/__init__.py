@@ -49,8 +49,13 @@ def prepare(implementation: Any, name: str, /, **arguments: Any) -> Callable[[],
 
     FlashInfer's adapter checks and converts the arguments once; its prepared call is FlashInfer's own. The portable one
     checks and allocates once; its prepared call is launches alone (`lab.kernels.portable.triton_call`). One that prepares
-    nothing does its whole work in each call, and is timed with it. Tensors are held, not copied: their contents may change
-    between calls.
+    nothing does its whole work in each call, and is timed with it.
+
+    A ready call holds the tensors that it was prepared with, not copies. Their contents may change from call to call, as an
+    engine's CUDA-graph buffers do; addresses, shapes, strides, host numbers and bounds are those of the preparation and are not
+    looked at again. What the call adds, such as scratch, a workspace or a derived table, belongs to the stream it was prepared
+    on: call it there. A CUDA graph that captured it uses all of those: keep it as long as the graph. Prepared during a capture,
+    it is good inside that graph alone.
 
     Args:
         implementation: any object with the function, such as `lab.kernels.portable` or `lab.references`; it may have

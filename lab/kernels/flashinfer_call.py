@@ -29,12 +29,7 @@ Refresh = Callable[[], object]  # one small launch that rewrites what was derive
 class PreparedCall:
     """A call that is checked, converted and ready: calling it calls FlashInfer's function and returns its result.
 
-    It holds the tensors that it was prepared with, not copies. Their contents may change from call to call, as an engine's
-    CUDA-graph buffers do; shapes, strides, host numbers and bounds are those of the preparation and are not looked at
-    again. What the lab adds, its workspace or a derived table, belongs to the stream it was prepared on: call it there.
-
-    A CUDA graph that captured it uses those tensors: keep it as long as the graph. Prepared during a capture, it is good
-    inside that graph alone.
+    It keeps the contract of `lab.kernels.prepare`.
 
     Attributes:
         function: the installed FlashInfer's.

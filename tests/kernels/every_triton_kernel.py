@@ -5,7 +5,7 @@
     compute-sanitizer --tool racecheck --error-exitcode 1 python -m tests.kernels.every_triton_kernel
 
 Without the caching allocator each tensor is an allocation of its own, so that an access beside it is noticed. It is an error if
-a kernel of `lab.kernels` was not launched. `--with-defect` adds a kernel that stores one element behind its tensor, which
+a kernel of `lab.kernels` was not launched. `--with-defect` adds a kernel that stores one element after its tensor, which
 memcheck must report.
 """
 
@@ -36,7 +36,7 @@ DRAFT_BATCHES = ("1x1", "3x63", "5x513", "2x4k")
 def kernels() -> set[str]:
     """Names of the kernels that something in `lab.kernels` launches; what they call is named otherwise."""
     modules = [
-        importlib.import_module(f"lab.kernels.{each.name}") for each in pkgutil.iter_modules(lab.kernels.__path__)
+        importlib.import_module(each.name) for each in pkgutil.walk_packages(lab.kernels.__path__, "lab.kernels.")
     ]
     named = {name: value for module in modules for name, value in vars(module).items()}
     return {name for name, value in named.items() if isinstance(value, JITFunction) and name.endswith("_kernel")}
@@ -114,13 +114,13 @@ def run_metadata() -> None:
 
 
 @triton.jit
-def _store_behind(tensor, size):
+def _store_after(tensor, size):
     tl.store(tensor + size, 0)
 
 
 def run_defect() -> None:
     tensor = torch.zeros(128, dtype=torch.int32, device="cuda")
-    _store_behind[(1,)](tensor, tensor.numel())
+    _store_after[(1,)](tensor, tensor.numel())
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""How keys are shared out, by itself: every program's share, against the same order laid out in Python."""
+"""Shares of keys, by themselves: every program's share, against the same order laid out in Python."""
 
 import itertools
 
@@ -7,21 +7,21 @@ import torch
 import triton
 import triton.language as tl
 
-from lab.kernels.portable.arithmetic import Tile
 from lab.kernels.portable.key_shares import (
     BLOCK_REQUESTS,
     CUT_KEYS,
     Shares,
     choose_shares,
-    merge_block,
     places_per_share,
     reach_of,
     request_at,
 )
+from lab.kernels.portable.partial_results import merge_block
+from lab.kernels.portable.tiles import Tile
 from tests.devices import DEVICES
 
 BLOCK_KEYS = 32
-UNIT_PLACES = 8
+START_PLACES = 8
 
 
 @triton.jit
@@ -31,39 +31,40 @@ def _every_share(
     window_left,
     max_q_len,
     batch_size,
-    units,
-    pieces,
+    num_kv_heads,
+    num_shares,
     least_tiles,
     BLOCK_KEYS: tl.constexpr,
-    UNIT_PLACES: tl.constexpr,
+    START_PLACES: tl.constexpr,
 ):
-    """Of each piece: the places of the batch, the share, the request it begins in and where that one begins."""
-    piece = tl.program_id(0).to(tl.int64)
+    """Write of each share: the places of the batch, its own, the request of its first place, and the first place of that."""
+    number = tl.program_id(0).to(tl.int64)
     reach = reach_of(window_left, max_q_len)
-    total, share = places_per_share(seq_lens, batch_size, reach, units, pieces, least_tiles, BLOCK_KEYS, UNIT_PLACES)
-    request, begin = request_at(piece * share, seq_lens, batch_size, reach, units, BLOCK_KEYS, UNIT_PLACES)
-    tl.store(found + piece * 4, total)
-    tl.store(found + piece * 4 + 1, share)
-    tl.store(found + piece * 4 + 2, request)
-    tl.store(found + piece * 4 + 3, begin)
+    batch = (seq_lens, batch_size, reach, num_kv_heads)
+    total, share = places_per_share(batch, num_shares, least_tiles, BLOCK_KEYS, START_PLACES)
+    request, begin = request_at(number * share, batch, BLOCK_KEYS, START_PLACES)
+    tl.store(found + number * 4, total)
+    tl.store(found + number * 4 + 1, share)
+    tl.store(found + number * 4 + 2, request)
+    tl.store(found + number * 4 + 3, begin)
 
 
 def shares_on(
-    device: str, lengths: list[int], *, window_left: int, units: int, pieces: int, least_tiles: int = 1
+    device: str, lengths: list[int], *, window_left: int, num_kv_heads: int, num_shares: int, least_tiles: int = 1
 ) -> list[list[int]]:
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
-    found = torch.full((pieces, 4), -1, dtype=torch.int64, device=device)
-    _every_share[(pieces,)](
+    found = torch.full((num_shares, 4), -1, dtype=torch.int64, device=device)
+    _every_share[(num_shares,)](
         found,
         seq_lens,
         window_left,
         2,
         len(lengths),
-        units,
-        pieces,
+        num_kv_heads,
+        num_shares,
         least_tiles,
         BLOCK_KEYS=BLOCK_KEYS,
-        UNIT_PLACES=UNIT_PLACES,
+        START_PLACES=START_PLACES,
     )
     return found.tolist()
 
@@ -71,22 +72,22 @@ def shares_on(
 def places_of(length: int, window_left: int) -> int:
     """Tiles of BLOCK_KEYS from the one with the first key that one of two rows sees, one at least, and the empty places."""
     first = max(length - 2 - window_left, 0) // BLOCK_KEYS if window_left >= 0 else 0
-    return max(-(-length // BLOCK_KEYS) - first, 1) + UNIT_PLACES
+    return max(-(-length // BLOCK_KEYS) - first, 1) + START_PLACES
 
 
-def share_of(places: list[int], units: int, pieces: int, least_tiles: int) -> int:
+def share_of(places: list[int], num_kv_heads: int, num_shares: int, least_tiles: int) -> int:
     """`places` are each request's, of all its units."""
-    equal = max(-(-sum(places) // pieces), least_tiles)
-    longest = max(places) // units
-    num_units = len(places) * units
-    per_unit = max(1, pieces // num_units)
-    even = max(-(-longest // per_unit) * -(-num_units // pieces), least_tiles)
+    equal = max(-(-sum(places) // num_shares), least_tiles)
+    longest = max(places) // num_kv_heads
+    num_units = len(places) * num_kv_heads
+    per_unit = max(1, num_shares // num_units)
+    even = max(-(-longest // per_unit) * -(-num_units // num_shares), least_tiles)
     return even if even <= equal + CUT_KEYS.value // BLOCK_KEYS else equal
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("requests", "keys", "units", "pieces", "share"),
+    ("requests", "keys", "num_kv_heads", "num_shares", "share"),
     [
         (64, 4096, 4, 264, 136),  # a program each, where 132 would cut nearly all
         (64, 4096, 4, 132, 272),  # two each
@@ -96,47 +97,56 @@ def share_of(places: list[int], units: int, pieces: int, least_tiles: int) -> in
     ],
 )
 def test_requests_of_one_length_are_cut_evenly_or_not(
-    device: str, requests: int, keys: int, units: int, pieces: int, share: int
+    device: str, requests: int, keys: int, num_kv_heads: int, num_shares: int, share: int
 ) -> None:
-    found = shares_on(device, [keys] * requests, window_left=-1, units=units, pieces=pieces)
+    found = shares_on(device, [keys] * requests, window_left=-1, num_kv_heads=num_kv_heads, num_shares=num_shares)
     assert found[0][1] == share
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("batch_size", [1, 3, BLOCK_REQUESTS.value, 2 * BLOCK_REQUESTS.value + 5])
 @pytest.mark.parametrize("window_left", [-1, 0, 90, 2**40])
-@pytest.mark.parametrize(("units", "pieces", "least_tiles"), [(2, 7, 1), (3, 50, 2)])
-def test_shares(device: str, batch_size: int, window_left: int, units: int, pieces: int, least_tiles: int) -> None:
+@pytest.mark.parametrize(("num_kv_heads", "num_shares", "least_tiles"), [(2, 7, 1), (3, 50, 2)])
+def test_shares(
+    device: str, batch_size: int, window_left: int, num_kv_heads: int, num_shares: int, least_tiles: int
+) -> None:
     """Equal shares, unless requests of one length ask for others, of an order with a request's places once per unit."""
     lengths = [(37 * request * request) % 1000 for request in range(batch_size)]
-    found = shares_on(device, lengths, window_left=window_left, units=units, pieces=pieces, least_tiles=least_tiles)
-    places = [units * places_of(length, window_left) for length in lengths]
+    found = shares_on(
+        device,
+        lengths,
+        window_left=window_left,
+        num_kv_heads=num_kv_heads,
+        num_shares=num_shares,
+        least_tiles=least_tiles,
+    )
+    places = [num_kv_heads * places_of(length, window_left) for length in lengths]
     ends = list(itertools.accumulate(places))
     expected_begins = [0, *ends[:-1]]
-    share = share_of(places, units, pieces, least_tiles)
-    for piece, (total, own, request, begin) in enumerate(found):
+    share = share_of(places, num_kv_heads, num_shares, least_tiles)
+    for number, (total, own, request, begin) in enumerate(found):
         assert (total, own) == (ends[-1], share)
-        position = piece * share
-        if position < total:
-            assert request == next(index for index, end in enumerate(ends) if position < end)
+        place = number * share
+        if place < total:
+            assert request == next(index for index, end in enumerate(ends) if place < end)
             assert begin == expected_begins[request]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_batch_beyond_32_bits(device: str) -> None:
     """Places, though no length and no request's places exceed them."""
-    found = shares_on(device, [2**30] * 40, window_left=-1, units=8, pieces=4)
+    found = shares_on(device, [2**30] * 40, window_left=-1, num_kv_heads=8, num_shares=4)
     places = 8 * places_of(2**30, -1)
-    assert found == [[40 * places, 10 * places, 10 * piece, 10 * piece * places] for piece in range(4)]
+    assert found == [[40 * places, 10 * places, 10 * number, 10 * number * places] for number in range(4)]
 
 
-@pytest.mark.parametrize(("q_blocks", "pieces"), [(1, 264), (2, 132), (100, 2), (1000, 1)])
-def test_programs_run_at_a_time(monkeypatch: pytest.MonkeyPatch, q_blocks: int, pieces: int) -> None:
+@pytest.mark.parametrize(("q_blocks", "num_shares"), [(1, 264), (2, 132), (100, 2), (1000, 1)])
+def test_programs_run_at_a_time(monkeypatch: pytest.MonkeyPatch, q_blocks: int, num_shares: int) -> None:
     monkeypatch.setattr("lab.kernels.portable.key_shares.num_multiprocessors", lambda device: 132)
     tile = Tile(16, 64, num_warps=4, num_stages=3, per_multiprocessor=2)
     gpu = torch.device("cuda")
-    assert choose_shares(tile, q_blocks, gpu) == Shares(pieces, 1)
-    assert choose_shares(tile, q_blocks, gpu, least_keys=200) == Shares(pieces, 3)
+    assert choose_shares(tile, q_blocks, gpu) == Shares(num_shares, 1)
+    assert choose_shares(tile, q_blocks, gpu, least_keys=200) == Shares(num_shares, 3)
     assert choose_shares(tile, q_blocks, torch.device("cpu")) == Shares(1)
 
 

@@ -16,7 +16,7 @@ from lab import references
 from lab.calls import DecodeCall
 from lab.kernels import portable
 from lab.kernels.portable import key_shares, paged
-from lab.kernels.portable.arithmetic import Tile, tiles_of_pages
+from lab.kernels.portable.tiles import Tile, tile_descriptor
 from lab.kernels.support import why_not
 from lab.kernels.support.portable import PORTABLE
 from tests.cases import Batch, context_arguments, decode_arguments, pack_mask, random_batch
@@ -356,20 +356,18 @@ def test_splits_agree(split: Callable[[int], None], function: str, options: Argu
         torch.testing.assert_close(lse, whole_lse, rtol=FLOAT32_SUMS, atol=FLOAT32_SUMS)
 
 
-@pytest.mark.parametrize(("pieces", "least_tiles"), [(1, 1), (2, 1), (5, 1), (8, 2), (40, 1)])
+@pytest.mark.parametrize(("count", "least_tiles"), [(1, 1), (2, 1), (5, 1), (8, 2), (40, 1)])
 @pytest.mark.parametrize("window_left", [-1, 30])
-def test_every_key_counts_once(
-    monkeypatch: pytest.MonkeyPatch, pieces: int, least_tiles: int, window_left: int
-) -> None:
+def test_every_key_counts_once(monkeypatch: pytest.MonkeyPatch, count: int, least_tiles: int, window_left: int) -> None:
     """Shares that end in any request: of no key, of a few, and of most keys of the batch."""
-    monkeypatch.setattr(paged, "shares_of", lambda *_: key_shares.Shares(pieces, least_tiles))
+    monkeypatch.setattr(paged, "shares_of", lambda *_: key_shares.Shares(count, least_tiles))
     batch = random_batch([2] * 4, [0, 3, 260, 130], heads=(4, 2), head_dim=64)
     assert_right(DECODE, batch, 64, out_dtype=FP32, window_left=window_left, sinks=sinks_of(4), bmm1_scale=0.125)
 
 
 def test_a_slot_that_nobody_fills_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever lay in the memory of partial results must not show."""
-    monkeypatch.setattr(paged, "shares_of", lambda *_: key_shares.Shares(pieces=3))
+    monkeypatch.setattr(paged, "shares_of", lambda *_: key_shares.Shares(3))
     batch = random_batch([2] * 2, [3, 300], heads=(2, 1), head_dim=64)
     clean, _ = assert_right(DECODE, batch)
 
@@ -427,7 +425,7 @@ def test_keys_are_shared_out_unless_rows_fill_the_gpu(
         max_kv_len=kv_len,
     )
     tile = paged.choose_tile(4 * q_len, 128, 2, (9, 0))
-    shares = portable.shares_of(problem, tile, -(-4 * q_len // tile.rows))
+    shares = paged.shares_of(problem, tile, -(-4 * q_len // tile.rows))
     assert (shares is not None) == shared
 
 
@@ -443,7 +441,7 @@ def test_choose_tile(rows: int, head_dim: int, kv_bytes: int, capability: tuple[
 
 
 def by_descriptor(cache: Tensor, tile: Tile) -> bool:
-    return tiles_of_pages(cache, tile, cache.shape[3]) is not None
+    return tile_descriptor(cache, tile, cache.shape[3]) is not None
 
 
 @pytest.mark.parametrize(
@@ -465,7 +463,7 @@ def test_tiles_that_the_copy_engine_loads(
 ) -> None:
     """128 rows: a prefix whose tiles need no mask, and lengths that end in a tile."""
     seen = []
-    monkeypatch.setattr(paged, "tiles_of_pages", lambda *asked: seen.append(asked) or tiles_of_pages(*asked))
+    monkeypatch.setattr(paged, "tile_descriptor", lambda *asked: seen.append(asked) or tile_descriptor(*asked))
     batch = random_batch([16] * 2, [300, 150], heads=(16, 2), head_dim=64, kv_dtype=kv_dtype)
     assert_right(function, batch, page_size, bmm1_scale=0.125, kv_layout=layout)
     assert [by_descriptor(cache, tile) for cache, tile, _ in seen] == [described] * 2
@@ -693,6 +691,6 @@ def problems(draw: st.DrawFn) -> tuple[str, Batch, int, int, Arguments]:
 def test_any_problem(problem: tuple[str, Batch, int, int, Arguments]) -> None:
     function, batch, page_size, num_splits, options = problem
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(portable, "shares_of", lambda *_: shares_of(num_splits))
+        patch.setattr(paged, "shares_of", lambda *_: shares_of(num_splits))
         if sum(batch.q_lens):
             assert_right(function, batch, page_size, **options)

@@ -179,7 +179,7 @@ def split(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 def shares_of(count: int) -> key_shares.Shares:
-    return key_shares.Shares(pieces=1 if count == 1 else 16 * count)
+    return key_shares.Shares(1 if count == 1 else 16 * count)
 
 
 # Shapes and dtypes.
@@ -410,17 +410,17 @@ def test_splits_agree(device: str, split: Callable[[int], None], options: Argume
         torch.testing.assert_close(lse, whole_lse, rtol=FLOAT32_SUMS, atol=FLOAT32_SUMS)
 
 
-@pytest.mark.parametrize(("pieces", "least_tiles"), [(2, 1), (5, 1), (8, 2), (40, 1)])
-def test_every_key_counts_once(device: str, monkeypatch: pytest.MonkeyPatch, pieces: int, least_tiles: int) -> None:
+@pytest.mark.parametrize(("count", "least_tiles"), [(2, 1), (5, 1), (8, 2), (40, 1)])
+def test_every_key_counts_once(device: str, monkeypatch: pytest.MonkeyPatch, count: int, least_tiles: int) -> None:
     """Shares that end in any request; heads and rows in two blocks, and a latent vector that two programs merge."""
-    monkeypatch.setattr(portable_mla, "choose_shares", lambda *_: key_shares.Shares(pieces, least_tiles))
+    monkeypatch.setattr(portable_mla, "choose_shares", lambda *_: key_shares.Shares(count, least_tiles))
     batch = random_batch([5] * 4, [0, 3, 160, 70], heads=13, rank=256)
     assert_right(device, batch, out_dtype=FP32, sinks=sinks_of(13), bmm1_scale=0.06)
 
 
 def test_a_slot_that_nobody_fills_leaves_no_trace(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever lay in the memory of partial results must not show."""
-    monkeypatch.setattr(portable_mla, "choose_shares", lambda *_: key_shares.Shares(pieces=4))
+    monkeypatch.setattr(portable_mla, "choose_shares", lambda *_: key_shares.Shares(4))
     batch = random_batch([2] * 2, [3, 300])
     clean, _ = assert_right(device, batch)
     arguments = arguments_of(device, batch)

@@ -2,7 +2,7 @@
 
 After absorption all query heads read the same cache entries, whose latent part is key and value at once. The query rows of
 a request and all heads are packed into one tile, and each tile of entries is loaded once and used for both products. Keys
-are shared out among programs as in `lab.kernels.portable`.
+are shared out among programs as in `lab.kernels.portable.paged`.
 """
 
 import math
@@ -19,35 +19,29 @@ from lab.calls import takes
 from lab.calls.mla_decode import MLADecodeCall
 from lab.calls.problem import PagedAttention, check_values
 from lab.gpus import Capability, capability_of, family_that_runs
-from lab.kernels.portable.arithmetic import (
+from lab.kernels.portable.key_shares import NO_REACH, begin_share, choose_shares, tiles_in_reach
+from lab.kernels.portable.partial_results import (
+    new_partials,
+    overlaps_launches,
+    slot_of,
+    store_share,
+    store_unit_shares,
+    with_merge,
+)
+from lab.kernels.portable.rows import request_rows
+from lab.kernels.portable.softmax import (
     LOG2_E,
-    Tile,
     accumulate,
     dot,
     dot_dtype,
     empty_denominator,
     fitted,
     fitting_power,
-    has_rows,
-    offsets_of,
-    pages_of,
     scalar,
-    tiles_of_pages,
     whole_denominator,
 )
-from lab.kernels.portable.key_shares import (
-    NO_REACH,
-    PartialResults,
-    choose_shares,
-    places_per_share,
-    request_at,
-    slot_of,
-    store_pieces,
-    store_share,
-    tiles_of,
-)
-from lab.kernels.portable.triton_call import Launch, TritonCall
-from lab.kernels.support import refuse_unsupported, triton_interprets
+from lab.kernels.portable.tiles import Tile, described_tile, page_ids, pool_offsets, tile_descriptor
+from lab.kernels.portable.triton_call import Launch, TritonCall, prepared
 from lab.kernels.support.portable import PORTABLE_MLA
 from lab.kernels.support.stored_cache import share_memory
 
@@ -58,13 +52,13 @@ LEAST_KEYS = 128
 
 @takes(MLADecodeCall)
 def trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Any:
-    """Latent attention (MLA) of the last query tokens of each request over its paged cache, after absorption.
+    """Compute latent attention (MLA) of the last query tokens of each request over its paged cache, after absorption.
 
     Parameters, shapes, dtypes and errors are `lab.calls.MLADecodeCall`'s; what this kernel does not take raises
     NotImplementedError with the reason of `lab.kernels.support.why_not`. On a GPU, lengths and page ids are not read:
-    `lab.calls.check_values` checks them on request. Products are in the query's dtype, over
-    e4m3 in float16 but for bf16 queries of 64 rows (`choose_dot_dtype`), and sums in float32; `workspace_buffer` is not used.
-    Rows behind the last request's are left as they are, or undefined.
+    `lab.calls.check_values` checks them on request. Products are in the query's dtype, over e4m3 in float16 but for bf16
+    queries of 64 rows (`choose_dot_dtype`), and sums in float32; `workspace_buffer` is not used. Rows after the last request's
+    are left as they are, or undefined.
 
     Returns:
         out, the query's shape with a last dimension of `kv_lora_rank`, bfloat16 unless `out` is given; with `return_lse`
@@ -75,7 +69,7 @@ def trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Any:
 
 @takes(MLADecodeCall)
 def prepare_trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> TritonCall:
-    """The same call, ready to be made any number of times. It raises what its checks raise, and launches no attention.
+    """Return the same call, ready to be made any number of times; raise what its checks raise, and launch no attention.
 
     With `cum_seq_lens_q` and no `max_q_len`, the most rows of a request are those of the offsets' contents then.
     """
@@ -84,31 +78,25 @@ def prepare_trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Triton
 
 def _prepare(call: MLADecodeCall) -> TritonCall:
     problem = call.problem()
-    out, lse = problem.results()
-    steps: list[Callable[[], object]] = []
-    if not share_memory(problem.query, call.query):  # rows that lie too far apart for a view were copied
-        steps.append(partial(problem.query.view(call.query.shape).copy_, call.query))
-    if has_rows(problem):
-        refuse_unsupported(PORTABLE_MLA, problem)
-        steps += _launches(problem, out, lse)
+
+    def steps(out: torch.Tensor, lse: torch.Tensor | None) -> list[Callable[[], object]]:
+        made: list[Callable[[], object]] = []
+        if not share_memory(problem.query, call.query):  # rows that lie too far apart for a view were copied
+            made.append(partial(problem.query.view(call.query.shape).copy_, call.query))
+        made += _launches(problem, out, lse)
         if lse is not None and call.return_lse_base == "basee":
-            steps.append(partial(lse.mul_, math.log(2.0)))
-    return TritonCall(problem.query.device, partial(check_values, problem), steps, call.returned(out, lse))
+            made.append(partial(lse.mul_, math.log(2.0)))
+        return made
+
+    return prepared(PORTABLE_MLA, problem, check_values, steps, call.returned)
 
 
 def choose_mla_tile(num_packed_rows: int, capability: Capability | None) -> Tile:
-    """The tile for requests of at most `num_packed_rows` = max_q_len * num_qo_heads rows.
+    """Return the tile for requests of at most `num_packed_rows` = max_q_len * num_qo_heads rows.
 
     Registers and shared memory decide, at a kv_lora_rank of 512. The sums of 64 rows are half the register file of an SM90
-    multiprocessor, so that 128 would not fit; more rows become more blocks, which re-read the entries through L2. Measured
-    on an H200, bf16, 64 requests at 8,192 keys, pages of 64, µs:
-
-    * 16 rows (16 heads; 166 with what is chosen, FlashInfer's FA3 wrapper 147): 167 with 32 keys, 4 warps and two programs
-      of a multiprocessor, which is what fits other GPUs; 171 with 64 keys, 2 stages, 4 warps; 213 with one program of those.
-      Without `denominator_per_key`, on another GPU: 172 for 166.
-    * 64 rows (128 heads; 548 with what is chosen, the wrapper 241): 719 without descriptors, for which registers lack then; by
-      descriptor 643 with 32 keys, 3 or 4 stages. Blocks of 32 rows were slower still. Triton gives each of the two warp
-      groups all scores of 64 rows, so that Q·K^T is computed twice.
+    multiprocessor, so that 128 would not fit; more rows become more blocks, which read the entries again through L2. The tiles
+    were chosen by measurement on an H200 (results/nvidia-h200/kernels.md, "Tiles and their neighbours").
 
     Args:
         num_packed_rows: most rows of one request.
@@ -128,17 +116,6 @@ def choose_mla_tile(num_packed_rows: int, capability: Capability | None) -> Tile
     )
 
 
-def choose_dot_dtype(problem: PagedAttention, tile: Tile) -> tl.dtype:
-    """What products are made in: as in `dot_dtype`, but a bf16 query of 64 rows stays as it is over an e4m3 cache.
-
-    Triton multiplies by a query that it has loaded from shared memory, and by one that it has converted from registers, of
-    which the sums of 64 rows leave too few: 128 heads, 64 requests at 8,192 keys, took 1,002 µs in bf16, 1,518 in float16.
-    """
-    if problem.query.dtype == torch.bfloat16 and tile.rows == 64:
-        return tl.bfloat16
-    return dot_dtype(problem.k_cache)
-
-
 def _most_rows(capability: Capability | None) -> int:
     """Return the rows of a tile that fit a program's shared memory."""
     family = family_that_runs(capability)
@@ -148,61 +125,61 @@ def _most_rows(capability: Capability | None) -> int:
     return 32 if family.has_tensor_memory else 64
 
 
+def choose_dot_dtype(problem: PagedAttention, tile: Tile) -> tl.dtype:
+    """Return the dtype of the products: that of `dot_dtype`, but bf16 for a bf16 query of 64 rows over an e4m3 cache.
+
+    Triton multiplies by a query that it has loaded from shared memory, and by one that it has converted from registers, of
+    which the sums of 64 rows leave too few (results/nvidia-h200/kernels.md, "MLA decode against FlashInfer's wrapper").
+    """
+    if problem.query.dtype == torch.bfloat16 and tile.rows == 64:
+        return tl.bfloat16
+    return dot_dtype(problem.k_cache)
+
+
 def _launches(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor | None) -> list[Launch]:
     device = problem.query.device
     packed_rows = problem.max_q_len * problem.num_qo_heads
     tile = choose_mla_tile(packed_rows, capability_of(device))
     q_blocks = triton.cdiv(packed_rows, tile.rows)
     shares = choose_shares(tile, q_blocks, device, LEAST_KEYS)
-    parts = PartialResults.empty(shares, q_blocks, tile.rows, problem) if shares.pieces > 1 else None
+    partials = new_partials(shares, q_blocks, tile.rows, problem)
     rank, rope = problem.v_head_dim, problem.head_dim - problem.v_head_dim
     attention = Launch(
         _mla_kernel,
-        (q_blocks, shares.pieces),
+        (q_blocks, shares.count),
         problem.query,
         problem.k_cache,
-        tiles_of_pages(problem.k_cache, tile, rank),
-        tiles_of_pages(problem.k_cache, tile, rope),
+        tile_descriptor(problem.k_cache, tile, rank),
+        tile_descriptor(problem.k_cache, tile, rope),
         problem.k_block_tables,
         problem.seq_lens,
         problem.cu_seqlens_q,
         problem.sinks,
-        problem.bmm1_scale,
-        problem.bmm2_scale,
-        out,
-        lse_log2,
-        None if parts is None else parts.out,
-        None if parts is None else parts.lse_log2,
-        None if parts is None else parts.pieces,
+        (problem.bmm1_scale, problem.bmm2_scale),
+        (out, lse_log2),
+        partials,
         problem.max_q_len,
         problem.batch_size,
-        shares.pieces,
+        shares.count,
         shares.least_tiles,
-        *problem.query.stride()[:2],
-        problem.k_cache.stride(0),
-        problem.k_cache.stride(2),
+        problem.query.stride()[:2],
+        (problem.k_cache.stride(0), problem.k_cache.stride(2)),
         problem.k_block_tables.stride(0),
         HEADS=problem.num_qo_heads,
         RANK=rank,
         ROPE=rope,
         PAGE_SIZE=problem.page_size,
-        UNIT_PLACES=tile.unit_keys // tile.keys,
-        BLOCK_ROWS=tile.rows,
-        BLOCK_KEYS=tile.keys,
-        DENOMINATOR_PER_KEY=tile.denominator_per_key,
+        TILE=tile,
         DOT_DTYPE=choose_dot_dtype(problem, tile),
-        BMM1_IS_TENSOR=isinstance(problem.bmm1_scale, torch.Tensor),
-        BMM2_IS_TENSOR=isinstance(problem.bmm2_scale, torch.Tensor),
-        OVERLAPS=parts is not None and parts.overlaps,
-        INTERPRETED=triton_interprets(),
+        OVERLAPS=partials is not None and overlaps_launches(device),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    return [attention] if parts is None else [attention, parts.merge(problem, shares, out, lse_log2)]
+    return with_merge(attention, partials, problem, q_blocks, out, lse_log2)
 
 
 # What varies from call to call must not compile again, not even for its value 1 or its multiples of 16.
-@triton.jit(do_not_specialize=["max_q_len", "batch_size", "pieces", "least_tiles", "table_stride"])
+@triton.jit(do_not_specialize=["max_q_len", "batch_size", "num_shares", "least_tiles", "table_stride"])
 def _mla_kernel(
     query,
     kv_cache,
@@ -212,74 +189,58 @@ def _mla_kernel(
     seq_lens,
     cu_seqlens_q,  # None: every request has max_q_len rows
     sinks,  # None: no sink
-    bmm1_scale,
-    bmm2_scale,
-    out,
-    lse_log2,  # None: not wanted
-    partial_out,  # float32 [slots, BLOCK_ROWS, RANK]; None: one share, which cuts nothing
-    partial_lse_log2,  # float32 [slots, BLOCK_ROWS]
-    unit_pieces,  # int32 [batch_size * num_kv_heads, 2]
+    scales,  # (bmm1_scale, bmm2_scale), each a number or a pointer
+    results,  # (out, lse_log2 or None)
+    partials,  # `PartialResults`; None: one share, which cuts nothing
     max_q_len,
     batch_size,
-    pieces,
+    num_shares,
     least_tiles,
-    query_row_stride,
-    query_head_stride,
-    page_stride,
-    token_stride,
+    query_strides,  # (of rows, of heads)
+    cache_strides,  # (of pages, of tokens)
     table_stride,
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    UNIT_PLACES: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    DENOMINATOR_PER_KEY: tl.constexpr,
+    TILE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
-    BMM1_IS_TENSOR: tl.constexpr,
-    BMM2_IS_TENSOR: tl.constexpr,
     OVERLAPS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
-    """One block of packed rows over one share of the batch's keys."""
+    """Latent attention of one block of packed rows over one share of the batch's keys."""
     if OVERLAPS:  # the merge may be launched meanwhile, and waits for the end of this
         gdc_launch_dependents()
     # The blocks of one share read the same entries at the same time: all but the first find them in L2.
     q_block = tl.program_id(0)
     q_blocks = tl.num_programs(0)
-    piece = tl.program_id(1).to(tl.int64)
-    total, share = places_per_share(seq_lens, batch_size, NO_REACH, 1, pieces, least_tiles, BLOCK_KEYS, UNIT_PLACES)
-    position = piece * share
-    end = tl.minimum(position + share, total)
-    request, request_begin = request_at(position, seq_lens, batch_size, NO_REACH, 1, BLOCK_KEYS, UNIT_PLACES)
-    position = tl.maximum(position, request_begin + UNIT_PLACES)
+    share = tl.program_id(1).to(tl.int64)
+    BLOCK_ROWS: tl.constexpr = TILE.rows
+    BLOCK_KEYS: tl.constexpr = TILE.keys
+    START_PLACES: tl.constexpr = TILE.start_keys // BLOCK_KEYS
+    place, end, share_places, request, request_begin = begin_share(
+        share, (seq_lens, batch_size, NO_REACH, 1), num_shares, least_tiles, BLOCK_KEYS, START_PLACES
+    )
+    place = tl.maximum(place, request_begin + START_PLACES)
 
-    # Packed row r is query token r // HEADS, head r % HEADS.
     block_row = tl.arange(0, BLOCK_ROWS)
     token = (q_block * BLOCK_ROWS + block_row) // HEADS
     head = (q_block * BLOCK_ROWS + block_row) % HEADS
     latent_dims = tl.arange(0, RANK)
     rope_dims = RANK + tl.arange(0, ROPE)
     key_offsets = tl.arange(0, BLOCK_KEYS)
-    scale_log2 = scalar(bmm1_scale, BMM1_IS_TENSOR) * LOG2_E
+    scale_log2 = scalar(scales[0]) * LOG2_E
 
-    while position < end:
+    while place < end:
         kv_len = tl.load(seq_lens + request).to(tl.int32)
-        _, tiles = tiles_of(kv_len, NO_REACH, BLOCK_KEYS)
-        first_tile = position - request_begin - UNIT_PLACES
-        last_tile = tl.minimum(tiles, first_tile + end - position)
-        if cu_seqlens_q is None:
-            q_start = request * max_q_len
-            q_len = max_q_len
-        else:
-            q_start = tl.load(cu_seqlens_q + request).to(tl.int64)
-            q_len = (tl.load(cu_seqlens_q + request + 1) - q_start).to(tl.int32)
+        _, num_tiles = tiles_in_reach(kv_len, NO_REACH, BLOCK_KEYS)
+        first_tile = place - request_begin - START_PLACES
+        end_tile = tl.minimum(num_tiles, first_tile + end - place)
+        q_start, q_len = request_rows(cu_seqlens_q, request, max_q_len)
         row_exists = token < q_len
         key_limit = kv_len - q_len + token + 1  # not positive where a request has fewer keys than rows
         row_head = (q_start + token) * HEADS + head
 
-        q_row = query + (q_start + token)[:, None] * query_row_stride + head[:, None] * query_head_stride
+        q_row = query + (q_start + token)[:, None] * query_strides[0] + head[:, None] * query_strides[1]
         q_latent = tl.load(q_row + latent_dims[None, :], mask=row_exists[:, None], other=0.0)
         q_rope = tl.load(q_row + rope_dims[None, :], mask=row_exists[:, None], other=0.0)
         power = tl.maximum(fitting_power(q_latent, DOT_DTYPE), fitting_power(q_rope, DOT_DTYPE))
@@ -290,71 +251,52 @@ def _mla_kernel(
         # The keys of this share, up to the last that a row of the block sees, and among them those that every row sees.
         first_token = (q_block * BLOCK_ROWS) // HEADS
         last_token = tl.minimum((q_block * BLOCK_ROWS + BLOCK_ROWS - 1) // HEADS, q_len - 1)
-        share_begin = (first_tile * BLOCK_KEYS).to(tl.int32)
-        share_end = tl.minimum((last_tile * BLOCK_KEYS).to(tl.int32), kv_len - q_len + last_token + 1)
-        num_tiles = tl.cdiv(tl.maximum(share_end - share_begin, 0), BLOCK_KEYS)
-        common_end = tl.minimum(share_end, kv_len - q_len + first_token + 1)
-        num_common = tl.maximum(common_end - share_begin, 0) // BLOCK_KEYS
+        key_begin = (first_tile * BLOCK_KEYS).to(tl.int32)
+        key_end = tl.minimum((end_tile * BLOCK_KEYS).to(tl.int32), kv_len - q_len + last_token + 1)
+        seen_tiles = tl.cdiv(tl.maximum(key_end - key_begin, 0), BLOCK_KEYS)
+        common_end = tl.minimum(key_end, kv_len - q_len + first_token + 1)
+        num_common = tl.maximum(common_end - key_begin, 0) // BLOCK_KEYS
 
         largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-        denominator = empty_denominator(BLOCK_ROWS, BLOCK_KEYS, DENOMINATOR_PER_KEY)
+        denominator = empty_denominator(BLOCK_ROWS, BLOCK_KEYS, TILE.denominator_per_key)
         sums = tl.zeros([BLOCK_ROWS, RANK], tl.float32)
         table = block_tables + request * table_stride
         for MASKED in tl.static_range(2):  # the loop twice: without a mask, and with one
             num_before = num_common if MASKED else 0
             # Page ids are read one tile ahead: entries that waited for their ids could not be read ahead themselves. And tiles
-            # are counted from 0: Triton 3.7 loses the alignment of addresses behind a counter that begins elsewhere.
-            page = pages_of(table, share_begin + num_before * BLOCK_KEYS, share_end, PAGE_SIZE, BLOCK_KEYS)
-            for tile in range(num_tiles - num_common if MASKED else num_common):
-                begin = share_begin + (num_before + tile) * BLOCK_KEYS
+            # are counted from 0: Triton 3.7 loses the alignment of addresses after a counter that begins elsewhere.
+            page = page_ids(table, key_begin + num_before * BLOCK_KEYS, key_end, PAGE_SIZE, BLOCK_KEYS)
+            for tile in range(seen_tiles - num_common if MASKED else num_common):
+                begin = key_begin + (num_before + tile) * BLOCK_KEYS
                 key = begin + key_offsets
                 if latent_tiles is not None and rope_tiles is not None and not MASKED:
-                    slot = begin % PAGE_SIZE
-                    latent = tl.reshape(latent_tiles.load([page.to(tl.int32), 0, slot, 0]), [BLOCK_KEYS, RANK])
-                    rope = tl.reshape(rope_tiles.load([page.to(tl.int32), 0, slot, RANK]), [BLOCK_KEYS, ROPE])
+                    latent = described_tile(latent_tiles, page, 0, begin, 0, PAGE_SIZE, BLOCK_KEYS, RANK)
+                    rope = described_tile(rope_tiles, page, 0, begin, RANK, PAGE_SIZE, BLOCK_KEYS, ROPE)
                 else:
-                    exists = (key < share_end)[:, None] if MASKED else None
+                    exists = (key < key_end)[:, None] if MASKED else None
                     other = 0.0 if MASKED else None
-                    offset = offsets_of(page, begin, page_stride, token_stride, PAGE_SIZE, BLOCK_KEYS)
+                    offset = pool_offsets(page, begin, cache_strides[0], cache_strides[1], PAGE_SIZE, BLOCK_KEYS)
                     entry = kv_cache + offset[:, None]
                     latent = tl.load(entry + latent_dims[None, :], mask=exists, other=other).to(DOT_DTYPE)
                     rope = tl.load(entry + rope_dims[None, :], mask=exists, other=other).to(DOT_DTYPE)
-                page = pages_of(table, begin + BLOCK_KEYS, share_end, PAGE_SIZE, BLOCK_KEYS)
+                page = page_ids(table, begin + BLOCK_KEYS, key_end, PAGE_SIZE, BLOCK_KEYS)
                 scores = tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32)
-                scores = dot(q_rope, tl.trans(rope), scores, INTERPRETED)
-                scores = dot(q_latent, tl.trans(latent), scores, INTERPRETED) * row_scale_log2[:, None]
+                scores = dot(q_rope, tl.trans(rope), scores)
+                scores = dot(q_latent, tl.trans(latent), scores) * row_scale_log2[:, None]
                 if MASKED:
                     # A row that does not exist has zeros for a query; what it sees is stored nowhere.
-                    visible = (key < share_end)[None, :] & (key[None, :] < key_limit[:, None])
+                    visible = (key < key_end)[None, :] & (key[None, :] < key_limit[:, None])
                     scores = tl.where(visible, scores, float("-inf"))
-                largest, denominator, sums = accumulate(
-                    scores, latent, largest, denominator, sums, DOT_DTYPE, INTERPRETED
-                )
+                largest, denominator, sums = accumulate(scores, latent, largest, denominator, sums, DOT_DTYPE)
 
-        store_share(
-            largest,
-            whole_denominator(denominator),
-            sums,
-            (first_tile == 0) & (last_tile == tiles),
-            sinks,
-            head,
-            bmm2_scale,
-            out,
-            lse_log2,
-            row_head,
-            row_exists,
-            partial_out,
-            partial_lse_log2,
-            slot_of(piece, q_block, q_blocks, first_tile == 0),
-            BLOCK_ROWS,
-            RANK,
-            BMM2_IS_TENSOR,
-            INTERPRETED,
-        )
-
-        if unit_pieces is not None and first_tile == 0:
-            store_pieces(unit_pieces, request, position, tiles, share)
-        position += last_tile - first_tile
-        request_begin = position
+        state = (largest, whole_denominator(denominator), sums)
+        rows = (row_head, head, row_exists)
+        is_whole = (first_tile == 0) & (end_tile == num_tiles)
+        slot = slot_of(share, q_block, q_blocks, first_tile == 0)
+        store_share(state, rows, is_whole, sinks, scales[1], results, partials, slot, BLOCK_ROWS, RANK)
+        if partials is not None and first_tile == 0:
+            store_unit_shares(partials.unit_shares, request, place, num_tiles, share_places)
+        place += end_tile - first_tile
+        request_begin = place
         request += 1
-        position += UNIT_PLACES  # of the next; where that begins behind `end`, it is another program's
+        place += START_PLACES  # of the next; where that begins after `end`, it is another program's

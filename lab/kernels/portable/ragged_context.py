@@ -6,7 +6,6 @@ would make a third more products of them and hold a third more shared memory. On
 keys that every row of the block sees are walked without a mask, the rest with one, those that none sees not at all.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,31 +15,30 @@ import triton.language as tl
 from lab.calls import takes
 from lab.calls.ragged_context import RaggedAttention, RaggedContextCall, check_ragged_values
 from lab.gpus import Capability, capability_of, family_that_runs
-from lab.kernels.portable.arithmetic import (
+from lab.kernels.portable.softmax import (
     LOG2_E,
-    Tile,
     accumulate,
     dot,
     dot_dtype,
+    empty_denominator,
     fitted,
     fitting_power,
-    has_rows,
     scalar,
     store_rows,
 )
-from lab.kernels.portable.triton_call import Launch, TritonCall
-from lab.kernels.support import refuse_unsupported, triton_interprets
+from lab.kernels.portable.tiles import Tile
+from lab.kernels.portable.triton_call import Launch, TritonCall, prepared
 from lab.kernels.support.portable import PORTABLE_RAGGED, split_head_dim
 
 
 @takes(RaggedContextCall)
 def trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> Any:
-    """Attention of each request's rows over K/V that lie end to end: MLA's prefill before absorption, new tokens or a chunk.
+    """Compute attention over ragged K/V, of new tokens or of a chunk: MLA's prefill before absorption.
 
     Parameters, shapes, dtypes and errors are `lab.calls.RaggedContextCall`'s; what this kernel does not take raises
     NotImplementedError with the reason of `lab.kernels.support.why_not`. On a GPU, lengths are not read:
     `lab.calls.check_ragged_values` checks them on request. Products are in the query's dtype, fp16 over e4m3, and sums
-    in float32; `workspace_buffer` is not used. Rows behind the last request's are left as they are, or undefined.
+    in float32; `workspace_buffer` is not used. Rows after the last request's are left as they are, or undefined.
 
     Returns:
         out [num_rows, num_qo_heads, v_head_dim]; with `return_lse`, (out, lse), lse in base 2.
@@ -50,31 +48,26 @@ def trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> Any:
 
 @takes(RaggedContextCall)
 def prepare_trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> TritonCall:
-    """The same call, ready to be made any number of times. It raises what its checks raise, and launches no attention."""
+    """Return the same call, ready to be made any number of times; raise what its checks raise, and launch no attention."""
     return _prepare(call.problem())
 
 
 def _prepare(problem: RaggedAttention) -> TritonCall:
-    out, lse_log2 = problem.results()
-    launches: list[Launch] = []
-    if has_rows(problem):
-        refuse_unsupported(PORTABLE_RAGGED, problem)
-        launches.append(_launch(problem, out, lse_log2))
-    check = partial(check_ragged_values, problem)
-    return TritonCall(problem.query.device, check, launches, problem.returned(out, lse_log2))
+    return prepared(
+        PORTABLE_RAGGED,
+        problem,
+        check_ragged_values,
+        lambda out, lse_log2: [_launch(problem, out, lse_log2)],
+        problem.returned,
+    )
 
 
 def choose_ragged_tile(max_q_len: int, head_dim: int, v_head_dim: int, capability: Capability | None) -> Tile:
-    """The tile for requests of at most `max_q_len` rows.
+    """Return the tile for requests of at most `max_q_len` rows.
 
-    A prefill is bound by its products, so that rows are many, 128 of them as two warp groups of Hopper's asynchronous
-    products. What Triton 3.7.1's compiler makes of bf16 for SM90, at 192 and 128 (compiled only: no time measured):
-
-    * 128 rows, 64 keys, 3 stages: 196 registers, 172 kB of the 227 KiB, nothing spilled.
-    * 128 rows, 128 keys, 2 stages: 255 registers and some spilled, 213 kB.
-
-    At 256 and 256 it is 64 rows and 2 stages, 164 kB; 128 rows would spill. GPUs with less shared memory, 99 KiB, or
-    without asynchronous products get 64 rows and 32 keys: 49 kB and 185 registers on SM89.
+    A prefill is bound by its products, so that rows are many, 128 of them as two warp groups of Hopper's asynchronous products:
+    as many rows and keys as registers and shared memory hold (results/nvidia-h200/kernels.md, "Tiles and their neighbours").
+    Compiled only: no time was measured.
 
     Args:
         max_q_len: most rows of one request; the tile is one of four, so that lengths compile little anew.
@@ -102,26 +95,20 @@ def _launch(problem: RaggedAttention, out: torch.Tensor, lse_log2: torch.Tensor 
         problem.cu_seqlens_q,
         problem.cu_seqlens_kv,
         problem.sinks,
-        problem.bmm1_scale,
-        problem.bmm2_scale,
-        out,
-        lse_log2,
+        (problem.bmm1_scale, problem.bmm2_scale),
+        (out, lse_log2),
         problem.window_left,
-        *problem.query.stride()[:2],
-        *problem.key.stride()[:2],
-        *problem.value.stride()[:2],
-        *((0, 0) if lse_log2 is None else lse_log2.stride()),
+        problem.query.stride()[:2],
+        problem.key.stride()[:2],
+        problem.value.stride()[:2],
+        (0, 0) if lse_log2 is None else lse_log2.stride(),
         GROUP=problem.num_qo_heads // problem.num_kv_heads,
         FIRST_DIMS=first,
         REST_DIMS=rest,
         V_DIMS=problem.v_head_dim,
         CAUSAL=problem.causal,
-        BLOCK_ROWS=tile.rows,
-        BLOCK_KEYS=tile.keys,
+        TILE=tile,
         DOT_DTYPE=dot_dtype(problem.key),
-        BMM1_IS_TENSOR=isinstance(problem.bmm1_scale, torch.Tensor),
-        BMM2_IS_TENSOR=isinstance(problem.bmm2_scale, torch.Tensor),
-        INTERPRETED=triton_interprets(),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -136,32 +123,24 @@ def _ragged_kernel(
     cu_seqlens_q,
     cu_seqlens_kv,
     sinks,  # None: no sink
-    bmm1_scale,
-    bmm2_scale,
-    out,
-    lse_log2,  # None: not wanted
+    scales,  # (bmm1_scale, bmm2_scale), each a number or a pointer
+    results,  # (out, lse_log2 or None)
     window_left,
-    query_row_stride,
-    query_head_stride,
-    key_token_stride,
-    key_head_stride,
-    value_token_stride,
-    value_head_stride,
-    lse_row_stride,
-    lse_head_stride,
+    query_strides,  # these four of (rows or tokens, heads)
+    key_strides,
+    value_strides,
+    lse_strides,
     GROUP: tl.constexpr,
     FIRST_DIMS: tl.constexpr,
     REST_DIMS: tl.constexpr,  # 0: head_dim is a power of two
     V_DIMS: tl.constexpr,
     CAUSAL: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
+    TILE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
-    BMM1_IS_TENSOR: tl.constexpr,
-    BMM2_IS_TENSOR: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
-    """One block of query rows of one head of one request, over all keys that any of them sees."""
+    """Attention of one block of query rows of one head of one request over all keys that any of them sees."""
+    BLOCK_ROWS: tl.constexpr = TILE.rows
+    BLOCK_KEYS: tl.constexpr = TILE.keys
     # Causal blocks see the more keys the later they are: the longest start first, so that none is left alone at the end.
     q_block = tl.num_programs(0) - 1 - tl.program_id(0)
     num_heads = tl.num_programs(1)
@@ -185,7 +164,7 @@ def _ragged_kernel(
 
     first_dims = tl.arange(0, FIRST_DIMS)
     v_dims = tl.arange(0, V_DIMS)
-    q_row = query + row * query_row_stride + head * query_head_stride
+    q_row = query + row * query_strides[0] + head * query_strides[1]
     q_first = tl.load(q_row[:, None] + first_dims[None, :], mask=row_exists[:, None], other=0.0)
     power = fitting_power(q_first, DOT_DTYPE)
     q_rest = q_first  # where there is no rest, nobody looks at it
@@ -195,7 +174,7 @@ def _ragged_kernel(
         power = tl.maximum(power, fitting_power(q_rest, DOT_DTYPE))
         q_rest = fitted(q_rest, power, DOT_DTYPE)
     q_first = fitted(q_first, power, DOT_DTYPE)
-    row_scale_log2 = scalar(bmm1_scale, BMM1_IS_TENSOR) * LOG2_E * tl.exp2(power)
+    row_scale_log2 = scalar(scales[0]) * LOG2_E * tl.exp2(power)
 
     # The keys that some row of the block sees, and of those the leading whole tiles that every row sees.
     key_start = 0
@@ -210,10 +189,10 @@ def _ragged_kernel(
             seen_by_all = key_start
     unmasked_end = tl.maximum(seen_by_all // BLOCK_KEYS * BLOCK_KEYS, key_start)
 
-    key_head = key + kv_start.to(tl.int64) * key_token_stride + head // GROUP * key_head_stride
-    value_head = value + kv_start.to(tl.int64) * value_token_stride + head // GROUP * value_head_stride
+    key_head = key + kv_start.to(tl.int64) * key_strides[0] + head // GROUP * key_strides[1]
+    value_head = value + kv_start.to(tl.int64) * value_strides[0] + head // GROUP * value_strides[1]
     largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-    denominator = tl.zeros([BLOCK_ROWS], tl.float32)
+    denominator = empty_denominator(BLOCK_ROWS, BLOCK_KEYS, TILE.denominator_per_key)
     sums = tl.zeros([BLOCK_ROWS, V_DIMS], tl.float32)
     in_tile = tl.arange(0, BLOCK_KEYS)
     for MASKED in tl.static_range(2):  # the loop twice: without a mask, and with one
@@ -221,15 +200,15 @@ def _ragged_kernel(
             token_key = start + in_tile
             exists = (token_key < key_end)[:, None] if MASKED else None
             other = 0.0 if MASKED else None
-            k_tile = key_head + (token_key.to(tl.int64) * key_token_stride)[:, None]
-            v_tile = value_head + (token_key.to(tl.int64) * value_token_stride)[:, None]
+            k_tile = key_head + (token_key.to(tl.int64) * key_strides[0])[:, None]
+            v_tile = value_head + (token_key.to(tl.int64) * value_strides[0])[:, None]
 
             scores = tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32)
             if REST_DIMS > 0:
                 k_rest = tl.load(k_tile + (FIRST_DIMS + tl.arange(0, REST_DIMS))[None, :], mask=exists, other=other)
-                scores = dot(q_rest, tl.trans(k_rest.to(DOT_DTYPE)), scores, INTERPRETED)
+                scores = dot(q_rest, tl.trans(k_rest.to(DOT_DTYPE)), scores)
             k_first = tl.load(k_tile + first_dims[None, :], mask=exists, other=other)
-            scores = dot(q_first, tl.trans(k_first.to(DOT_DTYPE)), scores, INTERPRETED) * row_scale_log2[:, None]
+            scores = dot(q_first, tl.trans(k_first.to(DOT_DTYPE)), scores) * row_scale_log2[:, None]
             if MASKED:
                 # A row that does not exist has zeros for a query; what it sees is stored nowhere.
                 visible = (token_key < key_end)[None, :]
@@ -238,18 +217,16 @@ def _ragged_kernel(
                     visible = visible & ((window_left < 0) | (token_key[None, :] >= position[:, None] - window_left))
                 scores = tl.where(visible, scores, float("-inf"))
             v = tl.load(v_tile + v_dims[None, :], mask=exists, other=other).to(DOT_DTYPE)
-            largest, denominator, sums = accumulate(scores, v, largest, denominator, sums, DOT_DTYPE, INTERPRETED)
+            largest, denominator, sums = accumulate(scores, v, largest, denominator, sums, DOT_DTYPE)
 
     store_rows(
         largest,
         denominator,
         sums,
         None if sinks is None else tl.load(sinks + head) * LOG2_E,
-        bmm2_scale,
-        out + (row * num_heads + head) * V_DIMS,
-        None if lse_log2 is None else lse_log2 + row * lse_row_stride + head * lse_head_stride,
+        scales[1],
+        results[0] + (row * num_heads + head) * V_DIMS,
+        None if results[1] is None else results[1] + row * lse_strides[0] + head * lse_strides[1],
         v_dims,
         row_exists,
-        BMM2_IS_TENSOR,
-        INTERPRETED,
     )

@@ -1,4 +1,4 @@
-"""Calls of Triton kernels that can be made again: what is checked, chosen, allocated and compiled once is not done anew."""
+"""Calls of Triton kernels that can be made again: checked, chosen, allocated and compiled once."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -6,17 +6,19 @@ from typing import Any
 
 import torch
 
+from lab.kernels.support import Kernel, refuse_unsupported
+
 
 class Launch:
-    """One launch of a Triton kernel, with all that it takes; calling it launches the kernel on the current stream.
+    """One launch of a Triton kernel, with all its arguments; calling it launches the kernel on the current stream.
 
-    The first call compiles the kernel if it never was. From the second on it is the compiled kernel that is launched, at the
-    same addresses: neither looks Triton for what it compiled for such arguments, nor its launcher for each tensor's address.
+    The first call compiles the kernel if it never was. The second and later calls launch the compiled kernel at the same
+    addresses: Triton searches no compiled kernel for the arguments, and its launcher asks no tensor for its address.
 
     Args:
         kernel: a `triton.jit` function.
         grid: its programs, in one to three dimensions.
-        arguments: of its first parameters.
+        arguments: of its first parameters; tuples, named or not, may hold tensors too.
         named: its other parameters, all of them `tl.constexpr`, and Triton's options, such as `num_warps`.
     """
 
@@ -35,28 +37,30 @@ class Launch:
             self._repeat()
 
     def _repeated(self) -> Callable[[], object]:
-        addressed = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in self._arguments]
+        addressed = _addressed(self._arguments)
         constants = [self._named[name] for name in self._kernel.arg_names[len(addressed) :]]
         grid = (*self._grid, 1, 1)[:3]
         return partial(self._compiled[grid], *addressed, *constants)
 
 
+def _addressed(argument: Any) -> Any:
+    """Return an argument with each tensor's address in its place, in tuples too."""
+    if isinstance(argument, tuple):
+        return tuple(map(_addressed, argument))
+    return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
+
+
 class TritonCall:
     """A call that is checked and ready: calling it launches its kernels on the current stream, and returns its results.
 
-    It holds the tensors that it was prepared with, not copies. Their contents may change from call to call, as an engine's
-    CUDA-graph buffers do; addresses, shapes, strides, host numbers and bounds are those of the preparation and are not looked
-    at again. On a CPU every call checks the contents anew, as `lab.calls.check_values` does.
-
-    Where the call gave no `out`, every call writes the same one. Scratch is the call's own, and stays. What was allocated for
-    it belongs to the stream it was prepared on: call it there, or on one that waits for it, and never on two at a time. A CUDA
-    graph that captured it uses all of those: keep it as long as the graph. Prepared during a capture, it is good inside that
-    graph alone. The first call compiles kernels that never were, which a capture is no place for.
+    It keeps the contract of `lab.kernels.prepare`. On a CPU every call checks the contents anew, as `lab.calls.check_values`
+    does. Where the call gave no `out`, every call writes the same one. Call it on the stream it was prepared on, or on one that
+    waits for it, and never on two at a time. The first call compiles kernels that never were, which a capture is no place for.
 
     Args:
         device: where the tensors are.
         check: raises for contents that are wrong; asked on a CPU alone, before the steps.
-        steps: what a call does, in order: launches, and what refreshes or finishes something before or behind them.
+        steps: what a call does, in order: launches, and what refreshes something before them or finishes it after them.
         returned: what the call returns.
     """
 
@@ -72,3 +76,31 @@ class TritonCall:
             for step in self._steps:
                 step()
         return self._returned
+
+
+def prepared(
+    kernel: Kernel,
+    problem: Any,
+    check: Callable[[Any], object],
+    steps: Callable[[torch.Tensor, torch.Tensor | None], Sequence[Callable[[], object]]],
+    returned: Callable[[torch.Tensor, torch.Tensor | None], Any],
+) -> TritonCall:
+    """Return a problem's call, ready to be made; without query rows it launches nothing.
+
+    Args:
+        kernel: the rule that says what is taken.
+        problem: a `PagedAttention` or `RaggedAttention`.
+        check: raises for contents of the problem that are wrong.
+        steps: makes the steps of a call from the output and the LSE or None.
+        returned: makes what the call returns from the same.
+
+    Raises:
+        NotImplementedError: the kernel does not take the problem; the reason is `lab.kernels.support.why_not`'s.
+    """
+    out, lse = problem.results()
+    made: Sequence[Callable[[], object]] = ()
+    # Rows after the last request's are padding, which nobody computes.
+    if min(problem.num_rows, problem.batch_size, problem.max_q_len) > 0:
+        refuse_unsupported(kernel, problem)
+        made = steps(out, lse)
+    return TritonCall(problem.query.device, partial(check, problem), made, returned(out, lse))

@@ -7,19 +7,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lab.calls.arguments import check_int, check_tensor, check_vector, dtype_names
+from lab.calls.arguments import check_int, check_tensor, check_vector
+from lab.kernels.serving.arguments import INDEX_DTYPES, check_table
 from lab.kernels.support import refuse_without_triton
-
-INDEX_DTYPES = (torch.int32, torch.int64)
 
 # Tokens per step of the serial schedule: SGLang's number (0.5.11).
 SERIAL_TOKENS = 128
-# Tokens that a program of the spread schedule copies at a time: one 16-byte store of int32 by each of 128 threads. On an
-# H200, 3 steps of one request of 4,096 tokens take 2.1 µs with 512 tokens and 2.4 with 1,024; many long ones do not care.
+# Tokens that a program of the spread schedule copies at a time: one 16-byte store of int32 by each of 128 threads.
 SPREAD_TOKENS = 512
-# Programs that the requests share at most, three times as many as an H200 runs at a time. Lengths are not known here, so a
-# short request leaves most of its programs empty, and a long one has blocks left over: in rows of 131,072 tokens, 64 requests
-# of 8,192 / 81,920 tokens take 4.8 / 25.5 µs with 4,096 programs, 5.4 / 24.9 with 6,144 and 6.7 / 24.9 with 8,192.
+# Most programs that the requests share, three times as many as an H200 runs at a time. Lengths are not known on the host: with
+# more, a short request leaves more programs empty; with fewer, a long one has blocks left over. Measured, as SPREAD_TOKENS:
+# results/nvidia-h200/kernels.md, "Metadata kernels".
 SPREAD_PROGRAMS = 6144
 # Requests whose lengths are summed at a time.
 BLOCK_REQUESTS = 256
@@ -28,7 +26,7 @@ STORE_ALIGNMENT: tl.constexpr = tl.constexpr(8)
 
 
 class Schedule(Enum):
-    """How the work is cut into programs."""
+    """A division of the work into programs."""
 
     # One program per (step, request, branch) walks a whole prefix, as SGLang's did when change 26241 skipped it.
     SERIAL = "serial"
@@ -53,9 +51,9 @@ def generate_draft_decode_kv_indices(
 ) -> None:
     """Write the ragged K/V lists of every draft step, as `lab.references.generate_draft_decode_kv_indices` defines them.
 
-    Nothing is read on the host, nothing is compiled for a batch size, a length or a row's width. What lies behind a step's
-    last list in its row of ``kv_indices``, and column 0 of ``kv_indptr``, stay as they are: the engine keeps a 0 there. A
-    list that is too long for its row is cut at the row's end, and a position beyond ``req_to_token``'s columns reads slot 0.
+    Nothing is read on the host, nothing is compiled for a batch size, a length or a row's width. Each row of ``kv_indices``
+    stays as it is after its step's last list, and so does column 0 of ``kv_indptr``, where the engine keeps a 0. A list that
+    is too long for its row is cut at the row's end, and a position beyond ``req_to_token``'s columns reads slot 0.
 
     Args:
         req_pool_indices: ``[num_requests]`` int32 or int64, rows of ``req_to_token``.
@@ -63,8 +61,7 @@ def generate_draft_decode_kv_indices(
         paged_kernel_lens: ``[num_requests]`` int32 or int64, tokens of each prefix.
         kv_indices: ``[num_steps, capacity]`` int32 or int64, written in place. Its rows are the draft steps.
         kv_indptr: ``[>= num_steps, > num_requests * topk]`` int32 or int64, written in place.
-        positions: ``[num_requests * topk]`` int32 or int64, what ``kv_indptr`` is summed from: each prefix length,
-            ``topk`` times.
+        positions: ``[num_requests * topk]`` int32 or int64, each prefix length ``topk`` times: ``kv_indptr`` is their sum.
         topk: branches per request.
         page_size: tokens per page.
         schedule: the fast one, or the one that the engine could skip.
@@ -73,7 +70,9 @@ def generate_draft_decode_kv_indices(
         TypeError, ValueError: an argument has the wrong type, dtype, shape or device.
         NotImplementedError: Triton does not run here.
     """
-    _check(req_pool_indices, req_to_token, paged_kernel_lens, kv_indices, kv_indptr, positions, topk, page_size)
+    vectors = {"req_pool_indices": req_pool_indices, "paged_kernel_lens": paged_kernel_lens, "positions": positions}
+    tables = {"req_to_token": req_to_token, "kv_indices": kv_indices, "kv_indptr": kv_indptr}
+    _check(vectors, tables, topk, page_size)
     refuse_without_triton(kv_indices.device)
     num_requests, num_steps = req_pool_indices.shape[0], kv_indices.shape[0]
     if num_requests == 0 or num_steps == 0:
@@ -109,45 +108,26 @@ def generate_draft_decode_kv_indices(
 
 
 def _programs_per_request(num_requests: int, row_width: int) -> int:
+    """Return the programs of each request: no more than a whole row has blocks."""
     useful = triton.cdiv(row_width + STORE_ALIGNMENT.value, SPREAD_TOKENS)
     return min(useful, triton.cdiv(SPREAD_PROGRAMS, num_requests))
 
 
-def _check(
-    req_pool_indices: Tensor,
-    req_to_token: Tensor,
-    paged_kernel_lens: Tensor,
-    kv_indices: Tensor,
-    kv_indptr: Tensor,
-    positions: Tensor,
-    topk: int,
-    page_size: int,
-) -> None:
+def _check(vectors: dict[str, Tensor], tables: dict[str, Tensor], topk: int, page_size: int) -> None:
+    """Raise TypeError or ValueError for wrong arguments of `generate_draft_decode_kv_indices`, given by name."""
     check_int("topk", topk, 1, "it is the number of branches per request")
     check_int("page_size", page_size, 1, "it is the number of tokens per page")
-    num_requests = check_tensor("req_pool_indices", req_pool_indices).numel()
-    check_vector("req_pool_indices", req_pool_indices, num_requests, INDEX_DTYPES)
-    check_vector("paged_kernel_lens", paged_kernel_lens, num_requests, INDEX_DTYPES)
-    check_vector("positions", positions, num_requests * topk, INDEX_DTYPES)
-    tables = {"req_to_token": req_to_token, "kv_indices": kv_indices, "kv_indptr": kv_indptr}
+    num_requests = check_tensor("req_pool_indices", vectors["req_pool_indices"]).numel()
+    for name, tensor in vectors.items():
+        check_vector(name, tensor, num_requests * (topk if name == "positions" else 1), INDEX_DTYPES)
     for name, table in tables.items():
-        if check_tensor(name, table).dtype not in INDEX_DTYPES:
-            raise TypeError(f"{name} must be {dtype_names(INDEX_DTYPES)}, got {table.dtype}")
-        if table.ndim != 2 or (table.shape[1] > 1 and table.stride(1) != 1):
-            raise ValueError(
-                f"{name} must have two dimensions and contiguous rows, got shape {list(table.shape)} with stride "
-                f"{table.stride()}"
-            )
+        check_table(name, table, INDEX_DTYPES)
+    kv_indices, kv_indptr = tables["kv_indices"], tables["kv_indptr"]
     least = (kv_indices.shape[0], num_requests * topk + 1)
     if kv_indptr.shape[0] < least[0] or kv_indptr.shape[1] < least[1]:
         raise ValueError(
             f"kv_indptr must be at least [num_steps, num_requests * topk + 1] = {list(least)}, got {list(kv_indptr.shape)}"
         )
-    vectors = {
-        "req_pool_indices": req_pool_indices,
-        "paged_kernel_lens": paged_kernel_lens,
-        "positions": positions,
-    }
     for name, tensor in (vectors | tables).items():
         if tensor.device != kv_indices.device:
             raise ValueError(f"{name} is on {tensor.device}, but kv_indices is on {kv_indices.device}; move it there")
@@ -180,14 +160,14 @@ def _spread_kernel(
     BLOCK_REQUESTS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ):
-    """Row 0 of the programs sums kv_indptr; in the others, each copies every so many-th block of a request's prefix."""
+    """Sum kv_indptr in row 0 of the programs; copy a request's prefix in each other row, its blocks dealt out in turn."""
     share = tl.program_id(0)
     request = tl.program_id(1) - 1
     if request < 0:
         if share == 0:
             _write_indptr(positions, kv_indptr, num_requests * TOPK, kv_indptr_stride, NUM_STEPS, BLOCK_REQUESTS)
     else:
-        # Two loads that do not wait for each other; most programs of a short request end behind them.
+        # Two loads that do not wait for each other; most programs of a short request end after them.
         length = tl.load(paged_kernel_lens + request).to(tl.int32)
         row = req_to_token + tl.load(req_pool_indices + request).to(tl.int64) * row_stride
         # Blocks are shifted back by less than STORE_ALIGNMENT tokens, so there may be one more than the length has.
@@ -197,30 +177,18 @@ def _spread_kernel(
             for start in range(share * BLOCK_TOKENS, length + STORE_ALIGNMENT, stride):
                 for step in tl.static_range(NUM_STEPS):
                     for branch in range(TOPK):
+                        step_start = step * kv_indices_stride.to(tl.int64)
+                        list_start = _list_start(before, request, branch, step, length, TOPK)
                         _copy_block(
-                            row,
-                            row_width,
-                            kv_indices,
-                            step * kv_indices_stride.to(tl.int64),
-                            _list_start(before, request, branch, step, length, TOPK),
-                            capacity,
-                            start,
-                            length,
-                            BLOCK_TOKENS,
+                            row, row_width, kv_indices, step_start, list_start, capacity, start, length, BLOCK_TOKENS
                         )
             if share == 0:
                 for branch in range(TOPK):
                     drafted = _drafted_slots(row, row_width, length, branch, NUM_STEPS, TOPK, PAGE_SIZE, BLOCK_STEPS)
                     for step in tl.static_range(NUM_STEPS):
-                        behind = _list_start(before, request, branch, step, length, TOPK) + length
-                        _store_drafted(
-                            drafted,
-                            kv_indices + step * kv_indices_stride.to(tl.int64),
-                            behind,
-                            step,
-                            capacity,
-                            BLOCK_STEPS,
-                        )
+                        end = _list_start(before, request, branch, step, length, TOPK) + length
+                        step_row = kv_indices + step * kv_indices_stride.to(tl.int64)
+                        _store_drafted(drafted, step_row, end, step, capacity, BLOCK_STEPS)
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
@@ -244,7 +212,7 @@ def _serial_kernel(
     BLOCK_REQUESTS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ):
-    """Program (step, request, branch) walks one whole list."""
+    """Write one whole list in program (step, request, branch)."""
     step = tl.program_id(0)
     request = tl.program_id(1)
     branch = tl.program_id(2)
@@ -267,7 +235,7 @@ def _serial_kernel(
 
 @triton.jit
 def _list_start(before, request, branch, step, length, TOPK: tl.constexpr):
-    """Where a branch's list starts in its step's row; `before` prefix tokens come first, and step + 1 of each branch."""
+    """Return the start of a branch's list in its step's row: `before` prefix tokens, and step + 1 of each branch before it."""
     return before + request * (step + 1) * TOPK + branch * (length + step + 1)
 
 
@@ -305,7 +273,7 @@ def _drafted_slots(
     PAGE_SIZE: tl.constexpr,
     BLOCK_STEPS: tl.constexpr,
 ):
-    """Slots of the tokens that a branch drafts, `[BLOCK_STEPS]`."""
+    """Return the slots of the tokens that a branch drafts, `[BLOCK_STEPS]`."""
     if PAGE_SIZE == 1 or TOPK == 1:
         start = length + branch * NUM_STEPS
     else:  # each branch continues in its own copy of the prefix's last page
@@ -326,7 +294,7 @@ def _store_drafted(slots, step_row, at, step, capacity, BLOCK_STEPS: tl.constexp
 
 @triton.jit
 def _write_indptr(positions, kv_indptr, num_branches, kv_indptr_stride, NUM_STEPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Boundaries 1, 2, ... of every step."""
+    """Write boundaries 1, 2, ... of every step."""
     lanes = tl.arange(0, BLOCK)
     before = tl.zeros([], tl.int64)
     for start in range(0, num_branches, BLOCK):
@@ -342,7 +310,7 @@ def _write_indptr(positions, kv_indptr, num_branches, kv_indptr_stride, NUM_STEP
 
 @triton.jit
 def _sum_before(values, end, BLOCK: tl.constexpr):
-    """Sum of the first `end` of `values`, int64."""
+    """Return the sum of the first `end` of `values`, int64."""
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.int64)
     for start in range(0, end, BLOCK):

@@ -1,11 +1,11 @@
-"""What the portable kernels share, by itself."""
+"""Loads of tiles, by themselves: pools of pairs and the halves of a pair."""
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from lab.kernels.portable.arithmetic import Tile, halves_of_pairs, paired
+from lab.kernels.portable.tiles import Tile, halves_of_pairs, paired
 from lab.kernels.support import triton_interprets
 from tests.devices import DEVICES
 
@@ -14,9 +14,9 @@ TILE = Tile(16, 64, num_warps=4, num_stages=3)
 
 
 @triton.jit
-def _store_halves(pairs, even, odd, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr):
+def _store_halves(pairs, even, odd, BLOCK: tl.constexpr):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    even_half, odd_half = halves_of_pairs(tl.load(pairs + place), INTERPRETED)
+    even_half, odd_half = halves_of_pairs(tl.load(pairs + place))
     tl.store(even + place, even_half)
     tl.store(odd + place, odd_half)
 
@@ -33,7 +33,7 @@ def test_halves_of_every_pair(device: str, block: int, every: range) -> None:
     """NaNs among them, which the interpreter of Triton 3.7 takes for numbers."""
     pairs = torch.tensor(every, dtype=torch.int32).to(torch.int16).to(device)
     even, odd = (torch.empty(pairs.shape, dtype=torch.float16, device=device) for _ in range(2))
-    _store_halves[(pairs.numel() // block,)](pairs, even, odd, BLOCK=block, INTERPRETED=triton_interprets())
+    _store_halves[(pairs.numel() // block,)](pairs, even, odd, BLOCK=block)
     elements = pairs.view(E4M3).to(torch.float16).view(-1, 2)
     asked = ~elements.isnan() if triton_interprets() else slice(None)
     halves = torch.stack([even, odd], 1)
@@ -44,7 +44,7 @@ def test_k_and_v_are_paired_together() -> None:
     pool = torch.zeros(4, 2, 16, 64, dtype=E4M3)
     assert [cache.dtype for cache in paired((pool, pool), TILE)] == [torch.int16] * 2
     odd = torch.zeros(4, 2, 16, 65, dtype=E4M3)[..., :64]
-    moved = torch.zeros(4, 2, 16, 96, dtype=E4M3)[..., 2:66]  # 16 bytes at a time would begin 2 behind a multiple
+    moved = torch.zeros(4, 2, 16, 96, dtype=E4M3)[..., 2:66]  # 16 bytes at a time would begin 2 after a multiple
     narrow = torch.zeros(4, 2, 16, 80, dtype=E4M3)[..., :64]  # 40 pairs, which Triton would load one by one
     for other in (odd, moved, narrow):
         for caches in ((pool, other), (other, pool)):

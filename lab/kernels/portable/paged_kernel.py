@@ -1,0 +1,221 @@
+"""The Triton kernel of paged attention: decode, verify, draft extend, extend and prefill."""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from lab.kernels.portable.key_shares import begin_share, next_unit, reach_of, tiles_in_reach
+from lab.kernels.portable.partial_results import slot_of, store_share, store_unit_shares
+from lab.kernels.portable.rows import keys_of_block, request_rows, tile_begin, visible_keys
+from lab.kernels.portable.softmax import (
+    LOG2_E,
+    dot,
+    empty_denominator,
+    fitted,
+    fitting_power,
+    scalar,
+    softmax_step,
+    whole_denominator,
+)
+from lab.kernels.portable.tiles import PoolStrides, described_tile, halves_of_pairs, page_ids, pool_offsets
+
+
+class Strides(NamedTuple):
+    """Strides of a call's tensors, in elements."""
+
+    query_row: int
+    query_head: int
+    k: PoolStrides
+    v: PoolStrides
+    k_table: int
+    v_table: int
+
+
+# What varies from call to call must not compile again, not even for its value 1 or its multiples of 16.
+@triton.jit(do_not_specialize=["max_q_len", "window_left", "batch_size", "num_kv_heads", "num_shares", "least_tiles"])
+def _attention_kernel(
+    query,
+    pools,  # (K, V); int16 where `paired` has made pairs of e4m3 elements
+    k_tiles,  # a descriptor of K's tiles, or None
+    v_tiles,
+    block_tables,  # (of K, of V)
+    seq_lens,
+    cu_seqlens_q,  # None: every request has max_q_len rows
+    sinks,  # None: no sink
+    mask,
+    scales,  # (bmm1_scale, bmm2_scale), each a number or a pointer
+    results,  # (out, lse_log2 or None)
+    partials,  # `PartialResults`; None: no unit is cut
+    max_q_len,
+    window_left,
+    batch_size,
+    num_kv_heads,
+    num_shares,
+    least_tiles,
+    strides,  # `Strides`
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    MASK_WORDS: tl.constexpr,  # 0: no mask
+    CAUSAL: tl.constexpr,
+    SHARED: tl.constexpr,
+    TILE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Attention of one block of packed rows over one share of the batch's keys, or over all keys of one unit."""
+    if OVERLAPS:  # the merge may be launched meanwhile, and waits for the end of this
+        gdc_launch_dependents()
+    # The blocks of one share read the same keys at the same time: all but the first find them in L2.
+    q_block = tl.program_id(0)
+    reach = reach_of(window_left, max_q_len)
+    share = tl.program_id(1).to(tl.int64)
+    BLOCK_ROWS: tl.constexpr = TILE.rows
+    BLOCK_KEYS: tl.constexpr = TILE.keys
+    START_PLACES: tl.constexpr = TILE.start_keys // BLOCK_KEYS if SHARED else 0
+    if SHARED:
+        batch = (seq_lens, batch_size, reach, num_kv_heads)
+        place, end, share_places, request, request_begin = begin_share(
+            share, batch, num_shares, least_tiles, BLOCK_KEYS, START_PLACES
+        )
+        kv_len = tl.load(seq_lens + tl.minimum(request, batch_size - 1))
+        unit_places = tiles_in_reach(kv_len, reach, BLOCK_KEYS)[1] + START_PLACES
+        place = tl.maximum(place, place - (place - request_begin) % unit_places + START_PLACES)
+    else:  # as if the order had this unit alone, and no empty places
+        request = tl.program_id(2).to(tl.int64)
+        share_places = tiles_in_reach(tl.load(seq_lens + request), reach, BLOCK_KEYS)[1]
+        request_begin = tl.zeros([], tl.int64)
+        place = share * share_places
+        end = place + share_places
+
+    block_row = tl.arange(0, BLOCK_ROWS)
+    token = (q_block * BLOCK_ROWS + block_row) // GROUP
+    group_head = (q_block * BLOCK_ROWS + block_row) % GROUP
+    PAIRED: tl.constexpr = pools[1].dtype.element_ty == tl.int16
+    ELEMENTS: tl.constexpr = HEAD_DIM // 2 if PAIRED else HEAD_DIM
+    key_offsets = tl.arange(0, BLOCK_KEYS)
+    scale_log2 = scalar(scales[0]) * LOG2_E
+    tiles = (k_tiles, v_tiles)
+
+    while place < end:
+        kv_len = tl.load(seq_lens + request).to(tl.int32)
+        first_in_reach, num_tiles = tiles_in_reach(kv_len, reach, BLOCK_KEYS)
+        kv_head = (place - request_begin) // (num_tiles + START_PLACES)
+        first_tile = (place - request_begin) % (num_tiles + START_PLACES) - START_PLACES
+        end_tile = tl.minimum(num_tiles, first_tile + end - place)
+        q_start, q_len = request_rows(cu_seqlens_q, request, max_q_len)
+        row_exists = token < q_len
+        head = kv_head * GROUP + group_head
+        row_head = (q_start + token) * (num_kv_heads * GROUP) + head
+        q_row = query + (q_start + token)[:, None] * strides.query_row + head[:, None] * strides.query_head
+        q, odd_q, power = _load_query(q_row, row_exists, HEAD_DIM, PAIRED, DOT_DTYPE)
+        row_scale_log2 = scale_log2 * tl.exp2(power)
+        position = kv_len - q_len + token  # of each row; negative where a request has fewer keys than rows
+        keys = keys_of_block(
+            first_in_reach, first_tile, end_tile, kv_len, q_len, q_block, window_left, MASK_WORDS, CAUSAL, GROUP, TILE
+        )
+
+        largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+        denominator = empty_denominator(BLOCK_ROWS, BLOCK_KEYS, TILE.denominator_per_key)
+        sums = tl.zeros([BLOCK_ROWS, ELEMENTS], tl.float32)
+        odd_sums = sums  # as odd_q
+        k_table = block_tables[0] + request * strides.k_table
+        v_table = block_tables[1] + request * strides.v_table
+        heads = (pools[0] + kv_head * strides.k.head, pools[1] + kv_head * strides.v.head)
+        for MASKED in tl.static_range(2):  # the loop twice: without a mask, and with one
+            # Page ids are read one tile ahead: keys that waited for their ids could not be read ahead themselves. And tiles are
+            # counted from 0: Triton 3.7 loses the alignment of addresses after a counter that begins elsewhere.
+            begin = tile_begin(keys, 0, MASKED, BLOCK_KEYS)
+            k_page = page_ids(k_table, begin, keys.end, PAGE_SIZE, BLOCK_KEYS)
+            v_page = page_ids(v_table, begin, keys.end, PAGE_SIZE, BLOCK_KEYS)
+            for tile in range(keys.num_tiles - keys.num_common if MASKED else keys.num_common):
+                begin = tile_begin(keys, tile, MASKED, BLOCK_KEYS)
+                key = begin + key_offsets
+                key_exists = (key >= keys.first_key) & (key < keys.end)
+                pages = (k_page, v_page)
+                k, v = _load_keys(
+                    tiles, heads, pages, kv_head, begin, key_exists, strides, ELEMENTS, PAGE_SIZE, BLOCK_KEYS, MASKED
+                )
+                following = tile_begin(keys, tile + 1, MASKED, BLOCK_KEYS)
+                k_page = page_ids(k_table, following, keys.end, PAGE_SIZE, BLOCK_KEYS)
+                v_page = page_ids(v_table, following, keys.end, PAGE_SIZE, BLOCK_KEYS)
+                scores = tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32)
+                if PAIRED:
+                    k, odd_k = halves_of_pairs(k)
+                    v, odd_v = halves_of_pairs(v)
+                    scores = dot(odd_q, odd_k, scores)
+                scores = dot(q, k.to(DOT_DTYPE), scores) * row_scale_log2[:, None]
+                if MASKED:
+                    mask_row = request * max_q_len + token
+                    visible = visible_keys(
+                        key, key_exists, position, row_exists, keys, mask, mask_row, window_left, MASK_WORDS, CAUSAL
+                    )
+                    scores = tl.where(visible, scores, float("-inf"))
+                weights, rescale, largest, denominator = softmax_step(scores, largest, denominator, DOT_DTYPE)
+                sums = dot(weights, v.to(DOT_DTYPE), sums * rescale[:, None])
+                if PAIRED:
+                    odd_sums = dot(weights, odd_v, odd_sums * rescale[:, None])
+
+        if PAIRED:
+            sums = tl.reshape(tl.join(sums, odd_sums), [BLOCK_ROWS, HEAD_DIM])
+        state = (largest, whole_denominator(denominator), sums)
+        rows = (row_head, head, row_exists)
+        is_whole = (first_tile == 0) & (end_tile == num_tiles)
+        slot = slot_of(share, q_block, tl.num_programs(0), first_tile == 0)
+        store_share(state, rows, is_whole, sinks, scales[1], results, partials, slot, BLOCK_ROWS, HEAD_DIM)
+        if partials is not None and first_tile == 0:
+            store_unit_shares(partials.unit_shares, request * num_kv_heads + kv_head, place, num_tiles, share_places)
+        place += end_tile - first_tile
+        request_end = request_begin + (num_tiles + START_PLACES) * num_kv_heads
+        place, request, request_begin = next_unit(place, request, request_begin, request_end, START_PLACES)
+
+
+@triton.jit
+def _load_query(
+    rows,  # pointers to each row's first element, [rows, 1]
+    row_exists,
+    HEAD_DIM: tl.constexpr,
+    PAIRED: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    """Return (a query in DOT_DTYPE, its odd elements, `fitting_power`); where PAIRED the first has the even elements alone."""
+    q = tl.load(rows + tl.arange(0, HEAD_DIM)[None, :], mask=row_exists[:, None], other=0.0)
+    power = fitting_power(q, DOT_DTYPE)
+    q = fitted(q, power, DOT_DTYPE)
+    odd_q = q
+    if PAIRED:
+        q, odd_q = tl.split(tl.reshape(q, [q.shape[0], HEAD_DIM // 2, 2]))
+    return q, odd_q, power
+
+
+@triton.jit
+def _load_keys(
+    tiles,  # (descriptor of K, of V), each or None
+    heads,  # (pointer to a head of K, of V)
+    pages,  # (page ids of K, of V), from `page_ids`
+    kv_head,
+    begin,
+    key_exists,
+    strides,
+    ELEMENTS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Return a tile, (K [ELEMENTS, BLOCK_KEYS], V [BLOCK_KEYS, ELEMENTS]); without a mask by descriptor, where there is one."""
+    if tiles[0] is not None and tiles[1] is not None and not MASKED:
+        k = described_tile(tiles[0], pages[0], kv_head.to(tl.int32), begin, 0, PAGE_SIZE, BLOCK_KEYS, ELEMENTS)
+        v = described_tile(tiles[1], pages[1], kv_head.to(tl.int32), begin, 0, PAGE_SIZE, BLOCK_KEYS, ELEMENTS)
+        k = tl.trans(k)
+    else:
+        elements = tl.arange(0, ELEMENTS)
+        k_exists = key_exists[None, :] if MASKED else None
+        v_exists = key_exists[:, None] if MASKED else None
+        other = 0.0 if MASKED else None
+        k_offset = pool_offsets(pages[0], begin, strides.k.page, strides.k.token, PAGE_SIZE, BLOCK_KEYS)
+        v_offset = pool_offsets(pages[1], begin, strides.v.page, strides.v.token, PAGE_SIZE, BLOCK_KEYS)
+        k = tl.load(heads[0] + k_offset[None, :] + elements[:, None], mask=k_exists, other=other)
+        v = tl.load(heads[1] + v_offset[:, None] + elements[None, :], mask=v_exists, other=other)
+    return k, v

@@ -1,0 +1,247 @@
+"""Partial results of units that several shares hold (`lab.kernels.portable.key_shares`), and the kernel that merges them."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from lab.calls.problem import PagedAttention
+from lab.gpus import capability_of, family_of
+from lab.kernels.portable.key_shares import Shares
+from lab.kernels.portable.rows import request_rows
+from lab.kernels.portable.softmax import LOG2_E, log2_sum, rounded, scalar, store_rows
+from lab.kernels.portable.triton_call import Launch
+
+# A program of the merge has so many sums, 16 a thread, and reads so many partial results at a time for each.
+MERGED_SUMS = 2048
+MERGED_AT_A_TIME = 4
+MERGE_WARPS = 4
+LSES_AT_A_TIME: tl.constexpr = tl.constexpr(64)
+# Most rows of such a program, and programs that fill a GPU: eight on each of 132 multiprocessors.
+MOST_MERGED_ROWS = 16
+MERGE_PROGRAMS = 1024
+
+
+class PartialResults(NamedTuple):
+    """Two slots per program: normalised results of the keys that it had, so that a merge needs only their log-sum-exp.
+
+    Attributes:
+        out: float32 [q_blocks * shares * 2, rows, v_head_dim].
+        lse_log2: float32 [q_blocks * shares * 2, rows]; -inf where a row sees none of the keys.
+        unit_shares: int32 [batch_size * num_kv_heads, 2]: the first and the last share that have keys of a unit.
+    """
+
+    out: torch.Tensor
+    lse_log2: torch.Tensor
+    unit_shares: torch.Tensor
+
+
+def new_partials(shares: Shares | None, q_blocks: int, rows: int, problem: PagedAttention) -> PartialResults | None:
+    """Allocate the partial results of a call; None where no unit is cut.
+
+    Args:
+        shares: of the call; None where each block of rows has a program for all its keys.
+        q_blocks, rows: blocks of query rows of a request, and rows of each.
+        problem: its batch size, K/V heads, head_dim of V and device are read.
+    """
+    if shares is None or shares.count == 1:
+        return None
+    device, slots = problem.query.device, 2 * q_blocks * shares.count
+    return PartialResults(
+        torch.empty((slots, rows, problem.v_head_dim), dtype=torch.float32, device=device),
+        torch.empty((slots, rows), dtype=torch.float32, device=device),
+        torch.empty((problem.batch_size * problem.num_kv_heads, 2), dtype=torch.int32, device=device),
+    )
+
+
+def with_merge(
+    attention: Launch,
+    partials: PartialResults | None,
+    problem: PagedAttention,
+    q_blocks: int,
+    out: torch.Tensor,
+    lse_log2: torch.Tensor | None,
+) -> list[Launch]:
+    """Return the launches of a call: `attention`, and where units are cut the merge, which writes the rows that are."""
+    if partials is None:
+        return [attention]
+    units, group = problem.batch_size * problem.num_kv_heads, problem.num_qo_heads // problem.num_kv_heads
+    packed_rows = problem.max_q_len * group
+    rows, dims = merge_block(units * packed_rows, problem.v_head_dim)
+    overlaps = overlaps_launches(problem.query.device)
+    merge = Launch(
+        merge_kernel,
+        (units, triton.cdiv(packed_rows, rows), problem.v_head_dim // dims),
+        partials,
+        problem.cu_seqlens_q,
+        problem.sinks,
+        problem.bmm2_scale,
+        (out, lse_log2),
+        problem.max_q_len,
+        q_blocks,
+        problem.num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=problem.v_head_dim,
+        BLOCK_ROWS=partials.out.shape[1],
+        MERGED_ROWS=rows,
+        MERGED_DIMS=dims,
+        LANES=max(1, MERGED_SUMS // (rows * dims)),
+        AT_A_TIME=MERGED_AT_A_TIME,
+        OVERLAPS=overlaps,
+        num_warps=MERGE_WARPS,
+        launch_pdl=overlaps,
+    )
+    return [attention, merge]
+
+
+def merge_block(num_rows: int, head_dim: int) -> tuple[int, int]:
+    """Return (rows, elements of head_dim) of one program of the merge.
+
+    Few rows have many partial results each, which the threads of a program then share (results/nvidia-h200/kernels.md, "Tiles
+    and their neighbours").
+
+    Args:
+        num_rows: of all requests and heads.
+        head_dim: of the output.
+    """
+    elements = num_rows * head_dim // MERGE_PROGRAMS
+    if elements < 64:
+        return 1, min(head_dim, 32)
+    return min(MOST_MERGED_ROWS, triton.next_power_of_2(max(1, elements // 128))), min(head_dim, 128)
+
+
+def overlaps_launches(device: torch.device) -> bool:
+    """Return True where a launch may begin beside the end of the one before it (programmatic dependent launch)."""
+    family = family_of(capability_of(device))
+    return family is not None and family.overlaps_launches
+
+
+@triton.jit
+def slot_of(share, q_block, q_blocks, begins_unit):
+    """Return the slot of a partial result: that of the unit in which a share ends, which it begins, is apart from the other."""
+    return (share * q_blocks + q_block) * 2 + begins_unit.to(tl.int64)
+
+
+@triton.jit
+def store_unit_shares(unit_shares, unit, first_place, tiles, share_places):
+    """Write the first and the last share that have keys of a unit; `first_place` is that of its first tile."""
+    tl.store(unit_shares + unit * 2, (first_place // share_places).to(tl.int32))
+    tl.store(unit_shares + unit * 2 + 1, ((first_place + tiles - 1) // share_places).to(tl.int32))
+
+
+@triton.jit
+def store_share(
+    state,  # (largest, denominator, sums [ROWS, DIMS]) of a softmax
+    rows,  # (row * num_qo_heads + head of the output, int64 [ROWS]; head; True where the row exists)
+    is_whole,  # True: these are all keys of the rows
+    sinks,
+    bmm2_scale,
+    results,  # (out, lse_log2 or None)
+    partials,  # None: every share holds whole units
+    slot,
+    ROWS: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """Write a block of rows of one share: the output, or a slot's normalised sums and their LSE."""
+    largest, denominator, sums = state
+    row_head, head, row_exists = rows
+    dims = tl.arange(0, DIMS)
+    if is_whole or partials is None:
+        sink_log2 = None
+        if sinks is not None:
+            sink_log2 = tl.load(sinks + head, mask=row_exists, other=0.0) * LOG2_E
+        store_rows(
+            largest,
+            denominator,
+            sums,
+            sink_log2,
+            bmm2_scale,
+            results[0] + row_head * DIMS,
+            None if results[1] is None else results[1] + row_head,
+            dims,
+            row_exists,
+        )
+    else:
+        row = slot * ROWS + tl.arange(0, ROWS)
+        divisor = tl.where(denominator == 0, 1.0, denominator)
+        tl.store(partials.out + row[:, None] * DIMS + dims[None, :], sums / divisor[:, None])
+        tl.store(partials.lse_log2 + row, log2_sum(largest, denominator))
+
+
+@triton.jit(do_not_specialize=["max_q_len", "q_blocks", "num_kv_heads"])
+def merge_kernel(
+    partials,
+    cu_seqlens_q,  # None: every request has max_q_len rows
+    sinks,
+    bmm2_scale,
+    results,  # (out, lse_log2 or None)
+    max_q_len,
+    q_blocks,
+    num_kv_heads,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    MERGED_ROWS: tl.constexpr,
+    MERGED_DIMS: tl.constexpr,
+    LANES: tl.constexpr,
+    AT_A_TIME: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Merge some rows of one unit: its partial results weighted by 2 ** their LSE, the sink counted once."""
+    if OVERLAPS:  # every program, for what is launched next waits for this launch alone
+        gdc_wait()
+    unit = tl.program_id(0)
+    first_share = tl.load(partials.unit_shares + unit * 2).to(tl.int64)
+    last_share = tl.load(partials.unit_shares + unit * 2 + 1).to(tl.int64)
+    if first_share == last_share:  # a program had the unit whole, and has written it
+        return
+    request = (unit // num_kv_heads).to(tl.int64)
+    q_start, q_len = request_rows(cu_seqlens_q, request, max_q_len)
+    first_packed = tl.program_id(1) * MERGED_ROWS
+    if first_packed >= q_len * GROUP:
+        return
+    packed = first_packed + tl.arange(0, MERGED_ROWS)
+    token = packed // GROUP
+    head = unit % num_kv_heads * GROUP + packed % GROUP
+    row_exists = token < q_len
+    dims = tl.program_id(2) * MERGED_DIMS + tl.arange(0, MERGED_DIMS)
+    q_block = first_packed // BLOCK_ROWS
+    block_row = packed % BLOCK_ROWS
+
+    largest = tl.full([MERGED_ROWS], float("-inf"), tl.float32)
+    if sinks is not None:
+        largest = tl.load(sinks + head, mask=row_exists, other=float("-inf")) * LOG2_E
+    sink_log2 = largest
+    for start in range(first_share, last_share + 1, LSES_AT_A_TIME):
+        share = start + tl.arange(0, LSES_AT_A_TIME)
+        row = slot_of(share, q_block, q_blocks, share == first_share)[:, None] * BLOCK_ROWS + block_row[None, :]
+        lses = tl.load(partials.lse_log2 + row, mask=(share <= last_share)[:, None], other=float("-inf"))
+        largest = tl.maximum(largest, tl.max(lses, 0))
+    origin = tl.where(largest == float("-inf"), 0.0, largest)
+
+    denominators = tl.zeros([LANES, MERGED_ROWS], tl.float32)
+    sums = tl.zeros([LANES, MERGED_ROWS, MERGED_DIMS], tl.float32)
+    for start in range(first_share, last_share + 1, LANES * AT_A_TIME):
+        for step in tl.static_range(AT_A_TIME):
+            share = start + step * LANES + tl.arange(0, LANES)
+            exists = (share <= last_share)[:, None]
+            row = slot_of(share, q_block, q_blocks, share == first_share)[:, None] * BLOCK_ROWS + block_row[None, :]
+            parts = tl.load(
+                partials.out + row[:, :, None] * HEAD_DIM + dims[None, None, :], mask=exists[:, :, None], other=0.0
+            )
+            lses = tl.load(partials.lse_log2 + row, mask=exists, other=float("-inf"))
+            weights = tl.exp2(lses - origin[None, :])
+            sums += parts * weights[:, :, None]
+            denominators += weights
+    denominator = tl.sum(denominators, 0)
+    if sinks is not None:
+        denominator += tl.exp2(sink_log2 - origin)
+    row_head = (q_start + token) * (num_kv_heads * GROUP) + head
+    divisor = tl.where(denominator == 0, 1.0, denominator)
+    out, lse_log2 = results
+    result = rounded(tl.sum(sums, 0) * scalar(bmm2_scale) / divisor[:, None], out.dtype.element_ty)
+    tl.store(out + row_head[:, None] * HEAD_DIM + dims[None, :], result, mask=row_exists[:, None])
+    if lse_log2 is not None and tl.program_id(2) == 0:
+        tl.store(lse_log2 + row_head, log2_sum(largest, denominator), mask=row_exists)

@@ -1,0 +1,121 @@
+"""The query rows of a block, and the keys that they see.
+
+A block has packed rows of one request: row r is query token r // GROUP, head r % GROUP of the heads that share a K/V head.
+Rows are causal: token i of a request with q tokens and L keys sits at position L - q + i, and sees keys up to it.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class KeyRange(NamedTuple):
+    """The keys of a share that some row of a block sees, in tiles from `begin` on.
+
+    Attributes:
+        q_position: position of the request's first query token; negative where it has fewer keys than rows.
+        first_key, end: the first key that some row sees, and the end of those in the share.
+        begin: the first key of the first tile.
+        num_tiles: tiles from `begin` to `end`.
+        num_before, num_common: tiles that every row sees whole, `num_common` of them after the first `num_before`.
+    """
+
+    q_position: Any
+    first_key: Any
+    end: Any
+    begin: Any
+    num_tiles: Any
+    num_before: Any
+    num_common: Any
+
+
+@triton.jit
+def request_rows(cu_seqlens_q, request, max_q_len):
+    """Return (the first row of a request, its number of rows); without `cu_seqlens_q` every request has `max_q_len`."""
+    if cu_seqlens_q is None:
+        q_start = request * max_q_len
+        q_len = max_q_len
+    else:
+        q_start = tl.load(cu_seqlens_q + request).to(tl.int64)
+        q_len = (tl.load(cu_seqlens_q + request + 1) - q_start).to(tl.int32)
+    return q_start, q_len
+
+
+@triton.jit
+def keys_of_block(
+    first_in_reach,
+    first_tile,  # of the share, after the first in reach
+    end_tile,
+    kv_len,
+    q_len,
+    q_block,
+    window_left,  # -1: no window
+    MASK_WORDS: tl.constexpr,  # 0: no mask
+    CAUSAL: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Return the `KeyRange` of a block of rows; without tiles where the request has no row of the block."""
+    BLOCK_ROWS: tl.constexpr = TILE.rows
+    BLOCK_KEYS: tl.constexpr = TILE.keys
+    q_position = kv_len - q_len
+    first_token = (q_block * BLOCK_ROWS) // GROUP
+    last_token = tl.minimum((q_block * BLOCK_ROWS + BLOCK_ROWS - 1) // GROUP, q_len - 1)
+    first_key = 0
+    key_end = kv_len
+    common_end = kv_len
+    if MASK_WORDS > 0:
+        common_end = q_position
+    elif CAUSAL:
+        key_end = tl.minimum(kv_len, tl.maximum(q_position + last_token + 1, 0))
+        common_end = q_position + first_token + 1
+    common_begin = 0
+    if window_left >= 0:
+        first_key = tl.maximum(q_position + first_token - window_left, 0)
+        common_begin = tl.maximum(q_position + last_token - window_left, 0)
+    begin = tl.maximum(((first_in_reach + first_tile) * BLOCK_KEYS).to(tl.int32), first_key // BLOCK_KEYS * BLOCK_KEYS)
+    end = tl.minimum(((first_in_reach + end_tile) * BLOCK_KEYS).to(tl.int32), key_end)
+    if q_block * BLOCK_ROWS >= q_len * GROUP:
+        end = begin
+    num_tiles = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_KEYS)
+    num_before = tl.cdiv(tl.maximum(common_begin - begin, 0), BLOCK_KEYS)
+    num_common = (tl.minimum(end, common_end) - begin) // BLOCK_KEYS - num_before
+    return KeyRange(q_position, first_key, end, begin, num_tiles, num_before, tl.maximum(num_common, 0))
+
+
+@triton.jit
+def tile_begin(keys, number, MASKED: tl.constexpr, BLOCK_KEYS: tl.constexpr):
+    """Return the first key of the `number`-th tile that every row sees; of the `number`-th other tile where MASKED."""
+    first = tl.where(number < keys.num_before, 0, keys.num_common) if MASKED else keys.num_before
+    return keys.begin + (number + first) * BLOCK_KEYS
+
+
+@triton.jit
+def visible_keys(
+    key,  # [keys], those of a tile
+    key_exists,
+    position,  # int32 [rows], each row's
+    row_exists,
+    keys,  # `KeyRange`
+    mask,  # packed draft mask, or None
+    mask_row,  # int64 [rows]
+    window_left,
+    MASK_WORDS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
+    """Return bool [rows, keys]: True where a row sees a key."""
+    visible = row_exists[:, None] & key_exists[None, :]
+    if MASK_WORDS > 0:
+        is_draft = key >= keys.q_position
+        draft = tl.maximum(key - keys.q_position, 0)  # index among the draft tokens
+        word = tl.load(
+            mask + mask_row[:, None] * MASK_WORDS + (draft // 16)[None, :], mask=visible & is_draft[None, :], other=0
+        )
+        shown = ((word.to(tl.int32) >> (draft % 16)[None, :]) & 1) != 0
+        visible = visible & (shown | ~is_draft[None, :])
+    elif CAUSAL:
+        visible = visible & (key[None, :] <= position[:, None])
+    if window_left >= 0:
+        visible = visible & (key[None, :] >= position[:, None] - window_left)
+    return visible

@@ -1,0 +1,162 @@
+"""Arithmetic of the portable attention kernels: products, rounding, a running softmax in base 2 and float32."""
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+# True in Triton's interpreter. `triton.jit` decides the same when these modules are imported.
+INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+def dot_dtype(cache: torch.Tensor) -> tl.dtype:
+    """Return the dtype of the products: that of K/V, which is the query's, and float16 over e4m3.
+
+    float16 holds every e4m3 value, and SM89 and later convert two of them by one instruction. bf16 takes six, by way of
+    float32, four of which wait for a unit of a quarter of the others' rate.
+    """
+    return tl.bfloat16 if cache.dtype == torch.bfloat16 else tl.float16
+
+
+@triton.jit
+def fitting_power(q, DOT_DTYPE: tl.constexpr):
+    """Return float32 [rows], such that each row of `q`, divided by 2 ** this, fits DOT_DTYPE; [1] where every row does.
+
+    bf16 reaches beyond float16 at both ends. Rows are moved so that their largest element lies in [2 ** 14, 2 ** 15): what
+    then falls below float16's least value is 2 ** -39 of it.
+    """
+    power = tl.zeros([1], tl.float32)
+    if q.dtype == tl.bfloat16 and tl.float16 == DOT_DTYPE:
+        largest = tl.max(tl.abs(q.to(tl.float32)), 1)
+        # A row of zeros or infinities gets a power whose inverse is finite.
+        power = tl.minimum(tl.floor(tl.log2(tl.maximum(largest, 1e-26))) - 14.0, 113.0)
+    return power
+
+
+@triton.jit
+def fitted(q, power, DOT_DTYPE: tl.constexpr):
+    """Return `q` in DOT_DTYPE, its rows divided by 2 ** `power` where they would not fit.
+
+    A query of DOT_DTYPE is left alone: Triton keeps what it has loaded in shared memory, and the rest in registers.
+    """
+    if q.dtype == tl.bfloat16 and tl.float16 == DOT_DTYPE:
+        q = q.to(tl.float32) * tl.exp2(-power)[:, None]
+    return q.to(DOT_DTYPE)
+
+
+@triton.jit
+def scalar(scale):
+    """Return a scale given as a number, or as a pointer to one. The interpreter's numbers have no dtype."""
+    return tl.load(scale) if hasattr(scale, "dtype") and scale.dtype.is_ptr() else scale
+
+
+@triton.jit
+def rounded(x, DTYPE: tl.constexpr):
+    """Return float32 `x` in DTYPE, to nearest even; e4m3 saturates, and keeps NaN."""
+    if tl.float8e4nv == DTYPE:
+        x = tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x))
+    if INTERPRETED:  # Triton 3.7's interpreter would truncate
+        if tl.bfloat16 == DTYPE:
+            x = without_bits(x, 16)
+        if tl.float8e4nv == DTYPE:
+            # Below 2 ** -6, e4m3's steps are 2 ** -9, which are those of float32 at 1.5 * 2 ** 14.
+            x = tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, without_bits(x, 20))
+    return x.to(DTYPE)
+
+
+@triton.jit
+def without_bits(x, COUNT: tl.constexpr):
+    """Return float32 `x` rounded to nearest even, with zeros in its last COUNT bits."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits += (1 << (COUNT - 1)) - 1 + ((bits >> COUNT) & 1)
+    return (bits & -(1 << COUNT)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def dot(a, b, sums):
+    """Return `sums + a @ b` with float32 sums."""
+    if INTERPRETED:  # Triton 3.7's interpreter would multiply the bit patterns of bf16
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, sums)
+
+
+@triton.jit
+def softmax_step(scores, largest, denominator, DOT_DTYPE: tl.constexpr):
+    """Return one step of a running softmax in base 2: (weights in DOT_DTYPE, factor of earlier sums, largest, denominator).
+
+    The largest weight is 1, in float16 2 ** 14, and `largest` is below the largest score by as much: float16 has nothing below
+    2 ** -24, and where one key has nearly all the weight, a hundred thousand others share what is left.
+
+    Args:
+        scores: float32 [rows, keys], in base 2; -inf where a row does not see a key.
+        largest: float32 [rows], -inf before the first key.
+        denominator: of `empty_denominator`, or of the step before.
+    """
+    tile_largest = tl.max(scores, 1)
+    if tl.float16 == DOT_DTYPE:
+        tile_largest -= 14.0
+    new_largest = tl.maximum(largest, tile_largest)
+    # A row that has seen no key yet has no maximum to subtract.
+    origin = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+    weights = tl.exp2(scores - origin[:, None])
+    rescale = tl.exp2(largest - origin)
+    if len(denominator.shape) == 2:
+        denominator = denominator * rescale[:, None] + weights
+    else:
+        denominator = denominator * rescale + tl.sum(weights, 1)
+    return rounded(weights, DOT_DTYPE), rescale, new_largest, denominator
+
+
+@triton.jit
+def empty_denominator(BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, PER_KEY: tl.constexpr):
+    """Return a softmax's denominator before its first key: [rows], or [rows, keys] of a tile with `denominator_per_key`."""
+    return tl.zeros([BLOCK_ROWS, BLOCK_KEYS] if PER_KEY else [BLOCK_ROWS], tl.float32)
+
+
+@triton.jit
+def whole_denominator(denominator):
+    """Return the denominator after the last key, [rows]."""
+    if len(denominator.shape) == 2:
+        denominator = tl.sum(denominator, 1)
+    return denominator
+
+
+@triton.jit
+def accumulate(scores, values, largest, denominator, sums, DOT_DTYPE: tl.constexpr):
+    """Add one tile of keys, its scores' weights times its values; return (largest, denominator, sums)."""
+    weights, rescale, largest, denominator = softmax_step(scores, largest, denominator, DOT_DTYPE)
+    return largest, denominator, dot(weights, values, sums * rescale[:, None])
+
+
+@triton.jit
+def log2_sum(largest, denominator):
+    """Return the LSE of a softmax's state, -inf without keys; a NaN stays one: it must not pass for a row without keys."""
+    divisor = tl.where(denominator == 0, 1.0, denominator)
+    return tl.where(denominator == 0, float("-inf"), largest + tl.log2(divisor))
+
+
+@triton.jit
+def store_rows(
+    largest,
+    denominator,
+    sums,  # [rows, dims]
+    sink_log2,  # None: no sink; [rows] or one for all
+    bmm2_scale,
+    out,  # pointers to each row's first element
+    lse_log2,  # pointers to each row's, or None
+    dims,
+    row_exists,
+):
+    """Write the output rows, and their LSE, of a softmax that has seen all its keys but the sink."""
+    if sink_log2 is not None:  # one more logit, without a value
+        new_largest = tl.maximum(largest, sink_log2)
+        origin = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        rescale = tl.exp2(largest - origin)
+        largest, denominator = new_largest, denominator * rescale + tl.exp2(sink_log2 - origin)
+        sums = sums * rescale[:, None]
+    divisor = tl.where(denominator == 0, 1.0, denominator)
+    result = rounded(sums * scalar(bmm2_scale) / divisor[:, None], out.dtype.element_ty)
+    tl.store(out[:, None] + dims[None, :], result, mask=row_exists[:, None])
+    if lse_log2 is not None:
+        tl.store(lse_log2, log2_sum(largest, denominator), mask=row_exists)

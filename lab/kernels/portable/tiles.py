@@ -1,0 +1,162 @@
+"""Tiles of keys: the shape of a program, and the loads of a tile from a paged pool."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from lab.kernels.portable.softmax import INTERPRETED
+
+
+class Tile(NamedTuple):
+    """The shape of one program: packed query rows, keys per step, and Triton's launch options.
+
+    A named tuple, which Triton takes as one compile-time argument and whose fields a kernel reads.
+
+    Attributes:
+        rows, keys: of one step of the program.
+        num_warps, num_stages: Triton's launch options.
+        per_multiprocessor: programs that run on a multiprocessor at a time.
+        start_keys: keys that a program could walk in the time in which it begins and ends a request and K/V head: it waits for
+            the first keys and writes the results. A program with many short requests gets fewer keys.
+        by_descriptor: tiles that need no mask are loaded by Hopper's copy engine, where `tile_descriptor` can describe them.
+        denominator_per_key: the softmax's denominator is kept in one part per key of a tile, summed up after the last tile.
+            Warps that share rows then wait for each other less often; a thread needs one more register per score.
+    """
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+    per_multiprocessor: int = 1
+    start_keys: int = 256
+    by_descriptor: bool = False
+    denominator_per_key: bool = False
+
+
+class PoolStrides(NamedTuple):
+    """Strides of a pool of K or V, in elements."""
+
+    page: int
+    head: int
+    token: int
+
+
+def tile_descriptor(cache: torch.Tensor, tile: Tile, dims: int) -> TensorDescriptor | None:
+    """Return a descriptor of the pool's tiles; None where the tile wants none, or the copy engine could not load them.
+
+    Args:
+        cache: [num_pages, num_kv_heads, page_size, head_dim], strided.
+        tile: its `keys` and its `by_descriptor` are read.
+        dims: elements of head_dim in a tile, a power of two.
+    """
+    if not tile.by_descriptor or not loads_by_descriptor(cache, tile.keys):
+        return None
+    return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), [1, 1, tile.keys, dims])
+
+
+def loads_by_descriptor(cache: torch.Tensor, keys: int) -> bool:
+    """Return True where the copy engine can load tiles of `keys` keys from one page, and gains time by it.
+
+    It takes strides and addresses of multiples of 16 bytes. An e4m3 tile, which is converted before it is multiplied, gains
+    nothing.
+    """
+    aligned = _is_aligned(cache, strides_bytes=16) and cache.stride(3) == 1
+    return aligned and cache.numel() > 0 and cache.shape[2] % keys == 0 and cache.element_size() > 1
+
+
+def _is_aligned(cache: torch.Tensor, strides_bytes: int) -> bool:
+    """Return True where the pool begins at a multiple of 16 bytes, and all strides but the last are `strides_bytes` times n."""
+    strides = [stride * cache.element_size() for stride in cache.stride()[:3]]
+    return cache.data_ptr() % 16 == 0 and all(stride % strides_bytes == 0 for stride in strides)
+
+
+def paired(caches: tuple[torch.Tensor, torch.Tensor], tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the pools of K and V, as int16 pairs of e4m3 elements where the products take them from registers.
+
+    Products of less than 64 rows do. A register of theirs holds two elements, one of the pool four: one permutation of bytes
+    sorts the pairs (`halves_of_pairs`), where single bytes would be masked, shifted and moved one by one.
+
+    Args:
+        caches: K and V, each [num_pages, num_kv_heads, page_size, head_dim].
+        tile: its `rows` are read.
+    """
+    k_cache, v_cache = caches
+    if k_cache.dtype != torch.float8_e4m3fn or tile.rows >= 64 or not all(_has_pairs(cache) for cache in caches):
+        return caches
+    return k_cache.view(torch.int16), v_cache.view(torch.int16)
+
+
+def _has_pairs(cache: torch.Tensor) -> bool:
+    """Return True where an e4m3 pool has a view of pairs, and Triton still sees that it can load 16 bytes at a time.
+
+    For that it wants strides that are multiples of 16 elements, whether these are bytes or pairs.
+    """
+    return _is_aligned(cache, strides_bytes=32) and cache.storage_offset() % 16 == 0
+
+
+@triton.jit
+def page_ids(table, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr):
+    """Return the page ids, int64, of the tile of keys from `begin`: one where pages hold whole tiles, else one per key.
+
+    A tile begins at a multiple of BLOCK_KEYS; ids of keys from `end` on are not read.
+    """
+    if PAGE_SIZE % BLOCK_KEYS == 0:
+        page = tl.load(table + begin // PAGE_SIZE, mask=begin < end, other=0)
+    else:
+        key = begin + tl.arange(0, BLOCK_KEYS)
+        page = tl.load(table + key // PAGE_SIZE, mask=key < end, other=0)
+    return page.to(tl.int64)
+
+
+@triton.jit
+def pool_offsets(page, begin, page_stride, token_stride, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr):
+    """Return the offsets of a tile's keys in the pool, in elements, int64 [BLOCK_KEYS]; `page` is from `page_ids`."""
+    if PAGE_SIZE % BLOCK_KEYS == 0:
+        in_page = begin % PAGE_SIZE + tl.arange(0, BLOCK_KEYS)
+    else:
+        in_page = (begin + tl.arange(0, BLOCK_KEYS)) % PAGE_SIZE
+    return page * page_stride + in_page.to(tl.int64) * token_stride
+
+
+@triton.jit
+def described_tile(
+    descriptor,
+    page,
+    kv_head,  # int32
+    begin,
+    first_dim,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """Return the tile of keys from `begin`, [BLOCK_KEYS, DIMS], by a descriptor of `tile_descriptor`."""
+    tile = descriptor.load([page.to(tl.int32), kv_head, begin % PAGE_SIZE, first_dim])
+    return tl.reshape(tile, [BLOCK_KEYS, DIMS])
+
+
+@triton.jit
+def halves_of_pairs(pairs):
+    """Return (the even, the odd elements) in float16 of int16 `pairs` of e4m3 elements."""
+    if INTERPRETED:
+        even = (pairs & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        odd = ((pairs >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        return even.to(tl.float16), odd.to(tl.float16)
+    # Two pairs at a time, sorted by one permutation; compilers make six operations of the lines above.
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 sorted;
+        .reg .b16 even, odd;
+        prmt.b32 sorted, $2, 0, 0x3120;
+        mov.b32 {even, odd}, sorted;
+        cvt.rn.f16x2.e4m3x2 $0, even;
+        cvt.rn.f16x2.e4m3x2 $1, odd;
+        }""",
+        "=r,=r,r",
+        [pairs],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )

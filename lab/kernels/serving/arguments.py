@@ -1,0 +1,23 @@
+"""Checks that the metadata kernels share."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lab.calls.arguments import check_tensor, dtype_names
+
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+def check_table(name: str, table: object, dtypes: Sequence[torch.dtype]) -> Tensor:
+    """Return a table, [rows, columns] with contiguous rows; raise TypeError or ValueError where it is none of `dtypes`."""
+    tensor = check_tensor(name, table)
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name} must be {dtype_names(dtypes)}, got {tensor.dtype}")
+    if tensor.ndim != 2 or (tensor.shape[1] > 1 and tensor.stride(1) != 1):
+        raise ValueError(
+            f"{name} must have two dimensions and contiguous rows, got shape {list(tensor.shape)} with stride "
+            f"{tensor.stride()}"
+        )
+    return tensor
