@@ -17,7 +17,7 @@ from lab.kernels.portable.key_shares import (
     request_at,
 )
 from lab.kernels.portable.partial_results import merge_block
-from lab.kernels.portable.tiles import Tile
+from lab.kernels.portable.tiles import ProgramTile
 from tests.devices import DEVICES
 
 BLOCK_KEYS = 32
@@ -143,7 +143,7 @@ def test_a_batch_beyond_32_bits(device: str) -> None:
 @pytest.mark.parametrize(("q_blocks", "num_shares"), [(1, 264), (2, 132), (100, 2), (1000, 1)])
 def test_programs_run_at_a_time(monkeypatch: pytest.MonkeyPatch, q_blocks: int, num_shares: int) -> None:
     monkeypatch.setattr("lab.kernels.portable.key_shares.num_multiprocessors", lambda device: 132)
-    tile = Tile(16, 64, num_warps=4, num_stages=3, per_multiprocessor=2)
+    tile = ProgramTile(16, 64, num_warps=4, num_stages=3, per_multiprocessor=2)
     gpu = torch.device("cuda")
     assert choose_shares(tile, q_blocks, gpu) == Shares(num_shares, 1)
     assert choose_shares(tile, q_blocks, gpu, least_keys=200) == Shares(num_shares, 3)

@@ -16,7 +16,7 @@ from lab import references
 from lab.calls import DecodeCall
 from lab.kernels import portable
 from lab.kernels.portable import key_shares, paged
-from lab.kernels.portable.tiles import Tile, tile_descriptor
+from lab.kernels.portable.tiles import ProgramTile, tile_descriptor
 from lab.kernels.support import why_not
 from lab.kernels.support.portable import PORTABLE
 from tests.cases import Batch, context_arguments, decode_arguments, pack_mask, random_batch
@@ -440,7 +440,7 @@ def test_choose_tile(rows: int, head_dim: int, kv_bytes: int, capability: tuple[
     assert tile.keys in (16, 32, 64, 128)
 
 
-def by_descriptor(cache: Tensor, tile: Tile) -> bool:
+def by_descriptor(cache: Tensor, tile: ProgramTile) -> bool:
     return tile_descriptor(cache, tile, cache.shape[3]) is not None
 
 
@@ -470,7 +470,7 @@ def test_tiles_that_the_copy_engine_loads(
 
 
 def test_what_the_copy_engine_cannot_load_is_not_described() -> None:
-    tile = Tile(128, 64, num_warps=8, num_stages=3, by_descriptor=True)
+    tile = ProgramTile(128, 64, num_warps=8, num_stages=3, by_descriptor=True)
     pool = torch.zeros(4, 2, 64, 128, dtype=BF16)
     assert by_descriptor(pool, tile)
     assert by_descriptor(pool.transpose(1, 2).contiguous().transpose(1, 2), tile)

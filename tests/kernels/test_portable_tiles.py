@@ -5,12 +5,12 @@ import torch
 import triton
 import triton.language as tl
 
-from lab.kernels.portable.tiles import Tile, halves_of_pairs, paired
+from lab.kernels.portable.tiles import ProgramTile, halves_of_pairs, paired
 from lab.kernels.support import triton_interprets
 from tests.devices import DEVICES
 
 E4M3 = torch.float8_e4m3fn
-TILE = Tile(16, 64, num_warps=4, num_stages=3)
+TILE = ProgramTile(16, 64, num_warps=4, num_stages=3)
 
 
 @triton.jit
@@ -49,6 +49,6 @@ def test_k_and_v_are_paired_together() -> None:
     for other in (odd, moved, narrow):
         for caches in ((pool, other), (other, pool)):
             assert paired(caches, TILE) == caches
-    assert paired((pool, pool), Tile(64, 64, num_warps=4, num_stages=3)) == (pool, pool)
+    assert paired((pool, pool), ProgramTile(64, 64, num_warps=4, num_stages=3)) == (pool, pool)
     halves = (pool.to(torch.float16), pool.to(torch.float16))
     assert paired(halves, TILE) == halves

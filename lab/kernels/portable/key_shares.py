@@ -29,7 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lab.kernels.portable.tiles import Tile
+from lab.kernels.portable.tiles import ProgramTile
 
 # Lengths that a program reads at a time to find its share: one per thread of 4 warps.
 BLOCK_REQUESTS: tl.constexpr = tl.constexpr(128)
@@ -53,7 +53,7 @@ class Shares:
     least_tiles: int = 1
 
 
-def choose_shares(tile: Tile, q_blocks: int, device: torch.device, least_keys: int = 0) -> Shares:
+def choose_shares(tile: ProgramTile, q_blocks: int, device: torch.device, least_keys: int = 0) -> Shares:
     """Return as many shares as programs run at a time, so that all end together; on a CPU one, which cuts nothing.
 
     Args:

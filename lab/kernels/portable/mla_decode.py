@@ -21,6 +21,7 @@ from lab.calls.problem import PagedAttention, check_values
 from lab.gpus import Capability, capability_of, family_that_runs
 from lab.kernels.portable.key_shares import NO_REACH, begin_share, choose_shares, tiles_in_reach
 from lab.kernels.portable.partial_results import (
+    Results,
     new_partials,
     overlaps_launches,
     slot_of,
@@ -40,7 +41,7 @@ from lab.kernels.portable.softmax import (
     scalar,
     whole_denominator,
 )
-from lab.kernels.portable.tiles import Tile, described_tile, page_ids, pool_offsets, tile_descriptor
+from lab.kernels.portable.tiles import ProgramTile, described_tile, page_ids, pool_offsets, tile_descriptor
 from lab.kernels.portable.triton_call import Launch, TritonCall, prepared
 from lab.kernels.support.portable import PORTABLE_MLA
 from lab.kernels.support.stored_cache import share_memory
@@ -83,7 +84,7 @@ def _prepare(call: MLADecodeCall) -> TritonCall:
         made: list[Callable[[], object]] = []
         if not share_memory(problem.query, call.query):  # rows that lie too far apart for a view were copied
             made.append(partial(problem.query.view(call.query.shape).copy_, call.query))
-        made += _launches(problem, out, lse)
+        made += _launches(problem, (out, lse))
         if lse is not None and call.return_lse_base == "basee":
             made.append(partial(lse.mul_, math.log(2.0)))
         return made
@@ -91,7 +92,7 @@ def _prepare(call: MLADecodeCall) -> TritonCall:
     return prepared(PORTABLE_MLA, problem, check_values, steps, call.returned)
 
 
-def choose_mla_tile(num_packed_rows: int, capability: Capability | None) -> Tile:
+def choose_mla_tile(num_packed_rows: int, capability: Capability | None) -> ProgramTile:
     """Return the tile for requests of at most `num_packed_rows` = max_q_len * num_qo_heads rows.
 
     Registers and shared memory decide, at a kv_lora_rank of 512. The sums of 64 rows are half the register file of an SM90
@@ -105,8 +106,8 @@ def choose_mla_tile(num_packed_rows: int, capability: Capability | None) -> Tile
     most_rows = _most_rows(capability)
     rows = min(max(16, triton.next_power_of_2(num_packed_rows)), most_rows)
     if most_rows == 16:
-        return Tile(rows, keys=32, num_warps=4, num_stages=3, per_multiprocessor=2)
-    return Tile(
+        return ProgramTile(rows, keys=32, num_warps=4, num_stages=3, per_multiprocessor=2)
+    return ProgramTile(
         rows,
         keys=64,
         num_warps=8,
@@ -125,7 +126,7 @@ def _most_rows(capability: Capability | None) -> int:
     return 32 if family.has_tensor_memory else 64
 
 
-def choose_dot_dtype(problem: PagedAttention, tile: Tile) -> tl.dtype:
+def choose_dot_dtype(problem: PagedAttention, tile: ProgramTile) -> tl.dtype:
     """Return the dtype of the products: that of `dot_dtype`, but bf16 for a bf16 query of 64 rows over an e4m3 cache.
 
     Triton multiplies by a query that it has loaded from shared memory, and by one that it has converted from registers, of
@@ -136,7 +137,7 @@ def choose_dot_dtype(problem: PagedAttention, tile: Tile) -> tl.dtype:
     return dot_dtype(problem.k_cache)
 
 
-def _launches(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor | None) -> list[Launch]:
+def _launches(problem: PagedAttention, results: Results) -> list[Launch]:
     device = problem.query.device
     packed_rows = problem.max_q_len * problem.num_qo_heads
     tile = choose_mla_tile(packed_rows, capability_of(device))
@@ -156,7 +157,7 @@ def _launches(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor
         problem.cu_seqlens_q,
         problem.sinks,
         (problem.bmm1_scale, problem.bmm2_scale),
-        (out, lse_log2),
+        results,
         partials,
         problem.max_q_len,
         problem.batch_size,
@@ -175,7 +176,7 @@ def _launches(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    return with_merge(attention, partials, problem, q_blocks, out, lse_log2)
+    return with_merge(attention, partials, problem, q_blocks, results)
 
 
 # What varies from call to call must not compile again, not even for its value 1 or its multiples of 16.

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 import triton
 
 from lab.calls import ContextCall, DecodeCall, takes
@@ -20,9 +19,9 @@ from lab.calls.problem import PagedAttention, check_values
 from lab.gpus import Capability, capability_of, family_that_runs
 from lab.kernels.portable.key_shares import Shares, choose_shares
 from lab.kernels.portable.paged_kernel import Strides, _attention_kernel
-from lab.kernels.portable.partial_results import new_partials, overlaps_launches, with_merge
+from lab.kernels.portable.partial_results import Results, new_partials, overlaps_launches, with_merge
 from lab.kernels.portable.softmax import dot_dtype
-from lab.kernels.portable.tiles import PoolStrides, Tile, loads_by_descriptor, paired, tile_descriptor
+from lab.kernels.portable.tiles import PoolStrides, ProgramTile, loads_by_descriptor, paired, tile_descriptor
 from lab.kernels.portable.triton_call import Launch, TritonCall, prepared
 from lab.kernels.support.portable import PORTABLE
 
@@ -66,7 +65,7 @@ def prepare_trtllm_batch_context_with_kv_cache(call: ContextCall) -> TritonCall:
     return _prepare(call.problem())
 
 
-def choose_tile(num_packed_rows: int, head_dim: int, kv_bytes: int, capability: Capability | None) -> Tile:
+def choose_tile(num_packed_rows: int, head_dim: int, kv_bytes: int, capability: Capability | None) -> ProgramTile:
     """Return the tile for requests of at most `num_packed_rows` = max_q_len * group rows.
 
     16 rows are the least that a matrix unit takes. Up to 64 rows the call is bound by reading K/V: the tile is as small as the
@@ -85,13 +84,17 @@ def choose_tile(num_packed_rows: int, head_dim: int, kv_bytes: int, capability: 
     large = family_that_runs(capability).has_large_shared_memory
     rows = min(max(16, triton.next_power_of_2(num_packed_rows)), 128 if large else 64)
     if not large:
-        return Tile(rows, max(16, 32 * 128 // max(head_dim, 128)), num_warps=4, num_stages=2, per_multiprocessor=2)
+        return ProgramTile(
+            rows, max(16, 32 * 128 // max(head_dim, 128)), num_warps=4, num_stages=2, per_multiprocessor=2
+        )
     if rows == 128:
         keys, num_stages = (64, 3) if head_dim <= 128 else (32, 2)
-        return Tile(rows, keys, num_warps=8, num_stages=num_stages, start_keys=512, by_descriptor=True)
+        return ProgramTile(rows, keys, num_warps=8, num_stages=num_stages, start_keys=512, by_descriptor=True)
     if rows == 64:
-        return Tile(rows, 64 * 128 // (max(head_dim, 64) * kv_bytes), num_warps=4, num_stages=4, per_multiprocessor=2)
-    return Tile(
+        return ProgramTile(
+            rows, 64 * 128 // (max(head_dim, 64) * kv_bytes), num_warps=4, num_stages=4, per_multiprocessor=2
+        )
+    return ProgramTile(
         rows,
         64 * 128 // max(head_dim, 128),
         num_warps=4,
@@ -115,12 +118,12 @@ def _prepare(problem: PagedAttention, *refreshes: Callable[[], object]) -> Trito
         PORTABLE,
         problem,
         check_values,
-        lambda out, lse_log2: [*refreshes, *_launches(problem, out, lse_log2)],
+        lambda *results: [*refreshes, *_launches(problem, results)],
         problem.returned,
     )
 
 
-def shares_of(problem: PagedAttention, tile: Tile, q_blocks: int) -> Shares | None:
+def shares_of(problem: PagedAttention, tile: ProgramTile, q_blocks: int) -> Shares | None:
     """Return the shares of the keys; None where each block of rows and K/V head has a program for all keys that it sees.
 
     Shares take every block of a request to see as many keys, which holds where a prefix is long beside the rows.
@@ -132,7 +135,7 @@ def shares_of(problem: PagedAttention, tile: Tile, q_blocks: int) -> Shares | No
     return shares
 
 
-def prefill_tile(problem: PagedAttention, tile: Tile) -> Tile:
+def prefill_tile(problem: PagedAttention, tile: ProgramTile) -> ProgramTile:
     """Return the tile where each block of rows has a program of its own; `tile` is the one for shares.
 
     The blocks of a request then run side by side and read keys that L2 holds, so that smaller blocks read no more from memory,
@@ -144,7 +147,7 @@ def prefill_tile(problem: PagedAttention, tile: Tile) -> Tile:
     return narrow if tile.rows == 128 and described else tile
 
 
-def _launches(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor | None) -> list[Launch]:
+def _launches(problem: PagedAttention, results: Results) -> list[Launch]:
     group = problem.num_qo_heads // problem.num_kv_heads
     packed_rows = problem.max_q_len * group
     kv_bytes = problem.k_cache.element_size()
@@ -168,7 +171,7 @@ def _launches(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor
         problem.sinks,
         problem.mask,
         (problem.bmm1_scale, problem.bmm2_scale),
-        (out, lse_log2),
+        results,
         partials,
         problem.max_q_len,
         problem.window_left,
@@ -196,4 +199,4 @@ def _launches(problem: PagedAttention, out: torch.Tensor, lse_log2: torch.Tensor
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    return with_merge(attention, partials, problem, q_blocks, out, lse_log2)
+    return with_merge(attention, partials, problem, q_blocks, results)

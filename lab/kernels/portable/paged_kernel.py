@@ -110,8 +110,13 @@ def _attention_kernel(
         head = kv_head * GROUP + group_head
         row_head = (q_start + token) * (num_kv_heads * GROUP) + head
         q_row = query + (q_start + token)[:, None] * strides.query_row + head[:, None] * strides.query_head
-        q, odd_q, power = _load_query(q_row, row_exists, HEAD_DIM, PAIRED, DOT_DTYPE)
+        q = tl.load(q_row + tl.arange(0, HEAD_DIM)[None, :], mask=row_exists[:, None], other=0.0)
+        power = fitting_power(q, DOT_DTYPE)
+        q = fitted(q, power, DOT_DTYPE)
         row_scale_log2 = scale_log2 * tl.exp2(power)
+        odd_q = q  # the odd elements where K has pairs, which `q` then lacks
+        if PAIRED:
+            q, odd_q = tl.split(tl.reshape(q, [BLOCK_ROWS, ELEMENTS, 2]))
         position = kv_len - q_len + token  # of each row; negative where a request has fewer keys than rows
         keys = keys_of_block(
             first_in_reach, first_tile, end_tile, kv_len, q_len, q_block, window_left, MASK_WORDS, CAUSAL, GROUP, TILE
@@ -170,24 +175,6 @@ def _attention_kernel(
         place += end_tile - first_tile
         request_end = request_begin + (num_tiles + START_PLACES) * num_kv_heads
         place, request, request_begin = next_unit(place, request, request_begin, request_end, START_PLACES)
-
-
-@triton.jit
-def _load_query(
-    rows,  # pointers to each row's first element, [rows, 1]
-    row_exists,
-    HEAD_DIM: tl.constexpr,
-    PAIRED: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-):
-    """Return (a query in DOT_DTYPE, its odd elements, `fitting_power`); where PAIRED the first has the even elements alone."""
-    q = tl.load(rows + tl.arange(0, HEAD_DIM)[None, :], mask=row_exists[:, None], other=0.0)
-    power = fitting_power(q, DOT_DTYPE)
-    q = fitted(q, power, DOT_DTYPE)
-    odd_q = q
-    if PAIRED:
-        q, odd_q = tl.split(tl.reshape(q, [q.shape[0], HEAD_DIM // 2, 2]))
-    return q, odd_q, power
 
 
 @triton.jit

@@ -24,6 +24,9 @@ MOST_MERGED_ROWS = 16
 MERGE_PROGRAMS = 1024
 
 
+Results = tuple[torch.Tensor, torch.Tensor | None]  # a call's output, and its LSE in base 2 unless nobody wants it
+
+
 class PartialResults(NamedTuple):
     """Two slots per program: normalised results of the keys that it had, so that a merge needs only their log-sum-exp.
 
@@ -39,13 +42,7 @@ class PartialResults(NamedTuple):
 
 
 def new_partials(shares: Shares | None, q_blocks: int, rows: int, problem: PagedAttention) -> PartialResults | None:
-    """Allocate the partial results of a call; None where no unit is cut.
-
-    Args:
-        shares: of the call; None where each block of rows has a program for all its keys.
-        q_blocks, rows: blocks of query rows of a request, and rows of each.
-        problem: its batch size, K/V heads, head_dim of V and device are read.
-    """
+    """Allocate the partial results of a call whose requests have `q_blocks` blocks of `rows` rows; None if no unit is cut."""
     if shares is None or shares.count == 1:
         return None
     device, slots = problem.query.device, 2 * q_blocks * shares.count
@@ -57,12 +54,7 @@ def new_partials(shares: Shares | None, q_blocks: int, rows: int, problem: Paged
 
 
 def with_merge(
-    attention: Launch,
-    partials: PartialResults | None,
-    problem: PagedAttention,
-    q_blocks: int,
-    out: torch.Tensor,
-    lse_log2: torch.Tensor | None,
+    attention: Launch, partials: PartialResults | None, problem: PagedAttention, q_blocks: int, results: Results
 ) -> list[Launch]:
     """Return the launches of a call: `attention`, and where units are cut the merge, which writes the rows that are."""
     if partials is None:
@@ -78,7 +70,7 @@ def with_merge(
         problem.cu_seqlens_q,
         problem.sinks,
         problem.bmm2_scale,
-        (out, lse_log2),
+        results,
         problem.max_q_len,
         q_blocks,
         problem.num_kv_heads,

@@ -26,7 +26,7 @@ from lab.kernels.portable.softmax import (
     scalar,
     store_rows,
 )
-from lab.kernels.portable.tiles import Tile
+from lab.kernels.portable.tiles import ProgramTile
 from lab.kernels.portable.triton_call import Launch, TritonCall, prepared
 from lab.kernels.support.portable import PORTABLE_RAGGED, split_head_dim
 
@@ -62,7 +62,7 @@ def _prepare(problem: RaggedAttention) -> TritonCall:
     )
 
 
-def choose_ragged_tile(max_q_len: int, head_dim: int, v_head_dim: int, capability: Capability | None) -> Tile:
+def choose_ragged_tile(max_q_len: int, head_dim: int, v_head_dim: int, capability: Capability | None) -> ProgramTile:
     """Return the tile for requests of at most `max_q_len` rows.
 
     A prefill is bound by its products, so that rows are many, 128 of them as two warp groups of Hopper's asynchronous products:
@@ -78,7 +78,7 @@ def choose_ragged_tile(max_q_len: int, head_dim: int, v_head_dim: int, capabilit
     wide = head_dim + v_head_dim > 320
     rows = min(max(16, triton.next_power_of_2(max_q_len)), 128 if roomy and not wide else 64)
     num_warps = 8 if rows == 128 or (roomy and wide and rows == 64) else 4
-    return Tile(rows, keys=64 if roomy else 32, num_warps=num_warps, num_stages=3 if roomy and not wide else 2)
+    return ProgramTile(rows, keys=64 if roomy else 32, num_warps=num_warps, num_stages=3 if roomy and not wide else 2)
 
 
 def _launch(problem: RaggedAttention, out: torch.Tensor, lse_log2: torch.Tensor | None) -> Launch:

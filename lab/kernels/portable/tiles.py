@@ -10,7 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from lab.kernels.portable.softmax import INTERPRETED
 
 
-class Tile(NamedTuple):
+class ProgramTile(NamedTuple):
     """The shape of one program: packed query rows, keys per step, and Triton's launch options.
 
     A named tuple, which Triton takes as one compile-time argument and whose fields a kernel reads.
@@ -44,7 +44,7 @@ class PoolStrides(NamedTuple):
     token: int
 
 
-def tile_descriptor(cache: torch.Tensor, tile: Tile, dims: int) -> TensorDescriptor | None:
+def tile_descriptor(cache: torch.Tensor, tile: ProgramTile, dims: int) -> TensorDescriptor | None:
     """Return a descriptor of the pool's tiles; None where the tile wants none, or the copy engine could not load them.
 
     Args:
@@ -73,7 +73,7 @@ def _is_aligned(cache: torch.Tensor, strides_bytes: int) -> bool:
     return cache.data_ptr() % 16 == 0 and all(stride % strides_bytes == 0 for stride in strides)
 
 
-def paired(caches: tuple[torch.Tensor, torch.Tensor], tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
+def paired(caches: tuple[torch.Tensor, torch.Tensor], tile: ProgramTile) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the pools of K and V, as int16 pairs of e4m3 elements where the products take them from registers.
 
     Products of less than 64 rows do. A register of theirs holds two elements, one of the pool four: one permutation of bytes
@@ -84,17 +84,12 @@ def paired(caches: tuple[torch.Tensor, torch.Tensor], tile: Tile) -> tuple[torch
         tile: its `rows` are read.
     """
     k_cache, v_cache = caches
-    if k_cache.dtype != torch.float8_e4m3fn or tile.rows >= 64 or not all(_has_pairs(cache) for cache in caches):
+    if k_cache.dtype != torch.float8_e4m3fn or tile.rows >= 64:
+        return caches
+    # Triton loads 16 bytes at a time where it sees strides of multiples of 16 elements, be they bytes or pairs.
+    if not all(_is_aligned(cache, strides_bytes=32) and cache.storage_offset() % 16 == 0 for cache in caches):
         return caches
     return k_cache.view(torch.int16), v_cache.view(torch.int16)
-
-
-def _has_pairs(cache: torch.Tensor) -> bool:
-    """Return True where an e4m3 pool has a view of pairs, and Triton still sees that it can load 16 bytes at a time.
-
-    For that it wants strides that are multiples of 16 elements, whether these are bytes or pairs.
-    """
-    return _is_aligned(cache, strides_bytes=32) and cache.storage_offset() % 16 == 0
 
 
 @triton.jit
