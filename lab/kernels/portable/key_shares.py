@@ -4,23 +4,23 @@ Glossary:
 
 * unit: one request and one K/V head. Units are in order of the request, then of the head.
 * tile: BLOCK_KEYS keys of a request, which begin at a multiple of BLOCK_KEYS.
-* reach: a request's last keys that some row may see, a number: rows see no key before them.
+* reach: the number of a request's last keys that some row may see; no row sees a key before them.
 * place: a position in one sequence of all work. Each unit has START_PLACES empty places, which stand for the time that it takes
   to begin and end it, and then one place for each tile within the reach.
 * share: the consecutive places of one program. All shares have as many. Where query rows fill several blocks, each block has a
   program for every share.
 * slot: room in scratch memory for one partial result: what a share has of a unit that it does not hold whole.
 
-Three units of 5, 5 and 2 tiles (T), START_PLACES = 2, and shares of 7 places:
+Three units of 5, 5 and 2 tiles (T) with START_PLACES = 2, in three shares of 6 places. The first two units are cut, so that
+share 1 fills two slots, one for the unit in which it begins and one for the unit in which it ends:
 
-    unit       | request 0, head 0 | request 0, head 1 | request 1, head 0 |
-    place      | .  .  T  T  T  T  T  .  .  T  T  T  T  T  .  .  T  T
-    share      |-------- 0 --------|-------- 1 --------|---- 2 ----
+    unit   request 0, head 0    request 0, head 1    request 1, head 0
+    place  .  .  T  T  T  T  T  .  .  T  T  T  T  T  .  .  T  T
+    share  0  0  0  0  0  0  1  1  1  1  1  1  2  2  2  2  2  2
 
 Lengths are known on the device alone, so each program finds its share there. A long request is cut where a share ends, a
-short one is not cut at all, and no program waits for another. A program has at most two partial results, of the units in which
-its share begins and ends, so that it has two slots. The program that begins a unit writes down which shares have keys of it,
-for the merge (`lab.kernels.portable.partial_results`).
+short one is not cut at all, and no program waits for another. The program that begins a unit writes down which shares have keys
+of it, for the merge (`lab.kernels.portable.partial_results`).
 """
 
 from dataclasses import dataclass
