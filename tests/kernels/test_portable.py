@@ -474,13 +474,13 @@ def test_what_the_copy_engine_cannot_load_is_not_described() -> None:
     pool = torch.zeros(4, 2, 64, 128, dtype=BF16)
     assert by_descriptor(pool, tile)
     assert by_descriptor(pool.transpose(1, 2).contiguous().transpose(1, 2), tile)
-    assert not by_descriptor(pool, replace(tile, by_descriptor=False))
+    assert not by_descriptor(pool, tile._replace(by_descriptor=False))
     assert not by_descriptor(pool[:, :, :32], tile)  # pages shorter than a tile
     assert not by_descriptor(
         pool.flatten()[4:-124].view(-1)[: 3 * 2 * 64 * 128].view(3, 2, 64, 128), tile
     )  # 8 bytes off
     assert not by_descriptor(torch.zeros(4, 2, 64, 132, dtype=BF16)[..., :128], tile)  # tokens 264 bytes apart
-    assert not by_descriptor(pool.transpose(2, 3), replace(tile, keys=32))  # elements of a vector apart
+    assert not by_descriptor(pool.transpose(2, 3), tile._replace(keys=32))  # elements of a vector apart
 
 
 @pytest.mark.parametrize(("page_size", "kv_dtype", "rows"), [(64, BF16, 64), (16, BF16, 128), (64, E4M3, 128)])
@@ -520,7 +520,7 @@ def test_e4m3_elements_at_odd_addresses(monkeypatch: pytest.MonkeyPatch, moved: 
     batch = random_batch([2], [40], heads=(4, 1), head_dim=64, kv_dtype=E4M3)
     arguments = arguments_of(DECODE, batch, 16, bmm1_scale=0.125)
     with monkeypatch.context() as without_pairs:
-        without_pairs.setattr(portable, "paired", lambda caches, tile: caches)
+        without_pairs.setattr(paged, "paired", lambda caches, tile: caches)
         expected = portable.trtllm_batch_decode_with_kv_cache(**arguments)[0]
     caches = list(arguments["kv_cache"])
     width, first = (65, 0) if odd == "token stride" else (66, 1)
