@@ -208,7 +208,7 @@ def _mla_kernel(
     DOT_DTYPE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Latent attention of one block of packed rows over one share of the batch's keys."""
+    """Compute latent attention of one block of packed rows over one share of the batch's keys."""
     if OVERLAPS:  # the merge may be launched meanwhile, and waits for the end of this
         gdc_launch_dependents()
     # The blocks of one share read the same entries at the same time: all but the first find them in L2.

@@ -65,7 +65,7 @@ def _attention_kernel(
     DOT_DTYPE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Attention of one block of packed rows over one share of the batch's keys, or over all keys of one unit."""
+    """Compute attention of one block of packed rows over one share of the batch's keys, or over all keys of one unit."""
     if OVERLAPS:  # the merge may be launched meanwhile, and waits for the end of this
         gdc_launch_dependents()
     # The blocks of one share read the same keys at the same time: all but the first find them in L2.

@@ -138,7 +138,7 @@ def _ragged_kernel(
     TILE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
-    """Attention of one block of query rows of one head of one request over all keys that any of them sees."""
+    """Compute attention of one block of query rows of one head of one request over all keys that any of them sees."""
     BLOCK_ROWS: tl.constexpr = TILE.rows
     BLOCK_KEYS: tl.constexpr = TILE.keys
     # Causal blocks see the more keys the later they are: the longest start first, so that none is left alone at the end.
