@@ -14,6 +14,8 @@ EXPERIMENTS ?= .benchmarks/experiments
 SITE ?= docs/_build
 # Processes that share the tests. One for each GPU: some tests time it, and must have it alone.
 WORKERS ?= $(if $(wildcard /dev/nvidia0),auto,2)
+# How they share them: one by one, or by files where there is no GPU, so that what the tests of a file share is made once.
+DIST ?= $(if $(wildcard /dev/nvidia0),load,loadfile)
 
 .PHONY: bench report html experiments notebooks docs test check format clean
 
@@ -39,7 +41,7 @@ docs: $(VENV)/.installed
 	@echo $(SITE)/html/index.html
 
 test: check
-	$(BIN)/python -m pytest --benchmark-skip --numprocesses=$(WORKERS)
+	$(BIN)/python -m pytest --benchmark-skip --numprocesses=$(WORKERS) --dist=$(DIST)
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .
