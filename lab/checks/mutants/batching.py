@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import PagedAttention
-from lab.checks.mutants.mutant import CONTEXT, DECODE, Mutant
+from lab.checks.mutants.mutant import CONTEXT, DECODE, mutants_of
 from lab.checks.mutants.split_kv import Forgiving, RowTile, SplitKV
 
 
@@ -251,32 +251,4 @@ class OtherRowsTimesZero(SplitKV):
         return super().returned(problem, out, lse)
 
 
-MUTANTS = tuple(
-    Mutant.of(each)
-    for each in (
-        SecondRequestHasFirstLength,
-        LengthsSorted,
-        RequestsRotated,
-        TableOfFirstRequest,
-        RequestIndexMod8,
-        EqualLengthsShareKeys,
-        RowsReversed,
-        OddRowCountsMisplaced,
-        LastRowOfEightLost,
-        HeadsSwapped,
-        HeadsInterleaved,
-        OddGroupsMisread,
-        LargeGroupsMisread,
-        MhaMisread,
-        RaggedRowsIgnored,
-        PaddedRowsAreRequestRows,
-        CumKvIsLength,
-        PrefixLost,
-        PrefixFreeBatchUncausal,
-        RequestsBeyond32Wrap,
-        RequestsBeyond128Wrap,
-        LastRowOfFilledTileLost,
-        EmptyRowsShiftTables,
-        OtherRowsTimesZero,
-    )
-)
+MUTANTS = mutants_of(__name__)

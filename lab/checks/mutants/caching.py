@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import PagedAttention
-from lab.checks.mutants.mutant import DECODE, Mutant
+from lab.checks.mutants.mutant import DECODE, mutants_of
 from lab.checks.mutants.split_kv import Call, Forgiving
 
 
 class Remembering(Forgiving):
     """Not a mutant: has a memory."""
+
+    is_model = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,21 +178,4 @@ class CachedLayout(Remembering):
         return replace(problem, k_cache=k, v_cache=v)
 
 
-MUTANTS = tuple(
-    Mutant.of(each)
-    for each in (
-        CachedBmm1,
-        CachedBmm2,
-        CachedTensorScale,
-        CachedQLen,
-        CachedWindow,
-        CachedSinks,
-        CachedMask,
-        CachedLengths,
-        CachedTable,
-        CachedLengthsByShape,
-        CachedKeys,
-        CachedOffsets,
-        CachedLayout,
-    )
-)
+MUTANTS = mutants_of(__name__)

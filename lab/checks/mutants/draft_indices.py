@@ -5,12 +5,14 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from lab.checks.mutants.mutant import DRAFT_INDICES, Defective, Mutant
+from lab.checks.mutants.mutant import DRAFT_INDICES, Defective, mutants_of
 from lab.references.draft_decode_kv_indices import draft_start
 
 
 class DraftListsModel(Defective):
     """`lab.kernels.generate_draft_decode_kv_indices` on the host: right, and in stages of which a mutant replaces one."""
+
+    is_model = True
 
     interface: tuple[str, ...] = (DRAFT_INDICES,)
 
@@ -257,31 +259,4 @@ class BoundariesBeyond1024Anew(DraftListsModel):
         return ends[:1024] + [end - ends[1023] for end in ends[1024:]]
 
 
-MUTANTS = tuple(
-    Mutant.of(each)
-    for each in (
-        BranchPagesIgnored,
-        BranchPagesRoundedDown,
-        BranchesShareSlots,
-        LastStepMissing,
-        OwnTokenMissing,
-        BranchMajorOrder,
-        IndptrOffByOne,
-        IndptrFromLens,
-        IndptrStartWritten,
-        LateBranchesUncounted,
-        LateTokensMissing,
-        WritesBehindLists,
-        CutIgnored,
-        SlotsWrapInt32,
-        LengthsOfNextRequest,
-        LengthsByPoolIndex,
-        PoolIndicesIgnored,
-        RowStrideIgnored,
-        BranchesBeyondFourShare,
-        PagesOf128TakenAs64,
-        StepsBeyondPageLost,
-        PrefixBeyond2048Lost,
-        BoundariesBeyond1024Anew,
-    )
-)
+MUTANTS = mutants_of(__name__)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import PagedAttention
-from lab.checks.mutants.mutant import DECODE, Mutant
+from lab.checks.mutants.mutant import DECODE, mutants_of
 from lab.checks.mutants.split_kv import Partials, RowTile, SplitKV
 
 
@@ -100,18 +100,4 @@ class LseOfRaggedRows(SplitKV):
         return values, lse_log2 if problem.cu_seqlens_q is None else lse_log2 * math.log(2.0)
 
 
-MUTANTS = tuple(
-    Mutant.of(each)
-    for each in (
-        LseBaseE,
-        LseGarbageEmpty,
-        LseWithoutSink,
-        LseTransposed,
-        LseOfLargest,
-        LseOfLastSplit,
-        LseWithBmm2,
-        LseBufferIgnored,
-        LseOfManySplits,
-        LseOfRaggedRows,
-    )
-)
+MUTANTS = mutants_of(__name__)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import PagedAttention
-from lab.checks.mutants.mutant import CONTEXT, DECODE, Mutant
+from lab.checks.mutants.mutant import CONTEXT, DECODE, mutants_of
 from lab.checks.mutants.split_kv import Call, Partials, RowTile, SplitKV
 
 
@@ -341,42 +341,4 @@ class ContextRowsWrap(SplitKV):
         return kv_len - q_len + row % 256
 
 
-MUTANTS = tuple(
-    Mutant.of(each)
-    for each in (
-        WindowIgnored,
-        WindowIgnoredWithMask,
-        WindowOffByOneWide,
-        WindowOffByOneNarrow,
-        WindowOfFirstRow,
-        WindowOfLastRow,
-        WindowFromPageStart,
-        WindowSkipsPageBoundary,
-        WindowSkipsSplitBoundary,
-        FullMaskToCausal,
-        CausalToFullMask,
-        MaskTransposed,
-        MaskOfFirstRequest,
-        MaskBeyondFirstWordIgnored,
-        MaskOfPrefixToo,
-        NonCausalIgnored,
-        CausalAtTopLeft,
-        CausalExcludesItself,
-        BoundaryUnmasked,
-        ShortRequestFromItsStart,
-        MaskedRowUniform,
-        FiniteSentinel,
-        SentinelMeetsSink,
-        MaskLowersLogits,
-        VerifyRowsAtLastPosition,
-        SecondTileRestarts,
-        MaskBeyondTwoWordsIgnored,
-        MaskIgnoredWithoutPrefix,
-        MaskColumnsFromFirstKey,
-        RowsBeyondEightMisplaced,
-        RaggedWindowIgnored,
-        WindowIgnoredOfNvfp4,
-        WindowIgnoredInSharedPrefix,
-        ContextRowsWrap,
-    )
-)
+MUTANTS = mutants_of(__name__)

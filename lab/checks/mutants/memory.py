@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import PagedAttention
-from lab.checks.mutants.mutant import Mutant
+from lab.checks.mutants.mutant import mutants_of
 from lab.checks.mutants.split_kv import COUNTER_BYTES, Partials, RowTile, SplitKV, Workspace
 
 
@@ -295,34 +295,4 @@ class EmptyBatchUntouched(SplitKV):
             out[tile.rows] = torch.nan  # what memory holds
 
 
-MUTANTS = tuple(
-    Mutant.of(each)
-    for each in (
-        Zeros,
-        NanInOneHead,
-        OneElementZero,
-        LengthZeroNan,
-        LengthZeroUntouched,
-        OutRowBeyond,
-        OutRowBefore,
-        LseBeyond,
-        OutIgnored,
-        OutDtypeIgnored,
-        OutRoundedToE4m3,
-        NeedsZeroOut,
-        QueryScaledInPlace,
-        SeqLensWritten,
-        TableTailWritten,
-        PageTailCleared,
-        SinksOverwritten,
-        SinksPadded,
-        CountersLeft,
-        CountersLeftByOtherShape,
-        ScratchNotCleared,
-        ScratchAddedTo,
-        ScratchInCounters,
-        ScratchBeyondEnd,
-        OutputReused,
-        EmptyBatchUntouched,
-    )
-)
+MUTANTS = mutants_of(__name__)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import PagedAttention
-from lab.checks.mutants.mutant import DECODE, Mutant
+from lab.checks.mutants.mutant import DECODE, mutants_of
 from lab.checks.mutants.split_kv import Call, Partials, RowTile, SplitKV, partials_size
 
 
@@ -263,35 +263,4 @@ class NoSinkNoKeysNan(SplitKV):
         return values, lse_log2
 
 
-MUTANTS = tuple(
-    Mutant.of(each)
-    for each in (
-        EmptySplitWritesZero,
-        EmptyRowOfSplitWritesZero,
-        PartialstatsOverlap,
-        MergedWithoutRescale,
-        MergedAsMean,
-        LateSplitsLost,
-        LastSplitLost,
-        SinkIgnored,
-        SinkIgnoredInVerify,
-        SinkPerSplit,
-        SinkOfNextHead,
-        SinkOfKvHead,
-        SinkScaled,
-        SinkInBase2,
-        SinkRelativeToLargest,
-        LowPrecisionAccumulation,
-        LightKeysLost,
-        LightSplitsLost,
-        OverflowsWithoutOrigin,
-        WeightsInHalf,
-        NondeterministicMerge,
-        SplitsBeyond64Lost,
-        PartialSumsInHalf,
-        SinkIgnoredWithMask,
-        SinkIgnoredOfRaggedRows,
-        FirstSinkSwitchesAll,
-        NoSinkNoKeysNan,
-    )
-)
+MUTANTS = mutants_of(__name__)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lab.checks.mutants.mutant import MHA_METADATA, Defective, Mutant
+from lab.checks.mutants.mutant import MHA_METADATA, Defective, mutants_of
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_pool import KVPool
@@ -15,6 +15,8 @@ from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
 
 class Builder(Defective):
     """`lab.metadata.build_mha_metadata`, and one change of what it built."""
+
+    is_model = True
 
     interface: tuple[str, ...] = (MHA_METADATA,)
 
@@ -222,29 +224,4 @@ class LengthsCapped(Builder):
         return replace(metadata, cache_seqlens_int32=metadata.cache_seqlens_int32.clamp(max=4096))
 
 
-MUTANTS = tuple(
-    Mutant.of(each)
-    for each in (
-        TableNotPopulated,
-        TokensAsPages,
-        TableOfTokenColumns,
-        TablePagesConsecutive,
-        LastPageMissing,
-        TableInPoolOrder,
-        BufferRegrown,
-        BufferShared,
-        LengthsAreTheBatchs,
-        SeqWithoutQ,
-        DraftStepUncounted,
-        CuSeqlensKWithoutQ,
-        CuSeqlensQOfEqualRows,
-        MaxSeqLenQOverridden,
-        WindowTableUntranslated,
-        WindowSlotsUntranslated,
-        WindowTableMissing,
-        TableTooNarrow,
-        OffsetsOfLargeBatchStop,
-        ColumnsBeyond256Zero,
-        LengthsCapped,
-    )
-)
+MUTANTS = mutants_of(__name__)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lab.checks.mutants.mutant import MLA_METADATA, Defective, Mutant
+from lab.checks.mutants.mutant import MLA_METADATA, Defective, mutants_of
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_pool import KVPool
@@ -15,6 +15,8 @@ from lab.metadata.mla.metadata import DEAD_PAGE, QueryLayout, TRTLLMMLADecodeMet
 
 class MLABuilder(Defective):
     """`lab.metadata.build_mla_decode_metadata`, and one change of what it is asked, or of what it built."""
+
+    is_model = True
 
     interface: tuple[str, ...] = (MLA_METADATA,)
 
@@ -172,23 +174,4 @@ class MLABoundTooSmall(MLABuilder):
         return replace(metadata, max_seq_len_k=max(1, int(batch.seq_lens.max()) - pool.page_size))
 
 
-MUTANTS = tuple(
-    Mutant.of(each)
-    for each in (
-        MLADraftCounted,
-        MLADraftUncounted,
-        MLAVerifyUncounted,
-        MLAPaddingUncounted,
-        MLAUnequalRowsViewed,
-        MLATailZero,
-        MLAWidthNotRounded,
-        MLAWidthWithoutPadding,
-        MLATokensAsPages,
-        MLALastPageDead,
-        MLARowsInPoolOrder,
-        MLATableReused,
-        MLALengthsAreTheBatchs,
-        MLABoundariesOfEqualRows,
-        MLABoundTooSmall,
-    )
-)
+MUTANTS = mutants_of(__name__)

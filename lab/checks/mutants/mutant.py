@@ -1,6 +1,7 @@
 """A deliberate defect as data."""
 
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -22,10 +23,12 @@ class Defective:
     Attributes:
         source: the upstream thread that had the defect; "" for one of ours.
         interface: names of the functions that its instances have.
+        is_model: set in the body of a class that is right, and that mutants are made of.
     """
 
     source: str = ""
     interface: tuple[str, ...] = ()
+    is_model: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,3 +60,10 @@ class Mutant:
         """A fresh implementation, with what it may remember of earlier calls still empty."""
         made = self.make()
         return SimpleNamespace(**{name: getattr(made, name) for name in self.interface})
+
+
+def mutants_of(module: str) -> tuple[Mutant, ...]:
+    """Return a mutant for each defective class that a module has defined so far, in order, but for its models."""
+    defined = [each for each in vars(sys.modules[module]).values() if isinstance(each, type)]
+    own = [each for each in defined if issubclass(each, Defective) and each.__module__ == module]
+    return tuple(Mutant.of(each) for each in own if "is_model" not in vars(each))

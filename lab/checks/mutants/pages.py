@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import PagedAttention
-from lab.checks.mutants.mutant import DECODE, Mutant
+from lab.checks.mutants.mutant import DECODE, mutants_of
 from lab.checks.mutants.split_kv import Call, Forgiving, RowTile, SplitKV
 
 
@@ -215,6 +215,8 @@ class TailAdditiveMask(TailMultiply):
 class ReadsDeadPages(Forgiving):
     """Not a mutant: a page id outside the pool is somebody else's memory, here NaN."""
 
+    is_model = True
+
     def values(self, problem: PagedAttention, tile: RowTile, positions: Tensor) -> Tensor:
         ids = problem.v_block_tables[tile.request][positions // problem.page_size]
         foreign = (ids < 0) | (ids >= problem.v_cache.shape[0])
@@ -326,40 +328,4 @@ class InterleavedFactorsReadPlain(SplitKV):
         return replace(call.problem(), v_scale_factors_interleaved=False)
 
 
-MUTANTS = tuple(
-    Mutant.of(each)
-    for each in (
-        PageOffsetAbsolute,
-        LargePagesHalvesSwapped,
-        FixedPageSize,
-        PagesTakenAsConsecutive,
-        LastPageLost,
-        LastKeyLost,
-        SeqLenOffByOne,
-        LengthRoundedUpToPage,
-        MaxLengthForOneRequest,
-        TableStrideIgnored,
-        QueryStrideIgnored,
-        NhdTakenAsHnd,
-        VPagesFromK,
-        VStridesFromK,
-        SfStridesFromK,
-        WrapInt32,
-        WrapInt32Bytes,
-        WrapUint32Bytes,
-        PageIdInt16,
-        TailMultiply,
-        TailAdditiveMask,
-        TableTailRead,
-        PagesBeforeWindowRead,
-        FirstSplitOfLongLost,
-        LargeHeadDimCut,
-        StaleKeyOfLastToken,
-        WideTableRowsOf1024,
-        WholeTilesLoseTheLast,
-        UnsignedLengthsMisread,
-        StackedSidesSwapped,
-        SharedPageOfOneRequest,
-        InterleavedFactorsReadPlain,
-    )
-)
+MUTANTS = mutants_of(__name__)

@@ -9,12 +9,14 @@ from torch import Tensor
 
 from lab.calls import takes
 from lab.calls.ragged_context import RaggedAttention, RaggedContextCall
-from lab.checks.mutants.mutant import RAGGED_CONTEXT, Defective, Mutant
+from lab.checks.mutants.mutant import RAGGED_CONTEXT, Defective, mutants_of
 from lab.references.ragged_attention import ragged_attention
 
 
 class Ragged(Defective):
     """FlashInfer's ragged context call by the reference: right, with the problem and the results in a mutant's hands."""
+
+    is_model = True
 
     interface: tuple[str, ...] = (RAGGED_CONTEXT,)
 
@@ -181,25 +183,4 @@ class RaggedQueryScaledInPlace(Ragged):
         problem.query.mul_(2.0)
 
 
-MUTANTS = tuple(
-    Mutant.of(each)
-    for each in (
-        ChunksCausal,
-        NewTokensUncausal,
-        RaggedCausalAtTopLeft,
-        RaggedRopeLeftOut,
-        RaggedValueFromKey,
-        RaggedScaleOfValues,
-        RaggedBmm2Ignored,
-        RaggedTensorScaleIgnored,
-        RaggedSinksIgnored,
-        RaggedContextWindowIgnored,
-        RaggedHeadsShareKeys,
-        RaggedLastKeyOfTileLost,
-        RaggedLseBaseE,
-        RaggedLseOfEmptyChunk,
-        RaggedEmptyRowsNan,
-        RaggedRowsBeyond64Zero,
-        RaggedQueryScaledInPlace,
-    )
-)
+MUTANTS = mutants_of(__name__)

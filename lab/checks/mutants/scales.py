@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lab.calls import DecodeCall
 from lab.calls.problem import PagedAttention
-from lab.checks.mutants.mutant import DECODE, Mutant
+from lab.checks.mutants.mutant import DECODE, mutants_of
 from lab.checks.mutants.split_kv import Call, RowTile, SplitKV, as_float32
 
 
@@ -183,26 +183,4 @@ class SubnormalHalfFlushed(SplitKV):
         return torch.where(entries.abs() < 2.0**-14, 0.0, entries) if cache.dtype == torch.float16 else entries
 
 
-MUTANTS = tuple(
-    Mutant.of(each)
-    for each in (
-        Bmm2Hardcoded_1,
-        Bmm1Ignored,
-        Bmm1FromHeadDim,
-        KscaleOnBf16,
-        ScalesIgnoredForE4m3,
-        Bmm1OffByTenPercent,
-        Bmm2OffByFivePercent,
-        Bmm2Twice,
-        ScalesSwapped,
-        TensorScalesIgnored,
-        TensorScaleInBase2,
-        Log2ScaleIgnored,
-        Log2ScaleTakenAsNatural,
-        Bmm1IgnoresSign,
-        Bmm2RoundedToE4m3,
-        ValuesThroughHalf,
-        SubnormalE4m3Flushed,
-        SubnormalHalfFlushed,
-    )
-)
+MUTANTS = mutants_of(__name__)
