@@ -32,7 +32,6 @@ import torch
 
 import lab.references
 from lab.checks import ForwardCase, ForwardMode, judge_case
-from lab.checks.forward import truth_of
 from lab.checks.forward_pass import ForwardPass, build_forward
 from lab.metadata import ForwardBatch, KVPool, TRTLLMMHAMetadata, build_mha_metadata
 from lab.reports.pictures.forward_modes import reading_figure, request_reads
@@ -198,7 +197,7 @@ def errors(forward: ForwardPass) -> None:
     """Relative L2 error of each query row's output, the worst head's, and what bf16 arithmetic may make."""
     out = torch.empty_like(forward.query)
     forward.run(lab.references, out)
-    comparison = truth_of(forward).compare(out)
+    comparison = forward.truth().compare(out)
     for each in request_reads(forward.batch, forward.pool, forward.metadata):
         for row in each.rows:
             error, bound = comparison.error[row].max(), comparison.bound[row].max()

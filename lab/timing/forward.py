@@ -1,23 +1,20 @@
 """A forward pass as timed work: what it must move and compute, and the judge of every output that was timed."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
-from lab.checks.forward import truth_of
 from lab.checks.forward_pass import ForwardPass, build_forward
 from lab.checks.mla_pass import MLAPass
 from lab.checks.truth import Truth
 from lab.kernels.support import kernel_names
-from lab.metadata.mha.calls import prepare_attention
-from lab.metadata.mla.calls import prepare_mla_attention
 from lab.timing.gpu_time import GpuTime, measure, rounded_us
 from lab.timing.host_time import CALLS_PER_BATCH, host_time
 from lab.timing.method import Method
 from lab.timing.roofline import Ceilings, roofline
-from lab.timing.work import Call, Check, GpuWork
+from lab.timing.work import Check, GpuWork
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.mla_case import MLACase
 
@@ -30,15 +27,9 @@ AttentionPass = ForwardPass | MLAPass
 
 def forward_work(forward: AttentionPass, implementation: Any) -> GpuWork:
     """Return the pass on an implementation, into an output of NaN, and judged by the truth of its histories."""
-    case = forward.case
-    if isinstance(forward, MLAPass):
-        prepare: Callable[..., Call] = prepare_mla_attention
-        out, truth = forward.new_out(), forward.truth()
-    else:
-        prepare = prepare_attention
-        out, truth = torch.full_like(forward.query, float("nan")), truth_of(forward)
-    check = _output_check(truth)
-    return GpuWork(partial(prepare, implementation), forward.arguments(out), case.bytes_moved, case.operations, check)
+    case, check = forward.case, _output_check(forward.truth())
+    prepare = partial(type(forward).prepare, implementation)
+    return GpuWork(prepare, forward.arguments(forward.new_out()), case.bytes_moved, case.operations, check)
 
 
 def _output_check(truth: Truth) -> Check:

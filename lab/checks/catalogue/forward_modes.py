@@ -10,13 +10,9 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from lab.checks.catalogue.k05_guards import changed_bytes, guarded, wrong_guards
 from lab.checks.check import Check, Level, first_line
-from lab.checks.forward import truth_of
-from lab.checks.forward_pass import build_forward
+from lab.checks.forward_pass import EnginePass, build_forward
 from lab.checks.space import Space
 from lab.checks.trial import Declined, Result, Trial
 from lab.metadata.engine.forward_mode import AttentionCall, ForwardMode
@@ -97,26 +93,26 @@ def geometry_cases(space: Space) -> Iterator[ForwardCase]:
                 yield replace(case, sliding_window=window, tensor_parallel=size, inputs=inputs, **dtypes)
 
 
-def _judge(trial: Trial) -> None:
-    forward = build_forward(trial.case, trial.device)
-    truth = truth_of(forward)
+def judge_pass(trial: Trial, forward: EnginePass) -> None:
+    """Run a pass on the trial's implementation, hold its output to its truth, and note what it wrote besides."""
+    truth = forward.truth()
     before = {name: tensor.clone() for name, tensor in forward.inputs().items()}
-    out, around = guarded(torch.full_like(forward.query, float("nan")))
+    out, around = guarded(forward.new_out())
     try:
         forward.run(trial.engine(), out)
+        trial.hold("the pass", Result(out, None), truth)
     except Declined as declined:
         # Of two calls the first may have written its rows.
-        if len(forward.plan) == 1 and not bool(out.isnan().all()):
+        if len(getattr(forward, "plan", ())) < 2 and not bool(out.isnan().all()):
             trial.wrong(f"it declined, after it had written ({declined})")
-        _untouched(trial, forward.inputs(), before, around)
         raise
-    trial.hold("the pass", Result(out, None), truth)
-    _untouched(trial, forward.inputs(), before, around)
+    finally:
+        for wrong in (*wrong_guards("its output", around), *changed_bytes(forward.inputs(), before)):
+            trial.wrong(wrong)
 
 
-def _untouched(trial: Trial, inputs: dict[str, Tensor], before: dict[str, Tensor], around: Tensor) -> None:
-    for wrong in (*wrong_guards("its output", around), *changed_bytes(inputs, before)):
-        trial.wrong(wrong)
+def _judge(trial: Trial) -> None:
+    judge_pass(trial, build_forward(trial.case, trial.device))
 
 
 CHECK = Check(

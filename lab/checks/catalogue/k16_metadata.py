@@ -14,7 +14,6 @@ import torch
 from lab import references
 from lab.checks.catalogue.forward_modes import mode_cases
 from lab.checks.check import Check, Level, first_line
-from lab.checks.forward import truth_of
 from lab.checks.forward_pass import ForwardPass, build_forward
 from lab.checks.metadata_truth import wrong_metadata
 from lab.checks.space import Space
@@ -49,7 +48,7 @@ def _judge(trial: Trial) -> None:
     out = torch.full_like(forward.query, float("nan"))
     what = "attention by this metadata"
     if trial.reads(what, partial(forward.run, references, out)):
-        trial.hold(what, Result(out, None), truth_of(forward))
+        trial.hold(what, Result(out, None), forward.truth())
     # The same builder for a larger pass, then for the first again: nothing may be left from either.
     larger = replace(
         trial.case, prefix_lens=trial.case.prefix_lens * 2, q_lens=trial.case.q_lens * 2, seed=trial.case.seed + 1

@@ -6,14 +6,13 @@ out: what a serving backend hands a kernel is not what a unit test does.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
-from lab.checks.catalogue.k05_guards import changed_bytes, guarded, wrong_guards
+from lab.checks.catalogue.forward_modes import judge_pass
 from lab.checks.check import Check, Level, first_line
 from lab.checks.mla_pass import build_mla_pass
 from lab.checks.space import Space
-from lab.checks.trial import Result, Trial
+from lab.checks.trial import Trial
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.lengths import DraftAttention
 from lab.workloads.attention_case import E4M3
@@ -56,15 +55,7 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[MLACase
 
 
 def _judge(trial: Trial) -> None:
-    function = trial.function(Interface.MLA_DECODE)
-    forward = build_mla_pass(trial.case, trial.device)
-    before = {name: tensor.clone() for name, tensor in forward.inputs().items()}
-    truth = forward.truth()
-    out, around = guarded(forward.new_out())
-    forward.run(SimpleNamespace(**{Interface.MLA_DECODE.value: function}), out)
-    trial.hold("the pass", Result(out, None), truth)
-    for wrong in (*wrong_guards("its output", around), *changed_bytes(forward.inputs(), before)):
-        trial.wrong(wrong)
+    judge_pass(trial, build_mla_pass(trial.case, trial.device))
 
 
 CHECK = Check("M2", "mla_modes", first_line(__doc__), _cases, _judge, interfaces=(Interface.MLA_DECODE,))
