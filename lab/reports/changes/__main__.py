@@ -50,6 +50,7 @@ def measure(changes: Sequence[Change], folder: Path, run: Run = run_command) -> 
 
 
 def main(argv: Sequence[str] | None = None, run: Run = run_command) -> int:
+    """Run the command line; return the exit status."""
     given = _arguments(argv)
     changes = [change for change in CHANGES if not given.only or change.number in given.only]
     failures: dict[str, str] = {}

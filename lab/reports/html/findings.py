@@ -1,4 +1,4 @@
-"""Findings that the judge cites: which section of which page."""
+"""Findings that the judge cites: pages, and sections of them."""
 
 import re
 from dataclasses import dataclass
@@ -28,5 +28,5 @@ class Finding:
 
 
 def findings_in(citation: str) -> tuple[Finding, ...]:
-    """Those that a case cites: "path#heading; path#heading"."""
+    """Return the findings that a case cites: "path#heading; path#heading"."""
     return tuple(Finding(*each.split("#", 1)) for each in citation.split("; ") if "#" in each)

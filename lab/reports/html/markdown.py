@@ -1,4 +1,4 @@
-"""The folder's own texts as parts of the page: Markdown without raw HTML, links or pictures, which lead out of the page."""
+"""The folder's own texts as parts of the page: Markdown without raw HTML, and without links or pictures out of the page."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ HEADING = re.compile(r"^## +(.+)$", re.MULTILINE)
 
 
 def markdown_html(text: str) -> str:
-    """A text as HTML, its headings two levels lower, as parts of a section."""
+    """Return a text as HTML, its headings two levels lower, as parts of a section."""
     markdown = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image")
     for rule in ("link_open", "link_close"):
         markdown.add_render_rule(rule, lambda *_: "")
@@ -23,7 +23,7 @@ def markdown_html(text: str) -> str:
 
 
 def finding_html(finding: Finding, folder: Path) -> str:
-    """The finding's section of its page, as HTML without links; "" if the folder does not have it.
+    """Return the finding's section of its page, as HTML without links; "" if the folder does not have it.
 
     Args:
         folder: where the page lies, by the name that the citation's path ends with.
@@ -40,5 +40,5 @@ def finding_html(finding: Finding, folder: Path) -> str:
 
 
 def slug(heading: str) -> str:
-    """The anchor that a code host gives a heading: lower case, words joined by hyphens, other signs dropped."""
+    """Return the anchor that a code host gives a heading: lower case, words joined by hyphens, other signs dropped."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")

@@ -42,8 +42,7 @@ def forms_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
     panels = figure.subplots(1, len(widths), sharey=True, squeeze=False)[0]
     thickness = 0.8 / len(FORM_WORDS)
     for axes, width in zip(panels, widths, strict=True):
-        plain(axes)
-        axes.grid(visible=False, axis="x")
+        plain(axes, grid="y")
         axes.tick_params(labelsize=FONT_POINTS - 0.5)
         for place, (form, colour) in enumerate(zip(FORM_WORDS, COLOURS, strict=False)):
             found = {
@@ -84,8 +83,7 @@ def eager_or_graph_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figu
     sizes = sorted({row["batch_size"] for row in rows})
     figure = new_figure(title, height_inches=1.6 + 0.5 * len(sizes))
     axes = figure.add_subplot()
-    plain(axes)
-    axes.grid(visible=False, axis="y")
+    plain(axes, grid="x")
     axes.tick_params(labelsize=FONT_POINTS - 0.5)
     for place, (arm, colour) in enumerate(zip(ARM_WORDS, COLOURS, strict=False)):
         for group, size in enumerate(sizes):

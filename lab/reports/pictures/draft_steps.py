@@ -230,8 +230,7 @@ def claim_figure(claim: Mapping[str, Any], title: str) -> Figure:
     stated_us = claim["implied_saving_us_per_iteration"]
     figure = new_figure(title, height_inches=1.3 + 0.26 * len(bars))
     axes = figure.add_subplot()
-    plain(axes)
-    axes.grid(visible=False, axis="y")
+    plain(axes, grid="x")
     places = range(len(bars))
     axes.barh(places, list(bars.values()), 0.68, color=[COLOURS[0]] * len(gpu) + [COLOURS[4]] * len(host))
     for place, saved in zip(places, bars.values(), strict=True):

@@ -18,16 +18,17 @@ from matplotlib.patches import Patch, Rectangle
 from lab.metadata.speculation.verify_mask import VerifyMask, VerifyMaskForm, verify_mask_cells
 from lab.reports.pictures.style import (
     COLOURS,
-    DOTS_PER_INCH,
     FONT_POINTS,
     TEXT_COLOUR,
     WIDTH_INCHES,
+    cell_axes,
     legend_at_bottom,
     legend_below,
     mark_key,
     new_figure,
     plain,
     write_after,
+    write_heading,
 )
 
 STEP_COLOURS = (COLOURS[0], COLOURS[4], COLOURS[2])  # of neighbouring steps
@@ -36,6 +37,7 @@ IDLE_COLOUR = "#F3B8A5"
 ELSEWHERE_COLOUR = "#EEEEEE"
 LANE_HEIGHT = 0.72
 MOST_MASK_COLUMNS = 44  # more are not legible side by side
+MASK_CELL_INCHES, MASK_LEFT_INCHES = 0.165, 0.16
 MASK_CELLS: dict[str, dict[str, Any]] = {
     "prefix": {"facecolor": "#BBBBBB", "edgecolor": "white"},
     "seen": {"facecolor": COLOURS[0], "edgecolor": "white"},
@@ -131,8 +133,7 @@ def timeline_figure(excerpts: Sequence[LoopExcerpt], title: str) -> Figure:
     lines = figure.subplots(len(excerpts), 1, sharex=True, squeeze=False)[:, 0]
     end_ms = max(span.end_us for excerpt in excerpts for span in excerpt.spans) / 1e3
     for axes, excerpt in zip(lines, excerpts, strict=True):
-        plain(axes)
-        axes.grid(visible=False, axis="y")
+        plain(axes, grid="x")
         axes.set_title(excerpt.name, loc="left", fontsize=FONT_POINTS + 0.5, weight="bold", color=TEXT_COLOUR)
         axes.set_yticks([1, 0], [Lane.CPU.value, Lane.GPU.value], fontsize=FONT_POINTS)
         axes.set(ylim=(-0.5, 1.5), xlim=(0, 1.01 * end_ms))
@@ -200,8 +201,7 @@ def arms_figure(arms: Sequence[Mapping[str, Any]], title: str) -> Figure:
     """Draw the GPU's time of a step, busy and idle, of each recorded arm; a mark is the step without a profiler."""
     figure = new_figure(title, height_inches=1.2 + 0.33 * len(arms))
     axes = figure.add_subplot()
-    plain(axes)
-    axes.grid(visible=False, axis="y")
+    plain(axes, grid="x")
     for place, arm in enumerate(arms):
         step_us, idle_us = arm["medians"]["step_us"], arm["medians"]["idle_us"]
         axes.barh(place, step_us - idle_us, 0.68, color=COLOURS[0])
@@ -284,13 +284,15 @@ def verify_mask_figure(masks: Sequence[VerifyMask], seq_lens: Sequence[int], tit
             "draw fewer or shorter requests"
         )
     rows = sum(mask.num_draft_tokens + 3 for mask in masks) - 1
-    inches_per_cell = 0.165
-    figure = Figure(figsize=(WIDTH_INCHES, 0.85 + rows * inches_per_cell), dpi=DOTS_PER_INCH)
-    height = figure.get_figheight()
-    figure.text(0.01, 1 - 0.17 / height, title, fontsize=FONT_POINTS + 1.5, color=TEXT_COLOUR, va="center")
-    axes = figure.add_axes((0.02, 0.38 / height, 0.96, rows * inches_per_cell / height))
-    axes.set(xlim=(0, 0.96 * WIDTH_INCHES / inches_per_cell), ylim=(rows, 0))
-    axes.set_axis_off()
+    figure, axes = cell_axes(
+        (0, (0.985 * WIDTH_INCHES - MASK_LEFT_INCHES) / MASK_CELL_INCHES),
+        rows,
+        line_inches=MASK_CELL_INCHES,
+        label_inches=MASK_LEFT_INCHES,
+        heading_inches=0.47,
+        legend_inches=0.38,
+    )
+    write_heading(figure, title)
     line = 0
     for mask, each in zip(masks, blocks, strict=True):
         used = verify_mask_cells(

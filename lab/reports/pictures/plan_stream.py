@@ -186,8 +186,7 @@ def saved_figure(saved: Sequence[Saved], title: str) -> Figure:
     """Draw bars of what the overlap saves, traced and untraced, with a dot per round; left of 0 it costs."""
     figure = new_figure(title, height_inches=1.3 + 0.48 * len(saved))
     axes = figure.add_subplot()
-    plain(axes)
-    axes.grid(visible=False, axis="y")
+    plain(axes, grid="x")
     axes.spines["left"].set_visible(False)
     axes.axvline(0, color=TEXT_COLOUR, linewidth=1)
     words = ("in the profiler's trace, medians of all iterations", "without a profiler, medians of all runs")

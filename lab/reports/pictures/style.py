@@ -1,7 +1,7 @@
 """Parts that the lab's pictures share: figures, axes of cells, bars, labels, legends."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -59,9 +59,9 @@ def write_heading(figure: Figure, title: str, *others: str) -> None:
         figure.text(0.02, y, words, color=TEXT_COLOUR, va="center", **style)
 
 
-def plain(axes: Axes) -> None:
-    """Draw a light grid beneath all else, and no frame where there is no axis."""
-    axes.grid(color="#DDDDDD", linewidth=0.6)
+def plain(axes: Axes, grid: Literal["both", "x", "y"] = "both") -> None:
+    """Draw a light grid of lines at the ticks of both axes or one, beneath all else, and no frame where there is no axis."""
+    axes.grid(axis=grid, color="#DDDDDD", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
