@@ -114,13 +114,7 @@ def _prepare_decode(call: DecodeCall) -> TritonCall:
 
 
 def _prepare(problem: PagedAttention, *refreshes: Callable[[], object]) -> TritonCall:
-    return prepared(
-        PORTABLE,
-        problem,
-        check_values,
-        lambda *results: [*refreshes, *_launches(problem, results)],
-        problem.returned,
-    )
+    return prepared(PORTABLE, problem, check_values, lambda *results: [*refreshes, *_launches(problem, results)])
 
 
 def shares_of(problem: PagedAttention, tile: ProgramTile, q_blocks: int) -> Shares | None:

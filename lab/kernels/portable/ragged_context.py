@@ -53,13 +53,7 @@ def prepare_trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> TritonC
 
 
 def _prepare(problem: RaggedAttention) -> TritonCall:
-    return prepared(
-        PORTABLE_RAGGED,
-        problem,
-        check_ragged_values,
-        lambda out, lse_log2: [_launch(problem, out, lse_log2)],
-        problem.returned,
-    )
+    return prepared(PORTABLE_RAGGED, problem, check_ragged_values, lambda *results: [_launch(problem, *results)])
 
 
 def choose_ragged_tile(max_q_len: int, head_dim: int, v_head_dim: int, capability: Capability | None) -> ProgramTile:

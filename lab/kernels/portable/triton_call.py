@@ -83,7 +83,7 @@ def prepared(
     problem: Any,
     check: Callable[[Any], object],
     steps: Callable[[torch.Tensor, torch.Tensor | None], Sequence[Callable[[], object]]],
-    returned: Callable[[torch.Tensor, torch.Tensor | None], Any],
+    returned: Callable[[torch.Tensor, torch.Tensor | None], Any] | None = None,
 ) -> TritonCall:
     """Return a problem's call, ready to be made; without query rows it launches nothing.
 
@@ -92,7 +92,7 @@ def prepared(
         problem: a `PagedAttention` or `RaggedAttention`.
         check: raises for contents of the problem that are wrong.
         steps: makes the steps of a call from the output and the LSE or None.
-        returned: makes what the call returns from the same.
+        returned: makes what the call returns from the same; None: the problem's own.
 
     Raises:
         NotImplementedError: the kernel does not take the problem; the reason is `lab.kernels.support.why_not`'s.
@@ -103,4 +103,4 @@ def prepared(
     if min(problem.num_rows, problem.batch_size, problem.max_q_len) > 0:
         refuse_unsupported(kernel, problem)
         made = steps(out, lse)
-    return TritonCall(problem.query.device, partial(check, problem), made, returned(out, lse))
+    return TritonCall(problem.query.device, partial(check, problem), made, (returned or problem.returned)(out, lse))
