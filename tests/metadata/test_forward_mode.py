@@ -1,4 +1,4 @@
-"""The modes, their rows and their predicates, as truth tables of SGLang 0.5.13."""
+"""The modes and their rows, as SGLang 0.5.13 numbers and treats them."""
 
 import copy
 import pickle
@@ -36,12 +36,6 @@ ROWS = {
     "DLLM_EXTEND": ("NEW_TOKENS", "NONE", "CONTEXT", "RAGGED_CONTEXT", False),
 }
 
-PREDICATES = [
-    ("is_draft_extend_v2", {"DRAFT_EXTEND_V2"}),
-    ("is_decode", {"DECODE"}),
-    ("is_target_verify", {"TARGET_VERIFY"}),
-]
-
 
 def test_members_are_numbered_as_in_0_5_13() -> None:
     assert [(mode.name, mode.value) for mode in ForwardMode] == list(zip(MODES, range(1, 11), strict=True))
@@ -69,11 +63,6 @@ def test_properties_of_the_rows() -> None:
 def test_a_mode_survives_copies() -> None:
     assert pickle.loads(pickle.dumps(ForwardMode.MIXED)) is ForwardMode(3)
     assert copy.deepcopy(ForwardMode.MIXED) is ForwardMode.MIXED
-
-
-@pytest.mark.parametrize(("name", "expected"), PREDICATES)
-def test_predicate(name: str, expected: set[str]) -> None:
-    assert {mode.name for mode in ForwardMode if getattr(mode, name)()} == expected
 
 
 @pytest.mark.parametrize("mode", ForwardMode)

@@ -126,14 +126,3 @@ class ForwardMode(IntEnum):
     def extends_draft(self) -> bool:
         """Return True for both draft extends, in which the draft model catches up."""
         return self.query_rows in (QueryRows.ACCEPTED, QueryRows.FIXED)
-
-    # The predicates below are SGLang's; the row answers all of them.
-
-    def is_decode(self) -> bool:
-        return self is ForwardMode.DECODE
-
-    def is_target_verify(self) -> bool:
-        return self is ForwardMode.TARGET_VERIFY
-
-    def is_draft_extend_v2(self) -> bool:
-        return self is ForwardMode.DRAFT_EXTEND_V2
