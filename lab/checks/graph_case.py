@@ -28,17 +28,15 @@ class Story(enum.Enum):
 
 
 @dataclass(frozen=True, repr=False)
-class GraphCase:
-    """One story of one mode of the MHA backend; its `repr` is an expression that makes it again, defaults left out.
+class StoryCase:
+    """One story of one mode; its `repr` is an expression that makes it again, defaults left out. A subclass for each backend.
 
     Attributes:
         mode: of the graphs.
         story: what is told.
         place: where the metadata is rebuilt.
-        geometry: a name of `lab.workloads.GEOMETRIES`.
         page_size: tokens per page.
         num_pages: of each request's history; lengths go up to this many pages.
-        sliding_window: a sliding-window layer over its own pool.
         padded_seq_len: see `lab.metadata.engine.graph_inputs.StaticInputs`.
         seed: of everything drawn.
     """
@@ -46,10 +44,8 @@ class GraphCase:
     mode: GraphMode
     story: Story
     place: MetadataPlace = MetadataPlace.IN_GRAPH
-    geometry: str = "tiny"
     page_size: int = 16
     num_pages: int = 6
-    sliding_window: bool = False
     padded_seq_len: int = PADDED_SEQ_LEN
     seed: int = 0
 
@@ -59,6 +55,19 @@ class GraphCase:
     @property
     def max_context_len(self) -> int:
         return self.page_size * self.num_pages
+
+
+@dataclass(frozen=True, repr=False)
+class GraphCase(StoryCase):
+    """A story of the MHA backend.
+
+    Attributes:
+        geometry: a name of `lab.workloads.GEOMETRIES`.
+        sliding_window: a sliding-window layer over its own pool.
+    """
+
+    geometry: str = "tiny"
+    sliding_window: bool = False
 
     @property
     def interface(self) -> Interface:
@@ -67,34 +76,20 @@ class GraphCase:
 
 
 @dataclass(frozen=True, repr=False)
-class MLAGraphCase:
-    """One story of one mode of the MLA backend; its `repr` is an expression that makes it again, defaults left out.
+class MLAGraphCase(StoryCase):
+    """A story of the MLA backend; pages have 32 or 64 tokens.
 
     Attributes:
-        mode, story, place, num_pages, padded_seq_len, seed: as in `GraphCase`.
-        attention: which keys a draft step counts.
+        attention: the keys that a draft step counts.
         num_qo_heads, kv_lora_rank, qk_rope_head_dim: of the layer.
-        page_size: tokens per page, 32 or 64.
     """
 
-    mode: GraphMode
-    story: Story
-    place: MetadataPlace = MetadataPlace.IN_GRAPH
+    page_size: int = 32
+    num_pages: int = 5
     attention: DraftAttention = DraftAttention.MLA
     num_qo_heads: int = 4
     kv_lora_rank: int = 64
     qk_rope_head_dim: int = 16
-    page_size: int = 32
-    num_pages: int = 5
-    padded_seq_len: int = PADDED_SEQ_LEN
-    seed: int = 0
-
-    def __repr__(self) -> str:
-        return short_repr(self)
-
-    @property
-    def max_context_len(self) -> int:
-        return self.page_size * self.num_pages
 
     @property
     def interface(self) -> Interface:

@@ -14,7 +14,7 @@ from lab import references
 from lab.checks import GraphCase, Interface, Level, Outcome, Space, Story, judge_case
 from lab.checks.catalogue import graph_stories
 from lab.checks.check import Check
-from lab.checks.graph_case import MLAGraphCase, graph_modes
+from lab.checks.graph_case import MLAGraphCase, StoryCase, graph_modes
 from lab.checks.graph_stage import HUGE, POISONED_LENGTH, MHAStage, MLAStage, Stage
 from lab.checks.isolation import run_trial
 from lab.checks.mutants import mutant
@@ -32,7 +32,7 @@ NAMES = ("decode", "draft_decode", "target_verify", "draft_extend", "draft_exten
 MODES: dict[str, GraphMode] = dict(zip(NAMES, graph_modes(WIDTH), strict=True))
 
 
-def reason(case: GraphCase | MLAGraphCase, implementation: Any = references, make: RunnerFactory = right_runner) -> str:
+def reason(case: StoryCase, implementation: Any = references, make: RunnerFactory = right_runner) -> str:
     """Say why a case on the CPU is not right; empty if it is."""
     stage: type[Stage] = MLAStage if isinstance(case, MLAGraphCase) else MHAStage
     check = Check("S", "story", "", lambda *_: (), lambda trial: tell(trial, stage, make))
@@ -40,7 +40,7 @@ def reason(case: GraphCase | MLAGraphCase, implementation: Any = references, mak
     return "" if judged.outcome is Outcome.RIGHT else "; ".join(judged.wrongs or judged.declines)
 
 
-def wrong(cases: Iterable[GraphCase | MLAGraphCase], implementation: Any = references) -> dict[str, str]:
+def wrong(cases: Iterable[StoryCase], implementation: Any = references) -> dict[str, str]:
     return {repr(case): why for case in cases if (why := reason(case, implementation))}
 
 
@@ -359,6 +359,6 @@ def test_poison_is_in_all_metadata_that_a_replay_rewrites(device: str, mode: str
 @pytest.mark.parametrize("name", ["lab.kernels.trtllm", "lab.kernels.portable"])
 def test_real_graphs(name: str, mode: str, place: MetadataPlace, sliding_window: bool) -> None:
     for story in Story:
-        case = GraphCase(MODES[mode], story, place, "gpt-oss-120b", page_size=64, sliding_window=sliding_window)
+        case = GraphCase(MODES[mode], story, place, 64, geometry="gpt-oss-120b", sliding_window=sliding_window)
         verdict = judge_case(name, "S1", case, "cuda")
         assert verdict.outcome is Outcome.RIGHT, verdict

@@ -32,7 +32,7 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[MLAGrap
         for mode, story, turn in told_modes(space, level):
             settings = list(product(PLACES, COUNTING[:1] if mode.draft_step is None else COUNTING))
             for place, attention in settings if is_full else [settings[turn % len(settings)]]:
-                yield MLAGraphCase(mode, story, place, attention, page_size=page_size, **dims)
+                yield MLAGraphCase(mode, story, place, page_size, attention=attention, **dims)
 
 
 def _judge(trial: Trial) -> None:
