@@ -4,15 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lab.calls.arguments import (
-    Unmodelled,
-    batch_size_of,
-    check_bool,
-    check_int,
-    check_modelled,
-    check_query,
-    check_tensor,
-)
+from lab.calls import arguments
+from lab.calls.arguments import Unmodelled
 from lab.calls.features import Call
 from lab.calls.paged import KVCache, pose_paged
 from lab.calls.problem import PagedAttention, Scale
@@ -63,16 +56,16 @@ class ContextCall:
 
     def problem(self) -> PagedAttention:
         """Check the arguments and pose the problem; raises as `DecodeCall.problem` does."""
-        check_modelled(self, ("trtllm-gen",))
-        check_query(self.query)
-        if batch_size_of(self.block_tables, self.uses_shared_paged_kv_idx) != self.batch_size:
+        arguments.check_modelled(self, ("trtllm-gen",))
+        arguments.check_query(self.query)
+        if arguments.batch_size_of(self.block_tables, self.uses_shared_paged_kv_idx) != self.batch_size:
             raise ValueError(
                 f"batch_size={self.batch_size} but block_tables has {self.block_tables.shape[0]} rows: "
                 "one row per request is needed"
             )
         for name in ("cum_seq_lens_q", "cum_seq_lens_kv"):
-            check_tensor(name, getattr(self, name))
-        check_bool("causal", self.causal)
+            arguments.check_tensor(name, getattr(self, name))
+        arguments.check_bool("causal", self.causal)
         if not self.causal and self.window_left >= 0:
             raise NotImplementedError(
                 f"causal=False with window_left={self.window_left}: FlashInfer has no such kernel; pass window_left=-1"
@@ -81,7 +74,7 @@ class ContextCall:
             self,
             Call.CONTEXT,
             kv_bound="max_kv_len",
-            max_q_len=check_int("max_q_len", self.max_q_len, 0, "it bounds the rows of one request"),
+            max_q_len=arguments.check_int("max_q_len", self.max_q_len, 0, "it bounds the rows of one request"),
             max_kv_len=self.max_kv_len,
             causal=self.causal,
             bmm1_scale=self.bmm1_scale,

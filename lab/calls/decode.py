@@ -5,16 +5,8 @@ from typing import Any
 
 import torch
 
-from lab.calls.arguments import (
-    Unmodelled,
-    batch_size_of,
-    check_int,
-    check_mask,
-    check_modelled,
-    check_query,
-    not_modelled,
-    scale_from_log2,
-)
+from lab.calls import arguments
+from lab.calls.arguments import Unmodelled
 from lab.calls.features import Call
 from lab.calls.paged import KVCache, pose_paged
 from lab.calls.problem import PagedAttention, Scale
@@ -96,19 +88,19 @@ class DecodeCall:
             ValueError: a shape, device, stride or number that no implementation can take.
             NotImplementedError: an argument that the lab does not model, away from its default.
         """
-        check_modelled(self, ("auto", "xqa", "trtllm-gen"))
+        arguments.check_modelled(self, ("auto", "xqa", "trtllm-gen"))
         if isinstance(self.o_scale, torch.Tensor) or self.o_scale not in (None, 1.0):
-            not_modelled("o_scale", self.o_scale, "fold it into bmm2_scale")
-        batch_size = batch_size_of(self.block_tables, self.uses_shared_paged_kv_idx)
+            arguments.not_modelled("o_scale", self.o_scale, "fold it into bmm2_scale")
+        batch_size = arguments.batch_size_of(self.block_tables, self.uses_shared_paged_kv_idx)
         max_q_len = self._max_q_len()
-        check_query(self.query)
+        arguments.check_query(self.query)
         if self.cum_seq_lens_q is None and self.query.shape[0] != batch_size * max_q_len:
             raise ValueError(
                 f"query has {self.query.shape[0]} rows, but block_tables has {batch_size} requests of q_len_per_req="
                 f"{max_q_len}: expected {batch_size * max_q_len} rows"
             )
         if self.mask is not None:
-            check_mask(self.mask, self.cum_seq_lens_q, batch_size, max_q_len)
+            arguments.check_mask(self.mask, self.cum_seq_lens_q, batch_size, max_q_len)
         return pose_paged(
             self,
             Call.DECODE,
@@ -116,7 +108,9 @@ class DecodeCall:
             max_q_len=max_q_len,
             max_kv_len=self.max_seq_len,
             causal=True,
-            bmm1_scale=self.bmm1_scale if self.bmm1_scale_log2 is None else scale_from_log2(self.bmm1_scale_log2),
+            bmm1_scale=self.bmm1_scale
+            if self.bmm1_scale_log2 is None
+            else arguments.scale_from_log2(self.bmm1_scale_log2),
             cum_seq_lens_kv=None,
             mask=self.mask,
         )
@@ -127,10 +121,10 @@ class DecodeCall:
                 raise ValueError(
                     f"max_q_len={self.max_q_len} needs cum_seq_lens_q; for equal widths pass q_len_per_req"
                 )
-            return check_int("q_len_per_req", self.q_len_per_req, 1, "or pass cum_seq_lens_q and max_q_len")
+            return arguments.check_int("q_len_per_req", self.q_len_per_req, 1, "or pass cum_seq_lens_q and max_q_len")
         if self.q_len_per_req is not None:
             raise ValueError(
                 f"q_len_per_req={self.q_len_per_req} contradicts cum_seq_lens_q (FlashInfer 0.7.2 derives the batch "
                 "from q_len_per_req and its default is 1): pass q_len_per_req=None"
             )
-        return check_int("max_q_len", self.max_q_len, 0, "it goes with cum_seq_lens_q")
+        return arguments.check_int("max_q_len", self.max_q_len, 0, "it goes with cum_seq_lens_q")

@@ -5,25 +5,8 @@ from typing import Any
 
 import torch
 
-from lab.calls.arguments import (
-    LENGTH_DTYPES,
-    OUT_DTYPES,
-    Unmodelled,
-    batch_size_of,
-    check_bool,
-    check_devices,
-    check_head_dim_stride,
-    check_int,
-    check_lse_dtype,
-    check_modelled,
-    check_out,
-    check_query,
-    check_scale,
-    check_tensor,
-    check_vector,
-    dtype_names,
-    not_modelled,
-)
+from lab.calls import arguments
+from lab.calls.arguments import Unmodelled
 from lab.calls.features import Call
 from lab.calls.problem import E4M3, PagedAttention, Scale, check_values
 
@@ -117,10 +100,10 @@ class MLADecodeCall:
         """
         self._check_modelled()
         rows = self._query_rows()
-        check_devices(self)
+        arguments.check_devices(self)
         cache = self._cache_pages()
         batch_size = self._batch_size()
-        check_vector("seq_lens", self.seq_lens, batch_size, LENGTH_DTYPES)
+        arguments.check_vector("seq_lens", self.seq_lens, batch_size, arguments.LENGTH_DTYPES)
         out = self._out_rows()
         problem = PagedAttention(
             call=Call.MLA_DECODE,
@@ -133,12 +116,12 @@ class MLADecodeCall:
             cu_seqlens_q=self.cum_seq_lens_q,
             cu_seqlens_kv=None,
             max_q_len=self._max_q_len(batch_size),
-            max_kv_len=check_int("max_seq_len", self.max_seq_len, 0, "it bounds the keys of one request"),
+            max_kv_len=arguments.check_int("max_seq_len", self.max_seq_len, 0, "it bounds the keys of one request"),
             causal=True,
             window_left=-1,
             sinks=self._sink_logits(),
-            bmm1_scale=check_scale("bmm1_scale", self.bmm1_scale),
-            bmm2_scale=check_scale("bmm2_scale", self.bmm2_scale),
+            bmm1_scale=arguments.check_scale("bmm1_scale", self.bmm1_scale),
+            bmm2_scale=arguments.check_scale("bmm2_scale", self.bmm2_scale),
             out=out,
             out_dtype=torch.bfloat16 if out is None else out.dtype,
             lse=self._lse_rows(rows),
@@ -159,10 +142,10 @@ class MLADecodeCall:
         return (given_shape, lse if self.lse is None else self.lse) if self.return_lse else given_shape
 
     def _check_modelled(self) -> None:
-        check_modelled(self, BACKENDS, OTHER_BACKENDS)
-        check_bool("uses_shared_paged_kv_idx", self.uses_shared_paged_kv_idx)
+        arguments.check_modelled(self, BACKENDS, OTHER_BACKENDS)
+        arguments.check_bool("uses_shared_paged_kv_idx", self.uses_shared_paged_kv_idx)
         if not self.uses_shared_paged_kv_idx:
-            not_modelled(
+            arguments.not_modelled(
                 "uses_shared_paged_kv_idx",
                 False,
                 "one cache entry is a key and its value, so pass block_tables as [batch_size, max_num_pages_per_seq]",
@@ -170,10 +153,12 @@ class MLADecodeCall:
 
     def _query_rows(self) -> torch.Tensor:
         """Return the query as [num_rows, num_qo_heads, kv_lora_rank + qk_rope_head_dim]."""
-        check_int("qk_nope_head_dim", self.qk_nope_head_dim, 1, "it is head_dim before absorption, without rotary part")
-        rank = check_int("kv_lora_rank", self.kv_lora_rank, 1, "it is the size of the latent vector")
-        rope = check_int("qk_rope_head_dim", self.qk_rope_head_dim, 0, "it is the size of the rotary part")
-        query = check_tensor("query", self.query)
+        arguments.check_int(
+            "qk_nope_head_dim", self.qk_nope_head_dim, 1, "it is head_dim before absorption, without rotary part"
+        )
+        rank = arguments.check_int("kv_lora_rank", self.kv_lora_rank, 1, "it is the size of the latent vector")
+        rope = arguments.check_int("qk_rope_head_dim", self.qk_rope_head_dim, 0, "it is the size of the rotary part")
+        query = arguments.check_tensor("query", self.query)
         ragged = self.cum_seq_lens_q is not None
         expected = "[num_rows, num_qo_heads" if ragged else "[batch_size, q_len_per_request, num_qo_heads"
         if query.ndim != (3 if ragged else 4):
@@ -183,27 +168,27 @@ class MLADecodeCall:
             )
         if not ragged and query.shape[1] == 0:
             raise ValueError(f"query needs at least one row per request, got shape {list(query.shape)}")
-        check_head_dim_stride("query", query)
+        arguments.check_head_dim_stride("query", query)
         if query.shape[-1] != rank + rope:
             raise ValueError(
                 f"query has head_dim {query.shape[-1]}, but kv_lora_rank={rank} and qk_rope_head_dim={rope} make "
                 f"{rank + rope}"
             )
         rows = query if ragged else query.flatten(0, 1)
-        check_query(rows)
+        arguments.check_query(rows)
         return rows
 
     def _cache_pages(self) -> torch.Tensor:
         """Return the cache as [num_pages, 1, page_size, kv_lora_rank + qk_rope_head_dim]."""
-        cache = check_tensor("kv_cache", self.kv_cache)
+        cache = arguments.check_tensor("kv_cache", self.kv_cache)
         allowed = tuple(dict.fromkeys((self.query.dtype, E4M3)))
         if cache.dtype == torch.uint8:
             raise NotImplementedError(
-                f"kv_cache is uint8 (packed): FlashInfer has no dense MLA kernel for it; use {dtype_names(allowed)}"
+                f"kv_cache is uint8 (packed): FlashInfer has no dense MLA kernel for it; use {arguments.dtype_names(allowed)}"
             )
         if cache.dtype not in allowed:
             raise TypeError(
-                f"kv_cache must be {dtype_names(allowed)} for a {self.query.dtype} query, got {cache.dtype}"
+                f"kv_cache must be {arguments.dtype_names(allowed)} for a {self.query.dtype} query, got {cache.dtype}"
             )
         head_dim = self.query.shape[-1]
         one_head = cache.ndim == 3 or (cache.ndim == 4 and cache.shape[1] == 1)
@@ -212,14 +197,14 @@ class MLADecodeCall:
                 f"kv_cache must be [num_pages, page_size, {head_dim}] or [num_pages, 1, page_size, {head_dim}] (one head, "
                 f"entries of kv_lora_rank + qk_rope_head_dim), got shape {list(cache.shape)}"
             )
-        check_head_dim_stride("kv_cache", cache)
+        arguments.check_head_dim_stride("kv_cache", cache)
         page_size = cache.shape[-2]
         if page_size < 1 or page_size & (page_size - 1):
             raise ValueError(f"kv_cache has page_size {page_size}; it must be a power of two")
         return cache.unsqueeze(1) if cache.ndim == 3 else cache
 
     def _batch_size(self) -> int:
-        batch_size = batch_size_of(self.block_tables, True)
+        batch_size = arguments.batch_size_of(self.block_tables, True)
         if self.cum_seq_lens_q is None and self.query.shape[0] != batch_size:
             raise ValueError(
                 f"query has {self.query.shape[0]} requests, but block_tables has {batch_size} rows: "
@@ -234,10 +219,10 @@ class MLADecodeCall:
                     f"max_q_len={self.max_q_len} needs cum_seq_lens_q; without it the query's second dimension says it"
                 )
             return self.query.shape[1]
-        check_vector("cum_seq_lens_q", self.cum_seq_lens_q, batch_size + 1, (torch.int32,))
+        arguments.check_vector("cum_seq_lens_q", self.cum_seq_lens_q, batch_size + 1, (torch.int32,))
         if self.max_q_len is None:
             return max(self.cum_seq_lens_q.diff().tolist(), default=0)
-        return check_int("max_q_len", self.max_q_len, 0, "it bounds the rows of one request")
+        return arguments.check_int("max_q_len", self.max_q_len, 0, "it bounds the rows of one request")
 
     def _sink_logits(self) -> torch.Tensor | None:
         sinks: object = self.sinks
@@ -247,18 +232,18 @@ class MLADecodeCall:
             sinks = sinks[0]
         if sinks is None:
             return None
-        check_vector("sinks", sinks, self.query.shape[-2], (torch.float32,))
-        return check_tensor("sinks", sinks)
+        arguments.check_vector("sinks", sinks, self.query.shape[-2], (torch.float32,))
+        return arguments.check_tensor("sinks", sinks)
 
     def _out_rows(self) -> torch.Tensor | None:
         if self.out is None:
             return None
         expected = (*self.query.shape[:-1], self.kv_lora_rank)
-        out = check_out(self.out, expected, "its last dimension kv_lora_rank", OUT_DTYPES)
+        out = arguments.check_out(self.out, expected, "its last dimension kv_lora_rank", arguments.OUT_DTYPES)
         return out if self.cum_seq_lens_q is not None else out.flatten(0, 1)
 
     def _lse_rows(self, rows: torch.Tensor) -> torch.Tensor | None:
-        check_bool("return_lse", self.return_lse)
+        arguments.check_bool("return_lse", self.return_lse)
         if self.return_lse_base not in LSE_BASES:
             raise ValueError(f"return_lse_base must be 'base2', 'basee' or None, got {self.return_lse_base!r}")
         if self.return_lse and self.cum_seq_lens_q is not None and self.return_lse_base is None:
@@ -270,7 +255,7 @@ class MLADecodeCall:
             return None
         if not self.return_lse:
             raise ValueError("lse without return_lse=True is left unwritten by FlashInfer; pass both or neither")
-        lse = check_lse_dtype(self.lse)
+        lse = arguments.check_lse_dtype(self.lse)
         shapes = list(dict.fromkeys((tuple(rows.shape[:2]), tuple(self.query.shape[:-1]))))
         if tuple(lse.shape) not in shapes:
             raise ValueError(f"lse must be {' or '.join(str(list(shape)) for shape in shapes)}, got {list(lse.shape)}")

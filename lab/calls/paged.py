@@ -4,21 +4,7 @@ from typing import Any
 
 import torch
 
-from lab.calls.arguments import (
-    LENGTH_DTYPES,
-    check_bool,
-    check_cache,
-    check_devices,
-    check_int,
-    check_lse,
-    check_scale,
-    check_scale_factors,
-    check_vector,
-    has_interleaved_v_scales,
-    output_dtype,
-    split_cache,
-    split_tables,
-)
+from lab.calls import arguments
 from lab.calls.features import Call
 from lab.calls.problem import PagedAttention, Scale, check_values
 
@@ -49,20 +35,20 @@ def pose_paged(
         TypeError, ValueError, NotImplementedError: as `DecodeCall.problem`.
     """
     query = call.query
-    check_bool("return_lse", call.return_lse)
-    k_cache, v_cache = split_cache("kv_cache", call.kv_cache, call.kv_layout)
-    check_cache(query, k_cache)
-    scale_factors = check_scale_factors(call, k_cache)
-    k_tables, v_tables = split_tables(call.block_tables, call.uses_shared_paged_kv_idx)
+    arguments.check_bool("return_lse", call.return_lse)
+    k_cache, v_cache = arguments.split_cache("kv_cache", call.kv_cache, call.kv_layout)
+    arguments.check_cache(query, k_cache)
+    scale_factors = arguments.check_scale_factors(call, k_cache)
+    k_tables, v_tables = arguments.split_tables(call.block_tables, call.uses_shared_paged_kv_idx)
     batch_size = k_tables.shape[0]
-    check_vector("seq_lens", call.seq_lens, batch_size, LENGTH_DTYPES)
+    arguments.check_vector("seq_lens", call.seq_lens, batch_size, arguments.LENGTH_DTYPES)
     for name, offsets in (("cum_seq_lens_q", call.cum_seq_lens_q), ("cum_seq_lens_kv", cum_seq_lens_kv)):
         if offsets is not None:
-            check_vector(name, offsets, batch_size + 1, (torch.int32,))
-    max_kv_len = check_int(kv_bound, max_kv_len, 0, "it bounds the keys of one request")
-    window_left = check_int("window_left", call.window_left, -1, "-1 means no window")
+            arguments.check_vector(name, offsets, batch_size + 1, (torch.int32,))
+    max_kv_len = arguments.check_int(kv_bound, max_kv_len, 0, "it bounds the keys of one request")
+    window_left = arguments.check_int("window_left", call.window_left, -1, "-1 means no window")
     if call.sinks is not None:
-        check_vector("sinks", call.sinks, query.shape[1], (torch.float32,))
+        arguments.check_vector("sinks", call.sinks, query.shape[1], (torch.float32,))
     problem = PagedAttention(
         call=posed_by,
         query=query,
@@ -70,7 +56,7 @@ def pose_paged(
         v_cache=v_cache,
         k_scale_factors=scale_factors[0],
         v_scale_factors=scale_factors[1],
-        v_scale_factors_interleaved=scale_factors[0] is not None and has_interleaved_v_scales(call),
+        v_scale_factors_interleaved=scale_factors[0] is not None and arguments.has_interleaved_v_scales(call),
         k_block_tables=k_tables,
         v_block_tables=v_tables,
         seq_lens=call.seq_lens,
@@ -83,14 +69,14 @@ def pose_paged(
         window_left=-1 if window_left >= max_kv_len else window_left,
         sinks=call.sinks,
         mask=mask,
-        bmm1_scale=check_scale("bmm1_scale", bmm1_scale),
-        bmm2_scale=check_scale("bmm2_scale", call.bmm2_scale),
+        bmm1_scale=arguments.check_scale("bmm1_scale", bmm1_scale),
+        bmm2_scale=arguments.check_scale("bmm2_scale", call.bmm2_scale),
         out=call.out,
-        out_dtype=output_dtype(call),
-        lse=check_lse(call),
+        out_dtype=arguments.output_dtype(call),
+        lse=arguments.check_lse(call),
         return_lse=call.return_lse,
     )
-    check_devices(call)
+    arguments.check_devices(call)
     if query.device.type == "cpu":
         check_values(problem)
     return problem

@@ -4,26 +4,12 @@ from dataclasses import dataclass
 
 import torch
 
-from lab.calls.arguments import (
-    LENGTH_DTYPES,
-    OUT_DTYPES,
-    Unmodelled,
-    check_bool,
-    check_devices,
-    check_head_dim_stride,
-    check_int,
-    check_lse,
-    check_modelled,
-    check_out,
-    check_query,
-    check_scale,
-    check_tensor,
-    check_vector,
-)
+from lab.calls import arguments
+from lab.calls.arguments import Unmodelled
 from lab.calls.features import Call
 from lab.calls.problem import E4M3, AttentionProblem, Scale, check_lengths
 
-RAGGED_OUT_DTYPES = tuple(dtype for dtype in OUT_DTYPES if dtype != E4M3)
+RAGGED_OUT_DTYPES = tuple(dtype for dtype in arguments.OUT_DTYPES if dtype != E4M3)
 MIRRORS = ("q_seq_lens_cpu", "kv_seq_lens_cpu")  # arguments that lie on the host
 MIRROR_DTYPES = (torch.int32, torch.int64)
 
@@ -136,21 +122,21 @@ class RaggedContextCall:
             ValueError: a shape, device, stride or number that no implementation can take.
             NotImplementedError: an argument that the lab does not model, away from its default; causal=False with a window.
         """
-        check_modelled(self, ("trtllm-gen",), ("cake", "cute-dsl"))
-        check_query(self.query)
+        arguments.check_modelled(self, ("trtllm-gen",), ("cake", "cute-dsl"))
+        arguments.check_query(self.query)
         self._check_kv()
-        batch_size = check_int("batch_size", self.batch_size, 0, "it counts the requests")
-        check_vector("seq_lens", self.seq_lens, batch_size, LENGTH_DTYPES)
+        batch_size = arguments.check_int("batch_size", self.batch_size, 0, "it counts the requests")
+        arguments.check_vector("seq_lens", self.seq_lens, batch_size, arguments.LENGTH_DTYPES)
         for name in ("cum_seq_lens_q", "cum_seq_lens_kv"):
-            check_vector(name, getattr(self, name), batch_size + 1, (torch.int32,))
+            arguments.check_vector(name, getattr(self, name), batch_size + 1, (torch.int32,))
         for name in ("is_causal", "return_lse", "skip_all_rows_active_check"):
-            check_bool(name, getattr(self, name))
-        if isinstance(check_scale("o_sf_scale", self.o_sf_scale), torch.Tensor):
+            arguments.check_bool(name, getattr(self, name))
+        if isinstance(arguments.check_scale("o_sf_scale", self.o_sf_scale), torch.Tensor):
             raise TypeError("o_sf_scale must be a number, got a tensor")
         if self.attention_sinks is not None:
-            check_vector("attention_sinks", self.attention_sinks, self.query.shape[1], (torch.float32,))
-        max_q_len = check_int("max_q_len", self.max_q_len, 0, "it bounds the rows of one request")
-        max_kv_len = check_int("max_kv_len", self.max_kv_len, 0, "it bounds the keys of one request")
+            arguments.check_vector("attention_sinks", self.attention_sinks, self.query.shape[1], (torch.float32,))
+        max_q_len = arguments.check_int("max_q_len", self.max_q_len, 0, "it bounds the rows of one request")
+        max_kv_len = arguments.check_int("max_kv_len", self.max_kv_len, 0, "it bounds the keys of one request")
         problem = RaggedAttention(
             call=Call.RAGGED_CONTEXT,
             query=self.query,
@@ -164,14 +150,14 @@ class RaggedContextCall:
             causal=self.is_causal,
             window_left=self._window_left(max_kv_len),
             sinks=self.attention_sinks,
-            bmm1_scale=check_scale("bmm1_scale", self.bmm1_scale),
-            bmm2_scale=check_scale("bmm2_scale", self.bmm2_scale),
+            bmm1_scale=arguments.check_scale("bmm1_scale", self.bmm1_scale),
+            bmm2_scale=arguments.check_scale("bmm2_scale", self.bmm2_scale),
             out=self.out,
             out_dtype=self._out_dtype(),
-            lse=check_lse(self),
+            lse=arguments.check_lse(self),
             return_lse=self.return_lse,
         )
-        check_devices(self, on_host=MIRRORS)
+        arguments.check_devices(self, on_host=MIRRORS)
         self._check_mirrors()
         if self.query.device.type == "cpu":
             check_ragged_values(problem)
@@ -185,13 +171,13 @@ class RaggedContextCall:
         return self.q_seq_lens_cpu.tolist(), self.kv_seq_lens_cpu.tolist()
 
     def _check_kv(self) -> None:
-        key, value = check_tensor("key", self.key), check_tensor("value", self.value)
+        key, value = arguments.check_tensor("key", self.key), arguments.check_tensor("value", self.value)
         for name, side, last in (("key", key, "head_dim"), ("value", value, "v_head_dim")):
             if side.ndim != 3 or 0 in side.shape[1:]:
                 raise ValueError(f"{name} must be [num_tokens, num_kv_heads, {last}], got shape {list(side.shape)}")
             if side.dtype != self.query.dtype:
                 raise TypeError(f"{name} must have the query's dtype {self.query.dtype}, got {side.dtype}")
-            check_head_dim_stride(name, side)
+            arguments.check_head_dim_stride(name, side)
         if key.shape[2] != self.query.shape[2]:
             raise ValueError(f"key has head_dim {key.shape[2]}, but query has {self.query.shape[2]}: they must agree")
         if key.shape[:2] != value.shape[:2]:
@@ -204,7 +190,7 @@ class RaggedContextCall:
             )
 
     def _window_left(self, max_kv_len: int) -> int:
-        window_left = check_int("window_left", self.window_left, -1, "-1 means no window")
+        window_left = arguments.check_int("window_left", self.window_left, -1, "-1 means no window")
         if window_left >= 0 and not self.is_causal:
             raise NotImplementedError(
                 f"is_causal=False with window_left={window_left}: trtllm-gen's windows are causal (FlashInfer 0.7.2, "
@@ -217,7 +203,7 @@ class RaggedContextCall:
         if self.out is None:
             return torch.bfloat16 if self.query.dtype == E4M3 else self.query.dtype
         expected = (*self.query.shape[:2], self.value.shape[2])
-        return check_out(self.out, expected, "its last dimension value's", RAGGED_OUT_DTYPES).dtype
+        return arguments.check_out(self.out, expected, "its last dimension value's", RAGGED_OUT_DTYPES).dtype
 
     def _check_mirrors(self) -> None:
         """Make FlashInfer's own checks of the lengths on the host; raise ValueError where they contradict the tensors."""
@@ -227,8 +213,8 @@ class RaggedContextCall:
         for name, (total, most) in zip(MIRRORS, bounds, strict=True):
             if getattr(self, name) is None:
                 continue
-            mirror = check_tensor(name, getattr(self, name))
-            check_vector(name, mirror, self.batch_size, MIRROR_DTYPES)
+            mirror = arguments.check_tensor(name, getattr(self, name))
+            arguments.check_vector(name, mirror, self.batch_size, MIRROR_DTYPES)
             if mirror.device.type != "cpu":
                 raise ValueError(f"{name} is on {mirror.device}, but it says lengths to the host; move it to the CPU")
             lengths = mirror.tolist()
