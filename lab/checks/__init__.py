@@ -12,7 +12,7 @@ from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
 from lab.metadata.engine.kv_cache import KVLayout
 from lab.metadata.engine.lengths import DraftAttention
 from lab.workloads.attention_case import AttentionCase, Contents, Dead, Storage, TableTail
-from lab.workloads.forward_case import ForwardCase, Inputs
+from lab.workloads.forward_case import ForwardCase
 from lab.workloads.interfaces import Interface
 from lab.workloads.mla_case import MLACase
 from lab.workloads.ragged_case import RaggedCase
@@ -30,7 +30,6 @@ __all__ = [
     "ForwardMode",
     "GraphCase",
     "GraphMode",
-    "Inputs",
     "Interface",
     "KVLayout",
     "Level",

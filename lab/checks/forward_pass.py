@@ -15,8 +15,8 @@ from lab.metadata.engine.kv_cache import PagedKVCache, PagedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.mha.calls import AttentionLayer, PlannedCall, plan_calls, prepare_attention
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
-from lab.workloads.attention_case import E4M3
-from lab.workloads.forward_case import ForwardCase, Inputs
+from lab.workloads.attention_case import E4M3, Contents
+from lab.workloads.forward_case import ForwardCase
 from lab.workloads.pass_case import PassCase
 from lab.workloads.requests import History, admit, new_pool, num_pages
 
@@ -182,7 +182,7 @@ def admit_and_write(
 
 def limits_of(case: PassCase) -> list[set[int]] | None:
     """Return where needles go in each request, at the limits of what its rows see and just beyond; None without needles."""
-    if case.inputs is not Inputs.NEEDLES:
+    if case.contents is not Contents.NEEDLES:
         return None
     return [
         {at for end in (kv_len, seen) for at in needle_positions(end, q_len, case.page_size, case.window_left)}

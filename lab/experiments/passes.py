@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from lab.checks.forward_pass import build_forward
+from lab.checks.forward_pass import EnginePass, build_forward
 from lab.checks.mla_pass import build_mla_pass
 from lab.experiments.arms import Arm
 from lab.kernels.support import kernel_names
 from lab.metadata.engine.forward_mode import MLAAttentionCall
 from lab.metadata.mha.calls import PlannedCall, call_arguments, plan_calls, prepare_attention
 from lab.metadata.mla.calls import prepare_mla_attention
-from lab.timing.forward import AttentionPass, case_facts, forward_work
+from lab.timing.forward import case_facts, forward_work
 from lab.timing.work import Call, GpuWork
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.mla_case import MLACase
@@ -59,7 +59,7 @@ def gpu_works(arms: Sequence[Arm]) -> dict[str, GpuWork]:
     return works_of(arms, torch.device("cuda"))
 
 
-def built(case: ForwardCase | MLACase, device: torch.device) -> AttentionPass:
+def built(case: ForwardCase | MLACase, device: torch.device) -> EnginePass:
     """Build the pass of a case."""
     return build_mla_pass(case, device) if isinstance(case, MLACase) else build_forward(case, device)
 

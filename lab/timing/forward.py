@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from lab.checks.forward_pass import ForwardPass, build_forward
-from lab.checks.mla_pass import MLAPass
+from lab.checks.forward_pass import EnginePass, build_forward
 from lab.checks.truth import Truth
 from lab.kernels.support import kernel_names
 from lab.timing.gpu_time import GpuTime, measure, rounded_us
@@ -22,14 +21,11 @@ HOST_BATCHES = 20
 HOST_GPU_BUDGET_US = 500_000
 
 
-AttentionPass = ForwardPass | MLAPass
-
-
-def forward_work(forward: AttentionPass, implementation: Any) -> GpuWork:
+def forward_work(forward: EnginePass, implementation: Any) -> GpuWork:
     """Return the pass on an implementation, into an output of NaN, and judged by the truth of its histories."""
-    case, check = forward.case, _output_check(forward.truth())
-    prepare = partial(type(forward).prepare, implementation)
-    return GpuWork(prepare, forward.arguments(forward.new_out()), case.bytes_moved, case.operations, check)
+    case, arguments = forward.case, forward.arguments(forward.new_out())
+    prepare = partial(forward.prepare, implementation)
+    return GpuWork(prepare, arguments, case.bytes_moved, case.operations, _output_check(forward.truth()))
 
 
 def _output_check(truth: Truth) -> Check:

@@ -1,7 +1,7 @@
 """Work to judge and to time: real models' geometries, batches written down or drawn from traces, named passes over them."""
 
 from lab.workloads.batches import Batch, parse_batch, sweep
-from lab.workloads.forward_case import ForwardCase, Inputs
+from lab.workloads.forward_case import ForwardCase
 from lab.workloads.geometries import GEOMETRIES, Geometry, geometry
 from lab.workloads.scenarios import DEFAULT_SCENARIOS, scenario
 from lab.workloads.traces import TracedRequest, own_trace, read_azure, read_mooncake, read_trace, snapshot
@@ -12,7 +12,6 @@ __all__ = [
     "Batch",
     "ForwardCase",
     "Geometry",
-    "Inputs",
     "TracedRequest",
     "geometry",
     "own_trace",

@@ -6,9 +6,10 @@ import torch
 
 from lab.metadata.engine.forward_mode import AttentionCall, ForwardMode
 from lab.metadata.engine.kv_cache import KVLayout
+from lab.workloads.attention_case import Contents
 from lab.workloads.geometries import Geometry, geometry
 from lab.workloads.interfaces import Interface
-from lab.workloads.pass_case import ATTENDING_MODES, Inputs, PassCase
+from lab.workloads.pass_case import ATTENDING_MODES, PassCase
 
 
 @dataclass(frozen=True, repr=False)
@@ -27,7 +28,7 @@ class ForwardCase(PassCase):
         dtype, kv_dtype: of the query and output (float16 or bfloat16), and of the cache (the same or float8_e4m3fn).
         arithmetic: what the control rounds the operands of both products to: the query's dtype, or a lower one that the
             kernel is known to use (XQA on SM90 rounds Q and P to e4m3 for an e4m3 cache and one query token).
-        inputs: what the tensors hold.
+        contents: of the tensors, one of `PASS_CONTENTS`.
         seed: of everything drawn.
 
     Raises:
@@ -49,13 +50,13 @@ class ForwardCase(PassCase):
     dtype: torch.dtype = torch.bfloat16
     kv_dtype: torch.dtype = torch.bfloat16
     arithmetic: torch.dtype | None = None
-    inputs: Inputs = Inputs.RANDOM
+    contents: Contents = Contents.RANDOM
     seed: int = 0
 
     def __post_init__(self) -> None:
         self._check_mode()
         self.check_requests()
-        self.check_dtypes()
+        self.check_tensors()
         self._check_storage()
 
     def _check_mode(self) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from lab.metadata.engine.forward_mode import ForwardMode, MLAAttentionCall
 from lab.metadata.engine.lengths import DraftAttention
-from lab.workloads.forward_case import Inputs
+from lab.workloads.attention_case import Contents
 from lab.workloads.pass_case import PassCase
 
 
@@ -21,7 +21,7 @@ class MLACase(PassCase):
         page_size: tokens per page, 32 or 64.
         num_qo_heads, kv_lora_rank, qk_rope_head_dim: of one layer on one GPU; DeepSeek-V3 has 128 heads, 512 and 64.
         dtype, kv_dtype: of query and output (float16 or bfloat16), and of the cache (the same or float8_e4m3fn).
-        inputs: what the tensors hold.
+        contents: of the tensors, one of `PASS_CONTENTS`.
         seed: of everything drawn.
 
     Raises:
@@ -40,14 +40,14 @@ class MLACase(PassCase):
     qk_rope_head_dim: int = 64
     dtype: torch.dtype = torch.bfloat16
     kv_dtype: torch.dtype = torch.bfloat16
-    inputs: Inputs = Inputs.RANDOM
+    contents: Contents = Contents.RANDOM
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.mode.mla_call is not MLAAttentionCall.DECODE:
             raise ValueError(f"{self.mode!r} does not run on the MLA decode kernel")
         self.check_requests()
-        self.check_dtypes()
+        self.check_tensors()
 
     @property
     def head_dim(self) -> int:

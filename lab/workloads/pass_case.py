@@ -1,26 +1,15 @@
 """A forward pass as data, whatever the backend: lengths that follow from others, and the arguments that every case refuses."""
 
-import enum
-
 import torch
 
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows, UncountedTokens
-from lab.workloads.attention_case import short_repr
+from lab.workloads.attention_case import Contents, short_repr
 from lab.workloads.requests import PassLens
 
 DTYPES = (torch.float16, torch.bfloat16)
+PASS_CONTENTS = (Contents.RANDOM, Contents.NEEDLES)  # of a pass; other contents are of single calls
 # Modes that compute attention: IDLE has no request, PREBUILT finds its K/V in the cache.
 ATTENDING_MODES = tuple(mode for mode in ForwardMode if mode not in (ForwardMode.IDLE, ForwardMode.PREBUILT))
-
-
-class Inputs(enum.Enum):
-    """Numbers in the tensors."""
-
-    RANDOM = "N(0, 1) throughout: what rounding does"
-    NEEDLES = "a few keys outweigh all others: those at a row's limits, and those just beyond them"
-
-    def __repr__(self) -> str:
-        return f"Inputs.{self.name}"
 
 
 class PassCase(PassLens):
@@ -33,14 +22,15 @@ class PassCase(PassLens):
         draft_step: for a draft decode step, its number s from 0: the query is the last of s + 1 draft tokens. Else None.
         page_size: tokens per page.
         dtype, kv_dtype: of the query and output (float16 or bfloat16), and of the cache (the same or float8_e4m3fn).
-        inputs, seed: what the tensors hold, and the seed of everything drawn.
+        contents: of the tensors, one of `PASS_CONTENTS`.
+        seed: of everything drawn.
     """
 
     mode: ForwardMode
     page_size: int
     dtype: torch.dtype
     kv_dtype: torch.dtype
-    inputs: Inputs
+    contents: Contents
     seed: int
 
     def __repr__(self) -> str:
@@ -104,8 +94,9 @@ class PassCase(PassLens):
                 f"draft_step={draft_step} must be 0 or more: the first draft step is 0, a plain decode None"
             )
 
-    def check_dtypes(self) -> None:
-        """Raise TypeError for dtypes that the judge has no bound for."""
+    def check_tensors(self) -> None:
+        """Raise TypeError for dtypes that the judge has no bound for, and ValueError for contents that no pass has."""
+        check_contents(self.contents)
         check_dtype(self.dtype)
         if self.kv_dtype not in (self.dtype, torch.float8_e4m3fn):
             raise TypeError(f"kv_dtype={self.kv_dtype} must be dtype, {self.dtype}, or torch.float8_e4m3fn")
@@ -115,3 +106,9 @@ def check_dtype(dtype: torch.dtype) -> None:
     """Raise TypeError for a dtype of query and output that the judge has no bound for."""
     if dtype not in DTYPES:
         raise TypeError(f"dtype={dtype} must be torch.float16 or torch.bfloat16, the query's and the output's")
+
+
+def check_contents(contents: Contents) -> None:
+    """Raise ValueError for contents that a pass is not drawn with."""
+    if contents not in PASS_CONTENTS:
+        raise ValueError(f"contents={contents!r} are of single calls: a pass has one of {PASS_CONTENTS}")

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lab.workloads.attention_case import short_repr
-from lab.workloads.forward_case import Inputs
-from lab.workloads.pass_case import check_dtype
+from lab.workloads.attention_case import Contents, short_repr
+from lab.workloads.pass_case import check_contents, check_dtype
 from lab.workloads.requests import PassLens
 
 
@@ -21,7 +20,7 @@ class RaggedCase(PassLens):
         num_heads: query heads, and as many K/V heads.
         head_dim, v_head_dim: of queries and keys, and of values and outputs; DeepSeek-V3 has 192 and 128.
         dtype: of all tensors, float16 or bfloat16.
-        inputs: what the tensors hold.
+        contents: of the tensors, one of `PASS_CONTENTS`.
         seed: of everything drawn.
 
     Raises:
@@ -36,7 +35,7 @@ class RaggedCase(PassLens):
     head_dim: int = 192
     v_head_dim: int = 128
     dtype: torch.dtype = torch.bfloat16
-    inputs: Inputs = Inputs.RANDOM
+    contents: Contents = Contents.RANDOM
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -48,6 +47,7 @@ class RaggedCase(PassLens):
             raise ValueError(
                 f"prefix_lens {self.prefix_lens}, q_lens {self.q_lens} must be >= 0, chunk {self.chunk} >= 1"
             )
+        check_contents(self.contents)
         check_dtype(self.dtype)
 
     def __repr__(self) -> str:

@@ -13,11 +13,12 @@ import torch
 
 import lab.checks.forward_pass as forward_module
 import lab.references
-from lab.checks import ForwardCase, Inputs, Level, Outcome, Space, judge_forward
+from lab.checks import Contents, ForwardCase, Level, Outcome, Space, judge_forward
 from lab.checks.catalogue import forward_modes
 from lab.checks.forward_pass import build_forward
 from lab.metadata import AttentionCall, ForwardMode, KVLayout, build_mha_metadata
 from lab.workloads.geometries import GEOMETRIES
+from lab.workloads.pass_case import PASS_CONTENTS
 
 CPU = torch.device("cpu")
 P = 16
@@ -44,7 +45,11 @@ CASES = {
 
 def variants(case: ForwardCase) -> list[ForwardCase]:
     """Full and sliding-window layer, random and needle inputs."""
-    return [replace(case, sliding_window=window, inputs=inputs) for window in (False, True) for inputs in Inputs]
+    return [
+        replace(case, sliding_window=window, contents=contents)
+        for window in (False, True)
+        for contents in PASS_CONTENTS
+    ]
 
 
 @pytest.mark.parametrize("mode", CASES)
@@ -223,8 +228,8 @@ def with_changed_output(change: Callable[[torch.Tensor], None]) -> Any:
 @pytest.mark.parametrize("defect", ARGUMENT_DEFECTS)
 def test_a_defect_of_the_arguments_is_found(defect: str, mode: str) -> None:
     # A sink shows against random logits; against needles, ten above all else, it is nothing.
-    inputs = Inputs.RANDOM if "sink" in defect else Inputs.NEEDLES
-    case = replace(CASES[mode], sliding_window=True, inputs=inputs)
+    contents = Contents.RANDOM if "sink" in defect else Contents.NEEDLES
+    case = replace(CASES[mode], sliding_window=True, contents=contents)
     verdict = judge_forward(with_changed_arguments(ARGUMENT_DEFECTS[defect]), case, CPU)
     assert verdict.outcome is Outcome.WRONG
     assert "vectors are wrong" in verdict.reason
@@ -266,8 +271,8 @@ def test_full_draft_mask_instead_of_causal_is_found() -> None:
         mask = torch.full((len(arguments["seq_lens"]), 4, 2), 0xF, dtype=torch.int32).to(torch.uint16)
         return arguments | {"mask": mask}
 
-    for inputs in Inputs:
-        case = replace(CASES["target_verify"], inputs=inputs)
+    for contents in PASS_CONTENTS:
+        case = replace(CASES["target_verify"], contents=contents)
         assert judge_forward(with_changed_arguments(full_mask), case, CPU).outcome is Outcome.WRONG
 
 
@@ -335,7 +340,7 @@ def test_a_defect_of_the_metadata_is_found(defect: str, monkeypatch: pytest.Monk
         "build_mha_metadata",
         lambda batch, pool: change(build_mha_metadata(batch, pool), batch, pool),
     )
-    case = replace(CASES[mode], sliding_window=sliding_window, inputs=Inputs.NEEDLES)
+    case = replace(CASES[mode], sliding_window=sliding_window, contents=Contents.NEEDLES)
     verdict = judge_forward(lab.references, case, CPU)
     assert verdict.outcome is Outcome.WRONG
 

@@ -17,9 +17,11 @@ from lab.checks.space import Space
 from lab.checks.trial import Declined, Result, Trial
 from lab.metadata.engine.forward_mode import AttentionCall, ForwardMode
 from lab.metadata.engine.kv_cache import KVLayout
-from lab.workloads.forward_case import ForwardCase, Inputs
+from lab.workloads.attention_case import Contents
+from lab.workloads.forward_case import ForwardCase
 from lab.workloads.geometries import geometry
 from lab.workloads.interfaces import Interface
+from lab.workloads.pass_case import PASS_CONTENTS
 
 # The slice that brings each model to its fewest heads per GPU without replicating K/V.
 TENSOR_PARALLEL = {"llama-3.1-8b": 8, "llama-3.1-70b": 8, "qwen3-32b": 4, "gpt-oss-120b": 8, "gemma-3-27b": 8}
@@ -72,7 +74,7 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[Forward
     q_lens = (4,) if level is Level.SMOKE else tuple(space.q_lens)
     for case in mode_cases("tiny", page_size, q_lens, long=(3 * page_size + 5, 300)):
         if case.interface is interface:
-            yield replace(case, inputs=Inputs.NEEDLES)
+            yield replace(case, contents=Contents.NEEDLES)
             yield replace(case, sliding_window=True)
     if level is Level.FULL:
         yield from (case for case in geometry_cases(space) if case.interface is interface)
@@ -89,8 +91,8 @@ def geometry_cases(space: Space) -> Iterator[ForwardCase]:
         dtypes: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "arithmetic": space.arithmetic(kv_dtype)}
         sizes = sorted({1, TENSOR_PARALLEL.get(name, 1)})
         for window, size, page_size in product(space.windows_of(geometry(name)), sizes, page_sizes):
-            for case, inputs in product(mode_cases(name, page_size, space.q_lens), Inputs):
-                yield replace(case, sliding_window=window, tensor_parallel=size, inputs=inputs, **dtypes)
+            for case, contents in product(mode_cases(name, page_size, space.q_lens), PASS_CONTENTS):
+                yield replace(case, sliding_window=window, tensor_parallel=size, contents=contents, **dtypes)
 
 
 def judge_pass(trial: Trial, forward: EnginePass) -> None:

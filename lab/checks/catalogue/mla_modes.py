@@ -15,8 +15,7 @@ from lab.checks.space import Space
 from lab.checks.trial import Trial
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.lengths import DraftAttention
-from lab.workloads.attention_case import E4M3
-from lab.workloads.forward_case import Inputs
+from lab.workloads.attention_case import E4M3, Contents
 from lab.workloads.interfaces import Interface
 from lab.workloads.mla_case import MLACase
 
@@ -49,7 +48,7 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[MLACase
         for head_dim, rank in head_dims:
             dims = {"num_qo_heads": heads, "kv_lora_rank": rank, "qk_rope_head_dim": head_dim - rank}
             for case in mla_mode_cases(page_size, q_lens, **dims):
-                yield replace(case, inputs=Inputs.NEEDLES)
+                yield replace(case, contents=Contents.NEEDLES)
     if (case.dtype, E4M3) in space.dtypes:
         yield replace(case, kv_dtype=E4M3)
 

@@ -23,8 +23,9 @@ from lab.checks.truth import Rules, Truth, truth_of_requests
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.mla.calls import MLALayer, prepare_mla_prefill
 from lab.metadata.mla.metadata import build_mla_prefill_metadata
-from lab.workloads.forward_case import Inputs
+from lab.workloads.attention_case import Contents
 from lab.workloads.interfaces import Interface
+from lab.workloads.pass_case import PASS_CONTENTS
 from lab.workloads.ragged_case import RaggedCase
 from lab.workloads.requests import admit, new_pool
 
@@ -43,9 +44,9 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[RaggedC
         ((9, 70), (0, 3)),
     ]
     for number, (prefix_lens, q_lens) in enumerate(shapes):
-        for inputs in Inputs:
-            yield RaggedCase(prefix_lens, q_lens, inputs=inputs, seed=number)
-    yield RaggedCase((70, 9), (40, 20), dtype=torch.float16, inputs=Inputs.NEEDLES)
+        for contents in PASS_CONTENTS:
+            yield RaggedCase(prefix_lens, q_lens, contents=contents, seed=number)
+    yield RaggedCase((70, 9), (40, 20), dtype=torch.float16, contents=Contents.NEEDLES)
     yield RaggedCase((8,) * 40, tuple(range(1, 41)), num_heads=1)
     for seed in range(counted(level, 0, 24)):
         lengths = torch.randint(0, 300, (2, 5), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -66,7 +67,7 @@ def _judge(trial: Trial) -> None:
     for wrong in changed_bytes({name: arguments[name] for name in before if name != "workspace_buffer"}, before):
         trial.wrong(wrong)
     trial.hold("new tokens as a backend calls it", _by_backend(trial, query, new_tokens), truth)
-    if case.inputs is Inputs.NEEDLES:  # which show each limit
+    if case.contents is Contents.NEEDLES:  # which show each limit
         _variations(trial, arguments, query, new_tokens)
     together = _call(trial, _arguments(case, query, histories, causal=True) | {"return_lse": True})
     trial.hold("all keys in one call", together, _truth(case, query, histories, causal=True))
@@ -211,7 +212,7 @@ def _draw(case: RaggedCase, device: torch.device) -> tuple[Tensor, list[tuple[Te
     query, histories = draw_histories(
         case,
         torch.Generator().manual_seed(case.seed),
-        needles if case.inputs is Inputs.NEEDLES else None,
+        needles if case.contents is Contents.NEEDLES else None,
         case.num_heads,
         case.num_heads,
         (case.head_dim, case.v_head_dim),
