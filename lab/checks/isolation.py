@@ -25,7 +25,7 @@ SHOWN_CHARACTERS = 1000
 
 
 def load(name: str) -> Any:
-    """The implementation of that name: "package.module", or "package.module:attribute".
+    """Import the implementation of that name: "package.module", or "package.module:attribute".
 
     Raises:
         ImportError, AttributeError: there is none.
@@ -77,7 +77,7 @@ class Isolation:
         self._pool.join()
 
     def submit(self, check: str, case: Any) -> Callable[[], Judged]:
-        """Have one case of the check with that key judged; what is returned waits for it."""
+        """Have one case of the check with that key judged; return a function that waits for the verdict."""
         if self._pool is None or self._last_words is None:
             return functools.partial(run_trial, self.implementation, _check(check), case, self.device, self.space)
         descriptor, last_words = tempfile.mkstemp(dir=self._last_words.name)
@@ -122,7 +122,7 @@ def _begin() -> None:
 
 
 def _work(name: str, check: str, case: Any, device: str, space: Space, last_words: str) -> Judged:
-    """In a worker: judge, and end the process where its CUDA context is lost, so that no later case pays for it."""
+    """Judge in a worker, and end the process where its CUDA context is lost, so that no later case pays for it."""
     where = torch.device(device)
     judged = run_trial(load(name), _check(check), case, where, space)
     if judged.outcome is Outcome.FAILED and where.type == "cuda":
@@ -140,7 +140,7 @@ def _check(key: str) -> Check:
 
 
 def run_trial(implementation: Any, check: Check, case: Any, device: torch.device, space: Space) -> Judged:
-    """One case, here and now; whatever ends it is FAILED, and says whose error it was."""
+    """Judge one case in this process; whatever ends it is FAILED, and says whose error it was."""
     trial = Trial(implementation, case, device, space)
     try:
         check.judge(trial)

@@ -31,7 +31,7 @@ Progress = Callable[[CaseVerdict], None]
 
 
 def interfaces_of(implementation: Any) -> list[Interface]:
-    """The functions that an implementation has."""
+    """Return the functions that an implementation has."""
     return [interface for interface in Interface if callable(getattr(implementation, interface.value, None))]
 
 
@@ -159,7 +159,7 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 
 def _named(implementation: Any) -> tuple[str, Any]:
-    """Its name, and itself: imported if it was given by name."""
+    """Return an implementation's name, and itself: imported if it was given by name."""
     if isinstance(implementation, str):
         return implementation, load(implementation)
     return str(getattr(implementation, "__name__", type(implementation).__name__)), implementation
@@ -182,7 +182,7 @@ class _Bench:
         self.name, self.check, self.interface, self.isolation = name, check, interface, isolation
 
     def verdicts(self, cases: Sequence[Any], drawn: bool = False) -> list[CaseVerdict]:
-        """Of each case; those of several workers at a time."""
+        """Return the verdict of each case, in order; several workers judge at a time."""
         start = time.perf_counter()
         waiting = [self.isolation.submit(self.check.key, case) for case in cases]
         return [
@@ -218,7 +218,7 @@ def _drawn(
     at_once: int,
     end: float,
 ) -> tuple[list[CaseVerdict], int]:
-    """Hypothesis draws cases, several workers judge them.
+    """Let Hypothesis draw cases, and several workers judge them.
 
     Returns:
         The verdicts of the right ones and of the first wrong one, as small as it gets; and the cases left out, time being over.

@@ -36,7 +36,7 @@ class Raised(Exception):  # noqa: N818 - the implementation's error, carried pas
 
 
 def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, its refusals Declined: NotImplementedError, ValueError, and arguments that it has no parameter for.
+    """Return the function with its refusals as Declined: NotImplementedError, ValueError, and a missing parameter.
 
     Whatever else it raises, SystemExit too, is Raised, so that nobody takes an error of the check for one of the function's.
     """
@@ -63,7 +63,7 @@ def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _preparing(prepare: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that prepares a call, its refusals and the prepared call's Declined."""
+    """Return a function that prepares a call, with its refusals and the prepared call's as Declined."""
     return lambda **arguments: refusing(refusing(prepare)(**arguments))
 
 
@@ -107,11 +107,11 @@ class Trial:
         self.wrongs.append(sentence)
 
     def function(self, interface: Interface) -> Callable[..., Any]:
-        """The implementation's, which raises Declined for what it does not take."""
+        """Return the implementation's function, which raises Declined for what it does not take."""
         return refusing(getattr(self.implementation, interface.value))
 
     def engine(self) -> SimpleNamespace:
-        """The attention functions as an engine finds them, their prepared forms too; one that is missing declines its calls."""
+        """Return the attention functions as an engine finds them, prepared forms too; one that is missing declines calls."""
         found: dict[str, Callable[..., Any]] = {}
         for interface in ATTENTION:
             given = getattr(self.implementation, interface.value, None)
@@ -122,7 +122,7 @@ class Trial:
         return SimpleNamespace(**found)
 
     def build(self, case: AttentionCase | None = None, **storage: Any) -> AttentionInputs:
-        """The case's inputs, or another case's, or the case's stored in another way."""
+        """Build the case's inputs, or another case's, or the case's stored in another way."""
         chosen = self.case if case is None else case
         if storage:
             chosen = replace(chosen, storage=replace(chosen.storage, **storage))
@@ -144,11 +144,11 @@ class Trial:
         return self.run(inputs.case.interface, inputs.arguments() | changes)
 
     def attempt(self, what: str, inputs: AttentionInputs, **changes: Any) -> Result | None:
-        """The same as a variation of the check: a refusal is noted and gives None."""
+        """Call as a variation of the check: a refusal is noted and gives None."""
         return self.attempt_call(what, inputs.case.interface, inputs.arguments() | changes)
 
     def attempt_call(self, what: str, interface: Interface, arguments: dict[str, Any]) -> Result | None:
-        """`run` as a variation of the check."""
+        """Run as a variation of the check: a refusal is noted and gives None."""
         try:
             return self.run(interface, arguments)
         except Declined as declined:
@@ -165,7 +165,7 @@ class Trial:
         return True
 
     def hold(self, what: str, result: Result | None, truth: Truth, least_bound: float = 0.0) -> None:
-        """The output must be the truth, and the LSE, if there is one, in base 2.
+        """Hold the output to the truth, and the LSE, if there is one, in base 2.
 
         Args:
             least_bound: relative L2 error that is allowed whatever the control makes.
@@ -194,7 +194,7 @@ class Trial:
             self.hold_lse(what, result.lse, truth)
 
     def hold_lse(self, what: str, lse: Tensor, truth: Truth) -> None:
-        """log2 of the softmax's denominator, the sink included; -inf where a row sees nothing."""
+        """Hold an LSE to log2 of the softmax's denominator, the sink included; -inf where a row sees nothing."""
         expected = truth.lse_log2
         if lse.shape != expected.shape:
             self.wrong(f"{what}: the LSE is {list(lse.shape)}, not {list(expected.shape)}")
@@ -211,7 +211,7 @@ class Trial:
             )
 
     def same_bits(self, what: str, result: Result | None, other: Result) -> None:
-        """Both outputs must be equal bit for bit."""
+        """Hold two outputs to be equal bit for bit."""
         if result is None:
             return
         self.judged += 1
@@ -222,7 +222,7 @@ class Trial:
 
 
 def as_result(returned: Any, interface: Interface) -> Result:
-    """Rows of all requests, whatever shape the function returns them in."""
+    """Return the rows of all requests, whatever shape the function returns them in."""
     out, lse = returned if isinstance(returned, tuple) else (returned, None)
     if not isinstance(out, Tensor):
         raise TypeError(f"{interface.value} returned {type(out).__name__}, not a tensor")
