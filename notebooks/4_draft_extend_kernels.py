@@ -130,7 +130,7 @@ for name, forward in passes.items():
     assert verdict.outcome is Outcome.RIGHT, verdict
     outputs[name] = torch.empty_like(forward.query)
     forward.run(lab.kernels.portable, outputs[name])
-    print(f"{name:7} {verdict.outcome.value}, worst error {verdict.worst_ratio:.0%} of the allowed")
+    print(f"{name:7} {verdict.outcome.value}, worst error {verdict.judged.worst_ratio:.0%} of the allowed")
 assert torch.equal(passes["decode"].query, passes["context"].query)
 print(f"largest difference of an output vector: {relative_l2(*outputs.values()).max():.1e}, relative")
 
