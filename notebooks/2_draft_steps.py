@@ -35,8 +35,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton decides when it is imported
 
 import lab
-from lab.experiments.arms import WARM, TimingPlan
-from lab.experiments.draft_steps import implied_saving_us, measure_gpu, median_of, point_of
+from lab.experiments.arms import WARM, TimingPlan, measure_all
+from lab.experiments.draft_steps import facts_of, implied_saving_us, median_of, point_of, works_of
 from lab.experiments.draft_visibility import in_words, look
 from lab.kernels.serving.draft_decode_kv_indices import SERIAL_TOKENS
 from lab.metadata import KVLayout
@@ -300,7 +300,7 @@ for attention in DraftAttention:
 POINT = "8x80k/steps3"  # requests x tokens, steps
 if torch.cuda.is_available():
     plan = TimingPlan(measure_ceilings(torch.device("cuda")), WARM)
-    measured = measure_gpu(point_of(POINT, own_trace()), plan)
+    measured = measure_all(point_of(POINT, own_trace()), works_of, plan, facts_of)
     for row in measured:
         print(f"{row['scenario']:52} {row['median_us']:>8.1f} µs")
 else:

@@ -90,11 +90,11 @@ class PointFailedError(Exception):
 
 
 class WrongArmError(AssertionError):
-    """An arm's results are wrong; the message says how."""
+    """An arm's results are wrong; the reason says how."""
 
-    def __init__(self, arm: str, message: str) -> None:
-        super().__init__(message)
-        self.arm = arm
+    def __init__(self, arm: str, reason: str) -> None:
+        super().__init__(f"{arm}: {reason}")
+        self.arm, self.reason = arm, reason
 
 
 @contextmanager
@@ -117,16 +117,6 @@ class PointRows:
     def by_list(self, rows: str = "rows") -> dict[str, Sequence[dict[str, Any]]]:
         """Return what a recording adds to its lists; `rows` names the list of the times."""
         return {rows: self.rows, "declined": self.declined, "wrong": self.wrong}
-
-    def whole(self) -> Sequence[dict[str, Any]]:
-        """Return the rows of an experiment that needs the times of all arms.
-
-        Raises:
-            PointFailedError: an arm has no time.
-        """
-        for row in (*self.wrong, *self.declined):
-            raise PointFailedError(f"{row['point']}, {row['arm']}: {row['reason']}")
-        return self.rows
 
 
 def reason_rows(point: Mapping[str, Any], reasons: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -160,19 +150,23 @@ def measure_right_ones(
         works: by arm.
         measure: checks every work before and after it is timed. When one is wrong, the others are measured anew without it.
     """
-    right = {name: work if work.check is None else _blaming(name, work, work.check) for name, work in works.items()}
+    right = _blaming(works)
     wrong: dict[str, str] = {}
     while right:
         try:
             return measure(right), wrong
         except WrongArmError as error:
-            wrong[error.arm] = str(error)
+            wrong[error.arm] = error.reason
             del right[error.arm]
     return {}, wrong
 
 
-def _blaming(arm: str, work: GpuWork, check: Check) -> GpuWork:
-    return replace(work, check=partial(_check_of, arm, check))
+def _blaming(works: Works) -> dict[str, GpuWork]:
+    """Return the works with checks that name the arm."""
+    return {
+        arm: work if work.check is None else replace(work, check=partial(_check_of, arm, work.check))
+        for arm, work in works.items()
+    }
 
 
 def _check_of(arm: str, check: Check, arguments: Mapping[str, Any]) -> None:
@@ -230,6 +224,25 @@ def measure_point(point: Point, make: MakeWorks, plan: TimingPlan, facts_of: Fac
         return facts | (_compared(point, arm, times, plan.ceilings, floor) if point.baseline else {})
 
     return measure_arms(point, make, partial(measure_interleaved, method=plan.method, samples=plan.samples), row_of)
+
+
+def measure_all(point: Point, make: MakeWorks, plan: TimingPlan, facts_of: FactsOf) -> list[dict[str, Any]]:
+    """Measure the GPU times of a point's arms, all of which must have one, in turns; return a row of each.
+
+    No arm is called before it is staged, so that the first check sees what the staged call has written, and nothing else.
+
+    Raises:
+        PointFailedError: an arm declines, is wrong, or cannot be measured.
+    """
+    with named_in_failures(point.name):
+        works = make(point.arms)
+        times = measure_interleaved(_blaming(works), method=plan.method, samples=plan.samples)
+    return [
+        point.row
+        | {"arm": arm.name, **facts_of(arm, works[arm.name])}
+        | time_facts(times[arm.name], plan.ceilings, works[arm.name].bytes_moved, works[arm.name].operations)
+        for arm in point.arms
+    ]
 
 
 def _compared(

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from lab.experiments.arms import WARM, Arm, Point, TimingPlan, measure_point
+from lab.experiments.arms import WARM, Arm, Point, TimingPlan, measure_all
 from lab.experiments.command import ExperimentParser, positive, timing_plan
 from lab.experiments.recording import NO_GPU, Columns, Recording, Row, gpu_is_here, table_of
 from lab.kernels import default_implementation
@@ -129,7 +129,7 @@ def measure_mode(
     made = ModelWorks.of(model, backend, drawn, MODES_WIDTH)
     works = {"eager": made.eager(ALL_ROWS), "graph": made.graph(ALL_ROWS), "load": made.load()}
     point = _point(mode, batch_size, MODES_WIDTH, kv_len, works)
-    rows = measure_point(point, lambda arms: works, plan, _work_facts).whole()
+    rows = measure_all(point, lambda arms: works, plan, _work_facts)
     host = _host_times(made, works["eager"], next(row["launches"] for row in rows if row["arm"] == "eager"))
     free(model, drawn)
     return [row | host.get(row["arm"], {}) for row in rows]
@@ -170,9 +170,9 @@ def measure_forms(
     made = ModelWorks.of(model, backend, drawn, width)
     works = {form.value: made.graph(form) for form in DraftExtendOutput}
     point = _point(mode, batch_size, width, kv_len, works)
-    rows = measure_point(point, lambda arms: works, plan, _form_facts).whole()
+    rows = measure_all(point, lambda arms: works, plan, _form_facts)
     free(model, drawn)
-    return list(rows)
+    return rows
 
 
 def _point(mode: ForwardMode, batch_size: int, width: int, kv_len: int, works: Mapping[str, GpuWork]) -> Point:

@@ -6,7 +6,7 @@
 One layer of 32 query and 4 K/V heads of 128 (Qwen3-32B, one rank of two), pages of 64, bf16. At every point the decode call,
 the context call and the portable kernel's decode call take turns in one process, each on its own copies of the same pool, query
 and output; cold by rotation. Every output is judged by the requests' histories before and after. The file is written anew after
-every point. Exit status: 2 without a GPU.
+every point. Exit status: 1 if an arm is wrong, 2 without a GPU.
 """
 
 import argparse

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from lab.experiments.arms import WARM, Arm, Point, TimingPlan, measure_point
+from lab.experiments.arms import WARM, Arm, Point, measure_all
 from lab.experiments.command import ExperimentParser, timing_plan, trace_name, trace_of
 from lab.experiments.recording import NO_GPU, Recording, Row, gpu_is_here
 from lab.metadata.engine.capture import capturing
@@ -75,15 +75,6 @@ def works_of(arms: Sequence[Arm]) -> dict[str, GpuWork]:
 def facts_of(arm: Arm, work: GpuWork) -> Row:
     """Return what a row says of its work."""
     return {"scenario": arm.name, **draft_facts(arm.case, work)}
-
-
-def measure_gpu(point: Point, plan: TimingPlan) -> Sequence[Row]:
-    """Measure the GPU times of all arms at one point, in turns.
-
-    Raises:
-        PointFailedError: an arm could not be measured, or wrote something wrong.
-    """
-    return measure_point(point, works_of, plan, facts_of).whole()
 
 
 def measure_host(point: Point) -> list[Row]:
@@ -156,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     recording = Recording(
         "draft_steps", given.out, facts, ("rows",) if given.only else ("rows", "host"), ceilings=plan.ceilings
     )
-    recording.measure(given.points, lambda point: {"rows": measure_gpu(point, plan)})
+    recording.measure(given.points, lambda point: {"rows": measure_all(point, works_of, plan, facts_of)})
     rows = recording.result["rows"]
     if not given.only:  # only all of them have what 26241's figures are held against
         recording.measure(given.host_points, lambda point: {"host": measure_host(point)}, "host times")

@@ -5,9 +5,20 @@ from typing import Any
 
 import pytest
 
-from lab.experiments.arms import Arm, PointFailedError, PointRows, Works, declined_by, measure_right_ones
+from lab.experiments import arms
+from lab.experiments.arms import (
+    Arm,
+    Point,
+    PointFailedError,
+    TimingPlan,
+    Works,
+    declined_by,
+    measure_all,
+    measure_right_ones,
+)
 from lab.timing import GpuTime, GpuWork
 from lab.timing.method import L2, Clock, Method
+from tests.experiments.simulated import CEILINGS
 
 METHOD = Method(Clock.GRAPH, L2.COLD_ROTATION)
 
@@ -17,22 +28,39 @@ def test_a_kernel_that_declines_is_named_with_its_reason() -> None:
         raise NotImplementedError("not on this GPU")
 
     works = {"runs": GpuWork.of(lambda: None, 1), "declines": GpuWork(lambda: declines, {}, 1)}
-    arms = [Arm(name, case=None) for name in works]
-    assert declined_by(arms, works) == {"declines": "not on this GPU"}
+    listed = [Arm(name, case=None) for name in works]
+    assert declined_by(listed, works) == {"declines": "not on this GPU"}
     with pytest.raises(KeyError):
         declined_by([Arm("nobody's", case=None)], works)
 
 
-def test_an_experiment_that_needs_all_arms_says_which_has_no_time() -> None:
-    reason = {"point": "2q4", "arm": "one", "reason": "3 vectors"}
-    assert PointRows(rows=[{"arm": "one"}]).whole() == [{"arm": "one"}]
-    for outcome in (PointRows(wrong=[reason]), PointRows(declined=[reason])):
-        with pytest.raises(PointFailedError, match="2q4, one: 3 vectors"):
-            outcome.whole()
-
-
 def checked(check: Any) -> GpuWork:
     return GpuWork(lambda: lambda: None, {}, 1, check=check)
+
+
+def test_an_experiment_that_needs_all_arms_says_which_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arms, "measure_interleaved", lambda works, method, samples: measured(works))
+    point = Point("2q4", (Arm("one", None), Arm("two", None)))
+
+    def rows(**works: GpuWork) -> list[dict[str, Any]]:
+        return measure_all(point, lambda _: works, TimingPlan(CEILINGS), lambda arm, work: {"case": arm.case})
+
+    right = checked(lambda arguments: None)
+    assert [(row["point"], row["arm"], row["median_us"]) for row in rows(one=right, two=right)] == [
+        ("2q4", "one", 2.0),
+        ("2q4", "two", 2.0),
+    ]
+    with pytest.raises(PointFailedError, match="2q4: WrongArmError: two: 3 output vectors are wrong"):
+        rows(one=right, two=checked(fails))
+
+
+def test_where_all_arms_are_needed_none_is_called_before_it_is_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an earlier call wrote would pass the check of a call that writes nothing."""
+    called: list[str] = []
+    work = GpuWork.of(lambda: called.append("too early"), 1)
+    monkeypatch.setattr(arms, "measure_interleaved", lambda works, method, samples: measured(works))
+    measure_all(Point("2q4", (Arm("one", None),)), lambda _: {"one": work}, TimingPlan(CEILINGS), lambda *_: {})
+    assert not called
 
 
 def fails(arguments: Mapping[str, Any]) -> None:

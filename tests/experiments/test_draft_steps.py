@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lab.experiments import arms, draft_steps
-from lab.experiments.arms import WARM, TimingPlan
+from lab.experiments.arms import WARM, TimingPlan, measure_all
 from lab.experiments.draft_steps import (
     ARMS,
     CLAIM,
@@ -15,11 +15,12 @@ from lab.experiments.draft_steps import (
     LONG,
     TRACED,
     claim_table,
+    facts_of,
     implied_saving_us,
-    measure_gpu,
     measure_host,
     point_of,
     point_table,
+    works_of,
 )
 from lab.timing.draft import draft_work
 from lab.workloads.draft import draft_scenario
@@ -73,7 +74,7 @@ def test_a_point_makes_a_row_per_arm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_steps, "draft_work", lambda scenario, device: draft_work(scenario, cpu))
     monkeypatch.setattr(arms, "measure_interleaved", measured_in_turns)
     point = point_of("2x63/steps3", own_trace())
-    rows = measure_gpu(point, TimingPlan(CEILINGS, WARM, 3))
+    rows = measure_all(point, works_of, TimingPlan(CEILINGS, WARM, 3), facts_of)
     assert [row["scenario"] for row in rows] == [arm.format("2x63/steps3") for arm in ARMS]
     assert [row["median_us"] for row in rows] == [10.0 + place for place in range(len(ARMS))]
     assert {row["kernel"] for row in rows} >= {"serial", "mha one_launch", "mla per_step", "mha per_step eager"}
@@ -85,7 +86,7 @@ def test_a_point_makes_a_row_per_arm(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="times GPU work, and there is none here")
 def test_a_point_is_measured_and_the_lists_cost_launches() -> None:
     point = point_of("4x1k/steps3", own_trace())
-    rows = measure_gpu(point, TimingPlan(CEILINGS, WARM, 3))
+    rows = measure_all(point, works_of, TimingPlan(CEILINGS, WARM, 3), facts_of)
     launches = {row["kernel"]: row["launches"] for row in rows}
     assert launches["serial"] == launches["spread"] == launches["mha one_launch"] == launches["mla one_launch"] == 1
     assert launches["mha per_step"] == launches["mla per_step"] == 2
