@@ -6,7 +6,7 @@ tell is checked on request (`check_values`, `check_ragged_values`).
 
 from lab.calls.context import ContextCall
 from lab.calls.decode import DecodeCall
-from lab.calls.entry import takes
+from lab.calls.entry import made_at_once, takes
 from lab.calls.features import Call, Feature
 from lab.calls.mla_decode import MLADecodeCall
 from lab.calls.problem import PagedAttention, check_values
@@ -23,5 +23,6 @@ __all__ = [
     "RaggedContextCall",
     "check_ragged_values",
     "check_values",
+    "made_at_once",
     "takes",
 ]

@@ -18,3 +18,20 @@ def takes(call_type: type[Any]) -> Callable[[Callable[[Any], Any]], Callable[...
         return entry
 
     return wrap
+
+
+def made_at_once(prepare: Callable[..., Callable[[], Any]]) -> Callable[..., Any]:
+    """Return the function that prepares a call, makes it once and returns its results.
+
+    Args:
+        prepare: a function of a call's own parameters (`takes`) that checks them and returns the call, ready to be made. The
+            new function has its name without "prepare_", its parameters and its documentation.
+    """
+
+    @functools.wraps(prepare)
+    def entry(*args: Any, **kwargs: Any) -> Any:
+        return prepare(*args, **kwargs)()
+
+    entry.__name__ = entry.__qualname__ = prepare.__name__.removeprefix("prepare_")
+    entry.__doc__ = f"Make the call of `{prepare.__name__}` once, and return its results.\n\n    {prepare.__doc__}"
+    return entry

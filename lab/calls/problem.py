@@ -64,6 +64,11 @@ class AttentionProblem:
         return self.query.shape[0]
 
     @property
+    def has_no_rows(self) -> bool:
+        """True where no request has a query row; rows after the last request's are padding, which nobody computes."""
+        return min(self.num_rows, self.batch_size, self.max_q_len) == 0
+
+    @property
     def num_qo_heads(self) -> int:
         return self.query.shape[1]
 

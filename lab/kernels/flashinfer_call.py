@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lab.calls.problem import AttentionProblem
-from lab.gpus import Capability, capability_of, family_of
+from lab.gpus import Capability, capability_of
 from lab.kernels.support import Kernel, Problem, refuse_unsupported
 from lab.kernels.support.trtllm import kernel_for
 
@@ -130,12 +130,6 @@ def capability_for(device: torch.device) -> Capability:
             "lab.references"
         )
     return capability
-
-
-def fa_backend(device: torch.device) -> str:
-    """Return the newest of FlashInfer's own kernels for a GPU, "fa2" or "fa3"; raises NotImplementedError off the GPU."""
-    family = family_of(capability_for(device))
-    return "fa2" if family is None else family.fa_backend
 
 
 def packed(table: torch.Tensor) -> tuple[torch.Tensor, tuple[Refresh, ...]]:

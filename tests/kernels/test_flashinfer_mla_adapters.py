@@ -181,6 +181,19 @@ def test_a_call_without_rows_asks_nobody(simulate: Simulate) -> None:
     assert not simulated.calls
 
 
+@pytest.mark.parametrize("implementation", [trtllm, flashinfer_mla])
+def test_padding_without_requests_asks_nobody(simulate: Simulate, implementation: Any) -> None:
+    """Rows of a graph's buffer of which no request has one."""
+    simulated = simulate(SM100)
+    arguments = ragged() | {
+        "seq_lens": torch.empty(0, dtype=torch.int32),
+        "block_tables": torch.empty(0, 4, dtype=torch.int32),
+        "cum_seq_lens_q": torch.zeros(1, dtype=torch.int32),
+    }
+    assert implementation.trtllm_batch_decode_with_kv_cache_mla(**arguments).shape == (7, 2, 512)
+    assert not simulated.calls
+
+
 def test_a_small_workspace_is_refused_for_xqa(simulate: Simulate) -> None:
     simulate(SM120)
     small = torch.zeros(8 * MEBIBYTE + 100, dtype=torch.uint8)

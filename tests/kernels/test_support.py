@@ -122,7 +122,7 @@ MASK = torch.ones(2, 2, 2, dtype=torch.uint16)
 POOL, WIDE_POOL = torch.zeros(6, 2, 16, 64, dtype=BF16), torch.zeros(6, 2, 16, 128, dtype=BF16)[..., :64]
 STACKED, THREE = torch.zeros(3, 2, 2, 16, 64, dtype=BF16), torch.zeros(3, 3, 2, 16, 64, dtype=BF16)
 STACKED_NHD = torch.zeros(3, 2, 16, 2, 64, dtype=BF16).transpose(2, 3)
-# Two allocations, V's whole pages behind K's by chance.
+# Two allocations, V's whole pages after K's by chance.
 MEMORY = bytearray(6 * 4096)
 LONE_K, LONE_V = (
     torch.frombuffer(MEMORY, dtype=BF16, count=3 * 2048, offset=start).view(3, 2, 16, 64) for start in (0, 3 * 4096)
@@ -256,11 +256,11 @@ TABLE: list[tuple[Kernel, Capability | None, dict[str, Any], str | None]] = [
         FMHA_V2,
         SM90,
         {"k_cache": STACKED[:, 1], "v_cache": STACKED[:, 0]},
-        "V -4096 bytes behind K, pages of 4096 bytes",
+        "V -4096 bytes after K, pages of 4096 bytes",
     ),
-    (FMHA_V2, SM90, {"k_cache": THREE[:, 0], "v_cache": THREE[:, 1]}, "V 4096 bytes behind K"),
+    (FMHA_V2, SM90, {"k_cache": THREE[:, 0], "v_cache": THREE[:, 1]}, "V 4096 bytes after K"),
     (FMHA_V2, SM90, {"k_cache": POOL[:3], "v_cache": POOL[3:]}, None),
-    (FMHA_V2, SM90, {"k_cache": POOL[3:], "v_cache": POOL[:3]}, "V -12288 bytes behind K"),
+    (FMHA_V2, SM90, {"k_cache": POOL[3:], "v_cache": POOL[:3]}, "V -12288 bytes after K"),
     (FMHA_V2, SM90, {"k_cache": LONE_K, "v_cache": LONE_V}, "halves of one allocation"),
     (FMHA_V2, SM90, {"k_cache": WIDE_POOL[:3], "v_cache": WIDE_POOL[3:]}, "halves of one allocation"),
     (FMHA_V2, SM90, {"lse": LSE}, "not the LSE"),

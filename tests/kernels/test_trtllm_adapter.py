@@ -289,7 +289,7 @@ def separate_allocations(cache: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     ids=["V between pages", "V before K", "V is K", "K for V", "V beside K in each token"],
 )
 @BOTH_ENTRIES
-def test_fmha_v2_needs_v_whole_pages_behind_k(simulate: Simulate, rearrange: Callable[[Any], Any], entry: str) -> None:
+def test_fmha_v2_needs_v_whole_pages_after_k(simulate: Simulate, rearrange: Callable[[Any], Any], entry: str) -> None:
     simulated = simulate(SM90)
     case = context_case()
     with pytest.raises(NotImplementedError, match="trtllm_fmha_v2_prefill needs"):
@@ -822,3 +822,5 @@ def test_an_empty_batch_returns_empty_without_flashinfer(monkeypatch: pytest.Mon
         for made in (call, prepare(function, arguments | more)):
             out, lse = made()
             assert (list(out.shape), list(lse.shape)) == ([0, 4, 64], [0, 4])
+    padded = arguments | offsets | bounds | {"query": torch.empty(3, 4, 64, dtype=torch.bfloat16)}
+    assert getattr(trtllm, CONTEXT)(**padded)[0].shape == (3, 4, 64)

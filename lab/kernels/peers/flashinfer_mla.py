@@ -28,7 +28,7 @@ def _plan(call: MLADecodeCall, backend: str) -> Callable[[], Any]:
     """
     problem = call.problem()
     out, lse = problem.results()
-    if problem.num_rows == 0:
+    if problem.has_no_rows:
         return lambda: call.returned(out, lse)
     backend = supported_backend(backend, WRAPPER, problem)
     wrapper = _planned(call, problem, backend)

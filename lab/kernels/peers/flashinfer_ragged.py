@@ -25,7 +25,7 @@ def _plan(call: RaggedContextCall, backend: str) -> Callable[[], Any]:
     """Check and plan a ragged context call, and return it ready. Shapes and errors are `lab.calls.RaggedContextCall`'s."""
     problem = call.problem()
     out, lse = problem.results()
-    if min(problem.num_rows, problem.batch_size) == 0:
+    if problem.has_no_rows:
         return lambda: problem.returned(out, lse)
     backend = supported_backend(backend, WRAPPER, problem)
     q_offsets, kv_offsets = problem.cu_seqlens_q.tolist(), problem.cu_seqlens_kv.tolist()

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from lab.calls import takes
-from lab.kernels.flashinfer_call import fa_backend
+from lab.kernels.flashinfer_call import capability_for
 from lab.kernels.support import Problem, refuse_unsupported
-from lab.kernels.support.peers import BY_BACKEND
+from lab.kernels.support.peers import BY_BACKEND, fa_backend
 
 Plan = Callable[[Any, str], Callable[[], Any]]
 
@@ -53,7 +53,7 @@ def supported_backend(backend: str, wrapper: str, problem: Problem) -> str:
             with the reason of `lab.kernels.support.why_not`.
     """
     device = problem.query.device
-    backend = backend or fa_backend(device)
+    backend = backend or fa_backend(capability_for(device))
     refuse_unsupported(BY_BACKEND[problem.call][backend], problem)
     refuse_planning_in_capture(wrapper, device)
     return backend

@@ -1,4 +1,8 @@
-"""FlashInfer's TRT-LLM attention functions in Triton: any GPU, and a CPU under Triton's interpreter."""
+"""FlashInfer's TRT-LLM attention functions in Triton: any GPU, and a CPU under Triton's interpreter.
+
+`prepare_` before a call's name returns the call, ready to be made any number of times; it raises what the call's checks raise,
+and launches no attention (`lab.kernels.prepare`).
+"""
 
 from lab.kernels.portable.mla_decode import (
     prepare_trtllm_batch_decode_with_kv_cache_mla,

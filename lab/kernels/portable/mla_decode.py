@@ -8,14 +8,13 @@ are shared out among programs as in `lab.kernels.portable.paged`.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from lab.calls import takes
+from lab.calls import made_at_once, takes
 from lab.calls.mla_decode import MLADecodeCall
 from lab.calls.problem import PagedAttention, check_values
 from lab.gpus import Capability, capability_of, family_that_runs
@@ -52,32 +51,20 @@ LEAST_KEYS = 128
 
 
 @takes(MLADecodeCall)
-def trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Any:
-    """Compute latent attention (MLA) of the last query tokens of each request over its paged cache, after absorption.
+def prepare_trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> TritonCall:
+    """Prepare latent attention (MLA) of the last query tokens of each request over its paged cache, after absorption.
 
     Parameters, shapes, dtypes and errors are `lab.calls.MLADecodeCall`'s; what this kernel does not take raises
     NotImplementedError with the reason of `lab.kernels.support.why_not`. On a GPU, lengths and page ids are not read:
     `lab.calls.check_values` checks them on request. Products are in the query's dtype, over e4m3 in float16 but for bf16
     queries of 64 rows (`choose_dot_dtype`), and sums in float32; `workspace_buffer` is not used. Rows after the last request's
-    are left as they are, or undefined.
+    are left as they are, or undefined. A prepared call with `cum_seq_lens_q` and no `max_q_len` has, as the most rows of a
+    request, those of the offsets' contents at the preparation.
 
     Returns:
-        out, the query's shape with a last dimension of `kv_lora_rank`, bfloat16 unless `out` is given; with `return_lse`
-        (out, lse), lse in base 2 unless `return_lse_base` is "basee".
+        The call, which returns out, the query's shape with a last dimension of `kv_lora_rank`, bfloat16 unless `out` is given;
+        with `return_lse` (out, lse), lse in base 2 unless `return_lse_base` is "basee".
     """
-    return _prepare(call)()
-
-
-@takes(MLADecodeCall)
-def prepare_trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> TritonCall:
-    """Return the same call, ready to be made any number of times; raise what its checks raise, and launch no attention.
-
-    With `cum_seq_lens_q` and no `max_q_len`, the most rows of a request are those of the offsets' contents then.
-    """
-    return _prepare(call)
-
-
-def _prepare(call: MLADecodeCall) -> TritonCall:
     problem = call.problem()
 
     def steps(out: torch.Tensor, lse: torch.Tensor | None) -> list[Callable[[], object]]:
@@ -90,6 +77,9 @@ def _prepare(call: MLADecodeCall) -> TritonCall:
         return made
 
     return prepared(PORTABLE_MLA, problem, check_values, steps, call.returned)
+
+
+trtllm_batch_decode_with_kv_cache_mla = made_at_once(prepare_trtllm_batch_decode_with_kv_cache_mla)
 
 
 def choose_mla_tile(num_packed_rows: int, capability: Capability | None) -> ProgramTile:

@@ -9,11 +9,10 @@ Latent attention (MLA) has a kernel of its own, in `mla_decode`, and so has its 
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import triton
 
-from lab.calls import ContextCall, DecodeCall, takes
+from lab.calls import ContextCall, DecodeCall, made_at_once, takes
 from lab.calls.arguments import following_scale
 from lab.calls.problem import PagedAttention, check_values
 from lab.gpus import Capability, capability_of, family_that_runs
@@ -30,39 +29,36 @@ LONG_PREFIX = 4
 
 
 @takes(DecodeCall)
-def trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> Any:
-    """Compute attention of the last query tokens of each request over its paged K/V: decode, verify, draft extend.
+def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> TritonCall:
+    """Prepare attention of the last query tokens of each request over its paged K/V: decode, verify, draft extend.
 
     Parameters, shapes, dtypes and errors are `lab.calls.DecodeCall`'s; what this kernel does not take raises
     NotImplementedError with the reason of `lab.kernels.support.why_not`. On a GPU, lengths and page ids are not read:
     `lab.calls.check_values` checks them on request. Accumulates in float32; `workspace_buffer` is not used.
 
     Returns:
-        out [num_rows, num_qo_heads, head_dim]; with `return_lse`, (out, lse), lse in base 2.
+        The call, which returns out [num_rows, num_qo_heads, head_dim]; with `return_lse`, (out, lse), lse in base 2.
     """
-    return _prepare_decode(call)()
-
-
-@takes(DecodeCall)
-def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> TritonCall:
-    """Return the same call, ready to be made any number of times; raise what its checks raise, and launch no attention."""
-    return _prepare_decode(call)
-
-
-@takes(ContextCall)
-def trtllm_batch_context_with_kv_cache(call: ContextCall) -> Any:
-    """Compute attention of each request's newest query tokens, as many as it has, over its paged K/V: extend and prefill.
-
-    Parameters, shapes, dtypes and errors are `lab.calls.ContextCall`'s; the rest is as in
-    `trtllm_batch_decode_with_kv_cache`.
-    """
-    return _prepare(call.problem())()
+    problem = call.problem()
+    if call.bmm1_scale_log2 is None:
+        return _prepare(problem)
+    # The problem's scale was made of the tensor's contents, which may change from call to call.
+    scale, refresh = following_scale(call.bmm1_scale_log2)
+    return _prepare(replace(problem, bmm1_scale=scale), refresh)
 
 
 @takes(ContextCall)
 def prepare_trtllm_batch_context_with_kv_cache(call: ContextCall) -> TritonCall:
-    """Return the same call, ready to be made any number of times; raise what its checks raise, and launch no attention."""
+    """Prepare attention of each request's newest query tokens, as many as it has, over its paged K/V: extend and prefill.
+
+    Parameters, shapes, dtypes and errors are `lab.calls.ContextCall`'s; the rest is as in
+    `trtllm_batch_decode_with_kv_cache`.
+    """
     return _prepare(call.problem())
+
+
+trtllm_batch_decode_with_kv_cache = made_at_once(prepare_trtllm_batch_decode_with_kv_cache)
+trtllm_batch_context_with_kv_cache = made_at_once(prepare_trtllm_batch_context_with_kv_cache)
 
 
 def choose_tile(num_packed_rows: int, head_dim: int, kv_bytes: int, capability: Capability | None) -> ProgramTile:
@@ -102,15 +98,6 @@ def choose_tile(num_packed_rows: int, head_dim: int, kv_bytes: int, capability: 
         per_multiprocessor=2,
         denominator_per_key=(rows, head_dim, kv_bytes) != (32, 128, 2),
     )
-
-
-def _prepare_decode(call: DecodeCall) -> TritonCall:
-    problem = call.problem()
-    if call.bmm1_scale_log2 is None:
-        return _prepare(problem)
-    # The problem's scale was made of the tensor's contents, which may change from call to call.
-    scale, refresh = following_scale(call.bmm1_scale_log2)
-    return _prepare(replace(problem, bmm1_scale=scale), refresh)
 
 
 def _prepare(problem: PagedAttention, *refreshes: Callable[[], object]) -> TritonCall:

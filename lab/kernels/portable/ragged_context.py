@@ -6,13 +6,11 @@ would make a third more products of them and hold a third more shared memory. On
 keys that every row of the block sees are walked without a mask, the rest with one, those that none sees not at all.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from lab.calls import takes
+from lab.calls import made_at_once, takes
 from lab.calls.ragged_context import RaggedAttention, RaggedContextCall, check_ragged_values
 from lab.gpus import Capability, capability_of, family_that_runs
 from lab.kernels.portable.softmax import (
@@ -32,8 +30,8 @@ from lab.kernels.support.portable import PORTABLE_RAGGED, split_head_dim
 
 
 @takes(RaggedContextCall)
-def trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> Any:
-    """Compute attention over ragged K/V, of new tokens or of a chunk: MLA's prefill before absorption.
+def prepare_trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> TritonCall:
+    """Prepare attention over ragged K/V, of new tokens or of a chunk: MLA's prefill before absorption.
 
     Parameters, shapes, dtypes and errors are `lab.calls.RaggedContextCall`'s; what this kernel does not take raises
     NotImplementedError with the reason of `lab.kernels.support.why_not`. On a GPU, lengths are not read:
@@ -41,19 +39,13 @@ def trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> Any:
     in float32; `workspace_buffer` is not used. Rows after the last request's are left as they are, or undefined.
 
     Returns:
-        out [num_rows, num_qo_heads, v_head_dim]; with `return_lse`, (out, lse), lse in base 2.
+        The call, which returns out [num_rows, num_qo_heads, v_head_dim]; with `return_lse`, (out, lse), lse in base 2.
     """
-    return _prepare(call.problem())()
-
-
-@takes(RaggedContextCall)
-def prepare_trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> TritonCall:
-    """Return the same call, ready to be made any number of times; raise what its checks raise, and launch no attention."""
-    return _prepare(call.problem())
-
-
-def _prepare(problem: RaggedAttention) -> TritonCall:
+    problem = call.problem()
     return prepared(PORTABLE_RAGGED, problem, check_ragged_values, lambda *results: [_launch(problem, *results)])
+
+
+trtllm_ragged_attention_deepseek = made_at_once(prepare_trtllm_ragged_attention_deepseek)
 
 
 def choose_ragged_tile(max_q_len: int, head_dim: int, v_head_dim: int, capability: Capability | None) -> ProgramTile:

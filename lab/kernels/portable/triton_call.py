@@ -99,8 +99,7 @@ def prepared(
     """
     out, lse = problem.results()
     made: Sequence[Callable[[], object]] = ()
-    # Rows after the last request's are padding, which nobody computes.
-    if min(problem.num_rows, problem.batch_size, problem.max_q_len) > 0:
+    if not problem.has_no_rows:
         refuse_unsupported(kernel, problem)
         made = steps(out, lse)
     return TritonCall(problem.query.device, partial(check, problem), made, (returned or problem.returned)(out, lse))

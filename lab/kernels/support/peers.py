@@ -96,5 +96,10 @@ BY_BACKEND = {
 
 def kernel_for(call: Call, capability: Capability) -> Kernel:
     """Return the newest of FlashInfer's own kernels for a call, MLA decode or ragged context, on a GPU."""
+    return BY_BACKEND[call][fa_backend(capability)]
+
+
+def fa_backend(capability: Capability) -> str:
+    """Return the newest of FlashInfer's own kernels on a GPU: "fa2" or "fa3"."""
     family = family_of(capability)
-    return BY_BACKEND[call]["fa2" if family is None else family.fa_backend]
+    return "fa2" if family is None else family.fa_backend

@@ -142,7 +142,7 @@ def _fmha_v2_cache(problem: PagedAttention) -> str | None:
         return None
     return (
         "needs K and V to be one contiguous [num_pages, 2, ...] tensor, or contiguous halves of one allocation, V whole "
-        f"pages behind K; got strides {stored.k.stride()} and {stored.v.stride()}, V {stored.distance_bytes} bytes behind K, "
+        f"pages after K; got strides {stored.k.stride()} and {stored.v.stride()}, V {stored.distance_bytes} bytes after K, "
         f"pages of {stored.page_bytes} bytes"
     )
 

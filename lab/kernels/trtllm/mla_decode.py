@@ -8,7 +8,7 @@ and undoes XQA's multiplying the logits by `bmm2_scale` too (mla_sm120.cu, `qkSc
 from dataclasses import replace
 from typing import Any
 
-from lab.calls import takes
+from lab.calls import made_at_once, takes
 from lab.calls.mla_decode import MLADecodeCall
 from lab.calls.problem import PagedAttention
 from lab.kernels.flashinfer_call import (
@@ -25,25 +25,15 @@ from lab.kernels.support.trtllm import XQA_MLA
 
 
 @takes(MLADecodeCall)
-def trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Any:
-    """Run FlashInfer's MLA decode kernel: decode, verify, draft extend. Shapes and errors are `lab.calls.MLADecodeCall`'s.
+def prepare_trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> PreparedCall:
+    """Prepare FlashInfer's MLA decode kernel: decode, verify, draft extend. Shapes, errors: `lab.calls.MLADecodeCall`.
 
     Without a `workspace_buffer` the lab's own is used, one per device and stream; a given one must hold 8 MiB of zeros first,
     then scratch. What the GPU's kernel does not take raises NotImplementedError with the reason of
     `lab.kernels.support.why_not`.
     """
-    return _prepare(call)()
-
-
-@takes(MLADecodeCall)
-def prepare_trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> PreparedCall:
-    """Return the same call, ready to be made any number of times; raise what it would raise. No attention is launched."""
-    return _prepare(call)
-
-
-def _prepare(call: MLADecodeCall) -> PreparedCall:
     problem = call.problem()
-    if problem.num_rows == 0:
+    if problem.has_no_rows:
         return returning(problem, call.returned)
     kernel = supported_kernel(problem, call.backend)
     block_tables, refreshes = packed(call.block_tables)
@@ -64,6 +54,9 @@ def _prepare(call: MLADecodeCall) -> PreparedCall:
     if kernel is XQA_MLA and call.out is not None:
         return replace(made, returned=call.out)
     return made
+
+
+trtllm_batch_decode_with_kv_cache_mla = made_at_once(prepare_trtllm_batch_decode_with_kv_cache_mla)
 
 
 def _xqa_changes(call: MLADecodeCall, problem: PagedAttention) -> dict[str, Any]:

@@ -6,7 +6,8 @@ causal mask, a workspace whose semaphores are zero, packed page-table rows, fmha
 has been checked by signature and by simulation only: no SM100 or SM103 was at hand.
 
 Checking and converting the arguments takes longer than a small launch. Whoever calls often, or counts microseconds,
-prepares once and calls many times: `prepare_` before either name returns a `PreparedCall`.
+prepares once and calls many times: `prepare_` before a call's name returns a `PreparedCall`, raises what the call would raise,
+and launches no attention.
 """
 
 import functools
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lab.calls import ContextCall, DecodeCall, takes
+from lab.calls import ContextCall, DecodeCall, made_at_once, takes
 from lab.calls.arguments import following_scale
 from lab.calls.problem import MASK_BITS_PER_WORD, PagedAttention, mask_words
 from lab.kernels.flashinfer_call import (
@@ -35,44 +36,15 @@ from lab.kernels.support.trtllm import FMHA_V2, XQA
 
 
 @takes(DecodeCall)
-def trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> Any:
-    """Run FlashInfer's decode kernel: decode, verify, draft extend. Shapes and errors are `lab.calls.DecodeCall`'s.
+def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> PreparedCall:
+    """Prepare FlashInfer's decode kernel: decode, verify, draft extend. Shapes and errors are `lab.calls.DecodeCall`'s.
 
     Without a `mask`, verify rows are causal on every GPU. Without a `workspace_buffer`, the lab's own is used, one per
     device and stream; a given one must hold 8 MiB of zeros first, then scratch. What the GPU's kernel does not take raises
     NotImplementedError with the reason of `lab.kernels.support.why_not`.
     """
-    return _prepare_decode(call)()
-
-
-@takes(DecodeCall)
-def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> PreparedCall:
-    """Return the same call, ready to be made any number of times; raise what it would raise. No attention is launched."""
-    return _prepare_decode(call)
-
-
-@takes(ContextCall)
-def trtllm_batch_context_with_kv_cache(call: ContextCall) -> Any:
-    """Run FlashInfer's context kernel: extend and prefill. Shapes and errors are `lab.calls.ContextCall`'s.
-
-    On SM90, SM120 and SM121 it runs `trtllm_fmha_v2_prefill`, which knows two pools: a stacked one, [num_pages, 2, ...],
-    and K and V as halves of one allocation. The latter needs a [B, 2, M] table, which one small launch writes before each
-    call. Who has that table already passes it with `uses_shared_paged_kv_idx=False` and the whole allocation,
-    [2 * num_pages, ...], as both K and V: nothing is then launched but the kernel. A given `workspace_buffer` may be the
-    decode call's: its first 8 MiB are left alone.
-    """
-    return _prepare_context(call)()
-
-
-@takes(ContextCall)
-def prepare_trtllm_batch_context_with_kv_cache(call: ContextCall) -> PreparedCall:
-    """Return the same call, ready to be made any number of times; raise what it would raise. No attention is launched."""
-    return _prepare_context(call)
-
-
-def _prepare_decode(call: DecodeCall) -> PreparedCall:
     problem = call.problem()
-    if problem.num_rows == 0:
+    if problem.has_no_rows:
         return returning(problem, problem.returned)
     kernel = supported_kernel(problem, call.backend)
     changes, refreshes = _canonical(call, problem)
@@ -91,9 +63,18 @@ def _prepare_decode(call: DecodeCall) -> PreparedCall:
     return prepared("flashinfer.decode", "trtllm_batch_decode_with_kv_cache", arguments, refreshes)
 
 
-def _prepare_context(call: ContextCall) -> PreparedCall:
+@takes(ContextCall)
+def prepare_trtllm_batch_context_with_kv_cache(call: ContextCall) -> PreparedCall:
+    """Prepare FlashInfer's context kernel: extend and prefill. Shapes and errors are `lab.calls.ContextCall`'s.
+
+    On SM90, SM120 and SM121 it runs `trtllm_fmha_v2_prefill`, which knows two pools: a stacked one, [num_pages, 2, ...],
+    and K and V as halves of one allocation. The latter needs a [B, 2, M] table, which one small launch writes before each
+    call. Who has that table already passes it with `uses_shared_paged_kv_idx=False` and the whole allocation,
+    [2 * num_pages, ...], as both K and V: nothing is then launched but the kernel. A given `workspace_buffer` may be the
+    decode call's: its first 8 MiB are left alone.
+    """
     problem = call.problem()
-    if problem.num_rows == 0:
+    if problem.has_no_rows:
         return returning(problem, problem.returned)
     if supported_kernel(problem) is FMHA_V2:
         arguments, refreshes = _fmha_v2_arguments(call, problem)
@@ -101,6 +82,10 @@ def _prepare_context(call: ContextCall) -> PreparedCall:
     changes, refreshes = _canonical(call, problem)
     arguments = but_defaults(call, changes)
     return prepared("flashinfer.prefill", "trtllm_batch_context_with_kv_cache", arguments, refreshes)
+
+
+trtllm_batch_decode_with_kv_cache = made_at_once(prepare_trtllm_batch_decode_with_kv_cache)
+trtllm_batch_context_with_kv_cache = made_at_once(prepare_trtllm_batch_context_with_kv_cache)
 
 
 def _canonical(call: DecodeCall | ContextCall, problem: PagedAttention) -> tuple[dict[str, Any], tuple[Refresh, ...]]:

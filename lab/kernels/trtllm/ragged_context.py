@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lab.calls import takes
+from lab.calls import made_at_once, takes
 from lab.calls.ragged_context import RaggedAttention, RaggedContextCall
 from lab.kernels.flashinfer_call import (
     PreparedCall,
@@ -23,26 +23,16 @@ from lab.kernels.flashinfer_call import (
 
 
 @takes(RaggedContextCall)
-def trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> Any:
-    """Run MLA's prefill before absorption, new tokens or a chunk. Shapes and errors are `lab.calls.RaggedContextCall`'s.
+def prepare_trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> PreparedCall:
+    """Prepare MLA's prefill before absorption: new tokens or a chunk. Shapes, errors: `lab.calls.RaggedContextCall`.
 
     Without a `workspace_buffer` the lab's own is used, one per device and stream; a given one may be the decode call's: its
     first 8 MiB are left alone. What the kernel does not take raises NotImplementedError with the reason of
     `lab.kernels.support.why_not`. One tensor for both offsets, or both lengths on the host, say that every row sees a key,
     and save the few launches that look after the others.
     """
-    return _prepare(call)()
-
-
-@takes(RaggedContextCall)
-def prepare_trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> PreparedCall:
-    """Return the same call, ready to be made any number of times; raise what it would raise. No attention is launched."""
-    return _prepare(call)
-
-
-def _prepare(call: RaggedContextCall) -> PreparedCall:
     problem = call.problem()
-    if min(problem.num_rows, problem.batch_size) == 0:
+    if problem.has_no_rows:
         return returning(problem, problem.returned)
     supported_kernel(problem)
     changes = {
@@ -51,6 +41,9 @@ def _prepare(call: RaggedContextCall) -> PreparedCall:
     }
     made = prepared("flashinfer.prefill", "trtllm_ragged_attention_deepseek", but_defaults(call, changes), ())
     return _then_filled(made, problem) if _may_lack_keys(call, problem) else made
+
+
+trtllm_ragged_attention_deepseek = made_at_once(prepare_trtllm_ragged_attention_deepseek)
 
 
 def _may_lack_keys(call: RaggedContextCall, problem: RaggedAttention) -> bool:
