@@ -336,6 +336,12 @@ def test_every_mutant_has_a_name_a_defect_and_a_place() -> None:
         mutant("none")
 
 
+def test_a_keyword_of_a_class_is_an_attribute_that_it_has() -> None:
+    with pytest.raises(TypeError, match="Misspelt has no attribute 'sauce'"):
+        type("Misspelt", (SplitKV,), {}, sauce="FlashInfer #4161")
+    assert type("Changed", (SplitKV,), {}, source="FlashInfer #4161").source == "FlashInfer #4161"
+
+
 def test_mutants_are_called_as_flashinfer_is() -> None:
     implementation = mutant("zeros").implementation()
     assert list(inspect.signature(implementation.trtllm_batch_decode_with_kv_cache).parameters)[:2] == [

@@ -18,22 +18,19 @@ from lab.checks.mutants import (
     ragged,
     scales,
 )
-from lab.checks.mutants.mutant import Mutant
+from lab.checks.mutants.mutant import Mutant, defects_of
 
+_PAGED = [
+    defective
+    for module in (masks, scales, pages, merging, batching, memory, caching, lse)
+    for defective in defects_of(module)
+]
+_OTHERS = [defective for module in (ragged, draft_indices, metadata, mla_metadata) for defective in defects_of(module)]
 MUTANTS: tuple[Mutant, ...] = (
-    *masks.MUTANTS,
-    *scales.MUTANTS,
-    *pages.MUTANTS,
-    *merging.MUTANTS,
-    *batching.MUTANTS,
-    *memory.MUTANTS,
-    *caching.MUTANTS,
-    *lse.MUTANTS,
-    *mla.MUTANTS,
-    *ragged.MUTANTS,
-    *draft_indices.MUTANTS,
-    *metadata.MUTANTS,
-    *mla_metadata.MUTANTS,
+    *map(Mutant.of, _PAGED),
+    *(Mutant.of_mla(defective) for defective in _PAGED if defective.mla),
+    *map(Mutant.of_mla, defects_of(mla)),
+    *map(Mutant.of, _OTHERS),
 )
 
 

@@ -1,17 +1,16 @@
 """Mutants that confuse requests, rows or heads."""
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lab.calls.problem import PagedAttention
-from lab.checks.mutants.mutant import CONTEXT, DECODE, mutants_of
-from lab.checks.mutants.split_kv import Forgiving, RowTile, SplitKV
+from lab.checks.mutants.mutant import CONTEXT, DECODE
+from lab.checks.mutants.split_kv import Forgiving, Rows, RowTile, SplitKV
 
 
-class SecondRequestHasFirstLength(Forgiving):
+class SecondRequestHasFirstLength(Forgiving, mla=True):
     """The second request has as many keys as the first."""
 
     def kv_lens(self, problem: PagedAttention) -> list[int]:
@@ -19,41 +18,37 @@ class SecondRequestHasFirstLength(Forgiving):
         return [*lens[:1], *lens[:1], *lens[2:]][: len(lens)]
 
 
-class LengthsSorted(Forgiving):
+class LengthsSorted(Forgiving, mla=True, source="TRT-LLM #18564"):
     """Requests are sorted by length, and their page tables are not."""
-
-    source = "TRT-LLM #18564"
 
     def kv_lens(self, problem: PagedAttention) -> list[int]:
         return sorted(super().kv_lens(problem))
 
 
-class RequestsRotated(Forgiving):
+class RequestsRotated(Forgiving, mla=True, source="TRT-LLM #18564"):
     """Each request reads the page table of the one before it."""
-
-    source = "TRT-LLM #18564"
 
     def pages(self, problem: PagedAttention, table: Tensor, tile: RowTile, positions: Tensor) -> Tensor:
         return super().pages(problem, table, replace(tile, request=tile.request - 1), positions)
 
 
-class TableOfFirstRequest(Forgiving):
+class TableOfFirstRequest(Forgiving, mla=True, source="SGLang #26019"):
     """All requests read the first one's page table."""
-
-    source = "SGLang #26019"
 
     def pages(self, problem: PagedAttention, table: Tensor, tile: RowTile, positions: Tensor) -> Tensor:
         return super().pages(problem, table, replace(tile, request=0), positions)
 
 
-class RequestIndexMod8(Forgiving):
+class RequestIndexMod8(Forgiving, mla=True):
     """Requests from the ninth read the page tables of the first eight."""
 
+    requests_at_once = 8
+
     def pages(self, problem: PagedAttention, table: Tensor, tile: RowTile, positions: Tensor) -> Tensor:
-        return super().pages(problem, table, replace(tile, request=tile.request % 8), positions)
+        return super().pages(problem, table, replace(tile, request=tile.request % self.requests_at_once), positions)
 
 
-class EqualLengthsShareKeys(SplitKV):
+class EqualLengthsShareKeys(SplitKV, mla=True):
     """Neighbouring requests of the same length have the same keys."""
 
     def pages(self, problem: PagedAttention, table: Tensor, tile: RowTile, positions: Tensor) -> Tensor:
@@ -62,48 +57,38 @@ class EqualLengthsShareKeys(SplitKV):
         return super().pages(problem, table, replace(tile, request=before if same else tile.request), positions)
 
 
-class RowsReversed(SplitKV):
+class RowsReversed(SplitKV, mla=True):
     """The rows of a request are written in reverse order."""
 
-    def write(
-        self, problem: PagedAttention, tile: RowTile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
-    ) -> None:
-        super().write(problem, tile, values.flip(0), lse_log2.flip(0), out, lse)
+    def write(self, problem: PagedAttention, tile: RowTile, rows: Rows, out: Tensor, lse: Tensor | None) -> None:
+        super().write(problem, tile, Rows(*(side.flip(0) for side in rows)), out, lse)
 
 
-class OddRowCountsMisplaced(SplitKV):
+class OddRowCountsMisplaced(SplitKV, mla=True, source="FlashInfer #3929"):
     """Rows of a request are written one place off where their number is no power of two."""
 
-    source = "FlashInfer #3929"
-
-    def write(
-        self, problem: PagedAttention, tile: RowTile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
-    ) -> None:
+    def write(self, problem: PagedAttention, tile: RowTile, rows: Rows, out: Tensor, lse: Tensor | None) -> None:
         if tile.q_len & (tile.q_len - 1):
-            values, lse_log2 = values.roll(1, dims=0), lse_log2.roll(1, dims=0)
-        super().write(problem, tile, values, lse_log2, out, lse)
+            rows = Rows(*(side.roll(1, dims=0) for side in rows))
+        super().write(problem, tile, rows, out, lse)
 
 
-class LastRowOfEightLost(SplitKV):
+class LastRowOfEightLost(SplitKV, mla=True):
     """The eighth row of a request is zero."""
 
-    def write(
-        self, problem: PagedAttention, tile: RowTile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
-    ) -> None:
+    def write(self, problem: PagedAttention, tile: RowTile, rows: Rows, out: Tensor, lse: Tensor | None) -> None:
         if tile.num_rows >= 8:
-            values[7] = 0.0
-        super().write(problem, tile, values, lse_log2, out, lse)
+            rows.values[7] = 0.0
+        super().write(problem, tile, rows, out, lse)
 
 
-class HeadsSwapped(SplitKV):
+class HeadsSwapped(SplitKV, mla=True):
     """The last two query heads are exchanged in the output."""
 
-    def write(
-        self, problem: PagedAttention, tile: RowTile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
-    ) -> None:
+    def write(self, problem: PagedAttention, tile: RowTile, rows: Rows, out: Tensor, lse: Tensor | None) -> None:
         heads = [*range(problem.num_qo_heads)]
         heads[-2:] = heads[-2:][::-1]
-        super().write(problem, tile, values[:, heads], lse_log2[:, heads], out, lse)
+        super().write(problem, tile, Rows(*(side[:, heads] for side in rows)), out, lse)
 
 
 class HeadsInterleaved(SplitKV):
@@ -113,20 +98,16 @@ class HeadsInterleaved(SplitKV):
         return torch.arange(problem.num_qo_heads, device=problem.query.device) % problem.num_kv_heads
 
 
-class OddGroupsMisread(SplitKV):
+class OddGroupsMisread(SplitKV, source="FlashInfer #4095"):
     """A group that is no power of two is taken for the next larger one when the K/V head is computed."""
-
-    source = "FlashInfer #4095"
 
     def kv_heads(self, problem: PagedAttention) -> Tensor:
         group = problem.num_qo_heads // problem.num_kv_heads
         return torch.arange(problem.num_qo_heads, device=problem.query.device) // 2 ** (group - 1).bit_length()
 
 
-class LargeGroupsMisread(SplitKV):
+class LargeGroupsMisread(SplitKV, source="FlashInfer #2380"):
     """Query heads of a group are taken eight at a time: the others read the next K/V head."""
-
-    source = "FlashInfer #2380"
 
     def kv_heads(self, problem: PagedAttention) -> Tensor:
         group = min(8, problem.num_qo_heads // problem.num_kv_heads)
@@ -134,30 +115,24 @@ class LargeGroupsMisread(SplitKV):
         return (heads // group).clamp(max=problem.num_kv_heads - 1)
 
 
-class MhaMisread(SplitKV):
+class MhaMisread(SplitKV, source="FlashInfer #4095"):
     """If every query head has a K/V head of its own, all read the first."""
-
-    source = "FlashInfer #4095"
 
     def kv_heads(self, problem: PagedAttention) -> Tensor:
         heads = super().kv_heads(problem)
         return heads * 0 if problem.num_qo_heads == problem.num_kv_heads else heads
 
 
-class RaggedRowsIgnored(SplitKV):
+class RaggedRowsIgnored(SplitKV, mla=True, source="FlashInfer #3929"):
     """cum_seq_lens_q is ignored: all requests are taken to have as many rows."""
-
-    source = "FlashInfer #3929"
 
     def row_offsets(self, problem: PagedAttention) -> list[int]:
         end = super().row_offsets(problem)[-1]
         return [end * request // max(problem.batch_size, 1) for request in range(problem.batch_size)] + [end]
 
 
-class PaddedRowsAreRequestRows(SplitKV):
+class PaddedRowsAreRequestRows(SplitKV, mla=True, source="SGLang #21212"):
     """Every request has max_q_len rows when its rows' positions are computed."""
-
-    source = "SGLang #21212"
 
     def tile(
         self, problem: PagedAttention, request: int, kv_len: int, q_len: int, request_row: int, row: int
@@ -168,10 +143,8 @@ class PaddedRowsAreRequestRows(SplitKV):
         return replace(tile, first_position=first, key_start=start, key_end=end)
 
 
-class CumKvIsLength(Forgiving):
+class CumKvIsLength(Forgiving, interface=(CONTEXT,)):
     """A request's keys are counted from the batch's first key: cum_seq_lens_kv[r + 1] is taken for its length."""
-
-    interface = (CONTEXT,)
 
     def kv_lens(self, problem: PagedAttention) -> list[int]:
         assert problem.cu_seqlens_kv is not None
@@ -179,19 +152,15 @@ class CumKvIsLength(Forgiving):
         return [min(end, widest) for end in problem.cu_seqlens_kv[1:].tolist()]
 
 
-class PrefixLost(SplitKV):
+class PrefixLost(SplitKV, interface=(CONTEXT,)):
     """A context call reads the new tokens' keys alone, not those of the prefix before them."""
-
-    interface = (CONTEXT,)
 
     def visible(self, problem: PagedAttention, tile: RowTile, keys: Tensor) -> Tensor:
         return super().visible(problem, tile, keys) & (keys >= tile.kv_len - tile.q_len)
 
 
-class PrefixFreeBatchUncausal(SplitKV):
+class PrefixFreeBatchUncausal(SplitKV, interface=(CONTEXT,)):
     """A request without a prefix has no causal mask."""
-
-    interface = (CONTEXT,)
 
     def tile(
         self, problem: PagedAttention, request: int, kv_len: int, q_len: int, request_row: int, row: int
@@ -203,38 +172,26 @@ class PrefixFreeBatchUncausal(SplitKV):
         return super().visible(problem if tile.kv_len > tile.q_len else replace(problem, causal=False), tile, keys)
 
 
-class RequestsBeyond32Wrap(Forgiving):
+class RequestsBeyond32Wrap(RequestIndexMod8, requests_at_once=32):
     """A batch's tables are looked up 32 at a time, each time the first 32."""
 
-    def pages(self, problem: PagedAttention, table: Tensor, tile: RowTile, positions: Tensor) -> Tensor:
-        return super().pages(problem, table, replace(tile, request=tile.request % 32), positions)
 
-
-class RequestsBeyond128Wrap(Forgiving):
+class RequestsBeyond128Wrap(RequestIndexMod8, mla=False, requests_at_once=128):
     """A batch's tables are looked up 128 at a time, each time the first 128."""
 
-    def pages(self, problem: PagedAttention, table: Tensor, tile: RowTile, positions: Tensor) -> Tensor:
-        return super().pages(problem, table, replace(tile, request=tile.request % 128), positions)
 
-
-class LastRowOfFilledTileLost(SplitKV):
+class LastRowOfFilledTileLost(SplitKV, interface=(DECODE,)):
     """If 30 of a tile's 32 places are rows of a group, the group's last head loses its last row."""
 
-    interface = (DECODE,)
-
-    def write(
-        self, problem: PagedAttention, tile: RowTile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
-    ) -> None:
+    def write(self, problem: PagedAttention, tile: RowTile, rows: Rows, out: Tensor, lse: Tensor | None) -> None:
         group = problem.num_qo_heads // problem.num_kv_heads
         if group == 6 and tile.q_len == 5:
-            values[-1, group - 1 :: group] = 0.0
-        super().write(problem, tile, values, lse_log2, out, lse)
+            rows.values[-1, group - 1 :: group] = 0.0
+        super().write(problem, tile, rows, out, lse)
 
 
-class EmptyRowsShiftTables(SplitKV):
+class EmptyRowsShiftTables(SplitKV, interface=(CONTEXT,)):
     """If a request has no query rows, those after it read the table of the one before."""
-
-    interface = (CONTEXT,)
 
     def tiles(self, problem: PagedAttention) -> list[RowTile]:
         offsets = self.row_offsets(problem)
@@ -243,12 +200,8 @@ class EmptyRowsShiftTables(SplitKV):
         return [replace(tile, request=tile.request - sum(each < tile.request for each in without)) for tile in tiles]
 
 
-class OtherRowsTimesZero(SplitKV):
+class OtherRowsTimesZero(SplitKV, mla=True):
     """All rows of the batch take part in each, those of others with a weight of zero, which keeps all of a NaN."""
 
-    def returned(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> Any:
+    def finish(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
         out += 0.0 * problem.query.float().sum()
-        return super().returned(problem, out, lse)
-
-
-MUTANTS = mutants_of(__name__)

@@ -5,16 +5,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from lab.checks.mutants.mutant import DRAFT_INDICES, Defective, mutants_of
+from lab.checks.mutants.mutant import DRAFT_INDICES, Defective
 from lab.references.draft_decode_kv_indices import draft_start
 
 
-class DraftListsModel(Defective):
+class DraftListsModel(Defective, is_model=True, interface=(DRAFT_INDICES,)):
     """`lab.kernels.generate_draft_decode_kv_indices` on the host: right, and in stages of which a mutant replaces one."""
-
-    is_model = True
-
-    interface: tuple[str, ...] = (DRAFT_INDICES,)
 
     def generate_draft_decode_kv_indices(
         self,
@@ -257,6 +253,3 @@ class BoundariesBeyond1024Anew(DraftListsModel):
     def boundaries(self, positions: list[int], lens: list[int], topk: int, step: int) -> list[int]:
         ends = super().boundaries(positions, lens, topk, step)
         return ends[:1024] + [end - ends[1023] for end in ends[1024:]]
-
-
-MUTANTS = mutants_of(__name__)

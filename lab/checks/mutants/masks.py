@@ -6,35 +6,24 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import PagedAttention
-from lab.checks.mutants.mutant import CONTEXT, DECODE, mutants_of
-from lab.checks.mutants.split_kv import Call, Partials, RowTile, SplitKV
+from lab.checks.mutants.mutant import CONTEXT, DECODE
+from lab.checks.mutants.split_kv import Partials, RowTile, SplitKV
 
 
-class WindowIgnored(SplitKV):
+class WindowIgnored(SplitKV, source="FlashInfer #2062", instead={"window_left": -1}):
     """No window is applied."""
 
-    source = "FlashInfer #2062"
 
-    def problem(self, call: Call) -> PagedAttention:
-        return replace(call.problem(), window_left=-1)
-
-
-class WindowIgnoredWithMask(SplitKV):
+class WindowIgnoredWithMask(
+    SplitKV, interface=(DECODE,), source="FlashInfer #4198", instead={"window_left": -1}, only_with="mask"
+):
     """A window is applied only where there is no draft mask."""
-
-    source = "FlashInfer #4198"
-    interface = (DECODE,)
-
-    def problem(self, call: Call) -> PagedAttention:
-        problem = call.problem()
-        return problem if problem.mask is None else replace(problem, window_left=-1)
 
 
 class WindowOffByOneWide(SplitKV):
     """A window holds one key too many."""
 
-    def problem(self, call: Call) -> PagedAttention:
-        problem = call.problem()
+    def changed(self, problem: PagedAttention) -> PagedAttention:
         return problem if problem.window_left < 0 else replace(problem, window_left=problem.window_left + 1)
 
 
@@ -45,10 +34,8 @@ class WindowOffByOneNarrow(SplitKV):
         return keys > rows - problem.window_left
 
 
-class WindowOfFirstRow(SplitKV):
+class WindowOfFirstRow(SplitKV, source="FlashInfer #4198"):
     """All rows of a request see the window of its first row, to the left."""
-
-    source = "FlashInfer #4198"
 
     def in_window(self, problem: PagedAttention, tile: RowTile, rows: Tensor, keys: Tensor) -> Tensor:
         return super().in_window(problem, tile, rows[:1], keys)
@@ -61,10 +48,8 @@ class WindowOfLastRow(SplitKV):
         return keys >= tile.kv_len - 1 - problem.window_left
 
 
-class WindowFromPageStart(SplitKV):
+class WindowFromPageStart(SplitKV, source="FlashInfer #3089"):
     """A window begins where the page of its first key begins."""
-
-    source = "FlashInfer #3089"
 
     def key_range(self, problem: PagedAttention, first_position: int, num_rows: int, kv_len: int) -> tuple[int, int]:
         start, end = super().key_range(problem, first_position, num_rows, kv_len)
@@ -94,82 +79,59 @@ class WindowSkipsSplitBoundary(SplitKV):
         return keys >= (rows - problem.window_left).div(64, rounding_mode="floor") * 64
 
 
-class FullMaskToCausal(SplitKV):
+class FullMaskToCausal(SplitKV, interface=(DECODE,), source="FlashInfer #4198", instead={"mask": None}):
     """A draft mask is taken for a causal one."""
 
-    source = "FlashInfer #4198"
-    interface = (DECODE,)
 
-    def problem(self, call: Call) -> PagedAttention:
-        return replace(call.problem(), mask=None)
-
-
-class CausalToFullMask(SplitKV):
+class CausalToFullMask(SplitKV, source="FlashInfer #4198", instead={"mask": None, "causal": False}):
     """Without a mask, or with one, every row sees all draft tokens."""
 
-    source = "FlashInfer #4198"
 
-    def problem(self, call: Call) -> PagedAttention:
-        return replace(call.problem(), mask=None, causal=False)
-
-
-class MaskTransposed(SplitKV):
+class MaskTransposed(SplitKV, interface=(DECODE,)):
     """Row i's bit for draft token j is read as row j's bit for i."""
-
-    interface = (DECODE,)
 
     def mask_bits(self, problem: PagedAttention, tile: RowTile) -> Tensor:
         return super().mask_bits(problem, tile).T if tile.num_rows == tile.q_len else super().mask_bits(problem, tile)
 
 
-class MaskOfFirstRequest(SplitKV):
+class MaskOfFirstRequest(SplitKV, interface=(DECODE,)):
     """All requests have the first one's draft mask."""
-
-    interface = (DECODE,)
 
     def mask_bits(self, problem: PagedAttention, tile: RowTile) -> Tensor:
         first_row = tile.first_row - tile.request * tile.q_len
         return super().mask_bits(problem, replace(tile, request=0, first_row=first_row))
 
 
-class MaskBeyondFirstWordIgnored(SplitKV):
+class MaskBeyondFirstWordIgnored(SplitKV, interface=(DECODE,)):
     """Draft tokens from the 17th are seen by no row, as if the mask had one word."""
 
-    interface = (DECODE,)
+    words = 1
 
     def mask_bits(self, problem: PagedAttention, tile: RowTile) -> Tensor:
         bits = super().mask_bits(problem, tile)
-        bits[:, 16:] = False
+        bits[:, 16 * self.words :] = False
         return bits
 
 
-class MaskOfPrefixToo(SplitKV):
+class MaskOfPrefixToo(SplitKV, interface=(DECODE,)):
     """A draft mask is read from the first key on, instead of the first draft token."""
-
-    interface = (DECODE,)
 
     def unmasked(self, problem: PagedAttention, tile: RowTile, keys: Tensor) -> Tensor:
         return self.mask_bits(problem, tile)[:, keys.clamp(max=tile.q_len - 1)] | (keys >= tile.q_len)
 
 
-class NonCausalIgnored(SplitKV):
+class NonCausalIgnored(SplitKV, interface=(CONTEXT,), source="SGLang #36716", instead={"causal": True}):
     """causal=False is ignored."""
 
-    source = "SGLang #36716"
-    interface = (CONTEXT,)
 
-    def problem(self, call: Call) -> PagedAttention:
-        return replace(call.problem(), causal=True)
-
-
-class CausalAtTopLeft(SplitKV):
+class CausalAtTopLeft(SplitKV, mla=True):
     """Row i of several sits at position i, whatever its request has of keys before its rows."""
 
     def position(self, kv_len: int, q_len: int, row: int) -> int:
         return row if q_len > 1 else super().position(kv_len, q_len, row)
 
 
-class CausalExcludesItself(SplitKV):
+class CausalExcludesItself(SplitKV, mla=True):
     """A row of several does not see its own key."""
 
     def visible(self, problem: PagedAttention, tile: RowTile, keys: Tensor) -> Tensor:
@@ -179,47 +141,36 @@ class CausalExcludesItself(SplitKV):
         return visible & (keys < self.row_positions(problem, tile).unsqueeze(1))
 
 
-class BoundaryUnmasked(SplitKV):
+class BoundaryUnmasked(SplitKV, interface=(CONTEXT,), source="FlashInfer #3716"):
     """Without causality, the places after the last key up to a full tile have a logit of 0."""
-
-    source = "FlashInfer #3716"
-    interface = (CONTEXT,)
 
     def in_splits(self, problem: PagedAttention, tile: RowTile, tensor: Tensor, fill: float, dim: int) -> Tensor:
         return super().in_splits(problem, tile, tensor, fill if problem.causal else 0.0, dim)
 
 
-class ShortRequestFromItsStart(SplitKV):
+class ShortRequestFromItsStart(SplitKV, mla=True, source="SGLang #26521"):
     """A request with fewer keys than rows has its first row at its first key."""
-
-    source = "SGLang #26521"
 
     def position(self, kv_len: int, q_len: int, row: int) -> int:
         return max(kv_len - q_len, 0) + row
 
 
-class MaskedRowUniform(SplitKV):
+class MaskedRowUniform(SplitKV, mla=True, source="TRT-LLM #17477"):
     """A row that sees no key weighs the masked ones alike: exp(-inf - -inf) as 1."""
-
-    source = "TRT-LLM #17477"
 
     def masked(self, scores: Tensor, visible: Tensor) -> Tensor:
         return super().masked(scores, visible).masked_fill(~visible.any(dim=1, keepdim=True), 0.0)
 
 
-class FiniteSentinel(SplitKV):
+class FiniteSentinel(SplitKV, mla=True, source="FlashInfer #4401"):
     """The search for the largest logit starts at -1e5, so that logits far below weigh nothing."""
-
-    source = "FlashInfer #4401"
 
     def largest(self, scores: Tensor) -> Tensor:
         return super().largest(scores).clamp(min=-1e5)
 
 
-class SentinelMeetsSink(SplitKV):
+class SentinelMeetsSink(SplitKV, source="TRT-LLM #19220"):
     """A split's sums are scaled by exp(sink - -1e5) where a row of it sees no key: infinity times 0."""
-
-    source = "TRT-LLM #19220"
 
     def partials(self, problem: PagedAttention, tile: RowTile) -> Partials:
         partials = super().partials(problem, tile)
@@ -230,18 +181,15 @@ class SentinelMeetsSink(SplitKV):
         )
 
 
-class MaskLowersLogits(SplitKV):
+class MaskLowersLogits(SplitKV, mla=True):
     """Masked logits are lowered by 10,000 instead of removed."""
 
     def masked(self, scores: Tensor, visible: Tensor) -> Tensor:
         return torch.where(visible, scores, scores - 1e4)
 
 
-class VerifyRowsAtLastPosition(SplitKV):
+class VerifyRowsAtLastPosition(SplitKV, mla=True, interface=(DECODE,), source="FlashInfer #3871"):
     """Every row of a decode call sits at the last position: q_len > 1 is ignored."""
-
-    source = "FlashInfer #3871"
-    interface = (DECODE,)
 
     def row_positions(self, problem: PagedAttention, tile: RowTile) -> Tensor:
         return torch.full_like(super().row_positions(problem, tile), tile.kv_len - 1)
@@ -250,35 +198,26 @@ class VerifyRowsAtLastPosition(SplitKV):
 class SecondTileRestarts(SplitKV):
     """Rows of a request after its first 64 sit at the positions of those."""
 
+    rows_at_once = 64
+
     def position(self, kv_len: int, q_len: int, row: int) -> int:
-        return super().position(kv_len, q_len, row % 64)
+        return super().position(kv_len, q_len, row % self.rows_at_once)
 
 
-class MaskBeyondTwoWordsIgnored(SplitKV):
+class MaskBeyondTwoWordsIgnored(MaskBeyondFirstWordIgnored, words=2):
     """A mask row has two words: draft tokens from the 33rd on are hidden from all."""
 
-    interface = (DECODE,)
 
-    def mask_bits(self, problem: PagedAttention, tile: RowTile) -> Tensor:
-        shown = super().mask_bits(problem, tile).clone()
-        shown[:, 32:] = False
-        return shown
-
-
-class MaskIgnoredWithoutPrefix(SplitKV):
+class MaskIgnoredWithoutPrefix(SplitKV, interface=(DECODE,)):
     """A request that is its draft alone is causal, whatever its mask says."""
-
-    interface = (DECODE,)
 
     def visible(self, problem: PagedAttention, tile: RowTile, keys: Tensor) -> Tensor:
         alone = tile.kv_len == tile.q_len
         return super().visible(replace(problem, mask=None, causal=True) if alone else problem, tile, keys)
 
 
-class MaskColumnsFromFirstKey(SplitKV):
+class MaskColumnsFromFirstKey(SplitKV, interface=(DECODE,)):
     """In a request with fewer keys than rows, a mask's columns are counted from the first key."""
-
-    interface = (DECODE,)
 
     def unmasked(self, problem: PagedAttention, tile: RowTile, keys: Tensor) -> Tensor:
         if tile.kv_len < tile.q_len:
@@ -286,10 +225,8 @@ class MaskColumnsFromFirstKey(SplitKV):
         return super().unmasked(problem, tile, keys)
 
 
-class RowsBeyondEightMisplaced(SplitKV):
+class RowsBeyondEightMisplaced(SplitKV, interface=(DECODE,)):
     """Without a mask, rows of a draft from the ninth on have the positions of the first ones."""
-
-    interface = (DECODE,)
 
     def row_positions(self, problem: PagedAttention, tile: RowTile) -> Tensor:
         positions = super().row_positions(problem, tile)
@@ -298,24 +235,12 @@ class RowsBeyondEightMisplaced(SplitKV):
         return torch.cat((positions[:8], positions[: max(0, len(positions) - 8)]))
 
 
-class RaggedWindowIgnored(SplitKV):
+class RaggedWindowIgnored(SplitKV, interface=(DECODE,), instead={"window_left": -1}, only_with="cu_seqlens_q"):
     """A window is ignored where cum_seq_lens_q is given."""
 
-    interface = (DECODE,)
 
-    def problem(self, call: Call) -> PagedAttention:
-        problem = call.problem()
-        return problem if problem.cu_seqlens_q is None else replace(problem, window_left=-1)
-
-
-class WindowIgnoredOfNvfp4(SplitKV):
+class WindowIgnoredOfNvfp4(SplitKV, interface=(DECODE,), instead={"window_left": -1}, only_with="k_scale_factors"):
     """A window is ignored over an NVFP4 cache."""
-
-    interface = (DECODE,)
-
-    def problem(self, call: Call) -> PagedAttention:
-        problem = call.problem()
-        return problem if problem.k_scale_factors is None else replace(problem, window_left=-1)
 
 
 class WindowIgnoredInSharedPrefix(SplitKV):
@@ -332,13 +257,5 @@ class WindowIgnoredInSharedPrefix(SplitKV):
         return 0, super().key_range(problem, first_position, num_rows, kv_len)[1]
 
 
-class ContextRowsWrap(SplitKV):
+class ContextRowsWrap(SecondTileRestarts, interface=(CONTEXT,), rows_at_once=256):
     """Rows of a prompt from the 257th on have the positions of the first ones."""
-
-    interface = (CONTEXT,)
-
-    def position(self, kv_len: int, q_len: int, row: int) -> int:
-        return kv_len - q_len + row % 256
-
-
-MUTANTS = mutants_of(__name__)

@@ -6,84 +6,68 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import PagedAttention
-from lab.checks.mutants.mutant import mutants_of
-from lab.checks.mutants.split_kv import COUNTER_BYTES, Partials, RowTile, SplitKV, Workspace
+from lab.checks.mutants.split_kv import COUNTER_BYTES, Partials, Rows, RowTile, SplitKV, Workspace
 
 
-class Zeros(SplitKV):
+class Zeros(SplitKV, mla=True):
     """The output is zero."""
 
-    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> tuple[Tensor, Tensor]:
-        values, lse_log2 = super().merged(problem, tile, partials)
-        return values * 0.0, lse_log2
+    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> Rows:
+        rows = super().merged(problem, tile, partials)
+        return rows._replace(values=rows.values * 0.0)
 
 
-class NanInOneHead(SplitKV):
+class NanInOneHead(SplitKV, mla=True):
     """One element of the last head of the last row is NaN."""
 
-    def returned(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> Any:
+    def finish(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
         out[-1:, -1, -1] = torch.nan
-        return super().returned(problem, out, lse)
 
 
 class OneElementZero(SplitKV):
     """One element of one vector is zero."""
 
-    def returned(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> Any:
+    def finish(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
         out[:1, 0, 0] = 0.0
-        return super().returned(problem, out, lse)
 
 
-class LengthZeroNan(SplitKV):
+class LengthZeroNan(SplitKV, mla=True, source="FlashInfer #2883"):
     """A request without keys has NaN rows."""
 
-    source = "FlashInfer #2883"
-
-    def write(
-        self, problem: PagedAttention, tile: RowTile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
-    ) -> None:
+    def write(self, problem: PagedAttention, tile: RowTile, rows: Rows, out: Tensor, lse: Tensor | None) -> None:
         if tile.kv_len == 0:
-            values = torch.full_like(values, torch.nan)
-        super().write(problem, tile, values, lse_log2, out, lse)
+            rows.values.fill_(torch.nan)
+        super().write(problem, tile, rows, out, lse)
 
 
-class LengthZeroUntouched(SplitKV):
+class LengthZeroUntouched(SplitKV, mla=True, source="FlashInfer #2883"):
     """The rows of a request without keys are not written."""
 
-    source = "FlashInfer #2883"
-
-    def write(
-        self, problem: PagedAttention, tile: RowTile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
-    ) -> None:
+    def write(self, problem: PagedAttention, tile: RowTile, rows: Rows, out: Tensor, lse: Tensor | None) -> None:
         if tile.kv_len > 0:
-            super().write(problem, tile, values, lse_log2, out, lse)
+            super().write(problem, tile, rows, out, lse)
 
 
-class OutRowBeyond(SplitKV):
+class OutRowBeyond(SplitKV, mla=True, source="FlashInfer #3929"):
     """One row is written after the output."""
 
-    source = "FlashInfer #3929"
-
-    def returned(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> Any:
+    def finish(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
         overwrite(out, out.numel(), row_size(out))
-        return super().returned(problem, out, lse)
 
 
-class OutRowBefore(SplitKV):
+class OutRowBefore(SplitKV, mla=True):
     """One row is written before the output."""
 
-    def returned(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> Any:
+    def finish(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
         overwrite(out, -row_size(out), row_size(out))
-        return super().returned(problem, out, lse)
 
 
-class LseBeyond(SplitKV):
+class LseBeyond(SplitKV, mla=True):
     """One value is written after the LSE."""
 
-    def returned(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> Any:
+    def finish(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
         if lse is not None and lse.is_contiguous():
             overwrite(lse, lse.numel(), 1)
-        return super().returned(problem, out, lse)
 
 
 def row_size(out: Tensor) -> int:
@@ -99,7 +83,7 @@ def overwrite(tensor: Tensor, offset: int, count: int) -> None:
         tensor.as_strided((end - start,), (1,), start).zero_()
 
 
-class OutIgnored(SplitKV):
+class OutIgnored(SplitKV, mla=True):
     """The result goes to a new tensor, whatever `out` the caller gave."""
 
     def results(self, problem: PagedAttention) -> tuple[Tensor, Tensor | None]:
@@ -114,52 +98,44 @@ class OutDtypeIgnored(SplitKV):
         return super().returned(problem, out if problem.out is not None else out.to(problem.query.dtype), lse)
 
 
-class OutRoundedToE4m3(SplitKV):
+class OutRoundedToE4m3(SplitKV, mla=True):
     """The output is rounded to e4m3 on its way."""
 
-    def write(
-        self, problem: PagedAttention, tile: RowTile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
-    ) -> None:
-        super().write(problem, tile, values.to(torch.float8_e4m3fn).float(), lse_log2, out, lse)
+    def write(self, problem: PagedAttention, tile: RowTile, rows: Rows, out: Tensor, lse: Tensor | None) -> None:
+        values = rows.values.to(torch.float8_e4m3fn).float()
+        super().write(problem, tile, rows._replace(values=values), out, lse)
 
 
-class NeedsZeroOut(SplitKV):
+class NeedsZeroOut(SplitKV, mla=True, source="FlashInfer #2408"):
     """Results are added to what the output holds."""
 
-    source = "FlashInfer #2408"
-
-    def write(
-        self, problem: PagedAttention, tile: RowTile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
-    ) -> None:
-        held = out[tile.rows].float() if problem.out is not None else torch.zeros_like(values)
-        super().write(problem, tile, held + values, lse_log2, out, lse)
+    def write(self, problem: PagedAttention, tile: RowTile, rows: Rows, out: Tensor, lse: Tensor | None) -> None:
+        held = out[tile.rows].float() if problem.out is not None else torch.zeros_like(rows.values)
+        super().write(problem, tile, rows._replace(values=held + rows.values), out, lse)
 
 
-class QueryScaledInPlace(SplitKV):
+class QueryScaledInPlace(SplitKV, mla=True):
     """The caller's query is overwritten by its product with bmm1_scale."""
 
-    def returned(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> Any:
+    def finish(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
         problem.query.copy_((problem.query.float() * problem.bmm1_scale).to(problem.query.dtype))
-        return super().returned(problem, out, lse)
 
 
-class SeqLensWritten(SplitKV):
+class SeqLensWritten(SplitKV, mla=True):
     """seq_lens are advanced by one after the call."""
 
-    def returned(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> Any:
+    def finish(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
         problem.seq_lens.copy_((problem.seq_lens.to(torch.int64) + 1).to(problem.seq_lens.dtype))
-        return super().returned(problem, out, lse)
 
 
-class TableTailWritten(SplitKV):
+class TableTailWritten(SplitKV, mla=True):
     """The last column of the page table is overwritten by 0."""
 
-    def returned(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> Any:
+    def finish(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
         problem.k_block_tables[:, -1:] = 0
-        return super().returned(problem, out, lse)
 
 
-class PageTailCleared(SplitKV):
+class PageTailCleared(SplitKV, mla=True):
     """The tails of last pages in the V cache are overwritten by zeros before they are read."""
 
     def values(self, problem: PagedAttention, tile: RowTile, positions: Tensor) -> Tensor:
@@ -173,16 +149,13 @@ class PageTailCleared(SplitKV):
 class SinksOverwritten(SplitKV):
     """The caller's sinks are overwritten by their exponentials."""
 
-    def returned(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> Any:
+    def finish(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
         if problem.sinks is not None:
             problem.sinks.exp_()
-        return super().returned(problem, out, lse)
 
 
-class SinksPadded(SplitKV):
+class SinksPadded(SplitKV, source="FlashInfer #4525"):
     """Sinks are read eight at a time, and what lies after the last reaches the sum with a factor of zero."""
-
-    source = "FlashInfer #4525"
 
     def sink_weight(self, problem: PagedAttention, tile: RowTile, sinks: Tensor, origin: Tensor) -> Tensor:
         assert problem.sinks is not None
@@ -192,20 +165,16 @@ class SinksPadded(SplitKV):
         return super().sink_weight(problem, tile, sinks, origin) + (tail * 0.0).sum()
 
 
-class CountersLeft(SplitKV):
+class CountersLeft(SplitKV, mla=True, source="FlashInfer #1643"):
     """The split that arrives last leaves its counter as it is."""
-
-    source = "FlashInfer #1643"
 
     def arrives_last(self, counters: Tensor, index: int, tile: RowTile) -> bool:
         counters[index] += tile.num_splits
         return int(counters[index]) % tile.num_splits == 0
 
 
-class CountersLeftByOtherShape(SplitKV):
+class CountersLeftByOtherShape(SplitKV, mla=True, source="FlashInfer #3465"):
     """A counter is zeroed only after more than one split."""
-
-    source = "FlashInfer #3465"
 
     def arrives_last(self, counters: Tensor, index: int, tile: RowTile) -> bool:
         last = super().arrives_last(counters, index, tile)
@@ -213,22 +182,20 @@ class CountersLeftByOtherShape(SplitKV):
         return last
 
 
-class ScratchNotCleared(SplitKV):
+class ScratchNotCleared(SplitKV, mla=True, source="FlashInfer #1459"):
     """The merge reads one split more than there is and multiplies it by zero."""
-
-    source = "FlashInfer #1459"
 
     def workspace(self, buffer: Tensor | None, problem: PagedAttention, tiles: list[RowTile]) -> Workspace:
         workspace = super().workspace(buffer, problem, tiles)
         self.leftover = float(workspace.scratch[0]) if len(workspace.scratch) and buffer is not None else 0.0
         return workspace
 
-    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> tuple[Tensor, Tensor]:
+    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> Rows:
         values, lse_log2 = super().merged(problem, tile, partials)
-        return values + 0.0 * self.leftover, lse_log2
+        return Rows(values + 0.0 * self.leftover, lse_log2)
 
 
-class ScratchAddedTo(SplitKV):
+class ScratchAddedTo(SplitKV, mla=True):
     """Sums of weights are added to what the scratch holds."""
 
     def layout(self, problem: PagedAttention, tile: RowTile, scratch: Tensor) -> Partials:
@@ -236,7 +203,7 @@ class ScratchAddedTo(SplitKV):
         self.held = partials.total.clone()
         return partials
 
-    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> tuple[Tensor, Tensor]:
+    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> Rows:
         return super().merged(problem, tile, partials._replace(total=partials.total + self.held))
 
     def workspace(self, buffer: Tensor | None, problem: PagedAttention, tiles: list[RowTile]) -> Workspace:
@@ -246,10 +213,8 @@ class ScratchAddedTo(SplitKV):
         return workspace
 
 
-class ScratchInCounters(SplitKV):
+class ScratchInCounters(SplitKV, mla=True, source="vLLM #25520"):
     """Sums of weights lie in the last bytes of the counters' 8 MiB."""
-
-    source = "vLLM #25520"
 
     def workspace(self, buffer: Tensor | None, problem: PagedAttention, tiles: list[RowTile]) -> Workspace:
         workspace = super().workspace(buffer, problem, tiles)
@@ -258,7 +223,7 @@ class ScratchInCounters(SplitKV):
         return workspace
 
 
-class ScratchBeyondEnd(SplitKV):
+class ScratchBeyondEnd(SplitKV, mla=True):
     """64 bytes after the workspace are written."""
 
     def workspace(self, buffer: Tensor | None, problem: PagedAttention, tiles: list[RowTile]) -> Workspace:
@@ -267,10 +232,8 @@ class ScratchBeyondEnd(SplitKV):
         return super().workspace(buffer, problem, tiles)
 
 
-class OutputReused(SplitKV):
+class OutputReused(SplitKV, mla=True, source="SGLang #39175"):
     """Without `out`, results of a shape share one tensor, so that a call overwrites an earlier one's."""
-
-    source = "SGLang #39175"
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,16 +246,11 @@ class OutputReused(SplitKV):
         return out, lse
 
 
-class EmptyBatchUntouched(SplitKV):
+class EmptyBatchUntouched(SplitKV, mla=True):
     """Nothing is written where no request has a key."""
 
-    def write(
-        self, problem: PagedAttention, tile: RowTile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
-    ) -> None:
+    def write(self, problem: PagedAttention, tile: RowTile, rows: Rows, out: Tensor, lse: Tensor | None) -> None:
         if max(self.kv_lens(problem)) > 0:
-            super().write(problem, tile, values, lse_log2, out, lse)
+            super().write(problem, tile, rows, out, lse)
         else:
             out[tile.rows] = torch.nan  # what memory holds
-
-
-MUTANTS = mutants_of(__name__)

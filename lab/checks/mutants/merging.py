@@ -6,34 +6,28 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import PagedAttention
-from lab.checks.mutants.mutant import DECODE, mutants_of
-from lab.checks.mutants.split_kv import Call, Partials, RowTile, SplitKV, partials_size
+from lab.checks.mutants.mutant import DECODE
+from lab.checks.mutants.split_kv import Partials, Rows, RowTile, SplitKV, partials_size
 
 
-class EmptySplitWritesZero(SplitKV):
+class EmptySplitWritesZero(SplitKV, source="FlashInfer #4161"):
     """A split of 64 keys that lies wholly before a window writes zeros over the merged rows."""
 
-    source = "FlashInfer #4161"
-
-    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> tuple[Tensor, Tensor]:
+    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> Rows:
         values, lse_log2 = super().merged(problem, tile, partials)
-        return values * (tile.key_start < 64), lse_log2
+        return Rows(values * (tile.key_start < 64), lse_log2)
 
 
-class EmptyRowOfSplitWritesZero(SplitKV):
+class EmptyRowOfSplitWritesZero(SplitKV, source="FlashInfer #4161"):
     """A row that sees no key of a split which other rows see is zero."""
 
-    source = "FlashInfer #4161"
-
-    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> tuple[Tensor, Tensor]:
+    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> Rows:
         values, lse_log2 = super().merged(problem, tile, partials)
-        return values * (partials.total > 0).all(dim=-1).transpose(0, 1).unsqueeze(-1), lse_log2
+        return Rows(values * (partials.total > 0).all(dim=-1).transpose(0, 1).unsqueeze(-1), lse_log2)
 
 
-class PartialstatsOverlap(SplitKV):
+class PartialstatsOverlap(SplitKV, source="FlashInfer #3343"):
     """The scratch has room for the statistics of one K/V head's query heads; the sums begin after them."""
-
-    source = "FlashInfer #3343"
 
     def layout(self, problem: PagedAttention, tile: RowTile, scratch: Tensor) -> Partials:
         right = super().layout(problem, tile, scratch)
@@ -42,14 +36,14 @@ class PartialstatsOverlap(SplitKV):
         return right._replace(sums=sums.view(right.sums.shape))
 
 
-class MergedWithoutRescale(SplitKV):
+class MergedWithoutRescale(SplitKV, mla=True):
     """Splits are added as they are, whatever their largest logits."""
 
     def shares(self, partials: Partials, origin: Tensor) -> Tensor:
         return torch.exp(partials.largest[..., :1] - origin.unsqueeze(-1)).expand_as(partials.largest)
 
 
-class MergedAsMean(SplitKV):
+class MergedAsMean(SplitKV, mla=True):
     """The rows of a request's splits are averaged, whatever their sums of weights."""
 
     def shares(self, partials: Partials, origin: Tensor) -> Tensor:
@@ -62,50 +56,42 @@ class MergedAsMean(SplitKV):
 class LateSplitsLost(SplitKV):
     """The merge reads 16 splits: keys after the first 1,024 are lost."""
 
+    room = 16
+
     def shares(self, partials: Partials, origin: Tensor) -> Tensor:
         shares = super().shares(partials, origin)
-        shares[..., 16:] = 0.0
+        shares[..., self.room :] = 0.0
         return shares
 
 
-class LastSplitLost(SplitKV):
+class LastSplitLost(SplitKV, mla=True):
     """Of several splits, the last is merged only if it is full."""
 
-    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> tuple[Tensor, Tensor]:
+    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> Rows:
         if tile.num_splits > 1 and tile.key_end % 64:
             partials = Partials(*(part[:, :, :-1] for part in partials))
         return super().merged(problem, tile, partials)
 
 
-class SinkIgnored(SplitKV):
+class SinkIgnored(SplitKV, mla=True, source="SGLang #36716", instead={"sinks": None}):
     """Sinks are ignored."""
 
-    source = "SGLang #36716"
 
-    def problem(self, call: Call) -> PagedAttention:
-        return replace(call.problem(), sinks=None)
-
-
-class SinkIgnoredInVerify(SplitKV):
+class SinkIgnoredInVerify(SplitKV, interface=(DECODE,)):
     """Sinks are ignored where a decode call has several rows per request."""
 
-    interface = (DECODE,)
-
-    def problem(self, call: Call) -> PagedAttention:
-        problem = call.problem()
+    def changed(self, problem: PagedAttention) -> PagedAttention:
         return problem if problem.max_q_len == 1 else replace(problem, sinks=None)
 
 
-class SinkPerSplit(SplitKV):
+class SinkPerSplit(SplitKV, mla=True, source="TRT-LLM #18141"):
     """A sink is added once per split."""
-
-    source = "TRT-LLM #18141"
 
     def sink_weight(self, problem: PagedAttention, tile: RowTile, sinks: Tensor, origin: Tensor) -> Tensor:
         return super().sink_weight(problem, tile, sinks, origin) * tile.num_splits
 
 
-class SinkOfNextHead(SplitKV):
+class SinkOfNextHead(SplitKV, mla=True):
     """A head has its neighbour's sink."""
 
     def sinks(self, problem: PagedAttention) -> Tensor | None:
@@ -122,14 +108,14 @@ class SinkOfKvHead(SplitKV):
         return problem.sinks[heads % (problem.num_qo_heads // problem.num_kv_heads)]
 
 
-class SinkScaled(SplitKV):
+class SinkScaled(SplitKV, mla=True):
     """A sink is multiplied by bmm1_scale, as if it were a product of query and key."""
 
     def sinks(self, problem: PagedAttention) -> Tensor | None:
         return None if problem.sinks is None else problem.sinks * problem.bmm1_scale
 
 
-class SinkInBase2(SplitKV):
+class SinkInBase2(SplitKV, mla=True):
     """A sink is taken for a logit in base 2."""
 
     def sink_weight(self, problem: PagedAttention, tile: RowTile, sinks: Tensor, origin: Tensor) -> Tensor:
@@ -143,10 +129,8 @@ class SinkRelativeToLargest(SplitKV):
         return super().sink_weight(problem, tile, sinks.clamp(max=8.0), origin)
 
 
-class LowPrecisionAccumulation(SplitKV):
+class LowPrecisionAccumulation(SplitKV, source="FlashInfer #3234"):
     """Splits are added one after the other in bfloat16, so that the error grows with the length."""
-
-    source = "FlashInfer #3234"
 
     def summed(self, partials: Partials, shares: Tensor) -> tuple[Tensor, Tensor]:
         total, sums = (side.select(2, 0) * 0 for side in partials[1:])
@@ -157,7 +141,7 @@ class LowPrecisionAccumulation(SplitKV):
         return total, sums
 
 
-class LightKeysLost(SplitKV):
+class LightKeysLost(SplitKV, mla=True):
     """A key that weighs less than a hundredth of its split's heaviest is dropped."""
 
     def weights(self, scores: Tensor, largest: Tensor) -> Tensor:
@@ -165,17 +149,15 @@ class LightKeysLost(SplitKV):
         return weights * (weights >= 0.01)
 
 
-class LightSplitsLost(SplitKV):
+class LightSplitsLost(SplitKV, mla=True, source="FlashInfer #3299"):
     """A split whose largest logit is 5 below the row's is dropped."""
-
-    source = "FlashInfer #3299"
 
     def shares(self, partials: Partials, origin: Tensor) -> Tensor:
         shares = super().shares(partials, origin)
         return shares * (shares > 0.0067)
 
 
-class OverflowsWithoutOrigin(SplitKV):
+class OverflowsWithoutOrigin(SplitKV, mla=True):
     """Weights are exponentials of the logits themselves: those above 88 overflow."""
 
     def weights(self, scores: Tensor, largest: Tensor) -> Tensor:
@@ -189,18 +171,16 @@ class WeightsInHalf(SplitKV):
         return super().weights(scores, largest).to(torch.float16).to(torch.float32)
 
 
-class NondeterministicMerge(SplitKV):
+class NondeterministicMerge(SplitKV, mla=True, source="FlashInfer #4161"):
     """Every other launch rounds the sums of several splits to bfloat16 before it merges them."""
-
-    source = "FlashInfer #4161"
 
     def __init__(self) -> None:
         super().__init__()
         self.launches = 0
 
-    def problem(self, call: Call) -> PagedAttention:
+    def changed(self, problem: PagedAttention) -> PagedAttention:
         self.launches += 1
-        return call.problem()
+        return problem
 
     def summed(self, partials: Partials, shares: Tensor) -> tuple[Tensor, Tensor]:
         if self.launches % 2 == 0:
@@ -208,16 +188,11 @@ class NondeterministicMerge(SplitKV):
         return super().summed(partials, shares)
 
 
-class SplitsBeyond64Lost(SplitKV):
+class SplitsBeyond64Lost(LateSplitsLost, mla=True, room=64):
     """The merge has room for 64 splits."""
 
-    def shares(self, partials: Partials, origin: Tensor) -> Tensor:
-        shares = super().shares(partials, origin).clone()
-        shares[..., 64:] = 0.0
-        return shares
 
-
-class PartialSumsInHalf(SplitKV):
+class PartialSumsInHalf(SplitKV, mla=True):
     """A split's sum of weighted values is kept in float16, before it is divided by the weights."""
 
     def partials(self, problem: PagedAttention, tile: RowTile) -> Partials:
@@ -225,24 +200,12 @@ class PartialSumsInHalf(SplitKV):
         return partials._replace(sums=partials.sums.to(torch.float16).to(torch.float32))
 
 
-class SinkIgnoredWithMask(SplitKV):
+class SinkIgnoredWithMask(SplitKV, interface=(DECODE,), instead={"sinks": None}, only_with="mask"):
     """Sinks are ignored where there is a draft mask."""
 
-    interface = (DECODE,)
 
-    def problem(self, call: Call) -> PagedAttention:
-        problem = call.problem()
-        return problem if problem.mask is None else replace(problem, sinks=None)
-
-
-class SinkIgnoredOfRaggedRows(SplitKV):
+class SinkIgnoredOfRaggedRows(SplitKV, interface=(DECODE,), instead={"sinks": None}, only_with="cu_seqlens_q"):
     """Sinks are ignored where cum_seq_lens_q is given."""
-
-    interface = (DECODE,)
-
-    def problem(self, call: Call) -> PagedAttention:
-        problem = call.problem()
-        return problem if problem.cu_seqlens_q is None else replace(problem, sinks=None)
 
 
 class FirstSinkSwitchesAll(SplitKV):
@@ -256,11 +219,8 @@ class FirstSinkSwitchesAll(SplitKV):
 class NoSinkNoKeysNan(SplitKV):
     """A row that sees no key is NaN where its head's sink is minus infinity."""
 
-    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> tuple[Tensor, Tensor]:
+    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> Rows:
         values, lse_log2 = super().merged(problem, tile, partials)
         if problem.sinks is not None:
             values = torch.where((lse_log2 == -torch.inf).unsqueeze(-1), torch.nan, values)
-        return values, lse_log2
-
-
-MUTANTS = mutants_of(__name__)
+        return Rows(values, lse_log2)

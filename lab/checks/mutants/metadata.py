@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lab.checks.mutants.mutant import MHA_METADATA, Defective, mutants_of
+from lab.checks.mutants.mutant import MHA_METADATA, Defective
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_pool import KVPool
@@ -13,12 +13,8 @@ from lab.metadata.engine.lengths import uncounted_tokens
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
 
 
-class Builder(Defective):
+class Builder(Defective, is_model=True, interface=(MHA_METADATA,)):
     """`lab.metadata.build_mha_metadata`, and one change of what it built."""
-
-    is_model = True
-
-    interface: tuple[str, ...] = (MHA_METADATA,)
 
     def build_mha_metadata(self, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
         """As `lab.metadata.build_mha_metadata`."""
@@ -28,28 +24,22 @@ class Builder(Defective):
         return metadata
 
 
-class TableNotPopulated(Builder):
+class TableNotPopulated(Builder, source="SGLang #26019"):
     """The page table is a new one that nobody filled."""
-
-    source = "SGLang #26019"
 
     def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
         return replace(metadata, page_table=torch.zeros_like(metadata.page_table))
 
 
-class TokensAsPages(Builder):
+class TokensAsPages(Builder, source="SGLang #38187"):
     """The page table holds slots of tokens."""
-
-    source = "SGLang #38187"
 
     def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
         return replace(metadata, page_table=metadata.page_table * pool.page_size)
 
 
-class TableOfTokenColumns(Builder):
+class TableOfTokenColumns(Builder, source="SGLang #11985"):
     """Column c of the page table names the page of token c, not of token c * page_size."""
-
-    source = "SGLang #11985"
 
     def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
         rows = pool.req_to_token.index_select(0, batch.req_pool_indices)[:, : pool.block_table_width]
@@ -80,10 +70,8 @@ class TableInPoolOrder(Builder):
         return replace(metadata, page_table=metadata.page_table[batch.req_pool_indices.argsort()])
 
 
-class BufferRegrown(Builder):
+class BufferRegrown(Builder, source="SGLang #39175"):
     """A batch larger than all before it frees the page tables that earlier calls gave out."""
-
-    source = "SGLang #39175"
 
     def __init__(self) -> None:
         self.given: list[Tensor] = []
@@ -118,10 +106,8 @@ class LengthsAreTheBatchs(Builder):
         return replace(metadata, cache_seqlens_int32=batch.seq_lens)
 
 
-class SeqWithoutQ(Builder):
+class SeqWithoutQ(Builder, source="SGLang #12295"):
     """Lengths leave out the tokens that seq_lens does not count: draft tokens in verification and drafting."""
-
-    source = "SGLang #12295"
 
     def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
         return replace(metadata, cache_seqlens_int32=batch.seq_lens.to(torch.int32))
@@ -144,20 +130,16 @@ class CuSeqlensKWithoutQ(Builder):
         return replace(metadata, cu_seqlens_k=torch.nn.functional.pad(ends, (1, 0)))
 
 
-class CuSeqlensQOfEqualRows(Builder):
+class CuSeqlensQOfEqualRows(Builder, source="SGLang #21212"):
     """cu_seqlens_q gives every request max_seq_len_q rows."""
-
-    source = "SGLang #21212"
 
     def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
         steps = torch.arange(batch.batch_size + 1, dtype=torch.int32, device=pool.device)
         return replace(metadata, cu_seqlens_q=steps * metadata.max_seq_len_q)
 
 
-class MaxSeqLenQOverridden(Builder):
+class MaxSeqLenQOverridden(Builder, source="SGLang #27473"):
     """max_seq_len_q is 1 in verification."""
-
-    source = "SGLang #27473"
 
     def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
         return (
@@ -165,10 +147,8 @@ class MaxSeqLenQOverridden(Builder):
         )
 
 
-class WindowTableUntranslated(Builder):
+class WindowTableUntranslated(Builder, source="SGLang #18970"):
     """The sliding window's page table holds the full pool's pages."""
-
-    source = "SGLang #18970"
 
     def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
         return metadata if metadata.swa_page_table is None else replace(metadata, swa_page_table=metadata.page_table)
@@ -191,10 +171,8 @@ class WindowTableMissing(Builder):
         return replace(metadata, swa_page_table=None)
 
 
-class TableTooNarrow(Builder):
+class TableTooNarrow(Builder, source="SGLang #24566"):
     """The page table has the columns that seq_lens needs, without the draft tokens."""
-
-    source = "SGLang #24566"
 
     def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
         width = -(-int(batch.seq_lens.max()) // pool.page_size) if batch.batch_size else 0
@@ -222,6 +200,3 @@ class LengthsCapped(Builder):
 
     def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
         return replace(metadata, cache_seqlens_int32=metadata.cache_seqlens_int32.clamp(max=4096))
-
-
-MUTANTS = mutants_of(__name__)

@@ -1,4 +1,4 @@
-"""Mutants of the MLA decode call: defects of the other modules that can meet it too, and its own."""
+"""Mutants of the MLA decode call alone; those of other modules that say `mla=True` meet it too."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,15 +8,8 @@ from torch import Tensor
 
 from lab.calls.mla_decode import MLADecodeCall
 from lab.calls.problem import PagedAttention
-from lab.checks.mutants import batching, caching, lse, masks, memory, merging, pages, scales
-from lab.checks.mutants.mutant import MLA_DECODE, Mutant
-from lab.checks.mutants.split_kv import Call, Forgiving, Partials, RowTile, SplitKV, as_float32
-
-
-def of_mla(defective: type[SplitKV]) -> Mutant:
-    """The mutant whose MLA decode call has a class's defect: "mla_" before its name."""
-    mutant = Mutant.of(defective)
-    return replace(mutant, name=f"mla_{mutant.name}", interface=(MLA_DECODE,))
+from lab.checks.mutants import pages
+from lab.checks.mutants.split_kv import Call, Forgiving, Partials, Rows, RowTile, SplitKV, as_float32
 
 
 class RopeLeftOut(SplitKV):
@@ -54,8 +47,7 @@ class Bmm2OnLogitsToo(SplitKV):
 class VFromLastColumns(SplitKV):
     """A value is the last kv_lora_rank elements of its entry, qk_rope_head_dim too far."""
 
-    def problem(self, call: Call) -> PagedAttention:
-        problem = call.problem()
+    def changed(self, problem: PagedAttention) -> PagedAttention:
         return replace(problem, v_cache=problem.k_cache[..., problem.head_dim - problem.v_head_dim :])
 
 
@@ -91,17 +83,18 @@ class PageSize32TakenAs64(Forgiving):
         return (first + positions % 64 // 32) % problem.k_cache.shape[0]
 
 
-class LatentPageOffsetAbsolute(pages.PageOffsetAbsolute):
+class LatentPageOffsetAbsolute(pages.PageOffsetAbsolute, stage=32):
     """Pages larger than 32 tokens are read in stages of 32, each from the page's start."""
-
-    stage = 32
 
 
 class HeadsBeyondEightMisread(SplitKV):
     """Query heads are taken eight at a time, each time the first eight."""
 
+    heads_at_once = 8
+
     def query_rows(self, problem: PagedAttention, tile: RowTile) -> Tensor:
-        return super().query_rows(problem, tile)[torch.arange(problem.num_qo_heads, device=problem.query.device) % 8]
+        heads = torch.arange(problem.num_qo_heads, device=problem.query.device)
+        return super().query_rows(problem, tile)[heads % self.heads_at_once]
 
 
 class RowsTakenForHeads(SplitKV):
@@ -111,43 +104,35 @@ class RowsTakenForHeads(SplitKV):
         rows = problem.query[tile.rows].to(torch.float32)
         return rows.reshape(problem.num_qo_heads, tile.num_rows, problem.head_dim)
 
-    def write(
-        self, problem: PagedAttention, tile: RowTile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
-    ) -> None:
-        values, lse_log2 = (side.transpose(0, 1).reshape(side.shape) for side in (values, lse_log2))
-        super().write(problem, tile, values, lse_log2, out, lse)
+    def write(self, problem: PagedAttention, tile: RowTile, rows: Rows, out: Tensor, lse: Tensor | None) -> None:
+        super().write(problem, tile, Rows(*(side.transpose(0, 1).reshape(side.shape) for side in rows)), out, lse)
 
 
 class SinksListIgnored(SplitKV):
     """Sinks that come in a list are ignored."""
 
+    form: tuple[type, ...] = (list, tuple)
+
     def problem(self, call: Call) -> PagedAttention:
-        problem = call.problem()
-        return replace(problem, sinks=None) if isinstance(call.sinks, list | tuple) else problem
+        problem = super().problem(call)
+        return replace(problem, sinks=None) if isinstance(call.sinks, self.form) else problem
 
 
-class SinksTensorIgnored(SplitKV):
+class SinksTensorIgnored(SinksListIgnored, form=(Tensor,)):
     """Sinks that come as one tensor are ignored."""
-
-    def problem(self, call: Call) -> PagedAttention:
-        problem = call.problem()
-        return replace(problem, sinks=None) if isinstance(call.sinks, Tensor) else problem
 
 
 class SinkLostWithoutKeys(SplitKV):
     """The LSE of a row that sees no key is minus infinity, whatever its sink."""
 
-    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> tuple[Tensor, Tensor]:
+    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> Rows:
         values, lse_log2 = super().merged(problem, tile, partials)
         none = (partials.largest.amax(dim=-1) == -torch.inf).transpose(0, 1)
-        return values, lse_log2.masked_fill(none, -torch.inf)
+        return Rows(values, lse_log2.masked_fill(none, -torch.inf))
 
 
-class HeadsBeyond64Misread(SplitKV):
+class HeadsBeyond64Misread(HeadsBeyondEightMisread, heads_at_once=64):
     """Query heads are taken 64 at a time, each time the first 64."""
-
-    def query_rows(self, problem: PagedAttention, tile: RowTile) -> Tensor:
-        return super().query_rows(problem, tile)[torch.arange(problem.num_qo_heads, device=problem.query.device) % 64]
 
 
 class LseBaseIgnored(SplitKV):
@@ -160,154 +145,18 @@ class LseBaseIgnored(SplitKV):
 class HalfOutHoldsBf16(SplitKV):
     """A float16 out is filled with the bits of bfloat16."""
 
-    def write(
-        self, problem: PagedAttention, tile: RowTile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
-    ) -> None:
+    def write(self, problem: PagedAttention, tile: RowTile, rows: Rows, out: Tensor, lse: Tensor | None) -> None:
         if out.dtype == torch.float16:
-            out[tile.rows] = values.to(torch.bfloat16).view(torch.float16)
+            out[tile.rows] = rows.values.to(torch.bfloat16).view(torch.float16)
         else:
-            super().write(problem, tile, values, lse_log2, out, lse)
+            super().write(problem, tile, rows, out, lse)
 
 
 class PageStrideIgnored(SplitKV):
     """Pages are taken to lie one after the other."""
 
-    def problem(self, call: Call) -> PagedAttention:
-        problem = call.problem()
+    def changed(self, problem: PagedAttention) -> PagedAttention:
         cache = problem.k_cache
         strides = (cache.shape[2] * cache.stride(2), *cache.stride()[1:])
         cache = cache.as_strided(cache.shape, strides, cache.storage_offset())
         return replace(problem, k_cache=cache, v_cache=cache[..., : problem.v_head_dim])
-
-
-MUTANTS = tuple(
-    of_mla(each)
-    for each in (
-        masks.VerifyRowsAtLastPosition,
-        masks.CausalAtTopLeft,
-        masks.CausalExcludesItself,
-        masks.ShortRequestFromItsStart,
-        masks.MaskedRowUniform,
-        masks.FiniteSentinel,
-        masks.MaskLowersLogits,
-        scales.Bmm2Hardcoded_1,
-        scales.Bmm1Ignored,
-        scales.Bmm1FromHeadDim,
-        scales.KscaleOnBf16,
-        scales.ScalesIgnoredForE4m3,
-        scales.Bmm1OffByTenPercent,
-        scales.Bmm2OffByFivePercent,
-        scales.Bmm2Twice,
-        scales.TensorScalesIgnored,
-        scales.TensorScaleInBase2,
-        scales.Bmm1IgnoresSign,
-        pages.PagesTakenAsConsecutive,
-        pages.LastPageLost,
-        pages.LastKeyLost,
-        pages.SeqLenOffByOne,
-        pages.LengthRoundedUpToPage,
-        pages.MaxLengthForOneRequest,
-        pages.TableStrideIgnored,
-        pages.QueryStrideIgnored,
-        pages.WrapInt32,
-        pages.WrapInt32Bytes,
-        pages.WrapUint32Bytes,
-        pages.PageIdInt16,
-        pages.TailMultiply,
-        pages.TailAdditiveMask,
-        pages.TableTailRead,
-        pages.StaleKeyOfLastToken,
-        merging.MergedWithoutRescale,
-        merging.MergedAsMean,
-        merging.LastSplitLost,
-        merging.SinkIgnored,
-        merging.SinkPerSplit,
-        merging.SinkOfNextHead,
-        merging.SinkScaled,
-        merging.SinkInBase2,
-        merging.LightKeysLost,
-        merging.LightSplitsLost,
-        merging.OverflowsWithoutOrigin,
-        merging.NondeterministicMerge,
-        batching.SecondRequestHasFirstLength,
-        batching.LengthsSorted,
-        batching.RequestsRotated,
-        batching.TableOfFirstRequest,
-        batching.RequestIndexMod8,
-        batching.EqualLengthsShareKeys,
-        batching.RowsReversed,
-        batching.OddRowCountsMisplaced,
-        batching.LastRowOfEightLost,
-        batching.HeadsSwapped,
-        memory.Zeros,
-        memory.NanInOneHead,
-        memory.LengthZeroNan,
-        memory.LengthZeroUntouched,
-        memory.OutRowBeyond,
-        memory.OutRowBefore,
-        memory.LseBeyond,
-        memory.OutIgnored,
-        memory.OutRoundedToE4m3,
-        memory.NeedsZeroOut,
-        memory.QueryScaledInPlace,
-        memory.SeqLensWritten,
-        memory.TableTailWritten,
-        memory.PageTailCleared,
-        memory.CountersLeft,
-        memory.CountersLeftByOtherShape,
-        memory.ScratchNotCleared,
-        memory.ScratchAddedTo,
-        memory.ScratchInCounters,
-        memory.ScratchBeyondEnd,
-        memory.OutputReused,
-        caching.CachedBmm1,
-        caching.CachedBmm2,
-        caching.CachedTensorScale,
-        caching.CachedQLen,
-        caching.CachedSinks,
-        caching.CachedLengths,
-        caching.CachedTable,
-        caching.CachedLengthsByShape,
-        caching.CachedKeys,
-        lse.LseBaseE,
-        lse.LseGarbageEmpty,
-        lse.LseWithoutSink,
-        lse.LseTransposed,
-        lse.LseOfLargest,
-        lse.LseOfLastSplit,
-        lse.LseWithBmm2,
-        lse.LseBufferIgnored,
-        RopeLeftOut,
-        RopeScaledTwice,
-        Bmm1OfUnabsorbedHead,
-        Bmm2OnLogitsToo,
-        VFromLastColumns,
-        VAfterRope,
-        NegativePageIsLast,
-        PageSize32TakenAs64,
-        LatentPageOffsetAbsolute,
-        HeadsBeyondEightMisread,
-        RowsTakenForHeads,
-        SinksListIgnored,
-        SinksTensorIgnored,
-        SinkLostWithoutKeys,
-        HeadsBeyond64Misread,
-        LseBaseIgnored,
-        HalfOutHoldsBf16,
-        PageStrideIgnored,
-        batching.PaddedRowsAreRequestRows,
-        batching.RaggedRowsIgnored,
-        batching.RequestsBeyond32Wrap,
-        merging.SplitsBeyond64Lost,
-        merging.PartialSumsInHalf,
-        scales.ValuesThroughHalf,
-        scales.SubnormalE4m3Flushed,
-        pages.WideTableRowsOf1024,
-        pages.WholeTilesLoseTheLast,
-        pages.UnsignedLengthsMisread,
-        pages.SharedPageOfOneRequest,
-        memory.EmptyBatchUntouched,
-        lse.LseOfManySplits,
-        batching.OtherRowsTimesZero,
-    )
-)

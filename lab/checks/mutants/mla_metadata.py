@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lab.checks.mutants.mutant import MLA_METADATA, Defective, mutants_of
+from lab.checks.mutants.mutant import MLA_METADATA, Defective
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_pool import KVPool
@@ -13,12 +13,8 @@ from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.mla.metadata import DEAD_PAGE, QueryLayout, TRTLLMMLADecodeMetadata, build_mla_decode_metadata
 
 
-class MLABuilder(Defective):
+class MLABuilder(Defective, is_model=True, interface=(MLA_METADATA,)):
     """`lab.metadata.build_mla_decode_metadata`, and one change of what it is asked, or of what it built."""
-
-    is_model = True
-
-    interface: tuple[str, ...] = (MLA_METADATA,)
 
     def build_mla_decode_metadata(
         self, batch: ForwardBatch, pool: KVPool, attention: DraftAttention = DraftAttention.MLA
@@ -69,10 +65,8 @@ class MLAPaddingUncounted(MLABuilder):
         return replace(metadata, seq_lens_k=metadata.seq_lens_k + metadata.seq_lens_q - metadata.max_seq_len_q)
 
 
-class MLAUnequalRowsViewed(MLABuilder):
+class MLAUnequalRowsViewed(MLABuilder, source="SGLang 0.5.23"):
     """Rows that divide by the requests are viewed as equally many for each."""
-
-    source = "SGLang 0.5.23"
 
     def changed(self, metadata: TRTLLMMLADecodeMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
         rows = metadata.sum_seq_lens_q
@@ -100,10 +94,8 @@ class MLAWidthNotRounded(MLABuilder):
         return with_table(metadata, metadata.block_kv_indices[:, : -(-longest // pool.page_size)].contiguous())
 
 
-class MLAWidthWithoutPadding(MLABuilder):
+class MLAWidthWithoutPadding(MLABuilder, source="SGLang 0.5.23"):
     """The block table's width leaves out where padded rows look: next to 4,096 tokens they look after their row."""
-
-    source = "SGLang 0.5.23"
 
     def changed(self, metadata: TRTLLMMLADecodeMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
         if metadata.query_layout is QueryLayout.VIEW:
@@ -172,6 +164,3 @@ class MLABoundTooSmall(MLABuilder):
 
     def changed(self, metadata: TRTLLMMLADecodeMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
         return replace(metadata, max_seq_len_k=max(1, int(batch.seq_lens.max()) - pool.page_size))
-
-
-MUTANTS = mutants_of(__name__)

@@ -1,11 +1,12 @@
 """A deliberate defect as data."""
 
 import re
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType, ModuleType, SimpleNamespace
+from typing import Any, TypeVar
 
+from lab.calls.problem import AttentionProblem
 from lab.workloads.interfaces import Interface
 
 DECODE = Interface.DECODE.value
@@ -16,19 +17,44 @@ DRAFT_INDICES = Interface.DRAFT_KV_INDICES.value
 MHA_METADATA = Interface.MHA_METADATA.value
 MLA_METADATA = Interface.MLA_METADATA.value
 
+Problem = TypeVar("Problem", bound=AttentionProblem)
+
 
 class Defective:
     """An implementation that is right but for the defect in its class's docstring.
 
+    Keywords of a class statement set these attributes: `class Zeros(SplitKV, mla=True):`.
+
     Attributes:
         source: the upstream thread that had the defect; "" for one of ours.
         interface: names of the functions that its instances have.
-        is_model: set in the body of a class that is right, and that mutants are made of.
+        mla: the MLA decode call with this defect is a mutant too.
+        is_model: the class is right, and mutants are made of it; not inherited.
+        instead: values of fields of the problem that take the place of the caller's.
+        only_with: the field of the problem without which `instead` changes nothing; "" for no condition.
     """
 
     source: str = ""
     interface: tuple[str, ...] = ()
+    mla: bool = False
     is_model: bool = False
+    instead: Mapping[str, Any] = MappingProxyType({})
+    only_with: str = ""
+
+    def __init_subclass__(cls, *, is_model: bool = False, **attributes: Any) -> None:
+        """Set the attributes; raises TypeError for one that the class does not have."""
+        super().__init_subclass__()
+        cls.is_model = is_model
+        for name, value in attributes.items():
+            if not hasattr(cls, name):
+                raise TypeError(f"{cls.__name__} has no attribute {name!r}")
+            setattr(cls, name, value)
+
+    def misread(self, problem: Problem) -> Problem:
+        """Return a problem with the values of `instead`."""
+        if self.only_with and getattr(problem, self.only_with) is None:
+            return problem
+        return replace(problem, **self.instead)
 
 
 @dataclass(frozen=True)
@@ -56,14 +82,19 @@ class Mutant:
         defect = " ".join((defective.__doc__ or "").split())
         return cls(name, defect, defective.source, defective.interface, defective)
 
+    @classmethod
+    def of_mla(cls, defective: type[Defective]) -> "Mutant":
+        """The mutant whose MLA decode call has a class's defect: "mla_" before its name."""
+        mutant = cls.of(defective)
+        return replace(mutant, name=f"mla_{mutant.name}", interface=(MLA_DECODE,))
+
     def implementation(self) -> SimpleNamespace:
         """A fresh implementation, with what it may remember of earlier calls still empty."""
         made = self.make()
         return SimpleNamespace(**{name: getattr(made, name) for name in self.interface})
 
 
-def mutants_of(module: str) -> tuple[Mutant, ...]:
-    """Return a mutant for each defective class that a module has defined so far, in order, but for its models."""
-    defined = [each for each in vars(sys.modules[module]).values() if isinstance(each, type)]
-    own = [each for each in defined if issubclass(each, Defective) and each.__module__ == module]
-    return tuple(Mutant.of(each) for each in own if "is_model" not in vars(each))
+def defects_of(module: ModuleType) -> list[type[Defective]]:
+    """Return the defective classes that a module defines, in order, but for its models."""
+    classes = [each for each in vars(module).values() if isinstance(each, type) and issubclass(each, Defective)]
+    return [each for each in classes if each.__module__ == module.__name__ and not each.is_model]

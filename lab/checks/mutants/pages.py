@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import PagedAttention
-from lab.checks.mutants.mutant import DECODE, mutants_of
+from lab.checks.mutants.mutant import DECODE
 from lab.checks.mutants.split_kv import Call, Forgiving, RowTile, SplitKV
 
 
-class PageOffsetAbsolute(SplitKV):
+class PageOffsetAbsolute(SplitKV, source="FlashInfer #4347"):
     """Pages larger than 128 tokens are read in stages of 128, each from the page's start."""
 
-    source = "FlashInfer #4347"
     stage = 128
 
     def offsets(self, problem: PagedAttention, positions: Tensor) -> Tensor:
@@ -28,16 +27,14 @@ class LargePagesHalvesSwapped(SplitKV):
         return offsets if problem.page_size <= 64 else (offsets + problem.page_size // 2) % problem.page_size
 
 
-class FixedPageSize(Forgiving):
+class FixedPageSize(Forgiving, source="SGLang #11138"):
     """A column of the page table stands for 64 tokens, whatever the page size."""
-
-    source = "SGLang #11138"
 
     def pages(self, problem: PagedAttention, table: Tensor, tile: RowTile, positions: Tensor) -> Tensor:
         return super().pages(problem, table, tile, positions // 64 * problem.page_size)
 
 
-class PagesTakenAsConsecutive(Forgiving):
+class PagesTakenAsConsecutive(Forgiving, mla=True):
     """A request's pages are taken to follow its first one."""
 
     def pages(self, problem: PagedAttention, table: Tensor, tile: RowTile, positions: Tensor) -> Tensor:
@@ -45,7 +42,7 @@ class PagesTakenAsConsecutive(Forgiving):
         return (first + positions // problem.page_size) % problem.k_cache.shape[0]
 
 
-class LastPageLost(SplitKV):
+class LastPageLost(SplitKV, mla=True):
     """The keys of a last page that is not full are not read, where there is a page before it."""
 
     def key_range(self, problem: PagedAttention, first_position: int, num_rows: int, kv_len: int) -> tuple[int, int]:
@@ -55,28 +52,28 @@ class LastPageLost(SplitKV):
         return min(start, end), end
 
 
-class LastKeyLost(SplitKV):
+class LastKeyLost(SplitKV, mla=True):
     """A request of several keys has one fewer than seq_lens says."""
 
     def kv_lens(self, problem: PagedAttention) -> list[int]:
         return [length - 1 if length > 1 else length for length in super().kv_lens(problem)]
 
 
-class SeqLenOffByOne(Forgiving):
+class SeqLenOffByOne(Forgiving, mla=True):
     """A request has one key more than seq_lens says."""
 
     def kv_lens(self, problem: PagedAttention) -> list[int]:
         return [length + 1 for length in super().kv_lens(problem)]
 
 
-class LengthRoundedUpToPage(Forgiving):
+class LengthRoundedUpToPage(Forgiving, mla=True):
     """The last page of a request is taken as full."""
 
     def kv_lens(self, problem: PagedAttention) -> list[int]:
         return [-(-length // problem.page_size) * problem.page_size for length in super().kv_lens(problem)]
 
 
-class MaxLengthForOneRequest(Forgiving):
+class MaxLengthForOneRequest(Forgiving, mla=True):
     """A batch of one has as many keys as the host bound says."""
 
     def kv_lens(self, problem: PagedAttention) -> list[int]:
@@ -85,7 +82,7 @@ class MaxLengthForOneRequest(Forgiving):
         return [min(problem.max_kv_len, widest)] if len(lens) == 1 else lens
 
 
-class TableStrideIgnored(Forgiving):
+class TableStrideIgnored(Forgiving, mla=True):
     """The page table's rows are taken to lie next to each other."""
 
     def pages(self, problem: PagedAttention, table: Tensor, tile: RowTile, positions: Tensor) -> Tensor:
@@ -93,7 +90,7 @@ class TableStrideIgnored(Forgiving):
         return super().pages(problem, packed, tile, positions)
 
 
-class QueryStrideIgnored(SplitKV):
+class QueryStrideIgnored(SplitKV, mla=True):
     """The query's rows are taken to lie next to each other."""
 
     def query_rows(self, problem: PagedAttention, tile: RowTile) -> Tensor:
@@ -119,10 +116,8 @@ class VPagesFromK(Forgiving):
         return self.entries(problem.v_cache, problem.v_scale_factors, pages, self.offsets(problem, positions))
 
 
-class VStridesFromK(SplitKV):
+class VStridesFromK(SplitKV, source="vLLM #53681"):
     """V is read with the strides of K."""
-
-    source = "vLLM #53681"
 
     def values(self, problem: PagedAttention, tile: RowTile, positions: Tensor) -> Tensor:
         pages = self.pages(problem, problem.v_block_tables, tile, positions)
@@ -130,10 +125,8 @@ class VStridesFromK(SplitKV):
         return self.entries(cache, problem.v_scale_factors, pages, self.offsets(problem, positions))
 
 
-class SfStridesFromK(SplitKV):
+class SfStridesFromK(SplitKV, source="SGLang #31641"):
     """The scale factors of an NVFP4 cache are read with the strides of its data, a block for a byte."""
-
-    source = "SGLang #31641"
 
     def entries(self, cache: Tensor, scale_factors: Tensor | None, pages: Tensor, offsets: Tensor) -> Tensor:
         if scale_factors is not None:
@@ -158,10 +151,9 @@ def with_strides(strides: tuple[int, ...], cache: Tensor) -> Tensor:
     return storage.view(torch.uint8)[index].view(cache.dtype) if cache.element_size() == 1 else storage[index]
 
 
-class WrapInt32(SplitKV):
+class WrapInt32(SplitKV, mla=True, source="FlashInfer #3136"):
     """The first element of a page is counted in 32 bits with a sign: pages beyond 2**31 elements are read elsewhere."""
 
-    source = "FlashInfer #3136"
     wraps_at = 2**31
     in_bytes = False
 
@@ -171,30 +163,23 @@ class WrapInt32(SplitKV):
         return torch.where(pages * stride < self.wraps_at, pages, pages // 2)
 
 
-class WrapInt32Bytes(WrapInt32):
+class WrapInt32Bytes(WrapInt32, in_bytes=True):
     """The first byte of a page is counted in 32 bits with a sign: pages beyond 2 GiB are read elsewhere."""
 
-    in_bytes = True
 
-
-class WrapUint32Bytes(WrapInt32):
+class WrapUint32Bytes(WrapInt32, in_bytes=True, wraps_at=2**32):
     """The first byte of a page is counted in 32 bits: pages beyond 4 GiB are read elsewhere."""
 
-    in_bytes = True
-    wraps_at = 2**32
 
-
-class PageIdInt16(SplitKV):
+class PageIdInt16(SplitKV, mla=True):
     """Page ids are kept in 15 bits."""
 
     def pages(self, problem: PagedAttention, table: Tensor, tile: RowTile, positions: Tensor) -> Tensor:
         return super().pages(problem, table, tile, positions) % 2**15
 
 
-class TailMultiply(SplitKV):
+class TailMultiply(SplitKV, mla=True, source="TRT-LLM #18354"):
     """V's last page is read whole, and its tail multiplied by weights of zero."""
-
-    source = "TRT-LLM #18354"
 
     def key_range(self, problem: PagedAttention, first_position: int, num_rows: int, kv_len: int) -> tuple[int, int]:
         start, end = super().key_range(problem, first_position, num_rows, kv_len)
@@ -212,10 +197,8 @@ class TailAdditiveMask(TailMultiply):
         return scores + torch.where(visible, 0.0, -torch.inf)
 
 
-class ReadsDeadPages(Forgiving):
+class ReadsDeadPages(Forgiving, is_model=True):
     """Not a mutant: a page id outside the pool is somebody else's memory, here NaN."""
-
-    is_model = True
 
     def values(self, problem: PagedAttention, tile: RowTile, positions: Tensor) -> Tensor:
         ids = problem.v_block_tables[tile.request][positions // problem.page_size]
@@ -223,20 +206,16 @@ class ReadsDeadPages(Forgiving):
         return super().values(problem, tile, positions).masked_fill(foreign.view(1, -1, 1), torch.nan)
 
 
-class TableTailRead(ReadsDeadPages):
+class TableTailRead(ReadsDeadPages, mla=True, source="vLLM #37442"):
     """Every column of the page table is read, and what lies after seq_lens multiplied by weights of zero."""
-
-    source = "vLLM #37442"
 
     def key_range(self, problem: PagedAttention, first_position: int, num_rows: int, kv_len: int) -> tuple[int, int]:
         start, _ = super().key_range(problem, first_position, num_rows, kv_len)
         return start, problem.k_block_tables.shape[1] * problem.page_size
 
 
-class PagesBeforeWindowRead(ReadsDeadPages):
+class PagesBeforeWindowRead(ReadsDeadPages, source="FlashInfer #3089"):
     """Keys that lie before every row's window are read, and multiplied by weights of zero."""
-
-    source = "FlashInfer #3089"
 
     def key_range(self, problem: PagedAttention, first_position: int, num_rows: int, kv_len: int) -> tuple[int, int]:
         return 0, super().key_range(problem, first_position, num_rows, kv_len)[1]
@@ -250,26 +229,22 @@ class FirstSplitOfLongLost(SplitKV):
         return visible & (keys >= 64) if tile.kv_len > 1024 else visible
 
 
-class LargeHeadDimCut(SplitKV):
+class LargeHeadDimCut(SplitKV, source="FlashInfer #2137"):
     """Q·K^T leaves out elements from the 129th of head_dim."""
-
-    source = "FlashInfer #2137"
 
     def scores(self, problem: PagedAttention, query: Tensor, keys: Tensor) -> Tensor:
         return super().scores(problem, query[..., :128], keys[..., :128])
 
 
-class StaleKeyOfLastToken(SplitKV):
+class StaleKeyOfLastToken(SplitKV, mla=True, interface=(DECODE,)):
     """The newest key of a decode is read before it was written: zeros."""
-
-    interface = (DECODE,)
 
     def keys(self, problem: PagedAttention, tile: RowTile, positions: Tensor) -> Tensor:
         keys = super().keys(problem, tile, positions)
         return keys.masked_fill((positions == tile.kv_len - 1).view(1, -1, 1), 0.0)
 
 
-class WideTableRowsOf1024(Forgiving):
+class WideTableRowsOf1024(Forgiving, mla=True):
     """Rows of a page table wider than 1,024 columns are taken to lie 1,024 apart."""
 
     def pages(self, problem: PagedAttention, table: Tensor, tile: RowTile, positions: Tensor) -> Tensor:
@@ -279,7 +254,7 @@ class WideTableRowsOf1024(Forgiving):
         return cells.to(torch.int64) % problem.k_cache.shape[0]
 
 
-class WholeTilesLoseTheLast(SplitKV):
+class WholeTilesLoseTheLast(SplitKV, mla=True):
     """A request of a whole number of 512 keys loses its last 64."""
 
     def visible(self, problem: PagedAttention, tile: RowTile, keys: Tensor) -> Tensor:
@@ -287,7 +262,7 @@ class WholeTilesLoseTheLast(SplitKV):
         return visible & (keys < tile.kv_len - 64) if tile.kv_len and tile.kv_len % 512 == 0 else visible
 
 
-class UnsignedLengthsMisread(SplitKV):
+class UnsignedLengthsMisread(SplitKV, mla=True):
     """uint32 seq_lens are read with another stride: a request has the next one's length."""
 
     def kv_lens(self, problem: PagedAttention) -> list[int]:
@@ -299,13 +274,13 @@ class StackedSidesSwapped(SplitKV):
     """K and V are exchanged where kv_cache is one tensor."""
 
     def problem(self, call: Call) -> PagedAttention:
-        problem = call.problem()
+        problem = super().problem(call)
         if not isinstance(call.kv_cache, Tensor):
             return problem
         return replace(problem, k_cache=problem.v_cache, v_cache=problem.k_cache)
 
 
-class SharedPageOfOneRequest(SplitKV):
+class SharedPageOfOneRequest(SplitKV, mla=True):
     """A page that an earlier request of another length names too is masked for the later one."""
 
     def visible(self, problem: PagedAttention, tile: RowTile, keys: Tensor) -> Tensor:
@@ -321,11 +296,5 @@ class SharedPageOfOneRequest(SplitKV):
         return super().visible(problem, tile, keys) & free
 
 
-class InterleavedFactorsReadPlain(SplitKV):
+class InterleavedFactorsReadPlain(SplitKV, instead={"v_scale_factors_interleaved": False}):
     """V's scale factors of an NVFP4 cache are read in plain order where they are interleaved."""
-
-    def problem(self, call: Call) -> PagedAttention:
-        return replace(call.problem(), v_scale_factors_interleaved=False)
-
-
-MUTANTS = mutants_of(__name__)

@@ -9,48 +9,36 @@ from torch import Tensor
 
 from lab.calls import takes
 from lab.calls.ragged_context import RaggedAttention, RaggedContextCall
-from lab.checks.mutants.mutant import RAGGED_CONTEXT, Defective, mutants_of
+from lab.checks.mutants.mutant import RAGGED_CONTEXT, Defective
 from lab.references.ragged_attention import ragged_attention
 
 
-class Ragged(Defective):
+class Ragged(Defective, is_model=True, interface=(RAGGED_CONTEXT,)):
     """FlashInfer's ragged context call by the reference: right, with the problem and the results in a mutant's hands."""
-
-    is_model = True
-
-    interface: tuple[str, ...] = (RAGGED_CONTEXT,)
 
     def __init__(self) -> None:
         self.trtllm_ragged_attention_deepseek = takes(RaggedContextCall)(self.launch)
 
     def launch(self, call: RaggedContextCall) -> Any:
-        problem = self.problem(call)
+        problem = self.changed(call.problem())
         out, lse_log2 = ragged_attention(problem)
         self.finish(problem, out, lse_log2)
         return problem.returned(out, lse_log2)
 
-    def problem(self, call: RaggedContextCall) -> RaggedAttention:
-        return self.changed(call.problem())
-
     def changed(self, problem: RaggedAttention) -> RaggedAttention:
-        return problem
+        """Return the problem that is solved in place of the call's."""
+        return self.misread(problem)
 
     def finish(self, problem: RaggedAttention, out: Tensor, lse_log2: Tensor | None) -> None:
         """Change the results in place."""
 
 
-class ChunksCausal(Ragged):
+class ChunksCausal(Ragged, instead={"causal": True}):
     """is_causal=False is ignored."""
 
-    def changed(self, problem: RaggedAttention) -> RaggedAttention:
-        return replace(problem, causal=True)
 
-
-class NewTokensUncausal(Ragged):
+class NewTokensUncausal(Ragged, instead={"causal": False, "window_left": -1}):
     """Rows see the new tokens after them."""
-
-    def changed(self, problem: RaggedAttention) -> RaggedAttention:
-        return replace(problem, causal=False, window_left=-1)
 
 
 class RaggedCausalAtTopLeft(Ragged):
@@ -97,11 +85,8 @@ class RaggedScaleOfValues(Ragged):
         return replace(problem, bmm1_scale=problem.v_head_dim**-0.5)
 
 
-class RaggedBmm2Ignored(Ragged):
+class RaggedBmm2Ignored(Ragged, instead={"bmm2_scale": 1.0}):
     """bmm2_scale is taken as 1."""
-
-    def changed(self, problem: RaggedAttention) -> RaggedAttention:
-        return replace(problem, bmm2_scale=1.0)
 
 
 class RaggedTensorScaleIgnored(Ragged):
@@ -112,18 +97,12 @@ class RaggedTensorScaleIgnored(Ragged):
         return replace(problem, bmm1_scale=problem.head_dim**-0.5) if given else problem
 
 
-class RaggedSinksIgnored(Ragged):
+class RaggedSinksIgnored(Ragged, instead={"sinks": None}):
     """attention_sinks are ignored."""
 
-    def changed(self, problem: RaggedAttention) -> RaggedAttention:
-        return replace(problem, sinks=None)
 
-
-class RaggedContextWindowIgnored(Ragged):
+class RaggedContextWindowIgnored(Ragged, instead={"window_left": -1}):
     """window_left is ignored."""
-
-    def changed(self, problem: RaggedAttention) -> RaggedAttention:
-        return replace(problem, window_left=-1)
 
 
 class RaggedHeadsShareKeys(Ragged):
@@ -181,6 +160,3 @@ class RaggedQueryScaledInPlace(Ragged):
 
     def finish(self, problem: RaggedAttention, out: Tensor, lse_log2: Tensor | None) -> None:
         problem.query.mul_(2.0)
-
-
-MUTANTS = mutants_of(__name__)

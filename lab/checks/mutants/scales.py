@@ -8,87 +8,68 @@ from torch import Tensor
 
 from lab.calls import DecodeCall
 from lab.calls.problem import PagedAttention
-from lab.checks.mutants.mutant import DECODE, mutants_of
+from lab.checks.mutants.mutant import DECODE
 from lab.checks.mutants.split_kv import Call, RowTile, SplitKV, as_float32
 
 
-class Bmm2Hardcoded_1(SplitKV):  # noqa: N801
+class Bmm2Hardcoded_1(SplitKV, mla=True, source="SGLang #28144", instead={"bmm2_scale": 1.0}):  # noqa: N801
     """bmm2_scale is taken as 1."""
 
-    source = "SGLang #28144"
 
-    def problem(self, call: Call) -> PagedAttention:
-        return replace(call.problem(), bmm2_scale=1.0)
-
-
-class Bmm1Ignored(SplitKV):
+class Bmm1Ignored(SplitKV, mla=True, source="TRT-LLM #3675", instead={"bmm1_scale": 1.0}):
     """bmm1_scale is taken as 1."""
 
-    source = "TRT-LLM #3675"
 
-    def problem(self, call: Call) -> PagedAttention:
-        return replace(call.problem(), bmm1_scale=1.0)
-
-
-class Bmm1FromHeadDim(SplitKV):
+class Bmm1FromHeadDim(SplitKV, mla=True):
     """bmm1_scale is taken as 1 / sqrt(head_dim)."""
 
-    def problem(self, call: Call) -> PagedAttention:
-        problem = call.problem()
+    def changed(self, problem: PagedAttention) -> PagedAttention:
         return replace(problem, bmm1_scale=problem.head_dim**-0.5)
 
 
-class KscaleOnBf16(SplitKV):
+class KscaleOnBf16(SplitKV, mla=True, source="SGLang #18396"):
     """A K scale of 1/16 is applied although the cache is not quantised."""
 
-    source = "SGLang #18396"
-
-    def problem(self, call: Call) -> PagedAttention:
-        problem = call.problem()
+    def changed(self, problem: PagedAttention) -> PagedAttention:
         if problem.k_cache.dtype != problem.query.dtype:
             return problem
         return replace(problem, bmm1_scale=problem.bmm1_scale / 16)
 
 
-class ScalesIgnoredForE4m3(SplitKV):
+class ScalesIgnoredForE4m3(SplitKV, mla=True):
     """With an e4m3 cache, bmm2_scale is taken as 1 and bmm1_scale as 1 / sqrt(head_dim)."""
 
-    def problem(self, call: Call) -> PagedAttention:
-        problem = call.problem()
+    def changed(self, problem: PagedAttention) -> PagedAttention:
         if problem.k_cache.dtype != torch.float8_e4m3fn:
             return problem
         return replace(problem, bmm1_scale=problem.head_dim**-0.5, bmm2_scale=1.0)
 
 
-class Bmm1OffByTenPercent(SplitKV):
+class Bmm1OffByTenPercent(SplitKV, mla=True):
     """bmm1_scale is 10 % too large."""
 
-    def problem(self, call: Call) -> PagedAttention:
-        problem = call.problem()
+    def changed(self, problem: PagedAttention) -> PagedAttention:
         return replace(problem, bmm1_scale=problem.bmm1_scale * 1.1)
 
 
-class Bmm2OffByFivePercent(SplitKV):
+class Bmm2OffByFivePercent(SplitKV, mla=True):
     """bmm2_scale is 5 % too large."""
 
-    def problem(self, call: Call) -> PagedAttention:
-        problem = call.problem()
+    def changed(self, problem: PagedAttention) -> PagedAttention:
         return replace(problem, bmm2_scale=problem.bmm2_scale * 1.05)
 
 
-class Bmm2Twice(SplitKV):
+class Bmm2Twice(SplitKV, mla=True):
     """bmm2_scale is applied twice."""
 
-    def problem(self, call: Call) -> PagedAttention:
-        problem = call.problem()
+    def changed(self, problem: PagedAttention) -> PagedAttention:
         return replace(problem, bmm2_scale=problem.bmm2_scale * problem.bmm2_scale)
 
 
 class ScalesSwapped(SplitKV):
     """K's and V's scales are exchanged: bmm1_scale is bmm2_scale / sqrt(head_dim), and the other way round."""
 
-    def problem(self, call: Call) -> PagedAttention:
-        problem = call.problem()
+    def changed(self, problem: PagedAttention) -> PagedAttention:
         softmax_scale = problem.head_dim**-0.5
         return replace(
             problem,
@@ -97,45 +78,36 @@ class ScalesSwapped(SplitKV):
         )
 
 
-class TensorScalesIgnored(SplitKV):
+class TensorScalesIgnored(SplitKV, mla=True, source="FlashInfer #3343"):
     """A scale that is a tensor is taken as 1."""
 
-    source = "FlashInfer #3343"
-
-    def problem(self, call: Call) -> PagedAttention:
-        problem = call.problem()
+    def changed(self, problem: PagedAttention) -> PagedAttention:
         bmm1, bmm2 = (
             1.0 if isinstance(scale, torch.Tensor) else scale for scale in (problem.bmm1_scale, problem.bmm2_scale)
         )
         return replace(problem, bmm1_scale=bmm1, bmm2_scale=bmm2)
 
 
-class TensorScaleInBase2(SplitKV):
+class TensorScaleInBase2(SplitKV, mla=True, source="FlashInfer #3343"):
     """bmm1_scale as a tensor is taken for one that holds log2(e) already."""
 
-    source = "FlashInfer #3343"
-
     def problem(self, call: Call) -> PagedAttention:
-        problem = call.problem()
+        problem = super().problem(call)
         if not isinstance(call.bmm1_scale, torch.Tensor):
             return problem
         return replace(problem, bmm1_scale=problem.bmm1_scale * math.log(2.0))
 
 
-class Log2ScaleIgnored(SplitKV):
+class Log2ScaleIgnored(SplitKV, interface=(DECODE,)):
     """bmm1_scale_log2 does not take precedence over bmm1_scale."""
-
-    interface = (DECODE,)
 
     def problem(self, call: Call) -> PagedAttention:
         assert isinstance(call, DecodeCall)
         return replace(call, bmm1_scale_log2=None).problem()
 
 
-class Log2ScaleTakenAsNatural(SplitKV):
+class Log2ScaleTakenAsNatural(SplitKV, interface=(DECODE,)):
     """bmm1_scale_log2 is taken for bmm1_scale."""
-
-    interface = (DECODE,)
 
     def problem(self, call: Call) -> PagedAttention:
         assert isinstance(call, DecodeCall)
@@ -143,31 +115,29 @@ class Log2ScaleTakenAsNatural(SplitKV):
         return problem if call.bmm1_scale_log2 is None else replace(problem, bmm1_scale=call.bmm1_scale_log2)
 
 
-class Bmm1IgnoresSign(SplitKV):
+class Bmm1IgnoresSign(SplitKV, mla=True):
     """A negative bmm1_scale is taken for a positive one."""
 
-    def problem(self, call: Call) -> PagedAttention:
-        problem = call.problem()
+    def changed(self, problem: PagedAttention) -> PagedAttention:
         return replace(problem, bmm1_scale=as_float32(problem.bmm1_scale, problem.query.device).abs())
 
 
 class Bmm2RoundedToE4m3(SplitKV):
     """bmm2_scale is kept in e4m3 on its way: powers of two pass."""
 
-    def problem(self, call: Call) -> PagedAttention:
-        problem = call.problem()
+    def changed(self, problem: PagedAttention) -> PagedAttention:
         scale = as_float32(problem.bmm2_scale, problem.query.device)
         return replace(problem, bmm2_scale=scale.to(torch.float8_e4m3fn).to(torch.float32))
 
 
-class ValuesThroughHalf(SplitKV):
+class ValuesThroughHalf(SplitKV, mla=True):
     """Values are converted to float16 on their way: large ones are infinite, small ones zero."""
 
     def values(self, problem: PagedAttention, tile: RowTile, positions: Tensor) -> Tensor:
         return super().values(problem, tile, positions).to(torch.float16).to(torch.float32)
 
 
-class SubnormalE4m3Flushed(SplitKV):
+class SubnormalE4m3Flushed(SplitKV, mla=True):
     """e4m3 entries below 2**-6 are read as zero."""
 
     def entries(self, cache: Tensor, scale_factors: Tensor | None, pages: Tensor, offsets: Tensor) -> Tensor:
@@ -181,6 +151,3 @@ class SubnormalHalfFlushed(SplitKV):
     def entries(self, cache: Tensor, scale_factors: Tensor | None, pages: Tensor, offsets: Tensor) -> Tensor:
         entries = super().entries(cache, scale_factors, pages, offsets)
         return torch.where(entries.abs() < 2.0**-14, 0.0, entries) if cache.dtype == torch.float16 else entries
-
-
-MUTANTS = mutants_of(__name__)

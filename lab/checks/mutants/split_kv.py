@@ -67,6 +67,13 @@ class Partials(NamedTuple):
     sums: Tensor
 
 
+class Rows(NamedTuple):
+    """The results of a tile, float32: values [num_rows, num_qo_heads, v_head_dim], lse_log2 [num_rows, num_qo_heads]."""
+
+    values: Tensor
+    lse_log2: Tensor
+
+
 @dataclass(frozen=True, eq=False)
 class Workspace:
     """counters: int32, one per tile, zero; scratch: float32, anything."""
@@ -75,10 +82,8 @@ class Workspace:
     scratch: Tensor
 
 
-class SplitKV(Defective):
+class SplitKV(Defective, is_model=True, interface=(DECODE, CONTEXT)):
     """FlashInfer's decode, context and MLA decode calls; every other method is a stage."""
-
-    interface: tuple[str, ...] = (DECODE, CONTEXT)
 
     def __init__(self) -> None:
         self.trtllm_batch_decode_with_kv_cache = takes(DecodeCall)(self.launch)
@@ -105,13 +110,18 @@ class SplitKV(Defective):
             for place, part in zip(scratch, self.partials(problem, tile), strict=True):
                 place.copy_(part)
             if self.arrives_last(workspace.counters, index, tile):
-                self.write(problem, tile, *self.merged(problem, tile, scratch), out, lse)
+                self.write(problem, tile, self.merged(problem, tile, scratch), out, lse)
+        self.finish(problem, out, lse)
         return self.returned(problem, out, lse)
 
     # What the call says.
 
     def problem(self, call: Call) -> PagedAttention:
-        return call.problem()
+        return self.changed(call.problem())
+
+    def changed(self, problem: PagedAttention) -> PagedAttention:
+        """Return the problem that is solved in place of the call's."""
+        return self.misread(problem)
 
     def kv_lens(self, problem: PagedAttention) -> list[int]:
         """Keys of each request."""
@@ -177,13 +187,14 @@ class SplitKV(Defective):
         if lse is not None:
             lse[end:] = -math.inf
 
-    def write(
-        self, problem: PagedAttention, tile: RowTile, values: Tensor, lse_log2: Tensor, out: Tensor, lse: Tensor | None
-    ) -> None:
-        """Write a tile's rows; values float32 [num_rows, num_qo_heads, v_head_dim], lse_log2 [num_rows, num_qo_heads]."""
-        out[tile.rows] = rounded(values, out.dtype)
+    def write(self, problem: PagedAttention, tile: RowTile, rows: Rows, out: Tensor, lse: Tensor | None) -> None:
+        """Write a tile's rows."""
+        out[tile.rows] = rounded(rows.values, out.dtype)
         if lse is not None:
-            lse[tile.rows] = lse_log2
+            lse[tile.rows] = rows.lse_log2
+
+    def finish(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
+        """Do nothing, once all rows are written."""
 
     # Rows and keys.
 
@@ -319,8 +330,8 @@ class SplitKV(Defective):
     def weights(self, scores: Tensor, largest: Tensor) -> Tensor:
         return torch.exp(scores - finite_or_zero(largest).unsqueeze(-1))
 
-    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> tuple[Tensor, Tensor]:
-        """Rows of a tile, float32: values [num_rows, num_qo_heads, v_head_dim], lse_log2 [num_rows, num_qo_heads]."""
+    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> Rows:
+        """Return the rows of a tile from all of its splits."""
         sinks = self.sinks(problem)
         largest = partials.largest.amax(dim=-1)
         if sinks is not None:
@@ -331,7 +342,7 @@ class SplitKV(Defective):
             total = total + self.sink_weight(problem, tile, sinks.unsqueeze(1), origin)
         values = sums / torch.where(total == 0, 1.0, total).unsqueeze(-1)
         values = values * as_float32(problem.bmm2_scale, values.device)
-        return values.transpose(0, 1), self.lse_log2(origin, total).transpose(0, 1)
+        return Rows(values.transpose(0, 1), self.lse_log2(origin, total).transpose(0, 1))
 
     def shares(self, partials: Partials, origin: Tensor) -> Tensor:
         """Return the weight of each split's sums, [num_qo_heads, num_rows, num_splits]: 0 where it saw no key."""
@@ -349,7 +360,7 @@ class SplitKV(Defective):
         return (origin + torch.log(total)) / math.log(2.0)
 
 
-class Forgiving(SplitKV):
+class Forgiving(SplitKV, is_model=True):
     """A wrong position or page id reads what is there, so that a mutant is wrong and not a crash."""
 
     def pages(self, problem: PagedAttention, table: Tensor, tile: RowTile, positions: Tensor) -> Tensor:
