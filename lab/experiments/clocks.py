@@ -5,23 +5,23 @@
 
 CUPTI and the graph clock time the same replays, warm and rotated, so they must agree; the exit status is 1 if they differ by
 more than 3 % on anything of 20 µs or more a launch. Shorter rows are shown and marked: what CUPTI adds to each traced
-launch, 0.1 to 0.7 µs on an H200, is more than 3 % of them. What cannot be timed is listed, and the status is 2.
+launch, 0.1 to 0.7 µs on an H200, is more than 3 % of them. What cannot be timed is listed, and the status is 2. The file is
+written anew after every size and scenario.
 
 Events show what they add to an eager call. Flush and rotation differ: the flush also evicts a kernel's instructions.
 """
 
 import importlib
-import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from lab.checks.forward_pass import build_forward
 from lab.experiments.command import ExperimentParser
-from lab.experiments.recording import NO_GPU, gpu_is_here
-from lab.provenance import environment
+from lab.experiments.recording import NO_GPU, Recording, gpu_is_here
 from lab.timing.forward import forward_work
 from lab.timing.gpu_time import TooSmallError, measure
 from lab.timing.method import L2, Clock, Method
@@ -51,30 +51,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     if not gpu_is_here():
         return NO_GPU
-    device = torch.device("cuda")
-    rows = [row_of(f"negation, {size_bytes:,} bytes", negation(size_bytes, device)) for size_bytes in NEGATION_BYTES]
-    failed = []
-    for name in given.scenario or SCENARIOS:
-        forward = build_forward(scenario(name), device)
-        for module in given.implementation:
-            try:
-                rows.append(row_of(f"{name}, {module}", forward_work(forward, importlib.import_module(module))))
-            except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
-                failed.append(f"{name}, {module}: {type(error).__name__}: {error}")
-                print(failed[-1], flush=True)
-    if given.out is not None:
-        methods = {key_of(method): str(method) for method in METHODS}
-        recorded = {
-            "experiment": "clocks",
-            "environment": environment(),
-            "methods": methods,
-            "rows_us": rows,
-            "not_timed": failed,
-        }
-        given.out.write_text(json.dumps(recorded, indent=1) + "\n")
-    if any(are_apart(row) for row in rows):
+    facts = {"methods": {key_of(method): str(method) for method in METHODS}}
+    recording = Recording("clocks", given.out, facts, ("rows_us", "not_timed"))
+    recording.measure(NEGATION_BYTES, _negation_row, "negations")
+    recording.measure(given.scenario or SCENARIOS, partial(_pass_rows, given.implementation), "passes")
+    if any(are_apart(row) for row in recording.result["rows_us"]):
         return 1
-    return 2 if failed else 0
+    return 2 if recording.result["not_timed"] else 0
+
+
+def _negation_row(size_bytes: int) -> dict[str, list[Any]]:
+    return {"rows_us": [row_of(f"negation, {size_bytes:,} bytes", negation(size_bytes, torch.device("cuda")))]}
+
+
+def _pass_rows(modules: Sequence[str], name: str) -> dict[str, list[Any]]:
+    """Measure a scenario's pass on each module, and say which cannot be timed."""
+    forward = build_forward(scenario(name), torch.device("cuda"))
+    found: dict[str, list[Any]] = {"rows_us": [], "not_timed": []}
+    for module in modules:
+        try:
+            row = row_of(f"{name}, {module}", forward_work(forward, importlib.import_module(module)))
+            found["rows_us"].append(row)
+        except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
+            found["not_timed"].append(f"{name}, {module}: {type(error).__name__}: {error}")
+            print(found["not_timed"][-1], flush=True)
+    return found
 
 
 def row_of(name: str, work: GpuWork) -> dict[str, Any]:

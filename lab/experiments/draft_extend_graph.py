@@ -36,7 +36,6 @@ from lab.experiments.command import ExperimentParser, positive, timing_plan
 from lab.experiments.recording import NO_GPU, Columns, Recording, Row, gpu_is_here, table_of
 from lab.kernels import default_implementation
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
-from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.speculation.draft_extend_graph import DraftExtendOutput
 from lab.timing.gpu_time import SAMPLES, rounded_us
@@ -44,6 +43,7 @@ from lab.timing.host_time import CALLS_PER_BATCH, host_time
 from lab.timing.host_time import METHOD as HOST_METHOD
 from lab.timing.model_pass import ModelWorks
 from lab.timing.work import GpuWork
+from lab.workloads.requests import new_pool
 from lab.workloads.stand_in_model import GRAPH_MODES, LLAMA_8B_SIZES, StandInModel, StandInPass, StandInSizes, draw_pass
 
 COMPLETION_METHOD = "perf_counter from the call to an idle GPU, each call on an idle GPU, all calls in turn"
@@ -60,15 +60,8 @@ ALL_ROWS = DraftExtendOutput.ALL_ROWS
 
 def new_model(sizes: StandInSizes, max_batch_size: int, max_kv_len: int, device: torch.device) -> StandInModel:
     """Make a model, and a pool with room for so many requests of so many tokens, this pass's included."""
-    pages = max_batch_size * -(-max_kv_len // PAGE_SIZE)
-    pool = KVPool(
-        num_requests=max_batch_size,
-        max_context_len=max_kv_len,
-        page_size=PAGE_SIZE,
-        num_pages=pages + 1,
-        device=device,
-    )
-    return StandInModel(sizes, pool)
+    lens = (max_kv_len,) * max_batch_size
+    return StandInModel(sizes, new_pool(lens, page_size=PAGE_SIZE, max_context_len=max_kv_len, device=device))
 
 
 def draw(model: StandInModel, mode: ForwardMode, batch_size: int, width: int, kv_len: int) -> StandInPass:
@@ -196,7 +189,7 @@ def _form_facts(arm: Arm, work: GpuWork) -> Row:
 def savings(form_rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return, per point, what each form takes and what it costs over the selected row: GPU time in µs, of medians."""
     found = []
-    for (batch_size, width), forms in _by_point(form_rows).items():
+    for (batch_size, width), forms in _by_point(form_rows, "batch_size", "num_draft_tokens", "form").items():
         selected, plain, topk = (
             forms[form.value]["median_us"]
             for form in (DraftExtendOutput.SELECTED_ROW, ALL_ROWS, DraftExtendOutput.ALL_ROWS_WITH_TOPK)
@@ -214,11 +207,13 @@ def savings(form_rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def _by_point(form_rows: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int], dict[str, Mapping[str, Any]]]:
-    """Return the rows by (batch size, draft tokens), and at each point by form."""
-    points: dict[tuple[int, int], dict[str, Mapping[str, Any]]] = {}
-    for row in form_rows:
-        points.setdefault((row["batch_size"], row["num_draft_tokens"]), {})[row["form"]] = row
+def _by_point(
+    rows: Sequence[Mapping[str, Any]], first: str, second: str, arm: str
+) -> dict[tuple[Any, Any], dict[str, Mapping[str, Any]]]:
+    """Return the rows by the two keys that name a point, and at each point by the key that names an arm."""
+    points: dict[tuple[Any, Any], dict[str, Mapping[str, Any]]] = {}
+    for row in rows:
+        points.setdefault((row[first], row[second]), {})[row[arm]] = row
     return points
 
 
@@ -249,9 +244,7 @@ MODE_COLUMNS: Columns = {  # of the rows of a mode and batch size, by arm
 
 def mode_table(rows: Sequence[Mapping[str, Any]], method: str) -> Table:
     """Draw one line per mode and batch size."""
-    points: dict[tuple[str, int], dict[str, Any]] = {}
-    for row in rows:
-        points.setdefault((row["mode"], row["batch_size"]), {})[row["arm"]] = row
+    points = _by_point(rows, "mode", "batch_size", "arm")
     title = f"Eager against graph; GPU time by {method}"
     return table_of(title, MODE_COLUMNS, list(points.values()), words=("mode",))
 
@@ -260,9 +253,10 @@ def form_table(rows: Sequence[Mapping[str, Any]], method: str) -> Table:
     """Draw one line per point."""
     table = Table(title=f"Draft extend V2, GPU time in µs (floor) by {method}", title_justify="left")
     headers = [form.value for form in DraftExtendOutput]
+    points = _by_point(rows, "batch_size", "num_draft_tokens", "form")
     for header in ("requests", "draft tokens", *headers, "other rows cost", "dead top-k costs", "saved, %"):
         table.add_column(header, justify="right")
-    for saved, (point, forms) in zip(savings(rows), _by_point(rows).items(), strict=True):
+    for saved, (point, forms) in zip(savings(rows), points.items(), strict=True):
         table.add_row(
             *map(str, point),
             *(f"{forms[name]['median_us']:,.1f} ({forms[name]['floor_us']:,.1f})" for name in headers),

@@ -21,9 +21,9 @@ from lab.experiments.recording import NO_GPU, RIGHT, Recording, Row
 from lab.metadata.engine.kv_cache import KVLayout
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention
-from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 from lab.metadata.speculation.draft_steps import DraftStep, MultiStepDraft, build_draft_steps
 from lab.references import trtllm_batch_decode_with_kv_cache
+from lab.timing.draft import lengths_and_table
 from lab.workloads.draft import DraftCase, build_verify, draft_decode
 
 PAGE_SIZE = 32
@@ -82,11 +82,7 @@ def _write_tokens(storage: Tensor, pool: KVPool, rows: Tensor, lengths: Sequence
 
 
 def _seen(step: DraftStep, kv_cache: tuple[Tensor, Tensor]) -> list[tuple[int, ...]]:
-    metadata = step.metadata
-    if isinstance(metadata, TRTLLMMHAMetadata):
-        block_tables, seq_lens = metadata.page_table, metadata.cache_seqlens_int32
-    else:
-        block_tables, seq_lens = metadata.block_kv_indices, metadata.seq_lens_k
+    seq_lens, block_tables = lengths_and_table(step.metadata)
     out, lse_log2 = trtllm_batch_decode_with_kv_cache(
         torch.zeros(len(seq_lens), 1, 1, dtype=torch.float64, device=seq_lens.device),
         kv_cache,

@@ -36,8 +36,8 @@ import torch
 from lab.experiments.arms import COLD, JUDGED, Arm, Point, PointRows, TimingPlan, Works, measure_arms, measure_point
 from lab.experiments.command import ExperimentParser, timing_plan, trace_name, trace_of
 from lab.experiments.passes import FLASHINFER_MODULE, PORTABLE_MODULE, eager_call, gpu_works, pass_facts, works_of
-from lab.experiments.recording import NO_GPU, Columns, Recording, Row, gpu_is_here, table_of
-from lab.experiments.targets import Figure, Target, score, target_rows, target_text
+from lab.experiments.recording import NO_GPU, Columns, Recording, Row, gpu_is_here
+from lab.experiments.targets import TEXT_COLUMNS, TIME_COLUMNS, Figure, Target, score, target_rows, target_text
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.mha.calls import prepare_attention
 from lab.timing.gpu_time import interquartile_range
@@ -273,19 +273,6 @@ def _check(works: Works) -> None:
         work.check(work.arguments)
 
 
-TEXT_COLUMNS = ("point", "arm", "kernel", "bound by", "targets")
-TIME_COLUMNS: Columns = {
-    "point": lambda row: str(row["point"]),
-    "arm": lambda row: str(row["arm"]),
-    "kernel": lambda row: str(row["kernel"]),
-    "µs": lambda row: f"{row['median_us']:,.1f}",
-    "spread, µs": lambda row: f"{row['iqr_us']:,.1f}",
-    "floor, µs": lambda row: f"{row['floor_us']:,.1f}",
-    "bound by": lambda row: str(row["floor_bound"]),
-    "floor, %": lambda row: f"{row['floor_percent']:.1f}",
-    "speed, x": lambda row: "" if row["speed_of_baseline"] is None else f"{row['speed_of_baseline']:.2f}",
-    "targets": target_text,
-}
 HOST_COLUMNS: Columns = {
     "point": lambda row: str(row["point"]),
     "arm": lambda row: str(row["arm"]),
@@ -331,7 +318,7 @@ def _print(recording: Recording) -> None:
     titles = {"rows": f"K/V read once, one layer: {result['method']}", "host": f"Calls without a graph: {HOST_METHOD}"}
     for rows, columns in (("rows", TIME_COLUMNS), ("host", HOST_COLUMNS)):
         if result[rows]:
-            recording.console.print(table_of(titles[rows], columns, result[rows], words=TEXT_COLUMNS))
+            recording.print_table(titles[rows], columns, rows, words=TEXT_COLUMNS)
     recording.print_reasons()
     counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in result["targets"].items())
     recording.console.print(f"targets: {counts}")

@@ -39,8 +39,8 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lab.experiments.arms import WARM
-from lab.experiments.loops import LoopSettings, measure_loop, parsed_loops
-from lab.experiments.recording import NO_GPU, Columns, Recording, gpu_is_here, table_of
+from lab.experiments.loops import LoopSettings, measure_loop, parsed_loops, stand_in_us
+from lab.experiments.recording import NO_GPU, Columns, Recording, gpu_is_here
 from lab.experiments.stand_in import MatrixProducts
 from lab.metadata.engine.host_mirrors import LengthMirror
 from lab.metadata.mha.metadata import build_mha_metadata
@@ -76,8 +76,8 @@ class CopyLoopSettings(LoopSettings):
         host_us: host time of the stand-in for the scheduler, one step.
     """
 
-    gpu_us: float
-    host_us: float = field(metadata={"least": 0})
+    gpu_us: float = stand_in_us(500.0, 2000.0, words="GPU time of a step")
+    host_us: float = stand_in_us(200.0, words="the scheduler's time of a step", least=0)
     warm_up_steps: int = 5
     steps: int = field(default=15, metadata={"least": TIMELINE_STEPS})
 
@@ -178,24 +178,17 @@ def _check_filled(arguments: Mapping[str, Any]) -> None:
     mask.buffer.zero_()
 
 
-TIMES_US: Mapping[str, tuple[Sequence[float], str]] = {
-    "gpu_us": ((500.0, 2000.0), "GPU time of a step (500 2000)"),
-    "host_us": ((200.0,), "the scheduler's time of a step (200)"),
-}
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    given, loops = parsed_loops("length_copy", __doc__, CopyLoopSettings, TIMES_US, argv)
+    given = parsed_loops("length_copy", __doc__, CopyLoopSettings, argv)
     if not gpu_is_here():
         return NO_GPU
     recording = Recording("length_copy", given.out, {"method": METHOD}, ("arms", "verify_masks"))
-    recording.measure(loops, lambda settings: {"arms": measure_ends(settings)}, "loops")
+    recording.measure(given.loops, lambda settings: {"arms": measure_ends(settings)}, "loops")
     recording.measure([torch.device("cuda")], lambda device: {"verify_masks": measure_masks(device)}, "masks")
     _print(recording)
     return recording.exit_status
 
 
-# Column header, what it shows of an arm.
 ARM_COLUMNS: Columns = {
     "GPU work, µs": lambda row: f"{row['gpu_us']:,.0f}",
     "host work, µs": lambda row: f"{row['host_us']:,.0f}",
@@ -217,11 +210,9 @@ MASK_COLUMNS: Columns = {
 
 
 def _print(recording: Recording) -> None:
-    words = ("arm", "verify mask")
-    recording.console.print(table_of("A decode loop, per step", ARM_COLUMNS, recording.result["arms"], words=words))
+    recording.print_table("A decode loop, per step", ARM_COLUMNS, "arms", words=("arm",))
     sizes = ", ".join(f"{name} {size:,}" for name, size in MASK_SIZES.items())
-    title = f"The mask of target verify ({sizes})"
-    recording.console.print(table_of(title, MASK_COLUMNS, recording.result["verify_masks"], words=words))
+    recording.print_table(f"The mask of target verify ({sizes})", MASK_COLUMNS, "verify_masks", words=("verify mask",))
 
 
 if __name__ == "__main__":

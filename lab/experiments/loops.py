@@ -2,7 +2,7 @@
 
 import argparse
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from typing import Any, TypeVar
@@ -14,12 +14,22 @@ from lab.experiments.stand_in import VerifyRequests
 from lab.timing.step_profile import LoopProfile, profiled, unprofiled_us
 
 Variant = TypeVar("Variant")
-Settings = TypeVar("Settings", bound="LoopSettings")
+
+
+def stand_in_us(*times_us: float, words: str, least: float = 1) -> Any:
+    """Return a field for the time of a stand-in, in µs.
+
+    Args:
+        times_us: of the loops that are run by default.
+        words: what takes the time, for the command line.
+        least: the least time.
+    """
+    return field(metadata={"times_us": times_us, "words": words, "least": least})
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopSettings:
-    """The sizes of a loop, and how often it is run; an experiment adds the times of its stand-ins.
+    """The sizes of a loop, and how often it is run; an experiment adds a `stand_in_us` for each of its stand-ins.
 
     A field's metadata may have "least", its least value, where that is not 1.
 
@@ -118,39 +128,29 @@ def measure_loop(
     return runs
 
 
-def parsed_loops(
-    name: str,
-    doc: str,
-    settings: type[Settings],
-    times_us: Mapping[str, tuple[Sequence[float], str]],
-    argv: Sequence[str] | None,
-) -> tuple[argparse.Namespace, list[Settings]]:
+def parsed_loops(name: str, doc: str, settings: type[LoopSettings], argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line of an experiment on loops.
 
     Args:
         name, doc: as in `ExperimentParser`.
-        settings: whose sizes are options.
-        times_us: by field, the default times of a stand-in and what it stands for. The loops have all combinations.
+        settings: whose fields are options; those of a `stand_in_us` take several times.
         argv: the arguments; those of the process if None.
 
     Returns:
-        What was given, and the loops.
+        All that was given, and `loops`: settings of all combinations of the times.
     """
     parser = ExperimentParser(name, doc)
-    for field_name, (defaults, words) in times_us.items():
-        parser.add_argument(_option(field_name), type=float, nargs="+", default=list(defaults), help=words)
-    sizes = [each for each in fields(settings) if each.name not in times_us]
-    for each in sizes:
-        parser.add_argument(_option(each.name), type=int, default=each.default, help="(%(default)s)")
+    for each in fields(settings):
+        option = f"--{each.name.replace('_', '-')}"
+        if times_us := each.metadata.get("times_us"):
+            words = f"{each.metadata['words']} ({' '.join(f'{time_us:g}' for time_us in times_us)})"
+            parser.add_argument(option, type=float, nargs="+", default=times_us, help=words)
+        else:
+            parser.add_argument(option, type=int, default=each.default, help="(%(default)s)")
 
-    def loops_of(given: argparse.Namespace) -> list[Settings]:
-        shared = {each.name: getattr(given, each.name) for each in sizes}
-        combinations = itertools.product(*(getattr(given, each) for each in times_us))
-        return [settings(**dict(zip(times_us, times, strict=True)), **shared) for times in combinations]
+    def loops_of(given: argparse.Namespace) -> list[LoopSettings]:
+        values = {each.name: getattr(given, each.name) for each in fields(settings)}
+        several = (value if isinstance(value, Sequence) else (value,) for value in values.values())
+        return [settings(**dict(zip(values, each, strict=True))) for each in itertools.product(*several)]
 
-    given = parser.parsed(argv, loops=loops_of)
-    return given, given.loops
-
-
-def _option(field_name: str) -> str:
-    return f"--{field_name.replace('_', '-')}"
+    return parser.parsed(argv, loops=loops_of)

@@ -22,8 +22,8 @@ import torch
 from lab.experiments.arms import COLD, JUDGED, Arm, Point, measure_point
 from lab.experiments.command import ExperimentParser, chosen, timing_plan
 from lab.experiments.passes import PORTABLE_MODULE, gpu_works, pass_facts
-from lab.experiments.recording import NO_GPU, Columns, Recording, gpu_is_here, table_of
-from lab.experiments.targets import Figure, Target, score, target_text
+from lab.experiments.recording import NO_GPU, Recording, gpu_is_here
+from lab.experiments.targets import TEXT_COLUMNS, TIME_COLUMNS, Figure, Target, score
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.timing.work import GpuWork
 from lab.workloads.batches import Batch
@@ -82,20 +82,6 @@ def facts_of(arm: Arm, work: GpuWork) -> dict[str, Any]:
     return {"plan": PLANNED if arm.planned else None, **pass_facts(arm, work)}
 
 
-TIME_COLUMNS: Columns = {
-    "point": lambda row: str(row["point"]),
-    "cache": lambda row: str(row["kv_dtype"]),
-    "arm": lambda row: str(row["arm"]),
-    "µs": lambda row: f"{row['median_us']:,.1f}",
-    "floor, µs": lambda row: f"{row['floor_us']:,.1f}",
-    "bound by": lambda row: str(row["floor_bound"]),
-    "floor, %": lambda row: f"{row['floor_percent']:.1f}",
-    "of the wrapper's speed": lambda row: "" if row["speed_of_baseline"] is None else f"{row['speed_of_baseline']:.3f}",
-    "target": target_text,
-}
-TEXT_COLUMNS = ("point", "cache", "arm", "bound by", "of the wrapper's speed", "target")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     given = _arguments(argv)
     if not gpu_is_here():
@@ -112,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     recording.measure(given.points, lambda point: measure_point(point, gpu_works, plan, facts_of).by_list())
     title = f"MLA, one layer: {plan.method}. The wrapper is {PLANNED}"
-    recording.console.print(table_of(title, TIME_COLUMNS, recording.result["rows"], words=TEXT_COLUMNS))
+    recording.print_table(title, TIME_COLUMNS, "rows", words=TEXT_COLUMNS)
     recording.print_reasons()
     return recording.exit_status
 

@@ -44,8 +44,8 @@ from torch.profiler import record_function
 
 from lab.experiments.arms import WARM
 from lab.experiments.iteration_profile import Phase, iteration_facts, two_lanes
-from lab.experiments.loops import LoopRuns, LoopSettings, measure_loop, parsed_loops
-from lab.experiments.recording import NO_GPU, Columns, Recording, gpu_is_here, table_of
+from lab.experiments.loops import LoopRuns, LoopSettings, measure_loop, parsed_loops, stand_in_us
+from lab.experiments.recording import NO_GPU, Columns, Recording, gpu_is_here
 from lab.experiments.stand_in import MatrixProducts
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.plan_stream import FixUp, PlannedVerify, PlanStart, PlanStream, VerifyBuffers
@@ -110,8 +110,8 @@ class PlanLoopSettings(LoopSettings):
         ValueError: a size is too small, or the requests outgrow `max_context_len`.
     """
 
-    draft_us: float
-    verify_us: float
+    draft_us: float = stand_in_us(100.0, 400.0, words="GPU time of the draft steps")
+    verify_us: float = stand_in_us(1000.0, words="GPU time of the target model")
     max_context_len: int = 131072
     warm_up_steps: int = 3
     steps: int = 12
@@ -315,25 +315,18 @@ def _check_fix_up(arguments: Mapping[str, Any]) -> None:
     out.zero_()
 
 
-TIMES_US: Mapping[str, tuple[Sequence[float], str]] = {
-    "draft_us": ((100.0, 400.0), "GPU time of the draft steps (100 400)"),
-    "verify_us": ((1000.0,), "GPU time of the target model (1000)"),
-}
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    given, loops = parsed_loops("plan_stream", __doc__, PlanLoopSettings, TIMES_US, argv)
+    given = parsed_loops("plan_stream", __doc__, PlanLoopSettings, argv)
     if not gpu_is_here():
         return NO_GPU
     device = torch.device("cuda")
     recording = Recording("plan_stream", given.out, {"method": METHOD, "host_method": HOST_METHOD}, ("arms", "fix_ups"))
-    recording.measure(loops, lambda settings: {"arms": measure_plannings(settings)}, "loops")
+    recording.measure(given.loops, lambda settings: {"arms": measure_plannings(settings)}, "loops")
     recording.measure(FIX_UP_POINTS, lambda point: {"fix_ups": [measure_fix_up(*point, device)]}, "masks")
     _print(recording)
     return recording.exit_status
 
 
-# Column header, what it shows of an arm.
 ARM_COLUMNS: Columns = {
     "drafts": lambda row: str(row["drafts"]),
     "builder": lambda row: str(row["builder"]),
@@ -356,15 +349,11 @@ FIX_UP_COLUMNS: Columns = {
     "GPU, µs": lambda row: f"{row['gpu_us']:,.2f}",
     "host, µs": lambda row: f"{row['host_us']:,.1f}",
 }
-TEXT_COLUMNS = ("drafts", "builder", "start")
 
 
 def _print(recording: Recording) -> None:
-    recording.console.print(
-        table_of("A speculative iteration", ARM_COLUMNS, recording.result["arms"], words=TEXT_COLUMNS)
-    )
-    title = f"The packed mask of trees by itself, {WARM}"
-    recording.console.print(table_of(title, FIX_UP_COLUMNS, recording.result["fix_ups"]))
+    recording.print_table("A speculative iteration", ARM_COLUMNS, "arms", words=("drafts", "builder", "start"))
+    recording.print_table(f"The packed mask of trees by itself, {WARM}", FIX_UP_COLUMNS, "fix_ups")
 
 
 if __name__ == "__main__":

@@ -95,6 +95,10 @@ class Recording:
         if self._out is not None:
             self._out.write_text(json.dumps(self.result, indent=1) + "\n")
 
+    def print_table(self, title: str, columns: Columns, rows: str, *, words: Collection[str] = ()) -> None:
+        """Print a line per row of a list; see `table_of`."""
+        self.console.print(table_of(title, columns, self.result[rows], words=words))
+
     def print_reasons(self) -> None:
         """Print the reasons of the arms that have no time."""
         for outcome in ("declined", "wrong"):

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lab.experiments.recording import Columns
+
 
 class Figure(enum.Enum):
     """A number that a target bounds; the value is its unit in words."""
@@ -60,6 +62,23 @@ def _one_text(target: Mapping[str, Any]) -> str:
     if target["passed"] is None:
         return f"{asked}: nothing to compare with"
     return f"{asked}: {'passed' if target['passed'] else 'missed'} by {abs(target['margin']):.3g}"
+
+
+# Of rows of arms that were compared with a baseline.
+TIME_COLUMNS: Columns = {
+    "point": lambda row: str(row["point"]),
+    "arm": lambda row: str(row["arm"]),
+    "kernel": lambda row: str(row["kernel"]),
+    "cache": lambda row: str(row["kv_dtype"]),
+    "µs": lambda row: f"{row['median_us']:,.1f}",
+    "spread, µs": lambda row: f"{row['iqr_us']:,.1f}",
+    "floor, µs": lambda row: f"{row['floor_us']:,.1f}",
+    "bound by": lambda row: str(row["floor_bound"]),
+    "floor, %": lambda row: f"{row['floor_percent']:.1f}",
+    "speed, x": lambda row: "" if row["speed_of_baseline"] is None else f"{row['speed_of_baseline']:.3f}",
+    "targets": target_text,
+}
+TEXT_COLUMNS = ("point", "arm", "kernel", "cache", "bound by", "targets")
 
 
 def score(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:

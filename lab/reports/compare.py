@@ -27,6 +27,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 
 from lab.reports.comparison import (
     NotComparableError,
@@ -37,7 +38,7 @@ from lab.reports.comparison import (
 )
 from lab.reports.recorded import RecordedFileError, RecordedRun, environment_facts, in_words, read_runs
 from lab.reports.tables import Cell, Table, make_table, number, terminal, terminal_of
-from lab.timing.statistics import BETWEEN_RUNS, Rule, SampleComparison, Speed, geometric_mean
+from lab.timing.statistics import BETWEEN_RUNS, Rule, SampleComparison, Speed
 
 # Of the environments' facts, those that are shown besides the packages.
 SHOWN = ("GPU", "commit", "driver", "CUDA", "Python")

@@ -194,7 +194,7 @@ def _check_metadata(metadata: Metadata, batch: ForwardBatch, pool: KVPool, offse
     first_slots = pool.req_to_token[batch.req_pool_indices, :: pool.page_size]
     columns = torch.arange(first_slots.shape[1], device=pool.device)
     is_live = columns < ((lens + pool.page_size - 1) // pool.page_size)[:, None]
-    lengths, table = _lengths_and_table(metadata)
+    lengths, table = lengths_and_table(metadata)
     right = torch.equal(lengths, lens.int())
     right &= torch.equal(table[:, : len(columns)][is_live], (first_slots // pool.page_size)[is_live])
     if isinstance(metadata, TRTLLMMHAMetadata):
@@ -205,14 +205,15 @@ def _check_metadata(metadata: Metadata, batch: ForwardBatch, pool: KVPool, offse
 
 
 def _wipe(metadata: Metadata) -> None:
-    lengths, table = _lengths_and_table(metadata)
+    lengths, table = lengths_and_table(metadata)
     lengths.fill_(POISON)
     table.fill_(POISON)
     if isinstance(metadata, TRTLLMMHAMetadata):
         metadata.cu_seqlens_k.fill_(POISON)
 
 
-def _lengths_and_table(metadata: Metadata) -> tuple[Tensor, Tensor]:
+def lengths_and_table(metadata: Metadata) -> tuple[Tensor, Tensor]:
+    """Return the K/V lengths, [batch_size] int32, and the page table, [batch_size, columns] int32, of either backend."""
     if isinstance(metadata, TRTLLMMHAMetadata):
         return metadata.cache_seqlens_int32, metadata.page_table
     return metadata.seq_lens_k, metadata.block_kv_indices

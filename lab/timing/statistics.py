@@ -209,11 +209,6 @@ def compare_runs(
     return compare_samples(before_us, after_us, rule)
 
 
-def geometric_mean(ratios: Sequence[float]) -> float:
-    """Return the mean for ratios of times: half and twice average to 1."""
-    return math.exp(sum(math.log(ratio) for ratio in ratios) / len(ratios))
-
-
 def _checked(samples_us: Sequence[float], side: str) -> np.ndarray:
     times = np.asarray(samples_us, dtype=np.float64)
     if not times.size:

@@ -23,7 +23,6 @@ from lab.experiments.kv_read_once import (
     HOST_PREPARED,
     HOST_TARGET,
     PORTABLE,
-    TIME_COLUMNS,
     facts_of,
     floor_bytes,
     main,
@@ -32,7 +31,7 @@ from lab.experiments.kv_read_once import (
 )
 from lab.experiments.passes import FLASHINFER_MODULE, PORTABLE_MODULE, gpu_works, works_of
 from lab.experiments.recording import table_of
-from lab.experiments.targets import Figure, Target, score, target_rows, target_text
+from lab.experiments.targets import TIME_COLUMNS, Figure, Target, score, target_rows, target_text
 from lab.kernels import trtllm
 from lab.metadata.engine.forward_mode import AttentionCall, ForwardMode
 from lab.timing.method import L2, Clock, Method
@@ -398,6 +397,7 @@ def time_row(**targets: Any) -> dict[str, Any]:
         "point": "64q1s4k",
         "arm": PORTABLE,
         "kernel": "portable",
+        "kv_dtype": "bfloat16",
         "median_us": 1234.56,
         "iqr_us": 1.23,
         "floor_us": 126.6,
@@ -437,12 +437,13 @@ def test_the_tables_have_a_line_per_point_and_arm() -> None:
         "64q1s4k",
         PORTABLE,
         "portable",
+        "bfloat16",
         "1,234.6",
         "1.2",
         "126.6",
         "memory",
         "92.5",
-        "1.05",
+        "1.050",
     ]
     host = table_of("host", HOST_COLUMNS, [{"point": "a", "arm": "b", "host_us": 20.5, "iqr_us": 1, "targets": []}])
     assert [next(iter(column.cells)) for column in host.columns] == ["a", "b", "20.50", "1.00", ""]

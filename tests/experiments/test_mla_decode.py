@@ -19,8 +19,6 @@ from lab.experiments.mla_decode import (
     PLANNED,
     PORTABLE,
     TARGETS,
-    TEXT_COLUMNS,
-    TIME_COLUMNS,
     WRAPPER,
     arms_of,
     cases_of,
@@ -30,7 +28,7 @@ from lab.experiments.mla_decode import (
 )
 from lab.experiments.passes import gpu_works, kernel_of, works_of
 from lab.experiments.recording import table_of
-from lab.experiments.targets import Figure, Target, target_rows, target_text
+from lab.experiments.targets import TEXT_COLUMNS, TIME_COLUMNS, Figure, Target, target_rows, target_text
 from lab.kernels import support
 from lab.kernels.peers import flashinfer_mla
 from lab.metadata.engine.forward_mode import ForwardMode
@@ -250,6 +248,7 @@ def test_the_target_says_by_how_much() -> None:
 
 def simulated_rows(case: MLACase) -> list[dict[str, Any]]:
     shared = {"kv_dtype": str(case.kv_dtype).removeprefix("torch."), "floor_us": 50.0, "floor_bound": "memory"}
+    shared |= {"iqr_us": 1.25, "kernel": "some kernel"}
     shared |= point_of(case).row
     return [
         shared | row_of(arm, portable=100.0, wrapper=75.0) | {"median_us": time_us, "floor_percent": 5000 / time_us}
@@ -264,9 +263,11 @@ def test_the_table_has_a_line_per_point_and_arm() -> None:
     cells = [next(iter(column.cells)) for column in table.columns]
     assert cells == [
         "64q1s8k/16 heads",
-        "bfloat16",
         PORTABLE,
+        "some kernel",
+        "bfloat16",
         "100.0",
+        "1.2",
         "50.0",
         "memory",
         "50.0",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from lab.timing.statistics import Rule, Speed, Times, compare_runs, compare_samples, compare_times, geometric_mean
+from lab.timing.statistics import Rule, Speed, Times, compare_runs, compare_samples, compare_times
 from tests.reports.recorded_runs import samples_us
 
 SEEDS = range(200)
@@ -163,11 +163,6 @@ def test_five_runs_of_ten_percent_more_are_seen() -> None:
 def test_fewer_runs_are_put_together() -> None:
     before, after = [run_us(0), run_us(1)], [run_us(2), run_us(3)]
     assert compare_runs(before, after) == compare_samples(before[0] + before[1], after[0] + after[1])
-
-
-def test_geometric_mean_of_half_and_twice_is_one() -> None:
-    assert geometric_mean([0.5, 2.0]) == pytest.approx(1.0)
-    assert geometric_mean([1.21, 1.0]) == pytest.approx(1.1)
 
 
 def test_times_of_samples_have_their_quartiles() -> None:
