@@ -144,7 +144,9 @@ def _parser() -> argparse.ArgumentParser:
         assert name in names
         axes.add_argument(f"--{name.replace('_', '-')}", nargs="+", type=int)
     axes.add_argument("--dtypes", nargs="+", type=_dtypes, metavar="Q/KV", help="pairs such as bf16/bf16 and bf16/e4m3")
-    axes.add_argument("--geometries", nargs="+", choices=sorted(GEOMETRIES), help="of the full level's forward passes")
+    axes.add_argument(
+        "--geometries", nargs="+", choices=sorted(GEOMETRIES), help="of the full level's passes and graph stories"
+    )
     axes.add_argument("--kv-layouts", nargs="+", choices=("HND", "NHD"))
     axes.add_argument(
         "--e4m3-arithmetic", action="store_true", help="it is known to compute in e4m3 over an e4m3 cache"

@@ -3,14 +3,14 @@
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
 from lab.checks.catalogue import checks
-from lab.checks.check import Check, Level
+from lab.checks.check import Check, Level, same
 from lab.checks.isolation import Isolation, load
 from lab.checks.ledger import LEDGER, KnownFinding, known
 from lab.checks.report import CaseVerdict, Report
@@ -68,7 +68,8 @@ def judge(
             implementation must then be given by name.
         workers: processes at a time, if isolated; kernels that compile for each case are judged sooner by several.
         time_limit_s: of one case, if isolated.
-        most_seconds: after so long, no further case is begun; the report counts what was left out, and is not right.
+        most_seconds: after so long, no further case is begun; the report counts what was left out, and is not right. Checks
+            take turns, so that each has judged some of its cases before any has judged all.
         drawn: cases that Hypothesis draws per check and function; the level's number if None.
         ledger: recorded findings that are told apart from new ones.
         progress: called with each verdict.
@@ -87,7 +88,7 @@ def judge(
     chosen = _chosen(only)
     given = space or Space()
     axes = replace(given, longest=min(given.longest, SMOKE_LONGEST)) if level is Level.SMOKE else given
-    verdicts: list[CaseVerdict] = []
+    count = DRAWN_CASES[level] if drawn is None else drawn
 
     def note(verdict: CaseVerdict) -> CaseVerdict:
         told = known(verdict, ledger, capability)
@@ -95,25 +96,19 @@ def judge(
             progress(told)
         return told
 
-    end, left_out = time.monotonic() + most_seconds, 0
-    at_once = CASES_PER_WORKER * workers
+    end = time.monotonic() + most_seconds
     with Isolation(name if isolated else loaded, where, given, time_limit_s, workers) as isolation:
-        for check, interface in itertools.product(chosen, offered):
-            if interface not in check.interfaces:
-                continue
-            bench = _Bench(name, check, interface, isolation)
-            cases = list(check.cases(interface, axes, level))
-            for start in range(0, len(cases), at_once):
-                if time.monotonic() > end:
-                    left_out += len(cases) - start
-                    break
-                verdicts += map(note, bench.verdicts(cases[start : start + at_once]))
-            count = DRAWN_CASES[level] if drawn is None else drawn
-            if check.adapt is not None and count:
-                drawn_verdicts, undrawn = _drawn(bench, check.adapt, axes, count, note, at_once, end)
-                verdicts += drawn_verdicts
-                left_out += undrawn
-    return Report(name, level, environment(), str(where), tuple(verdicts), left_out)
+        turns = [
+            _Bench(name, check, interface, isolation, note, end).turns(axes, level, count)
+            for check, interface in itertools.product(chosen, offered)
+            if interface in check.interfaces
+        ]
+        # In rounds, so that time that ends early leaves no check without a verdict.
+        rounds = list(itertools.zip_longest(*turns, fillvalue=_Turn([], 0)))
+    judged = [turn for of_bench in zip(*rounds, strict=True) for turn in of_bench]
+    verdicts = tuple(verdict for turn in judged for verdict in turn.verdicts)
+    left_out = sum(turn.left_out for turn in judged)
+    return Report(name, level, environment(), str(where), verdicts, left_out)
 
 
 def judge_case(
@@ -175,32 +170,6 @@ def _chosen(only: Sequence[str]) -> tuple[Check, ...]:
     return tuple(check for check in catalogue if not only or check.key in wanted)
 
 
-class _Bench:
-    """One check of one function of an implementation."""
-
-    def __init__(self, name: str, check: Check, interface: Interface, isolation: Isolation) -> None:
-        self.name, self.check, self.interface, self.isolation = name, check, interface, isolation
-
-    def verdicts(self, cases: Sequence[Any], drawn: bool = False) -> list[CaseVerdict]:
-        """Return the verdict of each case, in order; several workers judge at a time."""
-        start = time.perf_counter()
-        waiting = [self.isolation.submit(self.check.key, case) for case in cases]
-        return [
-            CaseVerdict(
-                implementation=self.name,
-                check=self.check.key,
-                interface=self.interface,
-                case=case,
-                device=str(self.isolation.device),
-                space=self.isolation.space,
-                judged=wait(),
-                seconds=time.perf_counter() - start,
-                drawn=drawn,
-            )
-            for case, wait in zip(cases, waiting, strict=True)
-        ]
-
-
 class _Found(Exception):  # noqa: N818 - what Hypothesis is to make smaller
     """A drawn case is wrong."""
 
@@ -209,69 +178,126 @@ class _Found(Exception):  # noqa: N818 - what Hypothesis is to make smaller
         self.verdict = verdict
 
 
-def _drawn(
-    bench: _Bench,
-    adapt: Callable[[Any], Any],
-    space: Space,
-    count: int,
-    note: Callable[[CaseVerdict], CaseVerdict],
-    at_once: int,
-    end: float,
-) -> tuple[list[CaseVerdict], int]:
-    """Let Hypothesis draw cases, and several workers judge them.
+class _Turn(NamedTuple):
+    """Verdicts of some cases, and the number of cases left out, time being over."""
 
-    Returns:
-        The verdicts of the right ones and of the first wrong one, as small as it gets; and the cases left out, time being over.
+    verdicts: list[CaseVerdict]
+    left_out: int
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """One check of one function of an implementation.
+
+    Attributes:
+        name: of the implementation.
+        check, interface: what is judged.
+        isolation: where cases run.
+        note: called with each verdict; returns it as it is reported.
+        end: no case is begun after this time, of `time.monotonic`.
     """
-    from hypothesis import HealthCheck, Phase, given, settings
 
-    if time.monotonic() > end:
-        return [], count
-    cases: dict[Any, None] = {}
-    seen: dict[Any, CaseVerdict] = {}
-    failures = 0
+    name: str
+    check: Check
+    interface: Interface
+    isolation: Isolation
+    note: Callable[[CaseVerdict], CaseVerdict] = same
+    end: float = math.inf
 
-    # Called twice, since Hypothesis draws the same cases for the same function alone: to hear them, then to make one smaller.
-    @settings(
-        max_examples=count,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        phases=(Phase.generate, Phase.shrink),
-        suppress_health_check=list(HealthCheck),
-        report_multiple_bugs=False,
-    )
-    @given(space.drawn(bench.interface))
-    def holds(drawn: Any) -> None:
-        nonlocal failures
-        case = adapt(drawn)
-        if not seen:
-            cases[case] = None
-            return
-        if case not in seen:
-            if not failures or failures > MOST_SHRINKS:
+    def turns(self, axes: Space, level: Level, count: int) -> Iterator[_Turn]:
+        """Judge the fixed cases, first one for each worker and then several in each turn, and `count` drawn ones last."""
+        cases = list(self.check.cases(self.interface, axes, level))
+        first = self.isolation.workers
+        yield self._in_time(cases[:first])
+        for start in range(first, len(cases), self.at_once):
+            yield self._in_time(cases[start : start + self.at_once])
+        if self.check.adapt is not None and count:
+            yield self._drawn(self.check.adapt, axes, count)
+
+    @property
+    def at_once(self) -> int:
+        """Cases that are handed out together."""
+        return CASES_PER_WORKER * self.isolation.workers
+
+    def _in_time(self, cases: Sequence[Any], drawn: bool = False) -> _Turn:
+        return _Turn([], len(cases)) if time.monotonic() > self.end else _Turn(self.verdicts(cases, drawn), 0)
+
+    def verdicts(self, cases: Sequence[Any], drawn: bool = False) -> list[CaseVerdict]:
+        """Return the verdict of each case, in order; several workers judge at a time."""
+        start = time.perf_counter()
+        waiting = [self.isolation.submit(self.check.key, case) for case in cases]
+        return [
+            self.note(
+                CaseVerdict(
+                    implementation=self.name,
+                    check=self.check.key,
+                    interface=self.interface,
+                    case=case,
+                    device=str(self.isolation.device),
+                    space=self.isolation.space,
+                    judged=wait(),
+                    seconds=time.perf_counter() - start,
+                    drawn=drawn,
+                )
+            )
+            for case, wait in zip(cases, waiting, strict=True)
+        ]
+
+    def _drawn(self, adapt: Callable[[Any], Any], space: Space, count: int) -> _Turn:
+        """Let Hypothesis draw cases, and several workers judge them.
+
+        Returns:
+            The verdicts of the right ones and of the first wrong one, as small as it gets.
+        """
+        from hypothesis import HealthCheck, Phase, given, settings
+
+        if time.monotonic() > self.end:
+            return _Turn([], count)
+        cases: dict[Any, None] = {}
+        seen: dict[Any, CaseVerdict] = {}
+        failures = 0
+
+        # Called twice, since Hypothesis draws the same cases for the same function alone: to hear them, then to make one
+        # smaller.
+        @settings(
+            max_examples=count,
+            derandomize=True,
+            database=None,
+            deadline=None,
+            phases=(Phase.generate, Phase.shrink),
+            suppress_health_check=list(HealthCheck),
+            report_multiple_bugs=False,
+        )
+        @given(space.drawn(self.interface))
+        def holds(drawn: Any) -> None:
+            nonlocal failures
+            case = adapt(drawn)
+            if not seen:
+                cases[case] = None
                 return
-            failures += 1
-            seen[case] = note(bench.verdicts([case], drawn=True)[0])
-        if _is_fault(seen[case]):
-            failures = failures or 1
-            raise _Found(seen[case])
+            if case not in seen:
+                if not failures or failures > MOST_SHRINKS:
+                    return
+                failures += 1
+                seen[case] = self.verdicts([case], drawn=True)[0]
+            if _is_fault(seen[case]):
+                failures = failures or 1
+                raise _Found(seen[case])
 
-    holds()
-    left_out = 0
-    for start in range(0, len(cases), at_once):
-        if seen and time.monotonic() > end:
-            left_out = len(cases) - start
-            break
-        several = list(cases)[start : start + at_once]
-        seen |= zip(several, map(note, bench.verdicts(several, drawn=True)), strict=True)
-    smallest = []
-    try:
-        if any(map(_is_fault, seen.values())):
-            holds()
-    except _Found as found:
-        smallest = [found.verdict]
-    return [verdict for verdict in seen.values() if not _is_fault(verdict)] + smallest, left_out
+        holds()
+        left_out = 0
+        for start in range(0, len(cases), self.at_once):
+            several = list(cases)[start : start + self.at_once]
+            turn = self._in_time(several, drawn=True)
+            seen |= zip(several, turn.verdicts, strict=bool(turn.verdicts))
+            left_out += turn.left_out
+        smallest = []
+        try:
+            if any(map(_is_fault, seen.values())):
+                holds()
+        except _Found as found:
+            smallest = [found.verdict]
+        return _Turn([verdict for verdict in seen.values() if not _is_fault(verdict)] + smallest, left_out)
 
 
 def _is_fault(verdict: CaseVerdict) -> bool:

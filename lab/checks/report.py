@@ -205,7 +205,7 @@ class Report:
                 str(sum(row.counts.values())),
                 str(row.counts.get(Outcome.DECLINED, 0)),
                 str(row.judged),
-                f"{row.worst.judged.worst_ratio:.0%}",
+                _percent(row.worst.judged.worst_ratio),
             )
         return table
 
@@ -222,6 +222,11 @@ class Report:
 def _quoted(program: str) -> str:
     """For a shell; in double quotes where nothing in it means anything there, which leaves a program legible."""
     return shlex.quote(program) if set('"$`\\!') & set(program) else f'"{program}"'
+
+
+def _percent(ratio: float) -> str:
+    """Return a ratio in few characters: poison that reaches a result makes it 1e+30."""
+    return f"{ratio:.0%}" if ratio < 1000 or math.isinf(ratio) else f"{100 * ratio:.0e}%"
 
 
 def _number(ratio: float) -> float | str:

@@ -72,6 +72,7 @@ class Scene:
         make: RunnerFactory = right_runner,
     ) -> None:
         self.case, self.device = case, device
+        self.worst_ratio = 0.0  # of all outputs: the largest error over its bound
         self.generator = torch.Generator(device=device).manual_seed(case.seed)
         lens, window = (case.max_context_len,) * NUM_REQUESTS, getattr(case, "sliding_window", False)
         self.pool = new_pool(
@@ -196,6 +197,7 @@ class Scene:
         totals = [length + uncounted for length in batch.seq_lens.tolist()]
         truth = self.stage.truth(result.query, histories, totals, self.widths(batch.batch_size))
         comparison = truth.compare(result.out)
+        self.worst_ratio = max(self.worst_ratio, comparison.worst_ratio)
         if comparison.passed:
             return ""
         return (

@@ -12,6 +12,8 @@ from lab.checks.graph_case import Story
 from lab.checks.graph_stage import HUGE, Stage
 from lab.checks.scene import RunnerFactory, Scene, right_runner
 from lab.checks.trial import Declined, Trial
+from lab.gpus import capability_of
+from lab.kernels.support.kernel import no_triton
 from lab.metadata.engine.forward_batch import ForwardBatch
 
 
@@ -19,8 +21,10 @@ def tell(trial: Trial, stage: type[Stage], make: RunnerFactory = right_runner) -
     """Tell the trial's case on a fresh scene, and note what is wrong.
 
     A call that is refused at its capture declines the case. One that is refused later, with ValueError, was captured with
-    arguments that only a replay can have made wrong.
+    arguments that only a replay can have made wrong. Where the lab's own metadata kernels do not run, the case is declined.
     """
+    if why := no_triton(capability_of(trial.device)):
+        raise Declined(f"graphs rebuild their metadata in Triton kernels: {why}")
     scene = Scene(trial.case, trial.engine(), trial.device, stage, make)
     try:
         wrong = STORIES[trial.case.story](scene)
@@ -29,6 +33,7 @@ def tell(trial: Trial, stage: type[Stage], make: RunnerFactory = right_runner) -
             raise
         wrong = f"a replay's arguments were refused: {refusal}"
     trial.judged += 1
+    trial.worst_ratio = scene.worst_ratio
     if wrong:
         trial.wrong(wrong)
 

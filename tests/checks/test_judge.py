@@ -229,6 +229,15 @@ def test_each_verdict_is_told_as_it_comes() -> None:
     assert tuple(told) == report.verdicts
 
 
+def test_checks_take_turns_and_are_reported_one_after_another() -> None:
+    """So that time that ends early leaves no check without a verdict."""
+    told: list[CaseVerdict] = []
+    report = judged(INSIDE, "K1", "K5", "M1", progress=told.append)
+    assert [verdict.check for verdict in told][:3] == ["K1", "K5", "M1"]
+    assert [verdict.check for verdict in report.verdicts] == sorted(verdict.check for verdict in told)
+    assert report.left_out == 0
+
+
 def test_only_the_ledger_lets_a_wrong_case_pass() -> None:
     entry = KnownFinding(
         "SimpleNamespace", None, ("K1",), "vectors are wrong", lambda case, wrong: True, "page#heading"

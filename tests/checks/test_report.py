@@ -117,8 +117,9 @@ def test_an_infinite_error_is_valid_json(tmp_path: Path) -> None:
 
 
 def test_the_table_fits_a_terminal_of_80_columns() -> None:
+    poisoned = Judged(Outcome.DECLINED, worst_ratio=2.5e32, judged=29820)
     rows = [
-        verdict_of(Outcome.DECLINED, check=check.key, interface=interface)
+        verdict_of(Outcome.DECLINED, check=check.key, interface=interface, judged=poisoned)
         for check in checks()
         for interface in check.interfaces
     ]
@@ -129,6 +130,7 @@ def test_the_table_fits_a_terminal_of_80_columns() -> None:
     assert "…" not in shown
     assert "K8 decomposition" in shown
     assert "draft_kv_indices" in shown
+    assert "2e+34%" in shown
 
 
 @pytest.mark.parametrize("level", Level)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lab import references
-from lab.checks import GraphCase, Interface, Level, Outcome, Space, Story, judge_case
+from lab.checks import GraphCase, Interface, Level, Outcome, Space, Story, judge_case, stories
 from lab.checks.catalogue import graph_stories
 from lab.checks.check import Check
 from lab.checks.graph_case import MLAGraphCase, StoryCase, graph_modes
@@ -110,6 +110,18 @@ def test_a_function_that_is_missing_declines_its_modes() -> None:
     verdict = judge_case(decoding, "S1", case, "cpu")
     assert verdict.outcome is Outcome.DECLINED
     assert "it has no trtllm_batch_context_with_kv_cache" in verdict.reason
+
+
+def test_a_story_is_declined_where_the_metadata_kernels_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stories, "no_triton", lambda capability: "set TRITON_INTERPRET=1 first")
+    verdict = judge_case(references, "S1", windowed(), "cpu")
+    assert verdict.outcome is Outcome.DECLINED
+    assert verdict.reason == "graphs rebuild their metadata in Triton kernels: set TRITON_INTERPRET=1 first"
+
+
+@IN_INTERPRETER
+def test_a_right_story_says_how_near_its_bound_it_came() -> None:
+    assert 0 < judge_case(references, "S1", windowed(), "cpu").judged.worst_ratio < 1
 
 
 # --- deliberate defects -----------------------------------------------------------------------------------------------

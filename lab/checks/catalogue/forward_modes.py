@@ -75,7 +75,8 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[Forward
     for case in mode_cases("tiny", page_size, q_lens, long=(3 * page_size + 5, 300)):
         if case.interface is interface:
             yield replace(case, contents=Contents.NEEDLES)
-            yield replace(case, sliding_window=True)
+            if True in space.windows:
+                yield replace(case, sliding_window=True)
     if level is Level.FULL:
         yield from (case for case in geometry_cases(space) if case.interface is interface)
 
