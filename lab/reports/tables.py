@@ -94,6 +94,11 @@ def number(value: float | None, digits: int | None = None, scale: float = 1.0) -
     return Cell(_significant(scaled) if digits is None else f"{scaled:,.{digits}f}", scaled)
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number of things, such as "1 request" or "8 requests"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def make_table(
     columns: Columns,
     records: Sequence[Any],

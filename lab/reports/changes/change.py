@@ -4,7 +4,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lab.reports.changes.verdicts import Answer
+from lab.reports.changes.verdicts import Answer, Observation, compared
+from lab.timing.statistics import Times
 
 Row = Mapping[str, Any]  # of a list in a recording
 RowPair = tuple[Row, Row]  # without the change and with it, at one point
@@ -47,11 +48,14 @@ def pairs(rows: Sequence[Row], point: Callable[[Row], Hashable], arm: str, befor
     return [(row, changed[point(row)]) for row in rows if row[arm] == before and point(row) in changed]
 
 
-def requests_in_words(count: int) -> str:
-    """Return "1 request" or "8 requests"."""
-    return f"{count} request{'' if count == 1 else 's'}"
+def compared_rows(group: str, where: str, rows: RowPair) -> Observation:
+    """Compare the times of two rows that one clock took."""
+    return compared(group, where, {"": (Times.of_row(rows[0]), Times.of_row(rows[1]))})
 
 
-def in_words(mode: str) -> str:
-    """Return a mode's name without underscores."""
-    return mode.replace("_", " ")
+def compared_loops(group: str, where: str, rows: RowPair, what: str) -> Observation:
+    """Compare two loops by two clocks: `<what>_us` of each profiled turn, and `unprofiled_<what>_us` by the host's clock."""
+    profiled = [Times.of([turn[f"{what}_us"] for run in row["runs"] for turn in run]) for row in rows]
+    unprofiled = [Times.of(row[f"unprofiled_{what}_us"]) for row in rows]
+    clocks = {"in the profile": (profiled[0], profiled[1]), "without it": (unprofiled[0], unprofiled[1])}
+    return compared(group, where, clocks)

@@ -8,10 +8,8 @@ from pathlib import Path
 
 from lab.experiments import EXPERIMENTS
 from lab.reports.changes import CHANGES, Change
-from lab.reports.changes.verdicts import Answer, Observation, Standing
+from lab.reports.changes.verdicts import NOT_RECORDED, Answer, Observation, Standing
 from lab.reports.recorded import Kind, RecordedFile, RecordedFileError, read_file
-
-NOT_RECORDED = "not recorded"
 
 
 @dataclass(frozen=True)
@@ -34,9 +32,8 @@ class Entry:
         return NOT_RECORDED if self.answer is None else self.answer.verdict
 
     def claimed(self) -> list[Observation]:
-        """Return what was observed of the statements that the change claims."""
-        aspects = self.answer.aspects if self.answer else ()
-        return [each for aspect in aspects if aspect.of_claim for each in aspect.observations]
+        """Return `Answer.claimed`; nothing where the change's experiment is not recorded."""
+        return self.answer.claimed if self.answer else []
 
     def of_attention(self, attention: str) -> str:
         """Return at how many of the points of MHA or MLA its statements hold, in words."""

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lab.reports.changes import CHANGES
-from lab.reports.changes.entries import NOT_RECORDED, Entry, command_of, day_of, held_back
-from lab.reports.changes.verdicts import Aspect, Observation, Standing, microseconds
+from lab.reports.changes.entries import Entry, command_of, day_of, held_back
+from lab.reports.changes.verdicts import NOT_RECORDED, Aspect, Observation, Standing, microseconds
 from lab.reports.recorded import RecordedFile
 from lab.reports.tables import Cell, Table, markdown_of, table_of_lines
 from lab.timing.statistics import IN_TURNS

@@ -2,9 +2,8 @@
 
 from operator import itemgetter
 
-from lab.reports.changes.change import Change, Recording, Recordings, Row, pairs
-from lab.reports.changes.verdicts import Answer, Aspect, compared, microseconds
-from lab.timing.statistics import Times
+from lab.reports.changes.change import Change, Recording, Recordings, Row, compared_rows, pairs
+from lab.reports.changes.verdicts import Answer, Aspect, microseconds
 
 
 def judge_decode_kernel(recordings: Recordings) -> Answer:
@@ -12,12 +11,10 @@ def judge_decode_kernel(recordings: Recordings) -> Answer:
     recording = recordings["draft_extend_kernels"]
     point = itemgetter("q_len", "requests", "kv_len")
     observations = []
-    for context, decode in sorted(
-        pairs(recording["rows"], point, "arm", "context", "decode"), key=lambda pair: point(pair[0])
-    ):
-        q_len, requests, kv_len = point(context)
-        times = Times.of_row(context), Times.of_row(decode)
-        observations.append(compared(f"MHA, q {q_len}", f"{requests} × {kv_len:,} keys, q {q_len}", {"": times}))
+    both = pairs(recording["rows"], point, "arm", "context", "decode")
+    for rows in sorted(both, key=lambda pair: point(pair[0])):
+        q_len, requests, kv_len = point(rows[0])
+        observations.append(compared_rows(f"MHA, q {q_len}", f"{requests} × {kv_len:,} keys, q {q_len}", rows))
     aspect = Aspect("The decode call takes less GPU time than the context call.", tuple(observations))
     setting = (
         f"Draft extend V2, one layer of {recording['geometry']} on one rank of {recording['tensor_parallel']}, q query rows "

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 
-from lab.reports.changes.change import Change, Recording, Recordings, Row, in_words, pairs, requests_in_words
+from lab.reports.changes.change import Change, Recording, Recordings, Row, compared_rows, pairs
 from lab.reports.changes.verdicts import Answer, Aspect, Observation, compared, microseconds
+from lab.reports.tables import counted
 from lab.timing.statistics import Times
 
 _DRAFT_EXTEND_V2 = "draft_extend_v2"
@@ -56,18 +57,17 @@ def _eager_against_graph(
     found = []
     for eager, graph in pairs(recording["modes"], itemgetter("mode", "batch_size"), "arm", "eager", "graph"):
         if eager["mode"] in modes:
-            mode = in_words(eager["mode"])
-            where = f"{mode}, {requests_in_words(eager['batch_size'])}"
+            mode = eager["mode"].replace("_", " ")
+            where = f"{mode}, {counted(eager['batch_size'], 'request')}"
             found.append(compared(f"MHA, {mode}", where, {"": (times_of(eager), times_of(graph))}))
     return found
 
 
 def _form_against_form(recording: Recording, before: str, after: str) -> list[Observation]:
     found = []
-    for row, changed in pairs(recording["forms"], itemgetter("batch_size", "num_draft_tokens"), "form", before, after):
-        width = f"{row['num_draft_tokens']} draft tokens"
-        times = Times.of_row(row), Times.of_row(changed)
-        found.append(compared(f"MHA, {width}", f"{requests_in_words(row['batch_size'])}, {width}", {"": times}))
+    for rows in pairs(recording["forms"], itemgetter("batch_size", "num_draft_tokens"), "form", before, after):
+        width = f"{rows[0]['num_draft_tokens']} draft tokens"
+        found.append(compared_rows(f"MHA, {width}", f"{counted(rows[0]['batch_size'], 'request')}, {width}", rows))
     return found
 
 

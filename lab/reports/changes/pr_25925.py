@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from operator import itemgetter
 
-from lab.reports.changes.change import Change, Recordings, Row, pairs, requests_in_words
-from lab.reports.changes.verdicts import Answer, Aspect, Observation, compared, microseconds, stated
-from lab.timing.statistics import Times
+from lab.reports.changes.change import Change, Recordings, Row, compared_loops, pairs
+from lab.reports.changes.verdicts import Answer, Aspect, Observation, microseconds, stated
+from lab.reports.tables import counted
 
 
 def judge_plan_stream(recordings: Recordings) -> Answer:
@@ -34,7 +34,7 @@ def judge_plan_stream(recordings: Recordings) -> Answer:
     )
     first = arms[0]
     setting = (
-        f"A loop of speculative iterations with stand-ins for draft and target, {requests_in_words(first['batch_size'])} of "
+        f"A loop of speculative iterations with stand-ins for draft and target, {counted(first['batch_size'], 'request')} of "
         f"{first['seq_len']:,} tokens, {first['num_draft_tokens']} draft tokens, pages of {first['page_size']}; first times "
         "from a profile, second ones by the host's clock without it. A time is recorded only if verify was handed right "
         "metadata before and after."
@@ -58,25 +58,12 @@ def _fix_up(row: Row) -> Observation:
 
 
 def _planned(arms: Sequence[Row], drafts: str, start: str) -> list[Observation]:
-    found = []
-    for row, planned in pairs(
-        arms, itemgetter("draft_us", "verify_us", "drafts", "builder"), "start", "in line", start
-    ):
-        if row["drafts"] == drafts:
-            clocks = {
-                "in the profile": (_iterations(row), _iterations(planned)),
-                "without it": (_unprofiled(row), _unprofiled(planned)),
-            }
-            found.append(compared(_plan_group(row), _plan_where(row), clocks))
-    return found
-
-
-def _iterations(row: Row) -> Times:
-    return Times.of([each["iteration_us"] for run in row["runs"] for each in run])
-
-
-def _unprofiled(row: Row) -> Times:
-    return Times.of(row["unprofiled_iteration_us"])
+    loops = pairs(arms, itemgetter("draft_us", "verify_us", "drafts", "builder"), "start", "in line", start)
+    return [
+        compared_loops(_plan_group(rows[0]), _plan_where(rows[0]), rows, "iteration")
+        for rows in loops
+        if rows[0]["drafts"] == drafts
+    ]
 
 
 def _tree_masks(arms: Sequence[Row]) -> tuple[str, ...]:

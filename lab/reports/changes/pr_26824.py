@@ -2,9 +2,9 @@
 
 from operator import itemgetter
 
-from lab.reports.changes.change import Change, Recordings, Row, pairs, requests_in_words
-from lab.reports.changes.verdicts import Answer, Aspect, Observation, compared, microseconds, stated
-from lab.timing.statistics import Times
+from lab.reports.changes.change import Change, Recordings, Row, compared_loops, pairs
+from lab.reports.changes.verdicts import Answer, Aspect, Observation, microseconds, stated
+from lab.reports.tables import counted
 
 
 def judge_length_copy(recordings: Recordings) -> Answer:
@@ -21,7 +21,10 @@ def judge_length_copy(recordings: Recordings) -> Answer:
             "Without the copy no step waits for the GPU.",
             tuple(_waits(where, *pair) for where, pair in points.items()),
         ),
-        Aspect("Without the copy a step is shorter.", tuple(_steps(where, *pair) for where, pair in points.items())),
+        Aspect(
+            "Without the copy a step is shorter.",
+            tuple(compared_loops("MHA", where, rows, "step") for where, rows in points.items()),
+        ),
         Aspect(
             "Filling the preallocated mask whole, as 0.5.13 does in each step, costs less than that saves.",
             tuple(_pays(where, *pair, full[0]["fill_us"]) for where, pair in points.items() if full),
@@ -29,28 +32,12 @@ def judge_length_copy(recordings: Recordings) -> Answer:
     )
     first = arms[0]
     setting = (
-        f"A decode loop of {requests_in_words(first['batch_size'])} of {first['seq_len']:,} tokens, "
+        f"A decode loop of {counted(first['batch_size'], 'request')} of {first['seq_len']:,} tokens, "
         f"{first['num_draft_tokens']} draft tokens, with a stand-in for the forward pass; first times from a profile, second "
         "ones by the host's clock without it."
     )
     missing = ("the loop with MLA's metadata; the copy and the wait for it are the engine's, the same for both.",)
     return Answer(aspects, setting, tuple(_mask_facts(mask) for mask in recording["verify_masks"]), missing)
-
-
-def _steps(where: str, copying: Row, other: Row) -> Observation:
-    clocks = {
-        "in the profile": (_profiled_steps(copying), _profiled_steps(other)),
-        "without it": (_unprofiled_steps(copying), _unprofiled_steps(other)),
-    }
-    return compared("MHA", where, clocks)
-
-
-def _profiled_steps(row: Row) -> Times:
-    return Times.of([each["step_us"] for run in row["runs"] for each in run])
-
-
-def _unprofiled_steps(row: Row) -> Times:
-    return Times.of(row["unprofiled_step_us"])
 
 
 def _waits(where: str, copying: Row, other: Row) -> Observation:

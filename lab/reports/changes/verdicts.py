@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from lab.timing.statistics import IN_TURNS, Speed, Times, compare_times
 
+NOT_RECORDED = "not recorded"
+
 
 class Standing(enum.Enum):
     """What a point says of a statement; the value is how a text says it."""
@@ -120,7 +122,7 @@ class Aspect:
     def verdict(self) -> str:
         """One clause: "holds at 5 of 6 points, cannot be told at 1"."""
         if not self.observations:
-            return "not recorded"
+            return NOT_RECORDED
         total = len(self.observations)
         counts = {standing: self.count(standing) for standing in Standing if self.count(standing)}
         if len(counts) == 1:
@@ -148,13 +150,16 @@ class Answer:
     missing: tuple[str, ...] = ()
 
     @property
+    def claimed(self) -> list[Observation]:
+        """The observations of the statements that the change claims."""
+        return [each for aspect in self.aspects if aspect.of_claim for each in aspect.observations]
+
+    @property
     def verdict(self) -> str:
         """Of all that the change claims, in a word or two."""
-        counted = [each for aspect in self.aspects if aspect.of_claim for each in aspect.observations]
-        if not counted:
-            return "not recorded"
-        holding = sum(each.standing is Standing.HOLDS for each in counted)
-        if holding:
-            return Standing.HOLDS.value if holding == len(counted) else "holds in part"
-        failing = any(each.standing is Standing.FAILS for each in counted)
-        return (Standing.FAILS if failing else Standing.UNDECIDED).value
+        said = {each.standing for each in self.claimed}
+        if not said:
+            return NOT_RECORDED
+        if Standing.HOLDS in said:
+            return Standing.HOLDS.value if len(said) == 1 else "holds in part"
+        return (Standing.FAILS if Standing.FAILS in said else Standing.UNDECIDED).value

@@ -1,33 +1,22 @@
-"""Figures as data URIs, and the register of the figures that show a recorded experiment."""
+"""Figures as data URIs, and the figures that show a recorded experiment."""
 
 import io
 from base64 import b64encode
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from lab.reports.pictures.draft_extend_graph import forms_figure
-from lab.reports.pictures.draft_extend_kernels import crossover_figure
-from lab.reports.pictures.draft_steps import claim_figure, draft_times_figure
-from lab.reports.pictures.length_copy import arms_figure
+from lab.experiments import EXPERIMENTS
+from lab.reports.pictures.style import Drawing
 from lab.reports.recorded import RecordedFile
 
 # The same figure gives the same bytes on any machine.
 SVG_SETTINGS: Any = {"svg.hashsalt": "lab", "svg.fonttype": "path"}
-Drawing = Callable[[Any, str], Figure]
-# By the name of the experiment: the key of what is drawn, what the figure shows, and what draws it.
-DRAWINGS: Mapping[str, tuple[tuple[str, str, Drawing], ...]] = {
-    "draft_steps": (
-        ("pr_26241", "What skipping the lists saves per draft", claim_figure),
-        ("rows", "GPU time of one draft's metadata", draft_times_figure),
-    ),
-    "draft_extend_kernels": (("rows", "Time of the context call over the decode call's", crossover_figure),),
-    "draft_extend_graph": (("forms", "GPU time of a draft extend, by what it hands out", forms_figure),),
-    "length_copy": (("arms", "The GPU's time of a step", arms_figure),),
-}
 
 
 @dataclass(frozen=True)
@@ -46,14 +35,22 @@ def picture_of(figure: Figure, description: str) -> Picture:
     return Picture(f"data:image/svg+xml;base64,{b64encode(drawn.getvalue()).decode()}", description)
 
 
+def drawings_of(experiment: str) -> Sequence[Drawing]:
+    """Return `DRAWINGS` of the module of `lab.reports.pictures` that has the experiment's name; () if there are none."""
+    module = f"lab.reports.pictures.{experiment}"
+    if experiment not in EXPERIMENTS or find_spec(module) is None:
+        return ()
+    return getattr(import_module(module), "DRAWINGS", ())
+
+
 def pictures_of(file: RecordedFile) -> Iterator[Picture | str]:
     """Draw an experiment's pictures; in place of one that its rows are not enough for, the reason."""
-    for key, description, draw in DRAWINGS.get(file.experiment, ()):
-        measured_on = ", ".join(str(file.fact(name)) for name in ("gpu", "commit") if file.fact(name))
-        title = f"{description}: {measured_on}" if measured_on else description
+    measured_on = ", ".join(str(file.fact(name)) for name in ("gpu", "commit") if file.fact(name))
+    for drawing in drawings_of(file.experiment):
+        title = f"{drawing.words}: {measured_on}" if measured_on else drawing.words
         try:
-            yield picture_of(draw(file.content[key], title), description)
+            yield picture_of(drawing.draw(file.content[drawing.key], title), drawing.words)
         except KeyError as error:
-            yield f"{description}, for want of {error} in the file"
+            yield f"{drawing.words}, for want of {error} in the file"
         except ValueError as error:
-            yield f"{description}: {error}"
+            yield f"{drawing.words}: {error}"

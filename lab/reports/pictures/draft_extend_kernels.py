@@ -15,23 +15,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import NullLocator
 
-from lab.reports.pictures.style import (
-    COLOURS,
-    FONT_POINTS,
-    TEXT_COLOUR,
-    legend_below,
-    line_key,
-    logarithmic,
-    new_figure,
-    plain,
-    write_in_cell,
-)
+from lab.reports.pictures import style
 
 PANELS_PER_LINE = 3
-DECODE_COLOUR, CONTEXT_COLOUR = COLOURS[0], COLOURS[1]
+DECODE_COLOUR, CONTEXT_COLOUR = style.COLOURS[0], style.COLOURS[1]
 # Of each arm: colour, marker. Arms of other names take the colours that are left.
-ARMS = {"decode": (DECODE_COLOUR, "s"), "context": (CONTEXT_COLOUR, "o"), "portable decode": (COLOURS[2], "^")}
-OTHER_ARMS = ((COLOURS[3], "D"), (COLOURS[4], "v"))
+ARMS = {"decode": (DECODE_COLOUR, "s"), "context": (CONTEXT_COLOUR, "o"), "portable decode": (style.COLOURS[2], "^")}
+OTHER_ARMS = ((style.COLOURS[3], "D"), (style.COLOURS[4], "v"))
 NOT_MEASURED: dict[str, Any] = {"facecolor": "white", "edgecolor": "#CCCCCC", "hatch": "////", "linewidth": 0.5}
 
 # requests, keys of each, query rows of each
@@ -121,33 +111,36 @@ def point_figure(rows: Iterable[Mapping[str, Any]], title: str, requests: int, k
         listed = (sorted({point[place] for point in measured}) for place in range(3))
         known = "; ".join(f"{name} {values}" for name, values in zip(chosen, listed, strict=True))
         raise ValueError(f"no recorded point has {chosen}: there are {known}, but not in every combination")
-    figure = new_figure(title, height_inches=3.4)
+    figure = style.new_figure(title, height_inches=3.4)
     panels = figure.subplots(1, 2, sharey=True)
     names = {"q_len": "query rows per request", "kv_len": "keys per request"}
     looks = _looks(rows)
     for axes, (across, words) in zip(panels, names.items(), strict=True):
-        plain(axes)
-        logarithmic(axes, "xy")
+        style.plain(axes)
+        style.logarithmic(axes, "xy")
         fixed = {name: value for name, value in chosen.items() if name != across}
         cut = sorted((row for row in rows if all(row[name] == value for name, value in fixed.items())), key=_by(across))
         for arm, (colour, marker) in looks.items():
             line = [(row[across], row["median_us"]) for row in cut if row["arm"] == arm]
             axes.plot(*zip(*line, strict=True), marker=marker, markersize=4.5, color=colour, linewidth=1.4)
         floor = sorted({row[across]: row["floor_us"] for row in cut}.items())
-        axes.plot(*zip(*floor, strict=True), "--", color=TEXT_COLOUR, linewidth=1.2)
+        axes.plot(*zip(*floor, strict=True), "--", color=style.TEXT_COLOUR, linewidth=1.2)
         axes.axvline(chosen[across], color="#999999", linestyle=":", linewidth=1)
         ticks = sorted({row[across] for row in cut})
-        axes.set_xticks(ticks, [_short(tick) for tick in ticks], fontsize=FONT_POINTS)
+        axes.set_xticks(ticks, [_short(tick) for tick in ticks], fontsize=style.FONT_POINTS)
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xlabel(words, fontsize=FONT_POINTS)
-        axes.set_title(", ".join(_counted(name, value) for name, value in fixed.items()), fontsize=FONT_POINTS + 0.5)
-    panels[0].set_ylabel("GPU time of one layer, µs", fontsize=FONT_POINTS)
+        style.name_axes(axes, words)
+        axes.set_title(
+            ", ".join(_counted(name, value) for name, value in fixed.items()), fontsize=style.FONT_POINTS + 0.5
+        )
+    panels[0].set_ylabel("GPU time of one layer, µs", fontsize=style.FONT_POINTS)
     kernels = {row["arm"]: row["kernel"] for row in rows}
     keys = [
-        line_key(f"{arm}: {kernels[arm]}", colour, marker, markersize=4.5) for arm, (colour, marker) in looks.items()
+        style.line_key(f"{arm}: {kernels[arm]}", colour, marker, markersize=4.5)
+        for arm, (colour, marker) in looks.items()
     ]
-    keys.append(line_key("floor", TEXT_COLOUR, linestyle="--", linewidth=1.5))
-    legend_below(figure, keys, len(keys), fontsize=FONT_POINTS - 0.5)
+    keys.append(style.line_key("floor", style.TEXT_COLOUR, linestyle="--", linewidth=1.5))
+    style.legend_below(figure, keys, len(keys), fontsize=style.FONT_POINTS - 0.5)
     return figure
 
 
@@ -162,16 +155,16 @@ def _map_figure(
     measured = {point for _, values in panels.values() for point in values}
     counts, keys = sorted({requests for requests, _ in measured}), sorted({kv_len for _, kv_len in measured})
     lines = -(-len(panels) // PANELS_PER_LINE)
-    figure = new_figure(title, height_inches=1.15 + lines * (0.4 + 0.24 * len(counts) + 0.25))
+    figure = style.new_figure(title, height_inches=1.15 + lines * (0.4 + 0.24 * len(counts) + 0.25))
     grid = figure.subplots(lines, min(PANELS_PER_LINE, len(panels)), sharex=True, sharey=True, squeeze=False)
     for axes in grid.flat[len(panels) :]:
         axes.set_axis_off()
     for axes, (words, (q_len, values)) in zip(grid.flat, panels.items(), strict=False):
-        axes.set_title(words, fontsize=FONT_POINTS + 0.5)
+        axes.set_title(words, fontsize=style.FONT_POINTS + 0.5)
         axes.set(xlim=(0, len(keys)), ylim=(0, len(counts)))
         axes.set_xticks([place + 0.5 for place in range(len(keys))], [_short(kv_len) for kv_len in keys])
         axes.set_yticks([place + 0.5 for place in range(len(counts))], [str(count) for count in counts])
-        axes.tick_params(length=0, labelsize=FONT_POINTS)
+        axes.tick_params(length=0, labelsize=style.FONT_POINTS)
         arm = f"{words.split(',')[0]} " if "," in words else ""
         for corner in ((x, y) for y in range(len(counts)) for x in range(len(keys))):
             point = counts[corner[1]], keys[corner[0]]
@@ -183,12 +176,12 @@ def _map_figure(
             gid = f"{arm}{point[0]} {point[1]} {q_len}"
             _draw_cell(axes, corner, colour, in_words(value), gid, framed=is_framed(value))
     for axes in grid[:, 0]:
-        axes.set_ylabel("requests", fontsize=FONT_POINTS)
+        axes.set_ylabel("requests", fontsize=style.FONT_POINTS)
     for axes in grid[-1]:
-        axes.set_xlabel("keys per request", fontsize=FONT_POINTS)
+        axes.set_xlabel("keys per request", fontsize=style.FONT_POINTS)
     handles = [Patch(facecolor=band.colour, edgecolor="#BBBBBB", linewidth=0.5, label=band.words) for band in bands]
     handles.append(Patch(label="not measured", **NOT_MEASURED))
-    legend_below(figure, handles, len(handles), columnspacing=1.2)
+    style.legend_below(figure, handles, len(handles), columnspacing=1.2)
     return figure
 
 
@@ -200,7 +193,7 @@ def _draw_cell(axes: Axes, corner: tuple[int, int], colour: str, words: str, gid
     red, green, blue = to_rgb(colour)
     luma = 0.299 * red + 0.587 * green + 0.114 * blue  # ITU-R BT.601
     look = {"weight": "bold" if framed else "normal", "color": "black" if luma > 0.45 else "white"}
-    write_in_cell(axes, corner[0] + 0.5, corner[1] - 0.06, words, fontsize=FONT_POINTS - 0.5, **look)
+    style.write_in_cell(axes, corner[0] + 0.5, corner[1] - 0.06, words, fontsize=style.FONT_POINTS - 0.5, **look)
 
 
 def _by_point(rows: Iterable[Mapping[str, Any]], arm: str, value: str) -> dict[Point, float]:
@@ -241,3 +234,6 @@ def _ratio_in_words(ratio: float) -> str:
 
 def _short(number: int) -> str:
     return f"{number // 1024}K" if number >= 1024 and number % 1024 == 0 else str(number)
+
+
+DRAWINGS = (style.Drawing("rows", "Time of the context call over the decode call's", crossover_figure),)

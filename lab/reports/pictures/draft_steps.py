@@ -14,23 +14,8 @@ from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocat
 
 from lab.metadata import ForwardBatch, KVPool, TRTLLMMHAMetadata
 from lab.metadata.speculation.draft_steps import DraftBuffers, DraftStep, PreparedDraft
-from lab.reports.pictures.style import (
-    COLOURS,
-    FONT_POINTS,
-    TEXT_COLOUR,
-    cell_axes,
-    legend_at_bottom,
-    legend_below,
-    line_key,
-    logarithmic,
-    new_figure,
-    plain,
-    requests_in_words,
-    row_label,
-    write_after,
-    write_heading,
-    write_in_cell,
-)
+from lab.reports.pictures import style
+from lab.reports.tables import counted
 
 LABEL_INCHES = 1.75
 ROW_INCHES = 0.22
@@ -48,11 +33,14 @@ DEAD_TEXT = "#555555"
 
 # Of each plan: the name that recorded rows have, words, colour, marker.
 PLANS = (
-    ("common_template", "common template: lists and steps", COLOURS[1], "o"),
-    ("per_step", "steps alone (26241)", COLOURS[0], "s"),
-    ("one_launch", "one launch for all steps", COLOURS[2], "^"),
+    ("common_template", "common template: lists and steps", style.COLOURS[1], "o"),
+    ("per_step", "steps alone (26241)", style.COLOURS[0], "s"),
+    ("one_launch", "one launch for all steps", style.COLOURS[2], "^"),
 )
-LISTS = (("serial", "serial, as SGLang's was", COLOURS[1], "o"), ("spread", "each prefix read once", COLOURS[0], "s"))
+LISTS = (
+    ("serial", "serial, as SGLang's was", style.COLOURS[1], "o"),
+    ("spread", "each prefix read once", style.COLOURS[0], "s"),
+)
 
 
 def built_figure(
@@ -82,7 +70,7 @@ def built_figure(
             f"the requests take {slots} slots side by side, more than {MOST_SLOTS}, which is as many as can be read: draw "
             "fewer or shorter requests, on smaller pages"
         )
-    figure, axes = cell_axes(
+    figure, axes = style.cell_axes(
         (0, max(slots, FEWEST_SLOTS)),
         LINES_PER_STEP * num_lists - 1,
         line_inches=ROW_INCHES,
@@ -90,32 +78,32 @@ def built_figure(
         heading_inches=HEADING_INCHES,
         legend_inches=LEGEND_INCHES,
     )
-    write_heading(figure, title)
+    style.write_heading(figure, title)
     for i, start in enumerate(starts):
         words = f"request {i}: {prefix_lens[i]} tokens"
-        axes.text(start, -0.55, words, fontsize=FONT_POINTS, weight="bold", color=TEXT_COLOUR, va="center")
+        axes.text(start, -0.55, words, fontsize=style.FONT_POINTS, weight="bold", color=style.TEXT_COLOUR, va="center")
     for step in range(num_lists):
         line = LINES_PER_STEP * step
         if step < len(prepared.steps):
             _draw_pages(axes, line, starts, step, prepared.steps[step], pool.page_size)
         else:
-            row_label(axes, line + 1, f"step {step}: no such step", weight="bold")
+            style.row_label(axes, line + 1, f"step {step}: no such step", weight="bold")
         boundaries = buffers.kv_indptr[step, : batch.batch_size + 1].tolist()
         indices = buffers.kv_indices[step, : boundaries[-1]].tolist()
-        row_label(axes, line + 2, f"kv_indices[{step}]")
+        style.row_label(axes, line + 2, f"kv_indices[{step}]")
         for request, start in enumerate(starts):
             listed = indices[boundaries[request] : boundaries[request + 1]]
             for place, slot in enumerate(listed):
-                style = DEAD if place < prefix_lens[request] else DEAD_DRAFTED
+                look = DEAD if place < prefix_lens[request] else DEAD_DRAFTED
                 gid = f"list {step} {request} {slot}"
-                axes.add_patch(Rectangle((start + place, line + 2.05), 1, 0.85, linewidth=0.8, gid=gid, **style))
-                write_in_cell(axes, start + place + 0.5, line + 2, str(slot), color=DEAD_TEXT)
+                axes.add_patch(Rectangle((start + place, line + 2.05), 1, 0.85, linewidth=0.8, gid=gid, **look))
+                style.write_in_cell(axes, start + place + 0.5, line + 2, str(slot), color=DEAD_TEXT)
     keys: list[Artist] = [
         Patch(label="page, read by the attention", **READ),
         Patch(label="slot of the prefix, read by nobody", **DEAD),
         Patch(label="slot of a drafted token, read by nobody", **DEAD_DRAFTED),
     ]
-    legend_at_bottom(figure, keys, 3, columnspacing=1.3)
+    style.legend_below(figure, keys, 3, columnspacing=1.3)
     return figure
 
 
@@ -126,16 +114,16 @@ def _draw_pages(axes: Axes, line: int, starts: Sequence[int], step: int, handed:
         table, seq_lens = metadata.page_table, metadata.cache_seqlens_int32.tolist()
     else:
         table, seq_lens = metadata.block_kv_indices, metadata.seq_lens_k.tolist()
-    row_label(axes, line, f"step {step}: seq_lens", weight="bold")
-    row_label(axes, line + 1, "block_tables")
+    style.row_label(axes, line, f"step {step}: seq_lens", weight="bold")
+    style.row_label(axes, line + 1, "block_tables")
     for request, (start, length) in enumerate(zip(starts, seq_lens, strict=True)):
         axes.plot([start, start + length], [line + 0.5] * 2, "|-", color="black", linewidth=1.8, markersize=9)
-        axes.text(start + length + 0.35, line + 0.53, str(length), fontsize=FONT_POINTS - 1, va="center")
+        axes.text(start + length + 0.35, line + 0.53, str(length), fontsize=style.FONT_POINTS - 1, va="center")
         for place, page in enumerate(table[request, : -(-length // page_size)].tolist()):
             corner = start + place * page_size, line + 1.05
             gid = f"page {step} {request} {page}"
             axes.add_patch(Rectangle(corner, page_size, 0.85, linewidth=1.2, gid=gid, **READ))
-            write_in_cell(axes, corner[0] + page_size / 2, line + 1, f"page {page}")
+            style.write_in_cell(axes, corner[0] + page_size / 2, line + 1, f"page {page}")
 
 
 def draft_times_figure(rows: Iterable[Mapping[str, Any]], title: str, *, num_steps: int = 3) -> Figure:
@@ -159,10 +147,12 @@ def draft_times_figure(rows: Iterable[Mapping[str, Any]], title: str, *, num_ste
                 found[plan] = points
                 axes.plot(*points, marker=marker, markersize=4, color=colour, label=words, linewidth=1.4)
             tokens, template_us = found["common_template"]
-            axes.fill_between(tokens, found["per_step"][1], template_us, color=COLOURS[1], alpha=0.13, linewidth=0)
-    keys: list[Artist] = [line_key(words, colour, marker) for _, words, colour, marker in PLANS]
-    keys.append(Patch(color=COLOURS[1], alpha=0.13, label="what nobody reads"))
-    legend_below(figure, keys, 4)
+            axes.fill_between(
+                tokens, found["per_step"][1], template_us, color=style.COLOURS[1], alpha=0.13, linewidth=0
+            )
+    keys: list[Artist] = [style.line_key(words, colour, marker) for _, words, colour, marker in PLANS]
+    keys.append(Patch(color=style.COLOURS[1], alpha=0.13, label="what nobody reads"))
+    style.legend_below(figure, keys, 4)
     return figure
 
 
@@ -178,10 +168,14 @@ def lists_figure(rows: Iterable[Mapping[str, Any]], title: str, *, num_steps: in
             points = _points(drawn, kernel=schedule, requests=requests)
             axes.plot(*points, marker=marker, markersize=4, color=colour, label=words, linewidth=1.4)
         floor = _points(drawn, value="floor_us", kernel="serial", requests=requests)
-        axes.plot(*floor, "--", color=TEXT_COLOUR, linewidth=1.2)
-    keys = [line_key(words, colour, marker) for _, words, colour, marker in LISTS]
-    keys.append(line_key("floor: the bytes, over the measured bandwidth", TEXT_COLOUR, linestyle="--", linewidth=1.5))
-    legend_below(figure, keys, 3)
+        axes.plot(*floor, "--", color=style.TEXT_COLOUR, linewidth=1.2)
+    keys = [style.line_key(words, colour, marker) for _, words, colour, marker in LISTS]
+    keys.append(
+        style.line_key(
+            "floor: the bytes, over the measured bandwidth", style.TEXT_COLOUR, linestyle="--", linewidth=1.5
+        )
+    )
+    style.legend_below(figure, keys, 3)
     return figure
 
 
@@ -198,22 +192,22 @@ def steps_figure(rows: Iterable[Mapping[str, Any]], title: str, *, requests: int
     ]
     if not drawn:
         raise ValueError(f"no recorded row has {requests} requests of {tokens} tokens")
-    figure = new_figure(title, height_inches=2.9)
+    figure = style.new_figure(title, height_inches=2.9)
     axes_of = dict(zip(("MHA", "MLA"), figure.subplots(1, 2, sharey=True), strict=True))
     for attention, axes in axes_of.items():
-        plain(axes)
-        logarithmic(axes, "y")
+        style.plain(axes)
+        style.logarithmic(axes, "y")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_minor_locator(NullLocator())
-        axes.set_title(attention, fontsize=FONT_POINTS + 1)
+        axes.set_title(attention, fontsize=style.FONT_POINTS + 1)
         for plan, words, colour, marker in PLANS:
             points = _points(drawn, across="num_steps", kernel=f"{attention.lower()} {plan}", requests=requests)
             axes.plot(*points, marker=marker, markersize=5, color=colour, label=words, linewidth=1.4)
             axes.xaxis.set_major_locator(FixedLocator(points[0]))
-        axes.set_xlabel("speculative_num_steps", fontsize=FONT_POINTS)
-    axes_of["MHA"].set_ylabel("GPU time of a draft, µs", fontsize=FONT_POINTS)
-    keys = [line_key(words, colour, marker) for _, words, colour, marker in PLANS]
-    legend_below(figure, keys, 3)
+        axes.set_xlabel("speculative_num_steps", fontsize=style.FONT_POINTS)
+    axes_of["MHA"].set_ylabel("GPU time of a draft, µs", fontsize=style.FONT_POINTS)
+    keys = [style.line_key(words, colour, marker) for _, words, colour, marker in PLANS]
+    style.legend_below(figure, keys, 3)
     return figure
 
 
@@ -228,27 +222,27 @@ def claim_figure(claim: Mapping[str, Any], title: str) -> Figure:
     host = {f"host, {form}": saved for form, saved in claim["host_saving_us_per_draft"].items()}
     bars = gpu | host
     stated_us = claim["implied_saving_us_per_iteration"]
-    figure = new_figure(title, height_inches=1.3 + 0.26 * len(bars))
-    axes = figure.add_subplot()
-    plain(axes, grid="x")
+    figure, axes = style.one_panel(title, height_inches=1.3 + 0.26 * len(bars), grid="x")
     places = range(len(bars))
-    axes.barh(places, list(bars.values()), 0.68, color=[COLOURS[0]] * len(gpu) + [COLOURS[4]] * len(host))
+    axes.barh(places, list(bars.values()), 0.68, color=[style.COLOURS[0]] * len(gpu) + [style.COLOURS[4]] * len(host))
     for place, saved in zip(places, bars.values(), strict=True):
-        write_after(axes, (saved, place), f"{saved:,.0f}")
-    axes.axvline(stated_us, color=COLOURS[1], linewidth=1.6, linestyle="--")
+        style.write_after(axes, (saved, place), f"{saved:,.0f}")
+    axes.axvline(stated_us, color=style.COLOURS[1], linewidth=1.6, linestyle="--")
     end = stated_us, len(bars) - 1.5
-    write_after(axes, end, f"stated: {stated_us:,.0f}", gap=6, color=COLOURS[1], fontsize=FONT_POINTS + 0.5)
-    axes.set_yticks(places, list(bars), fontsize=FONT_POINTS)
+    style.write_after(
+        axes, end, f"stated: {stated_us:,.0f}", gap=6, color=style.COLOURS[1], fontsize=style.FONT_POINTS + 0.5
+    )
+    axes.set_yticks(places, list(bars), fontsize=style.FONT_POINTS)
     axes.set_ylim(len(bars) - 0.4, -0.6)
     axes.set_xlim(0, 1.2 * max(*bars.values(), stated_us))
-    axes.set_xlabel("saved per iteration, µs", fontsize=FONT_POINTS)
+    style.name_axes(axes, "saved per iteration, µs")
     return figure
 
 
 def _requests(point: str) -> str:
     """Return "4 requests of 80K" for "4x80k/steps3"."""
     count, _, length = point.split("/")[0].partition("x")
-    return f"{requests_in_words(int(count))} of {length.upper()}"
+    return f"{counted(int(count), 'request')} of {length.upper()}"
 
 
 def _uniform(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -277,23 +271,23 @@ def _panels(
     counts = _counts_on_the_grid(rows)
     if not counts:
         raise ValueError(f"no recorded row has {what}")
-    figure = new_figure(title, height_inches=1.1 + 1.75 * len(names))
+    figure = style.new_figure(title, height_inches=1.1 + 1.75 * len(names))
     drawn = figure.subplots(len(names), len(counts), sharex=True, sharey=True, squeeze=False)
     panels: dict[str, dict[int, Axes]] = {}
     for name, line in zip(names, drawn, strict=True):
         panels[name] = dict(zip(counts, line, strict=True))
-        line[0].set_ylabel(f"{name}: GPU time, µs" if len(names) > 1 else "GPU time, µs", fontsize=FONT_POINTS)
+        line[0].set_ylabel(f"{name}: GPU time, µs" if len(names) > 1 else "GPU time, µs", fontsize=style.FONT_POINTS)
     for axes in drawn.flat:
-        plain(axes)
-        logarithmic(axes, "xy")
-        axes.tick_params(labelsize=FONT_POINTS - 0.5)
+        style.plain(axes)
+        style.logarithmic(axes, "xy")
+        axes.tick_params(labelsize=style.FONT_POINTS - 0.5)
         axes.set_xticks(TOKEN_TICKS, [f"{tick // 1024}K" for tick in TOKEN_TICKS])
         axes.xaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_minor_formatter(NullFormatter())
     for count, axes in zip(counts, drawn[0], strict=True):
-        axes.set_title(requests_in_words(count), fontsize=FONT_POINTS + 0.5)
+        axes.set_title(counted(count, "request"), fontsize=style.FONT_POINTS + 0.5)
     for axes in drawn[-1]:
-        axes.set_xlabel("tokens per request", fontsize=FONT_POINTS)
+        axes.set_xlabel("tokens per request", fontsize=style.FONT_POINTS)
     return figure, panels
 
 
@@ -303,3 +297,9 @@ def _counts_on_the_grid(rows: Iterable[Mapping[str, Any]]) -> list[int]:
     for row in rows:
         lengths.setdefault(row["requests"], set()).add(row["kv_tokens"])
     return sorted(requests for requests, found in lengths.items() if len(found) > 1)
+
+
+DRAWINGS = (
+    style.Drawing("pr_26241", "What skipping the lists saves per draft", claim_figure),
+    style.Drawing("rows", "GPU time of one draft's metadata", draft_times_figure),
+)

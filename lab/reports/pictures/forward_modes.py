@@ -11,17 +11,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from lab.metadata import ForwardBatch, KVPool, TRTLLMMHAMetadata, plan_calls
 from lab.references.forward_metadata import key_length, query_length
-from lab.reports.pictures.style import (
-    FONT_POINTS,
-    TEXT_COLOUR,
-    cell_axes,
-    group_label,
-    legend_at_bottom,
-    mark_key,
-    row_label,
-    write_heading,
-    write_in_cell,
-)
+from lab.reports.pictures import style
 
 LABEL_INCHES = 2.35
 ROW_INCHES = 0.2
@@ -128,7 +118,7 @@ def reading_figure(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadat
     reads = request_reads(batch, pool, metadata)
     slots = _slots(reads, pool.page_size)
     num_lines = sum(LINES_BEFORE_ROWS + len(each.rows) + 1 for each in reads) or 2
-    figure, axes = cell_axes(
+    figure, axes = style.cell_axes(
         (0, slots),
         num_lines,
         line_inches=ROW_INCHES,
@@ -137,7 +127,7 @@ def reading_figure(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadat
         legend_inches=LEGEND_INCHES,
     )
     calls = " and ".join(each.call.value for each in plan_calls(batch)) or "no call"
-    write_heading(
+    style.write_heading(
         figure,
         title or batch.forward_mode.name,
         f"{calls}: max_seq_len_q {metadata.max_seq_len_q}, pages of {pool.page_size} tokens",
@@ -152,9 +142,11 @@ def reading_figure(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadat
             _draw_row(axes, line + LINES_BEFORE_ROWS + row - each.rows.start, row, each)
         line += LINES_BEFORE_ROWS + len(each.rows) + 1
     if reads:
-        legend_at_bottom(figure, _keys(reads), 3, columnspacing=1.5)
+        style.legend_below(figure, _keys(reads), 3, columnspacing=1.5)
     else:
-        axes.text(0, 1, "no request: no query row, no key, no kernel", fontsize=FONT_POINTS, color=TEXT_COLOUR)
+        axes.text(
+            0, 1, "no request: no query row, no key, no kernel", fontsize=style.FONT_POINTS, color=style.TEXT_COLOUR
+        )
     return figure
 
 
@@ -178,9 +170,9 @@ def _draw_lengths(axes: Axes, line: int, request: int, reads: RequestReads) -> N
     """Draw two rulers: the tokens that the engine counts, and those that the kernel is told."""
     added = reads.kernel_len - reads.engine_len
     sum_of = f" = {reads.engine_len} {'+' if added > 0 else '−'} {abs(added)}" if added else ""
-    group_label(axes, line, f"request {request}", LABEL_INCHES)
-    row_label(axes, line, f"engine's seq_lens {reads.engine_len}")
-    row_label(axes, line + 1, f"kernel's seq_lens {reads.kernel_len}{sum_of}")
+    style.group_label(axes, line, f"request {request}", LABEL_INCHES)
+    style.row_label(axes, line, f"engine's seq_lens {reads.engine_len}")
+    style.row_label(axes, line + 1, f"kernel's seq_lens {reads.kernel_len}{sum_of}")
     for place, length, colour in ((line, reads.engine_len, "#888888"), (line + 1, reads.kernel_len, "#000000")):
         axes.plot(
             [0, max(length, 0)], [place + 0.5] * 2, "|-", color=colour, linewidth=1.8, markersize=9, clip_on=False
@@ -188,25 +180,25 @@ def _draw_lengths(axes: Axes, line: int, request: int, reads: RequestReads) -> N
 
 
 def _draw_pages(axes: Axes, line: int, request: int, reads: RequestReads, page_size: int) -> None:
-    row_label(axes, line, f"block_tables[{request}]")
+    style.row_label(axes, line, f"block_tables[{request}]")
     for column, first in enumerate(_columns(reads, page_size)[::page_size]):
         live = column < len(reads.pages)
-        style = {"facecolor": "#E8E8E8", "edgecolor": "#555555"} if live else CELLS["empty"]
-        axes.add_patch(Rectangle((first + 0.04, line + 0.05), page_size - 0.08, 0.85, linewidth=0.8, **style))
+        look = {"facecolor": "#E8E8E8", "edgecolor": "#555555"} if live else CELLS["empty"]
+        axes.add_patch(Rectangle((first + 0.04, line + 0.05), page_size - 0.08, 0.85, linewidth=0.8, **look))
         words = f"page {reads.pages[column]}" if live else "not in the table"
-        write_in_cell(axes, first + page_size / 2, line, words)
+        style.write_in_cell(axes, first + page_size / 2, line, words)
 
 
 def _draw_tokens(axes: Axes, line: int, reads: RequestReads, num_slots: int) -> None:
-    row_label(axes, line, "token at position")
+    style.row_label(axes, line, "token at position")
     for position in range(num_slots):
         _cell(axes, line, position, reads.kind(position))
         if position < reads.tokens:
-            write_in_cell(axes, position + 0.5, line, str(position))
+            style.write_in_cell(axes, position + 0.5, line, str(position))
 
 
 def _draw_row(axes: Axes, line: int, row: int, reads: RequestReads) -> None:
-    row_label(axes, line, f"query row {row} reads")
+    style.row_label(axes, line, f"query row {row} reads")
     for position, kind in _row_cells(row, reads):
         _cell(axes, line, position, kind, gid=f"{kind} {row} {position}")
     if (own := reads.own_position(row)) >= 0:
@@ -234,4 +226,4 @@ def _keys(reads: list[RequestReads]) -> list[Artist]:
     wrong = {kind for each in reads for row in each.rows for _, kind in _row_cells(row, each)}
     shown = [kind for kind in CELLS if kind in ("cached", "new", "empty") or kind in wrong]
     keys: list[Artist] = [Patch(linewidth=0.8, label=LEGEND[kind], **CELLS[kind]) for kind in shown]
-    return [*keys, mark_key("the row's own token", "o", color="black", markersize=4)]
+    return [*keys, style.mark_key("the row's own token", "o", color="black", markersize=4)]

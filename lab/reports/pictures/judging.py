@@ -12,7 +12,7 @@ from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from lab.reports.pictures.style import FONT_POINTS, TEXT_COLOUR, legend_below, new_figure, write_in_cell
+from lab.reports.pictures import style
 
 ROW_INCHES = 0.21
 # Blue is found or right, orange is let through or wrong: Okabe and Ito's, which differ in lightness too.
@@ -58,7 +58,7 @@ def verdict_figure(cells: Sequence[VerdictCell], title: str) -> Figure:
         colour = OUTCOME_COLOURS[cell.outcome]
         axes.add_patch(Rectangle((x, y), 1, 1, facecolor=colour, edgecolor="white", linewidth=1.5))
         if cell.worst_right is not None:
-            write_in_cell(axes, x + 0.5, y, f"{100 * cell.worst_right:.0f}", fontsize=7)
+            style.write_in_cell(axes, x + 0.5, y, f"{100 * cell.worst_right:.0f}", fontsize=7)
     _label_cells(axes, checks, lines)
     shown = [outcome for outcome in OUTCOME_COLOURS if any(cell.outcome == outcome for cell in cells)]
     _legend(figure, {outcome: OUTCOME_COLOURS[outcome] for outcome in shown})
@@ -185,7 +185,7 @@ def vector_errors_figure(error: torch.Tensor, bound: torch.Tensor, request_of_ro
             (0, 3),
             textcoords="offset points",
             ha="center",
-            fontsize=FONT_POINTS - 1,
+            fontsize=style.FONT_POINTS - 1,
         )
     bar = figure.colorbar(image, ax=axes, label="error over bound", pad=0.02)
     bar.ax.set_yticks(STEPS, [*(f"{step:g}" for step in STEPS[:-1]), "more"])
@@ -206,7 +206,7 @@ def passing_figure(
         for x, passes in enumerate(line):
             _box(axes, x, y, LET_THROUGH if passes else FOUND)
     _label_cells(axes, [f"{length:,}" for length in lengths], list(rules))
-    axes.set_xlabel("keys per request", fontsize=FONT_POINTS)
+    axes.set_xlabel("keys per request", fontsize=style.FONT_POINTS)
     axes.xaxis.set_label_position("top")
     _legend(figure, {"found": FOUND, "passes": LET_THROUGH})
     return figure
@@ -238,7 +238,7 @@ def _mark_groups(axes: Axes, sizes: Mapping[str, int], lines: int) -> None:
     first = 0
     for place, (name, size) in enumerate(sizes.items()):
         if first:
-            axes.plot([first, first], [-0.2, lines], color=TEXT_COLOUR, linewidth=0.8, clip_on=False)
+            axes.plot([first, first], [-0.2, lines], color=style.TEXT_COLOUR, linewidth=0.8, clip_on=False)
         # Names of narrow groups are wider than the groups: they take turns at two heights.
         narrow = size < sum(sizes.values()) / 8
         offset = 4 + 11 * (place % 2 if narrow else 0)
@@ -249,7 +249,7 @@ def _mark_groups(axes: Axes, sizes: Mapping[str, int], lines: int) -> None:
             textcoords="offset points",
             ha="center",
             fontsize=7.5,
-            color=TEXT_COLOUR,
+            color=style.TEXT_COLOUR,
             annotation_clip=False,
         )
         first += size
@@ -269,10 +269,10 @@ def _label_cells(axes: Axes, columns: Sequence[str], lines: Sequence[str]) -> No
 
 
 def _figure(title: str, height_inches: float) -> tuple[Figure, Axes]:
-    figure = new_figure(title, height_inches)
+    figure = style.new_figure(title, height_inches)
     return figure, figure.add_subplot()
 
 
 def _legend(figure: Figure, meanings: Mapping[str, str]) -> None:
     handles = [Patch(facecolor=colour, edgecolor="#CCCCCC", label=name) for name, colour in meanings.items()]
-    legend_below(figure, handles, 5)
+    style.legend_below(figure, handles, 5)

@@ -16,22 +16,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from lab.metadata.speculation.verify_mask import VerifyMask, VerifyMaskForm, verify_mask_cells
-from lab.reports.pictures.style import (
-    COLOURS,
-    FONT_POINTS,
-    TEXT_COLOUR,
-    WIDTH_INCHES,
-    cell_axes,
-    legend_at_bottom,
-    legend_below,
-    mark_key,
-    new_figure,
-    plain,
-    write_after,
-    write_heading,
-)
+from lab.reports.pictures import style
 
-STEP_COLOURS = (COLOURS[0], COLOURS[4], COLOURS[2])  # of neighbouring steps
+STEP_COLOURS = (style.COLOURS[0], style.COLOURS[4], style.COLOURS[2])  # of neighbouring steps
 WAIT: dict[str, Any] = {"facecolor": "white", "edgecolor": "#888888", "hatch": "////", "linewidth": 0.8}
 IDLE_COLOUR = "#F3B8A5"
 ELSEWHERE_COLOUR = "#EEEEEE"
@@ -40,7 +27,7 @@ MOST_MASK_COLUMNS = 44  # more are not legible side by side
 MASK_CELL_INCHES, MASK_LEFT_INCHES = 0.165, 0.16
 MASK_CELLS: dict[str, dict[str, Any]] = {
     "prefix": {"facecolor": "#BBBBBB", "edgecolor": "white"},
-    "seen": {"facecolor": COLOURS[0], "edgecolor": "white"},
+    "seen": {"facecolor": style.COLOURS[0], "edgecolor": "white"},
     "hidden": {"facecolor": "white", "edgecolor": "#AAAAAA"},
 }
 
@@ -129,20 +116,22 @@ def timeline_figure(excerpts: Sequence[LoopExcerpt], title: str) -> Figure:
 
     A span is a `Rectangle` with the gid "<cpu or gpu> <step>", "wait <step>" where the CPU waits, or "idle" between the GPU's.
     """
-    figure = new_figure(title, height_inches=1.15 + 1.15 * len(excerpts))
+    figure = style.new_figure(title, height_inches=1.15 + 1.15 * len(excerpts))
     lines = figure.subplots(len(excerpts), 1, sharex=True, squeeze=False)[:, 0]
     end_ms = max(span.end_us for excerpt in excerpts for span in excerpt.spans) / 1e3
     for axes, excerpt in zip(lines, excerpts, strict=True):
-        plain(axes, grid="x")
-        axes.set_title(excerpt.name, loc="left", fontsize=FONT_POINTS + 0.5, weight="bold", color=TEXT_COLOUR)
-        axes.set_yticks([1, 0], [Lane.CPU.value, Lane.GPU.value], fontsize=FONT_POINTS)
+        style.plain(axes, grid="x")
+        axes.set_title(
+            excerpt.name, loc="left", fontsize=style.FONT_POINTS + 0.5, weight="bold", color=style.TEXT_COLOUR
+        )
+        axes.set_yticks([1, 0], [Lane.CPU.value, Lane.GPU.value], fontsize=style.FONT_POINTS)
         axes.set(ylim=(-0.5, 1.5), xlim=(0, 1.01 * end_ms))
-        axes.tick_params(labelsize=FONT_POINTS - 0.5)
+        axes.tick_params(labelsize=style.FONT_POINTS - 0.5)
         if not excerpt.is_whole:
             _draw_elsewhere(axes, excerpt, end_ms)
         _draw_idle(axes, excerpt)
         _draw_spans(axes, excerpt)
-    lines[-1].set_xlabel("time, ms", fontsize=FONT_POINTS)
+    style.name_axes(lines[-1], "time, ms")
     steps = sorted({span.step for excerpt in excerpts for span in excerpt.spans})
     keys: list[Artist] = []
     for place, first in enumerate(steps[: len(STEP_COLOURS)]):
@@ -152,7 +141,7 @@ def timeline_figure(excerpts: Sequence[LoopExcerpt], title: str) -> Figure:
     keys.append(Patch(color=IDLE_COLOUR, label="the GPU is idle"))
     if not all(excerpt.is_whole for excerpt in excerpts):
         keys.append(Patch(color=ELSEWHERE_COLOUR, label="other steps, not recorded"))
-    legend_below(figure, keys, 3)
+    style.legend_below(figure, keys, 3)
     return figure
 
 
@@ -199,28 +188,25 @@ def _bar(axes: Axes, place: int, start_us: float, end_us: float, **look: Any) ->
 
 def arms_figure(arms: Sequence[Mapping[str, Any]], title: str) -> Figure:
     """Draw the GPU's time of a step, busy and idle, of each recorded arm; a mark is the step without a profiler."""
-    figure = new_figure(title, height_inches=1.2 + 0.33 * len(arms))
-    axes = figure.add_subplot()
-    plain(axes, grid="x")
+    figure, axes = style.one_panel(title, height_inches=1.2 + 0.33 * len(arms), grid="x")
     for place, arm in enumerate(arms):
         step_us, idle_us = arm["medians"]["step_us"], arm["medians"]["idle_us"]
-        axes.barh(place, step_us - idle_us, 0.68, color=COLOURS[0])
+        axes.barh(place, step_us - idle_us, 0.68, color=style.COLOURS[0])
         axes.barh(place, idle_us, 0.68, left=step_us - idle_us, color=IDLE_COLOUR)
         axes.plot(median(arm["unprofiled_step_us"]), place, "|", color="black", markersize=15, markeredgewidth=1.8)
         end_us = max(step_us, median(arm["unprofiled_step_us"]))
-        write_after(axes, (end_us, place), f"{arm['medians']['idle_percent']:.0f} % idle", gap=6)
+        style.write_after(axes, (end_us, place), f"{arm['medians']['idle_percent']:.0f} % idle", gap=6)
     names = [f"GPU {arm['gpu_us']:,.0f}, host {arm['host_us']:,.0f} µs, {arm['arm']}" for arm in arms]
-    axes.set_yticks(range(len(arms)), names, fontsize=FONT_POINTS)
-    axes.set_ylim(len(arms) - 0.5, -0.5)
+    style.name_lines(axes, names)
     axes.set_xlim(0, 1.18 * max(arm["medians"]["step_us"] for arm in arms))
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set_xlabel("one step on the GPU, µs", fontsize=FONT_POINTS)
+    style.name_axes(axes, "one step on the GPU, µs")
     keys: list[Artist] = [
-        Patch(color=COLOURS[0], label="GPU busy"),
+        Patch(color=style.COLOURS[0], label="GPU busy"),
         Patch(color=IDLE_COLOUR, label="GPU idle"),
-        mark_key("step without the profiler", "|", color="black", markersize=12),
+        style.mark_key("step without the profiler", "|", color="black", markersize=12),
     ]
-    legend_below(figure, keys, 3)
+    style.legend_below(figure, keys, 3)
     return figure
 
 
@@ -240,26 +226,23 @@ def step_time_figure(
         title: of the picture.
         chosen: a number of layers to mark.
     """
-    figure = new_figure(title, height_inches=3.3)
-    axes = figure.add_subplot()
-    plain(axes)
-    axes.plot(num_layers, gpu_us, "--", color=TEXT_COLOUR, linewidth=1.3, label="GPU work alone")
+    figure, axes = style.one_panel(title, height_inches=3.3)
+    axes.plot(num_layers, gpu_us, "--", color=style.TEXT_COLOUR, linewidth=1.3, label="GPU work alone")
     (slower, slower_us), (faster, faster_us) = step_us.items()
-    axes.plot(num_layers, slower_us, color=COLOURS[1], linewidth=1.8, label=f"a step {slower}")
-    axes.plot(num_layers, faster_us, color=COLOURS[0], linewidth=1.8, label=f"a step {faster}")
+    axes.plot(num_layers, slower_us, color=style.COLOURS[1], linewidth=1.8, label=f"a step {slower}")
+    axes.plot(num_layers, faster_us, color=style.COLOURS[0], linewidth=1.8, label=f"a step {faster}")
     bubbles = (
-        (faster_us, slower_us, COLOURS[1], f"bubble {slower} only"),
-        (gpu_us, faster_us, COLOURS[0], "bubble in both"),
+        (faster_us, slower_us, style.COLOURS[1], f"bubble {slower} only"),
+        (gpu_us, faster_us, style.COLOURS[0], "bubble in both"),
     )
     for lower_us, upper_us, colour, words in bubbles:
         axes.fill_between(num_layers, lower_us, upper_us, color=colour, alpha=0.16, linewidth=0, label=words)
     if chosen is not None:
         axes.axvline(chosen, color="#999999", linewidth=1, linestyle=":")
     axes.set(xlim=(min(num_layers), max(num_layers)), ylim=(0, None))
-    axes.set_xlabel("layers", fontsize=FONT_POINTS)
     axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.set_ylabel("time of a step, µs", fontsize=FONT_POINTS)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=FONT_POINTS)
+    style.name_axes(axes, "layers", "time of a step, µs")
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=style.FONT_POINTS)
     return figure
 
 
@@ -284,15 +267,15 @@ def verify_mask_figure(masks: Sequence[VerifyMask], seq_lens: Sequence[int], tit
             "draw fewer or shorter requests"
         )
     rows = sum(mask.num_draft_tokens + 3 for mask in masks) - 1
-    figure, axes = cell_axes(
-        (0, (0.985 * WIDTH_INCHES - MASK_LEFT_INCHES) / MASK_CELL_INCHES),
+    figure, axes = style.cell_axes(
+        (0, (0.985 * style.WIDTH_INCHES - MASK_LEFT_INCHES) / MASK_CELL_INCHES),
         rows,
         line_inches=MASK_CELL_INCHES,
         label_inches=MASK_LEFT_INCHES,
         heading_inches=0.47,
         legend_inches=0.38,
     )
-    write_heading(figure, title)
+    style.write_heading(figure, title)
     line = 0
     for mask, each in zip(masks, blocks, strict=True):
         used = verify_mask_cells(
@@ -303,7 +286,7 @@ def verify_mask_figure(masks: Sequence[VerifyMask], seq_lens: Sequence[int], tit
             seq_lens_sum=sum(seq_lens),
         )
         words = f"{mask.form.name}: {used} cells for this batch; a step fills all {mask.nbytes} bytes of the buffer"
-        axes.text(0, line + 0.8, words, fontsize=FONT_POINTS, weight="bold", color=TEXT_COLOUR, va="center")
+        axes.text(0, line + 0.8, words, fontsize=style.FONT_POINTS, weight="bold", color=style.TEXT_COLOUR, va="center")
         _draw_mask(axes, line + 2, mask, each)
         line += mask.num_draft_tokens + 3
     keys: list[Artist] = [
@@ -311,7 +294,7 @@ def verify_mask_figure(masks: Sequence[VerifyMask], seq_lens: Sequence[int], tit
         Patch(label="draft token, seen", **MASK_CELLS["seen"]),
         Patch(label="draft token, hidden", **MASK_CELLS["hidden"]),
     ]
-    legend_at_bottom(figure, keys, 3)
+    style.legend_below(figure, keys, 3)
     return figure
 
 
@@ -335,3 +318,6 @@ def _draw_mask(axes: Axes, line: float, mask: VerifyMask, blocks: Sequence[tuple
                 gid = f"{mask.form.name} {request} {row} {column} {kind}"
                 axes.add_patch(Rectangle((left + column, line + row), 1, 1, linewidth=0.7, gid=gid, **MASK_CELLS[kind]))
         left += width + 1
+
+
+DRAWINGS = (style.Drawing("arms", "The GPU's time of a step", arms_figure),)

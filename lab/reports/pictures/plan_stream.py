@@ -9,20 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from lab.reports.pictures.style import (
-    COLOURS,
-    DOTS_PER_INCH,
-    FONT_POINTS,
-    TEXT_COLOUR,
-    WIDTH_INCHES,
-    legend_below,
-    mark_key,
-    new_figure,
-    plain,
-    row_label,
-    write_after,
-    write_in_cell,
-)
+from lab.reports.pictures import style
 
 LANES = ("forward", "plan")  # from the top
 PHASES = {
@@ -68,20 +55,20 @@ def two_lane_figure(
     window = window_us or (0.0, max(verify_starts) + AFTER_VERIFY_STARTS_US)
     if window[0] >= window[1]:
         raise ValueError(f"window_us={window_us} is empty: its end must be later than its start")
-    figure = new_figure(title, height_inches=1.1 + 1.15 * len(timelines))
+    figure = style.new_figure(title, height_inches=1.1 + 1.15 * len(timelines))
     panels = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (name, events) in zip(panels, timelines.items(), strict=True):
         axes.set(xlim=window, ylim=(len(LANES) + 0.45, -0.1))
         axes.set_yticks([lane + 0.4 for lane in range(len(LANES))], [f"{lane} stream" for lane in LANES])
         axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.tick_params(labelsize=FONT_POINTS - 0.5, left=False)
-        axes.set_title(name, fontsize=FONT_POINTS, loc="left", color=TEXT_COLOUR)
+        axes.tick_params(labelsize=style.FONT_POINTS - 0.5, left=False)
+        axes.set_title(name, fontsize=style.FONT_POINTS, loc="left", color=style.TEXT_COLOUR)
         _draw_events(axes, events, window)
         _draw_gap(axes, events, window)
-    panels[-1].set_xlabel("µs from the iteration's first kernel on", fontsize=FONT_POINTS)
+    style.name_axes(panels[-1], "µs from the iteration's first kernel on")
     there = {each["phase"] for events in timelines.values() for each in events if _is_shown(each, window)}
     keys = [Patch(color=colour, label=phase) for phase, colour in PHASES.items() if phase in there]
-    legend_below(figure, keys, len(keys))
+    style.legend_below(figure, keys, len(keys))
     return figure
 
 
@@ -120,7 +107,7 @@ def _draw_gap(axes: Axes, events: Iterable[Event], window: tuple[float, float]) 
         textcoords="offset points",
         ha="right",
         va="center",
-        fontsize=FONT_POINTS - 0.5,
+        fontsize=style.FONT_POINTS - 0.5,
     )
 
 
@@ -184,27 +171,28 @@ def _differences(before: Sequence[float], beside: Sequence[float]) -> tuple[floa
 
 def saved_figure(saved: Sequence[Saved], title: str) -> Figure:
     """Draw bars of what the overlap saves, traced and untraced, with a dot per round; left of 0 it costs."""
-    figure = new_figure(title, height_inches=1.3 + 0.48 * len(saved))
-    axes = figure.add_subplot()
-    plain(axes, grid="x")
+    figure, axes = style.one_panel(title, height_inches=1.3 + 0.48 * len(saved), grid="x")
     axes.spines["left"].set_visible(False)
-    axes.axvline(0, color=TEXT_COLOUR, linewidth=1)
+    axes.axvline(0, color=style.TEXT_COLOUR, linewidth=1)
     words = ("in the profiler's trace, medians of all iterations", "without a profiler, medians of all runs")
     for i, each in enumerate(saved):
         pairs = ((each.traced_us, each.traced_rounds_us), (each.untraced_us, each.untraced_rounds_us))
-        for place, ((value, rounds), colour) in enumerate(zip(pairs, COLOURS, strict=False)):
+        for place, ((value, rounds), colour) in enumerate(zip(pairs, style.COLOURS, strict=False)):
             y = i + 0.38 * place - 0.19
             axes.barh(y, value, 0.34, color=colour, alpha=0.75)
             axes.plot(rounds, [y] * len(rounds), "o", color="black", markersize=2.8)
-            look: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "fontsize": FONT_POINTS - 1, "color": colour}
-            write_after(axes, (1, y), f"{value:+,.1f} µs", gap=6, **look)
-    axes.set_yticks(range(len(saved)), [each.name for each in saved])
-    axes.tick_params(labelsize=FONT_POINTS - 0.5, left=False)
-    axes.set_ylim(len(saved) - 0.5, -0.5)
+            look: dict[str, Any] = {
+                "xycoords": ("axes fraction", "data"),
+                "fontsize": style.FONT_POINTS - 1,
+                "color": colour,
+            }
+            style.write_after(axes, (1, y), f"{value:+,.1f} µs", gap=6, **look)
+    style.name_lines(axes, [each.name for each in saved])
+    axes.tick_params(labelsize=style.FONT_POINTS - 0.5, left=False)
     axes.margins(x=0.04)
-    axes.set_xlabel("µs that the overlap saves of an iteration; below 0 it costs", fontsize=FONT_POINTS)
-    bars = [Patch(color=colour, alpha=0.75, label=each) for each, colour in zip(words, COLOURS, strict=False)]
-    legend_below(figure, [*bars, mark_key("one round", "o", color="black", markersize=2.8)], 2)
+    style.name_axes(axes, "µs that the overlap saves of an iteration; below 0 it costs")
+    bars = [Patch(color=colour, alpha=0.75, label=each) for each, colour in zip(words, style.COLOURS, strict=False)]
+    style.legend_below(figure, [*bars, style.mark_key("one round", "o", color="black", markersize=2.8)], 2)
     return figure
 
 
@@ -223,15 +211,23 @@ def dependence_figure(changed: Mapping[str, Mapping[str, bool]], title: str, kno
     """
     causes, tensors = list(changed), list(next(iter(changed.values())))
     height = 1.0 + 0.3 * len(causes)
-    figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DOTS_PER_INCH)
-    figure.text(0.015, 1 - 0.2 / height, title, fontsize=FONT_POINTS + 2, color=TEXT_COLOUR, va="center")
+    figure = Figure(figsize=(style.WIDTH_INCHES, height), dpi=style.DOTS_PER_INCH)
+    figure.text(0.015, 1 - 0.2 / height, title, fontsize=style.FONT_POINTS + 2, color=style.TEXT_COLOUR, va="center")
     axes = figure.add_axes((0.4, 0.08 / height, 0.59, 1 - 0.75 / height))
     axes.set(xlim=(0, len(tensors)), ylim=(len(causes), 0))
     axes.set_axis_off()
     for column, tensor in enumerate(tensors):
-        axes.text(column + 0.5, -0.2, tensor, ha="center", va="bottom", fontsize=FONT_POINTS - 0.5, color=TEXT_COLOUR)
+        axes.text(
+            column + 0.5,
+            -0.2,
+            tensor,
+            ha="center",
+            va="bottom",
+            fontsize=style.FONT_POINTS - 0.5,
+            color=style.TEXT_COLOUR,
+        )
     for line, cause in enumerate(causes):
-        row_label(axes, line, f"{cause} ({known[cause]})")
+        style.row_label(axes, line, f"{cause} ({known[cause]})")
         for column, tensor in enumerate(tensors):
             word = "changes" if changed[cause][tensor] else "same"
             face = PHASES["plan"] if changed[cause][tensor] else "#F2F2F2"
@@ -240,5 +236,5 @@ def dependence_figure(changed: Mapping[str, Mapping[str, bool]], title: str, kno
                 Rectangle((column + 0.02, line + 0.05), 0.96, 0.9, facecolor=face, edgecolor="white", gid=gid)
             )
             colour = "white" if changed[cause][tensor] else "#777777"
-            write_in_cell(axes, column + 0.5, line, word, color=colour)
+            style.write_in_cell(axes, column + 0.5, line, word, color=colour)
     return figure

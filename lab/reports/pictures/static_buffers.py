@@ -11,16 +11,7 @@ from matplotlib.patches import Patch, Rectangle
 from torch import Tensor
 
 from lab.metadata.speculation.draft_extend_graph import DraftExtendGraph
-from lab.reports.pictures.style import (
-    FONT_POINTS,
-    TEXT_COLOUR,
-    cell_axes,
-    group_label,
-    legend_at_bottom,
-    row_label,
-    write_heading,
-    write_in_cell,
-)
+from lab.reports.pictures import style
 
 LABEL_INCHES = 1.75
 LINE_INCHES = 0.24
@@ -220,7 +211,7 @@ def buffers_figure(buffers: ReplayedBuffers, title: str) -> Figure:
         )
     lines = 1 + sum(1 + sum(_num_lines(name, buffers) for name in group) for group in GROUPS.values())
     columns = max(rows, TABLE_CELL * len(buffers.values["page_table"][0]))
-    figure, axes = cell_axes(
+    figure, axes = style.cell_axes(
         (-BEFORE_ROWS, columns),
         lines,
         line_inches=LINE_INCHES,
@@ -229,16 +220,16 @@ def buffers_figure(buffers: ReplayedBuffers, title: str) -> Figure:
         legend_inches=LEGEND_INCHES,
     )
     requests = f"{buffers.num_requests} of {buffers.max_batch_size} requests, {buffers.width} query rows each"
-    write_heading(figure, title, f"{requests}; the graph that runs was captured for {buffers.captured_size}")
+    style.write_heading(figure, title, f"{requests}; the graph that runs was captured for {buffers.captured_size}")
     _name_requests(axes, buffers)
     line = 1
     for heading, group in GROUPS.items():
-        group_label(axes, line, heading, LABEL_INCHES, x=-BEFORE_ROWS)
+        style.group_label(axes, line, heading, LABEL_INCHES, x=-BEFORE_ROWS)
         line += 1
         for name in group:
             _draw_buffer(axes, line, name, buffers)
             line += _num_lines(name, buffers)
-    legend_at_bottom(figure, _keys(buffers), 2)
+    style.legend_below(figure, _keys(buffers), 2)
     return figure
 
 
@@ -251,19 +242,21 @@ def _name_requests(axes: Axes, buffers: ReplayedBuffers) -> None:
         words = f"request {request}" if request < buffers.num_requests else "padding"
         if request >= buffers.captured_size:
             words = "not run"
-        write_in_cell(axes, (request + 0.5) * buffers.width, 0, words, fontsize=FONT_POINTS, color=TEXT_COLOUR)
+        style.write_in_cell(
+            axes, (request + 0.5) * buffers.width, 0, words, fontsize=style.FONT_POINTS, color=style.TEXT_COLOUR
+        )
 
 
 def _draw_buffer(axes: Axes, line: int, name: str, buffers: ReplayedBuffers) -> None:
     values, states, along = buffers.values[name], buffers.states[name], ALONG[name]
     if along is Along.PAGES:
         for request, (entries, kinds) in enumerate(zip(values, states, strict=True)):
-            row_label(axes, line + request, f"{name}[{request}]", x=-BEFORE_ROWS)
+            style.row_label(axes, line + request, f"{name}[{request}]", x=-BEFORE_ROWS)
             for column, (value, kind) in enumerate(zip(entries, kinds, strict=True)):
                 gid = f"{kind.name} {name} {request},{column}"
                 _cell(axes, TABLE_CELL * column, line + request, TABLE_CELL, str(value), kind, gid)
         return
-    row_label(axes, line, name, x=-BEFORE_ROWS)
+    style.row_label(axes, line, name, x=-BEFORE_ROWS)
     for place, (value, kind) in enumerate(zip(values, states, strict=True)):
         first, width = _extent(along, place, buffers.width)
         words = "" if name == "hidden_states" else str(value)
@@ -283,7 +276,7 @@ def _cell(axes: Axes, x: float, line: int, width: float, words: str, state: Cell
     axes.add_patch(Rectangle((x + 0.04, line + 0.06), width - 0.08, 0.88, linewidth=0.8, gid=gid, **LOOKS[state]))
     if words:
         backing = {"facecolor": "white", "edgecolor": "none", "pad": 0.6} if "hatch" in LOOKS[state] else None
-        write_in_cell(axes, x + width / 2, line, words, fontsize=FONT_POINTS - 1.5, bbox=backing)
+        style.write_in_cell(axes, x + width / 2, line, words, fontsize=style.FONT_POINTS - 1.5, bbox=backing)
 
 
 def _keys(buffers: ReplayedBuffers) -> list[Patch]:

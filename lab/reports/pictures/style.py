@@ -1,6 +1,7 @@
 """Parts that the lab's pictures share: figures, axes of cells, bars, labels, legends."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from matplotlib.artist import Artist
@@ -18,11 +19,36 @@ WIDTH_INCHES = 8.0  # legible where it is shown 800 pixels wide
 HATCH = "////"  # of what was timed while the GPU's clocks were held back
 
 
+@dataclass(frozen=True)
+class Drawing:
+    """A picture that the page shows of an experiment's recording.
+
+    A module of `lab.reports.pictures` that has an experiment's name lists them as `DRAWINGS`, and the page finds them.
+
+    Attributes:
+        key: of the value in the recording that is drawn.
+        words: say what the figure shows.
+        draw: makes the figure of the value and a title; raises ValueError, with the reason, if the value is not enough.
+    """
+
+    key: str
+    words: str
+    draw: Callable[[Any, str], Figure]
+
+
 def new_figure(title: str, height_inches: float) -> Figure:
     """Make a figure with a title and a layout that leaves room for labels; without pyplot, which would keep it for ever."""
     figure = Figure(figsize=(WIDTH_INCHES, height_inches), dpi=DOTS_PER_INCH, layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=FONT_POINTS + 1.5, color=TEXT_COLOUR)
     return figure
+
+
+def one_panel(title: str, height_inches: float, grid: Literal["both", "x", "y"] = "both") -> tuple[Figure, Axes]:
+    """Make a figure with a title and one `plain` panel."""
+    figure = new_figure(title, height_inches)
+    axes = figure.add_subplot()
+    plain(axes, grid)
+    return figure, axes
 
 
 def cell_axes(
@@ -66,6 +92,18 @@ def plain(axes: Axes, grid: Literal["both", "x", "y"] = "both") -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def name_axes(axes: Axes, across: str = "", upwards: str = "") -> None:
+    """Write what the axes stand for, with units."""
+    axes.set_xlabel(across, fontsize=FONT_POINTS)
+    axes.set_ylabel(upwards, fontsize=FONT_POINTS)
+
+
+def name_lines(axes: Axes, names: Sequence[str], fontsize: float | None = FONT_POINTS) -> None:
+    """Name the lines of a chart, at y = 0, 1, 2 and so on, from the top; None for matplotlib's own size of letters."""
+    axes.set_yticks(range(len(names)), names, fontsize=fontsize)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+
+
 def logarithmic(axes: Axes, names: str) -> None:
     """Make axes logarithmic, "x", "y" or "xy", with numbers as people write them: 1,000 rather than 10³."""
     axes.set(**{f"{name}scale": "log" for name in names})
@@ -75,14 +113,9 @@ def logarithmic(axes: Axes, names: str) -> None:
 
 
 def legend_below(figure: Figure, keys: Sequence[Artist], columns: int, **style: float) -> None:
-    """Add one legend below all that is drawn, for figures with a constrained layout."""
+    """Add one legend below all that is drawn."""
     look: dict[str, Any] = {"fontsize": FONT_POINTS}
     figure.legend(handles=list(keys), loc="outside lower center", ncols=columns, frameon=False, **look | style)
-
-
-def legend_at_bottom(figure: Figure, keys: Sequence[Artist], columns: int, **spacing: float) -> None:
-    """Add one legend at the bottom, for figures of `cell_axes`."""
-    figure.legend(handles=list(keys), loc="lower center", ncols=columns, frameon=False, fontsize=FONT_POINTS, **spacing)
 
 
 def fill(colour: str, throttled: bool) -> dict[str, Any]:
@@ -112,11 +145,6 @@ def write_in_cell(axes: Axes, x: float, line: float, words: str, **style: Any) -
     """Write words around x, in the middle of a line of height 1."""
     look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": FONT_POINTS - 1, "color": "black"}
     axes.text(x, line + 0.53, words, **look | style)
-
-
-def requests_in_words(count: int) -> str:
-    """Return "1 request" or "8 requests"."""
-    return f"{count} request{'' if count == 1 else 's'}"
 
 
 def row_label(axes: Axes, line: float, words: str, weight: str = "normal", x: float = 0) -> None:

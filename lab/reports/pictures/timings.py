@@ -10,17 +10,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
-from lab.reports.pictures.style import (
-    COLOURS,
-    DOTS_PER_INCH,
-    TEXT_COLOUR,
-    fill,
-    legend_below,
-    logarithmic,
-    mark_key,
-    plain,
-    write_after,
-)
+from lab.reports.pictures import style
 
 WIDTH_INCHES = 10.0  # 1,500 pixels, shown at 1,000
 NARROW_INCHES = 8.0  # 1,200 pixels, shown at 800
@@ -73,8 +63,8 @@ def roofline_figure(
 ) -> Figure:
     """Draw rates against intensity under the roofs: a colour per implementation, a marker per mode, hollow if throttled."""
     figure, axes = _figure(title, height_inches=6.0)
-    logarithmic(axes, "xy")
-    colours = _assigned([point.implementation for point in points], COLOURS)
+    style.logarithmic(axes, "xy")
+    colours = _assigned([point.implementation for point in points], style.COLOURS)
     markers = _assigned([point.mode for point in points], MARKERS)
     for point in points:
         colour = colours[point.implementation]
@@ -91,39 +81,38 @@ def roofline_figure(
     axes.set_xlabel("arithmetic intensity, operations per byte that must move")
     axes.set_ylabel("rate reached, TFLOP/s")
     keys: list[Artist] = [Patch(color=colour, label=name) for name, colour in colours.items()]
-    keys += [mark_key(name, marker) for name, marker in markers.items()]
+    keys += [style.mark_key(name, marker) for name, marker in markers.items()]
     if any(point.throttled for point in points):
-        keys.append(mark_key("throttled", "o", mfc="none"))
-    legend_below(figure, [*keys, *lines], 4, fontsize=LEGEND_POINTS)
+        keys.append(style.mark_key("throttled", "o", mfc="none"))
+    style.legend_below(figure, [*keys, *lines], 4, fontsize=LEGEND_POINTS)
     return figure
 
 
 def floor_figure(bars: Sequence[FloorBar], title: str) -> Figure:
     """Draw time over floor per scenario, implementations side by side; the axis is logarithmic, bars start at 1, the limit."""
     scenarios = list(dict.fromkeys(bar.scenario for bar in bars))
-    colours = _assigned([bar.implementation for bar in bars], COLOURS)
+    colours = _assigned([bar.implementation for bar in bars], style.COLOURS)
     figure, axes = _figure(title, height_inches=1.5 + len(scenarios) * (0.1 + 0.15 * len(colours)))
-    logarithmic(axes, "x")
+    style.logarithmic(axes, "x")
     thickness = BARS_SHARE / len(colours)
     places = {name: (place + 0.5) * thickness - BARS_SHARE / 2 for place, name in enumerate(colours)}
     for bar in bars:
         y = scenarios.index(bar.scenario) + places[bar.implementation]
         colour = colours[bar.implementation]
-        axes.barh(y, bar.time_over_floor - 1, 0.9 * thickness, left=1, **fill(colour, bar.throttled))
-        write_after(axes, (max(bar.time_over_floor, 1), y), f"{bar.time_over_floor:.2f}", fontsize=7)
-    axes.axvline(1, color=TEXT_COLOUR, linewidth=1)
-    axes.set_yticks(range(len(scenarios)), scenarios)
-    axes.set_ylim(len(scenarios) - 0.5, -0.5)
+        axes.barh(y, bar.time_over_floor - 1, 0.9 * thickness, left=1, **style.fill(colour, bar.throttled))
+        style.write_after(axes, (max(bar.time_over_floor, 1), y), f"{bar.time_over_floor:.2f}", fontsize=7)
+    axes.axvline(1, color=style.TEXT_COLOUR, linewidth=1)
+    style.name_lines(axes, scenarios, fontsize=None)
     times = [bar.time_over_floor for bar in bars]
     axes.set_xlim(0.95 * min(*times, 1), max(1.3 * max(times), 2))
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.grid(visible=False, axis="y")
     axes.set_xlabel("median time over floor, which this run's measured rates give")
-    keys: list[Artist] = [Patch(label=name, **fill(colour, throttled=False)) for name, colour in colours.items()]
+    keys: list[Artist] = [Patch(label=name, **style.fill(colour, throttled=False)) for name, colour in colours.items()]
     if any(bar.throttled for bar in bars):
-        keys.append(Patch(label="throttled", **fill(TEXT_COLOUR, throttled=True)))
-    legend_below(figure, keys, 4, fontsize=LEGEND_POINTS)
+        keys.append(Patch(label="throttled", **style.fill(style.TEXT_COLOUR, throttled=True)))
+    style.legend_below(figure, keys, 4, fontsize=LEGEND_POINTS)
     return figure
 
 
@@ -167,24 +156,24 @@ def bound_figure(
     """
     figure, axes = _figure(title, height_inches=4.6)
     figure.set_figwidth(NARROW_INCHES)
-    logarithmic(axes, "xy")
+    style.logarithmic(axes, "xy")
     amounts = [part.amount for part in parts]
     memory, matrix = [part.memory_us for part in parts], [part.matrix_us for part in parts]
     floors = [max(pair) for pair in zip(memory, matrix, strict=True)]
     axes.plot(
         amounts, floors, color="#BBBBBB", linewidth=7, solid_capstyle="butt", label="floor: the longer of the two"
     )
-    axes.plot(amounts, memory, color=COLOURS[0], label="bytes over the bandwidth")
-    axes.plot(amounts, matrix, "--", color=COLOURS[1], label="operations over the matrix rate")
+    axes.plot(amounts, memory, color=style.COLOURS[0], label="bytes over the bandwidth")
+    axes.plot(amounts, matrix, "--", color=style.COLOURS[1], label="operations over the matrix rate")
     bound = next((part.amount for part in parts if part.is_matrix_bound), None)
     if bound is not None:
         axes.axvspan(
-            bound, amounts[-1], color=COLOURS[1], alpha=0.08, label="the matrix units are the limit", linewidth=0
+            bound, amounts[-1], color=style.COLOURS[1], alpha=0.08, label="the matrix units are the limit", linewidth=0
         )
     names = list(dict.fromkeys(each.implementation for each in timed))
     for place, name in enumerate(names):
         mine = [each for each in timed if each.implementation == name]
-        colour, marker = COLOURS[2 + place % (len(COLOURS) - 2)], MARKERS[place % len(MARKERS)]
+        colour, marker = style.COLOURS[2 + place % (len(style.COLOURS) - 2)], MARKERS[place % len(MARKERS)]
         for each in mine:
             face = "none" if each.throttled else colour
             axes.plot(
@@ -192,13 +181,13 @@ def bound_figure(
             )
         axes.plot([], [], marker, color=colour, markersize=7, label=f"measured: {name}")
     if any(each.throttled for each in timed):
-        axes.plot([], [], "o", color=TEXT_COLOUR, mfc="none", markersize=7, label="measured, throttled")
+        axes.plot([], [], "o", color=style.TEXT_COLOUR, mfc="none", markersize=7, label="measured, throttled")
     axes.set_xlim(amounts[0], amounts[-1])
     _few_ticks(axes)
     axes.set_xlabel(amount_label)
     axes.set_ylabel("µs")
     handles, _ = axes.get_legend_handles_labels()
-    legend_below(figure, handles, 3, fontsize=LEGEND_POINTS)
+    style.legend_below(figure, handles, 3, fontsize=LEGEND_POINTS)
     return figure
 
 
@@ -221,35 +210,34 @@ def clocks_figure(readings: Sequence[ClockReading], base: str, title: str) -> Fi
     clocks = [name for name in dict.fromkeys(name for each in readings for name in each.readings_us) if name != base]
     figure, axes = _figure(title, height_inches=1.6 + 0.27 * len(readings))
     figure.set_figwidth(NARROW_INCHES)
-    logarithmic(axes, "x")
+    style.logarithmic(axes, "x")
     labels = []
     for y, each in enumerate(readings):
         base_us = each.readings_us[base]
         if base_us is None:
             raise ValueError(f"{each.work} has no time by {base}, so there is nothing to divide the others by")
         labels.append(f"{each.work}: {base_us:,.1f} µs")
-        for name, marker, colour in zip(clocks, MARKERS, COLOURS, strict=False):
+        for name, marker, colour in zip(clocks, MARKERS, style.COLOURS, strict=False):
             reading = each.readings_us.get(name)
             if reading is not None:
                 axes.plot(reading / base_us, y, marker, color=colour, mfc="none", markersize=7)
-    axes.axvline(1, color=TEXT_COLOUR, linewidth=1)
-    axes.set_yticks(range(len(labels)), labels, fontsize=8)
-    axes.set_ylim(len(labels) - 0.5, -0.5)
+    axes.axvline(1, color=style.TEXT_COLOUR, linewidth=1)
+    style.name_lines(axes, labels, fontsize=8)
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel(f"time ÷ time by {base}")
-    looks = zip(clocks, MARKERS, COLOURS, strict=False)
-    keys = [mark_key(name, marker, color=colour, mfc="none") for name, marker, colour in looks]
-    legend_below(figure, keys, 3, fontsize=LEGEND_POINTS)
+    looks = zip(clocks, MARKERS, style.COLOURS, strict=False)
+    keys = [style.mark_key(name, marker, color=colour, mfc="none") for name, marker, colour in looks]
+    style.legend_below(figure, keys, 3, fontsize=LEGEND_POINTS)
     return figure
 
 
 def _figure(title: str, height_inches: float) -> tuple[Figure, Axes]:
     """Make a figure of its own, without pyplot, which would keep it for ever."""
-    figure = Figure(figsize=(WIDTH_INCHES, height_inches), dpi=DOTS_PER_INCH, layout="constrained")
+    figure = Figure(figsize=(WIDTH_INCHES, height_inches), dpi=style.DOTS_PER_INCH, layout="constrained")
     axes = figure.add_subplot()
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)  # over the labels too, where a long one finds room
-    plain(axes)
+    style.plain(axes)
     return figure, axes
 
 
@@ -267,9 +255,9 @@ def _draw_roofs(axes: Axes, roofs: Roofs, words: str, intensities: tuple[float, 
         f"{words}: {roofs.bandwidth_gbps:,.0f} GB/s, "
         f"{roofs.matrix_rate_tflops:,.0f} TFLOP/s {roofs.matrix_dtype}".rstrip()
     )
-    style = "-" if words == "measured" else "--"
+    line_style = "-" if words == "measured" else "--"
     rates = [roofs.rate_tflops(intensity) for intensity in corners]
-    (line,) = axes.plot(corners, rates, style, color=TEXT_COLOUR, linewidth=1.3, label=label, zorder=1)
+    (line,) = axes.plot(corners, rates, line_style, color=style.TEXT_COLOUR, linewidth=1.3, label=label, zorder=1)
     return line
 
 
