@@ -1,18 +1,18 @@
 """One attention call as data: its function, the lengths of its requests, and its tensors' contents and storage."""
 
-import enum
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 import torch
 
 from lab.calls.problem import E4M3 as E4M3
+from lab.metadata.engine.named_enum import NamedEnum
 from lab.workloads.interfaces import ATTENTION, Interface
 
 NVFP4 = torch.uint8  # two e2m1 values per byte, with e4m3 scale factors beside them
 
 
-class Contents(enum.Enum):
+class Contents(NamedEnum):
     """Numbers in query, keys and values."""
 
     RANDOM = "N(0, 1) throughout: what rounding does"
@@ -26,30 +26,21 @@ class Contents(enum.Enum):
     )
     TALL = "logits of many hundreds, the largest at the newest key: partial maxima that differ as far as they can"
 
-    def __repr__(self) -> str:
-        return f"Contents.{self.name}"
 
-
-class Dead(enum.Enum):
+class Dead(NamedEnum):
     """Numbers in cells that no row may read: page tails, and pages that no table names."""
 
     ZERO = "zeros"
     HUGE = "the largest finite values, positive: one of them in a product shows"
     NAN = "NaN, which a zero weight does not remove"
 
-    def __repr__(self) -> str:
-        return f"Dead.{self.name}"
 
-
-class TableTail(enum.Enum):
+class TableTail(NamedEnum):
     """Pages in the columns of a page table after a request's last page."""
 
     FOREIGN = "live pages of other requests, as a replayed table's stale columns do"
     NEGATIVE = "-1"
     FAR = "2**30, far outside the pool"
-
-    def __repr__(self) -> str:
-        return f"TableTail.{self.name}"
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """The functions that can be judged, by their names."""
 
-import enum
+from lab.metadata.engine.named_enum import NamedEnum
 
 
-class Interface(enum.Enum):
+class Interface(NamedEnum):
     """One function of an implementation; the value is its name."""
 
     DECODE = "trtllm_batch_decode_with_kv_cache"
@@ -13,9 +13,6 @@ class Interface(enum.Enum):
     DRAFT_KV_INDICES = "generate_draft_decode_kv_indices"
     MHA_METADATA = "build_mha_metadata"
     MLA_METADATA = "build_mla_decode_metadata"
-
-    def __repr__(self) -> str:
-        return f"Interface.{self.name}"
 
 
 ATTENTION = (Interface.DECODE, Interface.CONTEXT, Interface.MLA_DECODE)

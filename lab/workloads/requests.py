@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
-from lab.metadata.engine.forward_mode import ForwardMode, QueryRows, UncountedTokens
+from lab.metadata.engine.forward_mode import ForwardMode, UncountedTokens
 from lab.metadata.engine.kv_pool import KVPool, PagedKVCache, PagedLatentCache
 
 # A request's tokens as a cache stores them, by position: (K, V), each [kv_len, num_kv_heads, head_dim], or its latent entries
@@ -249,19 +249,5 @@ def forward_batch(
         extend_prefix_lens=None if new_lens is None else prefix_lens,
         extend_seq_lens_cpu=None if new_lens is None else tuple(q_lens),
         extend_prefix_lens_cpu=None if new_lens is None or prefix_lens_cpu is None else tuple(prefix_lens_cpu),
-        spec_info=_spec_info(mode, q_lens, new_lens, draft_step),
+        spec_info=SpecInfo.of(mode, max(q_lens, default=0), draft_step=draft_step, num_accept_tokens=new_lens),
     )
-
-
-def _spec_info(
-    mode: ForwardMode, q_lens: Sequence[int], new_lens: Tensor | None, draft_step: int | None
-) -> SpecInfo | None:
-    if draft_step is not None:
-        return SpecInfo(speculative_step_id=draft_step)
-    if mode.query_rows is QueryRows.DRAFT_TOKENS:
-        return SpecInfo(num_draft_tokens=q_lens[0])
-    if mode.query_rows is QueryRows.FIXED:
-        return SpecInfo(num_tokens_per_req=q_lens[0])
-    if mode.query_rows is QueryRows.ACCEPTED:
-        return SpecInfo(num_accept_tokens=new_lens)
-    return None

@@ -118,12 +118,6 @@ def test_the_table_starts_as_minus_one_and_is_as_wide_as_the_context(page_size: 
     )
 
 
-def test_the_padded_rows_have_a_buffer() -> None:
-    state = MLAGraphState(build(PROBE)[1], 5, [EXTEND_V1])
-    buffer = state.padded_query(EXTEND_V1, 3, 6, torch.bfloat16)
-    assert (list(buffer.shape), buffer.dtype, bool(buffer.any())) == ([5, D, 3, 6], torch.bfloat16, False)
-
-
 @IN_INTERPRETER
 def test_two_modes_at_one_size_keep_what_is_theirs() -> None:
     """SGLang keeps one entry per size: verification after decode gets decode's, without its own tensors."""
@@ -278,7 +272,7 @@ def attending(engine: Engine, state: MLAGraphState, mode: GraphMode) -> Attendin
     rows = state.max_batch_size * mode.num_tokens_per_req
     query = torch.zeros(rows, HEADS, RANK + ROPE, dtype=torch.float64)
     out = torch.full((rows, HEADS, RANK), 9.0, dtype=torch.float64)
-    padded = state.padded_query(mode, HEADS, RANK + ROPE, torch.float64)
+    padded = torch.zeros(state.max_batch_size, mode.num_tokens_per_req, HEADS, RANK + ROPE, dtype=torch.float64)
 
     def body(view: ForwardBatch, metadata: TRTLLMMLADecodeMetadata) -> Callable[[], Tensor]:
         n = view.num_tokens

@@ -1,20 +1,18 @@
 """One layer's paged cache: K and V as the halves of one allocation, or MLA's entries, which are keys and values in one."""
 
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 from torch import Tensor
 
+from lab.metadata.engine.named_enum import NamedEnum
 
-class KVLayout(str, Enum):
+
+class KVLayout(str, NamedEnum):
     """Order of the axes inside a page: N tokens, H heads, D head_dim."""
 
     NHD = "NHD"
     HND = "HND"
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}.{self.name}"
 
 
 @dataclass(frozen=True, eq=False)

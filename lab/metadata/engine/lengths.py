@@ -133,6 +133,11 @@ def exclusive_cumsum(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(torch.cumsum(lengths, dim=0, dtype=torch.int32), (1, 0))
 
 
+def uniform_boundaries(batch_size: int, q_len: int, device: torch.device) -> Tensor:
+    """Return ``cu_seqlens_q`` of requests with ``q_len`` rows each: ``[batch_size + 1]`` int32."""
+    return torch.arange(0, batch_size * q_len + 1, q_len, dtype=torch.int32, device=device)
+
+
 def first_slots(rows: Tensor, cache_seqlens: Tensor, pool: KVPool) -> Tensor:
     """Return the slot of the first token of each page, ``[bs, width]`` int32; slot 0, in the sink of both pools, in dead cells.
 

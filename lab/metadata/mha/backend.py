@@ -11,7 +11,7 @@ from lab.metadata.engine.forward_mode import AttentionCall
 from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.engine.kv_cache import PagedKVCache
 from lab.metadata.engine.kv_pool import KVPool
-from lab.metadata.mha.buffers import MHAGraphMetadata
+from lab.metadata.mha.buffers import MetadataBuilder, MHAGraphMetadata
 from lab.metadata.mha.calls import AttentionLayer, plan_calls, prepare_attention
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
 
@@ -26,12 +26,14 @@ class TRTLLMMHABackend:
     Attributes:
         implementation: any object with the two functions, such as `lab.kernels.trtllm`; None for metadata alone.
         draft_extend: the call of the draft extends, if not the engine's choice.
+        builder: what writes the metadata of graphs.
     """
 
     supports_draft_extend_graph: ClassVar[bool] = True
 
     implementation: Any = None
     draft_extend: AttentionCall | None = None
+    builder: MetadataBuilder = MetadataBuilder.FUSED
 
     def build_metadata(self, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
         return build_mha_metadata(batch, pool)
@@ -39,7 +41,7 @@ class TRTLLMMHABackend:
     def new_buffers(
         self, modes: Sequence[GraphMode], pool: KVPool, max_batch_size: int
     ) -> dict[GraphMode, MHAGraphMetadata]:
-        return {mode: MHAGraphMetadata(mode, pool, max_batch_size) for mode in modes}
+        return {mode: MHAGraphMetadata(mode, pool, max_batch_size, self.builder) for mode in modes}
 
     def prepare_attention(
         self,

@@ -15,7 +15,7 @@ from lab.metadata.engine.backend import prepare_passes
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.engine.kv_pool import KVPool
-from lab.metadata.engine.lengths import check_attends, max_query_rows, query_rows, uncounted_tokens
+from lab.metadata.engine.lengths import check_attends, max_query_rows, query_rows, uncounted_tokens, uniform_boundaries
 from lab.metadata.engine.named_enum import NamedEnum
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
 
@@ -59,11 +59,6 @@ def new_mha_metadata(
         swa_page_table=int32(batch_size, pool.block_table_width) if has_swa else None,
         swa_out_cache_loc=new((num_tokens,), dtype=torch.int64, device=pool.device) if has_swa else None,
     )
-
-
-def preset_boundaries(batch_size: int, width: int, pool: KVPool) -> Tensor:
-    """Return ``cu_seqlens_q`` of requests with ``width`` rows each: ``[batch_size + 1]`` int32."""
-    return torch.arange(0, batch_size * width + 1, width, dtype=torch.int32, device=pool.device)
 
 
 def leading_mha_metadata(whole: TRTLLMMHAMetadata, batch_size: int) -> TRTLLMMHAMetadata:
@@ -164,7 +159,7 @@ class MHAGraphMetadata:
         self.pool = pool
         self.builder = builder
         width = mode.num_tokens_per_req
-        preset = None if mode.extends else preset_boundaries(max_batch_size, width, pool)
+        preset = None if mode.extends else uniform_boundaries(max_batch_size, width, pool.device)
         self.buffers = new_mha_metadata(pool, max_batch_size, width, max_batch_size * width, cu_seqlens_q=preset)
 
     def slices(self, batch_size: int) -> TRTLLMMHAMetadata:

@@ -15,6 +15,7 @@ from lab.metadata.engine.lengths import (
     max_query_rows,
     query_rows,
     uncounted_tokens,
+    uniform_boundaries,
 )
 
 
@@ -125,12 +126,9 @@ def _cu_seqlens_q(batch: ForwardBatch, cu_seqlens_k: Tensor) -> Tensor:
     rows = query_rows(batch)
     if rows is None:
         return cu_seqlens_k
-    return _uniform_cu_seqlens(batch, rows) if isinstance(rows, int) else exclusive_cumsum(rows)
-
-
-def _uniform_cu_seqlens(batch: ForwardBatch, q_len: int) -> Tensor:
-    end = batch.batch_size * q_len + 1
-    return torch.arange(0, end, q_len, dtype=torch.int32, device=batch.seq_lens.device)
+    if isinstance(rows, int):
+        return uniform_boundaries(batch.batch_size, rows, batch.seq_lens.device)
+    return exclusive_cumsum(rows)
 
 
 def _pages(slots: Tensor, page_size: int) -> Tensor:

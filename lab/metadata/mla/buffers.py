@@ -15,7 +15,7 @@ from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.engine.kv_pool import KVPool
-from lab.metadata.engine.lengths import DraftAttention, num_pages, uncounted_tokens
+from lab.metadata.engine.lengths import DraftAttention, num_pages, uncounted_tokens, uniform_boundaries
 from lab.metadata.mla.metadata import (
     DEAD_PAGE,
     SINK_PAGE,
@@ -81,11 +81,6 @@ class MLAGraphState:
             raise ValueError(f"{mode} is none of {self.modes}: name it when the state is made")
         return MLAGraphMetadata(mode, self)
 
-    def padded_query(self, mode: GraphMode, num_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
-        """Allocate a zeroed ``[max_batch_size, num_tokens_per_req, num_heads, head_dim]``, for padded rows of every pass."""
-        shape = (self.max_batch_size, mode.num_tokens_per_req, num_heads, head_dim)
-        return torch.zeros(shape, dtype=dtype, device=self.pool.device)
-
     def slices(self, mode: GraphMode, batch_size: int) -> TRTLLMMLADecodeMetadata:
         """Return the metadata of a captured mode and size: leading rows of the table, and lengths of its own."""
         key = (mode, batch_size)
@@ -96,8 +91,7 @@ class MLAGraphState:
     def _new_metadata(self, mode: GraphMode, batch_size: int) -> TRTLLMMLADecodeMetadata:
         if not 1 <= batch_size <= self.max_batch_size:
             raise ValueError(f"batch_size={batch_size} is not 1 to max_batch_size={self.max_batch_size}")
-        width, device = mode.num_tokens_per_req, self.pool.device
-        boundaries = torch.arange(0, batch_size * width + 1, width, dtype=torch.int32, device=device)
+        width = mode.num_tokens_per_req
         return TRTLLMMLADecodeMetadata(
             block_kv_indices=self.block_kv_indices[:batch_size],
             seq_lens_k=self._int32(batch_size),
@@ -105,7 +99,7 @@ class MLAGraphState:
             max_seq_len_q=width,
             query_layout=QueryLayout.PADDED if self._pads(mode) else QueryLayout.VIEW,
             sum_seq_lens_q=batch_size * width if mode.extends else None,
-            cu_seqlens_q=boundaries if mode.extends else None,
+            cu_seqlens_q=uniform_boundaries(batch_size, width, self.pool.device) if mode.extends else None,
             seq_lens_q=self._int32(batch_size).fill_(width) if mode.extends else None,
         )
 

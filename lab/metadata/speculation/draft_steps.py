@@ -18,9 +18,9 @@ from lab.metadata.engine.backend import prepare_passes
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_pool import KVPool
-from lab.metadata.engine.lengths import DraftAttention, check_attends
+from lab.metadata.engine.lengths import DraftAttention, check_attends, uniform_boundaries
 from lab.metadata.engine.named_enum import NamedEnum
-from lab.metadata.mha.buffers import leading_mha_metadata, mha_pass, new_mha_metadata, preset_boundaries
+from lab.metadata.mha.buffers import leading_mha_metadata, mha_pass, new_mha_metadata
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 from lab.metadata.mla.buffers import mla_pass
 from lab.metadata.mla.metadata import DEAD_PAGE, TRTLLMMLADecodeMetadata, check_mla_page_size, mla_block_table_width
@@ -199,7 +199,7 @@ def _check_batch(batch: ForwardBatch, pool: KVPool, buffers: DraftBuffers) -> No
 
 def _mha_steps(pool: KVPool, max_batch_size: int) -> Callable[[Tensor | None], Metadata]:
     """Return a maker of a step's metadata with a page table, or a new one. All steps have the same row boundaries."""
-    boundaries = preset_boundaries(max_batch_size, 1, pool)
+    boundaries = uniform_boundaries(max_batch_size, 1, pool.device)
     return lambda table: new_mha_metadata(
         pool, max_batch_size, 1, max_batch_size, page_table=table, cu_seqlens_q=boundaries
     )

@@ -1,13 +1,12 @@
 """Backends of the plan stream: a plan loads a captured size's inputs and rebuilds its metadata, of chains and of trees."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lab.metadata.engine.backend import MetadataBuffers
+from lab.metadata.engine.backend import Backend
 from lab.metadata.engine.cuda_graph import check_sizes, size_for, sized_passes
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
@@ -15,8 +14,9 @@ from lab.metadata.engine.graph_inputs import GraphMode, StaticInputs
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import check_attends
 from lab.metadata.engine.plan_stream import FixUp, PlannedVerify, VerifyBackend, VerifyBuffers
-from lab.metadata.mha.buffers import MetadataBuilder, MHAGraphMetadata
-from lab.metadata.mla.buffers import MLAGraphMetadata, MLAGraphState
+from lab.metadata.mha.backend import TRTLLMMHABackend
+from lab.metadata.mha.buffers import MetadataBuilder
+from lab.metadata.mla.backend import TRTLLMMLABackend
 from lab.metadata.speculation.verify_mask import VerifyMask, pack_tree_mask
 
 
@@ -27,7 +27,7 @@ class CapturedVerify(VerifyBackend):
         pool: of the requests.
         num_draft_tokens: d, query rows of each request.
         batch_sizes: captured ones, in any order; a batch is padded to the smallest that holds it.
-        new_buffers: makes a mode's metadata buffers over a pool, with room for a largest size.
+        attention: makes the metadata's buffers.
 
     Raises:
         ValueError: no size, or a number below 1.
@@ -38,14 +38,14 @@ class CapturedVerify(VerifyBackend):
         pool: KVPool,
         num_draft_tokens: int,
         batch_sizes: Sequence[int],
-        new_buffers: Callable[[GraphMode, KVPool, int], MetadataBuffers[Any]],
+        attention: Backend[Any],
     ) -> None:
         check_sizes(batch_sizes)
         mode = GraphMode.target_verify(num_draft_tokens)
         self.pool = pool
         self.num_draft_tokens = num_draft_tokens
         self.inputs = StaticInputs(mode, max(batch_sizes), pool.device)
-        self.buffers = new_buffers(mode, pool, max(batch_sizes))
+        self.buffers = attention.new_buffers([mode], pool, max(batch_sizes))[mode]
         # Made now, so that a plan neither checks nor slices.
         self._passes = sized_passes(self.inputs, self.buffers, batch_sizes)
         self._planned = {
@@ -105,7 +105,7 @@ class _MHAVerify(CapturedVerify):
         batch_sizes: Sequence[int],
         builder: MetadataBuilder = MetadataBuilder.FUSED,
     ) -> None:
-        super().__init__(pool, num_draft_tokens, batch_sizes, partial(MHAGraphMetadata, builder=builder))
+        super().__init__(pool, num_draft_tokens, batch_sizes, TRTLLMMHABackend(builder=builder))
 
 
 class MHAChainVerify(_MHAVerify):
@@ -134,11 +134,8 @@ class MLAChainVerify(CapturedVerify):
         batch_sizes: Sequence[int],
         verify_mask: VerifyMask | None = None,
     ) -> None:
-        def new_buffers(mode: GraphMode, pool: KVPool, max_batch_size: int) -> MLAGraphMetadata:
-            return MLAGraphState(pool, max_batch_size, [mode]).of(mode)
-
         self.verify_mask = verify_mask
-        super().__init__(pool, num_draft_tokens, batch_sizes, new_buffers)
+        super().__init__(pool, num_draft_tokens, batch_sizes, TRTLLMMLABackend())
 
     def get_verify_buffers_to_fill_after_draft(self) -> VerifyBuffers:
         """Return ``[tree mask, positions]``: the mask's buffer, or None without one; this backend keeps no positions."""
