@@ -4,7 +4,6 @@ from lab.workloads.batches import Batch, parse_batch, sweep
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.geometries import GEOMETRIES, Geometry, geometry
 from lab.workloads.scenarios import DEFAULT_SCENARIOS, scenario
-from lab.workloads.traces import TracedRequest, own_trace, read_azure, read_mooncake, read_trace, snapshot
 
 __all__ = [
     "DEFAULT_SCENARIOS",
@@ -12,14 +11,8 @@ __all__ = [
     "Batch",
     "ForwardCase",
     "Geometry",
-    "TracedRequest",
     "geometry",
-    "own_trace",
     "parse_batch",
-    "read_azure",
-    "read_mooncake",
-    "read_trace",
     "scenario",
-    "snapshot",
     "sweep",
 ]

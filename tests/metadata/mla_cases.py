@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.metadata import DraftAttention, ForwardBatch, ForwardMode, KVPool, MLALayer, PagedLatentCache, SpecInfo
+from lab.metadata import DraftAttention, ForwardBatch, ForwardMode, KVPool, PagedLatentCache, SpecInfo
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.graph_inputs import GraphMode
+from lab.metadata.mla.calls import MLALayer
 from lab.references.forward_metadata import key_length, live_pages, query_length
 
 MLA, MLA_WITH_OFFSET = DraftAttention.MLA, DraftAttention.MLA_WITH_OFFSET

@@ -8,22 +8,24 @@ import torch
 import lab.references
 from lab.metadata import (
     AttentionCall,
-    AttentionLayer,
     ForwardBatch,
     ForwardMode,
     KVLayout,
     KVPool,
     PagedKVCache,
-    PlannedCall,
     SpecInfo,
     TRTLLMMHAMetadata,
-    attention_call,
     build_mha_metadata,
+)
+from lab.metadata.engine.forward_mode import QueryRows
+from lab.metadata.mha.calls import (
+    AttentionLayer,
+    PlannedCall,
+    attention_call,
+    call_arguments,
     plan_calls,
     prepare_attention,
 )
-from lab.metadata.engine.forward_mode import QueryRows
-from lab.metadata.mha.calls import call_arguments
 
 DECODE, CONTEXT = AttentionCall.DECODE, AttentionCall.CONTEXT
 CALLS = {

@@ -18,7 +18,6 @@ from lab.metadata import (
     ForwardMode,
     KVPool,
     MLAAttentionCall,
-    MLALayer,
     QueryLayout,
     SpecInfo,
     TRTLLMMLADecodeMetadata,
@@ -27,13 +26,17 @@ from lab.metadata import (
     build_mla_decode_metadata,
     build_mla_metadata,
     build_mla_prefill_metadata,
+)
+from lab.metadata.engine.graph_inputs import GraphMode
+from lab.metadata.mla.calls import (
+    MLALayer,
     mla_call_arguments,
+    mla_max_seq_len,
+    mla_query,
     prepare_mla_attention,
     prepare_mla_prefill,
     ragged_context_arguments,
 )
-from lab.metadata.engine.graph_inputs import GraphMode
-from lab.metadata.mla.calls import mla_max_seq_len, mla_query
 from lab.metadata.mla.metadata import multi_ctas_kv_counter_bytes, query_layout
 from lab.metadata.mla.rows import dense_block, pad_draft_extend_query, unpad_draft_extend_output
 from tests.metadata.host_reads import ForbidHostReads

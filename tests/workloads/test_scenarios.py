@@ -9,16 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lab.metadata import AttentionCall, ForwardMode, KVLayout
-from lab.workloads import (
-    DEFAULT_SCENARIOS,
-    GEOMETRIES,
-    Batch,
-    ForwardCase,
-    TracedRequest,
-    own_trace,
-    scenario,
-    snapshot,
-)
+from lab.workloads import DEFAULT_SCENARIOS, GEOMETRIES, Batch, ForwardCase, scenario
+from lab.workloads.traces import TracedRequest, own_trace, snapshot
 
 E4M3 = torch.float8_e4m3fn
 MOST_BYTES = 20e9

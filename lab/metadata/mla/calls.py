@@ -123,7 +123,7 @@ def prepare_mla_attention(
         query: ``[num_tokens, heads, kv_lora_rank + qk_rope_head_dim]``.
         cache: the layer's entries.
         out: ``[num_tokens, heads, kv_lora_rank]``; each call fills the requests' own rows.
-        padded_query: a buffer for padded rows, as graph state has; a new tensor if None.
+        padded_query: a buffer for padded rows, which passes may share; a new tensor if None.
         workspace_buffer, multi_ctas_kv_counter_buffer: for kernels that want the caller's.
 
     Returns:

@@ -9,7 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from lab.metadata import ForwardBatch, KVPool, TRTLLMMHAMetadata, plan_calls
+from lab.metadata import ForwardBatch, KVPool, TRTLLMMHAMetadata
+from lab.metadata.mha.calls import plan_calls
 from lab.references.forward_metadata import key_length, query_length
 from lab.reports.pictures import style
 
