@@ -24,6 +24,7 @@ from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.kv_pool import KVPool
 from lab.workloads.requests import admit, new_pool
+from lab.workloads.scenarios import naming_scenario, read_options
 from lab.workloads.traces import TracedRequest, own_trace, snapshot
 
 # The default level of the benchmarks.
@@ -56,7 +57,6 @@ CHOICES: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 _UNIFORM = re.compile(r"(?P<count>[0-9]+)x(?P<length>[0-9]+)(?P<kilo>k?)")
 _TRACED = re.compile(r"trace(?P<count>[0-9]+)")
-_STEPS = re.compile(r"steps(?P<number>[0-9]+)")
 
 
 @dataclass(frozen=True)
@@ -118,33 +118,21 @@ def draft_scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> D
     Raises:
         ValueError: a part of the name is unknown or damaged; says which and what would be right.
     """
-    try:
-        return _parse(name, trace)
-    except ValueError as error:
-        raise ValueError(f"scenario {name!r}: {error}") from error
-
-
-def _parse(name: str, trace: Sequence[TracedRequest] | None) -> DraftScenario:
-    kind, *parts = name.split("/")
-    if kind not in CHOICES:
-        raise ValueError(f"no kind of draft scenario is called {kind!r}; there are {', '.join(CHOICES)}")
-    needed = len(CHOICES[kind]) + 1
-    if len(parts) < needed:
-        raise ValueError(f"{kind} is followed by {needed} parts at least, this name has {len(parts)}")
-    choices = tuple(parts[: needed - 1])
-    for choice, known in zip(choices, CHOICES[kind], strict=True):
-        if choice not in known:
-            raise ValueError(f"{choice!r} is none of {', '.join(known)}")
-    num_steps, eager = 3, False
-    for option in parts[needed:]:
-        match = _STEPS.fullmatch(option)
-        if match is not None:
-            num_steps = int(match["number"])
-        elif option == "eager" and kind == "draft_steps":
-            eager = True
-        else:
-            raise ValueError(f"no option of {kind} is called {option!r}; there is steps<N>, and eager for draft_steps")
-    return DraftScenario(kind, choices, DraftCase(_prefix_lens(parts[needed - 1], trace), num_steps), eager)
+    with naming_scenario(name):
+        kind, *parts = name.split("/")
+        if kind not in CHOICES:
+            raise ValueError(f"no kind of draft scenario is called {kind!r}; there are {', '.join(CHOICES)}")
+        needed = len(CHOICES[kind]) + 1
+        if len(parts) < needed:
+            raise ValueError(f"{kind} is followed by {needed} parts at least, this name has {len(parts)}")
+        *choices, batch = parts[:needed]
+        for choice, known in zip(choices, CHOICES[kind], strict=True):
+            if choice not in known:
+                raise ValueError(f"{choice!r} is none of {', '.join(known)}")
+        flags = {"eager": ("eager", True)} if kind == "draft_steps" else {}
+        settings = read_options(parts[needed:], flags, {"steps": "num_steps"}, f" of {kind}")
+        eager = settings.pop("eager", False)
+        return DraftScenario(kind, tuple(choices), DraftCase(_prefix_lens(batch, trace), **settings), eager)
 
 
 def _prefix_lens(text: str, trace: Sequence[TracedRequest] | None) -> tuple[int, ...]:

@@ -21,8 +21,9 @@ A name is `<mode>/<geometry>/<batch>[/<option>...]`, such as `target_verify/gpt-
     tp<N>          tensor_parallel: one rank's slice of N
 """
 
+import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,52 +89,64 @@ def scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> Forward
         ValueError: a part of the name is unknown or damaged, or the parts do not go together; says which and what would be
             right.
     """
+    with naming_scenario(name):
+        parts = name.split("/")
+        if len(parts) < 3:
+            raise ValueError(
+                "a name is <mode>/<geometry>/<batch>[/<option>...], such as decode/llama-3.1-8b/64q1s4k; this one has "
+                f"{len(parts)} of the first three parts"
+            )
+        mode_name, geometry_name, batch_text, *options = parts
+        mode = _mode(mode_name)
+        settings = read_options(options, _OPTIONS, _NUMBERED_OPTIONS)
+        geometry(geometry_name).tensor_parallel(settings.get("tensor_parallel", 1))  # raises where there is none
+        batch = _batch(batch_text, mode, trace)
+        return ForwardCase(mode, geometry_name, batch.prefix_lens, batch.q_lens, **settings)
+
+
+@contextlib.contextmanager
+def naming_scenario(name: str) -> Iterator[None]:
+    """Begin the message of every ValueError that is raised inside with the scenario's name."""
     try:
-        return _parse(name, trace)
+        yield
     except ValueError as error:
         raise ValueError(f"scenario {name!r}: {error}") from error
 
 
-def _parse(name: str, trace: Sequence[TracedRequest] | None) -> ForwardCase:
-    parts = name.split("/")
-    if len(parts) < 3:
-        raise ValueError(
-            "a name is <mode>/<geometry>/<batch>[/<option>...], such as decode/llama-3.1-8b/64q1s4k; this one has "
-            f"{len(parts)} of the first three parts"
-        )
-    mode_name, geometry_name, batch_text, *options = parts
-    mode = _mode(mode_name)
-    settings = _settings(options)
-    geometry(geometry_name).tensor_parallel(settings.get("tensor_parallel", 1))  # raises where there is none
-    batch = _batch(batch_text, mode, trace)
-    return ForwardCase(mode, geometry_name, batch.prefix_lens, batch.q_lens, **settings)
+def read_options(
+    options: Sequence[str], flags: Mapping[str, tuple[str, Any]], numbered: Mapping[str, str], of: str = ""
+) -> dict[str, Any]:
+    """Return the arguments that the options at the end of a name set, each by one option.
 
+    Args:
+        options: such as ``["hnd", "page16"]``.
+        flags: the argument and the value of each option without a number.
+        numbered: the argument of each option with a number, without the number: ``page`` of ``page16``.
+        of: for the errors, what has these options.
 
-def _mode(name: str) -> ForwardMode:
-    if name not in _MODES:
-        raise ValueError(f"no mode that computes attention is called {name!r}; there are {', '.join(_MODES)}")
-    return _MODES[name]
-
-
-def _settings(options: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments of `ForwardCase` that the options set, each by one option."""
+    Raises:
+        ValueError: an unknown option, or two that set one argument.
+    """
     settings: dict[str, Any] = {}
     for option in options:
-        argument, value = _setting(option)
+        match = _NUMBERED.fullmatch(option)
+        if option in flags:
+            argument, value = flags[option]
+        elif match is not None and match["option"] in numbered:
+            argument, value = numbered[match["option"]], int(match["number"])
+        else:
+            known = [*flags, *(f"{each}<N>" for each in numbered)]
+            raise ValueError(f"no option{of} is called {option!r}; there are {', '.join(known)}")
         if argument in settings:
             raise ValueError(f"option {option!r} sets {argument}, and so does one before it: leave one of them out")
         settings[argument] = value
     return settings
 
 
-def _setting(option: str) -> tuple[str, Any]:
-    if option in _OPTIONS:
-        return _OPTIONS[option]
-    match = _NUMBERED.fullmatch(option)
-    if match is None or match["option"] not in _NUMBERED_OPTIONS:
-        known = [*_OPTIONS, *(f"{numbered}<N>" for numbered in _NUMBERED_OPTIONS)]
-        raise ValueError(f"no option is called {option!r}; there are {', '.join(known)}")
-    return _NUMBERED_OPTIONS[match["option"]], int(match["number"])
+def _mode(name: str) -> ForwardMode:
+    if name not in _MODES:
+        raise ValueError(f"no mode that computes attention is called {name!r}; there are {', '.join(_MODES)}")
+    return _MODES[name]
 
 
 def _batch(text: str, mode: ForwardMode, trace: Sequence[TracedRequest] | None) -> Batch:

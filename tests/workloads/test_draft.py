@@ -57,6 +57,7 @@ def test_lengths_are_drawn_from_a_trace() -> None:
         ("draft_steps/mha/8x80k", "3 parts at least, this name has 2"),
         ("kv_indices/serial/8q80k", "'8q80k' is not <count>x<tokens>"),
         ("kv_indices/serial/8x80k/eager", "no option of kv_indices is called 'eager'"),
+        ("kv_indices/serial/8x80k/steps2/steps3", "option 'steps3' sets num_steps, and so does one before it"),
         ("kv_indices/serial/0x80k", "at least one request"),
         ("kv_indices/serial/1x132k", "does not fit into max_context_len=135168"),
     ],
