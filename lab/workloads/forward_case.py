@@ -19,17 +19,14 @@ class ForwardCase(PassCase):
     Attributes:
         mode: one of `ATTENDING_MODES`.
         geometry: a name of `lab.workloads.GEOMETRIES`.
-        prefix_lens, q_lens, draft_step: as in `PassCase`.
+        prefix_lens, q_lens, draft_step, dtype, kv_dtype, contents, seed: as in `PassCase`.
         page_size, layout: of the K/V pool; tokens per page, a power of two.
         tensor_parallel: the geometry is one rank's slice.
         sliding_window: a sliding-window layer, reading the sliding-window pool.
         draft_extend: the call that a draft extend makes, if not the engine's choice. None in other modes.
         split_mixed_tail: trailing requests of one new token go to the decode call. False but in extends without speculation.
-        dtype, kv_dtype: of the query and output (float16 or bfloat16), and of the cache (the same or float8_e4m3fn).
         arithmetic: what the control rounds the operands of both products to: the query's dtype, or a lower one that the
             kernel is known to use (XQA on SM90 rounds Q and P to e4m3 for an e4m3 cache and one query token).
-        contents: of the tensors, one of `PASS_CONTENTS`.
-        seed: of everything drawn.
 
     Raises:
         TypeError: an argument of another type, or a dtype that the judge has no bound for.

@@ -16,13 +16,10 @@ class MLACase(PassCase):
 
     Attributes:
         mode: one that runs on that kernel: DECODE, TARGET_VERIFY, DRAFT_EXTEND or DRAFT_EXTEND_V2.
-        prefix_lens, q_lens, draft_step: as in `PassCase`.
+        prefix_lens, q_lens, draft_step, dtype, kv_dtype, contents, seed: as in `PassCase`.
         attention: the keys that a draft step counts, as SGLang's backend (MLA) or with the drafted ones (MLA_WITH_OFFSET).
         page_size: tokens per page, 32 or 64.
         num_qo_heads, kv_lora_rank, qk_rope_head_dim: of one layer on one GPU; DeepSeek-V3 has 128 heads, 512 and 64.
-        dtype, kv_dtype: of query and output (float16 or bfloat16), and of the cache (the same or float8_e4m3fn).
-        contents: of the tensors, one of `PASS_CONTENTS`.
-        seed: of everything drawn.
 
     Raises:
         TypeError: a dtype that the judge has no bound for.

@@ -17,9 +17,7 @@ class PassCase(PassLens):
 
     Attributes:
         mode: the forward mode.
-        prefix_lens: tokens of each request before this pass's; at least one request.
-        q_lens: query rows of each request: its new tokens. 1 throughout in DECODE.
-        draft_step: for a draft decode step, its number s from 0: the query is the last of s + 1 draft tokens. Else None.
+        prefix_lens, q_lens, draft_step: as in `PassLens`; at least one request. In DECODE all q_lens are 1.
         page_size: tokens per page.
         dtype, kv_dtype: of the query and output (float16 or bfloat16), and of the cache (the same or float8_e4m3fn).
         contents: of the tensors, one of `PASS_CONTENTS`.

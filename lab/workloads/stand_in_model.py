@@ -289,7 +289,8 @@ def draw_pass(
     requests.write(model.cache, histories, sliding_window=model.layer.reads_swa_pool)
     num_tokens = sum(q_lens)
     accept_lens = [
-        int(torch.randint(1, q_len + 1, (), generator=_host_generator(seed, i))) for i, q_len in enumerate(q_lens)
+        int(torch.randint(1, q_len + 1, (), generator=torch.Generator().manual_seed(1000 * seed + request)))
+        for request, q_len in enumerate(q_lens)
     ]
     return StandInPass(
         batch=requests.batch(mode),
@@ -299,7 +300,3 @@ def draw_pass(
         accept_lens=torch.tensor(accept_lens, dtype=torch.int32, device=pool.device),
         histories=histories,
     )
-
-
-def _host_generator(seed: int, request: int) -> torch.Generator:
-    return torch.Generator().manual_seed(1000 * seed + request)

@@ -59,6 +59,8 @@ class Backend(Protocol[Metadata]):
     ) -> Callable[[], Tensor]:
         """Prepare one layer's attention over the paged cache: a capturable call that fills and returns `out`.
 
+        Contents of the tensors may change between the calls, as in `lab.kernels.prepare`.
+
         Args:
             batch, metadata: the forward pass.
             layer: the backend's kind of layer.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 
-_INDEX_DTYPES = (torch.int32, torch.int64)
+INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +69,7 @@ class SpecInfo:
                 f"speculative_step_id={self.speculative_step_id} must be 0 or more, or None outside drafting"
             )
         if self.num_accept_tokens is not None:
-            _check_vector("num_accept_tokens", self.num_accept_tokens, _INDEX_DTYPES)
+            check_vector("num_accept_tokens", self.num_accept_tokens, INDEX_DTYPES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,12 +125,12 @@ class ForwardBatch:
         self._check_extend_rows()
 
     def _check_tensors(self) -> None:
-        _check_vector("seq_lens", self.seq_lens, _INDEX_DTYPES)
-        _check_vector("out_cache_loc", self.out_cache_loc, (torch.int64,))
+        check_vector("seq_lens", self.seq_lens, INDEX_DTYPES)
+        check_vector("out_cache_loc", self.out_cache_loc, (torch.int64,))
         for name in ("req_pool_indices", "extend_seq_lens", "extend_prefix_lens"):
             tensor = getattr(self, name)
             if tensor is not None or name == "req_pool_indices":
-                _check_vector(name, tensor, _INDEX_DTYPES)
+                check_vector(name, tensor, INDEX_DTYPES)
                 _check_length(name, tensor.shape[0], self.batch_size)
         accepted = self.spec_info.num_accept_tokens if self.spec_info is not None else None
         if accepted is not None and accepted.shape[0] < self.batch_size:
@@ -218,7 +218,8 @@ class ForwardBatch:
             )
 
 
-def _check_vector(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+def check_vector(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Raise TypeError or ValueError unless a tensor has one dimension and one of the dtypes; `name` is for the message."""
     allowed = " or ".join(str(dtype) for dtype in dtypes)
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a {allowed} tensor, not {type(tensor).__name__}")

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-_LENGTH_DTYPES = (torch.int32, torch.int64)
+from lab.metadata.engine.forward_batch import INDEX_DTYPES, check_vector
 
 
 def decide_needs_cpu_seq_lens(
@@ -81,10 +81,7 @@ class LengthMirror:
         return seq_lens_cpu, sum(seq_lens_cpu)
 
     def _check(self, seq_lens: Tensor) -> None:
-        if seq_lens.dtype not in _LENGTH_DTYPES:
-            raise TypeError(f"seq_lens has dtype {seq_lens.dtype}, expected torch.int32 or torch.int64")
-        if seq_lens.dim() != 1:
-            raise ValueError(f"seq_lens has shape {list(seq_lens.shape)}, expected one dimension")
+        check_vector("seq_lens", seq_lens, INDEX_DTYPES)
         if seq_lens.device != self.device:
             raise ValueError(
                 f"seq_lens is on {seq_lens.device}, but this mirror copies from {self.device}: make one for that device"

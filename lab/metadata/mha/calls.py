@@ -106,20 +106,17 @@ def prepare_attention(
     plan: Sequence[PlannedCall],
     workspace_buffer: torch.Tensor | None = None,
 ) -> Callable[[], torch.Tensor]:
-    """Prepare one layer's attention as an engine runs it: K/V are in the pool, lengths count the new tokens.
+    """Prepare one layer's attention with the calls of a plan, as `lab.metadata.engine.backend.Backend.prepare_attention` says.
 
     Args:
         implementation: any object with the two functions, such as `lab.kernels.portable` or `lab.references`.
-        batch, metadata, layer: the forward pass and the layer.
-        query: [num_tokens, num_qo_heads, head_dim].
-        cache: the layer's K/V.
+        batch, metadata, layer, query, cache, out: as in the protocol.
         max_context_len: the bound that the engine passes for every length.
-        out: [num_tokens, num_qo_heads, head_dim], filled by each call.
         plan: from `plan_calls`.
         workspace_buffer: for kernels that want the caller's.
 
-    Returns:
-        A callable that returns `out`. Contents of the tensors may change between its calls.
+    Raises:
+        ValueError: as `call_arguments`.
     """
     calls = []
     for planned in plan:

@@ -1,6 +1,7 @@
 """Arguments of the TRT-LLM MHA kernels for every forward mode, built without reading the device."""
 
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -116,10 +117,8 @@ def mixed_tail_split(batch: ForwardBatch) -> int:
             f"{batch.forward_mode!r} {'with' if batch.spec_info else 'without'} a SpecInfo has no tail of decoding "
             "requests to split off: only prefills without speculation do"
         )
-    context = len(lengths := host_lengths(batch, "extend_seq_lens_cpu"))
-    while context > 0 and lengths[context - 1] == 1:
-        context -= 1
-    return context
+    lengths = host_lengths(batch, "extend_seq_lens_cpu")
+    return len(lengths) - len(list(takewhile(lambda length: length == 1, reversed(lengths))))
 
 
 def _cu_seqlens_q(batch: ForwardBatch, cu_seqlens_k: Tensor) -> Tensor:

@@ -115,19 +115,15 @@ def prepare_mla_attention(
     workspace_buffer: Tensor | None = None,
     multi_ctas_kv_counter_buffer: Tensor | None = None,
 ) -> Callable[[], Tensor]:
-    """Prepare one layer's attention on the decode kernel: entries are in the pool, lengths count the new tokens.
+    """Prepare one layer's attention on the decode kernel, as `lab.metadata.engine.backend.Backend.prepare_attention` says.
 
     Args:
         implementation: any object with the function, such as `lab.references`.
-        batch, metadata, layer: the forward pass and the layer.
+        batch, metadata, layer, cache: as in the protocol.
         query: ``[num_tokens, heads, kv_lora_rank + qk_rope_head_dim]``.
-        cache: the layer's entries.
         out: ``[num_tokens, heads, kv_lora_rank]``; each call fills the requests' own rows.
         padded_query: a buffer for padded rows, which passes may share; a new tensor if None.
         workspace_buffer, multi_ctas_kv_counter_buffer: for kernels that want the caller's.
-
-    Returns:
-        A capturable call that returns ``out``. Contents of the tensors may change between its calls.
 
     Raises:
         ValueError: rows or buffers that do not fit the metadata.

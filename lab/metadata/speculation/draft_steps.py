@@ -6,7 +6,7 @@ makes the ragged K/V lists that other backends read, and that these two ignore; 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -33,7 +33,7 @@ STEPS = range(2, 9)  # of ``speculative_num_steps``; with one step there is no d
 class DraftPlan(NamedEnum):
     """The launches that make a draft's metadata."""
 
-    COMMON_TEMPLATE = "common_template"  # the ragged lists of all steps, then one launch per step (before 26241)
+    COMMON_TEMPLATE = "common template"  # the ragged lists of all steps, then one launch per step (before 26241)
     PER_STEP = "per step"  # one launch per step (after 26241)
     ONE_LAUNCH = "one launch"  # one for all steps, which share one page table
 
@@ -160,7 +160,12 @@ def prepare_draft(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buff
     launches = [prepare_passes(group, batch, pool) for group in groups]
     if draft.plan is DraftPlan.COMMON_TEMPLATE:
         launches.insert(0, _lists_launch(draft, batch, pool, buffers))
-    return PreparedDraft(steps, partial(_run_all, launches))
+
+    def write() -> None:
+        for launch in launches:
+            launch()
+
+    return PreparedDraft(steps, write)
 
 
 def build_draft_steps(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool) -> tuple[DraftStep, ...]:
@@ -173,9 +178,10 @@ def build_draft_steps(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool) 
     """
     prepared = prepare_draft(draft, batch, pool, allocate_draft(draft, pool, batch.batch_size))
     prepared.write()
-    if draft.plan is not DraftPlan.COMMON_TEMPLATE:
-        return prepared.steps
-    return tuple(_with_clones(step) for step in prepared.steps)
+    return tuple(
+        replace(step, **{name: part.clone() for name, part in vars(step).items() if isinstance(part, Tensor)})
+        for step in prepared.steps
+    )
 
 
 def check_pool(draft: MultiStepDraft, pool: KVPool) -> None:
@@ -262,14 +268,3 @@ def _step(draft: MultiStepDraft, batch: ForwardBatch, buffers: DraftBuffers, ste
     if batch.seq_lens_cpu is not None:
         indices = indices[: draft.topk * sum(batch.seq_lens_cpu) + branches * (step + 1)]
     return DraftStep(metadata, indptr, indices)
-
-
-def _with_clones(step: DraftStep) -> DraftStep:
-    assert step.kv_indptr is not None
-    assert step.kv_indices is not None
-    return DraftStep(step.metadata, step.kv_indptr.clone(), step.kv_indices.clone())
-
-
-def _run_all(launches: list[Callable[[], None]]) -> None:
-    for launch in launches:
-        launch()
