@@ -6,7 +6,7 @@ makes the ragged K/V lists that other backends read, and that these two ignore; 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -178,10 +178,7 @@ def build_draft_steps(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool) 
     """
     prepared = prepare_draft(draft, batch, pool, allocate_draft(draft, pool, batch.batch_size))
     prepared.write()
-    return tuple(
-        replace(step, **{name: part.clone() for name, part in vars(step).items() if isinstance(part, Tensor)})
-        for step in prepared.steps
-    )
+    return tuple(DraftStep(step.metadata, _clone(step.kv_indptr), _clone(step.kv_indices)) for step in prepared.steps)
 
 
 def check_pool(draft: MultiStepDraft, pool: KVPool) -> None:
@@ -268,3 +265,7 @@ def _step(draft: MultiStepDraft, batch: ForwardBatch, buffers: DraftBuffers, ste
     if batch.seq_lens_cpu is not None:
         indices = indices[: draft.topk * sum(batch.seq_lens_cpu) + branches * (step + 1)]
     return DraftStep(metadata, indptr, indices)
+
+
+def _clone(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()
