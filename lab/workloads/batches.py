@@ -47,7 +47,7 @@ class Batch:
 
     @property
     def prefix_lens(self) -> tuple[int, ...]:
-        """Tokens of each request before this pass."""
+        """Return the tokens of each request before this pass."""
         return tuple(kv_len - q_len for q_len, kv_len in zip(self.q_lens, self.kv_lens, strict=True))
 
     def __str__(self) -> str:

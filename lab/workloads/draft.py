@@ -90,13 +90,20 @@ class DraftCase:
 
     @property
     def num_draft_tokens(self) -> int:
-        """Rows per request in verification: the last accepted token and one per step of a chain."""
+        """Return the rows per request in verification: the last accepted token and one per step of a chain."""
         return self.num_steps + 1
 
 
 @dataclass(frozen=True)
 class DraftScenario:
-    """A parsed name: its kind, the choices that the kind has, whether it is eager, and the case."""
+    """A parsed name.
+
+    Attributes:
+        kind: a key of `CHOICES`.
+        choices: one of each tuple that the kind has there.
+        case: the iteration.
+        eager: the metadata goes to fresh buffers.
+    """
 
     kind: str
     choices: tuple[str, ...]

@@ -91,7 +91,7 @@ class ForwardCase(PassCase):
 
     @property
     def interface(self) -> Interface:
-        """The function that the mode calls, unless `draft_extend` or `split_mixed_tail` say another."""
+        """Return the function that the mode calls, unless `draft_extend` or `split_mixed_tail` say another."""
         return Interface.CONTEXT if self.mode.mha_call is AttentionCall.CONTEXT else Interface.DECODE
 
     @property
@@ -100,12 +100,12 @@ class ForwardCase(PassCase):
 
     @property
     def operations(self) -> int:
-        """Floating-point operations of the two products over visible pairs: 2 · 2 · head_dim per pair and query head."""
+        """Return the floating-point operations of both products: 2 · 2 · head_dim per visible pair and query head."""
         return 4 * self.model.head_dim * self.model.num_qo_heads * self.visible_pairs
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes that must move at least once: each visible key and value read, each query read and output written."""
+        """Return the bytes that must move at least once: visible keys and values and queries read, outputs written."""
         model = self.model
         kv_bytes = 2 * self.visible_keys * model.num_kv_heads * model.head_dim * self.kv_dtype.itemsize
         return kv_bytes + 2 * sum(self.q_lens) * model.num_qo_heads * model.head_dim * self.dtype.itemsize

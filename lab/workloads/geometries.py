@@ -27,12 +27,12 @@ class Geometry:
 
     @property
     def group(self) -> int:
-        """Query heads per K/V head."""
+        """Return the query heads per K/V head."""
         return self.num_qo_heads // self.num_kv_heads
 
     @property
     def window_left(self) -> int:
-        """`sliding_window` as kernels count it: keys to the left of a row's own; -1 without a window."""
+        """Return `sliding_window` as kernels count it: keys to the left of a row's own; -1 without a window."""
         return -1 if self.sliding_window is None else self.sliding_window - 1
 
     def tensor_parallel(self, size: int) -> "Geometry":

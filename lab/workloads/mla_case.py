@@ -48,27 +48,36 @@ class MLACase(PassCase):
 
     @property
     def head_dim(self) -> int:
-        """Of queries and of cache entries."""
+        """Return the head_dim of queries and of cache entries."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
     def softmax_scale(self) -> float:
-        """Of the head before absorption, whose part without position is a quarter of the latent vector, as DeepSeek-V3's."""
+        """Return the scale of a head before absorption.
+
+        Its part without position is a quarter of the latent vector, as DeepSeek-V3's.
+        """
         return float((self.kv_lora_rank // 4 + self.qk_rope_head_dim) ** -0.5)
 
     @property
     def seen_lens(self) -> tuple[int, ...]:
-        """Keys that the last row of each request sees; a draft step of SGLang's sees the prefix, not even its own token."""
+        """Return the keys that each request's last row sees. SGLang's draft step sees the prefix, not even its own token."""
         leaves_out_draft = self.draft_step is not None and self.attention is DraftAttention.MLA
         return self.prefix_lens if leaves_out_draft else self.kv_lens
 
     @property
     def operations(self) -> int:
-        """Floating-point operations of the two products: per pair and query head, 2 · head_dim and 2 · kv_lora_rank."""
+        """Return the floating-point operations of both products.
+
+        They are 2 · (head_dim + kv_lora_rank) per visible pair and query head.
+        """
         return 2 * self.num_qo_heads * self.visible_pairs * (self.head_dim + self.kv_lora_rank)
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes that must move at least once: each visible entry, key and value in one, and queries read, outputs written."""
+        """Return the bytes that must move at least once: visible entries and queries read, outputs written.
+
+        An entry is key and value in one.
+        """
         rows = sum(self.q_lens) * self.num_qo_heads * (self.head_dim + self.kv_lora_rank) * self.dtype.itemsize
         return self.visible_keys * self.head_dim * self.kv_dtype.itemsize + rows

@@ -36,22 +36,22 @@ class PassCase(PassLens):
 
     @property
     def window_left(self) -> int:
-        """Keys to the left of a row that it sees; -1 for all."""
+        """Return the keys to the left of a row that it sees; -1 for all."""
         return -1
 
     @property
     def seen_lens(self) -> tuple[int, ...]:
-        """Keys of each request up to and with the last that its last row sees."""
+        """Return the keys of each request up to the last one that its last row sees, and with it."""
         return self.kv_lens
 
     @property
     def max_context_len(self) -> int:
-        """The engine's bound: past every request, so that tables have dead columns."""
+        """Return the engine's bound of lengths. It is above every request's, so that tables have dead columns."""
         return max(self.kv_lens) + 2 * self.page_size + 1
 
     @property
     def visible_pairs(self) -> int:
-        """(query row, key) pairs that are visible, over all requests."""
+        """Return the visible (query row, key) pairs of all requests."""
         return sum(
             position + 1 if self.window_left < 0 else min(position, self.window_left) + 1
             for seen, q_len in zip(self.seen_lens, self.q_lens, strict=True)
@@ -60,7 +60,7 @@ class PassCase(PassLens):
 
     @property
     def visible_keys(self) -> int:
-        """Keys that a row sees, over all requests; one that many rows see counts once."""
+        """Return the keys of all requests that some row sees. A key that many rows see counts once."""
         return sum(
             seen if self.window_left < 0 else min(seen, q_len + self.window_left)
             for seen, q_len in zip(self.seen_lens, self.q_lens, strict=True)

@@ -47,17 +47,17 @@ class PassLens:
 
     @property
     def new_tokens(self) -> tuple[int, ...]:
-        """Tokens of each request after its prefix: its query rows, and in a draft step the tokens drafted before."""
+        """Return the tokens of each request after its prefix: query rows, and in a draft step those drafted before."""
         return _new_tokens(self.q_lens, self.draft_step)
 
     @property
     def kv_lens(self) -> tuple[int, ...]:
-        """Tokens of each request with this pass's."""
+        """Return the tokens of each request with this pass's."""
         return tuple(prefix + new for prefix, new in zip(self.prefix_lens, self.new_tokens, strict=True))
 
     @property
     def first_rows(self) -> tuple[int, ...]:
-        """Position of each request's first query row."""
+        """Return the position of each request's first query row."""
         return tuple(kv_len - q_len for kv_len, q_len in zip(self.kv_lens, self.q_lens, strict=True))
 
 
@@ -88,7 +88,7 @@ class Requests(PassLens):
             )
 
     def slots(self) -> Tensor:
-        """Slots of the query rows, [sum(q_lens)] int64.
+        """Return the slots of the query rows, [sum(q_lens)] int64.
 
         Raises:
             ValueError: the pool does not hold the requests, or fewer of their tokens.

@@ -56,22 +56,22 @@ class StandInSizes:
 
     @property
     def q_size(self) -> int:
-        """Elements of one row's queries."""
+        """Return the elements of one row's queries."""
         return self.attention.num_qo_heads * self.attention.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Elements of one row's keys, and of its values."""
+        """Return the elements of one row's keys, and of its values."""
         return self.attention.num_kv_heads * self.attention.head_dim
 
     @property
     def layer_parameters(self) -> int:
-        """Elements of the QKV and output projections."""
+        """Return the elements of the QKV and output projections."""
         return 2 * self.hidden_size * (self.q_size + 2 * self.kv_size) + self.q_size * self.hidden_size
 
     @property
     def head_parameters(self) -> int:
-        """Elements of the LM head."""
+        """Return the elements of the LM head."""
         return self.hidden_size * self.vocab_size
 
 
@@ -95,7 +95,7 @@ class StandInModel:
         qkv_weight: [2 * hidden_size, q_size + 2 * kv_size].
         out_weight: [q_size, hidden_size].
         head_weight: [hidden_size, vocab_size].
-        layer, cache: of the attention; all bf16.
+        layer, cache: of the attention. The weights and the cache are bf16.
 
     Raises:
         ValueError: a sliding-window layer in a geometry or a pool without a window.

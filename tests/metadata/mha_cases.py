@@ -177,7 +177,7 @@ def _drawn_case(
 
 
 def assert_live_cells_right(got: Any, expected: ForwardMetadata, dead: int | None = None) -> None:
-    """Hold metadata to the reference's, what lies behind the live pages to `dead` if that is given.
+    """Hold metadata to the reference's, what lies after the live pages to `dead` if that is given.
 
     Args:
         got: TRTLLMMHAMetadata.

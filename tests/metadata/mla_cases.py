@@ -27,8 +27,8 @@ def own_keys(batch: ForwardBatch, attention: DraftAttention, i: int) -> int:
 
 def told_keys(batch: ForwardBatch, attention: DraftAttention, i: int, width: int) -> int:
     """`seq_lens_k` of request i where its rows lie in front of a block of so many."""
-    behind = width - query_length(batch, i) if batch.forward_mode.extends_draft else 0
-    return own_keys(batch, attention, i) + behind
+    padding = width - query_length(batch, i) if batch.forward_mode.extends_draft else 0
+    return own_keys(batch, attention, i) + padding
 
 
 def table_row(pool: KVPool, row: int, own: int, told: int) -> list[int]:
@@ -40,7 +40,7 @@ def table_row(pool: KVPool, row: int, own: int, told: int) -> list[int]:
 def assert_live_part_right(
     got: Any, batch: ForwardBatch, pool: KVPool, attention: DraftAttention, width: int
 ) -> list[list[int]]:
-    """Lengths and live cells against the loops; returns what lies behind each row's live cells."""
+    """Lengths and live cells against the loops; returns what lies after each row's live cells."""
     told = [told_keys(batch, attention, i, width) for i in range(batch.batch_size)]
     assert (got.seq_lens_k.dtype, got.seq_lens_k.tolist()) == (torch.int32, told)
     assert got.max_seq_len_q == width

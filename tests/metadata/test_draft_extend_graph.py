@@ -245,7 +245,7 @@ CAN_RUN = [
     ("an open width of other rows", batch_of(4, 3, -1), False, False),
     ("no SpecInfo", batch_of(2, spec_info=None), True, True),
     ("the rows of another width", batch_of(2, 5, WIDTH), False, False),
-    ("rows behind the requests'", batch_of(2, num_tokens=12), False, False),
+    ("rows after the requests'", batch_of(2, num_tokens=12), False, False),
     ("unequal rows", batch_of(2, stated=-1, extend_seq_lens_cpu=[5, 3]), False, False),
     ("another mode", batch_of(2, forward_mode=ForwardMode.TARGET_VERIFY), False, False),
 ]

@@ -172,7 +172,7 @@ def test_buffers_that_stay(draft: MultiStepDraft, device: str) -> None:
         assert len(addresses) == (1 if draft.plan is DraftPlan.ONE_LAUNCH else 3)
         assert addresses == {table.data_ptr() for table in tensors_of(buffers, "tables")}
     if buffers.kv_indices is not None:
-        # The last row is computed although no backend reads it; nothing behind a row's lists is written.
+        # The last row is computed although no backend reads it; nothing after a row's lists is written.
         batch.seq_lens.sub_(1)
         for step, row in enumerate(buffers.kv_indices):
             assert int((row != POISON).sum()) == int(batch.seq_lens.sum()) + 5 * (step + 1)

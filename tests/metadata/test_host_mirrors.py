@@ -79,7 +79,7 @@ def test_a_mirror_of_nothing_is_refused(size: int, device: str, message: str) ->
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="copies from a GPU, and there is none here")
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_waits_for_what_the_current_stream_still_writes(dtype: torch.dtype) -> None:
-    """The lengths are written behind milliseconds of work, on a stream that is not the default one."""
+    """The lengths are written after milliseconds of work, on a stream that is not the default one."""
     mirror, side = LengthMirror(64), torch.cuda.Stream()
     matrix = torch.randn(4096, 4096, device="cuda")
     seq_lens = torch.zeros(64, dtype=dtype, device="cuda")

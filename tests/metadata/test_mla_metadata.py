@@ -129,7 +129,7 @@ def assert_right(batch: ForwardBatch, pool: KVPool, attention: DraftAttention) -
 
 
 def hand_made_pool() -> KVPool:
-    """Pages of 32 tokens. Row 1 has pages 7 2 5, row 2 has 4 1 8; behind its 96 tokens the table has leftovers of page 9."""
+    """Pages of 32 tokens. Row 1 has pages 7 2 5, row 2 has 4 1 8; after its 96 tokens the table has leftovers of page 9."""
     pool = KVPool(num_requests=2, max_context_len=128, page_size=32, num_pages=11)
     for row, pages in ((1, (7, 2, 5, 9)), (2, (4, 1, 8, 9))):
         for position in range(128):
@@ -191,7 +191,7 @@ def test_the_lengths_that_sglang_was_seen_to_make() -> None:
         (Case(ForwardMode.TARGET_VERIFY, (4096, 8), new=4), MLA, 1),
         (Case(ForwardMode.TARGET_VERIFY, (4097, 8), new=4), MLA, 2),
         (Case(V2, (4096, 8), (4, 4)), MLA, 1),
-        (Case(V1, (4096, 8), (1, 4)), MLA, 2),  # the first request's padded queries look behind token 4096
+        (Case(V1, (4096, 8), (1, 4)), MLA, 2),  # the first request's padded queries look past token 4096
     ],
 )
 def test_the_width_is_whole_blocks_of_the_most_keys(

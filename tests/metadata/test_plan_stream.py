@@ -65,7 +65,7 @@ class Scene:
             self.cache.write(self.pool.slots(row, 0, CONTEXT_LEN), torch.zeros_like(code), code)
 
     def batch(self, *seq_lens: int, first_request: int = 0, width: int = D) -> ForwardBatch:
-        """Consecutive requests with so many accepted tokens each, and `width` draft tokens behind them."""
+        """Consecutive requests with so many accepted tokens each, and `width` draft tokens after them."""
         rows = self.rows[first_request : first_request + len(seq_lens)]
         device = self.pool.device
         slots = [self.pool.slots(row, n, n + width) for row, n in zip(rows, seq_lens, strict=True)]

@@ -28,7 +28,7 @@ def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = No
 
 
 def capture(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
-    """Run a call once to warm up and capture it; returns the replay and what the call returned.
+    """Run a call once to warm up, capture it, and return the replay and what the call returned.
 
     On a CPU the replay is the call itself, and its result must be the same object each time, as a graph's is.
     """

@@ -42,12 +42,12 @@ class PagedKVCache:
 
     @property
     def k_cache(self) -> Tensor:
-        """``[num_pages, ., ., head_dim]`` in this cache's layout."""
+        """Return the half with K: ``[num_pages, ., ., head_dim]`` in this cache's layout."""
         return self.storage[0]
 
     @property
     def v_cache(self) -> Tensor:
-        """``[num_pages, ., ., head_dim]`` in this cache's layout."""
+        """Return the half with V: ``[num_pages, ., ., head_dim]`` in this cache's layout."""
         return self.storage[1]
 
     @property
@@ -59,7 +59,7 @@ class PagedKVCache:
         return self.storage.shape[3 if self.layout is KVLayout.NHD else 2]
 
     def as_hnd(self) -> tuple[Tensor, Tensor]:
-        """K and V as views ``[num_pages, num_kv_heads, page_size, head_dim]``, the form FlashInfer is handed.
+        """Return K and V as views ``[num_pages, num_kv_heads, page_size, head_dim]``, the form FlashInfer is handed.
 
         An NHD cache is permuted, not copied, so its views are not contiguous. SGLang also repairs the stride of a
         single head, see ``_with_canonical_strides``.
@@ -114,7 +114,7 @@ class PagedLatentCache:
         return self.storage.shape[1]
 
     def with_head_axis(self) -> Tensor:
-        """``[num_pages, 1, page_size, entry]``, the view that SGLang hands FlashInfer."""
+        """Return ``[num_pages, 1, page_size, entry]``, the view that SGLang hands FlashInfer."""
         return self.storage.unsqueeze(1)
 
     def write(self, slots: Tensor, entries: Tensor) -> None:

@@ -250,7 +250,7 @@ class KVPool:
             )
 
     def _slots_of_pages(self, pages: list[int]) -> Tensor:
-        """``[len(pages), page_size]`` int64."""
+        """Return the slots of whole pages, ``[len(pages), page_size]`` int64."""
         starts = torch.tensor(pages, dtype=torch.int64, device=self.device) * self.page_size
         return starts[:, None] + torch.arange(self.page_size, device=self.device)
 

@@ -66,9 +66,9 @@ class VerifyBackend(ABC):
     """The part of an attention backend that plans a verify pass. The two hooks have SGLang's names.
 
     Attributes:
-        fix_up: said by every backend. NONE: the draft's tokens, positions and tree are in nothing that it plans. AFTER_DRAFT:
-            it defines `update_verify_buffers_to_fill_after_draft`. None, which is what a backend has that has said nothing:
-            nobody plans with it.
+        fix_up: declared by every backend. NONE: nothing that it plans depends on the draft's tokens, positions or tree.
+            AFTER_DRAFT: it defines `update_verify_buffers_to_fill_after_draft`. None, the default, declares nothing:
+            `PlanStream` refuses the backend.
     """
 
     fix_up: FixUp | None = None
@@ -194,10 +194,10 @@ class PlanStream:
         verify: Callable[[PlannedVerify], Result],
         inputs_final: torch.cuda.Event | None = None,
     ) -> Result:
-        """One iteration on the current stream, the same for all: draft, plan beside it, fix-up, verify. The host never waits.
+        """Run one iteration on the current stream: draft, plan beside it, fix-up, verify. The host never waits.
 
-        The draft is launched first, so that the GPU has work while the host launches the plan. How much of the plan it hides
-        is then the host's doing: a draft whose launches take the host longer than the GPU hides nothing.
+        The draft is launched first, so that the GPU has work while the host launches the plan. A draft whose launches take
+        the host longer than the GPU hides nothing of the plan.
 
         Args:
             batch: a TARGET_VERIFY batch whose tensors, and whose draft tokens' entries of the request table, are final: by
@@ -267,10 +267,10 @@ class PlanStream:
 
 
 def verify_metadata_under(planner: PlanStream, batch: ForwardBatch, drafts: Iterable[Draft]) -> list[dict[str, Tensor]]:
-    """Run the same batch with each of several drafts; returns copies of all that verify was then handed.
+    """Run the same batch with each of several drafts, and return copies of all tensors that each verify was handed.
 
-    A draft is whatever the caller makes of it: tokens, positions, a tree, K/V. Of a backend that needs no fix-up all results
-    are the same, bit for bit; of one that does, only what it fixes up may differ.
+    A draft is whatever the caller makes of it: tokens, positions, a tree, K/V. A backend that needs no fix-up gives the same
+    results for all drafts, bit for bit. With one that needs it, only what it fixes up may differ.
     """
 
     def copies(planned: PlannedVerify) -> dict[str, Tensor]:

@@ -133,11 +133,11 @@ class DraftModel(Protocol):
     """A draft model as a graph needs it, such as `lab.workloads.stand_in_model.StandInModel`."""
 
     def new_inputs(self, max_batch_size: int, max_num_tokens: int) -> DraftInputs:
-        """Input buffers, zero-filled: valid ids and indices."""
+        """Return input buffers, zero-filled: valid ids and indices."""
         ...
 
     def new_outputs(self, form: DraftExtendOutput, max_batch_size: int, max_num_tokens: int) -> DraftOutputs:
-        """Output buffers of a form."""
+        """Return output buffers of a form."""
         ...
 
     def prepare(
