@@ -268,36 +268,32 @@ def following_scale(bmm1_scale_log2: torch.Tensor) -> tuple[torch.Tensor, Callab
 
 
 def check_out(out: object, expected: Sequence[int], words: str, dtypes: Sequence[torch.dtype]) -> torch.Tensor:
-    """Return a given `out`; raise TypeError or ValueError unless it has one of the dtypes and the shape, contiguous."""
+    """Return a given `out`; raise TypeError or ValueError unless it has one of the dtypes and the shape, contiguous.
+
+    `words` explain the shape in an error.
+    """
     tensor = check_tensor("out", out)
     if tensor.dtype not in dtypes:
         raise TypeError(f"out must be {dtype_names(dtypes)}, got {tensor.dtype}")
-    check_out_shape(tensor, expected, words)
+    if tensor.shape != torch.Size(expected):
+        raise ValueError(f"out must be {list(expected)}, {words}, got {list(tensor.shape)}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"out must be contiguous, got stride {tensor.stride()}")
     return tensor
-
-
-def check_out_shape(out: torch.Tensor, expected: Sequence[int], words: str) -> None:
-    """Raise ValueError unless `out` is contiguous and of the expected shape, which `words` explain."""
-    if out.shape != torch.Size(expected):
-        raise ValueError(f"out must be {list(expected)}, {words}, got {list(out.shape)}")
-    if not out.is_contiguous():
-        raise ValueError(f"out must be contiguous, got stride {out.stride()}")
 
 
 def output_dtype(call: Any) -> torch.dtype:
     """Return the output's dtype: that of `out`, `out_dtype` or the query; raise an error where they contradict."""
     if call.out is not None:
-        out = check_tensor("out", call.out)
+        out = check_out(call.out, call.query.shape, "the query's shape", OUT_DTYPES)
         if call.out_dtype is not None and out.dtype != call.out_dtype:
             raise ValueError(f"out is {out.dtype} but out_dtype is {call.out_dtype}; drop one of them")
-        check_out_shape(out, call.query.shape, "the query's shape")
-        dtype: object = out.dtype
-    else:
-        dtype = call.query.dtype if call.out_dtype is None else call.out_dtype
+        return out.dtype
+    dtype = call.query.dtype if call.out_dtype is None else call.out_dtype
     if dtype == "nvfp4":
         not_modelled("out_dtype", "nvfp4", f"use one of {dtype_names(OUT_DTYPES)}")
     if not isinstance(dtype, torch.dtype) or dtype not in OUT_DTYPES:
-        raise TypeError(f"out_dtype, or out's dtype, must be {dtype_names(OUT_DTYPES)}, got {dtype!r}")
+        raise TypeError(f"out_dtype must be {dtype_names(OUT_DTYPES)}, got {dtype!r}")
     return dtype
 
 

@@ -3,7 +3,10 @@
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def takes(call_type: type[Any]) -> Callable[[Callable[[Any], Any]], Callable[..., Any]]:
@@ -20,16 +23,16 @@ def takes(call_type: type[Any]) -> Callable[[Callable[[Any], Any]], Callable[...
     return wrap
 
 
-def made_at_once(prepare: Callable[..., Callable[[], Any]]) -> Callable[..., Any]:
+def made_at_once(prepare: Callable[P, Callable[[], R]]) -> Callable[P, R]:
     """Return the function that prepares a call, makes it once and returns its results.
 
     Args:
-        prepare: a function of a call's own parameters (`takes`) that checks them and returns the call, ready to be made. The
-            new function has its name without "prepare_", its parameters and its documentation.
+        prepare: a function that checks a call's arguments and returns the call, ready to be made. The new function has its
+            name without "prepare_", its parameters and its documentation.
     """
 
     @functools.wraps(prepare)
-    def entry(*args: Any, **kwargs: Any) -> Any:
+    def entry(*args: P.args, **kwargs: P.kwargs) -> R:
         return prepare(*args, **kwargs)()
 
     entry.__name__ = entry.__qualname__ = prepare.__name__.removeprefix("prepare_")

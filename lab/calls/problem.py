@@ -86,6 +86,17 @@ class AttentionProblem:
         """dtype of K and V."""
         raise NotImplementedError
 
+    def row_offsets(self) -> list[int]:
+        """Return the first row of each request and the end of the last, [batch_size + 1], read on the host."""
+        if self.cu_seqlens_q is None:
+            return list(range(0, self.num_rows + 1, self.max_q_len))
+        return self.cu_seqlens_q.tolist()
+
+    @property
+    def scales(self) -> tuple[Scale, Scale]:
+        """(bmm1_scale, bmm2_scale), as a kernel takes them in one argument."""
+        return self.bmm1_scale, self.bmm2_scale
+
     def features(self) -> frozenset[Feature]:
         """Return what the problem asks for beyond a plain call."""
         return features_of(self)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lab.calls.problem import E4M3, MASK_BITS_PER_WORD, PagedAttention, Scale, check_values
+from lab.calls.problem import E4M3, MASK_BITS_PER_WORD, AttentionProblem, PagedAttention, Scale, check_values
 from lab.references.quantization import deinterleave_v_scale_factors, dequantize_nvfp4, rounded
 
 # Most float64 elements that one gathered piece may hold (K and V, or scores): 0.5 GiB, small beside any device.
@@ -183,11 +183,8 @@ class _Piece:
         self.num_pages = max(block.num_pages for block in blocks)
         table = torch.tensor(blocks)
         self._host = dict(zip(_Block._fields, table.unbind(1), strict=True))
-        self._device = dict(zip(_Block._fields, table.to(device).unbind(1), strict=True))
-
-    def field(self, name: str) -> torch.Tensor:
-        """Return one attribute of all blocks, int64 [len(blocks)], on the device."""
-        return self._device[name]
+        # Each attribute of all blocks, int64 [len(blocks)], on the device.
+        self.fields = dict(zip(_Block._fields, table.to(device).unbind(1), strict=True))
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the places of the rows that exist, int64 each: in the piece, block * num_rows + row, and in the query."""
@@ -237,13 +234,9 @@ def _elements(problem: PagedAttention, rows: int, keys: int) -> int:
 
 
 def _blocks(problem: PagedAttention) -> Iterator[_Block]:
-    kv_lens = problem.seq_lens.tolist()
-    if problem.cu_seqlens_q is None:
-        offsets = list(range(0, problem.num_rows + 1, problem.max_q_len))
-    else:
-        offsets = problem.cu_seqlens_q.tolist()
-    for request, kv_len in enumerate(kv_lens):
-        q_start, q_end = offsets[request], offsets[request + 1]
+    offsets = problem.row_offsets()
+    for request, kv_len in enumerate(problem.seq_lens.tolist()):
+        q_start, q_end = offsets[request : request + 2]
         rows_at_once = max(1, piece_elements(problem.query.device) // (problem.num_qo_heads * max(kv_len, 1)))
         for first_row in range(q_start, q_end, rows_at_once):
             num_rows = min(rows_at_once, q_end - first_row)
@@ -261,16 +254,16 @@ def _blocks(problem: PagedAttention) -> Iterator[_Block]:
 
 def _solve(problem: PagedAttention, piece: _Piece) -> tuple[torch.Tensor, torch.Tensor]:
     device = problem.query.device
-    requests, kv_lens = piece.field("request"), piece.field("kv_len")
+    requests, kv_lens = piece.fields["request"], piece.fields["kv_len"]
     row_offsets = torch.arange(piece.num_rows, device=device)
-    rows = (piece.field("first_row").unsqueeze(1) + row_offsets).clamp(max=problem.num_rows - 1)
-    query_positions = piece.field("first_position").unsqueeze(1) + row_offsets
+    rows = (piece.fields["first_row"].unsqueeze(1) + row_offsets).clamp(max=problem.num_rows - 1)
+    query_positions = piece.fields["first_position"].unsqueeze(1) + row_offsets
     # Whole pages are looked up, [len(blocks), num_pages]; a page that no row of a block may see is not.
-    page_columns = piece.field("first_page").unsqueeze(1) + torch.arange(piece.num_pages, device=device)
+    page_columns = piece.fields["first_page"].unsqueeze(1) + torch.arange(piece.num_pages, device=device)
     in_page = torch.arange(problem.page_size, device=device)
     key_positions = (page_columns.unsqueeze(2) * problem.page_size + in_page).flatten(1)
-    exists = (key_positions >= piece.field("key_start").unsqueeze(1)) & (
-        key_positions < piece.field("key_end").unsqueeze(1)
+    exists = (key_positions >= piece.fields["key_start"].unsqueeze(1)) & (
+        key_positions < piece.fields["key_end"].unsqueeze(1)
     )
     visible = exists.unsqueeze(1) & visible_keys(
         query_positions,
@@ -304,10 +297,13 @@ def _solve(problem: PagedAttention, piece: _Piece) -> tuple[torch.Tensor, torch.
         keys,
         values,
         visible,
-        bmm1_scale=problem.bmm1_scale,
-        bmm2_scale=problem.bmm2_scale,
-        sinks=problem.sinks,
+        **softmax_arguments(problem),
     )
+
+
+def softmax_arguments(problem: AttentionProblem) -> dict[str, Any]:
+    """Return the arguments of `attention` that a problem has as they are: scales and sinks."""
+    return {name: getattr(problem, name) for name in ("bmm1_scale", "bmm2_scale", "sinks")}
 
 
 def _entries(cache: torch.Tensor, scale_factors: torch.Tensor | None, pages: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from lab.calls.ragged_context import RaggedAttention, check_ragged_values
-from lab.references.paged_attention import attention, piece_elements, visible_keys
+from lab.references.paged_attention import attention, piece_elements, softmax_arguments, visible_keys
 from lab.references.quantization import rounded
 
 
@@ -65,8 +65,6 @@ def _solve(problem: RaggedAttention, rows: slice, keys: slice, position: int) ->
         problem.key[keys].unsqueeze(0),
         problem.value[keys].unsqueeze(0),
         visible,
-        bmm1_scale=problem.bmm1_scale,
-        bmm2_scale=problem.bmm2_scale,
-        sinks=problem.sinks,
+        **softmax_arguments(problem),
     )
     return out[0], lse_log2[0]

@@ -1,5 +1,6 @@
 """`lab.kernels.prepare`: a ready call of any implementation, and what an implementation may do beforehand."""
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +8,8 @@ import pytest
 import torch
 
 from lab import references
-from lab.kernels import prepare
+from lab.calls import Call
+from lab.kernels import portable, prepare, trtllm
 from tests.cases import decode_arguments, random_batch
 
 DECODE = "trtllm_batch_decode_with_kv_cache"
@@ -53,3 +55,13 @@ def test_an_implementation_without_the_function_is_named() -> None:
 def test_any_argument_name_will_do() -> None:
     call = prepare(SimpleNamespace(attention=lambda **arguments: arguments), "attention", name=1, implementation=2)
     assert call() == {"name": 1, "implementation": 2}
+
+
+@pytest.mark.parametrize("implementation", [portable, trtllm], ids=["portable", "trtllm"])
+@pytest.mark.parametrize("name", [call.value for call in Call])
+def test_a_call_has_the_parameters_and_the_documentation_of_its_preparation(implementation: Any, name: str) -> None:
+    call, preparation = getattr(implementation, name), getattr(implementation, f"prepare_{name}")
+    assert (call.__name__, call.__qualname__) == (name, name)
+    assert inspect.signature(call) == inspect.signature(preparation) == inspect.signature(getattr(references, name))
+    assert call.__doc__.startswith(f"Make the call of `prepare_{name}` once")
+    assert call.__doc__.endswith(preparation.__doc__)

@@ -129,9 +129,7 @@ class SplitKV(Defective, is_model=True, interface=(DECODE, CONTEXT)):
 
     def row_offsets(self, problem: PagedAttention) -> list[int]:
         """[batch_size + 1], the first query row of each request."""
-        if problem.cu_seqlens_q is None:
-            return list(range(0, problem.num_rows + 1, problem.max_q_len))
-        return problem.cu_seqlens_q.tolist()
+        return problem.row_offsets()
 
     def kv_heads(self, problem: PagedAttention) -> Tensor:
         """int64 [num_qo_heads], the K/V head of each query head."""

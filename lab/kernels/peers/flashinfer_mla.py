@@ -74,21 +74,13 @@ def _metadata(problem: PagedAttention) -> Any:
     metadata_type, _ = installed("flashinfer.mla", "MLAPlanMetadata")
     kv_lens = problem.seq_lens.tolist()
     pages = [-(-kv_len // problem.page_size) for kv_len in kv_lens]
-    starts = _row_starts(problem)
     live = [problem.k_block_tables[request, :count] for request, count in enumerate(pages)]
     return metadata_type.csr(
-        qo_indptr=torch.tensor(starts, dtype=torch.int32),
+        qo_indptr=torch.tensor(problem.row_offsets(), dtype=torch.int32),
         kv_indptr=torch.tensor([0, *itertools.accumulate(pages)], dtype=torch.int32),
         kv_indices=torch.cat(live),
         kv_len_arr=torch.tensor(kv_lens, dtype=torch.int32),
     )
-
-
-def _row_starts(problem: PagedAttention) -> list[int]:
-    """Return the first row of each request, and the number of rows: [batch_size + 1]."""
-    if problem.cu_seqlens_q is not None:
-        return problem.cu_seqlens_q.tolist()
-    return list(range(0, problem.num_rows + 1, problem.max_q_len))
 
 
 def _run_arguments(

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from lab.calls import takes
+from lab.calls import made_at_once, takes
 from lab.kernels.flashinfer_call import capability_for
 from lab.kernels.support import Problem, refuse_unsupported
 from lab.kernels.support.peers import BY_BACKEND, fa_backend
@@ -36,13 +36,9 @@ class PlannedWrapper:
             """Return the call, checked and planned; shapes and errors are its type's, in `lab.calls`."""
             return plan(call, backend)
 
-        def run(call: Any) -> Any:
-            """Plan the call and make it; shapes and errors are its type's, in `lab.calls`."""
-            return plan(call, backend)()
-
         self.__name__ = f"{module}:{backend}" if backend else module
         self.plan = takes(call_type)(planned)
-        setattr(self, function, takes(call_type)(run))
+        setattr(self, function, made_at_once(self.plan))
 
 
 def supported_backend(backend: str, wrapper: str, problem: Problem) -> str:

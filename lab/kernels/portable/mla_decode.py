@@ -146,7 +146,7 @@ def _launches(problem: PagedAttention, results: Results) -> list[Launch]:
         problem.seq_lens,
         problem.cu_seqlens_q,
         problem.sinks,
-        (problem.bmm1_scale, problem.bmm2_scale),
+        problem.scales,
         results,
         partials,
         problem.max_q_len,

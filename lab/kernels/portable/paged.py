@@ -151,7 +151,7 @@ def _launches(problem: PagedAttention, results: Results) -> list[Launch]:
         problem.cu_seqlens_q,
         problem.sinks,
         problem.mask,
-        (problem.bmm1_scale, problem.bmm2_scale),
+        problem.scales,
         results,
         partials,
         problem.max_q_len,

@@ -81,7 +81,7 @@ def _launch(problem: RaggedAttention, out: torch.Tensor, lse_log2: torch.Tensor 
         problem.cu_seqlens_q,
         problem.cu_seqlens_kv,
         problem.sinks,
-        (problem.bmm1_scale, problem.bmm2_scale),
+        problem.scales,
         (out, lse_log2),
         problem.window_left,
         problem.query.stride()[:2],

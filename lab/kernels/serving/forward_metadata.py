@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from lab.calls.arguments import check_int, check_tensor, check_vector
+from lab.calls.entry import made_at_once
 from lab.kernels.serving.arguments import INDEX_DTYPES, check_table
 from lab.kernels.serving.forward_metadata_kernel import CUMULATIVE, PRESET, _metadata_kernel
 from lab.kernels.support import refuse_without_triton
@@ -52,7 +53,7 @@ class PassBuffers:
     query_rows: int | Tensor | None = None
 
 
-def write_forward_metadata(
+def prepare_write_forward_metadata(
     passes: Sequence[PassBuffers],
     *,
     req_pool_indices: Tensor,
@@ -60,8 +61,8 @@ def write_forward_metadata(
     req_to_token: Tensor,
     page_size: int,
     full_to_swa: Tensor | None = None,
-) -> None:
-    """Write the metadata of passes over the same requests, in place and in one launch, capturable in a CUDA graph.
+) -> Callable[[], None]:
+    """Prepare to write the metadata of passes over the same requests, in place and in one launch that a CUDA graph can capture.
 
     Column c of a page table becomes ``req_to_token[request, c * page_size] // page_size``, through ``full_to_swa`` for the
     sliding window; a slot of -1 stays in page -1. A length of 0 or below has no pages but counts in ``cu_seqlens_k``. What is
@@ -79,31 +80,14 @@ def write_forward_metadata(
         page_size: tokens per page.
         full_to_swa: int64, slots of the sliding-window pool by slot of the full one; where a pass needs it.
 
+    Returns:
+        The launch, to be made any number of times for the same tensors: they are checked now alone.
+
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape or device, or one that belongs to another is
             missing.
         NotImplementedError: Triton does not run here.
     """
-    prepare_write_forward_metadata(
-        passes,
-        req_pool_indices=req_pool_indices,
-        seq_lens=seq_lens,
-        req_to_token=req_to_token,
-        page_size=page_size,
-        full_to_swa=full_to_swa,
-    )()
-
-
-def prepare_write_forward_metadata(
-    passes: Sequence[PassBuffers],
-    *,
-    req_pool_indices: Tensor,
-    seq_lens: Tensor,
-    req_to_token: Tensor,
-    page_size: int,
-    full_to_swa: Tensor | None = None,
-) -> Callable[[], None]:
-    """Return `write_forward_metadata` for the same tensors, to be called any number of times: checked now, launched by each."""
     num_requests = check_tensor("seq_lens", seq_lens).numel()
     check_vector("seq_lens", seq_lens, num_requests, INDEX_DTYPES)
     check_vector("req_pool_indices", req_pool_indices, num_requests, INDEX_DTYPES)
@@ -154,6 +138,9 @@ def prepare_write_forward_metadata(
         BLOCK_REQUESTS=BLOCK_REQUESTS,
     )
     return functools.partial(_launch_on, seq_lens, launch, tuple(passes))
+
+
+write_forward_metadata = made_at_once(prepare_write_forward_metadata)
 
 
 def _launch_on(tensor: Tensor, launch: Callable[[], Any], held: object) -> None:

@@ -75,11 +75,6 @@ def page_sizes(*among: int, words: str = "is built for page sizes") -> Sizes:
     return sizes(words, lambda problem: problem.page_size, *among)
 
 
-def head_dims(*among: int, words: str = "is built for head_dim") -> Sizes:
-    """Return the head_dims of a kernel, of K and V alike."""
-    return sizes(words, lambda problem: problem.head_dim, *among)
-
-
 def dims(what: str, of: Callable[[Any], tuple[int, int]], *among: tuple[int, int]) -> Sizes:
     """Return the pairs of sizes that a kernel takes; `what` names them."""
     return Sizes(f"has kernels for {what} {' or '.join(map(str, among))}", of, among)

@@ -1,11 +1,13 @@
 """Rows of the portable Triton kernels. Their tiles are whole blocks of Triton: powers of two, 16 and more for a matrix unit."""
 
+from functools import partial
+
 import torch
 
 from lab.calls.features import Call, Feature
 from lab.calls.problem import E4M3, HALF_DTYPES
 from lab.gpus import FAMILIES
-from lab.kernels.support.kernel import Dtypes, Kernel, Sizes, head_dims, mla_dims, page_sizes, sizes, triples
+from lab.kernels.support.kernel import Dtypes, Kernel, Sizes, mla_dims, page_sizes, sizes, triples
 
 OUT_DTYPES = (*HALF_DTYPES, E4M3, torch.float32)
 DTYPES = Dtypes(
@@ -27,6 +29,7 @@ HONOURED_BY_ALL = frozenset(
     }
 )
 STRIDED_LSE = {Feature.STRIDED_LSE: "writes a contiguous lse only"}
+triton_kernel = partial(Kernel, gpus=FAMILIES, uses_triton=True, dtypes=DTYPES)
 RAGGED_DIMS = (16, 32, 64, 128, 256)  # v_head_dims; head_dims are one of these or a sum of two
 
 
@@ -36,23 +39,17 @@ def split_head_dim(head_dim: int) -> tuple[int, int]:
     return first, head_dim - first
 
 
-PORTABLE = Kernel(
+PORTABLE = triton_kernel(
     "the portable Triton kernel",
     calls=(Call.DECODE, Call.CONTEXT),
-    gpus=FAMILIES,
-    uses_triton=True,
-    dtypes=DTYPES,
-    sizes=(head_dims(64, 128, 256), page_sizes(16, 32, 64, 128)),
+    sizes=(sizes("is built for head_dim", lambda problem: problem.head_dim, 64, 128, 256), page_sizes(16, 32, 64, 128)),
     honours=HONOURED_BY_ALL
     | {Feature.SEPARATE_TABLES, Feature.OTHER_V_STRIDES, Feature.NON_CAUSAL, Feature.WINDOW, Feature.MASK},
     says=STRIDED_LSE,
 )
-PORTABLE_MLA = Kernel(
+PORTABLE_MLA = triton_kernel(
     "the portable Triton MLA kernel",
     calls=(Call.MLA_DECODE,),
-    gpus=FAMILIES,
-    uses_triton=True,
-    dtypes=DTYPES,
     sizes=(
         sizes("is built for a kv_lora_rank of", lambda problem: mla_dims(problem)[0], 16, 32, 64, 128, 256, 512),
         sizes("is built for a qk_rope_head_dim of", lambda problem: mla_dims(problem)[1], 16, 32, 64),
@@ -60,12 +57,9 @@ PORTABLE_MLA = Kernel(
     honours=HONOURED_BY_ALL,
     says=STRIDED_LSE,
 )
-PORTABLE_RAGGED = Kernel(
+PORTABLE_RAGGED = triton_kernel(
     "the portable Triton ragged kernel",
     calls=(Call.RAGGED_CONTEXT,),
-    gpus=FAMILIES,
-    uses_triton=True,
-    dtypes=DTYPES,
     sizes=(
         Sizes(
             f"is built for a head_dim of {', '.join(map(str, RAGGED_DIMS[:-1]))} and {RAGGED_DIMS[-1]}, or a sum of two of "

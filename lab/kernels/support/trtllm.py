@@ -9,7 +9,7 @@ from lab.calls.features import Call, Feature
 from lab.calls.problem import E4M3, HALF_DTYPES, PagedAttention
 from lab.calls.ragged_context import RaggedAttention
 from lab.gpus import SM90, SM100, SM120, Capability, family_of, sm_name
-from lab.kernels.support.kernel import Dtypes, Kernel, Sizes, dims, head_dims, mla_dims, page_sizes, triples
+from lab.kernels.support.kernel import Dtypes, Kernel, Sizes, dims, mla_dims, page_sizes, sizes, triples
 from lab.kernels.support.stored_cache import stored_cache
 
 BF16, NVFP4 = torch.bfloat16, torch.uint8
@@ -158,7 +158,7 @@ FMHA_V2 = Kernel(
         out=dict.fromkeys(HALF_DTYPES, "writes the query's dtype {q}, not {out}")
         | {E4M3: "writes the query's dtype {q}, fp16 or bf16, not {out}"},
     ),
-    sizes=(TAKEN_PAGES, head_dims(64, 128, 256, words="is taken for head_dim")),
+    sizes=(TAKEN_PAGES, sizes("is taken for head_dim", lambda problem: problem.head_dim, 64, 128, 256)),
     honours=USUAL | {Feature.RAGGED_ROWS, Feature.SEPARATE_TABLES, Feature.OTHER_V_STRIDES, Feature.NON_CAUSAL},
     says={
         Feature.LSE: "returns softmax statistics, not the LSE of this call",
