@@ -5,9 +5,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from lab.experiments.arms import SAMPLES, TimingPlan
-from lab.experiments.recording import ceilings_of_gpu
 from lab.timing.method import L2, Clock, Method, method_named
+from lab.timing.roofline import measure_ceilings
 from lab.workloads.traces import TracedRequest, own_trace, read_trace
 
 Named = TypeVar("Named")
@@ -90,7 +92,7 @@ def chosen(points: Iterable[Named], only: Sequence[str], name_of: Callable[[Name
 
 def timing_plan(given: argparse.Namespace) -> TimingPlan:
     """Return how GPU times are taken by the command line, with what the GPU reaches now."""
-    return TimingPlan(ceilings_of_gpu(), method_named(given.clock, given.l2), given.samples)
+    return TimingPlan(measure_ceilings(torch.device("cuda")), method_named(given.clock, given.l2), given.samples)
 
 
 def trace_of(given: argparse.Namespace) -> list[TracedRequest]:

@@ -86,7 +86,7 @@ def crossovers(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     A point that lacks one of the two is left out.
     """
-    times_us = {(row["requests"], row["kv_len"], row["q_len"], row["arm"]): row["median_us"] for row in rows}
+    times_us = _times_us(rows)
     found = []
     for requests, kv_len in dict.fromkeys((row["requests"], row["kv_len"]) for row in rows):
         ratios = {}
@@ -107,10 +107,14 @@ def crossovers(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def _times_us(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int, int, str], float]:
+    return {(row["requests"], row["kv_len"], row["q_len"], row["arm"]): row["median_us"] for row in rows}
+
+
 def crossover_table(rows: Sequence[Mapping[str, Any]], method: str) -> Table:
     """Draw one line per requests and keys, one column per q: decode / context in µs, and context over decode."""
     q_lens = sorted({row["q_len"] for row in rows})
-    times_us = {(row["requests"], row["kv_len"], row["q_len"], row["arm"]): row["median_us"] for row in rows}
+    times_us = _times_us(rows)
     table = Table(title=f"Draft extend V2, decode / context call in µs (ratio): {method}", title_justify="left")
     for header in ("requests", "keys", *(f"q {q_len}" for q_len in q_lens)):
         table.add_column(header, justify="right")

@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lab.experiments.arms import WARM
-from lab.experiments.loops import LoopSettings, measure_loop, parsed_loops, stand_in_us
+from lab.experiments.loops import LoopSettings, VerifyRequests, measure_loop, parsed_loops, stand_in_us
 from lab.experiments.recording import NO_GPU, Columns, Recording, gpu_is_here
 from lab.experiments.stand_in import MatrixProducts
 from lab.metadata.engine.host_mirrors import LengthMirror
@@ -94,7 +94,7 @@ class DecodeLoop:
     def __init__(self, settings: CopyLoopSettings, forward: Callable[[], object], device: torch.device) -> None:
         self.settings = settings
         self.forward = forward
-        self.requests = settings.requests(settings.longest, torch.Generator().manual_seed(0), device)
+        self.requests = VerifyRequests(settings, settings.longest, torch.Generator().manual_seed(0), device)
         self.mirror = LengthMirror(settings.batch_size, device)
 
     def run(self, arm: StepEnd) -> None:

@@ -8,10 +8,13 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from lab.experiments.command import ExperimentParser
-from lab.experiments.stand_in import VerifyRequests
+from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.forward_mode import ForwardMode
 from lab.timing.step_profile import LoopProfile, profiled, unprofiled_us
+from lab.workloads.requests import admit, forward_batch, new_pool
 
 Variant = TypeVar("Variant")
 
@@ -67,18 +70,35 @@ class LoopSettings:
         """Return the tokens that a request may have after the last step."""
         return self.seq_len + (self.steps_per_run + 1) * self.num_draft_tokens
 
-    def requests(self, max_context_len: int, generator: torch.Generator, device: torch.device) -> VerifyRequests:
-        """Make the loop's requests, with slots for all of their tokens, in a pool whose table is `max_context_len` wide."""
-        return VerifyRequests(
-            batch_size=self.batch_size,
-            num_draft_tokens=self.num_draft_tokens,
-            seq_len=self.seq_len,
-            longest=self.longest,
-            page_size=self.page_size,
-            max_context_len=max_context_len,
-            generator=generator,
-            device=device,
-        )
+
+class VerifyRequests:
+    """A loop's requests, which verify drafts, with slots for all of their tokens; and the batch of any lengths.
+
+    Args:
+        settings: the loop's.
+        max_context_len: of their pool, which has no more pages than they need.
+        generator: draws how many tokens each request accepts, in every iteration as many.
+        device: where all of it is.
+    """
+
+    def __init__(
+        self, settings: LoopSettings, max_context_len: int, generator: torch.Generator, device: torch.device
+    ) -> None:
+        batch_size, num_draft_tokens = settings.batch_size, settings.num_draft_tokens
+        # An engine gives requests their slots before it knows which drafts are accepted; here all at once.
+        lens = (settings.longest,) * batch_size
+        self.pool = new_pool(lens, page_size=settings.page_size, max_context_len=max_context_len, device=device)
+        self.rows = torch.tensor(admit(self.pool, lens, (0,) * batch_size).rows, device=device)
+        self.q_lens = (num_draft_tokens,) * batch_size
+        self.first_seq_lens = torch.full((batch_size,), settings.seq_len, device=device)
+        self.accepted = torch.randint(1, num_draft_tokens + 1, (batch_size,), generator=generator).to(device)
+        self._draft_positions = torch.arange(num_draft_tokens, device=device)
+
+    def batch(self, seq_lens: Tensor) -> ForwardBatch:
+        """Return the target-verify pass over requests of these lengths, [batch_size] int64, made on the device."""
+        positions = seq_lens[:, None] + self._draft_positions
+        slots = self.pool.req_to_token[self.rows[:, None], positions].flatten().to(torch.int64)
+        return forward_batch(ForwardMode.TARGET_VERIFY, self.rows, seq_lens, self.q_lens, slots)
 
 
 @dataclass

@@ -44,7 +44,7 @@ from torch.profiler import record_function
 
 from lab.experiments.arms import WARM
 from lab.experiments.iteration_profile import Phase, iteration_facts, two_lanes
-from lab.experiments.loops import LoopRuns, LoopSettings, measure_loop, parsed_loops, stand_in_us
+from lab.experiments.loops import LoopRuns, LoopSettings, VerifyRequests, measure_loop, parsed_loops, stand_in_us
 from lab.experiments.recording import NO_GPU, Columns, Recording, gpu_is_here
 from lab.experiments.stand_in import MatrixProducts
 from lab.metadata.engine.forward_batch import ForwardBatch
@@ -156,7 +156,7 @@ class SpeculativeLoop:
         self.settings = settings
         self.draft = draft
         self.verify = verify
-        self.requests = settings.requests(settings.max_context_len, generator, device)
+        self.requests = VerifyRequests(settings, settings.max_context_len, generator, device)
         # Other trees in each iteration.
         shape = (settings.steps_per_run, settings.batch_size, settings.num_draft_tokens)
         self.parents = random_trees(*shape, generator=generator).to(device)

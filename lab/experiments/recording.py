@@ -12,7 +12,7 @@ from rich.progress import track
 from rich.table import Table
 
 from lab.provenance import environment
-from lab.timing.roofline import Ceilings, measure_ceilings
+from lab.timing.roofline import Ceilings
 
 # Exit statuses: every point measured and every output right, an arm was wrong, nothing was measured.
 RIGHT, WRONG, NO_GPU = 0, 1, 2
@@ -29,11 +29,6 @@ def gpu_is_here() -> bool:
         return True
     print("not measured: this experiment needs a CUDA GPU, and there is no CUDA GPU here", file=sys.stderr)
     return False
-
-
-def ceilings_of_gpu() -> Ceilings:
-    """Measure the rates that the current GPU reaches now."""
-    return measure_ceilings(torch.device("cuda"))
 
 
 class Recording:

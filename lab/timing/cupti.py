@@ -17,6 +17,10 @@ BUFFER_BYTES = 8 * 2**20
 OLDEST_MAJOR = 13
 
 
+# (before, run): what goes before a run and is not counted, or None, and the run.
+Step = tuple[Callable[[], object] | None, Callable[[], object]]
+
+
 @dataclass(frozen=True)
 class Activity:
     """A kernel, copy or fill on the GPU; times in nanoseconds of CUPTI's clock."""
@@ -56,8 +60,8 @@ def busy_us(activities: Iterable[Activity]) -> float:
     return total_ns / 1000
 
 
-def record(steps: Iterable[tuple[Callable[[], object] | None, Callable[[], object]]]) -> list[list[Activity]]:
-    """Run (before, run) pairs one by one, and return each run's activities in the order of their starts.
+def record(steps: Iterable[Step]) -> list[list[Activity]]:
+    """Run steps one by one, and return each run's activities in the order of their starts.
 
     The device is idle before each run, and `before` is not counted.
 
@@ -102,7 +106,7 @@ def _start(cupti: Any, kinds: Iterable[int], completed: Callable[[list[Any]], No
         ) from error
 
 
-def _run_all(cupti: Any, steps: Iterable[tuple[Callable[[], object] | None, Callable[[], object]]]) -> int:
+def _run_all(cupti: Any, steps: Iterable[Step]) -> int:
     count, custom = 0, cupti.ExternalCorrelationKind.CUSTOM0
     for before, run in steps:
         if before is not None:

@@ -99,8 +99,7 @@ def kv_indices_work(case: DraftCase, verify: ForwardBatch, pool: KVPool, schedul
     def check(given: Mapping[str, Any]) -> None:
         for step in range(steps):
             _check_lists(given["kv_indices"][step], given["kv_indptr"][step], verify, pool, step)
-        given["kv_indices"].fill_(POISON)
-        given["kv_indptr"][:, 1:].fill_(POISON)
+        _wipe_lists(given["kv_indices"], given["kv_indptr"])
 
     return GpuWork(partial(partial, function), arguments, CELL_BYTES * (read + written), 0, check)
 
@@ -120,7 +119,8 @@ def draft_steps_work(draft: MultiStepDraft, verify: ForwardBatch, pool: KVPool, 
             _check_metadata(each.metadata, given["batch"], given["pool"], offset)
             if draft.plan is DraftPlan.COMMON_TEMPLATE:
                 _check_lists(each.kv_indices, each.kv_indptr, given["batch"], given["pool"], step)
-        for each in given["written"]:
+                _wipe_lists(each.kv_indices, each.kv_indptr)
+        for each in given["written"]:  # after all checks: steps may share a table
             _wipe(each.metadata)
 
     return GpuWork(prepare, arguments, _metadata_bytes(verify, pool, offsets, tables), 0, check)
@@ -202,6 +202,12 @@ def _check_metadata(metadata: Metadata, batch: ForwardBatch, pool: KVPool, offse
         right &= torch.equal(metadata.cu_seqlens_k, boundaries)
     if not right:
         raise AssertionError(f"metadata with length offset {offset} is wrong: a time of this is worth nothing")
+
+
+def _wipe_lists(kv_indices: Tensor, kv_indptr: Tensor) -> None:
+    """Poison ragged lists, [..., tokens], and their boundaries, [..., batch_size + 1], but for the first, which is always 0."""
+    kv_indices.fill_(POISON)
+    kv_indptr[..., 1:].fill_(POISON)
 
 
 def _wipe(metadata: Metadata) -> None:

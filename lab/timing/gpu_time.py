@@ -305,10 +305,9 @@ def _warm_up(staged: _Staged) -> None:
         staged.run()
 
 
-Steps = Sequence[tuple[Callable[[], object] | None, Callable[[], object]]]
-
-
-def _between_events(steps: Steps, state: DeviceState, device_index: int, drained: bool = False) -> list[float]:
+def _between_events(
+    steps: Sequence[cupti.Step], state: DeviceState, device_index: int, drained: bool = False
+) -> list[float]:
     """Time each step by CUDA events, in microseconds. The device is read while it works through them.
 
     `drained`: it is idle when a step starts, so that all of the host's launch time is in the step, and not what is left of it
@@ -330,7 +329,7 @@ def _between_events(steps: Steps, state: DeviceState, device_index: int, drained
     return [start.elapsed_time(end) * 1000 for start, end in pairs]
 
 
-def _recorded(steps: Steps, state: DeviceState, device_index: int) -> list[list[cupti.Activity]]:
+def _recorded(steps: Sequence[cupti.Step], state: DeviceState, device_index: int) -> list[list[cupti.Activity]]:
     """Record each step's activities by CUPTI. The device is read while it works on some of them."""
     read_every = max(1, len(steps) // 10)
 

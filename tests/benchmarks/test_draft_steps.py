@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lab.timing import Ceilings, Method
-from lab.timing.draft import draft_work, time_draft
+from lab.timing.draft import POISON, draft_work, time_draft
 from lab.workloads.draft import CHOICES, DraftScenario, draft_scenario
 
 # Every kind and choice, small enough for the interpreter, around a page's edge.
@@ -34,6 +34,20 @@ def test_draft_is_right(name: str) -> None:
         work.check(work.arguments)
     with pytest.raises(AssertionError, match="wrong"):
         work.check(work.arguments)
+
+
+@pytest.mark.parametrize("form", ["", "/eager"])
+def test_the_lists_of_the_common_template_are_wiped_too(form: str) -> None:
+    """Or a later call that writes metadata and no lists would pass."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    work = draft_work(draft_scenario(f"draft_steps/mha/common_template/3x63{form}"), device)
+    assert work.check is not None
+    work.call()()
+    work.check(work.arguments)
+    assert work.arguments["written"]
+    for step in work.arguments["written"]:
+        assert (step.kv_indices == POISON).all()
+        assert (step.kv_indptr[1:] == POISON).all()
 
 
 def test_draft_timed(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lab.experiments import recording
+from lab.experiments import command, recording
 from tests.experiments.simulated import CEILINGS
 
 
@@ -13,4 +13,4 @@ def simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(recording, "environment", lambda: {"gpu": "simulated"})
-    monkeypatch.setattr(recording, "measure_ceilings", lambda device: CEILINGS)
+    monkeypatch.setattr(command, "measure_ceilings", lambda device: CEILINGS)

@@ -11,7 +11,7 @@ import torch
 
 import lab.experiments
 from lab.experiments import EXPERIMENTS
-from lab.experiments.recording import NO_GPU, RIGHT, WRONG, Recording, ceilings_of_gpu, gpu_is_here, table_of
+from lab.experiments.recording import NO_GPU, RIGHT, WRONG, Recording, gpu_is_here, table_of
 from tests.experiments.simulated import CEILINGS
 
 ON_A_GPU = tuple(name for name in EXPERIMENTS if name != "draft_visibility")
@@ -91,9 +91,7 @@ def test_the_file_is_whole_after_every_point(tmp_path: Path) -> None:
 
     assert gpu_is_here()
     total = {"total": lambda result: sum(row["point"] for row in result["rows"] if row["point"] > 0)}
-    recording = Recording(
-        "counting", out, {"method": "counted"}, ("rows", "wrong"), ceilings=ceilings_of_gpu(), derived=total
-    )
+    recording = Recording("counting", out, {"method": "counted"}, ("rows", "wrong"), ceilings=CEILINGS, derived=total)
     with pytest.raises(RuntimeError, match="third"):
         recording.measure([1, 2, 3], rows_at)
     environment = {"gpu": "simulated", "ceilings": CEILINGS.facts()}
