@@ -68,13 +68,13 @@ class Point:
 
     @property
     def row(self) -> dict[str, Any]:
-        """The beginning of every row."""
+        """Return the beginning of every row."""
         return {"point": self.name, **self.facts}
 
 
 @dataclass(frozen=True)
 class TimingPlan:
-    """How GPU times are taken, and the rates that they are set against.
+    """The method of GPU times, and the rates that they are set against.
 
     Attributes:
         samples: of each arm.

@@ -58,7 +58,7 @@ MASK_SIZES: Mapping[str, Any] = {"max_batch_size": 256, "num_draft_tokens": 4, "
 
 
 class StepEnd(enum.Enum):
-    """What one step of the loop ends with: the arms."""
+    """The end of one step of the loop: the arms."""
 
     WITH_COPY = "with the copy"
     WITHOUT_COPY = "without the copy"

@@ -1,4 +1,4 @@
-"""How an experiment runs: on a GPU or not at all, point by point, its JSON file written anew after each."""
+"""The run of an experiment: on a GPU or not at all, point by point, its JSON file written anew after each."""
 
 import json
 import sys
@@ -32,7 +32,7 @@ def gpu_is_here() -> bool:
 
 
 class Recording:
-    """What an experiment records, and the file that holds it.
+    """The rows that an experiment records, and the file that holds them.
 
     Args:
         experiment: its name.

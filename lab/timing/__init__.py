@@ -1,4 +1,4 @@
-"""How long it takes, by which method, and how far that is from the hardware's limit."""
+"""GPU and host times by a stated method, the hardware's limits beside them, and the comparison of samples."""
 
 from lab.timing.gpu_time import DeviceClock, GpuTime, measure, measure_interleaved
 from lab.timing.method import L2, Clock, Method, method_named

@@ -32,7 +32,7 @@ class Activity:
 
 @dataclass
 class _Records:
-    """What CUPTI's callbacks collect: activities by correlation id, and which run each correlation id belongs to."""
+    """Activities by correlation id, and the run of each correlation id, as CUPTI's callbacks collect them."""
 
     activities: list[tuple[int, Activity]] = field(default_factory=list)
     run_of: dict[int, int] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What the GPU did while it was timed: clocks, power, temperature, and whether anything held it back. Read through NVML."""
+"""The GPU's clocks, power and temperature while it was timed, and what held it back, if anything did. Read through NVML."""
 
 import functools
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ LIMITS = {"power limit": pynvml.NVML_PERF_POLICY_POWER, "thermal limit": pynvml.
 
 @dataclass
 class DeviceState:
-    """What was seen while something ran; every field is empty where NVML does not say.
+    """Readings of a GPU while something ran; every field is empty where NVML does not say.
 
     Attributes:
         sm_clocks_mhz, memory_clocks_mhz, powers_w, temperatures_c: the readings.

@@ -238,7 +238,7 @@ def buffer_copies(bytes_moved: int, method: Method, l2_bytes: int) -> int:
 
 
 class _Flush:
-    """Fills L2 with lines that nobody wants.
+    """Fill L2 with lines that no call reads.
 
     By reading: a fill by writing leaves dirty lines, and writing those back is charged to the call that comes next: 3 % of a
     270 µs decode on an H200, 10 % of a 30 µs copy.

@@ -28,7 +28,7 @@ class HostTime:
         return statistics.median(self.samples_us)
 
     def facts(self) -> dict[str, Any]:
-        """Return what a row says of it, in microseconds: the median, and the samples for whoever compares it."""
+        """Return what a row says of it, in microseconds: the median, and the samples, by which rows are compared."""
         samples_us = [round(sample, 3) for sample in self.samples_us]
         return {"host_us": round(self.median_us, 2), "host_samples_us": samples_us}
 

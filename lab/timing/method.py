@@ -1,11 +1,11 @@
-"""How a GPU time is taken: what reads the time, and what L2 holds when a call starts. Chosen, and never fallen back to."""
+"""The method of a GPU time: the clock, and the state of L2 when a call starts. It is chosen; nothing falls back to another."""
 
 import enum
 from dataclasses import dataclass
 
 
 class Clock(enum.Enum):
-    """What reads the time; the value is its name on the command line."""
+    """The clock that reads the time; the value is its name on the command line."""
 
     GRAPH = "graph"
     CUPTI = "cupti"
@@ -16,7 +16,7 @@ class Clock(enum.Enum):
 
 
 class L2(enum.Enum):
-    """What the L2 cache holds when a call starts."""
+    """The state of the L2 cache when a call starts."""
 
     WARM = "warm"
     COLD_ROTATION = "cold by rotation"

@@ -1,4 +1,4 @@
-"""How far from the limit: what this GPU's memory and matrix units give, measured now, and how long work takes at those rates.
+"""The rates that this GPU's memory and matrix units reach, measured now, and the least time of work at those rates.
 
 The rates are a large copy's and a large bf16 product's. A kernel that only reads can be a little faster than the first, and
 e4m3 products are faster than the second.
@@ -21,7 +21,7 @@ CEILING_METHOD = Method(Clock.GRAPH, L2.WARM)
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this GPU reached in this run, and what its vendor states.
+    """The rates that this GPU reached in this run, and those that its vendor states.
 
     Attributes:
         bandwidth_gbps: bytes read plus bytes written by a large elementwise kernel, GB/s (10**9). A kernel that only reads can
@@ -57,7 +57,7 @@ class Roofline:
         bandwidth_percent, matrix_rate_percent: of what was measured on this GPU in this run.
         floor_us: the longer of bytes over measured bandwidth and operations over measured matrix rate.
         floor_bound: "memory" or "matrix": which of the two it is.
-        floor_percent: floor over median; how much of the way to the limit.
+        floor_percent: floor over median; 100 at the limit.
     """
 
     bandwidth_gbps: float

@@ -49,7 +49,7 @@ class Rule:
 
     @property
     def confidence_percent(self) -> float:
-        """Confidence of the interval."""
+        """Return the confidence of the interval."""
         return 100 * (1 - self.significance)
 
 
@@ -92,7 +92,7 @@ class Times:
 
     @property
     def quartiles_us(self) -> tuple[float, float]:
-        """Half the interquartile range from the median."""
+        """Return the quartiles, each taken as half the interquartile range from the median."""
         return self.median_us - self.iqr_us / 2, self.median_us + self.iqr_us / 2
 
     def plus(self, added_us: float) -> "Times":
@@ -122,7 +122,7 @@ class SampleComparison:
 
     @property
     def ratio(self) -> float:
-        """Time after over time before."""
+        """Return time after over time before."""
         return self.after_us / self.before_us
 
 

@@ -1,4 +1,4 @@
-"""What each step of a loop did on the host and on the GPU, read from a profile of torch.profiler.
+"""The work of each step of a loop on the host and on the GPU, read from a profile of torch.profiler.
 
 GPU work belongs to the step whose launch has its correlation id, whenever it ran. A profile that lacks something is refused.
 """
@@ -121,7 +121,18 @@ class LoopProfile:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What a step cost; see the module for the words. Times in µs."""
+    """The cost of a step, in µs.
+
+    Attributes:
+        step: its number.
+        synchronisations: CUDA calls that wait for the GPU, and copies that block.
+        blocked_us: host time inside them.
+        other_calls_us: host time inside all other CUDA calls.
+        gap_us: of the GPU, from the end of the step before to this step's start; 0 if they overlap.
+        idle_us: time in which nothing ran on the GPU, from the end of the step before to the end of this one.
+        step_us: of the GPU, from the end of the step before to the end of this one.
+        gpu_activities: kernels, copies and fills.
+    """
 
     step: int
     synchronisations: int

@@ -1,4 +1,4 @@
-"""What is timed: a call with every tensor it touches as an argument, so that copies of them can take turns."""
+"""Timed work: a call with every tensor it touches as an argument, so that copies of them can take turns."""
 
 import copy
 from collections.abc import Callable, Mapping
