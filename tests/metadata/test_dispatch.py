@@ -191,6 +191,14 @@ def test_draft_extend_v2_with_unequal_widths_is_refused_on_the_decode_call_alone
     assert arguments_of(made, planned)["cum_seq_lens_q"][-1] == sum(new)
 
 
+def test_ragged_rows_of_leading_requests_have_their_own_boundaries() -> None:
+    """The decode call takes ``[batch_size + 1]`` offsets of its own requests, as the context call does."""
+    made = forward(ForwardMode.DRAFT_EXTEND, (3, 1, 2))
+    leading = arguments_of(made, PlannedCall(DECODE, 0, 2, 0, 4))
+    assert leading["cum_seq_lens_q"].tolist() == [0, 3, 4]
+    assert leading["seq_lens"].shape == (2,)
+
+
 def test_the_calls_of_a_split_take_their_own_requests() -> None:
     made = forward(ForwardMode.MIXED, (5, 2, 1, 1), padding=2)
     metadata, query = made[1], drawn_query(made[0])

@@ -193,5 +193,5 @@ def _decode_width(planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHA
     return {
         "q_len_per_req": None,
         "max_q_len": max(widths),
-        "cum_seq_lens_q": metadata.cu_seqlens_q,
+        "cum_seq_lens_q": metadata.cu_seqlens_q[first : last + 1],
     }
