@@ -17,7 +17,7 @@ def hold_masks(trial: Trial, case: AttentionCase) -> None:
     """Calls of the case's rows: without a mask, with each shape of mask, and with a tree's beside what else limits a row."""
     inputs = trial.build(case)
     rows = f"of {case.q_lens[0]} rows"
-    trial.hold(f"no mask {rows}", trial.attempt(f"no mask {rows}", inputs), truth_of_call(inputs))
+    trial.vary(f"no mask {rows}", truth_of_call(inputs), inputs)
     for name, shown in _masks(case).items():
         _hold(trial, f"{name} {rows}", inputs, shown)
     shown = tree(case.q_lens[0]).expand(len(case.q_lens), -1, -1)

@@ -64,12 +64,7 @@ class Stage(Protocol):
         """Metadata of padded requests of this length and so many pages, and what each cell of it must be."""
 
     def prepare(
-        self,
-        batch: ForwardBatch,
-        metadata: Any,
-        query: Tensor,
-        out: Tensor,
-        captured_rows: int = 0,
+        self, batch: ForwardBatch, metadata: Any, query: Tensor, out: Tensor, captured_rows: int = 0
     ) -> Callable[[], Tensor]:
         """The layer's attention, ready to be called; `captured_rows` of the largest captured size, 0 in an eager pass."""
 
@@ -135,12 +130,7 @@ class MHAStage:
         return uniform
 
     def prepare(
-        self,
-        batch: ForwardBatch,
-        metadata: Any,
-        query: Tensor,
-        out: Tensor,
-        captured_rows: int = 0,
+        self, batch: ForwardBatch, metadata: Any, query: Tensor, out: Tensor, captured_rows: int = 0
     ) -> Callable[[], Tensor]:
         most = self.case.max_context_len
         return self.backend.prepare_attention(
@@ -211,12 +201,7 @@ class MLAStage:
         return uniform
 
     def prepare(
-        self,
-        batch: ForwardBatch,
-        metadata: Any,
-        query: Tensor,
-        out: Tensor,
-        captured_rows: int = 0,
+        self, batch: ForwardBatch, metadata: Any, query: Tensor, out: Tensor, captured_rows: int = 0
     ) -> Callable[[], Tensor]:
         return prepare_mla_attention(
             self.backend.implementation,

@@ -147,6 +147,12 @@ class Trial:
         """Call as a variation of the check: a refusal is noted and gives None."""
         return self.attempt_call(what, inputs.case.interface, inputs.arguments() | changes)
 
+    def vary(self, what: str, truth: Truth, inputs: AttentionInputs, **changes: Any) -> Result | None:
+        """Attempt a variation, hold its result to the truth, and return it."""
+        result = self.attempt(what, inputs, **changes)
+        self.hold(what, result, truth)
+        return result
+
     def attempt_call(self, what: str, interface: Interface, arguments: dict[str, Any]) -> Result | None:
         """Run as a variation of the check: a refusal is noted and gives None."""
         try:

@@ -30,8 +30,7 @@ def _judge(trial: Trial) -> None:
     _counters_are_zero(trial, "a call", workspace)
 
     other = trial.build(_another_shape(trial.case))
-    result = trial.attempt("another shape", other, workspace_buffer=workspace)
-    trial.hold("another shape", result, truth_of_call(other))
+    trial.vary("another shape", truth_of_call(other), other, workspace_buffer=workspace)
     _counters_are_zero(trial, "a call of another shape", workspace)
     trial.same_bits("again, after another shape", trial.call(inputs, workspace_buffer=workspace), first)
 

@@ -36,12 +36,12 @@ def _judge(trial: Trial) -> None:
     _hold_part(trial, "with each request twice", inputs, [*range(count), *range(count)])
     _others_keep_their_bits(trial, inputs)
     shared = _with_shared_prefix(inputs)
-    trial.hold("a shared prefix", trial.attempt("a shared prefix", shared), truth_of_call(shared))
+    trial.vary("a shared prefix", truth_of_call(shared), shared)
 
 
 def _hold_part(trial: Trial, what: str, inputs: AttentionInputs, requests: Sequence[int]) -> None:
     part = select(inputs, requests)
-    trial.hold(what, trial.attempt(what, part), truth_of_call(part))
+    trial.vary(what, truth_of_call(part), part)
 
 
 def _others_keep_their_bits(trial: Trial, inputs: AttentionInputs) -> None:

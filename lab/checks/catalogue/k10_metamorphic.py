@@ -70,19 +70,16 @@ def _storage(trial: Trial, truth: Truth, base: Result) -> None:
     moved = trial.attempt("pages in another order", trial.build(page_seed=storage.page_seed + 1))
     trial.same_bits("pages in another order", moved, base)
     for page_size in _page_sizes(trial):
-        what = f"pages of {page_size} tokens"
-        trial.hold(what, trial.attempt(what, trial.build(page_size=page_size)), truth)
+        trial.vary(f"pages of {page_size} tokens", truth, trial.build(page_size=page_size))
     if not trial.case.is_mla:
         for layout in trial.space.kv_layouts:
-            trial.hold(f"layout {layout}", trial.attempt(f"layout {layout}", trial.build(kv_layout=layout)), truth)
+            trial.vary(f"layout {layout}", truth, trial.build(kv_layout=layout))
         if trial.case.kv_dtype == NVFP4:
             gaps = trial.build(gaps_in_scale_factors=True)
-            trial.hold("scale factors with gaps", trial.attempt("scale factors with gaps", gaps), truth)
-        what = "V's page after each of K's"
+            trial.vary("scale factors with gaps", truth, gaps)
         stacked = trial.build(stacked=True)
-        trial.hold(what, trial.attempt(what, stacked), truth)
-        what = "kv_cache as one tensor"
-        trial.hold(what, trial.attempt(what, stacked, kv_cache=_as_one(stacked)), truth)
+        trial.vary("V's page after each of K's", truth, stacked)
+        trial.vary("kv_cache as one tensor", truth, stacked, kv_cache=_as_one(stacked))
 
 
 def _as_one(stacked: AttentionInputs) -> Tensor:
@@ -104,14 +101,12 @@ def _strides(trial: Trial, inputs: AttentionInputs, truth: Truth, base: Result) 
     """The same numbers as views of larger tensors."""
     what = "a page table with gaps between its rows"
     trial.same_bits(what, trial.attempt(what, replace(inputs, block_tables=in_wider_rows(inputs.block_tables))), base)
-    what = "a query with gaps between its rows"
-    trial.hold(what, trial.attempt(what, replace(inputs, query=in_wider_rows(inputs.query))), truth)
+    trial.vary("a query with gaps between its rows", truth, replace(inputs, query=in_wider_rows(inputs.query)))
     spread = replace(inputs, k_pages=in_wider_pages(inputs.k_pages), v_pages=in_wider_pages(inputs.v_pages))
-    trial.hold("pages with gaps between them", trial.attempt("pages with gaps between them", spread), truth)
+    trial.vary("pages with gaps between them", truth, spread)
     if not trial.case.is_mla:
         uneven = replace(inputs, v_pages=in_wider_pages(inputs.v_pages))
-        what = "V pages with gaps, K pages without"
-        trial.hold(what, trial.attempt(what, uneven), truth)
+        trial.vary("V pages with gaps, K pages without", truth, uneven)
 
 
 def in_wider_rows(tensor: Tensor) -> Tensor:
@@ -141,11 +136,10 @@ def _scales(trial: Trial, inputs: AttentionInputs, truth: Truth, base: Result) -
         "bmm2_scale": torch.tensor([inputs.bmm2_scale], dtype=torch.float32, device=trial.device),
     }
     for name, value in tensors.items():
-        what = f"{name} as a tensor"
-        trial.hold(what, trial.attempt(what, inputs, **{name: value}), truth)
+        trial.vary(f"{name} as a tensor", truth, inputs, **{name: value})
     if trial.case.interface is Interface.DECODE:
         log2 = tensors["bmm1_scale"] * math.log2(math.e)
-        trial.hold("bmm1_scale_log2", trial.attempt("bmm1_scale_log2", inputs, bmm1_scale_log2=log2), truth)
+        trial.vary("bmm1_scale_log2", truth, inputs, bmm1_scale_log2=log2)
 
 
 def _bounds(trial: Trial, inputs: AttentionInputs, truth: Truth, base: Result) -> None:
@@ -153,14 +147,12 @@ def _bounds(trial: Trial, inputs: AttentionInputs, truth: Truth, base: Result) -
     bound = "max_kv_len" if trial.case.interface is Interface.CONTEXT else "max_seq_len"
     longest = max(max(trial.case.kv_lens), 1)
     for value in (longest, 4 * inputs.max_seq_len):
-        what = f"{bound}={value}"
-        trial.hold(what, trial.attempt(what, inputs, **{bound: value}), truth)
+        trial.vary(f"{bound}={value}", truth, inputs, **{bound: value})
     for columns in SPARE_COLUMNS:
-        what = f"a page table with {columns} spare columns"
-        trial.hold(what, trial.attempt(what, trial.build(spare_columns=columns)), truth)
+        trial.vary(f"a page table with {columns} spare columns", truth, trial.build(spare_columns=columns))
     if trial.case.interface is Interface.CONTEXT:
         rows = 2 * max(trial.case.q_lens)
-        trial.hold("a larger max_q_len", trial.attempt("a larger max_q_len", inputs, max_q_len=rows), truth)
+        trial.vary("a larger max_q_len", truth, inputs, max_q_len=rows)
     if trial.device.type == "cuda":
         for enabled in (False, True):
             what = f"enable_pdl={enabled}"
@@ -176,19 +168,18 @@ def _switched_off(trial: Trial, inputs: AttentionInputs) -> None:
         _wide_windows(trial, inputs, longest)
     if True in trial.space.sinks:
         none = torch.full((trial.case.num_qo_heads,), -math.inf, dtype=torch.float32, device=trial.device)
-        what = "sinks of minus infinity"
-        trial.hold(what, trial.attempt(what, inputs, sinks=none), truth_of_call(inputs, sinks=None))
+        trial.vary("sinks of minus infinity", truth_of_call(inputs, sinks=None), inputs, sinks=none)
         some = torch.zeros_like(none)
         some[::2] = -math.inf
-        what = "sinks of minus infinity for every other head"
-        trial.hold(what, trial.attempt(what, inputs, sinks=some), truth_of_call(inputs, sinks=some))
+        trial.vary(
+            "sinks of minus infinity for every other head", truth_of_call(inputs, sinks=some), inputs, sinks=some
+        )
 
 
 def _wide_windows(trial: Trial, inputs: AttentionInputs, longest: int) -> None:
     without = truth_of_call(inputs, window_left=-1)
     for window_left in (longest, longest - 1):
-        what = f"window_left={window_left}, which hides nothing"
-        trial.hold(what, trial.attempt(what, inputs, window_left=window_left), without)
+        trial.vary(f"window_left={window_left}, which hides nothing", without, inputs, window_left=window_left)
 
 
 CHECK = Check("K10", "metamorphic", first_line(__doc__), _cases, _judge, adapt=same)

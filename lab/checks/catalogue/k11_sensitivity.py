@@ -64,34 +64,30 @@ def _optional(space: Space) -> dict[str, tuple[bool, ...]]:
 
 def _probe(trial: Trial, name: str, inputs: AttentionInputs, changes: dict[str, Any], rules: dict[str, Any]) -> None:
     """The output must be what the changed argument says."""
-    truth = truth_of_call(inputs, **rules)
-    result = trial.attempt(name, inputs, **changes)
+    result = trial.vary(name, truth_of_call(inputs, **rules), inputs, **changes)
     if result is None:
         return
-    trial.hold(name, result, truth)
     if name == "lse" and result.lse is None:
         trial.wrong("return_lse=True returned no LSE")
     if "out_dtype" in changes and result.out.dtype != changes["out_dtype"]:
         trial.wrong(f"out_dtype={changes['out_dtype']} gave {result.out.dtype}")
 
 
-Probe = Callable[[AttentionInputs], tuple[dict[str, Any], dict[str, Any]]]
+Change = tuple[dict[str, Any], dict[str, Any]]  # of the arguments, and of the `Rules` that then hold
+Probe = Callable[[AttentionInputs], Change]
 
 
-def _window(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
-    return {"window_left": 20}, {"window_left": 20}
+def _fixed(**changes: Any) -> Probe:
+    """Change arguments that have the names and values of rules."""
+    return lambda inputs: (changes, changes)
 
 
-def _window_of_none(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
-    return {"window_left": 0}, {"window_left": 0}
-
-
-def _sinks(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
+def _sinks(inputs: AttentionInputs) -> Change:
     sinks = unequal_sinks(inputs)
     return {"sinks": sinks}, {"sinks": sinks}
 
 
-def _sinks_in_a_list(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
+def _sinks_in_a_list(inputs: AttentionInputs) -> Change:
     """As MLA's function annotates them; its kernels take one tensor."""
     changes, rules = _sinks(inputs)
     return {"sinks": [changes["sinks"]]}, rules
@@ -100,7 +96,7 @@ def _sinks_in_a_list(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str,
 def _scaled(name: str, factor: float, on_device: bool = False) -> Probe:
     """Another bmm1_scale or bmm2_scale, as a number or as a tensor."""
 
-    def probe(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
+    def probe(inputs: AttentionInputs) -> Change:
         scale: Any = factor * getattr(inputs, name)
         if on_device:
             scale = torch.tensor([scale], dtype=torch.float32, device=inputs.query.device)
@@ -109,37 +105,29 @@ def _scaled(name: str, factor: float, on_device: bool = False) -> Probe:
     return probe
 
 
-def _bmm1_log2(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
+def _bmm1_log2(inputs: AttentionInputs) -> Change:
     scale = torch.tensor([0.75 * inputs.bmm1_scale], dtype=torch.float32, device=inputs.query.device)
     return {"bmm1_scale_log2": scale * math.log2(math.e)}, {"bmm1_scale": scale}
 
 
-def _out_dtype(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
+def _out_dtype(inputs: AttentionInputs) -> Change:
     other = torch.float16 if inputs.case.dtype == torch.bfloat16 else torch.bfloat16
     return {"out_dtype": other}, {"out_dtype": other}
 
 
-def _unsigned_lengths(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
+def _unsigned_lengths(inputs: AttentionInputs) -> Change:
     """FlashInfer documents seq_lens as uint32 too."""
     return {"seq_lens": inputs.seq_lens.to(torch.uint32)}, {}
-
-
-def _lse(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
-    return {"return_lse": True}, {}
 
 
 def _with_lse(probe: Probe) -> Probe:
     """The same, and the LSE."""
 
-    def with_lse(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
+    def with_lse(inputs: AttentionInputs) -> Change:
         changes, rules = probe(inputs)
         return changes | {"return_lse": True}, rules
 
     return with_lse
-
-
-def _not_causal(inputs: AttentionInputs) -> tuple[dict[str, Any], dict[str, Any]]:
-    return {"causal": False}, {"causal": False}
 
 
 _SHARED: dict[str, Probe] = {
@@ -150,18 +138,18 @@ _SHARED: dict[str, Probe] = {
     "bmm2_scale": _scaled("bmm2_scale", 0.9),
     "bmm2_scale as a tensor": _scaled("bmm2_scale", 0.9, on_device=True),
     "seq_lens as uint32": _unsigned_lengths,
-    "lse": _lse,
+    "lse": lambda inputs: ({"return_lse": True}, {}),
 }
 _MHA: dict[str, Probe] = _SHARED | {
     "out_dtype": _out_dtype,
-    "window_left": _window,
-    "window_left=0": _window_of_none,
+    "window_left": _fixed(window_left=20),
+    "window_left=0": _fixed(window_left=0),
     "sinks": _sinks,
     "lse of sinks": _with_lse(_sinks),
 }
 _PROBES: dict[Interface, dict[str, Probe]] = {
     Interface.DECODE: _MHA | {"bmm1_scale_log2": _bmm1_log2},
-    Interface.CONTEXT: _MHA | {"causal": _not_causal},
+    Interface.CONTEXT: _MHA | {"causal": _fixed(causal=False)},
     Interface.MLA_DECODE: _SHARED
     | {
         "sinks": _sinks,
@@ -198,7 +186,7 @@ def _ragged(trial: Trial, inputs: AttentionInputs) -> None:
     for name, changes in beside.items():
         truth = truth_of_requests(query, list(inputs.histories), list(q_lens), rules_of(inputs, **changes))
         for what, arguments in ((f"cum_seq_lens_q{name}", given), (f"cum_seq_lens_q{name}, the LSE", given | lse)):
-            trial.hold(what, trial.attempt(what, inputs, query=query, **arguments, **changes), truth)
+            trial.vary(what, truth, inputs, query=query, **arguments, **changes)
 
 
 def _request_without_rows(trial: Trial, inputs: AttentionInputs) -> None:
@@ -208,9 +196,8 @@ def _request_without_rows(trial: Trial, inputs: AttentionInputs) -> None:
     q_lens = (first, 0, *case.q_lens[2:])
     query = torch.cat((inputs.query[:first], inputs.query[first + case.q_lens[1] :]))
     truth = truth_of_requests(query, list(inputs.histories), list(q_lens), rules_of(inputs))
-    what = "a request without rows"
-    result = trial.attempt(what, inputs, query=query, cum_seq_lens_q=running_sum(q_lens, trial.device))
-    trial.hold(what, result, truth)
+    offsets = running_sum(q_lens, trial.device)
+    trial.vary("a request without rows", truth, inputs, query=query, cum_seq_lens_q=offsets)
 
 
 def _lse_in_base_e(trial: Trial, inputs: AttentionInputs) -> None:
@@ -241,10 +228,8 @@ def _separate_tables(trial: Trial, inputs: AttentionInputs) -> None:
     v_pages = inputs.v_pages.view(torch.uint8)[order].view(inputs.v_pages.dtype)
     v_tables = len(inputs.v_pages) - 1 - inputs.block_tables
     both = torch.stack((inputs.block_tables, v_tables), dim=1)
-    what = "uses_shared_paged_kv_idx=False"
     moved = replace(inputs, v_pages=v_pages, block_tables=both)
-    result = trial.attempt(what, moved, uses_shared_paged_kv_idx=False)
-    trial.hold(what, result, truth_of_call(inputs))
+    trial.vary("uses_shared_paged_kv_idx=False", truth_of_call(inputs), moved, uses_shared_paged_kv_idx=False)
 
 
 CHECK = Check("K11", "sensitivity", first_line(__doc__), _cases, _judge)

@@ -25,12 +25,11 @@ def _judge(trial: Trial) -> None:
     trial.hold("A", first, truth)
     kept = first._replace(out=first.out.clone())
     scale = 0.75 * inputs.bmm1_scale
-    result = trial.attempt("B, another bmm1_scale", inputs, bmm1_scale=scale)
-    trial.hold("B, another bmm1_scale", result, truth_of_call(inputs, bmm1_scale=scale))
+    trial.vary("B, another bmm1_scale", truth_of_call(inputs, bmm1_scale=scale), inputs, bmm1_scale=scale)
     trial.same_bits("A's output, after B", first, kept)
     for what, case in _neighbours(trial.case, trial.space):
         other = trial.build(case)
-        trial.hold(f"B, {what}", trial.attempt(f"B, {what}", other), truth_of_call(other))
+        trial.vary(f"B, {what}", truth_of_call(other), other)
         trial.same_bits(f"A again, after {what}", trial.call(inputs), kept)
 
 
