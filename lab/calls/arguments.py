@@ -1,7 +1,7 @@
 """The checks of a call's arguments, one by one: each raises an error for people, before anything is launched.
 
-It reads shapes, dtypes, strides and host numbers, never a tensor's contents. `call` stands for
-either call of `lab.calls`.
+It reads shapes, dtypes, strides and host numbers, never a tensor's contents. `call` stands for any of the four calls that have
+the argument.
 """
 
 import math

@@ -171,13 +171,13 @@ def first_block_again(lists: list[Tensor], arguments: dict[str, Any]) -> list[Te
 
 
 def one_more(arguments: dict[str, Any]) -> None:
-    """Another slot behind each list of lists."""
+    """Another slot after each list of lists."""
     for row, slots in zip(arguments["kv_indices"], refer(arguments)[0], strict=True):
         row[len(slots) : len(slots) + 1] = 0
 
 
 def not_cut(arguments: dict[str, Any]) -> None:
-    """As if each row went on beyond its end, into what lies behind it."""
+    """As if each row went on beyond its end, into what lies after it."""
     tensor = arguments["kv_indices"]
     room = tensor.stride(0)
     rows = tensor.as_strided((tensor.shape[0], room), (room, 1), tensor.storage_offset())
@@ -222,7 +222,7 @@ DEFECTS: dict[str, Writer] = {
     "rows in order": with_other(lambda given: {"req_pool_indices": torch.arange(len(given["req_pool_indices"]))}),
     "rows only once": with_other(lambda given: {"req_pool_indices": given["req_pool_indices"].sort().values}),
     "a block copied twice": with_other_lists(first_block_again),
-    "a slot behind the last list": afterwards(one_more),
+    "a slot after the last list": afterwards(one_more),
     "rows cleared first": with_other_lists(
         lambda lists, given: [torch.cat([slots, slots.new_zeros(given["kv_indices"].shape[1])]) for slots in lists]
     ),

@@ -80,7 +80,7 @@ def assert_right(function: Callable[..., Any], arguments: Arguments) -> None:
     assert float(references.relative_l2(result, expected).max()) <= ONE_ROUNDING[result.dtype]
 
 
-def behind_each_other(arguments: Arguments) -> Arguments:
+def one_after_the_other(arguments: Arguments) -> Arguments:
     """Keys' first part and values in one tensor, as an up-projection leaves them; keys and values of a wider one."""
     wide = torch.full((len(arguments["key"]), 2, 192 + 128), math.nan, dtype=BF16)
     return arguments | {
@@ -90,7 +90,7 @@ def behind_each_other(arguments: Arguments) -> Arguments:
 
 
 def padded(arguments: Arguments) -> Arguments:
-    """Rows and keys behind those of the last request, as in a graph's buffers."""
+    """Rows and keys after those of the last request, as in a graph's buffers."""
     longer = {
         name: torch.cat((arguments[name], torch.full_like(arguments[name][:3], math.nan)))
         for name in ("query", "key", "value")
@@ -132,7 +132,7 @@ BOTH: dict[str, Callable[[], Arguments]] = {
     "grouped heads": lambda: case(heads=(4, 2)),
     "128": lambda: case(dims=(128, 128)),
     "256": lambda: case(dims=(256, 256)),
-    "strided keys and values": lambda: behind_each_other(case()),
+    "strided keys and values": lambda: one_after_the_other(case()),
     "uint32 lengths": lambda: case(seq_lens=torch.tensor([4, 20, 9], dtype=torch.uint32)),
 }
 TRTLLM_GEN: dict[str, Callable[[], Arguments]] = BOTH | {
@@ -315,7 +315,7 @@ def test_a_capture_is_refused_with_a_reason(simulate: Simulate, monkeypatch: pyt
 
 
 def strided(name: str, gap: int) -> Arguments:
-    """One of the tensors with `gap` elements behind each head."""
+    """One of the tensors with `gap` elements after each head."""
     arguments = case()
     wide = torch.nn.functional.pad(arguments[name], (0, gap))
     return arguments | {name: wide[..., : arguments[name].shape[2]]}

@@ -256,7 +256,7 @@ def test_in_a_graph_without_a_synchronisation(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_prepared_call_holds_what_it_writes(device: str) -> None:
-    """The kernel is handed addresses, and memory behind them that was given back would be somebody else's."""
+    """The kernel is handed addresses: memory at them that was given back would be somebody else's."""
     requests = Requests([3, 4], device)
     lengths = torch.zeros(2, dtype=torch.int32, device=device)
     write = prepare_write_forward_metadata([PassBuffers(lengths)], **requests.given)

@@ -353,9 +353,7 @@ def test_ragged_rows(device: str, split: Callable[[int], None], num_splits: int)
 
 
 @pytest.mark.parametrize("num_splits", [1, 2])
-def test_rows_behind_the_last_request_disturb_nobody(
-    device: str, split: Callable[[int], None], num_splits: int
-) -> None:
+def test_rows_after_the_last_request_disturb_nobody(device: str, split: Callable[[int], None], num_splits: int) -> None:
     split(num_splits)
     batch = random_batch([1, 3], [70, 40])
     expected, _ = assert_right(device, batch, ragged=True)

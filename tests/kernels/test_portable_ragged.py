@@ -252,7 +252,7 @@ def test_new_tokens_and_chunks_of_the_prefix_merge_to_the_whole(device: str) -> 
 
 
 def test_rows_keys_and_values_of_any_stride(device: str) -> None:
-    """Values as an up-projection leaves them: behind each head's part of the keys."""
+    """Values as an up-projection leaves them: after each head's part of the keys."""
     batch = batch_of([2, 70], [18, 140])
     expected, _ = assert_right(device, batch)
     arguments = arguments_of(device, batch)
@@ -268,7 +268,7 @@ def test_rows_keys_and_values_of_any_stride(device: str) -> None:
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_rows_and_keys_of_nobody_disturb_nobody(device: str, causal: bool) -> None:
-    """NaN behind the last request's tokens, and in the next request's, which a tile's end reaches into."""
+    """NaN after the last request's tokens, and in the next request's, which a tile's end reaches into."""
     batch = batch_of([3, 5, 4], [70, 40, 9])
     arguments = arguments_of(device, batch, is_causal=causal)
     clean = [result.clone() for result in run(arguments)]

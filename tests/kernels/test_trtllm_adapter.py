@@ -718,7 +718,7 @@ def test_nothing_is_made_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_workspace_is_kept_and_its_semaphores_stay_zero(simulate: Simulate) -> None:
-    """fmha_v2, between two decode calls, gets only what is behind the semaphores."""
+    """fmha_v2, between two decode calls, gets only what is after the semaphores."""
     simulated = simulate(SM90)
     assert_right(DECODE, decode_case())
     assert_right(CONTEXT, context_case())

@@ -147,7 +147,7 @@ def test_any_call(
         assert_same(context(**arguments), expected(batch, **rule))
 
 
-def test_rows_behind_the_last_request_are_padding_and_zero() -> None:
+def test_rows_after_the_last_request_are_padding_and_zero() -> None:
     """As a CUDA graph has them that was captured with room for more rows."""
     batch = random_batch([2, 3], [9, 20], dtype=torch.float64)
     arguments = context_arguments(batch)

@@ -253,7 +253,7 @@ def test_variable_query_lengths(max_q_len: int | None) -> None:
 
 
 @pytest.mark.parametrize("max_q_len", [3, None])
-def test_rows_behind_the_last_offset_are_padding(max_q_len: int | None) -> None:
+def test_rows_after_the_last_offset_are_padding(max_q_len: int | None) -> None:
     batch = random_batch([2, 3, 2], [9, 30, 4])
     arguments = mla_arguments(batch, ragged=True, max_q_len=max_q_len)
     arguments["query"][5:] = math.nan

@@ -236,7 +236,7 @@ def test_rows_and_keys_behind_the_last_request_belong_to_nobody() -> None:
 
 
 def test_strided_rows_keys_and_values() -> None:
-    """Values as an up-projection leaves them: behind each head's part of the keys."""
+    """Values as an up-projection leaves them: after each head's part of the keys."""
     batch = ragged_batch([2, 3], [9, 30])
     arguments = ragged_arguments(batch)
     for name in ("query", "key", "value"):
