@@ -26,6 +26,7 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
 
@@ -129,12 +130,12 @@ def _print(comparison: RunComparison, before: Sequence[RecordedRun], after: Sequ
 def comparison_table(comparison: RunComparison) -> Table:
     """Make a table of one row per pair; settings that are the same in all rows are said once."""
     settings = dict.fromkeys(name for row in comparison.rows for name, _ in row.identity)
+    columns = {name.replace("_", " "): partial(_setting, name) for name in settings}
+    return make_table({**columns, **FIGURES}, comparison.rows, say_once=set(columns) - {"scenario"})
 
-    def setting(name: str) -> Callable[[RowComparison], Cell]:
-        return lambda row: Cell(dict(row.identity).get(name, ""))
 
-    columns = {name.replace("_", " "): setting(name) for name in settings}
-    return make_table(columns | FIGURES, comparison.rows, say_once=set(columns) - {"scenario"})
+def _setting(name: str, row: RowComparison) -> Cell:
+    return Cell(dict(row.identity).get(name, ""))
 
 
 def _figure(of: Callable[[SampleComparison], Cell]) -> Callable[[RowComparison], Cell]:

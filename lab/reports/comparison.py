@@ -19,16 +19,11 @@ MUST_AGREE = {
 WORK = ("requests", "query_tokens", "kv_tokens", "bytes_moved", "operations")
 
 
+Side = Mapping[Identity, tuple[Row, ...]]  # rows of GPU time by what they measure, one row per repeated run
+
+
 class NotComparableError(ValueError):
     """Two recordings that must not be compared; the message names what differs, on both sides."""
-
-
-@dataclass(frozen=True)
-class Side:
-    """One side of a comparison: rows of GPU time by what they measure, one row per repeated run."""
-
-    name: str
-    rows: Mapping[Identity, tuple[Row, ...]]
 
 
 @dataclass(frozen=True)
@@ -86,8 +81,9 @@ def compare_recorded(
         NotComparableError: the runs are of different GPUs, power limits or maximum clocks, or of no GPU that they name.
     """
     _refuse_other_machines([*before, *after])
-    sides = [Side(", ".join(str(run.path) for run in runs), _rows(runs)) for runs in (before, after)]
-    return _compare_sides(sides[0], sides[1], rule, missing_counts=True)
+    rows, missing, added = _compare_sides(_side(before), _side(after), rule)
+    first, second = (", ".join(str(run.path) for run in runs) for runs in (before, after))
+    return RunComparison(first, second, rows, missing, added)
 
 
 def compare_within(
@@ -107,11 +103,11 @@ def compare_within(
     if key in (*TIMED_BY, "method"):
         raise NotComparableError(f"two values of {key} are two methods, and those are not compared: {before}, {after}")
     _refuse_other_machines([run])
-    sides = [Side(f"{key} {value}", _rows_where(run, key, value)) for value in (before, after)]
-    return _compare_sides(sides[0], sides[1], rule, missing_counts=False)
+    rows, missing, added = _compare_sides(_side_where(run, key, before), _side_where(run, key, after), rule)
+    return RunComparison(f"{key} {before}", f"{key} {after}", rows, missing, added, missing_counts=False)
 
 
-def _rows(runs: Sequence[RecordedRun]) -> dict[Identity, tuple[Row, ...]]:
+def _side(runs: Sequence[RecordedRun]) -> Side:
     rows: dict[Identity, tuple[Row, ...]] = {}
     for run in runs:
         for row in run.gpu_rows:
@@ -119,7 +115,7 @@ def _rows(runs: Sequence[RecordedRun]) -> dict[Identity, tuple[Row, ...]]:
     return rows
 
 
-def _rows_where(run: RecordedRun, key: str, value: str) -> dict[Identity, tuple[Row, ...]]:
+def _side_where(run: RecordedRun, key: str, value: str) -> Side:
     chosen = [row for row in run.gpu_rows if str(row.facts.get(key)) == value]
     if not chosen:
         there = sorted({str(row.facts[key]) for row in run.gpu_rows if key in row.facts})
@@ -129,28 +125,30 @@ def _rows_where(run: RecordedRun, key: str, value: str) -> dict[Identity, tuple[
     return {tuple(item for item in row.identity if item[0] != key): (row,) for row in chosen}
 
 
-def _compare_sides(before: Side, after: Side, rule: Rule, missing_counts: bool) -> RunComparison:
+def _compare_sides(
+    before: Side, after: Side, rule: Rule
+) -> tuple[tuple[RowComparison, ...], tuple[Identity, ...], tuple[Identity, ...]]:
+    """Return the pairs of rows, and what only `before` and only `after` has."""
     rows: list[RowComparison] = []
     missing: list[Identity] = []
     met: set[Identity] = set()
     # A row that is there by another method only is refused by name, which says more than that it is missing.
-    by_another_method = {_apart_from_method(each): each for each in after.rows if each not in before.rows}
-    for identity, mine in before.rows.items():
-        other = identity if identity in after.rows else by_another_method.get(_apart_from_method(identity))
+    by_another_method = {_apart_from_method(each): each for each in after if each not in before}
+    for identity, mine in before.items():
+        other = identity if identity in after else by_another_method.get(_apart_from_method(identity))
         if other is None:
             missing.append(identity)
             continue
         met.add(other)
-        theirs = after.rows[other]
-        refused = why_not_compared(mine, theirs)
-        samples = None
-        if not refused:
-            runs = [[row.samples_us for row in side] for side in (mine, theirs)]
-            samples = compare_runs(runs[0], runs[1], rule)
-            samples = _doubted(samples, mine, theirs)
-        rows.append(RowComparison(identity, samples, refused))
-    added = tuple(identity for identity in after.rows if identity not in met)
-    return RunComparison(before.name, after.name, tuple(rows), tuple(missing), added, missing_counts)
+        rows.append(_compare_rows(identity, mine, after[other], rule))
+    return tuple(rows), tuple(missing), tuple(identity for identity in after if identity not in met)
+
+
+def _compare_rows(identity: Identity, mine: Sequence[Row], theirs: Sequence[Row], rule: Rule) -> RowComparison:
+    if refused := why_not_compared(mine, theirs):
+        return RowComparison(identity, refused=refused)
+    samples = compare_runs([row.samples_us for row in mine], [row.samples_us for row in theirs], rule)
+    return RowComparison(identity, _doubted(samples, mine, theirs))
 
 
 def _apart_from_method(identity: Identity) -> Identity:

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -132,16 +133,13 @@ def make_table(
 
 def table_of_lines(headings: Sequence[str], lines: Sequence[Sequence[str | Cell]], caption: str = "") -> Table:
     """Make a table of lines of texts or cells, without the columns that say nothing."""
-    columns = {heading: _text_at(place) for place, heading in enumerate(headings)}
+    columns = {heading: partial(_text_at, place) for place, heading in enumerate(headings)}
     return make_table(columns, lines, caption=caption, say_once=())
 
 
-def _text_at(place: int) -> Callable[[Sequence[str | Cell]], Cell]:
-    def cell(line: Sequence[str | Cell]) -> Cell:
-        said = line[place]
-        return said if isinstance(said, Cell) else Cell(said)
-
-    return cell
+def _text_at(place: int, line: Sequence[str | Cell]) -> Cell:
+    said = line[place]
+    return said if isinstance(said, Cell) else Cell(said)
 
 
 def table_of_records(name: str, caption: str, records: Sequence[Mapping[str, Any]]) -> Table:
@@ -157,7 +155,7 @@ def table_of_records(name: str, caption: str, records: Sequence[Mapping[str, Any
         is_number = all(type(record.get(key)) in (int, float, type(None)) for record in flat)
         return 0 if not is_number else 1 if key.endswith("_us") else 2
 
-    columns = {key: _cell_at(key) for key in sorted((key for key in keys if key not in long), key=place)}
+    columns = {key: partial(_cell_at, key) for key in sorted((key for key in keys if key not in long), key=place)}
     return make_table(columns, flat, name=name, caption=caption, left_out=long)
 
 
@@ -172,16 +170,13 @@ def flattened(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _cell_at(key: str) -> Callable[[Mapping[str, Any]], Cell]:
-    def cell(record: Mapping[str, Any]) -> Cell:
-        value = record.get(key)
-        if isinstance(value, list):
-            return words(", ".join(map(str, value)))
-        if isinstance(value, bool):
-            return words("yes" if value else "no")
-        return number(value) if isinstance(value, int | float) else words(value)
-
-    return cell
+def _cell_at(key: str, record: Mapping[str, Any]) -> Cell:
+    value = record.get(key)
+    if isinstance(value, list):
+        return words(", ".join(map(str, value)))
+    if isinstance(value, bool):
+        return words("yes" if value else "no")
+    return number(value) if isinstance(value, int | float) else words(value)
 
 
 def _is_long(value: Any) -> bool:

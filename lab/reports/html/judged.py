@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lab.checks.catalogue import checks
@@ -184,11 +185,11 @@ def verdict_cells(records: Sequence[RecordedFile]) -> Iterator[VerdictCell]:
 
 def _counts(counts_of: Callable[[Any], Mapping[str, int]]) -> Columns:
     """Return a column per outcome, of a record's counts."""
+    return {outcome: partial(_count, outcome, counts_of) for outcome in COUNTED}
 
-    def column(outcome: str) -> Callable[[Any], Cell]:
-        return lambda record: number(counts_of(record).get(outcome, 0))
 
-    return {outcome: column(outcome) for outcome in COUNTED}
+def _count(outcome: str, counts_of: Callable[[Any], Mapping[str, int]], record: Any) -> Cell:
+    return number(counts_of(record).get(outcome, 0))
 
 
 def _implementation(record: RecordedFile) -> Cell:

@@ -5,8 +5,9 @@ offline. Without scripts they are plain tables, all rows there.
 """
 
 from base64 import b64encode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from lab.reports.html.markdown import finding_html, markdown_html
 from lab.reports.html.pictures import Picture, picture_of
 from lab.reports.pictures.judging import verdict_figure
 from lab.reports.recorded import Kind, RecordedFile, RecordedRun, environment_facts, run_of
-from lab.reports.tables import Cell, Table, make_table, words
+from lab.reports.tables import Cell, Columns, Table, make_table, words
 from lab.reports.timing_tables import ceiling_table, methods, timing_tables
 from lab.reports.timings import figures
 
@@ -101,13 +102,16 @@ def _title(files: Sequence[RecordedFile]) -> str:
 
 def _environments(files: Sequence[RecordedFile]) -> Table:
     """Make a table of one row per file: what it was measured on."""
-
-    def column(where: Sequence[str]) -> Callable[[RecordedFile], Cell]:
-        return lambda file: words(file.fact(*where))
-
-    columns: dict[str, Callable[[RecordedFile], Cell]] = {"file": lambda file: words(file.name)}
-    columns |= {name: column(where) for name, where in environment_facts([file.environment for file in files]).items()}
+    facts = environment_facts([file.environment for file in files])
+    columns: Columns = {
+        "file": lambda file: words(file.name),
+        **{name: partial(_fact_cell, where) for name, where in facts.items()},
+    }
     return make_table(columns, files, name="environments", caption="What each file was measured on")
+
+
+def _fact_cell(where: Sequence[str], file: RecordedFile) -> Cell:
+    return words(file.fact(*where))
 
 
 def _verdicts(files: Sequence[RecordedFile]) -> Picture | None:

@@ -27,7 +27,7 @@ OUTCOME_COLOURS = {
 # Error over bound, in steps: a picture of few colours is small, and 1 is where blue ends.
 STEPS = (0.0, 0.5, 1.0, 3.0, 10.0, 30.0, 100.0)
 STEP_COLOURS = ("#2166AC", "#D1E5F0", "#FDDBC7", "#EF8A62", "#B2182B", "#67001F")
-RECORD = Mapping[str, Any]  # a row of results/mutants.json
+Record = Mapping[str, Any]  # a row of results/mutants.json
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ def verdict_figure(cells: Sequence[VerdictCell], title: str) -> Figure:
     return figure
 
 
-def one_for_each_check(records: Sequence[RECORD], checks: Sequence[str]) -> list[RECORD]:
+def one_for_each_check(records: Sequence[Record], checks: Sequence[str]) -> list[Record]:
     """Return for each check the mutant that the fewest others find, the first of several; none twice if there are enough."""
-    chosen: dict[str, RECORD] = {}
+    chosen: dict[str, Record] = {}
     for check in checks:
         found = sorted(
             (record for record in records if check in record["kills"]), key=lambda record: len(record["kills"])
@@ -78,7 +78,7 @@ def one_for_each_check(records: Sequence[RECORD], checks: Sequence[str]) -> list
     return list(chosen.values())
 
 
-def matrix_figure(records: Sequence[RECORD], checks: Sequence[str], rules: Sequence[str]) -> Figure:
+def matrix_figure(records: Sequence[Record], checks: Sequence[str], rules: Sequence[str]) -> Figure:
     """Draw all mutants: a column each, a line per check and, beneath, a line per upstream rule.
 
     Args:
@@ -86,7 +86,7 @@ def matrix_figure(records: Sequence[RECORD], checks: Sequence[str], rules: Seque
         checks: keys, in order; numbers at the right are how many mutants each finds.
         rules: names of the upstream rules, in the order of the records' numbers; at the right, how many each lets through.
     """
-    groups: dict[str, list[RECORD]] = {}
+    groups: dict[str, list[Record]] = {}
     for record in records:
         groups.setdefault(_family(record), []).append(record)
     ordered = [record for group in groups.values() for record in sorted(group, key=_by_kills(checks))]
@@ -130,7 +130,7 @@ def matrix_figure(records: Sequence[RECORD], checks: Sequence[str], rules: Seque
     return figure
 
 
-def few_figure(records: Sequence[RECORD], checks: Sequence[str], rules: Sequence[str]) -> Figure:
+def few_figure(records: Sequence[Record], checks: Sequence[str], rules: Sequence[str]) -> Figure:
     """Draw named mutants: a line each, a column per check, and at the right a column per upstream rule."""
     figure, axes = _figure(
         f"{len(records)} mutants, each with the checks that find it and the rules that it passes",
@@ -217,7 +217,7 @@ def _in_catalogue_order(keys: Any) -> list[str]:
     return sorted(dict.fromkeys(keys), key=lambda key: (key[0], int(key[1:]) if key[1:].isdigit() else 0, key))
 
 
-def _family(record: RECORD) -> str:
+def _family(record: Record) -> str:
     """Return the family of a mutant, by which the columns are grouped."""
     first = record["interface"][0]
     if "mla_decode_metadata" in first or "mha_metadata" in first:
