@@ -14,9 +14,9 @@ import torch  # noqa: E402
 # Triton decides when it is imported; without a GPU its kernels run in the interpreter.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    from tests.interpreter import patch_language_once_per_launch
+    from tests import interpreter
 
-    patch_language_once_per_launch()
+    interpreter.install()
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which is not everywhere

@@ -3,9 +3,13 @@
 A launch replaces the functions of `triton.language` by interpreted ones. Triton 3.7 searches all of the language for them
 again at every call of a `@triton.jit` function from a kernel, where nothing is left to replace: half of the time of a
 kernel that is written in helpers. Here each module of device functions is looked at once in a launch.
+
+It also computes each sum and product of integers a second time, in 64 bits, to hand to `device_assert`, which does nothing
+unless its option `debug` is set, which it is not; and it writes its table of NumPy's dtypes anew for each look into it.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from triton.runtime import interpreter
@@ -41,8 +45,26 @@ class LanguagePatches:
         return self._patch_language(fn)
 
 
-def patch_language_once_per_launch() -> None:
-    """Install `LanguagePatches` in the interpreter of this process; a Triton without these two functions stays as it is."""
+def by_scalar_name(np_dtype_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return the function of a Triton type that looks up NumPy's dtype once for each type of element."""
+    known: dict[str, Any] = {}
+
+    def looked_up(tt_dtype: Any) -> Any:
+        scalar = tt_dtype.scalar  # itself, or a block's type of element; pointers to different types have different names
+        if scalar.name not in known:
+            known[scalar.name] = np_dtype_of(scalar)
+        return known[scalar.name]
+
+    return looked_up
+
+
+def install() -> None:
+    """Spare the interpreter of this process its repeated work; a Triton without these functions stays as it is."""
+    options = getattr(interpreter.interpreter_builder, "options", None)
+    if options is not None and not options.debug:
+        interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
+    if hasattr(interpreter, "_get_np_dtype"):
+        interpreter._get_np_dtype = by_scalar_name(interpreter._get_np_dtype)
     if hasattr(interpreter, "GridExecutor") and hasattr(interpreter, "_patch_lang"):
         patches = LanguagePatches(interpreter.GridExecutor.__call__, interpreter._patch_lang)
         interpreter._patch_lang = patches.patch_language
