@@ -20,7 +20,7 @@ from lab.checks.mutants.mla_metadata import MLABuilder
 from lab.checks.mutants.mutant import DRAFT_INDICES, MHA_METADATA, MLA_METADATA, RAGGED_CONTEXT
 from lab.checks.mutants.ragged import Ragged
 from lab.checks.mutants.split_kv import SplitKV
-from lab.checks.verdicts import Outcome
+from lab.checks.verdicts import Judged, Outcome
 
 RECORDED = Path(__file__).parents[2] / "results" / "mutants.json"
 CPU = torch.device("cpu")
@@ -59,6 +59,12 @@ def case_of(text: str) -> Any:
     return eval(text, vars(lab.checks) | {"torch": torch})
 
 
+@functools.cache  # several mutants are recorded with one case
+def judged_right_model(interface: str, key: str, case: str) -> Judged:
+    """Judge what is right of an interface by a check, in a recorded case."""
+    return run_trial(RIGHT.get(interface, SplitKV)(), check_of(key), case_of(case), CPU, SPACE)
+
+
 def test_every_mutant_is_in_the_matrix_and_killed() -> None:
     assert sorted(NAMES) == sorted(each.name for each in MUTANTS)
     for name, record in records().items():
@@ -89,8 +95,7 @@ def test_a_recorded_kill_holds_and_the_right_model_lives(name: str) -> None:
             break
     else:
         pytest.fail(f"no recorded kill of {name} holds: {kills}")
-    right = RIGHT.get(mutant(name).interface[0], SplitKV)()
-    judged = run_trial(right, check_of(key), case, CPU, SPACE)
+    judged = judged_right_model(mutant(name).interface[0], key, kills[key]["case"])
     assert judged.outcome is Outcome.RIGHT, judged.wrongs
 
 

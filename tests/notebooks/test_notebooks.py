@@ -1,6 +1,7 @@
 """Each notebook is what its script says, and runs top to bottom."""
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ pytest.importorskip("nbclient")
 import nbformat
 
 from notebooks.execute import FOLDER, execute, read_script, scripts
+from tests.notebooks.forked_kernels import forked_kernels
 
 ROOT = Path(__file__).parents[2]
 MOST_SECONDS = 120
@@ -48,7 +50,14 @@ def test_the_notebook_is_its_script(script: Path) -> None:
     assert str(ROOT) not in path.read_text(encoding="utf-8")
 
 
+@pytest.fixture(scope="module")
+def kernels() -> Iterator[None]:
+    with forked_kernels():
+        yield
+
+
 @each_script
+@pytest.mark.usefixtures("kernels")
 def test_it_runs_and_shows_what_is_committed(script: Path) -> None:
     start = time.monotonic()
     ran = execute(script)
