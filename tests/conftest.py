@@ -1,5 +1,6 @@
 """What every test needs before anything is imported, and the options of the benchmarks."""
 
+import gc
 import os
 
 from tests.gpus import WORKER, take_own_gpu, visible_gpus
@@ -7,6 +8,8 @@ from tests.gpus import WORKER, take_own_gpu, visible_gpus
 take_own_gpu()  # before anything of CUDA
 if WORKER in os.environ and not visible_gpus():  # workers share the cores; OpenMP reads this when torch is imported
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+gc.disable()  # what modules hold stays; looking through it again and again is a quarter of the time of importing it
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -17,6 +20,11 @@ if not torch.cuda.is_available():
     from tests import interpreter
 
     interpreter.install()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which is not everywhere

@@ -50,7 +50,7 @@ def by_scalar_name(np_dtype_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
     known: dict[str, Any] = {}
 
     def looked_up(tt_dtype: Any) -> Any:
-        scalar = tt_dtype.scalar  # itself, or a block's type of element; pointers to different types have different names
+        scalar = tt_dtype.scalar  # itself, or the type of a block's elements
         if scalar.name not in known:
             known[scalar.name] = np_dtype_of(scalar)
         return known[scalar.name]
