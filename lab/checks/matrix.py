@@ -9,9 +9,8 @@ import functools
 import json
 import resource
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -45,61 +44,35 @@ NO_MEMORY = "can't allocate memory"
 WRONG = (Outcome.WRONG, Outcome.FAILED)
 
 
-@dataclass(frozen=True)
-class Kill:
-    """The first case in which a check finds a mutant wrong.
+def record_of(judged: Mutant) -> dict[str, Any]:
+    """Judge one mutant by every check.
 
-    Attributes:
-        check: its key.
-        interface: the function's name.
-        case: as `repr`.
-        wrong: the first sentence of what was wrong.
+    Returns:
+        Its record in results/mutants.json: what the mutant says of itself, `kills` (`first_kill` of
+        each check that finds it, by its key) and `upstream` (`let_through`).
     """
+    let = let_through(judged)
+    return {
+        "mutant": judged.name,
+        "defect": judged.defect,
+        "source": judged.source,
+        "interface": list(judged.interface),
+        "kills": {check.key: kill for check in checks() if (kill := first_kill(judged, check)) is not None},
+        "upstream": None if let is None else list(let),
+    }
 
-    check: str
-    interface: str
-    case: str
-    wrong: str
 
+def first_kill(judged: Mutant, check: Check) -> dict[str, str] | None:
+    """Return the first of a check's cases in which a mutant is wrong; a fresh implementation for each.
 
-@dataclass(frozen=True)
-class Line:
-    """One mutant's line of the matrix.
-
-    Attributes:
-        mutant: its name.
-        kills: one per check that finds it.
-        upstream: which of the upstream rules let it through, by number, of those that could judge it; None for what has no
-            output to compare.
+    Returns:
+        `case` (its `repr`), `interface` (name of the function) and `wrong` (first sentence of what was wrong), or None.
     """
-
-    mutant: str
-    kills: tuple[Kill, ...]
-    upstream: tuple[int, ...] | None
-
-
-def line_of(judged: Mutant, only: Sequence[str] = ()) -> Line:
-    """Judge one mutant by every check, or by those named."""
-    return Line(judged.name, tuple(_kills(judged, only)), let_through(judged))
-
-
-def _kills(judged: Mutant, only: Sequence[str]) -> Iterator[Kill]:
-    for check in checks():
-        for name in judged.interface:
-            interface = Interface(name)
-            if interface in check.interfaces and (not only or check.key in only):
-                kill = first_kill(judged, check, interface)
-                if kill is not None:
-                    yield kill
-                    break
-
-
-def first_kill(judged: Mutant, check: Check, interface: Interface) -> Kill | None:
-    """The first of the check's cases in which the mutant is wrong; a fresh implementation for each."""
-    for case in check.cases(interface, SPACE, Level.SMOKE):
-        found = run_trial(judged.implementation(), check, case, torch.device("cpu"), SPACE)
-        if found.outcome in WRONG and NO_MEMORY not in found.wrongs[-1]:
-            return Kill(check.key, interface.value, repr(case), found.wrongs[0])
+    for interface in map(Interface, judged.interface):
+        for case in check.cases(interface, SPACE, Level.SMOKE) if interface in check.interfaces else ():
+            found = run_trial(judged.implementation(), check, case, torch.device("cpu"), SPACE)
+            if found.outcome in WRONG and NO_MEMORY not in found.wrongs[-1]:
+                return {"case": repr(case), "interface": interface.value, "wrong": found.wrongs[0]}
     return None
 
 
@@ -108,24 +81,20 @@ UPSTREAM_LENGTHS = (110, 1024, 8192)
 
 
 def upstream_case(interface: Interface, kv_len: int, q_len: int) -> AttentionCase:
-    """Four requests of one length, as `test_trtllm_gen_attention_decode` has them: 16/2 heads of 128, page 64."""
-    short = kv_len == UPSTREAM_LENGTHS[0]
-    return AttentionCase(
-        interface,
-        (kv_len,) * 4,
-        (q_len,) * 4,
-        num_kv_heads=1 if interface is Interface.MLA_DECODE else 2,
-        group=8,
-        head_dim=128 if interface is not Interface.MLA_DECODE else 80,
-        v_head_dim=None if interface is not Interface.MLA_DECODE else 64,
-        window_left=127 if short and interface is not Interface.MLA_DECODE else -1,
-        sinks=short and interface is not Interface.MLA_DECODE,
-        storage=Storage(page_size=64),
-    )
+    """Return four requests of one length, as `test_trtllm_gen_attention_decode` has them: 16/2 heads of 128, page 64."""
+    if interface is Interface.MLA_DECODE:
+        heads: dict[str, Any] = {"num_kv_heads": 1, "head_dim": 80, "v_head_dim": 64}
+    else:
+        short = kv_len == UPSTREAM_LENGTHS[0]
+        heads = {"num_kv_heads": 2, "head_dim": 128, "window_left": 127 if short else -1, "sinks": short}
+    return AttentionCase(interface, (kv_len,) * 4, (q_len,) * 4, group=8, storage=Storage(page_size=64), **heads)
 
 
 def let_through(judged: Mutant) -> tuple[int, ...] | None:
-    """Rules under which the mutant passes on inputs as upstream draws them, at every length."""
+    """Return the numbers of the upstream rules that let a mutant through on inputs as upstream draws them, at every length.
+
+    Every rule lets a declined call through. None for a mutant without an output to compare.
+    """
     names = [Interface(name) for name in judged.interface if Interface(name) in ATTENTION]
     if not names:
         return None
@@ -153,27 +122,12 @@ def _passing(judged: Mutant, case: AttentionCase) -> set[int]:
 
 @functools.lru_cache(maxsize=16)
 def _upstream_truth(case: AttentionCase) -> torch.Tensor:
-    """The same for every mutant."""
+    """Return the expected output, which is the same for every mutant."""
     return truth_of_call(build_attention(case, torch.device("cpu"))).expected
 
 
-def as_record(line: Line) -> dict[str, Any]:
-    """One line as JSON."""
-    found = mutant(line.mutant)
-    return {
-        "mutant": line.mutant,
-        "defect": found.defect,
-        "source": found.source,
-        "interface": list(found.interface),
-        "kills": {
-            kill.check: {"case": kill.case, "interface": kill.interface, "wrong": kill.wrong} for kill in line.kills
-        },
-        "upstream": None if line.upstream is None else list(line.upstream),
-    }
-
-
 def markdown(records: Sequence[dict[str, Any]]) -> str:
-    """The matrix as a table: a cross for each check that finds the mutant, the upstream rules that let it through."""
+    """Render the matrix as a table: a cross for each check that finds the mutant, the upstream rules that let it through."""
     keys = [check.key for check in checks()]
     title = "# Which check finds which mutant"
     rows = [title, "", f"| mutant | {' | '.join(keys)} | passes upstream rules |", f"|---|{'---|' * (len(keys) + 1)}"]
@@ -202,11 +156,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [mutant(name) for name in given.mutants]
     records = []
     with ProcessPoolExecutor(given.workers, get_context("spawn"), _start_worker) as pool:
-        for line in pool.map(line_of, chosen):
-            records.append(as_record(line))
+        for record in pool.map(record_of, chosen):
+            records.append(record)
             given.out.write_text(json.dumps(records, indent=1) + "\n")  # what is done stays, whatever comes
-            killed = ", ".join(kill.check for kill in line.kills)
-            print(f"{len(records)}/{len(chosen)} {line.mutant}: {killed or 'LIVES'}", flush=True)
+            print(
+                f"{len(records)}/{len(chosen)} {record['mutant']}: {', '.join(record['kills']) or 'LIVES'}", flush=True
+            )
     given.out.with_suffix(".md").write_text(markdown(records))
     alive = [record["mutant"] for record in records if not record["kills"]]
     idle = [check.key for check in checks() if not any(check.key in record["kills"] for record in records)]

@@ -1,6 +1,8 @@
 """Deliberate mutants: implementations that are right but for one defect, which prove that the judge's checks can fail.
 
-`split_kv` is the right model that most of them change one stage of. Nothing here is for use.
+A mutant is a class in a module here: its name in snake_case is the mutant's, its docstring says the defect. Most replace one
+stage of the right model in `split_kv`. `mla=True` in the class statement makes a second mutant of the MLA decode call
+(`mutant.Defective` lists the keywords). Nothing here is for use.
 """
 
 from lab.checks.mutants import (
@@ -35,7 +37,7 @@ MUTANTS: tuple[Mutant, ...] = (
 
 
 def mutant(name: str) -> Mutant:
-    """The mutant of that name.
+    """Return the mutant of that name.
 
     Raises:
         ValueError: there is none.

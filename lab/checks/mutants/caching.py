@@ -13,7 +13,7 @@ from lab.checks.mutants.split_kv import Forgiving
 
 
 class Remembering(Forgiving, is_model=True):
-    """Not a mutant: has a memory."""
+    """Not a mutant: a kernel with a memory of earlier calls."""
 
     def __init__(self) -> None:
         super().__init__()

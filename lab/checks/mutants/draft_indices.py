@@ -152,8 +152,10 @@ class IndptrStartWritten(DraftListsModel):
 class LateBranchesUncounted(DraftListsModel):
     """Boundaries after the 512th are summed from it on anew."""
 
+    counted = 512
+
     def boundaries(self, positions: list[int], lens: list[int], topk: int, step: int) -> list[int]:
-        first, others = positions[:512], positions[512:]
+        first, others = positions[: self.counted], positions[self.counted :]
         return super().boundaries(first, lens, topk, step) + super().boundaries(others, lens, topk, step)
 
 
@@ -247,9 +249,5 @@ class PrefixBeyond2048Lost(DraftListsModel):
         return super().slots(row, columns).masked_fill(index >= 2048, 0)
 
 
-class BoundariesBeyond1024Anew(DraftListsModel):
+class BoundariesBeyond1024Anew(LateBranchesUncounted, counted=1024):
     """The sum of the lists' lengths begins anew after the 1,024th."""
-
-    def boundaries(self, positions: list[int], lens: list[int], topk: int, step: int) -> list[int]:
-        ends = super().boundaries(positions, lens, topk, step)
-        return ends[:1024] + [end - ends[1023] for end in ends[1024:]]

@@ -174,9 +174,7 @@ class WeightsInHalf(SplitKV):
 class NondeterministicMerge(SplitKV, mla=True, source="FlashInfer #4161"):
     """Every other launch rounds the sums of several splits to bfloat16 before it merges them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.launches = 0
+    launches = 0
 
     def changed(self, problem: PagedAttention) -> PagedAttention:
         self.launches += 1

@@ -77,19 +77,19 @@ class Mutant:
 
     @classmethod
     def of(cls, defective: type[Defective]) -> "Mutant":
-        """The mutant that a class describes: its name in snake_case, its docstring the defect."""
+        """Return the mutant that a class describes: its name in snake_case, its docstring the defect."""
         name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", defective.__name__).lower()
         defect = " ".join((defective.__doc__ or "").split())
         return cls(name, defect, defective.source, defective.interface, defective)
 
     @classmethod
     def of_mla(cls, defective: type[Defective]) -> "Mutant":
-        """The mutant whose MLA decode call has a class's defect: "mla_" before its name."""
+        """Return the mutant whose MLA decode call has a class's defect: "mla_" before its name."""
         mutant = cls.of(defective)
         return replace(mutant, name=f"mla_{mutant.name}", interface=(MLA_DECODE,))
 
     def implementation(self) -> SimpleNamespace:
-        """A fresh implementation, with what it may remember of earlier calls still empty."""
+        """Make a fresh implementation, with what it may remember of earlier calls still empty."""
         made = self.make()
         return SimpleNamespace(**{name: getattr(made, name) for name in self.interface})
 

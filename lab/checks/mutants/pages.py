@@ -111,18 +111,16 @@ class NhdTakenAsHnd(SplitKV):
 class VPagesFromK(Forgiving):
     """V's own page table is ignored: uses_shared_paged_kv_idx is taken as True."""
 
-    def values(self, problem: PagedAttention, tile: RowTile, positions: Tensor) -> Tensor:
-        pages = self.pages(problem, problem.k_block_tables, tile, positions)
-        return self.entries(problem.v_cache, problem.v_scale_factors, pages, self.offsets(problem, positions))
+    def changed(self, problem: PagedAttention) -> PagedAttention:
+        return replace(problem, v_block_tables=problem.k_block_tables)
 
 
 class VStridesFromK(SplitKV, source="vLLM #53681"):
     """V is read with the strides of K."""
 
-    def values(self, problem: PagedAttention, tile: RowTile, positions: Tensor) -> Tensor:
-        pages = self.pages(problem, problem.v_block_tables, tile, positions)
-        cache = with_strides_of(problem.k_cache, problem.v_cache)
-        return self.entries(cache, problem.v_scale_factors, pages, self.offsets(problem, positions))
+    def changed(self, problem: PagedAttention) -> PagedAttention:
+        strides, cache = problem.k_cache.stride(), problem.v_cache
+        return problem if strides == cache.stride() else replace(problem, v_cache=with_strides(strides[:3], cache))
 
 
 class SfStridesFromK(SplitKV, source="SGLang #31641"):
@@ -136,13 +134,8 @@ class SfStridesFromK(SplitKV, source="SGLang #31641"):
         return super().entries(cache, scale_factors, pages, offsets)
 
 
-def with_strides_of(other: Tensor, cache: Tensor) -> Tensor:
-    """`cache` read with another tensor's strides."""
-    return with_strides(other.stride()[:3], cache) if other.stride() != cache.stride() else cache
-
-
 def with_strides(strides: tuple[int, ...], cache: Tensor) -> Tensor:
-    """A copy of [num_pages, num_kv_heads, page_size, last] read with wrong strides, within the cache's own storage."""
+    """Copy [num_pages, num_kv_heads, page_size, last] read with wrong strides, within the cache's own storage."""
     storage = cache.as_strided((cache.untyped_storage().nbytes() // cache.element_size(),), (1,), 0)
     index = torch.full((1,), int(cache.storage_offset()), dtype=torch.int64, device=cache.device)
     for size, stride in zip(cache.shape, (*strides, 1), strict=True):
