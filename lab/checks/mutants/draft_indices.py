@@ -33,13 +33,13 @@ class DraftListsModel(Defective, is_model=True, interface=(DRAFT_INDICES,)):
             lists = [torch.empty(0, dtype=req_to_token.dtype, device=req_to_token.device)]
             for request, branch in self.order(len(lens), topk):
                 start = self.start(lens[request], branch, num_steps=num_steps, topk=topk, page_size=page_size)
-                columns = [*range(self.prefix(lens[request])), *range(start, start + self.drafted(step))]
+                columns = [*range(lens[request]), *range(start, start + self.drafted(step))]
                 lists.append(self.slots(rows[request], columns))
             self.write(kv_indices, step, torch.cat(lists))
-            boundaries = self.boundaries(positions.tolist(), self.lens(paged_kernel_lens, req_pool_indices), topk, step)
-            self.write_boundaries(kv_indptr[step], boundaries)
+            self.write_boundaries(kv_indptr[step], self.boundaries(positions.tolist(), lens, topk, step))
 
     def lens(self, paged_kernel_lens: Tensor, req_pool_indices: Tensor) -> list[int]:
+        """Prefix slots of each request's lists."""
         return paged_kernel_lens.tolist()
 
     def rows(self, req_to_token: Tensor, req_pool_indices: Tensor) -> Tensor:
@@ -53,10 +53,6 @@ class DraftListsModel(Defective, is_model=True, interface=(DRAFT_INDICES,)):
     def start(self, length: int, branch: int, *, num_steps: int, topk: int, page_size: int) -> int:
         """Column of a branch's first draft slot."""
         return draft_start(length, branch, num_steps=num_steps, topk=topk, page_size=page_size)
-
-    def prefix(self, length: int) -> int:
-        """Prefix slots of a list."""
-        return length
 
     def drafted(self, step: int) -> int:
         """Draft slots of a list."""

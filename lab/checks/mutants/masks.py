@@ -51,13 +51,15 @@ class WindowOfLastRow(SplitKV):
 class WindowFromPageStart(SplitKV, source="FlashInfer #3089"):
     """A window begins where the page of its first key begins."""
 
+    def unit(self, problem: PagedAttention) -> int:
+        return problem.page_size
+
     def key_range(self, problem: PagedAttention, first_position: int, num_rows: int, kv_len: int) -> tuple[int, int]:
         start, end = super().key_range(problem, first_position, num_rows, kv_len)
-        return start // problem.page_size * problem.page_size, end
+        return start // self.unit(problem) * self.unit(problem), end
 
     def in_window(self, problem: PagedAttention, tile: RowTile, rows: Tensor, keys: Tensor) -> Tensor:
-        first = rows - problem.window_left
-        return keys >= first.div(problem.page_size, rounding_mode="floor") * problem.page_size
+        return keys >= (rows - problem.window_left) // self.unit(problem) * self.unit(problem)
 
 
 class WindowSkipsPageBoundary(SplitKV):
@@ -68,15 +70,11 @@ class WindowSkipsPageBoundary(SplitKV):
         return keys >= torch.where((first > 0) & (first % problem.page_size == 0), first + 1, first)
 
 
-class WindowSkipsSplitBoundary(SplitKV):
+class WindowSkipsSplitBoundary(WindowFromPageStart, source=""):
     """A window that begins within a split of 64 keys begins with the split's first."""
 
-    def key_range(self, problem: PagedAttention, first_position: int, num_rows: int, kv_len: int) -> tuple[int, int]:
-        start, end = super().key_range(problem, first_position, num_rows, kv_len)
-        return start // 64 * 64, end
-
-    def in_window(self, problem: PagedAttention, tile: RowTile, rows: Tensor, keys: Tensor) -> Tensor:
-        return keys >= (rows - problem.window_left).div(64, rounding_mode="floor") * 64
+    def unit(self, problem: PagedAttention) -> int:
+        return 64
 
 
 class FullMaskToCausal(SplitKV, interface=(DECODE,), source="FlashInfer #4198", instead={"mask": None}):
@@ -176,9 +174,8 @@ class SentinelMeetsSink(SplitKV, source="TRT-LLM #19220"):
         partials = super().partials(problem, tile)
         if problem.sinks is None or tile.num_splits == 1:
             return partials
-        return partials._replace(
-            sums=partials.sums.masked_fill((partials.largest == -torch.inf).unsqueeze(-1), torch.nan)
-        )
+        unseen = (partials.largest == -torch.inf).unsqueeze(-1)
+        return partials._replace(sums=partials.sums.masked_fill(unseen, torch.nan))
 
 
 class MaskLowersLogits(SplitKV, mla=True):

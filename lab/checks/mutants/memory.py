@@ -52,14 +52,15 @@ class OutRowBeyond(SplitKV, mla=True, source="FlashInfer #3929"):
     """One row is written after the output."""
 
     def finish(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
-        overwrite(out, out.numel(), row_size(out))
+        overwrite(out, out.numel(), out.shape[1:].numel())
 
 
 class OutRowBefore(SplitKV, mla=True):
     """One row is written before the output."""
 
     def finish(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
-        overwrite(out, -row_size(out), row_size(out))
+        row_size = out.shape[1:].numel()
+        overwrite(out, -row_size, row_size)
 
 
 class LseBeyond(SplitKV, mla=True):
@@ -68,10 +69,6 @@ class LseBeyond(SplitKV, mla=True):
     def finish(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
         if lse is not None and lse.is_contiguous():
             overwrite(lse, lse.numel(), 1)
-
-
-def row_size(out: Tensor) -> int:
-    return out.shape[1] * out.shape[2]
 
 
 def overwrite(tensor: Tensor, offset: int, count: int) -> None:

@@ -142,9 +142,8 @@ class MaxSeqLenQOverridden(Builder, source="SGLang #27473"):
     """max_seq_len_q is 1 in verification."""
 
     def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-        return (
-            replace(metadata, max_seq_len_q=1) if batch.forward_mode.query_rows is QueryRows.DRAFT_TOKENS else metadata
-        )
+        is_verification = batch.forward_mode.query_rows is QueryRows.DRAFT_TOKENS
+        return replace(metadata, max_seq_len_q=1) if is_verification else metadata
 
 
 class WindowTableUntranslated(Builder, source="SGLang #18970"):

@@ -48,19 +48,11 @@ class RaggedCausalAtTopLeft(Ragged):
         if not problem.causal:
             return problem
         lengths = torch.minimum(problem.cu_seqlens_kv.diff(), problem.cu_seqlens_q.diff())
-        keep = [
-            torch.arange(int(start), int(start) + int(length))
-            for start, length in zip(problem.cu_seqlens_kv[:-1], lengths, strict=True)
-        ]
-        index = torch.cat(keep).to(problem.key.device)
+        starts = zip(problem.cu_seqlens_kv[:-1].tolist(), lengths.tolist(), strict=True)
+        index = torch.cat([torch.arange(start, start + length) for start, length in starts]).to(problem.key.device)
         ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-        return replace(
-            problem,
-            key=problem.key[index],
-            value=problem.value[index],
-            seq_lens=lengths.to(torch.int32),
-            cu_seqlens_kv=ends,
-        )
+        problem = replace(problem, key=problem.key[index], value=problem.value[index])
+        return replace(problem, seq_lens=lengths.to(torch.int32), cu_seqlens_kv=ends)
 
 
 class RaggedRopeLeftOut(Ragged):

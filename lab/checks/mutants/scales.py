@@ -71,20 +71,16 @@ class ScalesSwapped(SplitKV):
 
     def changed(self, problem: PagedAttention) -> PagedAttention:
         softmax_scale = problem.head_dim**-0.5
-        return replace(
-            problem,
-            bmm1_scale=problem.bmm2_scale * softmax_scale,
-            bmm2_scale=problem.bmm1_scale / softmax_scale,
-        )
+        bmm1, bmm2 = problem.bmm2_scale * softmax_scale, problem.bmm1_scale / softmax_scale
+        return replace(problem, bmm1_scale=bmm1, bmm2_scale=bmm2)
 
 
 class TensorScalesIgnored(SplitKV, mla=True, source="FlashInfer #3343"):
     """A scale that is a tensor is taken as 1."""
 
     def changed(self, problem: PagedAttention) -> PagedAttention:
-        bmm1, bmm2 = (
-            1.0 if isinstance(scale, torch.Tensor) else scale for scale in (problem.bmm1_scale, problem.bmm2_scale)
-        )
+        scales = (problem.bmm1_scale, problem.bmm2_scale)
+        bmm1, bmm2 = (1.0 if isinstance(scale, torch.Tensor) else scale for scale in scales)
         return replace(problem, bmm1_scale=bmm1, bmm2_scale=bmm2)
 
 
