@@ -111,8 +111,9 @@ class NhdTakenAsHnd(SplitKV):
 class VPagesFromK(Forgiving):
     """V's own page table is ignored: uses_shared_paged_kv_idx is taken as True."""
 
-    def changed(self, problem: PagedAttention) -> PagedAttention:
-        return replace(problem, v_block_tables=problem.k_block_tables)
+    def values(self, problem: PagedAttention, tile: RowTile, positions: Tensor) -> Tensor:
+        pages = self.pages(problem, problem.k_block_tables, tile, positions)
+        return self.entries(problem.v_cache, problem.v_scale_factors, pages, self.offsets(problem, positions))
 
 
 class VStridesFromK(SplitKV, source="vLLM #53681"):
