@@ -13,7 +13,6 @@ def words(figure: Figure) -> list[str]:
 
 def assert_legible(figure: Figure) -> None:
     """No words overlap others or leave the picture."""
-    figure.draw_without_rendering()
     boxes = [(text.get_text(), text.get_window_extent()) for text in _texts(figure)]
     width, height = figure.get_size_inches() * figure.dpi
     for said, box in boxes:
