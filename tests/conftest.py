@@ -22,7 +22,9 @@ if not torch.cuda.is_available():
     interpreter.install()
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Collect garbage again, of what tests make: also in the process that collects no tests and shares them out."""
     gc.freeze()
     gc.enable()
 

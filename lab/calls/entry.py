@@ -28,7 +28,7 @@ def made_at_once(prepare: Callable[P, Callable[[], R]]) -> Callable[P, R]:
 
     Args:
         prepare: a function that checks a call's arguments and returns the call, ready to be made. The new function has its
-            name without "prepare_", its parameters and its documentation.
+            name without `prepare_`, its parameters and its documentation.
     """
 
     @functools.wraps(prepare)
