@@ -80,8 +80,6 @@ def test_the_whole_command_runs_isolated_in_a_shell() -> None:
         "--only",
         "K1",
         *narrow,
-        "--q-lens",
-        "1",
         "--groups",
         "1",
         "3",
