@@ -57,6 +57,13 @@ def assert_right(function: str, arguments: Arguments) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
+@pytest.mark.parametrize("function", [DECODE, CONTEXT])
+def test_uint32_lengths_compile(function: str) -> None:
+    """The interpreter lets a variable change its dtype in a loop; the compiler does not."""
+    arguments = posed(function, [1, 1], [700, 33], return_lse=True)
+    assert_right(function, arguments | {"seq_lens": arguments["seq_lens"].to(torch.uint32)})
+
+
 def skip_without_e4m3() -> None:
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("Triton compiles e4m3 for SM89 and later")

@@ -80,8 +80,9 @@ def _attention_kernel(
         place, end, share_places, request, request_begin = begin_share(
             share, batch, num_shares, least_tiles, BLOCK_KEYS, START_PLACES
         )
-        kv_len = tl.load(seq_lens + tl.minimum(request, batch_size - 1))
-        unit_places = tiles_in_reach(kv_len, reach, BLOCK_KEYS)[1] + START_PLACES
+        # Not named as in the loop, whose variables keep one dtype: lengths may be uint32.
+        begun_len = tl.load(seq_lens + tl.minimum(request, batch_size - 1))
+        unit_places = tiles_in_reach(begun_len, reach, BLOCK_KEYS)[1] + START_PLACES
         place = tl.maximum(place, place - (place - request_begin) % unit_places + START_PLACES)
     else:  # as if the order had this unit alone, and no empty places
         request = tl.program_id(2).to(tl.int64)

@@ -99,13 +99,29 @@ def prepare_write_forward_metadata(
     refuse_without_triton(seq_lens.device)
     if num_requests == 0:
         return functools.partial(_write_nothing, passes)
+    launch = _launch(passes, req_pool_indices, seq_lens, req_to_token, page_size, full_to_swa)
+    return functools.partial(_launch_on, seq_lens, launch, tuple(passes))
 
+
+write_forward_metadata = made_at_once(prepare_write_forward_metadata)
+
+
+def _launch(
+    passes: Sequence[PassBuffers],
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    req_to_token: Tensor,
+    page_size: int,
+    full_to_swa: Tensor | None,
+) -> Callable[[], Any]:
+    """Return the kernel's launch for checked arguments of one request or more."""
+    num_requests = seq_lens.numel()
     tables, table_offsets = _distinct([(each.page_table, each.seq_len_offset) for each in passes])
     swa_tables, swa_offsets = _distinct([(each.swa_page_table, each.seq_len_offset) for each in passes])
     locations = [each for each in passes if each.swa_out_cache_loc is not None]
     shares, location_rows = _grid(num_requests, tables + swa_tables, locations)
     query_lens = [each.query_rows if isinstance(each.query_rows, Tensor) else None for each in passes]
-    launch = functools.partial(
+    return functools.partial(
         _metadata_kernel[(shares, num_requests + 1 + location_rows)],
         req_pool_indices,
         seq_lens,
@@ -137,10 +153,6 @@ def prepare_write_forward_metadata(
         BLOCK_COLUMNS=BLOCK_COLUMNS,
         BLOCK_REQUESTS=BLOCK_REQUESTS,
     )
-    return functools.partial(_launch_on, seq_lens, launch, tuple(passes))
-
-
-write_forward_metadata = made_at_once(prepare_write_forward_metadata)
 
 
 def _launch_on(tensor: Tensor, launch: Callable[[], Any], held: object) -> None:
