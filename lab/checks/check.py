@@ -1,23 +1,20 @@
 """A check of the catalogue as data."""
 
-import enum
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from lab.checks.space import Space
 from lab.checks.trial import Trial
+from lab.named_enum import NamedEnum
 from lab.workloads.interfaces import ATTENTION, Interface
 
 
-class Level(enum.Enum):
+class Level(NamedEnum):
     """The level of a run: the number of cases."""
 
     SMOKE = "smoke"
     FULL = "full"
-
-    def __repr__(self) -> str:
-        return f"Level.{self.name}"
 
 
 Cases = Callable[[Interface, Space, Level], Iterable[Any]]

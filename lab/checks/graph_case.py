@@ -1,17 +1,17 @@
 """One story of CUDA graphs as data: which backend and forward mode, which story, and what it runs on."""
 
-import enum
 from dataclasses import dataclass
 
 from lab.metadata.engine.forward_batch import SpecInfo
 from lab.metadata.engine.forward_mode import AttentionCall
 from lab.metadata.engine.graph_inputs import PADDED_SEQ_LEN, GraphMode, MetadataPlace
 from lab.metadata.engine.lengths import DraftAttention
+from lab.named_enum import NamedEnum
 from lab.workloads.attention_case import short_repr
 from lab.workloads.interfaces import Interface
 
 
-class Story(enum.Enum):
+class Story(NamedEnum):
     """A short sequence of replays, eager passes and poison; `lab.checks.stories` tells each."""
 
     CAPTURED_BELOW_Q = "captured below q"
@@ -22,9 +22,6 @@ class Story(enum.Enum):
     EAGER_BETWEEN_REPLAYS = "eager between replays"
     SAME_BUFFERS = "same buffers"
     POISONED = "poisoned"
-
-    def __repr__(self) -> str:
-        return f"Story.{self.name}"
 
 
 @dataclass(frozen=True, repr=False)

@@ -1,10 +1,11 @@
 """The outcome of a case, and what a check found in it."""
 
-import enum
 from dataclasses import dataclass
 
+from lab.named_enum import NamedEnum
 
-class Outcome(enum.Enum):
+
+class Outcome(NamedEnum):
     """The outcome of a case."""
 
     RIGHT = "right"
@@ -12,9 +13,6 @@ class Outcome(enum.Enum):
     DECLINED = "declined"
     FAILED = "failed"
     KNOWN = "known"
-
-    def __repr__(self) -> str:
-        return f"Outcome.{self.name}"
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """The phases of a speculative iteration, and the GPU time of each, read from a profile."""
 
-import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lab.named_enum import NamedEnum
 from lab.timing.step_profile import (
     IncompleteProfileError,
     LoopProfile,
@@ -15,7 +15,7 @@ from lab.timing.step_profile import (
 )
 
 
-class Phase(enum.Enum):
+class Phase(NamedEnum):
     """Parts of an iteration, by the names of their ranges in a profile."""
 
     INPUTS = "inputs"
@@ -23,9 +23,6 @@ class Phase(enum.Enum):
     PLAN = "plan"
     FIX_UP = "fix-up"
     VERIFY = "verify"
-
-    def __repr__(self) -> str:
-        return f"Phase.{self.name}"
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ The masks of target verify belong to the same change: the size of each form and 
 Exit status: 2 without a GPU.
 """
 
-import enum
 import statistics
 import sys
 import time
@@ -45,6 +44,7 @@ from lab.experiments.stand_in import MatrixProducts
 from lab.metadata.engine.host_mirrors import LengthMirror
 from lab.metadata.mha.metadata import build_mha_metadata
 from lab.metadata.speculation.verify_mask import VerifyMask, VerifyMaskForm, fill_verify_mask, preallocate_verify_mask
+from lab.named_enum import NamedEnum
 from lab.timing.gpu_time import measure, rounded_us
 from lab.timing.step_profile import TIMELINE_STEPS, step_facts, summary, timeline
 from lab.timing.work import GpuWork
@@ -57,14 +57,11 @@ METHOD = (
 MASK_SIZES: Mapping[str, Any] = {"max_batch_size": 256, "num_draft_tokens": 4, "max_context_len": 131072}
 
 
-class StepEnd(enum.Enum):
+class StepEnd(NamedEnum):
     """The end of one step of the loop: the arms."""
 
     WITH_COPY = "with the copy"
     WITHOUT_COPY = "without the copy"
-
-    def __repr__(self) -> str:
-        return f"StepEnd.{self.name}"
 
 
 @dataclass(frozen=True, kw_only=True)

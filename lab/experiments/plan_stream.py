@@ -28,7 +28,6 @@ so a plan beside them may take longer than alone. Writing the mask is also timed
 Exit status: 2 without a GPU.
 """
 
-import enum
 import itertools
 import random
 import statistics
@@ -53,6 +52,7 @@ from lab.metadata.mha.buffers import MetadataBuilder
 from lab.metadata.mha.metadata import build_mha_metadata
 from lab.metadata.speculation.verify_mask import pack_tree_mask
 from lab.metadata.speculation.verify_plan import MHAChainVerify, TreeMaskVerify
+from lab.named_enum import NamedEnum
 from lab.timing.gpu_time import measure, rounded_us
 from lab.timing.host_time import METHOD as HOST_METHOD
 from lab.timing.host_time import host_time
@@ -72,14 +72,11 @@ HOST_BATCHES, HOST_CALLS_PER_BATCH = 20, 8
 FIX_UP_POINTS = tuple(itertools.product((1, 8, 64, 256), (4, 8, 16, 64)))
 
 
-class Drafts(enum.Enum):
+class Drafts(NamedEnum):
     """The form of the drafts, on which it depends whether a fix-up is needed."""
 
     CHAINS = "chains"
     TREES = "trees"
-
-    def __repr__(self) -> str:
-        return f"Drafts.{self.name}"
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,19 @@
 """Targets: numbers that an arm must reach, and whether it reached them."""
 
-import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lab.experiments.recording import Columns
+from lab.named_enum import NamedEnum
 
 
-class Figure(enum.Enum):
+class Figure(NamedEnum):
     """A number that a target bounds; the value is its unit in words."""
 
     SPEED = "x the speed of {baseline}"
     BANDWIDTH = "% of the copy bandwidth"
     HOST = "µs of host time"
-
-    def __repr__(self) -> str:
-        return f"Figure.{self.name}"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ A file's kind is told by its content, not by its name. pytest-benchmark's JSON b
 their method, their clocks and what they ran on.
 """
 
-import enum
 import json
 import math
 import statistics
@@ -14,6 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from lab.named_enum import NamedEnum
 from lab.timing.gpu_time import interquartile_range
 from lab.timing.method import Clock
 
@@ -45,7 +45,7 @@ class RecordedFileError(ValueError):
     """A file or folder that does not hold what is recorded; the message names it and says what is wrong."""
 
 
-class Kind(enum.Enum):
+class Kind(NamedEnum):
     """What a recorded file holds."""
 
     BENCHMARKS = "pytest-benchmark's rows"
@@ -54,9 +54,6 @@ class Kind(enum.Enum):
     MUTANTS = "mutants, and the checks that find them"
     EXPERIMENT = "facts and lists of rows: an experiment's, or those of `clocks`"
     OTHER = "something else"
-
-    def __repr__(self) -> str:
-        return f"Kind.{self.name}"
 
 
 @dataclass(frozen=True)

@@ -1,29 +1,24 @@
 """The method of a GPU time: the clock, and the state of L2 when a call starts. It is chosen; nothing falls back to another."""
 
-import enum
 from dataclasses import dataclass
 
+from lab.named_enum import NamedEnum
 
-class Clock(enum.Enum):
+
+class Clock(NamedEnum):
     """The clock that reads the time; the value is its name on the command line."""
 
     GRAPH = "graph"
     CUPTI = "cupti"
     EVENTS = "events"
 
-    def __repr__(self) -> str:
-        return f"Clock.{self.name}"
 
-
-class L2(enum.Enum):
+class L2(NamedEnum):
     """The state of the L2 cache when a call starts."""
 
     WARM = "warm"
     COLD_ROTATION = "cold by rotation"
     COLD_FLUSH = "cold by flush"
-
-    def __repr__(self) -> str:
-        return f"L2.{self.name}"
 
 
 _CLOCKS = {

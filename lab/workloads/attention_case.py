@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from lab.calls.problem import E4M3 as E4M3
-from lab.metadata.engine.named_enum import NamedEnum
+from lab.named_enum import NamedEnum
 from lab.workloads.interfaces import ATTENTION, Interface
 
 NVFP4 = torch.uint8  # two e2m1 values per byte, with e4m3 scale factors beside them

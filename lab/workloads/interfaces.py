@@ -1,6 +1,6 @@
 """The functions that can be judged, by their names."""
 
-from lab.metadata.engine.named_enum import NamedEnum
+from lab.named_enum import NamedEnum
 
 
 class Interface(NamedEnum):

@@ -1,7 +1,5 @@
 """The K/V lists of a multi-step draft in Triton: any GPU that Triton compiles for, and a CPU in its interpreter."""
 
-from enum import Enum
-
 import torch
 import triton
 import triton.language as tl
@@ -10,6 +8,7 @@ from torch import Tensor
 from lab.calls.arguments import check_int, check_tensor, check_vector
 from lab.kernels.serving.arguments import INDEX_DTYPES, check_table
 from lab.kernels.support import refuse_without_triton
+from lab.named_enum import NamedEnum
 
 # Tokens per step of the serial schedule: SGLang's number (0.5.11).
 SERIAL_TOKENS = 128
@@ -25,16 +24,13 @@ BLOCK_REQUESTS = 256
 STORE_ALIGNMENT: tl.constexpr = tl.constexpr(8)
 
 
-class Schedule(Enum):
+class Schedule(NamedEnum):
     """A division of the work into programs."""
 
     # One program per (step, request, branch) walks a whole prefix, as SGLang's did when change 26241 skipped it.
     SERIAL = "serial"
     # Programs share out each prefix; a token is read from memory once and written for all steps and branches.
     SPREAD = "spread"
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}.{self.name}"
 
 
 def generate_draft_decode_kv_indices(

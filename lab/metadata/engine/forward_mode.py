@@ -6,7 +6,7 @@ Code that builds a batch, its metadata or its call reads the row: `ForwardMode.q
 
 from enum import IntEnum
 
-from lab.metadata.engine.named_enum import NamedEnum
+from lab.named_enum import NamedEnum
 
 
 class QueryRows(NamedEnum):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lab.metadata.engine.named_enum import NamedEnum
+from lab.named_enum import NamedEnum
 
 
 class KVLayout(str, NamedEnum):

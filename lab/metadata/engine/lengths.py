@@ -11,7 +11,7 @@ from torch import Tensor
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows, UncountedTokens
 from lab.metadata.engine.kv_pool import KVPool
-from lab.metadata.engine.named_enum import NamedEnum
+from lab.named_enum import NamedEnum
 
 
 class DraftAttention(NamedEnum):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lab.metadata.engine.forward_batch import ForwardBatch
-from lab.metadata.engine.named_enum import NamedEnum
+from lab.named_enum import NamedEnum
 
 Result = TypeVar("Result")
 

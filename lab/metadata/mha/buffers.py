@@ -16,8 +16,8 @@ from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import check_attends, max_query_rows, query_rows, uncounted_tokens, uniform_boundaries
-from lab.metadata.engine.named_enum import NamedEnum
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
+from lab.named_enum import NamedEnum
 
 
 class MetadataBuilder(NamedEnum):

@@ -22,7 +22,7 @@ from lab.metadata.engine.lengths import (
     num_pages,
     uncounted_tokens,
 )
-from lab.metadata.engine.named_enum import NamedEnum
+from lab.named_enum import NamedEnum
 
 MLA_PAGE_SIZES = (32, 64)  # that SGLang's server allows this backend (0.5.23)
 # Tokens that a row of the block table is rounded up to: the flashmla index kernel writes 4,096 tokens' pages at a time

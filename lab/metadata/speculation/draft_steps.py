@@ -19,11 +19,11 @@ from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention, check_attends, uniform_boundaries
-from lab.metadata.engine.named_enum import NamedEnum
 from lab.metadata.mha.buffers import leading_mha_metadata, mha_pass, new_mha_metadata
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 from lab.metadata.mla.buffers import mla_pass
 from lab.metadata.mla.metadata import DEAD_PAGE, TRTLLMMLADecodeMetadata, check_mla_page_size, mla_block_table_width
+from lab.named_enum import NamedEnum
 
 Metadata = TRTLLMMHAMetadata | TRTLLMMLADecodeMetadata
 

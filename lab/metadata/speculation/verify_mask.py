@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import MASK_BITS_PER_WORD, mask_words
-from lab.metadata.engine.named_enum import NamedEnum
+from lab.named_enum import NamedEnum
 
 
 class VerifyMaskForm(NamedEnum):

@@ -6,24 +6,21 @@ if both say so, and does not hold if one contradicts it and the other does not c
 not believed alone.
 """
 
-import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lab.named_enum import NamedEnum
 from lab.timing.statistics import IN_TURNS, Speed, Times, compare_times
 
 NOT_RECORDED = "not recorded"
 
 
-class Standing(enum.Enum):
+class Standing(NamedEnum):
     """What a point says of a statement; the value is how a text says it."""
 
     HOLDS = "holds"
     FAILS = "does not hold"
     UNDECIDED = "cannot be told"
-
-    def __repr__(self) -> str:
-        return f"Standing.{self.name}"
 
 
 STANDINGS = {

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -11,6 +10,7 @@ from matplotlib.patches import Patch, Rectangle
 from torch import Tensor
 
 from lab.metadata.speculation.draft_extend_graph import DraftExtendGraph
+from lab.named_enum import NamedEnum
 from lab.reports.pictures import style
 
 LABEL_INCHES = 1.75
@@ -22,7 +22,7 @@ BEFORE_ROWS = 1.0  # room for the first entry of running sums, in query rows
 TABLE_CELL = 2  # width of a page-table cell, in query rows
 
 
-class CellState(Enum):
+class CellState(NamedEnum):
     """The content of a static buffer's cell while a replay runs."""
 
     LIVE = "written by this replay: of the batch"
@@ -30,9 +30,6 @@ class CellState(Enum):
     STALE_READ = "left by an earlier replay, read by padded rows"
     STALE = "left by an earlier replay, read by nobody"
     PRESET = "as it was made"
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}.{self.name}"
 
 
 # What is left over is hatched too, so that no colour stands alone.
@@ -45,16 +42,13 @@ LOOKS: dict[CellState, dict[str, Any]] = {
 }
 
 
-class Along(Enum):
+class Along(NamedEnum):
     """The things that the cells of a buffer stand for."""
 
     REQUESTS = "a cell per request"
     ROWS = "a cell per query row"
     BOUNDARIES = "0, then a cell per request"
     PAGES = "a line per request, a cell per page"
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}.{self.name}"
 
 
 GROUPS: dict[str, dict[str, Along]] = {

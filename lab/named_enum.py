@@ -1,4 +1,7 @@
-"""A base for the enums of this package."""
+"""A base for the lab's enums.
+
+A leaf: it needs Python alone.
+"""
 
 from enum import Enum
 
