@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.calls.problem import NVFP4_BLOCK
+from lab.calls.problem import E4M3, NVFP4_BLOCK
 from lab.checks.contents import draw_contents
 from lab.checks.stored import E4M3_K_SCALE, E4M3_V_SCALE, POISON, as_stored, fill
 from lab.references.quantization import dequantize_nvfp4, interleave_v_scale_factors, quantize_nvfp4
-from lab.workloads.attention_case import E4M3, NVFP4, AttentionCase, Dead, TableTail
+from lab.workloads.attention_case import NVFP4, AttentionCase, Dead, TableTail
 from lab.workloads.interfaces import Interface
 
 Quantised = tuple[Tensor, Tensor | None]  # a request's tokens as stored, and an NVFP4 cache's scale factors

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lab.calls.problem import E4M3
 from lab.checks.needles import leaning, needle_positions, plant
 from lab.checks.stored import E4M3_K_SCALE, E4M3_V_SCALE
-from lab.workloads.attention_case import E4M3, AttentionCase, Contents
+from lab.workloads.attention_case import AttentionCase, Contents
 
 # Of values drawn from N(0, 1): a sum of 64 exceeds float16's 65,504, but for e4m3's own end at 448.
 _LOUD = {torch.bfloat16: 2.0**14, torch.float16: 2.0**12, E4M3: 100.0 * E4M3_V_SCALE}

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lab.calls.problem import E4M3
 from lab.checks.needles import draw_histories, needle_positions
 from lab.checks.stored import E4M3_K_SCALE, E4M3_V_SCALE, as_stored, fill
 from lab.checks.truth import Rules, Truth, truth_of_requests
@@ -15,7 +16,7 @@ from lab.metadata.engine.kv_cache import PagedKVCache, PagedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.mha.calls import AttentionLayer, PlannedCall, plan_calls, prepare_attention
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
-from lab.workloads.attention_case import E4M3, Contents
+from lab.workloads.attention_case import Contents
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.pass_case import PassCase
 from lab.workloads.requests import History, admit, new_pool, num_pages

@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lab.calls.problem import E4M3
 from lab.checks.report import CaseVerdict
 from lab.checks.verdicts import Outcome
 from lab.gpus import Capability
-from lab.workloads.attention_case import E4M3, AttentionCase, Contents
+from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.interfaces import Interface
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lab.calls.problem import E4M3
 from lab.checks.forward_pass import EnginePass, admit_and_write, limits_of, new_poisonable_pool
 from lab.checks.needles import draw_histories
 from lab.checks.stored import E4M3_K_SCALE, as_stored
@@ -16,7 +17,6 @@ from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.mla.calls import MLALayer, prepare_mla_attention
 from lab.metadata.mla.metadata import TRTLLMMLADecodeMetadata, build_mla_decode_metadata
-from lab.workloads.attention_case import E4M3
 from lab.workloads.mla_case import MLACase
 
 BuildMLAMetadata = Callable[[ForwardBatch, KVPool, DraftAttention], TRTLLMMLADecodeMetadata]

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lab.workloads.attention_case import E4M3, AttentionCase, Storage, short_repr
+from lab.calls.problem import E4M3
+from lab.workloads.attention_case import AttentionCase, Storage, short_repr
 from lab.workloads.geometries import Geometry
 from lab.workloads.interfaces import Interface
 

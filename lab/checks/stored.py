@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from lab.calls.problem import E4M3
 from lab.references.quantization import quantize_e4m3
-from lab.workloads.attention_case import E4M3
 
 # Finite, and so large that one poisoned value in a product shows; e4m3 holds nothing larger than 448.
 POISON = {torch.bfloat16: 1e30, torch.float16: 6e4, E4M3: 448.0}

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from lab.calls.problem import E4M3 as E4M3
+from lab.calls.problem import E4M3
 from lab.named_enum import NamedEnum
 from lab.workloads.interfaces import ATTENTION, Interface
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lab.calls.problem import E4M3
 from lab.checks import AttentionCase, Contents, Dead, Interface, Storage, TableTail
 from lab.checks.attention_inputs import (
     SEMAPHORE_BYTES,
@@ -17,7 +18,7 @@ from lab.checks.attention_inputs import (
 )
 from lab.checks.needles import needle_positions
 from lab.checks.trial import truth_of_call
-from lab.workloads.attention_case import E4M3, NVFP4
+from lab.workloads.attention_case import NVFP4
 
 CPU = torch.device("cpu")
 CASE = AttentionCase(Interface.DECODE, (35, 0, 16, 100), (2, 2, 2, 2), group=2)

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from lab import references
+from lab.calls.problem import E4M3
 from lab.checks import AttentionCase, CaseVerdict, Contents, Interface, Level, Outcome, judge, judge_case
 from lab.checks.catalogue import checks
 from lab.checks.ledger import KnownFinding
 from lab.checks.report import Report
-from lab.workloads.attention_case import E4M3
 from tests.checks import hostile, someone_elses
 from tests.checks.small import SMALL, decoding, twice_as_large_if
 

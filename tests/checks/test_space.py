@@ -9,9 +9,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lab.calls.problem import E4M3
 from lab.checks import AttentionCase, Interface, Space
 from lab.checks.space import edge_lengths
-from lab.workloads.attention_case import E4M3
 from lab.workloads.interfaces import ATTENTION
 
 NARROW = Space(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from lab.calls.problem import E4M3
 from lab.checks.catalogue.forward_modes import judge_pass
 from lab.checks.check import Check, Level, first_line
 from lab.checks.mla_pass import build_mla_pass
@@ -15,7 +16,7 @@ from lab.checks.space import Space
 from lab.checks.trial import Trial
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.lengths import DraftAttention
-from lab.workloads.attention_case import E4M3, Contents
+from lab.workloads.attention_case import Contents
 from lab.workloads.interfaces import Interface
 from lab.workloads.mla_case import MLACase
 
