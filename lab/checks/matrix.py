@@ -26,6 +26,7 @@ from lab.checks.space import Space
 from lab.checks.trial import Declined, Raised, Trial, truth_of_call
 from lab.checks.upstream_rules import UPSTREAM_RULES, passes
 from lab.checks.verdicts import Outcome
+from lab.files import write_text
 from lab.workloads.attention_case import AttentionCase, Storage
 from lab.workloads.interfaces import ATTENTION, Interface
 
@@ -158,11 +159,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ProcessPoolExecutor(given.workers, get_context("spawn"), _start_worker) as pool:
         for record in pool.map(record_of, chosen):
             records.append(record)
-            given.out.write_text(json.dumps(records, indent=1) + "\n")  # what is done stays, whatever comes
+            write_text(given.out, json.dumps(records, indent=1) + "\n")  # what is done stays, whatever comes
             print(
                 f"{len(records)}/{len(chosen)} {record['mutant']}: {', '.join(record['kills']) or 'LIVES'}", flush=True
             )
-    given.out.with_suffix(".md").write_text(markdown(records))
+    write_text(given.out.with_suffix(".md"), markdown(records))
     alive = [record["mutant"] for record in records if not record["kills"]]
     idle = [check.key for check in checks() if not any(check.key in record["kills"] for record in records)]
     print(f"alive: {alive}; checks that killed none: {idle}")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lab.checks.check import Level
 from lab.checks.space import Space
 from lab.checks.verdicts import Judged, Outcome
+from lab.files import write_text
 from lab.workloads.interfaces import Interface
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ class Report:
             ],
             "cases": [verdict.as_record() for verdict in self.verdicts],
         }
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        write_text(path, json.dumps(record, indent=1) + "\n")
 
     def table(self) -> "Table":
         """Return the rows for a terminal; "worst" is the largest error, as a share of its bound."""

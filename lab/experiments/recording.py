@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from lab.files import write_text
 from lab.provenance import environment
 from lab.timing.roofline import Ceilings
 
@@ -88,7 +89,7 @@ class Recording:
 
     def _write(self) -> None:
         if self._out is not None:
-            self._out.write_text(json.dumps(self.result, indent=1) + "\n")
+            write_text(self._out, json.dumps(self.result, indent=1) + "\n")
 
     def print_table(self, title: str, columns: Columns, rows: str, *, words: Collection[str] = ()) -> None:
         """Print a line per row of a list; see `table_of`."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lab.files import write_text
 from lab.reports.recorded import RecordedFileError, RecordedRun, Row, environment_facts, read_run
 from lab.reports.tables import ABSENT, markdown_of, table_of_lines
 from lab.reports.timing_tables import (
@@ -85,7 +86,7 @@ def write_report(run: RecordedRun, folder: Path) -> list[Path]:
     report = report_markdown(run, [path.name for path in written])
     if not can_plot():
         report += f"\n{NO_PLOTS}\n"
-    (folder / REPORT).write_text(report, encoding="utf-8")
+    write_text(folder / REPORT, report)
     return [folder / REPORT, *written]
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from random import Random
 from statistics import NormalDist
 
+from lab.files import write_text
 from lab.workloads.traces import TracedRequest
 
 PATH = Path(__file__).parent / "data" / "synthetic_chat.jsonl"
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the trace to the file that the command line names."""
     parser = argparse.ArgumentParser(description="Write the lab's own synthetic trace, the same on every machine.")
     parser.add_argument("--out", type=Path, required=True, help="the file to write, one JSON object a line")
-    parser.parse_args(argv).out.write_text(as_mooncake(synthetic_chat()), encoding="utf-8")
+    write_text(parser.parse_args(argv).out, as_mooncake(synthetic_chat()))
     return 0
 
 

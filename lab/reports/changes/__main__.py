@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from lab.experiments import EXPERIMENTS
+from lab.files import write_text
 from lab.reports.changes import CHANGES, Change
 from lab.reports.changes.entries import file_of, read_entries
 from lab.reports.changes.overview import PAGE, claims_table, kernels_sentence, page
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None, run: Run = run_command) -> int:
         return NOTHING_TO_SHOW
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / PAGE).write_text(page(entries, given.out), encoding="utf-8")
+        write_text(given.out / PAGE, page(entries, given.out))
     console = terminal()
     console.print(terminal_of(claims_table(entries), show_lines=True))
     console.print(kernels_sentence(entries))

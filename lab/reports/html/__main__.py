@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lab.files import write_text
 from lab.reports.recorded import RecordedFileError, read_folder
 
 NEEDED = ("itables", "jinja2", "markdown_it", "matplotlib")
@@ -32,8 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RecordedFileError as error:
         print(f"no report: {error}", file=sys.stderr)
         return 2
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(page, encoding="utf-8")
+    write_text(given.out, page)
     print(f"{given.out}: {given.out.stat().st_size / 1e6:.1f} MB")
     return 0
 
