@@ -10,12 +10,12 @@ from torch import Tensor
 from lab.calls.problem import E4M3
 from lab.checks.needles import draw_histories, needle_positions
 from lab.checks.stored import E4M3_K_SCALE, E4M3_V_SCALE, as_stored, fill
-from lab.checks.truth import Rules, Truth, truth_of_requests
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.kv_cache import PagedKVCache, PagedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.mha.calls import AttentionLayer, PlannedCall, plan_calls, prepare_attention
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
+from lab.references.truth import Rules, Truth, truth_of_requests
 from lab.workloads.attention_case import Contents
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.pass_case import PassCase

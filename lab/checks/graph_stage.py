@@ -9,7 +9,6 @@ from torch import Tensor
 from lab.checks.graph_case import GraphCase, MLAGraphCase
 from lab.checks.metadata_truth import wrong_metadata, wrong_mla_metadata
 from lab.checks.mla_pass import mla_truth
-from lab.checks.truth import Rules, Truth, truth_of_requests
 from lab.metadata.engine.cuda_graph import GraphRunner
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.kv_cache import KVLayout
@@ -20,6 +19,7 @@ from lab.metadata.mha.calls import AttentionLayer
 from lab.metadata.mla.backend import TRTLLMMLABackend
 from lab.metadata.mla.calls import MLALayer, prepare_mla_attention
 from lab.metadata.mla.metadata import QueryLayout
+from lab.references.truth import Rules, Truth, truth_of_requests
 from lab.workloads.geometries import geometry
 from lab.workloads.requests import History
 

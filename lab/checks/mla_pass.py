@@ -10,13 +10,13 @@ from lab.calls.problem import E4M3
 from lab.checks.forward_pass import EnginePass, admit_and_write, limits_of, new_poisonable_pool
 from lab.checks.needles import draw_histories
 from lab.checks.stored import E4M3_K_SCALE, as_stored
-from lab.checks.truth import Rules, Truth, truth_of_requests
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.kv_cache import PagedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.mla.calls import MLALayer, prepare_mla_attention
 from lab.metadata.mla.metadata import TRTLLMMLADecodeMetadata, build_mla_decode_metadata
+from lab.references.truth import Rules, Truth, truth_of_requests
 from lab.workloads.mla_case import MLACase
 
 BuildMLAMetadata = Callable[[ForwardBatch, KVPool, DraftAttention], TRTLLMMLADecodeMetadata]

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,15 +12,9 @@ from torch import Tensor
 
 from lab.checks.attention_inputs import AttentionInputs, build_attention
 from lab.checks.space import Space
-from lab.checks.truth import Rules, Truth, truth_of_requests
+from lab.references.truth import Rules, Truth, truth_of_requests
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import ATTENTION, Interface
-
-SHOWN_VECTORS = 3
-# Scores are float32 sums of exact products, so the softmax's denominator is known to far better than 0.3 % (0.004 in base
-# 2) by any kernel that sums weights before it rounds them; e4m3 queries of up to 448 sum to larger scores.
-LSE_LOG2_BOUND = 0.004
-LSE_LOG2_RELATIVE_BOUND = 1e-5
 
 
 class Declined(NotImplementedError):  # noqa: N818 - not an error of anybody's
@@ -186,35 +179,15 @@ class Trial:
         comparison = replace(comparison, bound=comparison.bound.clamp(min=least_bound))
         self.worst_ratio = max(self.worst_ratio, comparison.worst_ratio)
         if not comparison.passed:
-            count = int(comparison.wrong.sum())
-            requests = truth.request_of_row[comparison.wrong.any(dim=1)].unique().tolist()
-            vectors = "; ".join(
-                f"row {row} (request {int(truth.request_of_row[row])}) head {head}: error "
-                f"{float(comparison.error[row, head]):.3g}, bound {float(comparison.bound[row, head]):.3g}"
-                for row, head in comparison.worst(min(count, SHOWN_VECTORS))
-            )
-            self.wrong(
-                f"{what}: {count} of {comparison.wrong.numel()} vectors are wrong, of requests {requests}: {vectors}"
-            )
+            self.wrong(f"{what}: {truth.wrong_vectors(comparison)}")
         if result.lse is not None:
             self.hold_lse(what, result.lse, truth)
 
     def hold_lse(self, what: str, lse: Tensor, truth: Truth) -> None:
         """Hold an LSE to log2 of the softmax's denominator, the sink included; -inf where a row sees nothing."""
-        expected = truth.lse_log2
-        if lse.shape != expected.shape:
-            self.wrong(f"{what}: the LSE is {list(lse.shape)}, not {list(expected.shape)}")
-            return
-        lse = lse.to(torch.float64)
-        bound = LSE_LOG2_BOUND + LSE_LOG2_RELATIVE_BOUND * expected.abs().nan_to_num(posinf=0.0)
-        empty = expected == -math.inf
-        wrong = torch.where(empty, lse != expected, ~((lse - expected).abs() <= bound))
-        if bool(wrong.any()):
-            row, head = divmod(int(wrong.flatten().to(torch.int8).argmax()), expected.shape[1])
-            self.wrong(
-                f"{what}: {int(wrong.sum())} LSEs are wrong: row {row} head {head} is {float(lse[row, head]):.6g}, "
-                f"not {float(expected[row, head]):.6g} (base 2)"
-            )
+        wrong = truth.wrong_lse(lse)
+        if wrong:
+            self.wrong(f"{what}: {wrong}")
 
     def same_bits(self, what: str, result: Result | None, other: Result) -> None:
         """Hold two outputs to be equal bit for bit."""

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from lab.checks.forward_pass import EnginePass, build_forward
-from lab.checks.truth import Truth
 from lab.kernels.support import kernel_names
+from lab.references.truth import Truth
 from lab.timing.gpu_time import GpuTime, measure, rounded_us
 from lab.timing.host_time import CALLS_PER_BATCH, host_time
 from lab.timing.method import Method

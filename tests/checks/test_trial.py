@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lab.checks import AttentionCase, Interface
-from lab.checks.trial import LSE_LOG2_BOUND, Declined, Raised, Result, Trial, as_result, refusing, truth_of_call
-from lab.checks.truth import Truth
+from lab.checks.trial import Declined, Raised, Result, Trial, as_result, refusing, truth_of_call
+from lab.references.truth import LSE_LOG2_BOUND, Truth
 from tests.checks.small import decoding
 
 CASE = AttentionCase(Interface.DECODE, (20, 0, 33), (2, 2, 2), num_kv_heads=1, group=2)

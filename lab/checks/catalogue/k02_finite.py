@@ -13,7 +13,7 @@ import torch
 from lab.checks.check import Check, Level, counted, first_line
 from lab.checks.space import Space
 from lab.checks.trial import Result, Trial, truth_of_call
-from lab.checks.truth import Truth
+from lab.references.truth import Truth
 from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.interfaces import Interface
 

@@ -15,7 +15,7 @@ from lab.checks.attention_inputs import AttentionInputs
 from lab.checks.check import Check, Level, counted, first_line, same
 from lab.checks.space import Space
 from lab.checks.trial import Result, Trial, truth_of_call
-from lab.checks.truth import Truth
+from lab.references.truth import Truth
 from lab.workloads.attention_case import NVFP4, AttentionCase
 from lab.workloads.interfaces import Interface
 

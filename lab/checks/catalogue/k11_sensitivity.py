@@ -16,7 +16,7 @@ from lab.checks.check import Check, Level, counted, first_line
 from lab.checks.draft_masks import hold_masks, unequal_sinks
 from lab.checks.space import Space
 from lab.checks.trial import Trial, rules_of, truth_of_call
-from lab.checks.truth import truth_of_requests
+from lab.references.truth import truth_of_requests
 from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.interfaces import Interface
 

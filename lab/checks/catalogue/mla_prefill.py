@@ -19,10 +19,10 @@ from lab.checks.check import Check, Level, counted, first_line
 from lab.checks.needles import draw_histories, needle_positions
 from lab.checks.space import Space
 from lab.checks.trial import Result, Trial, as_result
-from lab.checks.truth import Rules, Truth, truth_of_requests
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.mla.calls import MLALayer, prepare_mla_prefill
 from lab.metadata.mla.metadata import build_mla_prefill_metadata
+from lab.references.truth import Rules, Truth, truth_of_requests
 from lab.workloads.attention_case import Contents
 from lab.workloads.interfaces import Interface
 from lab.workloads.pass_case import PASS_CONTENTS

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lab.checks.truth import Rules, Truth, truth_of_requests
+from lab.references.truth import Rules, Truth, truth_of_requests
 
 LN2 = math.log(2.0)
 

@@ -1,5 +1,6 @@
 """The truth of a request's query rows, from its K/V history alone, and what low-precision arithmetic makes of them."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,6 +10,12 @@ from torch import Tensor
 from lab.calls.problem import Scale
 from lab.references.errors import Comparison, compare, eager_attention
 from lab.references.paged_attention import attention, piece_elements, visible_keys
+
+SHOWN_VECTORS = 3
+# Scores are float32 sums of exact products, so the softmax's denominator is known to far better than 0.3 % (0.004 in base
+# 2) by any kernel that sums weights before it rounds them; e4m3 queries of up to 448 sum to larger scores.
+LSE_LOG2_BOUND = 0.004
+LSE_LOG2_RELATIVE_BOUND = 1e-5
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +45,37 @@ class Truth:
         comparison = compare(out, self.expected, self.control, self.request_of_row)
         one_rounding = torch.finfo(self.arithmetic).eps / 2
         return replace(comparison, bound=comparison.bound.clamp(min=one_rounding))
+
+    def wrong_vectors(self, comparison: Comparison) -> str:
+        """Name the wrong vectors: how many, of which requests, and row, request, head, error and bound of the worst."""
+        count = int(comparison.wrong.sum())
+        requests = self.request_of_row[comparison.wrong.any(dim=1)].unique().tolist()
+        vectors = "; ".join(
+            f"row {row} (request {int(self.request_of_row[row])}) head {head}: error "
+            f"{float(comparison.error[row, head]):.3g}, bound {float(comparison.bound[row, head]):.3g}"
+            for row, head in comparison.worst(min(count, SHOWN_VECTORS))
+        )
+        return f"{count} of {comparison.wrong.numel()} vectors are wrong, of requests {requests}: {vectors}"
+
+    def wrong_lse(self, lse: Tensor) -> str:
+        """Name what is wrong of an LSE [num_rows, num_qo_heads] in base 2; empty where nothing is.
+
+        It is log2 of the softmax's denominator, the sink included; -inf where a row sees nothing.
+        """
+        expected = self.lse_log2
+        if lse.shape != expected.shape:
+            return f"the LSE is {list(lse.shape)}, not {list(expected.shape)}"
+        lse = lse.to(torch.float64)
+        bound = LSE_LOG2_BOUND + LSE_LOG2_RELATIVE_BOUND * expected.abs().nan_to_num(posinf=0.0)
+        empty = expected == -math.inf
+        wrong = torch.where(empty, lse != expected, ~((lse - expected).abs() <= bound))
+        if not bool(wrong.any()):
+            return ""
+        row, head = divmod(int(wrong.flatten().to(torch.int8).argmax()), expected.shape[1])
+        return (
+            f"{int(wrong.sum())} LSEs are wrong: row {row} head {head} is {float(lse[row, head]):.6g}, "
+            f"not {float(expected[row, head]):.6g} (base 2)"
+        )
 
 
 @dataclass(frozen=True)
