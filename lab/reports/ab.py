@@ -6,8 +6,8 @@
     python -m lab.reports.ab draft_extend_v2/llama-3.1-8b/64q4s4k/on_context lab.kernels.trtllm \\
         --against draft_extend_v2/llama-3.1-8b/64q4s4k
 
-Both are right before and after, or nothing is said. Exit status: 1 if the second is SLOWER than the first, 2 if they could not
-be compared (one declines, is wrong, or cannot be timed so), else 0.
+Both are right before and after, or nothing is said. Exit status: 1 if the second is SLOWER than the first, 125 if they could
+not be compared (one declines, is wrong, or cannot be timed so), else 0.
 """
 
 import argparse
@@ -15,16 +15,18 @@ import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from lab.checks.forward_pass import build_forward
-from lab.reports.compare import add_rule, rule_of
-from lab.reports.tables import Columns, make_table, number, terminal, terminal_of, words
+from lab.checks.forward_pass import ForwardCase, build_forward
+from lab.reports.compare import add_outputs, add_rule, comparison_record, rule_of
+from lab.reports.comparison import NOT_COMPARED
+from lab.reports.tables import Columns, TableReport, make_table, number, words
 from lab.timing.forward import forward_work
-from lab.timing.gpu_time import measure_interleaved
-from lab.timing.method import method_named
-from lab.timing.statistics import IN_TURNS, SampleComparison, Speed, compare_samples
+from lab.timing.gpu_time import GpuTime, measure_interleaved
+from lab.timing.method import Method, method_named
+from lab.timing.statistics import IN_TURNS, Rule, SampleComparison, Speed, compare_samples
 from lab.workloads.scenarios import scenario
 from lab.workloads.traces import read_trace
 
@@ -53,28 +55,73 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     modules = [importlib.import_module(module) for _, module in sides]
     try:
-        works = {
-            side: forward_work(build_forward(case, torch.device("cuda")), module)
-            for side, case, module in zip(("first", "second"), cases, modules, strict=True)
-        }
-        times = measure_interleaved(works, method, given.samples)
+        times = measure_sides(cases, modules, method, given.samples)
     except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
         print(f"not compared: {type(error).__name__}: {error}", file=sys.stderr)
-        return 2
-    comparison = compare_samples(times["first"].samples_us, times["second"].samples_us, rule)
-    timed = list(zip(sides, times.values(), strict=True))
-    terminal().print(terminal_of(make_table(COLUMNS, timed, say_once=())))
-    print(in_words(comparison))
-    print(f"GPU time: {method}; {given.samples} samples each, in turns; {times['first'].device.facts()}")
-    return 1 if comparison.speed is Speed.SLOWER else 0
+        return NOT_COMPARED
+    report = ab_report(sides, times, rule)
+    report.show(given.json, given.markdown)
+    return report.exit_status
+
+
+def measure_sides(
+    cases: Sequence[ForwardCase], modules: Sequence[Any], method: Method, num_samples: int = SAMPLES
+) -> tuple[GpuTime, GpuTime]:
+    """Time two forward passes on this GPU, their samples in turns, each judged before and after.
+
+    Raises:
+        NotImplementedError, ValueError: one is refused.
+        AssertionError: one is wrong.
+        RuntimeError: one cannot be timed by this method.
+    """
+    works = {
+        side: forward_work(build_forward(case, torch.device("cuda")), module)
+        for side, case, module in zip(("first", "second"), cases, modules, strict=True)
+    }
+    times = measure_interleaved(works, method, num_samples)
+    return times["first"], times["second"]
+
+
+def ab_report(sides: Sequence[Side], times: Sequence[GpuTime], rule: Rule = IN_TURNS) -> TableReport:
+    """Compare the second side's time with the first's.
+
+    Args:
+        sides: scenario and module of each.
+        times: of each, as `measure_sides` returns them.
+    """
+    first, second = times
+    comparison = compare_samples(first.samples_us, second.samples_us, rule)
+    timed = list(zip(sides, times, strict=True))
+    method = f"{first.method}; {len(first.samples_us)} samples each, in turns; {first.device.facts()}"
+    return TableReport(
+        above=(),
+        table=make_table(COLUMNS, timed, say_once=()),
+        below=(f"GPU time: {method}", in_words(comparison)),
+        record={
+            **comparison_record(comparison),
+            "sides": [
+                {
+                    "scenario": scenario,
+                    "implementation": module,
+                    "median_us": time.median_us,
+                    "iqr_us": time.iqr_us,
+                    "launches": time.launches,
+                    "samples_us": time.samples_us,
+                }
+                for (scenario, module), time in timed
+            ],
+            "method": method,
+        },
+        exit_status=int(comparison.speed is Speed.SLOWER),
+    )
 
 
 COLUMNS: Columns = {
+    "scenario": lambda timed: words(timed[0][0]),
+    "implementation": lambda timed: words(timed[0][1]),
     "median, µs": lambda timed: number(timed[1].median_us, 2),
     "IQR, µs": lambda timed: number(timed[1].iqr_us, 2),
     "launches": lambda timed: number(timed[1].launches),
-    "scenario": lambda timed: words(timed[0][0]),
-    "implementation": lambda timed: words(timed[0][1]),
 }
 
 
@@ -97,6 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--l2", default="cold")
     parser.add_argument("--samples", type=int, default=SAMPLES)
     add_rule(parser, IN_TURNS)
+    add_outputs(parser)
     parser.add_argument(
         "--trace", type=Path, help="a Mooncake (.jsonl) or Azure (.csv) trace for scenarios that draw one"
     )

@@ -1,4 +1,4 @@
-"""Compare recorded runs, or two implementations or settings within one: a table, and an exit status for a gate.
+"""Compare recorded runs, or two implementations or settings within one: a table with the changed rows first.
 
     python -m lab.reports.compare BEFORE.json AFTER.json
     python -m lab.reports.compare BEFORE_RUNS/ AFTER_RUNS/
@@ -10,10 +10,11 @@ is compared then), and row by row another method, other work or other clocks. Wh
 power, what the limit may have made is UNSURE: SLOWER if it held AFTER back, FASTER if BEFORE, SAME if the SM clocks differ.
 
 Exit status, the first that holds:
-    2  nothing was compared: unreadable, refused as a whole, or no pair of rows left
-    1  a row is SLOWER; or AFTER lacks a row that BEFORE has; or, with --strict, a row is UNSURE
-    2  a row was refused
-    0  otherwise
+    2    a file cannot be read as a run
+    125  nothing was compared: refused as a whole, or no pair of rows left
+    1    a row is SLOWER; or AFTER lacks a row that BEFORE has; or, with --strict, a row is UNSURE
+    125  a row was refused
+    0    otherwise
 
 So 1 stands beside refused rows: what was seen to be slower stays slower. Within one run (--by) a row that only one
 side has is listed and does not count, because an implementation may decline a case.
@@ -25,12 +26,14 @@ looks at the medians alone, and refuses nothing.
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
+from typing import Any
 
 from lab.reports.comparison import (
+    NOT_COMPARED,
     NotComparableError,
     RowComparison,
     RunComparison,
@@ -38,7 +41,7 @@ from lab.reports.comparison import (
     compare_within,
 )
 from lab.reports.recorded import RecordedFileError, RecordedRun, environment_facts, in_words, read_runs
-from lab.reports.tables import Cell, Table, make_table, number, terminal, terminal_of
+from lab.reports.tables import Cell, Table, TableReport, make_table, number
 from lab.timing.statistics import BETWEEN_RUNS, Rule, SampleComparison, Speed
 
 # Of the environments' facts, those that are shown besides the packages.
@@ -53,24 +56,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (options.after is None) == (options.by is None):
         parser.error("compare BEFORE with AFTER, or within BEFORE --by KEY and two of its values")
     try:
-        if options.after and Path(options.before).resolve() == Path(options.after).resolve():
-            raise NotComparableError(f"both sides are {options.before}: that says nothing")
-        before = read_runs(options.before)
-        after = read_runs(options.after) if options.after else before
-        if options.by:
-            key, *values = options.by
-            comparison = compare_within(_only(before), key, values[0], values[1], rule)
-        else:
-            comparison = compare_recorded(before, after, rule)
+        by = None if options.by is None else tuple(options.by)
+        report = compare(options.before, options.after, by, rule, options.strict)
     except (RecordedFileError, NotComparableError) as error:
         print(f"not compared: {error}", file=sys.stderr)
-        return 2
-    effect_percent, significance = rule.minimum_effect_percent, rule.significance
-    print(
-        f"minimum effect {effect_percent:g} %, significance {significance:g}, intervals of {rule.confidence_percent:g} %"
-    )
-    _print(comparison, before, after)
-    return comparison.exit_status(options.strict)
+        return 2 if isinstance(error, RecordedFileError) else NOT_COMPARED
+    report.show(options.json, options.markdown)
+    return report.exit_status
+
+
+def compare(
+    before: str | Path,
+    after: str | Path | None = None,
+    by: tuple[str, str, str] | None = None,
+    rule: Rule = BETWEEN_RUNS,
+    strict: bool = False,
+) -> TableReport:
+    """Compare the recorded runs of two paths, or two values of one recorded fact within one run.
+
+    Args:
+        before, after: a recorded run each, or a folder of repeated ones; `after` is None with `by`.
+        by: the fact and its two values, such as ("implementation", "lab.kernels.portable", "lab.kernels.trtllm").
+        strict: an UNSURE row gives the exit status 1 too.
+
+    Raises:
+        RecordedFileError: a path holds no recorded run.
+        NotComparableError: the two sides must not be compared.
+    """
+    if after is not None and Path(before).resolve() == Path(after).resolve():
+        raise NotComparableError(f"both sides are {before}: that says nothing")
+    first = read_runs(before)
+    second = first if after is None else read_runs(after)
+    comparison = compare_recorded(first, second, rule) if by is None else compare_within(_only(first), *by, rule)
+    return _report(comparison, rule, first, second, strict)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -84,7 +102,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_rule(parser, BETWEEN_RUNS)
     parser.add_argument("--strict", action="store_true", help="exit with 1 on an UNSURE row too")
+    add_outputs(parser)
     return parser
+
+
+def add_outputs(parser: argparse.ArgumentParser) -> None:
+    """Add the options that write the report."""
+    for form in ("json", "markdown"):
+        parser.add_argument(f"--{form}", metavar="PATH", help="write it there too; - for the output, without the table")
 
 
 def add_rule(parser: argparse.ArgumentParser, rule: Rule) -> None:
@@ -111,20 +136,61 @@ def _only(runs: Sequence[RecordedRun]) -> RecordedRun:
     return runs[0]
 
 
-def _print(comparison: RunComparison, before: Sequence[RecordedRun], after: Sequence[RecordedRun]) -> None:
-    print(f"before: {comparison.before}\nafter: {comparison.after}")
-    for name, was, now in _header(before, after):
-        print(f"{name}: {was}" if was == now else f"{name}: {was} before, {now} after")
-    if comparison.rows:
-        table = comparison_table(comparison)
-        print("\n".join(f"{name}: {value}" for name, value in table.common))
-        terminal().print(terminal_of(table))
-    for line in _remarks(comparison):
-        print(line)
+def _report(
+    comparison: RunComparison, rule: Rule, before: Sequence[RecordedRun], after: Sequence[RecordedRun], strict: bool
+) -> TableReport:
+    header = {name: (was, now) for name, was, now in _header(before, after)}
+    table = comparison_table(comparison)
     others = sum(len(run.other_rows) for run in {run.path: run for run in (*before, *after)}.values())
+    below = list(_remarks(comparison))
     if others:
-        print(f"not compared, being host time or of no recorded clock: {others}")
-    print(_summary(comparison))
+        below.append(f"not compared, being host time or of no recorded clock: {others}")
+    return TableReport(
+        above=(
+            f"minimum effect {rule.minimum_effect_percent:g} %, significance {rule.significance:g}, "
+            f"intervals of {rule.confidence_percent:g} %",
+            f"before: {comparison.before}",
+            f"after: {comparison.after}",
+            *(
+                f"{name}: {was}" if was == now else f"{name}: {was} before, {now} after"
+                for name, (was, now) in header.items()
+            ),
+            *(f"{name}: {value}" for name, value in table.common),
+        ),
+        table=table,
+        below=(*below, _summary(comparison)),
+        record={
+            "before": comparison.before,
+            "after": comparison.after,
+            "environment": {name: {"before": was, "after": now} for name, (was, now) in header.items()},
+            "minimum_effect_percent": rule.minimum_effect_percent,
+            "significance": rule.significance,
+            "rows": [_record(row) for row in comparison.rows],
+            "only_before": [dict(identity) for identity in comparison.missing],
+            "only_after": [dict(identity) for identity in comparison.added],
+            "summary": _summary(comparison),
+        },
+        exit_status=comparison.exit_status(strict),
+    )
+
+
+def _record(row: RowComparison) -> Mapping[str, Any]:
+    if row.samples is None:
+        return {**dict(row.identity), "verdict": "refused", "reason": row.refused}
+    return {**dict(row.identity), **comparison_record(row.samples)}
+
+
+def comparison_record(samples: SampleComparison) -> dict[str, Any]:
+    """Return a comparison as JSON data: the verdict first."""
+    return {
+        "verdict": samples.speed.value,
+        "before_us": samples.before_us,
+        "after_us": samples.after_us,
+        "effect_percent": samples.effect_percent,
+        "interval_percent": samples.interval_percent,
+        "p_value": samples.p_value,
+        "reason": samples.reason,
+    }
 
 
 def comparison_table(comparison: RunComparison) -> Table:

@@ -19,6 +19,11 @@ MUST_AGREE = {
 WORK = ("requests", "query_tokens", "kv_tokens", "bytes_moved", "operations")
 
 
+# The exit status where two sides could not be compared.
+NOT_COMPARED = 125
+# What changed comes first, what stayed as it was comes last; None is a row that was refused.
+CHANGED_FIRST = (Speed.SLOWER, Speed.FASTER, Speed.UNSURE, None, Speed.SAME)
+
 Side = Mapping[Identity, tuple[Row, ...]]  # rows of GPU time by what they measure, one row per repeated run
 
 
@@ -40,6 +45,7 @@ class RunComparison:
     """All rows of two sides.
 
     Attributes:
+        rows: pairs, those that changed first.
         missing, added: what only the first or only the second side has.
         missing_counts: whether a missing row is a regression.
     """
@@ -63,11 +69,11 @@ class RunComparison:
         """Return the exit status of `lab.reports.compare`."""
         changes = {samples.speed for samples in self.compared}
         if not changes:
-            return 2
+            return NOT_COMPARED
         trips = {Speed.SLOWER, Speed.UNSURE} if strict else {Speed.SLOWER}
         if changes & trips or (self.missing and self.missing_counts):
             return 1
-        return 2 if self.refused else 0
+        return NOT_COMPARED if self.refused else 0
 
 
 def compare_recorded(
@@ -141,6 +147,7 @@ def _compare_sides(
             continue
         met.add(other)
         rows.append(_compare_rows(identity, mine, after[other], rule))
+    rows.sort(key=lambda row: CHANGED_FIRST.index(row.samples.speed if row.samples else None))
     return tuple(rows), tuple(missing), tuple(identity for identity in after if identity not in met)
 
 

@@ -1,19 +1,25 @@
 """The lab's one model of a table, and what shows it in a terminal and in Markdown; `lab.reports.html` shows it in a page."""
 
+import json
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lab.files import write_text
+
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions
     from rich.table import Table as RichTable
+    from rich.text import Text
 
 ABSENT = "–"
 # Where the output is not a terminal nothing says how wide it may be; a row of a table fits in this.
 WIDTH_WITHOUT_TERMINAL = 160
 SHOWN_DIGITS = 5  # significant ones; the page's cells hold the whole number beside it
+WIDER_THAN_ANY = 10_000  # columns of a terminal
 MOST_LISTED = 8  # longer lists of numbers are samples, and stay in their file
 # In a terminal, by a cell's style; a page has classes of the same names.
 TERMINAL_STYLES = {
@@ -219,10 +225,87 @@ def terminal_of(table: Table, show_lines: bool = False) -> "RichTable":
     box = SIMPLE if show_lines else SIMPLE_HEAD
     made = RichTable(title=table.caption or None, title_justify="left", box=box, show_lines=show_lines)
     for column in table.columns:
-        made.add_column(Text(column.heading), justify="right" if column.is_number else "left", overflow="fold")
+        made.add_column(
+            Text(column.heading),
+            justify="right" if column.is_number else "left",
+            overflow="fold",
+            no_wrap=column.is_number,
+        )
     for row in table.rows:
         made.add_row(*(Text(shown(cell), style=TERMINAL_STYLES.get(cell.style, "")) for cell in row))
     return made
+
+
+@dataclass(frozen=True)
+class FittedTable:
+    """A table for a terminal of any width; in a narrow one, each row's names have a line of their own above its figures."""
+
+    table: Table
+
+    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> Iterator["RichTable | Text"]:
+        """Yield the whole table if it fits, else its headings and rows on two lines each."""
+        from rich.measure import Measurement
+        from rich.text import Text
+
+        wide = terminal_of(self.table)
+        needed = Measurement.get(console, options.update(max_width=WIDER_THAN_ANY), wide).maximum
+        num_names = next((place for place, column in enumerate(self.table.columns) if column.is_number), 0)
+        if needed <= options.max_width or num_names == 0:
+            yield wide
+            return
+        headings = tuple(Cell(column.heading) for column in self.table.columns)
+        lines = (headings, *self.table.rows)
+        widths = [max(len(shown(line[place])) for line in lines) for place in range(len(headings))]
+        for line in lines:
+            yield Text(", ".join(filter(None, map(shown, line[:num_names]))), style="bold", overflow="fold")
+            figures = Text("  ", overflow="fold")
+            for cell, column, width in list(zip(line, self.table.columns, widths, strict=True))[num_names:]:
+                text = shown(cell)
+                figures.append(
+                    text.rjust(width) if column.is_number else text.ljust(width), TERMINAL_STYLES.get(cell.style)
+                )
+                figures.append("  ")
+            figures.rstrip()
+            yield figures
+
+
+@dataclass(frozen=True)
+class TableReport:
+    """The answer of a command: a table, lines above and below it, and the same as JSON data."""
+
+    above: tuple[str, ...]
+    table: Table
+    below: tuple[str, ...]
+    record: Mapping[str, Any]
+    exit_status: int = 0
+
+    def show(self, json_to: str | None = None, markdown_to: str | None = None) -> None:
+        """Print the report, and write it as JSON and Markdown where asked; "-" is the output, and then has nothing else."""
+        for target, written in ((json_to, self.json), (markdown_to, self.markdown)):
+            if target == "-":
+                print(written(), end="")
+            elif target is not None:
+                write_text(Path(target), written())
+        if "-" not in (json_to, markdown_to):
+            console = terminal()
+            console.print("\n".join(self.above), soft_wrap=True)
+            if self.table.rows:
+                console.print(FittedTable(self.table))
+            console.print("\n".join(self.below), soft_wrap=True)
+
+    def json(self) -> str:
+        """Return the record as JSON, with the exit status of the command."""
+        return json.dumps({**self.record, "exit_status": self.exit_status}, indent=1, ensure_ascii=False) + "\n"
+
+    def markdown(self) -> str:
+        """Return the report as Markdown: the last line below the table says most, and comes first."""
+        *remarks, summary = self.below
+        parts = [summary, *([markdown_of(self.table)] if self.table.rows else []), *map(_items, (remarks, self.above))]
+        return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _items(lines: Iterable[str]) -> str:
+    return "\n".join(f"* {line}" for line in lines)
 
 
 def terminal() -> "Console":

@@ -1,13 +1,19 @@
 """The gate: its exit status, its refusals, and pytest-benchmark's own on the same rows."""
 
+import io
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from lab.reports.compare import compare as reports_compare
 from lab.reports.compare import main
+from lab.reports.tables import FittedTable
 from tests.reports.recorded_runs import benchmark, entry, environment, host_entry, samples_us, write_run
 from tests.timing.inner_pytest import inner_environment
 
@@ -117,7 +123,7 @@ def test_versions_are_compared_not_refused(compare: Any) -> None:
 )
 def test_other_machines_are_refused(compare: Any, changes: dict[str, Any], words: tuple[str, ...]) -> None:
     status, said = compare(rows(250), rows(500), facts=environment(**changes))
-    assert status == 2
+    assert status == 125
     assert all(word in said for word in words)
     assert "SLOWER" not in said
 
@@ -138,7 +144,7 @@ def test_other_machines_are_refused(compare: Any, changes: dict[str, Any], words
 def test_rows_that_cannot_be_compared_are_refused(compare: Any, changes: dict[str, Any], words: str) -> None:
     same = entry("extend/llama-3.1-8b/8q4k")
     status, said = compare([*rows(250), same], [*rows(500, **changes), same])
-    assert status == 2
+    assert status == 125
     assert words in said
     assert "0 SLOWER, 1 SAME, 0 UNSURE, 1 refused, 0 missing, 0 new" in said
 
@@ -169,12 +175,12 @@ def test_what_a_limit_may_have_made_is_no_verdict(
 
 
 def test_a_memory_clock_under_a_limit_is_refused_all_the_same(compare: Any) -> None:
-    assert compare(rows(250, **POWER), rows(250, memory_clock_mhz=1600))[0] == 2
+    assert compare(rows(250, **POWER), rows(250, memory_clock_mhz=1600))[0] == 125
 
 
 def test_a_file_is_not_compared_with_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(write_run(tmp_path / "run.json", rows(250)))
-    assert main([path, path]) == 2
+    assert main([path, path]) == 125
     assert "that says nothing" in capsys.readouterr().err
 
 
@@ -198,9 +204,9 @@ def test_slower_beats_refused(compare: Any) -> None:
 
 def test_nothing_compared_is_no_success(compare: Any) -> None:
     status, said = compare([host_entry()], [host_entry()])
-    assert status == 2
+    assert status == 125
     assert "nothing was compared" in said
-    assert compare(rows(250), [entry("extend/llama-3.1-8b/8q4k")])[0] == 2
+    assert compare(rows(250), [entry("extend/llama-3.1-8b/8q4k")])[0] == 125
 
 
 def test_host_time_is_never_compared(compare: Any) -> None:
@@ -225,7 +231,7 @@ def test_folders_hold_repeated_runs(tmp_path: Path, capsys: pytest.CaptureFixtur
             write_run(tmp_path / side / f"{run}.json", rows(level_us * (1 + 0.002 * run), seed=run))
     assert main([str(tmp_path / "before"), str(tmp_path / "after")]) == 1
     assert "0.008" in capsys.readouterr().out, "the rank test's least p of 5 and 5"
-    assert main([str(tmp_path / "before"), str(tmp_path / "before")]) == 2, "a folder with itself"
+    assert main([str(tmp_path / "before"), str(tmp_path / "before")]) == 125, "a folder with itself"
 
 
 def test_one_odd_run_in_a_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -233,7 +239,7 @@ def test_one_odd_run_in_a_folder_is_refused(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "after").mkdir()
     write_run(tmp_path / "after" / "1.json", rows(250))
     write_run(tmp_path / "after" / "2.json", rows(250, sm_clock_mhz=[1500, 1500]))
-    assert main([str(before), str(tmp_path / "after")]) == 2
+    assert main([str(before), str(tmp_path / "after")]) == 125
     assert "two SM clocks" in capsys.readouterr().out
 
 
@@ -252,7 +258,7 @@ class TestWithinOneRun:
         status, said = by(run, "implementation", TRTLLM, PORTABLE)
         assert status == 1
         assert "1 FASTER, 1 SLOWER" in said
-        assert by(run, "implementation", PORTABLE, PORTABLE)[0] == 2
+        assert by(run, "implementation", PORTABLE, PORTABLE)[0] == 125
 
     def test_two_settings(self, by: Any) -> None:
         status, said = by(rows(250) + rows(260, page_size=32), "page_size", "64", "32")
@@ -267,19 +273,19 @@ class TestWithinOneRun:
     @pytest.mark.parametrize("key", ["clock", "l2", "method"])
     def test_two_methods_are_refused(self, by: Any, key: str) -> None:
         status, said = by(rows(250), key, "one", "two")
-        assert status == 2
+        assert status == 125
         assert f"two values of {key} are two methods" in said
 
     def test_a_value_that_is_not_there_is_refused(self, by: Any) -> None:
         status, said = by(rows(250), "implementation", TRTLLM, PORTABLE)
-        assert status == 2
+        assert status == 125
         assert f"no row of GPU time has implementation {PORTABLE}; there is {TRTLLM}" in said
 
     def test_two_scenarios_of_the_same_work(self, by: Any) -> None:
         run = [entry("a"), entry("b", samples=samples_us(300)), entry("c", kv_tokens=1)]
         assert by(run, "scenario", "a", "b")[0] == 1
         status, said = by(run, "scenario", "a", "c")
-        assert status == 2
+        assert status == 125
         assert "two workloads, kv_tokens: 262208 and 1" in said
 
 
@@ -336,3 +342,47 @@ def test_both_gates_trip_on_a_kernel_slowed_on_purpose(tmp_path: Path) -> None:
         assert after.returncode == status, after.stdout + after.stderr
         assert ("Performance has regressed" in after.stdout + after.stderr) == bool(status)
         assert main([str(tmp_path / "before.json"), str(tmp_path / "after.json")]) == status
+
+
+class TestWritten:
+    """What is written as JSON and Markdown is what the table shows, the changed rows first."""
+
+    BEFORE, AFTER = (250, 900, 300, 400), (251, 905, 270, 480)
+    ORDER = ("slower", "faster", "same", "same")
+
+    def test_json(self, compare: Any, tmp_path: Path) -> None:
+        path = tmp_path / "made" / "compared.json"
+        status, said = compare(rows(*self.BEFORE), rows(*self.AFTER, seed=9), "--json", str(path))
+        record = json.loads(path.read_text())
+        assert [row["verdict"] for row in record["rows"]] == list(self.ORDER)
+        assert record["exit_status"] == status == 1
+        assert record["summary"] in said
+        first = record["rows"][0]
+        assert first["scenario"] == "decode/llama-3.1-8b/8q1s4k"
+        assert (first["before_us"], first["after_us"]) == (pytest.approx(400, rel=0.01), pytest.approx(480, rel=0.01))
+
+    def test_markdown_alone(self, compare: Any) -> None:
+        _, said = compare(rows(*self.BEFORE), rows(*self.AFTER, seed=9), "--markdown", "-")
+        assert said.startswith("1 FASTER, 1 SLOWER, 2 SAME")
+        table = [line.split(" | ") for line in said.splitlines() if line.startswith("| decode/")]
+        assert [cells[-1].strip(" |").lower() for cells in table] == list(self.ORDER)
+        assert "─" not in said
+
+    def test_a_refused_row_says_why(self, compare: Any) -> None:
+        _, said = compare(rows(250, 900), rows(250) + rows(1, 900, kv_tokens=1)[1:], "--json", "-")
+        refused = json.loads(said)["rows"][0]
+        assert refused["verdict"] == "refused"
+        assert "kv_tokens" in refused["reason"]
+
+    def test_no_name_is_cut_in_a_narrow_terminal(self, tmp_path: Path) -> None:
+        names = [f"draft_extend_v2/qwen3-coder-480b/64q4s4k/page16/{end}" for end in ("window", "e4m3")]
+        paths = [
+            write_run(tmp_path / f"{side}.json", [entry(name, samples=samples_us(level_us)) for name in names])
+            for side, level_us in (("before", 12345.6), ("after", 23456.7))
+        ]
+        console = Console(width=80, file=io.StringIO())
+        console.print(FittedTable(reports_compare(*paths).table))
+        lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+        assert max(map(len, lines)) <= 80
+        assert [line for line in lines if line.startswith("draft")] == names
+        assert len([line for line in lines if re.search(r" 12,3\d\d\.\d\d .* 23,4\d\d\.\d\d .*SLOWER", line)]) == 2
