@@ -108,7 +108,8 @@ def judge(
     judged = [turn for of_bench in zip(*rounds, strict=True) for turn in of_bench]
     verdicts = tuple(verdict for turn in judged for verdict in turn.verdicts)
     left_out = sum(turn.left_out for turn in judged)
-    return Report(name, level, environment(), str(where), verdicts, left_out)
+    numbered = tuple(replace(verdict, number=number) for number, verdict in enumerate(verdicts, 1))
+    return Report(name, level, environment(), str(where), numbered, left_out, given)
 
 
 def judge_case(

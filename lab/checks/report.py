@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SHOWN_DECLINES = 3
+# Exit statuses; `git bisect run` takes 125 for a commit that cannot be judged.
+WRONG, NOT_JUDGED, INTERRUPTED = 1, 125, 130
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class CaseVerdict:
         space: the axes within which the check varied the case.
         drawn: Hypothesis drew the case; a wrong one is the smallest that it came to.
         finding: of a KNOWN case, where it is written down.
+        number: of the case in its report, from 1; a run that takes up an older report keeps its numbers. 0: in no report yet.
+        recorded_in: the report's file; empty if it is in none.
     """
 
     implementation: str
@@ -45,6 +49,8 @@ class CaseVerdict:
     space: Space = field(default_factory=Space)
     drawn: bool = False
     finding: str = ""
+    number: int = 0
+    recorded_in: str = ""
 
     @property
     def outcome(self) -> Outcome:
@@ -57,7 +63,14 @@ class CaseVerdict:
 
     @property
     def reproduce(self) -> str:
-        """Return a shell line that judges the case again."""
+        """Return a shell line that judges the case again: by its number in the report's file, or else with the case in it."""
+        if self.recorded_in:
+            return f"lab judge --case {shlex.quote(f'{self.recorded_in}#{self.number}')}"
+        return self.reproduce_without_file
+
+    @property
+    def reproduce_without_file(self) -> str:
+        """Return a shell line, the case in it, that judges the case again."""
         arguments = [self.implementation, self.check, self.case, self.device]
         if self.space != Space():
             arguments.append(self.space)
@@ -76,6 +89,7 @@ class CaseVerdict:
     def as_record(self) -> dict[str, Any]:
         """Return the verdict as JSON data; what is empty is left out."""
         record = {
+            "number": self.number,
             "check": self.check,
             "interface": self.interface.value,
             "outcome": self.outcome.value,
@@ -86,7 +100,9 @@ class CaseVerdict:
             "judged": self.judged.judged,
             "drawn": self.drawn,
             "finding": self.finding,
-            "reproduce": self.reproduce if self.outcome in (Outcome.WRONG, Outcome.FAILED, Outcome.KNOWN) else "",
+            "reproduce": self.reproduce_without_file
+            if self.outcome in (Outcome.WRONG, Outcome.FAILED, Outcome.KNOWN)
+            else "",
         }
         return {name: value for name, value in record.items() if value or name == "outcome"}
 
@@ -127,6 +143,8 @@ class Report:
         device: where.
         verdicts: of every case.
         left_out: cases that time ran out for.
+        space: the axes that were judged.
+        interrupted: by the user; cases that were not begun are in left_out.
     """
 
     implementation: str
@@ -135,6 +153,8 @@ class Report:
     device: str
     verdicts: tuple[CaseVerdict, ...]
     left_out: int = 0
+    space: Space = field(default_factory=Space)
+    interrupted: bool = False
 
     @property
     def rows(self) -> list[CheckSummary]:
@@ -156,6 +176,15 @@ class Report:
         everything = judged == {verdict.interface for verdict in self.verdicts} and self.left_out == 0
         return everything and bool(judged) and not any(self.wrong)
 
+    @property
+    def exit_status(self) -> int:
+        """Return a command's: 0 right, 1 something is wrong or failed, 125 it could not be judged, 130 interrupted."""
+        if self.interrupted:
+            return INTERRUPTED
+        if any(self.wrong):
+            return WRONG
+        return 0 if self.is_right else NOT_JUDGED
+
     def write(self, path: Path) -> None:
         """Write the report as JSON."""
         record = {
@@ -164,6 +193,8 @@ class Report:
             "device": self.device,
             "is_right": self.is_right,
             "left_out": self.left_out,
+            "interrupted": self.interrupted,
+            "space": repr(self.space),
             "environment": self.environment,
             "checks": [
                 {

@@ -61,6 +61,29 @@ def test_a_row_is_as_bad_as_its_worst_case(outcomes: tuple[Outcome, ...], row: O
     assert report.is_right is is_right
 
 
+@pytest.mark.parametrize(
+    ("outcomes", "changes", "status"),
+    [
+        ((Outcome.RIGHT, Outcome.KNOWN), {}, 0),
+        ((Outcome.RIGHT, Outcome.WRONG), {"left_out": 1}, 1),
+        ((Outcome.RIGHT, Outcome.FAILED), {}, 1),
+        ((Outcome.DECLINED,), {}, 125),
+        ((), {}, 125),
+        ((Outcome.RIGHT,), {"left_out": 1}, 125),
+        ((Outcome.WRONG,), {"interrupted": True}, 130),
+    ],
+)
+def test_the_exit_status_says_what_came_of_it(outcomes: tuple[Outcome, ...], changes: Any, status: int) -> None:
+    assert report_of(*map(verdict_of, outcomes), **changes).exit_status == status
+
+
+def test_a_recorded_case_is_reproduced_by_its_number() -> None:
+    recorded = verdict_of(Outcome.WRONG, number=17, recorded_in="my report.json")
+    assert recorded.reproduce == "lab judge --case 'my report.json#17'"
+    assert repr(CASE) in recorded.as_record()["reproduce"]
+    assert recorded.as_record()["number"] == 17
+
+
 def test_an_empty_report_is_not_right() -> None:
     assert not report_of().is_right
 
