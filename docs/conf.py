@@ -1,12 +1,13 @@
 """How Sphinx builds the site, `make docs`: from the Markdown files and notebooks of the repository, where they lie."""
 
 import gc
-from importlib.metadata import version as version_of
+
+from lab import __version__
 
 gc.set_threshold(100_000)  # else a quarter of the build's time is spent looking for garbage, of which there is little
 
 project = "The attention lab"
-release = version_of("trtllm-attention-lab")
+release = __version__
 copyright = "its contributors, Apache-2.0"
 root_doc = "docs/index"
 include_patterns = [

@@ -16,6 +16,7 @@ from lab.checks.ledger import LEDGER, KnownFinding, known
 from lab.checks.report import CaseVerdict, Report
 from lab.checks.space import Space
 from lab.checks.verdicts import Outcome
+from lab.extras import require
 from lab.gpus import capability_of
 from lab.provenance import environment
 from lab.workloads.forward_case import ForwardCase
@@ -75,8 +76,10 @@ def judge(
         progress: called with each verdict.
 
     Raises:
+        ModuleNotFoundError: a package of the extra `judge` is not installed.
         ValueError: it has none of the names, a check does not exist, or isolation was asked for an object.
     """
+    require("The judge", "hypothesis", "pebble", "rich")
     where = _device(device)
     capability = capability_of(where)
     if isolated and not isinstance(implementation, str):

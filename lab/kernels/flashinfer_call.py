@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lab.calls.problem import AttentionProblem
+from lab.extras import require
 from lab.gpus import Capability, capability_of
 from lab.kernels.support import Kernel, Problem, refuse_unsupported
 from lab.kernels.support.trtllm import kernel_for
@@ -94,6 +95,7 @@ def installed_taking(module: str, name: str, keywords: frozenset[str]) -> Callab
 @functools.cache
 def installed(module: str, name: str) -> tuple[Any, inspect.Signature]:
     """Return a function or class of the installed FlashInfer, and its signature; raises TypeError where it has none."""
+    require("lab.kernels.trtllm", "flashinfer")
     function = getattr(importlib.import_module(module), name, None)
     if function is None:
         raise TypeError(f"the installed FlashInfer {version()} has no {module}.{name}; the lab is written for 0.7.2")

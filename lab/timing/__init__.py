@@ -1,5 +1,9 @@
 """GPU and host times by a stated method, the hardware's limits beside them, and the comparison of samples."""
 
+from lab.extras import require
+
+require("lab.timing", "numpy", "pynvml", "scipy")
+
 from lab.timing.gpu_time import DeviceClock, GpuTime, measure, measure_interleaved
 from lab.timing.method import L2, Clock, Method, method_named
 from lab.timing.roofline import Ceilings, Roofline, measure_ceilings, roofline

@@ -4,6 +4,10 @@
 and launches no attention (`lab.kernels.prepare`).
 """
 
+from lab.extras import require
+
+require("lab.kernels.portable", "triton")
+
 from lab.kernels.portable.mla_decode import (
     prepare_trtllm_batch_decode_with_kv_cache_mla,
     trtllm_batch_decode_with_kv_cache_mla,

@@ -1,5 +1,6 @@
 """A kernel's row: the calls, GPUs, dtypes and sizes that it takes and the features that it honours; `why_not` reads it."""
 
+import importlib.util
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ import torch
 from lab.calls.features import Call, Feature
 from lab.calls.problem import E4M3, PagedAttention
 from lab.calls.ragged_context import RaggedAttention
+from lab.extras import sentence
 from lab.gpus import FAMILIES, Capability, GpuFamily, family_of, names_of, sm_name
 
 Problem = PagedAttention | RaggedAttention
@@ -165,6 +167,8 @@ def _not_honoured(kernel: Kernel, problem: Problem) -> str | None:
 def no_triton(capability: Capability | None, dtypes: Iterable[torch.dtype] = ()) -> str | None:
     """Return the reason why Triton does not run the lab's kernels there, over these dtypes; None if it does."""
     if capability is None:
+        if importlib.util.find_spec("triton") is None:
+            return sentence("lab.kernels.portable", ["triton"])
         interprets = triton_interprets()
         return (
             None

@@ -1,0 +1,86 @@
+"""Packaging: the base needs torch alone, and a missing package is named with the extra that installs it."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lab
+from lab.extras import EXTRA_OF
+
+ROOT = Path(__file__).parent.parent
+# Distributions whose modules have another name.
+DISTRIBUTIONS = {
+    "flashinfer": "flashinfer-python",
+    "pynvml": "nvidia-ml-py",
+    "cupti": "cupti-python",
+    "markdown_it": "markdown-it-py",
+}
+WITHOUT = """
+import importlib.util, sys
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name in sys.argv[2:] else find(name, package)
+try:
+    exec(sys.argv[1])
+except ModuleNotFoundError as error:
+    print(error)
+"""
+
+
+def declared(table: str) -> dict[str, str]:
+    """The lists of a table of pyproject.toml, as text."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8").split(f"[{table}]\n", 1)[1]
+    return dict(re.findall(r"^([\w-]+) = \[((?:[^\]\[]|\[\w[\w,]*\])*)\]", text, re.MULTILINE))
+
+
+def test_the_base_needs_torch_alone() -> None:
+    assert re.findall(r'"([\w-]+)', declared("project")["dependencies"]) == ["torch"]
+
+
+@pytest.mark.parametrize("package", EXTRA_OF)
+def test_the_extra_that_a_sentence_names_installs_the_package(package: str) -> None:
+    wanted = DISTRIBUTIONS.get(package, package).replace("_", "-")
+    installed = declared("project.optional-dependencies")[EXTRA_OF[package]]
+    assert wanted in re.findall(r'"([\w-]+)', installed)
+
+
+def test_all_has_every_extra_that_a_kernel_needs_to_be_judged_and_timed() -> None:
+    assert declared("project.optional-dependencies")["all"] == '"trtllm-attention-lab[bench,flashinfer,judge,triton]"'
+
+
+@pytest.mark.parametrize(
+    ("program", "packages", "says", "extra"),
+    [
+        ("from lab.checks import judge; judge(object())", ("pebble", "rich"), "The judge needs pebble, rich", "judge"),
+        ("import lab.kernels.portable", ("triton",), "lab.kernels.portable needs triton", "triton"),
+        ("import lab.kernels as k; k.write_forward_metadata", ("triton",), "lab.kernels.serving needs", "triton"),
+        ("import lab.timing", ("scipy",), "lab.timing needs scipy", "bench"),
+        (
+            "from lab.kernels.flashinfer_call import installed; installed('a', 'b')",
+            ("flashinfer",),
+            "lab.kernels.trtllm needs flashinfer",
+            "flashinfer",
+        ),
+        (
+            "from lab.kernels.support.kernel import no_triton; print(no_triton(None))",
+            ("triton",),
+            "needs triton",
+            "triton",
+        ),
+    ],
+)
+def test_a_missing_package_is_named_with_its_extra(
+    program: str, packages: tuple[str, ...], says: str, extra: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, program, *packages], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert says in done.stdout
+    assert f"pip install '.[{extra}]'" in done.stdout
+
+
+def test_the_version_is_a_constant_and_types_are_marked() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", lab.__version__)
+    assert (Path(lab.__file__).parent / "py.typed").exists()
