@@ -15,16 +15,17 @@ ALLOWED: dict[str, set[str]] = {
     "files": set(),
     "extras": set(),
     "gpus": set(),
+    "loading": set(),
     "provenance": set(),
     "calls": {"gpus"},
     "references": {"calls"},
     "kernels": {"calls", "gpus"},
     "metadata": {"calls", "kernels"},
     "workloads": {"calls", "metadata"},
-    "checks": {"calls", "gpus", "provenance", "references", "kernels", "metadata", "workloads"},
+    "checks": {"calls", "loading", "gpus", "provenance", "references", "kernels", "metadata", "workloads"},
     "timing": {"gpus", "provenance", "references", "kernels", "metadata", "workloads", "checks"},
-    "experiments": {"gpus", "provenance", "references", "kernels", "metadata", "workloads", "checks", "timing"},
-    "reports": {"provenance", "references", "metadata", "workloads", "checks", "timing", "experiments"},
+    "experiments": {"gpus", "loading", "provenance", "references", "kernels", "metadata", "workloads", "checks", "timing"},
+    "reports": {"loading", "provenance", "references", "metadata", "workloads", "checks", "timing", "experiments"},
 }
 
 

@@ -1,7 +1,6 @@
 """Cases in a worker process that is replaced when it crashes or does not return, so that a case costs itself alone."""
 
 import functools
-import importlib
 import multiprocessing
 import os
 import tempfile
@@ -19,20 +18,10 @@ from lab.checks.check import Check
 from lab.checks.space import Space
 from lab.checks.trial import Declined, Raised, Trial
 from lab.checks.verdicts import Judged, Outcome
+from lab.loading import load
 
 LOST_CONTEXT = 70  # exit status of a worker whose CUDA context is lost
 SHOWN_CHARACTERS = 1000
-
-
-def load(name: str) -> Any:
-    """Import the implementation of that name: "package.module", or "package.module:attribute".
-
-    Raises:
-        ImportError, AttributeError: there is none.
-    """
-    module, _, attribute = name.partition(":")
-    loaded = importlib.import_module(module)
-    return functools.reduce(getattr, filter(None, attribute.split(".")), loaded)
 
 
 class Isolation:

@@ -11,13 +11,14 @@ import torch
 
 from lab.checks.catalogue import checks
 from lab.checks.check import Check, Level, same
-from lab.checks.isolation import Isolation, load
+from lab.checks.isolation import Isolation
 from lab.checks.ledger import LEDGER, KnownFinding, known
 from lab.checks.report import CaseVerdict, Report
 from lab.checks.space import Space
 from lab.checks.verdicts import Outcome
 from lab.extras import require
 from lab.gpus import capability_of
+from lab.loading import load
 from lab.provenance import environment
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.interfaces import Interface

@@ -1,187 +1,16 @@
-"""`python -m lab.checks`: exit status, what it prints and writes, and how the axes are narrowed."""
+"""What reproduces a case in a shell, and pytest as a judge of any implementation."""
 
-import io
-import json
 import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-import pytest
-import torch
-
-from lab.checks import Level, Outcome, Space
-from lab.checks import __main__ as command_line
-from lab.checks.verdicts import Judged
-from lab.workloads.interfaces import Interface
-from tests.checks.test_report import CASE, report_of, verdict_of
+from lab.checks import Outcome
+from tests.checks.test_report import CASE, verdict_of
 from tests.timing.inner_pytest import inner_environment
 
 ROOT = Path(__file__).parents[2]
-NARROW = shlex.split(
-    "--device cpu --in-process --drawn 0 --groups 2 --num-kv-heads 1 --head-dims 64 --page-sizes 16 --q-lens 1 2 "
-    "--dtypes bf16/bf16 --no-sinks --no-nvfp4 --kv-layouts HND --longest 40"
-)
 WINDOW = "tests.checks.someone_elses_window"
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the judge is asked, with nothing judged; its answer is one right case."""
-    asked: dict[str, Any] = {}
-
-    def judge(implementation: str, **how: Any) -> Any:
-        asked.update(how, implementation=implementation)
-        return report_of(verdict_of(Outcome.RIGHT))
-
-    monkeypatch.setattr(command_line, "judge", judge)
-    return asked
-
-
-def test_what_is_right_ends_in_0(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command_line.main(["tests.checks.someone_elses", "--only", "K1", *NARROW]) == 0
-    said = capsys.readouterr().out
-    assert "K1 oracle" in said
-    assert "return_lse: it does not take these arguments" in said
-    assert said.endswith("right\n")
-
-
-def test_a_strangers_module_is_right(capsys: pytest.CaptureFixture[str]) -> None:
-    """Pages given back before windows, batches, replays; what it has no parameter for is declined."""
-    assert command_line.main(["tests.checks.someone_elses", "--only", "K4", "K7", "K9", *NARROW]) == 0
-    assert capsys.readouterr().out.endswith("right\n")
-
-
-def test_what_is_wrong_ends_in_1_and_is_written_with_its_reproduction(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "report.json"
-    assert command_line.main([WINDOW, "--only", "coded", *NARROW, "--out", str(out)]) == 1
-    report = json.loads(out.read_text())
-    assert (report["implementation"], report["level"], report["is_right"]) == (WINDOW, "smoke", False)
-    wrong = [case for case in report["cases"] if case["outcome"] == "wrong"]
-    said = capsys.readouterr().out
-    assert any(f"reproduce: {case['reproduce']}" in said for case in wrong)
-    assert said.endswith("not right\n")
-
-
-def test_what_declines_everything_ends_in_1() -> None:
-    assert command_line.main(["tests.checks.someone_elses", "--only", "K1", *NARROW, "--dtypes", "bf16/e4m3"]) == 1
-
-
-def test_the_whole_command_runs_isolated_in_a_shell() -> None:
-    narrow = [argument for argument in NARROW if argument != "--in-process"]
-    command = [
-        sys.executable,
-        "-m",
-        "lab.checks",
-        "tests.checks.hostile",
-        "--only",
-        "K1",
-        *narrow,
-        "--groups",
-        "1",
-        "3",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 1
-    assert "it crashed its process (exit status 7)" in done.stdout
-    assert "FAILED" not in done.stderr
-    assert "\x1b" not in done.stdout
-    assert "starting" not in done.stdout
-
-
-@pytest.mark.parametrize("is_terminal", [False, True])
-def test_progress_is_for_terminals(is_terminal: bool, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    made = command_line.Console
-    monkeypatch.setattr(command_line, "Console", lambda: made(file=io.StringIO(), force_terminal=is_terminal))
-    command_line.main(["lab.references"])
-    assert (asked["progress"] is not None) is is_terminal
-
-
-def test_a_wrong_case_is_told_on_a_terminal_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen, made = io.StringIO(), command_line.Console
-
-    def judge(implementation: str, **how: Any) -> Any:
-        how["progress"](verdict_of(Outcome.RIGHT))
-        assert "K1 of" not in screen.getvalue()
-        how["progress"](verdict_of(Outcome.WRONG))
-        assert "K1 of trtllm_batch_decode_with_kv_cache is wrong" in screen.getvalue()
-        return report_of(verdict_of(Outcome.WRONG))
-
-    monkeypatch.setattr(command_line, "judge", judge)
-    monkeypatch.setattr(command_line, "Console", lambda: made(file=screen, force_terminal=True, color_system=None))
-    assert command_line.main(["lab.references"]) == 1
-
-
-def test_without_an_axis_the_default_space_is_judged_isolated_at_smoke_level(asked: dict[str, Any]) -> None:
-    command_line.main(["lab.references"])
-    assert asked["space"] == Space()
-    assert asked["isolated"] is True
-    assert asked["level"] is Level.SMOKE
-    assert asked["only"] == []
-
-
-def test_axes_are_narrowed(asked: dict[str, Any]) -> None:
-    command_line.main(["lab.references", *NARROW, "--no-windows", "--masked-rows", "4", "--e4m3-arithmetic"])
-    assert asked["space"] == Space(
-        dtypes=((torch.bfloat16, torch.bfloat16),),
-        groups=(2,),
-        num_kv_heads=(1,),
-        head_dims=(64,),
-        page_sizes=(16,),
-        q_lens=(1, 2),
-        windows=(False,),
-        sinks=(False,),
-        nvfp4=(False,),
-        kv_layouts=("HND",),
-        masked_rows=(4,),
-        e4m3_arithmetic=True,
-        longest=40,
-    )
-
-
-def test_dtypes_are_pairs_of_query_and_cache(asked: dict[str, Any]) -> None:
-    command_line.main(["lab.references", "--dtypes", "fp16/fp16", "bf16/e4m3"])
-    assert asked["space"].dtypes == ((torch.float16, torch.float16), (torch.bfloat16, torch.float8_e4m3fn))
-
-
-def test_other_options_reach_the_judge(asked: dict[str, Any]) -> None:
-    options = "--level full --only K4 batch --time-limit-s 9 --workers 3 --most-seconds 60 --drawn 7 --in-process"
-    command_line.main(["lab.references", *shlex.split(options)])
-    expected = {"only": ["K4", "batch"], "time_limit_s": 9.0, "workers": 3, "most_seconds": 60.0, "drawn": 7}
-    assert expected.items() <= asked.items()
-    assert asked["level"] is Level.FULL
-    assert asked["isolated"] is False
-
-
-def test_what_fits_the_machine_is_judged_by_default(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from lab import references
-
-    monkeypatch.setattr(command_line, "default_implementation", lambda: references)
-    command_line.main([])
-    assert asked["implementation"] == "lab.references"
-
-
-@pytest.mark.parametrize(
-    ("line", "sentence"),
-    [
-        ("tests.checks.nowhere", "tests.checks.nowhere cannot be imported: No module named 'tests.checks.nowhere'"),
-        (
-            "lab.references:nothing",
-            "lab.references:nothing cannot be imported: module 'lab.references' has no attribute",
-        ),
-        ("json", f"json has none of {Interface.DECODE.value}, "),
-        ("lab.references --only K99", "invalid choice: 'K99'"),
-        ("lab.references --dtypes bf16", "'bf16' is no pair such as bf16/e4m3, of fp16, bf16, e4m3"),
-    ],
-)
-def test_a_mistake_ends_in_2_with_a_sentence(line: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        command_line.main(shlex.split(line))
-    assert stopped.value.code == 2
-    assert sentence in capsys.readouterr().err
 
 
 def test_a_reproduction_is_legible() -> None:
@@ -193,15 +22,6 @@ def test_a_case_that_a_shell_would_misread_is_quoted() -> None:
     strange = verdict_of(Outcome.WRONG, implementation="a.b:$HOME")
     assert shlex.split(strange.reproduce)[-1].count("a.b:$HOME") == 1
     assert "'\"'\"'" in strange.reproduce
-
-
-def test_known_findings_are_shown_and_right(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    known = verdict_of(Outcome.KNOWN, judged=Judged(Outcome.KNOWN, ("off by one",), judged=1), finding="page#heading")
-    monkeypatch.setattr(command_line, "judge", lambda *_, **__: report_of(known))
-    assert command_line.main(["lab.references"]) == 0
-    assert "known: page#heading" in capsys.readouterr().out
 
 
 def test_pytest_judges_any_implementation_by_each_check() -> None:

@@ -11,9 +11,9 @@ import pytest
 from lab.checks import Outcome, Space, judge
 from lab.checks.catalogue import checks
 from lab.checks.check import Check
-from lab.checks.isolation import load
 from lab.checks.judge import interfaces_of
 from lab.kernels import default_implementation
+from lab.loading import load
 from lab.workloads.interfaces import Interface
 from tests.checks.small import SMALL
 

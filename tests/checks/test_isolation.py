@@ -8,7 +8,7 @@ import torch
 
 from lab.checks import CaseVerdict, Outcome, Report, Space, judge
 from lab.checks import isolation as isolation_module
-from lab.checks.isolation import Isolation, load
+from lab.checks.isolation import Isolation
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import Interface
 from tests.checks import hostile
@@ -98,10 +98,3 @@ def test_in_this_process_what_is_raised_is_told_too() -> None:
         "it raised Odd",
         "it raised SystemExit",
     }
-
-
-def test_a_name_leads_to_a_module_or_into_it() -> None:
-    assert load("tests.checks.hostile") is hostile
-    assert load("tests.checks.hostile:Odd.__doc__") == hostile.Odd.__doc__
-    with pytest.raises(ModuleNotFoundError):
-        load("tests.checks.nowhere")

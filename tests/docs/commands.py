@@ -19,7 +19,7 @@ from unittest import mock
 
 import pytest
 
-from lab.checks.isolation import load
+from lab.loading import load
 from lab.workloads import scenario
 from lab.workloads.draft import draft_scenario, is_draft_scenario
 

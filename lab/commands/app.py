@@ -1,0 +1,40 @@
+"""The command `lab` and its list of commands."""
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from lab.commands.checks import checks
+from lab.commands.judge import judge
+
+app = typer.Typer(
+    name="lab",
+    help="Is an LLM attention kernel right, and how far is it from the hardware's limit?",
+    epilog="Exit status: 0 right or done, 1 wrong, 2 wrongly used, 125 could not be judged, 130 ended by Ctrl-C.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"lab {version('trtllm-attention-lab')}")
+        raise typer.Exit
+
+
+@app.callback()
+def lab(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")] = False,
+) -> None:
+    """Let modules of the current folder be found, as `python -m` does."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+
+
+for command in (judge, checks):
+    app.command()(command)

@@ -1,0 +1,198 @@
+"""`lab judge`: judge an implementation."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from lab.commands.options import (
+    DONE,
+    NOT_JUDGED,
+    WRONG,
+    Device,
+    Implementation,
+    Out,
+    loaded,
+    positive,
+    prepare_machine,
+    refuse,
+    several,
+)
+
+if TYPE_CHECKING:
+    from lab.checks.report import CaseVerdict, Report
+    from lab.checks.space import Space
+
+AXES = "Axes: narrow the cases to what the kernel was built for"
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn"}  # names in torch
+
+
+def _dtypes(pair: str) -> Any:
+    import torch
+
+    query, _, cache = pair.partition("/")
+    if not {query, cache} <= set(DTYPES):
+        raise ValueError(f"{pair!r} is no pair such as bf16/e4m3, of {', '.join(DTYPES)}")
+    return getattr(torch, DTYPES[query]), getattr(torch, DTYPES[cache])
+
+
+def _geometry(name: str) -> str:
+    from lab.workloads.geometries import GEOMETRIES
+
+    if name not in GEOMETRIES:
+        raise ValueError(f"there is no geometry {name!r}; there are {', '.join(sorted(GEOMETRIES))}")
+    return name
+
+
+def _kv_layout(name: str) -> str:
+    if name not in ("HND", "NHD"):
+        raise ValueError(f"{name!r} is neither HND nor NHD")
+    return name
+
+
+def _check(name: str) -> str:
+    from lab.checks.catalogue import checks
+
+    known = {spelling for check in checks() for spelling in (check.key, check.key.lower(), check.name)}
+    if name not in known:
+        keys = ", ".join(f"{check.key} {check.name}" for check in checks())
+        raise ValueError(f"there is no check {name!r}; there are {keys}")
+    return name
+
+
+def _function(name: str) -> str:
+    from lab.workloads.interfaces import Interface
+
+    names = [interface.value for interface in Interface]
+    if name not in names:
+        raise ValueError(f"there is no function {name!r}; there are {', '.join(names)}")
+    return name
+
+
+def _axis(words: str) -> Any:
+    return several(positive, words, "N,N,...", AXES)
+
+
+def _some(kind: str, of: str) -> Any:
+    return typer.Option(f"--{kind}/--no-{kind}", help=f"some cases have {of}", rich_help_panel=AXES)
+
+
+Only = Annotated[list[str] | None, several(_check, "keys or names of checks, see `lab checks`", "CHECK,...")]
+Functions = Annotated[list[str] | None, several(_function, "all that it has if left out", "NAME,...")]
+InProcess = Annotated[bool, typer.Option("--in-process", help="no worker: a crash or a hang ends the judge")]
+MostSeconds = Annotated[float, typer.Option(min=0, help="begin no further case after so long", show_default="no limit")]
+Drawn = Annotated[int | None, typer.Option(min=0, help="cases that Hypothesis draws per check and function")]
+Dtypes = Annotated[list[str] | None, several(_dtypes, "pairs such as bf16/bf16,bf16/e4m3", "Q/KV,...", AXES)]
+Geometries = Annotated[
+    list[str] | None, several(_geometry, "of the full level's passes and graph stories", "NAME,...", AXES)
+]
+KVLayouts = Annotated[list[str] | None, several(_kv_layout, "orders of a page's axes", "HND,NHD", AXES)]
+Longest = Annotated[int | None, typer.Option(min=1, help="keys of the longest request, about", rich_help_panel=AXES)]
+E4M3Arithmetic = Annotated[
+    bool,
+    typer.Option("--e4m3-arithmetic", help="it is known to compute in e4m3 over an e4m3 cache", rich_help_panel=AXES),
+]
+
+
+def judge(
+    context: typer.Context,
+    implementation: Annotated[str | None, Implementation] = None,
+    level: Annotated[Literal["smoke", "full"], typer.Option(help="how much is judged")] = "smoke",
+    only: Only = None,
+    functions: Functions = None,
+    device: Device = None,
+    in_process: InProcess = False,
+    time_limit_s: Annotated[float, typer.Option(min=0.001, help="of one case")] = 120.0,
+    workers: Annotated[int, typer.Option(min=1, help="processes that judge at a time")] = 2,
+    most_seconds: MostSeconds = math.inf,
+    drawn: Drawn = None,
+    out: Out = None,
+    dtypes: Dtypes = None,
+    groups: Annotated[list[int] | None, _axis("query heads per K/V head")] = None,
+    num_kv_heads: Annotated[list[int] | None, _axis("K/V heads of the cache")] = None,
+    head_dims: Annotated[list[int] | None, _axis("of the cache")] = None,
+    page_sizes: Annotated[list[int] | None, _axis("of the cache, in tokens")] = None,
+    q_lens: Annotated[list[int] | None, _axis("query rows of a request in a decode call")] = None,
+    large_batches: Annotated[list[int] | None, _axis("requests of the large batches")] = None,
+    masked_rows: Annotated[list[int] | None, _axis("query rows of the calls with a draft mask")] = None,
+    mla_heads: Annotated[list[int] | None, _axis("query heads of MLA")] = None,
+    mla_page_sizes: Annotated[list[int] | None, _axis("of MLA's cache, in tokens")] = None,
+    geometries: Geometries = None,
+    kv_layouts: KVLayouts = None,
+    longest: Longest = None,
+    e4m3_arithmetic: E4M3Arithmetic = False,
+    windows: Annotated[bool, _some("windows", "a sliding window")] = True,
+    sinks: Annotated[bool, _some("sinks", "a sink per head")] = True,
+    nvfp4: Annotated[bool, _some("nvfp4", "an NVFP4 cache")] = True,
+) -> None:
+    """Judge an implementation: a module, a file or an object with one or more of FlashInfer's functions."""
+    prepare_machine(device)
+    from lab.checks.judge import interfaces_of
+    from lab.kernels import default_implementation
+    from lab.workloads.interfaces import Interface
+
+    name = implementation or default_implementation(device).__name__
+    if not interfaces_of(loaded(name)):
+        refuse(f"{name} has none of {', '.join(interface.value for interface in Interface)}")
+    console = Console()
+    report = _report(
+        console,
+        name,
+        level=level,
+        space=_space(context.params),
+        only=only or (),
+        functions=functions or (),
+        device=device,
+        isolated=not in_process,
+        workers=workers,
+        time_limit_s=time_limit_s,
+        most_seconds=most_seconds,
+        drawn=drawn,
+    )
+    console.print(report.table())
+    for detail in report.details():
+        console.print(detail, markup=False, highlight=False, soft_wrap=True)
+    if out is not None:
+        report.write(out)
+    if report.left_out:
+        console.print(f"{report.left_out} cases were left out: the time was over")
+    console.print("right" if report.is_right else "not right")
+    raise typer.Exit(DONE if report.is_right else WRONG if any(report.wrong) else NOT_JUDGED)
+
+
+def _report(console: Console, name: str, *, level: str, **how: Any) -> "Report":
+    """Judge, with a line of progress on a terminal."""
+    from lab.checks.check import Level
+    from lab.checks.judge import judge as judge_it
+    from lab.checks.verdicts import Outcome
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("starting")
+
+        def tell(verdict: "CaseVerdict") -> None:
+            progress.update(task, advance=1, description=f"{verdict.check} of {verdict.interface.value}")
+            if verdict.outcome in (Outcome.WRONG, Outcome.FAILED) and not verdict.drawn:
+                progress.console.print(f"{verdict.check} of {verdict.interface.value} is {verdict.outcome.value}")
+
+        return judge_it(name, level=Level(level), progress=tell if console.is_terminal else None, **how)
+
+
+def _space(given: Mapping[str, Any]) -> "Space":
+    """Return the default axes, narrowed by the options of the same names."""
+    from lab.checks.space import Space
+
+    chosen: dict[str, Any] = {}
+    for axis in fields(Space):
+        value = given.get(axis.name)
+        if isinstance(value, list):
+            chosen[axis.name] = tuple(value)
+        elif axis.name in ("windows", "sinks", "nvfp4"):
+            chosen[axis.name] = (False, True) if value else (False,)
+        elif value is not None:
+            chosen[axis.name] = value
+    return Space(**chosen)

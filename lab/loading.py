@@ -1,0 +1,69 @@
+"""Implementations by name: a module that can be imported, or a file.
+
+A leaf: it needs Python alone.
+"""
+
+import functools
+import importlib
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+class LoadError(ImportError):
+    """What was named cannot be imported; the message is a sentence that says why, and where its own code raised."""
+
+
+def load(name: str) -> Any:
+    """Import what is named.
+
+    Args:
+        name: "package.module" or "path/to/file.py", each with ":attribute" after it if the implementation is an attribute.
+
+    Raises:
+        LoadError: there is none, or its own code raised while it was imported.
+    """
+    where, _, attribute = name.partition(":")
+    try:
+        loaded = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+        return functools.reduce(getattr, filter(None, attribute.split(".")), loaded)
+    except (Exception, SystemExit) as error:  # a stranger's code may raise anything
+        raise LoadError(f"{name} cannot be imported: {_sentence(error)}", name=getattr(error, "name", None)) from error
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Import a file as Python would from its package's folder, or from its own folder if it is in no package."""
+    path = path.resolve()
+    if not path.is_file():
+        raise FileNotFoundError("there is no such file")
+    names, root = [path.stem], path.parent
+    while (root / "__init__.py").exists():
+        names, root = [root.name, *names], root.parent
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    if len(names) > 1:
+        return importlib.import_module(".".join(names))
+    # A file of its own may be called as some other module is: `attention.py`, or `math.py`.
+    name = f"file {path}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+def _sentence(error: BaseException) -> str:
+    said = str(error) if isinstance(error, ImportError | AttributeError | FileNotFoundError) else ""
+    said = said or f"{type(error).__name__}: {error}"
+    raised = traceback.extract_tb(error.__traceback__)[-1]
+    is_its_own = raised.filename not in (__file__, importlib.__file__) and not raised.filename.startswith("<frozen")
+    return f"{said} ({Path(raised.filename).name}, line {raised.lineno})" if is_its_own else said

@@ -1,0 +1,195 @@
+"""`lab judge`: exit status, what it prints and writes, and how the axes are narrowed."""
+
+import io
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lab.checks import Level, Outcome, Space
+from lab.commands import judge as judge_module
+from lab.checks.verdicts import Judged
+from lab.workloads.interfaces import Interface
+from tests.checks.test_report import report_of, verdict_of
+from tests.commands.command import run
+
+JUDGE = sys.modules["lab.checks.judge"]  # `lab.checks.judge` is the function
+ROOT = Path(__file__).parents[2]
+NARROW = shlex.split(
+    "--device cpu --in-process --drawn 0 --groups 2 --num-kv-heads 1 --head-dims 64 --page-sizes 16 --q-lens 1,2 "
+    "--dtypes bf16/bf16 --no-sinks --no-nvfp4 --kv-layouts HND --longest 40"
+)
+WINDOW = "tests.checks.someone_elses_window"
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the judge is asked, with nothing judged; its answer is one right case."""
+    asked: dict[str, Any] = {}
+
+    def judge(implementation: str, **how: Any) -> Any:
+        asked.update(how, implementation=implementation)
+        return report_of(verdict_of(Outcome.RIGHT))
+
+    monkeypatch.setattr(JUDGE, "judge", judge)
+    return asked
+
+
+def test_what_is_right_ends_in_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["judge", "tests.checks.someone_elses", "--only", "K1", *NARROW]) == 0
+    said = capsys.readouterr().out
+    assert "K1 oracle" in said
+    assert "return_lse: it does not take these arguments" in said
+    assert said.endswith("right\n")
+
+
+def test_a_strangers_module_is_right(capsys: pytest.CaptureFixture[str]) -> None:
+    """Pages given back before windows, batches, replays; what it has no parameter for is declined."""
+    assert run(["judge", "tests.checks.someone_elses", "--only", "K4,K7,K9", *NARROW]) == 0
+    assert capsys.readouterr().out.endswith("right\n")
+
+
+def test_what_is_wrong_ends_in_1_and_is_written_with_its_reproduction(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "report.json"
+    assert run(["judge", WINDOW, "--only", "coded", *NARROW, "--out", str(out)]) == 1
+    report = json.loads(out.read_text())
+    assert (report["implementation"], report["level"], report["is_right"]) == (WINDOW, "smoke", False)
+    wrong = [case for case in report["cases"] if case["outcome"] == "wrong"]
+    said = capsys.readouterr().out
+    assert any(f"reproduce: {case['reproduce']}" in said for case in wrong)
+    assert said.endswith("not right\n")
+
+
+def test_what_declines_everything_was_not_judged() -> None:
+    assert run(["judge", "tests.checks.someone_elses", "--only", "K1", *NARROW, "--dtypes", "bf16/e4m3"]) == 125
+
+
+def test_the_whole_command_runs_isolated_in_a_shell() -> None:
+    narrow = [argument for argument in NARROW if argument != "--in-process"]
+    command = [sys.executable, "-m", "lab", "judge", "tests.checks.hostile", "--only", "K1", *narrow, "--groups", "1,3"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1
+    assert "it crashed its process (exit status 7)" in done.stdout
+    assert "FAILED" not in done.stderr
+    assert "\x1b" not in done.stdout
+    assert "starting" not in done.stdout
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_progress_is_for_terminals(is_terminal: bool, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = judge_module.Console
+    monkeypatch.setattr(judge_module, "Console", lambda: made(file=io.StringIO(), force_terminal=is_terminal))
+    run(["judge", "lab.references"])
+    assert (asked["progress"] is not None) is is_terminal
+
+
+def test_a_wrong_case_is_told_on_a_terminal_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, made = io.StringIO(), judge_module.Console
+
+    def judge(implementation: str, **how: Any) -> Any:
+        how["progress"](verdict_of(Outcome.RIGHT))
+        assert "K1 of" not in screen.getvalue()
+        how["progress"](verdict_of(Outcome.WRONG))
+        assert "K1 of trtllm_batch_decode_with_kv_cache is wrong" in screen.getvalue()
+        return report_of(verdict_of(Outcome.WRONG))
+
+    monkeypatch.setattr(JUDGE, "judge", judge)
+    monkeypatch.setattr(judge_module, "Console", lambda: made(file=screen, force_terminal=True, color_system=None))
+    assert run(["judge", "lab.references"]) == 1
+
+
+def test_without_an_axis_the_default_space_is_judged_isolated_at_smoke_level(asked: dict[str, Any]) -> None:
+    run(["judge", "lab.references"])
+    assert asked["space"] == Space()
+    assert asked["isolated"] is True
+    assert asked["level"] is Level.SMOKE
+    assert asked["only"] == []
+
+
+def test_axes_are_narrowed(asked: dict[str, Any]) -> None:
+    run(["judge", "lab.references", *NARROW, "--no-windows", "--masked-rows", "4", "--e4m3-arithmetic"])
+    assert asked["space"] == Space(
+        dtypes=((torch.bfloat16, torch.bfloat16),),
+        groups=(2,),
+        num_kv_heads=(1,),
+        head_dims=(64,),
+        page_sizes=(16,),
+        q_lens=(1, 2),
+        windows=(False,),
+        sinks=(False,),
+        nvfp4=(False,),
+        kv_layouts=("HND",),
+        masked_rows=(4,),
+        e4m3_arithmetic=True,
+        longest=40,
+    )
+
+
+def test_dtypes_are_pairs_of_query_and_cache(asked: dict[str, Any]) -> None:
+    run(["judge", "lab.references", "--dtypes", "fp16/fp16,bf16/e4m3"])
+    assert asked["space"].dtypes == ((torch.float16, torch.float16), (torch.bfloat16, torch.float8_e4m3fn))
+
+
+def test_other_options_reach_the_judge(asked: dict[str, Any]) -> None:
+    options = "--level full --only K4,batch --time-limit-s 9 --workers 3 --most-seconds 60 --drawn 7 --in-process"
+    run(["judge", "lab.references", *shlex.split(options)])
+    expected = {"only": ["K4", "batch"], "time_limit_s": 9.0, "workers": 3, "most_seconds": 60.0, "drawn": 7}
+    assert expected.items() <= asked.items()
+    assert asked["level"] is Level.FULL
+    assert asked["isolated"] is False
+
+
+def test_what_fits_the_machine_is_judged_by_default(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from lab import references
+
+    monkeypatch.setattr(command_line, "default_implementation", lambda: references)
+    run(["judge"])
+    assert asked["implementation"] == "lab.references"
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("tests.checks.nowhere", "tests.checks.nowhere cannot be imported: No module named 'tests.checks.nowhere'"),
+        (
+            "lab.references:nothing",
+            "lab.references:nothing cannot be imported: module 'lab.references' has no attribute",
+        ),
+        ("nowhere.py", "nowhere.py cannot be imported: there is no such file"),
+        ("json", f"json has none of {Interface.DECODE.value}, "),
+        ("lab.references --only K99", "there is no check 'K99'; there are K1 oracle, "),
+        ("lab.references --functions decode", "there is no function 'decode'; there are trtllm_batch_decode"),
+        ("lab.references --geometries llama", "there is no geometry 'llama'; there are "),
+        ("lab.references --kv-layouts NDH", "'NDH' is neither HND nor NHD"),
+        ("lab.references --dtypes bf16", "'bf16' is no pair such as bf16/e4m3, of fp16, bf16, e4m3"),
+        ("lab.references --head-dims 64,0", "0 is not a whole number of at least 1"),
+        ("lab.references --q-lens 1 4", "unexpected extra argument"),
+        ("lab.references --level most", "'most' is not one of 'smoke', 'full'"),
+        ("lab.references --workers 0", "--workers"),
+        ("lab.references --device gpu", "gpu is no device: cpu, cuda, or cuda:1 for the second GPU"),
+        ("lab.references --device cuda:99", "there is no GPU cuda:99 here"),
+    ],
+)
+def test_a_mistake_ends_in_2_with_a_sentence(line: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(f"judge {line}") == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert "Traceback" not in said
+
+
+def test_known_findings_are_shown_and_right(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = verdict_of(Outcome.KNOWN, judged=Judged(Outcome.KNOWN, ("off by one",), judged=1), finding="page#heading")
+    monkeypatch.setattr(JUDGE, "judge", lambda *_, **__: report_of(known))
+    assert run(["judge", "lab.references"]) == 0
+    assert "known: page#heading" in capsys.readouterr().out
+
+
