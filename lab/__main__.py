@@ -3,23 +3,24 @@
 import sys
 from collections.abc import Sequence
 
-from lab.commands.packages import missing
+from lab.extras import EXTRA_OF, sentence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, and end the process with its exit status.
 
     Returns:
-        2 where a package is missing that one of the extras brings.
+        2 where a package is missing that one of the extras installs.
     """
     try:
         from lab.commands.app import app
 
         app(args=arguments, prog_name="lab")
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] == "lab":
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRA_OF:
             raise
-        print(f"lab: {missing(error.name)}", file=sys.stderr)
+        print(f"lab: {error}" if "pip install" in str(error) else sentence("lab", [package]), file=sys.stderr)
         return 2
     return 0
 

@@ -11,6 +11,7 @@ EXTRA_OF = {
     "hypothesis": "judge",
     "pebble": "judge",
     "rich": "judge",
+    "typer": "judge",
     "triton": "triton",
     "flashinfer": "flashinfer",
     "numpy": "bench",

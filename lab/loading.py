@@ -31,7 +31,7 @@ def load(name: str) -> Any:
         loaded = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
         return functools.reduce(getattr, filter(None, attribute.split(".")), loaded)
     except (Exception, SystemExit) as error:  # a stranger's code may raise anything
-        raise LoadError(f"{name} cannot be imported: {_sentence(error)}", name=getattr(error, "name", None)) from error
+        raise LoadError(f"{name} cannot be imported: {_sentence(error)}") from error
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -65,5 +65,5 @@ def _sentence(error: BaseException) -> str:
     said = str(error) if isinstance(error, ImportError | AttributeError | FileNotFoundError) else ""
     said = said or f"{type(error).__name__}: {error}"
     raised = traceback.extract_tb(error.__traceback__)[-1]
-    is_its_own = raised.filename not in (__file__, importlib.__file__) and not raised.filename.startswith("<frozen")
+    is_its_own = not raised.filename.startswith((str(Path(__file__).parent), str(importlib.__file__), "<frozen"))
     return f"{said} ({Path(raised.filename).name}, line {raised.lineno})" if is_its_own else said

@@ -139,7 +139,7 @@ print(wrong.judged.wrongs[0])
 assert not report.is_right
 
 # %% [markdown]
-# The same from a shell, with a worker process that survives crashes: `python -m lab.checks my.module`. `report.details()` has
+# The same from a shell, with a worker process that survives crashes: `lab judge my.module`. `report.details()` has
 # a line that reproduces each failure.
 #
 # ## A whole forward pass

@@ -312,5 +312,5 @@ for name, forward in passes.items():
 # `DRAFT_EXTEND_V2`, which does not; and the numbers behind the names moved when v1 was removed, so compare members and never
 # integers.
 #
-# Next: `lab/references/forward_metadata.py` says the same as loops over requests; `python -m lab.checks my.module` judges
+# Next: `lab/references/forward_metadata.py` says the same as loops over requests; `lab judge my.module` judges
 # your own `build_mha_metadata`.

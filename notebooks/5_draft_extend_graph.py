@@ -178,7 +178,7 @@ reading_figure(
 
 # %% [markdown]
 # The lab's checks tell such stories of every mode and judge each replay by the requests' histories:
-# `python -m lab.checks --only S1 S2`. What they found on the H200: [graphs](../results/nvidia-h200/graphs.md), "Invariants".
+# `lab judge --only S1,S2`. What they found on the H200: [graphs](../results/nvidia-h200/graphs.md), "Invariants".
 #
 # ## What the graph saves
 #

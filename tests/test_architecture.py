@@ -24,9 +24,21 @@ ALLOWED: dict[str, set[str]] = {
     "workloads": {"calls", "metadata"},
     "checks": {"calls", "loading", "gpus", "provenance", "references", "kernels", "metadata", "workloads"},
     "timing": {"gpus", "provenance", "references", "kernels", "metadata", "workloads", "checks"},
-    "experiments": {"gpus", "loading", "provenance", "references", "kernels", "metadata", "workloads", "checks", "timing"},
+    "experiments": {
+        "gpus",
+        "loading",
+        "provenance",
+        "references",
+        "kernels",
+        "metadata",
+        "workloads",
+        "checks",
+        "timing",
+    },
     "reports": {"loading", "provenance", "references", "metadata", "workloads", "checks", "timing", "experiments"},
+    "__main__": {"commands"},
 }
+ALLOWED["commands"] = set(ALLOWED)  # on top of everything: nothing but the program imports it
 
 
 def imported_modules(path: Path) -> set[str]:

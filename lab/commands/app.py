@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+import lab
 from lab.commands.checks import checks
 from lab.commands.judge import judge
 
@@ -21,14 +22,12 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
-
-        typer.echo(f"lab {version('trtllm-attention-lab')}")
+        typer.echo(f"lab {lab.__version__}")
         raise typer.Exit
 
 
 @app.callback()
-def lab(
+def common(
     version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")] = False,
 ) -> None:
     """Let modules of the current folder be found, as `python -m` does."""

@@ -8,7 +8,6 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from lab.commands.packages import missing
 from lab.loading import LoadError, load
 
 # Exit statuses of every command: done or right, wrong, wrongly used, could not be judged, ended by Ctrl-C.
@@ -83,8 +82,7 @@ def loaded(name: str) -> Any:
     try:
         return load(name)
     except LoadError as error:
-        lacking = isinstance(error.__cause__, ModuleNotFoundError) and missing(str(error.name))
-        refuse(f"{error}; {lacking}" if lacking and "pip" in lacking else str(error))
+        refuse(str(error))
 
 
 def prepare_machine(device: str | None = None) -> None:

@@ -17,5 +17,4 @@ def run(line: str | Sequence[str]) -> int:
         try:
             return main(shlex.split(line) if isinstance(line, str) else line)
         except SystemExit as ended:
-            assert isinstance(ended.code, int)
-            return ended.code
+            return int(str(ended.code))

@@ -11,15 +11,19 @@ import shlex
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import typer
+from typer.core import TyperCommand
 
-from lab.loading import load
+from lab.commands.app import app
+from lab.loading import LoadError, load
 from lab.workloads import scenario
 from lab.workloads.draft import draft_scenario, is_draft_scenario
 
@@ -43,7 +47,7 @@ def check_command(command: str, folder: Path) -> None:
     """Check one line of a shell.
 
     Args:
-        command: such as "python -m lab.checks my.kernel  # a comment", or several joined by "&&".
+        command: such as "lab judge my.kernel  # a comment", or several joined by "&&".
         folder: what stands for the reader's: the files that a command names are looked for there.
 
     Raises:
@@ -106,12 +110,32 @@ def _check_arguments(module: str, arguments: Sequence[str]) -> None:
     if spec is None or spec.origin is None:
         raise PageError(f"{module} is a package that does not run")
     _refuse_without_parser(Path(spec.origin), arguments)
-    _check_namespace(_parsed(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True), module, arguments))
+    run = partial(runpy.run_module, module, run_name="__main__", alter_sys=True)
+    _check_namespace(vars(_parsed(run, module, arguments)))
+
+
+def _check_lab(arguments: Sequence[str]) -> None:
+    """Parse the arguments as the command does, and run nothing."""
+    parsed: list[Mapping[str, Any]] = []
+
+    def stop(command: TyperCommand, context: typer.Context) -> None:
+        parsed.append(context.params)
+
+    said = io.StringIO()
+    with mock.patch.object(TyperCommand, "invoke", stop), redirect_stderr(said), redirect_stdout(said):
+        try:
+            app(args=list(arguments), prog_name="lab")
+        except SystemExit as ended:
+            if ended.code:
+                raise PageError(said.getvalue()) from ended
+    for given in parsed:
+        _check_namespace(given)
 
 
 def _check_script(script: str, arguments: Sequence[str]) -> None:
     _refuse_without_parser(ROOT / script, arguments)
-    _check_namespace(_parsed(lambda: runpy.run_path(str(ROOT / script), run_name="__main__"), script, arguments))
+    run = partial(runpy.run_path, str(ROOT / script), run_name="__main__")
+    _check_namespace(vars(_parsed(run, script, arguments)))
 
 
 def _refuse_without_parser(path: Path, arguments: Sequence[str]) -> None:
@@ -152,8 +176,8 @@ def _parsed(program: Callable[[], Any], name: str, arguments: Sequence[str]) -> 
     return parsed[0] if parsed else argparse.Namespace()  # --help and --version end before
 
 
-def _check_namespace(given: argparse.Namespace) -> None:
-    for name, value in vars(given).items():
+def _check_namespace(given: Mapping[str, Any]) -> None:
+    for name, value in given.items():
         values = [each for each in (value if isinstance(value, list | tuple) else [value]) if each is not None]
         if name in SCENARIOS:
             _refuse_unknown_scenarios(values)
@@ -161,8 +185,8 @@ def _check_namespace(given: argparse.Namespace) -> None:
             for module in values:
                 try:
                     load(module)
-                except (ImportError, AttributeError) as error:
-                    raise PageError(f"{module} cannot be imported: {error}") from error
+                except LoadError as error:
+                    raise PageError(str(error)) from error
 
 
 def _refuse_unknown_scenarios(names: Iterable[str]) -> None:
@@ -196,7 +220,7 @@ def _check_pytest(arguments: Sequence[str]) -> None:
         status = pytest.main([*arguments, *settings], plugins=[noted])
     if status != pytest.ExitCode.OK:
         raise PageError(f"pytest collects nothing, {status!r}: {said.getvalue().strip()[-500:]}")
-    _check_namespace(noted.option)
+    _check_namespace(vars(noted.option))
 
 
 def _check_make(arguments: Sequence[str]) -> None:
@@ -232,6 +256,7 @@ def _only(*known: str) -> Callable[[Sequence[str]], None]:
 
 
 PROGRAMS: dict[str, Callable[[Sequence[str]], None]] = {
+    "lab": _check_lab,
     "python": _check_python,
     "python3": _check_python,
     "pytest": _check_pytest,

@@ -76,7 +76,7 @@ def test_what_sentences_name_is_there(page: Path, folder: Path) -> None:
 def check_span(span: str, folder: Path) -> None:
     if "<" in span or "…" in span:
         return  # a form, not an instance
-    if re.match(r"(python3? -m|pytest|make|pip|pre-commit) \S", span):
+    if re.match(r"(python3? -m|lab|pytest|make|pip|pre-commit) \S", span):
         check_command(span, folder)
     elif re.fullmatch(r"lab(\.\w+)+", span):
         resolve(span)
@@ -99,10 +99,10 @@ CHECKED = "<!-- checked, not run: it takes long -->\n"
 @pytest.mark.parametrize(
     ("page", "says"),
     [
-        (f"{CHECKED}```sh\npython -m lab.checks my.kernel --levle full\n```\n", "--levle"),
-        (f"{CHECKED}```sh\npython -m lab.checks my.kernel --level fuller\n```\n", "invalid choice: 'fuller'"),
+        (f"{CHECKED}```sh\nlab judge my.kernel --levle full\n```\n", "--levle"),
+        (f"{CHECKED}```sh\nlab judge my.kernel --level fuller\n```\n", "'fuller' is not one of 'smoke', 'full'"),
         (f"{CHECKED}```sh\npython -m lab.cheks my.kernel\n```\n", "there is no module lab.cheks"),
-        (f"{CHECKED}```sh\npython -m lab.checks my.kernal\n```\n", "my.kernal cannot be imported"),
+        (f"{CHECKED}```sh\nlab judge my.kernal\n```\n", "my.kernal cannot be imported"),
         (f"{CHECKED}```sh\npython -m lab.reports.ab decode/llama-3.1-8b/64q1s4kk a b\n```\n", "64q1s4kk"),
         (f"{CHECKED}```sh\npython -m lab.reports.ab decode/llama-9/64q1s4k a b\n```\n", "llama-9"),
         (
@@ -167,7 +167,7 @@ def test_commands_go_on_after_a_backslash() -> None:
         ("make banch", "banch"),
         ("lab.checks.juge", "lab.checks.juge"),
         ("lab/cheks/judge.py", "lab/cheks"),
-        ("python -m lab.checks --levle", "--levle"),
+        ("lab judge --levle", "--levle"),
     ],
 )
 def test_what_is_wrong_with_a_sentence_is_found(span: str, says: str, folder: Path) -> None:

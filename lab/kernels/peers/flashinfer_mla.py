@@ -2,7 +2,7 @@
 
 A second implementation, for GPUs that trtllm-gen and XQA have no MLA kernel for. It plans on the host from the lengths: each
 call copies them there and waits, and none can be captured in a CUDA graph. `plan` does that once, for lengths that stay.
-`fa2` and `fa3` are the two by name, such as `python -m lab.checks lab.kernels.peers.flashinfer_mla:fa2`.
+`fa2` and `fa3` are the two by name, such as `lab judge lab.kernels.peers.flashinfer_mla:fa2`.
 """
 
 import itertools
