@@ -138,7 +138,7 @@ def run_trial(implementation: Any, check: Check, case: Any, device: torch.device
     except Declined as declined:
         trial.declines.append(str(declined))
         if not trial.wrongs:
-            return Judged(Outcome.DECLINED, declines=tuple(trial.declines))
+            return Judged(Outcome.DECLINED, declines=tuple(trial.declines), results=tuple(trial.results))
     except Raised as raised:
         return _failed(trial, str(raised))
     except torch.AcceleratorError as error:  # of a launch: it shows where the device is next waited for
@@ -148,9 +148,14 @@ def run_trial(implementation: Any, check: Check, case: Any, device: torch.device
             trial, f"the check stopped at what it was given, or at its own bug: {type(error).__name__}: {error}"
         )
     outcome = Outcome.WRONG if trial.wrongs else Outcome.RIGHT if trial.judged else Outcome.DECLINED
-    return Judged(outcome, tuple(trial.wrongs), tuple(trial.declines), trial.worst_ratio, trial.judged)
+    return _found(trial, outcome)
 
 
 def _failed(trial: Trial, why: str) -> Judged:
-    trial.wrong(why[:SHOWN_CHARACTERS])
-    return Judged(Outcome.FAILED, tuple(trial.wrongs), tuple(trial.declines), trial.worst_ratio, trial.judged)
+    trial.hold_nothing_wrong("it failed", [why[:SHOWN_CHARACTERS]], held="return")
+    return _found(trial, Outcome.FAILED)
+
+
+def _found(trial: Trial, outcome: Outcome) -> Judged:
+    found = tuple(trial.wrongs), tuple(trial.declines), trial.worst_ratio, trial.judged, tuple(trial.results)
+    return Judged(outcome, *found)

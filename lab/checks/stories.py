@@ -34,8 +34,7 @@ def tell(trial: Trial, stage: type[Stage], make: RunnerFactory = right_runner) -
         wrong = f"a replay's arguments were refused: {refusal}"
     trial.judged += 1
     trial.worst_ratio = scene.worst_ratio
-    if wrong:
-        trial.wrong(wrong)
+    trial.hold_nothing_wrong("the story", [wrong] if wrong else [], held="output")
 
 
 def _all_right(scene: Scene, *batches: ForwardBatch) -> str:

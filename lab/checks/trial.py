@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -11,10 +11,14 @@ import torch
 from torch import Tensor
 
 from lab.checks.attention_inputs import AttentionInputs, build_attention
+from lab.checks.facts import CallFacts, CallLog, context_of, facts_of_case
 from lab.checks.space import Space
+from lab.checks.verdicts import CheckedResult, WrongVector
 from lab.references.truth import Rules, Truth, truth_of_requests
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import ATTENTION, Interface
+
+SHOWN_ELEMENTS = 4
 
 
 class Declined(NotImplementedError):  # noqa: N818 - not an error of anybody's
@@ -68,10 +72,14 @@ def _missing(interface: Interface) -> Callable[..., Any]:
 
 
 class Result(NamedTuple):
-    """The results of a call: out [num_rows, num_qo_heads, head_dim], and lse [num_rows, num_qo_heads] or None."""
+    """The results of a call: out [num_rows, num_qo_heads, head_dim], and lse [num_rows, num_qo_heads] or None.
+
+    `call` is what the call was; None stands for the last call of the trial.
+    """
 
     out: Tensor
     lse: Tensor | None
+    call: CallFacts | None = None
 
 
 class Trial:
@@ -86,6 +94,8 @@ class Trial:
         declines: what was refused of the check's variations, a sentence each.
         worst_ratio: the largest error over its bound.
         judged: results that were held against something.
+        results: these results.
+        called: the last call that was made.
     """
 
     def __init__(self, implementation: Any, case: Any, device: torch.device, space: Space | None = None) -> None:
@@ -95,9 +105,40 @@ class Trial:
         self.declines: list[str] = []
         self.worst_ratio = 0.0
         self.judged = 0
+        self.results: list[CheckedResult] = []
+        self.called = facts_of_case(case)
+        self._case_facts = {} if isinstance(case, AttentionCase) else self.called.facts
+        self._calls = CallLog()
 
     def wrong(self, sentence: str) -> None:
-        self.wrongs.append(sentence)
+        """Note a sentence of what is wrong, of the last call."""
+        self.hold_nothing_wrong(sentence, [sentence], held="other")
+
+    def hold_nothing_wrong(
+        self, what: str, sentences: Iterable[str], held: str = "memory", call: CallFacts | None = None
+    ) -> None:
+        """Hold something that says itself what is wrong of it, a sentence each; it is right where there is none."""
+        found = list(sentences)
+        self.wrongs += found
+        self._note(what, held, bool(found), call or self.called)
+
+    def note_call(self, interface: Interface, arguments: dict[str, Any], case: Any = None) -> CallFacts:
+        """Note an attention call that is about to be made, of the case's contents or another's, and return its facts."""
+        if self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            of_call = self._calls.facts(interface, arguments)
+            around = {**self._case_facts, **context_of(self.case if case is None else case)}
+            self.called = replace(of_call, facts={**around, **of_call.facts})
+        return self.called
+
+    def _note(
+        self, what: str, held: str, wrong: bool, call: CallFacts, rows: Tensor | None = None, example: Any = None
+    ) -> None:
+        """Note a result; `rows` says which rows are wrong."""
+        requests: tuple[Any, ...] = ()
+        if rows is not None and len(rows) == sum(call.q_lens):
+            parts = [bool(part.any()) for part in rows.cpu().split(list(call.q_lens))]
+            requests = tuple(zip(call.of_requests, parts, strict=True))
+        self.results.append(CheckedResult(what, {"held": held, **call.facts}, wrong, requests, example))
 
     def function(self, interface: Interface) -> Callable[..., Any]:
         """Return the implementation's function, which raises Declined for what it does not take."""
@@ -121,24 +162,25 @@ class Trial:
             chosen = replace(chosen, storage=replace(chosen.storage, **storage))
         return build_attention(chosen, self.device)
 
-    def run(self, interface: Interface, arguments: dict[str, Any]) -> Result:
-        """Call the implementation.
+    def run(self, interface: Interface, arguments: dict[str, Any], case: AttentionCase | None = None) -> Result:
+        """Call the implementation with a case's tensors, the trial's or another.
 
         Raises:
             Declined: it raised NotImplementedError or ValueError, or lacks a parameter.
         """
+        call = self.note_call(interface, arguments, case)
         returned = self.function(interface)(**arguments)
         if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             torch.cuda.synchronize()
-        return as_result(returned, interface)
+        return as_result(returned, interface)._replace(call=call)
 
     def call(self, inputs: AttentionInputs, **changes: Any) -> Result:
         """Call with the inputs' arguments, some changed or added; raises as `run`."""
-        return self.run(inputs.case.interface, inputs.arguments() | changes)
+        return self.run(inputs.case.interface, inputs.arguments() | changes, inputs.case)
 
     def attempt(self, what: str, inputs: AttentionInputs, **changes: Any) -> Result | None:
         """Call as a variation of the check: a refusal is noted and gives None."""
-        return self.attempt_call(what, inputs.case.interface, inputs.arguments() | changes)
+        return self.attempt_call(what, inputs.case.interface, inputs.arguments() | changes, inputs.case)
 
     def vary(self, what: str, truth: Truth, inputs: AttentionInputs, **changes: Any) -> Result | None:
         """Attempt a variation, hold its result to the truth, and return it."""
@@ -146,10 +188,12 @@ class Trial:
         self.hold(what, result, truth)
         return result
 
-    def attempt_call(self, what: str, interface: Interface, arguments: dict[str, Any]) -> Result | None:
+    def attempt_call(
+        self, what: str, interface: Interface, arguments: dict[str, Any], case: AttentionCase | None = None
+    ) -> Result | None:
         """Run as a variation of the check: a refusal is noted and gives None."""
         try:
-            return self.run(interface, arguments)
+            return self.run(interface, arguments, case)
         except Declined as declined:
             self.declines.append(f"{what}: {declined}")
             return None
@@ -172,22 +216,36 @@ class Trial:
         if result is None:
             return
         self.judged += 1
+        call = result.call or self.called
         if result.out.shape != truth.expected.shape:
-            self.wrong(f"{what}: the output is {list(result.out.shape)}, not {list(truth.expected.shape)}")
+            self.wrongs.append(f"{what}: the output is {list(result.out.shape)}, not {list(truth.expected.shape)}")
+            self._note(what, "output", True, call)
             return
         comparison = truth.compare(result.out)
         comparison = replace(comparison, bound=comparison.bound.clamp(min=least_bound))
         self.worst_ratio = max(self.worst_ratio, comparison.worst_ratio)
+        worst = None
         if not comparison.passed:
-            self.wrong(f"{what}: {truth.wrong_vectors(comparison)}")
+            self.wrongs.append(f"{what}: {truth.wrong_vectors(comparison)}")
+            ((row, head),) = comparison.worst(1)
+            worst = _vector(truth, row, head, truth.expected, result.out)
+        self._note(what, "output", not comparison.passed, call, comparison.wrong.any(dim=1), worst)
         if result.lse is not None:
-            self.hold_lse(what, result.lse, truth)
+            self.hold_lse(what, result.lse, truth, call)
 
-    def hold_lse(self, what: str, lse: Tensor, truth: Truth) -> None:
+    def hold_lse(self, what: str, lse: Tensor, truth: Truth, call: CallFacts | None = None) -> None:
         """Hold an LSE to log2 of the softmax's denominator, the sink included; -inf where a row sees nothing."""
         wrong = truth.wrong_lse(lse)
+        rows, worst = None, None
         if wrong:
-            self.wrong(f"{what}: {wrong}")
+            self.wrongs.append(f"{what}: {wrong}")
+        if lse.shape == truth.lse_log2.shape:
+            is_wrong = truth.lse_is_wrong(lse)
+            rows = is_wrong.any(dim=1)
+            if wrong:
+                row, head = divmod(int(is_wrong.flatten().to(torch.int8).argmax()), lse.shape[1])
+                worst = _vector(truth, row, head, truth.lse_log2.unsqueeze(-1), lse.unsqueeze(-1))
+        self._note(what, "LSE", bool(wrong), call or self.called, rows, worst)
 
     def same_bits(self, what: str, result: Result | None, other: Result) -> None:
         """Hold two outputs to be equal bit for bit."""
@@ -195,9 +253,17 @@ class Trial:
             return
         self.judged += 1
         left, right = (side.out.contiguous().view(torch.uint8) for side in (result, other))
-        if not torch.equal(left, right):
-            rows = (left != right).flatten(1).any(dim=1).nonzero().flatten().tolist()
-            self.wrong(f"{what}: the bits of rows {rows[:8]}{'…' if len(rows) > 8 else ''} differ")
+        is_wrong = not torch.equal(left, right)
+        differ = (left != right).flatten(1).any(dim=1)
+        if is_wrong:
+            rows = differ.nonzero().flatten().tolist()
+            self.wrongs.append(f"{what}: the bits of rows {rows[:8]}{'…' if len(rows) > 8 else ''} differ")
+        self._note(what, "bits", is_wrong, result.call or self.called, differ)
+
+
+def _vector(truth: Truth, row: int, head: int, expected: Tensor, got: Tensor) -> WrongVector:
+    first, second = (tuple(side[row, head, :SHOWN_ELEMENTS].double().tolist()) for side in (expected, got))
+    return WrongVector(f"row {row} (request {int(truth.request_of_row[row])}), head {head}", first, second)
 
 
 def as_result(returned: Any, interface: Interface) -> Result:

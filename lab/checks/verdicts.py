@@ -1,7 +1,8 @@
 """The outcome of a case, and what a check found in it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from lab.checks.facts import Facts
 from lab.named_enum import NamedEnum
 
 
@@ -16,6 +17,34 @@ class Outcome(NamedEnum):
 
 
 @dataclass(frozen=True)
+class WrongVector:
+    """One wrong vector of a result: where it is, and the first elements that were expected and that were got."""
+
+    where: str
+    expected: tuple[float, ...]
+    got: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class CheckedResult:
+    """One result that was held against something.
+
+    Attributes:
+        name: of the call, within its check.
+        facts: of the case and the call (`lab.checks.facts`); "held" is "output", "LSE", "bits", "memory" or "metadata".
+        wrong: whether it is.
+        requests: each request's facts, and whether its rows are wrong; empty where requests were not told apart.
+        example: a wrong vector, the worst.
+    """
+
+    name: str
+    facts: Facts = field(hash=False)
+    wrong: bool
+    requests: tuple[tuple[Facts, bool], ...] = field(default=(), hash=False)
+    example: WrongVector | None = None
+
+
+@dataclass(frozen=True)
 class Judged:
     """A check's findings in one case.
 
@@ -25,6 +54,7 @@ class Judged:
         declines: what was refused, a sentence each.
         worst_ratio: the largest error over its bound.
         judged: results that were held against something.
+        results: these results.
     """
 
     outcome: Outcome
@@ -32,3 +62,4 @@ class Judged:
     declines: tuple[str, ...] = ()
     worst_ratio: float = 0.0
     judged: int = 0
+    results: tuple[CheckedResult, ...] = ()

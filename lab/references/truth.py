@@ -57,18 +57,21 @@ class Truth:
         )
         return f"{count} of {comparison.wrong.numel()} vectors are wrong, of requests {requests}: {vectors}"
 
-    def wrong_lse(self, lse: Tensor) -> str:
-        """Name what is wrong of an LSE [num_rows, num_qo_heads] in base 2; empty where nothing is.
+    def lse_is_wrong(self, lse: Tensor) -> Tensor:
+        """Return where an LSE [num_rows, num_qo_heads] in base 2 is wrong, bool of its shape.
 
         It is log2 of the softmax's denominator, the sink included; -inf where a row sees nothing.
         """
+        expected, lse = self.lse_log2, lse.to(torch.float64)
+        bound = LSE_LOG2_BOUND + LSE_LOG2_RELATIVE_BOUND * expected.abs().nan_to_num(posinf=0.0)
+        return torch.where(expected == -math.inf, lse != expected, ~((lse - expected).abs() <= bound))
+
+    def wrong_lse(self, lse: Tensor) -> str:
+        """Name what is wrong of an LSE, as `lse_is_wrong` says; empty where nothing is."""
         expected = self.lse_log2
         if lse.shape != expected.shape:
             return f"the LSE is {list(lse.shape)}, not {list(expected.shape)}"
-        lse = lse.to(torch.float64)
-        bound = LSE_LOG2_BOUND + LSE_LOG2_RELATIVE_BOUND * expected.abs().nan_to_num(posinf=0.0)
-        empty = expected == -math.inf
-        wrong = torch.where(empty, lse != expected, ~((lse - expected).abs() <= bound))
+        wrong = self.lse_is_wrong(lse)
         if not bool(wrong.any()):
             return ""
         row, head = divmod(int(wrong.flatten().to(torch.int8).argmax()), expected.shape[1])

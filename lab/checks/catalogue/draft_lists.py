@@ -49,8 +49,7 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[DraftLi
 def _judge(trial: Trial) -> None:
     wrongs = DraftLists(trial.case, str(trial.device)).wrongs(in_place(trial.function(Interface.DRAFT_KV_INDICES)))
     trial.judged += 1
-    for wrong in wrongs:
-        trial.wrong(wrong)
+    trial.hold_nothing_wrong("the lists", wrongs, held="lists")
 
 
 CHECK = Check("L1", "draft_lists", first_line(__doc__), _cases, _judge, interfaces=(Interface.DRAFT_KV_INDICES,))

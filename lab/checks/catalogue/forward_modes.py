@@ -110,8 +110,8 @@ def judge_pass(trial: Trial, forward: EnginePass) -> None:
             trial.wrong(f"it declined, after it had written ({declined})")
         raise
     finally:
-        for wrong in (*wrong_guards("its output", around), *changed_bytes(forward.inputs(), before)):
-            trial.wrong(wrong)
+        trial.hold_nothing_wrong("around its output", wrong_guards("its output", around))
+        trial.hold_nothing_wrong("the inputs", changed_bytes(forward.inputs(), before))
 
 
 def _judge(trial: Trial) -> None:

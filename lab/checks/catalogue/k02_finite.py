@@ -68,9 +68,9 @@ def _must_be_finite(trial: Trial, what: str, result: Result | None, truth: Truth
     bad = ~result.out.to(torch.float32).isfinite()
     if bool(bad.any()):
         requests = truth.request_of_row[bad.flatten(1).any(dim=1)].unique().tolist()
-        trial.wrong(f"{what}: {int(bad.sum())} elements are not finite, of requests {requests}")
+        trial.wrongs.append(f"{what}: {int(bad.sum())} elements are not finite, of requests {requests}")
     if result.lse is not None and bool(result.lse.isnan().any()):
-        trial.wrong(f"{what}: the LSE holds NaN")
+        trial.wrongs.append(f"{what}: the LSE holds NaN")
 
 
 CHECK = Check("K2", "finite", first_line(__doc__), _cases, _judge)

@@ -44,8 +44,7 @@ def _judge(trial: Trial) -> None:
     if trial.attempt("lse", inputs, lse=lse, return_lse=True) is not None:
         trial.hold_lse("into lse", lse, truth)
         _unchanged(trial, "lse", around_lse)
-    for wrong in changed_bytes(inputs.tensors(), before):
-        trial.wrong(wrong)
+    trial.hold_nothing_wrong("the inputs", changed_bytes(inputs.tensors(), before))
 
 
 def _empty_out(inputs: AttentionInputs) -> Tensor:
@@ -81,8 +80,7 @@ def guarded(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _unchanged(trial: Trial, what: str, whole: Tensor) -> None:
-    for wrong in wrong_guards(what, whole):
-        trial.wrong(wrong)
+    trial.hold_nothing_wrong(f"around {what}", wrong_guards(what, whole))
 
 
 def wrong_guards(what: str, whole: Tensor) -> Iterator[str]:

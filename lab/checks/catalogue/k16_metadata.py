@@ -14,6 +14,7 @@ import torch
 from lab import references
 from lab.checks.catalogue.forward_modes import mode_cases
 from lab.checks.check import Check, Level, first_line
+from lab.checks.facts import facts_of_case
 from lab.checks.forward_pass import ForwardPass, build_forward
 from lab.checks.metadata_truth import wrong_metadata
 from lab.checks.space import Space
@@ -70,14 +71,15 @@ def _own_tensors(trial: Trial, forward: ForwardPass) -> None:
     lengths = metadata.cache_seqlens_int32.tolist()
     trial.judged += 1
     batch.seq_lens.add_(1)
-    if metadata.cache_seqlens_int32.tolist() != lengths:
-        trial.wrong("the metadata's lengths are the batch's own tensor: they changed with it")
+    wrong = "the metadata's lengths are the batch's own tensor: they changed with it"
+    is_wrong = metadata.cache_seqlens_int32.tolist() != lengths
+    trial.hold_nothing_wrong("own tensors", [wrong] if is_wrong else [], "metadata")
 
 
 def _parity(trial: Trial, what: str, forward: ForwardPass) -> None:
     trial.judged += 1
-    if wrong := wrong_metadata(forward.batch, forward.pool, forward.metadata):
-        trial.wrong(f"{what}: {wrong}")
+    wrong = wrong_metadata(forward.batch, forward.pool, forward.metadata)
+    trial.hold_nothing_wrong(what, [f"{what}: {wrong}"] if wrong else [], "metadata", facts_of_case(forward.case))
 
 
 def _invariants(trial: Trial, forward: ForwardPass) -> None:
@@ -102,9 +104,8 @@ def _invariants(trial: Trial, forward: ForwardPass) -> None:
         == metadata.page_table.dtype
         == torch.int32,
     }
-    for fact, holds in facts.items():
-        if not holds:
-            trial.wrong(f"it does not hold that {fact}")
+    wrongs = [f"it does not hold that {fact}" for fact, holds in facts.items() if not holds]
+    trial.hold_nothing_wrong("relations between the fields", wrongs, "metadata")
 
 
 CHECK = Check("K16", "metadata", first_line(__doc__), _cases, _judge, interfaces=(Interface.MHA_METADATA,))

@@ -15,6 +15,7 @@ import torch
 from lab import references
 from lab.checks.catalogue.mla_modes import mla_mode_cases
 from lab.checks.check import Check, Level, first_line
+from lab.checks.facts import facts_of_case
 from lab.checks.metadata_truth import wrong_mla_metadata
 from lab.checks.mla_pass import MLAPass, build_mla_pass
 from lab.checks.space import Space
@@ -55,17 +56,22 @@ def _judge(trial: Trial) -> None:
     _parity(trial, "the first pass's metadata, after another of its shape", forward)
     lengths = forward.metadata.seq_lens_k.clone()
     forward.batch.seq_lens.add_(1)
-    if not torch.equal(forward.metadata.seq_lens_k, lengths):
-        trial.wrong("the metadata's lengths are the batch's own tensor: they changed with it")
+    wrong = "the metadata's lengths are the batch's own tensor: they changed with it"
+    is_wrong = not torch.equal(forward.metadata.seq_lens_k, lengths)
+    trial.hold_nothing_wrong("own tensors", [wrong] if is_wrong else [], "metadata")
 
 
 def _parity(trial: Trial, what: str, forward: MLAPass) -> None:
     trial.judged += 1
-    if wrong := wrong_mla_metadata(forward.batch, forward.pool, forward.metadata, forward.case.attention):
-        trial.wrong(f"{what}: {wrong}")
+    wrong = wrong_mla_metadata(forward.batch, forward.pool, forward.metadata, forward.case.attention)
+    trial.hold_nothing_wrong(what, [f"{what}: {wrong}"] if wrong else [], "metadata", facts_of_case(forward.case))
 
 
 def _tails(trial: Trial, forward: MLAPass) -> None:
+    trial.hold_nothing_wrong("the table's tail and its bound", _wrong_tails(forward), "metadata")
+
+
+def _wrong_tails(forward: MLAPass) -> Iterator[str]:
     """An eager table ends in -1, and its bound is no less than any length that the kernel is told."""
     metadata, counts_draft = forward.metadata, forward.case.attention is not DraftAttention.MLA
     expected = mla_forward_metadata(forward.batch, forward.pool, counts_draft=counts_draft)
@@ -73,10 +79,10 @@ def _tails(trial: Trial, forward: MLAPass) -> None:
         zip(metadata.block_kv_indices.tolist(), expected.block_table, strict=True)
     ):
         if set(cells[len(pages) :]) - {DEAD_PAGE}:
-            trial.wrong(f"request {request}'s row of the table ends in {sorted(set(cells[len(pages) :]))}, not in -1")
+            yield (f"request {request}'s row of the table ends in {sorted(set(cells[len(pages) :]))}, not in -1")
     rows = 0 if forward.batch.forward_mode.query_rows is QueryRows.ONE else metadata.max_seq_len_q
     if max(expected.seq_lens_k) > metadata.max_seq_len_k + rows:
-        trial.wrong(f"max_seq_len_k={metadata.max_seq_len_k} is less than the longest of {expected.seq_lens_k}")
+        yield (f"max_seq_len_k={metadata.max_seq_len_k} is less than the longest of {expected.seq_lens_k}")
 
 
 CHECK = Check("K17", "mla_metadata", first_line(__doc__), _cases, _judge, interfaces=(Interface.MLA_METADATA,))

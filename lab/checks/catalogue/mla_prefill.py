@@ -64,8 +64,8 @@ def _judge(trial: Trial) -> None:
     before = {name: value.clone() for name, value in arguments.items() if isinstance(value, Tensor)}
     own = _call(trial, arguments | {"return_lse": True})
     trial.hold("new tokens", own, truth)
-    for wrong in changed_bytes({name: arguments[name] for name in before if name != "workspace_buffer"}, before):
-        trial.wrong(wrong)
+    inputs = {name: arguments[name] for name in before if name != "workspace_buffer"}
+    trial.hold_nothing_wrong("the inputs", changed_bytes(inputs, before))
     trial.hold("new tokens as a backend calls it", _by_backend(trial, query, new_tokens), truth)
     if case.contents is Contents.NEEDLES:  # which show each limit
         _variations(trial, arguments, query, new_tokens)
@@ -138,8 +138,7 @@ def _variations(trial: Trial, arguments: dict[str, Any], query: Tensor, parts: l
     exact = arguments | {"query": query}  # no row of padding, which a kernel may write
     if trial.attempt_call("out", Interface.RAGGED_CONTEXT, exact | {"out": out}) is not None:
         trial.hold("into out", Result(out, None), _truth(case, query, parts, causal=True))
-        for wrong in wrong_guards("out", around):
-            trial.wrong(wrong)
+        trial.hold_nothing_wrong("around out", wrong_guards("out", around))
 
 
 def _call(trial: Trial, arguments: dict[str, Any]) -> Result:
