@@ -254,6 +254,20 @@ def check_scale(name: str, scale: object) -> Scale:
     return float(scale)
 
 
+def posed_alike(call: Any) -> dict[str, Any]:
+    """Return, checked, what all four calls have by one name and pose as it is, as fields of a problem: the two scales.
+
+    `bmm1_scale_log2`, which the decode call has, takes precedence over `bmm1_scale`.
+    """
+    bmm1_scale_log2 = getattr(call, "bmm1_scale_log2", None)
+    return {
+        "bmm1_scale": check_scale("bmm1_scale", call.bmm1_scale)
+        if bmm1_scale_log2 is None
+        else scale_from_log2(bmm1_scale_log2),
+        "bmm2_scale": check_scale("bmm2_scale", call.bmm2_scale),
+    }
+
+
 def scale_from_log2(bmm1_scale_log2: object) -> torch.Tensor:
     """Return `bmm1_scale` of a `bmm1_scale_log2`: float32 of one element, times ln 2."""
     tensor = check_tensor("bmm1_scale_log2", bmm1_scale_log2)

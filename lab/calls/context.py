@@ -6,9 +6,8 @@ import torch
 
 from lab.calls import arguments
 from lab.calls.arguments import Unmodelled
-from lab.calls.features import Call
 from lab.calls.paged import KVCache, pose_paged
-from lab.calls.problem import PagedAttention, Scale
+from lab.calls.problem import Call, PagedAttention, Scale
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +76,5 @@ class ContextCall:
             max_q_len=arguments.check_int("max_q_len", self.max_q_len, 0, "it bounds the rows of one request"),
             max_kv_len=self.max_kv_len,
             causal=self.causal,
-            bmm1_scale=self.bmm1_scale,
             cum_seq_lens_kv=self.cum_seq_lens_kv,
         )

@@ -7,9 +7,8 @@ import torch
 
 from lab.calls import arguments
 from lab.calls.arguments import Unmodelled
-from lab.calls.features import Call
 from lab.calls.paged import KVCache, pose_paged
-from lab.calls.problem import PagedAttention, Scale
+from lab.calls.problem import Call, PagedAttention, Scale
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,9 +107,6 @@ class DecodeCall:
             max_q_len=max_q_len,
             max_kv_len=self.max_seq_len,
             causal=True,
-            bmm1_scale=self.bmm1_scale
-            if self.bmm1_scale_log2 is None
-            else arguments.scale_from_log2(self.bmm1_scale_log2),
             cum_seq_lens_kv=None,
             mask=self.mask,
         )

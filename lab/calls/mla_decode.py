@@ -7,8 +7,7 @@ import torch
 
 from lab.calls import arguments
 from lab.calls.arguments import Unmodelled
-from lab.calls.features import Call
-from lab.calls.problem import E4M3, PagedAttention, Scale, check_values
+from lab.calls.problem import E4M3, Call, PagedAttention, Scale, check_values
 
 BACKENDS = ("auto", "xqa", "trtllm-gen")
 OTHER_BACKENDS = ("cake", "cute-dsl", "sparse")  # FlashInfer has them, with rules of their own
@@ -120,8 +119,7 @@ class MLADecodeCall:
             causal=True,
             window_left=-1,
             sinks=self._sink_logits(),
-            bmm1_scale=arguments.check_scale("bmm1_scale", self.bmm1_scale),
-            bmm2_scale=arguments.check_scale("bmm2_scale", self.bmm2_scale),
+            **arguments.posed_alike(self),
             out=out,
             out_dtype=torch.bfloat16 if out is None else out.dtype,
             lse=self._lse_rows(rows),

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 
 from lab.calls import arguments
-from lab.calls.features import Call
-from lab.calls.problem import PagedAttention, Scale, check_values
+from lab.calls.problem import Call, PagedAttention, check_values
 
 KVCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -19,7 +18,6 @@ def pose_paged(
     max_q_len: int,
     max_kv_len: int,
     causal: bool,
-    bmm1_scale: Scale,
     cum_seq_lens_kv: torch.Tensor | None,
     mask: torch.Tensor | None = None,
 ) -> PagedAttention:
@@ -29,7 +27,7 @@ def pose_paged(
         call: the `DecodeCall` or `ContextCall`.
         posed_by: which of the two it is.
         kv_bound: the call's name for `max_kv_len`, for the words of an error.
-        max_q_len, max_kv_len, causal, bmm1_scale, cum_seq_lens_kv, mask: as in `PagedAttention`.
+        max_q_len, max_kv_len, causal, cum_seq_lens_kv, mask: as in `PagedAttention`.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `DecodeCall.problem`.
@@ -69,8 +67,7 @@ def pose_paged(
         window_left=-1 if window_left >= max_kv_len else window_left,
         sinks=call.sinks,
         mask=mask,
-        bmm1_scale=arguments.check_scale("bmm1_scale", bmm1_scale),
-        bmm2_scale=arguments.check_scale("bmm2_scale", call.bmm2_scale),
+        **arguments.posed_alike(call),
         out=call.out,
         out_dtype=arguments.output_dtype(call),
         lse=arguments.check_lse(call),

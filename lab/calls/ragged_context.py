@@ -6,8 +6,7 @@ import torch
 
 from lab.calls import arguments
 from lab.calls.arguments import Unmodelled
-from lab.calls.features import Call
-from lab.calls.problem import E4M3, AttentionProblem, Scale, check_lengths
+from lab.calls.problem import E4M3, AttentionProblem, Call, Scale, check_lengths
 
 RAGGED_OUT_DTYPES = tuple(dtype for dtype in arguments.OUT_DTYPES if dtype != E4M3)
 MIRRORS = ("q_seq_lens_cpu", "kv_seq_lens_cpu")  # arguments that lie on the host
@@ -150,8 +149,7 @@ class RaggedContextCall:
             causal=self.is_causal,
             window_left=self._window_left(max_kv_len),
             sinks=self.attention_sinks,
-            bmm1_scale=arguments.check_scale("bmm1_scale", self.bmm1_scale),
-            bmm2_scale=arguments.check_scale("bmm2_scale", self.bmm2_scale),
+            **arguments.posed_alike(self),
             out=self.out,
             out_dtype=self._out_dtype(),
             lse=arguments.check_lse(self),

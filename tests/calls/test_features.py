@@ -2,18 +2,19 @@
 
 from dataclasses import fields
 
-from lab.calls import DecodeCall, Feature, PagedAttention, RaggedAttention, RaggedContextCall, features
+from lab.calls import DecodeCall, Feature, PagedAttention, RaggedAttention, RaggedContextCall
+from lab.calls.problem import FIELDS
 from tests.cases import decode_arguments, random_batch
 from tests.kernels.test_flashinfer_ragged_adapters import case as ragged_case
 
 
 def test_every_field_is_declared_and_no_other() -> None:
     names = {field.name for problem in (PagedAttention, RaggedAttention) for field in fields(problem)}
-    assert names == set(features.FIELDS)
+    assert names == set(FIELDS)
 
 
 def test_every_feature_can_be_asked_for() -> None:
-    asked = {feature for asks in features.FIELDS.values() for feature in asks}
+    asked = {feature for asks in FIELDS.values() for feature in asks}
     assert asked == set(Feature) - {Feature.UNDECLARED}
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from lab.calls import Call, ContextCall, DecodeCall, Feature, RaggedContextCall, features
+from lab.calls import Call, ContextCall, DecodeCall, Feature, RaggedContextCall
 from lab.calls.mla_decode import MLADecodeCall
-from lab.calls.problem import PagedAttention
+from lab.calls.problem import FIELDS, PagedAttention
 from lab.gpus import Capability, family_of
 from lab.kernels import support
 from lab.kernels.support import KERNELS, Kernel, refuse_unsupported, why_not
@@ -389,7 +389,7 @@ def test_a_feature_that_no_row_honours_is_refused_by_every_kernel(
 ) -> None:
     capability, posed = plain(kernel)
     assert why_not(kernel, capability, posed) is None
-    monkeypatch.setitem(features.FIELDS, "query", {Later.BIAS: lambda problem: True})
+    monkeypatch.setitem(FIELDS, "query", {Later.BIAS: lambda problem: True})
     assert why_not(kernel, capability, posed) == f"{kernel.name} does not honour a bias of the logits"
 
 

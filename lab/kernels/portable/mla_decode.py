@@ -30,14 +30,15 @@ from lab.kernels.portable.partial_results import (
 )
 from lab.kernels.portable.rows import request_rows
 from lab.kernels.portable.softmax import (
-    LOG2_E,
     accumulate,
     dot,
     dot_dtype,
     empty_denominator,
     fitted,
     fitting_power,
-    scalar,
+    logit_scale,
+    logits_log2,
+    row_scale,
     whole_denominator,
 )
 from lab.kernels.portable.tiles import ProgramTile, described_tile, page_ids, pool_offsets, tile_descriptor
@@ -219,7 +220,7 @@ def _mla_kernel(
     latent_dims = tl.arange(0, RANK)
     rope_dims = RANK + tl.arange(0, ROPE)
     key_offsets = tl.arange(0, BLOCK_KEYS)
-    scale_log2 = scalar(scales[0]) * LOG2_E
+    scale = logit_scale(scales)
 
     while place < end:
         kv_len = tl.load(seq_lens + request).to(tl.int32)
@@ -237,7 +238,7 @@ def _mla_kernel(
         power = tl.maximum(fitting_power(q_latent, DOT_DTYPE), fitting_power(q_rope, DOT_DTYPE))
         q_latent = fitted(q_latent, power, DOT_DTYPE)
         q_rope = fitted(q_rope, power, DOT_DTYPE)
-        row_scale_log2 = scale_log2 * tl.exp2(power)
+        scale_of_rows = row_scale(scale, power)
 
         # The keys of this share, up to the last that a row of the block sees, and among them those that every row sees.
         first_token = (q_block * BLOCK_ROWS) // HEADS
@@ -273,7 +274,7 @@ def _mla_kernel(
                 page = page_ids(table, begin + BLOCK_KEYS, key_end, PAGE_SIZE, BLOCK_KEYS)
                 scores = tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32)
                 scores = dot(q_rope, tl.trans(rope), scores)
-                scores = dot(q_latent, tl.trans(latent), scores) * row_scale_log2[:, None]
+                scores = logits_log2(dot(q_latent, tl.trans(latent), scores), scale_of_rows)
                 if MASKED:
                     # A row that does not exist has zeros for a query; what it sees is stored nowhere.
                     visible = (key < key_end)[None, :] & (key[None, :] < key_limit[:, None])

@@ -10,12 +10,13 @@ from lab.kernels.portable.key_shares import begin_share, next_unit, reach_of, ti
 from lab.kernels.portable.partial_results import slot_of, store_share, store_unit_shares
 from lab.kernels.portable.rows import keys_of_block, request_rows, tile_begin, visible_keys
 from lab.kernels.portable.softmax import (
-    LOG2_E,
     dot,
     empty_denominator,
     fitted,
     fitting_power,
-    scalar,
+    logit_scale,
+    logits_log2,
+    row_scale,
     softmax_step,
     whole_denominator,
 )
@@ -97,7 +98,7 @@ def _attention_kernel(
     PAIRED: tl.constexpr = pools[1].dtype.element_ty == tl.int16
     ELEMENTS: tl.constexpr = HEAD_DIM // 2 if PAIRED else HEAD_DIM
     key_offsets = tl.arange(0, BLOCK_KEYS)
-    scale_log2 = scalar(scales[0]) * LOG2_E
+    scale = logit_scale(scales)
     tiles = (k_tiles, v_tiles)
 
     while place < end:
@@ -114,7 +115,7 @@ def _attention_kernel(
         q = tl.load(q_row + tl.arange(0, HEAD_DIM)[None, :], mask=row_exists[:, None], other=0.0)
         power = fitting_power(q, DOT_DTYPE)
         q = fitted(q, power, DOT_DTYPE)
-        row_scale_log2 = scale_log2 * tl.exp2(power)
+        scale_of_rows = row_scale(scale, power)
         odd_q = q  # the odd elements where K has pairs, which `q` then lacks
         if PAIRED:
             q, odd_q = tl.split(tl.reshape(q, [BLOCK_ROWS, ELEMENTS, 2]))
@@ -152,7 +153,7 @@ def _attention_kernel(
                     k, odd_k = halves_of_pairs(k)
                     v, odd_v = halves_of_pairs(v)
                     scores = dot(odd_q, odd_k, scores)
-                scores = dot(q, k.to(DOT_DTYPE), scores) * row_scale_log2[:, None]
+                scores = logits_log2(dot(q, k.to(DOT_DTYPE), scores), scale_of_rows)
                 if MASKED:
                     mask_row = request * max_q_len + token
                     visible = visible_keys(

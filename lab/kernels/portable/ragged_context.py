@@ -21,7 +21,9 @@ from lab.kernels.portable.softmax import (
     empty_denominator,
     fitted,
     fitting_power,
-    scalar,
+    logit_scale,
+    logits_log2,
+    row_scale,
     store_rows,
 )
 from lab.kernels.portable.tiles import ProgramTile
@@ -160,7 +162,7 @@ def _ragged_kernel(
         power = tl.maximum(power, fitting_power(q_rest, DOT_DTYPE))
         q_rest = fitted(q_rest, power, DOT_DTYPE)
     q_first = fitted(q_first, power, DOT_DTYPE)
-    row_scale_log2 = scalar(scales[0]) * LOG2_E * tl.exp2(power)
+    scale_of_rows = row_scale(logit_scale(scales), power)
 
     # The keys that some row of the block sees, and of those the leading whole tiles that every row sees.
     key_start = 0
@@ -194,7 +196,7 @@ def _ragged_kernel(
                 k_rest = tl.load(k_tile + (FIRST_DIMS + tl.arange(0, REST_DIMS))[None, :], mask=exists, other=other)
                 scores = dot(q_rest, tl.trans(k_rest.to(DOT_DTYPE)), scores)
             k_first = tl.load(k_tile + first_dims[None, :], mask=exists, other=other)
-            scores = dot(q_first, tl.trans(k_first.to(DOT_DTYPE)), scores) * row_scale_log2[:, None]
+            scores = logits_log2(dot(q_first, tl.trans(k_first.to(DOT_DTYPE)), scores), scale_of_rows)
             if MASKED:
                 # A row that does not exist has zeros for a query; what it sees is stored nowhere.
                 visible = (token_key < key_end)[None, :]

@@ -51,6 +51,24 @@ def scalar(scale):
 
 
 @triton.jit
+def logit_scale(scales):
+    """Return what turns products of query and key into logits in base 2, of a call's `scales`; `row_scale` reads it."""
+    return scalar(scales[0]) * LOG2_E
+
+
+@triton.jit
+def row_scale(scale, power):
+    """Return `logit_scale` for the rows of a query that `fitted` has divided by 2 ** `power`; `logits_log2` reads it."""
+    return scale * tl.exp2(power)
+
+
+@triton.jit
+def logits_log2(products, scale):
+    """Return float32 [rows, keys], logits in base 2, from a tile's products and the `row_scale` of its rows."""
+    return products * scale[:, None]
+
+
+@triton.jit
 def rounded(x, DTYPE: tl.constexpr):
     """Return float32 `x` in DTYPE, to nearest even; e4m3 saturates, and keeps NaN."""
     if tl.float8e4nv == DTYPE:

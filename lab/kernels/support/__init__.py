@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lab.calls.features import Call
+from lab.calls.problem import Call
 from lab.gpus import capability_of
 from lab.kernels.support import peers, portable, trtllm
 from lab.kernels.support.kernel import Kernel as Kernel

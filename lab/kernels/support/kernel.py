@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from lab.calls.features import Call, Feature
-from lab.calls.problem import E4M3, PagedAttention
+from lab.calls.problem import E4M3, Call, Feature, PagedAttention
 from lab.calls.ragged_context import RaggedAttention
 from lab.extras import sentence
 from lab.gpus import FAMILIES, Capability, GpuFamily, family_of, names_of, sm_name

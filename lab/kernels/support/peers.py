@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from lab.calls.features import Call, Feature
-from lab.calls.problem import E4M3, PagedAttention
+from lab.calls.problem import E4M3, Call, Feature, PagedAttention
 from lab.calls.ragged_context import RaggedAttention
 from lab.gpus import FAMILIES, SM90, Capability, family_of
 from lab.kernels.support.kernel import Dtypes, Kernel, mla_dims, sizes

@@ -4,8 +4,7 @@ from functools import partial
 
 import torch
 
-from lab.calls.features import Call, Feature
-from lab.calls.problem import E4M3, HALF_DTYPES
+from lab.calls.problem import E4M3, HALF_DTYPES, Call, Feature
 from lab.gpus import FAMILIES
 from lab.kernels.support.kernel import Dtypes, Kernel, Sizes, mla_dims, page_sizes, sizes, triples
 

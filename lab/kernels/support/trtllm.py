@@ -5,8 +5,7 @@ trtllm-gen and XQA MLA were not run by the lab: no such GPU was at hand.
 
 import torch
 
-from lab.calls.features import Call, Feature
-from lab.calls.problem import E4M3, HALF_DTYPES, PagedAttention
+from lab.calls.problem import E4M3, HALF_DTYPES, Call, Feature, PagedAttention
 from lab.calls.ragged_context import RaggedAttention
 from lab.gpus import SM90, SM100, SM120, Capability, family_of, sm_name
 from lab.kernels.support.kernel import Dtypes, Kernel, Sizes, dims, mla_dims, page_sizes, sizes, triples
