@@ -3,8 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lab.reports.recorded import RecordedRun, Row
+from lab.reports.recorded import Identity, RecordedRun, Row
 from lab.reports.tables import ABSENT, Cell, Columns, Table, make_table, number, words
+from lab.timing.statistics import Speed, compare_samples
 
 MODULE_PREFIX = "lab.kernels."
 THROTTLED = "**throttled**"
@@ -122,6 +123,45 @@ def timing_tables(run: RecordedRun, name: str) -> list[Table]:
         run.rows_without_clock, f"{name}-unknown", "Times without a recorded clock: compared with nothing"
     )
     return [table for table in (gpu, host, others) if table.rows]
+
+
+def rivals(run: RecordedRun) -> list[list[Row]]:
+    """Return the rows of GPU time that differ in their implementation alone, the fastest first."""
+    found: dict[Identity, list[Row]] = {}
+    for row in sorted(run.gpu_rows, key=lambda row: row.median_us):
+        found.setdefault(tuple(item for item in row.identity if item[0] != "implementation"), []).append(row)
+    return [found[identity] for identity in sorted(found)]
+
+
+def next_speed(rows: Sequence[Row]) -> Speed | None:
+    """Return how the second of `rivals` compares with the first, by the lab's rule between runs; None without a second."""
+    return compare_samples(rows[0].samples_us, rows[1].samples_us).speed if len(rows) > 1 else None
+
+
+def _speed_name(speed: Speed | None) -> str | None:
+    return None if speed is None else speed.name
+
+
+def fastest_table(run: RecordedRun, name: str = "") -> Table:
+    """Make a table of the fastest implementation of each scenario, and how much longer the next one takes.
+
+    A scenario of one implementation is there if its time over floor is known.
+    """
+    told = [rows for rows in rivals(run) if len(rows) > 1 or time_over_floor(rows[0]) is not None]
+    columns: Columns = {
+        "scenario": _of_fastest(GPU_COLUMNS["scenario"]),
+        "fastest": _of_fastest(_noted("implementation", "kernel")),
+        **{heading: _of_fastest(GPU_COLUMNS[heading]) for heading in ("median, µs", "time over floor", "bound by")},
+        "next": lambda rows: words(implementation_of(rows[1]) if len(rows) > 1 else None),
+        "next takes, times": lambda rows: number(rows[1].median_us / rows[0].median_us if len(rows) > 1 else None, 2),
+        "next is": lambda rows: words(_speed_name(next_speed(rows))),
+        **{heading: _of_fastest(cell) for heading, cell in SETTINGS.items()},
+    }
+    return make_table(columns, told, name=name and f"{name}-fastest", caption="Fastest implementation of each scenario")
+
+
+def _of_fastest(cell: Callable[[Row], Cell]) -> Callable[[Sequence[Row]], Cell]:
+    return lambda rows: cell(rows[0])
 
 
 def plain_table(rows: Sequence[Row], name: str = "", caption: str = "") -> Table:

@@ -16,12 +16,11 @@ from lab.reports.tables import ABSENT, Cell, Columns, Link, Table, make_table, n
 from lab.reports.timing_tables import MODULE_PREFIX
 from lab.workloads.interfaces import Interface
 
-RIGHT, KNOWN = Outcome.RIGHT.value, Outcome.KNOWN.value
+RIGHT, KNOWN, DECLINED = Outcome.RIGHT.value, Outcome.KNOWN.value, Outcome.DECLINED.value
 FAULTS = (Outcome.WRONG.value, Outcome.FAILED.value, KNOWN)
-# Of a summary's counts: the order of the columns.
-COUNTED = tuple(
-    outcome.value for outcome in (Outcome.RIGHT, Outcome.KNOWN, Outcome.WRONG, Outcome.FAILED, Outcome.DECLINED)
-)
+# The order of rows and of columns: what is broken stands first.
+COUNTED = (*FAULTS, DECLINED, RIGHT)
+CHECKS = {check.key: check for check in checks()}
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,17 @@ class CheckRow:
     @property
     def key(self) -> str:
         return str(self.check["check"])
+
+    @property
+    def function(self) -> str:
+        """The name that the judge's own table has; the recorded one if this version of the lab does not know it."""
+        name = self.check["interface"]
+        return next((interface.name.lower() for interface in Interface if interface.value == name), name)
+
+    @property
+    def catches(self) -> str:
+        """What the check catches; "" if this version of the lab does not have it."""
+        return CHECKS[self.key].catches if self.key in CHECKS else ""
 
     @property
     def worst_right(self) -> float | None:
@@ -62,8 +72,29 @@ def check_rows(records: Sequence[RecordedFile]) -> list[CheckRow]:
     return rows
 
 
+def check_name(key: str) -> str:
+    """Return a check's key and name, such as "K5 guards"; the key alone if this version of the lab does not have it."""
+    return f"{key} {CHECKS[key].name}" if key in CHECKS else key
+
+
+def verdict_of(record: RecordedFile) -> str:
+    """Return the worst outcome of a run's cases; "declined" only if nothing was judged."""
+    met = {outcome for check in record.content["checks"] for outcome, count in check["counts"].items() if count}
+    return next(outcome for outcome in (*FAULTS, RIGHT, DECLINED) if outcome in met or outcome == DECLINED)
+
+
+def _whole_verdict(record: RecordedFile) -> str:
+    verdict = verdict_of(record)
+    return f"{verdict}, but not all judged" if verdict == RIGHT and record.content.get("is_right") is False else verdict
+
+
+def _worst_first(outcome: str) -> int:
+    return COUNTED.index(outcome)
+
+
 def summary_table(records: Sequence[RecordedFile]) -> Table:
-    """Make a table of one row per run of the judge."""
+    """Make a table of one row per run of the judge, the worst first."""
+    records = sorted(records, key=lambda record: _worst_first(verdict_of(record)))
     rows = check_rows(records)
 
     def counted(record: RecordedFile, outcome: str) -> int:
@@ -71,8 +102,8 @@ def summary_table(records: Sequence[RecordedFile]) -> Table:
 
     columns: Columns = {
         "run": lambda record: words(record.name),
-        "implementation": _implementation,
-        "right as a whole": lambda record: _yes(record.content.get("is_right")),
+        "implementation": lambda record: words(implementation_of(record)),
+        "verdict": lambda record: words(_whole_verdict(record), style=verdict_of(record)),
         "worst right, % of bound": lambda record: _percent(
             _largest(row.worst_right for row in rows if row.record is record)
         ),
@@ -88,13 +119,13 @@ def summary_table(records: Sequence[RecordedFile]) -> Table:
 
 
 def verdict_table(records: Sequence[RecordedFile]) -> Table:
-    """Make a table of one row per run, check and function."""
-    names = {check.key: check.name for check in checks()}
+    """Make a table of one row per run, check and function, the worst first."""
+    rows = sorted(check_rows(records), key=lambda row: _worst_first(row.check["outcome"]))
     columns: Columns = {
         "run": lambda row: words(row.record.name),
-        "implementation": lambda row: _implementation(row.record),
-        "check": lambda row: words(f"{row.key} {names.get(row.key, '')}".strip()),
-        "function": lambda row: words(_function(row.check["interface"])),
+        "implementation": lambda row: words(implementation_of(row.record)),
+        "check": lambda row: words(check_name(row.key)),
+        "function": lambda row: words(row.function),
         "verdict": lambda row: words(row.check["outcome"], style=row.check["outcome"]),
         "worst right, % of bound": lambda row: _percent(row.worst_right),
         "worst of verdict, % of bound": lambda row: _percent(row.check.get("worst_ratio")),
@@ -102,25 +133,27 @@ def verdict_table(records: Sequence[RecordedFile]) -> Table:
         "cases": lambda row: number(sum(row.check["counts"].values())),
         "results": lambda row: number(row.check["judged"]),
         **_counts(lambda row: row.check["counts"]),
+        "the check catches": lambda row: words(row.catches),
     }
-    return make_table(columns, check_rows(records), name="verdicts", caption="Verdicts per implementation and check")
+    return make_table(columns, rows, name="verdicts", caption="Verdicts per implementation and check")
 
 
 def fault_table(records: Sequence[RecordedFile]) -> Table:
     """Make a table of faults: one row per run, check, function, verdict and citation, with its worst case."""
-    grouped: dict[tuple[str, ...], list[tuple[RecordedFile, Mapping[str, Any]]]] = {}
+    grouped: dict[tuple[str, ...], list[tuple[CheckRow, Mapping[str, Any]]]] = {}
     for row in check_rows(records):
         for case in row.cases:
             if case["outcome"] in FAULTS:
                 key = (row.record.name, row.key, case["interface"], case["outcome"], case.get("finding", ""))
-                grouped.setdefault(key, []).append((row.record, case))
+                grouped.setdefault(key, []).append((row, case))
     worst = [
         (len(cases), *max(cases, key=lambda pair: float(pair[1].get("worst_ratio", 0.0)))) for cases in grouped.values()
     ]
+    worst.sort(key=lambda fault: _worst_first(fault[2]["outcome"]))
     columns: Columns = {
-        "run": lambda fault: words(fault[1].name),
-        "check": lambda fault: words(fault[2]["check"]),
-        "function": lambda fault: words(_function(fault[2]["interface"])),
+        "run": lambda fault: words(fault[1].record.name),
+        "check": lambda fault: words(check_name(fault[1].key)),
+        "function": lambda fault: words(fault[1].function),
         "verdict": lambda fault: words(fault[2]["outcome"], style=fault[2]["outcome"]),
         "cases": lambda fault: number(fault[0]),
         "findings": lambda fault: _cited(findings_in(fault[2].get("finding", ""))),
@@ -157,7 +190,7 @@ def survey_table(records: Sequence[RecordedFile]) -> Table:
     ]
     columns: Columns = {
         "run": lambda line: words(line[0].name),
-        "implementation": lambda line: _implementation(line[0]),
+        "implementation": lambda line: words(implementation_of(line[0])),
         "commit": lambda line: words(line[0].environment.get("commit")),
         "mode or story": lambda line: words(line[1].lower().replace("_", " ")),
         "cases": lambda line: number(sum(line[2].values())),
@@ -176,8 +209,8 @@ def verdict_cells(records: Sequence[RecordedFile]) -> Iterator[VerdictCell]:
     """Yield the picture's cells: one per run and function, and check."""
     for row in check_rows(records):
         yield VerdictCell(
-            f"{row.record.name.rpartition('/')[2]}: {_function(row.check['interface'])}",
-            row.key,
+            f"{row.record.name.rpartition('/')[2]}: {row.function}",
+            check_name(row.key),
             row.check["outcome"],
             row.worst_right,
         )
@@ -192,23 +225,14 @@ def _count(outcome: str, counts_of: Callable[[Any], Mapping[str, int]], record: 
     return number(counts_of(record).get(outcome, 0))
 
 
-def _implementation(record: RecordedFile) -> Cell:
-    return words(str(record.content.get("implementation", "")).removeprefix(MODULE_PREFIX))
-
-
-def _function(name: str) -> str:
-    """Return the name that the judge's own table has; the given one if this version of the lab does not know it."""
-    known = {interface.value: interface.name.lower() for interface in Interface}
-    return known.get(name, name)
+def implementation_of(record: RecordedFile) -> str:
+    """Return the implementation's name without the package of kernels."""
+    return str(record.content.get("implementation", "")).removeprefix(MODULE_PREFIX)
 
 
 def _cited(findings: Sequence[Finding]) -> Cell:
     text = ", ".join(finding.short for finding in findings)
     return Cell(text or ABSENT, links=tuple(Link(finding.short, finding.target) for finding in findings))
-
-
-def _yes(value: bool | None) -> Cell:
-    return words(None) if value is None else words("yes" if value else "no", style=RIGHT if value else KNOWN)
 
 
 def _percent(ratio: float | str | None) -> Cell:

@@ -16,13 +16,14 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from lab.reports.html import judged
+from lab.reports.html.answer import fastest, faulty_runs, lead
 from lab.reports.html.experiments import experiment_of
 from lab.reports.html.markdown import finding_html, markdown_html
 from lab.reports.html.pictures import Picture, picture_of
 from lab.reports.pictures.judging import verdict_figure
 from lab.reports.recorded import Kind, RecordedFile, RecordedRun, environment_facts, run_of
 from lab.reports.tables import Cell, Columns, Table, make_table, words
-from lab.reports.timing_tables import ceiling_table, methods, timing_tables
+from lab.reports.timing_tables import ceiling_table, fastest_table, methods, timing_tables
 from lab.reports.timings import figures
 
 OVERVIEW = "experiments.md"  # of `python -m lab.reports.changes`
@@ -35,6 +36,7 @@ class TimedPart:
     name: str
     recorded_at: str | None
     methods: list[tuple[str, str]]
+    fastest: Table
     ceilings: Table
     tables: list[Table]
     pictures: list[Picture]
@@ -51,14 +53,17 @@ def html_report(folder: Path, files: Sequence[RecordedFile]) -> str:
     )
     of_kind = {kind: [file for file in files if file.kind is kind] for kind in Kind}
     reports = of_kind[Kind.JUDGE]
+    runs = [run_of(file) for file in of_kind[Kind.BENCHMARKS]]
     return environment.get_template("page.html.j2").render(
         title=_title(files),
         folder=folder.name,
         environments=_environments([file for file in files if isinstance(file.content, Mapping)]),
+        leads=[lead(reports), fastest(runs)],
+        faulty=faulty_runs(reports),
+        judge_runs=judged.summary_table(reports),
         judge_tables=[
             table
             for table in (
-                judged.summary_table(reports),
                 judged.verdict_table(reports),
                 judged.fault_table(reports),
                 judged.decline_table(reports),
@@ -70,7 +75,7 @@ def html_report(folder: Path, files: Sequence[RecordedFile]) -> str:
         findings=[(each, Markup(finding_html(each, folder))) for each in judged.cited_findings(reports)],
         overview=_overview(folder),
         notes=[(path.name, Markup(markdown_html(path.read_text(encoding="utf-8")))) for path in _notes(folder)],
-        runs=[_timed(run_of(file), f"run-{place}") for place, file in enumerate(of_kind[Kind.BENCHMARKS])],
+        runs=[_timed(run, f"run-{place}") for place, run in enumerate(runs)],
         experiments=[experiment_of(file) for file in of_kind[Kind.EXPERIMENT]],
         unread={file.name: _outline(file.content) for file in (*of_kind[Kind.MUTANTS], *of_kind[Kind.OTHER])},
         style=Markup(_own("page.css")),
@@ -118,7 +123,7 @@ def _verdicts(files: Sequence[RecordedFile]) -> Picture | None:
     cells = list(judged.verdict_cells(files))
     if not cells:
         return None
-    title = "Verdicts by run, function and check; numbers: worst right error in % of its bound; blank: not judged"
+    title = "Verdicts by run, function and check; numbers: worst right error, % of its bound"
     return picture_of(verdict_figure(cells, title), title)
 
 
@@ -127,6 +132,7 @@ def _timed(run: RecordedRun, name: str) -> TimedPart:
         name=run.path.name,
         recorded_at=run.recorded_at,
         methods=methods(run.gpu_rows),
+        fastest=fastest_table(run, name),
         ceilings=ceiling_table(run, name),
         tables=timing_tables(run, name),
         pictures=[picture_of(figure, Path(file).stem.replace("-", " ")) for file, figure in figures(run).items()],

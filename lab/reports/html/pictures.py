@@ -28,10 +28,10 @@ class Picture:
 
 
 def picture_of(figure: Figure, description: str) -> Picture:
-    """Return a figure as SVG, its letters as paths: it looks the same with any fonts."""
+    """Return a figure as SVG without a ground, its letters as paths: it looks the same on any page and with any fonts."""
     drawn = io.BytesIO()
     with rc_context(SVG_SETTINGS):
-        figure.savefig(drawn, format="svg", metadata={"Date": None})
+        figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
     return Picture(f"data:image/svg+xml;base64,{b64encode(drawn.getvalue()).decode()}", description)
 
 

@@ -1,3 +1,8 @@
+// DataTables takes its dark colours from a class.
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const follow = () => document.documentElement.classList.toggle("dark", dark.matches);
+dark.addEventListener("change", follow);
+follow();
 // Tables start in the order of the file, and are made when they are first shown: some have hundreds of rows.
 const filters = [{ target: 0, content: [["search", "searchList"]] }];
 const numberFilters = [{ target: 0, content: [["search"]] }];

@@ -1,6 +1,7 @@
 """Pictures of the judge: verdicts of recorded runs, mutants and the checks that find them, errors of one output."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +37,7 @@ class VerdictCell:
 
     Attributes:
         line: run and function.
-        check: key of the check.
+        check: key of the check, and its name.
         outcome: of `OUTCOME_COLOURS`.
         worst_right: largest error of a right result over its bound; None if there was none.
     """
@@ -50,7 +51,7 @@ class VerdictCell:
 def verdict_figure(cells: Sequence[VerdictCell], title: str) -> Figure:
     """Draw a line per run and function, a column per check; the number is the worst right error, in percent of its bound."""
     lines, checks = list(dict.fromkeys(cell.line for cell in cells)), _in_catalogue_order(cell.check for cell in cells)
-    height = 1.0 + ROW_INCHES * len(lines)
+    height = 1.8 + ROW_INCHES * len(lines)
     figure, axes = _figure(title, height)
     axes.set(xlim=(0, len(checks)), ylim=(len(lines), 0))
     for cell in cells:
@@ -58,8 +59,10 @@ def verdict_figure(cells: Sequence[VerdictCell], title: str) -> Figure:
         colour = OUTCOME_COLOURS[cell.outcome]
         axes.add_patch(Rectangle((x, y), 1, 1, facecolor=colour, edgecolor="white", linewidth=1.5))
         if cell.worst_right is not None:
-            style.write_in_cell(axes, x + 0.5, y, f"{100 * cell.worst_right:.0f}", fontsize=7)
+            ink = "white" if cell.outcome == "failed" else "black"
+            style.write_in_cell(axes, x + 0.5, y, f"{100 * cell.worst_right:.0f}", fontsize=7, color=ink)
     _label_cells(axes, checks, lines)
+    _slant(axes)
     shown = [outcome for outcome in OUTCOME_COLOURS if any(cell.outcome == outcome for cell in cells)]
     _legend(figure, {outcome: OUTCOME_COLOURS[outcome] for outcome in shown})
     return figure
@@ -148,8 +151,7 @@ def few_figure(records: Sequence[Record], checks: Sequence[str], rules: Sequence
             _box(axes, len(checks) + gap + rule, y, colour)
     labels = [*checks, *([""] * gap), *rules]
     _label_cells(axes, labels, [record["mutant"] for record in records])
-    for label in axes.get_xticklabels():
-        label.set(rotation=60, ha="left", rotation_mode="anchor")
+    _slant(axes)
     _legend(
         figure,
         {"found by the check": FOUND, "passes the upstream rule": LET_THROUGH, "no attention output": NOT_ASKED},
@@ -213,8 +215,14 @@ def passing_figure(
 
 
 def _in_catalogue_order(keys: Any) -> list[str]:
-    """Sort keys: K1 before K10, and K before L and M."""
-    return sorted(dict.fromkeys(keys), key=lambda key: (key[0], int(key[1:]) if key[1:].isdigit() else 0, key))
+    """Sort keys, and names that begin with them: K1 before K10, and K before L and M."""
+    numbered = re.compile(r"([A-Z])(\d+)")
+
+    def place(name: str) -> tuple[str, int, str]:
+        found = numbered.match(name)
+        return (found[1], int(found[2]), name) if found else (name[:1], 0, name)
+
+    return sorted(dict.fromkeys(keys), key=place)
 
 
 def _family(record: Record) -> str:
@@ -266,6 +274,11 @@ def _label_cells(axes: Axes, columns: Sequence[str], lines: Sequence[str]) -> No
     axes.xaxis.tick_top()
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
+
+
+def _slant(axes: Axes) -> None:
+    for label in axes.get_xticklabels():
+        label.set(rotation=60, ha="left", rotation_mode="anchor")
 
 
 def _figure(title: str, height_inches: float) -> tuple[Figure, Axes]:

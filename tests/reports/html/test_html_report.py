@@ -20,11 +20,13 @@ pytest.importorskip("matplotlib")
 from lab.experiments import EXPERIMENTS
 from lab.reports.html.__main__ import main
 from lab.reports.html.experiments import experiment_of
+from lab.reports.html.judged import check_name
 from lab.reports.html.markdown import slug
 from lab.reports.html.page import html_report
 from lab.reports.html.pictures import drawings_of
 from lab.reports.recorded import Kind, RecordedFile, RecordedFileError, read_folder
 from lab.reports.tables import flattened
+from lab.workloads.interfaces import Interface
 from tests.reports.html.parsed import Page
 
 RECORDED = Path(__file__).parents[3] / "results" / "nvidia-h200"
@@ -98,17 +100,71 @@ def test_every_check_of_every_run_is_there_with_its_numbers(page: Page) -> None:
     table = page.tables["verdicts"]
     checks = [(name, check) for name, content in reports for check in content["checks"]]
     assert len(table.rows) == len(checks) > 0
-    columns = {heading: table.column(heading) for heading in table.headings}
-    for place, (name, check) in enumerate(checks):
-        cell = {heading: cells[place] for heading, cells in columns.items()}
-        assert cell["run"].text == name
-        assert cell["check"].text.split()[0] == check["check"]
+    rows = [dict(zip(table.headings, cells, strict=True)) for cells in table.rows]
+    by_check = {tuple(row[name].text for name in ("run", "check", "function")): row for row in rows}
+    for name, check in checks:
+        cell = by_check[name, check_name(check["check"]), Interface(check["interface"]).name.lower()]
         assert cell["verdict"].text == check["outcome"]
         assert cell["results"].order == check["judged"]
         assert cell["cases"].order == sum(check["counts"].values())
         assert cell["worst of verdict, % of bound"].order == pytest.approx(100 * float(check["worst_ratio"]))
-        for outcome in {"right", "known", "wrong", "failed", "declined"} & set(columns):
+        for outcome in {"right", "known", "wrong", "failed", "declined"} & set(table.headings):
             assert cell[outcome].order == check["counts"].get(outcome, 0)
+
+
+def test_what_is_broken_stands_first(page: Page) -> None:
+    order = ["wrong", "failed", "known", "declined", "right"]
+    for table in ("judge-runs", "verdicts", "faults"):
+        places = [order.index(cell.text) for cell in page.tables[table].column("verdict")]
+        assert places == sorted(places)
+    assert list(page.tables)[:2] == ["judge-runs", "run-0-fastest"]
+
+
+def test_the_page_opens_with_the_answer(html: str) -> None:
+    said = html.split("<section", 2)[1]
+    assert "13 runs of the judge: 1 wrong, 1 failed, 6 known, 5 right." in said
+    assert "Fastest in 23 scenarios with several implementations: " in said
+    assert "Failed in 5 of 12 cases." in said
+    assert "K1 oracle of decode: wrong. What the check catches: Any error of an output vector" in said
+
+
+def test_the_fastest_of_each_scenario(page: Page) -> None:
+    (run,) = [content for _, content in contents() if "benchmarks" in content]
+    medians: dict[str, list[float]] = {}
+    for each in run["benchmarks"]:
+        if each["extra_info"].get("clock") == "graph":
+            median_us = statistics.median(1e6 * seconds for seconds in each["stats"]["data"])
+            medians.setdefault(each["extra_info"]["scenario"], []).append(median_us)
+    table = page.tables["run-0-fastest"]
+    shown = {cells[0].text: dict(zip(table.headings, cells, strict=True)) for cells in table.rows}
+    assert {name for name, each in medians.items() if len(each) > 1} <= set(shown)
+    for name, row in shown.items():
+        assert row["median, µs"].order == min(medians[name])
+        assert row["next is"].text in (["–"] if len(medians[name]) == 1 else ["SLOWER", "SAME", "UNSURE"])
+
+
+def test_a_diagnosis_stands_at_the_top(tmp_path: Path) -> None:
+    record = judged("a wrong row", 3.0)
+    record["cases"][0] |= {"number": 1, "case": "Case(window_left=16)"}
+    record["diagnosis"] = {
+        "sentence": "The window has one key too few.",
+        "regions": [{"rule": "window_left >= 0", "wrong": 13, "right_outside": 61}],
+        "smallest": {"case": 1, "expected": [0.5, 1.0], "got": [0.25, 1.0], "where": "row 3, head 0"},
+        "follows": ["K3"],
+    }
+    (tmp_path / "mine.json").write_text(json.dumps(record))
+    written = html_report(tmp_path, read_folder(tmp_path))
+    said = [
+        "1 run of the judge: 1 wrong.",
+        "The window has one key too few.",
+        "window_left &gt;= 0: wrong in 13 of the results there, right in 61 elsewhere",
+        "smallest case, #1</dt><dd><code>Case(window_left=16)",
+        "[0.25, 1.0]",
+        "row 3, head 0",
+        'id="judge-runs"',
+    ]
+    places = [written.index(each) for each in said]
+    assert places == sorted(places)
 
 
 def test_the_worst_right_error_is_of_right_cases(page: Page) -> None:
@@ -260,19 +316,19 @@ def browser() -> Iterator[Any]:
         pytest.skip("no Chromium on PATH")
     driver = pytest.importorskip("playwright.sync_api", reason="playwright, of the extra dev, drives the browser")
     with driver.sync_playwright() as started:
-        chromium = started.chromium.launch(executable_path=CHROMIUM)
+        chromium = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield chromium
         chromium.close()
 
 
-def opened(browser: Any, path: Path, html: str) -> tuple[Any, list[str], list[str]]:
+def opened(browser: Any, path: Path, html: str, **settings: Any) -> tuple[Any, list[str], list[str]]:
     """The page in a new tab; the addresses that it asks for besides itself and what its console says, which go on growing."""
     path.write_text(html, encoding="utf-8")
 
     def is_foreign(url: str) -> bool:
         return url != path.as_uri() and not url.startswith("data:")
 
-    tab = browser.new_page(viewport={"width": 1280, "height": 900})
+    tab = browser.new_page(viewport={"width": 1280, "height": 900}, **settings)
     asked: list[str] = []
     said: list[str] = []
     tab.on("request", lambda request: asked.append(request.url) if is_foreign(request.url) else None)
@@ -291,6 +347,18 @@ def test_in_a_browser_nothing_is_requested(browser: Any, html: str, tmp_path: Pa
     tab.wait_for_timeout(500)
     assert (asked, said) == ([], [])
     assert tab.evaluate("document.documentElement.scrollWidth") == 1280  # wide tables scroll by themselves
+    tab.close()
+
+
+@pytest.mark.parametrize(("scheme", "is_dark"), [("light", False), ("dark", True)])
+def test_in_a_browser_everything_follows_dark_mode(
+    scheme: str, is_dark: bool, browser: Any, html: str, tmp_path: Path
+) -> None:
+    tab, _, _ = opened(browser, tmp_path / "a.html", html, color_scheme=scheme)
+    brightness = "place => getComputedStyle(document.querySelector(place)).backgroundColor.match(/\\d+/g).slice(0, 3)"
+    for place in ("body", ".dt-container", "table.data td"):
+        assert all((int(part) < 64) == is_dark for part in tab.evaluate(brightness, place)), place
+    assert ("invert" in tab.evaluate("getComputedStyle(document.querySelector('figure img')).filter")) == is_dark
     tab.close()
 
 
