@@ -1,5 +1,6 @@
 """Exact, slow implementations that define what is right. They need torch alone."""
 
+from lab.references.assertion import assert_close_to_reference
 from lab.references.draft_decode_kv_indices import generate_draft_decode_kv_indices
 from lab.references.errors import Comparison, compare, eager_attention, relative_l2
 from lab.references.paged_attention import attention, visible_keys
@@ -12,6 +13,7 @@ from lab.references.trtllm import (
 
 __all__ = [
     "Comparison",
+    "assert_close_to_reference",
     "attention",
     "compare",
     "eager_attention",

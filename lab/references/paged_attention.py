@@ -284,7 +284,7 @@ def _solve(problem: PagedAttention, piece: _Piece) -> tuple[torch.Tensor, torch.
     if problem.v_block_tables is not problem.k_block_tables:
         v_pages = torch.where(page_exists, problem.v_block_tables[requests].gather(1, columns), 0)
     keys = _entries(problem.k_cache, problem.k_scale_factors, k_pages)
-    values = _entries(problem.v_cache, _plain_v_scales(problem), v_pages)
+    values = _entries(problem.v_cache, plain_v_scales(problem), v_pages)
     # A weight of zero does not silence a NaN; a dead score does.
     incomplete = piece.incomplete_pages(problem.page_size)
     values[incomplete] = values[incomplete].masked_fill(~exists[incomplete][:, None, :, None], 0.0)
@@ -293,7 +293,7 @@ def _solve(problem: PagedAttention, piece: _Piece) -> tuple[torch.Tensor, torch.
         keys, values = (side.transpose(1, 2).flatten(2, 3).unsqueeze(1) for side in (keys, values))
         visible = visible.flatten(2).unsqueeze(2)
     return _attention_over_blocks(
-        _indexed(problem.query, rows),
+        indexed(problem.query, rows),
         keys,
         values,
         visible,
@@ -308,11 +308,11 @@ def softmax_arguments(problem: AttentionProblem) -> dict[str, Any]:
 
 def _entries(cache: torch.Tensor, scale_factors: torch.Tensor | None, pages: torch.Tensor) -> torch.Tensor:
     """Return whole pages [batch, num_pages], dequantised: float64 [batch, num_pages, num_kv_heads, page_size, head_dim]."""
-    entries = _indexed(cache, pages)
+    entries = indexed(cache, pages)
     if scale_factors is None:
         # Contiguous whatever the pool's layout: the products would else copy once more.
         return entries.to(torch.float64, memory_format=torch.contiguous_format)
-    return dequantize_nvfp4(entries, _indexed(scale_factors, pages))
+    return dequantize_nvfp4(entries, indexed(scale_factors, pages))
 
 
 def _unmasked(mask: torch.Tensor, rows: torch.Tensor, draft_tokens: torch.Tensor) -> torch.Tensor:
@@ -324,21 +324,27 @@ def _unmasked(mask: torch.Tensor, rows: torch.Tensor, draft_tokens: torch.Tensor
         draft_tokens: [batch, kv_len], the key's index among the draft tokens; negative for the keys before them.
     """
     q_len = mask.shape[1]
-    bits = (mask.unsqueeze(-1) >> torch.arange(MASK_BITS_PER_WORD, device=mask.device, dtype=torch.int32)) & 1
-    shown = bits.flatten(2)[:, :, :q_len].bool()  # [batch, row, draft token]
+    shown = shown_draft_tokens(mask)
     batch = torch.arange(mask.shape[0], device=mask.device)
     columns = draft_tokens.clamp(0, q_len - 1)
     picked = shown[batch[:, None, None], rows.clamp(0, q_len - 1).unsqueeze(2), columns.unsqueeze(1)]
     return picked | (draft_tokens < 0).unsqueeze(1)
 
 
-def _plain_v_scales(problem: PagedAttention) -> torch.Tensor | None:
+def shown_draft_tokens(mask: torch.Tensor) -> torch.Tensor:
+    """Return the draft tokens that a mask of int32 words, [batch, q_len, words], shows: bool [batch, q_len, q_len]."""
+    bits = (mask.unsqueeze(-1) >> torch.arange(MASK_BITS_PER_WORD, device=mask.device, dtype=torch.int32)) & 1
+    return bits.flatten(2)[:, :, : mask.shape[1]].bool()
+
+
+def plain_v_scales(problem: PagedAttention) -> torch.Tensor | None:
+    """Return V's scale factors in plain order, whatever order the problem has them in."""
     if problem.v_scale_factors is None or not problem.v_scale_factors_interleaved:
         return problem.v_scale_factors
     return deinterleave_v_scale_factors(problem.v_scale_factors.view(torch.uint8)).view(E4M3)
 
 
-def _indexed(tensor: torch.Tensor, index: Any) -> torch.Tensor:
+def indexed(tensor: torch.Tensor, index: Any) -> torch.Tensor:
     """Return `tensor[index]`, also where torch does not index float8: its bytes can always be moved."""
     if tensor.dtype == E4M3:
         return tensor.view(torch.uint8)[index].view(E4M3)

@@ -161,7 +161,7 @@ def _rows(
     kv_len, device = len(keys), query.device
     first = kv_len - q_len  # position of the request's first row
     last = kv_len if shown is not None or not rules.causal else max(first + rows.stop, 0)
-    keys, values = (side[:last].to(torch.float32).unsqueeze(0) for side in (keys, values))
+    keys, values = (_widened(side[:last]).unsqueeze(0) for side in (keys, values))
     positions = torch.arange(first + rows.start, first + rows.stop, device=device).unsqueeze(0)
     visible = visible_keys(
         positions,
@@ -185,3 +185,7 @@ def _rows(
         **scales,
     )
     return exact[0], rounded[0], lse_log2[0]
+
+
+def _widened(side: Tensor) -> Tensor:
+    return side if side.dtype == torch.float64 else side.to(torch.float32)

@@ -1,0 +1,197 @@
+"""The assertion for other people's tests: a kernel's output against float64, by the judge's own bound."""
+
+import inspect
+import itertools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.calls import (
+    ContextCall,
+    DecodeCall,
+    MLADecodeCall,
+    PagedAttention,
+    RaggedAttention,
+    RaggedContextCall,
+    check_ragged_values,
+    check_values,
+)
+from lab.calls.problem import Call, Scale
+from lab.references.paged_attention import indexed, plain_v_scales, shown_draft_tokens
+from lab.references.quantization import dequantize_nvfp4
+from lab.references.truth import Rules, Truth, truth_of_requests
+
+Problem = PagedAttention | RaggedAttention
+History = tuple[Tensor, Tensor]  # K and V of a request, [kv_len, num_kv_heads, head_dim]
+CALLS: dict[type[Any], Call] = {
+    DecodeCall: Call.DECODE,
+    ContextCall: Call.CONTEXT,
+    MLADecodeCall: Call.MLA_DECODE,
+    RaggedContextCall: Call.RAGGED_CONTEXT,
+}
+
+
+def assert_close_to_reference(
+    out: Tensor | tuple[Tensor, Tensor],
+    /,
+    lse: Tensor | None = None,
+    *,
+    arithmetic: torch.dtype | None = None,
+    check_dtype: bool = True,
+    **the_same_arguments: Any,
+) -> None:
+    """Assert that a kernel's output is what its arguments ask for, as near as low-precision arithmetic comes to it.
+
+    Each vector, of one row and head, is held to float64 on the same inputs. Its relative L2 error may be
+    `lab.references.errors.CONTROL_FACTOR` times that of plain low-precision torch operations (`eager_attention`) on the same
+    request, and one rounding in any case: the bound of `lab.checks.judge`. Rows after the last request's are padding, and
+    may hold anything.
+
+    Args:
+        out: what the kernel returned: the output, or (out, lse).
+        lse: the LSE, if the kernel gave one, in the base and a shape of the call; None compares none.
+        arithmetic: dtype to which the kernel is known to round the operands of both products, such as e4m3 over an e4m3
+            cache; None is the query's.
+        check_dtype: False lets `out` have another dtype than the call says; the bound stays that of the call's.
+        the_same_arguments: the keyword arguments that the kernel got, of one of FlashInfer's four calls, whose names tell
+            which (`lab.calls.DecodeCall`, `ContextCall`, `MLADecodeCall`, `RaggedContextCall`). They are read as they are
+            now, and none is written. `workspace_buffer` may be left out.
+
+    Raises:
+        AssertionError: the output or the LSE is wrong; it names row, request, head, error and bound of the worst vectors.
+        TypeError: the arguments are those of none of the calls.
+        ValueError: the arguments make no sense, `out` lies in the query's memory, or the truth is not finite.
+        NotImplementedError: the lab does not model an argument.
+    """
+    call = _call_of({"workspace_buffer": None} | the_same_arguments)
+    problem = call.problem()
+    if problem.query.device.type != "cpu":  # on a CPU the call has been checked already
+        check_ragged_values(problem) if isinstance(problem, RaggedAttention) else check_values(problem)
+    if isinstance(out, tuple):
+        out, lse = out
+    wrongs = _wrong_form(problem, call, out, check_dtype)
+    if not wrongs and not problem.has_no_rows:
+        truth = truth_of_problem(problem, arithmetic)
+        end = len(truth.expected)
+        comparison = truth.compare(out.flatten(0, -3)[:end])
+        if not comparison.passed:
+            wrongs.append(truth.wrong_vectors(comparison))
+        wrongs += _wrong_lse(call, lse, truth)
+    if wrongs:
+        raise AssertionError("\n".join(f"{problem.call.value}: {wrong}" for wrong in wrongs))
+
+
+def _call_of(arguments: dict[str, Any]) -> Any:
+    """Return the call that these are the arguments of; raise TypeError where there is none."""
+    errors = {}
+    for call in CALLS:
+        try:
+            inspect.signature(call).bind(**arguments)
+        except TypeError as error:
+            errors[call] = error
+        else:
+            return call(**arguments)
+    nearest = max(errors, key=lambda call: len(set(arguments) & set(inspect.signature(call).parameters)))
+    raise TypeError(
+        f"these are the arguments of none of FlashInfer's four calls; of {CALLS[nearest].value}, {errors[nearest]}"
+    )
+
+
+def _wrong_form(problem: Problem, call: Any, out: Any, check_dtype: bool) -> list[str]:
+    """Return what is wrong of an output's type, shape and dtype; raise ValueError where it overwrote the query."""
+    if not isinstance(out, Tensor):
+        return [f"the output is of type {type(out).__name__}, not a tensor"]
+    expected = (*call.query.shape[:-1], problem.v_head_dim)
+    rows = (problem.num_rows, problem.num_qo_heads, problem.v_head_dim)
+    if tuple(out.shape) not in (expected, rows):
+        return [f"the output is {list(out.shape)}, not {list(expected)}"]
+    if out.device != problem.query.device:
+        return [f"the output is on {out.device}, not on {problem.query.device}"]
+    if out.numel() and out.data_ptr() == problem.query.data_ptr():
+        raise ValueError("out lies in the query's memory, so that the query is gone: pass a copy of the query here")
+    if check_dtype and out.dtype != problem.out_dtype:
+        return [f"the output is {out.dtype}, not {problem.out_dtype} (check_dtype=False allows it)"]
+    return []
+
+
+def _wrong_lse(call: Any, lse: Tensor | None, truth: Truth) -> list[str]:
+    if lse is None:
+        return []
+    rows = lse.flatten(0, 1) if lse.ndim == 3 else lse
+    in_base_e = isinstance(call, MLADecodeCall) and call.return_lse_base == "basee"
+    rows = rows[: len(truth.lse_log2)].to(torch.float64) / (math.log(2.0) if in_base_e else 1.0)
+    wrong = truth.wrong_lse(rows)
+    return [wrong] if wrong else []
+
+
+def truth_of_problem(problem: Problem, arithmetic: torch.dtype | None = None) -> Truth:
+    """Return the truth of a checked problem, which has rows: the K/V histories are what its page tables or offsets say.
+
+    Args:
+        problem: posed by any of the four calls.
+        arithmetic: of the control; None: the query's dtype.
+    """
+    offsets = problem.row_offsets()
+    q_lens = [end - start for start, end in itertools.pairwise(offsets)]
+    histories = _ragged_histories(problem) if isinstance(problem, RaggedAttention) else _paged_histories(problem)
+    if problem.window_left >= 0:
+        histories = [
+            _without_unseen(history, q_len, problem.window_left)
+            for history, q_len in zip(histories, q_lens, strict=True)
+        ]
+    dtype = problem.query.dtype if arithmetic is None else arithmetic
+    mask = problem.mask if isinstance(problem, PagedAttention) else None
+    rules = Rules(
+        bmm1_scale=_without_shape(problem.bmm1_scale),
+        bmm2_scale=_without_shape(problem.bmm2_scale),
+        arithmetic=torch.float32 if dtype == torch.float64 else dtype,
+        out_dtype=problem.out_dtype,
+        window_left=problem.window_left,
+        sinks=problem.sinks,
+        causal=problem.causal,
+        shown=None if mask is None else shown_draft_tokens(mask.to(torch.int32)),
+    )
+    return truth_of_requests(problem.query[: offsets[-1]], histories, q_lens, rules)
+
+
+def _without_shape(scale: Scale) -> Scale:
+    return scale.reshape(()) if isinstance(scale, Tensor) else scale
+
+
+def _without_unseen(history: History, q_len: int, window_left: int) -> History:
+    """Return a history with zeros for the keys before every row's window, whose pages an engine may have freed."""
+    unseen = max(0, len(history[0]) - q_len - window_left)
+    k, v = (side.clone() for side in history)
+    for side in (k, v):
+        side.view(torch.uint8)[:unseen] = 0  # torch does not fill float8
+    return k, v
+
+
+def _paged_histories(problem: PagedAttention) -> list[History]:
+    sides = (
+        (problem.k_cache, problem.k_scale_factors, problem.k_block_tables),
+        (problem.v_cache, plain_v_scales(problem), problem.v_block_tables),
+    )
+    histories = []
+    for request, kv_len in enumerate(problem.seq_lens.tolist()):
+        num_pages = -(-kv_len // problem.page_size)
+        k, v = (
+            _tokens(cache, factors, tables[request, :num_pages].long())[:kv_len] for cache, factors, tables in sides
+        )
+        histories.append((k, v))
+    return histories
+
+
+def _tokens(cache: Tensor, scale_factors: Tensor | None, pages: Tensor) -> Tensor:
+    """Return the tokens of pages, [tokens, num_kv_heads, head_dim]; those of an NVFP4 cache dequantised."""
+    entries = indexed(cache, pages)
+    if scale_factors is not None:
+        entries = dequantize_nvfp4(entries, indexed(scale_factors, pages)).to(torch.float32)  # exact: of six bits
+    return entries.transpose(1, 2).flatten(0, 1)
+
+
+def _ragged_histories(problem: RaggedAttention) -> list[History]:
+    offsets = problem.cu_seqlens_kv.tolist()
+    return [(problem.key[start:end], problem.value[start:end]) for start, end in itertools.pairwise(offsets)]

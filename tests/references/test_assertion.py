@@ -1,0 +1,246 @@
+"""The assertion for other people's tests: it passes what is right, names what is wrong, and has the judge's bound."""
+
+import math
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lab import references
+from lab.calls.problem import E4M3
+from lab.checks import AttentionCase, Interface, Storage
+from lab.checks.attention_inputs import build_attention
+from lab.checks.trial import truth_of_call
+from lab.references import assert_close_to_reference
+from lab.references.assertion import CALLS, truth_of_problem
+from lab.workloads.attention_case import NVFP4, Dead, TableTail
+from tests.cases import decode_arguments, pack_mask, random_batch
+
+CPU = torch.device("cpu")
+DECODE = AttentionCase(Interface.DECODE, (20, 1, 33), (1, 1, 1), num_kv_heads=1, group=2)
+CONTEXT = replace(DECODE, interface=Interface.CONTEXT, q_lens=(3, 1, 17))
+MLA = replace(DECODE, interface=Interface.MLA_DECODE, q_lens=(2, 2, 2), kv_lens=(20, 2, 33), head_dim=80, v_head_dim=64)
+CASES = {
+    "decode": DECODE,
+    "several rows": replace(DECODE, q_lens=(2, 2, 2)),
+    "no key": replace(DECODE, kv_lens=(20, 0, 33)),
+    "NHD": replace(DECODE, storage=Storage(kv_layout="NHD", stacked=True)),
+    "window and sinks": replace(DECODE, kv_lens=(20, 1, 70), window_left=17, sinks=True),
+    "NaN in what is dead": replace(DECODE, storage=Storage(dead=Dead.NAN, table_tail=TableTail.FAR)),
+    "fp16": replace(DECODE, dtype=torch.float16, kv_dtype=torch.float16),
+    "e4m3 cache": replace(DECODE, kv_dtype=E4M3, window_left=9),
+    "NVFP4 cache": replace(DECODE, kv_dtype=NVFP4),
+    "context": CONTEXT,
+    "context, NVFP4": replace(CONTEXT, kv_dtype=NVFP4),
+    "MLA": MLA,
+    "MLA, e4m3": replace(MLA, kv_dtype=E4M3, sinks=True),
+}
+each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+def arguments_of(case: AttentionCase) -> dict[str, Any]:
+    return build_attention(case, CPU).arguments()
+
+
+def kernel_of(case: AttentionCase) -> Any:
+    return getattr(references, case.interface.value)
+
+
+def ragged_arguments(causal: bool = True) -> dict[str, Any]:
+    torch.manual_seed(0)
+    new: dict[str, Any] = {"dtype": torch.bfloat16}
+    offsets = torch.tensor([0, 2, 5], dtype=torch.int32)
+    kv_offsets = torch.tensor([0, 7, 20], dtype=torch.int32)
+    return {
+        "query": torch.randn(6, 4, 24, **new),  # the last row is padding
+        "key": torch.randn(20, 4, 24, **new),
+        "value": torch.randn(20, 4, 16, **new),
+        "workspace_buffer": None,
+        "seq_lens": kv_offsets.diff(),
+        "max_q_len": 3,
+        "max_kv_len": 13,
+        "bmm1_scale": 0.2,
+        "bmm2_scale": 1.0,
+        "o_sf_scale": 1.0,
+        "batch_size": 2,
+        "window_left": -1,
+        "cum_seq_lens_q": offsets,
+        "cum_seq_lens_kv": kv_offsets,
+        "enable_pdl": None,
+        "is_causal": causal,
+        "return_lse": True,
+    }
+
+
+@each_case
+def test_a_right_output_passes(case: AttentionCase) -> None:
+    arguments = arguments_of(case)
+    assert_close_to_reference(kernel_of(case)(**arguments), **arguments)
+    out, lse = kernel_of(case)(**arguments, return_lse=True)
+    assert_close_to_reference(out, lse, **arguments)
+    assert_close_to_reference((out, lse), **arguments, return_lse=True)
+
+
+@each_case
+def test_one_wrong_vector_is_named(case: AttentionCase) -> None:
+    arguments = arguments_of(case)
+    out = kernel_of(case)(**arguments).contiguous()
+    out.view(-1, *out.shape[-2:])[case.q_lens[0], 1, 3] += 2
+    with pytest.raises(AssertionError) as found:
+        assert_close_to_reference(out, **arguments)
+    assert re.match(
+        rf"{case.interface.value}: 1 of {case.num_rows * 2} vectors are wrong, of requests \[1\]: "
+        rf"row {case.q_lens[0]} \(request 1\) head 1: error [\d.inf]+, bound 0\.?\d*",
+        str(found.value),
+    )
+
+
+@each_case
+def test_the_bound_is_the_judge_s(case: AttentionCase) -> None:
+    inputs = build_attention(case, CPU)
+    judges = truth_of_call(inputs)
+    (call,) = (call for call, name in CALLS.items() if name.value == case.interface.value)
+    mine = truth_of_problem(call(**inputs.arguments()).problem())
+    torch.testing.assert_close(mine.expected, judges.expected, rtol=1e-9, atol=0)
+    torch.testing.assert_close(mine.control, judges.control)
+    torch.testing.assert_close(mine.lse_log2, judges.lse_log2)
+    assert mine.request_of_row.tolist() == judges.request_of_row.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_wide_dtypes_are_held_to_float32_s_precision(dtype: torch.dtype) -> None:
+    arguments = decode_arguments(random_batch([1, 1], [20, 33], dtype=dtype), bmm1_scale=0.25)
+    out, lse = references.trtllm_batch_decode_with_kv_cache(**arguments)
+    assert_close_to_reference(out, lse, **arguments)
+    with pytest.raises(AssertionError, match="vectors are wrong"):
+        assert_close_to_reference(out * (1 + 1e-5), **arguments)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_ragged_call_s_padding_may_hold_anything(causal: bool) -> None:
+    arguments = ragged_arguments(causal)
+    out, lse = references.trtllm_ragged_attention_deepseek(**arguments)
+    out[5:], lse[5:] = math.nan, math.nan
+    assert_close_to_reference(out, lse, **arguments)
+    lse[4, 2] += 0.1
+    with pytest.raises(AssertionError, match="1 LSEs are wrong: row 4 head 2 is "):
+        assert_close_to_reference(out, lse, **arguments)
+    with pytest.raises(AssertionError, match="vectors are wrong"):
+        assert_close_to_reference(out, **arguments | {"is_causal": not causal})
+
+
+def test_a_draft_mask_is_held_to() -> None:
+    """Two branches of a tree: the third token does not see the second."""
+    batch = random_batch([3, 3], [20, 33])
+    rows = [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
+    arguments = decode_arguments(batch, bmm1_scale=0.05)
+    causal = references.trtllm_batch_decode_with_kv_cache(**arguments)
+    arguments |= {"mask": pack_mask([rows, rows])}
+    assert_close_to_reference(references.trtllm_batch_decode_with_kv_cache(**arguments), **arguments)
+    with pytest.raises(AssertionError, match=r"of requests \[0, 1\]: row [25] "):
+        assert_close_to_reference(causal, **arguments)
+
+
+def test_scales_as_tensors_and_separate_tables() -> None:
+    arguments = arguments_of(DECODE)
+    scale = torch.tensor([[[[[0.1]]]]])
+    arguments |= {"bmm1_scale": scale, "bmm2_scale": scale * 3}
+    arguments |= {
+        "block_tables": arguments["block_tables"].unsqueeze(1).repeat(1, 2, 1),
+        "uses_shared_paged_kv_idx": False,
+    }
+    assert_close_to_reference(kernel_of(DECODE)(**arguments), **arguments)
+
+
+def test_a_base_e_lse_and_out_in_rows() -> None:
+    arguments = arguments_of(MLA) | {"return_lse": True, "return_lse_base": "basee"}
+    out, lse = kernel_of(MLA)(**arguments)
+    assert_close_to_reference(out.flatten(0, 1), lse.view(3, 2, -1), **arguments)
+    with pytest.raises(AssertionError, match="LSEs are wrong"):
+        assert_close_to_reference(out, lse / math.log(2.0), **arguments)
+
+
+def test_buffers_that_were_written_are_the_results_and_stay() -> None:
+    arguments = arguments_of(DECODE)
+    arguments |= {"out": torch.empty_like(arguments["query"]), "lse": torch.empty(3, 2)}
+    out = kernel_of(DECODE)(**arguments)
+    out[0] += 1
+    before = out.clone()
+    with pytest.raises(AssertionError, match="row 0"):
+        assert_close_to_reference(out, **arguments)
+    assert torch.equal(out, before)
+    arguments["lse"][2] = 0
+    with pytest.raises(AssertionError, match=r"wrong.*\n.*LSEs are wrong: row 2 head 0 is 0, "):
+        assert_close_to_reference(out, **arguments)
+
+
+def test_an_output_in_place_of_the_query_is_refused() -> None:
+    arguments = arguments_of(DECODE)
+    with pytest.raises(ValueError, match="out lies in the query's memory"):
+        assert_close_to_reference(kernel_of(DECODE)(**arguments | {"out": arguments["query"]}), **arguments)
+
+
+def test_another_dtype_is_an_error_unless_it_is_allowed() -> None:
+    arguments = arguments_of(DECODE)
+    out = kernel_of(DECODE)(**arguments)
+    with pytest.raises(AssertionError, match=r"float32, not torch.bfloat16 \(check_dtype=False"):
+        assert_close_to_reference(out.float(), **arguments)
+    assert_close_to_reference(out.float(), check_dtype=False, **arguments)
+    assert_close_to_reference(out.half(), **arguments, out_dtype=torch.float16)
+
+
+def test_a_kernel_s_own_arithmetic_is_allowed_when_it_is_named() -> None:
+    case = replace(CASES["e4m3 cache"], window_left=-1)
+    arguments = arguments_of(case)
+    out = truth_of_call(build_attention(replace(case, arithmetic=E4M3), CPU)).control
+    with pytest.raises(AssertionError, match="vectors are wrong"):
+        assert_close_to_reference(out, **arguments)
+    assert_close_to_reference(out, arithmetic=E4M3, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("out", "says"), [(None, "NoneType, not a tensor"), (torch.zeros(2, 2, 64), r"\[2, 2, 64\], not \[3, 2, 64\]")]
+)
+def test_what_is_no_output_is_named(out: Any, says: str) -> None:
+    with pytest.raises(AssertionError, match=says):
+        assert_close_to_reference(out, **arguments_of(DECODE))
+
+
+def test_arguments_of_no_call_are_named() -> None:
+    arguments = arguments_of(DECODE)
+    out = kernel_of(DECODE)(**arguments)
+    del arguments["workspace_buffer"]
+    assert_close_to_reference(out, **arguments)
+    with pytest.raises(TypeError, match=r"of trtllm_batch_decode_with_kv_cache, got an unexpected keyword .*'sink'"):
+        assert_close_to_reference(out, **arguments, sink=None)
+    del arguments["max_seq_len"]
+    with pytest.raises(TypeError, match=r"of trtllm_batch_decode_with_kv_cache, missing a required .*'max_seq_len'"):
+        assert_close_to_reference(out, **arguments)
+
+
+def test_an_empty_batch_passes() -> None:
+    arguments = ragged_arguments()
+    empty = torch.zeros(1, dtype=torch.int32)
+    arguments |= {"batch_size": 0, "cum_seq_lens_q": empty, "cum_seq_lens_kv": empty}
+    arguments |= {"seq_lens": empty[:0], "max_q_len": 0, "max_kv_len": 0}
+    assert_close_to_reference(torch.full((6, 4, 16), math.nan, dtype=torch.bfloat16), **arguments)
+
+
+def test_inputs_are_left_as_they_are() -> None:
+    arguments = arguments_of(CASES["e4m3 cache"]) | {"window_left": 2}
+    before = {name: value.clone() for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+    caches = [side.view(torch.uint8).clone() for side in arguments["kv_cache"]]
+    assert_close_to_reference(kernel_of(DECODE)(**arguments), **arguments)
+    assert all(torch.equal(arguments[name], value) for name, value in before.items())
+    assert all(torch.equal(a.view(torch.uint8), b) for a, b in zip(arguments["kv_cache"], caches, strict=True))
+
+
+def test_a_nan_where_the_truth_must_be_is_no_verdict() -> None:
+    arguments = arguments_of(DECODE)
+    out = kernel_of(DECODE)(**arguments)
+    page = int(arguments["block_tables"][0, 0])
+    arguments["kv_cache"][1][page, 0, 0, 0] = math.nan
+    with pytest.raises(ValueError, match="expected must be finite"):
+        assert_close_to_reference(out, **arguments)
