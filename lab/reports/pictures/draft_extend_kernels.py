@@ -192,8 +192,9 @@ def _draw_cell(axes: Axes, corner: tuple[int, int], colour: str, words: str, gid
         axes.add_patch(Rectangle(inner, 0.92, 0.9, fill=False, edgecolor="black", linewidth=1.3))
     red, green, blue = to_rgb(colour)
     luma = 0.299 * red + 0.587 * green + 0.114 * blue  # ITU-R BT.601
-    look = {"weight": "bold" if framed else "normal", "color": "black" if luma > 0.45 else "white"}
-    style.write_in_cell(axes, corner[0] + 0.5, corner[1] - 0.06, words, fontsize=style.FONT_POINTS - 0.5, **look)
+    look: dict[str, Any] = {"weight": "bold" if framed else "normal", "color": "black" if luma > 0.45 else "white"}
+    middle = corner[0] + 0.5, corner[1] + 0.47
+    axes.text(*middle, words, ha="center", va="center", fontsize=style.FONT_POINTS - 0.5, **look)
 
 
 def _by_point(rows: Iterable[Mapping[str, Any]], arm: str, value: str) -> dict[Point, float]:

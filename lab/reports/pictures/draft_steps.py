@@ -4,32 +4,31 @@ Rows are those of `results/<gpu>/draft_steps.json`, as `lab.experiments.draft_st
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
 
-from lab.metadata import ForwardBatch, KVPool, TRTLLMMHAMetadata
+from lab.metadata import ForwardBatch, KVPool
 from lab.metadata.speculation.draft_steps import DraftBuffers, DraftStep, PreparedDraft
 from lab.reports.pictures import style
+from lab.reports.pictures.cells import Cell, Kind, Line, Ruler, cells_figure, check_legible
 from lab.reports.tables import counted
+from lab.timing.draft import lengths_and_table
 
-LABEL_INCHES = 1.75
-ROW_INCHES = 0.22
-HEADING_INCHES = 0.85  # title, and whose the columns are
-LEGEND_INCHES = 0.35
-LINES_PER_STEP = 4  # the length, the pages, the list, and a space
 MOST_SLOTS = 40  # more are not legible side by side
 FEWEST_SLOTS = 16  # fewer would be drawn too wide
 TOKEN_TICKS = (1024, 8192, 32768, 131072)
 
-READ: dict[str, Any] = {"facecolor": "#56B4E9", "edgecolor": "white"}
-DEAD: dict[str, Any] = {"facecolor": "#E8E8E8", "edgecolor": "#AAAAAA", "linestyle": ":"}
-DEAD_DRAFTED: dict[str, Any] = DEAD | {"facecolor": "#C4C4C4"}
-DEAD_TEXT = "#555555"
+KINDS = {
+    "page": Kind("#56B4E9", "page, read by the attention"),
+    "prefix": Kind("#E8E8E8", "slot of the prefix, read by nobody", edge="#AAAAAA", linestyle=":", ink="#555555"),
+    "drafted": Kind("#C4C4C4", "slot of a drafted token, read by nobody", edge="#AAAAAA", linestyle=":", ink="#555555"),
+}
 
 # Of each plan: the name that recorded rows have, words, colour, marker.
 PLANS = (
@@ -48,7 +47,7 @@ def built_figure(
 ) -> Figure:
     """Draw what the common template makes for each step: the page table, which is read, and the ragged list, which is not.
 
-    A slot of a list is a `Rectangle` whose gid is "list <step> <request> <slot>", a page's is "page <step> <request> <page>".
+    A slot of a list has the gid "list <step> <request> <slot>", a page "page <step> <request> <page>".
 
     Args:
         batch, pool: a draft decode of chains, and where its requests live.
@@ -65,65 +64,45 @@ def built_figure(
     widths = [-(-(length + num_lists) // pool.page_size) * pool.page_size for length in prefix_lens]
     starts = [sum(widths[:i]) + i for i in range(len(widths))]  # a slot's space between requests
     slots = sum(widths) + len(widths) - 1
-    if slots > MOST_SLOTS:
-        raise ValueError(
-            f"the requests take {slots} slots side by side, more than {MOST_SLOTS}, which is as many as can be read: draw "
-            "fewer or shorter requests, on smaller pages"
-        )
-    figure, axes = style.cell_axes(
-        (0, max(slots, FEWEST_SLOTS)),
-        LINES_PER_STEP * num_lists - 1,
-        line_inches=ROW_INCHES,
-        label_inches=LABEL_INCHES,
-        heading_inches=HEADING_INCHES,
-        legend_inches=LEGEND_INCHES,
-    )
-    style.write_heading(figure, title)
-    for i, start in enumerate(starts):
-        words = f"request {i}: {prefix_lens[i]} tokens"
-        axes.text(start, -0.55, words, fontsize=style.FONT_POINTS, weight="bold", color=style.TEXT_COLOUR, va="center")
+    check_legible(slots, "slots", MOST_SLOTS, "draw fewer or shorter requests, on smaller pages")
+    lines: list[Line] = []
     for step in range(num_lists):
-        line = LINES_PER_STEP * step
         if step < len(prepared.steps):
-            _draw_pages(axes, line, starts, step, prepared.steps[step], pool.page_size)
+            lines += _handed_lines(starts, step, prepared.steps[step], pool.page_size)
         else:
-            style.row_label(axes, line + 1, f"step {step}: no such step", weight="bold")
+            lines.append(Line(f"step {step}: no such step"))
         boundaries = buffers.kv_indptr[step, : batch.batch_size + 1].tolist()
         indices = buffers.kv_indices[step, : boundaries[-1]].tolist()
-        style.row_label(axes, line + 2, f"kv_indices[{step}]")
-        for request, start in enumerate(starts):
-            listed = indices[boundaries[request] : boundaries[request + 1]]
-            for place, slot in enumerate(listed):
-                look = DEAD if place < prefix_lens[request] else DEAD_DRAFTED
-                gid = f"list {step} {request} {slot}"
-                axes.add_patch(Rectangle((start + place, line + 2.05), 1, 0.85, linewidth=0.8, gid=gid, **look))
-                style.write_in_cell(axes, start + place + 0.5, line + 2, str(slot), color=DEAD_TEXT)
-    keys: list[Artist] = [
-        Patch(label="page, read by the attention", **READ),
-        Patch(label="slot of the prefix, read by nobody", **DEAD),
-        Patch(label="slot of a drafted token, read by nobody", **DEAD_DRAFTED),
+        slots_of = [indices[first:end] for first, end in pairwise(boundaries)]
+        cells = [
+            Cell(
+                start + place,
+                "prefix" if place < prefix_lens[request] else "drafted",
+                str(slot),
+                gid=f"list {step} {request} {slot}",
+            )
+            for request, start in enumerate(starts)
+            for place, slot in enumerate(slots_of[request])
+        ]
+        lines += [Line(f"kv_indices[{step}]", cells), Line()]
+    across = {
+        start + width / 2: f"request {i}: {prefix_lens[i]} tokens"
+        for i, (start, width) in enumerate(zip(starts, widths, strict=True))
+    }
+    return cells_figure(title, lines, KINDS, (0, max(slots, FEWEST_SLOTS)), across=across)
+
+
+def _handed_lines(starts: Sequence[int], step: int, handed: DraftStep, page_size: int) -> list[Line]:
+    """Return a line of rulers as long as the kernel is told that requests are, and one of the pages that they cover."""
+    seq_lens, table = lengths_and_table(handed.metadata)
+    placed = list(zip(starts, seq_lens.tolist(), strict=True))
+    pages = [
+        Cell(start + place * page_size, "page", f"page {page}", page_size, gid=f"page {step} {request} {page}")
+        for request, (start, length) in enumerate(placed)
+        for place, page in enumerate(table[request, : -(-length // page_size)].tolist())
     ]
-    style.legend_below(figure, keys, 3, columnspacing=1.3)
-    return figure
-
-
-def _draw_pages(axes: Axes, line: int, starts: Sequence[int], step: int, handed: DraftStep, page_size: int) -> None:
-    """Draw a ruler as long as the kernel is told that a request is, and the pages that it covers."""
-    metadata = handed.metadata
-    if isinstance(metadata, TRTLLMMHAMetadata):
-        table, seq_lens = metadata.page_table, metadata.cache_seqlens_int32.tolist()
-    else:
-        table, seq_lens = metadata.block_kv_indices, metadata.seq_lens_k.tolist()
-    style.row_label(axes, line, f"step {step}: seq_lens", weight="bold")
-    style.row_label(axes, line + 1, "block_tables")
-    for request, (start, length) in enumerate(zip(starts, seq_lens, strict=True)):
-        axes.plot([start, start + length], [line + 0.5] * 2, "|-", color="black", linewidth=1.8, markersize=9)
-        axes.text(start + length + 0.35, line + 0.53, str(length), fontsize=style.FONT_POINTS - 1, va="center")
-        for place, page in enumerate(table[request, : -(-length // page_size)].tolist()):
-            corner = start + place * page_size, line + 1.05
-            gid = f"page {step} {request} {page}"
-            axes.add_patch(Rectangle(corner, page_size, 0.85, linewidth=1.2, gid=gid, **READ))
-            style.write_in_cell(axes, corner[0] + page_size / 2, line + 1, f"page {page}")
+    rulers = [Ruler(start, length, str(length)) for start, length in placed]
+    return [Line(f"step {step}: seq_lens", rulers=rulers), Line("block_tables", pages)]
 
 
 def draft_times_figure(rows: Iterable[Mapping[str, Any]], title: str, *, num_steps: int = 3) -> Figure:

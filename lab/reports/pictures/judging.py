@@ -11,13 +11,19 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PatchCollection
 from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Rectangle
 
 from lab.reports.pictures import style
+from lab.reports.pictures.cells import Cell, Kind, Line, cells_figure
 
-ROW_INCHES = 0.21
 # Blue is found or right, orange is let through or wrong: Okabe and Ito's, which differ in lightness too.
 FOUND, LET_THROUGH, NOTHING, NOT_ASKED = "#0072B2", "#E69F00", "#FFFFFF", "#DDDDDD"
+MUTANT_KINDS = {
+    "found": Kind(FOUND, "found by the check", edge="#CCCCCC"),
+    "passes": Kind(LET_THROUGH, "passes the upstream rule", edge="#CCCCCC"),
+    "none": Kind(NOT_ASKED, "no attention output to compare", edge="#CCCCCC"),
+    "nothing": Kind(NOTHING, edge="#CCCCCC"),
+}
 OUTCOME_COLOURS = {
     "right": "#BFDDF0",
     "known": "#F6D98B",
@@ -50,22 +56,25 @@ class VerdictCell:
 
 def verdict_figure(cells: Sequence[VerdictCell], title: str) -> Figure:
     """Draw a line per run and function, a column per check; the number is the worst right error, in percent of its bound."""
-    lines, checks = list(dict.fromkeys(cell.line for cell in cells)), _in_catalogue_order(cell.check for cell in cells)
-    height = 1.8 + ROW_INCHES * len(lines)
-    figure, axes = _figure(title, height)
-    axes.set(xlim=(0, len(checks)), ylim=(len(lines), 0))
+    checks = _in_catalogue_order(cell.check for cell in cells)
+    lines: dict[str, list[Cell]] = {}
     for cell in cells:
-        x, y = checks.index(cell.check), lines.index(cell.line)
-        colour = OUTCOME_COLOURS[cell.outcome]
-        axes.add_patch(Rectangle((x, y), 1, 1, facecolor=colour, edgecolor="white", linewidth=1.5))
-        if cell.worst_right is not None:
-            ink = "white" if cell.outcome == "failed" else "black"
-            style.write_in_cell(axes, x + 0.5, y, f"{100 * cell.worst_right:.0f}", fontsize=7, color=ink)
-    _label_cells(axes, checks, lines)
-    _slant(axes)
-    shown = [outcome for outcome in OUTCOME_COLOURS if any(cell.outcome == outcome for cell in cells)]
-    _legend(figure, {outcome: OUTCOME_COLOURS[outcome] for outcome in shown})
-    return figure
+        words = "" if cell.worst_right is None else f"{100 * cell.worst_right:.0f}"
+        lines.setdefault(cell.line, []).append(Cell(checks.index(cell.check), cell.outcome, words))
+    kinds = {
+        outcome: Kind(colour, outcome, ink="white" if outcome == "failed" else "black")
+        for outcome, colour in OUTCOME_COLOURS.items()
+    }
+    return _table(title, lines, checks, kinds, rotation=60)
+
+
+def _table(
+    title: str, lines: Mapping[str, Sequence[Cell]], columns: Sequence[str], kinds: Mapping[str, Kind], **more: Any
+) -> Figure:
+    """Draw lines of cells, by their names, under names of columns."""
+    drawn = [Line(name, cells) for name, cells in lines.items()]
+    across = {place + 0.5: name for place, name in enumerate(columns) if name}
+    return cells_figure(title, drawn, kinds, (0, len(columns)), across=across, **more)
 
 
 def one_for_each_check(records: Sequence[Record], checks: Sequence[str]) -> list[Record]:
@@ -94,9 +103,8 @@ def matrix_figure(records: Sequence[Record], checks: Sequence[str], rules: Seque
         groups.setdefault(_family(record), []).append(record)
     ordered = [record for group in groups.values() for record in sorted(group, key=_by_kills(checks))]
     height = 1.75 + 0.17 * (len(checks) + len(rules))
-    figure, axes = _figure(
-        f"Which check finds which of {len(records)} mutants, and which upstream rule lets it pass", height
-    )
+    title = f"Which check finds which of {len(records)} mutants, and which upstream rule lets it pass"
+    figure, axes = style.one_panel(title, height, grid=None)
     gap = 1
     lines = len(checks) + gap + len(rules)
     axes.set(xlim=(0, len(ordered)), ylim=(lines, 0))
@@ -122,41 +130,21 @@ def matrix_figure(records: Sequence[Record], checks: Sequence[str], rules: Seque
     _mark_groups(axes, {name: len(group) for name, group in groups.items()}, lines)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    _legend(
-        figure,
-        {
-            "found by the check": FOUND,
-            "passes the upstream rule": LET_THROUGH,
-            "no attention output to compare": NOT_ASKED,
-        },
-    )
+    style.legend_below(figure, [kind.key for kind in MUTANT_KINDS.values() if kind.meaning], 3)
     return figure
 
 
 def few_figure(records: Sequence[Record], checks: Sequence[str], rules: Sequence[str]) -> Figure:
     """Draw named mutants: a line each, a column per check, and at the right a column per upstream rule."""
-    figure, axes = _figure(
-        f"{len(records)} mutants, each with the checks that find it and the rules that it passes",
-        1.75 + ROW_INCHES * len(records),
-    )
-    gap = 1
-    columns = len(checks) + gap + len(rules)
-    axes.set(xlim=(0, columns), ylim=(len(records), 0))
-    for y, record in enumerate(records):
-        for x, key in enumerate(checks):
-            _box(axes, x, y, FOUND if key in record["kills"] else NOTHING)
+    first_rule = len(checks) + 1  # a column is left free
+    lines = {}
+    for record in records:
+        found = [Cell(x, "found" if key in record["kills"] else "nothing") for x, key in enumerate(checks)]
         passed = record["upstream"]
-        for rule in range(len(rules)):
-            colour = NOT_ASKED if passed is None else LET_THROUGH if rule in passed else NOTHING
-            _box(axes, len(checks) + gap + rule, y, colour)
-    labels = [*checks, *([""] * gap), *rules]
-    _label_cells(axes, labels, [record["mutant"] for record in records])
-    _slant(axes)
-    _legend(
-        figure,
-        {"found by the check": FOUND, "passes the upstream rule": LET_THROUGH, "no attention output": NOT_ASKED},
-    )
-    return figure
+        kinds = ["none" if passed is None else "passes" if rule in passed else "nothing" for rule in range(len(rules))]
+        lines[record["mutant"]] = found + [Cell(first_rule + rule, kind) for rule, kind in enumerate(kinds)]
+    title = f"{len(records)} mutants, each with the checks that find it and the rules that it passes"
+    return _table(title, lines, [*checks, "", *rules], MUTANT_KINDS, rotation=60)
 
 
 def vector_errors_figure(error: torch.Tensor, bound: torch.Tensor, request_of_row: torch.Tensor, title: str) -> Figure:
@@ -168,7 +156,7 @@ def vector_errors_figure(error: torch.Tensor, bound: torch.Tensor, request_of_ro
     """
     ratio = (error / bound).nan_to_num(nan=math.inf, posinf=math.inf).cpu()
     num_rows, num_heads = ratio.shape
-    figure, axes = _figure(title, 1.5 + 0.16 * num_heads)
+    figure, axes = style.one_panel(title, 1.5 + 0.16 * num_heads, grid=None)
     colours = ListedColormap(STEP_COLOURS)
     norm = BoundaryNorm(STEPS, len(STEP_COLOURS))
     shown = ratio.clamp(max=math.nextafter(STEPS[-1], 0)).T.numpy()
@@ -202,16 +190,12 @@ def passing_figure(
     Args:
         passed: per rule, per length.
     """
-    figure, axes = _figure(title, 1.55 + ROW_INCHES * len(rules))
-    axes.set(xlim=(0, len(lengths)), ylim=(len(rules), 0))
-    for y, line in enumerate(passed):
-        for x, passes in enumerate(line):
-            _box(axes, x, y, LET_THROUGH if passes else FOUND)
-    _label_cells(axes, [f"{length:,}" for length in lengths], list(rules))
-    axes.set_xlabel("keys per request", fontsize=style.FONT_POINTS)
-    axes.xaxis.set_label_position("top")
-    _legend(figure, {"found": FOUND, "passes": LET_THROUGH})
-    return figure
+    lines = {
+        rule: [Cell(x, "passes" if passes else "found") for x, passes in enumerate(line)]
+        for rule, line in zip(rules, passed, strict=True)
+    }
+    kinds = {"found": Kind(FOUND, "found"), "passes": Kind(LET_THROUGH, "passes")}
+    return _table(title, lines, [f"{length:,}" for length in lengths], kinds, subtitle="keys per request")
 
 
 def _in_catalogue_order(keys: Any) -> list[str]:
@@ -262,30 +246,3 @@ def _mark_groups(axes: Axes, sizes: Mapping[str, int], lines: int) -> None:
         )
         first += size
     axes.set_xticks([])
-
-
-def _box(axes: Axes, x: int, y: int, colour: str) -> None:
-    axes.add_patch(Rectangle((x + 0.06, y + 0.08), 0.88, 0.84, facecolor=colour, edgecolor="#CCCCCC", linewidth=0.5))
-
-
-def _label_cells(axes: Axes, columns: Sequence[str], lines: Sequence[str]) -> None:
-    axes.set_xticks([place + 0.5 for place in range(len(columns))], list(columns), fontsize=7.5)
-    axes.set_yticks([place + 0.5 for place in range(len(lines))], list(lines), fontsize=7.5)
-    axes.xaxis.tick_top()
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
-
-
-def _slant(axes: Axes) -> None:
-    for label in axes.get_xticklabels():
-        label.set(rotation=60, ha="left", rotation_mode="anchor")
-
-
-def _figure(title: str, height_inches: float) -> tuple[Figure, Axes]:
-    figure = style.new_figure(title, height_inches)
-    return figure, figure.add_subplot()
-
-
-def _legend(figure: Figure, meanings: Mapping[str, str]) -> None:
-    handles = [Patch(facecolor=colour, edgecolor="#CCCCCC", label=name) for name, colour in meanings.items()]
-    style.legend_below(figure, handles, 5)

@@ -17,6 +17,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from lab.metadata.speculation.verify_mask import VerifyMask, VerifyMaskForm, verify_mask_cells
 from lab.reports.pictures import style
+from lab.reports.pictures.cells import Cell, Kind, Line, cells_figure, check_legible
 
 STEP_COLOURS = (style.COLOURS[0], style.COLOURS[4], style.COLOURS[2])  # of neighbouring steps
 WAIT: dict[str, Any] = {"facecolor": "white", "edgecolor": "#888888", "hatch": "////", "linewidth": 0.8}
@@ -24,11 +25,10 @@ IDLE_COLOUR = "#F3B8A5"
 ELSEWHERE_COLOUR = "#EEEEEE"
 LANE_HEIGHT = 0.72
 MOST_MASK_COLUMNS = 44  # more are not legible side by side
-MASK_CELL_INCHES, MASK_LEFT_INCHES = 0.165, 0.16
-MASK_CELLS: dict[str, dict[str, Any]] = {
-    "prefix": {"facecolor": "#BBBBBB", "edgecolor": "white"},
-    "seen": {"facecolor": style.COLOURS[0], "edgecolor": "white"},
-    "hidden": {"facecolor": "white", "edgecolor": "#AAAAAA"},
+MASK_KINDS = {
+    "prefix": Kind("#BBBBBB", "key of the prefix, seen"),
+    "seen": Kind(style.COLOURS[0], "draft token, seen"),
+    "hidden": Kind("white", "draft token, hidden", edge="#AAAAAA"),
 }
 
 
@@ -249,7 +249,7 @@ def step_time_figure(
 def verify_mask_figure(masks: Sequence[VerifyMask], seq_lens: Sequence[int], title: str) -> Figure:
     """Draw each mask of a batch: a block of query rows by keys per request, and the number of cells that are filled besides.
 
-    A cell is a `Rectangle` whose gid is "<form's name> <request> <row> <column> <prefix, seen or hidden>".
+    A cell has the gid "<form's name> <request> <row> <column> <prefix, seen or hidden>".
 
     Args:
         masks: with `write_chain_mask` written for these lengths.
@@ -261,22 +261,8 @@ def verify_mask_figure(masks: Sequence[VerifyMask], seq_lens: Sequence[int], tit
     """
     blocks = [_mask_blocks(mask, seq_lens) for mask in masks]
     columns = max(sum(width for _, _, width in each) + len(each) - 1 for each in blocks)
-    if columns > MOST_MASK_COLUMNS:
-        raise ValueError(
-            f"the masks have {columns} columns side by side, more than {MOST_MASK_COLUMNS}, which is as many as can be read: "
-            "draw fewer or shorter requests"
-        )
-    rows = sum(mask.num_draft_tokens + 3 for mask in masks) - 1
-    figure, axes = style.cell_axes(
-        (0, (0.985 * style.WIDTH_INCHES - MASK_LEFT_INCHES) / MASK_CELL_INCHES),
-        rows,
-        line_inches=MASK_CELL_INCHES,
-        label_inches=MASK_LEFT_INCHES,
-        heading_inches=0.47,
-        legend_inches=0.38,
-    )
-    style.write_heading(figure, title)
-    line = 0
+    check_legible(columns, "columns", MOST_MASK_COLUMNS, "draw fewer or shorter requests")
+    lines: list[Line] = []
     for mask, each in zip(masks, blocks, strict=True):
         used = verify_mask_cells(
             mask.form,
@@ -286,16 +272,8 @@ def verify_mask_figure(masks: Sequence[VerifyMask], seq_lens: Sequence[int], tit
             seq_lens_sum=sum(seq_lens),
         )
         words = f"{mask.form.name}: {used} cells for this batch; a step fills all {mask.nbytes} bytes of the buffer"
-        axes.text(0, line + 0.8, words, fontsize=style.FONT_POINTS, weight="bold", color=style.TEXT_COLOUR, va="center")
-        _draw_mask(axes, line + 2, mask, each)
-        line += mask.num_draft_tokens + 3
-    keys: list[Artist] = [
-        Patch(label="key of the prefix, seen", **MASK_CELLS["prefix"]),
-        Patch(label="draft token, seen", **MASK_CELLS["seen"]),
-        Patch(label="draft token, hidden", **MASK_CELLS["hidden"]),
-    ]
-    style.legend_below(figure, keys, 3)
-    return figure
+        lines += [Line(heading=words), *_mask_lines(mask, each), Line()]
+    return cells_figure(title, lines, MASK_KINDS, (0, MOST_MASK_COLUMNS), square=True)
 
 
 def _mask_blocks(mask: VerifyMask, seq_lens: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -308,16 +286,17 @@ def _mask_blocks(mask: VerifyMask, seq_lens: Sequence[int]) -> list[tuple[int, i
     return blocks
 
 
-def _draw_mask(axes: Axes, line: float, mask: VerifyMask, blocks: Sequence[tuple[int, int, int]]) -> None:
+def _mask_lines(mask: VerifyMask, blocks: Sequence[tuple[int, int, int]]) -> list[Line]:
+    rows: list[list[Cell]] = [[] for _ in range(mask.num_draft_tokens)]
     left = 0
     for request, (first, prefix, width) in enumerate(blocks):
-        cells = mask.buffer[first : first + mask.num_draft_tokens * width].view(mask.num_draft_tokens, width).tolist()
+        cells = mask.buffer[first : first + len(rows) * width].view(len(rows), width).tolist()
         for row, sees in enumerate(cells):
             for column, seen in enumerate(sees):
                 kind = ("prefix" if column < prefix else "seen") if seen else "hidden"
-                gid = f"{mask.form.name} {request} {row} {column} {kind}"
-                axes.add_patch(Rectangle((left + column, line + row), 1, 1, linewidth=0.7, gid=gid, **MASK_CELLS[kind]))
+                rows[row].append(Cell(left + column, kind, gid=f"{mask.form.name} {request} {row} {column} {kind}"))
         left += width + 1
+    return [Line(cells=row) for row in rows]
 
 
 DRAWINGS = (style.Drawing("arms", "The GPU's time of a step", arms_figure),)

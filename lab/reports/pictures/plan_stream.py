@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from lab.reports.pictures import style
+from lab.reports.pictures.cells import Cell, Kind, Line, cells_figure
 
 LANES = ("forward", "plan")  # from the top
 PHASES = {
@@ -202,39 +203,18 @@ def saved_figure(saved: Sequence[Saved], title: str) -> Figure:
 def dependence_figure(changed: Mapping[str, Mapping[str, bool]], title: str, known: Mapping[str, str]) -> Figure:
     """Draw a table of causes and effects: a line per cause, a column per tensor that verify is handed.
 
-    A cell is a `Rectangle` whose gid is "changes <cause>/<tensor>" or "same <cause>/<tensor>".
+    A cell has the gid "changes <cause>/<tensor>" or "same <cause>/<tensor>".
 
     Args:
         changed: by cause, whether each tensor came out otherwise; all causes have the same tensors.
         title: over the table.
         known: of each cause, when it is final, written after it.
     """
-    causes, tensors = list(changed), list(next(iter(changed.values())))
-    height = 1.0 + 0.3 * len(causes)
-    figure = Figure(figsize=(style.WIDTH_INCHES, height), dpi=style.DOTS_PER_INCH)
-    figure.text(0.015, 1 - 0.2 / height, title, fontsize=style.FONT_POINTS + 2, color=style.TEXT_COLOUR, va="center")
-    axes = figure.add_axes((0.4, 0.08 / height, 0.59, 1 - 0.75 / height))
-    axes.set(xlim=(0, len(tensors)), ylim=(len(causes), 0))
-    axes.set_axis_off()
-    for column, tensor in enumerate(tensors):
-        axes.text(
-            column + 0.5,
-            -0.2,
-            tensor,
-            ha="center",
-            va="bottom",
-            fontsize=style.FONT_POINTS - 0.5,
-            color=style.TEXT_COLOUR,
-        )
-    for line, cause in enumerate(causes):
-        style.row_label(axes, line, f"{cause} ({known[cause]})")
-        for column, tensor in enumerate(tensors):
-            word = "changes" if changed[cause][tensor] else "same"
-            face = PHASES["plan"] if changed[cause][tensor] else "#F2F2F2"
-            gid = f"{word} {cause}/{tensor}"
-            axes.add_patch(
-                Rectangle((column + 0.02, line + 0.05), 0.96, 0.9, facecolor=face, edgecolor="white", gid=gid)
-            )
-            colour = "white" if changed[cause][tensor] else "#777777"
-            style.write_in_cell(axes, column + 0.5, line, word, color=colour)
-    return figure
+    kinds = {"changes": Kind(PHASES["plan"], ink="white"), "same": Kind("#F2F2F2", ink="#777777")}
+    lines = []
+    for cause, tensors in changed.items():
+        words = {tensor: "changes" if changes else "same" for tensor, changes in tensors.items()}
+        cells = [Cell(x, word, word, gid=f"{word} {cause}/{tensor}") for x, (tensor, word) in enumerate(words.items())]
+        lines.append(Line(f"{cause} ({known[cause]})", cells))
+    across = {x + 0.5: tensor for x, tensor in enumerate(next(iter(changed.values())))}
+    return cells_figure(title, lines, kinds, (0, len(across)), across=across)

@@ -4,19 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
 from torch import Tensor
 
 from lab.metadata.speculation.draft_extend_graph import DraftExtendGraph
 from lab.named_enum import NamedEnum
-from lab.reports.pictures import style
+from lab.reports.pictures.cells import Cell, Kind, Line, cells_figure, check_legible
 
-LABEL_INCHES = 1.75
-LINE_INCHES = 0.24
-HEADING_INCHES = 0.6
-LEGEND_INCHES = 0.75
 MOST_ROWS = 24  # query rows side by side that are legible
 BEFORE_ROWS = 1.0  # room for the first entry of running sums, in query rows
 TABLE_CELL = 2  # width of a page-table cell, in query rows
@@ -33,12 +27,12 @@ class CellState(NamedEnum):
 
 
 # What is left over is hatched too, so that no colour stands alone.
-LOOKS: dict[CellState, dict[str, Any]] = {
-    CellState.LIVE: {"facecolor": "#56B4E9", "edgecolor": "white"},
-    CellState.PADDING: {"facecolor": "#F7D98B", "edgecolor": "white"},
-    CellState.STALE_READ: {"facecolor": "#FFFFFF", "edgecolor": "#D55E00", "hatch": "//////"},
-    CellState.STALE: {"facecolor": "#FFFFFF", "edgecolor": "#999999", "hatch": "...."},
-    CellState.PRESET: {"facecolor": "#FFFFFF", "edgecolor": "#BBBBBB", "linestyle": ":"},
+KINDS = {
+    CellState.LIVE: Kind("#56B4E9", CellState.LIVE.value),
+    CellState.PADDING: Kind("#F7D98B", CellState.PADDING.value),
+    CellState.STALE_READ: Kind("white", CellState.STALE_READ.value, edge="#D55E00", hatch="//////"),
+    CellState.STALE: Kind("white", CellState.STALE.value, edge="#999999", hatch="...."),
+    CellState.PRESET: Kind("white", CellState.PRESET.value, edge="#BBBBBB", linestyle=":"),
 }
 
 
@@ -192,69 +186,51 @@ def replayed_buffers(
 def buffers_figure(buffers: ReplayedBuffers, title: str) -> Figure:
     """Draw every cell of the static buffers: its value, and by its look whose it is.
 
-    A cell is a `Rectangle` whose gid is "<state's name> <buffer> <place>", the place "<request>,<page>" in a page table.
+    A cell has the gid "<state's name> <buffer> <place>", the place "<request>,<page>" in a page table.
 
     Raises:
         ValueError: more than `MOST_ROWS` query rows, which would not be legible.
     """
     rows = buffers.max_batch_size * buffers.width
-    if rows > MOST_ROWS:
-        raise ValueError(
-            f"the buffers have {rows} query rows, more than the {MOST_ROWS} that can be read side by side: capture smaller "
-            "sizes, or fewer rows of each request"
-        )
-    lines = 1 + sum(1 + sum(_num_lines(name, buffers) for name in group) for group in GROUPS.values())
-    columns = max(rows, TABLE_CELL * len(buffers.values["page_table"][0]))
-    figure, axes = style.cell_axes(
-        (-BEFORE_ROWS, columns),
-        lines,
-        line_inches=LINE_INCHES,
-        label_inches=LABEL_INCHES,
-        heading_inches=HEADING_INCHES,
-        legend_inches=LEGEND_INCHES,
-    )
-    requests = f"{buffers.num_requests} of {buffers.max_batch_size} requests, {buffers.width} query rows each"
-    style.write_heading(figure, title, f"{requests}; the graph that runs was captured for {buffers.captured_size}")
-    _name_requests(axes, buffers)
-    line = 1
+    check_legible(rows, "query rows", MOST_ROWS, "capture smaller sizes, or fewer rows of each request")
+    lines = []
     for heading, group in GROUPS.items():
-        style.group_label(axes, line, heading, LABEL_INCHES, x=-BEFORE_ROWS)
-        line += 1
-        for name in group:
-            _draw_buffer(axes, line, name, buffers)
-            line += _num_lines(name, buffers)
-    style.legend_below(figure, _keys(buffers), 2)
-    return figure
+        lines += [Line(heading=heading), *(line for name in group for line in _lines(name, buffers))]
+    ends = (
+        (buffers.num_requests, "request {}"),
+        (buffers.captured_size, "padding"),
+        (buffers.max_batch_size, "not run"),
+    )
+    names = [next(words for end, words in ends if i < end).format(i) for i in range(buffers.max_batch_size)]
+    requests = f"{buffers.num_requests} of {buffers.max_batch_size} requests, {buffers.width} query rows each"
+    return cells_figure(
+        title,
+        lines,
+        KINDS,
+        (-BEFORE_ROWS, max(rows, TABLE_CELL * len(buffers.values["page_table"][0]))),
+        subtitle=f"{requests}; the graph that runs was captured for {buffers.captured_size}",
+        across={(request + 0.5) * buffers.width: name for request, name in enumerate(names)},
+    )
 
 
-def _num_lines(name: str, buffers: ReplayedBuffers) -> int:
-    return buffers.max_batch_size if ALONG[name] is Along.PAGES else 1
-
-
-def _name_requests(axes: Axes, buffers: ReplayedBuffers) -> None:
-    for request in range(buffers.max_batch_size):
-        words = f"request {request}" if request < buffers.num_requests else "padding"
-        if request >= buffers.captured_size:
-            words = "not run"
-        style.write_in_cell(
-            axes, (request + 0.5) * buffers.width, 0, words, fontsize=style.FONT_POINTS, color=style.TEXT_COLOUR
-        )
-
-
-def _draw_buffer(axes: Axes, line: int, name: str, buffers: ReplayedBuffers) -> None:
+def _lines(name: str, buffers: ReplayedBuffers) -> list[Line]:
+    """Return the lines of a buffer: one, or of a page table one per request."""
     values, states, along = buffers.values[name], buffers.states[name], ALONG[name]
-    if along is Along.PAGES:
-        for request, (entries, kinds) in enumerate(zip(values, states, strict=True)):
-            style.row_label(axes, line + request, f"{name}[{request}]", x=-BEFORE_ROWS)
-            for column, (value, kind) in enumerate(zip(entries, kinds, strict=True)):
-                gid = f"{kind.name} {name} {request},{column}"
-                _cell(axes, TABLE_CELL * column, line + request, TABLE_CELL, str(value), kind, gid)
-        return
-    style.row_label(axes, line, name, x=-BEFORE_ROWS)
-    for place, (value, kind) in enumerate(zip(values, states, strict=True)):
-        first, width = _extent(along, place, buffers.width)
-        words = "" if name == "hidden_states" else str(value)
-        _cell(axes, first, line, width, words, kind, f"{kind.name} {name} {place}")
+    if along is not Along.PAGES:
+        cells = []
+        for place, (value, state) in enumerate(zip(values, states, strict=True)):
+            x, width = _extent(along, place, buffers.width)
+            words = "" if name == "hidden_states" else str(value)
+            cells.append(Cell(x, state, words, width, gid=f"{state.name} {name} {place}"))
+        return [Line(name, cells)]
+    lines = []
+    for request, entries in enumerate(zip(values, states, strict=True)):
+        cells = [
+            Cell(TABLE_CELL * page, state, str(value), TABLE_CELL, gid=f"{state.name} {name} {request},{page}")
+            for page, (value, state) in enumerate(zip(*entries, strict=True))
+        ]
+        lines.append(Line(f"{name}[{request}]", cells))
+    return lines
 
 
 def _extent(along: Along, place: int, width: int) -> tuple[float, float]:
@@ -264,15 +240,3 @@ def _extent(along: Along, place: int, width: int) -> tuple[float, float]:
     if along is Along.REQUESTS:
         return place * width, width
     return (-BEFORE_ROWS, BEFORE_ROWS) if place == 0 else ((place - 1) * width, width)
-
-
-def _cell(axes: Axes, x: float, line: int, width: float, words: str, state: CellState, gid: str) -> None:
-    axes.add_patch(Rectangle((x + 0.04, line + 0.06), width - 0.08, 0.88, linewidth=0.8, gid=gid, **LOOKS[state]))
-    if words:
-        backing = {"facecolor": "white", "edgecolor": "none", "pad": 0.6} if "hatch" in LOOKS[state] else None
-        style.write_in_cell(axes, x + width / 2, line, words, fontsize=style.FONT_POINTS - 1.5, bbox=backing)
-
-
-def _keys(buffers: ReplayedBuffers) -> list[Patch]:
-    there = [state for state in CellState if any(buffers.count(name, state) for name in ALONG)]
-    return [Patch(linewidth=0.8, label=state.value, **LOOKS[state]) for state in there]

@@ -43,7 +43,10 @@ def new_figure(title: str, height_inches: float) -> Figure:
     return figure
 
 
-def one_panel(title: str, height_inches: float, grid: Literal["both", "x", "y"] = "both") -> tuple[Figure, Axes]:
+Grid = Literal["both", "x", "y"] | None
+
+
+def one_panel(title: str, height_inches: float, grid: Grid = "both") -> tuple[Figure, Axes]:
     """Make a figure with a title and one `plain` panel."""
     figure = new_figure(title, height_inches)
     axes = figure.add_subplot()
@@ -51,43 +54,10 @@ def one_panel(title: str, height_inches: float, grid: Literal["both", "x", "y"] 
     return figure, axes
 
 
-def cell_axes(
-    columns: tuple[float, float],
-    lines: int,
-    *,
-    line_inches: float,
-    label_inches: float,
-    heading_inches: float,
-    legend_inches: float,
-) -> tuple[Figure, Axes]:
-    """Make axes of cells of 1 by 1, lines downwards, with room for labels at the left, a heading and a legend.
-
-    Args:
-        columns: the first and last x.
-    """
-    body_inches = lines * line_inches
-    height = heading_inches + body_inches + legend_inches
-    figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DOTS_PER_INCH)
-    label_share = label_inches / WIDTH_INCHES
-    axes = figure.add_axes((label_share, legend_inches / height, 0.985 - label_share, body_inches / height))
-    axes.set(xlim=columns, ylim=(lines, 0))
-    axes.set_axis_off()
-    return figure, axes
-
-
-def write_heading(figure: Figure, title: str, *others: str) -> None:
-    """Write a title at the top of a figure, and other lines below it."""
-    for place, words in enumerate((title, *others)):
-        style: dict[str, Any] = (
-            {"fontsize": FONT_POINTS} if place else {"fontsize": FONT_POINTS + 2.5, "weight": "bold"}
-        )
-        y = 1 - (0.2 + 0.22 * place) / figure.get_figheight()
-        figure.text(0.02, y, words, color=TEXT_COLOUR, va="center", **style)
-
-
-def plain(axes: Axes, grid: Literal["both", "x", "y"] = "both") -> None:
+def plain(axes: Axes, grid: Grid = "both") -> None:
     """Draw a light grid of lines at the ticks of both axes or one, beneath all else, and no frame where there is no axis."""
-    axes.grid(axis=grid, color="#DDDDDD", linewidth=0.6)
+    if grid is not None:
+        axes.grid(axis=grid, color="#DDDDDD", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -139,24 +109,3 @@ def write_after(axes: Axes, end: tuple[float, float], words: str, *, gap: float 
     """Write words after the end of a horizontal bar; `gap` in points."""
     look: dict[str, Any] = {"va": "center", "fontsize": FONT_POINTS}
     axes.annotate(words, end, (gap, 0), textcoords="offset points", **look | style)
-
-
-def write_in_cell(axes: Axes, x: float, line: float, words: str, **style: Any) -> None:
-    """Write words around x, in the middle of a line of height 1."""
-    look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": FONT_POINTS - 1, "color": "black"}
-    axes.text(x, line + 0.53, words, **look | style)
-
-
-def row_label(axes: Axes, line: float, words: str, weight: str = "normal", x: float = 0) -> None:
-    """Write words left of x, which is where the axes begin, beside the middle of a line of height 1."""
-    _beside(axes, line, words, x, -6, weight=weight, ha="right")
-
-
-def group_label(axes: Axes, line: float, words: str, label_inches: float, x: float = 0) -> None:
-    """Write bold words at the left edge of the room for labels, beside the middle of a line of height 1."""
-    _beside(axes, line, words, x, -label_inches * 72 + 11, weight="bold")
-
-
-def _beside(axes: Axes, line: float, words: str, x: float, offset_points: float, **style: Any) -> None:
-    look: dict[str, Any] = {"va": "center", "fontsize": FONT_POINTS, "color": TEXT_COLOUR}
-    axes.annotate(words, (x, line + 0.5), (offset_points, 0), textcoords="offset points", **look | style)

@@ -7,8 +7,8 @@ from matplotlib.text import Text
 
 
 def words(figure: Figure) -> list[str]:
-    """All that is written in a picture, invisible text left out."""
-    return [text.get_text() for text in _texts(figure)]
+    """All lines that are written in a picture, invisible text left out."""
+    return [line for text in _texts(figure) for line in text.get_text().splitlines()]
 
 
 def assert_legible(figure: Figure) -> None:

@@ -188,7 +188,7 @@ def test_buffers_are_legible(story: Callable[[], ReplayedBuffers]) -> None:
 def test_the_widest_buffers_are_legible_and_wider_ones_refused() -> None:
     most = MOST_ROWS // max(CAPTURED)
     assert_legible(buffers_figure(Story(most).told(FIRST, SECOND), "a title"))
-    with pytest.raises(ValueError, match=f"28 query rows, more than the {MOST_ROWS}"):
+    with pytest.raises(ValueError, match=f"28 query rows side by side, more than {MOST_ROWS}"):
         buffers_figure(Story(most + 1).told(SECOND), "a title")
 
 

@@ -10,13 +10,13 @@ import torch
 pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install '.[plots]'")
 
 from matplotlib.figure import Figure
-from matplotlib.text import Text
 
 from lab.checks.forward_pass import ForwardPass, build_forward
 from lab.metadata import ForwardBatch, ForwardMode, KVPool, TRTLLMMHAMetadata, build_mha_metadata
 from lab.references.forward_metadata import forward_metadata
 from lab.reports.pictures.forward_modes import MOST_SLOTS, reading_figure, request_reads
 from lab.workloads import ForwardCase
+from tests.reports.pictures.figures import assert_legible, words
 
 P = 4
 # Mode, tokens before the pass, query rows, draft step.
@@ -56,10 +56,6 @@ def cells(figure: Figure) -> set[tuple[str, int, int]]:
     gids = [patch.get_gid() for patch in figure.axes[0].patches if patch.get_gid()]
     assert len(gids) == len(set(gids))
     return {(kind, int(row), int(position)) for kind, row, position in (gid.split() for gid in gids)}
-
-
-def words(figure: Figure) -> list[str]:
-    return [text.get_text() for text in figure.findobj(Text) if text.get_text()]
 
 
 def visible_pairs(name: str) -> Iterator[tuple[str, int, int]]:
@@ -152,19 +148,10 @@ def test_an_empty_batch_says_so() -> None:
 def test_what_would_not_be_legible_is_refused() -> None:
     case = ForwardCase(ForwardMode.DECODE, "tiny", (MOST_SLOTS,), (1,), page_size=P)
     forward = build_forward(case, torch.device("cpu"))
-    with pytest.raises(ValueError, match=f"44 slots, more than {MOST_SLOTS}"):
+    with pytest.raises(ValueError, match=f"44 slots side by side, more than {MOST_SLOTS}"):
         drawn(forward)
 
 
 @pytest.mark.parametrize("name", PASSES)
 def test_no_words_overlap_or_leave_the_picture(name: str) -> None:
-    figure = drawn(a_pass(name))
-    figure.draw_without_rendering()
-    boxes = [text.get_window_extent() for text in figure.findobj(Text) if text.get_text()]
-    width, height = figure.get_size_inches() * figure.dpi
-    for i, box in enumerate(boxes):
-        assert box.x0 >= 0
-        assert box.x1 <= width
-        assert box.y0 >= 0
-        assert box.y1 <= height
-        assert not any(box.overlaps(other) for other in boxes[:i])
+    assert_legible(drawn(a_pass(name)))
