@@ -36,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
         "timing",
     },
     "reports": {"loading", "provenance", "references", "metadata", "workloads", "checks", "timing", "experiments"},
+    "axes": {"checks", "workloads"},
     "__main__": {"commands"},
 }
 ALLOWED["commands"] = set(ALLOWED)  # on top of everything: nothing but the program imports it

@@ -1,14 +1,13 @@
 """`lab judge`: judge an implementation."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from lab.axes import E4M3_ARITHMETIC, LONGEST, SEVERAL, SOME, space_of
 from lab.commands.options import (
     DONE,
     NOT_JUDGED,
@@ -17,7 +16,6 @@ from lab.commands.options import (
     Implementation,
     Out,
     loaded,
-    positive,
     prepare_machine,
     refuse,
     several,
@@ -25,33 +23,8 @@ from lab.commands.options import (
 
 if TYPE_CHECKING:
     from lab.checks.report import CaseVerdict, Report
-    from lab.checks.space import Space
 
 AXES = "Axes: narrow the cases to what the kernel was built for"
-DTYPES = {"fp16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn"}  # names in torch
-
-
-def _dtypes(pair: str) -> Any:
-    import torch
-
-    query, _, cache = pair.partition("/")
-    if not {query, cache} <= set(DTYPES):
-        raise ValueError(f"{pair!r} is no pair such as bf16/e4m3, of {', '.join(DTYPES)}")
-    return getattr(torch, DTYPES[query]), getattr(torch, DTYPES[cache])
-
-
-def _geometry(name: str) -> str:
-    from lab.workloads.geometries import GEOMETRIES
-
-    if name not in GEOMETRIES:
-        raise ValueError(f"there is no geometry {name!r}; there are {', '.join(sorted(GEOMETRIES))}")
-    return name
-
-
-def _kv_layout(name: str) -> str:
-    if name not in ("HND", "NHD"):
-        raise ValueError(f"{name!r} is neither HND nor NHD")
-    return name
 
 
 def _check(name: str) -> str:
@@ -73,12 +46,13 @@ def _function(name: str) -> str:
     return name
 
 
-def _axis(words: str) -> Any:
-    return several(positive, words, "N,N,...", AXES)
+def _axis(name: str) -> Any:
+    axis = SEVERAL[name]
+    return several(axis.read, axis.words, axis.metavar, AXES)
 
 
-def _some(kind: str, of: str) -> Any:
-    return typer.Option(f"--{kind}/--no-{kind}", help=f"some cases have {of}", rich_help_panel=AXES)
+def _some(name: str) -> Any:
+    return typer.Option(f"--{name}/--no-{name}", help=f"some cases have {SOME[name]}", rich_help_panel=AXES)
 
 
 Only = Annotated[list[str] | None, several(_check, "keys or names of checks, see `lab checks`", "CHECK,...")]
@@ -86,16 +60,8 @@ Functions = Annotated[list[str] | None, several(_function, "all that it has if l
 InProcess = Annotated[bool, typer.Option("--in-process", help="no worker: a crash or a hang ends the judge")]
 MostSeconds = Annotated[float, typer.Option(min=0, help="begin no further case after so long", show_default="no limit")]
 Drawn = Annotated[int | None, typer.Option(min=0, help="cases that Hypothesis draws per check and function")]
-Dtypes = Annotated[list[str] | None, several(_dtypes, "pairs such as bf16/bf16,bf16/e4m3", "Q/KV,...", AXES)]
-Geometries = Annotated[
-    list[str] | None, several(_geometry, "of the full level's passes and graph stories", "NAME,...", AXES)
-]
-KVLayouts = Annotated[list[str] | None, several(_kv_layout, "orders of a page's axes", "HND,NHD", AXES)]
-Longest = Annotated[int | None, typer.Option(min=1, help="keys of the longest request, about", rich_help_panel=AXES)]
-E4M3Arithmetic = Annotated[
-    bool,
-    typer.Option("--e4m3-arithmetic", help="it is known to compute in e4m3 over an e4m3 cache", rich_help_panel=AXES),
-]
+Longest = Annotated[int | None, typer.Option(min=1, help=LONGEST, rich_help_panel=AXES)]
+E4M3Arithmetic = Annotated[bool, typer.Option("--e4m3-arithmetic", help=E4M3_ARITHMETIC, rich_help_panel=AXES)]
 
 
 def judge(
@@ -111,23 +77,24 @@ def judge(
     most_seconds: MostSeconds = math.inf,
     drawn: Drawn = None,
     out: Out = None,
-    dtypes: Dtypes = None,
-    groups: Annotated[list[int] | None, _axis("query heads per K/V head")] = None,
-    num_kv_heads: Annotated[list[int] | None, _axis("K/V heads of the cache")] = None,
-    head_dims: Annotated[list[int] | None, _axis("of the cache")] = None,
-    page_sizes: Annotated[list[int] | None, _axis("of the cache, in tokens")] = None,
-    q_lens: Annotated[list[int] | None, _axis("query rows of a request in a decode call")] = None,
-    large_batches: Annotated[list[int] | None, _axis("requests of the large batches")] = None,
-    masked_rows: Annotated[list[int] | None, _axis("query rows of the calls with a draft mask")] = None,
-    mla_heads: Annotated[list[int] | None, _axis("query heads of MLA")] = None,
-    mla_page_sizes: Annotated[list[int] | None, _axis("of MLA's cache, in tokens")] = None,
-    geometries: Geometries = None,
-    kv_layouts: KVLayouts = None,
+    dtypes: Annotated[list[str] | None, _axis("dtypes")] = None,
+    groups: Annotated[list[int] | None, _axis("groups")] = None,
+    num_kv_heads: Annotated[list[int] | None, _axis("num_kv_heads")] = None,
+    head_dims: Annotated[list[int] | None, _axis("head_dims")] = None,
+    page_sizes: Annotated[list[int] | None, _axis("page_sizes")] = None,
+    q_lens: Annotated[list[int] | None, _axis("q_lens")] = None,
+    large_batches: Annotated[list[int] | None, _axis("large_batches")] = None,
+    masked_rows: Annotated[list[int] | None, _axis("masked_rows")] = None,
+    mla_head_dims: Annotated[list[str] | None, _axis("mla_head_dims")] = None,
+    mla_heads: Annotated[list[int] | None, _axis("mla_heads")] = None,
+    mla_page_sizes: Annotated[list[int] | None, _axis("mla_page_sizes")] = None,
+    geometries: Annotated[list[str] | None, _axis("geometries")] = None,
+    kv_layouts: Annotated[list[str] | None, _axis("kv_layouts")] = None,
     longest: Longest = None,
     e4m3_arithmetic: E4M3Arithmetic = False,
-    windows: Annotated[bool, _some("windows", "a sliding window")] = True,
-    sinks: Annotated[bool, _some("sinks", "a sink per head")] = True,
-    nvfp4: Annotated[bool, _some("nvfp4", "an NVFP4 cache")] = True,
+    windows: Annotated[bool, _some("windows")] = True,
+    sinks: Annotated[bool, _some("sinks")] = True,
+    nvfp4: Annotated[bool, _some("nvfp4")] = True,
 ) -> None:
     """Judge an implementation: a module, a file or an object with one or more of FlashInfer's functions."""
     prepare_machine(device)
@@ -143,7 +110,7 @@ def judge(
         console,
         name,
         level=level,
-        space=_space(context.params),
+        space=space_of(context.params),
         only=only or (),
         functions=functions or (),
         device=device,
@@ -180,19 +147,3 @@ def _report(console: Console, name: str, *, level: str, **how: Any) -> "Report":
                 progress.console.print(f"{verdict.check} of {verdict.interface.value} is {verdict.outcome.value}")
 
         return judge_it(name, level=Level(level), progress=tell if console.is_terminal else None, **how)
-
-
-def _space(given: Mapping[str, Any]) -> "Space":
-    """Return the default axes, narrowed by the options of the same names."""
-    from lab.checks.space import Space
-
-    chosen: dict[str, Any] = {}
-    for axis in fields(Space):
-        value = given.get(axis.name)
-        if isinstance(value, list):
-            chosen[axis.name] = tuple(value)
-        elif axis.name in ("windows", "sinks", "nvfp4"):
-            chosen[axis.name] = (False, True) if value else (False,)
-        elif value is not None:
-            chosen[axis.name] = value
-    return Space(**chosen)

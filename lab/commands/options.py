@@ -46,17 +46,6 @@ def several(of: Callable[[str], Any], words: str, metavar: str = "A,B,...", pane
     return typer.Option(parser=parse, callback=flat, help=words, metavar=metavar, rich_help_panel=panel)
 
 
-def positive(text: str) -> int:
-    """Read a whole number of at least 1.
-
-    Raises:
-        ValueError: it is none.
-    """
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"{text} is not a whole number of at least 1")
-    return int(text)
-
-
 def device_named(text: str) -> str:
     """Read the name of a device.
 

@@ -1,0 +1,144 @@
+"""The judge's axes as text: the options of `lab judge` and of pytest that narrow `lab.checks.Space`, and how each is read.
+
+Importing it imports nothing heavy.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lab.checks.space import Space
+
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn"}  # names in torch
+
+
+def positive(text: str) -> int:
+    """Read a whole number of at least 1.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{text} is not a whole number of at least 1")
+    return int(text)
+
+
+def _dtypes(pair: str) -> Any:
+    import torch
+
+    query, _, cache = pair.partition("/")
+    if not {query, cache} <= set(DTYPES):
+        raise ValueError(f"{pair!r} is no pair such as bf16/e4m3, of {', '.join(DTYPES)}")
+    return getattr(torch, DTYPES[query]), getattr(torch, DTYPES[cache])
+
+
+def _mla_head_dims(pair: str) -> tuple[int, int]:
+    head_dim, _, v_head_dim = pair.partition("/")
+    return positive(head_dim), positive(v_head_dim)
+
+
+def _geometry(name: str) -> str:
+    from lab.workloads.geometries import GEOMETRIES
+
+    if name not in GEOMETRIES:
+        raise ValueError(f"there is no geometry {name!r}; there are {', '.join(sorted(GEOMETRIES))}")
+    return name
+
+
+def _kv_layout(name: str) -> str:
+    if name not in ("HND", "NHD"):
+        raise ValueError(f"{name!r} is neither HND nor NHD")
+    return name
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis of several values, as an option.
+
+    Attributes:
+        words: the help.
+        metavar: stands for the values in the help.
+        read: makes a value of its text; its ValueError is for people.
+    """
+
+    words: str
+    metavar: str = "N,N,..."
+    read: Callable[[str], Any] = positive
+
+    def values(self, text: str) -> list[Any]:
+        """Read the values, separated by commas; raises ValueError as `read`."""
+        return [self.read(each.strip()) for each in text.split(",")]
+
+
+# By the field of `Space`.
+SEVERAL = {
+    "dtypes": Axis("pairs such as bf16/bf16,bf16/e4m3", "Q/KV,...", _dtypes),
+    "groups": Axis("query heads per K/V head"),
+    "num_kv_heads": Axis("K/V heads of the cache"),
+    "head_dims": Axis("of the cache"),
+    "page_sizes": Axis("of the cache, in tokens"),
+    "q_lens": Axis("query rows of a request in a decode call"),
+    "large_batches": Axis("requests of the large batches"),
+    "masked_rows": Axis("query rows of the calls with a draft mask"),
+    "mla_head_dims": Axis("head_dim and v_head_dim of MLA, such as 576/512", "N/N,...", _mla_head_dims),
+    "mla_heads": Axis("query heads of MLA"),
+    "mla_page_sizes": Axis("of MLA's cache, in tokens"),
+    "geometries": Axis("of the full level's passes and graph stories", "NAME,...", _geometry),
+    "kv_layouts": Axis("orders of a page's axes", "HND,NHD", _kv_layout),
+}
+# What some cases have, unless it is switched off.
+SOME = {"windows": "a sliding window", "sinks": "a sink per head", "nvfp4": "an NVFP4 cache"}
+LONGEST = "keys of the longest request, about"
+E4M3_ARITHMETIC = "it is known to compute in e4m3 over an e4m3 cache"
+
+
+def space_of(chosen: Mapping[str, Any]) -> "Space":
+    """Return the default axes, narrowed by the options of the same names; those that are None or absent were not given.
+
+    Raises:
+        ValueError: `Space` refuses them.
+    """
+    from lab.checks.space import Space
+
+    narrowed: dict[str, Any] = {}
+    for axis in fields(Space):
+        value = chosen.get(axis.name)
+        if value is None:
+            continue
+        if axis.name in SEVERAL:
+            value = tuple(value)
+        elif axis.name in SOME:
+            value = (False, True) if value else (False,)
+        narrowed[axis.name] = value
+    return Space(**narrowed)
+
+
+def options_of(space: "Space", prefix: str = "--") -> str:
+    """Return the options that make these axes of the default ones: `space_of`, the other way round.
+
+    Args:
+        space: the axes.
+        prefix: of each option; pytest's begin with "--lab-".
+    """
+    usual, words = type(space)(), []
+    for axis in fields(space):
+        value = getattr(space, axis.name)
+        option = axis.name.replace("_", "-")
+        if value == getattr(usual, axis.name):
+            continue
+        if axis.name in SEVERAL:
+            words.append(f"{prefix}{option} {','.join(map(_text, value))}")
+        elif axis.name in SOME:
+            words.append(f"{prefix}{'' if True in value else 'no-'}{option}")
+        else:
+            words.append(f"{prefix}{option}" + ("" if value is True else f" {value}"))
+    return " ".join(words)
+
+
+def _text(value: Any) -> str:
+    """Return one value of an axis as its option spells it."""
+    if isinstance(value, tuple):
+        return "/".join(map(_text, value))
+    named = {torch_name: name for name, torch_name in DTYPES.items()}
+    return named.get(str(value).removeprefix("torch."), str(value))
