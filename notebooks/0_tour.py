@@ -201,7 +201,7 @@ next(figure for name, figure in figures(few).items() if name.startswith("time-ov
 # | you want to | go to |
 # |---|---|
 # | understand what a kernel is handed in each forward mode | [notebook 1](1_forward_modes.ipynb) |
-# | judge your kernel | [README](../README.md), "Judge your own kernel" |
-# | time it | [README](../README.md), "Time a kernel" |
+# | judge your kernel | [Judge your own kernel](../docs/judge.md) |
+# | time it | [Time a kernel](../docs/time.md) |
 # | know what FlashInfer's kernels do that callers may not expect | [findings](../results/nvidia-h200/findings.md) |
 # | add a check, a kernel or a mode | [CONTRIBUTING](../CONTRIBUTING.md) |

@@ -243,7 +243,7 @@ passing_figure(
 #
 # | you want to | go to |
 # |---|---|
-# | judge your kernel | [README](../README.md), "Judge your own kernel" |
+# | judge your kernel | [Judge your own kernel](../docs/judge.md) |
 # | see all mutants | [results/mutants.md](../results/mutants.md) |
 # | read a mutant | `lab/checks/mutants` |
 # | know the rules' sources | `lab/checks/upstream_rules.py` |
