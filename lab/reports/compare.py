@@ -26,7 +26,7 @@ looks at the medians alone, and refuses nothing.
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
@@ -140,9 +140,10 @@ def _report(
     comparison: RunComparison, rule: Rule, before: Sequence[RecordedRun], after: Sequence[RecordedRun], strict: bool
 ) -> TableReport:
     header = {name: (was, now) for name, was, now in _header(before, after)}
+    same = [f"{name} {was}" for name, (was, now) in header.items() if was == now]
     table = comparison_table(comparison)
     others = sum(len(run.other_rows) for run in {run.path: run for run in (*before, *after)}.values())
-    below = list(_remarks(comparison))
+    below = list(_remarks(comparison, {name for name, _ in table.common}))
     if others:
         below.append(f"not compared, being host time or of no recorded clock: {others}")
     return TableReport(
@@ -151,10 +152,8 @@ def _report(
             f"intervals of {rule.confidence_percent:g} %",
             f"before: {comparison.before}",
             f"after: {comparison.after}",
-            *(
-                f"{name}: {was}" if was == now else f"{name}: {was} before, {now} after"
-                for name, (was, now) in header.items()
-            ),
+            *(f"{name}: {was} before, {now} after" for name, (was, now) in header.items() if was != now),
+            *([f"both: {', '.join(same)}"] if same else []),
             *(f"{name}: {value}" for name, value in table.common),
         ),
         table=table,
@@ -231,12 +230,16 @@ FIGURES = {
 }
 
 
-def _remarks(comparison: RunComparison) -> Iterator[str]:
+def _remarks(comparison: RunComparison, said_once: Collection[str]) -> Iterator[str]:
+    """Yield each reason once, with the rows that it holds for, named by what tells them apart."""
+    reasons: dict[str, list[str]] = {}
     for row in comparison.rows:
-        if row.refused:
-            yield f"refused: {in_words(row.identity)}: {row.refused}"
-        elif row.samples and row.samples.reason:
-            yield f"unsure: {in_words(row.identity)}: {row.samples.reason}"
+        reason = row.refused or (row.samples.reason if row.samples else "")
+        if reason:
+            name = in_words(tuple(item for item in row.identity if item[0].replace("_", " ") not in said_once))
+            reasons.setdefault(f"{'refused' if row.refused else 'unsure'}, {reason}", []).append(name)
+    for reason, names in reasons.items():
+        yield f"{reason}: {'; '.join(names)}"
     for side, identities in (("before", comparison.missing), ("after", comparison.added)):
         for identity in identities:
             yield f"only {side}: {in_words(identity)}"
