@@ -18,6 +18,7 @@ from lab.workloads.interfaces import Interface
 Quantised = tuple[Tensor, Tensor | None]  # a request's tokens as stored, and an NVFP4 cache's scale factors
 SEMAPHORE_BYTES = 8 * 2**20  # zeros that a TRT-LLM kernel counts in, the workspace's first bytes (FlashInfer 0.7.2)
 SCRATCH_BYTES = {"cpu": 2**20, "cuda": 128 * 2**20}
+ENGINE_SCRATCH_BYTES = {"cpu": 2**20, "cuda": 512 * 2**20}  # of a model's batches: SGLang 0.5.23's default
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,9 +140,10 @@ def running_sum(lens: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device=device)
 
 
-def new_workspace(device: torch.device) -> Tensor:
-    """Return a zeroed workspace: uint8, 8 MiB of semaphores and then scratch."""
-    return torch.zeros(SEMAPHORE_BYTES + SCRATCH_BYTES[device.type], dtype=torch.uint8, device=device)
+def new_workspace(device: torch.device, of_engine: bool = False) -> Tensor:
+    """Return a zeroed workspace: uint8, 8 MiB of semaphores and then scratch, more of it for an engine's calls."""
+    scratch = (ENGINE_SCRATCH_BYTES if of_engine else SCRATCH_BYTES)[device.type]
+    return torch.zeros(SEMAPHORE_BYTES + scratch, dtype=torch.uint8, device=device)
 
 
 def build_attention(case: AttentionCase, device: torch.device) -> AttentionInputs:

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.calls.problem import MASK_BITS_PER_WORD, mask_words
 from lab.checks.attention_inputs import AttentionInputs
+from lab.checks.spellings import packed_mask
 from lab.checks.trial import Trial, truth_of_call
 from lab.workloads.attention_case import AttentionCase
 
@@ -72,12 +72,3 @@ def tree(q_len: int) -> Tensor:
                 break
             token = (token - 1) // 2
     return shown
-
-
-def packed_mask(shown: Tensor) -> Tensor:
-    """XQA's words of bool [batch, q_len, q_len]: uint16 [batch, q_len, words], bit b of word w for draft token 16 w + b."""
-    batch, q_len, _ = shown.shape
-    words = torch.zeros(batch, q_len, mask_words(q_len), dtype=torch.int32)
-    for token in range(q_len):
-        words[..., token // MASK_BITS_PER_WORD] |= shown[..., token].to(torch.int32) << (token % MASK_BITS_PER_WORD)
-    return words.to(torch.uint16)

@@ -15,13 +15,13 @@ import torch
 
 from lab.checks.catalogue import checks
 from lab.checks.check import Check
+from lab.checks.refusals import Declined, Raised, Refusals, raised
 from lab.checks.space import Space
-from lab.checks.trial import Declined, Raised, Trial
+from lab.checks.trial import SHOWN_CHARACTERS, Trial
 from lab.checks.verdicts import Judged, Outcome
 from lab.loading import load
 
 LOST_CONTEXT = 70  # exit status of a worker whose CUDA context is lost
-SHOWN_CHARACTERS = 1000
 
 
 class Isolation:
@@ -31,10 +31,16 @@ class Isolation:
     """
 
     def __init__(
-        self, implementation: Any, device: torch.device, space: Space, time_limit_s: float, workers: int = 1
+        self,
+        implementation: Any,
+        device: torch.device,
+        space: Space,
+        time_limit_s: float,
+        workers: int = 1,
+        refusals: Refusals | None = None,
     ) -> None:
         self.implementation, self.device, self.space = implementation, device, space
-        self.time_limit_s, self.workers = time_limit_s, workers
+        self.time_limit_s, self.workers, self.refusals = time_limit_s, workers, refusals
         self._pool: Any = None
         self._has_worked = False
         self._last_words: tempfile.TemporaryDirectory[str] | None = None
@@ -68,10 +74,11 @@ class Isolation:
     def submit(self, check: str, case: Any) -> Callable[[], Judged]:
         """Have one case of the check with that key judged; return a function that waits for the verdict."""
         if self._pool is None or self._last_words is None:
-            return functools.partial(run_trial, self.implementation, _check(check), case, self.device, self.space)
+            where = (self.device, self.space, self.refusals)
+            return functools.partial(run_trial, self.implementation, _check(check), case, *where)
         descriptor, last_words = tempfile.mkstemp(dir=self._last_words.name)
         os.close(descriptor)
-        arguments = (self.implementation, check, case, str(self.device), self.space, last_words)
+        arguments = (self.implementation, check, case, str(self.device), self.space, self.refusals, last_words)
         return functools.partial(self._result, self._schedule(arguments), arguments)
 
     def _schedule(self, arguments: tuple[Any, ...]) -> Any:
@@ -110,15 +117,17 @@ def _begin() -> None:
     torch.set_num_threads(1)  # the cases are small: threads only wait for each other
 
 
-def _work(name: str, check: str, case: Any, device: str, space: Space, last_words: str) -> Judged:
+def _work(
+    name: str, check: str, case: Any, device: str, space: Space, refusals: Refusals | None, last_words: str
+) -> Judged:
     """Judge in a worker, and end the process where its CUDA context is lost, so that no later case pays for it."""
     where = torch.device(device)
-    judged = run_trial(load(name), _check(check), case, where, space)
-    if judged.outcome is Outcome.FAILED and where.type == "cuda":
+    judged = run_trial(load(name), _check(check), case, where, space, refusals)
+    if judged.outcome in (Outcome.WRONG, Outcome.FAILED) and where.type == "cuda":
         try:
             torch.cuda.synchronize(where)
         except RuntimeError as error:
-            Path(last_words).write_text(f"{judged.wrongs[-1]}; {error}"[:SHOWN_CHARACTERS])
+            Path(last_words).write_text(f"{'; '.join(judged.wrongs)}; {error}"[:SHOWN_CHARACTERS])
             os._exit(LOST_CONTEXT)
     return judged
 
@@ -128,34 +137,36 @@ def _check(key: str) -> Check:
     return next(check for check in checks() if check.key == key)
 
 
-def run_trial(implementation: Any, check: Check, case: Any, device: torch.device, space: Space) -> Judged:
-    """Judge one case in this process; whatever ends it is FAILED, and says whose error it was."""
-    trial = Trial(implementation, case, device, space)
+def run_trial(
+    implementation: Any,
+    check: Check,
+    case: Any,
+    device: torch.device,
+    space: Space,
+    refusals: Refusals | None = None,
+) -> Judged:
+    """Judge one case in this process. A case is WRONG if a result is, FAILED if a call failed or something ended the check."""
+    trial = Trial(implementation, case, device, space, refusals)
     try:
         check.judge(trial)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     except Declined as declined:
-        trial.declines.append(str(declined))
-        if not trial.wrongs:
+        trial.decline(str(declined))
+        if not trial.wrongs and not trial.failures:
             return Judged(Outcome.DECLINED, declines=tuple(trial.declines), results=tuple(trial.results))
-    except Raised as raised:
-        return _failed(trial, str(raised))
+    except Raised as failure:
+        trial.fail(str(failure))
     except torch.AcceleratorError as error:  # of a launch: it shows where the device is next waited for
-        return _failed(trial, str(Raised(error)))
+        trial.fail(str(raised(error)))
     except Exception as error:
-        return _failed(
-            trial, f"the check stopped at what it was given, or at its own bug: {type(error).__name__}: {error}"
-        )
-    outcome = Outcome.WRONG if trial.wrongs else Outcome.RIGHT if trial.judged else Outcome.DECLINED
-    return _found(trial, outcome)
-
-
-def _failed(trial: Trial, why: str) -> Judged:
-    trial.hold_nothing_wrong("it failed", [why[:SHOWN_CHARACTERS]], held="return")
-    return _found(trial, Outcome.FAILED)
-
-
-def _found(trial: Trial, outcome: Outcome) -> Judged:
-    found = tuple(trial.wrongs), tuple(trial.declines), trial.worst_ratio, trial.judged, tuple(trial.results)
-    return Judged(outcome, *found)
+        said = f"{type(error).__name__}: {error}"
+        if trial.calls:
+            trial.fail(f"the check stopped at what the implementation returned, or at a bug of the lab's own: {said}")
+        else:
+            trial.fail(f"the lab failed before it called the implementation, whose fault this is not: {said}")
+    outcome = Outcome.RIGHT if trial.judged else Outcome.DECLINED
+    if trial.wrongs or trial.failures:
+        outcome = Outcome.WRONG if trial.wrongs else Outcome.FAILED
+    found = (*trial.wrongs, *trial.failures), tuple(trial.declines), trial.worst_ratio, trial.judged
+    return Judged(outcome, *found, tuple(trial.results))

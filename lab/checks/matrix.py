@@ -22,8 +22,9 @@ from lab.checks.catalogue import checks
 from lab.checks.check import Check, Level
 from lab.checks.isolation import run_trial
 from lab.checks.mutants import MUTANTS, Mutant, mutant
+from lab.checks.refusals import Declined, Raised
 from lab.checks.space import Space
-from lab.checks.trial import Declined, Raised, Trial, truth_of_call
+from lab.checks.trial import Trial, truth_of_call
 from lab.checks.upstream_rules import UPSTREAM_RULES, passes
 from lab.checks.verdicts import Outcome
 from lab.files import write_text
@@ -113,7 +114,7 @@ def _passing(judged: Mutant, case: AttentionCase) -> set[int]:
         out = trial.call(inputs).out
     except Declined:
         return set(range(len(UPSTREAM_RULES)))
-    except (Raised, TypeError):  # the other is of what it returned
+    except Raised:
         return set()
     expected = _upstream_truth(case)
     if out.shape != expected.shape:

@@ -10,8 +10,9 @@ import torch
 
 from lab.checks.graph_case import Story
 from lab.checks.graph_stage import HUGE, Stage
+from lab.checks.refusals import Declined
 from lab.checks.scene import RunnerFactory, Scene, right_runner
-from lab.checks.trial import Declined, Trial
+from lab.checks.trial import Trial
 from lab.gpus import capability_of
 from lab.kernels.support.kernel import no_triton
 from lab.metadata.engine.forward_batch import ForwardBatch
@@ -20,8 +21,9 @@ from lab.metadata.engine.forward_batch import ForwardBatch
 def tell(trial: Trial, stage: type[Stage], make: RunnerFactory = right_runner) -> None:
     """Tell the trial's case on a fresh scene, and note what is wrong.
 
-    A call that is refused at its capture declines the case. One that is refused later, with ValueError, was captured with
-    arguments that only a replay can have made wrong. Where the lab's own metadata kernels do not run, the case is declined.
+    A call that is refused at its capture declines the case. One that is refused later, with ValueError or an assertion, was
+    captured with arguments that only a replay can have made wrong. Where the lab's own metadata kernels do not run, the case
+    is declined.
     """
     if why := no_triton(capability_of(trial.device)):
         raise Declined(f"graphs rebuild their metadata in Triton kernels: {why}")
@@ -29,7 +31,7 @@ def tell(trial: Trial, stage: type[Stage], make: RunnerFactory = right_runner) -
     try:
         wrong = STORIES[trial.case.story](scene)
     except Declined as refusal:
-        if not isinstance(refusal.__cause__, ValueError):
+        if not isinstance(refusal.__cause__, (ValueError, AssertionError)):
             raise
         wrong = f"a replay's arguments were refused: {refusal}"
     trial.judged += 1

@@ -1,8 +1,8 @@
 """One case of one check: what an implementation gives, and everything that is wrong about it."""
 
 import functools
-import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -10,58 +10,33 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lab.checks.attention_inputs import AttentionInputs, build_attention
+from lab.checks.attention_inputs import AttentionInputs, build_attention, new_workspace
 from lab.checks.facts import CallFacts, CallLog, context_of, facts_of_case
+from lab.checks.refusals import Declined, Raised, Refusals, is_capturing, output_and_lse, refusing
 from lab.checks.space import Space
+from lab.checks.spellings import Speller
 from lab.checks.verdicts import CheckedResult, WrongVector
 from lab.references.truth import Rules, Truth, truth_of_requests
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import ATTENTION, Interface
 
+SHOWN_CHARACTERS = 1000
 SHOWN_ELEMENTS = 4
 
 
-class Declined(NotImplementedError):  # noqa: N818 - not an error of anybody's
-    """The implementation refused a call, or has no such parameter."""
+def _as_engines_call(function: Callable[..., Any], workspace: Tensor) -> Callable[..., Any]:
+    """Return a function that is called without what an engine has nothing to say for, and with the engine's workspace."""
 
-
-class Raised(Exception):  # noqa: N818 - the implementation's error, carried past the check
-    """The implementation raised what is no refusal."""
-
-    def __init__(self, error: BaseException) -> None:
-        super().__init__(f"it raised {type(error).__name__}: {error}")
-
-
-def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with its refusals as Declined: NotImplementedError, ValueError, and a missing parameter.
-
-    Whatever else it raises, SystemExit too, is Raised, so that nobody takes an error of the check for one of the function's.
-    """
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some compiled functions have none
-        signature = None
-
-    @functools.wraps(function)
-    def call(*args: Any, **arguments: Any) -> Any:
-        if signature is not None:
-            try:
-                signature.bind(*args, **arguments)
-            except TypeError as error:
-                raise Declined(f"it does not take these arguments: {error}") from error
-        try:
-            return function(*args, **arguments)
-        except (NotImplementedError, ValueError) as error:
-            raise Declined(str(error)) from error
-        except (Exception, SystemExit) as error:  # somebody else's code may raise anything
-            raise Raised(error) from error
+    def call(**arguments: Any) -> Any:
+        said = {name: value for name, value in arguments.items() if not _is_default(name, value)}
+        return function(**said | {"workspace_buffer": workspace})
 
     return call
 
 
-def _preparing(prepare: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that prepares a call, with its refusals and the prepared call's as Declined."""
-    return lambda **arguments: refusing(refusing(prepare)(**arguments))
+def _is_default(name: str, value: Any) -> bool:
+    """Tell whether an argument says what FlashInfer's default says: no window, no sinks."""
+    return (name == "window_left" and value == -1) or (name == "sinks" and value is None)
 
 
 def _missing(interface: Interface) -> Callable[..., Any]:
@@ -90,18 +65,31 @@ class Trial:
         case: of what; a frozen dataclass.
         device: where.
         space: the axes within which a check may vary the case.
+        refusals: exceptions that are refusals, as in `lab.checks.refusals.refusing`.
+        calls: calls of the implementation so far.
         wrongs: what was wrong, a sentence each.
-        declines: what was refused of the check's variations, a sentence each.
+        failures: calls that failed, a sentence each.
+        declines: what was refused of the check's variations, or judged in another spelling, a sentence each.
         worst_ratio: the largest error over its bound.
         judged: results that were held against something.
         results: these results.
         called: the last call that was made.
     """
 
-    def __init__(self, implementation: Any, case: Any, device: torch.device, space: Space | None = None) -> None:
+    def __init__(
+        self,
+        implementation: Any,
+        case: Any,
+        device: torch.device,
+        space: Space | None = None,
+        refusals: Refusals | None = None,
+    ) -> None:
         self.implementation, self.case, self.device = implementation, case, device
         self.space = space or Space()
+        self.refusals = refusals
+        self.calls = 0
         self.wrongs: list[str] = []
+        self.failures: list[str] = []
         self.declines: list[str] = []
         self.worst_ratio = 0.0
         self.judged = 0
@@ -109,6 +97,7 @@ class Trial:
         self.called = facts_of_case(case)
         self._case_facts = {} if isinstance(case, AttentionCase) else self.called.facts
         self._calls = CallLog()
+        self._speller = Speller(self.decline)
 
     def wrong(self, sentence: str) -> None:
         """Note a sentence of what is wrong, of the last call."""
@@ -124,7 +113,7 @@ class Trial:
 
     def note_call(self, interface: Interface, arguments: dict[str, Any], case: Any = None) -> CallFacts:
         """Note an attention call that is about to be made, of the case's contents or another's, and return its facts."""
-        if self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        if not is_capturing():
             of_call = self._calls.facts(interface, arguments)
             around = {**self._case_facts, **context_of(self.case if case is None else case)}
             self.called = replace(of_call, facts={**around, **of_call.facts})
@@ -140,20 +129,53 @@ class Trial:
             requests = tuple(zip(call.of_requests, parts, strict=True))
         self.results.append(CheckedResult(what, {"held": held, **call.facts}, wrong, requests, example))
 
+    def fail(self, failure: str, what: str = "") -> None:
+        """Note a failure, of the last call, and once in words however many calls share it."""
+        failure = failure[:SHOWN_CHARACTERS]
+        if not any(noted.endswith(failure) for noted in self.failures):
+            self.failures.append(f"{what}: {failure}" if what else failure)
+        self._note(what or "it failed", "return", True, self.called)
+
+    def decline(self, sentence: str) -> None:
+        """Note a refusal, once."""
+        if sentence not in self.declines:
+            self.declines.append(sentence)
+
     def function(self, interface: Interface) -> Callable[..., Any]:
         """Return the implementation's function, which raises Declined for what it does not take."""
-        return refusing(getattr(self.implementation, interface.value))
+        return self._refusing(getattr(self.implementation, interface.value))
 
     def engine(self) -> SimpleNamespace:
-        """Return the attention functions as an engine finds them, prepared forms too; one that is missing declines calls."""
+        """Return the attention functions as an engine finds them, prepared forms too; one that is missing declines calls.
+
+        An engine has one workspace for all its calls, and leaves out what it has nothing to say for.
+        """
+        workspace = new_workspace(self.device, of_engine=True)
         found: dict[str, Callable[..., Any]] = {}
         for interface in ATTENTION:
             given = getattr(self.implementation, interface.value, None)
             prepared = getattr(self.implementation, f"prepare_{interface.value}", None)
-            found[interface.value] = _missing(interface) if given is None else refusing(given)
+            function = _missing(interface) if given is None else self._refusing(given)
+            spelled = self._speller.spelled(interface, function, by_engine=True)
+            found[interface.value] = _as_engines_call(spelled, workspace)
             if prepared is not None:
-                found[f"prepare_{interface.value}"] = _preparing(prepared)
+                spelled = self._speller.spelled(interface, self._preparing(prepared))
+                found[f"prepare_{interface.value}"] = _as_engines_call(spelled, workspace)
         return SimpleNamespace(**found)
+
+    def _refusing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        refuse = refusing(function, self.refusals)
+
+        @functools.wraps(function)
+        def counted(*args: Any, **arguments: Any) -> Any:
+            self.calls += 1
+            return refuse(*args, **arguments)
+
+        return counted
+
+    def _preparing(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that prepares a call, with its refusals and the prepared call's as Declined."""
+        return lambda **arguments: self._refusing(self._refusing(prepare)(**arguments))
 
     def build(self, case: AttentionCase | None = None, **storage: Any) -> AttentionInputs:
         """Build the case's inputs, or another case's, or the case's stored in another way."""
@@ -163,23 +185,55 @@ class Trial:
         return build_attention(chosen, self.device)
 
     def run(self, interface: Interface, arguments: dict[str, Any], case: AttentionCase | None = None) -> Result:
-        """Call the implementation with a case's tensors, the trial's or another.
+        """Call the implementation with the tensors of the trial's case or of another.
+
+        What it refuses is called again in each equal spelling (`lab.checks.spellings`).
 
         Raises:
-            Declined: it raised NotImplementedError or ValueError, or lacks a parameter.
+            Declined: it refused every spelling.
+            Raised: it failed.
         """
         call = self.note_call(interface, arguments, case)
-        returned = self.function(interface)(**arguments)
-        if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-            torch.cuda.synchronize()
+        returned = self._speller.spelled(interface, self.function(interface))(**arguments)
+        self._wait()
         return as_result(returned, interface)._replace(call=call)
+
+    def _wait(self) -> None:
+        """Wait for the GPU, whose errors show there."""
+        if self.device.type == "cuda" and not is_capturing():
+            torch.cuda.synchronize()
 
     def call(self, inputs: AttentionInputs, **changes: Any) -> Result:
         """Call with the inputs' arguments, some changed or added; raises as `run`."""
         return self.run(inputs.case.interface, inputs.arguments() | changes, inputs.case)
 
+    def hold_call(self, what: str, truth: Truth, inputs: AttentionInputs) -> None:
+        """Call, and hold the result to the truth: a failure is noted, and the check goes on.
+
+        Raises:
+            Declined: as `run`; nothing of the case can be judged.
+        """
+        with self.noting_failures(what):
+            self.hold(what, self.call(inputs), truth)
+
+    @contextmanager
+    def noting_failures(self, what: str) -> Iterator[None]:
+        """Note a failure of the implementation's and go on, unless the GPU's context is lost.
+
+        Raises:
+            Raised: no call can be right after it.
+        """
+        try:
+            yield
+        except Raised as failure:
+            try:
+                self._wait()
+            except torch.AcceleratorError:
+                raise failure from None
+            self.fail(str(failure), what)
+
     def attempt(self, what: str, inputs: AttentionInputs, **changes: Any) -> Result | None:
-        """Call as a variation of the check: a refusal is noted and gives None."""
+        """Call as a variation of the check: a refusal or a failure is noted and gives None."""
         return self.attempt_call(what, inputs.case.interface, inputs.arguments() | changes, inputs.case)
 
     def vary(self, what: str, truth: Truth, inputs: AttentionInputs, **changes: Any) -> Result | None:
@@ -191,12 +245,13 @@ class Trial:
     def attempt_call(
         self, what: str, interface: Interface, arguments: dict[str, Any], case: AttentionCase | None = None
     ) -> Result | None:
-        """Run as a variation of the check: a refusal is noted and gives None."""
-        try:
-            return self.run(interface, arguments, case)
-        except Declined as declined:
-            self.declines.append(f"{what}: {declined}")
-            return None
+        """Run as a variation of the check: a refusal or a failure is noted and gives None."""
+        with self.noting_failures(what):
+            try:
+                return self.run(interface, arguments, case)
+            except Declined as declined:
+                self.decline(f"{what}: {declined}")
+        return None
 
     def reads(self, what: str, attention: Callable[[], None]) -> bool:
         """Run a reference over what the implementation built; arguments that a reference refuses are wrong ones."""
@@ -226,7 +281,7 @@ class Trial:
         self.worst_ratio = max(self.worst_ratio, comparison.worst_ratio)
         worst = None
         if not comparison.passed:
-            self.wrongs.append(f"{what}: {truth.wrong_vectors(comparison)}")
+            self.wrongs.append(f"{what}: {truth.wrong_vectors(comparison, result.out)}")
             ((row, head),) = comparison.worst(1)
             worst = _vector(truth, row, head, truth.expected, result.out)
         self._note(what, "output", not comparison.passed, call, comparison.wrong.any(dim=1), worst)
@@ -267,10 +322,12 @@ def _vector(truth: Truth, row: int, head: int, expected: Tensor, got: Tensor) ->
 
 
 def as_result(returned: Any, interface: Interface) -> Result:
-    """Return the rows of all requests, whatever shape the function returns them in."""
-    out, lse = returned if isinstance(returned, tuple) else (returned, None)
-    if not isinstance(out, Tensor):
-        raise TypeError(f"{interface.value} returned {type(out).__name__}, not a tensor")
+    """Return the rows of all requests, whatever shape the function returns them in.
+
+    Raises:
+        Raised: it returned no tensor.
+    """
+    out, lse = output_and_lse(interface.value, returned)
     if interface is Interface.MLA_DECODE:
         out = out.flatten(0, 1) if out.dim() == 4 else out
         lse = lse.flatten(0, 1) if lse is not None and lse.dim() == 3 else lse

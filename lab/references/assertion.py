@@ -74,10 +74,10 @@ def assert_close_to_reference(
     wrongs = _wrong_form(problem, call, out, check_dtype)
     if not wrongs and not problem.has_no_rows:
         truth = truth_of_problem(problem, arithmetic)
-        end = len(truth.expected)
-        comparison = truth.compare(out.flatten(0, -3)[:end])
+        rows = out.flatten(0, -3)[: len(truth.expected)]
+        comparison = truth.compare(rows)
         if not comparison.passed:
-            wrongs.append(truth.wrong_vectors(comparison))
+            wrongs.append(truth.wrong_vectors(comparison, rows))
         wrongs += _wrong_lse(call, lse, truth)
     if wrongs:
         raise AssertionError("\n".join(f"{problem.call.value}: {wrong}" for wrong in wrongs))

@@ -46,16 +46,30 @@ class Truth:
         one_rounding = torch.finfo(self.arithmetic).eps / 2
         return replace(comparison, bound=comparison.bound.clamp(min=one_rounding))
 
-    def wrong_vectors(self, comparison: Comparison) -> str:
-        """Name the wrong vectors: how many, of which requests, and row, request, head, error and bound of the worst."""
+    def wrong_vectors(self, comparison: Comparison, out: Tensor) -> str:
+        """Name the wrong vectors of an output: how many, of which requests, and what is wrong of the worst."""
         count = int(comparison.wrong.sum())
         requests = self.request_of_row[comparison.wrong.any(dim=1)].unique().tolist()
         vectors = "; ".join(
-            f"row {row} (request {int(self.request_of_row[row])}) head {head}: error "
-            f"{float(comparison.error[row, head]):.3g}, bound {float(comparison.bound[row, head]):.3g}"
+            f"row {row} (request {int(self.request_of_row[row])}) head {head}"
+            + self._wrong_vector(comparison, out, row, head)
             for row, head in comparison.worst(min(count, SHOWN_VECTORS))
         )
         return f"{count} of {comparison.wrong.numel()} vectors are wrong, of requests {requests}: {vectors}"
+
+    def _wrong_vector(self, comparison: Comparison, out: Tensor, row: int, head: int) -> str:
+        """Say what is wrong of one vector: its error, unless it is not finite or must be zero."""
+        got = out[row, head].to(torch.float64)
+        bad = got[~got.isfinite()]
+        must_be_zero = not bool(self.expected[row, head].any())
+        if not must_be_zero and not len(bad):
+            error, bound = float(comparison.error[row, head]), float(comparison.bound[row, head])
+            return f": error {error:.3g}, bound {bound:.3g}"
+        said = f" is not finite ({float(bad[0]):.3g})" if len(bad) else f" is not zero ({float(got.abs().max()):.3g})"
+        if not must_be_zero:
+            return said
+        sees_no_key = bool(self.lse_log2[row, head] == -math.inf)
+        return f"{said}: {'rows that see no key' if sees_no_key else 'it'} must be zero"
 
     def lse_is_wrong(self, lse: Tensor) -> Tensor:
         """Return where an LSE [num_rows, num_qo_heads] in base 2 is wrong, bool of its shape.
@@ -75,9 +89,10 @@ class Truth:
         if not bool(wrong.any()):
             return ""
         row, head = divmod(int(wrong.flatten().to(torch.int8).argmax()), expected.shape[1])
+        why = ": rows that see no key have -inf" if bool(expected[row, head] == -math.inf) else ""
         return (
             f"{int(wrong.sum())} LSEs are wrong: row {row} head {head} is {float(lse[row, head]):.6g}, "
-            f"not {float(expected[row, head]):.6g} (base 2)"
+            f"not {float(expected[row, head]):.6g} (base 2){why}"
         )
 
 

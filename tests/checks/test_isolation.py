@@ -41,10 +41,10 @@ def verdict_of(report: Report, group: int) -> CaseVerdict:
         (hostile.hang, "it did not return within 5 s"),
         (hostile.leave, "it crashed its process (exit status 7)"),
         (hostile.segfault, "it crashed its process (exit status -11)"),
-        (hostile.raise_runtime_error, "it raised RuntimeError: an unspecified launch failure"),
-        (hostile.raise_type_error, "it raised TypeError: object of type 'int' has no len()"),
-        (hostile.raise_odd, "it raised Odd: out of cheese"),
-        (hostile.exit_politely, "it raised SystemExit: 3"),
+        (hostile.raise_runtime_error, "the call: it raised RuntimeError: an unspecified launch failure"),
+        (hostile.raise_type_error, "the call: it raised TypeError: object of type 'int' has no len()"),
+        (hostile.raise_odd, "the call: it raised Odd: out of cheese"),
+        (hostile.exit_politely, "the call: it raised SystemExit: 3"),
     ],
 )
 def test_a_failed_case_is_named_with_its_reproduction(report: Report, deed: object, sentence: str) -> None:
@@ -92,7 +92,7 @@ def test_a_pool_whose_workers_never_begin_is_an_error(monkeypatch: pytest.Monkey
 def test_in_this_process_what_is_raised_is_told_too() -> None:
     report = judge(hostile, only=["K1"], space=SPACE_OF_RAISERS, device="cpu", drawn=0)
     assert {verdict.outcome for verdict in report.verdicts} == {Outcome.FAILED}
-    assert {verdict.reason.split(":")[0] for verdict in report.verdicts} == {
+    assert {verdict.reason.split(": ")[1] for verdict in report.verdicts} == {
         "it raised RuntimeError",
         "it raised TypeError",
         "it raised Odd",

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from lab.checks import MLACase, truth
+from lab.checks import MLACase
 from lab.checks.mla_pass import build_mla_pass
 from lab.metadata import ForwardMode
+from lab.references import truth
 
 
 @pytest.mark.parametrize("limit", [1, 2 * 12 * 48, 2**26])

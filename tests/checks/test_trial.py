@@ -3,13 +3,12 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from lab.checks import AttentionCase, Interface
-from lab.checks.trial import Declined, Raised, Result, Trial, as_result, refusing, truth_of_call
+from lab.checks.trial import Result, Trial, as_result, truth_of_call
 from lab.references.truth import LSE_LOG2_BOUND, Truth
 from tests.checks.small import decoding
 
@@ -54,6 +53,17 @@ def test_a_row_without_keys_must_be_zero(trial: Trial, truth: Truth) -> None:
     out[2] = 1e-30
     trial.hold("this", Result(out, None), truth)
     assert "of requests [1]" in trial.wrongs[0]
+    assert trial.wrongs[0].endswith("is not zero (1e-30): rows that see no key must be zero")
+
+
+def test_what_is_not_finite_is_told_as_that_and_not_as_an_error(trial: Trial, truth: Truth) -> None:
+    out = truth.expected.clone()
+    out[2, 0] = math.nan
+    out[4, 1, 3] = math.inf
+    trial.hold("this", Result(out, None), truth)
+    assert "row 2 (request 1) head 0 is not finite (nan): rows that see no key must be zero" in trial.wrongs[0]
+    assert "row 4 (request 2) head 1 is not finite (inf)" in trial.wrongs[0]
+    assert "error" not in trial.wrongs[0]
 
 
 def test_another_shape_is_wrong(trial: Trial, truth: Truth) -> None:
@@ -87,6 +97,7 @@ def test_the_lse_of_a_row_without_keys_is_minus_infinity_alone(trial: Trial, tru
     lse[2, 0] = value
     trial.hold_lse("this", lse, truth)
     assert "1 LSEs are wrong: row 2 head 0" in trial.wrongs[0]
+    assert trial.wrongs[0].endswith("not -inf (base 2): rows that see no key have -inf")
 
 
 def test_minus_infinity_and_nan_are_no_lse_of_a_row_with_keys(trial: Trial, truth: Truth) -> None:
@@ -119,25 +130,6 @@ def test_a_refused_variation_is_noted_and_changes_nothing(trial: Trial, truth: T
     trial.same_bits("out", None, Result(truth.expected, None))
     assert (trial.judged, trial.wrongs, len(trial.declines)) == (0, [], 1)
     assert trial.declines[0].startswith("out: it does not take these arguments")
-
-
-@pytest.mark.parametrize("error", [NotImplementedError, ValueError])
-def test_a_refusal_is_declined_and_anything_else_is_not(error: type[Exception]) -> None:
-    def function(raised: Any) -> Any:
-        raise raised
-
-    with pytest.raises(Declined, match="no"):
-        refusing(function)(error("no"))
-    with pytest.raises(Raised, match="it raised TypeError: no"):
-        refusing(function)(TypeError("no"))
-    with pytest.raises(Raised, match="it raised SystemExit: 3"):
-        refusing(function)(SystemExit(3))
-    with pytest.raises(Declined, match="missing a required argument"):
-        refusing(function)()
-
-
-def test_a_function_without_a_signature_is_called() -> None:
-    assert refusing(dict)(a=1) == {"a": 1}
 
 
 def test_mla_returns_rows_of_requests_or_rows() -> None:

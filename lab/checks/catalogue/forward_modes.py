@@ -13,8 +13,9 @@ from typing import Any
 from lab.checks.catalogue.k05_guards import changed_bytes, guarded, wrong_guards
 from lab.checks.check import Check, Level, first_line
 from lab.checks.forward_pass import EnginePass, build_forward
+from lab.checks.refusals import Declined
 from lab.checks.space import Space
-from lab.checks.trial import Declined, Result, Trial
+from lab.checks.trial import Result, Trial
 from lab.metadata.engine.forward_mode import AttentionCall, ForwardMode
 from lab.metadata.engine.kv_cache import KVLayout
 from lab.workloads.attention_case import Contents
@@ -105,8 +106,7 @@ def judge_pass(trial: Trial, forward: EnginePass) -> None:
         forward.run(trial.engine(), out)
         trial.hold("the pass", Result(out, None), truth)
     except Declined as declined:
-        # Of two calls the first may have written its rows.
-        if len(getattr(forward, "plan", ())) < 2 and not bool(out.isnan().all()):
+        if declined.late:
             trial.wrong(f"it declined, after it had written ({declined})")
         raise
     finally:

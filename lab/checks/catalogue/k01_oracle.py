@@ -48,7 +48,7 @@ def _large_batch(case: AttentionCase, batch_size: int, space: Space) -> Attentio
 def _judge(trial: Trial) -> None:
     inputs = trial.build()
     truth = truth_of_call(inputs)
-    trial.hold("the call", trial.call(inputs), truth)
+    trial.hold_call("the call", truth, inputs)
     trial.hold("with the LSE", trial.attempt("return_lse", inputs, return_lse=True), truth)
 
 

@@ -44,27 +44,24 @@ def _judge(trial: Trial) -> None:
     inputs = trial.build()
     truth = truth_of_call(inputs)
     least_bound = ROUNDED_LOGITS if trial.case.contents is Contents.LOW else 0.0
-    for what, result in (
-        ("the call", trial.call(inputs)),
-        ("with the LSE", trial.attempt("return_lse", inputs, return_lse=True)),
-    ):
-        _must_be_finite(trial, what, result, truth)
-        trial.hold(what, result, truth, least_bound)
+    with trial.noting_failures("the call"):
+        _hold(trial, "the call", trial.call(inputs), truth, least_bound)
+    _hold(trial, "with the LSE", trial.attempt("return_lse", inputs, return_lse=True), truth, least_bound)
     if True in trial.space.sinks and 0 in trial.case.kv_lens:
         none = torch.full((trial.case.num_qo_heads,), -math.inf, device=trial.device)
         result = trial.attempt("sinks of minus infinity", inputs, sinks=none)
-        _must_be_finite(trial, "sinks of minus infinity", result, truth)
-        trial.hold("sinks of minus infinity", result, truth_of_call(inputs, sinks=None))
+        _hold(trial, "sinks of minus infinity", result, truth_of_call(inputs, sinks=None))
     if inputs.sinks is not None:
         sinks = inputs.sinks + LARGE_SINK[trial.case.dtype]
         result = trial.attempt("large sinks", inputs, sinks=sinks)
-        _must_be_finite(trial, "large sinks", result, truth)
-        trial.hold("large sinks", result, truth_of_call(inputs, sinks=sinks), least_bound)
+        _hold(trial, "large sinks", result, truth_of_call(inputs, sinks=sinks), least_bound)
 
 
-def _must_be_finite(trial: Trial, what: str, result: Result | None, truth: Truth) -> None:
+def _hold(trial: Trial, what: str, result: Result | None, truth: Truth, least_bound: float = 0.0) -> None:
+    """Hold a result to the truth, and its elements to be finite."""
     if result is None:
         return
+    trial.hold(what, result, truth, least_bound)
     bad = ~result.out.to(torch.float32).isfinite()
     if bool(bad.any()):
         requests = truth.request_of_row[bad.flatten(1).any(dim=1)].unique().tolist()

@@ -52,7 +52,7 @@ def _drawn(case: AttentionCase) -> AttentionCase:
 def _judge(trial: Trial) -> None:
     inputs = trial.build()
     truth = truth_of_call(inputs)
-    trial.hold(trial.case.contents.name.lower(), trial.call(inputs), truth)
+    trial.hold_call(trial.case.contents.name.lower(), truth, inputs)
     if max(trial.case.kv_lens) > LONG:
         trial.hold("with the LSE", trial.attempt("return_lse", inputs, return_lse=True), truth)
 

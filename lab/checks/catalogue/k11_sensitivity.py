@@ -39,7 +39,7 @@ def _judge(trial: Trial) -> None:
         hold_masks(trial, trial.case)
         return
     inputs = trial.build()
-    trial.hold("nothing changed", trial.call(inputs), truth_of_call(inputs))
+    trial.hold_call("nothing changed", truth_of_call(inputs), inputs)
     for name, probe in _PROBES[trial.case.interface].items():
         if not any(word in name and True not in axis for word, axis in _optional(trial.space).items()):
             changes, rules = probe(inputs)

@@ -62,7 +62,7 @@ def _of(case: AttentionCase, requests: list[tuple[int, int]]) -> AttentionCase:
 
 def _judge(trial: Trial) -> None:
     inputs = trial.build()
-    trial.hold("the call", trial.call(inputs), truth_of_call(inputs))
+    trial.hold_call("the call", truth_of_call(inputs), inputs)
 
 
 CHECK = Check("K13", "boundaries", first_line(__doc__), _cases, _judge)

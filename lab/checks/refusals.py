@@ -1,0 +1,189 @@
+"""Refusals: which errors of an implementation say that it does not take a call, and which say that it failed."""
+
+import functools
+import importlib
+import inspect
+import re
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Refusals = tuple[type[BaseException], ...]
+
+OUTPUTS = ("out", "lse")  # arguments that a call writes
+# A function with *args and **kwargs refuses an argument in words of its own.
+_UNKNOWN = re.compile(
+    r"(unexpected|unknown|unrecogni[sz]ed|unsupported|invalid|extra)\W+((keyword|named)\W+)?(arg|kwarg|keyword|param|option)"
+    r"|(does not|doesn't|cannot) (take|accept|support)",
+    re.IGNORECASE,
+)
+_MISSING = re.compile(r"missing (a|\d+) required (positional |keyword-only )?arguments?")
+
+
+class Declined(NotImplementedError):  # noqa: N818 - not an error of anybody's
+    """The implementation refused a call, or has no such parameter.
+
+    Attributes:
+        late: it refused after it had written to its output.
+    """
+
+    def __init__(self, sentence: str, late: bool = False) -> None:
+        super().__init__(sentence)
+        self.late = late
+
+
+class Raised(Exception):  # noqa: N818 - the implementation's error, carried past the check
+    """The implementation raised what is no refusal, or returned what is no result."""
+
+
+def raised(error: BaseException) -> Raised:
+    """Return an error of the implementation as what it is: a failure."""
+    return Raised(f"it raised {type(error).__name__}: {error}")
+
+
+def refusing(function: Callable[..., Any], refusals: Refusals | None = None) -> Callable[..., Any]:
+    """Return the function with its refusals as Declined and all else that it raises, SystemExit too, as Raised.
+
+    A refusal is NotImplementedError, ValueError, a TypeError that names an unknown argument or a missing one, and an
+    AssertionError of Python's before a launch: nothing was written to an output that was handed out, no kernel was being
+    launched, and the GPU has no error to tell. A parameter that the signature does not have is always refused.
+
+    Args:
+        function: of an implementation.
+        refusals: the exceptions that are refusals, instead of these.
+    """
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some compiled functions have none
+        signature = None
+
+    @functools.wraps(function)
+    def call(*args: Any, **arguments: Any) -> Any:
+        if signature is not None:
+            try:
+                signature.bind(*args, **arguments)
+            except TypeError as error:
+                raise Declined(f"it does not take these arguments: {error}") from error
+        before = {} if is_capturing() else _outputs(arguments)
+        try:
+            return function(*args, **arguments)
+        except (Exception, SystemExit) as error:  # somebody else's code may raise anything
+            _check_gpu(error)
+            late = any(not torch.equal(_bytes(arguments[name]), held) for name, held in before.items())
+            if not _is_refusal(error, refusals, signature, arguments, late):
+                raise raised(error) from error
+            raise Declined(_sentence(error), late) from error
+
+    return call
+
+
+def output_and_lse(name: str, returned: Any) -> tuple[Tensor, Tensor | None]:
+    """Return what a function of that name returned: an output, alone or in a pair with its LSE.
+
+    Raises:
+        Raised: it returned something else.
+    """
+    out, lse = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+    if not isinstance(out, Tensor):
+        raise Raised(f"{name} returned {type(out).__name__}, not a tensor")
+    if not isinstance(lse, Tensor | None):
+        raise Raised(f"{name} returned {type(lse).__name__} as its LSE, not a tensor")
+    return out, lse
+
+
+def is_capturing() -> bool:
+    """Tell whether a CUDA graph is being captured, during which nothing may be waited for."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def resolve_refusals(names: str) -> Refusals:
+    """Return the exceptions that a list names, such as "NotImplementedError,my.kernel.Unsupported".
+
+    Args:
+        names: separated by commas; a name of Python's own, or dotted with its module.
+
+    Raises:
+        ValueError: a name is no exception's.
+    """
+    return tuple(_exception(name.strip()) for name in names.split(",") if name.strip())
+
+
+def _exception(name: str) -> type[BaseException]:
+    module, _, attribute = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module or "builtins"), attribute, None)
+    except ImportError as error:
+        raise ValueError(f"{name!r} is no exception: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, BaseException)):
+        raise ValueError(
+            f"{name!r} is no exception: name one of Python's, such as NotImplementedError, or one with its module, such as "
+            "my.kernel.Unsupported"
+        )
+    return found
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def _outputs(arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """Return a copy of the bytes of each output that is handed out."""
+    handed_out = {name: arguments[name] for name in OUTPUTS if isinstance(arguments.get(name), Tensor)}
+    return {name: _bytes(tensor).clone() for name, tensor in handed_out.items()}
+
+
+def _check_gpu(error: BaseException) -> None:
+    """Raise Raised for an error of a launch, which shows where the GPU is waited for."""
+    if isinstance(error, torch.AcceleratorError):
+        raise raised(error) from error
+    if torch.cuda.is_initialized() and not is_capturing():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as of_launch:
+            raise Raised(f"{raised(error)}; {of_launch}") from error
+
+
+def _is_refusal(
+    error: BaseException,
+    refusals: Refusals | None,
+    signature: inspect.Signature | None,
+    arguments: dict[str, Any],
+    late: bool,
+) -> bool:
+    if isinstance(error, AssertionError) and (late or _is_of_a_launch(error)):
+        return False
+    if refusals is not None:
+        return isinstance(error, refusals)
+    if isinstance(error, TypeError):
+        return _is_of_an_argument(str(error), signature, arguments)
+    return isinstance(error, (NotImplementedError, ValueError, AssertionError))
+
+
+def _is_of_a_launch(error: BaseException) -> bool:
+    """Tell whether an assertion was raised by a kernel that Triton interprets, or by a comparison of results."""
+    modules = {frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)}
+    return any(module.startswith(("triton.", "torch.testing", "numpy.testing")) for module in modules)
+
+
+def _is_of_an_argument(sentence: str, signature: inspect.Signature | None, arguments: dict[str, Any]) -> bool:
+    """Tell whether a TypeError refuses an argument of the call, or misses one that the call did not have."""
+    named = set(re.findall(r"\w+", sentence)) & set(arguments)
+    if _UNKNOWN.search(sentence):
+        return bool(named)
+    forwards = signature is None or any(
+        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values()
+    )
+    return forwards and not named and _MISSING.search(sentence) is not None
+
+
+def _sentence(error: BaseException) -> str:
+    """Return what a refusal says; of an assertion without a message, its line."""
+    said = str(error)
+    if isinstance(error, AssertionError):
+        return f"AssertionError: {said or traceback.extract_tb(error.__traceback__)[-1].line}"
+    if isinstance(error, TypeError):
+        return f"it does not take these arguments: {said}"
+    return said or type(error).__name__

@@ -1,0 +1,153 @@
+"""Equal spellings of a call: what a kernel refuses in one form is judged in another that means the same."""
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.calls.problem import MASK_BITS_PER_WORD, mask_words
+from lab.checks.refusals import Declined, is_capturing, output_and_lse
+from lab.workloads.interfaces import Interface
+
+Arguments = dict[str, Any]
+
+
+def packed_mask(shown: Tensor) -> Tensor:
+    """XQA's words of bool [batch, q_len, q_len]: uint16 [batch, q_len, words], bit b of word w for draft token 16 w + b."""
+    batch, q_len, _ = shown.shape
+    words = torch.zeros(batch, q_len, mask_words(q_len), dtype=torch.int32)
+    for token in range(q_len):
+        words[..., token // MASK_BITS_PER_WORD] |= shown[..., token].to(torch.int32) << (token % MASK_BITS_PER_WORD)
+    return words.to(torch.uint16)
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """Another form of a call that means the same.
+
+    Attributes:
+        name: what is different in it, as in "judged with ... instead".
+        applies: whether a call has that form, given its function, its arguments and what its refusal says.
+        respell: the arguments of that form.
+        by_engines: an engine alone may take this form: a check that hands out an argument judges that argument.
+    """
+
+    name: str
+    applies: Callable[[Interface, Arguments, str], bool]
+    respell: Callable[[Interface, Arguments], Arguments]
+    by_engines: bool = False
+
+
+def _has_no_mask(interface: Interface, arguments: Arguments, refusal: str) -> bool:
+    """Tell whether a call has several rows for each request, which are causal where no mask says otherwise."""
+    several = (arguments.get("q_len_per_req") or 1) > 1
+    return interface is Interface.DECODE and several and arguments.get("mask") is None
+
+
+def _with_causal_mask(interface: Interface, arguments: Arguments) -> Arguments:
+    q_len, device = arguments["q_len_per_req"], arguments["query"].device
+    return arguments | {"mask": _causal_mask(len(arguments["seq_lens"]), q_len, device)}
+
+
+@functools.cache  # a graph cannot build a mask, and reads it as long as it is replayed
+def _causal_mask(batch_size: int, q_len: int, device: torch.device) -> Tensor:
+    """Return a mask in which each row sees the draft's tokens up to its own: uint16 [batch_size, q_len, words]."""
+    causal = torch.ones(q_len, q_len, dtype=torch.bool).tril()
+    return packed_mask(causal.expand(batch_size, -1, -1)).to(device)
+
+
+def _with_out(interface: Interface, arguments: Arguments) -> Arguments:
+    query = arguments["query"]
+    width = query.shape[-1]
+    if interface is Interface.MLA_DECODE:
+        width = arguments["kv_lora_rank"]
+    elif interface is Interface.RAGGED_CONTEXT:
+        width = arguments["value"].shape[-1]
+    dtype = arguments.get("out_dtype") or query.dtype
+    return arguments | {"out": query.new_full((*query.shape[:-1], width), float("nan"), dtype=dtype)}
+
+
+def _speaks_of_out(refusal: str) -> bool:
+    return re.search(r"\bout\b", refusal) is not None
+
+
+SPELLINGS = (
+    Spelling(
+        "an output handed out",
+        lambda interface, arguments, refusal: arguments.get("out") is None and _speaks_of_out(refusal),
+        _with_out,
+    ),
+    Spelling(
+        "its result copied into the output",
+        lambda interface, arguments, refusal: arguments.get("out") is not None and _speaks_of_out(refusal),
+        lambda interface, arguments: {name: value for name, value in arguments.items() if name != "out"},
+        by_engines=True,
+    ),
+    Spelling("the causal mask of its rows", _has_no_mask, _with_causal_mask),
+)
+
+
+class Speller:
+    """Makes calls in an equal spelling where the plain one is refused.
+
+    Args:
+        note: called with a sentence for a call that was made in another spelling.
+    """
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self.note = note
+        self.needed: dict[Any, list[Spelling]] = {}  # by shape of a call
+
+    def spelled(
+        self, interface: Interface, function: Callable[..., Any], by_engine: bool = False
+    ) -> Callable[..., Any]:
+        """Return a function that raises Declined where no equal spelling is taken either.
+
+        Args:
+            interface: of the function.
+            function: raises Declined for what it refuses.
+            by_engine: an engine calls it.
+        """
+        spellings = [each for each in SPELLINGS if by_engine or not each.by_engines]
+
+        def call(**arguments: Any) -> Any:
+            key = (interface, tuple(arguments), arguments["query"].shape, arguments.get("q_len_per_req"))
+            if is_capturing() and key in self.needed:
+                return _made(interface, function, arguments, self.needed[key])
+            try:
+                return function(**arguments)
+            except Declined as refused:
+                if refused.late or is_capturing():
+                    raise
+                used: list[Spelling] = []
+                said = str(refused)
+                while left := [s for s in spellings if s not in used and s.applies(interface, arguments, said)]:
+                    used.append(left[0])
+                    try:
+                        returned = _made(interface, function, arguments, used)
+                    except Declined as again:
+                        said = str(again)
+                    else:
+                        self.needed[key] = used
+                        self.note(f"{refused}: judged with {' and '.join(each.name for each in used)} instead")
+                        return returned
+                raise
+
+        return call
+
+
+def _made(interface: Interface, function: Callable[..., Any], arguments: Arguments, used: Sequence[Spelling]) -> Any:
+    """Make a call in other spellings, with its result in the output that it was to have."""
+    respelled = arguments
+    for spelling in used:
+        respelled = spelling.respell(interface, respelled)
+    returned = function(**respelled)
+    if returned is None:  # as of one that writes its result into an output alone
+        returned = respelled.get("out")
+    if arguments.get("out") is not None and "out" not in respelled:
+        arguments["out"].copy_(output_and_lse(interface.value, returned)[0].view(arguments["out"].shape))
+    return returned

@@ -1,0 +1,168 @@
+"""Which errors of an implementation decline a call, and which fail it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lab.checks import AttentionCase, Interface, Outcome
+from lab.checks.catalogue import checks
+from lab.checks.check import Check
+from lab.checks.isolation import run_trial
+from lab.checks.refusals import Declined, Raised, refusing, resolve_refusals
+from lab.checks.space import Space
+from lab.checks.trial import Trial, truth_of_call
+from lab.checks.verdicts import Judged
+from lab.references import trtllm_batch_decode_with_kv_cache as right
+from tests.checks.hostile import Odd
+from tests.checks.small import decoding
+
+CPU = torch.device("cpu")
+CASE = AttentionCase(Interface.DECODE, (20, 33), (1, 1), group=2)
+ORACLE = next(check for check in checks() if check.key == "K1")
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def function(*args: Any, **arguments: Any) -> Any:
+        raise error
+
+    return function
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        NotImplementedError("no"),
+        ValueError("no"),
+        AssertionError("no"),
+        TypeError("inner() got an unexpected keyword argument 'sinks' no"),
+        TypeError("unexpected argument 'sinks' no"),
+        TypeError("decode() does not support sinks no"),
+        TypeError("inner() missing 1 required positional argument: 'no'"),
+    ],
+)
+def test_a_refusal_is_declined(error: Exception) -> None:
+    with pytest.raises(Declined, match="no"):
+        refusing(raising(error))(sinks=1)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("no"),
+        KeyError("no"),
+        SystemExit("no"),
+        TypeError("object of type 'int' has no len()"),
+        TypeError("helper() got an unexpected keyword argument 'tile' no"),  # its own mistake: nobody gave it one
+        TypeError("unsupported operand type(s) for +: 'NoneType' and 'float' no"),
+    ],
+)
+def test_anything_else_fails(error: BaseException) -> None:
+    with pytest.raises(Raised, match=rf"^it raised {type(error).__name__}: .*no"):
+        refusing(raising(error))(sinks=1)
+
+
+def test_a_missing_argument_is_a_refusal_of_the_signature_and_of_what_it_forwards_to_alone() -> None:
+    def inside(query: Any) -> Any:
+        return (lambda stride: stride)()  # type: ignore[call-arg]
+
+    with pytest.raises(Declined, match="missing a required argument"):
+        refusing(inside)()
+    with pytest.raises(Raised, match="missing 1 required positional argument"):
+        refusing(inside)(query=1)
+
+
+def test_an_assertion_without_a_message_is_told_by_its_line() -> None:
+    def function(query: Any) -> Any:
+        if query != 1:
+            raise AssertionError
+
+    with pytest.raises(Declined, match="AssertionError: raise AssertionError"):
+        refusing(function)(query=2)
+
+
+def test_an_assertion_after_the_output_was_written_is_no_refusal() -> None:
+    def function(out: torch.Tensor) -> None:
+        out[1] = 0.0
+        raise AssertionError("too late")
+
+    with pytest.raises(Raised, match="too late"):
+        refusing(function)(out=torch.full((2, 3), torch.nan))
+
+
+def test_another_refusal_after_the_output_was_written_is_late() -> None:
+    def function(out: torch.Tensor) -> None:
+        out[1] = 0.0
+        raise NotImplementedError("too late")
+
+    with pytest.raises(Declined, match="too late") as declined:
+        refusing(function)(out=torch.full((2, 3), torch.nan))
+    assert declined.value.late
+
+
+def test_a_comparison_that_asserts_is_no_refusal() -> None:
+    def function(out: Any) -> None:
+        torch.testing.assert_close(torch.zeros(1), torch.ones(1))
+
+    with pytest.raises(Raised, match="AssertionError"):
+        refusing(function)(out=None)
+
+
+def test_the_user_says_which_exceptions_are_refusals_instead() -> None:
+    named = resolve_refusals("KeyError, tests.checks.hostile.Odd")
+    assert named == (KeyError, Odd)
+    for error in (KeyError("no"), Odd("no")):
+        with pytest.raises(Declined, match="no"):
+            refusing(raising(error), named)()
+    for other in (ValueError("no"), NotImplementedError("no"), AssertionError("no")):
+        with pytest.raises(Raised, match="no"):
+            refusing(raising(other), named)()
+    judged = run_trial(decoding(raising(Odd("no"))), ORACLE, CASE, CPU, Space(), named)
+    assert (judged.outcome, judged.declines) == (Outcome.DECLINED, ("no",))
+
+
+@pytest.mark.parametrize("name", ["Nothing", "nowhere.Error", "lab.checks.judge", "len"])
+def test_a_refusal_that_is_no_exception_is_told_in_a_sentence(name: str) -> None:
+    with pytest.raises(ValueError, match=f"'{name}' is no exception"):
+        resolve_refusals(name)
+
+
+def test_a_function_without_a_signature_is_called() -> None:
+    assert refusing(dict)(a=1) == {"a": 1}
+
+
+def judged_by(judge: Callable[[Trial], None], function: Callable[..., Any] = right) -> Judged:
+    return run_trial(decoding(function), Check("K0", "none", "", lambda *_: (), judge), CASE, CPU, Space())
+
+
+def test_a_failed_call_does_not_end_the_check_nor_hide_what_is_wrong() -> None:
+    def decode(bmm1_scale: float = 1.0, bmm2_scale: float = 1.0, **arguments: Any) -> Any:
+        if bmm1_scale < 0:
+            raise RuntimeError("boom")
+        return right(bmm1_scale=bmm1_scale, **arguments)
+
+    def judge(trial: Trial) -> None:
+        inputs = trial.build()
+        trial.vary("negative", truth_of_call(inputs), inputs, bmm1_scale=-1.0)
+        trial.vary("scaled", truth_of_call(inputs, bmm2_scale=2.0), inputs, bmm2_scale=2.0)
+
+    judged = judged_by(judge, decode)
+    assert judged.outcome is Outcome.WRONG
+    assert [wrong.split(":")[0] for wrong in judged.wrongs] == ["scaled", "negative"]
+    assert judged.wrongs[1] == "negative: it raised RuntimeError: boom"
+    assert judged.judged == 1
+
+
+def test_an_error_of_the_lab_s_is_not_blamed_on_the_implementation() -> None:
+    def early(trial: Trial) -> None:
+        raise IndexError("a bug")
+
+    def late(trial: Trial) -> None:
+        trial.call(trial.build())
+        raise IndexError("a bug")
+
+    (before,) = judged_by(early).wrongs
+    assert before == "the lab failed before it called the implementation, whose fault this is not: IndexError: a bug"
+    (after,) = judged_by(late).wrongs
+    assert "or at a bug of the lab's own: IndexError: a bug" in after

@@ -1,0 +1,128 @@
+"""What a kernel refuses in one spelling is judged in an equal one; as FlashInfer's XQA, which wants a mask."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lab import references
+from lab.checks import AttentionCase, ForwardCase, Interface, Outcome, judge, judge_case, judge_forward
+from lab.metadata import ForwardMode
+from tests.checks.small import SMALL, decoding
+
+right = references.trtllm_batch_decode_with_kv_cache
+CASE = AttentionCase(Interface.DECODE, (20, 33), (4, 4), group=2)
+DECODE = ForwardCase(ForwardMode.DECODE, "tiny", (15, 16), (1, 1), page_size=16)
+VERIFY = ForwardCase(ForwardMode.TARGET_VERIFY, "tiny", (13, 16), (4, 4), page_size=16)
+
+
+def xqa(
+    query: Any, kv_cache: Any, workspace_buffer: torch.Tensor, *args: Any, bmm2_scale: Any = 1.0, **given: Any
+) -> Any:
+    """As FlashInfer's decode on an H200: several rows want a mask, and V's scale is left out."""
+    workspace_buffer.view(torch.uint8)
+    if given.get("return_lse") or given.get("lse") is not None:
+        raise NotImplementedError("xqa backend does not support return_lse/lse output")
+    if given.get("cum_seq_lens_q") is not None:
+        raise ValueError("xqa backend does not support cum_seq_lens_q")
+    if (given.get("q_len_per_req") or 1) > 1 and given.get("mask") is None:
+        raise AssertionError("Mask is required for speculative decoding")
+    return right(query, kv_cache, workspace_buffer, *args, **given)
+
+
+XQA = decoding(xqa)
+
+
+def test_several_rows_without_a_mask_are_judged_with_the_causal_one() -> None:
+    verdict = judge_case(XQA, "K1", CASE, "cpu")
+    assert verdict.outcome is Outcome.RIGHT
+    assert verdict.judged.declines[0] == (
+        "AssertionError: Mask is required for speculative decoding: judged with the causal mask of its rows instead"
+    )
+
+
+def test_what_is_wrong_in_the_other_spelling_is_wrong() -> None:
+    def without_the_last_rows_mask(mask: Any = None, **given: Any) -> Any:
+        return xqa(mask=None if mask is None else mask | 8, **given)
+
+    assert judge_case(decoding(without_the_last_rows_mask), "K1", CASE, "cpu").outcome is Outcome.WRONG
+
+
+def test_the_finding_of_flashinfer_s_decode_is_what_shows() -> None:
+    """bmm2_scale is left out: two checks vary it, and nothing else is wrong or fails."""
+    report = judge(
+        XQA, space=replace(SMALL, q_lens=(1, 4)), device="cpu", drawn=0, only=["K1", "K8", "K10", "K11", "K13"]
+    )
+    assert {row.check: row.outcome for row in report.rows} == {
+        "K1": Outcome.RIGHT,
+        "K8": Outcome.RIGHT,
+        "K10": Outcome.RIGHT,
+        "K11": Outcome.WRONG,
+        "K13": Outcome.RIGHT,
+    }
+    wrong = {sentence.split(":")[0] for verdict in report.wrong for sentence in verdict.judged.wrongs}
+    assert wrong == {"bmm2_scale", "bmm2_scale as a tensor"}
+
+
+@pytest.mark.parametrize("case", [DECODE, VERIFY])
+def test_an_engine_s_pass_has_a_workspace_and_a_mask(case: ForwardCase) -> None:
+    verdict = judge_forward(XQA, case, "cpu")
+    assert verdict.outcome is Outcome.RIGHT, str(verdict)
+
+
+def test_an_output_that_is_required_is_handed_out() -> None:
+    def decode(query: Any, kv_cache: Any, *, out: torch.Tensor, return_lse: bool = False, **given: Any) -> None:
+        if return_lse:
+            raise NotImplementedError("no LSE")
+        out.copy_(right(query, kv_cache, **given))
+
+    verdict = judge_case(decoding(decode), "K1", CASE, "cpu")
+    assert verdict.outcome is Outcome.RIGHT
+    assert "judged with an output handed out instead" in verdict.judged.declines[0]
+
+
+def test_a_kernel_without_sinks_window_and_out_runs_in_an_engine_s_pass() -> None:
+    def decode(
+        query: Any, kv_cache: Any, workspace_buffer: Any, block_tables: Any, seq_lens: Any, max_seq_len: int,
+        bmm1_scale: float, bmm2_scale: float, q_len_per_req: int,
+    ) -> Any:  # fmt: skip
+        return right(
+            query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale,
+            q_len_per_req=q_len_per_req,
+        )  # fmt: skip
+
+    case = replace(VERIFY, geometry="llama-3.1-8b", tensor_parallel=8)
+    verdict = judge_forward(decoding(decode), case, "cpu")
+    assert verdict.outcome is Outcome.RIGHT, str(verdict)
+    assert "judged with its result copied into the output instead" in verdict.judged.declines[0]
+
+
+def test_a_refusal_of_every_spelling_is_the_first_one() -> None:
+    def decode(**given: Any) -> None:
+        raise NotImplementedError("with a mask too" if "mask" in given else "no")
+
+    verdict = judge_case(decoding(decode), "K1", CASE, "cpu")
+    assert (verdict.outcome, verdict.judged.declines) == (Outcome.DECLINED, ("no",))
+
+
+def test_a_check_that_hands_out_an_output_is_not_judged_without() -> None:
+    def decode(query: Any, kv_cache: Any, **given: Any) -> Any:
+        if "out" in given:
+            raise TypeError("unexpected argument 'out'")
+        return right(query, kv_cache, **given)
+
+    declines = judge_case(decoding(decode), "K5", CASE, "cpu").judged.declines
+    assert "out: it does not take these arguments: unexpected argument 'out'" in declines
+
+
+def test_a_mode_that_needs_the_other_function_alone_is_declined() -> None:
+    for offered, other in ((Interface.DECODE, Interface.CONTEXT), (Interface.CONTEXT, Interface.DECODE)):
+        one = SimpleNamespace(**{offered.value: getattr(references, offered.value)})
+        report = judge(one, only=["M1"], space=SMALL, device="cpu", drawn=0)
+        outcomes = {verdict.outcome for verdict in report.verdicts}
+        declined = {verdict.reason for verdict in report.verdicts if verdict.outcome is Outcome.DECLINED}
+        assert Outcome.RIGHT in outcomes
+        assert outcomes <= {Outcome.RIGHT, Outcome.DECLINED}
+        assert declined <= {f"it has no {other.value}"}
