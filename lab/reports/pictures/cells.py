@@ -128,7 +128,7 @@ def cells_figure(
     keys: list[Artist] = [kind.key for name, kind in kinds.items() if name in there and kind.meaning]
     if any(line.dot is not None for line in lines):
         keys.append(style.mark_key(dot, "o", color="black", markersize=4))
-    style.legend_below(figure, keys, 3)
+    style.legend_below(figure, 3, keys)
     return figure
 
 

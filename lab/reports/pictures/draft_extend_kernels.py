@@ -7,13 +7,13 @@ Rows are those of
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
+from operator import itemgetter
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
-from matplotlib.ticker import NullLocator
 
 from lab.reports.pictures import style
 
@@ -111,36 +111,26 @@ def point_figure(rows: Iterable[Mapping[str, Any]], title: str, requests: int, k
         listed = (sorted({point[place] for point in measured}) for place in range(3))
         known = "; ".join(f"{name} {values}" for name, values in zip(chosen, listed, strict=True))
         raise ValueError(f"no recorded point has {chosen}: there are {known}, but not in every combination")
-    figure = style.new_figure(title, height_inches=3.4)
-    panels = figure.subplots(1, 2, sharey=True)
-    names = {"q_len": "query rows per request", "kv_len": "keys per request"}
-    looks = _looks(rows)
-    for axes, (across, words) in zip(panels, names.items(), strict=True):
-        style.plain(axes)
-        style.logarithmic(axes, "xy")
-        fixed = {name: value for name, value in chosen.items() if name != across}
-        cut = sorted((row for row in rows if all(row[name] == value for name, value in fixed.items())), key=_by(across))
-        for arm, (colour, marker) in looks.items():
-            line = [(row[across], row["median_us"]) for row in cut if row["arm"] == arm]
-            axes.plot(*zip(*line, strict=True), marker=marker, markersize=4.5, color=colour, linewidth=1.4)
-        floor = sorted({row[across]: row["floor_us"] for row in cut}.items())
-        axes.plot(*zip(*floor, strict=True), "--", color=style.TEXT_COLOUR, linewidth=1.2)
-        axes.axvline(chosen[across], color="#999999", linestyle=":", linewidth=1)
-        ticks = sorted({row[across] for row in cut})
-        axes.set_xticks(ticks, [_short(tick) for tick in ticks], fontsize=style.FONT_POINTS)
-        axes.xaxis.set_minor_locator(NullLocator())
-        style.name_axes(axes, words)
-        axes.set_title(
-            ", ".join(_counted(name, value) for name, value in fixed.items()), fontsize=style.FONT_POINTS + 0.5
-        )
-    panels[0].set_ylabel("GPU time of one layer, µs", fontsize=style.FONT_POINTS)
+    figure, drawn = style.panels(title, 3.4, columns=2, log="xy")
     kernels = {row["arm"]: row["kernel"] for row in rows}
-    keys = [
-        style.line_key(f"{arm}: {kernels[arm]}", colour, marker, markersize=4.5)
-        for arm, (colour, marker) in looks.items()
-    ]
-    keys.append(style.line_key("floor", style.TEXT_COLOUR, linestyle="--", linewidth=1.5))
-    style.legend_below(figure, keys, len(keys), fontsize=style.FONT_POINTS - 0.5)
+    names = {"q_len": "query rows per request", "kv_len": "keys per request"}
+    for axes, (across, words) in zip(drawn[0], names.items(), strict=True):
+        fixed = {name: value for name, value in chosen.items() if name != across}
+        cut = sorted(
+            (row for row in rows if all(row[name] == value for name, value in fixed.items())), key=itemgetter(across)
+        )
+        for arm, (colour, marker) in _looks(rows).items():
+            line = [(row[across], row["median_us"]) for row in cut if row["arm"] == arm]
+            look = {"color": colour, "marker": marker, "label": f"{arm}: {kernels[arm]}"}
+            axes.plot(*zip(*line, strict=True), **style.LINE, **look)
+        floor = sorted({row[across]: row["floor_us"] for row in cut}.items())
+        axes.plot(*zip(*floor, strict=True), label="floor", **style.FLOOR)
+        axes.axvline(chosen[across], color="#999999", linestyle=":", linewidth=1)
+        style.mark_sizes(axes, sorted({row[across] for row in cut}))
+        style.name_axes(axes, words)
+        style.name_panel(axes, ", ".join(_counted(name, value) for name, value in fixed.items()))
+    drawn[0, 0].set_ylabel("GPU time of one layer, µs", fontsize=style.FONT_POINTS)
+    style.legend_below(figure, 4)
     return figure
 
 
@@ -155,16 +145,16 @@ def _map_figure(
     measured = {point for _, values in panels.values() for point in values}
     counts, keys = sorted({requests for requests, _ in measured}), sorted({kv_len for _, kv_len in measured})
     lines = -(-len(panels) // PANELS_PER_LINE)
-    figure = style.new_figure(title, height_inches=1.15 + lines * (0.4 + 0.24 * len(counts) + 0.25))
-    grid = figure.subplots(lines, min(PANELS_PER_LINE, len(panels)), sharex=True, sharey=True, squeeze=False)
+    width = min(PANELS_PER_LINE, len(panels))
+    figure, grid = style.panels(title, 1.15 + lines * (0.65 + 0.24 * len(counts)), lines, width, grid=None)
     for axes in grid.flat[len(panels) :]:
         axes.set_axis_off()
     for axes, (words, (q_len, values)) in zip(grid.flat, panels.items(), strict=False):
-        axes.set_title(words, fontsize=style.FONT_POINTS + 0.5)
+        style.name_panel(axes, words)
         axes.set(xlim=(0, len(keys)), ylim=(0, len(counts)))
-        axes.set_xticks([place + 0.5 for place in range(len(keys))], [_short(kv_len) for kv_len in keys])
+        axes.set_xticks([place + 0.5 for place in range(len(keys))], [style.in_short(kv_len) for kv_len in keys])
         axes.set_yticks([place + 0.5 for place in range(len(counts))], [str(count) for count in counts])
-        axes.tick_params(length=0, labelsize=style.FONT_POINTS)
+        axes.tick_params(length=0)
         arm = f"{words.split(',')[0]} " if "," in words else ""
         for corner in ((x, y) for y in range(len(counts)) for x in range(len(keys))):
             point = counts[corner[1]], keys[corner[0]]
@@ -175,13 +165,12 @@ def _map_figure(
             colour = next(band.colour for band in bands if value < band.end)
             gid = f"{arm}{point[0]} {point[1]} {q_len}"
             _draw_cell(axes, corner, colour, in_words(value), gid, framed=is_framed(value))
-    for axes in grid[:, 0]:
-        axes.set_ylabel("requests", fontsize=style.FONT_POINTS)
-    for axes in grid[-1]:
-        axes.set_xlabel("keys per request", fontsize=style.FONT_POINTS)
+    for axes in grid.flat:
+        style.name_axes(axes, "keys per request", "requests")
+        axes.label_outer()
     handles = [Patch(facecolor=band.colour, edgecolor="#BBBBBB", linewidth=0.5, label=band.words) for band in bands]
     handles.append(Patch(label="not measured", **NOT_MEASURED))
-    style.legend_below(figure, handles, len(handles), columnspacing=1.2)
+    style.legend_below(figure, len(handles), handles)
     return figure
 
 
@@ -212,14 +201,10 @@ def _looks(rows: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, str]]:
     return {arm: ARMS.get(arm) or OTHER_ARMS[others.index(arm) % len(OTHER_ARMS)] for arm in arms}
 
 
-def _by(name: str) -> Callable[[Mapping[str, Any]], Any]:
-    return lambda row: row[name]
-
-
 def _counted(name: str, count: int) -> str:
     """Return such as "8 query rows" for a row's `requests`, `kv_len` or `q_len`."""
     noun = {"requests": "request", "kv_len": "key", "q_len": "query row"}[name]
-    return f"{_short(count)} {noun}{'' if count == 1 else 's'}"
+    return f"{style.in_short(count)} {noun}{'' if count == 1 else 's'}"
 
 
 def _rows_in_words(q_len: int) -> str:
@@ -231,10 +216,6 @@ def _ratio_in_words(ratio: float) -> str:
     if ratio < 1:
         return f"{ratio:.2f}" if ratio < 0.995 else f"{ratio:.3f}"
     return f"{ratio:.1f}" if ratio < 9.95 else f"{ratio:.0f}"
-
-
-def _short(number: int) -> str:
-    return f"{number // 1024}K" if number >= 1024 and number % 1024 == 0 else str(number)
 
 
 DRAWINGS = (style.Drawing("rows", "Time of the context call over the decode call's", crossover_figure),)

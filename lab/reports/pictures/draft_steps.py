@@ -4,13 +4,11 @@ Rows are those of `results/<gpu>/draft_steps.json`, as `lab.experiments.draft_st
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
 
 from lab.metadata import ForwardBatch, KVPool
@@ -30,16 +28,16 @@ KINDS = {
     "drafted": Kind("#C4C4C4", "slot of a drafted token, read by nobody", edge="#AAAAAA", linestyle=":", ink="#555555"),
 }
 
-# Of each plan: the name that recorded rows have, words, colour, marker.
-PLANS = (
-    ("common_template", "common template: lists and steps", style.COLOURS[1], "o"),
-    ("per_step", "steps alone (26241)", style.COLOURS[0], "s"),
-    ("one_launch", "one launch for all steps", style.COLOURS[2], "^"),
-)
-LISTS = (
-    ("serial", "serial, as SGLang's was", style.COLOURS[1], "o"),
-    ("spread", "each prefix read once", style.COLOURS[0], "s"),
-)
+# Of each plan: the name that recorded rows have, and how its line looks.
+PLANS: dict[str, dict[str, Any]] = {
+    "common_template": {"label": "common template: lists and steps", "color": style.COLOURS[1], "marker": "o"},
+    "per_step": {"label": "steps alone (26241)", "color": style.COLOURS[0], "marker": "s"},
+    "one_launch": {"label": "one launch for all steps", "color": style.COLOURS[2], "marker": "^"},
+}
+LISTS: dict[str, dict[str, Any]] = {
+    "serial": {"label": "serial, as SGLang's was", "color": style.COLOURS[1], "marker": "o"},
+    "spread": {"label": "each prefix read once", "color": style.COLOURS[0], "marker": "s"},
+}
 
 
 def built_figure(
@@ -118,20 +116,14 @@ def draft_times_figure(rows: Iterable[Mapping[str, Any]], title: str, *, num_ste
     """
     drawn = [row for row in _uniform(rows) if row["mode"] == "draft_steps" and row["num_steps"] == num_steps]
     figure, panels = _panels(drawn, ("MHA", "MLA"), title, f"{num_steps} steps")
-    for attention, line in panels.items():
-        for requests, axes in line.items():
-            found = {}
-            for plan, words, colour, marker in PLANS:
-                points = _points(drawn, kernel=f"{attention.lower()} {plan}", requests=requests)
-                found[plan] = points
-                axes.plot(*points, marker=marker, markersize=4, color=colour, label=words, linewidth=1.4)
-            tokens, template_us = found["common_template"]
-            axes.fill_between(
-                tokens, found["per_step"][1], template_us, color=style.COLOURS[1], alpha=0.13, linewidth=0
-            )
-    keys: list[Artist] = [style.line_key(words, colour, marker) for _, words, colour, marker in PLANS]
-    keys.append(Patch(color=style.COLOURS[1], alpha=0.13, label="what nobody reads"))
-    style.legend_below(figure, keys, 4)
+    for (attention, requests), axes in panels.items():
+        found = {plan: _points(drawn, kernel=f"{attention.lower()} {plan}", requests=requests) for plan in PLANS}
+        for plan, look in PLANS.items():
+            axes.plot(*found[plan], **style.LINE, **look)
+        tokens, template_us = found["common_template"]
+        dead: dict[str, Any] = {"color": style.COLOURS[1], "alpha": 0.13, "linewidth": 0, "label": "what nobody reads"}
+        axes.fill_between(tokens, found["per_step"][1], template_us, **dead)
+    style.legend_below(figure, 4)
     return figure
 
 
@@ -142,19 +134,12 @@ def lists_figure(rows: Iterable[Mapping[str, Any]], title: str, *, num_steps: in
     """
     drawn = [row for row in _uniform(rows) if row["mode"] == "kv_indices" and row["num_steps"] == num_steps]
     figure, panels = _panels(drawn, ("lists",), title, f"{num_steps} steps")
-    for requests, axes in panels["lists"].items():
-        for schedule, words, colour, marker in LISTS:
-            points = _points(drawn, kernel=schedule, requests=requests)
-            axes.plot(*points, marker=marker, markersize=4, color=colour, label=words, linewidth=1.4)
+    for (_, requests), axes in panels.items():
+        for schedule, look in LISTS.items():
+            axes.plot(*_points(drawn, kernel=schedule, requests=requests), **style.LINE, **look)
         floor = _points(drawn, value="floor_us", kernel="serial", requests=requests)
-        axes.plot(*floor, "--", color=style.TEXT_COLOUR, linewidth=1.2)
-    keys = [style.line_key(words, colour, marker) for _, words, colour, marker in LISTS]
-    keys.append(
-        style.line_key(
-            "floor: the bytes, over the measured bandwidth", style.TEXT_COLOUR, linestyle="--", linewidth=1.5
-        )
-    )
-    style.legend_below(figure, keys, 3)
+        axes.plot(*floor, label="floor: the bytes, over the measured bandwidth", **style.FLOOR)
+    style.legend_below(figure, 3)
     return figure
 
 
@@ -171,22 +156,18 @@ def steps_figure(rows: Iterable[Mapping[str, Any]], title: str, *, requests: int
     ]
     if not drawn:
         raise ValueError(f"no recorded row has {requests} requests of {tokens} tokens")
-    figure = style.new_figure(title, height_inches=2.9)
-    axes_of = dict(zip(("MHA", "MLA"), figure.subplots(1, 2, sharey=True), strict=True))
-    for attention, axes in axes_of.items():
-        style.plain(axes)
-        style.logarithmic(axes, "y")
+    figure, panels = style.panels(title, 2.9, columns=2, log="y")
+    for attention, axes in zip(("MHA", "MLA"), panels[0], strict=True):
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_minor_locator(NullLocator())
-        axes.set_title(attention, fontsize=style.FONT_POINTS + 1)
-        for plan, words, colour, marker in PLANS:
+        style.name_panel(axes, attention)
+        for plan, look in PLANS.items():
             points = _points(drawn, across="num_steps", kernel=f"{attention.lower()} {plan}", requests=requests)
-            axes.plot(*points, marker=marker, markersize=5, color=colour, label=words, linewidth=1.4)
+            axes.plot(*points, **style.LINE, **look)
             axes.xaxis.set_major_locator(FixedLocator(points[0]))
-        axes.set_xlabel("speculative_num_steps", fontsize=style.FONT_POINTS)
-    axes_of["MHA"].set_ylabel("GPU time of a draft, µs", fontsize=style.FONT_POINTS)
-    keys = [style.line_key(words, colour, marker) for _, words, colour, marker in PLANS]
-    style.legend_below(figure, keys, 3)
+        style.name_axes(axes, "speculative_num_steps")
+    panels[0, 0].set_ylabel("GPU time of a draft, µs", fontsize=style.FONT_POINTS)
+    style.legend_below(figure, 3)
     return figure
 
 
@@ -201,18 +182,15 @@ def claim_figure(claim: Mapping[str, Any], title: str) -> Figure:
     host = {f"host, {form}": saved for form, saved in claim["host_saving_us_per_draft"].items()}
     bars = gpu | host
     stated_us = claim["implied_saving_us_per_iteration"]
-    figure, axes = style.one_panel(title, height_inches=1.3 + 0.26 * len(bars), grid="x")
-    places = range(len(bars))
-    axes.barh(places, list(bars.values()), 0.68, color=[style.COLOURS[0]] * len(gpu) + [style.COLOURS[4]] * len(host))
-    for place, saved in zip(places, bars.values(), strict=True):
+    figure, axes = style.one_panel(title, 1.3 + 0.26 * len(bars), grid="x")
+    colours = [style.COLOURS[0]] * len(gpu) + [style.COLOURS[4]] * len(host)
+    for place, (saved, colour) in enumerate(zip(bars.values(), colours, strict=True)):
+        axes.barh(place, saved, 0.68, color=colour)
         style.write_after(axes, (saved, place), f"{saved:,.0f}")
     axes.axvline(stated_us, color=style.COLOURS[1], linewidth=1.6, linestyle="--")
     end = stated_us, len(bars) - 1.5
-    style.write_after(
-        axes, end, f"stated: {stated_us:,.0f}", gap=6, color=style.COLOURS[1], fontsize=style.FONT_POINTS + 0.5
-    )
-    axes.set_yticks(places, list(bars), fontsize=style.FONT_POINTS)
-    axes.set_ylim(len(bars) - 0.4, -0.6)
+    style.write_after(axes, end, f"stated: {stated_us:,.0f}", gap=6, color=style.COLOURS[1])
+    style.name_lines(axes, list(bars))
     axes.set_xlim(0, 1.2 * max(*bars.values(), stated_us))
     style.name_axes(axes, "saved per iteration, µs")
     return figure
@@ -245,29 +223,22 @@ def _points(
 
 def _panels(
     rows: Sequence[Mapping[str, Any]], names: Sequence[str], title: str, what: str
-) -> tuple[Figure, dict[str, dict[int, Axes]]]:
+) -> tuple[Figure, dict[tuple[str, int], Axes]]:
     """Make panels by name and number of requests: tokens across, GPU time upwards, the same axes for all."""
     counts = _counts_on_the_grid(rows)
     if not counts:
         raise ValueError(f"no recorded row has {what}")
-    figure = style.new_figure(title, height_inches=1.1 + 1.75 * len(names))
-    drawn = figure.subplots(len(names), len(counts), sharex=True, sharey=True, squeeze=False)
-    panels: dict[str, dict[int, Axes]] = {}
-    for name, line in zip(names, drawn, strict=True):
-        panels[name] = dict(zip(counts, line, strict=True))
-        line[0].set_ylabel(f"{name}: GPU time, µs" if len(names) > 1 else "GPU time, µs", fontsize=style.FONT_POINTS)
+    figure, drawn = style.panels(title, 1.1 + 1.75 * len(names), len(names), len(counts), log="xy")
     for axes in drawn.flat:
-        style.plain(axes)
-        style.logarithmic(axes, "xy")
-        axes.tick_params(labelsize=style.FONT_POINTS - 0.5)
-        axes.set_xticks(TOKEN_TICKS, [f"{tick // 1024}K" for tick in TOKEN_TICKS])
-        axes.xaxis.set_minor_locator(NullLocator())
+        style.mark_sizes(axes, TOKEN_TICKS)
         axes.yaxis.set_minor_formatter(NullFormatter())
     for count, axes in zip(counts, drawn[0], strict=True):
-        axes.set_title(counted(count, "request"), fontsize=style.FONT_POINTS + 0.5)
+        style.name_panel(axes, counted(count, "request"))
     for axes in drawn[-1]:
-        axes.set_xlabel("tokens per request", fontsize=style.FONT_POINTS)
-    return figure, panels
+        style.name_axes(axes, "tokens per request")
+    for name, axes in zip(names, drawn[:, 0], strict=True):
+        axes.set_ylabel(f"{name}: GPU time, µs" if len(names) > 1 else "GPU time, µs", fontsize=style.FONT_POINTS)
+    return figure, dict(zip(product(names, counts), drawn.flat, strict=True))
 
 
 def _counts_on_the_grid(rows: Iterable[Mapping[str, Any]]) -> list[int]:

@@ -130,7 +130,7 @@ def matrix_figure(records: Sequence[Record], checks: Sequence[str], rules: Seque
     _mark_groups(axes, {name: len(group) for name, group in groups.items()}, lines)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    style.legend_below(figure, [kind.key for kind in MUTANT_KINDS.values() if kind.meaning], 3)
+    style.legend_below(figure, 3, [kind.key for kind in MUTANT_KINDS.values() if kind.meaning])
     return figure
 
 

@@ -10,20 +10,23 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
 
 from lab.metadata.speculation.verify_mask import VerifyMask, VerifyMaskForm, verify_mask_cells
 from lab.reports.pictures import style
 from lab.reports.pictures.cells import Cell, Kind, Line, cells_figure, check_legible
 
 STEP_COLOURS = (style.COLOURS[0], style.COLOURS[4], style.COLOURS[2])  # of neighbouring steps
-WAIT: dict[str, Any] = {"facecolor": "white", "edgecolor": "#888888", "hatch": "////", "linewidth": 0.8}
+WAIT: dict[str, Any] = {
+    "facecolor": "white",
+    "edgecolor": "#888888",
+    "hatch": "////",
+    "linewidth": 0.8,
+    "label": "the CPU waits for the GPU",
+}
 IDLE_COLOUR = "#F3B8A5"
 ELSEWHERE_COLOUR = "#EEEEEE"
-LANE_HEIGHT = 0.72
 MOST_MASK_COLUMNS = 44  # more are not legible side by side
 MASK_KINDS = {
     "prefix": Kind("#BBBBBB", "key of the prefix, seen"),
@@ -116,51 +119,32 @@ def timeline_figure(excerpts: Sequence[LoopExcerpt], title: str) -> Figure:
 
     A span is a `Rectangle` with the gid "<cpu or gpu> <step>", "wait <step>" where the CPU waits, or "idle" between the GPU's.
     """
-    figure = style.new_figure(title, height_inches=1.15 + 1.15 * len(excerpts))
-    lines = figure.subplots(len(excerpts), 1, sharex=True, squeeze=False)[:, 0]
-    end_ms = max(span.end_us for excerpt in excerpts for span in excerpt.spans) / 1e3
-    for axes, excerpt in zip(lines, excerpts, strict=True):
-        style.plain(axes, grid="x")
-        axes.set_title(
-            excerpt.name, loc="left", fontsize=style.FONT_POINTS + 0.5, weight="bold", color=style.TEXT_COLOUR
-        )
-        axes.set_yticks([1, 0], [Lane.CPU.value, Lane.GPU.value], fontsize=style.FONT_POINTS)
-        axes.set(ylim=(-0.5, 1.5), xlim=(0, 1.01 * end_ms))
-        axes.tick_params(labelsize=style.FONT_POINTS - 0.5)
-        if not excerpt.is_whole:
-            _draw_elsewhere(axes, excerpt, end_ms)
-        _draw_idle(axes, excerpt)
-        _draw_spans(axes, excerpt)
-    style.name_axes(lines[-1], "time, ms")
+    end_us = max(span.end_us for excerpt in excerpts for span in excerpt.spans)
+    names, lanes = [excerpt.name for excerpt in excerpts], [lane.value for lane in Lane]
+    figure, panels = style.lane_panels(title, names, lanes, 1.01 * end_us / 1e3, "time, ms")
     steps = sorted({span.step for excerpt in excerpts for span in excerpt.spans})
-    keys: list[Artist] = []
-    for place, first in enumerate(steps[: len(STEP_COLOURS)]):
-        alike = ", ".join(map(str, steps[place :: len(STEP_COLOURS)]))
-        keys.append(Patch(color=_colour(first), label=f"step {alike}"))
-    keys.append(Patch(label="the CPU waits for the GPU", **WAIT))
-    keys.append(Patch(color=IDLE_COLOUR, label="the GPU is idle"))
-    if not all(excerpt.is_whole for excerpt in excerpts):
-        keys.append(Patch(color=ELSEWHERE_COLOUR, label="other steps, not recorded"))
-    style.legend_below(figure, keys, 3)
+    for axes, excerpt in zip(panels, excerpts, strict=True):
+        _draw_spans(axes, excerpt, steps)
+        _draw_idle(axes, excerpt)
+        if not excerpt.is_whole:
+            _draw_elsewhere(axes, excerpt, 1.01 * end_us)
+    style.legend_below(figure, 3)
     return figure
 
 
-def _colour(step: int) -> str:
-    return STEP_COLOURS[step % len(STEP_COLOURS)]
-
-
-def _draw_spans(axes: Axes, excerpt: LoopExcerpt) -> None:
+def _draw_spans(axes: Axes, excerpt: LoopExcerpt, steps: Sequence[int]) -> None:
     for span in excerpt.spans:
-        place = 1 if span.lane is Lane.CPU else 0
         kind = "wait" if span.waits else span.lane.value.lower()
-        look = WAIT if span.waits else {"color": _colour(span.step), "linewidth": 0}
-        _bar(axes, place, span.start_us, span.end_us, gid=f"{kind} {span.step}", zorder=3, **look)
+        colour = STEP_COLOURS[steps.index(span.step) % len(STEP_COLOURS)]
+        alike = ", ".join(map(str, steps[steps.index(span.step) % len(STEP_COLOURS) :: len(STEP_COLOURS)]))
+        look = WAIT if span.waits else {"color": colour, "linewidth": 0, "label": f"step {alike}"}
+        _bar(axes, span.lane, span.start_us, span.end_us, gid=f"{kind} {span.step}", zorder=3, **look)
     for step in {span.step for span in excerpt.spans}:
         ends = [span.end_us for span in excerpt.of(Lane.CPU) if span.step == step]
         starts = [span.start_us for span in excerpt.of(Lane.GPU) if span.step == step]
         if starts and ends and min(starts) > max(ends):  # the work was launched before it could begin
-            line = [max(ends) / 1e3, min(starts) / 1e3], [1 - LANE_HEIGHT / 2, LANE_HEIGHT / 2]
-            axes.plot(*line, color=_colour(step), linewidth=1, linestyle=":")
+            colour = STEP_COLOURS[steps.index(step) % len(STEP_COLOURS)]
+            axes.plot([max(ends) / 1e3, min(starts) / 1e3], [0.8, 1], color=colour, linewidth=1, linestyle=":")
 
 
 def _draw_idle(axes: Axes, excerpt: LoopExcerpt) -> None:
@@ -168,45 +152,44 @@ def _draw_idle(axes: Axes, excerpt: LoopExcerpt) -> None:
     end_us = busy[0].end_us
     for span in busy[1:]:
         if span.start_us > end_us:
-            _bar(axes, 0, end_us, span.start_us, gid="idle", color=IDLE_COLOUR, linewidth=0)
+            look = {"color": IDLE_COLOUR, "linewidth": 0, "label": "the GPU is idle"}
+            _bar(axes, Lane.GPU, end_us, span.start_us, gid="idle", **look)
         end_us = max(end_us, span.end_us)
 
 
-def _draw_elsewhere(axes: Axes, excerpt: LoopExcerpt, end_ms: float) -> None:
+def _draw_elsewhere(axes: Axes, excerpt: LoopExcerpt, end_us: float) -> None:
     """Draw the time of each lane before and after what is shown."""
-    for place, lane in ((1, Lane.CPU), (0, Lane.GPU)):
+    look = {"color": ELSEWHERE_COLOUR, "linewidth": 0, "label": "other steps, not recorded"}
+    for lane in Lane:
         spans = excerpt.of(lane)
-        ends = (0.0, spans[0].start_us), (max(span.end_us for span in spans), 1e3 * end_ms)
-        for start_us, end_us in ends:
-            _bar(axes, place, start_us, end_us, color=ELSEWHERE_COLOUR, linewidth=0)
+        _bar(axes, lane, 0, spans[0].start_us, **look)
+        _bar(axes, lane, max(span.end_us for span in spans), end_us, **look)
 
 
-def _bar(axes: Axes, place: int, start_us: float, end_us: float, **look: Any) -> None:
-    corner = start_us / 1e3, place - LANE_HEIGHT / 2
-    axes.add_patch(Rectangle(corner, (end_us - start_us) / 1e3, LANE_HEIGHT, **look))
+def _bar(axes: Axes, lane: Lane, start_us: float, end_us: float, **look: Any) -> None:
+    style.draw_span(axes, list(Lane).index(lane), start_us / 1e3, end_us / 1e3, **look)
 
 
 def arms_figure(arms: Sequence[Mapping[str, Any]], title: str) -> Figure:
     """Draw the GPU's time of a step, busy and idle, of each recorded arm; a mark is the step without a profiler."""
-    figure, axes = style.one_panel(title, height_inches=1.2 + 0.33 * len(arms), grid="x")
+    figure, axes = style.one_panel(title, 1.2 + 0.33 * len(arms), grid="x")
     for place, arm in enumerate(arms):
-        step_us, idle_us = arm["medians"]["step_us"], arm["medians"]["idle_us"]
-        axes.barh(place, step_us - idle_us, 0.68, color=style.COLOURS[0])
-        axes.barh(place, idle_us, 0.68, left=step_us - idle_us, color=IDLE_COLOUR)
-        axes.plot(median(arm["unprofiled_step_us"]), place, "|", color="black", markersize=15, markeredgewidth=1.8)
-        end_us = max(step_us, median(arm["unprofiled_step_us"]))
-        style.write_after(axes, (end_us, place), f"{arm['medians']['idle_percent']:.0f} % idle", gap=6)
-    names = [f"GPU {arm['gpu_us']:,.0f}, host {arm['host_us']:,.0f} µs, {arm['arm']}" for arm in arms]
-    style.name_lines(axes, names)
+        step_us, idle_us, unprofiled_us = (
+            arm["medians"]["step_us"],
+            arm["medians"]["idle_us"],
+            median(arm["unprofiled_step_us"]),
+        )
+        busy_us = step_us - idle_us
+        axes.barh(place, busy_us, 0.68, color=style.COLOURS[0], label="GPU busy")
+        axes.barh(place, idle_us, 0.68, left=busy_us, color=IDLE_COLOUR, label="GPU idle")
+        axes.plot(unprofiled_us, place, "|k", markersize=15, markeredgewidth=1.8, label="step without the profiler")
+        end = max(step_us, unprofiled_us), place
+        style.write_after(axes, end, f"{arm['medians']['idle_percent']:.0f} % idle", gap=6)
+    style.name_lines(axes, [f"GPU {arm['gpu_us']:,.0f}, host {arm['host_us']:,.0f} µs, {arm['arm']}" for arm in arms])
     axes.set_xlim(0, 1.18 * max(arm["medians"]["step_us"] for arm in arms))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     style.name_axes(axes, "one step on the GPU, µs")
-    keys: list[Artist] = [
-        Patch(color=style.COLOURS[0], label="GPU busy"),
-        Patch(color=IDLE_COLOUR, label="GPU idle"),
-        style.mark_key("step without the profiler", "|", color="black", markersize=12),
-    ]
-    style.legend_below(figure, keys, 3)
+    style.legend_below(figure, 3)
     return figure
 
 
@@ -226,7 +209,7 @@ def step_time_figure(
         title: of the picture.
         chosen: a number of layers to mark.
     """
-    figure, axes = style.one_panel(title, height_inches=3.3)
+    figure, axes = style.one_panel(title, 3.3)
     axes.plot(num_layers, gpu_us, "--", color=style.TEXT_COLOUR, linewidth=1.3, label="GPU work alone")
     (slower, slower_us), (faster, faster_us) = step_us.items()
     axes.plot(num_layers, slower_us, color=style.COLOURS[1], linewidth=1.8, label=f"a step {slower}")
@@ -242,7 +225,7 @@ def step_time_figure(
     axes.set(xlim=(min(num_layers), max(num_layers)), ylim=(0, None))
     axes.yaxis.set_major_formatter("{x:,.0f}")
     style.name_axes(axes, "layers", "time of a step, µs")
-    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=style.FONT_POINTS)
+    style.legend_below(figure, 3)
     return figure
 
 

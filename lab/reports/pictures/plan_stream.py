@@ -7,7 +7,6 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
 
 from lab.reports.pictures import style
 from lab.reports.pictures.cells import Cell, Kind, Line, cells_figure
@@ -56,34 +55,23 @@ def two_lane_figure(
     window = window_us or (0.0, max(verify_starts) + AFTER_VERIFY_STARTS_US)
     if window[0] >= window[1]:
         raise ValueError(f"window_us={window_us} is empty: its end must be later than its start")
-    figure = style.new_figure(title, height_inches=1.1 + 1.15 * len(timelines))
-    panels = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, (name, events) in zip(panels, timelines.items(), strict=True):
+    lanes = [f"{lane} stream" for lane in LANES]
+    figure, panels = style.lane_panels(title, timelines, lanes, window[1], "µs from the iteration's first kernel on")
+    for axes, events in zip(panels, timelines.values(), strict=True):
         axes.set(xlim=window, ylim=(len(LANES) + 0.45, -0.1))
-        axes.set_yticks([lane + 0.4 for lane in range(len(LANES))], [f"{lane} stream" for lane in LANES])
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.tick_params(labelsize=style.FONT_POINTS - 0.5, left=False)
-        axes.set_title(name, fontsize=style.FONT_POINTS, loc="left", color=style.TEXT_COLOUR)
-        _draw_events(axes, events, window)
+        for each in events:
+            if _is_shown(each, window):
+                _draw_event(axes, each, LEAST_SHARE * (window[1] - window[0]))
         _draw_gap(axes, events, window)
-    style.name_axes(panels[-1], "µs from the iteration's first kernel on")
-    there = {each["phase"] for events in timelines.values() for each in events if _is_shown(each, window)}
-    keys = [Patch(color=colour, label=phase) for phase, colour in PHASES.items() if phase in there]
-    style.legend_below(figure, keys, len(keys))
+    style.legend_below(figure, len(PHASES))
     return figure
 
 
-def _draw_events(axes: Axes, events: Iterable[Event], window: tuple[float, float]) -> None:
-    for lane in range(len(LANES)):
-        axes.axhline(lane + 0.4, color="#DDDDDD", linewidth=0.8, zorder=0)
-    for each in events:
-        if not _is_shown(each, window):
-            continue
-        width = max(each["duration_us"], LEAST_SHARE * (window[1] - window[0]))
-        corner = (each["start_us"], LANES.index(each["stream"]))
-        colour = PHASES.get(each["phase"], OTHER)
-        gid = f"{each['stream']} {each['phase']}"
-        axes.add_patch(Rectangle(corner, width, 0.8, facecolor=colour, edgecolor="white", linewidth=0.2, gid=gid))
+def _draw_event(axes: Axes, event: Event, least_us: float) -> None:
+    stream, phase, start_us = event["stream"], event["phase"], event["start_us"]
+    look = {"facecolor": PHASES.get(phase, OTHER), "edgecolor": "white", "linewidth": 0.2, "label": phase}
+    end_us = start_us + max(event["duration_us"], least_us)
+    style.draw_span(axes, LANES.index(stream), start_us, end_us, gid=f"{stream} {phase}", **look)
 
 
 def _is_shown(event: Event, window: tuple[float, float]) -> bool:
@@ -98,18 +86,9 @@ def _draw_gap(axes: Axes, events: Iterable[Event], window: tuple[float, float]) 
         axes.plot([x, x], [0, y + 0.15], color="black", linewidth=0.7, linestyle=":")
     if ended < window[0] or started > window[1]:
         return
-    axes.annotate(
-        "", (started, y), (ended, y), arrowprops={"arrowstyle": "<->", "shrinkA": 0, "shrinkB": 0, "linewidth": 0.8}
-    )
-    axes.annotate(
-        f"{started - ended:,.1f} µs from draft to verify",
-        (ended, y),
-        (-5, 0),
-        textcoords="offset points",
-        ha="right",
-        va="center",
-        fontsize=style.FONT_POINTS - 0.5,
-    )
+    arrow = {"arrowstyle": "<->", "shrinkA": 0, "shrinkB": 0, "linewidth": 0.8}
+    axes.annotate("", (started, y), (ended, y), arrowprops=arrow)
+    style.write_after(axes, (ended, y), f"{started - ended:,.1f} µs from draft to verify", gap=-5, ha="right")
 
 
 # --- what the overlap saved -------------------------------------------------------------------------------------------
@@ -172,28 +151,29 @@ def _differences(before: Sequence[float], beside: Sequence[float]) -> tuple[floa
 
 def saved_figure(saved: Sequence[Saved], title: str) -> Figure:
     """Draw bars of what the overlap saves, traced and untraced, with a dot per round; left of 0 it costs."""
-    figure, axes = style.one_panel(title, height_inches=1.3 + 0.48 * len(saved), grid="x")
+    figure, axes = style.one_panel(title, 1.3 + 0.48 * len(saved), grid="x")
     axes.spines["left"].set_visible(False)
     axes.axvline(0, color=style.TEXT_COLOUR, linewidth=1)
     words = ("in the profiler's trace, medians of all iterations", "without a profiler, medians of all runs")
+    looks: list[dict[str, Any]] = [
+        {"color": colour, "alpha": 0.75, "label": each} for each, colour in zip(words, style.COLOURS, strict=False)
+    ]
     for i, each in enumerate(saved):
         pairs = ((each.traced_us, each.traced_rounds_us), (each.untraced_us, each.untraced_rounds_us))
-        for place, ((value, rounds), colour) in enumerate(zip(pairs, style.COLOURS, strict=False)):
-            y = i + 0.38 * place - 0.19
-            axes.barh(y, value, 0.34, color=colour, alpha=0.75)
-            axes.plot(rounds, [y] * len(rounds), "o", color="black", markersize=2.8)
-            look: dict[str, Any] = {
+        for y, (value, rounds), look in zip((i - 0.19, i + 0.19), pairs, looks, strict=True):
+            axes.barh(y, value, 0.34, **look)
+            axes.plot(rounds, [y] * len(rounds), "ok", markersize=2.8, label="one round")
+            at_the_edge: dict[str, Any] = {
                 "xycoords": ("axes fraction", "data"),
                 "fontsize": style.FONT_POINTS - 1,
-                "color": colour,
+                "gap": 6,
             }
-            style.write_after(axes, (1, y), f"{value:+,.1f} µs", gap=6, **look)
+            style.write_after(axes, (1, y), f"{value:+,.1f} µs", color=look["color"], **at_the_edge)
     style.name_lines(axes, [each.name for each in saved])
-    axes.tick_params(labelsize=style.FONT_POINTS - 0.5, left=False)
+    axes.tick_params(left=False)
     axes.margins(x=0.04)
     style.name_axes(axes, "µs that the overlap saves of an iteration; below 0 it costs")
-    bars = [Patch(color=colour, alpha=0.75, label=each) for each, colour in zip(words, style.COLOURS, strict=False)]
-    style.legend_below(figure, [*bars, style.mark_key("one round", "o", color="black", markersize=2.8)], 2)
+    style.legend_below(figure, 2)
     return figure
 
 

@@ -1,6 +1,6 @@
-"""Parts that the lab's pictures share: figures, axes of cells, bars, labels, legends."""
+"""Parts that the lab's pictures share: figures, panels, lanes, bars, labels, ticks, legends."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -8,7 +8,9 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import FuncFormatter, NullLocator
+from numpy.typing import NDArray
 
 DOTS_PER_INCH = 150  # half as many again as are shown
 # Told apart by people who see fewer colours: Okabe and Ito, "Color Universal Design", 2008.
@@ -17,6 +19,9 @@ TEXT_COLOUR = "#333333"
 FONT_POINTS = 8.5
 WIDTH_INCHES = 8.0  # legible where it is shown 800 pixels wide
 HATCH = "////"  # of what was timed while the GPU's clocks were held back
+
+LINE: dict[str, Any] = {"markersize": 4, "linewidth": 1.4}  # of measured times
+FLOOR: dict[str, Any] = {"linestyle": "--", "color": TEXT_COLOUR, "linewidth": 1.2}
 
 
 @dataclass(frozen=True)
@@ -36,30 +41,75 @@ class Drawing:
     draw: Callable[[Any, str], Figure]
 
 
-def new_figure(title: str, height_inches: float) -> Figure:
-    """Make a figure with a title and a layout that leaves room for labels; without pyplot, which would keep it for ever."""
-    figure = Figure(figsize=(WIDTH_INCHES, height_inches), dpi=DOTS_PER_INCH, layout="constrained")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=FONT_POINTS + 1.5, color=TEXT_COLOUR)
-    return figure
-
-
 Grid = Literal["both", "x", "y"] | None
 
 
-def one_panel(title: str, height_inches: float, grid: Grid = "both") -> tuple[Figure, Axes]:
-    """Make a figure with a title and one `plain` panel."""
-    figure = new_figure(title, height_inches)
-    axes = figure.add_subplot()
-    plain(axes, grid)
-    return figure, axes
+def panels(
+    title: str,
+    height_inches: float,
+    lines: int = 1,
+    columns: int = 1,
+    *,
+    grid: Grid = "both",
+    log: str = "",
+    width_inches: float = WIDTH_INCHES,
+) -> tuple[Figure, NDArray[Any]]:
+    """Make a figure with a title and panels that share the axes at the left and below, without a frame.
+
+    Without pyplot, which would keep the figure for ever.
+
+    Args:
+        title, height_inches, width_inches: of the figure.
+        lines, columns: of panels, which are returned so: [lines, columns] of `Axes`.
+        grid: the axes at whose ticks light lines stand beneath all else.
+        log: the axes that are logarithmic: "x", "y" or "xy".
+    """
+    figure = Figure(figsize=(width_inches, height_inches), dpi=DOTS_PER_INCH, layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=FONT_POINTS + 1.5, color=TEXT_COLOUR)
+    drawn = figure.subplots(lines, columns, sharex="col", sharey=True, squeeze=False)
+    for axes in drawn.flat:
+        if grid is not None:
+            axes.grid(axis=grid, color="#DDDDDD", linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=FONT_POINTS - 0.5)
+        logarithmic(axes, log)
+    return figure, drawn
 
 
-def plain(axes: Axes, grid: Grid = "both") -> None:
-    """Draw a light grid of lines at the ticks of both axes or one, beneath all else, and no frame where there is no axis."""
-    if grid is not None:
-        axes.grid(axis=grid, color="#DDDDDD", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+def one_panel(title: str, height_inches: float, **more: Any) -> tuple[Figure, Axes]:
+    """Make a figure with one panel; see `panels`."""
+    figure, drawn = panels(title, height_inches, **more)
+    return figure, drawn[0, 0]
+
+
+def lane_panels(
+    title: str, names: Iterable[str], lanes: Sequence[str], end: float, across: str
+) -> tuple[Figure, list[Axes]]:
+    """Make a panel per name, below each other on one axis of time; `draw_span` draws in its lanes, which begin at the top.
+
+    Args:
+        lanes: their names.
+        end: of the axis, which begins at 0 and is called `across`.
+    """
+    listed = list(names)
+    figure, drawn = panels(title, 1.1 + 1.15 * len(listed), len(listed), grid="x")
+    for axes, name in zip(drawn[:, 0], listed, strict=True):
+        name_panel(axes, name, loc="left")
+        axes.set(xlim=(0, end), ylim=(len(lanes) - 0.1, -0.1))
+        axes.set_yticks([lane + 0.4 for lane in range(len(lanes))], lanes)
+    name_axes(drawn[-1, 0], across)
+    return figure, list(drawn[:, 0])
+
+
+def draw_span(axes: Axes, lane: int, start: float, end: float, **look: Any) -> None:
+    """Draw a bar in a lane of a panel of `lane_panels`."""
+    axes.add_patch(Rectangle((start, lane), end - start, 0.8, **look))
+
+
+def name_panel(axes: Axes, words: str, **more: Any) -> None:
+    """Write words above a panel."""
+    axes.set_title(words, fontsize=FONT_POINTS + 0.5, color=TEXT_COLOUR, **more)
 
 
 def name_axes(axes: Axes, across: str = "", upwards: str = "") -> None:
@@ -68,10 +118,21 @@ def name_axes(axes: Axes, across: str = "", upwards: str = "") -> None:
     axes.set_ylabel(upwards, fontsize=FONT_POINTS)
 
 
-def name_lines(axes: Axes, names: Sequence[str], fontsize: float | None = FONT_POINTS) -> None:
-    """Name the lines of a chart, at y = 0, 1, 2 and so on, from the top; None for matplotlib's own size of letters."""
-    axes.set_yticks(range(len(names)), names, fontsize=fontsize)
+def name_lines(axes: Axes, names: Sequence[str]) -> None:
+    """Name the lines of a chart, at y = 0, 1, 2 and so on, from the top."""
+    axes.set_yticks(range(len(names)), names, fontsize=FONT_POINTS)
     axes.set_ylim(len(names) - 0.5, -0.5)
+
+
+def mark_sizes(axes: Axes, sizes: Sequence[int]) -> None:
+    """Write these numbers, and no others, below an axis of sizes."""
+    axes.set_xticks(sizes, [in_short(size) for size in sizes])
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+def in_short(number: int) -> str:
+    """Return such as "4K" for 4,096."""
+    return f"{number // 1024}K" if number >= 1024 and number % 1024 == 0 else str(number)
 
 
 def logarithmic(axes: Axes, names: str) -> None:
@@ -82,21 +143,28 @@ def logarithmic(axes: Axes, names: str) -> None:
         axis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:,.10g}"))
 
 
-def legend_below(figure: Figure, keys: Sequence[Artist], columns: int, **style: float) -> None:
-    """Add one legend below all that is drawn."""
-    look: dict[str, Any] = {"fontsize": FONT_POINTS}
-    figure.legend(handles=list(keys), loc="outside lower center", ncols=columns, frameon=False, **look | style)
+def legend_below(figure: Figure, columns: int, keys: Iterable[Artist] | None = None, *more: Artist) -> None:
+    """Add one legend below all that is drawn.
+
+    Args:
+        columns: of the legend.
+        keys: what it lists; if None, all that is drawn and has a label, each label once.
+        more: what it lists besides.
+    """
+    if keys is None:
+        labelled: dict[str, Artist] = {}
+        for axes in figure.axes:
+            for key, words in zip(*axes.get_legend_handles_labels(), strict=True):
+                labelled.setdefault(words, key)
+        keys = labelled.values()
+    figure.legend(
+        handles=[*keys, *more], loc="outside lower center", ncols=columns, frameon=False, fontsize=FONT_POINTS
+    )
 
 
 def fill(colour: str, throttled: bool) -> dict[str, Any]:
     """Return the look of a bar: hatched if it was timed while the GPU's clocks were held back."""
     return {"facecolor": "white" if throttled else colour, "edgecolor": colour, "hatch": HATCH if throttled else None}
-
-
-def line_key(words: str, colour: str, marker: str = "", **look: Any) -> Line2D:
-    """Return the legend's key of a line with markers."""
-    common: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 4, "linewidth": 1.4, "label": words}
-    return Line2D([], [], **common | look)
 
 
 def mark_key(words: str, marker: str, **look: Any) -> Line2D:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -13,9 +14,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 from lab.reports.pictures import style
 
 WIDTH_INCHES = 10.0  # 1,500 pixels, shown at 1,000
-NARROW_INCHES = 8.0  # 1,200 pixels, shown at 800
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-LEGEND_POINTS = 9
 BARS_SHARE = 0.8  # of a scenario's height; the rest keeps scenarios apart
 
 
@@ -62,8 +61,7 @@ def roofline_figure(
     points: Sequence[RooflinePoint], title: str, measured: Roofs | None = None, datasheet: Roofs | None = None
 ) -> Figure:
     """Draw rates against intensity under the roofs: a colour per implementation, a marker per mode, hollow if throttled."""
-    figure, axes = _figure(title, height_inches=6.0)
-    style.logarithmic(axes, "xy")
+    figure, axes = style.one_panel(title, 6.0, log="xy", width_inches=WIDTH_INCHES)
     colours = _assigned([point.implementation for point in points], style.COLOURS)
     markers = _assigned([point.mode for point in points], MARKERS)
     for point in points:
@@ -78,13 +76,12 @@ def roofline_figure(
     axes.set_xlim(lowest, highest)
     _few_ticks(axes)
     lines = [_draw_roofs(axes, each, words, (lowest, highest)) for each, words in roofs]
-    axes.set_xlabel("arithmetic intensity, operations per byte that must move")
-    axes.set_ylabel("rate reached, TFLOP/s")
+    style.name_axes(axes, "arithmetic intensity, operations per byte that must move", "rate reached, TFLOP/s")
     keys: list[Artist] = [Patch(color=colour, label=name) for name, colour in colours.items()]
     keys += [style.mark_key(name, marker) for name, marker in markers.items()]
     if any(point.throttled for point in points):
         keys.append(style.mark_key("throttled", "o", mfc="none"))
-    style.legend_below(figure, [*keys, *lines], 4, fontsize=LEGEND_POINTS)
+    style.legend_below(figure, 4, [*keys, *lines])
     return figure
 
 
@@ -92,8 +89,8 @@ def floor_figure(bars: Sequence[FloorBar], title: str) -> Figure:
     """Draw time over floor per scenario, implementations side by side; the axis is logarithmic, bars start at 1, the limit."""
     scenarios = list(dict.fromkeys(bar.scenario for bar in bars))
     colours = _assigned([bar.implementation for bar in bars], style.COLOURS)
-    figure, axes = _figure(title, height_inches=1.5 + len(scenarios) * (0.1 + 0.15 * len(colours)))
-    style.logarithmic(axes, "x")
+    height = 1.5 + len(scenarios) * (0.1 + 0.15 * len(colours))
+    figure, axes = style.one_panel(title, height, grid="x", log="x", width_inches=WIDTH_INCHES)
     thickness = BARS_SHARE / len(colours)
     places = {name: (place + 0.5) * thickness - BARS_SHARE / 2 for place, name in enumerate(colours)}
     for bar in bars:
@@ -102,17 +99,16 @@ def floor_figure(bars: Sequence[FloorBar], title: str) -> Figure:
         axes.barh(y, bar.time_over_floor - 1, 0.9 * thickness, left=1, **style.fill(colour, bar.throttled))
         style.write_after(axes, (max(bar.time_over_floor, 1), y), f"{bar.time_over_floor:.2f}", fontsize=7)
     axes.axvline(1, color=style.TEXT_COLOUR, linewidth=1)
-    style.name_lines(axes, scenarios, fontsize=None)
+    style.name_lines(axes, scenarios)
     times = [bar.time_over_floor for bar in bars]
     axes.set_xlim(0.95 * min(*times, 1), max(1.3 * max(times), 2))
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5)))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.grid(visible=False, axis="y")
-    axes.set_xlabel("median time over floor, which this run's measured rates give")
+    style.name_axes(axes, "median time over floor, which this run's measured rates give")
     keys: list[Artist] = [Patch(label=name, **style.fill(colour, throttled=False)) for name, colour in colours.items()]
     if any(bar.throttled for bar in bars):
         keys.append(Patch(label="throttled", **style.fill(style.TEXT_COLOUR, throttled=True)))
-    style.legend_below(figure, keys, 4, fontsize=LEGEND_POINTS)
+    style.legend_below(figure, 4, keys)
     return figure
 
 
@@ -154,40 +150,36 @@ def bound_figure(
         title, amount_label: over the axes, under them.
         timed: measurements of the same work, drawn as marks; hollow is throttled.
     """
-    figure, axes = _figure(title, height_inches=4.6)
-    figure.set_figwidth(NARROW_INCHES)
-    style.logarithmic(axes, "xy")
+    figure, axes = style.one_panel(title, 4.6, log="xy")
     amounts = [part.amount for part in parts]
     memory, matrix = [part.memory_us for part in parts], [part.matrix_us for part in parts]
     floors = [max(pair) for pair in zip(memory, matrix, strict=True)]
-    axes.plot(
-        amounts, floors, color="#BBBBBB", linewidth=7, solid_capstyle="butt", label="floor: the longer of the two"
-    )
+    wide: dict[str, Any] = {"color": "#BBBBBB", "linewidth": 7, "solid_capstyle": "butt"}
+    axes.plot(amounts, floors, label="floor: the longer of the two", **wide)
     axes.plot(amounts, memory, color=style.COLOURS[0], label="bytes over the bandwidth")
     axes.plot(amounts, matrix, "--", color=style.COLOURS[1], label="operations over the matrix rate")
     bound = next((part.amount for part in parts if part.is_matrix_bound), None)
     if bound is not None:
-        axes.axvspan(
-            bound, amounts[-1], color=style.COLOURS[1], alpha=0.08, label="the matrix units are the limit", linewidth=0
-        )
-    names = list(dict.fromkeys(each.implementation for each in timed))
-    for place, name in enumerate(names):
-        mine = [each for each in timed if each.implementation == name]
-        colour, marker = style.COLOURS[2 + place % (len(style.COLOURS) - 2)], MARKERS[place % len(MARKERS)]
-        for each in mine:
-            face = "none" if each.throttled else colour
-            axes.plot(
-                each.amount, each.median_us, marker, color=colour, mfc=face, markersize=7, alpha=0.8, clip_on=False
-            )
-        axes.plot([], [], marker, color=colour, markersize=7, label=f"measured: {name}")
+        shade: dict[str, Any] = {"color": style.COLOURS[1], "alpha": 0.08, "linewidth": 0}
+        axes.axvspan(bound, amounts[-1], label="the matrix units are the limit", **shade)
+    names = [each.implementation for each in timed]
+    colours, markers = _assigned(names, style.COLOURS[2:]), _assigned(names, MARKERS)
+    for each in sorted(timed, key=lambda each: names.index(each.implementation)):
+        name, colour = each.implementation, colours[each.implementation]
+        look: dict[str, Any] = {
+            "color": colour,
+            "mfc": "none" if each.throttled else colour,
+            "markersize": 7,
+            "alpha": 0.8,
+        }
+        axes.plot(each.amount, each.median_us, markers[name], clip_on=False, **look)
+    keys = [style.mark_key(f"measured: {name}", markers[name], color=colour) for name, colour in colours.items()]
     if any(each.throttled for each in timed):
-        axes.plot([], [], "o", color=style.TEXT_COLOUR, mfc="none", markersize=7, label="measured, throttled")
+        keys.append(style.mark_key("measured, throttled", "o", mfc="none"))
     axes.set_xlim(amounts[0], amounts[-1])
     _few_ticks(axes)
-    axes.set_xlabel(amount_label)
-    axes.set_ylabel("µs")
-    handles, _ = axes.get_legend_handles_labels()
-    style.legend_below(figure, handles, 3, fontsize=LEGEND_POINTS)
+    style.name_axes(axes, amount_label, "µs")
+    style.legend_below(figure, 3, None, *keys)
     return figure
 
 
@@ -208,9 +200,7 @@ def clocks_figure(readings: Sequence[ClockReading], base: str, title: str) -> Fi
         title: over the axes.
     """
     clocks = [name for name in dict.fromkeys(name for each in readings for name in each.readings_us) if name != base]
-    figure, axes = _figure(title, height_inches=1.6 + 0.27 * len(readings))
-    figure.set_figwidth(NARROW_INCHES)
-    style.logarithmic(axes, "x")
+    figure, axes = style.one_panel(title, 1.6 + 0.27 * len(readings), log="x")
     labels = []
     for y, each in enumerate(readings):
         base_us = each.readings_us[base]
@@ -220,25 +210,14 @@ def clocks_figure(readings: Sequence[ClockReading], base: str, title: str) -> Fi
         for name, marker, colour in zip(clocks, MARKERS, style.COLOURS, strict=False):
             reading = each.readings_us.get(name)
             if reading is not None:
-                axes.plot(reading / base_us, y, marker, color=colour, mfc="none", markersize=7)
+                axes.plot(reading / base_us, y, marker, color=colour, mfc="none", markersize=7, label=name)
     axes.axvline(1, color=style.TEXT_COLOUR, linewidth=1)
-    style.name_lines(axes, labels, fontsize=8)
+    style.name_lines(axes, labels)
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel(f"time ÷ time by {base}")
-    looks = zip(clocks, MARKERS, style.COLOURS, strict=False)
-    keys = [style.mark_key(name, marker, color=colour, mfc="none") for name, marker, colour in looks]
-    style.legend_below(figure, keys, 3, fontsize=LEGEND_POINTS)
+    style.name_axes(axes, f"time ÷ time by {base}")
+    style.legend_below(figure, 3)
     return figure
-
-
-def _figure(title: str, height_inches: float) -> tuple[Figure, Axes]:
-    """Make a figure of its own, without pyplot, which would keep it for ever."""
-    figure = Figure(figsize=(WIDTH_INCHES, height_inches), dpi=style.DOTS_PER_INCH, layout="constrained")
-    axes = figure.add_subplot()
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)  # over the labels too, where a long one finds room
-    style.plain(axes)
-    return figure, axes
 
 
 def _few_ticks(axes: Axes) -> None:
