@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lab import references
+from lab.calls import DecodeCall
 from lab.calls.problem import NVFP4_BLOCK
 from lab.checks import mutants
 from lab.checks.mutants import MUTANTS, mutant
@@ -348,3 +350,17 @@ def test_mutants_are_called_as_flashinfer_is() -> None:
         "query",
         "kv_cache",
     ]
+
+
+def test_a_keyword_with_the_name_of_a_stage_changes_its_result() -> None:
+    longer = type("Longer", (SplitKV,), {}, kv_lens=lambda lens, *_: [length + 1 for length in lens])
+    problem = SimpleNamespace(seq_lens=torch.tensor([3, 5]))
+    assert longer().kv_lens(problem) == [4, 6]
+    assert SplitKV().kv_lens(problem) == [3, 5]
+
+
+def test_a_field_instead_may_be_a_function_of_the_problem() -> None:
+    batch = random_batch([1], [5])
+    problem = DecodeCall(**decode_arguments(batch, out_dtype=None, bmm1_scale=0.25)).problem()
+    doubled = type("Doubled", (SplitKV,), {}, instead={"bmm1_scale": lambda problem: problem.bmm1_scale * 2})
+    assert doubled().misread(problem).bmm1_scale == 0.5

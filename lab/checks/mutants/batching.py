@@ -7,70 +7,49 @@ from torch import Tensor
 
 from lab.calls.problem import PagedAttention
 from lab.checks.mutants.mutant import CONTEXT, DECODE
-from lab.checks.mutants.split_kv import Forgiving, Rows, RowTile, SplitKV
+from lab.checks.mutants.split_kv import Forgiving, Partials, Rows, RowTile, SplitKV
 
 
-class SecondRequestHasFirstLength(Forgiving, mla=True):
+class SecondRequestHasFirstLength(
+    Forgiving, mla=True, kv_lens=lambda lens, *_: [*lens[:1], *lens[:1], *lens[2:]][: len(lens)]
+):
     """The second request has as many keys as the first."""
 
-    def kv_lens(self, problem: PagedAttention) -> list[int]:
-        lens = super().kv_lens(problem)
-        return [*lens[:1], *lens[:1], *lens[2:]][: len(lens)]
 
-
-class LengthsSorted(Forgiving, mla=True, source="TRT-LLM #18564"):
+class LengthsSorted(Forgiving, mla=True, source="TRT-LLM #18564", kv_lens=lambda lens, *_: sorted(lens)):
     """Requests are sorted by length, and their page tables are not."""
 
-    def kv_lens(self, problem: PagedAttention) -> list[int]:
-        return sorted(super().kv_lens(problem))
 
-
-class RequestsRotated(Forgiving, mla=True, source="TRT-LLM #18564"):
+class RequestsRotated(Forgiving, mla=True, source="TRT-LLM #18564", table_row=lambda request, *_: request - 1):
     """Each request reads the page table of the one before it."""
 
-    def pages(self, problem: PagedAttention, table: Tensor, tile: RowTile, positions: Tensor) -> Tensor:
-        return super().pages(problem, table, replace(tile, request=tile.request - 1), positions)
 
-
-class TableOfFirstRequest(Forgiving, mla=True, source="SGLang #26019"):
+class TableOfFirstRequest(Forgiving, mla=True, source="SGLang #26019", table_row=lambda *_: 0):
     """All requests read the first one's page table."""
 
-    def pages(self, problem: PagedAttention, table: Tensor, tile: RowTile, positions: Tensor) -> Tensor:
-        return super().pages(problem, table, replace(tile, request=0), positions)
 
-
-class RequestIndexMod8(Forgiving, mla=True):
+class RequestIndexMod8(Forgiving, mla=True, table_row=lambda request, *_: request % 8):
     """Requests from the ninth read the page tables of the first eight."""
-
-    requests_at_once = 8
-
-    def pages(self, problem: PagedAttention, table: Tensor, tile: RowTile, positions: Tensor) -> Tensor:
-        return super().pages(problem, table, replace(tile, request=tile.request % self.requests_at_once), positions)
 
 
 class EqualLengthsShareKeys(SplitKV, mla=True):
     """Neighbouring requests of the same length have the same keys."""
 
-    def pages(self, problem: PagedAttention, table: Tensor, tile: RowTile, positions: Tensor) -> Tensor:
+    def table_row(self, problem: PagedAttention, tile: RowTile) -> int:
         before = max(tile.request - 1, 0)
-        same = int(problem.seq_lens[before]) == tile.kv_len
-        return super().pages(problem, table, replace(tile, request=before if same else tile.request), positions)
+        return before if int(problem.seq_lens[before]) == tile.kv_len else tile.request
 
 
-class RowsReversed(SplitKV, mla=True):
+class RowsReversed(SplitKV, mla=True, merged=lambda rows, *_: Rows(*(side.flip(0) for side in rows))):
     """The rows of a request are written in reverse order."""
-
-    def write(self, problem: PagedAttention, tile: RowTile, rows: Rows, out: Tensor, lse: Tensor | None) -> None:
-        super().write(problem, tile, Rows(*(side.flip(0) for side in rows)), out, lse)
 
 
 class OddRowCountsMisplaced(SplitKV, mla=True, source="FlashInfer #3929"):
     """Rows of a request are written one place off where their number is no power of two."""
 
-    def write(self, problem: PagedAttention, tile: RowTile, rows: Rows, out: Tensor, lse: Tensor | None) -> None:
-        if tile.q_len & (tile.q_len - 1):
-            rows = Rows(*(side.roll(1, dims=0) for side in rows))
-        super().write(problem, tile, rows, out, lse)
+    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> Rows:
+        rows = super().merged(problem, tile, partials)
+        return Rows(*(side.roll(1, dims=0) for side in rows)) if tile.q_len & (tile.q_len - 1) else rows
 
 
 class LastRowOfEightLost(SplitKV, mla=True):
@@ -152,11 +131,10 @@ class CumKvIsLength(Forgiving, interface=(CONTEXT,)):
         return [min(end, widest) for end in problem.cu_seqlens_kv[1:].tolist()]
 
 
-class PrefixLost(SplitKV, interface=(CONTEXT,)):
+class PrefixLost(
+    SplitKV, interface=(CONTEXT,), visible=lambda visible, _, tile, keys: visible & (keys >= tile.kv_len - tile.q_len)
+):
     """A context call reads the new tokens' keys alone, not those of the prefix before them."""
-
-    def visible(self, problem: PagedAttention, tile: RowTile, keys: Tensor) -> Tensor:
-        return super().visible(problem, tile, keys) & (keys >= tile.kv_len - tile.q_len)
 
 
 class PrefixFreeBatchUncausal(SplitKV, interface=(CONTEXT,)):
@@ -172,11 +150,11 @@ class PrefixFreeBatchUncausal(SplitKV, interface=(CONTEXT,)):
         return super().visible(problem if tile.kv_len > tile.q_len else replace(problem, causal=False), tile, keys)
 
 
-class RequestsBeyond32Wrap(RequestIndexMod8, requests_at_once=32):
+class RequestsBeyond32Wrap(Forgiving, mla=True, table_row=lambda request, *_: request % 32):
     """A batch's tables are looked up 32 at a time, each time the first 32."""
 
 
-class RequestsBeyond128Wrap(RequestIndexMod8, mla=False, requests_at_once=128):
+class RequestsBeyond128Wrap(Forgiving, table_row=lambda request, *_: request % 128):
     """A batch's tables are looked up 128 at a time, each time the first 128."""
 
 

@@ -109,11 +109,8 @@ class LastStepMissing(DraftListsModel):
             super().write(kv_indices, step, slots)
 
 
-class OwnTokenMissing(DraftListsModel):
+class OwnTokenMissing(DraftListsModel, drafted=lambda _, step: step):
     """A step reads the tokens drafted before it, and not its own."""
-
-    def drafted(self, step: int) -> int:
-        return step
 
 
 class BranchMajorOrder(DraftListsModel):
@@ -179,19 +176,12 @@ class CutIgnored(DraftListsModel):
         kv_indices[(step + 1) % kv_indices.shape[0], : len(spilled)] = spilled.to(kv_indices.dtype)
 
 
-class SlotsWrapInt32(DraftListsModel):
+class SlotsWrapInt32(DraftListsModel, slots=lambda slots, *_: (slots.to(torch.int64) + 2**31) % 2**32 - 2**31):
     """Slots are copied in 32 bits."""
 
-    def slots(self, row: Tensor, columns: list[int]) -> Tensor:
-        slots = super().slots(row, columns).to(torch.int64)
-        return (slots + 2**31) % 2**32 - 2**31
 
-
-class LengthsOfNextRequest(DraftListsModel):
+class LengthsOfNextRequest(DraftListsModel, lens=lambda _, paged_kernel_lens, *__: paged_kernel_lens.roll(1).tolist()):
     """A request has its neighbour's prefix length."""
-
-    def lens(self, paged_kernel_lens: Tensor, req_pool_indices: Tensor) -> list[int]:
-        return paged_kernel_lens.roll(1).tolist()
 
 
 class LengthsByPoolIndex(DraftListsModel):

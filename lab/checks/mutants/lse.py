@@ -10,11 +10,8 @@ from lab.checks.mutants.mutant import DECODE
 from lab.checks.mutants.split_kv import Partials, Rows, RowTile, SplitKV
 
 
-class LseBaseE(SplitKV, mla=True, source="FlashInfer #2113"):
+class LseBaseE(SplitKV, mla=True, source="FlashInfer #2113", lse_log2=lambda lse_log2, *_: lse_log2 * math.log(2.0)):
     """The LSE is a natural logarithm."""
-
-    def lse_log2(self, origin: Tensor, total: Tensor) -> Tensor:
-        return super().lse_log2(origin, total) * math.log(2.0)
 
 
 class LseGarbageEmpty(SplitKV, mla=True, source="FlashInfer #3047"):
@@ -40,11 +37,10 @@ class LseTransposed(SplitKV, mla=True, source="vLLM #28840"):
             lse.copy_(lse.T.flatten().clone().view(lse.shape))
 
 
-class LseOfLargest(SplitKV, mla=True):
+class LseOfLargest(
+    SplitKV, mla=True, lse_log2=lambda _, origin, total: torch.where(total == 0, -torch.inf, origin / math.log(2.0))
+):
     """The LSE is the largest logit."""
-
-    def lse_log2(self, origin: Tensor, total: Tensor) -> Tensor:
-        return torch.where(total == 0, -torch.inf, origin / math.log(2.0))
 
 
 class LseOfLastSplit(SplitKV, mla=True):

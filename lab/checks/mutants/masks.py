@@ -27,11 +27,8 @@ class WindowOffByOneWide(SplitKV):
         return problem if problem.window_left < 0 else replace(problem, window_left=problem.window_left + 1)
 
 
-class WindowOffByOneNarrow(SplitKV):
+class WindowOffByOneNarrow(SplitKV, in_window=lambda _, problem, tile, rows, keys: keys > rows - problem.window_left):
     """The first key of a window is lost."""
-
-    def in_window(self, problem: PagedAttention, tile: RowTile, rows: Tensor, keys: Tensor) -> Tensor:
-        return keys > rows - problem.window_left
 
 
 class WindowOfFirstRow(SplitKV, source="FlashInfer #4198"):
@@ -41,11 +38,10 @@ class WindowOfFirstRow(SplitKV, source="FlashInfer #4198"):
         return super().in_window(problem, tile, rows[:1], keys)
 
 
-class WindowOfLastRow(SplitKV):
+class WindowOfLastRow(
+    SplitKV, in_window=lambda _, problem, tile, rows, keys: keys >= tile.kv_len - 1 - problem.window_left
+):
     """A window is counted from the request's end, for every row."""
-
-    def in_window(self, problem: PagedAttention, tile: RowTile, rows: Tensor, keys: Tensor) -> Tensor:
-        return keys >= tile.kv_len - 1 - problem.window_left
 
 
 class WindowFromPageStart(SplitKV, source="FlashInfer #3089"):
@@ -70,11 +66,8 @@ class WindowSkipsPageBoundary(SplitKV):
         return keys >= torch.where((first > 0) & (first % problem.page_size == 0), first + 1, first)
 
 
-class WindowSkipsSplitBoundary(WindowFromPageStart, source=""):
+class WindowSkipsSplitBoundary(WindowFromPageStart, source="", unit=lambda *_: 64):
     """A window that begins within a split of 64 keys begins with the split's first."""
-
-    def unit(self, problem: PagedAttention) -> int:
-        return 64
 
 
 class FullMaskToCausal(SplitKV, interface=(DECODE,), source="FlashInfer #4198", instead={"mask": None}):
@@ -85,11 +78,10 @@ class CausalToFullMask(SplitKV, source="FlashInfer #4198", instead={"mask": None
     """Without a mask, or with one, every row sees all draft tokens."""
 
 
-class MaskTransposed(SplitKV, interface=(DECODE,)):
+class MaskTransposed(
+    SplitKV, interface=(DECODE,), mask_bits=lambda bits, _, tile: bits.T if tile.num_rows == tile.q_len else bits
+):
     """Row i's bit for draft token j is read as row j's bit for i."""
-
-    def mask_bits(self, problem: PagedAttention, tile: RowTile) -> Tensor:
-        return super().mask_bits(problem, tile).T if tile.num_rows == tile.q_len else super().mask_bits(problem, tile)
 
 
 class MaskOfFirstRequest(SplitKV, interface=(DECODE,)):
@@ -122,11 +114,8 @@ class NonCausalIgnored(SplitKV, interface=(CONTEXT,), source="SGLang #36716", in
     """causal=False is ignored."""
 
 
-class CausalAtTopLeft(SplitKV, mla=True):
+class CausalAtTopLeft(SplitKV, mla=True, position=lambda position, _, q_len, row: row if q_len > 1 else position):
     """Row i of several sits at position i, whatever its request has of keys before its rows."""
-
-    def position(self, kv_len: int, q_len: int, row: int) -> int:
-        return row if q_len > 1 else super().position(kv_len, q_len, row)
 
 
 class CausalExcludesItself(SplitKV, mla=True):
@@ -146,11 +135,10 @@ class BoundaryUnmasked(SplitKV, interface=(CONTEXT,), source="FlashInfer #3716")
         return super().in_splits(problem, tile, tensor, fill if problem.causal else 0.0, dim)
 
 
-class ShortRequestFromItsStart(SplitKV, mla=True, source="SGLang #26521"):
+class ShortRequestFromItsStart(
+    SplitKV, mla=True, source="SGLang #26521", position=lambda _, kv_len, q_len, row: max(kv_len - q_len, 0) + row
+):
     """A request with fewer keys than rows has its first row at its first key."""
-
-    def position(self, kv_len: int, q_len: int, row: int) -> int:
-        return max(kv_len - q_len, 0) + row
 
 
 class MaskedRowUniform(SplitKV, mla=True, source="TRT-LLM #17477"):
@@ -160,11 +148,8 @@ class MaskedRowUniform(SplitKV, mla=True, source="TRT-LLM #17477"):
         return super().masked(scores, visible).masked_fill(~visible.any(dim=1, keepdim=True), 0.0)
 
 
-class FiniteSentinel(SplitKV, mla=True, source="FlashInfer #4401"):
+class FiniteSentinel(SplitKV, mla=True, source="FlashInfer #4401", largest=lambda largest, *_: largest.clamp(min=-1e5)):
     """The search for the largest logit starts at -1e5, so that logits far below weigh nothing."""
-
-    def largest(self, scores: Tensor) -> Tensor:
-        return super().largest(scores).clamp(min=-1e5)
 
 
 class SentinelMeetsSink(SplitKV, source="TRT-LLM #19220"):
@@ -178,11 +163,8 @@ class SentinelMeetsSink(SplitKV, source="TRT-LLM #19220"):
         return partials._replace(sums=partials.sums.masked_fill(unseen, torch.nan))
 
 
-class MaskLowersLogits(SplitKV, mla=True):
+class MaskLowersLogits(SplitKV, mla=True, masked=lambda _, scores, visible: torch.where(visible, scores, scores - 1e4)):
     """Masked logits are lowered by 10,000 instead of removed."""
-
-    def masked(self, scores: Tensor, visible: Tensor) -> Tensor:
-        return torch.where(visible, scores, scores - 1e4)
 
 
 class VerifyRowsAtLastPosition(SplitKV, mla=True, interface=(DECODE,), source="FlashInfer #3871"):

@@ -9,26 +9,16 @@ from lab.calls.problem import PagedAttention
 from lab.checks.mutants.split_kv import COUNTER_BYTES, Partials, Rows, RowTile, SplitKV, Workspace
 
 
-class Zeros(SplitKV, mla=True):
+class Zeros(SplitKV, mla=True, merged=lambda rows, *_: rows._replace(values=rows.values * 0.0)):
     """The output is zero."""
 
-    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> Rows:
-        rows = super().merged(problem, tile, partials)
-        return rows._replace(values=rows.values * 0.0)
 
-
-class NanInOneHead(SplitKV, mla=True):
+class NanInOneHead(SplitKV, mla=True, finish=lambda _, problem, out, lse: out[-1:, -1, -1].fill_(torch.nan)):
     """One element of the last head of the last row is NaN."""
 
-    def finish(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
-        out[-1:, -1, -1] = torch.nan
 
-
-class OneElementZero(SplitKV):
+class OneElementZero(SplitKV, finish=lambda _, problem, out, lse: out[:1, 0, 0].fill_(0.0)):
     """One element of one vector is zero."""
-
-    def finish(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
-        out[:1, 0, 0] = 0.0
 
 
 class LengthZeroNan(SplitKV, mla=True, source="FlashInfer #2883"):
@@ -125,11 +115,8 @@ class SeqLensWritten(SplitKV, mla=True):
         problem.seq_lens.copy_((problem.seq_lens.to(torch.int64) + 1).to(problem.seq_lens.dtype))
 
 
-class TableTailWritten(SplitKV, mla=True):
+class TableTailWritten(SplitKV, mla=True, finish=lambda _, problem, *__: problem.k_block_tables[:, -1:].zero_()):
     """The last column of the page table is overwritten by 0."""
-
-    def finish(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
-        problem.k_block_tables[:, -1:] = 0
 
 
 class PageTailCleared(SplitKV, mla=True):

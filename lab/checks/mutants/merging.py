@@ -1,7 +1,5 @@
 """Mutants that merge splits, sums and sinks wrongly."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -77,25 +75,22 @@ class SinkIgnored(SplitKV, mla=True, source="SGLang #36716", instead={"sinks": N
     """Sinks are ignored."""
 
 
-class SinkIgnoredInVerify(SplitKV, interface=(DECODE,)):
+class SinkIgnoredInVerify(
+    SplitKV, interface=(DECODE,), instead={"sinks": lambda problem: problem.sinks if problem.max_q_len == 1 else None}
+):
     """Sinks are ignored where a decode call has several rows per request."""
 
-    def changed(self, problem: PagedAttention) -> PagedAttention:
-        return problem if problem.max_q_len == 1 else replace(problem, sinks=None)
 
-
-class SinkPerSplit(SplitKV, mla=True, source="TRT-LLM #18141"):
+class SinkPerSplit(
+    SplitKV, mla=True, source="TRT-LLM #18141", sink_weight=lambda weight, _, tile, *__: weight * tile.num_splits
+):
     """A sink is added once per split."""
 
-    def sink_weight(self, problem: PagedAttention, tile: RowTile, sinks: Tensor, origin: Tensor) -> Tensor:
-        return super().sink_weight(problem, tile, sinks, origin) * tile.num_splits
 
-
-class SinkOfNextHead(SplitKV, mla=True):
+class SinkOfNextHead(
+    SplitKV, mla=True, sinks=lambda _, problem: None if problem.sinks is None else problem.sinks.roll(1)
+):
     """A head has its neighbour's sink."""
-
-    def sinks(self, problem: PagedAttention) -> Tensor | None:
-        return None if problem.sinks is None else problem.sinks.roll(1)
 
 
 class SinkOfKvHead(SplitKV):
@@ -108,11 +103,10 @@ class SinkOfKvHead(SplitKV):
         return problem.sinks[heads % (problem.num_qo_heads // problem.num_kv_heads)]
 
 
-class SinkScaled(SplitKV, mla=True):
+class SinkScaled(
+    SplitKV, mla=True, sinks=lambda _, problem: None if problem.sinks is None else problem.sinks * problem.bmm1_scale
+):
     """A sink is multiplied by bmm1_scale, as if it were a product of query and key."""
-
-    def sinks(self, problem: PagedAttention) -> Tensor | None:
-        return None if problem.sinks is None else problem.sinks * problem.bmm1_scale
 
 
 class SinkInBase2(SplitKV, mla=True):
@@ -141,20 +135,14 @@ class LowPrecisionAccumulation(SplitKV, source="FlashInfer #3234"):
         return total, sums
 
 
-class LightKeysLost(SplitKV, mla=True):
+class LightKeysLost(SplitKV, mla=True, weights=lambda weights, *_: weights * (weights >= 0.01)):
     """A key that weighs less than a hundredth of its split's heaviest is dropped."""
 
-    def weights(self, scores: Tensor, largest: Tensor) -> Tensor:
-        weights = super().weights(scores, largest)
-        return weights * (weights >= 0.01)
 
-
-class LightSplitsLost(SplitKV, mla=True, source="FlashInfer #3299"):
+class LightSplitsLost(
+    SplitKV, mla=True, source="FlashInfer #3299", shares=lambda shares, *_: shares * (shares > 0.0067)
+):
     """A split whose largest logit is 5 below the row's is dropped."""
-
-    def shares(self, partials: Partials, origin: Tensor) -> Tensor:
-        shares = super().shares(partials, origin)
-        return shares * (shares > 0.0067)
 
 
 class OverflowsWithoutOrigin(SplitKV, mla=True):
@@ -164,11 +152,8 @@ class OverflowsWithoutOrigin(SplitKV, mla=True):
         return torch.exp(scores) / torch.exp(torch.where(largest.isfinite(), largest, 0.0)).unsqueeze(-1)
 
 
-class WeightsInHalf(SplitKV):
+class WeightsInHalf(SplitKV, weights=lambda weights, *_: weights.to(torch.float16).to(torch.float32)):
     """Weights are rounded to float16, which has none below 2**-24 of the largest."""
-
-    def weights(self, scores: Tensor, largest: Tensor) -> Tensor:
-        return super().weights(scores, largest).to(torch.float16).to(torch.float32)
 
 
 class NondeterministicMerge(SplitKV, mla=True, source="FlashInfer #4161"):
@@ -206,12 +191,10 @@ class SinkIgnoredOfRaggedRows(SplitKV, interface=(DECODE,), instead={"sinks": No
     """Sinks are ignored where cum_seq_lens_q is given."""
 
 
-class FirstSinkSwitchesAll(SplitKV):
+class FirstSinkSwitchesAll(
+    SplitKV, sinks=lambda sinks, *_: None if sinks is not None and float(sinks[0]) == -torch.inf else sinks
+):
     """A first head without a sink, minus infinity, is taken for a layer without sinks."""
-
-    def sinks(self, problem: PagedAttention) -> Tensor | None:
-        sinks = super().sinks(problem)
-        return None if sinks is not None and float(sinks[0]) == -torch.inf else sinks
 
 
 class NoSinkNoKeysNan(SplitKV):

@@ -21,14 +21,13 @@ class Builder(Defective, is_model=True, interface=(MHA_METADATA,)):
         return self.changed(build_mha_metadata(batch, pool), batch, pool)
 
     def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-        return metadata
+        return self.misread(metadata, batch, pool)
 
 
-class TableNotPopulated(Builder, source="SGLang #26019"):
+class TableNotPopulated(
+    Builder, source="SGLang #26019", instead={"page_table": lambda metadata, *_: torch.zeros_like(metadata.page_table)}
+):
     """The page table is a new one that nobody filled."""
-
-    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-        return replace(metadata, page_table=torch.zeros_like(metadata.page_table))
 
 
 class TokensAsPages(Builder, source="SGLang #38187"):
@@ -63,11 +62,10 @@ class LastPageMissing(Builder):
         return replace(metadata, page_table=metadata.page_table.masked_fill(columns >= full[:, None], 0))
 
 
-class TableInPoolOrder(Builder):
+class TableInPoolOrder(
+    Builder, instead={"page_table": lambda metadata, batch, *_: metadata.page_table[batch.req_pool_indices.argsort()]}
+):
     """The page table's rows are sorted by the pool's rows, and the lengths are not."""
-
-    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-        return replace(metadata, page_table=metadata.page_table[batch.req_pool_indices.argsort()])
 
 
 class BufferRegrown(Builder, source="SGLang #39175"):
@@ -163,11 +161,8 @@ class WindowSlotsUntranslated(Builder):
         return replace(metadata, swa_out_cache_loc=torch.nn.functional.pad(batch.out_cache_loc, (0, padding)))
 
 
-class WindowTableMissing(Builder):
+class WindowTableMissing(Builder, instead={"swa_page_table": None}):
     """There is no page table for the sliding window."""
-
-    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-        return replace(metadata, swa_page_table=None)
 
 
 class TableTooNarrow(Builder, source="SGLang #24566"):
@@ -194,8 +189,7 @@ class ColumnsBeyond256Zero(Builder):
         return replace(metadata, page_table=metadata.page_table.masked_fill(columns >= 256, 0))
 
 
-class LengthsCapped(Builder):
+class LengthsCapped(
+    Builder, instead={"cache_seqlens_int32": lambda metadata, *_: metadata.cache_seqlens_int32.clamp(max=4096)}
+):
     """Lengths end at 4,096."""
-
-    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-        return replace(metadata, cache_seqlens_int32=metadata.cache_seqlens_int32.clamp(max=4096))

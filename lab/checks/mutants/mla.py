@@ -37,18 +37,16 @@ class Bmm1OfUnabsorbedHead(SplitKV):
         return replace(call.problem(), bmm1_scale=(call.qk_nope_head_dim + call.qk_rope_head_dim) ** -0.5)
 
 
-class Bmm2OnLogitsToo(SplitKV):
+class Bmm2OnLogitsToo(
+    SplitKV, scores=lambda scores, problem, query, *_: scores * as_float32(problem.bmm2_scale, query.device)
+):
     """bmm2_scale, for a scale of the cache as such, multiplies the logits too."""
 
-    def scores(self, problem: PagedAttention, query: Tensor, keys: Tensor) -> Tensor:
-        return super().scores(problem, query, keys) * as_float32(problem.bmm2_scale, query.device)
 
-
-class VFromLastColumns(SplitKV):
+class VFromLastColumns(
+    SplitKV, instead={"v_cache": lambda problem: problem.k_cache[..., problem.head_dim - problem.v_head_dim :]}
+):
     """A value is the last kv_lora_rank elements of its entry, qk_rope_head_dim too far."""
-
-    def changed(self, problem: PagedAttention) -> PagedAttention:
-        return replace(problem, v_cache=problem.k_cache[..., problem.head_dim - problem.v_head_dim :])
 
 
 class VAfterRope(SplitKV):

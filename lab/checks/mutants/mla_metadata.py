@@ -26,7 +26,7 @@ class MLABuilder(Defective, is_model=True, interface=(MLA_METADATA,)):
         return attention
 
     def changed(self, metadata: TRTLLMMLADecodeMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
-        return metadata
+        return self.misread(metadata, batch, pool)
 
 
 def with_table(metadata: TRTLLMMLADecodeMetadata, table: Tensor) -> TRTLLMMLADecodeMetadata:
@@ -122,11 +122,10 @@ class MLALastPageDead(MLABuilder):
         return with_table(metadata, metadata.block_kv_indices.masked_fill(columns >= full[:, None], DEAD_PAGE))
 
 
-class MLARowsInPoolOrder(MLABuilder):
+class MLARowsInPoolOrder(
+    MLABuilder, instead={"block_kv_indices": lambda metadata, *_: metadata.block_kv_indices.flip(0)}
+):
     """The block table's rows are sorted by the pool's rows, and the lengths are not."""
-
-    def changed(self, metadata: TRTLLMMLADecodeMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
-        return with_table(metadata, metadata.block_kv_indices.flip(0))
 
 
 class MLATableReused(MLABuilder):
@@ -159,8 +158,7 @@ class MLABoundariesOfEqualRows(MLABuilder):
         return replace(metadata, cu_seqlens_q=steps * metadata.max_seq_len_q)
 
 
-class MLABoundTooSmall(MLABuilder):
+class MLABoundTooSmall(
+    MLABuilder, instead={"max_seq_len_k": lambda _, batch, pool: max(1, int(batch.seq_lens.max()) - pool.page_size)}
+):
     """max_seq_len_k is that of the batch's lengths, in verification too, and one page less."""
-
-    def changed(self, metadata: TRTLLMMLADecodeMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
-        return replace(metadata, max_seq_len_k=max(1, int(batch.seq_lens.max()) - pool.page_size))

@@ -4,10 +4,12 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType, ModuleType, SimpleNamespace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from lab.calls.problem import AttentionProblem
 from lab.workloads.interfaces import Interface
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 DECODE = Interface.DECODE.value
 CONTEXT = Interface.CONTEXT.value
@@ -17,20 +19,22 @@ DRAFT_INDICES = Interface.DRAFT_KV_INDICES.value
 MHA_METADATA = Interface.MHA_METADATA.value
 MLA_METADATA = Interface.MLA_METADATA.value
 
-Problem = TypeVar("Problem", bound=AttentionProblem)
+Problem = TypeVar("Problem", bound="DataclassInstance")  # an attention problem, or the metadata of a pass
 
 
 class Defective:
     """An implementation that is right but for the defect in its class's docstring.
 
-    Keywords of a class statement set these attributes: `class Zeros(SplitKV, mla=True):`.
+    Keywords of a class statement set these attributes: `class Zeros(SplitKV, mla=True):`. A keyword with the name of a method,
+    a stage, changes its result: the function that it gives gets the right one, and then the stage's own arguments.
 
     Attributes:
         source: the upstream thread that had the defect; "" for one of ours.
         interface: names of the functions that its instances have.
         mla: the MLA decode call with this defect is a mutant too.
         is_model: the class is right, and mutants are made of it; not inherited.
-        instead: values of fields of the problem that take the place of the caller's.
+        instead: values of fields of the problem that take the place of the caller's, or functions of the problem that
+            return them.
         only_with: the field of the problem without which `instead` changes nothing; "" for no condition.
     """
 
@@ -42,19 +46,29 @@ class Defective:
     only_with: str = ""
 
     def __init_subclass__(cls, *, is_model: bool = False, **attributes: Any) -> None:
-        """Set the attributes; raises TypeError for one that the class does not have."""
+        """Set the attributes and change the stages; raises TypeError for one that the class does not have."""
         super().__init_subclass__()
         cls.is_model = is_model
         for name, value in attributes.items():
             if not hasattr(cls, name):
                 raise TypeError(f"{cls.__name__} has no attribute {name!r}")
-            setattr(cls, name, value)
+            setattr(cls, name, changed_stage(getattr(cls, name), value) if callable(value) else value)
 
-    def misread(self, problem: Problem) -> Problem:
-        """Return a problem with the values of `instead`."""
+    def misread(self, problem: Problem, *others: Any) -> Problem:
+        """Return a problem with the values of `instead`, whose functions get the others too."""
         if self.only_with and getattr(problem, self.only_with) is None:
             return problem
-        return replace(problem, **self.instead)
+        values = {name: value(problem, *others) if callable(value) else value for name, value in self.instead.items()}
+        return replace(problem, **values)
+
+
+def changed_stage(stage: Callable[..., Any], change: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method whose result is `change` of a stage's, followed by the stage's own arguments."""
+
+    def method(self: Defective, *arguments: Any, **named: Any) -> Any:
+        return change(stage(self, *arguments, **named), *arguments, **named)
+
+    return method
 
 
 @dataclass(frozen=True)

@@ -52,18 +52,14 @@ class LastPageLost(SplitKV, mla=True):
         return min(start, end), end
 
 
-class LastKeyLost(SplitKV, mla=True):
+class LastKeyLost(
+    SplitKV, mla=True, kv_lens=lambda lens, *_: [length - 1 if length > 1 else length for length in lens]
+):
     """A request of several keys has one fewer than seq_lens says."""
 
-    def kv_lens(self, problem: PagedAttention) -> list[int]:
-        return [length - 1 if length > 1 else length for length in super().kv_lens(problem)]
 
-
-class SeqLenOffByOne(Forgiving, mla=True):
+class SeqLenOffByOne(Forgiving, mla=True, kv_lens=lambda lens, *_: [length + 1 for length in lens]):
     """A request has one key more than seq_lens says."""
-
-    def kv_lens(self, problem: PagedAttention) -> list[int]:
-        return [length + 1 for length in super().kv_lens(problem)]
 
 
 class LengthRoundedUpToPage(Forgiving, mla=True):
@@ -165,11 +161,8 @@ class WrapUint32Bytes(WrapInt32, in_bytes=True, wraps_at=2**32):
     """The first byte of a page is counted in 32 bits: pages beyond 4 GiB are read elsewhere."""
 
 
-class PageIdInt16(SplitKV, mla=True):
+class PageIdInt16(SplitKV, mla=True, pages=lambda pages, *_: pages % 2**15):
     """Page ids are kept in 15 bits."""
-
-    def pages(self, problem: PagedAttention, table: Tensor, tile: RowTile, positions: Tensor) -> Tensor:
-        return super().pages(problem, table, tile, positions) % 2**15
 
 
 class TailMultiply(SplitKV, mla=True, source="TRT-LLM #18354"):
@@ -208,19 +201,14 @@ class TableTailRead(ReadsDeadPages, mla=True, source="vLLM #37442"):
         return start, problem.k_block_tables.shape[1] * problem.page_size
 
 
-class PagesBeforeWindowRead(ReadsDeadPages, source="FlashInfer #3089"):
+class PagesBeforeWindowRead(ReadsDeadPages, source="FlashInfer #3089", key_range=lambda keys, *_: (0, keys[1])):
     """Keys that lie before every row's window are read, and multiplied by weights of zero."""
 
-    def key_range(self, problem: PagedAttention, first_position: int, num_rows: int, kv_len: int) -> tuple[int, int]:
-        return 0, super().key_range(problem, first_position, num_rows, kv_len)[1]
 
-
-class FirstSplitOfLongLost(SplitKV):
+class FirstSplitOfLongLost(
+    SplitKV, visible=lambda visible, _, tile, keys: visible & (keys >= 64) if tile.kv_len > 1024 else visible
+):
     """The first 64 keys of a request with more than 1,024 are lost."""
-
-    def visible(self, problem: PagedAttention, tile: RowTile, keys: Tensor) -> Tensor:
-        visible = super().visible(problem, tile, keys)
-        return visible & (keys >= 64) if tile.kv_len > 1024 else visible
 
 
 class LargeHeadDimCut(SplitKV, source="FlashInfer #2137"):

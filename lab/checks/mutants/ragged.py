@@ -63,18 +63,12 @@ class RaggedRopeLeftOut(Ragged):
         return replace(problem, query=problem.query[..., :dim], key=problem.key[..., :dim])
 
 
-class RaggedValueFromKey(Ragged):
+class RaggedValueFromKey(Ragged, instead={"value": lambda problem: problem.key[..., : problem.v_head_dim]}):
     """Values are the keys' first elements, as after absorption."""
 
-    def changed(self, problem: RaggedAttention) -> RaggedAttention:
-        return replace(problem, value=problem.key[..., : problem.v_head_dim])
 
-
-class RaggedScaleOfValues(Ragged):
+class RaggedScaleOfValues(Ragged, instead={"bmm1_scale": lambda problem: problem.v_head_dim**-0.5}):
     """bmm1_scale is taken as 1 / sqrt(v_head_dim)."""
-
-    def changed(self, problem: RaggedAttention) -> RaggedAttention:
-        return replace(problem, bmm1_scale=problem.v_head_dim**-0.5)
 
 
 class RaggedBmm2Ignored(Ragged, instead={"bmm2_scale": 1.0}):
@@ -97,11 +91,8 @@ class RaggedContextWindowIgnored(Ragged, instead={"window_left": -1}):
     """window_left is ignored."""
 
 
-class RaggedHeadsShareKeys(Ragged):
+class RaggedHeadsShareKeys(Ragged, instead={"key": lambda problem: problem.key[:, :1].expand_as(problem.key)}):
     """All heads read the first one's keys."""
-
-    def changed(self, problem: RaggedAttention) -> RaggedAttention:
-        return replace(problem, key=problem.key[:, :1].expand_as(problem.key))
 
 
 class RaggedLastKeyOfTileLost(Ragged):

@@ -9,7 +9,7 @@ from torch import Tensor
 from lab.calls import DecodeCall
 from lab.calls.problem import PagedAttention
 from lab.checks.mutants.mutant import DECODE
-from lab.checks.mutants.split_kv import Call, RowTile, SplitKV, as_float32
+from lab.checks.mutants.split_kv import Call, SplitKV, as_float32
 
 
 class Bmm2Hardcoded_1(SplitKV, mla=True, source="SGLang #28144", instead={"bmm2_scale": 1.0}):  # noqa: N801
@@ -20,11 +20,8 @@ class Bmm1Ignored(SplitKV, mla=True, source="TRT-LLM #3675", instead={"bmm1_scal
     """bmm1_scale is taken as 1."""
 
 
-class Bmm1FromHeadDim(SplitKV, mla=True):
+class Bmm1FromHeadDim(SplitKV, mla=True, instead={"bmm1_scale": lambda problem: problem.head_dim**-0.5}):
     """bmm1_scale is taken as 1 / sqrt(head_dim)."""
-
-    def changed(self, problem: PagedAttention) -> PagedAttention:
-        return replace(problem, bmm1_scale=problem.head_dim**-0.5)
 
 
 class KscaleOnBf16(SplitKV, mla=True, source="SGLang #18396"):
@@ -45,25 +42,16 @@ class ScalesIgnoredForE4m3(SplitKV, mla=True):
         return replace(problem, bmm1_scale=problem.head_dim**-0.5, bmm2_scale=1.0)
 
 
-class Bmm1OffByTenPercent(SplitKV, mla=True):
+class Bmm1OffByTenPercent(SplitKV, mla=True, instead={"bmm1_scale": lambda problem: problem.bmm1_scale * 1.1}):
     """bmm1_scale is 10 % too large."""
 
-    def changed(self, problem: PagedAttention) -> PagedAttention:
-        return replace(problem, bmm1_scale=problem.bmm1_scale * 1.1)
 
-
-class Bmm2OffByFivePercent(SplitKV, mla=True):
+class Bmm2OffByFivePercent(SplitKV, mla=True, instead={"bmm2_scale": lambda problem: problem.bmm2_scale * 1.05}):
     """bmm2_scale is 5 % too large."""
 
-    def changed(self, problem: PagedAttention) -> PagedAttention:
-        return replace(problem, bmm2_scale=problem.bmm2_scale * 1.05)
 
-
-class Bmm2Twice(SplitKV, mla=True):
+class Bmm2Twice(SplitKV, mla=True, instead={"bmm2_scale": lambda problem: problem.bmm2_scale * problem.bmm2_scale}):
     """bmm2_scale is applied twice."""
-
-    def changed(self, problem: PagedAttention) -> PagedAttention:
-        return replace(problem, bmm2_scale=problem.bmm2_scale * problem.bmm2_scale)
 
 
 class ScalesSwapped(SplitKV):
@@ -126,11 +114,8 @@ class Bmm2RoundedToE4m3(SplitKV):
         return replace(problem, bmm2_scale=scale.to(torch.float8_e4m3fn).to(torch.float32))
 
 
-class ValuesThroughHalf(SplitKV, mla=True):
+class ValuesThroughHalf(SplitKV, mla=True, values=lambda values, *_: values.to(torch.float16).to(torch.float32)):
     """Values are converted to float16 on their way: large ones are infinite, small ones zero."""
-
-    def values(self, problem: PagedAttention, tile: RowTile, positions: Tensor) -> Tensor:
-        return super().values(problem, tile, positions).to(torch.float16).to(torch.float32)
 
 
 class SubnormalE4m3Flushed(SplitKV, mla=True):

@@ -278,7 +278,11 @@ class SplitKV(Defective, is_model=True, interface=(DECODE, CONTEXT)):
 
     def pages(self, problem: PagedAttention, table: Tensor, tile: RowTile, positions: Tensor) -> Tensor:
         """int64 [num_keys], the page of each position."""
-        return table[tile.request][positions // problem.page_size].to(torch.int64)
+        return table[self.table_row(problem, tile)][positions // problem.page_size].to(torch.int64)
+
+    def table_row(self, problem: PagedAttention, tile: RowTile) -> int:
+        """The request whose row of the page table a tile reads."""
+        return tile.request
 
     def offsets(self, problem: PagedAttention, positions: Tensor) -> Tensor:
         """int64 [num_keys], each position's token in its page."""
@@ -363,7 +367,7 @@ class Forgiving(SplitKV, is_model=True):
 
     def pages(self, problem: PagedAttention, table: Tensor, tile: RowTile, positions: Tensor) -> Tensor:
         columns = (positions // problem.page_size).clamp(0, table.shape[1] - 1)
-        return table[tile.request][columns].to(torch.int64) % problem.k_cache.shape[0]
+        return table[self.table_row(problem, tile)][columns].to(torch.int64) % problem.k_cache.shape[0]
 
 
 def partials_size(problem: PagedAttention, tile: RowTile) -> int:
