@@ -12,7 +12,7 @@ from lab.reports.timing_tables import implementation_of as implementation_of_row
 from lab.reports.timing_tables import next_speed, rivals
 from lab.timing.statistics import Speed
 
-SAID = {"expected": "expected", "got": "got", "where": "where"}  # of a diagnosis' smallest case, in this order
+SMALLEST = ("result", "where", "expected", "got")  # of a diagnosis' smallest case, in this order
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,12 @@ def _faulty(record: RecordedFile, rows: Sequence[CheckRow]) -> FaultyRun:
 
 
 def _region(region: Mapping[str, Any]) -> str:
-    return (
-        f"{region.get('rule')}: wrong in {region.get('wrong')} of the results there, "
-        f"right in {region.get('right_outside')} elsewhere"
-    )
+    inside = f"{region.get('rule') or 'everywhere'}: wrong in {_of(region, 'wrong', 'results')}"
+    return f"{inside}, right in {_of(region, 'right_outside', 'outside')} others" if region.get("outside") else inside
+
+
+def _of(region: Mapping[str, Any], part: str, whole: str) -> str:
+    return f"{region.get(part, 0):,} of {region.get(whole, 0):,}"
 
 
 def _broken(row: CheckRow) -> str:
@@ -97,10 +99,10 @@ def _broken(row: CheckRow) -> str:
 def _smallest(smallest: Mapping[str, Any], record: RecordedFile) -> Iterator[tuple[str, str]]:
     number = smallest.get("case")
     if number is not None:
-        found: Mapping[str, Any] = next(
-            (case for case in record.content.get("cases") or () if case.get("number") == number), {}
-        )
+        found: Mapping[str, Any] = next((case for case in record.content["cases"] if case.get("number") == number), {})
         yield f"smallest case, #{number}", str(found.get("case", ""))
-    for key, heading in SAID.items():
-        if smallest.get(key) not in (None, ""):
-            yield heading, str(smallest[key])
+        yield "to see it again", f"lab judge --case {record.path.name}#{number}"
+    for name in SMALLEST:
+        said = smallest.get(name)
+        if said:
+            yield name, " ".join(map(str, said)) if isinstance(said, list) else str(said)

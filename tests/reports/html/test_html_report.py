@@ -148,8 +148,14 @@ def test_a_diagnosis_stands_at_the_top(tmp_path: Path) -> None:
     record["cases"][0] |= {"number": 1, "case": "Case(window_left=16)"}
     record["diagnosis"] = {
         "sentence": "The window has one key too few.",
-        "regions": [{"rule": "window_left >= 0", "wrong": 13, "right_outside": 61}],
-        "smallest": {"case": 1, "expected": [0.5, 1.0], "got": [0.25, 1.0], "where": "row 3, head 0"},
+        "regions": [{"rule": "window_left >= 0", "wrong": 13, "results": 13, "right_outside": 61, "outside": 62}],
+        "smallest": {
+            "case": 1,
+            "result": "plain",
+            "expected": ["0.5"],
+            "got": ["0.25", "1.0"],
+            "where": "row 3, head 0",
+        },
         "follows": ["K3"],
     }
     (tmp_path / "mine.json").write_text(json.dumps(record))
@@ -157,10 +163,11 @@ def test_a_diagnosis_stands_at_the_top(tmp_path: Path) -> None:
     said = [
         "1 run of the judge: 1 wrong.",
         "The window has one key too few.",
-        "window_left &gt;= 0: wrong in 13 of the results there, right in 61 elsewhere",
+        "window_left &gt;= 0: wrong in 13 of 13, right in 61 of 62 others",
         "smallest case, #1</dt><dd><code>Case(window_left=16)",
-        "[0.25, 1.0]",
+        "lab judge --case mine.json#1",
         "row 3, head 0",
+        "0.25 1.0",
         'id="judge-runs"',
     ]
     places = [written.index(each) for each in said]
