@@ -31,7 +31,7 @@ html: $(VENV)/.installed
 	$(BIN)/python -m lab.reports.html $(RESULTS) --out $(HTML)
 
 experiments: $(VENV)/.installed
-	$(BIN)/python -m lab.reports.changes --out $(EXPERIMENTS)
+	$(BIN)/lab experiments changes --out $(EXPERIMENTS)
 
 notebooks: $(VENV)/.installed
 	$(BIN)/python notebooks/execute.py

@@ -307,6 +307,6 @@ else:
     print("no CUDA GPU here: nothing was timed")
 
 # %% [markdown]
-# The same from a shell, over the whole grid: `python -m lab.experiments.draft_steps --out draft_steps.json`. The two
+# The same from a shell, over the whole grid: `lab experiments draft-steps --out draft_steps.json`. The two
 # schedules are in `lab/kernels/serving/draft_decode_kv_indices.py`, what they must write in
 # `lab/references/draft_decode_kv_indices.py`, and `judge(my_kernel, only=["L1"])` judges another.

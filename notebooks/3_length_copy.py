@@ -330,6 +330,6 @@ print(where)
 timeline_figure(excerpts, f"{LIVE.gpu_us:,.0f} µs of GPU work, {LIVE.host_us:,.0f} µs of scheduling: {where}")
 
 # %% [markdown]
-# From a shell: `python -m lab.experiments.length_copy --gpu-us 500 2000 --host-us 0 200 --out length_copy.json`. What the
+# From a shell: `lab experiments length-copy --gpu-us 500,2000 --host-us 0,200 --out length_copy.json`. What the
 # recorded numbers mean is in [draft_steps.md](../results/nvidia-h200/draft_steps.md), the copy itself in
 # `lab/metadata/engine/host_mirrors.py`, the masks in `lab/metadata/speculation/verify_mask.py`.

@@ -278,6 +278,6 @@ else:
     print(f"no CUDA GPU here: {', '.join(arms)} were not timed")
 
 # %% [markdown]
-# From a shell, the whole map: `python -m lab.experiments.draft_extend_kernels --out draft_extend_kernels.json`. The recorded
+# From a shell, the whole map: `lab experiments draft-extend-kernels --out draft_extend_kernels.json`. The recorded
 # run is explained in [graphs.md](../results/nvidia-h200/graphs.md); the graph around the pass is [notebook
 # 5](5_draft_extend_graph.ipynb).

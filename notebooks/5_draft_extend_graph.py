@@ -182,7 +182,7 @@ reading_figure(
 #
 # ## What the graph saves
 #
-# The recorded run is `python -m lab.experiments.draft_extend_graph` on a stand-in with Llama-3.1-8B's sizes. A bar is what an
+# The recorded run is `lab experiments draft-extend-graph` on a stand-in with Llama-3.1-8B's sizes. A bar is what an
 # iteration feels: from the call until the GPU is idle, by the host's clock. The marks are the two parts by themselves.
 
 # %%
@@ -297,4 +297,4 @@ if torch.cuda.is_available():
     for row in measure_forms(large, backend, 8, WIDTH, 4096, plan):
         print(f"8 x {WIDTH}, {row['form']:20} {row['median_us']:.1f} µs, floor {row['floor_us']:.1f} µs")
 else:
-    print("No GPU here: nothing is timed. All of it: python -m lab.experiments.draft_extend_graph")
+    print("No GPU here: nothing is timed. All of it: lab experiments draft-extend-graph")

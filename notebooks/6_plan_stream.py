@@ -236,7 +236,7 @@ assert fixed_up == wanted != planned_early
 #
 # ## Two lanes
 #
-# The recorded run is `python -m lab.experiments.plan_stream`: stand-ins for draft and target model (CUDA graphs of matrix
+# The recorded run is `lab experiments plan-stream`: stand-ins for draft and target model (CUDA graphs of matrix
 # products, as long as asked), real metadata, torch.profiler's trace. Each rectangle is one kernel or copy of one iteration.
 
 # %%
@@ -355,4 +355,4 @@ if torch.cuda.is_available():
             f"{arm['medians']['iteration_us']:.1f}, untraced {statistics.median(arm['unprofiled_iteration_us']):.1f}"
         )
 else:
-    print("No GPU here: nothing is profiled. All of it: python -m lab.experiments.plan_stream")
+    print("No GPU here: nothing is profiled. All of it: lab experiments plan-stream")

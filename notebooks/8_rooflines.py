@@ -143,7 +143,7 @@ print(f"{SCENARIO}: floor {floor.floor_us:.1f} µs, bound by {floor.floor_bound}
 # ## Clocks
 #
 # A time over a floor is as good as its clock. The default clock replays calls recorded in a CUDA graph between two events; it
-# needs no profiler. `python -m lab.experiments.clocks` times the same work by every clock and L2 state of the lab:
+# needs no profiler. `lab experiments clocks` times the same work by every clock and L2 state of the lab:
 
 # %%
 clocks = json.loads((RESULTS / "clocks.json").read_text(encoding="utf-8"))
@@ -301,7 +301,7 @@ for name in GEOMETRIES:
 #
 # After absorption every query head reads the *same* entry, of 512 + 64 numbers, which is key and value in one. So operations
 # per byte grow with the number of heads, and a decode alone can be bound by the matrix units. The recorded run is
-# `python -m lab.experiments.mla_decode`: DeepSeek-V3's layer with 16 heads (one rank of eight) and with all 128.
+# `lab experiments mla-decode`: DeepSeek-V3's layer with 16 heads (one rank of eight) and with all 128.
 
 # %%
 mla = json.loads((RESULTS / "mla_decode.json").read_text(encoding="utf-8"))

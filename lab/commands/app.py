@@ -8,6 +8,7 @@ import typer
 
 import lab
 from lab.commands.checks import checks
+from lab.commands.experiments import experiments
 from lab.commands.judge import judge
 
 app = typer.Typer(
@@ -37,3 +38,4 @@ def common(
 
 for command in (judge, checks):
     app.command()(command)
+app.add_typer(experiments, name="experiments")

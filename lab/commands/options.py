@@ -2,13 +2,17 @@
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
 from lab.loading import LoadError, load
+
+if TYPE_CHECKING:
+    from lab.workloads.traces import TracedRequest
 
 # Exit statuses of every command: done or right, wrong, wrongly used, could not be judged, ended by Ctrl-C.
 DONE, WRONG, MISUSED, NOT_JUDGED, INTERRUPTED = 0, 1, 2, 125, 130
@@ -24,7 +28,13 @@ def refuse(sentence: str, status: int = MISUSED) -> NoReturn:
     raise typer.Exit(status)
 
 
-def several(of: Callable[[str], Any], words: str, metavar: str = "A,B,...", panel: str | None = None) -> Any:
+def several(
+    of: Callable[[str], Any],
+    words: str,
+    metavar: str = "A,B,...",
+    panel: str | None = None,
+    default: str | None = None,
+) -> Any:
     """Return an option of several values: separated by commas, or the option several times.
 
     Args:
@@ -32,6 +42,7 @@ def several(of: Callable[[str], Any], words: str, metavar: str = "A,B,...", pane
         words: the help.
         metavar: stands for the values in the help.
         panel: the part of the help that it goes into.
+        default: the values if it is left out; otherwise there are none, None.
     """
 
     def parse(text: str) -> list[Any]:
@@ -43,7 +54,15 @@ def several(of: Callable[[str], Any], words: str, metavar: str = "A,B,...", pane
     def flat(given: list[list[Any]] | None) -> list[Any] | None:
         return [value for values in given for value in values] if given else None
 
-    return typer.Option(parser=parse, callback=flat, help=words, metavar=metavar, rich_help_panel=panel)
+    return typer.Option(
+        parser=parse,
+        callback=flat,
+        default_factory=None if default is None else lambda: [default],
+        show_default=default or False,
+        help=words,
+        metavar=metavar,
+        rich_help_panel=panel,
+    )
 
 
 def device_named(text: str) -> str:
@@ -66,6 +85,46 @@ Device = Annotated[
 Out = Annotated[Path | None, typer.Option(dir_okay=False, help="where the JSON goes; nowhere if left out")]
 
 
+Clock = Annotated[Literal["graph", "cupti", "events"], typer.Option(help="of GPU times")]
+L2 = Annotated[Literal["cold", "warm"], typer.Option(help="the cache, before each call")]
+Trace = Annotated[
+    Path | None, typer.Option(help="a Mooncake (.jsonl) or Azure (.csv) trace; the lab's own if left out")
+]
+
+
+def traced(path: Path | None) -> "list[TracedRequest]":
+    """Read the trace of a command line.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or is no trace.
+    """
+    from lab.workloads.traces import own_trace, read_trace
+
+    return own_trace() if path is None else read_trace(path)
+
+
+def trace_name(path: Path | None) -> str:
+    """Return what a recording says of its trace."""
+    return "synthetic_chat.jsonl, the lab's own" if path is None else path.name
+
+
+@contextmanager
+def misused() -> Iterator[None]:
+    """Turn an error of what was asked for into a sentence, and end the command."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        refuse(str(error))
+
+
+def need_gpu() -> None:
+    """End the command where there is no CUDA GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        refuse("not measured: this needs a CUDA GPU, and there is no CUDA GPU here", NOT_JUDGED)
+
+
 def loaded(name: str) -> Any:
     """Import an implementation by name, or end the command with the reason why it cannot be."""
     try:
@@ -82,9 +141,9 @@ def prepare_machine(device: str | None = None) -> None:
     """
     import torch
 
-    count = torch.cuda.device_count()
-    if device is not None and device.startswith("cuda") and int(device.partition(":")[2] or 0) >= count:
-        refuse(f"there is no GPU {device} here: torch finds {count or 'none'}")
-    if (device == "cpu" or not count) and os.environ.get("TRITON_INTERPRET") != "1":
+    wanted = -1 if device is None or device == "cpu" else int(device.partition(":")[2] or 0)
+    if wanted >= torch.cuda.device_count():
+        refuse(f"there is no GPU {device} here: torch finds {torch.cuda.device_count() or 'none'}")
+    if (device == "cpu" or not torch.cuda.is_available()) and os.environ.get("TRITON_INTERPRET") != "1":
         os.environ["TRITON_INTERPRET"] = "1"  # worker processes inherit it
         typer.echo("Triton's kernels run on the CPU, in Triton's interpreter: TRITON_INTERPRET=1 is set", err=True)

@@ -1,8 +1,8 @@
-"""Questions put to the hardware: each is a module with a command line, a table of points, and arms that take turns."""
+"""Questions put to the hardware: each is a module with a table of points and arms that take turns, run by `lab experiments`."""
 
 from collections.abc import Mapping
 
-# By name, which is the recording's as well: the module, run as `python -m <module> --out <name>.json`.
+# By name, which is the recording's as well: the module, whose `run` the command `lab experiments` calls.
 EXPERIMENTS: Mapping[str, str] = {
     name: f"lab.experiments.{name}"
     for name in (
@@ -18,4 +18,10 @@ EXPERIMENTS: Mapping[str, str] = {
     )
 }
 
-__all__ = ["EXPERIMENTS"]
+
+def command_of(experiment: str) -> str:
+    """Return the command that puts an experiment to this machine's GPU."""
+    return f"lab experiments {experiment.replace('_', '-')}"
+
+
+__all__ = ["EXPERIMENTS", "command_of"]

@@ -3,7 +3,7 @@
 An arm that declines the point, or whose results are wrong, has no time; the others are measured without it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,8 +14,8 @@ import torch
 from lab.experiments.targets import Figure, Target, target_rows
 from lab.timing.forward import time_facts
 from lab.timing.gpu_time import GpuTime, measure_interleaved
-from lab.timing.method import L2, Clock, Method
-from lab.timing.roofline import Ceilings, roofline
+from lab.timing.method import L2, Clock, Method, method_named
+from lab.timing.roofline import Ceilings, measure_ceilings, roofline
 from lab.timing.work import Check, GpuWork
 
 COLD = Method(Clock.GRAPH, L2.COLD_ROTATION)
@@ -27,6 +27,7 @@ MISSING_MODULE = (ImportError, OSError, RuntimeError, TypeError, ValueError)
 
 Works = Mapping[str, GpuWork]  # by the name of the arm
 Time = TypeVar("Time")  # such as GpuTime or HostTime
+Named = TypeVar("Named")
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,24 @@ class TimingPlan:
     ceilings: Ceilings
     method: Method = COLD
     samples: int = SAMPLES
+
+
+def timing_plan(clock: str, l2: str, samples: int) -> TimingPlan:
+    """Return how GPU times are taken by a named method, with what the GPU reaches now; see `method_named`."""
+    return TimingPlan(measure_ceilings(torch.device("cuda")), method_named(clock, l2), samples)
+
+
+def chosen(points: Iterable[Named], only: Sequence[str], name_of: Callable[[Named], str]) -> list[Named]:
+    """Return the points of these names, in their own order; all of them if there are no names.
+
+    Raises:
+        ValueError: a name is no point's.
+    """
+    listed = list(points)
+    unknown = sorted(set(only) - {name_of(point) for point in listed})
+    if unknown:
+        raise ValueError(f"no point is called {unknown[0]!r}; there are {', '.join(map(name_of, listed))}")
+    return [point for point in listed if not only or name_of(point) in only]
 
 
 class PointFailedError(Exception):

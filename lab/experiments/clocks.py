@@ -1,7 +1,7 @@
 """Every clock on the same kernels: what each reads, and whether CUPTI and the graph clock agree.
 
-    python -m lab.experiments.clocks --out clocks.json
-    python -m lab.experiments.clocks lab.kernels.trtllm --scenario decode/llama-3.1-8b/64q1s4k
+    lab experiments clocks --out clocks.json
+    lab experiments clocks lab.kernels.trtllm --scenario decode/llama-3.1-8b/64q1s4k
 
 CUPTI and the graph clock time the same replays, warm and rotated, so they must agree; the exit status is 1 if they differ by
 more than 3 % on anything of 20 µs or more a launch. Shorter rows are shown and marked: what CUPTI adds to each traced
@@ -11,17 +11,16 @@ written anew after every size and scenario.
 Events show what they add to an eager call. Flush and rotation differ: the flush also evicts a kernel's instructions.
 """
 
-import importlib
-import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from lab.checks.forward_pass import build_forward
-from lab.experiments.command import ExperimentParser
-from lab.experiments.recording import NO_GPU, Recording, gpu_is_here
+from lab.experiments.recording import NOT_MEASURED, RIGHT, WRONG, Recording
+from lab.loading import load
 from lab.timing.forward import forward_work
 from lab.timing.gpu_time import TooSmallError, measure
 from lab.timing.method import L2, Clock, Method
@@ -43,21 +42,21 @@ SCENARIOS = (
 METHODS = tuple(Method(clock, l2) for clock in Clock for l2 in L2 if (clock, l2) != (Clock.GRAPH, L2.COLD_FLUSH))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
-    parser = ExperimentParser("clocks", __doc__)
-    parser.add_argument("implementation", nargs="*", default=["lab.kernels.trtllm", "lab.kernels.portable"])
-    parser.add_argument("--scenario", action="append", help="instead of the default ones")
-    given = parser.parse_args(argv)
-    if not gpu_is_here():
-        return NO_GPU
+def run(implementations: Sequence[str], scenarios: Sequence[str] = SCENARIOS, out: Path | None = None) -> int:
+    """Measure and record; return the exit status.
+
+    Args:
+        implementations: names of modules with FlashInfer's names.
+        scenarios: of the forward passes.
+        out: where the JSON goes.
+    """
     facts = {"methods": {key_of(method): str(method) for method in METHODS}}
-    recording = Recording("clocks", given.out, facts, ("rows_us", "not_timed"))
+    recording = Recording("clocks", out, facts, ("rows_us", "not_timed"))
     recording.measure(NEGATION_BYTES, _negation_row, "negations")
-    recording.measure(given.scenario or SCENARIOS, partial(_pass_rows, given.implementation), "passes")
+    recording.measure(scenarios, partial(_pass_rows, implementations), "passes")
     if any(are_apart(row) for row in recording.result["rows_us"]):
-        return 1
-    return 2 if recording.result["not_timed"] else 0
+        return WRONG
+    return NOT_MEASURED if recording.result["not_timed"] else RIGHT
 
 
 def _negation_row(size_bytes: int) -> dict[str, list[Any]]:
@@ -70,7 +69,7 @@ def _pass_rows(modules: Sequence[str], name: str) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {"rows_us": [], "not_timed": []}
     for module in modules:
         try:
-            row = row_of(f"{name}, {module}", forward_work(forward, importlib.import_module(module)))
+            row = row_of(f"{name}, {module}", forward_work(forward, load(module)))
             found["rows_us"].append(row)
         except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
             found["not_timed"].append(f"{name}, {module}: {type(error).__name__}: {error}")
@@ -114,7 +113,3 @@ def are_apart(row: dict[str, Any]) -> bool:
     """Return True if CUPTI and the graph clock differ by more than `MOST_APART_PERCENT` on work that is long enough."""
     shares = [apart_percent(row, l2) for l2 in JUDGED]
     return is_long_enough(row) and any(share is not None and abs(share) > MOST_APART_PERCENT for share in shares)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

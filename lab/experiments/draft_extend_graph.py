@@ -1,7 +1,7 @@
 """What does a CUDA graph save around a draft model's pass, and what do the trimmed outputs of its draft extend save (25002)?
 
-    python -m lab.experiments.draft_extend_graph --out draft_extend_graph.json
-    python -m lab.experiments.draft_extend_graph --batch-sizes 1 64 --num-draft-tokens 4 --out draft_extend_graph.json
+    lab experiments draft-extend-graph --out draft_extend_graph.json
+    lab experiments draft-extend-graph --batch-sizes 1,64 --num-draft-tokens 4 --out draft_extend_graph.json
 
 The model is a stand-in: one attention layer between a QKV projection and an LM head over 128,256 tokens. Its cache is written
 by torch's indexing, in about ten launches where an engine has one.
@@ -15,30 +15,27 @@ Outputs. The draft extend V2 with logits of all rows, with a top-k besides, and 
 
 Everything of a point takes turns in one process. L2 is warm: the LM head, a gigabyte, is far larger. Each output is judged
 before and after by the requests' histories. The floor counts the weights, the visible keys and values and the new ones, the
-inputs, and the outputs: each byte once, intermediates not at all. Exit status: 2 without a GPU.
+inputs, and the outputs: each byte once, intermediates not at all.
 """
 
-import argparse
-import importlib
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import product
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from rich.table import Table
 
-from lab.experiments.arms import WARM, Arm, Point, TimingPlan, measure_all
-from lab.experiments.command import ExperimentParser, positive, timing_plan
-from lab.experiments.recording import NO_GPU, Columns, Recording, Row, gpu_is_here, table_of
-from lab.kernels import default_implementation
+from lab.experiments.arms import Arm, Point, TimingPlan, measure_all
+from lab.experiments.recording import Columns, Recording, Row, table_of
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.speculation.draft_extend_graph import DraftExtendOutput
-from lab.timing.gpu_time import SAMPLES, rounded_us
+from lab.timing.gpu_time import rounded_us
 from lab.timing.host_time import CALLS_PER_BATCH, host_time
 from lab.timing.host_time import METHOD as HOST_METHOD
 from lab.timing.model_pass import ModelWorks
@@ -48,10 +45,7 @@ from lab.workloads.stand_in_model import GRAPH_MODES, LLAMA_8B_SIZES, StandInMod
 
 COMPLETION_METHOD = "perf_counter from the call to an idle GPU, each call on an idle GPU, all calls in turn"
 COMPLETION_SAMPLES = 100
-BATCH_SIZES = (1, 8, 32, 64)
-NUM_DRAFT_TOKENS = (2, 4, 8)
 MODES_WIDTH = 4  # query rows per request where modes are compared
-KV_LEN = 4096
 PAGE_SIZE = 64
 # Launches of one batch of host times: fewer than the driver queues, about a thousand, before one has to wait for the GPU.
 MOST_QUEUED_LAUNCHES = 500
@@ -265,18 +259,41 @@ def form_table(rows: Sequence[Mapping[str, Any]], method: str) -> Table:
     return table
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    given = _arguments(argv)
-    if not gpu_is_here():
-        return NO_GPU
+def check_kv_len(kv_len: int, num_draft_tokens: Sequence[int]) -> None:
+    """Refuse fewer tokens than are new.
+
+    Raises:
+        ValueError: there are.
+    """
+    new_tokens = max(*num_draft_tokens, MODES_WIDTH)
+    if kv_len < new_tokens:
+        raise ValueError(f"--kv-len {kv_len} counts the new tokens, and there are {new_tokens} of them")
+
+
+def run(
+    batch_sizes: Sequence[int],
+    num_draft_tokens: Sequence[int],
+    kv_len: int,
+    implementation: ModuleType,
+    plan: TimingPlan,
+    out: Path | None = None,
+) -> int:
+    """Measure and record; return the exit status.
+
+    Args:
+        batch_sizes: requests of each point.
+        num_draft_tokens: query rows of each request, where outputs are compared.
+        kv_len: tokens of each request, the new ones included.
+        implementation: has FlashInfer's names.
+        plan: how GPU times are taken.
+        out: where the JSON goes.
+    """
     device = torch.device("cuda", torch.cuda.current_device())
-    implementation = importlib.import_module(given.implementation or default_implementation(device).__name__)
     backend = TRTLLMMHABackend(implementation)
-    plan = timing_plan(given)
-    model = new_model(LLAMA_8B_SIZES, max(given.batch_sizes), given.kv_len, device)
+    model = new_model(LLAMA_8B_SIZES, max(batch_sizes), kv_len, device)
     recording = Recording(
         "draft_extend_graph",
-        given.out,
+        out,
         {
             "method": str(plan.method),
             "host_method": HOST_METHOD,
@@ -290,34 +307,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
     def modes_at(point: tuple[ForwardMode, int]) -> Mapping[str, Sequence[Row]]:
-        return {"modes": measure_mode(model, backend, *point, given.kv_len, plan)}
+        return {"modes": measure_mode(model, backend, *point, kv_len, plan)}
 
     def forms_at(point: tuple[int, int]) -> Mapping[str, Sequence[Row]]:
-        return {"forms": measure_forms(model, backend, *point, given.kv_len, plan)}
+        return {"forms": measure_forms(model, backend, *point, kv_len, plan)}
 
-    recording.measure(list(product(GRAPH_MODES, given.batch_sizes)), modes_at, "modes")
-    recording.measure(list(product(given.batch_sizes, given.num_draft_tokens)), forms_at, "outputs")
+    recording.measure(list(product(GRAPH_MODES, batch_sizes)), modes_at, "modes")
+    recording.measure(list(product(batch_sizes, num_draft_tokens)), forms_at, "outputs")
     for table_from, rows in ((mode_table, "modes"), (form_table, "forms")):
         recording.console.print(table_from(recording.result[rows], str(plan.method)))
     return recording.exit_status
-
-
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = ExperimentParser("draft_extend_graph", __doc__)
-    parser.add_sizes("--batch-sizes", BATCH_SIZES, "requests")
-    parser.add_sizes("--num-draft-tokens", NUM_DRAFT_TOKENS, "query rows of each request, where outputs are compared")
-    parser.add_argument("--kv-len", type=positive, default=KV_LEN, help="tokens of each request, the new ones included")
-    parser.add_argument("--implementation", help="a module with FlashInfer's names; what fits the GPU if left out")
-    parser.add_timing(WARM, SAMPLES)
-    return parser.parsed(argv, kv_len=_kv_len)
-
-
-def _kv_len(given: argparse.Namespace) -> int:
-    new_tokens = max(*given.num_draft_tokens, MODES_WIDTH)
-    if given.kv_len < new_tokens:
-        raise ValueError(f"--kv-len {given.kv_len} counts the new tokens, and there are {new_tokens} of them")
-    return int(given.kv_len)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

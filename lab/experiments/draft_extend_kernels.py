@@ -1,28 +1,26 @@
 """Draft extend V2 on the decode call against the context call: where does SGLang's change 24566 pay, and where would it not?
 
-    python -m lab.experiments.draft_extend_kernels --out draft_extend_kernels.json
-    python -m lab.experiments.draft_extend_kernels --q-lens 4 --requests 1 --keys 4096 81920 --out draft_extend_kernels.json
+    lab experiments draft-extend-kernels --out draft_extend_kernels.json
+    lab experiments draft-extend-kernels --q-lens 4 --requests 1 --keys 4096,81920 --out draft_extend_kernels.json
 
 One layer of 32 query and 4 K/V heads of 128 (Qwen3-32B, one rank of two), pages of 64, bf16. At every point the decode call,
 the context call and the portable kernel's decode call take turns in one process, each on its own copies of the same pool, query
 and output; cold by rotation. Every output is judged by the requests' histories before and after. The file is written anew after
-every point. Exit status: 1 if an arm is wrong, 2 without a GPU.
+every point. Exit status: 1 if an arm is wrong.
 """
 
-import argparse
-import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from lab.experiments.arms import COLD, Arm, Point, measure_point
-from lab.experiments.command import ExperimentParser, chosen, positive, timing_plan
+from lab.experiments.arms import Arm, Point, TimingPlan, measure_point
 from lab.experiments.passes import FLASHINFER_MODULE, PORTABLE_MODULE, gpu_works, pass_facts
-from lab.experiments.recording import NO_GPU, Recording, gpu_is_here
+from lab.experiments.recording import Recording
 from lab.metadata.engine.forward_mode import AttentionCall, ForwardMode
 from lab.timing.work import GpuWork
-from lab.workloads.batches import Batch, sweep
+from lab.workloads.batches import Batch
 from lab.workloads.forward_case import ForwardCase
 
 GEOMETRY, TENSOR_PARALLEL = "qwen3-32b", 2  # 64 / 8 heads of 128 over two GPUs: 32 / 4
@@ -129,23 +127,27 @@ def crossover_table(rows: Sequence[Mapping[str, Any]], method: str) -> Table:
     return table
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    given = _arguments(argv)
-    batches, skipped = split_by_size(given.batches, given.most_keys)
-    if not gpu_is_here():
-        return NO_GPU
-    plan = timing_plan(given)
+def run(batches: Sequence[Batch], most_keys: int, plan: TimingPlan, out: Path | None = None) -> int:
+    """Measure and record; return the exit status.
+
+    Args:
+        batches: the points.
+        most_keys: points of more keys over all requests are skipped.
+        plan: how GPU times are taken.
+        out: where the JSON goes.
+    """
+    batches, skipped = split_by_size(batches, most_keys)
     facts = {
         "method": str(plan.method),
         "geometry": GEOMETRY,
         "tensor_parallel": TENSOR_PARALLEL,
         "samples": plan.samples,
-        "most_keys": given.most_keys,
+        "most_keys": most_keys,
         "skipped": skipped,
     }
     recording = Recording(
         "draft_extend_kernels",
-        given.out,
+        out,
         facts,
         ("rows", "declined", "wrong"),
         ceilings=plan.ceilings,
@@ -156,24 +158,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     recording.print_reasons()
     recording.console.print(f"{len(recording.result['declined'])} declined, {len(skipped)} skipped")
     return recording.exit_status
-
-
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = ExperimentParser("draft_extend_kernels", __doc__)
-    parser.add_sizes("--q-lens", Q_LENS, "query rows of each request")
-    parser.add_sizes("--requests", REQUESTS, "of a point")
-    parser.add_sizes("--keys", KEYS, "of each request, the new tokens' included")
-    parser.add_only("these points, such as 4q2s1k")
-    parser.add_argument(
-        "--most-keys", type=positive, default=MOST_KEYS, help="skip points of more keys over all requests (%(default)s)"
-    )
-    parser.add_timing(COLD)
-    return parser.parsed(argv, batches=_batches)
-
-
-def _batches(given: argparse.Namespace) -> list[Batch]:
-    return chosen(sweep(given.requests, given.keys, given.q_lens), given.only, str)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

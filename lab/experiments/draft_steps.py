@@ -1,6 +1,6 @@
 """What do the draft steps' dead ragged lists cost (SGLang's change 26241), and what would one launch for all steps save?
 
-    python -m lab.experiments.draft_steps --out results/nvidia-h200/draft_steps.json --trace conversation.jsonl
+    lab experiments draft-steps --out results/nvidia-h200/draft_steps.json --trace conversation.jsonl
 
 At every point of a grid of requests, tokens and draft steps, and at snapshots of a trace, GPU times of: the lists by SGLang's
 serial schedule and by the spread one; every step's metadata with the lists (common_template), without them (per_step) and in
@@ -8,20 +8,17 @@ one launch, for MHA and MLA, into buffers that stay as inside a CUDA graph, and 
 turns, in one process. Host times of the same calls are taken at fewer points: they depend on the steps, hardly on the lengths.
 """
 
-import argparse
-import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.table import Table
 
-from lab.experiments.arms import WARM, Arm, Point, measure_all
-from lab.experiments.command import ExperimentParser, timing_plan, trace_name, trace_of
-from lab.experiments.recording import NO_GPU, Recording, Row, gpu_is_here
+from lab.experiments.arms import Arm, Point, TimingPlan, measure_all
+from lab.experiments.recording import Recording, Row
 from lab.metadata.engine.capture import capturing
 from lab.timing.draft import draft_facts, draft_work
-from lab.timing.gpu_time import SAMPLES
 from lab.timing.host_time import METHOD as HOST_METHOD
 from lab.timing.host_time import host_time
 from lab.timing.work import GpuWork
@@ -138,37 +135,27 @@ def point_table(rows: Sequence[dict[str, Any]], method: str) -> Table:
     return table
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    given = _arguments(argv)
-    if not gpu_is_here():
-        return NO_GPU
-    plan = timing_plan(given)
-    facts = {"method": str(plan.method), "host_method": HOST_METHOD, "trace": trace_name(given)}
+def run(
+    points: Sequence[Point], host_points: Sequence[Point], plan: TimingPlan, trace: str, out: Path | None = None
+) -> int:
+    """Measure and record; return the exit status.
+
+    Args:
+        points: as of `points_of`.
+        host_points: where host times are taken too; none where `points` are not all of them.
+        plan: how GPU times are taken.
+        trace: its name.
+        out: where the JSON goes.
+    """
+    facts = {"method": str(plan.method), "host_method": HOST_METHOD, "trace": trace}
     recording = Recording(
-        "draft_steps", given.out, facts, ("rows",) if given.only else ("rows", "host"), ceilings=plan.ceilings
+        "draft_steps", out, facts, ("rows", "host") if host_points else ("rows",), ceilings=plan.ceilings
     )
-    recording.measure(given.points, lambda point: {"rows": measure_all(point, works_of, plan, facts_of)})
+    recording.measure(points, lambda point: {"rows": measure_all(point, works_of, plan, facts_of)})
     rows = recording.result["rows"]
-    if not given.only:  # only all of them have what 26241's figures are held against
-        recording.measure(given.host_points, lambda point: {"host": measure_host(point)}, "host times")
+    if host_points:  # only all of them have what 26241's figures are held against
+        recording.measure(host_points, lambda point: {"host": measure_host(point)}, "host times")
         recording.add("pr_26241", claim_table(rows, recording.result["host"]))
         recording.console.print_json(data=recording.result["pr_26241"])
     recording.console.print(point_table(rows, str(plan.method)))
     return recording.exit_status
-
-
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = ExperimentParser("draft_steps", __doc__)
-    parser.add_trace()
-    parser.add_only("these points, on the grid or off it, such as 64x8k/steps3")
-    parser.add_timing(WARM, SAMPLES)
-    return parser.parsed(
-        argv,
-        traced=trace_of,
-        points=lambda given: [point_of(name, given.traced) for name in given.only or EVERY_POINT],
-        host_points=lambda given: [point_of(name, given.traced) for name in HOST_POINTS],
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Which keys can the query of a draft step see, with the lengths that the multi-step backends hand their kernel?
 
-    TRITON_INTERPRET=1 python -m lab.experiments.draft_visibility        # on a CPU; on a GPU without the variable
+    lab experiments draft-visibility        # on a GPU or a CPU
 
 A draft step writes its token's K and V and then attends. SGLang's TRT-LLM MHA backend hands step s the length
 seq_lens + s + 1, so that its query sees the prefix, the tokens that the draft has written before it, and its own. The MLA
@@ -9,15 +9,14 @@ equal and the value at position p is 2 ** p, so that an output times the number 
 length lets a query see does not depend on how many heads or dimensions there are; one K/V head stands for MLA's latent.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from lab.experiments.command import ExperimentParser, positive
-from lab.experiments.recording import NO_GPU, RIGHT, Recording, Row
+from lab.experiments.recording import RIGHT, Recording, Row
 from lab.metadata.engine.kv_cache import KVLayout
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention
@@ -105,33 +104,27 @@ def in_words(sight: Sight) -> str:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = ExperimentParser("draft_visibility", __doc__)
-    parser.add_argument(
-        "--prefix-len", type=int, default=31, help="tokens before the draft; 31 ends in front of a page's edge"
-    )
-    parser.add_argument("--steps", type=positive, default=4, help="speculative_num_steps")
-    given = parser.parse_args(argv)
+def run(prefix_len: int, num_steps: int, out: Path | None = None) -> int:
+    """Look with each backend's lengths, record and print what is seen; return the exit status.
+
+    Args:
+        prefix_len: tokens before the draft.
+        num_steps: speculative_num_steps.
+        out: where the JSON goes.
+
+    Raises:
+        ValueError, NotImplementedError: as in `look`.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    recording = Recording("draft_visibility", given.out, {}, ("sights",))
+    recording = Recording("draft_visibility", out, {}, ("sights",))
     sights: list[Sight] = []
 
     def rows_of(attention: DraftAttention) -> dict[str, list[Row]]:
-        seen = look(attention, [given.prefix_len], given.steps, device)
+        seen = look(attention, [prefix_len], num_steps, device)
         sights.extend(seen)
         return {"sights": [asdict(sight) for sight in seen]}
 
-    try:
-        recording.measure(list(DraftAttention), rows_of, "backends")
-    except ValueError as error:
-        parser.error(str(error))
-    except NotImplementedError as error:
-        print(f"not run: {error}", file=sys.stderr)
-        return NO_GPU
+    recording.measure(list(DraftAttention), rows_of, "backends")
     for sight in sights:
         print(in_words(sight))
     return RIGHT
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,8 +1,8 @@
 """The portable kernels that read K/V once, against FlashInfer's XQA and fmha_v2 and against the floor.
 
-    python -m lab.experiments.kv_read_once --out kv_read_once.json
-    python -m lab.experiments.kv_read_once --only 64x4096 trace --out kv_read_once.json
-    python -m lab.experiments.kv_read_once --only heads --portable-only --out kv_read_once.json
+    lab experiments kv-read-once --out kv_read_once.json
+    lab experiments kv-read-once --only 64x4096,trace --out kv_read_once.json
+    lab experiments kv-read-once --only heads --portable-only --out kv_read_once.json
 
 One layer of 32 query and 4 K/V heads of 128 (Qwen3-32B, one rank of two) unless a group says otherwise, pages of 64, bf16. The
 groups, which `--only` takes one by one:
@@ -21,22 +21,20 @@ At every point the arms take turns in one process, each on its own copies of the
 Each arm runs before it is captured, so that nothing is compiled in a time. Every output vector of every request is judged by
 the requests' histories before and after: a wrong arm has no time. fmha_v2's time has the small launch that writes its page
 table. An arm that declines a point, or whose module FlashInfer cannot load or build, is listed with the reason. The file is
-written anew after every point. Exit status: 1 if an arm is wrong, 2 without a GPU.
+written anew after every point. Exit status: 1 if an arm is wrong.
 """
 
-import argparse
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from lab.experiments.arms import COLD, JUDGED, Arm, Point, PointRows, TimingPlan, Works, measure_arms, measure_point
-from lab.experiments.command import ExperimentParser, timing_plan, trace_name, trace_of
+from lab.experiments.arms import JUDGED, Arm, Point, PointRows, TimingPlan, Works, measure_arms, measure_point
 from lab.experiments.passes import FLASHINFER_MODULE, PORTABLE_MODULE, eager_call, gpu_works, pass_facts, works_of
-from lab.experiments.recording import NO_GPU, Columns, Recording, Row, gpu_is_here
+from lab.experiments.recording import Columns, Recording, Row
 from lab.experiments.targets import TEXT_COLUMNS, TIME_COLUMNS, Figure, Target, score, target_rows, target_text
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.mha.calls import prepare_attention
@@ -282,27 +280,31 @@ HOST_COLUMNS: Columns = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    given = _arguments(argv)
-    if not gpu_is_here():
-        return NO_GPU
-    plan = timing_plan(given)
+def run(points: Sequence[Point], plan: TimingPlan, trace: str, out: Path | None = None) -> int:
+    """Measure and record; return the exit status.
+
+    Args:
+        points: as of `points_of`.
+        plan: how GPU times are taken.
+        trace: its name.
+        out: where the JSON goes.
+    """
     facts = {
         "method": str(plan.method),
         "host_method": HOST_METHOD,
         "samples": plan.samples,
-        "trace": trace_name(given),
+        "trace": trace,
         "judged": JUDGED,
     }
     recording = Recording(
         "kv_read_once",
-        given.out,
+        out,
         facts,
         ("rows", "host", "declined", "wrong"),
         ceilings=plan.ceilings,
         derived={"targets": lambda result: score(result["rows"] + result["host"])},
     )
-    recording.measure(given.points, partial(_rows_at, plan))
+    recording.measure(points, partial(_rows_at, plan))
     _print(recording)
     return recording.exit_status
 
@@ -322,16 +324,3 @@ def _print(recording: Recording) -> None:
     recording.print_reasons()
     counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in result["targets"].items())
     recording.console.print(f"targets: {counts}")
-
-
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = ExperimentParser("kv_read_once", __doc__)
-    parser.add_only(f"groups ({', '.join(GROUPS)}) or points of these names")
-    parser.add_argument("--portable-only", action="store_true", help="leave FlashInfer's kernels out")
-    parser.add_trace()
-    parser.add_timing(COLD)
-    return parser.parsed(argv, points=lambda given: points_of(given.only, trace_of(given), given.portable_only))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,7 @@
 """What the copy of the lengths to the host costs a decode loop (SGLang's PR 26824), read from a profile.
 
-    python -m lab.experiments.length_copy --out length_copy.json
-    python -m lab.experiments.length_copy --gpu-us 500 1000 2000 --host-us 0 200 --out length_copy.json
+    lab experiments length-copy --out length_copy.json
+    lab experiments length-copy --gpu-us 500,1000,2000 --host-us 0,200 --out length_copy.json
 
 A loop of target-verify steps stands for SGLang's. Each step spins for the scheduler's time on the host, builds the step's
 metadata on the device without reading it, replays a CUDA graph of matrix products that lasts as long as asked, and adds the
@@ -22,15 +22,14 @@ CUPTI and the annotations make the host slower, by a microsecond or so a launch.
 profile, by the host's clock over all steps of a run.
 
 The masks of target verify belong to the same change: the size of each form and the GPU time of filling it are measured too.
-Exit status: 2 without a GPU.
 """
 
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,8 +37,8 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lab.experiments.arms import WARM
-from lab.experiments.loops import LoopSettings, VerifyRequests, measure_loop, parsed_loops, stand_in_us
-from lab.experiments.recording import NO_GPU, Columns, Recording, gpu_is_here
+from lab.experiments.loops import LoopSettings, VerifyRequests, measure_loop, stand_in
+from lab.experiments.recording import Columns, Recording
 from lab.experiments.stand_in import MatrixProducts
 from lab.metadata.engine.host_mirrors import LengthMirror
 from lab.metadata.mha.metadata import build_mha_metadata
@@ -73,8 +72,8 @@ class CopyLoopSettings(LoopSettings):
         host_us: host time of the stand-in for the scheduler, one step.
     """
 
-    gpu_us: float = stand_in_us(500.0, 2000.0, words="GPU time of a step")
-    host_us: float = stand_in_us(200.0, words="the scheduler's time of a step", least=0)
+    gpu_us: float = stand_in()
+    host_us: float = stand_in(least=0)
     warm_up_steps: int = 5
     steps: int = field(default=15, metadata={"least": TIMELINE_STEPS})
 
@@ -175,12 +174,10 @@ def _check_filled(arguments: Mapping[str, Any]) -> None:
     mask.buffer.zero_()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    given = parsed_loops("length_copy", __doc__, CopyLoopSettings, argv)
-    if not gpu_is_here():
-        return NO_GPU
-    recording = Recording("length_copy", given.out, {"method": METHOD}, ("arms", "verify_masks"))
-    recording.measure(given.loops, lambda settings: {"arms": measure_ends(settings)}, "loops")
+def run(loops: Sequence[CopyLoopSettings], out: Path | None = None) -> int:
+    """Measure every loop and the masks, and record them in the file `out`; return the exit status."""
+    recording = Recording("length_copy", out, {"method": METHOD}, ("arms", "verify_masks"))
+    recording.measure(loops, lambda settings: {"arms": measure_ends(settings)}, "loops")
     recording.measure([torch.device("cuda")], lambda device: {"verify_masks": measure_masks(device)}, "masks")
     _print(recording)
     return recording.exit_status
@@ -210,7 +207,3 @@ def _print(recording: Recording) -> None:
     recording.print_table("A decode loop, per step", ARM_COLUMNS, "arms", words=("arm",))
     sizes = ", ".join(f"{name} {size:,}" for name, size in MASK_SIZES.items())
     recording.print_table(f"The mask of target verify ({sizes})", MASK_COLUMNS, "verify_masks", words=("verify mask",))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,5 @@
 """A loop of target-verify steps around a stand-in for the model, run by several arms and read from profiles."""
 
-import argparse
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -10,29 +9,23 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lab.experiments.command import ExperimentParser
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.timing.step_profile import LoopProfile, profiled, unprofiled_us
 from lab.workloads.requests import admit, forward_batch, new_pool
 
 Variant = TypeVar("Variant")
+Loop = TypeVar("Loop", bound="LoopSettings")
 
 
-def stand_in_us(*times_us: float, words: str, least: float = 1) -> Any:
-    """Return a field for the time of a stand-in, in µs.
-
-    Args:
-        times_us: of the loops that are run by default.
-        words: what takes the time, for the command line.
-        least: the least time.
-    """
-    return field(metadata={"times_us": times_us, "words": words, "least": least})
+def stand_in(least: float = 1) -> Any:
+    """Return a field for the time of a stand-in, in µs, of at least so much."""
+    return field(metadata={"least": least})
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopSettings:
-    """The sizes of a loop, and how often it is run; an experiment adds a `stand_in_us` for each of its stand-ins.
+    """The sizes of a loop, and how often it is run; an experiment adds a `stand_in` for each of its stand-ins.
 
     A field's metadata may have "least", its least value, where that is not 1.
 
@@ -148,29 +141,11 @@ def measure_loop(
     return runs
 
 
-def parsed_loops(name: str, doc: str, settings: type[LoopSettings], argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line of an experiment on loops.
+def loops_of(settings: type[Loop], **values: Any) -> list[Loop]:
+    """Return settings of all combinations of the values, each of which is one value or a list of several.
 
-    Args:
-        name, doc: as in `ExperimentParser`.
-        settings: whose fields are options; those of a `stand_in_us` take several times.
-        argv: the arguments; those of the process if None.
-
-    Returns:
-        All that was given, and `loops`: settings of all combinations of the times.
+    Raises:
+        ValueError: a value is too small.
     """
-    parser = ExperimentParser(name, doc)
-    for each in fields(settings):
-        option = f"--{each.name.replace('_', '-')}"
-        if times_us := each.metadata.get("times_us"):
-            words = f"{each.metadata['words']} ({' '.join(f'{time_us:g}' for time_us in times_us)})"
-            parser.add_argument(option, type=float, nargs="+", default=times_us, help=words)
-        else:
-            parser.add_argument(option, type=int, default=each.default, help="(%(default)s)")
-
-    def loops_of(given: argparse.Namespace) -> list[LoopSettings]:
-        values = {each.name: getattr(given, each.name) for each in fields(settings)}
-        several = (value if isinstance(value, Sequence) else (value,) for value in values.values())
-        return [settings(**dict(zip(values, each, strict=True))) for each in itertools.product(*several)]
-
-    return parser.parsed(argv, loops=loops_of)
+    several = (value if isinstance(value, list) else [value] for value in values.values())
+    return [settings(**dict(zip(values, each, strict=True))) for each in itertools.product(*several)]

@@ -1,28 +1,26 @@
 """The portable MLA decode against FlashInfer's BatchMLAPagedAttentionWrapper, and both against the floor.
 
-    python -m lab.experiments.mla_decode --out mla_decode.json
-    python -m lab.experiments.mla_decode --q-lens 1 4 --kv-dtype e4m3 --out mla_decode.json
+    lab experiments mla-decode --out mla_decode.json
+    lab experiments mla-decode --q-lens 1,4 --kv-dtype e4m3 --out mla_decode.json
 
 One layer of DeepSeek-V3 after absorption (entries of 512 + 64, pages of 64, bf16 queries), all its 128 heads or the 16 of one
 rank of eight. At every point the arms take turns in one process, each on its own copies of the same pool, query and output;
 cold by rotation. One query row per request is a decode, more are a verification. Every output vector of every request is judged
 by the requests' histories before and after: a wrong arm has no time. The wrapper is FA3 on SM90 and FA2 elsewhere; it plans on
 the host from the lengths, which is done before and not in the time. The file is written anew after every point. Exit status:
-1 if an arm is wrong, 2 without a GPU.
+1 if an arm is wrong.
 """
 
-import argparse
-import sys
 from collections.abc import Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from lab.experiments.arms import COLD, JUDGED, Arm, Point, measure_point
-from lab.experiments.command import ExperimentParser, chosen, timing_plan
+from lab.experiments.arms import JUDGED, Arm, Point, TimingPlan, measure_point
 from lab.experiments.passes import PORTABLE_MODULE, gpu_works, pass_facts
-from lab.experiments.recording import NO_GPU, Recording, gpu_is_here
+from lab.experiments.recording import Recording
 from lab.experiments.targets import TEXT_COLUMNS, TIME_COLUMNS, Figure, Target, score
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.timing.work import GpuWork
@@ -82,56 +80,19 @@ def facts_of(arm: Arm, work: GpuWork) -> dict[str, Any]:
     return {"plan": PLANNED if arm.planned else None, **pass_facts(arm, work)}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    given = _arguments(argv)
-    if not gpu_is_here():
-        return NO_GPU
-    plan = timing_plan(given)
+def run(points: Sequence[Point], plan: TimingPlan, out: Path | None = None) -> int:
+    """Measure the points and record them in the file `out`; return the exit status."""
     facts = {"method": str(plan.method), "samples": plan.samples, "judged": JUDGED}
     recording = Recording(
         "mla_decode",
-        given.out,
+        out,
         facts,
         ("rows", "declined", "wrong"),
         ceilings=plan.ceilings,
         derived={"targets": lambda result: score(result["rows"])},
     )
-    recording.measure(given.points, lambda point: measure_point(point, gpu_works, plan, facts_of).by_list())
+    recording.measure(points, lambda point: measure_point(point, gpu_works, plan, facts_of).by_list())
     title = f"MLA, one layer: {plan.method}. The wrapper is {PLANNED}"
     recording.print_table(title, TIME_COLUMNS, "rows", words=TEXT_COLUMNS)
     recording.print_reasons()
     return recording.exit_status
-
-
-def _shape(text: str) -> tuple[int, int]:
-    requests, keys = map(int, text.split("x"))
-    if requests < 1:
-        raise argparse.ArgumentTypeError(f"{text} has no requests: at least 1 is wanted")
-    return requests, keys
-
-
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = ExperimentParser("mla_decode", __doc__)
-    parser.add_argument(
-        "--shapes",
-        type=_shape,
-        nargs="+",
-        default=list(SHAPES),
-        metavar="REQUESTSxKEYS",
-        help="keys of each request, the new tokens' included (64x8192 8x81920)",
-    )
-    parser.add_sizes("--heads", HEADS, "query heads")
-    parser.add_sizes("--q-lens", (1,), "query rows of each request; more than 1 verify")
-    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="bf16", help="of the cache (%(default)s)")
-    parser.add_only("these points, such as '64q1s8k/16 heads'")
-    parser.add_timing(COLD)
-    return parser.parsed(argv, points=_points)
-
-
-def _points(given: argparse.Namespace) -> list[Point]:
-    cases = cases_of(given.shapes, given.heads, given.q_lens, KV_DTYPES[given.kv_dtype])
-    return chosen(map(point_of, cases), given.only, lambda point: point.name)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

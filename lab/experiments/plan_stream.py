@@ -1,7 +1,7 @@
 """What planning verify beside the draft saves (SGLang's PR 25925), and what a tree's fix-up costs, read from a profile.
 
-    python -m lab.experiments.plan_stream --out plan_stream.json
-    python -m lab.experiments.plan_stream --draft-us 100 400 1600 --verify-us 2000 --batch-size 1 --out plan_stream.json
+    lab experiments plan-stream --out plan_stream.json
+    lab experiments plan-stream --draft-us 100,400,1600 --verify-us 2000 --batch-size 1 --out plan_stream.json
 
 A loop of speculative iterations. Each names its batch on the device, replays a CUDA graph of matrix products that lasts as
 long as asked in place of the draft steps, plans verify's metadata, fixes up what depends on the draft, replays another graph in
@@ -25,16 +25,15 @@ verify was handed is checked before and after. What the table says, per iteratio
 
 CUPTI and the annotations make the host slower, by a microsecond or so a launch. The matrix products fill nearly all of the GPU,
 so a plan beside them may take longer than alone. Writing the mask is also timed by itself, as a CUDA graph would replay it.
-Exit status: 2 without a GPU.
 """
 
 import itertools
 import random
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -43,8 +42,8 @@ from torch.profiler import record_function
 
 from lab.experiments.arms import WARM
 from lab.experiments.iteration_profile import Phase, iteration_facts, two_lanes
-from lab.experiments.loops import LoopRuns, LoopSettings, VerifyRequests, measure_loop, parsed_loops, stand_in_us
-from lab.experiments.recording import NO_GPU, Columns, Recording, gpu_is_here
+from lab.experiments.loops import LoopRuns, LoopSettings, VerifyRequests, measure_loop, stand_in
+from lab.experiments.recording import Columns, Recording
 from lab.experiments.stand_in import MatrixProducts
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.plan_stream import FixUp, PlannedVerify, PlanStart, PlanStream, VerifyBuffers
@@ -107,8 +106,8 @@ class PlanLoopSettings(LoopSettings):
         ValueError: a size is too small, or the requests outgrow `max_context_len`.
     """
 
-    draft_us: float = stand_in_us(100.0, 400.0, words="GPU time of the draft steps")
-    verify_us: float = stand_in_us(1000.0, words="GPU time of the target model")
+    draft_us: float = stand_in()
+    verify_us: float = stand_in()
     max_context_len: int = 131072
     warm_up_steps: int = 3
     steps: int = 12
@@ -312,13 +311,11 @@ def _check_fix_up(arguments: Mapping[str, Any]) -> None:
     out.zero_()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    given = parsed_loops("plan_stream", __doc__, PlanLoopSettings, argv)
-    if not gpu_is_here():
-        return NO_GPU
+def run(loops: Sequence[PlanLoopSettings], out: Path | None = None) -> int:
+    """Measure every loop and the fix-ups, and record them in the file `out`; return the exit status."""
     device = torch.device("cuda")
-    recording = Recording("plan_stream", given.out, {"method": METHOD, "host_method": HOST_METHOD}, ("arms", "fix_ups"))
-    recording.measure(given.loops, lambda settings: {"arms": measure_plannings(settings)}, "loops")
+    recording = Recording("plan_stream", out, {"method": METHOD, "host_method": HOST_METHOD}, ("arms", "fix_ups"))
+    recording.measure(loops, lambda settings: {"arms": measure_plannings(settings)}, "loops")
     recording.measure(FIX_UP_POINTS, lambda point: {"fix_ups": [measure_fix_up(*point, device)]}, "masks")
     _print(recording)
     return recording.exit_status
@@ -351,7 +348,3 @@ FIX_UP_COLUMNS: Columns = {
 def _print(recording: Recording) -> None:
     recording.print_table("A speculative iteration", ARM_COLUMNS, "arms", words=("drafts", "builder", "start"))
     recording.print_table(f"The packed mask of trees by itself, {WARM}", FIX_UP_COLUMNS, "fix_ups")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,21 +15,13 @@ from lab.files import write_text
 from lab.provenance import environment
 from lab.timing.roofline import Ceilings
 
-# Exit statuses: every point measured and every output right, an arm was wrong, nothing was measured.
-RIGHT, WRONG, NO_GPU = 0, 1, 2
+# Exit statuses: every point measured and every output right, an arm was wrong, something could not be measured.
+RIGHT, WRONG, NOT_MEASURED = 0, 1, 125
 WIDTH_WITHOUT_TERMINAL = 200
 
 Point = TypeVar("Point")
 Row = dict[str, Any]
 Columns = Mapping[str, Callable[[Mapping[str, Any]], str]]  # header, what it shows of a row
-
-
-def gpu_is_here() -> bool:
-    """Return True if there is a CUDA GPU; where there is none, say so on stderr."""
-    if torch.cuda.is_available():
-        return True
-    print("not measured: this experiment needs a CUDA GPU, and there is no CUDA GPU here", file=sys.stderr)
-    return False
 
 
 class Recording:

@@ -36,7 +36,7 @@ OUTPUTS = ("--out", "--benchmark-json")
 SCENARIOS = ("scenario", "against", "lab_scenario")
 MODULES = ("implementation", "first", "second", "lab_implementation")
 # What a program that parses arguments calls: one of these, in its own file.
-PARSER_MAKERS = ("ArgumentParser", "ExperimentParser", "parsed_loops")
+PARSER_MAKERS = ("ArgumentParser",)
 
 
 class PageError(AssertionError):

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from lab.experiments import command, recording
+from lab.experiments import arms, recording
 from tests.experiments.simulated import CEILINGS
 
 
 @pytest.fixture
 def simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An experiment's main measures: what it measures is the test's to simulate."""
+    """An experiment measures: what it measures is the test's to simulate."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(recording, "environment", lambda: {"gpu": "simulated"})
-    monkeypatch.setattr(command, "measure_ceilings", lambda device: CEILINGS)
+    monkeypatch.setattr(arms, "measure_ceilings", lambda device: CEILINGS)

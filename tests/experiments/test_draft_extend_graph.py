@@ -15,7 +15,6 @@ from lab.experiments.draft_extend_graph import (
     draw,
     form_table,
     free,
-    main,
     measure_forms,
     measure_mode,
     mode_table,
@@ -28,6 +27,7 @@ from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.speculation.draft_extend_graph import DraftExtendOutput
 from lab.timing.model_pass import ModelWorks, pass_bytes, pass_operations
 from lab.workloads.stand_in_model import GRAPH_MODES, TINY_SIZES, StandInModel
+from tests.commands.command import run
 from tests.devices import IN_INTERPRETER
 from tests.experiments.simulated import CEILINGS, measured_in_turns, quick_host_time
 
@@ -176,8 +176,8 @@ def test_the_command_line_measures_all_points_and_writes_json(
     for name, function in simulated.items():
         monkeypatch.setattr(draft_extend_graph, name, function)
     out = tmp_path / "out.json"
-    command = f"--batch-sizes 1 8 --num-draft-tokens 2 4 --implementation lab.kernels.portable --out {out}"
-    assert main(command.split()) == 0
+    command = f"--batch-sizes 1,8 --num-draft-tokens 2,4 --implementation lab.kernels.portable --out {out}"
+    assert run(f"experiments draft-extend-graph {command}") == 0
     recorded = json.loads(out.read_text())
     assert recorded["implementation"] == "lab.kernels.portable"
     assert recorded["environment"]["gpu"] == "simulated"

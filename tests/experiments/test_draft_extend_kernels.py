@@ -20,7 +20,6 @@ from lab.experiments.draft_extend_kernels import (
     crossover_table,
     crossovers,
     facts_of,
-    main,
     point_of,
     split_by_size,
 )
@@ -28,6 +27,7 @@ from lab.experiments.passes import gpu_works, works_of
 from lab.metadata import AttentionCall
 from lab.timing import GpuTime, GpuWork
 from lab.workloads.batches import parse_batch, sweep
+from tests.commands.command import run
 from tests.devices import IN_INTERPRETER
 from tests.experiments.simulated import CEILINGS
 
@@ -193,8 +193,8 @@ def test_the_command_line_writes_every_point_and_what_was_left_out(
         return PointRows(rows, [point.row | {"arm": "decode", "reason": "no"}])
 
     monkeypatch.setattr(draft_extend_kernels, "measure_point", simulated)
-    command = f"--q-lens 2 4 --requests 1 4 --keys 1024 --most-keys 2048 --samples 5 --out {out}"
-    assert main(command.split()) == 0
+    command = f"--q-lens 2,4 --requests 1,4 --keys 1024 --most-keys 2048 --samples 5 --out {out}"
+    assert run(f"experiments draft-extend-kernels {command}") == 0
     recorded = json.loads(out.read_text())
     assert written_before == [False, True]
     assert [(row["q_len"], row["arm"]) for row in recorded["rows"]] == [

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lab.experiments.draft_visibility import look, main
+from lab.experiments.draft_visibility import look
 from lab.metadata.engine.lengths import DraftAttention
+from tests.commands.command import run
 
 CPU = torch.device("cpu")
 
@@ -34,7 +35,7 @@ def test_what_the_code_cannot_hold_is_refused() -> None:
 
 def test_the_command_line_prints_and_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "sights.json"
-    assert main(["--prefix-len", "5", "--steps", "3", "--out", str(out)]) == 0
+    assert run(f"experiments draft-visibility --prefix-len 5 --steps 3 --out {out}") == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[-1].endswith("does not see: none")
     assert any("mla  step 1" in line and line.endswith("does not see: 5, 6") for line in printed)

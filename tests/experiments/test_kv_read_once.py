@@ -25,7 +25,6 @@ from lab.experiments.kv_read_once import (
     PORTABLE,
     facts_of,
     floor_bytes,
-    main,
     measure_host,
     points_of,
 )
@@ -38,6 +37,7 @@ from lab.timing.method import L2, Clock, Method
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.scenarios import scenario
 from lab.workloads.traces import TracedRequest, own_trace, snapshot
+from tests.commands.command import run
 from tests.devices import IN_INTERPRETER
 from tests.experiments.simulated import CEILINGS, SLOW, measured_in_turns, quick_host_time
 
@@ -469,7 +469,7 @@ def test_the_command_line_writes_every_point_and_prints_the_targets(
 
     monkeypatch.setattr(kv_read_once, "measure_point", gpu)
     monkeypatch.setattr(kv_read_once, "measure_host", host)
-    assert main(["--only", "extend", "host", "host_prepared", "--samples", "5", "--out", str(out)]) == 0
+    assert run(f"experiments kv-read-once --only extend,host,host_prepared --samples 5 --out {out}") == 0
     recorded = json.loads(out.read_text())
     assert written_before == [False, True]
     assert [row["point"] for row in recorded["rows"]] == [
@@ -502,7 +502,7 @@ def test_a_wrong_arm_makes_the_exit_status(
 
     monkeypatch.setattr(kv_read_once, "measure_point", gpu)
     out = tmp_path / "once.json"
-    assert main(["--only", "windows", "--portable-only", "--out", str(out)]) == 1
+    assert run(f"experiments kv-read-once --only windows --portable-only --out {out}") == 1
     assert len(json.loads(out.read_text())["wrong"]) == 3
     assert "wrong: decode/gpt-oss-120b/64q1s4k/window, portable: 3 vectors" in capsys.readouterr().out
 

@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from lab.experiments import length_copy, loops
 from lab.experiments.length_copy import CopyLoopSettings, DecodeLoop, StepEnd, measure_ends, measure_masks
 from lab.timing.step_profile import STEP_NAME, exported_trace, read_profile, summary
+from tests.commands.command import run
 from tests.experiments.simulated import only_run
 from tests.timing.test_step_profile import facts_of, running_ahead, with_copy
 
@@ -103,7 +104,7 @@ def test_the_command_line_measures_all_pairs_writes_json_and_prints_a_table(
     masks = [{"form": "full", "mask_bytes": 134221824, "fill_us": 33.5}]
     monkeypatch.setattr(length_copy, "measure_masks", lambda device: masks)
     out = tmp_path / "copy.json"
-    assert length_copy.main(["--gpu-us", "500", "2000", "--host-us", "0", "200", "--out", str(out)]) == 0
+    assert run(f"experiments length-copy --gpu-us 500,2000 --host-us 0,200 --out {out}") == 0
     recorded = json.loads(out.read_text())
     assert recorded["environment"] == {"gpu": "simulated"}
     assert recorded["verify_masks"] == masks
@@ -115,8 +116,7 @@ def test_the_command_line_measures_all_pairs_writes_json_and_prints_a_table(
 
 
 def test_a_wrong_command_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        length_copy.main(["--steps", "1"])
+    assert run("experiments length-copy --steps 1") == 2
     assert "steps=1 must be at least 3" in capsys.readouterr().err
 
 

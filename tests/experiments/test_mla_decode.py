@@ -23,7 +23,6 @@ from lab.experiments.mla_decode import (
     arms_of,
     cases_of,
     facts_of,
-    main,
     point_of,
 )
 from lab.experiments.passes import gpu_works, kernel_of, works_of
@@ -34,6 +33,7 @@ from lab.kernels.peers import flashinfer_mla
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.timing import GpuWork, roofline
 from lab.workloads.mla_case import MLACase
+from tests.commands.command import run
 from tests.devices import IN_INTERPRETER
 from tests.experiments.simulated import CEILINGS, SLOW, measured_in_turns
 
@@ -291,8 +291,8 @@ def test_the_command_line_writes_every_point_and_prints_the_target(
         return PointRows(simulated_rows(case), declined if case.q_lens[0] == 4 else [], [])
 
     monkeypatch.setattr(mla_decode, "measure_point", simulate)
-    command = f"--shapes 2x1024 --heads 16 --q-lens 1 4 --kv-dtype e4m3 --samples 5 --out {out}"
-    assert main(command.split()) == 0
+    command = f"--shapes 2x1024 --heads 16 --q-lens 1,4 --kv-dtype e4m3 --samples 5 --out {out}"
+    assert run(f"experiments mla-decode {command}") == 0
     recorded = json.loads(out.read_text())
     assert written_before == [False, True]
     assert [(row["point"], row["arm"]) for row in recorded["rows"]] == [
@@ -317,7 +317,7 @@ def test_a_wrong_arm_makes_the_exit_status(
         return PointRows([], [], [point.row | {"arm": PORTABLE, "reason": "3 vectors"}])
 
     monkeypatch.setattr(mla_decode, "measure_point", simulate)
-    assert main(["--out", str(tmp_path / "mla.json")]) == 1
+    assert run(f"experiments mla-decode --out {tmp_path}/mla.json") == 1
     assert len(json.loads((tmp_path / "mla.json").read_text())["wrong"]) == 4
     assert "wrong: 8q1s80k/128 heads, portable: 3 vectors" in capsys.readouterr().out
 

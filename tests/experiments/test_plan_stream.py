@@ -26,6 +26,7 @@ from lab.experiments.plan_stream import (
 from lab.metadata.engine.plan_stream import PlannedVerify, PlanStart, VerifyBackend
 from lab.metadata.mha.buffers import MetadataBuilder
 from lab.timing.step_profile import STEP_NAME, IncompleteProfileError, exported_trace, medians, read_profile
+from tests.commands.command import run
 from tests.experiments.simulated import only_run, quick_host_time
 from tests.timing.test_step_profile import call, entry, kernel, step
 
@@ -296,7 +297,7 @@ def test_the_command_line_measures_all_pairs_writes_json_and_prints_tables(
         },
     )
     out = tmp_path / "plan.json"
-    assert plan_stream.main(["--draft-us", "100", "400", "--verify-us", "900", "--out", str(out)]) == 0
+    assert run(f"experiments plan-stream --draft-us 100,400 --verify-us 900 --out {out}") == 0
     recorded = json.loads(out.read_text())
     assert recorded["environment"] == {"gpu": "simulated"}
     found = [
@@ -312,8 +313,7 @@ def test_the_command_line_measures_all_pairs_writes_json_and_prints_tables(
 
 
 def test_a_wrong_command_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        plan_stream.main(["--steps", "0"])
+    assert run("experiments plan-stream --steps 0") == 2
     assert "steps=0 must be at least 1" in capsys.readouterr().err
 
 

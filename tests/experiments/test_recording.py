@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,20 +11,21 @@ import pytest
 import torch
 
 import lab.experiments
-from lab.experiments import EXPERIMENTS
-from lab.experiments.recording import NO_GPU, RIGHT, WRONG, Recording, gpu_is_here, table_of
+from lab.experiments import EXPERIMENTS, command_of
+from lab.experiments.recording import RIGHT, WRONG, Recording, table_of
+from tests.commands.command import run
 from tests.experiments.simulated import CEILINGS
 
 ON_A_GPU = tuple(name for name in EXPERIMENTS if name != "draft_visibility")
 FOLDER = Path(lab.experiments.__file__).parent
 
 
-def main_of(name: str) -> Any:
-    return importlib.import_module(EXPERIMENTS[name]).main
+def line_of(name: str) -> str:
+    return command_of(name).removeprefix("lab ")
 
 
 def test_every_module_that_runs_is_registered_and_documented() -> None:
-    runs = [path.stem for path in sorted(FOLDER.glob("*.py")) if 'if __name__ == "__main__"' in path.read_text()]
+    runs = [path.stem for path in sorted(FOLDER.glob("*.py")) if "\ndef run(" in path.read_text()]
     assert runs == list(EXPERIMENTS)
     pages = (FOLDER.parents[1] / "docs" / "api" / "experiments.md").read_text()
     for module in EXPERIMENTS.values():
@@ -32,12 +34,9 @@ def test_every_module_that_runs_is_registered_and_documented() -> None:
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_all_have_the_same_first_option(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main_of(name)(["--help"])
-    assert ended.value.code == 0
-    usage = capsys.readouterr().out
-    assert usage.startswith(f"usage: python -m {EXPERIMENTS[name]} [-h] [--out OUT]")
+def test_each_is_a_command_that_can_write_a_file(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(f"{line_of(name)} --help") == 0
+    assert "--out " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ON_A_GPU)
@@ -46,7 +45,7 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     out = tmp_path / "out.json"
-    assert main_of(name)(["--out", str(out)]) == NO_GPU == 2
+    assert run(f"{line_of(name)} --out {out}") == 125
     assert "not measured" in (said := capsys.readouterr().err)
     assert "no CUDA GPU here" in said
     assert not out.exists()
@@ -73,9 +72,10 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(
     ],
 )
 def test_a_wrong_command_line_is_refused(name: str, wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main_of(name)(["--out", "out.json", *wrong.split()])
-    assert "error:" in capsys.readouterr().err
+    assert run(f"{line_of(name)} --out out.json {wrong}") == 2
+    said = capsys.readouterr().err
+    assert re.search(r"Error|lab: ", said)
+    assert "Traceback" not in said
 
 
 @pytest.mark.usefixtures("simulated_gpu")
@@ -89,7 +89,6 @@ def test_the_file_is_whole_after_every_point(tmp_path: Path) -> None:
             raise RuntimeError("the third point fails")
         return {"rows": [{"point": point}, {"point": -point}]}
 
-    assert gpu_is_here()
     total = {"total": lambda result: sum(row["point"] for row in result["rows"] if row["point"] > 0)}
     recording = Recording("counting", out, {"method": "counted"}, ("rows", "wrong"), ceilings=CEILINGS, derived=total)
     with pytest.raises(RuntimeError, match="third"):

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
-from lab.experiments import EXPERIMENTS
 from lab.reports.changes import CHANGES, Change
 from lab.reports.changes.verdicts import NOT_RECORDED, Answer, Observation, Standing
 from lab.reports.recorded import Kind, RecordedFile, RecordedFileError, read_file
@@ -40,11 +39,6 @@ class Entry:
         mine = [each for each in self.claimed() if each.group.startswith(attention)]
         holding = sum(each.standing is Standing.HOLDS for each in mine)
         return f"{holding} of {len(mine)} points" if mine else NOT_RECORDED
-
-
-def command_of(change: Change) -> str:
-    """Return the command that measures a change."""
-    return f"python -m {EXPERIMENTS[change.module]} --out {change.module}.json"
 
 
 def file_of(folder: Path, module: str) -> Path:

@@ -4,8 +4,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from lab.experiments import command_of
 from lab.reports.changes import CHANGES
-from lab.reports.changes.entries import Entry, command_of, day_of, held_back
+from lab.reports.changes.entries import Entry, day_of, held_back
 from lab.reports.changes.verdicts import NOT_RECORDED, Aspect, Observation, Standing, microseconds
 from lab.reports.recorded import RecordedFile
 from lab.reports.tables import Cell, Table, markdown_of, table_of_lines
@@ -17,7 +18,7 @@ MOST_NAMED, MOST_IN_A_CELL = 12, 4  # points that a sentence names, and a cell; 
 SUMMARY = ("change", "the claim", "MHA: holds at", "MLA: holds at", "does not hold, or cannot be told, at")
 RECORDINGS = ("recording", "day", "GPU", "commit", "torch, FlashInfer", "GPU held back in", "method")
 METHOD = (
-    "Written by `python -m lab.reports.changes` from the recordings that it links: every measured number and every verdict "
+    "Written by `lab experiments changes` from the recordings that it links: every measured number and every verdict "
     "below is computed from them, by the lab's one rule for times. A statement *holds* at a point if the change makes the "
     "time shorter, *does not hold* if it makes it longer, and *cannot be told* otherwise. A time is shorter "
     f"if the whole interval of the ratio of the medians, at {IN_TURNS.confidence_percent:g} % confidence, is more than "
@@ -88,7 +89,7 @@ def _section(entry: Entry, beside: Path) -> list[str]:
     blocks = [
         f"## {change.number}: {_lower(change.title)}",
         f"**Claim.** {change.claim} ({change.source}.)",
-        f"**Asked.** {change.question} `{command_of(change)}`",
+        f"**Asked.** {change.question} `{command_of(change.module)} --out {change.module}.json`",
     ]
     if entry.failure:
         left = "" if entry.answer is None else " What it had recorded by then stands below."

@@ -26,7 +26,7 @@ from lab.reports.tables import Cell, Columns, Table, make_table, words
 from lab.reports.timing_tables import ceiling_table, fastest_table, methods, timing_tables
 from lab.reports.timings import figures
 
-OVERVIEW = "experiments.md"  # of `python -m lab.reports.changes`
+OVERVIEW = "experiments.md"  # of `lab experiments changes`
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,13 @@ import pytest
 import torch
 from rich.console import Console
 
+from lab.experiments import command_of
 from lab.reports.changes import CHANGES
-from lab.reports.changes import __main__ as command
 from lab.reports.changes.entries import Entry, day_of, file_of, read_entries
 from lab.reports.changes.overview import PAGE, claims_table, kernels_sentence, page
+from lab.reports.changes.run import DEFAULT_OUT, run_command, show
 from lab.reports.tables import terminal_of
+from tests.commands.command import run
 from tests.experiments.recorded import FOLDER, MODULES, recorded, slowed
 
 DAY = re.compile(r"\| \d{4}-\d\d-\d\d \|")
@@ -47,7 +49,7 @@ def printed(entries: Sequence[Entry]) -> str:
 
 
 def test_the_page_in_the_repository_is_that_of_its_recordings() -> None:
-    # If this fails: python -m lab.reports.changes --recorded results/nvidia-h200 --out results/nvidia-h200
+    # If this fails: lab experiments changes --recorded results/nvidia-h200 --out results/nvidia-h200
     written = (FOLDER / PAGE).read_text(encoding="utf-8")
     assert DAY.sub("", written) == DAY.sub("", page_of(FOLDER))
 
@@ -57,7 +59,7 @@ def test_the_page_says_what_each_change_claims_and_what_it_was_measured_on(folde
     for change in CHANGES:
         for words in (change.claim, change.source, change.question, f"pull/{change.number}"):
             assert words in text
-        assert f"python -m lab.experiments.{change.module} --out {change.module}.json" in text
+        assert f"{command_of(change.module)} --out {change.module}.json" in text
         environment = recorded(change.module)["environment"]
         line = next(line for line in text.splitlines() if line.startswith(f"| [{change.module}.json]"))
         assert f"| {environment['gpu']} | `{environment['commit']}` |" in line
@@ -161,10 +163,10 @@ class Commands:
         self.ran: list[str] = []
 
     def __call__(self, line: Sequence[str]) -> int:
-        _, dash_m, module, dash_out, out = line
-        assert (dash_m, dash_out) == ("-m", "--out")
+        python, *command, dash_out, out = line
+        assert (python, *command[:3], dash_out) == (sys.executable, "-m", "lab", "experiments", "--out")
         assert not Path(out).exists()
-        name = module.removeprefix("lab.experiments.")
+        name = command[3].replace("-", "_")
         self.ran.append(name)
         status = self.statuses.get(name, 0)
         if status == 0:
@@ -188,7 +190,7 @@ def test_on_a_gpu_every_experiment_runs_and_the_overview_is_of_what_they_wrote(
 ) -> None:
     commands = Commands()
     out = tmp_path / "measured"
-    assert command.main(["--out", str(out)], commands) == 0
+    assert show(None, out, run=commands) == 0
     assert commands.ran == [change.module for change in CHANGES]
     text = (out / PAGE).read_text()
     assert all(f"]({change.module}.json)" in text for change in CHANGES)
@@ -199,7 +201,7 @@ def test_on_a_gpu_every_experiment_runs_and_the_overview_is_of_what_they_wrote(
 def test_one_that_fails_does_not_stop_the_others_and_is_the_exit_status(tmp_path: Path) -> None:
     commands = Commands({"plan_stream": 3, "draft_extend_kernels": -9})
     write(tmp_path, "plan_stream", recorded("plan_stream"))  # of an earlier run
-    assert command.main(["--out", str(tmp_path)], commands) == 1
+    assert show(None, tmp_path, run=commands) == 1
     assert len(commands.ran) == len(CHANGES)
     text = (tmp_path / PAGE).read_text()
     assert "**Failed**: its command ended with exit status 3." in text
@@ -211,7 +213,7 @@ def test_one_that_fails_does_not_stop_the_others_and_is_the_exit_status(tmp_path
 @pytest.mark.usefixtures("gpu")
 def test_only_some_changes(tmp_path: Path) -> None:
     commands = Commands()
-    assert command.main(["--only", "26824", "24566", "--out", str(tmp_path)], commands) == 0
+    assert show(None, tmp_path, (26824, 24566), commands) == 0
     assert commands.ran == ["draft_extend_kernels", "length_copy"]
     text = (tmp_path / PAGE).read_text()
     assert text.startswith("# Changes of SGLang's")
@@ -227,41 +229,42 @@ def test_without_a_gpu_it_shows_the_recorded_run_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert command.main([], never) == 0
+    assert show(None, None, run=never) == 0
     said = capsys.readouterr().out
     assert "No CUDA GPU here, so nothing is measured" in said
     assert "nvidia-h200" in said
-    text = (tmp_path / command.DEFAULT_OUT / PAGE).read_text()
+    text = (tmp_path / DEFAULT_OUT / PAGE).read_text()
     (link,) = set(re.findall(r"\]\((\S*plan_stream\.json)\)", text))
-    assert (tmp_path / command.DEFAULT_OUT / link).resolve() == FOLDER / "plan_stream.json"
+    assert (tmp_path / DEFAULT_OUT / link).resolve() == FOLDER / "plan_stream.json"
 
 
 @pytest.mark.usefixtures("gpu")
 def test_recordings_alone_measure_nothing_and_write_only_where_asked(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command.main(["--recorded", str(folder)], never) == 0
+    assert show(folder, None, run=never) == 0
     assert not (folder / PAGE).exists()
     assert "trtllm-gen" in capsys.readouterr().out
     file_of(folder, "plan_stream").write_text("{")
-    assert command.main(["--recorded", str(folder)], never) == 1
+    assert show(folder, None, run=never) == 1
 
 
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize("wrong", ["--recorded nowhere", "--only 12345", "--out page.md"])
 def test_a_wrong_command_line_is_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        command.main(wrong.split(), never)
-    assert "error:" in capsys.readouterr().err
+    assert run(f"experiments changes {wrong}") == 2
+    said = capsys.readouterr().err
+    assert wrong.split()[1] in said
+    assert "Traceback" not in said
 
 
 def test_a_folder_without_recordings_is_nothing_to_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--recorded", str(tmp_path)], never) == 2
+    assert run(f"experiments changes --recorded {tmp_path}") == 125
     assert "none of the recordings" in capsys.readouterr().err
 
 
 def test_a_commands_exit_status_is_handed_on() -> None:
-    assert command.run_command([sys.executable, "-c", "raise SystemExit(5)"]) == 5
+    assert run_command([sys.executable, "-c", "raise SystemExit(5)"]) == 5
 
 
 def test_a_recording_in_which_the_decode_call_lost_everywhere_is_told_so(folder: Path) -> None:
