@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from lab.axes import positive
 from lab.commands.options import (
     L2,
     NOT_JUDGED,
@@ -14,7 +15,6 @@ from lab.commands.options import (
     loaded,
     misused,
     need_gpu,
-    positive,
     prepare_machine,
     refuse,
     several,
