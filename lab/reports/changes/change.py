@@ -1,7 +1,8 @@
 """A change of SGLang's, the question that the lab asks of it, and what the five of them share."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from lab.reports.changes.verdicts import Answer, Observation, compared
@@ -9,6 +10,7 @@ from lab.timing.statistics import Times
 
 Row = Mapping[str, Any]  # of a list in a recording
 RowPair = tuple[Row, Row]  # without the change and with it, at one point
+Clocks = Callable[[Row], dict[str, Times]]
 Recording = Mapping[str, Any]
 Recordings = Mapping[str, Recording]  # by the name of the experiment's module
 
@@ -37,25 +39,42 @@ class Change:
     beside: tuple[str, ...] = ()
 
 
-def pairs(rows: Sequence[Row], point: Callable[[Row], Hashable], arm: str, before: str, after: str) -> list[RowPair]:
+def one_clock(row: Row) -> dict[str, Times]:
+    """Return the times of a row that one clock took."""
+    return {"": Times.of_row(row)}
+
+
+def two_clocks(what: str) -> Clocks:
+    """Return what reads a loop's times: `<what>_us` of each profiled turn, and `unprofiled_<what>_us` by the host's clock."""
+    return lambda row: {
+        "in the profile": Times.of([turn[f"{what}_us"] for run in row["runs"] for turn in run]),
+        "without it": Times.of(row[f"unprofiled_{what}_us"]),
+    }
+
+
+def pairs(rows: Iterable[Row], arm: str, before: str, after: str, point: Sequence[str]) -> list[RowPair]:
     """Return the rows of two arms at each point that has both, in the order of the first arm's rows.
 
     Args:
-        point: of a row, what its point is.
         arm: the key of a row's arm; `before` and `after` are two of its values.
+        point: the keys of what its point is.
     """
-    changed = {point(row): row for row in rows if row[arm] == after}
-    return [(row, changed[point(row)]) for row in rows if row[arm] == before and point(row) in changed]
+    point_of = itemgetter(*point)
+    listed = list(rows)
+    changed = {point_of(row): row for row in listed if row[arm] == after}
+    return [(row, changed[point_of(row)]) for row in listed if row[arm] == before and point_of(row) in changed]
 
 
-def compared_rows(group: str, where: str, rows: RowPair) -> Observation:
-    """Compare the times of two rows that one clock took."""
-    return compared(group, where, {"": (Times.of_row(rows[0]), Times.of_row(rows[1]))})
+def compared_pairs(
+    found: Iterable[RowPair], named: Callable[[Row], tuple[str, str]], clocks: Clocks = one_clock
+) -> list[Observation]:
+    """Compare the times of the rows of each pair.
 
-
-def compared_loops(group: str, where: str, rows: RowPair, what: str) -> Observation:
-    """Compare two loops by two clocks: `<what>_us` of each profiled turn, and `unprofiled_<what>_us` by the host's clock."""
-    profiled = [Times.of([turn[f"{what}_us"] for run in row["runs"] for turn in run]) for row in rows]
-    unprofiled = [Times.of(row[f"unprofiled_{what}_us"]) for row in rows]
-    clocks = {"in the profile": (profiled[0], profiled[1]), "without it": (unprofiled[0], unprofiled[1])}
-    return compared(group, where, clocks)
+    Args:
+        named: of a row, its group and its point in words.
+        clocks: of a row, its times by the clocks' names.
+    """
+    return [
+        compared(*named(before), {clock: (times, clocks(after)[clock]) for clock, times in clocks(before).items()})
+        for before, after in found
+    ]

@@ -2,25 +2,25 @@
 
 from operator import itemgetter
 
-from lab.reports.changes.change import Change, Recording, Recordings, Row, compared_rows, pairs
-from lab.reports.changes.verdicts import Answer, Aspect, microseconds
+from lab.reports.changes.change import Change, Recording, Recordings, Row, compared_pairs, pairs
+from lab.reports.changes.verdicts import Answer, aspects, microseconds
 
 
 def judge_decode_kernel(recordings: Recordings) -> Answer:
     """Compare the context call with the decode call at every point that has both."""
     recording = recordings["draft_extend_kernels"]
-    point = itemgetter("q_len", "requests", "kv_len")
-    observations = []
-    both = pairs(recording["rows"], point, "arm", "context", "decode")
-    for rows in sorted(both, key=lambda pair: point(pair[0])):
-        q_len, requests, kv_len = point(rows[0])
-        observations.append(compared_rows(f"MHA, q {q_len}", f"{requests} × {kv_len:,} keys, q {q_len}", rows))
-    aspect = Aspect("The decode call takes less GPU time than the context call.", tuple(observations))
+    rows = sorted(recording["rows"], key=itemgetter("q_len", "requests", "kv_len"))
+    both = pairs(rows, "arm", "context", "decode", ("q_len", "requests", "kv_len"))
+    claimed = {"The decode call takes less GPU time than the context call.": compared_pairs(both, _named)}
     setting = (
         f"Draft extend V2, one layer of {recording['geometry']} on one rank of {recording['tensor_parallel']}, q query rows "
         "of each request."
     )
-    return Answer((aspect,), setting, _mla_rows(recordings), _left_out(recording) + _no_mla_rows(recordings))
+    return Answer(aspects(claimed), setting, _mla_rows(recordings), _left_out(recording) + _no_mla_rows(recordings))
+
+
+def _named(row: Row) -> tuple[str, str]:
+    return f"MHA, q {row['q_len']}", f"{row['requests']} × {row['kv_len']:,} keys, q {row['q_len']}"
 
 
 def _left_out(recording: Recording) -> tuple[str, ...]:

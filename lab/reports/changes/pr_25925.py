@@ -1,10 +1,9 @@
 """Change 25925: verify planned on a second stream."""
 
 from collections.abc import Sequence
-from operator import itemgetter
 
-from lab.reports.changes.change import Change, Recordings, Row, compared_loops, pairs
-from lab.reports.changes.verdicts import Answer, Aspect, Observation, microseconds, stated
+from lab.reports.changes.change import Change, Recordings, Row, compared_pairs, pairs, two_clocks
+from lab.reports.changes.verdicts import Answer, Observation, aspects, microseconds, stated
 from lab.reports.tables import counted
 
 
@@ -12,26 +11,20 @@ def judge_plan_stream(recordings: Recordings) -> Answer:
     """Count what is mended after the draft, and compare iterations planned beside the draft with those planned in line."""
     recording = recordings["plan_stream"]
     arms = recording["arms"]
-    aspects = (
-        Aspect(
-            "A chain's verify is handed right metadata with nothing written again after the draft.",
-            tuple(_fix_up(row) for row in arms if row["drafts"] == "chains"),
+    claimed = {
+        "A chain's verify is handed right metadata with nothing written again after the draft.": (
+            [_fix_up(row) for row in arms if row["drafts"] == "chains"]
         ),
-        Aspect(
-            "Planning a chain's verify beside the draft makes the iteration shorter.",
-            tuple(_planned(arms, "chains", "after the inputs")),
+        "Planning a chain's verify beside the draft makes the iteration shorter.": (
+            _planned(arms, "after the inputs", "chains")
         ),
-        Aspect(
-            "So it does for trees, whose mask is written after the draft.",
-            tuple(_planned(arms, "trees", "after the inputs")),
-            of_claim=False,
+    }
+    aside = {
+        "So it does for trees, whose mask is written after the draft.": _planned(arms, "after the inputs", "trees"),
+        "A plan on a second stream that waits for the draft, as in 0.5.11, 0.5.12 and 0.5.23, makes it shorter.": (
+            _planned(arms, "after the draft", "chains") + _planned(arms, "after the draft", "trees")
         ),
-        Aspect(
-            "A plan on a second stream that waits for the draft, as in 0.5.11, 0.5.12 and 0.5.23, makes it shorter.",
-            tuple(_planned(arms, "chains", "after the draft") + _planned(arms, "trees", "after the draft")),
-            of_claim=False,
-        ),
-    )
+    }
     first = arms[0]
     setting = (
         f"A loop of speculative iterations with stand-ins for draft and target, {counted(first['batch_size'], 'request')} of "
@@ -39,31 +32,24 @@ def judge_plan_stream(recordings: Recordings) -> Answer:
         "from a profile, second ones by the host's clock without it. A time is recorded only if verify was handed right "
         "metadata before and after."
     )
-    missing = ("a plan of MLA's metadata.",)
-    return Answer(aspects, setting, _tree_masks(arms), missing)
+    return Answer(aspects(claimed, aside), setting, _tree_masks(arms), ("a plan of MLA's metadata.",))
 
 
-def _plan_group(row: Row) -> str:
-    return f"MHA, {row['drafts']}, {row['builder']}"
-
-
-def _plan_where(row: Row) -> str:
-    return f"{row['drafts']}, {row['builder']}, a draft of {row['draft_us']:g} µs"
+def _named(row: Row) -> tuple[str, str]:
+    drafts, builder = row["drafts"], row["builder"]
+    return f"MHA, {drafts}, {builder}", f"{drafts}, {builder}, a draft of {row['draft_us']:g} µs"
 
 
 def _fix_up(row: Row) -> Observation:
     launches = row["medians"]["fix_up_launches"]
-    where = f"{_plan_where(row)}, planned {row['start']}"
-    return stated(_plan_group(row), where, launches == 0, f"{launches:g} launches after the draft")
+    group, where = _named(row)
+    return stated(group, f"{where}, planned {row['start']}", launches == 0, f"{launches:g} launches after the draft")
 
 
-def _planned(arms: Sequence[Row], drafts: str, start: str) -> list[Observation]:
-    loops = pairs(arms, itemgetter("draft_us", "verify_us", "drafts", "builder"), "start", "in line", start)
-    return [
-        compared_loops(_plan_group(rows[0]), _plan_where(rows[0]), rows, "iteration")
-        for rows in loops
-        if rows[0]["drafts"] == drafts
-    ]
+def _planned(arms: Sequence[Row], start: str, drafts: str) -> list[Observation]:
+    rows = [row for row in arms if row["drafts"] == drafts]
+    point = ("draft_us", "verify_us", "builder")
+    return compared_pairs(pairs(rows, "start", "in line", start, point), _named, two_clocks("iteration"))
 
 
 def _tree_masks(arms: Sequence[Row]) -> tuple[str, ...]:

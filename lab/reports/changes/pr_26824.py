@@ -1,9 +1,7 @@
 """Change 26824: no copy of the lengths to the host."""
 
-from operator import itemgetter
-
-from lab.reports.changes.change import Change, Recordings, Row, compared_loops, pairs
-from lab.reports.changes.verdicts import Answer, Aspect, Observation, microseconds, stated
+from lab.reports.changes.change import Change, Recordings, Row, compared_pairs, pairs, two_clocks
+from lab.reports.changes.verdicts import Answer, Observation, aspects, microseconds, stated
 from lab.reports.tables import counted
 
 
@@ -11,25 +9,15 @@ def judge_length_copy(recordings: Recordings) -> Answer:
     """Compare steps of a decode loop with the copy and without it, and what the mask costs that is filled in its stead."""
     recording = recordings["length_copy"]
     arms = recording["arms"]
-    points = {
-        f"{row['gpu_us']:g} µs of GPU work, {row['host_us']:g} of host work": (row, other)
-        for row, other in pairs(arms, itemgetter("gpu_us", "host_us"), "arm", "with the copy", "without the copy")
+    both = pairs(arms, "arm", "with the copy", "without the copy", ("gpu_us", "host_us"))
+    full = [mask["fill_us"] for mask in recording["verify_masks"] if mask["form"] == "full"]
+    claimed = {
+        "Without the copy no step waits for the GPU.": [_waits(*rows) for rows in both],
+        "Without the copy a step is shorter.": compared_pairs(both, _named, two_clocks("step")),
+        "Filling the preallocated mask whole, as 0.5.13 does in each step, costs less than that saves.": (
+            [_pays(*rows, full[0]) for rows in both if full]
+        ),
     }
-    full = [mask for mask in recording["verify_masks"] if mask["form"] == "full"]
-    aspects = (
-        Aspect(
-            "Without the copy no step waits for the GPU.",
-            tuple(_waits(where, *pair) for where, pair in points.items()),
-        ),
-        Aspect(
-            "Without the copy a step is shorter.",
-            tuple(compared_loops("MHA", where, rows, "step") for where, rows in points.items()),
-        ),
-        Aspect(
-            "Filling the preallocated mask whole, as 0.5.13 does in each step, costs less than that saves.",
-            tuple(_pays(where, *pair, full[0]["fill_us"]) for where, pair in points.items() if full),
-        ),
-    )
     first = arms[0]
     setting = (
         f"A decode loop of {counted(first['batch_size'], 'request')} of {first['seq_len']:,} tokens, "
@@ -37,22 +25,26 @@ def judge_length_copy(recordings: Recordings) -> Answer:
         "ones by the host's clock without it."
     )
     missing = ("the loop with MLA's metadata; the copy and the wait for it are the engine's, the same for both.",)
-    return Answer(aspects, setting, tuple(_mask_facts(mask) for mask in recording["verify_masks"]), missing)
+    return Answer(aspects(claimed), setting, tuple(_mask_facts(mask) for mask in recording["verify_masks"]), missing)
 
 
-def _waits(where: str, copying: Row, other: Row) -> Observation:
+def _named(row: Row) -> tuple[str, str]:
+    return "MHA", f"{row['gpu_us']:g} µs of GPU work, {row['host_us']:g} of host work"
+
+
+def _waits(copying: Row, other: Row) -> Observation:
     before, after = (row["medians"] for row in (copying, other))
     figures = (
         f"{before['synchronisations']:g} → {after['synchronisations']:g} synchronisations, host blocked for "
         f"{microseconds(before['blocked_us'])} → {microseconds(after['blocked_us'])} µs"
     )
-    return stated("MHA", where, after["synchronisations"] == 0, figures)
+    return stated(*_named(copying), after["synchronisations"] == 0, figures)
 
 
-def _pays(where: str, copying: Row, other: Row, fill_us: float) -> Observation:
+def _pays(copying: Row, other: Row, fill_us: float) -> Observation:
     saved_us = copying["medians"]["step_us"] - other["medians"]["step_us"]
     figures = f"saved {microseconds(saved_us)} µs, the fill takes {microseconds(fill_us)}"
-    return stated("MHA", where, saved_us > fill_us, figures)
+    return stated(*_named(copying), saved_us > fill_us, figures)
 
 
 def _mask_facts(mask: Row) -> str:

@@ -6,7 +6,7 @@ if both say so, and does not hold if one contradicts it and the other does not c
 not believed alone.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lab.named_enum import NamedEnum
@@ -128,6 +128,14 @@ class Aspect:
             return f"{standing.value} at {'the one point' if total == 1 else f'{every} {total} points'}"
         first, *others = [f"{standing.value} at {count}" for standing, count in counts.items()]
         return ", ".join([f"{first} of {total} points", *others])
+
+
+def aspects(
+    claimed: Mapping[str, Sequence[Observation]], aside: Mapping[str, Sequence[Observation]] | None = None
+) -> tuple[Aspect, ...]:
+    """Return the statements that a change claims, and those that are only reported, with their observations."""
+    listed = [Aspect(statement, tuple(found)) for statement, found in claimed.items()]
+    return (*listed, *(Aspect(statement, tuple(found), of_claim=False) for statement, found in (aside or {}).items()))
 
 
 @dataclass(frozen=True)
