@@ -169,13 +169,12 @@ class MLAStage:
         return uncounted_tokens(view, self.case.attention)
 
     def poison(self, runner: GraphRunner[Any], value: float) -> None:
-        state = runner.metadata.state
-        pads = any(metadata.query_layout is QueryLayout.PADDED for metadata in state.metadata.values())
+        buffers = runner.metadata
         # Lengths of a padded draft extend count the padding, so that entries of the sink are keys, of a weight of zero for the
         # requests' own rows. Zero times NaN is NaN, in the reference too: there the sink stays finite, as an engine's is.
-        self.cache.storage[0].fill_(HUGE if pads else value)
-        state.block_kv_indices.zero_()
-        for metadata in state.metadata.values():
+        self.cache.storage[0].fill_(HUGE if buffers.layout is QueryLayout.PADDED else value)
+        buffers.block_kv_indices.zero_()
+        for metadata in buffers.metadata.values():
             metadata.seq_lens_k.fill_(POISONED_LENGTH)
             if metadata.query_layout is QueryLayout.PADDED:
                 metadata.cu_seqlens_q[1:].fill_(POISONED_LENGTH)
@@ -184,7 +183,7 @@ class MLAStage:
             self.padded_query.fill_(value)
 
     def metadata_owners(self, runner: GraphRunner[Any]) -> tuple[Any, ...]:
-        return tuple(runner.metadata.state.metadata.values())
+        return tuple(runner.metadata.metadata.values())
 
     def wrong_metadata(self, batch: ForwardBatch, metadata: Any, view: ForwardBatch | None) -> str:
         block = None if view is None else self.case.mode.num_tokens_per_req

@@ -16,7 +16,7 @@ from lab.kernels import portable
 from lab.metadata import DraftAttention, ForwardBatch, KVPool, QueryLayout
 from lab.metadata.engine.cuda_graph import GraphRunner
 from lab.metadata.engine.graph_inputs import MetadataPlace
-from lab.metadata.mla.buffers import MLAGraphMetadata, MLAGraphState
+from lab.metadata.mla.buffers import MLAGraphMetadata
 from tests.checks.test_stories import MODES, reason, wrong
 from tests.devices import IN_INTERPRETER, ON_GPU
 
@@ -133,8 +133,8 @@ DEFECTS: dict[type[Defective], tuple[str, Story]] = {
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.__name__)
 def test_a_defect_of_the_metadata_is_found(defect: type[Defective]) -> None:
     def make(backend: Any, case: MLAGraphCase, pool: KVPool, sizes: Sequence[int], body: Any) -> GraphRunner[Any]:
-        state = MLAGraphState(pool, max(sizes), [case.mode], attention=case.attention)
-        spoilt = defect(case.mode, state)
+        right = backend.new_buffers([case.mode], pool, max(sizes))[case.mode]
+        spoilt = defect(case.mode, pool, right.block_kv_indices, case.attention)
         return GraphRunner(backend, case.mode, pool, sizes, body, case.place, metadata=spoilt)
 
     mode, story = DEFECTS[defect]
@@ -167,12 +167,12 @@ def test_a_wrong_implementation_is_found() -> None:
 def test_buffers_that_move_are_told() -> None:
     def make(backend: Any, case: MLAGraphCase, pool: KVPool, sizes: Sequence[int], body: Any) -> GraphRunner[Any]:
         runner = right_runner(backend, case, pool, sizes, body)
-        state = runner.metadata.state
+        buffers = runner.metadata
         replay = runner.replay
 
         def moving(batch: ForwardBatch) -> Any:
-            for key, metadata in list(state.metadata.items()):
-                state.metadata[key] = replace(metadata, seq_lens_k=metadata.seq_lens_k.clone())
+            for size, metadata in list(buffers.metadata.items()):
+                buffers.metadata[size] = replace(metadata, seq_lens_k=metadata.seq_lens_k.clone())
             return replay(batch)
 
         runner.replay = moving  # type: ignore[method-assign]

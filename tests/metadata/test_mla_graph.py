@@ -17,7 +17,7 @@ from lab.metadata.engine.cuda_graph import GraphRunner
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
 from lab.metadata.mla.backend import TRTLLMMLABackend
-from lab.metadata.mla.buffers import MLAGraphState
+from lab.metadata.mla.buffers import MLAGraphMetadata
 from lab.metadata.mla.calls import prepare_mla_attention
 from lab.metadata.mla.metadata import build_mla_decode_metadata
 from lab.metadata.speculation.draft_steps import DraftPlan, MultiStepDraft, build_draft_steps
@@ -67,11 +67,17 @@ def nothing(view: ForwardBatch, metadata: TRTLLMMLADecodeMetadata) -> Callable[[
     return lambda: None
 
 
+def buffers_of(
+    pool: KVPool, max_batch_size: int, modes: list[GraphMode], attention: DraftAttention = MLA, **layout: QueryLayout
+) -> dict[GraphMode, MLAGraphMetadata]:
+    return TRTLLMMLABackend(None, attention, **layout).new_buffers(modes, pool, max_batch_size)
+
+
 def runner_of(
-    state: MLAGraphState, mode: GraphMode, sizes: tuple[int, ...] = (2, 4), place: Any = MetadataPlace.IN_GRAPH
+    buffers: MLAGraphMetadata, sizes: tuple[int, ...] = (2, 4), place: Any = MetadataPlace.IN_GRAPH
 ) -> GraphRunner[TRTLLMMLADecodeMetadata]:
-    backend = TRTLLMMLABackend(attention=state.attention)
-    return GraphRunner(backend, mode, state.pool, sizes, nothing, place, metadata=state.of(mode))
+    backend = TRTLLMMLABackend(attention=buffers.attention)
+    return GraphRunner(backend, buffers.mode, buffers.pool, sizes, nothing, place, metadata=buffers)
 
 
 def replay(runner: GraphRunner[TRTLLMMLADecodeMetadata], batch: ForwardBatch) -> TRTLLMMLADecodeMetadata:
@@ -110,21 +116,20 @@ def assert_replayed(
 def test_the_table_starts_as_minus_one_and_is_as_wide_as_the_context(page_size: int) -> None:
     _, pool = build(replace(PROBE, page_size=page_size, max_context_len=4095))
     for modes, blocks in ((MODES[:4], 1), ([VERIFY, EXTEND_V2], 1), ([DECODE, EXTEND_V1], 2)):
-        table = MLAGraphState(pool, 5, modes).block_kv_indices
+        table = buffers_of(pool, 5, modes)[modes[0]].block_kv_indices
         assert (table.dtype, list(table.shape)) == (torch.int32, [5, blocks * 4096 // page_size])
         assert (table == -1).all()
-    assert MLAGraphState(pool, 5, [EXTEND_V1], draft_extend=QueryLayout.VIEW).block_kv_indices.shape[1] == (
-        4096 // page_size
-    )
+    as_they_lie = buffers_of(pool, 5, [EXTEND_V1], draft_extend=QueryLayout.VIEW)[EXTEND_V1]
+    assert as_they_lie.block_kv_indices.shape[1] == 4096 // page_size
 
 
 @IN_INTERPRETER
 def test_two_modes_at_one_size_keep_what_is_theirs() -> None:
     """SGLang keeps one entry per size: verification after decode gets decode's, without its own tensors."""
     pool = build(case_of(VERIFY, (60, 97)))[1]
-    state = MLAGraphState(pool, 4, MODES)
-    runners = {mode: runner_of(state, mode) for mode in MODES}
-    assert set(state.metadata) == {(mode, size) for mode in MODES for size in (2, 4)}
+    buffers = buffers_of(pool, 4, MODES)
+    runners = {mode: runner_of(buffers[mode]) for mode in MODES}
+    assert all(set(buffers[mode].metadata) == {2, 4} for mode in MODES)
     batches = {mode: build(case_of(mode, (60, 97)))[0] for mode in MODES}
     kept = {mode: replay(runners[mode], batches[mode]) for mode in MODES}
     lengths = {mode: kept[mode].seq_lens_k.tolist() for mode in MODES}
@@ -137,21 +142,20 @@ def test_two_modes_at_one_size_keep_what_is_theirs() -> None:
     assert len({kept[mode].block_kv_indices.data_ptr() for mode in MODES}) == 1
 
 
-def test_other_modes_sizes_and_pools_are_refused() -> None:
+def test_other_sizes_and_pools_are_refused() -> None:
     pool = build(PROBE)[1]
-    state = MLAGraphState(pool, 4, [DECODE])
-    with pytest.raises(ValueError, match="name it when the state is made"):
-        state.of(VERIFY)
+    buffers = buffers_of(pool, 4, [DECODE])
+    assert set(buffers) == {DECODE}
     for size in (0, 5):
         with pytest.raises(ValueError, match=f"batch_size={size} is not 1 to max_batch_size=4"):
-            state.of(DECODE).slices(size)
+            buffers[DECODE].slices(size)
     with pytest.raises(ValueError, match="max_batch_size=0"):
-        MLAGraphState(pool, 0, [DECODE])
+        buffers_of(pool, 0, [DECODE])
     with pytest.raises(ValueError, match="is not MLA"):
-        MLAGraphState(pool, 4, [DECODE], attention=DraftAttention.MHA)
+        buffers_of(pool, 4, [DECODE], DraftAttention.MHA)
     for page_size in (16, 128):
         with pytest.raises(ValueError, match=f"page_size={page_size}: .*pages of"):
-            MLAGraphState(build(replace(PROBE, page_size=page_size))[1], 4, [DECODE])
+            buffers_of(build(replace(PROBE, page_size=page_size))[1], 4, [DECODE])
 
 
 # --- replays ------------------------------------------------------------------------------------------------------
@@ -165,7 +169,7 @@ def test_other_modes_sizes_and_pools_are_refused() -> None:
 def test_the_lengths_that_sglang_was_seen_to_make(layout: QueryLayout, seq_lens_k: list[int], rows: list[int]) -> None:
     """Measured on SGLang's own builder: as a view in the graph, and padded in an eager pass. The lab's graph pads too."""
     batch, pool = build(PROBE)
-    got = replay(runner_of(MLAGraphState(pool, 4, [EXTEND_V1], draft_extend=layout), EXTEND_V1), batch)
+    got = replay(runner_of(buffers_of(pool, 4, [EXTEND_V1], draft_extend=layout)[EXTEND_V1]), batch)
     assert got.seq_lens_k.tolist() == seq_lens_k
     assert got.query_layout is layout
     assert got.seq_lens_q is not None
@@ -182,10 +186,10 @@ def test_a_replay_is_the_eager_pass_and_leaves_the_rest(
 ) -> None:
     """A long batch, shorter ones, fewer requests, and the first again; tails keep what the longest left."""
     pool = build(case_of(mode, (CONTEXT,) * 4, page_size), device)[1]
-    state = MLAGraphState(pool, 4, [mode], attention=attention)
-    runner = runner_of(state, mode, place=place)
+    buffers = buffers_of(pool, 4, [mode], attention)[mode]
+    runner = runner_of(buffers, place=place)
     # Capture's own requests are padding of one token and no page but the sink's; nothing else is written.
-    assert set(state.block_kv_indices.unique().tolist()) == {-1, 0}
+    assert set(buffers.block_kv_indices.unique().tolist()) == {-1, 0}
     long, short = (CONTEXT, 130, 129, 65), (33, 9, 64, 32)
     left: list[list[int]] = []
     addresses: set[int] = set()
@@ -196,11 +200,11 @@ def test_a_replay_is_the_eager_pass_and_leaves_the_rest(
         eager = build_mla_decode_metadata(batch, pool, attention)
         if eager.max_seq_len_q == got.max_seq_len_q:
             assert eager.seq_lens_k.tolist() == got.seq_lens_k[: batch.batch_size].tolist()
-        cells = state.block_kv_indices.tolist()
+        cells = buffers.block_kv_indices.tolist()
         if left:  # a tail is as the batches before left it
             assert all(tail == before[-len(tail) :] for tail, before in zip(tails, left, strict=False) if tail)
         left = cells
-        addresses.add(state.block_kv_indices.data_ptr())
+        addresses.add(buffers.block_kv_indices.data_ptr())
     assert len(addresses) == 1
     stale = replay(runner, on_requests_of(pool, build(case_of(mode, short, page_size), device)[0]))
     columns = -(-CONTEXT // page_size)
@@ -217,7 +221,7 @@ def on_requests_of(pool: KVPool, batch: ForwardBatch) -> ForwardBatch:
 def test_padded_requests_look_at_the_sink_alone() -> None:
     pool = build(case_of(VERIFY, (CONTEXT,) * 4))[1]
     for mode, lengths in ((DECODE, 1), (VERIFY, 1 + D), (EXTEND_V1, 1), (EXTEND_V2, 1)):
-        runner = runner_of(MLAGraphState(pool, 4, [mode]), mode)
+        runner = runner_of(buffers_of(pool, 4, [mode])[mode])
         replay(runner, on_requests_of(pool, build(case_of(mode, (150, 140, 130, 120)))[0]))
         got = replay(runner, on_requests_of(pool, build(case_of(mode, (150, 140, 130)))[0]))
         assert got.seq_lens_k[3].item() == lengths
@@ -234,7 +238,7 @@ def test_a_draft_step_is_the_multi_step_backends(attention: DraftAttention) -> N
         mode = GraphMode.draft_decode(number)
         drafted = replace(build(case_of(mode, (60, 97)))[0], seq_lens=batch.seq_lens)
         eager = build_mla_decode_metadata(drafted, pool, attention)
-        graph = replay(runner_of(MLAGraphState(pool, 2, [mode], attention=attention), mode, (2,)), drafted)
+        graph = replay(runner_of(buffers_of(pool, 2, [mode], attention)[mode], (2,)), drafted)
         assert isinstance(step.metadata, TRTLLMMLADecodeMetadata)
         for other in (eager, graph):
             assert torch.equal(other.seq_lens_k, step.metadata.seq_lens_k)
@@ -245,7 +249,7 @@ def test_a_draft_step_is_the_multi_step_backends(attention: DraftAttention) -> N
 @pytest.mark.parametrize("mode", MODES, ids=name_of)
 def test_a_replay_never_synchronises(mode: GraphMode, device: str) -> None:
     batch, pool = build(case_of(mode, (150, 97, 64)), device)
-    runner = runner_of(MLAGraphState(pool, 4, [mode], attention=MLA_WITH_OFFSET), mode)
+    runner = runner_of(buffers_of(pool, 4, [mode], MLA_WITH_OFFSET)[mode])
     with synchronisation_is_an_error():
         got = replay(runner, batch)
         build_mla_decode_metadata(batch, pool, MLA_WITH_OFFSET)
@@ -268,11 +272,12 @@ class Attending:
         return out
 
 
-def attending(engine: Engine, state: MLAGraphState, mode: GraphMode) -> Attending:
-    rows = state.max_batch_size * mode.num_tokens_per_req
+def attending(engine: Engine, buffers: MLAGraphMetadata) -> Attending:
+    mode, max_batch_size = buffers.mode, len(buffers.block_kv_indices)
+    rows = max_batch_size * mode.num_tokens_per_req
     query = torch.zeros(rows, HEADS, RANK + ROPE, dtype=torch.float64)
     out = torch.full((rows, HEADS, RANK), 9.0, dtype=torch.float64)
-    padded = torch.zeros(state.max_batch_size, mode.num_tokens_per_req, HEADS, RANK + ROPE, dtype=torch.float64)
+    padded = torch.zeros(max_batch_size, mode.num_tokens_per_req, HEADS, RANK + ROPE, dtype=torch.float64)
 
     def body(view: ForwardBatch, metadata: TRTLLMMLADecodeMetadata) -> Callable[[], Tensor]:
         n = view.num_tokens
@@ -281,7 +286,7 @@ def attending(engine: Engine, state: MLAGraphState, mode: GraphMode) -> Attendin
         )
 
     runner = GraphRunner(
-        TRTLLMMLABackend(attention=state.attention), mode, engine.pool, (1, 2, 4), body, metadata=state.of(mode)
+        TRTLLMMLABackend(attention=buffers.attention), mode, engine.pool, (1, 2, 4), body, metadata=buffers
     )
     return Attending(runner, query)
 
@@ -298,8 +303,7 @@ def news_of(mode: GraphMode, count: int, turn: int) -> list[int]:
 def test_attention_over_the_histories(mode: GraphMode, page_size: int, attention: DraftAttention) -> None:
     """Batches come and go: requests are freed, pages reused, sizes padded; each is right whatever the last one left."""
     engine = Engine(page_size, seed=page_size)
-    state = MLAGraphState(engine.pool, 4, [mode], attention=attention)
-    graphs = attending(engine, state, mode)
+    graphs = attending(engine, buffers_of(engine.pool, 4, [mode], attention)[mode])
     turns = ([150, 64, 35, 120], [33, 5, 96, 4], [149, 150], [32], [128, 7, 65], [64, 150, 33, 34])
     for turn, totals in enumerate(turns):
         served, rows = engine.serve(mode, totals, news_of(mode, len(totals), turn), attention=attention)
@@ -322,8 +326,7 @@ def test_attention_over_the_histories(mode: GraphMode, page_size: int, attention
 @IN_INTERPRETER
 def test_modes_that_share_the_table_do_not_disturb_each_other() -> None:
     engine = Engine()
-    state = MLAGraphState(engine.pool, 4, MODES)
-    graphs = {mode: attending(engine, state, mode) for mode in MODES}
+    graphs = {mode: attending(engine, buffers) for mode, buffers in buffers_of(engine.pool, 4, MODES).items()}
     for turn, mode in enumerate([VERIFY, DECODE, EXTEND_V1, VERIFY, EXTEND_V2, DECODE, EXTEND_V1]):
         totals = [[150, 64, 35, 120], [33, 5, 96]][turn % 2]
         served, rows = engine.serve(mode, totals, news_of(mode, len(totals), turn))
@@ -337,9 +340,9 @@ def test_modes_that_share_the_table_do_not_disturb_each_other() -> None:
 def test_rows_as_they_lie_are_right_only_if_all_are_accepted(news: list[int], is_right: bool) -> None:
     """What SGLang 0.5.12 captures for the first draft extend."""
     engine = Engine()
-    state = MLAGraphState(engine.pool, 4, [EXTEND_V1], draft_extend=QueryLayout.VIEW)
+    buffers = buffers_of(engine.pool, 4, [EXTEND_V1], draft_extend=QueryLayout.VIEW)[EXTEND_V1]
     served, _ = engine.serve(EXTEND_V1, [64, 35, 120], news)
-    out = attending(engine, state, EXTEND_V1).replay(served.batch, served.query)
+    out = attending(engine, buffers).replay(served.batch, served.query)
     assert torch.allclose(out[: len(served.expected)], served.expected, rtol=1e-9) is is_right
 
 
@@ -349,6 +352,6 @@ def test_a_missed_offset_changes_what_a_draft_step_sees() -> None:
     engine, mode = Engine(), GraphMode.draft_decode(1)
     served, _ = engine.serve(mode, [64, 35], [1, 1], attention=MLA_WITH_OFFSET)
     for attention in (MLA, MLA_WITH_OFFSET):
-        out = attending(engine, MLAGraphState(engine.pool, 4, [mode], attention=attention), mode)
+        out = attending(engine, buffers_of(engine.pool, 4, [mode], attention)[mode])
         got = out.replay(served.batch, served.query)[:2]
         assert torch.allclose(got, served.expected, rtol=1e-9) is (attention is MLA_WITH_OFFSET)

@@ -11,7 +11,7 @@ from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.engine.kv_cache import PagedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention
-from lab.metadata.mla.buffers import MLAGraphMetadata, MLAGraphState
+from lab.metadata.mla.buffers import MLAGraphMetadata, new_block_table
 from lab.metadata.mla.calls import MLALayer, prepare_mla_attention
 from lab.metadata.mla.metadata import QueryLayout, TRTLLMMLADecodeMetadata, build_mla_decode_metadata
 
@@ -26,7 +26,7 @@ class TRTLLMMLABackend:
     Attributes:
         implementation: any object with the function, such as `lab.references`; None for metadata alone.
         attention: the keys that a draft step counts.
-        draft_extend: the layout of the first draft extend's rows in a graph; see `MLAGraphState`.
+        draft_extend: the layout of the first draft extend's rows in a graph; see `MLAGraphMetadata`.
     """
 
     supports_draft_extend_graph: ClassVar[bool] = True
@@ -42,8 +42,8 @@ class TRTLLMMLABackend:
         self, modes: Sequence[GraphMode], pool: KVPool, max_batch_size: int
     ) -> dict[GraphMode, MLAGraphMetadata]:
         """Make the buffers of each mode; all modes share one block table."""
-        state = MLAGraphState(pool, max_batch_size, modes, attention=self.attention, draft_extend=self.draft_extend)
-        return {mode: state.of(mode) for mode in modes}
+        table = new_block_table(modes, pool, max_batch_size, self.attention, self.draft_extend)
+        return {mode: MLAGraphMetadata(mode, pool, table, self.attention, self.draft_extend) for mode in modes}
 
     def prepare_attention(
         self,

@@ -5,6 +5,7 @@ takes the first one's place, or its tensors (0.5.23). Here the key is the mode a
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,99 +27,85 @@ from lab.metadata.mla.metadata import (
 )
 
 
-class MLAGraphState:
-    """One backend's buffers for its captured modes and sizes, as `init_cuda_graph_state` makes them.
+def new_block_table(
+    modes: Sequence[GraphMode], pool: KVPool, max_batch_size: int, attention: DraftAttention, draft_extend: QueryLayout
+) -> Tensor:
+    """Allocate the block table that a backend's captured modes and sizes share, as `init_cuda_graph_state` does.
 
-    The block table starts as -1 once; a replay writes its live pages, and what longer requests or other modes left after them
-    stays.
+    It starts as -1 once; a replay writes its live pages, and what longer requests or other modes left after them stays.
 
     Args:
+        modes: to be captured.
         pool: whose tables are read, with pages of 32 or 64 tokens.
         max_batch_size: the largest captured size.
-        modes: to be captured.
+        attention, draft_extend: as in `MLAGraphMetadata`.
+
+    Returns:
+        ``[max_batch_size, width]`` int32, as wide as the context and the rows of a padded draft extend.
+
+    Raises:
+        ValueError: a pool, attention or size that the backend does not have.
+    """
+    check_mla(pool, attention)
+    if max_batch_size < 1:
+        raise ValueError(f"max_batch_size={max_batch_size} must be at least 1")
+    padded_rows = max((mode.num_tokens_per_req for mode in modes if _pads(mode, draft_extend)), default=0)
+    width = mla_block_table_width(pool.max_context_len + padded_rows, pool.page_size)
+    return torch.full((max_batch_size, width), DEAD_PAGE, dtype=torch.int32, device=pool.device)
+
+
+def _pads(mode: GraphMode, draft_extend: QueryLayout) -> bool:
+    return mode.forward_mode.query_rows is QueryRows.ACCEPTED and draft_extend is QueryLayout.PADDED
+
+
+class MLAGraphMetadata:
+    """One mode's metadata for all captured sizes: leading rows of the backend's block table, and lengths of each size's own.
+
+    Args:
+        mode: of the runner.
+        pool: whose tables are read.
+        block_kv_indices: from `new_block_table`.
         attention: decides the keys that a draft step counts.
         draft_extend: layout of the first draft extend's rows. PADDED is right for any accepted lengths. VIEW is what SGLang
             0.5.12 captures: d rows per request as they lie end to end, and lengths as if every request had d, which is right
             only if all accept d tokens.
 
     Attributes:
-        block_kv_indices: ``[max_batch_size, width]`` int32, of all modes and sizes.
-        metadata: of each mode and size asked for, by both.
-
-    Raises:
-        ValueError: a pool, attention or size that the backend does not have.
+        metadata: of each size asked for.
     """
 
     def __init__(
         self,
+        mode: GraphMode,
         pool: KVPool,
-        max_batch_size: int,
-        modes: Sequence[GraphMode],
-        *,
+        block_kv_indices: Tensor,
         attention: DraftAttention = DraftAttention.MLA,
         draft_extend: QueryLayout = QueryLayout.PADDED,
     ) -> None:
-        check_mla(pool, attention)
-        if max_batch_size < 1:
-            raise ValueError(f"max_batch_size={max_batch_size} must be at least 1")
-        self.pool = pool
-        self.max_batch_size = max_batch_size
-        self.modes = tuple(modes)
-        self.attention = attention
-        self.draft_extend = draft_extend
-        padded_rows = max((mode.num_tokens_per_req for mode in self.modes if self._pads(mode)), default=0)
-        width = mla_block_table_width(pool.max_context_len + padded_rows, pool.page_size)
-        self.block_kv_indices = self._int32(max_batch_size, width).fill_(DEAD_PAGE)
-        self.metadata: dict[tuple[GraphMode, int], TRTLLMMLADecodeMetadata] = {}
-
-    def of(self, mode: GraphMode) -> "MLAGraphMetadata":
-        """Return one mode's share, for a `GraphRunner`.
-
-        Raises:
-            ValueError: the state was made for other modes.
-        """
-        if mode not in self.modes:
-            raise ValueError(f"{mode} is none of {self.modes}: name it when the state is made")
-        return MLAGraphMetadata(mode, self)
-
-    def slices(self, mode: GraphMode, batch_size: int) -> TRTLLMMLADecodeMetadata:
-        """Return the metadata of a captured mode and size: leading rows of the table, and lengths of its own."""
-        key = (mode, batch_size)
-        if key not in self.metadata:
-            self.metadata[key] = self._new_metadata(mode, batch_size)
-        return self.metadata[key]
-
-    def _new_metadata(self, mode: GraphMode, batch_size: int) -> TRTLLMMLADecodeMetadata:
-        if not 1 <= batch_size <= self.max_batch_size:
-            raise ValueError(f"batch_size={batch_size} is not 1 to max_batch_size={self.max_batch_size}")
-        width = mode.num_tokens_per_req
-        return TRTLLMMLADecodeMetadata(
-            block_kv_indices=self.block_kv_indices[:batch_size],
-            seq_lens_k=self._int32(batch_size),
-            max_seq_len_k=self.pool.max_context_len,
-            max_seq_len_q=width,
-            query_layout=QueryLayout.PADDED if self._pads(mode) else QueryLayout.VIEW,
-            sum_seq_lens_q=batch_size * width if mode.extends else None,
-            cu_seqlens_q=uniform_boundaries(batch_size, width, self.pool.device) if mode.extends else None,
-            seq_lens_q=self._int32(batch_size).fill_(width) if mode.extends else None,
-        )
-
-    def _pads(self, mode: GraphMode) -> bool:
-        return mode.forward_mode.query_rows is QueryRows.ACCEPTED and self.draft_extend is QueryLayout.PADDED
-
-    def _int32(self, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=self.pool.device)
-
-
-class MLAGraphMetadata:
-    """One mode's metadata of a `MLAGraphState`, as `GraphRunner` asks for it."""
-
-    def __init__(self, mode: GraphMode, state: MLAGraphState) -> None:
-        self.mode = mode
-        self.state = state
+        self.mode, self.pool, self.block_kv_indices, self.attention = mode, pool, block_kv_indices, attention
+        self.layout = QueryLayout.PADDED if _pads(mode, draft_extend) else QueryLayout.VIEW
+        self.metadata: dict[int, TRTLLMMLADecodeMetadata] = {}
 
     def slices(self, batch_size: int) -> TRTLLMMLADecodeMetadata:
-        return self.state.slices(self.mode, batch_size)
+        """Return the metadata of a captured size; raises ValueError for one that the table has no room for."""
+        if batch_size not in self.metadata:
+            self.metadata[batch_size] = self._new_metadata(batch_size)
+        return self.metadata[batch_size]
+
+    def _new_metadata(self, batch_size: int) -> TRTLLMMLADecodeMetadata:
+        if not 1 <= batch_size <= len(self.block_kv_indices):
+            raise ValueError(f"batch_size={batch_size} is not 1 to max_batch_size={len(self.block_kv_indices)}")
+        extends, width, table = self.mode.extends, self.mode.num_tokens_per_req, self.block_kv_indices[:batch_size]
+        return TRTLLMMLADecodeMetadata(
+            block_kv_indices=table,
+            seq_lens_k=table.new_zeros(batch_size),
+            max_seq_len_k=self.pool.max_context_len,
+            max_seq_len_q=width,
+            query_layout=self.layout,
+            sum_seq_lens_q=batch_size * width if extends else None,
+            cu_seqlens_q=uniform_boundaries(batch_size, width, self.pool.device) if extends else None,
+            seq_lens_q=table.new_full((batch_size,), width) if extends else None,
+        )
 
     def prepare(self, view: ForwardBatch) -> Callable[[], None]:
         """Return a call that rebuilds a captured size's metadata in place: no host read, capturable.
@@ -128,22 +115,11 @@ class MLAGraphMetadata:
         Args:
             view: of the runner's inputs.
         """
-        metadata, pool = self.slices(view.batch_size), self.state.pool
-        pads = metadata.query_layout is QueryLayout.PADDED
-        written = mla_pass(
-            metadata, uncounted_tokens(view, self.state.attention), view.extend_seq_lens if pads else None
-        )
-        write = prepare_passes([written], view, pool)
-        if not pads:
-            return write
-        assert view.extend_seq_lens is not None
-        rows: Tensor = view.extend_seq_lens
-
-        def write_padded() -> None:
-            write()
-            _make_room_for_padding(metadata, rows, pool.page_size)
-
-        return write_padded
+        metadata, pads = self.slices(view.batch_size), self.layout is QueryLayout.PADDED
+        rows = view.extend_seq_lens if pads else None
+        written = mla_pass(metadata, uncounted_tokens(view, self.attention), rows)
+        write = prepare_passes([written], view, self.pool)
+        return write if rows is None else partial(_write_padded, write, metadata, rows, self.pool.page_size)
 
 
 def mla_pass(metadata: TRTLLMMLADecodeMetadata, seq_len_offset: int, query_rows: Tensor | None = None) -> PassBuffers:
@@ -163,8 +139,9 @@ def mla_pass(metadata: TRTLLMMLADecodeMetadata, seq_len_offset: int, query_rows:
     )
 
 
-def _make_room_for_padding(metadata: TRTLLMMLADecodeMetadata, rows: Tensor, page_size: int) -> None:
-    """Add padded queries to the lengths and pages of the requests' own tokens; their pages are the sink's."""
+def _write_padded(write: Callable[[], None], metadata: TRTLLMMLADecodeMetadata, rows: Tensor, page_size: int) -> None:
+    """Write lengths and pages of the requests' own tokens, and add those of padded queries, whose pages are the sink's."""
+    write()
     assert metadata.seq_lens_q is not None
     keys, table = metadata.seq_lens_k, metadata.block_kv_indices
     metadata.seq_lens_q.copy_(rows)
