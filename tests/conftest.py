@@ -21,6 +21,9 @@ if not torch.cuda.is_available():
 
     interpreter.install()
 
+# The lab's own plugin where the lab is not installed; and pytest's for tests of plugins.
+pytest_plugins = ("lab.pytest_plugin", "pytester")
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
@@ -42,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--lab-scenario", action="append", help="time this scenario, such as decode/llama-3.1-8b/64q1s4k")
     group.addoption("--whole-matrix", action="store_true", help="judge every mutant by every check, and compare")
     group.addoption(
-        "--lab-implementation", "--implementation", action="append", help="time and judge this module; several: repeat"
+        "--lab-implementation", action="append", help="time this module, and judge what is timed; several: repeat"
     )
     group.addoption(
         "--lab-trace", help="a Mooncake (.jsonl) or Azure (.csv) trace to draw batches from, instead of the lab's own"

@@ -35,7 +35,7 @@ FILE = re.compile(r".*\.(json|jsonl|csv|md|py|txt)$")
 OUTPUTS = ("--out", "--benchmark-json")
 # What a command line calls its scenarios and the modules that it loads.
 SCENARIOS = ("scenario", "against", "lab_scenario")
-MODULES = ("implementation", "first", "second", "lab_implementation")
+MODULES = ("implementation", "first", "second", "lab_implementation", "lab_judge")
 # What a program that parses arguments calls: one of these, in its own file.
 PARSER_MAKERS = ("ArgumentParser",)
 

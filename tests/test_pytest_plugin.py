@@ -1,0 +1,129 @@
+"""The plugin in another repository's pytest: what is wrong fails, what is right passes, and what refuses everything fails."""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lab.axes import SEVERAL, SOME
+from lab.checks import Space
+from lab.checks.catalogue import checks
+from lab.pytest_plugin import assert_close_to_reference as fixture
+
+ROOT = Path(__file__).parent.parent
+# A kernel for bf16, head_dim 128 and pages of 64, as it is given in somebody's repository; right, wrong, and none at all.
+KERNELS = """
+import torch
+from types import SimpleNamespace
+from lab.references import trtllm_batch_decode_with_kv_cache as reference
+
+def narrow(factor, refuses=False):
+    def decode(query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale=1.0, bmm2_scale=1.0):
+        k, v = kv_cache
+        if refuses or k.dtype != torch.bfloat16 or query.shape[-1] != 128 or k.shape[2] != 64:
+            raise ValueError("only bf16, head_dim 128 and pages of 64 tokens")
+        return reference(query, (k, v), None, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale) * factor
+    return SimpleNamespace(trtllm_batch_decode_with_kv_cache=decode)
+
+right, wrong, refusing = narrow(1), narrow(1.1), narrow(1, refuses=True)
+"""
+NARROW = (
+    "--lab-dtypes bf16/bf16 --lab-groups 2 --lab-num-kv-heads 1 --lab-head-dims 128 --lab-page-sizes 64 --lab-q-lens 1 "
+    "--lab-kv-layouts HND --lab-large-batches 5 --lab-no-windows --lab-no-sinks --lab-no-nvfp4 --lab-longest 70"
+)
+
+
+@pytest.fixture
+def elsewhere(pytester: pytest.Pytester) -> pytest.Pytester:
+    """A repository with the kernels, and a test of its own."""
+    pytester.makepyfile(kernels=KERNELS, test_own="def test_own(): pass")
+    return pytester
+
+
+def run(elsewhere: pytest.Pytester, line: str) -> pytest.RunResult:
+    return elsewhere.runpytest_inprocess("-p", "lab.pytest_plugin", "-p", "no:cacheprovider", "-rs", *shlex.split(line))
+
+
+def test_a_right_narrow_kernel_passes_and_what_it_declines_is_skipped(elsewhere: pytest.Pytester) -> None:
+    done = run(elsewhere, f"--lab-judge kernels.py:right {NARROW} -k 'K1- or K4- or K8-'")
+    done.assert_outcomes(passed=2, skipped=1, deselected=len(checks_of_decode()) - 3)
+    done.stdout.fnmatch_lines(["collected * deselected / 3 selected", "SKIPPED*q_len_per_req*"])
+
+
+def checks_of_decode() -> list[str]:
+    return [check.key for check in checks() if "DECODE" in {interface.name for interface in check.interfaces}]
+
+
+def test_a_broken_narrow_kernel_fails_with_its_worst_case(elsewhere: pytest.Pytester) -> None:
+    done = run(elsewhere, f"--lab-judge kernels:wrong {NARROW} -k K1-")
+    done.assert_outcomes(failed=1, deselected=len(checks_of_decode()) - 1)
+    done.stdout.fnmatch_lines(
+        [
+            "K1 of trtllm_batch_decode_with_kv_cache is wrong: *",
+            "*vectors are wrong*row *head *error *bound*",
+            "*kernels:wrong*",
+        ]
+    )
+    assert "Traceback" not in done.stdout.str()
+
+
+def test_a_kernel_that_refuses_everything_fails(elsewhere: pytest.Pytester) -> None:
+    done = run(elsewhere, f"--lab-judge kernels.py:refusing {NARROW} -k K1-")
+    done.assert_outcomes(failed=1, deselected=len(checks_of_decode()) - 1)
+    done.stdout.fnmatch_lines(["nothing of trtllm_batch_decode_with_kv_cache could be judged*only bf16, head_dim 128*"])
+
+
+def test_the_judge_s_tests_are_alone_unless_a_path_is_named(elsewhere: pytest.Pytester) -> None:
+    alone = run(elsewhere, "--lab-judge kernels.py:right --collect-only -q")
+    assert [line for line in alone.outlines if "::" in line] == [
+        f"kernels.py:right::{check.key}-{check.name}[decode]" for check in checks() if check.key in checks_of_decode()
+    ]
+    beside = run(elsewhere, f"--lab-judge kernels.py:right {NARROW} test_own.py -k 'own or K5-'")
+    beside.assert_outcomes(passed=2, deselected=len(checks_of_decode()) - 1)
+    run(elsewhere, "-q").assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--lab-judge nowhere", "--lab-judge: nowhere cannot be imported: No module named 'nowhere'"),
+        ("--lab-judge json", "--lab-judge: json has none of trtllm_batch_decode_with_kv_cache"),
+        ("--lab-judge kernels:right --lab-head-dims 64,x", "argument --lab-head-dims: x is not a whole number"),
+        ("--lab-judge kernels:right --lab-dtypes bf16", "'bf16' is no pair such as bf16/e4m3"),
+    ],
+)
+def test_a_mistake_is_a_sentence(elsewhere: pytest.Pytester, line: str, says: str) -> None:
+    done = run(elsewhere, line)
+    assert done.ret == pytest.ExitCode.USAGE_ERROR
+    assert says in done.stderr.str()
+    assert "Traceback" not in done.stderr.str()
+
+
+def test_every_axis_is_an_option(elsewhere: pytest.Pytester) -> None:
+    said = run(elsewhere, "--help").stdout.str()
+    for name in (*SEVERAL, "longest", "e4m3_arithmetic"):
+        assert f"--lab-{name.replace('_', '-')}" in said
+    for name in SOME:
+        assert f"--lab-no-{name}" in said
+    assert len(Space.__dataclass_fields__) == len(SEVERAL) + len(SOME) + 2
+
+
+def test_the_fixture_is_the_references_function(elsewhere: pytest.Pytester) -> None:
+    elsewhere.makepyfile(
+        test_fixture="""
+        import lab.references
+
+        def test_it(assert_close_to_reference):
+            assert assert_close_to_reference is lab.references.assert_close_to_reference
+        """
+    )
+    run(elsewhere, "test_fixture.py").assert_outcomes(passed=1)
+    assert fixture.__doc__
+
+
+def test_the_plugin_costs_a_pytest_without_it_nothing() -> None:
+    program = "import lab.pytest_plugin, sys; print([name for name in ('torch', 'rich', 'lab.checks') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == "[]\n"
