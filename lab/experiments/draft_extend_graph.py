@@ -31,7 +31,7 @@ import torch
 from rich.table import Table
 
 from lab.experiments.arms import Arm, Point, TimingPlan, measure_all
-from lab.experiments.recording import Columns, Recording, Row, table_of
+from lab.experiments.recording import Columns, Recording, Row, rows_by_point, table_of
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.speculation.draft_extend_graph import DraftExtendOutput
@@ -180,18 +180,20 @@ def _form_facts(arm: Arm, work: GpuWork) -> Row:
     }
 
 
+FORM_POINT = ("batch_size", "num_draft_tokens")
+
+
 def savings(form_rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return, per point, what each form takes and what it costs over the selected row: GPU time in µs, of medians."""
     found = []
-    for (batch_size, width), forms in _by_point(form_rows, "batch_size", "num_draft_tokens", "form").items():
+    for point, forms in rows_by_point(form_rows, FORM_POINT, "form").items():
         selected, plain, topk = (
             forms[form.value]["median_us"]
             for form in (DraftExtendOutput.SELECTED_ROW, ALL_ROWS, DraftExtendOutput.ALL_ROWS_WITH_TOPK)
         )
         found.append(
-            {
-                "batch_size": batch_size,
-                "num_draft_tokens": width,
+            dict(zip(FORM_POINT, point, strict=True))
+            | {
                 "selected_row_us": selected,
                 "other_rows_cost_us": round(plain - selected, 3),
                 "dead_topk_cost_us": round(topk - plain, 3),
@@ -201,62 +203,44 @@ def savings(form_rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def _by_point(
-    rows: Sequence[Mapping[str, Any]], first: str, second: str, arm: str
-) -> dict[tuple[Any, Any], dict[str, Mapping[str, Any]]]:
-    """Return the rows by the two keys that name a point, and at each point by the key that names an arm."""
-    points: dict[tuple[Any, Any], dict[str, Mapping[str, Any]]] = {}
-    for row in rows:
-        points.setdefault((row[first], row[second]), {})[row[arm]] = row
-    return points
-
-
-def _us(arm: str, key: str) -> Callable[[Mapping[str, Any]], str]:
-    return lambda arms: f"{arms[arm][key]:,.1f}"
-
-
-def _launches(arm: str) -> Callable[[Mapping[str, Any]], str]:
-    return lambda arms: str(arms[arm]["launches"])
-
-
 MODE_COLUMNS: Columns = {  # of the rows of a mode and batch size, by arm
-    "mode": lambda arms: str(arms["eager"]["mode"]),
-    "requests": lambda arms: str(arms["eager"]["batch_size"]),
-    "GPU eager, µs": _us("eager", "median_us"),
-    "graph, µs": _us("graph", "median_us"),
-    "floor, µs": _us("graph", "floor_us"),
-    "copies, µs": _us("load", "median_us"),
-    "launches eager": _launches("eager"),
-    "graph": _launches("graph"),
-    "copies": _launches("load"),
-    "host eager, µs": _us("eager", "host_us"),
-    "replay, µs": _us("graph", "host_us"),
-    "completion eager, µs": _us("eager", "completion_us"),
-    "replay completion, µs": _us("graph", "completion_us"),
+    "mode": "{eager[mode]}",
+    "requests": "{eager[batch_size]}",
+    "GPU eager, µs": "{eager[median_us]:,.1f}",
+    "graph, µs": "{graph[median_us]:,.1f}",
+    "floor, µs": "{graph[floor_us]:,.1f}",
+    "copies, µs": "{load[median_us]:,.1f}",
+    "launches eager": "{eager[launches]}",
+    "graph": "{graph[launches]}",
+    "copies": "{load[launches]}",
+    "host eager, µs": "{eager[host_us]:,.1f}",
+    "replay, µs": "{graph[host_us]:,.1f}",
+    "completion eager, µs": "{eager[completion_us]:,.1f}",
+    "replay completion, µs": "{graph[completion_us]:,.1f}",
 }
 
 
 def mode_table(rows: Sequence[Mapping[str, Any]], method: str) -> Table:
     """Draw one line per mode and batch size."""
-    points = _by_point(rows, "mode", "batch_size", "arm")
-    title = f"Eager against graph; GPU time by {method}"
-    return table_of(title, MODE_COLUMNS, list(points.values()), words=("mode",))
+    points = rows_by_point(rows, ("mode", "batch_size"), "arm")
+    return table_of(f"Eager against graph; GPU time by {method}", MODE_COLUMNS, points.values(), words=("mode",))
+
+
+FORM_COLUMNS: Columns = {  # of the rows of a point, by form, and its savings
+    "requests": "{batch_size}",
+    "draft tokens": "{num_draft_tokens}",
+    **{form.value: f"{{{form.value}[median_us]:,.1f}} ({{{form.value}[floor_us]:,.1f}})" for form in DraftExtendOutput},
+    "other rows cost": "{other_rows_cost_us:,.1f}",
+    "dead top-k costs": "{dead_topk_cost_us:,.1f}",
+    "saved, %": "{saved_percent:,.1f}",
+}
 
 
 def form_table(rows: Sequence[Mapping[str, Any]], method: str) -> Table:
     """Draw one line per point."""
-    table = Table(title=f"Draft extend V2, GPU time in µs (floor) by {method}", title_justify="left")
-    headers = [form.value for form in DraftExtendOutput]
-    points = _by_point(rows, "batch_size", "num_draft_tokens", "form")
-    for header in ("requests", "draft tokens", *headers, "other rows cost", "dead top-k costs", "saved, %"):
-        table.add_column(header, justify="right")
-    for saved, (point, forms) in zip(savings(rows), points.items(), strict=True):
-        table.add_row(
-            *map(str, point),
-            *(f"{forms[name]['median_us']:,.1f} ({forms[name]['floor_us']:,.1f})" for name in headers),
-            *(f"{saved[name]:,.1f}" for name in ("other_rows_cost_us", "dead_topk_cost_us", "saved_percent")),
-        )
-    return table
+    points = rows_by_point(rows, FORM_POINT, "form").values()
+    found = [forms | saved for forms, saved in zip(points, savings(rows), strict=True)]
+    return table_of(f"Draft extend V2, GPU time in µs (floor) by {method}", FORM_COLUMNS, found)
 
 
 def check_kv_len(kv_len: int, num_draft_tokens: Sequence[int]) -> None:

@@ -10,6 +10,7 @@ every point. Exit status: 1 if an arm is wrong.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from rich.table import Table
 
 from lab.experiments.arms import Arm, Point, TimingPlan, measure_point
 from lab.experiments.passes import FLASHINFER_MODULE, PORTABLE_MODULE, gpu_works, pass_facts
-from lab.experiments.recording import Recording
+from lab.experiments.recording import Columns, Recording, rows_by_point, table_of
 from lab.metadata.engine.forward_mode import AttentionCall, ForwardMode
 from lab.timing.work import GpuWork
 from lab.workloads.batches import Batch
@@ -84,47 +85,42 @@ def crossovers(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     A point that lacks one of the two is left out.
     """
-    times_us = _times_us(rows)
-    found = []
-    for requests, kv_len in dict.fromkeys((row["requests"], row["kv_len"]) for row in rows):
-        ratios = {}
-        for q_len in sorted({row["q_len"] for row in rows}):
-            decode, context = (times_us.get((requests, kv_len, q_len, arm)) for arm in ("decode", "context"))
-            if decode is not None and context is not None:
-                ratios[q_len] = round(context / decode, 3)
-        if ratios:
-            faster = [q_len for q_len, ratio in ratios.items() if ratio < 1]
-            found.append(
-                {
-                    "requests": requests,
-                    "kv_len": kv_len,
-                    "context_over_decode": ratios,
-                    "context_faster_from_q_len": min(faster, default=None),
-                }
-            )
-    return found
+    found: dict[tuple[int, int], dict[int, float]] = {}
+    for (requests, kv_len, q_len), arms in _points(rows).items():
+        if {"decode", "context"} <= set(arms):
+            ratio = arms["context"]["median_us"] / arms["decode"]["median_us"]
+            found.setdefault((requests, kv_len), {})[q_len] = round(ratio, 3)
+    return [
+        {
+            "requests": requests,
+            "kv_len": kv_len,
+            "context_over_decode": dict(sorted(ratios.items())),
+            "context_faster_from_q_len": min((q_len for q_len, ratio in ratios.items() if ratio < 1), default=None),
+        }
+        for (requests, kv_len), ratios in found.items()
+    ]
 
 
-def _times_us(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int, int, str], float]:
-    return {(row["requests"], row["kv_len"], row["q_len"], row["arm"]): row["median_us"] for row in rows}
+def _points(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, ...], dict[str, Mapping[str, Any]]]:
+    return rows_by_point(rows, ("requests", "kv_len", "q_len"), "arm")
 
 
 def crossover_table(rows: Sequence[Mapping[str, Any]], method: str) -> Table:
     """Draw one line per requests and keys, one column per q: decode / context in µs, and context over decode."""
-    q_lens = sorted({row["q_len"] for row in rows})
-    times_us = _times_us(rows)
-    table = Table(title=f"Draft extend V2, decode / context call in µs (ratio): {method}", title_justify="left")
-    for header in ("requests", "keys", *(f"q {q_len}" for q_len in q_lens)):
-        table.add_column(header, justify="right")
-    for found in crossovers(rows):
-        point = (found["requests"], found["kv_len"])
-        cells = []
-        for q_len in q_lens:
-            ratio = found["context_over_decode"].get(q_len)
-            both = (times_us.get((*point, q_len, arm)) for arm in ("decode", "context"))
-            cells.append("" if ratio is None else " / ".join(f"{time:,.1f}" for time in both) + f" ({ratio:.2f})")
-        table.add_row(*(f"{value:,}" for value in point), *cells)
-    return table
+    points = _points(rows)
+
+    def cell(q_len: int, found: Mapping[str, Any]) -> str:
+        ratio = found["context_over_decode"].get(q_len)
+        arms = points.get((found["requests"], found["kv_len"], q_len), {})
+        both = "{decode[median_us]:,.1f} / {context[median_us]:,.1f}"
+        return "" if ratio is None else f"{both.format_map(arms)} ({ratio:.2f})"
+
+    columns: Columns = {
+        "requests": "{requests:,}",
+        "keys": "{kv_len:,}",
+        **{f"q {q_len}": partial(cell, q_len) for q_len in sorted({row["q_len"] for row in rows})},
+    }
+    return table_of(f"Draft extend V2, decode / context call in µs (ratio): {method}", columns, crossovers(rows))
 
 
 def run(batches: Sequence[Batch], most_keys: int, plan: TimingPlan, out: Path | None = None) -> int:

@@ -16,7 +16,7 @@ import torch
 from rich.table import Table
 
 from lab.experiments.arms import Arm, Point, TimingPlan, measure_all
-from lab.experiments.recording import Recording, Row
+from lab.experiments.recording import Recording, Row, table_of
 from lab.metadata.engine.capture import capturing
 from lab.timing.draft import draft_facts, draft_work
 from lab.timing.host_time import METHOD as HOST_METHOD
@@ -126,13 +126,24 @@ def claim_table(rows: Sequence[dict[str, Any]], host_rows: Sequence[dict[str, An
 
 def point_table(rows: Sequence[dict[str, Any]], method: str) -> Table:
     """Draw one line per point: the dead lists, the metadata with and without them, and in one launch."""
-    table = Table(title=f"GPU time in µs, {method}", title_justify="left")
-    heads = ("lists serial", "spread", "MHA template", "per step", "one", "MLA template", "per step", "one")
-    for header in ("requests x tokens / steps", *heads, "MHA eager template", "eager per step"):
-        table.add_column(header, justify="right")
-    for point in dict.fromkeys(row["point"] for row in rows):
-        table.add_row(point, *(f"{median_of(rows, arm, point):,.1f}" for arm in ARMS))
-    return table
+    times_us = {row["scenario"]: row["median_us"] for row in rows}
+    heads = (
+        "lists serial",
+        "spread",
+        "MHA template",
+        "MHA per step",
+        "MHA one",
+        "MLA template",
+        "MLA per step",
+        "MLA one",
+    )
+    names = dict(zip((*heads, "MHA eager template", "eager per step"), ARMS, strict=True))
+    points = [
+        {"point": point} | {head: times_us[arm.format(point)] for head, arm in names.items()}
+        for point in dict.fromkeys(row["point"] for row in rows)
+    ]
+    columns = {"requests x tokens / steps": "{point}"} | {head: f"{{{head}:,.1f}}" for head in names}
+    return table_of(f"GPU time in µs, {method}", columns, points)
 
 
 def run(

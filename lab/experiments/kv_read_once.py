@@ -24,7 +24,7 @@ table. An arm that declines a point, or whose module FlashInfer cannot load or b
 written anew after every point. Exit status: 1 if an arm is wrong.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -63,28 +63,50 @@ def _targets(speed: float, bandwidth_percent: float | None = None) -> Targets:
     return speeds if bandwidth_percent is None else (*speeds, Target(Figure.BANDWIDTH, bandwidth_percent))
 
 
-# All targets are those of the record's table (issue 8), set for an H200. Its columns: up to 4, 8 and 16 query tokens.
+# All targets are those of the record's table (issue 8), set for an H200: for 1, 2, 4, 8 and 16 query tokens.
 Q_LENS = (1, 2, 4, 8, 16)
-_COLUMNS = {1: 0, 2: 0, 4: 0, 8: 1, 16: 2}
-_ONE_REQUEST = (_targets(1.1), _targets(1.9), _targets(2.8))
-_MANY_KEYS = (_targets(1.02, 92), _targets(1.75, 90), _targets(2.8, 80))
-SHAPES: dict[str, tuple[str, tuple[Targets, Targets, Targets]]] = {  # group: batch for q rows, its targets
-    "64x4096": ("64q{q}s4k", _MANY_KEYS),
-    "16x32768": ("16q{q}s32k", _MANY_KEYS),
-    "1x81920": ("1q{q}s80k", _ONE_REQUEST),
-    "1x4096": ("1q{q}s4k", _ONE_REQUEST),
-    "trace": ("trace64q{q}", (_targets(1.1), _targets(1.75), _targets(2.8))),
-}
-E4M3_TARGET = _targets(1.6)  # the table names no number of query tokens: it holds for each of these
-E4M3_Q_LENS = (1, 4)
-EXTENDS = {"q512s32k": _targets(1.0), "q4k": _targets(0.7)}
+_ONE_REQUEST = (*[_targets(1.1)] * 3, _targets(1.9), _targets(2.8))
+_MANY_KEYS = (*[_targets(1.02, 92)] * 3, _targets(1.75, 90), _targets(2.8, 80))
+_TRACED = (*[_targets(1.1)] * 3, _targets(1.75), _targets(2.8))
 HOST_TARGET = (Target(Figure.HOST, 25.0),)
-# Without targets: query heads per K/V head and head_dim, 4 K/V heads throughout so that groups read the same bytes.
+# Query heads per K/V head and head_dim, 4 K/V heads throughout so that groups read the same bytes.
 HEADS = ((1, 128), (4, 128), (5, 128), (8, 128), (16, 128), (8, 64), (8, 256))
-NUM_KV_HEADS = 4
-HEADS_Q_LENS = (1, 4)
-WIDE_Q_LENS = (1, 4, 16)  # of windows and unequal lengths
 WINDOW_MODEL = "gpt-oss-120b"  # a window of 128 keys, its own included
+
+
+def _decode_call(
+    batch: str, q_lens: Sequence[int] = Q_LENS, model: str = MODEL, rest: str = f"/{RANK}"
+) -> tuple[str, ...]:
+    """Return a batch's scenarios with so many query tokens of each request: a decode, or for more than 1 a verification."""
+    modes = {q: (ForwardMode.DECODE if q == 1 else ForwardMode.TARGET_VERIFY).name.lower() for q in q_lens}
+    return tuple(f"{mode}/{model}/{batch.format(q=q)}{rest}" for q, mode in modes.items())
+
+
+def _host(form: str) -> dict[str, Targets]:
+    """Return a decode, a verification and an extend, called without a graph."""
+    batches = ("decode/{}/64q1s4k/{}", "target_verify/{}/64q4s4k/{}", "extend/{}/q512s4k/{}")
+    return {f"{form}/{batch.format(MODEL, RANK)}": HOST_TARGET for batch in batches}
+
+
+# By group: the scenarios, and their targets.
+GROUPS: Mapping[str, Mapping[str, Targets]] = {
+    "64x4096": dict(zip(_decode_call("64q{q}s4k"), _MANY_KEYS, strict=True)),
+    "16x32768": dict(zip(_decode_call("16q{q}s32k"), _MANY_KEYS, strict=True)),
+    "1x81920": dict(zip(_decode_call("1q{q}s80k"), _ONE_REQUEST, strict=True)),
+    "1x4096": dict(zip(_decode_call("1q{q}s4k"), _ONE_REQUEST, strict=True)),
+    "trace": dict(zip(_decode_call("trace64q{q}"), _TRACED, strict=True)),
+    # The table names no number of query tokens: its target holds for each of these.
+    "e4m3": dict.fromkeys(_decode_call("64q{q}s8k", (1, 4), rest=f"/{RANK}/e4m3"), _targets(1.6)),
+    "heads": {
+        name: ()
+        for group, head_dim in HEADS
+        for name in _decode_call("64q{q}s4k", (1, 4), f"heads-{4 * group}-4-{head_dim}", rest="")
+    },
+    "windows": dict.fromkeys(_decode_call("64q{q}s4k", (1, 4, 16), WINDOW_MODEL, "/window"), ()),
+    "extend": {f"extend/{MODEL}/q512s32k/{RANK}": _targets(1.0), f"extend/{MODEL}/q4k/{RANK}": _targets(0.7)},
+    "unequal": dict.fromkeys(_decode_call("q{q}s80k_63q{q}s512", (1, 4, 16)), ()),
+    **{group: _host(form) for group, form in HOST_FORMS.items()},
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -98,100 +120,32 @@ class HeadsCase(ForwardCase):
         return self.heads
 
 
-def _point(group: str, name: str, *arms: Arm) -> Point:
-    """Compare arms with the last of them."""
-    return Point(name, arms, {"group": group}, baseline=arms[-1].name)
+def heads_case(name: str) -> HeadsCase:
+    """Return the case of a name such as "decode/heads-32-4-128/64q1s4k": query heads, K/V heads, head_dim."""
+    mode, heads, sizes = name.split("/")
+    num_qo_heads, num_kv_heads, head_dim = map(int, heads.split("-")[1:])
+    geometry = Geometry(heads, num_qo_heads, num_kv_heads, head_dim, head_dim**-0.5, "no model's: one axis at a time")
+    batch = parse_batch(sizes)
+    return HeadsCase(ForwardMode[mode.upper()], heads, batch.prefix_lens, batch.q_lens, heads=geometry)
 
 
-def _against_flashinfer(group: str, name: str, case: ForwardCase, targets: Targets = ()) -> Point:
-    flashinfer = Arm(FLASHINFER, case, FLASHINFER_MODULE, needs_flashinfer=True)
-    return _point(group, name, Arm(PORTABLE, case, PORTABLE_MODULE, targets), flashinfer)
-
-
-def _named(group: str, name: str, targets: Targets, trace: Sequence[TracedRequest]) -> Point:
-    """Return the point of a scenario's name."""
-    return _against_flashinfer(group, name, scenario(name, trace), targets)
-
-
-def _mode(q_len: int) -> str:
-    """Return the mode whose decode call has so many query tokens, as scenarios name it."""
-    return (ForwardMode.DECODE if q_len == 1 else ForwardMode.TARGET_VERIFY).name.lower()
-
-
-def shape_points(group: str, trace: Sequence[TracedRequest]) -> list[Point]:
-    """Return a row of the table: a point per number of query tokens."""
-    batch, columns = SHAPES[group]
-    return [
-        _named(group, f"{_mode(q)}/{MODEL}/{batch.format(q=q)}/{RANK}", columns[_COLUMNS[q]], trace) for q in Q_LENS
-    ]
-
-
-def e4m3_points() -> list[Point]:
-    """Return points of an e4m3 cache against a bf16 one, both on the portable kernel."""
-    points = []
-    for q in E4M3_Q_LENS:
-        name = f"{_mode(q)}/{MODEL}/64q{q}s8k/{RANK}"
-        halved = Arm(E4M3_CACHE, scenario(f"{name}/e4m3"), PORTABLE_MODULE, E4M3_TARGET)
-        points.append(_point("e4m3", f"{name}/e4m3", halved, Arm(PORTABLE, scenario(name), PORTABLE_MODULE)))
-    return points
-
-
-def heads_points() -> list[Point]:
-    """Return points of groups and head dimensions."""
-    return [
-        _against_flashinfer("heads", f"{_mode(q)}/{heads.name}/64q{q}s4k", heads_case(heads, q))
-        for heads in (_heads(group, head_dim) for group, head_dim in HEADS)
-        for q in HEADS_Q_LENS
-    ]
-
-
-def _heads(group: int, head_dim: int) -> Geometry:
-    query_heads = group * NUM_KV_HEADS
-    name = f"heads-{query_heads}-{NUM_KV_HEADS}-{head_dim}"
-    return Geometry(name, query_heads, NUM_KV_HEADS, head_dim, head_dim**-0.5, "no model's: one axis at a time")
-
-
-def heads_case(heads: Geometry, q_len: int) -> HeadsCase:
-    """Return 64 requests of 4,096 keys, on the decode call."""
-    batch = parse_batch(f"64q{q_len}s4k")
-    return HeadsCase(ForwardMode[_mode(q_len).upper()], heads.name, batch.prefix_lens, batch.q_lens, heads=heads)
-
-
-# Named scenarios on one call, and their targets.
-SCENARIOS: Mapping[str, Mapping[str, Targets]] = {
-    "windows": {f"{_mode(q)}/{WINDOW_MODEL}/64q{q}s4k/window": () for q in WIDE_Q_LENS},
-    "extend": {f"extend/{MODEL}/{batch}/{RANK}": targets for batch, targets in EXTENDS.items()},
-    "unequal": {f"{_mode(q)}/{MODEL}/q{q}s80k_63q{q}s512/{RANK}": () for q in WIDE_Q_LENS},
-}
-
-
-def scenario_points(group: str, trace: Sequence[TracedRequest]) -> list[Point]:
-    """Return the points of a group of named scenarios."""
-    return [_named(group, name, targets, trace) for name, targets in SCENARIOS[group].items()]
-
-
-def host_points(group: str) -> list[Point]:
-    """Return a decode, a verification and an extend, called without a graph."""
-    names = (
-        f"decode/{MODEL}/64q1s4k/{RANK}",
-        f"target_verify/{MODEL}/64q4s4k/{RANK}",
-        f"extend/{MODEL}/q512s4k/{RANK}",
-    )
-    return [_against_flashinfer(group, f"{HOST_FORMS[group]}/{name}", scenario(name), HOST_TARGET) for name in names]
-
-
-GROUPS: dict[str, Callable[[Sequence[TracedRequest]], list[Point]]] = {
-    **{group: partial(shape_points, group) for group in SHAPES},
-    "e4m3": lambda trace: e4m3_points(),
-    "heads": lambda trace: heads_points(),
-    **{group: partial(scenario_points, group) for group in SCENARIOS},
-    HOST: lambda trace: host_points(HOST),
-    HOST_PREPARED: lambda trace: host_points(HOST_PREPARED),
-}
+def point_of(group: str, name: str, trace: Sequence[TracedRequest], portable_only: bool = False) -> Point:
+    """Return a point: the portable kernel against FlashInfer's, or with an e4m3 cache against itself with a bf16 one."""
+    targets = GROUPS[group][name]
+    if group == "e4m3":
+        halved = Arm(E4M3_CACHE, scenario(name), PORTABLE_MODULE, targets)
+        arms = [halved, Arm(PORTABLE, scenario(name.removesuffix("/e4m3")), PORTABLE_MODULE)]
+    else:
+        plain = name.removeprefix(f"{HOST_FORMS.get(group, '')}/")
+        case = heads_case(name) if group == "heads" else scenario(plain, trace)
+        arms = [Arm(PORTABLE, case, PORTABLE_MODULE, targets)]
+        if not portable_only:
+            arms.append(Arm(FLASHINFER, case, FLASHINFER_MODULE, needs_flashinfer=True))
+    return Point(name, tuple(arms), {"group": group}, baseline=arms[-1].name)
 
 
 def points_of(only: Sequence[str], trace: Sequence[TracedRequest], portable_only: bool = False) -> list[Point]:
-    """Return the points of some groups, in the groups' order.
+    """Return the points of some groups, each compared with its last arm, in the groups' order.
 
     Args:
         only: names of groups or of points; all if empty.
@@ -201,16 +155,11 @@ def points_of(only: Sequence[str], trace: Sequence[TracedRequest], portable_only
     Raises:
         ValueError: a name is neither's.
     """
-    points = [point for make in GROUPS.values() for point in make(trace)]
-    unknown = set(only) - set(GROUPS) - {point.name for point in points}
+    listed = [(group, name) for group, names in GROUPS.items() for name in names]
+    unknown = set(only).difference(*listed)
     if unknown:
         raise ValueError(f"no group or point is called {min(unknown)!r}; groups: {', '.join(GROUPS)}")
-    named = [point for point in points if not only or {point.facts["group"], point.name} & set(only)]
-    return [_without_flashinfer(point) for point in named] if portable_only else named
-
-
-def _without_flashinfer(point: Point) -> Point:
-    return _point(point.facts["group"], point.name, *(arm for arm in point.arms if not arm.needs_flashinfer))
+    return [point_of(*each, trace, portable_only) for each in listed if not only or set(each) & set(only)]
 
 
 def floor_bytes(case: ForwardCase) -> int:
@@ -272,10 +221,10 @@ def _check(works: Works) -> None:
 
 
 HOST_COLUMNS: Columns = {
-    "point": lambda row: str(row["point"]),
-    "arm": lambda row: str(row["arm"]),
-    "host, µs": lambda row: f"{row['host_us']:.2f}",
-    "spread, µs": lambda row: f"{row['iqr_us']:.2f}",
+    "point": "{point}",
+    "arm": "{arm}",
+    "host, µs": "{host_us:.2f}",
+    "spread, µs": "{iqr_us:.2f}",
     "targets": target_text,
 }
 

@@ -184,22 +184,22 @@ def run(loops: Sequence[CopyLoopSettings], out: Path | None = None) -> int:
 
 
 ARM_COLUMNS: Columns = {
-    "GPU work, µs": lambda row: f"{row['gpu_us']:,.0f}",
-    "host work, µs": lambda row: f"{row['host_us']:,.0f}",
-    "arm": lambda row: str(row["arm"]),
-    "synchronisations": lambda row: f"{row['medians']['synchronisations']:g}",
-    "blocked, µs": lambda row: f"{row['medians']['blocked_us']:,.1f}",
-    "other calls, µs": lambda row: f"{row['medians']['other_calls_us']:,.1f}",
-    "gap, µs": lambda row: f"{row['medians']['gap_us']:,.1f}",
-    "idle, µs": lambda row: f"{row['medians']['idle_us']:,.1f}",
-    "idle, %": lambda row: f"{row['medians']['idle_percent']:.1f}",
-    "step, µs": lambda row: f"{row['medians']['step_us']:,.1f}",
+    "GPU work, µs": "{gpu_us:,.0f}",
+    "host work, µs": "{host_us:,.0f}",
+    "arm": "{arm}",
+    "synchronisations": "{medians[synchronisations]:g}",
+    "blocked, µs": "{medians[blocked_us]:,.1f}",
+    "other calls, µs": "{medians[other_calls_us]:,.1f}",
+    "gap, µs": "{medians[gap_us]:,.1f}",
+    "idle, µs": "{medians[idle_us]:,.1f}",
+    "idle, %": "{medians[idle_percent]:.1f}",
+    "step, µs": "{medians[step_us]:,.1f}",
     "step unprofiled, µs": lambda row: f"{statistics.median(row['unprofiled_step_us']):,.1f}",
 }
 MASK_COLUMNS: Columns = {
-    "verify mask": lambda row: str(row["form"]),
-    "bytes": lambda row: f"{row['mask_bytes']:,}",
-    "fill, µs": lambda row: f"{row['fill_us']:,.2f}",
+    "verify mask": "{form}",
+    "bytes": "{mask_bytes:,}",
+    "fill, µs": "{fill_us:,.2f}",
 }
 
 

@@ -322,26 +322,26 @@ def run(loops: Sequence[PlanLoopSettings], out: Path | None = None) -> int:
 
 
 ARM_COLUMNS: Columns = {
-    "drafts": lambda row: str(row["drafts"]),
-    "builder": lambda row: str(row["builder"]),
-    "start": lambda row: str(row["start"]),
-    "draft, µs": lambda row: f"{row['medians']['draft_us']:,.1f}",
-    "plan launches": lambda row: f"{row['medians']['plan_launches']:g}",
-    "plan, µs": lambda row: f"{row['medians']['plan_us']:,.1f}",
-    "busy, µs": lambda row: f"{row['medians']['plan_busy_us']:,.1f}",
-    "hidden, µs": lambda row: f"{row['medians']['hidden_us']:,.1f}",
-    "fix-up, µs": lambda row: f"{row['medians']['fix_up_us']:,.1f}",
-    "between, µs": lambda row: f"{row['medians']['between_us']:,.1f}",
-    "iteration, µs": lambda row: f"{row['medians']['iteration_us']:,.1f}",
+    "drafts": "{drafts}",
+    "builder": "{builder}",
+    "start": "{start}",
+    "draft, µs": "{medians[draft_us]:,.1f}",
+    "plan launches": "{medians[plan_launches]:g}",
+    "plan, µs": "{medians[plan_us]:,.1f}",
+    "busy, µs": "{medians[plan_busy_us]:,.1f}",
+    "hidden, µs": "{medians[hidden_us]:,.1f}",
+    "fix-up, µs": "{medians[fix_up_us]:,.1f}",
+    "between, µs": "{medians[between_us]:,.1f}",
+    "iteration, µs": "{medians[iteration_us]:,.1f}",
     "unprofiled, µs": lambda row: f"{statistics.median(row['unprofiled_iteration_us']):,.1f}",
-    "host, µs": lambda row: f"{row['host_us']:,.1f}",
+    "host, µs": "{host_us:,.1f}",
 }
 FIX_UP_COLUMNS: Columns = {
-    "requests": lambda row: str(row["batch_size"]),
-    "draft tokens": lambda row: str(row["num_draft_tokens"]),
-    "launches": lambda row: str(row["launches"]),
-    "GPU, µs": lambda row: f"{row['gpu_us']:,.2f}",
-    "host, µs": lambda row: f"{row['host_us']:,.1f}",
+    "requests": "{batch_size}",
+    "draft tokens": "{num_draft_tokens}",
+    "launches": "{launches}",
+    "GPU, µs": "{gpu_us:,.2f}",
+    "host, µs": "{host_us:,.1f}",
 }
 
 

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +21,8 @@ WIDTH_WITHOUT_TERMINAL = 200
 
 Point = TypeVar("Point")
 Row = dict[str, Any]
-Columns = Mapping[str, Callable[[Mapping[str, Any]], str]]  # header, what it shows of a row
+# By header, what a column shows of a row: a format of the row's values, such as "{us:.1f}", or a function.
+Columns = Mapping[str, str | Callable[[Mapping[str, Any]], str]]
 
 
 class Recording:
@@ -98,11 +99,22 @@ class Recording:
         return WRONG if self.result.get("wrong") else RIGHT
 
 
-def table_of(title: str, columns: Columns, rows: Sequence[Mapping[str, Any]], *, words: Collection[str] = ()) -> Table:
+def table_of(title: str, columns: Columns, rows: Iterable[Mapping[str, Any]], *, words: Collection[str] = ()) -> Table:
     """Draw one line per row; the columns named in `words` are text, all others numbers."""
     table = Table(title=title, title_justify="left")
     for header in columns:
         table.add_column(header, justify="left" if header in words else "right")
+    cells = [cell.format_map if isinstance(cell, str) else cell for cell in columns.values()]
     for row in rows:
-        table.add_row(*(cell(row) for cell in columns.values()))
+        table.add_row(*(cell(row) for cell in cells))
     return table
+
+
+def rows_by_point(
+    rows: Iterable[Mapping[str, Any]], point: Sequence[str], arm: str
+) -> dict[tuple[Any, ...], dict[str, Mapping[str, Any]]]:
+    """Return the rows by the values of the keys that name a point, and at each point by that of the key that names an arm."""
+    points: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
+    for row in rows:
+        points.setdefault(tuple(row[name] for name in point), {})[row[arm]] = row
+    return points

@@ -63,15 +63,15 @@ def _one_text(target: Mapping[str, Any]) -> str:
 
 # Of rows of arms that were compared with a baseline.
 TIME_COLUMNS: Columns = {
-    "point": lambda row: str(row["point"]),
-    "arm": lambda row: str(row["arm"]),
-    "kernel": lambda row: str(row["kernel"]),
-    "cache": lambda row: str(row["kv_dtype"]),
-    "µs": lambda row: f"{row['median_us']:,.1f}",
-    "spread, µs": lambda row: f"{row['iqr_us']:,.1f}",
-    "floor, µs": lambda row: f"{row['floor_us']:,.1f}",
-    "bound by": lambda row: str(row["floor_bound"]),
-    "floor, %": lambda row: f"{row['floor_percent']:.1f}",
+    "point": "{point}",
+    "arm": "{arm}",
+    "kernel": "{kernel}",
+    "cache": "{kv_dtype}",
+    "µs": "{median_us:,.1f}",
+    "spread, µs": "{iqr_us:,.1f}",
+    "floor, µs": "{floor_us:,.1f}",
+    "bound by": "{floor_bound}",
+    "floor, %": "{floor_percent:.1f}",
     "speed, x": lambda row: "" if row["speed_of_baseline"] is None else f"{row['speed_of_baseline']:.3f}",
     "targets": target_text,
 }

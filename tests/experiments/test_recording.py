@@ -12,7 +12,7 @@ import torch
 
 import lab.experiments
 from lab.experiments import EXPERIMENTS, command_of
-from lab.experiments.recording import RIGHT, WRONG, Recording, table_of
+from lab.experiments.recording import RIGHT, WRONG, Columns, Recording, table_of
 from tests.commands.command import run
 from tests.experiments.simulated import CEILINGS
 
@@ -119,7 +119,7 @@ def test_a_wrong_arm_is_the_exit_status(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_words_are_aligned_as_words() -> None:
-    columns = {"arm": lambda row: str(row["arm"]), "µs": lambda row: f"{row['us']:.1f}"}
+    columns: Columns = {"arm": "{arm}", "µs": lambda row: f"{row['us']:.1f}"}
     table = table_of("times", columns, [{"arm": "a", "us": 1.25}], words=("arm",))
     assert [(column.header, column.justify, *column.cells) for column in table.columns] == [
         ("arm", "left", "a"),
