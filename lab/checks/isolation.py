@@ -1,7 +1,7 @@
 """Cases in a worker process that is replaced when it crashes or does not return, so that a case costs itself alone."""
 
 import functools
-import multiprocessing
+import multiprocessing.context
 import os
 import tempfile
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,8 +19,11 @@ from lab.checks.refusals import Declined, Raised, Refusals, raised
 from lab.checks.space import Space
 from lab.checks.trial import SHOWN_CHARACTERS, Trial
 from lab.checks.verdicts import Judged, Outcome
-from lab.loading import load
+from lab.loading import LoadError, load
 
+Answer = TypeVar("Answer")
+
+CANNOT_BEGIN = 'no worker can begin: a script that judges in isolation needs `if __name__ == "__main__":`'
 LOST_CONTEXT = 70  # exit status of a worker whose CUDA context is lost
 
 
@@ -56,8 +59,9 @@ class Isolation:
 
         return ProcessPool(
             max_workers=self.workers,
-            context=multiprocessing.get_context("spawn"),
-            initializer=_begin,  # imports torch before the first case's time begins
+            context=_context(),
+            initializer=_begin,
+            initargs=(dict(os.environ),),
         )
 
     def __exit__(
@@ -71,21 +75,50 @@ class Isolation:
         self._pool.stop()
         self._pool.join()
 
-    def submit(self, check: str, case: Any) -> Callable[[], Judged]:
-        """Have one case of the check with that key judged; return a function that waits for the verdict."""
+    def ask(self, question: Callable[[Any], Answer]) -> Answer:
+        """Return a function's answer of the implementation, which a worker gives, so that only workers import it.
+
+        Raises:
+            lab.loading.LoadError: it cannot be imported, or ends or holds up its process when it is.
+        """
+        if self._pool is None:
+            return question(self.implementation)
+        from pebble import ProcessExpired
+
+        try:
+            answer: Answer = self._schedule(_answer, (question, self.implementation)).result()
+        except FutureTimeoutError:
+            raise LoadError(f"{self.implementation} was not imported within {self.time_limit_s:g} s") from None
+        except ProcessExpired as error:
+            raise LoadError(
+                f"{self.implementation} ends its process when it is imported (exit status {error.exitcode})"
+            ) from None
+        except BrokenProcessPool as error:
+            raise RuntimeError(CANNOT_BEGIN) from error
+        return answer
+
+    def submit(self, check: str, case: Any, space: Space | None = None) -> Callable[[], Judged]:
+        """Have one case of the check with that key judged; return a function that waits for the verdict.
+
+        Args:
+            check: its key.
+            case: of that check.
+            space: the axes within which the check may vary the case; the isolation's if None.
+        """
+        within = space or self.space
         if self._pool is None or self._last_words is None:
-            where = (self.device, self.space, self.refusals)
+            where = (self.device, within, self.refusals)
             return functools.partial(run_trial, self.implementation, _check(check), case, *where)
         descriptor, last_words = tempfile.mkstemp(dir=self._last_words.name)
         os.close(descriptor)
-        arguments = (self.implementation, check, case, str(self.device), self.space, self.refusals, last_words)
-        return functools.partial(self._result, self._schedule(arguments), arguments)
+        arguments = (self.implementation, check, case, str(self.device), within, self.refusals, last_words)
+        return functools.partial(self._result, self._schedule(_work, arguments), arguments)
 
-    def _schedule(self, arguments: tuple[Any, ...]) -> Any:
+    def _schedule(self, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         if not self._pool.active:  # a worker that died between two cases ended its pool
             self._end_pool()
             self._pool = self._new_pool()
-        return self._pool.schedule(_work, args=arguments, timeout=self.time_limit_s)
+        return self._pool.schedule(work, args=arguments, timeout=self.time_limit_s)
 
     def _result(self, future: Any, arguments: tuple[Any, ...], attempts: int = 2) -> Judged:
         from pebble import ProcessExpired
@@ -96,11 +129,9 @@ class Isolation:
             self._has_worked = True
         except BrokenProcessPool as error:  # the case has not begun
             if attempts > 1:
-                return self._result(self._schedule(arguments), arguments, attempts - 1)
+                return self._result(self._schedule(_work, arguments), arguments, attempts - 1)
             if not self._has_worked:
-                raise RuntimeError(
-                    'no worker can begin: a script that judges in isolation needs `if __name__ == "__main__":`'
-                ) from error
+                raise RuntimeError(CANNOT_BEGIN) from error
             return Judged(Outcome.FAILED, ("its worker died before it began",))
         except FutureTimeoutError:
             return Judged(Outcome.FAILED, (f"it did not return within {self.time_limit_s:g} s",))
@@ -113,8 +144,23 @@ class Isolation:
         return result
 
 
-def _begin() -> None:
+def _context() -> multiprocessing.context.BaseContext:
+    """Return forks of one process that has imported torch, and nothing of CUDA; new processes where there are no forks."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
+def _begin(environment: dict[str, str]) -> None:
+    os.environ.clear()  # a fork has the environment of the time at which the first worker began
+    os.environ.update(environment)
     torch.set_num_threads(1)  # the cases are small: threads only wait for each other
+
+
+def _answer(question: Callable[[Any], Answer], name: str) -> Answer:
+    return question(load(name))
 
 
 def _work(

@@ -1,46 +1,43 @@
 """Judge an implementation: every check of the catalogue, over every function that it has."""
 
-import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from lab.checks.bench import Bench, Session, in_turns
 from lab.checks.catalogue import checks
-from lab.checks.check import Check, Level, same
+from lab.checks.check import Check, Level
 from lab.checks.isolation import Isolation
 from lab.checks.ledger import LEDGER, KnownFinding, known
+from lab.checks.progress import Progress, Stopwatch
+from lab.checks.recording import digest_of_run, earlier_verdicts, offer_of, read_case
 from lab.checks.report import CaseVerdict, Report
 from lab.checks.space import Space
-from lab.checks.verdicts import Outcome
 from lab.extras import require
 from lab.gpus import capability_of
 from lab.loading import load
 from lab.provenance import environment
 from lab.workloads.forward_case import ForwardCase
-from lab.workloads.interfaces import Interface
+from lab.workloads.interfaces import Interface, interfaces_of
+
+__all__ = ["TIME_LIMIT_S", "interfaces_of", "judge", "judge_case", "judge_forward", "judge_recorded"]
 
 DRAWN_CASES = {Level.SMOKE: 2, Level.FULL: 30}
-CASES_PER_WORKER = 8  # handed out together: enough that workers seldom wait for the slowest of them
-SMOKE_LONGEST = 200  # keys
-MOST_SHRINKS = 60  # calls of the judge that Hypothesis may spend on making a failing case smaller
 TIME_LIMIT_S = 120.0
-
-Progress = Callable[[CaseVerdict], None]
-
-
-def interfaces_of(implementation: Any) -> list[Interface]:
-    """Return the functions that an implementation has."""
-    return [interface for interface in Interface if callable(getattr(implementation, interface.value, None))]
+WRITTEN_EVERY_S = 1.0  # the report's file, while the run goes on
+VERDICT_PARTS = ("python", "packages", "gpu", "capability", "cuda")  # of the environment, which a verdict depends on
 
 
 def judge(
     implementation: Any,
     *,
-    level: Level = Level.SMOKE,
+    level: Level | str = Level.SMOKE,
     space: Space | None = None,
     only: Sequence[str] = (),
     functions: Sequence[str] = (),
@@ -50,8 +47,13 @@ def judge(
     time_limit_s: float = TIME_LIMIT_S,
     most_seconds: float = math.inf,
     drawn: int | None = None,
+    refusals: Sequence[type[BaseException]] | None = None,
     ledger: Sequence[KnownFinding] = LEDGER,
-    progress: Progress | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    out: Path | str | None = None,
+    fresh: bool = False,
+    first_failure: bool = False,
+    probe: bool = True,
 ) -> Report:
     """Find out whether an implementation is right.
 
@@ -60,8 +62,8 @@ def judge(
 
     Args:
         implementation: a module or object with one or more of the names of `lab.workloads.interfaces.Interface`, or the
-            name of one to import: "package.module" or "package.module:attribute".
-        level: SMOKE or FULL.
+            name of one to import: "package.module" or "path/to/file.py", either with ":attribute" after it.
+        level: SMOKE or FULL, or "smoke" or "full".
         space: the axes of the cases; narrow them to what a kernel was built for.
         only: keys or names of the checks to run, such as "K4" or "poison"; all if empty.
         functions: names of the functions to judge; all that it has if empty.
@@ -73,47 +75,114 @@ def judge(
         most_seconds: after so long, no further case is begun; the report counts what was left out, and is not right. Checks
             take turns, so that each has judged some of its cases before any has judged all.
         drawn: cases that Hypothesis draws per check and function; the level's number if None.
+        refusals: exceptions that are refusals, instead of those of `lab.checks.refusals.refusing`.
         ledger: recorded findings that are told apart from new ones.
-        progress: called with each verdict.
+        progress: called with each verdict, and with how far the run is.
+        out: the report's file, written as the run goes. If it holds a report of the same run, of which neither the
+            implementation's sources nor the lab's have changed, its right and declined cases are not judged again.
+        fresh: they are.
+        first_failure: no further case is begun after the first that is wrong or failed.
+        probe: where a function declines most cases, find out which values of the axes it takes, and judge it on those too.
+
+    Returns:
+        The report; also after Ctrl-C, which ends the run and keeps its verdicts.
 
     Raises:
         ModuleNotFoundError: a package of the extra `judge` is not installed.
-        ValueError: it has none of the names, a check does not exist, or isolation was asked for an object.
+        ValueError: it has none of the names, a check, a level or a device does not exist, a number makes no sense, or
+            isolation was asked for an object.
+        lab.loading.LoadError: it cannot be imported.
     """
     require("The judge", "hypothesis", "pebble", "rich")
-    where = _device(device)
-    capability = capability_of(where)
+    depth, where = level_named(level), device_of(device)
+    _check_numbers(workers, time_limit_s, drawn)
     if isolated and not isinstance(implementation, str):
         raise ValueError(f"an isolated judge imports the implementation by name; got {implementation!r}")
-    name, loaded = _named(implementation)
-    offered = [each for each in interfaces_of(loaded) if not functions or each.value in functions]
-    if not offered:
-        raise ValueError(f"{name} has none of {', '.join(functions or [interface.value for interface in Interface])}")
-    chosen = _chosen(only)
-    given = space or Space()
-    axes = replace(given, longest=min(given.longest, SMOKE_LONGEST)) if level is Level.SMOKE else given
-    count = DRAWN_CASES[level] if drawn is None else drawn
+    chosen, given = _chosen(only), space or Space()
+    count = DRAWN_CASES[depth] if drawn is None else drawn
+    name, subject = (implementation, implementation) if isolated else _named(implementation)
+    path = None if out is None else Path(out)
+    refused = None if refusals is None else tuple(refusals)
+    with Isolation(subject, where, given, time_limit_s, workers, refused) as isolation:
+        offer = isolation.ask(partial(offer_of, implementation if isinstance(implementation, str) else ""))
+        offered = [each for each in offer.interfaces if not functions or each.value in functions]
+        if not offered:
+            raise ValueError(f"{name} has none of {', '.join(functions or [each.value for each in Interface])}")
+        about = environment()
+        asked = (name, depth, given, [check.key for check in chosen], offered, count, probe, str(where), refused)
+        digest = digest_of_run(offer, asked, [about.get(part) for part in VERDICT_PARTS])
+        session = Session(
+            name,
+            isolation,
+            end=time.monotonic() + most_seconds,
+            stops_at_fault=first_failure,
+            earlier={} if fresh else earlier_verdicts(path, digest),
+            recorded_in="" if path is None else str(path),
+        )
+        empty = Report(name, depth, about, str(where), (), 0, given, run=digest)
+        run = _Run(session, chosen, count, empty, path, partial(known, ledger=ledger, capability=capability_of(where)))
+        return run.judged(offered, given, progress)
 
-    def note(verdict: CaseVerdict) -> CaseVerdict:
-        told = known(verdict, ledger, capability)
-        if progress is not None:
-            progress(told)
-        return told
 
-    end = time.monotonic() + most_seconds
-    with Isolation(name if isolated else loaded, where, given, time_limit_s, workers) as isolation:
-        turns = [
-            _Bench(name, check, interface, isolation, note, end).turns(axes, level, count)
-            for check, interface in itertools.product(chosen, offered)
+@dataclass
+class _Run:
+    """A run of the judge and its report so far."""
+
+    session: Session
+    checks: Sequence[Check]
+    drawn: int
+    empty: Report
+    path: Path | None
+    known: Callable[[CaseVerdict], CaseVerdict]
+    benches: list[Bench] = field(default_factory=list)
+    _written: float = -math.inf
+
+    def judged(
+        self, interfaces: Sequence[Interface], space: Space, progress: Callable[[Progress], None] | None
+    ) -> Report:
+        """Judge functions over axes, and write the report as the run goes."""
+        watch = Stopwatch()
+
+        def note(verdict: CaseVerdict, is_new: bool) -> CaseVerdict:
+            told = self.known(verdict)
+            if progress is not None:
+                done, total = (sum(getattr(each, part) for each in self.benches) for part in ("judged", "planned"))
+                progress(watch.progress(told, done, total, is_new))
+            return told
+
+        self.session.note = note
+        try:
+            self._turns(self._plan(interfaces, space))
+        except KeyboardInterrupt:
+            self.empty = replace(self.empty, interrupted=True)
+        finally:
+            self._save()
+        return self._report()
+
+    def _plan(self, interfaces: Sequence[Interface], space: Space) -> list[Bench]:
+        planned = [
+            Bench(self.session, check, interface, self.empty.level, space, self.drawn)
+            for check in self.checks
+            for interface in interfaces
             if interface in check.interfaces
         ]
-        # In rounds, so that time that ends early leaves no check without a verdict.
-        rounds = list(itertools.zip_longest(*turns, fillvalue=_Turn([], 0)))
-    judged = [turn for of_bench in zip(*rounds, strict=True) for turn in of_bench]
-    verdicts = tuple(verdict for turn in judged for verdict in turn.verdicts)
-    left_out = sum(turn.left_out for turn in judged)
-    numbered = tuple(replace(verdict, number=number) for number, verdict in enumerate(verdicts, 1))
-    return Report(name, level, environment(), str(where), numbered, left_out, given)
+        self.benches += planned
+        return planned
+
+    def _turns(self, benches: Sequence[Bench]) -> None:
+        for _ in in_turns(benches):
+            if time.monotonic() > self._written + WRITTEN_EVERY_S:
+                self._save()
+
+    def _report(self) -> Report:
+        verdicts = tuple(verdict for bench in self.benches for verdict in bench.verdicts)
+        left_out = sum(bench.planned - bench.judged for bench in self.benches)
+        return replace(self.empty, verdicts=verdicts, left_out=left_out)
+
+    def _save(self) -> None:
+        if self.path is not None:
+            self._report().write(self.path)
+            self._written = time.monotonic()
 
 
 def judge_case(
@@ -131,12 +200,50 @@ def judge_case(
         case: of that check.
         device, space: as in `judge`.
     """
-    where = _device(device)
+    where = device_of(device)
     name, loaded = _named(implementation)
     (chosen,) = _chosen((check,))
     interface = getattr(case, "interface", chosen.interfaces[0])
     with Isolation(loaded, where, space or Space(), TIME_LIMIT_S) as isolation:
-        return _Bench(name, chosen, interface, isolation).verdicts([case])[0]
+        judged = isolation.submit(chosen.key, case)()
+    return CaseVerdict(name, chosen.key, interface, case, str(where), judged, 0.0, space or Space())
+
+
+def judge_recorded(
+    path: Path | str,
+    number: int,
+    *,
+    implementation: str | None = None,
+    device: torch.device | str | None = None,
+    isolated: bool = True,
+    time_limit_s: float = TIME_LIMIT_S,
+) -> CaseVerdict:
+    """Judge a case of a report again, by a worker that imports the implementation anew.
+
+    Args:
+        path, number: of the report, and of the case in it, from 1.
+        implementation: another name than the report's.
+        device: another than the report's.
+        isolated, time_limit_s: as in `judge`.
+
+    Returns:
+        The verdict; `lab.checks.report.CaseVerdict.exit_status` is what a command ends with. No ledger is asked.
+
+    Raises:
+        lab.checks.recording.ReportError: there is no such report or case.
+        lab.loading.LoadError: the implementation cannot be imported.
+    """
+    require("The judge", "pebble")
+    was = read_case(Path(path), number)
+    name, where = implementation or was.implementation, device_of(device or was.device)
+    _check_numbers(1, time_limit_s, None)
+    with Isolation(name if isolated else load(name), where, was.space, time_limit_s) as isolation:
+        isolation.ask(interfaces_of)
+        start = time.perf_counter()
+        judged = isolation.submit(was.check, was.case)()
+    return replace(
+        was, implementation=name, device=str(where), judged=judged, seconds=time.perf_counter() - start, finding=""
+    )
 
 
 def judge_forward(implementation: Any, case: ForwardCase, device: torch.device | str | None = None) -> CaseVerdict:
@@ -154,8 +261,45 @@ def judge_forward(implementation: Any, case: ForwardCase, device: torch.device |
     return judge_case(implementation, "M1", case, device)
 
 
-def _device(device: torch.device | str | None) -> torch.device:
-    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+def level_named(level: Level | str) -> Level:
+    """Return the level of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if level not in (*Level, *(each.value for each in Level)):
+        raise ValueError(f"there is no level {level!r}; there are {', '.join(each.value for each in Level)}")
+    return Level(level)
+
+
+def device_of(device: torch.device | str | None) -> torch.device:
+    """Return the device of that name; of None a GPU if there is one.
+
+    Raises:
+        ValueError: there is no such device here, or nothing can be judged on it.
+    """
+    count = torch.cuda.device_count()
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        named = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"{device!r} is no device: cpu, cuda, or cuda:1 for the second GPU") from error
+    if named.type not in ("cpu", "cuda"):
+        raise ValueError(f"nothing is judged on {device!r}: cpu, cuda, or cuda:1 for the second GPU")
+    if named.type == "cuda" and (named.index or 0) >= count:
+        raise ValueError(f"there is no GPU {str(device)!r} here: torch finds {count or 'none'}")
+    return named
+
+
+def _check_numbers(workers: int, time_limit_s: float, drawn: int | None) -> None:
+    """Raise ValueError for numbers that no run can have."""
+    if workers < 1:
+        raise ValueError(f"workers={workers} must be at least 1")
+    if not time_limit_s > 0:
+        raise ValueError(f"time_limit_s={time_limit_s} must be more than 0 seconds for each case")
+    if drawn is not None and drawn < 0:
+        raise ValueError(f"drawn={drawn} must be 0 or more cases, or None for the level's number")
 
 
 def _named(implementation: Any) -> tuple[str, Any]:
@@ -173,137 +317,3 @@ def _chosen(only: Sequence[str]) -> tuple[Check, ...]:
         raise ValueError(f"there is no check {missing[0]!r}; there are {', '.join(check.name for check in catalogue)}")
     wanted = {named[name].key for name in only}
     return tuple(check for check in catalogue if not only or check.key in wanted)
-
-
-class _Found(Exception):  # noqa: N818 - what Hypothesis is to make smaller
-    """A drawn case is wrong."""
-
-    def __init__(self, verdict: CaseVerdict) -> None:
-        super().__init__(verdict.reason)
-        self.verdict = verdict
-
-
-class _Turn(NamedTuple):
-    """Verdicts of some cases, and the number of cases left out, time being over."""
-
-    verdicts: list[CaseVerdict]
-    left_out: int
-
-
-@dataclass(frozen=True)
-class _Bench:
-    """One check of one function of an implementation.
-
-    Attributes:
-        name: of the implementation.
-        check, interface: what is judged.
-        isolation: where cases run.
-        note: called with each verdict; returns it as it is reported.
-        end: no case is begun after this time, of `time.monotonic`.
-    """
-
-    name: str
-    check: Check
-    interface: Interface
-    isolation: Isolation
-    note: Callable[[CaseVerdict], CaseVerdict] = same
-    end: float = math.inf
-
-    def turns(self, axes: Space, level: Level, count: int) -> Iterator[_Turn]:
-        """Judge the fixed cases, first one for each worker and then several in each turn, and `count` drawn ones last."""
-        cases = list(self.check.cases(self.interface, axes, level))
-        first = self.isolation.workers
-        yield self._in_time(cases[:first])
-        for start in range(first, len(cases), self.at_once):
-            yield self._in_time(cases[start : start + self.at_once])
-        if self.check.adapt is not None and count:
-            yield self._drawn(self.check.adapt, axes, count)
-
-    @property
-    def at_once(self) -> int:
-        """Cases that are handed out together."""
-        return CASES_PER_WORKER * self.isolation.workers
-
-    def _in_time(self, cases: Sequence[Any], drawn: bool = False) -> _Turn:
-        return _Turn([], len(cases)) if time.monotonic() > self.end else _Turn(self.verdicts(cases, drawn), 0)
-
-    def verdicts(self, cases: Sequence[Any], drawn: bool = False) -> list[CaseVerdict]:
-        """Return the verdict of each case, in order; several workers judge at a time."""
-        start = time.perf_counter()
-        waiting = [self.isolation.submit(self.check.key, case) for case in cases]
-        return [
-            self.note(
-                CaseVerdict(
-                    implementation=self.name,
-                    check=self.check.key,
-                    interface=self.interface,
-                    case=case,
-                    device=str(self.isolation.device),
-                    space=self.isolation.space,
-                    judged=wait(),
-                    seconds=time.perf_counter() - start,
-                    drawn=drawn,
-                )
-            )
-            for case, wait in zip(cases, waiting, strict=True)
-        ]
-
-    def _drawn(self, adapt: Callable[[Any], Any], space: Space, count: int) -> _Turn:
-        """Let Hypothesis draw cases, and several workers judge them.
-
-        Returns:
-            The verdicts of the right ones and of the first wrong one, as small as it gets.
-        """
-        from hypothesis import HealthCheck, Phase, given, settings
-
-        if time.monotonic() > self.end:
-            return _Turn([], count)
-        cases: dict[Any, None] = {}
-        seen: dict[Any, CaseVerdict] = {}
-        failures = 0
-
-        # Called twice, since Hypothesis draws the same cases for the same function alone: to hear them, then to make one
-        # smaller.
-        @settings(
-            max_examples=count,
-            derandomize=True,
-            database=None,
-            deadline=None,
-            phases=(Phase.generate, Phase.shrink),
-            suppress_health_check=list(HealthCheck),
-            report_multiple_bugs=False,
-        )
-        @given(space.drawn(self.interface))
-        def holds(drawn: Any) -> None:
-            nonlocal failures
-            case = adapt(drawn)
-            if not seen:
-                cases[case] = None
-                return
-            if case not in seen:
-                if not failures or failures > MOST_SHRINKS:
-                    return
-                failures += 1
-                seen[case] = self.verdicts([case], drawn=True)[0]
-            if _is_fault(seen[case]):
-                failures = failures or 1
-                raise _Found(seen[case])
-
-        holds()
-        left_out = 0
-        for start in range(0, len(cases), self.at_once):
-            several = list(cases)[start : start + self.at_once]
-            turn = self._in_time(several, drawn=True)
-            seen |= zip(several, turn.verdicts, strict=bool(turn.verdicts))
-            left_out += turn.left_out
-        smallest = []
-        try:
-            if any(map(_is_fault, seen.values())):
-                holds()
-        except _Found as found:
-            smallest = [found.verdict]
-        return _Turn([verdict for verdict in seen.values() if not _is_fault(verdict)] + smallest, left_out)
-
-
-def _is_fault(verdict: CaseVerdict) -> bool:
-    return verdict.outcome in (Outcome.WRONG, Outcome.FAILED)

@@ -57,6 +57,11 @@ class CaseVerdict:
         return self.judged.outcome
 
     @property
+    def exit_status(self) -> int:
+        """Return a command's: 0 right, 1 wrong or failed, 125 nothing of it could be judged."""
+        return WRONG if self.judged.wrongs else 0 if self.judged.judged else NOT_JUDGED
+
+    @property
     def reason(self) -> str:
         """Return what was wrong or, if nothing was, what was refused."""
         return "; ".join(self.judged.wrongs or self.judged.declines)
@@ -145,6 +150,7 @@ class Report:
         left_out: cases that time ran out for.
         space: the axes that were judged.
         interrupted: by the user; cases that were not begun are in left_out.
+        run: a digest of all that its verdicts depend on; "" where that cannot be told.
     """
 
     implementation: str
@@ -155,6 +161,7 @@ class Report:
     left_out: int = 0
     space: Space = field(default_factory=Space)
     interrupted: bool = False
+    run: str = ""
 
     @property
     def rows(self) -> list[CheckSummary]:
@@ -195,6 +202,7 @@ class Report:
             "left_out": self.left_out,
             "interrupted": self.interrupted,
             "space": repr(self.space),
+            "run": self.run,
             "environment": self.environment,
             "checks": [
                 {
@@ -207,9 +215,12 @@ class Report:
                 }
                 for row in self.rows
             ],
-            "cases": [verdict.as_record() for verdict in self.verdicts],
+            "cases": [self._record_of(verdict) for verdict in self.verdicts],
         }
         write_text(path, json.dumps(record, indent=1) + "\n")
+
+    def _record_of(self, verdict: CaseVerdict) -> dict[str, Any]:
+        return verdict.as_record() | ({} if verdict.space == self.space else {"space": repr(verdict.space)})
 
     def table(self) -> "Table":
         """Return the rows for a terminal; "worst" is the largest error, as a share of its bound."""

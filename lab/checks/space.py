@@ -1,15 +1,16 @@
 """The axes of the cases that are judged, and cases that cover them, fixed or drawn."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lab.calls.problem import E4M3
+from lab.calls.problem import E4M3, NVFP4_BLOCK
 from lab.workloads.attention_case import AttentionCase, Storage, short_repr
-from lab.workloads.geometries import Geometry
+from lab.workloads.geometries import GEOMETRIES, Geometry
 from lab.workloads.interfaces import Interface
 
 if TYPE_CHECKING:
@@ -52,6 +53,9 @@ class Space:
         geometries: of the forward passes and graph stories of the full level, names of `lab.workloads.GEOMETRIES`.
         e4m3_arithmetic: over an e4m3 cache the kernel is known to round Q and the softmax's weights to e4m3 too.
         longest: keys of the longest request, about.
+
+    Raises:
+        ValueError: an axis has no value, one twice, or one that no case can be made of.
     """
 
     dtypes: tuple[tuple[torch.dtype, torch.dtype], ...] = (*HALF_PAIRS, (torch.bfloat16, E4M3))
@@ -72,6 +76,29 @@ class Space:
     geometries: tuple[str, ...] = ("gemma-3-27b", "gpt-oss-120b", "llama-3.1-70b", "llama-3.1-8b", "qwen3-32b")
     e4m3_arithmetic: bool = False
     longest: int = 700
+
+    def __post_init__(self) -> None:
+        for axis, (is_one, words) in _VALUES.items():
+            values = getattr(self, axis)
+            if not isinstance(values, tuple) or not values:
+                raise ValueError(f"{axis}={values!r} must be a tuple of at least one value, each {words}")
+            wrong = next((value for value in values if not is_one(value)), None)
+            if wrong is not None:
+                raise ValueError(f"{axis}={values!r}: {wrong!r} is not {words}")
+            if len(set(values)) < len(values):
+                raise ValueError(f"{axis}={values!r} has a value twice")
+        if not _is_whole(self.longest, 1) or self.longest < max(self.q_lens):
+            raise ValueError(
+                f"longest={self.longest!r} must be a whole number of keys, at least {max(self.q_lens)}: q_lens"
+            )
+        if not isinstance(self.e4m3_arithmetic, bool):
+            raise ValueError(f"e4m3_arithmetic={self.e4m3_arithmetic!r} must be True or False")
+        odd = [head_dim for head_dim in self.head_dims if head_dim % NVFP4_BLOCK]
+        if odd and True in self.nvfp4:
+            raise ValueError(
+                f"head_dims={self.head_dims}: an NVFP4 cache stores blocks of {NVFP4_BLOCK}, which {odd[0]} has no whole "
+                "number of: leave it out, or NVFP4 by nvfp4=(False,), in a shell --no-nvfp4"
+            )
 
     def __repr__(self) -> str:
         return short_repr(self)
@@ -234,6 +261,53 @@ class Space:
             seed=seed,
             storage=Storage(page_size=page_size, page_seed=seed),
         )
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _whole(least: int) -> "_Values":
+    return partial(_is_whole, least=least), f"a whole number of at least {least}"
+
+
+def _one_of(*values: Any) -> "_Values":
+    """Compare types too: 1 is not True."""
+    return lambda value: any(type(value) is type(one) and value == one for one in values), f"one of {values}"
+
+
+def _is_power_of_two(value: Any) -> bool:
+    return _is_whole(value, 1) and not value & (value - 1)
+
+
+def _is_mla_pair(value: Any) -> bool:
+    """Tell whether V can be the first part of a latent entry."""
+    is_pair = isinstance(value, tuple) and len(value) == 2 and all(_is_whole(each, 2) for each in value)
+    return is_pair and value[1] <= value[0]
+
+
+_Values = tuple[Callable[[Any], bool], str]
+_PAIRS = (*HALF_PAIRS, *((dtype, E4M3) for dtype, _ in HALF_PAIRS))
+_PAGE_SIZE: _Values = (_is_power_of_two, "a power of two")
+# Per axis: whether a case can be made of a value, and words for those that one can be made of.
+_VALUES: dict[str, _Values] = {
+    "dtypes": _one_of(*_PAIRS),
+    "groups": _whole(1),
+    "num_kv_heads": _whole(1),
+    "head_dims": _whole(2),
+    "page_sizes": _PAGE_SIZE,
+    "q_lens": _whole(1),
+    "windows": _one_of(False, True),
+    "sinks": _one_of(False, True),
+    "nvfp4": _one_of(False, True),
+    "kv_layouts": _one_of("HND", "NHD"),
+    "large_batches": _whole(1),
+    "masked_rows": _whole(1),
+    "mla_head_dims": (_is_mla_pair, "a pair (head_dim, v_head_dim) of whole numbers of at least 2, the second no larger than the first"),
+    "mla_heads": _whole(1),
+    "mla_page_sizes": _PAGE_SIZE,
+    "geometries": _one_of(*GEOMETRIES),
+}
 
 
 def edge_lengths(page_size: int, longest: int) -> list[int]:

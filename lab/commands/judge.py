@@ -22,7 +22,8 @@ from lab.commands.options import (
 )
 
 if TYPE_CHECKING:
-    from lab.checks.report import CaseVerdict, Report
+    from lab.checks.progress import Progress as ProgressOfJudge
+    from lab.checks.report import Report
 
 AXES = "Axes: narrow the cases to what the kernel was built for"
 
@@ -141,7 +142,8 @@ def _report(console: Console, name: str, *, level: str, **how: Any) -> "Report":
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("starting")
 
-        def tell(verdict: "CaseVerdict") -> None:
+        def tell(told: "ProgressOfJudge") -> None:
+            verdict = told.verdict
             progress.update(task, advance=1, description=f"{verdict.check} of {verdict.interface.value}")
             if verdict.outcome in (Outcome.WRONG, Outcome.FAILED) and not verdict.drawn:
                 progress.console.print(f"{verdict.check} of {verdict.interface.value} is {verdict.outcome.value}")

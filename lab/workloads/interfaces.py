@@ -1,5 +1,7 @@
 """The functions that can be judged, by their names."""
 
+from typing import Any
+
 from lab.named_enum import NamedEnum
 
 
@@ -16,3 +18,8 @@ class Interface(NamedEnum):
 
 
 ATTENTION = (Interface.DECODE, Interface.CONTEXT, Interface.MLA_DECODE)
+
+
+def interfaces_of(implementation: Any) -> list[Interface]:
+    """Return the functions that an implementation has."""
+    return [interface for interface in Interface if callable(getattr(implementation, interface.value, None))]

@@ -81,7 +81,7 @@ def test_a_worker_that_dies_between_cases_is_replaced_too() -> None:
 
 
 def test_a_pool_whose_workers_never_begin_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolation_module, "_begin", hostile.leave)
+    monkeypatch.setattr(isolation_module, "_begin", hostile.leave_at_once)
     case = AttentionCase(Interface.DECODE, (20,), (1,))
     with Isolation("lab.references", torch.device("cpu"), Space(), TIME_LIMIT_S) as isolation:
         waiting = isolation.submit("K1", case)

@@ -225,14 +225,14 @@ def test_what_no_time_was_left_for_is_counted_and_not_right() -> None:
 
 def test_each_verdict_is_told_as_it_comes() -> None:
     told: list[CaseVerdict] = []
-    report = judged(INSIDE, progress=told.append, drawn=2)
+    report = judged(INSIDE, progress=lambda progress: told.append(progress.verdict), drawn=2)
     assert tuple(replace(verdict, number=number) for number, verdict in enumerate(told, 1)) == report.verdicts
 
 
 def test_checks_take_turns_and_are_reported_one_after_another() -> None:
     """So that time that ends early leaves no check without a verdict."""
     told: list[CaseVerdict] = []
-    report = judged(INSIDE, "K1", "K5", "M1", progress=told.append)
+    report = judged(INSIDE, "K1", "K5", "M1", progress=lambda progress: told.append(progress.verdict))
     assert [verdict.check for verdict in told][:3] == ["K1", "K5", "M1"]
     assert [verdict.check for verdict in report.verdicts] == sorted(verdict.check for verdict in told)
     assert report.left_out == 0

@@ -1,5 +1,6 @@
 """Cases cover every axis, drawn ones stay inside, and lengths stand at edges."""
 
+import re
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -120,3 +121,34 @@ def test_lengths_stand_at_the_edges_of_pages_and_tiles() -> None:
 def test_numbers_that_make_no_call_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"kv_lens|q_lens|MLA|attention call"):
         AttentionCase(**{"interface": Interface.DECODE} | wrong)
+
+
+@pytest.mark.parametrize(
+    ("axes", "sentence"),
+    [
+        ({"head_dims": ()}, "head_dims=() must be a tuple of at least one value, each a whole number of at least 2"),
+        ({"large_batches": ()}, "large_batches=() must be a tuple of at least one value, each a whole number of at"),
+        ({"head_dims": 128}, "head_dims=128 must be a tuple"),
+        ({"head_dims": [64]}, "head_dims=[64] must be a tuple"),
+        ({"page_sizes": (0,)}, "page_sizes=(0,): 0 is not a power of two"),
+        ({"page_sizes": (16, 48)}, "page_sizes=(16, 48): 48 is not a power of two"),
+        ({"groups": (4, 4)}, "groups=(4, 4) has a value twice"),
+        ({"q_lens": (True,)}, "q_lens=(True,): True is not a whole number"),
+        ({"windows": (1,)}, "windows=(1,): 1 is not one of (False, True)"),
+        ({"dtypes": ((torch.float32, torch.float32),)}, "is not one of ((torch.bfloat16, torch.bfloat16),"),
+        ({"dtypes": (torch.bfloat16,)}, "torch.bfloat16 is not one of"),
+        ({"kv_layouts": ("hnd",)}, "'hnd' is not one of ('HND', 'NHD')"),
+        ({"mla_head_dims": ((64, 80),)}, "(64, 80) is not a pair (head_dim, v_head_dim)"),
+        ({"geometries": ("llama",)}, "'llama' is not one of ("),
+        ({"head_dims": (127,)}, "an NVFP4 cache stores blocks of 16, which 127 has no whole number of"),
+        ({"longest": 4}, "longest=4 must be a whole number of keys, at least 8: q_lens"),
+        ({"e4m3_arithmetic": 1}, "e4m3_arithmetic=1 must be True or False"),
+    ],
+)
+def test_axes_that_make_no_cases_are_refused_with_what_would(axes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        Space(**axes)
+
+
+def test_a_head_dim_that_nvfp4_does_not_store_is_taken_without_it() -> None:
+    assert Space(head_dims=(127,), nvfp4=(False,)).head_dims == (127,)

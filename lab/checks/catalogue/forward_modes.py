@@ -46,7 +46,8 @@ def mode_cases(
         yield ForwardCase(ForwardMode.DECODE, name, prefixes, ones, draft_step=step, page_size=page_size)
     for q_len in q_lens:
         # Offsets that cross a page: the request before the edge gains a page, the one on it too.
-        crossing = (0, page_size - q_len, page_size - q_len + 1, page_size, *long)
+        edge = max(page_size - q_len, 0)
+        crossing = (0, edge, edge + 1, page_size, *long)
         widths = tuple(q_len for _ in crossing)
         verify = ForwardCase(ForwardMode.TARGET_VERIFY, name, crossing, widths, page_size=page_size)
         yield verify

@@ -1,0 +1,238 @@
+"""The cases of one check and one function, judged in turns: the fixed ones, and those that Hypothesis draws."""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lab.checks.check import Check, Level
+from lab.checks.isolation import Isolation
+from lab.checks.report import CaseVerdict
+from lab.checks.space import Space
+from lab.checks.verdicts import Outcome
+from lab.workloads.interfaces import Interface
+
+CASES_PER_WORKER = 8  # handed out together: enough that workers seldom wait for the slowest of them
+SMOKE_LONGEST = 200  # keys
+MOST_SHRINKS = 60  # calls of the judge that Hypothesis may spend on making a failing case smaller
+
+# Of a verdict, what it differs in from others of its report: its check, the reprs of its function, case and axes, and whether
+# the case was drawn.
+Key = tuple[str, str, str, str, bool]
+
+
+def key_of(check: str, interface: Interface, case: Any, space: Space, drawn: bool) -> Key:
+    """Return a verdict's key."""
+    return check, repr(interface), repr(case), repr(space), drawn
+
+
+@dataclass
+class Session:
+    """One run of the judge: where its cases run, what it knows already, and when it ends.
+
+    Attributes:
+        name: of the implementation.
+        isolation: where cases run.
+        note: called with each verdict, and whether it is this run's; returns it as it is reported.
+        end: no case is begun after this time, of `time.monotonic`.
+        stops_at_fault: nor after the first wrong or failed case.
+        earlier: verdicts of an earlier run of the same, which keep their numbers.
+        recorded_in: the report's file, or "".
+    """
+
+    name: str
+    isolation: Isolation
+    note: Callable[[CaseVerdict, bool], CaseVerdict] = lambda verdict, is_new: verdict
+    end: float = math.inf
+    stops_at_fault: bool = False
+    earlier: dict[Key, CaseVerdict] = field(default_factory=dict)
+    recorded_in: str = ""
+    _last_number: int = 0
+    _has_fault: bool = False
+
+    def __post_init__(self) -> None:
+        self._last_number = max((verdict.number for verdict in self.earlier.values()), default=0)
+
+    @property
+    def is_over(self) -> bool:
+        """Tell whether no further case is to be begun."""
+        return time.monotonic() > self.end or (self.stops_at_fault and self._has_fault)
+
+    def numbered(self, verdict: CaseVerdict) -> CaseVerdict:
+        """Return a verdict with its number in the report."""
+        self._has_fault |= is_fault(verdict)
+        key = key_of(verdict.check, verdict.interface, verdict.case, verdict.space, verdict.drawn)
+        if key in self.earlier:
+            number = self.earlier[key].number
+        else:
+            number = self._last_number = self._last_number + 1
+        return replace(verdict, number=number, recorded_in=self.recorded_in)
+
+
+class Bench:
+    """One check of one function of an implementation.
+
+    Attributes:
+        check, interface: what is judged.
+        verdicts: so far, as they are reported.
+        planned: number of cases to be judged.
+        judged: how many of them were.
+    """
+
+    def __init__(
+        self, session: Session, check: Check, interface: Interface, level: Level, space: Space, drawn: int
+    ) -> None:
+        """Plan a bench.
+
+        Args:
+            session: the run that it belongs to.
+            check, interface: what is judged.
+            level: of the fixed cases.
+            space: the axes of the cases, and within which the check varies them.
+            drawn: number of cases to draw.
+        """
+        self.check, self.interface, self.verdicts = check, interface, list[CaseVerdict]()
+        self._session, self._space = session, space
+        most = max(SMOKE_LONGEST, *space.q_lens) if level is Level.SMOKE else space.longest
+        self._axes = replace(space, longest=min(space.longest, most))
+        self._cases = list(check.cases(interface, self._axes, level))
+        self._drawn = drawn if check.adapt is not None else 0
+        self.planned, self.judged = len(self._cases) + self._drawn, 0
+
+    def turns(self) -> Iterator[None]:
+        """Judge the fixed cases, first one for each worker and then several in each turn, and the drawn ones last."""
+        for cases in self._batches(self._cases, first=self._session.isolation.workers):
+            if self._session.is_over:
+                return
+            for verdict in self._judge(cases):
+                self._keep(verdict)
+            yield
+        if self._drawn and self.check.adapt is not None and not self._session.is_over:
+            self._draw(self.check.adapt)
+            yield
+
+    def _batches(self, cases: Sequence[Any], first: int) -> Iterator[Sequence[Any]]:
+        several = CASES_PER_WORKER * self._session.isolation.workers
+        yield from filter(
+            None, (cases[:first], *(cases[at : at + several] for at in range(first, len(cases), several)))
+        )
+
+    def _judge(self, cases: Sequence[Any], drawn: bool = False, shrinks: bool = False) -> Iterator[CaseVerdict]:
+        """Yield the verdict of each case, in order, as it comes; several workers judge at a time."""
+        start, session = time.perf_counter(), self._session
+        keys = [key_of(self.check.key, self.interface, case, self._space, drawn) for case in cases]
+        known = [session.earlier.get(key) for key in keys]
+        waiting = [
+            None if _is_kept(earlier) else session.isolation.submit(self.check.key, case, self._space)
+            for case, earlier in zip(cases, known, strict=True)
+        ]
+        for case, earlier, wait in zip(cases, known, waiting, strict=True):
+            if wait is None:
+                assert earlier is not None
+                verdict = earlier
+            else:
+                verdict = CaseVerdict(
+                    implementation=session.name,
+                    check=self.check.key,
+                    interface=self.interface,
+                    case=case,
+                    device=str(session.isolation.device),
+                    space=self._space,
+                    judged=wait(),
+                    seconds=time.perf_counter() - start,
+                    drawn=drawn,
+                )
+            self.judged += not shrinks
+            yield session.note(verdict, wait is not None)
+
+    def _keep(self, verdict: CaseVerdict) -> None:
+        self.verdicts.append(self._session.numbered(verdict))
+
+    def _draw(self, adapt: Callable[[Any], Any]) -> None:
+        """Let Hypothesis draw cases, and workers judge them; keep the right ones, and a wrong one as small as it gets."""
+        from hypothesis import HealthCheck, Phase, given, settings
+
+        cases: dict[Any, None] = {}
+        seen: dict[Any, CaseVerdict] = {}
+        failures = 0
+
+        # Called twice, since Hypothesis draws the same cases for the same function alone: to hear them, then to make one
+        # smaller.
+        @settings(
+            max_examples=self._drawn,
+            derandomize=True,
+            database=None,
+            deadline=None,
+            phases=(Phase.generate, Phase.shrink),
+            suppress_health_check=list(HealthCheck),
+            report_multiple_bugs=False,
+        )
+        @given(self._axes.drawn(self.interface))
+        def holds(drawn: Any) -> None:
+            nonlocal failures
+            case = adapt(drawn)
+            if not seen:
+                cases[case] = None
+                return
+            if case not in seen:
+                if not failures or failures > MOST_SHRINKS:
+                    return
+                failures += 1
+                (seen[case],) = self._judge([case], drawn=True, shrinks=True)
+                if not is_fault(seen[case]):
+                    self._keep(seen[case])
+            if is_fault(seen[case]):
+                failures = failures or 1
+                raise _Found(seen[case])
+
+        holds()
+        self.planned += len(cases) - self._drawn
+        faults: list[CaseVerdict] = []
+        try:
+            for several in self._batches(list(cases), first=0):
+                if self._session.is_over:
+                    break
+                for verdict in self._judge(several, drawn=True):
+                    seen[verdict.case] = verdict
+                    if is_fault(verdict):
+                        faults.append(verdict)
+                    else:
+                        self._keep(verdict)
+            if faults:
+                holds()
+        except _Found as found:
+            faults = [found.verdict]
+        finally:  # whatever interrupts it, what is wrong is kept
+            for verdict in faults[:1]:
+                self._keep(verdict)
+
+
+class _Found(Exception):  # noqa: N818 - what Hypothesis is to make smaller
+    """A drawn case is wrong."""
+
+    def __init__(self, verdict: CaseVerdict) -> None:
+        super().__init__(verdict.reason)
+        self.verdict = verdict
+
+
+def in_turns(benches: Sequence[Bench]) -> Iterator[None]:
+    """Let benches judge in rounds, so that an early end leaves none without a verdict."""
+    waiting = deque(bench.turns() for bench in benches)
+    while waiting:
+        turns = waiting.popleft()
+        for _ in turns:
+            waiting.append(turns)
+            yield
+            break
+
+
+def is_fault(verdict: CaseVerdict) -> bool:
+    """Tell whether a verdict is wrong or failed, and not known to be."""
+    return verdict.outcome in (Outcome.WRONG, Outcome.FAILED)
+
+
+def _is_kept(earlier: CaseVerdict | None) -> bool:
+    """Tell whether an earlier verdict stands. What was wrong is judged again: it is what its reader wants to see."""
+    return earlier is not None and earlier.outcome in (Outcome.RIGHT, Outcome.DECLINED)

@@ -1,0 +1,141 @@
+"""The judge's report as a file: what its verdicts depend on, and reading it back to judge its cases again."""
+
+import hashlib
+import json
+import os
+import site
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import lab
+from lab.checks.bench import Key, key_of
+from lab.checks.expressions import read_expression
+from lab.checks.report import CaseVerdict
+from lab.checks.verdicts import Judged, Outcome
+from lab.loading import load
+from lab.workloads.interfaces import Interface, interfaces_of
+
+# What a kernel may be made of, beside its module.
+SOURCES = (".py", ".cu", ".cuh", ".c", ".cc", ".cpp", ".h", ".hpp", ".pyx", ".so", ".ptx", ".cubin")
+MOST_HASHED_BYTES = 2**20  # of one file; a larger one goes by its size and time
+
+
+class ReportError(ValueError):
+    """A file is no report of the judge, or has no such case."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The functions that an implementation has, and a digest of the sources that it and the judge are made of."""
+
+    interfaces: tuple[Interface, ...]
+    sources: str
+
+
+def offer_of(name: str, implementation: Any) -> Offer:
+    """Return what is offered under a name, or by an object, whose sources cannot be told: an empty digest."""
+    return Offer(tuple(interfaces_of(implementation)), _digest(name) if name else "")
+
+
+def digest_of_run(offer: Offer, *parts: object) -> str:
+    """Return a digest of a run by its offer and all else that its verdicts depend on; "" where that cannot be told."""
+    parts = (offer.sources, os.environ.get("TRITON_INTERPRET"), *parts)
+    return hashlib.sha256(repr(parts).encode()).hexdigest() if offer.sources else ""
+
+
+def _digest(name: str) -> str:
+    """Hash the lab, the loaded modules that no installer put there, and what lies beside the implementation's module."""
+    module = load(name.partition(":")[0])
+    beside = Path(getattr(module, "__file__", None) or "").parent
+    installed = (*sysconfig.get_paths().values(), *site.getsitepackages(), site.getusersitepackages())
+    loaded = {getattr(each, "__file__", None) or "" for each in list(sys.modules.values())}
+    files = {path for path in beside.iterdir() if path.suffix in SOURCES}
+    files |= {Path(path) for path in loaded if path.endswith(".py") and not path.startswith(installed)}
+    files |= set(Path(lab.__file__).parent.rglob("*.py"))
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        if path.is_file():
+            stat = path.stat()
+            is_small = stat.st_size <= MOST_HASHED_BYTES
+            digest.update(repr((str(path), path.read_bytes() if is_small else stat.st_mtime_ns)).encode())
+    return digest.hexdigest()
+
+
+def read_cases(record: dict[str, Any]) -> Iterator[CaseVerdict]:
+    """Yield the verdicts of a report's record, without their reasons' measurements.
+
+    Raises:
+        ReportError: it is no report, or one that was written before its cases had numbers.
+    """
+    try:
+        space = read_expression(record["space"])
+        for case in record["cases"]:
+            yield CaseVerdict(
+                implementation=record["implementation"],
+                check=case["check"],
+                interface=Interface(case["interface"]),
+                case=read_expression(case["case"]),
+                device=record["device"],
+                judged=Judged(
+                    Outcome(case["outcome"]),
+                    tuple(case.get("wrongs", ())),
+                    tuple(case.get("declines", ())),
+                    float(case.get("worst_ratio", 0.0)),
+                    case.get("judged", 0),
+                ),
+                seconds=0.0,
+                space=read_expression(case["space"]) if "space" in case else space,
+                drawn=case.get("drawn", False),
+                finding=case.get("finding", ""),
+                number=case["number"],
+            )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ReportError(f"it is no report of this lab's judge: {type(error).__name__}: {error}") from error
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Read a report's file.
+
+    Raises:
+        ReportError: there is none, or it holds something else.
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ReportError(f"{path} cannot be read: {error}") from error
+    if not isinstance(record, dict) or "cases" not in record:
+        raise ReportError(f"{path} is no report of the judge")
+    return record
+
+
+def read_case(path: Path, number: int) -> CaseVerdict:
+    """Read one case of a report, with its verdict.
+
+    Raises:
+        ReportError: the file is none, or has no case of this number.
+    """
+    record = read_record(path)
+    chosen = [case for case in record["cases"] if case.get("number") == number]
+    if not chosen:
+        raise ReportError(f"{path} has no case {number}: it has {len(record['cases'])} cases, numbered from 1")
+    (verdict,) = read_cases(record | {"cases": chosen})
+    return replace(verdict, recorded_in=str(path))
+
+
+def earlier_verdicts(path: Path | None, digest: str) -> dict[Key, CaseVerdict]:
+    """Return the verdicts of a report of the same run, and none of any other's, nor where there is no report."""
+    if path is None or not digest or not path.is_file():
+        return {}
+    try:
+        record = read_record(path)
+        if record.get("run") != digest:
+            return {}
+        return {
+            key_of(each.check, each.interface, each.case, each.space, each.drawn): each for each in read_cases(record)
+        }
+    except ReportError:
+        return {}
