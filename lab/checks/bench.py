@@ -3,7 +3,7 @@
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -82,7 +82,14 @@ class Bench:
     """
 
     def __init__(
-        self, session: Session, check: Check, interface: Interface, level: Level, space: Space, drawn: int
+        self,
+        session: Session,
+        check: Check,
+        interface: Interface,
+        level: Level,
+        space: Space,
+        drawn: int,
+        without: Collection[str] = (),
     ) -> None:
         """Plan a bench.
 
@@ -92,14 +99,20 @@ class Bench:
             level: of the fixed cases.
             space: the axes of the cases, and within which the check varies them.
             drawn: number of cases to draw.
+            without: the reprs of fixed cases to leave out.
         """
         self.check, self.interface, self.verdicts = check, interface, list[CaseVerdict]()
         self._session, self._space = session, space
         most = max(SMOKE_LONGEST, *space.q_lens) if level is Level.SMOKE else space.longest
         self._axes = replace(space, longest=min(space.longest, most))
-        self._cases = list(check.cases(interface, self._axes, level))
+        self._cases = [case for case in check.cases(interface, self._axes, level) if repr(case) not in without]
         self._drawn = drawn if check.adapt is not None else 0
         self.planned, self.judged = len(self._cases) + self._drawn, 0
+
+    @property
+    def reprs(self) -> set[str]:
+        """Return the reprs of the fixed cases."""
+        return set(map(repr, self._cases))
 
     def turns(self) -> Iterator[None]:
         """Judge the fixed cases, first one for each worker and then several in each turn, and the drawn ones last."""

@@ -15,6 +15,7 @@ import torch
 
 from lab.checks.catalogue import checks
 from lab.checks.check import Check
+from lab.checks.probe import PROBE
 from lab.checks.refusals import Declined, Raised, Refusals, raised
 from lab.checks.space import Space
 from lab.checks.trial import SHOWN_CHARACTERS, Trial
@@ -180,7 +181,7 @@ def _work(
 
 @functools.cache
 def _check(key: str) -> Check:
-    return next(check for check in checks() if check.key == key)
+    return next(check for check in (*checks(), PROBE) if check.key == key)
 
 
 def run_trial(

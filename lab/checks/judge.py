@@ -15,6 +15,7 @@ from lab.checks.catalogue import checks
 from lab.checks.check import Check, Level
 from lab.checks.isolation import Isolation
 from lab.checks.ledger import LEDGER, KnownFinding, known
+from lab.checks.probe import axes_taken, is_mostly_declined
 from lab.checks.progress import Progress, Stopwatch
 from lab.checks.recording import digest_of_run, earlier_verdicts, offer_of, read_case
 from lab.checks.report import CaseVerdict, Report
@@ -24,7 +25,7 @@ from lab.gpus import capability_of
 from lab.loading import load
 from lab.provenance import environment
 from lab.workloads.forward_case import ForwardCase
-from lab.workloads.interfaces import Interface, interfaces_of
+from lab.workloads.interfaces import ATTENTION, Interface, interfaces_of
 
 __all__ = ["TIME_LIMIT_S", "interfaces_of", "judge", "judge_case", "judge_forward", "judge_recorded"]
 
@@ -120,7 +121,8 @@ def judge(
             recorded_in="" if path is None else str(path),
         )
         empty = Report(name, depth, about, str(where), (), 0, given, run=digest)
-        run = _Run(session, chosen, count, empty, path, partial(known, ledger=ledger, capability=capability_of(where)))
+        told = partial(known, ledger=ledger, capability=capability_of(where))
+        run = _Run(session, chosen, count, empty, path, told, probe)
         return run.judged(offered, given, progress)
 
 
@@ -134,6 +136,7 @@ class _Run:
     empty: Report
     path: Path | None
     known: Callable[[CaseVerdict], CaseVerdict]
+    probes: bool
     benches: list[Bench] = field(default_factory=list)
     _written: float = -math.inf
 
@@ -153,15 +156,38 @@ class _Run:
         self.session.note = note
         try:
             self._turns(self._plan(interfaces, space))
+            for interface in interfaces if self.probes else ():
+                self._narrow(interface, space)
         except KeyboardInterrupt:
             self.empty = replace(self.empty, interrupted=True)
         finally:
             self._save()
         return self._report()
 
+    def _narrow(self, interface: Interface, space: Space) -> None:
+        """Judge a function that declined most over the axes that it takes, if there are such."""
+        verdicts = [verdict for bench in self.benches if bench.interface is interface for verdict in bench.verdicts]
+        if interface not in ATTENTION or self.session.is_over or not is_mostly_declined(verdicts):
+            return
+        taken = [verdict.case for verdict in verdicts if verdict.judged.judged]
+        found = axes_taken(self.session.isolation.submit, interface, space, taken)
+        if found is not None:
+            self.empty = replace(self.empty, narrowed=(*self.empty.narrowed, (interface, found)))
+            self._turns(self._plan([interface], found))
+
     def _plan(self, interfaces: Sequence[Interface], space: Space) -> list[Bench]:
+        """Plan the benches of functions over axes, without the cases that were planned before."""
+        before = {(bench.check.key, bench.interface): bench.reprs for bench in self.benches}
         planned = [
-            Bench(self.session, check, interface, self.empty.level, space, self.drawn)
+            Bench(
+                self.session,
+                check,
+                interface,
+                self.empty.level,
+                space,
+                self.drawn,
+                without=before.get((check.key, interface), ()),
+            )
             for check in self.checks
             for interface in interfaces
             if interface in check.interfaces

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lab.axes import options_of
 from lab.checks.check import Level
 from lab.checks.space import Space
 from lab.checks.verdicts import Judged, Outcome
@@ -70,7 +71,7 @@ class CaseVerdict:
     def reproduce(self) -> str:
         """Return a shell line that judges the case again: by its number in the report's file, or else with the case in it."""
         if self.recorded_in:
-            return f"lab judge --case {shlex.quote(f'{self.recorded_in}#{self.number}')}"
+            return f"lab judge --case {shlex.quote(self.recorded_in)}#{self.number}"
         return self.reproduce_without_file
 
     @property
@@ -150,6 +151,7 @@ class Report:
         left_out: cases that time ran out for.
         space: the axes that were judged.
         interrupted: by the user; cases that were not begun are in left_out.
+        narrowed: functions that declined most cases, and the axes that they take and were then judged on too.
         run: a digest of all that its verdicts depend on; "" where that cannot be told.
     """
 
@@ -161,6 +163,7 @@ class Report:
     left_out: int = 0
     space: Space = field(default_factory=Space)
     interrupted: bool = False
+    narrowed: tuple[tuple[Interface, Space], ...] = ()
     run: str = ""
 
     @property
@@ -192,6 +195,16 @@ class Report:
             return WRONG
         return 0 if self.is_right else NOT_JUDGED
 
+    def narrowings(self) -> Iterator[str]:
+        """Yield what each function that declined most cases takes, as the command that judges just that."""
+        several = len({verdict.interface for verdict in self.verdicts}) > 1
+        for interface, space in self.narrowed:
+            only = f"--functions {interface.value} " if several else ""
+            yield (
+                f"{interface.value} declines most of the axes; it was judged on those that it takes too: "
+                f"lab judge {self.implementation} {only}{options_of(space)}"
+            )
+
     def write(self, path: Path) -> None:
         """Write the report as JSON."""
         record = {
@@ -202,6 +215,7 @@ class Report:
             "left_out": self.left_out,
             "interrupted": self.interrupted,
             "space": repr(self.space),
+            "narrowed": {interface.value: repr(space) for interface, space in self.narrowed},
             "run": self.run,
             "environment": self.environment,
             "checks": [

@@ -303,7 +303,10 @@ _VALUES: dict[str, _Values] = {
     "kv_layouts": _one_of("HND", "NHD"),
     "large_batches": _whole(1),
     "masked_rows": _whole(1),
-    "mla_head_dims": (_is_mla_pair, "a pair (head_dim, v_head_dim) of whole numbers of at least 2, the second no larger than the first"),
+    "mla_head_dims": (
+        _is_mla_pair,
+        "a pair (head_dim, v_head_dim) of whole numbers of at least 2, the second no larger than the first",
+    ),
     "mla_heads": _whole(1),
     "mla_page_sizes": _PAGE_SIZE,
     "geometries": _one_of(*GEOMETRIES),

@@ -17,7 +17,9 @@ from lab.calls.problem import E4M3
 from lab.checks import AttentionCase, CaseVerdict, Contents, Interface, Level, Outcome, judge, judge_case
 from lab.checks.catalogue import checks
 from lab.checks.ledger import KnownFinding
+from lab.checks.progress import Progress
 from lab.checks.report import Report
+from lab.loading import LoadError
 from tests.checks import hostile, someone_elses
 from tests.checks.small import SMALL, decoding, twice_as_large_if
 
@@ -88,10 +90,16 @@ def test_a_check_goes_by_its_key_or_name() -> None:
 @pytest.mark.parametrize(
     ("implementation", "how", "error", "sentence"),
     [
-        ("tests.checks.nowhere", {}, ModuleNotFoundError, "tests.checks.nowhere"),
-        ("lab.references:nothing", {}, AttributeError, "nothing"),
+        ("tests.checks.nowhere", {}, LoadError, "tests.checks.nowhere"),
+        ("lab.references:nothing", {}, LoadError, "nothing"),
         (SimpleNamespace(), {}, ValueError, "SimpleNamespace has none of trtllm_batch_decode_with_kv_cache, "),
         (references, {"only": ["K99"]}, ValueError, "there is no check 'K99'; there are oracle, finite, "),
+        (INSIDE, {"level": "brief"}, ValueError, "there is no level 'brief'; there are smoke, full"),
+        (INSIDE, {"device": "gpu"}, ValueError, "'gpu' is no device: cpu, cuda, or cuda:1 for the second GPU"),
+        (INSIDE, {"device": "cuda:99"}, ValueError, "there is no GPU 'cuda:99' here: torch finds "),
+        (INSIDE, {"workers": 0}, ValueError, "workers=0 must be at least 1"),
+        (INSIDE, {"time_limit_s": 0}, ValueError, "time_limit_s=0 must be more than 0 seconds"),
+        (INSIDE, {"drawn": -1}, ValueError, "drawn=-1 must be 0 or more cases"),
         (INSIDE, {"isolated": True}, ValueError, "an isolated judge imports the implementation by name; got namespace"),
     ],
 )
@@ -214,6 +222,19 @@ def test_the_full_level_has_more_cases() -> None:
     smoke, full = (judged(INSIDE, level=level) for level in (Level.SMOKE, Level.FULL))
     assert 3 * len(smoke.verdicts) < len(full.verdicts)
     assert full.is_right
+
+
+def test_a_level_goes_by_its_name() -> None:
+    assert judged(INSIDE, level="smoke").level is Level.SMOKE
+
+
+def test_progress_counts_the_cases_and_the_time_left() -> None:
+    told: list[Progress] = []
+    report = judged(INSIDE, progress=told.append, drawn=2)
+    assert [each.done for each in told] == list(range(1, len(report.verdicts) + 1))
+    assert told[-1].total == told[-1].done == len(report.verdicts)
+    assert told[0].seconds_left is None
+    assert told[-1].seconds_left == 0
 
 
 def test_what_no_time_was_left_for_is_counted_and_not_right() -> None:

@@ -79,7 +79,7 @@ def test_the_exit_status_says_what_came_of_it(outcomes: tuple[Outcome, ...], cha
 
 def test_a_recorded_case_is_reproduced_by_its_number() -> None:
     recorded = verdict_of(Outcome.WRONG, number=17, recorded_in="my report.json")
-    assert recorded.reproduce == "lab judge --case 'my report.json#17'"
+    assert recorded.reproduce == "lab judge --case 'my report.json'#17"
     assert repr(CASE) in recorded.as_record()["reproduce"]
     assert recorded.as_record()["number"] == 17
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lab.checks import Level, Outcome, Space
+from lab.checks.progress import Progress
 from lab.checks.verdicts import Judged
 from lab.commands import judge as judge_module
 from lab.workloads.interfaces import Interface
@@ -95,9 +96,9 @@ def test_a_wrong_case_is_told_on_a_terminal_as_it_comes(monkeypatch: pytest.Monk
     screen, made = io.StringIO(), judge_module.Console
 
     def judge(implementation: str, **how: Any) -> Any:
-        how["progress"](verdict_of(Outcome.RIGHT))
+        how["progress"](Progress(verdict_of(Outcome.RIGHT), 1, 2, None))
         assert "K1 of" not in screen.getvalue()
-        how["progress"](verdict_of(Outcome.WRONG))
+        how["progress"](Progress(verdict_of(Outcome.WRONG), 2, 2, 0.0))
         assert "K1 of trtllm_batch_decode_with_kv_cache is wrong" in screen.getvalue()
         return report_of(verdict_of(Outcome.WRONG))
 

@@ -1,0 +1,159 @@
+"""A report's file: cases read back without evaluating anything, runs that take up an older one, single cases judged again."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab.checks import Level, Outcome, Report, Space, judge
+from lab.checks.catalogue import checks
+from lab.checks.expressions import read_expression
+from lab.checks.isolation import Isolation
+from lab.checks.judge import judge_recorded
+from lab.checks.progress import Progress
+from lab.checks.recording import ReportError, read_case
+from lab.loading import LoadError
+from tests.checks.small import SMALL
+
+KERNEL = """
+from lab.references import trtllm_batch_decode_with_kv_cache as right
+
+def trtllm_batch_decode_with_kv_cache(**arguments):
+    if int(arguments["seq_lens"].max()) > {longest}:
+        arguments["bmm2_scale"] = 2.0
+    return right(**arguments)
+"""
+
+
+@pytest.mark.parametrize("space", [Space(), SMALL])
+def test_every_case_and_the_axes_are_read_back(space: Space) -> None:
+    assert read_expression(repr(space)) == space
+    for check in checks():
+        for interface in check.interfaces:
+            for case in check.cases(interface, space, Level.SMOKE):
+                assert read_expression(repr(case)) == case
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "print(1)",
+        "__import__('os').getcwd()",
+        "Space(",
+        "AttentionCase.__init__",
+        "Space(nothing=1)",
+        "Space(longest=-1)",
+    ],
+)
+def test_nothing_else_is_built(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - of several sentences
+        read_expression(text)
+    assert not capsys.readouterr().out
+
+
+@pytest.fixture
+def kernel(tmp_path: Path) -> Path:
+    """A decode that is wrong beyond 30 keys."""
+    path = tmp_path / "kernel.py"
+    path.write_text(KERNEL.format(longest=30))
+    return path
+
+
+@pytest.fixture
+def judged_cases(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The cases that are judged, and not recalled."""
+    cases: list[Any] = []
+    submit = Isolation.submit
+
+    def counted(self: Isolation, check: str, case: Any, space: Space | None = None) -> Any:
+        cases.append(case)
+        return submit(self, check, case, space)
+
+    monkeypatch.setattr(Isolation, "submit", counted)
+    return cases
+
+
+def judged(kernel: Path, **how: Any) -> Report:
+    usual = {"only": ["K1", "K5"], "space": SMALL, "device": "cpu", "drawn": 2, "out": kernel.parent / "new" / "r.json"}
+    return judge(str(kernel), **usual | how)
+
+
+def test_a_second_run_judges_again_what_was_wrong_alone(kernel: Path, judged_cases: list[Any]) -> None:
+    first = judged(kernel)
+    all_cases = len(judged_cases)
+    wrong = {verdict.number: verdict.case for verdict in first.wrong}
+    assert 0 < len(wrong) < len(first.verdicts)
+    judged_cases.clear()
+    second = judged(kernel)
+    assert {verdict.number: verdict.case for verdict in second.wrong} == wrong
+    assert [each.case for each in second.verdicts] == [each.case for each in first.verdicts]
+    assert sorted(each.number for each in second.verdicts) == list(range(1, len(first.verdicts) + 1))
+    assert len(judged_cases) < all_cases
+    assert not {repr(case) for case in judged_cases} & {
+        repr(each.case) for each in first.verdicts if each.outcome is Outcome.RIGHT and not each.drawn
+    }
+
+
+@pytest.mark.parametrize("change", [{"source": 99}, {"fresh": True}, {"probe": False}])
+def test_what_has_changed_is_judged_anew(kernel: Path, judged_cases: list[Any], change: dict[str, Any]) -> None:
+    judged(kernel, drawn=0)
+    all_cases = len(judged_cases)
+    judged_cases.clear()
+    kernel.write_text(KERNEL.format(longest=change.pop("source", 30)))
+    judged(kernel, drawn=0, **change)
+    assert len(judged_cases) == all_cases
+
+
+def test_an_interrupted_run_keeps_its_verdicts_and_is_taken_up(kernel: Path, judged_cases: list[Any]) -> None:
+    told: list[Progress] = []
+
+    def interrupt(progress: Progress) -> None:
+        told.append(progress)
+        if progress.done == 4:
+            raise KeyboardInterrupt
+
+    report = judged(kernel, progress=interrupt, drawn=0)
+    record = json.loads((kernel.parent / "new" / "r.json").read_text())
+    assert (report.interrupted, report.exit_status, len(report.verdicts)) == (True, 130, 3)
+    assert (record["interrupted"], len(record["cases"])) == (True, 3)
+    assert report.left_out == told[-1].total - 4
+    before = len(judged_cases)
+    whole = judged(kernel, drawn=0)
+    assert not whole.interrupted
+    numbers = {(each.check, repr(each.case)): each.number for each in whole.verdicts}
+    assert all(numbers[each.check, repr(each.case)] == each.number for each in report.verdicts)
+    assert len(judged_cases) - before <= told[-1].total - sum(each.outcome is Outcome.RIGHT for each in report.verdicts)
+
+
+def test_the_first_failure_ends_the_run(kernel: Path) -> None:
+    report = judged(kernel, first_failure=True, drawn=0)
+    assert len(list(report.wrong)) == 1 or report.verdicts[-1].outcome is Outcome.WRONG
+    assert report.left_out > 0
+    assert report.exit_status == 1
+
+
+def test_a_recorded_case_is_judged_again_by_its_number(kernel: Path) -> None:
+    report = judged(kernel, drawn=0)
+    wrong = next(report.wrong)
+    path = Path(wrong.recorded_in)
+    assert wrong.reproduce == f"lab judge --case {path}#{wrong.number}"
+    assert read_case(path, wrong.number).case == wrong.case
+    again = judge_recorded(path, wrong.number, isolated=True)
+    assert (again.outcome, again.exit_status) == (Outcome.WRONG, 1)
+    right = next(each for each in report.verdicts if each.outcome is Outcome.RIGHT)
+    assert judge_recorded(path, right.number, isolated=False).exit_status == 0
+    with pytest.raises(ReportError, match="has no case 999: it has"):
+        judge_recorded(path, 999)
+    kernel.write_text("import nowhere\n")
+    with pytest.raises(LoadError, match=r"No module named 'nowhere' \(kernel.py, line 1\)"):
+        judge_recorded(path, wrong.number)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"cases": [{}], "space": "Space()"}'])
+def test_what_is_no_report_is_a_sentence(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "report.json"
+    path.write_text(text)
+    with pytest.raises(ReportError, match="report"):
+        read_case(path, 1)
