@@ -140,6 +140,8 @@ class Kernel(pytest.Collector):
 
         level = Level(self.config.option.lab_level)
         report = judge(self.name, only=[check.key], functions=[interface.value], space=self.space, level=level, **how)
+        if report.interrupted:
+            raise KeyboardInterrupt
         row = report.rows[0] if report.rows else None
         if row is not None and row.judged:
             self.judged[interface] = True

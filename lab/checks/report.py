@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lab.axes import options_of
 from lab.checks.check import Level
 from lab.checks.space import Space
 from lab.checks.verdicts import Judged, Outcome
@@ -194,16 +193,6 @@ class Report:
         if any(self.wrong):
             return WRONG
         return 0 if self.is_right else NOT_JUDGED
-
-    def narrowings(self) -> Iterator[str]:
-        """Yield what each function that declined most cases takes, as the command that judges just that."""
-        several = len({verdict.interface for verdict in self.verdicts}) > 1
-        for interface, space in self.narrowed:
-            only = f"--functions {interface.value} " if several else ""
-            yield (
-                f"{interface.value} declines most of the axes; it was judged on those that it takes too: "
-                f"lab judge {self.implementation} {only}{options_of(space)}"
-            )
 
     def write(self, path: Path) -> None:
         """Write the report as JSON."""

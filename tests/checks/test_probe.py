@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from lab import references
+from lab.axes import options_of
 from lab.checks import Interface, Space, judge
 from lab.checks.isolation import Isolation
 from lab.checks.probe import axes_taken
@@ -36,10 +37,9 @@ def test_a_narrow_right_kernel_is_right_and_its_axes_are_named() -> None:
     judged = partial(judge, narrow, only=["K5"], device="cpu", drawn=0)
     report = judged()
     assert report.exit_status == 0
-    assert list(report.narrowings()) == [
-        "trtllm_batch_decode_with_kv_cache declines most of the axes; it was judged on those that it takes too: "
-        "lab judge tests.checks.narrow --dtypes bf16/bf16 --head-dims 128 --page-sizes 64"
-    ]
+    ((interface, space),) = report.narrowed
+    assert interface is Interface.DECODE
+    assert options_of(space) == "--dtypes bf16/bf16 --head-dims 128 --page-sizes 64"
     assert report.left_out == 0
     assert judged(probe=False).narrowed == ()
 
