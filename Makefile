@@ -20,15 +20,13 @@ DIST ?= $(if $(wildcard /dev/nvidia0),load,loadfile)
 .PHONY: bench report html experiments notebooks docs test check format clean
 
 bench: $(VENV)/.installed
-	mkdir -p .benchmarks
-	$(BIN)/python -m pytest tests/benchmarks --benchmark-only --benchmark-columns=median,iqr,rounds \
-	  --benchmark-json=.benchmarks/last_run.json
+	$(BIN)/lab bench
 
 report: $(VENV)/.installed
-	$(BIN)/python -m lab.reports.timings $(RUN) --out $(OUT)
+	$(BIN)/lab report $(RUN) --out $(OUT)
 
 html: $(VENV)/.installed
-	$(BIN)/python -m lab.reports.html $(RESULTS) --out $(HTML)
+	$(BIN)/lab html $(RESULTS) --out $(HTML)
 
 experiments: $(VENV)/.installed
 	$(BIN)/lab experiments changes --out $(EXPERIMENTS)

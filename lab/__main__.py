@@ -20,7 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRA_OF:
             raise
-        print(f"lab: {error}" if "pip install" in str(error) else sentence("lab", [package]), file=sys.stderr)
+        said = str(error) if "pip install" in str(error) else sentence("the command", [package])
+        print(f"lab: {said}", file=sys.stderr)
         return 2
     return 0
 

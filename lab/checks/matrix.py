@@ -1,14 +1,12 @@
-"""The matrix of checks and the mutants that they kill: `python -m lab.checks.matrix --out results/mutants.json`.
+"""The matrix of checks and the mutants that they kill: `lab mutants --out results/mutants.json`.
 
 Every mutant of `lab.checks.mutants` is judged by every check that applies to it, each until its first wrong case. Beside that
 stands what each upstream tolerance rule says of the mutant on inputs as upstream's tests draw them.
 """
 
-import argparse
 import functools
 import json
 import resource
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -21,7 +19,7 @@ from lab.checks.attention_inputs import build_attention
 from lab.checks.catalogue import checks
 from lab.checks.check import Check, Level
 from lab.checks.isolation import run_trial
-from lab.checks.mutants import MUTANTS, Mutant, mutant
+from lab.checks.mutants import Mutant
 from lab.checks.refusals import Declined, Raised
 from lab.checks.space import Space
 from lab.checks.trial import Trial, truth_of_call
@@ -148,28 +146,23 @@ def _start_worker() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY_BYTES, MOST_MEMORY_BYTES))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Judge all mutants and write the matrix; the exit status is 1 if one lives or a check kills none."""
-    parser = argparse.ArgumentParser(prog="python -m lab.checks.matrix", description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--out", type=Path, required=True, help="JSON; a table is written beside it, .md")
-    parser.add_argument("--mutants", nargs="+", default=[each.name for each in MUTANTS])
-    parser.add_argument("--workers", type=int, default=2)
-    given = parser.parse_args(argv)
-    chosen = [mutant(name) for name in given.mutants]
+def write_matrix(out: Path, mutants: Sequence[Mutant], workers: int) -> bool:
+    """Judge mutants and write the matrix; return True if each is found and each check finds one.
+
+    Args:
+        out: the JSON, written anew after each mutant; the table goes beside it, .md.
+        mutants: what is judged.
+        workers: processes at a time.
+    """
     records = []
-    with ProcessPoolExecutor(given.workers, get_context("spawn"), _start_worker) as pool:
-        for record in pool.map(record_of, chosen):
+    with ProcessPoolExecutor(workers, get_context("spawn"), _start_worker) as pool:
+        for record in pool.map(record_of, mutants):
             records.append(record)
-            write_text(given.out, json.dumps(records, indent=1) + "\n")  # what is done stays, whatever comes
-            print(
-                f"{len(records)}/{len(chosen)} {record['mutant']}: {', '.join(record['kills']) or 'LIVES'}", flush=True
-            )
-    write_text(given.out.with_suffix(".md"), markdown(records))
+            write_text(out, json.dumps(records, indent=1) + "\n")  # what is done stays, whatever comes
+            kills = ", ".join(record["kills"]) or "LIVES"
+            print(f"{len(records)}/{len(mutants)} {record['mutant']}: {kills}", flush=True)
+    write_text(out.with_suffix(".md"), markdown(records))
     alive = [record["mutant"] for record in records if not record["kills"]]
     idle = [check.key for check in checks() if not any(check.key in record["kills"] for record in records)]
     print(f"alive: {alive}; checks that killed none: {idle}")
-    return 1 if alive or idle else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return not alive and not idle

@@ -7,9 +7,13 @@ from typing import Annotated
 import typer
 
 import lab
+from lab.commands.bench import bench
 from lab.commands.checks import checks
+from lab.commands.compare import ab, compare
 from lab.commands.experiments import experiments
 from lab.commands.judge import judge
+from lab.commands.mutants import mutants
+from lab.commands.report import html, report
 
 app = typer.Typer(
     name="lab",
@@ -36,6 +40,14 @@ def common(
         sys.path.insert(0, os.getcwd())
 
 
-for command in (judge, checks):
-    app.command()(command)
-app.add_typer(experiments, name="experiments")
+RIGHT, FAST, RECORDED = "Is it right?", "Is it fast?", "What was recorded"
+app.command(rich_help_panel=RIGHT)(judge)
+app.command(rich_help_panel=RIGHT)(checks)
+app.command(rich_help_panel=RIGHT)(mutants)
+# What pytest knows, the lab need not: every option goes to it.
+app.command(rich_help_panel=FAST, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(bench)
+app.command(rich_help_panel=FAST)(ab)
+app.add_typer(experiments, name="experiments", rich_help_panel=FAST)
+app.command(rich_help_panel=RECORDED)(compare)
+app.command(rich_help_panel=RECORDED)(report)
+app.command(rich_help_panel=RECORDED)(html)

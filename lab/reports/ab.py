@@ -2,66 +2,31 @@
 
 ::
 
-    python -m lab.reports.ab decode/llama-3.1-8b/64q1s4k lab.kernels.trtllm lab.kernels.portable
-    python -m lab.reports.ab draft_extend_v2/llama-3.1-8b/64q4s4k/on_context lab.kernels.trtllm \\
+    lab ab decode/llama-3.1-8b/64q1s4k lab.kernels.trtllm lab.kernels.portable
+    lab ab draft_extend_v2/llama-3.1-8b/64q4s4k/on_context lab.kernels.trtllm \\
         --against draft_extend_v2/llama-3.1-8b/64q4s4k
 
 Both are right before and after, or nothing is said. Exit status: 1 if the second is SLOWER than the first, 125 if they could
 not be compared (one declines, is wrong, or cannot be timed so), else 0.
 """
 
-import argparse
-import importlib
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from lab.checks.forward_pass import ForwardCase, build_forward
-from lab.reports.compare import add_outputs, add_rule, comparison_record, rule_of
-from lab.reports.comparison import NOT_COMPARED
+from lab.reports.compare import comparison_record
 from lab.reports.tables import Columns, TableReport, make_table, number, words
 from lab.timing.forward import forward_work
 from lab.timing.gpu_time import GpuTime, measure_interleaved
-from lab.timing.method import Method, method_named
+from lab.timing.method import Method
 from lab.timing.statistics import IN_TURNS, Rule, SampleComparison, Speed, compare_samples
-from lab.workloads.scenarios import scenario
-from lab.workloads.traces import read_trace
 
 SAMPLES = 60
 
 
 Side = tuple[str, str]  # scenario, module
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
-    parser = _parser()
-    given = parser.parse_args(argv)
-    rule = rule_of(parser, given)
-    sides: list[Side] = [
-        (given.scenario, given.first),
-        (given.against or given.scenario, given.second or given.first),
-    ]
-    if sides[0] == sides[1]:
-        parser.error("the two sides are the same: name a second module, or another scenario with --against")
-    try:
-        method = method_named(given.clock, given.l2)
-        trace = None if given.trace is None else read_trace(given.trace)
-        cases = [scenario(name, trace) for name, _ in sides]
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-    modules = [importlib.import_module(module) for _, module in sides]
-    try:
-        times = measure_sides(cases, modules, method, given.samples)
-    except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
-        print(f"not compared: {type(error).__name__}: {error}", file=sys.stderr)
-        return NOT_COMPARED
-    report = ab_report(sides, times, rule)
-    report.show(given.json, given.markdown)
-    return report.exit_status
 
 
 def measure_sides(
@@ -132,24 +97,3 @@ def in_words(comparison: SampleComparison) -> str:
     verdict = f"The second is {comparison.speed.name}: {comparison.effect_percent:+.2f} %{within}"
     reason = f"; {comparison.reason}" if comparison.reason else ""
     return f"{verdict}, p = {comparison.p_value:.1g}{reason}"
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m lab.reports.ab", description=__doc__.split("\n", 1)[0])
-    parser.add_argument("scenario", help="such as decode/llama-3.1-8b/64q1s4k")
-    parser.add_argument("first", help="a module with FlashInfer's names")
-    parser.add_argument("second", nargs="?", help="another; the same if left out")
-    parser.add_argument("--against", metavar="SCENARIO", help="the second's scenario; the first's if left out")
-    parser.add_argument("--clock", default="graph")
-    parser.add_argument("--l2", default="cold")
-    parser.add_argument("--samples", type=int, default=SAMPLES)
-    add_rule(parser, IN_TURNS)
-    add_outputs(parser)
-    parser.add_argument(
-        "--trace", type=Path, help="a Mooncake (.jsonl) or Azure (.csv) trace for scenarios that draw one"
-    )
-    return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,8 +1,8 @@
 """Compare recorded runs, or two implementations or settings within one: a table with the changed rows first.
 
-    python -m lab.reports.compare BEFORE.json AFTER.json
-    python -m lab.reports.compare BEFORE_RUNS/ AFTER_RUNS/
-    python -m lab.reports.compare RUN.json --by implementation lab.kernels.portable lab.kernels.trtllm
+    lab compare BEFORE.json AFTER.json
+    lab compare BEFORE_RUNS/ AFTER_RUNS/
+    lab compare RUN.json --by implementation lab.kernels.portable lab.kernels.trtllm
 
 A folder holds repeated runs of one side. Rows are paired by scenario, implementation, page size, dtypes, clock and L2. Driver,
 versions and commit may differ: they are what is compared. Refused are another GPU, power limit or maximum clock (nothing
@@ -23,8 +23,6 @@ pytest-benchmark's own `--benchmark-compare --benchmark-compare-fail=median:5%` 
 looks at the medians alone, and refuses nothing.
 """
 
-import argparse
-import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -33,36 +31,18 @@ from statistics import geometric_mean
 from typing import Any
 
 from lab.reports.comparison import (
-    NOT_COMPARED,
     NotComparableError,
     RowComparison,
     RunComparison,
     compare_recorded,
     compare_within,
 )
-from lab.reports.recorded import RecordedFileError, RecordedRun, environment_facts, in_words, read_runs
+from lab.reports.recorded import RecordedRun, environment_facts, in_words, read_runs
 from lab.reports.tables import Cell, Table, TableReport, make_table, number
 from lab.timing.statistics import BETWEEN_RUNS, Rule, SampleComparison, Speed
 
 # Of the environments' facts, those that are shown besides the packages.
 SHOWN = ("GPU", "commit", "driver", "CUDA", "Python")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
-    parser = _parser()
-    options = parser.parse_args(argv)
-    rule = rule_of(parser, options)
-    if (options.after is None) == (options.by is None):
-        parser.error("compare BEFORE with AFTER, or within BEFORE --by KEY and two of its values")
-    try:
-        by = None if options.by is None else tuple(options.by)
-        report = compare(options.before, options.after, by, rule, options.strict)
-    except (RecordedFileError, NotComparableError) as error:
-        print(f"not compared: {error}", file=sys.stderr)
-        return 2 if isinstance(error, RecordedFileError) else NOT_COMPARED
-    report.show(options.json, options.markdown)
-    return report.exit_status
 
 
 def compare(
@@ -89,45 +69,6 @@ def compare(
     second = first if after is None else read_runs(after)
     comparison = compare_recorded(first, second, rule) if by is None else compare_within(_only(first), *by, rule)
     return _report(comparison, rule, first, second, strict)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "lab.reports.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("before", metavar="BEFORE", help="a recorded run, or a folder of repeated ones")
-    parser.add_argument("after", metavar="AFTER", nargs="?", help="the same of the other side")
-    parser.add_argument(
-        "--by", nargs=3, metavar=("KEY", "BEFORE", "AFTER"), help="two values of one recorded fact, within one run"
-    )
-    add_rule(parser, BETWEEN_RUNS)
-    parser.add_argument("--strict", action="store_true", help="exit with 1 on an UNSURE row too")
-    add_outputs(parser)
-    return parser
-
-
-def add_outputs(parser: argparse.ArgumentParser) -> None:
-    """Add the options that write the report."""
-    for form in ("json", "markdown"):
-        parser.add_argument(f"--{form}", metavar="PATH", help="write it there too; - for the output, without the table")
-
-
-def add_rule(parser: argparse.ArgumentParser, rule: Rule) -> None:
-    """Add the options that are the rule's numbers, with those of `rule` as defaults."""
-    for name, words in (
-        ("minimum_effect_percent", "a smaller change is none"),
-        ("significance", "of the rank test and the interval"),
-    ):
-        option, default = f"--{name.replace('_', '-')}", getattr(rule, name)
-        parser.add_argument(option, type=float, default=default, help=f"{words} (default %(default)s)")
-
-
-def rule_of(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Rule:
-    """Return the rule of the options of `add_rule`; numbers out of range are an error of the command line."""
-    try:
-        return Rule(given.minimum_effect_percent, given.significance)
-    except ValueError as error:
-        parser.error(str(error))
 
 
 def _only(runs: Sequence[RecordedRun]) -> RecordedRun:
@@ -268,7 +209,3 @@ def _summary(comparison: RunComparison) -> str:
         return ", ".join(words) + "; nothing was compared"
     mean = geometric_mean([samples.ratio for samples in comparison.compared])
     return f"{', '.join(words)}; after over before, geometric mean of {len(comparison.compared)}: {mean:.3f}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

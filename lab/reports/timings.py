@@ -1,19 +1,17 @@
-"""Tables and plots of a recorded run: `python -m lab.reports.timings RUN.json --out DIR`.
+"""Tables and plots of a recorded run: `lab report RUN.json --out DIR`.
 
 Writes report.md, and with the extra `plots` a roofline and a chart of time over floor per method. Everything in it is in the
 file: medians and quartiles of its samples, and what the benchmark recorded beside them.
 """
 
-import argparse
 import importlib.util
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lab.files import write_text
-from lab.reports.recorded import RecordedFileError, RecordedRun, Row, environment_facts, read_run
+from lab.reports.recorded import RecordedRun, Row, environment_facts
 from lab.reports.tables import ABSENT, markdown_of, table_of_lines
 from lab.reports.timing_tables import (
     SETTINGS,
@@ -111,24 +109,6 @@ def figures(run: RecordedRun) -> dict[str, "Figure"]:
         if bars := list(_bars(mine)):
             drawn[f"time-over-floor-{slug}.png"] = floor_figure(bars, f"Time over floor: {title}")
     return drawn
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status, 2 for a file that is not a recorded run."""
-    parser = argparse.ArgumentParser("lab.reports.timings", description="Tables and plots of a recorded run.")
-    parser.add_argument("run", metavar="RUN", type=Path, help="a JSON file that the benchmarks recorded")
-    parser.add_argument("--out", metavar="DIR", type=Path, help="where to write (default: beside the file)")
-    options = parser.parse_args(argv)
-    try:
-        run = read_run(options.run)
-    except RecordedFileError as error:
-        print(f"no report: {error}", file=sys.stderr)
-        return 2
-    for path in write_report(run, options.out or options.run.parent):
-        print(path)
-    if not can_plot():
-        print(NO_PLOTS, file=sys.stderr)
-    return 0
 
 
 def _order(row: Row) -> tuple[tuple[float, str], ...]:
@@ -245,7 +225,3 @@ def _roofs(run: RecordedRun) -> tuple[Any, Any]:
     )
     measured, datasheet = (Roofs(bandwidth, rate, dtype) if bandwidth and rate else None for bandwidth, rate in pairs)
     return measured, datasheet
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""The lab's own trace, and the program that writes it: `python -m lab.workloads.synthetic --out FILE`.
+"""The lab's own trace, drawn the same on every machine.
 
 It is synthetic: drawn from the distributions below, fitted to no service and resembling none in particular. It is there so
 that a benchmark has requests of unequal lengths, with a heavy tail, on any machine; for a real service's, read its trace.
@@ -8,16 +8,13 @@ that a benchmark has requests of unequal lengths, with a heavy tail, on any mach
     answers    log-normal, median 250 tokens, sigma 0.9, clipped to 4 to 4,000
 """
 
-import argparse
 import json
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from statistics import NormalDist
 
-from lab.files import write_text
 from lab.workloads.traces import TracedRequest
 
 PATH = Path(__file__).parent / "data" / "synthetic_chat.jsonl"
@@ -55,15 +52,3 @@ def as_mooncake(requests: Sequence[TracedRequest]) -> str:
         for each in requests
     )
     return "".join(json.dumps(row) + "\n" for row in rows)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write the trace to the file that the command line names."""
-    parser = argparse.ArgumentParser(description="Write the lab's own synthetic trace, the same on every machine.")
-    parser.add_argument("--out", type=Path, required=True, help="the file to write, one JSON object a line")
-    write_text(parser.parse_args(argv).out, as_mooncake(synthetic_chat()))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

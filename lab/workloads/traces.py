@@ -26,7 +26,7 @@ class TracedRequest:
 
 
 def own_trace() -> list[TracedRequest]:
-    """Return the lab's own small trace. It is synthetic: `lab.workloads.synthetic` has the program that writes it."""
+    """Return the lab's own small trace. It is synthetic: `lab.workloads.synthetic` draws it."""
     with as_file(files("lab.workloads") / "data" / "synthetic_chat.jsonl") as path:
         return read_mooncake(path)
 

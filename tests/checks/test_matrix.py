@@ -12,7 +12,7 @@ import lab.checks
 from lab.checks.catalogue import checks
 from lab.checks.check import Check
 from lab.checks.isolation import run_trial
-from lab.checks.matrix import SPACE, WRONG, main, markdown
+from lab.checks.matrix import SPACE, WRONG, markdown, write_matrix
 from lab.checks.mutants import MUTANTS, mutant
 from lab.checks.mutants.draft_indices import DraftListsModel
 from lab.checks.mutants.metadata import Builder
@@ -102,7 +102,7 @@ def test_a_recorded_kill_holds_and_the_right_model_lives(name: str) -> None:
 def test_the_whole_matrix(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     if not request.config.getoption("--whole-matrix"):
         pytest.skip("half an hour of two cores: run with --whole-matrix")
-    assert main(["--out", str(tmp_path / "mutants.json")]) == 0
+    assert write_matrix(tmp_path / "mutants.json", MUTANTS, workers=2)
     for record in json.loads((tmp_path / "mutants.json").read_text()):
         assert set(record["kills"]) == set(records()[record["mutant"]]["kills"])
         assert record["upstream"] == records()[record["mutant"]]["upstream"]

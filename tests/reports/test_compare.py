@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from lab.reports.compare import compare as reports_compare
-from lab.reports.compare import main
 from lab.reports.tables import FittedTable
+from tests.commands.command import run as run_lab
 from tests.reports.recorded_runs import benchmark, entry, environment, host_entry, samples_us, write_run
 from tests.timing.inner_pytest import inner_environment
 
@@ -34,7 +34,7 @@ def compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
 
     def compared(before: Any, after: Any, *options: str, facts: Any = None) -> tuple[int, str]:
         paths = write_run(tmp_path / "before.json", before), write_run(tmp_path / "after.json", after, facts)
-        status = main([*map(str, paths), *options])
+        status = run_lab(["compare", *map(str, paths), *options])
         said = capsys.readouterr()
         return status, said.out + said.err
 
@@ -180,7 +180,7 @@ def test_a_memory_clock_under_a_limit_is_refused_all_the_same(compare: Any) -> N
 
 def test_a_file_is_not_compared_with_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(write_run(tmp_path / "run.json", rows(250)))
-    assert main([path, path]) == 125
+    assert run_lab(["compare", path, path]) == 125
     assert "that says nothing" in capsys.readouterr().err
 
 
@@ -220,7 +220,7 @@ def test_host_time_is_never_compared(compare: Any) -> None:
 def test_a_file_that_is_no_run_is_refused(compare: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "survey.json").write_text('{"verdicts": []}')
     good = write_run(tmp_path / "good.json", rows(250))
-    assert main([str(tmp_path / "survey.json"), str(good)]) == 2
+    assert run_lab(["compare", str(tmp_path / "survey.json"), str(good)]) == 2
     assert "no list of benchmarks" in capsys.readouterr().err
 
 
@@ -229,9 +229,9 @@ def test_folders_hold_repeated_runs(tmp_path: Path, capsys: pytest.CaptureFixtur
         (tmp_path / side).mkdir()
         for run in range(5):
             write_run(tmp_path / side / f"{run}.json", rows(level_us * (1 + 0.002 * run), seed=run))
-    assert main([str(tmp_path / "before"), str(tmp_path / "after")]) == 1
+    assert run_lab(["compare", str(tmp_path / "before"), str(tmp_path / "after")]) == 1
     assert "0.008" in capsys.readouterr().out, "the rank test's least p of 5 and 5"
-    assert main([str(tmp_path / "before"), str(tmp_path / "before")]) == 125, "a folder with itself"
+    assert run_lab(["compare", str(tmp_path / "before"), str(tmp_path / "before")]) == 125, "a folder with itself"
 
 
 def test_one_odd_run_in_a_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -239,7 +239,7 @@ def test_one_odd_run_in_a_folder_is_refused(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "after").mkdir()
     write_run(tmp_path / "after" / "1.json", rows(250))
     write_run(tmp_path / "after" / "2.json", rows(250, sm_clock_mhz=[1500, 1500]))
-    assert main([str(before), str(tmp_path / "after")]) == 125
+    assert run_lab(["compare", str(before), str(tmp_path / "after")]) == 125
     assert "two SM clocks" in capsys.readouterr().out
 
 
@@ -247,7 +247,7 @@ class TestWithinOneRun:
     @pytest.fixture
     def by(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
         def compared(entries: Any, *by: str) -> tuple[int, str]:
-            status = main([str(write_run(tmp_path / "run.json", entries)), "--by", *by])
+            status = run_lab(["compare", str(write_run(tmp_path / "run.json", entries)), "--by", *by])
             said = capsys.readouterr()
             return status, said.out + said.err
 
@@ -293,10 +293,8 @@ class TestWithinOneRun:
     "arguments", [[], ["a.json"], ["a.json", "b.json", "--by", "k", "1", "2"], ["a", "b", "--significance", "2"]]
 )
 def test_a_wrong_command_line_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main(arguments)
-    assert exit_.value.code == 2
-    assert "usage" in capsys.readouterr().err
+    assert run_lab(["compare", *arguments]) == 2
+    assert re.search(r"Error|lab: ", capsys.readouterr().err)
 
 
 BENCHMARK = """
@@ -341,7 +339,7 @@ def test_both_gates_trip_on_a_kernel_slowed_on_purpose(tmp_path: Path) -> None:
         after = run("after.json", slowdown, "--benchmark-compare", "--benchmark-compare-fail=median:5%")
         assert after.returncode == status, after.stdout + after.stderr
         assert ("Performance has regressed" in after.stdout + after.stderr) == bool(status)
-        assert main([str(tmp_path / "before.json"), str(tmp_path / "after.json")]) == status
+        assert run_lab(["compare", str(tmp_path / "before.json"), str(tmp_path / "after.json")]) == status
 
 
 class TestWritten:

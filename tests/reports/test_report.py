@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from lab.reports.recorded import RecordedRun, read_run
-from lab.reports.timings import figures, main, report_markdown
+from lab.reports.timings import figures, report_markdown
+from tests.commands.command import run
 from tests.reports.recorded_runs import benchmark, entry, host_entry, samples_us, write_run
 
 ROOT = Path(__file__).parent.parent.parent
@@ -128,8 +129,8 @@ def test_host_time_stands_apart(tmp_path: Path) -> None:
 
 @needs_matplotlib
 def test_the_command_writes_report_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = write_run(tmp_path / "run.json", [*entries(), entry(l2="warm")])
-    assert main([str(run), "--out", str(tmp_path / "report")]) == 0
+    recorded = write_run(tmp_path / "run.json", [*entries(), entry(l2="warm")])
+    assert run(f"report {recorded} --out {tmp_path}/report") == 0
     names = [Path(line).name for line in capsys.readouterr().out.split()]
     assert names == [
         "report.md",
@@ -149,8 +150,8 @@ def test_without_matplotlib_the_tables_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    run = write_run(tmp_path / "run.json", entries())
-    assert main([str(run)]) == 0
+    recorded = write_run(tmp_path / "run.json", entries())
+    assert run(f"report {recorded}") == 0
     text = (tmp_path / "report.md").read_text()
     assert "### decode" in text
     assert "pip install '.[plots]'" in text
@@ -161,7 +162,7 @@ def test_without_matplotlib_the_tables_are_written(
 
 def test_a_file_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "other.json").write_text("[]")
-    assert main([str(tmp_path / "other.json")]) == 2
+    assert run(f"report {tmp_path}/other.json") == 2
     assert "no list of benchmarks" in capsys.readouterr().err
 
 

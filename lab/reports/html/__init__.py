@@ -1,1 +1,1 @@
-"""One self-contained HTML page of a folder of recorded results: `python -m lab.reports.html FOLDER`. Needs the extra `html`."""
+"""One self-contained HTML page of a folder of recorded results: `lab html FOLDER`. Needs the extra `html`."""

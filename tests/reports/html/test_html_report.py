@@ -18,7 +18,6 @@ pytest.importorskip("markdown_it")
 pytest.importorskip("matplotlib")
 
 from lab.experiments import EXPERIMENTS
-from lab.reports.html.__main__ import main
 from lab.reports.html.experiments import experiment_of
 from lab.reports.html.judged import check_name
 from lab.reports.html.markdown import slug
@@ -27,6 +26,7 @@ from lab.reports.html.pictures import drawings_of
 from lab.reports.recorded import Kind, RecordedFile, RecordedFileError, read_folder
 from lab.reports.tables import flattened
 from lab.workloads.interfaces import Interface
+from tests.commands.command import run as run_lab
 from tests.reports.html.parsed import Page
 
 RECORDED = Path(__file__).parents[3] / "results" / "nvidia-h200"
@@ -305,14 +305,14 @@ def test_what_is_not_recorded_results_is_refused(tmp_path: Path, capsys: pytest.
     with pytest.raises(RecordedFileError, match="no folder with JSON files"):
         read_folder(tmp_path)
     (tmp_path / "half.json").write_text("{")
-    assert main([str(tmp_path), "--out", str(tmp_path / "a.html")]) == 2
+    assert run_lab(f"html {tmp_path} --out {tmp_path}/a.html") == 2
     assert "half.json: not JSON" in capsys.readouterr().err
     assert not (tmp_path / "a.html").exists()
 
 
 def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "facts.json").write_text('{"answer": 42}')
-    assert main([str(tmp_path), "--out", str(tmp_path / "made" / "a.html")]) == 0
+    assert run_lab(f"html {tmp_path} --out {tmp_path}/made/a.html") == 0
     assert "MB" in capsys.readouterr().out
     assert "42" in (tmp_path / "made" / "a.html").read_text()
 

@@ -1,0 +1,48 @@
+"""`lab report` and `lab html`: recorded results as tables, plots and a page."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lab.commands.options import refuse
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="a JSON file that the benchmarks recorded")],
+    out: Annotated[
+        Path | None, typer.Option(file_okay=False, help="the folder to write into; beside the file if left out")
+    ] = None,
+) -> None:
+    """Write tables and plots of a recorded run."""
+    from lab.reports.recorded import RecordedFileError, read_run
+    from lab.reports.timings import NO_PLOTS, can_plot, write_report
+
+    try:
+        read = read_run(run)
+    except RecordedFileError as error:
+        refuse(f"no report: {error}")
+    for path in write_report(read, out or run.parent):
+        print(path)
+    if not can_plot():
+        typer.echo(NO_PLOTS, err=True)
+
+
+def html(
+    folder: Annotated[Path, typer.Argument(help="such as results/nvidia-h200")],
+    out: Annotated[Path, typer.Option(dir_okay=False, help="the file to write")] = Path("report.html"),
+) -> None:
+    """Write one self-contained HTML page of a folder of recorded results."""
+    from lab.extras import require
+
+    require("lab html", "itables", "jinja2", "markdown_it", "matplotlib")
+    from lab.files import write_text
+    from lab.reports.html.page import html_report
+    from lab.reports.recorded import RecordedFileError, read_folder
+
+    try:
+        page = html_report(folder, read_folder(folder))
+    except RecordedFileError as error:
+        refuse(f"no report: {error}")
+    write_text(out, page)
+    print(f"{out}: {out.stat().st_size / 1e6:.1f} MB")

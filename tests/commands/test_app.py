@@ -1,0 +1,169 @@
+"""The command as a whole: its list, its version, what it imports, and mistakes that end in a sentence."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import lab
+from tests.commands.command import run
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = ("judge", "checks", "mutants", "bench", "ab", "experiments", "compare", "report", "html")
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what is said where there is no GPU")
+# In a process of its own: prints which of these modules the command line has imported, and the environment's switch.
+IMPORTED = """
+import os, sys
+from lab.__main__ import main
+try:
+    main(sys.argv[1:])
+except SystemExit as ended:
+    print(ended.code)
+print([name for name in ("torch", "numpy", "triton", "pytest") if name in sys.modules], os.environ.get("TRITON_INTERPRET"))
+"""
+
+
+def in_a_process(*words: str, **environment: str) -> str:
+    mine = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED, *words], capture_output=True, text=True, check=True, env=mine | environment
+    )
+    return done.stdout
+
+
+def test_every_command_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--help") == 0
+    said = capsys.readouterr().out
+    assert all(f" {command} " in said for command in COMMANDS)
+    assert "125 could not be judged" in said
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"lab {lab.__version__}\n"
+
+
+def test_help_and_completion_are_quick() -> None:
+    assert in_a_process("judge", "--help").endswith("0\n[] None\n")
+    completed = in_a_process(_LAB_COMPLETE="complete_bash", COMP_WORDS="lab exp", COMP_CWORD="1")
+    assert completed.startswith("experiments\n")
+    assert completed.endswith("[] None\n")
+
+
+@no_gpu
+def test_the_interpreter_is_switched_on_where_there_is_no_gpu_and_a_module_of_the_folder_is_found(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "mine.py").write_text("import triton\n")
+    command = [sys.executable, "-c", IMPORTED.replace("main(sys.argv", "os.chdir(sys.argv.pop())\n    main(sys.argv")]
+    mine = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [*command, "judge", "mine", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=mine | {"PYTHONPATH": str(ROOT)},
+    )
+    assert "TRITON_INTERPRET=1 is set" in done.stderr
+    assert "mine has none of trtllm_batch_decode_with_kv_cache" in done.stderr
+    assert done.stdout.startswith("2\n")
+    assert done.stdout.endswith("'triton'] 1\n")
+
+
+SCENARIO = "decode/llama-3.1-8b/1q1s16"
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "sentence"),
+    [
+        ("juge", 2, "No such command 'juge'"),
+        ("judge broken.py", 2, "broken.py cannot be imported: SyntaxError: invalid syntax (broken.py, line 1)"),
+        ("ab decode/nosuch/1q1s16 lab.references lab.kernels.portable", 2, "nosuch"),
+        (f"ab {SCENARIO} lab.references nowhere", 2, "nowhere cannot be imported: No module named 'nowhere'"),
+        (f"ab {SCENARIO} lab.references", 2, "the two sides are the same"),
+        pytest.param(
+            f"ab {SCENARIO} lab.references lab.kernels.portable", 125, "there is no CUDA GPU here", marks=no_gpu
+        ),
+        pytest.param("experiments clocks", 125, "there is no CUDA GPU here", marks=no_gpu),
+        ("experiments clocks --scenario decode/nosuch/1q1s16", 2, "nosuch"),
+        ("experiments clocks nowhere", 2 if torch.cuda.is_available() else 125, "no"),
+        ("experiments nothing", 2, "No such command 'nothing'"),
+        ("compare a.json", 2, "compare BEFORE with AFTER"),
+        ("compare a.json b.json", 2, "not compared: "),
+        ("report nowhere.json", 2, "no report: "),
+        ("html nowhere", 2, "no report: "),
+        ("mutants --out m.json --only nobody", 2, "no mutant is called 'nobody'"),
+        ("mutants", 2, "Missing option '--out'"),
+    ],
+)
+def test_a_mistake_is_a_sentence_and_an_exit_status(
+    line: str,
+    status: int,
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.py").write_text("def decode(:\n")
+    assert run(line) == status
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert "Traceback" not in said
+
+
+def test_a_missing_package_is_named_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "typer" or name.startswith("lab.commands")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "typer", None)
+    assert run("--help") == 2
+    assert capsys.readouterr().err == (
+        "lab: the command needs typer, which is not installed: pip install '.[judge]' in the lab's checkout\n"
+    )
+
+
+def test_benchmarks_belong_to_a_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(lab, "__file__", str(tmp_path / "lab" / "__init__.py"))
+    assert run("bench") == 2
+    assert "the benchmarks are in the lab's checkout" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("ended", "status"), [(0, 0), (1, 1), (2, 130), (4, 2), (5, 2)])
+def test_benchmarks_take_pytests_options_and_end_with_the_labs_status(
+    ended: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pytest, "main", lambda words: (asked.append(words), ended)[1])
+    assert run(f"bench --lab-scenario {SCENARIO} -k portable") == status
+    folder, *options = asked[0]
+    assert Path(folder) == ROOT / "tests" / "benchmarks"
+    assert "--benchmark-only" in options
+    assert options[-4:] == ["--lab-scenario", SCENARIO, "-k", "portable"]
+
+
+def test_the_defaults_of_an_experiment_are_those_of_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lab.experiments import draft_extend_kernels, length_copy, mla_decode, plan_stream
+    from lab.experiments.loops import loops_of
+    from lab.workloads.batches import sweep
+
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("lab.experiments.arms.measure_ceilings", lambda device: None)
+    for experiment in (draft_extend_kernels, length_copy, mla_decode, plan_stream):
+        monkeypatch.setattr(experiment, "run", lambda *given: (asked.append(given), 0)[1])
+    for name in ("draft-extend-kernels", "mla-decode", "length-copy", "plan-stream"):
+        assert run(f"experiments {name}") == 0
+    kernels, mla, copy, plan = asked
+    sizes = draft_extend_kernels.REQUESTS, draft_extend_kernels.KEYS, draft_extend_kernels.Q_LENS
+    assert kernels[:2] == (list(sweep(*sizes)), draft_extend_kernels.MOST_KEYS)
+    assert mla[0] == [mla_decode.point_of(case) for case in mla_decode.cases_of()]
+    assert copy[0] == loops_of(length_copy.CopyLoopSettings, gpu_us=[500, 2000], host_us=200)
+    assert plan[0] == loops_of(plan_stream.PlanLoopSettings, draft_us=[100, 400], verify_us=1000)
