@@ -190,11 +190,13 @@ class CallLog:
         self._calls += 1
         shapes = tuple((name, tuple(arguments[name].shape)) for name in ("query", "seq_lens"))
         now = {name: _comparable(arguments.get(name)) for name in _REMEMBERED}
+        if arguments.get("bmm1_scale_log2") is not None:
+            now["bmm1_scale"] = "in bmm1_scale_log2"
         first = self._first_of_shapes.setdefault(shapes, now)
         for name, value in now.items():
             found[f"another {name} than the first call of these shapes"] = value != first[name]
         cache = arguments.get("kv_cache")
-        watched = {name: arguments.get(name) for name in ("seq_lens", "block_tables", "bmm1_scale", "workspace_buffer")}
+        watched = {name: arguments.get(name) for name in _WATCHED}
         for name, tensor in (watched | {"kv_cache": cache[0] if isinstance(cache, tuple) else cache}).items():
             if isinstance(tensor, Tensor):
                 _, version = self._versions.setdefault((name, tensor.data_ptr()), (tensor, tensor._version))
@@ -202,6 +204,7 @@ class CallLog:
         return found
 
 
+_WATCHED = ("query", "seq_lens", "block_tables", "bmm1_scale", "workspace_buffer")
 _REMEMBERED = ("bmm1_scale", "bmm2_scale", "window_left", "sinks", "mask", "seq_lens", "cum_seq_lens_q", "block_tables")
 
 
