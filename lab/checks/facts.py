@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import E4M3
-from lab.metadata.engine.forward_mode import ForwardMode
+from lab.metadata.engine.forward_mode import ForwardMode, UncountedTokens
 from lab.workloads.attention_case import NVFP4, AttentionCase
 from lab.workloads.interfaces import Interface
 
@@ -52,7 +52,7 @@ def facts_of_case(case: Any) -> CallFacts:
         found["function"] = case.interface.name.lower()
     model = getattr(case, "model", None)
     if "draft_step" not in found and found.get("tokens that seq_lens leaves out") == "draft_step":
-        found["tokens that seq_lens leaves out"] = "none"
+        found |= {"tokens that seq_lens leaves out": "none", "seq_lens leaves out tokens": False}
     for name in ("head_dim", "group", "num_kv_heads", "num_qo_heads"):
         if isinstance(value := getattr(case, name, getattr(model, name, None)), int):
             found[name] = value
@@ -85,6 +85,7 @@ def _fields_of(case: Any) -> dict[str, Fact]:
             found[each.name] = told
         if isinstance(value, ForwardMode):
             found["tokens that seq_lens leaves out"] = value.uncounted.name.lower()
+            found["seq_lens leaves out tokens"] = value.uncounted is not UncountedTokens.NONE
             found["rows of a request"] = value.query_rows.name.lower()
             found["the mode extends a draft"] = value.extends_draft
     return found
@@ -209,6 +210,9 @@ _REMEMBERED = ("bmm1_scale", "bmm2_scale", "window_left", "sinks", "mask", "seq_
 
 
 def _comparable(value: Any) -> Any:
+    """Return an argument's value, alike for a number and a tensor of it."""
+    if isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1):
+        return float(f"{float(value):.5g}")
     if isinstance(value, list | tuple):
         return tuple(map(_comparable, value))
     return value.cpu().to(torch.float64).flatten().tolist() if isinstance(value, Tensor) else value
@@ -236,6 +240,7 @@ def _of_arguments(interface: Interface, arguments: Mapping[str, Any]) -> dict[st
         "return_lse_base == 'basee'": arguments.get("return_lse_base") == "basee",
         "lse is given": arguments.get("lse") is not None,
         "out is given": arguments.get("out") is not None,
+        "out_dtype": _plain(_out_dtype(arguments)) or False,
         "out_dtype is not the query's": _out_dtype(arguments) not in (None, query.dtype),
         "causal is False": not arguments.get("causal", arguments.get("is_causal", True)),
         "seq_lens is uint32": arguments["seq_lens"].dtype == torch.uint32,

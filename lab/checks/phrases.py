@@ -13,12 +13,14 @@ class Phrase(NamedTuple):
         holds: of a fact that is true or, with "{}", of a number or name.
         fails: of a fact that is not true; "" for "it is not so that ...".
         fewer: of a number that is at most {}.
+        several: of a number that is 2 or more.
     """
 
     rank: float
     holds: str
     fails: str = ""
     fewer: str = ""
+    several: str = ""
 
 
 def phrase(fact: str, operator: str, value: Fact) -> str:
@@ -30,14 +32,17 @@ def phrase(fact: str, operator: str, value: Fact) -> str:
         return known.holds
     if operator == "is not":
         return known.fails or f"it is not so that {known.holds}"
+    if operator == ">=" and value == 2 and known.several:
+        return known.several
     shown = str(value)
     if "{}" not in known.holds:
         return f"{known.holds} {operator} {shown}"
     if operator == "<=":
         return known.fewer.format(shown) if known.fewer else f"{fact} is at most {shown}"
-    if operator == "==" and known.fewer:
-        return f"{fact} is {shown}"
-    return f"{fact} is not {shown}" if operator == "!=" else known.holds.format(shown)
+    told = known.holds.format(shown)
+    if operator == "==":
+        told = told.replace(f"{shown} or more", shown)
+    return f"it is not so that {told}" if operator == "!=" else told
 
 
 def _number(rank: float, name: str) -> Phrase:
@@ -92,7 +97,12 @@ PHRASES: dict[str, Phrase] = {
     "every kv_len == 0": Phrase(0.5, "no request has a key"),
     "kv_len < q_len": Phrase(0.6, "a request has fewer keys than query rows"),
     "kv_len == q_len": Phrase(0.8, "a request has no keys before its rows", "a request has keys before its rows"),
-    "q_len": Phrase(0.5, "a request has {} query rows or more", fewer="a request has {} query rows or less"),
+    "q_len": Phrase(
+        0.5,
+        "a request has {} query rows or more",
+        fewer="a request has {} query rows or less",
+        several="a request has several query rows",
+    ),
     "q_len is no power of two": Phrase(1, "a request's number of query rows is no power of two"),
     "q_len == 0": Phrase(0.8, "a request has no query rows"),
     "some q_len == 0": Phrase(0.5, "a request of the batch has no query rows"),
@@ -105,12 +115,17 @@ PHRASES: dict[str, Phrase] = {
     "page_size": _number(0.5, "page_size"),
     "group": _number(0.7, "the number of query heads per K/V head"),
     "group is no power of two": Phrase(0.7, "the number of query heads per K/V head is no power of two"),
-    "num_kv_heads": _number(0.7, "num_kv_heads"),
+    "num_kv_heads": _number(0.7, "num_kv_heads")._replace(several="there are several K/V heads"),
     "num_qo_heads": _number(1.0, "num_qo_heads"),
     "num_heads": _number(0.9, "the number of heads"),
     "kv_layout": Phrase(0.5, "the cache's layout is {}"),
     "kv_len": Phrase(0.8, "a request has {} keys or more", fewer="a request has {} keys or less"),
-    "pages": Phrase(1, "a request has {} pages or more", fewer="a request has {} pages or less"),
+    "pages": Phrase(
+        1,
+        "a request has {} pages or more",
+        fewer="a request has {} pages or less",
+        several="a request has several pages",
+    ),
     "longest kv_len": _number(1.3, "the longest request's number of keys"),
     "window_left": _number(1.2, "window_left"),
     "a page lies before the window": Phrase(1, "a page of a request lies before its window"),
@@ -118,13 +133,20 @@ PHRASES: dict[str, Phrase] = {
     "the window begins in a page": Phrase(1.2, "a window begins within a page"),
     "the window begins with a page": Phrase(1, "a window begins with a page"),
     "sliding_window": Phrase(0.8, "the layer has a sliding window"),
-    "requests": Phrase(0.6, "a batch has {} requests or more", fewer="a batch has {} requests or less"),
+    "requests": Phrase(
+        0.6,
+        "a batch has {} requests or more",
+        fewer="a batch has {} requests or less",
+        several="a batch has several requests",
+    ),
     "request": Phrase(0.8, "a request's place in the batch is {} or more", fewer="a request's place is {} or less"),
     "last request": Phrase(1.2, "a request is the batch's last"),
     "rows_of_batch": _number(1.5, "the number of query rows of a batch"),
     "kv_len % 64 == 0": Phrase(1.2, "a request has a multiple of 64 keys"),
     "kv_len % 512 == 0": Phrase(0.8, "a request has a multiple of 512 keys"),
-    "kv_len is the neighbour's": Phrase(0.8, "a request is as long as the one before it"),
+    "kv_len is the neighbour's": Phrase(
+        0.8, "a request is as long as the one before it", "a request is not as long as the one before"
+    ),
     "table_columns": _number(1.0, "the number of columns of the page table"),
     "pool_pages": _number(1.2, "the number of pages in the pool"),
     "pool_elements": _number(1.0, "the number of elements in the pool"),
@@ -136,6 +158,7 @@ PHRASES: dict[str, Phrase] = {
     "mode": Phrase(0.6, "the forward mode is {}"),
     "forward_mode": Phrase(0.6, "the forward mode is {}"),
     "draft_step": _number(0.7, "the draft step"),
+    "seq_lens leaves out tokens": Phrase(0.5, "seq_lens leaves out tokens of the pass", "seq_lens counts all tokens"),
     "tokens that seq_lens leaves out": Phrase(0.8, "the tokens that seq_lens leaves out are of the kind {}"),
     "rows of a request": Phrase(1, "the rows of a request are of the kind {}"),
     "the mode extends a draft": Phrase(0.8, "the forward mode extends a draft"),
@@ -148,7 +171,7 @@ PHRASES: dict[str, Phrase] = {
     "place": Phrase(0.8, "the metadata is rebuilt {}"),
     # What happened before.
     "a later call": Phrase(1, "a call is not the first of its case"),
-    "calls before": _number(2.5, "the number of earlier calls"),
+    "calls before": _number(4, "the number of earlier calls"),
     "the workspace's scratch is not zero": Phrase(1, "the workspace's scratch is not zero"),
     "another bmm1_scale than the first call of these shapes": Phrase(1, f"bmm1_scale is another {_AGAIN}"),
     "another bmm2_scale than the first call of these shapes": Phrase(1, f"bmm2_scale is another {_AGAIN}"),

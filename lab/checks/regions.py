@@ -22,7 +22,10 @@ MOST_PAIRS = 150  # that a third literal is tried with
 # A result is worth less than its bits, since results of one case are not independent; more where few are wrong, until a rule
 # is found.
 WORTHS = (0.5, 1, 2, 4, 8, 16)
+MOST_WORTH_OF_OTHERS = 4  # of what the first rule leaves
 EVERYWHERE = 0.9  # of the results: where as many are wrong, exceptions are no rule
+MOSTLY = 0.8  # of the results: where as many are wrong, a rule must leave out a tenth of them
+PURE = 0.9  # share of wrong results in a region that is called so
 FACT_BITS, NEGATION_BITS, UNPHRASED_BITS = 6.0, 2.5, 4.0
 UNNEGATED = ("result",)  # "wherever the result is not ..." tells a reader nothing
 
@@ -84,18 +87,37 @@ def find_rules(units: Sequence[Facts], wrong: Bits, weights: Bits) -> list[Rule]
     good = np.bincount(where.ravel(), weights=weights * ~wrong, minlength=len(first))
     if bad.sum() > EVERYWHERE * (bad + good).sum():
         return [()]
-    rules: list[Rule] = []
-    left = np.ones(len(first), dtype=bool)
+    found = _several(literals, holds, bad, good, costs)
+    only = _best(holds, WORTHS[-1] * bad, WORTHS[-1] * good, costs)
+    is_plain = len(only) <= 2 and all(costs[number] < FACT_BITS + UNPHRASED_BITS for number in only)
+    if is_plain and found != [only] and _separates(holds, only, bad, good):
+        found = [only]
+    if found and bad.sum() > MOSTLY * (bad + good).sum():
+        outside = ~np.any([holds[list(chosen)].all(axis=0) for chosen in found], axis=0)
+        if (bad + good)[outside].sum() < (1 - EVERYWHERE) * (bad + good).sum():
+            return [()]
+    return [
+        tuple(literals[number] for number in sorted(chosen, key=lambda number: costs[number])) for chosen in found
+    ] or [()]
+
+
+def _several(literals: list[Literal], holds: Bits, bad: Bits, good: Bits, costs: Bits) -> list[tuple[int, ...]]:
+    """Return rules one after the other, each among what those before it leave, while they save bits."""
+    rules: list[tuple[int, ...]] = []
+    left = np.ones(len(bad), dtype=bool)
     for worth in WORTHS:
-        while len(rules) < MOST_RULES and bad[left].sum() > 0:
+        while len(rules) < MOST_RULES and bad[left].sum() > 0 and (not rules or worth <= MOST_WORTH_OF_OTHERS):
             chosen = _best(holds[:, left], worth * bad[left], worth * good[left], costs)
             if not chosen:
                 break
-            rules.append(tuple(literals[number] for number in sorted(chosen, key=lambda number: costs[number])))
-            left &= ~holds[list(chosen)].all(axis=0)
-        if rules:
-            break
-    return rules or [()]
+            rules.append(_pruned(chosen, literals, holds[:, left], bad[left], good[left]))
+            left &= ~holds[list(rules[-1])].all(axis=0)
+    return rules
+
+
+def _separates(holds: Bits, chosen: tuple[int, ...], bad: Bits, good: Bits) -> bool:
+    inside = holds[list(chosen)].all(axis=0)
+    return bool(chosen) and not good[inside].sum() and not bad[~inside].sum()
 
 
 def _best(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> tuple[int, ...]:
@@ -131,6 +153,17 @@ def _best(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> tuple[int, ...]:
         if three[at] > gain:
             best, gain = (*pairs[int(at[0])], int(at[1])), float(three[at])
     return best if gain > 0 else ()
+
+
+def _pruned(chosen: tuple[int, ...], literals: list[Literal], holds: Bits, bad: Bits, good: Bits) -> tuple[int, ...]:
+    """Leave out what a rule excludes, where it is nearly as pure without: not every result where a bug is shows it."""
+    for number in chosen:
+        others = tuple(other for other in chosen if other != number)
+        if others and literals[number].operator in ("is not", "!="):
+            inside = holds[list(others)].all(axis=0)
+            if bad[inside].sum() >= PURE * (bad + good)[inside].sum():
+                return _pruned(others, literals, holds, bad, good)
+    return chosen
 
 
 def _bits(bad: Any, good: Any) -> Any:
@@ -177,9 +210,8 @@ def _literals(name: str, values: list[Fact | None]) -> list[tuple[Literal, Bits,
     numbers = np.array([np.nan if value is None else float(value) for value in values])
     steps = sorted(int(value) for value in different)
     cost += math.log2(min(len(steps), MOST_THRESHOLDS))
-    if len(steps) <= MOST_THRESHOLDS:
-        found += [(Literal(name, "==", step), numbers == step, cost + NEGATION_BITS) for step in steps]
     for step in _spread(steps):
+        found.append((Literal(name, "==", step), numbers == step, cost + NEGATION_BITS / 2))
         found.append((Literal(name, ">=", step), numbers >= step, cost))
         found.append((Literal(name, "<=", step), numbers <= step, cost + NEGATION_BITS / 2))
     return found
@@ -198,5 +230,3 @@ def weights_of(groups: Sequence[int]) -> Bits:
     """Return weights of units by the number of their group, a case: a group of n weighs sqrt(n + 8), since its units depend."""
     sizes = np.bincount(np.array(groups, dtype=int))[np.array(groups, dtype=int)]
     return np.asarray(np.sqrt(sizes + 8) / sizes)
-
-

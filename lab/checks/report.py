@@ -1,5 +1,6 @@
-"""The judge's findings as data, as a table and as JSON."""
+"""The judge's findings as data, as text and as JSON: the answer first, where it is wrong, how to see it, then the table."""
 
+import functools
 import json
 import math
 import os
@@ -11,15 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lab.checks.check import Level
+from lab.checks.diagnosis import Diagnosis, Smallest, diagnose
 from lab.checks.space import Space
 from lab.checks.verdicts import Judged, Outcome
 from lab.files import write_text
 from lab.workloads.interfaces import Interface
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
-SHOWN_DECLINES = 3
+SHOWN_DECLINES = 5
+SHOWN_CHARACTERS = 160  # of a refusal
+STYLES = {"right": "green", "wrong": "bold red", "failed": "bold red", "known": "yellow", "declined": "dim"}
 # Exit statuses; `git bisect run` takes 125 for a commit that cannot be judged.
 WRONG, NOT_JUDGED, INTERRUPTED = 1, 125, 130
 
@@ -207,6 +212,7 @@ class Report:
             "narrowed": {interface.value: repr(space) for interface, space in self.narrowed},
             "run": self.run,
             "environment": self.environment,
+            "diagnosis": self.diagnosis.as_record(),
             "checks": [
                 {
                     "check": row.check,
@@ -225,10 +231,16 @@ class Report:
     def _record_of(self, verdict: CaseVerdict) -> dict[str, Any]:
         return verdict.as_record() | ({} if verdict.space == self.space else {"space": repr(verdict.space)})
 
+    @functools.cached_property
+    def diagnosis(self) -> Diagnosis:
+        """What the verdicts say together: what is broken, and where."""
+        return diagnose(self.verdicts)
+
     def table(self) -> "Table":
-        """Return the rows for a terminal; "worst" is the largest error, as a share of its bound."""
+        """Return the rows for a terminal; "worst" is the largest error, as a share or a multiple of its bound."""
         from rich.box import SIMPLE_HEAD
         from rich.table import Table
+        from rich.text import Text
 
         from lab.checks.catalogue import checks
 
@@ -247,22 +259,81 @@ class Report:
             table.add_row(
                 f"{row.check} {names.get(row.check, '')}",
                 row.interface.name.lower(),  # its whole name leaves a narrow terminal no room
-                row.outcome.value,
+                Text(row.outcome.value, STYLES[row.outcome.value]),
                 str(sum(row.counts.values())),
                 str(row.counts.get(Outcome.DECLINED, 0)),
                 str(row.judged),
-                _percent(row.worst.judged.worst_ratio),
+                _worst(row.worst.judged.worst_ratio),
             )
         return table
 
-    def details(self) -> Iterator[str]:
-        """Yield what the table has no room for: each row's worst case with its reproduction, and the refusals."""
-        for row in self.rows:
-            if row.outcome in (Outcome.WRONG, Outcome.FAILED, Outcome.KNOWN):
-                yield f"{row.worst}\n  reproduce: {row.worst.reproduce}"
+    def summary(self) -> Iterator[str]:
+        """Yield the answer, and of what is wrong where it is, the smallest case of each region, and how to see it again."""
+        found = self.diagnosis
+        yield found.sentence
+        for region, smallest in zip(found.regions, found.smallest, strict=True):
+            yield f"  {region.counts}"
+            yield from _example(smallest)
+
+    def notes(self) -> Iterator[str]:
+        """Yield what follows from the answer, the known findings and the most frequent refusals."""
+        yield from self.diagnosis.follows
+        findings = Counter(verdict.finding for verdict in self.verdicts if verdict.finding)
+        for finding, count in findings.items():
+            yield f"known in {count} cases: {finding}"
         declines = Counter(reason for verdict in self.verdicts for reason in verdict.judged.declines)
-        for reason, count in declines.most_common():
-            yield f"declined {count} times: {reason}"
+        for reason, count in declines.most_common(SHOWN_DECLINES):
+            yield f"declined {count} times: {_shortened(reason)}"
+        if len(declines) > SHOWN_DECLINES:
+            yield f"and {len(declines) - SHOWN_DECLINES} more kinds of refusal, which the report's file lists"
+        if self.left_out:
+            yield f"{self.left_out} cases were left out: the time was over"
+
+    def details(self) -> Iterator[str]:
+        """Yield all that is told without the table."""
+        yield from self.summary()
+        yield from self.notes()
+
+    def print(self, console: "Console") -> None:
+        """Print the answer, where it is wrong, how to see it again, the table, and notes."""
+        from rich.text import Text
+
+        answer, *others = self.summary()
+        style = STYLES["wrong"] if any(self.wrong) else STYLES["right"] if self.is_right else STYLES["known"]
+        console.print(Text(answer, style), soft_wrap=True)
+        for line in others:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(self.table())
+        for line in self.notes():
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _repr_html_(self) -> str:
+        """Return the report as a notebook shows it."""
+        import io
+
+        from rich.console import Console
+
+        console = Console(file=io.StringIO(), record=True, width=100)
+        self.print(console)
+        return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+
+
+def _example(smallest: Smallest) -> Iterator[str]:
+    """Yield the lines of a smallest case: itself, the vector that is wrong, and its reproduction."""
+    verdict, result, example = smallest
+    yield f"    smallest case: {verdict.check} of {verdict.interface.name.lower()}, “{result}”: {verdict.case!r}"
+    if example is not None:
+        values = {"expected": example.expected, "got": example.got}
+        shown = "; ".join(f"{name} {' '.join(f'{value:.4g}' for value in side)}" for name, side in values.items())
+        yield f"    {example.where}: {shown}"
+    else:
+        named = (sentence for sentence in verdict.judged.wrongs if sentence.startswith(result))
+        yield f"    {next(named, verdict.reason)[:SHOWN_CHARACTERS]}"
+    yield f"    see it: {verdict.reproduce}"
+
+
+def _shortened(sentence: str) -> str:
+    return sentence if len(sentence) <= SHOWN_CHARACTERS else f"{sentence[: SHOWN_CHARACTERS - 1]}…"
 
 
 def _quoted(program: str) -> str:
@@ -270,9 +341,11 @@ def _quoted(program: str) -> str:
     return shlex.quote(program) if set('"$`\\!') & set(program) else f'"{program}"'
 
 
-def _percent(ratio: float) -> str:
-    """Return a ratio in few characters: poison that reaches a result makes it 1e+30."""
-    return f"{ratio:.0%}" if ratio < 1000 or math.isinf(ratio) else f"{100 * ratio:.0e}%"
+def _worst(ratio: float) -> str:
+    """Return an error over its bound in at most five characters: poison that reaches a result makes it 1e+30."""
+    if not math.isfinite(ratio):
+        return "inf"
+    return ">999x" if ratio >= 999.5 else f"{ratio:.0%}" if ratio < 9.995 else f"{ratio:.0f}x"
 
 
 def _number(ratio: float) -> float | str:

@@ -121,14 +121,9 @@ def judge(
         most_seconds=most_seconds,
         drawn=drawn,
     )
-    console.print(report.table())
-    for detail in report.details():
-        console.print(detail, markup=False, highlight=False, soft_wrap=True)
+    report.print(console)
     if out is not None:
         report.write(out)
-    if report.left_out:
-        console.print(f"{report.left_out} cases were left out: the time was over")
-    console.print("right" if report.is_right else "not right")
     raise typer.Exit(DONE if report.is_right else WRONG if any(report.wrong) else NOT_JUDGED)
 
 

@@ -25,6 +25,7 @@ from lab.checks import (
     TableTail,
 )
 from lab.checks.catalogue import checks
+from lab.checks.report import _worst
 from lab.checks.verdicts import Judged
 from tests.checks.small import SMALL
 
@@ -106,7 +107,53 @@ def test_checks_and_functions_have_rows_of_their_own() -> None:
 def test_declines_are_listed_the_most_frequent_first() -> None:
     reasons = ("no sinks", "no windows", "no windows")
     declined = [verdict_of(Outcome.DECLINED, judged=Judged(Outcome.DECLINED, declines=(r,))) for r in reasons]
-    assert list(report_of(*declined).details()) == ["declined 2 times: no windows", "declined 1 times: no sinks"]
+    assert list(report_of(*declined).notes()) == ["declined 2 times: no windows", "declined 1 times: no sinks"]
+
+
+def test_many_kinds_of_refusal_are_counted_and_long_ones_cut() -> None:
+    reasons = [f"no {number} {'x' * 300}" for number in range(9)]
+    declined = [verdict_of(Outcome.DECLINED, judged=Judged(Outcome.DECLINED, declines=(r,))) for r in reasons]
+    *shown, others = report_of(*declined).notes()
+    assert len(shown) == 5
+    assert all(len(line) < 200 for line in shown)
+    assert others == "and 4 more kinds of refusal, which the report's file lists"
+
+
+def test_the_answer_comes_first_then_where_then_how_to_see_it_then_the_table() -> None:
+    console = Console(width=80, force_terminal=False)
+    with console.capture() as capture:
+        report_of(verdict_of(Outcome.WRONG, recorded_in="report.json", number=3), verdict_of(Outcome.RIGHT)).print(
+            console
+        )
+    shown = capture.get()
+    places = [
+        shown.index(word)
+        for word in ("Wrong", "wrong in 1 of 2 results", "smallest case", "see it: lab judge", "verdict")
+    ]
+    assert places == sorted(places)
+    assert "--case 'report.json#3'" in shown
+
+
+def test_a_notebook_shows_the_report() -> None:
+    html = report_of(verdict_of(Outcome.RIGHT))._repr_html_()
+    assert html.startswith("<pre>")
+    assert "Right: 1 results of 1 cases" in html
+
+
+@pytest.mark.parametrize(
+    ("ratio", "shown"),
+    [
+        (0.373, "37%"),
+        (4.61, "461%"),
+        (9.996, "10x"),
+        (123.4, "123x"),
+        (2.5e32, ">999x"),
+        (math.inf, "inf"),
+        (math.nan, "inf"),
+    ],
+)
+def test_the_worst_error_takes_five_characters(ratio: float, shown: str) -> None:
+    assert _worst(ratio) == shown
 
 
 def test_the_json_has_rows_cases_and_reproductions(tmp_path: Path) -> None:
@@ -153,7 +200,7 @@ def test_the_table_fits_a_terminal_of_80_columns() -> None:
     assert "…" not in shown
     assert "K8 decomposition" in shown
     assert "draft_kv_indices" in shown
-    assert "2e+34%" in shown
+    assert ">999x" in shown
 
 
 @pytest.mark.parametrize("level", Level)

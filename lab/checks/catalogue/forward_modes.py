@@ -111,7 +111,7 @@ def judge_pass(trial: Trial, forward: EnginePass) -> None:
             trial.wrong(f"it declined, after it had written ({declined})")
         raise
     finally:
-        trial.hold_nothing_wrong("around its output", wrong_guards("its output", around))
+        trial.hold_nothing_wrong("around out", wrong_guards("its output", around))
         trial.hold_nothing_wrong("the inputs", changed_bytes(forward.inputs(), before))
 
 

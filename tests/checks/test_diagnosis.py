@@ -1,0 +1,168 @@
+"""Diagnoses: rules over synthetic facts, and the regions of mutants and of a right implementation."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lab import references
+from lab.checks import AttentionCase, CaseVerdict, Interface, Outcome, Space, judge
+from lab.checks.diagnosis import Diagnosis, diagnose
+from lab.checks.mutants import mutant
+from lab.checks.phrases import PHRASES
+from lab.checks.regions import MOST_LITERALS, find_rules, weights_of
+from lab.checks.verdicts import CheckedResult, Judged, WrongVector
+
+CASE = AttentionCase(Interface.DECODE, (20, 33), (1, 1))
+SMALL = Space(
+    dtypes=((torch.bfloat16, torch.bfloat16),),
+    groups=(1, 2),
+    num_kv_heads=(1, 2),
+    head_dims=(64,),
+    page_sizes=(16, 32),
+    q_lens=(1, 2, 3),
+    kv_layouts=("HND",),
+    nvfp4=(False,),
+    large_batches=(5,),
+    masked_rows=(4,),
+    longest=100,
+)
+
+
+def units(is_wrong: Callable[[dict[str, Any]], bool]) -> tuple[list[dict[str, Any]], Any]:
+    """Facts of every combination of some axes, and which are wrong."""
+    facts = [
+        {"q_len": rows, "head_dim": dim, "contents": contents}
+        | ({"window_left >= 0": True} if window else {})
+        | ({"sinks": True} if sinks else {})
+        for rows in (1, 2, 4)
+        for dim in (64, 128, 256)
+        for contents in ("random", "needles")
+        for window in (False, True)
+        for sinks in (False, True)
+    ]
+    return facts, np.array([is_wrong(each) for each in facts])
+
+
+@pytest.mark.parametrize(
+    ("is_wrong", "rules"),
+    [
+        (lambda facts: "sinks" in facts, ["sinks"]),
+        (lambda facts: "sinks" not in facts, ["not sinks"]),
+        (lambda facts: "window_left >= 0" in facts and facts["q_len"] > 1, ["window_left >= 0 and q_len >= 2"]),
+        (lambda facts: facts["head_dim"] == 256, ["head_dim >= 256"]),
+        (lambda facts: facts["contents"] == "needles" and "sinks" in facts, ["sinks and contents == 'needles'"]),
+        (lambda facts: "sinks" in facts or facts["head_dim"] == 256, ["sinks", "head_dim >= 256"]),
+        (lambda facts: True, [""]),
+    ],
+)
+def test_the_shortest_rule_is_found(is_wrong: Callable[[dict[str, Any]], bool], rules: list[str]) -> None:
+    facts, wrong = units(is_wrong)
+    found = find_rules(facts, wrong, weights_of(range(len(facts))))
+    assert [" and ".join(map(str, rule)) for rule in found] == rules
+    assert all(len(rule) <= MOST_LITERALS for rule in found)
+
+
+def test_not_every_result_of_a_region_must_show_it() -> None:
+    facts, wrong = units(lambda facts: "sinks" in facts)
+    wrong[np.flatnonzero(wrong)[:3]] = False
+    assert [str(literal) for literal in find_rules(facts, wrong, weights_of(range(len(facts))))[0]] == ["sinks"]
+
+
+def test_every_phrase_can_be_said() -> None:
+    for fact, phrase in PHRASES.items():
+        assert phrase.holds
+        assert fact == fact.strip()
+
+
+def verdict(number: int, *results: CheckedResult) -> CaseVerdict:
+    outcome = Outcome.WRONG if any(result.wrong for result in results) else Outcome.RIGHT
+    judged = Judged(outcome, ("off",) if outcome is Outcome.WRONG else (), judged=len(results), results=results)
+    return CaseVerdict("somebody", "K1", Interface.DECODE, CASE, "cpu", judged, 0.1, number=number)
+
+
+def result(rows: int, *, wrong: bool, held: str = "output", **facts: Any) -> CheckedResult:
+    vector = WrongVector("row 0 (request 0), head 1", (1.0, 2.0), (3.0, 4.0)) if wrong else None
+    given = {"held": held, "rows_of_batch": rows, **facts}
+    return CheckedResult("the call", given, wrong, (({"q_len": rows}, wrong), ({"q_len": 1}, False)), vector)
+
+
+def test_results_are_counted_and_the_smallest_is_shown() -> None:
+    verdicts = [verdict(number, result(1 + number % 4, wrong=number % 4 > 0)) for number in range(40)]
+    found = diagnose(verdicts)
+    assert found.sentence == (
+        "Wrong wherever a request has several query rows (30 of 30 results); everything else is right."
+    )
+    (region,) = found.regions
+    assert (region.rule, region.wrong, region.results, region.right_outside, region.outside) == (
+        "q_len >= 2",
+        30,
+        30,
+        10,
+        10,
+    )
+    assert region.counts == "wrong in 30 of 30 results with q_len >= 2, right in 10 of 10 others"
+    record = json.loads(json.dumps(found.as_record()))
+    assert record["smallest"]["case"] == 1
+    assert record["smallest"]["got"] == ["3.0", "4.0"]
+    assert found.follows == ("plain call already wrong: K1 of decode",)
+
+
+def test_a_kind_that_follows_from_another_has_no_region() -> None:
+    pairs = [(result(1 + n % 4, wrong=n % 4 > 0), result(1 + n % 4, wrong=n % 4 > 1, held="bits")) for n in range(40)]
+    assert [region.held for region in diagnose([verdict(n, *pair) for n, pair in enumerate(pairs)]).regions] == [
+        "output"
+    ]
+
+
+def test_what_was_read_from_a_file_is_diagnosed_by_its_cases() -> None:
+    shapes = [(20,), (20, 33), (33,), (20, 40), (7,), (1, 2), (9,), (9, 9)] * 3
+    verdicts = [
+        CaseVerdict(
+            "somebody",
+            "K1",
+            Interface.DECODE,
+            AttentionCase(Interface.DECODE, lens, (1,) * len(lens)),
+            "cpu",
+            Judged(Outcome.WRONG if len(lens) > 1 else Outcome.RIGHT, judged=1),
+            0.1,
+        )
+        for lens in shapes
+    ]
+    assert "a batch has several requests" in diagnose(verdicts).sentence
+
+
+def test_nothing_wrong_is_right_and_nothing_judged_is_not() -> None:
+    assert diagnose([verdict(1, result(1, wrong=False))]).sentence.startswith("Right: 1 results of 1 cases")
+    assert diagnose([]).sentence.startswith("Nothing could be judged")
+
+
+def diagnosis_of(implementation: Any, *only: str) -> Diagnosis:
+    return judge(implementation, space=SMALL, only=only, drawn=0, device="cpu").diagnosis
+
+
+@pytest.mark.parametrize(
+    ("name", "only", "words"),
+    [
+        ("window_of_first_row", ("K3", "K8"), ("a window", "a request has several query rows")),
+        ("length_rounded_up_to_page", ("K1", "K13"), ("a request's last page is partly filled",)),
+        ("tensor_scales_ignored", ("K10", "K11"), ("bmm1_scale is a tensor", "bmm2_scale is a tensor")),
+        ("zeros", ("K1", "K13"), ("Wrong everywhere",)),
+    ],
+)
+def test_the_region_of_a_mutant_names_its_trigger(name: str, only: tuple[str, ...], words: tuple[str, ...]) -> None:
+    implementation = mutant(name).implementation()
+    found = diagnosis_of(
+        type(implementation)(**{Interface.DECODE.value: getattr(implementation, Interface.DECODE.value)}), *only
+    )
+    assert all(word in found.sentence for word in words), found.sentence
+
+
+def test_the_references_are_right() -> None:
+    decode = {Interface.DECODE.value: references.trtllm_batch_decode_with_kv_cache}
+    found = diagnosis_of(type("Right", (), {name: staticmethod(function) for name, function in decode.items()})(), "K1")
+    assert found.sentence.startswith("Right: ")
+    assert not found.regions
