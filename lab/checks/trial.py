@@ -94,8 +94,7 @@ class Trial:
         self.worst_ratio = 0.0
         self.judged = 0
         self.results: list[CheckedResult] = []
-        self.called = facts_of_case(case)
-        self._case_facts = {} if isinstance(case, AttentionCase) else self.called.facts
+        self.called = self._of_case = facts_of_case(case)
         self._calls = CallLog()
         self._speller = Speller(self.decline)
 
@@ -115,9 +114,19 @@ class Trial:
         """Note an attention call that is about to be made, of the case's contents or another's, and return its facts."""
         if not is_capturing():
             of_call = self._calls.facts(interface, arguments)
-            around = {**self._case_facts, **context_of(self.case if case is None else case)}
+            around = context_of(case or self.case) if isinstance(self.case, AttentionCase) else self._of_case.facts
             self.called = replace(of_call, facts={**around, **of_call.facts})
         return self.called
+
+    def _by_engine(self, interface: Interface, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return an engine's function that notes its calls: the lengths stay those of the case, which may take two calls."""
+
+        def noting(**arguments: Any) -> Any:
+            of_call = self.note_call(interface, arguments)
+            self.called = replace(self._of_case, facts={**of_call.facts, **self._of_case.facts})
+            return function(**arguments)
+
+        return noting
 
     def _note(
         self, what: str, held: str, wrong: bool, call: CallFacts, rows: Tensor | None = None, example: Any = None
@@ -157,7 +166,7 @@ class Trial:
             prepared = getattr(self.implementation, f"prepare_{interface.value}", None)
             function = _missing(interface) if given is None else self._refusing(given)
             spelled = self._speller.spelled(interface, function, by_engine=True)
-            found[interface.value] = _as_engines_call(spelled, workspace)
+            found[interface.value] = self._by_engine(interface, _as_engines_call(spelled, workspace))
             if prepared is not None:
                 spelled = self._speller.spelled(interface, self._preparing(prepared))
                 found[f"prepare_{interface.value}"] = _as_engines_call(spelled, workspace)
