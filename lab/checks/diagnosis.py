@@ -109,11 +109,8 @@ def diagnose(verdicts: Sequence["CaseVerdict"]) -> Diagnosis:
     """Return what the verdicts say together; those of KNOWN findings and declined ones say nothing."""
     told = [each for each in verdicts if each.outcome in (Outcome.RIGHT, Outcome.WRONG, Outcome.FAILED)]
     results = [(verdict, result) for verdict in told for result in _results_of(verdict)]
-    count = sum(verdict.judged.judged for verdict in told)
     if not any(result.wrong for _, result in results):
-        if not told:
-            return Diagnosis(f"Nothing could be judged: {len(verdicts):,} cases, all declined.")
-        return Diagnosis(f"Right: {count:,} results of {len(told):,} cases are what they must be.")
+        return Diagnosis(_without_wrong_ones(verdicts, told))
     regions: list[Region] = []
     smallest: list[Smallest] = []
     rules: list[Rule] = []
@@ -126,6 +123,15 @@ def diagnose(verdicts: Sequence["CaseVerdict"]) -> Diagnosis:
             regions.append(region)
             smallest.append(_smallest(results, rule, held))
     return Diagnosis(_sentence(regions), tuple(regions), tuple(smallest), tuple(_follows(told)))
+
+
+def _without_wrong_ones(verdicts: Sequence["CaseVerdict"], told: Sequence["CaseVerdict"]) -> str:
+    known = sum(verdict.outcome is Outcome.KNOWN for verdict in verdicts)
+    if not told and not known:
+        return f"Nothing could be judged: {len(verdicts):,} cases, all declined."
+    results = sum(verdict.judged.judged for verdict in told)
+    right = f"{results:,} results of {len(told):,} cases are what they must be"
+    return f"Right but for known findings, in {known:,} cases; {right}." if known else f"Right: {right}."
 
 
 def _results_of(verdict: "CaseVerdict") -> tuple[CheckedResult, ...]:

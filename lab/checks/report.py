@@ -280,7 +280,7 @@ class Report:
         yield from self.diagnosis.follows
         findings = Counter(verdict.finding for verdict in self.verdicts if verdict.finding)
         for finding, count in findings.items():
-            yield f"known in {count} cases: {finding}"
+            yield f"known: {finding} ({count} cases)"
         declines = Counter(reason for verdict in self.verdicts for reason in verdict.judged.declines)
         for reason, count in declines.most_common(SHOWN_DECLINES):
             yield f"declined {count} times: {_shortened(reason)}"

@@ -46,13 +46,13 @@ def test_what_is_right_ends_in_0(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert "K1 oracle" in said
     assert "return_lse: it does not take these arguments" in said
-    assert said.endswith("right\n")
+    assert said.startswith("Right: ")
 
 
 def test_a_strangers_module_is_right(capsys: pytest.CaptureFixture[str]) -> None:
     """Pages given back before windows, batches, replays; what it has no parameter for is declined."""
     assert run(["judge", "tests.checks.someone_elses", "--only", "K4,K7,K9", *NARROW]) == 0
-    assert capsys.readouterr().out.endswith("right\n")
+    assert capsys.readouterr().out.startswith("Right: ")
 
 
 def test_what_is_wrong_ends_in_1_and_is_written_with_its_reproduction(
@@ -64,8 +64,9 @@ def test_what_is_wrong_ends_in_1_and_is_written_with_its_reproduction(
     assert (report["implementation"], report["level"], report["is_right"]) == (WINDOW, "smoke", False)
     wrong = [case for case in report["cases"] if case["outcome"] == "wrong"]
     said = capsys.readouterr().out
-    assert any(f"reproduce: {case['reproduce']}" in said for case in wrong)
-    assert said.endswith("not right\n")
+    assert any(f"see it: {case['reproduce']}" in said for case in wrong)
+    assert said.startswith("Wrong wherever a window hides keys of a request")
+    assert report["diagnosis"]["sentence"] == said.splitlines()[0]
 
 
 def test_what_declines_everything_was_not_judged() -> None:
