@@ -264,9 +264,10 @@ for q_len in sorted({point[2] for point in portable_us}):
 LIVE_BATCH = "16q4s4k"
 WITH_FLASHINFER = False
 
-arms = {f"portable {call.name.lower()}": (call, "lab.kernels.portable") for call in AttentionCall}
+calls = (AttentionCall.DECODE, AttentionCall.CONTEXT)
+arms = {f"portable {call.name.lower()}": (call, "lab.kernels.portable") for call in calls}
 if WITH_FLASHINFER:
-    arms |= {call.name.lower(): (call, "lab.kernels.trtllm") for call in AttentionCall}
+    arms |= {call.name.lower(): (call, "lab.kernels.trtllm") for call in calls}
 if torch.cuda.is_available():
     point = point_of(parse_batch(LIVE_BATCH), arms)
     outcome = measure_point(point, gpu_works, TimingPlan(measure_ceilings(DEVICE)), facts_of)

@@ -8,11 +8,11 @@ from lab.calls.context import ContextCall
 from lab.calls.decode import DecodeCall
 from lab.calls.entry import made_at_once, takes
 from lab.calls.mla_decode import MLADecodeCall
-from lab.calls.problem import Call, Feature, PagedAttention, check_values
+from lab.calls.problem import AttentionCall, Feature, PagedAttention, check_values
 from lab.calls.ragged_context import RaggedAttention, RaggedContextCall, check_ragged_values
 
 __all__ = [
-    "Call",
+    "AttentionCall",
     "ContextCall",
     "DecodeCall",
     "Feature",

@@ -7,7 +7,7 @@ import torch
 from lab.calls import arguments
 from lab.calls.arguments import Unmodelled
 from lab.calls.paged import KVCache, pose_paged
-from lab.calls.problem import Call, PagedAttention, Scale
+from lab.calls.problem import AttentionCall, PagedAttention, Scale
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +71,7 @@ class ContextCall:
             )
         return pose_paged(
             self,
-            Call.CONTEXT,
+            AttentionCall.CONTEXT,
             kv_bound="max_kv_len",
             max_q_len=arguments.check_int("max_q_len", self.max_q_len, 0, "it bounds the rows of one request"),
             max_kv_len=self.max_kv_len,

@@ -8,7 +8,7 @@ import torch
 from lab.calls import arguments
 from lab.calls.arguments import Unmodelled
 from lab.calls.paged import KVCache, pose_paged
-from lab.calls.problem import Call, PagedAttention, Scale
+from lab.calls.problem import AttentionCall, PagedAttention, Scale
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +102,7 @@ class DecodeCall:
             arguments.check_mask(self.mask, self.cum_seq_lens_q, batch_size, max_q_len)
         return pose_paged(
             self,
-            Call.DECODE,
+            AttentionCall.DECODE,
             kv_bound="max_seq_len",
             max_q_len=max_q_len,
             max_kv_len=self.max_seq_len,

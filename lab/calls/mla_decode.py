@@ -7,7 +7,7 @@ import torch
 
 from lab.calls import arguments
 from lab.calls.arguments import Unmodelled
-from lab.calls.problem import E4M3, Call, PagedAttention, Scale, check_values
+from lab.calls.problem import E4M3, AttentionCall, PagedAttention, Scale, check_values
 
 BACKENDS = ("auto", "xqa", "trtllm-gen")
 OTHER_BACKENDS = ("cake", "cute-dsl", "sparse")  # FlashInfer has them, with rules of their own
@@ -105,7 +105,7 @@ class MLADecodeCall:
         arguments.check_vector("seq_lens", self.seq_lens, batch_size, arguments.LENGTH_DTYPES)
         out = self._out_rows()
         problem = PagedAttention(
-            call=Call.MLA_DECODE,
+            call=AttentionCall.MLA_DECODE,
             query=rows,
             k_cache=cache,
             v_cache=cache[..., : self.kv_lora_rank],

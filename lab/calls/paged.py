@@ -5,14 +5,14 @@ from typing import Any
 import torch
 
 from lab.calls import arguments
-from lab.calls.problem import Call, PagedAttention, check_values
+from lab.calls.problem import AttentionCall, PagedAttention, check_values
 
 KVCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 def pose_paged(
     call: Any,
-    posed_by: Call,
+    posed_by: AttentionCall,
     *,
     kv_bound: str,
     max_q_len: int,

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from lab.named_enum import NamedEnum
+
 NVFP4_BLOCK = 16  # elements of head_dim under one e4m3 scale factor (FlashInfer 0.7.2, kv_cache_sf)
 INTERLEAVED_TOKENS = 4  # tokens whose V scale factors trtllm-gen stores together (nvfp4_quantize_paged_kv_cache)
 MASK_BITS_PER_WORD = 16  # XQA's draft mask is uint16 words, two per 32 draft tokens
@@ -23,13 +25,13 @@ E4M3 = torch.float8_e4m3fn
 Scale = float | torch.Tensor
 
 
-class Call(enum.Enum):
+class AttentionCall(NamedEnum):
     """FlashInfer's four calls; the value is the function's name."""
 
     DECODE = "trtllm_batch_decode_with_kv_cache"
     CONTEXT = "trtllm_batch_context_with_kv_cache"
-    MLA_DECODE = "trtllm_batch_decode_with_kv_cache_mla"
-    RAGGED_CONTEXT = "trtllm_ragged_attention_deepseek"
+    MLA_DECODE = "trtllm_batch_decode_with_kv_cache_mla"  # after absorption, over the paged cache
+    RAGGED_CONTEXT = "trtllm_ragged_attention_deepseek"  # before absorption, over the new tokens alone
 
 
 class Feature(enum.Enum):
@@ -74,7 +76,7 @@ class AttentionProblem:
         out, out_dtype, lse, return_lse: where the results go.
     """
 
-    call: Call
+    call: AttentionCall
     query: torch.Tensor
     seq_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor | None

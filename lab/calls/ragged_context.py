@@ -6,7 +6,7 @@ import torch
 
 from lab.calls import arguments
 from lab.calls.arguments import Unmodelled
-from lab.calls.problem import E4M3, AttentionProblem, Call, Scale, check_lengths
+from lab.calls.problem import E4M3, AttentionCall, AttentionProblem, Scale, check_lengths
 
 RAGGED_OUT_DTYPES = tuple(dtype for dtype in arguments.OUT_DTYPES if dtype != E4M3)
 MIRRORS = ("q_seq_lens_cpu", "kv_seq_lens_cpu")  # arguments that lie on the host
@@ -137,7 +137,7 @@ class RaggedContextCall:
         max_q_len = arguments.check_int("max_q_len", self.max_q_len, 0, "it bounds the rows of one request")
         max_kv_len = arguments.check_int("max_kv_len", self.max_kv_len, 0, "it bounds the keys of one request")
         problem = RaggedAttention(
-            call=Call.RAGGED_CONTEXT,
+            call=AttentionCall.RAGGED_CONTEXT,
             query=self.query,
             key=self.key,
             value=self.value,

@@ -1,5 +1,6 @@
 """Judges: is an implementation right?"""
 
+from lab.calls.problem import AttentionCall
 from lab.checks.check import Level
 from lab.checks.draft_lists import DraftListsCase
 from lab.checks.graph_case import GraphCase, MLAGraphCase, Story
@@ -7,7 +8,7 @@ from lab.checks.judge import judge, judge_case, judge_forward
 from lab.checks.report import CaseVerdict, Report
 from lab.checks.space import Space
 from lab.checks.verdicts import Outcome
-from lab.metadata.engine.forward_mode import AttentionCall, ForwardMode
+from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
 from lab.metadata.engine.kv_cache import KVLayout
 from lab.metadata.engine.lengths import DraftAttention

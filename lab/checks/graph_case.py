@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from lab.calls.problem import AttentionCall
 from lab.metadata.engine.forward_batch import SpecInfo
-from lab.metadata.engine.forward_mode import AttentionCall
 from lab.metadata.engine.graph_inputs import PADDED_SEQ_LEN, GraphMode, MetadataPlace
 from lab.metadata.engine.lengths import DraftAttention
 from lab.named_enum import NamedEnum

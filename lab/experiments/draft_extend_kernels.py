@@ -19,7 +19,8 @@ from rich.table import Table
 from lab.experiments.arms import Arm, Point, TimingPlan, measure_point
 from lab.experiments.passes import FLASHINFER_MODULE, PORTABLE_MODULE, gpu_works, pass_facts
 from lab.experiments.recording import Columns, Recording, rows_by_point, table_of
-from lab.metadata.engine.forward_mode import AttentionCall, ForwardMode
+from lab.metadata import AttentionCall
+from lab.metadata.engine.forward_mode import ForwardMode
 from lab.timing.work import GpuWork
 from lab.workloads.batches import Batch
 from lab.workloads.forward_case import ForwardCase

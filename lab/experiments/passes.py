@@ -13,7 +13,7 @@ from lab.checks.forward_pass import EnginePass, build_forward
 from lab.checks.mla_pass import build_mla_pass
 from lab.experiments.arms import Arm
 from lab.kernels.support import kernel_names
-from lab.metadata.engine.forward_mode import MLAAttentionCall
+from lab.metadata import AttentionCall
 from lab.metadata.mha.calls import PlannedCall, call_arguments, plan_calls, prepare_attention
 from lab.metadata.mla.calls import prepare_mla_attention
 from lab.timing.forward import case_facts, forward_work
@@ -67,7 +67,7 @@ def built(case: ForwardCase | MLACase, device: torch.device) -> EnginePass:
 def implementation_of(arm: Arm) -> Any:
     """Import an arm's module, and return what makes its calls."""
     module = importlib.import_module(arm.module)
-    return SimpleNamespace(**{f"prepare_{MLAAttentionCall.DECODE.value}": module.plan}) if arm.planned else module
+    return SimpleNamespace(**{f"prepare_{AttentionCall.MLA_DECODE.value}": module.plan}) if arm.planned else module
 
 
 def _plan(case: ForwardCase, work: GpuWork) -> list[PlannedCall]:
@@ -89,5 +89,5 @@ def pass_facts(arm: Arm, work: GpuWork) -> dict[str, Any]:
 def kernel_of(arm: Arm, work: GpuWork) -> str:
     """Return what runs on the work's device under the names of an arm's calls."""
     plan = work.arguments.get("plan")
-    calls = [MLAAttentionCall.DECODE.value] if plan is None else [planned.call.value for planned in plan]
+    calls = [AttentionCall.MLA_DECODE.value] if plan is None else [planned.call.value for planned in plan]
     return kernel_names(importlib.import_module(arm.module), calls, work.arguments["query"].device)

@@ -1,7 +1,8 @@
 """A serving batch turned into the arguments of an attention kernel, the way SGLang's backends do it."""
 
+from lab.calls.problem import AttentionCall
 from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
-from lab.metadata.engine.forward_mode import AttentionCall, ForwardMode, MLAAttentionCall, QueryRows, UncountedTokens
+from lab.metadata.engine.forward_mode import ForwardMode, QueryRows, UncountedTokens
 from lab.metadata.engine.kv_cache import KVLayout, PagedKVCache, PagedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention
@@ -23,7 +24,6 @@ __all__ = [
     "ForwardMode",
     "KVLayout",
     "KVPool",
-    "MLAAttentionCall",
     "PagedKVCache",
     "PagedLatentCache",
     "QueryLayout",

@@ -18,18 +18,18 @@ from lab.calls import (
     check_ragged_values,
     check_values,
 )
-from lab.calls.problem import Call, Scale
+from lab.calls.problem import AttentionCall, Scale
 from lab.references.paged_attention import indexed, plain_v_scales, shown_draft_tokens
 from lab.references.quantization import dequantize_nvfp4
 from lab.references.truth import Rules, Truth, truth_of_requests
 
 Problem = PagedAttention | RaggedAttention
 History = tuple[Tensor, Tensor]  # K and V of a request, [kv_len, num_kv_heads, head_dim]
-CALLS: dict[type[Any], Call] = {
-    DecodeCall: Call.DECODE,
-    ContextCall: Call.CONTEXT,
-    MLADecodeCall: Call.MLA_DECODE,
-    RaggedContextCall: Call.RAGGED_CONTEXT,
+CALLS: dict[type[Any], AttentionCall] = {
+    DecodeCall: AttentionCall.DECODE,
+    ContextCall: AttentionCall.CONTEXT,
+    MLADecodeCall: AttentionCall.MLA_DECODE,
+    RaggedContextCall: AttentionCall.RAGGED_CONTEXT,
 }
 
 

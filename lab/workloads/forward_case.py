@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lab.metadata.engine.forward_mode import AttentionCall, ForwardMode
+from lab.calls.problem import AttentionCall
+from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.kv_cache import KVLayout
 from lab.workloads.attention_case import Contents
 from lab.workloads.geometries import Geometry, geometry
@@ -69,8 +70,8 @@ class ForwardCase(PassCase):
             )
 
     def _check_draft_extend(self, draft_extend: object) -> None:
-        if not isinstance(draft_extend, AttentionCall):
-            raise TypeError(f"draft_extend={draft_extend!r} must be an AttentionCall, such as AttentionCall.DECODE")
+        if draft_extend not in (AttentionCall.DECODE, AttentionCall.CONTEXT):
+            raise TypeError(f"draft_extend={draft_extend!r} must be an AttentionCall, DECODE or CONTEXT")
         if not self.mode.extends_draft:
             raise ValueError(
                 f"draft_extend={draft_extend!r} would be ignored in {self.mode!r}: only DRAFT_EXTEND and "

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lab.metadata.engine.forward_mode import ForwardMode, MLAAttentionCall
+from lab.calls.problem import AttentionCall
+from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.lengths import DraftAttention
 from lab.workloads.attention_case import Contents
 from lab.workloads.pass_case import PassCase
@@ -41,7 +42,7 @@ class MLACase(PassCase):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.mode.mla_call is not MLAAttentionCall.DECODE:
+        if self.mode.mla_call is not AttentionCall.MLA_DECODE:
             raise ValueError(f"{self.mode!r} does not run on the MLA decode kernel")
         self.check_requests()
         self.check_tensors()

@@ -28,7 +28,8 @@ from typing import Any
 
 import torch
 
-from lab.metadata.engine.forward_mode import AttentionCall, ForwardMode
+from lab.calls.problem import AttentionCall
+from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.kv_cache import KVLayout
 from lab.workloads.batches import Batch, parse_batch
 from lab.workloads.forward_case import ForwardCase

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lab import references
+from lab.calls.problem import AttentionCall
 from lab.checks.forward_pass import build_forward
 from lab.experiments import arms, kv_read_once, passes
 from lab.experiments.arms import Arm, Point, PointFailedError, PointRows, TimingPlan, measure_point
@@ -32,7 +33,7 @@ from lab.experiments.passes import FLASHINFER_MODULE, PORTABLE_MODULE, gpu_works
 from lab.experiments.recording import table_of
 from lab.experiments.targets import TIME_COLUMNS, Figure, Target, score, target_rows, target_text
 from lab.kernels import trtllm
-from lab.metadata.engine.forward_mode import AttentionCall, ForwardMode
+from lab.metadata.engine.forward_mode import ForwardMode
 from lab.timing.method import L2, Clock, Method
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.scenarios import scenario

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lab import references
-from lab.calls import Call
+from lab.calls import AttentionCall
 from lab.kernels import portable, prepare, trtllm
 from tests.cases import decode_arguments, random_batch
 
@@ -58,7 +58,7 @@ def test_any_argument_name_will_do() -> None:
 
 
 @pytest.mark.parametrize("implementation", [portable, trtllm], ids=["portable", "trtllm"])
-@pytest.mark.parametrize("name", [call.value for call in Call])
+@pytest.mark.parametrize("name", [call.value for call in AttentionCall])
 def test_a_call_has_the_parameters_and_the_documentation_of_its_preparation(implementation: Any, name: str) -> None:
     call, preparation = getattr(implementation, name), getattr(implementation, f"prepare_{name}")
     assert (call.__name__, call.__qualname__) == (name, name)

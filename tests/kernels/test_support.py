@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lab.calls import Call, ContextCall, DecodeCall, Feature, RaggedContextCall
+from lab.calls import AttentionCall, ContextCall, DecodeCall, Feature, RaggedContextCall
 from lab.calls.mla_decode import MLADecodeCall
 from lab.calls.problem import FIELDS, PagedAttention
 from lab.gpus import Capability, family_of
@@ -340,8 +340,8 @@ def test_a_cpu_runs_the_portable_kernel_in_the_interpreter_only(monkeypatch: pyt
     ],
 )
 def test_which_kernel_an_engine_runs(capability: Capability, decode: Kernel, context: Kernel) -> None:
-    assert kernel_for(Call.DECODE, capability) is decode
-    assert kernel_for(Call.CONTEXT, capability) is context
+    assert kernel_for(AttentionCall.DECODE, capability) is decode
+    assert kernel_for(AttentionCall.CONTEXT, capability) is context
     assert why_not(decode, capability, problem(decode)) is None
     assert why_not(context, capability, problem(context)) is None
 
@@ -370,9 +370,9 @@ def test_every_kernel_has_rules() -> None:
 def plain(kernel: Kernel) -> tuple[Capability, support.Problem]:
     """A GPU that runs the kernel, and a plain problem that it takes there."""
     capability = SM90 if family_of(SM90) in kernel.gpus else kernel.gpus[0].capabilities[0]
-    if Call.RAGGED_CONTEXT in kernel.calls:
+    if AttentionCall.RAGGED_CONTEXT in kernel.calls:
         return capability, RaggedContextCall(**ragged_case()).problem()
-    if Call.MLA_DECODE in kernel.calls:
+    if AttentionCall.MLA_DECODE in kernel.calls:
         return capability, MLADecodeCall(**with_columns(mla_case(kv_lens=(5, 33), heads=128), 2)).problem()
     return capability, problem(kernel)
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 import lab.references
 from lab.metadata import (
+    AttentionCall,
     DraftAttention,
     ForwardBatch,
     ForwardMode,
     KVPool,
-    MLAAttentionCall,
     QueryLayout,
     SpecInfo,
     TRTLLMMLADecodeMetadata,
@@ -476,8 +476,8 @@ def test_the_widths_decide_and_not_whether_they_divide(rows: tuple[int, ...], la
 @pytest.mark.parametrize("mode", MODES, ids=repr)
 def test_the_call_of_every_mode(mode: ForwardMode) -> None:
     is_context = mode in EXTENDS
-    assert mode.mla_call is (MLAAttentionCall.RAGGED_CONTEXT if is_context else MLAAttentionCall.DECODE)
-    assert hasattr(lab.references, MLAAttentionCall.DECODE.value)
+    assert mode.mla_call is (AttentionCall.RAGGED_CONTEXT if is_context else AttentionCall.MLA_DECODE)
+    assert hasattr(lab.references, AttentionCall.MLA_DECODE.value)
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,14 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+from lab.calls.problem import AttentionCall
 from lab.checks.catalogue.k05_guards import changed_bytes, guarded, wrong_guards
 from lab.checks.check import Check, Level, first_line
 from lab.checks.forward_pass import EnginePass, build_forward
 from lab.checks.refusals import Declined
 from lab.checks.space import Space
 from lab.checks.trial import Result, Trial
-from lab.metadata.engine.forward_mode import AttentionCall, ForwardMode
+from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.kv_cache import KVLayout
 from lab.workloads.attention_case import Contents
 from lab.workloads.forward_case import ForwardCase

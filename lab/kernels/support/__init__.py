@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lab.calls.problem import Call
+from lab.calls.problem import AttentionCall
 from lab.gpus import capability_of
 from lab.kernels.support import peers, portable, trtllm
 from lab.kernels.support.kernel import Kernel as Kernel
@@ -47,4 +47,4 @@ def kernel_names(implementation: Any, functions: Iterable[str], device: torch.de
     capability = capability_of(device)
     if capability is None or not hasattr(implementation, "kernel_for"):
         return str(implementation.__name__).rpartition(".")[2]
-    return " + ".join(implementation.kernel_for(Call(function), capability).name for function in functions)
+    return " + ".join(implementation.kernel_for(AttentionCall(function), capability).name for function in functions)

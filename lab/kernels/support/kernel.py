@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lab.calls.problem import E4M3, Call, Feature, PagedAttention
+from lab.calls.problem import E4M3, AttentionCall, Feature, PagedAttention
 from lab.calls.ragged_context import RaggedAttention
 from lab.extras import sentence
 from lab.gpus import FAMILIES, Capability, GpuFamily, family_of, names_of, sm_name
@@ -107,7 +107,7 @@ class Kernel:
     """
 
     name: str
-    calls: tuple[Call, ...]
+    calls: tuple[AttentionCall, ...]
     gpus: tuple[GpuFamily, ...]
     dtypes: Dtypes
     honours: frozenset[Feature]

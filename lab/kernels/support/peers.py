@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lab.calls.problem import E4M3, Call, Feature, PagedAttention
+from lab.calls.problem import E4M3, AttentionCall, Feature, PagedAttention
 from lab.calls.ragged_context import RaggedAttention
 from lab.gpus import FAMILIES, SM90, Capability, family_of
 from lab.kernels.support.kernel import Dtypes, Kernel, mla_dims, sizes
@@ -46,7 +46,7 @@ def _fa_mla(capability: Capability | None, problem: PagedAttention) -> str | Non
 
 FA2_MLA = Kernel(
     "BatchMLAPagedAttentionWrapper with FA2",
-    calls=(Call.MLA_DECODE,),
+    calls=(AttentionCall.MLA_DECODE,),
     gpus=FAMILIES,
     dtypes=MLA_DTYPES,
     honours=HONOURED_BY_ALL | {Feature.V_SCALE},
@@ -55,7 +55,7 @@ FA2_MLA = Kernel(
 )
 FA3_MLA = Kernel(
     "BatchMLAPagedAttentionWrapper with FA3",
-    calls=(Call.MLA_DECODE,),
+    calls=(AttentionCall.MLA_DECODE,),
     gpus=(SM90,),
     dtypes=MLA_DTYPES,
     sizes=(sizes("is built for a kv_lora_rank of", lambda problem: problem.v_head_dim, 128, 256, 512),),
@@ -73,7 +73,7 @@ def _fa_ragged(capability: Capability | None, problem: RaggedAttention) -> str |
 def _ragged(backend: str, gpus: Any) -> Kernel:
     return Kernel(
         f"BatchPrefillWithRaggedKVCacheWrapper with {backend}",
-        calls=(Call.RAGGED_CONTEXT,),
+        calls=(AttentionCall.RAGGED_CONTEXT,),
         gpus=gpus,
         dtypes=Dtypes(HALVES, "takes fp16 or bf16 queries, not {q}", "takes K/V in the query's dtype, not {kv}", OUT),
         sizes=(RAGGED_SIZES,),
@@ -88,12 +88,12 @@ FA3_RAGGED = _ragged("FA3", (SM90,))
 KERNELS = (FA2_MLA, FA3_MLA, FA2_RAGGED, FA3_RAGGED)
 # By the call and FlashInfer's name of the backend.
 BY_BACKEND = {
-    Call.MLA_DECODE: {"fa2": FA2_MLA, "fa3": FA3_MLA},
-    Call.RAGGED_CONTEXT: {"fa2": FA2_RAGGED, "fa3": FA3_RAGGED},
+    AttentionCall.MLA_DECODE: {"fa2": FA2_MLA, "fa3": FA3_MLA},
+    AttentionCall.RAGGED_CONTEXT: {"fa2": FA2_RAGGED, "fa3": FA3_RAGGED},
 }
 
 
-def kernel_for(call: Call, capability: Capability) -> Kernel:
+def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
     """Return the newest of FlashInfer's own kernels for a call, MLA decode or ragged context, on a GPU."""
     return BY_BACKEND[call][fa_backend(capability)]
 

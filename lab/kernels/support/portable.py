@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from lab.calls.problem import E4M3, HALF_DTYPES, Call, Feature
+from lab.calls.problem import E4M3, HALF_DTYPES, AttentionCall, Feature
 from lab.gpus import FAMILIES
 from lab.kernels.support.kernel import Dtypes, Kernel, Sizes, mla_dims, page_sizes, sizes, triples
 
@@ -40,7 +40,7 @@ def split_head_dim(head_dim: int) -> tuple[int, int]:
 
 PORTABLE = triton_kernel(
     "the portable Triton kernel",
-    calls=(Call.DECODE, Call.CONTEXT),
+    calls=(AttentionCall.DECODE, AttentionCall.CONTEXT),
     sizes=(sizes("is built for head_dim", lambda problem: problem.head_dim, 64, 128, 256), page_sizes(16, 32, 64, 128)),
     honours=HONOURED_BY_ALL
     | {Feature.SEPARATE_TABLES, Feature.OTHER_V_STRIDES, Feature.NON_CAUSAL, Feature.WINDOW, Feature.MASK},
@@ -48,7 +48,7 @@ PORTABLE = triton_kernel(
 )
 PORTABLE_MLA = triton_kernel(
     "the portable Triton MLA kernel",
-    calls=(Call.MLA_DECODE,),
+    calls=(AttentionCall.MLA_DECODE,),
     sizes=(
         sizes("is built for a kv_lora_rank of", lambda problem: mla_dims(problem)[0], 16, 32, 64, 128, 256, 512),
         sizes("is built for a qk_rope_head_dim of", lambda problem: mla_dims(problem)[1], 16, 32, 64),
@@ -58,7 +58,7 @@ PORTABLE_MLA = triton_kernel(
 )
 PORTABLE_RAGGED = triton_kernel(
     "the portable Triton ragged kernel",
-    calls=(Call.RAGGED_CONTEXT,),
+    calls=(AttentionCall.RAGGED_CONTEXT,),
     sizes=(
         Sizes(
             f"is built for a head_dim of {', '.join(map(str, RAGGED_DIMS[:-1]))} and {RAGGED_DIMS[-1]}, or a sum of two of "

@@ -5,7 +5,7 @@ trtllm-gen and XQA MLA were not run by the lab: no such GPU was at hand.
 
 import torch
 
-from lab.calls.problem import E4M3, HALF_DTYPES, Call, Feature, PagedAttention
+from lab.calls.problem import E4M3, HALF_DTYPES, AttentionCall, Feature, PagedAttention
 from lab.calls.ragged_context import RaggedAttention
 from lab.gpus import SM90, SM100, SM120, Capability, family_of, sm_name
 from lab.kernels.support.kernel import Dtypes, Kernel, Sizes, dims, mla_dims, page_sizes, sizes, triples
@@ -24,7 +24,7 @@ GEN_HONOURS = USUAL | {Feature.RAGGED_ROWS, Feature.TENSOR_SCALES, Feature.LSE, 
 STRIDED_QUERY = "needs a contiguous query"
 
 
-def kernel_for(call: Call, capability: Capability, backend: str = "auto") -> Kernel:
+def kernel_for(call: AttentionCall, capability: Capability, backend: str = "auto") -> Kernel:
     """Return the kernel that FlashInfer runs for a call on a GPU; `why_not` tells if it takes the call there.
 
     Args:
@@ -78,7 +78,7 @@ def _xqa_strides(problem: PagedAttention) -> str | None:
 
 XQA = Kernel(
     "XQA",
-    calls=(Call.DECODE,),
+    calls=(AttentionCall.DECODE,),
     gpus=(SM90, SM100, SM120),
     dtypes=Dtypes(
         frozenset().union(*(triples((q,), (q, E4M3, NVFP4), (q,)) for q in HALF_DTYPES))
@@ -148,7 +148,7 @@ def _fmha_v2_cache(problem: PagedAttention) -> str | None:
 
 FMHA_V2 = Kernel(
     "trtllm_fmha_v2_prefill",
-    calls=(Call.CONTEXT,),
+    calls=(AttentionCall.CONTEXT,),
     gpus=(SM90, SM120),
     dtypes=Dtypes(
         HALVES | triples((E4M3,), (E4M3,), (E4M3, *HALF_DTYPES)),
@@ -197,7 +197,7 @@ GEN_SAYS = {
 }
 TRTLLM_GEN_DECODE = Kernel(
     "trtllm-gen decode",
-    calls=(Call.DECODE,),
+    calls=(AttentionCall.DECODE,),
     gpus=(SM100,),
     dtypes=Dtypes(
         GEN_TRIPLES | {(BF16, E4M3, BF16)},
@@ -212,7 +212,7 @@ TRTLLM_GEN_DECODE = Kernel(
 )
 TRTLLM_GEN_CONTEXT = Kernel(
     "trtllm-gen context",
-    calls=(Call.CONTEXT,),
+    calls=(AttentionCall.CONTEXT,),
     gpus=(SM100,),
     dtypes=Dtypes(
         GEN_TRIPLES,
@@ -245,7 +245,7 @@ def _trtllm_gen_mla(_capability: Capability | None, problem: PagedAttention) -> 
 
 TRTLLM_GEN_MLA = Kernel(
     "trtllm-gen MLA",
-    calls=(Call.MLA_DECODE,),
+    calls=(AttentionCall.MLA_DECODE,),
     gpus=(SM100,),
     dtypes=MLA_DTYPES,
     sizes=(dims("(kv_lora_rank, qk_rope_head_dim)", mla_dims, (512, 64), (256, 64)), page_sizes(32, 64)),
@@ -268,7 +268,7 @@ def _xqa_mla(_capability: Capability | None, problem: PagedAttention) -> str | N
 
 XQA_MLA = Kernel(
     "XQA MLA",
-    calls=(Call.MLA_DECODE,),
+    calls=(AttentionCall.MLA_DECODE,),
     gpus=(SM120,),
     dtypes=MLA_DTYPES,
     sizes=(
@@ -302,7 +302,7 @@ def unaligned_tensors(_capability: Capability | None, problem: RaggedAttention) 
 RAGGED_SIZES = dims("(head_dim, v_head_dim)", lambda problem: (problem.head_dim, problem.v_head_dim), *RAGGED_DIMS)
 TRTLLM_GEN_RAGGED = Kernel(
     "trtllm-gen ragged",
-    calls=(Call.RAGGED_CONTEXT,),
+    calls=(AttentionCall.RAGGED_CONTEXT,),
     gpus=(SM100,),
     dtypes=Dtypes(
         HALVES | triples((E4M3,), (E4M3,), HALF_DTYPES),
@@ -317,9 +317,9 @@ TRTLLM_GEN_RAGGED = Kernel(
 )
 # trtllm-gen's kernel, and what FlashInfer has elsewhere.
 BY_CALL = {
-    Call.DECODE: (TRTLLM_GEN_DECODE, XQA),
-    Call.CONTEXT: (TRTLLM_GEN_CONTEXT, FMHA_V2),
-    Call.MLA_DECODE: (TRTLLM_GEN_MLA, XQA_MLA),
-    Call.RAGGED_CONTEXT: (TRTLLM_GEN_RAGGED, TRTLLM_GEN_RAGGED),
+    AttentionCall.DECODE: (TRTLLM_GEN_DECODE, XQA),
+    AttentionCall.CONTEXT: (TRTLLM_GEN_CONTEXT, FMHA_V2),
+    AttentionCall.MLA_DECODE: (TRTLLM_GEN_MLA, XQA_MLA),
+    AttentionCall.RAGGED_CONTEXT: (TRTLLM_GEN_RAGGED, TRTLLM_GEN_RAGGED),
 }
 KERNELS = tuple(dict.fromkeys(kernel for pair in BY_CALL.values() for kernel in pair))

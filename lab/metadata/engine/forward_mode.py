@@ -6,6 +6,7 @@ Code that builds a batch, its metadata or its call reads the row: `ForwardMode.q
 
 from enum import IntEnum
 
+from lab.calls.problem import AttentionCall
 from lab.named_enum import NamedEnum
 
 
@@ -38,21 +39,7 @@ class UncountedTokens(NamedEnum):
     DRAFT_STEP = "draft step"  # with a SpecInfo, those drafted so far and the step's own; without one, none
 
 
-class AttentionCall(NamedEnum):
-    """The two functions of FlashInfer that the MHA backend runs on; the value is the function's name."""
-
-    DECODE = "trtllm_batch_decode_with_kv_cache"
-    CONTEXT = "trtllm_batch_context_with_kv_cache"
-
-
-class MLAAttentionCall(NamedEnum):
-    """The two functions of FlashInfer that the MLA backend runs on; the value is the function's name."""
-
-    DECODE = "trtllm_batch_decode_with_kv_cache_mla"  # after absorption, over the paged cache
-    RAGGED_CONTEXT = "trtllm_ragged_attention_deepseek"  # before absorption, over the new tokens alone
-
-
-_Rows, _Uncounted, _MHA, _MLA = QueryRows, UncountedTokens, AttentionCall, MLAAttentionCall
+_Rows, _Uncounted, _Call = QueryRows, UncountedTokens, AttentionCall
 
 
 class ForwardMode(IntEnum):
@@ -72,29 +59,29 @@ class ForwardMode(IntEnum):
     query_rows: QueryRows
     uncounted: UncountedTokens
     mha_call: AttentionCall | None
-    mla_call: MLAAttentionCall | None
+    mla_call: AttentionCall | None
     in_graph: bool
 
     # Prefill, on top of a cached prefix or on nothing.
-    EXTEND = 1, _Rows.NEW_TOKENS, _Uncounted.NONE, _MHA.CONTEXT, _MLA.RAGGED_CONTEXT
+    EXTEND = 1, _Rows.NEW_TOKENS, _Uncounted.NONE, _Call.CONTEXT, _Call.RAGGED_CONTEXT
     # One new token per request; with a SpecInfo, one step of the draft model.
-    DECODE = 2, _Rows.ONE, _Uncounted.DRAFT_STEP, _MHA.DECODE, _MLA.DECODE, True
+    DECODE = 2, _Rows.ONE, _Uncounted.DRAFT_STEP, _Call.DECODE, _Call.MLA_DECODE, True
     # Chunked prefill with decoding requests in the same batch.
-    MIXED = 3, _Rows.NEW_TOKENS, _Uncounted.NONE, _MHA.CONTEXT, _MLA.RAGGED_CONTEXT
+    MIXED = 3, _Rows.NEW_TOKENS, _Uncounted.NONE, _Call.CONTEXT, _Call.RAGGED_CONTEXT
     # A data-parallel rank without work that must still take part in collectives.
-    IDLE = 4, _Rows.ONE, _Uncounted.DRAFT_STEP, _MHA.DECODE, _MLA.DECODE
+    IDLE = 4, _Rows.ONE, _Uncounted.DRAFT_STEP, _Call.DECODE, _Call.MLA_DECODE
     # The target model scores the draft tokens.
-    TARGET_VERIFY = 5, _Rows.DRAFT_TOKENS, _Uncounted.QUERY_ROWS, _MHA.DECODE, _MLA.DECODE, True
+    TARGET_VERIFY = 5, _Rows.DRAFT_TOKENS, _Uncounted.QUERY_ROWS, _Call.DECODE, _Call.MLA_DECODE, True
     # The draft model catches up on accepted tokens, as many per request as were accepted.
-    DRAFT_EXTEND = 6, _Rows.ACCEPTED, _Uncounted.NONE, _MHA.CONTEXT, _MLA.DECODE, True
+    DRAFT_EXTEND = 6, _Rows.ACCEPTED, _Uncounted.NONE, _Call.CONTEXT, _Call.MLA_DECODE, True
     # The same with a fixed number of rows per request.
-    DRAFT_EXTEND_V2 = 7, _Rows.FIXED, _Uncounted.NONE, _MHA.DECODE, _MLA.DECODE, True
+    DRAFT_EXTEND_V2 = 7, _Rows.FIXED, _Uncounted.NONE, _Call.DECODE, _Call.MLA_DECODE, True
     # The KV cache arrived from a prefill worker: no attention runs.
     PREBUILT = 8, _Rows.NONE, _Uncounted.NONE, None, None
     # A prefill cut into groups of layers.
-    SPLIT_PREFILL = 9, _Rows.NEW_TOKENS, _Uncounted.NONE, _MHA.CONTEXT, _MLA.RAGGED_CONTEXT
+    SPLIT_PREFILL = 9, _Rows.NEW_TOKENS, _Uncounted.NONE, _Call.CONTEXT, _Call.RAGGED_CONTEXT
     # A block of a diffusion language model.
-    DLLM_EXTEND = 10, _Rows.NEW_TOKENS, _Uncounted.NONE, _MHA.CONTEXT, _MLA.RAGGED_CONTEXT
+    DLLM_EXTEND = 10, _Rows.NEW_TOKENS, _Uncounted.NONE, _Call.CONTEXT, _Call.RAGGED_CONTEXT
 
     def __new__(
         cls,
@@ -102,7 +89,7 @@ class ForwardMode(IntEnum):
         query_rows: QueryRows,
         uncounted: UncountedTokens,
         mha_call: AttentionCall | None,
-        mla_call: MLAAttentionCall | None,
+        mla_call: AttentionCall | None,
         in_graph: bool = False,
     ) -> "ForwardMode":
         mode = int.__new__(cls, value)

@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from lab.calls.problem import AttentionCall
 from lab.metadata.engine.forward_batch import ForwardBatch
-from lab.metadata.engine.forward_mode import AttentionCall
 from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.engine.kv_cache import PagedKVCache
 from lab.metadata.engine.kv_pool import KVPool

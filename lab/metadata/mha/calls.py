@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from lab.calls.problem import AttentionCall
 from lab.kernels import prepare
 from lab.metadata.engine.forward_batch import ForwardBatch
-from lab.metadata.engine.forward_mode import AttentionCall, ForwardMode, QueryRows
+from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.engine.kv_cache import PagedKVCache
 from lab.metadata.engine.lengths import query_lens
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, mixed_tail_split

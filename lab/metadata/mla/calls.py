@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
+from lab.calls.problem import AttentionCall
 from lab.kernels import prepare
 from lab.metadata.engine.forward_batch import ForwardBatch
-from lab.metadata.engine.forward_mode import ForwardMode, MLAAttentionCall, QueryRows
+from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.engine.kv_cache import PagedLatentCache
 from lab.metadata.engine.lengths import host_lengths
 from lab.metadata.mla.metadata import QueryLayout, TRTLLMMLADecodeMetadata, TRTLLMMLAPrefillMetadata
@@ -136,7 +137,7 @@ def prepare_mla_attention(
     def prepare_call(dense_query: Tensor, dense_out: Tensor) -> Callable[[], Any]:
         arguments = mla_call_arguments(batch, metadata, layer, dense_query, cache, multi_ctas_kv_counter_buffer)
         arguments |= {"out": dense_out, "workspace_buffer": workspace_buffer}
-        return prepare(implementation, MLAAttentionCall.DECODE.value, **arguments)
+        return prepare(implementation, AttentionCall.MLA_DECODE.value, **arguments)
 
     own_out = out[:num_rows]
     if metadata.query_layout is QueryLayout.VIEW:
@@ -250,7 +251,7 @@ def prepare_mla_prefill(
         "workspace_buffer": workspace_buffer,
         "out": None if out is None else out[: arguments["query"].shape[0]],
     }
-    return prepare(implementation, MLAAttentionCall.RAGGED_CONTEXT.value, **arguments)
+    return prepare(implementation, AttentionCall.RAGGED_CONTEXT.value, **arguments)
 
 
 def _num_rows(metadata: TRTLLMMLADecodeMetadata) -> int:
