@@ -10,7 +10,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, and end the process with its exit status.
 
     Returns:
-        2 where a package is missing that one of the extras installs.
+        2 where a package is missing that one of the extras installs, or a file cannot be read or written.
     """
     try:
         from lab.commands.app import app
@@ -22,6 +22,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         said = str(error) if "pip install" in str(error) else sentence("the command", [package])
         print(f"lab: {said}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"lab: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
     return 0
 

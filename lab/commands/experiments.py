@@ -57,7 +57,7 @@ def clocks(
     scenario: Annotated[list[str] | None, several(str, "instead of the default ones", "NAME,...")] = None,
     out: Out = None,
 ) -> None:
-    """Do the clocks agree on the same work on this GPU?"""
+    """Time the same work by every clock of the lab: do they agree on this GPU?"""
     prepare_machine()
     from lab.experiments import clocks as experiment
     from lab.workloads.scenarios import scenario as scenario_named
@@ -87,7 +87,7 @@ def draft_extend_graph(
     samples: Samples = 30,
     out: Out = None,
 ) -> None:
-    """What does a CUDA graph save around a draft model's pass, and the trimmed outputs of its draft extend (25002)?"""
+    """Measure what a CUDA graph saves around a draft model's pass, and the trimmed outputs of its draft extend (25002)."""
     prepare_machine()
     from lab.experiments import draft_extend_graph as experiment
     from lab.kernels import default_implementation
@@ -112,7 +112,7 @@ def draft_extend_kernels(
     samples: Samples = 15,
     out: Out = None,
 ) -> None:
-    """Which kernel is faster for draft extend: the decode call, or the context call (24566)?"""
+    """Find which call is faster for draft extend: the decode call, or the context call (24566)."""
     prepare_machine()
     from lab.experiments import draft_extend_kernels as experiment
     from lab.experiments.arms import chosen
@@ -132,7 +132,7 @@ def draft_steps(
     samples: Samples = 30,
     out: Out = None,
 ) -> None:
-    """What do the draft steps' dead ragged lists cost (26241), and what would one launch for all steps save?"""
+    """Measure what the draft steps' dead ragged lists cost (26241), and what one launch for all steps would save."""
     prepare_machine()
     from lab.experiments import draft_steps as experiment
 
@@ -152,7 +152,7 @@ def draft_visibility(
     steps: Annotated[int, typer.Option(min=1, help="speculative_num_steps")] = 4,
     out: Out = None,
 ) -> None:
-    """Which keys can the query of a draft step see, with the lengths that the multi-step backends hand their kernel?"""
+    """Show which keys the query of a draft step can see, with the lengths that the multi-step backends hand their kernel."""
     prepare_machine()
     from lab.experiments import draft_visibility as experiment
 
@@ -173,7 +173,7 @@ def kv_read_once(
     samples: Samples = 15,
     out: Out = None,
 ) -> None:
-    """Does a kernel that reads K/V once for all query rows reach the floor?"""
+    """Time kernels that read K/V once for all query rows against their targets, and against the floor."""
     prepare_machine()
     from lab.experiments import kv_read_once as experiment
 
@@ -192,8 +192,13 @@ Steps = Annotated[int, typer.Option(help="of one run, counted")]
 Repeats = Annotated[int, typer.Option(help="runs of each arm")]
 
 
+def _settings(context: typer.Context) -> dict[str, Any]:
+    return {name: value for name, value in context.params.items() if name != "out"}
+
+
 @experiments.command()
 def length_copy(
+    context: typer.Context,
     *,
     gpu_us: Annotated[list[float], _times_us("GPU time of a step", "500,2000")],
     host_us: Annotated[list[float], _times_us("the scheduler's time of a step", "200")],
@@ -206,30 +211,20 @@ def length_copy(
     repeats: Repeats = 5,
     out: Out = None,
 ) -> None:
-    """What does the copy of lengths to the host cost (26824)?"""
+    """Measure what the copy of lengths to the host costs a decode loop (26824)."""
     prepare_machine()
     from lab.experiments import length_copy as experiment
     from lab.experiments.loops import loops_of
 
     with misused():
-        loops = loops_of(
-            experiment.CopyLoopSettings,
-            gpu_us=gpu_us,
-            host_us=host_us,
-            batch_size=batch_size,
-            num_draft_tokens=num_draft_tokens,
-            seq_len=seq_len,
-            page_size=page_size,
-            warm_up_steps=warm_up_steps,
-            steps=steps,
-            repeats=repeats,
-        )
+        loops = loops_of(experiment.CopyLoopSettings, **_settings(context))
     need_gpu()
     raise typer.Exit(experiment.run(loops, out))
 
 
 @experiments.command()
 def plan_stream(
+    context: typer.Context,
     *,
     draft_us: Annotated[list[float], _times_us("GPU time of the draft steps", "100,400")],
     verify_us: Annotated[list[float], _times_us("GPU time of the target model", "1000")],
@@ -243,25 +238,13 @@ def plan_stream(
     repeats: Repeats = 5,
     out: Out = None,
 ) -> None:
-    """When does a plan beside the draft make an iteration shorter (25925)?"""
+    """Measure when a plan beside the draft makes an iteration shorter (25925)."""
     prepare_machine()
     from lab.experiments import plan_stream as experiment
     from lab.experiments.loops import loops_of
 
     with misused():
-        loops = loops_of(
-            experiment.PlanLoopSettings,
-            draft_us=draft_us,
-            verify_us=verify_us,
-            max_context_len=max_context_len,
-            batch_size=batch_size,
-            num_draft_tokens=num_draft_tokens,
-            seq_len=seq_len,
-            page_size=page_size,
-            warm_up_steps=warm_up_steps,
-            steps=steps,
-            repeats=repeats,
-        )
+        loops = loops_of(experiment.PlanLoopSettings, **_settings(context))
     need_gpu()
     raise typer.Exit(experiment.run(loops, out))
 
@@ -291,7 +274,7 @@ def mla_decode(
     samples: Samples = 15,
     out: Out = None,
 ) -> None:
-    """How far is the portable MLA decode from FlashInfer's BatchMLAPagedAttentionWrapper, and both from the floor?"""
+    """Time the portable MLA decode against FlashInfer's BatchMLAPagedAttentionWrapper, and both against the floor."""
     prepare_machine()
     from lab.experiments import mla_decode as experiment
     from lab.experiments.arms import chosen

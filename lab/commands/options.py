@@ -113,8 +113,10 @@ def misused() -> Iterator[None]:
     """Turn an error of what was asked for into a sentence, and end the command."""
     try:
         yield
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         refuse(str(error))
+    except OSError as error:
+        refuse(f"{error.filename}: {error.strerror}" if error.filename else str(error))
 
 
 def need_gpu() -> None:

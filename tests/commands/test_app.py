@@ -127,6 +127,23 @@ def test_a_missing_package_is_named_with_its_extra(
     )
 
 
+def test_ctrl_c_has_a_status_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lab.checks.catalogue.checks", interrupted)
+    assert run("checks") == 130
+
+
+def test_a_missing_folder_is_made_and_a_file_that_cannot_be_written_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(f"experiments draft-visibility --steps 2 --prefix-len 3 --out {tmp_path}/made/seen.json") == 0
+    assert (tmp_path / "made" / "seen.json").exists()
+    assert run(f"experiments draft-visibility --steps 2 --prefix-len 3 --out {tmp_path}/made/seen.json/no.json") == 2
+    assert f"lab: {tmp_path}/made/seen.json: File exists\n" in capsys.readouterr().err
+
+
 def test_benchmarks_belong_to_a_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

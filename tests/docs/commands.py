@@ -109,7 +109,7 @@ def _check_lab(arguments: Sequence[str]) -> None:
     wide = mock.patch.dict(os.environ, COLUMNS="1000")
     with wide, mock.patch.object(TyperCommand, "invoke", stop), redirect_stderr(said), redirect_stdout(said):
         try:
-            app(args=[*arguments, *(["--help"] if len(arguments) == 1 else [])], prog_name="lab")  # its name alone
+            app(args=[*arguments, *(["--help"] if len(arguments) < 2 else [])], prog_name="lab")  # its name alone
         except SystemExit as ended:
             if ended.code:
                 raise PageError(said.getvalue()) from ended
