@@ -16,8 +16,8 @@ WORDS_POINTS = 7.0
 
 
 @dataclass(frozen=True)
-class Kind:
-    """The look of a cell.
+class Look:
+    """The looks of a kind of cell.
 
     Attributes:
         face, edge: colours of its inside and its border.
@@ -40,8 +40,8 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A `Rectangle` of a line: its left edge, the key of its kind, the words in its middle, its width, and its gid."""
+class Box:
+    """A cell, a `Rectangle` of a line: its left edge, the key of its kind, the words in its middle, its width, and its gid."""
 
     x: float
     kind: Any
@@ -65,7 +65,7 @@ class Line:
     """A line of a picture: a label at its left, and cells and rulers; or a heading. `dot` is the x of a mark."""
 
     label: str = ""
-    cells: Sequence[Cell] = ()
+    cells: Sequence[Box] = ()
     rulers: Sequence[Ruler] = ()
     heading: str = ""
     dot: float | None = None
@@ -86,7 +86,7 @@ def check_legible(count: int, unit: str, most: int, advice: str) -> None:
 def cells_figure(
     title: str,
     lines: Sequence[Line],
-    kinds: Mapping[Any, Kind],
+    kinds: Mapping[Any, Look],
     columns: tuple[float, float],
     *,
     subtitle: str = "",
@@ -132,7 +132,7 @@ def cells_figure(
     return figure
 
 
-def _draw_line(axes: Axes, y: int, line: Line, kinds: Mapping[Any, Kind]) -> None:
+def _draw_line(axes: Axes, y: int, line: Line, kinds: Mapping[Any, Look]) -> None:
     middle: dict[str, Any] = {"y": y + 0.53, "va": "center"}
     axes.text(axes.get_xlim()[0], s=line.heading, weight="bold", fontsize=style.FONT_POINTS, **middle)
     for cell in line.cells:

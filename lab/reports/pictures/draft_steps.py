@@ -14,7 +14,7 @@ from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocat
 from lab.metadata import ForwardBatch, KVPool
 from lab.metadata.speculation.draft_steps import DraftBuffers, DraftStep, PreparedDraft
 from lab.reports.pictures import style
-from lab.reports.pictures.cells import Cell, Kind, Line, Ruler, cells_figure, check_legible
+from lab.reports.pictures.cells import Box, Line, Look, Ruler, cells_figure, check_legible
 from lab.reports.tables import counted
 from lab.timing.draft import lengths_and_table
 
@@ -23,9 +23,9 @@ FEWEST_SLOTS = 16  # fewer would be drawn too wide
 TOKEN_TICKS = (1024, 8192, 32768, 131072)
 
 KINDS = {
-    "page": Kind("#56B4E9", "page, read by the attention"),
-    "prefix": Kind("#E8E8E8", "slot of the prefix, read by nobody", edge="#AAAAAA", linestyle=":", ink="#555555"),
-    "drafted": Kind("#C4C4C4", "slot of a drafted token, read by nobody", edge="#AAAAAA", linestyle=":", ink="#555555"),
+    "page": Look("#56B4E9", "page, read by the attention"),
+    "prefix": Look("#E8E8E8", "slot of the prefix, read by nobody", edge="#AAAAAA", linestyle=":", ink="#555555"),
+    "drafted": Look("#C4C4C4", "slot of a drafted token, read by nobody", edge="#AAAAAA", linestyle=":", ink="#555555"),
 }
 
 # Of each plan: the name that recorded rows have, and how its line looks.
@@ -73,7 +73,7 @@ def built_figure(
         indices = buffers.kv_indices[step, : boundaries[-1]].tolist()
         slots_of = [indices[first:end] for first, end in pairwise(boundaries)]
         cells = [
-            Cell(
+            Box(
                 start + place,
                 "prefix" if place < prefix_lens[request] else "drafted",
                 str(slot),
@@ -95,7 +95,7 @@ def _handed_lines(starts: Sequence[int], step: int, handed: DraftStep, page_size
     seq_lens, table = lengths_and_table(handed.metadata)
     placed = list(zip(starts, seq_lens.tolist(), strict=True))
     pages = [
-        Cell(start + place * page_size, "page", f"page {page}", page_size, gid=f"page {step} {request} {page}")
+        Box(start + place * page_size, "page", f"page {page}", page_size, gid=f"page {step} {request} {page}")
         for request, (start, length) in enumerate(placed)
         for place, page in enumerate(table[request, : -(-length // page_size)].tolist())
     ]

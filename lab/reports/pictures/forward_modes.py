@@ -8,19 +8,19 @@ from matplotlib.figure import Figure
 from lab.metadata import ForwardBatch, KVPool, TRTLLMMHAMetadata
 from lab.metadata.mha.calls import plan_calls
 from lab.references.forward_metadata import key_length, query_length
-from lab.reports.pictures.cells import Cell, Kind, Line, Ruler, cells_figure, check_legible
+from lab.reports.pictures.cells import Box, Line, Look, Ruler, cells_figure, check_legible
 
 MOST_SLOTS = 40  # more are not legible side by side
 FEWEST_SLOTS = 12  # fewer would be drawn too wide
 
 # Blue and orange differ in lightness too; what is wrong is hatched besides.
 KINDS = {
-    "cached": Kind("#56B4E9", "token of an earlier pass"),
-    "new": Kind("#E69F00", "new: of this pass, or of this draft"),
-    "empty": Kind("white", "slot without a token", edge="#BBBBBB", linestyle=":"),
-    "missed": Kind("white", "key missed", edge="#D55E00", hatch="////"),
-    "surplus": Kind("#D55E00", "key read that is not the row's", hatch="xxxx"),
-    "page": Kind("#E8E8E8", edge="#555555"),
+    "cached": Look("#56B4E9", "token of an earlier pass"),
+    "new": Look("#E69F00", "new: of this pass, or of this draft"),
+    "empty": Look("white", "slot without a token", edge="#BBBBBB", linestyle=":"),
+    "missed": Look("white", "key missed", edge="#D55E00", hatch="////"),
+    "surplus": Look("#D55E00", "key read that is not the row's", hatch="xxxx"),
+    "page": Look("#E8E8E8", edge="#555555"),
 }
 
 
@@ -134,11 +134,11 @@ def _lines(request: int, reads: RequestReads, page_size: int) -> Iterator[Line]:
     starts = positions[::page_size]
     yield Line(
         f"block_tables[{request}]",
-        [Cell(x, kind, words, page_size) for x, (kind, words) in zip(starts, pages, strict=True)],
+        [Box(x, kind, words, page_size) for x, (kind, words) in zip(starts, pages, strict=True)],
     )
-    yield Line("token at position", [Cell(x, reads.kind(x), str(x) if x < reads.tokens else "") for x in positions])
+    yield Line("token at position", [Box(x, reads.kind(x), str(x) if x < reads.tokens else "") for x in positions])
     for row in reads.rows:
-        cells = [Cell(x, kind, gid=f"{kind} {row} {x}") for x, kind in _row_cells(row, reads)]
+        cells = [Box(x, kind, gid=f"{kind} {row} {x}") for x, kind in _row_cells(row, reads)]
         own = reads.own_position(row)
         yield Line(f"query row {row} reads", cells, dot=own + 0.5 if own >= 0 else None)
 

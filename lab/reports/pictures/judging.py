@@ -2,27 +2,28 @@
 
 import math
 import re
+from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import torch
 from matplotlib.axes import Axes
 from matplotlib.collections import PatchCollection
-from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from lab.reports.pictures import style
-from lab.reports.pictures.cells import Cell, Kind, Line, cells_figure
+from lab.reports.pictures.cells import Box, Line, Look, cells_figure
 
 # Blue is found or right, orange is let through or wrong: Okabe and Ito's, which differ in lightness too.
 FOUND, LET_THROUGH, NOTHING, NOT_ASKED = "#0072B2", "#E69F00", "#FFFFFF", "#DDDDDD"
 MUTANT_KINDS = {
-    "found": Kind(FOUND, "found by the check", edge="#CCCCCC"),
-    "passes": Kind(LET_THROUGH, "passes the upstream rule", edge="#CCCCCC"),
-    "none": Kind(NOT_ASKED, "no attention output to compare", edge="#CCCCCC"),
-    "nothing": Kind(NOTHING, edge="#CCCCCC"),
+    "found": Look(FOUND, "found by the check", edge="#CCCCCC"),
+    "passes": Look(LET_THROUGH, "passes the upstream rule", edge="#CCCCCC"),
+    "none": Look(NOT_ASKED, "no attention output to compare", edge="#CCCCCC"),
+    "nothing": Look(NOTHING, edge="#CCCCCC"),
 }
 OUTCOME_COLOURS = {
     "right": "#BFDDF0",
@@ -32,7 +33,7 @@ OUTCOME_COLOURS = {
     "declined": "#DDDDDD",
 }
 # Error over bound, in steps: a picture of few colours is small, and 1 is where blue ends.
-STEPS = (0.0, 0.5, 1.0, 3.0, 10.0, 30.0, 100.0)
+STEPS = (0.5, 1.0, 3.0, 10.0, 30.0)
 STEP_COLOURS = ("#2166AC", "#D1E5F0", "#FDDBC7", "#EF8A62", "#B2182B", "#67001F")
 Record = Mapping[str, Any]  # a row of results/mutants.json
 
@@ -57,19 +58,23 @@ class VerdictCell:
 def verdict_figure(cells: Sequence[VerdictCell], title: str) -> Figure:
     """Draw a line per run and function, a column per check; the number is the worst right error, in percent of its bound."""
     checks = _in_catalogue_order(cell.check for cell in cells)
-    lines: dict[str, list[Cell]] = {}
+    lines: dict[str, list[Box]] = {}
     for cell in cells:
         words = "" if cell.worst_right is None else f"{100 * cell.worst_right:.0f}"
-        lines.setdefault(cell.line, []).append(Cell(checks.index(cell.check), cell.outcome, words))
+        lines.setdefault(cell.line, []).append(Box(checks.index(cell.check), cell.outcome, words))
     kinds = {
-        outcome: Kind(colour, outcome, ink="white" if outcome == "failed" else "black")
+        outcome: Look(colour, outcome, ink="white" if outcome == "failed" else "black")
         for outcome, colour in OUTCOME_COLOURS.items()
     }
     return _table(title, lines, checks, kinds, rotation=60)
 
 
 def _table(
-    title: str, lines: Mapping[str, Sequence[Cell]], columns: Sequence[str], kinds: Mapping[str, Kind], **more: Any
+    title: str,
+    lines: Mapping[str, Sequence[Box]],
+    columns: Sequence[str],
+    kinds: Mapping[str, Look],
+    **more: Any,
 ) -> Figure:
     """Draw lines of cells, by their names, under names of columns."""
     drawn = [Line(name, cells) for name, cells in lines.items()]
@@ -139,10 +144,10 @@ def few_figure(records: Sequence[Record], checks: Sequence[str], rules: Sequence
     first_rule = len(checks) + 1  # a column is left free
     lines = {}
     for record in records:
-        found = [Cell(x, "found" if key in record["kills"] else "nothing") for x, key in enumerate(checks)]
+        found = [Box(x, "found" if key in record["kills"] else "nothing") for x, key in enumerate(checks)]
         passed = record["upstream"]
         kinds = ["none" if passed is None else "passes" if rule in passed else "nothing" for rule in range(len(rules))]
-        lines[record["mutant"]] = found + [Cell(first_rule + rule, kind) for rule, kind in enumerate(kinds)]
+        lines[record["mutant"]] = found + [Box(first_rule + rule, kind) for rule, kind in enumerate(kinds)]
     title = f"{len(records)} mutants, each with the checks that find it and the rules that it passes"
     return _table(title, lines, [*checks, "", *rules], MUTANT_KINDS, rotation=60)
 
@@ -154,32 +159,27 @@ def vector_errors_figure(error: torch.Tensor, bound: torch.Tensor, request_of_ro
         error, bound: relative L2, [num_rows, num_heads]; what is not finite is drawn as the largest.
         request_of_row: int [num_rows].
     """
-    ratio = (error / bound).nan_to_num(nan=math.inf, posinf=math.inf).cpu()
-    num_rows, num_heads = ratio.shape
-    figure, axes = style.one_panel(title, 1.5 + 0.16 * num_heads, grid=None)
-    colours = ListedColormap(STEP_COLOURS)
-    norm = BoundaryNorm(STEPS, len(STEP_COLOURS))
-    shown = ratio.clamp(max=math.nextafter(STEPS[-1], 0)).T.numpy()
-    image = axes.pcolormesh(shown, cmap=colours, norm=norm, edgecolors="white", linewidth=0.4)
-    axes.set(ylim=(num_heads, 0), ylabel="head", xlabel="query row")
-    axes.set_yticks([place + 0.5 for place in range(num_heads)], [str(head) for head in range(num_heads)])
-    step = max(1, num_rows // 16)
-    axes.set_xticks([row + 0.5 for row in range(0, num_rows, step)], [str(row) for row in range(0, num_rows, step)])
-    starts = [row for row in range(num_rows) if row == 0 or request_of_row[row] != request_of_row[row - 1]]
-    for row in starts:
-        axes.axvline(row, color="black", linewidth=1.2)
-    for row, end in zip(starts, [*starts[1:], num_rows], strict=True):
-        axes.annotate(
-            f"request {int(request_of_row[row])}",
-            ((row + end) / 2, 0),
-            (0, 3),
-            textcoords="offset points",
-            ha="center",
-            fontsize=style.FONT_POINTS - 1,
+    ratios = (error / bound).nan_to_num(nan=math.inf, posinf=math.inf).T.tolist()
+    requests = [(f"request {request}", len(list(rows))) for request, rows in groupby(request_of_row.tolist())]
+    starts = accumulate((width for _, width in requests), initial=0)
+    lines = [
+        Line(
+            "",
+            [Box(start, "request", words, width) for start, (words, width) in zip(starts, requests, strict=False)],
         )
-    bar = figure.colorbar(image, ax=axes, label="error over bound", pad=0.02)
-    bar.ax.set_yticks(STEPS, [*(f"{step:g}" for step in STEPS[:-1]), "more"])
-    return figure
+    ]
+    for head, of_rows in enumerate(ratios):
+        lines.append(Line(f"head {head}", [Box(x, bisect(STEPS, ratio)) for x, ratio in enumerate(of_rows)]))
+    names = [*(f"{low:g} to {high:g}" for low, high in pairwise((0.0, *STEPS))), f"{STEPS[-1]:g} or more"]
+    kinds = {
+        i: Look(colour, f"error over bound: {name}")
+        for i, (colour, name) in enumerate(zip(STEP_COLOURS, names, strict=True))
+    }
+    num_rows = len(request_of_row)
+    across = {row + 0.5: str(row) for row in range(0, num_rows, max(1, num_rows // 16))}
+    return cells_figure(
+        title, lines, kinds | {"request": Look("#F2F2F2")}, (0, num_rows), subtitle="query row", across=across
+    )
 
 
 def passing_figure(
@@ -191,10 +191,10 @@ def passing_figure(
         passed: per rule, per length.
     """
     lines = {
-        rule: [Cell(x, "passes" if passes else "found") for x, passes in enumerate(line)]
+        rule: [Box(x, "passes" if passes else "found") for x, passes in enumerate(line)]
         for rule, line in zip(rules, passed, strict=True)
     }
-    kinds = {"found": Kind(FOUND, "found"), "passes": Kind(LET_THROUGH, "passes")}
+    kinds = {"found": Look(FOUND, "found"), "passes": Look(LET_THROUGH, "passes")}
     return _table(title, lines, [f"{length:,}" for length in lengths], kinds, subtitle="keys per request")
 
 

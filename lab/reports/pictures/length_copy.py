@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from lab.metadata.speculation.verify_mask import VerifyMask, VerifyMaskForm, verify_mask_cells
 from lab.reports.pictures import style
-from lab.reports.pictures.cells import Cell, Kind, Line, cells_figure, check_legible
+from lab.reports.pictures.cells import Box, Line, Look, cells_figure, check_legible
 
 STEP_COLOURS = (style.COLOURS[0], style.COLOURS[4], style.COLOURS[2])  # of neighbouring steps
 WAIT: dict[str, Any] = {
@@ -29,9 +29,9 @@ IDLE_COLOUR = "#F3B8A5"
 ELSEWHERE_COLOUR = "#EEEEEE"
 MOST_MASK_COLUMNS = 44  # more are not legible side by side
 MASK_KINDS = {
-    "prefix": Kind("#BBBBBB", "key of the prefix, seen"),
-    "seen": Kind(style.COLOURS[0], "draft token, seen"),
-    "hidden": Kind("white", "draft token, hidden", edge="#AAAAAA"),
+    "prefix": Look("#BBBBBB", "key of the prefix, seen"),
+    "seen": Look(style.COLOURS[0], "draft token, seen"),
+    "hidden": Look("white", "draft token, hidden", edge="#AAAAAA"),
 }
 
 
@@ -270,14 +270,14 @@ def _mask_blocks(mask: VerifyMask, seq_lens: Sequence[int]) -> list[tuple[int, i
 
 
 def _mask_lines(mask: VerifyMask, blocks: Sequence[tuple[int, int, int]]) -> list[Line]:
-    rows: list[list[Cell]] = [[] for _ in range(mask.num_draft_tokens)]
+    rows: list[list[Box]] = [[] for _ in range(mask.num_draft_tokens)]
     left = 0
     for request, (first, prefix, width) in enumerate(blocks):
         cells = mask.buffer[first : first + len(rows) * width].view(len(rows), width).tolist()
         for row, sees in enumerate(cells):
             for column, seen in enumerate(sees):
                 kind = ("prefix" if column < prefix else "seen") if seen else "hidden"
-                rows[row].append(Cell(left + column, kind, gid=f"{mask.form.name} {request} {row} {column} {kind}"))
+                rows[row].append(Box(left + column, kind, gid=f"{mask.form.name} {request} {row} {column} {kind}"))
         left += width + 1
     return [Line(cells=row) for row in rows]
 

@@ -8,8 +8,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from lab.reports.changes.change import pairs
 from lab.reports.pictures import style
-from lab.reports.pictures.cells import Cell, Kind, Line, cells_figure
+from lab.reports.pictures.cells import Box, Line, Look, cells_figure
 
 LANES = ("forward", "plan")  # from the top
 PHASES = {
@@ -117,25 +118,16 @@ def savings_of_overlap(rows: Sequence[Mapping[str, Any]]) -> list[Saved]:
     Args:
         rows: the `arms` of `lab.experiments.plan_stream`, as recorded. Runs of the same number are of one round.
     """
-    kinds = dict.fromkeys((row["drafts"], row["builder"], row["draft_us"]) for row in rows)
     saved = []
-    for drafts, builder, draft_us in kinds:
-        starts = {
-            row["start"]: row
-            for row in rows
-            if (row["drafts"], row["builder"], row["draft_us"]) == (drafts, builder, draft_us)
-        }
-        if not {"in line", "after the inputs"} <= set(starts):
-            continue
-        before, beside = starts["in line"], starts["after the inputs"]
+    for before, beside in pairs(rows, "start", "in line", "after the inputs", ("drafts", "builder", "draft_us")):
+        untraced_us = before["unprofiled_iteration_us"], beside["unprofiled_iteration_us"]
         saved.append(
             Saved(
-                name=f"{drafts}, {builder}, draft of {draft_us:g} µs",
+                name=f"{before['drafts']}, {before['builder']}, draft of {before['draft_us']:g} µs",
                 traced_us=before["medians"]["iteration_us"] - beside["medians"]["iteration_us"],
                 traced_rounds_us=_differences(_run_medians(before), _run_medians(beside)),
-                untraced_us=statistics.median(before["unprofiled_iteration_us"])
-                - statistics.median(beside["unprofiled_iteration_us"]),
-                untraced_rounds_us=_differences(before["unprofiled_iteration_us"], beside["unprofiled_iteration_us"]),
+                untraced_us=statistics.median(untraced_us[0]) - statistics.median(untraced_us[1]),
+                untraced_rounds_us=_differences(*untraced_us),
             )
         )
     return saved
@@ -190,11 +182,11 @@ def dependence_figure(changed: Mapping[str, Mapping[str, bool]], title: str, kno
         title: over the table.
         known: of each cause, when it is final, written after it.
     """
-    kinds = {"changes": Kind(PHASES["plan"], ink="white"), "same": Kind("#F2F2F2", ink="#777777")}
+    kinds = {"changes": Look(PHASES["plan"], ink="white"), "same": Look("#F2F2F2", ink="#777777")}
     lines = []
     for cause, tensors in changed.items():
         words = {tensor: "changes" if changes else "same" for tensor, changes in tensors.items()}
-        cells = [Cell(x, word, word, gid=f"{word} {cause}/{tensor}") for x, (tensor, word) in enumerate(words.items())]
+        cells = [Box(x, word, word, gid=f"{word} {cause}/{tensor}") for x, (tensor, word) in enumerate(words.items())]
         lines.append(Line(f"{cause} ({known[cause]})", cells))
     across = {x + 0.5: tensor for x, tensor in enumerate(next(iter(changed.values())))}
     return cells_figure(title, lines, kinds, (0, len(across)), across=across)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lab.metadata.speculation.draft_extend_graph import DraftExtendGraph
 from lab.named_enum import NamedEnum
-from lab.reports.pictures.cells import Cell, Kind, Line, cells_figure, check_legible
+from lab.reports.pictures.cells import Box, Line, Look, cells_figure, check_legible
 
 MOST_ROWS = 24  # query rows side by side that are legible
 BEFORE_ROWS = 1.0  # room for the first entry of running sums, in query rows
@@ -28,11 +28,11 @@ class CellState(NamedEnum):
 
 # What is left over is hatched too, so that no colour stands alone.
 KINDS = {
-    CellState.LIVE: Kind("#56B4E9", CellState.LIVE.value),
-    CellState.PADDING: Kind("#F7D98B", CellState.PADDING.value),
-    CellState.STALE_READ: Kind("white", CellState.STALE_READ.value, edge="#D55E00", hatch="//////"),
-    CellState.STALE: Kind("white", CellState.STALE.value, edge="#999999", hatch="...."),
-    CellState.PRESET: Kind("white", CellState.PRESET.value, edge="#BBBBBB", linestyle=":"),
+    CellState.LIVE: Look("#56B4E9", CellState.LIVE.value),
+    CellState.PADDING: Look("#F7D98B", CellState.PADDING.value),
+    CellState.STALE_READ: Look("white", CellState.STALE_READ.value, edge="#D55E00", hatch="//////"),
+    CellState.STALE: Look("white", CellState.STALE.value, edge="#999999", hatch="...."),
+    CellState.PRESET: Look("white", CellState.PRESET.value, edge="#BBBBBB", linestyle=":"),
 }
 
 
@@ -221,12 +221,12 @@ def _lines(name: str, buffers: ReplayedBuffers) -> list[Line]:
         for place, (value, state) in enumerate(zip(values, states, strict=True)):
             x, width = _extent(along, place, buffers.width)
             words = "" if name == "hidden_states" else str(value)
-            cells.append(Cell(x, state, words, width, gid=f"{state.name} {name} {place}"))
+            cells.append(Box(x, state, words, width, gid=f"{state.name} {name} {place}"))
         return [Line(name, cells)]
     lines = []
     for request, entries in enumerate(zip(values, states, strict=True)):
         cells = [
-            Cell(TABLE_CELL * page, state, str(value), TABLE_CELL, gid=f"{state.name} {name} {request},{page}")
+            Box(TABLE_CELL * page, state, str(value), TABLE_CELL, gid=f"{state.name} {name} {request},{page}")
             for page, (value, state) in enumerate(zip(*entries, strict=True))
         ]
         lines.append(Line(f"{name}[{request}]", cells))
