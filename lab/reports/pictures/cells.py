@@ -20,7 +20,7 @@ class Look:
     """The looks of a kind of cell.
 
     Attributes:
-        face, edge: colours of its inside and its border.
+        face, edge: colours of its inside and its border; without a border ("none"), cells touch.
         meaning: the legend's words for it; "" leaves it out of the legend.
         hatch: what fills it, so that kinds that matter are told apart without colours too.
         linestyle: of its border.
@@ -138,17 +138,13 @@ def _draw_line(axes: Axes, y: int, line: Line, kinds: Mapping[Any, Look]) -> Non
     for cell in line.cells:
         kind = kinds[cell.kind]
         look: dict[str, Any] = {"fc": kind.face, "ec": kind.edge, "hatch": kind.hatch, "ls": kind.linestyle}
-        axes.add_patch(Rectangle((cell.x + 0.03, y + 0.06), cell.width - 0.06, 0.88, lw=0.8, gid=cell.gid, **look))
-        backing = {"facecolor": "white", "edgecolor": "none", "pad": 0.6} if kind.hatch and cell.words else None
-        axes.text(
-            cell.x + cell.width / 2,
-            s=cell.words,
-            ha="center",
-            fontsize=WORDS_POINTS,
-            color=kind.ink,
-            bbox=backing,
-            **middle,
-        )
+        gap = 0 if kind.edge == "none" else 0.03
+        corner = cell.x + gap, y + 0.06
+        axes.add_patch(Rectangle(corner, cell.width - 2 * gap, 0.88, lw=0.8, gid=cell.gid, **look))
+        if cell.words:
+            backing = {"facecolor": "white", "edgecolor": "none", "pad": 0.6} if kind.hatch else None
+            look = {"ha": "center", "fontsize": WORDS_POINTS, "color": kind.ink, "bbox": backing}
+            axes.text(cell.x + cell.width / 2, s=cell.words, **look, **middle)
     for ruler in line.rulers:
         ends = [ruler.start, ruler.start + ruler.length]
         axes.plot(ends, [y + 0.5] * 2, "|-", color=ruler.colour, linewidth=1.8, markersize=9, clip_on=False)

@@ -4,22 +4,18 @@ import math
 import re
 from bisect import bisect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import torch
-from matplotlib.axes import Axes
-from matplotlib.collections import PatchCollection
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 
-from lab.reports.pictures import style
 from lab.reports.pictures.cells import Box, Line, Look, cells_figure
 
 # Blue is found or right, orange is let through or wrong: Okabe and Ito's, which differ in lightness too.
 FOUND, LET_THROUGH, NOTHING, NOT_ASKED = "#0072B2", "#E69F00", "#FFFFFF", "#DDDDDD"
-MUTANT_KINDS = {
+MUTANT_LOOKS = {
     "found": Look(FOUND, "found by the check", edge="#CCCCCC"),
     "passes": Look(LET_THROUGH, "passes the upstream rule", edge="#CCCCCC"),
     "none": Look(NOT_ASKED, "no attention output to compare", edge="#CCCCCC"),
@@ -100,43 +96,37 @@ def matrix_figure(records: Sequence[Record], checks: Sequence[str], rules: Seque
 
     Args:
         records: rows of results/mutants.json.
-        checks: keys, in order; numbers at the right are how many mutants each finds.
-        rules: names of the upstream rules, in the order of the records' numbers; at the right, how many each lets through.
+        checks: keys, in order; after each, how many mutants it finds.
+        rules: names of the upstream rules, in the order of the records' numbers; after each, how many it lets through.
     """
     groups: dict[str, list[Record]] = {}
     for record in records:
         groups.setdefault(_family(record), []).append(record)
-    ordered = [record for group in groups.values() for record in sorted(group, key=_by_kills(checks))]
-    height = 1.75 + 0.17 * (len(checks) + len(rules))
+    widths = [len(group) + len(records) / 100 for group in groups.values()]  # a space after each group
+    starts = list(accumulate(widths, initial=0.0))
+    by_kills = _by_kills(checks)
+    ordered = [
+        (start + place, record)
+        for start, group in zip(starts, groups.values(), strict=False)
+        for place, record in enumerate(sorted(group, key=by_kills))
+    ]
+    lines = []
+    for key in checks:
+        found = [Box(x, "found") for x, record in ordered if key in record["kills"]]
+        lines.append(Line(f"{key} ({len(found)})", found))
+    lines.append(Line())
+    unasked = [Box(x, "none") for x, record in ordered if record["upstream"] is None]
+    for place, rule in enumerate(rules):
+        passing = [Box(x, "passes") for x, record in ordered if place in (record["upstream"] or ())]
+        lines.append(Line(f"{rule} ({len(passing)})", [*passing, *unasked]))
+    across = {}
+    for place, (start, (name, group)) in enumerate(zip(starts, groups.items(), strict=False)):
+        # Names of narrow groups are wider than the groups: they take turns at two heights.
+        raised = "\n" if len(group) < len(records) / 8 and place % 2 else ""
+        across[start + len(group) / 2] = f"{name}, {len(group)}{raised}"
     title = f"Which check finds which of {len(records)} mutants, and which upstream rule lets it pass"
-    figure, axes = style.one_panel(title, height, grid=None)
-    gap = 1
-    lines = len(checks) + gap + len(rules)
-    axes.set(xlim=(0, len(ordered)), ylim=(lines, 0))
-    first_rule = len(checks) + gap
-    drawn: dict[str, list[tuple[int, int]]] = {FOUND: [], LET_THROUGH: [], NOT_ASKED: []}
-    for x, record in enumerate(ordered):
-        drawn[FOUND] += [(x, y) for y, key in enumerate(checks) if key in record["kills"]]
-        passed = record["upstream"]
-        drawn[NOT_ASKED if passed is None else LET_THROUGH] += [
-            (x, first_rule + rule) for rule in (range(len(rules)) if passed is None else passed)
-        ]
-    for colour, corners in drawn.items():
-        boxes = [Rectangle((x, y + 0.06), 1, 0.88) for x, y in corners]
-        axes.add_collection(PatchCollection(boxes, facecolor=colour, edgecolor="none", antialiased=False))
-    counts = [sum(key in record["kills"] for record in records) for key in checks]
-    passing = [sum(rule in (record["upstream"] or ()) for record in records) for rule in range(len(rules))]
-    places = [*range(len(checks)), *range(first_rule, lines)]
-    axes.set_yticks([place + 0.5 for place in places], [*checks, *rules], fontsize=7.5)
-    right = axes.secondary_yaxis("right")
-    right.set_yticks([place + 0.5 for place in places], [str(count) for count in counts + passing], fontsize=7.5)
-    right.tick_params(length=0)
-    right.spines["right"].set_visible(False)
-    _mark_groups(axes, {name: len(group) for name, group in groups.items()}, lines)
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
-    style.legend_below(figure, 3, [kind.key for kind in MUTANT_KINDS.values() if kind.meaning])
-    return figure
+    kinds = {kind: replace(look, edge="none") for kind, look in MUTANT_LOOKS.items()}
+    return cells_figure(title, lines, kinds, (0, starts[-1]), across=across)
 
 
 def few_figure(records: Sequence[Record], checks: Sequence[str], rules: Sequence[str]) -> Figure:
@@ -149,7 +139,7 @@ def few_figure(records: Sequence[Record], checks: Sequence[str], rules: Sequence
         kinds = ["none" if passed is None else "passes" if rule in passed else "nothing" for rule in range(len(rules))]
         lines[record["mutant"]] = found + [Box(first_rule + rule, kind) for rule, kind in enumerate(kinds)]
     title = f"{len(records)} mutants, each with the checks that find it and the rules that it passes"
-    return _table(title, lines, [*checks, "", *rules], MUTANT_KINDS, rotation=60)
+    return _table(title, lines, [*checks, "", *rules], MUTANT_LOOKS, rotation=60)
 
 
 def vector_errors_figure(error: torch.Tensor, bound: torch.Tensor, request_of_row: torch.Tensor, title: str) -> Figure:
@@ -224,25 +214,3 @@ def _family(record: Record) -> str:
 def _by_kills(checks: Sequence[str]) -> Any:
     """Return a sorting key: most checks first, then by their names, so that equal columns come together."""
     return lambda record: (-len(record["kills"]), [key not in record["kills"] for key in checks], record["mutant"])
-
-
-def _mark_groups(axes: Axes, sizes: Mapping[str, int], lines: int) -> None:
-    first = 0
-    for place, (name, size) in enumerate(sizes.items()):
-        if first:
-            axes.plot([first, first], [-0.2, lines], color=style.TEXT_COLOUR, linewidth=0.8, clip_on=False)
-        # Names of narrow groups are wider than the groups: they take turns at two heights.
-        narrow = size < sum(sizes.values()) / 8
-        offset = 4 + 11 * (place % 2 if narrow else 0)
-        axes.annotate(
-            f"{name}, {size}",
-            (first + size / 2, 0),
-            (0, offset),
-            textcoords="offset points",
-            ha="center",
-            fontsize=7.5,
-            color=style.TEXT_COLOUR,
-            annotation_clip=False,
-        )
-        first += size
-    axes.set_xticks([])

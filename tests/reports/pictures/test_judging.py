@@ -1,6 +1,7 @@
 """Pictures of what the judge says: every cell is what the data says."""
 
 import math
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -8,7 +9,6 @@ import torch
 
 pytest.importorskip("matplotlib")
 
-from matplotlib.collections import PatchCollection
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
@@ -66,16 +66,11 @@ def test_each_check_gets_the_mutant_that_the_fewest_find() -> None:
 
 def test_the_matrix_has_a_mark_for_each_kill_and_each_rule() -> None:
     figure = matrix_figure(RECORDS, CHECKS, RULES)
-    marks = {
-        tuple(each.get_facecolor()[0]): len(each.get_paths())
-        for each in figure.axes[0].collections
-        if isinstance(each, PatchCollection)
-    }
+    marks = Counter(tuple(each.get_facecolor()) for each in figure.axes[0].patches)
     assert marks == {to_rgba(FOUND): 5, to_rgba(LET_THROUGH): 3, to_rgba(NOT_ASKED): 2}
     said = words(figure)
     assert {"paged attention, 3", "metadata, 1"} <= set(said)
-    right = [label.get_text() for label in figure.axes[0].child_axes[0].get_yticklabels()]
-    assert right == ["2", "2", "1", "2", "1"]
+    assert [label for label in said if "(" in label] == ["K1 (2)", "K2 (2)", "K16 (1)", "loose (2)", "tight (1)"]
 
 
 def test_the_recorded_matrix_can_be_read() -> None:
