@@ -161,8 +161,9 @@ class _Run:
         except KeyboardInterrupt:
             self.empty = replace(self.empty, interrupted=True)
         finally:
-            self._save()
-        return self._report()
+            report = self._report()
+            self._save(report)
+        return report
 
     def _narrow(self, interface: Interface, space: Space) -> None:
         """Judge a function that declined most over the axes that it takes, if there are such."""
@@ -198,16 +199,16 @@ class _Run:
     def _turns(self, benches: Sequence[Bench]) -> None:
         for _ in in_turns(benches):
             if time.monotonic() > self._written + WRITTEN_EVERY_S:
-                self._save()
+                self._save(self._report(), goes_on=True)
 
     def _report(self) -> Report:
         verdicts = tuple(verdict for bench in self.benches for verdict in bench.verdicts)
         left_out = sum(bench.planned - bench.judged for bench in self.benches)
         return replace(self.empty, verdicts=verdicts, left_out=left_out)
 
-    def _save(self) -> None:
+    def _save(self, report: Report, *, goes_on: bool = False) -> None:
         if self.path is not None:
-            self._report().write(self.path)
+            report.write(self.path, is_diagnosed=not goes_on)
             self._written = time.monotonic()
 
 

@@ -199,8 +199,8 @@ class Report:
             return WRONG
         return 0 if self.is_right else NOT_JUDGED
 
-    def write(self, path: Path) -> None:
-        """Write the report as JSON."""
+    def write(self, path: Path, *, is_diagnosed: bool = True) -> None:
+        """Write the report as JSON; without a diagnosis, which takes a second, while a run goes on."""
         record = {
             "implementation": self.implementation,
             "level": self.level.value,
@@ -212,7 +212,7 @@ class Report:
             "narrowed": {interface.value: repr(space) for interface, space in self.narrowed},
             "run": self.run,
             "environment": self.environment,
-            "diagnosis": self.diagnosis.as_record(),
+            "diagnosis": self.diagnosis.as_record() if is_diagnosed else None,
             "checks": [
                 {
                     "check": row.check,
