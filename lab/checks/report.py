@@ -137,8 +137,8 @@ class CheckSummary:
 
     @property
     def outcome(self) -> Outcome:
-        """The worst that any case had."""
-        order = (Outcome.FAILED, Outcome.WRONG, Outcome.KNOWN, Outcome.RIGHT, Outcome.DECLINED)
+        """The worst that any case had: a wrong result says more of a kernel than a call that failed."""
+        order = (Outcome.WRONG, Outcome.FAILED, Outcome.KNOWN, Outcome.RIGHT, Outcome.DECLINED)
         return next(outcome for outcome in order if self.counts.get(outcome))
 
 
@@ -354,7 +354,7 @@ def _number(ratio: float) -> float | str:
 
 
 def _row(check: str, interface: Interface, verdicts: Sequence[CaseVerdict]) -> CheckSummary:
-    order = (Outcome.DECLINED, Outcome.RIGHT, Outcome.KNOWN, Outcome.WRONG, Outcome.FAILED)
+    order = (Outcome.DECLINED, Outcome.RIGHT, Outcome.KNOWN, Outcome.FAILED, Outcome.WRONG)
     worst = max(verdicts, key=lambda verdict: (order.index(verdict.outcome), verdict.judged.worst_ratio))
     declines = Counter(reason for verdict in verdicts for reason in verdict.judged.declines)
     return CheckSummary(

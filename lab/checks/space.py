@@ -10,7 +10,7 @@ import torch
 
 from lab.calls.problem import E4M3, NVFP4_BLOCK
 from lab.workloads.attention_case import AttentionCase, Storage, short_repr
-from lab.workloads.geometries import GEOMETRIES, Geometry
+from lab.workloads.geometries import GEOMETRIES, Geometry, geometry, tiny
 from lab.workloads.interfaces import Interface
 
 if TYPE_CHECKING:
@@ -141,6 +141,17 @@ class Space:
             model.head_dim in self.head_dims
             and model.group in self.groups
             and (True in self.sinks or not model.has_sinks)
+        )
+
+    @property
+    def tiny(self) -> str:
+        """Return the name of a small geometry within the axes: the lab's own "tiny", as far as the axes have its numbers."""
+        usual = geometry("tiny")
+        return tiny(
+            usual.group if usual.group in self.groups else self.groups[0],
+            usual.num_kv_heads if usual.num_kv_heads in self.num_kv_heads else self.num_kv_heads[0],
+            usual.head_dim if usual.head_dim in self.head_dims else self.head_dims[0],
+            True in self.sinks,
         )
 
     def windows_of(self, model: Geometry) -> tuple[bool, ...]:

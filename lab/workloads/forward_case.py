@@ -92,8 +92,8 @@ class ForwardCase(PassCase):
 
     @property
     def interface(self) -> Interface:
-        """Return the function that the mode calls, unless `draft_extend` or `split_mixed_tail` say another."""
-        return Interface.CONTEXT if self.mode.mha_call is AttentionCall.CONTEXT else Interface.DECODE
+        """Return the function that the pass calls; a mixed tail that is split off calls DECODE too."""
+        return Interface((self.draft_extend or self.mode.mha_call or AttentionCall.DECODE).value)
 
     @property
     def window_left(self) -> int:

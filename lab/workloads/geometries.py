@@ -1,5 +1,6 @@
 """Attention geometries of real models, as their published configurations state them, and their tensor-parallel slices."""
 
+import re
 from dataclasses import dataclass, replace
 
 
@@ -62,12 +63,28 @@ GEOMETRIES = {
 }
 
 
+TINY = re.compile(r"tiny-(\d+)x(\d+)x(\d+)(-sinks)?")
+
+
+def tiny(group: int, num_kv_heads: int, head_dim: int, has_sinks: bool) -> str:
+    """Return the name of a small geometry of the lab's own: "tiny" itself, or with its numbers, as "tiny-4x2x128-sinks"."""
+    usual = GEOMETRIES["tiny"]
+    if (group, num_kv_heads, head_dim, has_sinks) == (usual.group, usual.num_kv_heads, usual.head_dim, usual.has_sinks):
+        return usual.name
+    return f"tiny-{group}x{num_kv_heads}x{head_dim}{'-sinks' if has_sinks else ''}"
+
+
 def geometry(name: str) -> Geometry:
-    """Return the geometry of that name.
+    """Return the geometry of that name, one of `GEOMETRIES` or of `tiny`'s.
 
     Raises:
         ValueError: there is none; lists those there are.
     """
+    if found := TINY.fullmatch(name):
+        group, heads, head_dim = map(int, found.groups()[:3])
+        usual = GEOMETRIES["tiny"]
+        window, has_sinks = usual.sliding_window, found[4] is not None
+        return Geometry(name, group * heads, heads, head_dim, head_dim**-0.5, usual.source, window, has_sinks)
     if name not in GEOMETRIES:
         raise ValueError(f"no geometry is called {name!r}; there are {', '.join(GEOMETRIES)}")
     return GEOMETRIES[name]

@@ -49,7 +49,7 @@ def report_of(*verdicts: CaseVerdict, **changes: Any) -> Report:
         ((Outcome.RIGHT, Outcome.DECLINED), Outcome.RIGHT, True),
         ((Outcome.RIGHT, Outcome.KNOWN), Outcome.KNOWN, True),
         ((Outcome.RIGHT, Outcome.KNOWN, Outcome.WRONG), Outcome.WRONG, False),
-        ((Outcome.WRONG, Outcome.FAILED, Outcome.RIGHT), Outcome.FAILED, False),
+        ((Outcome.WRONG, Outcome.FAILED, Outcome.RIGHT), Outcome.WRONG, False),
         ((Outcome.DECLINED,), Outcome.DECLINED, False),
     ],
 )

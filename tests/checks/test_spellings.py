@@ -126,3 +126,18 @@ def test_a_mode_that_needs_the_other_function_alone_is_declined() -> None:
         assert Outcome.RIGHT in outcomes
         assert outcomes <= {Outcome.RIGHT, Outcome.DECLINED}
         assert declined <= {f"it has no {other.value}"}
+
+
+def test_a_narrow_kernel_is_judged_on_passes_within_its_axes() -> None:
+    """Of head_dim 128 and one row, without sinks and windows: M1 asks for no more, but for the rows of a draft extend."""
+
+    def decode(query: Any, kv_cache: Any, *, q_len_per_req: int | None = 1, **given: Any) -> Any:
+        if query.shape[-1] != 128 or q_len_per_req != 1 or "sinks" in given or "window_left" in given:
+            raise NotImplementedError("only plain decode of head_dim 128")
+        return right(query, kv_cache, **given)
+
+    narrow = replace(SMALL, head_dims=(128,), q_lens=(1,))
+    verdicts = judge(decoding(decode), only=["M1"], space=narrow, device="cpu", drawn=0).verdicts
+    declined = [verdict.case for verdict in verdicts if verdict.outcome is Outcome.DECLINED]
+    assert [case.mode for case in declined] == [ForwardMode.DRAFT_EXTEND]
+    assert {verdict.outcome for verdict in verdicts} == {Outcome.RIGHT, Outcome.DECLINED}

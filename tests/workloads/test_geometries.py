@@ -3,6 +3,7 @@
 import pytest
 
 from lab.workloads import GEOMETRIES, geometry
+from lab.workloads.geometries import tiny
 
 
 @pytest.mark.parametrize(
@@ -35,3 +36,12 @@ def test_an_unknown_geometry_names_the_known() -> None:
     with pytest.raises(ValueError, match=r"llama-3\.1-8b"):
         geometry("llama-9")
     assert all(name == model.name for name, model in GEOMETRIES.items())
+
+
+@pytest.mark.parametrize("numbers", [(3, 2, 64, True), (3, 2, 64, False), (8, 1, 128, True), (1, 4, 80, False)])
+def test_a_tiny_geometry_is_made_again_of_its_name(numbers: tuple[int, int, int, bool]) -> None:
+    model = geometry(tiny(*numbers))
+    assert (model.group, model.num_kv_heads, model.head_dim, model.has_sinks) == numbers
+    assert model.softmax_scale == model.head_dim**-0.5
+    assert model.window_left == geometry("tiny").window_left
+    assert (model.name == "tiny") == (numbers == (3, 2, 64, True))

@@ -74,14 +74,26 @@ def mode_cases(
 
 def _cases(interface: Interface, space: Space, level: Level) -> Iterator[ForwardCase]:
     page_size = 64 if 64 in space.page_sizes else space.page_sizes[0]
-    q_lens = (4,) if level is Level.SMOKE else tuple(space.q_lens)
-    for case in mode_cases("tiny", page_size, q_lens, long=(3 * page_size + 5, 300)):
+    q_lens = smoke_q_lens(space) if level is Level.SMOKE else tuple(space.q_lens)
+    dtypes = dtypes_of(space)
+    for case in mode_cases(space.tiny, page_size, q_lens, long=(3 * page_size + 5, 300)):
         if case.interface is interface:
-            yield replace(case, contents=Contents.NEEDLES)
+            yield replace(case, contents=Contents.NEEDLES, **dtypes)
             if True in space.windows:
-                yield replace(case, sliding_window=True)
+                yield replace(case, sliding_window=True, **dtypes)
     if level is Level.FULL:
         yield from (case for case in geometry_cases(space) if case.interface is interface)
+
+
+def smoke_q_lens(space: Space) -> tuple[int, ...]:
+    """Return the query rows of the smoke level's passes: 4, or the most that there are."""
+    return (4,) if 4 in space.q_lens else (max(space.q_lens),)
+
+
+def dtypes_of(space: Space) -> dict[str, Any]:
+    """Return the dtypes of a pass, the space's first."""
+    dtype, kv_dtype = space.dtypes[0]
+    return {"dtype": dtype, "kv_dtype": kv_dtype, "arithmetic": space.arithmetic(kv_dtype)}
 
 
 def geometry_cases(space: Space) -> Iterator[ForwardCase]:

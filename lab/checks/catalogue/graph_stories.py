@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
+import torch
+
 from lab.checks.check import Check, Level, first_line
 from lab.checks.graph_case import GraphCase, Story, graph_modes
 from lab.checks.graph_stage import MHAStage
@@ -39,11 +41,13 @@ def told_modes(space: Space, level: Level) -> Iterator[tuple[GraphMode, Story, i
 
 
 def _cases(interface: Interface, space: Space, level: Level) -> Iterator[GraphCase]:
+    if (torch.bfloat16, torch.bfloat16) not in space.dtypes:  # a story's
+        return
     is_full = level is Level.FULL
     names = [name for name in REAL if is_full and name in space.geometries and space.holds(geometry(name))]
-    for name in ("tiny", *names):
+    for name in (space.tiny, *names):
         page_size = (
-            min(space.page_sizes) if name == "tiny" else max(space.page_sizes, key=lambda size: (size == 64, size))
+            max(space.page_sizes, key=lambda size: (size == 64, size)) if name in REAL else min(space.page_sizes)
         )
         settings = list(product(MetadataPlace, space.windows_of(geometry(name))))
         for mode, story, turn in told_modes(space, level):

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from lab.calls.problem import E4M3
-from lab.checks.catalogue.forward_modes import judge_pass
+from lab.checks.catalogue.forward_modes import judge_pass, smoke_q_lens
 from lab.checks.check import Check, Level, first_line
 from lab.checks.mla_pass import build_mla_pass
 from lab.checks.space import Space
@@ -42,16 +42,17 @@ def mla_mode_cases(page_size: int, q_lens: tuple[int, ...], **dims: Any) -> Iter
 
 
 def _cases(interface: Interface, space: Space, level: Level) -> Iterator[MLACase]:
-    q_lens = (4,) if level is Level.SMOKE else tuple(space.q_lens)
+    q_lens = smoke_q_lens(space) if level is Level.SMOKE else tuple(space.q_lens)
+    dtype, kv_dtype = space.dtypes[0]
     head_dims = space.mla_head_dims[:1] if level is Level.SMOKE else space.mla_head_dims
     heads = space.mla_heads[len(space.mla_heads) // 2]
     for page_size in space.mla_page_sizes:
         for head_dim, rank in head_dims:
             dims = {"num_qo_heads": heads, "kv_lora_rank": rank, "qk_rope_head_dim": head_dim - rank}
             for case in mla_mode_cases(page_size, q_lens, **dims):
-                yield replace(case, contents=Contents.NEEDLES)
-    if (case.dtype, E4M3) in space.dtypes:
-        yield replace(case, kv_dtype=E4M3)
+                yield replace(case, contents=Contents.NEEDLES, dtype=dtype, kv_dtype=kv_dtype)
+    if (dtype, E4M3) in space.dtypes:
+        yield replace(case, dtype=dtype, kv_dtype=E4M3)
 
 
 def _judge(trial: Trial) -> None:

@@ -7,6 +7,8 @@ are padded in a buffer that all captured sizes share, and dead columns of its ta
 from collections.abc import Iterator
 from itertools import product
 
+import torch
+
 from lab.checks.catalogue.graph_stories import told_modes
 from lab.checks.check import Check, Level, first_line
 from lab.checks.graph_case import MLAGraphCase
@@ -23,6 +25,8 @@ COUNTING = (DraftAttention.MLA, DraftAttention.MLA_WITH_OFFSET)  # of a draft st
 
 
 def _cases(interface: Interface, space: Space, level: Level) -> Iterator[MLAGraphCase]:
+    if (torch.bfloat16, torch.bfloat16) not in space.dtypes:  # a story's
+        return
     is_full = level is Level.FULL
     page_sizes = space.mla_page_sizes if is_full else space.mla_page_sizes[:1]
     head_dims = space.mla_head_dims if is_full else space.mla_head_dims[:1]
