@@ -1,14 +1,14 @@
 """FlashInfer's four calls as data, the checks of their arguments, and the problems they pose.
 
 A leaf that references and kernels share. It needs torch alone and reads nothing from a GPU: what only the tensors' contents
-tell is checked on request (`check_values`, `check_ragged_values`).
+tell is checked on request (`check_values`, `check_ragged_values`, `refuse_nan`).
 """
 
 from lab.calls.context import ContextCall
 from lab.calls.decode import DecodeCall
 from lab.calls.entry import made_at_once, takes
 from lab.calls.mla_decode import MLADecodeCall
-from lab.calls.problem import AttentionCall, Feature, PagedAttention, check_values
+from lab.calls.problem import AttentionCall, Feature, PagedAttention, check_values, refuse_nan
 from lab.calls.ragged_context import RaggedAttention, RaggedContextCall, check_ragged_values
 
 __all__ = [
@@ -23,5 +23,6 @@ __all__ = [
     "check_ragged_values",
     "check_values",
     "made_at_once",
+    "refuse_nan",
     "takes",
 ]

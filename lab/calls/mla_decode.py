@@ -7,7 +7,7 @@ import torch
 
 from lab.calls import arguments
 from lab.calls.arguments import Unmodelled
-from lab.calls.problem import E4M3, AttentionCall, PagedAttention, Scale, check_values
+from lab.calls.problem import E4M3, AttentionCall, PagedAttention, Scale, check_values, refuse_nan
 
 BACKENDS = ("auto", "xqa", "trtllm-gen")
 OTHER_BACKENDS = ("cake", "cute-dsl", "sparse")  # FlashInfer has them, with rules of their own
@@ -127,6 +127,7 @@ class MLADecodeCall:
         )
         if rows.device.type == "cpu":
             check_values(problem)
+        refuse_nan(problem, in_query=False)
         return problem
 
     def returned(self, out: torch.Tensor, lse: torch.Tensor | None) -> Any:

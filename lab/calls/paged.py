@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from lab.calls import arguments
-from lab.calls.problem import AttentionCall, PagedAttention, check_values
+from lab.calls.problem import AttentionCall, PagedAttention, check_values, refuse_nan
 
 KVCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -76,4 +76,5 @@ def pose_paged(
     arguments.check_devices(call)
     if query.device.type == "cpu":
         check_values(problem)
+        refuse_nan(problem, in_query=False)
     return problem

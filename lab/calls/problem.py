@@ -267,6 +267,35 @@ def check_values(problem: PagedAttention) -> None:
     _check_page_ids(problem, lengths)
 
 
+def refuse_nan(problem: AttentionProblem, in_query: bool = True) -> None:
+    """Refuse NaN where it would make whole results NaN: in the sinks, in scales that are tensors, and in the query.
+
+    Where the tensors are on a CPU, every call is checked so when it is made or prepared, but for the query: a serving engine
+    pads a CUDA graph's batch with rows that hold anything, which a call cannot tell from others. The rest is on request.
+
+    Args:
+        problem: what is checked.
+        in_query: False lets the query hold NaN. Rows after the last request's and rows of requests without keys always may.
+
+    Raises:
+        ValueError: a NaN, or an infinite scale.
+    """
+    for name, scale in zip(("bmm1_scale", "bmm2_scale"), problem.scales, strict=True):
+        if isinstance(scale, torch.Tensor) and not bool(scale.isfinite().all()):
+            raise ValueError(f"{name} must be finite, got {float(scale)}")
+    if problem.sinks is not None and bool(problem.sinks.isnan().any()):
+        head = int(problem.sinks.isnan().nonzero()[0])
+        raise ValueError(f"sinks[{head}] is NaN; a head without a sink has minus infinity")
+    if not in_query or problem.has_no_rows:
+        return
+    rows = problem.query.isnan().flatten(1).any(dim=1).tolist()
+    offsets = problem.row_offsets()
+    for request, kv_len in enumerate(problem.seq_lens.tolist()):
+        for row in range(*offsets[request : request + 2]) if kv_len else ():
+            if rows[row]:
+                raise ValueError(f"query holds NaN in row {row}, of request {request}, which would make its output NaN")
+
+
 def check_lengths(problem: AttentionProblem, lengths: Sequence[int], bound: str) -> None:
     """Raise ValueError for lengths that are negative or pass `max_kv_len`, which the call names `bound`, and for offsets.
 

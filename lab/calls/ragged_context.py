@@ -6,7 +6,7 @@ import torch
 
 from lab.calls import arguments
 from lab.calls.arguments import Unmodelled
-from lab.calls.problem import E4M3, AttentionCall, AttentionProblem, Scale, check_lengths
+from lab.calls.problem import E4M3, AttentionCall, AttentionProblem, Scale, check_lengths, refuse_nan
 
 RAGGED_OUT_DTYPES = tuple(dtype for dtype in arguments.OUT_DTYPES if dtype != E4M3)
 MIRRORS = ("q_seq_lens_cpu", "kv_seq_lens_cpu")  # arguments that lie on the host
@@ -159,6 +159,7 @@ class RaggedContextCall:
         self._check_mirrors()
         if self.query.device.type == "cpu":
             check_ragged_values(problem)
+            refuse_nan(problem, in_query=False)
             self._check_mirrored_values()
         return problem
 

@@ -17,6 +17,7 @@ from lab.calls import (
     RaggedContextCall,
     check_ragged_values,
     check_values,
+    refuse_nan,
 )
 from lab.calls.problem import AttentionCall, Scale
 from lab.references.paged_attention import indexed, plain_v_scales, shown_draft_tokens
@@ -69,6 +70,7 @@ def assert_close_to_reference(
     problem = call.problem()
     if problem.query.device.type != "cpu":  # on a CPU the call has been checked already
         check_ragged_values(problem) if isinstance(problem, RaggedAttention) else check_values(problem)
+    refuse_nan(problem)
     if isinstance(out, tuple):
         out, lse = out
     wrongs = _wrong_form(problem, call, out, check_dtype)

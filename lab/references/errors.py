@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from lab.calls.problem import E4M3, Scale
+from lab.references.plain_arguments import check_plain
 from lab.references.quantization import rounded
 
 # An output may be this many times as far from float64 as the control is. Tilings and split reductions of a right kernel
@@ -65,7 +66,11 @@ def eager_attention(
 
     Returns:
         [batch, q_len, num_qo_heads, v_head_dim] in `out_dtype`.
+
+    Raises:
+        TypeError, ValueError: as `lab.references.attention`.
     """
+    check_plain(query, keys, values, visible, bmm1_scale=bmm1_scale, bmm2_scale=bmm2_scale, sinks=sinks)
     group = query.shape[2] // keys.shape[2]
     keys, values = (side.to(torch.float32).repeat_interleave(group, dim=2).transpose(1, 2) for side in (keys, values))
     rows = _as_operand(query.to(torch.float32), arithmetic).transpose(1, 2)  # [batch, num_qo_heads, q_len, head_dim]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lab.calls.problem import E4M3, MASK_BITS_PER_WORD, AttentionProblem, PagedAttention, Scale, check_values
+from lab.references.plain_arguments import check_plain
 from lab.references.quantization import deinterleave_v_scale_factors, dequantize_nvfp4, rounded
 
 # Most float64 elements that one gathered piece may hold (K and V, or scores): 0.5 GiB, small beside any device.
@@ -45,11 +46,20 @@ def attention(
     Returns:
         out, float64 [batch, q_len, num_qo_heads, v_head_dim]; lse_log2, float64 [batch, q_len, num_qo_heads], log2 of the
         denominator (sink included), -inf where it is empty.
+
+    Raises:
+        TypeError, ValueError: before any arithmetic; see `lab.references.plain_arguments.check_plain`.
     """
+    check_plain(query, keys, values, visible, bmm1_scale=bmm1_scale, bmm2_scale=bmm2_scale, sinks=sinks)
+    return unchecked_attention(query, keys, values, visible, bmm1_scale=bmm1_scale, bmm2_scale=bmm2_scale, sinks=sinks)
+
+
+def unchecked_attention(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, **numbers: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `attention` of arguments that a call has checked; a NaN in a query shows in its output."""
     key_block, value_block = (side.transpose(1, 2).unsqueeze(1) for side in (keys, values))
-    return _attention_over_blocks(
-        query, key_block, value_block, visible.unsqueeze(2), bmm1_scale=bmm1_scale, bmm2_scale=bmm2_scale, sinks=sinks
-    )
+    return _attention_over_blocks(query, key_block, value_block, visible.unsqueeze(2), **numbers)
 
 
 def _attention_over_blocks(

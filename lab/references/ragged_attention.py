@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from lab.calls.ragged_context import RaggedAttention, check_ragged_values
-from lab.references.paged_attention import attention, piece_elements, softmax_arguments, visible_keys
+from lab.references.paged_attention import piece_elements, softmax_arguments, unchecked_attention, visible_keys
 from lab.references.quantization import rounded
 
 
@@ -60,7 +60,7 @@ def _solve(problem: RaggedAttention, rows: slice, keys: slice, position: int) ->
         causal=problem.causal,
         window_left=problem.window_left,
     )
-    out, lse_log2 = attention(
+    out, lse_log2 = unchecked_attention(
         problem.query[rows].unsqueeze(0),
         problem.key[keys].unsqueeze(0),
         problem.value[keys].unsqueeze(0),

@@ -12,7 +12,7 @@ import lab.kernels.portable
 import lab.kernels.trtllm
 import lab.references
 from lab.calls import ContextCall, DecodeCall
-from lab.calls.problem import check_values, mask_words
+from lab.calls.problem import check_values, mask_words, refuse_nan
 from tests.cases import context_arguments, decode_arguments, random_batch
 
 IMPLEMENTATIONS = {"references": lab.references, "portable": lab.kernels.portable, "trtllm": lab.kernels.trtllm}
@@ -354,6 +354,10 @@ BAD = [
     ),
     Row("o_scale", value(o_scale=2.0), NotImplementedError, ("o_scale=2.0", "bmm2_scale"), ("decode",)),
     Row("o_scale tensor", value(o_scale=torch.ones(2)), NotImplementedError, ("o_scale", "bmm2_scale"), ("decode",)),
+    # contents that make every result NaN
+    Row("NaN sink", value(sinks=torch.tensor([0, math.nan, 0, 0])), ValueError, ("sinks[1] is NaN",)),
+    Row("NaN scale", value(bmm2_scale=torch.tensor([math.nan])), ValueError, ("bmm2_scale must be finite, got nan",)),
+    Row("infinite scale", value(bmm1_scale=torch.tensor(math.inf)), ValueError, ("bmm1_scale", "finite", "inf")),
     # the call itself
     Row("unknown argument", value(windows_left=3), TypeError, ("windows_left",)),
 ]
@@ -432,6 +436,26 @@ def test_values_can_be_checked_on_request(call: str, type_: Any) -> None:
     arguments["block_tables"][0, 0] = 1000
     with pytest.raises(ValueError, match="page id 1000"):
         check_values(problem)
+
+
+def test_nan_is_refused_on_request() -> None:
+    """What a GPU call does not read, `refuse_nan` does."""
+    arguments = good_arguments("decode")
+    problem = DecodeCall(**arguments).problem()
+    refuse_nan(problem)
+    arguments["query"][1] = math.nan
+    with pytest.raises(ValueError, match="query holds NaN in row 1, of request 0"):
+        refuse_nan(problem)
+
+
+def test_nan_is_allowed_where_nobody_reads_it() -> None:
+    """In rows of padding, rows of a request without keys, pages that nobody names; minus infinity is no sink."""
+    batch = random_batch([2, 1, 2], [20, 0, 5], head_dim=64)
+    arguments = context_arguments(batch, poison=math.nan, sinks=torch.full((4,), -math.inf), out_dtype=torch.bfloat16)
+    arguments["query"] = torch.cat((arguments["query"], torch.full((2, 4, 64), math.nan).bfloat16()))
+    arguments["query"][2] = math.nan
+    out, _ = lab.references.trtllm_batch_context_with_kv_cache(**arguments)
+    assert out[:5].isfinite().all()
 
 
 def test_mask_words() -> None:

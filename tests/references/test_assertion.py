@@ -245,6 +245,10 @@ def test_inputs_are_left_as_they_are() -> None:
 def test_a_nan_where_the_truth_must_be_is_no_verdict() -> None:
     arguments = arguments_of(DECODE)
     out = kernel_of(DECODE)(**arguments)
+    query = arguments["query"].clone()
+    query[1, 0, 0] = math.nan
+    with pytest.raises(ValueError, match="query holds NaN in row 1, of request 1"):
+        assert_close_to_reference(out, **arguments | {"query": query})
     page = int(arguments["block_tables"][0, 0])
     arguments["kv_cache"][1][page, 0, 0, 0] = math.nan
     with pytest.raises(ValueError, match="expected must be finite"):

@@ -1,13 +1,15 @@
 """The definition under the references, against torch's scaled_dot_product_attention in float64 and torch.logsumexp."""
 
 import math
+import re
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from lab.references import attention, visible_keys
+from lab.references import attention, eager_attention, visible_keys
 
 
 def random_inputs(q_len: int, kv_len: int, heads: tuple[int, int], magnitude: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,3 +66,47 @@ def test_visible_keys_without_causal_rule_stop_at_the_length() -> None:
         torch.tensor([[0]]), torch.tensor([[-1, 0, 1, 2]]), torch.tensor([2]), causal=False, window_left=-1
     )
     assert visible.int().tolist() == [[[0, 1, 1, 0]]]
+
+
+def inputs() -> dict[str, Any]:
+    query, keys, values = random_inputs(2, 5, (4, 2), 1.0)
+    return {"query": query, "keys": keys, "values": values, "visible": torch.ones(2, 2, 5, dtype=torch.bool)}
+
+
+NAN = torch.tensor(math.nan)
+BAD = [
+    ({"query": None}, TypeError, "query must be a torch.Tensor"),
+    (
+        {"keys": torch.zeros(2, 5, 2, 32, dtype=torch.uint8)},
+        TypeError,
+        "keys must be of a float dtype, got torch.uint8",
+    ),
+    (
+        {"query": torch.zeros(2, 4, 32)},
+        ValueError,
+        "query must be [batch, q_len, heads, head_dim], got shape [2, 4, 32]",
+    ),
+    ({"values": torch.zeros(2, 4, 2, 32)}, ValueError, "must have the query's batch, 2, and the same tokens and heads"),
+    ({"query": torch.zeros(1, 2, 4, 32)}, ValueError, "must have the query's batch, 1"),
+    ({"query": torch.zeros(2, 2, 4, 16)}, ValueError, "keys have head_dim 32, but query has 16"),
+    ({"query": torch.zeros(2, 2, 3, 32)}, ValueError, "3 heads of query do not divide evenly over the 2 heads of keys"),
+    ({"visible": torch.ones(2, 2, 5)}, TypeError, "visible must be bool, got torch.float32"),
+    ({"visible": torch.ones(2, 5, dtype=torch.bool)}, ValueError, "[batch, q_len, kv_len] = [2, 2, 5], got [2, 5]"),
+    ({"sinks": torch.zeros(2)}, ValueError, "sinks must have shape [4], got [2]"),
+    ({"sinks": torch.zeros(4, device="meta")}, ValueError, "sinks is on meta, but query is on cpu"),
+    ({"sinks": NAN.repeat(4)}, ValueError, "sinks holds NaN"),
+    ({"query": NAN.repeat(2, 2, 4, 32)}, ValueError, "query holds NaN"),
+    ({"bmm1_scale": NAN}, ValueError, "bmm1_scale holds NaN"),
+    ({"bmm2_scale": math.inf}, ValueError, "bmm2_scale must be finite, got inf"),
+    ({"bmm1_scale": torch.ones(2)}, ValueError, "bmm1_scale as a tensor must have one element, got shape [2]"),
+    ({"bmm1_scale": "1"}, TypeError, "bmm1_scale must be a number"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "says"), BAD, ids=[says for _, _, says in BAD])
+def test_bad_arguments_are_refused_in_a_sentence(change: dict[str, Any], error: type[Exception], says: str) -> None:
+    attention(**inputs())
+    with pytest.raises(error, match=re.escape(says)):
+        attention(**inputs() | change)
+    with pytest.raises(error, match=re.escape(says)):
+        eager_attention(**inputs() | change, arithmetic=torch.bfloat16, out_dtype=torch.bfloat16)
