@@ -37,14 +37,15 @@ import lab
 from lab.experiments.plan_stream import PlanLoopSettings, measure_plannings
 from lab.metadata import ForwardBatch, ForwardMode, KVLayout, KVPool, SpecInfo
 from lab.metadata.engine.plan_stream import FixUp, PlannedVerify, PlanStream, verify_metadata_under
+from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.mha.buffers import MetadataBuilder
 from lab.metadata.speculation.verify_mask import pack_tree_mask
-from lab.metadata.speculation.verify_plan import MHAChainVerify, TreeMaskVerify
+from lab.metadata.speculation.verify_plan import ChainVerify, TreeMaskVerify
 from lab.reports.pictures.plan_stream import dependence_figure, saved_figure, savings_of_overlap, two_lane_figure
 
 D = 4  # draft tokens of each request: the reader's number, 2 to 16
 SEQ_LENS = (20, 33, 7)
-BUILDER = MetadataBuilder.TORCH_OPERATIONS  # the other, FUSED, is one Triton launch
+BACKEND = TRTLLMMHABackend(builder=MetadataBuilder.TORCH_OPERATIONS)  # the other, FUSED, is one Triton launch
 
 # %% [markdown]
 # ## What may be planned
@@ -102,7 +103,7 @@ def draft_of(tree: torch.Tensor, cache=None, slots=None):
 
 def handed(pool: KVPool, batch: ForwardBatch, draft) -> dict[str, torch.Tensor]:
     """Copies of all that verify is handed in one iteration."""
-    planner = PlanStream(TreeMaskVerify(pool, D, [len(SEQ_LENS)], BUILDER))
+    planner = PlanStream(TreeMaskVerify(pool, D, [len(SEQ_LENS)], BACKEND))
     (tensors,) = verify_metadata_under(planner, batch, [draft])
     return {name.removesuffix("_int32"): tensor for name, tensor in tensors.items()}
 
@@ -148,7 +149,7 @@ dependence_figure(changed, "What changes verify's metadata", known)
 
 
 # %%
-class SaysNothing(MHAChainVerify):
+class SaysNothing(ChainVerify):
     fix_up = None
 
 
@@ -158,7 +159,7 @@ class SaysOneThingAndDoesAnother(TreeMaskVerify):
 
 for backend in (SaysNothing, SaysOneThingAndDoesAnother):
     try:
-        PlanStream(backend(pool, D, [len(SEQ_LENS)], BUILDER))
+        PlanStream(backend(pool, D, [len(SEQ_LENS)], BACKEND))
     except (NotImplementedError, ValueError) as refusal:
         print(f"{type(refusal).__name__}: {refusal}\n")
 
@@ -170,7 +171,7 @@ for backend in (SaysNothing, SaysOneThingAndDoesAnother):
 
 
 # %%
-class PlansTheTree(MHAChainVerify):
+class PlansTheTree(ChainVerify):
     """Wrong: the mask is planned, and the draft is in it."""
 
     def __init__(self, *args) -> None:
@@ -192,8 +193,8 @@ def draft_reaches_the_plan(backend) -> list[str]:
     return [name for name in chain if not torch.equal(chain[name], fork[name])]
 
 
-for backend in (MHAChainVerify, PlansTheTree):
-    reached = draft_reaches_the_plan(backend(pool, D, [len(SEQ_LENS)], BUILDER))
+for backend in (ChainVerify, PlansTheTree):
+    reached = draft_reaches_the_plan(backend(pool, D, [len(SEQ_LENS)], BACKEND))
     print(f"{backend.__name__}: {'CAUGHT, the draft reaches ' + ', '.join(reached) if reached else 'keeps its word'}")
 
 # %% [markdown]
@@ -219,8 +220,8 @@ def plan_first(backend, tree: torch.Tensor) -> torch.Tensor:
 
 
 wanted = visible(pack_tree_mask(FORK))
-planned_early = visible(plan_first(PlansTheTree(pool, D, [len(SEQ_LENS)], BUILDER), FORK))
-fixed_up = visible(plan_first(TreeMaskVerify(pool, D, [len(SEQ_LENS)], BUILDER), FORK))
+planned_early = visible(plan_first(PlansTheTree(pool, D, [len(SEQ_LENS)], BACKEND), FORK))
+fixed_up = visible(plan_first(TreeMaskVerify(pool, D, [len(SEQ_LENS)], BACKEND), FORK))
 print("draft token    the tree's   planned early   with a fix-up")
 for j in range(D):
     print(f"{j:11}    {wanted[j]:13}{planned_early[j]:16}{fixed_up[j]}")

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from lab.calls.problem import E4M3
+from lab.calls.problem import E4M3, AttentionCall
 from lab.checks.draft_lists import DraftListsCase
 from lab.checks.graph_case import GraphCase, MLAGraphCase, Story
 from lab.checks.space import Space
 from lab.metadata.engine.forward_batch import SpecInfo
-from lab.metadata.engine.forward_mode import AttentionCall, ForwardMode
+from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
 from lab.metadata.engine.kv_cache import KVLayout
 from lab.metadata.engine.lengths import DraftAttention

@@ -47,10 +47,11 @@ from lab.experiments.recording import Columns, Recording
 from lab.experiments.stand_in import MatrixProducts
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.plan_stream import FixUp, PlannedVerify, PlanStart, PlanStream, VerifyBuffers
+from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.mha.buffers import MetadataBuilder
 from lab.metadata.mha.metadata import build_mha_metadata
 from lab.metadata.speculation.verify_mask import pack_tree_mask
-from lab.metadata.speculation.verify_plan import MHAChainVerify, TreeMaskVerify
+from lab.metadata.speculation.verify_plan import ChainVerify, TreeMaskVerify
 from lab.named_enum import NamedEnum
 from lab.timing.gpu_time import measure, rounded_us
 from lab.timing.host_time import METHOD as HOST_METHOD
@@ -204,11 +205,10 @@ class SpeculativeLoop:
             self.verify()
 
     def _planner(self, arm: Planning) -> MarkedPlanStream:
-        backend = TreeMaskVerify if arm.drafts is Drafts.TREES else MHAChainVerify
-        settings = self.settings
-        return MarkedPlanStream(
-            backend(self.requests.pool, settings.num_draft_tokens, [settings.batch_size], arm.builder), arm.start
-        )
+        verify = TreeMaskVerify if arm.drafts is Drafts.TREES else ChainVerify
+        settings, attention = self.settings, TRTLLMMHABackend(builder=arm.builder)
+        backend = verify(self.requests.pool, settings.num_draft_tokens, [settings.batch_size], attention)
+        return MarkedPlanStream(backend, arm.start)
 
     def _expected(self, arm: Planning, seq_lens: Tensor, number: int) -> dict[str, Tensor]:
         batch = self.requests.batch(seq_lens)

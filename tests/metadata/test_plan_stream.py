@@ -28,9 +28,11 @@ from lab.metadata.engine.plan_stream import (
     _Moment,
     verify_metadata_under,
 )
+from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.mha.buffers import MetadataBuilder
+from lab.metadata.mla.backend import TRTLLMMLABackend
 from lab.metadata.speculation.verify_mask import pack_tree_mask
-from lab.metadata.speculation.verify_plan import MHAChainVerify, MLAChainVerify, TreeMaskVerify
+from lab.metadata.speculation.verify_plan import ChainVerify, TreeMaskVerify
 from lab.references import trtllm_batch_decode_with_kv_cache
 from lab.references.forward_metadata import forward_metadata
 from tests.cases import pack_mask, seen_keys
@@ -100,8 +102,8 @@ class Scene:
         return seen_keys(*self.attend(planned))
 
 
-def chain(scene: Scene, **options: Any) -> MHAChainVerify:
-    return MHAChainVerify(scene.pool, D, [NUM_REQUESTS, 1, 2], **options)
+def chain(scene: Scene, **options: Any) -> ChainVerify:
+    return ChainVerify(scene.pool, D, [NUM_REQUESTS, 1, 2], **options)
 
 
 def tree(scene: Scene, **options: Any) -> TreeMaskVerify:
@@ -251,14 +253,14 @@ def batch_elsewhere(scene: Scene) -> ForwardBatch:
 )
 def test_a_batch_that_cannot_be_planned_runs_nothing(batch: Callable[[Scene], ForwardBatch], message: str) -> None:
     scene, log = Scene(), []
-    planner = PlanStream(MHAChainVerify(scene.pool, D, [1, 2]))
+    planner = PlanStream(ChainVerify(scene.pool, D, [1, 2]))
     with pytest.raises(ValueError, match=message):
         planner.run(batch(scene), lambda buffers: log.append("draft"), lambda planned: log.append("verify"))
     assert log == []
 
 
 @pytest.mark.parametrize("sizes", [[], [0, 2]])
-@pytest.mark.parametrize("backend", [MHAChainVerify, TreeMaskVerify])
+@pytest.mark.parametrize("backend", [ChainVerify, TreeMaskVerify])
 def test_sizes_that_cannot_be_captured_are_refused(backend: Any, sizes: list[int]) -> None:
     with pytest.raises(ValueError, match="must be one size or more, each at least 1"):
         backend(Scene().pool, D, sizes)
@@ -336,7 +338,7 @@ class NoHostRead(TorchDispatchMode):
 @pytest.mark.parametrize("builder", list(MetadataBuilder))
 def test_nothing_is_read_on_the_host(builder: MetadataBuilder) -> None:
     scene = Scene()
-    backend, batch = tree(scene, builder=builder), scene.batch(20, 21, 22)
+    backend, batch = tree(scene, attention=TRTLLMMHABackend(builder=builder)), scene.batch(20, 21, 22)
     with NoHostRead():
         planned = PlanStream(backend).run(batch, no_draft, lambda planned: planned)
     assert planned.metadata.cache_seqlens_int32[:3].tolist() == [24, 25, 26]
@@ -351,7 +353,7 @@ def test_nothing_is_read_on_the_host(builder: MetadataBuilder) -> None:
 @pytest.mark.parametrize("builder", list(MetadataBuilder))
 def test_planned_metadata_are_right_whatever_was_planned_before(builder: MetadataBuilder, sliding_window: bool) -> None:
     scene = Scene(sliding_window=sliding_window)
-    planner = PlanStream(chain(scene, builder=builder))
+    planner = PlanStream(chain(scene, attention=TRTLLMMHABackend(builder=builder)))
     for batch in (scene.batch(44, 31, 30, 29), scene.batch(16, 15), scene.batch(12, 13, 1, first_request=1)):
         planned = planner.run(batch, no_draft, lambda planned: planned)
         assert planned.batch.batch_size == planner.backend.planned(batch.batch_size).batch.batch_size
@@ -374,7 +376,7 @@ def test_mla_chains_are_planned_too() -> None:
         num_tokens=3 * D,
         spec_info=SpecInfo(num_draft_tokens=D),
     )
-    planned = PlanStream(MLAChainVerify(pool, D, [4])).run(batch, no_draft, lambda planned: planned)
+    planned = PlanStream(ChainVerify(pool, D, [4], TRTLLMMLABackend())).run(batch, no_draft, lambda planned: planned)
     assert planned.metadata.seq_lens_k.tolist() == [34, 64, 94, 1 + D]
     expected = [row[:n] for row, n in zip((pool.req_to_token[rows, ::32] // 32).tolist(), (2, 2, 3), strict=True)]
     assert [row[:n] for row, n in zip(planned.metadata.block_kv_indices.tolist(), (2, 2, 3), strict=False)] == expected
@@ -458,7 +460,7 @@ def differing(planned: Sequence[dict[str, Tensor]]) -> set[str]:
 @pytest.mark.parametrize("builder", list(MetadataBuilder))
 def test_no_draft_reaches_a_chains_metadata(builder: MetadataBuilder, sliding_window: bool) -> None:
     scene = Scene(sliding_window=sliding_window)
-    planned = planned_under_random_drafts(scene, chain(scene, builder=builder))
+    planned = planned_under_random_drafts(scene, chain(scene, attention=TRTLLMMHABackend(builder=builder)))
     window = {"swa_page_table", "swa_out_cache_loc"} if sliding_window else set()
     assert planned[0].keys() == {"cache_seqlens_int32", "cu_seqlens_q", "cu_seqlens_k", "page_table"} | window
     assert differing(planned) == set()
@@ -477,7 +479,7 @@ def test_of_a_tree_nothing_but_the_mask_depends_on_the_draft() -> None:
     assert differing(planned_under_random_drafts(scene, tree(scene))) == {"mask"}
 
 
-class LengthsFromPositions(MHAChainVerify):
+class LengthsFromPositions(ChainVerify):
     """A backend that counts the keys by the draft's positions, and so depends on it."""
 
     fix_up = FixUp.AFTER_DRAFT
@@ -524,7 +526,7 @@ def timed(launch: Callable[[], Any]) -> tuple[Span, Any]:
     return span, result
 
 
-class TimedChain(MHAChainVerify):
+class TimedChain(ChainVerify):
     """Keeps when its last plan ran, which may be made to take long."""
 
     plan_cycles = 0
@@ -650,7 +652,7 @@ def scene() -> Scene:
 
 
 def timed_chain(scene: Scene, builder: MetadataBuilder = MetadataBuilder.FUSED) -> TimedChain:
-    return TimedChain(scene.pool, D, [2], builder)
+    return TimedChain(scene.pool, D, [2], TRTLLMMHABackend(builder=builder))
 
 
 @on_cuda
@@ -778,5 +780,8 @@ def test_an_iteration_never_waits_on_the_host(scene: Scene) -> None:
 def test_no_draft_reaches_a_chains_metadata_on_a_gpu(scene: Scene, builder: MetadataBuilder) -> None:
     batch = scene.batch(12, 28, 44)
     drafts = [RandomDraft(scene, batch, seed) for seed in range(20)]
-    for backend, expected in ((chain(scene, builder=builder), set()), (tree(scene, builder=builder), {"mask"})):
+    for backend, expected in (
+        (chain(scene, attention=TRTLLMMHABackend(builder=builder)), set()),
+        (tree(scene, attention=TRTLLMMHABackend(builder=builder)), {"mask"}),
+    ):
         assert differing(verify_metadata_under(PlanStream(backend), batch, drafts)) == expected

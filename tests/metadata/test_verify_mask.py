@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lab.metadata import KVPool
+from lab.metadata.mla.backend import TRTLLMMLABackend
 from lab.metadata.speculation.verify_mask import (
     VerifyMask,
     VerifyMaskForm,
@@ -18,7 +19,7 @@ from lab.metadata.speculation.verify_mask import (
     verify_mask_cells,
     write_chain_mask,
 )
-from lab.metadata.speculation.verify_plan import MLAChainVerify
+from lab.metadata.speculation.verify_plan import ChainVerify
 
 FULL, QLEN_ONLY = VerifyMaskForm.FULL, VerifyMaskForm.QLEN_ONLY
 FORMS = list(VerifyMaskForm)
@@ -35,10 +36,10 @@ def mask_of(form: VerifyMaskForm, **changes: Any) -> VerifyMask:
     return mask
 
 
-def verify_with(mask: VerifyMask | None) -> MLAChainVerify:
+def verify_with(mask: VerifyMask | None) -> ChainVerify:
     """The backend whose draft fills the mask; its pool says nothing about the mask's sizes."""
     pool = KVPool(num_requests=1, max_context_len=32, page_size=32, num_pages=2)
-    return MLAChainVerify(pool, 2, [1], mask)
+    return ChainVerify(pool, 2, [1], TRTLLMMLABackend(), mask)
 
 
 def chain(form: VerifyMaskForm, seq_lens: list[int], num_draft_tokens: int) -> list[bool]:

@@ -108,7 +108,7 @@ def test_another_draft_is_planned_beside(num_draft_tokens: int, capsys: pytest.C
     }
     names = run_changed("6_plan_stream.py", changes)
     said = capsys.readouterr().out
-    assert "MHAChainVerify: keeps its word" in said
+    assert "ChainVerify: keeps its word" in said
     assert "PlansTheTree: CAUGHT, the draft reaches mask" in said
     assert [cause for cause, tensors in names["changed"].items() if tensors["mask"]] == ["the draft's tree"]
     assert len(names["wanted"]) == num_draft_tokens

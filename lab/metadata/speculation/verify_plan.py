@@ -15,9 +15,9 @@ from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import check_attends
 from lab.metadata.engine.plan_stream import FixUp, PlannedVerify, VerifyBackend, VerifyBuffers
 from lab.metadata.mha.backend import TRTLLMMHABackend
-from lab.metadata.mha.buffers import MetadataBuilder
-from lab.metadata.mla.backend import TRTLLMMLABackend
 from lab.metadata.speculation.verify_mask import VerifyMask, pack_tree_mask
+
+FUSED_MHA = TRTLLMMHABackend()
 
 
 class CapturedVerify(VerifyBackend):
@@ -27,10 +27,12 @@ class CapturedVerify(VerifyBackend):
         pool: of the requests.
         num_draft_tokens: d, query rows of each request.
         batch_sizes: captured ones, in any order; a batch is padded to the smallest that holds it.
-        attention: makes the metadata's buffers.
+        attention: makes the metadata's buffers: of TRT-LLM MHA, with or without sliding-window pages, or of MLA, whose kernel
+            takes no mask.
 
     Raises:
-        ValueError: no size, or a number below 1.
+        ValueError: no size, a number below 1, or a pool that the backend does not have.
+        NotImplementedError: the fused builder, where Triton does not run.
     """
 
     def __init__(
@@ -38,7 +40,7 @@ class CapturedVerify(VerifyBackend):
         pool: KVPool,
         num_draft_tokens: int,
         batch_sizes: Sequence[int],
-        attention: Backend[Any],
+        attention: Backend[Any] = FUSED_MHA,
     ) -> None:
         check_sizes(batch_sizes)
         mode = GraphMode.target_verify(num_draft_tokens)
@@ -86,43 +88,12 @@ class CapturedVerify(VerifyBackend):
         return None
 
 
-class _MHAVerify(CapturedVerify):
-    """Verification on TRT-LLM MHA.
+class ChainVerify(CapturedVerify):
+    """Verification of chains (top-k 1), whose rows are causal, so that the draft is in nothing that is planned.
 
     Args:
-        pool, num_draft_tokens, batch_sizes: as in `CapturedVerify`; with or without sliding-window pages.
-        builder: what writes the metadata.
-
-    Raises:
-        ValueError: as `CapturedVerify`.
-        NotImplementedError: the fused builder, where Triton does not run.
-    """
-
-    def __init__(
-        self,
-        pool: KVPool,
-        num_draft_tokens: int,
-        batch_sizes: Sequence[int],
-        builder: MetadataBuilder = MetadataBuilder.FUSED,
-    ) -> None:
-        super().__init__(pool, num_draft_tokens, batch_sizes, TRTLLMMHABackend(builder=builder))
-
-
-class MHAChainVerify(_MHAVerify):
-    """TRT-LLM MHA's verification of chains (top-k 1): causal rows, so that the draft is in nothing that is planned."""
-
-    fix_up = FixUp.NONE
-
-
-class MLAChainVerify(CapturedVerify):
-    """TRT-LLM MLA's verification of chains, whose kernel takes no mask either.
-
-    Args:
-        pool, num_draft_tokens, batch_sizes: as in `CapturedVerify`; pages of 32 or 64 tokens.
+        pool, num_draft_tokens, batch_sizes, attention: as in `CapturedVerify`.
         verify_mask: a buffer for the mask that building a tree fills, so that no draft allocates one; no kernel reads it.
-
-    Raises:
-        ValueError: as `CapturedVerify`, or a pool that the MLA backend does not have.
     """
 
     fix_up = FixUp.NONE
@@ -132,17 +103,18 @@ class MLAChainVerify(CapturedVerify):
         pool: KVPool,
         num_draft_tokens: int,
         batch_sizes: Sequence[int],
+        attention: Backend[Any] = FUSED_MHA,
         verify_mask: VerifyMask | None = None,
     ) -> None:
         self.verify_mask = verify_mask
-        super().__init__(pool, num_draft_tokens, batch_sizes, TRTLLMMLABackend())
+        super().__init__(pool, num_draft_tokens, batch_sizes, attention)
 
     def get_verify_buffers_to_fill_after_draft(self) -> VerifyBuffers:
         """Return ``[tree mask, positions]``: the mask's buffer, or None without one; this backend keeps no positions."""
         return [None if self.verify_mask is None else self.verify_mask.buffer, None]
 
 
-class TreeMaskVerify(_MHAVerify):
+class TreeMaskVerify(CapturedVerify):
     """Verification of trees: the metadata of a chain, and a mask by which each draft token sees its ancestors.
 
     Until a draft fills them, all rows hold a chain, padded rows too.
@@ -159,12 +131,12 @@ class TreeMaskVerify(_MHAVerify):
         pool: KVPool,
         num_draft_tokens: int,
         batch_sizes: Sequence[int],
-        builder: MetadataBuilder = MetadataBuilder.FUSED,
+        attention: Backend[Any] = FUSED_MHA,
     ) -> None:
         chain = torch.arange(-1, num_draft_tokens - 1, device=pool.device)
         self.parents = chain.repeat(max(batch_sizes, default=0), 1)
         self.mask = pack_tree_mask(self.parents)
-        super().__init__(pool, num_draft_tokens, batch_sizes, builder)
+        super().__init__(pool, num_draft_tokens, batch_sizes, attention)
 
     def get_verify_buffers_to_fill_after_draft(self) -> VerifyBuffers:
         return [self.parents, None]
