@@ -102,7 +102,13 @@ def _overview(folder: Path) -> Markup:
 
 def _title(files: Sequence[RecordedFile]) -> str:
     gpus = dict.fromkeys(file.fact("gpu") for file in files if file.fact("gpu"))
-    return f"{', '.join(gpus) or 'No GPU recorded'}: attention kernels judged and timed"
+    machine = ", ".join(gpus) or ("CPU" if _devices(files) == {"cpu"} else "No GPU recorded")
+    timed = any(file.kind in (Kind.BENCHMARKS, Kind.EXPERIMENT) for file in files)
+    return f"{machine}: attention kernels judged{' and timed' if timed else ''}"
+
+
+def _devices(files: Sequence[RecordedFile]) -> set[str]:
+    return {str(file.content.get("device")) for file in files if file.kind is Kind.JUDGE}
 
 
 def _environments(files: Sequence[RecordedFile]) -> Table:
