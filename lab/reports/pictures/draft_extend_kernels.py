@@ -5,59 +5,47 @@ Rows are those of
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from math import inf, isfinite
 from operator import itemgetter
 from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
 
 from lab.reports.pictures import style
+from lab.reports.pictures.cells import Box, Line, Look, cells_figure
 
 PANELS_PER_LINE = 3
 DECODE_COLOUR, CONTEXT_COLOUR = style.COLOURS[0], style.COLOURS[1]
 # Of each arm: colour, marker. Arms of other names take the colours that are left.
 ARMS = {"decode": (DECODE_COLOUR, "s"), "context": (CONTEXT_COLOUR, "o"), "portable decode": (style.COLOURS[2], "^")}
 OTHER_ARMS = ((style.COLOURS[3], "D"), (style.COLOURS[4], "v"))
-NOT_MEASURED: dict[str, Any] = {"facecolor": "white", "edgecolor": "#CCCCCC", "hatch": "////", "linewidth": 0.5}
+NOT_MEASURED = Look("white", "not measured", edge="#CCCCCC", hatch="////")
 
 # requests, keys of each, query rows of each
 Point = tuple[int, int, int]
 
-
-@dataclass(frozen=True)
-class Band:
-    """A colour of a map: of values below `end` that no band before it has."""
-
-    end: float
-    colour: str
-    words: str
-
-
-RATIO_BANDS = (
-    Band(0.7, CONTEXT_COLOUR, "below 0.7"),
-    Band(1, "#F2B48A", "0.7 to 1"),
-    Band(2, "#E3EEF6", "1 to 2"),
-    Band(4, "#A3C9E3", "2 to 4"),
-    Band(8, "#4A98CB", "4 to 8"),
-    Band(inf, DECODE_COLOUR, "8 or more"),
-)
-SHARE_BANDS = (
-    Band(20, "#F1F8F5", "below 20"),
-    Band(40, "#CBE9DE", "20 to 40"),
-    Band(60, "#8FD1BA", "40 to 60"),
-    Band(80, "#45B592", "60 to 80"),
-    Band(inf, "#00875F", "80 or more"),
-)
+Bands = Mapping[float, Look]  # by their ends: the looks of values below an end that no band before it has
+RATIO_BANDS: Bands = {
+    0.7: Look(CONTEXT_COLOUR, "below 0.7", edge="black"),
+    1: Look("#F2B48A", "0.7 to 1", edge="black"),
+    2: Look("#E3EEF6", "1 to 2"),
+    4: Look("#A3C9E3", "2 to 4"),
+    8: Look("#4A98CB", "4 to 8"),
+    inf: Look(DECODE_COLOUR, "8 or more", ink="white"),
+}
+SHARE_BANDS: Bands = {
+    20: Look("#F1F8F5", "below 20"),
+    40: Look("#CBE9DE", "20 to 40"),
+    60: Look("#8FD1BA", "40 to 60"),
+    80: Look("#45B592", "60 to 80"),
+    inf: Look("#00875F", "80 or more", ink="white"),
+}
 
 
 def crossover_figure(rows: Iterable[Mapping[str, Any]], title: str) -> Figure:
     """Draw the context call's time over the decode call's: a panel per number of query rows, requests over keys.
 
-    A cell is a `Rectangle` whose gid is "<requests> <keys> <query rows>"; one that was not measured has none.
+    A cell has the gid "<requests> <keys> <query rows>"; one that was not measured has none. Ratios below 1 are framed.
 
     Args:
         rows: recorded, with the arms "decode" and "context".
@@ -74,7 +62,7 @@ def crossover_figure(rows: Iterable[Mapping[str, Any]], title: str) -> Figure:
         f"{_rows_in_words(q_len)} per request": (q_len, _at_q_len(ratios, q_len))
         for q_len in sorted({point[2] for point in ratios})
     }
-    return _map_figure(title, panels, RATIO_BANDS, _ratio_in_words, is_framed=lambda ratio: ratio < 1)
+    return _map_figure(title, panels, RATIO_BANDS, _ratio_in_words)
 
 
 def floor_share_figure(rows: Iterable[Mapping[str, Any]], title: str, q_lens: Sequence[int] = (1, 8, 32)) -> Figure:
@@ -137,53 +125,34 @@ def point_figure(rows: Iterable[Mapping[str, Any]], title: str, requests: int, k
 def _map_figure(
     title: str,
     panels: Mapping[str, tuple[int, Mapping[tuple[int, int], float]]],
-    bands: Sequence[Band],
+    bands: Bands,
     in_words: Callable[[float], str],
-    is_framed: Callable[[float], bool] = lambda value: False,
 ) -> Figure:
     """Draw panels, given by their words: query rows, and a value for each measured (requests, keys)."""
     measured = {point for _, values in panels.values() for point in values}
     counts, keys = sorted({requests for requests, _ in measured}), sorted({kv_len for _, kv_len in measured})
-    lines = -(-len(panels) // PANELS_PER_LINE)
-    width = min(PANELS_PER_LINE, len(panels))
-    figure, grid = style.panels(title, 1.15 + lines * (0.65 + 0.24 * len(counts)), lines, width, grid=None)
-    for axes in grid.flat[len(panels) :]:
-        axes.set_axis_off()
-    for axes, (words, (q_len, values)) in zip(grid.flat, panels.items(), strict=False):
-        style.name_panel(axes, words)
-        axes.set(xlim=(0, len(keys)), ylim=(0, len(counts)))
-        axes.set_xticks([place + 0.5 for place in range(len(keys))], [style.in_short(kv_len) for kv_len in keys])
-        axes.set_yticks([place + 0.5 for place in range(len(counts))], [str(count) for count in counts])
-        axes.tick_params(length=0)
-        arm = f"{words.split(',')[0]} " if "," in words else ""
-        for corner in ((x, y) for y in range(len(counts)) for x in range(len(keys))):
-            point = counts[corner[1]], keys[corner[0]]
-            value = values.get(point)
-            if value is None or not isfinite(value):
-                axes.add_patch(Rectangle(corner, 1, 1, **NOT_MEASURED))
-                continue
-            colour = next(band.colour for band in bands if value < band.end)
-            gid = f"{arm}{point[0]} {point[1]} {q_len}"
-            _draw_cell(axes, corner, colour, in_words(value), gid, framed=is_framed(value))
-    for axes in grid.flat:
-        style.name_axes(axes, "keys per request", "requests")
-        axes.label_outer()
-    handles = [Patch(facecolor=band.colour, edgecolor="#BBBBBB", linewidth=0.5, label=band.words) for band in bands]
-    handles.append(Patch(label="not measured", **NOT_MEASURED))
-    style.legend_below(figure, len(handles), handles)
-    return figure
+    looks: dict[Any, Look] = {**bands, "not measured": NOT_MEASURED, "name": Look("white")}
 
+    def box(x: int, name: str, requests: int, kv_len: int) -> Box:
+        q_len, values = panels[name]
+        value = values.get((requests, kv_len))
+        if value is None or not isfinite(value):
+            return Box(x, "not measured")
+        arm = f"{name.split(',')[0]} " if "," in name else ""
+        band = next(end for end in bands if value < end)
+        return Box(x, band, in_words(value), gid=f"{arm}{requests} {kv_len} {q_len}")
 
-def _draw_cell(axes: Axes, corner: tuple[int, int], colour: str, words: str, gid: str, *, framed: bool) -> None:
-    axes.add_patch(Rectangle(corner, 1, 1, facecolor=colour, edgecolor="white", linewidth=1, gid=gid))
-    if framed:
-        inner = corner[0] + 0.04, corner[1] + 0.05
-        axes.add_patch(Rectangle(inner, 0.92, 0.9, fill=False, edgecolor="black", linewidth=1.3))
-    red, green, blue = to_rgb(colour)
-    luma = 0.299 * red + 0.587 * green + 0.114 * blue  # ITU-R BT.601
-    look: dict[str, Any] = {"weight": "bold" if framed else "normal", "color": "black" if luma > 0.45 else "white"}
-    middle = corner[0] + 0.5, corner[1] + 0.47
-    axes.text(*middle, words, ha="center", va="center", fontsize=style.FONT_POINTS - 0.5, **look)
+    lines: list[Line] = []
+    starts = [place * (len(keys) + 1) for place in range(min(PANELS_PER_LINE, len(panels)))]
+    for first in range(0, len(panels), PANELS_PER_LINE):
+        placed = list(zip(starts, list(panels)[first:], strict=False))
+        lines.append(Line(cells=[Box(start, "name", name, len(keys)) for start, name in placed]))
+        for requests in counts:
+            boxes = [box(start + x, name, requests, kv_len) for start, name in placed for x, kv_len in enumerate(keys)]
+            lines.append(Line(_counted("requests", requests), boxes))
+    across = {start + x + 0.5: style.in_short(kv_len) for start in starts for x, kv_len in enumerate(keys)}
+    columns = 0, starts[-1] + len(keys)
+    return cells_figure(title, lines, looks, columns, subtitle="keys per request", across=across)
 
 
 def _by_point(rows: Iterable[Mapping[str, Any]], arm: str, value: str) -> dict[Point, float]:
