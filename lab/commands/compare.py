@@ -13,7 +13,6 @@ from lab.commands.options import (
     loaded,
     misused,
     need_gpu,
-    prepare_machine,
     refuse,
 )
 
@@ -86,7 +85,6 @@ def ab(
 
     Exit status: 1 if the second is SLOWER, 125 if the two could not be compared.
     """
-    prepare_machine()
     from lab.reports.ab import ab_report, measure_sides
     from lab.timing.method import method_named
     from lab.workloads.scenarios import scenario as scenario_named

@@ -58,7 +58,6 @@ def clocks(
     out: Out = None,
 ) -> None:
     """Time the same work by every clock of the lab: do they agree on this GPU?"""
-    prepare_machine()
     from lab.experiments import clocks as experiment
     from lab.workloads.scenarios import scenario as scenario_named
 
@@ -88,7 +87,6 @@ def draft_extend_graph(
     out: Out = None,
 ) -> None:
     """Measure what a CUDA graph saves around a draft model's pass, and the trimmed outputs of its draft extend (25002)."""
-    prepare_machine()
     from lab.experiments import draft_extend_graph as experiment
     from lab.kernels import default_implementation
 
@@ -113,7 +111,6 @@ def draft_extend_kernels(
     out: Out = None,
 ) -> None:
     """Find which call is faster for draft extend: the decode call, or the context call (24566)."""
-    prepare_machine()
     from lab.experiments import draft_extend_kernels as experiment
     from lab.experiments.arms import chosen
     from lab.workloads.batches import sweep
@@ -133,7 +130,6 @@ def draft_steps(
     out: Out = None,
 ) -> None:
     """Measure what the draft steps' dead ragged lists cost (26241), and what one launch for all steps would save."""
-    prepare_machine()
     from lab.experiments import draft_steps as experiment
 
     with misused():
@@ -174,7 +170,6 @@ def kv_read_once(
     out: Out = None,
 ) -> None:
     """Time kernels that read K/V once for all query rows against their targets, and against the floor."""
-    prepare_machine()
     from lab.experiments import kv_read_once as experiment
 
     with misused():
@@ -212,7 +207,6 @@ def length_copy(
     out: Out = None,
 ) -> None:
     """Measure what the copy of lengths to the host costs a decode loop (26824)."""
-    prepare_machine()
     from lab.experiments import length_copy as experiment
     from lab.experiments.loops import loops_of
 
@@ -239,7 +233,6 @@ def plan_stream(
     out: Out = None,
 ) -> None:
     """Measure when a plan beside the draft makes an iteration shorter (25925)."""
-    prepare_machine()
     from lab.experiments import plan_stream as experiment
     from lab.experiments.loops import loops_of
 
@@ -275,7 +268,6 @@ def mla_decode(
     out: Out = None,
 ) -> None:
     """Time the portable MLA decode against FlashInfer's BatchMLAPagedAttentionWrapper, and both against the floor."""
-    prepare_machine()
     from lab.experiments import mla_decode as experiment
     from lab.experiments.arms import chosen
 
@@ -299,7 +291,6 @@ def changes(
     only: Annotated[list[int] | None, several(positive, "numbers of changes", "NUMBER,...")] = None,
 ) -> None:
     """Measure SGLang's five changes, one after the other, or show their recordings."""
-    prepare_machine()
     from lab.reports.changes.run import show
 
     with misused():
