@@ -58,7 +58,7 @@ def judge(
 ) -> Report:
     """Find out whether an implementation is right.
 
-    What it declines with NotImplementedError or ValueError, or for want of a parameter, is listed as declined; what it
+    What it refuses (`lab.checks.refusals.refusing`) in every equal spelling (`lab.checks.spellings`) is declined; what it
     accepts must be right.
 
     Args:

@@ -71,21 +71,28 @@ def _with_out(interface: Interface, arguments: Arguments) -> Arguments:
     return arguments | {"out": query.new_full((*query.shape[:-1], width), float("nan"), dtype=dtype)}
 
 
-def _speaks_of_out(refusal: str) -> bool:
-    return re.search(r"\bout\b", refusal) is not None
+def _names(name: str, refusal: str) -> bool:
+    return re.search(rf"\b{name}\b", refusal) is not None
+
+
+def _left_out(name: str, words: str, by_engines: bool = False) -> Spelling:
+    """Return the form without an argument that the refusal names."""
+    return Spelling(
+        words,
+        lambda interface, arguments, refusal: arguments.get(name) is not None and _names(name, refusal),
+        lambda interface, arguments: {other: value for other, value in arguments.items() if other != name},
+        by_engines,
+    )
 
 
 SPELLINGS = (
+    # What no result depends on.
+    *(_left_out(name, f"no {name}") for name in ("workspace_buffer", "max_seq_len", "max_kv_len")),
+    _left_out("out", "its result copied into the output", by_engines=True),
     Spelling(
         "an output handed out",
-        lambda interface, arguments, refusal: arguments.get("out") is None and _speaks_of_out(refusal),
+        lambda interface, arguments, refusal: arguments.get("out") is None and _names("out", refusal),
         _with_out,
-    ),
-    Spelling(
-        "its result copied into the output",
-        lambda interface, arguments, refusal: arguments.get("out") is not None and _speaks_of_out(refusal),
-        lambda interface, arguments: {name: value for name, value in arguments.items() if name != "out"},
-        by_engines=True,
     ),
     Spelling("the causal mask of its rows", _has_no_mask, _with_causal_mask),
 )

@@ -99,6 +99,21 @@ def test_a_kernel_without_sinks_window_and_out_runs_in_an_engine_s_pass() -> Non
     assert "judged with its result copied into the output instead" in verdict.judged.declines[0]
 
 
+def test_a_kernel_needs_no_workspace_and_no_bound_of_lengths() -> None:
+    def decode(
+        query: Any, kv_cache: Any, block_tables: Any, seq_lens: Any, bmm1_scale: float, bmm2_scale: float,
+        q_len_per_req: int = 1,
+    ) -> Any:  # fmt: skip
+        longest = int(seq_lens.max())
+        return right(
+            query, kv_cache, None, block_tables, seq_lens, longest, bmm1_scale, bmm2_scale, q_len_per_req=q_len_per_req
+        )
+
+    verdict = judge_case(decoding(decode), "K1", CASE, "cpu")
+    assert verdict.outcome is Outcome.RIGHT
+    assert "judged with no workspace_buffer and no max_seq_len instead" in verdict.judged.declines[0]
+
+
 def test_a_refusal_of_every_spelling_is_the_first_one() -> None:
     def decode(**given: Any) -> None:
         raise NotImplementedError("with a mask too" if "mask" in given else "no")
