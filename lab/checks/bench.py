@@ -35,20 +35,20 @@ class Session:
     Attributes:
         name: of the implementation.
         isolation: where cases run.
-        note: called with each verdict, and whether it is this run's; returns it as it is reported.
         end: no case is begun after this time, of `time.monotonic`.
         stops_at_fault: nor after the first wrong or failed case.
         earlier: verdicts of an earlier run of the same, which keep their numbers.
         recorded_in: the report's file, or "".
+        note: called with each verdict, and whether it is this run's; returns it as it is reported.
     """
 
     name: str
     isolation: Isolation
-    note: Callable[[CaseVerdict, bool], CaseVerdict] = lambda verdict, is_new: verdict
     end: float = math.inf
     stops_at_fault: bool = False
     earlier: dict[Key, CaseVerdict] = field(default_factory=dict)
     recorded_in: str = ""
+    note: Callable[[CaseVerdict, bool], CaseVerdict] = lambda verdict, is_new: verdict
     _last_number: int = 0
     _has_fault: bool = False
 

@@ -106,24 +106,15 @@ def judge(
     refused = None if refusals is None else tuple(refusals)
     with Isolation(subject, where, given, time_limit_s, workers, refused) as isolation:
         offer = isolation.ask(partial(offer_of, implementation if isinstance(implementation, str) else ""))
-        offered = [each for each in offer.interfaces if not functions or each.value in functions]
-        if not offered:
-            raise ValueError(f"{name} has none of {', '.join(functions or [each.value for each in Interface])}")
+        offered = _offered(name, offer.interfaces, functions)
         about = environment()
         asked = (name, depth, given, [check.key for check in chosen], offered, count, probe, str(where), refused)
         digest = digest_of_run(offer, asked, [about.get(part) for part in VERDICT_PARTS])
-        session = Session(
-            name,
-            isolation,
-            end=time.monotonic() + most_seconds,
-            stops_at_fault=first_failure,
-            earlier={} if fresh else earlier_verdicts(path, digest),
-            recorded_in="" if path is None else str(path),
-        )
+        earlier = {} if fresh else earlier_verdicts(path, digest)
+        session = Session(name, isolation, time.monotonic() + most_seconds, first_failure, earlier, str(path or ""))
         empty = Report(name, depth, about, str(where), (), 0, given, run=digest)
         told = partial(known, ledger=ledger, capability=capability_of(where))
-        run = _Run(session, chosen, count, empty, path, told, probe)
-        return run.judged(offered, given, progress)
+        return _Run(session, chosen, count, empty, path, told, probe).judged(offered, given, progress)
 
 
 @dataclass
@@ -317,6 +308,13 @@ def device_of(device: torch.device | str | None) -> torch.device:
     if named.type == "cuda" and (named.index or 0) >= count:
         raise ValueError(f"there is no GPU {str(device)!r} here: torch finds {count or 'none'}")
     return named
+
+
+def _offered(name: str, interfaces: Sequence[Interface], functions: Sequence[str]) -> list[Interface]:
+    offered = [each for each in interfaces if not functions or each.value in functions]
+    if not offered:
+        raise ValueError(f"{name} has none of {', '.join(functions or [each.value for each in Interface])}")
+    return offered
 
 
 def _check_numbers(workers: int, time_limit_s: float, drawn: int | None) -> None:

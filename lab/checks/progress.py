@@ -17,12 +17,14 @@ class Progress:
         done: cases judged; those that a wrong drawn case was made smaller by do not count.
         total: cases planned, the drawn ones too.
         seconds_left: about; None while nothing is known of it.
+        is_new: the verdict is this run's, and not an earlier one's.
     """
 
     verdict: CaseVerdict
     done: int
     total: int
     seconds_left: float | None
+    is_new: bool = True
 
 
 class Stopwatch:
@@ -36,4 +38,4 @@ class Stopwatch:
         self._new += is_new
         elapsed = time.monotonic() - self._start
         left = elapsed / self._new * (total - done) if self._new >= LEAST_DONE else None
-        return Progress(verdict, done, total, left)
+        return Progress(verdict, done, total, left, is_new)

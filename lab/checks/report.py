@@ -287,7 +287,8 @@ class Report:
         if len(declines) > SHOWN_DECLINES:
             yield f"and {len(declines) - SHOWN_DECLINES} more kinds of refusal, which the report's file lists"
         if self.left_out:
-            yield f"{self.left_out} cases were left out: the time was over"
+            ended = "it was wrong" if any(self.wrong) else "the time was over"
+            yield f"{self.left_out} cases were left out: {'the run was interrupted' if self.interrupted else ended}"
 
     def details(self) -> Iterator[str]:
         """Yield all that is told without the table."""

@@ -1,28 +1,33 @@
 """`lab judge`: judge an implementation."""
 
 import math
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from lab.axes import E4M3_ARITHMETIC, LONGEST, SEVERAL, SOME, space_of
+from lab.axes import E4M3_ARITHMETIC, LONGEST, SEVERAL, SOME, options_of, space_of
 from lab.commands.options import (
     DONE,
+    INTERRUPTED,
+    MISUSED,
     NOT_JUDGED,
-    WRONG,
     Device,
     Implementation,
     Out,
-    loaded,
     prepare_machine,
     refuse,
     several,
 )
+from lab.commands.progress import shown_progress
+from lab.commands.watch import rounds
+from lab.loading import LoadError
 
 if TYPE_CHECKING:
-    from lab.checks.progress import Progress as ProgressOfJudge
+    from lab.checks.progress import Progress
     from lab.checks.report import Report
 
 AXES = "Axes: narrow the cases to what the kernel was built for"
@@ -78,6 +83,15 @@ def judge(
     most_seconds: MostSeconds = math.inf,
     drawn: Drawn = None,
     out: Out = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="judge again what the --out file of the same run holds")
+    ] = False,
+    case: Annotated[str | None, typer.Option(metavar="REPORT.json#17", help="judge one case of a report again")] = None,
+    first_failure: Annotated[
+        bool, typer.Option("--first-failure", help="end at the first wrong or failed case")
+    ] = False,
+    watch: Annotated[Path | None, typer.Option(help="judge again whenever this file changes", exists=True)] = None,
+    probe: Annotated[bool, typer.Option(help="where most is declined, find what is taken and judge that too")] = True,
     dtypes: Annotated[list[str] | None, _axis("dtypes")] = None,
     groups: Annotated[list[int] | None, _axis("groups")] = None,
     num_kv_heads: Annotated[list[int] | None, _axis("num_kv_heads")] = None,
@@ -98,49 +112,97 @@ def judge(
     nvfp4: Annotated[bool, _some("nvfp4")] = True,
 ) -> None:
     """Judge an implementation: a module, a file or an object with one or more of FlashInfer's functions."""
+    if case is not None and (out is not None or first_failure):
+        refuse("--case judges one case: it goes with neither --out nor --first-failure")
+    if watch is not None and in_process:
+        refuse("--watch needs workers, which import the kernel anew: leave --in-process out")
+    how: dict[str, Any] = {"device": device, "isolated": not in_process, "time_limit_s": time_limit_s}
+    if case is not None:
+        _end(partial(_judge_case, *_report_and_number(case), implementation, how), watch)
     prepare_machine(device)
-    from lab.checks.judge import interfaces_of
     from lab.kernels import default_implementation
-    from lab.workloads.interfaces import Interface
 
-    name = implementation or default_implementation(device).__name__
-    if not interfaces_of(loaded(name)):
-        refuse(f"{name} has none of {', '.join(interface.value for interface in Interface)}")
-    console = Console()
-    report = _report(
-        console,
-        name,
-        level=level,
-        space=space_of(context.params),
-        only=only or (),
-        functions=functions or (),
-        device=device,
-        isolated=not in_process,
-        workers=workers,
-        time_limit_s=time_limit_s,
-        most_seconds=most_seconds,
-        drawn=drawn,
-    )
-    report.print(console)
-    if out is not None:
-        report.write(out)
-    raise typer.Exit(DONE if report.is_right else WRONG if any(report.wrong) else NOT_JUDGED)
+    how |= {"level": level, "space": space_of(context.params), "only": only or (), "functions": functions or ()}
+    how |= {"workers": workers, "most_seconds": most_seconds, "drawn": drawn, "probe": probe}
+    how |= {"out": out, "fresh": fresh, "first_failure": first_failure}
+    _end(partial(_judge_all, implementation or default_implementation(device).__name__, how), watch)
 
 
-def _report(console: Console, name: str, *, level: str, **how: Any) -> "Report":
-    """Judge, with a line of progress on a terminal."""
+def _end(judge_round: Callable[[Console], int], watched: Path | None) -> NoReturn:
+    """Judge, again whenever a file changes if there is one, and end with the exit status."""
+    status, console = DONE, Console()
+    try:
+        for number in rounds(watched):
+            if number:
+                console.rule(f"{watched} has changed")
+            status = judge_round(console)
+            if watched is not None:
+                console.print(f"exit status {status}; waiting for {watched} to change, until Ctrl-C", highlight=False)
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    raise typer.Exit(status)
+
+
+def _report_and_number(case: str) -> tuple[Path, int]:
+    """Read "REPORT.json#17"."""
+    path, _, number = case.rpartition("#")
+    if not path or not number.isdecimal():
+        refuse(f"--case {case} names no case of a report: give its file and number, such as report.json#17")
+    return Path(path), int(number)
+
+
+def _judge_case(path: Path, number: int, name: str | None, how: Mapping[str, Any], console: Console) -> int:
+    """Judge one case of a report, print its verdict, and return the exit status."""
+    from lab.checks.judge import judge_recorded
+    from lab.checks.recording import ReportError, read_case
+
+    try:
+        prepare_machine(how["device"] or read_case(path, number).device)
+        verdict = judge_recorded(path, number, implementation=name, **how)
+    except LoadError as error:
+        return _said(str(error), NOT_JUDGED)
+    except (ReportError, ValueError) as error:
+        return _said(str(error), MISUSED)
+    console.print(str(verdict), markup=False, highlight=False, soft_wrap=True)
+    return verdict.exit_status
+
+
+def _judge_all(name: str, how: Mapping[str, Any], console: Console) -> int:
+    """Judge an implementation, print the report, and return the exit status."""
     from lab.checks.check import Level
     from lab.checks.judge import judge as judge_it
-    from lab.checks.verdicts import Outcome
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("starting")
+    recalled = 0
+    try:
+        with shown_progress(console) as show:
 
-        def tell(told: "ProgressOfJudge") -> None:
-            verdict = told.verdict
-            progress.update(task, advance=1, description=f"{verdict.check} of {verdict.interface.value}")
-            if verdict.outcome in (Outcome.WRONG, Outcome.FAILED) and not verdict.drawn:
-                progress.console.print(f"{verdict.check} of {verdict.interface.value} is {verdict.outcome.value}")
+            def tell(progress: "Progress") -> None:
+                nonlocal recalled
+                recalled += not progress.is_new
+                show(progress)
 
-        return judge_it(name, level=Level(level), progress=tell if console.is_terminal else None, **how)
+            report = judge_it(name, progress=tell, **{**how, "level": Level(how["level"])})
+    except (LoadError, ValueError) as error:
+        return _said(str(error), MISUSED)
+    if recalled:
+        console.print(f"{recalled} verdicts are from {how['out']}, where nothing has changed since: --fresh judges all")
+    report.print(console)
+    _print_narrowings(console, report)
+    return report.exit_status
+
+
+def _print_narrowings(console: Console, report: "Report") -> None:
+    several_functions = len({verdict.interface for verdict in report.verdicts}) > 1
+    for interface, space in report.narrowed:
+        only = f"--functions {interface.value} " if several_functions else ""
+        console.print(
+            f"{interface.value} declines most of the axes, and was judged on those that it takes too: "
+            f"lab judge {report.implementation} {only}{options_of(space)}",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _said(sentence: str, status: int) -> int:
+    typer.echo(f"lab: {sentence}", err=True)
+    return status

@@ -1,11 +1,14 @@
 """`lab judge`: exit status, what it prints and writes, and how the axes are narrowed."""
 
 import io
+import itertools
 import json
+import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +18,8 @@ from lab.checks import Level, Outcome, Space
 from lab.checks.progress import Progress
 from lab.checks.verdicts import Judged
 from lab.commands import judge as judge_module
+from lab.commands import progress as progress_module
+from lab.commands.watch import rounds
 from lab.workloads.interfaces import Interface
 from tests.checks.test_report import report_of, verdict_of
 from tests.commands.command import run
@@ -64,7 +69,8 @@ def test_what_is_wrong_ends_in_1_and_is_written_with_its_reproduction(
     assert (report["implementation"], report["level"], report["is_right"]) == (WINDOW, "smoke", False)
     wrong = [case for case in report["cases"] if case["outcome"] == "wrong"]
     said = capsys.readouterr().out
-    assert any(f"see it: {case['reproduce']}" in said for case in wrong)
+    assert any(f"see it: lab judge --case {out}#{case['number']}" in said for case in wrong)
+    assert all(case["case"] in case["reproduce"] for case in wrong)
     assert said.startswith("Wrong wherever a window hides keys of a request")
     assert report["diagnosis"]["sentence"] == said.splitlines()[0]
 
@@ -85,12 +91,21 @@ def test_the_whole_command_runs_isolated_in_a_shell() -> None:
     assert "starting" not in done.stdout
 
 
-@pytest.mark.parametrize("is_terminal", [False, True])
-def test_progress_is_for_terminals(is_terminal: bool, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    made = judge_module.Console
-    monkeypatch.setattr(judge_module, "Console", lambda: made(file=io.StringIO(), force_terminal=is_terminal))
-    run(["judge", "lab.references"])
-    assert (asked["progress"] is not None) is is_terminal
+def test_elsewhere_than_on_a_terminal_a_line_a_minute_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, made = io.StringIO(), judge_module.Console
+    minutes = itertools.count(step=40.0)
+
+    def judge(implementation: str, **how: Any) -> Any:
+        how["progress"](Progress(verdict_of(Outcome.WRONG), 1, 60, None))
+        assert not screen.getvalue()
+        how["progress"](Progress(verdict_of(Outcome.RIGHT), 2, 60, 300.0))
+        return report_of(verdict_of(Outcome.RIGHT))
+
+    monkeypatch.setattr(JUDGE, "judge", judge)
+    monkeypatch.setattr(progress_module, "time", SimpleNamespace(monotonic=lambda: next(minutes)))
+    monkeypatch.setattr(judge_module, "Console", lambda: made(file=screen, width=200))
+    assert run(["judge", "lab.references"]) == 0
+    assert screen.getvalue().splitlines()[0] == "2 of 60 cases judged, 1 wrong or failed, about 5 minutes left"
 
 
 def test_a_wrong_case_is_told_on_a_terminal_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,3 +209,29 @@ def test_known_findings_are_shown_and_right(
     monkeypatch.setattr(JUDGE, "judge", lambda *_, **__: report_of(known))
     assert run(["judge", "lab.references"]) == 0
     assert "known: page#heading" in capsys.readouterr().out
+
+
+def test_a_case_of_a_report_is_judged_again_with_the_exit_status_of_a_bisection(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "report.json"
+    assert run(["judge", WINDOW, "--only", "coded", *NARROW, "--out", str(out)]) == 1
+    (wrong,) = re.findall(rf"see it: lab judge --case {re.escape(str(out))}#(\d+)", capsys.readouterr().out)
+    assert run(["judge", "--case", f"{out}#{wrong}"]) == 1
+    assert "K3 of trtllm_batch_decode_with_kv_cache is wrong" in capsys.readouterr().out
+    assert run(["judge", "lab.references", "--case", f"{out}#{wrong}", "--in-process"]) == 0
+    assert run(["judge", "tests.checks.nowhere", "--case", f"{out}#{wrong}", "--in-process"]) == 125
+    assert "tests.checks.nowhere cannot be imported" in capsys.readouterr().err
+    for mistake in (f"{out}#999", str(out), f"{tmp_path}/none.json#1"):
+        assert run(["judge", "--case", mistake]) == 2
+    assert "has no case 999" in capsys.readouterr().err
+
+
+def test_a_watched_file_brings_a_round_whenever_it_is_written(tmp_path: Path) -> None:
+    kernel = tmp_path / "kernel.py"
+    kernel.write_text("first")
+    watched = rounds(kernel)
+    assert next(watched) == 0
+    kernel.write_text("second version")
+    assert next(watched) == 1
+    assert list(rounds(None)) == [0]

@@ -1,0 +1,65 @@
+"""How far the judge is: a bar on a terminal, a line a minute elsewhere."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+
+if TYPE_CHECKING:
+    from lab.checks.progress import Progress as ProgressOfJudge
+    from lab.checks.report import CaseVerdict
+
+LINE_EVERY_S = 60.0
+
+
+@contextmanager
+def shown_progress(console: Console) -> "Iterator[Callable[[ProgressOfJudge], None]]":
+    """Give a function that shows each verdict's progress."""
+    if not console.is_terminal:
+        yield _lines(console)
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TextColumn("{task.fields[left]}"), console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=None, left="")
+
+        def tell(progress: "ProgressOfJudge") -> None:
+            verdict = progress.verdict
+            description = f"{verdict.check} of {verdict.interface.value}"
+            bar.update(
+                task, completed=progress.done, total=progress.total, description=description, left=_left(progress)
+            )
+            if _is_fault(verdict) and not verdict.drawn:
+                bar.console.print(f"[red]{description} is {verdict.outcome.value}[/red]", highlight=False)
+
+        yield tell
+
+
+def _lines(console: Console) -> "Callable[[ProgressOfJudge], None]":
+    last, faults = time.monotonic(), 0
+
+    def tell(progress: "ProgressOfJudge") -> None:
+        nonlocal last, faults
+        faults += _is_fault(progress.verdict)
+        if time.monotonic() >= last + LINE_EVERY_S:
+            last = time.monotonic()
+            found = f", {faults} wrong or failed" if faults else ""
+            left = f", {_left(progress)}" if _left(progress) else ""
+            console.print(f"{progress.done} of {progress.total} cases judged{found}{left}", highlight=False)
+
+    return tell
+
+
+def _left(progress: "ProgressOfJudge") -> str:
+    if progress.seconds_left is None:
+        return ""
+    minutes = progress.seconds_left / 60
+    return f"about {minutes:.0f} minutes left" if minutes >= 2 else f"about {progress.seconds_left:.0f} seconds left"
+
+
+def _is_fault(verdict: "CaseVerdict") -> bool:
+    from lab.checks.bench import is_fault
+
+    return is_fault(verdict)
