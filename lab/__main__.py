@@ -10,12 +10,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, and end the process with its exit status.
 
     Returns:
-        2 where a package is missing that one of the extras installs, or a file cannot be read or written.
+        2 where a package is missing that one of the extras installs, or a file cannot be read or written; 130 after Ctrl-C.
     """
     try:
         from lab.commands.app import app
 
         app(args=arguments, prog_name="lab")
+    except KeyboardInterrupt:
+        return 130
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRA_OF:

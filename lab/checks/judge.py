@@ -150,7 +150,7 @@ class _Run:
             for interface in interfaces if self.probes else ():
                 self._narrow(interface, space)
         except KeyboardInterrupt:
-            self.empty = replace(self.empty, interrupted=True)
+            self.empty = replace(self.empty, interrupted=True, ended="the run was interrupted")
         finally:
             report = self._report()
             self._save(report)
@@ -195,7 +195,10 @@ class _Run:
     def _report(self) -> Report:
         verdicts = tuple(verdict for bench in self.benches for verdict in bench.verdicts)
         left_out = sum(bench.planned - bench.judged for bench in self.benches)
-        return replace(self.empty, verdicts=verdicts, left_out=left_out)
+        report = replace(self.empty, verdicts=verdicts, left_out=left_out)
+        if self.session.stops_at_fault and any(report.wrong) and not report.interrupted:
+            report = replace(report, ended="the first wrong case ended the run")
+        return report
 
     def _save(self, report: Report, *, goes_on: bool = False) -> None:
         if self.path is not None:

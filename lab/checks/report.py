@@ -152,7 +152,8 @@ class Report:
         environment: of the run, `lab.provenance.environment`.
         device: where.
         verdicts: of every case.
-        left_out: cases that time ran out for.
+        left_out: cases that were not judged.
+        ended: why they were not.
         space: the axes that were judged.
         interrupted: by the user; cases that were not begun are in left_out.
         narrowed: functions that declined most cases, and the axes that they take and were then judged on too.
@@ -166,6 +167,7 @@ class Report:
     verdicts: tuple[CaseVerdict, ...]
     left_out: int = 0
     space: Space = field(default_factory=Space)
+    ended: str = "the time was over"
     interrupted: bool = False
     narrowed: tuple[tuple[Interface, Space], ...] = ()
     run: str = ""
@@ -287,8 +289,7 @@ class Report:
         if len(declines) > SHOWN_DECLINES:
             yield f"and {len(declines) - SHOWN_DECLINES} more kinds of refusal, which the report's file lists"
         if self.left_out:
-            ended = "it was wrong" if any(self.wrong) else "the time was over"
-            yield f"{self.left_out} cases were left out: {'the run was interrupted' if self.interrupted else ended}"
+            yield f"{self.left_out} cases were left out: {self.ended}"
 
     def details(self) -> Iterator[str]:
         """Yield all that is told without the table."""
