@@ -6,7 +6,7 @@ pytest finds it wherever the lab is installed: `pytest --lab-judge my.kernel`. I
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +17,14 @@ from lab.extras import require
 from lab.loading import LoadError, load
 
 if TYPE_CHECKING:
-    from lab.checks.check import Check
-    from lab.checks.report import CheckSummary
+    from lab.checks.report import Report
     from lab.checks.space import Space
     from lab.workloads.interfaces import Interface
 
 OPTION = "--lab-judge"
 PREFIX = "--lab-"
+PROBING_CHECK = "K1"  # by which a function that declines most cases is asked what it takes
+TAKEN = "axes that a kernel takes"  # the property of a test that was judged on these alone
 
 
 @pytest.fixture(scope="session")
@@ -45,6 +46,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "functions; without a path on the command line, these tests alone. Several kernels: repeat",
     )
     group.addoption(f"{PREFIX}level", choices=("smoke", "full"), default="smoke", help="how much is judged")
+    group.addoption(
+        f"{PREFIX}refusals",
+        metavar="NAME,...",
+        help="exceptions that are refusals instead of the usual ones, such as NotImplementedError,my.kernel.Unsupported",
+    )
     for name, axis in SEVERAL.items():
         _add_axis(group, name, axis.words, type=partial(_read, axis.values), metavar=axis.metavar)
     for name, words in SOME.items():
@@ -80,9 +86,15 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     try:
         require(OPTION, "torch", "hypothesis", "pebble", "rich")
         _let_triton_interpret()
+        from lab.checks.refusals import resolve_refusals
+
         space = space_of({name.removeprefix("lab_"): value for name, value in vars(config.option).items()})
+        named = config.option.lab_refusals
+        refusals = None if named is None else resolve_refusals(named)
         for name in config.option.lab_judge:
-            kernel = Kernel.from_parent(session, name=name, nodeid=name, space=space, offered=_offered(name))
+            kernel = Kernel.from_parent(
+                session, name=name, nodeid=name, space=space, offered=_offered(name), refusals=refusals
+            )
             items += session.genitems(kernel)
     except (LoadError, ModuleNotFoundError, ValueError) as error:
         raise pytest.UsageError(f"{OPTION}: {error}") from error
@@ -111,14 +123,17 @@ class Kernel(pytest.Collector):
     """A kernel that is judged.
 
     Attributes:
-        space: the axes.
+        space: the axes that were asked for.
         offered: its functions.
-        judged: functions of which something was judged, or nothing could be, so far as is known.
+        refusals: exceptions that are refusals, or None for the usual ones.
+        axes: of the functions that were tried, those that they are judged on: what they take, where they decline most.
+        judged: functions of which some check judged something, or none did, so far as is known.
     """
 
-    def __init__(self, *, space: "Space", offered: list["Interface"], **node: Any) -> None:
+    def __init__(self, *, space: "Space", offered: list["Interface"], refusals: Any, **node: Any) -> None:
         super().__init__(**node)
-        self.space, self.offered = space, offered
+        self.space, self.offered, self.refusals = space, offered, refusals
+        self.axes: dict[Interface, Space] = {}
         self.judged: dict[Interface, bool] = {}
 
     def collect(self) -> Sequence["CheckOfFunction"]:
@@ -127,39 +142,50 @@ class Kernel(pytest.Collector):
 
         return [
             CheckOfFunction.from_parent(
-                self, name=f"{check.key}-{check.name}[{interface.name.lower()}]", check=check, interface=interface
+                self, name=f"{check.key}-{check.name}[{interface.name.lower()}]", check=check.key, interface=interface
             )
             for check in checks()
             for interface in self.offered
             if interface in check.interfaces
         ]
 
-    def judge(self, check: "Check", interface: "Interface", **how: Any) -> "CheckSummary | None":
-        """Judge a function by a check; None where the axes have no case for it."""
-        from lab.checks import Level, judge
+    def judge(self, check: str, interface: "Interface", **how: Any) -> "Report":
+        """Judge a function by a check, on the axes that the function takes."""
+        if interface not in self.axes:
+            self.axes[interface] = self._axes_taken(interface)
+        return self._judge(check, interface, self.axes[interface], probe=False, **how)
 
-        level = Level(self.config.option.lab_level)
-        report = judge(self.name, only=[check.key], functions=[interface.value], space=self.space, level=level, **how)
+    def _axes_taken(self, interface: "Interface") -> "Space":
+        from lab.workloads.interfaces import ATTENTION
+
+        if interface not in ATTENTION:
+            return self.space
+        tried = self._judge(PROBING_CHECK, interface, self.space, drawn=0)
+        return dict(tried.narrowed).get(interface, self.space)
+
+    def _judge(self, check: str, interface: "Interface", space: "Space", **how: Any) -> "Report":
+        from lab.checks import judge
+
+        level = self.config.option.lab_level
+        how |= {"space": space, "level": level, "refusals": self.refusals}
+        report = judge(self.name, only=[check], functions=[interface.value], **how)
         if report.interrupted:
             raise KeyboardInterrupt
-        row = report.rows[0] if report.rows else None
-        if row is not None and row.judged:
-            self.judged[interface] = True
-        return row
+        for row in report.rows:
+            if row.judged:
+                self.judged[row.interface] = True
+        return report
 
     def can_be_judged(self, interface: "Interface") -> bool:
         """Return True where some check judges something of a function."""
-        if interface not in self.judged:
-            self.judged[interface] = any(self._rows(interface))
-        return self.judged[interface]
-
-    def _rows(self, interface: "Interface") -> Iterator[bool]:
         from lab.checks.catalogue import checks
 
-        for check in checks():
-            if interface in check.interfaces:
-                row = self.judge(check, interface, drawn=0)
-                yield row is not None and row.judged > 0
+        if interface not in self.judged:
+            of_it = (check.key for check in checks() if interface in check.interfaces)
+            self.judged[interface] = any(
+                row.judged for key in of_it for row in self.judge(key, interface, drawn=0).rows
+            )
+        return self.judged[interface]
 
 
 class NotRight(Exception):  # noqa: N818 - a verdict
@@ -169,7 +195,7 @@ class NotRight(Exception):  # noqa: N818 - a verdict
 class CheckOfFunction(pytest.Item):
     """One check of one function of a kernel, as a test."""
 
-    def __init__(self, *, check: "Check", interface: "Interface", **node: Any) -> None:
+    def __init__(self, *, check: str, interface: "Interface", **node: Any) -> None:
         super().__init__(**node)
         self.check, self.interface = check, interface
 
@@ -183,18 +209,24 @@ class CheckOfFunction(pytest.Item):
 
         kernel = self.parent
         assert isinstance(kernel, Kernel)
-        row = kernel.judge(self.check, self.interface)
-        if row is not None and row.outcome in (Outcome.WRONG, Outcome.FAILED):
-            raise NotRight(f"{row.worst}\n  reproduce: {row.worst.reproduce}")
-        if row is None or row.outcome is Outcome.DECLINED:
-            reason = "the axes have no case for it" if row is None else "; ".join(row.declines)
+        rows = kernel.judge(self.check, self.interface).rows
+        axes = kernel.axes[self.interface]
+        if axes != kernel.space:
+            taken = options_of(axes, PREFIX)
+            self.user_properties.append(
+                (TAKEN, f"{kernel.name}: {self.interface.value} was judged on what it takes: {taken}")
+            )
+        if not rows or rows[0].outcome is Outcome.DECLINED:
+            reason = "; ".join(rows[0].declines) if rows else "the axes have no case for it"
             if kernel.can_be_judged(self.interface):
                 pytest.skip(reason)
-            axes = options_of(kernel.space, PREFIX) or "the default axes"
             raise NotRight(
-                f"nothing of {self.interface.value} could be judged: it declines every case of {axes}, here with: {reason}. "
-                f"Name what it takes by the options of the axes, such as {PREFIX}head-dims 128"
+                f"nothing of {self.interface.value} could be judged: it declines every case of "
+                f"{options_of(axes, PREFIX) or 'the default axes'}, here with: {reason}. Name what it takes by the options of "
+                f"the axes, such as {PREFIX}head-dims 96 (pytest --help, under {OPTION})"
             )
+        if rows[0].outcome in (Outcome.WRONG, Outcome.FAILED):
+            raise NotRight(f"{rows[0].worst}\n  reproduce: {rows[0].worst.reproduce}")
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], *_: Any, **__: Any) -> Any:
         """Show a verdict as it is, and another error with its traceback."""
@@ -203,3 +235,11 @@ class CheckOfFunction(pytest.Item):
     def reportinfo(self) -> tuple[Any, int | None, str]:
         """Return what a report calls this test."""
         return self.path, None, self.nodeid
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which kernels were judged on the axes that they take, and not on all that were asked for."""
+    reports = [report for reports in terminalreporter.stats.values() for report in reports]
+    said = [text for report in reports for name, text in getattr(report, "user_properties", ()) if name == TAKEN]
+    for text in dict.fromkeys(said):
+        terminalreporter.write_line(text)

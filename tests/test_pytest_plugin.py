@@ -34,6 +34,9 @@ NARROW = (
     "--lab-kv-layouts HND --lab-large-batches 5 --lab-no-windows --lab-no-sinks --lab-no-nvfp4 --lab-longest 70"
 )
 
+# The axes that the kernels do not limit, narrow for the test's time alone.
+NARROW_BUT_TAKEN = "--lab-dtypes bf16/bf16 --lab-groups 2 --lab-num-kv-heads 1 --lab-q-lens 1 --lab-longest 70"
+
 
 @pytest.fixture
 def elsewhere(pytester: pytest.Pytester) -> pytest.Pytester:
@@ -69,10 +72,25 @@ def test_a_broken_narrow_kernel_fails_with_its_worst_case(elsewhere: pytest.Pyte
     assert "Traceback" not in done.stdout.str()
 
 
+@pytest.mark.parametrize(("kernel", "outcome"), [("right", "passed"), ("wrong", "failed")])
+def test_a_narrow_kernel_is_judged_on_what_it_takes(elsewhere: pytest.Pytester, kernel: str, outcome: str) -> None:
+    """Nobody names the axes."""
+    done = run(elsewhere, f"--lab-judge kernels.py:{kernel} {NARROW_BUT_TAKEN} -k K4-")
+    done.assert_outcomes(**{outcome: 1}, deselected=len(checks_of_decode()) - 1)
+    taken = "--lab-head-dims 128 --lab-page-sizes 64"
+    done.stdout.fnmatch_lines([f"kernels.py:{kernel}: *decode* was judged on what it takes: *{taken}*"])
+
+
 def test_a_kernel_that_refuses_everything_fails(elsewhere: pytest.Pytester) -> None:
     done = run(elsewhere, f"--lab-judge kernels.py:refusing {NARROW} -k K1-")
     done.assert_outcomes(failed=1, deselected=len(checks_of_decode()) - 1)
     done.stdout.fnmatch_lines(["nothing of trtllm_batch_decode_with_kv_cache could be judged*only bf16, head_dim 128*"])
+
+
+def test_what_is_a_refusal_can_be_said(elsewhere: pytest.Pytester) -> None:
+    done = run(elsewhere, f"--lab-judge kernels.py:refusing {NARROW} -k K1- --lab-refusals NotImplementedError")
+    done.assert_outcomes(failed=1, deselected=len(checks_of_decode()) - 1)
+    done.stdout.fnmatch_lines(["K1 of * is failed: *", "*ValueError: only bf16*"])
 
 
 def test_the_judge_s_tests_are_alone_unless_a_path_is_named(elsewhere: pytest.Pytester) -> None:
@@ -92,6 +110,11 @@ def test_the_judge_s_tests_are_alone_unless_a_path_is_named(elsewhere: pytest.Py
         ("--lab-judge json", "--lab-judge: json has none of trtllm_batch_decode_with_kv_cache"),
         ("--lab-judge kernels:right --lab-head-dims 64,x", "argument --lab-head-dims: x is not a whole number"),
         ("--lab-judge kernels:right --lab-dtypes bf16", "'bf16' is no pair such as bf16/e4m3"),
+        (
+            "--lab-judge kernels:right --lab-head-dims 24 --lab-page-sizes 63",
+            "page_sizes=(63,): 63 is not a power of two",
+        ),
+        ("--lab-judge kernels:right --lab-refusals Refused", "--lab-judge: 'Refused' is no exception"),
     ],
 )
 def test_a_mistake_is_a_sentence(elsewhere: pytest.Pytester, line: str, says: str) -> None:
