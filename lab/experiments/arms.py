@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
+from lab.experiments.recording import Recording
 from lab.experiments.targets import Figure, Target, target_rows
 from lab.timing.forward import time_facts
 from lab.timing.gpu_time import GpuTime, measure_interleaved
@@ -21,6 +23,7 @@ from lab.timing.work import Check, GpuWork
 COLD = Method(Clock.GRAPH, L2.COLD_ROTATION)
 WARM = Method(Clock.GRAPH, L2.WARM)
 SAMPLES = 15
+OUTCOMES = ("rows", "declined", "wrong")  # the lists of `PointRows`
 JUDGED = "every output vector of every request, before and after it was timed, on every buffer"
 # What FlashInfer raises where a module cannot be imported, built or loaded, a function is lacking, or a call is refused.
 MISSING_MODULE = (ImportError, OSError, RuntimeError, TypeError, ValueError)
@@ -84,6 +87,13 @@ class TimingPlan:
     ceilings: Ceilings
     method: Method = COLD
     samples: int = SAMPLES
+
+    def recording(self, experiment: str, out: Path | None, lists: Sequence[str], **facts: Any) -> Recording:
+        """Begin a `Recording` of GPU times by this plan; facts that are functions are derived."""
+        derived = {name: fact for name, fact in facts.items() if callable(fact)}
+        fixed = {name: fact for name, fact in facts.items() if name not in derived}
+        fixed = {"method": str(self.method), "samples": self.samples} | fixed
+        return Recording(experiment, out, fixed, lists, ceilings=self.ceilings, derived=derived)
 
 
 def timing_plan(clock: str, l2: str, samples: int) -> TimingPlan:

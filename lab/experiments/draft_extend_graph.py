@@ -31,7 +31,7 @@ import torch
 from rich.table import Table
 
 from lab.experiments.arms import Arm, Point, TimingPlan, measure_all
-from lab.experiments.recording import Columns, Recording, Row, rows_by_point, table_of
+from lab.experiments.recording import Columns, Row, rows_by_point, table_of
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.speculation.draft_extend_graph import DraftExtendOutput
@@ -275,29 +275,19 @@ def run(
     device = torch.device("cuda", torch.cuda.current_device())
     backend = TRTLLMMHABackend(implementation)
     model = new_model(LLAMA_8B_SIZES, max(batch_sizes), kv_len, device)
-    recording = Recording(
+    recording = plan.recording(
         "draft_extend_graph",
         out,
-        {
-            "method": str(plan.method),
-            "host_method": HOST_METHOD,
-            "completion_method": COMPLETION_METHOD,
-            "implementation": implementation.__name__,
-            "model": asdict(LLAMA_8B_SIZES) | {"page_size": PAGE_SIZE},
-        },
         ("modes", "forms"),
-        ceilings=plan.ceilings,
-        derived={"savings": lambda result: savings(result["forms"])},
+        host_method=HOST_METHOD,
+        completion_method=COMPLETION_METHOD,
+        implementation=implementation.__name__,
+        model=asdict(LLAMA_8B_SIZES) | {"page_size": PAGE_SIZE},
+        savings=lambda result: savings(result["forms"]),
     )
-
-    def modes_at(point: tuple[ForwardMode, int]) -> Mapping[str, Sequence[Row]]:
-        return {"modes": measure_mode(model, backend, *point, kv_len, plan)}
-
-    def forms_at(point: tuple[int, int]) -> Mapping[str, Sequence[Row]]:
-        return {"forms": measure_forms(model, backend, *point, kv_len, plan)}
-
-    recording.measure(list(product(GRAPH_MODES, batch_sizes)), modes_at, "modes")
-    recording.measure(list(product(batch_sizes, num_draft_tokens)), forms_at, "outputs")
+    modes, forms = list(product(GRAPH_MODES, batch_sizes)), list(product(batch_sizes, num_draft_tokens))
+    recording.measure(modes, lambda point: {"modes": measure_mode(model, backend, *point, kv_len, plan)}, "modes")
+    recording.measure(forms, lambda point: {"forms": measure_forms(model, backend, *point, kv_len, plan)}, "outputs")
     for table_from, rows in ((mode_table, "modes"), (form_table, "forms")):
         recording.console.print(table_from(recording.result[rows], str(plan.method)))
     return recording.exit_status

@@ -16,9 +16,9 @@ from typing import Any
 
 from rich.table import Table
 
-from lab.experiments.arms import Arm, Point, TimingPlan, measure_point
+from lab.experiments.arms import OUTCOMES, Arm, Point, TimingPlan, measure_point
 from lab.experiments.passes import FLASHINFER_MODULE, PORTABLE_MODULE, gpu_works, pass_facts
-from lab.experiments.recording import Columns, Recording, rows_by_point, table_of
+from lab.experiments.recording import Columns, rows_by_point, table_of
 from lab.metadata import AttentionCall
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.timing.work import GpuWork
@@ -134,21 +134,15 @@ def run(batches: Sequence[Batch], most_keys: int, plan: TimingPlan, out: Path | 
         out: where the JSON goes.
     """
     batches, skipped = split_by_size(batches, most_keys)
-    facts = {
-        "method": str(plan.method),
-        "geometry": GEOMETRY,
-        "tensor_parallel": TENSOR_PARALLEL,
-        "samples": plan.samples,
-        "most_keys": most_keys,
-        "skipped": skipped,
-    }
-    recording = Recording(
+    recording = plan.recording(
         "draft_extend_kernels",
         out,
-        facts,
-        ("rows", "declined", "wrong"),
-        ceilings=plan.ceilings,
-        derived={"crossovers": lambda result: crossovers(result["rows"])},
+        OUTCOMES,
+        geometry=GEOMETRY,
+        tensor_parallel=TENSOR_PARALLEL,
+        most_keys=most_keys,
+        skipped=skipped,
+        crossovers=lambda result: crossovers(result["rows"]),
     )
     recording.measure(batches, lambda batch: measure_point(point_of(batch), gpu_works, plan, facts_of).by_list())
     recording.console.print(crossover_table(recording.result["rows"], str(plan.method)))

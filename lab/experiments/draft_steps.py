@@ -16,7 +16,7 @@ import torch
 from rich.table import Table
 
 from lab.experiments.arms import Arm, Point, TimingPlan, measure_all
-from lab.experiments.recording import Recording, Row, table_of
+from lab.experiments.recording import Row, table_of
 from lab.metadata.engine.capture import capturing
 from lab.timing.draft import draft_facts, draft_work
 from lab.timing.host_time import METHOD as HOST_METHOD
@@ -158,10 +158,8 @@ def run(
         trace: its name.
         out: where the JSON goes.
     """
-    facts = {"method": str(plan.method), "host_method": HOST_METHOD, "trace": trace}
-    recording = Recording(
-        "draft_steps", out, facts, ("rows", "host") if host_points else ("rows",), ceilings=plan.ceilings
-    )
+    lists = ("rows", "host") if host_points else ("rows",)
+    recording = plan.recording("draft_steps", out, lists, host_method=HOST_METHOD, trace=trace)
     recording.measure(points, lambda point: {"rows": measure_all(point, works_of, plan, facts_of)})
     rows = recording.result["rows"]
     if host_points:  # only all of them have what 26241's figures are held against

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from lab.experiments.arms import JUDGED, Arm, Point, PointRows, TimingPlan, Works, measure_arms, measure_point
+from lab.experiments.arms import JUDGED, OUTCOMES, Arm, Point, PointRows, TimingPlan, Works, measure_arms, measure_point
 from lab.experiments.passes import FLASHINFER_MODULE, PORTABLE_MODULE, eager_call, gpu_works, pass_facts, works_of
 from lab.experiments.recording import Columns, Recording, Row
 from lab.experiments.targets import TEXT_COLUMNS, TIME_COLUMNS, Figure, Target, score, target_rows, target_text
@@ -238,20 +238,14 @@ def run(points: Sequence[Point], plan: TimingPlan, trace: str, out: Path | None 
         trace: its name.
         out: where the JSON goes.
     """
-    facts = {
-        "method": str(plan.method),
-        "host_method": HOST_METHOD,
-        "samples": plan.samples,
-        "trace": trace,
-        "judged": JUDGED,
-    }
-    recording = Recording(
+    recording = plan.recording(
         "kv_read_once",
         out,
-        facts,
-        ("rows", "host", "declined", "wrong"),
-        ceilings=plan.ceilings,
-        derived={"targets": lambda result: score(result["rows"] + result["host"])},
+        (*OUTCOMES, "host"),
+        host_method=HOST_METHOD,
+        trace=trace,
+        judged=JUDGED,
+        targets=lambda result: score(result["rows"] + result["host"]),
     )
     recording.measure(points, partial(_rows_at, plan))
     _print(recording)

@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 
-from lab.experiments.arms import JUDGED, Arm, Point, TimingPlan, measure_point
+from lab.experiments.arms import JUDGED, OUTCOMES, Arm, Point, TimingPlan, measure_point
 from lab.experiments.passes import PORTABLE_MODULE, gpu_works, pass_facts
-from lab.experiments.recording import Recording
 from lab.experiments.targets import TEXT_COLUMNS, TIME_COLUMNS, Figure, Target, score
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.timing.work import GpuWork
@@ -82,15 +81,7 @@ def facts_of(arm: Arm, work: GpuWork) -> dict[str, Any]:
 
 def run(points: Sequence[Point], plan: TimingPlan, out: Path | None = None) -> int:
     """Measure the points and record them in the file `out`; return the exit status."""
-    facts = {"method": str(plan.method), "samples": plan.samples, "judged": JUDGED}
-    recording = Recording(
-        "mla_decode",
-        out,
-        facts,
-        ("rows", "declined", "wrong"),
-        ceilings=plan.ceilings,
-        derived={"targets": lambda result: score(result["rows"])},
-    )
+    recording = plan.recording("mla_decode", out, OUTCOMES, judged=JUDGED, targets=lambda result: score(result["rows"]))
     recording.measure(points, lambda point: measure_point(point, gpu_works, plan, facts_of).by_list())
     title = f"MLA, one layer: {plan.method}. The wrapper is {PLANNED}"
     recording.print_table(title, TIME_COLUMNS, "rows", words=TEXT_COLUMNS)
