@@ -122,15 +122,7 @@ def _record(row: RowComparison) -> Mapping[str, Any]:
 
 def comparison_record(samples: SampleComparison) -> dict[str, Any]:
     """Return a comparison as JSON data: the verdict first."""
-    return {
-        "verdict": samples.speed.value,
-        "before_us": samples.before_us,
-        "after_us": samples.after_us,
-        "effect_percent": samples.effect_percent,
-        "interval_percent": samples.interval_percent,
-        "p_value": samples.p_value,
-        "reason": samples.reason,
-    }
+    return {"verdict": samples.speed.value} | {name: value for name, value in vars(samples).items() if name != "speed"}
 
 
 def comparison_table(comparison: RunComparison) -> Table:

@@ -43,7 +43,7 @@ class CheckRow:
 
     @property
     def catches(self) -> str:
-        """What the check catches; "" if this version of the lab does not have it."""
+        """Return what the check catches; "" if this version of the lab does not have it."""
         return CHECKS[self.key].catches if self.key in CHECKS else ""
 
     @property
