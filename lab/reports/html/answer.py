@@ -105,4 +105,4 @@ def _smallest(smallest: Mapping[str, Any], record: RecordedFile) -> Iterator[tup
     for name in SMALLEST:
         said = smallest.get(name)
         if said:
-            yield name, " ".join(map(str, said)) if isinstance(said, list) else str(said)
+            yield name, " ".join(f"{float(value):.4g}" for value in said) if isinstance(said, list) else str(said)

@@ -153,7 +153,7 @@ def test_a_diagnosis_stands_at_the_top(tmp_path: Path) -> None:
             "case": 1,
             "result": "plain",
             "expected": ["0.5"],
-            "got": ["0.25", "1.0"],
+            "got": ["0.2512345", "inf"],
             "where": "row 3, head 0",
         },
         "follows": ["K3"],
@@ -167,7 +167,7 @@ def test_a_diagnosis_stands_at_the_top(tmp_path: Path) -> None:
         "smallest case, #1</dt><dd><code>Case(window_left=16)",
         "lab judge --case mine.json#1",
         "row 3, head 0",
-        "0.25 1.0",
+        "0.2512 inf",
         'id="judge-runs"',
     ]
     places = [written.index(each) for each in said]
