@@ -66,7 +66,7 @@ MUTANT = "verify_rows_at_last_position"
 # `lab mutants` judges every mutant by every check that applies to it, and writes
 # [results/mutants.json](../results/mutants.json). Each column below is one mutant. A blue cell: the check of that line finds
 # it. An orange cell: the upstream rule of that line lets it pass, on inputs as upstream's tests draw them (normal data; lengths
-# of 110, 1,024 and 8,192, equal within a batch; a window that never truncates; scales of 1). The numbers at the right count
+# of 110, 1,024 and 8,192, equal within a batch; a window that never truncates; scales of 1). The numbers in brackets count
 # them.
 
 # %%

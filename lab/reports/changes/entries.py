@@ -58,24 +58,22 @@ def read_entries(
 
 
 def _entry(folder: Path, change: Change, failure: str) -> Entry:
+    paths = {module: file_of(folder, module) for module in (change.module, *change.beside)}
     try:
-        return _judged(folder, change, failure)
+        files = {module: _read(path) for module, path in paths.items() if path.exists()}
+        answer = _answer(change, files) if change.module in files else None
     except RecordedFileError as error:
         return Entry(change, None, (), "; ".join(filter(None, (failure, str(error)))))
+    return Entry(change, answer, tuple(files.values()) if answer else (), failure)
 
 
-def _judged(folder: Path, change: Change, failure: str) -> Entry:
-    paths = {module: file_of(folder, module) for module in (change.module, *change.beside)}
-    files = {module: _read(path) for module, path in paths.items() if path.exists()}
-    if change.module not in files:
-        return Entry(change, None, (), failure)
+def _answer(change: Change, files: Mapping[str, RecordedFile]) -> Answer:
     try:
-        answer = change.judge({module: found.content for module, found in files.items()})
+        return change.judge({module: found.content for module, found in files.items()})
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         names = ", ".join(str(found.path) for found in files.values())
         message = f"{names}: not in the form that the experiment writes: {type(error).__name__}: {error}"
         raise RecordedFileError(message) from error
-    return Entry(change, answer, tuple(files.values()), failure)
 
 
 def _read(path: Path) -> RecordedFile:
