@@ -108,7 +108,7 @@ BUILT_FOR = Space(
     sinks=(False,),
     nvfp4=(False,),
     kv_layouts=("HND",),
-    large_batches=(),
+    large_batches=(40,),
     longest=100,
 )
 
