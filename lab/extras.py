@@ -9,12 +9,12 @@ from collections.abc import Iterable
 # Package, by the name that it is imported by -> the extra of pyproject.toml that installs it.
 EXTRA_OF = {
     "hypothesis": "judge",
+    "numpy": "judge",
     "pebble": "judge",
     "rich": "judge",
     "typer": "judge",
     "triton": "triton",
     "flashinfer": "flashinfer",
-    "numpy": "bench",
     "pynvml": "bench",
     "pytest_benchmark": "bench",
     "scipy": "bench",

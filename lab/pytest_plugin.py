@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from lab.axes import E4M3_ARITHMETIC, LONGEST, SEVERAL, SOME, options_of, positive, space_of
-from lab.extras import require
 from lab.loading import LoadError, load
 
 if TYPE_CHECKING:
@@ -84,7 +83,6 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     if folder not in sys.path:  # as `python -m pytest` has it
         sys.path.insert(0, folder)
     try:
-        require(OPTION, "torch", "hypothesis", "pebble", "rich")
         _let_triton_interpret()
         from lab.checks.refusals import resolve_refusals
 

@@ -1,5 +1,9 @@
 """Judges: is an implementation right?"""
 
+from lab.extras import require
+
+require("The judge", "hypothesis", "numpy", "pebble", "rich")
+
 from lab.calls.problem import AttentionCall
 from lab.checks.check import Level
 from lab.checks.draft_lists import DraftListsCase

@@ -20,7 +20,6 @@ from lab.checks.progress import Progress, Stopwatch
 from lab.checks.recording import digest_of_run, earlier_verdicts, offer_of, read_case
 from lab.checks.report import CaseVerdict, Report
 from lab.checks.space import Space
-from lab.extras import require
 from lab.gpus import capability_of
 from lab.loading import load
 from lab.provenance import environment
@@ -89,12 +88,10 @@ def judge(
         The report; also after Ctrl-C, which ends the run and keeps its verdicts.
 
     Raises:
-        ModuleNotFoundError: a package of the extra `judge` is not installed.
         ValueError: it has none of the names, a check, a level or a device does not exist, a number makes no sense, or
             isolation was asked for an object.
         lab.loading.LoadError: it cannot be imported.
     """
-    require("The judge", "hypothesis", "pebble", "rich")
     depth, where = level_named(level), device_of(device)
     _check_numbers(workers, time_limit_s, drawn)
     if isolated and not isinstance(implementation, str):
@@ -254,7 +251,6 @@ def judge_recorded(
         lab.checks.recording.ReportError: there is no such report or case.
         lab.loading.LoadError: the implementation cannot be imported.
     """
-    require("The judge", "pebble")
     was = read_case(Path(path), number)
     name, where = implementation or was.implementation, device_of(device or was.device)
     _check_numbers(1, time_limit_s, None)
