@@ -200,7 +200,7 @@ def run_trial(
             torch.cuda.synchronize(device)
     except Declined as declined:
         trial.decline(str(declined))
-        if not trial.wrongs and not trial.failures:
+        if not (trial.wrongs or trial.failures or trial.judged):
             return Judged(Outcome.DECLINED, declines=tuple(trial.declines), results=tuple(trial.results))
     except Raised as failure:
         trial.fail(str(failure))

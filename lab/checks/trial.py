@@ -216,6 +216,13 @@ class Trial:
         """Call with the inputs' arguments, some changed or added; raises as `run`."""
         return self.run(inputs.case.interface, inputs.arguments() | changes, inputs.case)
 
+    def repeat(self, inputs: AttentionInputs, **changes: Any) -> Result:
+        """Make a call that was taken before, so that a refusal is a failure: something was left that is in its way."""
+        try:
+            return self.call(inputs, **changes)
+        except Declined as declined:
+            raise Raised(f"it refused a call that it had taken before: {declined}") from declined
+
     def hold_call(self, what: str, truth: Truth, inputs: AttentionInputs) -> None:
         """Call, and hold the result to the truth: a failure is noted, and the check goes on.
 
@@ -255,9 +262,13 @@ class Trial:
         self, what: str, interface: Interface, arguments: dict[str, Any], case: AttentionCase | None = None
     ) -> Result | None:
         """Run as a variation of the check: a refusal or a failure is noted and gives None."""
+        return self.attempted(what, lambda: self.run(interface, arguments, case))
+
+    def attempted(self, what: str, call: Callable[[], Result]) -> Result | None:
+        """Make a call: a refusal or a failure is noted and gives None."""
         with self.noting_failures(what):
             try:
-                return self.run(interface, arguments, case)
+                return call()
             except Declined as declined:
                 self.decline(f"{what}: {declined}")
         return None

@@ -154,6 +154,26 @@ def test_a_failed_call_does_not_end_the_check_nor_hide_what_is_wrong() -> None:
     assert judged.judged == 1
 
 
+def test_a_call_that_was_taken_is_not_refused_later() -> None:
+    """A kernel that asserts what an earlier call left."""
+    calls = []
+
+    def decode(**arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) > 1:
+            raise AssertionError("semaphores must be zero")
+        return right(**arguments)
+
+    def judge(trial: Trial) -> None:
+        inputs = trial.build()
+        trial.hold("first", trial.call(inputs), truth_of_call(inputs))
+        trial.repeat(inputs)
+
+    judged = judged_by(judge, decode)
+    assert judged.outcome is Outcome.FAILED
+    assert judged.wrongs == ("it refused a call that it had taken before: AssertionError: semaphores must be zero",)
+
+
 def test_an_error_of_the_lab_s_is_not_blamed_on_the_implementation() -> None:
     def early(trial: Trial) -> None:
         raise IndexError("a bug")

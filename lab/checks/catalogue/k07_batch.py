@@ -48,7 +48,7 @@ def _others_keep_their_bits(trial: Trial, inputs: AttentionInputs) -> None:
     rows = trial.case.q_lens[0]
     query = inputs.query.clone()
     query[:rows] *= -2.0
-    before, after = trial.call(inputs), trial.attempt("another query", replace(inputs, query=query))
+    before, after = trial.repeat(inputs), trial.attempt("another query", replace(inputs, query=query))
     if after is not None:
         others = after._replace(out=after.out[rows:])
         trial.same_bits(

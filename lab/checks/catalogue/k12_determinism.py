@@ -34,7 +34,7 @@ def _judge(trial: Trial) -> None:
     for launch in range(LAUNCHES[trial.device.type]):
         if stress is not None:
             stress.launch(launch % 4)
-        again = trial.run(inputs.case.interface, arguments)
+        again = trial.repeat(inputs, **arguments)
         trial.same_bits(f"launch {launch + 2}", again, first)
         if trial.wrongs:
             return

@@ -30,7 +30,7 @@ def _judge(trial: Trial) -> None:
     for what, case in _neighbours(trial.case, trial.space):
         other = trial.build(case)
         trial.vary(f"B, {what}", truth_of_call(other), other)
-        trial.same_bits(f"A again, after {what}", trial.call(inputs), kept)
+        trial.same_bits(f"A again, after {what}", trial.repeat(inputs), kept)
 
 
 def _neighbours(case: AttentionCase, space: Space) -> Iterator[tuple[str, AttentionCase]]:

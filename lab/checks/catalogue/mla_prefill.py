@@ -67,15 +67,19 @@ def _judge(trial: Trial) -> None:
     truth = _truth(case, query, new_tokens, causal=True)
     arguments = _arguments(case, query, new_tokens, causal=True)
     before = {name: value.clone() for name, value in arguments.items() if isinstance(value, Tensor)}
-    own = _call(trial, arguments | {"return_lse": True})
+    own = _with_lse(trial, "new tokens", arguments)
+    if own is None:
+        own = _own_rows(trial.run(Interface.RAGGED_CONTEXT, arguments), case)
     trial.hold("new tokens", own, truth)
     inputs = {name: arguments[name] for name in before if name != "workspace_buffer"}
     trial.hold_nothing_wrong("the inputs", changed_bytes(inputs, before))
-    trial.hold("new tokens as a backend calls it", _by_backend(trial, query, new_tokens), truth)
+    what = "new tokens as a backend calls it"
+    trial.hold(what, trial.attempted(what, lambda: _by_backend(trial, query, new_tokens)), truth)
     if case.contents is Contents.NEEDLES:  # which show each limit
         _variations(trial, arguments, query, new_tokens)
-    together = _call(trial, _arguments(case, query, histories, causal=True) | {"return_lse": True})
-    trial.hold("all keys in one call", together, _truth(case, query, histories, causal=True))
+    whole = _truth(case, query, histories, causal=True)
+    what = "all keys in one call"
+    trial.hold(what, _with_lse(trial, what, _arguments(case, query, histories, causal=True)), whole)
     merged = own
     for start in range(0, max(case.prefix_lens), case.chunk):
         part = [
@@ -83,12 +87,10 @@ def _judge(trial: Trial) -> None:
             for (keys, values), prefix in zip(histories, case.prefix_lens, strict=True)
         ]
         what = f"the chunk from {start} on"
-        given = _arguments(case, query, part, causal=False) | {"return_lse": True, "o_sf_scale": -1.0}
-        chunk = _call(trial, given)
+        chunk = _with_lse(trial, what, _arguments(case, query, part, causal=False) | {"o_sf_scale": -1.0})
         trial.hold(what, chunk, _truth(case, query, part, causal=False))
         merged = _merged(merged, chunk)
-    if max(case.prefix_lens):
-        whole = _truth(case, query, histories, causal=True)
+    if max(case.prefix_lens) and merged is not None:
         trial.hold("all of them merged", merged._replace(out=merged.out.to(case.dtype)), whole)
 
 
@@ -146,10 +148,13 @@ def _variations(trial: Trial, arguments: dict[str, Any], query: Tensor, parts: l
         trial.hold_nothing_wrong("around out", wrong_guards("out", around))
 
 
-def _call(trial: Trial, arguments: dict[str, Any]) -> Result:
-    result = _own_rows(trial.run(Interface.RAGGED_CONTEXT, arguments), trial.case)
-    assert result is not None
-    return result
+def _with_lse(trial: Trial, what: str, arguments: dict[str, Any]) -> Result | None:
+    """Call for output and LSE; None where that is refused or fails, or the LSE is missing."""
+    result = trial.attempt_call(what, Interface.RAGGED_CONTEXT, arguments | {"return_lse": True})
+    if result is not None and result.lse is None:
+        trial.wrong(f"{what}: return_lse=True returned no LSE")
+        return None
+    return _own_rows(result, trial.case)
 
 
 def _own_rows(result: Result | None, case: RaggedCase) -> Result | None:
@@ -199,10 +204,10 @@ def _truth(case: RaggedCase, query: Tensor, parts: list[tuple[Tensor, Tensor]], 
     return truth_of_requests(query, parts, list(case.q_lens), Rules(**given | rules))
 
 
-def _merged(left: Result, right: Result) -> Result:
+def _merged(left: Result | None, right: Result | None) -> Result | None:
     """Merge two attentions over different keys into one over both, in float64; a side of an LSE of -inf counts nothing."""
-    assert left.lse is not None
-    assert right.lse is not None
+    if left is None or right is None or left.lse is None or right.lse is None:
+        return None
     lses = torch.stack((left.lse, right.lse)).double()
     total = torch.logsumexp(lses * math.log(2.0), dim=0) / math.log(2.0)
     weights = torch.exp2(lses - total).nan_to_num(0.0).unsqueeze(-1)
