@@ -36,15 +36,13 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from lab.experiments.arms import WARM
-from lab.experiments.loops import LoopSettings, VerifyRequests, measure_loop, stand_in
+from lab.experiments.loops import LoopSettings, VerifyRequests, facts_alone, measure_loop, stand_in
 from lab.experiments.recording import Columns, Recording
 from lab.experiments.stand_in import MatrixProducts
 from lab.metadata.engine.host_mirrors import LengthMirror
 from lab.metadata.mha.metadata import build_mha_metadata
 from lab.metadata.speculation.verify_mask import VerifyMask, VerifyMaskForm, fill_verify_mask, preallocate_verify_mask
 from lab.named_enum import NamedEnum
-from lab.timing.gpu_time import measure, rounded_us
 from lab.timing.step_profile import TIMELINE_STEPS, step_facts, summary, timeline
 from lab.timing.work import GpuWork
 
@@ -148,24 +146,14 @@ def measure_ends(settings: CopyLoopSettings) -> list[dict[str, Any]]:
 
 def measure_masks(device: torch.device) -> list[dict[str, Any]]:
     """Measure the size of each form of the verify mask, and the GPU time of filling it for the largest batch; JSON-ready."""
-    return [_measured_mask(form, device) for form in VerifyMaskForm]
-
-
-def _measured_mask(form: VerifyMaskForm, device: torch.device) -> dict[str, Any]:
-    mask = preallocate_verify_mask(form, **MASK_SIZES, device=device)
-    assert mask is not None
-    fill = GpuWork.of(fill_verify_mask, mask.nbytes, mask=mask, batch_size=mask.max_batch_size)
-    filled = measure(replace(fill, check=_check_filled), WARM)
-    return {
-        "form": form.value,
-        **MASK_SIZES,
-        "mask_bytes": mask.nbytes,
-        "fill_us": round(filled.median_us, 3),
-        "fill_iqr_us": round(filled.iqr_us, 3),
-        "samples_us": rounded_us(filled.samples_us),
-        "method": str(filled.method),
-        "device": filled.device.facts(),
-    }
+    rows = []
+    for form in VerifyMaskForm:
+        mask = preallocate_verify_mask(form, **MASK_SIZES, device=device)
+        assert mask is not None
+        fill = GpuWork.of(fill_verify_mask, mask.nbytes, mask=mask, batch_size=mask.max_batch_size)
+        facts = facts_alone(replace(fill, check=_check_filled), "fill")
+        rows.append({"form": form.value, **MASK_SIZES, "mask_bytes": mask.nbytes, **facts})
+    return rows
 
 
 def _check_filled(arguments: Mapping[str, Any]) -> None:

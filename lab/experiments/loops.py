@@ -9,9 +9,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lab.experiments.arms import WARM
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode
+from lab.timing.gpu_time import measure, rounded_us
 from lab.timing.step_profile import LoopProfile, profiled, unprofiled_us
+from lab.timing.work import GpuWork
 from lab.workloads.requests import admit, forward_batch, new_pool
 
 Variant = TypeVar("Variant")
@@ -149,3 +152,20 @@ def loops_of(settings: type[Loop], **values: Any) -> list[Loop]:
     """
     several = (value if isinstance(value, list) else [value] for value in values.values())
     return [settings(**dict(zip(values, each, strict=True))) for each in itertools.product(*several)]
+
+
+def facts_alone(work: GpuWork, name: str) -> dict[str, Any]:
+    """Measure the GPU time of what is done once beside a loop, as a CUDA graph would replay it, L2 warm.
+
+    Returns:
+        JSON-ready facts; the median is called "<name>_us", its interquartile range "<name>_iqr_us".
+    """
+    time = measure(work, WARM)
+    return {
+        f"{name}_us": round(time.median_us, 3),
+        f"{name}_iqr_us": round(time.iqr_us, 3),
+        "samples_us": rounded_us(time.samples_us),
+        "launches": time.launches,
+        "method": str(time.method),
+        "device": time.device.facts(),
+    }

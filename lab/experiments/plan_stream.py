@@ -31,7 +31,7 @@ import itertools
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,7 +42,7 @@ from torch.profiler import record_function
 
 from lab.experiments.arms import WARM
 from lab.experiments.iteration_profile import Phase, iteration_facts, two_lanes
-from lab.experiments.loops import LoopRuns, LoopSettings, VerifyRequests, measure_loop, stand_in
+from lab.experiments.loops import LoopSettings, VerifyRequests, facts_alone, measure_loop, stand_in
 from lab.experiments.recording import Columns, Recording
 from lab.experiments.stand_in import MatrixProducts
 from lab.metadata.engine.forward_batch import ForwardBatch
@@ -53,7 +53,6 @@ from lab.metadata.mha.metadata import build_mha_metadata
 from lab.metadata.speculation.verify_mask import pack_tree_mask
 from lab.metadata.speculation.verify_plan import ChainVerify, TreeMaskVerify
 from lab.named_enum import NamedEnum
-from lab.timing.gpu_time import measure, rounded_us
 from lab.timing.host_time import METHOD as HOST_METHOD
 from lab.timing.host_time import host_time
 from lab.timing.step_profile import medians
@@ -172,11 +171,15 @@ class SpeculativeLoop:
         Raises:
             RuntimeError: verify was handed something else.
         """
+
+        def copies_of(planned: PlannedVerify) -> dict[str, Tensor]:
+            return {name: tensor.clone() for name, tensor in planned.tensors().items()}
+
         seq_lens = self.requests.first_seq_lens
         handed: list[tuple[Tensor, dict[str, Tensor]]] = []
         for number in range(self.settings.steps_per_run):
             before = seq_lens
-            copies, seq_lens = self._iterate(arm, before, number, _copies)
+            copies, seq_lens = self._iterate(arm, before, number, copies_of)
             handed.append((before, copies))
         for number, (lens, copies) in enumerate(handed):
             for name, expected in self._expected(arm, lens, number).items():
@@ -228,10 +231,6 @@ def random_trees(*shape: int, generator: torch.Generator) -> Tensor:
     return (torch.rand(shape, generator=generator, dtype=torch.float64) * (torch.arange(shape[-1]) + 1)).long() - 1
 
 
-def _copies(planned: PlannedVerify) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in planned.tensors().items()}
-
-
 def measure_plannings(settings: PlanLoopSettings) -> list[dict[str, Any]]:
     """Measure all arms of a loop on this GPU, their runs in turns; return JSON-ready rows.
 
@@ -247,36 +246,27 @@ def measure_plannings(settings: PlanLoopSettings) -> list[dict[str, Any]]:
     shuffled = random.Random(SHUFFLE_SEED)
     rounds = [shuffled.sample(ARMS, len(ARMS)) for _ in range(settings.repeats)]
     runs = measure_loop(loop.run, rounds, settings.steps_per_run)
-    host_us = _host_us(loop)
+    calls = {str(arm): partial(loop.run, arm, steps=1) for arm in ARMS}
+    host = host_time(calls, batches=HOST_BATCHES, calls_per_batch=HOST_CALLS_PER_BATCH)
     for arm in ARMS:
         loop.check(arm)
-    products = {"draft_matrix_products": draft.products, "verify_matrix_products": verify.products}
-    return [_row(arm, settings) | products | _recorded(runs[arm], settings) | host_us[arm] for arm in ARMS]
-
-
-def _row(arm: Planning, settings: PlanLoopSettings) -> dict[str, Any]:
-    return {
-        "drafts": arm.drafts.value,
-        "builder": arm.builder.value,
-        "start": arm.start.value,
-        "fix_up": (FixUp.AFTER_DRAFT if arm.drafts is Drafts.TREES else FixUp.NONE).value,
-        **asdict(settings),
-    }
-
-
-def _recorded(runs: LoopRuns, settings: PlanLoopSettings) -> dict[str, Any]:
-    middle = settings.warm_up_steps + settings.steps // 2
-    return {
-        **runs.facts(partial(iteration_facts, first=settings.warm_up_steps), medians),
-        "timeline": two_lanes(runs.profiles[-1].steps[middle]),
-        "unprofiled_iteration_us": runs.unprofiled_us,
-    }
-
-
-def _host_us(loop: SpeculativeLoop) -> dict[Planning, dict[str, Any]]:
-    calls = {str(arm): partial(loop.run, arm, steps=1) for arm in ARMS}
-    times = host_time(calls, batches=HOST_BATCHES, calls_per_batch=HOST_CALLS_PER_BATCH)
-    return {arm: times[str(arm)].facts() for arm in ARMS}
+    first = settings.warm_up_steps
+    return [
+        {
+            "drafts": arm.drafts.value,
+            "builder": arm.builder.value,
+            "start": arm.start.value,
+            "fix_up": (FixUp.AFTER_DRAFT if arm.drafts is Drafts.TREES else FixUp.NONE).value,
+            **asdict(settings),
+            "draft_matrix_products": draft.products,
+            "verify_matrix_products": verify.products,
+            **found.facts(partial(iteration_facts, first=first), medians),
+            "timeline": two_lanes(found.profiles[-1].steps[first + settings.steps // 2]),
+            "unprofiled_iteration_us": found.unprofiled_us,
+            **host[str(arm)].facts(),
+        }
+        for arm, found in ((arm, runs[arm]) for arm in ARMS)
+    ]
 
 
 def measure_fix_up(batch_size: int, num_draft_tokens: int, device: torch.device) -> dict[str, Any]:
@@ -284,25 +274,13 @@ def measure_fix_up(batch_size: int, num_draft_tokens: int, device: torch.device)
     generator = torch.Generator().manual_seed(0)
     parents = random_trees(batch_size, num_draft_tokens, generator=generator).to(device)
     out = torch.zeros_like(pack_tree_mask(parents))
-    size_bytes = parents.nbytes + out.nbytes
-    work = GpuWork(_prepare_fix_up, {"parents": parents, "out": out}, size_bytes, check=_check_fix_up)
-    gpu = measure(work, WARM)
-    host = host_time({"fix-up": work.call()}, calls_per_batch=HOST_CALLS_PER_BATCH)["fix-up"]
+    work = GpuWork.of(pack_tree_mask, parents.nbytes + out.nbytes, parents=parents, out=out)
     return {
         "batch_size": batch_size,
         "num_draft_tokens": num_draft_tokens,
-        "gpu_us": round(gpu.median_us, 3),
-        "gpu_iqr_us": round(gpu.iqr_us, 3),
-        "samples_us": rounded_us(gpu.samples_us),
-        "launches": gpu.launches,
-        **host.facts(),
-        "method": str(gpu.method),
-        "device": gpu.device.facts(),
+        **facts_alone(replace(work, check=_check_fix_up), "gpu"),
+        **host_time({"fix-up": work.call()}, calls_per_batch=HOST_CALLS_PER_BATCH)["fix-up"].facts(),
     }
-
-
-def _prepare_fix_up(parents: Tensor, out: Tensor) -> Callable[[], object]:
-    return lambda: pack_tree_mask(parents, out=out)
 
 
 def _check_fix_up(arguments: Mapping[str, Any]) -> None:
