@@ -17,7 +17,8 @@ from lab.checks.isolation import Isolation
 from lab.checks.ledger import LEDGER, KnownFinding, known
 from lab.checks.probe import axes_taken, is_mostly_declined
 from lab.checks.progress import Progress, Stopwatch
-from lab.checks.recording import digest_of_run, earlier_verdicts, offer_of, read_case
+from lab.checks.recording import digest_of_run, earlier_verdicts, offer_of, read_case, read_record
+from lab.checks.refusals import resolve_refusals
 from lab.checks.report import CaseVerdict, Report
 from lab.checks.space import Space
 from lab.gpus import capability_of
@@ -30,7 +31,8 @@ __all__ = ["TIME_LIMIT_S", "interfaces_of", "judge", "judge_case", "judge_forwar
 
 DRAWN_CASES = {Level.SMOKE: 2, Level.FULL: 30}
 TIME_LIMIT_S = 120.0
-WRITTEN_EVERY_S = 1.0  # the report's file, while the run goes on
+WRITTEN_EVERY_S = 1.0  # the report's file, while the run goes on, or
+WRITING_SHARE = 0.05  # of the time at most
 VERDICT_PARTS = ("python", "packages", "gpu", "capability", "cuda")  # of the environment, which a verdict depends on
 
 
@@ -109,7 +111,7 @@ def judge(
         digest = digest_of_run(offer, asked, [about.get(part) for part in VERDICT_PARTS])
         earlier = {} if fresh else earlier_verdicts(path, digest)
         session = Session(name, isolation, time.monotonic() + most_seconds, first_failure, earlier, str(path or ""))
-        empty = Report(name, depth, about, str(where), (), 0, given, run=digest)
+        empty = Report(name, depth, about, str(where), (), 0, given, refusals=_names_of(refused or ()), run=digest)
         told = partial(known, ledger=ledger, capability=capability_of(where))
         return _Run(session, chosen, count, empty, path, told, probe).judged(offered, given, progress)
 
@@ -126,7 +128,7 @@ class _Run:
     known: Callable[[CaseVerdict], CaseVerdict]
     probes: bool
     benches: list[Bench] = field(default_factory=list)
-    _written: float = -math.inf
+    _next_write: float = -math.inf
 
     def judged(
         self, interfaces: Sequence[Interface], space: Space, progress: Callable[[Progress], None] | None
@@ -186,7 +188,7 @@ class _Run:
 
     def _turns(self, benches: Sequence[Bench]) -> None:
         for _ in in_turns(benches):
-            if time.monotonic() > self._written + WRITTEN_EVERY_S:
+            if time.monotonic() > self._next_write:
                 self._save(self._report(), goes_on=True)
 
     def _report(self) -> Report:
@@ -198,9 +200,11 @@ class _Run:
         return report
 
     def _save(self, report: Report, *, goes_on: bool = False) -> None:
+        start = time.monotonic()
         if self.path is not None:
             report.write(self.path, is_diagnosed=not goes_on)
-            self._written = time.monotonic()
+            end = time.monotonic()
+            self._next_write = end + max(WRITTEN_EVERY_S, (end - start) / WRITING_SHARE)
 
 
 def judge_case(
@@ -254,7 +258,8 @@ def judge_recorded(
     was = read_case(Path(path), number)
     name, where = implementation or was.implementation, device_of(device or was.device)
     _check_numbers(1, time_limit_s, None)
-    with Isolation(name if isolated else load(name), where, was.space, time_limit_s) as isolation:
+    refused = resolve_refusals(",".join(names)) if (names := read_record(Path(path)).get("refusals")) else None
+    with Isolation(name if isolated else load(name), where, was.space, time_limit_s, refusals=refused) as isolation:
         isolation.ask(interfaces_of)
         start = time.perf_counter()
         judged = isolation.submit(was.check, was.case)()
@@ -314,6 +319,10 @@ def _offered(name: str, interfaces: Sequence[Interface], functions: Sequence[str
     if not offered:
         raise ValueError(f"{name} has none of {', '.join(functions or [each.value for each in Interface])}")
     return offered
+
+
+def _names_of(exceptions: Sequence[type[BaseException]]) -> tuple[str, ...]:
+    return tuple(f"{each.__module__}.{each.__qualname__}" for each in exceptions)
 
 
 def _check_numbers(workers: int, time_limit_s: float, drawn: int | None) -> None:

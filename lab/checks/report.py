@@ -157,6 +157,7 @@ class Report:
         space: the axes that were judged.
         interrupted: by the user; cases that were not begun are in left_out.
         narrowed: functions that declined most cases, and the axes that they take and were then judged on too.
+        refusals: names of the exceptions that were refusals; () for the usual ones.
         run: a digest of all that its verdicts depend on; "" where that cannot be told.
     """
 
@@ -170,6 +171,7 @@ class Report:
     ended: str = "the time was over"
     interrupted: bool = False
     narrowed: tuple[tuple[Interface, Space], ...] = ()
+    refusals: tuple[str, ...] = ()
     run: str = ""
 
     @property
@@ -212,6 +214,7 @@ class Report:
             "interrupted": self.interrupted,
             "space": repr(self.space),
             "narrowed": {interface.value: repr(space) for interface, space in self.narrowed},
+            "refusals": list(self.refusals),
             "run": self.run,
             "environment": self.environment,
             "diagnosis": self.diagnosis.as_record() if is_diagnosed else None,

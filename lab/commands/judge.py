@@ -90,6 +90,9 @@ def judge(
     first_failure: Annotated[
         bool, typer.Option("--first-failure", help="end at the first wrong or failed case")
     ] = False,
+    refusals: Annotated[
+        str | None, typer.Option(metavar="NAME,...", help="exceptions that are refusals, such as my.kernel.Unsupported")
+    ] = None,
     watch: Annotated[Path | None, typer.Option(help="judge again whenever this file changes", exists=True)] = None,
     probe: Annotated[bool, typer.Option(help="where most is declined, find what is taken and judge that too")] = True,
     dtypes: Annotated[list[str] | None, _axis("dtypes")] = None,
@@ -119,13 +122,23 @@ def judge(
     how: dict[str, Any] = {"device": device, "isolated": not in_process, "time_limit_s": time_limit_s}
     if case is not None:
         _end(partial(_judge_case, *_report_and_number(case), implementation, how), watch)
+    try:
+        space, refused = space_of(context.params), None if refusals is None else _resolved(refusals)
+    except ValueError as error:
+        refuse(str(error))
     prepare_machine(device)
     from lab.kernels import default_implementation
 
-    how |= {"level": level, "space": space_of(context.params), "only": only or (), "functions": functions or ()}
+    how |= {"level": level, "space": space, "refusals": refused, "only": only or (), "functions": functions or ()}
     how |= {"workers": workers, "most_seconds": most_seconds, "drawn": drawn, "probe": probe}
     how |= {"out": out, "fresh": fresh, "first_failure": first_failure}
     _end(partial(_judge_all, implementation or default_implementation(device).__name__, how), watch)
+
+
+def _resolved(refusals: str) -> Any:
+    from lab.checks.refusals import resolve_refusals
+
+    return resolve_refusals(refusals)
 
 
 def _end(judge_round: Callable[[Console], int], watched: Path | None) -> NoReturn:

@@ -227,6 +227,30 @@ def test_a_case_of_a_report_is_judged_again_with_the_exit_status_of_a_bisection(
     assert "has no case 999" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("--head-dims 127", "an NVFP4 cache stores blocks of 16, which 127 has no whole number of"),
+        ("--page-sizes 48", "page_sizes=(48,): 48 is not a power of two"),
+        ("--refusals my.kernel.Nothing", "'my.kernel.Nothing' is no exception"),
+        ("--watch setup.cfg --in-process", "--watch"),
+        ("--case report.json", "--case report.json names no case of a report"),
+        ("--case report.json#1 --first-failure", "--case judges one case"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_in_a_sentence(
+    options: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(f"judge lab.references {options}") == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_narrow_kernel_is_right_and_what_it_takes_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("judge tests.checks.narrow --only K5 --drawn 0 --device cpu --in-process") == 0
+    said = capsys.readouterr().out
+    assert "lab judge tests.checks.narrow --dtypes bf16/bf16 --head-dims 128 --page-sizes 64" in said
+
+
 def test_a_watched_file_brings_a_round_whenever_it_is_written(tmp_path: Path) -> None:
     kernel = tmp_path / "kernel.py"
     kernel.write_text("first")
