@@ -201,12 +201,16 @@ def _regions(kind: _Kind, held: str) -> list[tuple[Rule, Region]]:
     present, wrong_results = np.zeros(number, dtype=bool), np.zeros(number, dtype=bool)
     present[kind.result_of] = True
     wrong_results[kind.result_of[kind.wrong]] = True
-    found = []
+    found: list[tuple[Rule, Region]] = []
+    told = np.zeros(number, dtype=bool)
     for rule in _rules(kind):
         holds = _holds(rule, kind.units)
         inside, wrong_inside = np.zeros(number, dtype=bool), np.zeros(number, dtype=bool)
         inside[kind.result_of[holds]] = True
         wrong_inside[kind.result_of[holds & kind.wrong]] = True
+        if found and not (wrong_inside & ~told).any():
+            continue  # another request of results that a rule before tells
+        told |= wrong_inside
         outside = present & ~inside
         region = Region(
             rule=" and ".join(map(str, rule)),
@@ -271,7 +275,9 @@ def _sentence(regions: Sequence[Region]) -> str:
     all_wrong = first.wrong + first.outside - first.right_outside
     if len(regions) == 1 and all_wrong <= inside:
         return f"{told}; everything else is right."
-    return f"{told}." if all_wrong <= inside else f"{told}; {all_wrong - inside:,} other results are wrong too."
+    more = all_wrong - inside
+    others_are = f"{more:,} other results are" if more > 1 else "another result is"
+    return f"{told}; {others_are} wrong too." if more > 0 else f"{told}."
 
 
 def _within(sentence: str) -> str:
@@ -290,4 +296,12 @@ def _follows(verdicts: Sequence["CaseVerdict"]) -> list[str]:
     for (function, check), plain_calls in firsts.items():
         if all(plain_calls):
             found.setdefault(function, []).append(check)
-    return [f"plain call already wrong: {', '.join(keys)} of {function}" for function, keys in found.items()]
+    return [
+        f"plain call already wrong, so no more is told: {', '.join(sorted(keys, key=_place))} of {name}"
+        for name, keys in found.items()
+    ]
+
+
+def _place(key: str) -> tuple[str, int]:
+    """Return a key's place in the catalogue."""
+    return key[0], int(key[1:])

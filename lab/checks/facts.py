@@ -42,6 +42,15 @@ class CallFacts:
     of_requests: tuple[Facts, ...] = field(default=(), hash=False)
     q_lens: tuple[int, ...] = ()
 
+    @property
+    def together(self) -> dict[str, Fact]:
+        """Return the call's facts and those of any of its requests, of numbers the largest."""
+        found = dict(self.facts)
+        for facts in self.of_requests:
+            for name, value in facts.items():
+                found[name] = max(int(value), int(found.get(name, 0))) if type(value) is int else value
+        return found
+
 
 def facts_of_case(case: Any) -> CallFacts:
     """Return the facts of a case of any check: its dataclass fields, nested ones too, and what follows from its lengths."""

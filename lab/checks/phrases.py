@@ -41,7 +41,7 @@ def phrase(fact: str, operator: str, value: Fact) -> str:
         return known.fewer.format(shown) if known.fewer else f"{fact} is at most {shown}"
     told = known.holds.format(shown)
     if operator == "==":
-        told = told.replace(f"{shown} or more", shown)
+        told = told.replace(" or more", "")
     return f"it is not so that {told}" if operator == "!=" else told
 
 
@@ -127,11 +127,11 @@ PHRASES: dict[str, Phrase] = {
         several="a request has several pages",
     ),
     "longest kv_len": _number(1.3, "the longest request's number of keys"),
-    "window_left": _number(1.2, "window_left"),
-    "a page lies before the window": Phrase(1, "a page of a request lies before its window"),
-    "a tile lies before the window": Phrase(1, "64 keys of a request lie before its window"),
-    "the window begins in a page": Phrase(1.2, "a window begins within a page"),
-    "the window begins with a page": Phrase(1, "a window begins with a page"),
+    "window_left": _number(0.4, "window_left"),
+    "a page lies before the window": Phrase(3, "a page of a request lies before its window"),
+    "a tile lies before the window": Phrase(3.5, "64 keys of a request lie before its window"),
+    "the window begins in a page": Phrase(2.5, "a window begins within a page"),
+    "the window begins with a page": Phrase(2, "a window begins with a page"),
     "sliding_window": Phrase(0.8, "the layer has a sliding window"),
     "requests": Phrase(
         0.6,

@@ -123,7 +123,8 @@ class Trial:
 
         def noting(**arguments: Any) -> Any:
             of_call = self.note_call(interface, arguments)
-            self.called = replace(self._of_case, facts={**of_call.facts, **self._of_case.facts})
+            lengths = self._of_case if self._of_case.of_requests else of_call
+            self.called = replace(lengths, facts={**of_call.facts, **self._of_case.facts})
             return function(**arguments)
 
         return noting
@@ -136,7 +137,8 @@ class Trial:
         if rows is not None and len(rows) == sum(call.q_lens):
             parts = [bool(part.any()) for part in rows.cpu().split(list(call.q_lens))]
             requests = tuple(zip(call.of_requests, parts, strict=True))
-        self.results.append(CheckedResult(what, {"held": held, **call.facts}, wrong, requests, example))
+        facts = call.together if held == "output" and not requests else call.facts
+        self.results.append(CheckedResult(what, {"held": held, **facts}, wrong, requests, example))
 
     def fail(self, failure: str, what: str = "") -> None:
         """Note a failure, of the last call, and once in words however many calls share it."""

@@ -11,10 +11,11 @@ import torch
 from lab import references
 from lab.checks import AttentionCase, CaseVerdict, Interface, Outcome, Space, judge
 from lab.checks.diagnosis import Diagnosis, diagnose
-from lab.checks.mutants import mutant
+from lab.checks.mutants import MUTANTS, mutant
 from lab.checks.phrases import PHRASES
 from lab.checks.regions import MOST_LITERALS, find_rules, weights_of
 from lab.checks.verdicts import CheckedResult, Judged, WrongVector
+from tests.checks.measure_regions import TRIGGERS, markdown, record_of
 
 CASE = AttentionCase(Interface.DECODE, (20, 33), (1, 1))
 SMALL = Space(
@@ -108,7 +109,7 @@ def test_results_are_counted_and_the_smallest_is_shown() -> None:
     record = json.loads(json.dumps(found.as_record()))
     assert record["smallest"]["case"] == 1
     assert record["smallest"]["got"] == ["3.0", "4.0"]
-    assert found.follows == ("plain call already wrong: K1 of decode",)
+    assert found.follows == ("plain call already wrong, so no more is told: K1 of decode",)
 
 
 def test_a_kind_that_follows_from_another_has_no_region() -> None:
@@ -138,6 +139,21 @@ def test_what_was_read_from_a_file_is_diagnosed_by_its_cases() -> None:
 def test_nothing_wrong_is_right_and_nothing_judged_is_not() -> None:
     assert diagnose([verdict(1, result(1, wrong=False))]).sentence.startswith("Right: 1 results of 1 cases")
     assert diagnose([]).sentence.startswith("Nothing could be judged")
+
+
+def test_every_mutant_has_a_trigger_of_known_concepts() -> None:
+    known = json.loads(TRIGGERS.read_text())
+    assert set(known["triggers"]) == {each.name for each in MUTANTS}
+    for alternatives in known["triggers"].values():
+        assert alternatives
+        assert {concept for trigger in alternatives for concept in trigger} <= set(known["concepts"])
+
+
+def test_a_measured_record_says_which_region_names_the_trigger() -> None:
+    record = record_of("branch_pages_ignored")
+    assert record["named_by"] == [0]
+    assert "page_size >= 16 and topk >= 2" in record["regions"][0]
+    assert "names the trigger of 1 (100.0%)" in markdown([record])
 
 
 def diagnosis_of(implementation: Any, *only: str) -> Diagnosis:
