@@ -141,6 +141,12 @@ class CheckSummary:
         order = (Outcome.WRONG, Outcome.FAILED, Outcome.KNOWN, Outcome.RIGHT, Outcome.DECLINED)
         return next(outcome for outcome in order if self.counts.get(outcome))
 
+    @property
+    def verdict(self) -> str:
+        """Return the outcome; where cases are wrong and others failed, how many of each."""
+        wrong, failed = self.counts.get(Outcome.WRONG, 0), self.counts.get(Outcome.FAILED, 0)
+        return f"{wrong} wrong {failed} failed" if wrong and failed else self.outcome.value
+
 
 @dataclass(frozen=True)
 class Report:
@@ -264,7 +270,7 @@ class Report:
             table.add_row(
                 f"{row.check} {names.get(row.check, '')}",
                 row.interface.name.lower(),  # its whole name leaves a narrow terminal no room
-                Text(row.outcome.value, STYLES[row.outcome.value]),
+                Text(row.verdict, STYLES[row.outcome.value]),
                 str(sum(row.counts.values())),
                 str(row.counts.get(Outcome.DECLINED, 0)),
                 str(row.judged),

@@ -58,6 +58,7 @@ def test_a_row_is_as_bad_as_its_worst_case(outcomes: tuple[Outcome, ...], row: O
     (only,) = report.rows
     assert only.outcome is row
     assert only.worst.outcome is row
+    assert only.verdict == ("1 wrong 1 failed" if Outcome.FAILED in outcomes else row.value)
     assert only.counts == {outcome: outcomes.count(outcome) for outcome in outcomes}
     assert report.is_right is is_right
 
