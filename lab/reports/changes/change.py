@@ -66,15 +66,19 @@ def pairs(rows: Iterable[Row], arm: str, before: str, after: str, point: Sequenc
 
 
 def compared_pairs(
-    found: Iterable[RowPair], named: Callable[[Row], tuple[str, str]], clocks: Clocks = one_clock
+    found: Iterable[RowPair],
+    named: Callable[[Row], tuple[str, str]],
+    clocks: Clocks = one_clock,
+    least_saved_us: float = 0.0,
 ) -> list[Observation]:
-    """Compare the times of the rows of each pair.
+    """Compare the times of the rows of each pair; see `compared`.
 
     Args:
         named: of a row, its group and its point in words.
         clocks: of a row, its times by the clocks' names.
     """
-    return [
-        compared(*named(before), {clock: (times, clocks(after)[clock]) for clock, times in clocks(before).items()})
-        for before, after in found
-    ]
+    observations = []
+    for before, after in found:
+        times = {clock: (taken, clocks(after)[clock]) for clock, taken in clocks(before).items()}
+        observations.append(compared(*named(before), times, least_saved_us=least_saved_us))
+    return observations

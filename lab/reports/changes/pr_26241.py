@@ -1,12 +1,10 @@
 """Change 26241: no ragged lists for the draft steps."""
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 from lab.experiments.draft_steps import CLAIM, implied_saving_us
-from lab.reports.changes.change import Change, Recording, Recordings, Row
-from lab.reports.changes.verdicts import Answer, Observation, aspects, compared, microseconds
-from lab.timing.statistics import Times
+from lab.reports.changes.change import Change, Recording, Recordings, Row, compared_pairs, pairs
+from lab.reports.changes.verdicts import Answer, Observation, aspects, microseconds
 
 
 def _percent(before: float, after: float) -> str:
@@ -20,23 +18,22 @@ STEPS_TOGETHER = ("per_step", "one_launch")
 def judge_draft_steps(recordings: Recordings) -> Answer:
     """Compare a draft's metadata with the ragged lists and without them, and what that saves with the claim's figures."""
     recording = recordings["draft_steps"]
-    saved = partial(_saved, {row["scenario"]: row for row in recording["rows"]})
-    points = list(dict.fromkeys(row["point"] for row in recording["rows"]))
+    rows = recording["rows"]
+    long = [row for row in rows if row["point"].endswith("x80k/steps3")]
+    many_steps = [row for row in rows if not row["point"].endswith("/steps2")]
     implied = implied_saving_us(CLAIM)
-    many_steps = [point for point in points if not point.endswith("/steps2")]
-    long = [point for point in points if point.endswith("x80k/steps3")]
     claimed = {
-        "Without the lists a draft's metadata takes less GPU time.": (
-            saved(points, LISTS_SKIPPED, "mla")
-            + saved(points, LISTS_SKIPPED, "mha")
-            + saved(points, LISTS_SKIPPED, "mha", eager=True)
-        ),
+        "Without the lists a draft's metadata takes less GPU time.": [
+            *_saved(rows, "mla", LISTS_SKIPPED),
+            *_saved(rows, "mha", LISTS_SKIPPED),
+            *_saved(rows, "mha", LISTS_SKIPPED, " eager"),
+        ],
         f"At 80K tokens and 3 steps the GPU time saved is more than the {microseconds(implied)} µs per iteration that the "
-        "claim's figures come to.": saved(long, LISTS_SKIPPED, "mla", least_saved_us=implied),
+        "claim's figures come to.": _saved(long, "mla", LISTS_SKIPPED, least_saved_us=implied),
     }
     aside = {
         "From 3 steps on, where two or more attend, one launch for all of them takes less again.": (
-            saved(many_steps, STEPS_TOGETHER, "mla") + saved(many_steps, STEPS_TOGETHER, "mha")
+            _saved(many_steps, "mla", STEPS_TOGETHER) + _saved(many_steps, "mha", STEPS_TOGETHER)
         )
     }
     setting = (
@@ -47,31 +44,17 @@ def judge_draft_steps(recordings: Recordings) -> Answer:
 
 
 def _saved(
-    rows: Mapping[str, Row],
-    points: Sequence[str],
-    plans: tuple[str, str],
-    attention: str,
-    *,
-    eager: bool = False,
-    least_saved_us: float = 0.0,
+    rows: Sequence[Row], attention: str, plans: tuple[str, str], form: str = "", *, least_saved_us: float = 0.0
 ) -> list[Observation]:
     """Return what the second plan saves over the first at the points that have both."""
-    name = f"{attention.upper()}{', eager' if eager else ''}"
-    found = []
-    for point in points:
-        before, after = (
-            rows.get(f"draft_steps/{attention}/{plan}/{point}{'/eager' if eager else ''}") for plan in plans
-        )
-        if before is not None and after is not None:
-            clocks = {"": (Times.of_row(before), Times.of_row(after))}
-            found.append(compared(name, f"{name}, {_point_in_words(point)}", clocks, least_saved_us=least_saved_us))
-    return found
+    name = f"{attention.upper()}{form and ','}{form}"
 
+    def named(row: Row) -> tuple[str, str]:
+        batch, _, steps = row["point"].partition("/steps")  # such as "64x8k/steps3"
+        return name, f"{name}, {batch.replace('x', ' × ')}, {steps} steps"
 
-def _point_in_words(point: str) -> str:
-    """Return "64 × 8k, 3 steps" for "64x8k/steps3"."""
-    batch, _, steps = point.partition("/steps")
-    return f"{batch.replace('x', ' × ')}, {steps} steps"
+    before, after = (f"{attention} {plan}{form}" for plan in plans)
+    return compared_pairs(pairs(rows, "kernel", before, after, ("point",)), named, least_saved_us=least_saved_us)
 
 
 def _host_saving(recording: Recording) -> tuple[str, ...]:
