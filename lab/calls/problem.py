@@ -57,9 +57,27 @@ class Feature(enum.Enum):
     STRIDED_LSE = "an lse that is not contiguous"
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Softmax:
+    """The terms of a softmax beside queries, keys and values, which all four calls have.
+
+    Attributes:
+        bmm1_scale, bmm2_scale: factor of Q·K^T and of P·V.
+        sinks: float32 [num_qo_heads], a logit per head added to the softmax's denominator; or None.
+    """
+
+    bmm1_scale: Scale = 1.0
+    bmm2_scale: Scale = 1.0
+    sinks: torch.Tensor | None = None
+
+    def terms(self) -> dict[str, Any]:
+        """Return these fields by name, of a problem too."""
+        return {each.name: getattr(self, each.name) for each in fields(Softmax)}
+
+
 @dataclass(frozen=True, eq=False)
-class AttentionProblem:
-    """The part of a checked attention problem that every call poses.
+class AttentionProblem(Softmax):
+    """The part of a checked attention problem that every call poses; its softmax's terms are `Softmax`'s.
 
     Attributes:
         call: the call that posed it.
@@ -71,8 +89,6 @@ class AttentionProblem:
         max_kv_len: most keys that the caller promises for one request.
         causal: row i of a request with q rows and L keys sits at position L - q + i and sees keys up to it; else all.
         window_left: a row at position p sees keys p - window_left … p; -1 sees all.
-        sinks: float32 [num_qo_heads], a logit per head added to the softmax's denominator; or None.
-        bmm1_scale, bmm2_scale: factor of Q·K^T and of P·V.
         out, out_dtype, lse, return_lse: where the results go.
     """
 
@@ -85,9 +101,6 @@ class AttentionProblem:
     max_kv_len: int
     causal: bool
     window_left: int
-    sinks: torch.Tensor | None
-    bmm1_scale: Scale
-    bmm2_scale: Scale
     out: torch.Tensor | None
     out_dtype: torch.dtype
     lse: torch.Tensor | None
@@ -280,9 +293,9 @@ def refuse_nan(problem: AttentionProblem, in_query: bool = True) -> None:
     Raises:
         ValueError: a NaN, or an infinite scale.
     """
-    for name, scale in zip(("bmm1_scale", "bmm2_scale"), problem.scales, strict=True):
-        if isinstance(scale, torch.Tensor) and not bool(scale.isfinite().all()):
-            raise ValueError(f"{name} must be finite, got {float(scale)}")
+    for name, term in problem.terms().items():
+        if name != "sinks" and isinstance(term, torch.Tensor) and not bool(term.isfinite().all()):
+            raise ValueError(f"{name} must be finite, got {float(term)}")
     if problem.sinks is not None and bool(problem.sinks.isnan().any()):
         head = int(problem.sinks.isnan().nonzero()[0])
         raise ValueError(f"sinks[{head}] is NaN; a head without a sink has minus infinity")

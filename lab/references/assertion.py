@@ -19,7 +19,7 @@ from lab.calls import (
     check_values,
     refuse_nan,
 )
-from lab.calls.problem import AttentionCall, Scale
+from lab.calls.problem import AttentionCall
 from lab.references.paged_attention import indexed, plain_v_scales, shown_draft_tokens
 from lab.references.quantization import dequantize_nvfp4
 from lab.references.truth import Rules, Truth, truth_of_requests
@@ -146,20 +146,14 @@ def truth_of_problem(problem: Problem, arithmetic: torch.dtype | None = None) ->
     dtype = problem.query.dtype if arithmetic is None else arithmetic
     mask = problem.mask if isinstance(problem, PagedAttention) else None
     rules = Rules(
-        bmm1_scale=_without_shape(problem.bmm1_scale),
-        bmm2_scale=_without_shape(problem.bmm2_scale),
+        **problem.terms(),
         arithmetic=torch.float32 if dtype == torch.float64 else dtype,
         out_dtype=problem.out_dtype,
         window_left=problem.window_left,
-        sinks=problem.sinks,
         causal=problem.causal,
         shown=None if mask is None else shown_draft_tokens(mask.to(torch.int32)),
     )
     return truth_of_requests(problem.query[: offsets[-1]], histories, q_lens, rules)
-
-
-def _without_shape(scale: Scale) -> Scale:
-    return scale.reshape(()) if isinstance(scale, Tensor) else scale
 
 
 def _without_unseen(history: History, q_len: int, window_left: int) -> History:

@@ -7,10 +7,12 @@ elements.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from lab.calls.problem import E4M3, Scale
+from lab.calls.problem import E4M3, Softmax
+from lab.references.paged_attention import logits, number
 from lab.references.plain_arguments import check_plain
 from lab.references.quantization import rounded
 
@@ -49,10 +51,8 @@ def eager_attention(
     visible: torch.Tensor,
     *,
     arithmetic: torch.dtype,
-    bmm1_scale: Scale = 1.0,
-    bmm2_scale: Scale = 1.0,
-    sinks: torch.Tensor | None = None,
     out_dtype: torch.dtype,
+    **softmax: Any,
 ) -> torch.Tensor:
     """Compute the control: attention as a matrix unit does it, with operands in `arithmetic` and float32 sums.
 
@@ -60,7 +60,7 @@ def eager_attention(
     per row, as a kernel of that dtype does); scores, softmax and sums are float32; the output is in `out_dtype`.
 
     Args:
-        query, keys, values, visible, bmm1_scale, bmm2_scale, sinks: as in `lab.references.attention`.
+        query, keys, values, visible, softmax: as in `lab.references.attention`.
         arithmetic: dtype of the operands of both products: float16, bfloat16, e4m3 or float32.
         out_dtype: of the result.
 
@@ -70,24 +70,25 @@ def eager_attention(
     Raises:
         TypeError, ValueError: as `lab.references.attention`.
     """
-    check_plain(query, keys, values, visible, bmm1_scale=bmm1_scale, bmm2_scale=bmm2_scale, sinks=sinks)
+    terms = Softmax(**softmax)
+    check_plain(query, keys, values, visible, terms)
     group = query.shape[2] // keys.shape[2]
     keys, values = (side.to(torch.float32).repeat_interleave(group, dim=2).transpose(1, 2) for side in (keys, values))
     rows = _as_operand(query.to(torch.float32), arithmetic).transpose(1, 2)  # [batch, num_qo_heads, q_len, head_dim]
-    scores = (rows @ keys.transpose(2, 3)) * bmm1_scale
+    scores = logits(rows @ keys.transpose(2, 3), terms)
     scores = scores.masked_fill(~visible.unsqueeze(1), -math.inf)
     if scores.shape[-1] == 0:  # no key at all
         return torch.zeros(*query.shape[:3], values.shape[-1], dtype=out_dtype, device=query.device)
-    if sinks is not None:
-        logits = sinks.to(torch.float32).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat((scores, logits), dim=-1)
+    if terms.sinks is not None:
+        sink_logits = terms.sinks.to(torch.float32).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sink_logits), dim=-1)
     largest = scores.amax(dim=-1, keepdim=True)
     weights = torch.exp(scores - torch.where(largest.isfinite(), largest, torch.zeros_like(largest)))
     denominator = weights.sum(dim=-1, keepdim=True)
     weights = weights[..., : keys.shape[2]]
     sums = _as_operand(weights, arithmetic) @ values
     out = sums / torch.where(denominator == 0, 1.0, denominator)
-    return rounded((out * bmm2_scale).transpose(1, 2), out_dtype)
+    return rounded((out * number(terms.bmm2_scale, out)).transpose(1, 2), out_dtype)
 
 
 def _as_operand(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lab.calls.problem import E4M3, MASK_BITS_PER_WORD, AttentionProblem, PagedAttention, Scale, check_values
+from lab.calls.problem import E4M3, MASK_BITS_PER_WORD, PagedAttention, Scale, Softmax, check_values
 from lab.references.plain_arguments import check_plain
 from lab.references.quantization import deinterleave_v_scale_factors, dequantize_nvfp4, rounded
 
@@ -25,10 +25,7 @@ def attention(
     keys: torch.Tensor,
     values: torch.Tensor,
     visible: torch.Tensor,
-    *,
-    bmm1_scale: Scale = 1.0,
-    bmm2_scale: Scale = 1.0,
-    sinks: torch.Tensor | None = None,
+    **softmax: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute grouped-query softmax attention in float64.
 
@@ -40,8 +37,7 @@ def attention(
         keys: [batch, kv_len, num_kv_heads, head_dim], dequantised; finite, even where not visible.
         values: [batch, kv_len, num_kv_heads, v_head_dim], likewise.
         visible: bool [batch, q_len, kv_len].
-        bmm1_scale, bmm2_scale: factor of Q·K^T and of P·V.
-        sinks: [num_qo_heads] or None.
+        softmax: fields of `lab.calls.problem.Softmax`: bmm1_scale and bmm2_scale, 1 if left out, and sinks.
 
     Returns:
         out, float64 [batch, q_len, num_qo_heads, v_head_dim]; lse_log2, float64 [batch, q_len, num_qo_heads], log2 of the
@@ -50,16 +46,17 @@ def attention(
     Raises:
         TypeError, ValueError: before any arithmetic; see `lab.references.plain_arguments.check_plain`.
     """
-    check_plain(query, keys, values, visible, bmm1_scale=bmm1_scale, bmm2_scale=bmm2_scale, sinks=sinks)
-    return unchecked_attention(query, keys, values, visible, bmm1_scale=bmm1_scale, bmm2_scale=bmm2_scale, sinks=sinks)
+    terms = Softmax(**softmax)
+    check_plain(query, keys, values, visible, terms)
+    return unchecked_attention(query, keys, values, visible, terms)
 
 
 def unchecked_attention(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, **numbers: Any
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, softmax: Softmax
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `attention` of arguments that a call has checked; a NaN in a query shows in its output."""
     key_block, value_block = (side.transpose(1, 2).unsqueeze(1) for side in (keys, values))
-    return _attention_over_blocks(query, key_block, value_block, visible.unsqueeze(2), **numbers)
+    return _attention_over_blocks(query, key_block, value_block, visible.unsqueeze(2), softmax)
 
 
 def _attention_over_blocks(
@@ -67,10 +64,7 @@ def _attention_over_blocks(
     keys: torch.Tensor,
     values: torch.Tensor,
     visible: torch.Tensor,
-    *,
-    bmm1_scale: Scale,
-    bmm2_scale: Scale,
-    sinks: torch.Tensor | None,
+    softmax: Softmax,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `attention` over keys that lie in blocks, so that a paged cache need not be rearranged.
 
@@ -84,10 +78,9 @@ def _attention_over_blocks(
     group = num_qo_heads // num_kv_heads
 
     # [batch, 1, num_kv_heads, q_len * group, head_dim]: the rows that share a K/V head form one matrix.
-    rows = query.to(torch.float64) * _as_float64(bmm1_scale, query.device)
-    rows = rows.unflatten(2, (num_kv_heads, group)).permute(0, 2, 1, 3, 4).flatten(2, 3).unsqueeze(1)
+    rows = query.to(torch.float64).unflatten(2, (num_kv_heads, group)).permute(0, 2, 1, 3, 4).flatten(2, 3).unsqueeze(1)
     # [batch, num_blocks, num_kv_heads, q_len, group, block]
-    scores = (rows @ keys.to(torch.float64).transpose(3, 4)).unflatten(3, (q_len, group))
+    scores = logits(rows @ keys.to(torch.float64).transpose(3, 4), softmax).unflatten(3, (q_len, group))
     scores = scores.masked_fill(~visible.transpose(1, 2)[:, :, None, :, None, :], -math.inf)
 
     # [batch, 1, num_kv_heads, q_len, group, 1]
@@ -96,8 +89,8 @@ def _attention_over_blocks(
     else:
         largest = scores.new_full((batch, 1, *scores.shape[2:5], 1), -math.inf)
     sink_logits = None
-    if sinks is not None:
-        sink_logits = sinks.to(torch.float64).view(num_kv_heads, 1, group, 1)
+    if softmax.sinks is not None:
+        sink_logits = softmax.sinks.to(torch.float64).view(num_kv_heads, 1, group, 1)
         largest = torch.maximum(largest, sink_logits)
     origin = torch.where(largest.isfinite(), largest, torch.zeros_like(largest))
     weights = torch.exp(scores - origin)
@@ -108,9 +101,14 @@ def _attention_over_blocks(
 
     # [batch, num_kv_heads, q_len, group, v_head_dim]
     sums = (weights.flatten(3, 4) @ values.to(torch.float64)).sum(dim=1).unflatten(2, (q_len, group))
-    out = sums / torch.where(denominator == 0, 1.0, denominator).squeeze(1) * _as_float64(bmm2_scale, query.device)
+    out = sums / torch.where(denominator == 0, 1.0, denominator).squeeze(1) * number(softmax.bmm2_scale, sums)
     out = out.permute(0, 2, 1, 3, 4).reshape(batch, q_len, num_qo_heads, values.shape[-1])
     return out, lse_log2[:, 0, :, :, :, 0].permute(0, 2, 1, 3).reshape(batch, q_len, num_qo_heads)
+
+
+def logits(products: torch.Tensor, softmax: Softmax) -> torch.Tensor:
+    """Return the logits of a softmax from the products of queries and keys, in their dtype."""
+    return products * number(softmax.bmm1_scale, products)
 
 
 def visible_keys(
@@ -307,13 +305,8 @@ def _solve(problem: PagedAttention, piece: _Piece) -> tuple[torch.Tensor, torch.
         keys,
         values,
         visible,
-        **softmax_arguments(problem),
+        problem,
     )
-
-
-def softmax_arguments(problem: AttentionProblem) -> dict[str, Any]:
-    """Return the arguments of `attention` that a problem has as they are: scales and sinks."""
-    return {name: getattr(problem, name) for name in ("bmm1_scale", "bmm2_scale", "sinks")}
 
 
 def _entries(cache: torch.Tensor, scale_factors: torch.Tensor | None, pages: torch.Tensor) -> torch.Tensor:
@@ -361,5 +354,6 @@ def indexed(tensor: torch.Tensor, index: Any) -> torch.Tensor:
     return tensor[index]
 
 
-def _as_float64(scale: Scale, device: torch.device) -> torch.Tensor:
-    return torch.as_tensor(scale, dtype=torch.float64, device=device).reshape(())
+def number(scale: Scale, like: torch.Tensor) -> torch.Tensor:
+    """Return a scale as a tensor without dimensions, of the dtype and on the device of another."""
+    return torch.as_tensor(scale, dtype=like.dtype, device=like.device).reshape(())

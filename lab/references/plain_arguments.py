@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lab.calls.arguments import check_scale, check_tensor, check_vector
-from lab.calls.problem import Scale
+from lab.calls.problem import Softmax
 
 FLOAT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -14,10 +14,7 @@ def check_plain(
     keys: Tensor,
     values: Tensor,
     visible: Tensor,
-    *,
-    bmm1_scale: Scale,
-    bmm2_scale: Scale,
-    sinks: Tensor | None,
+    softmax: Softmax,
 ) -> None:
     """Raise an error unless the arguments are `lab.references.attention`'s.
 
@@ -49,15 +46,16 @@ def check_plain(
         raise ValueError(
             f"visible must be [batch, q_len, kv_len] = {[batch, q_len, keys.shape[1]]}, got {list(visible.shape)}"
         )
-    if sinks is not None:
-        check_vector("sinks", sinks, num_qo_heads, FLOAT_DTYPES)
-    for name, other in (("keys", keys), ("values", values), ("visible", visible), ("sinks", sinks)):
+    if softmax.sinks is not None:
+        check_vector("sinks", softmax.sinks, num_qo_heads, FLOAT_DTYPES)
+    for name, other in (("keys", keys), ("values", values), ("visible", visible), ("sinks", softmax.sinks)):
         if other is not None and other.device != query.device:
             raise ValueError(f"{name} is on {other.device}, but query is on {query.device}; move it there")
-    for name, value in (("bmm1_scale", bmm1_scale), ("bmm2_scale", bmm2_scale), ("query", query), ("sinks", sinks)):
-        if name.endswith("scale") and not isinstance(value, Tensor):
+    for name, value in {**softmax.terms(), "query": query}.items():
+        is_number = name not in ("query", "sinks") and value is not None
+        if is_number and not isinstance(value, Tensor):
             check_scale(name, value)
-        elif name.endswith("scale") and isinstance(value, Tensor) and value.numel() != 1:
+        elif is_number and value.numel() != 1:
             raise ValueError(f"{name} as a tensor must have one element, got shape {list(value.shape)}")
         if isinstance(value, Tensor) and value.device.type == "cpu" and bool(value.isnan().any()):
             raise ValueError(f"{name} holds NaN, which would make the output NaN")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from lab.calls.ragged_context import RaggedAttention, check_ragged_values
-from lab.references.paged_attention import piece_elements, softmax_arguments, unchecked_attention, visible_keys
+from lab.references.paged_attention import piece_elements, unchecked_attention, visible_keys
 from lab.references.quantization import rounded
 
 
@@ -65,6 +65,6 @@ def _solve(problem: RaggedAttention, rows: slice, keys: slice, position: int) ->
         problem.key[keys].unsqueeze(0),
         problem.value[keys].unsqueeze(0),
         visible,
-        **softmax_arguments(problem),
+        problem,
     )
     return out[0], lse_log2[0]

@@ -2,12 +2,11 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lab.calls.problem import Scale
+from lab.calls.problem import Softmax
 from lab.references.errors import Comparison, compare, eager_attention
 from lab.references.paged_attention import attention, piece_elements, visible_keys
 
@@ -96,26 +95,21 @@ class Truth:
         )
 
 
-@dataclass(frozen=True)
-class Rules:
-    """The rules by which the rows of a request attend, and their precision.
+@dataclass(frozen=True, kw_only=True)
+class Rules(Softmax):
+    """The rules by which the rows of a request attend, their softmax's terms among them, and their precision.
 
     Attributes:
-        bmm1_scale, bmm2_scale: factor of Q·K^T and of P·V.
         window_left: keys to the left of a row that it sees; -1 for all.
-        sinks: float32 [num_qo_heads] or None.
         arithmetic, out_dtype: of the control.
         causal: False lets every row see every key.
         shown: bool [num_requests, q_len, q_len]: which of a request's last q_len keys each row sees, in place of the causal
             rule; or None.
     """
 
-    bmm1_scale: Scale
-    bmm2_scale: Scale
     arithmetic: torch.dtype
     out_dtype: torch.dtype
     window_left: int = -1
-    sinks: Tensor | None = None
     causal: bool = True
     shown: Tensor | None = None
 
@@ -188,8 +182,7 @@ def _rows(
     visible = visible.expand(1, len(rows), last).clone()  # without a causal rule, all rows see the same
     if shown is not None:
         visible[:, :, max(first, 0) :] &= shown[rows.start : rows.stop, max(-first, 0) :]
-    scales: dict[str, Any] = {"bmm1_scale": rules.bmm1_scale, "bmm2_scale": rules.bmm2_scale, "sinks": rules.sinks}
-    exact, lse_log2 = attention(query.unsqueeze(0), keys, values, visible, **scales)
+    exact, lse_log2 = attention(query.unsqueeze(0), keys, values, visible, **rules.terms())
     rounded = eager_attention(
         query.unsqueeze(0),
         keys,
@@ -197,7 +190,7 @@ def _rows(
         visible,
         arithmetic=rules.arithmetic,
         out_dtype=rules.out_dtype,
-        **scales,
+        **rules.terms(),
     )
     return exact[0], rounded[0], lse_log2[0]
 

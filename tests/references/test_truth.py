@@ -88,7 +88,7 @@ def test_requests_see_their_own_keys_alone() -> None:
 def test_the_control_rounds_operands_as_its_arithmetic_does() -> None:
     """1 + 2**-10 is 1 in bf16: the control's logit is 2, the truth's a thousandth more."""
     histories = [(torch.tensor([0.0, 64.0]).view(2, 1, 1), torch.tensor([0.0, 1.0]).view(2, 1, 1))]
-    rules = Rules(1 / 32, 1.0, torch.bfloat16, torch.float32)
+    rules = Rules(bmm1_scale=1 / 32, arithmetic=torch.bfloat16, out_dtype=torch.float32)
     told = truth_of_requests(torch.full((1, 1, 1), 1.0 + 2**-10), histories, [1], rules)
     assert told.expected.item() == pytest.approx(1 / (1 + math.exp(-2.0 * (1 + 2**-10))), rel=1e-9)
     assert told.control.item() == pytest.approx(1 / (1 + math.exp(-2.0)), rel=1e-6)
