@@ -123,8 +123,12 @@ def timeline_figure(excerpts: Sequence[LoopExcerpt], title: str) -> Figure:
     names, lanes = [excerpt.name for excerpt in excerpts], [lane.value for lane in Lane]
     figure, panels = style.lane_panels(title, names, lanes, 1.01 * end_us / 1e3, "time, ms")
     steps = sorted({span.step for excerpt in excerpts for span in excerpt.spans})
+    looks = {}
+    for place, step in enumerate(steps):
+        alike = ", ".join(map(str, steps[place % len(STEP_COLOURS) :: len(STEP_COLOURS)]))
+        looks[step] = {"color": STEP_COLOURS[place % len(STEP_COLOURS)], "linewidth": 0, "label": f"step {alike}"}
     for axes, excerpt in zip(panels, excerpts, strict=True):
-        _draw_spans(axes, excerpt, steps)
+        _draw_spans(axes, excerpt, looks)
         _draw_idle(axes, excerpt)
         if not excerpt.is_whole:
             _draw_elsewhere(axes, excerpt, 1.01 * end_us)
@@ -132,19 +136,17 @@ def timeline_figure(excerpts: Sequence[LoopExcerpt], title: str) -> Figure:
     return figure
 
 
-def _draw_spans(axes: Axes, excerpt: LoopExcerpt, steps: Sequence[int]) -> None:
+def _draw_spans(axes: Axes, excerpt: LoopExcerpt, looks: Mapping[int, Mapping[str, Any]]) -> None:
     for span in excerpt.spans:
         kind = "wait" if span.waits else span.lane.value.lower()
-        colour = STEP_COLOURS[steps.index(span.step) % len(STEP_COLOURS)]
-        alike = ", ".join(map(str, steps[steps.index(span.step) % len(STEP_COLOURS) :: len(STEP_COLOURS)]))
-        look = WAIT if span.waits else {"color": colour, "linewidth": 0, "label": f"step {alike}"}
+        look = WAIT if span.waits else looks[span.step]
         _bar(axes, span.lane, span.start_us, span.end_us, gid=f"{kind} {span.step}", zorder=3, **look)
     for step in {span.step for span in excerpt.spans}:
         ends = [span.end_us for span in excerpt.of(Lane.CPU) if span.step == step]
         starts = [span.start_us for span in excerpt.of(Lane.GPU) if span.step == step]
         if starts and ends and min(starts) > max(ends):  # the work was launched before it could begin
-            colour = STEP_COLOURS[steps.index(step) % len(STEP_COLOURS)]
-            axes.plot([max(ends) / 1e3, min(starts) / 1e3], [0.8, 1], color=colour, linewidth=1, linestyle=":")
+            line = [max(ends) / 1e3, min(starts) / 1e3], [0.8, 1]
+            axes.plot(*line, color=looks[step]["color"], linewidth=1, linestyle=":")
 
 
 def _draw_idle(axes: Axes, excerpt: LoopExcerpt) -> None:
