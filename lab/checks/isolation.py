@@ -25,6 +25,7 @@ from lab.loading import LoadError, load
 Answer = TypeVar("Answer")
 
 CANNOT_BEGIN = 'no worker can begin: a script that judges in isolation needs `if __name__ == "__main__":`'
+IMPORT_LIMIT_S = 600.0  # at least, for the first import: a module may compile its kernels when it is imported
 LOST_CONTEXT = 70  # exit status of a worker whose CUDA context is lost
 
 
@@ -86,10 +87,11 @@ class Isolation:
             return question(self.implementation)
         from pebble import ProcessExpired
 
+        limit_s = max(self.time_limit_s, IMPORT_LIMIT_S)
         try:
-            answer: Answer = self._schedule(_answer, (question, self.implementation)).result()
+            answer: Answer = self._schedule(_answer, (question, self.implementation), limit_s).result()
         except FutureTimeoutError:
-            raise LoadError(f"{self.implementation} was not imported within {self.time_limit_s:g} s") from None
+            raise LoadError(f"{self.implementation} was not imported within {limit_s:g} s") from None
         except ProcessExpired as error:
             raise LoadError(
                 f"{self.implementation} ends its process when it is imported (exit status {error.exitcode})"
@@ -115,11 +117,11 @@ class Isolation:
         arguments = (self.implementation, check, case, str(self.device), within, self.refusals, last_words)
         return functools.partial(self._result, self._schedule(_work, arguments), arguments)
 
-    def _schedule(self, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    def _schedule(self, work: Callable[..., Any], arguments: tuple[Any, ...], limit_s: float | None = None) -> Any:
         if not self._pool.active:  # a worker that died between two cases ended its pool
             self._end_pool()
             self._pool = self._new_pool()
-        return self._pool.schedule(work, args=arguments, timeout=self.time_limit_s)
+        return self._pool.schedule(work, args=arguments, timeout=limit_s or self.time_limit_s)
 
     def _result(self, future: Any, arguments: tuple[Any, ...], attempts: int = 2) -> Judged:
         from pebble import ProcessExpired

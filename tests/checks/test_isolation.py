@@ -1,7 +1,9 @@
 """A case that crashes, hangs or raises costs itself alone; `test_isolation_gpu` has the twins that do it in a kernel."""
 
+import re
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from lab.checks import CaseVerdict, Outcome, Report, Space, judge
 from lab.checks import isolation as isolation_module
 from lab.checks.isolation import Isolation
+from lab.loading import LoadError
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import Interface
 from tests.checks import hostile
@@ -87,6 +90,24 @@ def test_a_pool_whose_workers_never_begin_is_an_error(monkeypatch: pytest.Monkey
         waiting = isolation.submit("K1", case)
         with pytest.raises(RuntimeError, match="no worker can begin: a script"):
             waiting()
+
+
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [
+        ("import os\nos._exit(9)\n", "ends its process when it is imported (exit status 9)"),
+        ("import time\ntime.sleep(60)\n", "was not imported within 3 s"),
+        ("def broken(:\n", "cannot be imported: SyntaxError: invalid syntax (kernel.py, line 1)"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, sentence: str
+) -> None:
+    monkeypatch.setattr(isolation_module, "IMPORT_LIMIT_S", 3.0)
+    kernel = tmp_path / "kernel.py"
+    kernel.write_text(code)
+    with pytest.raises(LoadError, match=re.escape(sentence)):
+        judge(str(kernel), device="cpu", isolated=True, time_limit_s=3.0)
 
 
 def test_in_this_process_what_is_raised_is_told_too() -> None:
