@@ -8,7 +8,7 @@ from lab.calls.problem import AttentionCall
 from lab.checks.check import Level
 from lab.checks.draft_lists import DraftListsCase
 from lab.checks.graph_case import GraphCase, MLAGraphCase, Story
-from lab.checks.judge import judge, judge_case, judge_forward
+from lab.checks.judge import judge, judge_case, judge_forward, judge_recorded
 from lab.checks.report import CaseVerdict, Report
 from lab.checks.space import Space
 from lab.checks.verdicts import Outcome
@@ -51,4 +51,5 @@ __all__ = [
     "judge",
     "judge_case",
     "judge_forward",
+    "judge_recorded",
 ]

@@ -1,39 +1,37 @@
 """Cases read back from their `repr`: known dataclasses, enums and dtypes are built, and nothing is evaluated."""
 
 import ast
+import functools
 from collections.abc import Callable
+from dataclasses import is_dataclass
+from enum import Enum
 from typing import Any
 
 import torch
 
-from lab.calls.problem import E4M3, AttentionCall
-from lab.checks.draft_lists import DraftListsCase
-from lab.checks.graph_case import GraphCase, MLAGraphCase, Story
-from lab.checks.space import Space
-from lab.metadata.engine.forward_batch import SpecInfo
-from lab.metadata.engine.forward_mode import ForwardMode
-from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
-from lab.metadata.engine.kv_cache import KVLayout
-from lab.metadata.engine.lengths import DraftAttention
-from lab.workloads.attention_case import NVFP4, AttentionCase, Contents, Dead, Storage, TableTail
-from lab.workloads.forward_case import ForwardCase
-from lab.workloads.interfaces import Interface
-from lab.workloads.mla_case import MLACase
-from lab.workloads.ragged_case import RaggedCase
+from lab.calls.problem import E4M3, HALF_DTYPES
+from lab.workloads.attention_case import NVFP4
 
-_CLASSES: tuple[Callable[..., Any], ...] = (
-    *(AttentionCase, DraftListsCase, ForwardCase, GraphCase, GraphMode, MLACase, MLAGraphCase, RaggedCase),
-    *(Space, SpecInfo, Storage),
-)
-_ENUMS = (
-    *(AttentionCall, Contents, Dead, DraftAttention, ForwardMode, Interface, KVLayout, MetadataPlace, Story),
-    TableTail,
-)
-_BY_NAME = {each.__name__: each for each in _CLASSES}
-_MEMBERS = {repr(member): member for enum in _ENUMS for member in enum} | {
-    repr(dtype): dtype
-    for dtype in (torch.float16, torch.bfloat16, torch.float32, E4M3, NVFP4, torch.int32, torch.int64)
-}
+DTYPES = (*HALF_DTYPES, E4M3, NVFP4, torch.float32, torch.int32, torch.int64)
+
+
+@functools.cache
+def _classes() -> dict[str, Callable[..., Any]]:
+    """Return the dataclasses that `lab.checks` offers to make cases of, by name."""
+    import lab.checks as offering
+
+    offered = {name: getattr(offering, name) for name in offering.__all__}
+    return {name: each for name, each in offered.items() if isinstance(each, type) and is_dataclass(each)}
+
+
+@functools.cache
+def _members() -> dict[str, Any]:
+    """Return the members of its enums, and dtypes, by their repr."""
+    import lab.checks as offering
+
+    offered = [getattr(offering, name) for name in offering.__all__]
+    members = [member for each in offered if isinstance(each, type) and issubclass(each, Enum) for member in each]
+    return {repr(each): each for each in (*members, *DTYPES)}
 
 
 def read_expression(text: str) -> Any:
@@ -49,15 +47,15 @@ def read_expression(text: str) -> Any:
 
 
 def _built(node: ast.expr) -> Any:
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _BY_NAME:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _classes():
         named = {keyword.arg or "**": _built(keyword.value) for keyword in node.keywords}
-        return _BY_NAME[node.func.id](*map(_built, node.args), **named)
+        return _classes()[node.func.id](*map(_built, node.args), **named)
     if isinstance(node, ast.Tuple):
         return tuple(map(_built, node.elts))
     if isinstance(node, ast.Dict):
         return {_built(key): _built(value) for key, value in zip(node.keys, node.values, strict=True) if key}
-    if isinstance(node, ast.Attribute) and (name := ast.unparse(node)) in _MEMBERS:
-        return _MEMBERS[name]
+    if isinstance(node, ast.Attribute) and (name := ast.unparse(node)) in _members():
+        return _members()[name]
     try:
         return ast.literal_eval(node)
     except ValueError:

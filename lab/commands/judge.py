@@ -93,7 +93,9 @@ def judge(
     refusals: Annotated[
         str | None, typer.Option(metavar="NAME,...", help="exceptions that are refusals, such as my.kernel.Unsupported")
     ] = None,
-    watch: Annotated[Path | None, typer.Option(help="judge again whenever this file changes", exists=True)] = None,
+    watch: Annotated[
+        Path | None, typer.Option(help="judge again whenever this file changes", exists=True, dir_okay=False)
+    ] = None,
     probe: Annotated[bool, typer.Option(help="where most is declined, find what is taken and judge that too")] = True,
     dtypes: Annotated[list[str] | None, _axis("dtypes")] = None,
     groups: Annotated[list[int] | None, _axis("groups")] = None,
