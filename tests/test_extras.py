@@ -55,7 +55,12 @@ def test_all_has_every_extra_that_a_kernel_needs_to_be_judged_and_timed() -> Non
     [
         ("import lab.checks", ("numpy", "rich"), "The judge needs numpy, rich", "judge"),
         ("import lab.kernels.portable", ("triton",), "lab.kernels.portable needs triton", "triton"),
-        ("import lab.kernels as k; k.write_forward_metadata", ("triton",), "lab.kernels.serving needs", "triton"),
+        (
+            "import lab.kernels as k; k.write_forward_metadata",
+            ("triton",),
+            "lab.kernels.write_forward_metadata needs",
+            "triton",
+        ),
         ("import lab.timing", ("scipy",), "lab.timing needs scipy", "bench"),
         (
             "from lab.kernels.flashinfer_call import installed; installed('a', 'b')",

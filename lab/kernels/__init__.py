@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lab.extras import require
 from lab.gpus import capability_of, family_of
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ _METADATA_KERNELS = {
 
 def __getattr__(name: str) -> Any:
     if name in _METADATA_KERNELS:
+        require(f"lab.kernels.{name}", "triton")
         return getattr(importlib.import_module(_METADATA_KERNELS[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

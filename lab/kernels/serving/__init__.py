@@ -1,5 +1,1 @@
 """Triton kernels of metadata: the K/V lists of a draft, and the metadata of forward passes."""
-
-from lab.extras import require
-
-require("lab.kernels.serving", "triton")

@@ -1,4 +1,4 @@
-"""Checks that the metadata kernels share."""
+"""Checks that the metadata kernels share, and numbers by which their arguments speak of query rows. It needs no Triton."""
 
 from collections.abc import Sequence
 
@@ -8,6 +8,9 @@ from torch import Tensor
 from lab.calls.arguments import check_tensor, dtype_names
 
 INDEX_DTYPES = (torch.int32, torch.int64)
+# In place of a number of query rows of every request: `cu_seqlens_q` stays as it was preset, or sums the rows of each.
+PRESET_ROWS = 0
+CUMULATIVE_ROWS = -1
 
 
 def check_table(name: str, table: object, dtypes: Sequence[torch.dtype]) -> Tensor:

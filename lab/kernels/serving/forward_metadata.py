@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from lab.calls.arguments import check_int, check_tensor, check_vector
 from lab.calls.entry import made_at_once
-from lab.kernels.serving.arguments import INDEX_DTYPES, check_table
-from lab.kernels.serving.forward_metadata_kernel import CUMULATIVE, PRESET, _metadata_kernel
+from lab.kernels.serving.arguments import CUMULATIVE_ROWS, INDEX_DTYPES, PRESET_ROWS, check_table
 from lab.kernels.support import refuse_without_triton
 
 # Columns of a page table that a program writes at a time, and write locations.
@@ -115,6 +113,8 @@ def _launch(
     full_to_swa: Tensor | None,
 ) -> Callable[[], Any]:
     """Return the kernel's launch for checked arguments of one request or more."""
+    from lab.kernels.serving.forward_metadata_kernel import _metadata_kernel  # it alone needs Triton
+
     num_requests = seq_lens.numel()
     tables, table_offsets = _distinct([(each.page_table, each.seq_len_offset) for each in passes])
     swa_tables, swa_offsets = _distinct([(each.swa_page_table, each.seq_len_offset) for each in passes])
@@ -172,8 +172,8 @@ def _write_nothing(passes: Sequence[PassBuffers]) -> None:
 def _query_rows(each: PassBuffers) -> int:
     """Return QUERY_ROWS of a pass."""
     if each.query_rows is None or each.cu_seqlens_q is None:
-        return PRESET.value
-    return CUMULATIVE.value if isinstance(each.query_rows, Tensor) else each.query_rows
+        return PRESET_ROWS
+    return CUMULATIVE_ROWS if isinstance(each.query_rows, Tensor) else each.query_rows
 
 
 def _length(tensor: Tensor | None) -> int:
@@ -210,9 +210,9 @@ def _distinct(tables: Sequence[tuple[Tensor | None, int]]) -> tuple[tuple[Tensor
 def _grid(num_requests: int, tables: Sequence[Tensor], locations: Sequence[PassBuffers]) -> tuple[int, int]:
     """Return (programs per request, rows of as many programs for the write locations)."""
     columns = max((table.shape[1] for table in tables), default=1)
-    shares = max(1, min(triton.cdiv(columns, BLOCK_COLUMNS), triton.cdiv(MOST_PROGRAMS, num_requests)))
-    blocks = max((triton.cdiv(_length(each.swa_out_cache_loc), BLOCK_COLUMNS) for each in locations), default=0)
-    return shares, triton.cdiv(blocks, shares)
+    shares = max(1, min(-(-columns // BLOCK_COLUMNS), -(-MOST_PROGRAMS // num_requests)))
+    blocks = max((-(-_length(each.swa_out_cache_loc) // BLOCK_COLUMNS) for each in locations), default=0)
+    return shares, -(-blocks // shares)
 
 
 def _check_pass(each: PassBuffers, num_requests: int, full_to_swa: Tensor | None) -> None:

@@ -3,9 +3,11 @@
 import triton
 import triton.language as tl
 
+from lab.kernels.serving.arguments import CUMULATIVE_ROWS, PRESET_ROWS
+
 # QUERY_ROWS of a pass: `cu_seqlens_q` stays as it was preset, or is summed from `query_rows`. Else the rows of every request.
-PRESET: tl.constexpr = tl.constexpr(0)
-CUMULATIVE: tl.constexpr = tl.constexpr(-1)
+PRESET: tl.constexpr = tl.constexpr(PRESET_ROWS)
+CUMULATIVE: tl.constexpr = tl.constexpr(CUMULATIVE_ROWS)
 
 # What varies from batch to batch must not compile again, not even for its value 1 or its multiples of 16, nor for where a
 # slice starts. What is in tuples goes through `_numbers` and `_addresses` for that.

@@ -167,7 +167,7 @@ def no_triton(capability: Capability | None, dtypes: Iterable[torch.dtype] = ())
     """Return the reason why Triton does not run the lab's kernels there, over these dtypes; None if it does."""
     if capability is None:
         if importlib.util.find_spec("triton") is None:
-            return sentence("lab.kernels.portable", ["triton"])
+            return sentence("lab.kernels", ["triton"])
         interprets = triton_interprets()
         return (
             None
