@@ -31,7 +31,7 @@ def phrase(fact: str, operator: str, value: Fact) -> str:
     if operator == "is":
         return known.holds
     if operator == "is not":
-        return known.fails or f"it is not so that {known.holds}"
+        return known.fails or _not(known.holds)
     if operator == ">=" and value == 2 and known.several:
         return known.several
     shown = str(value)
@@ -42,7 +42,14 @@ def phrase(fact: str, operator: str, value: Fact) -> str:
     told = known.holds.format(shown)
     if operator == "==":
         told = told.replace(" or more", "")
-    return f"it is not so that {told}" if operator == "!=" else told
+    return _not(told) if operator == "!=" else told
+
+
+def _not(told: str) -> str:
+    for verb in (" is ", " are ", " has "):
+        if verb in told:
+            return told.replace(verb, f"{verb}not " if verb != " has " else " does not have ", 1)
+    return f"it is not so that {told}"
 
 
 def _number(rank: float, name: str) -> Phrase:

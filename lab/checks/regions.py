@@ -108,17 +108,23 @@ def _several(literals: list[Literal], holds: Bits, bad: Bits, good: Bits, costs:
     for worth in WORTHS:
         while len(rules) < MOST_RULES and bad[left].sum() > 0 and (not rules or worth <= MOST_WORTH_OF_OTHERS):
             chosen = _best(holds[:, left], worth * bad[left], worth * good[left], costs)
-            if not chosen or (rules and not _is_worth_telling(holds[:, left], chosen, bad[left], good[left])):
+            if not chosen or not _is_worth_telling(holds[:, left], chosen, bad[left], good[left], rules, worth):
                 break
             rules.append(_pruned(chosen, literals, holds[:, left], bad[left], good[left]))
             left &= ~holds[list(rules[-1])].all(axis=0)
     return rules
 
 
-def _is_worth_telling(holds: Bits, chosen: tuple[int, ...], bad: Bits, good: Bits) -> bool:
-    """Tell whether a rule says more than that the rules before it leave something: it is short, or nearly pure."""
+def _is_worth_telling(
+    holds: Bits, chosen: tuple[int, ...], bad: Bits, good: Bits, rules: Sequence[tuple[int, ...]], worth: float
+) -> bool:
+    """Tell whether a rule says enough: half of its results are wrong, or nearly all of those of a long rule after others.
+
+    The first rule may be less pure, where none is purer.
+    """
     inside = holds[list(chosen)].all(axis=0)
-    return bool(bad[inside].sum() >= (0.5 if len(chosen) == 1 else PURE) * (bad + good)[inside].sum())
+    least = PURE if rules and len(chosen) > 1 else 0.5 if rules or worth < MOST_WORTH_OF_OTHERS else 0.0
+    return bool(bad[inside].sum() >= least * (bad + good)[inside].sum())
 
 
 def _separates(holds: Bits, chosen: tuple[int, ...], bad: Bits, good: Bits) -> bool:
