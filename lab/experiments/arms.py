@@ -89,7 +89,7 @@ class TimingPlan:
     samples: int = SAMPLES
 
     def recording(self, experiment: str, out: Path | None, lists: Sequence[str], **facts: Any) -> Recording:
-        """Begin a `Recording` of GPU times by this plan; facts that are functions are derived."""
+        """Begin a `Recording` of GPU times; a fact that is a function is made anew of all rows after each point."""
         derived = {name: fact for name, fact in facts.items() if callable(fact)}
         fixed = {name: fact for name, fact in facts.items() if name not in derived}
         fixed = {"method": str(self.method), "samples": self.samples} | fixed
