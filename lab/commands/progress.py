@@ -27,12 +27,15 @@ def shown_progress(console: Console) -> "Iterator[Callable[[ProgressOfJudge], No
 
         def tell(progress: "ProgressOfJudge") -> None:
             verdict = progress.verdict
-            description = f"{verdict.check} of {verdict.interface.value}"
+            description = f"{verdict.check} of {verdict.interface.name.lower()}"
             bar.update(
                 task, completed=progress.done, total=progress.total, description=description, left=_left(progress)
             )
             if _is_fault(verdict) and not verdict.drawn:
-                bar.console.print(f"[red]{description} is {verdict.outcome.value}[/red]", highlight=False)
+                bar.console.print(
+                    f"[red]{verdict.check} of {verdict.interface.value} is {verdict.outcome.value}[/red]",
+                    highlight=False,
+                )
 
         yield tell
 
