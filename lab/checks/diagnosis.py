@@ -29,6 +29,7 @@ WITHOUT_RIGHT_ONES = (
     "return",
     "other",
 )  # such results are noted only where they are wrong: the outputs are right beside them
+MOST_TOLD = 2  # regions of a kind after the first in the sentence; the others follow it
 EXPLAINED = 0.9  # of the wrong results of a kind lie in regions of a plainer one: they have no region of their own
 MOST_UNITS = 4000  # wrong ones, and right ones, among which rules are searched; of more, every so many
 
@@ -263,10 +264,10 @@ def _sentence(regions: Sequence[Region]) -> str:
     where = f"wherever {first.words}" if first.rule else "everywhere"
     told = f"{HELD[first.held]} {where} ({first.wrong:,} of {first.results:,} results)"
     alike = [other for other in others if other.held == first.held]
-    for other in alike:
+    for other in alike[:MOST_TOLD]:
         told += f"; and wherever {other.words} ({other.wrong:,} of {other.results:,})"
     for held in dict.fromkeys(other.held for other in others if other.held != first.held):
-        parts = [other for other in others if other.held == held]
+        parts = [other for other in others if other.held == held][:MOST_TOLD]
         words = " or ".join(f"wherever {other.words}" if other.rule else "everywhere" for other in parts)
         told += f"; {_within(HELD[held])} {words}"
     if not first.rule:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SHOWN_DECLINES = 5
+SHOWN_EXAMPLES = 3  # regions whose smallest case is shown
 SHOWN_CHARACTERS = 160  # of a refusal
 STYLES = {"right": "green", "wrong": "bold red", "failed": "bold red", "known": "yellow", "declined": "dim"}
 # Exit statuses; `git bisect run` takes 125 for a commit that cannot be judged.
@@ -244,7 +245,7 @@ class Report:
 
     @functools.cached_property
     def diagnosis(self) -> Diagnosis:
-        """What the verdicts say together: what is broken, and where."""
+        """Return what the verdicts say together: what is broken, and where."""
         return diagnose(self.verdicts)
 
     def table(self) -> "Table":
@@ -282,9 +283,9 @@ class Report:
         """Yield the answer, and of what is wrong where it is, the smallest case of each region, and how to see it again."""
         found = self.diagnosis
         yield found.sentence
-        for region, smallest in zip(found.regions, found.smallest, strict=True):
+        for number, (region, smallest) in enumerate(zip(found.regions, found.smallest, strict=True)):
             yield f"  {region.counts}"
-            yield from _example(smallest)
+            yield from _example(smallest) if number < SHOWN_EXAMPLES else ()
 
     def notes(self) -> Iterator[str]:
         """Yield what follows from the answer, the known findings and the most frequent refusals."""
