@@ -7,7 +7,7 @@ import os
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -245,8 +245,20 @@ class Report:
 
     @functools.cached_property
     def diagnosis(self) -> Diagnosis:
-        """Return what the verdicts say together: what is broken, and where."""
-        return diagnose(self.verdicts)
+        """Return what the verdicts say together: what is broken and where, or what could not be judged."""
+        found = diagnose(self.verdicts)
+        missing = list(self._not_judged())
+        if found.regions or not missing:
+            return found
+        said = found.sentence.removeprefix("Right: ")
+        return replace(found, sentence=f"It could not be judged as a whole: {'; '.join(missing)}. {said}")
+
+    def _not_judged(self) -> Iterator[str]:
+        if self.left_out:
+            yield f"{self.left_out} cases were left out, {self.ended}"
+        judged = {verdict.interface for verdict in self.verdicts if verdict.judged.judged}
+        several = dict.fromkeys(verdict.interface for verdict in self.verdicts) if judged else ()
+        yield from (f"nothing of {each.value}" for each in several if each not in judged)
 
     def table(self) -> "Table":
         """Return the rows for a terminal; "worst" is the largest error, as a share or a multiple of its bound."""

@@ -86,6 +86,31 @@ def test_a_recorded_case_is_reproduced_by_its_number() -> None:
     assert recorded.as_record()["number"] == 17
 
 
+@pytest.mark.parametrize(
+    ("verdicts", "changes", "sentence"),
+    [
+        ([verdict_of(Outcome.RIGHT)], {}, "Right: 1 results of 1 cases are what they must be."),
+        (
+            [verdict_of(Outcome.RIGHT)],
+            {"left_out": 7, "ended": "the run was interrupted"},
+            "It could not be judged as a whole: 7 cases were left out, the run was interrupted. 1 results of 1 cases are",
+        ),
+        (
+            [verdict_of(Outcome.RIGHT), verdict_of(Outcome.DECLINED, interface=Interface.CONTEXT)],
+            {},
+            "It could not be judged as a whole: nothing of trtllm_batch_context_with_kv_cache. 1 results of 1 cases are",
+        ),
+        ([verdict_of(Outcome.DECLINED)], {}, "Nothing could be judged: 1 cases, all declined."),
+    ],
+)
+def test_what_was_not_judged_is_never_told_right(
+    verdicts: list[CaseVerdict], changes: dict[str, Any], sentence: str
+) -> None:
+    report = report_of(*verdicts, **changes)
+    assert report.diagnosis.sentence.startswith(sentence)
+    assert report.is_right is sentence.startswith("Right")
+
+
 def test_an_empty_report_is_not_right() -> None:
     assert not report_of().is_right
 
