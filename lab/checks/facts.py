@@ -5,6 +5,7 @@ where it is false. Facts are of a call or of one request in it.
 """
 
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
@@ -178,7 +179,8 @@ class CallLog:
     def __init__(self) -> None:
         self._calls = 0
         self._first_of_shapes: dict[Any, dict[str, Any]] = {}
-        self._versions: dict[tuple[str, int], tuple[Tensor, int]] = {}
+        # Not the tensors themselves: a later call's must be free to get the address of one that is gone, as an engine's do.
+        self._versions: dict[tuple[str, int], tuple[weakref.ref[Tensor], int]] = {}
 
     def facts(self, interface: Interface, arguments: Mapping[str, Any]) -> CallFacts:
         """Return the facts of a call that is about to be made; its lengths are read from the device."""
@@ -209,7 +211,11 @@ class CallLog:
         watched = {name: arguments.get(name) for name in _WATCHED}
         for name, tensor in (watched | {"kv_cache": cache[0] if isinstance(cache, tuple) else cache}).items():
             if isinstance(tensor, Tensor):
-                _, version = self._versions.setdefault((name, tensor.data_ptr()), (tensor, tensor._version))
+                key = name, tensor.data_ptr()
+                seen, version = self._versions.get(key, (None, tensor._version))
+                if seen is None or seen() is None:
+                    version = tensor._version
+                    self._versions[key] = weakref.ref(tensor), version
                 found[f"{name} was written since an earlier call"] = tensor._version > version
         return found
 

@@ -26,6 +26,7 @@ MOST_WORTH_OF_OTHERS = 4  # of what the first rule leaves
 EVERYWHERE = 0.9  # of the results: where as many are wrong, exceptions are no rule
 MOSTLY = 0.8  # of the results: where as many are wrong, a rule must leave out a tenth of them
 PURE = 0.9  # share of wrong results in a region that is called so
+PURE_ALONE = 0.75  # the same of one condition that takes the place of several rules
 FACT_BITS, NEGATION_BITS, UNPHRASED_BITS = 6.0, 2.5, 4.0
 UNNEGATED = ("result",)  # "wherever the result is not ..." tells a reader nothing
 
@@ -92,6 +93,9 @@ def find_rules(units: Sequence[Facts], wrong: Bits, weights: Bits) -> list[Rule]
     is_plain = len(only) <= 2 and all(costs[number] < FACT_BITS + UNPHRASED_BITS for number in only)
     if is_plain and found != [only] and _separates(holds, only, bad, good):
         found = [only]
+    alone = _covering(holds, bad, good, costs)
+    if alone and not _is_whole(holds, found, bad, good):
+        found = [alone]  # what the others add tells only where the bug shows
     if found and bad.sum() > MOSTLY * (bad + good).sum():
         outside = ~np.any([holds[list(chosen)].all(axis=0) for chosen in found], axis=0)
         if (bad + good)[outside].sum() < (1 - EVERYWHERE) * (bad + good).sum():
@@ -130,6 +134,19 @@ def _is_worth_telling(
 def _separates(holds: Bits, chosen: tuple[int, ...], bad: Bits, good: Bits) -> bool:
     inside = holds[list(chosen)].all(axis=0)
     return bool(chosen) and not good[inside].sum() and not bad[~inside].sum()
+
+
+def _is_whole(holds: Bits, found: list[tuple[int, ...]], bad: Bits, good: Bits) -> bool:
+    """Tell whether rules hold wherever results are wrong: one rule, or several that hold nowhere else."""
+    inside = np.any([holds[list(chosen)].all(axis=0) for chosen in found], axis=0)
+    return not bad[~inside].sum() and (len(found) == 1 or not good[inside].sum())
+
+
+def _covering(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> tuple[int, ...]:
+    """Return the cheapest single literal that holds wherever results are wrong, and seldom where they are right, if any."""
+    inside_bad, inside_good = holds @ bad, holds @ good
+    fits = (inside_bad >= bad.sum() * (1 - 1e-9)) & (inside_bad >= PURE_ALONE * (inside_bad + inside_good))
+    return (int(np.where(fits, costs, np.inf).argmin()),) if fits.any() else ()
 
 
 def _best(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> tuple[int, ...]:

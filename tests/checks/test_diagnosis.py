@@ -182,3 +182,13 @@ def test_the_references_are_right() -> None:
     found = diagnosis_of(type("Right", (), {name: staticmethod(function) for name, function in decode.items()})(), "K1")
     assert found.sentence.startswith("Right: ")
     assert not found.regions
+
+
+def test_one_condition_that_explains_all_takes_the_place_of_several_rules() -> None:
+    """A bug does not show in each result that meets its condition: what tells where it shows is no part of the rule."""
+    report = judge(
+        mutant("length_rounded_up_to_page").implementation(),
+        functions=[Interface.DECODE.value],
+        only=["K1", "K2", "K3", "K4", "K7", "K8", "K9", "K13"],
+    )
+    assert [region.rule for region in report.diagnosis.regions] == ["kv_len % page_size > 0"]

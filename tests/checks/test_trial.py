@@ -1,12 +1,15 @@
 """What a trial holds against a truth: shapes, vectors, LSEs and bits."""
 
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
+from lab import references
 from lab.checks import AttentionCase, Interface
 from lab.checks.trial import Result, Trial, as_result, truth_of_call
 from lab.references.truth import LSE_LOG2_BOUND, Truth
@@ -28,6 +31,17 @@ def truth(trial: Trial) -> Truth:
 def test_the_truth_itself_is_right(trial: Trial, truth: Truth) -> None:
     trial.hold("this", Result(truth.expected, truth.lse_log2), truth)
     assert (trial.wrongs, trial.judged, trial.worst_ratio) == ([], 1, 0.0)
+
+
+def test_a_trial_keeps_no_tensor_of_a_call() -> None:
+    """A cache by address can only be found where a later tensor gets an earlier one's address."""
+    trial = Trial(references, CASE, torch.device("cpu"))
+    inputs = trial.build()
+    trial.call(inputs)
+    tensors = [weakref.ref(inputs.query), weakref.ref(inputs.seq_lens), weakref.ref(inputs.block_tables)]
+    del inputs
+    gc.collect()
+    assert [tensor() for tensor in tensors] == [None] * 3
 
 
 def test_one_wrong_vector_is_named(trial: Trial, truth: Truth) -> None:
