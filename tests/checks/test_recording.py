@@ -146,9 +146,19 @@ def test_a_recorded_case_is_judged_again_by_its_number(kernel: Path) -> None:
     assert judge_recorded(path, right.number, isolated=False).exit_status == 0
     with pytest.raises(ReportError, match="has no case 999: it has"):
         judge_recorded(path, 999)
+    kernel.write_text("def trtllm_batch_decode_with_kv_cache(**arguments):\n    while True:\n        pass\n")
+    hangs = judge_recorded(path, wrong.number, time_limit_s=3.0)
+    assert (hangs.reason, hangs.exit_status) == ("it did not return within 3 s", 1)
     kernel.write_text("import nowhere\n")
     with pytest.raises(LoadError, match=r"No module named 'nowhere' \(kernel.py, line 1\)"):
         judge_recorded(path, wrong.number)
+
+
+def test_a_recorded_case_is_refused_as_its_run_was(kernel: Path) -> None:
+    kernel.write_text("def trtllm_batch_decode_with_kv_cache(**arguments):\n    raise LookupError('not today')\n")
+    report = judged(kernel, drawn=0, refusals=(LookupError,))
+    path = Path(report.verdicts[0].recorded_in)
+    assert report.exit_status == judge_recorded(path, 1, isolated=False).exit_status == 125
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"cases": [{}], "space": "Space()"}'])
