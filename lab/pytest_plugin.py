@@ -159,6 +159,7 @@ class Kernel(pytest.Collector):
         if interface not in ATTENTION:
             return self.space
         tried = self._judge(PROBING_CHECK, interface, self.space, drawn=0)
+        self.judged.setdefault(interface, False)  # no check judges a function that takes no plain call
         return dict(tried.narrowed).get(interface, self.space)
 
     def _judge(self, check: str, interface: "Interface", space: "Space", **how: Any) -> "Report":
