@@ -208,7 +208,8 @@ class CheckOfFunction(pytest.Item):
 
         kernel = self.parent
         assert isinstance(kernel, Kernel)
-        rows = kernel.judge(self.check, self.interface).rows
+        report = kernel.judge(self.check, self.interface)
+        rows = report.rows
         axes = kernel.axes[self.interface]
         if axes != kernel.space:
             taken = options_of(axes, PREFIX)
@@ -225,7 +226,7 @@ class CheckOfFunction(pytest.Item):
                 f"the axes, such as {PREFIX}head-dims 96 (pytest --help, under {OPTION})"
             )
         if rows[0].outcome in (Outcome.WRONG, Outcome.FAILED):
-            raise NotRight(f"{rows[0].worst}\n  reproduce: {rows[0].worst.reproduce}")
+            raise NotRight("\n".join((*report.summary(), str(rows[0].worst))))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], *_: Any, **__: Any) -> Any:
         """Show a verdict as it is, and another error with its traceback."""
