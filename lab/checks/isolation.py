@@ -3,10 +3,12 @@
 import functools
 import multiprocessing.context
 import os
+import pickle
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -18,7 +20,7 @@ from lab.checks.check import Check
 from lab.checks.probe import PROBE
 from lab.checks.refusals import Declined, Raised, Refusals, raised
 from lab.checks.space import Space
-from lab.checks.trial import SHOWN_CHARACTERS, Trial
+from lab.checks.trial import Trial
 from lab.checks.verdicts import Judged, Outcome
 from lab.loading import LoadError, load
 
@@ -32,7 +34,8 @@ LOST_CONTEXT = 70  # exit status of a worker whose CUDA context is lost
 class Isolation:
     """Judges cases: here, or in worker processes if the implementation is given by name.
 
-    A worker that crashes, loses its CUDA context or passes the time limit is replaced, and its case is FAILED.
+    A worker that crashes, loses its CUDA context or passes the time limit is replaced, and its case is FAILED. One that loses
+    its context still says what it had judged.
     """
 
     def __init__(
@@ -139,11 +142,10 @@ class Isolation:
         except FutureTimeoutError:
             return Judged(Outcome.FAILED, (f"it did not return within {self.time_limit_s:g} s",))
         except ProcessExpired as error:
-            said = last_words.read_text()
-            return Judged(
-                Outcome.FAILED,
-                (f"it crashed its process (exit status {error.exitcode})" + (f": {said}" if said else ""),),
-            )
+            said = last_words.read_bytes()
+            if not said:
+                return Judged(Outcome.FAILED, (f"it crashed its process (exit status {error.exitcode})",))
+            result = pickle.loads(said)
         return result
 
 
@@ -176,7 +178,8 @@ def _work(
         try:
             torch.cuda.synchronize(where)
         except RuntimeError as error:
-            Path(last_words).write_text(f"{'; '.join(judged.wrongs)}; {error}"[:SHOWN_CHARACTERS])
+            lost = f"it crashed its process, for the GPU's context is lost: {str(error).splitlines()[0]}"
+            Path(last_words).write_bytes(pickle.dumps(replace(judged, wrongs=(*judged.wrongs, lost))))
             os._exit(LOST_CONTEXT)
     return judged
 

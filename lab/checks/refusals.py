@@ -40,8 +40,9 @@ class Raised(Exception):  # noqa: N818 - the implementation's error, carried pas
 
 
 def raised(error: BaseException) -> Raised:
-    """Return an error of the implementation as what it is: a failure."""
-    return Raised(f"it raised {type(error).__name__}: {error}")
+    """Return an error of the implementation as what it is: a failure; of torch's advice on an error of CUDA, nothing."""
+    said = str(error).split("\n", 1)[0] if isinstance(error, torch.AcceleratorError) else error
+    return Raised(f"it raised {type(error).__name__}: {said}")
 
 
 def refusing(function: Callable[..., Any], refusals: Refusals | None = None) -> Callable[..., Any]:
