@@ -14,12 +14,13 @@ from lab.checks.verdicts import CheckedResult, Outcome, WrongVector
 if TYPE_CHECKING:
     from lab.checks.report import CaseVerdict
 
-# What a result can be held for, the plainest first, and the beginning of a sentence of what is wrong then.
+# What a result can be held for, causes first, and the beginning of a sentence of what is wrong then.
 HELD = {
     "return": "It fails",
-    "output": "Wrong",
     "lists": "The lists are wrong",
     "metadata": "The metadata is wrong",
+    "output": "Wrong",
+    "invariants": "What metadata must keep is broken",
     "LSE": "The LSE is wrong",
     "bits": "An equal call gives other bits",
     "memory": "Memory is written that must stay as it is",
@@ -117,7 +118,10 @@ def diagnose(verdicts: Sequence["CaseVerdict"]) -> Diagnosis:
     rules: list[Rule] = []
     for held in HELD:
         kind = _kind(results, held)
-        if not kind.wrong.any() or _are_explained(kind, rules):
+        follows = not kind.wrong.any() or (
+            _are_explained(kind, rules) and (held != "LSE" or _outputs_are_wrong(results))
+        )
+        if follows:
             continue
         for rule, region in _regions(kind, held):
             rules.append(rule)
@@ -194,6 +198,14 @@ def _are_explained(kind: _Kind, rules: Sequence[Rule]) -> bool:
     for rule in rules:
         inside |= _holds(rule, units)
     return bool(inside.mean() >= EXPLAINED)
+
+
+def _outputs_are_wrong(results: Sequence[tuple["CaseVerdict", CheckedResult]]) -> bool:
+    """Tell whether most results whose LSE is wrong have a wrong output too."""
+    wrong = {
+        held: {(id(v), r.name) for v, r in results if r.wrong and r.facts["held"] == held} for held in ("output", "LSE")
+    }
+    return len(wrong["LSE"] & wrong["output"]) > len(wrong["LSE"]) / 2
 
 
 def _regions(kind: _Kind, held: str) -> list[tuple[Rule, Region]]:

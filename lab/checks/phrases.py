@@ -133,7 +133,7 @@ PHRASES: dict[str, Phrase] = {
         fewer="a request has {} pages or less",
         several="a request has several pages",
     ),
-    "longest kv_len": _number(1.3, "the longest request's number of keys"),
+    "longest kv_len": _number(0.5, "the longest request's number of keys"),
     "window_left": _number(0.4, "window_left"),
     "a page lies before the window": Phrase(3, "a page of a request lies before its window"),
     "a tile lies before the window": Phrase(3.5, "64 keys of a request lie before its window"),

@@ -28,6 +28,7 @@ MOSTLY = 0.8  # of the results: where as many are wrong, a rule must leave out a
 PURE = 0.9  # share of wrong results in a region that is called so
 PURE_ALONE = 0.75  # the same of one condition that takes the place of several rules
 FACT_BITS, NEGATION_BITS, UNPHRASED_BITS = 6.0, 2.5, 4.0
+THRESHOLD_BITS = 2.5  # at most
 UNNEGATED = ("result",)  # "wherever the result is not ..." tells a reader nothing
 
 Bits = np.ndarray[Any, np.dtype[Any]]
@@ -238,7 +239,7 @@ def _literals(name: str, values: list[Fact | None]) -> list[tuple[Literal, Bits,
         return found
     numbers = np.array([np.nan if value is None else float(value) for value in values])
     steps = sorted(int(value) for value in different)
-    cost += math.log2(min(len(steps), MOST_THRESHOLDS))
+    cost += min(math.log2(len(steps)), THRESHOLD_BITS)
     for step in _spread(steps):
         found.append((Literal(name, "==", step), numbers == step, cost + NEGATION_BITS / 2))
         found.append((Literal(name, ">=", step), numbers >= step, cost))

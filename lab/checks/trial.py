@@ -100,7 +100,7 @@ class Trial:
 
     def wrong(self, sentence: str) -> None:
         """Note a sentence of what is wrong, of the last call."""
-        self.hold_nothing_wrong(sentence, [sentence], held="other")
+        self.hold_nothing_wrong("what it returned", [sentence], held="other")
 
     def hold_nothing_wrong(
         self, what: str, sentences: Iterable[str], held: str = "memory", call: CallFacts | None = None
@@ -280,8 +280,9 @@ class Trial:
         try:
             attention()
         except (IndexError, TypeError, ValueError) as error:
-            self.wrong(f"{what} is refused: {error}")
+            self.hold_nothing_wrong(what, [f"{what} is refused: {error}"], held="invariants")
             return False
+        self.hold_nothing_wrong(what, (), held="invariants")
         return True
 
     def hold(self, what: str, result: Result | None, truth: Truth, least_bound: float = 0.0) -> None:

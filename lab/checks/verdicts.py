@@ -31,7 +31,7 @@ class CheckedResult:
 
     Attributes:
         name: of the call, within its check.
-        facts: of the case and the call (`lab.checks.facts`); "held" is "output", "LSE", "bits", "memory" or "metadata".
+        facts: of the case and the call (`lab.checks.facts`); "held" is a key of `lab.checks.diagnosis.HELD`.
         wrong: whether it is.
         requests: each request's facts, and whether its rows are wrong; empty where requests were not told apart.
         example: a wrong vector, the worst.

@@ -73,7 +73,7 @@ def _own_tensors(trial: Trial, forward: ForwardPass) -> None:
     batch.seq_lens.add_(1)
     wrong = "the metadata's lengths are the batch's own tensor: they changed with it"
     is_wrong = metadata.cache_seqlens_int32.tolist() != lengths
-    trial.hold_nothing_wrong("own tensors", [wrong] if is_wrong else [], "metadata")
+    trial.hold_nothing_wrong("own tensors", [wrong] if is_wrong else [], "invariants")
 
 
 def _parity(trial: Trial, what: str, forward: ForwardPass) -> None:
@@ -105,7 +105,7 @@ def _invariants(trial: Trial, forward: ForwardPass) -> None:
         == torch.int32,
     }
     wrongs = [f"it does not hold that {fact}" for fact, holds in facts.items() if not holds]
-    trial.hold_nothing_wrong("relations between the fields", wrongs, "metadata")
+    trial.hold_nothing_wrong("relations between the fields", wrongs, "invariants")
 
 
 CHECK = Check("K16", "metadata", first_line(__doc__), _cases, _judge, interfaces=(Interface.MHA_METADATA,))

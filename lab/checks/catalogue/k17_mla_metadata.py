@@ -58,7 +58,7 @@ def _judge(trial: Trial) -> None:
     forward.batch.seq_lens.add_(1)
     wrong = "the metadata's lengths are the batch's own tensor: they changed with it"
     is_wrong = not torch.equal(forward.metadata.seq_lens_k, lengths)
-    trial.hold_nothing_wrong("own tensors", [wrong] if is_wrong else [], "metadata")
+    trial.hold_nothing_wrong("own tensors", [wrong] if is_wrong else [], "invariants")
 
 
 def _parity(trial: Trial, what: str, forward: MLAPass) -> None:
@@ -68,7 +68,7 @@ def _parity(trial: Trial, what: str, forward: MLAPass) -> None:
 
 
 def _tails(trial: Trial, forward: MLAPass) -> None:
-    trial.hold_nothing_wrong("the table's tail and its bound", _wrong_tails(forward), "metadata")
+    trial.hold_nothing_wrong("the table's tail and its bound", _wrong_tails(forward), "invariants")
 
 
 def _wrong_tails(forward: MLAPass) -> Iterator[str]:
