@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from lab.checks.facts import Fact, Facts, facts_of_case
+from lab.checks.facts import Fact, Facts, facts_of_case, together
 from lab.checks.regions import Bits, Rule, find_rules, weights_of
 from lab.checks.verdicts import CheckedResult, Outcome, WrongVector
 
@@ -26,10 +26,9 @@ HELD = {
     "memory": "Memory is written that must stay as it is",
     "other": "What is returned is wrong",
 }
-WITHOUT_RIGHT_ONES = (
-    "return",
-    "other",
-)  # such results are noted only where they are wrong: the outputs are right beside them
+# Such results are noted only where they are wrong: the outputs are right beside them.
+WITHOUT_RIGHT_ONES = ("return", "other")
+FOLLOWS_FROM_NOTHING = (*WITHOUT_RIGHT_ONES, "memory")
 MOST_TOLD = 2  # regions of a kind after the first in the sentence; the others follow it
 EXPLAINED = 0.9  # of the wrong results of a kind lie in regions of a plainer one: they have no region of their own
 MOST_UNITS = 4000  # wrong ones, and right ones, among which rules are searched; of more, every so many
@@ -118,10 +117,7 @@ def diagnose(verdicts: Sequence["CaseVerdict"]) -> Diagnosis:
     rules: list[Rule] = []
     for held in HELD:
         kind = _kind(results, held)
-        follows = not kind.wrong.any() or (
-            _are_explained(kind, rules) and (held != "LSE" or _outputs_are_wrong(results))
-        )
-        if follows:
+        if not kind.wrong.any() or _follows_from(kind, held, rules, results):
             continue
         for rule, region in _regions(kind, held):
             rules.append(rule)
@@ -178,6 +174,9 @@ def _kind(results: Sequence[tuple["CaseVerdict", CheckedResult]], held: str) -> 
         shared: dict[str, Fact] = {**result.facts, "result": result.name}
         del shared["held"]
         parts = [(facts, is_wrong) for facts, is_wrong in result.requests if facts.get("q_len") != 0]
+        if held in WITHOUT_RIGHT_ONES:
+            shared = together(shared, [facts for facts, _ in parts])
+            parts = []
         if not counts or (result.wrong and not any(is_wrong for _, is_wrong in parts)):
             parts = []  # what is wrong is of none of its requests
         for facts, is_wrong in parts or [({}, result.wrong)]:
@@ -192,7 +191,12 @@ def _holds(rule: Rule, units: Iterable[Facts]) -> Bits:
     return np.array([all(literal.holds(facts) for literal in rule) for facts in units], dtype=bool)
 
 
-def _are_explained(kind: _Kind, rules: Sequence[Rule]) -> bool:
+def _follows_from(
+    kind: _Kind, held: str, rules: Sequence[Rule], results: Sequence[tuple["CaseVerdict", CheckedResult]]
+) -> bool:
+    """Tell whether what is wrong of a kind lies where a plainer one is; an LSE's, if the outputs beside it are wrong."""
+    if held in FOLLOWS_FROM_NOTHING or (held == "LSE" and not _outputs_are_wrong(results)):
+        return False
     units = [facts for facts, is_wrong in zip(kind.units, kind.wrong, strict=True) if is_wrong]
     inside = np.zeros(len(units), dtype=bool)
     for rule in rules:

@@ -6,7 +6,7 @@ where it is false. Facts are of a call or of one request in it.
 
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import Any
@@ -43,14 +43,14 @@ class CallFacts:
     of_requests: tuple[Facts, ...] = field(default=(), hash=False)
     q_lens: tuple[int, ...] = ()
 
-    @property
-    def together(self) -> dict[str, Fact]:
-        """Return the call's facts and those of any of its requests, of numbers the largest."""
-        found = dict(self.facts)
-        for facts in self.of_requests:
-            for name, value in facts.items():
-                found[name] = max(int(value), int(found.get(name, 0))) if type(value) is int else value
-        return found
+
+def together(shared: Facts, of_requests: Iterable[Facts]) -> dict[str, Fact]:
+    """Return the facts of a call and those of any of its requests, of numbers the largest."""
+    found = dict(shared)
+    for facts in of_requests:
+        for name, value in facts.items():
+            found[name] = max(int(value), int(found.get(name, 0))) if type(value) is int else value
+    return found
 
 
 def facts_of_case(case: Any) -> CallFacts:

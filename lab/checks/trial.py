@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lab.checks.attention_inputs import AttentionInputs, build_attention, new_workspace
-from lab.checks.facts import CallFacts, CallLog, context_of, facts_of_case
+from lab.checks.facts import CallFacts, CallLog, context_of, facts_of_case, together
 from lab.checks.refusals import Declined, Raised, Refusals, is_capturing, output_and_lse, refusing
 from lab.checks.space import Space
 from lab.checks.spellings import Speller
@@ -137,7 +137,8 @@ class Trial:
         if rows is not None and len(rows) == sum(call.q_lens):
             parts = [bool(part.any()) for part in rows.cpu().split(list(call.q_lens))]
             requests = tuple(zip(call.of_requests, parts, strict=True))
-        facts = call.together if held == "output" and not requests else call.facts
+        alone = held in ("output", "return") and not requests
+        facts = together(call.facts, call.of_requests) if alone else call.facts
         self.results.append(CheckedResult(what, {"held": held, **facts}, wrong, requests, example))
 
     def fail(self, failure: str, what: str = "") -> None:

@@ -119,6 +119,21 @@ def test_a_kind_that_follows_from_another_has_no_region() -> None:
     ]
 
 
+def test_written_memory_and_failures_follow_from_nothing() -> None:
+    triples = [
+        (
+            result(4, wrong=True),
+            result(4, wrong=n % 2 > 0, held="memory", sinks=n % 2),
+            result(4, wrong=True, held="bits"),
+        )
+        for n in range(40)
+    ]
+    failures = [result(4, wrong=True, held="return", mask=True)] * 9
+    found = diagnose([verdict(n, *each) for n, each in enumerate(triples)] + [verdict(99, *failures)])
+    assert [region.held for region in found.regions] == ["return", "output", "memory"]
+    assert found.sentence.startswith("It fails wherever a draft mask is given")
+
+
 def test_what_was_read_from_a_file_is_diagnosed_by_its_cases() -> None:
     shapes = [(20,), (20, 33), (33,), (20, 40), (7,), (1, 2), (9,), (9, 9)] * 3
     verdicts = [
