@@ -301,7 +301,8 @@ def refuse_nan(problem: AttentionProblem, in_query: bool = True) -> None:
         raise ValueError(f"sinks[{head}] is NaN; a head without a sink has minus infinity")
     if not in_query or problem.has_no_rows:
         return
-    rows = problem.query.isnan().flatten(1).any(dim=1).tolist()
+    query = problem.query.to(torch.float16) if problem.query.dtype == E4M3 else problem.query  # which GPUs compare
+    rows = query.isnan().flatten(1).any(dim=1).tolist()
     offsets = problem.row_offsets()
     for request, kv_len in enumerate(problem.seq_lens.tolist()):
         for row in range(*offsets[request : request + 2]) if kv_len else ():

@@ -249,6 +249,9 @@ def test_a_nan_where_the_truth_must_be_is_no_verdict() -> None:
     query[1, 0, 0] = math.nan
     with pytest.raises(ValueError, match="query holds NaN in row 1, of request 1"):
         assert_close_to_reference(out, **arguments | {"query": query})
+    fp8 = arguments | {"query": query.to(E4M3), "kv_cache": tuple(side.to(E4M3) for side in arguments["kv_cache"])}
+    with pytest.raises(ValueError, match="query holds NaN in row 1, of request 1"):
+        assert_close_to_reference(out, **fp8)
     page = int(arguments["block_tables"][0, 0])
     arguments["kv_cache"][1][page, 0, 0, 0] = math.nan
     with pytest.raises(ValueError, match="expected must be finite"):
