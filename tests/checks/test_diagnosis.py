@@ -13,6 +13,7 @@ from lab.checks import AttentionCase, CaseVerdict, Interface, Outcome, Space, ju
 from lab.checks.diagnosis import Diagnosis, diagnose
 from lab.checks.mutants import MUTANTS, mutant
 from lab.checks.phrases import PHRASES
+from lab.checks.phrases import phrase as say
 from lab.checks.regions import MOST_LITERALS, find_rules, weights_of
 from lab.checks.verdicts import CheckedResult, Judged, WrongVector
 from tests.checks.measure_regions import TRIGGERS, markdown, record_of
@@ -77,6 +78,8 @@ def test_every_phrase_can_be_said() -> None:
     for fact, phrase in PHRASES.items():
         assert phrase.holds
         assert fact == fact.strip()
+        words = [say(fact, operator, 2) for operator in ("is", "is not", "==", "!=", ">=", "<=")]
+        assert not any("{" in word or "not not" in word for word in words)
 
 
 def verdict(number: int, *results: CheckedResult) -> CaseVerdict:
