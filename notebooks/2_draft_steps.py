@@ -38,7 +38,7 @@ import lab
 from lab.experiments.arms import WARM, TimingPlan, measure_all
 from lab.experiments.draft_steps import facts_of, implied_saving_us, median_of, point_of, works_of
 from lab.experiments.draft_visibility import in_words, look
-from lab.kernels.serving.draft_decode_kv_indices import SERIAL_TOKENS
+from lab.kernels.serving.draft_decode_kv_indices import SERIAL_BLOCK_TOKENS
 from lab.metadata import KVLayout
 from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.speculation.draft_steps import DraftPlan, MultiStepDraft, allocate_draft, prepare_draft
@@ -190,9 +190,9 @@ def lists_us(schedule: str, point: str) -> float:
 
 short, long = 1024, 131072
 per_block_us = (
-    (lists_us("serial", "1x128k/steps3") - lists_us("serial", "1x1k/steps3")) * SERIAL_TOKENS / (long - short)
+    (lists_us("serial", "1x128k/steps3") - lists_us("serial", "1x1k/steps3")) * SERIAL_BLOCK_TOKENS / (long - short)
 )
-print(f"serial: {per_block_us:.2f} µs for each {SERIAL_TOKENS} tokens of one request's prefix")
+print(f"serial: {per_block_us:.2f} µs for each {SERIAL_BLOCK_TOKENS} tokens of one request's prefix")
 print(f"{'requests x tokens':>18} {'serial, µs':>11} {'read once, µs':>14} {'serial is':>11}")
 for point in (f"{count}x{length}" for count in (1, 8, 64, 256) for length in ("1k", "8k", "32k", "128k")):
     serial, spread = (lists_us(schedule, f"{point}/steps3") for schedule in ("serial", "spread"))

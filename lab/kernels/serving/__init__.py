@@ -1,1 +1,1 @@
-"""Triton kernels of metadata: the K/V lists of a draft, and the metadata of forward passes."""
+"""Triton kernels that write metadata: the ragged K/V lists of draft steps, and page tables and lengths of forward passes."""

@@ -1,4 +1,4 @@
-"""Checks that the metadata kernels share, and numbers by which their arguments speak of query rows. It needs no Triton."""
+"""Checks and constants that the metadata kernels share. This module needs no Triton."""
 
 from collections.abc import Sequence
 
@@ -8,14 +8,19 @@ from torch import Tensor
 from lab.calls.arguments import check_tensor, dtype_names
 
 INDEX_DTYPES = (torch.int32, torch.int64)
-# In place of a number of query rows of every request: `cu_seqlens_q` stays as it was preset, or sums the rows of each.
-PRESET_ROWS = 0
-CUMULATIVE_ROWS = -1
+# A pass whose requests all have n query rows tells the kernel n >= 1. These two values stand for the other passes:
+PRESET_ROWS = 0  # leave `cu_seqlens_q` as the caller preset it
+CUMULATIVE_ROWS = -1  # sum `cu_seqlens_q` from a tensor that holds each request's query rows
 
 
-def check_table(name: str, table: object, dtypes: Sequence[torch.dtype]) -> Tensor:
-    """Return a table, [rows, columns] with contiguous rows; raise TypeError or ValueError where it is none of `dtypes`."""
-    tensor = check_tensor(name, table)
+def check_matrix(name: str, value: object, dtypes: Sequence[torch.dtype]) -> Tensor:
+    """Return the value, a tensor [rows, columns] whose rows are contiguous; the rows may have gaps between them.
+
+    Raises:
+        TypeError: the value is no tensor, or its dtype is none of `dtypes`.
+        ValueError: it does not have two dimensions, or a row is not contiguous.
+    """
+    tensor = check_tensor(name, value)
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name} must be {dtype_names(dtypes)}, got {tensor.dtype}")
     if tensor.ndim != 2 or (tensor.shape[1] > 1 and tensor.stride(1) != 1):

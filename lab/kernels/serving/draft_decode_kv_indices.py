@@ -1,4 +1,23 @@
-"""The K/V lists of a multi-step draft in Triton: any GPU that Triton compiles for, and a CPU in its interpreter."""
+"""The ragged K/V lists of a multi-step draft in Triton, for any GPU that Triton compiles for and for its CPU interpreter.
+
+Glossary:
+
+* step: one decode pass of the draft model. It has a row of `kv_indices` and a row of `kv_indptr`.
+* branch: one of the `topk` continuations that each request drafts. A branch drafts one token per step.
+* prefix: the tokens that a request has before the draft.
+* slot: the index of a token in the K/V pool. `req_to_token` maps a position of a request to a slot.
+* list: the slots that one branch reads in one step: its prefix, and the tokens that it has drafted, the step's own included.
+* boundary: an entry of `kv_indptr`. The lists of a step lie end to end; list i begins at boundary i and ends before
+  boundary i + 1.
+* block: the tokens that a program copies at a time.
+* share: the blocks of a request's prefix that one program copies: every n-th block, where n programs divide the prefix.
+
+One request with a prefix of 3 tokens (p), two branches (a, b), two steps, page size 1::
+
+    req_to_token   p0 p1 p2 a0 a1 b0 b1
+    kv_indices[0]  p0 p1 p2 a0 p0 p1 p2 b0          kv_indptr[0]  0 4 8
+    kv_indices[1]  p0 p1 p2 a0 a1 p0 p1 p2 b0 b1    kv_indptr[1]  0 5 10
+"""
 
 import torch
 import triton
@@ -6,30 +25,32 @@ import triton.language as tl
 from torch import Tensor
 
 from lab.calls.arguments import check_int, check_tensor, check_vector
-from lab.kernels.serving.arguments import INDEX_DTYPES, check_table
+from lab.kernels.serving.arguments import INDEX_DTYPES, check_matrix
 from lab.kernels.support import refuse_without_triton
 from lab.named_enum import NamedEnum
 
-# Tokens per step of the serial schedule: SGLang's number (0.5.11).
-SERIAL_TOKENS = 128
-# Tokens that a program of the spread schedule copies at a time: one 16-byte store of int32 by each of 128 threads.
-SPREAD_TOKENS = 512
-# Most programs that the requests share, three times as many as an H200 runs at a time. Lengths are not known on the host: with
-# more, a short request leaves more programs empty; with fewer, a long one has blocks left over. Measured, as SPREAD_TOKENS:
-# results/nvidia-h200/kernels.md, "Metadata kernels".
-SPREAD_PROGRAMS = 6144
-# Requests whose lengths are summed at a time.
+# Tokens of a block in the serial schedule. SGLang's kernel has the same number (0.5.11).
+SERIAL_BLOCK_TOKENS = 128
+# Tokens of a block in the spread schedule: each of 128 threads stores 16 bytes of int32. This number and
+# MAX_SPREAD_PROGRAMS were measured: results/nvidia-h200/kernels.md, "Metadata kernels".
+SPREAD_BLOCK_TOKENS = 512
+# Most programs that copy prefixes in the spread schedule (rounded up to as many for each request): three times as many as an
+# H200 runs at a time. The host does not know the lengths. More programs would find nothing to copy for short requests; fewer
+# would copy many blocks one after another for long ones.
+MAX_SPREAD_PROGRAMS = 6144
+# Requests whose lengths a program sums at a time.
 BLOCK_REQUESTS = 256
-# Indices between the addresses that stores start at: int32 fills a 32-byte sector of L2 with them.
+# Stores to `kv_indices` begin at a multiple of this many elements: 8 of int32 fill a 32-byte sector of L2.
 STORE_ALIGNMENT: tl.constexpr = tl.constexpr(8)
 
 
 class Schedule(NamedEnum):
     """A division of the work into programs."""
 
-    # One program per (step, request, branch) walks a whole prefix, as SGLang's did when change 26241 skipped it.
+    # One program per (step, request, branch) copies a whole prefix, as in SGLang's kernel. Change 26241 stopped launching that
+    # kernel for MLA drafts.
     SERIAL = "serial"
-    # Programs share out each prefix; a token is read from memory once and written for all steps and branches.
+    # Several programs divide each prefix. A program reads a token from memory once and writes it for all steps and branches.
     SPREAD = "spread"
 
 
@@ -47,28 +68,34 @@ def generate_draft_decode_kv_indices(
 ) -> None:
     """Write the ragged K/V lists of every draft step, as `lab.references.generate_draft_decode_kv_indices` defines them.
 
-    Nothing is read on the host, nothing is compiled for a batch size, a length or a row's width. Each row of ``kv_indices``
-    stays as it is after its step's last list, and so does column 0 of ``kv_indptr``, where the engine keeps a 0. A list that
-    is too long for its row is cut at the row's end, and a position beyond ``req_to_token``'s columns reads slot 0.
+    The host reads no tensor's contents, so a CUDA graph can capture the launch. Cells of ``kv_indices`` after a step's last
+    list are not written. Column 0 of ``kv_indptr`` is not written either: the engine keeps a 0 there. A list that is too long
+    for its row of ``kv_indices`` is cut at the row's end. A position beyond the columns of ``req_to_token`` has slot 0.
+
+    Triton compiles one kernel per schedule, number of steps, ``topk``, page size and dtypes, and another where ``kv_indices``
+    does not start at a multiple of 16 bytes. It compiles nothing for another batch size, length or row width.
 
     Args:
-        req_pool_indices: ``[num_requests]`` int32 or int64, rows of ``req_to_token``.
-        req_to_token: ``[num_rows, row_width]`` int32 or int64, slots by position; rows may have gaps between them.
+        req_pool_indices: ``[num_requests]`` int32 or int64, each request's row of ``req_to_token``.
+        req_to_token: ``[num_rows, row_width]`` int32 or int64, the slot at each position of a request. Each row is contiguous;
+            the rows may have gaps between them, here and in the two outputs.
         paged_kernel_lens: ``[num_requests]`` int32 or int64, tokens of each prefix.
-        kv_indices: ``[num_steps, capacity]`` int32 or int64, written in place. Its rows are the draft steps.
-        kv_indptr: ``[>= num_steps, > num_requests * topk]`` int32 or int64, written in place.
-        positions: ``[num_requests * topk]`` int32 or int64, each prefix length ``topk`` times: ``kv_indptr`` is their sum.
+        kv_indices: ``[num_steps, capacity]`` int32 or int64, written in place: a row of lists for each step.
+        kv_indptr: int32 or int64, at least ``[num_steps, num_requests * topk + 1]``, written in place: boundaries of the lists.
+        positions: ``[num_requests * topk]`` int32 or int64, each prefix length repeated ``topk`` times. ``kv_indptr[step]`` is
+            the running sum of ``positions + step + 1``.
         topk: branches per request.
         page_size: tokens per page.
-        schedule: the fast one, or the one that the engine could skip.
+        schedule: SPREAD, or the slower SERIAL of SGLang to compare it with.
 
     Raises:
-        TypeError, ValueError: an argument has the wrong type, dtype, shape or device.
-        NotImplementedError: Triton does not run here.
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: an argument has the wrong shape, stride or device, or ``topk`` or ``page_size`` is below 1.
+        NotImplementedError: Triton does not run on the device of ``kv_indices``.
     """
     vectors = {"req_pool_indices": req_pool_indices, "paged_kernel_lens": paged_kernel_lens, "positions": positions}
-    tables = {"req_to_token": req_to_token, "kv_indices": kv_indices, "kv_indptr": kv_indptr}
-    _check(vectors, tables, topk, page_size)
+    matrices = {"req_to_token": req_to_token, "kv_indices": kv_indices, "kv_indptr": kv_indptr}
+    _check(vectors, matrices, topk, page_size)
     refuse_without_triton(kv_indices.device)
     num_requests, num_steps = req_pool_indices.shape[0], kv_indices.shape[0]
     if num_requests == 0 or num_steps == 0:
@@ -96,41 +123,43 @@ def generate_draft_decode_kv_indices(
     }
     with torch.cuda.device_of(kv_indices):  # Triton launches on the current device
         if schedule is Schedule.SERIAL:
-            _serial_kernel[(num_steps, num_requests, topk)](*arguments, **constants, BLOCK_TOKENS=SERIAL_TOKENS)
+            _serial_kernel[(num_steps, num_requests, topk)](*arguments, **constants, BLOCK_TOKENS=SERIAL_BLOCK_TOKENS)
         else:
-            # One row of programs for kv_indptr, and one per request.
-            shares = _programs_per_request(num_requests, req_to_token.shape[1])
-            _spread_kernel[(shares, num_requests + 1)](*arguments, **constants, BLOCK_TOKENS=SPREAD_TOKENS)
+            # Row 0 of the grid writes kv_indptr, and row 1 + i the lists of request i.
+            grid = (_programs_per_request(num_requests, req_to_token.shape[1]), num_requests + 1)
+            _spread_kernel[grid](*arguments, **constants, BLOCK_TOKENS=SPREAD_BLOCK_TOKENS)
 
 
 def _programs_per_request(num_requests: int, row_width: int) -> int:
-    """Return the programs of each request: no more than a whole row has blocks."""
-    useful = triton.cdiv(row_width + STORE_ALIGNMENT.value, SPREAD_TOKENS)
-    return min(useful, triton.cdiv(SPREAD_PROGRAMS, num_requests))
+    """Return the number of programs that divide a request's prefix: at most one per block of a whole row."""
+    blocks_per_row = triton.cdiv(row_width + STORE_ALIGNMENT.value, SPREAD_BLOCK_TOKENS)
+    return min(blocks_per_row, triton.cdiv(MAX_SPREAD_PROGRAMS, num_requests))
 
 
-def _check(vectors: dict[str, Tensor], tables: dict[str, Tensor], topk: int, page_size: int) -> None:
+def _check(vectors: dict[str, Tensor], matrices: dict[str, Tensor], topk: int, page_size: int) -> None:
     """Raise TypeError or ValueError for wrong arguments of `generate_draft_decode_kv_indices`, given by name."""
     check_int("topk", topk, 1, "it is the number of branches per request")
     check_int("page_size", page_size, 1, "it is the number of tokens per page")
     num_requests = check_tensor("req_pool_indices", vectors["req_pool_indices"]).numel()
     for name, tensor in vectors.items():
         check_vector(name, tensor, num_requests * (topk if name == "positions" else 1), INDEX_DTYPES)
-    for name, table in tables.items():
-        check_table(name, table, INDEX_DTYPES)
-    kv_indices, kv_indptr = tables["kv_indices"], tables["kv_indptr"]
-    least = (kv_indices.shape[0], num_requests * topk + 1)
-    if kv_indptr.shape[0] < least[0] or kv_indptr.shape[1] < least[1]:
+    for name, matrix in matrices.items():
+        check_matrix(name, matrix, INDEX_DTYPES)
+    kv_indices, kv_indptr = matrices["kv_indices"], matrices["kv_indptr"]
+    min_steps, min_boundaries = kv_indices.shape[0], num_requests * topk + 1
+    if kv_indptr.shape[0] < min_steps or kv_indptr.shape[1] < min_boundaries:
         raise ValueError(
-            f"kv_indptr must be at least [num_steps, num_requests * topk + 1] = {list(least)}, got {list(kv_indptr.shape)}"
+            f"kv_indptr must be at least [num_steps, num_requests * topk + 1] = {[min_steps, min_boundaries]}, "
+            f"got {list(kv_indptr.shape)}"
         )
-    for name, tensor in (vectors | tables).items():
+    for name, tensor in (vectors | matrices).items():
         if tensor.device != kv_indices.device:
             raise ValueError(f"{name} is on {tensor.device}, but kv_indices is on {kv_indices.device}; move it there")
 
 
-# What varies from batch to batch must not compile again, not even for its value 1 or its multiples of 16, nor for where a
-# slice starts.
+# By default Triton compiles a kernel again where an integer is 1 or a multiple of 16, and where a pointer is a multiple of 16
+# bytes. These arguments vary from batch to batch, so neither may compile again. The address of `kv_indices` may: where it is
+# aligned, stores are 16 bytes wide.
 _VARYING = ["num_requests", "row_width", "row_stride", "capacity", "kv_indices_stride", "kv_indptr_stride"]
 _UNALIGNED = ["req_pool_indices", "req_to_token", "paged_kernel_lens", "kv_indptr", "positions"]
 
@@ -156,17 +185,17 @@ def _spread_kernel(
     BLOCK_REQUESTS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ):
-    """Sum kv_indptr in row 0 of the programs; copy a request's prefix in each other row, its blocks dealt out in turn."""
+    """Write kv_indptr in row 0 of the grid, and a request's lists in each other row, whose programs take its blocks in turn."""
     share = tl.program_id(0)
     request = tl.program_id(1) - 1
     if request < 0:
         if share == 0:
             _write_indptr(positions, kv_indptr, num_requests * TOPK, kv_indptr_stride, NUM_STEPS, BLOCK_REQUESTS)
     else:
-        # Two loads that do not wait for each other; most programs of a short request end after them.
+        # These two loads do not wait for each other. Most programs of a short request end after them.
         length = tl.load(paged_kernel_lens + request).to(tl.int32)
         row = req_to_token + tl.load(req_pool_indices + request).to(tl.int64) * row_stride
-        # Blocks are shifted back by less than STORE_ALIGNMENT tokens, so there may be one more than the length has.
+        # `_copy_block` shifts blocks back by fewer than STORE_ALIGNMENT tokens, so a prefix may need one block more.
         if (share == 0) | (share * BLOCK_TOKENS < length + STORE_ALIGNMENT):
             before = _sum_before(paged_kernel_lens, request, BLOCK_REQUESTS) * TOPK
             stride = tl.num_programs(0) * BLOCK_TOKENS
@@ -208,7 +237,7 @@ def _serial_kernel(
     BLOCK_REQUESTS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ):
-    """Write one whole list in program (step, request, branch)."""
+    """Write a whole list and the boundary at its end in program (step, request, branch)."""
     step = tl.program_id(0)
     request = tl.program_id(1)
     branch = tl.program_id(2)
@@ -231,7 +260,7 @@ def _serial_kernel(
 
 @triton.jit
 def _list_start(before, request, branch, step, length, TOPK: tl.constexpr):
-    """Return the start of a branch's list in its step's row: `before` prefix tokens, and step + 1 of each branch before it."""
+    """Return the index in its step's row where a list starts; `before` counts the prefix tokens of all requests before it."""
     return before + request * (step + 1) * TOPK + branch * (length + step + 1)
 
 
@@ -239,10 +268,10 @@ def _list_start(before, request, branch, step, length, TOPK: tl.constexpr):
 def _copy_block(
     row, row_width, kv_indices, step_start, list_start, capacity, start, length, BLOCK_TOKENS: tl.constexpr
 ):
-    """Copy a block of a prefix into one list, shifted so that its stores start at an aligned index.
+    """Copy a block of a prefix into one list. The block is shifted back so that its stores start at an aligned index.
 
-    Each list starts at an index of its own, so each has its own shift. The tokens come from memory for the first list and
-    from L1 for the others. Whole blocks have no mask: it would keep the stores from being 16 bytes wide.
+    Lists start at different indices, so each has its own shift. The slots of the first list come from memory, those of the
+    others from L1. A whole block is stored without a mask, because masked stores would be narrower than 16 bytes.
     """
     lanes = tl.arange(0, BLOCK_TOKENS)
     shift = ((step_start + list_start) % STORE_ALIGNMENT).to(tl.int32)
@@ -269,7 +298,7 @@ def _drafted_slots(
     PAGE_SIZE: tl.constexpr,
     BLOCK_STEPS: tl.constexpr,
 ):
-    """Return the slots of the tokens that a branch drafts, `[BLOCK_STEPS]`."""
+    """Return the slots of the tokens that a branch drafts in all steps, `[BLOCK_STEPS]`; 0 for a position without one."""
     if PAGE_SIZE == 1 or TOPK == 1:
         start = length + branch * NUM_STEPS
     else:  # each branch continues in its own copy of the prefix's last page
@@ -283,14 +312,14 @@ def _drafted_slots(
 
 @triton.jit
 def _store_drafted(slots, step_row, at, step, capacity, BLOCK_STEPS: tl.constexpr):
-    """Append a step's drafted tokens, its own the last, to a list that ends at index `at`."""
+    """Store the slots of the tokens drafted in steps 0 to `step`, the end of a list, from index `at` of its row on."""
     drafted = tl.arange(0, BLOCK_STEPS)
     tl.store(step_row + at + drafted, slots, mask=(drafted <= step) & (at + drafted < capacity))
 
 
 @triton.jit
 def _write_indptr(positions, kv_indptr, num_branches, kv_indptr_stride, NUM_STEPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Write boundaries 1, 2, ... of every step."""
+    """Write `kv_indptr[step, 1:num_branches + 1]` of every step."""
     lanes = tl.arange(0, BLOCK)
     before = tl.zeros([], tl.int64)
     for start in range(0, num_branches, BLOCK):
@@ -306,7 +335,7 @@ def _write_indptr(positions, kv_indptr, num_branches, kv_indptr_stride, NUM_STEP
 
 @triton.jit
 def _sum_before(values, end, BLOCK: tl.constexpr):
-    """Return the sum of the first `end` of `values`, int64."""
+    """Return the sum of `values[:end]`, int64."""
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.int64)
     for start in range(0, end, BLOCK):

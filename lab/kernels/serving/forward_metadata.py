@@ -1,4 +1,14 @@
-"""Attention metadata of any forward mode, and of several passes at once, in one Triton launch that reads no host memory."""
+"""Attention metadata of one or several forward passes, of any forward mode, in one Triton launch that a CUDA graph can capture.
+
+Glossary:
+
+* pass: one forward pass of a model. All passes of a launch are over the same requests, with tables and lengths of their own.
+* slot: the index of a token in a K/V pool. `req_to_token` maps a position of a request to a slot; page p of a pool has the
+  slots from `p * page_size` on.
+* full pool, sliding-window pool: the two pools of a hybrid model. `full_to_swa` maps a slot of the first to one of the second.
+* write location: the slot that a query row's new key and value are written to.
+* live column: a column of a page table that holds a page of the request. Columns after the live ones are not written.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -10,34 +20,40 @@ from torch import Tensor
 
 from lab.calls.arguments import check_int, check_tensor, check_vector
 from lab.calls.entry import made_at_once
-from lab.kernels.serving.arguments import CUMULATIVE_ROWS, INDEX_DTYPES, PRESET_ROWS, check_table
+from lab.kernels.serving.arguments import CUMULATIVE_ROWS, INDEX_DTYPES, PRESET_ROWS, check_matrix
 from lab.kernels.support import refuse_without_triton
 
-# Columns of a page table that a program writes at a time, and write locations.
+# Columns of a page table, or write locations, that a program writes at a time.
 BLOCK_COLUMNS = 256
-# Most programs that the requests share. With more, more are empty (results/nvidia-h200/kernels.md, "Metadata kernels").
-MOST_PROGRAMS = 512
-# Requests whose lengths are summed at a time.
+# Most programs that write page tables (rounded up to as many for each request). With more, programs find nothing to write:
+# results/nvidia-h200/kernels.md, "Metadata kernels".
+MAX_PROGRAMS = 512
+# Requests whose lengths a program sums at a time.
 BLOCK_REQUESTS = 256
 
 
 @dataclass(frozen=True, eq=False)
 class PassBuffers:
-    """One forward pass of a launch: the buffers that its metadata is written to, and what sets it apart from other passes.
+    """One forward pass of a launch: the buffers that the launch fills for it, and the numbers in which passes differ.
+
+    A buffer that is None is not wanted. The launch reads ``out_cache_loc`` and ``query_rows`` and writes the other tensors.
 
     Attributes:
-        cache_seqlens: ``[num_requests]`` int32, becomes ``seq_lens + seq_len_offset``.
-        cu_seqlens_k: ``[num_requests + 1]`` int32, becomes 0 and the running sum of ``cache_seqlens``; or None.
-        cu_seqlens_q: the same of the query rows, or None.
-        page_table: ``[num_requests, width]`` int32 with contiguous rows, or None. Only the first
-            ``ceil(cache_seqlens / page_size)`` columns of a row are written, at most ``width`` of them. Passes may share one:
-            its pages are the same for all, and it then has those of the longest.
-        swa_page_table: the same in pages of the sliding-window pool, or None.
-        out_cache_loc: ``[<= num_tokens]`` int64, slots of the query rows in the full pool; with ``swa_out_cache_loc``.
-        swa_out_cache_loc: ``[num_tokens]`` int64, becomes those slots in the sliding-window pool, and 0 after them; or None.
-        seq_len_offset: tokens per request that ``seq_lens`` does not count.
-        query_rows: of every request (an int), or of each (``[num_requests]`` int32 or int64); None leaves
-            ``cu_seqlens_q`` as it was preset.
+        cache_seqlens: ``[num_requests]`` int32; it becomes ``seq_lens + seq_len_offset``.
+        cu_seqlens_k: ``[num_requests + 1]`` int32 or None; it becomes 0, then the running sum of ``cache_seqlens``.
+        cu_seqlens_q: ``[num_requests + 1]`` int32 or None; it becomes 0, then the running sum of ``query_rows``.
+        page_table: ``[num_requests, width]`` int32 with contiguous rows, or None. The first
+            ``min(width, ceil(cache_seqlens / page_size))`` columns of a row are live and written. Passes may share a table,
+            because a request has the same pages in all of them; the pass with the largest ``seq_len_offset`` then says which
+            columns are live.
+        swa_page_table: the same for pages of the sliding-window pool, or None.
+        out_cache_loc: ``[at most num_tokens]`` int64, the write locations of the query rows in the full pool; None where
+            ``swa_out_cache_loc`` is.
+        swa_out_cache_loc: ``[num_tokens]`` int64 or None; it becomes those locations in the sliding-window pool, then 0. A
+            location of -1 stays -1.
+        seq_len_offset: tokens of each request that ``seq_lens`` does not count, 0 or more.
+        query_rows: the number of query rows: an int of 1 or more for all requests, or a tensor ``[num_requests]`` int32 or
+            int64. None leaves ``cu_seqlens_q`` as the caller preset it.
     """
 
     cache_seqlens: Tensor
@@ -60,51 +76,55 @@ def prepare_write_forward_metadata(
     page_size: int,
     full_to_swa: Tensor | None = None,
 ) -> Callable[[], None]:
-    """Prepare to write the metadata of passes over the same requests, in place and in one launch that a CUDA graph can capture.
+    """Prepare one launch that writes the metadata of passes over the same requests in place; a CUDA graph can capture it.
 
-    Column c of a page table becomes ``req_to_token[request, c * page_size] // page_size``, through ``full_to_swa`` for the
-    sliding window; a slot of -1 stays in page -1. A length of 0 or below has no pages but counts in ``cu_seqlens_k``. What is
-    not live, such as a table's tail, stays as it was.
+    Live column c of request i becomes ``req_to_token[req_pool_indices[i], c * page_size] // page_size``; for the
+    sliding-window pool, ``full_to_swa`` maps that slot first. A slot of -1 is in page -1 of both pools. A length of 0 or below
+    has no live column, but ``cu_seqlens_k`` counts it. Columns that are not live, and those beyond a row of ``req_to_token``,
+    are not written.
 
-    Nothing is compiled for a number of requests or write locations, a length, a table's width, or where a slice starts. What
-    is compiled for: the page size; the dtypes of ``req_pool_indices`` and ``seq_lens``; the passes, that is how many there
-    are, which of their tensors are None or the same table, ``seq_len_offset``, and ``query_rows`` or its dtype.
+    Triton compiles one kernel per page size, dtypes of ``req_pool_indices`` and ``seq_lens``, and passes: their number, which
+    of their tensors are None, which tables are shared, each ``seq_len_offset``, and each ``query_rows`` or its dtype. It
+    compiles nothing for another number of requests or write locations, length, table width or address.
 
     Args:
-        passes: what to write; see `PassBuffers`.
-        req_pool_indices: ``[num_requests]`` int32 or int64, rows of ``req_to_token``.
+        passes: the buffers to write, one `PassBuffers` per pass.
+        req_pool_indices: ``[num_requests]`` int32 or int64, each request's row of ``req_to_token``.
         seq_lens: ``[num_requests]`` int32 or int64, tokens of each request.
-        req_to_token: ``[num_rows, row_width]`` int32, slots by position.
+        req_to_token: ``[num_rows, row_width]`` int32, the slot at each position of a request, in contiguous rows.
         page_size: tokens per page.
-        full_to_swa: int64, slots of the sliding-window pool by slot of the full one; where a pass needs it.
+        full_to_swa: ``[num_slots]`` int64, the sliding-window slot of each slot of the full pool. It may be None where no pass
+            has a sliding-window tensor.
 
     Returns:
-        The launch, to be made any number of times for the same tensors: they are checked now alone.
+        A function that launches. It can be called any number of times, and the tensors' contents may change between the calls.
+        Only this preparation checks the tensors.
 
     Raises:
-        TypeError, ValueError: an argument has the wrong type, dtype, shape or device, or one that belongs to another is
-            missing.
-        NotImplementedError: Triton does not run here.
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: an argument has the wrong shape, stride or device, a number is too small, or ``full_to_swa`` or one of a
+            pair of write locations is missing.
+        NotImplementedError: Triton does not run on the device of ``seq_lens``.
     """
     num_requests = check_tensor("seq_lens", seq_lens).numel()
     check_vector("seq_lens", seq_lens, num_requests, INDEX_DTYPES)
     check_vector("req_pool_indices", req_pool_indices, num_requests, INDEX_DTYPES)
     check_int("page_size", page_size, 1, "it is the number of tokens per page")
-    check_table("req_to_token", req_to_token, (torch.int32,))
+    check_matrix("req_to_token", req_to_token, (torch.int32,))
     for each in passes:
         _check_pass(each, num_requests, full_to_swa)
     _check_devices(passes, req_pool_indices, seq_lens, req_to_token, full_to_swa)
     refuse_without_triton(seq_lens.device)
     if num_requests == 0:
-        return functools.partial(_write_nothing, passes)
-    launch = _launch(passes, req_pool_indices, seq_lens, req_to_token, page_size, full_to_swa)
-    return functools.partial(_launch_on, seq_lens, launch, tuple(passes))
+        return functools.partial(_write_empty_batch, passes)
+    launch = _bind_kernel(passes, req_pool_indices, seq_lens, req_to_token, page_size, full_to_swa)
+    return functools.partial(_launch_on_device_of, seq_lens, launch, tuple(passes))
 
 
 write_forward_metadata = made_at_once(prepare_write_forward_metadata)
 
 
-def _launch(
+def _bind_kernel(
     passes: Sequence[PassBuffers],
     req_pool_indices: Tensor,
     seq_lens: Tensor,
@@ -112,17 +132,17 @@ def _launch(
     page_size: int,
     full_to_swa: Tensor | None,
 ) -> Callable[[], Any]:
-    """Return the kernel's launch for checked arguments of one request or more."""
-    from lab.kernels.serving.forward_metadata_kernel import _metadata_kernel  # it alone needs Triton
+    """Return the kernel with its grid and arguments bound; the arguments are checked and have at least one request."""
+    from lab.kernels.serving.forward_metadata_kernel import _metadata_kernel  # imports Triton, which the judge may lack
 
     num_requests = seq_lens.numel()
-    tables, table_offsets = _distinct([(each.page_table, each.seq_len_offset) for each in passes])
-    swa_tables, swa_offsets = _distinct([(each.swa_page_table, each.seq_len_offset) for each in passes])
-    locations = [each for each in passes if each.swa_out_cache_loc is not None]
-    shares, location_rows = _grid(num_requests, tables + swa_tables, locations)
+    tables, table_offsets = _distinct_tables([(each.page_table, each.seq_len_offset) for each in passes])
+    swa_tables, swa_table_offsets = _distinct_tables([(each.swa_page_table, each.seq_len_offset) for each in passes])
+    with_locations = [each for each in passes if each.swa_out_cache_loc is not None]
+    programs_per_row, location_rows = _grid(num_requests, tables + swa_tables, with_locations)
     query_lens = [each.query_rows if isinstance(each.query_rows, Tensor) else None for each in passes]
     return functools.partial(
-        _metadata_kernel[(shares, num_requests + 1 + location_rows)],
+        _metadata_kernel[(programs_per_row, num_requests + 1 + location_rows)],
         req_pool_indices,
         seq_lens,
         req_to_token,
@@ -131,131 +151,161 @@ def _launch(
         req_to_token.shape[1],
         req_to_token.stride(0),
         (
-            _addresses([each.cache_seqlens for each in passes]),
-            _addresses([each.cu_seqlens_k for each in passes]),
-            _addresses([each.cu_seqlens_q for each in passes]),
-            _addresses(query_lens),
+            _encode_addresses([each.cache_seqlens for each in passes]),
+            _encode_addresses([each.cu_seqlens_k for each in passes]),
+            _encode_addresses([each.cu_seqlens_q for each in passes]),
+            _encode_addresses(query_lens),
         ),
-        _tables(tables),
-        _tables(swa_tables),
+        _encode_tables(tables),
+        _encode_tables(swa_tables),
         (
-            _addresses([each.out_cache_loc for each in locations]),
-            _numbers([_length(each.out_cache_loc) for each in locations]),
-            _addresses([each.swa_out_cache_loc for each in locations]),
-            _numbers([_length(each.swa_out_cache_loc) for each in locations]),
+            _encode_addresses([each.out_cache_loc for each in with_locations]),
+            _encode_numbers([_num_locations(each.out_cache_loc) for each in with_locations]),
+            _encode_addresses([each.swa_out_cache_loc for each in with_locations]),
+            _encode_numbers([_num_locations(each.swa_out_cache_loc) for each in with_locations]),
         ),
         OFFSETS=tuple(each.seq_len_offset for each in passes),
-        QUERY_ROWS=tuple(_query_rows(each) for each in passes),
+        QUERY_ROWS=tuple(_query_rows_constant(each) for each in passes),
         WIDE_QUERY_LENS=tuple(lens is not None and lens.dtype == torch.int64 for lens in query_lens),
         TABLE_OFFSETS=table_offsets,
-        SWA_TABLE_OFFSETS=swa_offsets,
+        SWA_TABLE_OFFSETS=swa_table_offsets,
         PAGE_SIZE=page_size,
         BLOCK_COLUMNS=BLOCK_COLUMNS,
         BLOCK_REQUESTS=BLOCK_REQUESTS,
     )
 
 
-def _launch_on(tensor: Tensor, launch: Callable[[], Any], held: object) -> None:
-    """Launch. `held` lives as long as this call can be made: the launch has the passes' addresses alone."""
+def _launch_on_device_of(tensor: Tensor, launch: Callable[[], Any], kept_alive: object) -> None:
+    """Launch on the tensor's device.
+
+    The launch holds no tensor of the passes, only its address. `kept_alive` holds them as long as this call can be made.
+    """
     with torch.cuda.device_of(tensor):  # Triton launches on the current device
         launch()
 
 
-def _write_nothing(passes: Sequence[PassBuffers]) -> None:
-    """Write what there is without requests: the leading zeros, and the padding of write locations."""
+def _write_empty_batch(passes: Sequence[PassBuffers]) -> None:
+    """Write what a batch of no requests has: the leading 0 of cumulative lengths, and 0 for each write location."""
     for each in passes:
-        for tensor in (each.cu_seqlens_k, each.swa_out_cache_loc, each.cu_seqlens_q if _query_rows(each) else None):
+        cu_seqlens_q = None if _query_rows_constant(each) == PRESET_ROWS else each.cu_seqlens_q
+        for tensor in (each.cu_seqlens_k, cu_seqlens_q, each.swa_out_cache_loc):
             if tensor is not None:
                 tensor.zero_()
 
 
-def _query_rows(each: PassBuffers) -> int:
-    """Return QUERY_ROWS of a pass."""
-    if each.query_rows is None or each.cu_seqlens_q is None:
+def _query_rows_constant(buffers: PassBuffers) -> int:
+    """Return a pass's query rows as the kernel is told: of every request, or PRESET_ROWS or CUMULATIVE_ROWS."""
+    if buffers.query_rows is None or buffers.cu_seqlens_q is None:
         return PRESET_ROWS
-    return CUMULATIVE_ROWS if isinstance(each.query_rows, Tensor) else each.query_rows
+    return CUMULATIVE_ROWS if isinstance(buffers.query_rows, Tensor) else buffers.query_rows
 
 
-def _length(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.shape[0]
+def _num_locations(locations: Tensor | None) -> int:
+    """Return the number of write locations, 0 for None."""
+    return 0 if locations is None else locations.shape[0]
 
 
-# Triton compiles anew for a number in a tuple that is 1 or a multiple of 16, and for a tensor in one whose address is such a
-# multiple: `do_not_specialize` does not reach into tuples. Twice a number plus 3 is neither, so that is what is passed.
-def _numbers(values: Sequence[int]) -> tuple[int, ...]:
+# By default Triton compiles a kernel again where an integer is 1 or a multiple of 16, and where a pointer is a multiple of 16
+# bytes. `do_not_specialize` turns that off for plain arguments, but not inside tuples. So tuples hold 2 n + 3 for a number or
+# an address n: it is odd, and not 1 for any n >= 0. The kernel decodes it (`_number`).
+def _encode_numbers(values: Sequence[int]) -> tuple[int, ...]:
+    """Return 2 n + 3 for each number n."""
     return tuple(2 * value + 3 for value in values)
 
 
-def _addresses(tensors: Sequence[Tensor | None]) -> tuple[int | None, ...]:
+def _encode_addresses(tensors: Sequence[Tensor | None]) -> tuple[int | None, ...]:
+    """Return 2 n + 3 for the address n of each tensor, None for None."""
     return tuple(None if tensor is None else 2 * tensor.data_ptr() + 3 for tensor in tensors)
 
 
-def _tables(tables: Sequence[Tensor]) -> tuple[tuple[int | None, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return what the kernel takes of tables: (addresses, columns, row strides)."""
+def _encode_tables(tables: Sequence[Tensor]) -> tuple[tuple[int | None, ...], tuple[int, ...], tuple[int, ...]]:
+    """Return (addresses, numbers of columns, row strides in elements) of tables, encoded."""
     widths, strides = [table.shape[1] for table in tables], [table.stride(0) for table in tables]
-    return _addresses(tables), _numbers(widths), _numbers(strides)
+    return _encode_addresses(tables), _encode_numbers(widths), _encode_numbers(strides)
 
 
-def _distinct(tables: Sequence[tuple[Tensor | None, int]]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Return (each table once, the largest offset of the passes that share it)."""
+def _distinct_tables(tables: Sequence[tuple[Tensor | None, int]]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """Return each different table once, and beside it the largest `seq_len_offset` of the passes that share it.
+
+    Args:
+        tables: (table or None, seq_len_offset) of each pass.
+    """
     found: dict[tuple[int, int, int], tuple[Tensor, int]] = {}
     for table, offset in tables:
         if table is not None:
-            # A table's first columns are a table of their own.
+            # The width is part of the key: a slice of a table's first columns is written apart from the whole table.
             key = (table.data_ptr(), table.stride(0), table.shape[1])
             found[key] = (table, max(offset, found[key][1]) if key in found else offset)
     return tuple(table for table, _ in found.values()), tuple(offset for _, offset in found.values())
 
 
-def _grid(num_requests: int, tables: Sequence[Tensor], locations: Sequence[PassBuffers]) -> tuple[int, int]:
-    """Return (programs per request, rows of as many programs for the write locations)."""
+def _grid(num_requests: int, tables: Sequence[Tensor], with_locations: Sequence[PassBuffers]) -> tuple[int, int]:
+    """Return (programs per row of the grid, rows that write locations).
+
+    The grid has a row for all lengths, a row for each request's pages, and then the rows for write locations.
+    """
     columns = max((table.shape[1] for table in tables), default=1)
-    shares = max(1, min(-(-columns // BLOCK_COLUMNS), -(-MOST_PROGRAMS // num_requests)))
-    blocks = max((-(-_length(each.swa_out_cache_loc) // BLOCK_COLUMNS) for each in locations), default=0)
-    return shares, -(-blocks // shares)
+    column_blocks = -(-columns // BLOCK_COLUMNS)
+    programs_per_row = max(1, min(column_blocks, -(-MAX_PROGRAMS // num_requests)))
+    locations = max((_num_locations(each.swa_out_cache_loc) for each in with_locations), default=0)
+    location_blocks = -(-locations // BLOCK_COLUMNS)
+    return programs_per_row, -(-location_blocks // programs_per_row)
 
 
-def _check_pass(each: PassBuffers, num_requests: int, full_to_swa: Tensor | None) -> None:
-    check_int("seq_len_offset", each.seq_len_offset, 0, "it is the number of tokens that seq_lens does not count")
-    check_vector("cache_seqlens", each.cache_seqlens, num_requests, (torch.int32,))
+def _check_pass(buffers: PassBuffers, num_requests: int, full_to_swa: Tensor | None) -> None:
+    """Raise TypeError or ValueError for wrong buffers or numbers of a pass."""
+    check_int("seq_len_offset", buffers.seq_len_offset, 0, "it is the number of tokens that seq_lens does not count")
+    check_vector("cache_seqlens", buffers.cache_seqlens, num_requests, (torch.int32,))
     for name in ("cu_seqlens_k", "cu_seqlens_q"):
-        if getattr(each, name) is not None:
-            check_vector(name, getattr(each, name), num_requests + 1, (torch.int32,))
+        if getattr(buffers, name) is not None:
+            check_vector(name, getattr(buffers, name), num_requests + 1, (torch.int32,))
     for name in ("page_table", "swa_page_table"):
-        table = getattr(each, name)
+        table = getattr(buffers, name)
         if table is not None:
-            check_table(name, table, (torch.int32,))
+            check_matrix(name, table, (torch.int32,))
             if table.shape[0] != num_requests:
                 raise ValueError(
-                    f"{name} must have a row for each of the {num_requests} requests, got {table.shape[0]}"
+                    f"{name} must have a row for each of the {num_requests} requests, got {table.shape[0]} rows"
                 )
-    if isinstance(each.query_rows, Tensor):
-        check_vector("query_rows", each.query_rows, num_requests, INDEX_DTYPES)
-    elif each.query_rows is not None:
-        check_int("query_rows", each.query_rows, 1, "it is the number of query rows of every request")
-    _check_locations(each, full_to_swa)
+    if isinstance(buffers.query_rows, Tensor):
+        check_vector("query_rows", buffers.query_rows, num_requests, INDEX_DTYPES)
+    elif buffers.query_rows is not None:
+        remedy = "it is the number of query rows of every request; pass None to leave cu_seqlens_q as it is"
+        check_int("query_rows", buffers.query_rows, 1, remedy)
+    _check_locations(buffers, full_to_swa)
 
 
-def _check_locations(each: PassBuffers, full_to_swa: Tensor | None) -> None:
+def _check_locations(buffers: PassBuffers, full_to_swa: Tensor | None) -> None:
+    """Raise TypeError or ValueError for wrong write locations of a pass, or where `full_to_swa` is missing or wrong."""
     for name in ("out_cache_loc", "swa_out_cache_loc"):
-        tensor = getattr(each, name)
+        tensor = getattr(buffers, name)
         if tensor is not None:
             check_vector(name, tensor, check_tensor(name, tensor).numel(), (torch.int64,))
-    if (each.out_cache_loc is None) != (each.swa_out_cache_loc is None):
-        raise ValueError("out_cache_loc and swa_out_cache_loc go together: pass both or neither")
-    if _length(each.out_cache_loc) > _length(each.swa_out_cache_loc):
+    if (buffers.out_cache_loc is None) != (buffers.swa_out_cache_loc is None):
+        missing = "out_cache_loc" if buffers.out_cache_loc is None else "swa_out_cache_loc"
         raise ValueError(
-            f"out_cache_loc has {_length(each.out_cache_loc)} slots, more than the {_length(each.swa_out_cache_loc)} rows of "
-            "swa_out_cache_loc"
+            f"out_cache_loc and swa_out_cache_loc go together, but {missing} is None: pass both or neither"
         )
-    if full_to_swa is None and (each.swa_page_table is not None or each.swa_out_cache_loc is not None):
-        raise ValueError("a sliding-window table or write location needs full_to_swa, the pool's map")
+    num_full, num_swa = _num_locations(buffers.out_cache_loc), _num_locations(buffers.swa_out_cache_loc)
+    if num_full > num_swa:
+        raise ValueError(
+            f"out_cache_loc has {num_full} slots, more than the {num_swa} rows of swa_out_cache_loc: allocate at least "
+            f"{num_full}"
+        )
+    if full_to_swa is None and (buffers.swa_page_table is not None or buffers.swa_out_cache_loc is not None):
+        written = "swa_page_table" if buffers.swa_page_table is not None else "swa_out_cache_loc"
+        raise ValueError(
+            f"{written} needs full_to_swa, the pool's map to sliding-window slots, but full_to_swa is None"
+        )
     if full_to_swa is not None:
         check_vector("full_to_swa", full_to_swa, check_tensor("full_to_swa", full_to_swa).numel(), (torch.int64,))
 
 
 def _check_devices(passes: Sequence[PassBuffers], *tensors: Tensor | None) -> None:
-    written = [value for each in passes for value in vars(each).values() if isinstance(value, Tensor)]
-    devices = {tensor.device for tensor in (*tensors, *written) if tensor is not None}
+    """Raise ValueError unless all tensors of the passes and the further ones are on one device."""
+    of_passes = [value for each in passes for value in vars(each).values() if isinstance(value, Tensor)]
+    devices = {tensor.device for tensor in (*tensors, *of_passes) if tensor is not None}
     if len(devices) > 1:
-        raise ValueError(f"the tensors are on {', '.join(sorted(map(str, devices)))}: put them on one device")
+        raise ValueError(
+            f"the passes' tensors and the arguments are on {', '.join(sorted(map(str, devices)))}: put them on one device"
+        )

@@ -1,16 +1,18 @@
-"""The Triton kernel of `lab.kernels.serving.forward_metadata`."""
+"""The Triton kernel that `lab.kernels.serving.forward_metadata` launches. The glossary there explains the terms."""
 
 import triton
 import triton.language as tl
 
 from lab.kernels.serving.arguments import CUMULATIVE_ROWS, PRESET_ROWS
 
-# QUERY_ROWS of a pass: `cu_seqlens_q` stays as it was preset, or is summed from `query_rows`. Else the rows of every request.
+# Two values of a pass's QUERY_ROWS: leave `cu_seqlens_q` as it is, or sum it from `query_lens`. Any other value is the number
+# of query rows of every request.
 PRESET: tl.constexpr = tl.constexpr(PRESET_ROWS)
 CUMULATIVE: tl.constexpr = tl.constexpr(CUMULATIVE_ROWS)
 
-# What varies from batch to batch must not compile again, not even for its value 1 or its multiples of 16, nor for where a
-# slice starts. What is in tuples goes through `_numbers` and `_addresses` for that.
+# By default Triton compiles a kernel again where an integer is 1 or a multiple of 16, and where a pointer is a multiple of 16
+# bytes. These arguments vary from batch to batch, so neither may compile again. Tuples are out of the reach of these options:
+# `_encode_numbers` and `_encode_addresses` of `forward_metadata` keep their values from being such numbers.
 _VARYING = ["num_requests", "row_width", "row_stride"]
 _UNALIGNED = ["req_pool_indices", "seq_lens", "req_to_token", "full_to_swa"]
 
@@ -24,10 +26,10 @@ def _metadata_kernel(
     num_requests,
     row_width,
     row_stride,
-    lengths,  # addresses of each pass's (cache_seqlens, cu_seqlens_k, cu_seqlens_q, query_rows)
-    tables,  # (addresses, columns, row strides) of each distinct page table
-    swa_tables,
-    locations,  # (addresses of slots in the full pool, their numbers, the same of the sliding-window pool) of each pass
+    lengths,  # encoded addresses of (cache_seqlens, cu_seqlens_k, cu_seqlens_q, query_lens), each a tuple over passes
+    tables,  # encoded (addresses, columns, row strides), each a tuple over distinct page tables
+    swa_tables,  # the same for tables of the sliding-window pool
+    locations,  # encoded (out_cache_loc, its length, swa_out_cache_loc, its length), each a tuple over passes that have them
     OFFSETS: tl.constexpr,
     QUERY_ROWS: tl.constexpr,
     WIDE_QUERY_LENS: tl.constexpr,
@@ -37,7 +39,7 @@ def _metadata_kernel(
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_REQUESTS: tl.constexpr,
 ):
-    """Write all lengths in row 0 of the programs, a request's pages in each row after it, the locations in the rest."""
+    """Write all lengths in row 0 of the grid, request i's pages in row 1 + i, and write locations in the rows after those."""
     share = tl.program_id(0)
     request = tl.program_id(1) - 1
     if request < 0:
@@ -80,37 +82,37 @@ def _metadata_kernel(
 
 @triton.jit
 def _number(passed):
-    """Return the number that `_numbers` was given."""
+    """Return the number n that is encoded as 2 n + 3."""
     return (passed - 3) >> 1
 
 
 @triton.jit
 def _int32s(passed):
-    """Return a pointer to an int32 tensor that `_addresses` was given."""
+    """Return the pointer to an int32 tensor whose address is encoded."""
     return _number(passed).to(tl.int64).to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
 def _int64s(passed):
-    """Return a pointer to an int64 tensor that `_addresses` was given."""
+    """Return the pointer to an int64 tensor whose address is encoded."""
     return _number(passed).to(tl.int64).to(tl.pointer_type(tl.int64))
 
 
 @triton.jit
 def _num_pages(length, passed_width, PAGE_SIZE: tl.constexpr):
-    """Return the live columns of a table row."""
+    """Return the number of live columns of a request of `length` tokens, in a table whose width is encoded."""
     return tl.minimum(tl.cdiv(length, PAGE_SIZE), _number(passed_width))
 
 
 @triton.jit
 def _page(slot, PAGE_SIZE: tl.constexpr):
-    """Return the page of a slot, by floor division: slot -1 is in page -1."""
+    """Return floor(slot / PAGE_SIZE), the page of a slot. Slot -1 is in page -1; `//` in Triton would round it to 0."""
     return tl.where(slot < 0, -((PAGE_SIZE - 1 - slot) // PAGE_SIZE), slot // PAGE_SIZE)
 
 
 @triton.jit
 def _swa_slot(full_to_swa, slot, mask):
-    """Return the slot in the sliding-window pool; a slot of -1 stays -1."""
+    """Return the sliding-window slot of a slot of the full pool; -1 stays -1, and a masked element becomes -1."""
     return tl.load(full_to_swa + slot, mask=mask & (slot >= 0), other=-1)
 
 
@@ -118,13 +120,13 @@ def _swa_slot(full_to_swa, slot, mask):
 def _write_lengths(
     seq_lens,
     num_requests,
-    lengths,  # of `_metadata_kernel`
+    lengths,  # as in `_metadata_kernel`
     OFFSETS: tl.constexpr,
     QUERY_ROWS: tl.constexpr,
     WIDE_QUERY_LENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the lengths and boundaries of every pass; the running sum of `seq_lens` is made once."""
+    """Write the lengths and cumulative lengths of every pass; all passes use one running sum of `seq_lens`."""
     cache_seqlens, cu_seqlens_k, cu_seqlens_q, query_lens = lengths
     lanes = tl.arange(0, BLOCK)
     for p in tl.static_range(len(cache_seqlens)):
@@ -153,7 +155,7 @@ def _write_lengths(
 
 @triton.jit
 def _write_boundaries(lens, num_requests, cu_seqlens, BLOCK: tl.constexpr):
-    """Write boundaries 1, 2, ... of requests of `lens` rows."""
+    """Write the running sum of `lens` to `cu_seqlens[1:num_requests + 1]`."""
     lanes = tl.arange(0, BLOCK)
     before = tl.zeros([], tl.int32)
     for start in range(0, num_requests, BLOCK):
