@@ -47,8 +47,9 @@ def phrase(fact: str, operator: str, value: Fact) -> str:
 
 def _not(told: str) -> str:
     """Return the opposite of a sentence's part."""
-    if " is not " in told:
-        return told.replace(" is not ", " is ", 1)
+    for verb in ("is", "are"):
+        if f" {verb} not " in told:
+            return told.replace(f" {verb} not ", f" {verb} ", 1)
     for verb in (" is ", " are ", " has "):
         if verb in told:
             return told.replace(verb, f"{verb}not " if verb != " has " else " does not have ", 1)

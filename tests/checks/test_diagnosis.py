@@ -78,7 +78,8 @@ def test_every_phrase_can_be_said() -> None:
     for fact, phrase in PHRASES.items():
         assert phrase.holds
         assert fact == fact.strip()
-        words = [say(fact, operator, 2) for operator in ("is", "is not", "==", "!=", ">=", "<=")]
+        operators = ("==", "!=", ">=", "<=") if "{}" in phrase.holds else ("is", "is not")
+        words = [say(fact, operator, 2) for operator in operators]
         assert not any("{" in word or "not not" in word for word in words)
 
 
