@@ -216,7 +216,9 @@ def run_trial(
         if trial.calls:
             trial.fail(f"the check stopped at what the implementation returned, or at a bug of the lab's own: {said}")
         else:
-            trial.fail(f"the lab failed before it called the implementation, whose fault this is not: {said}")
+            trial.fail(
+                f"the lab failed before it called the implementation, whose fault this is not: {said}", held="lab"
+            )
     outcome = Outcome.RIGHT if trial.judged else Outcome.DECLINED
     if trial.wrongs or trial.failures:
         outcome = Outcome.WRONG if trial.wrongs else Outcome.FAILED

@@ -141,12 +141,12 @@ class Trial:
         facts = together(call.facts, call.of_requests) if alone else call.facts
         self.results.append(CheckedResult(what, {"held": held, **facts}, wrong, requests, example))
 
-    def fail(self, failure: str, what: str = "") -> None:
-        """Note a failure, of the last call, and once in words however many calls share it."""
+    def fail(self, failure: str, what: str = "", held: str = "return") -> None:
+        """Note a failure, of the last call or of the lab, and once in words however many calls share it."""
         failure = failure[:SHOWN_CHARACTERS]
         if not any(noted.endswith(failure) for noted in self.failures):
             self.failures.append(f"{what}: {failure}" if what else failure)
-        self._note(what or "it failed", "return", True, self.called)
+        self._note(what or "it failed", held, True, self.called)
 
     def decline(self, sentence: str) -> None:
         """Note a refusal, once."""

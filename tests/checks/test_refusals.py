@@ -182,7 +182,9 @@ def test_an_error_of_the_lab_s_is_not_blamed_on_the_implementation() -> None:
         trial.call(trial.build())
         raise IndexError("a bug")
 
-    (before,) = judged_by(early).wrongs
+    judged = judged_by(early)
+    assert [result.facts["held"] for result in judged.results] == ["lab"]
+    (before,) = judged.wrongs
     assert before == "the lab failed before it called the implementation, whose fault this is not: IndexError: a bug"
     (after,) = judged_by(late).wrongs
     assert "or at a bug of the lab's own: IndexError: a bug" in after
