@@ -1,108 +1,122 @@
-"""The head of the page: what was judged and timed in a sentence each, and for each faulty run what is broken and where."""
+"""The first section of the page: a sentence on what was judged, one on what was timed, and the defects of each faulty run."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lab.reports.html.judged import FAULTS, CheckRow, check_name, check_rows, implementation_of, verdict_of
+from lab.reports.html.judged import BROKEN, FAULTS, CheckRow, check_name, check_rows, implementation_name, verdict_of
 from lab.reports.recorded import RecordedFile, RecordedRun
 from lab.reports.tables import counted
-from lab.reports.timing_tables import implementation_of as implementation_of_row
-from lab.reports.timing_tables import next_speed, rivals
+from lab.reports.timing_tables import implementation_of, next_speed, rivals
 from lab.timing.statistics import Speed
 
-SMALLEST = ("result", "where", "expected", "got")  # of a diagnosis' smallest case, in this order
+# Keys of a diagnosis' smallest wrong case that the page shows, in this order.
+SMALLEST_CASE_KEYS = ("result", "where", "expected", "got")
 
 
 @dataclass(frozen=True)
 class FaultyRun:
-    """A run of the judge that met a fault.
+    """A run of the judge with a wrong or failed case.
 
     Attributes:
+        name: of the recorded file.
+        implementation: that was judged.
         verdict: the worst outcome of its cases.
-        sentence: of its diagnosis, or else what is counted.
-        lines: the rules that separate wrong cases from right ones; or else the checks that are not right and what they catch.
-        smallest: heading and text of the smallest wrong case; () without a diagnosis.
+        sentence: the diagnosis; without one, the number of wrong and failed cases.
+        details: the conditions under which cases are wrong; without a diagnosis, the checks that are not right and what they
+            catch.
+        smallest_case: (heading, text) of each fact of the smallest wrong case; () without a diagnosis.
     """
 
     name: str
     implementation: str
     verdict: str
     sentence: str
-    lines: tuple[str, ...]
-    smallest: tuple[tuple[str, str], ...]
+    details: tuple[str, ...]
+    smallest_case: tuple[tuple[str, str], ...]
 
 
-def lead(records: Sequence[RecordedFile]) -> str:
-    """Return how many runs have which verdict, the worst first; "" without a run."""
+def judged_sentence(records: Sequence[RecordedFile]) -> str:
+    """Return a sentence with the number of runs of each verdict, the worst first; "" without a run."""
     counts = Counter(map(verdict_of, records))
-    said = ", ".join(
+    numbers = ", ".join(
         f"{counts[verdict]} {verdict}" for verdict in sorted(counts, key=[*FAULTS, "declined", "right"].index)
     )
-    return f"{counted(len(records), 'run')} of the judge: {said}." if records else ""
+    return f"{counted(len(records), 'run')} of the judge: {numbers}." if records else ""
 
 
-def fastest(runs: Sequence[RecordedRun]) -> str:
-    """Return how often which implementation was the fastest of several; "" if no scenario was timed with several."""
-    races = [rows for run in runs for rows in rivals(run) if len(rows) > 1]
-    won = Counter(implementation_of_row(rows[0]) for rows in races if next_speed(rows) is Speed.SLOWER)
-    said = [f"{name} in {count}" for name, count in won.most_common()]
-    if won.total() < len(races):
-        said.append(f"no clear difference in {len(races) - won.total()}")
+def fastest_sentence(runs: Sequence[RecordedRun]) -> str:
+    """Return a sentence with the number of scenarios in which each implementation was the fastest.
+
+    It counts the scenarios that several implementations were timed in; without one, it is "".
+    """
+    compared = [rows for run in runs for rows in rivals(run) if len(rows) > 1]
+    # The first row is the fastest. It counts only if the second is slower by the lab's rule.
+    wins = Counter(implementation_of(rows[0]) for rows in compared if next_speed(rows) is Speed.SLOWER)
+    numbers = [f"{name} in {count}" for name, count in wins.most_common()]
+    if wins.total() < len(compared):
+        numbers.append(f"no clear difference in {len(compared) - wins.total()}")
     return (
-        f"Fastest in {counted(len(races), 'scenario')} with several implementations: {', '.join(said)}."
-        if races
+        f"Fastest in {counted(len(compared), 'scenario')} with several implementations: {', '.join(numbers)}."
+        if compared
         else ""
     )
 
 
 def faulty_runs(records: Sequence[RecordedFile]) -> list[FaultyRun]:
-    """Return the runs with wrong or failed cases, the worst first; a known fault is the findings' matter."""
+    """Return the runs with wrong or failed cases, the worst first. Runs with known faults alone are not among them."""
     rows = check_rows(records)
     runs = [
-        _faulty(record, [row for row in rows if row.record is record])
+        _faulty_run(record, [row for row in rows if row.record is record])
         for record in records
-        if verdict_of(record) in FAULTS[:2]
+        if verdict_of(record) in BROKEN
     ]
     return sorted(runs, key=lambda run: FAULTS.index(run.verdict))
 
 
-def _faulty(record: RecordedFile, rows: Sequence[CheckRow]) -> FaultyRun:
+def _faulty_run(record: RecordedFile, rows: Sequence[CheckRow]) -> FaultyRun:
+    """Return a run's part of the section; `rows` are the checks of the run."""
     diagnosis = record.content.get("diagnosis") or {}
-    broken = [row for row in rows if row.check["outcome"] in FAULTS[:2]]
+    broken = [row for row in rows if row.check["outcome"] in BROKEN]
     cases = Counter(outcome for row in rows for outcome, count in row.check["counts"].items() for _ in range(count))
-    numbers = " and ".join(f"{outcome} in {cases[outcome]}" for outcome in FAULTS[:2] if cases[outcome])
+    numbers = " and ".join(f"{outcome} in {cases[outcome]}" for outcome in BROKEN if cases[outcome])
     return FaultyRun(
         name=record.name,
-        implementation=implementation_of(record),
+        implementation=implementation_name(record),
         verdict=verdict_of(record),
         sentence=diagnosis.get("sentence") or f"{numbers} of {cases.total():,} cases.".capitalize(),
-        lines=tuple(map(_region, diagnosis.get("regions") or ())) or tuple(map(_broken, broken)),
-        smallest=tuple(_smallest(diagnosis.get("smallest") or {}, record)),
+        details=tuple(map(_region_sentence, diagnosis.get("regions") or ())) or tuple(map(_check_sentence, broken)),
+        smallest_case=tuple(_smallest_case(diagnosis.get("smallest") or {}, record)),
     )
 
 
-def _region(region: Mapping[str, Any]) -> str:
-    inside = f"{region.get('rule') or 'everywhere'}: wrong in {_of(region, 'wrong', 'results')}"
-    return f"{inside}, right in {_of(region, 'right_outside', 'outside')} others" if region.get("outside") else inside
+def _region_sentence(region: Mapping[str, Any]) -> str:
+    """Return a diagnosed region's rule, and the numbers of wrong results inside it and of right ones outside."""
+    inside = f"{region.get('rule') or 'everywhere'}: wrong in {_part_of(region, 'wrong', 'results')}"
+    return (
+        f"{inside}, right in {_part_of(region, 'right_outside', 'outside')} others" if region.get("outside") else inside
+    )
 
 
-def _of(region: Mapping[str, Any], part: str, whole: str) -> str:
+def _part_of(region: Mapping[str, Any], part: str, whole: str) -> str:
+    """Return two counts of a region by their keys, such as "13 of 62"."""
     return f"{region.get(part, 0):,} of {region.get(whole, 0):,}"
 
 
-def _broken(row: CheckRow) -> str:
+def _check_sentence(row: CheckRow) -> str:
+    """Return a broken check's name, function and verdict, and the defects that it catches."""
     return f"{check_name(row.key)} of {row.function}: {row.check['outcome']}. What the check catches: {row.catches}"
 
 
-def _smallest(smallest: Mapping[str, Any], record: RecordedFile) -> Iterator[tuple[str, str]]:
+def _smallest_case(smallest: Mapping[str, Any], record: RecordedFile) -> Iterator[tuple[str, str]]:
+    """Yield (heading, text) of the smallest wrong case, of the command that judges it again, and of what was wrong in it."""
     number = smallest.get("case")
     if number is not None:
         found: Mapping[str, Any] = next((case for case in record.content["cases"] if case.get("number") == number), {})
         yield f"smallest case, #{number}", str(found.get("case", ""))
         yield "to see it again", f"lab judge --case {record.path.name}#{number}"
-    for name in SMALLEST:
-        said = smallest.get(name)
-        if said:
-            yield name, " ".join(f"{float(value):.4g}" for value in said) if isinstance(said, list) else str(said)
+    for key in SMALLEST_CASE_KEYS:
+        value = smallest.get(key)
+        if value:
+            yield key, " ".join(f"{float(each):.4g}" for each in value) if isinstance(value, list) else str(value)

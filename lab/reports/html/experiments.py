@@ -1,4 +1,4 @@
-"""Recorded experiments: the facts that each file says once, and its lists of rows, under the keys of the file."""
+"""Recorded experiments as parts of the page: pictures, the facts that hold for a whole file, and a table per list of rows."""
 
 import ast
 import importlib.util
@@ -12,21 +12,21 @@ from lab.reports.html.pictures import Picture, pictures_of
 from lab.reports.recorded import RecordedFile
 from lab.reports.tables import Table, flattened, table_of_records
 
-SAID_ELSEWHERE = ("environment",)  # the page has one table of all files' environments
+SHOWN_ELSEWHERE = ("environment",)  # keys of a file; the page has one table of all files' environments
 
 
 @dataclass(frozen=True)
 class ExperimentPart:
-    """One file.
+    """The page's part of one recorded experiment. Keys are those of the file; "outer.inner" for a mapping in a mapping.
 
     Attributes:
         name: of the file.
-        question: the first line of the experiment's module; "" if there is no module of that name.
-        facts: what holds of all its rows, by key.
-        tables: its lists of rows.
-        empty: lists without a row, by key.
-        pictures: of its rows.
-        undrawn: reasons why a picture is not there.
+        question: the first paragraph of the docstring of the experiment's module; "" if there is no such module.
+        facts: (key, text) of each value that is not a list of rows.
+        tables: one per list of rows.
+        empty: keys of the lists without a row.
+        pictures: of the recorded values.
+        undrawn: a sentence for each picture that could not be drawn, with the reason.
     """
 
     name: str
@@ -38,9 +38,9 @@ class ExperimentPart:
     undrawn: tuple[str, ...]
 
 
-def experiment_of(file: RecordedFile) -> ExperimentPart:
-    """Make the page's part of any file of facts and of lists of rows."""
-    shown = {key: value for key, value in file.content.items() if key not in SAID_ELSEWHERE}
+def experiment_part(file: RecordedFile) -> ExperimentPart:
+    """Return the page's part of a file of `Kind.EXPERIMENT`: a mapping of facts and of lists of rows, under any keys."""
+    shown = {key: value for key, value in file.content.items() if key not in SHOWN_ELSEWHERE}
     lists = {key: value for key, value in shown.items() if isinstance(value, list)}
     rows = {key: value for key, value in lists.items() if value and all(isinstance(row, Mapping) for row in value)}
     facts = flattened({key: value for key, value in shown.items() if key not in rows and value != []})
@@ -60,15 +60,20 @@ def experiment_of(file: RecordedFile) -> ExperimentPart:
 
 
 def _question(name: str) -> str:
-    """Return the first sentence of the module that wrote the file, read and not imported: some need more than the page does."""
-    found = importlib.util.find_spec(EXPERIMENTS[name]) if name in EXPERIMENTS else None
-    return "" if found is None or found.origin is None else _first_line(found.origin)
+    """Return the question that an experiment's module begins with; "" without such a module.
+
+    The module is read and not imported, because some modules import packages that the page does not need.
+    """
+    spec = importlib.util.find_spec(EXPERIMENTS[name]) if name in EXPERIMENTS else None
+    return "" if spec is None or spec.origin is None else _first_paragraph(spec.origin)
 
 
-def _first_line(path: str) -> str:
+def _first_paragraph(path: str) -> str:
+    """Return the first paragraph of a Python file's docstring, in one line."""
     docstring = ast.get_docstring(ast.parse(Path(path).read_text(encoding="utf-8"))) or ""
     return docstring.split("\n\n", 1)[0].replace("\n", " ")
 
 
 def _text(value: Any) -> str:
+    """Return a fact's value as text, the elements of a list separated by commas."""
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

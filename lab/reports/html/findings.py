@@ -1,4 +1,4 @@
-"""Findings that the judge cites: pages, and sections of them."""
+"""Findings that the judge cites: a page, and the heading of a section in it."""
 
 import re
 from dataclasses import dataclass
@@ -6,27 +6,32 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """A citation, "path#heading" as `lab.checks.ledger` writes it."""
+    """A finding, cited as "path#heading" by `lab.checks.ledger`.
+
+    Attributes:
+        path: of the page, from the root of the repository.
+        heading: the anchor of the section (`lab.reports.html.markdown.slug`), such as "2-fmha_v2-with-bf16-ignores-bmm2_scale".
+    """
 
     path: str
     heading: str
 
     @property
     def target(self) -> str:
-        """Id of the finding in the page."""
+        """Return the id of the finding's element in the HTML page."""
         return f"finding-{self.heading}"
 
     @property
-    def short(self) -> str:
-        """Its number; its whole heading if it has none."""
+    def label(self) -> str:
+        """Return the number that the heading begins with; without one, the whole heading."""
         return (re.match(r"\d+", self.heading) or re.match(".*", self.heading))[0]  # type: ignore[index]
 
     @property
     def order(self) -> tuple[int, str]:
-        """By number, then by heading."""
-        return (int(self.short) if self.short.isdigit() else 0, self.heading)
+        """Return a key to sort by: the number, 0 without one, then the heading."""
+        return (int(self.label) if self.label.isdigit() else 0, self.heading)
 
 
 def findings_in(citation: str) -> tuple[Finding, ...]:
-    """Return the findings that a case cites: "path#heading; path#heading"."""
+    """Return the findings of a recorded citation, "path#heading; path#heading"; text without a "#" names none."""
     return tuple(Finding(*each.split("#", 1)) for each in citation.split("; ") if "#" in each)

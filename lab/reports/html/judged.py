@@ -1,11 +1,11 @@
-"""Tables of the judge's reports: runs, checks, faults, refusals."""
+"""Tables of the judge's recorded reports: runs, checks, faults, refusals."""
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from lab.checks.catalogue import checks
 from lab.checks.verdicts import Outcome
@@ -17,15 +17,22 @@ from lab.reports.timing_tables import MODULE_PREFIX
 from lab.workloads.interfaces import Interface
 
 RIGHT, KNOWN, DECLINED = Outcome.RIGHT.value, Outcome.KNOWN.value, Outcome.DECLINED.value
-FAULTS = (Outcome.WRONG.value, Outcome.FAILED.value, KNOWN)
-# The order of rows and of columns: what is broken stands first.
-COUNTED = (*FAULTS, DECLINED, RIGHT)
+BROKEN = (Outcome.WRONG.value, Outcome.FAILED.value)
+FAULTS = (*BROKEN, KNOWN)
+# The order of rows and of columns.
+WORST_FIRST = (*FAULTS, DECLINED, RIGHT)
 CHECKS = {check.key: check for check in checks()}
 
 
 @dataclass(frozen=True)
 class CheckRow:
-    """One check of one function in one run of the judge; `cases` are those that the file holds of it."""
+    """One check of one function in one run of the judge.
+
+    Attributes:
+        record: the run's file.
+        check: the check's row of the recorded report: its key, function, outcome and counts.
+        cases: the check's recorded cases; () if the file holds none.
+    """
 
     record: RecordedFile
     check: Mapping[str, Any]
@@ -33,33 +40,34 @@ class CheckRow:
 
     @property
     def key(self) -> str:
+        """Return the check's key, such as "K5"."""
         return str(self.check["check"])
 
     @property
     def function(self) -> str:
-        """The name that the judge's own table has; the recorded one if this version of the lab does not know it."""
+        """Return the function's short name, such as "decode"; the recorded name if this version of the lab does not know it."""
         name = self.check["interface"]
         return next((interface.name.lower() for interface in Interface if interface.value == name), name)
 
     @property
     def catches(self) -> str:
-        """Return what the check catches; "" if this version of the lab does not have it."""
+        """Return the defects that the check catches; "" if this version of the lab does not have the check."""
         return CHECKS[self.key].catches if self.key in CHECKS else ""
 
     @property
     def worst_right(self) -> float | None:
-        """The largest error of a right result over its bound; None if nothing was right, or the cases were not kept."""
+        """Return the largest error of a right case over its bound; None if no case was right, or the file holds no cases."""
         return _largest(case.get("worst_ratio", 0.0) for case in self.cases if case["outcome"] == RIGHT)
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Cited by its cases, each once."""
+        """Return the findings that the cases cite, each once."""
         cited = dict.fromkeys(case["finding"] for case in self.cases if case.get("finding"))
         return tuple(dict.fromkeys(finding for cites in cited for finding in findings_in(cites)))
 
 
 def check_rows(records: Sequence[RecordedFile]) -> list[CheckRow]:
-    """Return the checks of all files, run by run."""
+    """Return a row for each check and function of each recorded report, in the order of the files."""
     rows = []
     for record in records:
         cases: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
@@ -73,44 +81,46 @@ def check_rows(records: Sequence[RecordedFile]) -> list[CheckRow]:
 
 
 def check_name(key: str) -> str:
-    """Return a check's key and name, such as "K5 guards"; the key alone if this version of the lab does not have it."""
+    """Return a check's key and name, such as "K5 guards"; the key alone if this version of the lab does not have the check."""
     return f"{key} {CHECKS[key].name}" if key in CHECKS else key
 
 
 def verdict_of(record: RecordedFile) -> str:
-    """Return the worst outcome of a run's cases; "declined" only if nothing was judged."""
+    """Return the worst outcome of a run's cases; "declined" only if every case was declined, or there is none."""
     met = {outcome for check in record.content["checks"] for outcome, count in check["counts"].items() if count}
     return next(outcome for outcome in (*FAULTS, RIGHT, DECLINED) if outcome in met or outcome == DECLINED)
 
 
-def _whole_verdict(record: RecordedFile) -> str:
+def _verdict_text(record: RecordedFile) -> str:
+    """Return a run's verdict; it says so where the judged cases are right, but the run as a whole was not judged."""
     verdict = verdict_of(record)
     return f"{verdict}, but not all judged" if verdict == RIGHT and record.content.get("is_right") is False else verdict
 
 
-def _worst_first(outcome: str) -> int:
-    return COUNTED.index(outcome)
+def _rank(outcome: str) -> int:
+    """Return the place of an outcome in `WORST_FIRST`, to sort by."""
+    return WORST_FIRST.index(outcome)
 
 
 def summary_table(records: Sequence[RecordedFile]) -> Table:
     """Make a table of one row per run of the judge, the worst first."""
-    records = sorted(records, key=lambda record: _worst_first(verdict_of(record)))
+    records = sorted(records, key=lambda record: _rank(verdict_of(record)))
     rows = check_rows(records)
 
-    def counted(record: RecordedFile, outcome: str) -> int:
+    def num_cases(record: RecordedFile, outcome: str) -> int:
         return sum(row.check["counts"].get(outcome, 0) for row in rows if row.record is record)
 
     columns: Columns = {
         "run": lambda record: words(record.name),
-        "implementation": lambda record: words(implementation_of(record)),
-        "verdict": lambda record: words(_whole_verdict(record), style=verdict_of(record)),
-        "worst right, % of bound": lambda record: _percent(
+        "implementation": lambda record: words(implementation_name(record)),
+        "verdict": lambda record: words(_verdict_text(record), style=verdict_of(record)),
+        "largest right error, % of bound": lambda record: _percent(
             _largest(row.worst_right for row in rows if row.record is record)
         ),
         "checks": lambda record: number(len({row.key for row in rows if row.record is record})),
-        "cases": lambda record: number(sum(counted(record, outcome) for outcome in COUNTED)),
+        "cases": lambda record: number(sum(num_cases(record, outcome) for outcome in WORST_FIRST)),
         "results": lambda record: number(sum(row.check["judged"] for row in rows if row.record is record)),
-        **_counts(lambda record: {outcome: counted(record, outcome) for outcome in COUNTED}),
+        **_outcome_columns(lambda record: {outcome: num_cases(record, outcome) for outcome in WORST_FIRST}),
         "not begun": lambda record: number(record.content.get("left_out")),
         "level": lambda record: words(record.content.get("level")),
         "commit": lambda record: words(record.environment.get("commit")),
@@ -120,93 +130,123 @@ def summary_table(records: Sequence[RecordedFile]) -> Table:
 
 def verdict_table(records: Sequence[RecordedFile]) -> Table:
     """Make a table of one row per run, check and function, the worst first."""
-    rows = sorted(check_rows(records), key=lambda row: _worst_first(row.check["outcome"]))
+    rows = sorted(check_rows(records), key=lambda row: _rank(row.check["outcome"]))
     columns: Columns = {
         "run": lambda row: words(row.record.name),
-        "implementation": lambda row: words(implementation_of(row.record)),
+        "implementation": lambda row: words(implementation_name(row.record)),
         "check": lambda row: words(check_name(row.key)),
         "function": lambda row: words(row.function),
         "verdict": lambda row: words(row.check["outcome"], style=row.check["outcome"]),
-        "worst right, % of bound": lambda row: _percent(row.worst_right),
-        "worst of verdict, % of bound": lambda row: _percent(row.check.get("worst_ratio")),
-        "findings": lambda row: _cited(row.findings),
+        "largest right error, % of bound": lambda row: _percent(row.worst_right),
+        "largest error with this verdict, % of bound": lambda row: _percent(row.check.get("worst_ratio")),
+        "findings": lambda row: _links_to(row.findings),
         "cases": lambda row: number(sum(row.check["counts"].values())),
         "results": lambda row: number(row.check["judged"]),
-        **_counts(lambda row: row.check["counts"]),
+        **_outcome_columns(lambda row: row.check["counts"]),
         "the check catches": lambda row: words(row.catches),
     }
     return make_table(columns, rows, name="verdicts", caption="Verdicts per implementation and check")
 
 
-def fault_table(records: Sequence[RecordedFile]) -> Table:
-    """Make a table of faults: one row per run, check, function, verdict and citation, with its worst case."""
+class _FaultGroup(NamedTuple):
+    """Faulty cases of one run, check, function, verdict and citation: how many, their check's row, and the worst of them."""
+
+    num_cases: int
+    row: CheckRow
+    worst_case: Mapping[str, Any]
+
+
+def _fault_groups(records: Sequence[RecordedFile]) -> list[_FaultGroup]:
+    """Return the groups of faulty cases, the worst verdict first."""
     grouped: dict[tuple[str, ...], list[tuple[CheckRow, Mapping[str, Any]]]] = {}
     for row in check_rows(records):
         for case in row.cases:
             if case["outcome"] in FAULTS:
                 key = (row.record.name, row.key, case["interface"], case["outcome"], case.get("finding", ""))
                 grouped.setdefault(key, []).append((row, case))
-    worst = [
-        (len(cases), *max(cases, key=lambda pair: float(pair[1].get("worst_ratio", 0.0)))) for cases in grouped.values()
+    groups = [
+        _FaultGroup(len(cases), *max(cases, key=lambda pair: float(pair[1].get("worst_ratio", 0.0))))
+        for cases in grouped.values()
     ]
-    worst.sort(key=lambda fault: _worst_first(fault[2]["outcome"]))
+    return sorted(groups, key=lambda group: _rank(group.worst_case["outcome"]))
+
+
+def fault_table(records: Sequence[RecordedFile]) -> Table:
+    """Make a table of faults: one row per run, check, function, verdict and citation, with its worst case."""
     columns: Columns = {
-        "run": lambda fault: words(fault[1].record.name),
-        "check": lambda fault: words(check_name(fault[1].key)),
-        "function": lambda fault: words(fault[1].function),
-        "verdict": lambda fault: words(fault[2]["outcome"], style=fault[2]["outcome"]),
-        "cases": lambda fault: number(fault[0]),
-        "findings": lambda fault: _cited(findings_in(fault[2].get("finding", ""))),
-        "of the worst case": lambda fault: words("; ".join(fault[2].get("wrongs", ())), style="long"),
-        "to show it again": lambda fault: words(fault[2].get("reproduce"), style="long code"),
+        "run": lambda group: words(group.row.record.name),
+        "check": lambda group: words(check_name(group.row.key)),
+        "function": lambda group: words(group.row.function),
+        "verdict": lambda group: words(group.worst_case["outcome"], style=group.worst_case["outcome"]),
+        "cases": lambda group: number(group.num_cases),
+        "findings": lambda group: _links_to(findings_in(group.worst_case.get("finding", ""))),
+        "wrong in the worst case": lambda group: words("; ".join(group.worst_case.get("wrongs", ())), style="long"),
+        "to see it again": lambda group: words(group.worst_case.get("reproduce"), style="long code"),
     }
-    return make_table(columns, worst, name="faults", caption="What was wrong, and one case of each")
+    caption = "What was wrong, and the worst case of each"
+    return make_table(columns, _fault_groups(records), name="faults", caption=caption)
+
+
+class _Refusal(NamedTuple):
+    """A reason for which a run's implementation refused cases, and the number of them."""
+
+    record: RecordedFile
+    reason: str
+    num_cases: int
 
 
 def decline_table(records: Sequence[RecordedFile]) -> Table:
-    """Make a table of what was refused, with its reason, most frequent first."""
+    """Make a table of one row per run and reason of a refusal, the most frequent reason of a run first."""
     refused = [
-        (record, reason, count)
+        _Refusal(record, reason, count)
         for record in records
         for reason, count in Counter(
             reason for case in record.content.get("cases") or () for reason in case.get("declines", ())
         ).most_common()
     ]
     columns: Columns = {
-        "run": lambda refusal: words(refusal[0].name),
-        "cases": lambda refusal: number(refusal[2]),
-        "reason": lambda refusal: words(refusal[1], style="long"),
+        "run": lambda refusal: words(refusal.record.name),
+        "cases": lambda refusal: number(refusal.num_cases),
+        "reason": lambda refusal: words(refusal.reason, style="long"),
     }
     return make_table(columns, refused, name="declines", caption="What was refused, and why")
 
 
+class _SurveyLine(NamedTuple):
+    """A forward mode or a CUDA-graph story of a survey, and the number of its cases by outcome."""
+
+    record: RecordedFile
+    mode_or_story: str
+    counts: Mapping[str, int]
+
+
 def survey_table(records: Sequence[RecordedFile]) -> Table:
-    """Make a table of recorded surveys: verdicts of forward passes by mode, and of graphs by story."""
-    counted = [
-        (record, what, counts)
+    """Make a table of recorded surveys (`Kind.SURVEY`): a row per forward mode, or per story of graph replays."""
+    lines = [
+        _SurveyLine(record, name, counts)
         for record in records
-        for what, counts in (record.content["summary"].get("modes") or record.content["summary"]).items()
+        for name, counts in (record.content["summary"].get("modes") or record.content["summary"]).items()
         if isinstance(counts, Mapping)
     ]
     columns: Columns = {
-        "run": lambda line: words(line[0].name),
-        "implementation": lambda line: words(implementation_of(line[0])),
-        "commit": lambda line: words(line[0].environment.get("commit")),
-        "mode or story": lambda line: words(line[1].lower().replace("_", " ")),
-        "cases": lambda line: number(sum(line[2].values())),
-        **_counts(lambda line: line[2]),
+        "run": lambda line: words(line.record.name),
+        "implementation": lambda line: words(implementation_name(line.record)),
+        "commit": lambda line: words(line.record.environment.get("commit")),
+        "mode or story": lambda line: words(line.mode_or_story.lower().replace("_", " ")),
+        "cases": lambda line: number(sum(line.counts.values())),
+        **_outcome_columns(lambda line: line.counts),
     }
-    return make_table(columns, counted, name="surveys", caption="Forward passes and graph replays judged")
+    return make_table(columns, lines, name="surveys", caption="Forward passes and graph replays judged")
 
 
 def cited_findings(records: Sequence[RecordedFile]) -> list[Finding]:
-    """Return every finding that a case cites, in the order of its number."""
+    """Return every finding that a case cites, once, by page and then by number."""
     cited = {finding for row in check_rows(records) for finding in row.findings}
     return sorted(cited, key=lambda finding: (finding.path, finding.order))
 
 
 def verdict_cells(records: Sequence[RecordedFile]) -> Iterator[VerdictCell]:
-    """Yield the picture's cells: one per run and function, and check."""
+    """Yield the cells of the picture of verdicts: one per run, function and check."""
     for row in check_rows(records):
         yield VerdictCell(
             f"{row.record.name.rpartition('/')[2]}: {row.function}",
@@ -216,32 +256,37 @@ def verdict_cells(records: Sequence[RecordedFile]) -> Iterator[VerdictCell]:
         )
 
 
-def _counts(counts_of: Callable[[Any], Mapping[str, int]]) -> Columns:
-    """Return a column per outcome, of a record's counts."""
-    return {outcome: partial(_count, outcome, counts_of) for outcome in COUNTED}
+def _outcome_columns(counts_of: Callable[[Any], Mapping[str, int]]) -> Columns:
+    """Return a column per outcome: the number of cases; `counts_of` gives the counts of a table's record by outcome."""
+    return {outcome: partial(_count_cell, outcome, counts_of) for outcome in WORST_FIRST}
 
 
-def _count(outcome: str, counts_of: Callable[[Any], Mapping[str, int]], record: Any) -> Cell:
+def _count_cell(outcome: str, counts_of: Callable[[Any], Mapping[str, int]], record: Any) -> Cell:
     return number(counts_of(record).get(outcome, 0))
 
 
-def implementation_of(record: RecordedFile) -> str:
-    """Return the implementation's name without the package of kernels."""
+def implementation_name(record: RecordedFile) -> str:
+    """Return the name of the judged implementation without "lab.kernels."; "" if it is not recorded."""
     return str(record.content.get("implementation", "")).removeprefix(MODULE_PREFIX)
 
 
-def _cited(findings: Sequence[Finding]) -> Cell:
-    text = ", ".join(finding.short for finding in findings)
-    return Cell(text or ABSENT, links=tuple(Link(finding.short, finding.target) for finding in findings))
+def _links_to(findings: Sequence[Finding]) -> Cell:
+    """Return a cell with a link to each finding."""
+    text = ", ".join(finding.label for finding in findings)
+    return Cell(text or ABSENT, links=tuple(Link(finding.label, finding.target) for finding in findings))
 
 
 def _percent(ratio: float | str | None) -> Cell:
-    """JSON has no infinity: the judge writes it as a word, and it means that an output was not finite."""
+    """Return a cell of a ratio in percent; None is a dash.
+
+    JSON has no infinity, so the judge records "inf". It means that an output was not finite.
+    """
     if ratio is None:
         return Cell(ABSENT)
     value = 100 * float(ratio)
     return Cell(f"{value:,.0f}", value) if math.isfinite(value) else Cell("not finite", math.inf)
 
 
-def _largest(ratios: Any) -> float | None:
+def _largest(ratios: Iterable[float | str | None]) -> float | None:
+    """Return the largest ratio that is not None; None if there is none."""
     return max((float(ratio) for ratio in ratios if ratio is not None), default=None)

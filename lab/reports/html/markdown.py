@@ -1,4 +1,4 @@
-"""The folder's own texts as parts of the page: Markdown without raw HTML, and without links or pictures out of the page."""
+"""The folder's Markdown files as parts of the page: without raw HTML, and without links and pictures, which leave the page."""
 
 import re
 from pathlib import Path
@@ -7,11 +7,11 @@ from markdown_it import MarkdownIt
 
 from lab.reports.html.findings import Finding
 
-HEADING = re.compile(r"^## +(.+)$", re.MULTILINE)
+SECTION_HEADING = re.compile(r"^## +(.+)$", re.MULTILINE)
 
 
 def markdown_html(text: str) -> str:
-    """Return a text as HTML, its headings two levels lower, as parts of a section."""
+    """Return Markdown as HTML. Its headings are two levels lower, since the page has h1 and h2 of its own."""
     markdown = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image")
     for rule in ("link_open", "link_close"):
         markdown.add_render_rule(rule, lambda *_: "")
@@ -23,16 +23,17 @@ def markdown_html(text: str) -> str:
 
 
 def finding_html(finding: Finding, folder: Path) -> str:
-    """Return the finding's section of its page, as HTML without links; "" if the folder does not have it.
+    """Return the section that describes a finding, as HTML without links; "" if the folder does not have it.
 
     Args:
-        folder: where the page lies, by the name that the citation's path ends with.
+        finding: cites the page and the section.
+        folder: searched for a file with the name of the page; the folders of the citation's path are ignored.
     """
     page = folder / Path(finding.path).name
     if not page.is_file():
         return ""
     text = page.read_text(encoding="utf-8")
-    headings = list(HEADING.finditer(text))
+    headings = list(SECTION_HEADING.finditer(text))
     for heading, following in zip(headings, [*headings[1:], None], strict=True):
         if slug(heading[1]) == finding.heading:
             return markdown_html(text[heading.start() : following.start() if following else None])
@@ -40,5 +41,5 @@ def finding_html(finding: Finding, folder: Path) -> str:
 
 
 def slug(heading: str) -> str:
-    """Return the anchor that a code host gives a heading: lower case, words joined by hyphens, other signs dropped."""
+    """Return the anchor that GitHub gives a heading: lower case, words joined by hyphens, other characters dropped."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")

@@ -1,7 +1,7 @@
-"""The page: one HTML file that needs nothing else, and that its own policy keeps from asking for anything.
+"""The page: one HTML file that needs no other file. Its Content-Security-Policy keeps the browser from requesting anything.
 
-Tables are DataTables', which the package itables ships in one file; it goes into the page, so that they are sorted and filtered
-offline. Without scripts they are plain tables, all rows there.
+Readers sort and filter the tables offline, with the JavaScript library DataTables: the package itables ships it in one file,
+which the page contains. Without JavaScript the tables are plain and show all rows.
 """
 
 from base64 import b64encode
@@ -16,22 +16,30 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from lab.reports.html import judged
-from lab.reports.html.answer import fastest, faulty_runs, lead
-from lab.reports.html.experiments import experiment_of
+from lab.reports.html.answer import fastest_sentence, faulty_runs, judged_sentence
+from lab.reports.html.experiments import experiment_part
 from lab.reports.html.markdown import finding_html, markdown_html
 from lab.reports.html.pictures import Picture, picture_of
 from lab.reports.pictures.judging import verdict_figure
 from lab.reports.recorded import Kind, RecordedFile, RecordedRun, environment_facts, run_of
 from lab.reports.tables import Cell, Columns, Table, make_table, words
-from lab.reports.timing_tables import ceiling_table, fastest_table, methods, timing_tables
+from lab.reports.timing_tables import LEAST_FLOOR_US, ceiling_table, fastest_table, methods, timing_tables
 from lab.reports.timings import figures
 
-OVERVIEW = "experiments.md"  # of `lab experiments changes`
+OVERVIEW = "experiments.md"  # a page that `lab experiments changes` writes
 
 
 @dataclass(frozen=True)
 class TimedPart:
-    """A benchmark run's part of the page; `methods` are the labels of "timed by" and what each stands for."""
+    """A benchmark run's part of the page.
+
+    Attributes:
+        name: of the recorded file.
+        recorded_at: ISO date and time; None if they are not recorded.
+        methods: (label, explanation) of each method that the column "timed by" names.
+        fastest, ceilings, tables: of the run, as `lab.reports.timing_tables` makes them.
+        pictures: plots of the times.
+    """
 
     name: str
     recorded_at: str | None
@@ -43,7 +51,12 @@ class TimedPart:
 
 
 def html_report(folder: Path, files: Sequence[RecordedFile]) -> str:
-    """Return the page of a folder's recorded files, as HTML."""
+    """Return the page of a folder's recorded files, as HTML.
+
+    Args:
+        folder: where the Markdown files lie that the page shows too.
+        files: from `lab.reports.recorded.read_folder`; their names tell them apart.
+    """
     environment = Environment(
         loader=PackageLoader("lab.reports.html", "."),
         autoescape=True,
@@ -58,7 +71,7 @@ def html_report(folder: Path, files: Sequence[RecordedFile]) -> str:
         title=_title(files),
         folder=folder.name,
         environments=_environments([file for file in files if isinstance(file.content, Mapping)]),
-        leads=[lead(reports), fastest(runs)],
+        sentences=[judged_sentence(reports), fastest_sentence(runs)],
         faulty=faulty_runs(reports),
         judge_runs=judged.summary_table(reports),
         judge_tables=[
@@ -71,69 +84,76 @@ def html_report(folder: Path, files: Sequence[RecordedFile]) -> str:
             )
             if table.rows
         ],
-        verdicts=_verdicts(reports),
-        findings=[(each, Markup(finding_html(each, folder))) for each in judged.cited_findings(reports)],
+        verdicts=_verdict_picture(reports),
+        findings=[(finding, Markup(finding_html(finding, folder))) for finding in judged.cited_findings(reports)],
         overview=_overview(folder),
         notes=[(path.name, Markup(markdown_html(path.read_text(encoding="utf-8")))) for path in _notes(folder)],
-        runs=[_timed(run, f"run-{place}") for place, run in enumerate(runs)],
-        experiments=[experiment_of(file) for file in of_kind[Kind.EXPERIMENT]],
-        unread={file.name: _outline(file.content) for file in (*of_kind[Kind.MUTANTS], *of_kind[Kind.OTHER])},
-        style=Markup(_own("page.css")),
-        sorting=Markup(_own("tables.js")),
-        library_uri=f"data:text/javascript;charset=utf-8;base64,{b64encode(_library('dt_bundle.js').encode()).decode()}",
-        library_style=Markup(_library("dt_bundle.css")),
+        least_floor_us=f"{LEAST_FLOOR_US:g}",
+        runs=[_timed_part(run, f"run-{place}") for place, run in enumerate(runs)],
+        experiments=[experiment_part(file) for file in of_kind[Kind.EXPERIMENT]],
+        not_shown={file.name: _outline(file.content) for file in (*of_kind[Kind.MUTANTS], *of_kind[Kind.OTHER])},
+        style=Markup(_template_file("page.css")),
+        sorting=Markup(_template_file("tables.js")),
+        library_uri=f"data:text/javascript;charset=utf-8;base64,{b64encode(_datatables_file('dt_bundle.js').encode()).decode()}",
+        library_style=Markup(_datatables_file("dt_bundle.css")),
     )
 
 
 def _outline(content: Any) -> str:
-    return f"a {type(content).__name__} of {len(content)} items" if isinstance(content, list) else f"{content!r} alone"
+    """Return a few words on the content of a file that the page does not show."""
+    return f"a list of {len(content)} items" if isinstance(content, list) else f"{content!r} alone"
 
 
 def _notes(folder: Path) -> list[Path]:
-    """Return the folder's own texts, in which its numbers are read; not those of folders in it, made of what the page shows."""
+    """Return the Markdown files that lie in the folder itself; those in its subfolders are made from what the page shows."""
     return sorted(path for path in folder.glob("*.md") if path.name != OVERVIEW)
 
 
 def _overview(folder: Path) -> Markup:
-    """Return the experiments' own summary; "" if there is none."""
+    """Return the summary of the experiments (`OVERVIEW`) as HTML; "" if the folder has none."""
     path = folder / OVERVIEW
     return Markup(markdown_html(path.read_text(encoding="utf-8")) if path.is_file() else "")
 
 
 def _title(files: Sequence[RecordedFile]) -> str:
+    """Return the page's title: the GPUs of the recordings, and whether something was timed on them."""
     gpus = dict.fromkeys(file.fact("gpu") for file in files if file.fact("gpu"))
-    machine = ", ".join(gpus) or ("CPU" if _devices(files) == {"cpu"} else "No GPU recorded")
+    machine = ", ".join(gpus) or ("CPU" if _judged_devices(files) == {"cpu"} else "No GPU recorded")
     timed = any(file.kind in (Kind.BENCHMARKS, Kind.EXPERIMENT) for file in files)
     return f"{machine}: attention kernels judged{' and timed' if timed else ''}"
 
 
-def _devices(files: Sequence[RecordedFile]) -> set[str]:
+def _judged_devices(files: Sequence[RecordedFile]) -> set[str]:
+    """Return the devices that the judge's runs recorded, such as "cpu"."""
     return {str(file.content.get("device")) for file in files if file.kind is Kind.JUDGE}
 
 
 def _environments(files: Sequence[RecordedFile]) -> Table:
-    """Make a table of one row per file: what it was measured on."""
+    """Make a table of the hardware and the versions that each file was measured on."""
     facts = environment_facts([file.environment for file in files])
     columns: Columns = {
         "file": lambda file: words(file.name),
-        **{name: partial(_fact_cell, where) for name, where in facts.items()},
+        **{heading: partial(_fact_cell, keys) for heading, keys in facts.items()},
     }
     return make_table(columns, files, name="environments", caption="What each file was measured on")
 
 
-def _fact_cell(where: Sequence[str], file: RecordedFile) -> Cell:
-    return words(file.fact(*where))
+def _fact_cell(keys: Sequence[str], file: RecordedFile) -> Cell:
+    """Return a cell of one value of a file's environment, by its keys from the outside in."""
+    return words(file.fact(*keys))
 
 
-def _verdicts(files: Sequence[RecordedFile]) -> Picture | None:
-    cells = list(judged.verdict_cells(files))
+def _verdict_picture(reports: Sequence[RecordedFile]) -> Picture | None:
+    """Draw the verdicts of the judge's reports; None without a report."""
+    cells = list(judged.verdict_cells(reports))
     if not cells:
         return None
-    title = "Verdicts by run, function and check; numbers: worst right error, % of its bound"
+    title = "Verdicts by run, function and check; numbers: largest right error, % of its bound"
     return picture_of(verdict_figure(cells, title), title)
 
 
-def _timed(run: RecordedRun, name: str) -> TimedPart:
+def _timed_part(run: RecordedRun, name: str) -> TimedPart:
+    """Return the page's part of a benchmark run; the ids of its tables begin with `name`."""
     return TimedPart(
         name=run.path.name,
         recorded_at=run.recorded_at,
@@ -145,10 +165,11 @@ def _timed(run: RecordedRun, name: str) -> TimedPart:
     )
 
 
-def _own(name: str) -> str:
+def _template_file(name: str) -> str:
+    """Return a file that lies beside this module."""
     return files("lab.reports.html").joinpath(name).read_text(encoding="utf-8")
 
 
-def _library(name: str) -> str:
-    """Return a file of DataTables, with its extensions, as itables ships it."""
+def _datatables_file(name: str) -> str:
+    """Return a file of DataTables and its extensions, as itables ships it."""
     return files("itables").joinpath("html", name).read_text(encoding="utf-8")

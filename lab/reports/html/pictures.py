@@ -1,4 +1,4 @@
-"""Figures as data URIs, and the figures that show a recorded experiment."""
+"""Figures as data URIs, and the pictures of a recorded experiment."""
 
 import io
 from base64 import b64encode
@@ -15,20 +15,20 @@ from lab.experiments import EXPERIMENTS
 from lab.reports.pictures.style import Drawing
 from lab.reports.recorded import RecordedFile
 
-# The same figure gives the same bytes on any machine.
+# A fixed salt for ids makes the bytes of a figure the same on any machine. Text as paths looks the same with any fonts.
 SVG_SETTINGS: Any = {"svg.hashsalt": "lab", "svg.fonttype": "path"}
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure as a data URI, and what it shows in words."""
+    """A figure as a data URI, and a description of it for people who do not see it."""
 
     uri: str
-    words: str
+    description: str
 
 
 def picture_of(figure: Figure, description: str) -> Picture:
-    """Return a figure as SVG without a ground, its letters as paths: it looks the same on any page and with any fonts."""
+    """Return a figure as an SVG picture with a transparent background."""
     drawn = io.BytesIO()
     with rc_context(SVG_SETTINGS):
         figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
@@ -36,7 +36,7 @@ def picture_of(figure: Figure, description: str) -> Picture:
 
 
 def drawings_of(experiment: str) -> Sequence[Drawing]:
-    """Return `DRAWINGS` of the module of `lab.reports.pictures` that has the experiment's name; () if there are none."""
+    """Return `DRAWINGS` of the module of `lab.reports.pictures` with the experiment's name; () where there is none."""
     module = f"lab.reports.pictures.{experiment}"
     if experiment not in EXPERIMENTS or find_spec(module) is None:
         return ()
@@ -44,13 +44,13 @@ def drawings_of(experiment: str) -> Sequence[Drawing]:
 
 
 def pictures_of(file: RecordedFile) -> Iterator[Picture | str]:
-    """Draw an experiment's pictures; in place of one that its rows are not enough for, the reason."""
+    """Yield each picture of a recorded experiment; for one that cannot be drawn, a sentence with the reason."""
     measured_on = ", ".join(str(file.fact(name)) for name in ("gpu", "commit") if file.fact(name))
     for drawing in drawings_of(file.experiment):
         title = f"{drawing.words}: {measured_on}" if measured_on else drawing.words
         try:
             yield picture_of(drawing.draw(file.content[drawing.key], title), drawing.words)
         except KeyError as error:
-            yield f"{drawing.words}, for want of {error} in the file"
+            yield f"{drawing.words}: the file has no {error}"
         except ValueError as error:
             yield f"{drawing.words}: {error}"

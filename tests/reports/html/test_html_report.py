@@ -18,7 +18,7 @@ pytest.importorskip("markdown_it")
 pytest.importorskip("matplotlib")
 
 from lab.experiments import EXPERIMENTS
-from lab.reports.html.experiments import experiment_of
+from lab.reports.html.experiments import experiment_part
 from lab.reports.html.judged import check_name
 from lab.reports.html.markdown import slug
 from lab.reports.html.page import html_report
@@ -107,7 +107,9 @@ def test_every_check_of_every_run_is_there_with_its_numbers(page: Page) -> None:
         assert cell["verdict"].text == check["outcome"]
         assert cell["results"].order == check["judged"]
         assert cell["cases"].order == sum(check["counts"].values())
-        assert cell["worst of verdict, % of bound"].order == pytest.approx(100 * float(check["worst_ratio"]))
+        assert cell["largest error with this verdict, % of bound"].order == pytest.approx(
+            100 * float(check["worst_ratio"])
+        )
         for outcome in {"right", "known", "wrong", "failed", "declined"} & set(table.headings):
             assert cell[outcome].order == check["counts"].get(outcome, 0)
 
@@ -179,7 +181,7 @@ def test_the_worst_right_error_is_of_right_cases(page: Page) -> None:
         if "checks" in content:
             ratios = [float(case.get("worst_ratio", 0)) for case in content["cases"] if case["outcome"] == "right"]
             places = [cell.text for cell in page.tables["judge-runs"].column("run")]
-            shown = page.tables["judge-runs"].column("worst right, % of bound")[places.index(name)]
+            shown = page.tables["judge-runs"].column("largest right error, % of bound")[places.index(name)]
             assert shown.order == pytest.approx(100 * max(ratios))
 
 
@@ -262,9 +264,9 @@ def test_what_is_recorded_is_text_and_never_a_tag(tmp_path: Path) -> None:
     read = Page(written)
     assert read.requests() == []
     assert "alert(1)" not in "".join(read.scripts)
-    assert read.tables["faults"].column("of the worst case")[0].text == evil
-    assert read.tables["verdicts"].column("worst of verdict, % of bound")[0].order == math.inf
-    assert read.tables["verdicts"].column("worst of verdict, % of bound")[0].text == "not finite"
+    assert read.tables["faults"].column("wrong in the worst case")[0].text == evil
+    assert read.tables["verdicts"].column("largest error with this verdict, % of bound")[0].order == math.inf
+    assert read.tables["verdicts"].column("largest error with this verdict, % of bound")[0].text == "not finite"
 
 
 def test_a_folder_may_hold_anything(tmp_path: Path) -> None:
@@ -284,12 +286,12 @@ def test_a_picture_that_cannot_be_drawn_says_why(tmp_path: Path) -> None:
     (tmp_path / "draft_steps.json").write_text(json.dumps({"rows": []}))
     written = html_report(tmp_path, read_folder(tmp_path))
     assert written.count("Not drawn: ") == 2
-    assert "saves per draft, for want of &#39;pr_26241&#39; in the file" in written
+    assert "saves per draft: the file has no &#39;pr_26241&#39;" in written
 
 
 def test_every_experiment_that_can_be_is_drawn(files: tuple[RecordedFile, ...]) -> None:
     for record in experiments(files):
-        shown = experiment_of(record)
+        shown = experiment_part(record)
         assert shown.undrawn == ()
         assert len(shown.pictures) == len(drawings_of(record.experiment))
     drawn = {name for name in EXPERIMENTS if drawings_of(name)}
