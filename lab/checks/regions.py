@@ -27,6 +27,8 @@ EVERYWHERE = 0.9  # of the results: where as many are wrong, exceptions are no r
 MOSTLY = 0.8  # of the results: where as many are wrong, a rule must leave out a tenth of them
 PURE = 0.9  # share of wrong results in a region that is called so
 PURE_ALONE = 0.75  # the same of one condition that takes the place of several rules
+# Where nearly all is wrong, the right results without a condition must be as unlikely by chance as 10 to the minus this.
+SURE_DIGITS = 6.0
 FACT_BITS, NEGATION_BITS, UNPHRASED_BITS = 6.0, 2.5, 4.0
 THRESHOLD_BITS = 2.5  # at most
 UNNEGATED = ("result",)  # "wherever the result is not ..." tells a reader nothing
@@ -87,8 +89,12 @@ def find_rules(units: Sequence[Facts], wrong: Bits, weights: Bits) -> list[Rule]
     holds = holds[:, first]
     bad = np.bincount(where.ravel(), weights=weights * wrong, minlength=len(first))
     good = np.bincount(where.ravel(), weights=weights * ~wrong, minlength=len(first))
+    plain = np.array([literal.operator == "is" for literal in literals], dtype=bool)
+    sure = _covering(holds, bad, good, np.where(plain, costs, np.inf))
+    if not sure or good[~holds[sure[0]]].sum() * math.log10((bad + good).sum() / good.sum()) < SURE_DIGITS:
+        sure = ()
     if bad.sum() > EVERYWHERE * (bad + good).sum():
-        return [()]
+        return [tuple(literals[number] for number in sure)]
     found = _several(literals, holds, bad, good, costs)
     only = _best(holds, WORTHS[-1] * bad, WORTHS[-1] * good, costs)
     is_plain = len(only) <= 2 and all(costs[number] < FACT_BITS + UNPHRASED_BITS for number in only)
@@ -97,10 +103,10 @@ def find_rules(units: Sequence[Facts], wrong: Bits, weights: Bits) -> list[Rule]
     alone = _covering(holds, bad, good, costs)
     if alone and not _is_whole(holds, found, bad, good):
         found = [alone]  # what the others add tells only where the bug shows
-    if found and bad.sum() > MOSTLY * (bad + good).sum():
+    if found and found != [sure] and bad.sum() > MOSTLY * (bad + good).sum():
         outside = ~np.any([holds[list(chosen)].all(axis=0) for chosen in found], axis=0)
         if (bad + good)[outside].sum() < (1 - EVERYWHERE) * (bad + good).sum():
-            return [()]
+            found = [sure]
     return [
         tuple(literals[number] for number in sorted(chosen, key=lambda number: costs[number])) for chosen in found
     ] or [()]
@@ -146,7 +152,11 @@ def _is_whole(holds: Bits, found: list[tuple[int, ...]], bad: Bits, good: Bits) 
 def _covering(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> tuple[int, ...]:
     """Return the cheapest single literal that holds wherever results are wrong, and seldom where they are right, if any."""
     inside_bad, inside_good = holds @ bad, holds @ good
-    fits = (inside_bad >= bad.sum() * (1 - 1e-9)) & (inside_bad >= PURE_ALONE * (inside_bad + inside_good))
+    fits = (
+        np.isfinite(costs)
+        & (inside_bad >= bad.sum() * (1 - 1e-9))
+        & (inside_bad >= PURE_ALONE * (inside_bad + inside_good))
+    )
     return (int(np.where(fits, costs, np.inf).argmin()),) if fits.any() else ()
 
 

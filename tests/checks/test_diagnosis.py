@@ -74,6 +74,16 @@ def test_not_every_result_of_a_region_must_show_it() -> None:
     assert [str(literal) for literal in find_rules(facts, wrong, weights_of(range(len(facts))))[0]] == ["sinks"]
 
 
+@pytest.mark.parametrize(("without", "rule"), [(15, ["sinks"]), (2, [])])
+def test_a_condition_is_named_where_nearly_all_is_wrong_if_results_without_it_tell(
+    without: int, rule: list[str]
+) -> None:
+    facts = [{"n": number, "sinks": True} for number in range(300)] + [{"n": number} for number in range(without)]
+    wrong = np.array([number % 20 > 0 for number in range(300)] + [False] * without)
+    found = find_rules(facts, wrong, weights_of(range(len(facts))))
+    assert [str(literal) for literal in found[0]] == rule
+
+
 def test_every_phrase_can_be_said() -> None:
     for fact, phrase in PHRASES.items():
         assert phrase.holds
