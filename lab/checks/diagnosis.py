@@ -107,8 +107,13 @@ class Diagnosis:
         return record | {"follows": list(self.follows)}
 
 
-def diagnose(verdicts: Sequence["CaseVerdict"]) -> Diagnosis:
-    """Return what the verdicts say together; those of KNOWN findings and declined ones say nothing."""
+def diagnose(verdicts: Sequence["CaseVerdict"], *, is_whole: bool = True) -> Diagnosis:
+    """Return what the verdicts say together; those of KNOWN findings and declined ones say nothing.
+
+    Args:
+        verdicts: of a run.
+        is_whole: no case of the run was left out.
+    """
     told = [each for each in verdicts if each.outcome in (Outcome.RIGHT, Outcome.WRONG, Outcome.FAILED)]
     results = [(verdict, result) for verdict in told for result in _results_of(verdict)]
     if not any(result.wrong for _, result in results):
@@ -116,21 +121,26 @@ def diagnose(verdicts: Sequence["CaseVerdict"]) -> Diagnosis:
     regions: list[Region] = []
     smallest: list[Smallest] = []
     rules: list[Rule] = []
+    untold = 0
     for held in HELD:
         kind = _kind(results, held)
         if not kind.wrong.any() or _follows_from(kind, held, rules, results):
             continue
-        for rule, region in _regions(kind, held):
+        found, others = _regions(kind, held)
+        untold += others
+        for rule, region in found:
             rules.append(rule)
             regions.append(region)
             smallest.append(_smallest(results, rule, held))
-    return Diagnosis(_sentence(regions), tuple(regions), tuple(smallest), tuple(_follows(told)))
+    return Diagnosis(_sentence(regions, untold, is_whole), tuple(regions), tuple(smallest), tuple(_follows(told)))
 
 
 def _without_wrong_ones(verdicts: Sequence["CaseVerdict"], told: Sequence["CaseVerdict"]) -> str:
     known = sum(verdict.outcome is Outcome.KNOWN for verdict in verdicts)
     if not told and not known:
-        return f"Nothing could be judged: {len(verdicts):,} cases, all declined."
+        return (
+            f"Nothing could be judged: {f'{len(verdicts):,} cases, all declined' if verdicts else 'no case was begun'}."
+        )
     results = sum(verdict.judged.judged for verdict in told)
     right = f"{results:,} results of {len(told):,} cases are what they must be"
     return f"Right but for known findings, in {known:,} cases; {right}." if known else f"Right: {right}."
@@ -213,8 +223,11 @@ def _outputs_are_wrong(results: Sequence[tuple["CaseVerdict", CheckedResult]]) -
     return len(wrong["LSE"] & wrong["output"]) > len(wrong["LSE"]) / 2
 
 
-def _regions(kind: _Kind, held: str) -> list[tuple[Rule, Region]]:
-    """Return the rules of a kind with their regions; results are counted, not their requests."""
+def _regions(kind: _Kind, held: str) -> tuple[list[tuple[Rule, Region]], int]:
+    """Return the rules of a kind with their regions, and how many results of it are wrong outside all of them.
+
+    Results are counted, not their requests.
+    """
     number = int(kind.result_of.max()) + 1
     present, wrong_results = np.zeros(number, dtype=bool), np.zeros(number, dtype=bool)
     present[kind.result_of] = True
@@ -241,7 +254,7 @@ def _regions(kind: _Kind, held: str) -> list[tuple[Rule, Region]]:
             outside=int(outside.sum()),
         )
         found.append((rule, region))
-    return found
+    return found, int((wrong_results & ~told).sum())
 
 
 def _rules(kind: _Kind) -> list[Rule]:
@@ -275,8 +288,14 @@ def _is_inside(result: CheckedResult, rule: Rule) -> bool:
     return bool(units) and bool(_holds(rule, units).any())
 
 
-def _sentence(regions: Sequence[Region]) -> str:
-    """Say what is broken: the first region whole, others by their words, and whether anything else is wrong."""
+def _sentence(regions: Sequence[Region], untold: int, is_whole: bool) -> str:
+    """Say what is broken: the first region whole, others by their words, and whether anything else is wrong.
+
+    Args:
+        regions: the plainest kind's first.
+        untold: results that are wrong outside the regions of their kind.
+        is_whole: no case was left out.
+    """
     first, *others = regions
     where = f"wherever {first.words}" if first.rule else "everywhere"
     told = f"{HELD[first.held]} {where} ({first.wrong:,} of {first.results:,} results)"
@@ -287,15 +306,12 @@ def _sentence(regions: Sequence[Region]) -> str:
         parts = [other for other in others if other.held == held][:MOST_TOLD]
         words = " or ".join(f"wherever {other.words}" if other.rule else "everywhere" for other in parts)
         told += f"; {_within(HELD[held])} {words}"
-    if not first.rule:
+    if untold:
+        others_are = f"{untold:,} other results are" if untold > 1 else "another result is"
+        return f"{told}; {others_are} wrong too."
+    if len(regions) > 1 or not first.rule:
         return f"{told}."
-    inside = sum(region.wrong for region in (first, *alike))
-    all_wrong = first.wrong + first.outside - first.right_outside
-    if len(regions) == 1 and all_wrong <= inside:
-        return f"{told}; everything else is right."
-    more = all_wrong - inside
-    others_are = f"{more:,} other results are" if more > 1 else "another result is"
-    return f"{told}; {others_are} wrong too." if more > 0 else f"{told}."
+    return f"{told}; everything else {'is' if is_whole else 'that was judged is'} right."
 
 
 def _within(sentence: str) -> str:

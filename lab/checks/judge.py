@@ -41,7 +41,7 @@ def judge(
     *,
     level: Level | str = Level.SMOKE,
     space: Space | None = None,
-    only: Sequence[str] = (),
+    only: str | Sequence[str] = (),
     functions: Sequence[str] = (),
     device: torch.device | str | None = None,
     isolated: bool = False,
@@ -67,7 +67,7 @@ def judge(
             name of one to import: "package.module" or "path/to/file.py", either with ":attribute" after it.
         level: SMOKE or FULL, or "smoke" or "full".
         space: the axes of the cases; narrow them to what a kernel was built for.
-        only: keys or names of the checks to run, such as "K4" or "poison"; all if empty.
+        only: keys or names of the checks to run, such as "K4" or "poison", or one of them; all if empty.
         functions: names of the functions to judge; all that it has if empty.
         device: where to run; a GPU if there is one.
         isolated: each case runs in a worker process that is replaced when it crashes or does not return; the
@@ -342,7 +342,8 @@ def _named(implementation: Any) -> tuple[str, Any]:
     return str(getattr(implementation, "__name__", type(implementation).__name__)), implementation
 
 
-def _chosen(only: Sequence[str]) -> tuple[Check, ...]:
+def _chosen(only: str | Sequence[str]) -> tuple[Check, ...]:
+    only = (only,) if isinstance(only, str) else only
     catalogue = checks()
     named = {name: check for check in catalogue for name in (check.key, check.key.lower(), check.name)}
     missing = [name for name in only if name not in named]

@@ -246,7 +246,7 @@ class Report:
     @functools.cached_property
     def diagnosis(self) -> Diagnosis:
         """Return what the verdicts say together: what is broken and where, or what could not be judged."""
-        found = diagnose(self.verdicts)
+        found = diagnose(self.verdicts, is_whole=not self.left_out)
         missing = list(self._not_judged())
         if found.regions or not missing:
             return found
@@ -287,7 +287,7 @@ class Report:
                 str(sum(row.counts.values())),
                 str(row.counts.get(Outcome.DECLINED, 0)),
                 str(row.judged),
-                _worst(row.worst.judged.worst_ratio),
+                _worst(row.worst.judged.worst_ratio) if row.worst.judged.judged else "–",
             )
         return table
 

@@ -319,7 +319,9 @@ class Trial:
         if wrong:
             self.wrongs.append(f"{what}: {wrong}")
         if lse.shape == truth.lse_log2.shape:
-            is_wrong = truth.lse_is_wrong(lse)
+            ratio = truth.lse_ratio(lse)
+            self.worst_ratio = max(self.worst_ratio, *ratio.flatten().tolist(), 0.0)
+            is_wrong = ratio > 1
             rows = is_wrong.any(dim=1)
             if wrong:
                 row, head = divmod(int(is_wrong.flatten().to(torch.int8).argmax()), lse.shape[1])

@@ -46,10 +46,11 @@ def _check(name: str) -> str:
 def _function(name: str) -> str:
     from lab.workloads.interfaces import Interface
 
-    names = [interface.value for interface in Interface]
-    if name not in names:
-        raise ValueError(f"there is no function {name!r}; there are {', '.join(names)}")
-    return name
+    for interface in Interface:
+        if name in (interface.value, interface.name.lower()):
+            return interface.value
+    names = ", ".join(f"{interface.name.lower()} ({interface.value})" for interface in Interface)
+    raise ValueError(f"there is no function {name!r}; there are {names}")
 
 
 def _axis(name: str) -> Any:
@@ -117,8 +118,8 @@ def judge(
     nvfp4: Annotated[bool, _some("nvfp4")] = True,
 ) -> None:
     """Judge an implementation: a module, a file or an object with one or more of FlashInfer's functions."""
-    if case is not None and (out is not None or first_failure):
-        refuse("--case judges one case: it goes with neither --out nor --first-failure")
+    if case is not None and (out is not None or first_failure or only or functions):
+        refuse("--case judges one case: it goes with none of --out, --first-failure, --only and --functions")
     if watch is not None and in_process:
         refuse("--watch needs workers, which import the kernel anew: leave --in-process out")
     how: dict[str, Any] = {"device": device, "isolated": not in_process, "time_limit_s": time_limit_s}
@@ -170,6 +171,7 @@ def _judge_case(path: Path, number: int, name: str | None, how: Mapping[str, Any
     """Judge one case of a report, print its verdict, and return the exit status."""
     from lab.checks.judge import judge_recorded
     from lab.checks.recording import ReportError, read_case
+    from lab.checks.verdicts import Outcome
 
     try:
         prepare_machine(how["device"] or read_case(path, number).device)
@@ -179,6 +181,14 @@ def _judge_case(path: Path, number: int, name: str | None, how: Mapping[str, Any
     except (ReportError, ValueError) as error:
         return _said(str(error), MISUSED)
     console.print(str(verdict), markup=False, highlight=False, soft_wrap=True)
+    was = read_case(path, number)
+    is_same = verdict.implementation == was.implementation
+    if is_same and verdict.exit_status == DONE and was.outcome in (Outcome.WRONG, Outcome.FAILED):
+        sentence = (
+            f"  In {path} it is {was.outcome.value}. If the kernel has not changed since, it depends on what ran before the "
+            "case: look for what it keeps from one call to the next."
+        )
+        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
     return verdict.exit_status
 
 

@@ -70,21 +70,22 @@ class Truth:
         sees_no_key = bool(self.lse_log2[row, head] == -math.inf)
         return f"{said}: {'rows that see no key' if sees_no_key else 'it'} must be zero"
 
-    def lse_is_wrong(self, lse: Tensor) -> Tensor:
-        """Return where an LSE [num_rows, num_qo_heads] in base 2 is wrong, bool of its shape.
+    def lse_ratio(self, lse: Tensor) -> Tensor:
+        """Return the error over its bound of an LSE [num_rows, num_qo_heads] in base 2, float64 of its shape.
 
         It is log2 of the softmax's denominator, the sink included; -inf where a row sees nothing.
         """
         expected, lse = self.lse_log2, lse.to(torch.float64)
         bound = LSE_LOG2_BOUND + LSE_LOG2_RELATIVE_BOUND * expected.abs().nan_to_num(posinf=0.0)
-        return torch.where(expected == -math.inf, lse != expected, ~((lse - expected).abs() <= bound))
+        ratio = ((lse - expected).abs() / bound).nan_to_num(nan=math.inf, posinf=math.inf)
+        return torch.where(expected == -math.inf, torch.where(lse == expected, 0.0, math.inf), ratio)
 
     def wrong_lse(self, lse: Tensor) -> str:
-        """Name what is wrong of an LSE, as `lse_is_wrong` says; empty where nothing is."""
+        """Name what is wrong of an LSE, by `lse_ratio`; empty where nothing is."""
         expected = self.lse_log2
         if lse.shape != expected.shape:
             return f"the LSE is {list(lse.shape)}, not {list(expected.shape)}"
-        wrong = self.lse_is_wrong(lse)
+        wrong = self.lse_ratio(lse) > 1
         if not bool(wrong.any()):
             return ""
         row, head = divmod(int(wrong.flatten().to(torch.int8).argmax()), expected.shape[1])

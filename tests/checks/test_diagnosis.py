@@ -126,6 +126,19 @@ def test_results_are_counted_and_the_smallest_is_shown() -> None:
     assert found.follows == ("plain call already wrong, so no more is told: K1 of decode",)
 
 
+def test_wrong_results_outside_every_region_are_counted_whatever_comes_first() -> None:
+    failures = [verdict(99, *[result(4, wrong=True, held="return", mask=True)] * 9)]
+    outputs = [verdict(n, result(1 + n % 4, wrong=n % 4 == 3 or n == 40)) for n in range(48)]
+    found = diagnose(outputs + failures)
+    assert [region.rule for region in found.regions] == ["mask", "q_len >= 4"]
+    assert found.sentence.endswith("; another result is wrong too.")
+
+
+def test_what_was_left_out_is_not_called_right() -> None:
+    verdicts = [verdict(number, result(1 + number % 4, wrong=number % 4 > 0)) for number in range(40)]
+    assert diagnose(verdicts, is_whole=False).sentence.endswith("; everything else that was judged is right.")
+
+
 def test_a_kind_that_follows_from_another_has_no_region() -> None:
     pairs = [(result(1 + n % 4, wrong=n % 4 > 0), result(1 + n % 4, wrong=n % 4 > 1, held="bits")) for n in range(40)]
     assert [region.held for region in diagnose([verdict(n, *pair) for n, pair in enumerate(pairs)]).regions] == [

@@ -50,6 +50,13 @@ def test_the_references_are_right() -> None:
     assert report.is_right
 
 
+def test_one_check_is_named_without_a_list() -> None:
+    report = judge(
+        references, only="boundaries", space=SMALL, device="cpu", drawn=0, functions=[Interface.DECODE.value]
+    )
+    assert {row.check for row in report.rows} == {"K13"}
+
+
 def test_only_arithmetic_that_keeps_light_keys_is_asked_for_them() -> None:
     (oracle,) = (check for check in checks() if check.key == "K1")
     pairs = ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16), (torch.bfloat16, E4M3))

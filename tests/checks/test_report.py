@@ -124,6 +124,12 @@ def test_the_worst_of_the_right_cases_is_the_one_nearest_its_bound() -> None:
     assert report_of(*ratios).rows[0].worst is ratios[1]
 
 
+def test_where_nothing_was_measured_no_error_is_shown() -> None:
+    declined = report_of(verdict_of(Outcome.DECLINED)).table()
+    assert list(declined.columns[-1].cells) == ["–"]
+    assert list(report_of(verdict_of(Outcome.RIGHT)).table().columns[-1].cells) == ["0%"]
+
+
 def test_checks_and_functions_have_rows_of_their_own() -> None:
     others = (verdict_of(Outcome.RIGHT, check="K4"), verdict_of(Outcome.RIGHT, interface=Interface.CONTEXT))
     rows = report_of(verdict_of(Outcome.RIGHT), *others).rows

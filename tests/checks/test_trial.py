@@ -93,6 +93,7 @@ def test_an_lse_may_be_off_by_its_bound_either_way(trial: Trial, truth: Truth, o
     lse[4, 1] += off * LSE_LOG2_BOUND
     trial.hold_lse("this", lse, truth)
     assert bool(trial.wrongs) is is_wrong
+    assert trial.worst_ratio == pytest.approx(abs(off), rel=0.02)
     assert all("1 LSEs are wrong: row 4 head 1 is " in wrong for wrong in trial.wrongs)
 
 

@@ -164,6 +164,11 @@ def test_other_options_reach_the_judge(asked: dict[str, Any]) -> None:
     assert asked["isolated"] is False
 
 
+def test_a_function_has_the_short_name_of_the_table_too(asked: dict[str, Any]) -> None:
+    run(f"judge lab.references --functions decode,{Interface.MLA_DECODE.value}")
+    assert asked["functions"] == [Interface.DECODE.value, Interface.MLA_DECODE.value]
+
+
 def test_what_fits_the_machine_is_judged_by_default(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from lab import references
 
@@ -183,7 +188,7 @@ def test_what_fits_the_machine_is_judged_by_default(asked: dict[str, Any], monke
         ("nowhere.py", "nowhere.py cannot be imported: there is no such file"),
         ("json", f"json has none of {Interface.DECODE.value}, "),
         ("lab.references --only K99", "there is no check 'K99'; there are K1 oracle, "),
-        ("lab.references --functions decode", "there is no function 'decode'; there are trtllm_batch_decode"),
+        ("lab.references --functions decoding", "there is no function 'decoding'; there are decode (trtllm_batch_de"),
         ("lab.references --geometries llama", "there is no geometry 'llama'; there are "),
         ("lab.references --kv-layouts NDH", "'NDH' is neither HND nor NHD"),
         ("lab.references --dtypes bf16", "'bf16' is no pair such as bf16/e4m3, of fp16, bf16, e4m3"),
@@ -227,6 +232,21 @@ def test_a_case_of_a_report_is_judged_again_with_the_exit_status_of_a_bisection(
     assert "has no case 999" in capsys.readouterr().err
 
 
+def test_a_case_that_is_right_by_itself_was_wrong_by_what_ran_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A report of a kernel that keeps something from one call to the next; here the word is changed in the file."""
+    out = tmp_path / "report.json"
+    assert run(["judge", "tests.checks.someone_elses", "--only", "coded", *NARROW, "--out", str(out)]) == 0
+    capsys.readouterr()
+    number = next(case["number"] for case in json.loads(out.read_text())["cases"] if case["outcome"] == "right")
+    assert run(["judge", "--case", f"{out}#{number}", "--in-process"]) == 0
+    assert "If the kernel has not changed" not in capsys.readouterr().out
+    out.write_text(out.read_text().replace('"outcome": "right"', '"outcome": "wrong"'))
+    assert run(["judge", "--case", f"{out}#{number}", "--in-process"]) == 0
+    assert f"In {out} it is wrong. If the kernel has not changed since" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -236,6 +256,7 @@ def test_a_case_of_a_report_is_judged_again_with_the_exit_status_of_a_bisection(
         ("--watch setup.cfg --in-process", "--watch"),
         ("--case report.json", "--case report.json names no case of a report"),
         ("--case report.json#1 --first-failure", "--case judges one case"),
+        ("--case report.json#1 --only K3", "--case judges one case"),
     ],
 )
 def test_options_that_cannot_be_are_refused_in_a_sentence(

@@ -70,7 +70,7 @@ def _agree(trial: Trial, what: str, result: Result | None, expected: torch.Tenso
         return
     apart = relative_l2(result.out, expected)
     if bool((~(apart <= allowed)).any()):
-        trial.wrongs.append(f"{what} and together differ by {float(apart.max()):.3g}")
+        trial.wrongs.append(f"“{what}” and “together” differ by {float(apart.max()):.3g}")
 
 
 CHECK = Check("K8", "decomposition", first_line(__doc__), _cases, _judge, adapt=_several_rows)
