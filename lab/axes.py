@@ -76,21 +76,21 @@ SEVERAL = {
     "dtypes": Axis("pairs such as bf16/bf16,bf16/e4m3", "Q/KV,...", _dtypes),
     "groups": Axis("query heads per K/V head"),
     "num_kv_heads": Axis("K/V heads of the cache"),
-    "head_dims": Axis("of the cache"),
-    "page_sizes": Axis("of the cache, in tokens"),
+    "head_dims": Axis("head_dim of the cache"),
+    "page_sizes": Axis("tokens per page of the cache"),
     "q_lens": Axis("query rows of a request in a decode call"),
     "large_batches": Axis("requests of the large batches"),
     "masked_rows": Axis("query rows of the calls with a draft mask"),
     "mla_head_dims": Axis("head_dim and v_head_dim of MLA, such as 576/512", "N/N,...", _mla_head_dims),
     "mla_heads": Axis("query heads of MLA"),
-    "mla_page_sizes": Axis("of MLA's cache, in tokens"),
-    "geometries": Axis("of the full level's passes and graph stories", "NAME,...", _geometry),
+    "mla_page_sizes": Axis("tokens per page of MLA's cache"),
+    "geometries": Axis("models whose passes and graph replays the full level judges", "NAME,...", _geometry),
     "kv_layouts": Axis("orders of a page's axes", "HND,NHD", _kv_layout),
 }
 # What some cases have, unless it is switched off.
 SOME = {"windows": "a sliding window", "sinks": "a sink per head", "nvfp4": "an NVFP4 cache"}
-LONGEST = "keys of the longest request, about"
-E4M3_ARITHMETIC = "it is known to compute in e4m3 over an e4m3 cache"
+LONGEST = "approximate number of keys of the longest request"
+E4M3_ARITHMETIC = "the kernel is known to compute in e4m3 where the cache is e4m3"
 
 
 def space_of(chosen: Mapping[str, Any]) -> "Space":

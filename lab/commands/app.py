@@ -25,29 +25,33 @@ app = typer.Typer(
 )
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(is_asked: bool) -> None:
+    """Print the version and end the command, if the option was given."""
+    if is_asked:
         typer.echo(f"lab {lab.__version__}")
         raise typer.Exit
 
 
 @app.callback()
 def common(
-    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
 ) -> None:
-    """Let modules of the current folder be found, as `python -m` does."""
+    """Make modules in the current folder importable, as `python -m` does."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
 
 
-RIGHT, FAST, RECORDED = "Is it right?", "Is it fast?", "What was recorded"
-app.command(rich_help_panel=RIGHT)(judge)
-app.command(rich_help_panel=RIGHT)(checks)
-app.command(rich_help_panel=RIGHT)(mutants)
-# What pytest knows, the lab need not: every option goes to it.
-app.command(rich_help_panel=FAST, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(bench)
-app.command(rich_help_panel=FAST)(ab)
-app.add_typer(experiments, name="experiments", rich_help_panel=FAST)
+# Panels of the help.
+JUDGING, TIMING, RECORDED = "Is it right?", "Is it fast?", "What was recorded"
+app.command(rich_help_panel=JUDGING)(judge)
+app.command(rich_help_panel=JUDGING)(checks)
+app.command(rich_help_panel=JUDGING)(mutants)
+# `lab bench` hands every option to pytest, so it declares none of its own.
+app.command(rich_help_panel=TIMING, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(bench)
+app.command(rich_help_panel=TIMING)(ab)
+app.add_typer(experiments, name="experiments", rich_help_panel=TIMING)
 app.command(rich_help_panel=RECORDED)(compare)
 app.command(rich_help_panel=RECORDED)(report)
 app.command(rich_help_panel=RECORDED)(html)

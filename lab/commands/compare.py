@@ -1,4 +1,4 @@
-"""`lab compare` and `lab ab`: two sides by one rule, recorded or measured here."""
+"""`lab compare` and `lab ab`: compare two sides by one rule, either recorded ones or two that are measured here."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,36 +10,40 @@ from lab.commands.options import (
     NOT_JUDGED,
     Clock,
     Trace,
-    loaded,
-    misused,
+    load_or_refuse,
     need_gpu,
     refuse,
+    refusing_errors,
 )
 
 if TYPE_CHECKING:
     from lab.timing.statistics import Rule
 
-MinimumEffect = Annotated[float, typer.Option(help="a smaller change is none")]
-Significance = Annotated[float, typer.Option(help="of the rank test and the interval")]
+MinimumEffect = Annotated[float, typer.Option(help="a smaller change of the median, in percent, counts as no change")]
+Significance = Annotated[float, typer.Option(help="level of the rank test, and error of the confidence interval")]
 Json = Annotated[
-    str | None, typer.Option(metavar="PATH", help="write it there too; - for the output, without the table")
+    str | None, typer.Option(metavar="PATH", help="write the report there as JSON too; - prints the JSON and no table")
 ]
-Markdown = Annotated[str | None, typer.Option(metavar="PATH", help="as --json")]
+Markdown = Annotated[
+    str | None,
+    typer.Option(metavar="PATH", help="write the report there as Markdown too; - prints the Markdown and no table"),
+]
 
 
 def _rule(minimum_effect_percent: float, significance: float) -> "Rule":
+    """Return the rule of the comparison, or end the command if a number is out of range."""
     from lab.timing.statistics import Rule
 
-    with misused():
+    with refusing_errors():
         return Rule(minimum_effect_percent, significance)
 
 
 def compare(
-    before: Annotated[str, typer.Argument(help="a recorded run, or a folder of repeated ones")],
-    after: Annotated[str | None, typer.Argument(help="the same of the other side")] = None,
+    before: Annotated[str, typer.Argument(help="a recorded run, or a folder of runs that repeat it")],
+    after: Annotated[str | None, typer.Argument(help="a run or a folder of runs to compare it with")] = None,
     by: Annotated[
         tuple[str, str, str] | None,
-        typer.Option(metavar="KEY BEFORE AFTER", help="two values of one recorded fact, within one run"),
+        typer.Option(metavar="KEY VALUE VALUE", help="compare two values of one recorded fact, within one run"),
     ] = None,
     minimum_effect_percent: MinimumEffect = 3.0,
     significance: Significance = 0.01,
@@ -47,7 +51,7 @@ def compare(
     json: Json = None,
     markdown: Markdown = None,
 ) -> None:
-    """Compare two recorded runs, or two implementations or settings within one: the changed rows first.
+    """Compare two recorded runs, or two implementations or settings within one run. Changed rows come first.
 
     Exit status: 1 if a row is SLOWER or missing, 125 if nothing was compared or a row was refused.
     """
@@ -56,7 +60,7 @@ def compare(
     from lab.reports.recorded import RecordedFileError
 
     if (after is None) == (by is None):
-        refuse("compare BEFORE with AFTER, or within BEFORE --by KEY and two of its values")
+        refuse("compare BEFORE with AFTER, or two values of one fact within BEFORE: --by KEY VALUE VALUE")
     try:
         report = compare_files(before, after, by, _rule(minimum_effect_percent, significance), strict)
     except (RecordedFileError, NotComparableError) as error:
@@ -66,22 +70,22 @@ def compare(
 
 
 def ab(
-    scenario: Annotated[str, typer.Argument(help="such as decode/llama-3.1-8b/64q1s4k")],
+    scenario: Annotated[str, typer.Argument(help="the work to time, such as decode/llama-3.1-8b/64q1s4k")],
     first: Annotated[str, typer.Argument(help="a module with FlashInfer's names, or path/to/file.py")],
-    second: Annotated[str | None, typer.Argument(help="another; the same if left out")] = None,
+    second: Annotated[str | None, typer.Argument(help="another such module; the same one if left out")] = None,
     against: Annotated[
-        str | None, typer.Option(metavar="SCENARIO", help="the second's scenario; the first's if left out")
+        str | None, typer.Option(metavar="SCENARIO", help="scenario of the second side; that of the first if left out")
     ] = None,
     clock: Clock = "graph",
     l2: L2 = "cold",
-    samples: Annotated[int, typer.Option(min=1, help="of each side, in turns")] = 60,
+    samples: Annotated[int, typer.Option(min=1, help="samples of each side; the sides take turns")] = 60,
     minimum_effect_percent: MinimumEffect = 1.0,
     significance: Significance = 0.01,
     trace: Trace = None,
     json: Json = None,
     markdown: Markdown = None,
 ) -> None:
-    """Measure two kernels, or two settings, against each other on this GPU: in one process, their samples in turns.
+    """Compare two kernels, or two settings, on this GPU: in one process, with samples taken in turns.
 
     Exit status: 1 if the second is SLOWER, 125 if the two could not be compared.
     """
@@ -94,10 +98,10 @@ def ab(
     sides = [(scenario, first), (against or scenario, second or first)]
     if sides[0] == sides[1]:
         refuse("the two sides are the same: name a second module, or another scenario with --against")
-    with misused():
+    with refusing_errors():
         requests = None if trace is None else read_trace(trace)
         cases = [scenario_named(name, requests) for name, _ in sides]
-    modules = [loaded(name) for _, name in sides]
+    modules = [load_or_refuse(name) for _, name in sides]
     need_gpu()
     try:
         times = measure_sides(cases, modules, method_named(clock, l2), samples)

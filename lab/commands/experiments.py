@@ -1,4 +1,4 @@
-"""`lab experiments`: put the questions of `lab.experiments` to this machine's GPU, each with a command of its own."""
+"""`lab experiments`: a command for each experiment of `lab.experiments`, which puts one question to this machine's GPU."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -12,14 +12,14 @@ from lab.commands.options import (
     Clock,
     Out,
     Trace,
-    loaded,
-    misused,
+    list_option,
+    load_or_refuse,
     need_gpu,
     prepare_machine,
     refuse,
-    several,
+    refusing_errors,
+    requests_of,
     trace_name,
-    traced,
 )
 
 if TYPE_CHECKING:
@@ -27,22 +27,26 @@ if TYPE_CHECKING:
 
 experiments = typer.Typer(help="Put questions to this machine's GPU, and record the answers.", no_args_is_help=True)
 
-Samples = Annotated[int, typer.Option(min=1, help="of each GPU time")]
+Samples = Annotated[int, typer.Option(min=1, help="samples of each GPU time")]
 
 
-def _only(words: str) -> Any:
-    return several(str, f"measure only {words}", "NAME,...", default=None)
+def _only_option(chosen: str) -> Any:
+    """Return an option of names of points; `chosen` completes its help, "measure only ..."."""
+    return list_option(str, f"measure only {chosen}", "NAME,...")
 
 
-def _sizes(words: str, default: str) -> Any:
-    return several(positive, words, "N,N,...", default=default)
+def _sizes_option(help_text: str, default: str) -> Any:
+    """Return an option of whole numbers of at least 1."""
+    return list_option(positive, help_text, "N,N,...", default=default)
 
 
-def _times_us(words: str, default: str) -> Any:
-    return several(float, f"{words}, µs", "US,US,...", default=default)
+def _times_us_option(help_text: str, default: str) -> Any:
+    """Return an option of times in µs."""
+    return list_option(float, f"{help_text}, µs", "US,US,...", default=default)
 
 
-def _plan(clock: str, l2: str, samples: int) -> "TimingPlan":
+def _timing_plan(clock: str, l2: str, samples: int) -> "TimingPlan":
+    """Return the method and the samples of each GPU time, or end the command if there is no GPU."""
     from lab.experiments.arms import timing_plan
 
     need_gpu()
@@ -52,9 +56,12 @@ def _plan(clock: str, l2: str, samples: int) -> "TimingPlan":
 @experiments.command()
 def clocks(
     implementations: Annotated[
-        list[str] | None, typer.Argument(help="modules; FlashInfer's and the portable one")
+        list[str] | None,
+        typer.Argument(help="modules to time; if left out, lab.kernels.trtllm and lab.kernels.portable"),
     ] = None,
-    scenario: Annotated[list[str] | None, several(str, "instead of the default ones", "NAME,...")] = None,
+    scenario: Annotated[
+        list[str] | None, list_option(str, "scenarios to time instead of the default ones", "NAME,...")
+    ] = None,
     out: Out = None,
 ) -> None:
     """Time the same work by every clock of the lab: do they agree on this GPU?"""
@@ -62,97 +69,105 @@ def clocks(
     from lab.workloads.scenarios import scenario as scenario_named
 
     scenarios = scenario or list(experiment.SCENARIOS)
-    with misused():
+    with refusing_errors():
         for name in scenarios:
             scenario_named(name)
     need_gpu()
     modules = implementations or ["lab.kernels.trtllm", "lab.kernels.portable"]
     for module in modules:
-        loaded(module)
+        load_or_refuse(module)
     raise typer.Exit(experiment.run(modules, scenarios, out))
 
 
 @experiments.command()
 def draft_extend_graph(
     *,
-    batch_sizes: Annotated[list[int], _sizes("requests", "1,8,32,64")],
-    num_draft_tokens: Annotated[list[int], _sizes("query rows of each request, where outputs are compared", "2,4,8")],
+    batch_sizes: Annotated[list[int], _sizes_option("requests of a batch", "1,8,32,64")],
+    num_draft_tokens: Annotated[
+        list[int], _sizes_option("query rows of each request in the comparison of outputs", "2,4,8")
+    ],
     kv_len: Annotated[int, typer.Option(min=1, help="tokens of each request, the new ones included")] = 4096,
     implementation: Annotated[
-        str | None, typer.Option(help="a module with FlashInfer's names; what fits the GPU if left out")
+        str | None,
+        typer.Option(help="a module with FlashInfer's names; if left out, the lab's kernels that fit the GPU"),
     ] = None,
     clock: Clock = "graph",
     l2: L2 = "warm",
     samples: Samples = 30,
     out: Out = None,
 ) -> None:
-    """Measure what a CUDA graph saves around a draft model's pass, and the trimmed outputs of its draft extend (25002)."""
+    """Measure the time that a CUDA graph saves around a draft model's pass, and that trimmed outputs save (SGLang's 25002)."""
     from lab.experiments import draft_extend_graph as experiment
     from lab.kernels import default_implementation
 
-    with misused():
+    with refusing_errors():
         experiment.check_kv_len(kv_len, num_draft_tokens)
-    plan = _plan(clock, l2, samples)
-    module = loaded(implementation or default_implementation().__name__)
+    plan = _timing_plan(clock, l2, samples)
+    module = load_or_refuse(implementation or default_implementation().__name__)
     raise typer.Exit(experiment.run(batch_sizes, num_draft_tokens, kv_len, module, plan, out))
 
 
 @experiments.command()
 def draft_extend_kernels(
     *,
-    q_lens: Annotated[list[int], _sizes("query rows of each request", "1,2,4,8,16,32")],
-    requests: Annotated[list[int], _sizes("of a point", "1,4,16,64")],
-    keys: Annotated[list[int], _sizes("of each request, the new tokens' included", "1024,4096,16384,65536,131072")],
-    only: Annotated[list[str] | None, _only("these points, such as 4q2s1k")] = None,
-    most_keys: Annotated[int, typer.Option(min=1, help="skip points of more keys over all requests")] = 2 * 1024 * 1024,
+    q_lens: Annotated[list[int], _sizes_option("query rows of each request", "1,2,4,8,16,32")],
+    requests: Annotated[list[int], _sizes_option("requests of a point", "1,4,16,64")],
+    keys: Annotated[
+        list[int], _sizes_option("keys of each request, the new tokens included", "1024,4096,16384,65536,131072")
+    ],
+    only: Annotated[list[str] | None, _only_option("these points, such as 4q2s1k")] = None,
+    most_keys: Annotated[int, typer.Option(min=1, help="skip points with more keys in all requests together")] = 2
+    * 1024
+    * 1024,
     clock: Clock = "graph",
     l2: L2 = "cold",
     samples: Samples = 15,
     out: Out = None,
 ) -> None:
-    """Find which call is faster for draft extend: the decode call, or the context call (24566)."""
+    """Find the faster call for draft extend: the decode call or the context call (SGLang's 24566)."""
     from lab.experiments import draft_extend_kernels as experiment
     from lab.experiments.arms import chosen
     from lab.workloads.batches import sweep
 
-    with misused():
+    with refusing_errors():
         batches = chosen(sweep(requests, keys, q_lens), only or (), str)
-    raise typer.Exit(experiment.run(batches, most_keys, _plan(clock, l2, samples), out))
+    raise typer.Exit(experiment.run(batches, most_keys, _timing_plan(clock, l2, samples), out))
 
 
 @experiments.command()
 def draft_steps(
     trace: Trace = None,
-    only: Annotated[list[str] | None, _only("these points, on the grid or off it, such as 64x8k/steps3")] = None,
+    only: Annotated[list[str] | None, _only_option("these points, such as 64x8k/steps3; any sizes will do")] = None,
     clock: Clock = "graph",
     l2: L2 = "warm",
     samples: Samples = 30,
     out: Out = None,
 ) -> None:
-    """Measure what the draft steps' dead ragged lists cost (26241), and what one launch for all steps would save."""
+    """Measure the cost of a draft's unread ragged lists (SGLang's 26241), and the time that one launch for all steps saves."""
     from lab.experiments import draft_steps as experiment
 
-    with misused():
-        requests = traced(trace)
+    with refusing_errors():
+        requests = requests_of(trace)
         points = [experiment.point_of(name, requests) for name in only or experiment.EVERY_POINT]
-        # Only all points have what 26241's figures are held against.
+        # The table that compares them with the figures of change 26241 needs all points.
         host_points = [] if only else [experiment.point_of(name, requests) for name in experiment.HOST_POINTS]
-    raise typer.Exit(experiment.run(points, host_points, _plan(clock, l2, samples), trace_name(trace), out))
+    raise typer.Exit(experiment.run(points, host_points, _timing_plan(clock, l2, samples), trace_name(trace), out))
 
 
 @experiments.command()
 def draft_visibility(
     prefix_len: Annotated[
-        int, typer.Option(min=0, help="tokens before the draft; 31 ends in front of a page's edge")
+        int,
+        typer.Option(min=0, help="tokens before the draft; pages have 32, so that 31 leave one free in the last page"),
     ] = 31,
-    steps: Annotated[int, typer.Option(min=1, help="speculative_num_steps")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="steps of the draft, speculative_num_steps")] = 4,
     out: Out = None,
 ) -> None:
-    """Show which keys the query of a draft step can see, with the lengths that the multi-step backends hand their kernel."""
+    """Show the keys that the query of each draft step can see, with the lengths that each multi-step backend passes."""
     prepare_machine()
     from lab.experiments import draft_visibility as experiment
 
-    with misused():
+    with refusing_errors():
         try:
             raise typer.Exit(experiment.run(prefix_len, steps, out))
         except NotImplementedError as error:
@@ -161,7 +176,9 @@ def draft_visibility(
 
 @experiments.command()
 def kv_read_once(
-    only: Annotated[list[str] | None, _only("groups, such as e4m3, heads or host, or points of these names")] = None,
+    only: Annotated[
+        list[str] | None, _only_option("groups (such as e4m3, heads, host) or points of these names")
+    ] = None,
     portable_only: Annotated[bool, typer.Option("--portable-only", help="leave FlashInfer's kernels out")] = False,
     trace: Trace = None,
     clock: Clock = "graph",
@@ -169,25 +186,26 @@ def kv_read_once(
     samples: Samples = 15,
     out: Out = None,
 ) -> None:
-    """Time kernels that read K/V once for all query rows against their targets, and against the floor."""
+    """Time kernels that read K/V once for all query rows, and compare the times with targets and with the floor."""
     from lab.experiments import kv_read_once as experiment
 
-    with misused():
-        points = experiment.points_of(only or (), traced(trace), portable_only)
-    raise typer.Exit(experiment.run(points, _plan(clock, l2, samples), trace_name(trace), out))
+    with refusing_errors():
+        points = experiment.points_of(only or (), requests_of(trace), portable_only)
+    raise typer.Exit(experiment.run(points, _timing_plan(clock, l2, samples), trace_name(trace), out))
 
 
-# What the two loops share: the fields of `lab.experiments.loops.LoopSettings`.
-BatchSize = Annotated[int, typer.Option(min=1, help="requests")]
+# Options that both loops have: the fields of `lab.experiments.loops.LoopSettings`.
+BatchSize = Annotated[int, typer.Option(min=1, help="requests of the batch")]
 NumDraftTokens = Annotated[int, typer.Option(min=1, help="query rows of each request")]
 SeqLen = Annotated[int, typer.Option(min=1, help="tokens of each request at the start")]
 PageSize = Annotated[int, typer.Option(min=1, help="tokens per page")]
-WarmUpSteps = Annotated[int, typer.Option(help="of one run, not counted")]
-Steps = Annotated[int, typer.Option(help="of one run, counted")]
+WarmUpSteps = Annotated[int, typer.Option(help="steps before the counted ones in each run")]
+Steps = Annotated[int, typer.Option(help="counted steps of each run")]
 Repeats = Annotated[int, typer.Option(help="runs of each arm")]
 
 
-def _settings(context: typer.Context) -> dict[str, Any]:
+def _loop_settings(context: typer.Context) -> dict[str, Any]:
+    """Return the command's options that are fields of its loop's settings: all but --out."""
     return {name: value for name, value in context.params.items() if name != "out"}
 
 
@@ -195,8 +213,8 @@ def _settings(context: typer.Context) -> dict[str, Any]:
 def length_copy(
     context: typer.Context,
     *,
-    gpu_us: Annotated[list[float], _times_us("GPU time of a step", "500,2000")],
-    host_us: Annotated[list[float], _times_us("the scheduler's time of a step", "200")],
+    gpu_us: Annotated[list[float], _times_us_option("GPU time of a step", "500,2000")],
+    host_us: Annotated[list[float], _times_us_option("time of the scheduler on the host in a step", "200")],
     batch_size: BatchSize = 64,
     num_draft_tokens: NumDraftTokens = 4,
     seq_len: SeqLen = 4096,
@@ -206,12 +224,12 @@ def length_copy(
     repeats: Repeats = 5,
     out: Out = None,
 ) -> None:
-    """Measure what the copy of lengths to the host costs a decode loop (26824)."""
+    """Measure the time that copying lengths to the host costs a decode loop (SGLang's 26824)."""
     from lab.experiments import length_copy as experiment
     from lab.experiments.loops import loops_of
 
-    with misused():
-        loops = loops_of(experiment.CopyLoopSettings, **_settings(context))
+    with refusing_errors():
+        loops = loops_of(experiment.CopyLoopSettings, **_loop_settings(context))
     need_gpu()
     raise typer.Exit(experiment.run(loops, out))
 
@@ -220,9 +238,11 @@ def length_copy(
 def plan_stream(
     context: typer.Context,
     *,
-    draft_us: Annotated[list[float], _times_us("GPU time of the draft steps", "100,400")],
-    verify_us: Annotated[list[float], _times_us("GPU time of the target model", "1000")],
-    max_context_len: Annotated[int, typer.Option(min=1, help="of the pool")] = 131072,
+    draft_us: Annotated[list[float], _times_us_option("GPU time of the draft steps", "100,400")],
+    verify_us: Annotated[list[float], _times_us_option("GPU time of the target model", "1000")],
+    max_context_len: Annotated[
+        int, typer.Option(min=1, help="most tokens of a request, which the page tables have room for")
+    ] = 131072,
     batch_size: BatchSize = 64,
     num_draft_tokens: NumDraftTokens = 4,
     seq_len: SeqLen = 4096,
@@ -232,20 +252,21 @@ def plan_stream(
     repeats: Repeats = 5,
     out: Out = None,
 ) -> None:
-    """Measure when a plan beside the draft makes an iteration shorter (25925)."""
+    """Measure when planning on a second stream beside the draft shortens an iteration (SGLang's 25925)."""
     from lab.experiments import plan_stream as experiment
     from lab.experiments.loops import loops_of
 
-    with misused():
-        loops = loops_of(experiment.PlanLoopSettings, **_settings(context))
+    with refusing_errors():
+        loops = loops_of(experiment.PlanLoopSettings, **_loop_settings(context))
     need_gpu()
     raise typer.Exit(experiment.run(loops, out))
 
 
-def _shape(text: str) -> tuple[int, int]:
+def _requests_and_keys(text: str) -> tuple[int, int]:
+    """Return (requests, keys) of a text such as "64x8192"; raise ValueError for another form."""
     requests, times, keys = text.partition("x")
     if not times:
-        raise ValueError(f"{text} is no shape such as 64x8192")
+        raise ValueError(f"{text} is not of the form REQUESTSxKEYS, such as 64x8192")
     return positive(requests), positive(keys)
 
 
@@ -254,44 +275,52 @@ def mla_decode(
     *,
     shapes: Annotated[
         list[Any],
-        several(
-            _shape, "keys of each request, the new tokens' included", "REQUESTSxKEYS,...", default="64x8192,8x81920"
+        list_option(
+            _requests_and_keys,
+            "requests, and keys of each with the new tokens included",
+            "REQUESTSxKEYS,...",
+            default="64x8192,8x81920",
         ),
     ],
-    heads: Annotated[list[int], _sizes("query heads", "16,128")],
-    q_lens: Annotated[list[int], _sizes("query rows of each request; more than 1 verify", "1")],
-    kv_dtype: Annotated[Literal["bf16", "e4m3"], typer.Option(help="of the cache")] = "bf16",
-    only: Annotated[list[str] | None, _only("these points, such as '64q1s8k/16 heads'")] = None,
+    heads: Annotated[list[int], _sizes_option("query heads", "16,128")],
+    q_lens: Annotated[list[int], _sizes_option("query rows of each request; more than 1 is a verify pass", "1")],
+    kv_dtype: Annotated[Literal["bf16", "e4m3"], typer.Option(help="dtype of the K/V cache")] = "bf16",
+    only: Annotated[list[str] | None, _only_option("these points, such as '64q1s8k/16 heads'")] = None,
     clock: Clock = "graph",
     l2: L2 = "cold",
     samples: Samples = 15,
     out: Out = None,
 ) -> None:
-    """Time the portable MLA decode against FlashInfer's BatchMLAPagedAttentionWrapper, and both against the floor."""
+    """Time the portable MLA decode and FlashInfer's BatchMLAPagedAttentionWrapper; compare them, and both with the floor."""
     from lab.experiments import mla_decode as experiment
     from lab.experiments.arms import chosen
 
-    with misused():
+    with refusing_errors():
         cases = experiment.cases_of(shapes, heads, q_lens, experiment.KV_DTYPES[kv_dtype])
         points = chosen(map(experiment.point_of, cases), only or (), lambda point: point.name)
-    raise typer.Exit(experiment.run(points, _plan(clock, l2, samples), out))
+    raise typer.Exit(experiment.run(points, _timing_plan(clock, l2, samples), out))
 
 
 @experiments.command()
 def changes(
     recorded: Annotated[
-        Path | None, typer.Option(exists=True, file_okay=False, help="measure nothing: show these recordings")
+        Path | None,
+        typer.Option(exists=True, file_okay=False, help="measure nothing, and show the recordings of this folder"),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            file_okay=False, help="where the recordings and experiments.md go", show_default=".benchmarks/experiments"
+            file_okay=False,
+            help="the folder for the recordings and experiments.md",
+            show_default=".benchmarks/experiments",
         ),
     ] = None,
-    only: Annotated[list[int] | None, several(positive, "numbers of changes", "NUMBER,...")] = None,
+    only: Annotated[
+        list[int] | None, list_option(positive, "numbers of SGLang's changes; all if left out", "NUMBER,...")
+    ] = None,
 ) -> None:
-    """Measure SGLang's five changes, one after the other, or show their recordings."""
+    """Measure five changes of SGLang one after the other, or show their recordings."""
     from lab.reports.changes.run import show
 
-    with misused():
+    with refusing_errors():
         raise typer.Exit(show(recorded, out, only or ()))

@@ -1,26 +1,28 @@
-"""`lab mutants`: which of the judge's checks finds which mutant."""
+"""`lab mutants`: record the mutants that each of the judge's checks finds."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from lab.commands.options import DONE, WRONG, misused, prepare_machine, several
+from lab.commands.options import DONE, WRONG, list_option, prepare_machine, refusing_errors
 
 
 def mutants(
-    out: Annotated[Path, typer.Option(dir_okay=False, help="JSON; a table is written beside it, .md")],
-    only: Annotated[list[str] | None, several(str, "names of mutants; all if left out", "NAME,...")] = None,
-    workers: Annotated[int, typer.Option(min=1, help="processes that judge at a time")] = 2,
+    out: Annotated[
+        Path, typer.Option(dir_okay=False, help="the JSON file to write; a Markdown table is written beside it")
+    ],
+    only: Annotated[list[str] | None, list_option(str, "names of mutants; all if left out", "NAME,...")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="worker processes that judge at the same time")] = 2,
 ) -> None:
-    """Judge every mutant by every check, and record which finds which: half an hour of two cores.
+    """Judge every mutant by every check, and record the mutants that each check finds. It takes half an hour on two cores.
 
-    Exit status: 1 if a mutant lives or a check finds none.
+    Exit status: 1 if no check finds a mutant, or a check finds no mutant.
     """
     prepare_machine("cpu")
     from lab.checks.matrix import write_matrix
     from lab.checks.mutants import MUTANTS, mutant
 
-    with misused():
+    with refusing_errors():
         chosen = [mutant(name) for name in only] if only else list(MUTANTS)
     raise typer.Exit(DONE if write_matrix(out, chosen, workers) else WRONG)

@@ -1,4 +1,4 @@
-"""What several commands share: kinds of options, exit statuses, refusals, and the preparation of this machine."""
+"""Options, exit statuses and refusals that several commands share, and the preparation of this machine."""
 
 import os
 import re
@@ -14,12 +14,12 @@ from lab.loading import LoadError, load
 if TYPE_CHECKING:
     from lab.workloads.traces import TracedRequest
 
-# Exit statuses of every command: done or right, wrong, wrongly used, could not be judged, ended by Ctrl-C.
+# Exit statuses of every command: done or right, wrong, wrongly used, could not be judged (or measured), ended by Ctrl-C.
 DONE, WRONG, MISUSED, NOT_JUDGED, INTERRUPTED = 0, 1, 2, 125, 130
 
 
 def refuse(sentence: str, status: int = MISUSED) -> NoReturn:
-    """End the command with a sentence on stderr.
+    """Print a sentence on stderr and end the command.
 
     Raises:
         typer.Exit: always.
@@ -28,26 +28,26 @@ def refuse(sentence: str, status: int = MISUSED) -> NoReturn:
     raise typer.Exit(status)
 
 
-def several(
-    of: Callable[[str], Any],
-    words: str,
+def list_option(
+    read: Callable[[str], Any],
+    help_text: str,
     metavar: str = "A,B,...",
     panel: str | None = None,
     default: str | None = None,
 ) -> Any:
-    """Return an option of several values: separated by commas, or the option several times.
+    """Return an option that takes several values: separated by commas, or by giving the option several times.
 
     Args:
-        of: makes a value of its text; its ValueError is shown.
-        words: the help.
+        read: returns the value of a text; the user is shown its ValueError.
+        help_text: of the option.
         metavar: stands for the values in the help.
-        panel: the part of the help that it goes into.
-        default: the values if it is left out; otherwise there are none, None.
+        panel: heading of the option's part of the help.
+        default: text of the values if the option is left out; with None, the command then gets None.
     """
 
     def parse(text: str) -> list[Any]:
         try:
-            return [of(each.strip()) for each in text.split(",")]
+            return [read(each.strip()) for each in text.split(",")]
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
 
@@ -59,17 +59,17 @@ def several(
         callback=flat,
         default_factory=None if default is None else lambda: [default],
         show_default=default or False,
-        help=words,
+        help=help_text,
         metavar=metavar,
         rich_help_panel=panel,
     )
 
 
 def device_named(text: str) -> str:
-    """Read the name of a device.
+    """Return the name of a device, "cpu", "cuda" or "cuda:N", as it is.
 
     Raises:
-        typer.BadParameter: it is none.
+        typer.BadParameter: the text is not of that form.
     """
     if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
         raise typer.BadParameter(f"{text} is no device: cpu, cuda, or cuda:1 for the second GPU")
@@ -77,26 +77,27 @@ def device_named(text: str) -> str:
 
 
 Implementation = typer.Argument(
-    help="package.module, path/to/file.py, or either with :attribute; what fits the machine if left out"
+    help="package.module, path/to/file.py, or either with :attribute; if left out, the lab's kernels that fit the machine, "
+    "or the implementation of --case"
 )
 Device = Annotated[
     str | None, typer.Option(parser=device_named, metavar="DEVICE", help="cpu or cuda; a GPU if there is one")
 ]
-Out = Annotated[Path | None, typer.Option(dir_okay=False, help="where the JSON goes; nowhere if left out")]
-
-
-Clock = Annotated[Literal["graph", "cupti", "events"], typer.Option(help="of GPU times")]
-L2 = Annotated[Literal["cold", "warm"], typer.Option(help="the cache, before each call")]
+Out = Annotated[Path | None, typer.Option(dir_okay=False, help="the JSON file to write; none if left out")]
+Clock = Annotated[Literal["graph", "cupti", "events"], typer.Option(help="the method of timing on the GPU")]
+L2 = Annotated[Literal["cold", "warm"], typer.Option(help="state of the L2 cache before each call")]
 Trace = Annotated[
-    Path | None, typer.Option(help="a Mooncake (.jsonl) or Azure (.csv) trace; the lab's own if left out")
+    Path | None,
+    typer.Option(help="a file of a Mooncake (.jsonl) or Azure (.csv) trace; the lab's own trace if left out"),
 ]
 
 
-def traced(path: Path | None) -> "list[TracedRequest]":
-    """Read the trace of a command line.
+def requests_of(path: Path | None) -> "list[TracedRequest]":
+    """Return the requests of a trace, or of the lab's own trace for None.
 
     Raises:
-        OSError, ValueError: it cannot be read, or is no trace.
+        OSError: the file cannot be read.
+        ValueError: the file is no trace.
     """
     from lab.workloads.traces import own_trace, read_trace
 
@@ -104,13 +105,13 @@ def traced(path: Path | None) -> "list[TracedRequest]":
 
 
 def trace_name(path: Path | None) -> str:
-    """Return what a recording says of its trace."""
+    """Return the name of a trace for a recording; None is the lab's own trace."""
     return "synthetic_chat.jsonl, the lab's own" if path is None else path.name
 
 
 @contextmanager
-def misused() -> Iterator[None]:
-    """Turn an error of what was asked for into a sentence, and end the command."""
+def refusing_errors() -> Iterator[None]:
+    """Turn a ValueError or OSError of the block into a sentence on stderr, and end the command as MISUSED."""
     try:
         yield
     except ValueError as error:
@@ -120,15 +121,15 @@ def misused() -> Iterator[None]:
 
 
 def need_gpu() -> None:
-    """End the command where there is no CUDA GPU."""
+    """End the command as NOT_JUDGED if there is no CUDA GPU."""
     import torch
 
     if not torch.cuda.is_available():
         refuse("not measured: this needs a CUDA GPU, and there is no CUDA GPU here", NOT_JUDGED)
 
 
-def loaded(name: str) -> Any:
-    """Import an implementation by name, or end the command with the reason why it cannot be."""
+def load_or_refuse(name: str) -> Any:
+    """Import an implementation by name; if that fails, end the command as MISUSED with the reason."""
     try:
         return load(name)
     except LoadError as error:
@@ -136,16 +137,18 @@ def loaded(name: str) -> Any:
 
 
 def prepare_machine(device: str | None = None) -> None:
-    """Refuse a GPU that is not here, and let Triton's kernels run without one. No command imports Triton before this.
+    """End the command if its GPU is not here, and turn on Triton's interpreter if its kernels run on the CPU.
+
+    Triton reads the switch when it is imported, so a command imports Triton after this call.
 
     Args:
-        device: where the command's kernels run; a GPU if there is one.
+        device: where the command's kernels run, such as "cuda:1"; None for a GPU if there is one.
     """
     import torch
 
-    wanted = -1 if device is None or device == "cpu" else int(device.partition(":")[2] or 0)
-    if wanted >= torch.cuda.device_count():
-        refuse(f"there is no GPU {device} here: torch finds {torch.cuda.device_count() or 'none'}")
+    num_gpus = torch.cuda.device_count()
+    if device is not None and device != "cpu" and int(device.partition(":")[2] or 0) >= num_gpus:
+        refuse(f"there is no GPU {device} here: torch finds {num_gpus or 'none'}")
     if (device == "cpu" or not torch.cuda.is_available()) and os.environ.get("TRITON_INTERPRET") != "1":
         os.environ["TRITON_INTERPRET"] = "1"  # worker processes inherit it
         typer.echo("Triton's kernels run on the CPU, in Triton's interpreter: TRITON_INTERPRET=1 is set", err=True)

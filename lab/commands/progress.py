@@ -1,4 +1,4 @@
-"""How far the judge is: a bar on a terminal, a line a minute elsewhere."""
+"""The judge's progress: a bar on a terminal, one line per minute elsewhere."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from lab.checks.progress import Progress as ProgressOfJudge
     from lab.checks.report import CaseVerdict
 
-LINE_EVERY_S = 60.0
+LINE_INTERVAL_S = 60.0
 
 
 @contextmanager
 def shown_progress(console: Console) -> "Iterator[Callable[[ProgressOfJudge], None]]":
-    """Give a function that shows each verdict's progress."""
+    """Yield a function that shows the progress after each verdict."""
     if not console.is_terminal:
-        yield _lines(console)
+        yield _line_printer(console)
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TextColumn("{task.fields[left]}"), console=console, transient=True) as bar:
@@ -29,7 +29,7 @@ def shown_progress(console: Console) -> "Iterator[Callable[[ProgressOfJudge], No
             verdict = progress.verdict
             description = f"{verdict.check} of {verdict.interface.name.lower()}"
             bar.update(
-                task, completed=progress.done, total=progress.total, description=description, left=_left(progress)
+                task, completed=progress.done, total=progress.total, description=description, left=_time_left(progress)
             )
             if _is_fault(verdict) and not verdict.drawn:
                 bar.console.print(
@@ -40,22 +40,24 @@ def shown_progress(console: Console) -> "Iterator[Callable[[ProgressOfJudge], No
         yield tell
 
 
-def _lines(console: Console) -> "Callable[[ProgressOfJudge], None]":
+def _line_printer(console: Console) -> "Callable[[ProgressOfJudge], None]":
+    """Return a function that prints a line if none was printed within `LINE_INTERVAL_S`."""
     last, faults = time.monotonic(), 0
 
     def tell(progress: "ProgressOfJudge") -> None:
         nonlocal last, faults
         faults += _is_fault(progress.verdict)
-        if time.monotonic() >= last + LINE_EVERY_S:
+        if time.monotonic() >= last + LINE_INTERVAL_S:
             last = time.monotonic()
             found = f", {faults} wrong or failed" if faults else ""
-            left = f", {_left(progress)}" if _left(progress) else ""
+            left = f", {_time_left(progress)}" if _time_left(progress) else ""
             console.print(f"{progress.done} of {progress.total} cases judged{found}{left}", highlight=False)
 
     return tell
 
 
-def _left(progress: "ProgressOfJudge") -> str:
+def _time_left(progress: "ProgressOfJudge") -> str:
+    """Return the estimated time left in words; "" while it is unknown."""
     if progress.seconds_left is None:
         return ""
     minutes = progress.seconds_left / 60

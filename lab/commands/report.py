@@ -9,9 +9,9 @@ from lab.commands.options import refuse
 
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="a JSON file that the benchmarks recorded")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="a JSON file that `lab bench` recorded")],
     out: Annotated[
-        Path | None, typer.Option(file_okay=False, help="the folder to write into; beside the file if left out")
+        Path | None, typer.Option(file_okay=False, help="the folder to write into; that of RUN if left out")
     ] = None,
 ) -> None:
     """Write tables and plots of a recorded run."""
@@ -19,17 +19,17 @@ def report(
     from lab.reports.timings import NO_PLOTS, can_plot, write_report
 
     try:
-        read = read_run(run)
+        recorded = read_run(run)
     except RecordedFileError as error:
         refuse(f"no report: {error}")
-    for path in write_report(read, out or run.parent):
+    for path in write_report(recorded, out or run.parent):
         print(path)
     if not can_plot():
         typer.echo(NO_PLOTS, err=True)
 
 
 def html(
-    folder: Annotated[Path, typer.Argument(help="such as results/nvidia-h200")],
+    folder: Annotated[Path, typer.Argument(help="a folder of recorded results, such as results/nvidia-h200")],
     out: Annotated[Path, typer.Option(dir_okay=False, help="the file to write")] = Path("report.html"),
 ) -> None:
     """Write one self-contained HTML page of a folder of recorded results."""

@@ -61,7 +61,7 @@ def test_the_interpreter_is_switched_on_where_there_is_no_gpu_and_a_module_of_th
     command = [sys.executable, "-c", IMPORTED.replace("main(sys.argv", "os.chdir(sys.argv.pop())\n    main(sys.argv")]
     mine = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [*command, "judge", "mine", str(tmp_path)],
+        [*command, "judge", "mine", "--in-process", str(tmp_path)],
         capture_output=True,
         text=True,
         check=True,
