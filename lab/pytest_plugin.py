@@ -90,7 +90,7 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
         named = config.option.lab_refusals
         refusals = None if named is None else resolve_refusals(named)
         for name in config.option.lab_judge:
-            kernel = Kernel.from_parent(
+            kernel = JudgedKernel.from_parent(
                 session, name=name, nodeid=name, space=space, offered=_offered(name), refusals=refusals
             )
             items += session.genitems(kernel)
@@ -117,7 +117,7 @@ def _offered(name: str) -> list["Interface"]:
     return offered
 
 
-class Kernel(pytest.Collector):
+class JudgedKernel(pytest.Collector):
     """A kernel that is judged.
 
     Attributes:
@@ -207,7 +207,7 @@ class CheckOfFunction(pytest.Item):
         from lab.checks.verdicts import Outcome
 
         kernel = self.parent
-        assert isinstance(kernel, Kernel)
+        assert isinstance(kernel, JudgedKernel)
         report = kernel.judge(self.check, self.interface)
         rows = report.rows
         axes = kernel.axes[self.interface]
