@@ -9,7 +9,7 @@ import numpy as np
 
 from lab.checks.facts import Fact, Facts, facts_of_case, together
 from lab.checks.regions import Bits, Rule, find_rules, weights_of
-from lab.checks.verdicts import CheckedResult, Outcome, WrongVector
+from lab.checks.verdicts import IT_FAILED, CheckedResult, Outcome, WrongVector
 
 if TYPE_CHECKING:
     from lab.checks.report import CaseVerdict
@@ -184,6 +184,8 @@ def _kind(results: Sequence[tuple["CaseVerdict", CheckedResult]], held: str) -> 
         counts = result.facts["held"] == held
         shared: dict[str, Fact] = {**result.facts, "result": result.name}
         del shared["held"]
+        if result.name == IT_FAILED:
+            del shared["result"]  # "it fails wherever it failed" tells nothing
         parts = [(facts, is_wrong) for facts, is_wrong in result.requests if facts.get("q_len") != 0]
         if held in WITHOUT_RIGHT_ONES:
             shared = together(shared, [facts for facts, _ in parts])

@@ -1,5 +1,6 @@
 """Facts in words, and their rank in a rule: what a caller passes reads best, then the axes, then what only happened before."""
 
+import re
 from typing import NamedTuple
 
 from lab.checks.facts import Fact
@@ -25,6 +26,10 @@ class Phrase(NamedTuple):
 
 def phrase(fact: str, operator: str, value: Fact) -> str:
     """Return a literal in words."""
+    return re.sub(r"\b1 (key|query row|page|request)s\b", r"1 \1", _phrase(fact, operator, value))
+
+
+def _phrase(fact: str, operator: str, value: Fact) -> str:
     known = PHRASES.get(fact)
     if known is None:
         return f"{fact} {operator} {value}" if operator not in ("is", "is not") else f"{fact} {operator} true"
@@ -102,8 +107,8 @@ PHRASES: dict[str, Phrase] = {
     "all requests have the same first page": Phrase(0.3, "all requests share their first page"),
     "as many tokens in a page as K/V heads": Phrase(0.5, "a page has as many tokens as K/V heads"),
     # Axes of a case.
-    "kv_len % page_size > 0": Phrase(0.5, "a request's last page is partly filled", "a request's last page is full"),
-    "kv_len % page_size == 0": Phrase(1, "a request's last page is full", "a request's last page is partly filled"),
+    "kv_len % page_size > 0": Phrase(0.5, "a request's last page is partly filled", "a request's keys fill its pages"),
+    "kv_len % page_size == 0": Phrase(1, "a request's last page is full", "a request's last page is not full"),
     "kv_len == 0": Phrase(0.5, "a request has no keys", "a request has keys"),
     "every kv_len == 0": Phrase(0.5, "no request has a key"),
     "kv_len < q_len": Phrase(0.6, "a request has fewer keys than query rows"),

@@ -352,7 +352,7 @@ def _example(smallest: Smallest) -> Iterator[str]:
         yield f"    {example.where}: {shown}"
     else:
         named = (sentence for sentence in verdict.judged.wrongs if sentence.startswith(result))
-        yield f"    {next(named, verdict.reason)[:SHOWN_CHARACTERS]}"
+        yield f"    {_shortened(next(named, verdict.reason))}"
     yield f"    see it: {verdict.reproduce}"
 
 

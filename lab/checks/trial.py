@@ -15,7 +15,7 @@ from lab.checks.facts import CallFacts, CallLog, context_of, facts_of_case, toge
 from lab.checks.refusals import Declined, Raised, Refusals, is_capturing, output_and_lse, refusing
 from lab.checks.space import Space
 from lab.checks.spellings import Speller
-from lab.checks.verdicts import CheckedResult, WrongVector
+from lab.checks.verdicts import IT_FAILED, CheckedResult, WrongVector
 from lab.references.truth import Rules, Truth, truth_of_requests
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import ATTENTION, Interface
@@ -143,10 +143,10 @@ class Trial:
 
     def fail(self, failure: str, what: str = "", held: str = "return") -> None:
         """Note a failure, of the last call or of the lab, and once in words however many calls share it."""
-        failure = failure[:SHOWN_CHARACTERS]
+        failure = failure if len(failure) <= SHOWN_CHARACTERS else f"{failure[: SHOWN_CHARACTERS - 1]}…"
         if not any(noted.endswith(failure) for noted in self.failures):
             self.failures.append(f"{what}: {failure}" if what else failure)
-        self._note(what or "it failed", held, True, self.called)
+        self._note(what or IT_FAILED, held, True, self.called)
 
     def decline(self, sentence: str) -> None:
         """Note a refusal, once."""

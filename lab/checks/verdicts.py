@@ -25,6 +25,9 @@ class WrongVector:
     got: tuple[float, ...]
 
 
+IT_FAILED = "it failed"  # the name of a result of which a check has said no name yet
+
+
 @dataclass(frozen=True)
 class CheckedResult:
     """One result that was held against something.

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,11 @@ def test_every_phrase_can_be_said() -> None:
         assert not any("{" in word or "not not" in word for word in words)
 
 
+def test_one_key_is_no_plural() -> None:
+    assert say("kv_len", "<=", 1) == "a request has 1 key or less"
+    assert say("kv_len", ">=", 11) == "a request has 11 keys or more"
+
+
 def verdict(number: int, *results: CheckedResult) -> CaseVerdict:
     outcome = Outcome.WRONG if any(result.wrong for result in results) else Outcome.RIGHT
     judged = Judged(outcome, ("off",) if outcome is Outcome.WRONG else (), judged=len(results), results=results)
@@ -176,6 +182,12 @@ def test_what_was_read_from_a_file_is_diagnosed_by_its_cases() -> None:
         for lens in shapes
     ]
     assert "a batch has several requests" in diagnose(verdicts).sentence
+
+
+def test_that_it_failed_is_no_region_of_what_fails() -> None:
+    failed = replace(result(4, wrong=True, held="return", mask=True), name="it failed")
+    verdicts = [verdict(n, result(1 + n % 4, wrong=False)) for n in range(40)] + [verdict(99, *[failed] * 9)]
+    assert [region.rule for region in diagnose(verdicts).regions] == ["mask"]
 
 
 def test_nothing_wrong_is_right_and_nothing_judged_is_not() -> None:
