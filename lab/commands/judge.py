@@ -213,8 +213,8 @@ def _judge_case(path: Path, number: int, name: str | None, settings: Mapping[str
     is_same = verdict.implementation == was.implementation
     if is_same and verdict.exit_status == DONE and was.outcome in (Outcome.WRONG, Outcome.FAILED):
         sentence = (
-            f"  In {path} it is {was.outcome.value}. If the kernel has not changed since, it depends on what ran before the "
-            "case: look for what it keeps from one call to the next."
+            f"  In {path} the case is {was.outcome.value}. If the kernel has not changed since, its result depends on the "
+            "calls before the case: look for state that the kernel keeps from one call to the next."
         )
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)
     return verdict.exit_status

@@ -51,12 +51,12 @@ def list_option(
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
 
-    def flat(given: list[list[Any]] | None) -> list[Any] | None:
-        return [value for values in given for value in values] if given else None
+    def joined(lists: list[list[Any]] | None) -> list[Any] | None:  # the option may be given several times
+        return [value for values in lists for value in values] if lists else None
 
     return typer.Option(
         parser=parse,
-        callback=flat,
+        callback=joined,
         default_factory=None if default is None else lambda: [default],
         show_default=default or False,
         help=help_text,

@@ -65,6 +65,7 @@ def _time_left(progress: "ProgressOfJudge") -> str:
 
 
 def _is_fault(verdict: "CaseVerdict") -> bool:
+    """Return True for a wrong or failed case; the import is late, since it brings torch."""
     from lab.checks.bench import is_fault
 
     return is_fault(verdict)

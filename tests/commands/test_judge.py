@@ -244,7 +244,7 @@ def test_a_case_that_is_right_by_itself_was_wrong_by_what_ran_before(
     assert "If the kernel has not changed" not in capsys.readouterr().out
     out.write_text(out.read_text().replace('"outcome": "right"', '"outcome": "wrong"'))
     assert run(["judge", "--case", f"{out}#{number}", "--in-process"]) == 0
-    assert f"In {out} it is wrong. If the kernel has not changed since" in capsys.readouterr().out
+    assert f"In {out} the case is wrong. If the kernel has not changed since" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -262,6 +262,7 @@ def _outcome_columns(counts_of: Callable[[Any], Mapping[str, int]]) -> Columns:
 
 
 def _count_cell(outcome: str, counts_of: Callable[[Any], Mapping[str, int]], record: Any) -> Cell:
+    """Return a cell of a record's number of cases with one outcome."""
     return number(counts_of(record).get(outcome, 0))
 
 
