@@ -186,6 +186,7 @@ def test_what_fits_the_machine_is_judged_by_default(asked: dict[str, Any], monke
             "lab.references:nothing cannot be imported: module 'lab.references' has no attribute",
         ),
         ("nowhere.py", "nowhere.py cannot be imported: there is no such file"),
+        ("my/kernel", "my/kernel cannot be imported: a file's name ends in .py, and a module's has dots"),
         ("json", f"json has none of {Interface.DECODE.value}, "),
         ("lab.references --only K99", "there is no check 'K99'; there are K1 oracle, "),
         ("lab.references --functions decoding", "there is no function 'decoding'; there are decode (trtllm_batch_de"),
