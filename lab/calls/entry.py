@@ -23,6 +23,20 @@ def takes(call_type: type[Any]) -> Callable[[Callable[[Any], Any]], Callable[...
     return wrap
 
 
+def takes_fields_of(terms: type[Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let a function's signature name the fields of a dataclass where its last parameter is `**` of them."""
+
+    def wrap(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+        *parameters, _ = signature.parameters.values()
+        for each in inspect.signature(terms).parameters.values():
+            parameters.append(each.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return function
+
+    return wrap
+
+
 def made_at_once(prepare: Callable[P, Callable[[], R]]) -> Callable[P, R]:
     """Return the function that prepares a call, makes it once and returns its results.
 

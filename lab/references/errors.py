@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lab.calls.entry import takes_fields_of
 from lab.calls.problem import E4M3, Softmax
 from lab.references.paged_attention import logits, number
 from lab.references.plain_arguments import check_plain
@@ -44,6 +45,7 @@ def relative_l2(out: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     return torch.where(difference.isfinite(), ratio, math.inf)
 
 
+@takes_fields_of(Softmax)
 def eager_attention(
     query: torch.Tensor,
     keys: torch.Tensor,

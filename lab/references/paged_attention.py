@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lab.calls.entry import takes_fields_of
 from lab.calls.problem import E4M3, MASK_BITS_PER_WORD, PagedAttention, Scale, Softmax, check_values
 from lab.references.plain_arguments import check_plain
 from lab.references.quantization import deinterleave_v_scale_factors, dequantize_nvfp4, rounded
@@ -20,6 +21,7 @@ PIECE_ELEMENTS = 2**26
 GPU_PIECE_ELEMENTS = 2**28  # launches, not memory, are what a GPU is short of
 
 
+@takes_fields_of(Softmax)
 def attention(
     query: torch.Tensor,
     keys: torch.Tensor,

@@ -1,5 +1,6 @@
 """The definition under the references, against torch's scaled_dot_product_attention in float64 and torch.logsumexp."""
 
+import inspect
 import math
 import re
 from typing import Any
@@ -110,3 +111,10 @@ def test_bad_arguments_are_refused_in_a_sentence(change: dict[str, Any], error: 
         attention(**inputs() | change)
     with pytest.raises(error, match=re.escape(says)):
         eager_attention(**inputs() | change, arithmetic=torch.bfloat16, out_dtype=torch.bfloat16)
+
+
+def test_signatures_name_the_terms_of_the_softmax() -> None:
+    for function in (attention, eager_attention):
+        parameters = inspect.signature(function).parameters
+        assert list(parameters)[-3:] == ["bmm1_scale", "bmm2_scale", "sinks"]
+        assert parameters["sinks"].default is None
