@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lab.checks.check import Level
 from lab.checks.diagnosis import Diagnosis, Smallest, diagnose
+from lab.checks.regions import Literal
 from lab.checks.space import Space
 from lab.checks.verdicts import Judged, Outcome
 from lab.files import write_text
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SHOWN_DECLINES = 5
+OVER_E4M3 = str(Literal("kv_dtype", "==", "e4m3"))  # in the rule of a region
 SHOWN_EXAMPLES = 3  # regions whose smallest case is shown
 SHOWN_CHARACTERS = 160  # of a refusal
 STYLES = {"right": "green", "wrong": "bold red", "failed": "bold red", "known": "yellow", "declined": "dim"}
@@ -298,6 +300,8 @@ class Report:
         for number, (region, smallest) in enumerate(zip(found.regions, found.smallest, strict=True)):
             yield f"  {region.counts}"
             yield from _example(smallest) if number < SHOWN_EXAMPLES else ()
+        if any(OVER_E4M3 in region.rule for region in found.regions) and not self.space.e4m3_arithmetic:
+            yield "  a kernel that computes in e4m3 over such a cache is judged by that arithmetic: --e4m3-arithmetic"
 
     def notes(self) -> Iterator[str]:
         """Yield what follows from the answer, the known findings and the most frequent refusals."""

@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from lab import checks as everything
+from lab.calls.problem import E4M3
 from lab.checks import (
     AttentionCase,
     CaseVerdict,
@@ -164,6 +165,19 @@ def test_the_answer_comes_first_then_where_then_how_to_see_it_then_the_table() -
     ]
     assert places == sorted(places)
     assert "report.json#3" in shown
+
+
+def test_what_is_wrong_over_an_e4m3_cache_alone_may_be_e4m3_arithmetic() -> None:
+    """XQA computes in e4m3 there and says so; bf16 arithmetic is what a kernel is judged by that does not."""
+
+    def verdicts(kv_dtype: torch.dtype, outcome: Outcome) -> list[CaseVerdict]:
+        cases = [replace(CASE, kv_dtype=kv_dtype, seed=seed) for seed in range(5)]
+        return [verdict_of(outcome, case=case) for case in cases]
+
+    report = report_of(*verdicts(E4M3, Outcome.WRONG), *verdicts(torch.bfloat16, Outcome.RIGHT))
+    assert any("--e4m3-arithmetic" in line for line in report.summary())
+    asked = replace(report, space=Space(e4m3_arithmetic=True))
+    assert not any("--e4m3-arithmetic" in line for line in asked.summary())
 
 
 def test_a_notebook_shows_the_report() -> None:
