@@ -1,6 +1,8 @@
 """`lab judge`: judge an implementation."""
 
 import math
+import os
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -17,7 +19,6 @@ from lab.commands.options import (
     NOT_JUDGED,
     Device,
     Implementation,
-    Out,
     list_option,
     prepare_machine,
     refuse,
@@ -84,6 +85,10 @@ Drawn = Annotated[
     int | None,
     typer.Option(min=0, help="cases that Hypothesis draws per check and function; the level's number if left out"),
 ]
+ReportFile = Annotated[
+    Path | None,
+    typer.Option(dir_okay=False, help="the report, JSON; the user's cache keeps the last of each kernel if left out"),
+]
 Longest = Annotated[int | None, typer.Option(min=1, help=LONGEST, rich_help_panel=AXES)]
 E4M3Arithmetic = Annotated[bool, typer.Option("--e4m3-arithmetic", help=E4M3_ARITHMETIC, rich_help_panel=AXES)]
 
@@ -100,7 +105,7 @@ def judge(
     workers: Annotated[int, typer.Option(min=1, help="worker processes that judge at the same time")] = 2,
     most_seconds: MostSeconds = math.inf,
     drawn: Drawn = None,
-    out: Out = None,
+    out: ReportFile = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="judge every case, also those that an earlier report in --out holds")
     ] = False,
@@ -161,8 +166,19 @@ def judge(
         "functions": functions or (),
     }
     settings |= {"workers": workers, "most_seconds": most_seconds, "drawn": drawn, "probe": probe}
-    settings |= {"out": out, "fresh": fresh, "first_failure": first_failure}
-    _judge_and_exit(partial(_judge_all, implementation or default_implementation(device).__name__, settings), watch)
+    name = implementation or default_implementation(device).__name__
+    settings |= {"out": out or _last_report(name), "fresh": fresh or out is None, "first_failure": first_failure}
+    _judge_and_exit(partial(_judge_all, name, settings), watch)
+
+
+def _last_report(name: str) -> Path | None:
+    """Return where the last report of a kernel is kept, so that its cases have numbers; None where nothing can be written."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lab"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return cache / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name).strip('-')}.json" if os.access(cache, os.W_OK) else None
 
 
 def _exceptions_named(refusals: str) -> Any:

@@ -75,6 +75,26 @@ def test_what_is_wrong_ends_in_1_and_is_written_with_its_reproduction(
     assert report["diagnosis"]["sentence"] == said.splitlines()[0]
 
 
+def test_a_case_has_a_number_without_out_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for _ in range(2):  # nothing of the first report is taken up
+        assert run(["judge", WINDOW, "--only", "coded", *NARROW]) == 1
+        said = capsys.readouterr().out
+        assert f"see it: lab judge --case {tmp_path}/lab/{WINDOW}.json#" in said
+        assert "verdicts are from" not in said
+
+
+def test_a_cache_that_cannot_be_written_costs_the_numbers_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert run(["judge", WINDOW, "--only", "coded", *NARROW]) == 1
+    assert "judge_case(" in capsys.readouterr().out
+
+
 def test_what_declines_everything_was_not_judged() -> None:
     narrow = [word.replace("bf16/bf16", "bf16/e4m3") for word in NARROW]
     assert run(["judge", "tests.checks.someone_elses", "--only", "K1", *narrow]) == 125
