@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 
+from lab.exit_status import ExitStatus
 from lab.extras import EXTRA_OF, sentence
 
 
@@ -17,20 +18,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         app(args=arguments, prog_name="lab")
     except KeyboardInterrupt:
-        return 130
+        return ExitStatus.INTERRUPTED
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRA_OF:
             raise
         said = str(error) if "pip install" in str(error) else sentence("the command", [package])
         print(f"lab: {said}", file=sys.stderr)
-        return 2
+        return ExitStatus.MISUSED
     except OSError as error:
         if error.filename is None:
             raise
         print(f"lab: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
-    return 0
+        return ExitStatus.MISUSED
+    return ExitStatus.DONE
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from lab.checks.diagnosis import Diagnosis, Smallest, diagnose
 from lab.checks.regions import Literal
 from lab.checks.space import Space
 from lab.checks.verdicts import Judged, Outcome
+from lab.exit_status import ExitStatus
 from lab.files import write_text
 from lab.workloads.interfaces import Interface
 
@@ -28,8 +29,6 @@ OVER_E4M3 = str(Literal("kv_dtype", "==", "e4m3"))  # in the rule of a region
 SHOWN_EXAMPLES = 3  # regions whose smallest case is shown
 SHOWN_CHARACTERS = 160  # of a refusal
 STYLES = {"right": "green", "wrong": "bold red", "failed": "bold red", "known": "yellow", "declined": "dim"}
-# Exit statuses; `git bisect run` takes 125 for a commit that cannot be judged.
-WRONG, NOT_JUDGED, INTERRUPTED = 1, 125, 130
 
 
 @dataclass(frozen=True)
@@ -65,9 +64,11 @@ class CaseVerdict:
         return self.judged.outcome
 
     @property
-    def exit_status(self) -> int:
+    def exit_status(self) -> ExitStatus:
         """Return a command's: 0 right, 1 wrong or failed, 125 nothing of it could be judged."""
-        return WRONG if self.judged.wrongs else 0 if self.judged.judged else NOT_JUDGED
+        if self.judged.wrongs:
+            return ExitStatus.WRONG
+        return ExitStatus.DONE if self.judged.judged else ExitStatus.NOT_JUDGED
 
     @property
     def reason(self) -> str:
@@ -204,13 +205,13 @@ class Report:
         return everything and bool(judged) and not any(self.wrong)
 
     @property
-    def exit_status(self) -> int:
+    def exit_status(self) -> ExitStatus:
         """Return a command's: 0 right, 1 something is wrong or failed, 125 it could not be judged, 130 interrupted."""
         if self.interrupted:
-            return INTERRUPTED
+            return ExitStatus.INTERRUPTED
         if any(self.wrong):
-            return WRONG
-        return 0 if self.is_right else NOT_JUDGED
+            return ExitStatus.WRONG
+        return ExitStatus.DONE if self.is_right else ExitStatus.NOT_JUDGED
 
     def write(self, path: Path, *, is_diagnosed: bool = True) -> None:
         """Write the report as JSON; without a diagnosis, which takes a second, while a run goes on."""
@@ -311,7 +312,7 @@ class Report:
             yield f"known: {finding} ({count} cases)"
         declines = Counter(reason for verdict in self.verdicts for reason in verdict.judged.declines)
         for reason, count in declines.most_common(SHOWN_DECLINES):
-            yield f"declined {count} times: {_shortened(reason)}"
+            yield f"declined {'once' if count == 1 else f'{count} times'}: {_shortened(reason)}"
         if len(declines) > SHOWN_DECLINES:
             yield f"and {len(declines) - SHOWN_DECLINES} more kinds of refusal, which the report's file lists"
         if self.left_out:

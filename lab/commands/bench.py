@@ -5,11 +5,18 @@ from pathlib import Path
 import typer
 
 import lab
-from lab.commands.options import DONE, INTERRUPTED, MISUSED, NOT_JUDGED, WRONG, refuse
+from lab.commands.options import refuse
+from lab.exit_status import ExitStatus
 
-# The lab's exit status for each of pytest's, 0 to 5: all passed, some failed, interrupted, internal error, wrongly used, no
-# test selected.
-STATUS_BY_PYTEST = (DONE, WRONG, INTERRUPTED, NOT_JUDGED, MISUSED, MISUSED)
+# By pytest's own status, 0 to 5.
+STATUS_BY_PYTEST = (
+    ExitStatus.DONE,  # all passed
+    ExitStatus.WRONG,  # some failed
+    ExitStatus.INTERRUPTED,
+    ExitStatus.NOT_JUDGED,  # internal error
+    ExitStatus.MISUSED,
+    ExitStatus.MISUSED,  # no test selected
+)
 RECORDING = Path(".benchmarks/last_run.json")
 
 

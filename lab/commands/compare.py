@@ -6,8 +6,6 @@ import typer
 
 from lab.commands.options import (
     L2,
-    MISUSED,
-    NOT_JUDGED,
     Clock,
     Trace,
     load_or_refuse,
@@ -15,6 +13,7 @@ from lab.commands.options import (
     refuse,
     refusing_errors,
 )
+from lab.exit_status import ExitStatus
 
 if TYPE_CHECKING:
     from lab.timing.statistics import Rule
@@ -64,7 +63,10 @@ def compare(
     try:
         report = compare_files(before, after, by, _rule(minimum_effect_percent, significance), strict)
     except (RecordedFileError, NotComparableError) as error:
-        refuse(f"not compared: {error}", MISUSED if isinstance(error, RecordedFileError) else NOT_JUDGED)
+        refuse(
+            f"not compared: {error}",
+            ExitStatus.MISUSED if isinstance(error, RecordedFileError) else ExitStatus.NOT_JUDGED,
+        )
     report.show(json, markdown)
     raise typer.Exit(report.exit_status)
 
@@ -106,7 +108,7 @@ def ab(
     try:
         times = measure_sides(cases, modules, method_named(clock, l2), samples)
     except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
-        refuse(f"not compared: {type(error).__name__}: {error}", NOT_JUDGED)
+        refuse(f"not compared: {type(error).__name__}: {error}", ExitStatus.NOT_JUDGED)
     report = ab_report(sides, times, rule)
     report.show(json, markdown)
     raise typer.Exit(report.exit_status)

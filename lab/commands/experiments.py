@@ -8,7 +8,6 @@ import typer
 from lab.axes import positive
 from lab.commands.options import (
     L2,
-    NOT_JUDGED,
     Clock,
     Out,
     Trace,
@@ -21,6 +20,7 @@ from lab.commands.options import (
     requests_of,
     trace_name,
 )
+from lab.exit_status import ExitStatus
 
 if TYPE_CHECKING:
     from lab.experiments.arms import TimingPlan
@@ -171,7 +171,7 @@ def draft_visibility(
         try:
             raise typer.Exit(experiment.run(prefix_len, steps, out))
         except NotImplementedError as error:
-            refuse(f"not run: {error}", NOT_JUDGED)
+            refuse(f"not run: {error}", ExitStatus.NOT_JUDGED)
 
 
 @experiments.command()

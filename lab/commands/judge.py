@@ -13,10 +13,6 @@ from rich.console import Console
 
 from lab.axes import E4M3_ARITHMETIC, LONGEST, SEVERAL, SOME, options_of, space_of
 from lab.commands.options import (
-    DONE,
-    INTERRUPTED,
-    MISUSED,
-    NOT_JUDGED,
     Device,
     Implementation,
     list_option,
@@ -25,6 +21,7 @@ from lab.commands.options import (
 )
 from lab.commands.progress import shown_progress
 from lab.commands.watch import rounds
+from lab.exit_status import ExitStatus
 from lab.loading import LoadError
 
 if TYPE_CHECKING:
@@ -188,9 +185,9 @@ def _exceptions_named(refusals: str) -> Any:
     return resolve_refusals(refusals)
 
 
-def _judge_and_exit(judge_once: Callable[[Console], int], watched: Path | None) -> NoReturn:
+def _judge_and_exit(judge_once: Callable[[Console], ExitStatus], watched: Path | None) -> NoReturn:
     """Judge once, and again whenever the watched file changes if there is one; end the command with the last exit status."""
-    status, console = DONE, Console()
+    status, console = ExitStatus.DONE, Console()
     try:
         for number in rounds(watched):
             if number:
@@ -199,7 +196,7 @@ def _judge_and_exit(judge_once: Callable[[Console], int], watched: Path | None) 
             if watched is not None:
                 console.print(f"exit status {status}; waiting for {watched} to change, until Ctrl-C", highlight=False)
     except KeyboardInterrupt:
-        status = INTERRUPTED
+        status = ExitStatus.INTERRUPTED
     raise typer.Exit(status)
 
 
@@ -211,7 +208,7 @@ def _report_and_number(case: str) -> tuple[Path, int]:
     return Path(path), int(number)
 
 
-def _judge_case(path: Path, number: int, name: str | None, settings: Mapping[str, Any], console: Console) -> int:
+def _judge_case(path: Path, number: int, name: str | None, settings: Mapping[str, Any], console: Console) -> ExitStatus:
     """Judge one case of a report, print its verdict, and return the exit status."""
     from lab.checks.judge import judge_recorded
     from lab.checks.recording import ReportError, read_case
@@ -221,13 +218,13 @@ def _judge_case(path: Path, number: int, name: str | None, settings: Mapping[str
         prepare_machine(settings["device"] or read_case(path, number).device)
         verdict = judge_recorded(path, number, implementation=name, **settings)
     except LoadError as error:
-        return _print_error(str(error), NOT_JUDGED)
+        return _print_error(str(error), ExitStatus.NOT_JUDGED)
     except (ReportError, ValueError) as error:
-        return _print_error(str(error), MISUSED)
+        return _print_error(str(error), ExitStatus.MISUSED)
     console.print(str(verdict), markup=False, highlight=False, soft_wrap=True)
     was = read_case(path, number)
     is_same = verdict.implementation == was.implementation
-    if is_same and verdict.exit_status == DONE and was.outcome in (Outcome.WRONG, Outcome.FAILED):
+    if is_same and verdict.exit_status is ExitStatus.DONE and was.outcome in (Outcome.WRONG, Outcome.FAILED):
         sentence = (
             f"  In {path} the case is {was.outcome.value}. If the kernel has not changed since, its result depends on the "
             "calls before the case: look for state that the kernel keeps from one call to the next."
@@ -236,7 +233,7 @@ def _judge_case(path: Path, number: int, name: str | None, settings: Mapping[str
     return verdict.exit_status
 
 
-def _judge_all(name: str, settings: Mapping[str, Any], console: Console) -> int:
+def _judge_all(name: str, settings: Mapping[str, Any], console: Console) -> ExitStatus:
     """Judge an implementation, print the report, and return the exit status."""
     from lab.checks.check import Level
     from lab.checks.judge import judge as judge_it
@@ -252,7 +249,7 @@ def _judge_all(name: str, settings: Mapping[str, Any], console: Console) -> int:
 
             report = judge_it(name, progress=tell, **{**settings, "level": Level(settings["level"])})
     except (LoadError, ValueError) as error:
-        return _print_error(str(error), MISUSED)
+        return _print_error(str(error), ExitStatus.MISUSED)
     if num_reused:
         console.print(
             f"{num_reused} verdicts are from {settings['out']}, since neither the kernel nor the lab has changed: "
@@ -276,7 +273,7 @@ def _print_narrowings(console: Console, report: "Report") -> None:
         )
 
 
-def _print_error(sentence: str, status: int) -> int:
+def _print_error(sentence: str, status: ExitStatus) -> ExitStatus:
     """Print a sentence on stderr, and return the exit status."""
     typer.echo(f"lab: {sentence}", err=True)
     return status

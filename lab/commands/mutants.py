@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from lab.commands.options import DONE, WRONG, list_option, prepare_machine, refusing_errors
+from lab.commands.options import list_option, prepare_machine, refusing_errors
+from lab.exit_status import ExitStatus
 
 
 def mutants(
@@ -25,4 +26,4 @@ def mutants(
 
     with refusing_errors():
         chosen = [mutant(name) for name in only] if only else list(MUTANTS)
-    raise typer.Exit(DONE if write_matrix(out, chosen, workers) else WRONG)
+    raise typer.Exit(ExitStatus.DONE if write_matrix(out, chosen, workers) else ExitStatus.WRONG)

@@ -1,4 +1,4 @@
-"""Options, exit statuses and refusals that several commands share, and the preparation of this machine."""
+"""Options and refusals that several commands share, and the preparation of this machine."""
 
 import os
 import re
@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
+from lab.exit_status import ExitStatus
 from lab.loading import LoadError, load
 
 if TYPE_CHECKING:
     from lab.workloads.traces import TracedRequest
 
-# Exit statuses of every command: done or right, wrong, wrongly used, could not be judged (or measured), ended by Ctrl-C.
-DONE, WRONG, MISUSED, NOT_JUDGED, INTERRUPTED = 0, 1, 2, 125, 130
 
-
-def refuse(sentence: str, status: int = MISUSED) -> NoReturn:
+def refuse(sentence: str, status: ExitStatus = ExitStatus.MISUSED) -> NoReturn:
     """Print a sentence on stderr and end the command.
 
     Raises:
@@ -125,7 +123,7 @@ def need_gpu() -> None:
     import torch
 
     if not torch.cuda.is_available():
-        refuse("not measured: this needs a CUDA GPU, and there is no CUDA GPU here", NOT_JUDGED)
+        refuse("not measured: this needs a CUDA GPU, and there is no CUDA GPU here", ExitStatus.NOT_JUDGED)
 
 
 def load_or_refuse(name: str) -> Any:

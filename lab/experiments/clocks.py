@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from lab.checks.forward_pass import build_forward
-from lab.experiments.recording import NOT_MEASURED, RIGHT, WRONG, Recording
+from lab.exit_status import ExitStatus
+from lab.experiments.recording import Recording
 from lab.loading import load
 from lab.timing.forward import forward_work
 from lab.timing.gpu_time import TooSmallError, measure
@@ -55,8 +56,8 @@ def run(implementations: Sequence[str], scenarios: Sequence[str] = SCENARIOS, ou
     recording.measure(NEGATION_BYTES, _negation_row, "negations")
     recording.measure(scenarios, partial(_pass_rows, implementations), "passes")
     if any(are_apart(row) for row in recording.result["rows_us"]):
-        return WRONG
-    return NOT_MEASURED if recording.result["not_timed"] else RIGHT
+        return ExitStatus.WRONG
+    return ExitStatus.NOT_JUDGED if recording.result["not_timed"] else ExitStatus.DONE
 
 
 def _negation_row(size_bytes: int) -> dict[str, list[Any]]:

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lab.experiments.recording import RIGHT, Recording, Row
+from lab.exit_status import ExitStatus
+from lab.experiments.recording import Recording, Row
 from lab.metadata.engine.kv_cache import KVLayout
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention
@@ -127,4 +128,4 @@ def run(prefix_len: int, num_steps: int, out: Path | None = None) -> int:
     recording.measure(list(DraftAttention), rows_of, "backends")
     for sight in sights:
         print(in_words(sight))
-    return RIGHT
+    return ExitStatus.DONE

@@ -11,12 +11,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from lab.exit_status import ExitStatus
 from lab.files import write_text
 from lab.provenance import environment
 from lab.timing.roofline import Ceilings
 
-# Exit statuses: every point measured and every output right, an arm was wrong, something could not be measured.
-RIGHT, WRONG, NOT_MEASURED = 0, 1, 125
 WIDTH_WITHOUT_TERMINAL = 200
 
 Point = TypeVar("Point")
@@ -95,8 +94,9 @@ class Recording:
                 self.console.print(f"{outcome}: {row['point']}, {row['arm']}: {row['reason']}", markup=False)
 
     @property
-    def exit_status(self) -> int:
-        return WRONG if self.result.get("wrong") else RIGHT
+    def exit_status(self) -> ExitStatus:
+        """Return that of the experiment's command: WRONG if the output of an arm was."""
+        return ExitStatus.WRONG if self.result.get("wrong") else ExitStatus.DONE
 
 
 def table_of(title: str, columns: Columns, rows: Iterable[Mapping[str, Any]], *, words: Collection[str] = ()) -> Table:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from lab.checks.forward_pass import ForwardCase, build_forward
+from lab.exit_status import ExitStatus
 from lab.reports.compare import comparison_record
 from lab.reports.tables import Columns, TableReport, make_table, number, words
 from lab.timing.forward import forward_work
@@ -77,7 +78,7 @@ def ab_report(sides: Sequence[Side], times: Sequence[GpuTime], rule: Rule = IN_T
             ],
             "method": method,
         },
-        exit_status=int(comparison.speed is Speed.SLOWER),
+        exit_status=ExitStatus.WRONG if comparison.speed is Speed.SLOWER else ExitStatus.DONE,
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lab.exit_status import ExitStatus
 from lab.reports.recorded import TIMED_BY, Identity, RecordedRun, Row
 from lab.timing.statistics import BETWEEN_RUNS, Rule, SampleComparison, Speed, compare_runs
 
@@ -17,10 +18,6 @@ MUST_AGREE = {
 }
 # Rows of one name with other numbers here did other work.
 WORK = ("requests", "query_tokens", "kv_tokens", "bytes_moved", "operations")
-
-
-# The exit status where two sides could not be compared.
-NOT_COMPARED = 125
 # What changed comes first, what stayed as it was comes last; None is a row that was refused.
 CHANGED_FIRST = (Speed.SLOWER, Speed.FASTER, Speed.UNSURE, None, Speed.SAME)
 
@@ -65,15 +62,15 @@ class RunComparison:
     def refused(self) -> tuple[RowComparison, ...]:
         return tuple(row for row in self.rows if row.refused)
 
-    def exit_status(self, strict: bool = False) -> int:
+    def exit_status(self, strict: bool = False) -> ExitStatus:
         """Return the exit status of `lab.reports.compare`."""
         changes = {samples.speed for samples in self.compared}
         if not changes:
-            return NOT_COMPARED
+            return ExitStatus.NOT_JUDGED
         trips = {Speed.SLOWER, Speed.UNSURE} if strict else {Speed.SLOWER}
         if changes & trips or (self.missing and self.missing_counts):
-            return 1
-        return NOT_COMPARED if self.refused else 0
+            return ExitStatus.WRONG
+        return ExitStatus.NOT_JUDGED if self.refused else ExitStatus.DONE
 
 
 def compare_recorded(

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lab.exit_status import ExitStatus
 from lab.files import write_text
 
 if TYPE_CHECKING:
@@ -277,7 +278,7 @@ class TableReport:
     table: Table
     below: tuple[str, ...]
     record: Mapping[str, Any]
-    exit_status: int = 0
+    exit_status: ExitStatus = ExitStatus.DONE
 
     def show(self, json_to: str | None = None, markdown_to: str | None = None) -> None:
         """Print the report, and write it as JSON and Markdown where asked; "-" is the output, and then has nothing else."""

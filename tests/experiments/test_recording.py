@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import lab.experiments
+from lab.exit_status import ExitStatus
 from lab.experiments import EXPERIMENTS, command_of
-from lab.experiments.recording import RIGHT, WRONG, Columns, Recording, table_of
+from lab.experiments.recording import Columns, Recording, table_of
 from tests.commands.command import run
 from tests.experiments.simulated import CEILINGS
 
@@ -106,12 +107,12 @@ def test_the_file_is_whole_after_every_point(tmp_path: Path) -> None:
 def test_a_wrong_arm_is_the_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
     recording = Recording("counting", None, {}, ("declined", "wrong"))
     assert recording.result["environment"] == {"gpu": "simulated"}
-    assert recording.exit_status == RIGHT
+    assert recording.exit_status == ExitStatus.DONE
     reason = {"point": "2q4", "arm": "one", "reason": "not [here]"}
     recording.measure([0], lambda _: {"declined": [reason]})
-    assert recording.exit_status == RIGHT
+    assert recording.exit_status == ExitStatus.DONE
     recording.measure([0], lambda _: {"wrong": [reason | {"arm": "other"}]})
-    assert recording.exit_status == WRONG
+    assert recording.exit_status == ExitStatus.WRONG
     recording.print_reasons()
     printed = capsys.readouterr().out
     assert "declined: 2q4, one: not [here]" in printed

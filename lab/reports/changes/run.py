@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from lab.exit_status import ExitStatus
 from lab.experiments import command_of
 from lab.files import write_text
 from lab.reports.changes import CHANGES, Change
@@ -20,7 +21,6 @@ from lab.reports.tables import terminal, terminal_of
 
 RECORDED = Path(__file__).parents[3] / "results" / "nvidia-h200"
 DEFAULT_OUT = Path(".benchmarks/experiments")
-SHOWN, FAILED, NOTHING_TO_SHOW = 0, 1, 125
 
 Run = Callable[[Sequence[str]], int]
 
@@ -40,12 +40,12 @@ def measure(changes: Sequence[Change], folder: Path, run: Run = run_command) -> 
         command = command_of(change.module)
         print(f"{change.number} {change.title}: {command}", flush=True)
         status = run([sys.executable, "-m", *command.split(), "--out", str(out)])
-        if status != 0:
+        if status != ExitStatus.DONE:
             failures[change.module] = f"its command ended with exit status {status}"
     return failures
 
 
-def show(recorded: Path | None, out: Path | None, only: Sequence[int] = (), run: Run = run_command) -> int:
+def show(recorded: Path | None, out: Path | None, only: Sequence[int] = (), run: Run = run_command) -> ExitStatus:
     """Measure, or read recordings, and show the overview.
 
     Args:
@@ -55,7 +55,7 @@ def show(recorded: Path | None, out: Path | None, only: Sequence[int] = (), run:
         run: runs a command; returns its exit status.
 
     Returns:
-        1 if a command failed or a recording cannot be read, 125 if there is nothing to show, else 0.
+        WRONG if a command failed or a recording cannot be read, NOT_JUDGED if there is nothing to show, else DONE.
 
     Raises:
         ValueError: a number is no change's, or `out` is the name of a file.
@@ -77,7 +77,7 @@ def show(recorded: Path | None, out: Path | None, only: Sequence[int] = (), run:
     entries = read_entries(recorded, changes, failures)
     if not any(entry.answer or entry.failure for entry in entries):
         print(f"no overview: {recorded} holds none of the recordings", file=sys.stderr)
-        return NOTHING_TO_SHOW
+        return ExitStatus.NOT_JUDGED
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         write_text(out / PAGE, page(entries, out))
@@ -86,7 +86,7 @@ def show(recorded: Path | None, out: Path | None, only: Sequence[int] = (), run:
     console.print(kernels_sentence(entries))
     if out is not None:
         console.print(f"the page: {out / PAGE}")
-    return FAILED if any(entry.failure for entry in entries) else SHOWN
+    return ExitStatus.WRONG if any(entry.failure for entry in entries) else ExitStatus.DONE
 
 
 def _shown(folder: Path) -> Path:
