@@ -143,6 +143,9 @@ def _without_wrong_ones(verdicts: Sequence["CaseVerdict"], told: Sequence["CaseV
         )
     results = sum(verdict.judged.judged for verdict in told)
     right = f"{results:,} results of {len(told):,} cases are what they must be"
+    declined = sum(verdict.outcome is Outcome.DECLINED for verdict in verdicts)
+    if 2 * declined > len(verdicts):
+        right += f"; most, {declined:,} of {len(verdicts):,} cases, were declined"
     return f"Right but for known findings, in {known:,} cases; {right}." if known else f"Right: {right}."
 
 

@@ -27,7 +27,7 @@ class Declined(NotImplementedError):  # noqa: N818 - not an error of anybody's
     """The implementation refused a call, or has no such parameter.
 
     Attributes:
-        late: it refused after it had written to its output.
+        late: it refused after it had written to its output or, by torch, to another argument than the workspace.
     """
 
     def __init__(self, sentence: str, late: bool = False) -> None:
@@ -46,11 +46,12 @@ def raised(error: BaseException) -> Raised:
 
 
 def refusing(function: Callable[..., Any], refusals: Refusals | None = None) -> Callable[..., Any]:
-    """Return the function with its refusals as Declined and all else that it raises, SystemExit too, as Raised.
+    """Return the function with its refusals as Declined and all else that it raises, but for Ctrl-C, as Raised.
 
     A refusal is NotImplementedError, ValueError, a TypeError that names an unknown argument or a missing one, and an
-    AssertionError of Python's before a launch: nothing was written to an output that was handed out, no kernel was being
-    launched, and the GPU has no error to tell. A parameter that the signature does not have is always refused.
+    AssertionError of Python's before a launch: nothing was written to an output that was handed out, nor by torch to another
+    argument but the workspace, no kernel was being launched, and the GPU has no error to tell. A parameter that the signature
+    does not have is always refused.
 
     Args:
         function: of an implementation.
@@ -69,11 +70,15 @@ def refusing(function: Callable[..., Any], refusals: Refusals | None = None) -> 
             except TypeError as error:
                 raise Declined(f"it does not take these arguments: {error}") from error
         before = {} if is_capturing() else _outputs(arguments)
+        versions = _versions(arguments)
         try:
             return function(*args, **arguments)
-        except (Exception, SystemExit) as error:  # somebody else's code may raise anything
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # somebody else's code may raise anything
             _check_gpu(error)
-            late = any(not torch.equal(_bytes(arguments[name]), held) for name, held in before.items())
+            wrote = any(not torch.equal(_bytes(arguments[name]), held) for name, held in before.items())
+            late = wrote or _versions(arguments) != versions
             if not _is_refusal(error, refusals, signature, arguments, late):
                 raise raised(error) from error
             raise Declined(_sentence(error), late) from error
@@ -134,6 +139,16 @@ def _outputs(arguments: dict[str, Any]) -> dict[str, Tensor]:
     """Return a copy of the bytes of each output that is handed out."""
     handed_out = {name: arguments[name] for name in OUTPUTS if isinstance(arguments.get(name), Tensor)}
     return {name: _bytes(tensor).clone() for name, tensor in handed_out.items()}
+
+
+def _versions(arguments: dict[str, Any]) -> list[int]:
+    """Return each tensor's count of torch's operations that wrote to it, which those of a kernel's own are not.
+
+    The workspace is scratch, and not among them.
+    """
+    values = [value for name, value in arguments.items() if name != "workspace_buffer"]
+    tensors = [part for value in values for part in (value if isinstance(value, (tuple, list)) else (value,))]
+    return [part._version for part in tensors if isinstance(part, Tensor) and not part.is_inference()]
 
 
 def _check_gpu(error: BaseException) -> None:

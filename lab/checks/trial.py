@@ -221,8 +221,12 @@ class Trial:
 
     def repeat(self, inputs: AttentionInputs, **changes: Any) -> Result:
         """Make a call that was taken before, so that a refusal is a failure: something was left that is in its way."""
+        return self.run_again(inputs.case.interface, inputs.arguments() | changes, inputs.case)
+
+    def run_again(self, interface: Interface, arguments: dict[str, Any], case: AttentionCase | None = None) -> Result:
+        """Run a call that was taken before, with the same tensors or equal ones; raises as `repeat`."""
         try:
-            return self.call(inputs, **changes)
+            return self.run(interface, arguments, case)
         except Declined as declined:
             raise Raised(f"it refused a call that it had taken before: {declined}") from declined
 

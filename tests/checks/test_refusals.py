@@ -1,5 +1,6 @@
 """Which errors of an implementation decline a call, and which fail it."""
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -91,6 +92,37 @@ def test_an_assertion_after_the_output_was_written_is_no_refusal() -> None:
         refusing(function)(out=torch.full((2, 3), torch.nan))
 
 
+@pytest.mark.parametrize("pair", [False, True])
+def test_an_assertion_after_an_input_was_written_is_no_refusal(pair: bool) -> None:
+    def function(kv_cache: Any) -> None:
+        (kv_cache[1] if pair else kv_cache)[0].zero_()
+        raise AssertionError("too late")
+
+    pages = torch.ones(2, 3)
+    with pytest.raises(Raised, match="too late"):
+        refusing(function)(kv_cache=(pages, pages.clone()) if pair else pages)
+
+
+def test_the_workspace_may_be_written_before_a_refusal() -> None:
+    def function(workspace_buffer: torch.Tensor) -> None:
+        workspace_buffer.zero_()
+        raise AssertionError("no")
+
+    with pytest.raises(Declined, match="no"):
+        refusing(function)(workspace_buffer=torch.ones(2))
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError("no"), SystemExit("no"), GeneratorExit("no")])
+def test_what_is_no_exception_fails_the_call_alone(error: BaseException) -> None:
+    with pytest.raises(Raised, match=f"it raised {type(error).__name__}: no"):
+        refusing(raising(error))()
+
+
+def test_ctrl_c_is_not_the_kernel_s() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        refusing(raising(KeyboardInterrupt()))()
+
+
 def test_another_refusal_after_the_output_was_written_is_late() -> None:
     def function(out: torch.Tensor) -> None:
         out[1] = 0.0
@@ -170,6 +202,24 @@ def test_a_call_that_was_taken_is_not_refused_later() -> None:
         trial.repeat(inputs)
 
     judged = judged_by(judge, decode)
+    assert judged.outcome is Outcome.FAILED
+    assert judged.wrongs == ("it refused a call that it had taken before: AssertionError: semaphores must be zero",)
+
+
+def test_a_replay_is_not_refused() -> None:
+    """A kernel that takes a call with a scale of a number alone, and once."""
+    calls = []
+
+    def decode(**arguments: Any) -> Any:
+        if isinstance(arguments["bmm1_scale"], torch.Tensor):
+            raise NotImplementedError("a number alone")
+        calls.append(arguments)
+        if len(calls) > 1:
+            raise AssertionError("semaphores must be zero")
+        return right(**arguments)
+
+    replay = next(check for check in checks() if check.key == "K9")
+    judged = run_trial(decoding(decode), replay, CASE, CPU, Space())
     assert judged.outcome is Outcome.FAILED
     assert judged.wrongs == ("it refused a call that it had taken before: AssertionError: semaphores must be zero",)
 

@@ -101,6 +101,11 @@ def test_a_recorded_case_is_reproduced_by_its_number() -> None:
             {},
             "It could not be judged as a whole: nothing of trtllm_batch_context_with_kv_cache. 1 results of 1 cases are",
         ),
+        (
+            [verdict_of(Outcome.RIGHT), *(verdict_of(Outcome.DECLINED) for _ in range(2))],
+            {},
+            "Right: 1 results of 1 cases are what they must be; most, 2 of 3 cases, were declined.",
+        ),
         ([verdict_of(Outcome.DECLINED)], {}, "Nothing could be judged: 1 cases, all declined."),
     ],
 )

@@ -7,6 +7,7 @@ captured and replayed; elsewhere it is made again with the same tensors.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,12 +36,10 @@ def _judge(trial: Trial) -> None:
     arguments = _arguments(trial, static)
     if trial.device.type == "cuda":
         replay = _captured(trial, static.case.interface, arguments)
+        first = replay()
     else:
-
-        def replay() -> Result:
-            return trial.run(trial.case.interface, arguments)
-
-    first = replay()
+        replay = partial(trial.run_again, trial.case.interface, arguments)
+        first = trial.run(trial.case.interface, arguments)
     first = first._replace(out=first.out.clone())
     trial.hold("the first replay", first, truth_of_call(long))
     _load(static, short, arguments)
