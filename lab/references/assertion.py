@@ -51,8 +51,8 @@ def assert_close_to_reference(
     may hold anything.
 
     Args:
-        out: what the kernel returned: the output, or (out, lse).
-        lse: the LSE, if the kernel gave one, in the base and a shape of the call; None compares none.
+        out: what the kernel returned: the output, or (out, lse). An `out` that the kernel got is held to the same.
+        lse: the LSE, if the kernel gave one, in the base and a shape of the call, beside a returned one; None compares none.
         arithmetic: dtype to which the kernel is known to round the operands of both products, such as e4m3 over an e4m3
             cache; None is the query's.
         check_dtype: False lets `out` have another dtype than the call says; the bound stays that of the call's.
@@ -71,16 +71,19 @@ def assert_close_to_reference(
     if problem.query.device.type != "cpu":  # on a CPU the call has been checked already
         check_ragged_values(problem) if isinstance(problem, RaggedAttention) else check_values(problem)
     refuse_nan(problem)
-    if isinstance(out, tuple):
-        out, lse = out
-    wrongs = _wrong_form(problem, call, out, check_dtype)
-    if not wrongs and not problem.has_no_rows:
-        truth = truth_of_problem(problem, arithmetic)
-        rows = out.flatten(0, -3)[: len(truth.expected)]
-        comparison = truth.compare(rows)
-        if not comparison.passed:
-            wrongs.append(truth.wrong_vectors(comparison, rows))
-        wrongs += _wrong_lse(call, lse, truth)
+    returned, returned_lse = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
+    given = None if call.out is returned else call.out  # a kernel that returns its result has to write it there too
+    wrongs = _wrong_form(problem, call, returned, check_dtype)
+    if given is not None:
+        wrongs += _wrong_form(problem, call, given, check_dtype)
+    if not wrongs:
+        has_rows = not problem.has_no_rows and problem.row_offsets()[-1] > 0
+        truth = truth_of_problem(problem, arithmetic) if has_rows else None
+        wrongs += _wrong_vectors(returned, truth)
+        if given is not None:
+            wrongs += [f"the given out: {wrong}" for wrong in _wrong_vectors(given, truth)]
+        for each in (returned_lse, None if lse is returned_lse else lse):
+            wrongs += [] if each is None else _wrong_lse(problem, call, each, truth)
     if wrongs:
         raise AssertionError("\n".join(f"{problem.call.value}: {wrong}" for wrong in wrongs))
 
@@ -118,8 +121,24 @@ def _wrong_form(problem: Problem, call: Any, out: Any, check_dtype: bool) -> lis
     return []
 
 
-def _wrong_lse(call: Any, lse: Tensor | None, truth: Truth) -> list[str]:
-    if lse is None:
+def _wrong_vectors(out: Tensor, truth: Truth | None) -> list[str]:
+    """Return what is wrong of an output's vectors; nothing where no request has a row."""
+    if truth is None:
+        return []
+    rows = out.flatten(0, -3)[: len(truth.expected)]
+    comparison = truth.compare(rows)
+    return [] if comparison.passed else [truth.wrong_vectors(comparison, rows)]
+
+
+def _wrong_lse(problem: Problem, call: Any, lse: Any, truth: Truth | None) -> list[str]:
+    """Return what is wrong of an LSE: its type, shape and device, or its values."""
+    if not isinstance(lse, Tensor):
+        return [f"the LSE is of type {type(lse).__name__}, not a tensor"]
+    if tuple(lse.shape) not in (call.query.shape[:-1], problem.query.shape[:-1]):
+        return [f"the LSE is {list(lse.shape)}, not {list(problem.query.shape[:-1])}"]
+    if lse.device != problem.query.device:
+        return [f"the LSE is on {lse.device}, not on {problem.query.device}"]
+    if truth is None:
         return []
     rows = lse.flatten(0, 1) if lse.ndim == 3 else lse
     in_base_e = isinstance(call, MLADecodeCall) and call.return_lse_base == "basee"

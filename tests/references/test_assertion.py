@@ -181,10 +181,38 @@ def test_buffers_that_were_written_are_the_results_and_stay() -> None:
         assert_close_to_reference(out, **arguments)
 
 
+def test_buffers_that_were_not_written_are_wrong_beside_a_right_result() -> None:
+    arguments = arguments_of(DECODE)
+    out, lse = kernel_of(DECODE)(**arguments, return_lse=True)
+    unwritten = {"out": torch.zeros_like(out), "lse": torch.zeros_like(lse)}
+    assert_close_to_reference((out, lse), **arguments | {"out": out.clone(), "lse": lse.clone()})
+    with pytest.raises(AssertionError, match=r"the given out: 6 of 6 .*\n.*: 6 LSEs are wrong: row 0 head 0 is 0, "):
+        assert_close_to_reference((out, lse), **arguments | unwritten)
+
+
+def test_what_is_no_lse_is_named() -> None:
+    arguments = arguments_of(DECODE)
+    out, lse = kernel_of(DECODE)(**arguments, return_lse=True)
+    for wrong, says in (
+        (torch.cat((lse, lse)), r"the LSE is \[6, 2\], not \[3, 2\]"),
+        (lse.flatten(), r"the LSE is \[6\], not \[3, 2\]"),
+        (lse.to("meta"), "the LSE is on meta, not on cpu"),
+        (1.0, "the LSE is of type float, not a tensor"),
+    ):
+        with pytest.raises(AssertionError, match=says):
+            assert_close_to_reference((out, wrong), **arguments)
+    with pytest.raises(AssertionError, match="the output is of type tuple, not a tensor"):
+        assert_close_to_reference((out, lse, lse), **arguments)  # type: ignore[arg-type]
+
+
 def test_an_output_in_place_of_the_query_is_refused() -> None:
     arguments = arguments_of(DECODE)
     with pytest.raises(ValueError, match="out lies in the query's memory"):
         assert_close_to_reference(kernel_of(DECODE)(**arguments | {"out": arguments["query"]}), **arguments)
+    arguments = arguments_of(DECODE)
+    arguments |= {"out": arguments["query"]}
+    with pytest.raises(ValueError, match="out lies in the query's memory"):
+        assert_close_to_reference(kernel_of(DECODE)(**arguments).clone(), **arguments)
 
 
 def test_another_dtype_is_an_error_unless_it_is_allowed() -> None:
@@ -231,6 +259,15 @@ def test_an_empty_batch_passes() -> None:
     arguments |= {"batch_size": 0, "cum_seq_lens_q": empty, "cum_seq_lens_kv": empty}
     arguments |= {"seq_lens": empty[:0], "max_q_len": 0, "max_kv_len": 0}
     assert_close_to_reference(torch.full((6, 4, 16), math.nan, dtype=torch.bfloat16), **arguments)
+
+
+def test_requests_without_rows_pass_whatever_the_padding_holds() -> None:
+    """A padded batch keeps max_q_len where all requests are idle."""
+    arguments = ragged_arguments() | {"cum_seq_lens_q": torch.zeros(3, dtype=torch.int32)}
+    padding = torch.full((6, 4, 16), math.nan, dtype=torch.bfloat16)
+    assert_close_to_reference(padding, torch.zeros(6, 4), **arguments)
+    with pytest.raises(AssertionError, match=r"the LSE is \[5, 4\], not \[6, 4\]"):
+        assert_close_to_reference(padding, torch.zeros(5, 4), **arguments)
 
 
 def test_inputs_are_left_as_they_are() -> None:
