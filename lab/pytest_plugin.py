@@ -86,7 +86,8 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
         _let_triton_interpret()
         from lab.checks.refusals import resolve_refusals
 
-        space = space_of({name.removeprefix("lab_"): value for name, value in vars(config.option).items()})
+        options = vars(config.option).items()  # those of other plugins among them
+        space = space_of({name.removeprefix("lab_"): value for name, value in options if name.startswith("lab_")})
         named = config.option.lab_refusals
         refusals = None if named is None else resolve_refusals(named)
         for name in config.option.lab_judge:

@@ -105,6 +105,12 @@ def test_the_judge_s_tests_are_alone_unless_a_path_is_named(elsewhere: pytest.Py
     run(elsewhere, "-q").assert_outcomes(passed=1)
 
 
+def test_another_plugin_s_option_is_no_axis(elsewhere: pytest.Pytester) -> None:
+    elsewhere.makeconftest("def pytest_addoption(parser): parser.addoption('--groups', type=int, default=1)")
+    done = run(elsewhere, "--rootdir . --confcutdir . --lab-judge kernels.py:right --groups 3 --collect-only -q")
+    assert done.ret == pytest.ExitCode.OK
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [
