@@ -1,12 +1,15 @@
 """The judge's report as a file: what its verdicts depend on, and reading it back to judge its cases again."""
 
+import ast
 import hashlib
+import itertools
 import json
 import os
+import re
 import site
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,10 @@ from lab.workloads.interfaces import Interface, interfaces_of
 
 # What a kernel may be made of, beside its module.
 SOURCES = (".py", ".cu", ".cuh", ".c", ".cc", ".cpp", ".h", ".hpp", ".pyx", ".so", ".ptx", ".cubin")
-MOST_HASHED_BYTES = 2**20  # of one file; a larger one goes by its size and time
+MOST_HASHED_BYTES = 2**20  # of one file; a larger one goes by its time
+# Beginnings of the environment variables that libraries read, beside those that a kernel's sources name.
+VARIABLES = ("CUDA_", "CUBLAS_", "FLASHINFER_", "NVIDIA_", "PYTORCH_", "TORCH", "TRITON_")
+_NAME = re.compile(r"[A-Za-z_]\w{2,}")
 
 
 class ReportError(ValueError):
@@ -43,26 +49,66 @@ def offer_of(name: str, implementation: Any) -> Offer:
 
 def digest_of_run(offer: Offer, *parts: object) -> str:
     """Return a digest of a run by its offer and all else that its verdicts depend on; "" where that cannot be told."""
-    parts = (offer.sources, os.environ.get("TRITON_INTERPRET"), *parts)
-    return hashlib.sha256(repr(parts).encode()).hexdigest() if offer.sources else ""
+    return hashlib.sha256(repr((offer.sources, *parts)).encode()).hexdigest() if offer.sources else ""
 
 
 def _digest(name: str) -> str:
-    """Hash the lab, the loaded modules that no installer put there, and what lies beside the implementation's module."""
+    """Hash the lab, the implementation's sources, and the environment variables that these name.
+
+    The sources are the loaded modules that no installer put there, what these import later, and what lies beside the
+    implementation's module.
+    """
     module = load(name.partition(":")[0])
     beside = Path(getattr(module, "__file__", None) or "").parent
-    installed = (*sysconfig.get_paths().values(), *site.getsitepackages(), site.getusersitepackages())
+    places = (sysconfig.get_path(each) for each in ("stdlib", "platstdlib", "purelib", "platlib"))
+    installed = (*places, *site.getsitepackages(), site.getusersitepackages())
     loaded = {getattr(each, "__file__", None) or "" for each in list(sys.modules.values())}
-    files = {path for path in beside.iterdir() if path.suffix in SOURCES}
-    files |= {Path(path) for path in loaded if path.endswith(".py") and not path.startswith(installed)}
-    files |= set(Path(lab.__file__).parent.rglob("*.py"))
-    digest = hashlib.sha256()
-    for path in sorted(files):
+    own = {path for path in beside.iterdir() if path.suffix in SOURCES and path.is_file()}
+    own |= {Path(path) for path in loaded if path.endswith(".py") and not path.startswith(installed)}
+    of_lab = set(Path(lab.__file__).parent.rglob("*.py"))
+    roots = [Path(root).resolve() for root in sys.path if not root.startswith(installed)]
+    own |= _imported(own - of_lab, roots, without=of_lab)
+    digest, named = hashlib.sha256(), set[str]()
+    for path in sorted(own | of_lab):
         if path.is_file():
             stat = path.stat()
-            is_small = stat.st_size <= MOST_HASHED_BYTES
-            digest.update(repr((str(path), path.read_bytes() if is_small else stat.st_mtime_ns)).encode())
+            content = path.read_bytes() if stat.st_size <= MOST_HASHED_BYTES else b""
+            digest.update(repr((str(path), content or stat.st_mtime_ns)).encode())
+            named |= set() if path in of_lab else set(_NAME.findall(content.decode(errors="replace")))
+    variables = {name: value for name, value in os.environ.items() if name in named or name.startswith(VARIABLES)}
+    digest.update(repr(sorted(variables.items())).encode())
     return digest.hexdigest()
+
+
+def _imported(paths: set[Path], roots: Sequence[Path], without: set[Path]) -> set[Path]:
+    """Return the files below some folders that Python files import, within functions too, and what these import."""
+    found: set[Path] = set()
+    left = [path for path in paths if path.suffix == ".py"]
+    while left:
+        new = {path for path in _imports(left.pop(), roots) if path.is_file()} - paths - found - without
+        found |= new
+        left += new
+    return found
+
+
+def _imports(path: Path, roots: Sequence[Path]) -> Iterator[Path]:
+    """Yield the files that the imports of a Python file may mean."""
+    try:
+        nodes = list(ast.walk(ast.parse(path.read_bytes())))
+    except (OSError, SyntaxError, ValueError):
+        return
+    for node in nodes:
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        names, folders = [alias.name for alias in node.names], roots
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{name}" if node.module else name for name in names]
+            folders = path.parents[node.level - 1 : node.level] if node.level else roots
+        for folder, name in itertools.product(folders, names):
+            parts = name.split(".")
+            for depth in range(1, len(parts) + 1):
+                stem = folder.joinpath(*parts[:depth])
+                yield from (stem.with_name(f"{stem.name}.py"), stem / "__init__.py")
 
 
 def read_cases(record: dict[str, Any]) -> Iterator[CaseVerdict]:

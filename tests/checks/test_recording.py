@@ -106,6 +106,30 @@ def test_what_has_changed_is_judged_anew(kernel: Path, judged_cases: list[Any], 
     assert len(judged_cases) == all_cases
 
 
+def test_what_a_kernel_imports_later_or_reads_of_the_environment_is_judged_anew(
+    kernel: Path, judged_cases: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later = kernel.parent / "its_package" / "later.py"
+    later.parent.mkdir()
+    later.write_text("SCALE = 1.0\n")
+    source = kernel.read_text().replace("    return", "    from its_package.later import SCALE\n    return")
+    kernel.write_text(f"import os\nVALUE = os.environ.get('ITS_OWN_VALUE')\n{source}")
+
+    def judged_anew() -> bool:
+        judged_cases.clear()
+        report = judged(kernel, drawn=0, only=["K5"])
+        return len(judged_cases) == len(report.verdicts)
+
+    assert judged_anew()
+    assert not judged_anew()
+    later.write_text("SCALE = 2.0\n")
+    assert judged_anew()
+    monkeypatch.setenv("ITS_OWN_VALUE", "7")
+    assert judged_anew()
+    monkeypatch.setenv("_".join(("NOBODY", "S", "VALUE")), "7")  # this file is a loaded module too, and would name it
+    assert not judged_anew()
+
+
 def test_an_interrupted_run_keeps_its_verdicts_and_is_taken_up(kernel: Path, judged_cases: list[Any]) -> None:
     told: list[Progress] = []
 
