@@ -16,6 +16,7 @@ from typing import Any
 
 import lab
 from lab.checks.bench import Key, key_of
+from lab.checks.catalogue import checks
 from lab.checks.expressions import read_expression
 from lab.checks.report import CaseVerdict
 from lab.checks.verdicts import Judged, Outcome
@@ -153,7 +154,8 @@ def read_record(path: Path) -> dict[str, Any]:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ReportError(f"{path} cannot be read: {error}") from error
-    if not isinstance(record, dict) or "cases" not in record:
+    cases = record.get("cases") if isinstance(record, dict) else None
+    if not isinstance(cases, list) or not all(isinstance(case, dict) for case in cases):
         raise ReportError(f"{path} is no report of the judge")
     return record
 
@@ -168,7 +170,9 @@ def read_case(path: Path, number: int) -> CaseVerdict:
     chosen = [case for case in record["cases"] if case.get("number") == number]
     if not chosen:
         raise ReportError(f"{path} has no case {number}: it has {len(record['cases'])} cases, numbered from 1")
-    (verdict,) = read_cases(record | {"cases": chosen})
+    verdict, *_ = read_cases(record | {"cases": chosen})
+    if verdict.check not in {check.key for check in checks()}:
+        raise ReportError(f"case {number} of {path} is of a check {verdict.check!r}, which this lab does not have")
     return replace(verdict, recorded_in=str(path))
 
 

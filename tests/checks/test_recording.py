@@ -185,9 +185,18 @@ def test_a_recorded_case_is_refused_as_its_run_was(kernel: Path) -> None:
     assert report.exit_status == judge_recorded(path, 1, isolated=False).exit_status == 125
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"cases": [{}], "space": "Space()"}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"cases": 5}', '{"cases": [5]}', '{"cases": [{}], "space": "Space()"}']
+)
 def test_what_is_no_report_is_a_sentence(tmp_path: Path, text: str) -> None:
     path = tmp_path / "report.json"
     path.write_text(text)
     with pytest.raises(ReportError, match="report"):
+        read_case(path, 1)
+
+
+def test_a_case_of_a_check_that_is_gone_is_a_sentence(kernel: Path) -> None:
+    path = Path(judged(kernel, drawn=0, only=["K5"]).verdicts[0].recorded_in)
+    path.write_text(path.read_text().replace('"check": "K5"', '"check": "K99"'))
+    with pytest.raises(ReportError, match="is of a check 'K99', which this lab does not have"):
         read_case(path, 1)
