@@ -89,10 +89,7 @@ def find_rules(units: Sequence[Facts], wrong: Bits, weights: Bits) -> list[Rule]
     holds = holds[:, first]
     bad = np.bincount(where.ravel(), weights=weights * wrong, minlength=len(first))
     good = np.bincount(where.ravel(), weights=weights * ~wrong, minlength=len(first))
-    plain = np.array([literal.operator == "is" for literal in literals], dtype=bool)
-    sure = _covering(holds, bad, good, np.where(plain, costs, np.inf))
-    if not sure or good[~holds[sure[0]]].sum() * math.log10((bad + good).sum() / good.sum()) < SURE_DIGITS:
-        sure = ()
+    sure = _sure(literals, holds, bad, good, costs)
     if bad.sum() > EVERYWHERE * (bad + good).sum():
         return [tuple(literals[number] for number in sure)]
     found = _several(literals, holds, bad, good, costs)
@@ -147,6 +144,16 @@ def _is_whole(holds: Bits, found: list[tuple[int, ...]], bad: Bits, good: Bits) 
     """Tell whether rules hold wherever results are wrong: one rule, or several that hold nowhere else."""
     inside = np.any([holds[list(chosen)].all(axis=0) for chosen in found], axis=0)
     return not bad[~inside].sum() and (len(found) == 1 or not good[inside].sum())
+
+
+def _sure(literals: list[Literal], holds: Bits, bad: Bits, good: Bits, costs: Bits) -> tuple[int, ...]:
+    """Return a condition that all wrong results share and that right ones lack by more than chance; none if there is none."""
+    is_condition = np.array([literal.operator == "is" for literal in literals], dtype=bool)
+    sure = _covering(holds, bad, good, np.where(is_condition, costs, np.inf))
+    if not sure:
+        return ()
+    digits = good[~holds[sure[0]]].sum() * math.log10((bad + good).sum() / good.sum())
+    return sure if digits >= SURE_DIGITS else ()
 
 
 def _covering(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> tuple[int, ...]:
