@@ -201,6 +201,6 @@ class Scene:
         if comparison.passed:
             return ""
         return (
-            f"{int(comparison.wrong.sum())} output vectors are wrong, the worst {comparison.worst_ratio:.3g} times what is "
+            f"{int(comparison.faulty.sum())} output vectors are wrong, the worst {comparison.worst_ratio:.3g} times what is "
             "allowed"
         )

@@ -291,10 +291,10 @@ class Trial:
         return True
 
     def hold(self, what: str, result: Result | None, truth: Truth, least_bound: float = 0.0) -> None:
-        """Hold the output to the truth, and the LSE, if there is one, in base 2.
+        """Hold the output to the truth, its vectors and its slopes, and the LSE, if there is one, in base 2.
 
         Args:
-            least_bound: relative L2 error that is allowed whatever the control makes.
+            least_bound: relative error that is allowed whatever the control makes.
         """
         if result is None:
             return
@@ -304,15 +304,14 @@ class Trial:
             self.wrongs.append(f"{what}: the output is {list(result.out.shape)}, not {list(truth.expected.shape)}")
             self._note(what, "output", True, call)
             return
-        comparison = truth.compare(result.out)
-        comparison = replace(comparison, bound=comparison.bound.clamp(min=least_bound))
+        comparison = truth.compare(result.out, least_bound)
         self.worst_ratio = max(self.worst_ratio, comparison.worst_ratio)
         worst = None
         if not comparison.passed:
-            self.wrongs.append(f"{what}: {truth.wrong_vectors(comparison, result.out)}")
+            self.wrongs.append(f"{what}: {truth.wrong_output(comparison, result.out)}")
             ((row, head),) = comparison.worst(1)
             worst = _vector(truth, row, head, truth.expected, result.out)
-        self._note(what, "output", not comparison.passed, call, comparison.wrong.any(dim=1), worst)
+        self._note(what, "output", not comparison.passed, call, comparison.faulty.any(dim=1), worst)
         if result.lse is not None:
             self.hold_lse(what, result.lse, truth, call)
 

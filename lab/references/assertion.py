@@ -127,7 +127,7 @@ def _wrong_vectors(out: Tensor, truth: Truth | None) -> list[str]:
         return []
     rows = out.flatten(0, -3)[: len(truth.expected)]
     comparison = truth.compare(rows)
-    return [] if comparison.passed else [truth.wrong_vectors(comparison, rows)]
+    return [] if comparison.passed else [truth.wrong_output(comparison, rows)]
 
 
 def _wrong_lse(problem: Problem, call: Any, lse: Any, truth: Truth | None) -> list[str]:

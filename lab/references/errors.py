@@ -16,6 +16,7 @@ from lab.calls.problem import E4M3, Softmax
 from lab.references.paged_attention import logits, number
 from lab.references.plain_arguments import check_plain
 from lab.references.quantization import rounded
+from lab.references.regression import Regression
 
 # An output may be this many times as far from float64 as the control is. Tilings and split reductions of a right kernel
 # differ from the control's one long sum by less. On normally distributed bf16 inputs that allows 0.010; losing one of n
@@ -108,14 +109,23 @@ class Comparison:
     Attributes:
         error: relative L2 of each vector, float64 [num_rows, num_heads].
         bound: what it may be, float64 [num_rows, num_heads].
+        regression: of the output on the truth; None where a vector is wrong by itself, or there was none.
     """
 
     error: torch.Tensor
     bound: torch.Tensor
+    regression: Regression | None = None
 
     @property
     def passed(self) -> bool:
-        return not bool(self.wrong.any())
+        return not bool(self.faulty.any())
+
+    @property
+    def faulty(self) -> torch.Tensor:
+        """The vectors that are wrong, or else the group that is biased, bool [num_rows, num_heads]."""
+        if self.regression is not None and self.regression.worst_ratio > 1:
+            return self.wrong | self.regression.worst_group
+        return self.wrong
 
     @property
     def wrong(self) -> torch.Tensor:
@@ -129,12 +139,17 @@ class Comparison:
 
     @property
     def worst_ratio(self) -> float:
-        """Largest error over its bound; at most 1 for an output that passes, 0 for an empty one."""
-        return float(self.ratio.max()) if self.error.numel() else 0.0
+        """Largest error over its bound, of a vector or a slope; at most 1 for an output that passes, 0 for an empty one."""
+        of_slopes = 0.0 if self.regression is None else self.regression.worst_ratio
+        return max(float(self.ratio.max()), of_slopes) if self.error.numel() else of_slopes
 
     def worst(self, count: int) -> list[tuple[int, int]]:
-        """Return (row, head) of the vectors with the largest error over its bound, at most `count`, the worst first."""
-        indices = self.ratio.flatten().topk(min(count, self.error.numel())).indices.tolist()
+        """Return (row, head) of the vectors with the largest error over its bound, at most `count`, the worst first.
+
+        Those that are at fault come before others.
+        """
+        ranked = torch.where(self.faulty, self.ratio, self.ratio - self.ratio.amax() - 1)
+        indices = ranked.flatten().topk(min(count, self.error.numel())).indices.tolist()
         return [divmod(index, self.error.shape[1]) for index in indices]
 
 

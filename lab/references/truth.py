@@ -9,6 +9,7 @@ from torch import Tensor
 from lab.calls.problem import Softmax
 from lab.references.errors import Comparison, compare, eager_attention
 from lab.references.paged_attention import attention, piece_elements, visible_keys
+from lab.references.regression import regress
 
 SHOWN_VECTORS = 3
 # Scores are float32 sums of exact products, so the softmax's denominator is known to far better than 0.3 % (0.004 in base
@@ -35,19 +36,29 @@ class Truth:
     request_of_row: Tensor
     arithmetic: torch.dtype
 
-    def compare(self, out: Tensor) -> Comparison:
-        """Compare as `lab.references.errors.compare`, with one rounding more allowed in any case.
+    def compare(self, out: Tensor, least_bound: float = 0.0) -> Comparison:
+        """Compare as `lab.references.errors.compare`, with one rounding more allowed in any case; where that passes, regress.
 
         Coded values can be such that the control has no error to speak of, and a right kernel that rounds its splits'
         results, as FA3's MLA kernel does, has one.
+
+        Args:
+            out: as `expected`.
+            least_bound: relative error that is allowed whatever the control makes.
         """
         comparison = compare(out, self.expected, self.control, self.request_of_row)
         one_rounding = torch.finfo(self.arithmetic).eps / 2
-        return replace(comparison, bound=comparison.bound.clamp(min=one_rounding))
+        comparison = replace(comparison, bound=comparison.bound.clamp(min=max(one_rounding, least_bound)))
+        if not comparison.passed:
+            return comparison
+        found = regress(out, self.expected, self.control, self.lse_log2, self.request_of_row, self.arithmetic)
+        return replace(comparison, regression=replace(found, bound=found.bound.clamp(min=least_bound)))
 
-    def wrong_vectors(self, comparison: Comparison, out: Tensor) -> str:
-        """Name the wrong vectors of an output: how many, of which requests, and what is wrong of the worst."""
+    def wrong_output(self, comparison: Comparison, out: Tensor) -> str:
+        """Name the wrong vectors of an output: how many, of which requests, what is wrong of the worst; or else its bias."""
         count = int(comparison.wrong.sum())
+        if comparison.regression is not None:
+            return comparison.regression.sentence()
         requests = self.request_of_row[comparison.wrong.any(dim=1)].unique().tolist()
         vectors = "; ".join(
             f"row {row} (request {int(self.request_of_row[row])}) head {head}"

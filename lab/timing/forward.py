@@ -33,7 +33,7 @@ def _output_check(truth: Truth) -> Check:
         comparison = truth.compare(arguments["out"])
         if not comparison.passed:
             raise AssertionError(
-                f"{int(comparison.wrong.sum())} of {comparison.wrong.numel()} output vectors are wrong, the worst "
+                f"{int(comparison.faulty.sum())} of {comparison.faulty.numel()} output vectors are wrong, the worst "
                 f"{comparison.worst_ratio:.3g} times what is allowed: a time of this is worth nothing"
             )
         arguments["out"].fill_(float("nan"))
