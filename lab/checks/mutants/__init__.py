@@ -7,6 +7,7 @@ stage of the right model in `split_kv`. `mla=True` in the class statement makes 
 
 from lab.checks.mutants import (
     batching,
+    bias,
     caching,
     draft_indices,
     lse,
@@ -24,7 +25,7 @@ from lab.checks.mutants.mutant import Mutant, defects_of
 
 _PAGED = [
     defective
-    for module in (masks, scales, pages, merging, batching, memory, caching, lse)
+    for module in (masks, scales, pages, merging, batching, memory, caching, lse, bias)
     for defective in defects_of(module)
 ]
 _OTHERS = [defective for module in (ragged, draft_indices, metadata, mla_metadata) for defective in defects_of(module)]

@@ -1,0 +1,106 @@
+"""Mutants whose outputs are a little too large or too small, each by less than one vector's rounding shows."""
+
+import torch
+from torch import Tensor
+
+from lab.calls.problem import HALF_DTYPES, PagedAttention
+from lab.calls.ragged_context import RaggedAttention
+from lab.checks.mutants import ragged
+from lab.checks.mutants.split_kv import Partials, Rows, RowTile, SplitKV
+
+LARGER = 1.005  # by half a percent
+
+
+class EverythingBiased(SplitKV, mla=True, instead={"bmm2_scale": lambda problem: problem.bmm2_scale * LARGER}):
+    """All outputs are 0.5 % too large."""
+
+
+class BiasedWithSinks(EverythingBiased, mla=True, only_with="sinks"):
+    """With sinks, all outputs are 0.5 % too large."""
+
+
+class BiasedInWindows(SplitKV):
+    """With a window, all outputs are 0.5 % too large."""
+
+    def changed(self, problem: PagedAttention) -> PagedAttention:
+        return EverythingBiased().misread(problem) if problem.window_left >= 0 else problem
+
+
+class LastHeadBiased(SplitKV, mla=True):
+    """Outputs of the last head are 0.5 % too large."""
+
+    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> Rows:
+        rows = super().merged(problem, tile, partials)
+        rows.values[:, -1] *= LARGER
+        return rows
+
+
+class LastRequestBiased(SplitKV, mla=True):
+    """Outputs of the batch's last request are 0.5 % too large."""
+
+    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> Rows:
+        rows = super().merged(problem, tile, partials)
+        rows.values[:] *= LARGER if tile.request == problem.batch_size - 1 else 1.0
+        return rows
+
+
+class FirstRowBiased(SplitKV, mla=True):
+    """The first of several rows of each request is 0.5 % too large."""
+
+    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> Rows:
+        rows = super().merged(problem, tile, partials)
+        rows.values[self.biased(tile)] *= LARGER
+        return rows
+
+    def biased(self, tile: RowTile) -> slice:
+        """The rows of a tile that are biased."""
+        is_first = tile.first_position == tile.kv_len - tile.q_len
+        return slice(0, 1 if is_first and tile.q_len > 1 else 0)
+
+
+class LastRowBiased(FirstRowBiased, mla=True):
+    """The last of several rows of each request is 0.5 % too large."""
+
+    def biased(self, tile: RowTile) -> slice:
+        is_last = tile.first_position + tile.num_rows == tile.kv_len
+        return slice(tile.num_rows - 1 if is_last and tile.q_len > 1 else tile.num_rows, None)
+
+
+class OutputsTruncated(SplitKV, mla=True):
+    """Outputs are cut to bfloat16 or float16, not rounded: in bfloat16 they are 0.3 % too small."""
+
+    def write(self, problem: PagedAttention, tile: RowTile, rows: Rows, out: Tensor, lse: Tensor | None) -> None:
+        values = truncated(rows.values, out.dtype) if out.dtype in HALF_DTYPES else rows.values
+        super().write(problem, tile, Rows(values, rows.lse_log2), out, lse)
+
+
+class PartialSumsTruncated(SplitKV, mla=True):
+    """Sums of splits are cut to bfloat16 on their way to the merge, not rounded."""
+
+    def partials(self, problem: PagedAttention, tile: RowTile) -> Partials:
+        partials = super().partials(problem, tile)
+        return partials._replace(sums=truncated(partials.sums, torch.bfloat16))
+
+
+class RaggedBiased(ragged.Ragged, instead={"bmm2_scale": lambda problem: problem.bmm2_scale * LARGER}):
+    """All outputs are 0.5 % too large."""
+
+
+class RaggedLastHeadBiased(ragged.Ragged):
+    """Outputs of the last head are 0.5 % too large."""
+
+    def finish(self, problem: RaggedAttention, out: Tensor, lse_log2: Tensor | None) -> None:
+        out[:, -1] *= LARGER
+
+
+class RaggedChunksBiased(RaggedBiased):
+    """Outputs over a chunk of the prefix, which is not causal, are 0.5 % too large."""
+
+    def changed(self, problem: RaggedAttention) -> RaggedAttention:
+        return problem if problem.causal else self.misread(problem)
+
+
+def truncated(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return float32 values whose bits beyond a half dtype's are zero."""
+    dropped = 16 if dtype == torch.bfloat16 else 13
+    return (values.contiguous().view(torch.int32) >> dropped << dropped).view(torch.float32)
