@@ -47,7 +47,8 @@ def assert_close_to_reference(
 
     Each vector, of one row and head, is held to float64 on the same inputs. Its relative L2 error may be
     `lab.references.errors.CONTROL_FACTOR` times that of plain low-precision torch operations (`eager_attention`) on the same
-    request, and one rounding in any case: the bound of `lab.checks.judge`. Rows after the last request's are padding, and
+    request, and one rounding in any case: the bound of `lab.checks.judge`. Where all pass, the slopes of their regression on
+    float64 (`lab.references.regression`) must be 1 but for rounding. Rows after the last request's are padding, and
     may hold anything.
 
     Args:
@@ -61,7 +62,8 @@ def assert_close_to_reference(
             now, and none is written. `workspace_buffer` may be left out.
 
     Raises:
-        AssertionError: the output or the LSE is wrong; it names row, request, head, error and bound of the worst vectors.
+        AssertionError: the output or the LSE is wrong; it names row, request, head, error and bound of the worst vectors,
+            or the factor by which many are off.
         TypeError: the arguments are those of none of the calls.
         ValueError: the arguments make no sense, `out` lies in the query's memory, or the truth is not finite.
         NotImplementedError: the lab does not model an argument.

@@ -55,6 +55,22 @@ def test_one_wrong_vector_is_named(trial: Trial, truth: Truth) -> None:
     assert trial.worst_ratio > 5
 
 
+def test_outputs_that_are_biased_are_told_and_their_rows_noted(trial: Trial, truth: Truth) -> None:
+    out = truth.expected.clone()
+    out[:2] *= 1.006
+    trial.called = replace(trial.called, q_lens=(2, 2, 2))
+    trial.hold("this", Result(out, None), truth)
+    assert trial.wrongs == [
+        "this: all outputs of request 0 are 0.60% too large: factor 1.0060, at most 1.0047 is rounding"
+    ]
+    assert trial.worst_ratio == pytest.approx(0.006 / 0.0047, rel=0.02)
+    (result,) = trial.results
+    assert result.facts["held"] == "output"
+    assert [wrong for _, wrong in result.requests] == [True, False, False]
+    assert result.example is not None
+    assert result.example.where.endswith("(request 0), head 0") or result.example.where.endswith("(request 0), head 1")
+
+
 def test_what_a_check_allows_is_allowed(trial: Trial, truth: Truth) -> None:
     trial.hold("this", Result(truth.expected * 1.1, None), truth, least_bound=0.11)
     assert not trial.wrongs

@@ -241,6 +241,13 @@ def test_what_is_no_output_is_named(out: Any, says: str) -> None:
         assert_close_to_reference(out, **arguments_of(DECODE))
 
 
+def test_a_bias_that_no_vector_shows_is_named() -> None:
+    arguments = arguments_of(replace(DECODE, kv_lens=(20, 30, 33), q_lens=(4, 4, 4)))
+    out = kernel_of(DECODE)(**arguments)
+    with pytest.raises(AssertionError, match=r"decode_with_kv_cache: all outputs are 0\.\d\d% too small: factor 0\.99"):
+        assert_close_to_reference(out.float() * 0.995, **arguments, check_dtype=False)
+
+
 def test_arguments_of_no_call_are_named() -> None:
     arguments = arguments_of(DECODE)
     out = kernel_of(DECODE)(**arguments)

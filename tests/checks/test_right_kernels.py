@@ -1,0 +1,77 @@
+"""Right kernels, written differently, in which the judge must find nothing wrong; and what they are when they are biased."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lab.checks import judge
+from lab.workloads.interfaces import ATTENTION, Interface
+from tests.checks.right_kernels import KERNELS, RightKernel
+from tests.checks.small import SMALL
+
+B, H, E = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+# Every argument of a call, on few sizes.
+SPACE = replace(
+    SMALL,
+    dtypes=((B, B), (H, H), (B, E)),
+    groups=(3,),
+    num_kv_heads=(2,),
+    q_lens=(1, 4),
+    windows=(False, True),
+    sinks=(False, True),
+    kv_layouts=("HND", "NHD"),
+    nvfp4=(False, True),
+    longest=150,
+)
+# Those in which arithmetic shows; K11 takes every argument.
+CHECKS = ("K1", "K2", "K3", "K11", "K13", "M3")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_right_kernel_is_right(name: str) -> None:
+    report = judge(KERNELS[name], space=SPACE, only=CHECKS, drawn=0)
+    assert report.is_right, "\n".join(report.details())
+    assert {verdict.interface for verdict in report.verdicts} == {*ATTENTION, Interface.RAGGED_CONTEXT}
+    assert not [verdict for verdict in report.verdicts if verdict.judged.declines]
+
+
+def biased(kernel: RightKernel, bias: Callable[[torch.Tensor], None]) -> SimpleNamespace:
+    """A kernel whose outputs are changed in place before they are returned."""
+
+    def changed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(**arguments: Any) -> Any:
+            returned = function(**arguments)
+            bias(returned[0] if isinstance(returned, tuple) else returned)
+            return returned
+
+        return call
+
+    names = [each.value for each in (*ATTENTION, Interface.RAGGED_CONTEXT)]
+    return SimpleNamespace(**{name: changed(getattr(kernel, name)) for name in names})
+
+
+def everywhere(out: torch.Tensor) -> None:
+    out *= 0.995
+
+
+def last_head(out: torch.Tensor) -> None:
+    out[..., -1, :] *= 1.005
+
+
+@pytest.mark.parametrize("bias", [everywhere, last_head])
+def test_half_a_percent_is_found_in_every_call(bias: Callable[[torch.Tensor], None]) -> None:
+    report = judge(biased(KERNELS["two_passes"], bias), space=SPACE, only=("K1", "M3"), drawn=0)
+    wrong = {verdict.interface for verdict in report.verdicts if "all outputs" in " ".join(verdict.judged.wrongs)}
+    assert wrong == {*ATTENTION, Interface.RAGGED_CONTEXT}
