@@ -98,9 +98,19 @@ class AttentionInputs:
             arguments |= self._context_arguments()
         else:
             arguments["max_seq_len"] = self.max_seq_len
-        if case.interface is Interface.DECODE and case.q_lens[0] > 1:
+        if case.offsets:
+            arguments |= self._offset_arguments()
+        elif case.interface is Interface.DECODE and case.q_lens[0] > 1:
             arguments["q_len_per_req"] = case.q_lens[0]
         return arguments
+
+    def _offset_arguments(self) -> dict[str, Any]:
+        """Return those of a decode call whose rows are told by offsets."""
+        offsets = {
+            "max_q_len": max(self.case.q_lens),
+            "cum_seq_lens_q": running_sum(self.case.q_lens, self.query.device),
+        }
+        return offsets if self.case.is_mla else offsets | {"q_len_per_req": None}
 
     def _scale_factor_arguments(self) -> dict[str, Any]:
         """XQA, which has decode calls alone, reads V's factors in plain order; trtllm-gen reads them interleaved."""
@@ -126,8 +136,9 @@ class AttentionInputs:
 
     def _mla_arguments(self) -> dict[str, Any]:
         case = self.case
+        per_request = (len(case.q_lens), case.q_lens[0], *self.query.shape[1:])
         return {
-            "query": self.query.view(len(case.q_lens), case.q_lens[0], *self.query.shape[1:]),
+            "query": self.query if case.offsets else self.query.view(per_request),
             "kv_cache": self.k_pages,
             "qk_nope_head_dim": case.out_head_dim // 4,  # 128 of 512 in DeepSeek-V3; changes no result
             "kv_lora_rank": case.out_head_dim,

@@ -86,7 +86,7 @@ class AttentionCase:
     Attributes:
         interface: DECODE, CONTEXT or MLA_DECODE.
         kv_lens: keys of each request, its query rows' own included; may be 0, or less than its rows.
-        q_lens: query rows of each request; equal for DECODE and MLA_DECODE.
+        q_lens: query rows of each request, perhaps 0; equal for DECODE and MLA_DECODE unless `offsets`.
         num_kv_heads, group: K/V heads, and query heads of each.
         head_dim: of queries and keys.
         v_head_dim: of values and outputs; for MLA, where V is the first so many elements of K. Else None: head_dim.
@@ -94,6 +94,7 @@ class AttentionCase:
         arithmetic: what the control rounds the operands of both products to; None: dtype. Lower where a kernel is known to.
         window_left: keys to the left of a row that it sees; -1 for all.
         sinks: a logit per head in the softmax's denominator.
+        offsets: a decode call says its rows by `cum_seq_lens_q`, as a context call always does.
         contents, seed: what the tensors hold.
         storage: how K and V are stored.
 
@@ -113,6 +114,7 @@ class AttentionCase:
     arithmetic: torch.dtype | None = None
     window_left: int = -1
     sinks: bool = False
+    offsets: bool = False
     contents: Contents = Contents.RANDOM
     seed: int = 0
     storage: Storage = field(default_factory=Storage)
@@ -122,10 +124,10 @@ class AttentionCase:
             raise ValueError(f"{self.interface!r} is no attention call: one of {ATTENTION}")
         if not self.kv_lens or len(self.kv_lens) != len(self.q_lens):
             raise ValueError(f"kv_lens {self.kv_lens} and q_lens {self.q_lens}: one each per request, at least one")
-        if min(self.kv_lens) < 0 or min(self.q_lens) < 1:
-            raise ValueError(f"kv_lens {self.kv_lens} must be >= 0 and q_lens {self.q_lens} >= 1")
-        if self.interface is not Interface.CONTEXT and len(set(self.q_lens)) > 1:
-            raise ValueError(f"q_lens {self.q_lens} must be equal in a decode call")
+        if min(self.kv_lens) < 0 or min(self.q_lens) < (not self.has_offsets):
+            raise ValueError(f"kv_lens {self.kv_lens} must be >= 0 and q_lens {self.q_lens} >= 1, or 0 with offsets")
+        if not self.has_offsets and len(set(self.q_lens)) > 1:
+            raise ValueError(f"q_lens {self.q_lens} must be equal in a decode call without offsets")
         if self.is_mla and (self.num_kv_heads != 1 or self.v_head_dim is None or self.window_left >= 0):
             raise ValueError("an MLA call has one K/V head, a v_head_dim and no window")
         if not self.is_mla and self.v_head_dim is not None:
@@ -134,6 +136,10 @@ class AttentionCase:
     @property
     def is_mla(self) -> bool:
         return self.interface is Interface.MLA_DECODE
+
+    @property
+    def has_offsets(self) -> bool:
+        return self.offsets or self.interface is Interface.CONTEXT
 
     @property
     def num_qo_heads(self) -> int:
