@@ -12,7 +12,7 @@ from lab.checks.isolation import Isolation
 from lab.checks.report import CaseVerdict
 from lab.checks.space import Space
 from lab.checks.verdicts import Outcome
-from lab.workloads.interfaces import Interface
+from lab.workloads.interfaces import ATTENTION, Interface
 
 CASES_PER_WORKER = 8  # handed out together: enough that workers seldom wait for the slowest of them
 SMOKE_LONGEST = 200  # keys
@@ -106,7 +106,7 @@ class Bench:
         most = max(SMOKE_LONGEST, *space.q_lens) if level is Level.SMOKE else space.longest
         self._axes = replace(space, longest=min(space.longest, most))
         self._cases = [case for case in check.cases(interface, self._axes, level) if repr(case) not in without]
-        self._drawn = drawn if check.adapt is not None else 0
+        self._drawn = drawn if check.adapt is not None and interface in ATTENTION else 0
         self.planned, self.judged = len(self._cases) + self._drawn, 0
 
     @property

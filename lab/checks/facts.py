@@ -207,9 +207,7 @@ class CallLog:
         first = self._first_of_shapes.setdefault(shapes, now)
         for name, value in now.items():
             found[f"another {name} than the first call of these shapes"] = value != first[name]
-        cache = arguments.get("kv_cache")
-        watched = {name: arguments.get(name) for name in _WATCHED}
-        for name, tensor in (watched | {"kv_cache": cache[0] if isinstance(cache, tuple) else cache}).items():
+        for name, tensor in _watched(arguments).items():
             if isinstance(tensor, Tensor):
                 key = name, tensor.data_ptr()
                 seen, version = self._versions.get(key, (None, tensor._version))
@@ -220,8 +218,19 @@ class CallLog:
         return found
 
 
-_WATCHED = ("query", "seq_lens", "block_tables", "bmm1_scale", "workspace_buffer")
+_WATCHED = ("query", "seq_lens", "cum_seq_lens_q", "block_tables", "bmm2_scale", "mask", "workspace_buffer")
 _REMEMBERED = ("bmm1_scale", "bmm2_scale", "window_left", "sinks", "mask", "seq_lens", "cum_seq_lens_q", "block_tables")
+
+
+def _watched(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that may be written between two calls, the same under one name whatever the function's is."""
+    cache = arguments.get("kv_cache", arguments.get("key"))
+    scale = arguments.get("bmm1_scale_log2")
+    return {name: arguments.get(name) for name in _WATCHED} | {
+        "kv_cache": cache[0] if isinstance(cache, tuple) else cache,
+        "bmm1_scale": arguments.get("bmm1_scale") if scale is None else scale,
+        "sinks": arguments.get("sinks", arguments.get("attention_sinks")),
+    }
 
 
 def _comparable(value: Any) -> Any:

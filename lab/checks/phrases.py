@@ -200,7 +200,11 @@ PHRASES: dict[str, Phrase] = {
     "query was written since an earlier call": Phrase(1.3, "the query was written since an earlier call"),
     "seq_lens was written since an earlier call": Phrase(1, "seq_lens were written since an earlier call"),
     "block_tables was written since an earlier call": Phrase(1.2, "the page table was written since an earlier call"),
+    "cum_seq_lens_q was written since an earlier call": Phrase(1, "cum_seq_lens_q was written since an earlier call"),
     "bmm1_scale was written since an earlier call": Phrase(1, "bmm1_scale was written since an earlier call"),
+    "bmm2_scale was written since an earlier call": Phrase(1, "bmm2_scale was written since an earlier call"),
+    "sinks was written since an earlier call": Phrase(1, "the sinks were written since an earlier call"),
+    "mask was written since an earlier call": Phrase(1, "the mask was written since an earlier call"),
     "kv_cache was written since an earlier call": Phrase(1, "the cache was written since an earlier call"),
     "workspace_buffer was written since an earlier call": Phrase(1.3, "the workspace was used before"),
     # Where no other fact tells.

@@ -239,6 +239,20 @@ class KeepsTheTailOfWriteLocations(GraphRunner):
         return output
 
 
+class ColumnsOfTheFirstReplay(GraphRunner):
+    """A page table has the columns of the longest request in the first replay: later ones keep what they held."""
+
+    columns = 0
+
+    def replay(self, batch: ForwardBatch) -> Any:
+        table = self.metadata.buffers.page_table
+        stale = table.clone()
+        output = super().replay(batch)
+        self.columns = self.columns or -(-int(batch.seq_lens.max()) // self.pool.page_size)
+        table[:, self.columns :].copy_(stale[:, self.columns :])
+        return output
+
+
 def runner(kind: type[GraphRunner]) -> RunnerFactory:
     return lambda backend, case, pool, sizes, body: kind(backend, case.mode, pool, sizes, body, case.place)
 
@@ -285,6 +299,11 @@ DEFECTS = {
     "sizes do not share their storage": Defect(
         "decode", runner(SizesTakeTheTail), {Story.TWO_CAPTURED_SIZES: "replay 2"}
     ),
+    "columns frozen at the first replay": Defect(
+        "decode",
+        runner(ColumnsOfTheFirstReplay),
+        {Story.A_B_A: "page_table", Story.TWO_CAPTURED_SIZES: "replay 1: page_table", Story.SAME_BUFFERS: "page_table"},
+    ),
     "a missing offset": Defect("draft_decode", without_the_offset, {Story.CAPTURED_BELOW_Q: ""}),
     "seq_lens of padding not reset": padded("seq_lens"),
     "req_pool_indices of padding not reset": padded("req_pool_indices"),
@@ -307,6 +326,13 @@ def test_a_defect_is_found_and_the_story_says_what_is_wrong(name: str, story: St
     why = reason(case, make=defect.make)
     assert why
     assert defect.found[story] in why
+
+
+@IN_INTERPRETER
+def test_what_is_frozen_at_the_first_replay_shows_where_a_later_one_is_longer() -> None:
+    frozen = runner(ColumnsOfTheFirstReplay)
+    shrinking = GraphCase(MODES["decode"], Story.AFTER_A_LONGER_BATCH, MetadataPlace.BEFORE_REPLAY)
+    assert reason(shrinking, make=frozen) == ""
 
 
 def test_every_story_finds_a_defect() -> None:

@@ -1,124 +1,198 @@
 """State frozen in the first call: lengths, tables or pointers that a replayed CUDA graph would not see change.
 
-No attention test of FlashInfer replays a graph with other lengths. Here one set of tensors is kept and its contents change:
-a long batch, a short one, the long one again, with an eager call of another shape in between. On a GPU the call is
-captured and replayed; elsewhere it is made again with the same tensors.
+No attention test of FlashInfer replays a graph with other lengths. Here one set of tensors is kept and its contents change. The
+call is captured on padding alone, within host bounds that allow more. Then requests come, each thing that lies on the device is
+written by itself, and requests, rows and keys grow in number, shrink, and are again what they were, with an eager call of
+another shape in between. On a GPU the call is captured and replayed; elsewhere it is made again with the same tensors.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
-from lab.checks.attention_inputs import AttentionInputs, running_sum
 from lab.checks.check import Check, Level, counted, first_line
+from lab.checks.ragged_inputs import TILE
+from lab.checks.replays import Batch, Form, Replay, paged_batch, ragged_batch, rewritten
 from lab.checks.space import Space
-from lab.checks.trial import Result, Trial, truth_of_call
-from lab.metadata.engine.capture import capturing
-from lab.workloads.attention_case import AttentionCase
-from lab.workloads.interfaces import Interface
+from lab.checks.trial import Trial
+from lab.workloads.attention_case import NVFP4, AttentionCase
+from lab.workloads.interfaces import ATTENTION, Interface
+from lab.workloads.ragged_case import RaggedCase
+
+LONG = {Level.SMOKE: (4096,), Level.FULL: (4096, 32768)}  # keys of a request that was captured on a page
+MOST_BETWEEN = 1024  # keys of a request in the eager call, and two pages more
 
 
-def _cases(interface: Interface, space: Space, level: Level) -> Iterator[AttentionCase]:
+@dataclass(frozen=True)
+class Lens:
+    """Keys and query rows of each request."""
+
+    kv_lens: tuple[int, ...]
+    q_lens: tuple[int, ...]
+
+
+Make = Callable[..., Batch]  # of Lens and a seed; `moved` if pages lie elsewhere
+
+
+def _cases(interface: Interface, space: Space, level: Level) -> Iterator[AttentionCase | RaggedCase]:
+    if interface is Interface.RAGGED_CONTEXT:
+        yield from _ragged_cases(space, level)
+        return
     for case in space.covering(interface, counted(level, 4, 24), seed=11):
         yield _roomy(case)
+    for longest, case in zip(LONG[level], space.covering(interface, len(LONG[level]), seed=26), strict=True):
+        yield _long(case, longest, space)
+    if interface is not Interface.MLA_DECODE and True in space.nvfp4:
+        for case in space.covering(interface, counted(level, 1, 4), seed=28):
+            yield _roomy(replace(case, kv_dtype=NVFP4, arithmetic=None))
+
+
+def _ragged_cases(space: Space, level: Level) -> Iterator[RaggedCase]:
+    dtypes = [dtype for dtype, _ in space.dtypes]
+    shapes = [((TILE, 2 * TILE, 3, 5), (7, 2 * TILE, 1, TILE)), ((0, 200, 130, 0), (130, 0, 3, 131))]
+    for number in range(counted(level, 2, 8)):
+        prefix_lens, q_lens = shapes[number % 2]
+        yield RaggedCase(
+            prefix_lens, q_lens, num_heads=1 + number % 3, dtype=dtypes[number % len(dtypes)], seed=number + 1
+        )
+    for longest in LONG[level]:
+        yield RaggedCase((longest, 9), (5, 2), num_heads=1, dtype=dtypes[0], seed=1)
 
 
 def _roomy(case: AttentionCase) -> AttentionCase:
-    """Every request has room for any other's rows."""
-    return replace(case, kv_lens=tuple(max(kv_len, *case.q_lens) for kv_len in case.kv_lens))
+    """Every request has room for any other's rows; rows of some decode calls are told by offsets."""
+    offsets = case.interface is not Interface.CONTEXT and case.seed % 3 == 0
+    return replace(
+        case, kv_lens=tuple(max(kv_len, *case.q_lens) for kv_len in case.kv_lens), offsets=case.offsets or offsets
+    )
+
+
+def _long(case: AttentionCase, longest: int, space: Space) -> AttentionCase:
+    """A request of many splits, on as few heads and rows as there are, for the time it takes."""
+    q_lens = (min(space.q_lens),) * 2
+    few = replace(case, kv_lens=(longest + case.page_size // 2 + 1, TILE + 1), q_lens=q_lens, window_left=-1)
+    if case.is_mla:
+        return replace(few, group=min(space.mla_heads))
+    return replace(few, num_kv_heads=min(space.num_kv_heads), group=min(space.groups))
 
 
 def _judge(trial: Trial) -> None:
-    static, long, short = trial.build(), trial.build(), trial.build(_shorter(trial.case))
-    arguments = _arguments(trial, static)
-    if trial.device.type == "cuda":
-        replay = _captured(trial, static.case.interface, arguments)
-        first = replay()
-    else:
-        replay = partial(trial.run_again, trial.case.interface, arguments)
-        first = trial.run(trial.case.interface, arguments)
-    first = first._replace(out=first.out.clone())
-    trial.hold("the first replay", first, truth_of_call(long))
-    _load(static, short, arguments)
-    trial.hold("a replay with shorter requests", replay(), truth_of_call(short))
-    _replay_of_another_scale(trial, replay, short, arguments)
-    between = trial.build(_another_batch(trial.case))
-    trial.hold("an eager call between replays", trial.attempt("an eager call", between), truth_of_call(between))
-    trial.hold("a replay after an eager call", replay(), truth_of_call(short))
-    _load(static, long, arguments)
-    trial.same_bits("the first batch again", replay(), first)
+    case = trial.case
+    room = Lens(case.kv_lens, case.q_lens)
+    is_ragged = isinstance(case, RaggedCase)
+    make = (ragged_batches if is_ragged else paged_batches)(trial, case)
+    waits = is_ragged or case.has_offsets
+    if waits and trial.attempt_call(*_call("rows that wait for requests", make(_short(room, waits)))) is None:
+        waits = False
+        if not is_ragged and case.interface is not Interface.CONTEXT:
+            make = paged_batches(trial, replace(case, offsets=False))
+    forms = _taken(trial, make(_short(room, waits), seed=1), _wanted(trial, waits))
+    tell(trial, lambda *lens, **how: replace(make(*lens, **how), forms=forms), room, waits)
 
 
-def _arguments(trial: Trial, inputs: AttentionInputs) -> dict[str, Any]:
-    """The call's, with the scale of Q·K^T on the device where the implementation takes it there."""
-    scale = torch.tensor([inputs.bmm1_scale], dtype=torch.float32, device=trial.device)
-    arguments = inputs.arguments()
-    taken = trial.attempt("bmm1_scale as a tensor", inputs, bmm1_scale=scale)
-    return arguments if taken is None else arguments | {"bmm1_scale": scale}
+def tell(trial: Trial, make: Make, room: Lens, waits: bool) -> None:
+    """Tell a trial the story, in tensors that have room for these lengths; `waits`: rows may be fewer."""
+    first, short = make(_padding(room, waits)), make(_short(room, waits), seed=1)
+    short = replace(short, sinks=first.sinks, shown=first.shown)
+    replay = Replay(trial, make(room), first)
+    replay.hold("the first replay, of padding alone", first)
+    kept = replay.hold("a replay with requests", short)
+    last = short
+    for what, last in rewritten(short, *(make(_short(room, waits), seed=2, moved=moved) for moved in (False, True))):
+        replay.hold(f"a replay after {what} changed", last)
+    grown = replace(make(room, seed=3, moved=True), factors=last.factors)
+    before = replay.hold("a replay with more and longer requests", grown)
+    between = replace(make(another(room), seed=4), forms=grown.forms - {Form.OUT})
+    result = trial.attempt_call(*_call("an eager call", between))
+    if result is not None:
+        rows = sum(between.q_lens)
+        trial.hold("an eager call between replays", result._replace(out=result.out[:rows], lse=None), between.truth())
+    trial.same_bits("a replay after an eager call", replay.again(), before)
+    replay.hold("a replay with shorter requests", make(shrunk(room), seed=5))
+    trial.same_bits("the first requests again", replay.of(short), kept)
 
 
-def _replay_of_another_scale(
-    trial: Trial, replay: Callable[[], Result], inputs: AttentionInputs, arguments: dict[str, Any]
-) -> None:
-    scale = arguments["bmm1_scale"]
-    if isinstance(scale, torch.Tensor):
-        scale.mul_(0.75)
-        truth = truth_of_call(inputs, bmm1_scale=0.75 * inputs.bmm1_scale)
-        trial.hold("a replay with another scale on the device", replay(), truth)
-        scale.fill_(inputs.bmm1_scale)
+def paged_batches(trial: Trial, case: AttentionCase) -> Make:
+    def make(lens: Lens, seed: int = 0, moved: bool = False) -> Batch:
+        has_sinks = case.sinks or (case.is_mla and True in trial.space.sinks)
+        storage = replace(case.storage, page_seed=case.storage.page_seed + moved)
+        shown = replace(
+            case, kv_lens=lens.kv_lens, q_lens=lens.q_lens, seed=case.seed + seed, sinks=has_sinks, storage=storage
+        )
+        return paged_batch(trial.build(shown), frozenset({Form.SINKS} if case.sinks else ()))
+
+    return make
 
 
-def _captured(trial: Trial, interface: Interface, arguments: dict[str, Any]) -> Callable[[], Result]:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # what is made once, is made before the capture, on its stream
-        trial.run(interface, arguments)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with capturing(graph, stream=stream):
-            result = trial.run(interface, arguments)
-    torch.cuda.current_stream().wait_stream(stream)
+def ragged_batches(trial: Trial, case: RaggedCase) -> Make:
+    def make(lens: Lens, seed: int = 0, moved: bool = False) -> Batch:
+        prefix_lens = tuple(kv_len - q_len for kv_len, q_len in zip(lens.kv_lens, lens.q_lens, strict=True))
+        drawn = replace(case, prefix_lens=prefix_lens, q_lens=lens.q_lens, seed=10 * case.seed + seed + 6 * moved)
+        return ragged_batch(drawn, trial.device, frozenset())
 
-    def replay() -> Result:
-        graph.replay()
-        torch.cuda.synchronize()
-        return result
-
-    return replay
+    return make
 
 
-def _shorter(case: AttentionCase) -> AttentionCase:
-    """Other contents, rows shared out in another order, and no request longer than before."""
-    q_lens = tuple(reversed(case.q_lens))
-    shortest = [max(q_len, kv_len // 2) for kv_len, q_len in zip(case.kv_lens, q_lens, strict=True)]
-    storage = replace(case.storage, page_seed=case.storage.page_seed + 1)
-    return replace(case, kv_lens=tuple(shortest), q_lens=q_lens, seed=case.seed + 1, storage=storage)
+def _wanted(trial: Trial, waits: bool) -> Iterator[Form]:
+    """Yield the forms to try, another few from case to case."""
+    case = trial.case
+    is_decode = isinstance(case, AttentionCase) and case.interface is Interface.DECODE
+    if is_decode and case.seed % 2 == 0:
+        yield Form.BMM1_LOG2
+    yield Form.BMM1
+    yield Form.BMM2
+    if is_decode and not waits and case.q_lens[0] > 1 and case.seed % 3 == 1:
+        yield Form.MASK
+    if case.seed % 2 and True in trial.space.sinks and (isinstance(case, RaggedCase) or case.is_mla):
+        yield Form.SINKS
+    if case.seed // 2 % 2:
+        yield Form.OUT
 
 
-def _another_batch(case: AttentionCase) -> AttentionCase:
-    kv_lens = (*case.kv_lens, *(kv_len + 2 * case.page_size for kv_len in case.kv_lens))
-    return replace(case, kv_lens=kv_lens, q_lens=(*case.q_lens, *case.q_lens), seed=case.seed + 2)
+def _taken(trial: Trial, batch: Batch, wanted: Iterator[Form]) -> frozenset[Form]:
+    """Return those of the forms that the implementation takes, and the batch's own."""
+    for form in wanted:
+        asked = replace(batch, forms=batch.forms | {form})
+        if trial.attempt_call(*_call(form.value, asked)) is not None:
+            batch = asked
+    return batch.forms
 
 
-def _load(static: AttentionInputs, inputs: AttentionInputs, arguments: dict[str, Any]) -> None:
-    """Copy a batch's contents into the tensors that the call was made with."""
-    static.query.copy_(inputs.query)
-    for kept, new in ((static.k_pages, inputs.k_pages), (static.v_pages, inputs.v_pages)):
-        as_bytes = kept.dtype == torch.float8_e4m3fn
-        kept, new = (side.view(torch.uint8) if as_bytes else side for side in (kept, new))
-        kept[: len(new)].copy_(new)
-    width = min(inputs.block_tables.shape[1], static.block_tables.shape[1])
-    static.block_tables[:, :width] = inputs.block_tables[:, :width]
-    static.seq_lens.copy_(inputs.seq_lens)
-    if static.sinks is not None and inputs.sinks is not None:
-        static.sinks.copy_(inputs.sinks)
-    if "cum_seq_lens_q" in arguments:
-        device = inputs.query.device
-        arguments["cum_seq_lens_q"].copy_(running_sum(inputs.case.q_lens, device))
-        arguments["cum_seq_lens_kv"].copy_(running_sum(inputs.case.kv_lens, device))
+def _call(what: str, batch: Batch) -> tuple[str, Interface, dict[str, Any]]:
+    return what, batch.interface, batch.arguments()
 
 
-CHECK = Check("K9", "replay", first_line(__doc__), _cases, _judge, adapt=_roomy)
+def _padding(room: Lens, waits: bool) -> Lens:
+    """As an engine captures: each request is nothing but its rows, one where there may be fewer."""
+    q_lens = tuple(min(q_len, 1) if waits else q_len for q_len in room.q_lens)
+    return Lens(tuple(max(q_len, 1) for q_len in q_lens), q_lens)
+
+
+def _short(room: Lens, waits: bool) -> Lens:
+    """Every other request is live, on less than a tile of keys; the others are padding, without rows where it may be."""
+    kv_lens, q_lens = [], []
+    for request, (most_keys, most_rows) in enumerate(zip(room.kv_lens, room.q_lens, strict=True)):
+        is_live = request % 2 == 0
+        q_len = min(most_rows, (1 + request) * is_live) if waits else most_rows
+        kv_lens.append(min(most_keys, max(q_len, 17 + 20 * request % 47 if is_live else 1)))
+        q_lens.append(q_len)
+    return Lens(tuple(kv_lens), tuple(q_lens))
+
+
+def shrunk(room: Lens) -> Lens:
+    """Rows shared out in another order, and half the keys."""
+    q_lens = room.q_lens[::-1]
+    return Lens(tuple(max(q_len, kv_len // 2) for kv_len, q_len in zip(room.kv_lens, q_lens, strict=True)), q_lens)
+
+
+def another(room: Lens) -> Lens:
+    """Twice as many requests, the second half longer."""
+    kv_lens = tuple(
+        max(q_len, min(kv_len, MOST_BETWEEN)) for kv_len, q_len in zip(room.kv_lens, room.q_lens, strict=True)
+    )
+    return Lens((*kv_lens, *(kv_len + 2 * TILE for kv_len in kv_lens)), room.q_lens * 2)
+
+
+CHECK = Check(
+    "K9", "replay", first_line(__doc__), _cases, _judge, interfaces=(*ATTENTION, Interface.RAGGED_CONTEXT), adapt=_roomy
+)

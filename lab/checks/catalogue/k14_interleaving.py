@@ -1,17 +1,21 @@
 """State kept under too small a key: a module, a scale, a plan or an output of one call that is taken for another's.
 
-A suite that runs each configuration in a row, or in its own process, never meets it. Here calls that differ in one thing
-alternate in one process: A, B, A.
+A suite that runs each configuration in a row, or in its own process, never meets it. Here calls that differ in one thing, or
+are larger in all, alternate in one process: A, B, A. On a GPU the last A is another stream's.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
+
+import torch
 
 from lab.checks.check import Check, Level, counted, first_line, same
 from lab.checks.space import Space
 from lab.checks.trial import Trial, truth_of_call
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import Interface
+
+LONGER, MORE_ROWS = 128, 64  # keys and rows of a request in a larger call: more splits and tiles
 
 
 def _cases(interface: Interface, space: Space, level: Level) -> Iterator[AttentionCase]:
@@ -31,6 +35,11 @@ def _judge(trial: Trial) -> None:
         other = trial.build(case)
         trial.vary(f"B, {what}", truth_of_call(other), other)
         trial.same_bits(f"A again, after {what}", trial.repeat(inputs), kept)
+    if trial.device.type == "cuda":
+        stream = torch.cuda.Stream(trial.device)
+        stream.wait_stream(torch.cuda.current_stream(trial.device))
+        with torch.cuda.stream(stream):
+            trial.same_bits("A on another stream", trial.repeat(inputs), kept)
 
 
 def _neighbours(case: AttentionCase, space: Space) -> Iterator[tuple[str, AttentionCase]]:
@@ -42,6 +51,7 @@ def _neighbours(case: AttentionCase, space: Space) -> Iterator[tuple[str, Attent
     yield "other contents", replace(case, seed=case.seed + 7)
     yield "requests in another order", replace(case, kv_lens=case.kv_lens[::-1], q_lens=case.q_lens[::-1])
     yield "fewer requests", replace(case, kv_lens=case.kv_lens[:2], q_lens=case.q_lens[:2])
+    yield "more and longer requests", _larger(case)
     if not case.is_mla:
         if len(set(space.windows)) > 1:
             yield "the other window", replace(case, window_left=-1 if case.window_left >= 0 else case.page_size)
@@ -49,6 +59,14 @@ def _neighbours(case: AttentionCase, space: Space) -> Iterator[tuple[str, Attent
             yield "the other sinks", replace(case, sinks=not case.sinks)
         page_size = _next(space.page_sizes, case.page_size)
         yield "another page size", replace(case, storage=replace(case.storage, page_size=page_size))
+
+
+def _larger(case: AttentionCase) -> AttentionCase:
+    """More requests, each of more keys, and of more rows where a call's requests may have another number each."""
+    kv_lens = tuple(kv_len + LONGER + case.page_size for kv_len in (*case.kv_lens, *case.kv_lens[:2]))
+    more = 0 if case.interface is not Interface.CONTEXT else MORE_ROWS
+    q_lens = tuple(q_len + more for q_len in (*case.q_lens, *case.q_lens[:2]))
+    return replace(case, kv_lens=kv_lens, q_lens=q_lens, seed=case.seed + 8)
 
 
 def _next(axis: tuple[int, ...], value: int) -> int:

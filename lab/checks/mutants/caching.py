@@ -1,29 +1,19 @@
 """Mutants that remember something of an earlier call which the next one must not get. Each keeps it on its instance."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lab.calls import DecodeCall
 from lab.calls.problem import PagedAttention
-from lab.checks.mutants.mutant import DECODE
-from lab.checks.mutants.split_kv import Forgiving
+from lab.checks.mutants.mutant import DECODE, Memory
+from lab.checks.mutants.split_kv import KEYS_PER_SPLIT, Call, Forgiving, Rows, RowTile
 
 
-class Remembering(Forgiving, is_model=True):
+class Remembering(Memory, Forgiving, is_model=True):
     """Not a mutant: a kernel with a memory of earlier calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.memory: dict[Any, Any] = {}
-
-    def first(self, key: Any, value: Callable[[], Any]) -> Any:
-        """Return the value that was computed when the key was first seen."""
-        if key not in self.memory:
-            self.memory[key] = value()
-        return self.memory[key]
 
 
 def shapes(problem: PagedAttention) -> tuple[Any, ...]:
@@ -138,3 +128,106 @@ class CachedLayout(Remembering, source="FlashInfer #4124"):
             return problem
         k, v = (torch.as_strided(cache, cache.shape, strides) for cache in (problem.k_cache, problem.v_cache))
         return replace(problem, k_cache=k, v_cache=v)
+
+
+class FrozenSplits(Remembering, mla=True):
+    """A grid has the splits of the longest request in the first call with these tensors: keys after them are lost."""
+
+    least = 1
+
+    def key_range(self, problem: PagedAttention, first_position: int, num_rows: int, kv_len: int) -> tuple[int, int]:
+        longest = self.first(problem.seq_lens.data_ptr(), lambda: max(self.kv_lens(problem)))
+        most = max(-(-longest // KEYS_PER_SPLIT), self.least) * KEYS_PER_SPLIT
+        start, end = super().key_range(problem, first_position, num_rows, kv_len)
+        return min(start, most), min(end, most)
+
+
+class FrozenLargeGrid(FrozenSplits, mla=True, least=32):
+    """A grid has the splits of the longest request in the first call with these tensors, and 32 at least."""
+
+
+class FrozenRows(Remembering, mla=True):
+    """A grid has as many rows of a request as the first call with these offsets had: rows after them are zero."""
+
+    def write(self, problem: PagedAttention, tile: RowTile, rows: Rows, out: Tensor, lse: Tensor | None) -> None:
+        super().write(problem, tile, rows, out, lse)
+        if problem.cu_seqlens_q is not None:
+            offsets = problem.cu_seqlens_q
+            most = self.first(offsets.data_ptr(), lambda: int(offsets.diff().max()))
+            before = tile.first_position - (tile.kv_len - tile.q_len)  # rows of the request in earlier tiles
+            out[tile.rows][max(most - before, 0) :] = 0
+
+
+class FrozenRequests(Remembering, mla=True):
+    """Requests that were padding in the first call with these tensors, without keys before their rows, stay zero."""
+
+    def write(self, problem: PagedAttention, tile: RowTile, rows: Rows, out: Tensor, lse: Tensor | None) -> None:
+        super().write(problem, tile, rows, out, lse)
+        lens, offsets = problem.seq_lens, self.row_offsets(problem)
+        first: list[int] = self.first(lens.data_ptr(), lens.tolist)
+        if len(first) > tile.request and first[tile.request] <= tile.q_len and tile.kv_len > first[tile.request]:
+            out[offsets[tile.request] : offsets[tile.request + 1]] = 0
+
+
+class ReadOnce(Remembering, is_model=True):
+    """Not a mutant: a tensor is copied when its address is first seen, and the copy serves later calls."""
+
+    field = ""
+
+    def changed(self, problem: PagedAttention) -> PagedAttention:
+        tensor = getattr(problem, self.field)
+        if not isinstance(tensor, Tensor):
+            return problem
+        return replace(problem, **{self.field: self.first((tensor.data_ptr(), tensor.shape), tensor.clone)})
+
+
+class Bmm2ReadOnce(ReadOnce, mla=True, field="bmm2_scale"):
+    """A bmm2_scale on the device is read on the host in the first call: what is written there later has no effect."""
+
+
+class SinksReadOnce(ReadOnce, mla=True, field="sinks"):
+    """The sinks are copied once per tensor: what is written there later has no effect."""
+
+
+class MaskReadOnce(ReadOnce, interface=(DECODE,), field="mask"):
+    """The words of a draft mask are copied once per tensor: what is written there later has no effect."""
+
+
+class QueryReadOnce(ReadOnce, mla=True, field="query"):
+    """The query is converted once per tensor: what is written there later has no effect."""
+
+
+class FactorsReadOnce(ReadOnce, field="v_scale_factors"):
+    """V's scale factors of an NVFP4 cache are reordered once per tensor: what is written there later has no effect."""
+
+
+class Log2ScaleReadOnce(Remembering, interface=(DECODE,)):
+    """bmm1_scale_log2 is read on the host in the first call: what is written there later has no effect."""
+
+    def problem(self, call: Call) -> PagedAttention:
+        assert isinstance(call, DecodeCall)
+        scale = call.bmm1_scale_log2
+        if scale is None:
+            return super().problem(call)
+        return super().problem(replace(call, bmm1_scale_log2=self.first(scale.data_ptr(), scale.clone)))
+
+
+class KeysKeptByLength(Remembering, mla=True):
+    """Tokens are gathered once for a page table's pages and a length: what is written into the pages later has no effect."""
+
+    def entries(self, cache: Tensor, scale_factors: Tensor | None, pages: Tensor, offsets: Tensor) -> Tensor:
+        key = (cache.data_ptr(), cache.shape, tuple(pages.tolist()), tuple(offsets[:1].tolist()))
+        kept: Tensor = self.first(
+            key, lambda: super(KeysKeptByLength, self).entries(cache, scale_factors, pages, offsets)
+        )
+        return kept
+
+
+class TableKeptByLength(Remembering, mla=True):
+    """A copy of the page table serves as long as the lengths are those that it was made for."""
+
+    def changed(self, problem: PagedAttention) -> PagedAttention:
+        lens = tuple(problem.seq_lens.tolist())
+        tables = (problem.k_block_tables, problem.v_block_tables)
+        k, v = (self.first((table.data_ptr(), table.shape, lens), table.clone) for table in tables)
+        return replace(problem, k_block_tables=k, v_block_tables=k if tables[0] is tables[1] else v)

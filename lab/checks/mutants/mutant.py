@@ -62,6 +62,17 @@ class Defective:
         return replace(problem, **values)
 
 
+class Memory:
+    """A part of a defective implementation that remembers earlier calls; each instance for itself."""
+
+    def first(self, key: Any, value: Callable[[], Any]) -> Any:
+        """Return the value that was computed when the key was first seen."""
+        memory: dict[Any, Any] = self.__dict__.setdefault("memory", {})
+        if key not in memory:
+            memory[key] = value()
+        return memory[key]
+
+
 def changed_stage(stage: Callable[..., Any], change: Callable[..., Any]) -> Callable[..., Any]:
     """Return the method whose result is `change` of a stage's, followed by the stage's own arguments."""
 

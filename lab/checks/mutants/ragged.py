@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lab.calls import takes
 from lab.calls.ragged_context import RaggedAttention, RaggedContextCall
-from lab.checks.mutants.mutant import RAGGED_CONTEXT, Defective
+from lab.checks.mutants.mutant import RAGGED_CONTEXT, Defective, Memory
 from lab.references.ragged_attention import ragged_attention
 
 
@@ -143,3 +143,56 @@ class RaggedQueryScaledInPlace(Ragged):
 
     def finish(self, problem: RaggedAttention, out: Tensor, lse_log2: Tensor | None) -> None:
         problem.query.mul_(2.0)
+
+
+class RaggedReadOnce(Memory, Ragged, is_model=True):
+    """Not a mutant: tensors are copied when an address is first seen, and the copies serve later calls."""
+
+    fields: tuple[str, ...] = ()
+
+    def changed(self, problem: RaggedAttention) -> RaggedAttention:
+        return replace(problem, **{name: self._kept(problem, getattr(problem, name)) for name in self.fields})
+
+    def _kept(self, problem: RaggedAttention, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return self.first((value.data_ptr(), value.shape, self.also_by(problem)), value.clone)
+
+    def also_by(self, problem: RaggedAttention) -> Any:
+        """Return what else must be as it was for a copy to serve."""
+
+
+class RaggedOffsetsReadOnce(RaggedReadOnce, fields=("cu_seqlens_q",)):
+    """The offsets of the rows are copied once per tensor: those written into it later have no effect."""
+
+
+class RaggedLengthsReadOnce(RaggedReadOnce, fields=("seq_lens", "cu_seqlens_kv")):
+    """Lengths, and the offsets of the keys, are copied once per tensor: those written into them later have no effect."""
+
+
+class RaggedScalesReadOnce(RaggedReadOnce, fields=("bmm1_scale", "bmm2_scale")):
+    """Scales on the device are read on the host in the first call: what is written there later has no effect."""
+
+
+class RaggedSinksReadOnce(RaggedReadOnce, fields=("sinks",)):
+    """attention_sinks are copied once per tensor: what is written there later has no effect."""
+
+
+class RaggedQueryReadOnce(RaggedReadOnce, fields=("query",)):
+    """The query is converted once per tensor: what is written there later has no effect."""
+
+
+class RaggedKeysKeptByLength(
+    RaggedReadOnce, fields=("key", "value"), also_by=lambda kept, problem: tuple(problem.seq_lens.tolist())
+):
+    """Keys and values are converted once for each batch of lengths: what is written there later has no effect."""
+
+
+class RaggedFrozenRows(Memory, Ragged):
+    """A grid has as many rows of a request as the first call with these offsets had: rows after them are zero."""
+
+    def finish(self, problem: RaggedAttention, out: Tensor, lse_log2: Tensor | None) -> None:
+        offsets = problem.cu_seqlens_q
+        most = self.first(offsets.data_ptr(), lambda: int(offsets.diff().max()))
+        for start, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+            out[start + most : max(start + most, end)] = 0.0

@@ -1,0 +1,148 @@
+"""The check of replays: what it rewrites, that what grows is needed, and what it does with a kernel that takes less."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lab import references
+from lab.checks import AttentionCase, Interface, RaggedCase, Space
+from lab.checks.catalogue import k09_replay as replays
+from lab.checks.catalogue.k09_replay import CHECK, Lens, paged_batches, ragged_batches
+from lab.checks.check import Level
+from lab.checks.isolation import run_trial
+from lab.checks.matrix import SPACE
+from lab.checks.mutants import mutant
+from lab.checks.replays import Form, Replay
+from lab.checks.trial import Trial
+from lab.checks.verdicts import Outcome
+from tests.checks.small import SMALL, decoding
+
+CPU = torch.device("cpu")
+MOST = {"rows": (5, 3, 2), "keys": (130, 70, 90)}
+CASES: dict[str, Any] = {
+    "decode": AttentionCase(Interface.DECODE, (200, 70, 90), (2, 2, 2), num_kv_heads=1, seed=1),
+    "offsets": AttentionCase(Interface.DECODE, MOST["keys"], MOST["rows"], num_kv_heads=1, offsets=True),
+    "context": AttentionCase(Interface.CONTEXT, MOST["keys"], MOST["rows"], num_kv_heads=1),
+    "long": AttentionCase(Interface.DECODE, (4100, 65), (1, 1), num_kv_heads=1, group=1),
+    "mla": AttentionCase(
+        Interface.MLA_DECODE, (200, 70, 90), (2, 2, 2), num_kv_heads=1, head_dim=80, v_head_dim=64, seed=1
+    ),
+    "ragged": RaggedCase((100, 60, 3), (5, 3, 70), num_heads=1, seed=1),
+}
+
+
+def shrinking(trial: Trial) -> list[str]:
+    """Capture on the largest batch, and replay with others that are no larger: what is wrong of it."""
+    case = trial.case
+    make = (ragged_batches if isinstance(case, RaggedCase) else paged_batches)(trial, case)
+    room = Lens(case.kv_lens, case.q_lens)
+    replay = Replay(trial, make(room), make(room))
+    for number, lens in enumerate((room, replays.shrunk(room), replays.shrunk(replays.shrunk(room)), room)):
+        replay.hold("a replay", make(lens, seed=number, moved=bool(number % 2)))
+    return trial.wrongs
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        ("frozen_splits", "decode"),
+        ("frozen_splits", "context"),
+        ("frozen_large_grid", "long"),
+        ("frozen_rows", "offsets"),
+        ("frozen_rows", "context"),
+        ("frozen_requests", "decode"),
+        ("mla_frozen_splits", "mla"),
+        ("mla_frozen_requests", "mla"),
+        ("ragged_frozen_rows", "ragged"),
+    ],
+)
+def test_what_is_frozen_at_a_short_capture_shows_where_requests_grow_alone(name: str, case: str) -> None:
+    assert shrinking(Trial(mutant(name).implementation(), CASES[case], CPU, SPACE)) == []
+    judged = run_trial(mutant(name).implementation(), CHECK, CASES[case], CPU, SPACE)
+    assert judged.outcome is Outcome.WRONG
+    assert "a replay with " in judged.wrongs[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "changed"),
+    [
+        ("bmm2_read_once", "decode", "bmm2_scale"),
+        ("mla_bmm2_read_once", "mla", "bmm2_scale"),
+        ("log2_scale_read_once", "offsets", "bmm1_scale"),
+        ("mask_read_once", "decode", "the mask"),
+        ("table_kept_by_length", "context", "K, V and the page table"),
+        ("ragged_scales_read_once", "ragged", "bmm1_scale"),
+        ("ragged_keys_kept_by_length", "ragged", "K and V"),
+    ],
+)
+def test_each_thing_on_the_device_is_written_by_itself(name: str, case: str, changed: str) -> None:
+    judged = run_trial(mutant(name).implementation(), CHECK, CASES[case], CPU, SPACE)
+    assert judged.wrongs[0].startswith(f"a replay after {changed} changed")
+
+
+@pytest.mark.parametrize("case", [case for name, case in CASES.items() if name != "long"], ids=lambda case: "")
+def test_the_tensors_of_all_replays_are_the_same(case: Any) -> None:
+    """The references are right, and every call but the forms that are tried and the eager one has the first's tensors."""
+    calls: list[tuple[int, ...]] = []
+    interface = case.interface if isinstance(case, AttentionCase) else Interface.RAGGED_CONTEXT
+    function = getattr(references, interface.value)
+
+    def noting(**arguments: Any) -> Any:
+        calls.append(tuple(value.data_ptr() for value in arguments.values() if isinstance(value, Tensor)))
+        return function(**arguments)
+
+    judged = run_trial(SimpleNamespace(**{interface.value: noting}), CHECK, case, CPU, SPACE)
+    assert judged.outcome is Outcome.RIGHT, judged.wrongs
+    assert judged.declines == ()
+    assert max(map(calls.count, calls)) >= 9
+
+
+@pytest.mark.parametrize("interface", CHECK.interfaces)
+def test_the_smoke_level_has_every_form_a_long_request_and_rows_that_wait(
+    interface: Interface, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[frozenset[Form], Lens, bool]] = []
+
+    def note(trial: Trial, make: replays.Make, room: Lens, waits: bool) -> None:
+        told.append((make(room).forms, room, waits))
+
+    monkeypatch.setattr(replays, "tell", note)
+    for case in CHECK.cases(interface, replace(Space(), longest=200), Level.SMOKE):
+        run_trial(references, CHECK, case, CPU, Space())
+    wanted = set(Form) if interface is Interface.DECODE else set(Form) - {Form.BMM1_LOG2, Form.MASK}
+    assert {form for forms, _, _ in told for form in forms} == wanted
+    assert max(max(room.kv_lens) for _, room, _ in told) > 4096
+    assert any(waits for _, _, waits in told)
+
+
+def plain(**arguments: Any) -> Iterator[str]:
+    """Yield what a simple kernel does not take."""
+    if any(isinstance(arguments[name], Tensor) for name in ("bmm1_scale", "bmm2_scale")):
+        yield "a scale on the device"
+    yield from (
+        name for name in ("cum_seq_lens_q", "mask", "bmm1_scale_log2", "out") if arguments.get(name) is not None
+    )
+
+
+def test_a_kernel_that_takes_no_form_is_judged_without_and_the_report_names_them() -> None:
+    def decode(**arguments: Any) -> Any:
+        for why in plain(**arguments):
+            raise NotImplementedError(why)
+        return references.trtllm_batch_decode_with_kv_cache(**arguments)
+
+    case = replace(CASES["decode"], offsets=True, seed=6)
+    judged = run_trial(decoding(decode), CHECK, case, CPU, SMALL)
+    assert judged.outcome is Outcome.RIGHT
+    assert judged.judged >= 8
+    assert judged.declines == (
+        "rows that wait for requests: cum_seq_lens_q",
+        "bmm1_scale_log2: bmm1_scale_log2",
+        "bmm1_scale as a tensor: a scale on the device",
+        "bmm2_scale as a tensor: a scale on the device",
+        "an output handed out: out",
+    )
