@@ -24,7 +24,7 @@ SCALES = (0.75, 0.9)  # factors of bmm1_scale and bmm2_scale in a batch of other
 
 
 class Form(NamedEnum):
-    """A form of a call in which one thing more lies on the device, where a replay finds it changed."""
+    """A form of a call with one thing more that a replay finds changed on the device, or must write there."""
 
     BMM1 = "bmm1_scale as a tensor"
     BMM1_LOG2 = "bmm1_scale_log2"
@@ -32,6 +32,7 @@ class Form(NamedEnum):
     SINKS = "sinks"
     MASK = "a draft mask"
     OUT = "an output handed out"
+    LSE = "the LSE"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -76,15 +77,16 @@ class Batch:
         bmm1, bmm2 = (
             torch.tensor([rules[name]], dtype=torch.float32, device=device) for name in ("bmm1_scale", "bmm2_scale")
         )
-        on_device: dict[Form, tuple[str, Callable[[], Tensor]]] = {
+        in_forms: dict[Form, tuple[str, Callable[[], Any]]] = {
             Form.BMM1: ("bmm1_scale", lambda: bmm1),
             Form.BMM1_LOG2: ("bmm1_scale_log2", lambda: bmm1 * math.log2(math.e)),
             Form.BMM2: ("bmm2_scale", lambda: bmm2),
             Form.SINKS: (self.name_of_sinks, lambda: rules["sinks"].clone()),
             Form.MASK: ("mask", lambda: packed_mask(rules["shown"]).to(device)),
             Form.OUT: ("out", lambda: self.out_for(given["query"])),
+            Form.LSE: ("return_lse", lambda: True),
         }
-        return given | {name: made() for form, (name, made) in on_device.items() if form in self.forms}
+        return given | {name: made() for form, (name, made) in in_forms.items() if form in self.forms}
 
     def with_contents_of(self, other: Self) -> Self:
         """Return the batch with the keys and values of another of its lengths."""

@@ -45,10 +45,11 @@ def _judge(trial: Trial) -> None:
 
 
 def _another_shape(case: AttentionCase) -> AttentionCase:
-    """Fewer requests, longer, in another order."""
-    keep = max(1, len(case.kv_lens) // 2)
+    """Longer requests in another order: fewer of them, or for odd seeds twice as many."""
+    count = len(case.kv_lens)
+    keep = 2 * count if case.seed % 2 else max(1, count // 2)
     longer = tuple(kv_len + 3 * case.page_size + 1 for kv_len in reversed(case.kv_lens))
-    return replace(case, kv_lens=longer[:keep], q_lens=case.q_lens[:keep], seed=case.seed + 1)
+    return replace(case, kv_lens=(longer * 2)[:keep], q_lens=(case.q_lens * 2)[:keep], seed=case.seed + 1)
 
 
 def _counters_are_zero(trial: Trial, what: str, workspace: torch.Tensor) -> None:

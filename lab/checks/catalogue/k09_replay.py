@@ -147,6 +147,8 @@ def _wanted(trial: Trial, waits: bool) -> Iterator[Form]:
         yield Form.SINKS
     if case.seed // 2 % 2:
         yield Form.OUT
+    if case.seed % 3 == 2 and isinstance(case, AttentionCase) and not (case.is_mla and waits):  # without a base's name
+        yield Form.LSE
 
 
 def _taken(trial: Trial, batch: Batch, wanted: Iterator[Form]) -> frozenset[Form]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import PagedAttention
+from lab.checks.mutants.mutant import Memory
 from lab.checks.mutants.split_kv import COUNTER_BYTES, Partials, Rows, RowTile, SplitKV, Workspace
 
 
@@ -163,6 +164,21 @@ class CountersLeftByOtherShape(SplitKV, mla=True, source="FlashInfer #3465"):
     def arrives_last(self, counters: Tensor, index: int, tile: RowTile) -> bool:
         last = super().arrives_last(counters, index, tile)
         counters[index] += tile.num_splits == 1
+        return last
+
+
+class CountersOfFirstCall(Memory, SplitKV, mla=True):
+    """As many counters are zeroed as the first call with this workspace had tiles."""
+
+    def workspace(self, buffer: Tensor | None, problem: PagedAttention, tiles: list[RowTile]) -> Workspace:
+        workspace = super().workspace(buffer, problem, tiles)
+        self.zeroed = self.first(workspace.counters.data_ptr(), lambda: len(tiles))
+        return workspace
+
+    def arrives_last(self, counters: Tensor, index: int, tile: RowTile) -> bool:
+        last = super().arrives_last(counters, index, tile)
+        if last and index >= self.zeroed:
+            counters[index] = tile.num_splits
         return last
 
 
