@@ -25,6 +25,7 @@ Facts = Mapping[str, Fact]
 SEMAPHORE_BYTES = 8 * 2**20  # of a workspace; scratch after them
 TILE = 64  # keys that kernels take at a time
 LONG_TILE = 512
+LONGER = "a request is longer than in the first call of these shapes"
 UNSHOWN = ("seed", "page_seed", "kv_lens", "q_lens", "prefix_lens", "lens")
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", E4M3: "e4m3", NVFP4: "nvfp4"}
 
@@ -207,6 +208,8 @@ class CallLog:
         first = self._first_of_shapes.setdefault(shapes, now)
         for name, value in now.items():
             found[f"another {name} than the first call of these shapes"] = value != first[name]
+        lens = (value if isinstance(value, list) else [value] for value in (now["seq_lens"], first["seq_lens"]))
+        found[LONGER] = any(later > earlier for later, earlier in zip(*lens, strict=True))
         for name, tensor in _watched(arguments).items():
             if isinstance(tensor, Tensor):
                 key = name, tensor.data_ptr()

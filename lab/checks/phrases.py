@@ -195,6 +195,9 @@ PHRASES: dict[str, Phrase] = {
     "another sinks than the first call of these shapes": Phrase(1, f"sinks are others {_AGAIN}"),
     "another mask than the first call of these shapes": Phrase(1, f"the mask is another {_AGAIN}"),
     "another seq_lens than the first call of these shapes": Phrase(1, f"seq_lens are others {_AGAIN}"),
+    "a request is longer than in the first call of these shapes": Phrase(
+        0.9, "a request is longer than in the first call of these shapes"
+    ),
     "another cum_seq_lens_q than the first call of these shapes": Phrase(1, f"cum_seq_lens_q is another {_AGAIN}"),
     "another block_tables than the first call of these shapes": Phrase(1.5, f"the page table is another {_AGAIN}"),
     "query was written since an earlier call": Phrase(1.3, "the query was written since an earlier call"),
