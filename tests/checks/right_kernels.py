@@ -242,10 +242,11 @@ class WeightsRounded(AtOnce):
 
 
 class ProbabilitiesRounded(AtOnce):
-    """Weights that add up to 1 are rounded to the query's dtype."""
+    """Weights that add up to 2**14 are rounded to the query's dtype: to 1, float16 would not hold those of long requests."""
 
     def summed(self, part: Part, weights: Tensor, total: Tensor) -> Tensor:
-        return _quotient(weights, total).to(part.half).to(torch.float32) @ part.values.to(torch.float32)
+        weights = (_quotient(weights, total) * 2.0**14).to(part.half).to(torch.float32)
+        return weights @ part.values.to(torch.float32) / 2.0**14
 
 
 class ScalesFirst(AtOnce):
