@@ -76,9 +76,9 @@ def regress(
     """Return the slopes of all vectors, of each head, of each request, and of each row by its place in its request.
 
     A slope's bound is `DEVIATIONS` of a mean's standard deviation, that of one vector over the square root of their number:
-    one rounding in `arithmetic` and the control's own slopes' deviation. Vectors of equal LSE count as one, for their
-    weights may be equal. What the control is off in common is allowed besides. Vectors of zeros are in no group, and there
-    are no groups where e4m3 rounds the weights, which by its few bits is a bias of percent and another in each kernel.
+    one rounding, in `arithmetic` or the control's dtype, and the control's own slopes' deviation. Vectors of equal LSE count
+    as one, for their weights may be equal. What the control is off in common is allowed besides. Vectors of zeros are in no
+    group, and there are no groups where e4m3 rounds the weights, whose few bits make a bias of percent, another in each kernel.
 
     Args:
         out, expected, control: [num_rows, num_heads, head_dim]; expected in float64.
@@ -105,7 +105,7 @@ def regress(
         slopes.new_zeros(len(words)).index_add(0, of_vectors.flatten(), side.expand_as(of_vectors).flatten())
         for side in (torch.ones_like(slopes), slopes - 1, control_slopes - 1)
     )
-    eps = torch.finfo(arithmetic).eps
+    eps = max(torch.finfo(arithmetic).eps, torch.finfo(control.dtype).eps)
     _, equal = (lse_log2[counted] * LN2 / (EQUAL_LSE * eps)).round().to(torch.int64).unique(return_inverse=True)
     pairs, together = (of_vectors * len(equal) + equal).unique(return_counts=True)
     squares = slopes.new_zeros(len(words)).index_add(0, pairs // len(equal), together.to(torch.float64).square())

@@ -92,3 +92,12 @@ def test_the_control_rounds_operands_as_its_arithmetic_does() -> None:
     told = truth_of_requests(torch.full((1, 1, 1), 1.0 + 2**-10), histories, [1], rules)
     assert told.expected.item() == pytest.approx(1 / (1 + math.exp(-2.0 * (1 + 2**-10))), rel=1e-9)
     assert told.control.item() == pytest.approx(1 / (1 + math.exp(-2.0)), rel=1e-6)
+
+
+@pytest.mark.parametrize(("scale", "shared"), [(0.25, 0.0), (torch.tensor(-2.0), 0.0), (0.9, 2.0**-9)])
+def test_values_of_a_quantised_cache_may_be_rounded_after_they_are_scaled(scale: Any, shared: float) -> None:
+    sides = torch.ones(3, 1, 1)
+    rules = Rules(bmm2_scale=scale, arithmetic=torch.bfloat16, out_dtype=torch.bfloat16)
+    query = torch.ones(1, 1, 1, dtype=torch.bfloat16)
+    for dtype, allowed in ((torch.bfloat16, 0.0), (torch.float8_e4m3fn, shared)):
+        assert truth_of_requests(query, [(sides.to(dtype), sides.to(dtype))], [1], rules).shared_error == allowed
