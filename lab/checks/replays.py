@@ -36,7 +36,7 @@ class Form(NamedEnum):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Batch:
+class ReplayedBatch:
     """The contents of a replayed call's tensors. A subclass for each kind of call.
 
     Attributes:
@@ -52,6 +52,8 @@ class Batch:
     shown: Tensor | None = None
     forms: frozenset[Form] = frozenset()
     factors: tuple[float, float] = (1.0, 1.0)
+
+    name_of_sinks = "sinks"  # the argument's
 
     @property
     def interface(self) -> Interface:
@@ -92,8 +94,6 @@ class Batch:
         """Return the batch with the keys and values of another of its lengths."""
         raise NotImplementedError
 
-    name_of_sinks = "sinks"
-
     def scales(self) -> tuple[float, float]:
         """Return bmm1_scale and bmm2_scale before their factors."""
         raise NotImplementedError
@@ -107,11 +107,12 @@ class Batch:
         raise NotImplementedError
 
     def truth(self) -> Truth:
+        """Return what a replay over this batch must give."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class PagedBatch(Batch):
+class PagedBatch(ReplayedBatch):
     """The contents of a paged call: those of `inputs`, but for the query and the sinks."""
 
     inputs: AttentionInputs
@@ -146,7 +147,7 @@ class PagedBatch(Batch):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class RaggedBatch(Batch):
+class RaggedBatch(ReplayedBatch):
     """The contents of a ragged context call over all keys of each request."""
 
     case: RaggedCase
@@ -194,7 +195,7 @@ def ragged_batch(case: RaggedCase, device: torch.device, forms: frozenset[Form])
     return RaggedBatch(query=query, sinks=sinks.to(device), forms=forms, case=case, parts=parts)
 
 
-def rewritten(batch: Batch, other: Batch, moved: Batch) -> Iterator[tuple[str, Batch]]:
+def rewritten(batch: ReplayedBatch, other: ReplayedBatch, moved: ReplayedBatch) -> Iterator[tuple[str, ReplayedBatch]]:
     """Yield what is written, one thing after another, and the batch with it.
 
     Args:
@@ -232,20 +233,20 @@ class Replay:
         Declined, Raised: as `Trial.run`.
     """
 
-    def __init__(self, trial: Trial, room: Batch, first: Batch) -> None:
+    def __init__(self, trial: Trial, room: ReplayedBatch, first: ReplayedBatch) -> None:
         self.trial, self.interface = trial, room.interface
         self.arguments = room.arguments()
         self._load(first)
         self._has_run = False
         self._replay = self._captured() if trial.device.type == "cuda" else self._run
 
-    def hold(self, what: str, batch: Batch) -> Result:
+    def hold(self, what: str, batch: ReplayedBatch) -> Result:
         """Load a batch, replay, and hold the rows of its requests to its truth; return them."""
         result = self.of(batch)
         self.trial.hold(what, result, batch.truth())
         return result
 
-    def of(self, batch: Batch) -> Result:
+    def of(self, batch: ReplayedBatch) -> Result:
         """Load a batch, replay, and return copies of the rows of its requests."""
         self._load(batch)
         return self.again()
@@ -258,7 +259,7 @@ class Replay:
         out, lse, _ = self._replay()
         return Result(out[: self._rows].clone(), None if lse is None else lse[: self._rows].clone(), call)
 
-    def _load(self, batch: Batch) -> None:
+    def _load(self, batch: ReplayedBatch) -> None:
         """Write a batch's contents over the tensors' own, where they differ; what is beyond them stays."""
         self._rows = sum(batch.q_lens)
         for name, new in batch.arguments().items():

@@ -12,7 +12,7 @@ from typing import Any
 
 from lab.checks.check import Check, Level, counted, first_line
 from lab.checks.ragged_inputs import TILE
-from lab.checks.replays import Batch, Form, Replay, paged_batch, ragged_batch, rewritten
+from lab.checks.replays import Form, Replay, ReplayedBatch, paged_batch, ragged_batch, rewritten
 from lab.checks.space import Space
 from lab.checks.trial import Trial
 from lab.workloads.attention_case import NVFP4, AttentionCase
@@ -31,7 +31,7 @@ class Lens:
     q_lens: tuple[int, ...]
 
 
-Make = Callable[..., Batch]  # of Lens and a seed; `moved` if pages lie elsewhere
+Make = Callable[..., ReplayedBatch]  # of Lens and a seed; `moved` if pages lie elsewhere
 
 
 def _cases(interface: Interface, space: Space, level: Level) -> Iterator[AttentionCase | RaggedCase]:
@@ -113,7 +113,7 @@ def tell(trial: Trial, make: Make, room: Lens, waits: bool) -> None:
 
 
 def paged_batches(trial: Trial, case: AttentionCase) -> Make:
-    def make(lens: Lens, seed: int = 0, moved: bool = False) -> Batch:
+    def make(lens: Lens, seed: int = 0, moved: bool = False) -> ReplayedBatch:
         has_sinks = case.sinks or (case.is_mla and True in trial.space.sinks)
         storage = replace(case.storage, page_seed=case.storage.page_seed + moved)
         shown = replace(
@@ -125,7 +125,7 @@ def paged_batches(trial: Trial, case: AttentionCase) -> Make:
 
 
 def ragged_batches(trial: Trial, case: RaggedCase) -> Make:
-    def make(lens: Lens, seed: int = 0, moved: bool = False) -> Batch:
+    def make(lens: Lens, seed: int = 0, moved: bool = False) -> ReplayedBatch:
         prefix_lens = tuple(kv_len - q_len for kv_len, q_len in zip(lens.kv_lens, lens.q_lens, strict=True))
         drawn = replace(case, prefix_lens=prefix_lens, q_lens=lens.q_lens, seed=10 * case.seed + seed + 6 * moved)
         return ragged_batch(drawn, trial.device, frozenset())
@@ -151,7 +151,7 @@ def _wanted(trial: Trial, waits: bool) -> Iterator[Form]:
         yield Form.LSE
 
 
-def _taken(trial: Trial, batch: Batch, wanted: Iterator[Form]) -> frozenset[Form]:
+def _taken(trial: Trial, batch: ReplayedBatch, wanted: Iterator[Form]) -> frozenset[Form]:
     """Return those of the forms that the implementation takes, and the batch's own."""
     for form in wanted:
         asked = replace(batch, forms=batch.forms | {form})
@@ -160,7 +160,7 @@ def _taken(trial: Trial, batch: Batch, wanted: Iterator[Form]) -> frozenset[Form
     return batch.forms
 
 
-def _call(what: str, batch: Batch) -> tuple[str, Interface, dict[str, Any]]:
+def _call(what: str, batch: ReplayedBatch) -> tuple[str, Interface, dict[str, Any]]:
     return what, batch.interface, batch.arguments()
 
 
