@@ -18,7 +18,7 @@ def hold_masks(trial: Trial, case: AttentionCase) -> None:
     inputs = trial.build(case)
     rows = f"of {case.q_lens[0]} rows"
     trial.vary(f"no mask {rows}", truth_of_call(inputs), inputs)
-    for name, shown in _masks(case).items():
+    for name, shown in draft_masks(case).items():
         _hold(trial, f"{name} {rows}", inputs, shown)
     shown = tree(case.q_lens[0]).expand(len(case.q_lens), -1, -1)
     for name, changes in _beside(trial, inputs).items():
@@ -34,8 +34,8 @@ def _hold(
     trial.hold(what, result, truth_of_call(inputs, shown=shown.to(trial.device), **rules))
 
 
-def _masks(case: AttentionCase) -> dict[str, Tensor]:
-    """bool [batch, q_len, q_len] each."""
+def draft_masks(case: AttentionCase) -> dict[str, Tensor]:
+    """Return masks by name, bool [batch, q_len, q_len] each."""
     count, q_len = len(case.q_lens), case.q_lens[0]
     causal = torch.ones(q_len, q_len, dtype=torch.bool).tril()
     shapes = {"causal": causal, "full": torch.ones_like(causal), "tree": tree(q_len)}

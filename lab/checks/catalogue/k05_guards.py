@@ -93,7 +93,7 @@ def wrong_guards(what: str, whole: Tensor) -> Iterator[str]:
 def changed_bytes(tensors: dict[str, Tensor], before: dict[str, Tensor]) -> Iterator[str]:
     """Yield a sentence for each tensor that differs from its earlier copy."""
     for name, tensor in tensors.items():
-        if not torch.equal(tensor.contiguous().view(torch.uint8), before[name].contiguous().view(torch.uint8)):
+        if not torch.equal(*(side.reshape(-1).view(torch.uint8) for side in (tensor, before[name]))):
             yield f"it changed its {name}"
 
 

@@ -1,0 +1,155 @@
+"""Covering arrays: few points at which all values of several axes, all pairs of them and stated triples come together."""
+
+import itertools
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Point = dict[str, Any]  # a value of each axis, by its name
+Values = tuple[tuple[str, Any], ...]  # of some axes, in the order of their declaration
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A condition on the values of some axes, without which they make no call.
+
+    Attributes:
+        axes: their names.
+        fits: called with a value of each, in this order.
+        why: what is impossible otherwise, a sentence.
+    """
+
+    axes: tuple[str, ...]
+    fits: Callable[..., bool]
+    why: str
+
+
+@dataclass(frozen=True)
+class Domain:
+    """The axes of a call, and the rules between them.
+
+    Attributes:
+        axes: the values of each axis by its name; the first is the plain one.
+        rules: between them. Axes that are not named in any rule combine freely.
+        triples: names of three axes whose values are covered together, not in pairs alone.
+
+    Raises:
+        ValueError: an axis without values, a rule or a triple of an axis that there is not, or no point fits all rules.
+    """
+
+    axes: Mapping[str, Sequence[Any]]
+    rules: tuple[Rule, ...] = ()
+    triples: tuple[tuple[str, str, str], ...] = ()
+    plain: Point = field(init=False)
+
+    def __post_init__(self) -> None:
+        empty = [name for name, values in self.axes.items() if not values]
+        if empty:
+            raise ValueError(f"axis {empty[0]!r} has no value")
+        named = {name for rule in self.rules for name in rule.axes} | {name for triple in self.triples for name in triple}
+        if missing := sorted(named - set(self.axes)):
+            raise ValueError(f"there is no axis {missing[0]!r}: there are {', '.join(self.axes)}")
+        plain = self.completed({})
+        if plain is None:
+            raise ValueError("no point of these axes fits all rules")
+        object.__setattr__(self, "plain", plain)
+
+    def fits(self, point: Mapping[str, Any], added: str = "") -> bool:
+        """Tell whether values of some axes fit every rule between these; only the rules of an `added` axis if it is named."""
+        return all(
+            rule.fits(*(point[name] for name in rule.axes))
+            for rule in self.rules
+            if (not added or added in rule.axes) and all(name in point for name in rule.axes)
+        )
+
+    def completed(self, values: Mapping[str, Any]) -> Point | None:
+        """Return a point with these values, plain ones elsewhere as far as rules allow; None if there is none."""
+        return self._completed(dict(values)) if self.fits(values) else None
+
+    def _completed(self, point: Point) -> Point | None:
+        name = next((name for name in self.axes if name not in point), None)
+        if name is None:
+            return {name: point[name] for name in self.axes}
+        for value in self.axes[name]:
+            more = point | {name: value}
+            if self.fits(more, name) and (found := self._completed(more)) is not None:
+                return found
+        return None
+
+    def alone(self) -> Iterator[Point]:
+        """Yield the plain point, then for each other value of an axis a point that departs from it as little as rules allow."""
+        yield self.plain
+        for name, values in self.axes.items():
+            for value in values:
+                if value != self.plain[name] and (point := self.completed({name: value})) is not None:
+                    yield point
+
+    def tuples(self) -> Iterator[Values]:
+        """Yield all pairs of values of two axes, and the stated triples, that fit the rules between them."""
+        for names in (*itertools.combinations(self.axes, 2), *self.triples):
+            for values in itertools.product(*(self.axes[name] for name in names)):
+                if self.fits(found := dict(zip(names, values, strict=True))):
+                    yield tuple(found.items())
+
+    def tuples_of(self, point: Point) -> Iterator[Values]:
+        """Yield the pairs and the stated triples that a point has."""
+        for names in (*itertools.combinations(self.axes, 2), *self.triples):
+            yield tuple((name, point[name]) for name in names)
+
+    def covering(self, seed: int = 0, goals: Iterable[Values] | None = None) -> Iterator[Point]:
+        """Yield points that have all goals between them, greedily: each is built around a goal that no earlier one has.
+
+        Args:
+            seed: of the order in which goals and axes are taken, on which the points depend alone.
+            goals: values that come together; all of `tuples` if None. Those that no point can have are left out.
+        """
+        rng = random.Random(seed)
+        left = dict.fromkeys(self.tuples() if goals is None else goals)
+        order = list(left)
+        rng.shuffle(order)
+        for goal in order:
+            if goal not in left:
+                continue
+            point = self._around(goal, left, rng)
+            del left[goal]
+            if point is not None:
+                for each in self.tuples_of(point):
+                    left.pop(each, None)
+                yield point
+
+    def _around(self, goal: Values, left: Mapping[Values, None], rng: random.Random) -> Point | None:
+        """Return a point with a goal and as many of the others as a choice axis by axis finds."""
+        whole = self.completed(dict(goal))
+        if whole is None:
+            return None
+        point = dict(goal)
+        names = [name for name in self.axes if name not in point]
+        rng.shuffle(names)
+        partners = self._partners(left)
+        for name in names:
+            values = [value for value in self.axes[name] if self.fits(point | {name: value}, name)]
+            rng.shuffle(values)
+            if not values:
+                return whole
+            point[name] = max(values, key=lambda value: _gain(partners.get((name, value), ()), point))  # noqa: B023
+        return point
+
+    @staticmethod
+    def _partners(left: Mapping[Values, None]) -> dict[tuple[str, Any], list[Values]]:
+        """Return, for each value of an axis, the goals that it is a part of."""
+        partners: dict[tuple[str, Any], list[Values]] = {}
+        for goal in left:
+            for each in goal:
+                partners.setdefault(each, []).append(goal)
+        return partners
+
+
+def _gain(goals: Iterable[Values], point: Point) -> int:
+    """Count the goals that a value completes, or, of a triple, brings nearer."""
+    return sum(all(point.get(name, value) == value for name, value in goal) and _named(goal, point) for goal in goals)
+
+
+def _named(goal: Values, point: Point) -> bool:
+    """Tell whether all axes of a goal but one have a value."""
+    return sum(name in point for name, _ in goal) == len(goal) - 1

@@ -1,0 +1,264 @@
+"""The domain of the calls over a paged cache: decode, context and MLA decode.
+
+The first value of each axis is the plain one. An axis of `Space` that a caller narrowed has its values alone; one that was left
+as it is has those of `BEYOND` too, which a kernel that was built for the usual sizes declines.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from lab.calls.problem import E4M3
+from lab.checks.domain.covering import Domain, Rule
+from lab.checks.space import Space
+from lab.workloads.attention_case import NVFP4
+from lab.workloads.interfaces import Interface
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": E4M3, "nvfp4": NVFP4}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+REQUESTS = 3
+FEW = 8  # rows of a request, in a large batch
+MOST_OUT_ELEMENTS = 2**22  # of a call: a large batch has few rows or heads
+MOST_PRODUCTS = 2**31  # of Q·K^T, and so of P·V: a long request has few rows or heads
+MOST_KV_ELEMENTS = 2**26
+
+BEYOND: dict[str, tuple[Any, ...]] = {
+    "dtypes": ((torch.float16, E4M3), (E4M3, E4M3)),
+    "groups": (7, 12, 24, 32, 48, 64),
+    "head_dims": (80, 96, 192, 512),
+    "page_sizes": (8, 256, 512),
+    "q_lens": (9, 11, 16, 19),
+    "large_batches": (257, 513),
+    "masked_rows": (70,),
+    "mla_heads": (32, 64),
+    "mla_page_sizes": (128,),
+    "longest": (4_100, 16_500, 65_600, 131_072),
+}
+WINDOWS = (0, 1, 15, 20, 127, 1000, 2**31 - 1)
+PROMPTS = (65, 300, 1040)  # rows of a context call's first request
+
+
+def values_of(space: Space, name: str) -> tuple[Any, ...]:
+    """Return the values of an axis of the space, and those beyond it if it was left as it is."""
+    given, usual = getattr(space, name), getattr(Space(), name)
+    values = given if isinstance(given, tuple) else ()
+    return (*values, *BEYOND.get(name, ())) if given == usual else values
+
+
+def paged_domain(interface: Interface, space: Space) -> Domain:
+    """Return the domain of a decode, context or MLA decode call within a space."""
+    axes = {
+        **_sizes(interface, space),
+        "requests": (REQUESTS, 1, *values_of(space, "large_batches")),
+        "lengths": ("unequal", "equal", "none first", "none last", "none twice", "fewer than rows", *_long(space)),
+        **_rows(interface, space),
+        "contents": ("random", "needles"),
+        "sinks": _sinks(interface, space),
+        **_arguments(interface, space),
+        **_tensors(interface, space),
+    }
+    axes = {name: tuple(dict.fromkeys(values)) for name, values in axes.items()}
+    rules = tuple(rule for rule in RULES if set(rule.axes) <= set(axes))
+    triples = tuple(triple for triple in TRIPLES if set(triple) <= set(axes))
+    return Domain(axes, rules, triples)
+
+
+def _long(space: Space) -> tuple[int, ...]:
+    return values_of(space, "longest") or (space.longest,)
+
+
+def _sizes(interface: Interface, space: Space) -> dict[str, Sequence[Any]]:
+    dtypes = [f"{NAMES[query]}/{NAMES[cache]}" for query, cache in values_of(space, "dtypes")]
+    if interface is Interface.MLA_DECODE:
+        dims = [f"{head_dim}/{v_head_dim}" for head_dim, v_head_dim in values_of(space, "mla_head_dims")]
+        heads = values_of(space, "mla_heads")
+        pages = values_of(space, "mla_page_sizes")
+        return {"dtypes": dtypes, "head_dims": dims, "heads": heads, "page_size": pages}
+    if True in space.nvfp4:
+        dtypes += [f"{query}/nvfp4" for query in dict.fromkeys(each.split("/")[0] for each in dtypes) if query != "e4m3"]
+    return {
+        "dtypes": dtypes,
+        "group": values_of(space, "groups"),
+        "num_kv_heads": values_of(space, "num_kv_heads"),
+        "head_dim": values_of(space, "head_dims"),
+        "page_size": values_of(space, "page_sizes"),
+        "kv_layout": values_of(space, "kv_layouts"),
+        "window_left": (-1, *(WINDOWS if True in space.windows else ())),
+    }
+
+
+def _rows(interface: Interface, space: Space) -> dict[str, Sequence[Any]]:
+    ragged = ("none first", "none last", "none twice", "padding after")
+    if interface is Interface.CONTEXT:
+        return {
+            "rows": ("unequal", "one each", *PROMPTS),
+            "offsets": ("plain", *ragged),
+            "max_q_len": ("exact", "larger"),
+            "causal": (True, False),
+        }
+    rows: dict[str, Sequence[Any]] = {
+        "q_len": values_of(space, "q_lens"),
+        "offsets": ("none", "equal", "unequal", *ragged),
+        "max_q_len": ("exact", "larger", *(("None",) if interface is Interface.MLA_DECODE else ())),
+    }
+    if interface is Interface.DECODE:
+        rows["q_len"] = tuple(dict.fromkeys((*rows["q_len"], *values_of(space, "masked_rows"))))
+        rows["mask"] = ("none", "causal", "full", "tree", "by request")
+    return rows
+
+
+def _sinks(interface: Interface, space: Space) -> Sequence[str]:
+    if True not in space.sinks:
+        return ("none",)
+    return ("none", "per head", "some minus infinity", *(("list", "tuple") if interface is Interface.MLA_DECODE else ()))
+
+
+def _arguments(interface: Interface, space: Space) -> dict[str, Sequence[Any]]:
+    scales = ("number", "tensor [1]", "tensor []", "tensor [1, 1]")
+    out: tuple[str, ...] = ("none", "given", "a view", "given fp16")
+    lse: tuple[str, ...] = ("none", "returned", "given", "base e")
+    if interface is not Interface.MLA_DECODE:
+        out = ("none", "given", "a view", "given fp16", "dtype bf16", "dtype fp16", "dtype e4m3", "given e4m3")
+        lse = ("none", "returned", "given", "given alone", "strided")
+    log2 = ("log2 tensor [1]", "log2 tensor [] beside a tensor") if interface is Interface.DECODE else ()
+    return {
+        "bmm1_scale": (*scales, "negative", *log2),
+        "bmm2_scale": ("usual", *(f"0.9 as a {each}" for each in scales)),
+        "out": out,
+        "lse": lse,
+        "seq_lens": ("int32", "uint32", "amid others"),
+        "bound": ("of the table", "exact", "4 times"),
+    }
+
+
+def _tensors(interface: Interface, space: Space) -> dict[str, Sequence[Any]]:
+    tables: tuple[str, ...] = ("plain", "rows apart", "tail of -1", "tail far outside", "4,200 columns")
+    cache: tuple[str, ...] = ("plain", "pages apart", "tokens apart", "at 16 bytes")
+    if interface is Interface.MLA_DECODE:
+        cache = (*cache, "4-D", "4-D with odd strides")
+    else:
+        tables = (*tables, "separate", "separate with rows apart")
+        cache = (*cache, "heads apart", "odd strides", "V otherwise", "one tensor", "K is V")
+    return {
+        "query": ("contiguous", "rows apart", "heads apart", "at 16 bytes"),
+        "block_tables": tables,
+        "cache": cache,
+    }
+
+
+def _is_long(lengths: Any) -> bool:
+    return isinstance(lengths, int)
+
+
+def _longest(lengths: Any) -> int:
+    return lengths if _is_long(lengths) else 150
+
+
+def _dims(head_dim: Any) -> int:
+    return int(str(head_dim).partition("/")[0])
+
+
+def _most_rows(requests: int, q_len: Any) -> int:
+    return requests * q_len
+
+
+RULES = (
+    Rule(("requests", "lengths"), lambda n, lengths: n <= REQUESTS or not _is_long(lengths), "a long request is alone"),
+    Rule(("requests", "q_len"), lambda n, q_len: n <= REQUESTS or q_len <= FEW, "a large batch has few rows"),
+    Rule(
+        ("requests", "rows"),
+        lambda n, rows: n <= REQUESTS or isinstance(rows, str),
+        "a large batch has no long prompt",
+    ),
+    Rule(
+        ("requests", "q_len", "group", "num_kv_heads", "head_dim"),
+        lambda n, q_len, group, heads, dim: n * q_len * group * heads * dim <= MOST_OUT_ELEMENTS,
+        "what a test holds in memory",
+    ),
+    Rule(
+        ("requests", "group", "num_kv_heads", "head_dim", "rows"),
+        lambda n, group, heads, dim, rows: n * (rows if isinstance(rows, int) else 3) * group * heads * dim
+        <= 2 * MOST_OUT_ELEMENTS,
+        "what a test holds in memory",
+    ),
+    Rule(
+        ("requests", "q_len", "heads", "head_dims"),
+        lambda n, q_len, heads, dims: n * q_len * heads * _dims(dims) <= 2 * MOST_OUT_ELEMENTS,
+        "what a test holds in memory",
+    ),
+    Rule(
+        ("lengths", "q_len", "group", "num_kv_heads", "head_dim"),
+        lambda lengths, q_len, group, heads, dim: _longest(lengths) * q_len * group * heads * dim <= MOST_PRODUCTS,
+        "what a test can compute in float64",
+    ),
+    Rule(
+        ("lengths", "rows", "group", "num_kv_heads", "head_dim"),
+        lambda lengths, rows, group, heads, dim: _longest(lengths)
+        * (rows if isinstance(rows, int) else 5)
+        * group
+        * heads
+        * dim
+        <= MOST_PRODUCTS,
+        "what a test can compute in float64",
+    ),
+    Rule(
+        ("lengths", "q_len", "heads", "head_dims"),
+        lambda lengths, q_len, heads, dims: _longest(lengths) * q_len * heads * _dims(dims) <= 4 * MOST_PRODUCTS,
+        "what a test can compute in float64",
+    ),
+    Rule(
+        ("lengths", "num_kv_heads", "head_dim"),
+        lambda lengths, heads, dim: _longest(lengths) * heads * dim <= MOST_KV_ELEMENTS,
+        "what a test holds in memory",
+    ),
+    Rule(
+        ("requests", "page_size", "block_tables"),
+        lambda n, page_size, tables: n <= REQUESTS or page_size < 256 or tables != "4,200 columns",
+        "a bound of the table's width and of a large batch",
+    ),
+    Rule(("lengths", "rows"), lambda lengths, rows: not (_is_long(lengths) and rows == 1040), "float64 takes too long"),
+    Rule(("offsets", "max_q_len"), lambda offsets, bound: offsets != "none" or bound == "exact", "it goes with offsets"),
+    Rule(("offsets", "mask"), lambda offsets, mask: offsets == "none" or mask == "none", "a mask goes without offsets"),
+    Rule(("q_len", "mask"), lambda q_len, mask: q_len > 1 or mask == "none", "one row needs no mask"),
+    Rule(("q_len", "offsets"), lambda q_len, offsets: offsets != "unequal" or q_len > 1, "equal rows of one"),
+    Rule(("causal", "window_left"), lambda causal, window: causal or window < 0, "a window is causal"),
+    Rule(
+        ("num_kv_heads", "cache"), lambda heads, cache: cache != "odd strides" or heads == 1, "an axis of size 1 is meant"
+    ),
+    Rule(
+        ("dtypes", "cache"),
+        lambda dtypes, cache: "nvfp4" not in dtypes or cache in ("plain", "pages apart", "V otherwise"),
+        "scale factors lie as the cache does",
+    ),
+    Rule(("dtypes", "page_size"), lambda dtypes, size: "nvfp4" not in dtypes or size >= 16, "a block of factors"),
+    Rule(
+        ("block_tables", "cache"),
+        lambda tables, cache: "separate" not in tables or cache not in ("one tensor", "K is V"),
+        "K and V with tables of their own lie apart",
+    ),
+    Rule(
+        ("requests", "offsets"),
+        lambda n, offsets: n > 1 or offsets in ("none", "equal", "plain", "padding after"),
+        "one request has rows",
+    ),
+    Rule(
+        ("requests", "lengths"),
+        lambda n, lengths: n > 1 or lengths not in ("none twice", "unequal") or lengths == "unequal",
+        "one request is not two",
+    ),
+)
+TRIPLES = (
+    ("mask", "window_left", "sinks"),
+    ("offsets", "window_left", "sinks"),
+    ("bmm1_scale", "bmm2_scale", "dtypes"),
+    ("block_tables", "window_left", "dtypes"),
+    ("mask", "dtypes", "lse"),
+    ("causal", "sinks", "lse"),
+)
+
+
+def domain_function(interface: Interface) -> Callable[[Space], Domain]:
+    """Return the domain of an interface as a function of the space."""
+    return functools.lru_cache(maxsize=16)(functools.partial(paged_domain, interface))

@@ -1,0 +1,266 @@
+"""The call of a paged combination: its tensors and arguments in the forms that it names, and what the call must give."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.calls.problem import E4M3
+from lab.checks.attention_inputs import AttentionInputs, build_attention
+from lab.checks.catalogue.k05_guards import amid, changed_bytes, guarded, wrong_guards
+from lab.checks.domain.combination import Combination
+from lab.checks.domain.paged_axes import DTYPES
+from lab.checks.domain.paged_shape import PADDING, attention_case
+from lab.checks.domain.views import apart, at_bytes, with_odd_strides
+from lab.checks.draft_masks import draft_masks
+from lab.checks.spellings import packed_mask
+from lab.checks.stored import E4M3_K_SCALE
+from lab.checks.trial import Result, Trial, truth_of_call
+from lab.workloads.interfaces import Interface
+
+GAP = 16  # elements: strides stay whole loads of 16 bytes
+LEAST_ALIGNMENT_BYTES = 16
+SCALE_SHAPES: dict[str, tuple[int, ...]] = {"tensor [1]": (1,), "tensor []": (), "tensor [1, 1]": (1, 1)}
+PADDED = 100.0  # an element of a padding row, which no row may read
+
+
+@dataclass(eq=False)
+class PagedCall:
+    """A call in the making.
+
+    Attributes:
+        of: the combination.
+        inputs: the tensors as the call hands them out, and the histories that they were made from.
+        arguments: by name.
+        rules: fields of `lab.references.truth.Rules` that differ from the inputs' own.
+        guards: names of buffers that were handed out, and all memory around each (`guarded`).
+    """
+
+    of: Combination
+    inputs: AttentionInputs
+    arguments: dict[str, Any] = field(default_factory=dict)
+    rules: dict[str, Any] = field(default_factory=dict)
+    guards: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def case(self) -> Any:
+        return self.inputs.case
+
+    @property
+    def device(self) -> torch.device:
+        return self.inputs.query.device
+
+    @property
+    def read(self) -> dict[str, Tensor]:
+        """Return the tensors that the kernel must leave as they are, by name."""
+        written = ("out", "lse", "workspace_buffer")
+        handed = {name: value for name, value in self.arguments.items() if isinstance(value, Tensor) and name not in written}
+        return self.inputs.tensors() | handed
+
+
+def judge_paged(trial: Trial) -> None:
+    """Make the call of a trial's combination once, and hold all that it gives to the truth, and what it must not touch."""
+    call = _built(trial)
+    before = {name: value.clone() for name, value in call.read.items()}
+    result = trial.run(call.of.interface, call.arguments)
+    truth = truth_of_call(call.inputs, **call.rules)
+    rows = len(truth.expected)
+    out, lse = call.arguments.get("out"), call.arguments.get("lse")
+    out = result.out if out is None else out.view(-1, *out.shape[-2:])
+    lse = result.lse if lse is None else lse.view(-1, lse.shape[-1]) if call.case.is_mla else lse
+    if lse is not None and call.of["lse"] == "base e":
+        lse = lse / math.log(2.0)
+    if lse is None and call.of["lse"] != "none":
+        trial.wrong("return_lse=True returned no LSE")
+    trial.hold("the call", Result(out[:rows], None if lse is None else lse[:rows], result.call), truth)
+    expected = call.rules.get("out_dtype", torch.bfloat16 if call.case.is_mla else call.case.dtype)
+    if result.out.dtype != expected:
+        trial.wrong(f"the output is {result.out.dtype}, not {expected}")
+    trial.hold_nothing_wrong("the inputs", changed_bytes(call.read, before))
+    for name, around in call.guards.items():
+        trial.hold_nothing_wrong(f"around {name}", wrong_guards(name, around))
+
+
+def _built(trial: Trial) -> PagedCall:
+    case = attention_case(trial.case, trial.space)
+    call = PagedCall(trial.case, build_attention(case, trial.device))
+    _store(call)
+    call.arguments = call.inputs.arguments()
+    for form in (_cache, _query, _tables, _lengths, _bounds, _scales, _sinks, _visible, _out, _lse):
+        form(call)
+    return call
+
+
+def _store(call: PagedCall) -> None:
+    """Lay the cache out as the combination says."""
+    inputs, form = call.inputs, call.of["cache"]
+    tokens, heads = (1, 2) if call.case.is_mla or call.case.storage.kv_layout == "NHD" else (2, 1)
+    laid: dict[str, Callable[[Tensor], Tensor]] = {
+        "pages apart": lambda pages: apart(pages, 0, pages[0].numel()),
+        "tokens apart": lambda pages: apart(pages, tokens, GAP),
+        "heads apart": lambda pages: apart(pages, heads, GAP),
+        "odd strides": with_odd_strides,
+        "at 16 bytes": lambda pages: at_bytes(pages, LEAST_ALIGNMENT_BYTES),
+    }
+    if form in laid:
+        k_pages = laid[form](inputs.k_pages)
+        v_pages = k_pages if call.case.is_mla else laid[form](inputs.v_pages)
+        call.inputs = replace(inputs, k_pages=k_pages, v_pages=v_pages)
+    elif form == "V otherwise":
+        call.inputs = replace(inputs, v_pages=apart(inputs.v_pages, 0, inputs.v_pages[0].numel()))
+    elif form == "K is V":
+        histories = tuple((keys, keys) for keys, _ in inputs.histories)
+        call.inputs = replace(inputs, v_pages=inputs.k_pages, histories=histories)
+        if call.case.is_quantised:
+            call.rules["bmm2_scale"] = E4M3_K_SCALE
+
+
+def _cache(call: PagedCall) -> None:
+    """Hand the cache out in another shape."""
+    form, pages = call.of["cache"], call.inputs.k_pages
+    if form == "one tensor":
+        sides = [side.view(torch.uint8) for side in (pages, call.inputs.v_pages)]
+        call.arguments["kv_cache"] = torch.stack(sides, dim=1).view(pages.dtype)
+    elif form == "K is V":
+        call.arguments |= {"kv_cache": pages.unsqueeze(1), "bmm2_scale": call.rules.get("bmm2_scale", 1.0)}
+    elif form.startswith("4-D"):
+        cache = pages.unsqueeze(1)
+        call.arguments["kv_cache"] = with_odd_strides(cache) if "odd" in form else cache
+
+
+def _query(call: PagedCall) -> None:
+    query, form = call.arguments["query"], call.of["query"]
+    if call.of["offsets"] == "padding after":
+        raw = query.view(torch.uint8) if query.dtype == E4M3 else query
+        rows = torch.full((PADDING, *query.shape[1:]), PADDED, device=query.device).to(query.dtype)
+        query = torch.cat((raw, rows.view(raw.dtype))).view(query.dtype)
+    if form != "contiguous":
+        query = at_bytes(query, LEAST_ALIGNMENT_BYTES) if "at" in form.split() else apart(query, -3 if "rows" in form else -2, GAP)
+    call.arguments["query"] = query
+
+
+def _tables(call: PagedCall) -> None:
+    form, tables = call.of["block_tables"], call.arguments["block_tables"]
+    if "separate" in form:
+        pages = call.inputs.v_pages
+        order = torch.arange(len(pages) - 1, -1, -1, device=call.device)
+        moved = pages.view(torch.uint8)[order].view(pages.dtype)
+        if pages.stride() != moved.stride():
+            moved = _like(moved, pages)
+        tables = torch.stack((tables, len(pages) - 1 - tables), dim=1)
+        call.inputs = replace(call.inputs, v_pages=moved)
+        call.arguments |= {"kv_cache": (call.inputs.k_pages, moved), "uses_shared_paged_kv_idx": False}
+        if call.inputs.scale_factors is not None:
+            k, v = call.arguments["kv_cache_sf"]
+            call.arguments["kv_cache_sf"] = (k, v.view(torch.uint8)[order].view(v.dtype))
+    call.arguments["block_tables"] = apart(tables, -2, GAP + 1) if "rows apart" in form else tables
+
+
+def _like(tensor: Tensor, other: Tensor) -> Tensor:
+    """Return a tensor with another's strides."""
+    raw = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+    return torch.empty_strided(raw.shape, other.stride(), dtype=raw.dtype, device=raw.device).copy_(raw).view(other.dtype)
+
+
+def _lengths(call: PagedCall) -> None:
+    lengths = call.arguments["seq_lens"]
+    if call.of["seq_lens"] == "uint32":
+        call.arguments["seq_lens"] = lengths.to(torch.uint32)
+    elif call.of["seq_lens"] == "amid others":
+        call.arguments["seq_lens"] = amid(lengths, call.inputs.max_seq_len)
+
+
+def _bounds(call: PagedCall) -> None:
+    name = "max_kv_len" if call.of.interface is Interface.CONTEXT else "max_seq_len"
+    if call.of["bound"] == "exact":
+        call.arguments[name] = max(*call.case.kv_lens, 1)
+    elif call.of["bound"] == "4 times":
+        call.arguments[name] *= 4
+    if call.of["max_q_len"] == "larger":
+        call.arguments["max_q_len"] *= 2
+    elif call.of["max_q_len"] == "None":
+        call.arguments["max_q_len"] = None
+
+
+def _scales(call: PagedCall) -> None:
+    form, scale = call.of["bmm1_scale"], call.inputs.bmm1_scale
+    if form == "negative":
+        call.arguments["bmm1_scale"] = call.rules["bmm1_scale"] = -0.5 * scale
+    elif form != "number":
+        call.rules["bmm1_scale"] = 0.75 * scale
+        if form.startswith("log2"):  # which takes precedence over what stands beside it
+            shape = (1,) if "[1]" in form else ()
+            call.arguments["bmm1_scale_log2"] = _tensor(0.75 * scale * math.log2(math.e), shape, call.device)
+            call.arguments["bmm1_scale"] = _tensor(2.0, (1,), call.device) if "beside" in form else 2.0
+        else:
+            call.arguments["bmm1_scale"] = _tensor(0.75 * scale, SCALE_SHAPES[form], call.device)
+    form = call.of["bmm2_scale"].removeprefix("0.9 as a ")
+    if form != "usual":
+        # 0.9 is no sum of few powers of two: a scale that is rounded on its way shows.
+        scale = call.rules["bmm2_scale"] = 0.9 * call.arguments["bmm2_scale"]
+        call.arguments["bmm2_scale"] = _tensor(scale, SCALE_SHAPES[form], call.device) if form in SCALE_SHAPES else scale
+
+
+def _tensor(value: float, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.full(shape, value, dtype=torch.float32, device=device)
+
+
+def _sinks(call: PagedCall) -> None:
+    form, sinks = call.of["sinks"], call.inputs.sinks
+    if sinks is None:
+        return
+    if form == "some minus infinity":
+        sinks = sinks.clone()
+        sinks[::2] = -math.inf
+        call.rules["sinks"] = sinks
+    call.arguments["sinks"] = {"list": [sinks], "tuple": (sinks,)}.get(form, sinks)
+
+
+def _visible(call: PagedCall) -> None:
+    """Say what a row sees: a draft's mask, or all keys."""
+    mask = call.of.get("mask", "none")
+    if mask != "none":
+        name = "mask that differs by request" if mask == "by request" else f"{mask} mask"
+        shown = draft_masks(call.case)[name]
+        call.arguments["mask"] = packed_mask(shown).to(call.device)
+        call.rules["shown"] = shown.to(call.device)
+    if not call.of.get("causal", True):
+        call.arguments["causal"] = call.rules["causal"] = False
+
+
+def _out(call: PagedCall) -> None:
+    kind, _, name = call.of["out"].rpartition(" ")
+    if call.of["out"] == "none":
+        return
+    dtype = DTYPES.get(name, torch.bfloat16 if call.case.is_mla else call.case.dtype)
+    call.rules["out_dtype"] = dtype
+    if kind == "dtype":
+        call.arguments["out_dtype"] = dtype
+        return
+    shape = (*call.arguments["query"].shape[:-1], call.case.out_head_dim)
+    out = torch.full(shape, math.nan, device=call.device).to(dtype)
+    if call.of["out"] == "a view":
+        out, call.guards["out"] = guarded(out)
+    call.arguments["out"] = out
+
+
+def _lse(call: PagedCall) -> None:
+    form, query = call.of["lse"], call.arguments["query"]
+    if form == "none":
+        return
+    if form != "given alone":
+        call.arguments["return_lse"] = True
+    if form == "base e" or (call.case.is_mla and call.case.offsets):
+        call.arguments["return_lse_base"] = "basee" if form == "base e" else "base2"
+    if form in ("given", "given alone", "strided"):
+        shape = query.shape[:-1].numel(), query.shape[-2]
+        shape = (shape[0] // query.shape[-2], query.shape[-2])
+        lse = torch.full(shape, math.nan, device=call.device)
+        lse, call.guards["lse"] = guarded(lse)
+        if form == "strided":
+            lse = torch.full((shape[0], 2 * shape[1]), math.nan, device=call.device)[:, ::2]
+            del call.guards["lse"]
+        call.arguments["lse"] = lse

@@ -1,0 +1,99 @@
+"""The batch of a paged call's combination: its sizes, lengths and rows as an `AttentionCase`."""
+
+import random
+from typing import Any
+
+import torch
+
+from lab.calls.problem import E4M3
+from lab.checks.domain.combination import Combination
+from lab.checks.domain.paged_axes import DTYPES, REQUESTS
+from lab.checks.space import Space, edge_lengths
+from lab.workloads.attention_case import AttentionCase, Contents, Storage, TableTail
+from lab.workloads.interfaces import Interface
+
+SHORT = 150  # keys of the longest request that is not long
+CONTEXT_ROWS = (5, 1, 17, 2, 33)  # of the requests in turn
+WIDE, WIDE_TABLE = 4200, "4,200 columns"  # more than 4,096
+PADDING = 3  # rows after the last request's
+_TAILS = {"tail of -1": TableTail.NEGATIVE, "tail far outside": TableTail.FAR}
+
+
+def attention_case(combination: Combination, space: Space) -> AttentionCase:
+    """Return the sizes, lengths and rows of a combination; its forms of arguments are left aside."""
+    of, interface = combination, combination.interface
+    rng = random.Random(repr((interface.name, combination.seed)))
+    query, cache = (DTYPES[name] for name in of["dtypes"].split("/"))
+    page_size = of["page_size"]
+    count = of["requests"]
+    q_lens = _q_lens(of, count)
+    kv_lens = _kv_lens(of, q_lens, page_size, rng)
+    width = max(-(-kv_len // page_size) for kv_len in kv_lens)
+    return AttentionCase(
+        interface,
+        kv_lens,
+        q_lens,
+        dtype=query,
+        kv_dtype=cache,
+        arithmetic=_arithmetic(query, cache, space),
+        window_left=of.get("window_left", -1),
+        sinks=of["sinks"] != "none",
+        offsets=interface is not Interface.CONTEXT and of["offsets"] != "none",
+        contents=Contents[of["contents"].upper()],
+        seed=combination.seed,
+        storage=Storage(
+            page_size,
+            kv_layout=of.get("kv_layout", "HND"),
+            table_tail=_TAILS.get(of["block_tables"], TableTail.FOREIGN),
+            spare_columns=max(WIDE - width, 0) if of["block_tables"] == WIDE_TABLE else 3,
+            page_seed=combination.seed,
+            stacked=of["cache"] in ("one tensor", "K is V"),
+        ),
+        **_heads(of),
+    )
+
+
+def _heads(of: Combination) -> dict[str, Any]:
+    if of.interface is not Interface.MLA_DECODE:
+        return {name: of[name] for name in ("group", "num_kv_heads", "head_dim")}
+    head_dim, v_head_dim = map(int, of["head_dims"].split("/"))
+    return {"group": of["heads"], "num_kv_heads": 1, "head_dim": head_dim, "v_head_dim": v_head_dim}
+
+
+def _arithmetic(query: torch.dtype, cache: torch.dtype, space: Space) -> torch.dtype | None:
+    """Return e4m3 for a query of it, whose weights a kernel rounds so too, and what the space says of others."""
+    return E4M3 if query == E4M3 else space.arithmetic(cache)
+
+
+def _q_lens(of: Combination, count: int) -> tuple[int, ...]:
+    if of.interface is Interface.CONTEXT:
+        rows = {"unequal": CONTEXT_ROWS, "one each": (1,)}.get(of["rows"], (of["rows"], *CONTEXT_ROWS))
+        if count > REQUESTS:
+            rows = (1, 2, 3) if of["rows"] == "unequal" else rows
+        q_lens = [rows[request % len(rows)] if request else rows[0] for request in range(count)]
+    else:
+        q_lens = [of["q_len"]] * count
+        if of["offsets"] == "unequal":
+            q_lens = [1 + (request + of.seed) % of["q_len"] for request in range(count)]
+    empty = {"none first": (0,), "none last": (count - 1,), "none twice": (1, 2)}.get(of["offsets"], ())
+    return tuple(0 if request in empty else q_len for request, q_len in enumerate(q_lens))
+
+
+def _kv_lens(of: Combination, q_lens: tuple[int, ...], page_size: int, rng: random.Random) -> tuple[int, ...]:
+    lengths, count = of["lengths"], len(q_lens)
+    if count > REQUESTS:
+        kv_lens = [8 + 3 * request % 47 for request in range(count)]
+    else:
+        edges = edge_lengths(page_size, SHORT)
+        kv_lens = [rng.choice(edges) for _ in q_lens]
+        kv_lens[-1] = SHORT - rng.randrange(20)  # a window hides something of it
+    if lengths == "equal":
+        kv_lens = [128] * count
+    elif isinstance(lengths, int):
+        kv_lens[0] = lengths - rng.randrange(page_size)
+    kv_lens = [max(kv_len, rows) for kv_len, rows in zip(kv_lens, q_lens, strict=True)]
+    if lengths == "fewer than rows":
+        kv_lens = [max(rows - 1 - request, 0) for request, rows in enumerate(q_lens)]
+    for request in {"none first": (0,), "none last": (count - 1,), "none twice": (count - 2, count - 1)}.get(lengths, ()):
+        kv_lens[request] = 0
+    return tuple(kv_lens)

@@ -1,0 +1,33 @@
+"""The domain of each function that can be judged, and how one of its combinations is judged."""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from lab.checks.domain.covering import Domain
+from lab.checks.domain.paged_axes import paged_domain
+from lab.checks.domain.paged_call import judge_paged
+from lab.checks.space import Space
+from lab.checks.trial import Trial
+from lab.workloads.interfaces import ATTENTION, Interface
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One function's domain.
+
+    Attributes:
+        domain: within a space.
+        judge: makes the call of the trial's `Combination`, and tells the trial what is wrong.
+    """
+
+    domain: Callable[[Space], Domain]
+    judge: Callable[[Trial], None]
+
+
+def _paged(interface: Interface) -> Subject:
+    return Subject(functools.lru_cache(maxsize=8)(functools.partial(paged_domain, interface)), judge_paged)
+
+
+SUBJECTS: Mapping[Interface, Subject] = MappingProxyType({each: _paged(each) for each in ATTENTION})
