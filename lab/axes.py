@@ -79,6 +79,7 @@ SEVERAL = {
     "head_dims": Axis("head_dim of the cache"),
     "page_sizes": Axis("tokens per page of the cache"),
     "q_lens": Axis("query rows of a request in a decode call"),
+    "long_requests": Axis("keys of K18's long requests"),
     "large_batches": Axis("requests of the large batches"),
     "masked_rows": Axis("query rows of the calls with a draft mask"),
     "mla_head_dims": Axis("head_dim and v_head_dim of MLA, such as 576/512", "N/N,...", _mla_head_dims),

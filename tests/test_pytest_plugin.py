@@ -31,7 +31,8 @@ right, wrong, refusing = narrow(1), narrow(1.1), narrow(1, refuses=True)
 """
 NARROW = (
     "--lab-dtypes bf16/bf16 --lab-groups 2 --lab-num-kv-heads 1 --lab-head-dims 128 --lab-page-sizes 64 --lab-q-lens 1 "
-    "--lab-kv-layouts HND --lab-large-batches 5 --lab-no-windows --lab-no-sinks --lab-no-nvfp4 --lab-longest 70"
+    "--lab-kv-layouts HND --lab-long-requests 300 --lab-large-batches 5 --lab-no-windows --lab-no-sinks --lab-no-nvfp4 "
+    "--lab-longest 70"
 )
 
 # The axes that the kernels do not limit, narrow for the test's time alone.

@@ -6,6 +6,7 @@ require("The judge", "hypothesis", "numpy", "pebble", "rich")
 
 from lab.calls.problem import AttentionCall
 from lab.checks.check import Level
+from lab.checks.domain.combination import Combination
 from lab.checks.draft_lists import DraftListsCase
 from lab.checks.graph_case import GraphCase, MLAGraphCase, Story
 from lab.checks.judge import judge, judge_case, judge_forward, judge_recorded
@@ -27,6 +28,7 @@ __all__ = [
     "AttentionCall",
     "AttentionCase",
     "CaseVerdict",
+    "Combination",
     "Contents",
     "Dead",
     "DraftAttention",

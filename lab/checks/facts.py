@@ -57,7 +57,8 @@ def together(shared: Facts, of_requests: Iterable[Facts]) -> dict[str, Fact]:
 def facts_of_case(case: Any) -> CallFacts:
     """Return the facts of a case of any check: its dataclass fields, nested ones too, and what follows from its lengths."""
     found = _fields_of(case)
-    for name in ("interface", "arithmetic"):
+    found |= {f"{axis}: {value}": True for axis, value in getattr(case, "departures", {}).items()}
+    for name in ("interface", "arithmetic", "values"):
         found.pop(name, None)
     if isinstance(getattr(case, "interface", None), Interface):
         found["function"] = case.interface.name.lower()

@@ -36,6 +36,7 @@ SPACE = Space(
     page_sizes=(16, 128),
     mla_head_dims=((80, 64),),
     mla_heads=(4, 128),
+    long_requests=(4_100, 16_500),
     longest=150,
 )
 # A mutant that copies a pool of large ids would take all of a small machine's memory; that it is stopped is no finding.

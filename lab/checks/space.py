@@ -46,13 +46,17 @@ class Space:
         windows: whether some cases have a sliding window; sinks: a sink per head.
         nvfp4: whether some cases have an NVFP4 cache.
         kv_layouts: orders of a page's axes.
+        long_requests: keys of K18's long requests, each in a case of few heads and rows.
         large_batches: requests of the batches that are larger than the others: above a warp's 32 lanes, and above 128.
         masked_rows: query rows of the calls with a draft mask; more than 16 take a row's second word.
         mla_head_dims: (head_dim, v_head_dim) of MLA, 576 and 512 in DeepSeek-V3; mla_heads: its query heads;
             mla_page_sizes: of its cache.
         geometries: of the forward passes and graph stories of the full level, names of `lab.workloads.GEOMETRIES`.
         e4m3_arithmetic: over an e4m3 cache the kernel is known to round Q and the softmax's weights to e4m3 too.
-        longest: keys of the longest request, about.
+        longest: keys of the longest request, about; of the checks but K18.
+
+    K18 judges further values of an axis that is left as it is (`lab.checks.domain.paged_axes.BEYOND`), which a kernel for the
+    usual sizes declines.
 
     Raises:
         ValueError: an axis has no value, one twice, or one that no case can be made of.
@@ -68,6 +72,7 @@ class Space:
     sinks: tuple[bool, ...] = (False, True)
     nvfp4: tuple[bool, ...] = (False, True)
     kv_layouts: tuple[str, ...] = ("HND", "NHD")
+    long_requests: tuple[int, ...] = (4_100, 16_500, 131_072)
     large_batches: tuple[int, ...] = (40, 130)
     masked_rows: tuple[int, ...] = (4, 8, 20, 40)
     mla_head_dims: tuple[tuple[int, int], ...] = ((80, 64), (576, 512))
@@ -312,6 +317,7 @@ _VALUES: dict[str, _Values] = {
     "sinks": _one_of(False, True),
     "nvfp4": _one_of(False, True),
     "kv_layouts": _one_of("HND", "NHD"),
+    "long_requests": _whole(1),
     "large_batches": _whole(1),
     "masked_rows": _whole(1),
     "mla_head_dims": (

@@ -126,6 +126,7 @@ def judge(
     head_dims: Annotated[list[int] | None, _axis_option("head_dims")] = None,
     page_sizes: Annotated[list[int] | None, _axis_option("page_sizes")] = None,
     q_lens: Annotated[list[int] | None, _axis_option("q_lens")] = None,
+    long_requests: Annotated[list[int] | None, _axis_option("long_requests")] = None,
     large_batches: Annotated[list[int] | None, _axis_option("large_batches")] = None,
     masked_rows: Annotated[list[int] | None, _axis_option("masked_rows")] = None,
     mla_head_dims: Annotated[list[str] | None, _axis_option("mla_head_dims")] = None,

@@ -21,6 +21,7 @@ SMALL = Space(
     sinks=(False,),
     kv_layouts=("HND",),
     nvfp4=(False,),
+    long_requests=(300,),
     large_batches=(5,),
     masked_rows=(4,),
     mla_head_dims=((80, 64),),

@@ -29,6 +29,7 @@ SMALL = Space(
     q_lens=(1, 2, 3),
     kv_layouts=("HND",),
     nvfp4=(False,),
+    long_requests=(300,),
     large_batches=(5,),
     masked_rows=(4,),
     longest=100,

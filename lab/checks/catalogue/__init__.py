@@ -9,6 +9,6 @@ from lab.checks.check import Check
 
 @functools.cache
 def checks() -> tuple[Check, ...]:
-    """Return the checks of all modules here, in the order of their keys: K1 to K17, then L1, M1 to M3, S1 and S2."""
+    """Return the checks of all modules here, in the order of their keys: K1 to K18, then L1, M1 to M3, S1 and S2."""
     modules = (importlib.import_module(f"{__name__}.{each.name}") for each in pkgutil.iter_modules(__path__))
     return tuple(sorted((module.CHECK for module in modules), key=lambda check: (check.key[0], int(check.key[1:]))))

@@ -47,7 +47,9 @@ class Domain:
         empty = [name for name, values in self.axes.items() if not values]
         if empty:
             raise ValueError(f"axis {empty[0]!r} has no value")
-        named = {name for rule in self.rules for name in rule.axes} | {name for triple in self.triples for name in triple}
+        named = {name for rule in self.rules for name in rule.axes} | {
+            name for triple in self.triples for name in triple
+        }
         if missing := sorted(named - set(self.axes)):
             raise ValueError(f"there is no axis {missing[0]!r}: there are {', '.join(self.axes)}")
         plain = self.completed({})
@@ -65,15 +67,30 @@ class Domain:
 
     def completed(self, values: Mapping[str, Any]) -> Point | None:
         """Return a point with these values, plain ones elsewhere as far as rules allow; None if there is none."""
-        return self._completed(dict(values)) if self.fits(values) else None
+        if not self.fits(values):
+            return None
+        point = self._completed(dict(values), self._nearest_first(values))
+        return None if point is None else {name: point[name] for name in self.axes}
 
-    def _completed(self, point: Point) -> Point | None:
-        name = next((name for name in self.axes if name not in point), None)
-        if name is None:
-            return {name: point[name] for name in self.axes}
-        for value in self.axes[name]:
-            more = point | {name: value}
-            if self.fits(more, name) and (found := self._completed(more)) is not None:
+    def _nearest_first(self, names: Iterable[str]) -> list[str]:
+        """Return the other axes, those first that share rules with the named ones: where no point fits, this shows at once."""
+        reached = list(names)
+        found = set(reached)
+        for name in reached:
+            near = {
+                other: None for rule in self.rules if name in rule.axes for other in rule.axes if other not in found
+            }
+            found |= set(near)
+            reached += near
+        return [name for name in (*reached, *self.axes) if name not in names]
+
+    def _completed(self, point: Point, names: Sequence[str]) -> Point | None:
+        left = [name for name in names if name not in point]
+        if not left:
+            return point
+        for value in self.axes[left[0]]:
+            more = point | {left[0]: value}
+            if self.fits(more, left[0]) and (found := self._completed(more, left[1:])) is not None:
                 return found
         return None
 
@@ -132,7 +149,7 @@ class Domain:
             rng.shuffle(values)
             if not values:
                 return whole
-            point[name] = max(values, key=lambda value: _gain(partners.get((name, value), ()), point))  # noqa: B023
+            point[name] = max(values, key=lambda value: _gain(partners.get((name, value), ()), point))
         return point
 
     @staticmethod

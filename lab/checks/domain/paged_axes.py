@@ -4,8 +4,8 @@ The first value of each axis is the plain one. An axis of `Space` that a caller 
 as it is has those of `BEYOND` too, which a kernel that was built for the usual sizes declines.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 REQUESTS = 3
 FEW = 8  # rows of a request, in a large batch
 MOST_OUT_ELEMENTS = 2**22  # of a call: a large batch has few rows or heads
-MOST_PRODUCTS = 2**31  # of Q·K^T, and so of P·V: a long request has few rows or heads
+MOST_PRODUCTS = 2**29  # of Q·K^T, and so of P·V: a long request has few rows or heads
+MOST_MLA_PRODUCTS = 1.4e9  # 128 heads over the longest request
 MOST_KV_ELEMENTS = 2**26
 
 BEYOND: dict[str, tuple[Any, ...]] = {
@@ -34,7 +35,6 @@ BEYOND: dict[str, tuple[Any, ...]] = {
     "masked_rows": (70,),
     "mla_heads": (32, 64),
     "mla_page_sizes": (128,),
-    "longest": (4_100, 16_500, 65_600, 131_072),
 }
 WINDOWS = (0, 1, 15, 20, 127, 1000, 2**31 - 1)
 PROMPTS = (65, 300, 1040)  # rows of a context call's first request
@@ -42,9 +42,8 @@ PROMPTS = (65, 300, 1040)  # rows of a context call's first request
 
 def values_of(space: Space, name: str) -> tuple[Any, ...]:
     """Return the values of an axis of the space, and those beyond it if it was left as it is."""
-    given, usual = getattr(space, name), getattr(Space(), name)
-    values = given if isinstance(given, tuple) else ()
-    return (*values, *BEYOND.get(name, ())) if given == usual else values
+    values: tuple[Any, ...] = getattr(space, name)
+    return (*values, *BEYOND.get(name, ())) if values == getattr(Space(), name) else values
 
 
 def paged_domain(interface: Interface, space: Space) -> Domain:
@@ -52,7 +51,15 @@ def paged_domain(interface: Interface, space: Space) -> Domain:
     axes = {
         **_sizes(interface, space),
         "requests": (REQUESTS, 1, *values_of(space, "large_batches")),
-        "lengths": ("unequal", "equal", "none first", "none last", "none twice", "fewer than rows", *_long(space)),
+        "lengths": (
+            "unequal",
+            "equal",
+            "none first",
+            "none last",
+            "none twice",
+            "fewer than rows",
+            *space.long_requests,
+        ),
         **_rows(interface, space),
         "contents": ("random", "needles"),
         "sinks": _sinks(interface, space),
@@ -65,10 +72,6 @@ def paged_domain(interface: Interface, space: Space) -> Domain:
     return Domain(axes, rules, triples)
 
 
-def _long(space: Space) -> tuple[int, ...]:
-    return values_of(space, "longest") or (space.longest,)
-
-
 def _sizes(interface: Interface, space: Space) -> dict[str, Sequence[Any]]:
     dtypes = [f"{NAMES[query]}/{NAMES[cache]}" for query, cache in values_of(space, "dtypes")]
     if interface is Interface.MLA_DECODE:
@@ -77,7 +80,9 @@ def _sizes(interface: Interface, space: Space) -> dict[str, Sequence[Any]]:
         pages = values_of(space, "mla_page_sizes")
         return {"dtypes": dtypes, "head_dims": dims, "heads": heads, "page_size": pages}
     if True in space.nvfp4:
-        dtypes += [f"{query}/nvfp4" for query in dict.fromkeys(each.split("/")[0] for each in dtypes) if query != "e4m3"]
+        dtypes += [
+            f"{query}/nvfp4" for query in dict.fromkeys(each.split("/")[0] for each in dtypes) if query != "e4m3"
+        ]
     return {
         "dtypes": dtypes,
         "group": values_of(space, "groups"),
@@ -112,7 +117,12 @@ def _rows(interface: Interface, space: Space) -> dict[str, Sequence[Any]]:
 def _sinks(interface: Interface, space: Space) -> Sequence[str]:
     if True not in space.sinks:
         return ("none",)
-    return ("none", "per head", "some minus infinity", *(("list", "tuple") if interface is Interface.MLA_DECODE else ()))
+    return (
+        "none",
+        "per head",
+        "some minus infinity",
+        *(("list", "tuple") if interface is Interface.MLA_DECODE else ()),
+    )
 
 
 def _arguments(interface: Interface, space: Space) -> dict[str, Sequence[Any]]:
@@ -156,12 +166,18 @@ def _longest(lengths: Any) -> int:
     return lengths if _is_long(lengths) else 150
 
 
+def _is_e4m3(dtypes: str, out: str) -> bool:
+    """Tell whether the output is."""
+    return "e4m3" in out or (dtypes.startswith("e4m3") and out in ("none", "given", "a view"))
+
+
 def _dims(head_dim: Any) -> int:
     return int(str(head_dim).partition("/")[0])
 
 
-def _most_rows(requests: int, q_len: Any) -> int:
-    return requests * q_len
+def _prompt(rows: Any) -> int:
+    """Return the rows of a context call's first request."""
+    return rows if isinstance(rows, int) else {"one each": 1}.get(rows, 5)
 
 
 RULES = (
@@ -179,8 +195,7 @@ RULES = (
     ),
     Rule(
         ("requests", "group", "num_kv_heads", "head_dim", "rows"),
-        lambda n, group, heads, dim, rows: n * (rows if isinstance(rows, int) else 3) * group * heads * dim
-        <= 2 * MOST_OUT_ELEMENTS,
+        lambda n, group, heads, dim, rows: n * _prompt(rows) * group * heads * dim <= 2 * MOST_OUT_ELEMENTS,
         "what a test holds in memory",
     ),
     Rule(
@@ -195,17 +210,14 @@ RULES = (
     ),
     Rule(
         ("lengths", "rows", "group", "num_kv_heads", "head_dim"),
-        lambda lengths, rows, group, heads, dim: _longest(lengths)
-        * (rows if isinstance(rows, int) else 5)
-        * group
-        * heads
-        * dim
-        <= MOST_PRODUCTS,
+        lambda lengths, rows, *sizes: (
+            max(_longest(lengths), _prompt(rows)) * _prompt(rows) * math.prod(sizes) <= 2 * MOST_PRODUCTS
+        ),
         "what a test can compute in float64",
     ),
     Rule(
         ("lengths", "q_len", "heads", "head_dims"),
-        lambda lengths, q_len, heads, dims: _longest(lengths) * q_len * heads * _dims(dims) <= 4 * MOST_PRODUCTS,
+        lambda lengths, q_len, heads, dims: _longest(lengths) * q_len * heads * _dims(dims) <= MOST_MLA_PRODUCTS,
         "what a test can compute in float64",
     ),
     Rule(
@@ -219,18 +231,33 @@ RULES = (
         "a bound of the table's width and of a large batch",
     ),
     Rule(("lengths", "rows"), lambda lengths, rows: not (_is_long(lengths) and rows == 1040), "float64 takes too long"),
-    Rule(("offsets", "max_q_len"), lambda offsets, bound: offsets != "none" or bound == "exact", "it goes with offsets"),
+    Rule(
+        ("offsets", "max_q_len"), lambda offsets, bound: offsets != "none" or bound == "exact", "it goes with offsets"
+    ),
     Rule(("offsets", "mask"), lambda offsets, mask: offsets == "none" or mask == "none", "a mask goes without offsets"),
     Rule(("q_len", "mask"), lambda q_len, mask: q_len > 1 or mask == "none", "one row needs no mask"),
     Rule(("q_len", "offsets"), lambda q_len, offsets: offsets != "unequal" or q_len > 1, "equal rows of one"),
     Rule(("causal", "window_left"), lambda causal, window: causal or window < 0, "a window is causal"),
     Rule(
-        ("num_kv_heads", "cache"), lambda heads, cache: cache != "odd strides" or heads == 1, "an axis of size 1 is meant"
+        ("num_kv_heads", "cache"),
+        lambda heads, cache: cache != "odd strides" or heads == 1,
+        "an axis of size 1 is meant",
     ),
     Rule(
         ("dtypes", "cache"),
         lambda dtypes, cache: "nvfp4" not in dtypes or cache in ("plain", "pages apart", "V otherwise"),
         "scale factors lie as the cache does",
+    ),
+    Rule(("dtypes", "requests"), lambda dtypes, n: "nvfp4" not in dtypes or n <= REQUESTS, "quantising takes too long"),
+    Rule(
+        ("dtypes", "lengths"),
+        lambda dtypes, n: "nvfp4" not in dtypes or _longest(n) < 5000,
+        "quantising takes too long",
+    ),
+    Rule(
+        ("dtypes", "out", "sinks"),
+        lambda dtypes, out, sinks: sinks == "none" or not _is_e4m3(dtypes, out),
+        "a sink leaves outputs that are too small for e4m3",
     ),
     Rule(("dtypes", "page_size"), lambda dtypes, size: "nvfp4" not in dtypes or size >= 16, "a block of factors"),
     Rule(
@@ -257,8 +284,3 @@ TRIPLES = (
     ("mask", "dtypes", "lse"),
     ("causal", "sinks", "lse"),
 )
-
-
-def domain_function(interface: Interface) -> Callable[[Space], Domain]:
-    """Return the domain of an interface as a function of the space."""
-    return functools.lru_cache(maxsize=16)(functools.partial(paged_domain, interface))

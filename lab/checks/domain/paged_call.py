@@ -57,7 +57,9 @@ class PagedCall:
     def read(self) -> dict[str, Tensor]:
         """Return the tensors that the kernel must leave as they are, by name."""
         written = ("out", "lse", "workspace_buffer")
-        handed = {name: value for name, value in self.arguments.items() if isinstance(value, Tensor) and name not in written}
+        handed = {
+            name: value for name, value in self.arguments.items() if isinstance(value, Tensor) and name not in written
+        }
         return self.inputs.tensors() | handed
 
 
@@ -138,7 +140,11 @@ def _query(call: PagedCall) -> None:
         rows = torch.full((PADDING, *query.shape[1:]), PADDED, device=query.device).to(query.dtype)
         query = torch.cat((raw, rows.view(raw.dtype))).view(query.dtype)
     if form != "contiguous":
-        query = at_bytes(query, LEAST_ALIGNMENT_BYTES) if "at" in form.split() else apart(query, -3 if "rows" in form else -2, GAP)
+        query = (
+            at_bytes(query, LEAST_ALIGNMENT_BYTES)
+            if "at" in form.split()
+            else apart(query, -3 if "rows" in form else -2, GAP)
+        )
     call.arguments["query"] = query
 
 
@@ -162,7 +168,9 @@ def _tables(call: PagedCall) -> None:
 def _like(tensor: Tensor, other: Tensor) -> Tensor:
     """Return a tensor with another's strides."""
     raw = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-    return torch.empty_strided(raw.shape, other.stride(), dtype=raw.dtype, device=raw.device).copy_(raw).view(other.dtype)
+    return (
+        torch.empty_strided(raw.shape, other.stride(), dtype=raw.dtype, device=raw.device).copy_(raw).view(other.dtype)
+    )
 
 
 def _lengths(call: PagedCall) -> None:
@@ -201,7 +209,9 @@ def _scales(call: PagedCall) -> None:
     if form != "usual":
         # 0.9 is no sum of few powers of two: a scale that is rounded on its way shows.
         scale = call.rules["bmm2_scale"] = 0.9 * call.arguments["bmm2_scale"]
-        call.arguments["bmm2_scale"] = _tensor(scale, SCALE_SHAPES[form], call.device) if form in SCALE_SHAPES else scale
+        call.arguments["bmm2_scale"] = (
+            _tensor(scale, SCALE_SHAPES[form], call.device) if form in SCALE_SHAPES else scale
+        )
 
 
 def _tensor(value: float, shape: tuple[int, ...], device: torch.device) -> Tensor:

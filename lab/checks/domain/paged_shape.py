@@ -94,6 +94,8 @@ def _kv_lens(of: Combination, q_lens: tuple[int, ...], page_size: int, rng: rand
     kv_lens = [max(kv_len, rows) for kv_len, rows in zip(kv_lens, q_lens, strict=True)]
     if lengths == "fewer than rows":
         kv_lens = [max(rows - 1 - request, 0) for request, rows in enumerate(q_lens)]
-    for request in {"none first": (0,), "none last": (count - 1,), "none twice": (count - 2, count - 1)}.get(lengths, ()):
+    for request in {"none first": (0,), "none last": (count - 1,), "none twice": (count - 2, count - 1)}.get(
+        lengths, ()
+    ):
         kv_lens[request] = 0
     return tuple(kv_lens)

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-FILLING = 0x7B  # of each byte around the numbers: a large finite value of every float dtype, far outside any pool as an id
+FILLING = (
+    0x7B  # of each byte around the numbers: a large finite value of every float dtype, far outside any pool as an id
+)
 ODD = 7  # elements: the stride of an axis of size 1
 
 

@@ -1,0 +1,82 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lab import references
+from lab.checks import Combination, Interface, Level, Outcome, Space
+from lab.checks.catalogue.k18_combinations import CHECK
+from lab.checks.domain.subjects import SUBJECTS
+from lab.checks.expressions import read_expression
+from lab.checks.isolation import run_trial
+from lab.workloads.interfaces import ATTENTION
+from tests.checks.small import SMALL
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("interface", CHECK.interfaces)
+def test_the_references_are_right_at_every_value_alone(interface: Interface) -> None:
+    space = Space(long_requests=(4_100,))  # for the test's time
+    for case in CHECK.cases(interface, space, Level.SMOKE):
+        judged = run_trial(references, CHECK, case, CPU, space)
+        assert judged.outcome is Outcome.RIGHT, (case, judged)
+
+
+@pytest.mark.parametrize("interface", CHECK.interfaces)
+def test_the_smoke_level_has_every_value_of_every_axis(interface: Interface) -> None:
+    domain = SUBJECTS[interface].domain(Space())
+    cases = list(CHECK.cases(interface, Space(), Level.SMOKE))
+    for axis, values in domain.axes.items():
+        assert {case[axis] for case in cases} == set(values), axis
+
+
+@pytest.mark.parametrize("interface", CHECK.interfaces)
+def test_the_full_level_has_every_pair_that_can_be(interface: Interface) -> None:
+    domain = SUBJECTS[interface].domain(Space())
+    cases = CHECK.cases(interface, Space(), Level.FULL)
+    covered = {each for case in cases for each in domain.tuples_of(dict(case.values))}
+    missing = [goal for goal in domain.tuples() if goal not in covered]
+    assert all(domain.completed(dict(goal)) is None for goal in missing)
+    assert len(missing) < 0.02 * len(covered)
+
+
+@pytest.mark.parametrize("interface", ATTENTION)
+def test_a_narrowed_axis_has_its_values_alone(interface: Interface) -> None:
+    domain = SUBJECTS[interface].domain(SMALL)
+    sizes = {"groups": "group", "page_sizes": "page_size", "head_dims": "head_dim"}
+    if interface is Interface.MLA_DECODE:
+        sizes = {"mla_heads": "heads", "mla_page_sizes": "page_size"}
+    for of_space, axis in sizes.items():
+        assert tuple(domain.axes[axis]) == getattr(SMALL, of_space)
+
+
+@pytest.mark.parametrize("interface", CHECK.interfaces)
+def test_a_case_is_made_again_from_its_repr(interface: Interface) -> None:
+    for space in (Space(), SMALL):
+        for case in CHECK.cases(interface, space, Level.SMOKE):
+            again = read_expression(repr(case))
+            assert again == case
+            assert again.values == case.values
+    assert repr(Combination(Interface.DECODE)) == "Combination(Interface.DECODE, {})"
+
+
+def test_an_axis_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ValueError, match="trtllm_batch_decode_with_kv_cache has no axis 'heads'"):
+        Combination(Interface.DECODE, {"heads": 4})
+
+
+def test_a_kernel_that_ignores_a_tensor_scale_beside_another_argument_is_wrong() -> None:
+    def decode(**arguments: object) -> object:
+        if arguments.get("return_lse") and isinstance(arguments["bmm2_scale"], torch.Tensor):
+            arguments |= {"bmm2_scale": 1.0}
+        return references.trtllm_batch_decode_with_kv_cache(**arguments)  # type: ignore[arg-type]
+
+    kernel = SimpleNamespace(trtllm_batch_decode_with_kv_cache=decode)
+
+    def outcomes(level: Level) -> set[Outcome]:
+        cases = CHECK.cases(Interface.DECODE, SMALL, level)
+        return {run_trial(kernel, CHECK, case, CPU, SMALL).outcome for case in cases}
+
+    assert outcomes(Level.SMOKE) == {Outcome.RIGHT}
+    assert outcomes(Level.FULL) == {Outcome.RIGHT, Outcome.WRONG}

@@ -1,0 +1,64 @@
+import itertools
+
+import pytest
+
+from lab.checks.domain.covering import Domain, Rule
+
+AXES = {"size": (1, 2, 3, 4), "form": ("plain", "view", "none"), "window": (-1, 0, 7), "mask": (False, True)}
+RULE = Rule(("window", "mask"), lambda window, mask: window < 0 or not mask, "a mask has no window")
+TRIPLE = ("size", "form", "window")
+
+
+def test_the_covering_array_has_every_pair_and_stated_triple_that_fits_the_rules() -> None:
+    domain = Domain(AXES, (RULE,), (TRIPLE,))
+    points = list(domain.covering())
+    for names in (*itertools.combinations(AXES, 2), TRIPLE):
+        for values in itertools.product(*(AXES[name] for name in names)):
+            wanted = dict(zip(names, values, strict=True))
+            has = any(wanted.items() <= point.items() for point in points)
+            assert has == (wanted.get("window", -1) < 0 or not wanted.get("mask", False)), wanted
+    assert all(RULE.fits(point["window"], point["mask"]) for point in points)
+    assert len(points) < 2 * 4 * 3 * 3  # of 72 points: the triples need 36
+
+
+def test_an_array_of_pairs_is_small() -> None:
+    domain = Domain({f"axis {number}": tuple(range(5)) for number in range(12)})
+    assert len(list(domain.covering())) < 60  # 25 at least; all points are 5**12
+
+
+def test_values_alone_depart_from_the_plain_point_as_little_as_rules_allow() -> None:
+    needs = Rule(("form", "size"), lambda form, size: form != "view" or size > 2, "a view is of three")
+    domain = Domain(AXES, (RULE, needs))
+    points = list(domain.alone())
+    assert points[0] == domain.plain == {"size": 1, "form": "plain", "window": -1, "mask": False}
+    assert len(points) == 1 + 3 + 2 + 2 + 1
+    departures = [sum(point[name] != domain.plain[name] for name in AXES) for point in points]
+    assert departures == [0, 1, 1, 1, 2, 1, 1, 1, 1]  # a view takes another size
+
+
+def test_points_depend_on_the_seed_alone() -> None:
+    domain = Domain(AXES, (RULE,))
+    assert list(domain.covering(3)) == list(domain.covering(3)) != list(domain.covering(4))
+
+
+def test_goals_that_are_given_are_covered_alone() -> None:
+    (point,) = Domain(AXES).covering(goals=[(("size", 4), ("form", "none"))])
+    assert (point["size"], point["form"]) == (4, "none")
+
+
+def test_a_goal_that_no_point_has_is_left_out() -> None:
+    domain = Domain(AXES, (Rule(("mask", "form"), lambda mask, form: not mask, "no mask"),))
+    assert not any(point["mask"] for point in domain.covering())
+
+
+@pytest.mark.parametrize(
+    ("domain", "said"),
+    [
+        (lambda: Domain({"size": ()}), "axis 'size' has no value"),
+        (lambda: Domain(AXES, triples=(("size", "form", "heads"),)), "there is no axis 'heads'"),
+        (lambda: Domain(AXES, (Rule(("size",), lambda size: False, "never"),)), "no point of these axes fits"),
+    ],
+)
+def test_a_domain_that_is_none_is_refused(domain: object, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        domain()  # type: ignore[operator]
