@@ -127,7 +127,7 @@ class MLADecodeCall:
         )
         if rows.device.type == "cpu":
             check_values(problem)
-        refuse_nan(problem, in_query=False)
+            refuse_nan(problem, in_query=False)
         return problem
 
     def returned(self, out: torch.Tensor, lse: torch.Tensor | None) -> Any:

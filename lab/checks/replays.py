@@ -84,7 +84,7 @@ class ReplayedBatch:
             Form.BMM1_LOG2: ("bmm1_scale_log2", lambda: bmm1 * math.log2(math.e)),
             Form.BMM2: ("bmm2_scale", lambda: bmm2),
             Form.SINKS: (self.name_of_sinks, lambda: rules["sinks"].clone()),
-            Form.MASK: ("mask", lambda: packed_mask(rules["shown"]).to(device)),
+            Form.MASK: ("mask", lambda: packed_mask(rules["shown"].cpu()).to(device)),
             Form.OUT: ("out", lambda: self.out_for(given["query"])),
             Form.LSE: ("return_lse", lambda: True),
         }
