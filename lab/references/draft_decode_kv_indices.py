@@ -38,6 +38,7 @@ def generate_draft_decode_kv_indices(
         ValueError: a length is negative, or a branch's draft slots lie beyond the end of its row.
     """
     lens, rows = paged_kernel_lens.tolist(), req_pool_indices.tolist()
+    row_slots = {row: req_to_token[row].tolist() for row in set(rows)}
     if any(length < 0 for length in lens):
         raise ValueError(f"paged_kernel_lens={lens} must not be negative")
     kv_indices, kv_indptr = [], []
@@ -51,8 +52,8 @@ def generate_draft_decode_kv_indices(
                         f"row {row}: step {step} of branch {branch} reads position {start + step}, but req_to_token has "
                         f"{req_to_token.shape[1]} columns"
                     )
-                slots += [int(req_to_token[row, position]) for position in range(length)]
-                slots += [int(req_to_token[row, start + drafted]) for drafted in range(step + 1)]
+                slots += [row_slots[row][position] for position in range(length)]
+                slots += [row_slots[row][start + drafted] for drafted in range(step + 1)]
         for position in positions.tolist():
             boundaries.append(boundaries[-1] + position + step + 1)
         kv_indices.append(torch.tensor(slots, dtype=torch.int64))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from lab.checks.domain.covering import Domain
+from lab.checks.domain.lists import judge_lists, lists_domain
 from lab.checks.domain.paged_axes import paged_domain
 from lab.checks.domain.paged_call import judge_paged
 from lab.checks.space import Space
@@ -30,4 +31,9 @@ def _paged(interface: Interface) -> Subject:
     return Subject(functools.lru_cache(maxsize=8)(functools.partial(paged_domain, interface)), judge_paged)
 
 
-SUBJECTS: Mapping[Interface, Subject] = MappingProxyType({each: _paged(each) for each in ATTENTION})
+SUBJECTS: Mapping[Interface, Subject] = MappingProxyType(
+    {
+        **{each: _paged(each) for each in ATTENTION},
+        Interface.DRAFT_KV_INDICES: Subject(functools.cache(lists_domain), judge_lists),
+    }
+)

@@ -237,3 +237,60 @@ class PrefixBeyond2048Lost(DraftListsModel):
 
 class BoundariesBeyond1024Anew(LateBranchesUncounted, counted=1024):
     """The sum of the lists' lengths begins anew after the 1,024th."""
+
+
+class BranchesBeyondEightMissing(DraftListsModel):
+    """A request has no lists of its branches from the ninth on."""
+
+    def order(self, num_requests: int, topk: int) -> list[tuple[int, int]]:
+        return super().order(num_requests, min(topk, 8))
+
+
+class NarrowTableReadAsWide(DraftListsModel):
+    """An int32 req_to_token is read as int64 where req_pool_indices is int64."""
+
+    def rows(self, req_to_token: Tensor, req_pool_indices: Tensor) -> Tensor:
+        rows = super().rows(req_to_token, req_pool_indices)
+        if req_to_token.dtype == torch.int64 or req_pool_indices.dtype == torch.int32:
+            return rows
+        pairs = torch.nn.functional.pad(rows.to(torch.int64), (0, rows.shape[1] % 2)).unflatten(1, (-1, 2))
+        return torch.nn.functional.pad(pairs[..., 0] + (pairs[..., 1] << 32), (0, rows.shape[1] - pairs.shape[1]))
+
+
+class RequestsBeyond1024Missing(DraftListsModel):
+    """Requests from the 1,025th on have no lists."""
+
+    def order(self, num_requests: int, topk: int) -> list[tuple[int, int]]:
+        return super().order(min(num_requests, 1024), topk)
+
+
+class LastOfFullWarpMissing(DraftListsModel):
+    """The last of a multiple of 32 requests has no lists."""
+
+    def order(self, num_requests: int, topk: int) -> list[tuple[int, int]]:
+        return super().order(num_requests - (num_requests % 32 == 0), topk)
+
+
+class PagesOf32TakenAs16(DraftListsModel):
+    """A branch's pages of 32 tokens are counted as if they held 16."""
+
+    def start(self, length: int, branch: int, *, num_steps: int, topk: int, page_size: int) -> int:
+        page_size = 16 if page_size == 32 else page_size
+        return super().start(length, branch, num_steps=num_steps, topk=topk, page_size=page_size)
+
+
+class PrefixBeyond65535Lost(DraftListsModel):
+    """Columns from the 65,536th on give slot 0."""
+
+    def slots(self, row: Tensor, columns: list[int]) -> Tensor:
+        index = torch.tensor(columns, dtype=torch.int64, device=row.device)
+        return super().slots(row, columns).masked_fill(index >= 65536, 0)
+
+
+class UnalignedListsShifted(DraftListsModel):
+    """Lists in a buffer that does not begin at a multiple of 16 bytes begin a cell too late."""
+
+    def write(self, kv_indices: Tensor, step: int, slots: Tensor) -> None:
+        if kv_indices.data_ptr() % 16:
+            slots = torch.nn.functional.pad(slots, (1, 0))
+        super().write(kv_indices, step, slots)

@@ -1,0 +1,112 @@
+"""The domain of a function that writes a draft's K/V lists: dtypes, drafts, batches, prefixes, and the buffers around them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+
+from lab.checks.domain.combination import Combination
+from lab.checks.domain.covering import Domain, Rule
+from lab.checks.draft_lists import DTYPES, DraftLists, DraftListsCase, in_place
+from lab.checks.facts import facts_of_case
+from lab.checks.space import Space
+from lab.checks.trial import Trial
+from lab.workloads.interfaces import Interface
+
+# Of the tensors of int32; all others are int64.
+NARROW = {
+    "int64": (),
+    "int32": tuple(DTYPES),
+    "int32 table": ("req_to_token",),
+    "int32 rows": ("req_pool_indices",),
+    "int32 lens": ("paged_kernel_lens",),
+    "int32 positions": ("positions",),
+    "int32 lists": ("kv_indices",),
+    "int32 boundaries": ("kv_indptr",),
+    "int32 but the table": tuple(name for name in DTYPES if name != "req_to_token"),
+}
+SHORT = (5, 17, 1, 40, 9, 33, 2)  # of the requests in turn
+MOST_CELLS = 3_000_000  # of kv_indices
+MOST_SLOTS = 5_000_000  # of req_to_token
+MOST_LISTS = 41_000  # of all steps
+
+AXES: dict[str, tuple[Any, ...]] = {
+    "dtypes": tuple(NARROW),
+    "topk": (1, 2, 3, 4, 5, 8, 12, 16, 33),
+    "num_steps": (3, 1, 2, 4, 5, 6, 7, 8, 40),
+    "page_size": (1, 16, 32, 64, 128, 256),
+    "requests": (5, 1, 31, 32, 33, 64, 96, 129, 257, 513, 1025),
+    "prefixes": ("short", "some none", "all none", "equal", "at page edges", 4_100, 9_000, 70_000),
+    "positions": ("prefix lengths", "others"),
+    "rows": ("drawn", "one for all"),
+    "spare_columns": (3, 0, -2),
+    "spare_capacity": (5, 0, -20),
+    "row_gap": (0, 1, 24),
+    "first_cell": (8, 0, 1),
+}
+
+
+def draft_lists_case(of: Combination) -> DraftListsCase:
+    """Return the draft of a combination."""
+    return DraftListsCase(
+        _lens(of["requests"], of["prefixes"], of["page_size"], of.seed),
+        positions_differ=of["positions"] == "others",
+        repeated=of["rows"] == "one for all",
+        dtypes={name: torch.int32 if name in NARROW[of["dtypes"]] else torch.int64 for name in DTYPES},
+        seed=of.seed,
+        **{name: of[name] for name in _FIELDS},
+    )
+
+
+def judge_lists(trial: Trial) -> None:
+    """Have the lists of a trial's combination written, and hold every cell of every buffer to the reference's."""
+    case = draft_lists_case(trial.case)
+    facts = facts_of_case(case)
+    facts = replace(facts, facts={**facts.facts, **trial.called.facts})
+    wrongs = DraftLists(case, str(trial.device)).wrongs(in_place(trial.function(Interface.DRAFT_KV_INDICES)))
+    trial.judged += 1
+    trial.hold_nothing_wrong("the lists", wrongs, held="lists", call=facts)
+
+
+def _lens(requests: int, prefixes: Any, page_size: int, seed: int) -> tuple[int, ...]:
+    in_turn = {
+        "some none": (0, 7, 0, 21, 3),
+        "all none": (0,),
+        "equal": (20,),
+        "at page edges": (page_size, page_size - 1, page_size + 1, 2 * page_size, 1),
+    }.get(prefixes, SHORT)
+    lens = list(islice(cycle(in_turn), requests))
+    if isinstance(prefixes, int):
+        lens[seed % requests] = prefixes
+    return tuple(lens)
+
+
+def _within(count: Callable[[DraftListsCase], int], most: int) -> Callable[..., bool]:
+    """Return the condition that a draft has so many of something at most."""
+
+    def fits(requests: int, prefixes: Any, page_size: int, topk: int, num_steps: int) -> bool:
+        lens = _lens(requests, prefixes, page_size, 0)
+        return count(DraftListsCase(lens, num_steps, topk, page_size)) <= most
+
+    return fits
+
+
+_FIELDS = ("topk", "num_steps", "page_size", "spare_columns", "spare_capacity", "row_gap", "first_cell")
+_SIZES = ("requests", "prefixes", "page_size", "topk", "num_steps")
+RULES = (
+    Rule(("requests", "topk", "num_steps"), lambda *sizes: torch.Size(sizes).numel() <= MOST_LISTS, "loops over lists"),
+    Rule(
+        ("requests", "prefixes"),
+        lambda n, prefixes: n * (prefixes if isinstance(prefixes, int) else 1) <= MOST_SLOTS,
+        "what a test holds in memory",
+    ),
+    Rule(_SIZES, _within(lambda case: case.num_steps * case.most_tokens, MOST_CELLS), "what a test holds in memory"),
+    Rule(_SIZES, _within(lambda case: len(case.lens) * case.longest_row, MOST_SLOTS), "what a test holds in memory"),
+)
+
+
+def lists_domain(space: Space) -> Domain:
+    """Return the domain, which no axis of a space narrows."""
+    return Domain(AXES, RULES)
