@@ -37,21 +37,36 @@ def draw_ragged(case: RaggedCase, device: torch.device) -> tuple[Tensor, Parts]:
 def ragged_arguments(case: RaggedCase, query: Tensor, parts: Parts, *, causal: bool) -> dict[str, Any]:
     """Return the arguments of the call over each request's keys and values, with padding after the last."""
     kv_lens = tuple(len(keys) for keys, _ in parts)
+    key, value = (padded(torch.cat(sides)) for sides in zip(*parts, strict=True))
+    return arguments_of(padded(query), key, value, case.q_lens, kv_lens, case.softmax_scale, causal=causal)
+
+
+def arguments_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    q_lens: tuple[int, ...],
+    kv_lens: tuple[int, ...],
+    softmax_scale: float,
+    *,
+    causal: bool,
+) -> dict[str, Any]:
+    """Return the arguments of the call over these tensors, of requests of these rows and keys."""
     device = query.device
     return {
-        "query": padded(query),
-        "key": padded(torch.cat([keys for keys, _ in parts])),
-        "value": padded(torch.cat([values for _, values in parts])),
+        "query": query,
+        "key": key,
+        "value": value,
         "workspace_buffer": new_workspace(device),
         "seq_lens": torch.tensor(kv_lens, dtype=torch.int32, device=device),
-        "max_q_len": max(case.q_lens),
+        "max_q_len": max(q_lens),
         "max_kv_len": max(kv_lens),
-        "bmm1_scale": case.softmax_scale,
+        "bmm1_scale": softmax_scale,
         "bmm2_scale": 1.0,
         "o_sf_scale": 1.0,
-        "batch_size": len(case.q_lens),
+        "batch_size": len(q_lens),
         "window_left": -1,
-        "cum_seq_lens_q": running_sum(case.q_lens, device),
+        "cum_seq_lens_q": running_sum(q_lens, device),
         "cum_seq_lens_kv": running_sum(kv_lens, device),
         "enable_pdl": None,
         "is_causal": causal,

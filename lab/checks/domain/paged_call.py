@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lab.calls.problem import E4M3
 from lab.checks.attention_inputs import AttentionInputs, build_attention
-from lab.checks.catalogue.k05_guards import amid, changed_bytes, guarded, wrong_guards
-from lab.checks.domain.combination import Combination
+from lab.checks.catalogue.k05_guards import amid, changed_bytes, wrong_guards
+from lab.checks.domain.forms import FormedCall, set_lse, set_out, set_scales, with_minus_infinity
 from lab.checks.domain.paged_axes import DTYPES
 from lab.checks.domain.paged_shape import PADDING, attention_case
 from lab.checks.domain.views import apart, at_bytes, with_odd_strides
@@ -23,27 +23,19 @@ from lab.workloads.interfaces import Interface
 
 GAP = 16  # elements: strides stay whole loads of 16 bytes
 LEAST_ALIGNMENT_BYTES = 16
-SCALE_SHAPES: dict[str, tuple[int, ...]] = {"tensor [1]": (1,), "tensor []": (), "tensor [1, 1]": (1, 1)}
 PADDED = 100.0  # an element of a padding row, which no row may read
 
 
 @dataclass(eq=False)
-class PagedCall:
-    """A call in the making.
+class PagedCall(FormedCall):
+    """A paged call in the making.
 
     Attributes:
-        of: the combination.
+        others: as in `FormedCall`.
         inputs: the tensors as the call hands them out, and the histories that they were made from.
-        arguments: by name.
-        rules: fields of `lab.references.truth.Rules` that differ from the inputs' own.
-        guards: names of buffers that were handed out, and all memory around each (`guarded`).
     """
 
-    of: Combination
-    inputs: AttentionInputs
-    arguments: dict[str, Any] = field(default_factory=dict)
-    rules: dict[str, Any] = field(default_factory=dict)
-    guards: dict[str, Tensor] = field(default_factory=dict)
+    inputs: AttentionInputs = field(kw_only=True)
 
     @property
     def case(self) -> Any:
@@ -88,10 +80,10 @@ def judge_paged(trial: Trial) -> None:
 
 def _built(trial: Trial) -> PagedCall:
     case = attention_case(trial.case, trial.space)
-    call = PagedCall(trial.case, build_attention(case, trial.device))
+    call = PagedCall(trial.case, inputs=build_attention(case, trial.device))
     _store(call)
     call.arguments = call.inputs.arguments()
-    for form in (_cache, _query, _tables, _lengths, _bounds, _scales, _sinks, _visible, _out, _lse):
+    for form in (_cache, _query, _tables, _lengths, _bounds, set_scales, _sinks, _visible, _out, _lse):
         form(call)
     return call
 
@@ -193,39 +185,12 @@ def _bounds(call: PagedCall) -> None:
         call.arguments["max_q_len"] = None
 
 
-def _scales(call: PagedCall) -> None:
-    form, scale = call.of["bmm1_scale"], call.inputs.bmm1_scale
-    if form == "negative":
-        call.arguments["bmm1_scale"] = call.rules["bmm1_scale"] = -0.5 * scale
-    elif form != "number":
-        call.rules["bmm1_scale"] = 0.75 * scale
-        if form.startswith("log2"):  # which takes precedence over what stands beside it
-            shape = (1,) if "[1]" in form else ()
-            call.arguments["bmm1_scale_log2"] = _tensor(0.75 * scale * math.log2(math.e), shape, call.device)
-            call.arguments["bmm1_scale"] = _tensor(2.0, (1,), call.device) if "beside" in form else 2.0
-        else:
-            call.arguments["bmm1_scale"] = _tensor(0.75 * scale, SCALE_SHAPES[form], call.device)
-    form = call.of["bmm2_scale"].removeprefix("0.9 as a ")
-    if form != "usual":
-        # 0.9 is no sum of few powers of two: a scale that is rounded on its way shows.
-        scale = call.rules["bmm2_scale"] = 0.9 * call.arguments["bmm2_scale"]
-        call.arguments["bmm2_scale"] = (
-            _tensor(scale, SCALE_SHAPES[form], call.device) if form in SCALE_SHAPES else scale
-        )
-
-
-def _tensor(value: float, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.full(shape, value, dtype=torch.float32, device=device)
-
-
 def _sinks(call: PagedCall) -> None:
     form, sinks = call.of["sinks"], call.inputs.sinks
     if sinks is None:
         return
     if form == "some minus infinity":
-        sinks = sinks.clone()
-        sinks[::2] = -math.inf
-        call.rules["sinks"] = sinks
+        sinks = call.rules["sinks"] = with_minus_infinity(sinks)
     call.arguments["sinks"] = {"list": [sinks], "tuple": (sinks,)}.get(form, sinks)
 
 
@@ -250,27 +215,11 @@ def _out(call: PagedCall) -> None:
     if kind == "dtype":
         call.arguments["out_dtype"] = dtype
         return
-    shape = (*call.arguments["query"].shape[:-1], call.case.out_head_dim)
-    out = torch.full(shape, math.nan, device=call.device).to(dtype)
-    if call.of["out"] == "a view":
-        out, call.guards["out"] = guarded(out)
-    call.arguments["out"] = out
+    set_out(call, call.case.out_head_dim, dtype)
 
 
 def _lse(call: PagedCall) -> None:
-    form, query = call.of["lse"], call.arguments["query"]
-    if form == "none":
-        return
-    if form != "given alone":
-        call.arguments["return_lse"] = True
-    if form == "base e" or (call.case.is_mla and call.case.offsets):
+    form = call.of["lse"]
+    set_lse(call)
+    if form == "base e" or (form != "none" and call.case.is_mla and call.case.offsets):
         call.arguments["return_lse_base"] = "basee" if form == "base e" else "base2"
-    if form in ("given", "given alone", "strided"):
-        shape = query.shape[:-1].numel(), query.shape[-2]
-        shape = (shape[0] // query.shape[-2], query.shape[-2])
-        lse = torch.full(shape, math.nan, device=call.device)
-        lse, call.guards["lse"] = guarded(lse)
-        if form == "strided":
-            lse = torch.full((shape[0], 2 * shape[1]), math.nan, device=call.device)[:, ::2]
-            del call.guards["lse"]
-        call.arguments["lse"] = lse

@@ -67,16 +67,29 @@ def _arithmetic(query: torch.dtype, cache: torch.dtype, space: Space) -> torch.d
 
 def _q_lens(of: Combination, count: int) -> tuple[int, ...]:
     if of.interface is Interface.CONTEXT:
-        rows = {"unequal": CONTEXT_ROWS, "one each": (1,)}.get(of["rows"], (of["rows"], *CONTEXT_ROWS))
-        if count > REQUESTS:
-            rows = (1, 2, 3) if of["rows"] == "unequal" else rows
-        q_lens = [rows[request % len(rows)] if request else rows[0] for request in range(count)]
-    else:
-        q_lens = [of["q_len"]] * count
-        if of["offsets"] == "unequal":
-            q_lens = [1 + (request + of.seed) % of["q_len"] for request in range(count)]
-    empty = {"none first": (0,), "none last": (count - 1,), "none twice": (1, 2)}.get(of["offsets"], ())
+        return rows_of_prompts(of, count)
+    q_lens = [of["q_len"]] * count
+    if of["offsets"] == "unequal":
+        q_lens = [1 + (request + of.seed) % of["q_len"] for request in range(count)]
+    return _emptied(of, q_lens)
+
+
+def rows_of_prompts(of: Combination, count: int) -> tuple[int, ...]:
+    """Return the rows of each request of a call that takes prompts."""
+    rows = {"unequal": CONTEXT_ROWS, "one each": (1,)}.get(of["rows"], (of["rows"], *CONTEXT_ROWS))
+    if count > REQUESTS:
+        rows = (1, 2, 3) if of["rows"] == "unequal" else rows
+    return _emptied(of, [rows[request % len(rows)] if request else rows[0] for request in range(count)])
+
+
+def _emptied(of: Combination, q_lens: list[int]) -> tuple[int, ...]:
+    empty = {"none first": (0,), "none last": (len(q_lens) - 1,), "none twice": (1, 2)}.get(of["offsets"], ())
     return tuple(0 if request in empty else q_len for request, q_len in enumerate(q_lens))
+
+
+def empty_requests(lengths: Any, count: int) -> tuple[int, ...]:
+    """Return the requests that a value of the lengths leaves without keys."""
+    return {"none first": (0,), "none last": (count - 1,), "none twice": (count - 2, count - 1)}.get(lengths, ())
 
 
 def _kv_lens(of: Combination, q_lens: tuple[int, ...], page_size: int, rng: random.Random) -> tuple[int, ...]:
@@ -94,8 +107,6 @@ def _kv_lens(of: Combination, q_lens: tuple[int, ...], page_size: int, rng: rand
     kv_lens = [max(kv_len, rows) for kv_len, rows in zip(kv_lens, q_lens, strict=True)]
     if lengths == "fewer than rows":
         kv_lens = [max(rows - 1 - request, 0) for request, rows in enumerate(q_lens)]
-    for request in {"none first": (0,), "none last": (count - 1,), "none twice": (count - 2, count - 1)}.get(
-        lengths, ()
-    ):
+    for request in empty_requests(lengths, count):
         kv_lens[request] = 0
     return tuple(kv_lens)

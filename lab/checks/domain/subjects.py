@@ -9,6 +9,8 @@ from lab.checks.domain.covering import Domain
 from lab.checks.domain.lists import judge_lists, lists_domain
 from lab.checks.domain.paged_axes import paged_domain
 from lab.checks.domain.paged_call import judge_paged
+from lab.checks.domain.ragged import ragged_domain
+from lab.checks.domain.ragged_call import judge_ragged
 from lab.checks.space import Space
 from lab.checks.trial import Trial
 from lab.workloads.interfaces import ATTENTION, Interface
@@ -27,13 +29,14 @@ class Subject:
     judge: Callable[[Trial], None]
 
 
-def _paged(interface: Interface) -> Subject:
-    return Subject(functools.lru_cache(maxsize=8)(functools.partial(paged_domain, interface)), judge_paged)
+def _cached(domain: Callable[[Space], Domain], judge: Callable[[Trial], None]) -> Subject:
+    return Subject(functools.lru_cache(maxsize=8)(domain), judge)
 
 
 SUBJECTS: Mapping[Interface, Subject] = MappingProxyType(
     {
-        **{each: _paged(each) for each in ATTENTION},
-        Interface.DRAFT_KV_INDICES: Subject(functools.cache(lists_domain), judge_lists),
+        **{each: _cached(functools.partial(paged_domain, each), judge_paged) for each in ATTENTION},
+        Interface.RAGGED_CONTEXT: _cached(ragged_domain, judge_ragged),
+        Interface.DRAFT_KV_INDICES: _cached(lists_domain, judge_lists),
     }
 )

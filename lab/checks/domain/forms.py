@@ -1,0 +1,87 @@
+"""The forms of arguments that all calls have: scales, sinks, an output and an LSE, as a combination names them."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.checks.catalogue.k05_guards import guarded
+from lab.checks.domain.combination import Combination
+
+SCALE_SHAPES: dict[str, tuple[int, ...]] = {"tensor [1]": (1,), "tensor []": (), "tensor [1, 1]": (1, 1)}
+
+
+@dataclass(eq=False)
+class FormedCall:
+    """A call in the making.
+
+    Attributes:
+        of: the combination.
+        arguments: by name.
+        rules: fields of `lab.references.truth.Rules` that differ from the inputs' own.
+        guards: names of buffers that were handed out, and all memory around each (`guarded`).
+    """
+
+    of: Combination
+    arguments: dict[str, Any] = field(default_factory=dict)
+    rules: dict[str, Any] = field(default_factory=dict)
+    guards: dict[str, Tensor] = field(default_factory=dict)
+
+
+def set_scales(call: FormedCall) -> None:
+    """Give both scales their forms, other values with them: a scale that is not read shows."""
+    form, scale, device = call.of["bmm1_scale"], call.arguments["bmm1_scale"], call.arguments["query"].device
+    if form == "negative":
+        call.arguments["bmm1_scale"] = call.rules["bmm1_scale"] = -0.5 * scale
+    elif form != "number":
+        call.rules["bmm1_scale"] = 0.75 * scale
+        if form.startswith("log2"):  # which takes precedence over what stands beside it
+            shape = (1,) if "[1]" in form else ()
+            call.arguments["bmm1_scale_log2"] = _tensor(0.75 * scale * math.log2(math.e), shape, device)
+            call.arguments["bmm1_scale"] = _tensor(2.0, (1,), device) if "beside" in form else 2.0
+        else:
+            call.arguments["bmm1_scale"] = _tensor(0.75 * scale, SCALE_SHAPES[form], device)
+    form = call.of["bmm2_scale"].removeprefix("0.9 as a ")
+    if form != "usual":
+        # 0.9 is no sum of few powers of two: a scale that is rounded on its way shows.
+        scale = call.rules["bmm2_scale"] = 0.9 * call.arguments["bmm2_scale"]
+        call.arguments["bmm2_scale"] = _tensor(scale, SCALE_SHAPES[form], device) if form in SCALE_SHAPES else scale
+
+
+def _tensor(value: float, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.full(shape, value, dtype=torch.float32, device=device)
+
+
+def with_minus_infinity(sinks: Tensor) -> Tensor:
+    """Return sinks of which every other one is minus infinity, as none is."""
+    sinks = sinks.clone()
+    sinks[::2] = -math.inf
+    return sinks
+
+
+def set_out(call: FormedCall, v_head_dim: int, dtype: torch.dtype) -> None:
+    """Hand out a buffer of NaN for the output, amid guards for a view."""
+    query = call.arguments["query"]
+    out = torch.full((*query.shape[:-1], v_head_dim), math.nan, device=query.device).to(dtype)
+    if call.of["out"] == "a view":
+        out, call.guards["out"] = guarded(out)
+    call.arguments["out"] = out
+
+
+def set_lse(call: FormedCall) -> None:
+    """Ask for the LSE, and hand out a buffer of NaN for it where the form says so, amid guards unless it has gaps."""
+    form, query = call.of["lse"], call.arguments["query"]
+    if form == "none":
+        return
+    if form != "given alone":
+        call.arguments["return_lse"] = True
+    if form in ("given", "given alone", "strided"):
+        heads = query.shape[-2]
+        shape = query.shape[:-2].numel(), heads
+        if form == "strided":
+            lse = torch.full((shape[0], 2 * heads), math.nan, device=query.device)[:, ::2]
+        else:
+            lse, call.guards["lse"] = guarded(torch.full(shape, math.nan, device=query.device))
+        call.arguments["lse"] = lse

@@ -1,0 +1,134 @@
+"""The domain of the ragged context call: attention before absorption, over K/V of the requests end to end.
+
+The first value of each axis is the plain one. Of `Space` it has the queries' dtypes, windows, sinks, large batches and long
+requests; its heads and head_dims are its own, those of DeepSeek and its relatives among them.
+"""
+
+from typing import Any
+
+import torch
+
+from lab.checks.domain import paged_axes
+from lab.checks.domain.covering import Domain, Rule
+from lab.checks.domain.paged_axes import NAMES, PROMPTS, REQUESTS, RULES, WINDOWS, values_of
+from lab.checks.space import Space
+
+SHORT = 150  # keys of the longest request that is not long
+FEW_KEYS = 50  # about, of a request in a large batch
+LONGEST = 65_600  # keys: every one has a head of its own
+MOST_HEADS = 256
+MOST_KV_ELEMENTS = 2**25
+MOST_PRODUCTS = 2**29  # of Q·K^T, in each of the three attentions that a case computes
+DEEPSEEK_HEADS = 128
+DTYPES = {"fp32": torch.float32, **paged_axes.DTYPES}  # fp32 of outputs alone
+SCALES = ("number", "tensor [1]", "tensor []", "tensor [1, 1]")
+
+
+def ragged_domain(space: Space) -> Domain:
+    """Return the domain of the ragged context call within a space."""
+    axes: dict[str, tuple[Any, ...]] = {
+        "dtype": tuple(NAMES[query] for query, _ in values_of(space, "dtypes")),
+        "head_dims": ("192/128", "128/128", "256/256", "80/64", "64/64"),
+        "num_kv_heads": (2, 1, 3, 16, DEEPSEEK_HEADS),
+        "group": (1, 2, 7, 8, 16),
+        "requests": (REQUESTS, 1, *values_of(space, "large_batches")),
+        "rows": ("unequal", "one each", *PROMPTS),
+        "lengths": (
+            "longer",
+            "as rows",
+            "fewer than rows",
+            "none first",
+            "none last",
+            "none twice",
+            *(min(kv_len, LONGEST) for kv_len in space.long_requests),
+        ),
+        "offsets": ("plain", "none first", "none last", "none twice"),
+        "padding": ("none", "rows", "keys", "rows and keys"),
+        "causal": (True, False),
+        "window_left": (-1, *(WINDOWS if True in space.windows else ())),
+        "contents": ("random", "needles"),
+        "sinks": ("none", *(("per head", "some minus infinity") if True in space.sinks else ())),
+        "bmm1_scale": (*SCALES, "negative"),
+        "bmm2_scale": ("usual", *(f"0.9 as a {each}" for each in SCALES)),
+        "o_sf_scale": (1.0, -1.0),
+        "out": ("none", "given", "a view", "given fp16", "given bf16", "given fp32"),
+        "lse": ("none", "returned", "given", "given alone", "strided"),
+        "seq_lens": ("int32", "uint32", "amid others"),
+        "max_q_len": ("exact", "larger"),
+        "max_kv_len": ("exact", "larger"),
+        "mirrors": ("none", "int32", "int64"),
+        "skip_all_rows_active_check": (True, False),
+        "query": ("contiguous", "rows apart", "heads apart", "at 16 bytes"),
+        "kv": (
+            "contiguous",
+            "tokens apart",
+            "heads apart",
+            "heads first",
+            "at 16 bytes",
+            "V apart",
+            "V of a projection",
+            "of one tensor",
+        ),
+    }
+    axes = {name: tuple(dict.fromkeys(values)) for name, values in axes.items()}
+    rules = tuple(rule for rule in (*RULES, *RAGGED_RULES) if set(rule.axes) <= set(axes))
+    return Domain(axes, rules, TRIPLES)
+
+
+def head_dims_of(value: str) -> tuple[int, int]:
+    """Return (head_dim, v_head_dim) of a value of their axis."""
+    head_dim, v_head_dim = map(int, value.split("/"))
+    return head_dim, v_head_dim
+
+
+def _keys(requests: int, lengths: Any) -> int:
+    """Return about how many keys a call has."""
+    return (
+        requests * FEW_KEYS if requests > REQUESTS else REQUESTS * SHORT + (lengths if isinstance(lengths, int) else 0)
+    )
+
+
+def _pairs(rows: Any, lengths: Any) -> int:
+    """Return about how many pairs of a row and a key a call of few requests has."""
+    prompt = rows if isinstance(rows, int) else {"one each": 1}.get(rows, 10)
+    return prompt * max(prompt, lengths if isinstance(lengths, int) else SHORT)
+
+
+RAGGED_RULES = (
+    Rule(("num_kv_heads", "group"), lambda heads, group: heads * group <= MOST_HEADS, "more heads than a layer has"),
+    Rule(
+        ("requests", "lengths", "head_dims", "num_kv_heads"),
+        lambda n, lengths, dims, heads: _keys(n, lengths) * heads * sum(head_dims_of(dims)) <= MOST_KV_ELEMENTS,
+        "what a test holds in memory",
+    ),
+    Rule(
+        ("lengths", "head_dims", "num_kv_heads", "group"),
+        lambda lengths, dims, heads, group: (
+            _keys(1, lengths) * sum(head_dims_of(dims)) * heads * group <= 4 * MOST_KV_ELEMENTS
+        ),
+        "what a test holds in memory: of the control, K and V of each query head",
+    ),
+    Rule(
+        ("rows", "lengths", "head_dims", "num_kv_heads", "group"),
+        lambda rows, lengths, dims, heads, group: (
+            _pairs(rows, lengths) * heads * group * head_dims_of(dims)[0] <= MOST_PRODUCTS
+        ),
+        "what a test can compute in float64",
+    ),
+    Rule(
+        ("requests", "num_kv_heads", "group"),
+        lambda n, heads, group: n * heads * group <= 2**13,
+        "what a test can compute in float64",
+    ),
+    Rule(
+        ("padding", "mirrors"),
+        lambda padding, mirrors: padding == "none" or mirrors == "none",
+        "lengths on the host leave no row or key after the last offset",
+    ),
+)
+TRIPLES = (
+    ("causal", "sinks", "lse"),
+    ("offsets", "causal", "lse"),
+    ("dtype", "bmm1_scale", "bmm2_scale"),
+    ("mirrors", "offsets", "causal"),
+)

@@ -1,0 +1,222 @@
+"""The ragged context call of a combination: its rows, keys and values, its arguments' forms, and what it must give."""
+
+import random
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lab.calls.problem import E4M3
+from lab.checks.catalogue.k05_guards import amid, changed_bytes, wrong_guards
+from lab.checks.domain.combination import Combination
+from lab.checks.domain.forms import FormedCall, set_lse, set_out, set_scales, with_minus_infinity
+from lab.checks.domain.paged_axes import REQUESTS
+from lab.checks.domain.paged_call import GAP, LEAST_ALIGNMENT_BYTES, PADDED
+from lab.checks.domain.paged_shape import empty_requests, rows_of_prompts
+from lab.checks.domain.ragged import DTYPES, SHORT, head_dims_of
+from lab.checks.domain.views import apart, at_bytes
+from lab.checks.needles import draw_histories, needle_positions
+from lab.checks.ragged_inputs import PADDING, TILE, Parts, arguments_of
+from lab.checks.space import edge_lengths
+from lab.checks.trial import Result, Trial
+from lab.references.truth import Rules, Truth, truth_of_requests
+from lab.workloads.interfaces import Interface
+from lab.workloads.requests import PassLens
+
+
+@dataclass(frozen=True)
+class RaggedLens(PassLens):
+    """The rows and keys of each request.
+
+    Attributes:
+        prefix_lens: keys before the rows of each request; below 0 where it has fewer keys than rows.
+        q_lens: rows of each request.
+    """
+
+    prefix_lens: tuple[int, ...]
+    q_lens: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class RaggedCall(FormedCall):
+    """A ragged call in the making.
+
+    Attributes:
+        others: as in `FormedCall`.
+        lens: of its requests.
+        query: float of the call's dtype, [num_rows, num_qo_heads, head_dim], without padding.
+        parts: each request's keys and values, likewise.
+    """
+
+    lens: RaggedLens = field(kw_only=True)
+    query: Tensor = field(kw_only=True)
+    parts: Parts = field(kw_only=True)
+
+    def truth(self) -> Truth:
+        """Return what the call must give, from the requests' own parts."""
+        given = {name: self.arguments[name] for name in ("bmm1_scale", "bmm2_scale") if name not in self.rules}
+        out_dtype = self.rules.get("out_dtype", _out_dtype(self.of))
+        rules = {"arithmetic": self.query.dtype, **given, **self.rules, "out_dtype": out_dtype}
+        return truth_of_requests(self.query, self.parts, list(self.lens.q_lens), Rules(**rules))
+
+
+def judge_ragged(trial: Trial) -> None:
+    """Make the call of a trial's combination once, and hold all that it gives to the truth, and what it must not touch."""
+    call = _built(trial)
+    written = ("out", "lse", "workspace_buffer")
+    read = {name: value for name, value in call.arguments.items() if isinstance(value, Tensor) and name not in written}
+    before = {name: value.clone() for name, value in read.items()}
+    result = trial.run(Interface.RAGGED_CONTEXT, call.arguments)
+    truth = call.truth()
+    rows = len(truth.expected)
+    out, lse = call.arguments.get("out"), call.arguments.get("lse")
+    out, lse = result.out if out is None else out, result.lse if lse is None else lse
+    if lse is None and call.of["lse"] != "none":
+        trial.wrong("return_lse=True returned no LSE")
+    trial.hold("the call", Result(out[:rows], None if lse is None else lse[:rows], result.call), truth)
+    expected = call.rules.get("out_dtype", _out_dtype(call.of))
+    if result.out.dtype != expected:
+        trial.wrong(f"the output is {result.out.dtype}, not {expected}")
+    trial.hold_nothing_wrong("the inputs", changed_bytes(read, before))
+    for name, around in call.guards.items():
+        trial.hold_nothing_wrong(f"around {name}", wrong_guards(name, around))
+
+
+def _out_dtype(of: Combination) -> torch.dtype:
+    """Return the dtype of an output that the call makes."""
+    dtype = DTYPES[of["dtype"]]
+    return torch.bfloat16 if dtype == E4M3 else dtype
+
+
+def ragged_lens(of: Combination) -> RaggedLens:
+    """Return the rows and keys of a combination's requests."""
+    rng = random.Random(repr((of.interface.name, of.seed)))
+    count, lengths = of["requests"], of["lengths"]
+    q_lens = rows_of_prompts(of, count)
+    if count > REQUESTS:
+        kv_lens = [rows + 3 * request % 47 for request, rows in enumerate(q_lens)]
+    else:
+        edges = edge_lengths(TILE, SHORT)
+        kv_lens = [max(rng.choice(edges), rows) for rows in q_lens]
+        kv_lens[-1] = max(SHORT - rng.randrange(20), q_lens[-1])  # a window hides something of it
+    if lengths == "as rows":
+        kv_lens = list(q_lens)
+    elif lengths == "fewer than rows":
+        kv_lens = [max(rows - 1 - request, 0) for request, rows in enumerate(q_lens)]
+    elif isinstance(lengths, int):
+        kv_lens[0] = lengths - rng.randrange(TILE)
+    for request in empty_requests(lengths, count):
+        kv_lens[request] = 0
+    return RaggedLens(tuple(kv_len - rows for kv_len, rows in zip(kv_lens, q_lens, strict=True)), q_lens)
+
+
+def _built(trial: Trial) -> RaggedCall:
+    call = _drawn(trial)
+    for form in (_stored, _lengths, set_scales, _visible, _sinks, _out, set_lse):
+        form(call)
+    return call
+
+
+def _drawn(trial: Trial) -> RaggedCall:
+    """Draw the requests' tensors, and padding after them."""
+    of, device = trial.case, trial.device
+    lens, dtype = ragged_lens(of), DTYPES[of["dtype"]]
+    head_dims, heads = head_dims_of(of["head_dims"]), of["num_kv_heads"]
+    scale = float(head_dims[0] ** -0.5)
+    needles = [
+        needle_positions(kv_len, rows, TILE, of["window_left"])
+        for kv_len, rows in zip(lens.kv_lens, lens.q_lens, strict=True)
+    ]
+    query, histories = draw_histories(
+        lens,
+        torch.Generator().manual_seed(of.seed),
+        needles if of["contents"] == "needles" else None,
+        heads * of["group"],
+        heads,
+        head_dims,
+        scale,
+    )
+    key, value = (_padded(torch.cat(sides), "keys" in of["padding"]) for sides in zip(*histories, strict=True))
+    query, key, value = (side.to(device, dtype) for side in (_padded(query, "rows" in of["padding"]), key, value))
+    tokens = sum(lens.kv_lens)
+    parts = list(zip(*(side[:tokens].split(lens.kv_lens) for side in (key, value)), strict=True))
+    arguments = arguments_of(query, key, value, lens.q_lens, lens.kv_lens, scale, causal=of["causal"])
+    return RaggedCall(of, arguments, lens=lens, query=query[: sum(lens.q_lens)], parts=parts)
+
+
+def _padded(rows: Tensor, padding: bool) -> Tensor:
+    return torch.cat((rows, torch.full((PADDING, *rows.shape[1:]), PADDED))) if padding else rows
+
+
+def _stored(call: RaggedCall) -> None:
+    """Lay query, keys and values out as the combination says."""
+    arguments, form = call.arguments, call.of["query"]
+    if form != "contiguous":
+        arguments["query"] = _laid(arguments["query"], form)
+    form, key, value = call.of["kv"], arguments["key"], arguments["value"]
+    if form == "of one tensor":
+        key, value = _cat(key, value).split((key.shape[-1], value.shape[-1]), dim=-1)
+    elif form == "V of a projection":  # which has the keys' elements without position beside the values
+        without_position = key.shape[-1] // 2 // GAP * GAP
+        value = _cat(key[..., :without_position], value)[..., without_position:]
+    elif form == "V apart":
+        value = _laid(value, "tokens apart")
+    elif form != "contiguous":
+        key, value = _laid(key, form), _laid(value, form)
+    arguments |= {"key": key, "value": value}
+
+
+def _laid(tensor: Tensor, form: str) -> Tensor:
+    if form == "at 16 bytes":
+        return at_bytes(tensor, LEAST_ALIGNMENT_BYTES)
+    if form == "heads first":
+        return tensor.transpose(0, 1).contiguous().transpose(0, 1)
+    return apart(tensor, -2 if form == "heads apart" else -3, GAP)
+
+
+def _cat(left: Tensor, right: Tensor) -> Tensor:
+    """Return both side by side in one tensor, of e4m3 too."""
+    sides = [side.view(torch.uint8) if side.dtype == E4M3 else side for side in (left, right)]
+    return torch.cat(sides, dim=-1).view(left.dtype)
+
+
+def _lengths(call: RaggedCall) -> None:
+    arguments, of, q_lens = call.arguments, call.of, call.lens.q_lens
+    lengths = arguments["seq_lens"]
+    if of["seq_lens"] == "uint32":
+        arguments["seq_lens"] = lengths.to(torch.uint32)
+    elif of["seq_lens"] == "amid others":
+        arguments["seq_lens"] = amid(lengths, arguments["max_kv_len"])
+        for name in ("cum_seq_lens_q", "cum_seq_lens_kv"):
+            arguments[name] = amid(arguments[name], 0)
+    for name in ("max_q_len", "max_kv_len"):
+        if of[name] == "larger":
+            arguments[name] = 2 * arguments[name] + 1
+    if of["mirrors"] != "none":
+        dtype = getattr(torch, of["mirrors"])
+        arguments["q_seq_lens_cpu"] = torch.tensor(q_lens, dtype=dtype)
+        arguments["kv_seq_lens_cpu"] = torch.tensor(call.lens.kv_lens, dtype=dtype)
+
+
+def _visible(call: RaggedCall) -> None:
+    for name, rule in (("window_left", "window_left"), ("causal", "causal")):
+        call.rules[rule] = call.of[name]
+    for name in ("window_left", "o_sf_scale", "skip_all_rows_active_check"):
+        call.arguments[name] = call.of[name]
+
+
+def _sinks(call: RaggedCall) -> None:
+    if call.of["sinks"] == "none":
+        return
+    sinks = torch.linspace(1.0, 4.0, call.query.shape[1], device=call.query.device)
+    if call.of["sinks"] == "some minus infinity":
+        sinks = with_minus_infinity(sinks)
+    call.arguments["attention_sinks"] = call.rules["sinks"] = sinks
+
+
+def _out(call: RaggedCall) -> None:
+    kind, _, name = call.of["out"].rpartition(" ")
+    if call.of["out"] == "none":
+        return
+    call.rules["out_dtype"] = DTYPES[name] if kind == "given" else _out_dtype(call.of)
+    set_out(call, head_dims_of(call.of["head_dims"])[1], call.rules["out_dtype"])
