@@ -6,12 +6,13 @@ import math
 import os
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lab.checks.check import Level
+from lab.checks.check_summary import SHOWN_DECLINES, CheckSummary, row_of
 from lab.checks.diagnosis import Diagnosis, Smallest, diagnose
 from lab.checks.regions import Literal
 from lab.checks.space import Space
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-SHOWN_DECLINES = 5
+    from lab.checks.domain.coverage import Coverage
+
 OVER_E4M3 = str(Literal("kv_dtype", "==", "e4m3"))  # in the rule of a region
 SHOWN_EXAMPLES = 3  # regions whose smallest case is shown
 SHOWN_CHARACTERS = 160  # of a refusal
@@ -122,37 +124,6 @@ class CaseVerdict:
 
 
 @dataclass(frozen=True)
-class CheckSummary:
-    """One check of one function.
-
-    Attributes:
-        counts: cases by outcome.
-        judged: results that were held against something.
-        worst: of the cases with the row's outcome, the one with the largest error over its bound.
-        declines: distinct refusals, the most frequent first.
-    """
-
-    check: str
-    interface: Interface
-    counts: dict[Outcome, int]
-    judged: int
-    worst: CaseVerdict
-    declines: tuple[str, ...]
-
-    @property
-    def outcome(self) -> Outcome:
-        """The worst that any case had: a wrong result says more of a kernel than a call that failed."""
-        order = (Outcome.WRONG, Outcome.FAILED, Outcome.KNOWN, Outcome.RIGHT, Outcome.DECLINED)
-        return next(outcome for outcome in order if self.counts.get(outcome))
-
-    @property
-    def verdict(self) -> str:
-        """Return the outcome; where cases are wrong and others failed, how many of each."""
-        wrong, failed = self.counts.get(Outcome.WRONG, 0), self.counts.get(Outcome.FAILED, 0)
-        return f"{wrong} wrong {failed} failed" if wrong and failed else self.outcome.value
-
-
-@dataclass(frozen=True)
 class Report:
     """The findings of one run of the judge.
 
@@ -190,7 +161,7 @@ class Report:
         grouped: dict[tuple[str, Interface], list[CaseVerdict]] = {}
         for verdict in self.verdicts:
             grouped.setdefault((verdict.check, verdict.interface), []).append(verdict)
-        return [_row(check, interface, verdicts) for (check, interface), verdicts in grouped.items()]
+        return [row_of(check, interface, verdicts) for (check, interface), verdicts in grouped.items()]
 
     @property
     def wrong(self) -> Iterator[CaseVerdict]:
@@ -239,6 +210,7 @@ class Report:
                 }
                 for row in self.rows
             ],
+            "coverage": {each.interface.value: each.as_record() for each in self.coverages} if is_diagnosed else {},
             "cases": [self._record_of(verdict) for verdict in self.verdicts],
         }
         write_text(path, json.dumps(record, indent=1) + "\n")
@@ -255,6 +227,13 @@ class Report:
             return found
         said = found.sentence.removeprefix("Right: ")
         return replace(found, sentence=f"It could not be judged as a whole: {'; '.join(missing)}. {said}")
+
+    @functools.cached_property
+    def coverages(self) -> "tuple[Coverage, ...]":
+        """Return how much of each function's domain check K18 covered; empty where it did not run."""
+        from lab.checks.domain.coverage import coverages
+
+        return coverages(self.verdicts, self.space)
 
     def _not_judged(self) -> Iterator[str]:
         if self.left_out:
@@ -307,6 +286,8 @@ class Report:
     def notes(self) -> Iterator[str]:
         """Yield what follows from the answer, the known findings and the most frequent refusals."""
         yield from self.diagnosis.follows
+        if self.coverages:
+            yield f"K18 judged {'; '.join(each.counts for each in self.coverages)}"
         findings = Counter(verdict.finding for verdict in self.verdicts if verdict.finding)
         for finding, count in findings.items():
             yield f"known: {finding} ({count} cases)"
@@ -380,17 +361,3 @@ def _worst(ratio: float) -> str:
 def _number(ratio: float) -> float | str:
     """JSON has no infinity, which is what an output that is not finite has."""
     return round(ratio, 4) if math.isfinite(ratio) else str(ratio)
-
-
-def _row(check: str, interface: Interface, verdicts: Sequence[CaseVerdict]) -> CheckSummary:
-    order = (Outcome.DECLINED, Outcome.RIGHT, Outcome.KNOWN, Outcome.FAILED, Outcome.WRONG)
-    worst = max(verdicts, key=lambda verdict: (order.index(verdict.outcome), verdict.judged.worst_ratio))
-    declines = Counter(reason for verdict in verdicts for reason in verdict.judged.declines)
-    return CheckSummary(
-        check=check,
-        interface=interface,
-        counts=dict(Counter(verdict.outcome for verdict in verdicts)),
-        judged=sum(verdict.judged.judged for verdict in verdicts),
-        worst=worst,
-        declines=tuple(reason for reason, _ in declines.most_common(SHOWN_DECLINES)),
-    )

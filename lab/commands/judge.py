@@ -3,7 +3,7 @@
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
@@ -25,6 +25,7 @@ from lab.exit_status import ExitStatus
 from lab.loading import LoadError
 
 if TYPE_CHECKING:
+    from lab.checks.domain.coverage import Coverage
     from lab.checks.progress import Progress
     from lab.checks.report import Report
 
@@ -120,6 +121,14 @@ def judge(
     probe: Annotated[
         bool, typer.Option(help="where most cases are declined, find the axes that are taken and judge those too")
     ] = True,
+    coverage: Annotated[
+        bool,
+        typer.Option(
+            "--coverage",
+            help="print the values and pairs of K18 that were judged, declined or left out; of a report's file, given instead "
+            "of a kernel, without judging",
+        ),
+    ] = False,
     dtypes: Annotated[list[str] | None, _axis_option("dtypes")] = None,
     groups: Annotated[list[int] | None, _axis_option("groups")] = None,
     num_kv_heads: Annotated[list[int] | None, _axis_option("num_kv_heads")] = None,
@@ -145,6 +154,8 @@ def judge(
         refuse("--case judges one case: it goes with none of --out, --first-failure, --only and --functions")
     if watch is not None and in_process:
         refuse("--watch needs workers, which import the kernel anew: leave --in-process out")
+    if coverage and implementation is not None and implementation.endswith(".json"):
+        raise typer.Exit(_print_recorded_coverage(Path(implementation)))
     settings: dict[str, Any] = {"device": device, "isolated": not in_process, "time_limit_s": time_limit_s}
     if case is not None:
         _judge_and_exit(partial(_judge_case, *_report_and_number(case), implementation, settings), watch)
@@ -166,7 +177,7 @@ def judge(
     settings |= {"workers": workers, "most_seconds": most_seconds, "drawn": drawn, "probe": probe}
     name = implementation or default_implementation(device).__name__
     settings |= {"out": out or _last_report(name), "fresh": fresh or out is None, "first_failure": first_failure}
-    _judge_and_exit(partial(_judge_all, name, settings), watch)
+    _judge_and_exit(partial(_judge_all, name, settings, coverage), watch)
 
 
 def _last_report(name: str) -> Path | None:
@@ -234,8 +245,8 @@ def _judge_case(path: Path, number: int, name: str | None, settings: Mapping[str
     return verdict.exit_status
 
 
-def _judge_all(name: str, settings: Mapping[str, Any], console: Console) -> ExitStatus:
-    """Judge an implementation, print the report, and return the exit status."""
+def _judge_all(name: str, settings: Mapping[str, Any], shows_coverage: bool, console: Console) -> ExitStatus:
+    """Judge an implementation, print the report, with the coverage if it is to be shown, and return the exit status."""
     from lab.checks.check import Level
     from lab.checks.judge import judge as judge_it
 
@@ -258,7 +269,34 @@ def _judge_all(name: str, settings: Mapping[str, Any], console: Console) -> Exit
         )
     report.print(console)
     _print_narrowings(console, report)
+    if shows_coverage:
+        _print_coverage(console, report.coverages)
     return report.exit_status
+
+
+def _print_recorded_coverage(path: Path) -> ExitStatus:
+    """Print the coverage of a report's file, and return the exit status."""
+    from lab.checks.domain.coverage import coverages
+    from lab.checks.expressions import read_expression
+    from lab.checks.recording import ReportError, read_cases, read_record
+
+    try:
+        record = read_record(path)
+        verdicts = list(read_cases(record))
+    except ReportError as error:
+        return _print_error(str(error), ExitStatus.MISUSED)
+    _print_coverage(Console(), coverages(verdicts, read_expression(record["space"])))
+    return ExitStatus.DONE
+
+
+def _print_coverage(console: Console, coverages: "Sequence[Coverage]") -> None:
+    """Print the table of each function's domain, its counts, and its blind spots."""
+    if not coverages:
+        console.print("K18, whose coverage this is, judged nothing: --only K18 runs it alone")
+    for each in coverages:
+        console.print(each.table())
+        for line in each.lines():
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_narrowings(console: Console, report: "Report") -> None:

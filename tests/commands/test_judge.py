@@ -301,3 +301,20 @@ def test_a_watched_file_brings_a_round_whenever_it_is_written(tmp_path: Path) ->
     kernel.write_text("second version")
     assert next(watched) == 1
     assert list(rounds(None)) == [0]
+
+
+def test_the_coverage_of_a_run_is_printed_again_from_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "report.json")
+    sizes = shlex.split("--long-requests 300 --large-batches 5 --masked-rows 4")
+    only = ["--only", "K18", "--functions", "decode"]
+    assert run(["judge", "lab.references", *only, *NARROW, *sizes, "--out", out, "--coverage"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"K18 judged (\d+) of \1 values and [\d,]+ of [\d,]+ pairs of decode", said)
+    table = said[said.index("K18's domain of") :]
+    assert run(["judge", out, "--coverage"]) == 0
+    assert capsys.readouterr().out.endswith(table)
+    record = json.loads(Path(out).read_text())["coverage"]["trtllm_batch_decode_with_kv_cache"]
+    assert record["values"]["lse"] == {"judged": ["none", "returned", "given", "given alone", "strided"]}
+    assert run(["judge", str(tmp_path / "none.json"), "--coverage"]) == 2

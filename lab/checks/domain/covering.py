@@ -1,9 +1,10 @@
 """Covering arrays: few points at which all values of several axes, all pairs of them and stated triples come together."""
 
+import functools
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 Point = dict[str, Any]  # a value of each axis, by its name
@@ -108,6 +109,24 @@ class Domain:
             for values in itertools.product(*(self.axes[name] for name in names)):
                 if self.fits(found := dict(zip(names, values, strict=True))):
                     yield tuple(found.items())
+
+    @functools.cached_property
+    def why_not(self) -> Mapping[Values, str]:
+        """Return all pairs and stated triples, and of each that no point has the sentence of a rule, "" of the others."""
+        named = (*itertools.combinations(self.axes, 2), *self.triples)
+        products = ((names, itertools.product(*(self.axes[name] for name in names))) for names in named)
+        goals = (tuple(zip(names, values, strict=True)) for names, several in products for values in several)
+        return {goal: self._why_not(dict(goal)) for goal in goals}
+
+    def _why_not(self, values: Point) -> str:
+        if self.fits(self.plain | values) or self.completed(values) is not None:
+            return ""
+        direct = (rule for rule in self.rules if set(rule.axes) <= set(values) and not self.fits(values, rule.axes[0]))
+        without = (
+            (rule, replace(self, rules=tuple(each for each in self.rules if each is not rule))) for rule in self.rules
+        )
+        alone = (rule for rule, others in without if others.completed(values) is not None)
+        return next((rule.why for rule in itertools.chain(direct, alone)), "several rules forbid it")
 
     def tuples_of(self, point: Point) -> Iterator[Values]:
         """Yield the pairs and the stated triples that a point has."""

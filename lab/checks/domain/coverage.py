@@ -1,0 +1,176 @@
+"""The part of a function's domain that verdicts cover: of values, pairs and stated triples which were judged, and which not."""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from lab.checks.domain.combination import Combination
+from lab.checks.domain.covering import Domain, Values
+from lab.checks.verdicts import Outcome
+from lab.named_enum import NamedEnum
+from lab.workloads.interfaces import Interface
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from lab.checks.report import CaseVerdict
+    from lab.checks.space import Space
+
+MOST_BLIND_SPOTS = 100  # in a report's file
+SHOWN_BLIND_SPOTS = 10  # in a terminal
+
+
+class Reach(NamedEnum):
+    """The most that any case did with some values that come together."""
+
+    JUDGED = "judged"
+    DECLINED = "declined"
+    LEFT_OUT = "left out"
+    IMPOSSIBLE = "impossible"
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The coverage of one function's domain.
+
+    Attributes:
+        interface: the function.
+        values: of each axis, by its name: how far each of its values came.
+        pairs, triples: how many of each reach; triples are those that the domain states.
+        blind: pairs that no judged case has, though each of the two values was judged; with their reach.
+        impossible: how many pairs and triples a rule makes impossible, by the rule's sentence.
+    """
+
+    interface: Interface
+    values: Mapping[str, Mapping[Any, Reach]]
+    pairs: Mapping[Reach, int]
+    triples: Mapping[Reach, int]
+    blind: tuple[tuple[Values, Reach], ...]
+    impossible: Mapping[str, int]
+
+    def as_record(self) -> dict[str, Any]:
+        """Return the coverage as JSON data: per axis the values of each reach, and counts; blind spots up to a number."""
+        blind = self.blind[:MOST_BLIND_SPOTS]
+        return {
+            "values": {axis: _by_reach(values) for axis, values in self.values.items()},
+            "pairs": _named(self.pairs),
+            "triples": _named(self.triples),
+            "impossible": dict(self.impossible),
+            "num_blind_spots": len(self.blind),
+            "blind_spots": [
+                {"values": {name: _shown(value) for name, value in pair}, "reach": reach.value} for pair, reach in blind
+            ],
+        }
+
+    @property
+    def counts(self) -> str:
+        """Return how many values and pairs were judged, of those that are possible."""
+        of_values = Counter(reach for values in self.values.values() for reach in values.values())
+        return f"{_share(of_values, 'values')} and {_share(self.pairs, 'pairs')} of {self.interface.name.lower()}"
+
+    def table(self) -> "Table":
+        """Return the axes for a terminal, with their values by reach."""
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=f"K18's domain of {self.interface.value}", box=SIMPLE_HEAD, pad_edge=False)
+        for column in ("axis", "judged", "declined", "left out"):
+            table.add_column(column, overflow="fold")
+        for axis, values in self.values.items():
+            by_reach = _by_reach(values)
+            table.add_row(
+                axis, *(Text("; ".join(by_reach.get(name, ()))) for name in ("judged", "declined", "left out"))
+            )
+        return table
+
+    def lines(self) -> Iterator[str]:
+        """Yield the counts of pairs and triples, why some are impossible, and the first blind spots."""
+        for name, counts in (("pairs", self.pairs), ("triples", self.triples)):
+            yield f"{name}: " + ", ".join(f"{counts[reach]:,} {reach.value}" for reach in Reach)
+        yield from (f"impossible {count:,} times: {why}" for why, count in self.impossible.items())
+        if self.blind:
+            yield f"blind spots, pairs of judged values that were not judged together: {len(self.blind):,}"
+        for pair, reach in self.blind[:SHOWN_BLIND_SPOTS]:
+            yield f"  {' with '.join(f'{name}={_shown(value)}' for name, value in pair)}: {reach.value}"
+        if len(self.blind) > SHOWN_BLIND_SPOTS:
+            yield f"  and {len(self.blind) - SHOWN_BLIND_SPOTS:,} more, of which the report's file lists {MOST_BLIND_SPOTS}"
+
+
+def coverages(verdicts: Sequence["CaseVerdict"], space: "Space") -> tuple[Coverage, ...]:
+    """Return the coverage of each function of which verdicts have combinations, within the domain of a space."""
+    from lab.checks.domain.subjects import SUBJECTS
+
+    of_function: dict[Interface, list[CaseVerdict]] = {}
+    for verdict in verdicts:
+        if isinstance(verdict.case, Combination):
+            of_function.setdefault(verdict.interface, []).append(verdict)
+    return tuple(coverage(each, SUBJECTS[each].domain(space), found) for each, found in of_function.items())
+
+
+def coverage(interface: Interface, domain: Domain, verdicts: Iterable["CaseVerdict"]) -> Coverage:
+    """Return how much of a domain the verdicts on its points cover."""
+    judged, declined = tuples_by_outcome(domain, verdicts)
+    of_values = {
+        axis: {value: _reach(((axis, value),), judged, declined) for value in values}
+        for axis, values in domain.axes.items()
+    }
+    why: Counter[str] = Counter()
+    counts: dict[int, Counter[Reach]] = {2: Counter(), 3: Counter()}
+    blind: list[tuple[Values, Reach]] = []
+    for goal, sentence in domain.why_not.items():
+        reach = Reach.IMPOSSIBLE if sentence else _reach(goal, judged, declined)
+        counts[len(goal)][reach] += 1
+        why.update([sentence] if sentence else ())
+        alone = (of_values[axis][value] for axis, value in goal)
+        if len(goal) == 2 and reach in (Reach.DECLINED, Reach.LEFT_OUT) and all(each is Reach.JUDGED for each in alone):
+            blind.append((goal, reach))
+    return Coverage(interface, of_values, counts[2], counts[3], tuple(blind), dict(why.most_common()))
+
+
+def tuples_by_outcome(domain: Domain, verdicts: Iterable["CaseVerdict"]) -> tuple[set[Values], set[Values]]:
+    """Return the values, pairs and stated triples of points that were judged, and of those that were declined."""
+    judged, declined = set[Values](), set[Values]()
+    for verdict in verdicts:
+        point = verdict.case.values
+        found = declined if verdict.outcome is Outcome.DECLINED else judged
+        found.update(domain.tuples_of(point))
+        found.update(((axis, point[axis]),) for axis in domain.axes)
+    return judged, declined
+
+
+def retried(domain: Domain, verdicts: Sequence["CaseVerdict"]) -> tuple[Domain, list[Values]] | None:
+    """Return the domain of the values that were judged, and its pairs and triples that were only declined; None without any."""
+    judged, _ = tuples_by_outcome(domain, verdicts)
+    axes = {axis: [value for value in values if ((axis, value),) in judged] for axis, values in domain.axes.items()}
+    if not all(axes.values()):
+        return None
+    taken = replace(domain, axes=axes)
+    return taken, [goal for goal in taken.tuples() if goal not in judged]
+
+
+def _reach(goal: Values, judged: Collection[Values], declined: Collection[Values]) -> Reach:
+    return Reach.JUDGED if goal in judged else Reach.DECLINED if goal in declined else Reach.LEFT_OUT
+
+
+def _by_reach(values: Mapping[Any, Reach]) -> dict[str, list[str]]:
+    """Return the values of each reach that there is, as text."""
+    return {
+        reach.value: found
+        for reach in Reach
+        if (found := [_shown(value) for value, each in values.items() if each is reach])
+    }
+
+
+def _named(counts: Mapping[Reach, int]) -> dict[str, int]:
+    return {reach.value: counts[reach] for reach in Reach}
+
+
+def _share(counts: Mapping[Reach, int], what: str) -> str:
+    possible = sum(count for reach, count in counts.items() if reach is not Reach.IMPOSSIBLE)
+    return f"{counts[Reach.JUDGED]:,} of {possible:,} {what}"
+
+
+def _shown(value: Any) -> str:
+    return f"{value:,}" if type(value) is int else str(value)

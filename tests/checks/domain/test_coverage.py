@@ -1,0 +1,72 @@
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lab.checks import Combination, Interface, Outcome
+from lab.checks.domain.coverage import Reach, coverage
+from lab.checks.domain.covering import Domain, Rule
+from lab.checks.domain.subjects import SUBJECTS
+from lab.checks.report import CaseVerdict
+from tests.checks.small import SMALL
+from tests.checks.test_report import verdict_of
+
+LONG_IS_ALONE = Rule(("lengths", "requests"), lambda lengths, n: lengths == "short" or n < 5, "a long request is alone")
+DOMAIN = Domain(
+    {"lengths": ("short", "long"), "requests": (3, 40), "mask": (False, True), "sinks": (False, True)},
+    (LONG_IS_ALONE,),
+    (("lengths", "mask", "sinks"),),
+)
+
+
+def verdict_on(outcome: Outcome, **values: Any) -> CaseVerdict:
+    return verdict_of(outcome, case=SimpleNamespace(values=DOMAIN.plain | values))
+
+
+def test_each_value_and_pair_is_judged_or_declined_or_left_out_or_impossible() -> None:
+    verdicts = [
+        verdict_on(Outcome.RIGHT),
+        verdict_on(Outcome.WRONG, mask=True),
+        verdict_on(Outcome.DECLINED, sinks=True),
+    ]
+    found = coverage(Interface.DECODE, DOMAIN, verdicts)
+    assert found.values["mask"] == {False: Reach.JUDGED, True: Reach.JUDGED}
+    assert found.values["sinks"] == {False: Reach.JUDGED, True: Reach.DECLINED}
+    assert found.values["requests"] == {3: Reach.JUDGED, 40: Reach.LEFT_OUT}
+    assert sum(found.pairs.values()) == 6 * 4
+    assert found.pairs[Reach.IMPOSSIBLE] == 1
+    assert found.impossible == {"a long request is alone": 1}
+    assert found.pairs[Reach.JUDGED] == 6 + 3  # the plain point's, and those that a mask adds
+    assert found.pairs[Reach.DECLINED] == 3
+    assert found.triples == {Reach.JUDGED: 2, Reach.DECLINED: 1, Reach.LEFT_OUT: 5}
+    assert found.blind == ()
+    assert found.counts == "5 of 8 values and 9 of 23 pairs of decode"
+
+
+def test_a_blind_spot_is_a_pair_of_judged_values_that_was_not_judged() -> None:
+    verdicts = [verdict_on(Outcome.RIGHT, **dict.fromkeys(names, True)) for names in ((), ("mask",), ("sinks",))]
+    pair = (("mask", True), ("sinks", True))
+    assert coverage(Interface.DECODE, DOMAIN, verdicts).blind == ((pair, Reach.LEFT_OUT),)
+    declined = verdict_on(Outcome.DECLINED, mask=True, sinks=True)
+    assert coverage(Interface.DECODE, DOMAIN, [*verdicts, declined]).blind == ((pair, Reach.DECLINED),)
+
+
+@pytest.mark.parametrize("interface", SUBJECTS)
+def test_what_is_impossible_has_the_sentence_of_a_rule(interface: Interface) -> None:
+    domain = SUBJECTS[interface].domain(SMALL)
+    whys = {rule.why for rule in domain.rules}
+    for goal, why in domain.why_not.items():
+        assert (domain.completed(dict(goal)) is None) == bool(why)
+        assert not why or why in whys
+
+
+def test_a_report_has_the_coverage_as_a_line_and_as_data() -> None:
+    domain = SUBJECTS[Interface.MLA_DECODE].domain(SMALL)
+    cases = [Combination(Interface.MLA_DECODE, point) for point in domain.alone()]
+    found = coverage(Interface.MLA_DECODE, domain, [verdict_of(Outcome.RIGHT, case=case) for case in cases])
+    record = found.as_record()
+    assert set(record["values"]) == set(domain.axes)
+    assert record["pairs"]["judged"] + record["num_blind_spots"] + record["pairs"]["impossible"] == sum(
+        found.pairs.values()
+    )
+    assert len(record["blind_spots"]) < record["num_blind_spots"]
