@@ -1,18 +1,19 @@
 """A call that is right by itself and wrong in a serving engine's pass: any forward mode, from logical histories to outputs.
 
 The arguments are an engine's: its pool, its metadata, its padding and its offsets, over both of a model's functions. The smoke
-level judges the lab's own small geometry; the full level every geometry of the space, whole and as a tensor-parallel slice, at
-every page size, on full and sliding-window layers, with random and needle inputs.
+level judges the lab's own small geometry; the full level every geometry of the space too, whole and as a tensor-parallel slice,
+at every page size, on full and sliding-window layers, with random and needle inputs, every pair of these,
+and each mode with every geometry and page size.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 from lab.calls.problem import AttentionCall
 from lab.checks.catalogue.k05_guards import changed_bytes, guarded, wrong_guards
 from lab.checks.check import Check, Level, first_line
+from lab.checks.domain.covering import Domain, Rule
 from lab.checks.forward_pass import EnginePass, build_forward
 from lab.checks.refusals import Declined
 from lab.checks.space import Space
@@ -97,18 +98,47 @@ def dtypes_of(space: Space) -> dict[str, Any]:
 
 
 def geometry_cases(space: Space) -> Iterator[ForwardCase]:
-    """Every mode on the space's geometries: its first dtypes at every page size, a cache of another dtype at one."""
-    one_page_size = (64,) if 64 in space.page_sizes else space.page_sizes[:1]
-    stored = [(*space.dtypes[0], space.page_sizes)]
-    stored += [(*pair, one_page_size) for pair in space.dtypes[1:] if pair[0] != pair[1]]
-    for name, (dtype, kv_dtype, page_sizes) in product(space.geometries, stored):
-        if not space.holds(geometry(name)):
-            continue
-        dtypes: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "arithmetic": space.arithmetic(kv_dtype)}
-        sizes = sorted({1, TENSOR_PARALLEL.get(name, 1)})
-        for window, size, page_size in product(space.windows_of(geometry(name)), sizes, page_sizes):
-            for case, contents in product(mode_cases(name, page_size, space.q_lens), PASS_CONTENTS):
-                yield replace(case, sliding_window=window, tensor_parallel=size, contents=contents, **dtypes)
+    """Every mode on the space's geometries: pairs of settings, and the stated triples, in a covering array.
+
+    A cache of another dtype than the query's is judged at one page size.
+    """
+    one_page_size = 64 if 64 in space.page_sizes else space.page_sizes[0]
+    variants = list(mode_cases("tiny", one_page_size, space.q_lens))
+    axes: dict[str, tuple[Any, ...]] = {
+        "variant": tuple(range(len(variants))),
+        "model": tuple(name for name in space.geometries if space.holds(geometry(name))),
+        "page_size": (one_page_size, *(size for size in space.page_sizes if size != one_page_size)),
+        "sliding_window": (False, True) if True in space.windows else (False,),
+        "is_slice": (False, True),
+        "contents": PASS_CONTENTS,
+        "dtypes": (space.dtypes[0], *(pair for pair in space.dtypes[1:] if pair[0] != pair[1])),
+    }
+    if not axes["model"]:
+        return
+    rules = (
+        Rule(("model", "sliding_window"), lambda name, window: window in space.windows_of(geometry(name)), "no window"),
+        Rule(
+            ("model", "is_slice"), lambda name, is_slice: not is_slice or TENSOR_PARALLEL.get(name, 1) > 1, "no slice"
+        ),
+        Rule(
+            ("page_size", "dtypes"),
+            lambda page_size, pair: page_size == one_page_size or pair == space.dtypes[0],
+            "pages of one size",
+        ),
+    )
+    triples = (("variant", "model", "sliding_window"), ("variant", "model", "page_size"))
+    for point in Domain(axes, rules, triples).covering():
+        dtype, kv_dtype = point["dtypes"]
+        of_page_size = list(mode_cases(point["model"], point["page_size"], space.q_lens))
+        yield replace(
+            of_page_size[point["variant"]],
+            sliding_window=point["sliding_window"],
+            tensor_parallel=TENSOR_PARALLEL[point["model"]] if point["is_slice"] else 1,
+            contents=point["contents"],
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            arithmetic=space.arithmetic(kv_dtype),
+        )
 
 
 def judge_pass(trial: Trial, forward: EnginePass) -> None:
