@@ -1,9 +1,9 @@
-"""The cases of one check and one function, judged in turns: the fixed ones, and those that Hypothesis draws."""
+"""The cases of one check and one function, judged in turns: the fixed ones, what follows from them, and the drawn ones."""
 
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -89,7 +89,7 @@ class Bench:
         level: Level,
         space: Space,
         drawn: int,
-        without: Collection[str] = (),
+        after: "Bench | None" = None,
     ) -> None:
         """Plan a bench.
 
@@ -99,31 +99,47 @@ class Bench:
             level: of the fixed cases.
             space: the axes of the cases, and within which the check varies them.
             drawn: number of cases to draw.
-            without: the reprs of fixed cases to leave out.
+            after: an earlier one of the same check and function, whose cases are left out.
         """
         self.check, self.interface, self.verdicts = check, interface, list[CaseVerdict]()
         self._session, self._space = session, space
         most = max(SMOKE_LONGEST, *space.q_lens) if level is Level.SMOKE else space.longest
         self._axes = replace(space, longest=min(space.longest, most))
-        self._cases = [case for case in check.cases(interface, self._axes, level) if repr(case) not in without]
+        self._after, self._cases = after, list[Any]()
+        self._cases += self._new(check.cases(interface, self._axes, level))
+        self._more = check.more if level is Level.FULL else ()
         self._drawn = drawn if check.adapt is not None and interface in ATTENTION else 0
         self.planned, self.judged = len(self._cases) + self._drawn, 0
 
     @property
     def reprs(self) -> set[str]:
-        """Return the reprs of the fixed cases."""
-        return set(map(repr, self._cases))
+        """Return the reprs of the cases that were not drawn, those of the earlier bench too."""
+        return {repr(case) for case in self._cases} | (self._after.reprs if self._after else set())
+
+    def _new(self, cases: Iterable[Any]) -> list[Any]:
+        before = self.reprs
+        return [case for case in cases if repr(case) not in before]
 
     def turns(self) -> Iterator[None]:
-        """Judge the fixed cases, first one for each worker and then several in each turn, and the drawn ones last."""
-        for cases in self._batches(self._cases, first=self._session.isolation.workers):
-            if self._session.is_over:
+        """Judge the fixed cases, first one for each worker and then several in each turn; what follows; the drawn ones last."""
+        yield from self._turns_of(self._cases)
+        for following in self._more:
+            if self.judged < len(self._cases):
                 return
-            for verdict in self._judge(cases):
-                self._keep(verdict)
-            yield
+            earlier = self._after.verdicts if self._after else ()
+            cases = self._new(following(self.interface, self._axes, [*earlier, *self.verdicts]))
+            self._cases, self.planned = [*self._cases, *cases], self.planned + len(cases)
+            yield from self._turns_of(cases)
         if self._drawn and self.check.adapt is not None and not self._session.is_over:
             self._draw(self.check.adapt)
+            yield
+
+    def _turns_of(self, cases: Sequence[Any]) -> Iterator[None]:
+        for several in self._batches(cases, first=self._session.isolation.workers):
+            if self._session.is_over:
+                return
+            for verdict in self._judge(several):
+                self._keep(verdict)
             yield
 
     def _batches(self, cases: Sequence[Any], first: int) -> Iterator[Sequence[Any]]:

@@ -1,13 +1,16 @@
 """A check of the catalogue as data."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lab.checks.space import Space
 from lab.checks.trial import Trial
 from lab.named_enum import NamedEnum
 from lab.workloads.interfaces import ATTENTION, Interface
+
+if TYPE_CHECKING:
+    from lab.checks.report import CaseVerdict
 
 
 class Level(NamedEnum):
@@ -18,6 +21,8 @@ class Level(NamedEnum):
 
 
 Cases = Callable[[Interface, Space, Level], Iterable[Any]]
+# Cases that follow from the verdicts so far.
+Following = Callable[[Interface, Space, "Sequence[CaseVerdict]"], Iterable[Any]]
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,7 @@ class Check:
         judge: tells a trial what is wrong. Raises `lab.checks.trial.Declined` where nothing could be judged.
         interfaces: what it applies to.
         adapt: what makes a drawn case one of this check's; None: no case is drawn.
+        more: rounds of further cases of the full level, in turn: each follows from the verdicts of all before it.
     """
 
     key: str
@@ -41,6 +47,7 @@ class Check:
     judge: Callable[[Trial], None]
     interfaces: tuple[Interface, ...] = ATTENTION
     adapt: Callable[[Any], Any] | None = None
+    more: tuple[Following, ...] = ()
 
 
 def first_line(text: str | None) -> str:

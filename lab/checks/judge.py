@@ -168,7 +168,7 @@ class _Run:
 
     def _plan(self, interfaces: Sequence[Interface], space: Space) -> list[Bench]:
         """Plan the benches of functions over axes, without the cases that were planned before."""
-        before = {(bench.check.key, bench.interface): bench.reprs for bench in self.benches}
+        before = {(bench.check.key, bench.interface): bench for bench in self.benches}
         planned = [
             Bench(
                 self.session,
@@ -177,7 +177,7 @@ class _Run:
                 self.empty.level,
                 space,
                 self.drawn,
-                without=before.get((check.key, interface), ()),
+                after=before.get((check.key, interface)),
             )
             for check in self.checks
             for interface in interfaces

@@ -3,16 +3,27 @@
 A kernel branches on its arguments, and a defect lies where two of them meet: a window over split tables, a mask beside sinks, a
 group of 12 in a batch of 257. Here the domain of each call is declared once (`lab.checks.domain`). The smoke level judges each
 value by itself, all else plain; the full level judges every pair of values too, and stated triples.
+
+A kernel that declines one pair of a case has declined all others in it. So the full level goes on: pairs of values that the
+kernel takes, and that no judged case has, come together in smaller cases, and then each by itself.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 
 from lab.checks.check import Check, Level, first_line
 from lab.checks.domain.combination import Combination
+from lab.checks.domain.coverage import retried
+from lab.checks.domain.covering import Point
 from lab.checks.domain.subjects import SUBJECTS
+from lab.checks.report import CaseVerdict
 from lab.checks.space import Space
 from lab.checks.trial import Trial
 from lab.workloads.interfaces import Interface
+
+CHOSEN = (6, 4)  # axes of a retried point that are not plain: the fewer, the more likely the kernel takes it
 
 
 def _cases(interface: Interface, space: Space, level: Level) -> Iterator[Combination]:
@@ -24,8 +35,43 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[Combina
             yield Combination(interface, point, seed)
 
 
+def _again(chosen: int, interface: Interface, space: Space, verdicts: Sequence[CaseVerdict]) -> Iterator[Combination]:
+    """Yield an array of the pairs and triples of judged values that no judged case has, most axes of each point plain."""
+    if (found := retried(SUBJECTS[interface].domain(space), verdicts)) is not None:
+        taken, goals = found
+        yield from _unlike(interface, taken.covering(goals=goals, chosen=chosen), verdicts)
+
+
+def _alone(interface: Interface, space: Space, verdicts: Sequence[CaseVerdict]) -> Iterator[Combination]:
+    """Yield each of them with all else plain; no triple of a pair that is among them, which declines alone too."""
+    if (found := retried(SUBJECTS[interface].domain(space), verdicts)) is not None:
+        taken, goals = found
+        left = set(goals)
+        least = (goal for goal in goals if len(goal) == 2 or not left & set(itertools.combinations(goal, 2)))
+        points = (taken.completed(dict(goal)) for goal in least)
+        yield from _unlike(interface, (point for point in points if point is not None), verdicts)
+
+
+def _unlike(interface: Interface, points: Iterable[Point], verdicts: Sequence[CaseVerdict]) -> Iterator[Combination]:
+    """Yield points as cases, each once and none that has a verdict."""
+    before = {repr(replace(verdict.case, seed=0)) for verdict in verdicts}
+    for seed, point in enumerate(points):
+        case = Combination(interface, point, seed)
+        if repr(replace(case, seed=0)) not in before:
+            before.add(repr(replace(case, seed=0)))
+            yield case
+
+
 def _judge(trial: Trial) -> None:
     SUBJECTS[trial.case.interface].judge(trial)
 
 
-CHECK = Check("K18", "combinations", first_line(__doc__), _cases, _judge, interfaces=tuple(SUBJECTS))
+CHECK = Check(
+    "K18",
+    "combinations",
+    first_line(__doc__),
+    _cases,
+    _judge,
+    interfaces=tuple(SUBJECTS),
+    more=(*(partial(_again, chosen) for chosen in CHOSEN), _alone),
+)

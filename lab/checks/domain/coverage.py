@@ -141,7 +141,7 @@ def tuples_by_outcome(domain: Domain, verdicts: Iterable["CaseVerdict"]) -> tupl
 
 
 def retried(domain: Domain, verdicts: Sequence["CaseVerdict"]) -> tuple[Domain, list[Values]] | None:
-    """Return the domain of the values that were judged, and its pairs and triples that were only declined; None without any."""
+    """Return the domain of the values that were judged, and its pairs and triples that were not; None where nothing was."""
     judged, _ = tuples_by_outcome(domain, verdicts)
     axes = {axis: [value for value in values if ((axis, value),) in judged] for axis, values in domain.axes.items()}
     if not all(axes.values()):

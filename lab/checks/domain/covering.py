@@ -133,12 +133,15 @@ class Domain:
         for names in (*itertools.combinations(self.axes, 2), *self.triples):
             yield tuple((name, point[name]) for name in names)
 
-    def covering(self, seed: int = 0, goals: Iterable[Values] | None = None) -> Iterator[Point]:
+    def covering(
+        self, seed: int = 0, goals: Iterable[Values] | None = None, chosen: int | None = None
+    ) -> Iterator[Point]:
         """Yield points that have all goals between them, greedily: each is built around a goal that no earlier one has.
 
         Args:
             seed: of the order in which goals and axes are taken, on which the points depend alone.
             goals: values that come together; all of `tuples` if None. Those that no point can have are left out.
+            chosen: axes of a point whose values are chosen for its goals, the others being plain; all if None.
         """
         rng = random.Random(seed)
         left = dict.fromkeys(self.tuples() if goals is None else goals)
@@ -147,14 +150,14 @@ class Domain:
         for goal in order:
             if goal not in left:
                 continue
-            point = self._around(goal, left, rng)
+            point = self._around(goal, left, rng, chosen or len(self.axes))
             del left[goal]
             if point is not None:
                 for each in self.tuples_of(point):
                     left.pop(each, None)
                 yield point
 
-    def _around(self, goal: Values, left: Mapping[Values, None], rng: random.Random) -> Point | None:
+    def _around(self, goal: Values, left: Mapping[Values, None], rng: random.Random, chosen: int) -> Point | None:
         """Return a point with a goal and as many of the others as a choice axis by axis finds."""
         whole = self.completed(dict(goal))
         if whole is None:
@@ -163,13 +166,13 @@ class Domain:
         names = [name for name in self.axes if name not in point]
         rng.shuffle(names)
         partners = self._partners(left)
-        for name in names:
+        for name in names[: chosen - len(goal)]:
             values = [value for value in self.axes[name] if self.fits(point | {name: value}, name)]
             rng.shuffle(values)
             if not values:
                 return whole
             point[name] = max(values, key=lambda value: _gain(partners.get((name, value), ()), point))
-        return point
+        return self.completed(point) or whole
 
     @staticmethod
     def _partners(left: Mapping[Values, None]) -> dict[tuple[str, Any], list[Values]]:
