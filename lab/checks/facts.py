@@ -283,6 +283,8 @@ def _of_arguments(interface: Interface, arguments: Mapping[str, Any]) -> dict[st
         found["the workspace's scratch is not zero"] = bool(scratch.any())
     if "kv_cache" in arguments:
         found |= _of_cache(arguments, heads)
+    else:
+        found |= _of_ragged(arguments, heads)
     return found | _of_heads(found)
 
 
@@ -334,6 +336,20 @@ def _of_mask(mask: Tensor | None) -> dict[str, Fact]:
         "mask is not causal": bool((shown != causal).any()),
         "mask differs by request": bool((shown != shown[:1]).any()),
         "mask_words": mask.shape[2],
+    }
+
+
+def _of_ragged(arguments: Mapping[str, Any], heads: int) -> dict[str, Fact]:
+    key, value, mirror = arguments["key"], arguments["value"], arguments.get("q_seq_lens_cpu")
+    lse = arguments.get("lse")
+    return {
+        "v_head_dim": value.shape[2],
+        "num_kv_heads": key.shape[1],
+        "group": heads // key.shape[1],
+        "key is not contiguous": not key.is_contiguous(),
+        "value is not contiguous": not value.is_contiguous(),
+        "lse is not contiguous": lse is not None and not lse.is_contiguous(),
+        "lengths on the host": mirror is not None and _name(mirror.dtype),
     }
 
 

@@ -104,7 +104,7 @@ def ragged_lens(of: Combination) -> RaggedLens:
     elif lengths == "fewer than rows":
         kv_lens = [max(rows - 1 - request, 0) for request, rows in enumerate(q_lens)]
     elif isinstance(lengths, int):
-        kv_lens[0] = lengths - rng.randrange(TILE)
+        kv_lens[0] = lengths + rng.randrange(TILE)
     for request in empty_requests(lengths, count):
         kv_lens[request] = 0
     return RaggedLens(tuple(kv_len - rows for kv_len, rows in zip(kv_lens, q_lens, strict=True)), q_lens)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lab.calls import takes
+from lab.calls.problem import E4M3
 from lab.calls.ragged_context import RaggedAttention, RaggedContextCall
 from lab.checks.mutants.mutant import RAGGED_CONTEXT, Defective, Memory
 from lab.references.ragged_attention import ragged_attention
@@ -20,10 +21,14 @@ class Ragged(Defective, is_model=True, interface=(RAGGED_CONTEXT,)):
         self.trtllm_ragged_attention_deepseek = takes(RaggedContextCall)(self.launch)
 
     def launch(self, call: RaggedContextCall) -> Any:
-        problem = self.changed(call.problem())
+        problem = self.changed(self.posed(call))
         out, lse_log2 = ragged_attention(problem)
         self.finish(problem, out, lse_log2)
         return problem.returned(out, lse_log2)
+
+    def posed(self, call: RaggedContextCall) -> RaggedAttention:
+        """Return the problem that a call poses."""
+        return call.problem()
 
     def changed(self, problem: RaggedAttention) -> RaggedAttention:
         """Return the problem that is solved in place of the call's."""
@@ -31,6 +36,24 @@ class Ragged(Defective, is_model=True, interface=(RAGGED_CONTEXT,)):
 
     def finish(self, problem: RaggedAttention, out: Tensor, lse_log2: Tensor | None) -> None:
         """Change the results in place."""
+
+
+def _with_keys(problem: RaggedAttention, starts: Tensor, lengths: Tensor) -> RaggedAttention:
+    """Return a problem whose requests have these keys: so many, from these tokens on."""
+    pairs = zip(starts.tolist(), lengths.tolist(), strict=True)
+    index = torch.cat([torch.arange(start, start + length) for start, length in pairs]).to(problem.key.device)
+    key, value = (_bits(side)[index].view(side.dtype) for side in (problem.key, problem.value))
+    return replace(
+        problem, key=key, value=value, seq_lens=lengths.to(torch.int32), cu_seqlens_kv=_offsets(lengths.to(torch.int32))
+    )
+
+
+def _bits(side: Tensor) -> Tensor:
+    return side.view(torch.uint8) if side.element_size() == 1 else side  # e4m3 has no indexing on a CPU
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 
 
 class ChunksCausal(Ragged, instead={"causal": True}):
@@ -48,11 +71,7 @@ class RaggedCausalAtTopLeft(Ragged):
         if not problem.causal:
             return problem
         lengths = torch.minimum(problem.cu_seqlens_kv.diff(), problem.cu_seqlens_q.diff())
-        starts = zip(problem.cu_seqlens_kv[:-1].tolist(), lengths.tolist(), strict=True)
-        index = torch.cat([torch.arange(start, start + length) for start, length in starts]).to(problem.key.device)
-        ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-        problem = replace(problem, key=problem.key[index], value=problem.value[index])
-        return replace(problem, seq_lens=lengths.to(torch.int32), cu_seqlens_kv=ends)
+        return _with_keys(problem, problem.cu_seqlens_kv[:-1], lengths)
 
 
 class RaggedRopeLeftOut(Ragged):
@@ -196,3 +215,182 @@ class RaggedFrozenRows(Memory, Ragged):
         most = self.first(offsets.data_ptr(), lambda: int(offsets.diff().max()))
         for start, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
             out[start + most : max(start + most, end)] = 0.0
+
+
+class RaggedGroupsInterleaved(
+    Ragged,
+    instead={
+        side: lambda problem, side=side: _interleaved(getattr(problem, side), problem.num_qo_heads)
+        for side in ("key", "value")
+    },
+):
+    """Query head h reads K/V head h % num_kv_heads."""
+
+
+def _interleaved(side: Tensor, num_qo_heads: int) -> Tensor:
+    return torch.cat([_bits(side)] * (num_qo_heads // side.shape[1]), dim=1).view(side.dtype)
+
+
+class RaggedHeadsBeyond64Zero(Ragged):
+    """Query heads from the 65th on are zero."""
+
+    def finish(self, problem: RaggedAttention, out: Tensor, lse_log2: Tensor | None) -> None:
+        out[:, 64:] = 0.0
+
+
+class RaggedValuesOfTwoThirds(Ragged):
+    """Values have two thirds of the keys' elements, as DeepSeek's have: outputs after them are zero."""
+
+    def finish(self, problem: RaggedAttention, out: Tensor, lse_log2: Tensor | None) -> None:
+        out[..., problem.head_dim * 2 // 3 :] = 0.0
+
+
+class RaggedQueryHeadsPacked(
+    Ragged,
+    instead={
+        "query": lambda problem: problem.query.as_strided(
+            problem.query.shape, (problem.query.stride(0), problem.head_dim, 1)
+        )
+    },
+):
+    """Heads of the query are read as if they lay side by side, whatever their stride."""
+
+
+class RaggedValuesPacked(
+    Ragged,
+    instead={
+        "value": lambda problem: problem.value.as_strided(
+            problem.value.shape, (problem.num_kv_heads * problem.v_head_dim, problem.v_head_dim, 1)
+        )
+    },
+):
+    """Values are read as if they lay side by side, whatever their strides."""
+
+
+class RaggedLseGivenAloneUnwritten(
+    Ragged, instead={"lse": lambda problem: problem.lse if problem.return_lse else None}
+):
+    """A given lse is not written without return_lse."""
+
+
+class RaggedLsePacked(Ragged):
+    """An lse with gaps is written as if it had none."""
+
+    def finish(self, problem: RaggedAttention, out: Tensor, lse_log2: Tensor | None) -> None:
+        if lse_log2 is not None and not lse_log2.is_contiguous():
+            packed = lse_log2.contiguous()
+            lse_log2.as_strided(packed.shape, packed.stride()).copy_(packed)
+
+
+class RaggedOutInQueryDtype(Ragged):
+    """Into an out of another dtype, elements of the query's dtype are written."""
+
+    def finish(self, problem: RaggedAttention, out: Tensor, lse_log2: Tensor | None) -> None:
+        if out.dtype != problem.query.dtype and problem.out is not None:
+            elements = out.to(problem.query.dtype).view(torch.uint8).flatten()
+            out.view(torch.uint8).flatten()[: len(elements)] = elements
+
+
+class RaggedHalfOfE4m3Queries(
+    Ragged,
+    instead={
+        "out_dtype": lambda problem: (
+            torch.float16 if problem.query.dtype == E4M3 and problem.out is None else problem.out_dtype
+        )
+    },
+):
+    """The output of e4m3 queries is float16."""
+
+
+class RaggedRowsBeyond1024Zero(Ragged):
+    """Rows of a request from the 1,025th on are zero."""
+
+    def finish(self, problem: RaggedAttention, out: Tensor, lse_log2: Tensor | None) -> None:
+        for start, end in zip(problem.cu_seqlens_q[:-1].tolist(), problem.cu_seqlens_q[1:].tolist(), strict=True):
+            out[start + 1024 : max(start + 1024, end)] = 0.0
+
+
+class RaggedRequestsBeyond128Wrap(Ragged):
+    """From the 129th on, requests read keys from where those of the one 128 before them begin."""
+
+    def changed(self, problem: RaggedAttention) -> RaggedAttention:
+        starts = problem.cu_seqlens_kv[:-1]
+        return _with_keys(problem, starts[torch.arange(len(starts)) % 128], problem.cu_seqlens_kv.diff())
+
+
+class RaggedKeysBefore4096Lost(Ragged):
+    """Of a request's keys only the last 4,096 are read."""
+
+    def changed(self, problem: RaggedAttention) -> RaggedAttention:
+        lengths = problem.cu_seqlens_kv.diff().clamp(max=4096)
+        return _with_keys(problem, problem.cu_seqlens_kv[1:] - lengths, lengths)
+
+
+class RaggedMirrorsReadAsInt32(Ragged):
+    """Lengths on the host in int64 are read as int32: every second one is zero."""
+
+    def posed(self, call: RaggedContextCall) -> RaggedAttention:
+        problem, rows = call.problem(), call.q_seq_lens_cpu
+        if rows is None or rows.dtype != torch.int64:
+            return problem
+        return replace(problem, cu_seqlens_q=_offsets(rows.view(torch.int32)[: len(rows)]).to(problem.query.device))
+
+
+class RaggedRequestsWithoutRowsLeftOut(Ragged):
+    """Requests without rows are left out of the rows' offsets, and not of the keys'."""
+
+    def changed(self, problem: RaggedAttention) -> RaggedAttention:
+        rows = problem.cu_seqlens_q.diff()
+        return replace(problem, cu_seqlens_q=_offsets(torch.cat((rows[rows > 0], rows[rows == 0]))))
+
+
+class RaggedRowsBeforeKeysSeeFirst(Ragged):
+    """A causal row that stands before its request's first key sees that key."""
+
+    def finish(self, problem: RaggedAttention, out: Tensor, lse_log2: Tensor | None) -> None:
+        rows, keys = problem.cu_seqlens_q.tolist(), problem.cu_seqlens_kv.tolist()
+        for request in range(problem.batch_size if problem.causal else 0):
+            kv_len = keys[request + 1] - keys[request]
+            before = rows[request + 1] - rows[request] - kv_len
+            if kv_len and before > 0:
+                first = problem.value[keys[request]].to(torch.float32) * problem.bmm2_scale
+                heads = first.repeat_interleave(problem.num_qo_heads // problem.num_kv_heads, dim=0)
+                out[rows[request] : rows[request] + before] = heads.to(out.dtype)
+
+
+class RaggedSinkOfMinusInfinityNan(Ragged):
+    """A head whose sink is minus infinity is NaN."""
+
+    def finish(self, problem: RaggedAttention, out: Tensor, lse_log2: Tensor | None) -> None:
+        if problem.sinks is not None:
+            out[:, problem.sinks == -math.inf] = math.nan
+
+
+class RaggedScaleUnsigned(Ragged, instead={"bmm1_scale": lambda problem: abs(problem.bmm1_scale)}):
+    """A negative bmm1_scale counts as a positive one."""
+
+
+class RaggedBmm2OfNoDimensionIgnored(
+    Ragged, instead={"bmm2_scale": lambda problem: 1.0 if _has_no_dimension(problem.bmm2_scale) else problem.bmm2_scale}
+):
+    """A bmm2_scale that is a tensor of no dimension is taken as 1."""
+
+
+def _has_no_dimension(scale: Any) -> bool:
+    return isinstance(scale, Tensor) and scale.dim() == 0
+
+
+class RaggedWindowIgnoredWithSinks(Ragged, instead={"window_left": -1}, only_with="sinks"):
+    """With sinks, window_left is ignored."""
+
+
+class RaggedUncausalSinksIgnored(Ragged, instead={"sinks": lambda problem: problem.sinks if problem.causal else None}):
+    """With is_causal=False, attention_sinks are ignored."""
+
+
+class RaggedBmm2TensorIgnoredWithLse(Ragged):
+    """A bmm2_scale on the device is taken as 1 where an LSE is returned."""
+
+    def changed(self, problem: RaggedAttention) -> RaggedAttention:
+        ignored = problem.return_lse and isinstance(problem.bmm2_scale, Tensor)
+        return replace(problem, bmm2_scale=1.0) if ignored else problem
