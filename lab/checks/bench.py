@@ -181,7 +181,7 @@ class Bench:
 
     def _draw(self, adapt: Callable[[Any], Any]) -> None:
         """Let Hypothesis draw cases, and workers judge them; keep the right ones, and a wrong one as small as it gets."""
-        from hypothesis import HealthCheck, Phase, given, settings
+        from hypothesis import HealthCheck, Phase, given, seed, settings
 
         cases: dict[Any, None] = {}
         seen: dict[Any, CaseVerdict] = {}
@@ -191,7 +191,7 @@ class Bench:
         # smaller.
         @settings(
             max_examples=self._drawn,
-            derandomize=True,
+            derandomize=not self._space.seed,
             database=None,
             deadline=None,
             phases=(Phase.generate, Phase.shrink),
@@ -216,6 +216,8 @@ class Bench:
                 failures = failures or 1
                 raise _Found(seen[case])
 
+        if self._space.seed:
+            seed(self._space.seed)(holds)
         holds()
         self.planned += len(cases) - self._drawn
         faults: list[CaseVerdict] = []

@@ -56,6 +56,7 @@ def judge(
     fresh: bool = False,
     first_failure: bool = False,
     probe: bool = True,
+    seed: int | None = None,
 ) -> Report:
     """Find out whether an implementation is right.
 
@@ -84,6 +85,7 @@ def judge(
             implementation's sources nor the lab's have changed, its right and declined cases are not judged again.
         fresh: they are.
         first_failure: no further case is begun after the first that is wrong or failed.
+        seed: of what is drawn, instead of the space's, 0 by default: another one gives other cases.
         probe: where a function declines most cases, find out which values of the axes it takes, and judge it on those too.
 
     Returns:
@@ -99,6 +101,7 @@ def judge(
     if isolated and not isinstance(implementation, str):
         raise ValueError(f"an isolated judge imports the implementation by name; got {implementation!r}")
     chosen, given = _chosen(only), space or Space()
+    given = given if seed is None else replace(given, seed=seed)
     count = DRAWN_CASES[depth] if drawn is None else drawn
     name, subject = (implementation, implementation) if isolated else _named(implementation)
     path = None if out is None else Path(out)

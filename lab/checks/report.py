@@ -193,6 +193,7 @@ class Report:
             "is_right": self.is_right,
             "left_out": self.left_out,
             "interrupted": self.interrupted,
+            "seed": self.space.seed,
             "space": repr(self.space),
             "narrowed": {interface.value: repr(space) for interface, space in self.narrowed},
             "refusals": list(self.refusals),
@@ -251,8 +252,9 @@ class Report:
         from lab.checks.catalogue import checks
 
         names = {check.key: check.name for check in checks()}
+        seed = f", seed {self.space.seed}" if self.space.seed else ""
         table = Table(
-            title=f"{self.implementation} on {self.environment.get('gpu') or self.device}, {self.level.value}",
+            title=f"{self.implementation} on {self.environment.get('gpu') or self.device}, {self.level.value}{seed}",
             box=SIMPLE_HEAD,
             padding=(0, 1, 0, 0),
             pad_edge=False,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 HALF_PAIRS = ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16))
 
+SEEDS = 100_000  # of cases, that a seed of a space has
 DRAWN_AXES = (
     "dtypes",
     "groups",
@@ -54,6 +55,7 @@ class Space:
         geometries: of the forward passes and graph stories of the full level, names of `lab.workloads.GEOMETRIES`.
         e4m3_arithmetic: over an e4m3 cache the kernel is known to round Q and the softmax's weights to e4m3 too.
         longest: keys of the longest request, about; of the checks but K18.
+        seed: of what is drawn: covering arrays, lengths, contents, and the cases of Hypothesis.
 
     K18 judges further values of an axis that is left as it is (`lab.checks.domain.paged_axes.BEYOND`), which a kernel for the
     usual sizes declines.
@@ -81,6 +83,7 @@ class Space:
     geometries: tuple[str, ...] = ("gemma-3-27b", "gpt-oss-120b", "llama-3.1-70b", "llama-3.1-8b", "qwen3-32b")
     e4m3_arithmetic: bool = False
     longest: int = 700
+    seed: int = 0
 
     def __post_init__(self) -> None:
         for axis, (is_one, words) in _VALUES.items():
@@ -96,6 +99,8 @@ class Space:
             raise ValueError(
                 f"longest={self.longest!r} must be a whole number of keys, at least {max(self.q_lens)}: q_lens"
             )
+        if not _is_whole(self.seed, 0):
+            raise ValueError(f"seed={self.seed!r} must be a whole number of at least 0")
         if not isinstance(self.e4m3_arithmetic, bool):
             raise ValueError(f"e4m3_arithmetic={self.e4m3_arithmetic!r} must be True or False")
         odd = [head_dim for head_dim in self.head_dims if head_dim % NVFP4_BLOCK]
@@ -110,6 +115,7 @@ class Space:
 
     def covering(self, interface: Interface, count: int, seed: int = 0) -> Iterator[AttentionCase]:
         """Cases in which every value of every axis comes as often as any other, lengths at edges."""
+        seed += SEEDS * self.seed
         rng = random.Random(f"{interface.name} {seed}")
         if interface is Interface.MLA_DECODE:
             axes: list[Sequence[Any]] = [

@@ -121,6 +121,7 @@ def judge(
     probe: Annotated[
         bool, typer.Option(help="where most cases are declined, find the axes that are taken and judge those too")
     ] = True,
+    seed: Annotated[int, typer.Option(min=0, help="another seed draws other cases; the report names it")] = 0,
     coverage: Annotated[
         bool,
         typer.Option(

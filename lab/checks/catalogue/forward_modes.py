@@ -127,7 +127,7 @@ def geometry_cases(space: Space) -> Iterator[ForwardCase]:
         ),
     )
     triples = (("variant", "model", "sliding_window"), ("variant", "model", "page_size"))
-    for point in Domain(axes, rules, triples).covering():
+    for point in Domain(axes, rules, triples).covering(space.seed):
         dtype, kv_dtype = point["dtypes"]
         of_page_size = list(mode_cases(point["model"], point["page_size"], space.q_lens))
         yield replace(

@@ -19,7 +19,7 @@ from lab.checks.domain.coverage import retried
 from lab.checks.domain.covering import Point
 from lab.checks.domain.subjects import SUBJECTS
 from lab.checks.report import CaseVerdict
-from lab.checks.space import Space
+from lab.checks.space import SEEDS, Space
 from lab.checks.trial import Trial
 from lab.workloads.interfaces import Interface
 
@@ -28,10 +28,10 @@ CHOSEN = (6, 4)  # axes of a retried point that are not plain: the fewer, the mo
 
 def _cases(interface: Interface, space: Space, level: Level) -> Iterator[Combination]:
     domain = SUBJECTS[interface].domain(space)
-    for seed, point in enumerate(domain.alone()):
+    for seed, point in enumerate(domain.alone(), SEEDS * space.seed):
         yield Combination(interface, point, seed)
     if level is Level.FULL:
-        for seed, point in enumerate(domain.covering()):
+        for seed, point in enumerate(domain.covering(space.seed), SEEDS * space.seed):
             yield Combination(interface, point, seed)
 
 
@@ -39,7 +39,7 @@ def _again(chosen: int, interface: Interface, space: Space, verdicts: Sequence[C
     """Yield an array of the pairs and triples of judged values that no judged case has, most axes of each point plain."""
     if (found := retried(SUBJECTS[interface].domain(space), verdicts)) is not None:
         taken, goals = found
-        yield from _unlike(interface, taken.covering(goals=goals, chosen=chosen), verdicts)
+        yield from _unlike(interface, space, taken.covering(space.seed, goals, chosen), verdicts)
 
 
 def _alone(interface: Interface, space: Space, verdicts: Sequence[CaseVerdict]) -> Iterator[Combination]:
@@ -49,13 +49,15 @@ def _alone(interface: Interface, space: Space, verdicts: Sequence[CaseVerdict]) 
         left = set(goals)
         least = (goal for goal in goals if len(goal) == 2 or not left & set(itertools.combinations(goal, 2)))
         points = (taken.completed(dict(goal)) for goal in least)
-        yield from _unlike(interface, (point for point in points if point is not None), verdicts)
+        yield from _unlike(interface, space, (point for point in points if point is not None), verdicts)
 
 
-def _unlike(interface: Interface, points: Iterable[Point], verdicts: Sequence[CaseVerdict]) -> Iterator[Combination]:
+def _unlike(
+    interface: Interface, space: Space, points: Iterable[Point], verdicts: Sequence[CaseVerdict]
+) -> Iterator[Combination]:
     """Yield points as cases, each once and none that has a verdict."""
     before = {repr(replace(verdict.case, seed=0)) for verdict in verdicts}
-    for seed, point in enumerate(points):
+    for seed, point in enumerate(points, SEEDS * space.seed):
         case = Combination(interface, point, seed)
         if repr(replace(case, seed=0)) not in before:
             before.add(repr(replace(case, seed=0)))
