@@ -1,5 +1,6 @@
 """The cases of one check and one function, judged in turns: the fixed ones, what follows from them, and the drawn ones."""
 
+import itertools
 import math
 import time
 from collections import deque
@@ -17,6 +18,8 @@ from lab.workloads.interfaces import ATTENTION, Interface
 CASES_PER_WORKER = 8  # handed out together: enough that workers seldom wait for the slowest of them
 SMOKE_LONGEST = 200  # keys
 MOST_SHRINKS = 60  # calls of the judge that Hypothesis may spend on making a failing case smaller
+MOST_KEPT = 2000  # right random cases in the report
+MOST_WRONG = 10  # different wrong ones, after which no more are drawn
 
 # Of a verdict, what it differs in from others of its report: its check, the reprs of its function, case and axes, and whether
 # the case was drawn.
@@ -79,6 +82,7 @@ class Bench:
         verdicts: so far, as they are reported.
         planned: number of cases to be judged.
         judged: how many of them were.
+        num_random: random cases that were judged after them.
     """
 
     def __init__(
@@ -109,6 +113,7 @@ class Bench:
         self._cases += self._new(check.cases(interface, self._axes, level))
         self._more = check.more if level is Level.FULL else ()
         self._drawn = drawn if check.adapt is not None and interface in ATTENTION else 0
+        self.num_random = 0
         self.planned, self.judged = len(self._cases) + self._drawn, 0
 
     @property
@@ -133,6 +138,46 @@ class Bench:
         if self._drawn and self.check.adapt is not None and not self._session.is_over:
             self._draw(self.check.adapt)
             yield
+
+    def go_on(self, end: float) -> Iterator[None]:
+        """Judge random cases until a time of `time.monotonic`; keep the first right ones, and wrong ones made small."""
+        earlier = self._after.verdicts if self._after else ()
+        cases = iter(self.check.draw(self.interface, self._axes, [*earlier, *self.verdicts]) if self.check.draw else ())
+        wrong = set[str]()
+        while time.monotonic() < end and not self._session.is_over and len(wrong) < MOST_WRONG:
+            several = list(itertools.islice(cases, CASES_PER_WORKER * self._session.isolation.workers))
+            if not several:
+                return
+            for verdict in self._judge(several, drawn=True, shrinks=True):
+                self.num_random += 1
+                if is_fault(verdict):
+                    small = self._shrunk(verdict)
+                    if repr(small.case) not in wrong:
+                        self._keep(small)
+                    wrong.add(repr(small.case))
+                elif self.num_random <= MOST_KEPT:
+                    self._keep(verdict)
+            yield
+
+    def _shrunk(self, verdict: CaseVerdict) -> CaseVerdict:
+        """Return the verdict of a smaller case that is wrong too."""
+        wrong, tried = {repr(verdict.case): verdict}, set[str]()
+
+        def stays_wrong(case: Any) -> bool:
+            if repr(case) in tried or len(tried) == MOST_SHRINKS:
+                return repr(case) in wrong
+            tried.add(repr(case))
+            (found,) = self._judge([case], drawn=True, shrinks=True)
+            if is_fault(found):
+                wrong[repr(case)] = found
+            return is_fault(found)
+
+        try:
+            small = self.check.shrink(self._space, verdict.case, stays_wrong) if self.check.shrink else verdict.case
+            return wrong[repr(small)]
+        except KeyboardInterrupt:
+            self._keep(list(wrong.values())[-1])
+            raise
 
     def _turns_of(self, cases: Sequence[Any]) -> Iterator[None]:
         for several in self._batches(cases, first=self._session.isolation.workers):
@@ -248,9 +293,9 @@ class _Found(Exception):  # noqa: N818 - what Hypothesis is to make smaller
         self.verdict = verdict
 
 
-def in_turns(benches: Sequence[Bench]) -> Iterator[None]:
+def in_turns(turns_of_each: Iterable[Iterator[None]]) -> Iterator[None]:
     """Let benches judge in rounds, so that an early end leaves none without a verdict."""
-    waiting = deque(bench.turns() for bench in benches)
+    waiting = deque(turns_of_each)
     while waiting:
         turns = waiting.popleft()
         for _ in turns:

@@ -37,6 +37,9 @@ class Check:
         judge: tells a trial what is wrong. Raises `lab.checks.trial.Declined` where nothing could be judged.
         interfaces: what it applies to.
         adapt: what makes a drawn case one of this check's; None: no case is drawn.
+        draw: what yields random cases without an end, of what the verdicts say that the implementation takes; None: nothing.
+        shrink: what makes a wrong one of these small, called with the space, the case, and a function that says whether another
+            is wrong too.
         more: rounds of further cases of the full level, in turn: each follows from the verdicts of all before it.
     """
 
@@ -48,6 +51,8 @@ class Check:
     interfaces: tuple[Interface, ...] = ATTENTION
     adapt: Callable[[Any], Any] | None = None
     more: tuple[Following, ...] = ()
+    draw: Following | None = None
+    shrink: Callable[[Space, Any, Callable[[Any], bool]], Any] | None = None
 
 
 def first_line(text: str | None) -> str:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -57,6 +57,7 @@ def judge(
     first_failure: bool = False,
     probe: bool = True,
     seed: int | None = None,
+    for_seconds: float = 0.0,
 ) -> Report:
     """Find out whether an implementation is right.
 
@@ -86,6 +87,8 @@ def judge(
         fresh: they are.
         first_failure: no further case is begun after the first that is wrong or failed.
         seed: of what is drawn, instead of the space's, 0 by default: another one gives other cases.
+        for_seconds: after the level's cases, random ones of K18 are judged until the run has taken so long. A wrong one is made
+            small.
         probe: where a function declines most cases, find out which values of the axes it takes, and judge it on those too.
 
     Returns:
@@ -96,6 +99,7 @@ def judge(
             isolation was asked for an object.
         lab.loading.LoadError: it cannot be imported.
     """
+    start = time.monotonic()
     depth, where = level_named(level), device_of(device)
     _check_numbers(workers, time_limit_s, drawn)
     if isolated and not isinstance(implementation, str):
@@ -116,7 +120,8 @@ def judge(
         session = Session(name, isolation, time.monotonic() + most_seconds, first_failure, earlier, str(path or ""))
         empty = Report(name, depth, about, str(where), (), 0, given, refusals=_names_of(refused or ()), run=digest)
         told = partial(known, ledger=ledger, capability=capability_of(where))
-        return _Run(session, chosen, count, empty, path, told, probe).judged(offered, given, progress)
+        run = _Run(session, chosen, count, empty, path, told, probe, start + for_seconds)
+        return run.judged(offered, given, progress)
 
 
 @dataclass
@@ -130,6 +135,7 @@ class _Run:
     path: Path | None
     known: Callable[[CaseVerdict], CaseVerdict]
     probes: bool
+    end: float
     benches: list[Bench] = field(default_factory=list)
     _next_write: float = -math.inf
 
@@ -148,9 +154,11 @@ class _Run:
 
         self.session.note = note
         try:
-            self._turns(self._plan(interfaces, space))
+            self._turns(bench.turns() for bench in self._plan(interfaces, space))
             for interface in interfaces if self.probes else ():
                 self._narrow(interface, space)
+            last = {(bench.check.key, bench.interface): bench for bench in self.benches if bench.check.draw}
+            self._turns(bench.go_on(self.end) for bench in last.values())
         except KeyboardInterrupt:
             self.empty = replace(self.empty, interrupted=True, ended="the run was interrupted")
         finally:
@@ -167,7 +175,7 @@ class _Run:
         found = axes_taken(self.session.isolation.submit, interface, space, taken)
         if found is not None:
             self.empty = replace(self.empty, narrowed=(*self.empty.narrowed, (interface, found)))
-            self._turns(self._plan([interface], found))
+            self._turns(bench.turns() for bench in self._plan([interface], found))
 
     def _plan(self, interfaces: Sequence[Interface], space: Space) -> list[Bench]:
         """Plan the benches of functions over axes, without the cases that were planned before."""
@@ -189,15 +197,16 @@ class _Run:
         self.benches += planned
         return planned
 
-    def _turns(self, benches: Sequence[Bench]) -> None:
-        for _ in in_turns(benches):
+    def _turns(self, turns_of_each: Iterable[Iterator[None]]) -> None:
+        for _ in in_turns(turns_of_each):
             if time.monotonic() > self._next_write:
                 self._save(self._report(), goes_on=True)
 
     def _report(self) -> Report:
         verdicts = tuple(verdict for bench in self.benches for verdict in bench.verdicts)
         left_out = sum(bench.planned - bench.judged for bench in self.benches)
-        report = replace(self.empty, verdicts=verdicts, left_out=left_out)
+        num_random = sum(bench.num_random for bench in self.benches)
+        report = replace(self.empty, verdicts=verdicts, left_out=left_out, num_random=num_random)
         if self.session.stops_at_fault and any(report.wrong) and not report.interrupted:
             report = replace(report, ended="the first wrong case ended the run")
         return report

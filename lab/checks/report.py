@@ -140,6 +140,7 @@ class Report:
         narrowed: functions that declined most cases, and the axes that they take and were then judged on too.
         refusals: names of the exceptions that were refusals; () for the usual ones.
         run: a digest of all that its verdicts depend on; "" where that cannot be told.
+        num_random: random cases that were judged after those of the level.
     """
 
     implementation: str
@@ -154,6 +155,7 @@ class Report:
     narrowed: tuple[tuple[Interface, Space], ...] = ()
     refusals: tuple[str, ...] = ()
     run: str = ""
+    num_random: int = 0
 
     @property
     def rows(self) -> list[CheckSummary]:
@@ -194,6 +196,7 @@ class Report:
             "left_out": self.left_out,
             "interrupted": self.interrupted,
             "seed": self.space.seed,
+            "num_random": self.num_random,
             "space": repr(self.space),
             "narrowed": {interface.value: repr(space) for interface, space in self.narrowed},
             "refusals": list(self.refusals),
@@ -298,6 +301,8 @@ class Report:
             yield f"declined {'once' if count == 1 else f'{count} times'}: {_shortened(reason)}"
         if len(declines) > SHOWN_DECLINES:
             yield f"and {len(declines) - SHOWN_DECLINES} more kinds of refusal, which the report's file lists"
+        if self.num_random:
+            yield f"{self.num_random:,} random cases of K18 were judged after those of the level"
         if self.left_out:
             yield f"{self.left_out} cases were left out: {self.ended}"
 

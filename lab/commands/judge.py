@@ -54,6 +54,13 @@ def _function_named(name: str) -> str:
     raise ValueError(f"there is no function {name!r}; there are {names}")
 
 
+def _seconds(text: str) -> float:
+    """Read a time such as 90s, 10m or 2h; raise BadParameter for any other text."""
+    if not (found := re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)):
+        raise typer.BadParameter(f"{text} is no time: a number and s, m or h, such as 90s, 10m or 2h")
+    return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
+
+
 def _axis_option(name: str) -> Any:
     """Return the option of an axis of several values (`lab.axes.SEVERAL`)."""
     axis = SEVERAL[name]
@@ -86,6 +93,15 @@ Drawn = Annotated[
 ReportFile = Annotated[
     Path | None,
     typer.Option(dir_okay=False, help="the report, JSON; the user's cache keeps the last of each kernel if left out"),
+]
+For = Annotated[
+    float | None,
+    typer.Option(
+        "--for",
+        parser=_seconds,
+        metavar="TIME",
+        help="after the level's cases, judge random ones of K18 until the run has taken so long: 90s, 10m, 2h",
+    ),
 ]
 Longest = Annotated[int | None, typer.Option(min=1, help=LONGEST, rich_help_panel=AXES)]
 E4M3Arithmetic = Annotated[bool, typer.Option("--e4m3-arithmetic", help=E4M3_ARITHMETIC, rich_help_panel=AXES)]
@@ -121,6 +137,7 @@ def judge(
     probe: Annotated[
         bool, typer.Option(help="where most cases are declined, find the axes that are taken and judge those too")
     ] = True,
+    for_seconds: For = None,
     seed: Annotated[int, typer.Option(min=0, help="another seed draws other cases; the report names it")] = 0,
     coverage: Annotated[
         bool,
@@ -175,7 +192,13 @@ def judge(
         "only": only or (),
         "functions": functions or (),
     }
-    settings |= {"workers": workers, "most_seconds": most_seconds, "drawn": drawn, "probe": probe}
+    settings |= {
+        "workers": workers,
+        "most_seconds": most_seconds,
+        "drawn": drawn,
+        "probe": probe,
+        "for_seconds": for_seconds or 0.0,
+    }
     name = implementation or default_implementation(device).__name__
     settings |= {"out": out or _last_report(name), "fresh": fresh or out is None, "first_failure": first_failure}
     _judge_and_exit(partial(_judge_all, name, settings, coverage), watch)

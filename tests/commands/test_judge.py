@@ -318,3 +318,22 @@ def test_the_coverage_of_a_run_is_printed_again_from_its_file(
     record = json.loads(Path(out).read_text())["coverage"]["trtllm_batch_decode_with_kv_cache"]
     assert record["values"]["lse"] == {"judged": ["none", "returned", "given", "given alone", "strided"]}
     assert run(["judge", str(tmp_path / "none.json"), "--coverage"]) == 2
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("10m", 600), ("2h", 7200), ("1.5h", 5400)])
+def test_a_run_may_go_on_for_a_time(asked: dict[str, Any], text: str, seconds: float) -> None:
+    run(["judge", "lab.references", "--for", text])
+    assert asked["for_seconds"] == seconds
+    run(["judge", "lab.references"])
+    assert asked["for_seconds"] == 0
+
+
+@pytest.mark.parametrize("text", ["2", "h", "-1h", "2 hours", "1d"])
+def test_a_time_that_is_none_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["judge", "lab.references", f"--for={text}"]) == 2
+    assert "90s, 10m or 2h" in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_a_seed_is_part_of_the_axes(asked: dict[str, Any]) -> None:
+    run(["judge", "lab.references", "--seed", "7"])
+    assert asked["space"] == Space(seed=7)

@@ -17,6 +17,7 @@ from lab.checks.check import Check, Level, first_line
 from lab.checks.domain.combination import Combination
 from lab.checks.domain.coverage import retried
 from lab.checks.domain.covering import Point
+from lab.checks.domain.drawing import made_small, random_points
 from lab.checks.domain.subjects import SUBJECTS
 from lab.checks.report import CaseVerdict
 from lab.checks.space import SEEDS, Space
@@ -76,4 +77,6 @@ CHECK = Check(
     _judge,
     interfaces=tuple(SUBJECTS),
     more=(*(partial(_again, chosen) for chosen in CHOSEN), _alone),
+    draw=random_points,
+    shrink=made_small,
 )

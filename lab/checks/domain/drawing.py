@@ -1,0 +1,55 @@
+"""Random points of a domain without an end, and a wrong one made small."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from lab.checks.domain.combination import Combination
+from lab.checks.domain.coverage import retried
+from lab.checks.domain.subjects import SUBJECTS
+from lab.checks.space import Space
+from lab.workloads.interfaces import Interface
+
+if TYPE_CHECKING:
+    from lab.checks.report import CaseVerdict
+
+SEEDS = 2**30
+
+
+def random_points(interface: Interface, space: Space, verdicts: Sequence["CaseVerdict"]) -> Iterator[Combination]:
+    """Yield random points of the values that some case judged, without an end; from two axes up to all are not plain."""
+    if (found := retried(SUBJECTS[interface].domain(space), verdicts)) is None:
+        return
+    taken, _ = found
+    rng = random.Random(f"{interface.name} {space.seed}")
+    names = list(taken.axes)
+    while True:
+        point: dict[str, Any] = {}
+        for name in rng.sample(names, rng.randint(2, len(names))):
+            value = rng.choice(taken.axes[name])
+            if taken.fits({**point, name: value}, name):
+                point[name] = value
+        if (whole := taken.completed(point)) is not None:
+            yield Combination(interface, whole, rng.randrange(SEEDS))
+
+
+def made_small(space: Space, case: Combination, stays_wrong: Callable[[Combination], bool]) -> Combination:
+    """Return a wrong case with as few departures from the plain point as it stays wrong with, and with smaller sizes."""
+    domain = SUBJECTS[case.interface].domain(space)
+    is_smaller = True
+    while is_smaller:
+        is_smaller = False
+        for axis, value in case.values.items():
+            plain, values = domain.plain[axis], domain.axes[axis]
+            less = sorted(each for each in values if _is_size(value) and _is_size(each) and each < value)
+            for each in dict.fromkeys((plain, *less) if value != plain else ()):
+                tried = {**case.values, axis: each}
+                if domain.fits(tried) and stays_wrong(replace(case, values=tried)):
+                    case, is_smaller = replace(case, values=tried), True
+                    break
+    return replace(case, seed=0) if case.seed and stays_wrong(replace(case, seed=0)) else case
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int
