@@ -10,7 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lab.calls.problem import E4M3
+from lab.checks.domain.combination import Combination
+from lab.checks.domain.paged_shape import attention_case
 from lab.checks.report import CaseVerdict
+from lab.checks.space import Space
 from lab.checks.verdicts import Outcome
 from lab.gpus import Capability
 from lab.workloads.attention_case import AttentionCase, Contents
@@ -66,15 +69,20 @@ def wrong_requests(sentence: str) -> list[int]:
     return [int(number) for number in named.group(1).split(",") if number.strip()] if named else []
 
 
-def only_fewer_keys_than_rows(case: AttentionCase, sentence: str) -> bool:
+def lens_of(case: AttentionCase | Combination) -> AttentionCase:
+    """Return the case that has the lengths of each request."""
+    return attention_case(case, Space()) if isinstance(case, Combination) else case
+
+
+def only_fewer_keys_than_rows(case: AttentionCase | Combination, sentence: str) -> bool:
     """All that is wrong belongs to requests with fewer keys than query rows."""
-    requests = wrong_requests(sentence)
+    requests, case = wrong_requests(sentence), lens_of(case)
     return bool(requests) and all(case.kv_lens[request] < case.q_lens[request] for request in requests)
 
 
-def only_without_keys(case: AttentionCase, sentence: str) -> bool:
+def only_without_keys(case: AttentionCase | Combination, sentence: str) -> bool:
     """All that is wrong belongs to requests without a key."""
-    requests = wrong_requests(sentence)
+    requests, case = wrong_requests(sentence), lens_of(case)
     return bool(requests) and all(case.kv_lens[request] == 0 for request in requests)
 
 
@@ -88,7 +96,7 @@ TRTLLM: dict[str, Any] = {"implementation": "lab.kernels.trtllm", "capability": 
 LEDGER: tuple[KnownFinding, ...] = (
     KnownFinding(
         **TRTLLM,
-        checks=("K2", "K11", "K13"),
+        checks=("K2", "K11", "K13", "K18"),
         wrong="vectors are wrong|are not finite",
         where=lambda case, sentence: is_decode(case, sentence) and only_fewer_keys_than_rows(case, sentence),
         finding=f"{FINDINGS}#3-xqa-is-wrong-for-a-request-with-fewer-keys-than-query-tokens",
@@ -109,7 +117,7 @@ LEDGER: tuple[KnownFinding, ...] = (
     ),
     KnownFinding(
         **TRTLLM,
-        checks=("K2",),
+        checks=("K2", "K18"),
         wrong="vectors are wrong|are not finite",
         where=lambda case, sentence: case.interface is Interface.CONTEXT and only_without_keys(case, sentence),
         finding=f"{FINDINGS}#6-fmha_v2-leaves-the-rows-of-a-request-without-keys-unwritten",

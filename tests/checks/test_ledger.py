@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lab.checks import AttentionCase, CaseVerdict, Interface, Outcome
+from lab.checks import AttentionCase, CaseVerdict, Combination, Interface, Outcome
 from lab.checks.catalogue import checks
 from lab.checks.ledger import (
     LEDGER,
@@ -87,6 +87,14 @@ def test_conditions_ask_for_every_request_that_is_wrong(requests: str, fewer: bo
     sentence = f"the call: 3 of 9 vectors are wrong, of requests [{requests}]: row 0"
     assert only_fewer_keys_than_rows(CASE, sentence) is fewer
     assert only_without_keys(CASE, sentence) is without
+
+
+def test_conditions_read_the_lengths_of_a_combination() -> None:
+    none_first = Combination(Interface.CONTEXT, {"lengths": "none first"})
+    assert only_without_keys(none_first, "1 of 9 vectors are wrong, of requests [0]: row 0")
+    assert not only_without_keys(none_first, "1 of 9 vectors are wrong, of requests [1]: row 5")
+    fewer = Combination(Interface.DECODE, {"lengths": "fewer than rows", "q_len": 4})
+    assert only_fewer_keys_than_rows(fewer, "1 of 9 vectors are wrong, of requests [0, 2]: row 0")
 
 
 @pytest.mark.parametrize("entry", LEDGER, ids=lambda entry: entry.finding.split("#")[-1][:30])

@@ -36,7 +36,7 @@ BEYOND: dict[str, tuple[Any, ...]] = {
     "mla_heads": (32, 64),
     "mla_page_sizes": (128,),
 }
-WINDOWS = (0, 1, 15, 20, 127, 1000, 2**31 - 1)
+WINDOWS = (0, 1, 15, 20, 127, 1000, 5000, 2**31 - 1)
 PROMPTS = (65, 300, 1040)  # rows of a context call's first request
 
 

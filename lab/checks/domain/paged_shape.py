@@ -13,6 +13,7 @@ from lab.workloads.attention_case import AttentionCase, Contents, Storage, Table
 from lab.workloads.interfaces import Interface
 
 SHORT = 150  # keys of the longest request that is not long
+LAST = 600  # keys of a large batch's last request
 CONTEXT_ROWS = (5, 1, 17, 2, 33)  # of the requests in turn
 WIDE, WIDE_TABLE = 4200, "4,200 columns"  # more than 4,096
 PADDING = 3  # rows after the last request's
@@ -96,6 +97,7 @@ def _kv_lens(of: Combination, q_lens: tuple[int, ...], page_size: int, rng: rand
     lengths, count = of["lengths"], len(q_lens)
     if count > REQUESTS:
         kv_lens = [8 + 3 * request % 47 for request in range(count)]
+        kv_lens[-1] = LAST  # cut in parts where the others are not
     else:
         edges = edge_lengths(page_size, SHORT)
         kv_lens = [rng.choice(edges) for _ in q_lens]
