@@ -1,14 +1,16 @@
 """The matrix of checks and the mutants that they kill: `lab mutants --out results/mutants.json`.
 
-Every mutant of `lab.checks.mutants` is judged by every check that applies to it, each until its first wrong case. Beside that
-stands what each upstream tolerance rule says of the mutant on inputs as upstream's tests draw them.
+Every mutant of `lab.checks.mutants` is judged by every check that applies to it, each until its first wrong case, at the smoke
+level; one that none of them finds also by K18 at the full level, where arguments meet in pairs. Beside that stands what each
+upstream tolerance rule says of the mutant on inputs as upstream's tests draw them.
 """
 
 import functools
 import json
 import resource
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,10 @@ SPACE = Space(
     long_requests=(4_100, 16_500),
     longest=150,
 )
+# K18 has cases for values that no other check has: the space of its cases is as wide as its mutants need.
+COMBINED_SPACE = replace(
+    SPACE, head_dims=Space().head_dims, page_sizes=Space().page_sizes, mla_heads=(*SPACE.mla_heads, 32, 64)
+)
 # A mutant that copies a pool of large ids would take all of a small machine's memory; that it is stopped is no finding.
 MOST_MEMORY_BYTES = 24 * 2**30
 NO_MEMORY = "can't allocate memory"
@@ -53,25 +59,45 @@ def record_of(judged: Mutant) -> dict[str, Any]:
         each check that finds it, by its key) and `upstream` (`let_through`).
     """
     let = let_through(judged)
+    kills = {check.key: kill for check in checks() if (kill := first_kill(judged, check)) is not None}
+    if not kills and (kill := first_kill(judged, combinations(), Level.FULL)) is not None:
+        kills[combinations().key] = kill
     return {
         "mutant": judged.name,
         "defect": judged.defect,
         "source": judged.source,
         "interface": list(judged.interface),
-        "kills": {check.key: kill for check in checks() if (kill := first_kill(judged, check)) is not None},
+        "kills": kills,
         "upstream": None if let is None else list(let),
     }
 
 
-def first_kill(judged: Mutant, check: Check) -> dict[str, str] | None:
+def combinations() -> Check:
+    """Return K18, whose full level has the pairs that some mutants need."""
+    return next(check for check in checks() if check.key == "K18")
+
+
+def space_of(check: Check) -> Space:
+    """Return the axes on which a check judges mutants."""
+    return COMBINED_SPACE if check == combinations() else SPACE
+
+
+def cases_of(check: Check, interface: Interface, level: Level) -> Iterator[Any]:
+    """Yield a check's cases for mutants; at the full level those that the smoke level does not have."""
+    cases = check.cases(interface, space_of(check), level) if interface in check.interfaces else ()
+    known = set(map(repr, cases_of(check, interface, Level.SMOKE))) if level is Level.FULL else set()
+    yield from (case for case in cases if repr(case) not in known)
+
+
+def first_kill(judged: Mutant, check: Check, level: Level = Level.SMOKE) -> dict[str, str] | None:
     """Return the first of a check's cases in which a mutant is wrong; a fresh implementation for each.
 
     Returns:
         `case` (its `repr`), `interface` (name of the function) and `wrong` (first sentence of what was wrong), or None.
     """
     for interface in map(Interface, judged.interface):
-        for case in check.cases(interface, SPACE, Level.SMOKE) if interface in check.interfaces else ():
-            found = run_trial(judged.implementation(), check, case, torch.device("cpu"), SPACE)
+        for case in cases_of(check, interface, level):
+            found = run_trial(judged.implementation(), check, case, torch.device("cpu"), space_of(check))
             if found.outcome in WRONG and NO_MEMORY not in found.wrongs[-1]:
                 return {"case": repr(case), "interface": interface.value, "wrong": found.wrongs[0]}
     return None

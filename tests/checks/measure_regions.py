@@ -2,7 +2,8 @@
 
     python -m tests.checks.measure_regions --workers 32 --out results/diagnosis.json
 
-Each mutant is judged by every check on the axes of results/mutants.json, and its diagnosis is held to mutant_triggers.json:
+Each mutant is judged by every check on the axes of results/mutants.json, one that is right there by the full level of K18
+too, and its diagnosis is held to mutant_triggers.json:
 facts that were written down from each defect before any region of it was seen. A trigger has alternatives; each lists concepts
 that a region must all name, by any of their facts, and an empty one says that the mutant is wrong everywhere.
 """
@@ -24,7 +25,7 @@ from lab.checks.catalogue import checks
 from lab.checks.check import Check, Level
 from lab.checks.diagnosis import Region, diagnose
 from lab.checks.isolation import run_trial
-from lab.checks.matrix import MOST_MEMORY_BYTES, NO_MEMORY, SPACE
+from lab.checks.matrix import MOST_MEMORY_BYTES, NO_MEMORY, WRONG, cases_of, combinations, space_of
 from lab.checks.mutants import MUTANTS, mutant
 from lab.checks.report import CaseVerdict
 from lab.checks.verdicts import Outcome
@@ -52,22 +53,26 @@ def names_trigger(region: Region, name: str) -> bool:
     )
 
 
-def _judged(name: str, interfaces: Sequence[Interface], chosen: Sequence[Check]) -> Iterator[CaseVerdict]:
+def _judged(name: str, chosen: Sequence[Check], level: Level) -> Iterator[CaseVerdict]:
     """Judge a mutant, a fresh implementation for each case; what a small machine's memory stops says nothing."""
     judged = mutant(name)
-    for interface in interfaces:
+    for interface in map(Interface, judged.interface):
         for check in chosen:
-            for case in check.cases(interface, SPACE, Level.SMOKE) if interface in check.interfaces else ():
-                found = run_trial(judged.implementation(), check, case, CPU, SPACE)
+            space = space_of(check)
+            for case in cases_of(check, interface, level):
+                found = run_trial(judged.implementation(), check, case, CPU, space)
                 if found.outcome is Outcome.FAILED and any(NO_MEMORY in wrong for wrong in found.wrongs):
                     continue
-                yield CaseVerdict(name, check.key, interface, case, "cpu", found, 0.0, SPACE)
+                yield CaseVerdict(name, check.key, interface, case, "cpu", found, 0.0, space)
 
 
 def record_of(name: str) -> dict[str, Any]:
     """Judge a mutant and return its name, defect, trigger, diagnosis, and which of the regions name the trigger."""
     judged = mutant(name)
-    diagnosis = diagnose(list(_judged(name, list(map(Interface, judged.interface)), checks())))
+    verdicts = list(_judged(name, checks(), Level.SMOKE))
+    if not any(verdict.judged.outcome in WRONG for verdict in verdicts):
+        verdicts += _judged(name, [combinations()], Level.FULL)
+    diagnosis = diagnose(verdicts)
     return {
         "mutant": name,
         "defect": judged.defect,

@@ -12,7 +12,7 @@ import lab.checks
 from lab.checks.catalogue import checks
 from lab.checks.check import Check
 from lab.checks.isolation import run_trial
-from lab.checks.matrix import SPACE, WRONG, markdown, write_matrix
+from lab.checks.matrix import WRONG, markdown, space_of, write_matrix
 from lab.checks.mutants import MUTANTS, mutant
 from lab.checks.mutants.draft_indices import DraftListsModel
 from lab.checks.mutants.metadata import Builder
@@ -62,7 +62,8 @@ def case_of(text: str) -> Any:
 @functools.cache  # several mutants are recorded with one case
 def judged_right_model(interface: str, key: str, case: str) -> Judged:
     """Judge what is right of an interface by a check, in a recorded case."""
-    return run_trial(RIGHT.get(interface, SplitKV)(), check_of(key), case_of(case), CPU, SPACE)
+    check = check_of(key)
+    return run_trial(RIGHT.get(interface, SplitKV)(), check, case_of(case), CPU, space_of(check))
 
 
 def test_every_mutant_is_in_the_matrix_and_killed() -> None:
@@ -90,8 +91,8 @@ def test_a_recorded_kill_holds_and_the_right_model_lives(name: str) -> None:
         kills, key=lambda key: (key in SLOW_CHECKS, (list(kills).index(key) - NAMES.index(name)) % len(kills))
     )
     for key in keys:  # some mutants remember addresses, and chance has a part in which check meets them
-        case = case_of(kills[key]["case"])
-        if run_trial(mutant(name).implementation(), check_of(key), case, CPU, SPACE).outcome in WRONG:
+        check, case = check_of(key), case_of(kills[key]["case"])
+        if run_trial(mutant(name).implementation(), check, case, CPU, space_of(check)).outcome in WRONG:
             break
     else:
         pytest.fail(f"no recorded kill of {name} holds: {kills}")

@@ -9,7 +9,9 @@ from lab.checks.mutants import (
     batching,
     bias,
     caching,
+    combined,
     draft_indices,
+    forms,
     lse,
     masks,
     memory,
@@ -19,13 +21,15 @@ from lab.checks.mutants import (
     mla_metadata,
     pages,
     ragged,
+    rows,
     scales,
+    sizes,
 )
 from lab.checks.mutants.mutant import Mutant, defects_of
 
 _PAGED = [
     defective
-    for module in (masks, scales, pages, merging, batching, memory, caching, lse, bias)
+    for module in (masks, scales, pages, merging, batching, memory, caching, lse, bias, combined, forms, rows, sizes)
     for defective in defects_of(module)
 ]
 _OTHERS = [defective for module in (ragged, draft_indices, metadata, mla_metadata) for defective in defects_of(module)]

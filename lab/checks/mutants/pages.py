@@ -229,10 +229,12 @@ class StaleKeyOfLastToken(SplitKV, mla=True, interface=(DECODE,)):
 class WideTableRowsOf1024(Forgiving, mla=True):
     """Rows of a page table wider than 1,024 columns are taken to lie 1,024 apart."""
 
+    widest = 1024
+
     def pages(self, problem: PagedAttention, table: Tensor, tile: RowTile, positions: Tensor) -> Tensor:
-        if table.shape[1] <= 1024 or not table.is_contiguous():
+        if table.shape[1] <= self.widest or not table.is_contiguous():
             return super().pages(problem, table, tile, positions)
-        cells = table.flatten()[tile.request * 1024 + positions // problem.page_size]
+        cells = table.flatten()[tile.request * self.widest + positions // problem.page_size]
         return cells.to(torch.int64) % problem.k_cache.shape[0]
 
 

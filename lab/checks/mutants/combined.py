@@ -1,0 +1,108 @@
+"""Mutants that are wrong where several arguments meet, and right with each by itself."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from lab.calls.problem import PagedAttention
+from lab.checks.mutants.conditional import Conditional
+from lab.checks.mutants.mutant import CONTEXT, DECODE, MLA_DECODE
+
+
+class TensorScalesExchanged(
+    Conditional,
+    mla=True,
+    where=lambda _, __, call: isinstance(call.bmm1_scale, Tensor) and isinstance(call.bmm2_scale, Tensor),
+    instead={"bmm1_scale": lambda problem, _: problem.bmm2_scale},
+):
+    """Where both scales are tensors, bmm2_scale is read in the place of bmm1_scale."""
+
+
+class Log2IgnoredBesideTensor(
+    Conditional,
+    interface=(DECODE,),
+    where=lambda _, __, call: isinstance(call.bmm1_scale, Tensor),
+    instead={"bmm1_scale": lambda _, call: call.bmm1_scale},
+):
+    """bmm1_scale_log2 gives way to a bmm1_scale that is a tensor."""
+
+
+class WindowIgnoredWithMaskAndSinks(
+    Conditional,
+    interface=(DECODE,),
+    where=lambda _, problem, __: problem.mask is not None and problem.sinks is not None,
+    instead={"window_left": -1},
+):
+    """A window is ignored where there is a draft mask and sinks too."""
+
+
+class SinksIgnoredInRaggedWindow(
+    Conditional,
+    interface=(DECODE,),
+    where=lambda _, problem, __: problem.cu_seqlens_q is not None and problem.window_left >= 0,
+    instead={"sinks": None},
+):
+    """Sinks are ignored where a decode call has cum_seq_lens_q and a window."""
+
+
+class VPagesFromKInWindow(
+    Conditional,
+    where=lambda _, problem, __: problem.window_left >= 0,
+    instead={"v_block_tables": lambda problem, _: problem.k_block_tables},
+):
+    """V's own page table is ignored where there is a window."""
+
+
+class MaskIgnoredOverNvfp4(
+    Conditional, interface=(DECODE,), where=lambda _, problem, __: problem.is_nvfp4, instead={"mask": None}
+):
+    """A draft mask is taken for a causal one over an NVFP4 cache."""
+
+
+class SinksIgnoredWithoutCausality(
+    Conditional, interface=(CONTEXT,), where=lambda _, problem, __: not problem.causal, instead={"sinks": None}
+):
+    """Sinks are ignored with causal=False."""
+
+
+class LseBaseEWithoutCausality(Conditional, interface=(CONTEXT,)):
+    """The LSE is a natural logarithm with causal=False."""
+
+    def finish(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
+        if lse is not None and not problem.causal:
+            lse *= math.log(2.0)
+
+
+class SinksIgnoredBesideTensorScale(
+    Conditional,
+    mla=True,
+    where=lambda _, __, call: isinstance(call.bmm2_scale, Tensor),
+    instead={"sinks": None},
+):
+    """Sinks are ignored where bmm2_scale is a tensor."""
+
+
+class SinksIgnoredInBaseE(
+    Conditional,
+    interface=(MLA_DECODE,),
+    where=lambda _, __, call: call.return_lse_base == "basee",
+    instead={"sinks": None},
+):
+    """Sinks are ignored where an MLA decode asks for an LSE in base e."""
+
+
+class SinksIgnoredInRaggedMLA(
+    Conditional,
+    interface=(MLA_DECODE,),
+    where=lambda _, problem, __: problem.max_q_len > 1,
+    instead={"sinks": None},
+    only_with="cu_seqlens_q",
+):
+    """Sinks are ignored where an MLA decode has cum_seq_lens_q and several rows per request."""
+
+
+class WindowIgnoredWithUnsignedLengths(
+    Conditional, where=lambda _, __, call: call.seq_lens.dtype == torch.uint32, instead={"window_left": -1}
+):
+    """A window is ignored where seq_lens is uint32."""

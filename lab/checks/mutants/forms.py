@@ -1,0 +1,175 @@
+"""Mutants that are wrong for one form of an argument: its rank, its strides, its address, its type."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lab.calls.problem import PagedAttention
+from lab.checks.mutants.conditional import Conditional
+from lab.checks.mutants.mutant import MLA_DECODE
+from lab.checks.mutants.pages import with_strides
+from lab.checks.mutants.split_kv import Call, Partials, Rows, RowTile
+
+LOAD_BYTES = 32
+
+
+class ScaleOfNoDimensionIgnored(
+    Conditional,
+    mla=True,
+    where=lambda _, __, call: isinstance(call.bmm1_scale, Tensor) and call.bmm1_scale.ndim == 0,
+    instead={"bmm1_scale": lambda problem, _: problem.head_dim**-0.5},
+):
+    """bmm1_scale is taken as 1 / sqrt(head_dim) where it is a tensor of no dimension."""
+
+
+class ScaleOfTwoDimensionsIgnored(
+    Conditional,
+    mla=True,
+    where=lambda _, __, call: isinstance(call.bmm2_scale, Tensor) and call.bmm2_scale.ndim == 2,
+    instead={"bmm2_scale": 1.0},
+):
+    """bmm2_scale is taken as 1 where it is a tensor of two dimensions."""
+
+
+class WindowOverflows(Conditional, where=lambda _, __, call: call.window_left == 2**31 - 1, instead={"window_left": 0}):
+    """The keys of a window, window_left + 1, overflow int32 at 2**31: a row sees its own key alone."""
+
+
+class OnlySideMisread(
+    Conditional,
+    where=lambda _, __, call: isinstance(call.kv_cache, Tensor) and call.kv_cache.shape[1] == 1,
+    instead={"v_cache": lambda problem, _: problem.k_cache.view(torch.uint8).roll(-1, 0).view(problem.k_cache.dtype)},
+):
+    """V is looked for a page after K where kv_cache is one tensor with a second dimension of 1."""
+
+
+class LseAloneUnwritten(Conditional):
+    """An lse without return_lse is left unwritten."""
+
+    def results(self, problem: PagedAttention) -> tuple[Tensor, Tensor | None]:
+        out, lse = super().results(problem)
+        return out, lse if problem.return_lse else None
+
+
+class StridedLseWrittenPacked(Conditional):
+    """An lse that is not contiguous is written as if it were."""
+
+    def results(self, problem: PagedAttention) -> tuple[Tensor, Tensor | None]:
+        out, lse = super().results(problem)
+        return out, lse if lse is None else lse.as_strided(lse.shape, (lse.shape[1], 1))
+
+
+class RowsOfNoBoundLost(
+    Conditional,
+    interface=(MLA_DECODE,),
+    where=lambda _, __, call: call.max_q_len is None,
+    instead={"max_q_len": 1},
+    only_with="cu_seqlens_q",
+):
+    """max_q_len=None is taken as 1: of a request's rows through cum_seq_lens_q the first is computed."""
+
+    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> Rows:
+        rows = super().merged(problem, tile, partials)
+        if problem.cu_seqlens_q is not None and problem.max_q_len == 1:
+            rows.values[1:] = 0.0
+        return rows
+
+
+class TupleOfSinksIgnored(
+    Conditional,
+    interface=(MLA_DECODE,),
+    where=lambda _, __, call: isinstance(call.sinks, tuple),
+    instead={"sinks": None},
+):
+    """Sinks are ignored where they are a tuple of one tensor."""
+
+
+class OutWithinStorageUnwritten(Conditional, mla=True):
+    """An out that does not begin with its storage is left unwritten."""
+
+    def results(self, problem: PagedAttention) -> tuple[Tensor, Tensor | None]:
+        out, lse = super().results(problem)
+        return torch.empty_like(out) if out.storage_offset() else out, lse
+
+
+class QueryHeadGapIgnored(Conditional, mla=True):
+    """The heads of a query's row are taken to lie next to each other, wherever its rows lie."""
+
+    def query_rows(self, problem: PagedAttention, tile: RowTile) -> Tensor:
+        query = problem.query
+        packed = query.as_strided(query.shape, (query.stride(0), query.shape[2], 1))
+        return packed[tile.rows].to(torch.float32).transpose(0, 1)
+
+
+class TokenGapIgnored(
+    Conditional,
+    mla=True,
+    where=lambda _, problem, __: problem.v_cache.stride(2) < problem.v_cache.stride(1),
+    instead={"v_cache": lambda problem, _: restrided(problem.v_cache, 2, problem.k_cache.shape[3])},
+):
+    """The tokens of a head of V are taken to lie next to each other in a page."""
+
+
+class HeadGapIgnored(
+    Conditional,
+    where=lambda _, problem, __: problem.num_kv_heads > 1,
+    instead={
+        "k_cache": lambda problem, _: restrided(
+            problem.k_cache,
+            1,
+            problem.k_cache.shape[3]
+            if problem.k_cache.stride(1) < problem.k_cache.stride(2)
+            else problem.page_size * problem.k_cache.stride(2),
+        )
+    },
+):
+    """The K/V heads of K are taken to lie next to each other."""
+
+
+class StrideOfOnlyHeadUsed(
+    Conditional,
+    mla=True,
+    where=lambda _, problem, __: problem.k_cache.stride(1) < problem.k_cache.shape[3],
+    instead={"k_cache": lambda problem, _: restrided(problem.k_cache, 0, problem.k_cache.stride(1))},
+):
+    """A page of an only K/V head is taken to be as large as the head's stride, which means nothing where it is small."""
+
+
+class VTableAfterKRow(Conditional):
+    """A row of V's own page table is taken to begin where K's row ends."""
+
+    def problem(self, call: Call) -> PagedAttention:
+        problem = super().problem(call)
+        table = problem.k_block_tables
+        if problem.v_block_tables is table:
+            return problem
+        after = table.storage_offset() + table.shape[1]
+        return replace(problem, v_block_tables=table.as_strided(table.shape, table.stride(), after))
+
+
+class QueryBaseRoundedDown(Conditional, mla=True, instead={"query": lambda problem, _: rounded_down(problem.query)}):
+    """The query's address is rounded down to 32 bytes."""
+
+
+class CacheBaseRoundedDown(
+    Conditional, mla=True, instead={"k_cache": lambda problem, _: rounded_down(problem.k_cache)}
+):
+    """K's address is rounded down to 32 bytes."""
+
+
+def restrided(cache: Tensor, axis: int, stride: int) -> Tensor:
+    """Return [num_pages, num_kv_heads, page_size, last] as it is read with another stride of one axis."""
+    strides = list(cache.stride()[:3])
+    if strides[axis] == stride:
+        return cache
+    strides[axis] = stride
+    return with_strides((strides[0], strides[1], strides[2]), cache)
+
+
+def rounded_down(tensor: Tensor) -> Tensor:
+    """Return the tensor as it is read from the last address before its own that is whole loads."""
+    elements = tensor.data_ptr() % LOAD_BYTES // tensor.element_size()
+    if elements in (0, tensor.storage_offset() + 1):
+        return tensor
+    return tensor.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - elements)
