@@ -1,0 +1,79 @@
+from typing import Any
+
+import pytest
+import torch
+
+from lab import references
+from lab.checks import Combination, Interface, Space
+from lab.checks.domain.covering import Domain
+from lab.checks.domain.ragged import head_dims_of, ragged_domain
+from lab.checks.domain.ragged_call import judge_ragged, ragged_lens
+from lab.checks.trial import Trial
+
+
+def combination(**values: Any) -> Combination:
+    return Combination(Interface.RAGGED_CONTEXT, values)
+
+
+def arguments_of(**values: Any) -> dict[str, Any]:
+    """The arguments of the call that a combination makes, which the references answer right."""
+    seen: dict[str, Any] = {}
+
+    class Seeing:
+        @staticmethod
+        def trtllm_ragged_attention_deepseek(**arguments: Any) -> Any:
+            seen.update(arguments)
+            return references.trtllm_ragged_attention_deepseek(**arguments)
+
+    trial = Trial(Seeing, combination(**values), torch.device("cpu"))
+    judge_ragged(trial)
+    assert not trial.wrongs
+    return seen
+
+
+def test_lengths_are_what_their_names_say() -> None:
+    plain = ragged_lens(combination())
+    assert plain.q_lens == (5, 1, 17)
+    assert all(kv_len >= rows for kv_len, rows in zip(plain.kv_lens, plain.q_lens, strict=True))
+    assert ragged_lens(combination(lengths="as rows")).kv_lens == plain.q_lens
+    assert ragged_lens(combination(lengths="fewer than rows")).kv_lens == (4, 0, 14)
+    assert ragged_lens(combination(lengths="none first")).kv_lens[0] == 0
+    assert ragged_lens(combination(lengths="none twice")).kv_lens[1:] == (0, 0)
+    assert ragged_lens(combination(lengths=65_600, num_kv_heads=1)).kv_lens[0] >= 65_600
+    assert ragged_lens(combination(offsets="none twice")).q_lens == (5, 0, 0)
+    assert len(ragged_lens(combination(requests=257)).q_lens) == 257
+
+
+def test_strides_are_what_their_names_say() -> None:
+    dims = head_dims_of("192/128")
+    found = arguments_of(kv="of one tensor")
+    key, value = found["key"], found["value"]
+    assert key.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+    assert key.stride() == value.stride() == (2 * sum(dims), sum(dims), 1)
+    found = arguments_of(kv="V of a projection")
+    assert found["key"].is_contiguous()
+    assert found["value"].stride() == (2 * (96 + 128), 96 + 128, 1)
+    assert arguments_of(kv="heads first")["key"].stride(0) == dims[0]
+    assert not arguments_of(query="heads apart")["query"].is_contiguous()
+
+
+def test_padding_lies_after_the_last_offset_and_lengths_on_the_host_have_none() -> None:
+    found = arguments_of(padding="rows and keys")
+    assert int(found["cum_seq_lens_q"][-1]) == len(found["query"]) - 3
+    assert int(found["cum_seq_lens_kv"][-1]) == len(found["key"]) - 3
+    found = arguments_of(mirrors="int64")
+    assert found["q_seq_lens_cpu"].tolist() == found["cum_seq_lens_q"].diff().tolist()
+    domain: Domain = ragged_domain(Space())
+    assert not domain.fits({"padding": "keys", "mirrors": "int32"})
+
+
+@pytest.mark.parametrize(("dtype", "out_dtype"), [("e4m3", torch.bfloat16), ("fp16", torch.float16)])
+def test_an_output_that_the_call_makes_has_the_documented_dtype(dtype: str, out_dtype: torch.dtype) -> None:
+    class Other:
+        @staticmethod
+        def trtllm_ragged_attention_deepseek(**arguments: Any) -> Any:
+            return references.trtllm_ragged_attention_deepseek(**arguments).to(torch.float32)
+
+    trial = Trial(Other, combination(dtype=dtype), torch.device("cpu"))
+    judge_ragged(trial)
+    assert trial.wrongs == [f"the output is torch.float32, not {out_dtype}"]
