@@ -1,13 +1,17 @@
 """A pass's metadata, held to the loops of `lab.references.forward_metadata`."""
 
+from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
-from lab.metadata.mla.metadata import BLOCK_TABLE_TOKENS, TRTLLMMLADecodeMetadata
-from lab.references.forward_metadata import forward_metadata, mla_forward_metadata
+from lab.metadata.mla.metadata import BLOCK_TABLE_TOKENS, DEAD_PAGE, QueryLayout, TRTLLMMLADecodeMetadata
+from lab.references.forward_metadata import forward_metadata, mla_forward_metadata, query_length
 
 
 def wrong_metadata(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata) -> str:
@@ -32,6 +36,27 @@ def wrong_metadata(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadat
     for name, (table, pages) in tables.items():
         pairs |= {f"{name}[{i}]": (table[i, : len(row)].tolist(), row) for i, row in enumerate(pages)}
     return _first_difference(pairs)
+
+
+def wrong_eager_metadata(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata) -> str:
+    """Say the same of metadata that was made for this batch alone: shapes, dtypes and `max_seq_len_q` are its own too."""
+    n, has_swa = batch.batch_size, pool.full_to_swa is not None
+    lengths = ("cache_seqlens_int32", "cu_seqlens_q", "cu_seqlens_k")
+    tables = ("page_table", "swa_page_table") if has_swa else ("page_table",)
+    found = {name: getattr(metadata, name) for name in (*lengths, *tables)}
+    wrong = [
+        name for name, tensor in found.items() if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.int32
+    ]
+    if wrong:
+        return f"{wrong[0]} is not an int32 tensor"
+    expected = forward_metadata(batch, pool).max_seq_len_q
+    pairs: dict[str, tuple[Any, Any]] = {
+        "max_seq_len_q": (metadata.max_seq_len_q, expected),
+        **{f"the shape of {name}": (list(found[name].shape), [n + name.startswith("cu")]) for name in lengths},
+        **{f"the number of rows of {name}": (len(found[name]), n) for name in tables},
+        "there being a swa_out_cache_loc": (metadata.swa_out_cache_loc is not None, has_swa),
+    }
+    return _first_difference(pairs) or wrong_metadata(batch, pool, metadata)
 
 
 def wrong_mla_metadata(
@@ -64,6 +89,40 @@ def wrong_mla_metadata(
     for i, pages in enumerate(expected.block_table):
         pairs[f"block_kv_indices[{i}]"] = (metadata.block_kv_indices[i, : len(pages)].tolist(), pages)
     return _first_difference(pairs)
+
+
+def wrong_eager_mla_metadata(
+    batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMLADecodeMetadata, attention: DraftAttention
+) -> Iterator[str]:
+    """Say the same, a sentence each, of MLA metadata that was made for this batch alone: its tails, bounds and layout too."""
+    for name in ("seq_lens_k", "block_kv_indices"):
+        if (dtype := getattr(metadata, name).dtype) != torch.int32:
+            yield f"{name} is {dtype}, not torch.int32"
+    if wrong := wrong_mla_metadata(batch, pool, metadata, attention):
+        yield wrong
+        return
+    expected = mla_forward_metadata(batch, pool, counts_draft=attention is not DraftAttention.MLA)
+    for request, (cells, pages) in enumerate(
+        zip(metadata.block_kv_indices.tolist(), expected.block_table, strict=True)
+    ):
+        if set(cells[len(pages) :]) - {DEAD_PAGE}:
+            yield f"request {request}'s row of the table ends in {sorted(set(cells[len(pages) :]))}, not in -1"
+    rows = 0 if batch.forward_mode.query_rows is QueryRows.ONE else metadata.max_seq_len_q
+    if max(expected.seq_lens_k, default=0) > metadata.max_seq_len_k + rows:
+        yield f"max_seq_len_k={metadata.max_seq_len_k} is less than the longest of {expected.seq_lens_k}"
+    if batch.forward_mode.extends_draft:
+        yield from _wrong_rows(batch, metadata)
+
+
+def _wrong_rows(batch: ForwardBatch, metadata: TRTLLMMLADecodeMetadata) -> Iterator[str]:
+    """Say what is wrong with what a draft extend's metadata says of its query rows."""
+    rows = [query_length(batch, request) for request in range(batch.batch_size)]
+    told = None if metadata.seq_lens_q is None else metadata.seq_lens_q.tolist()
+    pairs = {"seq_lens_q": (told, rows), "sum_seq_lens_q": (metadata.sum_seq_lens_q, sum(rows))}
+    if wrong := _first_difference(pairs):
+        yield wrong
+    if metadata.query_layout is QueryLayout.VIEW and len(set(rows)) > 1:
+        yield f"rows of {rows} are viewed as equally many"
 
 
 def _first_difference(pairs: dict[str, tuple[Any, Any]]) -> str:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lab.checks.mutants.mutant import MHA_METADATA, Defective
+from lab.checks.mutants.mutant import MHA_METADATA, Defective, Memory
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_pool import KVPool
@@ -193,3 +193,98 @@ class LengthsCapped(
     Builder, instead={"cache_seqlens_int32": lambda metadata, *_: metadata.cache_seqlens_int32.clamp(max=4096)}
 ):
     """Lengths end at 4,096."""
+
+
+class MostRowsOfAnyPass(Builder):
+    """max_seq_len_q never falls from one pass to the next."""
+
+    most = 0
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        self.most = max(self.most, metadata.max_seq_len_q)
+        return replace(metadata, max_seq_len_q=self.most)
+
+
+class WindowHoleTakenAsSlot(Builder):
+    """A window map's -1 is the last page of the window's pool."""
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        table = metadata.swa_page_table
+        if table is None or pool.swa_num_pages is None:
+            return metadata
+        return replace(metadata, swa_page_table=torch.where(table < 0, pool.swa_num_pages - 1, table))
+
+
+class TableOfSameLengthsKept(Memory, Builder):
+    """A page table is kept for the same requests of the same pool and length, whatever the pool's slots now are."""
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        key = (pool, *batch.req_pool_indices.tolist(), *metadata.cache_seqlens_int32.tolist())
+        return replace(metadata, page_table=self.first(key, metadata.page_table.clone).clone())
+
+
+class WindowMapOfFirstPool(Memory, Builder):
+    """The window's map is that of the first pool that was seen."""
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        if pool.full_to_swa is None:
+            return metadata
+        first = self.first("map", pool.full_to_swa.clone)
+        slots = (metadata.page_table.to(torch.int64) * pool.page_size).clamp(max=len(first) - 1)
+        return replace(metadata, swa_page_table=(first[slots] // pool.page_size).to(torch.int32))
+
+
+class EmptySlotsGetAKey(
+    Builder, instead={"cache_seqlens_int32": lambda metadata, *_: metadata.cache_seqlens_int32.clamp(min=1)}
+):
+    """A length of 0 is 1."""
+
+
+class DivisibleRowsTakenAsEqual(Builder):
+    """Rows that divide by the requests are taken as equally many for each."""
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        rows = sum(batch.extend_seq_lens_cpu or (1,))
+        if batch.batch_size == 0 or batch.extend_seq_lens_cpu is None or rows % batch.batch_size:
+            return metadata
+        offsets = torch.arange(batch.batch_size + 1, dtype=torch.int32, device=pool.device)
+        return replace(metadata, cu_seqlens_q=offsets * (rows // batch.batch_size))
+
+
+class RequestsBeyond80Pageless(Builder):
+    """The page table's rows from the 81st on are zero."""
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        requests = torch.arange(len(metadata.page_table), device=pool.device)
+        return replace(metadata, page_table=metadata.page_table.masked_fill(requests[:, None] >= 80, 0))
+
+
+class IdlePassWithoutRows(Builder):
+    """max_seq_len_q of an idle pass is 0."""
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        return replace(metadata, max_seq_len_q=0) if batch.forward_mode.name == "IDLE" else metadata
+
+
+class SplitPrefillWithoutPrefix(Builder):
+    """Lengths of a split prefill leave the cached prefix out."""
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        if batch.forward_mode.name != "SPLIT_PREFILL" or batch.extend_seq_lens is None:
+            return metadata
+        return replace(metadata, cache_seqlens_int32=batch.extend_seq_lens.to(torch.int32))
+
+
+class PagesOf256TakenAs128(Builder):
+    """Pages of 256 tokens are numbered as if they held 128."""
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        return replace(metadata, page_table=metadata.page_table * 2) if pool.page_size == 256 else metadata
+
+
+class DraftStepsBeyondTwoCountTwo(Builder):
+    """From the third draft step on, lengths count the second's tokens."""
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        step = (batch.spec_info.speculative_step_id if batch.spec_info else None) or 0
+        return replace(metadata, cache_seqlens_int32=metadata.cache_seqlens_int32 - max(0, step - 2))

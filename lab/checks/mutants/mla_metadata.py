@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lab.checks.mutants.mutant import MLA_METADATA, Defective
+from lab.checks.mutants.mutant import MLA_METADATA, Defective, Memory
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_pool import KVPool
@@ -162,3 +162,52 @@ class MLABoundTooSmall(
     MLABuilder, instead={"max_seq_len_k": lambda _, batch, pool: max(1, int(batch.seq_lens.max()) - pool.page_size)}
 ):
     """max_seq_len_k is that of the batch's lengths, in verification too, and one page less."""
+
+
+class MLADraftStepsBeyondTwoCountTwo(MLABuilder):
+    """From the third draft step on, lengths that count the draft count the second step's tokens."""
+
+    def changed(self, metadata: TRTLLMMLADecodeMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
+        counted = metadata.seq_lens_k - batch.seq_lens.to(torch.int32)
+        return (
+            replace(metadata, seq_lens_k=metadata.seq_lens_k - (counted - 3).clamp(min=0))
+            if (batch.spec_info is not None and batch.spec_info.speculative_step_id is not None)
+            else metadata
+        )
+
+
+class MLARequestsBeyond80Dead(MLABuilder):
+    """The block table's rows from the 81st on are -1."""
+
+    def changed(self, metadata: TRTLLMMLADecodeMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
+        requests = torch.arange(len(metadata.block_kv_indices), device=pool.device)
+        return with_table(metadata, metadata.block_kv_indices.masked_fill(requests[:, None] >= 80, DEAD_PAGE))
+
+
+class MLAEmptySlotsGetAKey(MLABuilder, instead={"seq_lens_k": lambda metadata, *_: metadata.seq_lens_k.clamp(min=1)}):
+    """A length of 0 is 1."""
+
+
+class MLATableEndsAfterTwoBlocks(MLABuilder):
+    """The block table has room for 8,192 tokens of a request at most."""
+
+    def changed(self, metadata: TRTLLMMLADecodeMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
+        return with_table(metadata, metadata.block_kv_indices[:, : 8192 // pool.page_size].contiguous())
+
+
+class MLAMostRowsOfAnyPass(MLABuilder):
+    """max_seq_len_q never falls from one pass to the next."""
+
+    most = 0
+
+    def changed(self, metadata: TRTLLMMLADecodeMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
+        self.most = max(self.most, metadata.max_seq_len_q)
+        return replace(metadata, max_seq_len_q=self.most)
+
+
+class MLATableOfSameLengthsKept(Memory, MLABuilder):
+    """A block table is kept for the same requests of the same pool and length, whatever the pool's slots now are."""
+
+    def changed(self, metadata: TRTLLMMLADecodeMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
+        key = (pool, *batch.req_pool_indices.tolist(), *metadata.seq_lens_k.tolist())
+        return with_table(metadata, self.first(key, metadata.block_kv_indices.clone).clone())

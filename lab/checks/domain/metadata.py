@@ -1,0 +1,382 @@
+"""The domains of the metadata builders of both backends: modes, batches, rows, padding, windows, and a second build."""
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.checks.domain.combination import Combination
+from lab.checks.domain.covering import Domain, Rule
+from lab.checks.facts import CallFacts, facts_of_case
+from lab.checks.metadata_truth import wrong_eager_metadata, wrong_eager_mla_metadata
+from lab.checks.space import Space
+from lab.checks.trial import Trial
+from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
+from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
+from lab.metadata.engine.kv_pool import KVPool
+from lab.metadata.engine.lengths import DraftAttention
+from lab.workloads.interfaces import Interface
+from lab.workloads.requests import PassLens, admit, new_pool
+
+WINDOW_LEFT = 24
+SLOTS = 3  # of padding, of a batch; and query rows of padding
+MOST_CELLS = 3_000_000  # of req_to_token
+UNEQUAL_ROWS = (5, 1, 2, 4, 3, 1)  # of the requests in turn
+DIVISIBLE_ROWS = (2, 4, 3, 3, 1, 5)  # the same, as many as 3 each
+LONG_ROWS = (70, 1, 130, 33, 5, 2)
+ONE_ROW = tuple(mode.name for mode in ForwardMode if mode.query_rows is QueryRows.ONE)
+AS_MANY = tuple(mode.name for mode in ForwardMode if mode.query_rows in (QueryRows.DRAFT_TOKENS, QueryRows.FIXED))
+PREFILLS = tuple(mode.name for mode in ForwardMode if mode.is_prefill)
+
+SHARED: dict[str, tuple[Any, ...]] = {
+    "draft_step": ("none", 0, 1, 2, 3, 4),
+    "rows": (1, 4, 2, 3, 5, 6, 7, 8, 11, "unequal", "unequal, as many as equal"),
+    "requests": (6, 1, 2, 33, 64, 96, 130, 257, 0),
+    "padding": ("none", "slots of length 0", "slots of length 1", "rows"),
+    "dtypes": ("int64", "int32", "int32 lens", "int32 rows", "int64 new lens"),
+    "context": ("some more", "exact", "a whole page more"),
+    "later": (
+        "the same",
+        "longer",
+        "others",
+        "fewer rows",
+        "more rows",
+        "fewer",
+        "more",
+        "slots renumbered",
+        "another pool",
+    ),
+}
+PREFIXES = ("unequal", "none", "some none", "equal", "at page edges", 4_300, 9_000, 70_000)
+AXES: Mapping[Interface, dict[str, tuple[Any, ...]]] = MappingProxyType(
+    {
+        Interface.MHA_METADATA: {
+            "mode": ("DECODE", "TARGET_VERIFY", "DRAFT_EXTEND", "DRAFT_EXTEND_V2", "IDLE", *PREFILLS),
+            **SHARED,
+            "rows": (*SHARED["rows"], "long"),
+            "prefixes": PREFIXES,
+            "page_size": (16, 32, 64, 128, 256),
+            "window": ("none", "kept", "evicted", "evicted as -1"),
+        },
+        Interface.MLA_METADATA: {
+            "mode": ("DECODE", "TARGET_VERIFY", "DRAFT_EXTEND", "DRAFT_EXTEND_V2", "IDLE"),
+            "attention": ("mla with offset", "mla"),
+            **SHARED,
+            # Blocks of 4,096 tokens are crossed by the rows, by the draft, by padding alone.
+            "prefixes": (*PREFIXES, 4_090, 4_095, 4_096, 8_191),
+            "page_size": (64, 32),
+            "host_lens": ("none", "given"),
+        },
+    }
+)
+TRIPLES = (
+    ("mode", "padding", "rows"),
+    ("mode", "window", "later"),
+    ("mode", "attention", "draft_step"),
+)
+RULES = (
+    Rule(("mode", "rows"), lambda mode, rows: mode not in ONE_ROW or rows == 1, "a decode has a row each"),
+    Rule(
+        ("mode", "rows"),
+        lambda mode, rows: mode not in AS_MANY or isinstance(rows, int),
+        "a verification's rows are as many for each",
+    ),
+    Rule(("mode", "rows"), lambda mode, rows: mode in PREFILLS or rows != "long", "only prompts have long rows"),
+    Rule(("mode", "draft_step"), lambda mode, step: mode in ONE_ROW or step == "none", "a draft step is a decode"),
+    Rule(("draft_step", "rows"), lambda step, rows: step == "none" or rows == 1, "a draft step has a row each"),
+    Rule(
+        ("draft_step", "dtypes"),
+        lambda step, dtypes: step == "none" or dtypes != "int64 new lens",
+        "only extends have new lengths",
+    ),
+    Rule(("draft_step", "padding"), lambda step, padding: step == "none" or padding != "rows", "as many rows for each"),
+    Rule(("draft_step", "later"), lambda step, later: step == "none" or "rows" not in later, "a decode has a row each"),
+    Rule(("rows", "padding"), lambda rows, padding: rows != "long" or "slots" not in padding, "of graphs' modes"),
+    Rule(
+        ("mode", "requests"),
+        lambda mode, n: n or mode in ("IDLE", "TARGET_VERIFY"),
+        "an engine has no empty pass of this mode",
+    ),
+    Rule(
+        ("requests", "rows"),
+        lambda n, rows: n > 1 or not isinstance(rows, str) or rows == "long",
+        "one request has no other",
+    ),
+    Rule(("requests", "rows"), lambda n, rows: n <= 64 or rows != "long", "a large batch has no long prompts"),
+    Rule(
+        ("requests", "later"),
+        lambda n, later: n > 1 or later not in ("others", "fewer"),
+        "one request has no other",
+    ),
+    Rule(
+        ("requests", "later"), lambda n, later: n or later in ("the same", "another pool"), "no request can be another"
+    ),
+    Rule(("mode", "later"), lambda mode, later: mode not in ONE_ROW or "rows" not in later, "a decode has a row each"),
+    Rule(("rows", "later"), lambda rows, later: rows != 1 or later != "fewer rows", "there are no fewer than 1"),
+    Rule(("mode", "padding"), lambda mode, padding: mode not in PREFILLS or "slots" not in padding, "of graphs' modes"),
+    Rule(
+        ("mode", "padding"),
+        lambda mode, padding: mode in (*PREFILLS, "DRAFT_EXTEND") or padding != "rows",
+        "as many rows for each",
+    ),
+    Rule(
+        ("mode", "dtypes"),
+        lambda mode, dtypes: ForwardMode[mode].query_rows.in_extend_seq_lens or dtypes != "int64 new lens",
+        "only extends have new lengths",
+    ),
+    Rule(
+        ("requests", "prefixes"),
+        lambda n, prefixes: n * (prefixes if isinstance(prefixes, int) else 1) <= MOST_CELLS,
+        "what a test holds in memory",
+    ),
+)
+
+
+def metadata_domain(interface: Interface, space: Space) -> Domain:
+    """Return the domain of a builder; a space narrows no axis of it."""
+    axes = AXES[interface]
+    return Domain(axes, RULES, tuple(triple for triple in TRIPLES if set(triple) <= set(axes)))
+
+
+@dataclass(frozen=True)
+class MetadataCase(PassLens):
+    """The requests of a pass whose metadata is built, without tensors; attributes as in `PassLens` and `PassCase`."""
+
+    mode: ForwardMode
+    prefix_lens: tuple[int, ...]
+    q_lens: tuple[int, ...]
+    draft_step: int | None = None
+    page_size: int = 16
+    rows: int = 1  # of each request of a verification, in an empty batch too
+
+    def later(self, how: str) -> "MetadataCase":
+        """Return the requests of the second pass."""
+        prefix_lens, q_lens, rows = self.prefix_lens, self.q_lens, self.rows
+        if how == "longer":
+            prefix_lens = tuple(prefix + 3 * self.page_size + 5 for prefix in prefix_lens)
+        elif how == "others":
+            prefix_lens, q_lens = prefix_lens[::-1], q_lens[::-1]
+        elif how in ("fewer rows", "more rows"):
+            change = 2 if how == "more rows" else -1
+            q_lens, rows = tuple(max(q_len + change, 1) for q_len in q_lens), rows + change
+        elif how == "fewer":
+            half = len(q_lens) // 2
+            prefix_lens, q_lens = prefix_lens[half:], q_lens[half:]
+        elif how == "more":
+            prefix_lens, q_lens = prefix_lens * 2, q_lens * 2
+        return replace(self, prefix_lens=prefix_lens, q_lens=q_lens, rows=rows)
+
+
+def metadata_case(of: Combination) -> MetadataCase:
+    """Return the requests of a combination's first pass."""
+    page_size, requests = of["page_size"], of["requests"]
+    in_turn = {
+        "none": (0,),
+        "some none": (0, 40, 0, 7),
+        "equal": (page_size + 20,),
+        "at page edges": (page_size, page_size - 1, page_size + 1, 2 * page_size),
+    }.get(of["prefixes"], (53, 7, 3 * page_size + 5, 17, 90))
+    prefixes = [in_turn[request % len(in_turn)] for request in range(requests)]
+    if isinstance(of["prefixes"], int) and requests:
+        prefixes[of.seed % requests] = of["prefixes"]
+    each = {"unequal": UNEQUAL_ROWS, "long": LONG_ROWS, "unequal, as many as equal": DIVISIBLE_ROWS}
+    rows = each.get(of["rows"], (of["rows"],))
+    if of["rows"] == "unequal, as many as equal":
+        rows = (*rows[:2],) if requests % len(rows) else rows
+    q_lens = [rows[request % len(rows)] for request in range(requests)]
+    if of["rows"] == "unequal, as many as equal" and requests % 2:
+        q_lens[-1] = sum(rows) // len(rows)
+    step = None if of["draft_step"] == "none" else of["draft_step"]
+    return MetadataCase(ForwardMode[of["mode"]], tuple(prefixes), tuple(q_lens), step, page_size, rows[0])
+
+
+@dataclass(frozen=True, eq=False)
+class BuiltPass:
+    """A pass, what was built of it, and the tensors of both as they then were, by name."""
+
+    batch: ForwardBatch
+    pool: KVPool
+    metadata: Any
+    written: dict[str, Tensor]
+    read: dict[str, Tensor]
+
+    @property
+    def changed(self) -> list[str]:
+        """Return the names of the tensors that are no longer what they were."""
+        now = {**_tensors(self.metadata), **_tensors(self.batch), **_tensors(self.pool)}
+        before = {**self.written, **self.read}
+        return [name for name, tensor in before.items() if not torch.equal(tensor, now[name])]
+
+
+def judge_metadata(trial: Trial) -> None:
+    """Have the metadata of a pass and of a later one built, and hold both to loops over requests."""
+    of = trial.case
+    first = metadata_case(of)
+    later = first.later(of["later"])
+    pool = _pool(of, first, later, of.seed, trial.device)
+    built = _build(trial, _batch(of, first, pool), pool)
+    _hold(trial, "the metadata", built, _facts(trial, first))
+    if built.changed:
+        return
+    if of["later"] == "slots renumbered":
+        _renumber(built.batch, pool, of.seed)
+        again = _build(trial, built.batch, pool)
+    else:
+        other = _pool(of, first, later, of.seed + 1, trial.device) if of["later"] == "another pool" else pool
+        again = _build(trial, _batch(of, later, other), other)
+    _hold(trial, "the metadata of a later pass", again, _facts(trial, later))
+    kept = [name for name in built.changed if name in built.written]
+    wrongs = [f"a later pass changed {name} of the first one's metadata" for name in kept]
+    trial.hold_nothing_wrong("the first pass's metadata", wrongs, "metadata", _facts(trial, first))
+
+
+def _facts(trial: Trial, case: MetadataCase) -> CallFacts:
+    facts = facts_of_case(case)
+    return replace(facts, facts={**facts.facts, **trial.called.facts})
+
+
+def _build(trial: Trial, batch: ForwardBatch, pool: KVPool) -> BuiltPass:
+    function = trial.function(trial.case.interface)
+    read = {name: value.clone() for name, value in {**_tensors(batch), **_tensors(pool)}.items()}
+    attention = () if trial.case.interface is Interface.MHA_METADATA else (DraftAttention(trial.case["attention"]),)
+    metadata = function(batch, pool, *attention)
+    return BuiltPass(batch, pool, metadata, {name: value.clone() for name, value in _tensors(metadata).items()}, read)
+
+
+def _tensors(of: Any) -> dict[str, Tensor]:
+    prefix = type(of).__name__
+    return {f"{prefix}.{name}": value for name, value in vars(of).items() if isinstance(value, Tensor)}
+
+
+def _hold(trial: Trial, what: str, built: BuiltPass, facts: CallFacts) -> None:
+    trial.judged += 1
+    wrongs = [f"{what}: {each}" for each in _wrong(trial.case, built)]
+    wrongs += [f"building {what} changed {name}" for name in built.changed if name in built.read]
+    trial.hold_nothing_wrong(what, wrongs, "metadata", facts)
+
+
+def _wrong(of: Combination, built: BuiltPass) -> Iterator[str]:
+    where = (_on_cpu(built.batch), _on_cpu(built.pool), built.metadata)
+    if of.interface is Interface.MLA_METADATA:
+        yield from wrong_eager_mla_metadata(*where, DraftAttention(of["attention"]))
+    elif wrong := wrong_eager_metadata(*where):
+        yield wrong
+
+
+def _on_cpu(of: Any) -> Any:
+    """Return a batch or pool with its tensors where loops read them fast."""
+    twin = copy.copy(of)
+    vars(twin).update({name: value.cpu() for name, value in vars(of).items() if isinstance(value, Tensor)})
+    return twin
+
+
+def _pool(of: Combination, first: MetadataCase, later: MetadataCase, seed: int, device: torch.device) -> KVPool:
+    """Return a pool with room for both passes, some pages and some context more."""
+    lens = (*first.kv_lens, *later.kv_lens) or (1,)
+    spare = {"some more": 2 * first.page_size + 1, "exact": 0, "a whole page more": first.page_size}
+    return new_pool(
+        lens,
+        page_size=first.page_size,
+        max_context_len=max(max(lens), 1) + spare[of["context"]],
+        spare_pages=5,
+        swa_spare_pages=None if of.get("window", "none") == "none" else 2,
+        seed=seed,
+        device=device,
+    )
+
+
+def _batch(of: Combination, case: MetadataCase, pool: KVPool) -> ForwardBatch:
+    """Admit a pass's requests to the pool, and return its batch with the padding and the dtypes of a combination."""
+    if case.q_lens:
+        requests = admit(pool, case.prefix_lens, case.q_lens, case.draft_step)
+        if "evicted" in of.get("window", "none"):
+            kept = requests.evict(WINDOW_LEFT)
+            if of["window"] == "evicted as -1":
+                assert pool.full_to_swa is not None
+                for row, first_kept in zip(requests.rows, kept, strict=True):
+                    pool.full_to_swa[pool.slots(row, 0, first_kept)] = -1
+        batch = requests.batch(case.mode)
+    else:
+        none = torch.zeros(0, dtype=torch.int64, device=pool.device)
+        info = SpecInfo.of(case.mode, case.rows, draft_step=case.draft_step)
+        batch = ForwardBatch(case.mode, none, none, none, 0, spec_info=info)
+    return _typed(of, _padded(of, case, batch))
+
+
+def _padded(of: Combination, case: MetadataCase, batch: ForwardBatch) -> ForwardBatch:
+    if of["padding"] == "none":
+        return replace(batch, seq_lens_cpu=_host_lens(of, batch.seq_lens))
+    if of["padding"] == "rows":
+        num_tokens = batch.num_tokens + SLOTS
+        return replace(batch, num_tokens=num_tokens, seq_lens_cpu=_host_lens(of, batch.seq_lens))
+    more = functools.partial(torch.nn.functional.pad, pad=(0, SLOTS))
+    seq_lens = more(batch.seq_lens, value=int(of["padding"][-1]))
+    changes: dict[str, Any] = {
+        "req_pool_indices": more(batch.req_pool_indices),
+        "seq_lens": seq_lens,
+        "seq_lens_cpu": _host_lens(of, seq_lens),
+        "num_tokens": batch.num_tokens + SLOTS * (0 if case.mode is ForwardMode.DRAFT_EXTEND else case.rows),
+    }
+    if batch.extend_seq_lens is not None and batch.extend_seq_lens_cpu is not None:
+        # A fixed number of rows is the slots' too, and their tokens go to the sink.
+        rows = case.rows if case.mode.query_rows is QueryRows.FIXED else 0
+        new_lens = more(batch.extend_seq_lens, value=rows)
+        changes |= {
+            "extend_seq_lens": new_lens,
+            "extend_seq_lens_cpu": tuple(new_lens.tolist()),
+            "extend_prefix_lens": None if batch.extend_prefix_lens is None else more(batch.extend_prefix_lens),
+            "extend_prefix_lens_cpu": (*(batch.extend_prefix_lens_cpu or ()), *(0,) * SLOTS),
+            "out_cache_loc": torch.nn.functional.pad(batch.out_cache_loc, (0, SLOTS * rows)),
+            "spec_info": SpecInfo.of(case.mode, case.rows, num_accept_tokens=new_lens),
+        }
+    return replace(batch, **changes)
+
+
+def _host_lens(of: Combination, seq_lens: Tensor) -> tuple[int, ...] | None:
+    return tuple(seq_lens.tolist()) if of.get("host_lens", "none") == "given" else None
+
+
+def _typed(of: Combination, batch: ForwardBatch) -> ForwardBatch:
+    """Return the batch with the tensors of a combination's dtypes."""
+    narrow = {
+        "int32": ("seq_lens", "req_pool_indices", "extend_prefix_lens"),
+        "int32 lens": ("seq_lens",),
+        "int32 rows": ("req_pool_indices",),
+    }.get(of["dtypes"], ())
+    wide = ("extend_seq_lens",) if of["dtypes"] == "int64 new lens" else ()
+    to: list[tuple[tuple[str, ...], torch.dtype]] = [(narrow, torch.int32), (wide, torch.int64)]
+    given = {name: (getattr(batch, name), dtype) for names, dtype in to for name in names}
+    return replace(batch, **{name: value.to(dtype) for name, (value, dtype) in given.items() if value is not None})
+
+
+def _renumber(batch: ForwardBatch, pool: KVPool, seed: int) -> None:
+    """Give all pages of the pool other numbers, in the tensors that there are: the sink stays page 0."""
+    generator = torch.Generator().manual_seed(seed)
+    renumber = _renumbering(pool.num_pages, pool.page_size, generator, pool.device)
+    if pool.full_to_swa is not None:
+        assert pool.swa_num_pages is not None
+        of_window = _renumbering(pool.swa_num_pages, pool.page_size, generator, pool.device)
+        slots = torch.arange(pool.num_pages * pool.page_size, device=pool.device)
+        mapped = of_window(pool.full_to_swa[slots])
+        pool.full_to_swa[renumber(slots)] = mapped
+    pool.req_to_token.copy_(renumber(pool.req_to_token))
+    batch.out_cache_loc.copy_(renumber(batch.out_cache_loc))
+
+
+def _renumbering(
+    num_pages: int, page_size: int, generator: torch.Generator, device: torch.device
+) -> Callable[[Tensor], Tensor]:
+    """Return the function from slots to those of other pages, drawn; -1 stays -1."""
+    others = torch.cat([torch.zeros(1, dtype=torch.int64), torch.randperm(num_pages - 1, generator=generator) + 1])
+    others = others.to(device)
+
+    def renumber(slots: Tensor) -> Tensor:
+        slots = slots.to(torch.int64)
+        return torch.where(slots < 0, slots, others[slots // page_size] * page_size + slots % page_size)
+
+    return renumber
