@@ -91,6 +91,7 @@ SEVERAL = {
 # What some cases have, unless it is switched off.
 SOME = {"windows": "a sliding window", "sinks": "a sink per head", "nvfp4": "an NVFP4 cache"}
 LONGEST = "approximate number of keys of the longest request"
+SEED = "of what is drawn: another one gives other cases; the report names it"
 E4M3_ARITHMETIC = "the kernel is known to compute in e4m3 where the cache is e4m3"
 
 

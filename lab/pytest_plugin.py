@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lab.axes import E4M3_ARITHMETIC, LONGEST, SEVERAL, SOME, options_of, positive, space_of
+from lab.axes import E4M3_ARITHMETIC, LONGEST, SEED, SEVERAL, SOME, options_of, positive, space_of
 from lab.loading import LoadError, load
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     for name, words in SOME.items():
         _add_axis(group, name, f"no case has {words}", but="no-", action="store_false")
     _add_axis(group, "longest", LONGEST, type=partial(_read, positive), metavar="N")
+    _add_axis(group, "seed", SEED, type=partial(_read, positive), metavar="N")
     _add_axis(group, "e4m3_arithmetic", E4M3_ARITHMETIC, action="store_true")
 
 

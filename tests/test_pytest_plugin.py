@@ -135,11 +135,11 @@ def test_a_mistake_is_a_sentence(elsewhere: pytest.Pytester, line: str, says: st
 
 def test_every_axis_is_an_option(elsewhere: pytest.Pytester) -> None:
     said = run(elsewhere, "--help").stdout.str()
-    for name in (*SEVERAL, "longest", "e4m3_arithmetic"):
+    for name in (*SEVERAL, "longest", "seed", "e4m3_arithmetic"):
         assert f"--lab-{name.replace('_', '-')}" in said
     for name in SOME:
         assert f"--lab-no-{name}" in said
-    assert len(Space.__dataclass_fields__) == len(SEVERAL) + len(SOME) + 2
+    assert len(Space.__dataclass_fields__) == len(SEVERAL) + len(SOME) + 3
 
 
 def test_the_fixture_is_the_references_function(elsewhere: pytest.Pytester) -> None:

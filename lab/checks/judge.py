@@ -87,8 +87,7 @@ def judge(
         fresh: they are.
         first_failure: no further case is begun after the first that is wrong or failed.
         seed: of what is drawn, instead of the space's, 0 by default: another one gives other cases.
-        for_seconds: after the level's cases, random ones of K18 are judged until the run has taken so long. A wrong one is made
-            small.
+        for_seconds: random cases of K18 follow those of the level until the run has taken so long; a wrong one is made small.
         probe: where a function declines most cases, find out which values of the axes it takes, and judge it on those too.
 
     Returns:
@@ -105,7 +104,7 @@ def judge(
     if isolated and not isinstance(implementation, str):
         raise ValueError(f"an isolated judge imports the implementation by name; got {implementation!r}")
     chosen, given = _chosen(only), space or Space()
-    given = given if seed is None else replace(given, seed=seed)
+    given = replace(given, seed=given.seed if seed is None else seed)
     count = DRAWN_CASES[depth] if drawn is None else drawn
     name, subject = (implementation, implementation) if isolated else _named(implementation)
     path = None if out is None else Path(out)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import typer
 from rich.console import Console
 
-from lab.axes import E4M3_ARITHMETIC, LONGEST, SEVERAL, SOME, options_of, space_of
+from lab.axes import E4M3_ARITHMETIC, LONGEST, SEED, SEVERAL, SOME, options_of, space_of
 from lab.commands.options import (
     Device,
     Implementation,
@@ -94,6 +94,24 @@ ReportFile = Annotated[
     Path | None,
     typer.Option(dir_okay=False, help="the report, JSON; the user's cache keeps the last of each kernel if left out"),
 ]
+Fresh = Annotated[
+    bool, typer.Option("--fresh", help="judge every case, also those that an earlier report in --out holds")
+]
+FirstFailure = Annotated[
+    bool, typer.Option("--first-failure", help="begin no further case after the first wrong or failed one")
+]
+Refusals = Annotated[
+    str | None,
+    typer.Option(metavar="NAME,...", help="exceptions that count as refusals, such as my.kernel.Unsupported"),
+]
+ShowsCoverage = Annotated[
+    bool,
+    typer.Option(
+        "--coverage",
+        help="print the values and pairs of K18 that were judged, declined or left out; of a report's file, given instead "
+        "of a kernel, without judging",
+    ),
+]
 For = Annotated[
     float | None,
     typer.Option(
@@ -120,17 +138,10 @@ def judge(
     most_seconds: MostSeconds = math.inf,
     drawn: Drawn = None,
     out: ReportFile = None,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="judge every case, also those that an earlier report in --out holds")
-    ] = False,
+    fresh: Fresh = False,
     case: Annotated[str | None, typer.Option(metavar="REPORT.json#17", help="judge one case of a report again")] = None,
-    first_failure: Annotated[
-        bool, typer.Option("--first-failure", help="begin no further case after the first wrong or failed one")
-    ] = False,
-    refusals: Annotated[
-        str | None,
-        typer.Option(metavar="NAME,...", help="exceptions that count as refusals, such as my.kernel.Unsupported"),
-    ] = None,
+    first_failure: FirstFailure = False,
+    refusals: Refusals = None,
     watch: Annotated[
         Path | None, typer.Option(help="judge again whenever this file changes", exists=True, dir_okay=False)
     ] = None,
@@ -138,15 +149,8 @@ def judge(
         bool, typer.Option(help="where most cases are declined, find the axes that are taken and judge those too")
     ] = True,
     for_seconds: For = None,
-    seed: Annotated[int, typer.Option(min=0, help="another seed draws other cases; the report names it")] = 0,
-    coverage: Annotated[
-        bool,
-        typer.Option(
-            "--coverage",
-            help="print the values and pairs of K18 that were judged, declined or left out; of a report's file, given instead "
-            "of a kernel, without judging",
-        ),
-    ] = False,
+    seed: Annotated[int, typer.Option(min=0, help=SEED)] = 0,
+    coverage: ShowsCoverage = False,
     dtypes: Annotated[list[str] | None, _axis_option("dtypes")] = None,
     groups: Annotated[list[int] | None, _axis_option("groups")] = None,
     num_kv_heads: Annotated[list[int] | None, _axis_option("num_kv_heads")] = None,
