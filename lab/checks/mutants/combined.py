@@ -83,7 +83,7 @@ class SinksIgnoredBesideTensorScale(
     """Sinks are ignored where bmm2_scale is a tensor."""
 
 
-class SinksIgnoredInBaseE(
+class MLASinksIgnoredInBaseE(
     Conditional,
     interface=(MLA_DECODE,),
     where=lambda _, __, call: call.return_lse_base == "basee",
@@ -92,7 +92,7 @@ class SinksIgnoredInBaseE(
     """Sinks are ignored where an MLA decode asks for an LSE in base e."""
 
 
-class SinksIgnoredInRaggedMLA(
+class MLASinksIgnoredInRaggedRows(
     Conditional,
     interface=(MLA_DECODE,),
     where=lambda _, problem, __: problem.max_q_len > 1,

@@ -60,7 +60,7 @@ class StridedLseWrittenPacked(Conditional):
         return out, lse if lse is None else lse.as_strided(lse.shape, (lse.shape[1], 1))
 
 
-class RowsOfNoBoundLost(
+class MLARowsOfNoBoundLost(
     Conditional,
     interface=(MLA_DECODE,),
     where=lambda _, __, call: call.max_q_len is None,
@@ -76,7 +76,7 @@ class RowsOfNoBoundLost(
         return rows
 
 
-class TupleOfSinksIgnored(
+class MLATupleOfSinksIgnored(
     Conditional,
     interface=(MLA_DECODE,),
     where=lambda _, __, call: isinstance(call.sinks, tuple),

@@ -116,7 +116,7 @@ class BatchOf512(Conditional, mla=True):
         return [lengths[request % 512] for request in range(len(lengths))]
 
 
-class GridBeyond65535(Conditional, interface=(MLA_DECODE,)):
+class MLAGridBeyond65535(Conditional, interface=(MLA_DECODE,)):
     """Of rows and heads, 65,535 are computed: a grid has no more on its second axis."""
 
     most = 65_535
@@ -125,7 +125,7 @@ class GridBeyond65535(Conditional, interface=(MLA_DECODE,)):
         out.flatten(0, 1)[self.most :] = 0.0
 
 
-class GridBeyond32767(GridBeyond65535, interface=(DECODE, CONTEXT), most=32_767):
+class GridBeyond32767(MLAGridBeyond65535, interface=(DECODE, CONTEXT), most=32_767):
     """Of rows and heads, 32,767 are computed: they are counted in int16."""
 
 
