@@ -13,7 +13,7 @@ from typing import Any
 from lab.calls.problem import AttentionCall
 from lab.checks.catalogue.k05_guards import changed_bytes, guarded, wrong_guards
 from lab.checks.check import Check, Level, first_line
-from lab.checks.domain.covering import Domain, Rule
+from lab.checks.domain.covering import Constraint, Domain
 from lab.checks.forward_pass import EnginePass, build_forward
 from lab.checks.refusals import Declined
 from lab.checks.space import Space
@@ -116,11 +116,13 @@ def geometry_cases(space: Space) -> Iterator[ForwardCase]:
     if not axes["model"]:
         return
     rules = (
-        Rule(("model", "sliding_window"), lambda name, window: window in space.windows_of(geometry(name)), "no window"),
-        Rule(
+        Constraint(
+            ("model", "sliding_window"), lambda name, window: window in space.windows_of(geometry(name)), "no window"
+        ),
+        Constraint(
             ("model", "is_slice"), lambda name, is_slice: not is_slice or TENSOR_PARALLEL.get(name, 1) > 1, "no slice"
         ),
-        Rule(
+        Constraint(
             ("page_size", "dtypes"),
             lambda page_size, pair: page_size == one_page_size or pair == space.dtypes[0],
             "pages of one size",

@@ -12,7 +12,7 @@ Values = tuple[tuple[str, Any], ...]  # of some axes, in the order of their decl
 
 
 @dataclass(frozen=True)
-class Rule:
+class Constraint:
     """A condition on the values of some axes, without which they make no call.
 
     Attributes:
@@ -40,7 +40,7 @@ class Domain:
     """
 
     axes: Mapping[str, Sequence[Any]]
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[Constraint, ...] = ()
     triples: tuple[tuple[str, str, str], ...] = ()
     plain: Point = field(init=False)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lab.checks.domain.combination import Combination
-from lab.checks.domain.covering import Domain, Rule
+from lab.checks.domain.covering import Constraint, Domain
 from lab.checks.draft_lists import DTYPES, DraftLists, DraftListsCase, in_place
 from lab.checks.facts import facts_of_case
 from lab.checks.space import Space
@@ -96,14 +96,20 @@ def _within(count: Callable[[DraftListsCase], int], most: int) -> Callable[..., 
 _FIELDS = ("topk", "num_steps", "page_size", "spare_columns", "spare_capacity", "row_gap", "first_cell")
 _SIZES = ("requests", "prefixes", "page_size", "topk", "num_steps")
 RULES = (
-    Rule(("requests", "topk", "num_steps"), lambda *sizes: torch.Size(sizes).numel() <= MOST_LISTS, "loops over lists"),
-    Rule(
+    Constraint(
+        ("requests", "topk", "num_steps"), lambda *sizes: torch.Size(sizes).numel() <= MOST_LISTS, "loops over lists"
+    ),
+    Constraint(
         ("requests", "prefixes"),
         lambda n, prefixes: n * (prefixes if isinstance(prefixes, int) else 1) <= MOST_SLOTS,
         "what a test holds in memory",
     ),
-    Rule(_SIZES, _within(lambda case: case.num_steps * case.most_tokens, MOST_CELLS), "what a test holds in memory"),
-    Rule(_SIZES, _within(lambda case: len(case.lens) * case.longest_row, MOST_SLOTS), "what a test holds in memory"),
+    Constraint(
+        _SIZES, _within(lambda case: case.num_steps * case.most_tokens, MOST_CELLS), "what a test holds in memory"
+    ),
+    Constraint(
+        _SIZES, _within(lambda case: len(case.lens) * case.longest_row, MOST_SLOTS), "what a test holds in memory"
+    ),
 )
 
 

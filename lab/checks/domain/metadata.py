@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lab.checks.domain.combination import Combination
-from lab.checks.domain.covering import Domain, Rule
+from lab.checks.domain.covering import Constraint, Domain
 from lab.checks.facts import CallFacts, facts_of_case
 from lab.checks.metadata_truth import wrong_eager_metadata, wrong_eager_mla_metadata
 from lab.checks.space import Space
@@ -80,56 +80,66 @@ TRIPLES = (
     ("mode", "attention", "draft_step"),
 )
 RULES = (
-    Rule(("mode", "rows"), lambda mode, rows: mode not in ONE_ROW or rows == 1, "a decode has a row each"),
-    Rule(
+    Constraint(("mode", "rows"), lambda mode, rows: mode not in ONE_ROW or rows == 1, "a decode has a row each"),
+    Constraint(
         ("mode", "rows"),
         lambda mode, rows: mode not in AS_MANY or isinstance(rows, int),
         "a verification's rows are as many for each",
     ),
-    Rule(("mode", "rows"), lambda mode, rows: mode in PREFILLS or rows != "long", "only prompts have long rows"),
-    Rule(("mode", "draft_step"), lambda mode, step: mode in ONE_ROW or step == "none", "a draft step is a decode"),
-    Rule(("draft_step", "rows"), lambda step, rows: step == "none" or rows == 1, "a draft step has a row each"),
-    Rule(
+    Constraint(("mode", "rows"), lambda mode, rows: mode in PREFILLS or rows != "long", "only prompts have long rows"),
+    Constraint(
+        ("mode", "draft_step"), lambda mode, step: mode in ONE_ROW or step == "none", "a draft step is a decode"
+    ),
+    Constraint(("draft_step", "rows"), lambda step, rows: step == "none" or rows == 1, "a draft step has a row each"),
+    Constraint(
         ("draft_step", "dtypes"),
         lambda step, dtypes: step == "none" or dtypes != "int64 new lens",
         "only extends have new lengths",
     ),
-    Rule(("draft_step", "padding"), lambda step, padding: step == "none" or padding != "rows", "as many rows for each"),
-    Rule(("draft_step", "later"), lambda step, later: step == "none" or "rows" not in later, "a decode has a row each"),
-    Rule(("rows", "padding"), lambda rows, padding: rows != "long" or "slots" not in padding, "of graphs' modes"),
-    Rule(
+    Constraint(
+        ("draft_step", "padding"), lambda step, padding: step == "none" or padding != "rows", "as many rows for each"
+    ),
+    Constraint(
+        ("draft_step", "later"), lambda step, later: step == "none" or "rows" not in later, "a decode has a row each"
+    ),
+    Constraint(("rows", "padding"), lambda rows, padding: rows != "long" or "slots" not in padding, "of graphs' modes"),
+    Constraint(
         ("mode", "requests"),
         lambda mode, n: n or mode in ("IDLE", "TARGET_VERIFY"),
         "an engine has no empty pass of this mode",
     ),
-    Rule(
+    Constraint(
         ("requests", "rows"),
         lambda n, rows: n > 1 or not isinstance(rows, str) or rows == "long",
         "one request has no other",
     ),
-    Rule(("requests", "rows"), lambda n, rows: n <= 64 or rows != "long", "a large batch has no long prompts"),
-    Rule(
+    Constraint(("requests", "rows"), lambda n, rows: n <= 64 or rows != "long", "a large batch has no long prompts"),
+    Constraint(
         ("requests", "later"),
         lambda n, later: n > 1 or later not in ("others", "fewer"),
         "one request has no other",
     ),
-    Rule(
+    Constraint(
         ("requests", "later"), lambda n, later: n or later in ("the same", "another pool"), "no request can be another"
     ),
-    Rule(("mode", "later"), lambda mode, later: mode not in ONE_ROW or "rows" not in later, "a decode has a row each"),
-    Rule(("rows", "later"), lambda rows, later: rows != 1 or later != "fewer rows", "there are no fewer than 1"),
-    Rule(("mode", "padding"), lambda mode, padding: mode not in PREFILLS or "slots" not in padding, "of graphs' modes"),
-    Rule(
+    Constraint(
+        ("mode", "later"), lambda mode, later: mode not in ONE_ROW or "rows" not in later, "a decode has a row each"
+    ),
+    Constraint(("rows", "later"), lambda rows, later: rows != 1 or later != "fewer rows", "there are no fewer than 1"),
+    Constraint(
+        ("mode", "padding"), lambda mode, padding: mode not in PREFILLS or "slots" not in padding, "of graphs' modes"
+    ),
+    Constraint(
         ("mode", "padding"),
         lambda mode, padding: mode in (*PREFILLS, "DRAFT_EXTEND") or padding != "rows",
         "as many rows for each",
     ),
-    Rule(
+    Constraint(
         ("mode", "dtypes"),
         lambda mode, dtypes: ForwardMode[mode].query_rows.in_extend_seq_lens or dtypes != "int64 new lens",
         "only extends have new lengths",
     ),
-    Rule(
+    Constraint(
         ("requests", "prefixes"),
         lambda n, prefixes: n * (prefixes if isinstance(prefixes, int) else 1) <= MOST_CELLS,
         "what a test holds in memory",

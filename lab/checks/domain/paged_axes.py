@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lab.calls.problem import E4M3
-from lab.checks.domain.covering import Domain, Rule
+from lab.checks.domain.covering import Constraint, Domain
 from lab.checks.space import Space
 from lab.workloads.attention_case import NVFP4
 from lab.workloads.interfaces import Interface
@@ -181,99 +181,119 @@ def _prompt(rows: Any) -> int:
 
 
 RULES = (
-    Rule(("requests", "lengths"), lambda n, lengths: n <= REQUESTS or not _is_long(lengths), "a long request is alone"),
-    Rule(("requests", "q_len"), lambda n, q_len: n <= REQUESTS or q_len <= FEW, "a large batch has few rows"),
-    Rule(
+    Constraint(
+        ("requests", "lengths"), lambda n, lengths: n <= REQUESTS or not _is_long(lengths), "a long request is alone"
+    ),
+    Constraint(("requests", "q_len"), lambda n, q_len: n <= REQUESTS or q_len <= FEW, "a large batch has few rows"),
+    Constraint(
         ("requests", "rows"),
         lambda n, rows: n <= REQUESTS or isinstance(rows, str),
         "a large batch has no long prompt",
     ),
-    Rule(
+    Constraint(
         ("requests", "q_len", "group", "num_kv_heads", "head_dim"),
         lambda n, q_len, group, heads, dim: n * q_len * group * heads * dim <= MOST_OUT_ELEMENTS,
-        "what a test holds in memory",
+        "the tensors would be too large for a test",
     ),
-    Rule(
+    Constraint(
         ("requests", "group", "num_kv_heads", "head_dim", "rows"),
         lambda n, group, heads, dim, rows: n * _prompt(rows) * group * heads * dim <= 2 * MOST_OUT_ELEMENTS,
-        "what a test holds in memory",
+        "the tensors would be too large for a test",
     ),
-    Rule(
+    Constraint(
         ("requests", "q_len", "heads", "head_dims"),
         lambda n, q_len, heads, dims: n * q_len * heads * _dims(dims) <= 2 * MOST_OUT_ELEMENTS,
-        "what a test holds in memory",
+        "the tensors would be too large for a test",
     ),
-    Rule(
+    Constraint(
         ("lengths", "q_len", "group", "num_kv_heads", "head_dim"),
         lambda lengths, q_len, group, heads, dim: _longest(lengths) * q_len * group * heads * dim <= MOST_PRODUCTS,
-        "what a test can compute in float64",
+        "the products would take a test too long in float64",
     ),
-    Rule(
+    Constraint(
         ("lengths", "rows", "group", "num_kv_heads", "head_dim"),
         lambda lengths, rows, *sizes: (
             max(_longest(lengths), _prompt(rows)) * _prompt(rows) * math.prod(sizes) <= 2 * MOST_PRODUCTS
         ),
-        "what a test can compute in float64",
+        "the products would take a test too long in float64",
     ),
-    Rule(
+    Constraint(
         ("lengths", "q_len", "heads", "head_dims"),
         lambda lengths, q_len, heads, dims: _longest(lengths) * q_len * heads * _dims(dims) <= MOST_MLA_PRODUCTS,
-        "what a test can compute in float64",
+        "the products would take a test too long in float64",
     ),
-    Rule(
+    Constraint(
         ("lengths", "num_kv_heads", "head_dim"),
         lambda lengths, heads, dim: _longest(lengths) * heads * dim <= MOST_KV_ELEMENTS,
-        "what a test holds in memory",
+        "the tensors would be too large for a test",
     ),
-    Rule(
+    Constraint(
         ("requests", "page_size", "block_tables"),
         lambda n, page_size, tables: n <= REQUESTS or page_size < 256 or tables != "4,200 columns",
         "a bound of the table's width and of a large batch",
     ),
-    Rule(("lengths", "rows"), lambda lengths, rows: not (_is_long(lengths) and rows == 1040), "float64 takes too long"),
-    Rule(
-        ("offsets", "max_q_len"), lambda offsets, bound: offsets != "none" or bound == "exact", "it goes with offsets"
+    Constraint(
+        ("lengths", "rows"), lambda lengths, rows: not (_is_long(lengths) and rows == 1040), "float64 takes too long"
     ),
-    Rule(("offsets", "mask"), lambda offsets, mask: offsets == "none" or mask == "none", "a mask goes without offsets"),
-    Rule(("q_len", "mask"), lambda q_len, mask: q_len > 1 or mask == "none", "one row needs no mask"),
-    Rule(("q_len", "offsets"), lambda q_len, offsets: offsets != "unequal" or q_len > 1, "equal rows of one"),
-    Rule(("causal", "window_left"), lambda causal, window: causal or window < 0, "a window is causal"),
-    Rule(
+    Constraint(
+        ("offsets", "max_q_len"),
+        lambda offsets, bound: offsets != "none" or bound == "exact",
+        "max_q_len goes with offsets of the rows",
+    ),
+    Constraint(
+        ("offsets", "mask"), lambda offsets, mask: offsets == "none" or mask == "none", "a mask goes without offsets"
+    ),
+    Constraint(("q_len", "mask"), lambda q_len, mask: q_len > 1 or mask == "none", "one row needs no mask"),
+    Constraint(
+        ("q_len", "offsets"),
+        lambda q_len, offsets: offsets != "unequal" or q_len > 1,
+        "requests of one row each are not unequal",
+    ),
+    Constraint(("causal", "window_left"), lambda causal, window: causal or window < 0, "a window is causal"),
+    Constraint(
         ("num_kv_heads", "cache"),
         lambda heads, cache: cache != "odd strides" or heads == 1,
-        "an axis of size 1 is meant",
+        "odd strides are of one K/V head, an axis of size 1",
     ),
-    Rule(
+    Constraint(
         ("dtypes", "cache"),
         lambda dtypes, cache: "nvfp4" not in dtypes or cache in ("plain", "pages apart", "V otherwise"),
         "scale factors lie as the cache does",
     ),
-    Rule(("dtypes", "requests"), lambda dtypes, n: "nvfp4" not in dtypes or n <= REQUESTS, "quantising takes too long"),
-    Rule(
+    Constraint(
+        ("dtypes", "requests"),
+        lambda dtypes, n: "nvfp4" not in dtypes or n <= REQUESTS,
+        "quantising to NVFP4 takes too long",
+    ),
+    Constraint(
         ("dtypes", "lengths"),
         lambda dtypes, n: "nvfp4" not in dtypes or _longest(n) < 5000,
-        "quantising takes too long",
+        "quantising to NVFP4 takes too long",
     ),
-    Rule(
+    Constraint(
         ("dtypes", "out", "sinks"),
         lambda dtypes, out, sinks: sinks == "none" or not _is_e4m3(dtypes, out),
         "a sink leaves outputs that are too small for e4m3",
     ),
-    Rule(("dtypes", "page_size"), lambda dtypes, size: "nvfp4" not in dtypes or size >= 16, "a block of factors"),
-    Rule(
+    Constraint(
+        ("dtypes", "page_size"),
+        lambda dtypes, size: "nvfp4" not in dtypes or size >= 16,
+        "NVFP4 needs pages of at least 16 tokens",
+    ),
+    Constraint(
         ("block_tables", "cache"),
         lambda tables, cache: "separate" not in tables or cache not in ("one tensor", "K is V"),
         "K and V with tables of their own lie apart",
     ),
-    Rule(
+    Constraint(
         ("requests", "offsets"),
         lambda n, offsets: n > 1 or offsets in ("none", "equal", "plain", "padding after"),
-        "one request has rows",
+        "the only request has rows",
     ),
-    Rule(
+    Constraint(
         ("requests", "lengths"),
         lambda n, lengths: n > 1 or lengths not in ("none twice", "unequal") or lengths == "unequal",
-        "one request is not two",
+        "one request is not two without keys",
     ),
 )
 TRIPLES = (

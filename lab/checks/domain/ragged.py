@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lab.checks.domain import paged_axes
-from lab.checks.domain.covering import Domain, Rule
+from lab.checks.domain.covering import Constraint, Domain
 from lab.checks.domain.paged_axes import NAMES, PROMPTS, REQUESTS, RULES, WINDOWS, values_of
 from lab.checks.space import Space
 
@@ -95,32 +95,34 @@ def _pairs(rows: Any, lengths: Any) -> int:
 
 
 RAGGED_RULES = (
-    Rule(("num_kv_heads", "group"), lambda heads, group: heads * group <= MOST_HEADS, "more heads than a layer has"),
-    Rule(
+    Constraint(
+        ("num_kv_heads", "group"), lambda heads, group: heads * group <= MOST_HEADS, "more heads than a layer has"
+    ),
+    Constraint(
         ("requests", "lengths", "head_dims", "num_kv_heads"),
         lambda n, lengths, dims, heads: _keys(n, lengths) * heads * sum(head_dims_of(dims)) <= MOST_KV_ELEMENTS,
         "what a test holds in memory",
     ),
-    Rule(
+    Constraint(
         ("lengths", "head_dims", "num_kv_heads", "group"),
         lambda lengths, dims, heads, group: (
             _keys(1, lengths) * sum(head_dims_of(dims)) * heads * group <= 4 * MOST_KV_ELEMENTS
         ),
         "what a test holds in memory: of the control, K and V of each query head",
     ),
-    Rule(
+    Constraint(
         ("rows", "lengths", "head_dims", "num_kv_heads", "group"),
         lambda rows, lengths, dims, heads, group: (
             _pairs(rows, lengths) * heads * group * head_dims_of(dims)[0] <= MOST_PRODUCTS
         ),
         "what a test can compute in float64",
     ),
-    Rule(
+    Constraint(
         ("requests", "num_kv_heads", "group"),
         lambda n, heads, group: n * heads * group <= 2**13,
         "what a test can compute in float64",
     ),
-    Rule(
+    Constraint(
         ("padding", "mirrors"),
         lambda padding, mirrors: padding == "none" or mirrors == "none",
         "lengths on the host leave no row or key after the last offset",

@@ -5,13 +5,15 @@ import pytest
 
 from lab.checks import Combination, Interface, Outcome
 from lab.checks.domain.coverage import Reach, coverage
-from lab.checks.domain.covering import Domain, Rule
+from lab.checks.domain.covering import Constraint, Domain
 from lab.checks.domain.subjects import SUBJECTS
 from lab.checks.report import CaseVerdict
 from tests.checks.small import SMALL
 from tests.checks.test_report import verdict_of
 
-LONG_IS_ALONE = Rule(("lengths", "requests"), lambda lengths, n: lengths == "short" or n < 5, "a long request is alone")
+LONG_IS_ALONE = Constraint(
+    ("lengths", "requests"), lambda lengths, n: lengths == "short" or n < 5, "a long request is alone"
+)
 DOMAIN = Domain(
     {"lengths": ("short", "long"), "requests": (3, 40), "mask": (False, True), "sinks": (False, True)},
     (LONG_IS_ALONE,),
