@@ -93,8 +93,13 @@ def wrong_guards(what: str, whole: Tensor) -> Iterator[str]:
 def changed_bytes(tensors: dict[str, Tensor], before: dict[str, Tensor]) -> Iterator[str]:
     """Yield a sentence for each tensor that differs from its earlier copy."""
     for name, tensor in tensors.items():
-        if not torch.equal(*(side.reshape(-1).view(torch.uint8) for side in (tensor, before[name]))):
+        if not torch.equal(_bytes_of(tensor), _bytes_of(before[name])):
             yield f"it changed its {name}"
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes, whatever its strides: one of a single element may have a stride of no meaning."""
+    return tensor.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 CHECK = Check("K5", "guards", first_line(__doc__), _cases, _judge, adapt=same)

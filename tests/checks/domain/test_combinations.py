@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -6,6 +7,7 @@ import torch
 import lab.metadata
 from lab import references
 from lab.checks import Combination, Interface, Level, Outcome, Space
+from lab.checks.catalogue.k05_guards import changed_bytes
 from lab.checks.catalogue.k18_combinations import CHECK
 from lab.checks.domain.subjects import SUBJECTS
 from lab.checks.expressions import read_expression
@@ -83,3 +85,14 @@ def test_a_kernel_that_ignores_a_tensor_scale_beside_another_argument_is_wrong()
 
     assert outcomes(Level.SMOKE) == {Outcome.RIGHT}
     assert outcomes(Level.FULL) == {Outcome.RIGHT, Outcome.WRONG}
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: torch.zeros(4)[::4], lambda: torch.zeros(()), lambda: torch.zeros(3, 4)[:, :2]]
+)
+def test_a_changed_input_shows_whatever_its_strides(make: Callable[[], torch.Tensor]) -> None:
+    tensor = make()
+    before = tensor.clone()
+    assert not list(changed_bytes({"sinks": tensor}, {"sinks": before}))
+    tensor.fill_(1.0)
+    assert list(changed_bytes({"sinks": tensor}, {"sinks": before})) == ["it changed its sinks"]
