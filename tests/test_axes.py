@@ -13,7 +13,7 @@ from tests.checks.small import SMALL
 
 
 def test_every_axis_is_an_option() -> None:
-    assert {axis.name for axis in fields(Space)} == {*SEVERAL, *SOME, "longest", "e4m3_arithmetic"}
+    assert {axis.name for axis in fields(Space)} == {*SEVERAL, *SOME, "longest", "e4m3_arithmetic", "seed"}
 
 
 def read(options: str) -> Space:

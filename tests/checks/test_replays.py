@@ -65,7 +65,7 @@ def test_what_is_frozen_at_a_short_capture_shows_where_requests_grow_alone(name:
     assert shrinking(Trial(mutant(name).implementation(), CASES[case], CPU, SPACE)) == []
     judged = run_trial(mutant(name).implementation(), CHECK, CASES[case], CPU, SPACE)
     assert judged.outcome is Outcome.WRONG
-    assert "a replay with " in judged.wrongs[0]
+    assert any("a replay with " in wrong for wrong in judged.wrongs)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,8 @@ def test_what_is_frozen_at_a_short_capture_shows_where_requests_grow_alone(name:
 )
 def test_each_thing_on_the_device_is_written_by_itself(name: str, case: str, changed: str) -> None:
     judged = run_trial(mutant(name).implementation(), CHECK, CASES[case], CPU, SPACE)
-    assert judged.wrongs[0].startswith(f"a replay after {changed} changed")
+    # Not always the first: what goes by addresses may also meet those of tensors that are gone.
+    assert any(wrong.startswith(f"a replay after {changed} changed") for wrong in judged.wrongs)
 
 
 @pytest.mark.parametrize("case", [case for name, case in CASES.items() if name != "long"], ids=lambda case: "")
