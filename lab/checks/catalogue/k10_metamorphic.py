@@ -79,10 +79,10 @@ def _storage(trial: Trial, truth: Truth, base: Result) -> None:
             trial.vary("scale factors with gaps", truth, gaps)
         stacked = trial.build(stacked=True)
         trial.vary("V's page after each of K's", truth, stacked)
-        trial.vary("kv_cache as one tensor", truth, stacked, kv_cache=_as_one(stacked))
+        trial.vary("kv_cache as one tensor", truth, stacked, kv_cache=as_one_tensor(stacked))
 
 
-def _as_one(stacked: AttentionInputs) -> Tensor:
+def as_one_tensor(stacked: AttentionInputs) -> Tensor:
     """[num_pages, 2, ...]: K and V of each page."""
     sides = [pages.view(torch.uint8) for pages in (stacked.k_pages, stacked.v_pages)]
     return torch.stack(sides, dim=1).view(stacked.k_pages.dtype)

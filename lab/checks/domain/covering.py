@@ -104,19 +104,22 @@ class Domain:
                     yield point
 
     def tuples(self) -> Iterator[Values]:
-        """Yield all pairs of values of two axes, and the stated triples, that fit the rules between them."""
-        for names in (*itertools.combinations(self.axes, 2), *self.triples):
+        """Return all pairs of values of two axes, and the stated triples, that fit the rules between them."""
+        return (goal for goal in self._goals() if self.fits(dict(goal)))
+
+    @property
+    def _named_together(self) -> tuple[tuple[str, ...], ...]:
+        return (*itertools.combinations(self.axes, 2), *self.triples)
+
+    def _goals(self) -> Iterator[Values]:
+        for names in self._named_together:
             for values in itertools.product(*(self.axes[name] for name in names)):
-                if self.fits(found := dict(zip(names, values, strict=True))):
-                    yield tuple(found.items())
+                yield tuple(zip(names, values, strict=True))
 
     @functools.cached_property
     def why_not(self) -> Mapping[Values, str]:
         """Return all pairs and stated triples, and of each that no point has the sentence of a rule, "" of the others."""
-        named = (*itertools.combinations(self.axes, 2), *self.triples)
-        products = ((names, itertools.product(*(self.axes[name] for name in names))) for names in named)
-        goals = (tuple(zip(names, values, strict=True)) for names, several in products for values in several)
-        return {goal: self._why_not(dict(goal)) for goal in goals}
+        return {goal: self._why_not(dict(goal)) for goal in self._goals()}
 
     def _why_not(self, values: Point) -> str:
         if self.fits(self.plain | values) or self.completed(values) is not None:
@@ -129,9 +132,8 @@ class Domain:
         return next((rule.why for rule in itertools.chain(direct, alone)), "several rules forbid it")
 
     def tuples_of(self, point: Point) -> Iterator[Values]:
-        """Yield the pairs and the stated triples that a point has."""
-        for names in (*itertools.combinations(self.axes, 2), *self.triples):
-            yield tuple((name, point[name]) for name in names)
+        """Return the pairs and the stated triples that a point has."""
+        return (tuple((name, point[name]) for name in names) for names in self._named_together)
 
     def covering(
         self, seed: int = 0, goals: Iterable[Values] | None = None, chosen: int | None = None

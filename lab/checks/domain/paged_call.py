@@ -11,6 +11,7 @@ from torch import Tensor
 from lab.calls.problem import E4M3
 from lab.checks.attention_inputs import AttentionInputs, build_attention
 from lab.checks.catalogue.k05_guards import amid, changed_bytes, wrong_guards
+from lab.checks.catalogue.k10_metamorphic import as_one_tensor
 from lab.checks.domain.forms import FormedCall, set_lse, set_out, set_scales, with_minus_infinity
 from lab.checks.domain.paged_axes import DTYPES
 from lab.checks.domain.paged_shape import PADDING, attention_case
@@ -116,8 +117,7 @@ def _cache(call: PagedCall) -> None:
     """Hand the cache out in another shape."""
     form, pages = call.of["cache"], call.inputs.k_pages
     if form == "one tensor":
-        sides = [side.view(torch.uint8) for side in (pages, call.inputs.v_pages)]
-        call.arguments["kv_cache"] = torch.stack(sides, dim=1).view(pages.dtype)
+        call.arguments["kv_cache"] = as_one_tensor(call.inputs)
     elif form == "K is V":
         call.arguments |= {"kv_cache": pages.unsqueeze(1), "bmm2_scale": call.rules.get("bmm2_scale", 1.0)}
     elif form.startswith("4-D"):
