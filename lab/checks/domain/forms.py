@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.checks.catalogue.k05_guards import guarded
+from lab.checks.catalogue.k05_guards import amid, guarded
 from lab.checks.domain.combination import Combination
 
 SCALE_SHAPES: dict[str, tuple[int, ...]] = {"tensor [1]": (1,), "tensor []": (), "tensor [1, 1]": (1, 1)}
@@ -59,6 +59,15 @@ def with_minus_infinity(sinks: Tensor) -> Tensor:
     sinks = sinks.clone()
     sinks[::2] = -math.inf
     return sinks
+
+
+def set_lengths(call: FormedCall, other: int) -> None:
+    """Give `seq_lens` its form; `other` is the length on both sides of lengths that are a part of a larger tensor."""
+    lengths, form = call.arguments["seq_lens"], call.of["seq_lens"]
+    if form == "uint32":
+        call.arguments["seq_lens"] = lengths.to(torch.uint32)
+    elif form == "amid others":
+        call.arguments["seq_lens"] = amid(lengths, other)
 
 
 def set_out(call: FormedCall, v_head_dim: int, dtype: torch.dtype) -> None:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lab.calls.problem import E4M3
 from lab.checks.attention_inputs import AttentionInputs, build_attention
-from lab.checks.catalogue.k05_guards import amid, changed_bytes, wrong_guards
+from lab.checks.catalogue.k05_guards import changed_bytes, wrong_guards
 from lab.checks.catalogue.k10_metamorphic import as_one_tensor
-from lab.checks.domain.forms import FormedCall, set_lse, set_out, set_scales, with_minus_infinity
+from lab.checks.domain.forms import FormedCall, set_lengths, set_lse, set_out, set_scales, with_minus_infinity
 from lab.checks.domain.paged_axes import DTYPES
 from lab.checks.domain.paged_shape import PADDING, attention_case
 from lab.checks.domain.views import apart, at_bytes, with_odd_strides
@@ -166,11 +166,7 @@ def _like(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 def _lengths(call: PagedCall) -> None:
-    lengths = call.arguments["seq_lens"]
-    if call.of["seq_lens"] == "uint32":
-        call.arguments["seq_lens"] = lengths.to(torch.uint32)
-    elif call.of["seq_lens"] == "amid others":
-        call.arguments["seq_lens"] = amid(lengths, call.inputs.max_seq_len)
+    set_lengths(call, call.inputs.max_seq_len)
 
 
 def _bounds(call: PagedCall) -> None:

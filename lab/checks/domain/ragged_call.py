@@ -9,7 +9,7 @@ from torch import Tensor
 from lab.calls.problem import E4M3
 from lab.checks.catalogue.k05_guards import amid, changed_bytes, wrong_guards
 from lab.checks.domain.combination import Combination
-from lab.checks.domain.forms import FormedCall, set_lse, set_out, set_scales, with_minus_infinity
+from lab.checks.domain.forms import FormedCall, set_lengths, set_lse, set_out, set_scales, with_minus_infinity
 from lab.checks.domain.paged_axes import REQUESTS
 from lab.checks.domain.paged_call import GAP, LEAST_ALIGNMENT_BYTES, PADDED
 from lab.checks.domain.paged_shape import empty_requests, rows_of_prompts
@@ -182,11 +182,8 @@ def _cat(left: Tensor, right: Tensor) -> Tensor:
 
 def _lengths(call: RaggedCall) -> None:
     arguments, of, q_lens = call.arguments, call.of, call.lens.q_lens
-    lengths = arguments["seq_lens"]
-    if of["seq_lens"] == "uint32":
-        arguments["seq_lens"] = lengths.to(torch.uint32)
-    elif of["seq_lens"] == "amid others":
-        arguments["seq_lens"] = amid(lengths, arguments["max_kv_len"])
+    set_lengths(call, arguments["max_kv_len"])
+    if of["seq_lens"] == "amid others":
         for name in ("cum_seq_lens_q", "cum_seq_lens_kv"):
             arguments[name] = amid(arguments[name], 0)
     for name in ("max_q_len", "max_kv_len"):
