@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +64,10 @@ def main() -> None:
     records = []
     with ThreadPoolExecutor(options.workers) as pool:
         paths = sorted((*BLIND.glob(f"wrong_{options.only}.py"), *BLIND.glob(f"right_{options.only}.py")))
-        for record in pool.map(lambda path: verdict_of(path, options.level, options.most_seconds), paths[::-1]):
-            records.append(record)
-            print(row_of(record), flush=True)
+        verdicts = [pool.submit(verdict_of, path, options.level, options.most_seconds) for path in paths[::-1]]
+        for verdict in as_completed(verdicts):
+            records.append(verdict.result())
+            print(row_of(records[-1]), flush=True)
             table = sorted(map(row_of, records))
             wrong = [each for each in records if each["name"].startswith("wrong")]
             found = f"{sum('check' in each for each in wrong)} of {len(wrong)} wrong kernels are found.\n"
