@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -29,19 +28,35 @@ their first wrong case, at the {level} level.
 """
 
 
-def verdict_of(path: Path, level: str, limit_s: float) -> dict[str, Any]:
-    """Judge one kernel; return its name, the exit status, the cases and the first that is wrong."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "report.json")
-        keys = ",".join(check.key for check in checks() if check.key not in WITHOUT)
-        command = [sys.executable, "-m", "lab", "judge", str(path), "--level", level, "--only", keys, "--device", "cpu"]
-        command += ["--workers", "1", "--no-probe", "--most-seconds", str(limit_s), "--out", str(report)]
-        command += ["--first-failure"] if path.stem.startswith("wrong") else []
-        status = subprocess.run(command, capture_output=True, env=os.environ | {"TRITON_INTERPRET": "0"}).returncode
-        record = json.loads(report.read_text())
+def verdict_of(path: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Judge one kernel, from where its report stopped; return its name, the cases and the first that is wrong."""
+    report = options.reports / f"{path.stem}.json"
+    keys = ",".join(check.key for check in checks() if check.key not in WITHOUT)
+    command = [
+        sys.executable,
+        "-m",
+        "lab",
+        "judge",
+        str(path),
+        "--level",
+        options.level,
+        "--only",
+        keys,
+        "--device",
+        "cpu",
+    ]
+    command += ["--workers", str(options.workers_each), "--no-probe", "--most-seconds", str(options.most_seconds)]
+    command += ["--out", str(report), *(["--first-failure"] if path.stem.startswith("wrong") else [])]
+    subprocess.run(command, capture_output=True, env=os.environ | {"TRITON_INTERPRET": "0"})
+    return record_of(report)
+
+
+def record_of(report: Path) -> dict[str, Any]:
+    """Return what the table says of one report."""
+    record = json.loads(report.read_text())
     wrong = [case for case in record["cases"] if case["outcome"] in ("wrong", "failed")]
     found = {"check": wrong[0]["check"], "case": wrong[0]["case"]} if wrong else {}
-    return {"name": path.stem, "status": status, "cases": len(record["cases"]), "left_out": record["left_out"], **found}
+    return {"name": report.stem, "cases": len(record["cases"]), "left_out": record["left_out"], **found}
 
 
 def row_of(record: dict[str, Any]) -> str:
@@ -58,21 +73,26 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/blind.md"))
     parser.add_argument("--level", default="full")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers-each", type=int, default=1, help="worker processes of one kernel")
+    parser.add_argument(
+        "--reports",
+        type=Path,
+        default=Path(".benchmarks/blind"),
+        help="folder of the kernels' reports: go on from them",
+    )
     parser.add_argument("--most-seconds", type=float, default=1e9, help="of one kernel")
-    parser.add_argument("--only", default="*", help="pattern of the kernels' names")
+    parser.add_argument("--only", default="*", help="pattern of the kernels' numbers")
     options = parser.parse_args()
-    records = []
+    options.reports.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(options.workers) as pool:
         paths = sorted((*BLIND.glob(f"wrong_{options.only}.py"), *BLIND.glob(f"right_{options.only}.py")))
-        verdicts = [pool.submit(verdict_of, path, options.level, options.most_seconds) for path in paths[::-1]]
-        for verdict in as_completed(verdicts):
-            records.append(verdict.result())
-            print(row_of(records[-1]), flush=True)
-            table = sorted(map(row_of, records))
-            wrong = [each for each in records if each["name"].startswith("wrong")]
-            found = f"{sum('check' in each for each in wrong)} of {len(wrong)} wrong kernels are found.\n"
-            head = ["| kernel | found by | cases until then | its first wrong case |", "|---|---|---|---|"]
-            write_text(options.out, "\n".join((TITLE.format(level=options.level), found, *head, *table)) + "\n")
+        for verdict in as_completed([pool.submit(verdict_of, path, options) for path in paths[::-1]]):
+            print(row_of(verdict.result()), flush=True)
+    records = [record_of(report) for report in sorted(options.reports.glob("*.json"))]
+    wrong = [each for each in records if each["name"].startswith("wrong")]
+    found = f"{sum('check' in each for each in wrong)} of {len(wrong)} wrong kernels are found.\n"
+    head = ["| kernel | found by | cases until then | its first wrong case |", "|---|---|---|---|"]
+    write_text(options.out, "\n".join((TITLE.format(level=options.level), found, *head, *map(row_of, records))) + "\n")
 
 
 if __name__ == "__main__":
