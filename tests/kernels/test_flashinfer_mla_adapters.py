@@ -13,7 +13,8 @@ from lab.kernels import flashinfer_call, support, trtllm
 from lab.kernels.peers import flashinfer_mla
 from lab.kernels.support import Kernel, why_not
 from lab.kernels.support.peers import FA2_MLA, FA3_MLA
-from lab.kernels.support.trtllm import TRTLLM_GEN_MLA, XQA_MLA
+from lab.kernels.support.trtllm_gen import TRTLLM_GEN_MLA
+from lab.kernels.support.xqa import XQA_MLA
 from tests.kernels.simulated_flashinfer_mla import MEBIBYTE, NAME, SimulatedMLA
 from tests.references.test_trtllm_mla import mla_arguments, random_batch
 

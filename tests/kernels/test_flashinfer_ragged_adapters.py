@@ -15,7 +15,7 @@ from lab.kernels.support import Kernel, why_not
 from lab.kernels.support import kernel as support_kernel
 from lab.kernels.support.peers import FA2_RAGGED, FA3_RAGGED
 from lab.kernels.support.portable import PORTABLE_RAGGED
-from lab.kernels.support.trtllm import TRTLLM_GEN_RAGGED
+from lab.kernels.support.trtllm_gen import TRTLLM_GEN_RAGGED
 from tests.kernels.simulated_flashinfer_ragged import NAME, SimulatedRagged
 from tests.references.test_trtllm_ragged import mirrors, ragged_arguments, ragged_batch
 

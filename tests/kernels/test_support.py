@@ -14,10 +14,12 @@ from lab.gpus import Capability, family_of
 from lab.kernels import support
 from lab.kernels.support import KERNELS, Kernel, refuse_unsupported, why_not
 from lab.kernels.support import kernel as support_kernel
+from lab.kernels.support.fmha_v2 import FMHA_V2
 from lab.kernels.support.portable import PORTABLE, PORTABLE_MLA
-from lab.kernels.support.trtllm import FMHA_V2, XQA, kernel_for
-from lab.kernels.support.trtllm import TRTLLM_GEN_CONTEXT as GEN_CONTEXT
-from lab.kernels.support.trtllm import TRTLLM_GEN_DECODE as GEN_DECODE
+from lab.kernels.support.trtllm import kernel_for
+from lab.kernels.support.trtllm_gen import TRTLLM_GEN_CONTEXT as GEN_CONTEXT
+from lab.kernels.support.trtllm_gen import TRTLLM_GEN_DECODE as GEN_DECODE
+from lab.kernels.support.xqa import XQA
 from tests.cases import context_arguments, decode_arguments, random_batch
 from tests.kernels.test_flashinfer_mla_adapters import REFUSED as REFUSED_MLA
 from tests.kernels.test_flashinfer_mla_adapters import case as mla_case

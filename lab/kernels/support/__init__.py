@@ -1,7 +1,7 @@
 """A row per kernel of what it takes and honours; `why_not` gives the reason of a refusal in a sentence.
 
-Rows lie in a file per family: `portable`, `trtllm` and `peers`. Every limit carries its source. The sentence is what a
-refused call raises and what a skipped benchmark prints.
+Rows lie in a file per family: `portable`, `trtllm_gen`, `xqa`, `fmha_v2` and `peers`. Every limit carries its source. The
+sentence is what a refused call raises and what a skipped benchmark prints.
 """
 
 from collections.abc import Iterable

@@ -5,8 +5,8 @@ from typing import Any
 from lab.calls.problem import E4M3, AttentionCall, Feature, PagedAttention
 from lab.calls.ragged_context import RaggedAttention
 from lab.gpus import FAMILIES, SM90, Capability, family_of
+from lab.kernels.support.common import BF16, HALVES, RAGGED_SIZES, unaligned_tensors
 from lab.kernels.support.kernel import Dtypes, Kernel, mla_dims, sizes
-from lab.kernels.support.trtllm import BF16, HALVES, RAGGED_SIZES, unaligned_tensors
 
 DEEPSEEK_MLA_DIMS = (512, 64)
 OUT = "writes the query's dtype {q}, not {out}"

@@ -21,7 +21,7 @@ from lab.kernels.flashinfer_call import (
     supported_kernel,
     workspace_for,
 )
-from lab.kernels.support.trtllm import XQA_MLA
+from lab.kernels.support.xqa import XQA_MLA
 
 
 @takes(MLADecodeCall)

@@ -31,8 +31,9 @@ from lab.kernels.flashinfer_call import (
     supported_kernel,
     workspace_for,
 )
+from lab.kernels.support.fmha_v2 import FMHA_V2
 from lab.kernels.support.stored_cache import StoredCache, stored_cache
-from lab.kernels.support.trtllm import FMHA_V2, XQA
+from lab.kernels.support.xqa import XQA
 
 
 @takes(DecodeCall)

@@ -1,0 +1,123 @@
+"""Rows of XQA and of XQA MLA. Limits are FlashInfer 0.7.2's, and each names its source. The lab ran no XQA MLA."""
+
+import torch
+
+from lab.calls.problem import E4M3, HALF_DTYPES, AttentionCall, Feature, PagedAttention
+from lab.gpus import SM90, SM100, SM120, Capability, family_of, sm_name
+from lab.kernels.support.common import (
+    MLA_DTYPES,
+    NO_LSE,
+    NVFP4,
+    STRIDED_QUERY,
+    USUAL,
+)
+from lab.kernels.support.kernel import Dtypes, Kernel, Sizes, dims, mla_dims, page_sizes, triples
+
+# Query elements that XQA keeps in shared memory at q_len_per_req 1 (mha.cu, `persistentQ`: 16 KiB).
+XQA_QUERY_TILE_ELEMENTS = 8192
+
+
+def _xqa(capability: Capability | None, problem: PagedAttention) -> str | None:
+    """Return the limit that a problem passes, by FlashInfer's `xqa`, `gen_xqa_module`, xqa_wrapper.cu and mha.cu."""
+    kv = problem.k_cache.dtype
+    if kv == NVFP4 and capability is not None and family_of(capability) is not SM120:
+        return f"reads NVFP4 K/V on SM120 and SM121 only, not on {sm_name(capability)}"
+    # mha.cu applies its K/V scale to 8 and 4 bit K/V alone, but always divides the query's scale by it.
+    if kv in HALF_DTYPES and (isinstance(problem.bmm2_scale, torch.Tensor) or problem.bmm2_scale != 1):
+        return "applies no bmm2_scale to fp16 and bf16 K/V: it must be the number 1.0; fold it into the output"
+    if not isinstance(problem.bmm2_scale, torch.Tensor) and problem.bmm2_scale == 0:
+        return "divides by bmm2_scale: it must not be 0"
+    if problem.mask is not None and problem.max_q_len == 1:
+        return "ignores a mask at q_len_per_req 1"
+    return _xqa_heads(problem) or _xqa_strides(problem)
+
+
+def _xqa_heads(problem: PagedAttention) -> str | None:
+    group, head_dim = problem.num_qo_heads // problem.num_kv_heads, problem.head_dim
+    if head_dim > 256 and (problem.max_q_len > 1 or group > 16):
+        return f"with head_dim {head_dim} > 256 needs q_len_per_req 1 and at most 16 query heads per K/V head"
+    padded_head_dim = next(size for size in (64, 128, 256, 512) if size >= head_dim)
+    most_heads = XQA_QUERY_TILE_ELEMENTS // padded_head_dim
+    if problem.max_q_len == 1 and group > most_heads:
+        return f"with head_dim {head_dim} and q_len_per_req 1 takes at most {most_heads} query heads per K/V head, not {group}"
+    if problem.k_block_tables.shape[1] == 0:
+        return "takes the most keys from the page table's width, and block_tables has no column"
+    return None
+
+
+def _xqa_strides(problem: PagedAttention) -> str | None:
+    k_factors, v_factors = problem.k_scale_factors, problem.v_scale_factors
+    if k_factors is not None and v_factors is not None and k_factors.stride() != v_factors.stride():
+        return "reads V's scale factors with the strides of K's, and they differ"
+    for entries in (problem.k_cache, k_factors):
+        if entries is not None and any(stride % entries.shape[3] for stride in entries.stride()[:3]):
+            return f"counts K/V strides in whole heads of {entries.shape[3]}, and they are {entries.stride()}"
+    return None
+
+
+XQA = Kernel(
+    "XQA",
+    calls=(AttentionCall.DECODE,),
+    gpus=(SM90, SM100, SM120),
+    dtypes=Dtypes(
+        frozenset().union(*(triples((q,), (q, E4M3, NVFP4), (q,)) for q in HALF_DTYPES))
+        | triples(HALF_DTYPES, (E4M3,), (E4M3,)),
+        queries="takes fp16 or bf16 queries, not {q}",
+        kv="takes K/V in the query's dtype, e4m3 or NVFP4, not {kv}",
+        out="writes the query's dtype, or e4m3 with e4m3 K/V, not {out}",
+    ),
+    sizes=(
+        page_sizes(16, 32, 64, 128),
+        Sizes(
+            "needs a head_dim that is a multiple of 16 from 16 to 512",
+            lambda problem: problem.head_dim,
+            range(16, 513, 16),
+        ),
+    ),
+    honours=USUAL | {Feature.NVFP4, Feature.PLAIN_FACTORS, Feature.MASK, Feature.TENSOR_SCALES},
+    says={
+        Feature.RAGGED_ROWS: "takes no cum_seq_lens_q through the decode call: every request needs q_len_per_req rows",
+        Feature.SEPARATE_TABLES: "reads one page table for K and V: uses_shared_paged_kv_idx must be True",
+        Feature.LSE: NO_LSE,
+        Feature.STRIDED_LSE: NO_LSE,
+        Feature.OTHER_V_STRIDES: "reads V with K's strides, and they differ",
+        Feature.STRIDED_QUERY: STRIDED_QUERY,
+    },
+    limits=_xqa,
+)
+
+
+def _xqa_mla(_capability: Capability | None, problem: PagedAttention) -> str | None:
+    """Return the limit that a problem passes, by `xqa_batch_decode_with_kv_cache_mla`, `xqa_mla`, mla_sm120.cu."""
+    columns = problem.k_block_tables.shape[1]
+    if columns * problem.page_size % 128:
+        return f"needs block_tables of whole 128 tokens: {columns} columns of {problem.page_size} are not"
+    if problem.bmm2_scale == 0:
+        return "multiplies the logits by bmm2_scale, which must not be 0"
+    if not problem.k_cache.is_contiguous():
+        return "is called with a contiguous query and cache"
+    return None
+
+
+XQA_MLA = Kernel(
+    "XQA MLA",
+    calls=(AttentionCall.MLA_DECODE,),
+    gpus=(SM120,),
+    dtypes=MLA_DTYPES,
+    sizes=(
+        dims("(kv_lora_rank, qk_rope_head_dim)", mla_dims, (512, 64)),
+        Sizes("has a kernel for 128 query heads", lambda problem: problem.num_qo_heads, (128,)),  # `xqa_mla`
+        page_sizes(16, 32, 64, 128),
+    ),
+    honours=frozenset({Feature.V_SCALE, Feature.OUT}),
+    says={
+        Feature.SEVERAL_ROWS: "takes one query row per request",
+        Feature.RAGGED_ROWS: "takes one query row per request",
+        Feature.SINKS: "takes no sinks",
+        Feature.LSE: NO_LSE,
+        # It multiplies the logits by both scales, so that one must be divided by the other first.
+        Feature.TENSOR_SCALES: "is called with its scales as numbers, not as tensors",
+        Feature.STRIDED_QUERY: "is called with a contiguous query and cache",
+    },
+    limits=_xqa_mla,
+)
