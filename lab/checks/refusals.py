@@ -77,7 +77,7 @@ def refusing(function: Callable[..., Any], refusals: Refusals | None = None) -> 
             raise
         except BaseException as error:  # somebody else's code may raise anything
             _check_gpu(error)
-            wrote = any(not torch.equal(_bytes(arguments[name]), held) for name, held in before.items())
+            wrote = any(not torch.equal(bytes_of(arguments[name]), held) for name, held in before.items())
             late = wrote or _versions(arguments) != versions
             if not _is_refusal(error, refusals, signature, arguments, late):
                 raise raised(error) from error
@@ -131,14 +131,15 @@ def _exception(name: str) -> type[BaseException]:
     return found
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor's bytes, whatever its strides: those of one element may be any."""
+    return tensor.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def _outputs(arguments: dict[str, Any]) -> dict[str, Tensor]:
     """Return a copy of the bytes of each output that is handed out."""
     handed_out = {name: arguments[name] for name in OUTPUTS if isinstance(arguments.get(name), Tensor)}
-    return {name: _bytes(tensor).clone() for name, tensor in handed_out.items()}
+    return {name: bytes_of(tensor) for name, tensor in handed_out.items()}
 
 
 def _versions(arguments: dict[str, Any]) -> list[int]:

@@ -32,6 +32,9 @@ NAMES = ("decode", "draft_decode", "target_verify", "draft_extend", "draft_exten
 MODES: dict[str, GraphMode] = dict(zip(NAMES, graph_modes(WIDTH), strict=True))
 
 
+SETTINGS = list(itertools.product(MetadataPlace, (False, True)))
+
+
 def reason(case: StoryCase, implementation: Any = references, make: RunnerFactory = right_runner) -> str:
     """Say why a case on the CPU is not right; empty if it is."""
     stage: type[Stage] = MLAStage if isinstance(case, MLAGraphCase) else MHAStage
@@ -44,16 +47,19 @@ def wrong(cases: Iterable[StoryCase], implementation: Any = references) -> dict[
     return {repr(case): why for case in cases if (why := reason(case, implementation))}
 
 
-def test_every_story_of_every_mode_is_told_in_every_setting() -> None:
+def test_every_story_of_every_mode_is_told_in_every_setting_and_in_turn_on_a_real_geometry() -> None:
     cases = [
         case for each in graph_stories.CHECK.interfaces for case in graph_stories.CHECK.cases(each, Space(), Level.FULL)
     ]
-    for name in ("tiny", "gpt-oss-120b"):
-        told = {(each.mode, each.story, each.place, each.sliding_window) for each in cases if each.geometry == name}
-        modes = {mode for width in (2, 4, 8) for mode in graph_modes(width)} | {
-            GraphMode.draft_decode(s) for s in (0, 2)
-        }
-        assert len(told) == len(modes) * len(STORIES) * 2 * 2
+    modes = {mode for width in (2, 4, 8) for mode in graph_modes(width)} | {GraphMode.draft_decode(s) for s in (0, 2)}
+    settings = {
+        name: Counter((each.place, each.sliding_window) for each in cases if each.geometry == name)
+        for name in ("tiny", "gpt-oss-120b")
+    }
+    told = {(each.mode, each.story) for each in cases if each.geometry == "gpt-oss-120b"}
+    assert settings["tiny"] == dict.fromkeys(SETTINGS, len(modes) * len(STORIES))
+    assert len(told) == settings["gpt-oss-120b"].total() == len(modes) * len(STORIES)
+    assert set(settings["gpt-oss-120b"]) == set(SETTINGS)
     assert len(set(map(repr, cases))) == len(cases)
 
 
@@ -66,9 +72,6 @@ def test_the_smoke_level_tells_each_story_of_two_modes_and_takes_turns() -> None
     assert Counter(case.story for case in cases) == dict.fromkeys(Story, 2)
     assert {case.mode for case in cases} == set(MODES.values())
     assert len({(case.place, case.sliding_window) for case in cases}) == 4
-
-
-SETTINGS = list(itertools.product(MetadataPlace, (False, True)))
 
 
 @IN_INTERPRETER

@@ -52,7 +52,8 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[GraphCa
         settings = list(product(MetadataPlace, space.windows_of(geometry(name))))
         for mode, story, turn in told_modes(space, level):
             case = GraphCase(mode, story, geometry=name, page_size=page_size)
-            for place, window in settings if is_full else [settings[turn % len(settings)]]:
+            every = is_full and name == space.tiny
+            for place, window in settings if every else [settings[turn % len(settings)]]:
                 if case.interface is interface:
                     yield replace(case, place=place, sliding_window=window)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lab.checks.attention_inputs import AttentionInputs, new_workspace
 from lab.checks.check import Check, Level, counted, first_line, same
+from lab.checks.refusals import bytes_of
 from lab.checks.space import Space
 from lab.checks.trial import Trial, truth_of_call
 from lab.workloads.attention_case import AttentionCase
@@ -93,13 +94,8 @@ def wrong_guards(what: str, whole: Tensor) -> Iterator[str]:
 def changed_bytes(tensors: dict[str, Tensor], before: dict[str, Tensor]) -> Iterator[str]:
     """Yield a sentence for each tensor that differs from its earlier copy."""
     for name, tensor in tensors.items():
-        if not torch.equal(_bytes_of(tensor), _bytes_of(before[name])):
+        if not torch.equal(bytes_of(tensor), bytes_of(before[name])):
             yield f"it changed its {name}"
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return a tensor's bytes, whatever its strides: one of a single element may have a stride of no meaning."""
-    return tensor.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 CHECK = Check("K5", "guards", first_line(__doc__), _cases, _judge, adapt=same)

@@ -31,11 +31,11 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[MLAGrap
     page_sizes = space.mla_page_sizes if is_full else space.mla_page_sizes[:1]
     head_dims = space.mla_head_dims if is_full else space.mla_head_dims[:1]
     heads = min(space.mla_heads, key=lambda number: abs(number - 16))  # DeepSeek-V3's on one of 8 GPUs
-    for page_size, (head_dim, rank) in product(page_sizes, head_dims):
+    for number, (page_size, (head_dim, rank)) in enumerate(product(page_sizes, head_dims)):
         dims = {"num_qo_heads": heads, "kv_lora_rank": rank, "qk_rope_head_dim": head_dim - rank}
         for mode, story, turn in told_modes(space, level):
             settings = list(product(PLACES, COUNTING[:1] if mode.draft_step is None else COUNTING))
-            for place, attention in settings if is_full else [settings[turn % len(settings)]]:
+            for place, attention in settings if is_full and not number else [settings[(turn + number) % len(settings)]]:
                 yield MLAGraphCase(mode, story, place, page_size, attention=attention, **dims)
 
 

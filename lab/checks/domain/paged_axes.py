@@ -34,7 +34,7 @@ BEYOND: dict[str, tuple[Any, ...]] = {
     "large_batches": (257, 513),
     "masked_rows": (70,),
     "mla_heads": (32, 64),
-    "mla_page_sizes": (128,),
+    "mla_page_sizes": (8, 16, 128),
 }
 WINDOWS = (0, 1, 15, 20, 127, 1000, 5000, 2**31 - 1)
 PROMPTS = (65, 300, 1040)  # rows of a context call's first request
@@ -303,4 +303,5 @@ TRIPLES = (
     ("block_tables", "window_left", "dtypes"),
     ("mask", "dtypes", "lse"),
     ("causal", "sinks", "lse"),
+    ("requests", "num_kv_heads", "lengths"),
 )
