@@ -110,6 +110,14 @@ def family_of(capability: Capability | None) -> GpuFamily | None:
     return known[max(earlier)] if earlier else OTHER
 
 
+def trtllm_backend_of(capability: Capability | None, backend: str = "auto") -> str | None:
+    """Return the backend of FlashInfer's TRT-LLM calls: the one named, or for "auto" that of the GPU, None if it has none."""
+    if backend != "auto":
+        return backend
+    family = family_of(capability)
+    return None if family is None else family.trtllm_backend
+
+
 def family_that_runs(capability: Capability | None) -> GpuFamily:
     """Return the family whose code a Triton kernel compiles to, or imitates: a CPU's interpreter runs SM90's."""
     return family_of(capability) or (INTERPRETED if capability is None else SM80)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn, TypeVar
 import torch
 
 from lab.calls.problem import E4M3, HALF_DTYPES, INTERLEAVED_TOKENS, NVFP4_BLOCK, Scale, mask_words
-from lab.gpus import capability_of, family_of
+from lab.gpus import capability_of, trtllm_backend_of
 
 QUERY_DTYPES = (*HALF_DTYPES, E4M3, torch.float32, torch.float64)
 OUT_DTYPES = QUERY_DTYPES
@@ -24,7 +24,7 @@ T = TypeVar("T")
 UNMODELLED = "unmodelled"
 # The type of an argument that the lab models at its default alone: `check_modelled` refuses any other value.
 Unmodelled = Annotated[T, UNMODELLED]
-# Scratch and a launch hint: they change no result, so any value will do, on any device.
+# Memory of kernels and a launch hint: they change no result, so any value will do, on any device.
 FREE_ARGUMENTS = ("workspace_buffer", "enable_pdl", "multi_ctas_kv_counter_buffer")
 
 
@@ -189,16 +189,13 @@ def check_scale_factors(call: Any, k_cache: torch.Tensor) -> tuple[torch.Tensor 
 
 def has_interleaved_v_scales(call: Any) -> bool:
     """Return True for trtllm-gen, which reads V's NVFP4 scale factors interleaved; XQA does not (FlashInfer 0.7.2)."""
-    if call.backend != "auto":
-        return call.backend == "trtllm-gen"
     capability = capability_of(call.query.device)
-    if capability is None:
+    if call.backend == "auto" and capability is None:
         raise ValueError(
             "backend='auto' with an NVFP4 cache off the GPU: XQA and trtllm-gen order V's scale factors differently; "
             "pass backend='xqa' or 'trtllm-gen'"
         )
-    family = family_of(capability)
-    return family is not None and family.trtllm_backend == "trtllm-gen"
+    return trtllm_backend_of(capability, call.backend) == "trtllm-gen"
 
 
 def batch_size_of(block_tables: object, shared: bool) -> int:

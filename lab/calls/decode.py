@@ -21,7 +21,7 @@ class DecodeCall:
         kv_cache: (K, V), each [num_pages, num_kv_heads, page_size, head_dim] ("HND") or
             [num_pages, page_size, num_kv_heads, head_dim] ("NHD"); or one tensor with a second dimension of 2 (K and V)
             or 1 (K is V). The query's dtype, e4m3, or uint8 for NVFP4.
-        workspace_buffer: scratch of FlashInfer's kernels; what needs none ignores it.
+        workspace_buffer: memory of FlashInfer's kernels, as `lab.calls.workspace` says; what needs none ignores it.
         block_tables: int32 [batch_size, max_num_pages_per_seq], or [batch_size, 2, max_num_pages_per_seq] with separate
             K and V page ids when `uses_shared_paged_kv_idx` is False.
         seq_lens: int32 or uint32 [batch_size]: keys of each request, its query tokens included.
@@ -36,6 +36,7 @@ class DecodeCall:
         mask: packed draft mask for q_len_per_req > 1, uint16 [batch_size, q_len, 2 * ceil(q_len / 32)]; bit b of word w
             of row j set: draft token 16 w + b is visible to row j. Without it the rows are causal.
         kv_cache_sf: (K, V) e4m3 scale factors of an NVFP4 cache, one per 16 elements of head_dim.
+        multi_ctas_kv_counter_buffer: bytes that trtllm-gen counts in, zero before a call and after it.
         lse, return_lse: float32 [num_rows, num_qo_heads], base 2: log2 of the softmax's denominator, the sink included.
 
     The other parameters have one value that the lab models, their default; another raises NotImplementedError. Those

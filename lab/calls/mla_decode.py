@@ -28,7 +28,7 @@ class MLADecodeCall:
             references: float32 and float64 too).
         kv_cache: [num_pages, page_size, kv_lora_rank + qk_rope_head_dim], or the same with a second dimension of 1 for
             the only head. The query's dtype, or e4m3.
-        workspace_buffer: scratch of FlashInfer's kernels; what needs none ignores it.
+        workspace_buffer: memory of FlashInfer's kernels, as `lab.calls.workspace` says; what needs none ignores it.
         qk_nope_head_dim: head_dim before absorption, without the rotary part; it changes no result.
         kv_lora_rank, qk_rope_head_dim: elements of the latent vector, and of the rotary part.
         block_tables: int32 [batch_size, max_num_pages_per_seq].

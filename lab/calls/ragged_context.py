@@ -58,7 +58,7 @@ class RaggedContextCall:
         key: [num_tokens, num_kv_heads, head_dim], the query's dtype. Query head h reads K/V head
             h // (num_qo_heads / num_kv_heads); DeepSeek has as many of the one as of the other.
         value: [num_tokens, num_kv_heads, v_head_dim], likewise.
-        workspace_buffer: scratch of FlashInfer's kernels; what needs none ignores it.
+        workspace_buffer: memory of FlashInfer's kernels, as `lab.calls.workspace` says; what needs none ignores it.
         seq_lens: int32 or uint32 [batch_size]: keys of each request.
         max_q_len, max_kv_len: host bounds of the rows and the keys of one request; 0 for an empty batch.
         bmm1_scale, bmm2_scale: number, or float32 tensor of one element: factor of Q·K^T and of P·V.

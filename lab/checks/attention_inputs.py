@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import E4M3, NVFP4_BLOCK
+from lab.calls.workspace import SEMAPHORE_BYTES
 from lab.checks.contents import draw_contents
 from lab.checks.stored import E4M3_K_SCALE, E4M3_V_SCALE, POISON, as_stored, fill
 from lab.references.quantization import dequantize_nvfp4, interleave_v_scale_factors, quantize_nvfp4
@@ -16,8 +17,7 @@ from lab.workloads.attention_case import NVFP4, AttentionCase, Dead, TableTail
 from lab.workloads.interfaces import Interface
 
 Quantised = tuple[Tensor, Tensor | None]  # a request's tokens as stored, and an NVFP4 cache's scale factors
-SEMAPHORE_BYTES = 8 * 2**20  # zeros that a TRT-LLM kernel counts in, the workspace's first bytes (FlashInfer 0.7.2)
-SCRATCH_BYTES = {"cpu": 2**20, "cuda": 128 * 2**20}
+SCRATCH_BYTES = {"cpu": 2**20, "cuda": 192 * 2**20}  # of a call: 512 requests of 64 heads with trtllm-gen's LSE
 ENGINE_SCRATCH_BYTES = {"cpu": 2**20, "cuda": 512 * 2**20}  # of a model's batches: SGLang 0.5.23's default
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import E4M3
+from lab.calls.workspace import counts_in_workspace, semaphores_and_scratch
 from lab.metadata.engine.forward_mode import ForwardMode, UncountedTokens
 from lab.workloads.attention_case import NVFP4, AttentionCase
 from lab.workloads.interfaces import Interface
@@ -22,7 +23,6 @@ from lab.workloads.interfaces import Interface
 Fact = bool | int | str
 Facts = Mapping[str, Fact]
 
-SEMAPHORE_BYTES = 8 * 2**20  # of a workspace; scratch after them
 TILE = 64  # keys that kernels take at a time
 LONG_TILE = 512
 LONGER = "a request is longer than in the first call of these shapes"
@@ -279,8 +279,10 @@ def _of_arguments(interface: Interface, arguments: Mapping[str, Any]) -> dict[st
     found |= _of_mask(arguments.get("mask"))
     workspace = arguments.get("workspace_buffer")
     if workspace is not None:
-        scratch = workspace.flatten().view(torch.uint8)[SEMAPHORE_BYTES : SEMAPHORE_BYTES + 64]
-        found["the workspace's scratch is not zero"] = bool(scratch.any())
+        semaphores, scratch = semaphores_and_scratch(workspace.flatten())
+        is_counted_in = counts_in_workspace(arguments.get("backend", "auto"), query.device)
+        parts = (scratch,) if is_counted_in else (semaphores, scratch)
+        found["the workspace's scratch is not zero"] = any(bool(part[:64].any()) for part in parts)
     if "kv_cache" in arguments:
         found |= _of_cache(arguments, heads)
     else:

@@ -87,7 +87,10 @@ def _left_out(name: str, words: str, by_engines: bool = False) -> Spelling:
 
 SPELLINGS = (
     # What no result depends on.
-    *(_left_out(name, f"no {name}") for name in ("workspace_buffer", "max_seq_len", "max_kv_len")),
+    *(
+        _left_out(name, f"no {name}")
+        for name in ("workspace_buffer", "multi_ctas_kv_counter_buffer", "max_seq_len", "max_kv_len")
+    ),
     _left_out("out", "its result copied into the output", by_engines=True),
     Spelling(
         "an output handed out",

@@ -10,17 +10,18 @@ from typing import Any
 
 import torch
 
-from lab.calls.problem import AttentionProblem
+from lab.calls import ContextCall, DecodeCall, MLADecodeCall
+from lab.calls.problem import AttentionProblem, PagedAttention
+from lab.calls.workspace import SEMAPHORE_BYTES, semaphores_and_scratch
 from lab.extras import require
 from lab.gpus import Capability, capability_of
 from lab.kernels.support import Kernel, Problem, refuse_unsupported
 from lab.kernels.support.trtllm import kernel_for
 
-# XQA's semaphores: the first 8 MiB of its workspace, zero at each launch (FlashInfer 0.7.2, `xqa_batch_decode_with_kv_cache`).
-SEMAPHORE_BYTES = 8 * 2**20
-# Scratch after them. XQA never checks its size (FlashInfer 0.7.2, xqa_wrapper.cu); 512 MiB is SGLang 0.5.23's default.
+# Of the lab's own workspace; 512 MiB is SGLang 0.5.23's default.
 SCRATCH_BYTES = 512 * 2**20
-# The least scratch that the lab hands on. XQA would write past a smaller one without a word.
+# The least scratch that the lab hands on. XQA (FlashInfer 0.7.2, xqa_wrapper.cu) and trtllm-gen (kernelParams.h, `ptrPartialO`)
+# would write past a smaller one without a word.
 LEAST_SCRATCH_BYTES = 64 * 2**20
 
 Refresh = Callable[[], object]  # one small launch that rewrites what was derived from a tensor's contents
@@ -172,13 +173,50 @@ def workspace_of(device: torch.device, stream: int) -> torch.Tensor:
     return torch.zeros(SEMAPHORE_BYTES + SCRATCH_BYTES, dtype=torch.uint8, device=device)
 
 
-def check_workspace_size(workspace: torch.Tensor) -> None:
-    """Raise ValueError where a workspace has less room than semaphores and the least scratch."""
-    if workspace.nbytes - SEMAPHORE_BYTES < LEAST_SCRATCH_BYTES:
+def check_workspace_size(workspace: torch.Tensor, statistics_bytes: int = 0) -> None:
+    """Raise ValueError where a workspace has less room than semaphores, statistics and the least scratch."""
+    least = LEAST_SCRATCH_BYTES + statistics_bytes
+    if workspace.nbytes - SEMAPHORE_BYTES < least:
+        remedy = f"pass {SEMAPHORE_BYTES + least}" if least > SCRATCH_BYTES else "pass None for the lab's own"
         raise ValueError(
             f"workspace_buffer has {workspace.nbytes} bytes, less than the {SEMAPHORE_BYTES} of XQA's semaphores and "
-            f"{LEAST_SCRATCH_BYTES} of scratch; pass None for the lab's own"
+            f"{least} of scratch; {remedy}"
         )
+
+
+def xqa_memory(call: DecodeCall | MLADecodeCall, device: torch.device) -> dict[str, Any]:
+    """Return the memory of a call that comes to XQA: the whole workspace, and no counters, which are trtllm-gen's.
+
+    Raises as `workspace_for` and `check_workspace_size`.
+    """
+    workspace = workspace_for(call.workspace_buffer, device)
+    check_workspace_size(workspace)
+    return {"workspace_buffer": workspace, "multi_ctas_kv_counter_buffer": None}
+
+
+def trtllm_gen_memory(call: DecodeCall | ContextCall | MLADecodeCall, problem: PagedAttention) -> dict[str, Any]:
+    """Return the memory of a call that comes to trtllm-gen: scratch for its workspace, and counters that are zero.
+
+    Counters that the caller did not give are the workspace's first bytes, so that no call allocates and zeroes its own.
+
+    Raises as `workspace_for` and `check_workspace_size`.
+    """
+    workspace = workspace_for(call.workspace_buffer, problem.query.device)
+    # A decode kernel's partial results come after the statistics, where the launcher does not look at their size.
+    check_workspace_size(workspace, 0 if isinstance(call, ContextCall) else _statistics_bytes(problem))
+    counters, scratch = semaphores_and_scratch(workspace)
+    given = call.multi_ctas_kv_counter_buffer
+    return {"workspace_buffer": scratch, "multi_ctas_kv_counter_buffer": counters if given is None else given}
+
+
+def _statistics_bytes(problem: PagedAttention) -> int:
+    """Return the bytes that trtllm-gen's statistics take of a call with LSE (trtllm_fmha_kernel_launcher.cu, `softmax_slots`).
+
+    Two float32 for each request, head and row, of 256 rows or a multiple, and a guard of 1 MiB.
+    """
+    if problem.lse is None and not problem.return_lse:
+        return 0
+    return problem.batch_size * problem.num_qo_heads * -(-problem.max_q_len // 256) * 256 * 8 + 2**20
 
 
 def scratch_for(workspace_buffer: object, device: torch.device) -> torch.Tensor:
@@ -188,7 +226,7 @@ def scratch_for(workspace_buffer: object, device: torch.device) -> torch.Tensor:
     """
     workspace = workspace_for(workspace_buffer, device)
     check_workspace_size(workspace)
-    return workspace.view(-1).view(torch.uint8)[SEMAPHORE_BYTES:]
+    return semaphores_and_scratch(workspace)[1]
 
 
 def refuse_during_capture(what: str, device: torch.device) -> None:

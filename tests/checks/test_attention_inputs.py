@@ -9,13 +9,9 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import E4M3
+from lab.calls.workspace import SEMAPHORE_BYTES
 from lab.checks import AttentionCase, Contents, Dead, Interface, Storage, TableTail
-from lab.checks.attention_inputs import (
-    SEMAPHORE_BYTES,
-    AttentionInputs,
-    build_attention,
-    new_workspace,
-)
+from lab.checks.attention_inputs import AttentionInputs, build_attention, new_workspace
 from lab.checks.needles import needle_positions
 from lab.checks.trial import truth_of_call
 from lab.workloads.attention_case import NVFP4

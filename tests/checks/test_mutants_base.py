@@ -16,11 +16,12 @@ from torch import Tensor
 from lab import references
 from lab.calls import DecodeCall
 from lab.calls.problem import NVFP4_BLOCK
+from lab.calls.workspace import SEMAPHORE_BYTES
 from lab.checks import mutants
 from lab.checks.mutants import MUTANTS, mutant
 from lab.checks.mutants.draft_indices import DraftListsModel
 from lab.checks.mutants.mutant import CONTEXT, DECODE, MLA_DECODE, MLA_METADATA
-from lab.checks.mutants.split_kv import COUNTER_BYTES, SplitKV
+from lab.checks.mutants.split_kv import SplitKV
 from lab.references import generate_draft_decode_kv_indices
 from lab.references import trtllm_batch_context_with_kv_cache as reference_context
 from lab.references import trtllm_batch_decode_with_kv_cache as reference_decode
@@ -211,14 +212,14 @@ def test_ragged_mla_and_padding_rows(rule: str) -> None:
 
 
 def test_mla_uses_the_workspace_and_leaves_it_in_order() -> None:
-    workspace = torch.full((COUNTER_BYTES + 2**20,), 255, dtype=torch.uint8)
-    workspace[:COUNTER_BYTES] = 0
+    workspace = torch.full((SEMAPHORE_BYTES + 2**20,), 255, dtype=torch.uint8)
+    workspace[:SEMAPHORE_BYTES] = 0
     arguments = mla_cases.mla_arguments(mla_cases.random_batch([2, 2], [300, 65]))
     expected, _ = SplitKV().trtllm_batch_decode_with_kv_cache_mla(**arguments | {"out": None})
     shared = arguments | {"out": None, "return_lse": False, "workspace_buffer": workspace}
     assert torch.equal(SplitKV().trtllm_batch_decode_with_kv_cache_mla(**shared), expected)
-    assert not workspace[:COUNTER_BYTES].any()
-    assert (workspace[COUNTER_BYTES:] != 255).any()
+    assert not workspace[:SEMAPHORE_BYTES].any()
+    assert (workspace[SEMAPHORE_BYTES:] != 255).any()
 
 
 def nvfp4_arguments(page_size: int = 16) -> dict[str, Any]:
@@ -252,8 +253,8 @@ def test_nvfp4_is_right(backend: str) -> None:
 def test_the_workspace_is_used_and_left_in_order(contents: int) -> None:
     """Partial results go to the scratch, whatever it held; counters are zero again; nothing else changes."""
     batch = random_batch([2, 2], [300, 65])
-    workspace = torch.zeros(COUNTER_BYTES + 2**20, dtype=torch.uint8)
-    workspace[COUNTER_BYTES:] = contents
+    workspace = torch.zeros(SEMAPHORE_BYTES + 2**20, dtype=torch.uint8)
+    workspace[SEMAPHORE_BYTES:] = contents
     before = workspace.clone()
     out = torch.full((4, 4, 16), math.nan, dtype=torch.bfloat16)
     lse = torch.full((4, 4), math.nan)
@@ -261,14 +262,14 @@ def test_the_workspace_is_used_and_left_in_order(contents: int) -> None:
     assert_right(DECODE, batch, arguments)
     assert out.isfinite().all()
     assert lse.isfinite().all()
-    assert not workspace[:COUNTER_BYTES].any()
+    assert not workspace[:SEMAPHORE_BYTES].any()
     assert not torch.equal(workspace, before)
 
 
 def test_a_split_is_not_merged_while_its_counter_is_wrong() -> None:
     """What a kernel does with a workspace that nobody zeroed."""
     batch = random_batch([1], [100])
-    workspace = torch.ones(COUNTER_BYTES + 2**20, dtype=torch.uint8)
+    workspace = torch.ones(SEMAPHORE_BYTES + 2**20, dtype=torch.uint8)
     out = torch.zeros(1, 4, 16, dtype=torch.bfloat16)
     arguments = decode_arguments(batch, out_dtype=None, out=out, workspace_buffer=workspace)
     SplitKV().trtllm_batch_decode_with_kv_cache(**arguments)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import DeviceType
 
 from lab import references
+from lab.calls.workspace import SEMAPHORE_BYTES
 from lab.kernels import flashinfer_call, trtllm
 from lab.metadata.engine.capture import capturing
 from lab.timing.host_time import host_time
@@ -47,9 +48,7 @@ def int32(values: Any) -> Tensor:
 
 
 def new_workspace() -> Tensor:
-    return torch.zeros(
-        flashinfer_call.SEMAPHORE_BYTES + flashinfer_call.SCRATCH_BYTES, dtype=torch.uint8, device="cuda"
-    )
+    return torch.zeros(SEMAPHORE_BYTES + flashinfer_call.SCRATCH_BYTES, dtype=torch.uint8, device="cuda")
 
 
 def decode_arguments(q_len: int) -> Arguments:

@@ -35,8 +35,8 @@ def simulate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Simulate]:
         simulated = SimulatedMLA(**options)
         for module in (flashinfer_call, support):
             monkeypatch.setattr(module, "capability_of", lambda device: capability)
-        for name in ("SCRATCH_BYTES", "LEAST_SCRATCH_BYTES"):
-            monkeypatch.setattr(flashinfer_call, name, 4096)
+        monkeypatch.setattr(flashinfer_call, "SCRATCH_BYTES", 4 * MEBIBYTE)
+        monkeypatch.setattr(flashinfer_call, "LEAST_SCRATCH_BYTES", 4096)
         for module in (flashinfer_call, flashinfer_mla):
             monkeypatch.setattr(module, "installed", simulated.installed)
         flashinfer_call.workspace_of.cache_clear()

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lab import references
 from lab.calls.problem import mask_words
+from lab.calls.workspace import SEMAPHORE_BYTES
 from lab.kernels import flashinfer_call, support, trtllm
 from tests.cases import Batch, context_arguments, decode_arguments, pack_mask, random_batch, write_pages
 from tests.kernels.simulated_flashinfer import MEBIBYTE, SimulatedFlashInfer
@@ -41,7 +42,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch) -> Simulate:
         simulated = SimulatedFlashInfer(capability[0], **options)
         monkeypatch.setattr(flashinfer_call, "capability_of", lambda device: capability)
         monkeypatch.setattr(support, "capability_of", lambda device: capability)
-        monkeypatch.setattr(flashinfer_call, "SCRATCH_BYTES", 4096)
+        monkeypatch.setattr(flashinfer_call, "SCRATCH_BYTES", 4 * MEBIBYTE)
         monkeypatch.setattr(flashinfer_call, "LEAST_SCRATCH_BYTES", 4096)
         monkeypatch.setattr(flashinfer_call, "installed", simulated.installed)
         forget()
@@ -725,8 +726,8 @@ def test_the_workspace_is_kept_and_its_semaphores_stay_zero(simulate: Simulate) 
     assert_right(DECODE, decode_case())
     first, prefill, second = (arguments["workspace_buffer"] for _, arguments in simulated.calls)
     assert first.data_ptr() == second.data_ptr()
-    assert first.nbytes == flashinfer_call.SEMAPHORE_BYTES + flashinfer_call.SCRATCH_BYTES
-    assert prefill.data_ptr() - first.data_ptr() == flashinfer_call.SEMAPHORE_BYTES == 8 * MEBIBYTE
+    assert first.nbytes == SEMAPHORE_BYTES + flashinfer_call.SCRATCH_BYTES
+    assert prefill.data_ptr() - first.data_ptr() == SEMAPHORE_BYTES == 8 * MEBIBYTE
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.float32])

@@ -2,14 +2,18 @@
 
 An engine shares one workspace among layers, shapes and kernels. Its first 8 MiB are counters: zero before a call, and zero
 again after it. The scratch after them may hold anything, as may the output. A test that zeroes both each time sees nothing.
+FlashInfer's trtllm-gen kernels count in `multi_ctas_kv_counter_buffer` instead, which must stay zero where they run; they
+write the workspace from its first byte on, which is right there.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
-from lab.checks.attention_inputs import SEMAPHORE_BYTES, new_workspace
+from lab.calls.workspace import SEMAPHORE_BYTES, counts_in_workspace, semaphores_and_scratch
+from lab.checks.attention_inputs import new_workspace
 from lab.checks.check import Check, Level, counted, first_line, same
 from lab.checks.space import Space
 from lab.checks.trial import Trial, truth_of_call
@@ -24,20 +28,21 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[Attenti
 def _judge(trial: Trial) -> None:
     inputs = trial.build()
     truth = truth_of_call(inputs)
-    workspace = new_workspace(trial.device)
-    first = trial.call(inputs, workspace_buffer=workspace)
+    backend = inputs.arguments().get("backend", "auto")
+    shared = _shared(trial.device, counts_in_workspace(backend, trial.device))
+    first = trial.call(inputs, **shared)
     trial.hold("a zeroed workspace", first, truth)
-    _counters_are_zero(trial, "a call", workspace)
+    _counters_are_zero(trial, "a call", shared)
 
     other = trial.build(_another_shape(trial.case))
-    trial.vary("another shape", truth_of_call(other), other, workspace_buffer=workspace)
-    _counters_are_zero(trial, "a call of another shape", workspace)
-    trial.same_bits("again, after another shape", trial.repeat(inputs, workspace_buffer=workspace), first)
+    trial.vary("another shape", truth_of_call(other), other, **shared)
+    _counters_are_zero(trial, "a call of another shape", shared)
+    trial.same_bits("again, after another shape", trial.repeat(inputs, **shared), first)
 
+    scratch = _scratch(shared)
     for byte, name in ((0xFF, "NaN"), (0x7B, "large values")):
-        workspace[SEMAPHORE_BYTES:] = byte
-        again = trial.repeat(inputs, workspace_buffer=workspace)
-        trial.same_bits(f"scratch that holds {name}", again, first)
+        scratch.fill_(byte)
+        trial.same_bits(f"scratch that holds {name}", trial.repeat(inputs, **shared), first)
     out = torch.full_like(first.out, float("nan"))
     shape = (len(trial.case.q_lens), trial.case.q_lens[0], *out.shape[1:]) if trial.case.is_mla else out.shape
     into = trial.attempt("an output of NaN", inputs, out=out.view(shape))
@@ -52,10 +57,29 @@ def _another_shape(case: AttentionCase) -> AttentionCase:
     return replace(case, kv_lens=(longer * 2)[:keep], q_lens=(case.q_lens * 2)[:keep], seed=case.seed + 1)
 
 
-def _counters_are_zero(trial: Trial, what: str, workspace: torch.Tensor) -> None:
-    count = int(torch.count_nonzero(workspace[:SEMAPHORE_BYTES]))
-    wrong = f"{what} left {count} of the workspace's first {SEMAPHORE_BYTES} bytes non-zero"
+def _shared(device: torch.device, counts_in_workspace: bool) -> dict[str, Tensor]:
+    """Return the arguments that calls share: a workspace, and counters where the kernel does not count in it."""
+    workspace = new_workspace(device)
+    if counts_in_workspace:
+        return {"workspace_buffer": workspace}
+    counters = torch.zeros_like(semaphores_and_scratch(workspace)[0])
+    return {"workspace_buffer": workspace, "multi_ctas_kv_counter_buffer": counters}
+
+
+def _counters_are_zero(trial: Trial, what: str, shared: dict[str, Tensor]) -> None:
+    counters, name = semaphores_and_scratch(shared["workspace_buffer"])[0], "the workspace's"
+    if "multi_ctas_kv_counter_buffer" in shared:
+        counters, name = shared["multi_ctas_kv_counter_buffer"], "multi_ctas_kv_counter_buffer's"
+    count = int(torch.count_nonzero(counters))
+    wrong = f"{what} left {count} of {name} first {SEMAPHORE_BYTES} bytes non-zero"
     trial.hold_nothing_wrong(f"the counters after {what}", [wrong] if count else [])
+
+
+def _scratch(shared: dict[str, Tensor]) -> Tensor:
+    """Return what may hold anything: all of a workspace that the kernel does not count in, and whose first bytes it writes."""
+    semaphores, scratch = semaphores_and_scratch(shared["workspace_buffer"])
+    is_whole = "multi_ctas_kv_counter_buffer" in shared and bool(semaphores.any())
+    return shared["workspace_buffer"] if is_whole else scratch
 
 
 CHECK = Check("K6", "workspace", first_line(__doc__), _cases, _judge, adapt=same)

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import PagedAttention
+from lab.calls.workspace import SEMAPHORE_BYTES
 from lab.checks.mutants.mutant import Memory
-from lab.checks.mutants.split_kv import COUNTER_BYTES, Partials, Rows, RowTile, SplitKV, Workspace
+from lab.checks.mutants.split_kv import Partials, Rows, RowTile, SplitKV, Workspace
 
 
 class Zeros(SplitKV, mla=True, merged=lambda rows, *_: rows._replace(values=rows.values * 0.0)):
@@ -218,7 +219,7 @@ class ScratchInCounters(SplitKV, mla=True, source="vLLM #25520"):
 
     def workspace(self, buffer: Tensor | None, problem: PagedAttention, tiles: list[RowTile]) -> Workspace:
         workspace = super().workspace(buffer, problem, tiles)
-        if 4 * len(workspace.counters) == COUNTER_BYTES:
+        if 4 * len(workspace.counters) == SEMAPHORE_BYTES:
             workspace.counters[-1] = 1
         return workspace
 

@@ -15,12 +15,12 @@ from torch import Tensor
 from lab.calls import ContextCall, DecodeCall, takes
 from lab.calls.mla_decode import MLADecodeCall
 from lab.calls.problem import PagedAttention, Scale
+from lab.calls.workspace import SEMAPHORE_BYTES, semaphores_and_scratch
 from lab.checks.mutants.mutant import CONTEXT, DECODE, Defective
 from lab.references.quantization import deinterleave_v_scale_factors, dequantize_nvfp4, rounded
 
 KEYS_PER_SPLIT = 64
 ROWS_PER_TILE = 64
-COUNTER_BYTES = 8 * 2**20  # zero before a call and after it, as XQA's semaphores (FlashInfer 0.7.2)
 
 Call = DecodeCall | ContextCall | MLADecodeCall
 
@@ -154,9 +154,9 @@ class SplitKV(Defective, is_model=True, interface=(DECODE, CONTEXT)):
         needed = max((partials_size(problem, tile) for tile in tiles), default=0)
         if buffer is not None and buffer.device == device and buffer.is_contiguous():
             data = buffer.flatten().view(torch.uint8)
-            if data.storage_offset() % 4 == 0 and len(data) >= COUNTER_BYTES + 4 * needed:
-                counters, scratch = data[:COUNTER_BYTES], data[COUNTER_BYTES : COUNTER_BYTES + 4 * needed]
-                return Workspace(counters.view(torch.int32), scratch.view(torch.float32))
+            if data.storage_offset() % 4 == 0 and len(data) >= SEMAPHORE_BYTES + 4 * needed:
+                counters, scratch = semaphores_and_scratch(data)
+                return Workspace(counters.view(torch.int32), scratch[: 4 * needed].view(torch.float32))
         return Workspace(
             torch.zeros(len(tiles), dtype=torch.int32, device=device),
             torch.empty(needed, dtype=torch.float32, device=device),

@@ -14,12 +14,12 @@ from lab.calls.problem import PagedAttention
 from lab.kernels.flashinfer_call import (
     PreparedCall,
     but_defaults,
-    check_workspace_size,
     packed,
     prepared,
     returning,
     supported_kernel,
-    workspace_for,
+    trtllm_gen_memory,
+    xqa_memory,
 )
 from lab.kernels.support.xqa import XQA_MLA
 
@@ -29,7 +29,8 @@ def prepare_trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Prepar
     """Prepare FlashInfer's MLA decode kernel: decode, verify, draft extend. Shapes, errors: `lab.calls.MLADecodeCall`.
 
     Without a `workspace_buffer` the lab's own is used, one per device and stream; a given one must hold 8 MiB of zeros first,
-    then scratch. What the GPU's kernel does not take raises NotImplementedError with the reason of
+    then scratch, and serves calls of both backends in turn: the zeros are XQA's semaphores, and trtllm-gen's counters where
+    `multi_ctas_kv_counter_buffer` is None. What the GPU's kernel does not take raises NotImplementedError with the reason of
     `lab.kernels.support.why_not`.
     """
     problem = call.problem()
@@ -37,18 +38,12 @@ def prepare_trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Prepar
         return returning(problem, call.returned)
     kernel = supported_kernel(problem, call.backend)
     block_tables, refreshes = packed(call.block_tables)
-    workspace = workspace_for(call.workspace_buffer, problem.query.device)
     changes: dict[str, Any] = {
         "kv_cache": problem.k_cache,
         "block_tables": block_tables,
-        "workspace_buffer": workspace,
         "sinks": problem.sinks,
     }
-    if kernel is XQA_MLA:
-        check_workspace_size(workspace)
-        changes |= _xqa_changes(call, problem)
-    else:
-        changes |= _trtllm_gen_changes(call)
+    changes |= _xqa_changes(call, problem) if kernel is XQA_MLA else _trtllm_gen_changes(call, problem)
     arguments = but_defaults(call, changes)
     made = prepared("flashinfer.mla", "trtllm_batch_decode_with_kv_cache_mla", arguments, refreshes)
     if kernel is XQA_MLA and call.out is not None:
@@ -63,16 +58,16 @@ def _xqa_changes(call: MLADecodeCall, problem: PagedAttention) -> dict[str, Any]
     changes: dict[str, Any] = {
         "backend": "xqa",
         "bmm1_scale": float(problem.bmm1_scale) / float(problem.bmm2_scale),
-        "multi_ctas_kv_counter_buffer": None,  # trtllm-gen's; XQA counts in the workspace
         "max_q_len": None,
+        **xqa_memory(call, problem.query.device),
     }
     if call.out is not None:
         changes["out"] = call.out[:, 0]  # which FlashInfer checks as [batch_size, num_qo_heads, kv_lora_rank]
     return changes
 
 
-def _trtllm_gen_changes(call: MLADecodeCall) -> dict[str, Any]:
-    changes: dict[str, Any] = {"backend": "trtllm-gen"}
+def _trtllm_gen_changes(call: MLADecodeCall, problem: PagedAttention) -> dict[str, Any]:
+    changes: dict[str, Any] = {"backend": "trtllm-gen", **trtllm_gen_memory(call, problem)}
     if call.return_lse:
         changes["return_lse_base"] = call.return_lse_base or "base2"
     return changes

@@ -2,8 +2,9 @@
 
 What runs depends on the GPU, as in an engine: trtllm-gen on SM100 and SM103; on SM90, SM120 and SM121 XQA for the decode
 call and fmha_v2 for the context call. The adapter supplies what those need and the calls do not carry: XQA's packed
-causal mask, a workspace whose semaphores are zero, packed page-table rows, fmha_v2's [B, 2, M] table. trtllm-gen's path
-has been checked by signature and by simulation only: no SM100 or SM103 was at hand.
+causal mask, a workspace whose semaphores are zero, packed page-table rows, fmha_v2's [B, 2, M] table, and trtllm-gen's
+counters, without which each call would allocate and zero its own. trtllm-gen's path has been checked by signature and by
+simulation only: no SM100 or SM103 was at hand.
 
 Checking and converting the arguments takes longer than a small launch. Whoever calls often, or counts microseconds,
 prepares once and calls many times: `prepare_` before a call's name returns a `PreparedCall`, raises what the call would raise,
@@ -22,14 +23,14 @@ from lab.kernels.flashinfer_call import (
     PreparedCall,
     Refresh,
     but_defaults,
-    check_workspace_size,
     packed,
     prepared,
     refuse_during_capture,
     returning,
     scratch_for,
     supported_kernel,
-    workspace_for,
+    trtllm_gen_memory,
+    xqa_memory,
 )
 from lab.kernels.support.fmha_v2 import FMHA_V2
 from lab.kernels.support.stored_cache import StoredCache, stored_cache
@@ -41,16 +42,17 @@ def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> PreparedCall:
     """Prepare FlashInfer's decode kernel: decode, verify, draft extend. Shapes and errors are `lab.calls.DecodeCall`'s.
 
     Without a `mask`, verify rows are causal on every GPU. Without a `workspace_buffer`, the lab's own is used, one per
-    device and stream; a given one must hold 8 MiB of zeros first, then scratch. What the GPU's kernel does not take raises
-    NotImplementedError with the reason of `lab.kernels.support.why_not`.
+    device and stream; a given one must hold 8 MiB of zeros first, then scratch, and serves calls of both backends in turn:
+    the zeros are XQA's semaphores, and trtllm-gen's counters where `multi_ctas_kv_counter_buffer` is None. What the GPU's
+    kernel does not take raises NotImplementedError with the reason of `lab.kernels.support.why_not`.
     """
     problem = call.problem()
     if problem.has_no_rows:
         return returning(problem, problem.returned)
     kernel = supported_kernel(problem, call.backend)
     changes, refreshes = _canonical(call, problem)
+    changes |= xqa_memory(call, call.query.device) if kernel is XQA else trtllm_gen_memory(call, problem)
     if kernel is XQA:
-        check_workspace_size(changes["workspace_buffer"])
         changes["bmm1_scale"] = problem.bmm1_scale
         if call.bmm1_scale_log2 is not None:  # which XQA does not take
             changes["bmm1_scale_log2"] = None
@@ -72,7 +74,7 @@ def prepare_trtllm_batch_context_with_kv_cache(call: ContextCall) -> PreparedCal
     and K and V as halves of one allocation. The latter needs a [B, 2, M] table, which one small launch writes before each
     call. Who has that table already passes it with `uses_shared_paged_kv_idx=False` and the whole allocation,
     [2 * num_pages, ...], as both K and V: nothing is then launched but the kernel. A given `workspace_buffer` may be the
-    decode call's: its first 8 MiB are left alone.
+    decode call's: its first 8 MiB stay zero.
     """
     problem = call.problem()
     if problem.has_no_rows:
@@ -81,7 +83,7 @@ def prepare_trtllm_batch_context_with_kv_cache(call: ContextCall) -> PreparedCal
         arguments, refreshes = _fmha_v2_arguments(call, problem)
         return prepared("flashinfer.prefill", "trtllm_fmha_v2_prefill", arguments, refreshes)
     changes, refreshes = _canonical(call, problem)
-    arguments = but_defaults(call, changes)
+    arguments = but_defaults(call, changes | trtllm_gen_memory(call, problem))
     return prepared("flashinfer.prefill", "trtllm_batch_context_with_kv_cache", arguments, refreshes)
 
 
@@ -99,7 +101,6 @@ def _canonical(call: DecodeCall | ContextCall, problem: PagedAttention) -> tuple
         "kv_cache": (problem.k_cache, problem.v_cache),
         "kv_layout": "HND",
         "block_tables": block_tables,
-        "workspace_buffer": workspace_for(call.workspace_buffer, call.query.device),
         "window_left": problem.window_left,
     }
     if problem.k_scale_factors is not None:

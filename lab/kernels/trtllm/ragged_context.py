@@ -27,7 +27,7 @@ def prepare_trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> Prepare
     """Prepare MLA's prefill before absorption: new tokens or a chunk. Shapes, errors: `lab.calls.RaggedContextCall`.
 
     Without a `workspace_buffer` the lab's own is used, one per device and stream; a given one may be the decode call's: its
-    first 8 MiB are left alone. What the kernel does not take raises NotImplementedError with the reason of
+    first 8 MiB stay zero. What the kernel does not take raises NotImplementedError with the reason of
     `lab.kernels.support.why_not`. One tensor for both offsets, or both lengths on the host, say that every row sees a key,
     and save the few launches that look after the others.
     """

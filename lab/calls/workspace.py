@@ -1,0 +1,31 @@
+"""The workspace of FlashInfer's calls: 8 MiB that are zero between calls, and scratch after them that may hold anything.
+
+XQA counts in the first 8 MiB, its semaphores, and leaves them zero (FlashInfer 0.7.2, `xqa_batch_decode_with_kv_cache` and
+`xqa_batch_decode_with_kv_cache_mla`). trtllm-gen takes the workspace it is handed for scratch from the first byte on: the
+statistics of a call with LSE, then the partial results of splits (trtllm_fmha_kernel_launcher.cu, `softmaxStatsPtr` and
+`multiCtasKvScratchPtr`; kernelParams.h, `ptrPartialStats`). It counts in `multi_ctas_kv_counter_buffer`, which it leaves zero,
+and which FlashInfer allocates and fills in each call that is given none. So `lab.kernels.trtllm` hands trtllm-gen the scratch
+as its workspace, and the first 8 MiB as its counters: one workspace serves calls of every backend.
+"""
+
+import torch
+
+from lab.gpus import capability_of, trtllm_backend_of
+
+SEMAPHORE_BYTES = 8 * 2**20
+
+
+def semaphores_and_scratch(workspace: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the two parts of a contiguous workspace as bytes: uint8 [SEMAPHORE_BYTES], and uint8 of what follows."""
+    data = workspace.view(-1).view(torch.uint8)
+    return data[:SEMAPHORE_BYTES], data[SEMAPHORE_BYTES:]
+
+
+def counts_in_workspace(backend: str, device: torch.device) -> bool:
+    """Return False where the call comes to trtllm-gen, whose whole workspace is scratch.
+
+    Args:
+        backend: the call's: "auto", "trtllm-gen" or "xqa".
+        device: of its tensors; off the GPU "auto" is not trtllm-gen.
+    """
+    return trtllm_backend_of(capability_of(device), backend) != "trtllm-gen"
