@@ -75,10 +75,9 @@ def eager_attention(
     """
     terms = Softmax(**softmax)
     check_plain(query, keys, values, visible, terms)
-    group = query.shape[2] // keys.shape[2]
-    keys, values = (side.to(torch.float32).repeat_interleave(group, dim=2).transpose(1, 2) for side in (keys, values))
+    keys, values = (side.to(torch.float32).transpose(1, 2) for side in (keys, values))
     rows = _as_operand(query.to(torch.float32), arithmetic).transpose(1, 2)  # [batch, num_qo_heads, q_len, head_dim]
-    scores = logits(rows @ keys.transpose(2, 3), terms)
+    scores = logits(_of_each_group(rows, keys.transpose(2, 3)), terms)
     scores = scores.masked_fill(~visible.unsqueeze(1), -math.inf)
     if scores.shape[-1] == 0:  # no key at all
         return torch.zeros(*query.shape[:3], values.shape[-1], dtype=out_dtype, device=query.device)
@@ -89,9 +88,18 @@ def eager_attention(
     weights = torch.exp(scores - torch.where(largest.isfinite(), largest, torch.zeros_like(largest)))
     denominator = weights.sum(dim=-1, keepdim=True)
     weights = weights[..., : keys.shape[2]]
-    sums = _as_operand(weights, arithmetic) @ values
+    sums = _of_each_group(_as_operand(weights, arithmetic), values)
     out = sums / torch.where(denominator == 0, 1.0, denominator)
     return rounded((out * number(terms.bmm2_scale, out)).transpose(1, 2), out_dtype)
+
+
+def _of_each_group(rows: torch.Tensor, side: torch.Tensor) -> torch.Tensor:
+    """Return the product of each query head's rows and its K/V head: the rows that share one form one matrix."""
+    q_len = rows.shape[2]
+    by_head = rows.unflatten(1, (side.shape[1], -1)).flatten(2, 3) @ side
+    return (
+        by_head.unflatten(2, (-1, q_len)).flatten(1, 2) if q_len else by_head.new_zeros(*rows.shape[:3], side.shape[3])
+    )
 
 
 def _as_operand(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

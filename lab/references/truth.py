@@ -138,13 +138,7 @@ def truth_of_requests(query: Tensor, histories: list[tuple[Tensor, Tensor]], q_l
         q_lens: query rows of each request, its newest tokens'.
         rules: how they attend.
     """
-    heads_at_once = _heads_at_once(query, histories)
-    parts = []
-    for first in range(0, query.shape[1], heads_at_once):
-        heads = slice(first, first + heads_at_once)
-        sinks = None if rules.sinks is None else rules.sinks[heads]
-        parts.append(_heads(query[:, heads], histories, q_lens, replace(rules, sinks=sinks)))
-    expected, control, lse_log2 = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
+    expected, control, lse_log2 = _pieces(query, histories, q_lens, rules)
     requests = torch.arange(len(q_lens), device=query.device)
     request_of_row = requests.repeat_interleave(torch.tensor(q_lens, device=query.device))
     shared_error = _error_of_scaled_values(query, histories, rules)
@@ -162,21 +156,10 @@ def _error_of_scaled_values(query: Tensor, histories: list[tuple[Tensor, Tensor]
     return torch.finfo(rules.arithmetic).eps / 4 if is_quantised and not is_power_of_two else 0.0
 
 
-def _heads_at_once(query: Tensor, histories: list[tuple[Tensor, Tensor]]) -> int:
-    """Return few query heads where they share one K/V head and keys are many.
-
-    The control repeats that head for each of them: 45 GB of float32 for 81,920 of DeepSeek-V3's entries and 128 heads.
-    """
-    if any(keys.shape[1] > 1 for keys, _ in histories):
-        return query.shape[1]
-    elements_per_head = max(len(keys) * (keys.shape[2] + values.shape[2]) for keys, values in histories)
-    return max(1, piece_elements(query.device) // max(1, elements_per_head))
-
-
-def _heads(
+def _pieces(
     query: Tensor, histories: list[tuple[Tensor, Tensor]], q_lens: list[int], rules: Rules
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return expected, control and LSE of some query heads, few rows at once where keys are many."""
+    """Return expected, control and LSE, few rows at once where keys are many."""
     pieces = []
     first_row = 0
     for request, ((keys, values), q_len) in enumerate(zip(histories, q_lens, strict=True)):

@@ -1,4 +1,6 @@
-"""The truth of a pass with many entries is made of a few heads at once."""
+"""The truth of a pass with many entries is made of a few rows at once."""
+
+from typing import Any
 
 import pytest
 import torch
@@ -9,23 +11,23 @@ from lab.metadata import ForwardMode
 from lab.references import truth
 
 
-@pytest.mark.parametrize("limit", [1, 2 * 12 * 48, 2**26])
-def test_few_heads_at_once_give_the_same_truth(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """12 entries of 32 + 16 elements: one head, two and then one, or all three."""
+@pytest.mark.parametrize(("limit", "rows"), [(1, [1] * 6), (2 * 3 * 12, [2, 1, 3]), (2**26, [3, 3])])
+def test_few_rows_at_once_give_the_same_truth(limit: int, rows: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three heads over 12 and over 7 entries: one row at once, two of the longer request's, or all three."""
     case = MLACase(ForwardMode.TARGET_VERIFY, (9, 4), (3, 3), num_qo_heads=3, kv_lora_rank=16, qk_rope_head_dim=16)
     forward = build_mla_pass(case, torch.device("cpu"))
     whole = forward.truth()
     seen: list[int] = []
 
-    def counted(query: torch.Tensor, *others: object) -> object:
-        seen.append(query.shape[1])
-        return of_heads(query, *others)
+    def counted(query: torch.Tensor, *others: Any) -> Any:
+        seen.append(len(query))
+        return of_rows(query, *others)
 
-    of_heads = truth._heads
-    monkeypatch.setattr(truth, "_heads", counted)
+    of_rows = truth._rows
+    monkeypatch.setattr(truth, "_rows", counted)
     monkeypatch.setattr(truth, "piece_elements", lambda device: limit)
     in_parts = forward.truth()
-    assert seen == {1: [1, 1, 1], 2 * 12 * 48: [2, 1], 2**26: [3]}[limit]
+    assert seen == rows
     torch.testing.assert_close(in_parts.expected, whole.expected)
     torch.testing.assert_close(in_parts.control, whole.control)
     torch.testing.assert_close(in_parts.lse_log2, whole.lse_log2)
