@@ -29,7 +29,7 @@ from lab.workloads.interfaces import ATTENTION, Interface, interfaces_of
 
 __all__ = ["TIME_LIMIT_S", "interfaces_of", "judge", "judge_case", "judge_forward", "judge_recorded"]
 
-DRAWN_CASES = {Level.SMOKE: 2, Level.FULL: 30}
+DRAWN_CASES = {Level.SMOKE: 2, Level.FULL: 16}
 TIME_LIMIT_S = 120.0
 WRITTEN_EVERY_S = 1.0  # the report's file, while the run goes on, or
 WRITING_SHARE = 0.05  # of the time at most
