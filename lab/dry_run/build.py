@@ -1,0 +1,206 @@
+"""FlashInfer's trtllm-gen launcher, compiled against the fake CUDA into one shared library in the user's cache.
+
+The installed FlashInfer's `trtllm_fmha_kernel_launcher.cu` and `fmhaReduction.cu` are compiled as they are, with nvcc. The
+library holds the fake driver and runtime too, and binds to them even where torch has loaded the real ones. It lies in
+`$XDG_CACHE_HOME/trtllm-attention-lab` (`~/.cache/...` without it), by a digest of all that goes into it.
+"""
+
+import fcntl
+import functools
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+from lab.dry_run import kernel_table
+from lab.extras import sentence
+
+HERE = Path(__file__).parent
+SOURCES = ("fake_cuda.h", "fake_cuda.cpp", "kernel_params.cpp")
+LAUNCHER = ("trtllm_fmha_kernel_launcher.cu", "fmhaReduction.cu")
+LIBRARY = "trtllm_gen_launcher.so"
+FLAGS = (
+    *("-std=c++17", "-w", "-O0", "-DNDEBUG", "--expt-relaxed-constexpr", "-static-global-template-stub=false"),
+    *("-gencode=arch=compute_100a,code=compute_100a", "-Xcompiler=-fPIC,-fno-gnu-unique"),
+    *(
+        "-DFLASHINFER_ENABLE_F16",
+        "-DFLASHINFER_ENABLE_BF16",
+        "-DFLASHINFER_ENABLE_FP8_E4M3",
+        "-DFLASHINFER_ENABLE_FP8_E5M2",
+    ),
+    '-DTLLM_GEN_FMHA_CUBIN_PATH="fmha/trtllm-gen/"',
+    '-DTLLM_GEN_FMHA_METAINFO_HASH="none"',
+)
+# FlashInfer includes cuBLAS's headers for one enumeration, of which it uses the names alone.
+CUBLAS_STATUS = (
+    *("SUCCESS", "NOT_INITIALIZED", "ALLOC_FAILED", "INVALID_VALUE", "ARCH_MISMATCH", "MAPPING_ERROR"),
+    *("EXECUTION_FAILED", "INTERNAL_ERROR", "NOT_SUPPORTED", "LICENSE_ERROR"),
+)
+
+
+class NotBuiltError(RuntimeError):
+    """The launcher cannot be compiled here; the sentence says why."""
+
+
+def why_not_built() -> str | None:
+    """Return why the launcher cannot be built here, in a sentence, or None; it compiles nothing."""
+    missing = [package for package in ("flashinfer",) if importlib.util.find_spec(package) is None]
+    if missing:
+        return sentence("a dry run", missing)
+    if nvcc() is None:
+        return "a dry run compiles FlashInfer's launcher with CUDA's nvcc, which is neither on PATH nor in /usr/local/cuda/bin"
+    if shutil.which("g++") is None:
+        return "a dry run compiles FlashInfer's launcher with nvcc, which needs g++, and there is none on PATH"
+    absent = [name for name in LAUNCHER if not (flashinfer_data() / "csrc" / name).exists()]
+    if absent:
+        return f"the installed FlashInfer {flashinfer_version()} has no csrc/{absent[0]}, the launcher that a dry run compiles"
+    return None
+
+
+def nvcc() -> str | None:
+    """Return the path of nvcc: `NVCC`'s, `CUDA_HOME`'s, PATH's or /usr/local/cuda's; None without one."""
+    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    candidates = [os.environ.get("NVCC"), shutil.which("nvcc"), *(f"{home}/bin/nvcc" for home in homes if home)]
+    return next((each for each in candidates if each and os.access(each, os.X_OK)), None)
+
+
+def flashinfer_version() -> str:
+    """Return the installed FlashInfer's version."""
+    return metadata.version("flashinfer-python")
+
+
+@functools.cache
+def flashinfer_data() -> Path:
+    """Return the folder of the installed FlashInfer's sources; it is found without an import, which takes seconds."""
+    spec = importlib.util.find_spec("flashinfer")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent / "data"
+
+
+def library(table: kernel_table.KernelTable | None = None) -> Path:
+    """Return the compiled library, which is built if the cache has it not: about a minute on a quiet core.
+
+    Args:
+        table: the kernels that there are; `kernel_table.newest()` by default.
+
+    Raises:
+        NotBuiltError: `why_not_built`'s sentence, or what nvcc said.
+    """
+    reason = why_not_built()
+    if reason is not None:
+        raise NotBuiltError(reason)
+    made = generated(table or kernel_table.newest())
+    folder = cache_folder() / digest(made)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes one builds, and the others wait
+        if not (folder / LIBRARY).exists():
+            with tempfile.TemporaryDirectory(dir=folder) as work:
+                _compile(Path(work), made)
+                Path(work, LIBRARY).replace(folder / LIBRARY)
+    return folder / LIBRARY
+
+
+def cache_folder() -> Path:
+    """Return the folder of the lab's compiled launchers."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trtllm-attention-lab" / "dry-run"
+
+
+def generated(table: kernel_table.KernelTable) -> dict[str, str]:
+    """Return the texts of the headers that a build is given, by name."""
+    status = ", ".join(f"CUBLAS_STATUS_{name}" for name in CUBLAS_STATUS)
+    return {
+        kernel_table.HEADER_NAME: kernel_table.header(table, launcher_members()),
+        "kernel_params_fields.inc": "".join(f"FIELD({name})\n" for name in kernel_params_members()),
+        "cublas_v2.h": f"#pragma once\ntypedef enum {{ {status} }} cublasStatus_t;\n",
+        "cublasLt.h": '#pragma once\n#include "cublas_v2.h"\n',
+    }
+
+
+@functools.cache
+def launcher_members() -> frozenset[str]:
+    """Return the members of a kernel's row that the installed launcher reads."""
+    fmha = sorted((flashinfer_data() / "include/flashinfer/trtllm/fmha").iterdir())
+    sources = [*fmha, *(flashinfer_data() / "csrc" / name for name in LAUNCHER)]
+    return frozenset(name for each in sources for name in re.findall(r"\bkernelMeta\.(m[A-Z0-9]\w+)", each.read_text()))
+
+
+@functools.cache
+def kernel_params_members() -> tuple[str, ...]:
+    """Return the members of the installed FlashInfer's `KernelParams`, in their order, less its divisors."""
+    text = (flashinfer_data() / "include/flashinfer/trtllm/fmha/kernelParams.h").read_text()
+    struct = text.partition("struct KernelParams {")[2].partition("template <")[0]
+    code = re.sub(r"//.*", "", struct)
+    declarations = re.findall(
+        r"^\s*([\w ]+?[\s*]+(?:const\s*\*?\s*)?)((?:\w+)(?:\{[^}]*\})?(?:,\s*\w+)*);", code, re.MULTILINE
+    )
+    names = [
+        re.sub(r"\{.*", "", name.strip())
+        for kind, each in declarations
+        if "Div" not in kind
+        for name in each.split(",")
+    ]
+    return tuple(names)
+
+
+def digest(made: dict[str, str]) -> str:
+    """Return the name of a build in the cache: a digest of its sources, flags and compilers' versions."""
+    parts = [
+        *(f"{name}\n{text}" for name, text in sorted(made.items())),
+        *((HERE / name).read_text() for name in SOURCES),
+    ]
+    compiler = subprocess.run([str(nvcc()), "--version"], capture_output=True, text=True, check=True).stdout
+    parts += [*FLAGS, compiler, str(flashinfer_data()), flashinfer_version(), metadata.version("apache-tvm-ffi")]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+
+
+def _compile(work: Path, made: dict[str, str]) -> None:
+    for name, text in made.items():
+        (work / name).write_text(text)
+    data = flashinfer_data()
+    tvm_ffi = importlib.util.find_spec("tvm_ffi")
+    assert tvm_ffi is not None
+    assert tvm_ffi.origin is not None
+    ffi = Path(tvm_ffi.origin).parent
+    cccl = next(data.glob("cccl/**/libcudacxx/include/cuda")).parent
+    folders = [
+        work,
+        HERE,
+        data / "include",
+        data / "csrc",
+        data / "csrc/nv_internal",
+        data / "csrc/nv_internal/include",
+    ]
+    folders += [
+        cccl,
+        data / "cutlass/include",
+        data / "cutlass/tools/util/include",
+        data / "spdlog/include",
+        ffi / "include",
+    ]
+    includes = [f"-I{folder}" for folder in folders]
+    compiler = str(nvcc())
+    objects = []
+    for source in (HERE / "fake_cuda.cpp", HERE / "kernel_params.cpp", *(data / "csrc" / name for name in LAUNCHER)):
+        objects.append(str(work / f"{source.stem}.o"))
+        language = [] if source.name == "fake_cuda.cpp" else ["-x", "cu"]
+        _run([compiler, *language, *FLAGS, *includes, "-c", str(source), "-o", objects[-1]])
+    rpath = f"-Wl,-rpath,{ffi / 'lib'}"
+    # -Bsymbolic: what the fake defines is used, though torch may have loaded the real libcudart.
+    link = ["g++", "-shared", "-Wl,-Bsymbolic", *objects, f"-L{ffi / 'lib'}", "-ltvm_ffi", "-ldl", rpath]
+    _run([*link, "-o", str(work / LIBRARY)])
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        said = (done.stdout + done.stderr)[-2000:]
+        raise NotBuiltError(
+            f"{Path(command[0]).name} {Path(command[-3]).name} failed with FlashInfer {flashinfer_version()}:\n{said}"
+        )

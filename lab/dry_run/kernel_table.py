@@ -1,0 +1,184 @@
+"""The table of trtllm-gen's kernels: a fact file of it in the lab, and `flashInferMetaInfo.h` as a launcher reads it.
+
+`python -m lab.dry_run.kernel_table WHEEL_OR_FOLDER` makes the fact file anew from flashinfer-cubin: its wheel, or a folder
+that it lies in. The file holds every fact of every row that a launcher's selection reads, and the kernels' names. It leaves
+out the machine code's checksum, and columns that are the same in all rows are written once.
+
+flashinfer-cubin on the package index ends at 0.6.13, whose table matches the launcher of flashinfer-python 0.6.13. A later
+launcher reads flags that this table has not; `header` writes them as false. So whatever such a launcher selects from it
+*rests on the table of 0.6.13*: kernels that came later are missing, and whether an older kernel has a newer flag is not
+known.
+"""
+
+import argparse
+import functools
+import lzma
+import os
+import re
+import zipfile
+from dataclasses import dataclass
+from importlib import metadata, resources
+from pathlib import Path
+
+HEADER_NAME = "flashInferMetaInfo.h"
+FACTS = "trtllm_gen_kernels.txt.xz"
+STRUCT = "TllmGenFmhaKernelMetaInfo"
+# Columns that say nothing of a kernel: its machine code, which nothing here runs, and room for later.
+WITHOUT_FACTS = ("mCubin", "mCubinSize", "sha256", "mReserved1", "mReserved2")
+DATA_TYPE = "DATA_TYPE_"
+NO_MACHINE_CODE = '"' + 64 * "0" + '"'
+
+
+@dataclass(frozen=True)
+class KernelTable:
+    """The rows of flashInferMetaInfo.h, by columns.
+
+    Attributes:
+        source: where it is from, e.g. "flashinfer-cubin 0.6.13".
+        types: C++ type of each column, by FlashInfer's name of the member.
+        columns: the values of each column, a string for each kernel, as the header writes them.
+    """
+
+    source: str
+    types: dict[str, str]
+    columns: dict[str, tuple[str, ...]]
+
+    def __len__(self) -> int:
+        return len(self.columns["mFuncName"])
+
+    def row(self, index: int) -> dict[str, str]:
+        """Return the facts of one kernel."""
+        return {name: values[index] for name, values in self.columns.items()}
+
+    def lacks(self, members: frozenset[str]) -> tuple[str, ...]:
+        """Return those of a launcher's members that this table has not, sorted; `header` writes them as false."""
+        return tuple(sorted(members - set(self.columns)))
+
+
+def parsed(text: str, source: str) -> KernelTable:
+    """Return the table of a `flashInferMetaInfo.h`; raises ValueError where the text is none."""
+    struct = re.search(rf"struct {STRUCT}\s*\{{(.*?)\}};", text, re.DOTALL)
+    rows = [[value.strip() for value in row.split(",")] for row in re.findall(r"^\{ (.*)\},?$", text, re.MULTILINE)]
+    if struct is None or not rows:
+        raise ValueError(f"{source}: no {HEADER_NAME} with a struct {STRUCT} and rows of kernels")
+    members = re.findall(r"^\s*([\w ]+?[ *]+)(\w+);", struct[1], re.MULTILINE)
+    types = {name: kind.strip() for kind, name in members}
+    if {len(row) for row in rows} != {len(types)}:
+        raise ValueError(f"{source}: rows of {sorted({len(row) for row in rows})} values, and {len(types)} members")
+    rows.sort(key=lambda row: row[list(types).index("mFuncName")])
+    columns = dict(zip(types, zip(*rows, strict=True), strict=True))
+    for name in WITHOUT_FACTS:
+        columns.pop(name, None), types.pop(name, None)
+    return KernelTable(source, types, columns)
+
+
+def facts(table: KernelTable) -> bytes:
+    """Return a table as the fact file holds it: xz of a line for each column, `type name: value,value,...`."""
+    lines = [table.source]
+    for name, values in table.columns.items():
+        written = values[:1] if len(set(values)) == 1 else values
+        lines.append(f"{table.types[name]} {name}: " + ",".join(value.replace(DATA_TYPE, "$") for value in written))
+    return lzma.compress("\n".join(lines).encode(), preset=9 | lzma.PRESET_EXTREME)
+
+
+def read_facts(data: bytes) -> KernelTable:
+    """Return the table of a fact file's bytes."""
+    source, *lines = lzma.decompress(data).decode().split("\n")
+    types, columns = {}, {}
+    for line in lines:
+        head, _, values = line.partition(": ")
+        kind, _, name = head.rpartition(" ")
+        types[name], columns[name] = kind, tuple(values.replace("$", DATA_TYPE).split(","))
+    count = len(columns["mFuncName"])
+    return KernelTable(
+        source, types, {name: each if len(each) == count else each * count for name, each in columns.items()}
+    )
+
+
+@functools.cache
+def recorded() -> KernelTable:
+    """Return the table that lies in the lab."""
+    return read_facts((resources.files("lab.dry_run") / "data" / FACTS).read_bytes())
+
+
+def newest() -> KernelTable:
+    """Return the table to use: `FLASHINFER_CUBIN_DIR`'s where it has one, the installed flashinfer-cubin's, or the lab's.
+
+    Raises:
+        ValueError: `FLASHINFER_CUBIN_DIR` names a folder with several tables.
+    """
+    folder = os.environ.get("FLASHINFER_CUBIN_DIR")
+    if folder and any(Path(folder).rglob(HEADER_NAME)):
+        return parsed(_header_text(Path(folder)), f"FLASHINFER_CUBIN_DIR={folder}")
+    try:
+        installed = metadata.distribution("flashinfer-cubin")
+    except metadata.PackageNotFoundError:
+        return recorded()
+    folder = str(installed.locate_file("flashinfer_cubin"))
+    return parsed(_header_text(Path(folder)), f"flashinfer-cubin {installed.version}")
+
+
+def header(table: KernelTable, members: frozenset[str]) -> str:
+    """Return `flashInferMetaInfo.h` of a table, in the form that a launcher reads.
+
+    Args:
+        table: the kernels.
+        members: the members of a row that the launcher reads. Those that the table lacks are false in every row.
+    """
+    lacking = table.lacks(members)
+    types = table.types | dict.fromkeys(lacking, "bool")
+    struct = [f"  {kind}{'' if kind.endswith('*') else ' '}{name};" for name, kind in types.items()]
+    false = ", false" * len(lacking)
+    rows = (f"{{ {', '.join(row)}{false}, {NO_MACHINE_CODE}}}," for row in zip(*table.columns.values(), strict=True))
+    return "\n".join(
+        [
+            f"// {table.source}, written by lab.dry_run.kernel_table; false in every row: {', '.join(lacking) or 'nothing'}",
+            "#pragma once",
+            "#include <flashinfer/trtllm/fmha/kernelParams.h>",
+            "namespace tensorrt_llm { namespace kernels {",
+            f"struct {STRUCT} {{",
+            *struct,
+            "  const char* sha256;",
+            "};",
+            f"static const {STRUCT} sTllmGenFmhaKernelMetaInfos[] = {{",
+            *rows,
+            "};",
+            "}}  // namespace tensorrt_llm::kernels",
+            "",
+        ]
+    )
+
+
+def _header_text(path: Path) -> str:
+    """Return the text of the one `flashInferMetaInfo.h` in a wheel or a folder; raises ValueError unless there is one."""
+    if path.is_file():
+        with zipfile.ZipFile(path) as wheel:
+            found = [name for name in wheel.namelist() if name.endswith(HEADER_NAME)]
+            if len(found) == 1:
+                return wheel.read(found[0]).decode()
+    else:
+        found = [str(each) for each in sorted(path.rglob(HEADER_NAME))]
+        if len(found) == 1:
+            return Path(found[0]).read_text()
+    raise ValueError(f"{path}: wanted one {HEADER_NAME}, found {len(found)}: {', '.join(found)}")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Write the fact file anew."""
+    parser = argparse.ArgumentParser(prog="python -m lab.dry_run.kernel_table", description=main.__doc__)
+    parser.add_argument("path", type=Path, help="flashinfer-cubin's wheel, or a folder that it lies in")
+    parser.add_argument("--version", help="flashinfer-cubin's version, where the path's name does not say it")
+    given = parser.parse_args(arguments)
+    found = re.search(r"flashinfer_cubin-([0-9][\w.]*?)-", given.path.name)
+    if given.version is None and found is None:
+        parser.error(f"{given.path.name} names no version of flashinfer-cubin; say --version")
+    version = given.version or (found[1] if found else "")
+    table = parsed(_header_text(given.path), f"flashinfer-cubin {version}")
+    out = Path(__file__).parent / "data" / FACTS
+    out.parent.mkdir(exist_ok=True)
+    out.write_bytes(facts(table))
+    print(f"{out}: {len(table)} kernels of {table.source}, {out.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()

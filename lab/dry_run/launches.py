@@ -1,0 +1,209 @@
+"""What a dry run recorded: launches, fills and copies, with the arguments that FlashInfer's kernels were given.
+
+Addresses are those of the tensors of the call (`Tensor.data_ptr`); 0 is no tensor.
+"""
+
+import re
+from dataclasses import dataclass, fields
+from typing import Any
+
+# CUtensorMapDataType and CUtensorMapSwizzle of cuda.h, by number.
+TMA_DTYPES = (
+    *("uint8", "uint16", "uint32", "int32", "uint64", "int64", "float16", "float32", "float64", "bfloat16"),
+    *("float32_ftz", "tfloat32", "tfloat32_ftz", "16u4_align8b", "16u4_align16b", "16u6_align16b"),
+)
+TMA_SWIZZLES = ("none", "32B", "64B", "128B", "128B_atom_32B", "128B_atom_32B_flip_8B", "128B_atom_64B")
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A TMA descriptor that a kernel was given (cuda.h, `cuTensorMapEncodeTiled`).
+
+    Attributes:
+        member: FlashInfer's name of it in `KernelParams`, such as "tmaK_".
+        dtype: one of `TMA_DTYPES`. e4m3 goes as "uint8"; NVFP4 too, a byte for two, unless the kernel unpacks it.
+        address: where it begins.
+        dims: elements of each dimension, the innermost first.
+        strides_bytes: from one element to the next of each dimension but the innermost, whose elements are adjacent.
+        box: elements of each dimension that one copy brings.
+        swizzle: one of `TMA_SWIZZLES`.
+    """
+
+    member: str
+    dtype: str
+    address: int
+    dims: tuple[int, ...]
+    strides_bytes: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: str
+
+
+@dataclass(frozen=True)
+class KernelParams:
+    """The members of FlashInfer's `KernelParams` (kernelParams.h) that a kernel reads in the lab's calls.
+
+    Names are FlashInfer's, without the m, in Python's spelling: `ptr_o` is its `ptrO`, `batch_size` its `mBatchSize`. A member
+    that the installed FlashInfer's struct has not is None; `others` holds those that have no name here.
+
+    Attributes:
+        sizeof: bytes of the struct.
+        ptr_attention_sinks: float32 [num_heads_q].
+        ptr_cum_seq_lens_q, ptr_cum_seq_lens_kv: int32 [batch_size + 1].
+        ptr_page_idx_kv: the page table, int32.
+        ptr_seq_lens_kv: int32 [batch_size].
+        ptr_multi_ctas_kv_counter, ptr_partial_stats, ptr_partial_o: scratch where several CTAs share a request's keys.
+        ptr_softmax_stats: (max, sum) of each row and head, where the LSE is asked for.
+        ptr_scale_softmax_log2, ptr_output_scale: scales on the device, read in place of the two floats.
+        scale_softmax_log2: the logits' factor, times log2(e).
+        attention_window_size: keys that a row sees, itself among them.
+        num_hidden_elts_o: elements of a row of the output, all heads.
+    """
+
+    sizeof: int
+    logical_grid_dim_x: int
+    logical_grid_dim_y: int
+    logical_grid_dim_z: int
+    ptr_o: int
+    ptr_sf_o: int
+    ptr_attention_sinks: int
+    ptr_cum_seq_lens_q: int
+    ptr_cum_seq_lens_kv: int
+    ptr_custom_mask: int
+    ptr_multi_ctas_kv_counter: int
+    ptr_output_scale: int
+    ptr_page_idx_kv: int
+    ptr_partial_o: int
+    ptr_partial_stats: int
+    ptr_scale_softmax_log2: int
+    ptr_scale_sf_kv: int
+    ptr_scale_sf_o: int
+    ptr_seq_lens_kv: int
+    ptr_softmax_stats: int
+    attention_window_size: int
+    batch_size: int
+    chunked_attention_size_log2: int
+    max_seq_len_q: int
+    max_seq_len_kv: int
+    max_num_ctas_q: int
+    max_num_ctas_kv: int
+    max_num_pages_per_seq_kv: int
+    num_heads_kv: int
+    num_heads_q: int
+    num_heads_q_per_kv: int
+    num_hidden_elts_o: int
+    num_pages_in_mem_pool: int
+    num_tokens_per_cta_q: int
+    num_tokens_per_page_log2: int
+    output_scale: float
+    scale_softmax_log2: float
+    scale_sf_kv: float
+    scale_sf_o: float
+    skip_softmax_threshold_scale_factor: float
+    start_token_idx_sf_o: int
+    sum_of_seq_lens_q: int
+    sum_of_seq_lens_kv: int
+    uses_shared_paged_kv_idx: bool | None
+    use_block_sparse_attention: bool | None
+    reshape_factor_kv: int | None
+    others: tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class LseArguments:
+    """The arguments of FlashInfer's kernel that makes the LSE of softmax statistics (lse.cuh); strides in elements."""
+
+    md: int
+    lse: int
+    num_heads_q: int
+    lse_stride_tokens: int
+    lse_scale: float
+    lse_stride_heads: int
+    n: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel's launch.
+
+    Attributes:
+        name: of trtllm-gen's kernels as the table has it; of FlashInfer's own as the compiler mangled it.
+        grid, block: (x, y, z).
+        cluster: thread blocks of a cluster, along x.
+        pdl: it may begin while the launch before it ends (programmatic dependent launch).
+        shared_memory_bytes: dynamic shared memory of a thread block.
+        params: what an attention kernel, or the kernel that joins its parts, was given; None for others.
+        tma: the TMA descriptors in `params`, in its order.
+        lse: what the kernel of the LSE was given; None for others.
+    """
+
+    name: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: int
+    pdl: bool
+    shared_memory_bytes: int
+    params: KernelParams | None
+    tma: tuple[TensorMap, ...]
+    lse: LseArguments | None
+
+
+@dataclass(frozen=True)
+class Fill:
+    """A memset: `size_bytes` from `address` on."""
+
+    address: int
+    value: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A copy: `size_bytes` from `source` to `to`."""
+
+    to: int
+    source: int
+    size_bytes: int
+
+
+def events(log: list[dict[str, Any]]) -> tuple[Launch | Fill | Copy, ...]:
+    """Return the events of the fake CUDA's log; faults are no events: the call that met one raised it."""
+    makers = {"launch": _launch, "fill": _made(Fill), "copy": _made(Copy)}
+    return tuple(makers[each["event"]](each) for each in log if each["event"] in makers)
+
+
+def _made(kind: Any) -> Any:
+    return lambda event: kind(**{name: value for name, value in event.items() if name != "event"})
+
+
+def _launch(event: dict[str, Any]) -> Launch:
+    given = event["arguments"] or {}
+    maps = tuple(_tensor_map(name, each) for name, each in given.items() if isinstance(each, dict))
+    return Launch(
+        name=event["name"],
+        grid=tuple(event["grid"]),
+        block=tuple(event["block"]),
+        cluster=event["cluster"],
+        pdl=event["pdl"],
+        shared_memory_bytes=event["shared_memory_bytes"],
+        params=_params(given) if "sizeof" in given else None,
+        tma=maps,
+        lse=LseArguments(**given) if "md" in given else None,
+    )
+
+
+def _tensor_map(member: str, given: dict[str, Any]) -> TensorMap:
+    listed = {name: tuple(given[name]) for name in ("dims", "strides_bytes", "box")}
+    dtype, swizzle = TMA_DTYPES[given["dtype"]], TMA_SWIZZLES[given["swizzle"]]
+    return TensorMap(member, dtype, given["address"], swizzle=swizzle, **listed)
+
+
+def _params(given: dict[str, Any]) -> KernelParams:
+    values = {_spelled(name): value for name, value in given.items() if not name.startswith("tma")}
+    known = {each.name for each in fields(KernelParams)} - {"others"}
+    others = tuple((name, value) for name, value in values.items() if name not in known)
+    return KernelParams(**{name: values.get(name) for name in known}, others=others)  # type: ignore[arg-type]
+
+
+def _spelled(name: str) -> str:
+    """Return FlashInfer's name of a member in Python's spelling, without the m."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", re.sub(r"^m(?=[A-Z])", "", name)).lower()
