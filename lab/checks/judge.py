@@ -61,8 +61,7 @@ def judge(
 ) -> Report:
     """Find out whether an implementation is right.
 
-    What it refuses (`lab.checks.refusals.refusing`) in every equal spelling (`lab.checks.spellings`) is declined; what it
-    accepts must be right.
+    What it refuses (`lab.checks.refusals`) in every spelling (`lab.checks.spellings`) is declined; all else must be right.
 
     Args:
         implementation: a module or object with one or more of the names of `lab.workloads.interfaces.Interface`, or the
@@ -72,19 +71,17 @@ def judge(
         only: keys or names of the checks to run, such as "K4" or "poison", or one of them; all if empty.
         functions: names of the functions to judge; all that it has if empty.
         device: where to run; a GPU if there is one.
-        isolated: each case runs in a worker process that is replaced when it crashes or does not return; the
-            implementation must then be given by name.
+        isolated: each case runs in a worker process, replaced when it crashes or hangs; give the implementation by name.
         workers: processes at a time, if isolated; kernels that compile for each case are judged sooner by several.
         time_limit_s: of one case, if isolated.
-        most_seconds: after so long, no further case is begun; the report counts what was left out, and is not right. Checks
-            take turns, so that each has judged some of its cases before any has judged all.
+        most_seconds: after so long, no further case is begun; the report counts what was left out. Checks take turns.
         drawn: cases that Hypothesis draws per check and function; the level's number if None.
         refusals: exceptions that are refusals, instead of those of `lab.checks.refusals.refusing`.
         ledger: recorded findings that are told apart from new ones.
         progress: called with each verdict, and with how far the run is.
-        out: the report's file, written as the run goes. If it holds a report of the same run, of which neither the
-            implementation's sources nor the lab's have changed, its right and declined cases are not judged again.
-        fresh: they are.
+        out: the report's file, written as the run goes. Right and declined cases that it holds, of the same run with the
+            same sources of the implementation and the lab, are not judged again.
+        fresh: judge them again.
         first_failure: no further case is begun after the first that is wrong or failed.
         seed: of what is drawn, instead of the space's, 0 by default: another one gives other cases.
         for_seconds: random cases of K18 follow those of the level until the run has taken so long; a wrong one is made small.
@@ -94,8 +91,8 @@ def judge(
         The report; also after Ctrl-C, which ends the run and keeps its verdicts.
 
     Raises:
-        ValueError: it has none of the names, a check, a level or a device does not exist, a number makes no sense, or
-            isolation was asked for an object.
+        ValueError: it has none of the names; a check, level or device does not exist; a number makes no sense; isolation
+            was asked for an object.
         lab.loading.LoadError: it cannot be imported.
     """
     start = time.monotonic()
@@ -103,12 +100,10 @@ def judge(
     _check_numbers(workers, time_limit_s, drawn)
     if isolated and not isinstance(implementation, str):
         raise ValueError(f"an isolated judge imports the implementation by name; got {implementation!r}")
-    chosen, given = _chosen(only), space or Space()
-    given = replace(given, seed=given.seed if seed is None else seed)
+    chosen, given = _chosen(only), _seeded(space or Space(), seed)
     count = DRAWN_CASES[depth] if drawn is None else drawn
     name, subject = (implementation, implementation) if isolated else _named(implementation)
-    path = None if out is None else Path(out)
-    refused = None if refusals is None else tuple(refusals)
+    path, refused = None if out is None else Path(out), None if refusals is None else tuple(refusals)
     with Isolation(subject, where, given, time_limit_s, workers, refused) as isolation:
         offer = isolation.ask(partial(offer_of, implementation if isinstance(implementation, str) else ""))
         offered = _offered(name, offer.interfaces, functions)
@@ -121,6 +116,10 @@ def judge(
         told = partial(known, ledger=ledger, capability=capability_of(where))
         run = _Run(session, chosen, count, empty, path, told, probe, start + for_seconds)
         return run.judged(offered, given, progress)
+
+
+def _seeded(space: Space, seed: int | None) -> Space:
+    return space if seed is None else replace(space, seed=seed)
 
 
 @dataclass

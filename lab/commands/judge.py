@@ -121,6 +121,9 @@ For = Annotated[
         help="after the level's cases, judge random ones of K18 until the run has taken so long: 90s, 10m, 2h",
     ),
 ]
+Watched = Annotated[
+    Path | None, typer.Option(help="judge again whenever this file changes", exists=True, dir_okay=False)
+]
 Longest = Annotated[int | None, typer.Option(min=1, help=LONGEST, rich_help_panel=AXES)]
 E4M3Arithmetic = Annotated[bool, typer.Option("--e4m3-arithmetic", help=E4M3_ARITHMETIC, rich_help_panel=AXES)]
 
@@ -142,9 +145,7 @@ def judge(
     case: Annotated[str | None, typer.Option(metavar="REPORT.json#17", help="judge one case of a report again")] = None,
     first_failure: FirstFailure = False,
     refusals: Refusals = None,
-    watch: Annotated[
-        Path | None, typer.Option(help="judge again whenever this file changes", exists=True, dir_okay=False)
-    ] = None,
+    watch: Watched = None,
     probe: Annotated[
         bool, typer.Option(help="where most cases are declined, find the axes that are taken and judge those too")
     ] = True,
