@@ -1,5 +1,6 @@
 """`lab compare` and `lab ab`: compare two sides by one rule, either recorded ones or two that are measured here."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -38,8 +39,10 @@ def _rule(minimum_effect_percent: float, significance: float) -> "Rule":
 
 
 def compare(
-    before: Annotated[str, typer.Argument(help="a recorded run, or a folder of runs that repeat it")],
-    after: Annotated[str | None, typer.Argument(help="a run or a folder of runs to compare it with")] = None,
+    before: Annotated[
+        str, typer.Argument(help="a recorded run, a folder of runs that repeat it, or a report of the judge")
+    ],
+    after: Annotated[str | None, typer.Argument(help="a run, a folder of runs or a report to compare it with")] = None,
     by: Annotated[
         tuple[str, str, str] | None,
         typer.Option(metavar="KEY VALUE VALUE", help="compare two values of one recorded fact, within one run"),
@@ -50,10 +53,12 @@ def compare(
     json: Json = None,
     markdown: Markdown = None,
 ) -> None:
-    """Compare two recorded runs, or two implementations or settings within one run. Changed rows come first.
+    """Compare two recorded runs, two reports of the judge, or two implementations or settings within one run.
 
-    Exit status: 1 if a row is SLOWER or missing, 125 if nothing was compared or a row was refused.
+    Exit status: 1 if a row is SLOWER or missing, or a case newly wrong or declined; 125 if not all could be compared.
     """
+    from lab.checks.recording import ReportError
+    from lab.reports.changed_verdicts import are_reports, compare_verdicts
     from lab.reports.compare import compare as compare_files
     from lab.reports.comparison import NotComparableError
     from lab.reports.recorded import RecordedFileError
@@ -61,11 +66,14 @@ def compare(
     if (after is None) == (by is None):
         refuse("compare BEFORE with AFTER, or two values of one fact within BEFORE: --by KEY VALUE VALUE")
     try:
-        report = compare_files(before, after, by, _rule(minimum_effect_percent, significance), strict)
-    except (RecordedFileError, NotComparableError) as error:
+        if after is not None and are_reports(before, after):
+            report = compare_verdicts(Path(before), Path(after))
+        else:
+            report = compare_files(before, after, by, _rule(minimum_effect_percent, significance), strict)
+    except (RecordedFileError, ReportError, NotComparableError) as error:
         refuse(
             f"not compared: {error}",
-            ExitStatus.MISUSED if isinstance(error, RecordedFileError) else ExitStatus.NOT_JUDGED,
+            ExitStatus.NOT_JUDGED if isinstance(error, NotComparableError) else ExitStatus.MISUSED,
         )
     report.show(json, markdown)
     raise typer.Exit(report.exit_status)

@@ -37,12 +37,9 @@ from lab.reports.comparison import (
     compare_recorded,
     compare_within,
 )
-from lab.reports.recorded import RecordedRun, environment_facts, in_words, read_runs
+from lab.reports.recorded import RecordedRun, facts_of_sides, in_words, read_runs
 from lab.reports.tables import Cell, Table, TableReport, make_table, number
 from lab.timing.statistics import BETWEEN_RUNS, Rule, SampleComparison, Speed
-
-# Of the environments' facts, those that are shown besides the packages.
-SHOWN = ("GPU", "commit", "driver", "CUDA", "Python")
 
 
 def compare(
@@ -80,7 +77,7 @@ def _only(runs: Sequence[RecordedRun]) -> RecordedRun:
 def _report(
     comparison: RunComparison, rule: Rule, before: Sequence[RecordedRun], after: Sequence[RecordedRun], strict: bool
 ) -> TableReport:
-    header = {name: (was, now) for name, was, now in _header(before, after)}
+    header = {name: (was, now) for name, was, now in facts_of_sides(before, after)}
     same = [f"{name} {was}" for name, (was, now) in header.items() if was == now]
     table = comparison_table(comparison)
     others = sum(len(run.other_rows) for run in {run.path: run for run in (*before, *after)}.values())
@@ -176,17 +173,6 @@ def _remarks(comparison: RunComparison, said_once: Collection[str]) -> Iterator[
     for side, identities in (("before", comparison.missing), ("after", comparison.added)):
         for identity in identities:
             yield f"only {side}: {in_words(identity)}"
-
-
-def _header(before: Sequence[RecordedRun], after: Sequence[RecordedRun]) -> Iterator[tuple[str, str, str]]:
-    facts = environment_facts([run.environment for run in (*before, *after)])
-    for name, where in facts.items():
-        was, now = (
-            ", ".join(sorted({str(run.fact(*where)) for run in runs if run.fact(*where) is not None}))
-            for runs in (before, after)
-        )
-        if (was or now) and (name in SHOWN or where[0] == "packages"):
-            yield name, was or "not recorded", now or "not recorded"
 
 
 def _summary(comparison: RunComparison) -> str:

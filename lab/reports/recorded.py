@@ -8,7 +8,7 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,9 @@ FACTS: dict[str, tuple[str, ...]] = {
     "commit": ("commit",),
     "Python": ("python",),
 }
+
+# Those of them that a comparison shows, besides the packages.
+SHOWN = ("GPU", "commit", "driver", "CUDA", "Python")
 
 # Names and values, scenario first.
 Identity = tuple[tuple[str, str], ...]
@@ -245,6 +248,20 @@ def environment_facts(environments: Sequence[Mapping[str, Any]]) -> dict[str, tu
     """Return `FACTS`, and the version of each package that any of the environments names."""
     packages = dict.fromkeys(name for each in environments for name in each.get("packages") or ())
     return {**FACTS, **{name: ("packages", name) for name in packages}}
+
+
+def facts_of_sides(
+    before: "Sequence[RecordedFile | RecordedRun]", after: "Sequence[RecordedFile | RecordedRun]"
+) -> Iterator[tuple[str, str, str]]:
+    """Yield each fact of two sides' environments that a comparison shows: its name and what it was on either side."""
+    facts = environment_facts([each.environment for each in (*before, *after)])
+    for name, where in facts.items():
+        was, now = (
+            ", ".join(sorted({str(each.fact(*where)) for each in side if each.fact(*where) is not None}))
+            for side in (before, after)
+        )
+        if (was or now) and (name in SHOWN or where[0] == "packages"):
+            yield name, was or "not recorded", now or "not recorded"
 
 
 def in_words(identity: Identity) -> str:

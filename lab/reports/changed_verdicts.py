@@ -1,0 +1,227 @@
+"""Compare two reports of the judge: which cases are newly wrong, newly declined or repaired after a change.
+
+    lab compare BEFORE.json AFTER.json
+
+The two may be of two releases of a package, two commits, two GPUs or two kernels: cases are paired by check, function, case and
+axes, so that both must have been judged at the same level, axes and seed to have all cases in common. A report has no times;
+`lab.reports.compare` compares those of two recorded runs.
+
+Exit status, the first that holds:
+    2    a file is no report of the judge
+    1    a case is newly wrong or newly declined
+    125  no case is in both reports, a report left cases out, or the two were not judged at one level, by the same checks, on
+         the same axes and with one seed
+    0    otherwise
+
+A case that only one report has does not count then: K18 follows up what a kernel takes.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lab.checks.diagnosis import diagnose
+from lab.checks.recording import read_cases
+from lab.checks.report import CaseVerdict
+from lab.checks.verdicts import Outcome
+from lab.exit_status import ExitStatus
+from lab.named_enum import NamedEnum
+from lab.reports.comparison import NotComparableError
+from lab.reports.recorded import Kind, RecordedFile, facts_of_sides, read_file
+from lab.reports.tables import Cell, TableReport, make_table, number, words
+
+BAD = (Outcome.WRONG, Outcome.FAILED, Outcome.KNOWN)
+SETTINGS = (
+    "level",
+    "seed",
+    "space",
+    "checks",
+    "left_out",
+)  # that two reports share if each judged the whole of the same
+
+
+class Change(NamedEnum):
+    """What became of a case; the worst first."""
+
+    NEWLY_WRONG = "newly wrong"
+    NEWLY_DECLINED = "newly declined"
+    REPAIRED = "repaired"
+    NEWLY_TAKEN = "newly taken"
+    SAME = "same"
+
+
+WORSE = (Change.NEWLY_WRONG, Change.NEWLY_DECLINED)
+STYLES = {
+    Change.NEWLY_WRONG: "slower",
+    Change.NEWLY_DECLINED: "unsure",
+    Change.REPAIRED: "faster",
+    Change.NEWLY_TAKEN: "faster",
+    Change.SAME: "same",
+}
+
+
+@dataclass(frozen=True)
+class CasePair:
+    """A case of both reports."""
+
+    before: CaseVerdict
+    after: CaseVerdict
+
+    @property
+    def change(self) -> Change:
+        was, now = self.before.outcome, self.after.outcome
+        if (now in BAD) > (was in BAD):
+            return Change.NEWLY_WRONG
+        if was is not now and now is Outcome.DECLINED:
+            return Change.NEWLY_DECLINED
+        if now is Outcome.RIGHT and was is not now:
+            return Change.NEWLY_TAKEN if was is Outcome.DECLINED else Change.REPAIRED
+        return Change.SAME
+
+
+@dataclass(frozen=True)
+class _Row:
+    """The cases of one check and function that changed alike."""
+
+    change: Change
+    check: str
+    function: str
+    pairs: tuple[CasePair, ...]
+
+
+COLUMNS = {
+    "change": lambda row: words(row.change.value, STYLES[row.change]),
+    "check": lambda row: words(row.check),
+    "function": lambda row: words(row.function),
+    "cases": lambda row: number(len(row.pairs)),
+    "before": lambda row: _outcomes(pair.before for pair in row.pairs),
+    "after": lambda row: _outcomes(pair.after for pair in row.pairs),
+}
+
+
+def are_reports(*paths: str) -> bool:
+    """Tell whether files are reports of the judge."""
+    return all(Path(path).is_file() and read_file(Path(path)).kind is Kind.JUDGE for path in paths)
+
+
+def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
+    """Compare two reports of the judge, case by case.
+
+    Raises:
+        lab.reports.recorded.RecordedFileError: a file cannot be read.
+        lab.checks.recording.ReportError: a file is no report that this lab can read.
+        lab.reports.comparison.NotComparableError: both are the same file.
+    """
+    if before_path.resolve() == after_path.resolve():
+        raise NotComparableError(f"both sides are {before_path}: that says nothing")
+    before, after = read_file(before_path), read_file(after_path)
+    sides = [_by_key(read_cases(each.content)) for each in (before, after)]
+    pairs = [CasePair(verdict, sides[1][key]) for key, verdict in sides[0].items() if key in sides[1]]
+    missing, added = (len(side) - len(pairs) for side in sides)
+    rows = list(_rows(pairs))
+    counts = Counter(pair.change for pair in pairs)
+    summary = ", ".join(f"{counts[change]:,} {change.value}" for change in Change)
+    summary += f"; {missing:,} only before, {added:,} only after" if missing or added else ""
+    environment = list(facts_of_sides([before], [after]))
+    unlike = [name for name in SETTINGS if _setting(before, name) != _setting(after, name)]
+    regions = {
+        change.value: _where(pairs, change) for change in (Change.NEWLY_WRONG, Change.REPAIRED) if counts[change]
+    }
+    return TableReport(
+        above=(
+            *(
+                f"{name}: {each.content['implementation']} on {each.content['device']}, {each.path}"
+                for name, each in (("before", before), ("after", after))
+            ),
+            *(f"{name}: {was} before, {now} after" for name, was, now in environment if was != now),
+            *(
+                f"not judged alike: {name} is {_setting(before, name)} before, {_setting(after, name)} after"
+                for name in unlike
+            ),
+        ),
+        table=make_table(COLUMNS, rows, caption="cases that changed", say_once=()),
+        below=(
+            *(f"{change}: {sentence}" for change, sentence in regions.items()),
+            *(line for row in rows if row.change in WORSE for line in _told(row, after_path)),
+            summary if pairs else "nothing was compared: the reports have no case in common",
+        ),
+        record={
+            "before": str(before.path),
+            "after": str(after.path),
+            "environment": {name: {"before": was, "after": now} for name, was, now in environment},
+            "counts": {change.value: counts[change] for change in Change},
+            "only_before": missing,
+            "only_after": added,
+            "regions": regions,
+            "cases": [_record(pair) for row in rows for pair in row.pairs],
+        },
+        exit_status=_exit_status(counts, bool(pairs) and not unlike),
+    )
+
+
+def _setting(file: RecordedFile, name: str) -> Any:
+    """Return a setting of the run; of the checks, the keys and the functions that they judged."""
+    if name == "checks":
+        return ", ".join(sorted(f"{row['check']} of {row['interface']}" for row in file.content["checks"]))
+    return file.content.get(name)
+
+
+def _by_key(verdicts: Iterable[CaseVerdict]) -> dict[tuple[str, str, str], CaseVerdict]:
+    return {(each.check, each.interface.value, repr(each.case)): each for each in verdicts}
+
+
+def _rows(pairs: Sequence[CasePair]) -> Iterator[_Row]:
+    """Yield the changed cases, the worst change first."""
+    grouped: dict[tuple[Change, str, str], list[CasePair]] = {}
+    for pair in pairs:
+        grouped.setdefault((pair.change, pair.after.check, pair.after.interface.name.lower()), []).append(pair)
+    for change in Change:
+        if change is not Change.SAME:
+            yield from (_Row(*key, tuple(found)) for key, found in grouped.items() if key[0] is change)
+
+
+def _outcomes(verdicts: Iterable[CaseVerdict]) -> Cell:
+    counts = Counter(verdict.outcome for verdict in verdicts)
+    return words(", ".join(outcome.value for outcome in counts))
+
+
+def _where(pairs: Sequence[CasePair], change: Change) -> str:
+    """Return the regions of the cases that changed so among those that are right on the same side."""
+    of_after = change is Change.NEWLY_WRONG
+    sides = [(pair.change, pair.after if of_after else pair.before) for pair in pairs]
+    changed = [
+        replace(side, judged=replace(side.judged, outcome=Outcome.WRONG)) for each, side in sides if each is change
+    ]
+    return diagnose([*changed, *(side for _, side in sides if side.outcome is Outcome.RIGHT)]).sentence
+
+
+def _told(row: _Row, after: Path) -> Iterator[str]:
+    """Yield what the judge says most often of a row's cases now, with a case to see again, and how many say otherwise."""
+    reasons: dict[str, list[CaseVerdict]] = {}
+    for pair in row.pairs:
+        said = next(filter(None, (*pair.after.judged.wrongs, *pair.after.judged.declines, pair.after.finding)), "")
+        reasons.setdefault(said, []).append(pair.after)
+    said, verdicts = max(reasons.items(), key=lambda each: len(each[1]))
+    others = f" ({len(row.pairs) - len(verdicts)} others for other reasons)" if len(reasons) > 1 else ""
+    yield f"{row.change.value}, {row.check} of {row.function}: {said}{others}"
+    yield f"    see it: lab judge --case {after}#{verdicts[0].number}"
+
+
+def _record(pair: CasePair) -> Mapping[str, Any]:
+    return {
+        "change": pair.change.value,
+        "check": pair.after.check,
+        "function": pair.after.interface.value,
+        "case": repr(pair.after.case),
+        "before": {"number": pair.before.number, "outcome": pair.before.outcome.value},
+        "after": {"number": pair.after.number, "outcome": pair.after.outcome.value},
+        "said": [*pair.after.judged.wrongs, *pair.after.judged.declines],
+    }
+
+
+def _exit_status(counts: Mapping[Change, int], is_whole: bool) -> ExitStatus:
+    if any(counts[change] for change in WORSE):
+        return ExitStatus.WRONG
+    return ExitStatus.DONE if is_whole else ExitStatus.NOT_JUDGED

@@ -1,0 +1,93 @@
+"""Two reports of the judge side by side: is this upgrade safe?"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lab.checks import judge
+from lab.references import trtllm
+from lab.reports.changed_verdicts import Change, compare_verdicts
+from tests.checks.small import SMALL
+from tests.commands.command import run as run_lab
+
+SPACE = replace(SMALL, windows=(False, True), sinks=(False, True), longest=150)
+NAME = "trtllm_batch_decode_with_kv_cache"
+
+
+def right(**arguments: Any) -> Any:
+    return getattr(trtllm, NAME)(**arguments)
+
+
+def window_off_by_one(**arguments: Any) -> Any:
+    window = arguments.get("window_left", -1)
+    return right(**arguments | {"window_left": window + 1 if window >= 0 else window})
+
+
+def without_sinks(**arguments: Any) -> Any:
+    if arguments.get("sinks") is not None:
+        raise NotImplementedError("this release has no sinks")
+    return right(**arguments)
+
+
+KERNELS = {each.__name__: SimpleNamespace(**{NAME: each}) for each in (right, window_off_by_one, without_sinks)}
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("reports")
+    paths = {name: folder / f"{name}.json" for name in KERNELS}
+    for name, kernel in KERNELS.items():
+        judge(kernel, space=SPACE, only=("K1", "K13"), drawn=0, probe=False).write(paths[name])
+    return paths
+
+
+def outcomes(path: Path) -> list[str]:
+    return [case["outcome"] for case in json.loads(path.read_text())["cases"]]
+
+
+def test_newly_wrong_cases_are_counted_and_their_region_named(reports: dict[str, Path]) -> None:
+    report = compare_verdicts(reports["right"], reports["window_off_by_one"])
+    counts = report.record["counts"]
+    assert counts["newly wrong"] == outcomes(reports["window_off_by_one"]).count("wrong") > 0
+    assert counts["newly wrong"] + counts["same"] == len(outcomes(reports["right"]))
+    assert "a window is set" in report.record["regions"]["newly wrong"]
+    assert report.exit_status == 1
+
+
+def test_newly_declined_cases_are_no_safe_upgrade(reports: dict[str, Path]) -> None:
+    report = compare_verdicts(reports["right"], reports["without_sinks"])
+    assert report.record["counts"]["newly declined"] == outcomes(reports["without_sinks"]).count("declined") > 0
+    assert "this release has no sinks" in "\n".join(report.below)
+    assert report.exit_status == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "change"), [("window_off_by_one", Change.REPAIRED), ("without_sinks", Change.NEWLY_TAKEN)]
+)
+def test_what_is_better_passes(reports: dict[str, Path], before: str, change: Change) -> None:
+    report = compare_verdicts(reports[before], reports["right"])
+    changed = {name for name, count in report.record["counts"].items() if count}
+    assert changed == {change.value, "same"}
+    assert report.exit_status == 0
+
+
+def test_reports_that_were_not_judged_alike_are_no_proof(reports: dict[str, Path], tmp_path: Path) -> None:
+    record = json.loads(reports["right"].read_text())
+    shorter = tmp_path / "shorter.json"
+    shorter.write_text(json.dumps(record | {"left_out": 5, "cases": record["cases"][5:]}))
+    report = compare_verdicts(reports["right"], shorter)
+    assert report.exit_status == 125
+    assert "not judged alike: left_out is 0 before, 5 after" in report.above
+    assert (report.record["only_before"], report.record["only_after"]) == (5, 0)
+
+
+def test_the_command_tells_reports_from_runs(reports: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    status = run_lab(["compare", str(reports["right"]), str(reports["window_off_by_one"])])
+    said = capsys.readouterr().out
+    assert status == 1
+    assert f"see it: lab judge --case {reports['window_off_by_one']}#" in said
+    assert run_lab(["compare", str(reports["right"]), str(reports["right"])]) == 125
