@@ -19,8 +19,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+
 import lab.gpus
 from lab.dry_run import build, kernel_table
+from lab.dry_run.arithmetic import compute
+from lab.dry_run.host_memory import HostMemory
 from lab.dry_run.launches import Copy, Fill, Launch, events
 from lab.gpus import Capability
 
@@ -154,6 +158,25 @@ class Launcher:
         return [each["text"] for each in self.log()[before:] if each["event"] == "fault"]
 
 
+class _Computing:
+    """A launcher after each of whose calls its launches are computed, while the call's tensors are there."""
+
+    def __init__(self, launcher: Launcher, there: Machine) -> None:
+        self._launcher, self._there = launcher, there
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function = getattr(self._launcher, name)
+
+        def call(*arguments: Any) -> Any:
+            before = len(self._there.launches)
+            result = function(*arguments)
+            tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
+            compute(self._there.launches[before:], HostMemory.of(tensors))
+            return result
+
+        return call
+
+
 @functools.cache
 def launcher_for(gpu: Gpu) -> Launcher:
     """Return the launcher of a GPU, built and loaded once; raises `lab.dry_run.build.NotBuiltError`."""
@@ -162,7 +185,7 @@ def launcher_for(gpu: Gpu) -> Launcher:
 
 
 @contextmanager
-def machine(name: str) -> Iterator[Machine]:
+def machine(name: str, computes: bool = False) -> Iterator[Machine]:
     """Let FlashInfer's TRT-LLM functions and the lab's take CPU tensors, as if they lay on a GPU.
 
     Inside, `lab.gpus.capability_of` gives this GPU's capability for every device, and so does FlashInfer's own; trtllm-gen's
@@ -170,6 +193,7 @@ def machine(name: str) -> Iterator[Machine]:
 
     Args:
         name: one of `GPUS`.
+        computes: each call also computes what it launches (`lab.dry_run.arithmetic`), and so fills its results.
 
     Raises:
         ValueError: no such GPU.
@@ -180,16 +204,18 @@ def machine(name: str) -> Iterator[Machine]:
     gpu = GPUS[name]
     launcher = launcher_for(gpu)
     launcher.clear()
+    there = Machine(gpu, launcher)
+    called = _Computing(launcher, there) if computes else launcher
     with ExitStack() as stack:
-        for module, attribute, answer in [*_flashinfer_answers(gpu, launcher), *_lab_answers(gpu)]:
+        for module, attribute, answer in [*_flashinfer_answers(gpu, called), *_lab_answers(gpu)]:
             stack.enter_context(mock.patch.object(module, attribute, answer))
-        yield Machine(gpu, launcher)
+        yield there
 
 
 FLASHINFER_MODULES = ("utils", "decode", "prefill", "mla", "mla._core", "xqa")
 
 
-def _flashinfer_answers(gpu: Gpu, launcher: Launcher) -> Iterator[tuple[Any, str, Any]]:
+def _flashinfer_answers(gpu: Gpu, launcher: "Launcher | _Computing") -> Iterator[tuple[Any, str, Any]]:
     """Yield (module, name, what it is inside a machine) for FlashInfer's questions about the GPU."""
     answers: dict[str, Any] = {
         "get_compute_capability": lambda device: gpu.capability,

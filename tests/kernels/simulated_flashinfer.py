@@ -1,8 +1,9 @@
-"""FlashInfer's kernels by simulation: what 0.7.2 makes of the arguments it receives, on a CPU, one key at a time.
+"""FlashInfer's XQA and fmha_v2 by simulation: what 0.7.2 makes of the arguments it receives, on a CPU, one key at a time.
 
 Pointers are followed as the kernels follow them: a page table is read as packed rows whatever its strides, V with K's
 strides, fmha_v2's V by its page ids from K's base, XQA's mask bit by bit. The real functions' signatures supply the
-defaults, so an argument left out is what the installed FlashInfer makes of it.
+defaults, so an argument left out is what the installed FlashInfer makes of it. trtllm-gen is not simulated: on SM100
+FlashInfer itself makes the call, on a B200 that is not there.
 """
 
 import importlib
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lab.references.quantization import rounded
+from tests.dry_run.on_a_b200 import on_a_b200
 
 MEBIBYTE = 2**20
 
@@ -34,10 +36,13 @@ class SimulatedFlashInfer:
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     def installed(self, module: str, name: str) -> tuple[Callable[..., Any], inspect.Signature]:
-        signature = inspect.signature(getattr(importlib.import_module(module), name))
+        real = getattr(importlib.import_module(module), name)
+        signature = inspect.signature(real)
 
         def function(**arguments: Any) -> Any:
             self.calls.append((name, arguments))
+            if self.major == 10:
+                return on_a_b200(real, self.change(arguments))
             bound = signature.bind(**self.change(arguments))
             bound.apply_defaults()
             return getattr(self, name)(**bound.arguments)
@@ -45,56 +50,11 @@ class SimulatedFlashInfer:
         return function, signature
 
     def trtllm_batch_decode_with_kv_cache(self, backend: str, **arguments: Any) -> Any:
-        if backend == "auto":
-            backend = "trtllm-gen" if self.major == 10 else "xqa"
-        if backend == "xqa":
-            return _xqa(**arguments)
-        q_len = arguments["q_len_per_req"]
-        q_starts = arguments["cum_seq_lens_q"]
-        if q_len is not None:
-            q_starts = torch.arange(0, len(arguments["query"]) + 1, q_len)
-        log2 = arguments["bmm1_scale_log2"]
-        scale = arguments["bmm1_scale"] if log2 is None else float(log2) * math.log(2)
-        return _trtllm_gen(arguments, q_starts.tolist(), float(scale), causal=True)
-
-    def trtllm_batch_context_with_kv_cache(self, cum_seq_lens_kv: Tensor, causal: bool, **arguments: Any) -> Any:
-        assert cum_seq_lens_kv.diff().tolist() == arguments["seq_lens"].tolist()
-        return _trtllm_gen(arguments, arguments["cum_seq_lens_q"].tolist(), float(arguments["bmm1_scale"]), causal)
+        assert backend in ("auto", "xqa")
+        return _xqa(**arguments)
 
     def trtllm_fmha_v2_prefill(self, **arguments: Any) -> Any:
         return _fmha_v2(**arguments)
-
-
-def _trtllm_gen(arguments: dict[str, Any], q_starts: Sequence[int], scale: float, causal: bool) -> Any:
-    query, lse = arguments["query"], arguments["lse"]
-    k, v = _pair(arguments["kv_cache"])
-    if arguments["kv_layout"] == "NHD":
-        k, v = k.transpose(-3, -2), v.transpose(-3, -2)
-    table = _packed(arguments["block_tables"])
-    k_table, v_table = (table, table) if arguments["uses_shared_paged_kv_idx"] else table.unbind(1)
-    out = _output(query, arguments["out"], arguments["out_dtype"])
-    if lse is None:
-        lse = torch.empty(query.shape[:2])
-    for request, kv_len in enumerate(arguments["seq_lens"].tolist()):
-        rows = range(q_starts[request], q_starts[request + 1])
-        keys = _paged(k, k_table[request], kv_len)
-        values = _paged(v, v_table[request], kv_len, k.stride())
-        for row in rows:
-            position = kv_len - (rows.stop - row)
-            first = max(0, position - arguments["window_left"]) if arguments["window_left"] >= 0 else 0
-            seen = range(first, max(first, position + 1) if causal else kv_len)
-            _attend(
-                query[row],
-                keys,
-                values,
-                seen,
-                scale,
-                float(arguments["bmm2_scale"]),
-                arguments["sinks"],
-                out[row],
-                lse[row],
-            )
-    return (out, lse) if arguments["return_lse"] else out
 
 
 def _xqa(

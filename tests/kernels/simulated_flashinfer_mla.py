@@ -1,6 +1,6 @@
 """FlashInfer's MLA kernels by simulation: what 0.7.2 makes of the arguments it receives, on a CPU, one key at a time.
 
-trtllm-gen follows the cache's page stride and the table as packed rows; XQA multiplies its logits by both scales and the output
+trtllm-gen is FlashInfer's own call, on a B200 that is not there. XQA multiplies its logits by both scales and the output
 by the second. The wrapper plans from CSR and forgets what it was not told. The real signatures are bound in each.
 """
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lab.references.quantization import rounded
+from tests.dry_run.on_a_b200 import on_a_b200
 
 MEBIBYTE = 2**20
 NAME = "trtllm_batch_decode_with_kv_cache_mla"
@@ -48,8 +49,9 @@ class SimulatedMLA:
             self.calls.append(arguments)
             bound = signature.bind(**self.change(arguments))
             bound.apply_defaults()
-            kernel = {"xqa": _xqa, "trtllm-gen": _trtllm_gen}[bound.arguments["backend"]]
-            return kernel(**bound.arguments)
+            if bound.arguments["backend"] == "trtllm-gen":
+                return on_a_b200(real, bound.arguments)
+            return _xqa(**bound.arguments)
 
         return function, signature
 
@@ -72,39 +74,6 @@ class SimulatedMLA:
             return SimpleNamespace(plan=plan, run=run)
 
         return make
-
-
-def _trtllm_gen(*, query: Tensor, kv_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, **others: Any) -> Any:
-    rank = others["kv_lora_rank"]
-    assert kv_cache.dim() == 4
-    assert others["sinks"] is None or isinstance(others["sinks"], Tensor)
-    offsets = others["cum_seq_lens_q"]
-    if offsets is None:
-        offsets = torch.arange(0, len(query) * query.shape[1] + 1, query.shape[1])
-    rows = query if query.dim() == 3 else query.flatten(0, 1)
-    out = others["out"]
-    out = torch.empty(*query.shape[:-1], rank, dtype=torch.bfloat16) if out is None else out
-    lse = others["lse"]
-    flat_lse = torch.empty(rows.shape[:2]) if lse is None else lse.view(rows.shape[:2])
-    table = torch.as_strided(block_tables, block_tables.shape, torch.empty(block_tables.shape, device="meta").stride())
-    for request, kv_len in enumerate(seq_lens.tolist()):
-        entries = _entries(kv_cache, table[request], kv_len)
-        _request(
-            rows,
-            offsets.tolist()[request : request + 2],
-            entries,
-            rank,
-            float(others["bmm1_scale"]),
-            float(others["bmm2_scale"]),
-            others["sinks"],
-            out.view(rows.shape[0], rows.shape[1], rank),
-            flat_lse,
-        )
-    if not others["return_lse"]:
-        return out
-    if others["return_lse_base"] == "basee":
-        flat_lse *= math.log(2.0)
-    return out, flat_lse if lse is None else lse
 
 
 def _xqa(

@@ -1,7 +1,6 @@
 """FlashInfer's ragged kernels by simulation: what 0.7.2 makes of the arguments it receives, on a CPU, one row at a time.
 
-trtllm-gen follows K's and V's strides and takes the query for contiguous, writes its statistics at the start of the workspace,
-and leaves stale values where a row has no key, unless lengths on the host tell it which. The wrapper plans from the host's
+trtllm-gen is FlashInfer's own call, on a B200 that is not there. The wrapper plans from the host's
 offsets and forgets what it was not told. The real signatures are bound in each.
 """
 
@@ -17,10 +16,10 @@ import torch
 from torch import Tensor
 
 from lab.references.quantization import rounded
+from tests.dry_run.on_a_b200 import on_a_b200
 
 NAME = "trtllm_ragged_attention_deepseek"
 WRAPPER = "BatchPrefillWithRaggedKVCacheWrapper"
-STALE = 12345.0
 
 
 @dataclass
@@ -48,9 +47,7 @@ class SimulatedRagged:
 
         def function(**arguments: Any) -> Any:
             self.calls.append(arguments)
-            bound = signature.bind(**self.change(arguments))
-            bound.apply_defaults()
-            return _trtllm_gen(**bound.arguments)
+            return on_a_b200(real, self.change(arguments))
 
         return function, signature
 
@@ -74,51 +71,6 @@ class SimulatedRagged:
             return SimpleNamespace(plan=plan, run=run)
 
         return make
-
-
-def _trtllm_gen(*, query: Tensor, key: Tensor, value: Tensor, workspace_buffer: Tensor, **others: Any) -> Any:
-    assert others["backend"] == "trtllm-gen"
-    workspace_buffer.fill_(0xFF)
-    query = torch.as_strided(query, query.shape, torch.empty(query.shape, device="meta").stride())
-    out, lse = others["out"], others["lse"]
-    if out is None:
-        dtype = torch.bfloat16 if query.dtype == torch.float8_e4m3fn else query.dtype
-        out = torch.empty(*query.shape[:2], value.shape[2], dtype=dtype)
-    if lse is None and others["return_lse"]:
-        lse = torch.empty(query.shape[:2])
-    q_offsets, kv_offsets = others["cum_seq_lens_q"].tolist(), others["cum_seq_lens_kv"].tolist()
-    assert len(q_offsets) == others["batch_size"] + 1
-    assert others["seq_lens"].tolist() == torch.tensor(kv_offsets).diff().tolist()
-    knows_empty = others["q_seq_lens_cpu"] is not None or not others["skip_all_rows_active_check"]
-    for request in range(others["batch_size"]):
-        rows, keys = (slice(*offsets[request : request + 2]) for offsets in (q_offsets, kv_offsets))
-        if knows_empty and keys.start == keys.stop:
-            _check_compacts(others)
-            out[rows] = 0.0
-            if lse is not None:
-                lse[rows] = -math.inf
-            continue
-        _request(
-            query,
-            rows,
-            key[keys],
-            value[keys],
-            causal=others["is_causal"],
-            window_left=others["window_left"],
-            scales=(float(others["bmm1_scale"]), float(others["bmm2_scale"])),
-            sinks=others["attention_sinks"],
-            out=out,
-            lse=lse,
-            of_nothing=(STALE, STALE),
-        )
-    return (out, lse) if others["return_lse"] else out
-
-
-def _check_compacts(others: dict[str, Any]) -> None:
-    if isinstance(others["bmm1_scale"], Tensor) or isinstance(others["bmm2_scale"], Tensor):
-        raise ValueError("TRTLLM-GEN ragged attention does not support compacting with scale tensors")
-    if others["attention_sinks"] is not None:
-        raise ValueError("TRTLLM-GEN ragged attention does not support compacting with sinks")
 
 
 def _wrapper_run(planned: dict[str, Any], query: Tensor, key: Tensor, value: Tensor, **others: Any) -> Any:

@@ -38,7 +38,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Simulate]:
         for module in (flashinfer_call, support):
             monkeypatch.setattr(module, "capability_of", lambda device: capability)
         for name in ("SCRATCH_BYTES", "LEAST_SCRATCH_BYTES"):
-            monkeypatch.setattr(flashinfer_call, name, 4096)
+            monkeypatch.setattr(flashinfer_call, name, 4 * MEBIBYTE if capability == SM100 else 4096)
         for module in (flashinfer_call, flashinfer_ragged):
             monkeypatch.setattr(module, "installed", simulated.installed)
         flashinfer_call.workspace_of.cache_clear()

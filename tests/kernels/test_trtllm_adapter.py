@@ -183,23 +183,30 @@ def test_xqa_verify_widths(simulate: Simulate, q_len: int) -> None:
     assert_right(DECODE, decode_case(q_len, kv_lens=(q_len, 17 + q_len)))
 
 
+def gen_case(q_len: int = 1, kv_lens: tuple[int, ...] = (16, 33, 5), **changes: Any) -> Arguments:
+    """A decode call of a head_dim that trtllm-gen has kernels for."""
+    return decode_case(q_len, kv_lens, head_dim=64, **changes)
+
+
 TRTLLM_GEN_DECODE_CASES: dict[str, Callable[[], Arguments]] = {
-    "decode": decode_case,
-    "verify": lambda: decode_case(5, bmm1_scale=0.3, bmm2_scale=0.5),
-    "window, sinks, LSE": lambda: decode_case(3, window_left=7, sinks=SINKS, out_dtype=torch.bfloat16, return_lse=True),
-    "ragged": lambda: as_engine(decode_arguments(random_batch([1, 4, 2], [3, 20, 40]), ragged=True, **PLAIN_OUTPUT)),
-    "tensor scales": lambda: decode_case(bmm1_scale=torch.tensor([0.2]), bmm2_scale=torch.tensor([0.7])),
-    "scale in base 2": lambda: decode_case(bmm1_scale_log2=torch.tensor([0.4]), bmm1_scale=9.0),
-    "e4m3": lambda: decode_case(dtype=torch.float8_e4m3fn, bmm1_scale=0.2, bmm2_scale=0.7, out_dtype=torch.bfloat16),
-    "separate tables": lambda: decode_case(2, separate_tables=True),
-    "slice of a wider table": lambda: widened(decode_case(2)),
-    "slice of wider separate tables": lambda: widened(decode_case(2, separate_tables=True)),
-    "NHD": lambda: decode_case(kv_layout="NHD"),
-    "views of NHD": lambda: permuted(decode_case()),
-    "stacked": lambda: stacked(decode_case(kv_dtype=torch.bfloat16)),
-    "K is V": lambda: (lambda case: case | {"kv_cache": case["kv_cache"][0].unsqueeze(1)})(decode_case()),
-    "given output and LSE": lambda: decode_case(
-        out=torch.empty(3, 4, 16, dtype=torch.bfloat16), out_dtype=torch.bfloat16, lse=torch.empty(3, 4)
+    "decode": gen_case,
+    "verify": lambda: gen_case(5, bmm1_scale=0.3, bmm2_scale=0.5),
+    "window, sinks, LSE": lambda: gen_case(3, window_left=7, sinks=SINKS, out_dtype=torch.bfloat16, return_lse=True),
+    "ragged": lambda: as_engine(
+        decode_arguments(random_batch([1, 4, 2], [3, 20, 40], head_dim=64), ragged=True, **PLAIN_OUTPUT)
+    ),
+    "tensor scales": lambda: gen_case(bmm1_scale=torch.tensor([0.2]), bmm2_scale=torch.tensor([0.7])),
+    "scale in base 2": lambda: gen_case(bmm1_scale_log2=torch.tensor([0.4]), bmm1_scale=9.0),
+    "e4m3": lambda: gen_case(dtype=torch.float8_e4m3fn, bmm1_scale=0.2, bmm2_scale=0.7, out_dtype=torch.bfloat16),
+    "separate tables": lambda: gen_case(2, separate_tables=True),
+    "slice of a wider table": lambda: widened(gen_case(2)),
+    "slice of wider separate tables": lambda: widened(gen_case(2, separate_tables=True)),
+    "NHD": lambda: gen_case(kv_layout="NHD"),
+    "views of NHD": lambda: permuted(gen_case()),
+    "stacked": lambda: stacked(gen_case(kv_dtype=torch.bfloat16)),
+    "K is V": lambda: (lambda case: case | {"kv_cache": case["kv_cache"][0].unsqueeze(1)})(gen_case()),
+    "given output and LSE": lambda: gen_case(
+        out=torch.empty(3, 4, 64, dtype=torch.bfloat16), out_dtype=torch.bfloat16, lse=torch.empty(3, 4)
     ),
 }
 
@@ -361,7 +368,7 @@ TAMPERED: dict[str, tuple[str, Callable[[], Arguments], Callable[[Arguments], Ar
     "XQA, bmm2_scale": (DECODE, lambda: decode_case(**E4M3), scale("bmm2_scale", 1.1)),
     "XQA, rows not packed": (DECODE, decode_case, widened),
     "XQA, layout": (DECODE, lambda: decode_case(heads=(16, 16)), lambda arguments: arguments | {"kv_layout": "NHD"}),
-    "trtllm-gen, rows not packed": (DECODE, decode_case, widened),
+    "trtllm-gen, rows not packed": (DECODE, gen_case, widened),
     "fmha_v2, V a page off": (CONTEXT, context_case, shift_v),
     "fmha_v2, window dropped": (CONTEXT, lambda: context_case(window_left=3), lambda a: a | {"window_left": -1}),
     "fmha_v2, window off by one": (CONTEXT, lambda: context_case(window_left=3), wider_window),
@@ -397,7 +404,7 @@ def test_the_simulation_notices_semaphores_in_use(simulate: Simulate) -> None:
 
 
 REAL_CALLS = {
-    "trtllm-gen decode": (SM100, DECODE, lambda: decode_case(2, sinks=SINKS, window_left=3)),
+    "trtllm-gen decode": (SM100, DECODE, lambda: gen_case(2, sinks=SINKS, window_left=3)),
     "XQA": (SM90, DECODE, lambda: decode_case(2, sinks=SINKS, window_left=3)),
     "trtllm-gen context": (SM100, CONTEXT, lambda: context_case(sinks=SINKS, window_left=3)),
     "fmha_v2": (SM90, CONTEXT, lambda: context_case(sinks=SINKS, window_left=3)),
@@ -465,9 +472,9 @@ def test_everything_else_is_passed(simulate: Simulate, capability: tuple[int, in
     if function == DECODE:
         changes |= {"kv_dtype": torch.bfloat16, "backend": "xqa" if capability == SM90 else "trtllm-gen"}
     if capability == SM100:
-        counters = torch.zeros(64, dtype=torch.uint8)
+        counters = torch.zeros(1024, dtype=torch.uint8)
         changes |= {"lse": torch.empty(6 if function == DECODE else 22, 4), "multi_ctas_kv_counter_buffer": counters}
-    arguments = decode_case(2, **changes) if function == DECODE else context_case(**changes)
+    arguments = gen_case(2, **changes) if function == DECODE else context_case(**changes)
     getattr(trtllm, function)(**arguments)
     passed = simulated.calls[0][1]
     for name in changes.keys() - {"kv_dtype"}:
@@ -570,11 +577,11 @@ REFILLED: dict[str, tuple[tuple[int, int], str, Callable[[int], Arguments]]] = {
     ),
     "XQA, views of NHD": (SM90, DECODE, lambda i: permuted(decode_case(**DECODE_BATCHES[i]))),
     "XQA, slice of a wider table": (SM90, DECODE, lambda i: widened(decode_case(**DECODE_BATCHES[i]))),
-    "trtllm-gen decode": (SM100, DECODE, lambda i: decode_case(2, **DECODE_BATCHES[i])),
+    "trtllm-gen decode": (SM100, DECODE, lambda i: gen_case(2, **DECODE_BATCHES[i])),
     "trtllm-gen decode, slice of wider separate tables": (
         SM100,
         DECODE,
-        lambda i: widened(decode_case(2, separate_tables=True, **DECODE_BATCHES[i])),
+        lambda i: widened(gen_case(2, separate_tables=True, **DECODE_BATCHES[i])),
     ),
     "trtllm-gen context": (SM100, CONTEXT, lambda i: context_case(**CONTEXT_BATCHES[i])),
     "fmha_v2": (SM90, CONTEXT, lambda i: context_case(**CONTEXT_BATCHES[i])),

@@ -1,0 +1,272 @@
+"""Attention computed from a launch of trtllm-gen alone: its `KernelParams` and TMA descriptors, read from host memory.
+
+A launch names its queries, keys and values by TMA descriptors, and lengths, offsets, page table, sinks, scales and results by
+pointers. `compute` follows them as the launcher's source says that kernels do, in float64, and writes the results. A wrong
+stride, offset, length, table, window or scale of the call then gives a wrong result, and a pointer to anything but the call's
+tensors is an error. Nothing of NVIDIA's machine code runs: its bugs, its rounding, its reads beyond the keys that rows see and
+its times show nowhere here.
+
+Where the rules stand (FlashInfer 0.7.2): `kernelParams.h` for descriptors and members; `fmhaReduction.cu` for the layout of the
+output and of the softmax's statistics, the sinks, the position of a row and the scales; `fmhaKernels.cuh` for masks and
+the rows that a grid covers; `lse.cuh` for the LSE. Every generation kernel is causal, whatever mask its name says: the
+launcher's comments say so of dense ones.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+import torch
+
+from lab.calls.problem import E4M3
+from lab.dry_run.host_memory import HostMemory, UnsoundLaunchError
+from lab.dry_run.kernel_facts import KernelFacts, MaskType, kernel_facts
+from lab.dry_run.launches import KernelParams, Launch, LseArguments, TensorMap
+from lab.references.quantization import deinterleave_v_scale_factors, dequantize_nvfp4, rounded
+
+LOG2_E = math.log2(math.e)
+# Pointers of `KernelParams` that the arithmetic follows; the other ones must be null.
+FOLLOWED = frozenset(
+    f"ptr_{name}"
+    for name in (
+        *("o", "attention_sinks", "cum_seq_lens_q", "cum_seq_lens_kv", "page_idx_kv", "seq_lens_kv", "softmax_stats"),
+        *("scale_softmax_log2", "output_scale"),
+        *("multi_ctas_kv_counter", "partial_stats", "partial_o"),  # scratch, which a result does not depend on
+    )
+)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """One request of a launch.
+
+    Attributes:
+        number: in the batch.
+        first_row, num_rows: its query rows, of which the launch computes the first `computed`.
+        kv_len: its keys.
+        first_key: in K and V that are not paged.
+    """
+
+    number: int
+    first_row: int
+    num_rows: int
+    computed: int
+    kv_len: int
+    first_key: int
+
+
+def compute(launches: Iterable[Launch], memory: HostMemory) -> None:
+    """Compute launches of one call, in their order: attention, with its parts joined already, and the LSE.
+
+    Rows that see no key are left as they were, as trtllm-gen leaves them or worse (FlashInfer pull request 4975, issue 2883).
+
+    Args:
+        launches: as the machine recorded them.
+        memory: that of the call's tensors.
+
+    Raises:
+        UnsoundLaunchError: a launch would touch other memory, or contradicts itself.
+        NotImplementedError: it asks for what this arithmetic does not know.
+        KeyError: the table has no kernel of that name.
+    """
+    for launch in launches:
+        if launch.lse is not None:
+            _write_lse(launch.lse, memory)
+        elif launch.params is not None and launch.name.startswith("fmhaSm"):
+            kernel = kernel_facts(launch.name)
+            _refuse_unmodelled(launch.params, kernel)
+            attention = _Attention(launch.params, kernel, {each.member: each for each in launch.tma}, memory)
+            for request in _requests(launch.params, memory):
+                if request.computed > 0:
+                    attention.run(request)
+
+
+def _write_lse(given: LseArguments, memory: HostMemory) -> None:
+    """Write the LSE of every row, padding's too, from the statistics that the launch before it left (`lse.cuh`).
+
+    They are (m, d) with m the largest logit and d the sum of exp(logit - m): lse = lse_scale * (log2(e) m + log2(d)).
+    """
+    shape = (given.n // given.num_heads_q, given.num_heads_q)
+    stats = memory.array("the statistics of the softmax", given.md, (*shape, 2), torch.float32).double()
+    strides_bytes = (4 * given.lse_stride_tokens, 4 * given.lse_stride_heads)
+    lse = memory.view("the LSE", given.lse, shape, strides_bytes, torch.float32)
+    lse.copy_(given.lse_scale * (LOG2_E * stats[..., 0] + torch.log2(stats[..., 1])))
+
+
+def _refuse_unmodelled(params: KernelParams, kernel: KernelFacts) -> None:
+    """Raise NotImplementedError for what only other calls than the lab's four ask for."""
+    if kernel.mask is MaskType.CUSTOM or kernel.is_sparse or params.chunked_attention_size_log2:
+        raise NotImplementedError(f"{kernel.name} has a custom, chunked or sparse mask, which no call of the lab's has")
+    named = [(each.name, getattr(params, each.name)) for each in fields(params)]
+    given = [
+        name for name, value in (*named, *params.others) if name.startswith("ptr_") and value and name not in FOLLOWED
+    ]
+    if given or params.use_block_sparse_attention:
+        raise NotImplementedError(
+            f"the launch of {kernel.name} has {', '.join(given) or 'block sparsity'}, which is not modelled"
+        )
+
+
+def _requests(params: KernelParams, memory: HostMemory) -> list[_Request]:
+    """Return the requests of a launch, by its lengths and offsets."""
+    count = params.batch_size
+    lengths = memory.array("seq_lens", params.ptr_seq_lens_kv, (count,), torch.int32).tolist()
+    if params.ptr_cum_seq_lens_q:
+        offsets = memory.array("cum_seq_lens_q", params.ptr_cum_seq_lens_q, (count + 1,), torch.int32).tolist()
+    else:
+        offsets = [request * params.max_seq_len_q for request in range(count + 1)]
+    first_keys = [0] * (count + 1)
+    if params.ptr_cum_seq_lens_kv:
+        first_keys = memory.array("cum_seq_lens_kv", params.ptr_cum_seq_lens_kv, (count + 1,), torch.int32).tolist()
+    covered = params.max_num_ctas_q * params.num_tokens_per_cta_q
+    requests = []
+    for number, kv_len in enumerate(lengths):
+        (first_row, end), (first_key, last_key) = offsets[number : number + 2], first_keys[number : number + 2]
+        if params.ptr_cum_seq_lens_kv and last_key - first_key != kv_len:
+            raise UnsoundLaunchError(
+                f"request {number} has {kv_len} keys by seq_lens and {last_key - first_key} by cum_seq_lens_kv; which one a kernel "
+                "reads is its own affair"
+            )
+        if not 0 <= kv_len <= params.max_seq_len_kv:
+            raise UnsoundLaunchError(
+                f"request {number} has {kv_len} keys, and the launch promises 0 to {params.max_seq_len_kv}"
+            )
+        if not 0 <= first_row <= max(first_row, end) <= params.sum_of_seq_lens_q:
+            raise UnsoundLaunchError(
+                f"request {number} has the rows from {first_row} to {end} of {params.sum_of_seq_lens_q} query rows"
+            )
+        rows = end - first_row
+        requests.append(_Request(number, first_row, rows, min(rows, covered), kv_len, first_key))
+    return requests
+
+
+class _Attention:
+    """A launch's operands and results, where its descriptors and pointers say that they are."""
+
+    def __init__(
+        self, params: KernelParams, kernel: KernelFacts, maps: dict[str, TensorMap], memory: HostMemory
+    ) -> None:
+        self.params, self.kernel, self.maps, self.memory = params, kernel, maps, memory
+        tokens, heads = params.sum_of_seq_lens_q, params.num_heads_q
+        self.query = self._query()
+        self.out = memory.array("the output", params.ptr_o, (tokens, heads, kernel.head_dim_v), kernel.dtype_o)
+        self.stats = None
+        if params.ptr_softmax_stats:
+            self.stats = memory.array("the statistics", params.ptr_softmax_stats, (tokens, heads, 2), torch.float32)
+        self.sinks_log2 = None
+        if params.ptr_attention_sinks:
+            sinks = memory.array("the sinks", params.ptr_attention_sinks, (heads,), torch.float32)
+            self.sinks_log2 = sinks.double().view(params.num_heads_kv, -1) * LOG2_E
+        self.scale_log2 = self._scale("bmm1_scale", params.ptr_scale_softmax_log2, params.scale_softmax_log2)
+        self.out_scale = self._scale("bmm2_scale", params.ptr_output_scale, params.output_scale)
+
+    def run(self, request: _Request) -> None:
+        """Compute one request's rows."""
+        positions = request.kv_len - request.num_rows + torch.arange(request.computed)
+        ends = torch.full_like(positions, request.kv_len) if self.kernel.sees_all_keys else positions + 1
+        starts = torch.zeros_like(positions)
+        if self.kernel.has_window:
+            starts = (ends - self.params.attention_window_size).clamp(min=0)
+        rows = (starts < ends).nonzero().flatten()
+        if not len(rows):
+            return
+        first, end = int(starts[rows].min()), int(ends[rows].max())
+        keys, values = (self._tokens(side, request, first, end) for side in "KV")
+        at = torch.arange(first, end)
+        hidden = (at < starts[rows].unsqueeze(1)) | (at >= ends[rows].unsqueeze(1))
+        query = self.query[request.first_row + rows].double().unflatten(1, (self.params.num_heads_kv, -1))
+        logits = torch.einsum("rhgd,khd->rhgk", query, keys) * self.scale_log2
+        logits.masked_fill_(hidden[:, None, None, :], -math.inf)
+        largest = logits.amax(-1)
+        weights = torch.exp2(logits - largest.unsqueeze(-1))
+        total = weights.sum(-1)
+        if self.sinks_log2 is not None:
+            total = total + torch.exp2(self.sinks_log2 - largest)
+        result = torch.einsum("rhgk,khd->rhgd", weights, values) / total.unsqueeze(-1) * self.out_scale
+        self.out[request.first_row + rows] = rounded(result.flatten(1, 2), self.kernel.dtype_o)
+        if self.stats is not None:
+            self.stats[request.first_row + rows] = torch.stack((largest / LOG2_E, total), -1).flatten(1, 2).float()
+
+    def _query(self) -> torch.Tensor:
+        """Return the queries, [num_rows, num_qo_heads, head_dim]: their descriptor has (head_dim, heads of a group, groups, rows)."""
+        tensor_map = self.maps["tmaQ_"]
+        strides_bytes = (*reversed(tensor_map.strides_bytes), self.kernel.dtype_q.itemsize)
+        view = self.memory.view(
+            "the query's descriptor",
+            tensor_map.address,
+            tuple(reversed(tensor_map.dims)),
+            strides_bytes,
+            self.kernel.dtype_q,
+        )
+        return view.flatten(1, 2)
+
+    def _scale(self, what: str, pointer: int, number: float) -> float:
+        """Return a scale: that of a tensor on the device goes before the launch's number."""
+        return float(self.memory.array(what, pointer, (1,), torch.float32)) if pointer else number
+
+    def _tokens(self, side: str, request: _Request, first: int, end: int) -> torch.Tensor:
+        """Return keys or values `first` to `end` of a request, float64 [end - first, num_kv_heads, head_dim of that side]."""
+        head_dim = self.kernel.head_dim_qk if side == "K" else self.kernel.head_dim_v
+        if not self.kernel.is_paged:
+            return self._ragged(side, request.first_key + first, end - first)[..., :head_dim]
+        page_size = 1 << self.params.num_tokens_per_page_log2
+        first_page = first // page_size
+        ids = self._page_ids(side, request.number)[first_page : -(-end // page_size)]
+        tokens = self._pages(side, ids.long(), page_size)
+        return tokens[first - first_page * page_size : end - first_page * page_size, :, :head_dim]
+
+    def _page_ids(self, side: str, request: int) -> torch.Tensor:
+        width, address = self.params.max_num_pages_per_seq_kv, self.params.ptr_page_idx_kv
+        if self.params.uses_shared_paged_kv_idx is not False:
+            return self.memory.array("the page table", address, (self.params.batch_size, width), torch.int32)[request]
+        tables = self.memory.array("the page tables", address, (self.params.batch_size, 2, width), torch.int32)
+        return tables[request, "KV".index(side)]
+
+    def _ragged(self, side: str, first: int, count: int) -> torch.Tensor:
+        """Return rows of keys or values that are not paged: the descriptor has (head_dim, rows, heads, 1)."""
+        tensor_map = self.maps[f"tma{side}_"]
+        if first + count > tensor_map.dims[1]:
+            raise UnsoundLaunchError(f"{side}'s rows end at {first + count}, and its descriptor has {tensor_map.dims[1]}")
+        (token_bytes, head_bytes, *_), dtype = tensor_map.strides_bytes, self._dtype(side)
+        shape = (count, tensor_map.dims[2], tensor_map.dims[0])
+        address = tensor_map.address + first * token_bytes
+        return self.memory.view(
+            f"{side}'s descriptor", address, shape, (token_bytes, head_bytes, dtype.itemsize), dtype
+        ).double()
+
+    def _pages(self, side: str, ids: torch.Tensor, page_size: int) -> torch.Tensor:
+        """Return the tokens of pages, float64 [len(ids) * page_size, num_kv_heads, head_dim]."""
+        stored = self._page_rows(side, f"tma{side}_", ids, page_size, self._dtype(side))
+        if self._dtype(side) != torch.uint8:
+            tokens = stored.double()
+        else:
+            factors = self._page_rows(side, f"tma{side}Sf_", ids, page_size, E4M3)
+            tokens = dequantize_nvfp4(stored, deinterleave_v_scale_factors(factors) if side == "V" else factors)
+        return tokens.transpose(1, 2).flatten(0, 1)
+
+    def _page_rows(self, side: str, member: str, ids: torch.Tensor, page_size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return pages as they are stored, [len(ids), num_kv_heads, page_size, row].
+
+        A descriptor has (row * r, page_size / r, heads, pages): r rows that follow each other without a gap may lie in one.
+        """
+        tensor_map = self.maps[member]
+        row_elements, rows, heads, pages = tensor_map.dims
+        if tensor_map.dtype.startswith("16u4"):  # counts elements of NVFP4, two in a byte
+            row_elements //= 2
+        if len(wrong := ids[(ids < 0) | (ids >= pages)]):
+            raise UnsoundLaunchError(
+                f"the page table names page {int(wrong[0])} of {side}, whose descriptor has {pages} pages"
+            )
+        row_bytes, head_bytes, page_bytes = tensor_map.strides_bytes
+        least, most = int(ids.min()), int(ids.max())
+        view = self.memory.view(
+            f"{side}'s pages {least} to {most}",
+            tensor_map.address + least * page_bytes,
+            (most - least + 1, heads, rows, row_elements),
+            (page_bytes, head_bytes, row_bytes, dtype.itemsize),
+            dtype,
+        )
+        return view[ids - least].reshape(len(ids), heads, page_size, -1)
+
+    def _dtype(self, side: str) -> torch.dtype:
+        return self.kernel.dtype_k if side == "K" else self.kernel.dtype_v

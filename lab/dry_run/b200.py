@@ -1,0 +1,31 @@
+"""FlashInfer's TRT-LLM functions on a B200 that is not there, for CPU tensors, as trtllm-gen would read their calls.
+
+`lab.kernels.trtllm` makes the call, FlashInfer's own launcher selects the kernel and fills its parameters, and
+`lab.dry_run.arithmetic` computes attention from these alone. So `lab judge lab.dry_run.b200 --device cpu` judges *the call*: a
+wrong stride, offset, length, table, window or scale of the lab's adapters gives a wrong result. It judges nothing of NVIDIA's
+machine code: a kernel's bugs, its rounding and what it writes beside its output show on a B200 alone.
+
+What rests on the kernels' table of flashinfer-cubin 0.6.13 is that there is a kernel for a call, and its mask.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from lab.dry_run.machine import machine
+from lab.kernels import trtllm
+
+
+def _on_a_b200(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **arguments: Any) -> Any:
+        with machine("b200", computes=True):
+            return function(*args, **arguments)
+
+    return call
+
+
+trtllm_batch_decode_with_kv_cache = _on_a_b200(trtllm.trtllm_batch_decode_with_kv_cache)
+trtllm_batch_context_with_kv_cache = _on_a_b200(trtllm.trtllm_batch_context_with_kv_cache)
+trtllm_batch_decode_with_kv_cache_mla = _on_a_b200(trtllm.trtllm_batch_decode_with_kv_cache_mla)
+trtllm_ragged_attention_deepseek = _on_a_b200(trtllm.trtllm_ragged_attention_deepseek)

@@ -1,0 +1,97 @@
+"""A kernel of the table, as far as attention depends on it: dtypes, head dims, mask, phase and layout."""
+
+import enum
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from lab.calls.problem import E4M3
+from lab.dry_run.kernel_table import KernelTable, newest
+
+
+class MaskType(enum.IntEnum):
+    """FlashInfer's `TrtllmGenAttentionMaskType` (`fmhaRunnerParams.h`)."""
+
+    DENSE = 0
+    CAUSAL = 1
+    SLIDING_OR_CHUNKED_CAUSAL = 2
+    CUSTOM = 3
+
+
+DTYPES = {
+    "DATA_TYPE_FP16": torch.float16,
+    "DATA_TYPE_BF16": torch.bfloat16,
+    "DATA_TYPE_E4M3": E4M3,
+    "DATA_TYPE_E2M1": torch.uint8,  # two elements of NVFP4
+}
+CONTEXT = 0  # FmhaKernelType::Context
+PAGED = 2  # QkvLayout::PagedKv
+
+
+@dataclass(frozen=True)
+class KernelFacts:
+    """The facts of a kernel's row in the table.
+
+    Attributes:
+        name: as it is launched.
+        dtype_q, dtype_k, dtype_v, dtype_o: of the elements; uint8 is NVFP4, two in a byte.
+        head_dim_qk, head_dim_v: elements of a head in the query and K, and in V and the output.
+        mask: by the name; a generation kernel is causal with a dense one too.
+        is_context: of the context phase; else of generation, the decode calls'.
+        is_paged: K and V lie in pages.
+        is_sparse: it reads a choice of the keys.
+    """
+
+    name: str
+    dtype_q: torch.dtype
+    dtype_k: torch.dtype
+    dtype_v: torch.dtype
+    dtype_o: torch.dtype
+    head_dim_qk: int
+    head_dim_v: int
+    mask: MaskType
+    is_context: bool
+    is_paged: bool
+    is_sparse: bool
+
+    @property
+    def sees_all_keys(self) -> bool:
+        """True where each row sees every key of its request."""
+        return self.is_context and self.mask is MaskType.DENSE
+
+    @property
+    def has_window(self) -> bool:
+        """True where the window of the launch means something."""
+        return self.mask is MaskType.SLIDING_OR_CHUNKED_CAUSAL
+
+
+@functools.cache
+def kernel_facts(name: str) -> KernelFacts:
+    """Return the facts of a kernel, by the name that it is launched under.
+
+    Raises:
+        KeyError: the table has no such kernel, or its dtypes are none of the lab's.
+    """
+    table, rows = _newest()
+    row = table.row(rows[name])
+    dtype = {side: DTYPES[row[f"mDataType{side}"]] for side in "QKVO"}
+    return KernelFacts(
+        name,
+        dtype["Q"],
+        dtype["K"],
+        dtype["V"],
+        dtype["O"],
+        int(row["mHeadDimQk"]),
+        int(row["mHeadDimV"]),
+        MaskType(int(row["mMaskType"])),
+        int(row["mKernelType"]) == CONTEXT,
+        int(row["mQkvLayout"]) == PAGED,
+        int(row["mSparseAttn"]) != 0,
+    )
+
+
+@functools.cache
+def _newest() -> tuple[KernelTable, dict[str, int]]:
+    table = newest()
+    return table, {name.strip('"'): index for index, name in enumerate(table.columns["mFuncName"])}
