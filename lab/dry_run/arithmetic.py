@@ -124,8 +124,7 @@ def _requests(params: KernelParams, memory: HostMemory) -> list[_Request]:
         (first_row, end), (first_key, last_key) = offsets[number : number + 2], first_keys[number : number + 2]
         if params.ptr_cum_seq_lens_kv and last_key - first_key != kv_len:
             raise UnsoundLaunchError(
-                f"request {number} has {kv_len} keys by seq_lens and {last_key - first_key} by cum_seq_lens_kv; which one a kernel "
-                "reads is its own affair"
+                f"request {number} has {kv_len} keys by seq_lens, and {last_key - first_key} by cum_seq_lens_kv: one is wrong"
             )
         if not 0 <= kv_len <= params.max_seq_len_kv:
             raise UnsoundLaunchError(
@@ -188,7 +187,7 @@ class _Attention:
             self.stats[request.first_row + rows] = torch.stack((largest / LOG2_E, total), -1).flatten(1, 2).float()
 
     def _query(self) -> torch.Tensor:
-        """Return the queries, [num_rows, num_qo_heads, head_dim]: their descriptor has (head_dim, heads of a group, groups, rows)."""
+        """Return the queries, [num_rows, num_qo_heads, head_dim]; theirs is (head_dim, heads of a group, groups, rows)."""
         tensor_map = self.maps["tmaQ_"]
         strides_bytes = (*reversed(tensor_map.strides_bytes), self.kernel.dtype_q.itemsize)
         view = self.memory.view(
@@ -226,7 +225,9 @@ class _Attention:
         """Return rows of keys or values that are not paged: the descriptor has (head_dim, rows, heads, 1)."""
         tensor_map = self.maps[f"tma{side}_"]
         if first + count > tensor_map.dims[1]:
-            raise UnsoundLaunchError(f"{side}'s rows end at {first + count}, and its descriptor has {tensor_map.dims[1]}")
+            raise UnsoundLaunchError(
+                f"{side}'s rows end at {first + count}, and its descriptor has {tensor_map.dims[1]}"
+            )
         (token_bytes, head_bytes, *_), dtype = tensor_map.strides_bytes, self._dtype(side)
         shape = (count, tensor_map.dims[2], tensor_map.dims[0])
         address = tensor_map.address + first * token_bytes

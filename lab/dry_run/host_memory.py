@@ -49,14 +49,17 @@ class HostMemory:
                 f"{what} reaches {end - address} bytes from {address:#x} on, and no tensor of the call holds all of them"
             )
         if any(stride % dtype.itemsize for stride in strides_bytes) or address % dtype.itemsize:
-            raise UnsoundLaunchError(f"{what} has strides of {tuple(strides_bytes)} bytes from {address:#x}: no whole {dtype}")
+            raise UnsoundLaunchError(
+                f"{what} has strides of {tuple(strides_bytes)} bytes from {address:#x}: no whole {dtype}"
+            )
         memory = (ctypes.c_uint8 * (end - address)).from_address(address)
         elements = torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
         return elements.as_strided(tuple(shape), tuple(stride // dtype.itemsize for stride in strides_bytes))
 
     def array(self, what: str, address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a contiguous array at an address; raises as `view`."""
-        strides_bytes, step = [], dtype.itemsize
+        strides_bytes: list[int] = []
+        step = dtype.itemsize
         for size in reversed(shape):
             strides_bytes.insert(0, step)
             step *= size

@@ -116,7 +116,6 @@ TRTLLM_GEN: dict[str, Callable[[], Arguments]] = {
     "128 heads": lambda: case(kv_lens=(5, 33), heads=128),
     "uint32 lengths": lambda: case(seq_lens=torch.tensor([5, 33, 70], dtype=torch.uint32)),
     "counters": lambda: case(multi_ctas_kv_counter_buffer=torch.zeros(1024, dtype=torch.int32)),
-    "no keys": lambda: case(2, kv_lens=(0, 1, 9)),
 }
 
 
@@ -127,6 +126,18 @@ def test_trtllm_gen(simulate: Simulate, name: str) -> None:
     (call,) = simulated.calls
     assert call["backend"] == "trtllm-gen"
     assert not call.get("return_lse") or call["return_lse_base"] in ("base2", "basee")
+
+
+def test_trtllm_gen_leaves_rows_without_keys(simulate: Simulate) -> None:
+    """FlashInfer's pull request 4975; rows with keys are right beside them."""
+    simulate(SM100)
+    arguments = case(2, kv_lens=(0, 1, 9))
+    out = torch.full((3, 2, 2, 512), math.nan, dtype=torch.bfloat16)
+    trtllm.trtllm_batch_decode_with_kv_cache_mla(**arguments | {"out": out})
+    expected = references.trtllm_batch_decode_with_kv_cache_mla(**arguments)
+    assert bool(out[0].isnan().all())
+    assert bool(out[1, 0].isnan().all())
+    torch.testing.assert_close(out[1:].flatten(0, 1)[1:], expected[1:].flatten(0, 1)[1:], rtol=2**-7, atol=2**-7)
 
 
 XQA: dict[str, Callable[[], Arguments]] = {

@@ -35,6 +35,8 @@ def prepare_trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> Prepare
     if problem.has_no_rows:
         return returning(problem, problem.returned)
     supported_kernel(problem)
+    if not len(problem.key):  # a TMA descriptor has at least one row (kernelParams.h, `buildNdTmaDescriptor`)
+        return _then_filled(returning(problem, problem.returned), problem)
     changes = {
         "workspace_buffer": scratch_for(call.workspace_buffer, problem.query.device),  # its statistics come first
         "window_left": problem.window_left,
