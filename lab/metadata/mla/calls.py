@@ -55,7 +55,7 @@ def mla_call_arguments(
         batch, metadata, layer: the forward pass and the layer.
         query: ``[batch_size, max_seq_len_q, heads, kv_lora_rank + qk_rope_head_dim]``, from `mla_query`.
         cache: the layer's entries.
-        multi_ctas_kv_counter_buffer: from `allocate_multi_ctas_kv_counters`, or FlashInfer's own.
+        multi_ctas_kv_counter_buffer: from `allocate_multi_ctas_kv_counters`; None lets the kernel's adapter choose.
     """
     return {
         "query": query,
