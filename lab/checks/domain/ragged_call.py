@@ -167,8 +167,8 @@ def _stored(call: RaggedCall) -> None:
 
 
 def _laid(tensor: Tensor, form: str) -> Tensor:
-    if form == "at 16 bytes":
-        return at_bytes(tensor, LEAST_ALIGNMENT_BYTES)
+    if form.startswith("at "):  # the call documents no alignment
+        return at_bytes(tensor, LEAST_ALIGNMENT_BYTES if "16" in form else tensor.element_size())
     if form == "heads first":
         return tensor.transpose(0, 1).contiguous().transpose(0, 1)
     return apart(tensor, -2 if form == "heads apart" else -3, GAP)
