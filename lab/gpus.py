@@ -75,20 +75,33 @@ OLDEST = SM80.capabilities[0]
 
 @dataclass(frozen=True)
 class Datasheet:
-    """A vendor's figures: memory bandwidth in GB/s (10**9), dense bf16 matrix rate in TFLOP/s."""
+    """A vendor's figures: memory bandwidth in GB/s (10**9), dense bf16 matrix rate in TFLOP/s, None where none is stated."""
 
     bandwidth_gbps: float
-    matrix_rate_tflops: float
+    matrix_rate_tflops: float | None
     source: str
 
 
 # By the name that CUDA gives the GPU. Rates without sparsity. Others are not known here, and none is made up.
 DATASHEETS = {
+    # https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf
+    "NVIDIA A100-SXM4-80GB": Datasheet(2039, 312, "NVIDIA A100 Tensor Core GPU datasheet, SXM4 80 GB"),
     "NVIDIA H100 80GB HBM3": Datasheet(3350, 989, "NVIDIA H100 Tensor Core GPU datasheet, SXM5"),
     "NVIDIA H200": Datasheet(4800, 989, "NVIDIA H200 Tensor Core GPU datasheet, SXM5"),
     "NVIDIA B200": Datasheet(
         8000, 2250, "NVIDIA HGX B200 datasheet, an eighth of the board; 2.38 and 2.5 are quoted too"
     ),
+    # https://www.nvidia.com/en-us/data-center/hgx/: 36 PFLOP/s of bf16 with sparsity for eight, as of HGX B200; 8 TB/s each.
+    "NVIDIA B300 SXM6 AC": Datasheet(
+        8000, 2250, "NVIDIA HGX B300 datasheet, a sixteenth of the board's rate with sparsity"
+    ),
+    # https://www.nvidia.com/en-us/products/workstations/professional-desktop-gpus/rtx-pro-6000/ for the bandwidth;
+    # https://hmc-tech.com/gpu/nvidia-rtx-pro-6000-blackwell-vs-amd-radeon-pro-duo-polaris quotes the white paper's rate.
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": Datasheet(
+        1792, 503.8, "NVIDIA RTX Blackwell PRO GPU architecture white paper, Workstation Edition"
+    ),
+    # https://docs.nvidia.com/dgx/dgx-spark/hardware.html; the only matrix rate there is of FP4 with sparsity.
+    "NVIDIA GB10": Datasheet(273, None, "NVIDIA DGX Spark user guide, hardware overview; no dense bf16 rate is stated"),
 }
 
 

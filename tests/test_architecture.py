@@ -40,6 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "reports": {
         "dry_run",
+        "gpus",
         "loading",
         "provenance",
         "references",

@@ -126,7 +126,7 @@ def build_forward(case: ForwardCase, device: torch.device, build_metadata: Build
         tuple(as_stored(side, scale, case.kv_dtype) for side, scale in zip(sides, scales, strict=True))
         for sides in drawn
     ]
-    layer = _new_layer(case, device, generator)
+    layer = new_layer(case, device, generator)
     pool = new_poisonable_pool(case, device)
     cache = pool.new_cache(
         model.num_kv_heads, model.head_dim, case.kv_dtype, case.layout, sliding_window=case.sliding_window
@@ -191,7 +191,8 @@ def limits_of(case: PassCase) -> list[set[int]] | None:
     ]
 
 
-def _new_layer(case: ForwardCase, device: torch.device, generator: torch.Generator) -> AttentionLayer:
+def new_layer(case: ForwardCase, device: torch.device, generator: torch.Generator) -> AttentionLayer:
+    """Return the layer of a case: its scales, its window, and sinks if the model has them."""
     model, quantised = case.model, case.kv_dtype == E4M3
     sinks = None
     if model.has_sinks:

@@ -72,16 +72,21 @@ def build_mla_pass(
         case, generator, limits_of(case), case.num_qo_heads, 1, (case.head_dim,), case.softmax_scale
     )
     histories = [(as_stored(entries.squeeze(1), E4M3_K_SCALE, case.kv_dtype),) for (entries,) in drawn]
-    layer = MLALayer(
-        softmax_scale=case.softmax_scale,
-        k_scale=E4M3_K_SCALE if case.kv_dtype == E4M3 else 1.0,
-        kv_lora_rank=case.kv_lora_rank,
-        qk_rope_head_dim=case.qk_rope_head_dim,
-        qk_nope_head_dim=case.kv_lora_rank // 4,
-    )
+    layer = new_mla_layer(case)
     pool = new_poisonable_pool(case, device)
     cache = pool.new_latent_cache(case.head_dim, case.kv_dtype)
     batch, metadata = admit_and_write(
         case, pool, cache, histories, lambda batch, pool: build_metadata(batch, pool, case.attention)
     )
     return MLAPass(case, pool, batch, metadata, layer, cache, query.to(case.dtype), histories)
+
+
+def new_mla_layer(case: MLACase) -> MLALayer:
+    """Return the layer of a case: its scales and its sizes."""
+    return MLALayer(
+        softmax_scale=case.softmax_scale,
+        k_scale=E4M3_K_SCALE if case.kv_dtype == E4M3 else 1.0,
+        kv_lora_rank=case.kv_lora_rank,
+        qk_rope_head_dim=case.qk_rope_head_dim,
+        qk_nope_head_dim=case.kv_lora_rank // 4,
+    )

@@ -10,6 +10,7 @@ import lab
 from lab.commands.bench import bench
 from lab.commands.checks import checks
 from lab.commands.compare import ab, compare
+from lab.commands.dry_run import dry_run
 from lab.commands.experiments import experiments
 from lab.commands.judge import judge
 from lab.commands.mutants import mutants
@@ -51,6 +52,7 @@ app.command(rich_help_panel=JUDGING)(mutants)
 # `lab bench` hands every option to pytest, so it declares none of its own.
 app.command(rich_help_panel=TIMING, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(bench)
 app.command(rich_help_panel=TIMING)(ab)
+app.command(rich_help_panel=TIMING)(dry_run)
 app.add_typer(experiments, name="experiments", rich_help_panel=TIMING)
 app.command(rich_help_panel=RECORDED)(compare)
 app.command(rich_help_panel=RECORDED)(report)

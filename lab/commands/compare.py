@@ -8,6 +8,8 @@ import typer
 from lab.commands.options import (
     L2,
     Clock,
+    Json,
+    Markdown,
     Trace,
     load_or_refuse,
     need_gpu,
@@ -21,13 +23,6 @@ if TYPE_CHECKING:
 
 MinimumEffect = Annotated[float, typer.Option(help="a smaller change of the median, in percent, counts as no change")]
 Significance = Annotated[float, typer.Option(help="level of the rank test, and error of the confidence interval")]
-Json = Annotated[
-    str | None, typer.Option(metavar="PATH", help="write the report there as JSON too; - prints the JSON and no table")
-]
-Markdown = Annotated[
-    str | None,
-    typer.Option(metavar="PATH", help="write the report there as Markdown too; - prints the Markdown and no table"),
-]
 
 
 def _rule(minimum_effect_percent: float, significance: float) -> "Rule":

@@ -82,6 +82,13 @@ Device = Annotated[
     str | None, typer.Option(parser=device_named, metavar="DEVICE", help="cpu or cuda; a GPU if there is one")
 ]
 Out = Annotated[Path | None, typer.Option(dir_okay=False, help="the JSON file to write; none if left out")]
+Json = Annotated[
+    str | None, typer.Option(metavar="PATH", help="write the report there as JSON too; - prints the JSON and no table")
+]
+Markdown = Annotated[
+    str | None,
+    typer.Option(metavar="PATH", help="write the report there as Markdown too; - prints the Markdown and no table"),
+]
 Clock = Annotated[Literal["graph", "cupti", "events"], typer.Option(help="the method of timing on the GPU")]
 L2 = Annotated[Literal["cold", "warm"], typer.Option(help="state of the L2 cache before each call")]
 Trace = Annotated[

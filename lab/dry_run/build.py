@@ -107,6 +107,11 @@ def library(table: kernel_table.KernelTable | None = None) -> Path:
     return folder / LIBRARY
 
 
+def is_built() -> bool:
+    """Return True if the cache has the library of the newest table; raises where `why_not_built` has a reason."""
+    return (cache_folder() / digest(generated(kernel_table.newest())) / LIBRARY).exists()
+
+
 def cache_folder() -> Path:
     """Return the folder of the lab's compiled launchers."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trtllm-attention-lab" / "dry-run"

@@ -35,6 +35,7 @@ class Gpu:
 
     Attributes:
         name: as a person calls it.
+        cuda_name: as CUDA calls it, a key of `lab.gpus.DATASHEETS`.
         capability: (major, minor).
         multiprocessors: how many it has.
         shared_memory_optin_bytes: most shared memory of one thread block (CUDA C++ Programming Guide, technical
@@ -43,6 +44,7 @@ class Gpu:
     """
 
     name: str
+    cuda_name: str
     capability: Capability
     multiprocessors: int
     shared_memory_optin_bytes: int
@@ -52,11 +54,14 @@ class Gpu:
 
 KIB = 1024
 GPUS = {
-    "b200": Gpu("B200", (10, 0), 148, 227 * KIB, 18, 8),
-    "b300": Gpu("B300", (10, 3), 148, 227 * KIB, 18, 8),
-    "rtx-pro-6000": Gpu("RTX PRO 6000", (12, 0), 188, 99 * KIB, 16, 12),
-    "spark": Gpu("DGX Spark", (12, 1), 48, 99 * KIB, 16, 3),
-    "h200": Gpu("H200", (9, 0), 132, 227 * KIB, 16, 8),
+    "b200": Gpu("B200", "NVIDIA B200", (10, 0), 148, 227 * KIB, 18, 8),
+    "b300": Gpu("B300", "NVIDIA B300 SXM6 AC", (10, 3), 148, 227 * KIB, 18, 8),
+    "rtx-pro-6000": Gpu(
+        "RTX PRO 6000", "NVIDIA RTX PRO 6000 Blackwell Workstation Edition", (12, 0), 188, 99 * KIB, 16, 12
+    ),
+    "spark": Gpu("DGX Spark", "NVIDIA GB10", (12, 1), 48, 99 * KIB, 16, 3),
+    "h200": Gpu("H200", "NVIDIA H200", (9, 0), 132, 227 * KIB, 16, 8),
+    "a100": Gpu("A100", "NVIDIA A100-SXM4-80GB", (8, 0), 108, 163 * KIB, 16, 7),
 }
 
 

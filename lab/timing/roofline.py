@@ -74,8 +74,7 @@ class Roofline:
 
 def roofline(median_us: float, bytes_moved: int, operations: int, ceilings: Ceilings) -> Roofline:
     """Set a time against the ceilings."""
-    memory_us = bytes_moved / ceilings.bandwidth_gbps / 1e3
-    matrix_us = operations / ceilings.matrix_rate_tflops / 1e6
+    memory_us, matrix_us = least_us(bytes_moved, operations, ceilings)
     floor_us = max(memory_us, matrix_us)
     return Roofline(
         bandwidth_gbps=bytes_moved / median_us / 1e3,
@@ -86,6 +85,13 @@ def roofline(median_us: float, bytes_moved: int, operations: int, ceilings: Ceil
         floor_bound="memory" if memory_us >= matrix_us else "matrix",
         floor_percent=100 * floor_us / median_us,
     )
+
+
+def least_us(bytes_moved: int, operations: int, rates: Ceilings | Datasheet) -> tuple[float, float]:
+    """Return the least times of the bytes and of the operations at these rates, µs; 0 for operations of an unknown rate."""
+    matrix_rate_tflops = rates.matrix_rate_tflops
+    matrix_us = 0.0 if matrix_rate_tflops is None else operations / matrix_rate_tflops / 1e6
+    return bytes_moved / rates.bandwidth_gbps / 1e3, matrix_us
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:

@@ -12,7 +12,7 @@ import lab
 from tests.commands.command import run
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("judge", "checks", "mutants", "bench", "ab", "experiments", "compare", "report", "html")
+COMMANDS = ("judge", "checks", "mutants", "bench", "ab", "dry-run", "experiments", "compare", "report", "html")
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what is said where there is no GPU")
 # In a process of its own: prints which of these modules the command line has imported, and the environment's switch.
 IMPORTED = """
@@ -92,6 +92,10 @@ SCENARIO = "decode/llama-3.1-8b/1q1s16"
         pytest.param("experiments clocks", 125, "there is no CUDA GPU here", marks=no_gpu),
         ("experiments clocks --scenario decode/nosuch/1q1s16", 2, "nosuch"),
         ("experiments clocks nowhere", 2 if torch.cuda.is_available() else 125, "no"),
+        ("dry-run", 2, "Missing option '--gpu'"),
+        ("dry-run --gpu b100", 2, "'b100' is not one of 'b200'"),
+        ("dry-run --gpu b200 --scenario decode/nosuch/1q1s16", 2, "nosuch"),
+        ("dry-run --gpu b200 --only nowhere,never", 2, "no pass has nowhere or never in its name; there are decode/"),
         ("experiments nothing", 2, "No such command 'nothing'"),
         ("compare a.json", 2, "compare BEFORE with AFTER"),
         ("compare a.json b.json", 2, "not compared: "),

@@ -4,6 +4,7 @@ import pytest
 
 from lab.gpus import Datasheet
 from lab.timing import Ceilings, roofline
+from lab.timing.roofline import least_us
 
 CEILINGS = Ceilings(bandwidth_gbps=4000, matrix_rate_tflops=800)
 
@@ -32,3 +33,8 @@ def test_an_unknown_gpu_has_no_datasheet_figures() -> None:
     assert CEILINGS.facts()["datasheet_bandwidth_gbps"] is None
     known = Ceilings(4000, 800, Datasheet(4800, 989, "a datasheet")).facts()
     assert (known["datasheet_bandwidth_gbps"], known["datasheet_matrix_rate_tflops"]) == (4800, 989)
+
+
+def test_least_times_are_by_both_rates_and_an_unknown_rate_bounds_nothing() -> None:
+    assert least_us(8_000_000, 9_000_000_000, Datasheet(8000, 2250, "")) == (1.0, 4.0)
+    assert least_us(8_000_000, 9_000_000_000, Datasheet(8000, None, "")) == (1.0, 0.0)

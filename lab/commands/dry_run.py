@@ -1,0 +1,46 @@
+"""`lab dry-run`: show what passes come to on a GPU that is not here."""
+
+from typing import Annotated, Literal
+
+import typer
+
+from lab.commands.options import Json, Markdown, list_option, refuse, refusing_errors
+
+
+def dry_run(
+    gpu: Annotated[
+        Literal["b200", "b300", "rtx-pro-6000", "spark", "h200", "a100"],
+        typer.Option(help="the GPU; it need not be here"),
+    ],
+    only: Annotated[
+        list[str] | None,
+        list_option(
+            str, "passes whose names hold one of these texts, such as decode or M2; all if left out", "TEXT,..."
+        ),
+    ] = None,
+    scenario: Annotated[
+        list[str] | None,
+        list_option(str, "scenarios to show instead of the default ones and of the modes of M1 and M2", "NAME,..."),
+    ] = None,
+    json: Json = None,
+    markdown: Markdown = None,
+) -> None:
+    """Show which kernel would run on a GPU, its grid, the bytes to move and the floor, or the refusal. Nothing is run.
+
+    The passes are the default scenarios of `lab bench`, and each forward mode of the judge's M1 and M2. FlashInfer's own
+    launcher selects the kernels of SM100 and SM103, where CUDA's nvcc and FlashInfer are installed; it is compiled once, in a
+    minute.
+    """
+    from lab.dry_run import passes
+    from lab.reports.dry_run import dry_run_report
+    from lab.workloads.scenarios import scenario as scenario_named
+
+    with refusing_errors():
+        named = [(name, scenario_named(name)) for name in scenario] if scenario else [*passes.surveyed_passes()]
+    chosen = [(name, case) for name, case in named if not only or any(text in name for text in only)]
+    if not chosen:
+        refuse(f"no pass has {' or '.join(only or ())} in its name; there are {', '.join(name for name, _ in named)}")
+    run = passes.dry_run(
+        gpu, chosen, lambda: typer.echo("FlashInfer's launcher is compiled, which takes a minute", err=True)
+    )
+    dry_run_report(run).show(json, markdown)

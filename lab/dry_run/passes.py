@@ -1,0 +1,247 @@
+"""Forward passes on a GPU that is not there: the kernel of each call, its launch, and the least time, or the refusal.
+
+A pass has the lengths, the pool, the metadata and the arguments that `lab bench` and the judge give it. Its tensors are never
+written, so that a pool of gigabytes costs nothing.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from lab.calls import ContextCall, DecodeCall, MLADecodeCall, RaggedContextCall
+from lab.calls.problem import AttentionCall
+from lab.calls.workspace import SEMAPHORE_BYTES
+from lab.checks.catalogue.forward_modes import mode_cases
+from lab.checks.catalogue.mla_modes import mla_mode_cases
+from lab.checks.forward_pass import EnginePass, ForwardPass, new_layer, new_poisonable_pool
+from lab.checks.mla_pass import MLAPass, new_mla_layer
+from lab.dry_run import build
+from lab.dry_run.launches import Launch
+from lab.dry_run.machine import GPUS, Gpu, LaunchError, Machine, machine
+from lab.gpus import family_of
+from lab.kernels import prepare, trtllm
+from lab.kernels.flashinfer_call import SCRATCH_BYTES
+from lab.kernels.support import Kernel, portable, why_not
+from lab.metadata.engine.forward_mode import QueryRows
+from lab.metadata.engine.kv_cache import KVLayout, PagedKVCache, PagedLatentCache
+from lab.metadata.engine.kv_pool import KVPool
+from lab.metadata.engine.lengths import DraftAttention
+from lab.metadata.mha.calls import plan_calls
+from lab.metadata.mha.metadata import build_mha_metadata
+from lab.metadata.mla.metadata import build_mla_decode_metadata
+from lab.workloads.forward_case import ForwardCase
+from lab.workloads.mla_case import MLACase
+from lab.workloads.requests import admit
+from lab.workloads.scenarios import DEFAULT_SCENARIOS, scenario
+
+CPU = torch.device("cpu")
+CALL_TYPES: dict[AttentionCall, Callable[..., Any]] = {
+    AttentionCall.DECODE: DecodeCall,
+    AttentionCall.CONTEXT: ContextCall,
+    AttentionCall.MLA_DECODE: MLADecodeCall,
+    AttentionCall.RAGGED_CONTEXT: RaggedContextCall,
+}
+# Of the survey: the judge's M1 over these models, on sliding-window layers or not, and M2 over so many heads of DeepSeek's.
+SURVEYED_MODELS = (("llama-3.1-8b", False), ("gpt-oss-120b", True))
+SURVEYED_MLA_HEADS = (16, 128)
+PAGE_SIZE, Q_LEN = 64, 4
+
+
+@dataclass(frozen=True)
+class DryCall:
+    """One attention call of a pass.
+
+    Attributes:
+        function: FlashInfer's name of it.
+        kernel: name of the kernel's row in `lab.kernels.support`.
+        launches: what FlashInfer's launcher launched, in its order; none where the kernel is known by the rules alone.
+        refusal: the reason why the kernel does not take the call, `why_not`'s sentence; None if it does.
+        failure: what FlashInfer's launcher said of a call that `why_not` takes; None if it launched, or was not asked.
+    """
+
+    function: str
+    kernel: str
+    launches: tuple[Launch, ...] = ()
+    refusal: str | None = None
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class DryPass:
+    """A forward pass by name, and its calls: one, or two where a mixed batch's tail is split off."""
+
+    name: str
+    case: ForwardCase | MLACase
+    calls: tuple[DryCall, ...]
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What passes come to on a GPU that is not there.
+
+    Attributes:
+        gpu: the GPU.
+        table: where the table of the launcher's kernels is from, such as "flashinfer-cubin 0.6.13"; None by the rules alone.
+        table_is_older: the launcher reads members of a kernel's row that the table has not.
+        by_rules_because: why FlashInfer's launcher was not asked, a sentence; None if it was.
+        passes: in their order.
+    """
+
+    gpu: Gpu
+    table: str | None
+    table_is_older: bool
+    by_rules_because: str | None
+    passes: tuple[DryPass, ...]
+
+
+def surveyed_passes() -> Iterator[tuple[str, ForwardCase | MLACase]]:
+    """Yield (name, case) of the default scenarios of `lab bench`, then of each mode of the judge's M1 and M2."""
+    for name in DEFAULT_SCENARIOS:
+        yield name, scenario(name)
+    for model, is_window in SURVEYED_MODELS:
+        for case in mode_cases(model, PAGE_SIZE, (Q_LEN,)):
+            words = [*_options(case), *(["window"] if is_window else [])]
+            yield "/".join(["M1", model, case.mode.name.lower(), *words]), replace(case, sliding_window=is_window)
+    for heads in SURVEYED_MLA_HEADS:
+        for mla in mla_mode_cases(PAGE_SIZE, (Q_LEN,), num_qo_heads=heads):
+            yield "/".join(["M2", f"{heads}_heads", mla.mode.name.lower(), *_mla_options(mla)]), mla
+
+
+def _options(case: ForwardCase) -> Iterator[str]:
+    """Yield what tells a case of M1 from the others of its mode, in the words of scenarios where they have one."""
+    if case.draft_step is not None:
+        yield f"step{case.draft_step}"
+    if case.layout is KVLayout.HND:
+        yield "hnd"
+    if case.draft_extend is not None:
+        yield f"on_{case.draft_extend.name.lower()}"
+    if case.split_mixed_tail:
+        yield "split_tail"
+    if case.mode.is_prefill and not any(case.prefix_lens):
+        yield "no_prefix"
+
+
+def _mla_options(case: MLACase) -> Iterator[str]:
+    if case.draft_step is not None:
+        yield f"step{case.draft_step}"
+    if case.attention is DraftAttention.MLA_WITH_OFFSET:
+        yield "with_offset"
+    if case.mode.query_rows is QueryRows.ACCEPTED:
+        yield f"rows{'+'.join(map(str, case.q_lens))}"
+
+
+def dry_run(
+    gpu_name: str,
+    cases: Iterable[tuple[str, ForwardCase | MLACase]],
+    before_build: Callable[[], object] = lambda: None,
+) -> DryRun:
+    """Return the kernels and launches of passes on a GPU that is not there.
+
+    On SM100 and SM103 FlashInfer's launcher is asked, if it can be compiled here; elsewhere `lab.kernels.support` alone says
+    which kernel runs. A GPU that FlashInfer has no TRT-LLM kernels for runs the portable ones.
+
+    Args:
+        gpu_name: one of `lab.dry_run.GPUS`.
+        cases: (name, case) of each pass.
+        before_build: called before the launcher is compiled, which takes a minute.
+
+    Raises:
+        ValueError: no such GPU.
+    """
+    if gpu_name not in GPUS:
+        raise ValueError(f"there is no dry run of {gpu_name!r}; known are {', '.join(GPUS)}")
+    gpu, reason = GPUS[gpu_name], why_no_launcher(gpu_name)
+    with ExitStack() as stack:
+        on: Machine | None = None
+        if reason is None:
+            if not build.is_built():
+                before_build()
+            try:
+                on = stack.enter_context(machine(gpu_name))
+            except build.NotBuiltError as error:
+                reason = str(error)
+        passes = tuple(DryPass(name, case, _calls_of(case, gpu, on)) for name, case in cases)
+    if on is None:
+        return DryRun(gpu, None, False, reason, passes)
+    return DryRun(gpu, on.table, bool(on.table_lacks), None, passes)
+
+
+def why_no_launcher(gpu_name: str) -> str | None:
+    """Return why FlashInfer's launcher cannot say what runs on a GPU, in a sentence; None if it can."""
+    family = family_of(GPUS[gpu_name].capability)
+    if family is None or family.trtllm_backend != "trtllm-gen":
+        return f"FlashInfer's launcher is trtllm-gen's, which {GPUS[gpu_name].name} does not run"
+    return build.why_not_built()
+
+
+def _calls_of(case: ForwardCase | MLACase, gpu: Gpu, on: Machine | None) -> tuple[DryCall, ...]:
+    forward = unwritten_pass(case)
+    noted = _NotedCalls(gpu, on)
+    workspace = torch.empty(SEMAPHORE_BYTES + SCRATCH_BYTES, dtype=torch.uint8)
+    type(forward).prepare(noted, **forward.arguments(forward.new_out()), workspace_buffer=workspace)
+    return tuple(noted.calls)
+
+
+class _NotedCalls:
+    """An implementation of FlashInfer's functions that notes the kernel of each call that is prepared, and its launches."""
+
+    def __init__(self, gpu: Gpu, on: Machine | None) -> None:
+        self.calls: list[DryCall] = []
+        self._capability, self._machine = gpu.capability, on
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if not name.startswith("prepare_trtllm_"):
+            raise AttributeError(name)
+        return partial(self._prepare, AttentionCall(name.removeprefix("prepare_")))
+
+    def _prepare(self, call: AttentionCall, **arguments: Any) -> Callable[[], object]:
+        kernel = self._kernel_for(call)
+        refusal = why_not(kernel, self._capability, CALL_TYPES[call](**arguments).problem())
+        launches: tuple[Launch, ...] = ()
+        failure = None
+        if refusal is None and self._machine is not None:
+            self._machine.clear()
+            try:
+                prepare(trtllm, call.value, **arguments)()
+                launches = self._machine.launches
+            except LaunchError as error:
+                failure = str(error)
+        self.calls.append(DryCall(call.value, kernel.name, launches, refusal, failure))
+        return lambda: None
+
+    def _kernel_for(self, call: AttentionCall) -> Kernel:
+        family = family_of(self._capability)
+        if family is not None and family.trtllm_backend is not None:
+            return trtllm.kernel_for(call, self._capability)
+        return next(kernel for kernel in portable.KERNELS if call in kernel.calls)
+
+
+def unwritten_pass(case: ForwardCase | MLACase) -> EnginePass:
+    """Return the pass of a case in memory that nothing has written, with its own metadata, and without histories."""
+    pool = new_poisonable_pool(case, CPU)
+    requests = admit(pool, case.prefix_lens, case.q_lens, case.draft_step)
+    if case.window_left >= 0:
+        requests.evict(case.window_left)
+    batch, rows = requests.batch(case.mode), sum(case.q_lens)
+    if isinstance(case, MLACase):
+        latent = PagedLatentCache(torch.empty(pool.num_pages, pool.page_size, case.head_dim, dtype=case.kv_dtype))
+        query = torch.empty(rows, case.num_qo_heads, case.head_dim, dtype=case.dtype)
+        mla = build_mla_decode_metadata(batch, pool, case.attention)
+        return MLAPass(case, pool, batch, mla, new_mla_layer(case), latent, query, ())
+    query = torch.empty(rows, case.model.num_qo_heads, case.model.head_dim, dtype=case.dtype)
+    metadata, layer = build_mha_metadata(batch, pool), new_layer(case, CPU, torch.Generator())
+    plan = plan_calls(batch, case.draft_extend, case.split_mixed_tail)
+    return ForwardPass(case, pool, batch, metadata, layer, _unwritten_cache(case, pool), query, (), plan)
+
+
+def _unwritten_cache(case: ForwardCase, pool: KVPool) -> PagedKVCache:
+    """Return what `KVPool.new_cache` returns, without its zeros."""
+    num_pages = pool.swa_num_pages if case.sliding_window else pool.num_pages
+    assert num_pages is not None
+    page = (case.page_size, case.model.num_kv_heads)
+    axes = page if case.layout is KVLayout.NHD else page[::-1]
+    return PagedKVCache(torch.empty(2, num_pages, *axes, case.model.head_dim, dtype=case.kv_dtype), case.layout)

@@ -1,0 +1,134 @@
+"""The report of `lab dry-run`: the kernel, grid, bytes and floor of each pass on a GPU that is not there, or the refusal."""
+
+import re
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from lab.dry_run.launches import Launch
+from lab.dry_run.passes import DryCall, DryPass, DryRun
+from lab.gpus import DATASHEETS, Datasheet, sm_name
+from lab.reports.tables import Cell, Columns, TableReport, counted, make_table, number, words
+from lab.timing.forward import case_facts
+from lab.timing.roofline import least_us
+
+
+def dry_run_report(run: DryRun) -> TableReport:
+    """Return a table of a row for each pass; the JSON has each launch whole."""
+    datasheet = DATASHEETS[run.gpu.cuda_name]
+    columns: Columns = {
+        "pass": lambda each: words(each.name),
+        "kernel": lambda each: words(_joined(each, _kernels)),
+        "grid": lambda each: words(_joined(each, _grids)),
+        "cluster": lambda each: words(_joined(each, _clusters)),
+        "bytes, MB": lambda each: number(each.case.bytes_moved, 2, 1e-6),
+        "floor, µs": lambda each: number(_floor(each, datasheet)[0], 2),
+        "bound": lambda each: words(_floor(each, datasheet)[1]),
+        "refused": partial(_refused, run),
+    }
+    table = make_table(columns, run.passes, say_once=())
+    return TableReport(
+        (_gpu(run), _source(run), _floor_note(datasheet)), table, (_summary(run),), _record(run, datasheet)
+    )
+
+
+def _summary(run: DryRun) -> str:
+    calls = [call for each in run.passes for call in each.calls]
+    refused, failed = (sum(getattr(call, name) is not None for call in calls) for name in ("refusal", "failure"))
+    without = f", {failed} without a kernel" if failed else ""
+    return f"{run.gpu.name}: {counted(len(calls), 'call')}, {refused} refused{without}. Nothing was run."
+
+
+def _gpu(run: DryRun) -> str:
+    gpu = run.gpu
+    return f"{gpu.name}, {sm_name(gpu.capability)}, {gpu.multiprocessors} multiprocessors: a GPU that is not there."
+
+
+def _source(run: DryRun) -> str:
+    if run.by_rules_because is not None:
+        return f"Kernels are by the rules of lab.kernels.support alone: {run.by_rules_because}."
+    return f"Kernels and grids are what FlashInfer's own launcher launched against a fake CUDA, from the table of {run.table}."
+
+
+def _floor_note(datasheet: Datasheet) -> str:
+    rate = datasheet.matrix_rate_tflops
+    operations = "" if rate is None else f", or operations over {rate:g} TFLOP/s of bf16, whichever is longer"
+    return f"Floor: bytes over {datasheet.bandwidth_gbps:g} GB/s{operations} ({datasheet.source})."
+
+
+def _floor(each: DryPass, datasheet: Datasheet) -> tuple[float, str]:
+    memory_us, matrix_us = least_us(each.case.bytes_moved, each.case.operations, datasheet)
+    return max(memory_us, matrix_us), "memory" if memory_us >= matrix_us else "matrix"
+
+
+def _joined(each: DryPass, of_call: Any) -> str:
+    return " + ".join(filter(None, map(of_call, each.calls)))
+
+
+def _kernels(call: DryCall) -> str:
+    if call.refusal is not None or call.failure is not None:
+        return ""
+    return ", ".join(map(short_name, call.launches)) or call.kernel
+
+
+def _grids(call: DryCall) -> str:
+    return ", ".join(" x ".join(map(str, launch.grid)) for launch in call.launches)
+
+
+def _clusters(call: DryCall) -> str:
+    return ", ".join(str(launch.cluster) for launch in call.launches)
+
+
+def _refused(run: DryRun, each: DryPass) -> Cell:
+    reasons = [call.refusal or _failure(run, call.failure) for call in each.calls]
+    return words("; ".join(filter(None, reasons)), "refused")
+
+
+def _failure(run: DryRun, said: str | None) -> str | None:
+    """Return what a table says of a launcher's failure; the JSON has all of it."""
+    if said is None:
+        return None
+    if "Missing TRTLLM-GEN kernel" not in said:
+        return f"FlashInfer's launcher refuses it, and lab.kernels.support does not: {said}"
+    return f"no kernel in the table of {run.table}" + (
+        ", which is older than the launcher" if run.table_is_older else ""
+    )
+
+
+def short_name(launch: Launch) -> str:
+    """Return the name of a launch's kernel; of a C++ name as the compiler mangled it, the function's own."""
+    rest, name = launch.name.removeprefix("_Z").removeprefix("N"), ""
+    while found := re.match(r"\d+", rest):  # each name of a nested one comes after its length
+        start, end = found.end(), found.end() + int(found[0])
+        name, rest = rest[start:end], rest[end:]
+    return name or launch.name
+
+
+def _record(run: DryRun, datasheet: Datasheet) -> Mapping[str, Any]:
+    return {
+        "gpu": run.gpu.name,
+        "capability": list(run.gpu.capability),
+        "multiprocessors": run.gpu.multiprocessors,
+        "kernel_table": run.table,
+        "kernel_table_is_older": run.table_is_older,
+        "by_rules_because": run.by_rules_because,
+        "datasheet": {**vars(datasheet)},
+        "passes": [_pass_record(each, datasheet) for each in run.passes],
+    }
+
+
+def _pass_record(each: DryPass, datasheet: Datasheet) -> dict[str, Any]:
+    floor_us, bound = _floor(each, datasheet)
+    calls = [{**vars(call), "launches": [_launch_record(launch) for launch in call.launches]} for call in each.calls]
+    return {
+        "pass": each.name,
+        **case_facts(each.case),
+        "floor_us": round(floor_us, 3),
+        "floor_bound": bound,
+        "calls": calls,
+    }
+
+
+def _launch_record(launch: Launch) -> dict[str, Any]:
+    names = ("name", "grid", "block", "cluster", "pdl", "shared_memory_bytes")
+    return {name: getattr(launch, name) for name in names}
