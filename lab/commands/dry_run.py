@@ -1,5 +1,6 @@
 """`lab dry-run`: show what passes come to on a GPU that is not here."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -22,25 +23,38 @@ def dry_run(
         list[str] | None,
         list_option(str, "scenarios to show instead of the default ones and of the modes of M1 and M2", "NAME,..."),
     ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(help="a run of `lab bench --lab-clock cupti` on the GPU: did it run the same kernels?"),
+    ] = None,
     json: Json = None,
     markdown: Markdown = None,
 ) -> None:
     """Show which kernel would run on a GPU, its grid, the bytes to move and the floor, or the refusal. Nothing is run.
+
+    Exit status: 1 if a pass ran other kernels in the run of --against, 125 if it has none of the passes.
 
     The passes are the default scenarios of `lab bench`, and each forward mode of the judge's M1 and M2. FlashInfer's own
     launcher selects the kernels of SM100 and SM103, where CUDA's nvcc and FlashInfer are installed; it is compiled once, in a
     minute.
     """
     from lab.dry_run import passes
-    from lab.reports.dry_run import dry_run_report
+    from lab.reports.dry_run import dry_run_report, profiled_kernels
+    from lab.reports.recorded import RecordedFileError
     from lab.workloads.scenarios import scenario as scenario_named
 
     with refusing_errors():
         named = [(name, scenario_named(name)) for name in scenario] if scenario else [*passes.surveyed_passes()]
     chosen = [(name, case) for name, case in named if not only or any(text in name for text in only)]
+    try:
+        profiled = None if against is None else profiled_kernels(against)
+    except RecordedFileError as error:
+        refuse(f"not compared: {error}")
     if not chosen:
         refuse(f"no pass has {' or '.join(only or ())} in its name; there are {', '.join(name for name, _ in named)}")
     run = passes.dry_run(
         gpu, chosen, lambda: typer.echo("FlashInfer's launcher is compiled, which takes a minute", err=True)
     )
-    dry_run_report(run).show(json, markdown)
+    report = dry_run_report(run, profiled)
+    report.show(json, markdown)
+    raise typer.Exit(report.exit_status)

@@ -3,18 +3,46 @@
 import re
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from lab.dry_run.launches import Launch
 from lab.dry_run.passes import DryCall, DryPass, DryRun
+from lab.exit_status import ExitStatus
 from lab.gpus import DATASHEETS, Datasheet, sm_name
+from lab.provenance import environment
+from lab.reports.recorded import RecordedFileError, read_run
 from lab.reports.tables import Cell, Columns, TableReport, counted, make_table, number, words
 from lab.timing.forward import case_facts
 from lab.timing.roofline import least_us
 
+ATTENTION = "fmha"  # in the names of trtllm-gen's kernels; a profiler sees torch's beside them
+IMPLEMENTATION = "lab.kernels.trtllm"
+Profiled = Mapping[str, tuple[str, ...]]  # kernels' names by scenario
 
-def dry_run_report(run: DryRun) -> TableReport:
-    """Return a table of a row for each pass; the JSON has each launch whole."""
+
+def profiled_kernels(path: Path) -> Profiled:
+    """Return the kernels of `lab.kernels.trtllm` that a run of `lab bench --lab-clock cupti` recorded, by scenario.
+
+    Raises:
+        RecordedFileError: no such run, or it recorded no kernels.
+    """
+    rows = [row for row in read_run(path).rows if row.facts.get("implementation") == IMPLEMENTATION]
+    found = {row.scenario: tuple(row.facts["kernels"]) for row in rows if row.facts.get("kernels")}
+    if not found:
+        raise RecordedFileError(
+            f"{path}: it names no kernels of {IMPLEMENTATION}; record them with lab bench --lab-clock cupti"
+        )
+    return found
+
+
+def dry_run_report(run: DryRun, profiled: Profiled | None = None) -> TableReport:
+    """Return a table of a row for each pass; the JSON has each launch whole.
+
+    Args:
+        run: the passes.
+        profiled: kernels that ran on the GPU; the report then says which passes ran others, and is WRONG with one.
+    """
     datasheet = DATASHEETS[run.gpu.cuda_name]
     columns: Columns = {
         "pass": lambda each: words(each.name),
@@ -25,11 +53,34 @@ def dry_run_report(run: DryRun) -> TableReport:
         "floor, µs": lambda each: number(_floor(each, datasheet)[0], 2),
         "bound": lambda each: words(_floor(each, datasheet)[1]),
         "refused": partial(_refused, run),
+        "on the GPU": partial(_on_the_gpu, profiled or {}),
     }
     table = make_table(columns, run.passes, say_once=())
-    return TableReport(
-        (_gpu(run), _source(run), _floor_note(datasheet)), table, (_summary(run),), _record(run, datasheet)
+    above, record = (_gpu(run), _source(run), _floor_note(datasheet)), _record(run, datasheet)
+    if profiled is None:
+        return TableReport(above, table, (_summary(run),), record)
+    compared = [each.name for each in run.passes if each.name in profiled]
+    differ = [each.name for each in run.passes if each.name in profiled and not _is_same(each, profiled[each.name])]
+    summary = f"{len(compared) - len(differ)} of {counted(len(compared), 'pass')} ran the kernels of the dry run."
+    record = {**record, "profiled": profiled, "compared": compared, "differ": differ}
+    status = ExitStatus.WRONG if differ else ExitStatus.DONE if compared else ExitStatus.NOT_JUDGED
+    return TableReport(above, table, (_summary(run), summary), record, status)
+
+
+def _is_same(each: DryPass, names: tuple[str, ...]) -> bool:
+    """Return True if a profiler saw the launched attention kernels and no others; it has C++ names with their arguments."""
+    launched = {short_name(launch) for call in each.calls for launch in call.launches}
+    seen = [name for name in names if ATTENTION in name.lower()]
+    return all(any(name in other for other in seen) for name in launched) and all(
+        any(name in other for name in launched) for other in seen
     )
+
+
+def _on_the_gpu(profiled: Profiled, each: DryPass) -> Cell:
+    if each.name not in profiled:
+        return words(None)
+    names = profiled[each.name]
+    return words("the same") if _is_same(each, names) else words(", ".join(names), "failed")
 
 
 def _summary(run: DryRun) -> str:
@@ -106,13 +157,14 @@ def short_name(launch: Launch) -> str:
 
 def _record(run: DryRun, datasheet: Datasheet) -> Mapping[str, Any]:
     return {
+        "environment": environment(),
         "gpu": run.gpu.name,
         "capability": list(run.gpu.capability),
         "multiprocessors": run.gpu.multiprocessors,
         "kernel_table": run.table,
         "kernel_table_is_older": run.table_is_older,
         "by_rules_because": run.by_rules_because,
-        "datasheet": {**vars(datasheet)},
+        "datasheet": vars(datasheet),
         "passes": [_pass_record(each, datasheet) for each in run.passes],
     }
 

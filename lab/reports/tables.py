@@ -104,7 +104,7 @@ def number(value: float | None, digits: int | None = None, scale: float = 1.0) -
 
 def counted(count: int, noun: str) -> str:
     """Return a number of things, such as "1 request" or "8 requests"."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+    return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
 
 
 def make_table(

@@ -124,3 +124,31 @@ def test_a_kernel_that_an_older_table_lacks_is_not_called_a_refusal(capsys: pyte
         f"no kernel in the table of {found['kernel_table']}, which is older than the launcher"
         in capsys.readouterr().out
     )
+
+
+@needs_launcher
+@pytest.mark.parametrize(
+    ("kernels", "status", "said"),
+    [
+        ([MULTI_CTA, "void at::native::elementwise_kernel<4>(int)"], 0, "1 of 1 pass ran the kernels of the dry run."),
+        (["fmhaSm100fKernel_Another"], 1, "0 of 1 pass ran the kernels of the dry run."),
+    ],
+)
+def test_a_run_on_the_gpu_is_held_against_the_dry_run(
+    kernels: list[str], status: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = {"scenario": "decode/llama-3.1-8b/8q1s1k", "implementation": "lab.kernels.trtllm", "kernels": kernels}
+    write_run(tmp_path / "run.json", facts | {"clock": "cupti"})
+    assert run(f"dry-run --gpu b200 --only 8q1s1k,64q4s4k --against {tmp_path}/run.json") == status
+    assert said in capsys.readouterr().out
+
+
+def test_a_run_without_kernels_names_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "run.json", {"scenario": DECODE, "implementation": "lab.kernels.trtllm", "clock": "graph"})
+    assert run(f"dry-run --gpu b200 --against {tmp_path}/run.json") == 2
+    assert "record them with lab bench --lab-clock cupti" in capsys.readouterr().err
+
+
+def write_run(path: Path, facts: dict[str, Any]) -> None:
+    benchmark = {"fullname": "test_timed", "stats": {"data": [1e-5, 1e-5]}, "extra_info": facts}
+    path.write_text(json.dumps({"benchmarks": [benchmark], "machine_info": {}}))
