@@ -18,7 +18,7 @@ def environment() -> dict[str, Any]:
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "machine": platform.machine(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: version_of(name) for name in PACKAGES},
         "commit": commit(),
     }
     if torch.cuda.is_available():
@@ -43,7 +43,8 @@ def commit() -> str | None:
     return _output(["git", "-C", here, "describe", "--always", "--dirty", "--abbrev=12"])
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Return a package's installed version, by its name on the package index; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

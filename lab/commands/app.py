@@ -12,6 +12,7 @@ from lab.commands.checks import checks
 from lab.commands.compare import ab, compare
 from lab.commands.dry_run import dry_run
 from lab.commands.experiments import experiments
+from lab.commands.implementations import implementations
 from lab.commands.judge import judge
 from lab.commands.mutants import mutants
 from lab.commands.report import html, report
@@ -49,6 +50,7 @@ JUDGING, TIMING, RECORDED = "Is it right?", "Is it fast?", "What was recorded"
 app.command(rich_help_panel=JUDGING)(judge)
 app.command(rich_help_panel=JUDGING)(checks)
 app.command(rich_help_panel=JUDGING)(mutants)
+app.command(rich_help_panel=JUDGING)(implementations)
 # `lab bench` hands every option to pytest, so it declares none of its own.
 app.command(rich_help_panel=TIMING, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(bench)
 app.command(rich_help_panel=TIMING)(ab)

@@ -131,7 +131,7 @@ def why_not(kernel: Kernel, capability: Capability | None, problem: Problem) -> 
     if problem.call not in kernel.calls:
         served = " and ".join(call.value for call in kernel.calls)
         return f"{kernel.name} serves {served}, not {problem.call.value}"
-    reason = _wrong_device(kernel, capability, problem)
+    reason = wrong_device(kernel, capability, (problem.query.dtype, problem.kv_dtype, problem.out_dtype))
     if reason is not None:
         return reason
     words = (
@@ -143,9 +143,10 @@ def why_not(kernel: Kernel, capability: Capability | None, problem: Problem) -> 
     return f"{kernel.name} {words}" if words else None
 
 
-def _wrong_device(kernel: Kernel, capability: Capability | None, problem: Problem) -> str | None:
+def wrong_device(kernel: Kernel, capability: Capability | None, dtypes: Iterable[torch.dtype] = ()) -> str | None:
+    """Return the reason why a kernel runs on no such GPU (None: a CPU), or not over these dtypes there; None if it does."""
     if kernel.uses_triton:
-        return no_triton(capability, (problem.query.dtype, problem.kv_dtype, problem.out_dtype))
+        return no_triton(capability, dtypes)
     return None if family_of(capability) in kernel.gpus else wrong_gpu(kernel.name, kernel.gpus, capability)
 
 
