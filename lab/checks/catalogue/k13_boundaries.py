@@ -15,6 +15,7 @@ from lab.workloads.interfaces import Interface
 MOST_REQUESTS = 16
 LONG_TILES = (512, 1024, 1536)  # whole numbers of the largest tiles
 LONG_PROMPTS = [(300, 290), (60, 3), (513, 513)]  # (kv_len, q_len): more rows than a tile of 256
+LONGEST_PROMPT = [(4300, 4200), (9, 2)]  # more than 64 tiles of 64 rows
 ROWS_OF_A_TILE = 32  # XQA's SM90 fp8 kernel changes its layout at so many rows of a group
 
 
@@ -43,6 +44,8 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[Attenti
         else:
             yield _of(case, [(0, q_len), (0, q_len)])
         yield _of(case, [(kv_len, min(q_len, kv_len)) for kv_len in LONG_TILES])
+    if interface is Interface.CONTEXT and level is Level.FULL:
+        yield _of(replace(case, num_kv_heads=1, group=space.groups[0], head_dim=min(space.head_dims)), LONGEST_PROMPT)
     if interface is Interface.DECODE:
         yield from _filled_tiles(space, level)
 
