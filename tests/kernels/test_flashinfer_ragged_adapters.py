@@ -338,7 +338,12 @@ REFUSED: dict[str, tuple[Kernel, tuple[int, int] | None, Callable[[], Arguments]
     "gen of e4m3 into float32": (GEN, SM100, lambda: into(case(dtype=E4M3), FP32), "fp16 or bf16 for e4m3"),
     "gen of (48, 32)": (GEN, SM100, lambda: case(dims=(48, 32)), "(192, 128) or (128, 128) or (256, 256)"),
     "gen of a strided query": (GEN, SM100, lambda: strided("query", 8), "contiguous query"),
-    "gen of odd keys": (GEN, SM100, lambda: strided("key", 4), "key's start, rows and heads"),
+    "gen of odd keys": (
+        GEN,
+        SM100,
+        lambda: strided("key", 4),
+        "the strides of key must be multiples of them, not 392 bytes",
+    ),
     "wrapper on a CPU": (FA2, None, case, "a CPU"),
     "FA2 on SM75": (FA2, SM75, case, "SM80 and later"),
     "FA3 on SM100": (FA3, SM100, case, "SM90"),
@@ -350,8 +355,18 @@ REFUSED: dict[str, tuple[Kernel, tuple[int, int] | None, Callable[[], Arguments]
     "wrapper of scale 0": (FA2, SM90, lambda: case(bmm1_scale=0.0), "positive bmm1_scale"),
     "wrapper of bmm2_scale": (FA3, SM90, lambda: case(bmm2_scale=0.5), "must be 1"),
     "wrapper of a strided LSE": (FA3, SM90, lambda: case(lse=torch.empty(2, 11).T), "contiguous lse"),
-    "wrapper of odd queries": (FA2, SM80, lambda: strided("query", 4), "query's start, rows and heads"),
-    "wrapper of odd values": (FA3, SM90, lambda: strided("value", 2), "value's start, rows and heads"),
+    "wrapper of odd queries": (
+        FA2,
+        SM80,
+        lambda: strided("query", 4),
+        "the strides of query must be multiples of them, not 392 bytes",
+    ),
+    "wrapper of odd values": (
+        FA3,
+        SM90,
+        lambda: strided("value", 2),
+        "the strides of value must be multiples of them, not 520 bytes",
+    ),
 }
 TAKEN: dict[str, tuple[Kernel, tuple[int, int] | None, Callable[[], Arguments]]] = {
     **{f"portable on {gpu}": (RAGGED, gpu, case) for gpu in (None, SM80, SM90, SM100, SM120)},

@@ -4,7 +4,6 @@ import torch
 
 from lab.calls.problem import E4M3, HALF_DTYPES, Feature
 from lab.calls.ragged_context import RaggedAttention
-from lab.gpus import Capability
 from lab.kernels.support.kernel import Dtypes, dims, page_sizes
 
 BF16, NVFP4 = torch.bfloat16, torch.uint8
@@ -24,10 +23,23 @@ MLA_DTYPES = Dtypes(
 RAGGED_SIZES = dims("(head_dim, v_head_dim)", lambda problem: (problem.head_dim, problem.v_head_dim), *RAGGED_DIMS)
 
 
-def unaligned_tensors(_capability: Capability | None, problem: RaggedAttention) -> str | None:
-    """Return a ragged kernel's sentence about tensors that it cannot load 16 bytes at a time."""
-    for side, tensor in (("query", problem.query), ("key", problem.key), ("value", problem.value)):
-        steps = (tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:2]))
-        if any(step % LOAD_BYTES for step in steps):
-            return f"loads {LOAD_BYTES} bytes at a time: {side}'s start, rows and heads must lie that far apart"
+def misaligned(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) -> str | None:
+    """Return a kernel's sentence about a tensor whose address or strides it cannot load so many bytes at a time."""
+    past = tensor.data_ptr() % load_bytes
+    if past:
+        return (
+            f"loads {load_bytes} bytes at a time: {name} must begin at a multiple of them, not {past} bytes after one"
+        )
+    for stride in tensor.stride()[:-1]:
+        if stride * tensor.element_size() % load_bytes:
+            return (
+                f"loads {load_bytes} bytes at a time: the strides of {name} must be multiples of them, "
+                f"not {stride * tensor.element_size()} bytes"
+            )
     return None
+
+
+def misaligned_ragged(problem: RaggedAttention) -> str | None:
+    """Return a ragged kernel's sentence about the first of query, key and value that is `misaligned`."""
+    sides = (("query", problem.query), ("key", problem.key), ("value", problem.value))
+    return next((words for name, tensor in sides if (words := misaligned(name, tensor)) is not None), None)

@@ -5,7 +5,7 @@ from typing import Any
 from lab.calls.problem import E4M3, AttentionCall, Feature, PagedAttention
 from lab.calls.ragged_context import RaggedAttention
 from lab.gpus import FAMILIES, SM90, Capability, family_of
-from lab.kernels.support.common import BF16, HALVES, RAGGED_SIZES, unaligned_tensors
+from lab.kernels.support.common import BF16, HALVES, RAGGED_SIZES, misaligned_ragged
 from lab.kernels.support.kernel import Dtypes, Kernel, mla_dims, sizes
 
 DEEPSEEK_MLA_DIMS = (512, 64)
@@ -67,7 +67,7 @@ FA3_MLA = Kernel(
 
 def _fa_ragged(capability: Capability | None, problem: RaggedAttention) -> str | None:
     """Return the limit that a problem passes, by `BatchPrefillWithRaggedKVCacheWrapper` and its two backends."""
-    return _positive_bmm1_scale(problem) or unaligned_tensors(capability, problem)
+    return _positive_bmm1_scale(problem) or misaligned_ragged(problem)
 
 
 def _ragged(backend: str, gpus: Any) -> Kernel:

@@ -1,101 +1,300 @@
-"""Rows of trtllm-gen's kernels. Limits are FlashInfer 0.7.2's, and each names its source. The lab ran none."""
+"""Rows of trtllm-gen's four kernels, for SM100 and SM103, which the lab has not run: no such GPU was at hand.
+
+Two sources. FlashInfer 0.7.2.post1's launcher has rules (fmhaKernels.cuh, kernelParams.h). It looks a kernel up in a table,
+of which the package index has flashinfer-cubin 0.6.13's at the newest; sentences that rest on it say so. A later table has at
+least bf16 queries over e4m3 K/V, and MLA that groups 8, 16 or 32 heads, which are taken here. `lab.dry_run.sweep` holds these
+rows to the launcher.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
 
 from lab.calls.problem import E4M3, HALF_DTYPES, AttentionCall, Feature, PagedAttention
 from lab.gpus import SM100, Capability
 from lab.kernels.support.common import (
     BF16,
     HALVES,
+    LOAD_BYTES,
     MLA_DTYPES,
     NVFP4,
     RAGGED_SIZES,
     STRIDED_QUERY,
-    TAKEN_PAGES,
     USUAL,
-    unaligned_tensors,
+    misaligned,
 )
-from lab.kernels.support.kernel import Dtypes, Kernel, dims, mla_dims, page_sizes, triples
+from lab.kernels.support.kernel import (
+    Dtypes,
+    Kernel,
+    Problem,
+    Sizes,
+    Triples,
+    dims,
+    mla_dims,
+    page_sizes,
+    sizes,
+    triples,
+)
+from lab.named_enum import NamedEnum
 
-GEN_HONOURS = USUAL | {Feature.RAGGED_ROWS, Feature.TENSOR_SCALES, Feature.LSE, Feature.STRIDED_LSE}
+FP16 = torch.float16
+TABLE = "in trtllm-gen's table of FlashInfer 0.6.13"
+OF_E4M3 = triples((E4M3,), (E4M3,), (E4M3, *HALF_DTYPES))
+OF_NVFP4 = triples((E4M3,), (NVFP4,), (E4M3,))
+# Decode alone. The table's kernels for bf16 convert K/V in a way that FlashInfer 0.7.2 no longer asks for.
+WIDER_QUERIES = frozenset((q, E4M3, q) for q in HALF_DTYPES)
+SMALL_PAGES = (16, 32, 64)
+ANY_PAGES = (
+    *SMALL_PAGES,
+    *(2**power for power in range(7, 31)),
+)  # one kernel reads all from 128 (`useDynamicNumTokensPerPage`)
 
 
-def _trtllm_gen(_capability: Capability | None, problem: PagedAttention) -> str | None:
-    if problem.page_size >= 128 and problem.num_qo_heads == problem.num_kv_heads:
-        return f"at page size {problem.page_size} needs more than one query head per K/V head"
-    for factors in (problem.k_scale_factors, problem.v_scale_factors):
-        if factors is not None and factors.stride()[2:] != (factors.shape[3], 1):
-            return "needs each head's scale factors contiguous in a page: lay them out as HND"
+class Mask(NamedEnum):
+    """The keys that a row sees; the value is for a sentence."""
+
+    CAUSAL = "causal rows"
+    WINDOW = "a window"
+    FULL = "causal=False"
+
+
+@dataclass(frozen=True)
+class Built:
+    """Kernels of the table: one for each combination of these values.
+
+    Attributes:
+        dtypes: of the query, K/V and the output.
+        head_dims: of K and V.
+        page_sizes: tokens; None alone for contiguous K/V.
+        masks: the keys that rows see.
+    """
+
+    dtypes: Triples
+    head_dims: tuple[tuple[int, int], ...]
+    page_sizes: tuple[int | None, ...] = ANY_PAGES
+    masks: tuple[Mask, ...] = tuple(Mask)
+
+
+def _alike(*head_dims: int) -> tuple[tuple[int, int], ...]:
+    return tuple((size, size) for size in head_dims)
+
+
+DECODE_BUILT = (
+    Built(HALVES | OF_E4M3 | OF_NVFP4 | WIDER_QUERIES, _alike(64, 128, 256)),
+    Built(HALVES | OF_E4M3 | WIDER_QUERIES, _alike(512), SMALL_PAGES),
+)
+CONTEXT_BUILT = (
+    Built(HALVES | OF_E4M3 | OF_NVFP4, _alike(64, 128, 256)),
+    Built(HALVES | OF_E4M3, _alike(512), SMALL_PAGES, (Mask.CAUSAL, Mask.FULL)),
+    Built(HALVES, _alike(80), SMALL_PAGES),
+)
+RAGGED_BUILT = (
+    Built(
+        frozenset({(BF16, BF16, BF16), (E4M3, E4M3, BF16)}),
+        ((192, 128), (128, 128), (256, 256)),
+        (None,),
+        (Mask.CAUSAL, Mask.FULL),
+    ),
+    Built(frozenset({(FP16, FP16, FP16), (E4M3, E4M3, FP16)}), ((128, 128),), (None,), (Mask.FULL,)),
+)
+# Query heads of a K/V head that one CTA takes (`selectGqGenerationKernel`). Kernels that convert K/V to the query's dtype take
+# fewer, but for bf16 over e4m3, which is converted apart (`supportsGqaGroupingTokensHeadsQ`).
+HEADS_OF_A_CTA, HEADS_OF_A_CONVERTING_CTA = 128, 16
+CONVERTED = {(FP16, E4M3), (E4M3, NVFP4)}
+MLA_HEADS_OF_A_CTA = 64
+# (kv_lora_rank, qk_rope_head_dim): the most query heads of one CTA. FlashInfer's list of dimensions names 32 for the second,
+# and the table has no more; the launcher finds others for short requests alone.
+MLA_HEADS = {(512, 64): MLA_HEADS_OF_A_CTA, (256, 64): 32}
+UNPACKED_LOAD_BYTES = 32  # where the descriptor unpacks 4 bits: decode over NVFP4 with a head_dim of 128 or more
+
+
+def _mask(problem: Problem) -> Mask:
+    """Return the mask; a window that reaches the first key from the last is none (`selectKernel`)."""
+    if not problem.causal:
+        return Mask.FULL
+    return Mask.WINDOW if 0 <= problem.window_left < problem.max_kv_len - 1 else Mask.CAUSAL
+
+
+def _not_built(built: tuple[Built, ...], problem: Problem) -> str | None:
+    """Return the sentence that the table has no kernel for a problem, with the nearest that it has."""
+    triple = (problem.query.dtype, problem.kv_dtype, problem.out_dtype)
+    page_size = problem.page_size if isinstance(problem, PagedAttention) else None
+    asked = (triple, (problem.head_dim, problem.v_head_dim), page_size, _mask(problem))
+    fits = [[value in values for value, values in zip(asked, vars(each).values(), strict=True)] for each in built]
+    if any(map(all, fits)):
+        return None
+    q, kv, out = (str(dtype).removeprefix("torch.") for dtype in triple)
+    pages = f", pages of {page_size}" if page_size else ""
+    # The nearest is of these head dimensions, then of these dtypes.
+    near = max(zip(fits, built, strict=True), key=lambda pair: (pair[0][1], pair[0][0], sum(pair[0])))
+    return (
+        f"has no kernel {TABLE} for {q} queries, {kv} K/V and {out} output with {asked[3].value}, head_dim "
+        f"{problem.head_dim}{pages}; it has them for {_words(*near)}"
+    )
+
+
+def _words(fits: list[bool], built: Built) -> str:
+    """Return the values of the kernels that come nearest, of what does not fit them alone."""
+    words = (
+        " or ".join(
+            ", ".join(str(each).removeprefix("torch.") for each in triple) for triple in sorted(built.dtypes, key=str)
+        ),
+        "head_dim " + " or ".join(str(k) if k == v else f"{k} and {v}" for k, v in built.head_dims),
+        "pages of {}, {} or {}".format(*SMALL_PAGES),
+        " or ".join(mask.value for mask in built.masks),
+    )
+    return ", and ".join(said for said, fit in zip(words, fits, strict=True) if not fit)
+
+
+def _too_many_heads(problem: PagedAttention) -> str | None:
+    """Return the limit of query heads per K/V head that decode passes; a context call has none."""
+    group = problem.num_qo_heads // problem.num_kv_heads
+    converts = (problem.query.dtype, problem.kv_dtype) in CONVERTED
+    most = HEADS_OF_A_CONVERTING_CTA if converts else HEADS_OF_A_CTA
+    if group > most and group % most:
+        return f"runs {most} query heads of a K/V head at a time: more must be a multiple of {most}, not {group}"
     return None
 
 
-GEN_TRIPLES = frozenset().union(*(triples((q,), (q,), HALF_DTYPES) for q in HALF_DTYPES)) | triples(
-    (E4M3,), (E4M3, NVFP4), (E4M3, *HALF_DTYPES)
-)
+def _unread(problem: Problem) -> str | None:
+    """Return what the launcher's TMA descriptors cannot say of a problem's tensors (`buildNdTmaDescriptor`)."""
+    query = problem.query
+    if any(stride == 0 and size > 1 for size, stride in zip(query.shape[:2], query.stride()[:2], strict=True)):
+        return "takes a stride of 0 for a contiguous query: it must not be expanded"
+    return next((words for words in _misaligned(problem) if words is not None), None)
+
+
+def _misaligned(problem: Problem) -> Iterator[str | None]:
+    if isinstance(problem, PagedAttention):
+        yield misaligned("query", problem.query, LOAD_BYTES)
+        unpacks = problem.is_nvfp4 and problem.head_dim >= 128 and problem.call is AttentionCall.DECODE
+        load_bytes = UNPACKED_LOAD_BYTES if unpacks else LOAD_BYTES
+        yield misaligned("K", problem.k_cache, load_bytes)
+        yield misaligned("V", problem.v_cache, load_bytes)
+        for name, factors in (("K", problem.k_scale_factors), ("V", problem.v_scale_factors)):
+            if factors is not None:
+                yield misaligned(f"{name}'s scale factors", factors.flatten(2), LOAD_BYTES)
+    else:
+        yield misaligned("query", problem.query.flatten(), LOAD_BYTES)  # its strides are not read
+        yield misaligned("key", problem.key, LOAD_BYTES)
+        yield misaligned("value", problem.value, LOAD_BYTES)
+    if problem.out is not None:
+        yield misaligned("out", problem.out.flatten(), LOAD_BYTES)
+
+
+def _unread_factors(problem: PagedAttention) -> str | None:
+    """Return the limit of an NVFP4 cache's scale factors (`makeTmaShapeStrideKvSf`, which takes K's strides for both)."""
+    k_factors, v_factors = problem.k_scale_factors, problem.v_scale_factors
+    if k_factors is None or v_factors is None:
+        return None
+    if any(factors.stride()[2:] != (factors.shape[3], 1) for factors in (k_factors, v_factors)):
+        return "needs each head's scale factors contiguous in a page: lay them out as HND"
+    if k_factors.stride() != v_factors.stride():
+        return "reads V's scale factors with the strides of K's, and they differ"
+    return None
+
+
+def _mla_heads(problem: PagedAttention) -> str | None:
+    """Return the limit of query heads that MLA passes, by mla/_core.py's check and `selectMlaGenerationKernel`."""
+    heads, (rank, rope) = problem.num_qo_heads, mla_dims(problem)
+    most = MLA_HEADS.get((rank, rope), MLA_HEADS_OF_A_CTA)
+    if heads > most and most < MLA_HEADS_OF_A_CTA:
+        return f"takes at most {most} query heads with kv_lora_rank {rank} ({TABLE}), not {heads}"
+    if heads > most and (heads < 2 * most or heads % most):
+        return f"takes at most {most} query heads, or a multiple of {most} from {2 * most}, not {heads}"
+    return None
+
+
+def division(problem: PagedAttention) -> str | None:
+    """Return the refusal of an MLA call by which the launcher would divide by 0, which ends the process."""
+    if problem.max_kv_len == 0 and problem.num_qo_heads >= MLA_HEADS_OF_A_CTA:  # `useSwapsMmaAbMlaGenKernel`
+        return (
+            f"divides by max_seq_len with {MLA_HEADS_OF_A_CTA} query heads or more, and 0 would end the process: pass 1"
+        )
+    return None
+
+
+def _ragged_lse(problem: PagedAttention) -> str | None:
+    is_ragged = problem.cu_seqlens_q is not None
+    return "gives no LSE with cum_seq_lens_q" if is_ragged and problem.return_lse else None
+
+
+Limit = Callable[[Any], str | None]
+# What the rows below cannot say, in the launcher's order.
+LIMITS: Mapping[AttentionCall, tuple[Limit, ...]] = {
+    AttentionCall.DECODE: (partial(_not_built, DECODE_BUILT), _too_many_heads, _unread_factors, _unread),
+    AttentionCall.CONTEXT: (partial(_not_built, CONTEXT_BUILT), _unread_factors, _unread),
+    AttentionCall.MLA_DECODE: (_ragged_lse, _mla_heads, division, _unread),
+    AttentionCall.RAGGED_CONTEXT: (partial(_not_built, RAGGED_BUILT), _unread),
+}
+
+
+def _limits(_capability: Capability | None, problem: Problem) -> str | None:
+    return next((words for limit in LIMITS[problem.call] if (words := limit(problem)) is not None), None)
+
+
 GEN_QUERIES = "takes fp16, bf16 or e4m3 queries, not {q}"
 GEN_NVFP4 = "reads NVFP4 K/V for e4m3 queries only, not for {q}"
-GEN_OUT = "writes the query's dtype, fp16 or bf16, not {out}"
-GEN_E4M3 = "reads e4m3 K/V for e4m3 or, with bf16 output, bf16 queries, not for {q}"
-GEN_PAGED_HONOURS = GEN_HONOURS | {
+OF_A_HALF = f"writes the query's dtype {{q}}, not {{out}}: no other kernel is {TABLE}"
+PAGED_OUT = dict.fromkeys(HALF_DTYPES, OF_A_HALF) | {
+    E4M3: f"writes e4m3, fp16 or bf16, and of NVFP4 K/V e4m3 alone, not {{out}} of {{kv}}: no other kernel is {TABLE}"
+}
+HONOURS = USUAL | {Feature.RAGGED_ROWS, Feature.TENSOR_SCALES, Feature.LSE, Feature.STRIDED_LSE}
+PAGED_HONOURS = HONOURS | {
     Feature.STRIDED_QUERY,
     Feature.SEPARATE_TABLES,
     Feature.NVFP4,
     Feature.INTERLEAVED_FACTORS,
 }
-GEN_SAYS = {
+SAYS = {
     Feature.OTHER_V_STRIDES: "reads V with K's strides, and they differ",
     Feature.MASK: "takes no mask: its rows are causal",
 }
+PAGES = Sizes(
+    "is built for page sizes 16, 32, 64 and powers of two from 128", lambda problem: problem.page_size, ANY_PAGES
+)
 TRTLLM_GEN_DECODE = Kernel(
     "trtllm-gen decode",
     calls=(AttentionCall.DECODE,),
     gpus=(SM100,),
     dtypes=Dtypes(
-        GEN_TRIPLES | {(BF16, E4M3, BF16)},
+        HALVES | OF_E4M3 | OF_NVFP4 | WIDER_QUERIES,
         GEN_QUERIES,
-        {E4M3: GEN_E4M3, NVFP4: GEN_NVFP4},
-        f"{GEN_OUT}, and {GEN_E4M3}",
+        {E4M3: "reads e4m3 K/V for fp16, bf16 and e4m3 queries, not for {q}", NVFP4: GEN_NVFP4},
+        PAGED_OUT,
     ),
-    sizes=(TAKEN_PAGES,),
-    honours=GEN_PAGED_HONOURS,
-    says=GEN_SAYS,
-    limits=_trtllm_gen,
+    sizes=(PAGES, sizes(f"has kernels {TABLE} for head_dim", lambda problem: problem.head_dim, 64, 128, 256, 512)),
+    honours=PAGED_HONOURS,
+    says=SAYS,
+    limits=_limits,
 )
 TRTLLM_GEN_CONTEXT = Kernel(
     "trtllm-gen context",
     calls=(AttentionCall.CONTEXT,),
     gpus=(SM100,),
     dtypes=Dtypes(
-        GEN_TRIPLES,
+        HALVES | OF_E4M3 | OF_NVFP4,
         GEN_QUERIES,
-        {E4M3: "reads e4m3 K/V for e4m3 queries, not for {q}", NVFP4: GEN_NVFP4},
-        GEN_OUT,
+        {E4M3: f"reads e4m3 K/V for e4m3 queries, not for {{q}}: no such kernel is {TABLE}", NVFP4: GEN_NVFP4},
+        PAGED_OUT,
     ),
-    sizes=(TAKEN_PAGES,),
-    honours=GEN_PAGED_HONOURS | {Feature.NON_CAUSAL},
-    says=GEN_SAYS,
-    limits=_trtllm_gen,
+    sizes=(PAGES, sizes(f"has kernels {TABLE} for head_dim", lambda problem: problem.head_dim, 64, 80, 128, 256, 512)),
+    honours=PAGED_HONOURS | {Feature.NON_CAUSAL},
+    says=SAYS,
+    limits=_limits,
 )
-
-
-def _trtllm_gen_mla(_capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return the limit that a problem passes, by the checks of the dense path (`_check_trtllm_gen_mla_shape`)."""
-    if 64 < problem.num_qo_heads < 128:
-        return f"takes at most 64 query heads, or 128 and more, not {problem.num_qo_heads}"
-    if problem.cu_seqlens_q is not None and problem.return_lse:
-        return "gives no LSE with cum_seq_lens_q"
-    return None
-
-
 TRTLLM_GEN_MLA = Kernel(
     "trtllm-gen MLA",
     calls=(AttentionCall.MLA_DECODE,),
     gpus=(SM100,),
     dtypes=MLA_DTYPES,
-    sizes=(dims("(kv_lora_rank, qk_rope_head_dim)", mla_dims, (512, 64), (256, 64)), page_sizes(32, 64)),
-    honours=GEN_HONOURS - {Feature.WINDOW, Feature.STRIDED_LSE} | {Feature.STRIDED_QUERY},
-    limits=_trtllm_gen_mla,
+    sizes=(dims("(kv_lora_rank, qk_rope_head_dim)", mla_dims, *MLA_HEADS), page_sizes(32, 64)),
+    honours=HONOURS - {Feature.WINDOW, Feature.STRIDED_LSE} | {Feature.STRIDED_QUERY},
+    limits=_limits,
 )
-
-
 TRTLLM_GEN_RAGGED = Kernel(
     "trtllm-gen ragged",
     calls=(AttentionCall.RAGGED_CONTEXT,),
@@ -104,10 +303,10 @@ TRTLLM_GEN_RAGGED = Kernel(
         HALVES | triples((E4M3,), (E4M3,), HALF_DTYPES),
         GEN_QUERIES,
         kv="takes K/V in the query's dtype, not {kv}",
-        out="writes the query's dtype, fp16 or bf16 for e4m3, not {out}",
+        out=dict.fromkeys(HALF_DTYPES, OF_A_HALF) | {E4M3: "writes fp16 or bf16 for e4m3 queries, not {out}"},
     ),
     sizes=(RAGGED_SIZES,),
-    honours=GEN_HONOURS | {Feature.NON_CAUSAL},
+    honours=HONOURS | {Feature.NON_CAUSAL},
     says={Feature.STRIDED_QUERY: STRIDED_QUERY},  # the launcher hands on K's and V's strides alone
-    limits=unaligned_tensors,
+    limits=_limits,
 )

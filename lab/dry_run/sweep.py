@@ -1,0 +1,374 @@
+"""`why_not` against FlashInfer's own launcher: every call of `lab.dry_run.sweep_axes`, on SM100 and SM103.
+
+A refusal is right where the launcher fails, for a reason that it gives, or where it launches a kernel that reads another call:
+its descriptors have other strides, its name other sizes, and it knows no mask. Where the launcher chooses by the lengths, a
+call is also refused for what it meets with more and longer requests.
+
+`python -m lab.dry_run.sweep FOLDER` writes the record.
+"""
+
+import argparse
+import json
+import lzma
+import os
+import re
+import signal
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from lab.calls.problem import AttentionCall, PagedAttention
+from lab.checks.domain.covering import Point
+from lab.dry_run import build, kernel_table
+from lab.dry_run.launches import Launch, TensorMap
+from lab.dry_run.machine import GPUS, Machine, machine
+from lab.dry_run.sweep_axes import DOMAINS, points
+from lab.dry_run.sweep_calls import made
+from lab.exit_status import ExitStatus
+from lab.files import write_text
+from lab.kernels import flashinfer_call, trtllm
+from lab.kernels.support import Kernel, Problem, why_not
+from lab.kernels.support.trtllm import kernel_for
+from lab.kernels.support.trtllm_gen import LIMITS, division
+from lab.named_enum import NamedEnum
+from lab.provenance import environment
+
+SWEPT_GPUS = ("b200", "b300")
+DRAWN = 1000  # random calls of each function
+MOST_WORDS = 500  # of a failure
+
+
+class Why(NamedEnum):
+    """The reason of a refusal or failure."""
+
+    BUILT = "no kernel of these dtypes, sizes and masks"
+    HEADS = "query heads that one CTA cannot take"
+    LAID_OUT = "an address or stride that the launcher cannot hand on"
+    LSE = "an LSE with cum_seq_lens_q"
+    MASK = "a draft mask"
+    LENGTHS = "a division by max_seq_len"
+
+
+# Words of FlashInfer's launcher and Python, and of `misread`.
+SAID = {
+    Why.BUILT: r"Missing TRTLLM-GEN kernel|kernels not found|Expect \(32 <= headDim|headDimPerCtaV is not supported|"
+    r"Unsupported (out_dtype|\w+ data type|head dimensions|MLA dimensions)|Invalid dtype of out|requires block_size|"
+    r"requires sparse_mla_top_k|head dimensions",
+    Why.HEADS: r"numHeadsQ/numHeadsKv is not supported|64 < num_heads_q < 128|must be <= 64, got",
+    Why.LAID_OUT: r"0b1111|address|stride|aligned",
+    Why.LSE: r"return_lse/lse with cum_seq_lens_q",
+    Why.MASK: r"the mask is not read",
+    Why.LENGTHS: r"SIGFPE",
+}
+# Words of a row of `lab.kernels.support.trtllm_gen`.
+REFUSED = {
+    Why.BUILT: r"table of FlashInfer|has kernels for|is built for|query's dtype|"
+    r"(takes|reads|writes) .*(fp16|bf16|e4m3|bfloat16)",
+    Why.HEADS: r"query heads",
+    Why.LAID_OUT: r"bytes at a time|strides?\b|contiguous",
+    Why.LSE: r"no LSE with",
+    Why.MASK: r"takes no mask",
+    Why.LENGTHS: r"divides by max_seq_len",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One call, as `why_not` and the launcher see it.
+
+    Attributes:
+        call: the function's name.
+        departures: the values of its point that are not the plain ones.
+        refusal: `why_not`'s sentence, or None.
+        failure: the launcher's or FlashInfer's words, or the sentence of a misread call; None where it is launched.
+        kernel: the attention kernel's name, or None.
+        agreement: how the two go together.
+    """
+
+    call: str
+    departures: dict[str, Any]
+    refusal: str | None
+    failure: str | None
+    kernel: str | None
+    agreement: str
+
+
+AGREED = ("taken by both", "refused by both", "refused for longer requests", "in a later table")
+
+
+def sweep(gpu_name: str, drawn: int = DRAWN, every: int = 1, seed: int = 0) -> Iterator[Verdict]:
+    """Yield the verdict on each call of the sweep.
+
+    Args:
+        gpu_name: one of `lab.dry_run.machine.GPUS`, of SM100 or SM103.
+        drawn: random calls of each function.
+        every: takes each so-many-th call alone.
+        seed: of the random calls.
+
+    Raises:
+        lab.dry_run.build.NotBuiltError: the launcher cannot be compiled here.
+    """
+    with (
+        machine(gpu_name) as gpu,
+        mock.patch.object(flashinfer_call, "refuse_unsupported", return_value=None),
+    ):
+        for call in AttentionCall:
+            for index, point in enumerate(points(call, drawn, seed)):
+                if index % every == 0:
+                    yield judged(gpu, call, point)
+
+
+def judged(gpu: Machine, call: AttentionCall, point: Point) -> Verdict:
+    """Return the verdict on one call."""
+    asked = made(call, point)
+    problem = asked.problem()
+    kernel = kernel_for(call, gpu.gpu.capability)
+    refusal = why_not(kernel, gpu.gpu.capability, problem)
+    failure, name = _launched(gpu, call, asked, problem)
+    plain = DOMAINS[call].plain
+    departures = {axis: value for axis, value in point.items() if value != plain[axis]}
+    agreement = _agreement(gpu, call, point, refusal, failure, kernel, problem)
+    return Verdict(call.value, departures, refusal, failure, name, agreement)
+
+
+def _agreement(
+    gpu: Machine,
+    call: AttentionCall,
+    point: Point,
+    refusal: str | None,
+    failure: str | None,
+    kernel: Kernel,
+    problem: Problem,
+) -> str:
+    if refusal is None and failure is None:
+        return "taken by both"
+    if failure is None:
+        return "refused for longer requests" if _fails_longer(gpu, call, point) else "refused, and launched"
+    said, meant = reasons(SAID, failure), {why for each in _refusals(kernel, problem) for why in reasons(REFUSED, each)}
+    if refusal is not None and said & meant:
+        return "refused by both"
+    if said == {Why.BUILT} and _is_in_a_later_table(gpu, problem):
+        return "in a later table"
+    return "taken, and the launcher fails" if refusal is None else "refused for another reason"
+
+
+def reasons(patterns: dict[Why, str], words: str) -> set[Why]:
+    """Return the reasons that words give."""
+    return {why for why, pattern in patterns.items() if re.search(pattern, words)}
+
+
+def _refusals(kernel: Kernel, problem: Problem) -> Iterator[str]:
+    """Yield every sentence of a row about a problem, of which `why_not` gives the first."""
+    if (words := kernel.dtypes.why_not(problem.query.dtype, problem.kv_dtype, problem.out_dtype)) is not None:
+        yield words
+    yield from (limit.words for limit in kernel.sizes if limit.size(problem) not in limit.among)
+    yield from (kernel.says.get(each, each.value) for each in problem.features() - kernel.honours)
+    yield from filter(None, (limit(problem) for limit in LIMITS[problem.call]))
+
+
+def _is_in_a_later_table(gpu: Machine, problem: Problem) -> bool:
+    """Return True for the two kinds of kernels that FlashInfer 0.7.2's launcher asks for and the table of 0.6.13 has not."""
+    if "mSeparateTransformedKv" not in gpu.table_lacks:
+        return False
+    if problem.call is AttentionCall.DECODE:
+        return (problem.query.dtype, problem.kv_dtype) == (torch.bfloat16, torch.float8_e4m3fn)
+    # `usesGroupedMlaGenerationKernel`
+    return (
+        isinstance(problem, PagedAttention)
+        and problem.call is AttentionCall.MLA_DECODE
+        and problem.num_qo_heads in (8, 16, 32)
+        and (problem.max_q_len > 1 and problem.batch_size <= 16 and problem.page_size == 32)
+    )
+
+
+def _fails_longer(gpu: Machine, call: AttentionCall, point: Point) -> bool:
+    if call is not AttentionCall.MLA_DECODE:
+        return False
+    longer = made(call, point | {"batch_size": 40, "max_kv_len": 131072})
+    failure, _ = _launched(gpu, call, longer, longer.problem())
+    return failure is not None
+
+
+def _launched(gpu: Machine, call: AttentionCall, asked: Any, problem: Problem) -> tuple[str | None, str | None]:
+    """Return (what the launcher said or misread, None), or (None, the kernel's name)."""
+    # A division by 0 would end the process. One that no row foresees ends this one, and so is seen.
+    divides = isinstance(problem, PagedAttention) and division in LIMITS[call] and division(problem)
+    if divides and not _survives(call, asked):
+        return "the process was killed by SIGFPE", None
+    gpu.clear()
+    try:
+        getattr(trtllm, call.value)(**vars(asked))
+    except (RuntimeError, ValueError, NotImplementedError, AssertionError, TypeError) as error:
+        words = re.sub(r"(?<= at )\S*/", "", f"{type(error).__name__}: {error}")  # less the folders of a file
+        return words.strip()[:MOST_WORDS], None
+    launch = next((each for each in gpu.launches if each.params is not None), None)
+    if launch is None:
+        return None, None  # FlashInfer itself filled the output
+    return misread(launch, problem), launch.name
+
+
+def _survives(call: AttentionCall, asked: Any) -> bool:
+    """Return False where a call ends its process by a division by 0, which no handler sees."""
+    child = os.fork()
+    if child == 0:
+        try:
+            getattr(trtllm, call.value)(**vars(asked))
+        finally:
+            os._exit(0)
+    return os.waitpid(child, 0)[1] != signal.SIGFPE
+
+
+def misread(launch: Launch, problem: Problem) -> str | None:
+    """Return what a launch reads otherwise than a problem says, or None."""
+    sizes = re.search(r"H(?:Qk)?(\d+)(?:HV(\d+))?(?:HVPerCta\d+)?(?:Packed|Paged|Separate|Contiguous)", launch.name)
+    assert sizes is not None, launch.name
+    of_kernel = (int(sizes[1]), int(sizes[2] or sizes[1]))
+    if of_kernel != (problem.head_dim, problem.v_head_dim):
+        return f"launched with the head dimensions {of_kernel}"
+    maps = {each.member: each for each in launch.tma}
+    grouped = maps["tmaQ_"].dims[1]
+    if (problem.num_qo_heads // problem.num_kv_heads) % grouped:
+        return f"launched with {grouped} query heads of several K/V heads in one CTA: numHeadsQ/numHeadsKv is not supported"
+    if isinstance(problem, PagedAttention):
+        return _misread_paged(maps, problem)
+    sides = (("tmaK_", problem.key), ("tmaV_", problem.value))
+    if not problem.query.is_contiguous():
+        return "launched with strides of a contiguous query"  # of which the launcher is given the address alone
+    return next(
+        (f"{name} has other strides" for name, side in sides if not _is_read(maps[name], side.unsqueeze(0))), None
+    )
+
+
+def _misread_paged(maps: dict[str, TensorMap], problem: PagedAttention) -> str | None:
+    if problem.mask is not None:
+        return "launched, and the mask is not read"
+    query = problem.query
+    given = [stride * query.element_size() for stride in query.stride()[:2]]
+    read = (maps["tmaQ_"].strides_bytes[2], maps["tmaQ_"].strides_bytes[0])
+    if any(size > 1 and own != its for size, own, its in zip(query.shape, given, read, strict=False)):
+        return f"launched with other strides of the query: {read}"
+    sides = {"tmaK_": problem.k_cache, "tmaV_": problem.v_cache}
+    if problem.call is AttentionCall.MLA_DECODE:
+        sides["tmaV_"] = problem.k_cache
+    for name, side in sides.items():
+        if not _is_read(maps[name], side.transpose(1, 2)):
+            return f"launched with other strides of {name}"
+    for name, factors in (("tmaKSf_", problem.k_scale_factors), ("tmaVSf_", problem.v_scale_factors)):
+        if factors is not None and not _is_read(maps[name], factors.transpose(1, 2), is_joined=True):
+            return f"launched with other strides of {name}"
+    return None
+
+
+def _is_read(tma: TensorMap, side: torch.Tensor, is_joined: bool = False) -> bool:
+    """Tell whether a descriptor reads [pages, tokens, heads, head_dim]: its address and the strides of more than one element.
+
+    It joins tokens that lie side by side; `is_joined` where it must.
+    """
+    pages, tokens, heads, width = side.shape
+    page, token, head = (stride * side.element_size() for stride in side.stride()[:3])
+    if tma.address != side.data_ptr():
+        return False
+    if (heads > 1 and tma.strides_bytes[1] != head) or (pages > 1 and tma.strides_bytes[2] != page):
+        return False
+    joined = tokens // tma.dims[1] if tma.dims[1] else 1
+    is_packed = token == width * side.element_size()
+    return tokens == 1 or (tma.strides_bytes[0] == token * joined and (is_packed or (joined == 1 and not is_joined)))
+
+
+def counted(verdicts: Iterable[Verdict]) -> dict[str, Counter[str]]:
+    """Return how many calls of each function ended in which agreement."""
+    counts: dict[str, Counter[str]] = {call.value: Counter() for call in AttentionCall}
+    for verdict in verdicts:
+        counts[verdict.call][verdict.agreement] += 1
+    return counts
+
+
+def record(verdicts: Mapping[str, Sequence[Verdict]]) -> dict[str, Any]:
+    """Return the JSON record of sweeps, by the GPU's name: what they ran with, counts, and each call."""
+    table = kernel_table.newest()
+    return {
+        "environment": environment(),
+        "flashinfer": build.flashinfer_version(),
+        "table": table.source,
+        "table_lacks": table.lacks(build.launcher_members()),
+        "counts": {name: counted(each) for name, each in verdicts.items()},
+        "verdicts": {name: [asdict(verdict) for verdict in each] for name, each in verdicts.items()},
+    }
+
+
+def page(verdicts: Mapping[str, Sequence[Verdict]]) -> str:
+    """Return the sweeps' page in Markdown."""
+    table = kernel_table.newest()
+    lines = [
+        f"# `why_not` against the launcher of FlashInfer {build.flashinfer_version()}",
+        "",
+        f"Kernels are those of {table.source}. Flags that the launcher asks for and this table has not, false in all its rows: "
+        f"{', '.join(table.lacks(build.launcher_members())) or 'none'}. No kernel ran. "
+        "Written by `python -m lab.dry_run.sweep`; every call lies in the file beside this page.",
+        "",
+        f"| GPU | call | calls | {' | '.join(AGREED)} | disagree |",
+        f"|---|---|{'---|' * (len(AGREED) + 2)}",
+    ]
+    for name, each in verdicts.items():
+        for call, counts in counted(each).items():
+            disagree = counts.total() - sum(counts[agreed] for agreed in AGREED)
+            cells = (counts.total(), *(counts[agreed] for agreed in AGREED), disagree)
+            lines.append(f"| {GPUS[name].name} | `{call}` | {' | '.join(f'{cell:,}' for cell in cells)} |")
+    lines += ["", "## Refusals", "", "| call | calls | why_not | launcher | first such call |", "|---|---|---|---|---|"]
+    lines += _examples(
+        each for of_gpu in verdicts.values() for each in of_gpu if each.refusal and each.agreement in AGREED
+    )
+    lines += ["", "## Disagreements, and calls of a later table", ""]
+    left = [each for of_gpu in verdicts.values() for each in of_gpu if each.agreement not in AGREED[:3]]
+    if left:
+        lines += ["| call | calls | why_not | launcher | first such call |", "|---|---|---|---|---|", *_examples(left)]
+    else:
+        lines.append("None.")
+    return "\n".join((*lines, ""))
+
+
+def _examples(verdicts: Iterable[Verdict]) -> Iterator[str]:
+    """Yield a row of a table for each kind of verdict: sentences that differ in numbers and dtypes alone are of one kind."""
+    kinds: dict[tuple[str, ...], list[Verdict]] = {}
+    for verdict in verdicts:
+        words = (
+            verdict.call,
+            verdict.refusal or "takes it",
+            (verdict.failure or "launches it").partition(": qkvLayout")[0],
+        )
+        kind = tuple(re.sub(r"\d[\d,]*|float8_e4m3fn|b?float16|float32", "#", each) for each in words)
+        kinds.setdefault((kind[0], kind[1], kind[2][:60]), []).append(verdict)
+    for found in kinds.values():
+        first = found[0]
+        failure = (first.failure or "launches it").partition(": qkvLayout")[0]
+        departures = ", ".join(f"{axis} {value}" for axis, value in first.departures.items()) or "the plain one"
+        yield f"| `{first.call}` | {len(found):,} | {first.refusal or 'takes it'} | {failure} | {departures} |"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Hold `why_not` to FlashInfer's launcher on B200 and B300, and write the record and its page into a folder."""
+    parser = argparse.ArgumentParser(prog="python -m lab.dry_run.sweep", description=main.__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--drawn", type=int, default=DRAWN, help=f"random calls of each function (default {DRAWN})")
+    given = parser.parse_args(arguments)
+    if (reason := build.why_not_built()) is not None:
+        parser.error(reason)
+    verdicts = {name: list(sweep(name, given.drawn)) for name in SWEPT_GPUS}
+    name = f"sweep-{build.flashinfer_version()}"
+    given.folder.mkdir(parents=True, exist_ok=True)
+    data = json.dumps(record(verdicts), indent=None).encode()
+    (given.folder / f"{name}.json.xz").write_bytes(lzma.compress(data, preset=9))
+    write_text(given.folder / f"{name}.md", page(verdicts))
+    counts = Counter(each.agreement for of_gpu in verdicts.values() for each in of_gpu)
+    print(", ".join(f"{count:,} {agreement}" for agreement, count in counts.most_common()))
+    return ExitStatus.DONE if set(counts) <= set(AGREED) else ExitStatus.WRONG
+
+
+if __name__ == "__main__":
+    sys.exit(main())

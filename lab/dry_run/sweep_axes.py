@@ -1,0 +1,224 @@
+"""The axes of the sweep: what can be asked of trtllm-gen's four calls, wrong values among it, and the points that are swept."""
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from lab.calls.problem import NVFP4_BLOCK, AttentionCall
+from lab.checks.domain.covering import Constraint, Domain, Point
+
+OUTS = ("fp16", "bf16", "e4m3")
+# "query/K and V/output"
+PAGED_DTYPES = (
+    "bf16/bf16/bf16",
+    *(f"{q}/{kv}/{out}" for q in OUTS for kv in dict.fromkeys((q, "e4m3", "nvfp4")) for out in OUTS),
+    "bf16/bf16/fp32",
+    "fp32/fp32/fp32",
+)
+GROUPS = (4, 1, 2, 3, 5, 7, 8, 12, 15, 16, 17, 24, 32, 33, 48, 63, 64, 65, 96, 127, 128, 130, 192, 256)
+MOST_ROWS, MOST_HEADS = 600, 512
+SOFTMAX_AXES: dict[str, Sequence[Any]] = {
+    "sinks": (False, True),
+    "scales": ("numbers", "tensors", "log2"),
+    "lse": ("none", "returned", "given", "strided"),
+    "out": ("none", "given", "8 bytes on"),
+}
+PAGED_AXES: dict[str, Sequence[Any]] = {
+    "dtypes": tuple(dict.fromkeys(PAGED_DTYPES)),
+    "head_dim": (128, 16, 32, 64, 80, 96, 112, 132, 160, 192, 256, 512, 576),
+    "page_size": (64, 4, 8, 16, 32, 128, 1024),
+    "num_kv_heads": (2, 1, 8),
+    "group": GROUPS,
+    "q_len": (1, 2, 3, 4, 5, 8, 16, 17, 64, 150),
+    "batch_size": (2, 1, 3, 17, 64, 300),
+    "max_kv_len": (512, 0, 1, 127, 4096, 9000, 131072),
+    "window_left": (-1, 0, 20, 126, 511, 4094),
+    "tables": ("shared", "separate"),
+    "cache": ("HND", "NHD", "stacked HND", "stacked NHD", "K is V"),
+    "gap": (
+        "none",
+        "8 bytes a page",
+        "16 bytes a page",
+        "32 bytes a page",
+        "4 elements a token",
+        "16 elements a token",
+    ),
+    "v_strides": ("K's", "others"),
+    "kv_start": ("aligned", "K 8 bytes on", "V 8 bytes on", "K 16 bytes on", "V 16 bytes on"),
+    "factors": ("HND", "NHD", "8 bytes a page", "16 bytes a page", "V 16 bytes a page", "V 8 bytes on"),
+    "query": (
+        "packed",
+        "fused",
+        "heads 4 elements apart",
+        "rows 4 elements apart",
+        "rows 16 elements apart",
+        "expanded",
+        "8 bytes on",
+    ),
+    **SOFTMAX_AXES,
+}
+DECODE_AXES = PAGED_AXES | {"rows": ("uniform", "ragged"), "mask": (False, True)}
+CONTEXT_AXES = PAGED_AXES | {"rows": ("ragged",), "causal": (True, False), "scales": ("numbers", "tensors")}
+MLA_AXES: dict[str, Sequence[Any]] = {
+    "dtypes": (
+        "bf16/bf16/bf16",
+        "e4m3/e4m3/bf16",
+        "fp16/fp16/bf16",
+        "bf16/e4m3/bf16",
+        "bf16/bf16/fp16",
+        "e4m3/e4m3/e4m3",
+    ),
+    "dims": ((512, 64), (256, 64), (512, 0), (128, 64)),
+    "page_size": (64, 8, 16, 32, 128),
+    "heads": (
+        128,
+        1,
+        3,
+        7,
+        8,
+        9,
+        12,
+        16,
+        17,
+        20,
+        31,
+        32,
+        33,
+        48,
+        63,
+        64,
+        65,
+        96,
+        127,
+        129,
+        130,
+        160,
+        192,
+        224,
+        256,
+        512,
+    ),
+    "q_len": (1, 2, 4, 9),
+    "batch_size": (2, 1, 4, 16, 17, 40),
+    "max_kv_len": (512, 0, 1, 700, 4096, 131072),
+    "rows": ("uniform", "ragged"),
+    "cache": ("4-D", "3-D"),
+    "gap": ("none", "8 bytes a page", "16 bytes a page", "4 elements a token", "16 elements a token"),
+    "kv_start": ("aligned", "K 8 bytes on", "K 16 bytes on"),
+    "query": ("packed", "heads 4 elements apart", "heads 16 elements apart", "expanded", "8 bytes on"),
+    **SOFTMAX_AXES,
+    "scales": ("numbers", "tensors"),
+    "lse": ("none", "returned", "given"),
+}
+RAGGED_AXES: dict[str, Sequence[Any]] = {
+    "dtypes": (
+        "bf16/bf16/bf16",
+        *(f"{q}/{q}/{out}" for q in OUTS for out in ("fp16", "bf16")),
+        "fp32/fp32/fp32",
+        "bf16/bf16/fp32",
+    ),
+    "dims": ((192, 128), (128, 128), (256, 256), (64, 64), (192, 192)),
+    "num_kv_heads": (8, 1, 16),
+    "group": (1, 2, 3, 4, 8, 64),
+    "q_len": (64, 1, 3, 17, 300),
+    "kv_len": (300, 1, 64, 1000),
+    "batch_size": (2, 1, 3, 17),
+    "causal": (True, False),
+    "window_left": (-1, 0, 20, 126, 299, 999),
+    "gap": ("none", "fused", "4 elements a head", "16 elements a head", "4 elements a token"),
+    "kv_start": ("aligned", "K 8 bytes on", "V 8 bytes on", "K 16 bytes on"),
+    "query": ("packed", "heads 16 elements apart", "8 bytes on"),
+    "lengths": ("on the GPU", "mirrored"),
+    **SOFTMAX_AXES,
+    "scales": ("numbers", "tensors"),
+}
+
+
+def _rule(fits: Callable[..., bool], why: str, *axes: str) -> Constraint:
+    return Constraint(axes, fits, why)
+
+
+PAGED_RULES = (
+    _rule(lambda q_len, batch: q_len * batch <= MOST_ROWS, "too many rows to make", "q_len", "batch_size"),
+    _rule(lambda kv, group: kv * group <= MOST_HEADS, "too many heads to make", "num_kv_heads", "group"),
+    _rule(
+        lambda dtypes, dim: "nvfp4" not in dtypes or dim % NVFP4_BLOCK == 0,
+        "NVFP4 has whole blocks",
+        "dtypes",
+        "head_dim",
+    ),
+    _rule(
+        lambda dtypes, page: "nvfp4" not in dtypes or page >= 4,
+        "V's factors interleave 4 tokens",
+        "dtypes",
+        "page_size",
+    ),
+    _rule(lambda dtypes, factors: "nvfp4" in dtypes or factors == "HND", "they go with NVFP4", "dtypes", "factors"),
+    _rule(lambda q_len, most: q_len <= most or most == 0, "a row is a key", "q_len", "max_kv_len"),
+    _rule(
+        lambda cache, v: cache in ("HND", "NHD") or v == "K's",
+        "one tensor has one set of strides",
+        "cache",
+        "v_strides",
+    ),
+    _rule(lambda cache, start: cache != "K is V" or "V" not in start, "V begins where K does", "cache", "kv_start"),
+)
+DOMAINS: Mapping[AttentionCall, Domain] = {
+    AttentionCall.DECODE: Domain(
+        DECODE_AXES,
+        (
+            *PAGED_RULES,
+            _rule(lambda mask, rows: not mask or rows == "uniform", "a mask has q_len rows", "mask", "rows"),
+        ),
+        (("dtypes", "head_dim", "page_size"), ("group", "num_kv_heads", "q_len")),
+    ),
+    AttentionCall.CONTEXT: Domain(
+        CONTEXT_AXES,
+        (
+            *PAGED_RULES,
+            _rule(lambda causal, window: causal or window < 0, "a window is causal", "causal", "window_left"),
+        ),
+        (("dtypes", "head_dim", "page_size"), ("dtypes", "head_dim", "window_left")),
+    ),
+    AttentionCall.MLA_DECODE: Domain(
+        MLA_AXES,
+        (_rule(lambda q_len, most: q_len <= most or most == 0, "a row is a key", "q_len", "max_kv_len"),),
+        (("dtypes", "dims", "heads"), ("heads", "dims", "max_kv_len")),
+    ),
+    AttentionCall.RAGGED_CONTEXT: Domain(
+        RAGGED_AXES,
+        (
+            _rule(lambda causal, window: causal or window < 0, "a window is causal", "causal", "window_left"),
+            _rule(lambda dims, gap: dims != (256, 256) or gap != "fused", "as SGLang's are", "dims", "gap"),
+        ),
+        (("dtypes", "dims", "causal"), ("dtypes", "dims", "window_left")),
+    ),
+}
+
+
+def points(call: AttentionCall, drawn: int, seed: int = 0) -> Iterator[Point]:
+    """Yield points of a call's domain, no two alike: each value alone, the stated triples in full, then random ones.
+
+    Args:
+        call: one of the four.
+        drawn: random points, of one departure from the plain point up to six.
+        seed: of those.
+    """
+    domain, rng = DOMAINS[call], random.Random(f"{call.name} {seed}")
+    grids = (
+        domain.completed(dict(zip(names, values, strict=True)))
+        for names in domain.triples
+        for values in itertools.product(*(domain.axes[name] for name in names))
+    )
+    found = set[str]()
+    for point in itertools.chain(domain.alone(), grids, (_drawn(domain, rng) for _ in range(drawn))):
+        if point is not None and repr(point) not in found:
+            found.add(repr(point))
+            yield point
+
+
+def _drawn(domain: Domain, rng: random.Random) -> Point | None:
+    """Return a point with random values on a few axes; None where no point has them all."""
+    names = rng.sample(list(domain.axes), rng.randint(1, 6))
+    return domain.completed({name: rng.choice(domain.axes[name]) for name in names})

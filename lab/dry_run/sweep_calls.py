@@ -1,0 +1,247 @@
+"""The calls of the sweep's points. None needs data: tensors are not written, and large ones cost address space alone."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lab.calls import ContextCall, DecodeCall, RaggedContextCall
+from lab.calls.mla_decode import MLADecodeCall
+from lab.calls.problem import E4M3, NVFP4_BLOCK, AttentionCall, mask_words
+from lab.checks.domain.covering import Point
+
+DTYPES = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "e4m3": E4M3,
+    "nvfp4": torch.uint8,
+    "fp32": torch.float32,
+}
+
+
+def made(call: AttentionCall, point: Point) -> Any:
+    """Return the call of a point of its domain: one of `lab.calls`'s four."""
+    return {
+        AttentionCall.DECODE: _decode,
+        AttentionCall.CONTEXT: _context,
+        AttentionCall.MLA_DECODE: _mla,
+        AttentionCall.RAGGED_CONTEXT: _ragged,
+    }[call](point)
+
+
+def _decode(point: Point) -> DecodeCall:
+    batch, q_len = point["batch_size"], point["q_len"]
+    given = _paged(point) | {"max_seq_len": point["max_kv_len"], "backend": "trtllm-gen"}
+    if point["rows"] == "ragged":
+        given |= {"q_len_per_req": None, "max_q_len": q_len, "cum_seq_lens_q": _offsets(batch, q_len)}
+    else:
+        given["q_len_per_req"] = q_len
+    if point["mask"]:
+        given["mask"] = torch.ones(batch, q_len, mask_words(q_len), dtype=torch.uint16)
+    return DecodeCall(**given)
+
+
+def _context(point: Point) -> ContextCall:
+    batch, lengths = point["batch_size"], min(point["q_len"], point["max_kv_len"])
+    return ContextCall(
+        **_paged(point),
+        max_q_len=point["q_len"],
+        max_kv_len=point["max_kv_len"],
+        batch_size=batch,
+        cum_seq_lens_q=_offsets(batch, point["q_len"]),
+        cum_seq_lens_kv=_offsets(batch, lengths),
+        causal=point["causal"],
+    )
+
+
+def _paged(point: Point) -> dict[str, Any]:
+    """Return what the decode and the context call have alike; each request has as many keys as rows, or none."""
+    q, kv, out = (DTYPES[name] for name in point["dtypes"].split("/"))
+    heads, batch, page_size = point["group"] * point["num_kv_heads"], point["batch_size"], point["page_size"]
+    rows, head_dim = batch * point["q_len"], point["head_dim"]
+    columns = max(1, -(-point["q_len"] // page_size))
+    shared = point["tables"] == "shared"
+    given = {
+        "query": _query(point["query"], (rows, heads, head_dim), q),
+        "kv_cache": _cache(point, head_dim // 2 if kv == torch.uint8 else head_dim, kv),
+        "kv_layout": "NHD" if "NHD" in point["cache"] else "HND",
+        "workspace_buffer": None,
+        "block_tables": torch.zeros((batch, columns) if shared else (batch, 2, columns), dtype=torch.int32),
+        "uses_shared_paged_kv_idx": shared,
+        "seq_lens": torch.full((batch,), min(point["q_len"], point["max_kv_len"]), dtype=torch.int32),
+        "window_left": point["window_left"],
+        "out_dtype": out,
+        "sinks": torch.zeros(heads) if point["sinks"] else None,
+        **_results(point, (rows, heads, head_dim), out),
+        **_scales(point["scales"]),
+    }
+    if kv == torch.uint8:
+        given["kv_cache_sf"] = _factors(point, head_dim // NVFP4_BLOCK)
+    return given
+
+
+def _mla(point: Point) -> MLADecodeCall:
+    q, kv, out = (DTYPES[name] for name in point["dtypes"].split("/"))
+    rank, rope = point["dims"]
+    batch, q_len, page_size, width = point["batch_size"], point["q_len"], point["page_size"], rank + rope
+    rows = batch * q_len
+    ragged = point["rows"] == "ragged"
+    query = _query(point["query"], (rows, point["heads"], width), q)
+    if not ragged:
+        query = query.unflatten(0, (batch, q_len))
+    token = width + {"4 elements a token": 4, "16 elements a token": 16}.get(point["gap"], 0)
+    page = page_size * token + _page_gap(point["gap"], kv)
+    start = {"K 8 bytes on": 8, "K 16 bytes on": 16}.get(point["kv_start"], 0)
+    cache = _strided((4, 1, page_size, width), (page, page, token, 1), kv, start)
+    results = _results(point, (rows, point["heads"], rank), out)
+    if "out" in results and not ragged:
+        results["out"] = results["out"].unflatten(0, (batch, q_len))
+    elif point["dtypes"].split("/")[2] != "bf16":
+        results["out"] = torch.empty(*query.shape[:-1], rank, dtype=out)
+    if results["lse"] is not None:
+        results["return_lse"] = True
+    if results["return_lse"]:
+        results["return_lse_base"] = "base2"
+    return MLADecodeCall(
+        query=query,
+        kv_cache=cache if point["cache"] == "4-D" else cache.squeeze(1),
+        workspace_buffer=None,
+        qk_nope_head_dim=128,
+        kv_lora_rank=rank,
+        qk_rope_head_dim=rope,
+        block_tables=torch.zeros(batch, max(1, -(-q_len // page_size)), dtype=torch.int32),
+        seq_lens=torch.full((batch,), min(q_len, point["max_kv_len"]), dtype=torch.int32),
+        max_seq_len=point["max_kv_len"],
+        sinks=torch.zeros(point["heads"]) if point["sinks"] else None,
+        cum_seq_lens_q=_offsets(batch, q_len) if ragged else None,
+        max_q_len=q_len if ragged else None,
+        backend="trtllm-gen",
+        **results,
+        **_scales(point["scales"]),
+    )
+
+
+def _ragged(point: Point) -> RaggedContextCall:
+    q, _, out = (DTYPES[name] for name in point["dtypes"].split("/"))
+    (width, v_width), kv_heads, batch = point["dims"], point["num_kv_heads"], point["batch_size"]
+    heads, rows, tokens = kv_heads * point["group"], batch * point["q_len"], batch * point["kv_len"]
+    gap = {"4 elements a head": 4, "16 elements a head": 16, "fused": 128}.get(point["gap"], 0)
+    spare = 4 if point["gap"] == "4 elements a token" else 0
+    starts = {name: 16 if "16" in point["kv_start"] else 8 if name in point["kv_start"] else 0 for name in ("K", "V")}
+    key, value = (
+        _strided((tokens, kv_heads, size), (kv_heads * (size + gap) + spare, size + gap, 1), q, starts[name])
+        for name, size in (("K", width), ("V", v_width))
+    )
+    lengths = [torch.full((batch,), each, dtype=torch.int32) for each in (point["q_len"], point["kv_len"])]
+    mirrored = point["lengths"] == "mirrored"
+    results = _results(point, (rows, heads, v_width), out)
+    if "out" not in results and out != (torch.bfloat16 if q == E4M3 else q):
+        results["out"] = torch.empty(rows, heads, v_width, dtype=out)
+    return RaggedContextCall(
+        query=_query(point["query"], (rows, heads, width), q),
+        key=key,
+        value=value,
+        workspace_buffer=None,
+        seq_lens=lengths[1],
+        max_q_len=point["q_len"],
+        max_kv_len=point["kv_len"],
+        o_sf_scale=1.0,
+        batch_size=batch,
+        window_left=point["window_left"],
+        cum_seq_lens_q=_offsets(batch, point["q_len"]),
+        cum_seq_lens_kv=_offsets(batch, point["kv_len"]),
+        enable_pdl=None,
+        is_causal=point["causal"],
+        attention_sinks=torch.zeros(heads) if point["sinks"] else None,
+        q_seq_lens_cpu=lengths[0] if mirrored else None,
+        kv_seq_lens_cpu=lengths[1] if mirrored else None,
+        **results,
+        **_scales(point["scales"]),
+    )
+
+
+def _offsets(batch: int, width: int) -> torch.Tensor:
+    return torch.arange(0, batch + 1, dtype=torch.int32) * width
+
+
+def _scales(form: str) -> dict[str, Any]:
+    if form == "numbers":
+        return {"bmm1_scale": 0.1, "bmm2_scale": 0.5}
+    tensors = {name: torch.full((1,), 0.1) for name in ("bmm1_scale", "bmm2_scale")}
+    return tensors | ({"bmm1_scale_log2": torch.full((1,), 0.1)} if form == "log2" else {})
+
+
+def _results(point: Point, shape: tuple[int, int, int], dtype: torch.dtype) -> dict[str, Any]:
+    """Return the arguments of a call for its LSE and, where it is given, its output."""
+    rows, heads, _ = shape
+    given = {"given": (heads, 1), "strided": (heads + 3, 1)}.get(point["lse"])
+    results: dict[str, Any] = {
+        "lse": None if given is None else _strided((rows, heads), given, torch.float32),
+        "return_lse": point["lse"] == "returned",
+    }
+    if point["out"] != "none":
+        start = 8 if point["out"] == "8 bytes on" else 0
+        results["out"] = _strided(shape, (shape[1] * shape[2], shape[2], 1), dtype, start)
+    return results
+
+
+def _query(form: str, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
+    """Return a query [num_rows, num_qo_heads, head_dim] in one of the axes' forms."""
+    _, heads, width = shape
+    if form == "expanded":
+        return torch.empty(1, heads, width, dtype=dtype).expand(shape)
+    head = width + {"heads 4 elements apart": 4, "heads 16 elements apart": 16}.get(form, 0)
+    row = heads * head + {"fused": 2 * width, "rows 4 elements apart": 4, "rows 16 elements apart": 16}.get(form, 0)
+    return _strided(shape, (row, head, 1), dtype, 8 if form == "8 bytes on" else 0)
+
+
+def _cache(point: Point, width: int, dtype: torch.dtype) -> Any:
+    """Return `kv_cache` of 4 pages in one of the axes' forms."""
+    heads, page_size, start = point["num_kv_heads"], point["page_size"], point["kv_start"]
+    token = width + {"4 elements a token": 4, "16 elements a token": 16}.get(point["gap"], 0)
+    gap = _page_gap(point["gap"], dtype)
+    starts = {name: (16 if "16" in start else 8) if start.startswith(name) else 0 for name in ("K", "V")}
+    if "NHD" in point["cache"]:
+        shape, inner = (page_size, heads, width), (heads * token, token, 1)
+    else:
+        shape, inner = (heads, page_size, width), (page_size * token, token, 1)
+    page = heads * page_size * token + gap
+    if point["cache"] == "K is V":
+        return _strided((4, 1, *shape), (page, page, *inner), dtype, starts["K"])
+    if "stacked" in point["cache"]:
+        return _strided((4, 2, *shape), (2 * page, page, *inner), dtype, starts["K"])
+    v_page = page + (64 if point["v_strides"] == "others" else 0)
+    return tuple(
+        _strided((4, *shape), (step, *inner), dtype, starts[name]) for name, step in (("K", page), ("V", v_page))
+    )
+
+
+def _page_gap(gap: str, dtype: torch.dtype) -> int:
+    """Return the elements after each page."""
+    return int(gap.split()[0]) // dtype.itemsize if gap.endswith("page") else 0
+
+
+def _factors(point: Point, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return an NVFP4 cache's scale factors, in the cache's layout, in one of the axes' forms."""
+    heads, page_size, form = point["num_kv_heads"], point["page_size"], point["factors"]
+    page = heads * page_size * width
+    nhd = (form == "NHD") != ("NHD" in point["cache"])
+    if "NHD" in point["cache"]:
+        shape = (page_size, heads, width)
+        inner = (heads * width, width, 1) if form == "NHD" else (width, page_size * width, 1)
+    else:
+        shape = (heads, page_size, width)
+        inner = (width, heads * width, 1) if nhd else (page_size * width, width, 1)
+    gaps = {"8 bytes a page": (8, 8), "16 bytes a page": (16, 16), "V 16 bytes a page": (0, 16)}.get(form, (0, 0))
+    starts = (0, 8 if form == "V 8 bytes on" else 0)
+    k, v = (_strided((4, *shape), (page + gap, *inner), E4M3, start) for gap, start in zip(gaps, starts, strict=True))
+    return k, v
+
+
+def _strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, start_bytes: int = 0) -> torch.Tensor:
+    """Return a tensor without contents that begins some bytes after a multiple of 64."""
+    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    memory = torch.empty(math.ceil(((last + 1) * dtype.itemsize + start_bytes) / 64) * 64, dtype=torch.uint8)
+    start_bytes -= start_bytes % dtype.itemsize
+    return memory.view(dtype).as_strided(tuple(shape), tuple(strides), start_bytes // dtype.itemsize)

@@ -1,0 +1,219 @@
+"""trtllm-gen's rows, limit by limit. `tests/dry_run/test_sweep.py` holds them to FlashInfer's launcher where nvcc builds it."""
+
+from typing import Any
+
+import pytest
+
+from lab.calls.problem import AttentionCall
+from lab.dry_run.sweep_axes import DOMAINS
+from lab.dry_run.sweep_calls import made
+from lab.kernels.support import why_not
+from lab.kernels.support.trtllm import kernel_for
+
+B200, B300 = (10, 0), (10, 3)
+DECODE, CONTEXT = AttentionCall.DECODE, AttentionCall.CONTEXT
+MLA, RAGGED = AttentionCall.MLA_DECODE, AttentionCall.RAGGED_CONTEXT
+IN_TABLE = "in trtllm-gen's table of FlashInfer 0.6.13"
+
+
+def refusal(call: AttentionCall, capability: tuple[int, int] = B200, **values: Any) -> str | None:
+    """`why_not`'s sentence about the plain call with some values of its axes."""
+    point = DOMAINS[call].completed(values)
+    assert point is not None
+    return why_not(kernel_for(call, capability), capability, made(call, point).problem())
+
+
+@pytest.mark.parametrize("capability", [B200, B300])
+@pytest.mark.parametrize("call", [DECODE, CONTEXT, MLA, RAGGED])
+def test_the_plain_call_is_taken(call: AttentionCall, capability: tuple[int, int]) -> None:
+    assert refusal(call, capability) is None
+
+
+TAKEN: list[tuple[AttentionCall, dict[str, Any]]] = [
+    # head_dim, page size and dtypes together
+    *[(DECODE, {"head_dim": size, "page_size": page}) for size in (64, 128, 256) for page in (16, 32, 64, 128, 1024)],
+    *[(CONTEXT, {"head_dim": size, "page_size": page}) for size in (64, 128, 256) for page in (16, 32, 64, 128, 1024)],
+    *[(call, {"head_dim": 512, "page_size": page}) for call in (DECODE, CONTEXT) for page in (16, 32, 64)],
+    *[(CONTEXT, {"head_dim": 80, "page_size": page, "dtypes": "fp16/fp16/fp16"}) for page in (16, 32, 64)],
+    (DECODE, {"head_dim": 512, "window_left": 20}),
+    (CONTEXT, {"head_dim": 80, "window_left": 20}),
+    (CONTEXT, {"head_dim": 512, "window_left": 511}),  # of 512 keys: no window
+    (CONTEXT, {"head_dim": 512, "causal": False}),
+    *[(DECODE, {"dtypes": "fp16/e4m3/fp16", "head_dim": size}) for size in (64, 128, 256, 512)],
+    (DECODE, {"dtypes": "bf16/e4m3/bf16"}),
+    *[(call, {"dtypes": f"e4m3/e4m3/{out}"}) for call in (DECODE, CONTEXT) for out in ("fp16", "bf16", "e4m3")],
+    *[(call, {"dtypes": "e4m3/nvfp4/e4m3"}) for call in (DECODE, CONTEXT)],
+    # groups
+    *[(DECODE, {"group": group, "page_size": 128}) for group in (1, 5, 33, 64, 65, 127, 128)],
+    (DECODE, {"group": 256, "num_kv_heads": 1}),
+    *[(DECODE, {"group": group, "dtypes": "e4m3/nvfp4/e4m3"}) for group in (1, 7, 16, 32, 48)],
+    (DECODE, {"group": 24, "dtypes": "bf16/e4m3/bf16"}),
+    *[(CONTEXT, {"group": group}) for group in (1, 65, 130)],
+    # addresses and strides
+    *[(DECODE, {"gap": gap}) for gap in ("16 bytes a page", "16 elements a token")],
+    *[(DECODE, {"cache": cache}) for cache in ("NHD", "stacked HND", "stacked NHD", "K is V")],
+    *[(CONTEXT, {"query": query}) for query in ("fused", "rows 16 elements apart")],
+    (DECODE, {"kv_start": "K 16 bytes on"}),
+    (DECODE, {"dtypes": "e4m3/nvfp4/e4m3", "gap": "32 bytes a page"}),
+    (DECODE, {"dtypes": "e4m3/nvfp4/e4m3", "head_dim": 64, "gap": "16 bytes a page"}),
+    (CONTEXT, {"dtypes": "e4m3/nvfp4/e4m3", "gap": "16 bytes a page"}),
+    (DECODE, {"dtypes": "e4m3/nvfp4/e4m3", "factors": "16 bytes a page"}),
+    # MLA
+    *[(MLA, {"heads": heads}) for heads in (1, 7, 64, 128, 192, 256, 512)],
+    *[(MLA, {"heads": heads, "dims": (256, 64)}) for heads in (1, 7, 32)],
+    *[(MLA, {"heads": 16, "q_len": 4, "page_size": page}) for page in (32, 64)],
+    (MLA, {"gap": "16 elements a token"}),
+    *[(MLA, {"heads": heads, "max_kv_len": 0}) for heads in (1, 63)],
+    # ragged
+    *[(RAGGED, {"dims": dims}) for dims in ((192, 128), (128, 128), (256, 256))],
+    *[(RAGGED, {"dims": dims, "dtypes": "e4m3/e4m3/bf16"}) for dims in ((192, 128), (128, 128), (256, 256))],
+    *[(RAGGED, {"dims": (128, 128), "dtypes": f"{q}/{q}/fp16", "causal": False}) for q in ("fp16", "e4m3")],
+    (RAGGED, {"window_left": 299}),  # of 300 keys: no window
+    (RAGGED, {"gap": "fused"}),
+]
+
+
+@pytest.mark.parametrize(("call", "values"), TAKEN, ids=repr)
+def test_taken(call: AttentionCall, values: dict[str, Any]) -> None:
+    assert refusal(call, **values) is None
+
+
+NVFP4 = "e4m3/nvfp4/e4m3"
+STRIDES = "must be multiples of them, not"
+REFUSED: list[tuple[AttentionCall, dict[str, Any], str]] = [
+    (DECODE, {"head_dim": 96}, f"trtllm-gen decode has kernels {IN_TABLE} for head_dim 64, 128, 256 and 512, not 96"),
+    (DECODE, {"head_dim": 80}, "head_dim 64, 128, 256 and 512, not 80"),
+    (CONTEXT, {"head_dim": 96}, "head_dim 64, 80, 128, 256 and 512, not 96"),
+    (
+        DECODE,
+        {"head_dim": 512, "page_size": 128},
+        f"trtllm-gen decode has no kernel {IN_TABLE} for bfloat16 queries, bfloat16 K/V and bfloat16 output with causal rows, "
+        "head_dim 512, pages of 128; it has them for pages of 16, 32 or 64",
+    ),
+    (CONTEXT, {"head_dim": 80, "page_size": 128}, "pages of 128; it has them for pages of 16, 32 or 64"),
+    (CONTEXT, {"head_dim": 80, "dtypes": "e4m3/e4m3/bf16"}, "it has them for bfloat16, bfloat16, bfloat16 or float16"),
+    (
+        CONTEXT,
+        {"head_dim": 512, "window_left": 20},
+        "with a window, head_dim 512, pages of 64; it has them for causal rows or causal=False",
+    ),
+    (
+        DECODE,
+        {"head_dim": 512, "dtypes": NVFP4},
+        "float8_e4m3fn output with causal rows, head_dim 512, pages of 64; it has",
+    ),
+    *[
+        (call, {"dtypes": f"e4m3/nvfp4/{out}"}, f"of NVFP4 K/V e4m3 alone, not torch.{name} of torch.uint8 (NVFP4)")
+        for call in (DECODE, CONTEXT)
+        for out, name in (("fp16", "float16"), ("bf16", "bfloat16"))
+    ],
+    (DECODE, {"dtypes": "bf16/bf16/fp16"}, "writes the query's dtype torch.bfloat16, not torch.float16"),
+    (CONTEXT, {"dtypes": "fp16/fp16/bf16"}, "writes the query's dtype torch.float16, not torch.bfloat16"),
+    (DECODE, {"dtypes": "fp16/e4m3/bf16"}, "writes the query's dtype torch.float16, not torch.bfloat16"),
+    *[(CONTEXT, {"dtypes": f"{q}/e4m3/{q}"}, "reads e4m3 K/V for e4m3 queries, not for") for q in ("fp16", "bf16")],
+    (DECODE, {"page_size": 8}, "is built for page sizes 16, 32, 64 and powers of two from 128, not 8"),
+    # groups
+    *[
+        (
+            DECODE,
+            {"group": group, "num_kv_heads": 1},
+            f"128 query heads of a K/V head at a time: more must be a multiple of 128, not {group}",
+        )
+        for group in (130, 192)
+    ],
+    (DECODE, {"group": 192, "num_kv_heads": 2}, "a multiple of 128, not 192"),
+    *[
+        (
+            DECODE,
+            {"group": group, "dtypes": dtypes},
+            f"16 query heads of a K/V head at a time: more must be a multiple of 16, not {group}",
+        )
+        for group in (17, 24)
+        for dtypes in (NVFP4, "fp16/e4m3/fp16")
+    ],
+    # addresses and strides
+    (DECODE, {"gap": "8 bytes a page"}, f"loads 16 bytes at a time: the strides of K {STRIDES} 32776 bytes"),
+    (
+        CONTEXT,
+        {"gap": "4 elements a token"},
+        f"the strides of K {STRIDES} 264 bytes",
+    ),
+    (
+        DECODE,
+        {"kv_start": "K 8 bytes on"},
+        "loads 16 bytes at a time: K must begin at a multiple of them, not 8 bytes after",
+    ),
+    (
+        CONTEXT,
+        {"kv_start": "V 8 bytes on"},
+        "loads 16 bytes at a time: V must begin at a multiple of them, not 8 bytes after",
+    ),
+    (DECODE, {"query": "8 bytes on"}, "query must begin at a multiple of them, not 8 bytes after"),
+    (DECODE, {"query": "heads 4 elements apart"}, f"the strides of query {STRIDES}"),
+    (CONTEXT, {"query": "rows 4 elements apart"}, f"the strides of query {STRIDES} 2056 bytes"),
+    (DECODE, {"query": "expanded"}, "takes a stride of 0 for a contiguous query: it must not be expanded"),
+    (CONTEXT, {"out": "8 bytes on"}, "out must begin at a multiple of them, not 8 bytes after"),
+    (
+        DECODE,
+        {"dtypes": NVFP4, "gap": "16 bytes a page"},
+        f"loads 32 bytes at a time: the strides of K {STRIDES} 8208 bytes",
+    ),
+    (DECODE, {"dtypes": NVFP4, "kv_start": "V 16 bytes on"}, "loads 32 bytes at a time: V must begin"),
+    (
+        DECODE,
+        {"dtypes": NVFP4, "factors": "8 bytes a page"},
+        f"loads 16 bytes at a time: the strides of K's scale factors {STRIDES}",
+    ),
+    (DECODE, {"dtypes": NVFP4, "factors": "V 8 bytes on"}, "V's scale factors must begin at a multiple of them"),
+    (
+        DECODE,
+        {"dtypes": NVFP4, "factors": "NHD"},
+        "needs each head's scale factors contiguous in a page: lay them out as HND",
+    ),
+    (CONTEXT, {"dtypes": NVFP4, "factors": "V 16 bytes a page"}, "reads V's scale factors with the strides of K's"),
+    (DECODE, {"v_strides": "others"}, "reads V with K's strides, and they differ"),
+    (DECODE, {"mask": True, "q_len": 4}, "takes no mask: its rows are causal"),
+    # MLA
+    *[
+        (MLA, {"heads": heads}, f"takes at most 64 query heads, or a multiple of 64 from 128, not {heads}")
+        for heads in (65, 96, 127, 129, 130, 160)
+    ],
+    *[
+        (
+            MLA,
+            {"heads": heads, "dims": (256, 64)},
+            f"takes at most 32 query heads with kv_lora_rank 256 ({IN_TABLE}), not {heads}",
+        )
+        for heads in (33, 64, 128)
+    ],
+    (MLA, {"dims": (512, 0)}, "(512, 64) or (256, 64), not (512, 0)"),
+    (MLA, {"gap": "4 elements a token"}, f"the strides of K {STRIDES} 1160 bytes"),
+    (MLA, {"query": "8 bytes on"}, "query must begin at a multiple of them"),
+    *[
+        (MLA, {"heads": heads, "max_kv_len": 0}, "divides by max_seq_len with 64 query heads or more")
+        for heads in (64, 128)
+    ],
+    (MLA, {"rows": "ragged", "lse": "returned"}, "gives no LSE with cum_seq_lens_q"),
+    # ragged
+    *[(RAGGED, {"dims": dims, "window_left": 20}, "with a window") for dims in ((192, 128), (128, 128), (256, 256))],
+    (
+        RAGGED,
+        {"dtypes": "fp16/fp16/fp16"},
+        f"has no kernel {IN_TABLE} for float16 queries, float16 K/V and float16 output",
+    ),
+    (RAGGED, {"dtypes": "fp16/fp16/fp16", "dims": (128, 128)}, "head_dim 128; it has them for causal=False"),
+    (RAGGED, {"dtypes": "e4m3/e4m3/fp16", "dims": (128, 128)}, "head_dim 128; it has them for causal=False"),
+    (
+        RAGGED,
+        {"dtypes": "fp16/fp16/bf16", "dims": (128, 128)},
+        "writes the query's dtype torch.float16, not torch.bfloat16",
+    ),
+    (RAGGED, {"query": "heads 16 elements apart"}, "needs a contiguous query"),
+    (RAGGED, {"gap": "4 elements a head"}, f"the strides of key {STRIDES} 392 bytes"),
+    (RAGGED, {"kv_start": "V 8 bytes on"}, "value must begin at a multiple of them, not 8 bytes after"),
+]
+
+
+@pytest.mark.parametrize(("call", "values", "words"), REFUSED, ids=repr)
+def test_refused(call: AttentionCall, values: dict[str, Any], words: str) -> None:
+    assert words in str(refusal(call, **values))
