@@ -23,7 +23,7 @@ def dry_run(
         list[str] | None,
         list_option(str, "scenarios to show instead of the default ones and of the modes of M1 and M2", "NAME,..."),
     ] = None,
-    against: Annotated[
+    recorded: Annotated[
         Path | None,
         typer.Option(help="a run of `lab bench --lab-clock cupti` on the GPU: did it run the same kernels?"),
     ] = None,
@@ -32,7 +32,7 @@ def dry_run(
 ) -> None:
     """Show which kernel would run on a GPU, its grid, the bytes to move and the floor, or the refusal. Nothing is run.
 
-    Exit status: 1 if a pass ran other kernels in the run of --against, 125 if it has none of the passes.
+    Exit status: 1 if a pass ran other kernels in the run of --recorded, 125 if it has none of the passes.
 
     The passes are the default scenarios of `lab bench`, and each forward mode of the judge's M1 and M2. FlashInfer's own
     launcher selects the kernels of SM100 and SM103, where CUDA's nvcc and FlashInfer are installed; it is compiled once, in a
@@ -47,7 +47,7 @@ def dry_run(
         named = [(name, scenario_named(name)) for name in scenario] if scenario else [*passes.surveyed_passes()]
     chosen = [(name, case) for name, case in named if not only or any(text in name for text in only)]
     try:
-        profiled = None if against is None else profiled_kernels(against)
+        profiled = None if recorded is None else profiled_kernels(recorded)
     except RecordedFileError as error:
         refuse(f"not compared: {error}")
     if not chosen:

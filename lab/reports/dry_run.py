@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lab.dry_run.build import flashinfer_version
 from lab.dry_run.launches import Launch
 from lab.dry_run.passes import DryCall, DryPass, DryRun
 from lab.exit_status import ExitStatus
@@ -98,7 +99,8 @@ def _gpu(run: DryRun) -> str:
 def _source(run: DryRun) -> str:
     if run.by_rules_because is not None:
         return f"Kernels are by the rules of lab.kernels.support alone: {run.by_rules_because}."
-    return f"Kernels and grids are what FlashInfer's own launcher launched against a fake CUDA, from the table of {run.table}."
+    launcher = f"the launcher of FlashInfer {flashinfer_version()}"
+    return f"Kernels and grids are what {launcher} launched against a fake CUDA, from the table of {run.table}."
 
 
 def _floor_note(datasheet: Datasheet) -> str:

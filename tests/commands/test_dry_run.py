@@ -112,6 +112,16 @@ def test_on_a_b200_flashinfers_launcher_names_kernel_grid_and_cluster(
 
 
 @needs_launcher
+def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("dry-run --gpu b200 --markdown -") == 0
+    _, table, remarks = capsys.readouterr().out.strip().split("\n\n")
+    page = (Path(__file__).parents[2] / "docs" / "blackwell.md").read_text()
+    if remarks not in page:
+        pytest.skip("the page is of other versions of FlashInfer or of its table")
+    assert table in page, "write the output of lab dry-run --gpu b200 --markdown - into docs/blackwell.md"
+
+
+@needs_launcher
 def test_a_kernel_that_an_older_table_lacks_is_not_called_a_refusal(capsys: pytest.CaptureFixture[str]) -> None:
     found = record(capsys, f"--gpu b200 --only {DECODE}/e4m3")
     if not found["kernel_table_is_older"]:
@@ -139,13 +149,13 @@ def test_a_run_on_the_gpu_is_held_against_the_dry_run(
 ) -> None:
     facts = {"scenario": "decode/llama-3.1-8b/8q1s1k", "implementation": "lab.kernels.trtllm", "kernels": kernels}
     write_run(tmp_path / "run.json", facts | {"clock": "cupti"})
-    assert run(f"dry-run --gpu b200 --only 8q1s1k,64q4s4k --against {tmp_path}/run.json") == status
+    assert run(f"dry-run --gpu b200 --only 8q1s1k,64q4s4k --recorded {tmp_path}/run.json") == status
     assert said in capsys.readouterr().out
 
 
 def test_a_run_without_kernels_names_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "run.json", {"scenario": DECODE, "implementation": "lab.kernels.trtllm", "clock": "graph"})
-    assert run(f"dry-run --gpu b200 --against {tmp_path}/run.json") == 2
+    assert run(f"dry-run --gpu b200 --recorded {tmp_path}/run.json") == 2
     assert "record them with lab bench --lab-clock cupti" in capsys.readouterr().err
 
 

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
 FILE = re.compile(r".*\.(json|jsonl|csv|md|py|txt)$")
 # What follows is written by the command.
-OUTPUTS = ("--out", "--benchmark-json")
+OUTPUTS = ("--out", "--json", "--markdown", "--benchmark-json")
 # What a command line calls its scenarios and the modules that it loads.
 SCENARIOS = ("scenario", "against", "lab_scenario")
 MODULES = ("implementation", "first", "second", "lab_implementation", "lab_judge")
