@@ -84,13 +84,20 @@ def rows_of_prompts(of: Combination, count: int) -> tuple[int, ...]:
 
 
 def _emptied(of: Combination, q_lens: list[int]) -> tuple[int, ...]:
-    empty = {"none first": (0,), "none last": (len(q_lens) - 1,), "none twice": (1, 2)}.get(of["offsets"], ())
+    empty = {"none first": (0,), "none last": (len(q_lens) - 1,), "none twice": _before_last(len(q_lens))}.get(
+        of["offsets"], ()
+    )
     return tuple(0 if request in empty else q_len for request, q_len in enumerate(q_lens))
+
+
+def _before_last(count: int) -> tuple[int, int]:
+    """Return the two requests before the last, which follows them."""
+    return count - 3, count - 2
 
 
 def empty_requests(lengths: Any, count: int) -> tuple[int, ...]:
     """Return the requests that a value of the lengths leaves without keys."""
-    return {"none first": (0,), "none last": (count - 1,), "none twice": (count - 2, count - 1)}.get(lengths, ())
+    return {"none first": (0,), "none last": (count - 1,), "none twice": _before_last(count)}.get(lengths, ())
 
 
 def _kv_lens(of: Combination, q_lens: tuple[int, ...], page_size: int, rng: random.Random) -> tuple[int, ...]:
