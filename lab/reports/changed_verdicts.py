@@ -42,7 +42,7 @@ SETTINGS = (
 )  # that two reports share if each judged the whole of the same
 
 
-class Change(NamedEnum):
+class VerdictChange(NamedEnum):
     """What became of a case; the worst first."""
 
     NEWLY_WRONG = "newly wrong"
@@ -52,13 +52,13 @@ class Change(NamedEnum):
     SAME = "same"
 
 
-WORSE = (Change.NEWLY_WRONG, Change.NEWLY_DECLINED)
+WORSE = (VerdictChange.NEWLY_WRONG, VerdictChange.NEWLY_DECLINED)
 STYLES = {
-    Change.NEWLY_WRONG: "slower",
-    Change.NEWLY_DECLINED: "unsure",
-    Change.REPAIRED: "faster",
-    Change.NEWLY_TAKEN: "faster",
-    Change.SAME: "same",
+    VerdictChange.NEWLY_WRONG: "slower",
+    VerdictChange.NEWLY_DECLINED: "unsure",
+    VerdictChange.REPAIRED: "faster",
+    VerdictChange.NEWLY_TAKEN: "faster",
+    VerdictChange.SAME: "same",
 }
 
 
@@ -70,22 +70,22 @@ class CasePair:
     after: CaseVerdict
 
     @property
-    def change(self) -> Change:
+    def change(self) -> VerdictChange:
         was, now = self.before.outcome, self.after.outcome
         if (now in BAD) > (was in BAD):
-            return Change.NEWLY_WRONG
+            return VerdictChange.NEWLY_WRONG
         if was is not now and now is Outcome.DECLINED:
-            return Change.NEWLY_DECLINED
+            return VerdictChange.NEWLY_DECLINED
         if now is Outcome.RIGHT and was is not now:
-            return Change.NEWLY_TAKEN if was is Outcome.DECLINED else Change.REPAIRED
-        return Change.SAME
+            return VerdictChange.NEWLY_TAKEN if was is Outcome.DECLINED else VerdictChange.REPAIRED
+        return VerdictChange.SAME
 
 
 @dataclass(frozen=True)
 class _Row:
     """The cases of one check and function that changed alike."""
 
-    change: Change
+    change: VerdictChange
     check: str
     function: str
     pairs: tuple[CasePair, ...]
@@ -122,12 +122,14 @@ def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
     missing, added = (len(side) - len(pairs) for side in sides)
     rows = list(_rows(pairs))
     counts = Counter(pair.change for pair in pairs)
-    summary = ", ".join(f"{counts[change]:,} {change.value}" for change in Change)
+    summary = ", ".join(f"{counts[change]:,} {change.value}" for change in VerdictChange)
     summary += f"; {missing:,} only before, {added:,} only after" if missing or added else ""
     environment = list(facts_of_sides([before], [after]))
     unlike = [name for name in SETTINGS if _setting(before, name) != _setting(after, name)]
     regions = {
-        change.value: _where(pairs, change) for change in (Change.NEWLY_WRONG, Change.REPAIRED) if counts[change]
+        change.value: _where(pairs, change)
+        for change in (VerdictChange.NEWLY_WRONG, VerdictChange.REPAIRED)
+        if counts[change]
     }
     return TableReport(
         above=(
@@ -151,7 +153,7 @@ def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
             "before": str(before.path),
             "after": str(after.path),
             "environment": {name: {"before": was, "after": now} for name, was, now in environment},
-            "counts": {change.value: counts[change] for change in Change},
+            "counts": {change.value: counts[change] for change in VerdictChange},
             "only_before": missing,
             "only_after": added,
             "regions": regions,
@@ -174,11 +176,11 @@ def _by_key(verdicts: Iterable[CaseVerdict]) -> dict[tuple[str, str, str], CaseV
 
 def _rows(pairs: Sequence[CasePair]) -> Iterator[_Row]:
     """Yield the changed cases, the worst change first."""
-    grouped: dict[tuple[Change, str, str], list[CasePair]] = {}
+    grouped: dict[tuple[VerdictChange, str, str], list[CasePair]] = {}
     for pair in pairs:
         grouped.setdefault((pair.change, pair.after.check, pair.after.interface.name.lower()), []).append(pair)
-    for change in Change:
-        if change is not Change.SAME:
+    for change in VerdictChange:
+        if change is not VerdictChange.SAME:
             yield from (_Row(*key, tuple(found)) for key, found in grouped.items() if key[0] is change)
 
 
@@ -187,9 +189,9 @@ def _outcomes(verdicts: Iterable[CaseVerdict]) -> Cell:
     return words(", ".join(outcome.value for outcome in counts))
 
 
-def _where(pairs: Sequence[CasePair], change: Change) -> str:
+def _where(pairs: Sequence[CasePair], change: VerdictChange) -> str:
     """Return the regions of the cases that changed so among those that are right on the same side."""
-    of_after = change is Change.NEWLY_WRONG
+    of_after = change is VerdictChange.NEWLY_WRONG
     sides = [(pair.change, pair.after if of_after else pair.before) for pair in pairs]
     changed = [
         replace(side, judged=replace(side.judged, outcome=Outcome.WRONG)) for each, side in sides if each is change
@@ -221,7 +223,7 @@ def _record(pair: CasePair) -> Mapping[str, Any]:
     }
 
 
-def _exit_status(counts: Mapping[Change, int], is_whole: bool) -> ExitStatus:
+def _exit_status(counts: Mapping[VerdictChange, int], is_whole: bool) -> ExitStatus:
     if any(counts[change] for change in WORSE):
         return ExitStatus.WRONG
     return ExitStatus.DONE if is_whole else ExitStatus.NOT_JUDGED

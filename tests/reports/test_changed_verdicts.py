@@ -10,7 +10,7 @@ import pytest
 
 from lab.checks import judge
 from lab.references import trtllm
-from lab.reports.changed_verdicts import Change, compare_verdicts
+from lab.reports.changed_verdicts import VerdictChange, compare_verdicts
 from tests.checks.small import SMALL
 from tests.commands.command import run as run_lab
 
@@ -66,9 +66,9 @@ def test_newly_declined_cases_are_no_safe_upgrade(reports: dict[str, Path]) -> N
 
 
 @pytest.mark.parametrize(
-    ("before", "change"), [("window_off_by_one", Change.REPAIRED), ("without_sinks", Change.NEWLY_TAKEN)]
+    ("before", "change"), [("window_off_by_one", VerdictChange.REPAIRED), ("without_sinks", VerdictChange.NEWLY_TAKEN)]
 )
-def test_what_is_better_passes(reports: dict[str, Path], before: str, change: Change) -> None:
+def test_what_is_better_passes(reports: dict[str, Path], before: str, change: VerdictChange) -> None:
     report = compare_verdicts(reports[before], reports["right"])
     changed = {name for name, count in report.record["counts"].items() if count}
     assert changed == {change.value, "same"}
