@@ -209,11 +209,70 @@ TABLE: list[tuple[Kernel, Capability | None, dict[str, Any], str | None]] = [
     (XQA, SM90, {"head_dim": 512, "q_len": 1}, None),
     (XQA, SM90, {"head_dim": 512, "q_len": 2}, "head_dim 512 > 256 needs q_len_per_req 1"),
     (XQA, SM90, {"head_dim": 272, "q_len": 1, "heads": (16, 1)}, None),
-    (XQA, SM90, {"head_dim": 272, "q_len": 1, "heads": (17, 1)}, "at most 16 query heads"),
-    (XQA, SM90, {"head_dim": 128, "q_len": 1, "heads": (64, 1)}, None),
-    (XQA, SM90, {"head_dim": 128, "q_len": 1, "heads": (65, 1)}, "at most 64 query heads per K/V head, not 65"),
-    (XQA, SM90, {"head_dim": 256, "q_len": 1, "heads": (33, 1)}, "at most 32 query heads per K/V head, not 33"),
-    (XQA, SM90, {"head_dim": 128, "q_len": 2, "heads": (65, 1)}, None),
+    *[
+        (XQA, gpu, {"head_dim": head_dim, "q_len": 1, "heads": (group, 1), "kv_dtype": kv_dtype}, None)
+        for gpu, kv_dtype, head_dim, groups in (
+            (SM90, BF16, 64, (1, 16, 25, 32, 57, 64)),
+            (SM90, BF16, 128, (1, 16, 25, 32, 57, 64)),
+            (SM90, BF16, 256, (1, 16, 25, 32)),
+            (SM90, E4M3, 64, (17, 24, 32, 49, 64)),
+            (SM90, E4M3, 128, (17, 32)),
+            (SM100, BF16, 128, (17, 32, 49, 64)),
+            (SM103, E4M3, 256, (17, 32)),
+            (SM120, BF16, 128, (17, 32)),
+            (SM121, BF16, 256, (17, 32)),
+            (SM120, E4M3, 64, (49, 64)),
+            (SM120, U8, 64, (49, 64)),
+            (SM120, U8, 512, (1, 16)),
+        )
+        for group in groups
+    ],
+    *[
+        (XQA, gpu, {"head_dim": head_dim, "q_len": 1, "heads": (group, 1), "kv_dtype": kv_dtype}, f"not for {group}")
+        for gpu, kv_dtype, head_dim, groups in (
+            (SM90, BF16, 64, (17, 24, 33, 48, 49, 56, 65, 128)),
+            (SM90, BF16, 128, (17, 24, 33, 48, 49, 56, 65, 128)),
+            (SM90, BF16, 256, (17, 24, 33, 64)),
+            (SM90, E4M3, 64, (33, 48, 65, 128)),
+            (SM90, E4M3, 128, (33, 48, 64, 65)),
+            (SM90, E4M3, 256, (33,)),
+            (SM90, BF16, 272, (17,)),
+            (SM100, BF16, 128, (33, 48, 65)),
+            (SM100, BF16, 256, (33,)),
+            (SM120, BF16, 64, (33, 64)),
+            (SM121, BF16, 128, (33, 64)),
+            (SM120, E4M3, 64, (33, 48, 65)),
+            (SM120, U8, 128, (33, 64)),
+            (SM120, U8, 512, (17,)),
+        )
+        for group in groups
+    ],
+    (
+        XQA,
+        SM90,
+        {"head_dim": 128, "q_len": 1, "heads": (24, 1)},
+        "XQA with head_dim 128, torch.bfloat16 K/V and q_len_per_req 1 compiles on SM90 for 1 to 16 or 25 to 32 or 57 to 64 "
+        "query heads per K/V head, not for 24",
+    ),
+    *[(XQA, SM120, {"kv_dtype": U8, "head_dim": size}, None) for size in (64, 128, 192, 256)],
+    *[
+        (
+            XQA,
+            SM120,
+            {"kv_dtype": U8, "head_dim": size},
+            f"four at a time: head_dim must be a multiple of 64, not {size}",
+        )
+        for size in (16, 80, 96, 240)
+    ],
+    *[(XQA, gpu, {"head_dim": 128, "q_len": 2, "heads": (128, 1)}, None) for gpu in (SM90, SM120)],
+    (XQA, SM120, {"head_dim": 128, "q_len": 2, "heads": (65, 1), "kv_dtype": E4M3}, None),
+    (XQA, SM90, {"head_dim": 64, "q_len": 2, "heads": (64, 1), "kv_dtype": E4M3}, None),
+    (
+        XQA,
+        SM90,
+        {"head_dim": 64, "q_len": 2, "heads": (65, 1), "kv_dtype": E4M3},
+        "at most 64 query heads per K/V head, not",
+    ),
     (XQA, SM90, {"k_block_tables": NO_COLUMN, "v_block_tables": NO_COLUMN}, "has no column"),
     (XQA, SM90, {"cu_seqlens_q": OFFSETS}, "takes no cum_seq_lens_q"),
     (XQA, SM90, OTHER_TABLE, "uses_shared_paged_kv_idx must be True"),

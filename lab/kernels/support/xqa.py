@@ -3,7 +3,7 @@
 import torch
 
 from lab.calls.problem import E4M3, HALF_DTYPES, AttentionCall, Feature, PagedAttention
-from lab.gpus import SM90, SM100, SM120, Capability, family_of, sm_name
+from lab.gpus import SM90, SM100, SM120, Capability, GpuFamily, family_of, sm_name
 from lab.kernels.support.common import (
     MLA_DTYPES,
     NO_LSE,
@@ -13,8 +13,28 @@ from lab.kernels.support.common import (
 )
 from lab.kernels.support.kernel import Dtypes, Kernel, Sizes, dims, mla_dims, page_sizes, triples
 
-# Query elements that XQA keeps in shared memory at q_len_per_req 1 (mha.cu, `persistentQ`: 16 KiB).
-XQA_QUERY_TILE_ELEMENTS = 8192
+# Query heads per K/V head, least and most, for which XQA compiles at q_len_per_req 1, by head_dim padded to 64, 128, 256 or
+# 512. `lab.dry_run.compiled` has them from nvcc (results/blackwell-dry-run/compiled.md). mha.cu keeps a group as 16, 32 or 64
+# rows in at most 16 KiB (`persistentQ`): 48 rows fail (utils.cuh, `assertIsPowerOf2`), and more than 64 (line 1648).
+Groups = dict[int, tuple[tuple[int, int], ...]]
+ROWS_FIT: Groups = {64: ((1, 32), (49, 64)), 128: ((1, 32), (49, 64)), 256: ((1, 32),), 512: ((1, 16),)}
+UP_TO_32: Groups = {64: ((1, 32),), 128: ((1, 32),), 256: ((1, 32),), 512: ((1, 16),)}
+# By GPU, and whether K/V have 16 bits. On SM90 FlashInfer compiles mha_sm90.cu too, for a head_dim up to 256, even for K/V of
+# 16 bits, with which it is never run. There a group is one tile of 8 heads, or an even number of them (line 1975); over e4m3
+# K/V its output must fit in the space of V and the softmax's weights (line 178). On SM120 all must fit in 99 KiB.
+GROUPS: dict[tuple[GpuFamily, bool], Groups] = {
+    (SM90, True): {
+        64: ((1, 16), (25, 32), (57, 64)),
+        128: ((1, 16), (25, 32), (57, 64)),
+        256: ((1, 16), (25, 32)),
+        512: ((1, 16),),
+    },
+    (SM90, False): UP_TO_32 | {64: ((1, 32), (49, 64))},
+    (SM100, True): ROWS_FIT,
+    (SM100, False): ROWS_FIT,
+    (SM120, True): UP_TO_32,
+    (SM120, False): UP_TO_32 | {64: ((1, 32), (49, 64))},
+}
 
 
 def _xqa(capability: Capability | None, problem: PagedAttention) -> str | None:
@@ -22,6 +42,10 @@ def _xqa(capability: Capability | None, problem: PagedAttention) -> str | None:
     kv = problem.k_cache.dtype
     if kv == NVFP4 and capability is not None and family_of(capability) is not SM120:
         return f"reads NVFP4 K/V on SM120 and SM121 only, not on {sm_name(capability)}"
+    if (
+        kv == NVFP4 and problem.head_dim % 64
+    ):  # mhaUtils.cuh, `nbValidGrains`: it rounds down, and leaves the last ones out
+        return f"loads the scale factors of NVFP4 K/V four at a time: head_dim must be a multiple of 64, not {problem.head_dim}"
     # mha.cu applies its K/V scale to 8 and 4 bit K/V alone, but always divides the query's scale by it.
     if kv in HALF_DTYPES and (isinstance(problem.bmm2_scale, torch.Tensor) or problem.bmm2_scale != 1):
         return "applies no bmm2_scale to fp16 and bf16 K/V: it must be the number 1.0; fold it into the output"
@@ -29,20 +53,34 @@ def _xqa(capability: Capability | None, problem: PagedAttention) -> str | None:
         return "divides by bmm2_scale: it must not be 0"
     if problem.mask is not None and problem.max_q_len == 1:
         return "ignores a mask at q_len_per_req 1"
-    return _xqa_heads(problem) or _xqa_strides(problem)
-
-
-def _xqa_heads(problem: PagedAttention) -> str | None:
-    group, head_dim = problem.num_qo_heads // problem.num_kv_heads, problem.head_dim
-    if head_dim > 256 and (problem.max_q_len > 1 or group > 16):
-        return f"with head_dim {head_dim} > 256 needs q_len_per_req 1 and at most 16 query heads per K/V head"
-    padded_head_dim = next(size for size in (64, 128, 256, 512) if size >= head_dim)
-    most_heads = XQA_QUERY_TILE_ELEMENTS // padded_head_dim
-    if problem.max_q_len == 1 and group > most_heads:
-        return f"with head_dim {head_dim} and q_len_per_req 1 takes at most {most_heads} query heads per K/V head, not {group}"
     if problem.k_block_tables.shape[1] == 0:
         return "takes the most keys from the page table's width, and block_tables has no column"
-    return None
+    return _xqa_heads(capability, problem) or _xqa_strides(problem)
+
+
+def _xqa_heads(capability: Capability | None, problem: PagedAttention) -> str | None:
+    """Return the reason where FlashInfer cannot compile XQA for the call's heads: its checks and the sources' assertions."""
+    group, head_dim = problem.num_qo_heads // problem.num_kv_heads, problem.head_dim
+    family, halves = family_of(capability), problem.kv_dtype in HALF_DTYPES
+    assert capability is not None  # `why_not` asks for the GPU first
+    assert family is not None
+    if problem.max_q_len > 1:
+        if head_dim > 256:  # `gen_xqa_module`
+            return f"with head_dim {head_dim} > 256 needs q_len_per_req 1"
+        if family is SM90 and not halves and group > 64:  # mha_sm90.cu: a CTA has 64 rows, which one token must fit in
+            return (
+                f"on SM90 over e4m3 K/V with q_len_per_req > 1 takes at most 64 query heads per K/V head, not {group}"
+            )
+        return None
+    padded_head_dim = next(size for size in (64, 128, 256, 512) if size >= head_dim)
+    ranges = GROUPS[family, halves][padded_head_dim]
+    if any(least <= group <= most for least, most in ranges):
+        return None
+    taken = " or ".join(f"{least} to {most}" for least, most in ranges)
+    return (
+        f"with head_dim {head_dim}, {problem.kv_dtype} K/V and q_len_per_req 1 compiles on {sm_name(capability)} for "
+        f"{taken} query heads per K/V head, not for {group}"
+    )
 
 
 def _xqa_strides(problem: PagedAttention) -> str | None:

@@ -1,0 +1,265 @@
+"""FlashInfer's XQA, XQA MLA and fmha_v2 compiled for a shape, as far as their assertions go: what they take, without a GPU.
+
+nvcc's front end is given FlashInfer's own source with FlashInfer's own macros, and at its end one assertion more, which always
+fails and names the kernel's shared memory. There the compiler stops, before it makes any code: half a second of a quiet
+core, where the whole module takes 15 s and more. If no other assertion fails, the source takes the shape. XQA's `exactDiv`
+asserts too, but FlashInfer compiles with NDEBUG: a division that leaves a rest is refused here, where FlashInfer would
+compile a kernel that leaves data out. Registers, code, and what it computes are never looked at.
+
+    compiled(Shape(XQA, (9, 0), (torch.bfloat16,) * 3, head_dim=128, group=20))
+"""
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from lab.dry_run import build
+from lab.gpus import Capability, family_of, sm_name
+from lab.kernels.support import Kernel
+from lab.kernels.support.fmha_v2 import FMHA_V2
+from lab.kernels.support.xqa import XQA, XQA_MLA
+
+# A template, so that the error names the value.
+PROBE = """
+template <unsigned long long bytes> struct SharedMemory {{ static_assert(bytes == ~0ull, "all others hold"); }};
+template struct SharedMemory<{bytes}>;
+"""
+VALUE = re.compile(r"SharedMemory<bytes> \[with bytes=(\d+)ULL\]")
+ERROR = re.compile(r"^(?P<path>[^\n(]+)\((?P<line>\d+)\): error: (?P<words>.*)$", re.MULTILINE)
+# What is changed in XQA's sources. NDEBUG leaves out its assertion that a division leaves no rest: now such a division is no
+# constant. The second is evaluated, though not taken: outside a template `if constexpr` leaves nothing out.
+CHANGES = (
+    (
+        "utils.h",
+        """constexpr inline uint32_t exactDiv(uint32_t a, uint32_t b) {
+  assert(a % b == 0);
+  return a / b;
+}""",
+        """inline uint32_t inexact(uint32_t a, uint32_t b) { return a / b; }
+HOST_DEVICE_FUNC constexpr inline uint32_t exactDiv(uint32_t a, uint32_t b) { return a % b ? inexact(a, b) : a / b; }""",
+    ),
+    ("mha.cu", "constexpr auto step_per_viter", "auto const step_per_viter"),
+)
+XQA_SOURCES = ("mha.cu", "mha_sm90.cu", "mla_sm120.cu")  # those with a kernel
+XQA_BYTES, FMHA_V2_BYTES = "smemSize", {90: "Ktraits::BYTES_PER_SMEM", 120: "Kernel_traits_nl_causal::BYTES_PER_SMEM"}
+TILED_BYTES = "Kernel_traits_nl_tiled_causal::BYTES_PER_SMEM"  # fmha_v2's on SM120 for heads above 64
+# fmha_v2's kernel of a head_dim that has no ALiBi, soft cap, softmax statistics or skipped softmax in its name.
+PLAIN_FMHA_V2 = re.compile(r"_paged_kv_(\d+)(?:_output_\w+?)?(?:_tma_ws)?_sm(\d+)\.cu$")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What FlashInfer compiles a module for.
+
+    Attributes:
+        kernel: `XQA`, `XQA_MLA` or `FMHA_V2`.
+        capability: (major, minor) of the target.
+        dtypes: query, K/V and output; uint8 is NVFP4.
+        head_dim: elements of a head; of MLA, kv_lora_rank + qk_rope_head_dim.
+        group: query heads per K/V head. fmha_v2 has it at run time.
+        q_len: query rows of each request; fmha_v2 has them at run time.
+        page_size: tokens; fmha_v2 has it at run time.
+        window: XQA is compiled with a window, or without.
+    """
+
+    kernel: Kernel
+    capability: Capability
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+    head_dim: int
+    group: int = 1
+    q_len: int = 1
+    page_size: int = 64
+    window: bool = False
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The front end's verdict on one source.
+
+    Attributes:
+        source: file name.
+        refusal: the first assertion that fails, as the source has it, after its file and line; or what the compiler or
+            FlashInfer says instead; None where the source takes the shape.
+        shared_memory_bytes: that the kernel asks for; None where it was not found out.
+        seconds: of the compiler, wall clock.
+    """
+
+    source: str
+    refusal: str | None
+    shared_memory_bytes: int | None = None
+    seconds: float = 0.0
+
+
+def compiled(shape: Shape) -> tuple[Compiled, ...]:
+    """Return the verdict on each source that FlashInfer's module has a kernel in; it takes the shape if all do.
+
+    Raises:
+        NotBuiltError: there is no nvcc or FlashInfer here.
+        RuntimeError: nvcc failed otherwise.
+    """
+    reason = build.why_not_built()
+    if reason is not None:
+        raise build.NotBuiltError(reason)
+    return _MODULES[shape.kernel](shape)
+
+
+def _xqa(shape: Shape) -> tuple[Compiled, ...]:
+    from flashinfer.jit.xqa import gen_xqa_module
+
+    q, kv, out = shape.dtypes
+    with flashinfer_targets(shape.capability):
+        try:
+            module: Any = gen_xqa_module(
+                q, kv, shape.page_size, shape.head_dim, shape.group, shape.window, out, shape.q_len
+            )
+        except ValueError as refusal:
+            return (Compiled("gen_xqa_module", str(refusal)),)
+    return _of_xqa(shape, module.sources, module.extra_cuda_cflags)
+
+
+def _xqa_mla(shape: Shape) -> tuple[Compiled, ...]:
+    from flashinfer.jit.xqa import gen_xqa_module_mla
+
+    q, kv, _ = shape.dtypes
+    with flashinfer_targets(shape.capability):
+        try:
+            module: Any = gen_xqa_module_mla(q, kv, shape.page_size, shape.head_dim, shape.group)
+        except (AssertionError, RuntimeError, ValueError) as refusal:
+            return (Compiled("gen_xqa_module_mla", str(refusal)),)
+    return _of_xqa(shape, module.sources, module.extra_cuda_cflags)
+
+
+def _of_xqa(shape: Shape, sources: Sequence[Path], flags: Sequence[str]) -> tuple[Compiled, ...]:
+    with tempfile.TemporaryDirectory() as folder:
+        copied = Path(shutil.copytree(sources[0].parent, Path(folder, "xqa")))
+        for name, before, after in CHANGES:
+            text = (copied / name).read_text()
+            if before not in text:
+                raise RuntimeError(f"{sources[0].parent / name} has no {before!r}, which is changed here")
+            (copied / name).write_text(text.replace(before, after))
+        kernels = [copied / source.name for source in sources if source.name in XQA_SOURCES]
+        return tuple(_front_end(shape, each.name, f'#include "{each}"', flags, XQA_BYTES) for each in kernels)
+
+
+def _fmha_v2(shape: Shape) -> tuple[Compiled, ...]:
+    q, _, out = shape.dtypes
+    sources, flags = _fmha_v2_sources(shape.capability, q, out)
+    named = {int(found[1]): (name, int(found[2])) for name in sources if (found := PLAIN_FMHA_V2.search(name))}
+    if shape.head_dim not in named:
+        return (
+            Compiled("fmha_v2_api.h", f"no kernel is generated for head_dim {shape.head_dim}: it launches nothing"),
+        )
+    name, sm = named[shape.head_dim]
+    bytes_of = TILED_BYTES if sm == 120 and shape.head_dim > 64 else FMHA_V2_BYTES[sm]
+    return (_front_end(shape, name, sources[name], flags, bytes_of),)
+
+
+@functools.cache
+def _fmha_v2_sources(capability: Capability, q: torch.dtype, out: torch.dtype) -> tuple[Mapping[str, str], list[str]]:
+    """Return fmha_v2's generated kernels over a paged cache, by file name, and their flags."""
+    from flashinfer.jit import gen_fmha_v2_module
+
+    with flashinfer_targets(capability):
+        module: Any = gen_fmha_v2_module("Q_PAGED_KV_HND", q, out)
+        texts = {source.name: source.read_text() for source in module.sources if PLAIN_FMHA_V2.search(source.name)}
+    return texts, module.extra_cuda_cflags
+
+
+_MODULES: Mapping[Kernel, Callable[[Shape], tuple[Compiled, ...]]] = {XQA: _xqa, XQA_MLA: _xqa_mla, FMHA_V2: _fmha_v2}
+
+
+@contextmanager
+def flashinfer_targets(capability: Capability) -> Iterator[None]:
+    """Let FlashInfer generate code for one target; what it writes goes to a folder of its own, which goes with it."""
+    from flashinfer.compilation_context import CompilationContext
+    from flashinfer.jit import core, env
+    from flashinfer.jit import xqa as jit_xqa
+
+    with ExitStack() as undone:
+        folder = Path(undone.enter_context(tempfile.TemporaryDirectory()))
+        architectures = {"FLASHINFER_CUDA_ARCH_LIST": "{}.{}".format(*capability)}
+        undone.enter_context(mock.patch.dict(os.environ, architectures))
+        undone.enter_context(mock.patch.object(env, "FLASHINFER_GEN_SRC_DIR", folder))
+        targets = CompilationContext().TARGET_CUDA_ARCHS
+        undone.enter_context(mock.patch.object(core.current_compilation_context, "TARGET_CUDA_ARCHS", targets))
+        undone.callback(jit_xqa._has_sm90_target.cache_clear)
+        jit_xqa._has_sm90_target.cache_clear()
+        yield
+
+
+def _front_end(shape: Shape, name: str, text: str, flags: Sequence[str], shared_memory: str) -> Compiled:
+    """Compile one source as far as its assertions go; `text` is it, or includes it."""
+    (target,) = (flag.rpartition("=")[2] for flag in flags if flag.startswith("-gencode"))
+    others = [flag for flag in flags if not flag.startswith(("-gencode", "-Xfatbin", "--compress-mode", "--threads"))]
+    data = build.flashinfer_data()
+    with tempfile.TemporaryDirectory() as folder:
+        probe = Path(folder, f"probe_{name}")
+        probe.write_text(text)
+        lines = len(text.splitlines())
+        with probe.open("a") as more:
+            more.write(PROBE.format(bytes=shared_memory))
+        for header, declarations in _cublas().items():
+            Path(folder, header).write_text(declarations)
+        command = [str(build.nvcc()), "-ptx", "-w", f"-arch={target}", "--expt-relaxed-constexpr", *others]
+        command += [f"-I{path}" for path in (folder, data / "csrc", data / "include")]
+        begin = time.perf_counter()
+        run = subprocess.run([*command, str(probe), "-o", f"{folder}/probe.ptx"], capture_output=True, text=True)
+        seconds = time.perf_counter() - begin
+        said = run.stdout + run.stderr
+        errors = [
+            each for each in ERROR.finditer(said) if (Path(each["path"]), int(each["line"]) > lines) != (probe, True)
+        ]
+        refusal = _assertion(errors[0]) if errors else None
+    value = VALUE.search(said)
+    if refusal is None and value is None:
+        raise RuntimeError(f"nvcc did not come to the end of {name}: {said.strip()}")
+    needed = int(value[1]) if value else None
+    return Compiled(name, refusal or _too_much(shape.capability, needed), needed, seconds)
+
+
+def _assertion(error: re.Match[str]) -> str:
+    """Return the assertion that failed, or the division with a rest, as its source has it; other errors in nvcc's words."""
+    path, words = Path(error["path"]), error["words"]
+    text = "\n".join(path.read_text().splitlines()[int(error["line"]) - 1 :])
+    statement = " ".join(text[: text.index(";")].split())
+    if words.startswith("static assertion failed"):
+        words = statement
+    elif "exactDiv" in statement:
+        words = f"not exact: {statement}"
+    return f"{path.name}:{error['line']}: {words}"
+
+
+def _too_much(capability: Capability, needed_bytes: int | None) -> str | None:
+    family = family_of(capability)
+    assert family is not None
+    most = family.shared_memory_kib * 1024
+    if needed_bytes is None or needed_bytes <= most:
+        return None
+    return f"it needs {needed_bytes} bytes of shared memory, and {sm_name(capability)} has {most}"
+
+
+@functools.cache
+def _cublas() -> dict[str, str]:
+    """Return declarations of what fmha_v2's tools of tests name of cuBLAS, which no kernel uses and few machines have."""
+    text = (build.flashinfer_data() / "csrc/fmha_v2/fused_multihead_attention_utils.h").read_text()
+    types, constants, functions = (
+        sorted(set(re.findall(pattern, text))) for pattern in (r"\bcublas\w+_t\b", r"\bCUBLAS\w+", r"\b(cublas\w+)\(")
+    )
+    declared = [f"typedef int {name};" for name in types] + [f"enum {{ {', '.join(constants)} }};"]
+    declared += [f"template <class... T> int {name}(T...);" for name in functions]
+    return {
+        "cublasLt.h": "\n".join(["#pragma once", "#include <library_types.h>", *declared, ""]),
+        "cublas_v2.h": "#pragma once\n",
+    }
