@@ -21,11 +21,13 @@ FlashInfer's launcher selects from it rests on the table of 0.6.13.
 """
 
 from lab.dry_run.build import NotBuiltError, why_not_built
-from lab.dry_run.launches import Copy, Fill, KernelParams, Launch, LseArguments, TensorMap
-from lab.dry_run.machine import GPUS, Gpu, LaunchError, Machine, machine
+from lab.dry_run.launcher import GPUS, Gpu, LaunchError
+from lab.dry_run.launches import CompiledCall, Copy, Fill, KernelParams, Launch, LseArguments, TensorMap
+from lab.dry_run.machine import Machine, machine
 
 __all__ = [
     "GPUS",
+    "CompiledCall",
     "Copy",
     "Fill",
     "Gpu",

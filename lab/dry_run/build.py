@@ -36,7 +36,7 @@ FLAGS = (
     '-DTLLM_GEN_FMHA_CUBIN_PATH="fmha/trtllm-gen/"',
     '-DTLLM_GEN_FMHA_METAINFO_HASH="none"',
 )
-# FlashInfer includes cuBLAS's headers for one enumeration, of which it uses the names alone.
+# FlashInfer includes cuBLAS's headers for one enumeration, of which it uses the names alone, and 0.6.13 NVRTC's for nothing.
 CUBLAS_STATUS = (
     *("SUCCESS", "NOT_INITIALIZED", "ALLOC_FAILED", "INVALID_VALUE", "ARCH_MISMATCH", "MAPPING_ERROR"),
     *("EXECUTION_FAILED", "INTERNAL_ERROR", "NOT_SUPPORTED", "LICENSE_ERROR"),
@@ -125,6 +125,7 @@ def generated(table: kernel_table.KernelTable) -> dict[str, str]:
         "kernel_params_fields.inc": "".join(f"FIELD({name})\n" for name in kernel_params_members()),
         "cublas_v2.h": f"#pragma once\ntypedef enum {{ {status} }} cublasStatus_t;\n",
         "cublasLt.h": '#pragma once\n#include "cublas_v2.h"\n',
+        "nvrtc.h": "#pragma once\n",
     }
 
 
@@ -191,11 +192,12 @@ def _compile(work: Path, made: dict[str, str]) -> None:
     ]
     includes = [f"-I{folder}" for folder in folders]
     compiler = str(nvcc())
-    objects = []
-    for source in (HERE / "fake_cuda.cpp", HERE / "kernel_params.cpp", *(data / "csrc" / name for name in LAUNCHER)):
-        objects.append(str(work / f"{source.stem}.o"))
-        language = [] if source.name == "fake_cuda.cpp" else ["-x", "cu"]
-        _run([compiler, *language, *FLAGS, *includes, "-c", str(source), "-o", objects[-1]])
+    # One unit: the headers, which are most of the work, are read once.
+    units = [*(data / "csrc" / name for name in LAUNCHER), HERE / "kernel_params.cpp"]
+    (work / "launcher.cu").write_text("".join(f'#include "{unit}"\n' for unit in units))
+    objects = [str(work / "launcher.o"), str(work / "fake_cuda.o")]
+    _run([compiler, *FLAGS, *includes, "-c", str(work / "launcher.cu"), "-o", objects[0]])
+    _run([compiler, *FLAGS, *includes, "-c", str(HERE / "fake_cuda.cpp"), "-o", objects[1]])
     rpath = f"-Wl,-rpath,{ffi / 'lib'}"
     # -Bsymbolic: what the fake defines is used, though torch may have loaded the real libcudart.
     link = ["g++", "-shared", "-Wl,-Bsymbolic", *objects, f"-L{ffi / 'lib'}", "-ltvm_ffi", "-ldl", rpath]

@@ -20,13 +20,18 @@ struct Gpu {
 Gpu gpu{10, 0, 148, 232448, 18, 8};
 
 std::vector<std::string> log_lines;
-std::string joined_log, last_fault;
-std::map<void const*, std::string> host_functions;
+std::string joined_log, last_fault, faults, taken_faults;
 std::streambuf* stderr_buffer = nullptr;
 
 struct Function {
   std::string name;
 };
+
+// The kernels of the library, which register themselves while it is loaded: by then this must be there.
+std::map<void const*, std::string>& host_functions() {
+  static std::map<void const*, std::string> all;
+  return all;
+}
 
 template <class Values>
 std::string list(Values const* values, unsigned count) {
@@ -44,7 +49,7 @@ void write(std::string const& kind, std::string const& rest) { log_lines.push_ba
 
 CUresult fault(std::string const& text, CUresult result = CUDA_ERROR_INVALID_VALUE) {
   last_fault = text;
-  write("fault", "\"text\":\"" + text + "\"");
+  faults += (faults.empty() ? "" : "; ") + text;
   return result;
 }
 
@@ -126,7 +131,7 @@ size_t pushed_shared_memory_bytes;
 void* pushed_stream;
 
 cudaError_t launch(void const* function, dim3 grid, dim3 block, void** arguments, size_t shared_memory_bytes, bool pdl) {
-  write_launch(host_functions[function], dimensions(grid.x, grid.y, grid.z), dimensions(block.x, block.y, block.z), 1, pdl,
+  write_launch(host_functions()[function], dimensions(grid.x, grid.y, grid.z), dimensions(block.x, block.y, block.z), 1, pdl,
                shared_memory_bytes, arguments);
   return cudaSuccess;
 }
@@ -155,6 +160,12 @@ char const* dry_run_log() {
   return (joined_log += "]").c_str();
 }
 void dry_run_clear() { log_lines.clear(); }
+// What the driver refused since the last call, or "".
+char const* dry_run_take_faults() {
+  taken_faults.swap(faults);
+  faults.clear();
+  return taken_faults.c_str();
+}
 // The launcher writes to std::cerr before it throws what it says: from `begin` to `end` that goes nowhere.
 void dry_run_begin_capture() {
   if (!stderr_buffer) stderr_buffer = std::cerr.rdbuf(nullptr);
@@ -244,7 +255,7 @@ void** __cudaRegisterFatBinary(void*) { static void* handle; return &handle; }
 void __cudaRegisterFatBinaryEnd(void**) {}
 void __cudaUnregisterFatBinary(void**) {}
 void __cudaRegisterFunction(void**, char const* host, char*, char const* name, int, uint3*, uint3*, dim3*, dim3*, int*) {
-  host_functions[host] = name;
+  host_functions()[host] = name;
 }
 void __cudaRegisterVar(void**, char*, char*, char const*, int, size_t, int, int) {}
 char __cudaInitModule(void**) { return 1; }

@@ -109,13 +109,13 @@ def newest() -> KernelTable:
     """
     folder = os.environ.get("FLASHINFER_CUBIN_DIR")
     if folder and any(Path(folder).rglob(HEADER_NAME)):
-        return parsed(_header_text(Path(folder)), f"FLASHINFER_CUBIN_DIR={folder}")
+        return parsed(header_text(Path(folder)), f"FLASHINFER_CUBIN_DIR={folder}")
     try:
         installed = metadata.distribution("flashinfer-cubin")
     except metadata.PackageNotFoundError:
         return recorded()
     folder = str(installed.locate_file("flashinfer_cubin"))
-    return parsed(_header_text(Path(folder)), f"flashinfer-cubin {installed.version}")
+    return parsed(header_text(Path(folder)), f"flashinfer-cubin {installed.version}")
 
 
 def header(table: KernelTable, members: frozenset[str]) -> str:
@@ -129,7 +129,7 @@ def header(table: KernelTable, members: frozenset[str]) -> str:
     types = table.types | dict.fromkeys(lacking, "bool")
     struct = [f"  {kind}{'' if kind.endswith('*') else ' '}{name};" for name, kind in types.items()]
     false = ", false" * len(lacking)
-    rows = (f"{{ {', '.join(row)}{false}, {NO_MACHINE_CODE}}}," for row in zip(*table.columns.values(), strict=True))
+    rows = [f"{{ {', '.join(row)}{false}, {NO_MACHINE_CODE}}}," for row in zip(*table.columns.values(), strict=True)]
     return "\n".join(
         [
             f"// {table.source}, written by lab.dry_run.kernel_table; false in every row: {', '.join(lacking) or 'nothing'}",
@@ -141,7 +141,10 @@ def header(table: KernelTable, members: frozenset[str]) -> str:
             "  const char* sha256;",
             "};",
             f"static const {STRUCT} sTllmGenFmhaKernelMetaInfos[] = {{",
-            *rows,
+            rows[0],
+            "#ifndef __CUDA_ARCH__  // the host reads it: nvcc's pass for the device is spared",
+            *rows[1:],
+            "#endif",
             "};",
             "}}  // namespace tensorrt_llm::kernels",
             "",
@@ -149,7 +152,7 @@ def header(table: KernelTable, members: frozenset[str]) -> str:
     )
 
 
-def _header_text(path: Path) -> str:
+def header_text(path: Path) -> str:
     """Return the text of the one `flashInferMetaInfo.h` in a wheel or a folder; raises ValueError unless there is one."""
     if path.is_file():
         with zipfile.ZipFile(path) as wheel:
@@ -168,16 +171,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m lab.dry_run.kernel_table", description=main.__doc__)
     parser.add_argument("path", type=Path, help="flashinfer-cubin's wheel, or a folder that it lies in")
     parser.add_argument("--version", help="flashinfer-cubin's version, where the path's name does not say it")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "data" / FACTS)
     given = parser.parse_args(arguments)
     found = re.search(r"flashinfer_cubin-([0-9][\w.]*?)-", given.path.name)
     if given.version is None and found is None:
         parser.error(f"{given.path.name} names no version of flashinfer-cubin; say --version")
     version = given.version or (found[1] if found else "")
-    table = parsed(_header_text(given.path), f"flashinfer-cubin {version}")
-    out = Path(__file__).parent / "data" / FACTS
-    out.parent.mkdir(exist_ok=True)
-    out.write_bytes(facts(table))
-    print(f"{out}: {len(table)} kernels of {table.source}, {out.stat().st_size} bytes")
+    table = parsed(header_text(given.path), f"flashinfer-cubin {version}")
+    given.out.write_bytes(facts(table))
+    print(f"{given.out}: {len(table)} kernels of {table.source}, {given.out.stat().st_size} bytes")
 
 
 if __name__ == "__main__":

@@ -149,11 +149,28 @@ class Launch:
 
 @dataclass(frozen=True)
 class Fill:
-    """A memset: `size_bytes` from `address` on."""
+    """A memset of `size_bytes` from `address` on: the launcher's, or of a tensor that FlashInfer's Python zeroes for it."""
 
     address: int
     value: int
     size_bytes: int
+
+
+@dataclass(frozen=True)
+class CompiledCall:
+    """A call of a kernel that FlashInfer compiles for its shape, such as XQA: nothing of it is simulated.
+
+    Attributes:
+        backend: "xqa", "xqa_mla" or "fmha_v2".
+        compiled_for: what FlashInfer would compile it for: (parameter of FlashInfer's function, value).
+        function: FlashInfer's function of the compiled module.
+        arguments: what that would be called with, in its order; tensors are the call's own.
+    """
+
+    backend: str
+    compiled_for: tuple[tuple[str, Any], ...]
+    function: str
+    arguments: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -166,9 +183,9 @@ class Copy:
 
 
 def events(log: list[dict[str, Any]]) -> tuple[Launch | Fill | Copy, ...]:
-    """Return the events of the fake CUDA's log; faults are no events: the call that met one raised it."""
+    """Return the events of the fake CUDA's log."""
     makers = {"launch": _launch, "fill": _made(Fill), "copy": _made(Copy)}
-    return tuple(makers[each["event"]](each) for each in log if each["event"] in makers)
+    return tuple(makers[each["event"]](each) for each in log)
 
 
 def _made(kind: Any) -> Any:

@@ -1,166 +1,99 @@
-"""A GPU that is not there: FlashInfer's own launcher runs against the fake CUDA, and its launches are recorded.
+"""A GPU that is not there: inside `machine`, FlashInfer and the lab take CPU tensors as if they lay on it."""
 
-with machine("b200") as gpu:
-    lab.kernels.trtllm.trtllm_batch_decode_with_kv_cache(...)  # CPU tensors
-print(gpu.launches[0].name)
-"""
-
-import ctypes
 import functools
 import importlib
-import json
-import shutil
+import inspect
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 
 import lab.gpus
-from lab.dry_run import build, kernel_table
+from lab.dry_run import build
 from lab.dry_run.arithmetic import compute
 from lab.dry_run.host_memory import HostMemory
-from lab.dry_run.launches import Copy, Fill, Launch, events
-from lab.gpus import Capability
+from lab.dry_run.launcher import GPUS, Gpu, Launcher, launcher_for
+from lab.dry_run.launches import CompiledCall, Copy, Fill, Launch, events
+from lab.gpus import SM100, family_of
 
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU that the fake CUDA answers as.
-
-    Attributes:
-        name: as a person calls it.
-        cuda_name: as CUDA calls it, a key of `lab.gpus.DATASHEETS`.
-        capability: (major, minor).
-        multiprocessors: how many it has.
-        shared_memory_optin_bytes: most shared memory of one thread block (CUDA C++ Programming Guide, technical
-            specifications per compute capability).
-        multiprocessors_per_gpc, gpcs: the clusters that run at once are guessed from these; nothing else rests on them.
-    """
-
-    name: str
-    cuda_name: str
-    capability: Capability
-    multiprocessors: int
-    shared_memory_optin_bytes: int
-    multiprocessors_per_gpc: int
-    gpcs: int
-
-
-KIB = 1024
-GPUS = {
-    "b200": Gpu("B200", "NVIDIA B200", (10, 0), 148, 227 * KIB, 18, 8),
-    "b300": Gpu("B300", "NVIDIA B300 SXM6 AC", (10, 3), 148, 227 * KIB, 18, 8),
-    "rtx-pro-6000": Gpu(
-        "RTX PRO 6000", "NVIDIA RTX PRO 6000 Blackwell Workstation Edition", (12, 0), 188, 99 * KIB, 16, 12
-    ),
-    "spark": Gpu("DGX Spark", "NVIDIA GB10", (12, 1), 48, 99 * KIB, 16, 3),
-    "h200": Gpu("H200", "NVIDIA H200", (9, 0), 132, 227 * KIB, 16, 8),
-    "a100": Gpu("A100", "NVIDIA A100-SXM4-80GB", (8, 0), 108, 163 * KIB, 16, 7),
+Function = Callable[..., Any]
+# FlashInfer's functions that ask for the version of torch's CUDA too, which a CPU's torch has not, and who is answered True.
+SUPPORTED = {
+    "is_sm90a_supported": ((9, 0),),
+    "is_sm100a_supported": ((10, 0), (10, 3)),
+    "is_sm100f_supported": ((10, 0), (10, 3)),
+    "is_sm110a_supported": ((11, 0),),
+    "is_sm120a_supported": ((12, 0),),
+    "is_sm120f_supported": ((12, 0), (12, 1)),
+    "is_sm121a_supported": ((12, 1),),
+    "is_sm12x_supported": ((12, 0), (12, 1)),
 }
-
-
-class LaunchError(RuntimeError):
-    """FlashInfer's launcher, or the fake CUDA's driver that it called, refused a call; the text is theirs."""
+ENTRIES = ("utils", "decode", "prefill", "mla._core", "xqa")  # the modules of FlashInfer's TRT-LLM calls
 
 
 class Machine:
-    """What ran on a GPU that is not there, from `machine`.
+    """A GPU that is not there, and what ran on it.
 
     Attributes:
         gpu: what the fake CUDA answers as.
-        table: where the table of kernels is from, such as "flashinfer-cubin 0.6.13".
-        table_lacks: the members of a kernel's row that the launcher reads and that table has not; they are false.
+        compiled_calls: calls of kernels that FlashInfer compiles for a shape, which are not simulated, since `clear`.
     """
 
-    def __init__(self, gpu: Gpu, launcher: "Launcher") -> None:
+    def __init__(self, gpu: Gpu, computes: bool = False) -> None:
         self.gpu = gpu
-        self.table = launcher.table.source
-        self.table_lacks = launcher.table.lacks(build.launcher_members())
-        self._launcher = launcher
+        self._computes = computes
+        self.compiled_calls: tuple[CompiledCall, ...] = ()
+        self._launcher: Launcher | None = None
+
+    @property
+    def launcher(self) -> Launcher:
+        """trtllm-gen's launcher as FlashInfer calls it, built when it is first asked for; raises `NotBuiltError`."""
+        if self._launcher is None:
+            self._launcher = launcher_for(self.gpu)
+            self._launcher.clear()
+        return self._launcher
+
+    def build(self) -> None:
+        """Build and load the launcher, unless that is done; raises `NotBuiltError`."""
+        self._launcher = self.launcher
+
+    def called(self) -> "Launcher | _Computing":
+        """Return what FlashInfer calls in place of its compiled module."""
+        return _Computing(self.launcher, self) if self._computes else self.launcher
+
+    @property
+    def table(self) -> str:
+        """Where the table of trtllm-gen's kernels is from, such as "flashinfer-cubin 0.6.13"."""
+        return self.launcher.table.source
+
+    @property
+    def table_lacks(self) -> tuple[str, ...]:
+        """The members of a kernel's row that the launcher reads and that table has not: false in each row."""
+        return self.launcher.table.lacks(build.launcher_members())
 
     @property
     def events(self) -> tuple[Launch | Fill | Copy, ...]:
-        """What the launcher asked of CUDA since the last `clear`, in its order."""
-        return events(self._launcher.log())
+        """What the launcher asked of CUDA since `clear`, in its order."""
+        return () if self._launcher is None else events(self._launcher.log())
 
     @property
     def launches(self) -> tuple[Launch, ...]:
-        """The kernels that were launched since the last `clear`, in their order."""
+        """The kernels that were launched since `clear`, in their order."""
         return tuple(each for each in self.events if isinstance(each, Launch))
 
     @property
     def fills(self) -> tuple[Fill, ...]:
-        """The memsets since the last `clear`, in their order."""
+        """The memory that was filled since `clear`, in its order."""
         return tuple(each for each in self.events if isinstance(each, Fill))
 
     def clear(self) -> None:
-        """Forget what was launched, filled and copied."""
-        self._launcher.clear()
-
-
-class Launcher:
-    """FlashInfer's compiled launcher with a fake CUDA of its own: it keeps the first GPU's answers, so each GPU has one."""
-
-    def __init__(self, library: Path, table: kernel_table.KernelTable, gpu: Gpu) -> None:
-        import tvm_ffi
-
-        self.table = table
-        with (
-            tempfile.TemporaryDirectory() as folder
-        ):  # a copy is loaded anew, where the same file would be the same library
-            copied = shutil.copy(library, folder)
-            self.module = tvm_ffi.load_module(str(copied))
-            self._library = ctypes.CDLL(str(copied))
-        self._library.dry_run_log.restype = ctypes.c_char_p
-        self._library.dry_run_set_gpu(
-            *gpu.capability,
-            gpu.multiprocessors,
-            gpu.shared_memory_optin_bytes,
-            gpu.multiprocessors_per_gpc,
-            gpu.gpcs,
-        )
-        self._give_cubin = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p)(self._name_for_machine_code)
-        self._library.FlashInferSetCubinCallback(self._give_cubin)
-
-    def _name_for_machine_code(self, name: bytes, _sha256: bytes) -> None:
-        self._library.FlashInferSetCurrentCubin(name, len(name))
-
-    def log(self) -> list[dict[str, Any]]:
-        """Return what was asked of the fake CUDA."""
-        return list(json.loads(self._library.dry_run_log()))
-
-    def clear(self) -> None:
-        """Empty the log."""
-        self._library.dry_run_clear()
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Return one of the module's functions, whose failure is a `LaunchError` with all that was said."""
-        function = getattr(self.module, name)
-
-        def call(*arguments: Any) -> Any:
-            before = len(self.log())
-            self._library.dry_run_begin_capture()
-            try:
-                result = function(*arguments)
-            except Exception as error:
-                raise LaunchError("; ".join([*self._faults(before), str(error).strip()])) from error
-            finally:
-                self._library.dry_run_end_capture()
-            faults = self._faults(before)
-            if faults:  # FlashInfer prints the driver's error and goes on
-                raise LaunchError("; ".join(faults))
-            return result
-
-        return call
-
-    def _faults(self, before: int) -> list[str]:
-        return [each["text"] for each in self.log()[before:] if each["event"] == "fault"]
+        """Forget what ran."""
+        self.compiled_calls = ()
+        if self._launcher is not None:
+            self._launcher.clear()
 
 
 class _Computing:
@@ -169,7 +102,7 @@ class _Computing:
     def __init__(self, launcher: Launcher, there: Machine) -> None:
         self._launcher, self._there = launcher, there
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
+    def __getattr__(self, name: str) -> Function:
         function = getattr(self._launcher, name)
 
         def call(*arguments: Any) -> Any:
@@ -182,65 +115,130 @@ class _Computing:
         return call
 
 
-@functools.cache
-def launcher_for(gpu: Gpu) -> Launcher:
-    """Return the launcher of a GPU, built and loaded once; raises `lab.dry_run.build.NotBuiltError`."""
-    table = kernel_table.newest()
-    return Launcher(build.library(table), table, gpu)
-
-
 @contextmanager
-def machine(name: str, computes: bool = False) -> Iterator[Machine]:
+def machine(gpu: str | Gpu, computes: bool = False) -> Iterator[Machine]:
     """Let FlashInfer's TRT-LLM functions and the lab's take CPU tensors, as if they lay on a GPU.
 
-    Inside, `lab.gpus.capability_of` gives this GPU's capability for every device, and so does FlashInfer's own; trtllm-gen's
-    launcher is the compiled one. All of it is undone on exit. One thread at a time, and no machine within another.
+    Inside, `lab.gpus.capability_of` and FlashInfer's own questions are answered for this GPU, whatever the tensor's device, and
+    trtllm-gen's launcher is the compiled one. XQA and fmha_v2 are not compiled: their calls are noted. All of it is undone on
+    exit. What ran can be read after it too, until the next machine of the same GPU. One at a time, in one thread.
 
     Args:
-        name: one of `GPUS`.
+        gpu: one of `GPUS`, or a GPU of your own.
         computes: each call also computes what it launches (`lab.dry_run.arithmetic`), and so fills its results.
 
     Raises:
         ValueError: no such GPU.
         lab.dry_run.build.NotBuiltError: the launcher cannot be compiled here.
     """
-    if name not in GPUS:
-        raise ValueError(f"there is no dry run of {name!r}; known are {', '.join(GPUS)}")
-    gpu = GPUS[name]
-    launcher = launcher_for(gpu)
-    launcher.clear()
-    there = Machine(gpu, launcher)
-    called = _Computing(launcher, there) if computes else launcher
-    with ExitStack() as stack:
-        for module, attribute, answer in [*_flashinfer_answers(gpu, called), *_lab_answers(gpu)]:
-            stack.enter_context(mock.patch.object(module, attribute, answer))
-        yield there
+    if isinstance(gpu, str):
+        if gpu not in GPUS:
+            raise ValueError(f"there is no dry run of {gpu!r}; known are {', '.join(GPUS)}")
+        gpu = GPUS[gpu]
+    made = Machine(gpu, computes)
+    if family_of(gpu.capability) is SM100:
+        made.build()  # what stands against it is said before any call
+    answers = {**_flashinfer_answers(made), lab.gpus.capability_of: lambda device: gpu.capability}
+    _forget_cached()
+    modules = len(sys.modules)
+    for module, name, original in _holders(tuple(answers), modules):
+        if getattr(module, name, None) is original:
+            setattr(module, name, answers[original])
+    try:
+        yield made
+    finally:
+        originals = {answer: original for original, answer in answers.items()}
+        holders = _holders(tuple(answers), modules)
+        if len(sys.modules) != modules:  # what was imported inside has taken the answers
+            holders += _holding(tuple(originals))
+        for module, name, _ in holders:
+            here: Any = getattr(module, name, None)
+            if here in originals:
+                setattr(module, name, originals[here])
+        _forget_cached()
 
 
-FLASHINFER_MODULES = ("utils", "decode", "prefill", "mla", "mla._core", "xqa")
+@functools.cache
+def _holders(functions: tuple[Function, ...], modules: int) -> tuple[tuple[Any, str, Function], ...]:
+    """Return `_holding`'s, which takes a while; `modules`, how many are loaded, tells that some came."""
+    return _holding(functions)
 
 
-def _flashinfer_answers(gpu: Gpu, launcher: "Launcher | _Computing") -> Iterator[tuple[Any, str, Any]]:
-    """Yield (module, name, what it is inside a machine) for FlashInfer's questions about the GPU."""
-    answers: dict[str, Any] = {
-        "get_compute_capability": lambda device: gpu.capability,
-        "get_device_sm_count": lambda device: gpu.multiprocessors,
-        "device_support_pdl": lambda device: gpu.capability >= (9, 0),
-        "is_sm100a_supported": lambda device: gpu.capability[0] == 10,
-        "is_sm110a_supported": lambda device: gpu.capability[0] == 11,
-        "is_sm12x_supported": lambda device: gpu.capability[0] == 12,
-        "get_trtllm_gen_fmha_module": lambda: launcher,
+def _holding(functions: tuple[Function, ...]) -> tuple[tuple[Any, str, Function], ...]:
+    """Return (module, name, function) of each module of FlashInfer and the lab that has one of the functions."""
+    by_id = {id(function): function for function in functions}
+    packages = [each for name, each in list(sys.modules.items()) if name.partition(".")[0] in ("flashinfer", "lab")]
+    return tuple(
+        (module, name, by_id[id(value)])
+        for module in packages
+        for name, value in list(vars(module).items())
+        if id(value) in by_id
+    )
+
+
+def _flashinfer_answers(made: Machine) -> dict[Function, Function]:
+    """Return what stands for FlashInfer's functions inside a machine: facts of the GPU, and modules that it would compile."""
+    utils, decode, prefill, mla, xqa = _entries()
+    gpu = made.gpu
+    answers: dict[Function, Function] = {
+        utils.get_compute_capability: lambda device: gpu.capability,
+        utils.get_device_sm_count: lambda device: gpu.multiprocessors,
+        utils.device_support_pdl: lambda device: gpu.capability >= (9, 0),
+        decode.gen_trtllm_gen_fmha_module: lambda: _built(made.called()),
+        xqa.get_xqa_module: _noting(made, "xqa", xqa.get_xqa_module),
+        xqa.get_xqa_module_mla: _noting(made, "xqa_mla", xqa.get_xqa_module_mla),
+        prefill.get_trtllm_fmha_v2_module: _noting(made, "fmha_v2", prefill.get_trtllm_fmha_v2_module),
     }
-    for module_name in FLASHINFER_MODULES:
-        module = importlib.import_module(f"flashinfer.{module_name}")
-        for name, answer in answers.items():
-            if hasattr(module, name):
-                yield module, name, answer
+    for module in (decode, prefill, mla):
+        answers[module.get_trtllm_gen_fmha_module] = made.called
+    for name in SUPPORTED:
+        if hasattr(utils, name):
+            answers[getattr(utils, name)] = _answer(gpu.capability in SUPPORTED[name])
+    counters = getattr(utils, "_get_trtllm_gen_multi_ctas_kv_counter_buffer", None)
+    if counters is not None:
+        answers[counters] = lambda *arguments, **named: made.launcher.zeroed(counters(*arguments, **named))
+    return answers
 
 
-def _lab_answers(gpu: Gpu) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the same for the lab's modules, of those that are imported."""
-    original = lab.gpus.capability_of
-    for name, module in list(sys.modules.items()):
-        if name.startswith("lab.") and getattr(module, "capability_of", None) is original:
-            yield module, "capability_of", lambda device: gpu.capability
+def _entries() -> list[Any]:
+    return [importlib.import_module(f"flashinfer.{name}") for name in ENTRIES]
+
+
+def _answer(value: Any) -> Function:
+    return lambda *arguments, **named: value
+
+
+def _built(launcher: "Launcher | _Computing") -> SimpleNamespace:
+    """Return what stands for FlashInfer's `JitSpec` of the launcher."""
+    return SimpleNamespace(build_and_load=lambda: launcher, get_library_paths=lambda: ())
+
+
+def _noting(made: Machine, backend: str, compiles: Function) -> Function:
+    """Return a function in place of one that compiles a module: each call of what it returns is noted."""
+    signature = inspect.signature(compiles)
+
+    def module_for(*arguments: Any, **named: Any) -> Any:
+        key = tuple(signature.bind(*arguments, **named).arguments.items())
+        return _NotedModule(made, backend, key)
+
+    return module_for
+
+
+class _NotedModule:
+    def __init__(self, made: Machine, backend: str, compiled_for: tuple[tuple[str, Any], ...]) -> None:
+        self._note = functools.partial(CompiledCall, backend, compiled_for)
+        self._made = made
+
+    def __getattr__(self, function: str) -> Function:
+        def call(*arguments: Any) -> None:
+            self._made.compiled_calls += (self._note(function, arguments),)
+
+        return call
+
+
+def _forget_cached() -> None:
+    """Empty the caches of FlashInfer's functions that answer by the device."""
+    for module in _entries():
+        for name, value in vars(module).items():
+            if name.startswith(("is_sm", "get_trtllm_gen")) and hasattr(value, "cache_clear"):
+                value.cache_clear()

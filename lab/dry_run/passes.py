@@ -20,8 +20,9 @@ from lab.checks.catalogue.mla_modes import mla_mode_cases
 from lab.checks.forward_pass import EnginePass, ForwardPass, new_layer, new_poisonable_pool
 from lab.checks.mla_pass import MLAPass, new_mla_layer
 from lab.dry_run import build
+from lab.dry_run.launcher import GPUS, Gpu, LaunchError
 from lab.dry_run.launches import Launch
-from lab.dry_run.machine import GPUS, Gpu, LaunchError, Machine, machine
+from lab.dry_run.machine import Machine, machine
 from lab.gpus import family_of
 from lab.kernels import prepare, trtllm
 from lab.kernels.flashinfer_call import SCRATCH_BYTES

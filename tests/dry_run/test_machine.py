@@ -1,46 +1,202 @@
 """A call on a GPU that is not there: FlashInfer's launcher selects its kernel, and is given the call's tensors."""
 
+import contextlib
+import dataclasses
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from lab.dry_run import machine, why_not_built
+import lab.gpus
+from lab.dry_run import GPUS, LaunchError, Machine, TensorMap, machine
 from lab.kernels import trtllm
+from tests.dry_run import calls
 
-KERNEL = "fmhaSm100fKernel_QkvBfloat16OBfloat16H128PagedKvCausalP64MultiCtasKvCgaVarSeqQ8Kv128StaticSwapsAbForGen"
-pytestmark = pytest.mark.skipif(why_not_built() is not None, reason=str(why_not_built()))
-
-
-def decode_arguments() -> dict[str, object]:
-    pages, kv_heads, page_size, heads, head_dim, requests = 40, 4, 64, 32, 128, 8
-    return {
-        "query": torch.zeros(requests, heads, head_dim, dtype=torch.bfloat16),
-        "kv_cache": tuple(torch.zeros(pages, kv_heads, page_size, head_dim, dtype=torch.bfloat16) for _ in range(2)),
-        "workspace_buffer": torch.zeros(72 << 20, dtype=torch.uint8),
-        "block_tables": torch.zeros(requests, 128, dtype=torch.int32),
-        "seq_lens": torch.full((requests,), 8192, dtype=torch.int32),
-        "max_seq_len": 8192,
-        "bmm1_scale": 0.1,
-        "bmm2_scale": 1.0,
-    }
+pytestmark = pytest.mark.usefixtures("_launcher")
+# What the prototype of this package launched for the first of these calls, with the table of flashinfer-cubin 0.6.13.
+DECODE = "fmhaSm100fKernel_QkvBfloat16OBfloat16H128PagedKvCausalP64MultiCtasKvCgaVarSeqQ8Kv128StaticSwapsAbForGen"
 
 
-@pytest.mark.parametrize("name", ["b200", "b300"])
-def test_decode_launches_the_kernel_that_the_prototype_saw(name: str) -> None:
-    arguments = decode_arguments()
-    with machine(name) as gpu:
-        trtllm.trtllm_batch_decode_with_kv_cache(**arguments)
-    (launch,) = gpu.launches
-    assert launch.name == KERNEL
-    assert (launch.grid, launch.cluster, launch.pdl, launch.shared_memory_bytes) == ((4, 4, 8), 4, True, 174_696)
+@pytest.fixture(params=["b200", "b300"])
+def blackwell(request: pytest.FixtureRequest) -> Iterator[Machine]:
+    with machine(request.param) as gpu:
+        yield gpu
+
+
+@pytest.fixture
+def b200() -> Iterator[Machine]:
+    with machine("b200") as gpu:
+        yield gpu
+
+
+def maps_of(gpu: Machine) -> dict[str, TensorMap]:
+    return {each.member: each for each in gpu.launches[0].tma}
+
+
+def test_decode(blackwell: Machine) -> None:
+    given = calls.decode(keys=8192)
+    out = trtllm.trtllm_batch_decode_with_kv_cache(**given)
+    (launch,) = blackwell.launches
+    assert launch.name == DECODE
+    assert (launch.grid, launch.block, launch.cluster, launch.pdl) == ((4, 4, 8), (512, 1, 1), 4, True)
+    assert launch.shared_memory_bytes == 174_696
     params = launch.params
     assert params is not None
-    assert params.ptr_page_idx_kv == arguments["block_tables"].data_ptr()
-    assert params.ptr_seq_lens_kv == arguments["seq_lens"].data_ptr()
+    pointers = (params.ptr_o, params.ptr_page_idx_kv, params.ptr_seq_lens_kv)
+    assert pointers == (out.data_ptr(), given["block_tables"].data_ptr(), given["seq_lens"].data_ptr())
     assert params.scale_softmax_log2 == pytest.approx(0.1 * math.log2(math.e))
-    maps = {each.member: each for each in launch.tma}
-    assert [maps[member].address for member in ("tmaK_", "tmaV_")] == [
-        each.data_ptr() for each in arguments["kv_cache"]
-    ]
+    assert (params.batch_size, params.num_heads_q, params.num_heads_kv, params.num_heads_q_per_kv) == (8, 32, 4, 8)
+    assert (params.max_num_pages_per_seq_kv, params.num_tokens_per_page_log2) == (128, 6)
+    assert (params.ptr_softmax_stats, params.uses_shared_paged_kv_idx) == (0, True)
+
+
+def test_tensor_maps_are_read_back_from_the_launch(b200: Machine) -> None:
+    given = calls.decode(keys=8192)
+    trtllm.trtllm_batch_decode_with_kv_cache(**given)
+    maps = maps_of(b200)
+    assert list(maps) == ["tmaQ_", "tmaK_", "tmaV_", "tmaO_"]
+    k, v = given["kv_cache"]
+    assert (maps["tmaK_"].address, maps["tmaV_"].address) == (k.data_ptr(), v.data_ptr())
+    assert maps["tmaQ_"] == TensorMap(
+        "tmaQ_", "bfloat16", given["query"].data_ptr(), (128, 8, 4, 8), (256, 2048, 8192), (64, 8, 1, 1), "128B"
+    )
+    assert maps["tmaK_"].dims[:3] == (128, 64, 4)
     assert maps["tmaK_"].strides_bytes == (256, 64 * 256, 4 * 64 * 256)
+    assert maps["tmaK_"].box == (64, 64, 1, 1)
+
+
+def test_a_window_and_an_lse(blackwell: Machine) -> None:
+    _, lse = trtllm.trtllm_batch_decode_with_kv_cache(**calls.decode(), window_left=100, return_lse=True)
+    attention, lse_kernel = blackwell.launches
+    assert "SlidingOrChunkedCausal" in attention.name
+    assert attention.params is not None
+    assert attention.params.attention_window_size == 101
+    assert lse_kernel.lse is not None
+    assert (lse_kernel.lse.md, lse_kernel.lse.lse) == (attention.params.ptr_softmax_stats, lse.data_ptr())
+    assert (lse_kernel.lse.lse_scale, lse_kernel.lse.n) == (1.0, 8 * 32)
+
+
+def test_verify_context_mla_and_ragged(blackwell: Machine) -> None:
+    trtllm.trtllm_batch_decode_with_kv_cache(**calls.decode(q_len=4))
+    trtllm.trtllm_batch_context_with_kv_cache(**calls.context())
+    trtllm.trtllm_batch_decode_with_kv_cache_mla(**calls.mla())
+    trtllm.trtllm_ragged_attention_deepseek(**calls.ragged())
+    sm = {(10, 0): "Sm100f", (10, 3): "Sm103a"}[blackwell.gpu.capability]  # context kernels have a build for SM103
+    assert [launch.name for launch in blackwell.launches[:4]] == [
+        "fmhaSm100fKernel_QkvBfloat16OBfloat16H128PagedKvCausalP64VarSeqQ8Kv128PersistentSwapsAbForGen",
+        f"fmha{sm}Kernel_QkvBfloat16OBfloat16H128PagedKvCausalP64VarSeqQ128Kv128PersistentContext",
+        "fmhaSm100fKernel_QkvBfloat16OBfloat16HQk576HV512HVPerCta256PagedKvDenseP64VarSeqQ16Kv128PersistentSwapsAbForGen",
+        f"fmha{sm}Kernel_QkvBfloat16OBfloat16HQk192HV128SeparateQkvCausalVarSeqQ128Kv128PersistentContext",
+    ]
+    assert [launch.params.max_seq_len_q for launch in blackwell.launches[:4] if launch.params] == [4, 8, 1, 64]
+    assert blackwell.launches[4].lse is not None
+    assert len(blackwell.launches) == 5
+
+
+def test_a_split_mla_call_launches_the_kernel_that_joins_its_parts(b200: Machine) -> None:
+    given = calls.mla(keys=8192)
+    given["query"] = torch.zeros(1, 4, 128, 576, dtype=torch.bfloat16)
+    trtllm.trtllm_batch_decode_with_kv_cache_mla(
+        **given | {name: given[name][:1] for name in ("block_tables", "seq_lens")}
+    )
+    attention, joins = b200.launches
+    assert "fmhaReductionKernel" in joins.name
+    assert joins.params == attention.params
+
+
+def with_heads_apart(elements: int) -> dict[str, Any]:
+    """Return a decode call with so many elements of K and V between two tokens, of which 128 are used."""
+    cache = tuple(torch.zeros(40, 4, 64, elements, dtype=torch.bfloat16)[..., :128] for _ in range(2))
+    return calls.decode() | {"kv_cache": cache}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (with_heads_apart(132), "TMA descriptor: stride 0 of 264 bytes is no multiple of 16"),
+        (calls.decode(head_dim=96), "Missing TRTLLM-GEN kernel (decode)"),
+        (
+            calls.decode() | {"query": torch.zeros(8 * 32 * 128 + 1, dtype=torch.bfloat16)[1:].view(8, 32, 128)},
+            "0b1111",
+        ),
+    ],
+    ids=["stride", "head_dim", "address"],
+)
+def test_the_launchers_refusal_is_an_exception(given: dict[str, Any], said: str, b200: Machine, capfd: Any) -> None:
+    import flashinfer.decode
+
+    with pytest.raises(LaunchError) as refused:
+        flashinfer.decode.trtllm_batch_decode_with_kv_cache(**given)
+    assert said in str(refused.value)
+    assert b200.launches == ()
+    assert "Error" not in capfd.readouterr().err
+
+
+def test_a_stride_of_a_multiple_of_16_bytes_passes(b200: Machine) -> None:
+    trtllm.trtllm_batch_decode_with_kv_cache(**with_heads_apart(136))
+    assert maps_of(b200)["tmaK_"].strides_bytes[0] == 272
+
+
+def test_a_counter_buffer_that_flashinfer_makes_is_a_fill(b200: Machine) -> None:
+    import flashinfer.decode
+
+    flashinfer.decode.trtllm_batch_decode_with_kv_cache(**calls.decode())
+    (fill,) = b200.fills
+    params = b200.launches[0].params
+    assert params is not None
+    assert (fill.address, fill.value) == (params.ptr_multi_ctas_kv_counter, 0)
+    assert fill.size_bytes == 4 * 8 * 32  # a counter for each request and head, at least one for each multiprocessor
+    b200.clear()
+    assert b200.events == ()
+
+
+@pytest.mark.parametrize("name", ["rtx-pro-6000", "spark", "h200"])
+def test_kernels_that_are_compiled_for_a_shape_are_noted_and_not_run(name: str) -> None:
+    given = calls.decode(q_len=4)
+    with machine(name) as gpu:
+        trtllm.trtllm_batch_decode_with_kv_cache(**given)
+        trtllm.trtllm_batch_context_with_kv_cache(
+            **calls.context() | {"kv_cache": torch.zeros(40, 2, 4, 64, 128, dtype=torch.bfloat16)}
+        )
+        assert gpu.launches == ()
+        decode, context = gpu.compiled_calls
+    assert (decode.backend, context.backend) == ("xqa", "fmha_v2")
+    assert dict(decode.compiled_for)["head_group_ratio"] == 8
+    assert GPUS[name].multiprocessors in decode.arguments
+
+
+def test_another_guess_of_the_clusters_that_fit_takes_another_kernel() -> None:
+    with machine(dataclasses.replace(GPUS["b200"], gpcs=0)) as gpu:
+        trtllm.trtllm_batch_decode_with_kv_cache(**calls.decode(keys=8192))
+    assert gpu.launches[0].name == DECODE.replace("MultiCtasKvCga", "MultiCtasKv")
+    assert gpu.launches[0].cluster == 1
+
+
+def test_all_is_undone_on_exit() -> None:
+    import flashinfer.decode
+    import flashinfer.utils
+
+    cpu = torch.device("cpu")
+
+    def functions() -> tuple[object, ...]:
+        module = flashinfer.decode
+        return lab.gpus.capability_of, module.get_trtllm_gen_fmha_module, flashinfer.utils.get_compute_capability
+
+    before = functions()
+    with contextlib.suppress(KeyError), machine("b200"):
+        assert lab.gpus.capability_of(cpu) == flashinfer.utils.get_compute_capability(cpu) == (10, 0)
+        assert flashinfer.utils.is_sm100a_supported(cpu)
+        raise KeyError
+    assert functions() == before
+    with machine("spark"):
+        assert flashinfer.utils.is_sm12x_supported(cpu)
+        assert not flashinfer.utils.is_sm100a_supported(cpu)
+    with pytest.raises(NotImplementedError, match="CUDA GPU"):
+        trtllm.trtllm_batch_decode_with_kv_cache(**calls.decode())
+
+
+def test_an_unknown_gpu_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(ValueError, match="no dry run of 'b100'; known are b200, b300"), machine("b100"):
+        pass

@@ -1,0 +1,124 @@
+"""FlashInfer's compiled launcher, loaded with a fake CUDA that answers as one GPU."""
+
+import ctypes
+import functools
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lab.dry_run import build, kernel_table
+from lab.gpus import Capability
+
+KIB = 1024
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that the fake CUDA answers as.
+
+    Attributes:
+        name: as a person calls it.
+        cuda_name: as CUDA calls it, a key of `lab.gpus.DATASHEETS`.
+        capability: (major, minor).
+        multiprocessors: how many it has.
+        shared_memory_optin_bytes: most shared memory of one thread block (CUDA C++ Programming Guide, technical
+            specifications per compute capability).
+        multiprocessors_per_gpc, gpcs: a guess of how they lie together. The launcher asks how many clusters fit at once, and
+            takes a kernel without clusters where they do not fit; nothing else rests on these.
+    """
+
+    name: str
+    cuda_name: str
+    capability: Capability
+    multiprocessors: int
+    shared_memory_optin_bytes: int
+    multiprocessors_per_gpc: int = 16
+    gpcs: int = 8
+
+
+# Multiprocessors: of the B200 and B300 as flashinfer-ai/flashinfer#4445 counts them, of the others NVIDIA's datasheets.
+GPUS = {
+    "b200": Gpu("B200", "NVIDIA B200", (10, 0), 148, 227 * KIB, multiprocessors_per_gpc=18),
+    "b300": Gpu("B300", "NVIDIA B300 SXM6 AC", (10, 3), 148, 227 * KIB, multiprocessors_per_gpc=18),
+    "rtx-pro-6000": Gpu(
+        "RTX PRO 6000", "NVIDIA RTX PRO 6000 Blackwell Workstation Edition", (12, 0), 188, 99 * KIB, gpcs=12
+    ),
+    "spark": Gpu("DGX Spark", "NVIDIA GB10", (12, 1), 48, 99 * KIB, gpcs=3),
+    "h200": Gpu("H200", "NVIDIA H200", (9, 0), 132, 227 * KIB),
+    "a100": Gpu("A100", "NVIDIA A100-SXM4-80GB", (8, 0), 108, 163 * KIB, gpcs=7),
+}
+
+
+class LaunchError(RuntimeError):
+    """FlashInfer's launcher refused a call, or the fake driver refused what it asked for: the text is theirs."""
+
+
+class Launcher:
+    """The launcher and its fake CUDA. It keeps a GPU's answers from its first call on, so that each GPU has its own copy."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        import tvm_ffi
+
+        self.table = kernel_table.newest()
+        with (
+            tempfile.TemporaryDirectory() as folder
+        ):  # a copy, since a file that is loaded already would not be loaded anew
+            copied = shutil.copy(build.library(self.table), Path(folder) / f"{gpu.name.replace(' ', '_')}.so")
+            self.module = tvm_ffi.load_module(str(copied))
+            self._library = ctypes.CDLL(str(copied))
+        for function in ("dry_run_log", "dry_run_take_faults"):
+            getattr(self._library, function).restype = ctypes.c_char_p
+        shape = (gpu.multiprocessors, gpu.shared_memory_optin_bytes, gpu.multiprocessors_per_gpc, gpu.gpcs)
+        self._library.dry_run_set_gpu(*gpu.capability, *shape)
+        # The name of a kernel stands for its machine code, which nothing runs.
+        self._give_cubin = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p)(
+            lambda name, _sha256: self._library.FlashInferSetCurrentCubin(name, len(name))
+        )
+        self._library.FlashInferSetCubinCallback(self._give_cubin)
+
+    def log(self) -> list[dict[str, Any]]:
+        """Return what was asked of the fake CUDA since `clear`."""
+        return list(json.loads(self._library.dry_run_log()))
+
+    def clear(self) -> None:
+        """Empty the log."""
+        self._library.dry_run_clear()
+
+    def zeroed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor after noting that it was filled with zeros."""
+        self._library.cudaMemsetAsync(ctypes.c_void_p(tensor.data_ptr()), 0, ctypes.c_size_t(tensor.nbytes), None)
+        return tensor
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Return a function of FlashInfer's module, whose failure is a `LaunchError` with all that was said."""
+        function = getattr(self.module, name)
+
+        def call(*arguments: Any) -> Any:
+            self._library.dry_run_take_faults()
+            self._library.dry_run_begin_capture()
+            failure: Exception | None = None
+            try:
+                result = function(*arguments)
+            except RuntimeError as error:
+                failure = error
+            finally:
+                self._library.dry_run_end_capture()
+            faults = self._library.dry_run_take_faults().decode()
+            if failure is not None or faults:  # FlashInfer prints some of the driver's errors and goes on
+                said = "" if failure is None else str(failure).strip()
+                raise LaunchError("; ".join(each for each in (faults, said) if each)) from failure
+            return result
+
+        return call
+
+
+@functools.cache
+def launcher_for(gpu: Gpu) -> Launcher:
+    """Return the launcher of a GPU, built and loaded once; raises `lab.dry_run.build.NotBuiltError`."""
+    return Launcher(gpu)

@@ -1,0 +1,102 @@
+"""The fact file of trtllm-gen's kernels: what it says of some, and that it says all that its source does."""
+
+import lzma
+import os
+from pathlib import Path
+
+import pytest
+
+from lab.dry_run import kernel_table
+from lab.dry_run.kernel_table import KernelTable, facts, header, parsed, read_facts, recorded
+
+# From flashInferMetaInfo.h of flashinfer-cubin 0.6.13, read there.
+ROWS = {
+    "fmhaSm100fKernel_QkvBfloat16OBfloat16H128PagedKvCausalP64MultiCtasKvCgaVarSeqQ8Kv128StaticSwapsAbForGen": {
+        **dict.fromkeys(("mDataTypeQ", "mDataTypeKv", "mDataTypeK", "mDataTypeV", "mDataTypeO"), "DATA_TYPE_BF16"),
+        "mTileSizeQ": "8",
+        "mTileSizeKv": "128",
+        "mHeadDimQk": "128",
+        "mHeadDimV": "128",
+        "mSM": "kSM_100f",
+        "mSharedMemBytes": "174696",
+        "mNumTokensPerPage": "64",
+        "mMaskType": "1",
+        "mMultiCtasKvMode": "3",
+    },
+    "fmhaSm100aKernel_QE4m3KvE2m1OE4m3H64PagedKvDenseP32VarSeqQ128Kv128StaticContext": {
+        "mDataTypeQ": "DATA_TYPE_E4M3",
+        "mDataTypeKv": "DATA_TYPE_E2M1",
+        "mDataTypeO": "DATA_TYPE_E4M3",
+        "mStepQ": "256",
+        "mHeadDimPerCtaV": "64",
+        "mSM": "kSM_100",
+        "mSharedMemBytes": "64656",
+        "mThreadsPerCTA": "512",
+        "mGroupsHeadsQ": "false",
+        "mKernelType": "0",
+        "mReuseSmemKForV": "false",
+    },
+}
+
+
+def test_some_rows_of_the_fact_file() -> None:
+    table = recorded()
+    assert (table.source, len(table)) == ("flashinfer-cubin 0.6.13", 13_452)
+    names = [name.strip('"') for name in table.columns["mFuncName"]]
+    assert len(set(names)) == len(names)
+    for name, expected in ROWS.items():
+        row = table.row(names.index(name))
+        assert {column: row[column] for column in expected} == expected
+
+
+def test_the_fact_file_is_small() -> None:
+    assert len(facts(recorded())) < 100_000
+    assert read_facts(facts(recorded())) == recorded()
+
+
+def test_a_header_has_what_a_launcher_reads() -> None:
+    table = recorded()
+    members = frozenset({"mTileSizeQ", "mFp16Softmax"})
+    again = parsed(header(table, members), table.source)
+    assert again.columns == table.columns | {"mFp16Softmax": ("false",) * len(table)}
+    assert table.lacks(members) == ("mFp16Softmax",)
+    assert again.lacks(members) == ()
+
+
+def test_other_text_is_no_table() -> None:
+    with pytest.raises(ValueError, match=r"nothing: no flashInferMetaInfo\.h with a struct"):
+        parsed("int x;", "nothing")
+
+
+def test_a_folder_of_flashinfers_binaries_is_used_where_it_has_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FLASHINFER_CUBIN_DIR", raising=False)
+    installed = kernel_table.newest()
+    monkeypatch.setenv("FLASHINFER_CUBIN_DIR", str(tmp_path))
+    assert kernel_table.newest() == installed
+    table = recorded()
+    few = KernelTable("few", table.types, {name: values[:3] for name, values in table.columns.items()})
+    (tmp_path / kernel_table.HEADER_NAME).write_text(header(few, frozenset({"mNew"})))
+    newest = kernel_table.newest()
+    assert newest.source == f"FLASHINFER_CUBIN_DIR={tmp_path}"
+    assert newest.columns == few.columns | {"mNew": ("false",) * 3}
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / kernel_table.HEADER_NAME).write_text("")
+    with pytest.raises(ValueError, match=r"wanted one flashInferMetaInfo\.h, found 2"):
+        kernel_table.newest()
+
+
+def test_the_fact_file_is_what_flashinfer_cubin_makes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wheel = os.environ.get("LAB_FLASHINFER_CUBIN_WHEEL")
+    if wheel is None:
+        pytest.skip(
+            "LAB_FLASHINFER_CUBIN_WHEEL names no wheel (pip download --no-deps flashinfer-cubin==0.6.13, 458 MB)"
+        )
+    kernel_table.main([wheel, "--out", str(tmp_path / "facts.xz")])
+    assert "13452 kernels of flashinfer-cubin 0.6.13" in capsys.readouterr().out
+    made = read_facts((tmp_path / "facts.xz").read_bytes())
+    assert made == recorded()
+    source = parsed(kernel_table.header_text(Path(wheel)), made.source)
+    assert parsed(header(made, frozenset()), made.source) == source
+    assert lzma.decompress(facts(source)) == lzma.decompress(facts(recorded()))
