@@ -58,7 +58,8 @@ class _Request:
 def compute(launches: Iterable[Launch], memory: HostMemory) -> None:
     """Compute launches of one call, in their order: attention, with its parts joined already, and the LSE.
 
-    Rows that see no key are left as they were, as trtllm-gen leaves them or worse (FlashInfer pull request 4975, issue 2883).
+    A row that sees no key keeps what was in the output: trtllm-gen writes nothing there, or NaN (FlashInfer's pull request 4975
+    and issue 2883). Its LSE is minus infinity for generation kernels (the same), and is not written for others.
 
     Args:
         launches: as the machine recorded them.
@@ -166,6 +167,8 @@ class _Attention:
         starts = torch.zeros_like(positions)
         if self.kernel.has_window:
             starts = (ends - self.params.attention_window_size).clamp(min=0)
+        if self.stats is not None and not self.kernel.is_context:
+            self.stats[request.first_row :][: request.computed] = 0.0  # of which the LSE is minus infinity
         rows = (starts < ends).nonzero().flatten()
         if not len(rows):
             return
