@@ -77,7 +77,14 @@ def lens_of(case: AttentionCase | Combination) -> AttentionCase:
 def only_fewer_keys_than_rows(case: AttentionCase | Combination, sentence: str) -> bool:
     """All that is wrong belongs to requests with fewer keys than query rows."""
     requests, case = wrong_requests(sentence), lens_of(case)
-    return bool(requests) and all(case.kv_lens[request] < case.q_lens[request] for request in requests)
+    seen = getattr(case, "seen_lens", case.kv_lens)  # of a pass, whose rows may see fewer keys than there are
+    return bool(requests) and all(seen[request] < case.q_lens[request] for request in requests)
+
+
+def has_fewer_keys_than_rows(case: AttentionCase | Combination) -> bool:
+    """Some request of the case has fewer keys than query rows."""
+    case = lens_of(case)
+    return any(kv_len < q_len for kv_len, q_len in zip(case.kv_lens, case.q_lens, strict=True))
 
 
 def only_without_keys(case: AttentionCase | Combination, sentence: str) -> bool:
@@ -91,7 +98,10 @@ def is_decode(case: AttentionCase, sentence: str) -> bool:
 
 
 FINDINGS = "results/nvidia-h200/findings.md"
+DRY_RUN = "results/blackwell-dry-run/README.md"
+NO_KEY = f"{DRY_RUN}#rows-that-see-no-key-keep-what-was-in-the-output"
 TRTLLM: dict[str, Any] = {"implementation": "lab.kernels.trtllm", "capability": (9, 0)}
+B200: dict[str, Any] = {"implementation": "lab.dry_run.b200", "capability": None}
 
 LEDGER: tuple[KnownFinding, ...] = (
     KnownFinding(
@@ -135,5 +145,33 @@ LEDGER: tuple[KnownFinding, ...] = (
         wrong="^dead cells of NAN",
         where=lambda case, sentence: is_decode(case, sentence) and case.kv_dtype == E4M3 and case.q_lens[0] == 1,
         finding=f"{FINDINGS}#9-xqa-with-e4m3-kv-multiplies-the-tail-of-the-last-v-page-by-zero",
+    ),
+    KnownFinding(
+        **B200,
+        checks=("K2", "K11", "K13", "K18", "M2"),
+        wrong="vectors are wrong|are not finite",
+        where=only_fewer_keys_than_rows,
+        finding=NO_KEY,
+    ),
+    KnownFinding(  # whose other shape has requests that the case does not tell
+        **B200,
+        checks=("K6",),
+        wrong="^another shape: .*: rows that see no key must be zero",
+        where=lambda case, sentence: True,
+        finding=NO_KEY,
+    ),
+    KnownFinding(
+        **B200,
+        checks=("K2", "K18"),
+        wrong="LSEs are wrong",
+        where=lambda case, sentence: has_fewer_keys_than_rows(case),
+        finding=NO_KEY,
+    ),
+    KnownFinding(
+        **B200,
+        checks=("K2",),
+        wrong="LSEs are wrong: row [0-9]+ head [0-9]+ is inf,",
+        where=lambda case, sentence: case.contents is Contents.LOW and case.sinks,
+        finding=f"{DRY_RUN}#the-lse-is-infinite-where-a-sink-is-far-above-every-logit",
     ),
 )

@@ -203,8 +203,9 @@ class _Attention:
         return view.flatten(1, 2)
 
     def _scale(self, what: str, pointer: int, number: float) -> float:
-        """Return a scale: that of a tensor on the device goes before the launch's number."""
-        return float(self.memory.array(what, pointer, (1,), torch.float32)) if pointer else number
+        """Return a scale, a float32: that of a tensor on the device goes before the launch's number."""
+        given = self.memory.array(what, pointer, (1,), torch.float32) if pointer else torch.tensor(number)
+        return float(given.float())
 
     def _tokens(self, side: str, request: _Request, first: int, end: int) -> torch.Tensor:
         """Return keys or values `first` to `end` of a request, float64 [end - first, num_kv_heads, head_dim of that side]."""

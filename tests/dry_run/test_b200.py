@@ -1,0 +1,46 @@
+"""The judge, over calls that are made on a B200 that is not there."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lab.checks import Outcome, Report, Space, judge
+from lab.dry_run import b200
+from lab.workloads.interfaces import Interface
+from tests.dry_run.on_a_b200 import NEEDS_A_LAUNCHER
+
+pytestmark = [NEEDS_A_LAUNCHER, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+SPACE = Space(
+    dtypes=((torch.bfloat16, torch.bfloat16),),
+    groups=(3,),
+    head_dims=(64,),
+    page_sizes=(64,),
+    windows=(False,),  # of which the ragged call has none
+    nvfp4=(False,),
+    mla_head_dims=((576, 512),),
+    mla_heads=(16,),
+    mla_page_sizes=(64,),
+)
+
+
+def judged(implementation: Any, function: str) -> Report:
+    checks = ["M3"] if function == Interface.RAGGED_CONTEXT.value else ["K3", "K10"]
+    return judge(implementation, only=checks, functions=[function], space=SPACE, device="cpu", drawn=0, probe=False)
+
+
+@pytest.mark.parametrize("function", [name for name in vars(b200) if name.startswith("trtllm_")])
+def test_the_judge_finds_the_calls_right(function: str) -> None:
+    report = judged(b200, function)
+    assert all(verdict.outcome in (Outcome.RIGHT, Outcome.DECLINED) for verdict in report.verdicts)
+    assert any(verdict.outcome is Outcome.RIGHT for verdict in report.verdicts)
+
+
+def test_and_a_wrong_one_wrong() -> None:
+    class Wrong:
+        @staticmethod
+        def trtllm_batch_decode_with_kv_cache(**arguments: Any) -> Any:
+            return b200.trtllm_batch_decode_with_kv_cache(**arguments | {"seq_lens": arguments["seq_lens"] - 1})
+
+    assert any(judged(Wrong, "trtllm_batch_decode_with_kv_cache").wrong)
