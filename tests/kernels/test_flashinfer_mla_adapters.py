@@ -87,6 +87,13 @@ def with_gaps(arguments: Arguments) -> Arguments:
     return arguments | {"kv_cache": torch.stack((cache, torch.full_like(cache, math.nan)), dim=1)[:, 0]}
 
 
+def misplaced(arguments: Arguments) -> Arguments:
+    """The same cache, one element later in memory."""
+    cache = arguments["kv_cache"]
+    moved = torch.empty(cache.numel() + 1, dtype=cache.dtype)[1:].view(cache.shape)
+    return arguments | {"kv_cache": moved.copy_(cache)}
+
+
 def into(arguments: Arguments, dtype: torch.dtype = torch.bfloat16) -> Arguments:
     return arguments | {"out": torch.empty(*arguments["query"].shape[:-1], 512, dtype=dtype)}
 
@@ -335,6 +342,12 @@ REFUSED: dict[str, tuple[Kernel, tuple[int, int] | None, Callable[[], Arguments]
         "must not be 0",
     ),
     "XQA of gaps": (XQA_MLA, SM120, lambda: with_columns(with_gaps(case(heads=128)), 2), "contiguous"),
+    "XQA of a misplaced cache": (
+        XQA_MLA,
+        SM120,
+        lambda: with_columns(misplaced(case(heads=128)), 2),
+        "K must begin at a multiple of them, not 2 bytes after one",
+    ),
     "wrapper on a CPU": (FA2_MLA, None, case, "a CPU"),
     "FA3 on SM100": (FA3_MLA, SM100, case, "SM90"),
     "FA3 of rank 384": (FA3_MLA, SM90, lambda: case(rank=384), "128, 256 and 512"),

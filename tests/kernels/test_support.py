@@ -117,6 +117,12 @@ def padded(tensor: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(tensor, (0, 8))[..., : tensor.shape[-1]]
 
 
+def shifted(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, one element later in memory."""
+    moved = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
+    return moved.copy_(tensor)
+
+
 ONE, SINK, LSE = torch.ones(1), torch.zeros(4), torch.empty(4, 4)
 OFFSETS = torch.tensor([0, 2, 4], dtype=torch.int32)
 MASK = torch.ones(2, 2, 2, dtype=torch.uint16)
@@ -288,6 +294,26 @@ TABLE: list[tuple[Kernel, Capability | None, dict[str, Any], str | None]] = [
     (XQA, SM120, {"kv_dtype": U8, "k_cache_like": padded, "v_cache_like": padded}, "strides in whole heads of 32"),
     (XQA, SM90, {"query_like": transposed}, "contiguous query"),
     (XQA, SM90, {"sinks": SINK, "window_left": 3, "bmm1_scale": ONE}, None),
+    (
+        XQA,
+        SM90,
+        {"query_like": shifted},
+        "loads 16 bytes at a time: query must begin at a multiple of them, not 2 bytes after one",
+    ),
+    (XQA, SM90, {"k_cache_like": shifted}, "K must begin at a multiple"),
+    (
+        XQA,
+        SM90,
+        {"v_cache_like": shifted, "kv_dtype": E4M3},
+        "V must begin at a multiple of them, not 1 bytes after one",
+    ),
+    (
+        XQA,
+        SM120,
+        {"k_cache_like": shifted, "kv_dtype": U8},
+        "loads 8 bytes at a time: K must begin at a multiple of them, not 1 by",
+    ),
+    (XQA, SM90, {"out": torch.empty(4 * 4 * 64 + 1, dtype=BF16)[1:].view(4, 4, 64)}, "out must begin at a multiple"),
     # fmha_v2.
     *[(FMHA_V2, gpu, {}, None) for gpu in (SM90, SM120, SM121)],
     (FMHA_V2, CPU, {}, ONLY_SM9_12 + "a CPU"),
@@ -324,6 +350,7 @@ TABLE: list[tuple[Kernel, Capability | None, dict[str, Any], str | None]] = [
     (FMHA_V2, SM90, {"k_cache": POOL[3:], "v_cache": POOL[:3]}, "V -12288 bytes after K"),
     (FMHA_V2, SM90, {"k_cache": LONE_K, "v_cache": LONE_V}, "halves of one allocation"),
     (FMHA_V2, SM90, {"k_cache": WIDE_POOL[:3], "v_cache": WIDE_POOL[3:]}, "halves of one allocation"),
+    (FMHA_V2, SM90, {"query_like": shifted}, "query must begin at a multiple of them, not 2 bytes after one"),
     (FMHA_V2, SM90, {"lse": LSE}, "not the LSE"),
     (FMHA_V2, SM90, {"return_lse": True}, "not the LSE"),
     (FMHA_V2, SM90, {"bmm1_scale": ONE}, "host numbers"),

@@ -2,7 +2,7 @@
 
 import torch
 
-from lab.calls.problem import E4M3, HALF_DTYPES, Feature
+from lab.calls.problem import E4M3, HALF_DTYPES, Feature, PagedAttention
 from lab.calls.ragged_context import RaggedAttention
 from lab.kernels.support.kernel import Dtypes, dims, page_sizes
 
@@ -23,23 +23,41 @@ MLA_DTYPES = Dtypes(
 RAGGED_SIZES = dims("(head_dim, v_head_dim)", lambda problem: (problem.head_dim, problem.v_head_dim), *RAGGED_DIMS)
 
 
-def misaligned(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) -> str | None:
-    """Return a kernel's sentence about a tensor whose address or strides it cannot load so many bytes at a time."""
+def misplaced(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) -> str | None:
+    """Return a kernel's sentence about a tensor whose address it cannot load so many bytes at a time."""
     past = tensor.data_ptr() % load_bytes
     if past:
         return (
             f"loads {load_bytes} bytes at a time: {name} must begin at a multiple of them, not {past} bytes after one"
         )
+    return None
+
+
+def misaligned(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) -> str | None:
+    """Return a kernel's sentence about a tensor whose address or strides it cannot load so many bytes at a time."""
     for stride in tensor.stride()[:-1]:
         if stride * tensor.element_size() % load_bytes:
-            return (
+            return misplaced(name, tensor, load_bytes) or (
                 f"loads {load_bytes} bytes at a time: the strides of {name} must be multiples of them, "
                 f"not {stride * tensor.element_size()} bytes"
             )
-    return None
+    return misplaced(name, tensor, load_bytes)
 
 
 def misaligned_ragged(problem: RaggedAttention) -> str | None:
     """Return a ragged kernel's sentence about the first of query, key and value that is `misaligned`."""
     sides = (("query", problem.query), ("key", problem.key), ("value", problem.value))
     return next((words for name, tensor in sides if (words := misaligned(name, tensor)) is not None), None)
+
+
+def misplaced_paged(problem: PagedAttention) -> str | None:
+    """Return a kernel's sentence about the first of query, K, V and out that begins where it cannot be loaded or stored.
+
+    XQA and fmha_v2 take 16 bytes at a time (mha.cu's `LdGrain`, fmha_v2's `BYTES_PER_LDG`, TMA), of NVFP4 K/V 8
+    (`grainBytesGmemCache`).
+    """
+    kv_bytes = LOAD_BYTES // 2 if problem.kv_dtype == NVFP4 else LOAD_BYTES
+    sides = [("query", problem.query, LOAD_BYTES), ("K", problem.k_cache, kv_bytes), ("V", problem.v_cache, kv_bytes)]
+    if problem.out is not None:
+        sides.append(("out", problem.out, LOAD_BYTES))
+    return next((words for side in sides if (words := misplaced(*side)) is not None), None)

@@ -2,7 +2,7 @@
 
 from lab.calls.problem import E4M3, HALF_DTYPES, AttentionCall, Feature, PagedAttention
 from lab.gpus import SM90, SM120, Capability, family_of, sm_name
-from lab.kernels.support.common import HALVES, STRIDED_QUERY, TAKEN_PAGES, USUAL
+from lab.kernels.support.common import HALVES, STRIDED_QUERY, TAKEN_PAGES, USUAL, misplaced_paged
 from lab.kernels.support.kernel import Dtypes, Kernel, sizes, triples
 from lab.kernels.support.stored_cache import stored_cache
 
@@ -20,7 +20,7 @@ def _fmha_v2(capability: Capability | None, problem: PagedAttention) -> str | No
         return f"takes a row's maximum before it scales: bmm1_scale {problem.bmm1_scale} overflows"
     if q in HALF_DTYPES and problem.bmm2_scale != 1:  # its 16 bit epilogues never read it
         return f"applies no bmm2_scale to {q}: it must be 1.0, not {problem.bmm2_scale}"
-    return _fmha_v2_cache(problem)
+    return _fmha_v2_cache(problem) or misplaced_paged(problem)
 
 
 def _fmha_v2_cache(problem: PagedAttention) -> str | None:

@@ -10,6 +10,7 @@ from lab.kernels.support.common import (
     NVFP4,
     STRIDED_QUERY,
     USUAL,
+    misplaced_paged,
 )
 from lab.kernels.support.kernel import Dtypes, Kernel, Sizes, dims, mla_dims, page_sizes, triples
 
@@ -55,7 +56,7 @@ def _xqa(capability: Capability | None, problem: PagedAttention) -> str | None:
         return "ignores a mask at q_len_per_req 1"
     if problem.k_block_tables.shape[1] == 0:
         return "takes the most keys from the page table's width, and block_tables has no column"
-    return _xqa_heads(capability, problem) or _xqa_strides(problem)
+    return _xqa_heads(capability, problem) or _xqa_strides(problem) or misplaced_paged(problem)
 
 
 def _xqa_heads(capability: Capability | None, problem: PagedAttention) -> str | None:
@@ -134,7 +135,7 @@ def _xqa_mla(_capability: Capability | None, problem: PagedAttention) -> str | N
         return "multiplies the logits by bmm2_scale, which must not be 0"
     if not problem.k_cache.is_contiguous():
         return "is called with a contiguous query and cache"
-    return None
+    return misplaced_paged(problem)
 
 
 XQA_MLA = Kernel(
