@@ -4,7 +4,7 @@ FlashInfer's trtllm-gen path is host C++ around machine code that only SM100 and
 table, encodes TMA descriptors, fills `KernelParams` and calls the driver. Here nvcc compiles that launcher as it is
 installed, and a fake driver and runtime answer it as the GPU that `machine` names, check its descriptors by cuda.h's rules,
 and record what it would launch. So a dry run shows which kernel a call comes to, with which grid and arguments, or the
-launcher's refusal.
+launcher's refusal::
 
     from lab.dry_run import machine
 

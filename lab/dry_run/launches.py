@@ -20,7 +20,7 @@ class TensorMap:
     """A TMA descriptor that a kernel was given (cuda.h, `cuTensorMapEncodeTiled`).
 
     Attributes:
-        member: FlashInfer's name of it in `KernelParams`, such as "tmaK_".
+        member: FlashInfer's name of it in `KernelParams`, such as `tmaK_`.
         dtype: one of `TMA_DTYPES`. e4m3 goes as "uint8"; NVFP4 too, a byte for two, unless the kernel unpacks it.
         address: where it begins.
         dims: elements of each dimension, the innermost first.
