@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from lab.commands.options import Json, Markdown, list_option, refuse, refusing_errors
+from lab.exit_status import ExitStatus
 
 
 def dry_run(
@@ -32,7 +33,7 @@ def dry_run(
 ) -> None:
     """Show which kernel would run on a GPU, its grid, the bytes to move and the floor, or the refusal. Nothing is run.
 
-    Exit status: 1 if a pass ran other kernels in the run of --recorded, 125 if it has none of the passes.
+    Exit status: 1 if a pass ran other kernels in the run of --recorded, 125 if none could be compared.
 
     The passes are the default scenarios of `lab bench`, and each forward mode of the judge's M1 and M2. FlashInfer's own
     launcher selects the kernels of SM100 and SM103, where CUDA's nvcc and FlashInfer are installed; it is compiled once, in a
@@ -55,6 +56,8 @@ def dry_run(
     run = passes.dry_run(
         gpu, chosen, lambda: typer.echo("FlashInfer's launcher is compiled, which takes a minute", err=True)
     )
+    if recorded is not None and run.by_rules_because is not None:
+        refuse(f"not compared: no launcher names the kernels: {run.by_rules_because}", ExitStatus.NOT_JUDGED)
     report = dry_run_report(run, profiled)
     report.show(json, markdown)
     raise typer.Exit(report.exit_status)

@@ -159,6 +159,13 @@ def test_a_run_without_kernels_names_is_refused(tmp_path: Path, capsys: pytest.C
     assert "record them with lab bench --lab-clock cupti" in capsys.readouterr().err
 
 
+def test_by_the_rules_alone_no_run_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    facts = {"scenario": DECODE, "implementation": "lab.kernels.trtllm", "kernels": ["kernel_mha"], "clock": "cupti"}
+    write_run(tmp_path / "run.json", facts)
+    assert run(f"dry-run --gpu h200 --only {DECODE} --recorded {tmp_path}/run.json") == 125
+    assert "not compared: no launcher names the kernels" in capsys.readouterr().err
+
+
 def write_run(path: Path, facts: dict[str, Any]) -> None:
     benchmark = {"fullname": "test_timed", "stats": {"data": [1e-5, 1e-5]}, "extra_info": facts}
     path.write_text(json.dumps({"benchmarks": [benchmark], "machine_info": {}}))
