@@ -2,7 +2,7 @@
 
 nvcc's front end is given FlashInfer's own source with FlashInfer's own macros, and at its end one assertion more, which always
 fails and names the kernel's shared memory. There the compiler stops, before it makes any code: half a second of a quiet
-core, where the whole module takes 15 s and more. If no other assertion fails, the source takes the shape. XQA's `exactDiv`
+core, where the whole source takes two to four. If no other assertion fails, the source takes the shape. XQA's `exactDiv`
 asserts too, but FlashInfer compiles with NDEBUG: a division that leaves a rest is refused here, where FlashInfer would
 compile a kernel that leaves data out. Registers, code, and what it computes are never looked at.
 

@@ -2,7 +2,7 @@
 
     python -m lab.dry_run.compiled_table results/blackwell-dry-run
 
-writes compiled.json and compiled.md: about ten minutes on a quiet core.
+writes compiled.json and compiled.md: about five minutes on a quiet core.
 """
 
 import argparse
@@ -190,8 +190,9 @@ def record(folder: Path, told: Callable[[str], None] = print) -> None:
     for shape in shapes():
         rows.append(Row(shape, compiled(shape), judged(shape)))
         told(f"{_words(shape)}: {rows[-1].refusal or 'compiles'}")
-    recorded = {"method": METHOD, "environment": facts, "rows": [_written(row) for row in rows]}
-    write_text(folder / "compiled.json", json.dumps(recorded, indent=1) + "\n")
+    head = json.dumps({"method": METHOD, "environment": facts}, indent=1).removesuffix("\n}")
+    body = ",\n  ".join(json.dumps(_written(row)) for row in rows)
+    write_text(folder / "compiled.json", f'{head},\n "rows": [\n  {body}\n ]\n}}\n')
     write_text(folder / "compiled.md", markdown(rows, facts))
 
 
@@ -227,11 +228,11 @@ def markdown(rows: Sequence[Row], facts: dict[str, Any]) -> str:
     differ = [row for row in rows if (row.refusal is None) != (row.why_not is None)]
     plain = [row for row in rows if row.shape.page_size == 64 and not row.shape.window]
     xqa = [row for row in rows if row.shape.kernel is XQA]
+    took = f"{statistics.median(seconds):.1f} s (median of {len(seconds)}, wall clock, beside other work)"
     lines = [
         "# What FlashInfer compiles for SM90, SM100, SM120 and SM121: XQA, XQA MLA and fmha_v2",
         "",
-        f"{METHOD} FlashInfer {facts['packages']['flashinfer-python']}, {facts['nvcc']}; a source took "
-        f"{statistics.median(seconds):.1f} s (median of {len(seconds)}, wall clock, beside other work). "
+        f"{METHOD} FlashInfer {facts['packages']['flashinfer-python']}, nvcc {facts['nvcc']}; a source took {took}. "
         "`python -m lab.dry_run.compiled_table results/blackwell-dry-run` makes this page and compiled.json anew.",
         "",
         f"{len(rows)} shapes: {len(rows) - refused} compile, {refused} do not. `why_not` says the same of "
