@@ -1,8 +1,9 @@
 """FlashInfer's `trtllm_batch_decode_with_kv_cache_mla`: trtllm-gen on SM100 and SM103, XQA on SM120 and SM121.
 
-None of these GPUs was at hand: the calls have been checked by signature and by simulation only. The adapter names the backend
-and the base of the LSE, which FlashInfer otherwise chooses with it, hands sinks on as the one tensor that the kernels read,
-and undoes XQA's multiplying the logits by `bmm2_scale` too (mla_sm120.cu, `qkScaleLog2e`).
+None of these GPUs was at hand: trtllm-gen's calls have been checked through FlashInfer's own launcher on a CPU (`lab.dry_run`),
+XQA's by signature and simulation. The adapter names the backend and the base of the LSE, which FlashInfer otherwise chooses
+with it, hands sinks on as the one tensor that the kernels read, and undoes XQA's multiplying the logits by `bmm2_scale` too
+(mla_sm120.cu, `qkScaleLog2e`).
 """
 
 from dataclasses import replace

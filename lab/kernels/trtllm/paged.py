@@ -3,8 +3,8 @@
 What runs depends on the GPU, as in an engine: trtllm-gen on SM100 and SM103; on SM90, SM120 and SM121 XQA for the decode
 call and fmha_v2 for the context call. The adapter supplies what those need and the calls do not carry: XQA's packed
 causal mask, a workspace whose semaphores are zero, packed page-table rows, fmha_v2's [B, 2, M] table, and trtllm-gen's
-counters, without which each call would allocate and zero its own. trtllm-gen's path has been checked by signature and by
-simulation only: no SM100 or SM103 was at hand.
+counters, without which each call would allocate and zero its own. trtllm-gen's path has been checked
+through FlashInfer's own launcher on a CPU only (`lab.dry_run`): no SM100 or SM103 was at hand.
 
 Checking and converting the arguments takes longer than a small launch. Whoever calls often, or counts microseconds,
 prepares once and calls many times: `prepare_` before a call's name returns a `PreparedCall`, raises what the call would raise,
