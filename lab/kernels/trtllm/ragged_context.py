@@ -1,8 +1,8 @@
 """FlashInfer's `trtllm_ragged_attention_deepseek`: trtllm-gen on SM100 and SM103.
 
 Neither GPU was at hand: the call has been checked through FlashInfer's own launcher on a CPU only (`lab.dry_run`). Where rows
-may see no key, the adapter writes their zeros and LSE after the kernel, which leaves stale values there. SGLang 0.5.23's backend
-does the same.
+may see no key, the adapter writes their zeros and LSE after the kernel, which leaves stale values there. SGLang 0.5.23's
+backend does the same.
 """
 
 import math
