@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from lab.dry_run.build import NotBuiltError
 from lab.dry_run.machine import machine
 from lab.kernels import trtllm
 
@@ -20,8 +21,11 @@ from lab.kernels import trtllm
 def _on_a_b200(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(**arguments: Any) -> Any:
-        with machine("b200", computes=True):
-            return function(**arguments | {"workspace_buffer": None})
+        try:
+            with machine("b200", computes=True):
+                return function(**arguments | {"workspace_buffer": None})
+        except NotBuiltError as error:
+            raise NotImplementedError(str(error)) from error
 
     return call
 

@@ -21,6 +21,7 @@ from lab.checks.graph_case import GraphCase, MLAGraphCase, Story, graph_modes
 from lab.checks.graph_stage import MHAStage, MLAStage
 from lab.checks.mla_pass import MLAPass, build_mla_pass
 from lab.checks.scene import Scene
+from lab.dry_run.launches import Launch
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.mha.calls import PlannedCall
@@ -55,7 +56,7 @@ def test_mha(case: ForwardCase) -> None:
     assert forward.truth().compare(out).passed
 
 
-def hold_mha(launch: Any, forward: ForwardPass, planned: PlannedCall, widths: list[int], out: Tensor) -> None:
+def hold_mha(launch: Launch, forward: ForwardPass, planned: PlannedCall, widths: list[int], out: Tensor) -> None:
     """Hold a launch to the metadata of the requests that it is for."""
     case, metadata, layer = forward.case, forward.metadata, forward.layer
     first, row, is_decode = planned.first_request, planned.first_row, planned.call is AttentionCall.DECODE
@@ -91,6 +92,16 @@ def hold_mha(launch: Any, forward: ForwardPass, planned: PlannedCall, widths: li
     mask = "SlidingOrChunkedCausal" if case.sliding_window else "Causal"
     assert f"H64PagedKv{mask}P64" in launch.name
     assert launch.name.endswith("ForGen") == is_decode
+    hold_grid(launch)
+
+
+def hold_grid(launch: Launch) -> None:
+    """Hold a grid to the parameters: CTAs of rows and of keys along x, which a cluster divides, requests along z."""
+    params = launch.params
+    ctas = params.max_num_ctas_q * params.max_num_ctas_kv * (2 if "2Cta" in launch.name else 1)
+    assert (launch.grid[0], launch.grid[2]) == (ctas, params.batch_size)
+    assert ctas % launch.cluster == 0
+    assert params.max_num_ctas_q * params.num_tokens_per_cta_q >= params.max_seq_len_q
     assert launch.pdl
 
 
@@ -115,7 +126,7 @@ def test_mla(case: MLACase) -> None:
     assert forward.truth().compare(out).passed
 
 
-def hold_mla(launch: Any, forward: MLAPass, out: Tensor) -> None:
+def hold_mla(launch: Launch, forward: MLAPass, out: Tensor) -> None:
     """Hold a launch to the metadata of a pass; rows that are padded lie in buffers of their own."""
     case, metadata, layer = forward.case, forward.metadata, forward.layer
     cache, table = forward.cache.with_head_axis(), metadata.block_kv_indices
@@ -150,7 +161,7 @@ def hold_mla(launch: Any, forward: MLAPass, out: Tensor) -> None:
         assert tensor_map(launch, "tmaQ_").address == forward.query.data_ptr()
     assert f"HQk{case.head_dim}HV{case.kv_lora_rank}" in launch.name
     assert f"PagedKvDenseP{case.page_size}" in launch.name
-    assert launch.pdl
+    hold_grid(launch)
 
 
 @pytest.mark.parametrize("prefix_lens", [(0, 0, 0), (70, 0, 3)], ids=["new tokens", "after prefixes"])
@@ -188,6 +199,7 @@ def test_mla_prefill(prefix_lens: tuple[int, ...]) -> None:
     for member, side in (("tmaK_", key), ("tmaV_", value)):
         hold_map(launch, member, side.permute(1, 0, 2).unsqueeze(0), (side.shape[2], sum(q_lens), heads, 1))
     assert "HQk192HV128SeparateQkvCausalVarSeq" in launch.name
+    hold_grid(launch)
     assert bool(out.isfinite().all())
 
 
