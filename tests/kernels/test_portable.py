@@ -16,6 +16,7 @@ from lab import references
 from lab.calls import DecodeCall
 from lab.kernels import portable
 from lab.kernels.portable import key_shares, paged
+from lab.kernels.portable.tile_choices import choose_tile
 from lab.kernels.portable.tiles import ProgramTile, tile_descriptor
 from lab.kernels.support import why_not
 from lab.kernels.support.portable import PORTABLE
@@ -424,7 +425,7 @@ def test_keys_are_shared_out_unless_rows_fill_the_gpu(
         max_q_len=q_len,
         max_kv_len=kv_len,
     )
-    tile = paged.choose_tile(4 * q_len, 128, 2, (9, 0))
+    tile = choose_tile(4 * q_len, 128, 2, (9, 0))
     shares = paged.shares_of(problem, tile, -(-4 * q_len // tile.rows))
     assert (shares is not None) == shared
 
@@ -434,8 +435,10 @@ def test_keys_are_shared_out_unless_rows_fill_the_gpu(
 @pytest.mark.parametrize("kv_bytes", [1, 2])
 @pytest.mark.parametrize("capability", [None, (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
 def test_choose_tile(rows: int, head_dim: int, kv_bytes: int, capability: tuple[int, int] | None) -> None:
-    tile = paged.choose_tile(rows, head_dim, kv_bytes, capability)
-    most = 128 if capability in (None, (9, 0), (10, 0)) else 64
+    tile = choose_tile(rows, head_dim, kv_bytes, capability)
+    most = 128 if capability in (None, (9, 0)) or (capability == (10, 0) and head_dim < 128) else 64
+    if capability not in (None, (9, 0), (10, 0)) and head_dim > 128:
+        most = 32
     assert tile.rows == min(most, next(size for size in (16, 32, 64, 1024) if size >= rows))
     assert tile.keys in (16, 32, 64, 128)
 

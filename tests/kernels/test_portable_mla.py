@@ -18,6 +18,7 @@ from lab.gpus import capability_of
 from lab.kernels import portable
 from lab.kernels.portable import key_shares
 from lab.kernels.portable import mla_decode as portable_mla
+from lab.kernels.portable.tile_choices import choose_mla_tile
 from lab.kernels.support import why_not
 from lab.kernels.support.portable import PORTABLE_MLA
 from tests.cases import running_sum, write_pages
@@ -432,9 +433,10 @@ def test_a_slot_that_nobody_fills_leaves_no_trace(device: str, monkeypatch: pyte
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 1024])
 @pytest.mark.parametrize("capability", [None, (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
-def test_choose_mla_tile(rows: int, capability: tuple[int, int] | None) -> None:
-    tile = portable_mla.choose_mla_tile(rows, capability)
-    most = {None: 64, (9, 0): 64, (10, 0): 32}.get(capability, 16)
+@pytest.mark.parametrize("kv_bytes", [1, 2])
+def test_choose_mla_tile(rows: int, kv_bytes: int, capability: tuple[int, int] | None) -> None:
+    tile = choose_mla_tile(rows, kv_bytes, capability)
+    most = {None: 64, (9, 0): 64, (10, 0): 16 * kv_bytes}.get(capability, 16)
     assert tile.rows == min(most, next(size for size in (16, 32, 64, 1024) if size >= rows))
     assert tile.keys in (32, 64)
 
@@ -444,7 +446,7 @@ def test_choose_mla_tile(rows: int, capability: tuple[int, int] | None) -> None:
 )
 def test_what_products_over_an_e4m3_cache_are_made_in(query: torch.dtype, rows: int, expected: str) -> None:
     problem = SimpleNamespace(query=SimpleNamespace(dtype=query), k_cache=SimpleNamespace(dtype=E4M3))
-    tile = portable_mla.choose_mla_tile(rows, (9, 0))
+    tile = choose_mla_tile(rows, 1, (9, 0))
     assert str(portable_mla.choose_dot_dtype(problem, tile)) == expected
 
 

@@ -14,6 +14,7 @@ from lab.calls.ragged_context import RaggedContextCall
 from lab.gpus import capability_of
 from lab.kernels import portable
 from lab.kernels.portable import ragged_context as portable_ragged
+from lab.kernels.portable.tile_choices import choose_ragged_tile
 from lab.kernels.support import why_not
 from lab.kernels.support.portable import PORTABLE_RAGGED
 from tests.cases import Batch, running_sum
@@ -341,7 +342,7 @@ def test_a_batch_without_rows(device: str, padding: int) -> None:
 @pytest.mark.parametrize("capability", [None, (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
 @pytest.mark.parametrize("dims", [(192, 128), (128, 128), (256, 256)])
 def test_choose_ragged_tile(max_q_len: int, capability: tuple[int, int] | None, dims: tuple[int, int]) -> None:
-    tile = portable_ragged.choose_ragged_tile(max_q_len, *dims, capability)
+    tile = choose_ragged_tile(max_q_len, *dims, capability)
     roomy = capability in (None, (9, 0), (10, 0))
     most = 128 if roomy and dims[0] < 256 else 64
     assert tile.rows == min(most, next(size for size in (16, 32, 64, 128, 8192) if size >= max_q_len))

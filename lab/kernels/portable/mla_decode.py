@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from lab.calls import made_at_once, takes
 from lab.calls.mla_decode import MLADecodeCall
 from lab.calls.problem import PagedAttention, check_values
-from lab.gpus import Capability, capability_of, family_that_runs
+from lab.gpus import capability_of
 from lab.kernels.portable.key_shares import NO_REACH, begin_share, choose_shares, tiles_in_reach
 from lab.kernels.portable.partial_results import (
     Results,
@@ -41,6 +41,7 @@ from lab.kernels.portable.softmax import (
     row_scale,
     whole_denominator,
 )
+from lab.kernels.portable.tile_choices import choose_mla_tile
 from lab.kernels.portable.tiles import ProgramTile, described_tile, page_ids, pool_offsets, tile_descriptor
 from lab.kernels.portable.triton_call import Launch, TritonCall, prepared
 from lab.kernels.support.portable import PORTABLE_MLA
@@ -83,40 +84,6 @@ def prepare_trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Triton
 trtllm_batch_decode_with_kv_cache_mla = made_at_once(prepare_trtllm_batch_decode_with_kv_cache_mla)
 
 
-def choose_mla_tile(num_packed_rows: int, capability: Capability | None) -> ProgramTile:
-    """Return the tile for requests of at most `num_packed_rows` = max_q_len * num_qo_heads rows.
-
-    Registers and shared memory decide, at a kv_lora_rank of 512. The sums of 64 rows are half the register file of an SM90
-    multiprocessor, so that 128 would not fit; more rows become more blocks, which read the entries again through L2. The tiles
-    were chosen by measurement on an H200 (results/nvidia-h200/kernels.md, "Tiles and their neighbours").
-
-    Args:
-        num_packed_rows: most rows of one request.
-        capability: (major, minor) of the GPU, whose shared memory bounds the rows; the interpreter, None, runs SM90's.
-    """
-    most_rows = _most_rows(capability)
-    rows = min(max(16, triton.next_power_of_2(num_packed_rows)), most_rows)
-    if most_rows == 16:
-        return ProgramTile(rows, keys=32, num_warps=4, num_stages=3, per_multiprocessor=2)
-    return ProgramTile(
-        rows,
-        keys=64,
-        num_warps=8,
-        num_stages=2 if rows == 64 else 3,
-        by_descriptor=rows == 64,
-        denominator_per_key=rows == 16,
-    )
-
-
-def _most_rows(capability: Capability | None) -> int:
-    """Return the rows of a tile that fit a program's shared memory."""
-    family = family_that_runs(capability)
-    if not family.has_large_shared_memory:
-        return 16
-    # For SM100 Triton 3.7.1 wants 281 KiB for 64 rows.
-    return 32 if family.has_tensor_memory else 64
-
-
 def choose_dot_dtype(problem: PagedAttention, tile: ProgramTile) -> tl.dtype:
     """Return the dtype of the products: that of `dot_dtype`, but bf16 for a bf16 query of 64 rows over an e4m3 cache.
 
@@ -131,7 +98,7 @@ def choose_dot_dtype(problem: PagedAttention, tile: ProgramTile) -> tl.dtype:
 def _launches(problem: PagedAttention, results: Results) -> list[Launch]:
     device = problem.query.device
     packed_rows = problem.max_q_len * problem.num_qo_heads
-    tile = choose_mla_tile(packed_rows, capability_of(device))
+    tile = choose_mla_tile(packed_rows, problem.k_cache.element_size(), capability_of(device))
     q_blocks = triton.cdiv(packed_rows, tile.rows)
     shares = choose_shares(tile, q_blocks, device, LEAST_KEYS)
     partials = new_partials(shares, q_blocks, tile.rows, problem)

@@ -15,11 +15,12 @@ import triton
 from lab.calls import ContextCall, DecodeCall, made_at_once, takes
 from lab.calls.arguments import following_scale
 from lab.calls.problem import PagedAttention, check_values
-from lab.gpus import Capability, capability_of, family_that_runs
+from lab.gpus import capability_of
 from lab.kernels.portable.key_shares import Shares, choose_shares
 from lab.kernels.portable.paged_kernel import Strides, _attention_kernel
 from lab.kernels.portable.partial_results import Results, new_partials, overlaps_launches, with_merge
 from lab.kernels.portable.softmax import dot_dtype
+from lab.kernels.portable.tile_choices import choose_prefill_tile, choose_tile
 from lab.kernels.portable.tiles import PoolStrides, ProgramTile, loads_by_descriptor, paired, tile_descriptor
 from lab.kernels.portable.triton_call import Launch, TritonCall, prepared
 from lab.kernels.support.portable import PORTABLE
@@ -61,45 +62,6 @@ trtllm_batch_decode_with_kv_cache = made_at_once(prepare_trtllm_batch_decode_wit
 trtllm_batch_context_with_kv_cache = made_at_once(prepare_trtllm_batch_context_with_kv_cache)
 
 
-def choose_tile(num_packed_rows: int, head_dim: int, kv_bytes: int, capability: Capability | None) -> ProgramTile:
-    """Return the tile for requests of at most `num_packed_rows` = max_q_len * group rows.
-
-    16 rows are the least that a matrix unit takes. Up to 64 rows the call is bound by reading K/V: the tile is as small as the
-    rows allow, with two programs on a multiprocessor that hide each other's waits. Beyond, it is bound by the time from a
-    tile's arrival to its products: 128 rows as two warp groups, whose tiles come by descriptor, which leaves their threads the
-    registers that addresses would take. The tiles were chosen by measurement on an H200
-    (results/nvidia-h200/kernels.md, "Tiles and their neighbours"). GPUs with 99 KiB of shared memory get smaller tiles, whose
-    times were not measured.
-
-    Args:
-        num_packed_rows: most rows of one request.
-        head_dim: of K and V.
-        kv_bytes: of an element of K and V.
-        capability: (major, minor) of the GPU; the interpreter, None, runs SM90's.
-    """
-    large = family_that_runs(capability).has_large_shared_memory
-    rows = min(max(16, triton.next_power_of_2(num_packed_rows)), 128 if large else 64)
-    if not large:
-        return ProgramTile(
-            rows, max(16, 32 * 128 // max(head_dim, 128)), num_warps=4, num_stages=2, per_multiprocessor=2
-        )
-    if rows == 128:
-        keys, num_stages = (64, 3) if head_dim <= 128 else (32, 2)
-        return ProgramTile(rows, keys, num_warps=8, num_stages=num_stages, start_keys=512, by_descriptor=True)
-    if rows == 64:
-        return ProgramTile(
-            rows, 64 * 128 // (max(head_dim, 64) * kv_bytes), num_warps=4, num_stages=4, per_multiprocessor=2
-        )
-    return ProgramTile(
-        rows,
-        64 * 128 // max(head_dim, 128),
-        num_warps=4,
-        num_stages=3 if kv_bytes > 1 else 4,
-        per_multiprocessor=2,
-        denominator_per_key=(rows, head_dim, kv_bytes) != (32, 128, 2),
-    )
-
-
 def _prepare(problem: PagedAttention, *refreshes: Callable[[], object]) -> TritonCall:
     return prepared(PORTABLE, problem, check_values, lambda *results: [*refreshes, *_launches(problem, results)])
 
@@ -116,26 +78,16 @@ def shares_of(problem: PagedAttention, tile: ProgramTile, q_blocks: int) -> Shar
     return shares
 
 
-def prefill_tile(problem: PagedAttention, tile: ProgramTile) -> ProgramTile:
-    """Return the tile where each block of rows has a program of its own; `tile` is the one for shares.
-
-    The blocks of a request then run side by side and read keys that L2 holds, so that smaller blocks read no more from memory,
-    and their last tiles hide fewer keys from fewer rows. Only where tiles come by descriptor: pages of 16, which have none,
-    were slower so (results/nvidia-h200/kernels.md, "Tiles and their neighbours").
-    """
-    narrow = tile._replace(rows=64, num_warps=4, per_multiprocessor=2)
-    described = all(loads_by_descriptor(cache, tile.keys) for cache in (problem.k_cache, problem.v_cache))
-    return narrow if tile.rows == 128 and described else tile
-
-
 def _launches(problem: PagedAttention, results: Results) -> list[Launch]:
     group = problem.num_qo_heads // problem.num_kv_heads
     packed_rows = problem.max_q_len * group
     kv_bytes = problem.k_cache.element_size()
-    tile = choose_tile(packed_rows, problem.head_dim, kv_bytes, capability_of(problem.query.device))
+    capability = capability_of(problem.query.device)
+    tile = choose_tile(packed_rows, problem.head_dim, kv_bytes, capability)
     shares = shares_of(problem, tile, triton.cdiv(packed_rows, tile.rows))
     if shares is None:
-        tile = prefill_tile(problem, tile)
+        described = all(loads_by_descriptor(cache, tile.keys) for cache in (problem.k_cache, problem.v_cache))
+        tile = choose_prefill_tile(tile, problem.head_dim, kv_bytes, described, capability)
     q_blocks = triton.cdiv(packed_rows, tile.rows)
     partials = new_partials(shares, q_blocks, tile.rows, problem)
     pools = paired((problem.k_cache, problem.v_cache), tile)

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from lab.calls import made_at_once, takes
 from lab.calls.ragged_context import RaggedAttention, RaggedContextCall, check_ragged_values
-from lab.gpus import Capability, capability_of, family_that_runs
+from lab.gpus import capability_of
 from lab.kernels.portable.softmax import (
     LOG2_E,
     accumulate,
@@ -26,7 +26,7 @@ from lab.kernels.portable.softmax import (
     row_scale,
     store_rows,
 )
-from lab.kernels.portable.tiles import ProgramTile
+from lab.kernels.portable.tile_choices import choose_ragged_tile
 from lab.kernels.portable.triton_call import Launch, TritonCall, prepared
 from lab.kernels.support.portable import PORTABLE_RAGGED, split_head_dim
 
@@ -48,25 +48,6 @@ def prepare_trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> TritonC
 
 
 trtllm_ragged_attention_deepseek = made_at_once(prepare_trtllm_ragged_attention_deepseek)
-
-
-def choose_ragged_tile(max_q_len: int, head_dim: int, v_head_dim: int, capability: Capability | None) -> ProgramTile:
-    """Return the tile for requests of at most `max_q_len` rows.
-
-    A prefill is bound by its products, so that rows are many, 128 of them as two warp groups of Hopper's asynchronous products:
-    as many rows and keys as registers and shared memory hold (results/nvidia-h200/kernels.md, "Tiles and their neighbours").
-    Compiled only: no time was measured.
-
-    Args:
-        max_q_len: most rows of one request; the tile is one of four, so that lengths compile little anew.
-        head_dim, v_head_dim: of keys and of values.
-        capability: (major, minor) of the GPU; the interpreter, None, runs SM90's.
-    """
-    roomy = family_that_runs(capability).has_large_shared_memory
-    wide = head_dim + v_head_dim > 320
-    rows = min(max(16, triton.next_power_of_2(max_q_len)), 128 if roomy and not wide else 64)
-    num_warps = 8 if rows == 128 or (roomy and wide and rows == 64) else 4
-    return ProgramTile(rows, keys=64 if roomy else 32, num_warps=num_warps, num_stages=3 if roomy and not wide else 2)
 
 
 def _launch(problem: RaggedAttention, out: torch.Tensor, lse_log2: torch.Tensor | None) -> Launch:

@@ -1,0 +1,167 @@
+"""The tile of each kernel on each class of GPU.
+
+There are three classes: GPUs without 227 KiB of shared memory (SM80, SM86, SM89, SM120, SM121 and those that the lab does not
+know), SM90, and SM100 with SM103, whose accumulators lie in tensor memory.
+
+* SM90's tiles were chosen by measurement on an H200 (results/nvidia-h200/kernels.md, "Tiles and their neighbours").
+* The others' were chosen by what Triton's compiler makes of them, and never timed (results/blackwell-dry-run/portable.md): a
+  multiprocessor has the shared memory, registers and tensor memory for `per_multiprocessor` programs, and a tile that keeps
+  registers in memory for want of them gives way to one that does not, if one with the same matrix instructions exists.
+"""
+
+import triton
+
+from lab.gpus import Capability, GpuFamily, family_that_runs
+from lab.kernels.portable.tiles import ProgramTile
+
+# What SM100 and SM103 take instead of SM90's tiles, by (rows, head_dim, bytes of an element of K and V). With heads of 256 all
+# tiles of tcgen05 spill; these spill least.
+SM100_PAGED = {
+    (16, 128, 2): ProgramTile(16, 64, num_warps=4, num_stages=3, per_multiprocessor=2),
+    (32, 64, 2): ProgramTile(32, 32, num_warps=4, num_stages=3, per_multiprocessor=2),
+    (32, 128, 2): ProgramTile(32, 32, num_warps=4, num_stages=3, per_multiprocessor=2),
+    (32, 256, 2): ProgramTile(32, 32, num_warps=4, num_stages=3, per_multiprocessor=2),
+    (64, 64, 2): ProgramTile(64, 32, num_warps=4, num_stages=4, per_multiprocessor=2),
+    (64, 64, 1): ProgramTile(64, 64, num_warps=4, num_stages=4, per_multiprocessor=2),
+    (64, 128, 2): ProgramTile(64, 32, num_warps=8, num_stages=4),
+    (64, 128, 1): ProgramTile(64, 64, num_warps=8, num_stages=3),
+    (64, 256, 2): ProgramTile(64, 16, num_warps=8, num_stages=4),
+    (64, 256, 1): ProgramTile(64, 16, num_warps=8, num_stages=4),
+    (128, 128, 2): ProgramTile(64, 32, num_warps=8, num_stages=4),
+    (128, 128, 1): ProgramTile(64, 64, num_warps=8, num_stages=3),
+    (128, 256, 2): ProgramTile(64, 16, num_warps=8, num_stages=4),
+    (128, 256, 1): ProgramTile(64, 16, num_warps=8, num_stages=4),
+}
+# The same where each block of rows has a program of its own, and tiles come by descriptor.
+SM100_PREFILL = {
+    (128, 2): ProgramTile(128, 32, num_warps=8, num_stages=3, by_descriptor=True),
+    (128, 1): ProgramTile(128, 32, num_warps=8, num_stages=3),
+    (256, 2): ProgramTile(64, 16, num_warps=8, num_stages=4, by_descriptor=True),
+}
+
+
+def choose_tile(num_packed_rows: int, head_dim: int, kv_bytes: int, capability: Capability | None) -> ProgramTile:
+    """Return the tile for requests of at most `num_packed_rows` = max_q_len * group rows.
+
+    16 rows are the least that a matrix unit takes. Up to 64 rows the call is bound by reading K/V: the tile is as small as the
+    rows allow, with two programs on a multiprocessor that hide each other's waits. Beyond, SM90 is bound by the time from a
+    tile's arrival to its products: 128 rows as two warp groups, whose tiles come by descriptor, which leaves their threads the
+    registers that addresses would take.
+
+    Args:
+        num_packed_rows: most rows of one request.
+        head_dim: of K and V.
+        kv_bytes: of an element of K and V.
+        capability: (major, minor) of the GPU; the interpreter, None, runs SM90's.
+    """
+    family = family_that_runs(capability)
+    rows = max(16, triton.next_power_of_2(num_packed_rows))
+    if not family.has_large_shared_memory:
+        return _small_paged(rows, head_dim)
+    rows = min(rows, 128)
+    tile = _sm90_paged(rows, head_dim, kv_bytes)
+    return SM100_PAGED.get((rows, head_dim, kv_bytes), tile) if family.has_tensor_memory else tile
+
+
+def _small_paged(rows: int, head_dim: int) -> ProgramTile:
+    # The sums of 64 rows of 128 dims want the registers of 8 warps, those of 32 rows of 256 dims the registers of 4.
+    rows = min(rows, 64 if head_dim <= 128 else 32)
+    keys = max(16, 32 * 128 // max(head_dim, 128))
+    if rows == 64 and head_dim > 64:
+        return ProgramTile(rows, keys, num_warps=8, num_stages=2)
+    return ProgramTile(rows, keys, num_warps=4, num_stages=2, per_multiprocessor=2)
+
+
+def _sm90_paged(rows: int, head_dim: int, kv_bytes: int) -> ProgramTile:
+    if rows == 128:
+        keys, num_stages = (64, 3) if head_dim <= 128 else (32, 2)
+        return ProgramTile(rows, keys, num_warps=8, num_stages=num_stages, start_keys=512, by_descriptor=True)
+    if rows == 64:
+        return ProgramTile(
+            rows, 64 * 128 // (max(head_dim, 64) * kv_bytes), num_warps=4, num_stages=4, per_multiprocessor=2
+        )
+    return ProgramTile(
+        rows,
+        64 * 128 // max(head_dim, 128),
+        num_warps=4,
+        num_stages=3 if kv_bytes > 1 else 4,
+        per_multiprocessor=2,
+        denominator_per_key=(rows, head_dim, kv_bytes) != (32, 128, 2),
+    )
+
+
+def choose_prefill_tile(
+    tile: ProgramTile, head_dim: int, kv_bytes: int, described: bool, capability: Capability | None
+) -> ProgramTile:
+    """Return the tile where each block of rows has a program of its own.
+
+    The blocks of a request then run side by side and read keys that L2 holds, so that smaller blocks read no more from memory,
+    and their last tiles hide fewer keys from fewer rows. Only where tiles come by descriptor: pages of 16, which have none,
+    were slower so. One product of tensor memory takes 128 rows, so that SM100 keeps those where they do not spill.
+
+    Args:
+        tile: the one for shares, of `choose_tile`.
+        head_dim, kv_bytes, capability: as for `choose_tile`.
+        described: its tiles of K and of V come by descriptor.
+    """
+    if family_that_runs(capability).has_tensor_memory:
+        return SM100_PREFILL.get((head_dim, kv_bytes), tile) if tile.rows >= 64 else tile
+    narrow = tile._replace(rows=64, num_warps=4, per_multiprocessor=2)
+    return narrow if tile.rows == 128 and described else tile
+
+
+def choose_mla_tile(num_packed_rows: int, kv_bytes: int, capability: Capability | None) -> ProgramTile:
+    """Return the tile for requests of at most `num_packed_rows` = max_q_len * num_qo_heads rows.
+
+    Registers and shared memory decide, at a kv_lora_rank of 512. The sums of 64 rows are half the register file of an SM90
+    multiprocessor, so that 128 would not fit; more rows become more blocks, which read the entries again through L2.
+
+    Args:
+        num_packed_rows: most rows of one request.
+        kv_bytes: of an element of the cache.
+        capability: (major, minor) of the GPU, whose shared memory bounds the rows; the interpreter, None, runs SM90's.
+    """
+    family = family_that_runs(capability)
+    most_rows = _most_mla_rows(family, kv_bytes)
+    rows = min(max(16, triton.next_power_of_2(num_packed_rows)), most_rows)
+    if most_rows == 16:
+        return ProgramTile(rows, keys=32, num_warps=8, num_stages=3, denominator_per_key=True)
+    return ProgramTile(
+        rows,
+        keys=32 if family.has_tensor_memory and rows == 32 else 64,
+        num_warps=8,
+        num_stages=2 if rows == 64 else 3,
+        by_descriptor=rows == 64,
+        denominator_per_key=rows == 16,
+    )
+
+
+def _most_mla_rows(family: GpuFamily, kv_bytes: int) -> int:
+    """Return the rows of a tile that fit a program's shared memory and its registers.
+
+    SM100 would multiply 64 rows by tcgen05, if by 32 keys at a time, but every such tile spills
+    (results/blackwell-dry-run/portable.md, "MLA on SM100").
+    """
+    if not family.has_large_shared_memory:
+        return 16
+    if family.has_tensor_memory:
+        return 32 if kv_bytes > 1 else 16
+    return 64
+
+
+def choose_ragged_tile(max_q_len: int, head_dim: int, v_head_dim: int, capability: Capability | None) -> ProgramTile:
+    """Return the tile for requests of at most `max_q_len` rows, of keys and values that are not paged.
+
+    A prefill is bound by its products, so that rows are many, 128 of them as two warp groups of Hopper's asynchronous products:
+    as many rows and keys as registers and shared memory hold. Compiled only: no time was measured, on SM90 neither.
+
+    Args:
+        max_q_len: most rows of one request; the tile is one of four, so that lengths compile little anew.
+        head_dim, v_head_dim: of keys and of values.
+        capability: (major, minor) of the GPU; the interpreter, None, runs SM90's.
+    """
+    roomy = family_that_runs(capability).has_large_shared_memory
+    wide = head_dim + v_head_dim > 320
+    rows = min(max(16, triton.next_power_of_2(max_q_len)), 128 if roomy and not wide else 64)
+    num_warps = 8 if rows == 128 or (wide and rows == 64) else 4
+    return ProgramTile(rows, keys=64 if roomy else 32, num_warps=num_warps, num_stages=3 if roomy and not wide else 2)
