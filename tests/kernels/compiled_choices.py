@@ -110,8 +110,11 @@ def check(recorded: Record) -> list[str]:
             first = dataclasses.asdict(compiled(target, description)[0])
             faults += unfit(target, {"call": description} | first)
             row = next(row for row in recorded["kernels"][target] if row["call"] == description)
-            if same_compiler and row["ptx_sha256"] != first["ptx_sha256"]:
-                faults.append(f"{target}: {description!r} compiles to other PTX than the record's: make it anew")
+            if same_compiler and first["spill_store_bytes"] > row["spill_store_bytes"]:
+                faults.append(
+                    f"{target}: {description!r} spills {first['spill_store_bytes']} bytes, {row['spill_store_bytes']} in the "
+                    "record: choose another tile, or make the record anew"
+                )
     return faults
 
 
@@ -124,8 +127,11 @@ def unfit(target: str, row: Record) -> list[str]:
         faults.append(f"{where} takes {row['shared_bytes']} bytes of shared memory, more than {most_kib} KiB")
     if row["tensor_memory_columns"] > TENSOR_MEMORY_COLUMNS:
         faults.append(f"{where} takes {row['tensor_memory_columns']} columns of tensor memory, of 512")
-    if row["fit"] < (row["tile"] or {"per_multiprocessor": 1})["per_multiprocessor"]:
-        faults.append(f"{where}: {row['fit']} fit a multiprocessor, of {row['tile']['per_multiprocessor']}")
+    launched = row["tile"]["per_multiprocessor"] if row["tile"] else 1
+    if row["fit"] < launched:
+        faults.append(
+            f"{where}: a multiprocessor has room for {row['fit']} programs, and {launched} are launched for it"
+        )
     return faults
 
 
