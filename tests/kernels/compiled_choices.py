@@ -153,7 +153,7 @@ def tables(recorded: Record) -> str:
         lines.append(
             f"| {target} | {len({row['call'] for row in rows})} | {len(distinct)} "
             f"| {max(row['shared_bytes'] for row in rows) / 1024:.0f} of {family_that_runs(TARGETS[target]).shared_memory_kib} "
-            f"| {max(row['tensor_memory_columns'] for row in rows) or ''} | {len(spills)} "
+            f"| {max(row['tensor_memory_columns'] for row in rows)} | {len(spills)} "
             f"| {max((row['spill_store_bytes'] for row in spills), default=0)} | {', '.join(instructions)} |"
         )
         for row in spills:
