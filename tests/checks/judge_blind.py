@@ -1,6 +1,6 @@
-"""Judge the kernels of `blind`, which were written from the documented calls alone, and write results/blind.md.
+"""Judge the kernels of `blind`, which were written from the documented calls alone, for results/blind.md.
 
-    python -m tests.checks.judge_blind --workers 32 --out results/blind.md
+    python -m tests.checks.judge_blind --workers 32
 
 Each wrong kernel is judged on a CPU until its first wrong case, by all checks but the graph stories, which need Triton.
 """
@@ -70,7 +70,7 @@ def row_of(record: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("results/blind.md"))
+    parser.add_argument("--out", type=Path, default=Path(".benchmarks/blind.md"))
     parser.add_argument("--level", default="full")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--workers-each", type=int, default=1, help="worker processes of one kernel")
