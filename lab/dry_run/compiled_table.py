@@ -51,7 +51,7 @@ METHOD = (
 
 
 @dataclass(frozen=True)
-class Row:
+class JudgedShape:
     """A shape, the compiler's verdicts on its sources, and the lab's sentence, or None where the lab takes it."""
 
     shape: Shape
@@ -188,7 +188,7 @@ def record(folder: Path, told: Callable[[str], None] = print) -> None:
     facts = environment() | {"nvcc": version.splitlines()[-1]}
     rows = []
     for shape in shapes():
-        rows.append(Row(shape, compiled(shape), judged(shape)))
+        rows.append(JudgedShape(shape, compiled(shape), judged(shape)))
         told(f"{_words(shape)}: {rows[-1].refusal or 'compiles'}")
     head = json.dumps({"method": METHOD, "environment": facts}, indent=1).removesuffix("\n}")
     body = ",\n  ".join(json.dumps(_written(row)) for row in rows)
@@ -196,23 +196,23 @@ def record(folder: Path, told: Callable[[str], None] = print) -> None:
     write_text(folder / "compiled.md", markdown(rows, facts))
 
 
-def read(path: Path) -> tuple[Row, ...]:
+def read(path: Path) -> tuple[JudgedShape, ...]:
     """Return the rows of a compiled.json."""
     return tuple(_read(row) for row in json.loads(path.read_text())["rows"])
 
 
-def _written(row: Row) -> dict[str, Any]:
+def _written(row: JudgedShape) -> dict[str, Any]:
     shape = {field: getattr(row.shape, field) for field in ("head_dim", "group", "q_len", "page_size", "window")}
     names = {"kernel": row.shape.kernel.name, "capability": row.shape.capability}
     dtypes = {"dtypes": [NAMES[dtype] for dtype in row.shape.dtypes]}
     return names | dtypes | shape | {"verdicts": [asdict(each) for each in row.verdicts], "why_not": row.why_not}
 
 
-def _read(row: dict[str, Any]) -> Row:
+def _read(row: dict[str, Any]) -> JudgedShape:
     verdicts, sentence = tuple(Compiled(**each) for each in row.pop("verdicts")), row.pop("why_not")
     q, kv, out = (DTYPES[name] for name in row.pop("dtypes"))
     kernel, (major, minor) = KERNELS[row.pop("kernel")], row.pop("capability")
-    return Row(Shape(kernel, (major, minor), (q, kv, out), **row), verdicts, sentence)
+    return JudgedShape(Shape(kernel, (major, minor), (q, kv, out), **row), verdicts, sentence)
 
 
 def _words(shape: Shape) -> str:
@@ -221,7 +221,7 @@ def _words(shape: Shape) -> str:
     return f"{shape.kernel.name} {sm_name(shape.capability)} {dtypes} {sizes}{' windowed' if shape.window else ''}"
 
 
-def markdown(rows: Sequence[Row], facts: dict[str, Any]) -> str:
+def markdown(rows: Sequence[JudgedShape], facts: dict[str, Any]) -> str:
     """Return the table as a page: the shapes that compile, those that do not, and the assertion that fails."""
     seconds = [each.seconds for row in rows for each in row.verdicts if each.seconds]
     refused = sum(row.refusal is not None for row in rows)
@@ -284,7 +284,7 @@ def _target(shape: Shape) -> tuple[str, str]:
 
 def _section(
     title: str,
-    rows: Iterable[Row],
+    rows: Iterable[JudgedShape],
     key: Callable[[Shape], tuple[Any, ...]],
     columns: tuple[str, ...],
     item: Callable[[Shape], str],
@@ -292,7 +292,7 @@ def _section(
     """Return a heading and a table with a line for each key, the items of its rows listed by what became of them."""
     heads = (*columns, "compiles", "shared memory", "does not compile", "compiles, and the lab declines it")
     lines = [f"## {title}", "", f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
-    gathered: dict[tuple[Any, ...], list[Row]] = {}
+    gathered: dict[tuple[Any, ...], list[JudgedShape]] = {}
     for row in rows:
         gathered.setdefault(key(row.shape), []).append(row)
     for values, members in gathered.items():
