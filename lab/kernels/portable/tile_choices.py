@@ -6,7 +6,8 @@ know), SM90, and SM100 with SM103, whose accumulators lie in tensor memory.
 * SM90's tiles were chosen by measurement on an H200 (results/nvidia-h200/kernels.md, "Tiles and their neighbours").
 * The others' were chosen by what Triton's compiler makes of them, and never timed (results/blackwell-dry-run/portable.md): a
   multiprocessor has the shared memory, registers and tensor memory for `per_multiprocessor` programs, and a tile that keeps
-  registers in memory for want of them gives way to one that does not, if one with the same matrix instructions exists.
+  registers in memory for want of them gives way to one that does not, if one with the same matrix instructions was found.
+  The record names those that spill, and why.
 """
 
 import triton
