@@ -23,7 +23,7 @@ SHOWN = 140  # characters of a case
 TITLE = """# Wrong kernels that were written without a look at the checks
 
 Sixty kernels, each wrong in one way, and six right ones were written from the documented calls alone
-([their list](../tests/checks/blind/README.md)). `python -m tests.checks.judge_blind` judges them on a CPU, the wrong ones until
+(`tests/checks/blind/README.md` lists them). `python -m tests.checks.judge_blind` judges them on a CPU, the wrong ones until
 their first wrong case, at the {level} level.
 """
 
