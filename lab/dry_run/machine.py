@@ -194,6 +194,9 @@ def _flashinfer_answers(made: Machine) -> dict[Function, Function]:
     for name in SUPPORTED:
         if hasattr(utils, name):
             answers[getattr(utils, name)] = _answer(gpu.capability in SUPPORTED[name])
+    tuning = sys.modules.get("flashinfer.cute_dsl.utils")  # which FlashInfer 0.6.13's MLA call asks too
+    if hasattr(tuning, "get_num_sm"):
+        answers[tuning.get_num_sm] = lambda device: gpu.multiprocessors  # type: ignore[union-attr]
     counters = getattr(utils, "_get_trtllm_gen_multi_ctas_kv_counter_buffer", None)
     if counters is not None:
         answers[counters] = lambda *arguments, **named: made.launcher.zeroed(counters(*arguments, **named))

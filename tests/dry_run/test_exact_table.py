@@ -1,0 +1,75 @@
+"""FlashInfer 0.6.13's launcher with its own table: the two match exactly, and so nothing rests on an older table.
+
+It needs FlashInfer 0.6.13 in a folder of its own, which no other test sees:
+`pip install --no-deps --target FOLDER flashinfer-python==0.6.13`, and `LAB_FLASHINFER_0613=FOLDER`. The lab's adapters are
+written for 0.7.2, so FlashInfer's functions are called by themselves.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from lab.dry_run import machine
+from tests.dry_run import calls
+
+FOLDER = os.environ.get("LAB_FLASHINFER_0613")
+NAMES = {
+    "decode": "fmhaSm100fKernel_QkvBfloat16OBfloat16H128PagedKvCausalP64MultiCtasKvCgaVarSeqQ8Kv128StaticSwapsAbForGen",
+    "context": "fmhaSm100fKernel_QkvBfloat16OBfloat16H128PagedKvCausalP64VarSeqQ128Kv128PersistentContext",
+    "mla": "fmhaSm100fKernel_QkvBfloat16OBfloat16HQk576HV512HVPerCta256PagedKvDenseP64VarSeqQ16Kv128PersistentSwapsAbForGen",
+    "ragged": "fmhaSm100fKernel_QkvBfloat16OBfloat16HQk192HV128SeparateQkvCausalVarSeqQ128Kv128PersistentContext",
+}
+
+
+def launched() -> dict[str, Any]:
+    """Return (kernel, grid, cluster, scale) of what FlashInfer's functions launch on a B200, and what the table lacks."""
+    import flashinfer.decode
+    import flashinfer.mla
+    import flashinfer.prefill
+
+    runs = {
+        "decode": (flashinfer.decode.trtllm_batch_decode_with_kv_cache, calls.decode(keys=8192)),
+        "context": (flashinfer.prefill.trtllm_batch_context_with_kv_cache, calls.context()),
+        "mla": (flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla, calls.mla() | {"backend": "trtllm-gen"}),
+        "ragged": (flashinfer.prefill.trtllm_ragged_attention_deepseek, calls.ragged()),
+    }
+    shown: dict[str, Any] = {}
+    with machine("b200") as gpu:
+        for name, (function, arguments) in runs.items():
+            gpu.clear()
+            function(**arguments)
+            launch = gpu.launches[0]
+            assert launch.params is not None
+            shown[name] = [launch.name, launch.grid, launch.cluster, launch.params.scale_softmax_log2]
+        shown["lacks"] = gpu.table_lacks
+    return shown
+
+
+@pytest.mark.usefixtures("_launcher")
+def test_the_table_of_0613_lacks_flags_that_072_reads() -> None:
+    shown = launched()
+    assert {name: shown[name][0] for name in NAMES} == NAMES
+    assert "mFp16Softmax" in shown["lacks"]
+
+
+@pytest.mark.skipif(FOLDER is None, reason="LAB_FLASHINFER_0613 names no folder with FlashInfer 0.6.13")
+@pytest.mark.usefixtures("_launcher")
+def test_0613_with_its_own_table_launches_the_same_and_lacks_nothing() -> None:
+    program = "import json; from tests.dry_run import test_exact_table as test; print(json.dumps(test.launched()))"
+    path = os.pathsep.join([str(FOLDER), os.getcwd()])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    exact = json.loads(done.stdout.splitlines()[-1])
+    assert exact.pop("lacks") == []
+    newer = json.loads(json.dumps(launched()))
+    newer.pop("lacks")
+    assert exact == newer
