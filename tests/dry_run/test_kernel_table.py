@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lab.dry_run import kernel_table
-from lab.dry_run.kernel_table import KernelTable, facts, header, parsed, read_facts, recorded
+from lab.dry_run.kernel_table import KernelTable, facts, header, newest, parsed, read_facts, recorded
 
 # From flashInferMetaInfo.h of flashinfer-cubin 0.6.13, read there.
 ROWS = {
@@ -72,19 +72,19 @@ def test_a_folder_of_flashinfers_binaries_is_used_where_it_has_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("FLASHINFER_CUBIN_DIR", raising=False)
-    installed = kernel_table.newest()
+    installed = newest()
     monkeypatch.setenv("FLASHINFER_CUBIN_DIR", str(tmp_path))
-    assert kernel_table.newest() == installed
+    assert newest() == installed
     table = recorded()
     few = KernelTable("few", table.types, {name: values[:3] for name, values in table.columns.items()})
     (tmp_path / kernel_table.HEADER_NAME).write_text(header(few, frozenset({"mNew"})))
-    newest = kernel_table.newest()
-    assert newest.source == f"FLASHINFER_CUBIN_DIR={tmp_path}"
-    assert newest.columns == few.columns | {"mNew": ("false",) * 3}
+    used = newest()
+    assert used.source == f"FLASHINFER_CUBIN_DIR={tmp_path}"
+    assert used.columns == few.columns | {"mNew": ("false",) * 3}
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / kernel_table.HEADER_NAME).write_text("")
     with pytest.raises(ValueError, match=r"wanted one flashInferMetaInfo\.h, found 2"):
-        kernel_table.newest()
+        newest()
 
 
 def test_the_fact_file_is_what_flashinfer_cubin_makes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
