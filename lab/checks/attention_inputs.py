@@ -1,6 +1,7 @@
 """An attention call made concrete: histories, a paged cache with poison around them, and the arguments."""
 
 import itertools
+import mmap
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -153,8 +154,12 @@ def running_sum(lens: tuple[int, ...], device: torch.device) -> Tensor:
 
 def new_workspace(device: torch.device, of_engine: bool = False) -> Tensor:
     """Return a zeroed workspace: uint8, 8 MiB of semaphores and then scratch, more of it for an engine's calls."""
-    scratch = (ENGINE_SCRATCH_BYTES if of_engine else SCRATCH_BYTES)[device.type]
-    return torch.zeros(SEMAPHORE_BYTES + scratch, dtype=torch.uint8, device=device)
+    size = SEMAPHORE_BYTES + (ENGINE_SCRATCH_BYTES if of_engine else SCRATCH_BYTES)[device.type]
+    if device.type == "cpu":
+        # Pages that the system zeroes when they are touched, and one more for a kernel that writes past the end.
+        pages = mmap.mmap(-1, size + mmap.PAGESIZE, access=mmap.ACCESS_COPY)
+        return torch.frombuffer(pages, dtype=torch.uint8, count=size)
+    return torch.zeros(size, dtype=torch.uint8, device=device)
 
 
 def build_attention(case: AttentionCase, device: torch.device) -> AttentionInputs:
