@@ -66,7 +66,7 @@ class Machine:
 
     @property
     def table(self) -> str:
-        """Where the table of trtllm-gen's kernels is from, such as "flashinfer-cubin 0.6.13"."""
+        """Return the source of the table of trtllm-gen's kernels, such as "flashinfer-cubin 0.6.13"."""
         return self.launcher.table.source
 
     @property
@@ -76,7 +76,7 @@ class Machine:
 
     @property
     def events(self) -> tuple[Launch | Fill | Copy, ...]:
-        """What the launcher asked of CUDA since `clear`, in its order."""
+        """Return the requests of the launcher to CUDA since `clear`, in their order."""
         return () if self._launcher is None else events(self._launcher.log())
 
     @property

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lab.kernels import portable, prepare
-from lab.kernels.portable.triton_call import Launch, TritonCall
+from lab.kernels.portable.triton_call import TritonCall, TritonLaunch
 from lab.metadata.engine.capture import capturing
 from lab.timing.host_time import host_time
 from tests.cases import context_arguments, decode_arguments, pack_mask, random_batch
@@ -182,7 +182,7 @@ class FakeCompiled:
 
 
 def fake_call(kernel: FakeKernel, tensor: torch.Tensor) -> TritonCall:
-    launch = Launch(kernel, (5, 2), tensor, 7, WIDE=True, SIZE=64, num_warps=4)
+    launch = TritonLaunch(kernel, (5, 2), tensor, 7, WIDE=True, SIZE=64, num_warps=4)
     steps = [launch, lambda: kernel.events.append(("finished",))]
     return TritonCall(tensor.device, lambda: None, steps, "results")
 

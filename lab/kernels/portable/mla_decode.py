@@ -43,7 +43,7 @@ from lab.kernels.portable.softmax import (
 )
 from lab.kernels.portable.tile_choices import choose_mla_tile
 from lab.kernels.portable.tiles import ProgramTile, described_tile, page_ids, pool_offsets, tile_descriptor
-from lab.kernels.portable.triton_call import Launch, TritonCall, prepared
+from lab.kernels.portable.triton_call import TritonCall, TritonLaunch, prepared
 from lab.kernels.support.portable import PORTABLE_MLA
 from lab.kernels.support.stored_cache import share_memory
 
@@ -95,7 +95,7 @@ def choose_dot_dtype(problem: PagedAttention, tile: ProgramTile) -> tl.dtype:
     return dot_dtype(problem.k_cache)
 
 
-def _launches(problem: PagedAttention, results: Results) -> list[Launch]:
+def _launches(problem: PagedAttention, results: Results) -> list[TritonLaunch]:
     device = problem.query.device
     packed_rows = problem.max_q_len * problem.num_qo_heads
     tile = choose_mla_tile(packed_rows, problem.k_cache.element_size(), capability_of(device))
@@ -103,7 +103,7 @@ def _launches(problem: PagedAttention, results: Results) -> list[Launch]:
     shares = choose_shares(tile, q_blocks, device, LEAST_KEYS)
     partials = new_partials(shares, q_blocks, tile.rows, problem)
     rank, rope = problem.v_head_dim, problem.head_dim - problem.v_head_dim
-    attention = Launch(
+    attention = TritonLaunch(
         _mla_kernel,
         (q_blocks, shares.count),
         problem.query,

@@ -22,7 +22,7 @@ from lab.kernels.portable.partial_results import Results, new_partials, overlaps
 from lab.kernels.portable.softmax import dot_dtype
 from lab.kernels.portable.tile_choices import choose_prefill_tile, choose_tile
 from lab.kernels.portable.tiles import PoolStrides, ProgramTile, loads_by_descriptor, paired, tile_descriptor
-from lab.kernels.portable.triton_call import Launch, TritonCall, prepared
+from lab.kernels.portable.triton_call import TritonCall, TritonLaunch, prepared
 from lab.kernels.support.portable import PORTABLE
 
 # A prefix so many times as long as the query rows is long: then a block of rows sees about as many keys as any other.
@@ -78,7 +78,7 @@ def shares_of(problem: PagedAttention, tile: ProgramTile, q_blocks: int) -> Shar
     return shares
 
 
-def _launches(problem: PagedAttention, results: Results) -> list[Launch]:
+def _launches(problem: PagedAttention, results: Results) -> list[TritonLaunch]:
     group = problem.num_qo_heads // problem.num_kv_heads
     packed_rows = problem.max_q_len * group
     kv_bytes = problem.k_cache.element_size()
@@ -91,7 +91,7 @@ def _launches(problem: PagedAttention, results: Results) -> list[Launch]:
     q_blocks = triton.cdiv(packed_rows, tile.rows)
     partials = new_partials(shares, q_blocks, tile.rows, problem)
     pools = paired((problem.k_cache, problem.v_cache), tile)
-    attention = Launch(
+    attention = TritonLaunch(
         _attention_kernel,
         (q_blocks, problem.num_kv_heads, problem.batch_size) if shares is None else (q_blocks, shares.count),
         problem.query,

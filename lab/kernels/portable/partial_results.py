@@ -12,7 +12,7 @@ from lab.gpus import capability_of, family_of
 from lab.kernels.portable.key_shares import Shares
 from lab.kernels.portable.rows import request_rows
 from lab.kernels.portable.softmax import LOG2_E, log2_sum, rounded, scalar, store_rows
-from lab.kernels.portable.triton_call import Launch
+from lab.kernels.portable.triton_call import TritonLaunch
 
 # A program of the merge has so many sums, 16 a thread, and reads so many partial results at a time for each.
 MERGED_SUMS = 2048
@@ -54,8 +54,8 @@ def new_partials(shares: Shares | None, q_blocks: int, rows: int, problem: Paged
 
 
 def with_merge(
-    attention: Launch, partials: PartialResults | None, problem: PagedAttention, q_blocks: int, results: Results
-) -> list[Launch]:
+    attention: TritonLaunch, partials: PartialResults | None, problem: PagedAttention, q_blocks: int, results: Results
+) -> list[TritonLaunch]:
     """Return the launches of a call: `attention`, and where units are cut the merge, which writes the rows that are."""
     if partials is None:
         return [attention]
@@ -63,7 +63,7 @@ def with_merge(
     packed_rows = problem.max_q_len * group
     rows, dims = merge_block(units * packed_rows, problem.v_head_dim)
     overlaps = overlaps_launches(problem.query.device)
-    merge = Launch(
+    merge = TritonLaunch(
         merge_kernel,
         (units, triton.cdiv(packed_rows, rows), problem.v_head_dim // dims),
         partials,

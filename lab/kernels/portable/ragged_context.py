@@ -27,7 +27,7 @@ from lab.kernels.portable.softmax import (
     store_rows,
 )
 from lab.kernels.portable.tile_choices import choose_ragged_tile
-from lab.kernels.portable.triton_call import Launch, TritonCall, prepared
+from lab.kernels.portable.triton_call import TritonCall, TritonLaunch, prepared
 from lab.kernels.support.portable import PORTABLE_RAGGED, split_head_dim
 
 
@@ -50,12 +50,12 @@ def prepare_trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> TritonC
 trtllm_ragged_attention_deepseek = made_at_once(prepare_trtllm_ragged_attention_deepseek)
 
 
-def _launch(problem: RaggedAttention, out: torch.Tensor, lse_log2: torch.Tensor | None) -> Launch:
+def _launch(problem: RaggedAttention, out: torch.Tensor, lse_log2: torch.Tensor | None) -> TritonLaunch:
     capability = capability_of(problem.query.device)
     tile = choose_ragged_tile(problem.max_q_len, problem.head_dim, problem.v_head_dim, capability)
     first, rest = split_head_dim(problem.head_dim)
     grid = (triton.cdiv(problem.max_q_len, tile.rows), problem.num_qo_heads, problem.batch_size)
-    return Launch(
+    return TritonLaunch(
         _ragged_kernel,
         grid,
         problem.query,

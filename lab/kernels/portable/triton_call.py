@@ -9,7 +9,7 @@ import torch
 from lab.kernels.support import Kernel, refuse_unsupported
 
 
-class Launch:
+class TritonLaunch:
     """One launch of a Triton kernel, with all its arguments; calling it launches the kernel on the current stream.
 
     The first call compiles the kernel if it never was. The second and later calls launch the compiled kernel at the same
