@@ -1,9 +1,11 @@
 """See of each wrong file: right on plain inputs (and just beside its trigger), wrong on its trigger. `check.py [numbers]`.
 
 "wrong" means: lab.references.assert_close_to_reference raises, or for lists and metadata another result than the reference's.
-A bias (20, 30, 39, 47) is below that bound; for those the slope of the output on the float64 reference is shown.
+A bias (20, 30, 39, 47, 80, 91) moves a vector by less than its bound; for those the slope of the output on the float64 reference is shown.
+From 61 on a case may be a function of the kernel: it makes the calls and says what is wrong, of what lies beside the output too.
 """
 
+from dataclasses import replace
 import importlib
 import inspect
 import sys
@@ -18,6 +20,7 @@ import inputs as I  # noqa: E402
 from lab import metadata as MD  # noqa: E402
 from lab import references as ref  # noqa: E402
 from lab.metadata import DraftAttention, ForwardBatch, ForwardMode, KVPool, SpecInfo  # noqa: E402
+from lab.references.quantization import interleave_v_scale_factors, quantize_nvfp4  # noqa: E402
 
 D, C = "trtllm_batch_decode_with_kv_cache", "trtllm_batch_context_with_kv_cache"
 M, R = "trtllm_batch_decode_with_kv_cache_mla", "trtllm_ragged_attention_deepseek"
@@ -38,15 +41,24 @@ def plain(f):
     }[f]
 
 
+def copies(a):
+    """Return the arguments with tensors of their own."""
+
+    def of(x):
+        if isinstance(x, torch.Tensor):
+            return x.clone()
+        return type(x)(of(y) for y in x) if isinstance(x, (tuple, list)) else x
+
+    return {k: of(v) for k, v in a.items()}
+
+
 def verdict(function, a, name=None):
-    """Return "right" or the first words of what is wrong."""
-    a = dict(a)
+    """Return "right" or the first words of what is wrong, by the inputs as they were before the call."""
+    was = copies(a)
     try:
         out = function(**a)
-        if a.get("lse") is not None:
-            ref.assert_close_to_reference(out, lse=a["lse"], **a)
-        else:
-            ref.assert_close_to_reference(out, **a)
+        was |= {name: a[name] for name in ("out", "lse") if a.get(name) is not None}
+        ref.assert_close_to_reference(out, **was)
     except AssertionError as e:
         return "WRONG: " + str(e).split(": ", 1)[1].replace("\n", " ")[:110]
     return "right"
@@ -286,6 +298,302 @@ NEAR[53] = [lists(num_steps=8)]
 TRIGGER[53] = [lists(num_steps=9)]
 
 
+# ---- 61 to 100
+def same_bytes(x, y):
+    if isinstance(x, (tuple, list)):
+        return all(same_bytes(*both) for both in zip(x, y))
+    return not isinstance(x, torch.Tensor) or torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
+
+
+def untouched(a, *memory):
+    """A case: the results are right by the arguments as they were, and no input nor other `memory` has changed."""
+
+    def case(function):
+        was, around = copies(a), [m.clone() for m in memory]
+        out = function(**a)
+        for name in a:
+            if name not in ("out", "lse") and not same_bytes(a[name], was[name]):
+                return f"WRONG: {name} has changed"
+        if not all(same_bytes(*both) for both in zip(memory, around)):
+            return "WRONG: memory beside the results has changed"
+        was |= {name: a[name] for name in ("out", "lse") if a.get(name) is not None}
+        return verdict(lambda **_: out, was)
+
+    return case
+
+
+def twice(a):
+    """A case: two calls on the same tensors, each right by the arguments as they were before the first."""
+
+    def case(function):
+        was = copies(a)
+        first = function(**a)
+        said = verdict(lambda **_: first, was)
+        second = function(**a)
+        return "first call " + said if said != "right" else verdict(lambda **_: second, was)
+
+    return case
+
+
+def often(a, times):
+    """A case: wrong where any of so many calls is."""
+
+    def case(function):
+        said = [verdict(function, a) for _ in range(times)]
+        return next((f"{x} (in {sum(y != 'right' for y in said)} of {times})" for x in said if x != "right"), "right")
+
+    return case
+
+
+def biased(a, rows=None, columns=None):
+    """A case: the slope of the rows and columns concerned on float64 is off, that of the others is not."""
+
+    def case(function):
+        out = function(**a)
+        out = (out[0] if isinstance(out, tuple) else out).double()
+        exact = getattr(ref, function.__name__)(**a | dict(out=torch.empty(out.shape, dtype=torch.float64)))
+        exact = exact[0] if isinstance(exact, tuple) else exact
+        which = torch.zeros(out.shape, dtype=torch.bool)
+        which[slice(None) if rows is None else rows, :, slice(None) if columns is None else columns] = True
+        of, others = (float((out[m] * exact[m]).sum() / (exact[m] ** 2).sum()) if m.any() else 1.0 for m in (which, ~which))
+        wrong = abs(of - 1) > 0.003 and abs(others - 1) < 0.001
+        return f"WRONG: slope {of:.5f}, of the others {others:.5f}" if wrong else "right"
+
+    return case
+
+
+def nhd(a):
+    """The same call with an NHD cache, of the same memory order as an engine's."""
+    turned = {name: tuple(x.transpose(1, 2).contiguous() for x in a[name]) for name in ("kv_cache", "kv_cache_sf") if name in a}
+    return a | turned | dict(kv_layout="NHD")
+
+
+def nvfp4(a, backend="xqa"):
+    pairs = [quantize_nvfp4(side.float(), 0.5) for side in a["kv_cache"]]
+    factors = [f for _, f in pairs]
+    if backend == "trtllm-gen":
+        factors[1] = interleave_v_scale_factors(factors[1].view(torch.uint8)).view(I.E4M3)
+    return a | dict(kv_cache=tuple(c for c, _ in pairs), kv_cache_sf=tuple(factors), backend=backend)
+
+
+def spread_pages(a, first):
+    """Move the live pages of a call up to page `first` and on; the pages below are other tokens."""
+    pages = len(a["kv_cache"][0])
+    cache = tuple(torch.cat((I.rnd(I.gen(9), first, *c.shape[1:], dtype=c.dtype), c)) for c in a["kv_cache"])
+    assert len(cache[0]) == first + pages
+    return a | dict(kv_cache=cache, block_tables=a["block_tables"] + first)
+
+
+def tail_of(a, value):
+    """Fill K and V after each request's last token in its last page."""
+    cache = tuple(side.clone() for side in a["kv_cache"])
+    ps = cache[0].shape[2]
+    for row, n in zip(a["block_tables"].tolist(), a["seq_lens"].tolist()):
+        for side in cache if n % ps else ():
+            side[row[n // ps], :, n % ps :] = value
+    return a | dict(kv_cache=cache)
+
+
+def in_buffer(a, shape, dtype=bf, more_rows=20):
+    buffer = torch.full((shape[0] + more_rows, *shape[1:]), 7.0, dtype=dtype)
+    return untouched(a | dict(out=buffer[: shape[0]]), buffer[shape[0] :])
+
+
+def given_lse(a, rows, heads=4, wide=2, fill=0.0, **more):
+    return a | dict(lse=torch.full((rows, heads * wide), fill)[:, :heads], **more)
+
+
+def full_mask(batch, q_len):
+    """Every draft token shows to every row."""
+    words = torch.zeros(batch, q_len, 2 * -(-q_len // 32), dtype=torch.int16)
+    words[..., 0] = 2**q_len - 1
+    return words.view(torch.uint16)
+
+
+def dead_cells(a, value):
+    """The page table with `value` after each request's pages, and three columns more."""
+    t, ps = a["block_tables"], a["kv_cache"][0].shape[2]
+    t = torch.cat((t, t.new_zeros(len(t), 3)), 1)
+    dead = torch.arange(t.shape[1]) >= -(-a["seq_lens"] // ps).unsqueeze(1)
+    return a | dict(block_tables=t.masked_fill(dead, value))
+
+
+def sharing(a, pages):
+    """The second request has the first's first pages."""
+    t = a["block_tables"].clone()
+    t[1, :pages] = t[0, :pages]
+    return a | dict(block_tables=t)
+
+
+def large_v(a, mean):
+    k, v = a["kv_cache"]
+    return a | dict(kv_cache=(k, (mean + v.float() * mean / 10).to(v.dtype)))
+
+
+def uneven_lens(a, lens):
+    return a | dict(seq_lens=T(lens, dtype=torch.int32), cum_seq_lens_kv=I.cum(lens))
+
+
+def filled_out(a, value, shape, lse=True):
+    out = a | dict(out=torch.full(shape, value, dtype=bf))
+    return out | dict(lse=torch.full(shape[:2], value), return_lse=True) if lse else out
+
+
+def wider_table(a):
+    t = a["block_tables"]
+    return a | dict(block_tables=torch.cat((t, t.flip(0), t), 1)[:, : t.shape[1]])
+
+
+def entry_gaps(a):
+    c = a["kv_cache"]
+    return a | dict(kv_cache=torch.cat((c, torch.ones_like(c)), 2)[..., : c.shape[2]])
+
+
+def headless(g, heads, *without):
+    s = I.sinks(g, heads)
+    s[list(without)] = -torch.inf
+    return s
+
+
+counters = lambda: dict(multi_ctas_kv_counter_buffer=torch.zeros(4096, dtype=torch.uint8))  # noqa: E731
+s4 = I.sinks(g, 4)
+# decode
+p1 = dict(heads=2, kv=1, d=32, ps=1, lens=(30, 20))
+NEAR[61] = [spread_pages(I.decode(**p1), 65000)]
+TRIGGER[61] = [spread_pages(I.decode(**p1), 65536), spread_pages(I.decode(**p1), 70000)]
+NEAR[62] = [tail_of(I.decode(), 50.0), tail_of(I.decode(lens=(64, 16, 128)), torch.nan), nvfp4(I.decode())]
+TRIGGER[62] = [tail_of(I.decode(), torch.nan), tail_of(I.decode(), torch.inf)]
+NEAR[63] = [twice(I.decode(bmm1_scale=1.0)), untouched(I.decode(bmm1_scale=1.0))]
+TRIGGER[63] = [untouched(I.decode()), twice(I.decode())]
+NEAR[64] = [untouched(I.decode()), in_buffer(I.decode(lens=(20,) * 16), (16, 4, 64))]
+TRIGGER[64] = [in_buffer(I.decode(), (3, 4, 64)), in_buffer(I.decode(lens=(20,) * 17), (17, 4, 64))]
+NEAR[65] = [given_lse(I.decode(), 3, wide=1), given_lse(I.decode(), 3, wide=1, return_lse=True)]
+TRIGGER[65] = [given_lse(I.decode(), 3), I.decode(lse=torch.zeros(4, 3).T)]
+NEAR[66] = [I.decode(lens=(70, 0, 130), return_lse=True), I.decode(lens=(70, 0, 130), sinks=s4), I.decode(sinks=s4, return_lse=True)]
+TRIGGER[66] = [I.decode(lens=(70, 0, 130), sinks=s4, return_lse=True)]
+
+
+def small_v(a, factor):
+    k, v = a["kv_cache"]
+    return a | dict(kv_cache=(k, (v.float() * factor).to(v.dtype)), bmm2_scale=1 / factor)
+
+
+NEAR[67] = [small_v(I.decode(kv_dtype=I.E4M3), 2.0), small_v(I.decode(), 2.0**-8)]
+TRIGGER[67] = [small_v(I.decode(kv_dtype=I.E4M3), 2.0**-7)]
+NEAR[68] = [nvfp4(I.decode()), nvfp4(I.decode(), "trtllm-gen"), nhd(I.decode()), nhd(nvfp4(I.decode(kv=1)))]
+TRIGGER[68] = [nhd(nvfp4(I.decode())), nhd(nvfp4(I.decode(), "trtllm-gen"))]
+NEAR[69] = [nhd(I.decode()), I.decode(ps=2), nhd(I.decode(ps=4))]
+TRIGGER[69] = [nhd(I.decode(ps=2)), nhd(I.decode(heads=8, kv=8, ps=8))]
+b70 = dict(heads=2, kv=1, d=32)
+NEAR[70] = [I.decode(lens=many(255) + [300], **b70), I.decode(lens=[300] + many(300), **b70), I.decode(lens=many(300), **b70)]
+TRIGGER[70] = [I.decode(lens=many(280) + [300], **b70)]
+NEAR[71] = [I.decode(q_len=4, mask=m4)]
+TRIGGER[71] = [I.decode(q_len=4, mask=full_mask(3, 4)), I.decode(q_len=9, lens=(70, 15, 130), mask=full_mask(3, 9))]
+NEAR[72] = [I.decode(bmm1_scale=1e-6), I.decode(bmm1_scale=T(0.0)), I.decode(bmm2_scale=0.0)]
+TRIGGER[72] = [I.decode(bmm1_scale=0), I.decode(bmm1_scale=0.0, q_len=3)]
+NEAR[73] = [I.decode(window_left=1), I.decode(lens=(1, 1, 1), window_left=0)]
+TRIGGER[73] = [I.decode(window_left=0), I.decode(window_left=0, q_len=3)]
+NEAR[74] = [often(I.decode(lens=(500, 512), **small), 30)]
+TRIGGER[74] = [often(I.decode(lens=(600, 700, 800), **small), 40)]
+# context
+NEAR[75] = [untouched(dead_cells(I.context(), 0)), dead_cells(I.context(), -1)]
+TRIGGER[75] = [untouched(dead_cells(I.context(), -1)), untouched(dead_cells(I.context(), 3))]
+NEAR[76] = [I.context(bmm1_scale=-0.125), I.context(bmm1_scale=4.0)]
+TRIGGER[76] = [I.context(bmm1_scale=-4.0)]
+NEAR[77] = [sharing(I.context(lens=(70, 66, 5)), 5), sharing(I.context(lens=(70, 20, 5), widths=(20, 5, 5)), 1)]
+TRIGGER[77] = [sharing(I.context(lens=(70, 66, 75)), 1), sharing(I.context(lens=(70, 66, 75)), 2)]
+f78 = dict(lens=(700, 650, 600), bmm1_scale=0.02)
+NEAR[78] = [large_v(I.context(dtype=f16, **f78), 20.0), large_v(I.context(**f78), 300.0)]
+TRIGGER[78] = [large_v(I.context(dtype=f16, **f78), 300.0)]
+e79 = I.context(lens=(70, 5, 130), widths=(20, 5, 33))
+NEAR[79] = [filled_out(e79, 3.0, (58, 4, 64)), filled_out(I.context(lens=(70, 0, 130), widths=(20, 0, 33)), 3.0, (53, 4, 64))]
+TRIGGER[79] = [filled_out(uneven_lens(e79, (70, 0, 130)), 3.0, (58, 4, 64)), filled_out(uneven_lens(e79, (70, 0, 130)), 3.0, (58, 4, 64), lse=False)]
+r80 = I.context(lens=(400, 300), widths=(150, 140), d=128)
+NEAR[80] = [I.context(lens=(200, 60), widths=(100, 27))]
+TRIGGER[80] = [biased(r80, rows=[127, 255])]
+NEAR[81] = [I.context(lens=(70, 5, 130), widths=(3, 1, 5)), I.context(lens=(70, 5, 130), widths=(3, 1, 5), pad_rows=7), I.context(widths=(5, 5, 5))]
+TRIGGER[81] = [I.context(lens=(70, 5, 130), widths=(3, 1, 5), pad_rows=6), I.context(lens=(70, 5, 130), widths=(20, 5, 33), pad_rows=41)]
+NEAR[82] = [I.context(lens=(60,), widths=(40,), window_left=20), I.context(lens=(300,), widths=(10,), window_left=200)]
+TRIGGER[82] = [I.context(lens=(170, 5, 130), widths=(100, 5, 33), window_left=20), I.context(lens=(300,), widths=(300,), window_left=30)]
+NEAR[83] = [dead_cells(I.context(), 0), wider_table(I.context(lens=(70,), widths=(20,)))]
+TRIGGER[83] = [wider_table(I.context())]
+# mla
+NEAR[84] = [I.mla(sinks=I.sinks(g, 16) - 40), I.mla()]
+TRIGGER[84] = [I.mla(sinks=headless(g, 16, 3)), I.mla(sinks=headless(g, 16, 0, 15), return_lse=True)]
+NEAR[85] = [I.mla(out=torch.zeros(3, 1, 16, 64, dtype=bf)), I.mla(dtype=f16, out=torch.zeros(3, 1, 16, 64, dtype=f16)), I.mla(out=torch.zeros(3, 1, 16, 64))]
+TRIGGER[85] = [I.mla(out=torch.zeros(3, 1, 16, 64, dtype=f16))]
+NEAR[86] = [page_gaps(I.mla())]
+TRIGGER[86] = [entry_gaps(I.mla()), entry_gaps(I.mla(kv_dtype=I.E4M3))]
+l87 = dict(lse=torch.zeros(3, 16), return_lse=True)
+NEAR[87] = [I.mla(return_lse=True, return_lse_base="basee"), I.mla(**l87), I.mla(**l87 | dict(return_lse_base="base2"))]
+TRIGGER[87] = [I.mla(**l87 | dict(return_lse_base="basee")), I.mla(q_len=2, lse=torch.zeros(3, 2, 16), return_lse=True, return_lse_base="basee")]
+k88 = dict(lens=(2500, 40), **m1)
+NEAR[88] = [untouched(I.mla(**counters())), twice(I.mla(**k88)), I.mla(**k88, **counters())]
+TRIGGER[88] = [untouched(I.mla(**k88, **counters())), twice(I.mla(**k88, **counters()))]
+
+
+def heavy_last(a, rows):
+    """Let the rows look alike and the newest keys be like them, each more than the last: one shown too early weighs most."""
+    a["query"][:, :] = a["query"][:, :1]
+    ps, n = a["kv_cache"].shape[1], int(a["seq_lens"][0])
+    for at in range(n - rows, n):
+        page = int(a["block_tables"][0, at // ps])
+        a["kv_cache"][page, at % ps] = (1.5 + 0.5 * (at - n + rows)) * a["query"][0, 0, 0]
+    return a
+
+
+NEAR[89] = [heavy_last(I.mla(lens=(1030,), q_len=4, **m1), 4), heavy_last(I.mla(lens=(1024,), q_len=4, **m1), 4), I.mla(lens=(1026,), **m1)]
+TRIGGER[89] = [I.mla(lens=(1026,), q_len=16, **m1), heavy_last(I.mla(lens=(1026,), q_len=4, **m1), 4), heavy_last(I.mla(lens=(2049,), q_len=3, **m1), 3)]
+NEAR[90] = [I.mla(max_seq_len=4096), I.mla(lens=(4500,), **m1)]
+TRIGGER[90] = [I.mla(max_seq_len=8192), I.mla(max_seq_len=131072, q_len=3, return_lse=True)]
+# ragged
+NEAR[91] = [biased(I.ragged(widths=(200, 300), dv=64), columns=slice(64, None)), I.ragged(dv=128, dtype=f16)]
+TRIGGER[91] = [biased(I.ragged(widths=(200, 300), dv=128), columns=slice(64, None)), biased(I.ragged(widths=(200,), dv=96), columns=slice(64, None))]
+NEAR[92] = [I.ragged(window_left=6), I.ragged(widths=(4, 9), lens=(50, 30), window_left=60)]
+TRIGGER[92] = [I.ragged(widths=(4, 9), lens=(50, 30), window_left=6), I.ragged(widths=(20, 5, 33), lens=(40, 30, 90), window_left=15)]
+l93 = lambda **more: I.ragged(lse=torch.full((58, 4), 5.0), **more)  # noqa: E731
+NEAR[93] = [l93(return_lse=True), I.ragged(return_lse=False)]
+TRIGGER[93] = [l93(return_lse=False)]
+NEAR[94] = [I.ragged(widths=(10, 20), lens=(20, 10), causal=False), I.ragged(widths=(10, 20), lens=(20, 21)), I.ragged(widths=(10, 20), lens=(10, 20))]
+TRIGGER[94] = [I.ragged(widths=(10, 20), lens=(20, 10)), I.ragged(widths=(5, 30, 9), lens=(25, 10, 9))]
+NEAR[95] = [I.ragged(d=64, dv=64), I.ragged(d=64, dv=48)]
+TRIGGER[95] = [I.ragged(d=64, dv=128), I.ragged(d=32, dv=48)]
+
+
+def list_cells(a):
+    """A case: every cell of kv_indices and kv_indptr is as it should be, the lists cut at their rows' ends, the rest as before."""
+
+    def case(function):
+        a_now = copies(a)
+        keys = ("req_pool_indices", "req_to_token", "paged_kernel_lens", "positions", "topk", "page_size")
+        want_indices, want_indptr = ref.generate_draft_decode_kv_indices(**{k: a[k] for k in keys}, num_steps=len(a["kv_indices"]))
+        want, bounds = a["kv_indices"].clone(), a["kv_indptr"].clone()
+        for step, (indices, indptr) in enumerate(zip(want_indices, want_indptr)):
+            cut = indices[: want.shape[1]]
+            want[step, : len(cut)], bounds[step, 1 : len(indptr)] = cut.to(want.dtype), indptr[1:].to(bounds.dtype)
+        function(**a_now)
+        if not torch.equal(a_now["kv_indptr"], bounds):
+            return "WRONG: kv_indptr"
+        wrong = int((a_now["kv_indices"] != want).sum())
+        return f"WRONG: {wrong} cells of kv_indices" if wrong else "right"
+
+    return case
+
+
+def room_of(a, more):
+    """The lists with so many cells per row after (negative: less than) those of the first step."""
+    first = a["topk"] * (int(a["paged_kernel_lens"].sum()) + len(a["paged_kernel_lens"]))
+    return a | dict(kv_indices=torch.full((len(a["kv_indices"]), first + more), -7, dtype=a["kv_indices"].dtype))
+
+
+NEAR[96] = [list_cells(lists(lens=(7, 5, 4), topk=8)), list_cells(lists(lens=(7, 5), num_steps=1, topk=4))]
+TRIGGER[96] = [list_cells(lists()), list_cells(lists(lens=(30, 7), topk=1))]
+NEAR[97] = [list_cells(lists()), list_cells(lists(wider=4)), list_cells(room_of(lists(num_steps=1), -3))]
+TRIGGER[97] = [list_cells(room_of(lists(), -3)), list_cells(room_of(lists(num_steps=4), 7))]
+NEAR[98] = [lists(lens=(1, 1, 5)), list_cells(lists(lens=(1,)))]
+TRIGGER[98] = [lists(lens=(7, 0, 12)), list_cells(lists(lens=(0, 3), topk=1, page_size=16))]
+
+
 # ---- metadata
 def pool_of(page_size=16, swa=True, context=200, requests=12, pages=400, **more):
     return KVPool(num_requests=requests, max_context_len=context, page_size=page_size, num_pages=pages,
@@ -359,7 +667,23 @@ def meta_case(number):
     if number == 60:
         return ([build(pool_of(32, False), F.DECODE, (30, 63), step=0), build(pool_of(32, False), F.DECODE, (30, 40), step=1) + (dict(attention=DraftAttention.MLA_WITH_OFFSET),)],
                 [build(pool_of(32, False), F.DECODE, (30, 64), step=1) + (dict(attention=DraftAttention.MLA_WITH_OFFSET),)])
+    if number == 99:
+        return [build(pool_of(), F.DECODE, (30, 20)), build(pool_of(), F.TARGET_VERIFY, (30, 20), rows=4)], []
+    if number == 100:
+        mk = lambda: pool_of(32, False)  # noqa: E731
+        return ([build(mk(), F.TARGET_VERIFY, (30, 63), rows=4), build(mk(), F.DECODE, (30, 63), seq_lens_cpu=True)],
+                [build(mk(), F.TARGET_VERIFY, (30, 63), rows=4, seq_lens_cpu=True)])
     return [], []
+
+
+def rewritten_lengths(function, dtype, mode, **more):
+    """Build the metadata of a batch whose lengths the engine rewrites afterwards."""
+    pool, batch = build(pool_of(), mode, (30, 20), **more)
+    batch = replace(batch, seq_lens=batch.seq_lens.to(dtype))
+    built = function(batch, pool)
+    want = MD.build_mha_metadata(batch, pool)
+    batch.seq_lens.add_(9)
+    return same_metadata(built, want)
 
 
 def check_metadata(number, module):
@@ -369,6 +693,9 @@ def check_metadata(number, module):
     plains = mha_plain() if "mha" in name else mla_plain()
     near, trigger = meta_case(number)
     rights, wrongs = [judge(*c) for c in plains + near], [judge(*c) for c in trigger]
+    if number == 99:
+        rights += [rewritten_lengths(function, torch.int64, F.DECODE), rewritten_lengths(function, torch.int32, F.TARGET_VERIFY, rows=4)]
+        wrongs += [rewritten_lengths(function, torch.int32, F.DECODE), rewritten_lengths(function, torch.int32, F.EXTEND, rows=[10, 20])]
     if number == 56:
         pool, batch = build(pool_of(), F.DECODE, (50, 40))
         rights.append(judge(pool, batch))
@@ -380,6 +707,8 @@ def check_metadata(number, module):
 
 
 def run_case(function, case, f):
+    if callable(case):
+        return case(function)
     if isinstance(case, tuple):
         _, first, second = case
         said = verdict(function, first)
@@ -416,17 +745,17 @@ def main(numbers):
     for number in numbers:
         module = importlib.import_module(f"wrong_{number:02}")
         started = time.time()
-        if number >= 54:
+        if 54 <= number <= 60 or number >= 99:
             rights, wrongs = check_metadata(number, module)
-        elif number >= 48:
+        elif hasattr(module, "generate_draft_decode_kv_indices"):
             function = module.generate_draft_decode_kv_indices
-            rights = [lists_verdict(function, a) for a in LISTS_PLAIN + NEAR.get(number, [])]
-            wrongs = [lists_verdict(function, a) for a in TRIGGER[number]]
+            rights, wrongs = ([a(function) if callable(a) else lists_verdict(function, a) for a in cases]
+                              for cases in (LISTS_PLAIN + NEAR.get(number, []), TRIGGER[number]))
         else:
             f = next(x for x in (D, C, M, R) if hasattr(module, x))
             function = getattr(module, f)
-            biased = number in (20, 30, 39, 47)  # by half a percent, which 16 bits of float16 would show
-            plains = [c for c in plain(f) if not biased or c["query"].dtype == bf]
+            bf_alone = number in (20, 30, 39, 47, 80)  # by half a percent, which 16 bits of float16 would show
+            plains = [c for c in plain(f) if not bf_alone or c["query"].dtype == bf]
             rights = [run_case(function, c, f) for c in plains + NEAR.get(number, [])]
             if TRIGGER[number][0] == "slope":
                 wrongs = [slope(function, TRIGGER[number][1], number)]
@@ -441,4 +770,4 @@ def main(numbers):
 
 
 if __name__ == "__main__":
-    main([int(x) for x in sys.argv[1:]] or range(1, 61))
+    main([int(x) for x in sys.argv[1:]] or range(1, 101))
