@@ -320,35 +320,35 @@ def page(verdicts: Mapping[str, Sequence[Verdict]]) -> str:
             disagree = counts.total() - sum(counts[agreed] for agreed in AGREED)
             cells = (counts.total(), *(counts[agreed] for agreed in AGREED), disagree)
             lines.append(f"| {GPUS[name].name} | `{call}` | {' | '.join(f'{cell:,}' for cell in cells)} |")
-    lines += ["", "## Refusals", "", "| call | calls | why_not | launcher | first such call |", "|---|---|---|---|---|"]
-    lines += _examples(
-        each for of_gpu in verdicts.values() for each in of_gpu if each.refusal and each.agreement in AGREED
-    )
-    lines += ["", "## Disagreements, and calls of a later table", ""]
-    left = [each for of_gpu in verdicts.values() for each in of_gpu if each.agreement not in AGREED[:3]]
-    if left:
-        lines += ["| call | calls | why_not | launcher | first such call |", "|---|---|---|---|---|", *_examples(left)]
-    else:
-        lines.append("None.")
+    every = [each for of_gpu in verdicts.values() for each in of_gpu]
+    for title, among in (
+        ("Refusals", [each for each in every if each.refusal and each.agreement in AGREED]),
+        (
+            "Taken, from a later table",
+            [each for each in every if not each.refusal and each.agreement == "in a later table"],
+        ),
+        ("Disagreements", [each for each in every if each.agreement not in AGREED]),
+    ):
+        lines += ["", f"## {title}", ""]
+        lines += [*EXAMPLES, *_examples(among)] if among else ["None."]
     return "\n".join((*lines, ""))
 
 
+EXAMPLES = ("| call | of the launcher | calls | such as | `why_not` | launcher |", "|---|---|---|---|---|---|")
+
+
 def _examples(verdicts: Iterable[Verdict]) -> Iterator[str]:
-    """Yield a row of a table for each kind of verdict: sentences that differ in numbers and dtypes alone are of one kind."""
-    kinds: dict[tuple[str, ...], list[Verdict]] = {}
+    """Yield a row of a table for each function and reason of the launcher's: how many calls, and the plainest of them."""
+    kinds: dict[tuple[str, str, str], list[Verdict]] = {}
     for verdict in verdicts:
-        words = (
-            verdict.call,
-            verdict.refusal or "takes it",
-            (verdict.failure or "launches it").partition(": qkvLayout")[0],
-        )
-        kind = tuple(re.sub(r"\d[\d,]*|float8_e4m3fn|b?float16|float32", "#", each) for each in words)
-        kinds.setdefault((kind[0], kind[1], kind[2][:60]), []).append(verdict)
-    for found in kinds.values():
-        first = found[0]
-        failure = (first.failure or "launches it").partition(": qkvLayout")[0]
-        departures = ", ".join(f"{axis} {value}" for axis, value in first.departures.items()) or "the plain one"
-        yield f"| `{first.call}` | {len(found):,} | {first.refusal or 'takes it'} | {failure} | {departures} |"
+        said = reasons(SAID, verdict.failure or "")
+        why = " or ".join(sorted(each.value for each in said)) if verdict.failure else verdict.agreement
+        kinds.setdefault((verdict.call, why or "another reason", verdict.agreement), []).append(verdict)
+    for (call, why, _), found in kinds.items():
+        plainest = min(found, key=lambda each: len(each.departures))
+        failure = (plainest.failure or "launches it").partition(": qkvLayout")[0]
+        departures = ", ".join(f"{axis} {value}" for axis, value in plainest.departures.items()) or "the plain one"
+        yield f"| `{call}` | {why} | {len(found):,} | {departures} | {plainest.refusal or 'takes it'} | {failure} |"
 
 
 def main(arguments: list[str] | None = None) -> int:

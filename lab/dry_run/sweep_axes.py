@@ -171,7 +171,7 @@ DOMAINS: Mapping[AttentionCall, Domain] = {
             *PAGED_RULES,
             _rule(lambda mask, rows: not mask or rows == "uniform", "a mask has q_len rows", "mask", "rows"),
         ),
-        (("dtypes", "head_dim", "page_size"), ("group", "num_kv_heads", "q_len")),
+        (("dtypes", "head_dim", "page_size"), ("group", "num_kv_heads", "q_len"), ("dtypes", "group", "num_kv_heads")),
     ),
     AttentionCall.CONTEXT: Domain(
         CONTEXT_AXES,
@@ -184,7 +184,7 @@ DOMAINS: Mapping[AttentionCall, Domain] = {
     AttentionCall.MLA_DECODE: Domain(
         MLA_AXES,
         (_rule(lambda q_len, most: q_len <= most or most == 0, "a row is a key", "q_len", "max_kv_len"),),
-        (("dtypes", "dims", "heads"), ("heads", "dims", "max_kv_len")),
+        (("dtypes", "dims", "heads"), ("heads", "dims", "max_kv_len"), ("heads", "q_len", "page_size")),
     ),
     AttentionCall.RAGGED_CONTEXT: Domain(
         RAGGED_AXES,
@@ -197,12 +197,33 @@ DOMAINS: Mapping[AttentionCall, Domain] = {
 }
 
 
+# Calls that trtllm-gen takes, from which random ones depart.
+PAGED_BASES: tuple[Point, ...] = (
+    {},
+    {"dtypes": "e4m3/nvfp4/e4m3"},
+    {"dtypes": "e4m3/nvfp4/e4m3", "head_dim": 64, "page_size": 16},
+    {"dtypes": "e4m3/e4m3/fp16", "head_dim": 256},
+    {"dtypes": "fp16/fp16/fp16", "head_dim": 64, "page_size": 128},
+    {"head_dim": 512, "page_size": 32},
+)
+BASES: Mapping[AttentionCall, tuple[Point, ...]] = {
+    AttentionCall.DECODE: (*PAGED_BASES, {"dtypes": "fp16/e4m3/fp16"}, {"q_len": 4, "group": 16}),
+    AttentionCall.CONTEXT: (*PAGED_BASES, {"head_dim": 80, "q_len": 64}, {"q_len": 150, "causal": False}),
+    AttentionCall.MLA_DECODE: (
+        {},
+        {"dims": (256, 64), "heads": 32},
+        {"dtypes": "e4m3/e4m3/bf16", "heads": 16, "q_len": 4},
+    ),
+    AttentionCall.RAGGED_CONTEXT: ({}, {"dtypes": "e4m3/e4m3/bf16"}, {"dims": (128, 128), "causal": False}),
+}
+
+
 def points(call: AttentionCall, drawn: int, seed: int = 0) -> Iterator[Point]:
     """Yield points of a call's domain, no two alike: each value alone, the stated triples in full, then random ones.
 
     Args:
         call: one of the four.
-        drawn: random points, of one departure from the plain point up to six.
+        drawn: random points, of one departure from one of `BASES` up to five.
         seed: of those.
     """
     domain, rng = DOMAINS[call], random.Random(f"{call.name} {seed}")
@@ -212,13 +233,14 @@ def points(call: AttentionCall, drawn: int, seed: int = 0) -> Iterator[Point]:
         for values in itertools.product(*(domain.axes[name] for name in names))
     )
     found = set[str]()
-    for point in itertools.chain(domain.alone(), grids, (_drawn(domain, rng) for _ in range(drawn))):
+    for point in itertools.chain(domain.alone(), grids, (_drawn(call, rng) for _ in range(drawn))):
         if point is not None and repr(point) not in found:
             found.add(repr(point))
             yield point
 
 
-def _drawn(domain: Domain, rng: random.Random) -> Point | None:
-    """Return a point with random values on a few axes; None where no point has them all."""
-    names = rng.sample(list(domain.axes), rng.randint(1, 6))
-    return domain.completed({name: rng.choice(domain.axes[name]) for name in names})
+def _drawn(call: AttentionCall, rng: random.Random) -> Point | None:
+    """Return a point that departs from a base on a few axes; None where no point has them all."""
+    domain = DOMAINS[call]
+    names = rng.sample(list(domain.axes), rng.randint(1, 5))
+    return domain.completed(rng.choice(BASES[call]) | {name: rng.choice(domain.axes[name]) for name in names})
