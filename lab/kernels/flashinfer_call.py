@@ -204,9 +204,20 @@ def trtllm_gen_memory(call: DecodeCall | ContextCall | MLADecodeCall, problem: P
     workspace = workspace_for(call.workspace_buffer, problem.query.device)
     # A decode kernel's partial results come after the statistics, where the launcher does not look at their size.
     check_workspace_size(workspace, 0 if isinstance(call, ContextCall) else _statistics_bytes(problem))
-    counters, scratch = semaphores_and_scratch(workspace)
     given = call.multi_ctas_kv_counter_buffer
+    if counts_within_workspace():
+        return {"workspace_buffer": workspace, "multi_ctas_kv_counter_buffer": given}
+    counters, scratch = semaphores_and_scratch(workspace)
     return {"workspace_buffer": scratch, "multi_ctas_kv_counter_buffer": counters if given is None else given}
+
+
+def counts_within_workspace() -> bool:
+    """Tell whether trtllm-gen counts in its workspace's first 8 MiB, zeros, as before it took a buffer of counters.
+
+    FlashInfer 0.6.13's `trtllm_fmha_kernel_launcher.cu` does, in all four calls, and puts statistics and scratch after them.
+    """
+    _, signature = installed("flashinfer.decode", "trtllm_batch_decode_with_kv_cache")
+    return "multi_ctas_kv_counter_buffer" not in signature.parameters
 
 
 def _statistics_bytes(problem: PagedAttention) -> int:
@@ -227,6 +238,15 @@ def scratch_for(workspace_buffer: object, device: torch.device) -> torch.Tensor:
     workspace = workspace_for(workspace_buffer, device)
     check_workspace_size(workspace)
     return semaphores_and_scratch(workspace)[1]
+
+
+def ragged_workspace(workspace_buffer: object, device: torch.device) -> torch.Tensor:
+    """Return the memory of a ragged call: scratch, whose statistics come first, and zeros before it where it counts there.
+
+    Raises as `workspace_for` and `check_workspace_size`.
+    """
+    scratch = scratch_for(workspace_buffer, device)
+    return workspace_for(workspace_buffer, device) if counts_within_workspace() else scratch
 
 
 def refuse_during_capture(what: str, device: torch.device) -> None:

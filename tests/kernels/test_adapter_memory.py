@@ -21,7 +21,7 @@ BF16 = torch.bfloat16
 PLAIN = {"out_dtype": None, "return_lse": False}
 
 Arguments = dict[str, Any]
-On = Callable[[tuple[int, int]], "FlashInfer"]
+On = Callable[..., "FlashInfer"]
 
 
 def decode(**changes: Any) -> Arguments:
@@ -61,8 +61,9 @@ WITH_XQA = [
 class FlashInfer:
     """Functions that keep what they are called with, and write it as their kernel does: XQA its scratch, trtllm-gen all."""
 
-    def __init__(self) -> None:
+    def __init__(self, lacks: str = "") -> None:
         self.calls: list[Arguments] = []
+        self.lacks = lacks  # a parameter of all functions
 
     def installed(self, module: str, name: str) -> tuple[Any, inspect.Signature]:
         def function(**arguments: Any) -> Tensor:
@@ -76,19 +77,21 @@ class FlashInfer:
                 scratch.fill_(0xFF)
             return torch.empty(0)
 
-        return function, inspect.signature(getattr(references, name))
+        signature = inspect.signature(getattr(references, name))
+        kept = [each for each in signature.parameters.values() if each.name != self.lacks]
+        return function, signature.replace(parameters=kept)
 
 
 @pytest.fixture
 def on(monkeypatch: pytest.MonkeyPatch) -> Iterator[On]:
     """FlashInfer on a GPU of some capability."""
 
-    def start(capability: tuple[int, int]) -> FlashInfer:
+    def start(capability: tuple[int, int], lacks: str = "") -> FlashInfer:
         for module in (flashinfer_call, support):
             monkeypatch.setattr(module, "capability_of", lambda device: capability)
         monkeypatch.setattr(flashinfer_call, "SCRATCH_BYTES", SCRATCH)
         monkeypatch.setattr(flashinfer_call, "LEAST_SCRATCH_BYTES", 4096)
-        flashinfer = FlashInfer()
+        flashinfer = FlashInfer(lacks)
         monkeypatch.setattr(flashinfer_call, "installed", flashinfer.installed)
         forget()
         return flashinfer
@@ -187,3 +190,15 @@ def test_a_small_workspace_is_refused_for_trtllm_gen(on: On, name: str) -> None:
     with pytest.raises(ValueError, match=r"less than.*pass None for the lab's own"):
         getattr(trtllm, name)(**CALLS[name](workspace_buffer=torch.zeros(SEMAPHORE_BYTES + 4095, dtype=torch.uint8)))
     assert not flashinfer.calls
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_older_flashinfer_counts_at_the_start_of_the_whole_workspace(name: str, on: On) -> None:
+    """As 0.6.13, whose functions have no counter buffer: zeros first, then statistics and scratch."""
+    flashinfer = on(SM100, lacks="multi_ctas_kv_counter_buffer")
+    workspace = new_workspace()
+    arguments = CALLS[name](workspace_buffer=workspace) if name in COUNTING else new_tokens(workspace)
+    getattr(trtllm, name)(**arguments)
+    (made,) = flashinfer.calls
+    assert place(made["workspace_buffer"], workspace) == (0, workspace.nbytes)
+    assert "multi_ctas_kv_counter_buffer" not in made

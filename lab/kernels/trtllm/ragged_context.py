@@ -17,8 +17,8 @@ from lab.kernels.flashinfer_call import (
     PreparedCall,
     but_defaults,
     prepared,
+    ragged_workspace,
     returning,
-    scratch_for,
     supported_kernel,
 )
 
@@ -39,7 +39,7 @@ def prepare_trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> Prepare
     if not len(problem.key):  # a TMA descriptor has at least one row (kernelParams.h, `buildNdTmaDescriptor`)
         return _then_filled(returning(problem, problem.returned), problem)
     changes = {
-        "workspace_buffer": scratch_for(call.workspace_buffer, problem.query.device),  # its statistics come first
+        "workspace_buffer": ragged_workspace(call.workspace_buffer, problem.query.device),
         "window_left": problem.window_left,
     }
     made = prepared("flashinfer.prefill", "trtllm_ragged_attention_deepseek", but_defaults(call, changes), ())
