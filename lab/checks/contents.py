@@ -11,8 +11,8 @@ from lab.checks.needles import leaning, needle_positions, plant
 from lab.checks.stored import E4M3_K_SCALE, E4M3_V_SCALE
 from lab.workloads.attention_case import AttentionCase, Contents
 
-# Of values drawn from N(0, 1): a sum of 64 exceeds float16's 65,504, but for e4m3's own end at 448.
-_LOUD = {torch.bfloat16: 2.0**14, torch.float16: 2.0**12, E4M3: 100.0 * E4M3_V_SCALE}
+# Of the sizes of values drawn from N(0, 1): sums of weights and values pass float16's 65,504, but for e4m3's own end at 448.
+_LOUD = {torch.bfloat16: 2.0**14, torch.float16: 2.0**13, E4M3: 100.0 * E4M3_V_SCALE}
 # bf16: below float16's least, 2**-24, for the most part; the others: below their own least normal numbers.
 _FAINT = {torch.bfloat16: 2.0**-24, torch.float16: 2.0**-14, E4M3: 2.0**-7 * E4M3_V_SCALE}
 
@@ -119,6 +119,9 @@ def _overshadowed(drawn: _Drawn) -> _Drawn:
 
 
 def _loud(drawn: _Drawn) -> _Drawn:
+    """Make values large and of one sign, so that their sum grows with the keys."""
+    side = "keys" if drawn.case.is_mla else "values"
+    drawn = replace(drawn, **{side: getattr(drawn, side).abs()})
     return _scaled_values(drawn, _LOUD[drawn.case.kv_dtype])
 
 

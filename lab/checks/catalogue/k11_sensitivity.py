@@ -132,7 +132,9 @@ def _with_lse(probe: Probe) -> Probe:
 
 _SHARED: dict[str, Probe] = {
     "bmm1_scale": _scaled("bmm1_scale", 0.75),
-    "bmm1_scale below 0": _scaled("bmm1_scale", -0.5),  # the smallest product weighs most
+    # The smallest product weighs most: exp overflows of those above it. Beside sinks, none here, keys would weigh nothing.
+    "bmm1_scale below 0": _scaled("bmm1_scale", -25.0),
+    "bmm1_scale of 0": _scaled("bmm1_scale", 0.0),  # all visible keys weigh the same
     "bmm1_scale as a tensor": _scaled("bmm1_scale", 0.75, on_device=True),
     # 0.9 is no sum of few powers of two: a scale that is rounded on its way shows.
     "bmm2_scale": _scaled("bmm2_scale", 0.9),
