@@ -205,19 +205,20 @@ def trtllm_gen_memory(call: DecodeCall | ContextCall | MLADecodeCall, problem: P
     # A decode kernel's partial results come after the statistics, where the launcher does not look at their size.
     check_workspace_size(workspace, 0 if isinstance(call, ContextCall) else _statistics_bytes(problem))
     given = call.multi_ctas_kv_counter_buffer
-    if counts_within_workspace():
+    if not takes_counters():
         return {"workspace_buffer": workspace, "multi_ctas_kv_counter_buffer": given}
     counters, scratch = semaphores_and_scratch(workspace)
     return {"workspace_buffer": scratch, "multi_ctas_kv_counter_buffer": counters if given is None else given}
 
 
-def counts_within_workspace() -> bool:
-    """Tell whether trtllm-gen counts in its workspace's first 8 MiB, zeros, as before it took a buffer of counters.
+def takes_counters() -> bool:
+    """Tell whether the installed FlashInfer takes trtllm-gen's counters in a buffer of their own.
 
-    FlashInfer 0.6.13's `trtllm_fmha_kernel_launcher.cu` does, in all four calls, and puts statistics and scratch after them.
+    Before, as in FlashInfer 0.6.13's `trtllm_fmha_kernel_launcher.cu`, they are the workspace's first 8 MiB, zeros, in all
+    four calls, and statistics and scratch come after them.
     """
     _, signature = installed("flashinfer.decode", "trtllm_batch_decode_with_kv_cache")
-    return "multi_ctas_kv_counter_buffer" not in signature.parameters
+    return "multi_ctas_kv_counter_buffer" in signature.parameters
 
 
 def _statistics_bytes(problem: PagedAttention) -> int:
@@ -245,8 +246,9 @@ def ragged_workspace(workspace_buffer: object, device: torch.device) -> torch.Te
 
     Raises as `workspace_for` and `check_workspace_size`.
     """
-    scratch = scratch_for(workspace_buffer, device)
-    return workspace_for(workspace_buffer, device) if counts_within_workspace() else scratch
+    workspace = workspace_for(workspace_buffer, device)
+    check_workspace_size(workspace)
+    return semaphores_and_scratch(workspace)[1] if takes_counters() else workspace
 
 
 def refuse_during_capture(what: str, device: torch.device) -> None:
