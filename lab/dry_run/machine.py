@@ -140,15 +140,13 @@ def machine(gpu: str | Gpu, computes: bool = False) -> Iterator[Machine]:
         made.build()  # what stands against it is said before any call
     answers = {**_flashinfer_answers(made), lab.gpus.capability_of: lambda device: gpu.capability}
     _forget_cached()
-    modules = len(sys.modules)
-    for module, name, original in _holders(tuple(answers), modules):
-        if getattr(module, name, None) is original:
-            setattr(module, name, answers[original])
+    modules, holders = len(sys.modules), _holding(tuple(answers))
+    for module, name, original in holders:
+        setattr(module, name, answers[original])
     try:
         yield made
     finally:
         originals = {answer: original for original, answer in answers.items()}
-        holders = _holders(tuple(answers), modules)
         if len(sys.modules) != modules:  # what was imported inside has taken the answers
             holders += _holding(tuple(originals))
         for module, name, _ in holders:
@@ -156,12 +154,6 @@ def machine(gpu: str | Gpu, computes: bool = False) -> Iterator[Machine]:
             if here in originals:
                 setattr(module, name, originals[here])
         _forget_cached()
-
-
-@functools.cache
-def _holders(functions: tuple[Function, ...], modules: int) -> tuple[tuple[Any, str, Function], ...]:
-    """Return `_holding`'s, which takes a while; `modules`, how many are loaded, tells that some came."""
-    return _holding(functions)
 
 
 def _holding(functions: tuple[Function, ...]) -> tuple[tuple[Any, str, Function], ...]:
