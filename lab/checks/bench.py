@@ -5,22 +5,27 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from lab.checks.check import Check, Level
-from lab.checks.isolation import Isolation
+from lab.checks.isolation import Isolation, TooLate
 from lab.checks.report import CaseVerdict
 from lab.checks.space import Space
-from lab.checks.verdicts import Outcome
+from lab.checks.verdicts import Judged, Outcome
 from lab.workloads.interfaces import ATTENTION, Interface
 
-CASES_PER_WORKER = 8  # handed out together: enough that workers seldom wait for the slowest of them
+CASES_PER_WORKER = 8  # of a turn
+BEGUN_AT_ONCE = 8  # turns of different benches: while one waits for its slowest case, workers judge those of the others
 SMOKE_LONGEST = 200  # keys
 MOST_SHRINKS = 60  # calls of the judge that Hypothesis may spend on making a failing case smaller
 MOST_KEPT = 2000  # right random cases in the report
 MOST_WRONG = 10  # different wrong ones, after which no more are drawn
 
+# Each begins a turn's cases, and gives the function that waits for their verdicts.
+Turns = Iterator[Callable[[], None]]
 # Of a verdict, what it differs in from others of its report: its check, the reprs of its function, case and axes, and whether
 # the case was drawn.
 Key = tuple[str, str, str, str, bool]
@@ -61,7 +66,12 @@ class Session:
     @property
     def is_over(self) -> bool:
         """Tell whether no further case is to be begun."""
-        return time.monotonic() > self.end or (self.stops_at_fault and self._has_fault)
+        return time.monotonic() > self.end or self.is_stopped
+
+    @property
+    def is_stopped(self) -> bool:
+        """Tell whether a fault has ended the run."""
+        return self.stops_at_fault and self._has_fault
 
     def numbered(self, verdict: CaseVerdict) -> CaseVerdict:
         """Return a verdict with its number in the report."""
@@ -125,7 +135,7 @@ class Bench:
         before = self.reprs
         return [case for case in cases if repr(case) not in before]
 
-    def turns(self) -> Iterator[None]:
+    def turns(self) -> Turns:
         """Judge the fixed cases, first one for each worker and then several in each turn; what follows; the drawn ones last."""
         yield from self._turns_of(self._cases)
         for following in self._more:
@@ -136,10 +146,9 @@ class Bench:
             self._cases, self.planned = [*self._cases, *cases], self.planned + len(cases)
             yield from self._turns_of(cases)
         if self._drawn and self.check.adapt is not None and not self._session.is_over:
-            self._draw(self.check.adapt)
-            yield
+            yield partial(self._draw, self.check.adapt)
 
-    def go_on(self, end: float) -> Iterator[None]:
+    def go_on(self, end: float) -> Turns:
         """Judge random cases until a time of `time.monotonic`; keep the first right ones, and wrong ones made small."""
         earlier = self._after.verdicts if self._after else ()
         cases = iter(self.check.draw(self.interface, self._axes, [*earlier, *self.verdicts]) if self.check.draw else ())
@@ -148,16 +157,19 @@ class Bench:
             several = list(itertools.islice(cases, CASES_PER_WORKER * self._session.isolation.workers))
             if not several:
                 return
-            for verdict in self._judge(several, drawn=True, shrinks=True):
-                self.num_random += 1
-                if is_fault(verdict):
-                    small = self._shrunk(verdict)
-                    if repr(small.case) not in wrong:
-                        self._keep(small)
-                    wrong.add(repr(small.case))
-                elif self.num_random <= MOST_KEPT:
-                    self._keep(verdict)
-            yield
+            yield partial(self._keep_random, self._begin(several, drawn=True, is_planned=False), wrong)
+
+    def _keep_random(self, begun: "_Begun", wrong: set[str]) -> None:
+        """Keep verdicts on random cases, the wrong ones made small; add the cases of these to those that were wrong."""
+        for verdict in self._verdicts(begun):
+            self.num_random += 1
+            if is_fault(verdict):
+                small = self._shrunk(verdict)
+                if repr(small.case) not in wrong:
+                    self._keep(small)
+                wrong.add(repr(small.case))
+            elif self.num_random <= MOST_KEPT:
+                self._keep(verdict)
 
     def _shrunk(self, verdict: CaseVerdict) -> CaseVerdict:
         """Return the verdict of a smaller case that is wrong too."""
@@ -167,7 +179,7 @@ class Bench:
             if repr(case) in tried or len(tried) == MOST_SHRINKS:
                 return repr(case) in wrong
             tried.add(repr(case))
-            (found,) = self._judge([case], drawn=True, shrinks=True)
+            found = self._judge_now(case)
             if is_fault(found):
                 wrong[repr(case)] = found
             return is_fault(found)
@@ -179,47 +191,54 @@ class Bench:
             self._keep(list(wrong.values())[-1])
             raise
 
-    def _turns_of(self, cases: Sequence[Any]) -> Iterator[None]:
-        for several in self._batches(cases, first=self._session.isolation.workers):
+    def _turns_of(self, cases: Sequence[Any]) -> Turns:
+        first = self._session.isolation.workers
+        ends = [0, *range(first, len(cases), CASES_PER_WORKER * first), len(cases)]
+        for several in filter(None, (cases[at:end] for at, end in itertools.pairwise(ends))):
             if self._session.is_over:
                 return
-            for verdict in self._judge(several):
-                self._keep(verdict)
-            yield
+            yield partial(self._keep_all, self._begin(several))
 
-    def _batches(self, cases: Sequence[Any], first: int) -> Iterator[Sequence[Any]]:
-        several = CASES_PER_WORKER * self._session.isolation.workers
-        yield from filter(
-            None, (cases[:first], *(cases[at : at + several] for at in range(first, len(cases), several)))
-        )
+    def _keep_all(self, begun: "_Begun") -> None:
+        for verdict in self._verdicts(begun):
+            self._keep(verdict)
 
-    def _judge(self, cases: Sequence[Any], drawn: bool = False, shrinks: bool = False) -> Iterator[CaseVerdict]:
-        """Yield the verdict of each case, in order, as it comes; several workers judge at a time."""
-        start, session = time.perf_counter(), self._session
-        keys = [key_of(self.check.key, self.interface, case, self._space, drawn) for case in cases]
-        known = [session.earlier.get(key) for key in keys]
-        waiting = [
-            None if _is_kept(earlier) else session.isolation.submit(self.check.key, case, self._space)
-            for case, earlier in zip(cases, known, strict=True)
-        ]
-        for case, earlier, wait in zip(cases, known, waiting, strict=True):
-            if wait is None:
-                assert earlier is not None
-                verdict = earlier
-            else:
-                verdict = CaseVerdict(
-                    implementation=session.name,
-                    check=self.check.key,
-                    interface=self.interface,
-                    case=case,
-                    device=str(session.isolation.device),
-                    space=self._space,
-                    judged=wait(),
-                    seconds=time.perf_counter() - start,
-                    drawn=drawn,
-                )
-            self.judged += not shrinks
-            yield session.note(verdict, wait is not None)
+    def _begin(self, cases: Sequence[Any], drawn: bool = False, is_planned: bool = True) -> "_Begun":
+        """Have workers judge cases, but those with an earlier verdict that stands."""
+        begun = _Begun(drawn, is_planned)
+        for case in cases:
+            earlier = self._earlier(case, drawn)
+            submit = self._session.isolation.submit
+            begun.cases.append((case, earlier or submit(self.check.key, case, self._space, self._session.end)))
+        return begun
+
+    def _verdicts(self, begun: "_Begun") -> Iterator[CaseVerdict]:
+        """Yield the verdict of each case, in order, as it comes; none of those that the run's end comes before."""
+        for case, found in begun.cases:
+            is_new = not isinstance(found, CaseVerdict)
+            if is_new and self._session.is_stopped:
+                return
+            with suppress(TooLate):
+                verdict = found if isinstance(found, CaseVerdict) else self._verdict(case, found(), begun.drawn)
+                self.judged += begun.is_planned
+                yield self._session.note(verdict, is_new)
+
+    def _judge_now(self, case: Any) -> CaseVerdict:
+        """Return the verdict of a case that a wrong one was made smaller to, though the run may be over."""
+        earlier = self._earlier(case, drawn=True)
+        submit = self._session.isolation.submit
+        verdict = earlier or self._verdict(case, submit(self.check.key, case, self._space)(), drawn=True)
+        return self._session.note(verdict, earlier is None)
+
+    def _earlier(self, case: Any, drawn: bool) -> CaseVerdict | None:
+        """Return an earlier verdict that stands. What was wrong is judged again: it is what its reader wants to see."""
+        key = key_of(self.check.key, self.interface, case, self._space, drawn)
+        earlier = self._session.earlier.get(key)
+        return earlier if earlier and earlier.outcome in (Outcome.RIGHT, Outcome.DECLINED) else None
+
+    def _verdict(self, case: Any, judged: Judged, drawn: bool) -> CaseVerdict:
+        name, where = self._session.name, str(self._session.isolation.device)
+        return CaseVerdict(name, self.check.key, self.interface, case, where, judged, self._space, drawn)
 
     def _keep(self, verdict: CaseVerdict) -> None:
         self.verdicts.append(self._session.numbered(verdict))
@@ -254,7 +273,7 @@ class Bench:
                 if not failures or failures > MOST_SHRINKS:
                     return
                 failures += 1
-                (seen[case],) = self._judge([case], drawn=True, shrinks=True)
+                seen[case] = self._judge_now(case)
                 if not is_fault(seen[case]):
                     self._keep(seen[case])
             if is_fault(seen[case]):
@@ -267,15 +286,12 @@ class Bench:
         self.planned += len(cases) - self._drawn
         faults: list[CaseVerdict] = []
         try:
-            for several in self._batches(list(cases), first=0):
-                if self._session.is_over:
-                    break
-                for verdict in self._judge(several, drawn=True):
-                    seen[verdict.case] = verdict
-                    if is_fault(verdict):
-                        faults.append(verdict)
-                    else:
-                        self._keep(verdict)
+            for verdict in self._verdicts(self._begin(list(cases), drawn=True)):
+                seen[verdict.case] = verdict
+                if is_fault(verdict):
+                    faults.append(verdict)
+                else:
+                    self._keep(verdict)
             if faults:
                 holds()
         except _Found as found:
@@ -283,6 +299,21 @@ class Bench:
         finally:  # whatever interrupts it, what is wrong is kept
             for verdict in faults[:1]:
                 self._keep(verdict)
+
+
+@dataclass
+class _Begun:
+    """Cases of a turn, each with its verdict or the function that waits for it.
+
+    Attributes:
+        drawn: as of `CaseVerdict`.
+        is_planned: they count as planned ones.
+        cases: in order.
+    """
+
+    drawn: bool
+    is_planned: bool
+    cases: list[tuple[Any, CaseVerdict | Callable[[], Judged]]] = field(default_factory=list)
 
 
 class _Found(Exception):  # noqa: N818 - what Hypothesis is to make smaller
@@ -293,22 +324,20 @@ class _Found(Exception):  # noqa: N818 - what Hypothesis is to make smaller
         self.verdict = verdict
 
 
-def in_turns(turns_of_each: Iterable[Iterator[None]]) -> Iterator[None]:
-    """Let benches judge in rounds, so that an early end leaves none without a verdict."""
-    waiting = deque(turns_of_each)
-    while waiting:
-        turns = waiting.popleft()
-        for _ in turns:
+def in_turns(turns_of_each: Iterable[Turns]) -> Iterator[None]:
+    """Let benches judge in rounds, so that an early end leaves none without a verdict; begin the next turns meanwhile."""
+    waiting, begun = deque(turns_of_each), deque[tuple[Turns, Callable[[], None]]]()
+    while waiting or begun:
+        if waiting and len(begun) < BEGUN_AT_ONCE:
+            turns = waiting.popleft()
+            begun.extend((turns, wait) for wait in itertools.islice(turns, 1))
+        else:
+            turns, wait = begun.popleft()
+            wait()
             waiting.append(turns)
             yield
-            break
 
 
 def is_fault(verdict: CaseVerdict) -> bool:
     """Tell whether a verdict is wrong or failed, and not known to be."""
     return verdict.outcome in (Outcome.WRONG, Outcome.FAILED)
-
-
-def _is_kept(earlier: CaseVerdict | None) -> bool:
-    """Tell whether an earlier verdict stands. What was wrong is judged again: it is what its reader wants to see."""
-    return earlier is not None and earlier.outcome in (Outcome.RIGHT, Outcome.DECLINED)

@@ -1,10 +1,12 @@
 """Cases in a worker process that is replaced when it crashes or does not return, so that a case costs itself alone."""
 
 import functools
+import math
 import multiprocessing.context
 import os
 import pickle
 import tempfile
+import time
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
@@ -29,6 +31,10 @@ Answer = TypeVar("Answer")
 CANNOT_BEGIN = 'no worker can begin: a script that judges in isolation needs `if __name__ == "__main__":`'
 IMPORT_LIMIT_S = 600.0  # at least, for the first import: a module may compile its kernels when it is imported
 LOST_CONTEXT = 70  # exit status of a worker whose CUDA context is lost
+
+
+class TooLate(Exception):  # noqa: N818 - nothing is wrong
+    """The run was over before a case had begun."""
 
 
 class Isolation:
@@ -103,22 +109,24 @@ class Isolation:
             raise RuntimeError(CANNOT_BEGIN) from error
         return answer
 
-    def submit(self, check: str, case: Any, space: Space | None = None) -> Callable[[], Judged]:
+    def submit(self, check: str, case: Any, space: Space | None = None, end: float = math.inf) -> Callable[[], Judged]:
         """Have one case of the check with that key judged; return a function that waits for the verdict.
 
         Args:
             check: its key.
             case: of that check.
             space: the axes within which the check may vary the case; the isolation's if None.
+            end: the case is not begun after this time of `time.monotonic`, which all processes of a machine share; the
+                function then raises TooLate.
         """
         within = space or self.space
         if self._pool is None or self._last_words is None:
             where = (self.device, within, self.refusals)
-            return functools.partial(run_trial, self.implementation, _check(check), case, *where)
+            return functools.partial(_in_time, end, run_trial, self.implementation, _check(check), case, *where)
         descriptor, last_words = tempfile.mkstemp(dir=self._last_words.name)
         os.close(descriptor)
-        arguments = (self.implementation, check, case, str(self.device), within, self.refusals, last_words)
-        return functools.partial(self._result, self._schedule(_work, arguments), arguments)
+        arguments = (end, _work, self.implementation, check, case, str(self.device), within, self.refusals, last_words)
+        return functools.partial(self._result, self._schedule(_in_time, arguments), arguments)
 
     def _schedule(self, work: Callable[..., Any], arguments: tuple[Any, ...], limit_s: float | None = None) -> Any:
         if not self._pool.active:  # a worker that died between two cases ended its pool
@@ -135,7 +143,7 @@ class Isolation:
             self._has_worked = True
         except BrokenProcessPool as error:  # the case has not begun
             if attempts > 1:
-                return self._result(self._schedule(_work, arguments), arguments, attempts - 1)
+                return self._result(self._schedule(_in_time, arguments), arguments, attempts - 1)
             if not self._has_worked:
                 raise RuntimeError(CANNOT_BEGIN) from error
             return Judged(Outcome.FAILED, ("its worker died before it began",))
@@ -166,6 +174,12 @@ def _begin(environment: dict[str, str]) -> None:
 
 def _answer(question: Callable[[Any], Answer], name: str) -> Answer:
     return question(load(name))
+
+
+def _in_time(end: float, judge: Callable[..., Judged], *arguments: Any) -> Judged:
+    if time.monotonic() > end:
+        raise TooLate
+    return judge(*arguments)
 
 
 def _work(

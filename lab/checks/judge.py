@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lab.checks.bench import Bench, Session, in_turns
+from lab.checks.bench import Bench, Session, Turns, in_turns
 from lab.checks.catalogue import checks
 from lab.checks.check import Check, Level
 from lab.checks.isolation import Isolation
@@ -195,7 +195,7 @@ class _Run:
         self.benches += planned
         return planned
 
-    def _turns(self, turns_of_each: Iterable[Iterator[None]]) -> None:
+    def _turns(self, turns_of_each: Iterable[Turns]) -> None:
         for _ in in_turns(turns_of_each):
             if time.monotonic() > self._next_write:
                 self._save(self._report(), goes_on=True)
@@ -238,7 +238,7 @@ def judge_case(
     interface = getattr(case, "interface", chosen.interfaces[0])
     with Isolation(loaded, where, space or Space(), TIME_LIMIT_S) as isolation:
         judged = isolation.submit(chosen.key, case)()
-    return CaseVerdict(name, chosen.key, interface, case, str(where), judged, 0.0, space or Space())
+    return CaseVerdict(name, chosen.key, interface, case, str(where), judged, space or Space())
 
 
 def judge_recorded(
@@ -271,11 +271,8 @@ def judge_recorded(
     refused = resolve_refusals(",".join(names)) if (names := read_record(Path(path)).get("refusals")) else None
     with Isolation(name if isolated else load(name), where, was.space, time_limit_s, refusals=refused) as isolation:
         isolation.ask(interfaces_of)
-        start = time.perf_counter()
         judged = isolation.submit(was.check, was.case)()
-    return replace(
-        was, implementation=name, device=str(where), judged=judged, seconds=time.perf_counter() - start, finding=""
-    )
+    return replace(was, implementation=name, device=str(where), judged=judged, finding="")
 
 
 def judge_forward(implementation: Any, case: ForwardCase, device: torch.device | str | None = None) -> CaseVerdict:

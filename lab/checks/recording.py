@@ -134,7 +134,6 @@ def read_cases(record: dict[str, Any]) -> Iterator[CaseVerdict]:
                     float(case.get("worst_ratio", 0.0)),
                     case.get("judged", 0),
                 ),
-                seconds=0.0,
                 space=read_expression(case["space"]) if "space" in case else space,
                 drawn=case.get("drawn", False),
                 finding=case.get("finding", ""),

@@ -40,7 +40,6 @@ class CaseVerdict:
     Attributes:
         implementation, check, interface, case, device: what was judged, by which check, of which function, on what, where.
         judged: what was found.
-        seconds: how long it took, of wall clock.
         space: the axes within which the check varied the case.
         drawn: Hypothesis drew the case; a wrong one is the smallest that it came to.
         finding: of a KNOWN case, where it is written down.
@@ -54,7 +53,6 @@ class CaseVerdict:
     case: Any
     device: str
     judged: Judged
-    seconds: float
     space: Space = field(default_factory=Space)
     drawn: bool = False
     finding: str = ""

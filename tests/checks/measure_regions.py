@@ -63,7 +63,7 @@ def _judged(name: str, chosen: Sequence[Check], level: Level) -> Iterator[CaseVe
                 found = run_trial(judged.implementation(), check, case, CPU, space)
                 if found.outcome is Outcome.FAILED and any(NO_MEMORY in wrong for wrong in found.wrongs):
                     continue
-                yield CaseVerdict(name, check.key, interface, case, "cpu", found, 0.0, space)
+                yield CaseVerdict(name, check.key, interface, case, "cpu", found, space)
 
 
 def record_of(name: str) -> dict[str, Any]:

@@ -2,15 +2,18 @@
 
 import re
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from lab import references
 from lab.checks import CaseVerdict, Outcome, Report, Space, judge
 from lab.checks import isolation as isolation_module
-from lab.checks.isolation import Isolation
+from lab.checks.bench import BEGUN_AT_ONCE, in_turns
+from lab.checks.isolation import Isolation, TooLate
 from lab.loading import LoadError
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import Interface
@@ -81,6 +84,32 @@ def test_a_worker_that_dies_between_cases_is_replaced_too() -> None:
         for _ in range(2):
             assert isolation.submit("K1", case)().outcome is Outcome.RIGHT
             time.sleep(2.0)
+
+
+@pytest.mark.parametrize("name", ["lab.references", None])
+def test_no_case_is_begun_after_the_end(name: str | None) -> None:
+    """A case may wait for others in a queue when its run is over; `name` is None for a judge in this process."""
+    case = AttentionCase(Interface.DECODE, (20,), (1,), group=1)
+    with Isolation(name or references, torch.device("cpu"), Space(), TIME_LIMIT_S) as isolation:
+        now = time.monotonic()
+        late, in_time = (isolation.submit("K1", case, None, end) for end in (now - 1.0, now + 60.0))
+        assert in_time().outcome is Outcome.RIGHT
+        with pytest.raises(TooLate):
+            late()
+
+
+def test_others_turns_are_begun_while_one_waits() -> None:
+    """Workers would be idle if all turns waited for the slowest case of one."""
+    begun, waited = list[int](), list[int]()
+
+    def turns_of(number: int) -> Iterator[Callable[[], None]]:
+        for _ in range(2):
+            begun.append(number)
+            yield lambda: waited.append(number)
+
+    for _ in in_turns(turns_of(number) for number in range(BEGUN_AT_ONCE + 1)):
+        assert len(begun) - len(waited) < BEGUN_AT_ONCE
+    assert begun == waited == [*range(BEGUN_AT_ONCE + 1)] * 2, "each has its first turn before one has its second"
 
 
 def test_a_pool_whose_workers_never_begin_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

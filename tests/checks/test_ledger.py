@@ -25,9 +25,7 @@ from tests.checks.small import decoding
 ROOT = Path(__file__).parents[2]
 CASE = AttentionCase(Interface.DECODE, (1, 0, 20), (2, 2, 2))
 ENTRY = KnownFinding("some.kernel", (9, 0), ("K2", "K4"), "NaN", lambda case, wrong: case.group == 4, "page.md#heading")
-VERDICT = CaseVerdict(
-    "some.kernel", "K4", Interface.DECODE, CASE, "cuda:0", Judged(Outcome.WRONG, ("NaN in row 3",)), seconds=0.0
-)
+VERDICT = CaseVerdict("some.kernel", "K4", Interface.DECODE, CASE, "cuda:0", Judged(Outcome.WRONG, ("NaN in row 3",)))
 
 
 def wrong(*sentences: str) -> CaseVerdict:

@@ -67,9 +67,9 @@ def judged_cases(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     cases: list[Any] = []
     submit = Isolation.submit
 
-    def counted(self: Isolation, check: str, case: Any, space: Space | None = None) -> Any:
+    def counted(self: Isolation, check: str, case: Any, *where: Any) -> Any:
         cases.append(case)
-        return submit(self, check, case, space)
+        return submit(self, check, case, *where)
 
     monkeypatch.setattr(Isolation, "submit", counted)
     return cases

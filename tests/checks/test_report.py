@@ -36,7 +36,7 @@ CASE = AttentionCase(Interface.DECODE, (20, 33), (1, 1))
 def verdict_of(outcome: Outcome, **changes: Any) -> CaseVerdict:
     wrongs = ("off by one",) if outcome in (Outcome.WRONG, Outcome.FAILED, Outcome.KNOWN) else ()
     judged = Judged(outcome, wrongs, judged=int(outcome is not Outcome.DECLINED))
-    verdict = CaseVerdict("somebody.kernel", "K1", Interface.DECODE, CASE, "cpu", judged, seconds=0.1)
+    verdict = CaseVerdict("somebody.kernel", "K1", Interface.DECODE, CASE, "cpu", judged)
     return replace(verdict, **changes)
 
 
