@@ -4,7 +4,6 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ import torch
 from lab.checks.forward_pass import EnginePass, build_forward
 from lab.checks.mla_pass import build_mla_pass
 from lab.experiments.arms import Arm
+from lab.kernels import PlannedOnce
 from lab.kernels.support import kernel_names
 from lab.metadata import AttentionCall
 from lab.metadata.mha.calls import PlannedCall, call_arguments, plan_calls, prepare_attention
@@ -67,7 +67,7 @@ def built(case: ForwardCase | MLACase, device: torch.device) -> EnginePass:
 def implementation_of(arm: Arm) -> Any:
     """Import an arm's module, and return what makes its calls."""
     module = importlib.import_module(arm.module)
-    return SimpleNamespace(**{f"prepare_{AttentionCall.MLA_DECODE.value}": module.plan}) if arm.planned else module
+    return PlannedOnce(module) if arm.planned else module
 
 
 def _plan(case: ForwardCase, work: GpuWork) -> list[PlannedCall]:

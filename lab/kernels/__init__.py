@@ -46,6 +46,23 @@ def default_implementation(device: torch.device | str | None = None) -> ModuleTy
     return importlib.import_module("lab.kernels.trtllm" if runs_flashinfer else "lab.kernels.portable")
 
 
+class PlannedOnce:
+    """An implementation whose calls `prepare` plans once, for lengths, rows and page ids that stay, where it plans on the host.
+
+    Such an implementation has `plan_<name>` beside a function, which takes the same arguments, does the host's work, reads
+    lengths and tables, and returns the ready call; an engine does so once for all layers of a pass. What plans nothing is
+    prepared as ever.
+    """
+
+    def __init__(self, implementation: Any) -> None:
+        self._implementation = implementation
+
+    def __getattr__(self, name: str) -> Any:
+        planning = f"plan_{name.removeprefix('prepare_')}"
+        plans = name.startswith("prepare_") and hasattr(self._implementation, planning)
+        return getattr(self._implementation, planning if plans else name)
+
+
 def prepare(implementation: Any, name: str, /, **arguments: Any) -> Callable[[], Any]:
     """Return a call of an implementation's function, ready to be made any number of times.
 

@@ -108,7 +108,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         found.append(arguments)
         return partial(references.trtllm_batch_decode_with_kv_cache_mla, **arguments)
 
-    monkeypatch.setattr(flashinfer_mla, "plan", plan)
+    monkeypatch.setattr(flashinfer_mla, f"plan_{flashinfer_mla.NAME}", plan)
     return found
 
 
@@ -202,7 +202,7 @@ def test_a_wrong_arm_has_no_time(right_calls: int, monkeypatch: pytest.MonkeyPat
         return run
 
     made: list[int] = []
-    monkeypatch.setattr(flashinfer_mla, "plan", plan)
+    monkeypatch.setattr(flashinfer_mla, f"plan_{flashinfer_mla.NAME}", plan)
     point = measure(point_of(small()))
     assert [row["arm"] for row in point.rows] == [PORTABLE]
     (wrong,) = point.wrong
@@ -216,7 +216,7 @@ def test_what_fails_otherwise_stops_the_run_and_names_its_point(monkeypatch: pyt
     def plan(**arguments: Any) -> Any:
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(flashinfer_mla, "plan", plan)
+    monkeypatch.setattr(flashinfer_mla, f"plan_{flashinfer_mla.NAME}", plan)
     with pytest.raises(PointFailedError, match="2q1s70/2 heads: RuntimeError: no compiler"):
         measure(replace(point_of(small()), arms=(reference(small()), arms_of(small())[1])))
 

@@ -293,7 +293,7 @@ def test_elsewhere_it_is_fa2(simulate: Simulate) -> None:
 def test_a_plan_runs_again_over_new_queries(simulate: Simulate) -> None:
     simulated = simulate(SM90)
     arguments = case(2)
-    run = flashinfer_mla.plan(**arguments)
+    run = flashinfer_mla.plan_trtllm_batch_decode_with_kv_cache_mla(**arguments)
     run()
     arguments["query"].mul_(-2.0)
     torch.testing.assert_close(

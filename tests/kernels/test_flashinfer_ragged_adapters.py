@@ -299,7 +299,7 @@ def test_elsewhere_it_is_fa2(simulate: Simulate, capability: tuple[int, int]) ->
 def test_a_plan_runs_again_over_new_contents(simulate: Simulate) -> None:
     simulated = simulate(SM90)
     arguments = case()
-    run = flashinfer_ragged.plan(**arguments)
+    run = flashinfer_ragged.plan_trtllm_ragged_attention_deepseek(**arguments)
     run()
     arguments["query"].mul_(-2.0)
     arguments["value"].mul_(0.5)

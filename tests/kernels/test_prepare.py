@@ -9,7 +9,7 @@ import torch
 
 from lab import references
 from lab.calls import AttentionCall
-from lab.kernels import portable, prepare, trtllm
+from lab.kernels import PlannedOnce, portable, prepare, trtllm
 from tests.cases import decode_arguments, random_batch
 
 DECODE = "trtllm_batch_decode_with_kv_cache"
@@ -21,6 +21,21 @@ def test_one_that_prepares_nothing_is_called_each_time() -> None:
     assert call()[0].equal(getattr(references, DECODE)(**arguments)[0])
     arguments["seq_lens"].fill_(3)
     assert call()[0].equal(getattr(references, DECODE)(**arguments)[0])
+
+
+def test_one_that_plans_on_the_host_is_planned_once_on_request() -> None:
+    plans = SimpleNamespace(
+        plan_attention=lambda **arguments: lambda: ("planned", arguments), attention=lambda **_: "called"
+    )
+    assert prepare(plans, "attention", query=1)() == "called"
+    assert prepare(PlannedOnce(plans), "attention", query=1)() == ("planned", {"query": 1})
+    assert (
+        PlannedOnce(portable).prepare_trtllm_batch_decode_with_kv_cache
+        is portable.prepare_trtllm_batch_decode_with_kv_cache
+    )
+    assert PlannedOnce(portable).__name__ == portable.__name__
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = PlannedOnce(portable).nothing
 
 
 def test_one_that_prepares_does_so_once() -> None:

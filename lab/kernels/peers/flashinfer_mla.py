@@ -1,8 +1,8 @@
 """FlashInfer's `BatchMLAPagedAttentionWrapper` under the name of the MLA decode call: FA3 on SM90, FA2 elsewhere.
 
 A second implementation, for GPUs that trtllm-gen and XQA have no MLA kernel for. It plans on the host from the lengths: each
-call copies them there and waits, and none can be captured in a CUDA graph. `plan` does that once, for lengths that stay.
-`fa2` and `fa3` are the two by name, such as `lab judge lab.kernels.peers.flashinfer_mla:fa2`.
+call copies them there and waits, and none can be captured in a CUDA graph. `plan_` before its name does that once, for
+lengths that stay. `fa2` and `fa3` are the two by name, such as `lab judge lab.kernels.peers.flashinfer_mla:fa2`.
 """
 
 import itertools
@@ -102,4 +102,4 @@ def _run_arguments(
 
 fa2, fa3, _fitting = (PlannedWrapper(__name__, NAME, MLADecodeCall, _plan, backend) for backend in ("fa2", "fa3", ""))
 trtllm_batch_decode_with_kv_cache_mla = getattr(_fitting, NAME)
-plan = _fitting.plan
+plan_trtllm_batch_decode_with_kv_cache_mla = getattr(_fitting, f"plan_{NAME}")

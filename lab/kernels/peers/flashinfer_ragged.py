@@ -1,8 +1,8 @@
 """FlashInfer's `BatchPrefillWithRaggedKVCacheWrapper` under the name of the ragged context call: FA3 on SM90, else FA2.
 
 A second implementation, for GPUs that trtllm-gen has no ragged kernel for. It plans on the host from the offsets: each call
-copies them there and waits, and none can be captured in a CUDA graph. `plan` does that once, for lengths that stay. `fa2` and
-`fa3` are the two by name, such as `lab.kernels.peers.flashinfer_ragged:fa2`. Not yet run on a GPU.
+copies them there and waits, and none can be captured in a CUDA graph. `plan_` before its name does that once, for lengths
+that stay. `fa2` and `fa3` are the two by name, such as `lab.kernels.peers.flashinfer_ragged:fa2`. Not yet run on a GPU.
 """
 
 import itertools
@@ -93,4 +93,4 @@ fa2, fa3, _fitting = (
     PlannedWrapper(__name__, NAME, RaggedContextCall, _plan, backend) for backend in ("fa2", "fa3", "")
 )
 trtllm_ragged_attention_deepseek = getattr(_fitting, NAME)
-plan = _fitting.plan
+plan_trtllm_ragged_attention_deepseek = getattr(_fitting, f"plan_{NAME}")

@@ -16,9 +16,10 @@ Plan = Callable[[Any, str], Callable[[], Any]]
 class PlannedWrapper:
     """One of FlashInfer's wrappers with one of its backends, FA2 or FA3, as an implementation of a call.
 
-    Each call copies lengths to the host and waits, and none can be captured in a CUDA graph. `plan` does that once, for
-    lengths that stay: it returns the same call, which may be made any number of times, in a CUDA graph too. Lengths, rows
-    and page ids are those of the planning; the contents of the other tensors may change.
+    Each call copies lengths to the host and waits, and none can be captured in a CUDA graph. `plan_` before its name does
+    that once, for lengths that stay (`lab.kernels.PlannedOnce`): it returns the same call, which may be made any number of
+    times, in a CUDA graph too. Lengths, rows and page ids are those of the planning; the contents of the other tensors may
+    change.
     """
 
     def __init__(self, module: str, function: str, call_type: type[Any], plan: Plan, backend: str = "") -> None:
@@ -37,8 +38,9 @@ class PlannedWrapper:
             return plan(call, backend)
 
         self.__name__ = f"{module}:{backend}" if backend else module
-        self.plan = takes(call_type)(planned)
-        setattr(self, function, made_at_once(self.plan))
+        plan_it = takes(call_type)(planned)
+        setattr(self, f"plan_{function}", plan_it)
+        setattr(self, function, made_at_once(plan_it))
 
 
 def supported_backend(backend: str, wrapper: str, problem: Problem) -> str:
