@@ -30,6 +30,9 @@ Answer = TypeVar("Answer")
 
 CANNOT_BEGIN = 'no worker can begin: a script that judges in isolation needs `if __name__ == "__main__":`'
 IMPORT_LIMIT_S = 600.0  # at least, for the first import: a module may compile its kernels when it is imported
+MOST_KEPT_BYTES = (
+    4 * 2**30
+)  # of GPU memory between two cases: all workers share one GPU, and a long request takes 14 GiB
 LOST_CONTEXT = 70  # exit status of a worker whose CUDA context is lost
 
 
@@ -195,6 +198,8 @@ def _work(
             lost = f"it crashed its process, for the GPU's context is lost: {str(error).splitlines()[0]}"
             Path(last_words).write_bytes(pickle.dumps(replace(judged, wrongs=(*judged.wrongs, lost))))
             os._exit(LOST_CONTEXT)
+    if where.type == "cuda" and torch.cuda.memory_reserved(where) > MOST_KEPT_BYTES:
+        torch.cuda.empty_cache()
     return judged
 
 
