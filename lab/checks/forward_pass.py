@@ -164,7 +164,7 @@ def admit_and_write(
     """
     fill(cache.storage)
     has_window = case.window_left >= 0
-    requests = admit(pool, case.prefix_lens, case.q_lens, case.draft_step)
+    requests = admit(pool, case.prefix_lens, case.q_lens, case.draft_step, case.num_draft_tokens)
     first_kept = requests.evict(case.window_left) if has_window else None
     before = [
         tuple(side[:first_row] for side in history)

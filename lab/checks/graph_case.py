@@ -99,6 +99,7 @@ def graph_modes(width: int) -> tuple[GraphMode, ...]:
         GraphMode.decode(),
         GraphMode.draft_decode(1),
         GraphMode.target_verify(width),
+        GraphMode.ragged_verify(width),
         GraphMode.draft_extend(width),
         GraphMode.draft_extend_v2(SpecInfo(num_tokens_per_req=width)),
     )

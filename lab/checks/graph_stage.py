@@ -103,7 +103,7 @@ class MHAStage:
         buffers.page_table.zero_()
         buffers.cache_seqlens_int32.fill_(POISONED_LENGTH)
         buffers.cu_seqlens_k[1:].fill_(POISONED_LENGTH)
-        if self.case.mode.extends:
+        if self.case.mode.in_extend_seq_lens:
             buffers.cu_seqlens_q[1:].fill_(POISONED_LENGTH)
         if buffers.swa_page_table is not None:
             buffers.swa_page_table.zero_()

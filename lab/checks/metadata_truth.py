@@ -83,7 +83,7 @@ def wrong_mla_metadata(
             0,
         ),
     }
-    if batch.forward_mode.extends_draft:
+    if batch.forward_mode.query_rows.in_extend_seq_lens:
         assert metadata.cu_seqlens_q is not None
         pairs["cu_seqlens_q"] = (metadata.cu_seqlens_q[: n + 1].tolist(), expected.cu_seqlens_q)
     for i, pages in enumerate(expected.block_table):
@@ -110,18 +110,22 @@ def wrong_eager_mla_metadata(
     rows = 0 if batch.forward_mode.query_rows is QueryRows.ONE else metadata.max_seq_len_q
     if max(expected.seq_lens_k, default=0) > metadata.max_seq_len_k + rows:
         yield f"max_seq_len_k={metadata.max_seq_len_k} is less than the longest of {expected.seq_lens_k}"
-    if batch.forward_mode.extends_draft:
+    if batch.forward_mode.query_rows.in_extend_seq_lens:
         yield from _wrong_rows(batch, metadata)
 
 
 def _wrong_rows(batch: ForwardBatch, metadata: TRTLLMMLADecodeMetadata) -> Iterator[str]:
-    """Say what is wrong with what a draft extend's metadata says of its query rows."""
+    """Say what is wrong with what the metadata of unequal rows says of them."""
+    is_ragged_verify = batch.forward_mode.query_rows is QueryRows.VERIFIED
     rows = [query_length(batch, request) for request in range(batch.batch_size)]
     told = None if metadata.seq_lens_q is None else metadata.seq_lens_q.tolist()
-    pairs = {"seq_lens_q": (told, rows), "sum_seq_lens_q": (metadata.sum_seq_lens_q, sum(rows))}
+    pairs = {
+        "seq_lens_q": (told, rows),
+        "sum_seq_lens_q": (metadata.sum_seq_lens_q, batch.num_tokens if is_ragged_verify else sum(rows)),
+    }
     if wrong := _first_difference(pairs):
         yield wrong
-    if metadata.query_layout is QueryLayout.VIEW and len(set(rows)) > 1:
+    if metadata.query_layout is QueryLayout.VIEW and (is_ragged_verify or len(set(rows)) > 1):
         yield f"rows of {rows} are viewed as equally many"
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from lab.checks.graph_stage import Stage
 from lab.metadata.engine.cuda_graph import Body, GraphRunner
 from lab.metadata.engine.forward_batch import ForwardBatch
-from lab.metadata.engine.forward_mode import QueryRows
+from lab.metadata.engine.forward_mode import QueryRows, UncountedTokens
 from lab.metadata.engine.kv_pool import KVPool
 from lab.workloads.requests import admit, forward_batch, new_pool
 
@@ -109,12 +109,13 @@ class Scene:
             widths,
             torch.cat(slots),
             draft_step=mode.draft_step,
+            num_draft_tokens=mode.num_tokens_per_req,
         )
 
     def widths(self, count: int) -> list[int]:
-        """Query rows of each request: all alike, but in the first draft extend, where 1 to d tokens were accepted."""
+        """Query rows of each request: all alike, but where 1 to d tokens were accepted, or are verified."""
         most = self.case.mode.num_tokens_per_req
-        ragged = self.case.mode.forward_mode.query_rows is QueryRows.ACCEPTED
+        ragged = self.case.mode.forward_mode.query_rows in (QueryRows.ACCEPTED, QueryRows.VERIFIED)
         return [i % most + 1 if ragged else most for i in range(count)]
 
     def replay(self, batch: ForwardBatch, padding: float = 0.0) -> ReplayedPass:
@@ -192,10 +193,14 @@ class Scene:
     def _wrong_output(self, batch: ForwardBatch, result: ReplayedPass) -> str:
         if not bool(result.out.isfinite().all()):
             return f"{int((~result.out.isfinite()).any(-1).sum())} output vectors of real rows are not finite"
-        uncounted = 0 if self.case.mode.extends else self._uncounted()
+        widths, counts_rows = (
+            self.widths(batch.batch_size),
+            self.case.mode.forward_mode.uncounted is UncountedTokens.QUERY_ROWS,
+        )
+        uncounted = widths if counts_rows else [self._uncounted()] * batch.batch_size
         histories = [self.histories[self.rows.index(row)] for row in batch.req_pool_indices.tolist()]
-        totals = [length + uncounted for length in batch.seq_lens.tolist()]
-        truth = self.stage.truth(result.query, histories, totals, self.widths(batch.batch_size))
+        totals = [length + new for length, new in zip(batch.seq_lens.tolist(), uncounted, strict=True)]
+        truth = self.stage.truth(result.query, histories, totals, widths)
         comparison = truth.compare(result.out)
         self.worst_ratio = max(self.worst_ratio, comparison.worst_ratio)
         if comparison.passed:

@@ -67,7 +67,8 @@ class MLAForwardMetadata:
 def mla_forward_metadata(batch: Any, pool: Any, *, counts_draft: bool, block: int | None = None) -> MLAForwardMetadata:
     """Return the metadata of one pass on the MLA decode kernel (SGLang 0.5.23).
 
-    Each request has a block of rows, as long as the longest request's: its own rows first, padding after them. The kernel
+    Each request has a block of rows, as long as the longest request's: its own rows first, padding after them. A block of a
+    ragged verification is as long as its draft, however few rows are verified. The kernel
     puts a block's last row at the last key. So a length counts the padding, and page 0 stands where only padding looks.
 
     Args:
@@ -83,7 +84,8 @@ def mla_forward_metadata(batch: Any, pool: Any, *, counts_draft: bool, block: in
     leaves_out_draft = is_step and not counts_draft
     seen = [int(batch.seq_lens[i]) if leaves_out_draft else key_length(batch, i) for i in range(len(batch.seq_lens))]
     if block is None:
-        block = max(query_lens) if query_lens else _max_query_length_of_nothing(batch)
+        is_ragged_verify = batch.forward_mode.name == "RAGGED_VERIFY"
+        block = max(query_lens) if query_lens and not is_ragged_verify else _max_query_length_of_nothing(batch)
     told = [keys + block - rows for keys, rows in zip(seen, query_lens, strict=True)]
     table = []
     for row, own, most in zip(batch.req_pool_indices.tolist(), seen, told, strict=True):
@@ -117,7 +119,7 @@ def key_length(batch: Any, i: int) -> int:
     if mode in ("DECODE", "IDLE") and batch.spec_info is not None:
         for _ in range(int(batch.spec_info.speculative_step_id) + 1):
             length += 1
-    if mode == "TARGET_VERIFY":
+    if mode in ("TARGET_VERIFY", "RAGGED_VERIFY"):
         length += query_length(batch, i)
     return length
 
@@ -138,7 +140,7 @@ def live_pages(row: int, length: int, pool: Any, full_to_swa: Tensor | None = No
 
 def _max_query_length_of_nothing(batch: Any) -> int:
     mode = batch.forward_mode.name
-    if mode == "TARGET_VERIFY":
+    if mode in ("TARGET_VERIFY", "RAGGED_VERIFY"):
         return int(batch.spec_info.num_draft_tokens)
     return 1 if mode in ("DECODE", "IDLE") else 0
 

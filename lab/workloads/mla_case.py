@@ -16,8 +16,8 @@ class MLACase(PassCase):
     """One forward pass over paged latent entries on the MLA decode kernel, as data.
 
     Attributes:
-        mode: one that runs on that kernel: DECODE, TARGET_VERIFY, DRAFT_EXTEND or DRAFT_EXTEND_V2.
-        prefix_lens, q_lens, draft_step, dtype, kv_dtype, contents, seed: as in `PassCase`.
+        mode: one that runs on that kernel: DECODE, TARGET_VERIFY, RAGGED_VERIFY, DRAFT_EXTEND or DRAFT_EXTEND_V2.
+        prefix_lens, q_lens, draft_step, num_draft_tokens, dtype, kv_dtype, contents, seed: as in `PassCase`.
         attention: the keys that a draft step counts, as SGLang's backend (MLA) or with the drafted ones (MLA_WITH_OFFSET).
         page_size: tokens per page, 32 or 64.
         num_qo_heads, kv_lora_rank, qk_rope_head_dim: of one layer on one GPU; DeepSeek-V3 has 128 heads, 512 and 64.
@@ -31,6 +31,7 @@ class MLACase(PassCase):
     prefix_lens: tuple[int, ...]
     q_lens: tuple[int, ...]
     draft_step: int | None = None
+    num_draft_tokens: int | None = None
     attention: DraftAttention = DraftAttention.MLA
     page_size: int = 64
     num_qo_heads: int = 16

@@ -17,7 +17,7 @@ class PassCase(PassLens):
 
     Attributes:
         mode: the forward mode.
-        prefix_lens, q_lens, draft_step: as in `PassLens`; at least one request. In DECODE all q_lens are 1.
+        prefix_lens, q_lens, draft_step, num_draft_tokens: as in `PassLens`; at least one request. In DECODE all q_lens are 1.
         page_size: tokens per page.
         dtype, kv_dtype: of the query and output (float16 or bfloat16), and of the cache (the same or float8_e4m3fn).
         contents: of the tensors, one of `PASS_CONTENTS`.
@@ -81,6 +81,11 @@ class PassCase(PassLens):
             raise ValueError(f"{self.mode!r} has equally many rows for every request, not {self.q_lens}")
         if self.draft_step is not None:
             self._check_draft_step(self.draft_step)
+        if self.num_draft_tokens is not None and rows is not QueryRows.VERIFIED:
+            raise ValueError(
+                f"num_draft_tokens={self.num_draft_tokens} belongs to ForwardMode.RAGGED_VERIFY, not {self.mode!r}: "
+                "leave it None"
+            )
 
     def _check_draft_step(self, draft_step: object) -> None:
         if self.mode.uncounted is not UncountedTokens.DRAFT_STEP:

@@ -39,11 +39,13 @@ class PassLens:
         prefix_lens: tokens of each request before the pass.
         q_lens: query rows of each request, its newest tokens.
         draft_step: number of a draft step, from 0, whose row is the last of that many drafted tokens and its own; or None.
+        num_draft_tokens: most rows that a request may have in a ragged verification; None: as many as one has.
     """
 
     prefix_lens: tuple[int, ...]
     q_lens: tuple[int, ...]
     draft_step: int | None = None
+    num_draft_tokens: int | None = None
 
     @property
     def new_tokens(self) -> tuple[int, ...]:
@@ -68,7 +70,7 @@ class Requests(PassLens):
     Attributes:
         pool: holds the requests; it may hold more tokens of each than the pass sees.
         rows: ``req_pool_index`` of each request; at least one.
-        prefix_lens, q_lens, draft_step: as in `PassLens`.
+        prefix_lens, q_lens, draft_step, num_draft_tokens: as in `PassLens`.
 
     Raises:
         ValueError: no request, or not one length of each kind per request.
@@ -79,6 +81,7 @@ class Requests(PassLens):
     prefix_lens: tuple[int, ...]
     q_lens: tuple[int, ...]
     draft_step: int | None = None
+    num_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if not self.rows or not len(self.rows) == len(self.prefix_lens) == len(self.q_lens):
@@ -148,6 +151,7 @@ class Requests(PassLens):
             self.slots(),
             prefix_lens_cpu=self.prefix_lens,
             draft_step=self.draft_step,
+            num_draft_tokens=self.num_draft_tokens,
         )
 
 
@@ -186,12 +190,18 @@ def num_pages(lens: Sequence[int], page_size: int) -> int:
     return sum(-(-length // page_size) for length in lens)
 
 
-def admit(pool: KVPool, prefix_lens: Sequence[int], q_lens: Sequence[int], draft_step: int | None = None) -> Requests:
+def admit(
+    pool: KVPool,
+    prefix_lens: Sequence[int],
+    q_lens: Sequence[int],
+    draft_step: int | None = None,
+    num_draft_tokens: int | None = None,
+) -> Requests:
     """Admit requests to a pool, with slots for their prefixes and their new tokens.
 
     Args:
         pool: has rows and pages for them.
-        prefix_lens, q_lens, draft_step: as in `PassLens`.
+        prefix_lens, q_lens, draft_step, num_draft_tokens: as in `PassLens`.
 
     Raises:
         RuntimeError: too few rows or pages are left.
@@ -199,7 +209,7 @@ def admit(pool: KVPool, prefix_lens: Sequence[int], q_lens: Sequence[int], draft
     """
     new_tokens = _new_tokens(q_lens, draft_step)
     rows = [pool.add_request(prefix + new) for prefix, new in zip(prefix_lens, new_tokens, strict=True)]
-    return Requests(pool, tuple(rows), tuple(prefix_lens), tuple(q_lens), draft_step)
+    return Requests(pool, tuple(rows), tuple(prefix_lens), tuple(q_lens), draft_step, num_draft_tokens)
 
 
 def _new_tokens(q_lens: Sequence[int], draft_step: int | None) -> tuple[int, ...]:
@@ -215,6 +225,7 @@ def forward_batch(
     *,
     prefix_lens_cpu: Sequence[int] | None = None,
     draft_step: int | None = None,
+    num_draft_tokens: int | None = None,
 ) -> ForwardBatch:
     """Return the batch of a mode, with the lengths, host lists and `SpecInfo` that an engine hands over in it.
 
@@ -229,6 +240,7 @@ def forward_batch(
         slots: of the query rows, [sum(q_lens)] int64.
         prefix_lens_cpu: `prefix_lens` on the host, which prefills need.
         draft_step: the number of a draft step, in DECODE; else None.
+        num_draft_tokens: most rows of a request in RAGGED_VERIFY; None: as many as one has.
 
     Raises:
         ValueError: the mode has no such rows.
@@ -249,5 +261,7 @@ def forward_batch(
         extend_prefix_lens=None if new_lens is None else prefix_lens,
         extend_seq_lens_cpu=None if new_lens is None else tuple(q_lens),
         extend_prefix_lens_cpu=None if new_lens is None or prefix_lens_cpu is None else tuple(prefix_lens_cpu),
-        spec_info=SpecInfo.of(mode, max(q_lens, default=0), draft_step=draft_step, num_accept_tokens=new_lens),
+        spec_info=SpecInfo.of(
+            mode, num_draft_tokens or max(q_lens, default=0), draft_step=draft_step, num_accept_tokens=new_lens
+        ),
     )

@@ -26,7 +26,8 @@ from lab.workloads.requests import admit
 DTYPE = torch.bfloat16  # of weights, hidden states and cache
 LOGITS_DTYPE = torch.float32  # of SGLang's logits buffer; the LM head's own product is bf16 before
 # Modes whose passes can be drawn: those that run in CUDA graphs, draft steps apart.
-GRAPH_MODES = tuple(mode for mode in ForwardMode if mode.in_graph)
+# A ragged verification has no stand-in: XQA, which these passes run on too, takes no ragged rows.
+GRAPH_MODES = tuple(mode for mode in ForwardMode if mode.in_graph and mode is not ForwardMode.RAGGED_VERIFY)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from tests.devices import DEVICES, IN_INTERPRETER
 
 CPU = torch.device("cpu")
 WIDTH = 4
-NAMES = ("decode", "draft_decode", "target_verify", "draft_extend", "draft_extend_v2")
+NAMES = ("decode", "draft_decode", "target_verify", "ragged_verify", "draft_extend", "draft_extend_v2")
 MODES: dict[str, GraphMode] = dict(zip(NAMES, graph_modes(WIDTH), strict=True))
 
 
@@ -381,7 +381,7 @@ def test_poison_is_in_all_metadata_that_a_replay_rewrites(device: str, mode: str
     assert buffers.swa_out_cache_loc is not None
     assert buffers.swa_page_table is not None
     poisoned = [buffers.cache_seqlens_int32, buffers.cu_seqlens_k[1:], buffers.swa_out_cache_loc]
-    if scene.case.mode.extends:
+    if scene.case.mode.in_extend_seq_lens:
         poisoned.append(buffers.cu_seqlens_q[1:])
     else:
         assert torch.equal(buffers.cu_seqlens_q, preset)

@@ -21,7 +21,8 @@ class Case:
     """A batch to be built: every number is on the host.
 
     ``total_lens`` are the keys of each request in this pass. ``new_lens`` are the last of them that are queries in
-    the extend modes; elsewhere ``new`` counts the last keys that seq_lens leaves out (draft step + 1, or q).
+    the extend modes; elsewhere ``new`` counts the last keys that seq_lens leaves out (draft step + 1, or q). In a ragged
+    verification seq_lens leaves out ``new_lens``, and ``new`` is the most that a request may have.
     """
 
     mode: ForwardMode
@@ -59,9 +60,10 @@ def build(case: Case, device: str = "cpu") -> tuple[ForwardBatch, KVPool]:
             pool.evict_swa(row, case.evict_before)
 
     mode, totals = case.mode, list(case.total_lens)
-    extends = mode in EXTENDS + DRAFT_EXTENDS
+    ragged = mode is ForwardMode.RAGGED_VERIFY
+    extends = ragged or mode in EXTENDS + DRAFT_EXTENDS
     news = list(case.new_lens) if extends else [max(1, case.new) if mode is ForwardMode.TARGET_VERIFY else 1] * bs
-    seq_lens = [total - case.new for total in totals]
+    seq_lens = [total - (new if ragged else case.new) for total, new in zip(totals, news, strict=True)]
     prefixes = [total - new for total, new in zip(totals, news, strict=True)]
     locs = [pool.slots(row, max(0, a), max(0, b)) for row, a, b in zip(rows, prefixes, totals, strict=True)]
 
@@ -69,7 +71,7 @@ def build(case: Case, device: str = "cpu") -> tuple[ForwardBatch, KVPool]:
         return torch.tensor(values, dtype=case.index_dtype, device=device)
 
     spec_info = None
-    if mode is ForwardMode.TARGET_VERIFY:
+    if ragged or mode is ForwardMode.TARGET_VERIFY:
         spec_info = SpecInfo(num_draft_tokens=case.new)
     elif mode.extends_draft:
         width = news[0] if len(set(news)) == 1 else -1
@@ -105,6 +107,7 @@ def all_modes(page_size: int = 16) -> list[Case]:
     common: dict[str, Any] = {"page_size": p, "max_context_len": 5 * p - 3}
     cases = [
         Case(ForwardMode.DECODE, lens, **common),
+        Case(ForwardMode.RAGGED_VERIFY, lens, (3, 1, 4, 2), 4, **common),
         Case(ForwardMode.IDLE, (), **common),
         Case(ForwardMode.IDLE, lens, **common),
         *[Case(ForwardMode.DECODE, lens, new=step + 1, **common) for step in range(4)],
@@ -155,10 +158,12 @@ def _drawn_case(
     seed: int,
 ) -> Case:
     distinct, narrow, window, host = flags
-    extends = mode in EXTENDS + DRAFT_EXTENDS
-    new = 0 if extends else max(new, int(mode is ForwardMode.TARGET_VERIFY))
+    ragged = mode is ForwardMode.RAGGED_VERIFY
+    extends = ragged or mode in EXTENDS + DRAFT_EXTENDS
+    new = 0 if extends and not ragged else max(new, int(ragged or mode is ForwardMode.TARGET_VERIFY))
     totals = tuple(max(pages * page_size + extra, new + 1) for pages, extra, _ in sizes)
-    news = tuple(n if whole else min(n, wanted) for n, (_, _, wanted) in zip(totals, sizes, strict=True))
+    most = [new] * len(sizes) if ragged else totals
+    news = tuple(n if whole else min(n, wanted) for n, (_, _, wanted) in zip(most, sizes, strict=True))
     return Case(
         mode,
         totals,

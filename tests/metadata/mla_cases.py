@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lab.metadata import DraftAttention, ForwardBatch, ForwardMode, KVPool, PagedLatentCache, SpecInfo
-from lab.metadata.engine.forward_mode import QueryRows
+from lab.metadata.engine.forward_mode import QueryRows, UncountedTokens
 from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.mla.calls import MLALayer
 from lab.references.forward_metadata import key_length, live_pages, query_length
@@ -27,7 +27,7 @@ def own_keys(batch: ForwardBatch, attention: DraftAttention, i: int) -> int:
 
 def told_keys(batch: ForwardBatch, attention: DraftAttention, i: int, width: int) -> int:
     """`seq_lens_k` of request i where its rows lie in front of a block of so many."""
-    padding = width - query_length(batch, i) if batch.forward_mode.extends_draft else 0
+    padding = width - query_length(batch, i) if batch.forward_mode.query_rows.in_extend_seq_lens else 0
     return own_keys(batch, attention, i) + padding
 
 
@@ -123,14 +123,13 @@ class Engine:
         forward_mode = mode.forward_mode if isinstance(mode, GraphMode) else mode
         rows = self.admit(totals)
         uncounted = 0 if step is None else step + 1
-        if forward_mode is ForwardMode.TARGET_VERIFY:
-            uncounted = news[0]
-        extends = forward_mode.extends_draft
-        seq_lens = [total - uncounted for total in totals]
+        verifies = forward_mode.uncounted is UncountedTokens.QUERY_ROWS
+        extends = forward_mode.query_rows.in_extend_seq_lens
+        seq_lens = [total - (new if verifies else uncounted) for total, new in zip(totals, news, strict=True)]
         slots = [self.pool.slots(row, total - new, total) for row, total, new in zip(rows, totals, news, strict=True)]
         spec_info = None if step is None else SpecInfo(speculative_step_id=step)
-        if forward_mode is ForwardMode.TARGET_VERIFY:
-            spec_info = SpecInfo(num_draft_tokens=news[0])
+        if verifies:
+            spec_info = SpecInfo(num_draft_tokens=mode.num_tokens_per_req if isinstance(mode, GraphMode) else max(news))
         batch = ForwardBatch(
             forward_mode=forward_mode,
             req_pool_indices=torch.tensor(rows),

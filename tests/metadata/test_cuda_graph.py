@@ -45,7 +45,7 @@ def test_a_draft_extend_that_does_not_say_its_rows_is_refused(inputs: StaticInpu
     inputs.load(accepted(2, 1, 2, 1), SIZE)
     before = {name: value.clone() for name, value in vars(inputs).items() if isinstance(value, torch.Tensor)}
     batch = accepted(3, 3, on_device=name != "extend_seq_lens", on_host=name != "extend_seq_lens_cpu")
-    with pytest.raises(ValueError, match=rf"{name} is None: .*needs the accepted tokens of each of the 2 requests"):
+    with pytest.raises(ValueError, match=rf"{name} is None: .*needs the rows of each of the 2 requests"):
         inputs.load(batch, SIZE)
     assert all(torch.equal(getattr(inputs, name), value) for name, value in before.items())
 

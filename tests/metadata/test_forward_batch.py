@@ -15,7 +15,9 @@ def arguments(mode: ForwardMode = ForwardMode.EXTEND, device: str = "meta") -> d
     def vector(*values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
 
+    verifies = mode is ForwardMode.RAGGED_VERIFY
     return {
+        "spec_info": SpecInfo(num_draft_tokens=4) if verifies else None,
         "forward_mode": mode,
         "req_pool_indices": vector(2, 1),
         "seq_lens": vector(5, 4),
@@ -125,6 +127,15 @@ def test_a_fixed_width_of_draft_extend_v2_holds_for_every_request(width: int) ->
 )
 def test_widths_are_free_where_none_is_fixed(mode: ForwardMode, spec_info: SpecInfo | None) -> None:
     ForwardBatch(**arguments(mode) | {"spec_info": spec_info})
+
+
+def test_a_ragged_verification_has_no_more_rows_than_the_draft() -> None:
+    whole = arguments(ForwardMode.RAGGED_VERIFY)
+    ForwardBatch(**whole)
+    with pytest.raises(ValueError, match=r"\[2, 4\] has a request of more rows than SpecInfo.num_draft_tokens=3"):
+        ForwardBatch(**whole | {"spec_info": SpecInfo(num_draft_tokens=3)})
+    with pytest.raises(ValueError, match=r"needs SpecInfo\.num_draft_tokens, the most rows"):
+        ForwardBatch(**whole | {"spec_info": None})
 
 
 def test_decode_has_one_row_per_request() -> None:

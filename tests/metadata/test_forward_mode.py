@@ -18,6 +18,7 @@ MODES = [
     "PREBUILT",
     "SPLIT_PREFILL",
     "DLLM_EXTEND",
+    "RAGGED_VERIFY",  # the lab's own
 ]
 
 EXTENDS = {"EXTEND", "MIXED", "DRAFT_EXTEND", "TARGET_VERIFY", "SPLIT_PREFILL", "DLLM_EXTEND"}
@@ -34,11 +35,12 @@ ROWS = {
     "PREBUILT": ("NONE", "NONE", None, None, False),
     "SPLIT_PREFILL": ("NEW_TOKENS", "NONE", "CONTEXT", "RAGGED_CONTEXT", False),
     "DLLM_EXTEND": ("NEW_TOKENS", "NONE", "CONTEXT", "RAGGED_CONTEXT", False),
+    "RAGGED_VERIFY": ("VERIFIED", "QUERY_ROWS", "DECODE", "MLA_DECODE", True),
 }
 
 
 def test_members_are_numbered_as_in_0_5_13() -> None:
-    assert [(mode.name, mode.value) for mode in ForwardMode] == list(zip(MODES, range(1, 11), strict=True))
+    assert [(mode.name, mode.value) for mode in ForwardMode] == list(zip(MODES, range(1, 12), strict=True))
 
 
 @pytest.mark.parametrize("mode", ForwardMode)
@@ -54,7 +56,7 @@ def test_properties_of_the_rows() -> None:
     assert modes("is_prefill") == EXTENDS - {"TARGET_VERIFY", "DRAFT_EXTEND"}
     assert modes("extends_draft") == {"DRAFT_EXTEND", "DRAFT_EXTEND_V2"}
     assert {mode.name for mode in ForwardMode if mode.query_rows.in_extend_seq_lens} == (
-        EXTENDS - {"TARGET_VERIFY"} | {"DRAFT_EXTEND_V2"}
+        EXTENDS - {"TARGET_VERIFY"} | {"DRAFT_EXTEND_V2", "RAGGED_VERIFY"}
     )
     uniform = {mode.name for mode in ForwardMode if mode.query_rows.are_uniform}
     assert uniform == {"DECODE", "IDLE", "TARGET_VERIFY", "DRAFT_EXTEND_V2"}

@@ -18,6 +18,7 @@ from lab.metadata import (
     KVPool,
     SpecInfo,
     TRTLLMMHAMetadata,
+    UncountedTokens,
     build_mha_metadata,
     mixed_tail_split,
 )
@@ -285,11 +286,11 @@ def test_a_draft_extend_never_asks_for_prefixes(mode: ForwardMode) -> None:
 @pytest.mark.parametrize("mode", MODES, ids=repr)
 @pytest.mark.parametrize("bs", [0, 1])
 def test_empty_and_single_batches(mode: ForwardMode, bs: int) -> None:
-    new = 3 if mode is ForwardMode.TARGET_VERIFY else 0
-    news = (5,) * bs if mode in EXTENDS + DRAFT_EXTENDS else ()
+    new = 5 if mode.uncounted is UncountedTokens.QUERY_ROWS else 0
+    news = (5,) * bs if mode.query_rows.in_extend_seq_lens else ()
     got = assert_matches_reference(*build(Case(mode, (33,) * bs, news, new)))
-    if mode is ForwardMode.TARGET_VERIFY:
-        assert got.max_seq_len_q == 3
+    if new:
+        assert got.max_seq_len_q == 5
     assert got.cu_seqlens_k.tolist() == [0, 33][: bs + 1]
 
 

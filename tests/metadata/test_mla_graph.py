@@ -14,7 +14,6 @@ from torch import Tensor
 import lab.references
 from lab.metadata import DraftAttention, ForwardBatch, KVPool, QueryLayout, TRTLLMMLADecodeMetadata
 from lab.metadata.engine.cuda_graph import GraphRunner
-from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
 from lab.metadata.mla.backend import TRTLLMMLABackend
 from lab.metadata.mla.buffers import MLAGraphMetadata
@@ -38,8 +37,9 @@ from tests.metadata.mla_cases import (
 V1, V2 = DRAFT_EXTENDS
 D = 4
 DECODE, VERIFY = GraphMode.decode(), GraphMode.target_verify(D)
+RAGGED = GraphMode.ragged_verify(D)
 EXTEND_V1, EXTEND_V2 = GraphMode.draft_extend(D), GraphMode(V2, D)
-MODES = [DECODE, GraphMode.draft_decode(0), GraphMode.draft_decode(2), VERIFY, EXTEND_V1, EXTEND_V2]
+MODES = [DECODE, GraphMode.draft_decode(0), GraphMode.draft_decode(2), VERIFY, RAGGED, EXTEND_V1, EXTEND_V2]
 # Every mode, and the draft steps with the offset besides: other modes ignore it.
 WITH_ATTENTION = [(mode, MLA) for mode in MODES] + [(mode, MLA_WITH_OFFSET) for mode in MODES[1:3]]
 # Each page size with one of the places where metadata is rebuilt.
@@ -55,9 +55,10 @@ def name_of(value: object) -> str | None:
 def case_of(mode: GraphMode, totals: tuple[int, ...], page_size: int = 32) -> Case:
     """Lengths with this pass's tokens; the first draft extend's requests have 1, 2, 3, ... of them in turn."""
     new = 0 if mode.draft_step is None else mode.draft_step + 1
-    if mode.forward_mode is ForwardMode.TARGET_VERIFY:
+    if mode in (VERIFY, RAGGED):
         new = D
-    rows = tuple(1 + i % D if mode.forward_mode is V1 else D for i in range(len(totals))) if mode.extends else ()
+    unequal = mode in (EXTEND_V1, RAGGED)
+    rows = tuple(1 + i % D if unequal else D for i in range(len(totals))) if mode.in_extend_seq_lens else ()
     return Case(
         mode.forward_mode, totals, rows, new, page_size=page_size, max_context_len=CONTEXT, sliding_window=False
     )
@@ -93,7 +94,7 @@ def assert_replayed(
     own = replace(got, block_kv_indices=got.block_kv_indices[:bs], seq_lens_k=got.seq_lens_k[:bs])
     tails = assert_live_part_right(own, batch, pool, attention, rows)
     assert got.max_seq_len_k == pool.max_context_len
-    if not mode.extends_draft:
+    if not mode.query_rows.in_extend_seq_lens:
         assert got.cu_seqlens_q is got.seq_lens_q is got.sum_seq_lens_q is None
         return tails
     padding = got.batch_size - bs
@@ -220,7 +221,7 @@ def on_requests_of(pool: KVPool, batch: ForwardBatch) -> ForwardBatch:
 @IN_INTERPRETER
 def test_padded_requests_look_at_the_sink_alone() -> None:
     pool = build(case_of(VERIFY, (CONTEXT,) * 4))[1]
-    for mode, lengths in ((DECODE, 1), (VERIFY, 1 + D), (EXTEND_V1, 1), (EXTEND_V2, 1)):
+    for mode, lengths in ((DECODE, 1), (VERIFY, 1 + D), (RAGGED, 1 + D), (EXTEND_V1, 1), (EXTEND_V2, 1)):
         runner = runner_of(buffers_of(pool, 4, [mode])[mode])
         replay(runner, on_requests_of(pool, build(case_of(mode, (150, 140, 130, 120)))[0]))
         got = replay(runner, on_requests_of(pool, build(case_of(mode, (150, 140, 130)))[0]))
@@ -292,7 +293,7 @@ def attending(engine: Engine, buffers: MLAGraphMetadata) -> Attending:
 
 
 def news_of(mode: GraphMode, count: int, turn: int) -> list[int]:
-    if mode.forward_mode is not V1:
+    if mode not in (EXTEND_V1, RAGGED):
         return [mode.num_tokens_per_req] * count
     return [[3, 1, 4, 2], [1, 3, 2, 2], [4, 4, 4, 4], [2, 2, 2, 2], [1, 4, 1, 4]][turn % 5][:count]
 
@@ -309,6 +310,10 @@ def test_attention_over_the_histories(mode: GraphMode, page_size: int, attention
         served, rows = engine.serve(mode, totals, news_of(mode, len(totals), turn), attention=attention)
         out = graphs.replay(served.batch, served.query)
         torch.testing.assert_close(out[: len(served.expected)], served.expected, rtol=1e-12, atol=1e-12)
+        if mode is RAGGED:  # rows after the padded requests', which have D each, are nobody's
+            captured = graphs.runner.captured[graphs.runner.size_for(len(totals))]
+            covered = sum(news_of(mode, len(totals), turn)) + D * (captured.view.batch_size - len(totals))
+            assert (out[covered:] == 0).all()
         eager = torch.empty(len(served.expected), HEADS, RANK, dtype=torch.float64)
         prepare_mla_attention(
             lab.references,
@@ -327,7 +332,7 @@ def test_attention_over_the_histories(mode: GraphMode, page_size: int, attention
 def test_modes_that_share_the_table_do_not_disturb_each_other() -> None:
     engine = Engine()
     graphs = {mode: attending(engine, buffers) for mode, buffers in buffers_of(engine.pool, 4, MODES).items()}
-    for turn, mode in enumerate([VERIFY, DECODE, EXTEND_V1, VERIFY, EXTEND_V2, DECODE, EXTEND_V1]):
+    for turn, mode in enumerate([VERIFY, DECODE, EXTEND_V1, RAGGED, VERIFY, EXTEND_V2, RAGGED, DECODE, EXTEND_V1]):
         totals = [[150, 64, 35, 120], [33, 5, 96]][turn % 2]
         served, rows = engine.serve(mode, totals, news_of(mode, len(totals), turn))
         out = graphs[mode].replay(served.batch, served.query)

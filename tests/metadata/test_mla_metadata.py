@@ -54,6 +54,7 @@ from tests.metadata.mla_cases import (
 )
 
 V1, V2 = DRAFT_EXTENDS
+RAGGED = ForwardMode.RAGGED_VERIFY
 DECODE_MODES = [mode for mode in MODES if mode not in EXTENDS]
 PROBE_LENS, PROBE_ROWS = (6, 92, 173, 37), (1, 2, 3, 4)
 
@@ -75,6 +76,9 @@ def decode_cases(page_size: int) -> list[Case]:
         Case(ForwardMode.TARGET_VERIFY, lens, new=1, **common),
         Case(ForwardMode.TARGET_VERIFY, lens, new=4, **common),
         Case(ForwardMode.TARGET_VERIFY, (), new=4, **common),
+        *[Case(RAGGED, lens, new_lens=(3, 1, 4, 2), new=draft, **common) for draft in (4, 6)],
+        Case(RAGGED, lens, new_lens=(4, 4, 4, 4), new=4, num_padding_rows=2, **common),
+        Case(RAGGED, (), new=4, **common),
         *[Case(mode, lens, new_lens=(3, 1, 4, 2), **common) for mode in DRAFT_EXTENDS],
         *[Case(mode, lens, new_lens=(4, 4, 4, 4), num_padding_rows=2, **common) for mode in DRAFT_EXTENDS],
         *[Case(mode, (), **common) for mode in DRAFT_EXTENDS],
@@ -93,32 +97,35 @@ def assert_right(batch: ForwardBatch, pool: KVPool, attention: DraftAttention) -
     got = build_mla_decode_metadata(batch, pool, attention)
     mode, bs = batch.forward_mode, batch.batch_size
     news = list(batch.extend_seq_lens_cpu or ())
-    extends = mode.extends_draft
+    extends = mode.query_rows.in_extend_seq_lens
     rows = 1
     if mode is ForwardMode.TARGET_VERIFY:
         rows = batch.num_tokens // bs if bs else 4
+    elif mode is RAGGED:
+        assert batch.spec_info is not None
+        rows = batch.spec_info.num_draft_tokens or 0
     elif extends:
         rows = max(news, default=0)
     tails = assert_live_part_right(got, batch, pool, attention, rows)
     assert all(set(tail) <= {-1} for tail in tails)
 
     longest = pool.max_context_len if batch.seq_lens_cpu is None else max(batch.seq_lens_cpu, default=0)
-    if mode is ForwardMode.TARGET_VERIFY:
+    if mode in (ForwardMode.TARGET_VERIFY, RAGGED):
         longest += rows
     elif not extends and batch.spec_info is not None and attention is MLA_WITH_OFFSET:
         assert batch.spec_info.speculative_step_id is not None
         longest += batch.spec_info.speculative_step_id + 1
-    unequal = len(set(news)) > 1
-    blocks = -(-(longest + (rows if unequal else 0)) // 4096)
+    padded = mode is RAGGED or len(set(news)) > 1
+    blocks = -(-(longest + (rows if padded and mode is not RAGGED else 0)) // 4096)
     assert got.max_seq_len_k == longest
     assert list(got.block_kv_indices.shape) == [bs, blocks * 4096 // pool.page_size]
-    assert got.query_layout is (QueryLayout.PADDED if unequal else QueryLayout.VIEW)
+    assert got.query_layout is (QueryLayout.PADDED if padded else QueryLayout.VIEW)
     if not extends:
         assert got.sum_seq_lens_q is got.cu_seqlens_q is got.seq_lens_q is None
         return got
     assert got.cu_seqlens_q is not None
     assert got.seq_lens_q is not None
-    assert got.sum_seq_lens_q == sum(news)
+    assert got.sum_seq_lens_q == (batch.num_tokens if mode is RAGGED else sum(news))
     assert (got.seq_lens_q.dtype, got.seq_lens_q.tolist()) == (torch.int32, news)
     boundaries = [sum(news[:i]) for i in range(bs + 1)]
     assert (got.cu_seqlens_q.dtype, got.cu_seqlens_q.tolist()) == (torch.int32, boundaries)
@@ -148,6 +155,7 @@ def new_rows(*rows: int) -> dict[str, Any]:
     return {"extend_seq_lens": torch.tensor(rows), "extend_seq_lens_cpu": list(rows)}
 
 
+DRAFT_OF_4 = {"spec_info": SpecInfo(num_draft_tokens=4)}
 STEP_1 = {"spec_info": SpecInfo(speculative_step_id=1)}
 
 
@@ -159,6 +167,8 @@ STEP_1 = {"spec_info": SpecInfo(speculative_step_id=1)}
         (hand_made_batch(ForwardMode.DECODE, [31, 30], 2, **STEP_1), MLA, [31, 30], [[4], [7]]),
         (hand_made_batch(ForwardMode.DECODE, [31, 30], 2, **STEP_1), MLA_WITH_OFFSET, [33, 32], [[4, 1], [7]]),
         (hand_made_batch(ForwardMode.TARGET_VERIFY, [29, 28], 8), MLA, [33, 32], [[4, 1], [7]]),
+        # Two of the most four draft tokens are verified, and one: the lengths count four, the pages what there is.
+        (hand_made_batch(RAGGED, [30, 63], 3, **new_rows(2, 1), **DRAFT_OF_4), MLA, [34, 67], [[4, 0], [7, 2, 0]]),
         (hand_made_batch(V1, [62, 64], 4, **new_rows(1, 3)), MLA, [64, 64], [[4, 1], [7, 2]]),
         # The padded queries of the first request look one token into a page that is not its own.
         (hand_made_batch(V1, [64, 64], 3, **new_rows(1, 2)), MLA, [65, 64], [[4, 1, 0], [7, 2]]),
@@ -592,6 +602,9 @@ PASSES = {
     "draft step 2 as is": (GraphMode.draft_decode(2), MLA, [4, 33, 66, 120], [1, 1, 1, 1]),
     "draft step 2 with offset": (GraphMode.draft_decode(2), MLA_WITH_OFFSET, [4, 33, 66, 120], [1, 1, 1, 1]),
     "verify": (GraphMode.target_verify(4), MLA, [4, 34, 68, 120], [4, 4, 4, 4]),
+    "ragged verify": (GraphMode.ragged_verify(4), MLA, [3, 64, 35, 120], [3, 1, 4, 2]),
+    "ragged verify of fewer rows than the draft": (GraphMode.ragged_verify(6), MLA, [3, 64, 35, 120], [3, 1, 2, 2]),
+    "ragged verify of equal rows": (GraphMode.ragged_verify(4), MLA, [3, 64, 35, 120], [2, 2, 2, 2]),
     "draft extend v1": (GraphMode.draft_extend(4), MLA, [3, 64, 35, 120], [3, 1, 4, 2]),
     "draft extend v1 whose rows divide": (GraphMode.draft_extend(4), MLA, [3, 64, 35, 120], [3, 1, 4, 4]),
     "draft extend v1 of equal rows": (GraphMode.draft_extend(4), MLA, [3, 64, 35, 120], [2, 2, 2, 2]),
@@ -607,7 +620,7 @@ def test_attention_over_the_histories(name: str, host_lengths: bool, page_size: 
     mode, attention, totals, news = PASSES[name]
     engine = Engine(page_size, seed=page_size)
     engine.release(engine.admit([150, 150]))  # so that there are leftovers
-    padding = 3 if mode.extends else 0
+    padding = 3 if mode.in_extend_seq_lens else 0
     served, _ = engine.serve(
         mode, totals, news, attention=attention, host_lengths=host_lengths, num_padding_rows=padding
     )
@@ -616,7 +629,8 @@ def test_attention_over_the_histories(name: str, host_lengths: bool, page_size: 
     attend = prepare_mla_attention(lab.references, served.batch, metadata, LAYER, served.query, engine.cache, out=out)
     assert attend() is out
     torch.testing.assert_close(out[: sum(news)], served.expected, rtol=1e-12, atol=1e-12)
-    assert (out[sum(news) :] == 9.0).all(), "padding rows are nobody's"
+    # Padding rows are nobody's; those of a ragged verification are zero.
+    assert (out[sum(news) :] == (0.0 if mode.forward_mode is RAGGED else 9.0)).all()
 
 
 def test_a_buffer_for_padded_rows_may_be_larger() -> None:

@@ -36,7 +36,7 @@ def told_modes(space: Space, level: Level) -> Iterator[tuple[GraphMode, Story, i
         several = (mode for width in widths for mode in graph_modes(width))
         modes = tuple(dict.fromkeys((*several, GraphMode.draft_decode(0), GraphMode.draft_decode(2))))
     for (m, mode), (s, story) in product(enumerate(modes), enumerate(Story)):
-        if level is Level.FULL or (m + s) % len(modes) in (0, 2):
+        if level is Level.FULL or (m + s) % len(modes) in (0, 3):
             yield mode, story, m + s
 
 

@@ -6,12 +6,15 @@ A backend is configuration alone. The requests are in a `KVPool`, and what stays
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from lab.kernels.serving.forward_metadata import PassBuffers, prepare_write_forward_metadata
 from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.engine.kv_pool import KVPool
+from lab.metadata.engine.lengths import DraftAttention, device_lengths, uncounted_tokens
 
 Metadata = TypeVar("Metadata")
 MetadataT_co = TypeVar("MetadataT_co", covariant=True)
@@ -75,14 +78,36 @@ class Backend(Protocol[Metadata]):
 def prepare_passes(passes: Sequence[PassBuffers], batch: ForwardBatch, pool: KVPool) -> Callable[[], None]:
     """Prepare one launch that writes the metadata of one or several passes over a batch's requests.
 
+    A launch adds the same number to all lengths. Those of a ragged verification are added to their requests' rows before it, so
+    that its passes have a ``seq_len_offset`` of 0.
+
     Raises:
         TypeError, ValueError, NotImplementedError: as `lab.kernels.serving.forward_metadata.write_forward_metadata`.
     """
-    return prepare_write_forward_metadata(
+    seq_lens = batch.seq_lens
+    if is_ragged := batch.forward_mode.query_rows is QueryRows.VERIFIED:
+        seq_lens = torch.empty_like(batch.seq_lens)
+    write = prepare_write_forward_metadata(
         passes,
         req_pool_indices=batch.req_pool_indices,
-        seq_lens=batch.seq_lens,
+        seq_lens=seq_lens,
         req_to_token=pool.req_to_token,
         page_size=pool.page_size,
         full_to_swa=pool.full_to_swa,
     )
+    if not is_ragged:
+        return write
+    rows = device_lengths(batch, "extend_seq_lens")
+
+    def add_and_write() -> None:
+        torch.add(batch.seq_lens, rows, out=seq_lens)
+        write()
+
+    return add_and_write
+
+
+def seq_len_offset(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA) -> int:
+    """Return the ``seq_len_offset`` of a pass: `uncounted_tokens`, and 0 where `prepare_passes` adds each request's own."""
+    if batch.forward_mode.query_rows is QueryRows.VERIFIED:
+        return 0
+    return uncounted_tokens(batch, attention)

@@ -16,7 +16,7 @@ class SpecInfo:
     """The part that speculative decoding adds to a batch. Its presence turns ``DECODE`` into a draft decode step.
 
     Attributes:
-        num_draft_tokens: rows per request in verification, or None outside it.
+        num_draft_tokens: rows per request in verification, the most of one request in a ragged one, or None outside it.
         num_tokens_per_req: fixed rows per request of ``DRAFT_EXTEND_V2``, or -1 when not fixed; other modes ignore it.
         num_accept_tokens: ``[>= batch_size]`` int32 or int64, rows per request of the first draft extend when it
             is replayed from a CUDA graph, or None.
@@ -45,11 +45,11 @@ class SpecInfo:
 
         Args:
             mode: of the pass.
-            num_rows: query rows of every request, where all have as many.
+            num_rows: query rows of every request, where all have as many; the most of one in a ragged verification.
             draft_step: of a draft decode step; None for a plain decode.
             num_accept_tokens: of the first draft extend in a graph.
         """
-        if mode.query_rows is QueryRows.DRAFT_TOKENS:
+        if mode.query_rows in (QueryRows.DRAFT_TOKENS, QueryRows.VERIFIED):
             return cls(num_draft_tokens=num_rows)
         if mode.query_rows is QueryRows.FIXED:
             return cls(num_tokens_per_req=num_rows)
@@ -89,7 +89,7 @@ class ForwardBatch:
             modes as many as ``extend_seq_lens_cpu`` adds up to.
         num_tokens: query rows, padding included.
         extend_seq_lens, extend_prefix_lens: ``[batch_size]`` int32 or int64, new and cached tokens of each request
-            in the extend modes, or None.
+            in the extend modes, or None. In a ragged verification the first is SGLang's ``verify_lens``.
         extend_seq_lens_cpu, extend_prefix_lens_cpu, seq_lens_cpu: the same numbers on the host, or None. The engine
             has the first two from its scheduler; the last costs it a copy from the device, so nothing needs it.
         spec_info: what speculative decoding adds, or None.
@@ -198,8 +198,16 @@ class ForwardBatch:
     def _check_extend_rows(self) -> None:
         """Refuse an extend whose rows or slots are not the new tokens that the host list names."""
         mode, lengths = self.forward_mode, self.extend_seq_lens_cpu
+        most = None if self.spec_info is None else self.spec_info.num_draft_tokens
+        if mode.query_rows is QueryRows.VERIFIED and most is None:
+            raise ValueError(f"{mode!r} needs SpecInfo.num_draft_tokens, the most rows that a request may have")
         if lengths is None or not mode.query_rows.in_extend_seq_lens:
             return
+        if mode.query_rows is QueryRows.VERIFIED and most is not None and max(lengths, default=0) > most:
+            raise ValueError(
+                f"extend_seq_lens_cpu={list(lengths)} has a request of more rows than SpecInfo.num_draft_tokens={most}: "
+                "a request verifies its draft tokens and no more"
+            )
         rows, slots = sum(lengths), self.out_cache_loc.shape[0]
         if rows > self.num_tokens:
             raise ValueError(

@@ -18,6 +18,7 @@ class QueryRows(NamedEnum):
     DRAFT_TOKENS = "draft tokens"  # as many for every request: num_tokens // batch_size, or SpecInfo.num_draft_tokens
     FIXED = "fixed"  # as many for every request: SpecInfo.num_tokens_per_req, and extend_seq_lens
     ACCEPTED = "accepted"  # each its own: extend_seq_lens
+    VERIFIED = "verified"  # each its own: extend_seq_lens, at most SpecInfo.num_draft_tokens
     NEW_TOKENS = "new tokens"  # each its own: extend_seq_lens, on top of extend_prefix_lens
 
     @property
@@ -28,7 +29,7 @@ class QueryRows(NamedEnum):
     @property
     def in_extend_seq_lens(self) -> bool:
         """Return True if the batch has ``extend_seq_lens``, and ``extend_seq_lens_cpu`` on the host."""
-        return self in (QueryRows.FIXED, QueryRows.ACCEPTED, QueryRows.NEW_TOKENS)
+        return self in (QueryRows.FIXED, QueryRows.ACCEPTED, QueryRows.VERIFIED, QueryRows.NEW_TOKENS)
 
 
 class UncountedTokens(NamedEnum):
@@ -47,6 +48,7 @@ class ForwardMode(IntEnum):
 
     0.5.13 is the last release with the first draft extend (``DRAFT_EXTEND``), so its set covers every version.
     Later releases dropped that member and the values after it moved down by one: compare members, never integers.
+    RAGGED_VERIFY is the lab's own member: SGLang's mode is TARGET_VERIFY, and its SpecInfo has a ``ragged_verify_layout``.
 
     Attributes:
         query_rows: of each request.
@@ -82,6 +84,8 @@ class ForwardMode(IntEnum):
     SPLIT_PREFILL = 9, _Rows.NEW_TOKENS, _Uncounted.NONE, _Call.CONTEXT, _Call.RAGGED_CONTEXT
     # A block of a diffusion language model.
     DLLM_EXTEND = 10, _Rows.NEW_TOKENS, _Uncounted.NONE, _Call.CONTEXT, _Call.RAGGED_CONTEXT
+    # The target model scores as many draft tokens of each request as its planner chose (SGLang 0.5.23).
+    RAGGED_VERIFY = 11, _Rows.VERIFIED, _Uncounted.QUERY_ROWS, _Call.DECODE, _Call.MLA_DECODE, True
 
     def __new__(
         cls,

@@ -24,7 +24,7 @@ class GraphMode:
     """The mode of all graphs of one runner. The class methods make one.
 
     Attributes:
-        forward_mode: DECODE, TARGET_VERIFY, DRAFT_EXTEND or DRAFT_EXTEND_V2.
+        forward_mode: DECODE, TARGET_VERIFY, RAGGED_VERIFY, DRAFT_EXTEND or DRAFT_EXTEND_V2.
         num_tokens_per_req: query rows per request that the graphs have room for.
         draft_step: of a draft decode step, else None.
     """
@@ -44,6 +44,15 @@ class GraphMode:
     @classmethod
     def target_verify(cls, num_draft_tokens: int) -> "GraphMode":
         return cls(ForwardMode.TARGET_VERIFY, num_draft_tokens)
+
+    @classmethod
+    def ragged_verify(cls, num_draft_tokens: int) -> "GraphMode":
+        """Return the mode of a ragged verification, whose requests have their own numbers of rows, at most d.
+
+        SGLang 0.5.23 captures such a graph for a number of rows, with as many requests or all that its backend has room for;
+        here a size is a number of requests, with room for d rows of each. Both leave rows that no request has.
+        """
+        return cls(ForwardMode.RAGGED_VERIFY, num_draft_tokens)
 
     @classmethod
     def draft_extend(cls, num_draft_tokens: int) -> "GraphMode":
@@ -70,8 +79,9 @@ class GraphMode:
         return cls(ForwardMode.DRAFT_EXTEND_V2, width)
 
     @property
-    def extends(self) -> bool:
-        return self.forward_mode.extends_draft
+    def in_extend_seq_lens(self) -> bool:
+        """Return True if the batch has its rows in ``extend_seq_lens``."""
+        return self.forward_mode.query_rows.in_extend_seq_lens
 
     def __post_init__(self) -> None:
         mode = self.forward_mode
@@ -115,8 +125,8 @@ class StaticInputs:
             seq_lens=self.seq_lens[:batch_size],
             out_cache_loc=self.out_cache_loc[: batch_size * width],
             num_tokens=batch_size * width,
-            extend_seq_lens=lens if mode.extends else None,
-            extend_seq_lens_cpu=[width] * batch_size if mode.extends else None,
+            extend_seq_lens=lens if mode.in_extend_seq_lens else None,
+            extend_seq_lens_cpu=[width] * batch_size if mode.in_extend_seq_lens else None,
             spec_info=SpecInfo.of(mode.forward_mode, width, draft_step=mode.draft_step, num_accept_tokens=lens),
         )
 
@@ -159,19 +169,19 @@ class StaticInputs:
                 f"the batch has {batch.num_tokens} rows for {batch.batch_size} requests, but these graphs were captured with "
                 f"{width} rows for each: run it eagerly"
             )
-        if mode.forward_mode.query_rows is QueryRows.ACCEPTED:
-            self._check_accepted(batch)
+        if mode.forward_mode.query_rows in (QueryRows.ACCEPTED, QueryRows.VERIFIED):
+            self._check_rows(batch)
         if max(batch.extend_seq_lens_cpu or (0,)) > width:
             raise ValueError(
                 f"extend_seq_lens_cpu={list(batch.extend_seq_lens_cpu or ())} has more than the {width} rows of a request"
             )
 
     @staticmethod
-    def _check_accepted(batch: ForwardBatch) -> None:
-        """Refuse a first draft extend without its rows: the graph reads them on the device, the host checks that they fit."""
+    def _check_rows(batch: ForwardBatch) -> None:
+        """Refuse unequal rows that the batch does not name: the graph reads them on the device, the host checks them."""
         for name in ("extend_seq_lens", "extend_seq_lens_cpu"):
             if getattr(batch, name) is None:
                 raise ValueError(
-                    f"{name} is None: {batch.forward_mode!r} needs the accepted tokens of each of the {batch.batch_size} "
+                    f"{name} is None: {batch.forward_mode!r} needs the rows of each of the {batch.batch_size} "
                     "requests, on the device (extend_seq_lens) and on the host (extend_seq_lens_cpu)"
                 )

@@ -61,13 +61,18 @@ def device_lengths(batch: ForwardBatch, name: str) -> Tensor:
 def max_query_rows(batch: ForwardBatch) -> int:
     """Return the most query rows of one request, a host fact: ``max_seq_len_q``.
 
+    Of a ragged verification whose rows the host does not know they are ``num_draft_tokens``.
+
     Raises:
         ValueError: ``extend_seq_lens_cpu`` or, of an empty batch, ``num_draft_tokens`` is missing.
     """
-    if batch.forward_mode.query_rows is QueryRows.ONE:
+    rows = batch.forward_mode.query_rows
+    if rows is QueryRows.ONE:
         return 1
-    if batch.forward_mode.query_rows is QueryRows.DRAFT_TOKENS:
+    if rows is QueryRows.DRAFT_TOKENS:
         return _verify_q_len(batch)
+    if rows is QueryRows.VERIFIED and not batch.extend_seq_lens_cpu:
+        return num_draft_tokens(batch)
     return max(host_lengths(batch, "extend_seq_lens_cpu"), default=0)
 
 
@@ -98,15 +103,33 @@ def query_lens(batch: ForwardBatch) -> Sequence[int]:
 
 def _verify_q_len(batch: ForwardBatch) -> int:
     """Return the rows per request that the kernel is launched with, also where padding made them differ from d."""
-    if batch.batch_size > 0:
-        return batch.num_tokens // batch.batch_size
+    return batch.num_tokens // batch.batch_size if batch.batch_size > 0 else num_draft_tokens(batch)
+
+
+def num_draft_tokens(batch: ForwardBatch) -> int:
+    """Return ``SpecInfo.num_draft_tokens``. Raises ValueError if it is missing."""
     if batch.spec_info is None or batch.spec_info.num_draft_tokens is None:
-        raise ValueError("an empty TARGET_VERIFY batch needs SpecInfo.num_draft_tokens to know its rows per request")
+        raise ValueError(
+            f"an empty or ragged {batch.forward_mode.name} batch needs SpecInfo.num_draft_tokens to know its rows per request"
+        )
     return batch.spec_info.num_draft_tokens
+
+
+def key_lens(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA) -> Tensor:
+    """Return the keys that each request's last query row sees, ``[batch_size]`` int32, in a fresh tensor.
+
+    Raises:
+        ValueError: a fact that the mode needs is missing.
+    """
+    if batch.forward_mode.query_rows is QueryRows.VERIFIED:
+        return (batch.seq_lens + device_lengths(batch, "extend_seq_lens")).to(torch.int32)
+    return (batch.seq_lens + uncounted_tokens(batch, attention)).to(torch.int32)
 
 
 def uncounted_tokens(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA) -> int:
     """Return the tokens per request that are keys of the pass and that ``seq_lens`` does not count.
+
+    In a ragged verification each request has its own, ``extend_seq_lens``, and this is the most, ``num_draft_tokens``.
 
     Args:
         batch: the forward pass.
@@ -115,9 +138,9 @@ def uncounted_tokens(batch: ForwardBatch, attention: DraftAttention = DraftAtten
     Raises:
         ValueError: a host fact that the mode needs is missing.
     """
-    uncounted = batch.forward_mode.uncounted
+    mode, uncounted = batch.forward_mode, batch.forward_mode.uncounted
     if uncounted is UncountedTokens.QUERY_ROWS:
-        return max_query_rows(batch)
+        return num_draft_tokens(batch) if mode.query_rows is QueryRows.VERIFIED else max_query_rows(batch)
     if uncounted is UncountedTokens.DRAFT_STEP and batch.spec_info is not None:
         if batch.spec_info.speculative_step_id is None:
             raise ValueError(

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from lab.kernels.serving.forward_metadata import PassBuffers
-from lab.metadata.engine.backend import prepare_passes
+from lab.metadata.engine.backend import prepare_passes, seq_len_offset
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.engine.kv_pool import KVPool
-from lab.metadata.engine.lengths import check_attends, max_query_rows, query_rows, uncounted_tokens, uniform_boundaries
+from lab.metadata.engine.lengths import check_attends, max_query_rows, query_rows, uniform_boundaries
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
 from lab.named_enum import NamedEnum
 
@@ -133,7 +133,7 @@ def prepare_mha_metadata(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAM
         NotImplementedError: Triton does not run on the batch's device.
     """
     check_attends(batch, pool)
-    written = mha_pass(metadata, uncounted_tokens(batch), query_rows(batch), batch.out_cache_loc)
+    written = mha_pass(metadata, seq_len_offset(batch), query_rows(batch), batch.out_cache_loc)
     return prepare_passes([written], batch, pool)
 
 
@@ -159,7 +159,7 @@ class MHAGraphMetadata:
         self.pool = pool
         self.builder = builder
         width = mode.num_tokens_per_req
-        preset = None if mode.extends else uniform_boundaries(max_batch_size, width, pool.device)
+        preset = None if mode.in_extend_seq_lens else uniform_boundaries(max_batch_size, width, pool.device)
         self.buffers = new_mha_metadata(pool, max_batch_size, width, max_batch_size * width, cu_seqlens_q=preset)
 
     def slices(self, batch_size: int) -> TRTLLMMHAMetadata:
@@ -179,16 +179,16 @@ class MHAGraphMetadata:
         if self.builder is MetadataBuilder.TORCH_OPERATIONS:
             return partial(_copy_built, metadata, view, self.pool)
         rows: int | Tensor | None = None
-        if self.mode.extends:
+        if self.mode.in_extend_seq_lens:
             uniform = self.mode.forward_mode.query_rows.are_uniform
             rows = self.mode.num_tokens_per_req if uniform else view.extend_seq_lens
-        return prepare_passes([mha_pass(metadata, uncounted_tokens(view), rows, view.out_cache_loc)], view, self.pool)
+        return prepare_passes([mha_pass(metadata, seq_len_offset(view), rows, view.out_cache_loc)], view, self.pool)
 
 
 def _copy_built(metadata: TRTLLMMHAMetadata, view: ForwardBatch, pool: KVPool) -> None:
     """Build afresh, and copy every tensor into its place but the row boundaries that are preset."""
     built = build_mha_metadata(view, pool)
-    presets = () if view.forward_mode.extends_draft else ("cu_seqlens_q",)
+    presets = () if view.forward_mode.query_rows.in_extend_seq_lens else ("cu_seqlens_q",)
     for each in fields(TRTLLMMHAMetadata):
         written, fresh = getattr(metadata, each.name), getattr(built, each.name)
         if isinstance(written, Tensor) and each.name not in presets:

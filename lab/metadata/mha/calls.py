@@ -184,9 +184,10 @@ def _decode_width(planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHA
     """
     first, last = planned.first_request, planned.first_request + planned.num_requests
     widths = query_lens(batch)[first:last]
-    if len(set(widths)) == 1:
+    rows = batch.forward_mode.query_rows
+    if len(set(widths)) == 1 and rows is not QueryRows.VERIFIED:  # which other replays of a graph may have otherwise
         return {"q_len_per_req": widths[0]}
-    if batch.forward_mode.query_rows is QueryRows.FIXED:
+    if rows is QueryRows.FIXED:
         raise ValueError(
             f"extend_seq_lens_cpu={list(widths)}: {batch.forward_mode.name} has the same number of rows for every request "
             "on the decode call; pad the rows, or plan it with draft_extend=AttentionCall.CONTEXT"

@@ -13,9 +13,9 @@ from lab.metadata.engine.lengths import (
     exclusive_cumsum,
     first_slots,
     host_lengths,
+    key_lens,
     max_query_rows,
     query_rows,
-    uncounted_tokens,
     uniform_boundaries,
 )
 
@@ -60,6 +60,7 @@ def build_mha_metadata(batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
     DECODE, IDLE                            seq_lens                 1                        1
     the same with a SpecInfo, draft step s  seq_lens + s + 1         1                        1
     TARGET_VERIFY, q = num_tokens // bs     seq_lens + q             q                        q
+    RAGGED_VERIFY                           seq_lens + its rows      extend_seq_lens          max(extend_seq_lens)
     DRAFT_EXTEND, DRAFT_EXTEND_V2           seq_lens                 extend_seq_lens          max(extend_seq_lens)
     EXTEND, MIXED, SPLIT_PREFILL,           seq_lens                 extend_seq_lens          max(extend_seq_lens)
     DLLM_EXTEND
@@ -88,7 +89,7 @@ def build_mha_metadata(batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
         ValueError: PREBUILT, different devices, or a host fact that the mode needs is missing.
     """
     check_attends(batch, pool)
-    cache_seqlens = (batch.seq_lens + uncounted_tokens(batch)).to(torch.int32)
+    cache_seqlens = key_lens(batch)
     cu_seqlens_k = exclusive_cumsum(cache_seqlens)
     slots = first_slots(batch.req_pool_indices, cache_seqlens, pool)
     has_swa = pool.full_to_swa is not None

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from lab.kernels.serving.forward_metadata import PassBuffers
-from lab.metadata.engine.backend import prepare_passes
+from lab.metadata.engine.backend import prepare_passes, seq_len_offset
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.engine.kv_pool import KVPool
-from lab.metadata.engine.lengths import DraftAttention, num_pages, uncounted_tokens, uniform_boundaries
+from lab.metadata.engine.lengths import DraftAttention, num_pages, uniform_boundaries
 from lab.metadata.mla.metadata import (
     DEAD_PAGE,
     SINK_PAGE,
@@ -55,7 +55,8 @@ def new_block_table(
 
 
 def _pads(mode: GraphMode, draft_extend: QueryLayout) -> bool:
-    return mode.forward_mode.query_rows is QueryRows.ACCEPTED and draft_extend is QueryLayout.PADDED
+    rows = mode.forward_mode.query_rows
+    return rows is QueryRows.VERIFIED or (rows is QueryRows.ACCEPTED and draft_extend is QueryLayout.PADDED)
 
 
 class MLAGraphMetadata:
@@ -95,7 +96,8 @@ class MLAGraphMetadata:
     def _new_metadata(self, batch_size: int) -> TRTLLMMLADecodeMetadata:
         if not 1 <= batch_size <= len(self.block_kv_indices):
             raise ValueError(f"batch_size={batch_size} is not 1 to max_batch_size={len(self.block_kv_indices)}")
-        extends, width, table = self.mode.extends, self.mode.num_tokens_per_req, self.block_kv_indices[:batch_size]
+        extends, width = self.mode.in_extend_seq_lens, self.mode.num_tokens_per_req
+        table = self.block_kv_indices[:batch_size]
         return TRTLLMMLADecodeMetadata(
             block_kv_indices=table,
             seq_lens_k=table.new_zeros(batch_size),
@@ -117,7 +119,7 @@ class MLAGraphMetadata:
         """
         metadata, pads = self.slices(view.batch_size), self.layout is QueryLayout.PADDED
         rows = view.extend_seq_lens if pads else None
-        written = mla_pass(metadata, uncounted_tokens(view, self.attention), rows)
+        written = mla_pass(metadata, seq_len_offset(view, self.attention), rows)
         write = prepare_passes([written], view, self.pool)
         return write if rows is None else partial(_write_padded, write, metadata, rows, self.pool.page_size)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import (
     DraftAttention,
@@ -18,7 +19,9 @@ from lab.metadata.engine.lengths import (
     exclusive_cumsum,
     first_slots,
     host_lengths,
+    key_lens,
     max_query_rows,
+    num_draft_tokens,
     num_pages,
     uncounted_tokens,
 )
@@ -53,9 +56,10 @@ class TRTLLMMLADecodeMetadata:
             host length is read. The call adds the query rows of a verification or draft extend on top.
         max_seq_len_q: query rows of each request, padding included.
         query_layout: how the query rows become ``[batch_size, max_seq_len_q, ...]``.
-        sum_seq_lens_q: query rows of all requests of a draft extend, padding aside; else None.
-        cu_seqlens_q: ``[batch_size + 1]`` int32, first query row of each request of a draft extend; else None.
-        seq_lens_q: ``[batch_size]`` int32, query rows of each request of a draft extend; else None.
+        sum_seq_lens_q: query rows of all requests of a draft extend, padding aside, and of a ragged verification with its
+            padding, whose output becomes zero; else None.
+        cu_seqlens_q: ``[batch_size + 1]`` int32, first query row of each request of those passes; else None.
+        seq_lens_q: ``[batch_size]`` int32, query rows of each request of those passes; else None.
     """
 
     block_kv_indices: Tensor
@@ -125,16 +129,23 @@ def build_mla_decode_metadata(
     DECODE, IDLE                            seq_lens                                            max(seq_lens)
     the same with a SpecInfo, draft step s  seq_lens (MLA), seq_lens + s + 1 (MLA_WITH_OFFSET)  its maximum
     TARGET_VERIFY, q = num_tokens // bs     seq_lens + q                                        its maximum
+    RAGGED_VERIFY, d = num_draft_tokens     seq_lens + d                                        its maximum
     DRAFT_EXTEND, DRAFT_EXTEND_V2           seq_lens - extend_seq_lens + max(extend_seq_lens)   max(seq_lens)
     ======================================  ==================================================  =====================
 
     Maxima are taken of ``seq_lens_cpu``; without it the context's length stands for ``max(seq_lens)``.
 
     A draft extend's rows are padded to the longest request wherever two requests have different numbers of rows; padding
-    after a request's rows moves its last position, which is what the last row of the table makes up for. SGLang pads where
+    after a request's rows moves its last position, which is what the last row of the table makes up for. A ragged
+    verification's rows are padded to d always, as SGLang pads them (`forward_extend`). A draft extend SGLang pads where
     the rows do not divide by the requests, so that 2 + 4 rows of two requests are viewed as 3 + 3 and the second request's
     first row is computed as the first's last. Padding is right for any numbers of rows, and the numbers are on the host: so
     nothing is refused here, and both draft extends are treated alike.
+
+    A TARGET_VERIFY batch whose rows are not d per request is told apart from SGLang's: its view has ``num_tokens // bs`` rows
+    of each request, and its lengths add ``speculative_num_draft_tokens`` all the same (0.5.11 to 0.5.23), so that every row
+    sits d - q tokens too far to the right. The lab adds the rows. SGLang's server makes no such batch: padding for data
+    parallelism gives it whole requests of d rows (`ForwardBatch.prepare_mlp_sync_batch`).
 
     The table names ``req_to_token[request, c * page_size] // page_size`` for every page with a token of the request, the sink
     for pages that a padded query alone would read, and -1 after them. SGLang reads whatever the request table holds there.
@@ -160,17 +171,26 @@ def build_mla_decode_metadata(
         raise ValueError(
             f"{batch.forward_mode!r} is a prefill, not on the decode kernel: use build_mla_prefill_metadata"
         )
-    keys = (batch.seq_lens + uncounted_tokens(batch, attention)).to(torch.int32)
+    keys = key_lens(batch, attention)
     max_seq_len_k = _longest(batch, pool) + uncounted_tokens(batch, attention)
-    if not batch.forward_mode.extends_draft:
+    if not batch.forward_mode.query_rows.in_extend_seq_lens:
         width = mla_block_table_width(max_seq_len_k, pool.page_size)
         table = _block_table(batch.req_pool_indices, keys, keys, pool, width)
         return TRTLLMMLADecodeMetadata(table, keys, max_seq_len_k, max_query_rows(batch))
 
-    rows, max_rows = device_lengths(batch, "extend_seq_lens").to(torch.int32, copy=True), max_query_rows(batch)
-    layout = query_layout(host_lengths(batch, "extend_seq_lens_cpu"))
+    rows = device_lengths(batch, "extend_seq_lens").to(torch.int32, copy=True)
+    if batch.forward_mode.query_rows is QueryRows.VERIFIED:
+        layout, max_rows, sum_rows, most_keys = (
+            QueryLayout.PADDED,
+            num_draft_tokens(batch),
+            batch.num_tokens,
+            max_seq_len_k,
+        )
+    else:
+        layout, max_rows = query_layout(host_lengths(batch, "extend_seq_lens_cpu")), max_query_rows(batch)
+        sum_rows = sum(host_lengths(batch, "extend_seq_lens_cpu"))
+        most_keys = max_seq_len_k + (max_rows if layout is QueryLayout.PADDED else 0)
     padded_keys = keys - rows + max_rows
-    most_keys = max_seq_len_k + (max_rows if layout is QueryLayout.PADDED else 0)
     width = mla_block_table_width(most_keys, pool.page_size)
     return TRTLLMMLADecodeMetadata(
         block_kv_indices=_block_table(batch.req_pool_indices, keys, padded_keys, pool, width),
@@ -178,7 +198,7 @@ def build_mla_decode_metadata(
         max_seq_len_k=max_seq_len_k,
         max_seq_len_q=max_rows,
         query_layout=layout,
-        sum_seq_lens_q=sum(host_lengths(batch, "extend_seq_lens_cpu")),
+        sum_seq_lens_q=sum_rows,
         cu_seqlens_q=exclusive_cumsum(rows),
         seq_lens_q=rows,
     )

@@ -22,7 +22,11 @@ def sglang() -> Iterator[Load]:
 
 
 @IN_INTERPRETER
-@given(case=drawn_cases().filter(lambda case: case.mode is not ForwardMode.DRAFT_EXTEND and case.total_lens))
+@given(
+    case=drawn_cases().filter(
+        lambda case: case.mode not in (ForwardMode.DRAFT_EXTEND, ForwardMode.RAGGED_VERIFY) and case.total_lens
+    )
+)
 @settings(deadline=None, derandomize=True, max_examples=60)
 def test_eager_passes(sglang: Load, case: Case) -> None:
     """Every mode of 0.5.23, with requests; SGLang launches nothing for a batch of none."""
