@@ -45,7 +45,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--lab-scenario", action="append", help="time this scenario, such as decode/llama-3.1-8b/64q1s4k")
     group.addoption("--whole-matrix", action="store_true", help="judge every mutant by every check, and compare")
     group.addoption(
-        "--lab-implementation", action="append", help="time this module, and judge what is timed; several: repeat"
+        "--lab-implementation",
+        action="append",
+        help="time this module, and judge what is timed; several, which take turns: repeat; all: every one this machine has",
     )
     group.addoption(
         "--lab-trace", help="a Mooncake (.jsonl) or Azure (.csv) trace to draw batches from, instead of the lab's own"

@@ -51,7 +51,7 @@ app.command(rich_help_panel=JUDGING)(judge)
 app.command(rich_help_panel=JUDGING)(checks)
 app.command(rich_help_panel=JUDGING)(mutants)
 app.command(rich_help_panel=JUDGING)(implementations)
-# `lab bench` hands every option to pytest, so it declares none of its own.
+# `lab bench` hands every option but its own to pytest.
 app.command(rich_help_panel=TIMING, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(bench)
 app.command(rich_help_panel=TIMING)(ab)
 app.command(rich_help_panel=TIMING)(dry_run)

@@ -1,6 +1,7 @@
 """`lab bench`: run the benchmarks of the lab's checkout."""
 
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -20,12 +21,20 @@ STATUS_BY_PYTEST = (
 RECORDING = Path(".benchmarks/last_run.json")
 
 
-def bench(context: typer.Context) -> None:
+def bench(
+    context: typer.Context,
+    implementations: Annotated[
+        str,
+        typer.Option(
+            metavar="all|A,B,...", help="modules to time, in turns; all: every one that has a kernel on this machine"
+        ),
+    ] = "",
+) -> None:
     """Time the default scenarios on the GPU; without a GPU, judge what would be timed.
 
-    All options go to pytest. They are its own, those of pytest-benchmark, and the lab's: --lab-scenario, --lab-implementation,
-    --lab-clock, --lab-l2 and --lab-trace (docs/time.md). The recording goes to .benchmarks/last_run.json, or to the file of
-    --benchmark-json.
+    Implementations take turns within a scenario. All other options go to pytest: its own, those of pytest-benchmark, and the
+    lab's --lab-scenario, --lab-implementation, --lab-clock, --lab-l2 and --lab-trace (docs/time.md). The recording goes to
+    .benchmarks/last_run.json, or to the file of --benchmark-json.
     """
     from lab.extras import require
 
@@ -37,5 +46,6 @@ def bench(context: typer.Context) -> None:
 
     RECORDING.parent.mkdir(exist_ok=True)
     options = ["--benchmark-only", "--benchmark-columns=median,iqr,rounds", f"--benchmark-json={RECORDING}"]
+    options += [f"--lab-implementation={name}" for name in filter(None, implementations.split(","))]
     status = pytest.main([str(checkout / "tests" / "benchmarks"), *options, *context.args])
     raise typer.Exit(STATUS_BY_PYTEST[int(status)])

@@ -75,6 +75,15 @@ def availabilities(capability: Capability | None) -> Iterator[Availability]:
                 yield _availability(each, call, serving, capability, missing)
 
 
+def modules_of(call: AttentionCall, capability: Capability | None) -> dict[str, str | None]:
+    """Return the modules that have kernels of a call, the references apart, and why a machine with that GPU has none of theirs.
+
+    The reason is a sentence about the package or the GPUs that they need, or None where it has one.
+    """
+    found = (each for each in availabilities(capability) if each.function is call and each.implementation.kernels)
+    return {each.implementation.module: each.why_not for each in found}
+
+
 def _availability(
     implementation: Implementation,
     call: AttentionCall,

@@ -207,12 +207,26 @@ class Row:
 
 
 @dataclass(frozen=True)
+class NotTimed:
+    """An implementation that has no time, and the reason as a sentence.
+
+    Attributes:
+        scenario: the one that it declined or had wrong; None where the machine lacks it.
+    """
+
+    scenario: str | None
+    implementation: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class RecordedRun:
     """One run of the benchmarks.
 
     Attributes:
         environment: `lab.provenance.environment` of that run; empty if the run did not record it.
         recorded_at: pytest-benchmark's time stamp.
+        not_timed: what has no row, and why.
     """
 
     path: Path
@@ -220,6 +234,7 @@ class RecordedRun:
     ceilings: RecordedCeilings
     rows: tuple[Row, ...]
     recorded_at: str | None = None
+    not_timed: tuple[NotTimed, ...] = ()
 
     def fact(self, *keys: str) -> Any:
         """Return a value of the environment by its keys from the outside in; None where it is not recorded."""
@@ -297,7 +312,8 @@ def _run(file: RecordedFile) -> RecordedRun:
     _refuse_twice(path, [in_words(row.identity) for row in rows if row.is_gpu_time], "the measurement")
     recorded = value_at(content, ("machine_info", "lab", "ceilings")) or {}
     ceilings = {field.name: recorded[field.name] for field in fields(RecordedCeilings) if field.name in recorded}
-    return RecordedRun(path, file.environment, RecordedCeilings(**ceilings), rows, content.get("datetime"))
+    not_timed = tuple(NotTimed(**each) for each in content.get("not_timed") or ())
+    return RecordedRun(path, file.environment, RecordedCeilings(**ceilings), rows, content.get("datetime"), not_timed)
 
 
 def read_runs(path: str | Path) -> tuple[RecordedRun, ...]:

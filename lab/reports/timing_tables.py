@@ -1,16 +1,19 @@
 """Recorded benchmarks as tables, for the Markdown report and for the page: GPU time beside its floor, host time, ceilings."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from lab.reports.recorded import Identity, RecordedRun, Row
 from lab.reports.tables import ABSENT, Cell, Columns, Table, make_table, number, words
-from lab.timing.statistics import Speed, compare_samples
+from lab.timing.statistics import IN_TURNS, Speed, compare_samples
 
 MODULE_PREFIX = "lab.kernels."
 THROTTLED = "**throttled**"
 # A launch alone takes one to two microseconds: time over a floor shorter than this says nothing, and has no bar.
 LEAST_FLOOR_US = 1.0
+FEWEST_SIDE_BY_SIDE = 3  # of two implementations, the table of the fastest says all
 
 
 def _fact(key: str, digits: int, scale: float = 1.0) -> Callable[[Row], Cell]:
@@ -63,6 +66,7 @@ GPU_COLUMNS: Columns = {
     "GFLOP": _fact("operations", 1, 1e-9),
     "launches": _fact("launches", 0),
     "host, µs": _fact("host_us", 1),
+    "plan, µs": _fact("plan_us", 1),
 }
 PLAIN_COLUMNS: Columns = {
     "benchmark": lambda row: words(row.name),
@@ -105,7 +109,7 @@ def narrow_columns(settings: Sequence[str]) -> Columns:
         "TFLOP/s": _noted("TFLOP/s", "% of matrix", " %"),
         "floor, µs": _noted("floor, µs", "bound by"),
         "floor / median, %": _fact("floor_percent", 1),
-        **{heading: GPU_COLUMNS[heading] for heading in ("MB", "GFLOP", "launches", "host, µs")},
+        **{heading: GPU_COLUMNS[heading] for heading in ("MB", "GFLOP", "launches", "host, µs", "plan, µs")},
     }
 
 
@@ -122,7 +126,14 @@ def timing_tables(run: RecordedRun, name: str) -> list[Table]:
     others = plain_table(
         run.rows_without_clock, f"{name}-unknown", "Times without a recorded clock: compared with nothing"
     )
-    return [table for table in (gpu, host, others) if table.rows]
+    tables = (
+        side_by_side_table(run, f"{name}-side-by-side"),
+        gpu,
+        host,
+        others,
+        not_timed_table(run, f"{name}-not-timed"),
+    )
+    return [table for table in tables if table.rows]
 
 
 def rivals(run: RecordedRun) -> list[list[Row]]:
@@ -162,6 +173,60 @@ def fastest_table(run: RecordedRun, name: str = "") -> Table:
 
 def _of_fastest(cell: Callable[[Row], Cell]) -> Callable[[Sequence[Row]], Cell]:
     return lambda rows: cell(rows[0])
+
+
+def side_by_side_table(run: RecordedRun, name: str = "") -> Table:
+    """Make a table of each scenario's medians, a column for each implementation; without rows if there are fewer than three.
+
+    The column "fastest" names the fastest and those that are the SAME by the lab's rule for samples in turns.
+    """
+    names = sorted({implementation_of(row) for row in run.gpu_rows})
+    if len(names) < FEWEST_SIDE_BY_SIDE:
+        return make_table({}, [], name=name)
+    records = [(rows, [implementation_of(row) for row in _as_fast(rows)]) for rows in rivals(run)]
+    columns: Columns = {
+        "scenario": lambda record: words(record[0][0].scenario),
+        "floor, µs": lambda record: GPU_COLUMNS["floor, µs"](record[0][0]),
+        "fastest": lambda record: words(", ".join(record[1])),
+        **{f"{each}, µs": partial(_median_among, each) for each in names},
+        **{heading: partial(_setting_among, cell) for heading, cell in SETTINGS.items()},
+    }
+    caption = "Implementations side by side, medians; in each scenario their samples were taken in turns"
+    return make_table(columns, records, name=name, caption=caption, say_once=SETTINGS)
+
+
+def _as_fast(rows: Sequence[Row]) -> list[Row]:
+    """Return the first of `rivals`, and those that are the same."""
+    first, *others = rows
+    return [
+        first,
+        *(row for row in others if compare_samples(first.samples_us, row.samples_us, IN_TURNS).speed is Speed.SAME),
+    ]
+
+
+def _median_among(name: str, record: tuple[Sequence[Row], Sequence[str]]) -> Cell:
+    """Return the cell of an implementation's median, in a style of its own where it is the fastest."""
+    rows, fastest = record
+    median_us = next((row.median_us for row in rows if implementation_of(row) == name), None)
+    return replace(number(median_us, 1), style="faster" if name in fastest else "")
+
+
+def _setting_among(cell: Callable[[Row], Cell], record: tuple[Sequence[Row], Sequence[str]]) -> Cell:
+    return cell(record[0][0])
+
+
+def not_timed_table(run: RecordedRun, name: str = "") -> Table:
+    """Make a table of what declined a scenario, was wrong or is not on the machine, and why; a row for each reason."""
+    scenarios: dict[tuple[str, str], list[str]] = {}
+    for each in run.not_timed:
+        short = each.implementation.removeprefix(MODULE_PREFIX)
+        scenarios.setdefault((short, each.reason), []).append(each.scenario or "all")
+    columns: Columns = {
+        "implementation": lambda item: words(item[0][0]),
+        "not timed, because": lambda item: words(item[0][1]),
+        "scenarios": lambda item: words(", ".join(item[1])),
+    }
+    return make_table(columns, sorted(scenarios.items()), name=name, caption="Not timed, and why", say_once=())
 
 
 def plain_table(rows: Sequence[Row], name: str = "", caption: str = "") -> Table:

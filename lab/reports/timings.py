@@ -21,7 +21,9 @@ from lab.reports.timing_tables import (
     make_table,
     methods,
     narrow_columns,
+    not_timed_table,
     plain_table,
+    side_by_side_table,
     time_over_floor,
 )
 
@@ -58,6 +60,9 @@ def report_markdown(run: RecordedRun, pictures: Sequence[str] = ()) -> str:
     if rows:
         blocks += ["## GPU time", *_methods(rows), *_throttled(rows)]
         blocks += [f"![{Path(picture).stem.replace('-', ' ')}]({picture})" for picture in pictures]
+    side_by_side = side_by_side_table(run)
+    if side_by_side.rows:
+        blocks += ["## Side by side", f"{side_by_side.caption}.", markdown_of(side_by_side)]
     columns = narrow_columns([name for name in SETTINGS if len(_said(name, rows)) > 1])
     for mode in dict.fromkeys(_mode(row) for row in rows):
         mine = [row for row in rows if _mode(row) == mode]
@@ -71,6 +76,8 @@ def report_markdown(run: RecordedRun, pictures: Sequence[str] = ()) -> str:
     }
     for headings, times in others.items():
         blocks += [*headings, markdown_of(plain_table(times))] if times else []
+    if run.not_timed:
+        blocks += ["## Not timed", markdown_of(not_timed_table(run))]
     return "\n\n".join(blocks) + "\n"
 
 

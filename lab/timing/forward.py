@@ -1,15 +1,16 @@
 """A forward pass as timed work: what it must move and compute, and the judge of every output that was timed."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from lab.checks.forward_pass import EnginePass, build_forward
+from lab.checks.forward_pass import EnginePass, ForwardPass, build_forward
+from lab.kernels import PlannedOnce
 from lab.kernels.support import kernel_names
 from lab.references.truth import Truth
-from lab.timing.gpu_time import GpuTime, measure, rounded_us
+from lab.timing.gpu_time import GpuTime, Staged, measure_staged, rounded_us, stage
 from lab.timing.host_time import CALLS_PER_BATCH, host_time
 from lab.timing.method import Method
 from lab.timing.roofline import Ceilings, roofline
@@ -18,14 +19,20 @@ from lab.workloads.forward_case import ForwardCase
 from lab.workloads.mla_case import MLACase
 
 HOST_BATCHES = 20
+PLAN_BATCHES = 10
 HOST_GPU_BUDGET_US = 500_000
 
 
-def forward_work(forward: EnginePass, implementation: Any) -> GpuWork:
-    """Return the pass on an implementation, into an output of NaN, and judged by the truth of its histories."""
+def forward_work(forward: EnginePass, implementation: Any, truth: Truth | None = None) -> GpuWork:
+    """Return the pass on an implementation, into an output of NaN, and judged by the truth of its histories.
+
+    Args:
+        truth: `forward.truth()`, where it was made before.
+    """
     case, arguments = forward.case, forward.arguments(forward.new_out())
     prepare = partial(forward.prepare, implementation)
-    return GpuWork(prepare, arguments, case.bytes_moved, case.operations, _output_check(forward.truth()))
+    check = _output_check(forward.truth() if truth is None else truth)
+    return GpuWork(prepare, arguments, case.bytes_moved, case.operations, check)
 
 
 def _output_check(truth: Truth) -> Check:
@@ -45,30 +52,73 @@ class DeclinedError(Exception):
     """An implementation declines a pass; the message is its reason."""
 
 
-def time_forward(case: ForwardCase, implementation: Any, method: Method) -> tuple[GpuTime, dict[str, Any]]:
-    """Build, check, time and check again one pass; return its GPU time and the facts of a recorded row but the ceilings'.
+TimedPass = tuple[GpuTime, dict[str, Any]]
+
+
+def time_forward(case: ForwardCase, implementation: Any, method: Method) -> TimedPass:
+    """Build, check, time and check again one pass; see `time_in_turns`, whose errors it raises."""
+    (found,) = time_in_turns(case, [implementation], method)
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def time_in_turns(case: ForwardCase, implementations: Sequence[Any], method: Method) -> list[TimedPass | Exception]:
+    """Build one pass, and check, time and check it again on each implementation: samples and host times are taken in turns.
+
+    What an implementation plans on the host (`lab.kernels.PlannedOnce`) is done before, and its host time is `plan_us`. All
+    read the same tensors, and each writes an output of its own.
+
+    Returns:
+        For each implementation its GPU time and the facts of a recorded row but the ceilings'; or why it has none:
+        DeclinedError, AssertionError where its output is wrong, or whatever else its own code raised.
 
     Raises:
-        DeclinedError: the implementation's first call raised NotImplementedError.
-        AssertionError: its output is wrong, before or after it was timed.
+        AssertionError: an output that was right before it was timed is wrong afterwards.
     """
     forward = build_forward(case, torch.device("cuda"))
-    work = forward_work(forward, implementation)
-    try:
-        call = work.call()
-        call()
-    except NotImplementedError as error:
-        raise DeclinedError(str(error)) from error
-    time = measure(work, method)
-    host = host_time({"": call}, batches=HOST_BATCHES, calls_per_batch=_host_calls(time.median_us))[""]
-    facts = case_facts(case) | {
+    truth = forward.truth()
+    found: dict[int, TimedPass | Exception] = {}
+    works: dict[str, GpuWork] = {}
+    staged: dict[str, Staged] = {}
+    for place, implementation in enumerate(implementations):
+        work = forward_work(forward, PlannedOnce(implementation), truth)
+        try:
+            staged[str(place)] = stage(work, method)
+            works[str(place)] = work
+        except NotImplementedError as error:
+            found[place] = DeclinedError(str(error))
+        except Exception as error:  # other people's code may raise anything, and the others are timed all the same
+            found[place] = error
+    times = measure_staged(staged, method) if staged else {}
+    calls = {name: each.calls[0] for name, each in staged.items()}
+    slowest_us = max((time.median_us for time in times.values()), default=1.0)
+    hosts = host_time(calls, batches=HOST_BATCHES, calls_per_batch=_host_calls(slowest_us))
+    for name, time in times.items():
+        implementation = implementations[int(name)]
+        facts = _facts(forward, implementation) | hosts[name].facts() | {"host_method": hosts[name].method}
+        found[int(name)] = time, facts | _plan_facts(forward, implementation, works[name])
+    return [found[place] for place in range(len(implementations))]
+
+
+def _facts(forward: ForwardPass, implementation: Any) -> dict[str, Any]:
+    return case_facts(forward.case) | {
         "implementation": implementation.__name__,
-        "kernel": kernel_names(implementation, [planned.call.value for planned in forward.plan], forward.query.device),
+        "kernel": kernel_names(implementation, _functions(forward), forward.query.device),
         "pool_bytes": forward.cache.storage.nbytes,
-        **host.facts(),
-        "host_method": host.method,
     }
-    return time, facts
+
+
+def _functions(forward: ForwardPass) -> list[str]:
+    return [planned.call.value for planned in forward.plan]
+
+
+def _plan_facts(forward: ForwardPass, implementation: Any, work: GpuWork) -> dict[str, Any]:
+    """Return the host time of planning a pass, its copies from the GPU included; {} for what plans nothing."""
+    if not any(hasattr(implementation, f"plan_{function}") for function in _functions(forward)):
+        return {}
+    plan = host_time({"": work.call}, batches=PLAN_BATCHES, calls_per_batch=1)[""]
+    return {"plan_us": round(plan.median_us, 1)}
 
 
 def _host_calls(median_us: float) -> int:

@@ -127,9 +127,14 @@ def measure_interleaved(works: Mapping[str, GpuWork], method: Method, samples: i
         ValueError: the method cannot time this work; says what can.
         RuntimeError: from torch, if a call cannot be captured; from `lab.timing.cupti`.
     """
+    return measure_staged({name: stage(work, method) for name, work in works.items()}, method, samples)
+
+
+def measure_staged(works: Mapping[str, "Staged"], method: Method, samples: int = SAMPLES) -> dict[str, GpuTime]:
+    """Measure works that were staged with the method, so that one that cannot be is left out; see `measure_interleaved`."""
     if samples < 1:
         raise ValueError(f"samples={samples} must be at least 1")
-    staged = {name: _stage(work, method) for name, work in works.items()}
+    staged = dict(works)
     if method.l2 is L2.WARM and len(works) > 1:  # the sample before was another work's, and left its buffers in L2
         staged = {name: replace(each, before=each.run) for name, each in staged.items()}
     order = _shuffled_rounds(list(works), samples)
@@ -154,7 +159,7 @@ def measure_interleaved(works: Mapping[str, GpuWork], method: Method, samples: i
 
 
 @dataclass(frozen=True, eq=False)
-class _Staged:
+class Staged:
     """Work ready to be sampled: `run` is one sample of `number` calls, `before` goes before it and is not timed.
 
     The calls are kept because a graph does not keep what they own, such as a table that is derived in each call.
@@ -181,7 +186,8 @@ def _shuffled_rounds(names: Sequence[str], rounds: int) -> list[str]:
     return [name for _ in range(rounds) for name in generator.sample(names, len(names))]
 
 
-def _stage(work: GpuWork, method: Method) -> _Staged:
+def stage(work: GpuWork, method: Method) -> Staged:
+    """Prepare, run, check and capture a work; raises what these raise, and as `measure_interleaved`."""
     side = _side_stream(torch.cuda.current_device())
     buffers = _copies(work, method)
     side.wait_stream(torch.cuda.current_stream())
@@ -198,11 +204,11 @@ def _stage(work: GpuWork, method: Method) -> _Staged:
     flush = _Flush(REUSE_DISTANCE * _l2_bytes()) if method.l2 is L2.COLD_FLUSH else None
     if method.clock is Clock.EVENTS:
         turns = itertools.cycle(calls)
-        return _Staged(buffers, calls, lambda: next(turns)(), flush, 1, launches)
+        return Staged(buffers, calls, lambda: next(turns)(), flush, 1, launches)
     if method.l2 is L2.COLD_FLUSH:
-        return _Staged(buffers, calls, alone.replay, flush, 1, launches)
+        return Staged(buffers, calls, alone.replay, flush, 1, launches)
     graph, number = _long_enough(calls, side)
-    return _Staged(buffers, calls, graph.replay, None, number, launches)
+    return Staged(buffers, calls, graph.replay, None, number, launches)
 
 
 def _copies(work: GpuWork, method: Method) -> list[GpuWork]:
@@ -297,7 +303,7 @@ def _long_enough(calls: Sequence[Call], stream: torch.cuda.Stream) -> tuple[torc
         number = len(calls) * math.ceil(max(wanted, 2 * number) / len(calls))
 
 
-def _warm_up(staged: _Staged) -> None:
+def _warm_up(staged: Staged) -> None:
     """Run some times before the first sample, and for eager calls at least once on every copy."""
     for _ in range(max(WARM_UP_RUNS, len(staged.calls))):
         if staged.before is not None:
@@ -343,7 +349,7 @@ def _recorded(steps: Sequence[cupti.Step], state: DeviceState, device_index: int
     )
 
 
-def _from_samples(samples_us: list[float], staged: _Staged, method: Method, state: DeviceState) -> GpuTime:
+def _from_samples(samples_us: list[float], staged: Staged, method: Method, state: DeviceState) -> GpuTime:
     return GpuTime(
         samples_us=tuple(sample / staged.number for sample in samples_us),
         method=method,
@@ -354,7 +360,7 @@ def _from_samples(samples_us: list[float], staged: _Staged, method: Method, stat
     )
 
 
-def _from_records(records: list[list[cupti.Activity]], staged: _Staged, method: Method, state: DeviceState) -> GpuTime:
+def _from_records(records: list[list[cupti.Activity]], staged: Staged, method: Method, state: DeviceState) -> GpuTime:
     numbers = {len(activities) for activities in records}
     if numbers != {staged.launches * staged.number}:
         raise RuntimeError(

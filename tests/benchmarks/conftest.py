@@ -1,6 +1,6 @@
 """Benchmarks in pytest-benchmark: GPU time by a chosen method on a GPU; without one, kernels are judged, not timed."""
 
-import importlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from lab.calls import AttentionCall
 from lab.checks import CaseVerdict, judge_forward
+from lab.gpus import capability_of
+from lab.kernels.implementations import modules_of
+from lab.loading import load
 from lab.provenance import environment
 from lab.timing import L2, Ceilings, DeviceClock, GpuTime, Method, measure_ceilings, method_named
-from lab.timing.forward import time_facts
+from lab.timing.forward import DeclinedError, TimedPass, time_facts, time_in_turns
 from lab.workloads import DEFAULT_SCENARIOS, ForwardCase, scenario
 from lab.workloads.draft import DEFAULT_DRAFT_SCENARIOS, draft_scenario, is_draft_scenario
 from lab.workloads.traces import TracedRequest, own_trace, read_trace
@@ -20,11 +24,13 @@ from tests.benchmarks.summary import judged_table, timed_tables
 
 HAS_GPU = torch.cuda.is_available()
 IMPLEMENTATIONS = ("lab.kernels.portable", "lab.kernels.trtllm")
+ALL = "all"
 METHOD = pytest.StashKey[Method]()
 CLOCKS = pytest.StashKey[dict[Method, DeviceClock]]()
 CEILINGS = pytest.StashKey[Ceilings]()
 JUDGED = pytest.StashKey[list[CaseVerdict]]()
 TIMED = pytest.StashKey[list[dict[str, Any]]]()
+NOT_TIMED = pytest.StashKey[list[dict[str, Any]]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,6 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(str(error)) from error
     config.stash[CLOCKS] = {each: DeviceClock(str(each)) for each in (method, replace(method, l2=L2.WARM))}
     config.stash[JUDGED], config.stash[TIMED] = [], []
+    config.stash[NOT_TIMED] = _not_here() if _takes_all(config) else []
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -51,7 +58,36 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             raise pytest.UsageError(str(error)) from error
         metafunc.parametrize(("scenario_name", "draft" if is_draft else "case"), cases, ids=names)
     if "implementation" in metafunc.fixturenames:
-        metafunc.parametrize("implementation", metafunc.config.getoption("--lab-implementation") or IMPLEMENTATIONS)
+        metafunc.parametrize("implementation", implementation_names(metafunc.config))
+
+
+def implementation_names(config: pytest.Config) -> list[str]:
+    """The command line's implementations, "all" being those that have a kernel on this machine; or the default ones."""
+    if not _takes_all(config):
+        return list(config.getoption("--lab-implementation") or IMPLEMENTATIONS)
+    return [name for name, reasons in _reasons().items() if None in reasons]
+
+
+def _takes_all(config: pytest.Config) -> bool:
+    return ALL in (config.getoption("--lab-implementation") or ())
+
+
+def _reasons() -> dict[str, list[str | None]]:
+    """Why each implementation of a forward pass' calls has no kernel of a call here, call by call; None where it has one."""
+    capability = capability_of(torch.device("cuda")) if HAS_GPU else None
+    found: dict[str, list[str | None]] = {}
+    for call in (AttentionCall.DECODE, AttentionCall.CONTEXT):
+        for name, reason in modules_of(call, capability).items():
+            found.setdefault(name, []).append(reason)
+    return found
+
+
+def _not_here() -> list[dict[str, Any]]:
+    return [
+        {"scenario": None, "implementation": name, "reason": reasons[0]}
+        for name, reasons in _reasons().items()
+        if None not in reasons
+    ]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -85,6 +121,10 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
     machine_info["lab"] = environment() | {"ceilings": None if ceilings is None else ceilings.facts()}
 
 
+def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, Any]) -> None:
+    output_json["not_timed"] = config.stash[NOT_TIMED]
+
+
 def _trace(config: pytest.Config) -> list[TracedRequest]:
     """The trace that scenarios draw from: the command line's, or the lab's own synthetic one."""
     path = config.getoption("--lab-trace")
@@ -93,7 +133,7 @@ def _trace(config: pytest.Config) -> list[TracedRequest]:
 
 @pytest.fixture
 def implementation_module(implementation: str) -> Any:
-    return importlib.import_module(implementation)
+    return load(implementation)
 
 
 @pytest.fixture
@@ -112,6 +152,47 @@ def ceilings(request: pytest.FixtureRequest) -> Ceilings:
     """What this GPU gives in this run."""
     request.config.stash[CEILINGS] = measure_ceilings(torch.device("cuda"))
     return request.config.stash[CEILINGS]
+
+
+Timer = Callable[[str, ForwardCase, Method, str], TimedPass]
+
+
+@pytest.fixture(scope="session")
+def timed_in_turns(request: pytest.FixtureRequest) -> Timer:
+    """Time a scenario on all implementations of this run, in turns, when the first of them asks; skip one that declines it."""
+    config = request.config
+    names = implementation_names(config)
+    modules = [load(name) for name in names]
+
+    @functools.lru_cache(maxsize=1)
+    def all_of(scenario_name: str, case: ForwardCase, method: Method) -> dict[str, TimedPass | Exception]:
+        try:
+            found = dict(zip(names, time_in_turns(case, modules, method), strict=True))
+        except AssertionError as error:
+            found = dict.fromkeys(names, error)
+        config.stash[NOT_TIMED] += [
+            {"scenario": scenario_name, "implementation": name, "reason": _reason(each)}
+            for name, each in found.items()
+            if isinstance(each, Exception)
+        ]
+        return found
+
+    def timed(scenario_name: str, case: ForwardCase, method: Method, implementation: str) -> TimedPass:
+        found = all_of(scenario_name, case, method)[implementation]
+        if isinstance(found, DeclinedError):
+            pytest.skip(str(found))
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    return timed
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, DeclinedError):
+        return str(error)
+    first_line = str(error).partition("\n")[0]
+    return f"wrong: {first_line}" if isinstance(error, AssertionError) else f"{type(error).__name__}: {first_line}"
 
 
 @pytest.fixture

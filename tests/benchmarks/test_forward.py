@@ -8,8 +8,7 @@ import pytest
 from lab.checks import ForwardCase
 from lab.metadata import ForwardMode
 from lab.timing import Ceilings, Method
-from lab.timing.forward import DeclinedError, time_forward
-from tests.benchmarks.conftest import HAS_GPU
+from tests.benchmarks.conftest import HAS_GPU, Timer
 
 # One small pass per mode, with a window and sinks, at lengths around a page's edge.
 JUDGED = {
@@ -28,21 +27,19 @@ JUDGED = {
 @pytest.mark.usefixtures("benchmark")
 def test_judged(mode: str, sliding_window: bool, implementation_module: Any, judge: Any) -> None:
     case = replace(JUDGED[mode], sliding_window=sliding_window)
-    if HAS_GPU and implementation_module.__name__ == "lab.kernels.trtllm":
-        case = replace(case, geometry="gpt-oss-120b", page_size=64)  # FlashInfer has no kernel for heads of 16
+    if HAS_GPU and implementation_module.__name__ != "lab.kernels.portable":
+        case = replace(case, geometry="gpt-oss-120b", page_size=64)  # few others have a kernel for heads of 16
     judge(implementation_module, case)
 
 
 def test_timed(
     scenario_name: str,
     case: ForwardCase,
-    implementation_module: Any,
+    implementation: str,
+    timed_in_turns: Timer,
     method: Method,
     ceilings: Ceilings,
     gpu_benchmark: Any,
 ) -> None:
-    try:
-        time, facts = time_forward(case, implementation_module, method)
-    except DeclinedError as declined:
-        pytest.skip(str(declined))
+    time, facts = timed_in_turns(scenario_name, case, method, implementation)
     gpu_benchmark(time, ceilings, {"scenario": scenario_name} | facts)

@@ -117,6 +117,7 @@ def write_run(
     entries: Sequence[Mapping[str, Any]],
     facts: Mapping[str, Any] | None = None,
     ceilings: Mapping[str, Any] | None = CEILINGS,
+    not_timed: Sequence[Mapping[str, Any]] = (),
 ) -> Path:
     """Write a recorded run."""
     lab = dict(environment() if facts is None else facts) | {"ceilings": ceilings}
@@ -126,6 +127,7 @@ def write_run(
         "benchmarks": list(entries),
         "datetime": "2026-11-21T03:36:02.518022+00:00",
         "version": "5.3.1",
+        "not_timed": list(not_timed),
     }
     path.write_text(json.dumps(content))
     return path

@@ -115,6 +115,42 @@ def test_throttled_rows_are_marked_and_named(tmp_path: Path) -> None:
     assert "throttled" not in report_markdown(run_of(tmp_path, entries()))
 
 
+def turns() -> list[dict[str, Any]]:
+    """One scenario on four implementations; the first two read the same."""
+    levels = {PORTABLE: 260.0, TRTLLM: 260.3, "lab.kernels.peers.fa4": 300.0, "lab.kernels.peers.slow": 900.0}
+    return [entry(implementation=name, samples=samples_us(level, seed=3)) for name, level in levels.items()]
+
+
+def test_many_implementations_stand_side_by_side_and_the_fastest_are_named(tmp_path: Path) -> None:
+    reason = "it needs a GPU of SM100, this is SM90"
+    not_timed = [
+        {"scenario": None, "implementation": "lab.kernels.peers.other", "reason": reason},
+        {"scenario": "decode/tiny/1q1s1k", "implementation": TRTLLM, "reason": "no such head"},
+        {"scenario": "decode/tiny/2q1s1k", "implementation": TRTLLM, "reason": "no such head"},
+    ]
+    recorded = run_of(tmp_path, [*turns(), entry("extend/llama-3.1-8b/8q4k", PORTABLE)], not_timed=not_timed)
+    text = report_markdown(recorded)
+    part = text.split("## Side by side")[1].split("\n##")[0]
+    heading, _, decode, extend = lines_with(part, "|")
+    assert heading == (
+        "| scenario | floor, µs | fastest | peers.fa4, µs | peers.slow, µs | portable, µs | trtllm, µs |"
+    )
+    cells = [cell.strip() for cell in decode.split("|")[1:-1]]
+    assert cells[:3] == ["decode/llama-3.1-8b/64q1s4k", "253.37", "portable, trtllm"]
+    assert [round(float(cell)) for cell in cells[3:]] == [300, 899, 260, 260]
+    assert extend.split("|")[3:7] == [" portable ", " – ", " – ", f" {recorded.gpu_rows[-1].median_us:.1f} "]
+    assert lines_with(text.split("## Not timed")[1], "|")[2:] == [
+        f"| peers.other | {reason} | all |",
+        "| trtllm | no such head | decode/tiny/1q1s1k, decode/tiny/2q1s1k |",
+    ]
+
+
+def test_two_implementations_have_no_table_of_their_own(tmp_path: Path) -> None:
+    text = report_markdown(run_of(tmp_path, entries()))
+    assert "Side by side" not in text
+    assert "Not timed" not in text
+
+
 def test_host_time_stands_apart(tmp_path: Path) -> None:
     old = benchmark("test_old", samples_us(100.0), {"method": "some method"})
     text = report_markdown(run_of(tmp_path, [*entries(), host_entry(), old]))
@@ -191,6 +227,17 @@ class TestPlots:
         assert solid.get_label() == "measured: 4,243 GB/s, 790 TFLOP/s bfloat16"
         assert max(solid.get_ydata()) == pytest.approx(790)
         assert solid.get_ydata()[0] == pytest.approx(4.243 * solid.get_xdata()[0])
+
+    def test_more_implementations_than_bars_are_marks_on_a_line(self, tmp_path: Path) -> None:
+        run = run_of(tmp_path, [*turns(), entry("extend/llama-3.1-8b/8q4k", PORTABLE, throttled_by=["thermal limit"])])
+        (axes,) = figures(run)["time-over-floor-graph-l2-cold-by-rotation.png"].axes
+        assert not axes.patches
+        marks = [line for line in axes.get_lines() if line.get_marker() not in ("None", "")]
+        assert sorted(mark.get_xdata()[0] for mark in marks) == pytest.approx(
+            sorted(row.median_us / row.facts["floor_us"] for row in run.gpu_rows)
+        )
+        assert len({(mark.get_marker(), mark.get_color()) for mark in marks}) == 4
+        assert [mark.get_markerfacecolor() == "none" for mark in marks] == [False] * 4 + [True]
 
     def test_a_picture_holds_one_method(self, tmp_path: Path) -> None:
         drawn = figures(run_of(tmp_path, [*entries(), entry(l2="warm")]))

@@ -18,6 +18,28 @@ import lab.provenance
 torch.cuda.is_available = lambda: True
 lab.provenance.environment = lambda: {"gpu": "a simulated GPU"}
 pytest_plugins = ["tests.conftest", "tests.benchmarks.conftest"]
+
+import tests.benchmarks.conftest as benchmarks
+from lab.timing import GpuTime, method_named
+from lab.timing.forward import DeclinedError
+
+NAMES = ("lab.kernels.portable", "lab.kernels.trtllm", "lab.references")
+measured = []
+
+def time_in_turns(case, implementations, method):
+    names = [each.__name__ for each in implementations]
+    measured.append((case, names))
+    assert len(measured) == 1
+    facts = {"kernel": "XQA", "bytes_moved": 4_000_000, "operations": 8_000_000, "host_us": 9.0, "plan_us": 50.0}
+    time = GpuTime((2.0, 4.0, 3.0), method, launches=2)
+    return [
+        (time, facts | {"scenario": case, "implementation": names[0]}),
+        DeclinedError("XQA takes no such head"),
+        AssertionError("12 output vectors are wrong\\nand more"),
+    ]
+
+benchmarks.time_in_turns = time_in_turns
+benchmarks.implementation_names = lambda config: NAMES
 """
 BENCHMARKS = """
 import pytest
@@ -50,6 +72,11 @@ def test_is_declined(gpu_benchmark):
 
 def test_is_wrong(gpu_benchmark):
     raise AssertionError("12 output vectors are wrong")
+
+@pytest.mark.parametrize("name", ["lab.kernels.portable", "lab.kernels.trtllm", "lab.references"])
+def test_turns(name, timed_in_turns, gpu_benchmark):
+    measured, facts = timed_in_turns("decode/tiny/2q1s64", "the case", method_named("graph", "cold"), name)
+    gpu_benchmark(measured, CEILING, facts)
 """
 
 
@@ -103,7 +130,19 @@ def test_a_benchmark_that_timed_nothing_fails_the_run(run: Run) -> None:
 
 def test_a_declined_case_skips_with_its_reason_and_a_wrong_one_fails(run: Run) -> None:
     assert "XQA takes no such head" in run.output
-    assert "1 failed, 3 passed, 1 skipped" in run.output
+    assert "2 failed, 4 passed, 2 skipped" in run.output
+
+
+def test_implementations_are_timed_together_once_and_what_is_not_timed_is_recorded_with_its_reason(run: Run) -> None:
+    rows = [row["extra_info"] for row in run.recorded["benchmarks"] if "test_turns" in row["name"]]
+    assert [(row["implementation"], row["median_us"], row["plan_us"]) for row in rows] == [
+        ("lab.kernels.portable", 3.0, 50.0)
+    ]
+    scenario = "decode/tiny/2q1s64"
+    assert run.recorded["not_timed"] == [
+        {"scenario": scenario, "implementation": "lab.kernels.trtllm", "reason": "XQA takes no such head"},
+        {"scenario": scenario, "implementation": "lab.references", "reason": "wrong: 12 output vectors are wrong"},
+    ]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from lab.reports.pictures import style
 WIDTH_INCHES = 10.0  # 1,500 pixels, shown at 1,000
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 BARS_SHARE = 0.8  # of a scenario's height; the rest keeps scenarios apart
+MOST_BARS = 3  # of a scenario; more are hard to read side by side
+LINE_INCHES = 0.3
 
 
 @dataclass(frozen=True)
@@ -86,11 +88,31 @@ def roofline_figure(
 
 
 def floor_figure(bars: Sequence[FloorBar], title: str) -> Figure:
-    """Draw time over floor per scenario, implementations side by side; the axis is logarithmic, bars start at 1, the limit."""
+    """Draw time over floor per scenario; the axis is logarithmic, and 1 is the limit.
+
+    A few implementations are bars side by side, which begin at the limit; more of them are marks on one line.
+    """
     scenarios = list(dict.fromkeys(bar.scenario for bar in bars))
     colours = _assigned([bar.implementation for bar in bars], style.COLOURS)
-    height = 1.5 + len(scenarios) * (0.1 + 0.15 * len(colours))
+    are_bars = len(colours) <= MOST_BARS
+    height = 1.5 + len(scenarios) * (0.1 + 0.15 * len(colours) if are_bars else LINE_INCHES)
     figure, axes = style.one_panel(title, height, grid="x", log="x", width_inches=WIDTH_INCHES)
+    keys = (_draw_bars if are_bars else _draw_marks)(axes, bars, scenarios, colours)
+    axes.axvline(1, color=style.TEXT_COLOUR, linewidth=1)
+    style.name_lines(axes, scenarios)
+    times = [bar.time_over_floor for bar in bars]
+    axes.set_xlim((0.95 if are_bars else 0.85) * min(*times, 1), max(1.3 * max(times), 2))
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    style.name_axes(axes, "median time over floor, which this run's measured rates give")
+    style.legend_below(figure, 4 if are_bars else 3, keys)
+    return figure
+
+
+def _draw_bars(
+    axes: Axes, bars: Sequence[FloorBar], scenarios: Sequence[str], colours: Mapping[str, str]
+) -> list[Artist]:
+    """Draw a bar for each measurement, and return the legend's keys."""
     thickness = BARS_SHARE / len(colours)
     places = {name: (place + 0.5) * thickness - BARS_SHARE / 2 for place, name in enumerate(colours)}
     for bar in bars:
@@ -98,18 +120,31 @@ def floor_figure(bars: Sequence[FloorBar], title: str) -> Figure:
         colour = colours[bar.implementation]
         axes.barh(y, bar.time_over_floor - 1, 0.9 * thickness, left=1, **style.fill(colour, bar.throttled))
         style.write_after(axes, (max(bar.time_over_floor, 1), y), f"{bar.time_over_floor:.2f}", fontsize=7)
-    axes.axvline(1, color=style.TEXT_COLOUR, linewidth=1)
-    style.name_lines(axes, scenarios)
-    times = [bar.time_over_floor for bar in bars]
-    axes.set_xlim(0.95 * min(*times, 1), max(1.3 * max(times), 2))
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5)))
-    axes.xaxis.set_minor_locator(NullLocator())
-    style.name_axes(axes, "median time over floor, which this run's measured rates give")
     keys: list[Artist] = [Patch(label=name, **style.fill(colour, throttled=False)) for name, colour in colours.items()]
     if any(bar.throttled for bar in bars):
         keys.append(Patch(label="throttled", **style.fill(style.TEXT_COLOUR, throttled=True)))
-    style.legend_below(figure, 4, keys)
-    return figure
+    return keys
+
+
+def _draw_marks(
+    axes: Axes, bars: Sequence[FloorBar], scenarios: Sequence[str], colours: Mapping[str, str]
+) -> list[Artist]:
+    """Draw a mark for each measurement, with the fastest's number before it, and return the legend's keys."""
+    markers = _assigned(list(colours), MARKERS)
+    for y, scenario in enumerate(scenarios):
+        mine = [bar for bar in bars if bar.scenario == scenario]
+        fastest = min(bar.time_over_floor for bar in mine)
+        axes.plot([fastest, max(bar.time_over_floor for bar in mine)], [y, y], color="#CCCCCC", linewidth=1, zorder=1)
+        for bar in mine:
+            name, colour = bar.implementation, colours[bar.implementation]
+            axes.plot(
+                bar.time_over_floor, y, markers[name], color=colour, mfc="none" if bar.throttled else colour, alpha=0.85
+            )
+        style.write_after(axes, (fastest, y), f"{fastest:.2f}", gap=-6, ha="right", fontsize=7)
+    keys: list[Artist] = [style.mark_key(name, markers[name], color=colour) for name, colour in colours.items()]
+    if any(bar.throttled for bar in bars):
+        keys.append(style.mark_key("throttled", "o", mfc="none"))
+    return keys
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,84 @@
+"""One pass on several implementations: who declines, who is wrong, and what a plan costs the host, without a GPU."""
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lab import references
+from lab.checks.forward_pass import ForwardPass, build_forward
+from lab.metadata import ForwardMode
+from lab.timing import GpuTime, GpuWork, Method, forward, method_named
+from lab.timing.forward import DeclinedError, time_forward, time_in_turns
+from lab.workloads import ForwardCase
+
+CASE = ForwardCase(ForwardMode.DECODE, "tiny", (3, 40), (1, 1), page_size=16)
+METHOD = method_named("graph", "cold")
+DECODE = "trtllm_batch_decode_with_kv_cache"
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(case: ForwardCase, device: torch.device) -> ForwardPass:
+        return build_forward(case, torch.device("cpu"))
+
+    def stage(work: GpuWork, method: Method) -> Any:
+        call = work.call()
+        call()
+        assert work.check is not None
+        work.check(work.arguments)
+        return SimpleNamespace(calls=[call])
+
+    def measure(staged: Mapping[str, Any], method: Method) -> dict[str, GpuTime]:
+        return {name: GpuTime((2.0,), method, launches=1) for name in staged}
+
+    for name, function in (("build_forward", build), ("stage", stage), ("measure_staged", measure)):
+        monkeypatch.setattr(forward, name, function)
+
+
+def module(name: str, **functions: Any) -> SimpleNamespace:
+    return SimpleNamespace(__name__=name, **functions)
+
+
+def declines(**arguments: Any) -> None:
+    raise NotImplementedError("it takes no such head")
+
+
+def breaks(**arguments: Any) -> None:
+    raise RuntimeError("an illegal memory access")
+
+
+def test_each_has_a_time_or_the_reason_why_it_has_none() -> None:
+    right = getattr(references, DECODE)
+    found = time_in_turns(
+        CASE,
+        [
+            references,
+            module("declining", **{DECODE: declines}),
+            module("wrong", **{DECODE: lambda out, **_: out.fill_(1.0)}),
+            module("broken", **{DECODE: breaks}),
+            module("planning", **{f"plan_{DECODE}": lambda **arguments: lambda: right(**arguments), DECODE: breaks}),
+        ],
+        METHOD,
+    )
+    assert [type(each) for each in found] == [tuple, DeclinedError, AssertionError, RuntimeError, tuple]
+    assert str(found[1]) == "it takes no such head"
+    (_, first), (_, planned) = found[0], found[4]  # type: ignore[misc]
+    assert (first["implementation"], planned["implementation"]) == ("lab.references", "planning")
+    assert first["requests"] == planned["requests"] == 2
+    assert "plan_us" not in first
+    assert planned["plan_us"] > 0
+
+
+def test_one_alone_raises_its_reason() -> None:
+    time, facts = time_forward(CASE, references, METHOD)
+    assert (time.median_us, facts["kernel"]) == (2.0, "references")
+    with pytest.raises(DeclinedError, match="no such head"):
+        time_forward(CASE, module("declining", **{DECODE: declines}), METHOD)
+
+
+def test_nothing_is_timed_where_all_decline() -> None:
+    (found,) = time_in_turns(CASE, [module("declining", **{DECODE: declines})], METHOD)
+    assert isinstance(found, DeclinedError)
