@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.metadata import ForwardBatch, KVPool
+from lab.metadata import ForwardBatch, ForwardMode, KVPool
 
 BACKEND = "sglang.srt.layers.attention.trtllm_mha_backend"
 FORWARD_BATCH = "sglang.srt.model_executor.forward_batch_info"
@@ -73,11 +73,20 @@ def server_batch(load: Callable[[str], ModuleType], batch: ForwardBatch, **field
         fields: instead of the lab's, such as a spec_info with a layout.
     """
     padding = batch.num_tokens - batch.out_cache_loc.shape[0]
+    is_ragged = batch.forward_mode is ForwardMode.RAGGED_VERIFY
+    mode = ForwardMode.TARGET_VERIFY if is_ragged else batch.forward_mode
+    spec_info = None
+    if batch.spec_info is not None:
+        spec_info = SimpleNamespace(draft_token_num=batch.spec_info.num_draft_tokens, ragged_verify_layout=None)
+        if is_ragged:
+            spec_info.ragged_verify_layout = load(RAGGED_VERIFY).RaggedVerifyLayout.from_verify_lens_device(
+                verify_lens=batch.extend_seq_lens, graph_num_tokens=batch.num_tokens
+            )
     given = {
-        "forward_mode": load(FORWARD_BATCH).ForwardMode[batch.forward_mode.name],
+        "forward_mode": load(FORWARD_BATCH).ForwardMode[mode.name],
         "batch_size": batch.batch_size,
         "seq_lens": batch.seq_lens,
-        "seq_lens_cpu": None,
+        "seq_lens_cpu": None if batch.seq_lens_cpu is None else torch.tensor(batch.seq_lens_cpu),
         "seq_lens_sum": None,
         "req_pool_indices": batch.req_pool_indices,
         "out_cache_loc": torch.nn.functional.pad(batch.out_cache_loc, (0, padding)),
@@ -85,8 +94,9 @@ def server_batch(load: Callable[[str], ModuleType], batch: ForwardBatch, **field
         "positions": torch.zeros(batch.num_tokens, dtype=torch.int64),
         "extend_seq_lens": batch.extend_seq_lens,
         "extend_seq_lens_cpu": batch.extend_seq_lens_cpu,
+        "extend_prefix_lens": batch.extend_prefix_lens,
         "extend_prefix_lens_cpu": batch.extend_prefix_lens_cpu,
-        "spec_info": None if batch.spec_info is None else SimpleNamespace(ragged_verify_layout=None),
+        "spec_info": spec_info,
         "kv_loc_plan": None,
     }
     return SimpleNamespace(**given | fields)

@@ -1,0 +1,187 @@
+"""MLA metadata and calls against SGLang's own class, on random batches: no number here is the lab's."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+import lab.references
+from lab.metadata import (
+    ForwardMode,
+    SpecInfo,
+    build_mla_decode_metadata,
+    build_mla_prefill_metadata,
+)
+from lab.metadata.engine.cuda_graph import GraphRunner
+from lab.metadata.engine.graph_inputs import GraphMode
+from lab.metadata.mla.backend import TRTLLMMLABackend
+from lab.metadata.mla.calls import mla_call_arguments, mla_query, prepare_mla_attention
+from tests.devices import IN_INTERPRETER
+from tests.metadata.mha_cases import Case, build, drawn_cases
+from tests.metadata.mla_cases import LAYER, MLA, RANK, ROPE, Engine, Served, own_keys
+from tests.metadata.sglang.mha import server_batch
+from tests.metadata.sglang.mla import REAL, Parallel, assert_same, attend, names, new_backend
+from tests.metadata.sglang.test_mha import Load
+from tests.metadata.sglang.wheel import sglang_modules
+
+PARALLEL = Parallel()
+
+
+@pytest.fixture(scope="module")
+def sglang() -> Iterator[Load]:
+    with sglang_modules(*REAL, names=names(PARALLEL)) as load:
+        yield load
+
+
+def of_mla(case: Case) -> Case:
+    return replace(case, page_size=64 if case.page_size > 32 else 32, max_context_len=600, sliding_window=False)
+
+
+ATTENDING = drawn_cases().map(of_mla).filter(lambda case: case.mode is not ForwardMode.DRAFT_EXTEND and case.total_lens)
+
+
+@IN_INTERPRETER
+@given(case=ATTENDING)
+@settings(deadline=None, derandomize=True, max_examples=80)
+def test_eager_passes(sglang: Load, case: Case) -> None:
+    batch, pool = build(case)
+    draft = None if batch.spec_info is None else batch.spec_info.num_draft_tokens
+    backend = new_backend(sglang, pool, num_draft_tokens=draft)
+    backend.init_forward_metadata(server_batch(sglang, batch))
+    if case.mode.is_prefill:
+        ours, theirs = build_mla_prefill_metadata(batch, pool), backend.forward_prefill_metadata
+        assert (ours.max_seq_len, ours.fallback_to_flashinfer_impl) == (theirs.max_seq_len, False)
+        assert ours.cum_seq_lens.tolist() == theirs.cum_seq_lens.tolist()
+        assert ours.seq_lens.tolist() == theirs.seq_lens.tolist()
+        return
+    own = [own_keys(batch, MLA, i) for i in range(batch.batch_size)]
+    assert_same(build_mla_decode_metadata(batch, pool), backend.forward_decode_metadata, pool.page_size, own)
+
+
+DRAFT, MAX_BATCH_SIZE = 4, 4
+GRAPH_MODES = [
+    GraphMode.decode(),
+    GraphMode.target_verify(DRAFT),
+    GraphMode.ragged_verify(DRAFT),
+    GraphMode(ForwardMode.DRAFT_EXTEND_V2, DRAFT),
+]
+
+
+@IN_INTERPRETER
+@pytest.mark.parametrize("mode", GRAPH_MODES, ids=lambda mode: mode.forward_mode.name)
+def test_replays(sglang: Load, mode: GraphMode) -> None:
+    """Batches that shrink and grow, each padded to the captured size by the lab, and both tables behind it."""
+    engine = Engine(max_context_len=150)
+    buffers = TRTLLMMLABackend().new_buffers([mode], engine.pool, MAX_BATCH_SIZE)[mode]
+    runner = GraphRunner(
+        TRTLLMMLABackend(), mode, engine.pool, (MAX_BATCH_SIZE,), lambda *_: lambda: None, metadata=buffers
+    )
+    captured = runner.captured[MAX_BATCH_SIZE]
+    backend = new_backend(
+        sglang,
+        engine.pool,
+        num_draft_tokens=DRAFT,
+        decode_cuda_graph_kv_indices=torch.full_like(buffers.block_kv_indices, -1),
+    )
+    backend.init_forward_metadata_out_graph(server_batch(sglang, captured.view), in_capture=True)
+    for totals in ([150, 64, 35, 120], [33, 5], [96, 97, 4], [32]):
+        rows = [1 + i % DRAFT for i in range(len(totals))]
+        news = rows if mode.forward_mode is ForwardMode.RAGGED_VERIFY else [mode.num_tokens_per_req] * len(totals)
+        served, admitted = engine.serve(mode, totals, news)
+        runner.replay(served.batch)
+        backend.init_forward_metadata_out_graph(server_batch(sglang, captured.view))
+        own = [own_keys(captured.view, MLA, i) for i in range(MAX_BATCH_SIZE)]
+        assert_same(captured.metadata, backend.decode_cuda_graph_metadata[MAX_BATCH_SIZE], engine.pool.page_size, own)
+        engine.release(admitted)
+
+
+def reference(cache: Any) -> Any:
+    """Return the lab's reference in the place of FlashInfer's call."""
+
+    def run(*, query: Tensor, layer: Any, kv_cache: Tensor, **arguments: Any) -> Tensor:
+        out: Tensor = lab.references.trtllm_batch_decode_with_kv_cache_mla(
+            query=query,
+            kv_cache=cache.with_head_axis(),
+            workspace_buffer=None,
+            qk_nope_head_dim=LAYER.qk_nope_head_dim,
+            kv_lora_rank=RANK,
+            qk_rope_head_dim=ROPE,
+            bmm1_scale=layer.scaling,
+            **arguments,
+        )
+        return out
+
+    return run
+
+
+@IN_INTERPRETER
+@pytest.mark.parametrize("rows", [(1, 4, 2, 3), (4, 4, 4, 4), (1, 1, 1, 1), (2, 3, 1, 2)])
+@pytest.mark.parametrize("padding", [0, 5])
+def test_a_ragged_verification(sglang: Load, rows: tuple[int, ...], padding: int) -> None:
+    """Lengths, bound, padded query and output of SGLang's own ``forward_extend``, rows of padding and all."""
+    engine = Engine(max_context_len=150)
+    served, _ = engine.serve(GraphMode.ragged_verify(DRAFT), [40, 64, 35, 120], list(rows), num_padding_rows=padding)
+    hold_calls(sglang, engine, served)
+
+
+@IN_INTERPRETER
+def test_a_ragged_verification_padded_to_a_captured_size(sglang: Load) -> None:
+    """Two requests in a graph of four with twelve rows: padding takes the rest of them, at most four each."""
+    engine = Engine(max_context_len=150)
+    served, _ = engine.serve(GraphMode.ragged_verify(DRAFT), [40, 64], [3, 2], num_padding_rows=15)
+    layout = sglang("sglang.srt.speculative.ragged_verify").RaggedVerifyLayout.from_verify_lens_device(
+        verify_lens=served.batch.extend_seq_lens, graph_num_tokens=served.batch.num_tokens
+    )
+    padded = layout.padded_to_bucket(padded_bs=4, cap=DRAFT)
+    lens = padded.verify_lens.tolist()
+    assert lens == [3, 2, DRAFT, DRAFT], "fifteen rows are left for two requests of at most four"
+    batch = replace(
+        served.batch,
+        req_pool_indices=torch.nn.functional.pad(served.batch.req_pool_indices, (0, 2)),
+        seq_lens=torch.nn.functional.pad(served.batch.seq_lens, (0, 2), value=1),
+        out_cache_loc=torch.nn.functional.pad(served.batch.out_cache_loc, (0, sum(lens[2:]))),
+        extend_seq_lens=padded.verify_lens,
+        extend_seq_lens_cpu=lens,
+    )
+    engine.cache.storage[0] = 0.0  # the sink, which padding reads
+    spec_info = SimpleNamespace(draft_token_num=DRAFT, ragged_verify_layout=layout)
+    hold_calls(sglang, engine, replace(served, batch=batch), spec_info=spec_info)
+
+
+def hold_calls(sglang: Load, engine: Engine, served: Served, **fields: Any) -> None:
+    """Hold an eager pass of the lab's to SGLang's: the call's arguments, and what becomes of its output."""
+    batch, cache = served.batch, engine.cache
+    backend = new_backend(sglang, engine.pool, num_draft_tokens=DRAFT, kernel=reference(cache))
+    server = server_batch(sglang, batch, **fields)
+    backend.init_forward_metadata(server)
+    theirs = attend(backend, server, served.query, cache.storage.flatten(0, 1))
+    metadata = build_mla_decode_metadata(batch, engine.pool)
+    ours = torch.full_like(theirs, 9.0)
+    prepare_mla_attention(lab.references, batch, metadata, LAYER, served.query, cache, out=ours)()
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    own = mla_call_arguments(batch, metadata, LAYER, mla_query(metadata, served.query), cache)
+    (call,) = backend.calls
+    assert torch.equal(own["query"], call["query"])
+    assert own["max_seq_len"] == call["max_seq_len"]
+    assert own["seq_lens"].tolist() == call["seq_lens"].tolist()
+
+
+@IN_INTERPRETER
+@pytest.mark.parametrize("rows", [2, 4, 6])
+def test_a_verification_of_other_rows_than_the_drafts(sglang: Load, rows: int) -> None:
+    """SGLang's lengths add the draft's tokens whatever the rows are; the lab's add the rows (docs/forward_modes.md)."""
+    batch, pool = build(
+        Case(ForwardMode.TARGET_VERIFY, (64, 70), new=rows, page_size=32, max_context_len=150, sliding_window=False)
+    )
+    spec_info = SpecInfo(num_draft_tokens=DRAFT)
+    backend = new_backend(sglang, pool, num_draft_tokens=DRAFT)
+    backend.init_forward_metadata(server_batch(sglang, replace(batch, spec_info=spec_info)))
+    theirs = backend.forward_decode_metadata.seq_lens_k.tolist()
+    assert theirs == (batch.seq_lens + DRAFT).tolist()
+    ours = build_mla_decode_metadata(replace(batch, spec_info=spec_info), pool).seq_lens_k.tolist()
+    assert ours == (batch.seq_lens + rows).tolist()
