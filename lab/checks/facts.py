@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lab.calls.problem import E4M3
 from lab.calls.workspace import counts_in_workspace, semaphores_and_scratch
+from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, UncountedTokens
 from lab.workloads.attention_case import NVFP4, AttentionCase
 from lab.workloads.interfaces import Interface
@@ -63,7 +64,8 @@ def facts_of_case(case: Any) -> CallFacts:
     if isinstance(getattr(case, "interface", None), Interface):
         found["function"] = case.interface.name.lower()
     model = getattr(case, "model", None)
-    if "draft_step" not in found and found.get("tokens that seq_lens leaves out") == "draft_step":
+    counts_all = found.get("draft_step", FROZEN_KV_STEP) == FROZEN_KV_STEP
+    if counts_all and found.get("tokens that seq_lens leaves out") == "draft_step":
         found |= {"tokens that seq_lens leaves out": "none", "seq_lens leaves out tokens": False}
     for name in ("head_dim", "group", "num_kv_heads", "num_qo_heads"):
         if isinstance(value := getattr(case, name, getattr(model, name, None)), int):

@@ -164,20 +164,21 @@ def admit_and_write(
     """
     fill(cache.storage)
     has_window = case.window_left >= 0
-    requests = admit(pool, case.prefix_lens, case.q_lens, case.draft_step, case.num_draft_tokens)
+    requests = admit(pool, case.prefix_lens, case.q_lens, case.draft_step, case.num_draft_tokens, case.topk)
     first_kept = requests.evict(case.window_left) if has_window else None
     before = [
-        tuple(side[:first_row] for side in history)
-        for history, first_row in zip(histories, requests.first_rows, strict=True)
+        tuple(side[:first] for side in history)
+        for history, first in zip(histories, requests.first_written, strict=True)
     ]
     requests.write(cache, before, first_kept, sliding_window=has_window)
     batch = requests.batch(case.mode)
     metadata = build_metadata(batch, pool)
     new = [
-        torch.cat([side[first_row:] for side, first_row in zip(sides, requests.first_rows, strict=True)])
+        torch.cat([side[first:] for side, first in zip(sides, requests.first_written, strict=True)])
         for sides in zip(*histories, strict=True)
     ]
-    cache.write(metadata.swa_out_cache_loc if has_window else batch.out_cache_loc, *new)
+    if not batch.writes_no_kv:
+        cache.write(metadata.swa_out_cache_loc if has_window else batch.out_cache_loc, *new)
     return batch, metadata
 
 

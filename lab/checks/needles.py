@@ -67,7 +67,8 @@ def draw_histories(
         head_dims: of each side of a token: of K and of V, or of a latent entry alone. The query has the first.
 
     Returns:
-        The query, [num_rows, num_qo_heads, head_dim], and per request its sides, [kv_len, num_kv_heads, head_dim] each.
+        The query, [num_rows, num_qo_heads, head_dim], and per request its sides, [kv_len, num_kv_heads, head_dim] each;
+        branches of a request have the same.
     """
 
     def randn(*shape: int) -> Tensor:
@@ -77,6 +78,9 @@ def draw_histories(
     directions = torch.nn.functional.normalize(randn(num_kv_heads, head_dims[0]), dim=-1)
     drawn: list[History] = []
     for request, kv_len in enumerate(lens.kv_lens):
+        if request % lens.topk:
+            drawn.append(drawn[-1])
+            continue
         drawn.append(tuple(randn(kv_len, num_kv_heads, head_dim) for head_dim in head_dims))
         if needles is not None:
             plant(drawn[-1][0], needles[request], directions, softmax_scale)

@@ -100,7 +100,8 @@ class Scene:
         rows, widths = self.rows[first_request : first_request + count], self.widths(count)
         new = widths if mode.draft_step is None else [self._uncounted()] * count
         slots = [
-            self.pool.slots(row, total - width, total) for row, total, width in zip(rows, totals, widths, strict=True)
+            self.pool.slots(row, total - min(width, mode.slots_per_req), total)
+            for row, total, width in zip(rows, totals, widths, strict=True)
         ]
         return forward_batch(
             mode.forward_mode,

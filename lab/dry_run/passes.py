@@ -27,6 +27,7 @@ from lab.gpus import family_of
 from lab.kernels import prepare, trtllm
 from lab.kernels.flashinfer_call import SCRATCH_BYTES
 from lab.kernels.support import Kernel, portable, why_not
+from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_cache import KVLayout, PagedKVCache, PagedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
@@ -114,7 +115,9 @@ def surveyed_passes() -> Iterator[tuple[str, ForwardCase | MLACase]]:
 
 def _options(case: ForwardCase) -> Iterator[str]:
     """Yield what tells a case of M1 from the others of its mode, in the words of scenarios where they have one."""
-    if case.draft_step is not None:
+    if case.draft_step == FROZEN_KV_STEP:
+        yield f"frozen_kv/topk{case.topk}"
+    elif case.draft_step is not None:
         yield f"step{case.draft_step}"
     if case.layout is KVLayout.HND:
         yield "hnd"
@@ -224,7 +227,7 @@ class _NotedCalls:
 def unwritten_pass(case: ForwardCase | MLACase) -> EnginePass:
     """Return the pass of a case in memory that nothing has written, with its own metadata, and without histories."""
     pool = new_poisonable_pool(case, CPU)
-    requests = admit(pool, case.prefix_lens, case.q_lens, case.draft_step)
+    requests = admit(pool, case.prefix_lens, case.q_lens, case.draft_step, case.num_draft_tokens, case.topk)
     if case.window_left >= 0:
         requests.evict(case.window_left)
     batch, rows = requests.batch(case.mode), sum(case.q_lens)

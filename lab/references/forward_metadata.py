@@ -113,7 +113,7 @@ def key_length(batch: Any, i: int) -> int:
     """Return the keys that the last query row of request ``i`` may see, itself included.
 
     Drafting and verification are the passes whose ``seq_lens`` stops at the last accepted token. Step s of a draft
-    adds the tokens of steps 0 to s; verification adds all its rows.
+    adds the tokens of steps 0 to s; verification adds all its rows. A frozen-KV draft (step -1) has no tokens to add.
     """
     mode, length = batch.forward_mode.name, int(batch.seq_lens[i])
     if mode in ("DECODE", "IDLE") and batch.spec_info is not None:

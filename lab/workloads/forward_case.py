@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
+from lab.calls.arguments import check_int
 from lab.calls.problem import AttentionCall
+from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.kv_cache import KVLayout
 from lab.workloads.attention_case import Contents
@@ -21,6 +23,8 @@ class ForwardCase(PassCase):
         mode: one of `ATTENDING_MODES`.
         geometry: a name of `lab.workloads.GEOMETRIES`.
         prefix_lens, q_lens, draft_step, dtype, kv_dtype, contents, seed: as in `PassCase`.
+        topk: branches of each request of a frozen-KV draft, which are rows next to each other: lengths stand for rows then,
+            equal ones for each request. 1 in other modes.
         page_size, layout: of the K/V pool; tokens per page, a power of two.
         tensor_parallel: the geometry is one rank's slice.
         sliding_window: a sliding-window layer, reading the sliding-window pool.
@@ -39,6 +43,7 @@ class ForwardCase(PassCase):
     prefix_lens: tuple[int, ...]
     q_lens: tuple[int, ...]
     draft_step: int | None = None
+    topk: int = 1
     page_size: int = 64
     layout: KVLayout = KVLayout.NHD
     tensor_parallel: int = 1
@@ -63,6 +68,7 @@ class ForwardCase(PassCase):
             raise ValueError(f"{self.mode!r} computes no attention; there is nothing to judge")
         if self.draft_extend is not None:
             self._check_draft_extend(self.draft_extend)
+        self._check_topk()
         if self.split_mixed_tail and not self.mode.is_prefill:
             raise ValueError(
                 f"split_mixed_tail={self.split_mixed_tail} would be ignored in {self.mode!r}: only extends without "
@@ -76,6 +82,19 @@ class ForwardCase(PassCase):
             raise ValueError(
                 f"draft_extend={draft_extend!r} would be ignored in {self.mode!r}: only DRAFT_EXTEND and "
                 "DRAFT_EXTEND_V2 have a choice of the call; leave it None"
+            )
+
+    def _check_topk(self) -> None:
+        check_int("topk", self.topk, 1, "it is the number of branches per request")
+        if self.topk > 1 and self.draft_step != FROZEN_KV_STEP:
+            raise ValueError(
+                f"topk={self.topk} would be ignored with draft_step={self.draft_step}: only a frozen-KV draft "
+                f"(draft_step={FROZEN_KV_STEP}) has branches; leave it 1"
+            )
+        per_request = self.prefix_lens[:: self.topk]
+        if self.prefix_lens != tuple(prefix for prefix in per_request for _ in range(self.topk)):
+            raise ValueError(
+                f"prefix_lens={self.prefix_lens} with topk={self.topk}: give every request's length {self.topk} times in a row"
             )
 
     def _check_storage(self) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from lab.calls.problem import AttentionCall
+from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.lengths import DraftAttention
 from lab.workloads.attention_case import Contents
@@ -45,6 +46,8 @@ class MLACase(PassCase):
     def __post_init__(self) -> None:
         if self.mode.mla_call is not AttentionCall.MLA_DECODE:
             raise ValueError(f"{self.mode!r} does not run on the MLA decode kernel")
+        if self.draft_step == FROZEN_KV_STEP:
+            raise ValueError("draft_step=-1: a frozen-KV draft runs on MHA (SGLang 0.5.23); give a step from 0 on")
         self.check_requests()
         self.check_tensors()
 

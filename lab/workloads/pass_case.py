@@ -2,6 +2,7 @@
 
 import torch
 
+from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows, UncountedTokens
 from lab.workloads.attention_case import Contents, short_repr
 from lab.workloads.requests import PassLens
@@ -60,10 +61,10 @@ class PassCase(PassLens):
 
     @property
     def visible_keys(self) -> int:
-        """Return the keys of all requests that some row sees. A key that many rows see counts once."""
+        """Return the keys of all requests that some row sees. A key that many rows see, or many branches, counts once."""
         return sum(
             seen if self.window_left < 0 else min(seen, q_len + self.window_left)
-            for seen, q_len in zip(self.seen_lens, self.q_lens, strict=True)
+            for seen, q_len in zip(self.seen_lens[:: self.topk], self.q_lens[:: self.topk], strict=True)
         )
 
     def check_requests(self) -> None:
@@ -92,9 +93,14 @@ class PassCase(PassLens):
             raise ValueError(f"draft_step={draft_step} belongs to ForwardMode.DECODE, not {self.mode!r}: leave it None")
         if isinstance(draft_step, bool) or not isinstance(draft_step, int):
             raise TypeError(f"draft_step={draft_step!r} must be an int, or None outside drafting")
-        if draft_step < 0:
+        if draft_step < FROZEN_KV_STEP:
             raise ValueError(
-                f"draft_step={draft_step} must be 0 or more: the first draft step is 0, a plain decode None"
+                f"draft_step={draft_step} must be 0 or more, or {FROZEN_KV_STEP} in a frozen-KV draft: the first draft step is "
+                "0, a plain decode None"
+            )
+        if draft_step == FROZEN_KV_STEP and min(self.prefix_lens) < 1:
+            raise ValueError(
+                f"prefix_lens={self.prefix_lens}: a row of a frozen-KV draft is at its request's last token, so each has one"
             )
 
     def check_tensors(self) -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
+from lab.metadata.engine.forward_batch import FROZEN_KV_STEP, ForwardBatch, SpecInfo
 from lab.metadata.engine.forward_mode import ForwardMode, UncountedTokens
 from lab.metadata.engine.kv_pool import KVPool, PagedKVCache, PagedLatentCache
 
@@ -38,14 +38,17 @@ class PassLens:
     Attributes:
         prefix_lens: tokens of each request before the pass.
         q_lens: query rows of each request, its newest tokens.
-        draft_step: number of a draft step, from 0, whose row is the last of that many drafted tokens and its own; or None.
+        draft_step: number of a draft step, from 0, whose row is the last of that many drafted tokens and its own; or
+            `FROZEN_KV_STEP`, whose row is at the last token of the prefix and has no K and V of its own; or None.
         num_draft_tokens: most rows that a request may have in a ragged verification; None: as many as one has.
+        topk: rows next to each other that are branches of one request; lengths stand for rows.
     """
 
     prefix_lens: tuple[int, ...]
     q_lens: tuple[int, ...]
     draft_step: int | None = None
     num_draft_tokens: int | None = None
+    topk: int = 1
 
     @property
     def new_tokens(self) -> tuple[int, ...]:
@@ -61,6 +64,11 @@ class PassLens:
     def first_rows(self) -> tuple[int, ...]:
         """Return the position of each request's first query row."""
         return tuple(kv_len - q_len for kv_len, q_len in zip(self.kv_lens, self.q_lens, strict=True))
+
+    @property
+    def first_written(self) -> tuple[int, ...]:
+        """Return the position of each request's first token whose K and V the pass writes: of its first row, or the end."""
+        return self.kv_lens if self.draft_step == FROZEN_KV_STEP else self.first_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,13 +99,13 @@ class Requests(PassLens):
             )
 
     def slots(self) -> Tensor:
-        """Return the slots of the query rows, [sum(q_lens)] int64.
+        """Return the slots of the query rows, [sum(q_lens)] int64; none in a frozen-KV draft.
 
         Raises:
             ValueError: the pool does not hold the requests, or fewer of their tokens.
         """
         return torch.cat(
-            [self.pool.slots(*each) for each in zip(self.rows, self.first_rows, self.kv_lens, strict=True)]
+            [self.pool.slots(*each) for each in zip(self.rows, self.first_written, self.kv_lens, strict=True)]
         )
 
     def evict(self, window_left: int) -> tuple[int, ...]:
@@ -196,19 +204,22 @@ def admit(
     q_lens: Sequence[int],
     draft_step: int | None = None,
     num_draft_tokens: int | None = None,
+    topk: int = 1,
 ) -> Requests:
     """Admit requests to a pool, with slots for their prefixes and their new tokens.
 
     Args:
         pool: has rows and pages for them.
-        prefix_lens, q_lens, draft_step, num_draft_tokens: as in `PassLens`.
+        prefix_lens, q_lens, draft_step, num_draft_tokens, topk: as in `PassLens`; every branch of a request has its row of the
+            pool.
 
     Raises:
         RuntimeError: too few rows or pages are left.
         ValueError: a request is longer than the pool's ``max_context_len``, or the lengths do not fit each other.
     """
     new_tokens = _new_tokens(q_lens, draft_step)
-    rows = [pool.add_request(prefix + new) for prefix, new in zip(prefix_lens, new_tokens, strict=True)]
+    lens = [prefix + new for prefix, new in zip(prefix_lens, new_tokens, strict=True)]
+    rows = [row for length in lens[::topk] for row in (pool.add_request(length),) * topk]
     return Requests(pool, tuple(rows), tuple(prefix_lens), tuple(q_lens), draft_step, num_draft_tokens)
 
 
@@ -239,7 +250,7 @@ def forward_batch(
         q_lens: query rows of each request.
         slots: of the query rows, [sum(q_lens)] int64.
         prefix_lens_cpu: `prefix_lens` on the host, which prefills need.
-        draft_step: the number of a draft step, in DECODE; else None.
+        draft_step: the number of a draft step, or `FROZEN_KV_STEP`, in DECODE; else None.
         num_draft_tokens: most rows of a request in RAGGED_VERIFY; None: as many as one has.
 
     Raises:

@@ -17,6 +17,7 @@ from lab.checks import Contents, ForwardCase, Level, Outcome, Space, judge_forwa
 from lab.checks.catalogue import forward_modes
 from lab.checks.forward_pass import build_forward
 from lab.metadata import AttentionCall, ForwardMode, KVLayout, build_mha_metadata
+from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.workloads.geometries import GEOMETRIES
 from lab.workloads.pass_case import PASS_CONTENTS
 
@@ -27,6 +28,9 @@ CASES = {
     "decode": ForwardCase(ForwardMode.DECODE, "tiny", (15, 16, 50, 200), (1,) * 4, page_size=P),
     "draft_decode_0": ForwardCase(ForwardMode.DECODE, "tiny", (15, 16, 50), (1,) * 3, draft_step=0, page_size=P),
     "draft_decode_2": ForwardCase(ForwardMode.DECODE, "tiny", (14, 16, 50), (1,) * 3, draft_step=2, page_size=P),
+    "frozen_kv_draft": ForwardCase(
+        ForwardMode.DECODE, "tiny", (1, 1, 16, 16, 50, 50), (1,) * 6, draft_step=FROZEN_KV_STEP, topk=2, page_size=P
+    ),
     "target_verify": ForwardCase(ForwardMode.TARGET_VERIFY, "tiny", (13, 0, 16, 200), (4,) * 4, page_size=P),
     "draft_extend_v1": ForwardCase(ForwardMode.DRAFT_EXTEND, "tiny", (13, 0, 50), (4, 1, 3), page_size=P),
     "draft_extend_v1_on_decode": ForwardCase(

@@ -22,7 +22,7 @@ from tests.devices import IN_INTERPRETER, ON_GPU
 
 
 @IN_INTERPRETER
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [name for name in MODES if name != "frozen_kv_draft"])
 def test_every_mode_passes_with_the_references(mode: str) -> None:
     cases = (MLAGraphCase(MODES[mode], story, place) for story in Story for place in MetadataPlace)
     assert wrong(cases) == {}
@@ -45,7 +45,7 @@ def test_the_portable_kernel_passes() -> None:
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
 @pytest.mark.parametrize("place", list(MetadataPlace), ids=lambda place: place.name.lower())
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [name for name in MODES if name != "frozen_kv_draft"])
 def test_the_portable_kernel_passes_in_real_graphs(mode: str, place: MetadataPlace, device: str) -> None:
     for story in Story:
         verdict = judge_case("lab.kernels.portable", "S2", MLAGraphCase(MODES[mode], story, place), device)

@@ -28,8 +28,16 @@ from tests.devices import DEVICES, IN_INTERPRETER
 
 CPU = torch.device("cpu")
 WIDTH = 4
-NAMES = ("decode", "draft_decode", "target_verify", "ragged_verify", "draft_extend", "draft_extend_v2")
-MODES: dict[str, GraphMode] = dict(zip(NAMES, graph_modes(WIDTH), strict=True))
+NAMES = (
+    "decode",
+    "draft_decode",
+    "target_verify",
+    "ragged_verify",
+    "draft_extend",
+    "draft_extend_v2",
+    "frozen_kv_draft",
+)
+MODES: dict[str, GraphMode] = dict(zip(NAMES, (*graph_modes(WIDTH), GraphMode.frozen_kv_draft()), strict=True))
 
 
 SETTINGS = list(itertools.product(MetadataPlace, (False, True)))
@@ -52,6 +60,7 @@ def test_every_story_of_every_mode_is_told_in_every_setting_and_in_turn_on_a_rea
         case for each in graph_stories.CHECK.interfaces for case in graph_stories.CHECK.cases(each, Space(), Level.FULL)
     ]
     modes = {mode for width in (2, 4, 8) for mode in graph_modes(width)} | {GraphMode.draft_decode(s) for s in (0, 2)}
+    modes.add(GraphMode.frozen_kv_draft())
     settings = {
         name: Counter((each.place, each.sliding_window) for each in cases if each.geometry == name)
         for name in ("tiny", "gpt-oss-120b")

@@ -113,7 +113,8 @@ def assert_lists_right(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool,
 
 def every_draft(num_steps: int = 3) -> list[MultiStepDraft]:
     return [
-        MultiStepDraft(attention, num_steps, plan) for attention, plan in itertools.product(DraftAttention, DraftPlan)
+        MultiStepDraft(attention, num_steps, plan)
+        for attention, plan in itertools.product((MHA, MLA, MLA_WITH_OFFSET), DraftPlan)
     ]
 
 
@@ -207,7 +208,7 @@ def test_drawn_cases(
 def random_case(draw: random.Random) -> tuple[MultiStepDraft, Case]:
     lens = tuple(draw.choice([0, 1, 31, 32, 33, 63, 64, 65, draw.randrange(200)]) for _ in range(draw.randrange(1, 7)))
     plan, schedule = draw.choice(list(DraftPlan)), draw.choice(list(Schedule))
-    draft = MultiStepDraft(draw.choice(list(DraftAttention)), draw.randrange(2, 9), plan, schedule=schedule)
+    draft = MultiStepDraft(draw.choice((MHA, MLA, MLA_WITH_OFFSET)), draw.randrange(2, 9), plan, schedule=schedule)
     dtype = draw.choice([torch.int32, torch.int64])
     return draft, Case(lens, draw.choice([32, 64]), dtype, draw.random() < 0.2, draw.random() < 0.5)
 

@@ -158,7 +158,7 @@ def test_verification_has_equal_rows_per_request(num_tokens: int) -> None:
         ({"num_draft_tokens": 0}, ValueError, "num_draft_tokens=0"),
         ({"num_tokens_per_req": 0}, ValueError, "num_tokens_per_req=0"),
         ({"num_tokens_per_req": -2}, ValueError, "num_tokens_per_req=-2"),
-        ({"speculative_step_id": -1}, ValueError, "speculative_step_id=-1"),
+        ({"speculative_step_id": -2}, ValueError, "speculative_step_id=-2"),
         ({"num_accept_tokens": [1, 2]}, TypeError, "num_accept_tokens must be"),
     ],
 )

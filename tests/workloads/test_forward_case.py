@@ -25,7 +25,18 @@ def test_every_mode_that_runs_attention_makes_a_case(mode: ForwardMode) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"draft_step": -1}, ValueError, "draft_step=-1 must be 0 or more"),
+        ({"draft_step": -2}, ValueError, "draft_step=-2 must be 0 or more"),
+        (
+            {"draft_step": -1, "prefix_lens": (0, 5)},
+            ValueError,
+            "a row of a frozen-KV draft is at its request's last token",
+        ),
+        ({"topk": 2}, ValueError, "topk=2 would be ignored with draft_step=None: only a frozen-KV draft"),
+        (
+            {"draft_step": -1, "topk": 2, "prefix_lens": (3, 3, 5, 6), "q_lens": (1,) * 4},
+            ValueError,
+            "give every request's length 2 times in a row",
+        ),
         ({"draft_step": True}, TypeError, "draft_step=True must be an int"),
         ({"draft_step": 1.0}, TypeError, "draft_step=1.0 must be an int"),
         ({"prefix_lens": (), "q_lens": ()}, ValueError, "empty batch.* at least one request"),

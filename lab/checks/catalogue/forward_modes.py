@@ -18,6 +18,7 @@ from lab.checks.forward_pass import EnginePass, build_forward
 from lab.checks.refusals import Declined
 from lab.checks.space import Space
 from lab.checks.trial import Result, Trial
+from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.kv_cache import KVLayout
 from lab.workloads.attention_case import Contents
@@ -46,6 +47,11 @@ def mode_cases(
     yield ForwardCase(ForwardMode.DECODE, name, prefixes, ones, page_size=page_size)
     for step in (0, 2):
         yield ForwardCase(ForwardMode.DECODE, name, prefixes, ones, draft_step=step, page_size=page_size)
+    # A frozen-KV draft has no token of its own, so a request has one at least, and here two branches.
+    branches = tuple(prefix for prefix in (1, *prefixes[1:]) for _ in range(2))
+    yield ForwardCase(
+        ForwardMode.DECODE, name, branches, (1,) * len(branches), FROZEN_KV_STEP, topk=2, page_size=page_size
+    )
     for q_len in q_lens:
         # Offsets that cross a page: the request before the edge gains a page, the one on it too.
         edge = max(page_size - q_len, 0)

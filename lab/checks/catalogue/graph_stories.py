@@ -24,20 +24,23 @@ REAL = ("gpt-oss-120b",)  # a geometry with sliding-window layers and sinks, as 
 WIDTHS = (2, 4, 8)  # query rows per request of verify and of the draft extends
 
 
-def told_modes(space: Space, level: Level) -> Iterator[tuple[GraphMode, Story, int]]:
+def told_modes(space: Space, level: Level, *more: GraphMode) -> Iterator[tuple[GraphMode, Story, int]]:
     """The modes, the stories to tell of each, and a number by which settings take turns.
 
-    The full level tells every story of every mode, width and draft step; the smoke level each story of two modes in turn.
+    The full level tells every story of every mode, width and draft step; the smoke level each story of two modes in turn. A
+    backend has `more` modes than those that all have.
     """
     widths = tuple(width for width in WIDTHS if width in space.q_lens) or space.q_lens[-1:]
     if level is Level.SMOKE:
-        modes = graph_modes(4 if 4 in widths else widths[-1])
+        modes = (*graph_modes(4 if 4 in widths else widths[-1]), *more)
     else:
         several = (mode for width in widths for mode in graph_modes(width))
-        modes = tuple(dict.fromkeys((*several, GraphMode.draft_decode(0), GraphMode.draft_decode(2))))
+        modes = tuple(dict.fromkeys((*several, GraphMode.draft_decode(0), GraphMode.draft_decode(2), *more)))
     for (m, mode), (s, story) in product(enumerate(modes), enumerate(Story)):
-        if level is Level.FULL or (m + s) % len(modes) in (0, 3):
+        if level is Level.FULL:
             yield mode, story, m + s
+        elif (place := (m + s) % len(modes)) in (0, 3):
+            yield mode, story, s + place
 
 
 def _cases(interface: Interface, space: Space, level: Level) -> Iterator[GraphCase]:
@@ -50,7 +53,7 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[GraphCa
             max(space.page_sizes, key=lambda size: (size == 64, size)) if name in REAL else min(space.page_sizes)
         )
         settings = list(product(MetadataPlace, space.windows_of(geometry(name))))
-        for mode, story, turn in told_modes(space, level):
+        for mode, story, turn in told_modes(space, level, GraphMode.frozen_kv_draft()):
             case = GraphCase(mode, story, geometry=name, page_size=page_size)
             every = is_full and name == space.tiny
             for place, window in settings if every else [settings[turn % len(settings)]]:

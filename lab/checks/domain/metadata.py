@@ -16,7 +16,7 @@ from lab.checks.facts import CallFacts, facts_of_case
 from lab.checks.metadata_truth import wrong_eager_metadata, wrong_eager_mla_metadata
 from lab.checks.space import Space
 from lab.checks.trial import Trial
-from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
+from lab.metadata.engine.forward_batch import FROZEN_KV_STEP, ForwardBatch, SpecInfo
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention
@@ -58,6 +58,7 @@ AXES: Mapping[Interface, dict[str, tuple[Any, ...]]] = MappingProxyType(
         Interface.MHA_METADATA: {
             "mode": ("DECODE", "TARGET_VERIFY", "DRAFT_EXTEND", "DRAFT_EXTEND_V2", "IDLE", *PREFILLS),
             **SHARED,
+            "draft_step": (*SHARED["draft_step"], FROZEN_KV_STEP),
             "rows": (*SHARED["rows"], "long"),
             "prefixes": PREFIXES,
             "page_size": (16, 32, 64, 128, 256),

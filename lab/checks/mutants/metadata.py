@@ -120,6 +120,13 @@ class DraftStepUncounted(Builder):
         return replace(metadata, cache_seqlens_int32=metadata.cache_seqlens_int32 - 1)
 
 
+class FrozenDraftCountsItsRow(Builder, source="SGLang 0.5.23, frozen_kv_mtp_cuda_graph_runner.py"):
+    """Lengths of a frozen-KV draft count a token of its own, which is not in the cache."""
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        return replace(metadata, cache_seqlens_int32=metadata.cache_seqlens_int32 + int(batch.writes_no_kv))
+
+
 class CuSeqlensKWithoutQ(Builder):
     """cu_seqlens_k sums seq_lens, not the lengths that the kernel is given."""
 

@@ -9,6 +9,9 @@ from torch import Tensor
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 
 INDEX_DTYPES = (torch.int32, torch.int64)
+# The step of every pass of a frozen-KV draft. Draft step s counts s + 1 tokens after ``seq_lens``; this one counts none: the
+# draft reads the target model's K/V and writes none of its own (SGLang 0.5.23, `frozen_kv_mtp_worker_v2.py`).
+FROZEN_KV_STEP = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,8 +23,9 @@ class SpecInfo:
         num_tokens_per_req: fixed rows per request of ``DRAFT_EXTEND_V2``, or -1 when not fixed; other modes ignore it.
         num_accept_tokens: ``[>= batch_size]`` int32 or int64, rows per request of the first draft extend when it
             is replayed from a CUDA graph, or None.
-        speculative_step_id: the draft step, from 0. SGLang runs one backend object per step and keeps the number
-            there; the lab has one stateless function for all steps, so the number travels with the batch.
+        speculative_step_id: the draft step, from 0, or `FROZEN_KV_STEP`. SGLang runs one backend object per step and keeps
+            the number there, and hides its SpecInfo from the backend in a frozen-KV draft; the lab has one stateless function
+            for all steps, so the number travels with the batch.
 
     Raises:
         TypeError, ValueError: a field has the wrong type, shape or range.
@@ -46,7 +50,7 @@ class SpecInfo:
         Args:
             mode: of the pass.
             num_rows: query rows of every request, where all have as many; the most of one in a ragged verification.
-            draft_step: of a draft decode step; None for a plain decode.
+            draft_step: of a draft decode step, or `FROZEN_KV_STEP`; None for a plain decode.
             num_accept_tokens: of the first draft extend in a graph.
         """
         if mode.query_rows in (QueryRows.DRAFT_TOKENS, QueryRows.VERIFIED):
@@ -64,9 +68,10 @@ class SpecInfo:
             )
         if self.num_tokens_per_req != -1 and self.num_tokens_per_req < 1:
             raise ValueError(f"num_tokens_per_req={self.num_tokens_per_req} must be at least 1, or -1 when not fixed")
-        if self.speculative_step_id is not None and self.speculative_step_id < 0:
+        if self.speculative_step_id is not None and self.speculative_step_id < FROZEN_KV_STEP:
             raise ValueError(
-                f"speculative_step_id={self.speculative_step_id} must be 0 or more, or None outside drafting"
+                f"speculative_step_id={self.speculative_step_id} must be 0 or more, {FROZEN_KV_STEP} in a frozen-KV draft, or "
+                "None outside drafting"
             )
         if self.num_accept_tokens is not None:
             check_vector("num_accept_tokens", self.num_accept_tokens, INDEX_DTYPES)
@@ -86,7 +91,7 @@ class ForwardBatch:
         seq_lens: ``[batch_size]`` int32 or int64, tokens of each request as the engine counts them in this mode:
             without the draft tokens in a draft step and in verification, with the new tokens everywhere else.
         out_cache_loc: ``[<= num_tokens]`` int64, slots for K and V of the real query rows, in row order: in the extend
-            modes as many as ``extend_seq_lens_cpu`` adds up to.
+            modes as many as ``extend_seq_lens_cpu`` adds up to, in a frozen-KV draft none.
         num_tokens: query rows, padding included.
         extend_seq_lens, extend_prefix_lens: ``[batch_size]`` int32 or int64, new and cached tokens of each request
             in the extend modes, or None. In a ragged verification the first is SGLang's ``verify_lens``.
@@ -110,6 +115,11 @@ class ForwardBatch:
     extend_prefix_lens_cpu: Sequence[int] | None = None
     seq_lens_cpu: Sequence[int] | None = None
     spec_info: SpecInfo | None = None
+
+    @property
+    def writes_no_kv(self) -> bool:
+        """Return True for a pass of a frozen-KV draft, whose rows have no K and V of their own."""
+        return self.spec_info is not None and self.spec_info.speculative_step_id == FROZEN_KV_STEP
 
     @property
     def batch_size(self) -> int:
@@ -183,6 +193,11 @@ class ForwardBatch:
             raise ValueError(
                 f"out_cache_loc names {self.out_cache_loc.shape[0]} slots for num_tokens={self.num_tokens} query rows: "
                 "count the padding into num_tokens, not into out_cache_loc"
+            )
+        if self.writes_no_kv and self.out_cache_loc.shape[0] > 0:
+            raise ValueError(
+                f"out_cache_loc names {self.out_cache_loc.shape[0]} slots, but a frozen-KV draft writes no K and V: pass an "
+                "empty tensor"
             )
         if mode is ForwardMode.DECODE and self.num_tokens != bs:
             raise ValueError(

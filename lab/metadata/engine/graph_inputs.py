@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
+from lab.metadata.engine.forward_batch import FROZEN_KV_STEP, ForwardBatch, SpecInfo
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.named_enum import NamedEnum
 
@@ -26,7 +26,7 @@ class GraphMode:
     Attributes:
         forward_mode: DECODE, TARGET_VERIFY, RAGGED_VERIFY, DRAFT_EXTEND or DRAFT_EXTEND_V2.
         num_tokens_per_req: query rows per request that the graphs have room for.
-        draft_step: of a draft decode step, else None.
+        draft_step: of a draft decode step, or `FROZEN_KV_STEP`; else None.
     """
 
     forward_mode: ForwardMode
@@ -40,6 +40,11 @@ class GraphMode:
     @classmethod
     def draft_decode(cls, step: int) -> "GraphMode":
         return cls(ForwardMode.DECODE, draft_step=step)
+
+    @classmethod
+    def frozen_kv_draft(cls) -> "GraphMode":
+        """Return the mode of every pass of a frozen-KV draft. A captured size counts rows: requests times ``topk``."""
+        return cls(ForwardMode.DECODE, draft_step=FROZEN_KV_STEP)
 
     @classmethod
     def target_verify(cls, num_draft_tokens: int) -> "GraphMode":
@@ -83,6 +88,11 @@ class GraphMode:
         """Return True if the batch has its rows in ``extend_seq_lens``."""
         return self.forward_mode.query_rows.in_extend_seq_lens
 
+    @property
+    def slots_per_req(self) -> int:
+        """Return the tokens of a request whose K and V a graph writes."""
+        return 0 if self.draft_step == FROZEN_KV_STEP else self.num_tokens_per_req
+
     def __post_init__(self) -> None:
         mode = self.forward_mode
         if not mode.in_graph:
@@ -112,7 +122,7 @@ class StaticInputs:
         width = mode.num_tokens_per_req
         self.seq_lens = torch.full((max_batch_size,), padded_seq_len, dtype=torch.int64, device=device)
         self.req_pool_indices = torch.zeros(max_batch_size, dtype=torch.int64, device=device)
-        self.out_cache_loc = torch.zeros(max_batch_size * width, dtype=torch.int64, device=device)
+        self.out_cache_loc = torch.zeros(max_batch_size * mode.slots_per_req, dtype=torch.int64, device=device)
         self.extend_seq_lens = torch.full((max_batch_size,), width, dtype=torch.int32, device=device)
 
     def view(self, batch_size: int) -> ForwardBatch:
@@ -123,7 +133,7 @@ class StaticInputs:
             forward_mode=mode.forward_mode,
             req_pool_indices=self.req_pool_indices[:batch_size],
             seq_lens=self.seq_lens[:batch_size],
-            out_cache_loc=self.out_cache_loc[: batch_size * width],
+            out_cache_loc=self.out_cache_loc[: batch_size * mode.slots_per_req],
             num_tokens=batch_size * width,
             extend_seq_lens=lens if mode.in_extend_seq_lens else None,
             extend_seq_lens_cpu=[width] * batch_size if mode.in_extend_seq_lens else None,
@@ -140,16 +150,16 @@ class StaticInputs:
                 not say how many rows each request has where that varies.
         """
         self._check(batch, batch_size)
-        raw, rows = batch.batch_size, batch.out_cache_loc.shape[0]
-        width = self.mode.num_tokens_per_req
-        if raw < batch_size or rows < batch_size * width:
+        raw, slots = batch.batch_size, batch.out_cache_loc.shape[0]
+        captured_slots = batch_size * self.mode.slots_per_req
+        if raw < batch_size or slots < captured_slots:
             self.seq_lens[:batch_size].fill_(self.padded_seq_len)
             self.req_pool_indices[:batch_size].zero_()
-            self.out_cache_loc[: batch_size * width].zero_()
-            self.extend_seq_lens[:batch_size].fill_(width)
+            self.out_cache_loc[:captured_slots].zero_()
+            self.extend_seq_lens[:batch_size].fill_(self.mode.num_tokens_per_req)
         self.seq_lens[:raw].copy_(batch.seq_lens)
         self.req_pool_indices[:raw].copy_(batch.req_pool_indices)
-        self.out_cache_loc[:rows].copy_(batch.out_cache_loc)
+        self.out_cache_loc[:slots].copy_(batch.out_cache_loc)
         if batch.extend_seq_lens is not None:
             self.extend_seq_lens[:raw].copy_(batch.extend_seq_lens)
 

@@ -18,15 +18,18 @@ class DraftAttention(NamedEnum):
     """The backend of a draft model, and the keys that a draft step's length counts on it."""
 
     MHA = "mha"  # seq_lens + step + 1: the drafted tokens and the step's own
+    MHA_FROZEN_KV = (
+        "mha frozen kv"  # seq_lens, the same in every step: the draft reads the target's K/V and writes none
+    )
     MLA = "mla"  # seq_lens, the same in every step: SGLang 0.5.11 to 0.5.23 add no offset
     MLA_WITH_OFFSET = "mla with offset"  # seq_lens + step + 1, as MHA and FlashInfer's MLA backend count
 
     @property
     def is_mla(self) -> bool:
-        return self is not DraftAttention.MHA
+        return self in (DraftAttention.MLA, DraftAttention.MLA_WITH_OFFSET)
 
     def seq_len_offset(self, step: int) -> int:
-        return 0 if self is DraftAttention.MLA else step + 1
+        return 0 if self in (DraftAttention.MLA, DraftAttention.MHA_FROZEN_KV) else step + 1
 
 
 def check_attends(batch: ForwardBatch, pool: KVPool) -> None:
@@ -136,8 +139,10 @@ def uncounted_tokens(batch: ForwardBatch, attention: DraftAttention = DraftAtten
         attention: decides the keys that a draft step counts; other passes ignore it.
 
     Raises:
-        ValueError: a host fact that the mode needs is missing.
+        ValueError: a host fact that the mode needs is missing, or a frozen-KV draft on MLA.
     """
+    if batch.writes_no_kv and attention.is_mla:
+        raise ValueError("a frozen-KV draft runs on MHA (SGLang 0.5.23): MLA's draft steps are numbered from 0")
     mode, uncounted = batch.forward_mode, batch.forward_mode.uncounted
     if uncounted is UncountedTokens.QUERY_ROWS:
         return num_draft_tokens(batch) if mode.query_rows is QueryRows.VERIFIED else max_query_rows(batch)

@@ -2,7 +2,8 @@
 
 A draft of ``speculative_num_steps`` steps runs the draft model one time less than that after its draft extend, so
 ``speculative_num_steps - 1`` inner backends each want the metadata of one decode pass. SGLang's template for them first
-makes the ragged K/V lists that other backends read, and that these two ignore; change 26241 skips it for MLA.
+makes the ragged K/V lists that other backends read, and that these two ignore; change 26241 skips it for MLA. A frozen-KV
+draft has no draft extend and one backend: all its ``speculative_num_steps`` passes share one pass's metadata.
 """
 
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from lab.named_enum import NamedEnum
 
 Metadata = TRTLLMMHAMetadata | TRTLLMMLADecodeMetadata
 
-STEPS = range(2, 9)  # of ``speculative_num_steps``; with one step there is no draft decode
+MOST_STEPS = 8  # of ``speculative_num_steps``
 
 
 class DraftPlan(NamedEnum):
@@ -59,9 +60,10 @@ class MultiStepDraft:
 
     Attributes:
         attention: of the draft model.
-        speculative_num_steps: 2 to 8; one inner backend fewer than that.
-        plan: the launches that make the metadata; nothing else depends on it.
-        topk: branches per request; the TRT-LLM backends draft chains.
+        speculative_num_steps: 2 to 8, one inner backend fewer than that; in a frozen-KV draft 1 to 8, and as many passes.
+        plan: the launches that make the metadata; nothing else depends on it. A frozen-KV draft has one launch either way, and
+            no common template.
+        topk: branches per request. The TRT-LLM backends draft chains, but in a frozen-KV draft, where branches are rows.
         schedule: of the ragged lists' kernel, in the common template.
 
     Raises:
@@ -75,17 +77,27 @@ class MultiStepDraft:
     schedule: Schedule = Schedule.SERIAL
 
     def __post_init__(self) -> None:
-        if self.speculative_num_steps not in STEPS:
+        least = 1 if self.is_frozen_kv else 2
+        if self.speculative_num_steps not in range(least, MOST_STEPS + 1):
             raise ValueError(
-                f"speculative_num_steps={self.speculative_num_steps} must be {STEPS.start} to {STEPS.stop - 1}: one step "
-                "fewer than that is a draft decode"
+                f"speculative_num_steps={self.speculative_num_steps} must be {least} to {MOST_STEPS}: "
+                + ("each is a pass of the draft" if self.is_frozen_kv else "one step fewer than that is a draft decode")
             )
-        if self.topk != 1:
-            raise ValueError(f"topk={self.topk}: the TRT-LLM backends draft one chain per request, so topk must be 1")
+        if self.topk < 1 or (self.topk > 1 and not self.is_frozen_kv):
+            raise ValueError(
+                f"topk={self.topk}: the TRT-LLM backends draft one chain per request, so topk must be 1; only a frozen-KV "
+                "draft has more"
+            )
+        if self.is_frozen_kv and self.plan is DraftPlan.COMMON_TEMPLATE:
+            raise ValueError("a frozen-KV draft has no common template: use DraftPlan.PER_STEP or ONE_LAUNCH")
+
+    @property
+    def is_frozen_kv(self) -> bool:
+        return self.attention is DraftAttention.MHA_FROZEN_KV
 
     @property
     def num_decode_steps(self) -> int:
-        return self.speculative_num_steps - 1
+        return self.speculative_num_steps - (0 if self.is_frozen_kv else 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +105,8 @@ class DraftBuffers:
     """The buffers of a draft's metadata. Made once, they serve every batch up to their size, with other contents.
 
     Attributes:
-        steps: metadata of ``max_batch_size`` requests, per step; in ONE_LAUNCH all steps have the same table.
+        steps: metadata of ``max_batch_size`` requests, per step; in ONE_LAUNCH all steps have the same table, and in a
+            frozen-KV draft the same metadata, of ``max_batch_size * topk`` rows.
         kv_indptr: ``[speculative_num_steps, max_batch_size + 1]`` int32, common template only.
         kv_indices: ``[speculative_num_steps, max_batch_size * max_context_len]`` int32, common template only.
     """
@@ -122,10 +135,13 @@ def allocate_draft(draft: MultiStepDraft, pool: KVPool, max_batch_size: int) -> 
     check_pool(draft, pool)
     if max_batch_size < 0:
         raise ValueError(f"max_batch_size={max_batch_size} must be 0 or more")
-    new_step = _mla_steps(pool, max_batch_size) if draft.attention.is_mla else _mha_steps(pool, max_batch_size)
+    rows = max_batch_size * draft.topk
+    new_step = _mla_steps(pool, rows) if draft.attention.is_mla else _mha_steps(pool, rows)
     first = new_step(None)
+    if draft.is_frozen_kv:
+        return DraftBuffers((first,) * draft.num_decode_steps, None, None)
     shared = first.block_tables if draft.plan is DraftPlan.ONE_LAUNCH else None
-    is_template, capacity = draft.plan is DraftPlan.COMMON_TEMPLATE, max_batch_size * draft.topk
+    is_template = draft.plan is DraftPlan.COMMON_TEMPLATE
 
     def lists(width: int) -> Tensor | None:
         shape = (draft.speculative_num_steps, width)
@@ -133,8 +149,8 @@ def allocate_draft(draft: MultiStepDraft, pool: KVPool, max_batch_size: int) -> 
 
     return DraftBuffers(
         steps=(first, *(new_step(shared) for _ in range(1, draft.num_decode_steps))),
-        kv_indptr=lists(capacity + 1),
-        kv_indices=lists(capacity * pool.max_context_len),
+        kv_indptr=lists(rows + 1),
+        kv_indices=lists(rows * pool.max_context_len),
     )
 
 
@@ -144,7 +160,8 @@ def prepare_draft(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buff
     Args:
         draft: the backend.
         batch: a decode batch; ``seq_lens`` without the drafted tokens. Its host lengths are not needed: without them a
-            step's ``kv_indices`` is the whole row.
+            step's ``kv_indices`` is the whole row. Of a frozen-KV draft, one from
+            `lab.metadata.speculation.frozen_kv.frozen_kv_batch`.
         pool: where its requests live.
         buffers: from `allocate_draft` with the same draft and pool.
 
@@ -153,9 +170,10 @@ def prepare_draft(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buff
         NotImplementedError: Triton does not run on the batch's device.
     """
     check_pool(draft, pool)
-    _check_batch(batch, pool, buffers)
+    _check_batch(draft, batch, pool, buffers)
     steps = tuple(_step(draft, batch, buffers, step) for step in range(draft.num_decode_steps))
-    passes = [_pass(each.metadata, draft.attention.seq_len_offset(step)) for step, each in enumerate(steps)]
+    distinct = steps[:1] if draft.is_frozen_kv else steps
+    passes = [_pass(each.metadata, draft.attention.seq_len_offset(step), batch) for step, each in enumerate(distinct)]
     groups = [passes] if draft.plan is DraftPlan.ONE_LAUNCH else [[each] for each in passes]
     launches = [prepare_passes(group, batch, pool) for group in groups]
     if draft.plan is DraftPlan.COMMON_TEMPLATE:
@@ -185,16 +203,22 @@ def check_pool(draft: MultiStepDraft, pool: KVPool) -> None:
     """Raise ValueError for a pool that the backend does not have."""
     if draft.attention.is_mla:
         check_mla_page_size(pool.page_size)
-    if pool.full_to_swa is not None:
+    if pool.full_to_swa is not None and not draft.is_frozen_kv:
         raise ValueError(
             "the pool has sliding-window pages, but a draft model has a plain pool of its own (SGLang 0.5.23): make one "
-            "without swa_num_pages"
+            "without swa_num_pages, or a frozen-KV draft, which reads the target's pool"
         )
 
 
-def _check_batch(batch: ForwardBatch, pool: KVPool, buffers: DraftBuffers) -> None:
+def _check_batch(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buffers: DraftBuffers) -> None:
     if batch.forward_mode.query_rows is not QueryRows.ONE:
         raise ValueError(f"{batch.forward_mode!r} is no draft decode: pass a DECODE batch")
+    if batch.writes_no_kv != draft.is_frozen_kv or batch.batch_size % draft.topk:
+        raise ValueError(
+            f"{draft.attention!r} with topk={draft.topk} and a batch of {batch.batch_size} rows, "
+            f"{'of' if batch.writes_no_kv else 'not of'} a frozen-KV draft: exactly such a draft has a batch of "
+            "`frozen_kv_batch`, with topk rows for each request"
+        )
     check_attends(batch, pool)
     if batch.batch_size > (largest := buffers.steps[0].block_tables.shape[0]):
         raise ValueError(f"the batch has {batch.batch_size} requests, the buffers hold {largest}: allocate larger ones")
@@ -231,9 +255,9 @@ def _leading(whole: Metadata, batch_size: int) -> Metadata:
     )
 
 
-def _pass(metadata: Metadata, seq_len_offset: int) -> PassBuffers:
+def _pass(metadata: Metadata, seq_len_offset: int, batch: ForwardBatch) -> PassBuffers:
     if isinstance(metadata, TRTLLMMHAMetadata):
-        return mha_pass(metadata, seq_len_offset, None)
+        return mha_pass(metadata, seq_len_offset, None, batch.out_cache_loc)
     return mla_pass(metadata, seq_len_offset)
 
 

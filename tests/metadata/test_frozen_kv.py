@@ -1,0 +1,115 @@
+"""The passes of a frozen-KV draft: plain lengths, branches as rows, the target's sliding-window pool, and graphs of rows."""
+
+from dataclasses import replace
+
+import pytest
+
+from lab.metadata import ForwardBatch, ForwardMode, KVPool, SpecInfo, build_mha_metadata
+from lab.metadata.engine.cuda_graph import GraphRunner
+from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
+from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
+from lab.metadata.engine.lengths import DraftAttention
+from lab.metadata.mha.backend import TRTLLMMHABackend
+from lab.metadata.mla.metadata import build_mla_decode_metadata
+from lab.metadata.speculation.draft_steps import DraftPlan, MultiStepDraft, build_draft_steps
+from lab.metadata.speculation.frozen_kv import frozen_kv_batch
+from lab.references.forward_metadata import forward_metadata
+from tests.devices import DEVICES
+from tests.metadata.mha_cases import Case, assert_live_cells_right, build
+
+LENS = (15, 16, 17, 64)  # of which one more token would need another page: 16 and 64
+CASE = Case(ForwardMode.DECODE, LENS, host_seq_lens=True)
+FROZEN = DraftAttention.MHA_FROZEN_KV
+
+
+def drafted(topk: int, device: str = "cpu", case: Case = CASE) -> tuple[ForwardBatch, KVPool]:
+    batch, pool = build(case, device)
+    return frozen_kv_batch(batch, topk), pool
+
+
+@pytest.mark.parametrize("topk", [1, 3])
+def test_branches_are_rows_next_to_each_other_with_plain_lengths(topk: int) -> None:
+    target, pool = build(CASE)
+    batch = frozen_kv_batch(target, topk)
+    assert batch.seq_lens.tolist() == [length for length in LENS for _ in range(topk)] == batch.seq_lens_cpu
+    assert batch.req_pool_indices.tolist() == [row for row in target.req_pool_indices.tolist() for _ in range(topk)]
+    assert (batch.num_tokens, batch.batch_size, len(batch.out_cache_loc)) == (4 * topk, 4 * topk, 0)
+    metadata = build_mha_metadata(batch, pool)
+    assert metadata.cache_seqlens_int32.tolist() == batch.seq_lens.tolist()
+    assert_live_cells_right(metadata, forward_metadata(batch, pool))
+    assert metadata.swa_page_table is not None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sliding_window", [False, True])
+@pytest.mark.parametrize("plan", [DraftPlan.PER_STEP, DraftPlan.ONE_LAUNCH])
+@pytest.mark.parametrize("num_steps", [1, 4])
+def test_all_passes_of_a_draft_share_the_metadata_of_one(
+    num_steps: int, plan: DraftPlan, sliding_window: bool, device: str
+) -> None:
+    batch, pool = drafted(2, device, replace(CASE, sliding_window=sliding_window))
+    draft = MultiStepDraft(FROZEN, num_steps, plan, topk=2)
+    steps = build_draft_steps(draft, replace(batch, seq_lens_cpu=None), pool)
+    assert len(steps) == num_steps
+    expected = forward_metadata(batch, pool)
+    for step in steps:
+        assert_live_cells_right(step.metadata, expected)
+        assert step.kv_indices is None
+        assert step.metadata.block_tables.data_ptr() == steps[0].metadata.block_tables.data_ptr()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("place", MetadataPlace)
+def test_graphs_are_captured_for_requests_times_topk_rows(place: MetadataPlace, device: str) -> None:
+    topk = 3
+    batch, pool = drafted(topk, device)
+    backend = TRTLLMMHABackend()
+    runner = GraphRunner(
+        backend, GraphMode.frozen_kv_draft(), pool, [2 * topk, 8 * topk], lambda view, metadata: lambda: metadata, place
+    )
+    runner.replay(batch)
+    captured = runner.captured[8 * topk]
+    assert captured.view.out_cache_loc.shape == (0,)
+    rows, expected = batch.batch_size, forward_metadata(batch, pool)
+    assert captured.metadata.cache_seqlens_int32.tolist() == expected.cache_seqlens + [1] * (8 * topk - rows)
+    for table, live in (
+        (captured.metadata.page_table, expected.page_table),
+        (captured.metadata.swa_page_table, expected.swa_page_table),
+    ):
+        assert table is not None
+        assert live is not None
+        assert [row[: len(pages)] for row, pages in zip(table.tolist(), live, strict=False)] == live
+        assert not table[rows:].any()
+
+
+def test_bad_input_is_refused() -> None:
+    batch, _ = build(CASE)
+    with pytest.raises(ValueError, match="topk must be at least 1, got 0"):
+        frozen_kv_batch(batch, 0)
+    with pytest.raises(ValueError, match="DECODE with a SpecInfo: a frozen-KV draft is made from a plain DECODE"):
+        frozen_kv_batch(frozen_kv_batch(batch))
+    with pytest.raises(ValueError, match="out_cache_loc names 4 slots, but a frozen-KV draft writes no K and V"):
+        replace(batch, spec_info=SpecInfo(speculative_step_id=FROZEN_KV_STEP))
+    with pytest.raises(ValueError, match="speculative_step_id=-2 must be 0 or more, -1 in a frozen-KV draft"):
+        SpecInfo(speculative_step_id=-2)
+    plain = build(replace(CASE, sliding_window=False, page_size=32))[1]
+    with pytest.raises(ValueError, match="a frozen-KV draft runs on MHA"):
+        build_mla_decode_metadata(frozen_kv_batch(batch), plain)
+
+
+def test_bad_drafts_are_refused() -> None:
+    batch, pool = drafted(2)
+    with pytest.raises(
+        ValueError, match=r"topk=2: the TRT-LLM backends draft one chain .* only a frozen-KV draft has more"
+    ):
+        MultiStepDraft(DraftAttention.MHA, 3, topk=2)
+    with pytest.raises(ValueError, match="speculative_num_steps=0 must be 1 to 8: each is a pass of the draft"):
+        MultiStepDraft(FROZEN, 0)
+    with pytest.raises(ValueError, match="a frozen-KV draft has no common template"):
+        MultiStepDraft(FROZEN, 3, DraftPlan.COMMON_TEMPLATE)
+    with pytest.raises(ValueError, match="a batch of 8 rows, of a frozen-KV draft"):
+        build_draft_steps(MultiStepDraft(FROZEN, 3, topk=3), batch, pool)
+    with pytest.raises(ValueError, match="a batch of 4 rows, not of a frozen-KV draft"):
+        build_draft_steps(MultiStepDraft(FROZEN, 3), build(CASE)[0], pool)
+    with pytest.raises(ValueError, match="or a frozen-KV draft, which reads the target's pool"):
+        build_draft_steps(MultiStepDraft(DraftAttention.MHA, 3), build(CASE)[0], pool)
