@@ -28,6 +28,7 @@ from lab.metadata import (
     build_mla_prefill_metadata,
 )
 from lab.metadata.engine.graph_inputs import GraphMode
+from lab.metadata.engine.lengths import pad_requests
 from lab.metadata.mla.calls import (
     MLALayer,
     mla_call_arguments,
@@ -37,7 +38,7 @@ from lab.metadata.mla.calls import (
     prepare_mla_prefill,
     ragged_context_arguments,
 )
-from lab.metadata.mla.metadata import multi_ctas_kv_counter_bytes, query_layout
+from lab.metadata.mla.metadata import multi_ctas_kv_counter_bytes, query_layout, replan_outgrown
 from lab.metadata.mla.rows import dense_block, pad_draft_extend_query, unpad_draft_extend_output
 from tests.metadata.host_reads import ForbidHostReads
 from tests.metadata.mha_cases import DRAFT_EXTENDS, EXTENDS, MODES, Case, boundary_lengths, build, drawn_cases
@@ -631,6 +632,38 @@ def test_attention_over_the_histories(name: str, host_lengths: bool, page_size: 
     torch.testing.assert_close(out[: sum(news)], served.expected, rtol=1e-12, atol=1e-12)
     # Padding rows are nobody's; those of a ragged verification are zero.
     assert (out[sum(news) :] == (0.0 if mode.forward_mode is RAGGED else 9.0)).all()
+
+
+@pytest.mark.parametrize("name", ["decode", "draft step 2 as is", "verify", "draft extend v2"])
+def test_padding_that_outgrew_the_metadata_is_planned_again(name: str) -> None:
+    """Metadata of the requests alone is refused for the padded batch, and kept for a batch of no more requests."""
+    mode, attention, totals, news = PASSES[name]
+    engine = Engine()
+    served, _ = engine.serve(mode, totals, news, attention=attention)
+    early = build_mla_decode_metadata(served.batch, engine.pool, attention)
+    assert replan_outgrown(early, served.batch, pytest.fail) is early
+    batch = pad_requests(served.batch, 6)
+    rows = news[0]
+    assert (batch.num_tokens, batch.batch_size) == (6 * rows, 6)
+    assert (batch.seq_lens[4:].tolist(), batch.req_pool_indices[4:].tolist()) == ([1, 1], [0, 0])
+    query = torch.cat([served.query, engine.draw(2 * rows, HEADS, RANK + ROPE)])
+    out = torch.full((6 * rows, HEADS, RANK), 9.0, dtype=torch.float64)
+    with pytest.raises(ValueError, match="has 6 requests and the metadata 4: padding outgrew it"):
+        prepare_mla_attention(lab.references, batch, early, LAYER, query, engine.cache, out=out)
+    metadata = replan_outgrown(early, batch, lambda padded: build_mla_decode_metadata(padded, engine.pool, attention))
+    engine.cache.storage[0] = 0.0  # the sink, which padding reads
+    prepare_mla_attention(lab.references, batch, metadata, LAYER, query, engine.cache, out=out)()
+    torch.testing.assert_close(out[: sum(news)], served.expected, rtol=1e-12, atol=1e-12)
+    assert (out[sum(news) :] != 9.0).all()
+
+
+def test_only_requests_of_as_many_rows_are_padded() -> None:
+    served, _ = Engine().serve(V1, [40, 33], [1, 3])
+    with pytest.raises(ValueError, match="DRAFT_EXTEND of 2 requests is not padded to 4"):
+        pad_requests(served.batch, 4)
+    verify, _ = Engine().serve(ForwardMode.TARGET_VERIFY, [40, 33], [2, 2])
+    with pytest.raises(ValueError, match="TARGET_VERIFY of 2 requests is not padded to 1"):
+        pad_requests(verify.batch, 1)
 
 
 def test_a_buffer_for_padded_rows_may_be_larger() -> None:

@@ -69,7 +69,10 @@ def test_a_new_buffer_is_false(form: VerifyMaskForm) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("changes", [{"num_draft_tokens": None}, {"num_draft_tokens": 0}, {"skip_prefill": True}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"num_draft_tokens": None}, {"num_draft_tokens": 0}, {"skip_prefill": True}, {"is_draft_runner": True}],
+)
 def test_there_is_none_where_nothing_is_verified(form: VerifyMaskForm, changes: dict[str, Any]) -> None:
     mask = allocate(form, **changes)
     assert mask is None

@@ -6,10 +6,8 @@ import torch
 
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP, ForwardBatch, SpecInfo
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
+from lab.metadata.engine.lengths import PADDED_SEQ_LEN
 from lab.named_enum import NamedEnum
-
-# Length of padded rows (`get_cuda_graph_seq_len_fill_value` of SGLang's TRT-LLM backends).
-PADDED_SEQ_LEN = 1
 
 
 class MetadataPlace(NamedEnum):

@@ -4,6 +4,7 @@ Host facts come from the batch's shapes and host lists, device facts from its te
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows, UncountedTokens
 from lab.metadata.engine.kv_pool import KVPool
 from lab.named_enum import NamedEnum
+
+# Length of padded requests (`get_cuda_graph_seq_len_fill_value` of SGLang's TRT-LLM backends).
+PADDED_SEQ_LEN = 1
 
 
 class DraftAttention(NamedEnum):
@@ -154,6 +158,46 @@ def uncounted_tokens(batch: ForwardBatch, attention: DraftAttention = DraftAtten
             )
         return attention.seq_len_offset(batch.spec_info.speculative_step_id)
     return 0
+
+
+def pad_requests(batch: ForwardBatch, batch_size: int) -> ForwardBatch:
+    """Return the batch with requests of padding after its own: the reserved row, `PADDED_SEQ_LEN`, and slots in the sink.
+
+    So SGLang 0.5.23 pads for data parallelism (`ForwardBatch.prepare_mlp_sync_batch`) after metadata may have been built.
+
+    Args:
+        batch: of a mode whose requests have as many rows each; those of padding have as many.
+        batch_size: requests with padding.
+
+    Raises:
+        ValueError: another mode, or fewer requests than the batch has.
+    """
+    mode, num_padding = batch.forward_mode, batch_size - batch.batch_size
+    if not mode.query_rows.are_uniform or num_padding < 0:
+        raise ValueError(
+            f"{mode!r} of {batch.batch_size} requests is not padded to {batch_size}: only modes with as many rows for every "
+            "request are, and to more requests"
+        )
+    width = max_query_rows(batch)
+
+    def padded(lengths: Tensor, value: int = 0, each: int = 1) -> Tensor:
+        return torch.nn.functional.pad(lengths, (0, num_padding * each), value=value)
+
+    def padded_list(lengths: Sequence[int] | None, value: int = 0) -> Sequence[int] | None:
+        return None if lengths is None else [*lengths, *[value] * num_padding]
+
+    return replace(
+        batch,
+        req_pool_indices=padded(batch.req_pool_indices),
+        seq_lens=padded(batch.seq_lens, PADDED_SEQ_LEN),
+        out_cache_loc=padded(batch.out_cache_loc, each=width),
+        num_tokens=batch.num_tokens + num_padding * width,
+        extend_seq_lens=None if batch.extend_seq_lens is None else padded(batch.extend_seq_lens, width),
+        extend_prefix_lens=None if batch.extend_prefix_lens is None else padded(batch.extend_prefix_lens),
+        extend_seq_lens_cpu=padded_list(batch.extend_seq_lens_cpu, width),
+        extend_prefix_lens_cpu=padded_list(batch.extend_prefix_lens_cpu),
+        seq_lens_cpu=padded_list(batch.seq_lens_cpu, PADDED_SEQ_LEN),
+    )
 
 
 def exclusive_cumsum(lengths: Tensor) -> Tensor:

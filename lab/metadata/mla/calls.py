@@ -127,8 +127,13 @@ def prepare_mla_attention(
         workspace_buffer, multi_ctas_kv_counter_buffer: for kernels that want the caller's.
 
     Raises:
-        ValueError: rows or buffers that do not fit the metadata.
+        ValueError: more requests than the metadata has, or rows or buffers that do not fit it.
     """
+    if batch.batch_size > metadata.batch_size:
+        raise ValueError(
+            f"the batch has {batch.batch_size} requests and the metadata {metadata.batch_size}: padding outgrew it, build it "
+            "anew (lab.metadata.mla.metadata.replan_outgrown)"
+        )
     num_rows = _num_rows(metadata)
     if num_rows == 0:
         return lambda: out

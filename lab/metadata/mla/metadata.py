@@ -3,7 +3,7 @@
 Built without reading the device. Decode-context parallelism, for which SGLang keeps the lengths twice, is not modelled.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -202,6 +202,20 @@ def build_mla_decode_metadata(
         cu_seqlens_q=exclusive_cumsum(rows),
         seq_lens_q=rows,
     )
+
+
+def replan_outgrown(
+    metadata: TRTLLMMLADecodeMetadata,
+    batch: ForwardBatch,
+    build: Callable[[ForwardBatch], TRTLLMMLADecodeMetadata],
+) -> TRTLLMMLADecodeMetadata:
+    """Return an eager pass's metadata, or what ``build`` makes of the batch if that has more requests by now.
+
+    SGLang builds the metadata of a draft extend, and of some verifications, before it pads the batch for data parallelism;
+    `forward_decode` and `forward_extend` of 0.5.23 build it again where padding added requests. Rows that padding adds to the
+    requests there are never lead to it.
+    """
+    return metadata if batch.batch_size <= metadata.batch_size else build(batch)
 
 
 def build_mla_prefill_metadata(

@@ -108,6 +108,7 @@ def preallocate_verify_mask(
     max_context_len: int,
     device: torch.device | str,
     skip_prefill: bool = False,
+    is_draft_runner: bool = False,
 ) -> VerifyMask | None:
     """Allocate a zero-filled buffer for every step to come, so that no step needs ``seq_lens_sum`` to allocate one.
 
@@ -120,15 +121,17 @@ def preallocate_verify_mask(
         num_draft_tokens: d; None or 0 without speculation.
         device: where the buffer lies.
         skip_prefill: the backend belongs to draft steps, which verify nothing.
+        is_draft_runner: the backend is any of a draft model's, its draft extend's too: SGLang 0.5.23 takes the mask of the
+            target's alone (`maybe_create_verify_mask`), and 0.5.14 allocated one for both.
 
     Returns:
-        None if there is nothing to verify: no draft tokens, or ``skip_prefill``.
+        None if there is nothing to verify: no draft tokens, ``skip_prefill`` or ``is_draft_runner``.
 
     Raises:
         ValueError: a size is negative.
     """
     cells = verify_mask_cells(form, max_batch_size, num_draft_tokens or 0, max_context_len=max_context_len)
-    if not num_draft_tokens or skip_prefill:
+    if not num_draft_tokens or skip_prefill or is_draft_runner:
         return None
     buffer = torch.zeros(cells, dtype=torch.bool, device=device)
     return VerifyMask(buffer, form, max_batch_size, num_draft_tokens, max_context_len)

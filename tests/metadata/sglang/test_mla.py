@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,13 +20,16 @@ from lab.metadata import (
 )
 from lab.metadata.engine.cuda_graph import GraphRunner
 from lab.metadata.engine.graph_inputs import GraphMode
+from lab.metadata.engine.lengths import pad_requests
 from lab.metadata.mla.backend import TRTLLMMLABackend
 from lab.metadata.mla.calls import mla_call_arguments, mla_query, prepare_mla_attention
+from lab.metadata.mla.metadata import replan_outgrown
+from lab.metadata.speculation.verify_mask import VerifyMaskForm, preallocate_verify_mask
 from tests.devices import IN_INTERPRETER
 from tests.metadata.mha_cases import Case, build, drawn_cases
-from tests.metadata.mla_cases import LAYER, MLA, RANK, ROPE, Engine, Served, own_keys
+from tests.metadata.mla_cases import HEADS, LAYER, MLA, RANK, ROPE, Engine, Served, own_keys
 from tests.metadata.sglang.mha import server_batch
-from tests.metadata.sglang.mla import REAL, Parallel, assert_same, attend, names, new_backend
+from tests.metadata.sglang.mla import REAL, VERIFY_MASK, Parallel, assert_same, attend, names, new_backend
 from tests.metadata.sglang.test_mha import Load
 from tests.metadata.sglang.wheel import sglang_modules
 
@@ -169,6 +173,45 @@ def hold_calls(sglang: Load, engine: Engine, served: Served, **fields: Any) -> N
     assert torch.equal(own["query"], call["query"])
     assert own["max_seq_len"] == call["max_seq_len"]
     assert own["seq_lens"].tolist() == call["seq_lens"].tolist()
+
+
+@IN_INTERPRETER
+@pytest.mark.parametrize(
+    "mode", [GRAPH_MODES[0], GRAPH_MODES[1], GRAPH_MODES[3]], ids=lambda mode: mode.forward_mode.name
+)
+def test_padding_that_outgrew_the_metadata(sglang: Load, mode: GraphMode) -> None:
+    """SGLang's forward sees that the batch has more requests than its metadata, and plans it again."""
+    engine = Engine(max_context_len=150)
+    rows = mode.num_tokens_per_req
+    served, _ = engine.serve(mode, [40, 64, 35], [rows] * 3)
+    batch = pad_requests(served.batch, 5)
+    engine.cache.storage[0] = 0.0
+    query = torch.cat([served.query, engine.draw(2 * rows, HEADS, RANK + ROPE)])
+    backend = new_backend(sglang, engine.pool, num_draft_tokens=DRAFT, kernel=reference(engine.cache))
+    server = server_batch(sglang, served.batch)
+    backend.init_forward_metadata(server)
+    vars(server).update(vars(server_batch(sglang, batch)))
+    theirs = attend(backend, server, query, engine.cache.storage.flatten(0, 1))
+    early = build_mla_decode_metadata(served.batch, engine.pool)
+    metadata = replan_outgrown(early, batch, partial(build_mla_decode_metadata, pool=engine.pool))
+    own = [own_keys(batch, MLA, i) for i in range(batch.batch_size)]
+    assert_same(metadata, backend.forward_decode_metadata, engine.pool.page_size, own)
+    ours = torch.full_like(theirs, 9.0)
+    prepare_mla_attention(lab.references, batch, metadata, LAYER, query, engine.cache, out=ours)()
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@IN_INTERPRETER
+@pytest.mark.parametrize("is_draft_runner", [False, True])
+@pytest.mark.parametrize("skip_prefill", [False, True])
+@pytest.mark.parametrize("num_draft_tokens", [None, 4])
+def test_the_verify_mask(sglang: Load, num_draft_tokens: int | None, skip_prefill: bool, is_draft_runner: bool) -> None:
+    sizes: dict[str, Any] = {"num_draft_tokens": num_draft_tokens, "max_context_len": 100, "device": "cpu"}
+    sizes |= {"is_draft_runner": is_draft_runner, "skip_prefill": skip_prefill}
+    theirs = sglang(VERIFY_MASK).maybe_create_verify_mask(max_bs=3, is_read=False, **sizes)
+    ours = preallocate_verify_mask(VerifyMaskForm.QLEN_ONLY, max_batch_size=3, **sizes)
+    assert (ours is None) == (theirs is None)
+    assert ours is None or torch.equal(ours.buffer, theirs.buffer)
 
 
 @IN_INTERPRETER
