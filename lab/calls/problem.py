@@ -21,6 +21,7 @@ MASK_BITS_PER_WORD = 16  # XQA's draft mask is uint16 words, two per 32 draft to
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 E4M3 = torch.float8_e4m3fn
+NVFP4 = torch.uint8  # two e2m1 values per byte, with e4m3 scale factors beside them
 
 Scale = float | torch.Tensor
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.calls.problem import E4M3, NVFP4_BLOCK
+from lab.calls.problem import E4M3, NVFP4, NVFP4_BLOCK
 from lab.calls.workspace import SEMAPHORE_BYTES
 from lab.checks.contents import draw_contents
 from lab.checks.stored import E4M3_K_SCALE, E4M3_V_SCALE, POISON, as_stored, fill
 from lab.references.quantization import dequantize_nvfp4, interleave_v_scale_factors, quantize_nvfp4
-from lab.workloads.attention_case import NVFP4, AttentionCase, Dead, TableTail
+from lab.workloads.attention_case import AttentionCase, Dead, TableTail
 from lab.workloads.interfaces import Interface
 
 Quantised = tuple[Tensor, Tensor | None]  # a request's tokens as stored, and an NVFP4 cache's scale factors
@@ -240,9 +240,6 @@ def _new_pools(case: AttentionCase, num_pages: int, device: torch.device) -> lis
 
 
 def _fill(pages: Tensor, dead: Dead) -> None:
-    if pages.dtype == NVFP4:  # e2m1 has no NaN and ends at 6; the scale factors hold the rest
-        pages.fill_(0 if dead is Dead.ZERO else 0x77)
-        return
     fill(pages, {Dead.ZERO: 0.0, Dead.HUGE: POISON[pages.dtype], Dead.NAN: float("nan")}[dead])
 
 

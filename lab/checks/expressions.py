@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from lab.calls.problem import E4M3, HALF_DTYPES
-from lab.workloads.attention_case import NVFP4
+from lab.calls.problem import E4M3, HALF_DTYPES, NVFP4
 
 DTYPES = (*HALF_DTYPES, E4M3, NVFP4, torch.float32, torch.int32, torch.int64)
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.calls.problem import E4M3
+from lab.calls.problem import E4M3, NVFP4
 from lab.calls.workspace import counts_in_workspace, semaphores_and_scratch
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, UncountedTokens
-from lab.workloads.attention_case import NVFP4, AttentionCase
+from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import Interface
 
 Fact = bool | int | str

@@ -7,14 +7,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lab.calls.problem import E4M3
+from lab.calls.problem import E4M3, NVFP4
 from lab.checks.needles import draw_histories, needle_positions
 from lab.checks.stored import E4M3_K_SCALE, E4M3_V_SCALE, as_stored, fill
 from lab.metadata.engine.forward_batch import ForwardBatch
-from lab.metadata.engine.kv_cache import PagedKVCache, PagedLatentCache
+from lab.metadata.engine.kv_cache import NVFP4KVCache, PagedKVCache, PagedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.mha.calls import AttentionLayer, PlannedCall, plan_calls, prepare_attention
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
+from lab.references.quantization import dequantize_nvfp4, quantize_nvfp4, rounded
 from lab.references.truth import Rules, Truth, truth_of_requests
 from lab.workloads.attention_case import Contents
 from lab.workloads.forward_case import ForwardCase
@@ -33,7 +34,7 @@ class EnginePass:
         pool, batch, metadata, layer, cache: the engine's side.
         query: [num_rows, num_qo_heads, head_dim].
         histories: each request's tokens as the cache stores them, [kv_len, ...]: a kernel must understand them so, times the
-            cache's scales, which are the layer's.
+            cache's scales, which are the layer's. Those of an NVFP4 cache are times its scale factors already.
     """
 
     case: Any
@@ -50,7 +51,9 @@ class EnginePass:
 
     def inputs(self) -> dict[str, Tensor]:
         """Return the tensors that a kernel is handed and must leave as they are, by name."""
-        named = {"query": self.query, "cache": self.cache.storage, **vars(self.metadata), **vars(self.layer)}
+        factors = getattr(self.cache, "scale_factors", None)
+        cached = {"cache": self.cache.storage, "scale_factors": factors}
+        named = {"query": self.query, **cached, **vars(self.metadata), **vars(self.layer)}
         return {name: tensor for name, tensor in named.items() if isinstance(tensor, Tensor)}
 
     def arguments(self, out: Tensor) -> dict[str, Any]:
@@ -94,23 +97,25 @@ class ForwardPass(EnginePass):
     prepare = staticmethod(prepare_attention)
 
     def arguments(self, out: Tensor) -> dict[str, Any]:
-        return super().arguments(out) | {"max_context_len": self.case.max_context_len, "plan": self.plan}
+        arguments = super().arguments(out) | {"max_context_len": self.case.max_context_len, "plan": self.plan}
+        return arguments if self.case.query_dtype is None else arguments | {"dtypes": self.case.dtypes}
 
     def new_out(self) -> Tensor:
         return torch.full_like(self.query, float("nan"))
 
     def truth(self) -> Truth:
         case, layer = self.case, self.layer
+        is_quantised, query = case.kv_dtype in (E4M3, NVFP4), rounded(self.query, case.dtypes.query)
         rules = Rules(
-            bmm1_scale=layer.softmax_scale * layer.k_scale,
-            bmm2_scale=layer.v_scale,
-            arithmetic=case.dtype if case.arithmetic is None else case.arithmetic,
-            out_dtype=case.dtype,
+            bmm1_scale=layer.softmax_scale * (layer.k_scale if is_quantised else 1.0),
+            bmm2_scale=layer.v_scale if is_quantised else 1.0,
+            arithmetic=query.dtype if case.arithmetic is None else case.arithmetic,
+            out_dtype=case.dtypes.out,
             window_left=case.window_left,
             sinks=layer.sinks,
         )
         histories = [(keys, values) for keys, values in self.histories]
-        return truth_of_requests(self.query, histories, list(case.q_lens), rules)
+        return truth_of_requests(query, histories, list(case.q_lens), rules)
 
 
 def build_forward(case: ForwardCase, device: torch.device, build_metadata: BuildMetadata | None = None) -> ForwardPass:
@@ -121,20 +126,41 @@ def build_forward(case: ForwardCase, device: torch.device, build_metadata: Build
     query, drawn = draw_histories(
         case, generator, limits_of(case), model.num_qo_heads, model.num_kv_heads, sides, model.softmax_scale
     )
-    scales = (E4M3_K_SCALE, E4M3_V_SCALE)
-    histories = [
-        tuple(as_stored(side, scale, case.kv_dtype) for side, scale in zip(sides, scales, strict=True))
-        for sides in drawn
-    ]
+    stored = [_stored(case, *sides) for sides in drawn]
+    histories = [_read(*sides) for sides in stored]
     layer = new_layer(case, device, generator)
     pool = new_poisonable_pool(case, device)
-    cache = pool.new_cache(
-        model.num_kv_heads, model.head_dim, case.kv_dtype, case.layout, sliding_window=case.sliding_window
-    )
-    batch, metadata = admit_and_write(case, pool, cache, histories, build_metadata or build_mha_metadata)
+    heads, window = model.num_kv_heads, case.sliding_window
+    cache = pool.new_cache(heads, stored_width(case), case.kv_dtype, case.layout, sliding_window=window)
+    cache = with_scale_factors(case, cache)
+    batch, metadata = admit_and_write(case, pool, cache, stored, build_metadata or build_mha_metadata)
     _poison_table_tails(metadata, cache, case)
     plan = plan_calls(batch, case.draft_extend, case.split_mixed_tail)
     return ForwardPass(case, pool, batch, metadata, layer, cache, query.to(case.dtype), histories, plan)
+
+
+def _stored(case: ForwardCase, keys: Tensor, values: Tensor) -> History:
+    """Return a request's tokens as the cache holds them: K and V, and the scale factors of both if it is of NVFP4."""
+    scales = ((keys, E4M3_K_SCALE), (values, E4M3_V_SCALE))
+    if case.kv_dtype != NVFP4:
+        return tuple(as_stored(side, scale, case.kv_dtype) for side, scale in scales)
+    (k, k_factors), (v, v_factors) = (quantize_nvfp4(side, scale) for side, scale in scales)
+    return k, v, k_factors, v_factors
+
+
+def _read(k: Tensor, v: Tensor, *factors: Tensor) -> History:
+    """Return K and V as a kernel must understand them, but for the layer's scales."""
+    return (dequantize_nvfp4(k, factors[0]), dequantize_nvfp4(v, factors[1])) if factors else (k, v)
+
+
+def stored_width(case: ForwardCase) -> int:
+    """Return the elements of the cache's dtype that a head has: half as many bytes of NVFP4."""
+    return case.model.head_dim // 2 if case.kv_dtype == NVFP4 else case.model.head_dim
+
+
+def with_scale_factors(case: ForwardCase, cache: PagedKVCache) -> PagedKVCache:
+    """Return the cache of the case's dtype over this storage: one of NVFP4 has scale factors beside it."""
+    return NVFP4KVCache.over(cache, trtllm_gen=case.query_dtype == E4M3) if case.kv_dtype == NVFP4 else cache
 
 
 def new_poisonable_pool(case: PassCase, device: torch.device) -> KVPool:
@@ -163,6 +189,8 @@ def admit_and_write(
     The query rows' own tokens are written where the batch says or, for a window, where the metadata says.
     """
     fill(cache.storage)
+    if isinstance(cache, NVFP4KVCache):
+        fill(cache.scale_factors)
     has_window = case.window_left >= 0
     requests = admit(pool, case.prefix_lens, case.q_lens, case.draft_step, case.num_draft_tokens, case.topk)
     first_kept = requests.evict(case.window_left) if has_window else None
@@ -193,16 +221,16 @@ def limits_of(case: PassCase) -> list[set[int]] | None:
 
 
 def new_layer(case: ForwardCase, device: torch.device, generator: torch.Generator) -> AttentionLayer:
-    """Return the layer of a case: its scales, its window, and sinks if the model has them."""
-    model, quantised = case.model, case.kv_dtype == E4M3
+    """Return the layer of a case: its window, the model's sinks, and scales, which a checkpoint may have whatever the cache."""
+    model = case.model
     sinks = None
     if model.has_sinks:
         # Trained sinks lie around the largest logits; distinct per head, so that an exchanged one shows.
         sinks = torch.randn(model.num_qo_heads, device=device, generator=generator) + 2.0
     return AttentionLayer(
         softmax_scale=model.softmax_scale,
-        k_scale=E4M3_K_SCALE if quantised else 1.0,
-        v_scale=E4M3_V_SCALE if quantised else 1.0,
+        k_scale=E4M3_K_SCALE,
+        v_scale=E4M3_V_SCALE,
         window_left=case.window_left,
         reads_swa_pool=case.sliding_window,
         sinks=sinks,

@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor
 
-from lab.calls.problem import E4M3
+from lab.calls.problem import E4M3, NVFP4
 from lab.references.quantization import quantize_e4m3
 
-# Finite, and so large that one poisoned value in a product shows; e4m3 holds nothing larger than 448.
-POISON = {torch.bfloat16: 1e30, torch.float16: 6e4, E4M3: 448.0}
+# Finite, and so large that one poisoned value in a product shows; e4m3 holds nothing larger than 448, and e2m1 than 6: a byte
+# of two sixes, whose scale factors hold the rest.
+POISON = {torch.bfloat16: 1e30, torch.float16: 6e4, E4M3: 448.0, NVFP4: 0x77}
 # Scales of an e4m3 cache: unequal, and far from 1, so that a dropped or exchanged one shows.
 E4M3_K_SCALE = 0.03125
 E4M3_V_SCALE = 0.0625
@@ -19,9 +20,14 @@ def as_stored(values: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 
 
 def fill(storage: Tensor, value: float | None = None) -> None:
-    """Fill storage with a value, or with its dtype's poison: as bytes if that is e4m3, which torch cannot fill everywhere."""
+    """Fill storage with a value, or with its dtype's poison: as bytes if that is e4m3, which torch cannot fill everywhere.
+
+    NVFP4 has no NaN, and gets its poison for any value but 0.
+    """
     value = POISON[storage.dtype] if value is None else value
-    if storage.dtype == E4M3:
+    if storage.dtype == NVFP4:
+        storage.fill_(POISON[NVFP4] if value != 0 else 0)
+    elif storage.dtype == E4M3:
         storage.view(torch.uint8).fill_(int(torch.tensor(value).to(E4M3).view(torch.uint8)))
     else:
         storage.fill_(value)

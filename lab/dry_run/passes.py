@@ -17,7 +17,14 @@ from lab.calls.problem import AttentionCall
 from lab.calls.workspace import SEMAPHORE_BYTES
 from lab.checks.catalogue.forward_modes import mode_cases
 from lab.checks.catalogue.mla_modes import mla_mode_cases
-from lab.checks.forward_pass import EnginePass, ForwardPass, new_layer, new_poisonable_pool
+from lab.checks.forward_pass import (
+    EnginePass,
+    ForwardPass,
+    new_layer,
+    new_poisonable_pool,
+    stored_width,
+    with_scale_factors,
+)
 from lab.checks.mla_pass import MLAPass, new_mla_layer
 from lab.dry_run import build
 from lab.dry_run.launcher import GPUS, Gpu, LaunchError
@@ -248,4 +255,5 @@ def _unwritten_cache(case: ForwardCase, pool: KVPool) -> PagedKVCache:
     assert num_pages is not None
     page = (case.page_size, case.model.num_kv_heads)
     axes = page if case.layout is KVLayout.NHD else page[::-1]
-    return PagedKVCache(torch.empty(2, num_pages, *axes, case.model.head_dim, dtype=case.kv_dtype), case.layout)
+    storage = torch.empty(2, num_pages, *axes, stored_width(case), dtype=case.kv_dtype)
+    return with_scale_factors(case, PagedKVCache(storage, case.layout))

@@ -5,11 +5,9 @@ from typing import Any
 
 import torch
 
-from lab.calls.problem import E4M3
+from lab.calls.problem import E4M3, NVFP4
 from lab.named_enum import NamedEnum
 from lab.workloads.interfaces import ATTENTION, Interface
-
-NVFP4 = torch.uint8  # two e2m1 values per byte, with e4m3 scale factors beside them
 
 
 class Contents(NamedEnum):

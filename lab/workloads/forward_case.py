@@ -5,10 +5,11 @@ from dataclasses import dataclass
 import torch
 
 from lab.calls.arguments import check_int
-from lab.calls.problem import AttentionCall
+from lab.calls.problem import E4M3, NVFP4, NVFP4_BLOCK, AttentionCall
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.kv_cache import KVLayout
+from lab.metadata.mha.quantised import CallDtypes
 from lab.workloads.attention_case import Contents
 from lab.workloads.geometries import Geometry, geometry
 from lab.workloads.interfaces import Interface
@@ -22,7 +23,7 @@ class ForwardCase(PassCase):
     Attributes:
         mode: one of `ATTENDING_MODES`.
         geometry: a name of `lab.workloads.GEOMETRIES`.
-        prefix_lens, q_lens, draft_step, dtype, kv_dtype, contents, seed: as in `PassCase`.
+        prefix_lens, q_lens, draft_step, dtype, kv_dtype, contents, seed: as in `PassCase`; kv_dtype may be uint8 too, NVFP4.
         topk: branches of each request of a frozen-KV draft, which are rows next to each other: lengths stand for rows then,
             equal ones for each request. 1 in other modes.
         page_size, layout: of the K/V pool; tokens per page, a power of two.
@@ -30,8 +31,10 @@ class ForwardCase(PassCase):
         sliding_window: a sliding-window layer, reading the sliding-window pool.
         draft_extend: the call that a draft extend makes, if not the engine's choice. None in other modes.
         split_mixed_tail: trailing requests of one new token go to the decode call. False but in extends without speculation.
-        arithmetic: what the control rounds the operands of both products to: the query's dtype, or a lower one that the
-            kernel is known to use (XQA on SM90 rounds Q and P to e4m3 for an e4m3 cache and one query token).
+        query_dtype: e4m3 where the engine casts the query to it over a quantised cache, as SGLang does for trtllm-gen and
+            fmha_v2; else None. Over an NVFP4 cache the output is e4m3 too, before it is converted.
+        arithmetic: what the control rounds the operands of both products to: the dtype of the query as it is cast, or a lower
+            one that the kernel is known to use (XQA on SM90 rounds Q and P to e4m3 for an e4m3 cache and one query token).
 
     Raises:
         TypeError: an argument of another type, or a dtype that the judge has no bound for.
@@ -52,6 +55,7 @@ class ForwardCase(PassCase):
     split_mixed_tail: bool = False
     dtype: torch.dtype = torch.bfloat16
     kv_dtype: torch.dtype = torch.bfloat16
+    query_dtype: torch.dtype | None = None
     arithmetic: torch.dtype | None = None
     contents: Contents = Contents.RANDOM
     seed: int = 0
@@ -59,7 +63,8 @@ class ForwardCase(PassCase):
     def __post_init__(self) -> None:
         self._check_mode()
         self.check_requests()
-        self.check_tensors()
+        self.check_tensors((E4M3, NVFP4))
+        self._check_query_dtype()
         self._check_storage()
 
     def _check_mode(self) -> None:
@@ -97,6 +102,21 @@ class ForwardCase(PassCase):
                 f"prefix_lens={self.prefix_lens} with topk={self.topk}: give every request's length {self.topk} times in a row"
             )
 
+    def _check_query_dtype(self) -> None:
+        if self.query_dtype not in (None, E4M3):
+            raise TypeError(
+                f"query_dtype={self.query_dtype} must be torch.float8_e4m3fn, or None for dtype, {self.dtype}"
+            )
+        if self.query_dtype is not None and self.kv_dtype == self.dtype:
+            raise ValueError(
+                f"query_dtype={self.query_dtype}: an engine casts no query over a cache of {self.kv_dtype}"
+            )
+        if self.query_dtype is None and self.kv_dtype == NVFP4 and self.interface is Interface.CONTEXT:
+            raise ValueError(
+                "a context call over an NVFP4 cache is trtllm-gen's, which takes e4m3 queries: pass "
+                "query_dtype=torch.float8_e4m3fn"
+            )
+
     def _check_storage(self) -> None:
         if isinstance(self.page_size, bool) or not isinstance(self.page_size, int):
             raise TypeError(f"page_size={self.page_size!r} must be an int: tokens per page, a power of two such as 64")
@@ -115,6 +135,12 @@ class ForwardCase(PassCase):
         return Interface((self.draft_extend or self.mode.mha_call or AttentionCall.DECODE).value)
 
     @property
+    def dtypes(self) -> CallDtypes:
+        """Return the dtypes that the pass's calls are handed."""
+        query = self.query_dtype or self.dtype
+        return CallDtypes(query, E4M3 if query == E4M3 and self.kv_dtype == NVFP4 else self.dtype)
+
+    @property
     def window_left(self) -> int:
         return self.model.window_left if self.sliding_window else -1
 
@@ -128,4 +154,6 @@ class ForwardCase(PassCase):
         """Return the bytes that must move at least once: visible keys and values and queries read, outputs written."""
         model = self.model
         kv_bytes = 2 * self.visible_keys * model.num_kv_heads * model.head_dim * self.kv_dtype.itemsize
+        if self.kv_dtype == NVFP4:
+            kv_bytes = kv_bytes // 2 + kv_bytes // NVFP4_BLOCK
         return kv_bytes + 2 * sum(self.q_lens) * model.num_qo_heads * model.head_dim * self.dtype.itemsize

@@ -1,7 +1,10 @@
 """A forward pass as data, whatever the backend: lengths that follow from others, and the arguments that every case refuses."""
 
+from collections.abc import Sequence
+
 import torch
 
+from lab.calls.problem import E4M3
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows, UncountedTokens
 from lab.workloads.attention_case import Contents, short_repr
@@ -103,12 +106,17 @@ class PassCase(PassLens):
                 f"prefix_lens={self.prefix_lens}: a row of a frozen-KV draft is at its request's last token, so each has one"
             )
 
-    def check_tensors(self) -> None:
-        """Raise TypeError for dtypes that the judge has no bound for, and ValueError for contents that no pass has."""
+    def check_tensors(self, quantised: Sequence[torch.dtype] = (E4M3,)) -> None:
+        """Raise TypeError for dtypes that the judge has no bound for, and ValueError for contents that no pass has.
+
+        Args:
+            quantised: dtypes of a cache besides the query's.
+        """
         check_contents(self.contents)
         check_dtype(self.dtype)
-        if self.kv_dtype not in (self.dtype, torch.float8_e4m3fn):
-            raise TypeError(f"kv_dtype={self.kv_dtype} must be dtype, {self.dtype}, or torch.float8_e4m3fn")
+        if self.kv_dtype not in (self.dtype, *quantised):
+            others = " or ".join(map(str, quantised))
+            raise TypeError(f"kv_dtype={self.kv_dtype} must be dtype, {self.dtype}, or {others}")
 
 
 def check_dtype(dtype: torch.dtype) -> None:

@@ -73,8 +73,8 @@ def hold_mha(launch: Launch, forward: ForwardPass, planned: PlannedCall, widths:
         ptr_scale_softmax_log2=0,
         ptr_output_scale=0,
         ptr_softmax_stats=0,
-        scale_softmax_log2=layer.softmax_scale * layer.k_scale * LOG2_E,
-        output_scale=layer.v_scale,
+        scale_softmax_log2=layer.softmax_scale * LOG2_E,
+        output_scale=1.0,  # the layer's scales count over quantised caches alone
         attention_window_size=case.window_left + 1 if case.sliding_window else NO_WINDOW,
         batch_size=len(widths),
         max_seq_len_q=max(widths) if is_decode else metadata.max_seq_len_q,

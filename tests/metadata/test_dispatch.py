@@ -18,6 +18,7 @@ from lab.metadata import (
     build_mha_metadata,
 )
 from lab.metadata.engine.forward_mode import QueryRows
+from lab.metadata.engine.kv_cache import NVFP4KVCache
 from lab.metadata.mha.calls import (
     AttentionLayer,
     PlannedCall,
@@ -219,10 +220,34 @@ def test_the_calls_of_a_split_take_their_own_requests() -> None:
 def test_the_layer_is_passed_through(mode: ForwardMode) -> None:
     made, sinks = forward(mode, (1, 1)), torch.arange(4.0)
     (planned,) = plan_calls(made[0])
-    layer = AttentionLayer(0.5, k_scale=0.25, v_scale=0.0625, window_left=6, sinks=sinks)
+    layer = AttentionLayer(0.5, window_left=6, sinks=sinks)
     got = arguments_of(made, planned, layer)
-    assert (got["bmm1_scale"], got["bmm2_scale"], got["window_left"]) == (0.125, 0.0625, 6)
+    assert (got["bmm1_scale"], got["bmm2_scale"], got["window_left"]) == (0.5, 1.0, 6)
     assert got["sinks"] is sinks
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND])
+@pytest.mark.parametrize(
+    ("dtype", "scales", "expected"),
+    [
+        (torch.float8_e4m3fn, (0.25, 0.0625), (0.125, 0.0625)),
+        (torch.float8_e4m3fn, (0.0, -1.0), (0.5, 1.0)),
+        (torch.bfloat16, (0.25, 0.0625), (0.5, 1.0)),
+        (torch.uint8, (0.25, 0.0625), (0.125, 0.0625)),
+    ],
+)
+def test_scales_count_over_quantised_caches_alone(
+    mode: ForwardMode, dtype: torch.dtype, scales: tuple[float, float], expected: tuple[float, float]
+) -> None:
+    batch, metadata, pool = forward(mode, (1, 1))
+    (planned,) = plan_calls(batch)
+    cache = pool.new_cache(KV_HEADS, 16, dtype, KVLayout.NHD)
+    if dtype == torch.uint8:
+        cache = NVFP4KVCache.over(cache, trtllm_gen=True)
+    layer = AttentionLayer(0.5, *scales)
+    got = call_arguments(planned, batch, metadata, layer, drawn_query(batch), cache, CAPACITY)
+    assert (got["bmm1_scale"], got["bmm2_scale"]) == expected
+    assert ("kv_cache_sf" in got) == (dtype == torch.uint8)
 
 
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND])

@@ -48,7 +48,14 @@ def test_every_mode_that_runs_attention_makes_a_case(mode: ForwardMode) -> None:
         ({"dtype": torch.float32}, TypeError, "dtype=torch.float32 must be torch.float16 or torch.bfloat16"),
         ({"dtype": E4M3}, TypeError, "dtype=torch.float8_e4m3fn must be"),
         ({"kv_dtype": torch.float16}, TypeError, "kv_dtype=torch.float16 must be dtype, torch.bfloat16, or"),
-        ({"kv_dtype": torch.uint8}, TypeError, "kv_dtype=torch.uint8 must be"),
+        ({"kv_dtype": torch.int8}, TypeError, "kv_dtype=torch.int8 must be"),
+        ({"query_dtype": torch.float32}, TypeError, "query_dtype=torch.float32 must be torch.float8_e4m3fn"),
+        ({"query_dtype": E4M3}, ValueError, "casts no query over a cache of torch.bfloat16"),
+        (
+            {"mode": ForwardMode.EXTEND, "kv_dtype": torch.uint8},
+            ValueError,
+            "a context call over an NVFP4 cache is trtllm-gen's",
+        ),
         ({"mode": ForwardMode.DRAFT_EXTEND, "draft_extend": "DECODE"}, TypeError, "must be an AttentionCall"),
     ],
 )

@@ -6,11 +6,12 @@ at every page size, on full and sliding-window layers, with random and needle in
 and each mode with every geometry and page size.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lab.calls.problem import AttentionCall
+from lab.calls.problem import E4M3, NVFP4, AttentionCall
 from lab.checks.catalogue.k05_guards import changed_bytes, guarded, wrong_guards
 from lab.checks.check import Check, Level, first_line
 from lab.checks.domain.covering import Constraint, Domain
@@ -88,8 +89,42 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[Forward
             yield replace(case, contents=Contents.NEEDLES, **dtypes)
             if True in space.windows:
                 yield replace(case, sliding_window=True, **dtypes)
+    yield from (case for case in quantised_cases(space, page_size) if case.interface is interface)
     if level is Level.FULL:
         yield from (case for case in geometry_cases(space) if case.interface is interface)
+
+
+def quantised_cases(space: Space, page_size: int) -> Iterator[ForwardCase]:
+    """Return passes whose query is cast to e4m3 over a quantised cache, and those over NVFP4 whose query is not.
+
+    The first are trtllm-gen's and fmha_v2's, the second XQA's, which has decode calls alone.
+    """
+    dtype = dtypes_of(space)["dtype"]
+    prefixes = (0, page_size - 1, 3 * page_size + 5, 300)
+    q_len = smoke_q_lens(space)[0]
+    modes = (
+        (ForwardMode.DECODE, (1,) * 4),
+        (ForwardMode.TARGET_VERIFY, (q_len,) * 4),
+        (ForwardMode.EXTEND, (5, page_size + 1, 33, 1)),
+    )
+    has_e4m3 = any(kv_dtype == E4M3 for _, kv_dtype in space.dtypes)
+    caches = [*((E4M3,) if has_e4m3 else ()), *((NVFP4,) if True in space.nvfp4 else ())]
+    for kv_dtype, (mode, q_lens) in itertools.product(caches, modes):
+        window = True in space.windows and mode is ForwardMode.TARGET_VERIFY
+        case = ForwardCase(
+            mode,
+            space.tiny,
+            prefixes,
+            q_lens,
+            page_size=page_size,
+            sliding_window=window,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            query_dtype=E4M3,
+        )
+        yield case
+        if kv_dtype == NVFP4 and case.interface is Interface.DECODE:
+            yield replace(case, query_dtype=None)
 
 
 def smoke_q_lens(space: Space) -> tuple[int, ...]:

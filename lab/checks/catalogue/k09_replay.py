@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lab.calls.problem import NVFP4
 from lab.checks.check import Check, Level, counted, first_line
 from lab.checks.ragged_inputs import TILE
 from lab.checks.replays import Form, Replay, ReplayedBatch, paged_batch, ragged_batch, rewritten
 from lab.checks.space import Space
 from lab.checks.trial import Trial
-from lab.workloads.attention_case import NVFP4, AttentionCase
+from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import ATTENTION, Interface
 from lab.workloads.ragged_case import RaggedCase
 

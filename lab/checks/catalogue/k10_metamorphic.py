@@ -11,12 +11,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from lab.calls.problem import NVFP4
 from lab.checks.attention_inputs import AttentionInputs
 from lab.checks.check import Check, Level, counted, first_line, same
 from lab.checks.space import Space
 from lab.checks.trial import Result, Trial, truth_of_call
 from lab.references.truth import Truth
-from lab.workloads.attention_case import NVFP4, AttentionCase
+from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import Interface
 
 MOST_HEADS = 32

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from lab.calls.problem import E4M3
+from lab.calls.problem import E4M3, NVFP4
 from lab.checks.domain.covering import Constraint, Domain
 from lab.checks.space import Space
-from lab.workloads.attention_case import NVFP4
 from lab.workloads.interfaces import Interface
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": E4M3, "nvfp4": NVFP4}

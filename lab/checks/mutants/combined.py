@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from lab.calls.problem import PagedAttention
+from lab.calls.problem import E4M3, PagedAttention
 from lab.checks.mutants.conditional import Conditional
 from lab.checks.mutants.mutant import CONTEXT, DECODE, MLA_DECODE
 
@@ -58,6 +58,14 @@ class MaskIgnoredOverNvfp4(
     Conditional, interface=(DECODE,), where=lambda _, problem, __: problem.is_nvfp4, instead={"mask": None}
 ):
     """A draft mask is taken for a causal one over an NVFP4 cache."""
+
+
+class ScaleOfVIgnoredWithE4m3Output(
+    Conditional,
+    where=lambda _, problem, __: problem.query.dtype == E4M3 and problem.out_dtype == E4M3,
+    instead={"bmm2_scale": 1.0},
+):
+    """bmm2_scale is ignored where the query and the output are e4m3, as over an NVFP4 cache on trtllm-gen."""
 
 
 class SinksIgnoredWithoutCausality(

@@ -2,11 +2,11 @@
 
 import torch
 
-from lab.calls.problem import E4M3, HALF_DTYPES, Feature, PagedAttention
+from lab.calls.problem import E4M3, HALF_DTYPES, NVFP4, Feature, PagedAttention
 from lab.calls.ragged_context import RaggedAttention
 from lab.kernels.support.kernel import Dtypes, dims, page_sizes
 
-BF16, NVFP4 = torch.bfloat16, torch.uint8
+BF16 = torch.bfloat16
 HALVES = frozenset((q, q, q) for q in HALF_DTYPES)
 LOAD_BYTES = 16  # of TMA and of FA2's copies
 RAGGED_DIMS = ((192, 128), (128, 128), (256, 256))  # (head_dim, v_head_dim) of `trtllm_ragged_attention_deepseek`

@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 
-from lab.calls.problem import E4M3, HALF_DTYPES, AttentionCall, Feature, PagedAttention
+from lab.calls.problem import E4M3, HALF_DTYPES, NVFP4, AttentionCall, Feature, PagedAttention
 from lab.gpus import SM100, Capability
 from lab.kernels.support.common import (
     BF16,
     HALVES,
     LOAD_BYTES,
     MLA_DTYPES,
-    NVFP4,
     RAGGED_SIZES,
     STRIDED_QUERY,
     USUAL,

@@ -2,12 +2,11 @@
 
 import torch
 
-from lab.calls.problem import E4M3, HALF_DTYPES, AttentionCall, Feature, PagedAttention
+from lab.calls.problem import E4M3, HALF_DTYPES, NVFP4, AttentionCall, Feature, PagedAttention
 from lab.gpus import SM90, SM100, SM120, Capability, GpuFamily, family_of, sm_name
 from lab.kernels.support.common import (
     MLA_DTYPES,
     NO_LSE,
-    NVFP4,
     STRIDED_QUERY,
     USUAL,
     misplaced_paged,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lab.calls.problem import INTERLEAVED_TOKENS, NVFP4_BLOCK
 from lab.named_enum import NamedEnum
 
 
@@ -87,6 +88,76 @@ class PagedKVCache:
             _check_rows(name, rows, expected, self.storage.dtype)
         for cache, rows in ((self.k_cache, k), (self.v_cache, v)):
             _write_rows(cache if self.layout is KVLayout.NHD else cache.transpose(1, 2), slots, rows)
+
+
+@dataclass(frozen=True, eq=False)
+class NVFP4KVCache(PagedKVCache):
+    """K and V of one layer in NVFP4: pairs of e2m1 values in uint8, and an e4m3 scale factor for each 16 of a head's elements.
+
+    Attributes:
+        storage: as in `PagedKVCache`, uint8, ``head_dim // 2`` bytes a head.
+        scale_factors: e4m3, contiguous ``[2, num_pages, num_kv_heads, page_size, head_dim // 16]``: HND whatever the layout.
+        trtllm_gen: V's scale factors lie as trtllm-gen reads them, interleaved over 4 tokens of a page: factor s of token t at
+            ``(t // 4) * 4 S + 4 s + t % 4`` of a head's page, with S factors a token. Else in plain order, as XQA reads them.
+
+    Raises:
+        ValueError: as `PagedKVCache`, or the scale factors are not those of the storage.
+    """
+
+    scale_factors: Tensor
+    trtllm_gen: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        pages, heads, page_size = self.storage.shape[1], self.num_kv_heads, self.page_size
+        expected = [2, pages, heads, page_size, 2 * self.storage.shape[4] // NVFP4_BLOCK]
+        if list(self.scale_factors.shape) != expected or not self.scale_factors.is_contiguous():
+            raise ValueError(
+                f"scale_factors has shape {list(self.scale_factors.shape)}, expected a contiguous {expected}"
+            )
+        if self.trtllm_gen and page_size % INTERLEAVED_TOKENS:
+            raise ValueError(
+                f"page_size={page_size}: trtllm-gen interleaves V's scale factors over {INTERLEAVED_TOKENS} tokens, which a "
+                "page must hold a whole number of"
+            )
+
+    @classmethod
+    def over(cls, packed: PagedKVCache, *, trtllm_gen: bool) -> "NVFP4KVCache":
+        """Return the cache whose values are `packed`, uint8, with scale factors of 0.
+
+        Args:
+            packed: from `KVPool.new_cache` with half the head's size and uint8.
+            trtllm_gen: as in the class.
+        """
+        pages, width = packed.storage.shape[1], packed.storage.shape[4]
+        shape = (2, pages, packed.num_kv_heads, packed.page_size, 2 * width // NVFP4_BLOCK)
+        factors = torch.zeros(shape, dtype=torch.uint8, device=packed.storage.device).view(torch.float8_e4m3fn)
+        return cls(packed.storage, packed.layout, factors, trtllm_gen)
+
+    def write(self, slots: Tensor, k: Tensor, v: Tensor, *factors: Tensor) -> None:
+        """Store one token's K and V at each slot; slots and errors are as in `PagedKVCache.write`.
+
+        Args:
+            slots: ``[n]`` int64.
+            k, v: ``[n, num_kv_heads, head_dim // 2]`` uint8.
+            factors: K's and V's, e4m3 ``[n, num_kv_heads, head_dim // 16]`` each.
+        """
+        super().write(slots, k, v)
+        k_factors, v_factors = factors
+        expected = [slots.shape[0], self.num_kv_heads, self.scale_factors.shape[4]]
+        for name, rows in (("k_factors", k_factors), ("v_factors", v_factors)):
+            _check_rows(name, rows, expected, self.scale_factors.dtype)
+        k_pages, v_pages = self.scale_factors
+        _write_rows(k_pages.transpose(1, 2), slots, k_factors)
+        if not self.trtllm_gen:
+            _write_rows(v_pages.transpose(1, 2), slots, v_factors)
+            return
+        slots = slots.clamp(min=0)
+        page, token, count = slots // self.page_size, slots % self.page_size, self.scale_factors.shape[4]
+        first = token // INTERLEAVED_TOKENS * INTERLEAVED_TOKENS * count + token % INTERLEAVED_TOKENS
+        at = first[:, None] + INTERLEAVED_TOKENS * torch.arange(count, device=slots.device)
+        of_heads = v_factors.contiguous().view(torch.uint8).transpose(1, 2)
+        v_pages.view(torch.uint8).flatten(2).transpose(1, 2)[page[:, None], at] = of_heads
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,9 +10,10 @@ from lab.calls.problem import AttentionCall
 from lab.kernels import prepare
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
-from lab.metadata.engine.kv_cache import PagedKVCache
+from lab.metadata.engine.kv_cache import NVFP4KVCache, PagedKVCache
 from lab.metadata.engine.lengths import query_lens
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, mixed_tail_split
+from lab.metadata.mha.quantised import CallDtypes, counted_scale
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +22,7 @@ class AttentionLayer:
 
     Attributes:
         softmax_scale: factor of Q·K^T before the cache's scale.
-        k_scale, v_scale: divisors that were applied to the stored K and V.
+        k_scale, v_scale: divisors that were applied to the stored K and V, if the cache is quantised; else no call counts them.
         window_left: keys to the left of a row that it sees; -1 for all.
         reads_swa_pool: the layer's K/V lie in the sliding-window pool, which `swa_page_table` addresses.
         sinks: float32 [num_qo_heads], or None.
@@ -106,6 +107,7 @@ def prepare_attention(
     out: torch.Tensor,
     plan: Sequence[PlannedCall],
     workspace_buffer: torch.Tensor | None = None,
+    dtypes: CallDtypes | None = None,
 ) -> Callable[[], torch.Tensor]:
     """Prepare one layer's attention with the calls of a plan, as `lab.metadata.engine.backend.Backend.prepare_attention` says.
 
@@ -115,22 +117,30 @@ def prepare_attention(
         max_context_len: the bound that the engine passes for every length.
         plan: from `plan_calls`.
         workspace_buffer: for kernels that want the caller's.
+        dtypes: from `lab.metadata.mha.quantised.call_dtypes`; else those of `query` and `out`. Where they differ, the
+            query is cast before the calls, or what they wrote is converted after them.
 
     Raises:
         ValueError: as `call_arguments`.
     """
+    given, result = query, out
+    if dtypes is not None:
+        given = query if dtypes.query == query.dtype else torch.empty_like(query, dtype=dtypes.query)
+        result = out if dtypes.out == out.dtype else torch.empty_like(out, dtype=dtypes.out)
     calls = []
     for planned in plan:
-        arguments = call_arguments(planned, batch, metadata, layer, query, cache, max_context_len)
-        arguments |= {
-            "out": out[planned.first_row : planned.first_row + planned.num_rows],
-            "workspace_buffer": workspace_buffer,
-        }
-        calls.append(prepare(implementation, planned.call.value, **arguments))
+        arguments = call_arguments(planned, batch, metadata, layer, given, cache, max_context_len)
+        rows = slice(planned.first_row, planned.first_row + planned.num_rows)
+        arguments |= {"out": result[rows], "workspace_buffer": workspace_buffer}
+        calls.append((prepare(implementation, planned.call.value, **arguments), rows))
 
     def run() -> torch.Tensor:
-        for call in calls:
+        if given is not query:
+            given.copy_(query)
+        for call, rows in calls:
             call()
+            if result is not out:
+                out[rows].copy_(result[rows])
         return out
 
     return run
@@ -160,11 +170,15 @@ def call_arguments(
         "kv_cache": cache.as_hnd(),
         "block_tables": table[requests],
         "seq_lens": metadata.cache_seqlens_int32[requests],
-        "bmm1_scale": layer.softmax_scale * layer.k_scale,
-        "bmm2_scale": layer.v_scale,
+        "bmm1_scale": layer.softmax_scale * counted_scale(layer.k_scale, cache.storage.dtype),
+        "bmm2_scale": counted_scale(layer.v_scale, cache.storage.dtype),
         "window_left": layer.window_left,
         "sinks": layer.sinks,
     }
+    if isinstance(cache, NVFP4KVCache):
+        # A GPU's own choice of the kernels says the same; off the GPU nothing else does.
+        k_factors, v_factors = cache.scale_factors
+        arguments |= {"kv_cache_sf": (k_factors, v_factors), "backend": "trtllm-gen" if cache.trtllm_gen else "xqa"}
     if planned.call is AttentionCall.DECODE:
         return arguments | {"max_seq_len": max_context_len} | _decode_width(planned, batch, metadata)
     offsets = slice(requests.start, requests.stop + 1)
