@@ -13,8 +13,8 @@ from lab.references.draft_decode_kv_indices import draft_start, generate_draft_d
 # What a cell holds that is not to be written, and what lies where nobody may read.
 POISON, FOREIGN = -77, 2**30
 SPARE_ROWS = 2  # of req_to_token, after those of the requests
-WIDE_SLOT = 2**33  # added to slots where both their tensors are int64
-TENSORS = ("req_pool_indices", "req_to_token", "paged_kernel_lens", "kv_indices", "kv_indptr", "positions")
+WIDE_SLOT = 2**33  # added to slots where both their tensors can hold them
+TENSORS = ("req_pool_indices", "req_to_token", "paged_kernel_lens", "kv_indices", "kv_indptr", "positions", "v2p")
 DTYPES = dict.fromkeys(TENSORS, torch.int64)
 
 Writer = Callable[..., None]  # with the keyword arguments of `lab.kernels.generate_draft_decode_kv_indices`
@@ -35,6 +35,9 @@ class DraftListsCase:
         first_cell: where in its storage each tensor starts.
         dtypes: of the tensors by name.
         seed: of slots and rows.
+        window_size, sink_size: of the function.
+        entries_are_pages: an entry of ``req_to_token`` is a page.
+        translated: ``req_to_token`` is virtual, and some of its entries and pages have no page of the pool.
     """
 
     lens: tuple[int, ...]
@@ -50,17 +53,27 @@ class DraftListsCase:
     first_cell: int = 8
     dtypes: dict[str, torch.dtype] = field(default_factory=lambda: DTYPES)
     seed: int = 0
+    window_size: int = 0
+    sink_size: int = 0
+    entries_are_pages: bool = False
+    translated: bool = False
+
+    @property
+    def entry_page_size(self) -> int:
+        return self.page_size if self.entries_are_pages else 1
 
     @property
     def longest_row(self) -> int:
         """Columns that the longest draft reads."""
         shape = {"num_steps": self.num_steps, "topk": self.topk, "page_size": self.page_size}
-        return max((draft_start(n, self.topk - 1, **shape) + self.num_steps for n in self.lens), default=0)
+        tokens = max((draft_start(n, self.topk - 1, **shape) + self.num_steps for n in self.lens), default=0)
+        return -(-tokens // self.entry_page_size)
 
     @property
     def most_tokens(self) -> int:
         """Of the last step's lists, which are the longest."""
-        return self.topk * sum(n + self.num_steps for n in self.lens)
+        most = self.window_size + self.sink_size if self.window_size else max(self.lens, default=0)
+        return self.topk * sum(min(n, most) + self.num_steps for n in self.lens)
 
 
 class DraftLists:
@@ -84,9 +97,10 @@ class DraftLists:
         self._whole_indptr, kv_indptr = self._output(
             "kv_indptr", case.num_steps + case.spare_boundaries, num_requests * case.topk + 1 + case.spare_boundaries
         )
+        table = self._request_table(generator)
         self.arguments: dict[str, Any] = {
             "req_pool_indices": self._vector("req_pool_indices", rows[:1].expand(len(rows)) if case.repeated else rows),
-            "req_to_token": self._request_table(generator),
+            "req_to_token": table,
             "paged_kernel_lens": self._vector("paged_kernel_lens", torch.tensor(case.lens, dtype=torch.int64)),
             "kv_indices": kv_indices,
             "kv_indptr": kv_indptr,
@@ -94,6 +108,12 @@ class DraftLists:
             "topk": case.topk,
             "page_size": case.page_size,
         }
+        if case.window_size:
+            self.arguments |= {"window_size": case.window_size, "sink_size": case.sink_size}
+        if case.entries_are_pages:
+            self.arguments["entry_page_size"] = case.page_size
+        if case.translated:
+            self.arguments["v2p"] = self._page_map(table, generator)
 
     def wrongs(self, write: Writer) -> list[str]:
         """Poison what is to be written, have it written, and hold all memory to what the reference makes of it."""
@@ -115,19 +135,18 @@ class DraftLists:
                 )
         return found
 
-    def _inputs(self) -> dict[str, Tensor]:
-        names = ("req_pool_indices", "req_to_token", "paged_kernel_lens", "positions")
-        return {name: self.arguments[name] for name in names}
+    def _inputs(self) -> dict[str, Any]:
+        names = ("req_pool_indices", "req_to_token", "paged_kernel_lens", "positions", "v2p")
+        return {name: self.arguments[name] for name in names if name in self.arguments}
 
     def _expected(self) -> tuple[Tensor, Tensor]:
         """All memory around ``kv_indices`` and ``kv_indptr``, on the CPU."""
         case, inputs = self.case, {name: value.cpu() for name, value in self._inputs().items()}
-        # A position beyond the columns reads slot 0.
+        # Beyond its columns a row counts as zeros.
         columns_beyond = max(0, case.longest_row - inputs["req_to_token"].shape[1])
         inputs["req_to_token"] = torch.nn.functional.pad(inputs["req_to_token"], (0, columns_beyond))
-        lists, boundaries = generate_draft_decode_kv_indices(
-            **inputs, num_steps=case.num_steps, topk=case.topk, page_size=case.page_size
-        )
+        numbers: dict[str, Any] = {name: value for name, value in self.arguments.items() if isinstance(value, int)}
+        lists, boundaries = generate_draft_decode_kv_indices(**inputs, **numbers, num_steps=case.num_steps)
         expected = []
         for whole, name in ((self._whole_indices, "kv_indices"), (self._whole_indptr, "kv_indptr")):
             memory, part = torch.full_like(whole, POISON, device="cpu"), self.arguments[name]
@@ -151,14 +170,28 @@ class DraftLists:
         return part.copy_(values)
 
     def _request_table(self, generator: torch.Generator) -> Tensor:
-        """Slots that differ, in rows with something foreign between them and around."""
+        """Slots or pages that differ, in rows with something foreign between them and around; of virtual ones some are -1."""
         case, dtype = self.case, self.case.dtypes["req_to_token"]
         num_rows, num_columns = len(case.lens) + SPARE_ROWS, max(1, case.longest_row + case.spare_columns)
         shape: dict[str, Any] = {"dtype": dtype, "device": self.device, "poison": FOREIGN}
         _, part = guarded(num_rows, num_columns, before=case.first_cell, after=case.row_gap, **shape)
-        slots = torch.randperm(part.numel(), generator=generator).view(part.shape)
-        is_wide = dtype == case.dtypes["kv_indices"] == torch.int64
-        return part.copy_(slots + 1 + is_wide * WIDE_SLOT)
+        entries = torch.randperm(part.numel(), generator=generator).view(part.shape) + 1
+        if case.translated:
+            return part.copy_(entries.masked_fill(entries % 16 == 0, -1))
+        return part.copy_(entries + self._wide("req_to_token", case.entry_page_size))
+
+    def _page_map(self, table: Tensor, generator: torch.Generator) -> Tensor:
+        """A page for each virtual one that a row names; some have none."""
+        case = self.case
+        num_pages = table.numel() * case.entry_page_size // case.page_size + 2
+        pages = torch.randperm(num_pages, generator=generator)
+        return self._vector("v2p", torch.where(pages % 8 == 7, -1, pages + self._wide("v2p", case.page_size)))
+
+    def _wide(self, source: str, tokens: int) -> int:
+        """Return what is added to entries of so many tokens each, so that slots need 64 bits where their tensors have them."""
+        most = torch.iinfo(self.case.dtypes[source]).max // 2
+        is_wide = self.case.dtypes["kv_indices"] == torch.int64 and WIDE_SLOT // tokens < most
+        return WIDE_SLOT // tokens if is_wide else 0
 
 
 def assert_lists_right(write: Writer, case: DraftListsCase, device: str = "cpu") -> None:
@@ -170,7 +203,7 @@ def assert_lists_right(write: Writer, case: DraftListsCase, device: str = "cpu")
 def in_place(function: Callable[..., Any]) -> Writer:
     """The function as one that writes: itself, or, for one that returns lists as the reference does, around it.
 
-    A position beyond ``req_to_token``'s columns reads slot 0, and a list that is too long for its row is cut at the row's end.
+    Beyond its columns a row of ``req_to_token`` counts as zeros. A list that is too long for its row is cut at the row's end.
     """
     if "num_steps" not in inspect.signature(function).parameters:
         return function
@@ -181,7 +214,8 @@ def in_place(function: Callable[..., Any]) -> Writer:
             draft_start(length, topk - 1, num_steps=num_steps, topk=topk, page_size=page_size) + num_steps
             for length in given["paged_kernel_lens"].tolist()
         ]
-        table = torch.nn.functional.pad(req_to_token, (0, max(0, max(read, default=0) - req_to_token.shape[1])))
+        columns = -(-max(read, default=0) // given.get("entry_page_size", 1))
+        table = torch.nn.functional.pad(req_to_token, (0, max(0, columns - req_to_token.shape[1])))
         lists, boundaries = function(req_to_token=table, num_steps=num_steps, **given)
         for step in range(num_steps):
             fitting = lists[step][: kv_indices.shape[1]]

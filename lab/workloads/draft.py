@@ -2,7 +2,8 @@
 
 ::
 
-    kv_indices/<schedule>/<batch>[/steps<N>]               the ragged K/V lists of all draft steps: serial or spread
+    kv_indices/<schedule>/<batch>[/steps<N>]               the ragged K/V lists of all draft steps: serial, token_blocks or
+                                                           spread
     draft_steps/<attention>/<plan>/<batch>[/steps<N>][/eager]
                                                            every step's metadata: mha, mla or mla_with_offset by
                                                            common_template, per_step or one_launch; into buffers that stay, or
@@ -32,7 +33,7 @@ DEFAULT_DRAFT_SCENARIOS = (
     *(
         f"kv_indices/{schedule}/{batch}"
         for batch in ("1x4k", "8x80k", "64x8k", "64x80k", "256x8k", "trace64")
-        for schedule in ("serial", "spread")
+        for schedule in ("serial", "token_blocks", "spread")
     ),
     *(
         f"draft_steps/{attention}/{plan}/{batch}"
@@ -51,7 +52,7 @@ DEFAULT_DRAFT_SCENARIOS = (
 
 # The choices of each kind of scenario, in the order in which its name has them.
 CHOICES: dict[str, tuple[tuple[str, ...], ...]] = {
-    "kv_indices": (("serial", "spread"),),
+    "kv_indices": (("serial", "token_blocks", "spread"),),
     "draft_steps": (("mha", "mla", "mla_with_offset"), ("common_template", "per_step", "one_launch")),
     "forward_metadata": (("verify", "iteration", "iteration_own_tables"),),
 }

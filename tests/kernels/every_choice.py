@@ -178,6 +178,10 @@ def _metadata() -> Iterator[tuple[str, Call]]:
     for schedule in Schedule:
         for topk in (1, 4):
             yield f"kv_indices, {schedule.value}, topk {topk}", partial(kv_indices, schedule, topk)
+        yield (
+            f"kv_indices, {schedule.value}, virtual pages in a window",
+            partial(kv_indices, schedule, 1, window_size=4096, sink_size=64, entry_page_size=64, v2p=tensor(4096)),
+        )
     yield "forward metadata, one pass", lambda: metadata([_pass()])
     yield "forward metadata, sliding window", lambda: metadata([_pass(swa=True)], tensor(4096, dtype=torch.int64))
     yield (
@@ -186,7 +190,7 @@ def _metadata() -> Iterator[tuple[str, Call]]:
     )
 
 
-def kv_indices(schedule: Schedule, topk: int, requests: int = 16, steps: int = 3) -> None:
+def kv_indices(schedule: Schedule, topk: int, requests: int = 16, steps: int = 3, **options: Any) -> None:
     """The ragged K/V lists of a draft."""
     generate_draft_decode_kv_indices(
         tensor(requests),
@@ -198,6 +202,7 @@ def kv_indices(schedule: Schedule, topk: int, requests: int = 16, steps: int = 3
         topk=topk,
         page_size=64,
         schedule=schedule,
+        **options,
     )
 
 

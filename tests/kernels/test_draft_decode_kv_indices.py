@@ -1,4 +1,4 @@
-"""Both schedules of the draft's K/V lists in Triton's interpreter, and the check that judges them."""
+"""The schedules of the draft's K/V lists in Triton's interpreter, and the check that judges them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -34,6 +34,21 @@ CASES = {
     "a list cut in its draft": DraftListsCase((3, 4), num_steps=4, spare_capacity=-2),
     "drafts beyond the columns": DraftListsCase((9, 3), spare_columns=-2, row_gap=1),
     "prefixes beyond the columns": DraftListsCase((520, 3), spare_columns=-20),
+    "a window and a sink": DraftListsCase(
+        (40, 3, 12, 0, 600), topk=2, page_size=4, window_size=9, sink_size=3, positions_differ=True
+    ),
+    "a window alone": DraftListsCase((600, 5, 512), num_steps=2, window_size=5),
+    "a window of blocks": DraftListsCase((1700, 513), num_steps=2, window_size=600, sink_size=513),
+    "a window cut": DraftListsCase((40, 30), window_size=9, sink_size=3, spare_capacity=-9, spare_columns=-4),
+    "entries of pages": DraftListsCase((70, 1030, 0), topk=2, page_size=16, entries_are_pages=True),
+    "entries of pages, cut": DraftListsCase(
+        (70, 513, 0), page_size=16, entries_are_pages=True, spare_columns=-2, dtypes=NARROW
+    ),
+    "virtual slots": DraftListsCase((70, 1030, 0), topk=2, page_size=16, translated=True),
+    "virtual slots, cut": DraftListsCase((70, 9), page_size=3, translated=True, spare_columns=-2, dtypes=NARROW),
+    "virtual pages in a window": DraftListsCase(
+        (700, 9), topk=3, page_size=32, entries_are_pages=True, translated=True, window_size=520, sink_size=1
+    ),
     "eight steps": DraftListsCase((8,), num_steps=8, topk=3, page_size=64, first_cell=5),
 }
 
@@ -59,6 +74,9 @@ def drawn_cases(draw: st.DrawFn) -> DraftListsCase:
         first_cell=draw(st.integers(1, 9)),
         dtypes={name: draw(st.sampled_from([torch.int32, torch.int64])) for name in DTYPES},
         seed=draw(st.integers(0, 2**16)),
+        entries_are_pages=draw(st.booleans()),
+        translated=draw(st.booleans()),
+        **draw(st.sampled_from([{}, {"window_size": 1}, {"window_size": 9, "sink_size": 5}, {"window_size": 600}])),
     )
 
 
@@ -112,11 +130,13 @@ def write_boundaries(boundaries: list[Tensor], kv_indptr: Tensor) -> None:
 
 def refer(arguments: dict[str, Any], more_steps: int = 0) -> tuple[list[Tensor], list[Tensor]]:
     """The reference's answer to the function's arguments."""
-    table, topk = arguments["req_to_token"], arguments["topk"]
-    inputs = {name: arguments[name] for name in ("req_pool_indices", "paged_kernel_lens", "positions", "page_size")}
+    table = arguments["req_to_token"]
+    inputs = {
+        name: value for name, value in arguments.items() if name not in ("req_to_token", "kv_indices", "kv_indptr")
+    }
     num_steps = arguments["kv_indices"].shape[0] + more_steps
     table = torch.nn.functional.pad(table, (0, 8 * 64))
-    return references.generate_draft_decode_kv_indices(req_to_token=table, topk=topk, num_steps=num_steps, **inputs)
+    return references.generate_draft_decode_kv_indices(req_to_token=table, num_steps=num_steps, **inputs)
 
 
 def correct(**arguments: Any) -> None:
@@ -150,11 +170,23 @@ def with_other_lists(change: Callable[[list[Tensor], dict[str, Any]], list[Tenso
     return write
 
 
+def with_other_boundaries(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Writer:
+    """Right lists, and the boundaries for other arguments."""
+
+    def write(**arguments: Any) -> None:
+        correct(**arguments)
+        write_boundaries(refer(arguments | change(arguments))[1], arguments["kv_indptr"])
+
+    return write
+
+
 def interleave_branches(lists: list[Tensor], arguments: dict[str, Any]) -> list[Tensor]:
     """All requests' first branches, then all second ones."""
     reordered = []
     for step, slots in enumerate(lists):
-        lens = [n + step + 1 for n in arguments["paged_kernel_lens"].tolist() for _ in range(arguments["topk"])]
+        most = arguments.get("window_size", 0) + arguments.get("sink_size", 0) or 2**31
+        prefixes = [min(n, most) for n in arguments["paged_kernel_lens"].tolist()]
+        lens = [n + step + 1 for n in prefixes for _ in range(arguments["topk"])]
         branches = slots.split(lens)
         reordered.append(
             torch.cat([each for k in range(arguments["topk"]) for each in branches[k :: arguments["topk"]]])
@@ -196,6 +228,11 @@ def steps_shifted_by_one(**arguments: Any) -> None:
     write_boundaries(boundaries[1:], arguments["kv_indptr"])
 
 
+def of_pages(arguments: dict[str, Any]) -> bool:
+    """Tell whether more than the draft's branches goes by pages."""
+    return "entry_page_size" in arguments or "v2p" in arguments
+
+
 def nothing(**_: Any) -> None:
     pass
 
@@ -210,8 +247,8 @@ DEFECTS: dict[str, Writer] = {
     ),
     "the step before's lists": with_other_lists(lambda lists, _: [lists[0], *lists[:-1]]),
     "the next step's lists and boundaries": steps_shifted_by_one,
-    "branches without pages": with_other(lambda _: {"page_size": 1}),
-    "pages of another size": with_other(lambda given: {"page_size": 2 * given["page_size"]}),
+    "branches without pages": with_other(lambda given: {} if of_pages(given) else {"page_size": 1}),
+    "pages of another size": with_other(lambda given: {} if of_pages(given) else {"page_size": 2 * given["page_size"]}),
     "branches side by side": with_other_lists(interleave_branches),
     "boundaries from the lengths": with_other(
         lambda given: {"positions": given["paged_kernel_lens"].repeat_interleave(given["topk"])}
@@ -236,6 +273,17 @@ DEFECTS: dict[str, Writer] = {
     ),
     "slots in 32 bits": with_other_lists(lambda lists, _: [slots.int().long() for slots in lists]),
     "slots in 16 bits": with_other_lists(lambda lists, _: [slots.short().long() for slots in lists]),
+    "a window ignored": with_other(lambda _: {"window_size": 0, "sink_size": 0}),
+    "a sink ignored": with_other(lambda _: {"sink_size": 0}),
+    "a window without boundaries": with_other_boundaries(lambda _: {"window_size": 0, "sink_size": 0}),
+    "pages taken for slots": with_other(
+        lambda given: {
+            "entry_page_size": 1,
+            "req_to_token": given["req_to_token"].repeat_interleave(given.get("entry_page_size", 1), 1),
+        }
+    ),
+    "virtual slots left": with_other(lambda _: {"v2p": None}),
+    "unmapped pages in page 0": with_other(lambda given: {"v2p": given["v2p"].clamp(min=0)} if "v2p" in given else {}),
     "a length is changed": afterwards(lambda given: given["paged_kernel_lens"].add_(1)),
     "the request table is changed": afterwards(lambda given: given["req_to_token"][0].zero_()),
 }
@@ -267,6 +315,17 @@ def test_the_check_names_the_first_wrong_cell() -> None:
 # --- refusals and imports -----------------------------------------------------------------------------------------
 
 BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "a window below 0": ({"window_size": -1}, ValueError, "window_size must be at least 0, got -1"),
+    "a sink below 0": ({"window_size": 4, "sink_size": -1}, ValueError, "sink_size must be at least 0, got -1"),
+    "a sink without a window": ({"sink_size": 4}, ValueError, "sink_size=4 has no meaning without a window"),
+    "entries of half a page": (
+        {"page_size": 16, "entry_page_size": 8},
+        ValueError,
+        "entry_page_size=8 must be 1 or page_size=16",
+    ),
+    "float pages": ({"v2p": torch.ones(4)}, TypeError, "v2p .* got torch.float32"),
+    "a matrix of pages": ({"v2p": torch.ones(4, 4).int()}, ValueError, "v2p must have shape"),
+    "pages on another device": ({"v2p": torch.ones(4, device="meta").int()}, ValueError, "v2p is on meta"),
     "topk 0": ({"topk": 0}, ValueError, "topk must be at least 1, got 0"),
     "topk of another type": ({"topk": 1.5}, TypeError, "topk must be an int, got 1.5"),
     "page_size 0": ({"page_size": 0}, ValueError, "page_size must be at least 1, got 0"),

@@ -21,12 +21,21 @@ COMPILED = [
     for dtypes in (MIXED, NARROW, DTYPES)
     for steps, topk, page_size in ((2, 1, 1), (3, 1, 64), (5, 2, 4), (3, 3, 16), (8, 1, 16), (4, 2, 1), (3, 2, 64))
 ]
+# The parameters beside these, each with some of them: none, or one at a time, or all.
+FORMS = [
+    {},
+    {"window_size": 40, "sink_size": 4},
+    {"entries_are_pages": True},
+    {"translated": True},
+    {"window_size": 600, "entries_are_pages": True, "translated": True},
+]
 BATCHES = 50  # shards of the random cases: one test each, so that a failure is one of few
 CASES_PER_BATCH = 24
 
 
 def random_case(draw: random.Random) -> DraftListsCase:
-    steps, topk, page_size, dtypes = draw.choice(COMPILED)
+    steps, topk, page_size, dtypes = compiled = draw.choice(COMPILED)
+    form = draw.choice([{}, FORMS[COMPILED.index(compiled) % len(FORMS)]])
     kind = draw.random()
     if kind < 0.05:  # more requests than are summed at a time
         lens = [draw.randrange(6) for _ in range(draw.choice([257, 513, 700]))]
@@ -48,6 +57,7 @@ def random_case(draw: random.Random) -> DraftListsCase:
         first_cell=draw.randrange(1, 10),
         dtypes=dtypes,
         seed=draw.randrange(2**16),
+        **form,
     )
 
 

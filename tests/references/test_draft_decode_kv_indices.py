@@ -106,3 +106,59 @@ def test_a_negative_length_is_refused() -> None:
 def test_as_many_requests_as_lengths() -> None:
     with pytest.raises(ValueError, match="shorter"):
         lists_of([1, 2], [2], num_steps=2, page_size=1)
+
+
+@pytest.mark.parametrize(
+    ("window_size", "sink_size", "kept"),
+    [
+        (2, 0, [105, 106]),
+        (2, 1, [100, 105, 106]),
+        (3, 3, [100, 101, 102, 104, 105, 106]),
+        (3, 4, [100, 101, 102, 103, 104, 105, 106]),  # the sink ends where the window begins
+        (9, 9, [100, 101, 102, 103, 104, 105, 106]),
+    ],
+)
+def test_a_window_keeps_the_ends_of_a_prefix_and_every_drafted_token(
+    window_size: int, sink_size: int, kept: list[int]
+) -> None:
+    kv_indices, kv_indptr = lists_of([1], [7], num_steps=2, page_size=4, window_size=window_size, sink_size=sink_size)
+    assert kv_indices == [[*kept, 107], [*kept, 107, 108]]
+    assert kv_indptr == [[0, len(kept) + 1], [0, len(kept) + 2]]
+
+
+def test_a_window_bounds_positions_and_not_where_branches_draft() -> None:
+    kv_indices, kv_indptr = lists_of([1], [5], [9, 2], topk=2, num_steps=2, page_size=4, window_size=2, sink_size=1)
+    assert kv_indices == [[100, 103, 104, 105, 100, 103, 104, 109], [100, 103, 104, 105, 106, 100, 103, 104, 109, 110]]
+    assert kv_indptr == [[0, 4, 7], [0, 5, 9]]
+
+
+def test_entries_of_pages_are_the_slots_in_them() -> None:
+    kv_indices, _ = lists_of([1], [5], num_steps=2, page_size=4, entry_page_size=4)
+    assert kv_indices == [[400, 401, 402, 403, 404, 405], [400, 401, 402, 403, 404, 405, 406]]
+
+
+def test_virtual_slots_are_those_of_their_physical_pages() -> None:
+    v2p = torch.full((30,), -1)
+    v2p[25], v2p[26] = 7, 2  # slots 100 to 107; 108 and on have no page
+    kv_indices, _ = lists_of([1], [7], num_steps=2, page_size=4, v2p=v2p)
+    assert kv_indices[1] == [28, 29, 30, 31, 8, 9, 10, 11, 0]
+    table = torch.tensor([[5, -1, 3]])
+    arguments = (torch.tensor([0]), table, torch.tensor([2]), torch.tensor([2]))
+    lists, _ = generate_draft_decode_kv_indices(
+        *arguments, num_steps=1, topk=1, page_size=4, v2p=torch.arange(9, 0, -1)
+    )
+    assert lists[0].tolist() == [8 * 4 + 1, 0, 9 * 4 + 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sink_size": 1}, "window_size=0 and sink_size=1 must not be negative, and a sink needs a window"),
+        ({"window_size": -1}, "window_size=-1 .* must not be negative"),
+        ({"entry_page_size": 2}, "entry_page_size=2 must be 1 or page_size=4"),
+        ({"v2p": torch.arange(25)}, "slot 100 is in virtual page 25, but v2p has 25 pages"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        lists_of([1], [2], num_steps=2, page_size=4, **options)

@@ -52,7 +52,7 @@ def test_lengths_are_drawn_from_a_trace() -> None:
     ("name", "message"),
     [
         ("kv_index/serial/8x80k", "no kind of draft scenario is called 'kv_index'"),
-        ("kv_indices/fast/8x80k", "'fast' is none of serial, spread"),
+        ("kv_indices/fast/8x80k", "'fast' is none of serial, token_blocks, spread"),
         ("kv_indices/serial", "2 parts at least, this name has 1"),
         ("draft_steps/mha/8x80k", "3 parts at least, this name has 2"),
         ("kv_indices/serial/8q80k", "'8q80k' is not <count>x<tokens>"),

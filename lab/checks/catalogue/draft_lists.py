@@ -16,11 +16,25 @@ EDGES = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1025)
 
 
 def _cases(interface: Interface, space: Space, level: Level) -> Iterator[DraftListsCase]:
-    """Return the lengths at edges of blocks, and drafts in which branches, pages and steps meet; K18 has the other values."""
+    """Return the lengths at edges of blocks, and drafts in which branches, pages, steps and windows meet; K18 has the rest."""
     yield DraftListsCase(EDGES)
     for topk, page_size in ((2, 1), (1, 16), (2, 16), (3, 32), (3, 64), (2, 128), (2, 256)):
         yield DraftListsCase((0, 1, page_size - 1, page_size, 70), num_steps=4, topk=topk, page_size=page_size)
     yield DraftListsCase((5, 17, 130), topk=2, page_size=16, num_steps=40)  # more steps than a page holds
+    yield DraftListsCase(EDGES, window_size=60, sink_size=4)
+    for is_translated in (False, True):
+        yield DraftListsCase(
+            (0, 1, 15, 16, 70, 513), 4, 2, 16, translated=is_translated, entries_are_pages=not is_translated
+        )
+    yield DraftListsCase(
+        (5, 700, 17),
+        topk=2,
+        page_size=64,
+        window_size=300,
+        entries_are_pages=True,
+        translated=True,
+        positions_differ=True,
+    )
 
 
 def _judge(trial: Trial) -> None:

@@ -25,6 +25,7 @@ NARROW = {
     "int32 positions": ("positions",),
     "int32 lists": ("kv_indices",),
     "int32 boundaries": ("kv_indptr",),
+    "int32 pages": ("v2p",),
     "int32 but the table": tuple(name for name in DTYPES if name != "req_to_token"),
 }
 SHORT = (5, 17, 1, 40, 9, 33, 2)  # of the requests in turn
@@ -45,6 +46,10 @@ AXES: dict[str, tuple[Any, ...]] = {
     "spare_capacity": (5, 0, -20),
     "row_gap": (0, 1, 24),
     "first_cell": (8, 0, 1),
+    "window_size": (0, 1, 9, 128, 4_096),
+    "sink_size": (0, 1, 64),
+    "entries": ("slots", "pages"),
+    "translated": (False, True),
 }
 
 
@@ -56,6 +61,7 @@ def draft_lists_case(of: Combination) -> DraftListsCase:
         repeated=of["rows"] == "one for all",
         dtypes={name: torch.int32 if name in NARROW[of["dtypes"]] else torch.int64 for name in DTYPES},
         seed=of.seed,
+        entries_are_pages=of["entries"] == "pages",
         **{name: of[name] for name in _FIELDS},
     )
 
@@ -93,9 +99,16 @@ def _within(count: Callable[[DraftListsCase], int], most: int) -> Callable[..., 
     return fits
 
 
-_FIELDS = ("topk", "num_steps", "page_size", "spare_columns", "spare_capacity", "row_gap", "first_cell")
+_FIELDS = (
+    *("topk", "num_steps", "page_size", "spare_columns", "spare_capacity", "row_gap", "first_cell"),
+    *("window_size", "sink_size", "translated"),
+)
 _SIZES = ("requests", "prefixes", "page_size", "topk", "num_steps")
 RULES = (
+    Constraint(("window_size", "sink_size"), lambda window, sink: window > 0 or sink == 0, "a sink has a window"),
+    Constraint(
+        ("page_size", "entries"), lambda page_size, of: page_size > 1 or of == "slots", "a page of one token is a slot"
+    ),
     Constraint(
         ("requests", "topk", "num_steps"), lambda *sizes: torch.Size(sizes).numel() <= MOST_LISTS, "loops over lists"
     ),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lab.checks.mutants.mutant import DRAFT_INDICES, Defective
-from lab.references.draft_decode_kv_indices import draft_start
+from lab.references.draft_decode_kv_indices import draft_start, kept_positions
 
 
 class DraftListsModel(Defective, is_model=True, interface=(DRAFT_INDICES,)):
@@ -23,20 +23,32 @@ class DraftListsModel(Defective, is_model=True, interface=(DRAFT_INDICES,)):
         *,
         topk: int,
         page_size: int,
+        window_size: int = 0,
+        sink_size: int = 0,
+        entry_page_size: int = 1,
+        v2p: Tensor | None = None,
         schedule: object = None,
     ) -> None:
         """Arguments and results are the kernel's; the schedule changes nothing."""
         num_steps = kv_indices.shape[0]
         lens = self.lens(paged_kernel_lens, req_pool_indices)
+        starts = {
+            (request, branch): self.start(lens[request], branch, num_steps=num_steps, topk=topk, page_size=page_size)
+            for request, branch in self.order(len(lens), topk)
+        }
         rows = self.rows(req_to_token, req_pool_indices)
+        if entry_page_size > 1 or v2p is not None:  # beyond its columns a row counts as zeros
+            needed = -(-(max(starts.values(), default=0) + num_steps) // entry_page_size)
+            rows = torch.nn.functional.pad(rows.to(torch.int64), (0, max(0, needed - rows.shape[1])))
+            rows = self.translated(self.slots_of_pages(rows, entry_page_size), page_size, v2p)
+        counted = [self.counted(number, window_size, sink_size) for number in positions.tolist()]
         for step in range(num_steps):
-            lists = [torch.empty(0, dtype=req_to_token.dtype, device=req_to_token.device)]
-            for request, branch in self.order(len(lens), topk):
-                start = self.start(lens[request], branch, num_steps=num_steps, topk=topk, page_size=page_size)
-                columns = [*range(lens[request]), *range(start, start + self.drafted(step))]
-                lists.append(self.slots(rows[request], columns))
+            lists = [torch.empty(0, dtype=rows.dtype, device=rows.device)]
+            for (request, _), start in starts.items():
+                prefix = self.kept(lens[request], window_size, sink_size)
+                lists.append(self.slots(rows[request], [*prefix, *range(start, start + self.drafted(step))]))
             self.write(kv_indices, step, torch.cat(lists))
-            self.write_boundaries(kv_indptr[step], self.boundaries(positions.tolist(), lens, topk, step))
+            self.write_boundaries(kv_indptr[step], self.boundaries(counted, lens, topk, step))
 
     def lens(self, paged_kernel_lens: Tensor, req_pool_indices: Tensor) -> list[int]:
         """Prefix slots of each request's lists."""
@@ -53,6 +65,30 @@ class DraftListsModel(Defective, is_model=True, interface=(DRAFT_INDICES,)):
     def start(self, length: int, branch: int, *, num_steps: int, topk: int, page_size: int) -> int:
         """Column of a branch's first draft slot."""
         return draft_start(length, branch, num_steps=num_steps, topk=topk, page_size=page_size)
+
+    def kept(self, length: int, window_size: int, sink_size: int) -> list[int]:
+        """Columns of a prefix that a list keeps."""
+        return kept_positions(length, window_size, sink_size)
+
+    def counted(self, position: int, window_size: int, sink_size: int) -> int:
+        """Return how many tokens of a prefix the boundaries count."""
+        return min(position, window_size + sink_size) if window_size else position
+
+    def slots_of_pages(self, rows: Tensor, entry_page_size: int) -> Tensor:
+        """[num_requests, row_width * entry_page_size] int64, by position."""
+        tokens = torch.arange(entry_page_size, device=rows.device)
+        return (rows[:, :, None] * entry_page_size + tokens).flatten(1)
+
+    def translated(self, slots: Tensor, page_size: int, v2p: Tensor | None) -> Tensor:
+        """Return the slots of virtual ones, of their shape."""
+        if v2p is None:
+            return slots
+        pages = torch.where(slots < 0, -1, v2p.to(torch.int64)[slots.clamp(min=0) // page_size])
+        return self.physical(pages, slots % page_size, page_size)
+
+    def physical(self, pages: Tensor, tokens: Tensor, page_size: int) -> Tensor:
+        """Return the slots of tokens in pages; slot 0 where a page is below 0."""
+        return torch.where(pages < 0, 0, pages * page_size + tokens)
 
     def drafted(self, step: int) -> int:
         """Draft slots of a list."""
@@ -145,10 +181,10 @@ class IndptrStartWritten(DraftListsModel):
 class LateBranchesUncounted(DraftListsModel):
     """Boundaries after the 512th are summed from it on anew."""
 
-    counted = 512
+    summed = 512
 
     def boundaries(self, positions: list[int], lens: list[int], topk: int, step: int) -> list[int]:
-        first, others = positions[: self.counted], positions[self.counted :]
+        first, others = positions[: self.summed], positions[self.summed :]
         return super().boundaries(first, lens, topk, step) + super().boundaries(others, lens, topk, step)
 
 
@@ -235,7 +271,7 @@ class PrefixBeyond2048Lost(DraftListsModel):
         return super().slots(row, columns).masked_fill(index >= 2048, 0)
 
 
-class BoundariesBeyond1024Anew(LateBranchesUncounted, counted=1024):
+class BoundariesBeyond1024Anew(LateBranchesUncounted, summed=1024):
     """The sum of the lists' lengths begins anew after the 1,024th."""
 
 
@@ -294,3 +330,43 @@ class UnalignedListsShifted(DraftListsModel):
         if kv_indices.data_ptr() % 16:
             slots = torch.nn.functional.pad(slots, (1, 0))
         super().write(kv_indices, step, slots)
+
+
+class SinkLost(DraftListsModel, kept=lambda kept, length, window_size, _: kept[-window_size:] if window_size else kept):
+    """A list keeps a prefix's window and not its sink."""
+
+
+class WindowUncounted(DraftListsModel, counted=lambda _, position, *__: position):
+    """Boundaries count whole prefixes, of which the lists keep a window."""
+
+
+class WindowHoldsTheSink(DraftListsModel):
+    """A window ends so many tokens later as the sink holds, so that a list keeps fewer than it counts."""
+
+    def kept(self, length: int, window_size: int, sink_size: int) -> list[int]:
+        return super().kept(length, max(window_size - sink_size, 1) if window_size else 0, sink_size)
+
+
+class PagesTakenForSlots(DraftListsModel):
+    """Entries that are pages are taken for the slots of their tokens."""
+
+    def slots_of_pages(self, rows: Tensor, entry_page_size: int) -> Tensor:
+        return rows.repeat_interleave(entry_page_size, 1)
+
+
+class VirtualSlotsLeft(DraftListsModel, translated=lambda _, slots, *__: slots):
+    """Virtual slots are not translated."""
+
+
+class UnmappedPagesNegative(DraftListsModel):
+    """A token whose virtual page has none gets a slot below 0."""
+
+    def physical(self, pages: Tensor, tokens: Tensor, page_size: int) -> Tensor:
+        return pages * page_size + tokens
+
+
+class PhysicalSlotsWrapInt32(DraftListsModel):
+    """The slot of a translated page is computed in 32 bits."""
+
+    def physical(self, pages: Tensor, tokens: Tensor, page_size: int) -> Tensor:
+        return (super().physical(pages, tokens, page_size) + 2**31) % 2**32 - 2**31

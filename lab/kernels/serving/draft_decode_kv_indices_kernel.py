@@ -1,0 +1,250 @@
+"""The Triton kernels that `lab.kernels.serving.draft_decode_kv_indices` launches. The glossary there explains the terms."""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+# Stores to `kv_indices` begin at a multiple of this many elements: 8 of int32 fill a 32-byte sector of L2.
+STORE_ALIGNMENT: tl.constexpr = tl.constexpr(8)
+
+
+class ListsForm(NamedTuple):
+    """What the kernels are compiled for: a named tuple, which Triton takes as one compile-time argument.
+
+    Attributes:
+        num_steps, topk, page_size, window_size, sink_size, entry_page_size: of the function.
+        block_steps: a power of two, `num_steps` at least.
+        block_requests: requests whose lengths a program sums at a time.
+        block_tokens: tokens that a program copies at a time.
+        by_token_blocks: several programs divide a list in the serial kernel.
+    """
+
+    num_steps: int
+    topk: int
+    page_size: int
+    window_size: int
+    sink_size: int
+    entry_page_size: int
+    block_steps: int
+    block_requests: int
+    block_tokens: int
+    by_token_blocks: bool
+
+
+# By default Triton compiles a kernel again where an integer is 1 or a multiple of 16, and where a pointer is a multiple of 16
+# bytes. These arguments vary from batch to batch, so neither may compile again. The address of `kv_indices` may: where it is
+# aligned, stores are 16 bytes wide.
+_VARYING = ["num_requests", "row_width", "row_stride", "capacity", "kv_indices_stride", "kv_indptr_stride"]
+_UNALIGNED = ["req_pool_indices", "req_to_token", "paged_kernel_lens", "kv_indptr", "positions", "v2p"]
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
+def _spread_kernel(
+    req_pool_indices,
+    req_to_token,
+    paged_kernel_lens,
+    kv_indices,
+    kv_indptr,
+    positions,
+    num_requests,
+    row_width,
+    row_stride,
+    capacity,
+    kv_indices_stride,
+    kv_indptr_stride,
+    v2p,
+    FORM: tl.constexpr,
+):
+    """Write kv_indptr in row 0 of the grid, and a request's lists in each other row, whose programs take its blocks in turn."""
+    NUM_STEPS: tl.constexpr = FORM.num_steps
+    share = tl.program_id(0)
+    request = tl.program_id(1) - 1
+    if request < 0:
+        if share == 0:
+            _write_indptr(positions, kv_indptr, num_requests * FORM.topk, kv_indptr_stride, FORM)
+    else:
+        # These two loads do not wait for each other. Most programs of a short request end after them.
+        length = tl.load(paged_kernel_lens + request).to(tl.int32)
+        row = req_to_token + tl.load(req_pool_indices + request).to(tl.int64) * row_stride
+        kept = _kept(length, FORM)
+        # `_copy_block` shifts blocks back by fewer than STORE_ALIGNMENT tokens, so a prefix may need one block more.
+        if (share == 0) | (share * FORM.block_tokens < kept + STORE_ALIGNMENT):
+            before = _sum_before(paged_kernel_lens, request, FORM) * FORM.topk
+            stride = tl.num_programs(0) * FORM.block_tokens
+            for start in range(share * FORM.block_tokens, kept + STORE_ALIGNMENT, stride):
+                for step in tl.static_range(NUM_STEPS):
+                    for branch in range(FORM.topk):
+                        step_start = step * kv_indices_stride.to(tl.int64)
+                        list_start = _list_start(before, request, branch, step, kept, FORM)
+                        _copy_block(
+                            row, row_width, v2p, kv_indices, step_start, list_start, capacity, start, length, FORM
+                        )
+            if share == 0:
+                for branch in range(FORM.topk):
+                    drafted = _drafted_slots(row, row_width, v2p, length, branch, FORM)
+                    for step in tl.static_range(NUM_STEPS):
+                        end = _list_start(before, request, branch, step, kept, FORM) + kept
+                        step_row = kv_indices + step * kv_indices_stride.to(tl.int64)
+                        _store_drafted(drafted, step_row, end, step, capacity, FORM)
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
+def _serial_kernel(
+    req_pool_indices,
+    req_to_token,
+    paged_kernel_lens,
+    kv_indices,
+    kv_indptr,
+    positions,
+    num_requests,
+    row_width,
+    row_stride,
+    capacity,
+    kv_indices_stride,
+    kv_indptr_stride,
+    v2p,
+    FORM: tl.constexpr,
+):
+    """Write a list and the boundary at its end in program (step, request, branch), or in the programs that divide the list."""
+    step = tl.program_id(0)
+    request = tl.program_id(1)
+    branch = tl.program_id(2)
+    share = 0
+    stride = FORM.block_tokens
+    if FORM.by_token_blocks:
+        share = step // FORM.num_steps
+        stride = tl.num_programs(0) // FORM.num_steps * FORM.block_tokens
+        step = step % FORM.num_steps
+    length = tl.load(paged_kernel_lens + request).to(tl.int32)
+    row = req_to_token + tl.load(req_pool_indices + request).to(tl.int64) * row_stride
+    kept = _kept(length, FORM)
+    before = _sum_before(paged_kernel_lens, request, FORM) * FORM.topk
+    first = _list_start(before, request, branch, step, kept, FORM)
+    step_row = kv_indices + step.to(tl.int64) * kv_indices_stride
+    lanes = tl.arange(0, FORM.block_tokens)
+    for start in range(share * FORM.block_tokens, kept, stride):
+        token = start + lanes
+        slots = _load_slots(row, row_width, v2p, _position(token, length, FORM), token < kept, FORM)
+        tl.store(step_row + first + token, slots, mask=(token < kept) & (first + token < capacity))
+    if share == 0:
+        drafted = _drafted_slots(row, row_width, v2p, length, branch, FORM)
+        _store_drafted(drafted, step_row, first + kept, step, capacity, FORM)
+        end = request * FORM.topk + branch + 1
+        boundary = _sum_before(positions, end, FORM) + end * (step + 1)
+        tl.store(kv_indptr + step * kv_indptr_stride + end, boundary)
+
+
+@triton.jit
+def _kept(lengths, FORM: tl.constexpr):
+    """Return how many tokens of a prefix its lists keep."""
+    if FORM.window_size > 0:
+        lengths = tl.minimum(lengths, FORM.window_size + FORM.sink_size)
+    return lengths
+
+
+@triton.jit
+def _position(token, length, FORM: tl.constexpr):
+    """Return the position in a prefix of the token that a list keeps at index `token`: the sink's, then the window's."""
+    if FORM.window_size > 0:
+        skipped = tl.maximum(length - (FORM.window_size + FORM.sink_size), 0)
+        token = tl.where(token < FORM.sink_size, token, token + skipped)
+    return token
+
+
+@triton.jit
+def _load_slots(row, row_width, v2p, position, inside, FORM: tl.constexpr):
+    """Return the slots at positions of a request's row, whose entries beyond its end are 0; anything where not `inside`."""
+    if FORM.entry_page_size == 1:
+        slots = tl.load(row + position, mask=inside & (position < row_width), other=0)
+    else:
+        column = position // FORM.entry_page_size
+        page = tl.load(row + column, mask=inside & (column < row_width), other=0).to(tl.int64)
+        slots = page * FORM.entry_page_size + position % FORM.entry_page_size
+    if v2p is not None:
+        slots = slots.to(tl.int64)
+        page = tl.load(v2p + slots // FORM.page_size, mask=inside & (slots >= 0), other=-1).to(tl.int64)
+        slots = tl.where(page >= 0, page * FORM.page_size + slots % FORM.page_size, 0)
+    return slots
+
+
+@triton.jit
+def _list_start(before, request, branch, step, kept, FORM: tl.constexpr):
+    """Return the index in its step's row where a list starts; `before` counts the kept tokens of all requests before it."""
+    return before + request * (step + 1) * FORM.topk + branch * (kept + step + 1)
+
+
+@triton.jit
+def _copy_block(row, row_width, v2p, kv_indices, step_start, list_start, capacity, start, length, FORM: tl.constexpr):
+    """Copy a block of a prefix into one list. The block is shifted back so that its stores start at an aligned index.
+
+    Lists start at different indices, so each has its own shift. The slots of the first list come from memory, those of the
+    others from L1. A whole block is stored without a mask, because masked stores would be narrower than 16 bytes.
+    """
+    lanes = tl.arange(0, FORM.block_tokens)
+    shift = ((step_start + list_start) % STORE_ALIGNMENT).to(tl.int32)
+    first = start - shift
+    token = first + lanes
+    target = kv_indices + tl.multiple_of(step_start + list_start + first, STORE_ALIGNMENT) + lanes
+    end = first + FORM.block_tokens
+    kept = _kept(length, FORM)
+    copies_entries: tl.constexpr = FORM.window_size == 0 and FORM.entry_page_size == 1 and v2p is None
+    last_column = end if copies_entries else 0  # `_load_slots` looks after the others
+    if (first >= 0) & (end <= kept) & (last_column <= row_width) & (list_start + end <= capacity):
+        if copies_entries:
+            tl.store(target, tl.load(row + token))
+        else:
+            tl.store(target, _load_slots(row, row_width, v2p, _position(token, length, FORM), token >= 0, FORM))
+    else:
+        inside = (token >= 0) & (token < kept)
+        slots = _load_slots(row, row_width, v2p, _position(token, length, FORM), inside, FORM)
+        tl.store(target, slots, mask=inside & (list_start + token < capacity))
+
+
+@triton.jit
+def _drafted_slots(row, row_width, v2p, length, branch, FORM: tl.constexpr):
+    """Return the slots of the tokens that a branch drafts in all steps, `[block_steps]`; 0 for a position without one."""
+    if FORM.page_size == 1 or FORM.topk == 1:
+        start = length + branch * FORM.num_steps
+    else:  # each branch continues in its own copy of the prefix's last page
+        pages_per_branch = tl.cdiv(length % FORM.page_size + FORM.num_steps, FORM.page_size)
+        start = length + branch * pages_per_branch * FORM.page_size
+    drafted = tl.arange(0, FORM.block_steps)
+    position = start + drafted
+    inside = (drafted < FORM.num_steps) & (position >= 0)
+    return _load_slots(row, row_width, v2p, position, inside, FORM)
+
+
+@triton.jit
+def _store_drafted(slots, step_row, at, step, capacity, FORM: tl.constexpr):
+    """Store the slots of the tokens drafted in steps 0 to `step`, the end of a list, from index `at` of its row on."""
+    drafted = tl.arange(0, FORM.block_steps)
+    tl.store(step_row + at + drafted, slots, mask=(drafted <= step) & (at + drafted < capacity))
+
+
+@triton.jit
+def _write_indptr(positions, kv_indptr, num_branches, kv_indptr_stride, FORM: tl.constexpr):
+    """Write `kv_indptr[step, 1:num_branches + 1]` of every step."""
+    NUM_STEPS: tl.constexpr = FORM.num_steps
+    lanes = tl.arange(0, FORM.block_requests)
+    before = tl.zeros([], tl.int64)
+    for start in range(0, num_branches, FORM.block_requests):
+        branch = start + lanes
+        inside = branch < num_branches
+        prefix = _kept(tl.load(positions + branch, mask=inside, other=0).to(tl.int64), FORM)
+        end = before + tl.cumsum(prefix)
+        for step in tl.static_range(NUM_STEPS):
+            boundary = end + (branch + 1) * (step + 1)
+            tl.store(kv_indptr + step * kv_indptr_stride + branch + 1, boundary, mask=inside)
+        before += tl.sum(prefix)
+
+
+@triton.jit
+def _sum_before(lengths, end, FORM: tl.constexpr):
+    """Return how many tokens the lists keep of `lengths[:end]`, int64."""
+    BLOCK: tl.constexpr = FORM.block_requests
+    lanes = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, end, BLOCK):
+        total += _kept(tl.load(lengths + start + lanes, mask=start + lanes < end, other=0).to(tl.int64), FORM)
+    return tl.sum(total)
