@@ -15,6 +15,7 @@ EXTRA_OF = {
     "typer": "judge",
     "triton": "triton",
     "flashinfer": "flashinfer",
+    "flash_attn": "fa4",
     "pynvml": "bench",
     "pytest_benchmark": "bench",
     "scipy": "bench",

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 # Distributions whose modules have another name.
 DISTRIBUTIONS = {
     "flashinfer": "flashinfer-python",
+    "flash_attn": "flash-attn-4",
     "pynvml": "nvidia-ml-py",
     "cupti": "cupti-python",
     "markdown_it": "markdown-it-py",

@@ -370,3 +370,9 @@ def _check_row_offsets(offsets: list[int], num_rows: int, max_q_len: int) -> Non
 def mask_words(q_len: int) -> int:
     """Return the uint16 words in one row of XQA's packed draft mask (FlashInfer 0.7.2, `xqa`): rows are aligned to 32 bits."""
     return 2 * -(-q_len // 32)
+
+
+def shown_draft_tokens(mask: torch.Tensor) -> torch.Tensor:
+    """Return the draft tokens that a mask of int32 words, [batch, q_len, words], shows: bool [batch, q_len, q_len]."""
+    bits = (mask.unsqueeze(-1) >> torch.arange(MASK_BITS_PER_WORD, device=mask.device, dtype=torch.int32)) & 1
+    return bits.flatten(2)[:, :, : mask.shape[1]].bool()

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from lab.calls.problem import AttentionCall
 from lab.extras import sentence
 from lab.gpus import FAMILIES, Capability
-from lab.kernels.support import Kernel, peers, portable, trtllm
+from lab.kernels.support import Kernel, flash_attention_4, peers, portable, trtllm
 from lab.kernels.support.kernel import wrong_device, wrong_gpu
 
 
@@ -35,11 +35,13 @@ IMPLEMENTATIONS = (
     *(
         Implementation(f"lab.kernels.peers.{module}:{backend}", "flashinfer", "flashinfer-python", (kernel,))
         for module, call in (
+            ("flashinfer_paged", AttentionCall.DECODE),
             ("flashinfer_mla", AttentionCall.MLA_DECODE),
             ("flashinfer_ragged", AttentionCall.RAGGED_CONTEXT),
         )
         for backend, kernel in peers.BY_BACKEND[call].items()
     ),
+    Implementation("lab.kernels.peers.flash_attention_4", "flash_attn", "flash-attn-4", flash_attention_4.KERNELS),
 )
 
 

@@ -19,8 +19,8 @@ from lab.calls import (
     check_values,
     refuse_nan,
 )
-from lab.calls.problem import AttentionCall
-from lab.references.paged_attention import indexed, plain_v_scales, shown_draft_tokens
+from lab.calls.problem import AttentionCall, shown_draft_tokens
+from lab.references.paged_attention import indexed, plain_v_scales
 from lab.references.quantization import dequantize_nvfp4
 from lab.references.truth import Rules, Truth, truth_of_requests
 

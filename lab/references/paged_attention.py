@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lab.calls.entry import takes_fields_of
-from lab.calls.problem import E4M3, MASK_BITS_PER_WORD, PagedAttention, Scale, Softmax, check_values
+from lab.calls.problem import E4M3, PagedAttention, Scale, Softmax, check_values, shown_draft_tokens
 from lab.references.plain_arguments import check_plain
 from lab.references.quantization import deinterleave_v_scale_factors, dequantize_nvfp4, rounded
 
@@ -334,12 +334,6 @@ def _unmasked(mask: torch.Tensor, rows: torch.Tensor, draft_tokens: torch.Tensor
     columns = draft_tokens.clamp(0, q_len - 1)
     picked = shown[batch[:, None, None], rows.clamp(0, q_len - 1).unsqueeze(2), columns.unsqueeze(1)]
     return picked | (draft_tokens < 0).unsqueeze(1)
-
-
-def shown_draft_tokens(mask: torch.Tensor) -> torch.Tensor:
-    """Return the draft tokens that a mask of int32 words, [batch, q_len, words], shows: bool [batch, q_len, q_len]."""
-    bits = (mask.unsqueeze(-1) >> torch.arange(MASK_BITS_PER_WORD, device=mask.device, dtype=torch.int32)) & 1
-    return bits.flatten(2)[:, :, : mask.shape[1]].bool()
 
 
 def plain_v_scales(problem: PagedAttention) -> torch.Tensor | None:

@@ -21,9 +21,11 @@ from lab.kernels.support.trtllm_gen import TRTLLM_GEN_CONTEXT as GEN_CONTEXT
 from lab.kernels.support.trtllm_gen import TRTLLM_GEN_DECODE as GEN_DECODE
 from lab.kernels.support.xqa import XQA
 from tests.cases import context_arguments, decode_arguments, random_batch
+from tests.kernels.test_flash_attention_4_adapter import REFUSED as REFUSED_FA4
 from tests.kernels.test_flashinfer_mla_adapters import REFUSED as REFUSED_MLA
 from tests.kernels.test_flashinfer_mla_adapters import case as mla_case
 from tests.kernels.test_flashinfer_mla_adapters import with_columns
+from tests.kernels.test_flashinfer_paged_adapters import REFUSED as REFUSED_PAGED
 from tests.kernels.test_flashinfer_ragged_adapters import REFUSED as REFUSED_RAGGED
 from tests.kernels.test_flashinfer_ragged_adapters import case as ragged_case
 
@@ -456,7 +458,7 @@ def test_a_reason_reads_no_device() -> None:
 
 
 def test_every_kernel_has_rules() -> None:
-    elsewhere = (*REFUSED_MLA.values(), *REFUSED_RAGGED.values())
+    elsewhere = (row for rows in (REFUSED_MLA, REFUSED_RAGGED, REFUSED_PAGED, REFUSED_FA4) for row in rows.values())
     assert {row[0] for row in TABLE} | {row[0] for row in elsewhere} == set(KERNELS)
 
 

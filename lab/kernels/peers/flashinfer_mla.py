@@ -5,7 +5,6 @@ call copies them there and waits, and none can be captured in a CUDA graph. `pla
 lengths that stay. `fa2` and `fa3` are the two by name, such as `lab judge lab.kernels.peers.flashinfer_mla:fa2`.
 """
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +13,7 @@ import torch
 from lab.calls.mla_decode import MLADecodeCall
 from lab.calls.problem import E4M3, PagedAttention
 from lab.kernels.flashinfer_call import installed, scratch_for
-from lab.kernels.peers.planned import PlannedWrapper, supported_backend
-from lab.kernels.support.peers import kernel_for as kernel_for
+from lab.kernels.peers.planned import PlannedWrapper, live_pages, supported_backend
 
 NAME = "trtllm_batch_decode_with_kv_cache_mla"
 WRAPPER = "BatchMLAPagedAttentionWrapper"
@@ -72,14 +70,12 @@ def _scale_of_keys(problem: PagedAttention) -> float:
 def _metadata(problem: PagedAttention) -> Any:
     """Return the requests as CSR, which FA2 and FA3 plan from: rows, pages and lengths."""
     metadata_type, _ = installed("flashinfer.mla", "MLAPlanMetadata")
-    kv_lens = problem.seq_lens.tolist()
-    pages = [-(-kv_len // problem.page_size) for kv_len in kv_lens]
-    live = [problem.k_block_tables[request, :count] for request, count in enumerate(pages)]
+    live = live_pages(problem)
     return metadata_type.csr(
         qo_indptr=torch.tensor(problem.row_offsets(), dtype=torch.int32),
-        kv_indptr=torch.tensor([0, *itertools.accumulate(pages)], dtype=torch.int32),
-        kv_indices=torch.cat(live),
-        kv_len_arr=torch.tensor(kv_lens, dtype=torch.int32),
+        kv_indptr=live.indptr,
+        kv_indices=live.indices,
+        kv_len_arr=live.kv_lens,
     )
 
 
@@ -100,6 +96,7 @@ def _run_arguments(
     return arguments
 
 
-fa2, fa3, _fitting = (PlannedWrapper(__name__, NAME, MLADecodeCall, _plan, backend) for backend in ("fa2", "fa3", ""))
+fa2, fa3, _fitting = (PlannedWrapper(__name__, {NAME: MLADecodeCall}, _plan, backend) for backend in ("fa2", "fa3", ""))
+kernel_for = _fitting.kernel_for
 trtllm_batch_decode_with_kv_cache_mla = getattr(_fitting, NAME)
 plan_trtllm_batch_decode_with_kv_cache_mla = getattr(_fitting, f"plan_{NAME}")

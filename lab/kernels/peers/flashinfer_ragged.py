@@ -14,7 +14,6 @@ import torch
 from lab.calls.ragged_context import RaggedAttention, RaggedContextCall
 from lab.kernels.flashinfer_call import installed, scratch_for
 from lab.kernels.peers.planned import PlannedWrapper, supported_backend
-from lab.kernels.support.peers import kernel_for as kernel_for
 from lab.kernels.trtllm.ragged_context import fill_rows_without_keys
 
 NAME = "trtllm_ragged_attention_deepseek"
@@ -90,7 +89,8 @@ def _lacks_keys(causal: bool, q_offsets: Sequence[int], kv_offsets: Sequence[int
 
 
 fa2, fa3, _fitting = (
-    PlannedWrapper(__name__, NAME, RaggedContextCall, _plan, backend) for backend in ("fa2", "fa3", "")
+    PlannedWrapper(__name__, {NAME: RaggedContextCall}, _plan, backend) for backend in ("fa2", "fa3", "")
 )
+kernel_for = _fitting.kernel_for
 trtllm_ragged_attention_deepseek = getattr(_fitting, NAME)
 plan_trtllm_ragged_attention_deepseek = getattr(_fitting, f"plan_{NAME}")

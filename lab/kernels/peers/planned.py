@@ -1,34 +1,37 @@
-"""A wrapper of FlashInfer's that plans on the host from the lengths, under the name of one of the TRT-LLM calls."""
+"""A wrapper of FlashInfer's that plans on the host from the lengths, under the names of TRT-LLM calls."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from lab.calls import made_at_once, takes
+from lab.calls import AttentionCall, PagedAttention, made_at_once, takes
+from lab.gpus import Capability
 from lab.kernels.flashinfer_call import capability_for
-from lab.kernels.support import Problem, refuse_unsupported
+from lab.kernels.support import Kernel, Problem, refuse_unsupported
 from lab.kernels.support.peers import BY_BACKEND, fa_backend
 
 Plan = Callable[[Any, str], Callable[[], Any]]
 
 
 class PlannedWrapper:
-    """One of FlashInfer's wrappers with one of its backends, FA2 or FA3, as an implementation of a call.
+    """FlashInfer's wrappers with one of their backends, FA2 or FA3, as an implementation of calls.
 
     Each call copies lengths to the host and waits, and none can be captured in a CUDA graph. `plan_` before its name does
     that once, for lengths that stay (`lab.kernels.PlannedOnce`): it returns the same call, which may be made any number of
-    times, in a CUDA graph too. Lengths, rows and page ids are those of the planning; the contents of the other tensors may
-    change.
+    times, in a CUDA graph too. Lengths, rows, page ids and masks are those of the planning; the contents of the other tensors
+    may change.
     """
 
-    def __init__(self, module: str, function: str, call_type: type[Any], plan: Plan, backend: str = "") -> None:
-        """Give the wrapper the call's name.
+    def __init__(self, module: str, call_types: Mapping[str, type[Any]], plan: Plan, backend: str = "") -> None:
+        """Give the wrapper the calls' names.
 
         Args:
             module: its module, after which it is named.
-            function: FlashInfer's name of the call.
-            call_type: `MLADecodeCall` or `RaggedContextCall`.
+            call_types: of `lab.calls`, by FlashInfer's name of the call.
             plan: checks and plans a call for a backend, and returns it ready.
             backend: "fa2" or "fa3"; "" for FA3 on SM90 and FA2 elsewhere.
         """
@@ -38,9 +41,47 @@ class PlannedWrapper:
             return plan(call, backend)
 
         self.__name__ = f"{module}:{backend}" if backend else module
-        plan_it = takes(call_type)(planned)
-        setattr(self, f"plan_{function}", plan_it)
-        setattr(self, function, made_at_once(plan_it))
+        self._backend = backend
+        for function, call_type in call_types.items():
+            plan_it = takes(call_type)(planned)
+            setattr(self, f"plan_{function}", plan_it)
+            setattr(self, function, made_at_once(plan_it))
+
+    def kernel_for(self, call: AttentionCall, capability: Capability) -> Kernel:
+        """Return the kernel that a call comes to on a GPU."""
+        return BY_BACKEND[call][self._backend or fa_backend(capability)]
+
+
+@dataclass(frozen=True, eq=False)
+class LivePages:
+    """The pages of each request that hold keys, as FlashInfer's plans take them: on the host but for the ids.
+
+    Attributes:
+        kv_lens: int32 [batch_size], keys of each request.
+        indptr: int32 [batch_size + 1], the first of each request's pages among `indices`.
+        indices: int32 [indptr[-1]], page ids.
+        last_page_len: int32 [batch_size], tokens of each request's last page. A request without pages has a whole one, so that
+            FlashInfer's (pages - 1) * page_size + last_page_len is 0.
+    """
+
+    kv_lens: torch.Tensor
+    indptr: torch.Tensor
+    indices: torch.Tensor
+    last_page_len: torch.Tensor
+
+
+def live_pages(problem: PagedAttention) -> LivePages:
+    """Return the requests' pages; lengths are copied to the host."""
+    kv_lens = problem.seq_lens.tolist()
+    counts = [-(-kv_len // problem.page_size) for kv_len in kv_lens]
+    live = [problem.k_block_tables[request, :count] for request, count in enumerate(counts)]
+    on_host = partial(torch.tensor, dtype=torch.int32)
+    return LivePages(
+        kv_lens=on_host(kv_lens),
+        indptr=on_host([0, *itertools.accumulate(counts)]),
+        indices=torch.cat(live),
+        last_page_len=on_host([(kv_len - 1) % problem.page_size + 1 for kv_len in kv_lens]),
+    )
 
 
 def supported_backend(backend: str, wrapper: str, problem: Problem) -> str:

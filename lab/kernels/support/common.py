@@ -2,7 +2,7 @@
 
 import torch
 
-from lab.calls.problem import E4M3, HALF_DTYPES, NVFP4, Feature, PagedAttention
+from lab.calls.problem import E4M3, HALF_DTYPES, NVFP4, AttentionProblem, Feature, PagedAttention
 from lab.calls.ragged_context import RaggedAttention
 from lab.kernels.support.kernel import Dtypes, dims, page_sizes
 
@@ -48,6 +48,18 @@ def misaligned_ragged(problem: RaggedAttention) -> str | None:
     """Return a ragged kernel's sentence about the first of query, key and value that is `misaligned`."""
     sides = (("query", problem.query), ("key", problem.key), ("value", problem.value))
     return next((words for name, tensor in sides if (words := misaligned(name, tensor)) is not None), None)
+
+
+def misaligned_paged(problem: PagedAttention) -> str | None:
+    """Return a kernel's sentence about the first of query, K and V that is `misaligned`, or an out that is `misplaced`."""
+    sides = (("query", problem.query), ("K", problem.k_cache), ("V", problem.v_cache))
+    words = next((words for name, tensor in sides if (words := misaligned(name, tensor)) is not None), None)
+    return words if words is not None or problem.out is None else misplaced("out", problem.out)
+
+
+def positive_bmm1_scale(problem: AttentionProblem) -> str | None:
+    """Return the sentence of a kernel that takes a row's maximum before it scales: 0 would be 0 * -inf where it masks."""
+    return None if problem.bmm1_scale > 0 else f"takes a positive bmm1_scale, not {problem.bmm1_scale}"
 
 
 def misplaced_paged(problem: PagedAttention) -> str | None:

@@ -1,12 +1,20 @@
 """Rows of other people's kernels: FlashInfer 0.7.2's own FA2 and FA3, called by its wrappers."""
 
+from functools import partial
 from typing import Any
 
-from lab.calls.problem import E4M3, AttentionCall, Feature, PagedAttention
+from lab.calls.problem import E4M3, HALF_DTYPES, AttentionCall, Feature, PagedAttention
 from lab.calls.ragged_context import RaggedAttention
 from lab.gpus import FAMILIES, SM90, Capability, family_of
-from lab.kernels.support.common import BF16, HALVES, RAGGED_SIZES, misaligned_ragged
-from lab.kernels.support.kernel import Dtypes, Kernel, mla_dims, sizes
+from lab.kernels.support.common import (
+    BF16,
+    HALVES,
+    RAGGED_SIZES,
+    misaligned_paged,
+    misaligned_ragged,
+    positive_bmm1_scale,
+)
+from lab.kernels.support.kernel import Dtypes, Kernel, mla_dims, sizes, triples
 
 DEEPSEEK_MLA_DIMS = (512, 64)
 OUT = "writes the query's dtype {q}, not {out}"
@@ -24,11 +32,6 @@ MLA_QUERIES = "takes fp16 or bf16 queries over a cache of their dtype or e4m3, n
 MLA_DTYPES = Dtypes(HALVES | {(BF16, E4M3, BF16)}, MLA_QUERIES, {E4M3: E4M3_CACHE}, OUT)
 
 
-def _positive_bmm1_scale(problem: Any) -> str | None:
-    # A row's maximum is taken before the scale; 0 would be 0 * -inf where it masks.
-    return None if problem.bmm1_scale > 0 else f"takes a positive bmm1_scale, not {problem.bmm1_scale}"
-
-
 def _fa_mla(capability: Capability | None, problem: PagedAttention) -> str | None:
     """Return the limit that a problem passes, by `_validate_generated_fa_plan` and the capabilities of both backends."""
     quantised = problem.k_cache.dtype == E4M3
@@ -41,7 +44,7 @@ def _fa_mla(capability: Capability | None, problem: PagedAttention) -> str | Non
         return f"has no scale of a {problem.k_cache.dtype} cache: bmm2_scale must be 1, not {problem.bmm2_scale}"
     if quantised and not problem.bmm2_scale > 0:
         return f"takes a positive scale of an e4m3 cache, not bmm2_scale {problem.bmm2_scale}"
-    return _positive_bmm1_scale(problem)
+    return positive_bmm1_scale(problem)
 
 
 FA2_MLA = Kernel(
@@ -67,7 +70,7 @@ FA3_MLA = Kernel(
 
 def _fa_ragged(capability: Capability | None, problem: RaggedAttention) -> str | None:
     """Return the limit that a problem passes, by `BatchPrefillWithRaggedKVCacheWrapper` and its two backends."""
-    return _positive_bmm1_scale(problem) or misaligned_ragged(problem)
+    return positive_bmm1_scale(problem) or misaligned_ragged(problem)
 
 
 def _ragged(backend: str, gpus: Any) -> Kernel:
@@ -85,17 +88,64 @@ def _ragged(backend: str, gpus: Any) -> Kernel:
 
 FA2_RAGGED = _ragged("FA2", FAMILIES)
 FA3_RAGGED = _ragged("FA3", (SM90,))
-KERNELS = (FA2_MLA, FA3_MLA, FA2_RAGGED, FA3_RAGGED)
+
+
+def _fa_paged(capability: Capability | None, problem: PagedAttention) -> str | None:
+    """Return the limit that a problem passes, by the two wrappers, their `AttentionSink` and the loads of both backends."""
+    if problem.sinks is not None and problem.mask is not None:  # `AttentionSink` has a `LogitsMask` of its own
+        return "reads no mask where it has sinks"
+    if problem.sinks is not None and problem.query.dtype == E4M3:
+        return "has sinks for fp16 and bf16 queries alone"
+    return positive_bmm1_scale(problem) or misaligned_paged(problem)
+
+
+PAGED_CALLS = (AttentionCall.DECODE, AttentionCall.CONTEXT)
+PAGED = partial(
+    Kernel,
+    calls=PAGED_CALLS,
+    sizes=(sizes("is taken for head_dim", lambda problem: problem.head_dim, 64, 128, 256),),
+    limits=_fa_paged,
+)
+PAGED_HONOURS = HONOURED_BY_ALL | {Feature.NON_CAUSAL, Feature.WINDOW, Feature.SINKS, Feature.V_SCALE}
+PAGED_SAYS = {each: SAYS[each] for each in (Feature.TENSOR_SCALES, Feature.STRIDED_LSE)} | {
+    Feature.SEPARATE_TABLES: "reads one list of pages for K and V: uses_shared_paged_kv_idx must be True"
+}
+FA2_PAGED = PAGED(
+    "the paged wrappers with FA2",
+    gpus=FAMILIES,
+    dtypes=Dtypes(
+        HALVES | {(q, E4M3, q) for q in HALF_DTYPES},
+        queries="takes fp16 or bf16 queries, not {q}",
+        kv="takes K/V in the query's dtype or e4m3, not {kv}",
+        out=OUT,
+    ),
+    honours=PAGED_HONOURS | {Feature.OTHER_V_STRIDES, Feature.MASK},
+    says=PAGED_SAYS,
+)
+FA3_PAGED = PAGED(
+    "the paged wrappers with FA3",
+    gpus=(SM90,),
+    dtypes=Dtypes(
+        HALVES | triples((E4M3,), (E4M3,), HALF_DTYPES),
+        queries="takes fp16, bf16 or e4m3 queries, not {q}",
+        kv="takes K/V in the query's dtype, not {kv} with {q}",
+        out=dict.fromkeys(HALF_DTYPES, OUT) | {E4M3: "writes fp16 or bf16 for e4m3 queries, not {out}"},
+    ),
+    honours=PAGED_HONOURS,
+    says=PAGED_SAYS
+    | {
+        # batch_prefill_sm90.cu: "K and V must have same page stride", and no `MaskMode::kCustom`
+        Feature.OTHER_V_STRIDES: "reads V with K's strides, and they differ",
+        Feature.MASK: "takes no mask: its rows are causal",
+    },
+)
+KERNELS = (FA2_MLA, FA3_MLA, FA2_RAGGED, FA3_RAGGED, FA2_PAGED, FA3_PAGED)
 # By the call and FlashInfer's name of the backend.
 BY_BACKEND = {
     AttentionCall.MLA_DECODE: {"fa2": FA2_MLA, "fa3": FA3_MLA},
     AttentionCall.RAGGED_CONTEXT: {"fa2": FA2_RAGGED, "fa3": FA3_RAGGED},
+    **{call: {"fa2": FA2_PAGED, "fa3": FA3_PAGED} for call in PAGED_CALLS},
 }
-
-
-def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
-    """Return the newest of FlashInfer's own kernels for a call, MLA decode or ragged context, on a GPU."""
-    return BY_BACKEND[call][fa_backend(capability)]
 
 
 def fa_backend(capability: Capability) -> str:

@@ -1,0 +1,101 @@
+"""FlashAttention-4 (`flash-attn-4`, CuTe DSL) under the names of the decode and context calls: SM90, SM100 and SM103.
+
+It is imported at the first call, and compiles for some seconds whenever a call differs in more than lengths. Lengths and page
+ids stay on the device: a prepared call follows their contents, in a CUDA graph too. Where its GPU has them (not on SM90),
+splits of K/V are left to its own heuristic. Called is `_flash_attn_fwd` of 4.0.0b36, beneath `flash_attn_varlen_func`, which
+has no `out`. Its LSE has the base e: one more launch writes the lab's, of base 2.
+"""
+
+import functools
+import importlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lab.calls import ContextCall, DecodeCall, made_at_once, takes
+from lab.calls.problem import PagedAttention
+from lab.extras import require
+from lab.gpus import SM100, capability_of, family_of
+from lab.kernels.support import refuse_unsupported
+from lab.kernels.support.flash_attention_4 import FLASH_ATTENTION_4
+
+LOG2_E = math.log2(math.e)
+BY_ITS_HEURISTIC = 0  # as `num_splits`
+
+
+@takes(DecodeCall)
+def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> Callable[[], Any]:
+    """Prepare decode, verify and draft extend. Shapes and errors are `lab.calls.DecodeCall`'s.
+
+    What FlashAttention-4 does not take raises NotImplementedError with the reason of `lab.kernels.support.why_not`.
+    """
+    return _prepare(call.problem())
+
+
+@takes(ContextCall)
+def prepare_trtllm_batch_context_with_kv_cache(call: ContextCall) -> Callable[[], Any]:
+    """Prepare extend, mixed batches and prefill. Shapes and errors are `lab.calls.ContextCall`'s, else as the decode call."""
+    return _prepare(call.problem())
+
+
+trtllm_batch_decode_with_kv_cache = made_at_once(prepare_trtllm_batch_decode_with_kv_cache)
+trtllm_batch_context_with_kv_cache = made_at_once(prepare_trtllm_batch_context_with_kv_cache)
+
+
+def _prepare(problem: PagedAttention) -> Callable[[], Any]:
+    out, lse = problem.results()
+    if problem.has_no_rows:
+        return lambda: problem.returned(out, lse)
+    refuse_unsupported(FLASH_ATTENTION_4, problem)
+    attend = functools.partial(installed(), **_arguments(problem))
+    query, results = _by_request(problem, problem.query), _by_request(problem, out)
+    if lse is None:
+
+        def run() -> Any:
+            attend(query, out=results)
+            return out
+
+        return run
+    # Its heads come before the rows.
+    natural = torch.empty(_by_request(problem, lse).mT.shape, dtype=torch.float32, device=lse.device)
+
+    def run_with_lse() -> Any:
+        attend(query, out=results, lse=natural)
+        torch.mul(natural.mT, LOG2_E, out=_by_request(problem, lse))
+        return problem.returned(out, lse)
+
+    return run_with_lse
+
+
+def _by_request(problem: PagedAttention, rows: torch.Tensor) -> torch.Tensor:
+    """Return rows as FlashAttention-4 takes them: [num_rows, ...] with offsets, else a view [batch_size, q_len, ...]."""
+    if problem.cu_seqlens_q is not None:
+        return rows
+    return rows.unflatten(0, (problem.batch_size, problem.max_q_len))
+
+
+def _arguments(problem: PagedAttention) -> dict[str, Any]:
+    splits = family_of(capability_of(problem.query.device)) is SM100
+    return {
+        "k": problem.k_cache.transpose(1, 2),
+        "v": problem.v_cache.transpose(1, 2),
+        "cu_seqlens_q": problem.cu_seqlens_q,
+        "seqused_k": problem.seq_lens.view(torch.int32),
+        "max_seqlen_q": problem.max_q_len,
+        "max_seqlen_k": max(problem.max_kv_len, 1),
+        "page_table": problem.k_block_tables,
+        "softmax_scale": float(problem.bmm1_scale),
+        "causal": problem.causal,
+        "window_size_left": problem.window_left if problem.window_left >= 0 else None,
+        "learnable_sink": problem.sinks,
+        "num_splits": BY_ITS_HEURISTIC if splits else 1,
+    }
+
+
+@functools.cache
+def installed() -> Callable[..., Any]:
+    """Return FlashAttention-4's `_flash_attn_fwd`; raises ModuleNotFoundError, which names the extra, where there is none."""
+    require("lab.kernels.peers.flash_attention_4", "flash_attn")
+    return importlib.import_module("flash_attn.cute.interface")._flash_attn_fwd

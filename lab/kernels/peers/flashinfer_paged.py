@@ -1,0 +1,166 @@
+"""FlashInfer's decode and prefill wrappers over a paged cache under the names of the decode and context calls, with FA2 or FA3.
+
+`BatchDecodeWithPagedKVCacheWrapper` takes plain decode, with tensor cores where SGLang 0.5.23 has them;
+`BatchPrefillWithPagedKVCacheWrapper` takes the rest: several rows, masks, sinks, V with other strides. Both plan on the host
+from the lengths: each call copies them there and waits, and none can be captured in a CUDA graph. `plan_` before a call's name
+does that once, for lengths that stay. `fa2` and `fa3` are the two by name, such as
+`lab judge lab.kernels.peers.flashinfer_paged:fa2`. Not yet run on a GPU.
+"""
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from lab.calls import ContextCall, DecodeCall
+from lab.calls.problem import E4M3, AttentionCall, PagedAttention, shown_draft_tokens
+from lab.kernels.flashinfer_call import installed, scratch_for
+from lab.kernels.peers.planned import LivePages, PlannedWrapper, live_pages, supported_backend
+
+DECODE, CONTEXT = AttentionCall.DECODE.value, AttentionCall.CONTEXT.value
+DECODE_WRAPPER, PREFILL_WRAPPER = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
+LEAST_GROUP_OF_TENSOR_CORES = 4  # SGLang 0.5.23, flashinfer_backend.py, `should_use_tensor_core`
+
+
+def _plan(call: DecodeCall | ContextCall, backend: str) -> Callable[[], Any]:
+    """Check and plan a call, and return it ready. Shapes and errors are `lab.calls.DecodeCall`'s and `ContextCall`'s."""
+    problem = call.problem()
+    out, lse = problem.results()
+    offsets = [0] if problem.has_no_rows else problem.row_offsets()
+    num_rows = offsets[-1]
+    if num_rows == 0:
+        return lambda: problem.returned(out, lse)
+    decodes = _is_plain_decode(problem)
+    backend = supported_backend(backend, DECODE_WRAPPER if decodes else PREFILL_WRAPPER, problem)
+    scratch = scratch_for(call.workspace_buffer, problem.query.device)
+    wrapper = _decode_wrapper(problem, scratch, backend) if decodes else _prefill_wrapper(problem, scratch, backend)
+    pages = live_pages(problem)
+    if decodes:
+        _plan_decode(wrapper, problem, pages)
+    else:
+        _plan_prefill(wrapper, problem, pages, offsets)
+    of_sinks = () if problem.sinks is None else (problem.sinks, float(problem.bmm1_scale))
+    arguments: dict[str, Any] = {
+        "out": out[:num_rows],
+        "lse": None if lse is None else lse[:num_rows],
+        "return_lse": lse is not None,
+        "v_scale": None if problem.bmm2_scale == 1 else float(problem.bmm2_scale),
+    }
+
+    def run() -> Any:
+        wrapper.run(problem.query[:num_rows], (problem.k_cache, problem.v_cache), *of_sinks, **arguments)
+        return problem.returned(out, lse)
+
+    return run
+
+
+def _is_plain_decode(problem: PagedAttention) -> bool:
+    """Return True for what the decode wrapper takes; without tensor cores it reads V with K's strides."""
+    return (
+        problem.call is AttentionCall.DECODE
+        and problem.max_q_len == 1
+        and problem.cu_seqlens_q is None
+        and problem.mask is None
+        and problem.sinks is None
+        and problem.k_cache.stride() == problem.v_cache.stride()
+    )
+
+
+def _decode_wrapper(problem: PagedAttention, scratch: torch.Tensor, backend: str) -> Any:
+    wrapper_type, _ = installed("flashinfer.decode", DECODE_WRAPPER)
+    group = problem.num_qo_heads // problem.num_kv_heads
+    on_tensor_cores = backend == "fa3" or problem.kv_dtype == E4M3 or group >= LEAST_GROUP_OF_TENSOR_CORES
+    return wrapper_type(scratch, kv_layout="HND", backend=backend, use_tensor_cores=on_tensor_cores)
+
+
+def _prefill_wrapper(problem: PagedAttention, scratch: torch.Tensor, backend: str) -> Any:
+    wrapper_type, _ = installed("flashinfer.prefill", PREFILL_WRAPPER)
+    variant = {} if problem.sinks is None else _sink_variant(problem, backend)
+    return wrapper_type(scratch, kv_layout="HND", backend=backend, **variant)
+
+
+def _sink_variant(problem: PagedAttention, backend: str) -> dict[str, Any]:
+    """Return the wrapper's arguments for sinks, its `run` ignoring `sinks` with these backends.
+
+    They are those of FlashInfer 0.7.2's `BatchAttentionWithAttentionSinkWrapper`, but for the module's name: its own leaves out
+    the head_dim and the dtype of K/V, so that kernels of several would overwrite each other in the compiler's cache.
+    """
+    name_of, _ = installed("flashinfer.jit.attention.modules", "get_batch_prefill_attention_sink_uri")
+    declarations = importlib.import_module("flashinfer.jit.attention.variants").attention_sink_decl
+    dtypes = (problem.query.dtype, problem.kv_dtype, problem.out_dtype, torch.int32)
+    dims = (problem.head_dim, problem.v_head_dim)
+    without_positions, windowed = 0, problem.window_left >= 0
+    sink = (["sink"], ["float"], ["sm_scale"], ["double"], "AttentionSink", declarations[backend])
+    return {
+        "jit_args": [name_of(backend, *dtypes, *dims, without_positions, windowed), *dtypes, *dims, *sink],
+        "jit_kwargs": {
+            "use_sliding_window": windowed,
+            "use_fp16_qk_reduction": False,
+            "pos_encoding_mode": without_positions,
+            "paged_kv_stride_mode": "independent" if backend == "fa2" else "runtime",
+            "module_surface": "full",
+        },
+    }
+
+
+def _plan_decode(wrapper: Any, problem: PagedAttention, pages: LivePages) -> None:
+    wrapper.plan(
+        pages.indptr,
+        pages.indices,
+        pages.last_page_len,
+        head_dim=problem.head_dim,
+        seq_lens=pages.kv_lens,
+        **_planned_alike(problem),
+    )
+
+
+def _plan_prefill(wrapper: Any, problem: PagedAttention, pages: LivePages, offsets: Sequence[int]) -> None:
+    wrapper.plan(
+        qo_indptr=torch.tensor(offsets, dtype=torch.int32),
+        paged_kv_indptr=pages.indptr,
+        paged_kv_indices=pages.indices,
+        paged_kv_last_page_len=pages.last_page_len,
+        head_dim_qk=problem.head_dim,
+        custom_mask=None if problem.mask is None else _visible_keys(problem, problem.mask, pages),
+        causal=problem.causal and problem.mask is None,
+        seq_lens=pages.kv_lens,
+        **_planned_alike(problem),
+    )
+
+
+def _planned_alike(problem: PagedAttention) -> dict[str, Any]:
+    return {
+        "num_qo_heads": problem.num_qo_heads,
+        "num_kv_heads": problem.num_kv_heads,
+        "page_size": problem.page_size,
+        "window_left": problem.window_left,
+        "sm_scale": float(problem.bmm1_scale),
+        "q_data_type": problem.query.dtype,
+        "kv_data_type": problem.kv_dtype,
+        "o_data_type": problem.out_dtype,
+    }
+
+
+def _visible_keys(problem: PagedAttention, mask: torch.Tensor, pages: LivePages) -> torch.Tensor:
+    """Return a draft mask in FlashInfer's form, bool [sum of q_len * kv_len]: each row sees all keys before the draft's."""
+    q_len = problem.max_q_len
+    shown = shown_draft_tokens(mask.to(torch.int32))
+    requests = []
+    for drafts, kv_len in zip(shown, pages.kv_lens.tolist(), strict=True):
+        visible = torch.ones(q_len, kv_len, dtype=torch.bool, device=mask.device)
+        cached = min(q_len, kv_len)
+        visible[:, kv_len - cached :] = drafts[:, q_len - cached :]
+        requests.append(visible.flatten())
+    return torch.cat(requests)
+
+
+fa2, fa3, _fitting = (
+    PlannedWrapper(__name__, {DECODE: DecodeCall, CONTEXT: ContextCall}, _plan, backend)
+    for backend in ("fa2", "fa3", "")
+)
+kernel_for = _fitting.kernel_for
+trtllm_batch_decode_with_kv_cache = getattr(_fitting, DECODE)
+trtllm_batch_context_with_kv_cache = getattr(_fitting, CONTEXT)
+plan_trtllm_batch_decode_with_kv_cache = getattr(_fitting, f"plan_{DECODE}")
+plan_trtllm_batch_context_with_kv_cache = getattr(_fitting, f"plan_{CONTEXT}")

@@ -1,0 +1,83 @@
+"""FlashAttention-4's `_flash_attn_fwd` by simulation: what 4.0.0b36 makes of its arguments, on a CPU, one key at a time.
+
+Its parameters, checks and shapes are those of `flash_attn/cute/interface.py`; the package itself need not be there.
+"""
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.kernels.simulated_flashinfer import _attend, _paged
+
+
+@dataclass
+class SimulatedFlashAttention4:
+    """Stands in for `_flash_attn_fwd`; `change` may tamper with its arguments.
+
+    Attributes:
+        major: compute capability of the simulated GPU.
+        change: of the arguments, before they are used.
+        calls: arguments as passed, of every call.
+    """
+
+    major: int = 9
+    change: Callable[[dict[str, Any]], dict[str, Any]] = lambda arguments: arguments
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def __call__(self, q: Tensor, **arguments: Any) -> Any:
+        self.calls.append(arguments)
+        return self._forward(q, **self.change(arguments))
+
+    def _forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        cu_seqlens_q: Tensor | None,
+        seqused_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        page_table: Tensor,
+        softmax_scale: float,
+        causal: bool,
+        window_size_left: int | None,
+        learnable_sink: Tensor | None,
+        num_splits: int,
+        out: Tensor,
+        lse: Tensor | None = None,
+    ) -> None:
+        assert num_splits == 1 or self.major != 9, "SplitKV not supported on SM 9.0"
+        assert k.dtype == v.dtype == q.dtype == out.dtype
+        assert page_table.stride(-1) == 1
+        assert seqused_k.dtype == torch.int32
+        batch_size, (heads, head_dim) = len(page_table), q.shape[-2:]
+        if cu_seqlens_q is None:
+            assert q.ndim == 4
+            assert len(q) == batch_size
+            offsets, lse_shape = [q.shape[1] * request for request in range(batch_size + 1)], (batch_size, heads, -1)
+        else:
+            assert q.ndim == 3
+            offsets, lse_shape = cu_seqlens_q.tolist(), (heads, -1)
+        rows, written = q.reshape(-1, heads, head_dim), out.view(-1, heads, head_dim)
+        log2 = torch.full((len(rows), heads), math.nan)
+        assert max(last - first for first, last in itertools.pairwise(offsets)) <= max_seqlen_q
+        assert int(seqused_k.max()) <= max_seqlen_k
+        for request, kv_len in enumerate(seqused_k.tolist()):
+            keys, values = (_paged(cache.transpose(1, 2), page_table[request], kv_len) for cache in (k, v))
+            for row in range(*offsets[request : request + 2]):
+                position = kv_len - (offsets[request + 1] - row)
+                first = 0 if window_size_left is None else max(position - window_size_left, 0)
+                seen = [key for key in range(first, kv_len) if key <= position or not causal]
+                _attend(rows[row], keys, values, seen, softmax_scale, 1.0, learnable_sink, written[row], log2[row])
+        if lse is not None:
+            assert lse.is_contiguous()
+            assert lse.dtype == torch.float32
+            by_request = log2.view(len(q), -1, heads).mT if q.ndim == 4 else log2.T
+            assert lse.shape == by_request.shape == lse.view(lse_shape).shape
+            lse.copy_(by_request * math.log(2.0))
