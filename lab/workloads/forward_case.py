@@ -10,6 +10,7 @@ from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.kv_cache import KVLayout
 from lab.metadata.mha.quantised import CallDtypes
+from lab.metadata.mha.settings import splits_mixed_tail
 from lab.workloads.attention_case import Contents
 from lab.workloads.geometries import Geometry, geometry
 from lab.workloads.interfaces import Interface
@@ -30,7 +31,8 @@ class ForwardCase(PassCase):
         tensor_parallel: the geometry is one rank's slice.
         sliding_window: a sliding-window layer, reading the sliding-window pool.
         draft_extend: the call that a draft extend makes, if not the engine's choice. None in other modes.
-        split_mixed_tail: trailing requests of one new token go to the decode call. False but in extends without speculation.
+        split_mixed_tail: trailing requests of one new token go to the decode call. False but in extends without speculation,
+            and where the query as it is cast and the cache have one dtype (`lab.metadata.mha.settings.splits_mixed_tail`).
         query_dtype: e4m3 where the engine casts the query to it over a quantised cache, as SGLang does for trtllm-gen and
             fmha_v2; else None. Over an NVFP4 cache the output is e4m3 too, before it is converted.
         arithmetic: what the control rounds the operands of both products to: the dtype of the query as it is cast, or a lower
@@ -115,6 +117,11 @@ class ForwardCase(PassCase):
             raise ValueError(
                 "a context call over an NVFP4 cache is trtllm-gen's, which takes e4m3 queries: pass "
                 "query_dtype=torch.float8_e4m3fn"
+            )
+        if self.split_mixed_tail and not splits_mixed_tail(self.dtypes.query, self.kv_dtype):
+            raise ValueError(
+                f"split_mixed_tail={self.split_mixed_tail} would be ignored with a query of {self.dtypes.query} and a cache of "
+                f"{self.kv_dtype}: SGLang splits where both have one dtype; leave it False"
             )
 
     def _check_storage(self) -> None:

@@ -19,6 +19,7 @@ from lab.metadata import (
 )
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_cache import NVFP4KVCache
+from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.mha.calls import (
     AttentionLayer,
     PlannedCall,
@@ -27,6 +28,7 @@ from lab.metadata.mha.calls import (
     plan_calls,
     prepare_attention,
 )
+from lab.metadata.mha.settings import CallSettings, splits_mixed_tail
 
 DECODE, CONTEXT = AttentionCall.DECODE, AttentionCall.CONTEXT
 CALLS = {
@@ -214,6 +216,81 @@ def test_the_calls_of_a_split_take_their_own_requests() -> None:
         assert torch.equal(got["query"], query[rows])
         assert torch.equal(got["block_tables"], metadata.page_table[requests])
         assert torch.equal(got["seq_lens"], metadata.cache_seqlens_int32[requests])
+
+
+class Noted:
+    """Functions that note what they are called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+
+    def trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> None:
+        self.calls.append(("decode", arguments))
+
+    def trtllm_batch_context_with_kv_cache(self, **arguments: Any) -> None:
+        self.calls.append(("context", arguments))
+
+
+def calls_of_backend(
+    query_dtype: torch.dtype, kv_dtype: torch.dtype, **fields: Any
+) -> list[tuple[str, dict[str, Any]]]:
+    """The calls of a mixed batch whose last two requests have one new token."""
+    batch, metadata, pool = forward(ForwardMode.MIXED, (5, 1, 1))
+    noted, query = Noted(), drawn_query(batch).to(query_dtype)
+    cache = pool.new_cache(KV_HEADS, DIM, kv_dtype, KVLayout.NHD)
+    backend = TRTLLMMHABackend(noted, **fields)
+    backend.prepare_attention(
+        batch, metadata, AttentionLayer(0.5), query, cache, max_context_len=CAPACITY, out=torch.empty_like(query)
+    )()
+    return noted.calls
+
+
+def test_the_settings_of_an_engine_reach_the_calls_that_have_them() -> None:
+    counters = torch.zeros(64, dtype=torch.uint8)
+    settings = CallSettings(counters, skip_softmax_decode=2.0, skip_softmax_prefill=3.0)
+    (_, context), (_, tail) = calls_of_backend(
+        torch.bfloat16, torch.bfloat16, settings=settings, prefills_with_fmha_v2=False
+    )
+    assert tail["multi_ctas_kv_counter_buffer"] is counters
+    assert (tail["skip_softmax_threshold_scale_factor"], context["skip_softmax_threshold_scale_factor"]) == (2.0, 3.0)
+    assert "multi_ctas_kv_counter_buffer" not in context
+
+
+def test_a_threshold_of_skipped_softmax_is_refused_before_anything_runs() -> None:
+    batch, metadata, pool = forward(ForwardMode.DECODE, (1, 1))
+    out = torch.full((2, HEADS, DIM), 7.0)
+    with pytest.raises(NotImplementedError, match=r"skip_softmax_threshold_scale_factor=2\.0"):
+        prepare_attention(
+            lab.references,
+            batch,
+            metadata,
+            AttentionLayer(0.5),
+            drawn_query(batch),
+            drawn_cache(pool),
+            max_context_len=CAPACITY,
+            out=out,
+            plan=plan_calls(batch),
+            settings=CallSettings(skip_softmax_decode=2.0),
+        )()
+    assert (out == 7.0).all()
+
+
+BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("query_dtype", "kv_dtype", "splits"),
+    [(BF16, BF16, True), (FP16, FP16, True), (E4M3, E4M3, True), (BF16, E4M3, False), (torch.float32,) * 2 + (False,)],
+)
+def test_the_tail_is_split_by_dtypes_layer_and_prefill_kernel(
+    query_dtype: torch.dtype, kv_dtype: torch.dtype, splits: bool
+) -> None:
+    assert splits_mixed_tail(query_dtype, kv_dtype) is splits
+    assert not splits_mixed_tail(query_dtype, kv_dtype, prefills_with_fmha_v2=True)
+    assert not splits_mixed_tail(query_dtype, kv_dtype, is_decoder=False)
+    names = [name for name, _ in calls_of_backend(query_dtype, kv_dtype, prefills_with_fmha_v2=False)]
+    assert names == (["context", "decode"] if splits else ["context"])
+    assert [name for name, _ in calls_of_backend(query_dtype, kv_dtype)] == ["context"]
 
 
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND])

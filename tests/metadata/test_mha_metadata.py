@@ -270,6 +270,9 @@ def test_extends_at_every_boundary(mode: ForwardMode, page_size: int) -> None:
 def test_without_any_prefix_the_query_boundaries_are_the_key_boundaries(mode: ForwardMode) -> None:
     whole = build_mha_metadata(*build(Case(mode, (20, 3), (20, 3))))
     assert whole.cu_seqlens_q is whole.cu_seqlens_k
+    batch, pool = build(Case(mode, (20, 3), (20, 3)))
+    unlisted = assert_matches_reference(replace(batch, extend_prefix_lens=None, extend_prefix_lens_cpu=None), pool)
+    assert unlisted.cu_seqlens_q is unlisted.cu_seqlens_k
     one_prefix = build_mha_metadata(*build(Case(mode, (20, 3), (20, 2))))
     assert one_prefix.cu_seqlens_q.tolist() == [0, 20, 22]
     assert one_prefix.cu_seqlens_k.tolist() == [0, 20, 23]

@@ -37,6 +37,11 @@ def test_every_mode_that_runs_attention_makes_a_case(mode: ForwardMode) -> None:
             ValueError,
             "give every request's length 2 times in a row",
         ),
+        (
+            {"mode": ForwardMode.MIXED, "split_mixed_tail": True, "kv_dtype": E4M3},
+            ValueError,
+            "split_mixed_tail=True would be ignored with a query of torch.bfloat16 and a cache of torch.float8_e4m3fn",
+        ),
         ({"draft_step": True}, TypeError, "draft_step=True must be an int"),
         ({"draft_step": 1.0}, TypeError, "draft_step=1.0 must be an int"),
         ({"prefix_lens": (), "q_lens": ()}, ValueError, "empty batch.* at least one request"),

@@ -85,7 +85,7 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[Forward
     q_lens = smoke_q_lens(space) if level is Level.SMOKE else tuple(space.q_lens)
     dtypes = dtypes_of(space)
     for case in mode_cases(space.tiny, page_size, q_lens, long=(3 * page_size + 5, 300)):
-        if case.interface is interface:
+        if case.interface is interface and not (case.split_mixed_tail and dtypes["dtype"] != dtypes["kv_dtype"]):
             yield replace(case, contents=Contents.NEEDLES, **dtypes)
             if True in space.windows:
                 yield replace(case, sliding_window=True, **dtypes)
@@ -167,6 +167,11 @@ def geometry_cases(space: Space) -> Iterator[ForwardCase]:
             ("page_size", "dtypes"),
             lambda page_size, pair: page_size == one_page_size or pair == space.dtypes[0],
             "pages of one size",
+        ),
+        Constraint(
+            ("variant", "dtypes"),
+            lambda variant, pair: pair[0] == pair[1] or not variants[variant].split_mixed_tail,
+            "a mixed tail is split where both dtypes are one",
         ),
     )
     triples = (("variant", "model", "sliding_window"), ("variant", "model", "page_size"))

@@ -28,6 +28,7 @@ SLOTS = 3  # of padding, of a batch; and query rows of padding
 MOST_CELLS = 3_000_000  # of req_to_token
 UNEQUAL_ROWS = (5, 1, 2, 4, 3, 1)  # of the requests in turn
 DIVISIBLE_ROWS = (2, 4, 3, 3, 1, 5)  # the same, as many as 3 each
+NO_LIST = "none, and no list of them"
 LONG_ROWS = (70, 1, 130, 33, 5, 2)
 ONE_ROW = tuple(mode.name for mode in ForwardMode if mode.query_rows is QueryRows.ONE)
 AS_MANY = tuple(mode.name for mode in ForwardMode if mode.query_rows in (QueryRows.DRAFT_TOKENS, QueryRows.FIXED))
@@ -60,7 +61,7 @@ AXES: Mapping[Interface, dict[str, tuple[Any, ...]]] = MappingProxyType(
             **SHARED,
             "draft_step": (*SHARED["draft_step"], FROZEN_KV_STEP),
             "rows": (*SHARED["rows"], "long"),
-            "prefixes": PREFIXES,
+            "prefixes": (*PREFIXES, NO_LIST),
             "page_size": (16, 32, 64, 128, 256),
             "window": ("none", "kept", "evicted", "evicted as -1"),
         },
@@ -135,6 +136,11 @@ RULES = (
         lambda mode, padding: mode in (*PREFILLS, "DRAFT_EXTEND") or padding != "rows",
         "as many rows for each",
     ),
+    Constraint(("mode", "prefixes"), lambda mode, how: how != NO_LIST or mode in PREFILLS, "a prefill's list"),
+    Constraint(("draft_step", "prefixes"), lambda step, how: how != NO_LIST or step == "none", "a prefill's list"),
+    Constraint(("requests", "prefixes"), lambda n, how: how != NO_LIST or n > 0, "no request has no prefix"),
+    Constraint(("padding", "prefixes"), lambda padding, how: how != NO_LIST or "slots" not in padding, "a prefill's"),
+    Constraint(("rows", "prefixes"), lambda rows, how: how != NO_LIST or rows != 1, "one row each tells nothing"),
     Constraint(
         ("mode", "dtypes"),
         lambda mode, dtypes: ForwardMode[mode].query_rows.in_extend_seq_lens or dtypes != "int64 new lens",
@@ -188,6 +194,7 @@ def metadata_case(of: Combination) -> MetadataCase:
     page_size, requests = of["page_size"], of["requests"]
     in_turn = {
         "none": (0,),
+        NO_LIST: (0,),
         "some none": (0, 40, 0, 7),
         "equal": (page_size + 20,),
         "at page edges": (page_size, page_size - 1, page_size + 1, 2 * page_size),
@@ -312,6 +319,8 @@ def _batch(of: Combination, case: MetadataCase, pool: KVPool) -> ForwardBatch:
                 for row, first_kept in zip(requests.rows, kept, strict=True):
                     pool.full_to_swa[pool.slots(row, 0, first_kept)] = -1
         batch = requests.batch(case.mode)
+        if of["prefixes"] == NO_LIST and not any(case.prefix_lens):
+            batch = replace(batch, extend_prefix_lens=None, extend_prefix_lens_cpu=None)
     else:
         none = torch.zeros(0, dtype=torch.int64, device=pool.device)
         info = SpecInfo.of(case.mode, case.rows, draft_step=case.draft_step)

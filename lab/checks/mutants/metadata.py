@@ -143,6 +143,15 @@ class CuSeqlensQOfEqualRows(Builder, source="SGLang #21212"):
         return replace(metadata, cu_seqlens_q=steps * metadata.max_seq_len_q)
 
 
+class NoPrefixListTakenAsOneRowEach(Builder):
+    """cu_seqlens_q gives every request of a prefill one row where there is no list of cached prefixes."""
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        if not batch.forward_mode.is_prefill or batch.extend_prefix_lens_cpu is not None:
+            return metadata
+        return replace(metadata, cu_seqlens_q=torch.arange(batch.batch_size + 1, dtype=torch.int32, device=pool.device))
+
+
 class MaxSeqLenQOverridden(Builder, source="SGLang #27473"):
     """max_seq_len_q is 1 in verification."""
 

@@ -96,7 +96,8 @@ class ForwardBatch:
         extend_seq_lens, extend_prefix_lens: ``[batch_size]`` int32 or int64, new and cached tokens of each request
             in the extend modes, or None. In a ragged verification the first is SGLang's ``verify_lens``.
         extend_seq_lens_cpu, extend_prefix_lens_cpu, seq_lens_cpu: the same numbers on the host, or None. The engine
-            has the first two from its scheduler; the last costs it a copy from the device, so nothing needs it.
+            has the first two from its scheduler; the last costs it a copy from the device, so nothing needs it. In a prefill
+            ``extend_prefix_lens_cpu=None`` says that no request has a cached prefix, as in SGLang.
         spec_info: what speculative decoding adds, or None.
 
     Raises:
@@ -176,8 +177,9 @@ class ForwardBatch:
                 raise ValueError(f"{name}={list(lengths)} must not be negative")
 
         new, cached, total = self.extend_seq_lens_cpu, self.extend_prefix_lens_cpu, self.seq_lens_cpu
-        if new is None or cached is None or total is None or not self.forward_mode.is_prefill:
+        if new is None or total is None or not self.forward_mode.is_prefill:
             return
+        cached = [0] * len(new) if cached is None else cached
         for i, (prefix_len, extend_len, seq_len) in enumerate(zip(cached, new, total, strict=True)):
             if prefix_len + extend_len != seq_len:
                 raise ValueError(

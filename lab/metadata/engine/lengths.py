@@ -92,7 +92,12 @@ def query_rows(batch: ForwardBatch) -> int | Tensor | None:
     mode = batch.forward_mode
     if not mode.query_rows.in_extend_seq_lens:
         return max_query_rows(batch)
-    if mode.is_prefill and not any(host_lengths(batch, "extend_prefix_lens_cpu")):
+    if mode.is_prefill and batch.extend_prefix_lens_cpu is None and batch.extend_prefix_lens is not None:
+        raise ValueError(
+            f"{mode!r} with extend_prefix_lens needs extend_prefix_lens_cpu, the scheduler's list: None says that no request "
+            "has a prefix"
+        )
+    if mode.is_prefill and not any(batch.extend_prefix_lens_cpu or ()):
         return None
     return device_lengths(batch, "extend_seq_lens")
 

@@ -1,7 +1,7 @@
 """SGLang's TRT-LLM MHA backend in the shape of `lab.metadata.engine.backend.Backend`."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.mha.buffers import MetadataBuilder, MHAGraphMetadata
 from lab.metadata.mha.calls import AttentionLayer, plan_calls, prepare_attention
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
+from lab.metadata.mha.settings import CallSettings, splits_mixed_tail
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +27,8 @@ class TRTLLMMHABackend:
     Attributes:
         implementation: any object with the two functions, such as `lab.kernels.trtllm`; None for metadata alone.
         draft_extend: the call of the draft extends, if not the engine's choice.
+        prefills_with_fmha_v2: the engine's prefill kernel, which decides with the dtypes if a mixed batch's tail is split off.
+        settings: arguments that all calls have alike.
         builder: what writes the metadata of graphs.
     """
 
@@ -34,6 +37,8 @@ class TRTLLMMHABackend:
     implementation: Any = None
     draft_extend: AttentionCall | None = None
     builder: MetadataBuilder = MetadataBuilder.FUSED
+    prefills_with_fmha_v2: bool = True
+    settings: CallSettings = field(default_factory=CallSettings)
 
     def build_metadata(self, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
         return build_mha_metadata(batch, pool)
@@ -54,6 +59,8 @@ class TRTLLMMHABackend:
         max_context_len: int,
         out: Tensor,
     ) -> Callable[[], Tensor]:
+        fmha_v2 = self.prefills_with_fmha_v2
+        split = splits_mixed_tail(query.dtype, cache.storage.dtype, prefills_with_fmha_v2=fmha_v2)
         return prepare_attention(
             self.implementation,
             batch,
@@ -63,5 +70,6 @@ class TRTLLMMHABackend:
             cache,
             max_context_len=max_context_len,
             out=out,
-            plan=plan_calls(batch, self.draft_extend),
+            plan=plan_calls(batch, self.draft_extend, split),
+            settings=self.settings,
         )

@@ -14,6 +14,7 @@ from lab.metadata.engine.kv_cache import NVFP4KVCache, PagedKVCache
 from lab.metadata.engine.lengths import query_lens
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, mixed_tail_split
 from lab.metadata.mha.quantised import CallDtypes, counted_scale
+from lab.metadata.mha.settings import CallSettings
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,9 +73,9 @@ def plan_calls(
     Args:
         batch: the forward pass.
         draft_extend: as in `attention_call`; without effect on the other modes.
-        split_mixed_tail: give the trailing requests of one new token to the decode call. SGLang 0.5.23 does so outside
-            fmha_v2's platforms, for extends without speculation. Other batches ignore it: like `draft_extend`, it is a
-            setting of the engine and not of one pass.
+        split_mixed_tail: give the trailing requests of one new token to the decode call, in extends without speculation:
+            `lab.metadata.mha.settings.splits_mixed_tail` says for which GPUs, dtypes and layers. Other batches ignore it: like
+            `draft_extend`, it is a setting of the engine and not of one pass.
 
     Raises:
         ValueError: PREBUILT, or an extend without `extend_seq_lens_cpu`.
@@ -108,6 +109,7 @@ def prepare_attention(
     plan: Sequence[PlannedCall],
     workspace_buffer: torch.Tensor | None = None,
     dtypes: CallDtypes | None = None,
+    settings: CallSettings | None = None,
 ) -> Callable[[], torch.Tensor]:
     """Prepare one layer's attention with the calls of a plan, as `lab.metadata.engine.backend.Backend.prepare_attention` says.
 
@@ -119,6 +121,7 @@ def prepare_attention(
         workspace_buffer: for kernels that want the caller's.
         dtypes: from `lab.metadata.mha.quantised.call_dtypes`; else those of `query` and `out`. Where they differ, the
             query is cast before the calls, or what they wrote is converted after them.
+        settings: of the engine, if any.
 
     Raises:
         ValueError: as `call_arguments`.
@@ -130,6 +133,7 @@ def prepare_attention(
     calls = []
     for planned in plan:
         arguments = call_arguments(planned, batch, metadata, layer, given, cache, max_context_len)
+        arguments |= (settings or CallSettings()).arguments(planned.call)
         rows = slice(planned.first_row, planned.first_row + planned.num_rows)
         arguments |= {"out": result[rows], "workspace_buffer": workspace_buffer}
         calls.append((prepare(implementation, planned.call.value, **arguments), rows))
@@ -155,7 +159,7 @@ def call_arguments(
     cache: PagedKVCache,
     max_context_len: int,
 ) -> dict[str, Any]:
-    """Return the keyword arguments of one planned call, `out` and `workspace_buffer` apart.
+    """Return the keyword arguments of one planned call, `out`, `workspace_buffer` and settings apart.
 
     Raises:
         ValueError: a sliding-window layer without a sliding-window table, or unequal widths of a `DRAFT_EXTEND_V2` on the

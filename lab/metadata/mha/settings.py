@@ -1,0 +1,52 @@
+"""The settings of an engine that its MHA calls carry, and the conditions of its split of a mixed batch (SGLang 0.5.23)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.calls.problem import E4M3, AttentionCall
+
+TAIL_DTYPES = (torch.float16, torch.bfloat16, E4M3)
+
+
+@dataclass(frozen=True, eq=False)
+class CallSettings:
+    """Arguments that all calls of an engine have alike (`trtllm_mha_backend.py`).
+
+    Attributes:
+        multi_ctas_kv_counter_buffer: of the decode calls alone; from `lab.metadata.allocate_multi_ctas_kv_counters`, which
+            SGLang asks for ``(max_running_requests + 1) * max(1, speculative_num_draft_tokens)`` requests and the model's query
+            heads.
+        skip_softmax_decode, skip_softmax_prefill: ``skip_softmax_threshold_scale_factor`` of each call, from
+            ``SGLANG_SKIP_SOFTMAX_DECODE_THRESHOLD_SCALE_FACTOR`` and ``SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR``;
+            None skips nothing. It is an approximation, which no implementation of the lab takes: a number is refused.
+    """
+
+    multi_ctas_kv_counter_buffer: Tensor | None = None
+    skip_softmax_decode: float | None = None
+    skip_softmax_prefill: float | None = None
+
+    def arguments(self, call: AttentionCall) -> dict[str, Any]:
+        """Return the keyword arguments of a call that are settings: of DECODE or CONTEXT."""
+        if call is AttentionCall.DECODE:
+            return {
+                "skip_softmax_threshold_scale_factor": self.skip_softmax_decode,
+                "multi_ctas_kv_counter_buffer": self.multi_ctas_kv_counter_buffer,
+            }
+        return {"skip_softmax_threshold_scale_factor": self.skip_softmax_prefill}
+
+
+def splits_mixed_tail(
+    query_dtype: torch.dtype, kv_dtype: torch.dtype, *, prefills_with_fmha_v2: bool = False, is_decoder: bool = True
+) -> bool:
+    """Return True where the trailing one-token requests of an extend go to the decode call (`forward_extend`).
+
+    Args:
+        query_dtype: of the query as the call is handed it: e4m3 where the engine casts it for an e4m3 cache.
+        kv_dtype: of the cache. An NVFP4 one (uint8) is never split.
+        prefills_with_fmha_v2: the GPU is SM90 or SM120, whose prefill kernel is fmha_v2.
+        is_decoder: the layer is causal self-attention (``AttentionType.DECODER``), and not an encoder's or cross-attention.
+    """
+    return not prefills_with_fmha_v2 and is_decoder and query_dtype == kv_dtype and kv_dtype in TAIL_DTYPES
