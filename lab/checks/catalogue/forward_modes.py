@@ -125,6 +125,8 @@ def quantised_cases(space: Space, page_size: int) -> Iterator[ForwardCase]:
         yield case
         if kv_dtype == NVFP4 and case.interface is Interface.DECODE:
             yield replace(case, query_dtype=None)
+        if kv_dtype == E4M3 and mode is ForwardMode.EXTEND:  # its last request is a tail
+            yield replace(case, split_mixed_tail=True)
 
 
 def smoke_q_lens(space: Space) -> tuple[int, ...]:
