@@ -32,7 +32,7 @@ class EnginePass:
     Attributes:
         case: as data.
         pool, batch, metadata, layer, cache: the engine's side.
-        query: [num_rows, num_qo_heads, head_dim].
+        query: [num_rows, num_qo_heads, head_dim]; rows after the requests' are padding, NaN.
         histories: each request's tokens as the cache stores them, [kv_len, ...]: a kernel must understand them so, times the
             cache's scales, which are the layer's. Those of an NVFP4 cache are times its scale factors already.
     """
@@ -70,6 +70,10 @@ class EnginePass:
     def new_out(self) -> Tensor:
         """Return NaN, [num_rows, num_qo_heads, head_dim of the values]."""
         raise NotImplementedError
+
+    def rows_of_requests(self, out: Tensor) -> Tensor:
+        """Return an output without the rows of padding."""
+        return out[: sum(self.case.q_lens)]
 
     def run(self, implementation: Any, out: Tensor) -> None:
         """Run an implementation's attention into `out`."""
@@ -135,8 +139,13 @@ def build_forward(case: ForwardCase, device: torch.device, build_metadata: Build
     cache = with_scale_factors(case, cache)
     batch, metadata = admit_and_write(case, pool, cache, stored, build_metadata or build_mha_metadata)
     _poison_table_tails(metadata, cache, case)
-    plan = plan_calls(batch, case.draft_extend, case.split_mixed_tail)
-    return ForwardPass(case, pool, batch, metadata, layer, cache, query.to(case.dtype), histories, plan)
+    rows = torch.cat([query, query.new_full((case.num_padding_rows, *query.shape[1:]), float("nan"))]).to(case.dtype)
+    return ForwardPass(case, pool, batch, metadata, layer, cache, rows, histories, plan_of(case, batch))
+
+
+def plan_of(case: ForwardCase, batch: ForwardBatch) -> list[PlannedCall]:
+    """Return the calls of a case's pass, as its engine plans them."""
+    return plan_calls(batch, case.draft_extend, case.split_mixed_tail, case.num_padding_rows > 0)
 
 
 def _stored(case: ForwardCase, keys: Tensor, values: Tensor) -> History:
@@ -199,14 +208,15 @@ def admit_and_write(
         for history, first in zip(histories, requests.first_written, strict=True)
     ]
     requests.write(cache, before, first_kept, sliding_window=has_window)
-    batch = requests.batch(case.mode)
+    batch = requests.batch(case.mode, case.num_padding_rows)
     metadata = build_metadata(batch, pool)
     new = [
         torch.cat([side[first:] for side, first in zip(sides, requests.first_written, strict=True)])
         for sides in zip(*histories, strict=True)
     ]
     if not batch.writes_no_kv:
-        cache.write(metadata.swa_out_cache_loc if has_window else batch.out_cache_loc, *new)
+        slots = metadata.swa_out_cache_loc[: len(batch.out_cache_loc)] if has_window else batch.out_cache_loc
+        cache.write(slots, *new)
     return batch, metadata
 
 

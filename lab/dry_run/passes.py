@@ -22,6 +22,7 @@ from lab.checks.forward_pass import (
     ForwardPass,
     new_layer,
     new_poisonable_pool,
+    plan_of,
     stored_width,
     with_scale_factors,
 )
@@ -39,7 +40,6 @@ from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_cache import KVLayout, PagedKVCache, PagedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention
-from lab.metadata.mha.calls import plan_calls
 from lab.metadata.mha.metadata import build_mha_metadata
 from lab.metadata.mla.metadata import build_mla_decode_metadata
 from lab.workloads.forward_case import ForwardCase
@@ -132,6 +132,8 @@ def _options(case: ForwardCase) -> Iterator[str]:
         yield f"on_{case.draft_extend.name.lower()}"
     if case.split_mixed_tail:
         yield "split_tail"
+    if case.num_padding_rows:
+        yield f"padding{case.num_padding_rows}"
     if case.mode.is_prefill and not any(case.prefix_lens):
         yield "no_prefix"
 
@@ -237,7 +239,8 @@ def unwritten_pass(case: ForwardCase | MLACase) -> EnginePass:
     requests = admit(pool, case.prefix_lens, case.q_lens, case.draft_step, case.num_draft_tokens, case.topk)
     if case.window_left >= 0:
         requests.evict(case.window_left)
-    batch, rows = requests.batch(case.mode), sum(case.q_lens)
+    batch = requests.batch(case.mode, case.num_padding_rows)
+    rows = batch.num_tokens
     if isinstance(case, MLACase):
         latent = PagedLatentCache(torch.empty(pool.num_pages, pool.page_size, case.head_dim, dtype=case.kv_dtype))
         query = torch.empty(rows, case.num_qo_heads, case.head_dim, dtype=case.dtype)
@@ -245,8 +248,8 @@ def unwritten_pass(case: ForwardCase | MLACase) -> EnginePass:
         return MLAPass(case, pool, batch, mla, new_mla_layer(case), latent, query, ())
     query = torch.empty(rows, case.model.num_qo_heads, case.model.head_dim, dtype=case.dtype)
     metadata, layer = build_mha_metadata(batch, pool), new_layer(case, CPU, torch.Generator())
-    plan = plan_calls(batch, case.draft_extend, case.split_mixed_tail)
-    return ForwardPass(case, pool, batch, metadata, layer, _unwritten_cache(case, pool), query, (), plan)
+    cache, plan = _unwritten_cache(case, pool), plan_of(case, batch)
+    return ForwardPass(case, pool, batch, metadata, layer, cache, query, (), plan)
 
 
 def _unwritten_cache(case: ForwardCase, pool: KVPool) -> PagedKVCache:

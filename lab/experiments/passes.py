@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from lab.checks.forward_pass import EnginePass, build_forward
+from lab.checks.forward_pass import EnginePass, build_forward, plan_of
 from lab.checks.mla_pass import build_mla_pass
 from lab.experiments.arms import Arm
 from lab.kernels import PlannedOnce
 from lab.kernels.support import kernel_names
 from lab.metadata import AttentionCall
-from lab.metadata.mha.calls import PlannedCall, call_arguments, plan_calls, prepare_attention
+from lab.metadata.mha.calls import PlannedCall, call_arguments, prepare_attention
 from lab.metadata.mla.calls import prepare_mla_attention
 from lab.timing.forward import case_facts, forward_work
 from lab.timing.work import Call, GpuWork
@@ -45,7 +45,7 @@ def works_of(arms: Sequence[Arm], device: torch.device, prepare: Prepare = prepa
             work = made[tensors].copies(2)[1]
         else:
             work = made[tensors] = forward_work(built(arm.case, device), implementation)
-        plan = {} if is_mla else {"plan": _plan(arm.case, work)}
+        plan = {} if is_mla else {"plan": plan_of(arm.case, work.arguments["batch"])}
         works[arm.name] = replace(
             work,
             prepare=partial(prepare_mla_attention if is_mla else prepare, implementation),
@@ -68,10 +68,6 @@ def implementation_of(arm: Arm) -> Any:
     """Import an arm's module, and return what makes its calls."""
     module = importlib.import_module(arm.module)
     return PlannedOnce(module) if arm.planned else module
-
-
-def _plan(case: ForwardCase, work: GpuWork) -> list[PlannedCall]:
-    return plan_calls(work.arguments["batch"], case.draft_extend, case.split_mixed_tail)
 
 
 def eager_call(implementation: Any, *, plan: Sequence[PlannedCall], out: torch.Tensor, **passed: Any) -> Call:

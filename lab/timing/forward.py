@@ -37,7 +37,7 @@ def forward_work(forward: EnginePass, implementation: Any, truth: Truth | None =
 
 def _output_check(truth: Truth) -> Check:
     def check(arguments: Mapping[str, Any]) -> None:
-        comparison = truth.compare(arguments["out"])
+        comparison = truth.compare(arguments["out"][: len(truth.expected)])
         if not comparison.passed:
             raise AssertionError(
                 f"{int(comparison.faulty.sum())} of {comparison.faulty.numel()} output vectors are wrong, the worst "

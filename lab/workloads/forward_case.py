@@ -33,6 +33,7 @@ class ForwardCase(PassCase):
         draft_extend: the call that a draft extend makes, if not the engine's choice. None in other modes.
         split_mixed_tail: trailing requests of one new token go to the decode call. False but in extends without speculation,
             and where the query as it is cast and the cache have one dtype (`lab.metadata.mha.settings.splits_mixed_tail`).
+        num_padding_rows: query rows after the requests', as data parallelism pads an extend; the context call gets them too.
         query_dtype: e4m3 where the engine casts the query to it over a quantised cache, as SGLang does for trtllm-gen and
             fmha_v2; else None. Over an NVFP4 cache the output is e4m3 too, before it is converted.
         arithmetic: what the control rounds the operands of both products to: the dtype of the query as it is cast, or a lower
@@ -55,6 +56,7 @@ class ForwardCase(PassCase):
     sliding_window: bool = False
     draft_extend: AttentionCall | None = None
     split_mixed_tail: bool = False
+    num_padding_rows: int = 0
     dtype: torch.dtype = torch.bfloat16
     kv_dtype: torch.dtype = torch.bfloat16
     query_dtype: torch.dtype | None = None
@@ -80,6 +82,12 @@ class ForwardCase(PassCase):
             raise ValueError(
                 f"split_mixed_tail={self.split_mixed_tail} would be ignored in {self.mode!r}: only extends without "
                 "speculation, such as ForwardMode.MIXED, have a tail to split off; leave it False"
+            )
+        check_int("num_padding_rows", self.num_padding_rows, 0, "it is the number of rows after the requests'")
+        if self.num_padding_rows and (self.interface is not Interface.CONTEXT or self.split_mixed_tail):
+            raise ValueError(
+                f"num_padding_rows={self.num_padding_rows} would be ignored in {self.mode!r}: only a pass that makes the "
+                "context call and no other hands it padding rows; leave it 0"
             )
 
     def _check_draft_extend(self, draft_extend: object) -> None:

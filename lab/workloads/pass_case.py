@@ -34,6 +34,9 @@ class PassCase(PassLens):
     kv_dtype: torch.dtype
     contents: Contents
     seed: int
+    num_padding_rows: int = (
+        0  # query rows after the requests', which belong to none; a case that has some declares the field
+    )
 
     def __repr__(self) -> str:
         return short_repr(self)

@@ -145,8 +145,12 @@ class Requests(PassLens):
             slots = self.pool.slots(row, start, len(history[0]))
             cache.write(self.pool.swa_slots(slots) if sliding_window else slots, *(side[start:] for side in history))
 
-    def batch(self, mode: ForwardMode) -> ForwardBatch:
+    def batch(self, mode: ForwardMode, num_padding_rows: int = 0) -> ForwardBatch:
         """Return the batch of a mode over these requests, in fresh tensors.
+
+        Args:
+            mode: one that attends.
+            num_padding_rows: query rows after the requests', which belong to none and have no slot.
 
         Raises:
             ValueError: the mode has no such rows, or the pool no such tokens.
@@ -160,6 +164,7 @@ class Requests(PassLens):
             prefix_lens_cpu=self.prefix_lens,
             draft_step=self.draft_step,
             num_draft_tokens=self.num_draft_tokens,
+            num_padding_rows=num_padding_rows,
         )
 
 
@@ -237,6 +242,7 @@ def forward_batch(
     prefix_lens_cpu: Sequence[int] | None = None,
     draft_step: int | None = None,
     num_draft_tokens: int | None = None,
+    num_padding_rows: int = 0,
 ) -> ForwardBatch:
     """Return the batch of a mode, with the lengths, host lists and `SpecInfo` that an engine hands over in it.
 
@@ -252,6 +258,7 @@ def forward_batch(
         prefix_lens_cpu: `prefix_lens` on the host, which prefills need.
         draft_step: the number of a draft step, or `FROZEN_KV_STEP`, in DECODE; else None.
         num_draft_tokens: most rows of a request in RAGGED_VERIFY; None: as many as one has.
+        num_padding_rows: query rows after the requests'.
 
     Raises:
         ValueError: the mode has no such rows.
@@ -267,7 +274,7 @@ def forward_batch(
         req_pool_indices=rows,
         seq_lens=seq_lens,
         out_cache_loc=slots,
-        num_tokens=sum(q_lens),
+        num_tokens=sum(q_lens) + num_padding_rows,
         extend_seq_lens=new_lens,
         extend_prefix_lens=None if new_lens is None else prefix_lens,
         extend_seq_lens_cpu=None if new_lens is None else tuple(q_lens),

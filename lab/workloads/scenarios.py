@@ -18,6 +18,7 @@ A name is `<mode>/<geometry>/<batch>[/<option>...]`, such as `target_verify/gpt-
     e4m3           kv_dtype: an e4m3 cache
     e4m3_products  arithmetic: the control computes in e4m3, as XQA on SM90 does over an e4m3 cache with one query token
     page<N>        page_size: tokens per page; 64 if left out
+    padding<N>     num_padding_rows: query rows after the requests', in an extend
     tp<N>          tensor_parallel: one rank's slice of N
 """
 
@@ -74,7 +75,7 @@ _OPTIONS: dict[str, tuple[str, Any]] = {
     "e4m3": ("kv_dtype", torch.float8_e4m3fn),
     "e4m3_products": ("arithmetic", torch.float8_e4m3fn),
 }
-_NUMBERED_OPTIONS = {"page": "page_size", "tp": "tensor_parallel"}
+_NUMBERED_OPTIONS = {"page": "page_size", "tp": "tensor_parallel", "padding": "num_padding_rows"}
 _NUMBERED = re.compile(r"(?P<option>[a-z]+)(?P<number>[0-9]+)")
 _TRACED = re.compile(r"trace(?P<count>[0-9]+)(q(?P<q_len>[0-9]+))?")
 

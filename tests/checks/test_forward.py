@@ -16,6 +16,8 @@ import lab.references
 from lab.checks import Contents, ForwardCase, Level, Outcome, Space, judge_forward
 from lab.checks.catalogue import forward_modes
 from lab.checks.forward_pass import build_forward
+from lab.checks.mutants.mutant import Mutant
+from lab.checks.mutants.rows import PaddingGivenToLast
 from lab.metadata import AttentionCall, ForwardMode, KVLayout, build_mha_metadata
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.workloads.geometries import GEOMETRIES
@@ -43,6 +45,7 @@ CASES = {
     "extend": ForwardCase(ForwardMode.EXTEND, "tiny", (0, 0, 0), (33, 1, 16), page_size=P),
     "extend_prefix": ForwardCase(ForwardMode.EXTEND, "tiny", (15, 0, 40), (33, 1, 16), page_size=P),
     "mixed": ForwardCase(ForwardMode.MIXED, "tiny", (15, 31, 40), (20, 1, 1), page_size=P),
+    "padding_rows": ForwardCase(ForwardMode.EXTEND, "tiny", (13, 0, 50), (4, 20, 3), page_size=P, num_padding_rows=5),
     "mixed_tail": ForwardCase(ForwardMode.MIXED, "tiny", (15, 31, 40), (20, 1, 1), page_size=P, split_mixed_tail=True),
 }
 
@@ -270,6 +273,14 @@ def test_declining_after_the_output_was_written_is_found() -> None:
     verdict = judge_forward(late, CASES["decode"], CPU)
     assert verdict.outcome is Outcome.WRONG
     assert "declined, after it had written (too late)" in verdict.reason
+
+
+def test_padding_rows_that_the_last_request_takes_are_found() -> None:
+    """A mutant of the judge's own; a pass without such rows cannot tell it."""
+    mutant = Mutant.of(PaddingGivenToLast).implementation()
+    case = CASES["padding_rows"]
+    assert judge_forward(mutant, case, CPU).outcome is Outcome.WRONG
+    assert judge_forward(mutant, replace(case, num_padding_rows=0), CPU).outcome is Outcome.RIGHT
 
 
 def test_full_draft_mask_instead_of_causal_is_found() -> None:

@@ -120,6 +120,17 @@ def test_padding_rows_belong_to_no_call(mode: ForwardMode) -> None:
     assert plan_calls(forward(mode, new, padding=2)[0]) == [PlannedCall(CALLS[mode], 0, 2, 0, sum(new))]
 
 
+@pytest.mark.parametrize("mode", [*EXTENDS, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2])
+def test_the_context_call_alone_is_handed_padding_rows_if_they_are_handed_over(mode: ForwardMode) -> None:
+    made = forward(mode, (3, 3), padding=2)
+    (planned,) = plan_calls(made[0], with_padding_rows=True)
+    assert planned == PlannedCall(CALLS[mode], 0, 2, 0, 8 if CALLS[mode] is CONTEXT else 6)
+    got = arguments_of(made, planned)
+    assert len(got["query"]) == planned.num_rows
+    if CALLS[mode] is CONTEXT:
+        assert got["cum_seq_lens_q"].tolist() == [0, 3, 6]
+
+
 def test_an_extend_without_host_lengths_is_refused() -> None:
     batch = ForwardBatch(ForwardMode.EXTEND, torch.tensor([1]), torch.tensor([5]), torch.tensor([4, 5]), 2)
     with pytest.raises(ValueError, match="EXTEND needs extend_seq_lens_cpu"):

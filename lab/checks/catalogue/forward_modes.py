@@ -74,7 +74,9 @@ def mode_cases(
     )
     extend_lens = (5, page_size + 1, 70, 1, 130, 33)
     yield ForwardCase(ForwardMode.EXTEND, name, tuple(0 for _ in extend_lens), extend_lens, page_size=page_size)
-    yield ForwardCase(ForwardMode.EXTEND, name, prefixes, extend_lens, page_size=page_size)
+    extend = ForwardCase(ForwardMode.EXTEND, name, prefixes, extend_lens, page_size=page_size)
+    yield extend
+    yield replace(extend, num_padding_rows=7)
     mixed = ForwardCase(ForwardMode.MIXED, name, prefixes, (5, 70, 2, 1, 1, 1), page_size=page_size)
     yield mixed
     yield replace(mixed, split_mixed_tail=True)
@@ -198,7 +200,7 @@ def judge_pass(trial: Trial, forward: EnginePass) -> None:
     out, around = guarded(forward.new_out())
     try:
         forward.run(trial.engine(), out)
-        trial.hold("the pass", Result(out, None), truth)
+        trial.hold("the pass", Result(forward.rows_of_requests(out), None), truth)
     except Declined as declined:
         if declined.late:
             trial.wrong(f"it declined, after it had written ({declined})")

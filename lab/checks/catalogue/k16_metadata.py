@@ -39,7 +39,7 @@ def _judge(trial: Trial) -> None:
     out = torch.full_like(forward.query, float("nan"))
     what = "attention by this metadata"
     if trial.reads(what, partial(forward.run, references, out)):
-        trial.hold(what, Result(out, None), forward.truth())
+        trial.hold(what, Result(forward.rows_of_requests(out), None), forward.truth())
     # The same builder for a larger pass, then for the first again: nothing may be left from either.
     larger = replace(
         trial.case, prefix_lens=trial.case.prefix_lens * 2, q_lens=trial.case.q_lens * 2, seed=trial.case.seed + 1

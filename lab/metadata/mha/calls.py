@@ -66,7 +66,10 @@ def attention_call(mode: ForwardMode, draft_extend: AttentionCall | None = None)
 
 
 def plan_calls(
-    batch: ForwardBatch, draft_extend: AttentionCall | None = None, split_mixed_tail: bool = False
+    batch: ForwardBatch,
+    draft_extend: AttentionCall | None = None,
+    split_mixed_tail: bool = False,
+    with_padding_rows: bool = False,
 ) -> list[PlannedCall]:
     """Return the calls of one layer's forward pass: one, or two with a mixed tail; none for an empty batch.
 
@@ -76,6 +79,9 @@ def plan_calls(
         split_mixed_tail: give the trailing requests of one new token to the decode call, in extends without speculation:
             `lab.metadata.mha.settings.splits_mixed_tail` says for which GPUs, dtypes and layers. Other batches ignore it: like
             `draft_extend`, it is a setting of the engine and not of one pass.
+        with_padding_rows: hand the context call the query's padding rows too, which follow the requests' and belong to none. So
+            SGLang 0.5.15 does; 0.5.23 hands over the requests' rows alone (`padded_extend_real_tokens`). The decode call
+            takes whole requests and never has such rows.
 
     Raises:
         ValueError: PREBUILT, or an extend without `extend_seq_lens_cpu`.
@@ -84,11 +90,12 @@ def plan_calls(
     bs = batch.batch_size
     if bs == 0:
         return []
-    plain_extend = batch.forward_mode.is_prefill and batch.spec_info is None
-    if not (split_mixed_tail and plain_extend):
-        return [PlannedCall(whole, 0, bs, 0, sum(query_lens(batch)))]
-    first = mixed_tail_split(batch)
-    first_rows = sum(query_lens(batch)[:first])
+    lens, has_tail = query_lens(batch), split_mixed_tail and batch.forward_mode.is_prefill and batch.spec_info is None
+    first = mixed_tail_split(batch) if has_tail else bs
+    if first == bs:
+        rows = batch.num_tokens if with_padding_rows and whole is AttentionCall.CONTEXT else sum(lens)
+        return [PlannedCall(whole, 0, bs, 0, rows)]
+    first_rows = sum(lens[:first])
     calls = [
         PlannedCall(whole, 0, first, 0, first_rows),
         PlannedCall(AttentionCall.DECODE, first, bs - first, first_rows, bs - first),

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.metadata import ForwardBatch, ForwardMode, KVPool
+from lab.metadata import ForwardBatch, ForwardMode, KVPool, PagedKVCache
+from lab.metadata.mha.calls import AttentionLayer
 
 BACKEND = "sglang.srt.layers.attention.trtllm_mha_backend"
 FORWARD_BATCH = "sglang.srt.model_executor.forward_batch_info"
@@ -21,10 +22,16 @@ REAL = (
     "sglang.kernels.ops.speculative.ragged_verify_kernels",
     "sglang.srt.layers.radix_attention",
     "sglang.srt.mem_cache.kv_loc_plan",
+    "sglang.srt.mem_cache.layout.paged_view",
 )
 NAMES = {
     "sglang.srt.utils.is_flashinfer_available": lambda: False,
     "sglang.srt.layers.cp.utils.is_cp_active": lambda batch: False,
+    "sglang.kernels.ops.attention.utils.canonicalize_stride": lambda tensor: tensor,
+    "sglang.srt.environ.envs": SimpleNamespace(
+        SGLANG_SKIP_SOFTMAX_DECODE_THRESHOLD_SCALE_FACTOR=SimpleNamespace(get=lambda: None),
+        SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR=SimpleNamespace(get=lambda: None),
+    ),
 }
 
 
@@ -100,6 +107,87 @@ def server_batch(load: Callable[[str], ModuleType], batch: ForwardBatch, **field
         "kv_loc_plan": None,
     }
     return SimpleNamespace(**given | fields)
+
+
+def calls_of(
+    load: Callable[[str], ModuleType],
+    backend: Any,
+    server: Any,
+    layer: AttentionLayer,
+    query: Tensor,
+    cache: PagedKVCache,
+    attn_type: str = "DECODER",
+) -> list[tuple[str, dict[str, Any]]]:
+    """Run one layer of a pass whose metadata the backend has built, and return FlashInfer's calls: name and arguments.
+
+    Args:
+        load: as above.
+        backend: from `new_backend`, after `init_forward_metadata`.
+        server: from `server_batch`.
+        layer, query, cache: as for `lab.metadata.mha.calls.call_arguments`; the cache is NHD.
+        attn_type: a member of SGLang's `AttentionType`.
+    """
+    calls = []
+
+    def recorder(name: str) -> Callable[..., Tensor]:
+        def record(**arguments: Any) -> Tensor:
+            calls.append((name, arguments))
+            return torch.zeros_like(arguments["query"])
+
+        return record
+
+    decode, context = "trtllm_batch_decode_with_kv_cache", "trtllm_batch_context_with_kv_cache"
+    module = load(BACKEND)
+    vars(module)["flashinfer"] = SimpleNamespace(
+        decode=SimpleNamespace(**{decode: recorder(decode)}), prefill=SimpleNamespace(**{context: recorder(context)})
+    )
+    vars(backend).update(
+        token_to_kv_pool=SimpleNamespace(get_kv_buffer=lambda _: tuple(side.flatten(0, 1) for side in cache.storage)),
+        data_type=cache.storage.dtype,
+        q_data_type=query.dtype,
+        decode_seq_len_splits=1,
+        **dict.fromkeys(("is_nvfp4_kvcache", "decode_uses_native_fp4", "uses_trtllm_gen_native_fp4"), False),
+        **dict.fromkeys(("workspace_buffer", "_multi_ctas_kv_counter_buffer", "_xqa_spec_dec_mask")),
+    )
+    if backend._swa_kv_pool is not None:
+        backend._swa_kv_pool.layers_mapping = {0: (0, layer.reads_swa_pool)}
+    heads = cache.storage.shape[-2]
+    theirs = SimpleNamespace(
+        layer_id=0,
+        tp_q_head_num=query.shape[1],
+        tp_k_head_num=heads,
+        tp_v_head_num=heads,
+        head_dim=query.shape[2],
+        scaling=layer.softmax_scale,
+        sliding_window_size=layer.window_left,
+        attn_type=load("sglang.srt.layers.radix_attention").AttentionType[attn_type],
+    )
+    server._attn_output = None
+    forward = backend.forward_decode if server.forward_mode.is_decode_or_idle() else backend.forward_extend
+    forward(query, None, None, theirs, server, save_kv_cache=False, sinks=layer.sinks)
+    return calls
+
+
+def assert_same_calls(ours: list[tuple[str, dict[str, Any]]], theirs: list[tuple[str, dict[str, Any]]]) -> None:
+    """Hold the lab's calls to SGLang's: as many, of the same functions, each of the lab's arguments the same."""
+    assert [name for name, _ in ours] == [name for name, _ in theirs]
+    for (function, mine), (_, others) in zip(ours, theirs, strict=True):
+        defaults = {"q_len_per_req": 1, "causal": True}
+        for name in {
+            *mine,
+            *(each for each in ("q_len_per_req", "max_q_len", "cum_seq_lens_q", "causal") if each in others),
+        }:
+            pairs = [each.get(name, defaults.get(name)) for each in (mine, others)]
+            if name == "block_tables":
+                lengths, size = mine["seq_lens"].tolist(), mine["kv_cache"][0].shape[2]
+                assert_same_live_pages(name, pairs[0], pairs[1], lengths, size)
+            elif name == "kv_cache":
+                a, b = ([(side.data_ptr(), side.shape, side.stride()) for side in sides] for sides in pairs)
+                assert a == b, name
+            elif isinstance(pairs[0], Tensor):
+                assert torch.equal(*pairs), f"{name} of {function}"
+            else:
+                assert pairs[0] == pairs[1], f"{name} of {function}"
 
 
 def assert_same(ours: Any, theirs: Any, page_size: int) -> None:
