@@ -17,7 +17,7 @@ from lab.metadata import (
     TRTLLMMHAMetadata,
     build_mha_metadata,
 )
-from lab.metadata.engine.forward_mode import QueryRows
+from lab.metadata.engine.forward_mode import QueryRows, UncountedTokens
 from lab.metadata.engine.kv_cache import NVFP4KVCache
 from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.mha.calls import (
@@ -37,6 +37,7 @@ CALLS = {
     ForwardMode.MIXED: CONTEXT,
     ForwardMode.IDLE: DECODE,
     ForwardMode.TARGET_VERIFY: DECODE,
+    ForwardMode.RAGGED_VERIFY: DECODE,
     ForwardMode.DRAFT_EXTEND: CONTEXT,
     ForwardMode.DRAFT_EXTEND_V2: DECODE,
     ForwardMode.SPLIT_PREFILL: CONTEXT,
@@ -54,8 +55,9 @@ def forward(mode: ForwardMode, new: tuple[int, ...], padding: int = 0, window: b
     prefixes = [7 + i for i in range(len(new))]
     rows = [pool.add_request(prefix) for prefix in prefixes]
     slots = [pool.extend_request(row, count) for row, count in zip(rows, new, strict=True)]
-    counted = [0 if mode is ForwardMode.TARGET_VERIFY else count for count in new]
-    extends = mode in EXTENDS or mode.extends_draft
+    counted = [0 if mode.uncounted is UncountedTokens.QUERY_ROWS else count for count in new]
+    extends = mode.query_rows.in_extend_seq_lens
+    info = SpecInfo(num_draft_tokens=5) if mode is ForwardMode.RAGGED_VERIFY else SpecInfo()
     batch = ForwardBatch(
         forward_mode=mode,
         req_pool_indices=torch.tensor(rows, dtype=torch.int64),
@@ -66,7 +68,7 @@ def forward(mode: ForwardMode, new: tuple[int, ...], padding: int = 0, window: b
         extend_prefix_lens=torch.tensor(prefixes, dtype=torch.int64) if extends else None,
         extend_seq_lens_cpu=new if extends else None,
         extend_prefix_lens_cpu=prefixes if extends else None,
-        **{"spec_info": SpecInfo() if mode.extends_draft else None} | fields,
+        **{"spec_info": None if mode in (*EXTENDS, ForwardMode.DECODE, ForwardMode.IDLE) else info} | fields,
     )
     if mode is ForwardMode.TARGET_VERIFY and not new:
         return batch, None, pool  # type: ignore[return-value]
@@ -154,7 +156,8 @@ def test_a_mixed_tail(mode: ForwardMode, new: tuple[int, ...], expected: list[Pl
 
 @pytest.mark.parametrize("mode", [mode for mode in CALLS if mode not in EXTENDS], ids=repr)
 def test_other_batches_ignore_the_setting_for_mixed_tails(mode: ForwardMode) -> None:
-    for spec_info in (None, SpecInfo(speculative_step_id=0)):
+    info = SpecInfo(num_draft_tokens=5, speculative_step_id=0)
+    for spec_info in (info,) if mode is ForwardMode.RAGGED_VERIFY else (None, info):
         batch = forward(mode, (1, 1), spec_info=spec_info)[0]
         assert plan_calls(batch, split_mixed_tail=True) == plan_calls(batch)
     speculative = forward(ForwardMode.EXTEND, (5, 1), spec_info=SpecInfo())[0]
@@ -193,6 +196,17 @@ def test_draft_extend_v1_is_ragged_on_the_decode_call(new: tuple[int, ...]) -> N
     assert got["q_len_per_req"] is None
     assert got["max_q_len"] == 4
     assert got["cum_seq_lens_q"].tolist() == [sum(new[:i]) for i in range(len(new) + 1)]
+
+
+@pytest.mark.parametrize(("new", "padding"), [((2, 4), 0), ((4, 1, 3), 2), ((3, 3), 0), ((5,), 3)])
+def test_a_ragged_verification_is_ragged_whatever_its_widths(new: tuple[int, ...], padding: int) -> None:
+    """Equal widths of one replay are unequal ones of the next, and rows of padding are in no request."""
+    made = forward(ForwardMode.RAGGED_VERIFY, new, padding)
+    (planned,) = plan_calls(made[0])
+    got = arguments_of(made, planned)
+    assert (got["q_len_per_req"], got["max_q_len"]) == (None, max(new))
+    assert got["cum_seq_lens_q"].tolist() == [sum(new[:i]) for i in range(len(new) + 1)]
+    assert got["seq_lens"].tolist() == [7 + i + count for i, count in enumerate(new)]
 
 
 @pytest.mark.parametrize("new", [(2, 4), (4, 1, 3)])
