@@ -6,7 +6,7 @@ import torch
 
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP, ForwardBatch, SpecInfo
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
-from lab.metadata.engine.lengths import PADDED_SEQ_LEN
+from lab.metadata.engine.lengths import PADDED_SEQ_LEN, max_query_rows
 from lab.named_enum import NamedEnum
 
 
@@ -148,8 +148,9 @@ class StaticInputs:
                 not say how many rows each request has where that varies.
         """
         self._check(batch, batch_size)
-        raw, slots = batch.batch_size, batch.out_cache_loc.shape[0]
         captured_slots = batch_size * self.mode.slots_per_req
+        locations = batch.out_cache_loc[:captured_slots]  # a ragged verification's may end in those of padding
+        raw, slots = batch.batch_size, len(locations)
         if raw < batch_size or slots < captured_slots:
             self.seq_lens[:batch_size].fill_(self.padded_seq_len)
             self.req_pool_indices[:batch_size].zero_()
@@ -157,7 +158,7 @@ class StaticInputs:
             self.extend_seq_lens[:batch_size].fill_(self.mode.num_tokens_per_req)
         self.seq_lens[:raw].copy_(batch.seq_lens)
         self.req_pool_indices[:raw].copy_(batch.req_pool_indices)
-        self.out_cache_loc[:slots].copy_(batch.out_cache_loc)
+        self.out_cache_loc[:slots].copy_(locations)
         if batch.extend_seq_lens is not None:
             self.extend_seq_lens[:raw].copy_(batch.extend_seq_lens)
 
@@ -179,15 +180,20 @@ class StaticInputs:
             )
         if mode.forward_mode.query_rows in (QueryRows.ACCEPTED, QueryRows.VERIFIED):
             self._check_rows(batch)
-        if max(batch.extend_seq_lens_cpu or (0,)) > width:
-            raise ValueError(
-                f"extend_seq_lens_cpu={list(batch.extend_seq_lens_cpu or ())} has more than the {width} rows of a request"
-            )
+        name, rows = "extend_seq_lens_cpu", list(batch.extend_seq_lens_cpu or ())
+        if mode.forward_mode.query_rows is QueryRows.VERIFIED and batch.extend_seq_lens_cpu is None:
+            name, rows = "SpecInfo.num_draft_tokens", [max_query_rows(batch)]
+        if max(rows, default=0) > width:
+            raise ValueError(f"{name}={rows} has more than the {width} rows of a request")
 
     @staticmethod
     def _check_rows(batch: ForwardBatch) -> None:
-        """Refuse unequal rows that the batch does not name: the graph reads them on the device, the host checks them."""
-        for name in ("extend_seq_lens", "extend_seq_lens_cpu"):
+        """Refuse unequal rows that the batch does not name: the graph reads them on the device, the host checks them.
+
+        A ragged verification may leave the host's out (SGLang's `from_verify_lens_device`): its draft bounds them.
+        """
+        is_bounded = batch.forward_mode.query_rows is QueryRows.VERIFIED
+        for name in ("extend_seq_lens",) if is_bounded else ("extend_seq_lens", "extend_seq_lens_cpu"):
             if getattr(batch, name) is None:
                 raise ValueError(
                     f"{name} is None: {batch.forward_mode!r} needs the rows of each of the {batch.batch_size} "

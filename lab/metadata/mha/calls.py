@@ -81,7 +81,7 @@ def plan_calls(
             `draft_extend`, it is a setting of the engine and not of one pass.
         with_padding_rows: hand the context call the query's padding rows too, which follow the requests' and belong to none. So
             SGLang 0.5.15 does; 0.5.23 hands over the requests' rows alone (`padded_extend_real_tokens`). The decode call
-            takes whole requests and never has such rows.
+            takes whole requests and never has such rows, but for a ragged verification's, which always has them.
 
     Raises:
         ValueError: PREBUILT, or an extend without `extend_seq_lens_cpu`.
@@ -90,12 +90,13 @@ def plan_calls(
     bs = batch.batch_size
     if bs == 0:
         return []
-    lens, has_tail = query_lens(batch), split_mixed_tail and batch.forward_mode.is_prefill and batch.spec_info is None
-    first = mixed_tail_split(batch) if has_tail else bs
+    plain_extend = batch.forward_mode.is_prefill and batch.spec_info is None
+    first = mixed_tail_split(batch) if split_mixed_tail and plain_extend else bs
     if first == bs:
-        rows = batch.num_tokens if with_padding_rows and whole is AttentionCall.CONTEXT else sum(lens)
-        return [PlannedCall(whole, 0, bs, 0, rows)]
-    first_rows = sum(lens[:first])
+        is_ragged = batch.forward_mode.query_rows is QueryRows.VERIFIED
+        all_rows = is_ragged or (with_padding_rows and whole is AttentionCall.CONTEXT)
+        return [PlannedCall(whole, 0, bs, 0, batch.num_tokens if all_rows else sum(query_lens(batch)))]
+    first_rows = sum(query_lens(batch)[:first])
     calls = [
         PlannedCall(whole, 0, first, 0, first_rows),
         PlannedCall(AttentionCall.DECODE, first, bs - first, first_rows, bs - first),
@@ -208,17 +209,17 @@ def _decode_width(planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHA
     The widths decide, not whether the rows divide by the requests: 2 + 4 rows divide, but into wrong ones.
     """
     first, last = planned.first_request, planned.first_request + planned.num_requests
+    ragged = {"q_len_per_req": None, "cum_seq_lens_q": metadata.cu_seqlens_q[first : last + 1]}
+    if (
+        batch.forward_mode.query_rows is QueryRows.VERIFIED
+    ):  # the host may not know its widths, and each replay has others
+        return ragged | {"max_q_len": metadata.max_seq_len_q}
     widths = query_lens(batch)[first:last]
-    rows = batch.forward_mode.query_rows
-    if len(set(widths)) == 1 and rows is not QueryRows.VERIFIED:  # which other replays of a graph may have otherwise
+    if len(set(widths)) == 1:
         return {"q_len_per_req": widths[0]}
-    if rows is QueryRows.FIXED:
+    if batch.forward_mode.query_rows is QueryRows.FIXED:
         raise ValueError(
             f"extend_seq_lens_cpu={list(widths)}: {batch.forward_mode.name} has the same number of rows for every request "
             "on the decode call; pad the rows, or plan it with draft_extend=AttentionCall.CONTEXT"
         )
-    return {
-        "q_len_per_req": None,
-        "max_q_len": max(widths),
-        "cum_seq_lens_q": metadata.cu_seqlens_q[first : last + 1],
-    }
+    return ragged | {"max_q_len": max(widths)}

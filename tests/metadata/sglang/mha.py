@@ -86,9 +86,7 @@ def server_batch(load: Callable[[str], ModuleType], batch: ForwardBatch, **field
     if batch.spec_info is not None:
         spec_info = SimpleNamespace(draft_token_num=batch.spec_info.num_draft_tokens, ragged_verify_layout=None)
         if is_ragged:
-            spec_info.ragged_verify_layout = load(RAGGED_VERIFY).RaggedVerifyLayout.from_verify_lens_device(
-                verify_lens=batch.extend_seq_lens, graph_num_tokens=batch.num_tokens
-            )
+            spec_info.ragged_verify_layout = ragged_layout(load, batch)
     given = {
         "forward_mode": load(FORWARD_BATCH).ForwardMode[mode.name],
         "batch_size": batch.batch_size,
@@ -107,6 +105,16 @@ def server_batch(load: Callable[[str], ModuleType], batch: ForwardBatch, **field
         "kv_loc_plan": None,
     }
     return SimpleNamespace(**given | fields)
+
+
+def ragged_layout(load: Callable[[str], ModuleType], batch: ForwardBatch) -> Any:
+    """Return SGLang's layout of a ragged verification: with its lengths on the host where the batch has them there."""
+    layout = load(RAGGED_VERIFY).RaggedVerifyLayout
+    if batch.extend_seq_lens_cpu is None:
+        return layout.from_verify_lens_device(verify_lens=batch.extend_seq_lens, graph_num_tokens=batch.num_tokens)
+    return layout.from_verify_lens(
+        verify_lens_cpu=batch.extend_seq_lens_cpu, device=batch.seq_lens.device, grid=[batch.num_tokens]
+    )
 
 
 def calls_of(

@@ -1,18 +1,31 @@
 """MHA metadata against SGLang's own class, on random batches: no number here is the lab's."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lab.metadata import ForwardMode, KVLayout, build_mha_metadata
+from lab.metadata import ForwardBatch, ForwardMode, KVLayout, KVPool, build_mha_metadata
+from lab.metadata.engine.graph_inputs import GraphMode, StaticInputs
+from lab.metadata.mha.buffers import MHAGraphMetadata
 from lab.metadata.mha.calls import AttentionLayer, call_arguments, plan_calls
 from tests.devices import IN_INTERPRETER
 from tests.metadata.mha_cases import Case, build, drawn_cases
-from tests.metadata.sglang.mha import NAMES, REAL, assert_same, assert_same_calls, calls_of, new_backend, server_batch
+from tests.metadata.sglang.mha import (
+    NAMES,
+    REAL,
+    assert_same,
+    assert_same_calls,
+    assert_same_live_pages,
+    calls_of,
+    new_backend,
+    server_batch,
+)
 from tests.metadata.sglang.wheel import sglang_modules
 
 Load = Callable[[str], ModuleType]
@@ -24,41 +37,102 @@ def sglang() -> Iterator[Load]:
         yield load
 
 
-ABSENT = (ForwardMode.DRAFT_EXTEND, ForwardMode.RAGGED_VERIFY)
-CASES = drawn_cases().filter(lambda case: case.mode not in ABSENT and bool(case.total_lens))
+CASES = drawn_cases().filter(lambda case: case.mode is not ForwardMode.DRAFT_EXTEND and bool(case.total_lens))
 
 
 def is_taken(case: Case) -> bool:
-    """Return True if the decode call gets whole requests of equal widths, as the lab asks; the context call takes any."""
-    return case.mode.is_prefill or (case.num_padding_rows == 0 and len(set(case.new_lens)) <= 1)
+    """Return True if the decode call gets whole requests of equal widths, as the lab asks; other calls take any rows."""
+    takes_any = case.mode.is_prefill or case.mode is ForwardMode.RAGGED_VERIFY
+    return takes_any or (case.num_padding_rows == 0 and len(set(case.new_lens)) <= 1)
+
+
+def build_both(sglang: Load, case: Case, on_host: bool) -> tuple[ForwardBatch, KVPool, Any, Any]:
+    """Return the lab's batch and pool, SGLang's batch, and its backend with the metadata of the pass.
+
+    Args:
+        sglang: the fixture.
+        case: of one mode.
+        on_host: the lengths of a ragged verification are known there.
+    """
+    batch, pool = build(case)
+    if case.mode is ForwardMode.RAGGED_VERIFY and not on_host:
+        batch = replace(batch, extend_seq_lens_cpu=None)
+    width = None if batch.spec_info is None else batch.spec_info.num_draft_tokens
+    backend = new_backend(sglang, pool, speculative_step_id=case.new - 1, speculative_num_draft_tokens=width)
+    server = server_batch(sglang, batch)
+    backend.init_forward_metadata(server)
+    return batch, pool, server, backend
 
 
 @IN_INTERPRETER
-@given(case=CASES)
+@given(case=CASES, on_host=st.booleans())
 @settings(deadline=None, derandomize=True, max_examples=60)
-def test_eager_passes(sglang: Load, case: Case) -> None:
+def test_eager_passes(sglang: Load, case: Case, on_host: bool) -> None:
     """Every mode of 0.5.23, with requests; SGLang launches nothing for a batch of none."""
-    batch, pool = build(case)
-    backend = new_backend(sglang, pool, speculative_step_id=case.new - 1)
-    backend.init_forward_metadata(server_batch(sglang, batch))
+    batch, pool, _, backend = build_both(sglang, case, on_host)
     assert_same(build_mha_metadata(batch, pool), backend.forward_metadata, pool.page_size)
 
 
 @IN_INTERPRETER
-@given(case=CASES.filter(is_taken), is_window=st.booleans())
+@given(case=CASES.filter(is_taken), on_host=st.booleans(), is_window=st.booleans())
 @settings(deadline=None, derandomize=True, max_examples=60)
-def test_the_calls_of_a_layer(sglang: Load, case: Case, is_window: bool) -> None:
+def test_the_calls_of_a_layer(sglang: Load, case: Case, on_host: bool, is_window: bool) -> None:
     """Calls, rows and tables: a prefill's padding rows are handed over, and its tail of decodes is split off."""
-    batch, pool = build(case)
+    batch, pool, server, backend = build_both(sglang, case, on_host)
     layer = AttentionLayer(0.25, window_left=20 if is_window else -1, reads_swa_pool=is_window and case.sliding_window)
     cache = pool.new_cache(2, 8, torch.bfloat16, KVLayout.NHD, sliding_window=layer.reads_swa_pool)
     query = torch.zeros(batch.num_tokens, 4, 8, dtype=torch.bfloat16)
     query[:, 0, 0] = torch.arange(len(query))
-    backend, server = new_backend(sglang, pool, speculative_step_id=case.new - 1), server_batch(sglang, batch)
-    backend.init_forward_metadata(server)
     metadata, plan = build_mha_metadata(batch, pool), plan_calls(batch, None, True, True)
     ours = [
         (each.call.value, call_arguments(each, batch, metadata, layer, query, cache, pool.max_context_len))
         for each in plan
     ]
     assert_same_calls(ours, calls_of(sglang, backend, server, layer, query, cache))
+
+
+RAGGED = drawn_cases([ForwardMode.RAGGED_VERIFY]).filter(lambda case: bool(case.total_lens))
+
+
+@IN_INTERPRETER
+@given(case=RAGGED, padding_requests=st.integers(0, 3), on_host=st.booleans())
+@settings(deadline=None, derandomize=True, max_examples=40)
+def test_a_ragged_verification_in_a_graph(sglang: Load, case: Case, padding_requests: int, on_host: bool) -> None:
+    """Requests have SGLang's rows, keys and pages. The rows that they leave are nobody's, where SGLang's padding takes them.
+
+    Without padding the last request takes them, and as many keys more, which leaves its own rows what they are. So a request
+    of SGLang's has more rows than the max_q_len that it hands over, d.
+    """
+    case = replace(case, num_padding_rows=0)
+    batch, pool, _, _ = build_both(sglang, case, on_host)
+    n = batch.batch_size
+    size, width = n + padding_requests, case.new
+    inputs = StaticInputs(GraphMode.ragged_verify(width), size, pool.device)
+    ours = MHAGraphMetadata(inputs.mode, pool, size)
+    rebuild = ours.prepare(inputs.view(size))
+    inputs.load(batch, size)
+    rebuild()
+
+    whole = replace(batch, num_tokens=size * width)
+    backend = new_backend(sglang, pool, speculative_num_draft_tokens=width)
+    backend.init_cuda_graph_state(size, size * width)
+    server = server_batch(sglang, whole, batch_size=size)
+    server.seq_lens, server.req_pool_indices = inputs.seq_lens, inputs.req_pool_indices
+    backend.init_forward_metadata_out_graph(server, in_capture=True)
+    backend.init_forward_metadata_out_graph(server)
+    backend.init_forward_metadata_in_graph(server)
+    theirs, mine = backend.forward_metadata, ours.slices(size)
+
+    left = size * width - int(batch.extend_seq_lens.sum())
+    at_last = torch.zeros(n, dtype=torch.int32)
+    at_last[-1] = 0 if padding_requests else left
+    assert theirs.max_seq_len_q == mine.max_seq_len_q == width
+    assert torch.equal(theirs.cache_seqlens_int32[:n], mine.cache_seqlens_int32[:n] + at_last)
+    assert torch.equal(theirs.cu_seqlens_q[1 : n + 1], mine.cu_seqlens_q[1 : n + 1] + at_last)
+    assert int(theirs.cu_seqlens_q[-1]) == size * width
+    lengths = mine.cache_seqlens_int32[:n].tolist()
+    for name in ("page_table", "swa_page_table"):
+        tables = (getattr(each, name) for each in (mine, theirs))
+        assert_same_live_pages(name, *(None if each is None else each[:n] for each in tables), lengths, pool.page_size)
+    if theirs.swa_out_cache_loc is not None:
+        assert torch.equal(theirs.swa_out_cache_loc, mine.swa_out_cache_loc)
