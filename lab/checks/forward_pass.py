@@ -11,7 +11,7 @@ from lab.calls.problem import E4M3, NVFP4
 from lab.checks.needles import draw_histories, needle_positions
 from lab.checks.stored import E4M3_K_SCALE, E4M3_V_SCALE, as_stored, fill
 from lab.metadata.engine.forward_batch import ForwardBatch
-from lab.metadata.engine.kv_cache import NVFP4KVCache, PagedKVCache, PagedLatentCache
+from lab.metadata.engine.kv_cache import NVFP4KVCache, PagedKVCache, PagedLatentCache, ShardedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.mha.calls import AttentionLayer, PlannedCall, plan_calls, prepare_attention
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
@@ -188,7 +188,7 @@ def new_poisonable_pool(case: PassCase, device: torch.device) -> KVPool:
 def admit_and_write(
     case: PassCase,
     pool: KVPool,
-    cache: PagedKVCache | PagedLatentCache,
+    cache: PagedKVCache | PagedLatentCache | ShardedLatentCache,
     histories: Sequence[History],
     build_metadata: Callable[[ForwardBatch, KVPool], Any],
 ) -> tuple[ForwardBatch, Any]:

@@ -1,7 +1,8 @@
 """An MLA case made concrete: the same as `lab.checks.forward_pass`, over latent entries."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,9 +16,15 @@ from lab.metadata.engine.kv_cache import PagedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.mla.calls import MLALayer, prepare_mla_attention
+from lab.metadata.mla.context_parallel import (
+    DecodeContextParallel,
+    build_mla_dcp_metadata,
+    prepare_mla_dcp_attention,
+)
 from lab.metadata.mla.metadata import TRTLLMMLADecodeMetadata, build_mla_decode_metadata
 from lab.references.truth import Rules, Truth, truth_of_requests
 from lab.workloads.mla_case import MLACase
+from lab.workloads.requests import History
 
 BuildMLAMetadata = Callable[[ForwardBatch, KVPool, DraftAttention], TRTLLMMLADecodeMetadata]
 
@@ -31,7 +38,7 @@ class MLAPass(EnginePass):
     layer: MLALayer
     cache: PagedLatentCache
 
-    prepare = staticmethod(prepare_mla_attention)
+    prepare: ClassVar[Callable[..., Callable[[], Tensor]]] = staticmethod(prepare_mla_attention)
 
     def new_out(self) -> Tensor:
         return self.query.new_full((*self.query.shape[:2], self.case.kv_lora_rank), float("nan"))
@@ -39,6 +46,23 @@ class MLAPass(EnginePass):
     def truth(self) -> Truth:
         entries = [entries for (entries,) in self.histories]
         return mla_truth(self.query, entries, self.case.seen_lens, self.case.q_lens, self.layer)
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedMLAPass(MLAPass):
+    """A pass whose requests lie on the GPUs of decode context parallelism; this one GPU runs each of their calls."""
+
+    metadata: Any  # of each rank
+    cache: Any
+
+    prepare = staticmethod(prepare_mla_dcp_attention)
+
+    def inputs(self) -> dict[str, Tensor]:
+        of_ranks = {
+            f"{name} of rank {i}": value for i, own in enumerate(self.metadata) for name, value in vars(own).items()
+        }
+        named = {"query": self.query, "cache": self.cache.storage, **of_ranks}
+        return {name: tensor for name, tensor in named.items() if isinstance(tensor, Tensor)}
 
 
 def mla_truth(
@@ -73,12 +97,31 @@ def build_mla_pass(
     )
     histories = [(as_stored(entries.squeeze(1), E4M3_K_SCALE, case.kv_dtype),) for (entries,) in drawn]
     layer = new_mla_layer(case)
+    if case.dcp_size > 1:
+        return _build_sharded(case, device, query.to(case.dtype), histories, layer)
     pool = new_poisonable_pool(case, device)
     cache = pool.new_latent_cache(case.head_dim, case.kv_dtype)
     batch, metadata = admit_and_write(
         case, pool, cache, histories, lambda batch, pool: build_metadata(batch, pool, case.attention)
     )
     return MLAPass(case, pool, batch, metadata, layer, cache, query.to(case.dtype), histories)
+
+
+def _build_sharded(
+    case: MLACase, device: torch.device, query: Tensor, histories: Sequence[History], layer: MLALayer
+) -> ShardedMLAPass:
+    size = case.dcp_size
+    pool = new_poisonable_pool(replace(case, page_size=case.page_size * size), device)
+    cache = pool.new_sharded_latent_cache(case.head_dim, case.kv_dtype, size)
+    ranks = [DecodeContextParallel(size, rank) for rank in range(size)]
+    batch, metadata = admit_and_write(
+        case,
+        pool,
+        cache,
+        histories,
+        lambda batch, pool: [build_mla_dcp_metadata(batch, pool, rank, case.attention) for rank in ranks],
+    )
+    return ShardedMLAPass(case, pool, batch, metadata, layer, cache, query, histories)
 
 
 def new_mla_layer(case: MLACase) -> MLALayer:

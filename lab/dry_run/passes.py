@@ -143,7 +143,9 @@ def _mla_options(case: MLACase) -> Iterator[str]:
         yield f"step{case.draft_step}"
     if case.attention is DraftAttention.MLA_WITH_OFFSET:
         yield "with_offset"
-    if case.mode.query_rows is QueryRows.ACCEPTED:
+    if case.num_draft_tokens is not None:
+        yield f"draft{case.num_draft_tokens}"
+    if case.mode.query_rows in (QueryRows.ACCEPTED, QueryRows.VERIFIED):
         yield f"rows{'+'.join(map(str, case.q_lens))}"
 
 

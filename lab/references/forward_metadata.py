@@ -96,6 +96,20 @@ def mla_forward_metadata(batch: Any, pool: Any, *, counts_draft: bool, block: in
     return MLAForwardMetadata(told, seen, block, _boundaries(query_lens), table)
 
 
+def mla_dcp_metadata(keys: int, row: int, pool: Any, size: int, rank: int) -> tuple[int, list[int]]:
+    """Return the tokens of a request that a rank of decode context parallelism holds, and their pages in order.
+
+    Args:
+        keys: tokens of the request.
+        row: of the request in ``req_to_token``.
+        pool: as in `forward_metadata`; its pages hold ``page_size / size`` tokens of each rank.
+        size, rank: of the group; position p belongs to rank p % size.
+    """
+    page_size = pool.page_size // size
+    own = [position for position in range(keys) if position % size == rank]
+    return len(own), [int(pool.req_to_token[row, own[i]]) // size // page_size for i in range(0, len(own), page_size)]
+
+
 def query_length(batch: Any, i: int) -> int:
     """Return the query rows of request ``i``, its new tokens in this pass; raise ValueError for PREBUILT, which has none."""
     mode = batch.forward_mode.name

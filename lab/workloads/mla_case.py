@@ -6,7 +6,7 @@ import torch
 
 from lab.calls.problem import AttentionCall
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
-from lab.metadata.engine.forward_mode import ForwardMode
+from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.engine.lengths import DraftAttention
 from lab.workloads.attention_case import Contents
 from lab.workloads.pass_case import PassCase
@@ -20,7 +20,8 @@ class MLACase(PassCase):
         mode: one that runs on that kernel: DECODE, TARGET_VERIFY, RAGGED_VERIFY, DRAFT_EXTEND or DRAFT_EXTEND_V2.
         prefix_lens, q_lens, draft_step, num_draft_tokens, dtype, kv_dtype, contents, seed: as in `PassCase`.
         attention: the keys that a draft step counts, as SGLang's backend (MLA) or with the drafted ones (MLA_WITH_OFFSET).
-        page_size: tokens per page, 32 or 64.
+        page_size: tokens per page of one GPU, 32 or 64.
+        dcp_size: GPUs of decode context parallelism that share each request; 1 for none.
         num_qo_heads, kv_lora_rank, qk_rope_head_dim: of one layer on one GPU; DeepSeek-V3 has 128 heads, 512 and 64.
 
     Raises:
@@ -35,6 +36,7 @@ class MLACase(PassCase):
     num_draft_tokens: int | None = None
     attention: DraftAttention = DraftAttention.MLA
     page_size: int = 64
+    dcp_size: int = 1
     num_qo_heads: int = 16
     kv_lora_rank: int = 512
     qk_rope_head_dim: int = 64
@@ -48,6 +50,8 @@ class MLACase(PassCase):
             raise ValueError(f"{self.mode!r} does not run on the MLA decode kernel")
         if self.draft_step == FROZEN_KV_STEP:
             raise ValueError("draft_step=-1: a frozen-KV draft runs on MHA (SGLang 0.5.23); give a step from 0 on")
+        if self.dcp_size != 1 and self.mode.query_rows is not QueryRows.ONE:
+            raise ValueError(f"dcp_size={self.dcp_size} belongs to ForwardMode.DECODE, not {self.mode!r}: leave it 1")
         self.check_requests()
         self.check_tensors()
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP, ForwardBatch, SpecInfo
 from lab.metadata.engine.forward_mode import ForwardMode, UncountedTokens
-from lab.metadata.engine.kv_pool import KVPool, PagedKVCache, PagedLatentCache
+from lab.metadata.engine.kv_pool import KVPool, PagedKVCache, PagedLatentCache, ShardedLatentCache
 
 # A request's tokens as a cache stores them, by position: (K, V), each [kv_len, num_kv_heads, head_dim], or its latent entries
 # alone, [kv_len, entry_dim].
@@ -126,7 +126,7 @@ class Requests(PassLens):
 
     def write(
         self,
-        cache: PagedKVCache | PagedLatentCache,
+        cache: PagedKVCache | PagedLatentCache | ShardedLatentCache,
         histories: Sequence[History],
         first: Sequence[int] | None = None,
         *,

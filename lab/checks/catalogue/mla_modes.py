@@ -45,6 +45,13 @@ def mla_mode_cases(page_size: int, q_lens: tuple[int, ...], **dims: Any) -> Iter
     yield MLACase(ForwardMode.DRAFT_EXTEND, prefixes, (3,) * len(prefixes), **shared)
 
 
+def _sharded_cases(page_size: int, **dims: Any) -> Iterator[MLACase]:
+    """Requests on two GPUs and on four, some with no token on some: pages and rounds end on each rank."""
+    prefixes = (0, 1, 2, 2 * page_size - 1, 2 * page_size, 4 * page_size + 1, 300)
+    for size in (2, 4):
+        yield MLACase(ForwardMode.DECODE, prefixes, (1,) * len(prefixes), page_size=page_size, dcp_size=size, **dims)
+
+
 def _cases(interface: Interface, space: Space, level: Level) -> Iterator[MLACase]:
     q_lens = smoke_q_lens(space) if level is Level.SMOKE else tuple(space.q_lens)
     dtype, kv_dtype = space.dtypes[0]
@@ -53,7 +60,7 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[MLACase
     for page_size in space.mla_page_sizes:
         for head_dim, rank in head_dims:
             dims = {"num_qo_heads": heads, "kv_lora_rank": rank, "qk_rope_head_dim": head_dim - rank}
-            for case in mla_mode_cases(page_size, q_lens, **dims):
+            for case in (*_sharded_cases(page_size, **dims), *mla_mode_cases(page_size, q_lens, **dims)):
                 yield replace(case, contents=Contents.NEEDLES, dtype=dtype, kv_dtype=kv_dtype)
     if (dtype, E4M3) in space.dtypes:
         yield replace(case, dtype=dtype, kv_dtype=E4M3)

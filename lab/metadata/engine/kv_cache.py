@@ -200,6 +200,30 @@ class PagedLatentCache:
         _write_rows(self.storage, slots, entries)
 
 
+@dataclass(frozen=True, eq=False)
+class ShardedLatentCache:
+    """One layer's latent cache on the GPUs of decode context parallelism: slot s is row s // size of rank s % size.
+
+    Attributes:
+        storage: contiguous ``[size, num_pages, page_size, kv_lora_rank + qk_rope_head_dim]``; the pool's pages have
+            ``size * page_size`` tokens.
+    """
+
+    storage: Tensor
+
+    def of_rank(self, rank: int) -> PagedLatentCache:
+        """Return a GPU's own cache, which shares the storage."""
+        return PagedLatentCache(self.storage[rank])
+
+    def write(self, slots: Tensor, entries: Tensor) -> None:
+        """Store one token's entry at each slot, on the GPU that owns it; errors are as in `PagedLatentCache.write`."""
+        _check_slots(slots)
+        _check_rows("entries", entries, [slots.shape[0], self.storage.shape[3]], self.storage.dtype)
+        size, slots = self.storage.shape[0], slots.clamp(min=0)
+        rows = self.storage.shape[1] * self.storage.shape[2]
+        _write_rows(self.storage.flatten(0, 1), slots % size * rows + slots // size, entries)
+
+
 def _check_slots(slots: Tensor) -> None:
     if slots.dtype != torch.int64:
         raise TypeError(f"slots has dtype {slots.dtype}, expected torch.int64")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lab.metadata.engine.kv_cache import KVLayout, PagedKVCache, PagedLatentCache
+from lab.metadata.engine.kv_cache import KVLayout, PagedKVCache, PagedLatentCache, ShardedLatentCache
 
 
 @dataclass
@@ -231,6 +231,11 @@ class KVPool:
         """
         storage = torch.zeros(self.num_pages, self.page_size, entry_dim, dtype=dtype, device=self.device)
         return PagedLatentCache(storage)
+
+    def new_sharded_latent_cache(self, entry_dim: int, dtype: torch.dtype, size: int) -> ShardedLatentCache:
+        """Make the same on each of `size` GPUs of decode context parallelism, whose number divides this pool's page size."""
+        pages = (size, self.num_pages, self.page_size // size, entry_dim)
+        return ShardedLatentCache(torch.zeros(pages, dtype=dtype, device=self.device))
 
     def _request(self, req_pool_index: int) -> _Request:
         if req_pool_index not in self._requests:

@@ -13,6 +13,7 @@ from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.mla.buffers import MLAGraphMetadata, new_block_table
 from lab.metadata.mla.calls import MLALayer, prepare_mla_attention
+from lab.metadata.mla.context_parallel import DecodeContextParallel, build_mla_dcp_metadata
 from lab.metadata.mla.metadata import QueryLayout, TRTLLMMLADecodeMetadata, build_mla_decode_metadata
 
 
@@ -27,6 +28,7 @@ class TRTLLMMLABackend:
         implementation: any object with the function, such as `lab.references`; None for metadata alone.
         attention: the keys that a draft step counts.
         draft_extend: the layout of the first draft extend's rows in a graph; see `MLAGraphMetadata`.
+        dcp: the rank whose metadata this backend builds, of decode context parallelism; None without it.
     """
 
     supports_draft_extend_graph: ClassVar[bool] = True
@@ -34,16 +36,21 @@ class TRTLLMMLABackend:
     implementation: Any = None
     attention: DraftAttention = DraftAttention.MLA
     draft_extend: QueryLayout = QueryLayout.PADDED
+    dcp: DecodeContextParallel | None = None
 
     def build_metadata(self, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
+        if self.dcp is not None:
+            return build_mla_dcp_metadata(batch, pool, self.dcp, self.attention)
         return build_mla_decode_metadata(batch, pool, self.attention)
 
     def new_buffers(
         self, modes: Sequence[GraphMode], pool: KVPool, max_batch_size: int
     ) -> dict[GraphMode, MLAGraphMetadata]:
         """Make the buffers of each mode; all modes share one block table."""
-        table = new_block_table(modes, pool, max_batch_size, self.attention, self.draft_extend)
-        return {mode: MLAGraphMetadata(mode, pool, table, self.attention, self.draft_extend) for mode in modes}
+        table = new_block_table(modes, pool, max_batch_size, self.attention, self.draft_extend, self.dcp)
+        return {
+            mode: MLAGraphMetadata(mode, pool, table, self.attention, self.draft_extend, self.dcp) for mode in modes
+        }
 
     def prepare_attention(
         self,
@@ -56,5 +63,12 @@ class TRTLLMMLABackend:
         max_context_len: int,
         out: Tensor,
     ) -> Callable[[], Tensor]:
-        """Prepare a call, as the protocol says. The bound of a length is the metadata's, not ``max_context_len``."""
+        """Prepare a call, as the protocol says. The bound of a length is the metadata's, not ``max_context_len``.
+
+        With `dcp`, a rank's output is a part: `lab.metadata.mla.context_parallel.prepare_mla_dcp_attention` merges them.
+        """
+        if self.dcp is not None:
+            raise ValueError(
+                "one rank's output is a part of a request's: prepare_mla_dcp_attention calls and merges all ranks"
+            )
         return prepare_mla_attention(self.implementation, batch, metadata, layer, query, cache, out=out)

@@ -13,10 +13,11 @@ from torch import Tensor
 from lab.kernels.serving.forward_metadata import PassBuffers
 from lab.metadata.engine.backend import prepare_passes, seq_len_offset
 from lab.metadata.engine.forward_batch import ForwardBatch
-from lab.metadata.engine.forward_mode import QueryRows
+from lab.metadata.engine.forward_mode import QueryRows, UncountedTokens
 from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention, num_pages, uniform_boundaries
+from lab.metadata.mla.context_parallel import DecodeContextParallel, build_mla_dcp_metadata
 from lab.metadata.mla.metadata import (
     DEAD_PAGE,
     SINK_PAGE,
@@ -28,7 +29,12 @@ from lab.metadata.mla.metadata import (
 
 
 def new_block_table(
-    modes: Sequence[GraphMode], pool: KVPool, max_batch_size: int, attention: DraftAttention, draft_extend: QueryLayout
+    modes: Sequence[GraphMode],
+    pool: KVPool,
+    max_batch_size: int,
+    attention: DraftAttention,
+    draft_extend: QueryLayout,
+    dcp: DecodeContextParallel | None = None,
 ) -> Tensor:
     """Allocate the block table that a backend's captured modes and sizes share, as `init_cuda_graph_state` does.
 
@@ -38,7 +44,7 @@ def new_block_table(
         modes: to be captured.
         pool: whose tables are read, with pages of 32 or 64 tokens.
         max_batch_size: the largest captured size.
-        attention, draft_extend: as in `MLAGraphMetadata`.
+        attention, draft_extend, dcp: as in `MLAGraphMetadata`.
 
     Returns:
         ``[max_batch_size, width]`` int32, as wide as the context and the rows of a padded draft extend.
@@ -46,11 +52,12 @@ def new_block_table(
     Raises:
         ValueError: a pool, attention or size that the backend does not have.
     """
-    check_mla(pool, attention)
+    page_size = pool.page_size if dcp is None else dcp.page_size(pool)
+    check_mla(pool, attention, page_size)
     if max_batch_size < 1:
         raise ValueError(f"max_batch_size={max_batch_size} must be at least 1")
     padded_rows = max((mode.num_tokens_per_req for mode in modes if _pads(mode, draft_extend)), default=0)
-    width = mla_block_table_width(pool.max_context_len + padded_rows, pool.page_size)
+    width = mla_block_table_width(pool.max_context_len + padded_rows, page_size)
     return torch.full((max_batch_size, width), DEAD_PAGE, dtype=torch.int32, device=pool.device)
 
 
@@ -70,6 +77,7 @@ class MLAGraphMetadata:
         draft_extend: layout of the first draft extend's rows. PADDED is right for any accepted lengths. VIEW is what SGLang
             0.5.12 captures: d rows per request as they lie end to end, and lengths as if every request had d, which is right
             only if all accept d tokens.
+        dcp: the rank of decode context parallelism that the metadata is of; None without it.
 
     Attributes:
         metadata: of each size asked for.
@@ -82,8 +90,10 @@ class MLAGraphMetadata:
         block_kv_indices: Tensor,
         attention: DraftAttention = DraftAttention.MLA,
         draft_extend: QueryLayout = QueryLayout.PADDED,
+        dcp: DecodeContextParallel | None = None,
     ) -> None:
         self.mode, self.pool, self.block_kv_indices, self.attention = mode, pool, block_kv_indices, attention
+        self.dcp = dcp
         self.layout = QueryLayout.PADDED if _pads(mode, draft_extend) else QueryLayout.VIEW
         self.metadata: dict[int, TRTLLMMLADecodeMetadata] = {}
 
@@ -98,10 +108,15 @@ class MLAGraphMetadata:
             raise ValueError(f"batch_size={batch_size} is not 1 to max_batch_size={len(self.block_kv_indices)}")
         extends, width = self.mode.in_extend_seq_lens, self.mode.num_tokens_per_req
         table = self.block_kv_indices[:batch_size]
+        most, global_lens = self.pool.max_context_len, None
+        if self.dcp is not None:
+            verifies = self.mode.forward_mode.uncounted is UncountedTokens.QUERY_ROWS
+            most, global_lens = self.dcp.local_bound(most + verifies * width), table.new_zeros(batch_size)
         return TRTLLMMLADecodeMetadata(
+            global_seq_lens_k=global_lens,
             block_kv_indices=table,
             seq_lens_k=table.new_zeros(batch_size),
-            max_seq_len_k=self.pool.max_context_len,
+            max_seq_len_k=most,
             max_seq_len_q=width,
             query_layout=self.layout,
             sum_seq_lens_q=batch_size * width if extends else None,
@@ -118,6 +133,8 @@ class MLAGraphMetadata:
             view: of the runner's inputs.
         """
         metadata, pads = self.slices(view.batch_size), self.layout is QueryLayout.PADDED
+        if self.dcp is not None:
+            return partial(_copy_own, metadata, view, self.pool, self.dcp, self.attention)
         rows = view.extend_seq_lens if pads else None
         written = mla_pass(metadata, seq_len_offset(view, self.attention), rows)
         write = prepare_passes([written], view, self.pool)
@@ -139,6 +156,26 @@ def mla_pass(metadata: TRTLLMMLADecodeMetadata, seq_len_offset: int, query_rows:
         seq_len_offset=seq_len_offset,
         query_rows=query_rows,
     )
+
+
+def _copy_own(
+    metadata: TRTLLMMLADecodeMetadata,
+    view: ForwardBatch,
+    pool: KVPool,
+    dcp: DecodeContextParallel,
+    attention: DraftAttention,
+) -> None:
+    """Build a rank's metadata afresh, and copy its lengths and live pages into their places."""
+    built = build_mla_dcp_metadata(view, pool, dcp, attention)
+    assert metadata.global_seq_lens_k is not None
+    assert built.global_seq_lens_k is not None
+    metadata.seq_lens_k.copy_(built.seq_lens_k)
+    metadata.global_seq_lens_k.copy_(built.global_seq_lens_k)
+    table, fresh = metadata.block_kv_indices, built.block_kv_indices
+    columns = torch.arange(fresh.shape[1], device=fresh.device)
+    live = columns < num_pages(built.seq_lens_k, dcp.page_size(pool))[:, None]
+    left = table[:, : fresh.shape[1]]
+    left.copy_(torch.where(live, fresh, left))
 
 
 def _write_padded(write: Callable[[], None], metadata: TRTLLMMLADecodeMetadata, rows: Tensor, page_size: int) -> None:

@@ -1,6 +1,6 @@
 """Arguments of the TRT-LLM MLA kernels for every forward mode, as SGLang's TRTLLMMLABackend keeps them.
 
-Built without reading the device. Decode-context parallelism, for which SGLang keeps the lengths twice, is not modelled.
+Built without reading the device. `lab.metadata.mla.context_parallel` has decode context parallelism.
 """
 
 from collections.abc import Callable, Sequence
@@ -60,6 +60,8 @@ class TRTLLMMLADecodeMetadata:
             padding, whose output becomes zero; else None.
         cu_seqlens_q: ``[batch_size + 1]`` int32, first query row of each request of those passes; else None.
         seq_lens_q: ``[batch_size]`` int32, query rows of each request of those passes; else None.
+        global_seq_lens_k: ``[batch_size]`` int32, with decode context parallelism the keys of each request on all GPUs, of
+            which ``seq_lens_k`` are one GPU's; else None.
     """
 
     block_kv_indices: Tensor
@@ -70,6 +72,7 @@ class TRTLLMMLADecodeMetadata:
     sum_seq_lens_q: int | None = None
     cu_seqlens_q: Tensor | None = None
     seq_lens_q: Tensor | None = None
+    global_seq_lens_k: Tensor | None = None
 
     @property
     def batch_size(self) -> int:
@@ -172,10 +175,10 @@ def build_mla_decode_metadata(
             f"{batch.forward_mode!r} is a prefill, not on the decode kernel: use build_mla_prefill_metadata"
         )
     keys = key_lens(batch, attention)
-    max_seq_len_k = _longest(batch, pool) + uncounted_tokens(batch, attention)
+    max_seq_len_k = longest_request(batch, pool) + uncounted_tokens(batch, attention)
     if not batch.forward_mode.query_rows.in_extend_seq_lens:
         width = mla_block_table_width(max_seq_len_k, pool.page_size)
-        table = _block_table(batch.req_pool_indices, keys, keys, pool, width)
+        table = mla_block_table(batch.req_pool_indices, keys, keys, pool, width)
         return TRTLLMMLADecodeMetadata(table, keys, max_seq_len_k, max_query_rows(batch))
 
     rows = device_lengths(batch, "extend_seq_lens").to(torch.int32, copy=True)
@@ -193,7 +196,7 @@ def build_mla_decode_metadata(
     padded_keys = keys - rows + max_rows
     width = mla_block_table_width(most_keys, pool.page_size)
     return TRTLLMMLADecodeMetadata(
-        block_kv_indices=_block_table(batch.req_pool_indices, keys, padded_keys, pool, width),
+        block_kv_indices=mla_block_table(batch.req_pool_indices, keys, padded_keys, pool, width),
         seq_lens_k=padded_keys,
         max_seq_len_k=max_seq_len_k,
         max_seq_len_q=max_rows,
@@ -275,9 +278,9 @@ def check_mla_page_size(page_size: int) -> None:
         raise ValueError(f"page_size={page_size}: the TRT-LLM MLA backend has pages of {MLA_PAGE_SIZES} tokens")
 
 
-def check_mla(pool: KVPool, attention: DraftAttention = DraftAttention.MLA) -> None:
-    """Raise ValueError for a pool, or a draft's attention, that the MLA backend does not have."""
-    check_mla_page_size(pool.page_size)
+def check_mla(pool: KVPool, attention: DraftAttention = DraftAttention.MLA, page_size: int | None = None) -> None:
+    """Raise ValueError for a pool, or a draft's attention, that the MLA backend does not have; a GPU's pages may be smaller."""
+    check_mla_page_size(pool.page_size if page_size is None else page_size)
     if pool.full_to_swa is not None:
         raise ValueError("the pool has sliding-window pages, which MLA does not use: make one without swa_num_pages")
     if not attention.is_mla:
@@ -313,12 +316,12 @@ def allocate_multi_ctas_kv_counters(
     return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
 
-def _longest(batch: ForwardBatch, pool: KVPool) -> int:
+def longest_request(batch: ForwardBatch, pool: KVPool) -> int:
     """Return a host bound of ``seq_lens``."""
     return pool.max_context_len if batch.seq_lens_cpu is None else max(batch.seq_lens_cpu, default=0)
 
 
-def _block_table(rows: Tensor, keys: Tensor, padded_keys: Tensor, pool: KVPool, width: int) -> Tensor:
+def mla_block_table(rows: Tensor, keys: Tensor, padded_keys: Tensor, pool: KVPool, width: int) -> Tensor:
     """Return ``[bs, width]`` int32: pages of ``keys`` tokens, the sink up to ``padded_keys``, and -1."""
     pages = (first_slots(rows, keys, pool) // pool.page_size)[:, :width].to(torch.int32)
     table = torch.nn.functional.pad(pages, (0, width - pages.shape[1]), value=SINK_PAGE)

@@ -119,7 +119,7 @@ def attend(backend: Any, batch: Any, query: Tensor, pool_rows: Tensor) -> Tensor
 
 def assert_same(ours: TRTLLMMLADecodeMetadata, theirs: Any, page_size: int, lengths: list[int]) -> None:
     """Hold the lab's metadata to SGLang's: every vector, and the pages of so many tokens of each request."""
-    assert ours.max_seq_len_k == theirs.max_seq_len_k
+    assert ours.max_seq_len_k == theirs.max_seq_len_k, (ours.max_seq_len_k, theirs.max_seq_len_k)
     assert (ours.seq_lens_k.dtype, ours.seq_lens_k.tolist()) == (theirs.seq_lens_k.dtype, theirs.seq_lens_k.tolist())
     for name in ("max_seq_len_q", "sum_seq_lens_q", "cu_seqlens_q", "seq_lens_q"):
         a, b = getattr(ours, name), getattr(theirs, name)

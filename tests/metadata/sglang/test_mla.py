@@ -23,6 +23,7 @@ from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.engine.lengths import pad_requests
 from lab.metadata.mla.backend import TRTLLMMLABackend
 from lab.metadata.mla.calls import mla_call_arguments, mla_query, prepare_mla_attention
+from lab.metadata.mla.context_parallel import DecodeContextParallel, build_mla_dcp_metadata
 from lab.metadata.mla.metadata import replan_outgrown
 from lab.metadata.speculation.verify_mask import VerifyMaskForm, preallocate_verify_mask
 from tests.devices import IN_INTERPRETER
@@ -228,3 +229,36 @@ def test_a_verification_of_other_rows_than_the_drafts(sglang: Load, rows: int) -
     assert theirs == (batch.seq_lens + DRAFT).tolist()
     ours = build_mla_decode_metadata(replace(batch, spec_info=spec_info), pool).seq_lens_k.tolist()
     assert ours == (batch.seq_lens + rows).tolist()
+
+
+@IN_INTERPRETER
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize(("mode", "new"), [(ForwardMode.DECODE, 0), (ForwardMode.TARGET_VERIFY, DRAFT)])
+def test_decode_context_parallelism(sglang: Load, mode: ForwardMode, new: int, rank: int) -> None:
+    """A rank's lengths, bound and table, eager and in a graph; SGLang has no widened pool's page size, only slots."""
+    size, page_size = 3, 32
+    totals = tuple(new + total for total in (1, 2, 3, 95, 96, 97, 192 + rank, 193 + rank))
+    fields: dict[str, Any] = {"page_size": size * page_size, "max_context_len": 280, "sliding_window": False}
+    batch, pool = build(Case(mode, totals, new=new, host_seq_lens=True, **fields))
+    dcp = DecodeContextParallel(size, rank)
+    backend = new_backend(sglang, pool, page_size=page_size, num_draft_tokens=new or None)
+    backend.decode_cuda_graph_kv_indices = torch.full((len(totals), 4096 // page_size), -1, dtype=torch.int32)
+    runner = GraphRunner(
+        TRTLLMMLABackend(dcp=dcp), GraphMode(mode, new or 1), pool, (len(totals),), lambda *_: lambda: None
+    )
+    runner.replay(batch)
+    captured = runner.captured[len(totals)]
+    PARALLEL.dcp_size, PARALLEL.dcp_rank = size, rank
+    try:
+        backend.init_forward_metadata(server_batch(sglang, batch))
+        eager = backend.forward_decode_metadata
+        backend.init_forward_metadata_out_graph(server_batch(sglang, captured.view), in_capture=True)
+    finally:
+        PARALLEL.dcp_size, PARALLEL.dcp_rank = 1, 0
+    pairs = (
+        (build_mla_dcp_metadata(batch, pool, dcp), eager),
+        (captured.metadata, backend.decode_cuda_graph_metadata[len(totals)]),
+    )
+    for ours, theirs in pairs:
+        assert ours.global_seq_lens_k.tolist() == theirs.global_seq_lens_k.tolist()
+        assert_same(ours, theirs, page_size, ours.seq_lens_k.tolist())

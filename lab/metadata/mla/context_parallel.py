@@ -1,0 +1,175 @@
+"""Decode context parallelism (DCP): each GPU of a group holds a part of every request's tokens, and all outputs are merged.
+
+* group, rank: the GPUs that share requests, and one's number among them. All attend with all query heads.
+* owner: position p of a request belongs to rank p % size.
+* widened pool: what the engine allocates from. Its pages have ``size`` times the tokens of a GPU's page, so that slot s is row
+  s // size of rank s % size, and a page has one number on all GPUs.
+
+SGLang 0.5.23: `_get_dcp_local_seq_lens`, `_fill_dcp_block_kv_indices` and `_forward_decode_dcp` of `trtllm_mla_backend.py`. Its
+ranks run at the same time and exchange their LSEs; here one process calls each rank's kernel in turn.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.calls.problem import AttentionCall
+from lab.kernels import prepare
+from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.forward_mode import QueryRows
+from lab.metadata.engine.kv_cache import ShardedLatentCache
+from lab.metadata.engine.kv_pool import KVPool
+from lab.metadata.engine.lengths import DraftAttention, check_attends, key_lens, max_query_rows, uncounted_tokens
+from lab.metadata.mla.calls import MLALayer, mla_call_arguments, mla_query
+from lab.metadata.mla.metadata import (
+    TRTLLMMLADecodeMetadata,
+    check_mla,
+    longest_request,
+    mla_block_table,
+    mla_block_table_width,
+)
+
+
+@dataclass(frozen=True)
+class DecodeContextParallel:
+    """The place of a GPU in its group.
+
+    Raises:
+        ValueError: a group of fewer than 2, or a rank that it does not have.
+    """
+
+    size: int
+    rank: int
+
+    def __post_init__(self) -> None:
+        if self.size < 2 or not 0 <= self.rank < self.size:
+            raise ValueError(f"rank={self.rank} of size={self.size}: a group has 2 GPUs or more, ranks 0 to size - 1")
+
+    def local_lens(self, lens: Tensor) -> Tensor:
+        """Return how many of the first ``lens`` tokens of each request this rank owns, in a fresh int32 tensor."""
+        return ((lens - self.rank + self.size - 1) // self.size).clamp(min=0).to(torch.int32)
+
+    def local_bound(self, most: int) -> int:
+        """Return the bound of a request's own tokens; 1 at least, which a kernel's schedule needs."""
+        return max((most - self.rank + self.size - 1) // self.size, 1)
+
+    def page_size(self, pool: KVPool) -> int:
+        """Return the tokens of a GPU's page. Raises ValueError for a pool that is not widened for the group."""
+        if pool.page_size % self.size:
+            raise ValueError(
+                f"page_size={pool.page_size} is no multiple of the {self.size} GPUs: widen the pool's pages by their number"
+            )
+        return pool.page_size // self.size
+
+
+def build_mla_dcp_metadata(
+    batch: ForwardBatch, pool: KVPool, dcp: DecodeContextParallel, attention: DraftAttention = DraftAttention.MLA
+) -> TRTLLMMLADecodeMetadata:
+    """Build one rank's metadata of an eager decode, draft step or verification (SGLang 0.5.23).
+
+    ``seq_lens_k`` are the rank's own keys of each request, perhaps none, and ``global_seq_lens_k`` all of them, as
+    `build_mla_decode_metadata` counts them. The table names ``req_to_token[request, rank + c * size * page_size] // size //
+    page_size`` for each page with an own token, and -1 after them; its width is that of the whole request.
+
+    Args:
+        batch: the forward pass, with the slots and lengths of the whole group.
+        pool: the widened pool; a GPU's pages have 32 or 64 tokens.
+        dcp: the rank.
+        attention: as in `build_mla_decode_metadata`.
+
+    Raises:
+        ValueError: a mode with rows of each request's own, a pool that is not widened, or a missing host fact.
+    """
+    page_size = dcp.page_size(pool)
+    check_mla(pool, attention, page_size)
+    check_attends(batch, pool)
+    if batch.forward_mode.query_rows not in (QueryRows.ONE, QueryRows.DRAFT_TOKENS):
+        raise ValueError(f"{batch.forward_mode!r} is not modelled with DCP: decode, draft steps and TARGET_VERIFY are")
+    keys = key_lens(batch, attention)
+    most = longest_request(batch, pool) + uncounted_tokens(batch, attention)
+    own = dcp.local_lens(keys)
+    # As many tokens of the whole request as there are rows on all ranks: own pages are live, and no page of another rank's.
+    live = own * dcp.size
+    width = mla_block_table_width(most, page_size)
+    return TRTLLMMLADecodeMetadata(
+        block_kv_indices=mla_block_table(batch.req_pool_indices, live, live, pool, width),
+        seq_lens_k=own,
+        max_seq_len_k=dcp.local_bound(most),
+        max_seq_len_q=max_query_rows(batch),
+        global_seq_lens_k=keys,
+    )
+
+
+def prepare_mla_dcp_attention(
+    implementation: Any,
+    batch: ForwardBatch,
+    metadata: Sequence[TRTLLMMLADecodeMetadata],
+    layer: MLALayer,
+    query: Tensor,
+    cache: ShardedLatentCache,
+    *,
+    out: Tensor,
+    workspace_buffer: Tensor | None = None,
+) -> Callable[[], Tensor]:
+    """Prepare one layer's attention of a whole group: a call for each rank, whose outputs are merged by their LSEs.
+
+    A rank without a key of a request gives it an output of 0 and an LSE of -inf, whatever its kernel wrote
+    (`fixup_zero_kv_rows`).
+
+    Args:
+        implementation: any object with the function, such as `lab.references`.
+        batch, layer: the forward pass and the layer.
+        metadata: of each rank, in order.
+        query: ``[num_tokens, heads, kv_lora_rank + qk_rope_head_dim]``, all heads of the group.
+        cache: of all ranks.
+        out: ``[num_tokens, heads, kv_lora_rank]``, which each call fills.
+        workspace_buffer: for kernels that want the caller's.
+
+    Returns:
+        A call as `lab.metadata.engine.backend.Backend.prepare_attention` says.
+
+    Raises:
+        ValueError: several query rows per request, or not one metadata per rank.
+    """
+    if batch.forward_mode.query_rows is not QueryRows.ONE:
+        raise ValueError(
+            f"{batch.forward_mode!r} with DCP has several query rows per request, whose last keys lie on several GPUs: only "
+            "CuTe DSL's kernel takes global lengths (enable_dcp), which the lab does not model; decode one row"
+        )
+    if len(metadata) != len(cache.storage):
+        raise ValueError(f"{len(metadata)} ranks' metadata for a cache of {len(cache.storage)}: pass one for each")
+    calls = []
+    for rank, own in enumerate(metadata):
+        dense = mla_query(own, query)
+        arguments = mla_call_arguments(batch, own, layer, dense, cache.of_rank(rank)) | {
+            "out": out.new_empty(*dense.shape[:-1], out.shape[-1]),
+            "workspace_buffer": workspace_buffer,
+            "return_lse": True,
+        }
+        calls.append(prepare(implementation, AttentionCall.MLA_DECODE.value, **arguments))
+
+    def run() -> Tensor:
+        outs, lses = [], []
+        for own, call in zip(metadata, calls, strict=True):
+            rank_out, lse = call()
+            has_none = (own.seq_lens_k == 0)[:, None]
+            outs.append(rank_out.view(out.shape).masked_fill(has_none[:, :, None], 0.0))
+            lses.append(lse.view(out.shape[:-1]).masked_fill(has_none, -math.inf))
+        return out.copy_(merge_by_lse(torch.stack(outs), torch.stack(lses)))
+
+    return run
+
+
+def merge_by_lse(outs: Tensor, lses: Tensor) -> Tensor:
+    """Return the attention over all parts of the keys; rows that see none of them are 0.
+
+    Args:
+        outs: ``[num_parts, num_rows, heads, head_dim]``.
+        lses: ``[num_parts, num_rows, heads]`` float32, base 2, -inf for a part without keys.
+    """
+    weights = torch.softmax(lses * math.log(2.0), dim=0).nan_to_num(0.0)
+    return (weights.unsqueeze(-1) * outs.float()).sum(dim=0)

@@ -1,0 +1,138 @@
+"""MLA with decode context parallelism: each rank's lengths and pages against loops, and the merged attention of all."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import lab.references
+from lab.metadata import ForwardBatch, ForwardMode, KVPool
+from lab.metadata.engine.cuda_graph import GraphRunner
+from lab.metadata.engine.graph_inputs import GraphMode
+from lab.metadata.mla.backend import TRTLLMMLABackend
+from lab.metadata.mla.context_parallel import (
+    DecodeContextParallel,
+    build_mla_dcp_metadata,
+    merge_by_lse,
+    prepare_mla_dcp_attention,
+)
+from lab.references.forward_metadata import mla_dcp_metadata
+from tests.metadata.host_reads import ForbidHostReads
+from tests.metadata.mha_cases import Case, build
+from tests.metadata.mla_cases import HEADS, LAYER, MLA_WITH_OFFSET, RANK, ROPE, dense_attention, own_keys
+
+RANKS = [DecodeContextParallel(size, rank) for size in (2, 3, 4) for rank in range(size)]
+PASSES = [(ForwardMode.DECODE, 0), (ForwardMode.DECODE, 3), (ForwardMode.TARGET_VERIFY, 4)]
+
+
+def widened(
+    dcp: DecodeContextParallel, mode: ForwardMode, new: int, page_size: int = 32
+) -> tuple[ForwardBatch, KVPool]:
+    """Lengths at the ends of rounds over the ranks, of pages, and of fewer tokens than there are ranks."""
+    p = page_size * dcp.size
+    totals = tuple(new + total for total in (1, 2, 3, p - 1, p, p + 1, 2 * p + dcp.rank, 2 * p + dcp.rank + 1))
+    return build(
+        Case(mode, totals, new=new, page_size=p, max_context_len=3 * p - 5, sliding_window=False, host_seq_lens=True)
+    )
+
+
+@pytest.mark.parametrize("dcp", RANKS, ids=repr)
+@pytest.mark.parametrize(("mode", "new"), PASSES)
+def test_a_ranks_metadata(dcp: DecodeContextParallel, mode: ForwardMode, new: int) -> None:
+    batch, pool = widened(dcp, mode, new)
+    with ForbidHostReads():
+        got = build_mla_dcp_metadata(batch, pool, dcp, MLA_WITH_OFFSET)
+    keys = [own_keys(batch, MLA_WITH_OFFSET, i) for i in range(batch.batch_size)]
+    assert got.global_seq_lens_k is not None
+    assert got.global_seq_lens_k.tolist() == keys
+    for i, row in enumerate(batch.req_pool_indices.tolist()):
+        own, pages = mla_dcp_metadata(keys[i], row, pool, dcp.size, dcp.rank)
+        assert got.seq_lens_k[i].item() == own
+        assert got.block_kv_indices[i].tolist() == pages + [-1] * (got.block_kv_indices.shape[1] - len(pages))
+        assert got.max_seq_len_k >= max(own, 1)
+    assert got.seq_lens_k.dtype == got.global_seq_lens_k.dtype == torch.int32
+    assert got.max_seq_len_k == max(1, mla_dcp_metadata(max(keys), 0, pool, dcp.size, dcp.rank)[0])
+    assert got.block_kv_indices.shape[1] == 4096 // 32
+
+
+def test_the_ranks_own_all_tokens_once() -> None:
+    lens = torch.arange(50)
+    for size in (2, 3, 8):
+        assert sum(DecodeContextParallel(size, rank).local_lens(lens) for rank in range(size)).tolist() == lens.tolist()
+
+
+@pytest.mark.parametrize("mode", [GraphMode.decode(), GraphMode.draft_decode(1), GraphMode.target_verify(4)], ids=repr)
+def test_a_replay_is_the_eager_pass(mode: GraphMode) -> None:
+    """A long batch, a short one after it, and padding; the same on each rank."""
+    for dcp in RANKS[:2]:
+        backend = TRTLLMMLABackend(attention=MLA_WITH_OFFSET, dcp=dcp)
+        new = 4 if mode.draft_step is None else 2
+        lens = (4 + new, 90 + new, 180)
+        fields: dict[str, Any] = {"page_size": 64, "max_context_len": 184, "sliding_window": False}
+        new = 0 if mode == GraphMode.decode() else new
+        pool = build(Case(mode.forward_mode, lens, new=new, **fields))[1]
+        runner = GraphRunner(backend, mode, pool, (4,), lambda *_: lambda: None)
+        for totals in (lens[::-1], lens[:2]):
+            batch = build(Case(mode.forward_mode, totals, new=new, **fields))[0]
+            runner.replay(batch)
+            got, eager = runner.captured[4].metadata, runner.eager(batch)
+            assert got.seq_lens_k[: len(totals)].tolist() == eager.seq_lens_k.tolist()
+            assert got.global_seq_lens_k[: len(totals)].tolist() == eager.global_seq_lens_k.tolist()
+            live = eager.block_kv_indices >= 0
+            assert torch.equal(got.block_kv_indices[: len(totals)][live], eager.block_kv_indices[live])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_attention_of_a_group(size: int) -> None:
+    """Every rank's call by the reference, merged, is attention over whole histories; what a rank has none of is neutral."""
+    generator = torch.Generator().manual_seed(size)
+    draw = partial(torch.randn, dtype=torch.float64, generator=generator)
+    pool = KVPool(num_requests=5, max_context_len=64 * size, page_size=32 * size, num_pages=20, seed=size)
+    cache = pool.new_sharded_latent_cache(RANK + ROPE, torch.float64, size)
+    cache.storage.fill_(1e30)
+    lens = [1, 2, 33, 32 * size, 50 * size + 1]
+    rows = [pool.add_request(length) for length in lens]
+    histories = [draw(length, RANK + ROPE) for length in lens]
+    for row, history in zip(rows, histories, strict=True):
+        cache.write(pool.slots(row, 0, len(history)), history)
+    slots = torch.cat([pool.slots(row, n - 1, n) for row, n in zip(rows, lens, strict=True)])
+    batch = ForwardBatch(ForwardMode.DECODE, torch.tensor(rows), torch.tensor(lens), slots, len(rows))
+    query = draw(len(rows), HEADS, RANK + ROPE)
+    metadata = [build_mla_dcp_metadata(batch, pool, DecodeContextParallel(size, rank)) for rank in range(size)]
+    out = torch.empty(len(rows), HEADS, RANK, dtype=torch.float64)
+    prepare_mla_dcp_attention(lab.references, batch, metadata, LAYER, query, cache, out=out)()
+    expected = torch.cat([dense_attention(query[i : i + 1], history) for i, history in enumerate(histories)])
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_row_that_no_part_sees_is_zero() -> None:
+    outs, lses = torch.full((2, 1, 1, 3), 7.0), torch.full((2, 1, 1), -torch.inf)
+    assert merge_by_lse(outs, lses).tolist() == [[[0.0, 0.0, 0.0]]]
+
+
+def test_what_the_group_has_not_is_refused() -> None:
+    with pytest.raises(ValueError, match="rank=2 of size=2"):
+        DecodeContextParallel(2, 2)
+    first = DecodeContextParallel(2, 0)
+    batch, pool = widened(first, ForwardMode.TARGET_VERIFY, 4)
+    metadata = [build_mla_dcp_metadata(batch, pool, DecodeContextParallel(2, rank)) for rank in range(2)]
+    cache = pool.new_sharded_latent_cache(RANK + ROPE, torch.float64, 2)
+    query, out = torch.zeros(batch.num_tokens, HEADS, RANK + ROPE), torch.zeros(batch.num_tokens, HEADS, RANK)
+    with pytest.raises(ValueError, match="only CuTe DSL's kernel takes global lengths"):
+        prepare_mla_dcp_attention(lab.references, batch, metadata, LAYER, query, cache, out=out)
+    batch, pool = widened(first, ForwardMode.DECODE, 0)
+    with pytest.raises(ValueError, match="1 ranks' metadata for a cache of 2"):
+        prepare_mla_dcp_attention(lab.references, batch, metadata[:1], LAYER, query, cache, out=out)
+    with pytest.raises(ValueError, match="page_size=64 is no multiple of the 3 GPUs"):
+        build_mla_dcp_metadata(batch, pool, DecodeContextParallel(3, 0))
+    with pytest.raises(ValueError, match="page_size=16: the TRT-LLM MLA backend has pages of"):
+        build_mla_dcp_metadata(batch, pool, DecodeContextParallel(4, 0))
+    with pytest.raises(ValueError, match="one rank's output is a part"):
+        TRTLLMMLABackend(dcp=first).prepare_attention(
+            batch, metadata[0], LAYER, query, cache.of_rank(0), max_context_len=9, out=out
+        )
+    v2 = ForwardMode.DRAFT_EXTEND_V2
+    extends, pool = build(Case(v2, (9, 9), (4, 4), page_size=64, max_context_len=100, sliding_window=False))
+    with pytest.raises(ValueError, match="DRAFT_EXTEND_V2 is not modelled with DCP"):
+        build_mla_dcp_metadata(extends, pool, first)
