@@ -39,8 +39,9 @@ def require(part: str, *packages: str) -> None:
 
 
 def sentence(part: str, missing: Iterable[str]) -> str:
-    """Say which packages a part of the lab misses, and how the lab's extra that has them is installed."""
+    """Say which packages a part of the lab misses, and how they or the lab's extra that has them are installed."""
     names = list(missing)
-    extras = ",".join(dict.fromkeys(EXTRA_OF[name] for name in names))
+    extras = ",".join(dict.fromkeys(EXTRA_OF[name] for name in names if name in EXTRA_OF))
     is_are = "is" if len(names) == 1 else "are"
-    return f"{part} needs {', '.join(names)}, which {is_are} not installed: pip install '.[{extras}]' in the lab's checkout"
+    remedy = f"pip install '.[{extras}]' in the lab's checkout" if extras else f"pip install {' '.join(names)}"
+    return f"{part} needs {', '.join(names)}, which {is_are} not installed: {remedy}"

@@ -42,13 +42,13 @@ def made_at_once(prepare: Callable[P, Callable[[], R]]) -> Callable[P, R]:
 
     Args:
         prepare: a function that checks a call's arguments and returns the call, ready to be made. The new function has its
-            name without `prepare_`, its parameters and its documentation.
+            name without `prepare_` or `plan_`, its parameters and its documentation.
     """
 
     @functools.wraps(prepare)
     def entry(*args: P.args, **kwargs: P.kwargs) -> R:
         return prepare(*args, **kwargs)()
 
-    entry.__name__ = entry.__qualname__ = prepare.__name__.removeprefix("prepare_")
+    entry.__name__ = entry.__qualname__ = prepare.__name__.removeprefix("prepare_").removeprefix("plan_")
     entry.__doc__ = f"Make the call of `{prepare.__name__}` once, and return its results.\n\n    {prepare.__doc__}"
     return entry

@@ -1,7 +1,7 @@
 """A row per kernel of what it takes and honours; `why_not` gives the reason of a refusal in a sentence.
 
-Rows lie in a file per family: `portable`, `trtllm_gen`, `xqa`, `fmha_v2`, `peers` and `flash_attention_4`. Every limit carries
-its source. The sentence is what a refused call raises and what a skipped benchmark prints.
+Rows lie in a file per family: `portable`, `trtllm_gen`, `xqa`, `fmha_v2`, `peers`, `flash_attention_4`, `sglang_triton` and
+`vllm_triton`. Every limit carries its source. The sentence is what a refused call raises and what a skipped benchmark prints.
 """
 
 from collections.abc import Iterable
@@ -11,14 +11,15 @@ import torch
 
 from lab.calls.problem import AttentionCall
 from lab.gpus import capability_of
-from lab.kernels.support import flash_attention_4, peers, portable, trtllm
+from lab.kernels.support import flash_attention_4, peers, portable, sglang_triton, trtllm, vllm_triton
 from lab.kernels.support.kernel import Kernel as Kernel
 from lab.kernels.support.kernel import Problem as Problem
 from lab.kernels.support.kernel import no_triton
 from lab.kernels.support.kernel import triton_interprets as triton_interprets
 from lab.kernels.support.kernel import why_not as why_not
 
-KERNELS = (*portable.KERNELS, *trtllm.KERNELS, *peers.KERNELS, *flash_attention_4.KERNELS)
+_FAMILIES = (portable, trtllm, peers, flash_attention_4, sglang_triton, vllm_triton)
+KERNELS: tuple[Kernel, ...] = tuple(kernel for family in _FAMILIES for kernel in family.KERNELS)
 
 
 def refuse_unsupported(kernel: Kernel, problem: Problem) -> None:

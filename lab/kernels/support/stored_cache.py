@@ -62,3 +62,29 @@ def stored_cache(problem: PagedAttention) -> StoredCache:
 def share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return True where both are views of one allocation."""
     return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+
+
+def token_list(pool: torch.Tensor) -> torch.Tensor | None:
+    """Return K or V [num_pages, num_kv_heads, page_size, head_dim] as [tokens, num_kv_heads, head_dim], a view; or None.
+
+    A kernel that finds a token by one number needs it: page * page_size + place. Pages that are NHD and touch are so.
+    """
+    pages, heads, page_size, head_dim = pool.shape
+    page, head, token, element = pool.stride()
+    if pages > 1 and page != page_size * token:
+        return None
+    return pool.as_strided((pages * page_size, heads, head_dim), (token, head, element))
+
+
+def no_token_list(problem: PagedAttention) -> str | None:
+    """Return a kernel's sentence about the first of K and V that is no `token_list`."""
+    sides = (("K", problem.k_cache), ("V", problem.v_cache))
+    return next(
+        (
+            f"finds a token by one number: {name}'s pages must touch and be NHD, not have strides {pool.stride()} of "
+            "(page, head, token, element)"
+            for name, pool in sides
+            if token_list(pool) is None
+        ),
+        None,
+    )

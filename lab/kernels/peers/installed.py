@@ -1,0 +1,53 @@
+"""Functions of packages that the user has installed, bound to their real signatures before they are called."""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from lab.extras import require
+
+
+@functools.cache
+def installed_function(
+    part: str, name: str, written_for: str, keywords: frozenset[str] = frozenset()
+) -> Callable[..., Any]:
+    """Return a function of an installed package.
+
+    Args:
+        part: of the lab that needs it, for the words of an error.
+        name: dotted, the package first; its distribution has the package's name.
+        written_for: the release that the lab knows.
+        keywords: what it will be called with, all by name; none: its signature is not looked at.
+
+    Raises:
+        ModuleNotFoundError: the package, or one that it needs, is not installed.
+        TypeError: the installed release lacks the function or a parameter, or needs one that is not passed.
+    """
+    package = name.partition(".")[0]
+    require(part, package)
+    module, _, attribute = name.rpartition(".")
+    here = f"the installed {package} {_version(package)}"
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+    except (AttributeError, ModuleNotFoundError) as error:
+        if isinstance(error, ModuleNotFoundError) and not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise TypeError(f"{here} has no {name}; the lab is written for {written_for}") from error
+    if keywords:
+        try:
+            inspect.signature(function).bind(**dict.fromkeys(keywords))
+        except TypeError as error:
+            raise TypeError(
+                f"{name} of {here} does not take this call: {error}; the lab is written for {written_for}"
+            ) from error
+    return function
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # a folder on the path
+        return "of an unknown version"

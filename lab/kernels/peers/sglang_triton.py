@@ -1,0 +1,207 @@
+"""SGLang's Triton attention under the names of the decode and the context call.
+
+The kernels are those of the installed SGLang, which is imported at the first call; the lab is written for 0.5.23. One row of
+each request comes to `decode_attention_fwd`, which splits keys among programs and merges them. Everything else comes to
+`extend_attention_fwd_unified`, which reads all keys from the pool: `extend_attention_fwd` and `verify_splitkv_fwd` want the new
+tokens' keys apart, which these calls do not have.
+
+SGLang's backend makes lists of tokens and numbers of splits once for all layers of a pass (`TritonAttnBackend` in
+`sglang/srt/layers/attention/triton_backend.py`). So does `plan_` before a call's name here: it reads lengths and tables, waits
+for the GPU, and returns the call, whose lengths, page ids and masks are then those of the planning (`lab.kernels.PlannedOnce`).
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from lab.calls import ContextCall, DecodeCall, made_at_once, takes
+from lab.calls.problem import MASK_BITS_PER_WORD, AttentionCall, PagedAttention
+from lab.gpus import Capability, capability_of
+from lab.kernels.peers.installed import installed_function
+from lab.kernels.peers.planned import refuse_planning_in_capture
+from lab.kernels.support import Kernel, refuse_unsupported
+from lab.kernels.support.sglang_triton import SGLANG_TRITON
+from lab.kernels.support.stored_cache import token_list
+
+PART = "lab.kernels.peers.sglang_triton"
+WRITTEN_FOR = "0.5.23"
+DECODE = "sglang.kernels.ops.attention.decode_attention.decode_attention_fwd"
+EXTEND = "sglang.kernels.ops.attention.extend_attention.extend_attention_fwd_unified"
+NUM_SPLITS = "sglang.kernels.ops.attention.metadata.get_num_kv_splits_triton"
+MOST_SPLITS = 8  # --triton-attention-num-kv-splits
+SCHEDULED_REQUESTS = 256  # of `TritonAttnBackend.get_num_kv_splits`, the least block
+
+
+def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
+    """Return the kernel that a call comes to on a GPU."""
+    return SGLANG_TRITON
+
+
+@takes(DecodeCall)
+def plan_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> Callable[[], Any]:
+    """Plan attention of the last query tokens of each request: decode, verify, draft extend.
+
+    Parameters, shapes, dtypes and errors are `lab.calls.DecodeCall`'s; what the kernels do not take raises NotImplementedError
+    with the reason of `lab.kernels.support.why_not`. `workspace_buffer` is not used.
+
+    Raises:
+        ModuleNotFoundError, TypeError: as `lab.kernels.peers.installed.installed_function`.
+        NotImplementedError: inside a CUDA graph's capture, or for a row that sees no key.
+    """
+    return _plan(call.problem())
+
+
+@takes(ContextCall)
+def plan_trtllm_batch_context_with_kv_cache(call: ContextCall) -> Callable[[], Any]:
+    """Plan attention of each request's newest query tokens; the rest is as in `plan_trtllm_batch_decode_with_kv_cache`."""
+    return _plan(call.problem())
+
+
+trtllm_batch_decode_with_kv_cache = made_at_once(plan_trtllm_batch_decode_with_kv_cache)
+trtllm_batch_context_with_kv_cache = made_at_once(plan_trtllm_batch_context_with_kv_cache)
+
+
+@dataclass(frozen=True, eq=False)
+class _Tokens:
+    """The tokens of each request that its rows see.
+
+    Attributes:
+        kv_indptr: int32 [batch_size + 1], the first of each request's tokens among `kv_indices`.
+        kv_indices: int64 [kv_indptr[-1]], places in the pool.
+        starts: position of each request's first one.
+        counts: of each request.
+    """
+
+    kv_indptr: torch.Tensor
+    kv_indices: torch.Tensor
+    starts: list[int]
+    counts: list[int]
+
+
+def _plan(problem: PagedAttention) -> Callable[[], Any]:
+    out, _ = problem.results()
+    if problem.has_no_rows:
+        return lambda: problem.returned(out, None)
+    refuse_unsupported(SGLANG_TRITON, problem)
+    refuse_planning_in_capture("SGLang's Triton attention", problem.query.device)
+    offsets, kv_lens = problem.row_offsets(), problem.seq_lens.tolist()
+    q_lens = [end - start for start, end in itertools.pairwise(offsets)]
+    least = [rows if problem.causal else 1 for rows in q_lens]
+    if any(kv_len < keys for kv_len, keys, rows in zip(kv_lens, least, q_lens, strict=True) if rows):
+        raise NotImplementedError("SGLang's Triton attention divides 0 by 0 in a row that sees no key")
+    tokens = _tokens(problem, q_lens, kv_lens)
+    is_decode = problem.call is AttentionCall.DECODE and problem.cu_seqlens_q is None and problem.max_q_len == 1
+    if is_decode:
+        name, arguments = DECODE, _decode_arguments(problem, out, tokens)
+    else:
+        name, arguments = EXTEND, _extend_arguments(problem, out, tokens, q_lens)
+    attention = installed_function(PART, name, WRITTEN_FOR, frozenset(arguments))
+
+    def run() -> Any:
+        attention(**arguments)
+        return problem.returned(out, None)
+
+    return run
+
+
+def _tokens(problem: PagedAttention, q_lens: Sequence[int], kv_lens: Sequence[int]) -> _Tokens:
+    """Return each request's tokens from the first that its first row sees, as SGLang lists those of a window."""
+    device, page_size, window = problem.query.device, problem.page_size, problem.window_left
+    starts = [
+        max(0, kv_len - rows - window) if window >= 0 else 0 for rows, kv_len in zip(q_lens, kv_lens, strict=True)
+    ]
+    counts = [kv_len - start for start, kv_len in zip(starts, kv_lens, strict=True)]
+    indptr = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=device)
+    requests = torch.repeat_interleave(
+        torch.arange(len(counts), device=device), torch.tensor(counts, device=device), output_size=sum(counts)
+    )
+    positions = (
+        torch.arange(sum(counts), device=device) - indptr[requests] + torch.tensor(starts, device=device)[requests]
+    )
+    pages = problem.k_block_tables[requests, positions // page_size].to(torch.int64)
+    return _Tokens(indptr, pages * page_size + positions % page_size, starts, counts)
+
+
+def _shared_arguments(problem: PagedAttention, out: torch.Tensor, tokens: _Tokens) -> dict[str, Any]:
+    return {
+        "q": problem.query,
+        "o": out,
+        "k_buffer": token_list(problem.k_cache),
+        "v_buffer": token_list(problem.v_cache),
+        "k_scale": 1.0,  # it is in bmm1_scale
+        "v_scale": float(problem.bmm2_scale),
+        "kv_indptr": tokens.kv_indptr,
+        "kv_indices": tokens.kv_indices,
+        "sm_scale": float(problem.bmm1_scale),
+        "sinks": problem.sinks,
+    }
+
+
+def _decode_arguments(problem: PagedAttention, out: torch.Tensor, tokens: _Tokens) -> dict[str, Any]:
+    capability = capability_of(problem.query.device)
+    shape = (problem.batch_size, problem.num_qo_heads, MOST_SPLITS)
+    new = partial(torch.empty, dtype=torch.float32, device=problem.query.device)
+    return _shared_arguments(problem, out, tokens) | {
+        "attn_logits": new((*shape, problem.v_head_dim)),
+        "attn_lse": new(shape),
+        "num_kv_splits": _num_splits(problem, tokens),
+        "max_kv_splits": MOST_SPLITS,
+        "use_pdl": capability is not None and capability[0] >= 9,
+    }
+
+
+def _num_splits(problem: PagedAttention, tokens: _Tokens) -> torch.Tensor:
+    """Return the number of splits of each request's keys, int32 [batch_size], by SGLang's own kernel; all of them on a CPU."""
+    device, batch_size = problem.query.device, problem.batch_size
+    splits = torch.full((batch_size,), MOST_SPLITS, dtype=torch.int32, device=device)
+    if device.type == "cuda":
+        kernel: Any = installed_function(PART, NUM_SPLITS, WRITTEN_FOR)
+        kernel[(1,)](
+            splits,
+            torch.tensor(tokens.counts, device=device),
+            batch_size,
+            1,
+            problem.num_qo_heads,
+            problem.num_kv_heads,
+            MOST_SPLITS,
+            torch.cuda.get_device_properties(device).multi_processor_count,
+            MAX_NUM_SEQ=max(SCHEDULED_REQUESTS, 1 << (batch_size - 1).bit_length()),
+        )
+    return splits
+
+
+def _extend_arguments(
+    problem: PagedAttention, out: torch.Tensor, tokens: _Tokens, q_lens: Sequence[int]
+) -> dict[str, Any]:
+    on_device = partial(torch.tensor, dtype=torch.int32, device=problem.query.device)
+    prefixes = [count - rows for count, rows in zip(tokens.counts, q_lens, strict=True)]
+    arguments = _shared_arguments(problem, out, tokens) | {
+        "qo_indptr": on_device(problem.row_offsets()),
+        "prefix_lens": on_device(prefixes),
+        "max_len_extend": problem.max_q_len,
+        "is_causal": problem.causal,
+        "sliding_window_size": problem.window_left,
+        "window_start_pos": on_device(tokens.starts),
+    }
+    if problem.mask is not None:
+        sizes = [rows * count for rows, count in zip(q_lens, tokens.counts, strict=True)]
+        masks = [_mask_of(problem, request, prefix) for request, prefix in enumerate(prefixes)]
+        arguments |= {
+            "custom_mask": torch.cat(masks),
+            "mask_indptr": torch.tensor([0, *itertools.accumulate(sizes)], device=problem.query.device),
+        }
+    return arguments
+
+
+def _mask_of(problem: PagedAttention, request: int, prefix: int) -> torch.Tensor:
+    """Return a request's draft mask as SGLang takes it: bool, a row after another, the prefix' tokens before the draft's."""
+    assert problem.mask is not None
+    q_len = problem.max_q_len
+    words = problem.mask[request].view(torch.int16).to(torch.int32).unsqueeze(-1)  # torch shifts no uint16
+    bits = (words >> torch.arange(MASK_BITS_PER_WORD, device=words.device)) & 1
+    draft = bits.reshape(q_len, -1)[:, :q_len].to(torch.bool)
+    return torch.cat([draft.new_ones(q_len, prefix), draft], dim=1).flatten()

@@ -1,0 +1,119 @@
+"""vLLM's Triton attention, `unified_attention`, under the names of the decode and the context call.
+
+The kernels are those of the installed vLLM, which is imported at the first call; the lab is written for 0.33.0. One launch, or
+two where vLLM splits the keys of a few requests of a few rows into 16 segments, by the thresholds of its
+`TritonAttentionMetadataBuilder` (`vllm/v1/attention/backends/triton_attn.py`), which takes a server's configuration.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from lab.calls import ContextCall, DecodeCall, made_at_once, takes
+from lab.calls.problem import E4M3, AttentionCall, PagedAttention
+from lab.gpus import Capability
+from lab.kernels.peers.installed import installed_function
+from lab.kernels.support import Kernel, refuse_unsupported
+from lab.kernels.support.vllm_triton import VLLM_TRITON
+
+PART = "lab.kernels.peers.vllm_triton"
+WRITTEN_FOR = "0.33.0"
+UNIFIED = "vllm.v1.attention.ops.triton_unified_attention.unified_attention"
+QUANT_MODE = "vllm.v1.kv_cache_interface.KVQuantMode"
+# Of the builder: NUM_PAR_SOFTMAX_SEGMENTS, MIN_LAUNCH_GRID_SIZE_2D, and the kernel's MAX_3D_QUERY_LEN.
+SEGMENTS = 16
+LEAST_GRID = 128
+MOST_ROWS_OF_SEGMENTS = 8
+
+
+def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
+    """Return the kernel that a call comes to on a GPU."""
+    return VLLM_TRITON
+
+
+@takes(DecodeCall)
+def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> Callable[[], Any]:
+    """Prepare attention of the last query tokens of each request: decode, verify, draft extend.
+
+    Parameters, shapes, dtypes and errors are `lab.calls.DecodeCall`'s; what the kernel does not take raises NotImplementedError
+    with the reason of `lab.kernels.support.why_not`. `workspace_buffer` is not used.
+
+    Raises:
+        ModuleNotFoundError, TypeError: as `lab.kernels.peers.installed.installed_function`.
+    """
+    return _prepare(call.problem())
+
+
+@takes(ContextCall)
+def prepare_trtllm_batch_context_with_kv_cache(call: ContextCall) -> Callable[[], Any]:
+    """Prepare attention of each request's newest query tokens; parameters and errors are `lab.calls.ContextCall`'s."""
+    return _prepare(call.problem())
+
+
+trtllm_batch_decode_with_kv_cache = made_at_once(prepare_trtllm_batch_decode_with_kv_cache)
+trtllm_batch_context_with_kv_cache = made_at_once(prepare_trtllm_batch_context_with_kv_cache)
+
+
+def _prepare(problem: PagedAttention) -> Callable[[], Any]:
+    out, _ = problem.results()
+    if problem.has_no_rows:
+        return lambda: problem.returned(out, None)
+    refuse_unsupported(VLLM_TRITON, problem)
+    arguments = _arguments(problem, out) | _segments(problem)
+    attention = installed_function(PART, UNIFIED, WRITTEN_FOR, frozenset(arguments))
+
+    def run() -> Any:
+        attention(**arguments)
+        return problem.returned(out, None)
+
+    return run
+
+
+def _arguments(problem: PagedAttention, out: torch.Tensor) -> dict[str, Any]:
+    offsets = problem.cu_seqlens_q
+    if offsets is None:
+        rows = torch.arange(problem.batch_size + 1, dtype=torch.int32, device=problem.query.device)
+        offsets = rows * problem.max_q_len
+    number = partial(torch.full, (1,), dtype=torch.float32, device=problem.query.device)
+    quantised = problem.kv_dtype == E4M3
+    mode: Any = installed_function(PART, QUANT_MODE, WRITTEN_FOR)
+    return {
+        "q": problem.query,
+        "k": problem.k_cache.transpose(1, 2),
+        "v": problem.v_cache.transpose(1, 2),
+        "out": out,
+        "cu_seqlens_q": offsets,
+        "max_seqlen_q": problem.max_q_len,
+        "seqused_k": problem.seq_lens.view(torch.int32),
+        "max_seqlen_k": problem.max_kv_len,
+        "softmax_scale": float(problem.bmm1_scale),
+        "causal": problem.causal,
+        "window_size": (problem.window_left, 0 if problem.causal else -1),
+        "block_table": problem.k_block_tables,
+        "softcap": 0.0,
+        "q_descale": None,
+        # The scale of K is in bmm1_scale.
+        "k_descale": number(1.0) if quantised else None,
+        "v_descale": number(float(problem.bmm2_scale)) if quantised else None,
+        "sinks": problem.sinks,
+        "kv_quant_mode": mode.FP8_PER_TENSOR if quantised else mode.NONE,
+    }
+
+
+def _segments(problem: PagedAttention) -> dict[str, Any]:
+    """Return what lets vLLM split keys; {} for a batch whose grid is large enough without."""
+    threshold = LEAST_GRID // problem.num_kv_heads
+    if problem.max_q_len > MOST_ROWS_OF_SEGMENTS or problem.batch_size > threshold:
+        return {}
+    shape = (problem.num_rows, problem.num_qo_heads, SEGMENTS)
+    head_dim = 1 << (problem.head_dim - 1).bit_length()
+    new = partial(torch.empty, dtype=torch.float32, device=problem.query.device)
+    return {
+        "seq_threshold_3D": threshold,
+        "num_par_softmax_segments": SEGMENTS,
+        "softmax_segm_output": new((*shape, head_dim)),
+        "softmax_segm_max": new(shape),
+        "softmax_segm_expsum": new(shape),
+    }

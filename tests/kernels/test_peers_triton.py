@@ -1,0 +1,274 @@
+"""SGLang's and vLLM's Triton attention under FlashInfer's names: SGLang's kernels interpreted, vLLM's function simulated."""
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from enum import Enum
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lab import references
+from lab.kernels import PlannedOnce, prepare
+from lab.kernels.peers import installed, sglang_triton, vllm_triton
+from lab.kernels.peers.installed import installed_function
+from lab.kernels.support.sglang_triton import SGLANG_TRITON
+from lab.kernels.support.vllm_triton import VLLM_TRITON
+from tests.cases import Batch, context_arguments, decode_arguments, random_batch
+from tests.metadata.sglang.wheel import sglang_modules
+
+E4M3, BF16, FP16 = torch.float8_e4m3fn, torch.bfloat16, torch.float16
+DECODE, CONTEXT = "trtllm_batch_decode_with_kv_cache", "trtllm_batch_context_with_kv_cache"
+ATTENTION = "sglang.kernels.ops.attention"
+SGLANG = [f"{ATTENTION}.{name}" for name in ("decode_attention", "extend_attention", "score_mod", "metadata")]
+FEW_ROUNDINGS = 2.0**-9  # of fp16; with as many K/V heads as query heads, SGLang rounds each product of Q and K
+
+
+def batch(q_lens: list[int], kv_lens: list[int], **options: Any) -> Batch:
+    """Fp16, which Triton's interpreter multiplies; it does not multiply bf16."""
+    return random_batch(q_lens, kv_lens, **{"head_dim": 32, "dtype": FP16} | options)
+
+
+def usual(**changes: Any) -> dict[str, Any]:
+    """Pages as SGLang's pool has them, and no LSE, which neither has."""
+    return {"kv_layout": "NHD", "out_dtype": None, "return_lse": False} | changes
+
+
+def sinks(heads: int = 4) -> torch.Tensor:
+    return torch.linspace(-1.0, 2.0, heads)
+
+
+PASSES: dict[str, tuple[str, dict[str, Any]]] = {
+    "decode": (DECODE, decode_arguments(batch([1, 1, 1], [5, 70, 33]), **usual())),
+    "decode of as many K/V heads": (DECODE, decode_arguments(batch([1, 1], [5, 70], heads=(2, 2)), **usual())),
+    "decode in a window, with sinks": (
+        DECODE,
+        decode_arguments(batch([1, 1], [5, 70]), **usual(window_left=9, sinks=sinks())),
+    ),
+    "verify": (DECODE, decode_arguments(batch([3, 3], [5, 70]), **usual(sinks=sinks()))),
+    "verify in a window": (DECODE, decode_arguments(batch([3, 3], [5, 70]), **usual(window_left=9))),
+    "ragged rows": (DECODE, decode_arguments(batch([3, 0, 1], [5, 70, 1]), ragged=True, **usual())),
+    "extend": (CONTEXT, context_arguments(batch([3, 20, 1], [5, 70, 1]), **usual())),
+    "extend in a window, with sinks": (
+        CONTEXT,
+        context_arguments(batch([3, 20, 1], [5, 70, 1]), **usual(window_left=9, sinks=sinks())),
+    ),
+    "every key": (CONTEXT, context_arguments(batch([3, 20, 1], [5, 70, 1]), **usual(causal=False))),
+}
+
+
+def assert_right(implementation: Any, name: str, arguments: dict[str, Any], rounding: float = FEW_ROUNDINGS) -> None:
+    wanted = getattr(references, name)(**arguments | {"out_dtype": torch.float64})
+    out = torch.full_like(arguments["query"], float("nan"))
+    got = prepare(implementation, name, **arguments | {"out": out})()
+    assert got.data_ptr() == out.data_ptr()
+    error = (out.to(torch.float64) - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    assert float(error.max()) < rounding
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """No function is remembered from before, or afterwards."""
+    installed_function.cache_clear()
+    yield
+    installed_function.cache_clear()
+
+
+@pytest.fixture
+def sglang(forgotten: None) -> Iterator[None]:
+    with sglang_modules(*SGLANG, names={f"sglang.srt.utils.{name}": lambda: False for name in ("is_hip", "is_cuda")}):
+        yield
+
+
+@pytest.mark.usefixtures("sglang")
+class TestSGLang:
+    @pytest.mark.parametrize("name", PASSES)
+    def test_its_kernels_mean_what_the_reference_does(self, name: str) -> None:
+        assert_right(sglang_triton, *PASSES[name])
+        assert_right(PlannedOnce(sglang_triton), *PASSES[name])
+
+    def test_values_have_a_scale(self) -> None:
+        for name, arguments in (PASSES["decode"], PASSES["extend"]):
+            assert_right(sglang_triton, name, arguments | {"bmm1_scale": 0.3, "bmm2_scale": 0.25})
+
+    @pytest.mark.parametrize("window_left", [-1, 40])
+    def test_a_draft_mask_is_each_requests_own(self, window_left: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        visible = torch.rand(2, 20, 20, generator=generator) < 0.5
+        visible |= torch.eye(20, dtype=torch.bool)
+        bits = torch.nn.functional.pad(visible, (0, 12)).view(2, 20, 2, 16).to(torch.int64)
+        words = (bits << torch.arange(16)).sum(-1)
+        arguments = decode_arguments(batch([20, 20], [25, 70]), **usual(window_left=window_left))
+        assert_right(sglang_triton, DECODE, arguments | {"mask": words.to(torch.uint16)})
+
+    def test_an_e4m3_cache_is_multiplied_in_e4m3(self) -> None:
+        """So its error is that of rounding weights to 3 bits, and below the normal numbers of e4m3 to fewer."""
+        arguments = decode_arguments(batch([1, 1], [5, 70], kv_dtype=E4M3), **usual(bmm1_scale=0.1))
+        assert_right(sglang_triton, DECODE, arguments, rounding=0.3)
+        with pytest.raises(AssertionError):
+            assert_right(sglang_triton, DECODE, arguments, rounding=0.01)
+
+    def test_a_plan_keeps_lengths_and_not_contents(self) -> None:
+        name, arguments = PASSES["decode"]
+        arguments = arguments | {"query": arguments["query"].clone(), "seq_lens": arguments["seq_lens"].clone()}
+        call = prepare(PlannedOnce(sglang_triton), name, **arguments)
+        changed = arguments | {"query": arguments["query"].flip(0).contiguous()}
+        wanted = sglang_triton.trtllm_batch_decode_with_kv_cache(**changed)
+        arguments["query"].copy_(changed["query"])
+        arguments["seq_lens"].fill_(1)
+        assert call().equal(wanted)
+
+    @pytest.mark.parametrize(
+        ("changes", "reason"),
+        [
+            ({"kv_layout": "HND"}, "K's pages must touch and be NHD"),
+            ({"return_lse": True}, "hands no LSE of all keys out"),
+            ({"window_left": 0}, "a window of no key to the left for no window"),
+            ({"bmm1_scale": 0.0}, "a bmm1_scale of 0 for none given"),
+            ({"bmm1_scale": torch.tensor([1.0])}, "scales as numbers"),
+        ],
+    )
+    def test_what_it_cannot_is_refused_in_a_sentence(self, changes: dict[str, Any], reason: str) -> None:
+        arguments = decode_arguments(batch([1, 1], [5, 70]), **usual(**changes))
+        with pytest.raises(NotImplementedError, match=f"{SGLANG_TRITON.name} .*{reason}"):
+            sglang_triton.trtllm_batch_decode_with_kv_cache(**arguments)
+
+    def test_a_row_without_keys_is_refused(self) -> None:
+        arguments = decode_arguments(batch([1, 1], [0, 70]), **usual())
+        with pytest.raises(NotImplementedError, match="a row that sees no key"):
+            sglang_triton.trtllm_batch_decode_with_kv_cache(**arguments)
+
+    def test_without_rows_nothing_is_asked_for(self) -> None:
+        arguments = context_arguments(batch([0, 0], [3, 5]), **usual())
+        assert sglang_triton.trtllm_batch_context_with_kv_cache(**arguments).shape[0] == 0
+
+
+class SimulatedVLLM:
+    """vLLM's `unified_attention` with its parameters, over the reference."""
+
+    class KVQuantMode(Enum):
+        NONE = 0
+        FP8_PER_TENSOR = 1
+
+    def __init__(self) -> None:
+        self.passed: dict[str, Any] = {}
+
+    def unified_attention(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        out: Any,
+        cu_seqlens_q: Any,
+        max_seqlen_q: int,
+        seqused_k: Any,
+        max_seqlen_k: int,
+        softmax_scale: float,
+        causal: bool,
+        window_size: tuple[int, int],
+        block_table: Any,
+        softcap: float,
+        q_descale: Any,
+        k_descale: Any,
+        v_descale: Any,
+        seq_threshold_3D: Any = None,
+        num_par_softmax_segments: Any = None,
+        softmax_segm_output: Any = None,
+        softmax_segm_max: Any = None,
+        softmax_segm_expsum: Any = None,
+        sinks: Any = None,
+        kv_quant_mode: Any = KVQuantMode.NONE,
+    ) -> None:
+        self.passed = {name: value for name, value in locals().items() if name != "self"}
+        quantised = k.dtype == E4M3
+        assert quantised == (kv_quant_mode is self.KVQuantMode.FP8_PER_TENSOR) == (k_descale is not None)
+        references.trtllm_batch_context_with_kv_cache(
+            query=q,
+            kv_cache=(k, v),
+            kv_layout="NHD",
+            workspace_buffer=None,
+            block_tables=block_table,
+            seq_lens=seqused_k,
+            max_q_len=max_seqlen_q,
+            max_kv_len=max_seqlen_k,
+            bmm1_scale=softmax_scale * (float(k_descale) if quantised else 1.0),
+            bmm2_scale=float(v_descale) if quantised else 1.0,
+            batch_size=len(seqused_k),
+            cum_seq_lens_q=cu_seqlens_q,
+            cum_seq_lens_kv=torch.nn.functional.pad(seqused_k.cumsum(0), (1, 0)).to(torch.int32),
+            window_left=window_size[0],
+            sinks=sinks,
+            causal=causal,
+            out=out,
+        )
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch, forgotten: None) -> SimulatedVLLM:
+    simulated = SimulatedVLLM()
+    modules = {
+        vllm_triton.UNIFIED: {"unified_attention": simulated.unified_attention},
+        vllm_triton.QUANT_MODE: {"KVQuantMode": simulated.KVQuantMode},
+    }
+    for name, functions in modules.items():
+        parts = name.split(".")[:-1]
+        for end in range(1, len(parts)):
+            monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(".".join(parts[:end])))
+        monkeypatch.setitem(sys.modules, ".".join(parts), SimpleNamespace(**functions))  # type: ignore[misc]
+    monkeypatch.setattr(installed, "require", lambda *names: None)
+    return simulated
+
+
+class TestVLLM:
+    @pytest.mark.parametrize("name", PASSES)
+    @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+    def test_calls_bind_to_its_function_and_mean_what_the_reference_does(
+        self, name: str, kv_layout: str, vllm: SimulatedVLLM
+    ) -> None:
+        function, arguments = PASSES[name]
+        if kv_layout == "HND":
+            kv_cache = tuple(each.transpose(1, 2).contiguous() for each in arguments["kv_cache"])
+            arguments = arguments | {"kv_layout": "HND", "kv_cache": kv_cache}
+        assert_right(vllm_triton, function, arguments)
+
+    def test_an_e4m3_cache_has_scales_and_another_has_none(self, vllm: SimulatedVLLM) -> None:
+        quantised = decode_arguments(batch([1, 1], [5, 70], kv_dtype=E4M3), **usual(bmm1_scale=0.1, bmm2_scale=0.25))
+        assert_right(vllm_triton, DECODE, quantised)
+        arguments = PASSES["decode"][1] | {"bmm2_scale": 0.25}
+        with pytest.raises(NotImplementedError, match=f"{VLLM_TRITON.name} has no scale of a torch.float16 cache"):
+            vllm_triton.trtllm_batch_decode_with_kv_cache(**arguments)
+
+    @pytest.mark.parametrize(
+        ("q_len", "requests", "splits"), [(1, 2, True), (8, 64, True), (9, 2, False), (1, 65, False)]
+    )
+    def test_keys_are_split_where_vllm_splits_them(
+        self, q_len: int, requests: int, splits: bool, vllm: SimulatedVLLM
+    ) -> None:
+        arguments = decode_arguments(batch([q_len] * requests, [q_len] * requests), **usual())
+        prepare(vllm_triton, DECODE, **arguments)()
+        if splits:
+            assert vllm.passed["seq_threshold_3D"] == 64  # 128 programs of 2 K/V heads
+            assert vllm.passed["softmax_segm_output"].shape == (q_len * requests, 4, 16, 32)
+        else:
+            assert vllm.passed["softmax_segm_output"] is None
+
+    def test_another_release_is_named_with_what_it_lacks(
+        self, monkeypatch: pytest.MonkeyPatch, vllm: SimulatedVLLM
+    ) -> None:
+        module = sys.modules[vllm_triton.UNIFIED.rpartition(".")[0]]
+        monkeypatch.setattr(module, "unified_attention", lambda q, k, v: None)
+        with pytest.raises(TypeError, match=r"does not take this call: .*the lab is written for 0\.33\.0"):
+            vllm_triton.trtllm_batch_decode_with_kv_cache(**PASSES["decode"][1])
+
+
+@pytest.mark.parametrize(("module", "package"), [(sglang_triton, "sglang"), (vllm_triton, "vllm")])
+@pytest.mark.usefixtures("forgotten")
+def test_a_package_that_is_not_installed_costs_nothing_until_it_is_called(
+    module: ModuleType, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
+    with pytest.raises(ModuleNotFoundError, match=f"needs {package}, which is not installed: pip install {package}"):
+        module.trtllm_batch_decode_with_kv_cache(**PASSES["decode"][1])
