@@ -15,6 +15,7 @@ from lab.commands.experiments import experiments
 from lab.commands.implementations import implementations
 from lab.commands.judge import judge
 from lab.commands.mutants import mutants
+from lab.commands.releases import releases
 from lab.commands.report import html, report
 
 app = typer.Typer(
@@ -57,5 +58,6 @@ app.command(rich_help_panel=TIMING)(ab)
 app.command(rich_help_panel=TIMING)(dry_run)
 app.add_typer(experiments, name="experiments", rich_help_panel=TIMING)
 app.command(rich_help_panel=RECORDED)(compare)
+app.command(rich_help_panel=RECORDED)(releases)
 app.command(rich_help_panel=RECORDED)(report)
 app.command(rich_help_panel=RECORDED)(html)

@@ -31,7 +31,7 @@ SUPPORTED = {
     "is_sm121a_supported": ((12, 1),),
     "is_sm12x_supported": ((12, 0), (12, 1)),
 }
-ENTRIES = ("utils", "decode", "prefill", "mla._core", "xqa")  # the modules of FlashInfer's TRT-LLM calls
+ENTRIES = ("utils", "decode", "prefill", "mla", "xqa")  # the modules of FlashInfer's TRT-LLM calls
 
 
 class Machine:
@@ -179,8 +179,10 @@ def _flashinfer_answers(made: Machine) -> dict[Function, Function]:
         decode.gen_trtllm_gen_fmha_module: lambda: _built(made.called()),
         xqa.get_xqa_module: _noting(made, "xqa", xqa.get_xqa_module),
         xqa.get_xqa_module_mla: _noting(made, "xqa_mla", xqa.get_xqa_module_mla),
-        prefill.get_trtllm_fmha_v2_module: _noting(made, "fmha_v2", prefill.get_trtllm_fmha_v2_module),
     }
+    if hasattr(prefill, "get_trtllm_fmha_v2_module"):  # from 0.6.7 on
+        compiles = prefill.get_trtllm_fmha_v2_module
+        answers[compiles] = _noting(made, "fmha_v2", compiles)
     for module in (decode, prefill, mla):
         answers[module.get_trtllm_gen_fmha_module] = made.called
     for name in SUPPORTED:
@@ -196,7 +198,9 @@ def _flashinfer_answers(made: Machine) -> dict[Function, Function]:
 
 
 def _entries() -> list[Any]:
-    return [importlib.import_module(f"flashinfer.{name}") for name in ENTRIES]
+    """Return the modules of `ENTRIES`; of `mla`, a package from 0.6.8 on, the one that has the functions."""
+    modules = [importlib.import_module(f"flashinfer.{name}") for name in ENTRIES]
+    return [getattr(module, "_core", module) for module in modules]
 
 
 def _answer(value: Any) -> Function:

@@ -79,14 +79,14 @@ def installed_taking(module: str, name: str, keywords: frozenset[str]) -> Callab
     """Return a function of the installed FlashInfer, after binding these keywords to its real signature.
 
     Raises:
-        TypeError: the installed version lacks the function or a parameter that is passed, or needs one that is not; it
-            names both, and the version.
+        NotImplementedError: the installed version lacks the function or a parameter that is passed, or needs one that is
+            not; it names both, and the version.
     """
     function, signature = installed(module, name)
     try:
         signature.bind(**dict.fromkeys(keywords))
     except TypeError as error:
-        raise TypeError(
+        raise NotImplementedError(
             f"{module}.{name} of the installed FlashInfer {version()} does not take this call: {error}; "
             f"the lab is written for 0.7.2. Its parameters: {', '.join(signature.parameters)}"
         ) from error
@@ -95,11 +95,17 @@ def installed_taking(module: str, name: str, keywords: frozenset[str]) -> Callab
 
 @functools.cache
 def installed(module: str, name: str) -> tuple[Any, inspect.Signature]:
-    """Return a function or class of the installed FlashInfer, and its signature; raises TypeError where it has none."""
+    """Return a function or class of the installed FlashInfer, and its signature.
+
+    Raises:
+        NotImplementedError: it has none of that name.
+    """
     require("lab.kernels.trtllm", "flashinfer")
     function = getattr(importlib.import_module(module), name, None)
     if function is None:
-        raise TypeError(f"the installed FlashInfer {version()} has no {module}.{name}; the lab is written for 0.7.2")
+        raise NotImplementedError(
+            f"the installed FlashInfer {version()} has no {module}.{name}; the lab is written for 0.7.2"
+        )
     return function, inspect.signature(function)
 
 
@@ -219,6 +225,16 @@ def takes_counters() -> bool:
     """
     _, signature = installed("flashinfer.decode", "trtllm_batch_decode_with_kv_cache")
     return "multi_ctas_kv_counter_buffer" in signature.parameters
+
+
+def takes_kv_pairs() -> bool:
+    """Tell whether the installed FlashInfer's `trtllm_fmha_v2_prefill` takes paged K and V as two tensors.
+
+    It does from 0.6.18 on (flashinfer-ai/flashinfer#4124), which has this check of them; before, a pair is an AttributeError.
+    Raises as `installed` where there is no such function, as before 0.6.7.
+    """
+    installed("flashinfer.prefill", "trtllm_fmha_v2_prefill")
+    return hasattr(importlib.import_module("flashinfer.prefill"), "_check_paged_kv_non_interleaved")
 
 
 def _statistics_bytes(problem: PagedAttention) -> int:

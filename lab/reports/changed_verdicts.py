@@ -125,7 +125,7 @@ def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
     summary = ", ".join(f"{counts[change]:,} {change.value}" for change in VerdictChange)
     summary += f"; {missing:,} only before, {added:,} only after" if missing or added else ""
     environment = list(facts_of_sides([before], [after]))
-    unlike = [name for name in SETTINGS if _setting(before, name) != _setting(after, name)]
+    unlike = [name for name in SETTINGS if setting(before, name) != setting(after, name)]
     regions = {
         change.value: _where(pairs, change)
         for change in (VerdictChange.NEWLY_WRONG, VerdictChange.REPAIRED)
@@ -139,7 +139,7 @@ def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
             ),
             *(f"{name}: {was} before, {now} after" for name, was, now in environment if was != now),
             *(
-                f"not judged alike: {name} is {_setting(before, name)} before, {_setting(after, name)} after"
+                f"not judged alike: {name} is {setting(before, name)} before, {setting(after, name)} after"
                 for name in unlike
             ),
         ),
@@ -163,7 +163,7 @@ def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
     )
 
 
-def _setting(file: RecordedFile, name: str) -> Any:
+def setting(file: RecordedFile, name: str) -> Any:
     """Return a setting of the run; of the checks, the keys and the functions that they judged."""
     if name == "checks":
         return ", ".join(sorted(f"{row['check']} of {row['interface']}" for row in file.content["checks"]))

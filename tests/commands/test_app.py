@@ -12,7 +12,19 @@ import lab
 from tests.commands.command import run
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("judge", "checks", "mutants", "bench", "ab", "dry-run", "experiments", "compare", "report", "html")
+COMMANDS = (
+    "judge",
+    "checks",
+    "mutants",
+    "bench",
+    "ab",
+    "dry-run",
+    "experiments",
+    "compare",
+    "releases",
+    "report",
+    "html",
+)
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what is said where there is no GPU")
 # In a process of its own: prints which of these modules the command line has imported, and the environment's switch.
 IMPORTED = """

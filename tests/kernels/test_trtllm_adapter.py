@@ -436,7 +436,7 @@ def test_another_flashinfer_is_a_clear_error(
 
     monkeypatch.setattr(flashinfer_call, "installed", changed)
     forget()
-    with pytest.raises(TypeError) as error:
+    with pytest.raises(NotImplementedError) as error:
         getattr(trtllm, function)(**arguments)
     message = str(error.value)
     assert called in message
@@ -446,8 +446,21 @@ def test_another_flashinfer_is_a_clear_error(
 
 def test_a_function_that_is_gone_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flashinfer_call.importlib, "import_module", lambda module: SimpleNamespace())
-    with pytest.raises(TypeError, match=r"has no flashinfer\.decode\.no_such_function"):
+    with pytest.raises(NotImplementedError, match=r"has no flashinfer\.decode\.no_such_function"):
         flashinfer_call.installed("flashinfer.decode", "no_such_function")
+
+
+@BOTH_ENTRIES
+def test_an_older_flashinfer_takes_a_stacked_pool_and_refuses_a_pair(
+    simulate: Simulate, monkeypatch: pytest.MonkeyPatch, entry: str
+) -> None:
+    """As 0.6.12, which asks a pair of K and V for its dimensions."""
+    simulated = simulate(SM90)
+    monkeypatch.delattr("flashinfer.prefill._check_paged_kv_non_interleaved")
+    with pytest.raises(NotImplementedError, match=r"takes K and V as one \[num_pages, 2, \.\.\.\] tensor alone"):
+        getattr(trtllm, entry + CONTEXT)(**context_case())
+    assert not simulated.calls
+    assert_right(CONTEXT, stacked(context_case()))
 
 
 def test_the_installed_function_is_called_through_its_real_signature() -> None:

@@ -29,7 +29,9 @@ from lab.kernels.flashinfer_call import (
     returning,
     scratch_for,
     supported_kernel,
+    takes_kv_pairs,
     trtllm_gen_memory,
+    version,
     xqa_memory,
 )
 from lab.kernels.support.fmha_v2 import FMHA_V2
@@ -157,9 +159,18 @@ def _fmha_v2_arguments(call: ContextCall, problem: PagedAttention) -> tuple[dict
 
 
 def _fmha_v2_cache(call: ContextCall, stored: StoredCache) -> tuple[Any, torch.Tensor, tuple[Refresh, ...]]:
-    """Return (cache, block_tables, refreshes) as fmha_v2 addresses them, in a form that FlashInfer's own checks take."""
+    """Return (cache, block_tables, refreshes) as fmha_v2 addresses them, in a form that FlashInfer's own checks take.
+
+    Raises:
+        NotImplementedError: K and V are two tensors, and the installed FlashInfer takes them as one alone.
+    """
     if stored.is_stacked:
         return stored.stacked(), *packed(call.block_tables)
+    if not takes_kv_pairs():
+        raise NotImplementedError(
+            f"trtllm_fmha_v2_prefill of the installed FlashInfer {version()} takes K and V as one [num_pages, 2, ...] tensor "
+            "alone: keep the pool so, or install 0.6.18 or a later one"
+        )
     if not call.uses_shared_paged_kv_idx:
         # The kernel counts both tables' ids from K's address and never looks at V's; FlashInfer wants V's after it.
         return (stored.k[:-1], stored.v[1:]), *packed(call.block_tables)

@@ -1,0 +1,216 @@
+"""Releases of a package side by side: which finding lives where.
+
+    lab releases 0.6.12.json 0.6.18.json 0.7.2.json --findings results/nvidia-h200/findings.md
+
+Each file is a report of the judge, of one environment; the release is the version of the package in it. A release may have
+several reports, of different axes; each must have been judged alike in all releases (`lab.reports.changed_verdicts`).
+
+A row is a finding that some report cites (`lab.checks.ledger`), or a region of cases that were wrong without one in the same
+releases. Its *telling cases* are those that are wrong with it in some release. In a release it is
+
+    present         one of them is wrong there
+    absent          some are right there, and none is wrong
+    not reachable   all are declined there, or were not judged
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+from lab.checks.diagnosis import HELD, diagnose
+from lab.checks.recording import read_cases
+from lab.checks.report import CaseVerdict
+from lab.checks.verdicts import Outcome
+from lab.exit_status import ExitStatus
+from lab.reports.changed_verdicts import BAD, SETTINGS, compare_verdicts, setting
+from lab.reports.comparison import NotComparableError
+from lab.reports.recorded import Kind, RecordedFile, read_file, value_at
+from lab.reports.tables import Cell, TableReport, make_table, words
+
+Key = tuple[str, ...]  # of a case: the axes, the check, the function, the case
+NUMBERED = re.compile(r"^## (\d+\. .*)$", re.MULTILINE)
+CITED = "; "  # between the findings that a case cites
+STYLES = {"present": "slower", "absent": "faster", "not reachable": "unsure"}
+
+
+@dataclass(frozen=True)
+class Release:
+    """A version of the package, and the reports that were judged with it."""
+
+    version: str
+    files: tuple[RecordedFile, ...]
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A finding or a region, and its telling cases."""
+
+    name: str
+    cases: frozenset[Key]
+
+
+Verdicts = Mapping[str, Mapping[Key, CaseVerdict]]  # by version
+
+
+def releases_report(
+    paths: Sequence[Path], package: str = "flashinfer-python", findings: Path | None = None
+) -> TableReport:
+    """Line reports of the judge up by release.
+
+    Args:
+        paths: of the reports, the oldest release first.
+        package: whose version in a report's environment is the release.
+        findings: a page whose headings "## 1. ..." are the findings, by their anchors; those that no report cites have a row.
+
+    Raises:
+        lab.reports.recorded.RecordedFileError, lab.checks.recording.ReportError, OSError: a file cannot be read.
+        NotComparableError: a file is no report of the judge or has no version of the package, there is one release alone, or
+            one has two reports of the same axes.
+    """
+    releases = _releases([read_file(path) for path in paths], package)
+    verdicts = {each.version: dict(_cases(each)) for each in releases}
+    headings = _headings(findings)
+    rows = [*_findings(verdicts, headings), *_regions(verdicts)]
+    unlike = list(_unlike(releases))
+    columns = {"finding": lambda row: words(row.name)} | {
+        each.version: partial(_status, verdicts[each.version]) for each in releases
+    }
+    changes = [line for before, after in pairwise(releases) for line in _changes(before, after)]
+    return TableReport(
+        above=(*(_environment(each) for each in releases), *unlike),
+        table=make_table(columns, rows, caption=f"findings by release of {package}", say_once=()),
+        below=(*changes, _summary(rows, verdicts)),
+        record={
+            "package": package,
+            "releases": [
+                {"version": each.version, "files": [str(file.path) for file in each.files]} for each in releases
+            ],
+            "findings": [
+                {"finding": row.name} | {version: _counts(row, of) for version, of in verdicts.items()} for row in rows
+            ],
+            "changes": changes,
+        },
+        exit_status=ExitStatus.NOT_JUDGED if unlike else ExitStatus.DONE,
+    )
+
+
+def _releases(files: Iterable[RecordedFile], package: str) -> list[Release]:
+    by_version: dict[str, list[RecordedFile]] = {}
+    for file in files:
+        if file.kind is not Kind.JUDGE:
+            raise NotComparableError(f"{file.path} is no report of the judge")
+        if (version := value_at(file.environment, ("packages", package))) is None:
+            raise NotComparableError(f"{file.path} names no version of {package}: name another package")
+        alike = by_version.setdefault(str(version), [])
+        twice = next((other for other in alike if _axes(other) == _axes(file)), None)
+        if twice is not None:
+            raise NotComparableError(f"{twice.path} and {file.path} are both of {package} {version}, on the same axes")
+        alike.append(file)
+    if len(by_version) < 2:
+        raise NotComparableError(f"all reports are of {package} {', '.join(by_version)}: that says nothing of releases")
+    return [Release(version, tuple(alike)) for version, alike in by_version.items()]
+
+
+def _axes(file: RecordedFile) -> str:
+    return str(file.content.get("space"))
+
+
+def _cases(release: Release) -> Iterator[tuple[Key, CaseVerdict]]:
+    for file in release.files:
+        for each in read_cases(file.content):
+            yield (_axes(file), each.check, each.interface.value, repr(each.case)), each
+
+
+def _headings(page: Path | None) -> dict[str, str]:
+    """Return the numbered headings of a page by their anchors, as GitHub makes them."""
+    found = [] if page is None else NUMBERED.findall(page.read_text(encoding="utf-8"))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-"): heading for heading in found}
+
+
+def _findings(verdicts: Verdicts, headings: Mapping[str, str]) -> Iterator[_Row]:
+    """Yield a row for each heading, and then for each other finding that is cited."""
+    telling: dict[str, set[Key]] = {heading: set() for heading in headings.values()}
+    for of in verdicts.values():
+        for key, verdict in of.items():
+            for cited in filter(None, verdict.finding.split(CITED)):
+                anchor = cited.partition("#")[2]
+                telling.setdefault(headings.get(anchor, cited), set()).add(key)
+    yield from (_Row(name, frozenset(cases)) for name, cases in telling.items())
+
+
+def _regions(verdicts: Verdicts) -> Iterator[_Row]:
+    """Yield a row for each region of the cases that are wrong without a finding in the same releases."""
+    wrong_in: dict[Key, list[str]] = {}
+    for version, of in verdicts.items():
+        for key, verdict in of.items():
+            if verdict.outcome in (Outcome.WRONG, Outcome.FAILED):
+                wrong_in.setdefault(key, []).append(version)
+    alike: dict[tuple[str, ...], set[Key]] = {}
+    for key, versions in wrong_in.items():
+        alike.setdefault(tuple(versions), set()).add(key)
+    for (first, *_), cases in alike.items():
+        told = [each for key, each in verdicts[first].items() if key in cases or each.outcome is Outcome.RIGHT]
+        regions = diagnose(told).regions
+        said = (f"{HELD[each.held]} {f'wherever {each.words}' if each.rule else 'everywhere'}" for each in regions)
+        yield _Row("; ".join(dict.fromkeys(said)), frozenset(cases))
+
+
+def _counts(row: _Row, of: Mapping[Key, CaseVerdict]) -> dict[str, int | str]:
+    """Return how many of a row's cases are wrong, right and declined in a release, and what it is there."""
+    found = Counter(of[key].outcome for key in row.cases if key in of)
+    wrong, right = sum(found[each] for each in BAD), found[Outcome.RIGHT]
+    status = "present" if wrong else "absent" if right else "not reachable"
+    return {"status": status, "wrong": wrong, "right": right, "declined": found[Outcome.DECLINED]}
+
+
+def _status(of: Mapping[Key, CaseVerdict], row: _Row) -> Cell:
+    counts = _counts(row, of)
+    status, wrong, right = str(counts["status"]), counts["wrong"], counts["right"]
+    cases = {"present": f", {wrong} of {len(row.cases)}", "absent": f", {right}"}.get(status, "")
+    return words(status + cases, STYLES[status])
+
+
+def _environment(release: Release) -> str:
+    first = release.files[0]
+    facts = [str(first.fact(*where)) for where in (("gpu",), ("packages", "torch"), ("commit",)) if first.fact(*where)]
+    return f"{release.version}: {first.content['implementation']}, {', '.join(facts)}"
+
+
+def _pairs(before: Release, after: Release) -> Iterator[tuple[RecordedFile, RecordedFile]]:
+    """Yield the reports of two releases that are of the same axes."""
+    by_axes = {_axes(file): file for file in after.files}
+    yield from ((file, by_axes[_axes(file)]) for file in before.files if _axes(file) in by_axes)
+
+
+def _unlike(releases: Sequence[Release]) -> Iterator[str]:
+    """Yield a sentence for each report that is not judged like that of the first release."""
+    first = releases[0]
+    for release in releases[1:]:
+        pairs = list(_pairs(first, release))
+        if not len(pairs) == len(first.files) == len(release.files):
+            yield f"not judged alike: {release.version} has no report of the axes of each of {first.version}'s"
+        for one, other in pairs:
+            names = [name for name in SETTINGS if setting(one, name) != setting(other, name)]
+            if names:
+                yield f"not judged alike: {other.path} has another {', '.join(names)} than {one.path}"
+
+
+def _changes(before: Release, after: Release) -> Iterator[str]:
+    """Yield what `lab compare` says of two neighbours."""
+    name = f"{before.version} to {after.version}"
+    for one, other in _pairs(before, after):
+        report = compare_verdicts(one.path, other.path)
+        yield f"{name}, {one.path.name} to {other.path.name}: {report.below[-1]}"
+        yield from (f"{name}, {change}: {where}" for change, where in report.record["regions"].items())
+
+
+def _summary(rows: Sequence[_Row], verdicts: Verdicts) -> str:
+    present = [
+        f"{sum(_counts(row, of)['status'] == 'present' for row in rows)} in {version}"
+        for version, of in verdicts.items()
+    ]
+    return f"Of {len(rows)} findings are present: {', '.join(present)}."
