@@ -51,7 +51,11 @@ def build(site: Path, doctrees: Path) -> None:
 def absent_pages(site: Path) -> list[Path]:
     """Sources that the site has no page of."""
     sources = [
-        ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "results/nvidia-h200/findings.md")
+        ROOT / name
+        for name in (
+            *("README.md", "CONTRIBUTING.md", "CHANGELOG.md"),
+            *("results/nvidia-h200/findings.md", "results/sglang/findings.md"),
+        )
     ]
     sources += (ROOT / "notebooks").glob("*.ipynb")
     sources += (path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts)

@@ -35,22 +35,30 @@ import pytest
 VERSION = "0.5.23"  # the release that lab.metadata follows
 VARIABLE = "LAB_SGLANG_WHEEL"
 PACKAGES = ("sglang", "msgspec")  # msgspec is a dependency of SGLang's files, used for its records alone
+# Where a release before 0.5.23 has modules that are loaded by their names of today.
+EARLIER = {
+    "sglang.kernels.ops.attention.": "sglang.srt.layers.attention.triton_ops.",
+    "sglang.kernels.ops.speculative.": "sglang.srt.speculative.triton_ops.",
+}
 
 
 @contextmanager
-def sglang_modules(*real: str, names: Mapping[str, object] | None = None) -> Iterator[Callable[[str], ModuleType]]:
+def sglang_modules(
+    *real: str, names: Mapping[str, object] | None = None, versions: tuple[str, ...] = (VERSION,)
+) -> Iterator[Callable[[str], ModuleType]]:
     """Load real modules of SGLang among stand-ins. On exit the process imports as it did before.
 
     Args:
         real: modules to load from SGLang's files; every other module of SGLang is a stand-in.
+        versions: releases whose files do.
         names: what stand-ins give, by dotted name, such as ``{"sglang.srt.utils.is_flashinfer_available": lambda: False}``.
 
     Yields:
         a function of a module's name that imports it. Functions that import when they are called work within the context.
 
-    Skips the test where there is no SGLang `VERSION`.
+    Skips the test where there is none of these releases of SGLang.
     """
-    finder = _Finder(_root(), real, {"msgspec.Struct": _Struct, **(names or {})})
+    finder = _Finder(_root(versions), real, {"msgspec.Struct": _Struct, **(names or {})})
     before = {name: module for name, module in sys.modules.items() if finder.owns(name)}
     for name in before:
         del sys.modules[name]
@@ -97,7 +105,7 @@ class _StandIn(ModuleType):
 class _Finder(MetaPathFinder, Loader):
     def __init__(self, root: Path, real: Sequence[str], given: Mapping[str, object]) -> None:
         self._root = root
-        self._real = real
+        self._real = {*real, *(_name_in(root, name) for name in real)}
         self._given = given
 
     def owns(self, name: str) -> bool:
@@ -108,7 +116,7 @@ class _Finder(MetaPathFinder, Loader):
             return None
         if fullname not in self._real:
             return ModuleSpec(fullname, self, is_package=True)
-        stem = self._root.joinpath(*fullname.split("."))
+        stem = self._root.joinpath(*_name_in(self._root, fullname).split("."))
         return spec_from_file_location(fullname, stem / "__init__.py" if stem.is_dir() else stem.with_suffix(".py"))
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -118,8 +126,17 @@ class _Finder(MetaPathFinder, Loader):
         """A stand-in has no code."""
 
 
+def _name_in(root: Path, name: str) -> str:
+    """Return the name that a release has for a module."""
+    if (root / "sglang" / "kernels").is_dir():
+        return name
+    for today, earlier in EARLIER.items():
+        name = name.replace(today, earlier)
+    return name
+
+
 @cache
-def _root() -> Path:
+def _root(versions: tuple[str, ...]) -> Path:
     """Return the folder that holds SGLang's package. Skips where there is none, or another release."""
     named = os.environ.get(VARIABLE)
     if named is None:
@@ -138,8 +155,8 @@ def _root() -> Path:
             f"{VARIABLE}={named}: {root} holds no folder sglang/srt; name a wheel or where it is unpacked"
         )
     version = _version(root)
-    if version != VERSION:
-        pytest.skip(f"SGLang {version} is at {root}, and the lab follows {VERSION}")
+    if version not in versions:
+        pytest.skip(f"SGLang {version} is at {root}, and this is about {', '.join(versions)}")
     return root
 
 
