@@ -61,10 +61,12 @@ class GraphCase(StoryCase):
     Attributes:
         geometry: a name of `lab.workloads.GEOMETRIES`.
         sliding_window: a sliding-window layer over its own pool.
+        decode_splits: the engine's most calls of a decode, over requests sorted by length.
     """
 
     geometry: str = "tiny"
     sliding_window: bool = False
+    decode_splits: int = 1
 
     @property
     def interface(self) -> Interface:

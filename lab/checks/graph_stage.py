@@ -16,6 +16,7 @@ from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import uncounted_tokens
 from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.mha.calls import AttentionLayer
+from lab.metadata.mha.settings import CallSettings
 from lab.metadata.mla.backend import TRTLLMMLABackend
 from lab.metadata.mla.calls import MLALayer, prepare_mla_attention
 from lab.metadata.mla.metadata import QueryLayout
@@ -77,7 +78,7 @@ class MHAStage:
 
     def __init__(self, case: GraphCase, implementation: Any, pool: KVPool, randn: Randn) -> None:
         self.case, self.pool, self.randn = case, pool, randn
-        self.backend = TRTLLMMHABackend(implementation)
+        self.backend = TRTLLMMHABackend(implementation, settings=CallSettings(decode_splits=case.decode_splits))
         self.model, window = geometry(case.geometry), case.sliding_window
         self.heads = (self.model.num_qo_heads, self.model.head_dim, self.model.head_dim)
         self.layer = AttentionLayer(

@@ -134,6 +134,8 @@ def _options(case: ForwardCase) -> Iterator[str]:
         yield "split_tail"
     if case.num_padding_rows:
         yield f"padding{case.num_padding_rows}"
+    if case.decode_splits > 1:
+        yield f"splits{case.decode_splits}"
     if case.mode.is_prefill and not any(case.prefix_lens):
         yield "no_prefix"
 

@@ -34,6 +34,7 @@ class ForwardCase(PassCase):
         split_mixed_tail: trailing requests of one new token go to the decode call. False but in extends without speculation,
             and where the query as it is cast and the cache have one dtype (`lab.metadata.mha.settings.splits_mixed_tail`).
         num_padding_rows: query rows after the requests', as data parallelism pads an extend; the context call gets them too.
+        decode_splits: the engine's most calls of a decode, over requests sorted by length. 1 where no decode call is divided.
         query_dtype: e4m3 where the engine casts the query to it over a quantised cache, as SGLang does for trtllm-gen and
             fmha_v2; else None. Over an NVFP4 cache the output is e4m3 too, before it is converted.
         arithmetic: what the control rounds the operands of both products to: the dtype of the query as it is cast, or a lower
@@ -57,6 +58,7 @@ class ForwardCase(PassCase):
     draft_extend: AttentionCall | None = None
     split_mixed_tail: bool = False
     num_padding_rows: int = 0
+    decode_splits: int = 1
     dtype: torch.dtype = torch.bfloat16
     kv_dtype: torch.dtype = torch.bfloat16
     query_dtype: torch.dtype | None = None
@@ -78,6 +80,13 @@ class ForwardCase(PassCase):
         if self.draft_extend is not None:
             self._check_draft_extend(self.draft_extend)
         self._check_topk()
+        check_int("decode_splits", self.decode_splits, 1, "1 leaves a decode call whole")
+        uniform = self.mode.query_rows.are_uniform and self.interface is Interface.DECODE
+        if self.decode_splits > 1 and not (uniform or self.split_mixed_tail):
+            raise ValueError(
+                f"decode_splits={self.decode_splits} would be ignored in {self.mode!r}: only decode calls with as many rows "
+                "for every request are divided; leave it 1"
+            )
         if self.split_mixed_tail and not self.mode.is_prefill:
             raise ValueError(
                 f"split_mixed_tail={self.split_mixed_tail} would be ignored in {self.mode!r}: only extends without "

@@ -14,6 +14,7 @@ A name is `<mode>/<geometry>/<batch>[/<option>...]`, such as `target_verify/gpt-
     on_decode      draft_extend: a draft extend on the decode call, if that is not the engine's choice
     on_context     draft_extend: a draft extend on the context call
     split_tail     split_mixed_tail: the trailing requests of one new token go to the decode call
+    splits<N>      decode_splits: decode calls are divided into N, over requests sorted by length
     hnd            layout: HND
     e4m3           kv_dtype: an e4m3 cache
     e4m3_products  arithmetic: the control computes in e4m3, as XQA on SM90 does over an e4m3 cache with one query token
@@ -75,7 +76,12 @@ _OPTIONS: dict[str, tuple[str, Any]] = {
     "e4m3": ("kv_dtype", torch.float8_e4m3fn),
     "e4m3_products": ("arithmetic", torch.float8_e4m3fn),
 }
-_NUMBERED_OPTIONS = {"page": "page_size", "tp": "tensor_parallel", "padding": "num_padding_rows"}
+_NUMBERED_OPTIONS = {
+    "page": "page_size",
+    "tp": "tensor_parallel",
+    "padding": "num_padding_rows",
+    "splits": "decode_splits",
+}
 _NUMBERED = re.compile(r"(?P<option>[a-z]+)(?P<number>[0-9]+)")
 _TRACED = re.compile(r"trace(?P<count>[0-9]+)(q(?P<q_len>[0-9]+))?")
 

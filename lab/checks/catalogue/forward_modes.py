@@ -61,9 +61,10 @@ def mode_cases(
         verify = ForwardCase(ForwardMode.TARGET_VERIFY, name, crossing, widths, page_size=page_size)
         yield verify
         yield replace(verify, mode=ForwardMode.DRAFT_EXTEND_V2)
-        # A pool that lies in memory as the kernels see it.
+        # A pool that lies in memory as the kernels see it; and six requests in four calls.
         if q_len == 4:
             yield replace(verify, layout=KVLayout.HND)
+            yield replace(verify, decode_splits=4)
     v1 = ForwardCase(ForwardMode.DRAFT_EXTEND, name, prefixes, (5, 1, 2, 4, 3, 1), page_size=page_size)
     yield v1
     yield replace(v1, draft_extend=AttentionCall.DECODE)

@@ -56,9 +56,12 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[GraphCa
         for mode, story, turn in told_modes(space, level, GraphMode.frozen_kv_draft()):
             case = GraphCase(mode, story, geometry=name, page_size=page_size)
             every = is_full and name == space.tiny
-            for place, window in settings if every else [settings[turn % len(settings)]]:
+            chosen = settings if every else [settings[turn % len(settings)]]
+            is_divided = case.interface is Interface.DECODE and mode.forward_mode.query_rows.are_uniform
+            for number, (place, window) in enumerate(chosen, turn):
                 if case.interface is interface:
-                    yield replace(case, place=place, sliding_window=window)
+                    splits = 3 if is_divided and number % 4 == 0 else 1
+                    yield replace(case, place=place, sliding_window=window, decode_splits=splits)
 
 
 def _judge(trial: Trial) -> None:

@@ -16,6 +16,8 @@ from lab.metadata.mha.metadata import TRTLLMMHAMetadata, mixed_tail_split
 from lab.metadata.mha.quantised import CallDtypes, counted_scale
 from lab.metadata.mha.settings import CallSettings
 
+DEFAULT_SETTINGS = CallSettings()
+
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayer:
@@ -117,7 +119,7 @@ def prepare_attention(
     plan: Sequence[PlannedCall],
     workspace_buffer: torch.Tensor | None = None,
     dtypes: CallDtypes | None = None,
-    settings: CallSettings | None = None,
+    settings: CallSettings = DEFAULT_SETTINGS,
 ) -> Callable[[], torch.Tensor]:
     """Prepare one layer's attention with the calls of a plan, as `lab.metadata.engine.backend.Backend.prepare_attention` says.
 
@@ -129,7 +131,7 @@ def prepare_attention(
         workspace_buffer: for kernels that want the caller's.
         dtypes: from `lab.metadata.mha.quantised.call_dtypes`; else those of `query` and `out`. Where they differ, the
             query is cast before the calls, or what they wrote is converted after them.
-        settings: of the engine, if any.
+        settings: of the engine.
 
     Raises:
         ValueError: as `call_arguments`.
@@ -141,10 +143,10 @@ def prepare_attention(
     calls = []
     for planned in plan:
         arguments = call_arguments(planned, batch, metadata, layer, given, cache, max_context_len)
-        arguments |= (settings or CallSettings()).arguments(planned.call)
+        arguments |= settings.arguments(planned.call)
         rows = slice(planned.first_row, planned.first_row + planned.num_rows)
         arguments |= {"out": result[rows], "workspace_buffer": workspace_buffer}
-        calls.append((prepare(implementation, planned.call.value, **arguments), rows))
+        calls.append((prepare(settings.implementation(implementation), planned.call.value, **arguments), rows))
 
     def run() -> torch.Tensor:
         if given is not query:

@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lab.calls.arguments import check_int
 from lab.calls.problem import E4M3, AttentionCall
+from lab.metadata.mha.decode_split import DecodeSplit
 
 TAIL_DTYPES = (torch.float16, torch.bfloat16, E4M3)
 
@@ -22,11 +24,24 @@ class CallSettings:
         skip_softmax_decode, skip_softmax_prefill: ``skip_softmax_threshold_scale_factor`` of each call, from
             ``SGLANG_SKIP_SOFTMAX_DECODE_THRESHOLD_SCALE_FACTOR`` and ``SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR``;
             None skips nothing. It is an approximation, which no implementation of the lab takes: a number is refused.
+        decode_splits: most calls that a decode call is divided into, requests sorted by length
+            (``SGLANG_TRTLLM_MHA_DECODE_SEQ_LEN_SPLITS``); see `lab.metadata.mha.decode_split`.
+
+    Raises:
+        TypeError, ValueError: `decode_splits` is no int, or below 1.
     """
 
     multi_ctas_kv_counter_buffer: Tensor | None = None
     skip_softmax_decode: float | None = None
     skip_softmax_prefill: float | None = None
+    decode_splits: int = 1
+
+    def __post_init__(self) -> None:
+        check_int("decode_splits", self.decode_splits, 1, "1 leaves a decode call whole")
+
+    def implementation(self, implementation: Any) -> Any:
+        """Return what makes the calls: the implementation, or one that divides its decode calls."""
+        return implementation if self.decode_splits == 1 else DecodeSplit(implementation, self.decode_splits)
 
     def arguments(self, call: AttentionCall) -> dict[str, Any]:
         """Return the keyword arguments of a call that are settings: of DECODE or CONTEXT."""

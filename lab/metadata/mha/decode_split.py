@@ -1,0 +1,121 @@
+"""A decode call as several: requests sorted by length and divided into groups of as many, each with a call of its own.
+
+SGLang 0.5.23 does so where ``SGLANG_TRTLLM_MHA_DECODE_SEQ_LEN_SPLITS`` is above 1 (`_run_fixed_q_len_decode` in
+`trtllm_mha_backend.py`): in decode, draft decode, verification, draft extend V2, and a mixed batch's tail. Ragged verification
+is not divided. A kernel may choose its schedule for the batch's longest request, which the short ones then pay for. The price
+is a sort, copies of queries, lengths and tables, smaller calls, and copies of outputs. All calls get the same bound of lengths.
+`lab.experiments.decode_split` asks what is left.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.calls.arguments import check_int
+from lab.calls.problem import AttentionCall
+from lab.kernels import prepare
+
+DECODE = AttentionCall.DECODE.value
+
+
+class DecodeSplit:
+    """An implementation whose decode calls are several, over requests from the shortest to the longest.
+
+    Its other functions are the implementation's own. A decode call has an `out`, and no LSE; one with `cum_seq_lens_q`, or of
+    one request, is not divided. A ready call reads the lengths anew each time, on the device, so that a CUDA graph may hold it.
+
+    Args:
+        implementation: any object with the function, such as `lab.kernels.portable`.
+        num_splits: calls of a batch that has as many requests; the first groups have one request more where they do not divide.
+
+    Raises:
+        TypeError, ValueError: `num_splits` is no int, or below 1.
+    """
+
+    def __init__(self, implementation: Any, num_splits: int) -> None:
+        self._implementation = implementation
+        self._num_splits = check_int("num_splits", num_splits, 1, "it is the number of decode calls of a batch")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._implementation, name)
+
+    def trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> Tensor:
+        """Compute attention as the implementation's function of that name does, in several calls; return `out`."""
+        result: Tensor = self.prepare_trtllm_batch_decode_with_kv_cache(**arguments)()
+        return result
+
+    def prepare_trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> Callable[[], Any]:
+        """Prepare the calls, as `lab.kernels.prepare`.
+
+        Raises:
+            NotImplementedError: an LSE is wanted, or there is no `out`.
+            Exception: what the implementation raises for arguments that it refuses.
+        """
+        num_requests = arguments["seq_lens"].shape[0]
+        splits = min(self._num_splits, num_requests)
+        if splits <= 1 or arguments.get("cum_seq_lens_q") is not None:
+            return prepare(self._implementation, DECODE, **arguments)
+        if arguments.get("return_lse") or arguments.get("lse") is not None or arguments.get("out") is None:
+            raise NotImplementedError(
+                "a decode call that is divided by length writes to out, and has no LSE: pass out alone"
+            )
+        return _divided(self._implementation, splits, arguments)
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """A group of requests: their numbers, what is gathered of them, and the output of their call.
+
+    Attributes:
+        requests: ``[n]`` int64, rewritten by each sort.
+        gathered: tensors with one entry per request of the batch, and beside each the group's own.
+        out: ``[n, rows of one, ...]``.
+    """
+
+    requests: Tensor
+    gathered: Sequence[tuple[Tensor, Tensor]]
+    out: Tensor
+
+    def gather(self) -> None:
+        for whole, own in self.gathered:
+            torch.index_select(whole, 0, self.requests, out=own)
+
+
+def _divided(implementation: Any, splits: int, arguments: dict[str, Any]) -> Callable[[], Tensor]:
+    """Return a call that sorts the requests, gathers each group's, calls, and puts its rows back."""
+    lens, out = _movable(arguments["seq_lens"]), arguments["out"]
+    of_requests = {
+        "query": arguments["query"].unflatten(0, (len(lens), -1)),
+        **{name: arguments[name] for name in ("block_tables", "seq_lens", "mask") if arguments.get(name) is not None},
+    }
+    outputs = out.unflatten(0, (len(lens), -1))
+    sorted_lens, order = torch.sort(lens)
+    groups, calls = [], []
+    for requests in torch.tensor_split(order, splits):
+        own = {name: whole.new_empty(len(requests), *whole.shape[1:]) for name, whole in of_requests.items()}
+        gathered = [(_movable(of_requests[name]), _movable(tensor)) for name, tensor in own.items()]
+        group = _Group(requests, gathered, outputs.new_empty(len(requests), *outputs.shape[1:]))
+        group.gather()  # an implementation may look at lengths and tables when it prepares
+        own |= {"query": own["query"].flatten(0, 1), "out": group.out.flatten(0, 1)}
+        calls.append(prepare(implementation, DECODE, **arguments | own))
+        groups.append(group)
+
+    def run() -> Tensor:
+        torch.sort(lens, out=(sorted_lens, order))
+        for group, call in zip(groups, calls, strict=True):
+            group.gather()
+            call()
+            _movable(outputs).index_copy_(0, group.requests, _movable(group.out))
+        result: Tensor = out
+        return result
+
+    return run
+
+
+def _movable(tensor: Tensor) -> Tensor:
+    """Return the tensor, its elements as integers of their size where torch does not sort or gather the dtype."""
+    unusual = {torch.uint16: torch.int16, torch.uint32: torch.int32}
+    return tensor.view(torch.uint8 if tensor.element_size() == 1 else unusual.get(tensor.dtype, tensor.dtype))

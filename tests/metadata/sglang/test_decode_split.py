@@ -1,0 +1,124 @@
+"""Decode calls divided by length against SGLang's own `_run_fixed_q_len_decode`: the calls, and what comes out."""
+
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lab import references
+from lab.checks.forward_pass import ForwardPass, build_forward
+from lab.metadata import ForwardMode
+from lab.metadata.mha.calls import call_arguments
+from lab.metadata.mha.settings import CallSettings
+from lab.workloads.forward_case import ForwardCase
+from tests.metadata.sglang.mha import BACKEND, NAMES, REAL, new_backend
+from tests.metadata.sglang.wheel import sglang_modules
+
+Load = Callable[[str], ModuleType]
+NO_THRESHOLD = SimpleNamespace(get=lambda: None)
+ENVIRONMENT = SimpleNamespace(
+    SGLANG_SKIP_SOFTMAX_DECODE_THRESHOLD_SCALE_FACTOR=NO_THRESHOLD,
+    SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR=NO_THRESHOLD,
+)
+# SGLang names the dtype where it has the output allocated; the lab's calls have an output.
+OUTPUT = ("out", "out_dtype")
+
+
+@pytest.fixture(scope="module")
+def sglang() -> Iterator[Load]:
+    with sglang_modules(*REAL, names=NAMES | {"sglang.srt.environ.envs": ENVIRONMENT}) as load:
+        yield load
+
+
+def drawn_passes() -> st.SearchStrategy[ForwardCase]:
+    """Decodes and verifications of distinct lengths: SGLang's order of equal ones is nobody's promise."""
+    return st.builds(
+        lambda lens, q_len, splits, window, seed: ForwardCase(
+            ForwardMode.DECODE if q_len == 1 else ForwardMode.TARGET_VERIFY,
+            "tiny",
+            tuple(lens),
+            (q_len,) * len(lens),
+            page_size=16,
+            sliding_window=window,
+            decode_splits=splits,
+            seed=seed,
+        ),
+        lens=st.lists(st.integers(0, 90), min_size=1, max_size=7, unique=True),
+        q_len=st.integers(1, 4),
+        splits=st.integers(1, 9),
+        window=st.booleans(),
+        seed=st.integers(0, 2**16),
+    )
+
+
+class Noting:
+    """The references' decode call, noting what it is called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> Any:
+        self.calls.append({name: arguments[name] for name in arguments if name not in OUTPUT})
+        return references.trtllm_batch_decode_with_kv_cache(**{"out": None} | arguments)
+
+
+def theirs_of(load: Load, forward: ForwardPass, counters: torch.Tensor) -> tuple[Noting, torch.Tensor]:
+    """SGLang's calls of a pass, and their output."""
+    noting, case = Noting(), forward.case
+    load(BACKEND).flashinfer = SimpleNamespace(decode=noting)
+    backend = new_backend(
+        load,
+        forward.pool,
+        workspace_buffer=None,
+        q_data_type=case.dtype,
+        max_context_len=case.max_context_len,
+        decode_seq_len_splits=case.decode_splits,
+        _multi_ctas_kv_counter_buffer=counters,
+    )
+    (planned,) = forward.plan
+    ours = call_arguments(
+        planned, forward.batch, forward.metadata, forward.layer, forward.query, forward.cache, case.max_context_len
+    )
+    names = (
+        "kv_cache",
+        "block_tables",
+        "seq_lens",
+        "bmm1_scale",
+        "bmm2_scale",
+        "window_left",
+        "sinks",
+        "q_len_per_req",
+    )
+    return noting, backend._run_fixed_q_len_decode(ours["query"], **{name: ours[name] for name in names})
+
+
+@given(case=drawn_passes())
+@settings(deadline=None, derandomize=True, max_examples=40)
+def test_the_calls_and_their_output(sglang: Load, case: ForwardCase) -> None:
+    forward, counters = build_forward(case, torch.device("cpu")), torch.zeros(64, dtype=torch.uint8)
+    theirs, their_out = theirs_of(sglang, forward, counters)
+    ours, out = Noting(), forward.new_out()
+    given_settings = {"settings": CallSettings(counters, decode_splits=case.decode_splits)}
+    type(forward).prepare(ours, **forward.arguments(out) | given_settings)()
+    assert torch.equal(out, their_out)
+    assert len(ours.calls) == len(theirs.calls)
+    for mine, other in zip(ours.calls, theirs.calls, strict=True):
+        # SGLang leaves what it does not set to FlashInfer's defaults; a cache's scale factors are None here.
+        other = {"q_len_per_req": 1} | {name: value for name, value in other.items() if name != "kv_cache_sf"}
+        assert set(mine) == set(other)
+        for name in mine:
+            same = mine[name] is other[name] or (torch.equal if torch.is_tensor(mine[name]) else same_values)(
+                mine[name], other[name]
+            )
+            assert same, name
+
+
+def same_values(one: Any, other: Any) -> bool:
+    """Numbers, and pairs of tensors."""
+    if isinstance(one, tuple):
+        return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    return bool(one == other)
