@@ -1,5 +1,6 @@
 """A case made concrete: pool, histories, metadata and arguments as an engine has them, and poison everywhere else."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,6 +15,7 @@ from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.kv_cache import NVFP4KVCache, PagedKVCache, PagedLatentCache, ShardedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.mha.calls import AttentionLayer, PlannedCall, plan_calls, prepare_attention
+from lab.metadata.mha.context_parallel import ZigzagShard, prepare_zigzag, zigzag_shard
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
 from lab.metadata.mha.settings import CallSettings
 from lab.references.quantization import dequantize_nvfp4, quantize_nvfp4, rounded
@@ -106,6 +108,20 @@ class ForwardPass(EnginePass):
         if self.case.decode_splits > 1:
             arguments |= {"settings": CallSettings(decode_splits=self.case.decode_splits)}
         return arguments if self.case.query_dtype is None else arguments | {"dtypes": self.case.dtypes}
+
+    @functools.cached_property
+    def shards(self) -> tuple[ZigzagShard, ...]:
+        """Return each rank's share, whose calls take the place of the plan's; empty where nothing is dealt to ranks."""
+        ranks = self.case.context_parallel
+        return tuple(zigzag_shard(self.batch, self.metadata, ranks, rank) for rank in range(ranks)) if ranks > 1 else ()
+
+    def run(self, implementation: Any, out: Tensor) -> None:
+        if not self.shards:
+            super().run(implementation, out)
+            return
+        arguments = self.arguments(out)
+        del arguments["plan"], arguments["metadata"]
+        prepare_zigzag(implementation, shards=self.shards, **arguments)()
 
     def new_out(self) -> Tensor:
         return torch.full_like(self.query, float("nan"))

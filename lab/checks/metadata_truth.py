@@ -9,19 +9,45 @@ from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention
+from lab.metadata.mha.context_parallel import ZigzagShard
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 from lab.metadata.mla.metadata import BLOCK_TABLE_TOKENS, DEAD_PAGE, QueryLayout, TRTLLMMLADecodeMetadata
-from lab.references.forward_metadata import forward_metadata, mla_forward_metadata, query_length
+from lab.references.forward_metadata import (
+    ForwardMetadata,
+    forward_metadata,
+    mla_forward_metadata,
+    query_length,
+    zigzag_forward_metadata,
+)
 
 
-def wrong_metadata(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata) -> str:
+def wrong_shard(batch: ForwardBatch, pool: KVPool, shard: ZigzagShard, num_ranks: int, rank: int) -> str:
+    """Say in a sentence what is wrong with a rank's share of an extend; empty if nothing is."""
+    rows, expected = zigzag_forward_metadata(batch, pool, num_ranks, rank)
+    widest = max(len(zigzag_forward_metadata(batch, pool, num_ranks, each)[0]) for each in range(num_ranks))
+    pairs: dict[str, tuple[Any, Any]] = {
+        "rows": (shard.rows.tolist(), rows),
+        "max_seq_len_q": (shard.metadata.max_seq_len_q, expected.max_seq_len_q),
+        "num_padded_rows, the rank with the most rows and up to a multiple,": (
+            shard.num_padded_rows,
+            next(count for count in range(0, widest + 2 * num_ranks, 2 * num_ranks) if count >= widest),
+        ),
+    }
+    return _first_difference(pairs) or wrong_metadata(batch, pool, shard.metadata, expected)
+
+
+def wrong_metadata(
+    batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata, expected: ForwardMetadata | None = None
+) -> str:
     """Say in a sentence what is wrong with the metadata's live cells; empty if nothing is.
 
     Args:
         batch, pool: the metadata was made from them.
         metadata: for this batch, or for a larger one that it was padded to.
+        expected: what it must be; the whole batch's by default.
     """
-    n, expected = batch.batch_size, forward_metadata(batch, pool)
+    expected = forward_metadata(batch, pool) if expected is None else expected
+    n = len(expected.cache_seqlens)
     pairs: dict[str, tuple[Any, Any]] = {
         "cache_seqlens": (metadata.cache_seqlens_int32[:n].tolist(), expected.cache_seqlens),
         "cu_seqlens_q": (metadata.cu_seqlens_q[: n + 1].tolist(), expected.cu_seqlens_q),

@@ -53,6 +53,45 @@ def forward_metadata(batch: Any, pool: Any) -> ForwardMetadata:
     )
 
 
+def zigzag_forward_metadata(batch: Any, pool: Any, num_ranks: int, rank: int) -> tuple[list[int], ForwardMetadata]:
+    """Return a rank's rows of an extend with context parallelism in zigzag, and the metadata of its call (SGLang 0.5.23).
+
+    The new tokens of each request are dealt one by one to twice as many blocks as there are ranks, which says how long each
+    block is; the blocks follow each other in the request. A rank has the block of its number from the front, and that from
+    the back: its call has the first blocks of all requests, then the last ones, each as a request of its own.
+
+    Args:
+        batch, pool: as in `forward_metadata`; the mode is one that prefills.
+        num_ranks, rank: of the group.
+    """
+    blocks = 2 * num_ranks
+    whole = forward_metadata(batch, pool)
+    my_rows, query_lens, key_lens, requests = [], [], [], []
+    for block in (rank, blocks - 1 - rank):
+        for i in range(len(batch.seq_lens)):
+            sizes = [0] * blocks
+            for token in range(query_length(batch, i)):
+                sizes[token % blocks] += 1
+            before, own = sum(sizes[:block]), sizes[block]
+            my_rows += [whole.cu_seqlens_q[i] + before + token for token in range(own)]
+            query_lens.append(own)
+            key_lens.append(key_length(batch, i) - sum(sizes[block + 1 :]))
+            requests.append(int(batch.req_pool_indices[i]))
+
+    def tables(*full_to_swa: Tensor) -> list[list[int]]:
+        return [live_pages(row, n, pool, *full_to_swa) for row, n in zip(requests, key_lens, strict=True)]
+
+    return my_rows, ForwardMetadata(
+        cache_seqlens=key_lens,
+        max_seq_len_q=max(query_lens),
+        cu_seqlens_q=_boundaries(query_lens),
+        cu_seqlens_k=_boundaries(key_lens),
+        page_table=tables(),
+        swa_page_table=None if pool.full_to_swa is None else tables(pool.full_to_swa),
+        swa_out_cache_loc=whole.swa_out_cache_loc,
+    )
+
+
 @dataclass(frozen=True)
 class MLAForwardMetadata:
     """The right metadata of the MLA decode kernel. Block tables list the pages that a request's rows may see, no others."""

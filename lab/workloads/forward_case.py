@@ -9,6 +9,7 @@ from lab.calls.problem import E4M3, NVFP4, NVFP4_BLOCK, AttentionCall
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.kv_cache import KVLayout
+from lab.metadata.mha.context_parallel import SHARDED_MODES
 from lab.metadata.mha.quantised import CallDtypes
 from lab.metadata.mha.settings import splits_mixed_tail
 from lab.workloads.attention_case import Contents
@@ -35,6 +36,7 @@ class ForwardCase(PassCase):
             and where the query as it is cast and the cache have one dtype (`lab.metadata.mha.settings.splits_mixed_tail`).
         num_padding_rows: query rows after the requests', as data parallelism pads an extend; the context call gets them too.
         decode_splits: the engine's most calls of a decode, over requests sorted by length. 1 where no decode call is divided.
+        context_parallel: ranks to which the new tokens are dealt in zigzag, in EXTEND and MIXED; 1 for none.
         query_dtype: e4m3 where the engine casts the query to it over a quantised cache, as SGLang does for trtllm-gen and
             fmha_v2; else None. Over an NVFP4 cache the output is e4m3 too, before it is converted.
         arithmetic: what the control rounds the operands of both products to: the dtype of the query as it is cast, or a lower
@@ -59,6 +61,7 @@ class ForwardCase(PassCase):
     split_mixed_tail: bool = False
     num_padding_rows: int = 0
     decode_splits: int = 1
+    context_parallel: int = 1
     dtype: torch.dtype = torch.bfloat16
     kv_dtype: torch.dtype = torch.bfloat16
     query_dtype: torch.dtype | None = None
@@ -71,6 +74,7 @@ class ForwardCase(PassCase):
         self.check_requests()
         self.check_tensors((E4M3, NVFP4))
         self._check_query_dtype()
+        self._check_context_parallel()
         self._check_storage()
 
     def _check_mode(self) -> None:
@@ -119,6 +123,22 @@ class ForwardCase(PassCase):
         if self.prefix_lens != tuple(prefix for prefix in per_request for _ in range(self.topk)):
             raise ValueError(
                 f"prefix_lens={self.prefix_lens} with topk={self.topk}: give every request's length {self.topk} times in a row"
+            )
+
+    def _check_context_parallel(self) -> None:
+        check_int("context_parallel", self.context_parallel, 1, "it is the number of ranks")
+        ranks = self.context_parallel
+        if ranks == 1:
+            return
+        if self.mode not in SHARDED_MODES or min(self.q_lens) < 2 * ranks:
+            raise ValueError(
+                f"context_parallel={ranks} in {self.mode!r} with q_lens={self.q_lens} deals nothing to ranks: it takes EXTEND "
+                f"or MIXED, and {2 * ranks} new tokens of each request"
+            )
+        if self.split_mixed_tail or self.kv_dtype == NVFP4:
+            raise ValueError(
+                f"context_parallel={ranks}: SGLang splits off no mixed tail with it, and refuses NVFP4; leave "
+                "split_mixed_tail False and take another kv_dtype"
             )
 
     def _check_query_dtype(self) -> None:

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import AttentionCall
-from lab.checks.catalogue.forward_modes import mode_cases
+from lab.checks.catalogue.forward_modes import mode_cases, quantised_cases
 from lab.checks.catalogue.mla_modes import mla_mode_cases
 from lab.checks.forward_pass import ForwardPass, build_forward
 from lab.checks.graph_case import GraphCase, MLAGraphCase, Story, graph_modes
 from lab.checks.graph_stage import MHAStage, MLAStage
 from lab.checks.mla_pass import MLAPass, build_mla_pass
 from lab.checks.scene import Scene
+from lab.checks.space import Space
 from lab.dry_run.launches import Launch
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.graph_inputs import GraphMode
@@ -45,7 +46,7 @@ def mha_cases() -> Iterator[ForwardCase]:
         yield replace(case, sliding_window=True)
 
 
-@pytest.mark.parametrize("case", list(mha_cases()), ids=repr)
+@pytest.mark.parametrize("case", [case for case in mha_cases() if case.context_parallel == 1], ids=repr)
 def test_mha(case: ForwardCase) -> None:
     forward = build_forward(case, CPU)
     out = forward.new_out()
@@ -53,7 +54,41 @@ def test_mha(case: ForwardCase) -> None:
     for planned, launch in zip(forward.plan, launches, strict=True):
         widths = list(case.q_lens[planned.first_request : planned.first_request + planned.num_requests])
         hold_mha(launch, forward, planned, widths, out)
-    assert forward.truth().compare(out).passed
+    assert forward.truth().compare(forward.rows_of_requests(out)).passed
+
+
+@pytest.mark.parametrize("case", [case for case in mha_cases() if case.context_parallel > 1], ids=repr)
+def test_mha_dealt_to_ranks(case: ForwardCase) -> None:
+    """A launch for each rank, over twice the requests."""
+    forward = build_forward(case, CPU)
+    out = forward.new_out()
+    launches = launches_of(lambda implementation: forward.run(implementation, out))
+    for shard, launch in zip(forward.shards, launches, strict=True):
+        table = shard.metadata.swa_page_table if case.sliding_window else shard.metadata.page_table
+        hold_params(
+            launch,
+            ptr_page_idx_kv=table.data_ptr(),
+            ptr_seq_lens_kv=shard.metadata.cache_seqlens_int32.data_ptr(),
+            ptr_cum_seq_lens_q=shard.metadata.cu_seqlens_q.data_ptr(),
+            batch_size=2 * len(case.q_lens),
+            max_seq_len_q=shard.metadata.max_seq_len_q,
+            sum_of_seq_lens_q=len(shard.rows),
+        )
+    assert forward.truth().compare(forward.rows_of_requests(out)).passed
+
+
+@pytest.mark.parametrize("case", [case for case in quantised_cases(Space(), 64) if case.query_dtype], ids=repr)
+def test_mha_over_quantised_caches(case: ForwardCase) -> None:
+    """Queries are cast to e4m3, and over NVFP4 the output is."""
+    forward = build_forward(case, CPU)
+    out = forward.new_out()
+    dtypes = "QE4m3KvE2m1OE4m3" if case.kv_dtype == torch.uint8 else "QkvE4m3OBfloat16"
+    launches = launches_of(lambda implementation: forward.run(implementation, out))
+    assert len(launches) == len(forward.plan)
+    for launch in launches:
+        assert f"_{dtypes}H64" in launch.name, launch.name
+        hold_params(launch, output_scale=forward.layer.v_scale)
+    assert forward.truth().compare(forward.rows_of_requests(out)).passed
 
 
 def hold_mha(launch: Launch, forward: ForwardPass, planned: PlannedCall, widths: list[int], out: Tensor) -> None:
@@ -123,7 +158,7 @@ def test_mla(case: MLACase) -> None:
     )
     assert bool(out[without_keys].isnan().all())  # which trtllm-gen leaves as they were
     out[without_keys] = 0
-    assert forward.truth().compare(out).passed
+    assert forward.truth().compare(forward.rows_of_requests(out)).passed
 
 
 def hold_mla(launch: Launch, forward: MLAPass, out: Tensor) -> None:

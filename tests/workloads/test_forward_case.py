@@ -54,6 +54,14 @@ def test_every_mode_that_runs_attention_makes_a_case(mode: ForwardMode) -> None:
         ({"dtype": E4M3}, TypeError, "dtype=torch.float8_e4m3fn must be"),
         ({"kv_dtype": torch.float16}, TypeError, "kv_dtype=torch.float16 must be dtype, torch.bfloat16, or"),
         ({"kv_dtype": torch.int8}, TypeError, "kv_dtype=torch.int8 must be"),
+        ({"context_parallel": 0}, ValueError, "context_parallel must be at least 1, got 0"),
+        ({"context_parallel": 2}, ValueError, "context_parallel=2 in ForwardMode.DECODE with"),
+        ({"mode": ForwardMode.EXTEND, "context_parallel": 2}, ValueError, "deals nothing to ranks"),
+        (
+            {"mode": ForwardMode.MIXED, "q_lens": (4, 9), "context_parallel": 2, "split_mixed_tail": True},
+            ValueError,
+            "SGLang splits off no mixed tail with it",
+        ),
         ({"query_dtype": torch.float32}, TypeError, "query_dtype=torch.float32 must be torch.float8_e4m3fn"),
         ({"query_dtype": E4M3}, ValueError, "casts no query over a cache of torch.bfloat16"),
         (

@@ -78,6 +78,9 @@ def mode_cases(
     extend = ForwardCase(ForwardMode.EXTEND, name, prefixes, extend_lens, page_size=page_size)
     yield extend
     yield replace(extend, num_padding_rows=7)
+    # Dealt to ranks: the late blocks of all requests follow the early ones, over the same pages.
+    dealt = (5, page_size + 1, 70, 4, 130, 33)
+    yield ForwardCase(ForwardMode.EXTEND, name, prefixes, dealt, page_size=page_size, context_parallel=2)
     mixed = ForwardCase(ForwardMode.MIXED, name, prefixes, (5, 70, 2, 1, 1, 1), page_size=page_size)
     yield mixed
     yield replace(mixed, split_mixed_tail=True)

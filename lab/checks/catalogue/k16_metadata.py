@@ -15,7 +15,7 @@ from lab.checks.catalogue.forward_modes import mode_cases
 from lab.checks.check import Check, Level, first_line
 from lab.checks.facts import facts_of_case
 from lab.checks.forward_pass import ForwardPass, build_forward
-from lab.checks.metadata_truth import wrong_eager_metadata
+from lab.checks.metadata_truth import wrong_eager_metadata, wrong_shard
 from lab.checks.space import Space
 from lab.checks.trial import Result, Trial
 from lab.workloads.forward_case import ForwardCase
@@ -69,6 +69,9 @@ def _own_tensors(trial: Trial, forward: ForwardPass) -> None:
 def _parity(trial: Trial, what: str, forward: ForwardPass) -> None:
     trial.judged += 1
     wrong = wrong_eager_metadata(forward.batch, forward.pool, forward.metadata)
+    for rank, shard in enumerate(forward.shards):
+        if found := wrong_shard(forward.batch, forward.pool, shard, len(forward.shards), rank):
+            wrong = wrong or f"of rank {rank}, {found}"
     trial.hold_nothing_wrong(what, [f"{what}: {wrong}"] if wrong else [], "metadata", facts_of_case(forward.case))
 
 

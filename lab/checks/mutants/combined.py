@@ -68,6 +68,18 @@ class ScaleOfVIgnoredWithE4m3Output(
     """bmm2_scale is ignored where the query and the output are e4m3, as over an NVFP4 cache on trtllm-gen."""
 
 
+class RowsOfTheSamePagesAreOneRequest(
+    Conditional, interface=(CONTEXT,), instead={"seq_lens": lambda problem, _: _lengths_of_first_rows(problem)}
+):
+    """Rows of the page table that begin with the same page get the length of the first, as no two requests share a page."""
+
+
+def _lengths_of_first_rows(problem: PagedAttention) -> Tensor:
+    first_pages = problem.k_block_tables[:, 0].where(problem.seq_lens > 0, -1 - torch.arange(problem.batch_size))
+    is_same = first_pages[:, None] == first_pages
+    return problem.seq_lens[is_same.int().argmax(1)]
+
+
 class SinksIgnoredWithoutCausality(
     Conditional, interface=(CONTEXT,), where=lambda _, problem, __: not problem.causal, instead={"sinks": None}
 ):

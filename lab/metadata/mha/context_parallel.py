@@ -1,0 +1,168 @@
+"""Context parallelism: an extend whose query rows are dealt to ranks in zigzag, and each rank's call (SGLang 0.5.23).
+
+With n ranks, the new tokens of each request are cut into 2 n blocks, and a rank has an early and a late one, so that all ranks
+see about as many keys::
+
+    4 ranks    block 0   1   2   3   4   5   6   7
+                rank 0   1   2   3   3   2   1   0
+
+K and V of all tokens are gathered and written on every rank before the call. A rank makes one context call over twice the
+requests: the early blocks of all, then the late ones, with the page table's rows twice. The sources are
+`ZigzagCPStrategy` in `sglang/srt/layers/cp/zigzag.py` and `_maybe_build_cp_zigzag_page_tables` in
+`sglang/srt/layers/attention/trtllm_mha_backend.py`. SGLang's other strategy, interleaved rows, has no MHA.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.calls.problem import AttentionCall
+from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.forward_mode import ForwardMode
+from lab.metadata.engine.kv_cache import PagedKVCache
+from lab.metadata.engine.lengths import host_lengths, query_rows
+from lab.metadata.mha.calls import AttentionLayer, PlannedCall, prepare_attention
+from lab.metadata.mha.metadata import TRTLLMMHAMetadata
+
+SHARDED_MODES = (ForwardMode.EXTEND, ForwardMode.MIXED)
+
+
+@dataclass(frozen=True, eq=False)
+class ZigzagShard:
+    """One rank's share of an extend.
+
+    Attributes:
+        rows: ``[num_rows]`` int64, the rank's query rows as rows of the whole batch, in the order of its call.
+        num_padded_rows: rows of the rank's tensors: those of the rank with the most, up to a multiple of twice the ranks, as
+            the collectives want. The rows after its own are in no call, and their output is 0.
+        metadata: of the call, over ``2 * batch_size`` requests; ``swa_out_cache_loc`` is the whole batch's, as every rank
+            writes all K and V.
+    """
+
+    rows: Tensor
+    num_padded_rows: int
+    metadata: TRTLLMMHAMetadata
+
+
+def why_not_zigzag(batch: ForwardBatch, num_ranks: int) -> str:
+    """Say in a sentence why the batch is not dealt to ranks but run whole on each; empty if it is dealt."""
+    if num_ranks < 2:
+        return f"num_ranks={num_ranks}: nothing is dealt to fewer than 2"
+    if batch.forward_mode not in SHARDED_MODES:
+        names = " and ".join(mode.name for mode in SHARDED_MODES)
+        return f"{batch.forward_mode.name} is run whole on every rank: {names} alone are dealt to ranks"
+    lengths = host_lengths(batch, "extend_seq_lens_cpu")
+    if min(lengths, default=0) < 2 * num_ranks:
+        return (
+            f"extend_seq_lens_cpu={list(lengths)}: with {num_ranks} ranks every request needs {2 * num_ranks} new tokens, one "
+            "for each block"
+        )
+    return ""
+
+
+def zigzag_shard(batch: ForwardBatch, metadata: TRTLLMMHAMetadata, num_ranks: int, rank: int) -> ZigzagShard:
+    """Return a rank's share of an extend.
+
+    Blocks of a request differ by one token at most, the longer ones first. A block's length counts the request's tokens up to
+    the block's last, so that its rows are the newest of their request, as the context call has them.
+
+    Args:
+        batch: EXTEND or MIXED. SGLang takes prefixes of 0 where it has no `seq_lens_cpu`, here that is
+            `extend_prefix_lens_cpu`.
+        metadata: of the whole batch.
+        num_ranks: of the group, at least 2.
+        rank: in it.
+
+    Raises:
+        ValueError: the batch is not dealt to ranks (`why_not_zigzag`), `rank` is none of them, or a host list is missing.
+    """
+    if reason := why_not_zigzag(batch, num_ranks):
+        raise ValueError(reason)
+    if rank not in range(num_ranks):
+        raise ValueError(f"rank={rank} must be 0 to {num_ranks - 1}")
+    lengths = host_lengths(batch, "extend_seq_lens_cpu")
+    query_rows(batch)  # raises where only the device knows the prefixes
+    prefixes = batch.extend_prefix_lens_cpu or (0,) * batch.batch_size
+    first_rows = list(accumulate(lengths, initial=0))
+    ends = [_block_ends(length, 2 * num_ranks) for length in lengths]
+    rows: list[int] = []
+    q_lens, kv_lens = [], []
+    for block in (rank, 2 * num_ranks - 1 - rank):
+        for first_row, prefix, end in zip(first_rows, prefixes, ends, strict=False):
+            rows += range(first_row + end[block], first_row + end[block + 1])
+            q_lens.append(end[block + 1] - end[block])
+            kv_lens.append(prefix + end[block + 1])
+
+    def int32s(values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=metadata.page_table.device)
+
+    def twice(table: Tensor) -> Tensor:
+        return torch.cat((table, table))
+
+    most_rows = max(_rows_of(ends, num_ranks, each) for each in range(num_ranks))
+    return ZigzagShard(
+        rows=torch.tensor(rows, device=metadata.page_table.device),
+        num_padded_rows=-(-most_rows // (2 * num_ranks)) * 2 * num_ranks,
+        metadata=replace(
+            metadata,
+            cache_seqlens_int32=int32s(kv_lens),
+            max_seq_len_q=max(q_lens),
+            cu_seqlens_q=int32s(list(accumulate(q_lens, initial=0))),
+            cu_seqlens_k=int32s(list(accumulate(kv_lens, initial=0))),
+            page_table=twice(metadata.page_table),
+            swa_page_table=None if metadata.swa_page_table is None else twice(metadata.swa_page_table),
+        ),
+    )
+
+
+def prepare_zigzag(
+    implementation: Any,
+    batch: ForwardBatch,
+    shards: Sequence[ZigzagShard],
+    layer: AttentionLayer,
+    query: Tensor,
+    cache: PagedKVCache,
+    *,
+    out: Tensor,
+    **settings: Any,
+) -> Callable[[], Tensor]:
+    """Prepare one layer's attention with the call of each shard, one rank after the other on one device.
+
+    Args:
+        implementation, batch, layer, query, cache, out: as in `prepare_attention`, of the whole batch.
+        shards: of the ranks; rows that none has are left as they are.
+        settings: other arguments of `prepare_attention`, but for the plan.
+    """
+    ranks = []
+    for shard in shards:
+        mine, result = (each.new_empty(len(shard.rows), *each.shape[1:]) for each in (query, out))
+        plan = [PlannedCall(AttentionCall.CONTEXT, 0, 2 * batch.batch_size, 0, len(shard.rows))]
+        attend = prepare_attention(
+            implementation, batch, shard.metadata, layer, mine, cache, out=result, plan=plan, **settings
+        )
+        ranks.append((shard.rows, mine, result, attend))
+
+    def run() -> Tensor:
+        for rows, mine, result, attend in ranks:
+            torch.index_select(query, 0, rows, out=mine)
+            attend()
+            out.index_copy_(0, rows, result)
+        return out
+
+    return run
+
+
+def _block_ends(length: int, num_blocks: int) -> list[int]:
+    """Return where each block of new tokens begins, and where the last ends."""
+    least, longer = divmod(length, num_blocks)
+    return list(accumulate((least + (block < longer) for block in range(num_blocks)), initial=0))
+
+
+def _rows_of(ends: Sequence[Sequence[int]], num_ranks: int, rank: int) -> int:
+    """Return the query rows of a rank."""
+    blocks = (rank, 2 * num_ranks - 1 - rank)
+    return sum(end[block + 1] - end[block] for end in ends for block in blocks)
