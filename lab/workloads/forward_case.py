@@ -7,7 +7,7 @@ import torch
 from lab.calls.arguments import check_int
 from lab.calls.problem import E4M3, NVFP4, NVFP4_BLOCK, AttentionCall
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
-from lab.metadata.engine.forward_mode import ForwardMode
+from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.engine.kv_cache import KVLayout
 from lab.metadata.mha.context_parallel import SHARDED_MODES
 from lab.metadata.mha.quantised import CallDtypes
@@ -34,7 +34,8 @@ class ForwardCase(PassCase):
         draft_extend: the call that a draft extend makes, if not the engine's choice. None in other modes.
         split_mixed_tail: trailing requests of one new token go to the decode call. False but in extends without speculation,
             and where the query as it is cast and the cache have one dtype (`lab.metadata.mha.settings.splits_mixed_tail`).
-        num_padding_rows: query rows after the requests', as data parallelism pads an extend; the context call gets them too.
+        num_padding_rows: query rows after the requests', as data parallelism pads an extend, and a planner a ragged
+            verification; the call gets them too.
         decode_splits: the engine's most calls of a decode, over requests sorted by length. 1 where no decode call is divided.
         context_parallel: ranks to which the new tokens are dealt in zigzag, in EXTEND and MIXED; 1 for none.
         query_dtype: e4m3 where the engine casts the query to it over a quantised cache, as SGLang does for trtllm-gen and
@@ -97,10 +98,11 @@ class ForwardCase(PassCase):
                 "speculation, such as ForwardMode.MIXED, have a tail to split off; leave it False"
             )
         check_int("num_padding_rows", self.num_padding_rows, 0, "it is the number of rows after the requests'")
-        if self.num_padding_rows and (self.interface is not Interface.CONTEXT or self.split_mixed_tail):
+        takes_padding = self.interface is Interface.CONTEXT or self.mode.query_rows is QueryRows.VERIFIED
+        if self.num_padding_rows and (not takes_padding or self.split_mixed_tail):
             raise ValueError(
                 f"num_padding_rows={self.num_padding_rows} would be ignored in {self.mode!r}: only a pass that makes the "
-                "context call and no other hands it padding rows; leave it 0"
+                "context call and no other, or a ragged verification, hands over padding rows; leave it 0"
             )
 
     def _check_draft_extend(self, draft_extend: object) -> None:

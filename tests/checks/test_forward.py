@@ -42,6 +42,10 @@ CASES = {
     "draft_extend_v2_on_context": ForwardCase(
         ForwardMode.DRAFT_EXTEND_V2, "tiny", (13, 0, 50), (4,) * 3, page_size=P, draft_extend=AttentionCall.CONTEXT
     ),
+    "ragged_verify": ForwardCase(ForwardMode.RAGGED_VERIFY, "tiny", (13, 0, 16, 200), (4, 1, 3, 4), page_size=P),
+    "ragged_verify_padded": ForwardCase(
+        ForwardMode.RAGGED_VERIFY, "tiny", (13, 0, 16, 200), (4, 1, 3, 4), page_size=P, num_padding_rows=5
+    ),
     "extend": ForwardCase(ForwardMode.EXTEND, "tiny", (0, 0, 0), (33, 1, 16), page_size=P),
     "extend_prefix": ForwardCase(ForwardMode.EXTEND, "tiny", (15, 0, 40), (33, 1, 16), page_size=P),
     "mixed": ForwardCase(ForwardMode.MIXED, "tiny", (15, 31, 40), (20, 1, 1), page_size=P),
@@ -115,7 +119,11 @@ def full_cases(**axes: Any) -> list[ForwardCase]:
 def test_the_full_level_has_every_mode_geometry_page_size_and_width() -> None:
     cases = full_cases()
     modes = {ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2}
-    assert {case.mode for case in cases} == modes | {ForwardMode.EXTEND, ForwardMode.MIXED}
+    assert {case.mode for case in cases} == modes | {
+        ForwardMode.EXTEND,
+        ForwardMode.MIXED,
+        ForwardMode.RAGGED_VERIFY,
+    }
     names = set(forward_modes.TENSOR_PARALLEL)
     assert {case.geometry for case in cases} == names | {"tiny"}
     assert len(names) == 5

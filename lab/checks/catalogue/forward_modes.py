@@ -68,6 +68,9 @@ def mode_cases(
     v1 = ForwardCase(ForwardMode.DRAFT_EXTEND, name, prefixes, (5, 1, 2, 4, 3, 1), page_size=page_size)
     yield v1
     yield replace(v1, draft_extend=AttentionCall.DECODE)
+    ragged = replace(v1, mode=ForwardMode.RAGGED_VERIFY)
+    yield ragged
+    yield replace(ragged, num_padding_rows=7)
     # The same on the other call of change 24566: V2 on the context kernel.
     widths = tuple(4 for _ in prefixes)
     yield ForwardCase(

@@ -32,6 +32,7 @@ NO_LIST = "none, and no list of them"
 LONG_ROWS = (70, 1, 130, 33, 5, 2)
 ONE_ROW = tuple(mode.name for mode in ForwardMode if mode.query_rows is QueryRows.ONE)
 AS_MANY = tuple(mode.name for mode in ForwardMode if mode.query_rows in (QueryRows.DRAFT_TOKENS, QueryRows.FIXED))
+ON_DECODE = ("DECODE", "TARGET_VERIFY", "DRAFT_EXTEND", "DRAFT_EXTEND_V2", "IDLE", "RAGGED_VERIFY")
 PREFILLS = tuple(mode.name for mode in ForwardMode if mode.is_prefill)
 
 SHARED: dict[str, tuple[Any, ...]] = {
@@ -57,7 +58,7 @@ PREFIXES = ("unequal", "none", "some none", "equal", "at page edges", 4_300, 9_0
 AXES: Mapping[Interface, dict[str, tuple[Any, ...]]] = MappingProxyType(
     {
         Interface.MHA_METADATA: {
-            "mode": ("DECODE", "TARGET_VERIFY", "DRAFT_EXTEND", "DRAFT_EXTEND_V2", "IDLE", *PREFILLS),
+            "mode": (*ON_DECODE, *PREFILLS),
             **SHARED,
             "draft_step": (*SHARED["draft_step"], FROZEN_KV_STEP),
             "rows": (*SHARED["rows"], "long"),
@@ -66,7 +67,7 @@ AXES: Mapping[Interface, dict[str, tuple[Any, ...]]] = MappingProxyType(
             "window": ("none", "kept", "evicted", "evicted as -1"),
         },
         Interface.MLA_METADATA: {
-            "mode": ("DECODE", "TARGET_VERIFY", "DRAFT_EXTEND", "DRAFT_EXTEND_V2", "IDLE"),
+            "mode": ON_DECODE,
             "attention": ("mla with offset", "mla"),
             **SHARED,
             # Blocks of 4,096 tokens are crossed by the rows, by the draft, by padding alone.
@@ -76,11 +77,7 @@ AXES: Mapping[Interface, dict[str, tuple[Any, ...]]] = MappingProxyType(
         },
     }
 )
-TRIPLES = (
-    ("mode", "padding", "rows"),
-    ("mode", "window", "later"),
-    ("mode", "attention", "draft_step"),
-)
+TRIPLES = (("mode", "padding", "rows"), ("mode", "window", "later"), ("mode", "attention", "draft_step"))
 RULES = (
     Constraint(("mode", "rows"), lambda mode, rows: mode not in ONE_ROW or rows == 1, "a decode has a row each"),
     Constraint(
@@ -133,7 +130,7 @@ RULES = (
     ),
     Constraint(
         ("mode", "padding"),
-        lambda mode, padding: mode in (*PREFILLS, "DRAFT_EXTEND") or padding != "rows",
+        lambda mode, padding: mode in (*PREFILLS, "DRAFT_EXTEND", "RAGGED_VERIFY") or padding != "rows",
         "as many rows for each",
     ),
     Constraint(("mode", "prefixes"), lambda mode, how: how != NO_LIST or mode in PREFILLS, "a prefill's list"),
@@ -352,7 +349,7 @@ def _padded(of: Combination, case: MetadataCase, batch: ForwardBatch) -> Forward
             "extend_prefix_lens": None if batch.extend_prefix_lens is None else more(batch.extend_prefix_lens),
             "extend_prefix_lens_cpu": (*(batch.extend_prefix_lens_cpu or ()), *(0,) * SLOTS),
             "out_cache_loc": torch.nn.functional.pad(batch.out_cache_loc, (0, SLOTS * rows)),
-            "spec_info": SpecInfo.of(case.mode, case.rows, num_accept_tokens=new_lens),
+            "spec_info": SpecInfo.of(case.mode, max(case.q_lens, default=case.rows), num_accept_tokens=new_lens),
         }
     return replace(batch, **changes)
 

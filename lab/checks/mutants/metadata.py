@@ -127,6 +127,15 @@ class FrozenDraftCountsItsRow(Builder, source="SGLang 0.5.23, frozen_kv_mtp_cuda
         return replace(metadata, cache_seqlens_int32=metadata.cache_seqlens_int32 + int(batch.writes_no_kv))
 
 
+class RaggedVerifyCountsDraft(Builder):
+    """Lengths of a ragged verification count the whole draft of each request, as MLA's do, not its own rows."""
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        if batch.forward_mode.query_rows is not QueryRows.VERIFIED:
+            return metadata
+        return replace(metadata, cache_seqlens_int32=(batch.seq_lens + metadata.max_seq_len_q).to(torch.int32))
+
+
 class CuSeqlensKWithoutQ(Builder):
     """cu_seqlens_k sums seq_lens, not the lengths that the kernel is given."""
 
@@ -175,6 +184,17 @@ class WindowSlotsUntranslated(Builder):
             return metadata
         padding = batch.num_tokens - len(batch.out_cache_loc)
         return replace(metadata, swa_out_cache_loc=torch.nn.functional.pad(batch.out_cache_loc, (0, padding)))
+
+
+class WindowSlotsOfPaddingRepeated(Builder):
+    """Rows of padding write to the window slot of the last token, not to the sink."""
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        slots, rows = metadata.swa_out_cache_loc, len(batch.out_cache_loc)
+        if slots is None or rows == 0:
+            return metadata
+        padding = slots[rows - 1].expand(len(slots) - rows)
+        return replace(metadata, swa_out_cache_loc=torch.cat([slots[:rows], padding]))
 
 
 class WindowTableMissing(Builder, instead={"swa_page_table": None}):
