@@ -135,6 +135,25 @@ def mla_forward_metadata(batch: Any, pool: Any, *, counts_draft: bool, block: in
     return MLAForwardMetadata(told, seen, block, _boundaries(query_lens), table)
 
 
+def mla_prefix_chunks(batch: Any, pool: Any, capacity: int) -> list[list[list[int]]]:
+    """Return the slots of the cached tokens that each call of a prefill takes, per chunk and request.
+
+    Args:
+        batch: as in `forward_metadata`, with extend_prefix_lens.
+        pool: as in `forward_metadata`.
+        capacity: most tokens of a chunk, shared equally by the requests.
+    """
+    remaining = [
+        pool.req_to_token[row, :prefix].tolist()
+        for row, prefix in zip(batch.req_pool_indices.tolist(), batch.extend_prefix_lens.tolist(), strict=True)
+    ]
+    each, chunks = capacity // max(len(remaining), 1), []
+    while any(remaining):
+        chunks.append([slots[:each] for slots in remaining])
+        remaining = [slots[each:] for slots in remaining]
+    return chunks
+
+
 def mla_dcp_metadata(keys: int, row: int, pool: Any, size: int, rank: int) -> tuple[int, list[int]]:
     """Return the tokens of a request that a rank of decode context parallelism holds, and their pages in order.
 

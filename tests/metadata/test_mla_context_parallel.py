@@ -14,9 +14,9 @@ from lab.metadata.mla.backend import TRTLLMMLABackend
 from lab.metadata.mla.context_parallel import (
     DecodeContextParallel,
     build_mla_dcp_metadata,
-    merge_by_lse,
     prepare_mla_dcp_attention,
 )
+from lab.metadata.mla.rows import merge_by_lse
 from lab.references.forward_metadata import mla_dcp_metadata
 from tests.metadata.host_reads import ForbidHostReads
 from tests.metadata.mha_cases import Case, build

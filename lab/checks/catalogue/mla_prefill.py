@@ -22,6 +22,8 @@ from lab.checks.trial import Result, Trial, as_result
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.mla.calls import MLALayer, prepare_mla_prefill
 from lab.metadata.mla.metadata import build_mla_prefill_metadata
+from lab.metadata.mla.prefix_chunks import plan_prefix_chunks, prepare_prefix_chunk
+from lab.metadata.mla.rows import merge_by_lse
 from lab.workloads.attention_case import Contents
 from lab.workloads.interfaces import Interface
 from lab.workloads.pass_case import PASS_CONTENTS
@@ -71,8 +73,9 @@ def _judge(trial: Trial) -> None:
     trial.hold("new tokens", own, truth)
     inputs = {name: arguments[name] for name in before if name != "workspace_buffer"}
     trial.hold_nothing_wrong("the inputs", changed_bytes(inputs, before))
+    backend = _Backend(trial)
     what = "new tokens as a backend calls it"
-    trial.hold(what, trial.attempted(what, lambda: _by_backend(trial, query, new_tokens)), truth)
+    trial.hold(what, trial.attempted(what, lambda: backend.new_tokens(query, new_tokens)), truth)
     if case.contents is Contents.NEEDLES:  # which show each limit
         _variations(trial, arguments, query, new_tokens)
     whole = truth_of_ragged(case, query, histories, causal=True)
@@ -90,31 +93,63 @@ def _judge(trial: Trial) -> None:
         merged = _merged(merged, chunk)
     if max(case.prefix_lens) and merged is not None:
         trial.hold("all of them merged", merged._replace(out=merged.out.to(case.dtype)), whole)
+    if max(case.prefix_lens) and case.contents is Contents.NEEDLES:  # as the engine's planner cuts the prefix
+        what = "the prefix in a backend's chunks, merged"
+        trial.hold(what, trial.attempted(what, lambda: backend.merged(query, histories)), whole)
 
 
-def _by_backend(trial: Trial, query: Tensor, parts: Parts) -> Result:
-    """Return the output of the call that an MLA backend makes of a batch of these requests."""
-    case = trial.case
-    pool = new_pool(
-        case.kv_lens, page_size=PAGE_SIZE, max_context_len=max(case.kv_lens), seed=case.seed, device=trial.device
-    )
-    batch = admit(pool, case.prefix_lens, case.q_lens).batch(ForwardMode.EXTEND)
-    layer = MLALayer(
-        softmax_scale=case.softmax_scale,
-        qk_rope_head_dim=case.head_dim // 3,
-        qk_nope_head_dim=case.head_dim - case.head_dim // 3,
-        v_head_dim=case.v_head_dim,
-    )
-    call = prepare_mla_prefill(
-        SimpleNamespace(**{Interface.RAGGED_CONTEXT.value: trial.function(Interface.RAGGED_CONTEXT)}),
-        batch,
-        build_mla_prefill_metadata(batch, pool),
-        layer,
-        padded(query),
-        *(padded(torch.cat(sides)) for sides in zip(*parts, strict=True)),
-        workspace_buffer=new_workspace(trial.device),
-    )
-    return as_result(call(), Interface.RAGGED_CONTEXT)
+class _Backend:
+    """The calls that an MLA backend makes of a batch of the case's requests."""
+
+    def __init__(self, trial: Trial) -> None:
+        case = self.case = trial.case
+        self.pool = new_pool(
+            case.kv_lens, page_size=PAGE_SIZE, max_context_len=max(case.kv_lens), seed=case.seed, device=trial.device
+        )
+        self.batch = admit(self.pool, case.prefix_lens, case.q_lens).batch(ForwardMode.EXTEND)
+        self.metadata = build_mla_prefill_metadata(self.batch, self.pool)
+        self.layer = MLALayer(
+            softmax_scale=case.softmax_scale,
+            qk_rope_head_dim=case.head_dim // 3,
+            qk_nope_head_dim=case.head_dim - case.head_dim // 3,
+            v_head_dim=case.v_head_dim,
+        )
+        self.function = SimpleNamespace(**{Interface.RAGGED_CONTEXT.value: trial.function(Interface.RAGGED_CONTEXT)})
+        self.workspace = {"workspace_buffer": new_workspace(trial.device)}
+
+    def new_tokens(self, query: Tensor, parts: Parts) -> Result:
+        """Return the output, and with a prefix the LSE, of the call over the new tokens."""
+        sides = (padded(torch.cat(sides)) for sides in zip(*parts, strict=True))
+        batch, metadata, layer = self.batch, self.metadata, self.layer
+        call = prepare_mla_prefill(self.function, batch, metadata, layer, padded(query), *sides, **self.workspace)
+        return as_result(call(), Interface.RAGGED_CONTEXT)
+
+    def merged(self, query: Tensor, histories: Parts) -> Result:
+        """Return the output of new tokens and planned chunks; a token's slot says whose key and value it is."""
+        batch, prefixes = self.batch, self.case.prefix_lens
+        own = self.new_tokens(
+            query, [(keys[at:], values[at:]) for (keys, values), at in zip(histories, prefixes, strict=True)]
+        )
+        assert own.lse is not None
+        outs, lses = [own.out], [own.lse]
+        slots = torch.cat(
+            [self.pool.req_to_token[row, :at] for row, at in zip(batch.req_pool_indices, prefixes, strict=True)]
+        )
+        order = torch.argsort(slots)
+        cached = [
+            torch.cat([side[:at] for side, at in zip(sides, prefixes, strict=True)])
+            for sides in zip(*histories, strict=True)
+        ]
+        for chunk in plan_prefix_chunks(batch, self.pool, self.case.chunk * batch.batch_size):
+            tokens = order[torch.searchsorted(slots[order], chunk.kv_indices)]
+            sides = (padded(side[tokens]) for side in cached)
+            call = prepare_prefix_chunk(
+                self.function, batch, self.metadata, chunk, self.layer, padded(query), *sides, **self.workspace
+            )
+            out, lse = call()
+            outs.append(out)
+            lses.append(lse)
+        return Result(merge_by_lse(torch.stack(outs), torch.stack(lses)).to(self.case.dtype), None)
 
 
 def _variations(trial: Trial, arguments: dict[str, Any], query: Tensor, parts: Parts) -> None:

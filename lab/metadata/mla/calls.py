@@ -176,16 +176,18 @@ def ragged_context_arguments(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    num_keys: int | None = None,
 ) -> dict[str, Any]:
     """Return the keyword arguments of a prefill's call over its new tokens (`lab.calls.RaggedContextCall`).
 
-    Calls over chunks of cached prefixes are not modelled; ``return_lse`` says that there are some, to be merged by the LSE.
+    ``return_lse`` says that there are cached prefixes, whose chunks (`lab.metadata.mla.prefix_chunks`) are merged by the LSE.
 
     Args:
         batch, metadata, layer: the forward pass and the layer.
         query, key: ``[num_tokens, heads, qk_nope_head_dim + qk_rope_head_dim]``, before absorption; rows after the requests'
             own are left out.
         value: ``[num_tokens, heads, v_head_dim]``.
+        num_keys: keys and values of a call over other tokens; None for the new tokens.
 
     Raises:
         ValueError: the metadata falls back to other kernels, or a tensor of another shape.
@@ -193,20 +195,21 @@ def ragged_context_arguments(
     if metadata.fallback_to_flashinfer_impl:
         raise ValueError("the metadata falls back to FlashInfer's own ragged kernels: this call is not made")
     num_rows = sum(host_lengths(batch, "extend_seq_lens_cpu"))
-    for name, tensor, head_dim in (
-        ("query", query, layer.qk_head_dim),
-        ("key", key, layer.qk_head_dim),
-        ("value", value, layer.v_head_dim),
+    num_keys = num_rows if num_keys is None else num_keys
+    for name, tensor, count, head_dim in (
+        ("query", query, num_rows, layer.qk_head_dim),
+        ("key", key, num_keys, layer.qk_head_dim),
+        ("value", value, num_keys, layer.v_head_dim),
     ):
-        if tensor.dim() != 3 or tensor.shape[0] < num_rows or tensor.shape[2] != head_dim:
+        if tensor.dim() != 3 or tensor.shape[0] < count or tensor.shape[2] != head_dim:
             raise ValueError(
-                f"{name} has shape {list(tensor.shape)}, expected [at least {num_rows}, heads, {head_dim}]: pass keys and "
+                f"{name} has shape {list(tensor.shape)}, expected [at least {count}, heads, {head_dim}]: pass keys and "
                 "values before absorption"
             )
     return {
         "query": query[:num_rows],
-        "key": key[:num_rows],
-        "value": value[:num_rows],
+        "key": key[:num_keys],
+        "value": value[:num_keys],
         "workspace_buffer": None,
         "seq_lens": metadata.seq_lens,
         "max_q_len": metadata.max_seq_len,

@@ -32,6 +32,7 @@ from lab.metadata.mla.metadata import (
     mla_block_table,
     mla_block_table_width,
 )
+from lab.metadata.mla.rows import merge_by_lse
 
 
 @dataclass(frozen=True)
@@ -162,14 +163,3 @@ def prepare_mla_dcp_attention(
         return out.copy_(merge_by_lse(torch.stack(outs), torch.stack(lses)))
 
     return run
-
-
-def merge_by_lse(outs: Tensor, lses: Tensor) -> Tensor:
-    """Return the attention over all parts of the keys; rows that see none of them are 0.
-
-    Args:
-        outs: ``[num_parts, num_rows, heads, head_dim]``.
-        lses: ``[num_parts, num_rows, heads]`` float32, base 2, -inf for a part without keys.
-    """
-    weights = torch.softmax(lses * math.log(2.0), dim=0).nan_to_num(0.0)
-    return (weights.unsqueeze(-1) * outs.float()).sum(dim=0)

@@ -1,7 +1,9 @@
-"""Copies of a draft extend's rows, of which requests have different numbers, into one dense tensor and out of it.
+"""Copies of rows, of which requests have different numbers, into one dense tensor and out of it, and merges of partial outputs.
 
-Nothing is read on the host, so both can be captured in a CUDA graph. Rows move as bytes: torch cannot gather every 8-bit float.
+Nothing is read on the host, so all can be captured in a CUDA graph. Rows move as bytes: torch cannot gather every 8-bit float.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -59,6 +61,17 @@ def unpad_draft_extend_output(padded: Tensor, cu_seqlens_q: Tensor, out: Tensor)
     rows = _bytes(padded)[request, position.long()]
     out.view(torch.uint8).copy_(rows.masked_fill(is_padding[:, None, None], 0))
     return out
+
+
+def merge_by_lse(outs: Tensor, lses: Tensor) -> Tensor:
+    """Return the attention over all parts of the keys; rows that see none of them are 0.
+
+    Args:
+        outs: ``[num_parts, num_rows, heads, head_dim]``.
+        lses: ``[num_parts, num_rows, heads]`` float32, base 2, -inf for a part without keys.
+    """
+    weights = torch.softmax(lses * math.log(2.0), dim=0).nan_to_num(0.0)
+    return (weights.unsqueeze(-1) * outs.float()).sum(dim=0)
 
 
 def dense_block(buffer: Tensor, *shape: int) -> Tensor:

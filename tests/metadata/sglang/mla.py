@@ -14,8 +14,12 @@ from tests.metadata.sglang import mha
 
 BACKEND = "sglang.srt.layers.attention.trtllm_mla_backend"
 VERIFY_MASK = "sglang.srt.layers.attention.verify_mask"
+PREFIX_CHUNKS = "sglang.srt.model_executor.forward_batch_deepseek_mha_mixin"
+MERGE = "sglang.kernels.ops.attention.merge_state"
 REAL = (
     BACKEND,
+    MERGE,
+    PREFIX_CHUNKS,
     VERIFY_MASK,
     mha.FORWARD_BATCH,
     mha.RAGGED_VERIFY,
@@ -28,14 +32,20 @@ REAL = (
 
 
 class Parallel:
-    """The place of this rank, which the backend asks for at each use."""
+    """The place of this rank, and the pool, which SGLang's functions ask for at each use."""
 
     def __init__(self) -> None:
         self.dcp_size, self.dcp_rank = 1, 0
+        self.pool: KVPool | None = None
+        self.chunk_capacity = 0
 
     @property
     def dcp_enabled(self) -> bool:
         return self.dcp_size > 1
+
+
+class MLATokenToKVPool:
+    """SGLang's pool of latent entries, of which nothing is read."""
 
 
 class TreeMaskMode(IntEnum):
@@ -46,7 +56,18 @@ class TreeMaskMode(IntEnum):
 def names(parallel: Parallel) -> dict[str, object]:
     """Return the parts of the server that the backend calls."""
     no_graph = "sglang.srt.model_executor.runner_backend_utils"
+    context, translator = (
+        "sglang.srt.model_executor.forward_context",
+        SimpleNamespace(reads_are_translated=False, translate_dcp_read_ids=lambda ids: ids),
+    )
     return {
+        f"{context}.get_attn_backend": lambda: SimpleNamespace(kv_index_translator=translator),
+        f"{context}.get_req_to_token_pool": lambda: parallel.pool,
+        f"{context}.get_token_to_kv_pool": MLATokenToKVPool,
+        "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool": MLATokenToKVPool,
+        "sglang.srt.environ.envs": SimpleNamespace(
+            SGLANG_MAX_KV_CHUNK_CAPACITY=SimpleNamespace(get=lambda: parallel.chunk_capacity)
+        ),
         "sglang.srt.utils.is_flashinfer_available": lambda: False,
         "sglang.srt.utils.is_float4_e2m1fn_x2": lambda dtype: False,
         "sglang.srt.runtime_context.get_parallel": lambda: parallel,

@@ -1,5 +1,6 @@
 """MLA metadata and calls against SGLang's own class, on random batches: no number here is the lab's."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -9,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import lab.references
 from lab.metadata import (
+    ForwardBatch,
     ForwardMode,
+    KVPool,
     SpecInfo,
     build_mla_decode_metadata,
     build_mla_prefill_metadata,
@@ -22,15 +26,33 @@ from lab.metadata.engine.cuda_graph import GraphRunner
 from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.engine.lengths import pad_requests
 from lab.metadata.mla.backend import TRTLLMMLABackend
-from lab.metadata.mla.calls import mla_call_arguments, mla_query, prepare_mla_attention
+from lab.metadata.mla.calls import (
+    MLALayer,
+    mla_call_arguments,
+    mla_query,
+    prepare_mla_attention,
+    prepare_mla_prefill,
+)
 from lab.metadata.mla.context_parallel import DecodeContextParallel, build_mla_dcp_metadata
 from lab.metadata.mla.metadata import replan_outgrown
+from lab.metadata.mla.prefix_chunks import plan_prefix_chunks, prepare_prefix_chunk
+from lab.metadata.mla.rows import merge_by_lse
 from lab.metadata.speculation.verify_mask import VerifyMaskForm, preallocate_verify_mask
 from tests.devices import IN_INTERPRETER
 from tests.metadata.mha_cases import Case, build, drawn_cases
 from tests.metadata.mla_cases import HEADS, LAYER, MLA, RANK, ROPE, Engine, Served, own_keys
 from tests.metadata.sglang.mha import server_batch
-from tests.metadata.sglang.mla import REAL, VERIFY_MASK, Parallel, assert_same, attend, names, new_backend
+from tests.metadata.sglang.mla import (
+    MERGE,
+    PREFIX_CHUNKS,
+    REAL,
+    VERIFY_MASK,
+    Parallel,
+    assert_same,
+    attend,
+    names,
+    new_backend,
+)
 from tests.metadata.sglang.test_mha import Load
 from tests.metadata.sglang.wheel import sglang_modules
 
@@ -262,3 +284,95 @@ def test_decode_context_parallelism(sglang: Load, mode: ForwardMode, new: int, r
     for ours, theirs in pairs:
         assert ours.global_seq_lens_k.tolist() == theirs.global_seq_lens_k.tolist()
         assert_same(ours, theirs, page_size, ours.seq_lens_k.tolist())
+
+
+def prefix_chunks(sglang: Load, batch: ForwardBatch, pool: KVPool, capacity: int) -> Any:
+    """SGLang's batch, with its own plan of the cached prefixes' chunks."""
+
+    class Server(sglang(PREFIX_CHUNKS).ForwardBatchDeepSeekMHAMixin):  # type: ignore[misc]
+        pass
+
+    server = Server()
+    vars(server).update(vars(server_batch(sglang, batch)))
+    PARALLEL.pool, PARALLEL.chunk_capacity = pool, capacity
+    server.prepare_chunked_prefix_cache_info(pool.device)
+    return server
+
+
+@IN_INTERPRETER
+@given(prefixes=st.lists(st.integers(0, 90), min_size=1, max_size=4), each=st.integers(1, 100), extra=st.integers(0, 1))
+@settings(deadline=None, derandomize=True, max_examples=40)
+def test_chunks_of_a_prefix(sglang: Load, prefixes: list[int], each: int, extra: int) -> None:
+    totals = tuple(prefix + 2 for prefix in prefixes)
+    news = (2,) * len(prefixes)
+    batch, pool = build(Case(ForwardMode.EXTEND, totals, news, page_size=32, max_context_len=100, sliding_window=False))
+    capacity = each * len(prefixes) + min(extra, len(prefixes) - 1)
+    server = prefix_chunks(sglang, batch, pool, capacity)
+    ours = plan_prefix_chunks(batch, pool, capacity)
+    assert len(ours) == server.num_prefix_chunks
+    for i, chunk in enumerate(ours):
+        assert chunk.seq_lens.tolist() == server.prefix_chunk_seq_lens[i].tolist()
+        assert chunk.cum_seq_lens.tolist() == server.prefix_chunk_cu_seq_lens[i].tolist()
+        assert chunk.max_seq_len == server.prefix_chunk_max_seq_lens[i]
+        assert chunk.has_empty == server.prefix_chunk_has_zero_kv[i]
+        assert chunk.kv_indices.tolist() == server.prefix_chunk_kv_indices[i].tolist()
+
+
+@IN_INTERPRETER
+def test_a_chunks_call(sglang: Load) -> None:
+    """What SGLang's ``forward_extend`` hands the ragged kernel for each chunk, and for the new tokens before them."""
+    batch, pool = build(
+        Case(ForwardMode.EXTEND, (40, 5, 60), (3, 5, 1), page_size=32, max_context_len=100, sliding_window=False)
+    )
+    server = prefix_chunks(sglang, batch, pool, 60)
+    layer = MLALayer(0.3, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
+    theirs: list[dict[str, Any]] = []
+    backend = new_backend(sglang, pool, q_data_type=torch.float32, data_type=torch.float32)
+    backend._run_prefill_kernel = lambda **arguments: theirs.append(arguments)
+    backend.init_forward_metadata(server)
+    sizes = SimpleNamespace(tp_q_head_num=2, tp_k_head_num=2, head_dim=10, v_head_dim=5, scaling=0.3)
+    query, chunks = torch.randn(9, 2, 10), plan_prefix_chunks(batch, pool, 60)
+    metadata = build_mla_prefill_metadata(batch, pool)
+    ours: list[dict[str, Any]] = []
+    recorder = SimpleNamespace(
+        prepare_trtllm_ragged_attention_deepseek=lambda **arguments: ours.append(arguments) or (lambda: None)
+    )
+    for i, chunk in enumerate([None, *chunks]):
+        count = 9 if chunk is None else len(chunk.kv_indices)
+        key, value = torch.randn(count, 2, 10), torch.randn(count, 2, 5)
+        server.attn_attend_prefix_cache, server.mha_return_lse = chunk is not None, True
+        server.prefix_chunk_idx, server.prefix_chunk_has_zero_kv = i - 1, [False] * len(chunks)
+        backend.forward_extend(query, key, value, sizes, server, save_kv_cache=False)
+        if chunk is None:
+            prepare_mla_prefill(recorder, batch, metadata, layer, query, key, value)
+        else:
+            prepare_prefix_chunk(recorder, batch, metadata, chunk, layer, query, key, value)
+    assert len(ours) == len(theirs) > 2
+    names = {"query": "q", "key": "k", "value": "v", "seq_lens": "seq_lens_kv"}
+    same = ("max_q_len", "max_kv_len", "cum_seq_lens_q", "cum_seq_lens_kv", "batch_size", "o_sf_scale", "is_causal")
+    for own, call in zip(ours, theirs, strict=True):
+        for name in (*names, *same, "return_lse"):
+            a, b = own[name], call[names.get(name, name)]
+            assert torch.equal(a, b) if isinstance(a, Tensor) else a == b, name
+
+
+@IN_INTERPRETER
+@pytest.mark.parametrize("base", ["base2", "basee"])
+def test_the_merge_takes_natural_logarithms(sglang: Load, base: str) -> None:
+    """SGLang hands its merge FlashInfer's LSEs, which are of base 2: issue 40903, in every release that has chunks.
+
+    The kernel here is the one for what `sgl_kernel` has no other; that of `sgl_kernel` has the same formula.
+    """
+    generator = torch.Generator().manual_seed(0)
+    scores, values = torch.randn(2, 3, 2, 50, generator=generator) * 3, torch.randn(2, 3, 2, 50, 8, generator=generator)
+    scores[0] += 2.0  # a prefix that weighs more than the new tokens
+    outs = torch.einsum("prhk,prhkd->prhd", torch.softmax(scores, dim=-1), values)
+    lses = scores.logsumexp(dim=-1) / (math.log(2.0) if base == "base2" else 1.0)
+    merged, _ = sglang(MERGE).merge_state_triton(outs[0], lses[0], outs[1], lses[1])
+    whole = torch.einsum(
+        "rhk,rhkd->rhd", torch.softmax(torch.cat(list(scores), -1), dim=-1), torch.cat(list(values), -2)
+    )
+    error = float((merged - whole).abs().max())
+    assert error > 0.05 if base == "base2" else error < 1e-5
+    ours = merge_by_lse(outs, scores.logsumexp(dim=-1) / math.log(2.0))
+    torch.testing.assert_close(ours, whole, rtol=1e-5, atol=1e-5)

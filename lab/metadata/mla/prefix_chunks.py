@@ -1,0 +1,140 @@
+"""The cached prefixes of an MLA prefill in chunks: a call for each over dense keys and values, merged by the LSE.
+
+A prefill's new tokens attend to each other in one causal call. Keys and values of a cached prefix are projected from its
+entries for each layer anew, so that an engine takes as many at a time as it has memory for: equally many of each request, the
+first ones in the first chunk. Requests whose prefix has ended have no key in a chunk.
+
+SGLang 0.5.23: `prepare_chunked_prefix_cache_info` of `forward_batch_deepseek_mha_mixin.py` in `sglang/srt/model_executor/`, the
+call in `TRTLLMMLABackend.forward_extend`, the merge in `_chunked_prefix_attn_mha` of `forward_mha.py`.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.calls.problem import AttentionCall
+from lab.kernels import prepare
+from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.kv_pool import KVPool
+from lab.metadata.engine.lengths import check_attends, device_lengths, exclusive_cumsum, host_lengths
+from lab.metadata.mla.calls import MLALayer, ragged_context_arguments
+from lab.metadata.mla.metadata import TRTLLMMLAPrefillMetadata
+
+CHUNK_CAPACITY = 128 * 1024  # tokens of all requests in a chunk: SGLANG_MAX_KV_CHUNK_CAPACITY, 0.5.23's default
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixChunk:
+    """The cached tokens that one call takes.
+
+    Attributes:
+        seq_lens: ``[batch_size]`` int32, tokens of each request, perhaps none.
+        cum_seq_lens: ``[batch_size + 1]`` int32, 0 and their running sum.
+        max_seq_len: most tokens of one request.
+        kv_indices: ``[num_tokens]`` int32, slots of the tokens, request after request.
+        has_empty: a request has none, so that its rows are corrected after the call.
+    """
+
+    seq_lens: Tensor
+    cum_seq_lens: Tensor
+    max_seq_len: int
+    kv_indices: Tensor
+    has_empty: bool
+
+
+def plan_prefix_chunks(batch: ForwardBatch, pool: KVPool, capacity: int = CHUNK_CAPACITY) -> list[PrefixChunk]:
+    """Plan the chunks of a prefill's cached prefixes without reading the device; none where no request has a prefix.
+
+    Args:
+        batch: a prefill.
+        pool: the id spaces that its requests live in, on the same device.
+        capacity: most tokens of a chunk; each request gets ``capacity // batch_size`` of them.
+
+    Raises:
+        ValueError: another mode, a missing length, or a capacity below the number of requests, by which SGLang divides by 0.
+    """
+    check_attends(batch, pool)
+    if not batch.forward_mode.is_prefill:
+        raise ValueError(f"{batch.forward_mode!r} is no prefill: only prefills attend to their prefixes in chunks")
+    prefixes = host_lengths(batch, "extend_prefix_lens_cpu")
+    if not any(prefixes):
+        return []
+    chunk_len = capacity // batch.batch_size
+    if chunk_len < 1:
+        raise ValueError(f"capacity={capacity} has no token for each of the {batch.batch_size} requests: raise it")
+    on_device = device_lengths(batch, "extend_prefix_lens")
+    return [
+        _chunk(
+            batch, pool, on_device, [min(max(prefix - start, 0), chunk_len) for prefix in prefixes], start, chunk_len
+        )
+        for start in range(0, max(prefixes), chunk_len)
+    ]
+
+
+def _chunk(
+    batch: ForwardBatch, pool: KVPool, prefixes: Tensor, lens: list[int], start: int, chunk_len: int
+) -> PrefixChunk:
+    seq_lens = (prefixes - start).clamp(min=0, max=chunk_len).to(torch.int32)
+    cum_seq_lens = exclusive_cumsum(seq_lens)
+    token = torch.arange(sum(lens), dtype=torch.int32, device=pool.device)
+    request = torch.searchsorted(cum_seq_lens[1:], token, right=True)
+    position = start + token - cum_seq_lens[request]
+    slots = pool.req_to_token[batch.req_pool_indices[request].long(), position.long()]
+    return PrefixChunk(seq_lens, cum_seq_lens, max(lens), slots, min(lens) == 0)
+
+
+def prepare_prefix_chunk(
+    implementation: Any,
+    batch: ForwardBatch,
+    metadata: TRTLLMMLAPrefillMetadata,
+    chunk: PrefixChunk,
+    layer: MLALayer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    workspace_buffer: Tensor | None = None,
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Prepare one layer's attention of all new tokens over a chunk: every row sees all of its request's tokens there.
+
+    Rows of requests without a token get an output of 0 and an LSE of -inf, whatever the kernel wrote (`fixup_zero_kv_rows`).
+
+    Args:
+        implementation: any object with the function, such as `lab.references`.
+        batch, metadata, layer, query: as in `lab.metadata.mla.calls.ragged_context_arguments`.
+        chunk: from `plan_prefix_chunks`.
+        key, value: ``[at least num_tokens of the chunk, heads, head_dim]``, before absorption, in the order of ``kv_indices``.
+        workspace_buffer: for kernels that want the caller's.
+
+    Returns:
+        A call that returns the output of the requests' own rows, and the LSE: float32 ``[num_rows, heads]``, base 2.
+
+    Raises:
+        ValueError: as `ragged_context_arguments`.
+    """
+    num_tokens = chunk.kv_indices.shape[0]
+    arguments = ragged_context_arguments(batch, metadata, layer, query, key, value, num_keys=num_tokens) | {
+        "workspace_buffer": workspace_buffer,
+        "seq_lens": chunk.seq_lens,
+        "max_kv_len": chunk.max_seq_len,
+        "cum_seq_lens_kv": chunk.cum_seq_lens,
+        "o_sf_scale": -1.0,
+        "is_causal": False,
+        "return_lse": True,
+    }
+    call = prepare(implementation, AttentionCall.RAGGED_CONTEXT.value, **arguments)
+
+    def run() -> tuple[Tensor, Tensor]:
+        out, lse = call()
+        if chunk.has_empty:
+            row = torch.arange(out.shape[0], dtype=torch.int32, device=out.device)
+            request = torch.searchsorted(metadata.cum_seq_lens[1:], row, right=True)
+            sees_nothing = (chunk.seq_lens == 0)[request][:, None]
+            out, lse = out.masked_fill(sees_nothing[:, :, None], 0.0), lse.masked_fill(sees_nothing, -math.inf)
+        return out, lse
+
+    return run
