@@ -111,7 +111,7 @@ PAGED_SAYS = {each: SAYS[each] for each in (Feature.TENSOR_SCALES, Feature.STRID
     Feature.SEPARATE_TABLES: "reads one list of pages for K and V: uses_shared_paged_kv_idx must be True"
 }
 FA2_PAGED = PAGED(
-    "the paged wrappers with FA2",
+    "FlashInfer's FA2",
     gpus=FAMILIES,
     dtypes=Dtypes(
         HALVES | {(q, E4M3, q) for q in HALF_DTYPES},
@@ -123,7 +123,7 @@ FA2_PAGED = PAGED(
     says=PAGED_SAYS,
 )
 FA3_PAGED = PAGED(
-    "the paged wrappers with FA3",
+    "FlashInfer's FA3",
     gpus=(SM90,),
     dtypes=Dtypes(
         HALVES | triples((E4M3,), (E4M3,), HALF_DTYPES),
