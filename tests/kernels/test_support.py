@@ -16,9 +16,11 @@ from lab.kernels.support import KERNELS, Kernel, refuse_unsupported, why_not
 from lab.kernels.support import kernel as support_kernel
 from lab.kernels.support.fmha_v2 import FMHA_V2
 from lab.kernels.support.portable import PORTABLE, PORTABLE_MLA
+from lab.kernels.support.sglang_triton import SGLANG_TRITON
 from lab.kernels.support.trtllm import kernel_for
 from lab.kernels.support.trtllm_gen import TRTLLM_GEN_CONTEXT as GEN_CONTEXT
 from lab.kernels.support.trtllm_gen import TRTLLM_GEN_DECODE as GEN_DECODE
+from lab.kernels.support.vllm_triton import VLLM_TRITON
 from lab.kernels.support.xqa import XQA
 from tests.cases import context_arguments, decode_arguments, random_batch
 from tests.kernels.test_flash_attention_4_adapter import REFUSED as REFUSED_FA4
@@ -459,7 +461,8 @@ def test_a_reason_reads_no_device() -> None:
 
 def test_every_kernel_has_rules() -> None:
     elsewhere = (row for rows in (REFUSED_MLA, REFUSED_RAGGED, REFUSED_PAGED, REFUSED_FA4) for row in rows.values())
-    assert {row[0] for row in TABLE} | {row[0] for row in elsewhere} == set(KERNELS)
+    of_triton = {SGLANG_TRITON, VLLM_TRITON}  # test_peers_triton.py
+    assert {row[0] for row in TABLE} | {row[0] for row in elsewhere} | of_triton == set(KERNELS)
 
 
 def plain(kernel: Kernel) -> tuple[Capability, support.Problem]:
@@ -469,6 +472,8 @@ def plain(kernel: Kernel) -> tuple[Capability, support.Problem]:
         return capability, RaggedContextCall(**ragged_case()).problem()
     if AttentionCall.MLA_DECODE in kernel.calls:
         return capability, MLADecodeCall(**with_columns(mla_case(kv_lens=(5, 33), heads=128), 2)).problem()
+    if kernel is SGLANG_TRITON:  # pages as SGLang's pool has them
+        return capability, problem(kernel, k_cache_like=transposed, v_cache_like=transposed)
     return capability, problem(kernel)
 
 
