@@ -17,7 +17,6 @@ from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.mha.calls import AttentionLayer, PlannedCall, plan_calls, prepare_attention
 from lab.metadata.mha.context_parallel import ZigzagShard, prepare_zigzag, zigzag_shard
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
-from lab.metadata.mha.settings import CallSettings
 from lab.references.quantization import dequantize_nvfp4, quantize_nvfp4, rounded
 from lab.references.truth import Rules, Truth, truth_of_requests
 from lab.workloads.attention_case import Contents
@@ -105,8 +104,7 @@ class ForwardPass(EnginePass):
 
     def arguments(self, out: Tensor) -> dict[str, Any]:
         arguments = super().arguments(out) | {"max_context_len": self.case.max_context_len, "plan": self.plan}
-        if self.case.decode_splits > 1:
-            arguments |= {"settings": CallSettings(decode_splits=self.case.decode_splits)}
+        arguments |= self.case.settings()
         return arguments if self.case.query_dtype is None else arguments | {"dtypes": self.case.dtypes}
 
     @functools.cached_property

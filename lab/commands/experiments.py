@@ -80,6 +80,40 @@ def clocks(
 
 
 @experiments.command()
+def decode_split(
+    implementations: Annotated[
+        list[str] | None,
+        typer.Argument(help="modules to time; if left out, lab.kernels.trtllm and lab.kernels.portable"),
+    ] = None,
+    *,
+    splits: Annotated[list[int], _sizes_option("numbers of decode calls besides 1", "2,4,8")],
+    only: Annotated[
+        list[str] | None, list_option(str, "scenarios to time instead of the default ones", "NAME,...")
+    ] = None,
+    trace: Trace = None,
+    clock: Clock = "graph",
+    l2: L2 = "cold",
+    samples: Samples = 15,
+    out: Out = None,
+) -> None:
+    """Measure what a decode divided into several calls by length saves, and what it costs (an option of SGLang)."""
+    from lab.experiments import decode_split as experiment
+
+    with refusing_errors():
+        requests = requests_of(trace)
+        numbers = [number for number in dict.fromkeys(splits) if number > 1]
+        points = [
+            experiment.point_of(name, module, numbers, requests)
+            for name in only or experiment.SCENARIOS
+            for module in implementations or experiment.MODULES
+        ]
+    plan = _timing_plan(clock, l2, samples)
+    for module in implementations or experiment.MODULES:
+        load_or_refuse(module)
+    raise typer.Exit(experiment.run(points, plan, trace_name(trace), out))
+
+
+@experiments.command()
 def draft_extend_graph(
     *,
     batch_sizes: Annotated[list[int], _sizes_option("requests of a batch", "1,8,32,64")],

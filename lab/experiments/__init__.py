@@ -7,6 +7,7 @@ EXPERIMENTS: Mapping[str, str] = {
     name: f"lab.experiments.{name}"
     for name in (
         "clocks",
+        "decode_split",
         "draft_extend_graph",
         "draft_extend_kernels",
         "draft_steps",

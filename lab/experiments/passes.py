@@ -28,7 +28,8 @@ Prepare = Callable[..., Call]
 def works_of(arms: Sequence[Arm], device: torch.device, prepare: Prepare = prepare_attention) -> dict[str, GpuWork]:
     """Make each arm's work, on tensors of its own.
 
-    Arms whose cases differ at most in the call of a draft extend have copies of the same tensors and are judged by one truth.
+    Arms whose cases differ at most in the call of a draft extend, or in the number of decode calls, have copies of the same
+    tensors and are judged by one truth.
 
     Args:
         arms: whose modules are imported here.
@@ -40,12 +41,12 @@ def works_of(arms: Sequence[Arm], device: torch.device, prepare: Prepare = prepa
     for arm in arms:
         implementation = implementation_of(arm)
         is_mla = isinstance(arm.case, MLACase)
-        tensors = arm.case if is_mla else replace(arm.case, draft_extend=None)
+        tensors = arm.case if is_mla else replace(arm.case, draft_extend=None, decode_splits=1)
         if tensors in made:
             work = made[tensors].copies(2)[1]
         else:
-            work = made[tensors] = forward_work(built(arm.case, device), implementation)
-        plan = {} if is_mla else {"plan": plan_of(arm.case, work.arguments["batch"])}
+            work = made[tensors] = forward_work(built(tensors, device), implementation)
+        plan = {} if is_mla else {"plan": plan_of(arm.case, work.arguments["batch"]), **arm.case.settings()}
         works[arm.name] = replace(
             work,
             prepare=partial(prepare_mla_attention if is_mla else prepare, implementation),

@@ -11,7 +11,7 @@ from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.engine.kv_cache import KVLayout
 from lab.metadata.mha.context_parallel import SHARDED_MODES
 from lab.metadata.mha.quantised import CallDtypes
-from lab.metadata.mha.settings import splits_mixed_tail
+from lab.metadata.mha.settings import CallSettings, splits_mixed_tail
 from lab.workloads.attention_case import Contents
 from lab.workloads.geometries import Geometry, geometry
 from lab.workloads.interfaces import Interface
@@ -179,6 +179,10 @@ class ForwardCase(PassCase):
     def interface(self) -> Interface:
         """Return the function that the pass calls; a mixed tail that is split off calls DECODE too."""
         return Interface((self.draft_extend or self.mode.mha_call or AttentionCall.DECODE).value)
+
+    def settings(self) -> dict[str, CallSettings]:
+        """Return the argument of `lab.metadata.mha.calls.prepare_attention` that says the engine's settings, if it has any."""
+        return {"settings": CallSettings(decode_splits=self.decode_splits)} if self.decode_splits > 1 else {}
 
     @property
     def dtypes(self) -> CallDtypes:
