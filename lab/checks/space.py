@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 HALF_PAIRS = ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16))
 
+NUM_BUILDS = 24  # as often each of 8 groups, of 8 numbers of rows, of 3 dtypes, and of 4 page sizes
 SEEDS = 100_000  # of cases, that a seed of a space has
 DRAWN_AXES = (
     "dtypes",
@@ -114,9 +115,22 @@ class Space:
         return short_repr(self)
 
     def covering(self, interface: Interface, count: int, seed: int = 0) -> Iterator[AttentionCase]:
-        """Cases in which every value of every axis comes as often as any other, lengths at edges."""
+        """Cases in which every value of every axis comes as often as any other, lengths at edges, each of one of the builds."""
         seed += SEEDS * self.seed
         rng = random.Random(f"{interface.name} {seed}")
+        builds, first = self.builds(interface), rng.randrange(NUM_BUILDS)
+        rest = [] if interface is Interface.MLA_DECODE else [self.num_kv_heads, self.kv_layouts]
+        columns = [_dealt(rng, axis, count) for axis in rest]
+        make = self._mla if interface is Interface.MLA_DECODE else self._mha
+        for number in range(count):
+            build = builds[(first + number) % NUM_BUILDS]
+            yield make(interface, rng, number + seed, *build, *(column[number] for column in columns))
+
+    def builds(self, interface: Interface) -> list[tuple[Any, ...]]:
+        """Return the combinations of what kernels are compiled for, in which every value comes as often as any other.
+
+        They are few, and the same for all checks, since many kernels are compiled for each. K18 judges the others, in pairs.
+        """
         if interface is Interface.MLA_DECODE:
             axes: list[Sequence[Any]] = [
                 self.dtypes,
@@ -129,18 +143,14 @@ class Space:
             axes = [
                 self.dtypes,
                 self.groups,
-                self.num_kv_heads,
                 self.head_dims,
                 self.page_sizes,
                 self.q_lens,
                 self.windows,
                 self.sinks,
-                self.kv_layouts,
             ]
-        columns = [_dealt(rng, axis, count) for axis in axes]
-        for number, values in enumerate(zip(*columns, strict=True)):
-            make = self._mla if interface is Interface.MLA_DECODE else self._mha
-            yield make(interface, rng, number + seed, *values)
+        rng = random.Random(f"{interface.name} {self.seed}")
+        return list(zip(*(_dealt(rng, axis, NUM_BUILDS) for axis in axes), strict=True))
 
     def arithmetic(self, kv_dtype: torch.dtype) -> torch.dtype | None:
         """Of the control over a cache of this dtype, `AttentionCase.arithmetic`."""
@@ -226,12 +236,12 @@ class Space:
         seed: int,
         dtypes: tuple[torch.dtype, torch.dtype],
         group: int,
-        num_kv_heads: int,
         head_dim: int,
         page_size: int,
         q_len: int,
         window: bool,
         sinks: bool,
+        num_kv_heads: int,
         kv_layout: str,
     ) -> AttentionCase:
         is_context = interface is Interface.CONTEXT

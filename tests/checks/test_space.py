@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lab.calls.problem import E4M3
 from lab.checks import AttentionCase, Interface, Space
-from lab.checks.space import edge_lengths
+from lab.checks.space import NUM_BUILDS, edge_lengths
 from lab.workloads.interfaces import ATTENTION
 
 NARROW = Space(
@@ -65,6 +65,21 @@ def test_every_value_of_every_axis_comes_as_often_as_any_other(interface: Interf
 def test_the_same_seed_makes_the_same_cases_and_another_makes_others(interface: Interface) -> None:
     assert list(Space().covering(interface, 6, 1)) == list(Space().covering(interface, 6, 1))
     assert list(Space().covering(interface, 6, 1)) != list(Space().covering(interface, 6, 2))
+
+
+@pytest.mark.parametrize("interface", ATTENTION)
+def test_checks_share_what_a_kernel_is_compiled_for(interface: Interface) -> None:
+    """A kernel that compiles for each combination is compiled for 24 of them, however many cases there are."""
+    at_run_time = {"num_kv_heads", "kv_layouts"}
+
+    def builds_of(space: Space, seed: int) -> set[tuple[Any, ...]]:
+        found = [values_of(case) for case in space.covering(interface, 48, seed)]
+        return {tuple(value for name, value in each.items() if name not in at_run_time) for each in found}
+
+    first, second = builds_of(Space(), 1), builds_of(Space(), 9)
+    assert first == second
+    assert len(first) <= NUM_BUILDS
+    assert builds_of(Space(seed=7), 1) != first
 
 
 @pytest.mark.parametrize("interface", ATTENTION)

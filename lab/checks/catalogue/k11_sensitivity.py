@@ -22,7 +22,7 @@ from lab.workloads.interfaces import Interface
 
 
 def _cases(interface: Interface, space: Space, level: Level) -> Iterator[AttentionCase]:
-    for case in space.covering(interface, counted(level, 6, 24), seed=13):
+    for case in space.covering(interface, counted(level, 6, 12), seed=13):
         # Needles make every limit visible, and every request is longer than a window of 20.
         kv_lens = tuple(max(kv_len, 40 + request) for request, kv_len in enumerate(case.kv_lens))
         yield replace(case, kv_lens=kv_lens, window_left=-1, sinks=False, contents=Contents.NEEDLES)
