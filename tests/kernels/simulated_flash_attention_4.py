@@ -3,6 +3,7 @@
 Its parameters, checks and shapes are those of `flash_attn/cute/interface.py`; the package itself need not be there.
 """
 
+import inspect
 import itertools
 import math
 from collections.abc import Callable
@@ -29,16 +30,22 @@ class SimulatedFlashAttention4:
     change: Callable[[dict[str, Any]], dict[str, Any]] = lambda arguments: arguments
     calls: list[dict[str, Any]] = field(default_factory=list)
 
-    def __call__(self, q: Tensor, **arguments: Any) -> Any:
+    def installed_function(self, part: str, name: str, written_for: str, keywords: frozenset[str]) -> Any:
+        """Stand in for `lab.kernels.peers.installed.installed_function`."""
+        assert name == "flash_attn.cute.interface._flash_attn_fwd"
+        inspect.signature(self._forward).bind(**dict.fromkeys(keywords))
+        return self
+
+    def __call__(self, **arguments: Any) -> Any:
         self.calls.append(arguments)
-        return self._forward(q, **self.change(arguments))
+        return self._forward(**self.change(arguments))
 
     def _forward(
         self,
+        *,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        *,
         cu_seqlens_q: Tensor | None,
         seqused_k: Tensor,
         max_seqlen_q: int,

@@ -12,6 +12,7 @@ import torch
 from lab import references
 from lab.kernels import prepare, support
 from lab.kernels.peers import flash_attention_4
+from lab.kernels.peers.installed import installed_function
 from lab.kernels.support import Kernel, why_not
 from lab.kernels.support.flash_attention_4 import FLASH_ATTENTION_4
 from tests.cases import pack_mask
@@ -64,7 +65,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch) -> Simulate:
         simulated = SimulatedFlashAttention4(major=capability[0], **options)
         for module in (flash_attention_4, support):
             monkeypatch.setattr(module, "capability_of", lambda device: capability)
-        monkeypatch.setattr(flash_attention_4, "installed", lambda: simulated)
+        monkeypatch.setattr(flash_attention_4, "installed_function", simulated.installed_function)
         return simulated
 
     return start
@@ -152,8 +153,10 @@ def test_without_the_package_it_names_the_extra(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *of: None if name == "flash_attn" else find(name, *of)
     )
+    monkeypatch.setattr(support, "capability_of", lambda device: SM90)
+    installed_function.cache_clear()
     with pytest.raises(ModuleNotFoundError, match=r"flash_attn, which is not installed: pip install '\.\[fa4\]'"):
-        flash_attention_4.installed.__wrapped__()
+        flash_attention_4.trtllm_batch_decode_with_kv_cache(**decode())
 
 
 def test_the_simulation_has_the_installed_functions_parameters() -> None:

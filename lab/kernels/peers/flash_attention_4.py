@@ -6,8 +6,6 @@ splits of K/V are left to its own heuristic. Called is `_flash_attn_fwd` of 4.0.
 has no `out`. Its LSE has the base e: one more launch writes the lab's, of base 2.
 """
 
-import functools
-import importlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,11 +14,12 @@ import torch
 
 from lab.calls import ContextCall, DecodeCall, made_at_once, takes
 from lab.calls.problem import PagedAttention
-from lab.extras import require
 from lab.gpus import SM100, capability_of, family_of
+from lab.kernels.peers.installed import installed_function
 from lab.kernels.support import refuse_unsupported
 from lab.kernels.support.flash_attention_4 import FLASH_ATTENTION_4
 
+FUNCTION, WRITTEN_FOR = "flash_attn.cute.interface._flash_attn_fwd", "flash-attn-4 4.0.0b36"
 LOG2_E = math.log2(math.e)
 BY_ITS_HEURISTIC = 0  # as `num_splits`
 
@@ -49,24 +48,18 @@ def _prepare(problem: PagedAttention) -> Callable[[], Any]:
     if problem.has_no_rows:
         return lambda: problem.returned(out, lse)
     refuse_unsupported(FLASH_ATTENTION_4, problem)
-    attend = functools.partial(installed(), **_arguments(problem))
-    query, results = _by_request(problem, problem.query), _by_request(problem, out)
-    if lse is None:
+    arguments = _arguments(problem) | {"out": _by_request(problem, out)}
+    if lse is not None:  # its heads come before the rows
+        arguments["lse"] = torch.empty(_by_request(problem, lse).mT.shape, dtype=lse.dtype, device=lse.device)
+    attend = installed_function(__name__, FUNCTION, WRITTEN_FOR, frozenset(arguments))
 
-        def run() -> Any:
-            attend(query, out=results)
-            return out
-
-        return run
-    # Its heads come before the rows.
-    natural = torch.empty(_by_request(problem, lse).mT.shape, dtype=torch.float32, device=lse.device)
-
-    def run_with_lse() -> Any:
-        attend(query, out=results, lse=natural)
-        torch.mul(natural.mT, LOG2_E, out=_by_request(problem, lse))
+    def run() -> Any:
+        attend(**arguments)
+        if lse is not None:
+            torch.mul(arguments["lse"].mT, LOG2_E, out=_by_request(problem, lse))
         return problem.returned(out, lse)
 
-    return run_with_lse
+    return run
 
 
 def _by_request(problem: PagedAttention, rows: torch.Tensor) -> torch.Tensor:
@@ -79,6 +72,7 @@ def _by_request(problem: PagedAttention, rows: torch.Tensor) -> torch.Tensor:
 def _arguments(problem: PagedAttention) -> dict[str, Any]:
     splits = family_of(capability_of(problem.query.device)) is SM100
     return {
+        "q": _by_request(problem, problem.query),
         "k": problem.k_cache.transpose(1, 2),
         "v": problem.v_cache.transpose(1, 2),
         "cu_seqlens_q": problem.cu_seqlens_q,
@@ -92,10 +86,3 @@ def _arguments(problem: PagedAttention) -> dict[str, Any]:
         "learnable_sink": problem.sinks,
         "num_splits": BY_ITS_HEURISTIC if splits else 1,
     }
-
-
-@functools.cache
-def installed() -> Callable[..., Any]:
-    """Return FlashAttention-4's `_flash_attn_fwd`; raises ModuleNotFoundError, which names the extra, where there is none."""
-    require("lab.kernels.peers.flash_attention_4", "flash_attn")
-    return importlib.import_module("flash_attn.cute.interface")._flash_attn_fwd
