@@ -56,6 +56,25 @@ class MLAVerifyUncounted(MLABuilder):
         return replace(metadata, seq_lens_k=metadata.seq_lens_k - metadata.max_seq_len_q)
 
 
+class MLARaggedVerifyCountsItsRows(MLABuilder):
+    """Lengths of a ragged verification count each request's own rows, as MHA's do, where its block is the whole draft."""
+
+    def changed(self, metadata: TRTLLMMLADecodeMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
+        if batch.forward_mode.query_rows is not QueryRows.VERIFIED:
+            return metadata
+        assert metadata.seq_lens_q is not None
+        return replace(metadata, seq_lens_k=(batch.seq_lens + metadata.seq_lens_q).to(torch.int32))
+
+
+class MLARaggedVerifyAsNarrowAsItsRows(MLABuilder):
+    """The block of a ragged verification is as long as the longest request's rows, and the lengths count the draft."""
+
+    def changed(self, metadata: TRTLLMMLADecodeMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
+        if batch.forward_mode.query_rows is not QueryRows.VERIFIED:
+            return metadata
+        return replace(metadata, max_seq_len_q=max(batch.extend_seq_lens_cpu or (1,)))
+
+
 class MLAPaddingUncounted(MLABuilder):
     """Lengths of a padded draft extend leave the padding out: each row sits too far to the left."""
 
