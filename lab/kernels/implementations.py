@@ -7,7 +7,16 @@ from importlib.util import find_spec
 from lab.calls.problem import AttentionCall
 from lab.extras import sentence
 from lab.gpus import FAMILIES, Capability
-from lab.kernels.support import Kernel, flash_attention_4, peers, portable, sglang_triton, trtllm, vllm_triton
+from lab.kernels.support import (
+    Kernel,
+    flash_attention_4,
+    flex_attention,
+    peers,
+    portable,
+    sglang_triton,
+    trtllm,
+    vllm_triton,
+)
 from lab.kernels.support.kernel import wrong_device, wrong_gpu
 
 
@@ -42,6 +51,7 @@ IMPLEMENTATIONS = (
         for backend, kernel in peers.BY_BACKEND[call].items()
     ),
     Implementation("lab.kernels.peers.flash_attention_4", "flash_attn", "flash-attn-4", flash_attention_4.KERNELS),
+    Implementation("lab.kernels.peers.flex_attention", "torch", "torch", flex_attention.KERNELS),
     Implementation("lab.kernels.peers.sglang_triton", "sglang", "sglang", sglang_triton.KERNELS),
     Implementation("lab.kernels.peers.vllm_triton", "vllm", "vllm", vllm_triton.KERNELS),
 )

@@ -14,6 +14,7 @@ from lab import references
 from lab.kernels import PlannedOnce, prepare
 from lab.kernels.peers import installed, sglang_triton, vllm_triton
 from lab.kernels.peers.installed import installed_function
+from lab.kernels.support import Kernel
 from lab.kernels.support.sglang_triton import SGLANG_TRITON
 from lab.kernels.support.vllm_triton import VLLM_TRITON
 from tests.cases import Batch, context_arguments, decode_arguments, random_batch
@@ -68,6 +69,38 @@ def assert_right(implementation: Any, name: str, arguments: dict[str, Any], roun
     assert float(error.max()) < rounding
 
 
+# Kernel, module, changes of a plain call, and what the sentence says.
+REFUSED: dict[str, tuple[Kernel, ModuleType, dict[str, Any], str]] = {
+    "SGLang, HND": (SGLANG_TRITON, sglang_triton, {"kv_layout": "HND"}, "K's pages must touch and be NHD"),
+    "SGLang, LSE": (SGLANG_TRITON, sglang_triton, {"return_lse": True}, "hands no LSE of all keys out"),
+    "SGLang, no key to the left": (
+        SGLANG_TRITON,
+        sglang_triton,
+        {"window_left": 0},
+        "no key to the left for no window",
+    ),
+    "SGLang, scale 0": (SGLANG_TRITON, sglang_triton, {"bmm1_scale": 0.0}, "a bmm1_scale of 0 for none given"),
+    "SGLang, tensors": (SGLANG_TRITON, sglang_triton, {"bmm1_scale": torch.tensor([1.0])}, "scales as numbers"),
+    "vLLM, LSE": (VLLM_TRITON, vllm_triton, {"return_lse": True}, "hands no LSE out"),
+    "vLLM, scale of V": (VLLM_TRITON, vllm_triton, {"bmm2_scale": 0.25}, r"no scale of a torch\.float16 cache"),
+    "vLLM, mask": (
+        VLLM_TRITON,
+        vllm_triton,
+        {"mask": torch.ones(2, 2, 2, dtype=torch.uint16)},
+        "no mask of each",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_cannot_is_refused_in_a_sentence(name: str) -> None:
+    kernel, module, changes, reason = REFUSED[name]
+    width = 2 if "mask" in changes else 1
+    arguments = decode_arguments(batch([width, width], [5, 70]), **usual(**changes))
+    with pytest.raises(NotImplementedError, match=f"{kernel.name} .*{reason}"):
+        module.trtllm_batch_decode_with_kv_cache(**arguments)
+
+
 @pytest.fixture
 def forgotten() -> Iterator[None]:
     """No function is remembered from before, or afterwards."""
@@ -119,21 +152,6 @@ class TestSGLang:
         arguments["query"].copy_(changed["query"])
         arguments["seq_lens"].fill_(1)
         assert call().equal(wanted)
-
-    @pytest.mark.parametrize(
-        ("changes", "reason"),
-        [
-            ({"kv_layout": "HND"}, "K's pages must touch and be NHD"),
-            ({"return_lse": True}, "hands no LSE of all keys out"),
-            ({"window_left": 0}, "a window of no key to the left for no window"),
-            ({"bmm1_scale": 0.0}, "a bmm1_scale of 0 for none given"),
-            ({"bmm1_scale": torch.tensor([1.0])}, "scales as numbers"),
-        ],
-    )
-    def test_what_it_cannot_is_refused_in_a_sentence(self, changes: dict[str, Any], reason: str) -> None:
-        arguments = decode_arguments(batch([1, 1], [5, 70]), **usual(**changes))
-        with pytest.raises(NotImplementedError, match=f"{SGLANG_TRITON.name} .*{reason}"):
-            sglang_triton.trtllm_batch_decode_with_kv_cache(**arguments)
 
     def test_a_row_without_keys_is_refused(self) -> None:
         arguments = decode_arguments(batch([1, 1], [0, 70]), **usual())
@@ -233,12 +251,9 @@ class TestVLLM:
             arguments = arguments | {"kv_layout": "HND", "kv_cache": kv_cache}
         assert_right(vllm_triton, function, arguments)
 
-    def test_an_e4m3_cache_has_scales_and_another_has_none(self, vllm: SimulatedVLLM) -> None:
+    def test_an_e4m3_cache_has_scales(self, vllm: SimulatedVLLM) -> None:
         quantised = decode_arguments(batch([1, 1], [5, 70], kv_dtype=E4M3), **usual(bmm1_scale=0.1, bmm2_scale=0.25))
         assert_right(vllm_triton, DECODE, quantised)
-        arguments = PASSES["decode"][1] | {"bmm2_scale": 0.25}
-        with pytest.raises(NotImplementedError, match=f"{VLLM_TRITON.name} has no scale of a torch.float16 cache"):
-            vllm_triton.trtllm_batch_decode_with_kv_cache(**arguments)
 
     @pytest.mark.parametrize(
         ("q_len", "requests", "splits"), [(1, 2, True), (8, 64, True), (9, 2, False), (1, 65, False)]

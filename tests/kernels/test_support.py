@@ -14,13 +14,13 @@ from lab.gpus import Capability, family_of
 from lab.kernels import support
 from lab.kernels.support import KERNELS, Kernel, refuse_unsupported, why_not
 from lab.kernels.support import kernel as support_kernel
+from lab.kernels.support.flex_attention import FLEX_ATTENTION
 from lab.kernels.support.fmha_v2 import FMHA_V2
 from lab.kernels.support.portable import PORTABLE, PORTABLE_MLA
 from lab.kernels.support.sglang_triton import SGLANG_TRITON
 from lab.kernels.support.trtllm import kernel_for
 from lab.kernels.support.trtllm_gen import TRTLLM_GEN_CONTEXT as GEN_CONTEXT
 from lab.kernels.support.trtllm_gen import TRTLLM_GEN_DECODE as GEN_DECODE
-from lab.kernels.support.vllm_triton import VLLM_TRITON
 from lab.kernels.support.xqa import XQA
 from tests.cases import context_arguments, decode_arguments, random_batch
 from tests.kernels.test_flash_attention_4_adapter import REFUSED as REFUSED_FA4
@@ -30,6 +30,8 @@ from tests.kernels.test_flashinfer_mla_adapters import with_columns
 from tests.kernels.test_flashinfer_paged_adapters import REFUSED as REFUSED_PAGED
 from tests.kernels.test_flashinfer_ragged_adapters import REFUSED as REFUSED_RAGGED
 from tests.kernels.test_flashinfer_ragged_adapters import case as ragged_case
+from tests.kernels.test_flex_attention import REFUSED as REFUSED_FLEX
+from tests.kernels.test_peers_triton import REFUSED as REFUSED_TRITON
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 E4M3, U8 = torch.float8_e4m3fn, torch.uint8
@@ -58,6 +60,8 @@ def problem(kernel: Kernel, **changes: Any) -> PagedAttention:
     head_dim = changes.pop("head_dim", 64)
     batch = random_batch([q_len] * 2, [5, 7], head_dim=head_dim, **options)
     plain = {"out_dtype": changes.pop("out_dtype", None), "return_lse": False}
+    if kernel in (SGLANG_TRITON, FLEX_ATTENTION):  # pages as SGLang's pool has them
+        plain["kv_layout"] = "NHD"
     if kernel in (FMHA_V2, GEN_CONTEXT):
         posed = ContextCall(**as_halves(context_arguments(batch, page_size, **plain))).problem()
     else:
@@ -460,9 +464,9 @@ def test_a_reason_reads_no_device() -> None:
 
 
 def test_every_kernel_has_rules() -> None:
-    elsewhere = (row for rows in (REFUSED_MLA, REFUSED_RAGGED, REFUSED_PAGED, REFUSED_FA4) for row in rows.values())
-    of_triton = {SGLANG_TRITON, VLLM_TRITON}  # test_peers_triton.py
-    assert {row[0] for row in TABLE} | {row[0] for row in elsewhere} | of_triton == set(KERNELS)
+    tables = (REFUSED_MLA, REFUSED_RAGGED, REFUSED_PAGED, REFUSED_FA4, REFUSED_TRITON, REFUSED_FLEX)
+    elsewhere = {row[0] for rows in tables for row in rows.values()}
+    assert {row[0] for row in TABLE} | elsewhere == set(KERNELS)
 
 
 def plain(kernel: Kernel) -> tuple[Capability, support.Problem]:
@@ -472,8 +476,6 @@ def plain(kernel: Kernel) -> tuple[Capability, support.Problem]:
         return capability, RaggedContextCall(**ragged_case()).problem()
     if AttentionCall.MLA_DECODE in kernel.calls:
         return capability, MLADecodeCall(**with_columns(mla_case(kv_lens=(5, 33), heads=128), 2)).problem()
-    if kernel is SGLANG_TRITON:  # pages as SGLang's pool has them
-        return capability, problem(kernel, k_cache_like=transposed, v_cache_like=transposed)
     return capability, problem(kernel)
 
 

@@ -104,6 +104,7 @@ class Kernel:
         limits: what the row cannot say: a function of (capability, problem) that returns such a sentence, or None. It is
             asked last.
         uses_triton: Triton compiles it, for every GPU since SM80 and for a CPU's interpreter.
+        on_cpu: it runs on a CPU too.
     """
 
     name: str
@@ -115,6 +116,7 @@ class Kernel:
     says: Mapping[Feature, str] = field(default_factory=dict)
     limits: Callable[[Capability | None, Any], str | None] = _no_limits
     uses_triton: bool = False
+    on_cpu: bool = False
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
@@ -147,6 +149,8 @@ def wrong_device(kernel: Kernel, capability: Capability | None, dtypes: Iterable
     """Return the reason why a kernel runs on no such GPU (None: a CPU), or not over these dtypes there; None if it does."""
     if kernel.uses_triton:
         return no_triton(capability, dtypes)
+    if kernel.on_cpu and capability is None:
+        return None
     return None if family_of(capability) in kernel.gpus else wrong_gpu(kernel.name, kernel.gpus, capability)
 
 

@@ -1,0 +1,273 @@
+"""torch's `flex_attention` over a paged cache, under the names of the decode and the context call.
+
+The pool is one sequence of tokens, a block of keys is a page, and the mask finds a token's position in its request by a table,
+as torch's own `PagedAttention` does (`torch/nn/attention/experimental/_paged_attention.py`). Pages that every row of a block of
+rows sees are given as such, so that the mask is not asked there. Where all requests have as many rows, each is a batch entry;
+else all rows are one sequence, and a block of them reads the pages of each request that it has rows of.
+
+Blocks and tables are made on the host from the lengths: `plan_` before a call's name does that once
+(`lab.kernels.PlannedOnce`), and on a GPU compiles, which takes torch some ten seconds for a new shape. `flex_attention` has no
+`out`: the results are copied into it. On a CPU nothing is compiled, and the whole matrix of scores is made.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lab.calls import ContextCall, DecodeCall, made_at_once, takes
+from lab.calls.problem import MASK_BITS_PER_WORD, AttentionCall, PagedAttention
+from lab.gpus import Capability
+from lab.kernels.peers.planned import refuse_planning_in_capture
+from lab.kernels.support import Kernel, refuse_unsupported
+from lab.kernels.support.flex_attention import FLEX_ATTENTION
+from lab.kernels.support.stored_cache import token_list
+
+LOG2_E = math.log2(math.e)
+Q_BLOCK = 128  # rows of a block, torch's default
+MOST_KEYS = 64  # of a tile: torch's default on SM90 does not divide a page of 64
+
+
+def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
+    """Return the kernel that a call comes to on a GPU."""
+    return FLEX_ATTENTION
+
+
+@takes(DecodeCall)
+def plan_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> Callable[[], Any]:
+    """Plan attention of the last query tokens of each request: decode, verify, draft extend.
+
+    Parameters, shapes, dtypes and errors are `lab.calls.DecodeCall`'s; what is not taken raises NotImplementedError with the
+    reason of `lab.kernels.support.why_not`, and so does planning in a CUDA graph's capture. `workspace_buffer` is not used.
+    """
+    return _plan(call.problem())
+
+
+@takes(ContextCall)
+def plan_trtllm_batch_context_with_kv_cache(call: ContextCall) -> Callable[[], Any]:
+    """Plan attention of each request's newest query tokens; the rest is as in `plan_trtllm_batch_decode_with_kv_cache`."""
+    return _plan(call.problem())
+
+
+trtllm_batch_decode_with_kv_cache = made_at_once(plan_trtllm_batch_decode_with_kv_cache)
+trtllm_batch_context_with_kv_cache = made_at_once(plan_trtllm_batch_context_with_kv_cache)
+
+
+def _plan(problem: PagedAttention) -> Callable[[], Any]:
+    out, lse = problem.results()
+    if problem.has_no_rows:
+        return lambda: problem.returned(out, lse)
+    refuse_unsupported(FLEX_ATTENTION, problem)
+    refuse_planning_in_capture("torch's flex_attention", problem.query.device)
+    rows = _rows_of(problem)
+    keys, values = (_by_heads(pool) for pool in (problem.k_cache, problem.v_cache))
+    arguments = {
+        "query": rows.unflattened(problem.query).transpose(1, 2),
+        "key": keys,
+        "value": values,
+        "out": rows.unflattened(out),
+        "lse": None if lse is None else rows.unflattened(lse),
+        "block_mask": _block_mask(problem, rows, keys.shape[2]),
+        "scale": float(problem.bmm1_scale),
+        "keys_of_a_tile": min(problem.page_size, MOST_KEYS),
+    }
+    attend = _attend
+    if problem.query.device.type == "cuda":
+        attend = _compiled()
+        # Beyond a limit of shapes torch would stop to compile without a word, and make the whole matrix of scores.
+        with torch._dynamo.config.patch(recompile_limit=2**20, accumulated_recompile_limit=2**20):
+            attend(**arguments)
+
+    def run() -> Any:
+        attend(**arguments)
+        return problem.returned(out, lse)
+
+    return run
+
+
+@functools.cache
+def _compiled() -> Callable[..., None]:
+    return torch.compile(_attend, dynamic=False, fullgraph=True)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    block_mask: Any,
+    scale: float,
+    keys_of_a_tile: int,
+) -> None:
+    """Write the output, and the LSE of base 2 where it is asked for; both have heads after rows."""
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    found, aux = flex_attention(
+        query,
+        key,
+        value,
+        block_mask=block_mask,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+        kernel_options={"BLOCK_N": keys_of_a_tile},
+        return_aux=AuxRequest(lse=lse is not None),
+    )
+    out.copy_(found.transpose(1, 2))
+    if lse is not None and aux.lse is not None:
+        lse.copy_(aux.lse.transpose(1, 2) * LOG2_E)
+
+
+def _by_heads(pool: torch.Tensor) -> torch.Tensor:
+    """Return K or V as [1, heads, tokens, head_dim], a view."""
+    tokens = token_list(pool)
+    assert tokens is not None
+    return tokens.transpose(0, 1).unsqueeze(0)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A query row: its request, and the first and the last position that it may see; padding sees from 0 to -1."""
+
+    request: int = 0
+    first: int = 0
+    last: int = -1
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The query rows in a grid of batch entries, each with as many: one entry, or one for each request.
+
+    Attributes:
+        grid: [entries][rows of an entry].
+        kv_lens, q_lens: of each request.
+    """
+
+    grid: list[list[_Row]]
+    kv_lens: list[int]
+    q_lens: list[int]
+
+    def unflattened(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return [num_rows, ...] as [entries, rows of an entry, ...], a view."""
+        return rows.unflatten(0, (len(self.grid), len(self.grid[0])))
+
+    def column(self, name: str, device: torch.device) -> torch.Tensor:
+        """Return an attribute of all rows, int32 [entries, rows of an entry]."""
+        listed = [[getattr(row, name) for row in entry] for entry in self.grid]
+        return torch.tensor(listed, dtype=torch.int32, device=device)
+
+
+def _rows_of(problem: PagedAttention) -> _Rows:
+    offsets, kv_lens = problem.row_offsets(), problem.seq_lens.tolist()
+    q_lens = [end - start for start, end in itertools.pairwise(offsets)]
+    sees_ahead = not problem.causal or problem.mask is not None
+    rows = [_Row()] * problem.num_rows
+    for request, (start, q_len, kv_len) in enumerate(zip(offsets, q_lens, kv_lens, strict=False)):
+        for place in range(q_len):
+            position = kv_len - q_len + place
+            first = max(0, position - problem.window_left) if problem.window_left >= 0 else 0
+            rows[start + place] = _Row(request, first, kv_len - 1 if sees_ahead else position)
+    width = problem.max_q_len if problem.cu_seqlens_q is None else problem.num_rows
+    grid = [rows[start : start + width] for start in range(0, len(rows), width)]
+    return _Rows(grid, kv_lens, q_lens)
+
+
+def _block_mask(problem: PagedAttention, rows: _Rows, num_tokens: int) -> Any:
+    """Return the pages that each block of rows reads, in part and wholly, and the mask of those read in part."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    device, page_size = problem.query.device, problem.page_size
+    most = max(-(-kv_len // page_size) for kv_len in rows.kv_lens)
+    table = problem.k_block_tables[:, :most].tolist()
+    num_blocks = -(-len(rows.grid[0]) // Q_BLOCK)
+    partial: list[list[int]] = []
+    full: list[list[int]] = []
+    for entry, block in itertools.product(rows.grid, range(num_blocks)):
+        for kind, pages in zip(
+            (partial, full), _pages_of(problem, rows, entry[block * Q_BLOCK :][:Q_BLOCK]), strict=True
+        ):
+            kind.append([table[request][page] for request, page in pages])
+    shape = (len(rows.grid), 1, num_blocks, num_tokens // page_size)
+    num_partial, partial_ids = _lists(list(map(_without_repetitions, partial)), shape, device)
+    num_full, full_ids = _lists(full, shape, device)
+    return BlockMask(
+        seq_lengths=(len(rows.grid[0]), num_tokens),
+        kv_num_blocks=num_partial,
+        kv_indices=partial_ids,
+        full_kv_num_blocks=num_full,
+        full_kv_indices=full_ids,
+        q_num_blocks=None,
+        q_indices=None,
+        full_q_num_blocks=None,
+        full_q_indices=None,
+        BLOCK_SIZE=(Q_BLOCK, page_size),
+        mask_mod=_mask(problem, rows, num_tokens // page_size),
+    )
+
+
+def _pages_of(
+    problem: PagedAttention, rows: _Rows, block: list[_Row]
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Return (request, page) of the pages that some rows of a block see in part, and of those that all see wholly."""
+    partial: list[tuple[int, int]] = []
+    full: list[tuple[int, int]] = []
+    groups = [list(group) for _, group in itertools.groupby(block, key=lambda row: row.request)]
+    seeing = [group for group in ([row for row in group if row.last >= row.first] for group in groups) if group]
+    for group in seeing:
+        request, page_size = group[0].request, problem.page_size
+        all_see_from, all_see_to = max(row.first for row in group), min(row.last for row in group)
+        if problem.mask is not None:
+            all_see_to = rows.kv_lens[request] - rows.q_lens[request] - 1
+        first, last = min(row.first for row in group), max(row.last for row in group)
+        for page in range(first // page_size, last // page_size + 1):
+            whole = all_see_from <= page * page_size and (page + 1) * page_size - 1 <= all_see_to
+            is_full = whole and len(seeing) == 1 and len(group) == len(block)
+            (full if is_full else partial).append((request, page))
+    return partial, full
+
+
+def _without_repetitions(pages: list[int]) -> list[int]:
+    """Return pages once each: requests may share them."""
+    return list(dict.fromkeys(pages))
+
+
+def _lists(pages: list[list[int]], shape: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the number of pages of each block of rows, and their ids, int32; `shape` ends with all pages, as torch's do."""
+    padded = [each + [0] * (shape[-1] - len(each)) for each in pages]
+    counts = torch.tensor([len(each) for each in pages], dtype=torch.int32, device=device)
+    return counts.view(shape[:-1]), torch.tensor(padded, dtype=torch.int32, device=device).view(shape)
+
+
+def _mask(problem: PagedAttention, rows: _Rows, num_pages: int) -> Callable[..., torch.Tensor]:
+    """Return the mask of a row and a token of the pool, by their numbers, as `flex_attention` takes it."""
+    device, page_size = problem.query.device, problem.page_size
+    request_of, first, last = (rows.column(name, device) for name in ("request", "first", "last"))
+    page_in_request = torch.full((problem.batch_size, num_pages), -1, dtype=torch.int32, device=device)
+    for request, kv_len in enumerate(rows.kv_lens):
+        live = problem.k_block_tables[request, : -(-kv_len // page_size)].to(torch.int64)
+        page_in_request[request, live] = torch.arange(len(live), dtype=torch.int32, device=device)
+
+    def sees(entry: torch.Tensor, head: torch.Tensor, row: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        page = page_in_request[request_of[entry, row], token // page_size]
+        position = page * page_size + token % page_size
+        return (page >= 0) & (position >= first[entry, row]) & (position <= last[entry, row])
+
+    if problem.mask is None:
+        return sees
+    prefix = torch.tensor(
+        [k - q for k, q in zip(rows.kv_lens, rows.q_lens, strict=True)], dtype=torch.int32, device=device
+    )
+    words = problem.mask.view(torch.int16).to(torch.int32).unsqueeze(-1)  # torch shifts no uint16
+    bits = ((words >> torch.arange(MASK_BITS_PER_WORD, device=device)) & 1).flatten(2).to(torch.bool)
+
+    def sees_draft(entry: torch.Tensor, head: torch.Tensor, row: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        page = page_in_request[entry, token // page_size]
+        draft = page * page_size + token % page_size - prefix[entry]
+        in_draft = bits[entry, row, draft.clamp(0, bits.shape[2] - 1)]
+        return sees(entry, head, row, token) & ((draft < 0) | in_draft)
+
+    return sees_draft
