@@ -11,6 +11,7 @@ from torch import Tensor
 from lab import references
 from lab.checks import ForwardCase, Outcome, judge_forward
 from lab.checks.forward_pass import build_forward
+from lab.checks.mutants import mutant
 from lab.kernels import portable
 from lab.metadata import ForwardMode
 from lab.metadata.engine.capture import capture
@@ -64,6 +65,14 @@ def modes() -> list[ForwardCase]:
 @pytest.mark.parametrize("case", modes(), ids=repr)
 def test_a_divided_pass_is_right(case: ForwardCase) -> None:
     assert judge_forward(references, case, "cpu").outcome is Outcome.RIGHT
+
+
+def test_a_kernel_that_plans_for_the_first_batch_of_its_shapes_is_found_in_one_pass() -> None:
+    """Groups of as many requests have one shape, and the later ones are longer."""
+    planning = mutant("cached_lengths_by_shape").implementation
+    case = replace(CASE, sliding_window=False, decode_splits=7)
+    assert judge_forward(planning(), case, "cpu").outcome is Outcome.WRONG
+    assert judge_forward(planning(), replace(case, decode_splits=1), "cpu").outcome is Outcome.RIGHT
 
 
 @IN_INTERPRETER

@@ -44,13 +44,12 @@ class CallSettings:
         return implementation if self.decode_splits == 1 else DecodeSplit(implementation, self.decode_splits)
 
     def arguments(self, call: AttentionCall) -> dict[str, Any]:
-        """Return the keyword arguments of a call that are settings: of DECODE or CONTEXT."""
-        if call is AttentionCall.DECODE:
-            return {
-                "skip_softmax_threshold_scale_factor": self.skip_softmax_decode,
-                "multi_ctas_kv_counter_buffer": self.multi_ctas_kv_counter_buffer,
-            }
-        return {"skip_softmax_threshold_scale_factor": self.skip_softmax_prefill}
+        """Return the keyword arguments of a call, DECODE or CONTEXT, that are set: a kernel need not know the others."""
+        is_decode = call is AttentionCall.DECODE
+        threshold = self.skip_softmax_decode if is_decode else self.skip_softmax_prefill
+        counters = self.multi_ctas_kv_counter_buffer if is_decode else None
+        given = {"skip_softmax_threshold_scale_factor": threshold, "multi_ctas_kv_counter_buffer": counters}
+        return {name: value for name, value in given.items() if value is not None}
 
 
 def splits_mixed_tail(

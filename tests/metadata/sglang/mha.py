@@ -125,6 +125,7 @@ def calls_of(
     query: Tensor,
     cache: PagedKVCache,
     attn_type: str = "DECODER",
+    **attributes: object,
 ) -> list[tuple[str, dict[str, Any]]]:
     """Run one layer of a pass whose metadata the backend has built, and return FlashInfer's calls: name and arguments.
 
@@ -134,6 +135,7 @@ def calls_of(
         server: from `server_batch`.
         layer, query, cache: as for `lab.metadata.mha.calls.call_arguments`; the cache is NHD.
         attn_type: a member of SGLang's `AttentionType`.
+        attributes: of the backend, instead of those of one without an engine's settings.
     """
     calls = []
 
@@ -157,6 +159,7 @@ def calls_of(
         **dict.fromkeys(("is_nvfp4_kvcache", "decode_uses_native_fp4", "uses_trtllm_gen_native_fp4"), False),
         **dict.fromkeys(("workspace_buffer", "_multi_ctas_kv_counter_buffer", "_xqa_spec_dec_mask")),
     )
+    vars(backend).update(attributes)
     if backend._swa_kv_pool is not None:
         backend._swa_kv_pool.layers_mapping = {0: (0, layer.reads_swa_pool)}
     heads = cache.storage.shape[-2]
