@@ -11,7 +11,7 @@ from lab import references
 from lab.calls import ContextCall, DecodeCall
 from lab.kernels import flashinfer_call, support
 from lab.kernels.peers import flashinfer_paged
-from lab.kernels.support import Kernel, why_not
+from lab.kernels.support import Kernel, kernel_names, why_not
 from lab.kernels.support.peers import FA2_PAGED, FA3_PAGED
 from tests.cases import pack_mask
 from tests.kernels.simulated_flashinfer import MEBIBYTE
@@ -164,6 +164,9 @@ def test_a_gpu_has_its_own(simulate: Simulate, capability: tuple[int, int], back
     simulated = simulate(capability)
     assert_right(flashinfer_paged, with_scale(decode(5)))
     assert simulated.plans[0]["backend"] == backend
+    kernel = FA2_PAGED if backend == "fa2" else FA3_PAGED
+    assert kernel_names(flashinfer_paged, [DECODE_CALL], torch.device("cpu")) == kernel.name
+    assert kernel_names(flashinfer_paged.fa2, [DECODE_CALL], torch.device("cpu")) == FA2_PAGED.name
 
 
 @pytest.mark.parametrize(
