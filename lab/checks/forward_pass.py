@@ -12,6 +12,7 @@ from lab.calls.problem import E4M3, NVFP4
 from lab.checks.needles import draw_histories, needle_positions
 from lab.checks.stored import E4M3_K_SCALE, E4M3_V_SCALE, as_stored, fill
 from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.kv_cache import NVFP4KVCache, PagedKVCache, PagedLatentCache, ShardedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.mha.calls import AttentionLayer, PlannedCall, plan_calls, prepare_attention
@@ -134,6 +135,7 @@ class ForwardPass(EnginePass):
             out_dtype=case.dtypes.out,
             window_left=case.window_left,
             sinks=layer.sinks,
+            causal=not case.encoder_only,
         )
         histories = [(keys, values) for keys, values in self.histories]
         return truth_of_requests(query, histories, list(case.q_lens), rules)
@@ -154,10 +156,17 @@ def build_forward(case: ForwardCase, device: torch.device, build_metadata: Build
     heads, window = model.num_kv_heads, case.sliding_window
     cache = pool.new_cache(heads, stored_width(case), case.kv_dtype, case.layout, sliding_window=window)
     cache = with_scale_factors(case, cache)
-    batch, metadata = admit_and_write(case, pool, cache, stored, build_metadata or build_mha_metadata)
+    build = builder_of(case, build_metadata or build_mha_metadata)
+    batch, metadata = admit_and_write(case, pool, cache, stored, build)
     _poison_table_tails(metadata, cache, case)
     rows = torch.cat([query, query.new_full((case.num_padding_rows, *query.shape[1:]), float("nan"))]).to(case.dtype)
     return ForwardPass(case, pool, batch, metadata, layer, cache, rows, histories, plan_of(case, batch))
+
+
+def builder_of(case: ForwardCase, build: Callable[..., TRTLLMMHAMetadata] = build_mha_metadata) -> BuildMetadata:
+    """Return a builder with what it is told of the case's layers: nothing, where it builds nothing for them."""
+    expands = case.encoder_only and case.mode is ForwardMode.TARGET_VERIFY
+    return functools.partial(build, expand_encoder_only_verify=True) if expands else build
 
 
 def plan_of(case: ForwardCase, batch: ForwardBatch) -> list[PlannedCall]:
@@ -261,14 +270,17 @@ def new_layer(case: ForwardCase, device: torch.device, generator: torch.Generato
         window_left=case.window_left,
         reads_swa_pool=case.sliding_window,
         sinks=sinks,
+        encoder_only=case.encoder_only,
     )
 
 
 def _poison_table_tails(metadata: TRTLLMMHAMetadata, cache: PagedKVCache, case: ForwardCase) -> None:
     """Make dead cells name live pages of other requests and pages never written, as a replayed table's stale cells do."""
-    for table in (metadata.page_table, metadata.swa_page_table):
-        if table is not None:
-            live = -(-metadata.cache_seqlens_int32 // case.page_size)
+    lens, encoder_lens = metadata.cache_seqlens_int32, metadata.encoder_cache_seqlens
+    tables = ((metadata.page_table, lens), (metadata.swa_page_table, lens), (metadata.encoder_page_table, encoder_lens))
+    for table, keys in tables:
+        if table is not None and keys is not None:
+            live = -(-keys // case.page_size)
             columns = torch.arange(table.shape[1], device=table.device)
             foreign = (columns * 7 + 1) % cache.storage.shape[1]
             table.copy_(torch.where(columns < live.unsqueeze(1), table, foreign.to(torch.int32)))

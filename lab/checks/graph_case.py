@@ -62,11 +62,13 @@ class GraphCase(StoryCase):
         geometry: a name of `lab.workloads.GEOMETRIES`.
         sliding_window: a sliding-window layer over its own pool.
         decode_splits: the engine's most calls of a decode, over requests sorted by length.
+        encoder_only: of a verification, a layer whose rows see all keys of their request.
     """
 
     geometry: str = "tiny"
     sliding_window: bool = False
     decode_splits: int = 1
+    encoder_only: bool = False
 
     @property
     def interface(self) -> Interface:

@@ -78,7 +78,8 @@ class MHAStage:
 
     def __init__(self, case: GraphCase, implementation: Any, pool: KVPool, randn: Randn) -> None:
         self.case, self.pool, self.randn = case, pool, randn
-        self.backend = TRTLLMMHABackend(implementation, settings=CallSettings(decode_splits=case.decode_splits))
+        settings = CallSettings(decode_splits=case.decode_splits)
+        self.backend = TRTLLMMHABackend(implementation, settings=settings, expand_encoder_only_verify=case.encoder_only)
         self.model, window = geometry(case.geometry), case.sliding_window
         self.heads = (self.model.num_qo_heads, self.model.head_dim, self.model.head_dim)
         self.layer = AttentionLayer(
@@ -86,6 +87,7 @@ class MHAStage:
             window_left=self.model.window_left if window else -1,
             reads_swa_pool=window,
             sinks=randn(self.model.num_qo_heads).float() if self.model.has_sinks else None,
+            encoder_only=case.encoder_only,
         )
         self.cache = pool.new_cache(
             self.model.num_kv_heads, self.model.head_dim, torch.bfloat16, KVLayout.NHD, sliding_window=window
@@ -110,6 +112,9 @@ class MHAStage:
             buffers.swa_page_table.zero_()
         if buffers.swa_out_cache_loc is not None:
             buffers.swa_out_cache_loc.fill_(POISONED_LENGTH)
+        if buffers.encoder_page_table is not None:
+            buffers.encoder_page_table.zero_()
+            buffers.encoder_cache_seqlens.fill_(POISONED_LENGTH)
 
     def metadata_owners(self, runner: GraphRunner[Any]) -> tuple[Any, ...]:
         return (runner.metadata.buffers,)
@@ -128,6 +133,9 @@ class MHAStage:
         if metadata.swa_page_table is not None and metadata.swa_out_cache_loc is not None:
             uniform["swa_page_table"] = (metadata.swa_page_table[count:, :pages], 0)
             uniform["swa_out_cache_loc"] = (metadata.swa_out_cache_loc[rows:], 0)
+        if metadata.encoder_cache_seqlens is not None and metadata.encoder_page_table is not None:
+            uniform["encoder_cache_seqlens"] = (metadata.encoder_cache_seqlens[rows:], length)
+            uniform["encoder_page_table"] = (metadata.encoder_page_table[rows:, :pages], 0)
         return uniform
 
     def prepare(
@@ -147,6 +155,7 @@ class MHAStage:
             out_dtype=torch.bfloat16,
             window_left=self.layer.window_left,
             sinks=self.layer.sinks,
+            causal=not self.layer.encoder_only,
         )
         return truth_of_requests(query, seen, q_lens, rules)
 

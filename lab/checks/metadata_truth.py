@@ -14,6 +14,7 @@ from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 from lab.metadata.mla.metadata import BLOCK_TABLE_TOKENS, DEAD_PAGE, QueryLayout, TRTLLMMLADecodeMetadata
 from lab.references.forward_metadata import (
     ForwardMetadata,
+    encoder_only_verify,
     forward_metadata,
     mla_forward_metadata,
     query_length,
@@ -59,6 +60,10 @@ def wrong_metadata(
     if expected.swa_out_cache_loc is not None and metadata.swa_out_cache_loc is not None:
         locations = metadata.swa_out_cache_loc[: batch.num_tokens].tolist()
         pairs["swa_out_cache_loc"] = (locations, expected.swa_out_cache_loc)
+    if metadata.encoder_cache_seqlens is not None and metadata.encoder_page_table is not None:
+        lens, rows = encoder_only_verify(batch, pool)
+        pairs["encoder_cache_seqlens"] = (metadata.encoder_cache_seqlens[: len(lens)].tolist(), lens)
+        tables["encoder_page_table"] = (metadata.encoder_page_table, rows)
     for name, (table, pages) in tables.items():
         pairs |= {f"{name}[{i}]": (table[i, : len(row)].tolist(), row) for i, row in enumerate(pages)}
     return _first_difference(pairs)

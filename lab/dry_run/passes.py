@@ -20,6 +20,7 @@ from lab.checks.catalogue.mla_modes import mla_mode_cases
 from lab.checks.forward_pass import (
     EnginePass,
     ForwardPass,
+    builder_of,
     new_layer,
     new_poisonable_pool,
     plan_of,
@@ -40,7 +41,6 @@ from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_cache import KVLayout, PagedKVCache, PagedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention
-from lab.metadata.mha.metadata import build_mha_metadata
 from lab.metadata.mla.metadata import build_mla_decode_metadata
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.mla_case import MLACase
@@ -113,8 +113,9 @@ def surveyed_passes() -> Iterator[tuple[str, ForwardCase | MLACase]]:
         yield name, scenario(name)
     for model, is_window in SURVEYED_MODELS:
         for case in mode_cases(model, PAGE_SIZE, (Q_LEN,)):
-            words = [*_options(case), *(["window"] if is_window else [])]
-            yield "/".join(["M1", model, case.mode.name.lower(), *words]), replace(case, sliding_window=is_window)
+            has_window = is_window and not case.encoder_only
+            words = [*_options(case), *(["window"] if has_window else [])]
+            yield "/".join(["M1", model, case.mode.name.lower(), *words]), replace(case, sliding_window=has_window)
     for heads in SURVEYED_MLA_HEADS:
         for mla in mla_mode_cases(PAGE_SIZE, (Q_LEN,), num_qo_heads=heads):
             yield "/".join(["M2", f"{heads}_heads", mla.mode.name.lower(), *_mla_options(mla)]), mla
@@ -132,6 +133,8 @@ def _options(case: ForwardCase) -> Iterator[str]:
         yield f"on_{case.draft_extend.name.lower()}"
     if case.split_mixed_tail:
         yield "split_tail"
+    if case.encoder_only:
+        yield "encoder_only"
     if case.num_padding_rows:
         yield f"padding{case.num_padding_rows}"
     if case.decode_splits > 1:
@@ -251,7 +254,7 @@ def unwritten_pass(case: ForwardCase | MLACase) -> EnginePass:
         mla = build_mla_decode_metadata(batch, pool, case.attention)
         return MLAPass(case, pool, batch, mla, new_mla_layer(case), latent, query, ())
     query = torch.empty(rows, case.model.num_qo_heads, case.model.head_dim, dtype=case.dtype)
-    metadata, layer = build_mha_metadata(batch, pool), new_layer(case, CPU, torch.Generator())
+    metadata, layer = builder_of(case)(batch, pool), new_layer(case, CPU, torch.Generator())
     cache, plan = _unwritten_cache(case, pool), plan_of(case, batch)
     return ForwardPass(case, pool, batch, metadata, layer, cache, query, (), plan)
 

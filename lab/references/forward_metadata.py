@@ -92,6 +92,22 @@ def zigzag_forward_metadata(batch: Any, pool: Any, num_ranks: int, rank: int) ->
     )
 
 
+def encoder_only_verify(batch: Any, pool: Any) -> tuple[list[int], list[list[int]]]:
+    """Return the keys and the live pages of each query row of a verification on an encoder-only layer.
+
+    A row sees all keys of its request, those of the rows after it too, so that it is a request of one row (SGLang 0.5.23).
+
+    Args:
+        batch, pool: as in `forward_metadata`.
+    """
+    keys, pages = [], []
+    for i, row in enumerate(batch.req_pool_indices.tolist()):
+        for _ in range(query_length(batch, i)):
+            keys.append(key_length(batch, i))
+            pages.append(live_pages(row, key_length(batch, i), pool))
+    return keys, pages
+
+
 @dataclass(frozen=True)
 class MLAForwardMetadata:
     """The right metadata of the MLA decode kernel. Block tables list the pages that a request's rows may see, no others."""

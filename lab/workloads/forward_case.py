@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lab.calls.arguments import check_int
+from lab.calls.arguments import check_bool, check_int
 from lab.calls.problem import E4M3, NVFP4, NVFP4_BLOCK, AttentionCall
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
@@ -36,6 +36,8 @@ class ForwardCase(PassCase):
             and where the query as it is cast and the cache have one dtype (`lab.metadata.mha.settings.splits_mixed_tail`).
         num_padding_rows: query rows after the requests', as data parallelism pads an extend, and a planner a ragged
             verification; the call gets them too.
+        encoder_only: a layer whose rows see all keys of their request, as a block's draft has. False but in extends and in
+            TARGET_VERIFY, without a window.
         decode_splits: the engine's most calls of a decode, over requests sorted by length. 1 where no decode call is divided.
         context_parallel: ranks to which the new tokens are dealt in zigzag, in EXTEND and MIXED; 1 for none.
         query_dtype: e4m3 where the engine casts the query to it over a quantised cache, as SGLang does for trtllm-gen and
@@ -61,6 +63,7 @@ class ForwardCase(PassCase):
     draft_extend: AttentionCall | None = None
     split_mixed_tail: bool = False
     num_padding_rows: int = 0
+    encoder_only: bool = False
     decode_splits: int = 1
     context_parallel: int = 1
     dtype: torch.dtype = torch.bfloat16
@@ -76,6 +79,7 @@ class ForwardCase(PassCase):
         self.check_tensors((E4M3, NVFP4))
         self._check_query_dtype()
         self._check_context_parallel()
+        self._check_encoder_only()
         self._check_storage()
 
     def _check_mode(self) -> None:
@@ -99,7 +103,7 @@ class ForwardCase(PassCase):
             )
         check_int("num_padding_rows", self.num_padding_rows, 0, "it is the number of rows after the requests'")
         takes_padding = self.interface is Interface.CONTEXT or self.mode.query_rows is QueryRows.VERIFIED
-        if self.num_padding_rows and (not takes_padding or self.split_mixed_tail):
+        if self.num_padding_rows and (not takes_padding or self.split_mixed_tail or self.context_parallel > 1):
             raise ValueError(
                 f"num_padding_rows={self.num_padding_rows} would be ignored in {self.mode!r}: only a pass that makes the "
                 "context call and no other, or a ragged verification, hands over padding rows; leave it 0"
@@ -141,6 +145,19 @@ class ForwardCase(PassCase):
             raise ValueError(
                 f"context_parallel={ranks}: SGLang splits off no mixed tail with it, and refuses NVFP4; leave "
                 "split_mixed_tail False and take another kv_dtype"
+            )
+
+    def _check_encoder_only(self) -> None:
+        check_bool("encoder_only", self.encoder_only)
+        if self.encoder_only and not (self.mode.is_prefill or self.mode is ForwardMode.TARGET_VERIFY):
+            raise ValueError(
+                f"encoder_only={self.encoder_only} would be ignored in {self.mode!r}: SGLang's calls let rows see those after "
+                "them in extends and in TARGET_VERIFY alone; leave it False"
+            )
+        if self.encoder_only and (self.sliding_window or self.split_mixed_tail or self.context_parallel > 1):
+            raise ValueError(
+                "encoder_only=True goes with no sliding_window, split_mixed_tail or context_parallel: its two calls would see "
+                "other windows, its tail is not split off, and a rank's rows see no later rank's; leave them out"
             )
 
     def _check_query_dtype(self) -> None:

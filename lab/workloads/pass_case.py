@@ -34,9 +34,9 @@ class PassCase(PassLens):
     kv_dtype: torch.dtype
     contents: Contents
     seed: int
-    num_padding_rows: int = (
-        0  # query rows after the requests', which belong to none; a case that has some declares the field
-    )
+    # A case that has these declares the field: query rows after the requests', which belong to none; rows that see those after.
+    num_padding_rows: int = 0
+    encoder_only: bool = False
 
     def __repr__(self) -> str:
         return short_repr(self)
@@ -60,7 +60,7 @@ class PassCase(PassLens):
     def visible_pairs(self) -> int:
         """Return the visible (query row, key) pairs of all requests."""
         return sum(
-            position + 1 if self.window_left < 0 else min(position, self.window_left) + 1
+            seen if self.encoder_only else (position if self.window_left < 0 else min(position, self.window_left)) + 1
             for seen, q_len in zip(self.seen_lens, self.q_lens, strict=True)
             for position in range(seen - q_len, seen)
         )

@@ -15,6 +15,7 @@ A name is `<mode>/<geometry>/<batch>[/<option>...]`, such as `target_verify/gpt-
     on_context     draft_extend: a draft extend on the context call
     split_tail     split_mixed_tail: the trailing requests of one new token go to the decode call
     splits<N>      decode_splits: decode calls are divided into N, over requests sorted by length
+    encoder_only   encoder_only: a layer whose rows see all keys of their request
     hnd            layout: HND
     e4m3           kv_dtype: an e4m3 cache
     e4m3_products  arithmetic: the control computes in e4m3, as XQA on SM90 does over an e4m3 cache with one query token
@@ -72,6 +73,7 @@ _OPTIONS: dict[str, tuple[str, Any]] = {
     "on_decode": ("draft_extend", AttentionCall.DECODE),
     "on_context": ("draft_extend", AttentionCall.CONTEXT),
     "split_tail": ("split_mixed_tail", True),
+    "encoder_only": ("encoder_only", True),
     "hnd": ("layout", KVLayout.HND),
     "e4m3": ("kv_dtype", torch.float8_e4m3fn),
     "e4m3_products": ("arithmetic", torch.float8_e4m3fn),

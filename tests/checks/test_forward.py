@@ -50,6 +50,12 @@ CASES = {
     "extend_prefix": ForwardCase(ForwardMode.EXTEND, "tiny", (15, 0, 40), (33, 1, 16), page_size=P),
     "mixed": ForwardCase(ForwardMode.MIXED, "tiny", (15, 31, 40), (20, 1, 1), page_size=P),
     "padding_rows": ForwardCase(ForwardMode.EXTEND, "tiny", (13, 0, 50), (4, 20, 3), page_size=P, num_padding_rows=5),
+    "encoder_only_extend": ForwardCase(
+        ForwardMode.EXTEND, "tiny", (15, 0, 40), (33, 1, 16), page_size=P, encoder_only=True
+    ),
+    "encoder_only_verify": ForwardCase(
+        ForwardMode.TARGET_VERIFY, "tiny", (13, 0, 16, 200), (4,) * 4, page_size=P, encoder_only=True
+    ),
     "mixed_tail": ForwardCase(ForwardMode.MIXED, "tiny", (15, 31, 40), (20, 1, 1), page_size=P, split_mixed_tail=True),
 }
 
@@ -58,7 +64,7 @@ def variants(case: ForwardCase) -> list[ForwardCase]:
     """Full and sliding-window layer, random and needle inputs."""
     return [
         replace(case, sliding_window=window, contents=contents)
-        for window in (False, True)
+        for window in ((False, False) if case.encoder_only else (False, True))
         for contents in PASS_CONTENTS
     ]
 

@@ -21,7 +21,7 @@ from lab.checks.mutants import mutant
 from lab.checks.scene import RunnerFactory, Scene, right_runner
 from lab.checks.stories import STORIES, tell
 from lab.kernels import portable
-from lab.metadata import ForwardBatch, KVPool, TRTLLMMHAMetadata
+from lab.metadata import ForwardBatch, ForwardMode, KVPool, TRTLLMMHAMetadata
 from lab.metadata.engine.cuda_graph import GraphRunner
 from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
 from tests.devices import DEVICES, IN_INTERPRETER
@@ -55,10 +55,13 @@ def wrong(cases: Iterable[StoryCase], implementation: Any = references) -> dict[
     return {repr(case): why for case in cases if (why := reason(case, implementation))}
 
 
+def cases_of(level: Level) -> list[GraphCase]:
+    interfaces = graph_stories.CHECK.interfaces
+    return [case for each in interfaces for case in graph_stories.CHECK.cases(each, Space(), level)]
+
+
 def test_every_story_of_every_mode_is_told_in_every_setting_and_in_turn_on_a_real_geometry() -> None:
-    cases = [
-        case for each in graph_stories.CHECK.interfaces for case in graph_stories.CHECK.cases(each, Space(), Level.FULL)
-    ]
+    cases = [case for case in cases_of(Level.FULL) if not case.encoder_only]
     modes = {mode for width in (2, 4, 8) for mode in graph_modes(width)} | {GraphMode.draft_decode(s) for s in (0, 2)}
     modes.add(GraphMode.frozen_kv_draft())
     settings = {
@@ -73,11 +76,7 @@ def test_every_story_of_every_mode_is_told_in_every_setting_and_in_turn_on_a_rea
 
 
 def test_the_smoke_level_tells_each_story_of_two_modes_and_takes_turns() -> None:
-    cases = [
-        case
-        for each in graph_stories.CHECK.interfaces
-        for case in graph_stories.CHECK.cases(each, Space(), Level.SMOKE)
-    ]
+    cases = [case for case in cases_of(Level.SMOKE) if not case.encoder_only]
     assert Counter(case.story for case in cases) == dict.fromkeys(Story, 2)
     assert {case.mode for case in cases} == set(MODES.values())
     assert len({(case.place, case.sliding_window) for case in cases}) == 4
@@ -93,6 +92,40 @@ def test_every_mode_passes_with_the_references(mode: str) -> None:
         for place, window in (SETTINGS[number % 4], SETTINGS[(number + 2) % 4])
     )
     assert wrong(cases) == {}
+
+
+def test_a_verification_on_encoder_only_layers_has_its_stories() -> None:
+    found = {level: [case for case in cases_of(level) if case.encoder_only] for level in Level}
+    assert len(found[Level.SMOKE]) == 2
+    assert {case.story for case in found[Level.FULL]} == set(Story)
+    assert {case.place for case in found[Level.FULL]} == set(MetadataPlace)
+    assert {case.mode.forward_mode for case in found[Level.FULL]} == {ForwardMode.TARGET_VERIFY}
+    assert len(set(map(repr, found[Level.FULL]))) == len(found[Level.FULL])
+
+
+def encoder_only(story: Story, place: MetadataPlace = MetadataPlace.IN_GRAPH) -> GraphCase:
+    return GraphCase(MODES["target_verify"], story, place, encoder_only=True)
+
+
+@IN_INTERPRETER
+def test_rows_that_see_each_other_pass() -> None:
+    places = list(MetadataPlace)
+    assert wrong(encoder_only(story, places[number % 2]) for number, story in enumerate(Story)) == {}
+    assert wrong([replace(encoder_only(Story.A_B_A), num_pages=4)], portable) == {}
+
+
+@IN_INTERPRETER
+def test_rows_of_an_earlier_replay_are_found() -> None:
+    """The requests' lengths are rebuilt, and their rows' are not."""
+
+    class Unexpanded(GraphRunner):
+        def replay(self, batch: ForwardBatch) -> Any:
+            stale = self.metadata.buffers.encoder_cache_seqlens.clone()
+            output = super().replay(batch)
+            self.metadata.buffers.encoder_cache_seqlens.copy_(stale)
+            return output
+
+    assert "encoder_cache_seqlens" in reason(encoder_only(Story.A_B_A), make=runner(Unexpanded))
 
 
 @IN_INTERPRETER

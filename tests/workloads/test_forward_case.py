@@ -84,6 +84,7 @@ def test_an_argument_that_the_mode_would_ignore_is_refused(mode: ForwardMode) ->
         "draft_step": (0, {ForwardMode.DECODE}),
         "draft_extend": (AttentionCall.DECODE, {ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2}),
         "split_mixed_tail": (True, plain_extends),
+        "encoder_only": (True, {*plain_extends, ForwardMode.TARGET_VERIFY}),
         "num_padding_rows": (3, {*plain_extends, ForwardMode.DRAFT_EXTEND, ForwardMode.RAGGED_VERIFY}),
     }
     for name, (value, modes) in meant.items():

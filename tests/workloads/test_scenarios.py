@@ -48,6 +48,7 @@ def test_a_name_makes_the_pass_that_it_says(name: str, case: ForwardCase) -> Non
         ("draft_extend_v2", "on_context", {"draft_extend": AttentionCall.CONTEXT}),
         ("mixed", "split_tail", {"split_mixed_tail": True}),
         ("extend", "padding3", {"num_padding_rows": 3}),
+        ("target_verify", "encoder_only", {"encoder_only": True}),
         ("decode", "splits4", {"decode_splits": 4}),
         ("decode", "hnd", {"layout": KVLayout.HND}),
         ("decode", "e4m3", {"kv_dtype": E4M3}),

@@ -64,6 +64,8 @@ def mode_cases(
         # A pool that lies in memory as the kernels see it; and six requests in four calls.
         if q_len == 4:
             yield replace(verify, layout=KVLayout.HND)
+        if q_len == max(q_lens):
+            yield replace(verify, encoder_only=True)
             yield replace(verify, decode_splits=4)
     v1 = ForwardCase(ForwardMode.DRAFT_EXTEND, name, prefixes, (5, 1, 2, 4, 3, 1), page_size=page_size)
     yield v1
@@ -81,6 +83,7 @@ def mode_cases(
     extend = ForwardCase(ForwardMode.EXTEND, name, prefixes, extend_lens, page_size=page_size)
     yield extend
     yield replace(extend, num_padding_rows=7)
+    yield replace(extend, encoder_only=True)
     # Dealt to ranks: the late blocks of all requests follow the early ones, over the same pages.
     dealt = (5, page_size + 1, 70, 4, 130, 33)
     yield ForwardCase(ForwardMode.EXTEND, name, prefixes, dealt, page_size=page_size, context_parallel=2)
@@ -96,7 +99,7 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[Forward
     for case in mode_cases(space.tiny, page_size, q_lens, long=(3 * page_size + 5, 300)):
         if case.interface is interface and not (case.split_mixed_tail and dtypes["dtype"] != dtypes["kv_dtype"]):
             yield replace(case, contents=Contents.NEEDLES, **dtypes)
-            if True in space.windows:
+            if True in space.windows and not case.encoder_only:
                 yield replace(case, sliding_window=True, **dtypes)
     yield from (case for case in quantised_cases(space, page_size) if case.interface is interface)
     if level is Level.FULL:
@@ -183,6 +186,11 @@ def geometry_cases(space: Space) -> Iterator[ForwardCase]:
             ("variant", "dtypes"),
             lambda variant, pair: pair[0] == pair[1] or not variants[variant].split_mixed_tail,
             "a mixed tail is split where both dtypes are one",
+        ),
+        Constraint(
+            ("variant", "sliding_window"),
+            lambda variant, window: not window or not variants[variant].encoder_only,
+            "an encoder-only layer has no window",
         ),
     )
     triples = (("variant", "model", "sliding_window"), ("variant", "model", "page_size"))

@@ -16,6 +16,7 @@ from lab.checks.graph_stage import MHAStage
 from lab.checks.space import Space
 from lab.checks.stories import tell
 from lab.checks.trial import Trial
+from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
 from lab.workloads.geometries import geometry
 from lab.workloads.interfaces import Interface
@@ -62,6 +63,8 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[GraphCa
                 if case.interface is interface:
                     splits = 3 if is_divided and number % 4 == 0 else 1
                     yield replace(case, place=place, sliding_window=window, decode_splits=splits)
+            if case.interface is interface and mode.forward_mode is ForwardMode.TARGET_VERIFY:
+                yield replace(case, place=list(MetadataPlace)[turn % 2], encoder_only=True)
 
 
 def _judge(trial: Trial) -> None:

@@ -29,7 +29,8 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[Forward
     for page_size in PAGE_SIZES[level]:
         for case in mode_cases("tiny", page_size, Q_LENS[level], long=(3 * page_size + 5, 5 * page_size - 1)):
             yield case
-            yield replace(case, sliding_window=True)
+            if not case.encoder_only:
+                yield replace(case, sliding_window=True)
 
 
 def _judge(trial: Trial) -> None:

@@ -16,9 +16,9 @@ from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
 class Builder(Defective, is_model=True, interface=(MHA_METADATA,)):
     """`lab.metadata.build_mha_metadata`, and one change of what it built."""
 
-    def build_mha_metadata(self, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+    def build_mha_metadata(self, batch: ForwardBatch, pool: KVPool, **options: bool) -> TRTLLMMHAMetadata:
         """As `lab.metadata.build_mha_metadata`."""
-        return self.changed(build_mha_metadata(batch, pool), batch, pool)
+        return self.changed(build_mha_metadata(batch, pool, **options), batch, pool)
 
     def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
         return self.misread(metadata, batch, pool)
@@ -134,6 +134,17 @@ class RaggedVerifyCountsDraft(Builder):
         if batch.forward_mode.query_rows is not QueryRows.VERIFIED:
             return metadata
         return replace(metadata, cache_seqlens_int32=(batch.seq_lens + metadata.max_seq_len_q).to(torch.int32))
+
+
+class EncoderOnlyRowsCausal(Builder):
+    """A row of an encoder-only layer's verification sees no key after its own."""
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        if metadata.encoder_cache_seqlens is None:
+            return metadata
+        after = torch.arange(metadata.max_seq_len_q, dtype=torch.int32, device=pool.device).flip(0)
+        lens = metadata.encoder_cache_seqlens - after.repeat(batch.batch_size)
+        return replace(metadata, encoder_cache_seqlens=lens)
 
 
 class CuSeqlensKWithoutQ(Builder):

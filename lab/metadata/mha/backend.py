@@ -30,6 +30,7 @@ class TRTLLMMHABackend:
         prefills_with_fmha_v2: the engine's prefill kernel, which decides with the dtypes if a mixed batch's tail is split off.
         settings: arguments that all calls have alike.
         builder: what writes the metadata of graphs.
+        expand_encoder_only_verify: the model has encoder-only layers; see `build_mha_metadata`.
     """
 
     supports_draft_extend_graph: ClassVar[bool] = True
@@ -39,14 +40,16 @@ class TRTLLMMHABackend:
     builder: MetadataBuilder = MetadataBuilder.FUSED
     prefills_with_fmha_v2: bool = True
     settings: CallSettings = field(default_factory=CallSettings)
+    expand_encoder_only_verify: bool = False
 
     def build_metadata(self, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-        return build_mha_metadata(batch, pool)
+        return build_mha_metadata(batch, pool, expand_encoder_only_verify=self.expand_encoder_only_verify)
 
     def new_buffers(
         self, modes: Sequence[GraphMode], pool: KVPool, max_batch_size: int
     ) -> dict[GraphMode, MHAGraphMetadata]:
-        return {mode: MHAGraphMetadata(mode, pool, max_batch_size, self.builder) for mode in modes}
+        expand = self.expand_encoder_only_verify
+        return {mode: MHAGraphMetadata(mode, pool, max_batch_size, self.builder, expand) for mode in modes}
 
     def prepare_attention(
         self,
@@ -59,8 +62,12 @@ class TRTLLMMHABackend:
         max_context_len: int,
         out: Tensor,
     ) -> Callable[[], Tensor]:
-        fmha_v2 = self.prefills_with_fmha_v2
-        split = splits_mixed_tail(query.dtype, cache.storage.dtype, prefills_with_fmha_v2=fmha_v2)
+        split = splits_mixed_tail(
+            query.dtype,
+            cache.storage.dtype,
+            prefills_with_fmha_v2=self.prefills_with_fmha_v2,
+            is_decoder=not layer.encoder_only,
+        )
         return prepare_attention(
             self.implementation,
             batch,

@@ -13,6 +13,7 @@ from torch import Tensor
 from lab.kernels.serving.forward_metadata import PassBuffers
 from lab.metadata.engine.backend import prepare_passes, seq_len_offset
 from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import check_attends, max_query_rows, query_rows, uniform_boundaries
@@ -36,6 +37,7 @@ def new_mha_metadata(
     new: Callable[..., Tensor] = torch.zeros,
     page_table: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
+    expand_encoder_only_verify: bool = False,
 ) -> TRTLLMMHAMetadata:
     """Allocate the metadata of a pass, with sliding-window tensors where the pool has such pages.
 
@@ -44,6 +46,7 @@ def new_mha_metadata(
         batch_size, max_seq_len_q, num_tokens: requests, most query rows of one, and query rows of all.
         new: `torch.zeros` or `torch.empty`.
         page_table, cu_seqlens_q: ones that other passes share, or that are preset; new ones if None.
+        expand_encoder_only_verify: with the tensors of encoder-only layers.
     """
 
     def int32(*shape: int) -> Tensor:
@@ -58,20 +61,28 @@ def new_mha_metadata(
         page_table=int32(batch_size, pool.block_table_width) if page_table is None else page_table,
         swa_page_table=int32(batch_size, pool.block_table_width) if has_swa else None,
         swa_out_cache_loc=new((num_tokens,), dtype=torch.int64, device=pool.device) if has_swa else None,
+        encoder_cache_seqlens=int32(num_tokens) if expand_encoder_only_verify else None,
+        encoder_page_table=int32(num_tokens, pool.block_table_width) if expand_encoder_only_verify else None,
     )
 
 
 def leading_mha_metadata(whole: TRTLLMMHAMetadata, batch_size: int) -> TRTLLMMHAMetadata:
     """Return the slices of a smaller batch, each request of which has ``max_seq_len_q`` rows; they share the storage."""
     rows = batch_size * whole.max_seq_len_q
+
+    def leading(tensor: Tensor | None, count: int) -> Tensor | None:
+        return None if tensor is None else tensor[:count]
+
     return TRTLLMMHAMetadata(
         cache_seqlens_int32=whole.cache_seqlens_int32[:batch_size],
         max_seq_len_q=whole.max_seq_len_q,
         cu_seqlens_q=whole.cu_seqlens_q[: batch_size + 1],
         cu_seqlens_k=whole.cu_seqlens_k[: batch_size + 1],
         page_table=whole.page_table[:batch_size],
-        swa_page_table=None if whole.swa_page_table is None else whole.swa_page_table[:batch_size],
-        swa_out_cache_loc=None if whole.swa_out_cache_loc is None else whole.swa_out_cache_loc[:rows],
+        swa_page_table=leading(whole.swa_page_table, batch_size),
+        swa_out_cache_loc=leading(whole.swa_out_cache_loc, rows),
+        encoder_cache_seqlens=leading(whole.encoder_cache_seqlens, rows),
+        encoder_page_table=leading(whole.encoder_page_table, rows),
     )
 
 
@@ -147,20 +158,33 @@ class MHAGraphMetadata:
         pool: whose tables are read; with or without sliding-window pages.
         max_batch_size: the largest captured size.
         builder: what writes them.
+        expand_encoder_only_verify: as in `build_mha_metadata`.
 
     Attributes:
         buffers: of the largest size.
     """
 
     def __init__(
-        self, mode: GraphMode, pool: KVPool, max_batch_size: int, builder: MetadataBuilder = MetadataBuilder.FUSED
+        self,
+        mode: GraphMode,
+        pool: KVPool,
+        max_batch_size: int,
+        builder: MetadataBuilder = MetadataBuilder.FUSED,
+        expand_encoder_only_verify: bool = False,
     ) -> None:
         self.mode = mode
         self.pool = pool
         self.builder = builder
         width = mode.num_tokens_per_req
         preset = None if mode.in_extend_seq_lens else uniform_boundaries(max_batch_size, width, pool.device)
-        self.buffers = new_mha_metadata(pool, max_batch_size, width, max_batch_size * width, cu_seqlens_q=preset)
+        self.buffers = new_mha_metadata(
+            pool,
+            max_batch_size,
+            width,
+            max_batch_size * width,
+            cu_seqlens_q=preset,
+            expand_encoder_only_verify=expand_encoder_only_verify and mode.forward_mode is ForwardMode.TARGET_VERIFY,
+        )
 
     def slices(self, batch_size: int) -> TRTLLMMHAMetadata:
         """Return the metadata of a captured size: leading slices, which share their storage with every other size's."""
@@ -182,12 +206,23 @@ class MHAGraphMetadata:
         if self.mode.in_extend_seq_lens:
             uniform = self.mode.forward_mode.query_rows.are_uniform
             rows = self.mode.num_tokens_per_req if uniform else view.extend_seq_lens
-        return prepare_passes([mha_pass(metadata, seq_len_offset(view), rows, view.out_cache_loc)], view, self.pool)
+        write = prepare_passes([mha_pass(metadata, seq_len_offset(view), rows, view.out_cache_loc)], view, self.pool)
+        return write if metadata.encoder_page_table is None else partial(_write_expanded, write, metadata)
+
+
+def _write_expanded(write: Callable[[], None], metadata: TRTLLMMHAMetadata) -> None:
+    """Write the metadata, and each row of an encoder-only layer from its request's."""
+    write()
+    lens, table, width = metadata.encoder_cache_seqlens, metadata.encoder_page_table, metadata.max_seq_len_q
+    assert lens is not None
+    assert table is not None
+    lens.unflatten(0, (-1, width)).copy_(metadata.cache_seqlens_int32.unsqueeze(1))
+    table.unflatten(0, (-1, width)).copy_(metadata.page_table.unsqueeze(1))
 
 
 def _copy_built(metadata: TRTLLMMHAMetadata, view: ForwardBatch, pool: KVPool) -> None:
     """Build afresh, and copy every tensor into its place but the row boundaries that are preset."""
-    built = build_mha_metadata(view, pool)
+    built = build_mha_metadata(view, pool, expand_encoder_only_verify=metadata.encoder_page_table is not None)
     presets = () if view.forward_mode.query_rows.in_extend_seq_lens else ("cu_seqlens_q",)
     for each in fields(TRTLLMMHAMetadata):
         written, fresh = getattr(metadata, each.name), getattr(built, each.name)

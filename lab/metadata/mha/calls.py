@@ -29,6 +29,7 @@ class AttentionLayer:
         window_left: keys to the left of a row that it sees; -1 for all.
         reads_swa_pool: the layer's K/V lie in the sliding-window pool, which `swa_page_table` addresses.
         sinks: float32 [num_qo_heads], or None.
+        encoder_only: SGLang's ``AttentionType.ENCODER_ONLY``: a row sees all keys of its request, those after it too.
     """
 
     softmax_scale: float
@@ -37,6 +38,7 @@ class AttentionLayer:
     window_left: int = -1
     reads_swa_pool: bool = False
     sinks: torch.Tensor | None = None
+    encoder_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -172,8 +174,8 @@ def call_arguments(
     """Return the keyword arguments of one planned call, `out`, `workspace_buffer` and settings apart.
 
     Raises:
-        ValueError: a sliding-window layer without a sliding-window table, or unequal widths of a `DRAFT_EXTEND_V2` on the
-            decode call.
+        ValueError: a sliding-window layer without a sliding-window table, unequal widths of a `DRAFT_EXTEND_V2` on the
+            decode call, or an encoder-only layer whose rows no call lets see each other.
     """
     requests = slice(planned.first_request, planned.first_request + planned.num_requests)
     table = metadata.swa_page_table if layer.reads_swa_pool else metadata.page_table
@@ -194,7 +196,12 @@ def call_arguments(
         k_factors, v_factors = cache.scale_factors
         arguments |= {"kv_cache_sf": (k_factors, v_factors), "backend": "trtllm-gen" if cache.trtllm_gen else "xqa"}
     if planned.call is AttentionCall.DECODE:
-        return arguments | {"max_seq_len": max_context_len} | _decode_width(planned, batch, metadata)
+        arguments["max_seq_len"] = max_context_len
+        if layer.encoder_only and batch.forward_mode.query_rows is not QueryRows.ONE:
+            return arguments | _rows_as_requests(planned, batch, metadata, layer)
+        return arguments | _decode_width(planned, batch, metadata)
+    if layer.encoder_only:
+        arguments["causal"] = False
     offsets = slice(requests.start, requests.stop + 1)
     return arguments | {
         "max_q_len": max(metadata.max_seq_len_q, 1),
@@ -205,6 +212,28 @@ def call_arguments(
     }
 
 
+def _rows_as_requests(
+    planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata, layer: AttentionLayer
+) -> dict[str, Any]:
+    """Return the arguments of a verification on an encoder-only layer: the decode call is causal among a request's rows."""
+    if metadata.encoder_cache_seqlens is None or metadata.encoder_page_table is None:
+        raise ValueError(
+            f"{batch.forward_mode.name} on an encoder-only layer would be causal: of the decode call's modes TARGET_VERIFY "
+            "alone has its rows as requests (SGLang 0.5.23); build it with expand_encoder_only_verify=True"
+        )
+    if layer.window_left >= 0 or layer.reads_swa_pool:
+        raise ValueError(
+            f"window_left={layer.window_left} on an encoder-only layer in {batch.forward_mode.name}: each row would see the "
+            "window of the request's last token, through the full pool's table (SGLang 0.5.23); use a layer without a window"
+        )
+    rows = slice(planned.first_row, planned.first_row + planned.num_rows)
+    return {
+        "block_tables": metadata.encoder_page_table[rows],
+        "seq_lens": metadata.encoder_cache_seqlens[rows],
+        "q_len_per_req": 1,
+    }
+
+
 def _decode_width(planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata) -> dict[str, Any]:
     """Return q_len_per_req where all widths are equal, else the arguments of ragged rows, unless the mode's rows are uniform.
 
@@ -212,9 +241,7 @@ def _decode_width(planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHA
     """
     first, last = planned.first_request, planned.first_request + planned.num_requests
     ragged = {"q_len_per_req": None, "cum_seq_lens_q": metadata.cu_seqlens_q[first : last + 1]}
-    if (
-        batch.forward_mode.query_rows is QueryRows.VERIFIED
-    ):  # the host may not know its widths, and each replay has others
+    if batch.forward_mode.query_rows is QueryRows.VERIFIED:  # the host may not know them, and each replay has others
         return ragged | {"max_q_len": metadata.max_seq_len_q}
     widths = query_lens(batch)[first:last]
     if len(set(widths)) == 1:

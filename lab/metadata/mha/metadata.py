@@ -1,12 +1,13 @@
 """Arguments of the TRT-LLM MHA kernels for every forward mode, built without reading the device."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 import torch
 from torch import Tensor
 
 from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import (
     check_attends,
@@ -35,6 +36,9 @@ class TRTLLMMHAMetadata:
         swa_page_table: the same in pages of the sliding-window pool, or None without one.
         swa_out_cache_loc: ``[num_tokens]`` int64, where K and V of each query row go in the sliding-window pool, or
             None without one.
+        encoder_cache_seqlens, encoder_page_table: of a verification on encoder-only layers, ``[num_tokens]`` and
+            ``[num_tokens, ceil(max_context_len / page_size)]`` int32: each query row as a request of its own, with all keys of
+            the one that it belongs to. None unless asked for.
     """
 
     cache_seqlens_int32: Tensor
@@ -44,6 +48,8 @@ class TRTLLMMHAMetadata:
     page_table: Tensor
     swa_page_table: Tensor | None = None
     swa_out_cache_loc: Tensor | None = None
+    encoder_cache_seqlens: Tensor | None = None
+    encoder_page_table: Tensor | None = None
 
     @property
     def block_tables(self) -> Tensor:
@@ -51,7 +57,9 @@ class TRTLLMMHAMetadata:
         return self.page_table
 
 
-def build_mha_metadata(batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+def build_mha_metadata(
+    batch: ForwardBatch, pool: KVPool, *, expand_encoder_only_verify: bool = False
+) -> TRTLLMMHAMetadata:
     """Build the metadata of one eager forward pass (SGLang 0.5.23; the first draft extend as in 0.5.13).
 
     ======================================  =======================  =======================  ====================
@@ -81,6 +89,9 @@ def build_mha_metadata(batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
     Args:
         batch: the forward pass.
         pool: the id spaces that its requests live in, on the same device.
+        expand_encoder_only_verify: the model has encoder-only layers, whose rows see those after them too: give a
+            TARGET_VERIFY the tensors of each row as a request of its own. Other modes have none; SGLang refuses such a layer
+            in a ragged verification.
 
     Returns:
         Fresh tensors: later changes of the batch or the pool do not reach them.
@@ -93,7 +104,7 @@ def build_mha_metadata(batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
     cu_seqlens_k = exclusive_cumsum(cache_seqlens)
     slots = first_slots(batch.req_pool_indices, cache_seqlens, pool)
     has_swa = pool.full_to_swa is not None
-    return TRTLLMMHAMetadata(
+    metadata = TRTLLMMHAMetadata(
         cache_seqlens_int32=cache_seqlens,
         max_seq_len_q=max_query_rows(batch),
         cu_seqlens_q=_cu_seqlens_q(batch, cu_seqlens_k),
@@ -101,6 +112,13 @@ def build_mha_metadata(batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
         page_table=_pages(slots, pool.page_size),
         swa_page_table=_pages(pool.swa_slots(slots), pool.page_size) if has_swa else None,
         swa_out_cache_loc=_swa_out_cache_loc(batch, pool) if has_swa else None,
+    )
+    if not (expand_encoder_only_verify and batch.forward_mode.query_rows is QueryRows.DRAFT_TOKENS):
+        return metadata
+    return replace(
+        metadata,
+        encoder_cache_seqlens=cache_seqlens.repeat_interleave(metadata.max_seq_len_q),
+        encoder_page_table=metadata.page_table.repeat_interleave(metadata.max_seq_len_q, dim=0),
     )
 
 

@@ -204,13 +204,15 @@ def assert_same_calls(ours: list[tuple[str, dict[str, Any]]], theirs: list[tuple
 def assert_same(ours: Any, theirs: Any, page_size: int) -> None:
     """Hold the lab's metadata to SGLang's: every vector, and the live pages of each table."""
     assert ours.max_seq_len_q == theirs.max_seq_len_q
-    for name in ("cache_seqlens_int32", "cu_seqlens_q", "cu_seqlens_k", "swa_out_cache_loc"):
+    for name in ("cache_seqlens_int32", "cu_seqlens_q", "cu_seqlens_k", "swa_out_cache_loc", "encoder_cache_seqlens"):
         a, b = getattr(ours, name), getattr(theirs, name)
         assert (a is None) == (b is None), name
         assert a is None or (a.dtype == b.dtype and a.tolist() == b.tolist()), name
     lengths = ours.cache_seqlens_int32.tolist()
     for name in ("page_table", "swa_page_table"):
         assert_same_live_pages(name, getattr(ours, name), getattr(theirs, name), lengths, page_size)
+    lengths = [] if ours.encoder_cache_seqlens is None else ours.encoder_cache_seqlens.tolist()
+    assert_same_live_pages("encoder_page_table", ours.encoder_page_table, theirs.encoder_page_table, lengths, page_size)
 
 
 def assert_same_live_pages(

@@ -46,49 +46,92 @@ def is_taken(case: Case) -> bool:
     return takes_any or (case.num_padding_rows == 0 and len(set(case.new_lens)) <= 1)
 
 
-def build_both(sglang: Load, case: Case, on_host: bool) -> tuple[ForwardBatch, KVPool, Any, Any]:
+def build_both(
+    sglang: Load, case: Case, on_host: bool, encoder_only: bool = False
+) -> tuple[ForwardBatch, KVPool, Any, Any]:
     """Return the lab's batch and pool, SGLang's batch, and its backend with the metadata of the pass.
 
     Args:
         sglang: the fixture.
         case: of one mode.
         on_host: the lengths of a ragged verification are known there.
+        encoder_only: the model has encoder-only layers.
     """
     batch, pool = build(case)
     if case.mode is ForwardMode.RAGGED_VERIFY and not on_host:
         batch = replace(batch, extend_seq_lens_cpu=None)
     width = None if batch.spec_info is None else batch.spec_info.num_draft_tokens
-    backend = new_backend(sglang, pool, speculative_step_id=case.new - 1, speculative_num_draft_tokens=width)
+    backend = new_backend(
+        sglang,
+        pool,
+        speculative_step_id=case.new - 1,
+        speculative_num_draft_tokens=width,
+        expand_encoder_only_verify=encoder_only,
+    )
     server = server_batch(sglang, batch)
     backend.init_forward_metadata(server)
     return batch, pool, server, backend
 
 
 @IN_INTERPRETER
-@given(case=CASES, on_host=st.booleans())
-@settings(deadline=None, derandomize=True, max_examples=60)
-def test_eager_passes(sglang: Load, case: Case, on_host: bool) -> None:
+@given(case=CASES, on_host=st.booleans(), encoder_only=st.booleans())
+@settings(deadline=None, derandomize=True, max_examples=80)
+def test_eager_passes(sglang: Load, case: Case, on_host: bool, encoder_only: bool) -> None:
     """Every mode of 0.5.23, with requests; SGLang launches nothing for a batch of none."""
-    batch, pool, _, backend = build_both(sglang, case, on_host)
-    assert_same(build_mha_metadata(batch, pool), backend.forward_metadata, pool.page_size)
+    batch, pool, _, backend = build_both(sglang, case, on_host, encoder_only)
+    metadata = build_mha_metadata(batch, pool, expand_encoder_only_verify=encoder_only)
+    assert_same(metadata, backend.forward_metadata, pool.page_size)
 
 
 @IN_INTERPRETER
-@given(case=CASES.filter(is_taken), on_host=st.booleans(), is_window=st.booleans())
-@settings(deadline=None, derandomize=True, max_examples=60)
-def test_the_calls_of_a_layer(sglang: Load, case: Case, on_host: bool, is_window: bool) -> None:
-    """Calls, rows and tables: a prefill's padding rows are handed over, and its tail of decodes is split off."""
-    batch, pool, server, backend = build_both(sglang, case, on_host)
-    layer = AttentionLayer(0.25, window_left=20 if is_window else -1, reads_swa_pool=is_window and case.sliding_window)
+@given(case=CASES.filter(is_taken), on_host=st.booleans(), kind=st.sampled_from(["full", "window", "encoder only"]))
+@settings(deadline=None, derandomize=True, max_examples=80)
+def test_the_calls_of_a_layer(sglang: Load, case: Case, on_host: bool, kind: str) -> None:
+    """Calls, rows and tables: a prefill's padding rows are handed over, and a decoder's tail of decodes is split off."""
+    takes_encoders = case.mode.is_prefill or case.mode in (
+        ForwardMode.TARGET_VERIFY,
+        ForwardMode.DECODE,
+        ForwardMode.IDLE,
+    )
+    encoder_only, is_window = kind == "encoder only" and takes_encoders, kind == "window"
+    batch, pool, server, backend = build_both(sglang, case, on_host, encoder_only)
+    layer = AttentionLayer(
+        0.25,
+        window_left=20 if is_window else -1,
+        reads_swa_pool=is_window and case.sliding_window,
+        encoder_only=encoder_only,
+    )
     cache = pool.new_cache(2, 8, torch.bfloat16, KVLayout.NHD, sliding_window=layer.reads_swa_pool)
     query = torch.zeros(batch.num_tokens, 4, 8, dtype=torch.bfloat16)
     query[:, 0, 0] = torch.arange(len(query))
-    metadata, plan = build_mha_metadata(batch, pool), plan_calls(batch, None, True, True)
+    metadata = build_mha_metadata(batch, pool, expand_encoder_only_verify=encoder_only)
+    plan = plan_calls(batch, split_mixed_tail=not encoder_only, with_padding_rows=True)
     ours = [
         (each.call.value, call_arguments(each, batch, metadata, layer, query, cache, pool.max_context_len))
         for each in plan
     ]
-    assert_same_calls(ours, calls_of(sglang, backend, server, layer, query, cache))
+    attn_type = "ENCODER_ONLY" if encoder_only else "DECODER"
+    assert_same_calls(ours, calls_of(sglang, backend, server, layer, query, cache, attn_type))
+
+
+@IN_INTERPRETER
+@given(case=drawn_cases([ForwardMode.TARGET_VERIFY]).filter(lambda case: bool(case.total_lens)), more=st.integers(0, 2))
+@settings(deadline=None, derandomize=True, max_examples=30)
+def test_an_encoder_only_verification_in_a_graph(sglang: Load, case: Case, more: int) -> None:
+    """A captured size's rows as requests, its padding's too."""
+    batch, pool = build(case)
+    size, width = batch.batch_size + more, case.new
+    inputs = StaticInputs(GraphMode.target_verify(width), size, pool.device)
+    ours = MHAGraphMetadata(inputs.mode, pool, size, expand_encoder_only_verify=True)
+    rebuild = ours.prepare(inputs.view(size))
+    inputs.load(batch, size)
+    rebuild()
+    backend = new_backend(sglang, pool, speculative_num_draft_tokens=width, expand_encoder_only_verify=True)
+    backend.init_cuda_graph_state(size, size * width)
+    server = server_batch(sglang, inputs.view(size))
+    backend.init_forward_metadata_out_graph(server, in_capture=True)
+    backend.init_forward_metadata_in_graph(server)
+    assert_same(ours.slices(size), backend.forward_metadata, pool.page_size)
 
 
 RAGGED = drawn_cases([ForwardMode.RAGGED_VERIFY]).filter(lambda case: bool(case.total_lens))
