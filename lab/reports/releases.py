@@ -8,9 +8,9 @@ several reports, of different axes; each must have been judged alike in all rele
 A row is a finding that some report cites (`lab.checks.ledger`), or a region of cases that were wrong without one in the same
 releases. Its *telling cases* are those that are wrong with it in some release. In a release it is
 
-    present         one of them is wrong there
-    absent          some are right there, and none is wrong
-    not reachable   all are declined there, or were not judged
+    present         one of them is wrong with it there
+    absent          some are right there, and none is wrong with it
+    not reachable   all are declined there, were not judged, or are wrong in another way
 """
 
 import re
@@ -26,13 +26,14 @@ from lab.checks.recording import read_cases
 from lab.checks.report import CaseVerdict
 from lab.checks.verdicts import Outcome
 from lab.exit_status import ExitStatus
-from lab.reports.changed_verdicts import BAD, SETTINGS, compare_verdicts, setting
+from lab.reports.changed_verdicts import SETTINGS, compare_verdicts, setting
 from lab.reports.comparison import NotComparableError
 from lab.reports.recorded import Kind, RecordedFile, read_file, value_at
 from lab.reports.tables import Cell, TableReport, make_table, words
 
 Key = tuple[str, ...]  # of a case: the axes, the check, the function, the case
 NUMBERED = re.compile(r"^## (\d+\. .*)$", re.MULTILINE)
+UNEXPLAINED = (Outcome.WRONG, Outcome.FAILED)  # by a finding
 CITED = "; "  # between the findings that a case cites
 STYLES = {"present": "slower", "absent": "faster", "not reachable": "unsure"}
 
@@ -47,10 +48,11 @@ class Release:
 
 @dataclass(frozen=True)
 class _Row:
-    """A finding or a region, and its telling cases."""
+    """A finding, which reports cite so, or a region, and its telling cases."""
 
     name: str
     cases: frozenset[Key]
+    cited: str = ""
 
 
 Verdicts = Mapping[str, Mapping[Key, CaseVerdict]]  # by version
@@ -133,13 +135,16 @@ def _headings(page: Path | None) -> dict[str, str]:
 
 def _findings(verdicts: Verdicts, headings: Mapping[str, str]) -> Iterator[_Row]:
     """Yield a row for each heading, and then for each other finding that is cited."""
-    telling: dict[str, set[Key]] = {heading: set() for heading in headings.values()}
+    telling: dict[str, set[Key]] = {}
     for of in verdicts.values():
         for key, verdict in of.items():
             for cited in filter(None, verdict.finding.split(CITED)):
-                anchor = cited.partition("#")[2]
-                telling.setdefault(headings.get(anchor, cited), set()).add(key)
-    yield from (_Row(name, frozenset(cases)) for name, cases in telling.items())
+                telling.setdefault(cited, set()).add(key)
+    by_anchor = {cited.partition("#")[2]: cited for cited in telling}
+    for anchor, heading in headings.items():
+        cited = by_anchor.get(anchor, "")
+        yield _Row(heading, frozenset(telling.pop(cited, ())), cited)
+    yield from (_Row(cited, frozenset(cases), cited) for cited, cases in telling.items())
 
 
 def _regions(verdicts: Verdicts) -> Iterator[_Row]:
@@ -147,7 +152,7 @@ def _regions(verdicts: Verdicts) -> Iterator[_Row]:
     wrong_in: dict[Key, list[str]] = {}
     for version, of in verdicts.items():
         for key, verdict in of.items():
-            if verdict.outcome in (Outcome.WRONG, Outcome.FAILED):
+            if verdict.outcome in UNEXPLAINED:
                 wrong_in.setdefault(key, []).append(version)
     alike: dict[tuple[str, ...], set[Key]] = {}
     for key, versions in wrong_in.items():
@@ -160,9 +165,15 @@ def _regions(verdicts: Verdicts) -> Iterator[_Row]:
 
 
 def _counts(row: _Row, of: Mapping[Key, CaseVerdict]) -> dict[str, int | str]:
-    """Return how many of a row's cases are wrong, right and declined in a release, and what it is there."""
-    found = Counter(of[key].outcome for key in row.cases if key in of)
-    wrong, right = sum(found[each] for each in BAD), found[Outcome.RIGHT]
+    """Return how many of a row's cases are wrong with it, right and declined in a release, and what it is there."""
+    told = [of[key] for key in row.cases if key in of]
+    found = Counter(each.outcome for each in told)
+    wrong = (
+        sum(row.cited in each.finding.split(CITED) for each in told)
+        if row.cited
+        else sum(found[each] for each in UNEXPLAINED)
+    )
+    right = found[Outcome.RIGHT]
     status = "present" if wrong else "absent" if right else "not reachable"
     return {"status": status, "wrong": wrong, "right": right, "declined": found[Outcome.DECLINED]}
 
@@ -176,8 +187,9 @@ def _status(of: Mapping[Key, CaseVerdict], row: _Row) -> Cell:
 
 def _environment(release: Release) -> str:
     first = release.files[0]
-    facts = [str(first.fact(*where)) for where in (("gpu",), ("packages", "torch"), ("commit",)) if first.fact(*where)]
-    return f"{release.version}: {first.content['implementation']}, {', '.join(facts)}"
+    facts = {"on": ("gpu",), "torch": ("packages", "torch"), "commit": ("commit",)}
+    told = [f"{name} {first.fact(*where)}" for name, where in facts.items() if first.fact(*where)]
+    return f"{release.version}: {', '.join((first.content['implementation'], *told))}"
 
 
 def _pairs(before: Release, after: Release) -> Iterator[tuple[RecordedFile, RecordedFile]]:

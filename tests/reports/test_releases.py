@@ -89,6 +89,13 @@ def test_each_heading_of_the_page_has_a_row(recorded: Recorded, tmp_path: Path) 
     assert statuses(report, 1) == dict.fromkeys(("0.1", "0.2"), "not reachable")
 
 
+def test_what_is_wrong_in_another_way_does_not_tell_a_finding(recorded: Recorded) -> None:
+    known = recorded("0.1", window_off_by_one, cites=ANCHOR)
+    report = releases_report([known, recorded("0.2", window_off_by_one)])
+    assert statuses(report) == {"0.1": "present", "0.2": "not reachable"}
+    assert statuses(report, 1) == {"0.1": "not reachable", "0.2": "present"}
+
+
 def test_what_a_release_declines_is_not_reachable_in_it(recorded: Recorded) -> None:
     def declines_windows(**arguments: Any) -> Any:
         if arguments.get("window_left", -1) >= 0:
