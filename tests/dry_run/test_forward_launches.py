@@ -43,10 +43,13 @@ LOG2_E = math.log2(math.e)
 def mha_cases() -> Iterator[ForwardCase]:
     for case in mode_cases("tiny", 64, (4,), long=(197, 300)):
         yield case
-        yield replace(case, sliding_window=True)
+        if not case.encoder_only:
+            yield replace(case, sliding_window=True)
 
 
-@pytest.mark.parametrize("case", [case for case in mha_cases() if case.context_parallel == 1], ids=repr)
+@pytest.mark.parametrize(
+    "case", [case for case in mha_cases() if case.context_parallel == case.decode_splits == 1], ids=repr
+)
 def test_mha(case: ForwardCase) -> None:
     forward = build_forward(case, CPU)
     out = forward.new_out()
@@ -54,6 +57,17 @@ def test_mha(case: ForwardCase) -> None:
     for planned, launch in zip(forward.plan, launches, strict=True):
         widths = list(case.q_lens[planned.first_request : planned.first_request + planned.num_requests])
         hold_mha(launch, forward, planned, widths, out)
+    assert forward.truth().compare(forward.rows_of_requests(out)).passed
+
+
+@pytest.mark.parametrize("case", [case for case in mha_cases() if case.decode_splits > 1], ids=repr)
+def test_mha_divided_by_length(case: ForwardCase) -> None:
+    """A launch for each part, which together have all requests."""
+    forward = build_forward(case, CPU)
+    out = forward.new_out()
+    launches = launches_of(lambda implementation: forward.run(implementation, out))
+    assert len(launches) == case.decode_splits
+    assert sum(launch.params.batch_size for launch in launches) == len(case.q_lens)
     assert forward.truth().compare(forward.rows_of_requests(out)).passed
 
 
@@ -96,13 +110,16 @@ def hold_mha(launch: Launch, forward: ForwardPass, planned: PlannedCall, widths:
     case, metadata, layer = forward.case, forward.metadata, forward.layer
     first, row, is_decode = planned.first_request, planned.first_row, planned.call is AttentionCall.DECODE
     table = metadata.swa_page_table if case.sliding_window else metadata.page_table
+    lens = metadata.cache_seqlens_int32
+    if metadata.encoder_page_table is not None:
+        table, lens, widths = metadata.encoder_page_table, metadata.encoder_cache_seqlens, [1] * planned.num_rows
     is_uniform = is_decode and len(set(widths)) == 1
     hold_params(
         launch,
         ptr_o=out[row:].data_ptr(),
         ptr_attention_sinks=layer.sinks.data_ptr(),
         ptr_page_idx_kv=table[first:].data_ptr(),
-        ptr_seq_lens_kv=metadata.cache_seqlens_int32[first:].data_ptr(),
+        ptr_seq_lens_kv=lens[first:].data_ptr(),
         ptr_cum_seq_lens_q=0 if is_uniform else metadata.cu_seqlens_q[first:].data_ptr(),
         ptr_cum_seq_lens_kv=0 if is_decode else metadata.cu_seqlens_k[first:].data_ptr(),
         ptr_scale_softmax_log2=0,
@@ -124,7 +141,13 @@ def hold_mha(launch: Launch, forward: ForwardPass, planned: PlannedCall, widths:
     for member, side in zip(("tmaK_", "tmaV_"), forward.cache.as_hnd(), strict=True):
         hold_map(launch, member, side, (64, 64, case.model.num_kv_heads, 2 * side.shape[0]))
     assert tensor_map(launch, "tmaQ_").address == forward.query[row:].data_ptr()
-    mask = "SlidingOrChunkedCausal" if case.sliding_window else "Causal"
+    mask = (
+        "SlidingOrChunkedCausal"
+        if case.sliding_window
+        else "Dense"
+        if case.encoder_only and not is_decode
+        else "Causal"
+    )
     assert f"H64PagedKv{mask}P64" in launch.name
     assert launch.name.endswith("ForGen") == is_decode
     hold_grid(launch)
