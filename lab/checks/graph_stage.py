@@ -231,4 +231,5 @@ class MLAStage:
         return self.padded_query
 
     def truth(self, query: Tensor, histories: list[History], totals: list[int], q_lens: list[int]) -> Truth:
-        return mla_truth(query, [entries for (entries,) in histories], tuple(totals), tuple(q_lens), self.layer)
+        entries = [entries for (entries,) in histories]
+        return mla_truth(query, query.dtype, entries, tuple(totals), tuple(q_lens), self.layer)

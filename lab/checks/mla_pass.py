@@ -22,6 +22,7 @@ from lab.metadata.mla.context_parallel import (
     prepare_mla_dcp_attention,
 )
 from lab.metadata.mla.metadata import TRTLLMMLADecodeMetadata, build_mla_decode_metadata
+from lab.references.quantization import rounded
 from lab.references.truth import Rules, Truth, truth_of_requests
 from lab.workloads.mla_case import MLACase
 from lab.workloads.requests import History
@@ -40,12 +41,17 @@ class MLAPass(EnginePass):
 
     prepare: ClassVar[Callable[..., Callable[[], Tensor]]] = staticmethod(prepare_mla_attention)
 
+    def arguments(self, out: Tensor) -> dict[str, Any]:
+        dtype = self.case.query_dtype
+        return super().arguments(out) | ({} if dtype is None else {"query_dtype": dtype})
+
     def new_out(self) -> Tensor:
         return self.query.new_full((*self.query.shape[:2], self.case.kv_lora_rank), float("nan"))
 
     def truth(self) -> Truth:
         entries = [entries for (entries,) in self.histories]
-        return mla_truth(self.query, entries, self.case.seen_lens, self.case.q_lens, self.layer)
+        query = rounded(self.query, self.case.query_dtype or self.query.dtype)
+        return mla_truth(query, self.query.dtype, entries, self.case.seen_lens, self.case.q_lens, self.layer)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,23 +72,30 @@ class ShardedMLAPass(MLAPass):
 
 
 def mla_truth(
-    query: Tensor, entries: list[Tensor], seen_lens: tuple[int, ...], q_lens: tuple[int, ...], layer: MLALayer
+    query: Tensor,
+    out_dtype: torch.dtype,
+    entries: list[Tensor],
+    seen_lens: tuple[int, ...],
+    q_lens: tuple[int, ...],
+    layer: MLALayer,
 ) -> Truth:
     """Return what rows of requests must give whose last one sees so many of its request's entries.
 
     Args:
-        query: [num_rows, num_qo_heads, head_dim].
+        query: [num_rows, num_qo_heads, head_dim], as the call is handed it.
+        out_dtype: of the output.
         entries: of each request, [kv_len, head_dim], as stored.
         seen_lens: entries that each request's last row sees.
         q_lens: query rows of each request.
         layer: says how long an entry's latent vector is, and what entries were divided by.
     """
     seen = [each[:length].unsqueeze(1) for each, length in zip(entries, seen_lens, strict=True)]
+    k_scale = layer.k_scale if entries[0].dtype == E4M3 else 1.0
     rules = Rules(
-        bmm1_scale=layer.softmax_scale * layer.k_scale,
-        bmm2_scale=layer.k_scale,
+        bmm1_scale=layer.softmax_scale * k_scale,
+        bmm2_scale=k_scale,
         arithmetic=query.dtype,
-        out_dtype=query.dtype,
+        out_dtype=out_dtype,
     )
     return truth_of_requests(query, [(keys, keys[..., : layer.kv_lora_rank]) for keys in seen], list(q_lens), rules)
 
@@ -128,7 +141,7 @@ def new_mla_layer(case: MLACase) -> MLALayer:
     """Return the layer of a case: its scales and its sizes."""
     return MLALayer(
         softmax_scale=case.softmax_scale,
-        k_scale=E4M3_K_SCALE if case.kv_dtype == E4M3 else 1.0,
+        k_scale=E4M3_K_SCALE,  # which a checkpoint may have whatever the cache
         kv_lora_rank=case.kv_lora_rank,
         qk_rope_head_dim=case.qk_rope_head_dim,
         qk_nope_head_dim=case.kv_lora_rank // 4,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lab.calls.problem import AttentionCall
+from lab.calls.problem import E4M3, AttentionCall
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.engine.lengths import DraftAttention
@@ -22,6 +22,7 @@ class MLACase(PassCase):
         attention: the keys that a draft step counts, as SGLang's backend (MLA) or with the drafted ones (MLA_WITH_OFFSET).
         page_size: tokens per page of one GPU, 32 or 64.
         dcp_size: GPUs of decode context parallelism that share each request; 1 for none.
+        query_dtype: e4m3 where the engine casts the query to it over an e4m3 cache, as SGLang does; else None.
         num_qo_heads, kv_lora_rank, qk_rope_head_dim: of one layer on one GPU; DeepSeek-V3 has 128 heads, 512 and 64.
 
     Raises:
@@ -42,6 +43,7 @@ class MLACase(PassCase):
     qk_rope_head_dim: int = 64
     dtype: torch.dtype = torch.bfloat16
     kv_dtype: torch.dtype = torch.bfloat16
+    query_dtype: torch.dtype | None = None
     contents: Contents = Contents.RANDOM
     seed: int = 0
 
@@ -52,6 +54,10 @@ class MLACase(PassCase):
             raise ValueError("draft_step=-1: a frozen-KV draft runs on MHA (SGLang 0.5.23); give a step from 0 on")
         if self.dcp_size != 1 and self.mode.query_rows is not QueryRows.ONE:
             raise ValueError(f"dcp_size={self.dcp_size} belongs to ForwardMode.DECODE, not {self.mode!r}: leave it 1")
+        if self.query_dtype is not None and not self.query_dtype == self.kv_dtype == E4M3:
+            raise ValueError(
+                f"query_dtype={self.query_dtype}: an engine casts to e4m3, over an e4m3 cache; leave it None"
+            )
         self.check_requests()
         self.check_tensors()
 

@@ -505,7 +505,7 @@ def test_what_the_kernel_is_told(case: Case, longest: int, rows: int) -> None:
     """Its bound has the query rows on top in verification and draft extend, and only there."""
     batch, pool = build_mla(replace(case, page_size=32, host_seq_lens=True))
     metadata = build_mla_decode_metadata(batch, pool, MLA_WITH_OFFSET)
-    cache, counters = pool.new_latent_cache(RANK + ROPE, torch.float16), torch.zeros(8)
+    cache, counters = pool.new_latent_cache(RANK + ROPE, torch.float8_e4m3fn), torch.zeros(8)
     query = torch.randn(batch.num_tokens, HEADS, RANK + ROPE).half()
     dense = mla_query(metadata, query)
     layer = replace(LAYER, k_scale=0.5)

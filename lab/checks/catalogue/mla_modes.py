@@ -63,7 +63,12 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[MLACase
             for case in (*_sharded_cases(page_size, **dims), *mla_mode_cases(page_size, q_lens, **dims)):
                 yield replace(case, contents=Contents.NEEDLES, dtype=dtype, kv_dtype=kv_dtype)
     if (dtype, E4M3) in space.dtypes:
-        yield replace(case, dtype=dtype, kv_dtype=E4M3)
+        e4m3 = replace(case, dtype=dtype, kv_dtype=E4M3)
+        yield e4m3
+        cast = replace(e4m3, query_dtype=E4M3)  # as SGLang hands it over
+        yield cast
+        yield replace(cast, mode=ForwardMode.RAGGED_VERIFY, q_lens=(5, 1, 2, 4, 3, 1), num_draft_tokens=6)
+        yield replace(cast, mode=ForwardMode.DECODE, q_lens=(1,) * len(cast.prefix_lens))
 
 
 def _judge(trial: Trial) -> None:

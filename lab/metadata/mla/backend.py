@@ -15,6 +15,7 @@ from lab.metadata.mla.buffers import MLAGraphMetadata, new_block_table
 from lab.metadata.mla.calls import MLALayer, prepare_mla_attention
 from lab.metadata.mla.context_parallel import DecodeContextParallel, build_mla_dcp_metadata
 from lab.metadata.mla.metadata import QueryLayout, TRTLLMMLADecodeMetadata, build_mla_decode_metadata
+from lab.metadata.mla.quantised import mla_query_dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,4 +72,7 @@ class TRTLLMMLABackend:
             raise ValueError(
                 "one rank's output is a part of a request's: prepare_mla_dcp_attention calls and merges all ranks"
             )
-        return prepare_mla_attention(self.implementation, batch, metadata, layer, query, cache, out=out)
+        query_dtype = mla_query_dtype(query.dtype, cache.storage.dtype)
+        return prepare_mla_attention(
+            self.implementation, batch, metadata, layer, query, cache, out=out, query_dtype=query_dtype
+        )

@@ -4,9 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from lab.calls.problem import AttentionCall
+from lab.calls.problem import E4M3, AttentionCall
 from lab.kernels import prepare
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
@@ -22,14 +23,17 @@ class MLALayer:
 
     Attributes:
         softmax_scale: factor of Q·K^T before the cache's scale.
-        k_scale: divisor of the stored entries, which are keys and values in one. SGLang passes it for the keys alone
-            (0.5.23), which is right for 1.
+        k_scale: divisor of the entries of an e4m3 cache, which are keys and values in one, and of a prefill's e4m3 keys; over
+            other caches it does not count, whatever a checkpoint says. SGLang passes it for the keys alone (0.5.23), which is
+            right for 1, and its cache's write divides by nothing.
+        v_scale: divisor of a prefill's e4m3 values.
         kv_lora_rank, qk_rope_head_dim: elements of an entry's latent vector and rotary part.
         qk_nope_head_dim, v_head_dim: of a key without its rotary part, and of a value, before absorption.
     """
 
     softmax_scale: float
     k_scale: float = 1.0
+    v_scale: float = 1.0
     kv_lora_rank: int = 512
     qk_rope_head_dim: int = 64
     qk_nope_head_dim: int = 128
@@ -57,6 +61,7 @@ def mla_call_arguments(
         cache: the layer's entries.
         multi_ctas_kv_counter_buffer: from `allocate_multi_ctas_kv_counters`; None lets the kernel's adapter choose.
     """
+    k_scale = layer.k_scale if cache.storage.dtype == E4M3 else 1.0
     return {
         "query": query,
         "kv_cache": cache.with_head_axis(),
@@ -66,8 +71,8 @@ def mla_call_arguments(
         "block_tables": metadata.block_kv_indices,
         "seq_lens": metadata.seq_lens_k,
         "max_seq_len": mla_max_seq_len(batch.forward_mode, metadata),
-        "bmm1_scale": layer.softmax_scale * layer.k_scale,
-        "bmm2_scale": layer.k_scale,
+        "bmm1_scale": layer.softmax_scale * k_scale,
+        "bmm2_scale": k_scale,
         "multi_ctas_kv_counter_buffer": multi_ctas_kv_counter_buffer,
     }
 
@@ -113,6 +118,7 @@ def prepare_mla_attention(
     *,
     out: Tensor,
     padded_query: Tensor | None = None,
+    query_dtype: torch.dtype | None = None,
     workspace_buffer: Tensor | None = None,
     multi_ctas_kv_counter_buffer: Tensor | None = None,
 ) -> Callable[[], Tensor]:
@@ -123,7 +129,8 @@ def prepare_mla_attention(
         batch, metadata, layer, cache: as in the protocol.
         query: ``[num_tokens, heads, kv_lora_rank + qk_rope_head_dim]``.
         out: ``[num_tokens, heads, kv_lora_rank]``; each call fills the requests' own rows.
-        padded_query: a buffer for padded rows, which passes may share; a new tensor if None.
+        padded_query: a buffer for padded rows, which passes may share; a new tensor if None. Of `query_dtype`, if given.
+        query_dtype: that each call casts the query to (`lab.metadata.mla.quantised.mla_query_dtype`); None leaves it.
         workspace_buffer, multi_ctas_kv_counter_buffer: for kernels that want the caller's.
 
     Raises:
@@ -137,6 +144,8 @@ def prepare_mla_attention(
     num_rows = _num_rows(metadata)
     if num_rows == 0:
         return lambda: out
+    is_cast = query_dtype is not None and query_dtype != query.dtype
+    given = torch.empty_like(query, dtype=query_dtype) if is_cast else query
     shape = (metadata.batch_size, metadata.max_seq_len_q)
 
     def prepare_call(dense_query: Tensor, dense_out: Tensor) -> Callable[[], Any]:
@@ -145,28 +154,27 @@ def prepare_mla_attention(
         return prepare(implementation, AttentionCall.MLA_DECODE.value, **arguments)
 
     own_out = out[:num_rows]
-    if metadata.query_layout is QueryLayout.VIEW:
-        call = prepare_call(mla_query(metadata, query), own_out.view(*shape, *out.shape[1:]))
+    is_padded = metadata.query_layout is QueryLayout.PADDED
+    if is_padded:
+        buffer = given.new_empty(*shape, *given.shape[1:]) if padded_query is None else padded_query
+        padded = dense_block(buffer, *shape, *given.shape[1:])
+        padded_out = out.new_empty(*shape, *out.shape[1:])
+        call = prepare_call(padded, padded_out)
+    else:
+        call = prepare_call(mla_query(metadata, given), own_out.view(*shape, *out.shape[1:]))
 
-        def run() -> Tensor:
-            call()
-            return out
-
-        return run
-
-    buffer = query.new_empty(*shape, *query.shape[1:]) if padded_query is None else padded_query
-    padded = dense_block(buffer, *shape, *query.shape[1:])
-    padded_out = out.new_empty(*shape, *out.shape[1:])
-    call = prepare_call(padded, padded_out)
-
-    def run_padded() -> Tensor:
-        assert metadata.cu_seqlens_q is not None
-        mla_query(metadata, query, padded)
+    def run() -> Tensor:
+        if is_cast:
+            given.copy_(query)
+        if is_padded:
+            mla_query(metadata, given, padded)
         call()
-        unpad_draft_extend_output(padded_out, metadata.cu_seqlens_q, own_out)
+        if is_padded:
+            assert metadata.cu_seqlens_q is not None
+            unpad_draft_extend_output(padded_out, metadata.cu_seqlens_q, own_out)
         return out
 
-    return run_padded
+    return run
 
 
 def ragged_context_arguments(
@@ -186,7 +194,8 @@ def ragged_context_arguments(
         batch, metadata, layer: the forward pass and the layer.
         query, key: ``[num_tokens, heads, qk_nope_head_dim + qk_rope_head_dim]``, before absorption; rows after the requests'
             own are left out.
-        value: ``[num_tokens, heads, v_head_dim]``.
+        value: ``[num_tokens, heads, v_head_dim]``. All three are of e4m3 if the cache is
+            (`lab.metadata.mla.quantised.quantised_prefill`).
         num_keys: keys and values of a call over other tokens; None for the new tokens.
 
     Raises:
@@ -214,8 +223,8 @@ def ragged_context_arguments(
         "seq_lens": metadata.seq_lens,
         "max_q_len": metadata.max_seq_len,
         "max_kv_len": metadata.max_seq_len,
-        "bmm1_scale": layer.softmax_scale,
-        "bmm2_scale": 1.0,
+        "bmm1_scale": layer.softmax_scale * (layer.k_scale if key.dtype == E4M3 else 1.0),
+        "bmm2_scale": layer.v_scale if value.dtype == E4M3 else 1.0,
         "o_sf_scale": 1.0,
         "batch_size": batch.batch_size,
         "window_left": -1,

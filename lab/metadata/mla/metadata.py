@@ -140,21 +140,17 @@ def build_mla_decode_metadata(
 
     A draft extend's rows are padded to the longest request wherever two requests have different numbers of rows; padding
     after a request's rows moves its last position, which is what the last row of the table makes up for. A ragged
-    verification's rows are padded to d always, as SGLang pads them (`forward_extend`). A draft extend SGLang pads where
-    the rows do not divide by the requests, so that 2 + 4 rows of two requests are viewed as 3 + 3 and the second request's
-    first row is computed as the first's last. Padding is right for any numbers of rows, and the numbers are on the host: so
-    nothing is refused here, and both draft extends are treated alike.
+    verification's rows are padded to d always, as SGLang pads them (`forward_extend`). A draft extend SGLang pads where the
+    rows do not divide by the requests, so that 2 + 4 rows of two requests are viewed as 3 + 3. Padding is right for any numbers
+    of rows, which are on the host: nothing is refused here, and both draft extends are treated alike.
 
-    A TARGET_VERIFY batch whose rows are not d per request is told apart from SGLang's: its view has ``num_tokens // bs`` rows
-    of each request, and its lengths add ``speculative_num_draft_tokens`` all the same (0.5.11 to 0.5.23), so that every row
-    sits d - q tokens too far to the right. The lab adds the rows. SGLang's server makes no such batch: padding for data
-    parallelism gives it whole requests of d rows (`ForwardBatch.prepare_mlp_sync_batch`).
+    A TARGET_VERIFY batch whose rows are not d per request is told apart from SGLang's, whose lengths add d all the same
+    (docs/forward_modes.md).
 
     The table names ``req_to_token[request, c * page_size] // page_size`` for every page with a token of the request, the sink
     for pages that a padded query alone would read, and -1 after them. SGLang reads whatever the request table holds there.
-    Its width is `mla_block_table_width` of the most keys, the padded queries' among them: SGLang takes ``max_seq_len_k``,
-    and next to a multiple of 4,096 tokens its padded queries read past their row. A length above the context has the sink's
-    page there.
+    Its width is `mla_block_table_width` of the most keys, the padded queries' among them; SGLang takes ``max_seq_len_k``. A
+    length above the context has the sink's page there.
 
     Args:
         batch: the forward pass.

@@ -26,6 +26,7 @@ REAL = (
     "sglang.kernels.ops.attention.dcp_kernels",
     "sglang.kernels.ops.attention.kv_indices",
     "sglang.kernels.ops.attention.pad",
+    "sglang.kernels.ops.attention.utils",
     "sglang.kernels.ops.speculative.ragged_verify_kernels",
     "sglang.srt.layers.dcp.layout",
 )
@@ -122,8 +123,11 @@ def new_backend(load: Callable[[str], ModuleType], pool: KVPool, **attributes: o
     return backend
 
 
-def attend(backend: Any, batch: Any, query: Tensor, pool_rows: Tensor) -> Tensor:
-    """Run SGLang's own ``forward_extend``, or ``forward_decode``, on rows ``[num_tokens, HEADS, RANK + ROPE]``."""
+def attend(backend: Any, batch: Any, query: Tensor, pool_rows: Tensor, rope: Tensor | None = None) -> Tensor:
+    """Run SGLang's own ``forward_extend``, or ``forward_decode``, on rows ``[num_tokens, HEADS, RANK + ROPE]``.
+
+    With `rope`, of the keys, the rotary parts are handed over apart, as a quantised cache needs them.
+    """
     layer = SimpleNamespace(
         tp_q_head_num=HEADS,
         tp_k_head_num=1,
@@ -134,7 +138,12 @@ def attend(backend: Any, batch: Any, query: Tensor, pool_rows: Tensor) -> Tensor
     )
     backend.token_to_kv_pool = SimpleNamespace(get_key_buffer=lambda layer_id: pool_rows)
     forward = backend.forward_decode if batch.forward_mode.is_decode_or_idle() else backend.forward_extend
-    out: Tensor = forward(query, None, None, layer, batch, save_kv_cache=False)
+    parts: dict[str, Tensor] = {}
+    key = None
+    if rope is not None:
+        parts, key = {"q_rope": query[..., RANK:].contiguous(), "k_rope": rope}, torch.zeros_like(rope)
+        query = query[..., :RANK].contiguous()
+    out: Tensor = forward(query, key, None, layer, batch, save_kv_cache=False, **parts)
     return out.view(-1, HEADS, RANK)
 
 

@@ -36,6 +36,7 @@ from lab.metadata.mla.calls import (
 from lab.metadata.mla.context_parallel import DecodeContextParallel, build_mla_dcp_metadata
 from lab.metadata.mla.metadata import replan_outgrown
 from lab.metadata.mla.prefix_chunks import plan_prefix_chunks, prepare_prefix_chunk
+from lab.metadata.mla.quantised import quantised_prefill
 from lab.metadata.mla.rows import merge_by_lse
 from lab.metadata.speculation.verify_mask import VerifyMaskForm, preallocate_verify_mask
 from tests.devices import IN_INTERPRETER
@@ -43,6 +44,7 @@ from tests.metadata.mha_cases import Case, build, drawn_cases
 from tests.metadata.mla_cases import HEADS, LAYER, MLA, RANK, ROPE, Engine, Served, own_keys
 from tests.metadata.sglang.mha import server_batch
 from tests.metadata.sglang.mla import (
+    BACKEND,
     MERGE,
     PREFIX_CHUNKS,
     REAL,
@@ -376,3 +378,47 @@ def test_the_merge_takes_natural_logarithms(sglang: Load, base: str) -> None:
     assert error > 0.05 if base == "base2" else error < 1e-5
     ours = merge_by_lse(outs, scores.logsumexp(dim=-1) / math.log(2.0))
     torch.testing.assert_close(ours, whole, rtol=1e-5, atol=1e-5)
+
+
+@IN_INTERPRETER
+@pytest.mark.parametrize(("data_type", "counts"), [(torch.float8_e4m3fn, True), (torch.bfloat16, False)])
+def test_an_e4m3_cache(sglang: Load, data_type: torch.dtype, counts: bool) -> None:
+    """SGLang's own decode: the query that its kernel is handed, and the scale that counts."""
+    engine = Engine(max_context_len=150)
+    served, _ = engine.serve(GraphMode.decode(), [40, 64, 35], [1, 1, 1])
+    query = served.query.to(torch.bfloat16) * 300  # some beyond e4m3's largest
+    cache = engine.pool.new_latent_cache(RANK + ROPE, data_type)
+    backend = new_backend(
+        sglang, engine.pool, data_type=data_type, kernel=lambda query, **_: query[..., :RANK].contiguous()
+    )
+    server = server_batch(sglang, served.batch)
+    backend.init_forward_metadata(server)
+    attend(backend, server, query, cache.storage.flatten(0, 1), rope=torch.zeros(3, 1, ROPE, dtype=query.dtype))
+    layer = replace(LAYER, k_scale=0.5)
+    metadata = build_mla_decode_metadata(served.batch, engine.pool)
+    ours: list[dict[str, Any]] = []
+    recorder = SimpleNamespace(
+        prepare_trtllm_batch_decode_with_kv_cache_mla=lambda **arguments: ours.append(arguments) or (lambda: None)
+    )
+    out = torch.empty(3, HEADS, RANK, dtype=torch.bfloat16)
+    TRTLLMMLABackend(recorder).prepare_attention(
+        served.batch, metadata, layer, query, cache, max_context_len=150, out=out
+    )()
+    (own,), (call,) = ours, backend.calls
+    assert own["query"].dtype == call["query"].dtype == data_type
+    assert torch.equal(own["query"].float(), call["query"].float())
+    sglang(BACKEND).logger.warning_once = lambda *_: None  # which SGLang's own logging adds
+    theirs = backend._compute_decode_bmm1_scale(SimpleNamespace(scaling=LAYER.softmax_scale, k_scale_float=0.5))
+    assert own["bmm1_scale"] == theirs == LAYER.softmax_scale * (0.5 if counts else 1.0)
+
+
+@IN_INTERPRETER
+def test_a_prefills_e4m3_tensors(sglang: Load) -> None:
+    """Without scales, which an engine's checkpoint rarely has; those that it has go to a kernel of another package."""
+    sides = [torch.randn(7, 2, dim) * 100 for dim in (10, 10, 5)]
+    *theirs, k_scale, v_scale = sglang(BACKEND)._quantize_fp8_qkv(*sides, SimpleNamespace())
+    ours = quantised_prefill(MLALayer(1.0), *sides)
+    assert (k_scale, v_scale) == (1.0, 1.0)
+    for own, other in zip(ours, theirs, strict=True):
+        assert own.dtype == other.dtype
+        assert torch.equal(own.float(), other.float())

@@ -1,0 +1,41 @@
+"""Quantised caches on the MLA backend: the query's dtype, the scale that counts, and a prefill's e4m3 keys and values.
+
+The rules are those of SGLang 0.5.23, `sglang/srt/layers/attention/trtllm_mla_backend.py`.
+"""
+
+import torch
+from torch import Tensor
+
+from lab.calls.problem import E4M3
+from lab.metadata.mla.calls import MLALayer
+
+E4M3_MAX = 448.0
+
+
+def mla_query_dtype(dtype: torch.dtype, kv_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that the decode call's query is cast to, without a scale: e4m3 over an e4m3 cache (`forward_decode`).
+
+    Args:
+        dtype: of the model.
+        kv_dtype: of the cache.
+
+    Raises:
+        ValueError: a cache of 4 bits, which FlashInfer's MLA kernels do not read: SGLang converts all of it to the model's
+            dtype before each layer's call (`MLATokenToKVPoolFP4.get_key_buffer`).
+    """
+    if kv_dtype == torch.uint8:
+        raise ValueError("no MLA kernel reads a cache of 4 bits: convert it to the model's dtype first, as SGLang does")
+    return E4M3 if kv_dtype == E4M3 else dtype
+
+
+def quantised_prefill(layer: MLALayer, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a prefill's tensors, in their shapes, as its calls take them over an e4m3 cache (`_quantize_fp8_qkv`).
+
+    Keys and values are divided by the layer's scales, which the calls then count; the query is cast without one.
+    """
+    scales = (1.0, layer.k_scale, layer.v_scale)
+    query, key, value = (
+        (side.to(torch.float32) / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
+        for side, scale in zip((query, key, value), scales, strict=True)
+    )
+    return query, key, value
