@@ -185,6 +185,14 @@ class StaleLengths(GraphRunner):
         return super().replay(batch)
 
 
+class CountsItsRow(GraphRunner):
+    """A frozen-KV draft's graph counts a token of its own, as SGLang's would where it is captured as a draft step."""
+
+    def replay(self, batch: ForwardBatch) -> Any:
+        most = self.pool.max_context_len
+        return super().replay(replace(batch, seq_lens=(batch.seq_lens + 1).clamp(max=most)))
+
+
 class NoRebuildAfterTheFirst(GraphRunner):
     """Each size's metadata is rebuilt for its first batch alone."""
 
@@ -348,6 +356,9 @@ DEFECTS = {
         "decode",
         runner(ColumnsOfTheFirstReplay),
         {Story.A_B_A: "page_table", Story.TWO_CAPTURED_SIZES: "replay 1: page_table", Story.SAME_BUFFERS: "page_table"},
+    ),
+    "an offset too many": Defect(
+        "frozen_kv_draft", runner(CountsItsRow), {Story.CAPTURED_BELOW_Q: "cache_seqlens"}, sliding_window=True
     ),
     "a missing offset": Defect("draft_decode", without_the_offset, {Story.CAPTURED_BELOW_Q: ""}),
     "seq_lens of padding not reset": padded("seq_lens"),
