@@ -206,6 +206,7 @@ def new_poisonable_pool(case: PassCase, device: torch.device) -> KVPool:
         max_context_len=case.max_context_len,
         spare_pages=num_pages(case.kv_lens, case.page_size) + 1,
         swa_spare_pages=1 if case.window_left >= 0 else None,
+        virtual_slots=case.virtual_slots,
         seed=case.seed,
         device=device,
     )
@@ -241,7 +242,8 @@ def admit_and_write(
         for sides in zip(*histories, strict=True)
     ]
     if not batch.writes_no_kv:
-        slots = metadata.swa_out_cache_loc[: len(batch.out_cache_loc)] if has_window else batch.out_cache_loc
+        rows = len(batch.out_cache_loc)
+        slots = metadata.swa_out_cache_loc[:rows] if has_window else pool.physical_slots(batch.out_cache_loc)
         cache.write(slots, *new)
     return batch, metadata
 

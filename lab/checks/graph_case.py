@@ -63,12 +63,14 @@ class GraphCase(StoryCase):
         sliding_window: a sliding-window layer over its own pool.
         decode_splits: the engine's most calls of a decode, over requests sorted by length.
         encoder_only: of a verification, a layer whose rows see all keys of their request.
+        virtual_slots: slots of the pool name pages that its `v2p` maps to those of the cache.
     """
 
     geometry: str = "tiny"
     sliding_window: bool = False
     decode_splits: int = 1
     encoder_only: bool = False
+    virtual_slots: bool = False
 
     @property
     def interface(self) -> Interface:

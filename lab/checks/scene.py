@@ -80,6 +80,7 @@ class Scene:
             page_size=case.page_size,
             max_context_len=case.max_context_len,
             swa_spare_pages=0 if window else None,
+            virtual_slots=getattr(case, "virtual_slots", False),
             seed=case.seed,
             device=device,
         )

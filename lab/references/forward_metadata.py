@@ -31,7 +31,7 @@ def forward_metadata(batch: Any, pool: Any) -> ForwardMetadata:
             req_pool_indices, seq_lens and extend_seq_lens or extend_seq_lens_cpu, [batch_size] each, and out_cache_loc,
             [num_tokens].
         pool: req_to_token, int [num_rows, row_width], slots by position; page_size; max_context_len; full_to_swa, int
-            [num_slots], or None.
+            [num_slots], or None; v2p, int [num_virtual_pages], or None, if there is such an attribute.
 
     Raises:
         ValueError: the mode runs no attention.
@@ -215,14 +215,19 @@ def key_length(batch: Any, i: int) -> int:
 def live_pages(row: int, length: int, pool: Any, full_to_swa: Tensor | None = None) -> list[int]:
     """Return the pages that hold the first ``length`` tokens of a request, in order, at most a full context of them.
 
-    With ``full_to_swa``, pages of the sliding-window pool instead. Slots divide by floor: slot -1 is page -1.
+    With ``full_to_swa``, pages of the sliding-window pool instead. Slots divide by floor: slot -1 is page -1. Where slots are
+    virtual, the full pool's page is that of ``v2p``: the sink, page 0, for a slot of -1 and for a page that has none.
     """
     pages = []
+    v2p = getattr(pool, "v2p", None)
     for start in range(0, min(length, pool.max_context_len), pool.page_size):
         slot = int(pool.req_to_token[row, start])
         if full_to_swa is not None:
             slot = int(full_to_swa[slot])
-        pages.append(slot // pool.page_size)
+        page = slot // pool.page_size
+        if full_to_swa is None and v2p is not None:
+            page = max(int(v2p[page]), 0) if page >= 0 else 0
+        pages.append(page)
     return pages
 
 

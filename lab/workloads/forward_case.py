@@ -25,7 +25,8 @@ class ForwardCase(PassCase):
     Attributes:
         mode: one of `ATTENDING_MODES`.
         geometry: a name of `lab.workloads.GEOMETRIES`.
-        prefix_lens, q_lens, draft_step, dtype, kv_dtype, contents, seed: as in `PassCase`; kv_dtype may be uint8 too, NVFP4.
+        prefix_lens, q_lens, draft_step, dtype, kv_dtype, virtual_slots, contents, seed: as in `PassCase`; kv_dtype may be uint8
+            too, NVFP4.
         topk: branches of each request of a frozen-KV draft, which are rows next to each other: lengths stand for rows then,
             equal ones for each request. 1 in other modes.
         page_size, layout: of the K/V pool; tokens per page, a power of two.
@@ -70,6 +71,7 @@ class ForwardCase(PassCase):
     kv_dtype: torch.dtype = torch.bfloat16
     query_dtype: torch.dtype | None = None
     arithmetic: torch.dtype | None = None
+    virtual_slots: bool = False
     contents: Contents = Contents.RANDOM
     seed: int = 0
 

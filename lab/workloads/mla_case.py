@@ -18,7 +18,8 @@ class MLACase(PassCase):
 
     Attributes:
         mode: one that runs on that kernel: DECODE, TARGET_VERIFY, RAGGED_VERIFY, DRAFT_EXTEND or DRAFT_EXTEND_V2.
-        prefix_lens, q_lens, draft_step, num_draft_tokens, dtype, kv_dtype, contents, seed: as in `PassCase`.
+        prefix_lens, q_lens, draft_step, num_draft_tokens, dtype, kv_dtype, virtual_slots, contents, seed: as in
+            `PassCase`.
         attention: the keys that a draft step counts, as SGLang's backend (MLA) or with the drafted ones (MLA_WITH_OFFSET).
         page_size: tokens per page of one GPU, 32 or 64.
         dcp_size: GPUs of decode context parallelism that share each request; 1 for none.
@@ -44,6 +45,7 @@ class MLACase(PassCase):
     dtype: torch.dtype = torch.bfloat16
     kv_dtype: torch.dtype = torch.bfloat16
     query_dtype: torch.dtype | None = None
+    virtual_slots: bool = False
     contents: Contents = Contents.RANDOM
     seed: int = 0
 

@@ -24,6 +24,7 @@ class PassCase(PassLens):
         prefix_lens, q_lens, draft_step, num_draft_tokens: as in `PassLens`; at least one request. In DECODE all q_lens are 1.
         page_size: tokens per page.
         dtype, kv_dtype: of the query and output (float16 or bfloat16), and of the cache (the same or float8_e4m3fn).
+        virtual_slots: slots of the pool name pages that its `v2p` maps to those of the cache, as SGLang's unified pool does.
         contents: of the tensors, one of `PASS_CONTENTS`.
         seed: of everything drawn.
     """
@@ -32,6 +33,7 @@ class PassCase(PassLens):
     page_size: int
     dtype: torch.dtype
     kv_dtype: torch.dtype
+    virtual_slots: bool
     contents: Contents
     seed: int
     # A case that has these declares the field: query rows after the requests', which belong to none; rows that see those after.

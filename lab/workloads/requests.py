@@ -143,7 +143,8 @@ class Requests(PassLens):
         starts = (0,) * len(self.rows) if first is None else first
         for row, history, start in zip(self.rows, histories, starts, strict=True):
             slots = self.pool.slots(row, start, len(history[0]))
-            cache.write(self.pool.swa_slots(slots) if sliding_window else slots, *(side[start:] for side in history))
+            slots = self.pool.swa_slots(slots) if sliding_window else self.pool.physical_slots(slots)
+            cache.write(slots, *(side[start:] for side in history))
 
     def batch(self, mode: ForwardMode, num_padding_rows: int = 0) -> ForwardBatch:
         """Return the batch of a mode over these requests, in fresh tensors.
@@ -175,6 +176,7 @@ def new_pool(
     max_context_len: int,
     spare_pages: int = 0,
     swa_spare_pages: int | None = None,
+    virtual_slots: bool = False,
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> KVPool:
@@ -185,6 +187,7 @@ def new_pool(
         page_size, max_context_len, seed, device: as `KVPool` has them.
         spare_pages: pages beyond those of the requests and the sink.
         swa_spare_pages: the same of a sliding-window pool; None for a pool without one.
+        virtual_slots: slots name three times as many pages as there are.
     """
     pages = num_pages(lens, page_size) + 1
     return KVPool(
@@ -193,6 +196,7 @@ def new_pool(
         page_size=page_size,
         num_pages=pages + spare_pages,
         swa_num_pages=None if swa_spare_pages is None else pages + swa_spare_pages,
+        num_virtual_pages=3 * (pages + spare_pages) if virtual_slots else None,
         seed=seed,
         device=device,
     )

@@ -99,13 +99,18 @@ class StandInModel:
         layer, cache: of the attention. The weights and the cache are bf16.
 
     Raises:
-        ValueError: a sliding-window layer in a geometry or a pool without a window.
+        ValueError: a sliding-window layer in a geometry or a pool without a window, or a pool of virtual slots, which the
+            model's writes do not translate.
     """
 
     def __init__(self, sizes: StandInSizes, pool: KVPool, *, sliding_window: bool = False, seed: int = 0) -> None:
         model, hidden = sizes.attention, sizes.hidden_size
         if sliding_window and model.sliding_window is None:
             raise ValueError(f"{model.name} has no sliding-window layers: leave sliding_window False")
+        if pool.v2p is not None:
+            raise ValueError(
+                "the pool has virtual slots, where this model would write: make one without num_virtual_pages"
+            )
         generator = torch.Generator(device=pool.device).manual_seed(seed)
 
         def weight(fan_in: int, fan_out: int) -> Tensor:

@@ -223,6 +223,12 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = {
         ValueError,
         "3 slots, more than the 2 rows",
     ),
+    "a table of virtual pages in int32": (
+        {"v2p": torch.zeros(3, dtype=torch.int32)},
+        {},
+        TypeError,
+        "v2p must be int64",
+    ),
     "two devices": ({"seq_lens": torch.zeros(2, dtype=torch.int64, device="meta")}, {}, ValueError, "cpu, meta"),
 }
 

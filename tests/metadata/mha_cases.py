@@ -36,6 +36,7 @@ class Case:
     distinct_requests: bool = True
     index_dtype: torch.dtype = torch.int64
     sliding_window: bool = True
+    virtual_slots: bool = False
     evict_before: int = 0
     host_seq_lens: bool = False
     seed: int = 0
@@ -51,6 +52,7 @@ def build(case: Case, device: str = "cpu") -> tuple[ForwardBatch, KVPool]:
         page_size=case.page_size,
         num_pages=pages + 3,
         swa_num_pages=pages if case.sliding_window else None,
+        num_virtual_pages=2 * pages + 7 if case.virtual_slots else None,
         seed=case.seed,
         device=device,
     )
@@ -131,8 +133,8 @@ def label(case: Case) -> str:
     return f"{case.mode.name}-{kind}-bs{len(case.total_lens)}-pad{case.num_padding_rows}"
 
 
-def drawn_cases(modes: Sequence[ForwardMode] = MODES) -> st.SearchStrategy[Case]:
-    """Batches of any of the modes with lengths around page boundaries."""
+def drawn_cases(modes: Sequence[ForwardMode] = MODES, virtual: bool | None = False) -> st.SearchStrategy[Case]:
+    """Batches of any of the modes with lengths around page boundaries; slots are virtual, or as drawn if None."""
     return st.builds(
         _drawn_case,
         mode=st.sampled_from(modes),
@@ -140,7 +142,7 @@ def drawn_cases(modes: Sequence[ForwardMode] = MODES) -> st.SearchStrategy[Case]
         sizes=st.lists(st.tuples(st.integers(0, 3), st.sampled_from([-1, 0, 1, 7]), st.integers(1, 40)), max_size=5),
         new=st.integers(0, 5),
         whole=st.booleans(),
-        flags=st.tuples(st.booleans(), st.booleans(), st.booleans(), st.booleans()),
+        flags=st.tuples(*[st.booleans()] * 4, st.booleans() if virtual is None else st.just(virtual)),
         evicted_pages=st.integers(0, 4),
         padding=st.integers(0, 3),
         seed=st.integers(0, 2**16),
@@ -153,12 +155,12 @@ def _drawn_case(
     sizes: list[tuple[int, int, int]],
     new: int,
     whole: bool,
-    flags: tuple[bool, bool, bool, bool],
+    flags: tuple[bool, bool, bool, bool, bool],
     evicted_pages: int,
     padding: int,
     seed: int,
 ) -> Case:
-    distinct, narrow, window, host = flags
+    distinct, narrow, window, host, virtual = flags
     ragged = mode is ForwardMode.RAGGED_VERIFY
     extends = ragged or mode in EXTENDS + DRAFT_EXTENDS
     new = 0 if extends and not ragged else max(new, int(ragged or mode is ForwardMode.TARGET_VERIFY))
@@ -177,6 +179,7 @@ def _drawn_case(
         distinct_requests=distinct,
         index_dtype=torch.int32 if narrow else torch.int64,
         sliding_window=window,
+        virtual_slots=virtual,
         evict_before=evicted_pages * page_size,
         host_seq_lens=host,
         seed=seed,

@@ -50,7 +50,7 @@ def test_every_mode(index: int, page_size: int, device: str) -> None:
 
 
 @IN_INTERPRETER
-@given(drawn_cases())
+@given(drawn_cases(virtual=None))
 @settings(deadline=None, derandomize=True, max_examples=25)
 def test_drawn_cases(case: Case) -> None:
     assert_right(*build(case))

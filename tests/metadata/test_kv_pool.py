@@ -277,3 +277,39 @@ def test_everything_works_where_reading_is_impossible() -> None:
         cache.write(pool.swa_slots(slots) if window else slots, rows, rows)
     pool.free_request(row)
     assert pool.device.type == "meta"
+
+
+def test_virtual_slots_keep_their_names_where_pages_move() -> None:
+    pool = KVPool(num_requests=3, max_context_len=12, page_size=4, num_pages=8, num_virtual_pages=20, seed=1)
+    first, second = pool.add_request(9), pool.add_request(4)
+    assert pool.v2p is not None
+    slots = pool.slots(first, 0, 9)
+    named = slots[::4] // 4
+    lie = pool.pages(slots[::4])
+    assert lie.tolist() == pool.v2p[named].tolist()
+    assert set(lie.tolist()) < set(range(1, 8))
+    assert max(named.tolist()) >= 8, "more pages are named than there are"
+    assert (pool.physical_slots(slots) // 4).tolist() == pool.pages(slots).tolist()
+    assert (pool.physical_slots(slots) % 4).tolist() == (slots % 4).tolist()
+    pool.free_request(second)
+    assert (pool.v2p >= 0).sum() == 1 + 3, "the sink and the pages of the first request"
+    assert [pool.add_request(12) for _ in range(1)], "freed pages of the cache are handed out again"
+    with pytest.raises(RuntimeError, match="the full pool has 1 free pages"):
+        pool.add_request(12)
+
+
+def test_nothing_virtual_is_outside_the_pool() -> None:
+    """What has no page, and slot -1, are in the sink; of a pool without virtual slots -1 stays what it is."""
+    pool = KVPool(num_requests=1, max_context_len=8, page_size=4, num_pages=4, num_virtual_pages=9)
+    slots = torch.tensor([-1, 0, 3, 35])
+    assert pool.pages(slots).tolist() == [0, 0, 0, 0]
+    assert pool.physical_slots(slots).tolist() == [0, 0, 3, 3]
+    plain = KVPool(num_requests=1, max_context_len=8, page_size=4, num_pages=4)
+    assert plain.v2p is None
+    assert plain.pages(slots).tolist() == [-1, 0, 0, 8]
+    assert plain.physical_slots(slots) is slots
+
+
+def test_fewer_names_than_pages_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_virtual_pages=3 must be at least num_pages=4"):
+        KVPool(num_requests=1, max_context_len=8, page_size=4, num_pages=4, num_virtual_pages=3)

@@ -337,7 +337,7 @@ def test_leftovers_in_the_request_table_are_never_looked_at(case: Case) -> None:
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)
-@given(drawn_cases())
+@given(drawn_cases(virtual=None))
 def test_drawn_batches(case: Case) -> None:
     got = assert_matches_reference(*build(case))
     for boundaries in (got.cu_seqlens_q, got.cu_seqlens_k):

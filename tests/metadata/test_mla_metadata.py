@@ -252,7 +252,7 @@ def test_draft_extends_at_every_boundary(mode: ForwardMode, page_size: int) -> N
 
 
 @settings(deadline=None, derandomize=True, max_examples=80)
-@given(drawn_cases(), st.sampled_from(PAGE_SIZES), st.sampled_from([MLA, MLA_WITH_OFFSET]))
+@given(drawn_cases(virtual=None), st.sampled_from(PAGE_SIZES), st.sampled_from([MLA, MLA_WITH_OFFSET]))
 def test_drawn_batches(case: Case, page_size: int, attention: DraftAttention) -> None:
     if case.mode in EXTENDS:
         case = replace(case, mode=V1)

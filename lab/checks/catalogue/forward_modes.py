@@ -61,9 +61,10 @@ def mode_cases(
         verify = ForwardCase(ForwardMode.TARGET_VERIFY, name, crossing, widths, page_size=page_size)
         yield verify
         yield replace(verify, mode=ForwardMode.DRAFT_EXTEND_V2)
-        # A pool that lies in memory as the kernels see it; and six requests in four calls.
+        # A pool that lies in memory as the kernels see it, one whose slots are virtual, and six requests in four calls.
         if q_len == 4:
             yield replace(verify, layout=KVLayout.HND)
+            yield replace(verify, virtual_slots=True)
         if q_len == max(q_lens):
             yield replace(verify, encoder_only=True)
             yield replace(verify, decode_splits=4)
@@ -84,6 +85,7 @@ def mode_cases(
     yield extend
     yield replace(extend, num_padding_rows=7)
     yield replace(extend, encoder_only=True)
+    yield replace(extend, virtual_slots=True)
     # Dealt to ranks: the late blocks of all requests follow the early ones, over the same pages.
     dealt = (5, page_size + 1, 70, 4, 130, 33)
     yield ForwardCase(ForwardMode.EXTEND, name, prefixes, dealt, page_size=page_size, context_parallel=2)

@@ -62,7 +62,8 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[GraphCa
             for number, (place, window) in enumerate(chosen, turn):
                 if case.interface is interface:
                     splits = 3 if is_divided and number % 4 == 0 else 1
-                    yield replace(case, place=place, sliding_window=window, decode_splits=splits)
+                    told = replace(case, place=place, sliding_window=window, decode_splits=splits)
+                    yield replace(told, virtual_slots=splits == 1 and number % 3 == 1)
             if case.interface is interface and mode.forward_mode is ForwardMode.TARGET_VERIFY:
                 yield replace(case, place=list(MetadataPlace)[turn % 2], encoder_only=True)
 

@@ -33,13 +33,17 @@ def mla_mode_cases(page_size: int, q_lens: tuple[int, ...], **dims: Any) -> Iter
     for q_len in q_lens:
         crossing = (0, max(page_size - q_len, 0), max(page_size - q_len, 0) + 1, page_size, 3 * page_size + 5, 300)
         widths = (q_len,) * len(crossing)
-        yield MLACase(ForwardMode.TARGET_VERIFY, crossing, widths, **shared)
+        verify = MLACase(ForwardMode.TARGET_VERIFY, crossing, widths, **shared)
+        yield verify
+        if q_len == 4:
+            yield replace(verify, virtual_slots=True)
         yield MLACase(ForwardMode.DRAFT_EXTEND_V2, crossing, widths, **shared)
     for draft in (5, 8):  # as many rows as the longest request has, and more than any
         ragged = MLACase(ForwardMode.RAGGED_VERIFY, prefixes, (5, 1, 2, 4, 3, 1), num_draft_tokens=draft, **shared)
         yield ragged
     yield replace(ragged, q_lens=(3,) * len(prefixes))
-    yield MLACase(ForwardMode.DRAFT_EXTEND, prefixes, (5, 1, 2, 4, 3, 1), **shared)
+    for virtual in (False, True):
+        yield MLACase(ForwardMode.DRAFT_EXTEND, prefixes, (5, 1, 2, 4, 3, 1), virtual_slots=virtual, **shared)
     # As many rows as a view of equally many would take: 2 and 4 for 3 and 3.
     yield MLACase(ForwardMode.DRAFT_EXTEND, prefixes[-2:], (2, 4), **shared)
     yield MLACase(ForwardMode.DRAFT_EXTEND, prefixes, (3,) * len(prefixes), **shared)

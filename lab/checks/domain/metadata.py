@@ -41,6 +41,7 @@ SHARED: dict[str, tuple[Any, ...]] = {
     "requests": (6, 1, 2, 33, 64, 96, 130, 257, 0),
     "padding": ("none", "slots of length 0", "slots of length 1", "rows"),
     "dtypes": ("int64", "int32", "int32 lens", "int32 rows", "int64 new lens"),
+    "slots": ("where they lie", "virtual"),
     "context": ("some more", "exact", "a whole page more"),
     "later": (
         "the same",
@@ -300,6 +301,7 @@ def _pool(of: Combination, first: MetadataCase, later: MetadataCase, seed: int, 
         max_context_len=max(max(lens), 1) + spare[of["context"]],
         spare_pages=5,
         swa_spare_pages=None if of.get("window", "none") == "none" else 2,
+        virtual_slots=of["slots"] == "virtual",
         seed=seed,
         device=device,
     )
@@ -372,8 +374,14 @@ def _typed(of: Combination, batch: ForwardBatch) -> ForwardBatch:
 
 
 def _renumber(batch: ForwardBatch, pool: KVPool, seed: int) -> None:
-    """Give all pages of the pool other numbers, in the tensors that there are: the sink stays page 0."""
+    """Give all pages of the pool other numbers, in the tensors that there are: the sink stays page 0.
+
+    Virtual slots are renumbered as an engine does it that moves pages: they stay, and where they lie changes.
+    """
     generator = torch.Generator().manual_seed(seed)
+    if pool.v2p is not None:
+        pool.v2p.copy_(_renumbering(pool.num_pages, 1, generator, pool.device)(pool.v2p))
+        return
     renumber = _renumbering(pool.num_pages, pool.page_size, generator, pool.device)
     if pool.full_to_swa is not None:
         assert pool.swa_num_pages is not None

@@ -9,7 +9,7 @@ from lab.checks.mutants.mutant import MHA_METADATA, Defective, Memory
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_pool import KVPool
-from lab.metadata.engine.lengths import uncounted_tokens
+from lab.metadata.engine.lengths import first_slots, uncounted_tokens
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
 
 
@@ -279,6 +279,26 @@ class WindowMapOfFirstPool(Memory, Builder):
         first = self.first("map", pool.full_to_swa.clone)
         slots = (metadata.page_table.to(torch.int64) * pool.page_size).clamp(max=len(first) - 1)
         return replace(metadata, swa_page_table=(first[slots] // pool.page_size).to(torch.int32))
+
+
+class VirtualPagesLeft(Builder):
+    """The page table of virtual slots has the pages that they name, and not those of the cache."""
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        if pool.v2p is None:
+            return metadata
+        slots = first_slots(batch.req_pool_indices, metadata.cache_seqlens_int32, pool)
+        return replace(metadata, page_table=(slots // pool.page_size).to(torch.int32))
+
+
+class WindowPagesOfPhysicalSlots(Builder):
+    """Where slots are virtual, a window's pages are looked up by where the slots lie in the full pool."""
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        if pool.v2p is None or metadata.swa_page_table is None:
+            return metadata
+        slots = metadata.page_table.to(torch.int64) * pool.page_size
+        return replace(metadata, swa_page_table=(pool.swa_slots(slots) // pool.page_size).to(torch.int32))
 
 
 class EmptySlotsGetAKey(

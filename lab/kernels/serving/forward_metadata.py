@@ -75,12 +75,14 @@ def prepare_write_forward_metadata(
     req_to_token: Tensor,
     page_size: int,
     full_to_swa: Tensor | None = None,
+    v2p: Tensor | None = None,
 ) -> Callable[[], None]:
     """Prepare one launch that writes the metadata of passes over the same requests in place; a CUDA graph can capture it.
 
     Live column c of request i becomes ``req_to_token[req_pool_indices[i], c * page_size] // page_size``; for the
-    sliding-window pool, ``full_to_swa`` maps that slot first. A slot of -1 is in page -1 of both pools. A length of 0 or below
-    has no live column, but ``cu_seqlens_k`` counts it. Columns that are not live, and those beyond a row of ``req_to_token``,
+    sliding-window pool, ``full_to_swa`` maps that slot first. A slot of -1 is in page -1 of both pools. With ``v2p`` that is a
+    virtual page, in whose place the full pool's table has the one that it maps to, or 0 for none. A length of 0 or below has no
+    live column, but ``cu_seqlens_k`` counts it. Columns that are not live, and those beyond a row of ``req_to_token``,
     are not written.
 
     Triton compiles one kernel per page size, dtypes of ``req_pool_indices`` and ``seq_lens``, and passes: their number, which
@@ -95,6 +97,7 @@ def prepare_write_forward_metadata(
         page_size: tokens per page.
         full_to_swa: ``[num_slots]`` int64, the sliding-window slot of each slot of the full pool. It may be None where no pass
             has a sliding-window tensor.
+        v2p: ``[num_virtual_pages]`` int64, the page of each virtual one, below 0 for none; None where slots are not virtual.
 
     Returns:
         A function that launches. It can be called any number of times, and the tensors' contents may change between the calls.
@@ -113,11 +116,13 @@ def prepare_write_forward_metadata(
     check_matrix("req_to_token", req_to_token, (torch.int32,))
     for each in passes:
         _check_pass(each, num_requests, full_to_swa)
-    _check_devices(passes, req_pool_indices, seq_lens, req_to_token, full_to_swa)
+    if v2p is not None:
+        check_vector("v2p", v2p, check_tensor("v2p", v2p).numel(), (torch.int64,))
+    _check_devices(passes, req_pool_indices, seq_lens, req_to_token, full_to_swa, v2p)
     refuse_without_triton(seq_lens.device)
     if num_requests == 0:
         return functools.partial(_write_empty_batch, passes)
-    launch = _bind_kernel(passes, req_pool_indices, seq_lens, req_to_token, page_size, full_to_swa)
+    launch = _bind_kernel(passes, req_pool_indices, seq_lens, req_to_token, page_size, full_to_swa, v2p)
     return functools.partial(_launch_on_device_of, seq_lens, launch, tuple(passes))
 
 
@@ -131,6 +136,7 @@ def _bind_kernel(
     req_to_token: Tensor,
     page_size: int,
     full_to_swa: Tensor | None,
+    v2p: Tensor | None,
 ) -> Callable[[], Any]:
     """Return the kernel with its grid and arguments bound; the arguments are checked and have at least one request."""
     from lab.kernels.serving.forward_metadata_kernel import _metadata_kernel  # imports Triton, which the judge may lack
@@ -147,6 +153,7 @@ def _bind_kernel(
         seq_lens,
         req_to_token,
         full_to_swa,
+        v2p,
         num_requests,
         req_to_token.shape[1],
         req_to_token.stride(0),

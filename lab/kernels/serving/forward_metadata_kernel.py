@@ -14,7 +14,7 @@ CUMULATIVE: tl.constexpr = tl.constexpr(CUMULATIVE_ROWS)
 # bytes. These arguments vary from batch to batch, so neither may compile again. Tuples are out of the reach of these options:
 # `_encode_numbers` and `_encode_addresses` of `forward_metadata` keep their values from being such numbers.
 _VARYING = ["num_requests", "row_width", "row_stride"]
-_UNALIGNED = ["req_pool_indices", "seq_lens", "req_to_token", "full_to_swa"]
+_UNALIGNED = ["req_pool_indices", "seq_lens", "req_to_token", "full_to_swa", "v2p"]
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
@@ -23,6 +23,7 @@ def _metadata_kernel(
     seq_lens,
     req_to_token,
     full_to_swa,
+    v2p,  # None where slots are not virtual
     num_requests,
     row_width,
     row_stride,
@@ -59,10 +60,13 @@ def _metadata_kernel(
         for start in range(share * BLOCK_COLUMNS, most, tl.num_programs(0) * BLOCK_COLUMNS):
             column = start + tl.arange(0, BLOCK_COLUMNS)
             slot = tl.load(row + column.to(tl.int64) * PAGE_SIZE, mask=column < most, other=0)
+            page = _page(slot, PAGE_SIZE)
+            if v2p is not None:
+                page = tl.maximum(tl.load(v2p + page, mask=(column < most) & (page >= 0), other=0), 0).to(tl.int32)
             for t in tl.static_range(len(pages)):
                 live = tl.minimum(_num_pages(length + TABLE_OFFSETS[t], widths[t], PAGE_SIZE), most)
                 cell = _int32s(pages[t]) + request.to(tl.int64) * _number(strides[t]) + column
-                tl.store(cell, _page(slot, PAGE_SIZE), mask=column < live)
+                tl.store(cell, page, mask=column < live)
             if len(swa_pages) > 0:
                 swa_slot = _swa_slot(full_to_swa, slot, column < most)
             for t in tl.static_range(len(swa_pages)):

@@ -94,6 +94,7 @@ def prepare_passes(passes: Sequence[PassBuffers], batch: ForwardBatch, pool: KVP
         req_to_token=pool.req_to_token,
         page_size=pool.page_size,
         full_to_swa=pool.full_to_swa,
+        v2p=pool.v2p,
     )
     if not is_ragged:
         return write

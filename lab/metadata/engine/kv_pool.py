@@ -11,11 +11,15 @@ from lab.metadata.engine.kv_cache import KVLayout, PagedKVCache, PagedLatentCach
 
 @dataclass
 class _Request:
-    """Host-side books of one request; an evicted sliding-window page is None."""
+    """Host-side books of one request; an evicted sliding-window page is None.
+
+    `pages` are as slots name them; `physical_pages` are where they lie, if that is elsewhere.
+    """
 
     length: int
     pages: list[int]
     swa_pages: list[int | None]
+    physical_pages: list[int]
 
 
 class KVPool:
@@ -26,6 +30,10 @@ class KVPool:
     consecutive ids is wrong here. A request fills its last page before it takes another. Freed ids go to the end
     of the queue, and the request table keeps what freed requests left in it, as an engine's does.
 
+    With ``num_virtual_pages`` slots are virtual, as in SGLang's unified pool: they name pages that `v2p` maps to those that
+    the caches have, so that an engine can move a page without renaming its tokens. Who reads or writes a cache translates
+    them, by `pages` and `physical_slots`; of the sliding-window pool `full_to_swa` does it alone.
+
     All bookkeeping is on the host; nothing here reads the device.
 
     Args:
@@ -34,15 +42,18 @@ class KVPool:
         page_size: tokens per page.
         num_pages: pages of the full pool, sink included.
         swa_num_pages: pages of the sliding-window pool, its own sink included, or None for no such pool.
+        num_virtual_pages: pages that slots can name, the sink's included, ``num_pages`` at least; None where a slot is where it
+            lies.
         seed: order in which ids are handed out.
         device: where the tensors live.
 
     Attributes:
         req_to_token: ``[num_requests + 1, max_context_len]`` int32, the slot of each token of each request; row 0 is
             reserved for padding and zero.
-        full_to_swa: ``[full_size + page_size + 1]`` int64 with ``full_size = (num_pages - 1) * page_size``, the
-            sliding-window slot of each slot: 0 where there is none, -1 in the last entry so that slot -1 stays -1.
-            None without a sliding-window pool.
+        full_to_swa: ``[full_size + page_size + 1]`` int64 with ``full_size = (num_pages - 1) * page_size``, virtual pages if
+            slots are, the sliding-window slot of each slot: 0 where there is none, -1 in the last entry so that slot -1 stays
+            -1. None without a sliding-window pool.
+        v2p: ``[num_virtual_pages]`` int64, the page of each virtual one, -1 where it has none, 0 of page 0; or None.
 
     Raises:
         ValueError: a size is too small to hold anything.
@@ -56,6 +67,7 @@ class KVPool:
         page_size: int,
         num_pages: int,
         swa_num_pages: int | None = None,
+        num_virtual_pages: int | None = None,
         seed: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -67,21 +79,31 @@ class KVPool:
             if pages is not None and pages < 2:
                 raise ValueError(f"{name}={pages} must be at least 2: page 0 is the sink and is never handed out")
 
+        if num_virtual_pages is not None and num_virtual_pages < num_pages:
+            raise ValueError(f"num_virtual_pages={num_virtual_pages} must be at least num_pages={num_pages}")
+
         self.num_requests = num_requests
         self.max_context_len = max_context_len
         self.page_size = page_size
         self.num_pages = num_pages
         self.swa_num_pages = swa_num_pages
+        self.num_virtual_pages = num_virtual_pages
         self.req_to_token = torch.zeros(num_requests + 1, max_context_len, dtype=torch.int32, device=device)
+        named_pages = num_virtual_pages or num_pages
         self.full_to_swa: Tensor | None = None
         if swa_num_pages is not None:
-            self.full_to_swa = torch.zeros(num_pages * page_size + 1, dtype=torch.int64, device=device)
+            self.full_to_swa = torch.zeros(named_pages * page_size + 1, dtype=torch.int64, device=device)
             self.full_to_swa[-1] = -1
+        self.v2p: Tensor | None = None
+        if num_virtual_pages is not None:
+            self.v2p = torch.full((num_virtual_pages,), -1, dtype=torch.int64, device=device)
+            self.v2p[0] = 0
 
         generator = torch.Generator().manual_seed(seed)
         self._free_rows = _shuffled_ids(num_requests + 1, generator)
-        self._free_pages = _shuffled_ids(num_pages, generator)
+        self._free_pages = _shuffled_ids(named_pages, generator)
         self._free_swa_pages = _shuffled_ids(swa_num_pages or 1, generator)
+        self._free_physical_pages = _shuffled_ids(num_pages, generator)
         self._requests: dict[int, _Request] = {}
 
     @property
@@ -103,7 +125,7 @@ class KVPool:
         if not self._free_rows:
             raise RuntimeError(f"all {self.num_requests} request rows are taken: free a request or raise num_requests")
         row = self._free_rows[0]
-        self._requests[row] = _Request(length=0, pages=[], swa_pages=[])
+        self._requests[row] = _Request(length=0, pages=[], swa_pages=[], physical_pages=[])
         try:
             self.extend_request(row, length)
         except (RuntimeError, ValueError):
@@ -129,12 +151,17 @@ class KVPool:
                 f"request {req_pool_index} would hold {end} tokens, more than max_context_len={self.max_context_len}"
             )
         num_new = -(-end // self.page_size) - len(request.pages)
-        self._require_pages("full", "num_pages", self._free_pages, num_new)
+        free = self._free_pages if self.v2p is None else self._free_physical_pages
+        self._require_pages("full", "num_pages", free, num_new)
         if self.full_to_swa is not None:
             self._require_pages("sliding-window", "swa_num_pages", self._free_swa_pages, num_new)
 
         new_pages = [self._free_pages.popleft() for _ in range(num_new)]
         request.pages += new_pages
+        if self.v2p is not None:
+            new_physical_pages = [self._free_physical_pages.popleft() for _ in range(num_new)]
+            request.physical_pages += new_physical_pages
+            self.v2p[_ids(new_pages, self.device)] = _ids(new_physical_pages, self.device)
         if self.full_to_swa is not None:
             new_swa_pages = [self._free_swa_pages.popleft() for _ in range(num_new)]
             request.swa_pages += new_swa_pages
@@ -157,6 +184,21 @@ class KVPool:
         if not 0 <= start <= end <= length:
             raise ValueError(f"positions {start}..{end} are outside request {req_pool_index} of {length} tokens")
         return self.req_to_token[req_pool_index, start:end].to(torch.int64)
+
+    def pages(self, slots: Tensor) -> Tensor:
+        """Return the page of the full pool's caches that each slot is in, any shape, int32.
+
+        Slot -1 is in page -1; of virtual slots it is in page 0, the sink, and so is one whose page has none.
+        """
+        pages = slots // self.page_size
+        return (pages if self.v2p is None else self._physical(pages)).to(torch.int32)
+
+    def physical_slots(self, slots: Tensor) -> Tensor:
+        """Return where K and V of each slot lie in the full pool's caches, any shape, int64: the slots, if none is virtual."""
+        if self.v2p is None:
+            return slots
+        offsets = (slots % self.page_size).masked_fill(slots < 0, 0)
+        return self._physical(slots // self.page_size) * self.page_size + offsets
 
     def swa_slots(self, full_slots: Tensor) -> Tensor:
         """Return the sliding-window slots of full slots, any shape, int64. No window slot: 0, the sink. Slot -1 stays -1.
@@ -189,6 +231,9 @@ class KVPool:
         request = self._request(req_pool_index)
         if self.full_to_swa is not None:
             self._release_swa(request, len(request.pages))
+        if self.v2p is not None:
+            self.v2p[_ids(request.pages, self.device)] = -1
+            self._free_physical_pages.extend(request.physical_pages)
         self._free_pages.extend(request.pages)
         self._free_rows.append(req_pool_index)
         del self._requests[req_pool_index]
@@ -242,6 +287,10 @@ class KVPool:
             raise ValueError(f"req_pool_index={req_pool_index} holds no request; live are {sorted(self._requests)}")
         return self._requests[req_pool_index]
 
+    def _physical(self, pages: Tensor) -> Tensor:
+        assert self.v2p is not None
+        return self.v2p[pages.clamp(min=0)].clamp(min=0)
+
     def _swa_map(self) -> Tensor:
         if self.full_to_swa is None:
             raise ValueError("this pool has no sliding-window pages: make it with KVPool(..., swa_num_pages=...)")
@@ -256,13 +305,12 @@ class KVPool:
 
     def _slots_of_pages(self, pages: list[int]) -> Tensor:
         """Return the slots of whole pages, ``[len(pages), page_size]`` int64."""
-        starts = torch.tensor(pages, dtype=torch.int64, device=self.device) * self.page_size
+        starts = _ids(pages, self.device) * self.page_size
         return starts[:, None] + torch.arange(self.page_size, device=self.device)
 
     def _map_pages(self, pages: list[int], swa_slots: Tensor | int) -> None:
         """Map whole pages of the full pool, because one entry per page is all that a page table looks at."""
-        by_page = self._swa_map()[:-1].view(self.num_pages, self.page_size)
-        by_page[torch.tensor(pages, dtype=torch.int64, device=self.device)] = swa_slots
+        self._swa_map()[:-1].view(-1, self.page_size)[_ids(pages, self.device)] = swa_slots
 
     def _release_swa(self, request: _Request, num_pages: int) -> None:
         held = [(i, page) for i, page in enumerate(request.swa_pages[:num_pages]) if page is not None]
@@ -270,6 +318,10 @@ class KVPool:
         for i, page in held:
             request.swa_pages[i] = None
             self._free_swa_pages.append(page)
+
+
+def _ids(pages: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(pages, dtype=torch.int64, device=device)
 
 
 def _shuffled_ids(count: int, generator: torch.Generator) -> deque[int]:

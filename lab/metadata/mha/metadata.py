@@ -84,7 +84,8 @@ def build_mha_metadata(
     of the table, as SGLang's fused kernel does: a length above it cannot be refused without reading the device. Cells
     beyond are undefined in SGLang; here they name the sink, page 0, which is always there to be read. A length of 0
     or below (a padded row) has no pages, but does count in ``cu_seqlens_k``. A slot that maps to -1 gives page -1,
-    again as the fused kernel (PR 29843) does; a healthy map has none.
+    again as the fused kernel (PR 29843) does; a healthy map has none. Of virtual slots the page is that of ``pool.v2p``, and
+    the sink's where that has none (`build_kv_read_table`); no window's page is looked up by it.
 
     Args:
         batch: the forward pass.
@@ -109,8 +110,8 @@ def build_mha_metadata(
         max_seq_len_q=max_query_rows(batch),
         cu_seqlens_q=_cu_seqlens_q(batch, cu_seqlens_k),
         cu_seqlens_k=cu_seqlens_k,
-        page_table=_pages(slots, pool.page_size),
-        swa_page_table=_pages(pool.swa_slots(slots), pool.page_size) if has_swa else None,
+        page_table=pool.pages(slots),
+        swa_page_table=(pool.swa_slots(slots) // pool.page_size).to(torch.int32) if has_swa else None,
         swa_out_cache_loc=_swa_out_cache_loc(batch, pool) if has_swa else None,
     )
     if not (expand_encoder_only_verify and batch.forward_mode.query_rows is QueryRows.DRAFT_TOKENS):
@@ -147,11 +148,6 @@ def _cu_seqlens_q(batch: ForwardBatch, cu_seqlens_k: Tensor) -> Tensor:
     if isinstance(rows, int):
         return uniform_boundaries(batch.batch_size, rows, batch.seq_lens.device)
     return exclusive_cumsum(rows)
-
-
-def _pages(slots: Tensor, page_size: int) -> Tensor:
-    """Return the page of each slot, int32. Floor division, so that slot -1 is in page -1."""
-    return (slots // page_size).to(torch.int32)
 
 
 def _swa_out_cache_loc(batch: ForwardBatch, pool: KVPool) -> Tensor:

@@ -319,7 +319,7 @@ def longest_request(batch: ForwardBatch, pool: KVPool) -> int:
 
 def mla_block_table(rows: Tensor, keys: Tensor, padded_keys: Tensor, pool: KVPool, width: int) -> Tensor:
     """Return ``[bs, width]`` int32: pages of ``keys`` tokens, the sink up to ``padded_keys``, and -1."""
-    pages = (first_slots(rows, keys, pool) // pool.page_size)[:, :width].to(torch.int32)
+    pages = pool.pages(first_slots(rows, keys, pool)[:, :width])
     table = torch.nn.functional.pad(pages, (0, width - pages.shape[1]), value=SINK_PAGE)
     columns = torch.arange(width, device=pool.device)
     return table.masked_fill(columns >= num_pages(padded_keys, pool.page_size)[:, None], DEAD_PAGE)

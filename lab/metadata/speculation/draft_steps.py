@@ -277,6 +277,7 @@ def _lists_launch(
         topk=draft.topk,
         page_size=pool.page_size,
         schedule=draft.schedule,
+        v2p=pool.v2p,
     )
 
 
