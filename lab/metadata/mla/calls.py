@@ -26,18 +26,18 @@ class MLALayer:
         k_scale: divisor of the entries of an e4m3 cache, which are keys and values in one, and of a prefill's e4m3 keys; over
             other caches it does not count, whatever a checkpoint says. SGLang passes it for the keys alone (0.5.23), which is
             right for 1, and its cache's write divides by nothing.
-        v_scale: divisor of a prefill's e4m3 values.
         kv_lora_rank, qk_rope_head_dim: elements of an entry's latent vector and rotary part.
         qk_nope_head_dim, v_head_dim: of a key without its rotary part, and of a value, before absorption.
+        v_scale: divisor of a prefill's e4m3 values.
     """
 
     softmax_scale: float
     k_scale: float = 1.0
-    v_scale: float = 1.0
     kv_lora_rank: int = 512
     qk_rope_head_dim: int = 64
     qk_nope_head_dim: int = 128
     v_head_dim: int = 128
+    v_scale: float = 1.0
 
     @property
     def qk_head_dim(self) -> int:
