@@ -113,6 +113,8 @@ def surveyed_passes() -> Iterator[tuple[str, ForwardCase | MLACase]]:
         yield name, scenario(name)
     for model, is_window in SURVEYED_MODELS:
         for case in mode_cases(model, PAGE_SIZE, (Q_LEN,)):
+            if case.context_parallel > 1:  # each rank is a GPU of its own
+                continue
             has_window = is_window and not case.encoder_only
             words = [*_options(case), *(["window"] if has_window else [])]
             yield "/".join(["M1", model, case.mode.name.lower(), *words]), replace(case, sliding_window=has_window)
