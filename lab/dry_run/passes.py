@@ -113,13 +113,17 @@ def surveyed_passes() -> Iterator[tuple[str, ForwardCase | MLACase]]:
         yield name, scenario(name)
     for model, is_window in SURVEYED_MODELS:
         for case in mode_cases(model, PAGE_SIZE, (Q_LEN,)):
-            if case.context_parallel > 1:  # each rank is a GPU of its own
+            if (
+                case.context_parallel > 1 or case.virtual_slots
+            ):  # ranks are GPUs of their own, and slots change no launch
                 continue
             has_window = is_window and not case.encoder_only
             words = [*_options(case), *(["window"] if has_window else [])]
             yield "/".join(["M1", model, case.mode.name.lower(), *words]), replace(case, sliding_window=has_window)
     for heads in SURVEYED_MLA_HEADS:
         for mla in mla_mode_cases(PAGE_SIZE, (Q_LEN,), num_qo_heads=heads):
+            if mla.virtual_slots:
+                continue
             yield "/".join(["M2", f"{heads}_heads", mla.mode.name.lower(), *_mla_options(mla)]), mla
 
 
