@@ -198,6 +198,49 @@ def test_draft_extend_v1_is_ragged_on_the_decode_call(new: tuple[int, ...]) -> N
     assert got["cum_seq_lens_q"].tolist() == [sum(new[:i]) for i in range(len(new) + 1)]
 
 
+ENCODER = AttentionLayer(0.5, encoder_only=True)
+
+
+@pytest.mark.parametrize("mode", EXTENDS, ids=repr)
+def test_an_encoder_only_layer_is_not_causal_in_an_extend(mode: ForwardMode) -> None:
+    made = forward(mode, (5, 1))
+    (planned,) = plan_calls(made[0])
+    assert arguments_of(made, planned, ENCODER)["causal"] is False
+    assert "causal" not in arguments_of(made, planned)
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.IDLE], ids=repr)
+def test_one_row_of_an_encoder_only_layer_is_a_plain_decode(mode: ForwardMode) -> None:
+    made = forward(mode, (1, 1))
+    (planned,) = plan_calls(made[0])
+    assert arguments_of(made, planned, ENCODER).keys() == arguments_of(made, planned).keys()
+
+
+def test_a_verification_on_an_encoder_only_layer_hands_each_row_over_as_a_request() -> None:
+    batch, _, pool = forward(ForwardMode.TARGET_VERIFY, (3, 3))
+    metadata = build_mha_metadata(batch, pool, expand_encoder_only_verify=True)
+    (planned,) = plan_calls(batch)
+    got = arguments_of((batch, metadata, pool), planned, ENCODER)
+    assert (got["q_len_per_req"], len(got["query"]), got["seq_lens"].tolist()) == (1, 6, [10] * 3 + [11] * 3)
+    assert torch.equal(got["block_tables"], metadata.page_table.repeat_interleave(3, dim=0))
+    assert not {"max_q_len", "cum_seq_lens_q", "causal"} & set(got)
+    window = AttentionLayer(0.5, window_left=6, encoder_only=True)
+    with pytest.raises(ValueError, match=r"window_left=6 on an encoder-only layer.*use a layer without a window"):
+        arguments_of((batch, metadata, pool), planned, window)
+
+
+@pytest.mark.parametrize(
+    "mode", [ForwardMode.TARGET_VERIFY, ForwardMode.RAGGED_VERIFY, ForwardMode.DRAFT_EXTEND_V2], ids=repr
+)
+def test_rows_that_no_call_lets_see_each_other_are_refused(mode: ForwardMode) -> None:
+    made = forward(mode, (3, 3))
+    (planned,) = plan_calls(made[0])
+    with pytest.raises(
+        ValueError, match=rf"{mode.name} on an encoder-only layer would be causal.*expand_encoder_only_verify"
+    ):
+        arguments_of(made, planned, ENCODER)
+
+
 @pytest.mark.parametrize(("new", "padding"), [((2, 4), 0), ((4, 1, 3), 2), ((3, 3), 0), ((5,), 3)])
 def test_a_ragged_verification_is_ragged_whatever_its_widths(new: tuple[int, ...], padding: int) -> None:
     """Equal widths of one replay are unequal ones of the next, and rows of padding are in no request."""

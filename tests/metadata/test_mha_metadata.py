@@ -22,7 +22,7 @@ from lab.metadata import (
     build_mha_metadata,
     mixed_tail_split,
 )
-from lab.references.forward_metadata import forward_metadata
+from lab.references.forward_metadata import encoder_only_verify, forward_metadata
 from tests.metadata.host_reads import ForbidHostReads
 from tests.metadata.mha_cases import (
     DRAFT_EXTENDS,
@@ -461,7 +461,26 @@ def test_the_detectors_detect(read: Callable[[Tensor], object]) -> None:
 def test_no_operator_reads_the_device(case: Case) -> None:
     batch, pool = build(case)
     with ForbidHostReads():
-        build_mha_metadata(batch, pool)
+        build_mha_metadata(batch, pool, expand_encoder_only_verify=True)
+
+
+@pytest.mark.parametrize("case", all_modes(), ids=label)
+def test_a_verification_alone_has_its_rows_as_requests_for_encoder_only_layers(case: Case) -> None:
+    batch, pool = build(case)
+    got = build_mha_metadata(batch, pool, expand_encoder_only_verify=True)
+    plain = build_mha_metadata(batch, pool)
+    assert plain.encoder_cache_seqlens is plain.encoder_page_table is None
+    assert torch.equal(got.page_table, plain.page_table)
+    if case.mode is not ForwardMode.TARGET_VERIFY:
+        assert got.encoder_cache_seqlens is got.encoder_page_table is None
+        return
+    keys, pages = encoder_only_verify(batch, pool)
+    assert got.encoder_cache_seqlens is not None
+    assert got.encoder_page_table is not None
+    assert got.encoder_cache_seqlens.dtype == got.encoder_page_table.dtype == torch.int32
+    assert got.encoder_page_table.is_contiguous()
+    assert got.encoder_cache_seqlens.tolist() == keys
+    assert [row[: len(live)] for row, live in zip(got.encoder_page_table.tolist(), pages, strict=True)] == pages
 
 
 @pytest.mark.parametrize("case", all_modes(), ids=label)
