@@ -14,14 +14,14 @@ from lab.checks.stored import E4M3_K_SCALE, as_stored
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.kv_cache import PagedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
-from lab.metadata.engine.lengths import DraftAttention
+from lab.metadata.engine.lengths import DraftAttention, pad_requests
 from lab.metadata.mla.calls import MLALayer, prepare_mla_attention
 from lab.metadata.mla.context_parallel import (
     DecodeContextParallel,
     build_mla_dcp_metadata,
     prepare_mla_dcp_attention,
 )
-from lab.metadata.mla.metadata import TRTLLMMLADecodeMetadata, build_mla_decode_metadata
+from lab.metadata.mla.metadata import TRTLLMMLADecodeMetadata, build_mla_decode_metadata, replan_outgrown
 from lab.references.quantization import rounded
 from lab.references.truth import Rules, Truth, truth_of_requests
 from lab.workloads.mla_case import MLACase
@@ -50,7 +50,7 @@ class MLAPass(EnginePass):
 
     def truth(self) -> Truth:
         entries = [entries for (entries,) in self.histories]
-        query = rounded(self.query, self.case.query_dtype or self.query.dtype)
+        query = rounded(self.rows_of_requests(self.query), self.case.query_dtype or self.query.dtype)
         return mla_truth(query, self.query.dtype, entries, self.case.seen_lens, self.case.q_lens, self.layer)
 
 
@@ -117,7 +117,11 @@ def build_mla_pass(
     batch, metadata = admit_and_write(
         case, pool, cache, histories, lambda batch, pool: build_metadata(batch, pool, case.attention)
     )
-    return MLAPass(case, pool, batch, metadata, layer, cache, query.to(case.dtype), histories)
+    if case.num_padding_requests:
+        batch = pad_requests(batch, batch.batch_size + case.num_padding_requests)
+        metadata = replan_outgrown(metadata, batch, lambda padded: build_metadata(padded, pool, case.attention))
+    rows = torch.cat([query, query.new_full((batch.num_tokens - len(query), *query.shape[1:]), float("nan"))])
+    return MLAPass(case, pool, batch, metadata, layer, cache, rows.to(case.dtype), histories)
 
 
 def _build_sharded(

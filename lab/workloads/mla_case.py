@@ -22,6 +22,8 @@ class MLACase(PassCase):
             `PassCase`.
         attention: the keys that a draft step counts, as SGLang's backend (MLA) or with the drafted ones (MLA_WITH_OFFSET).
         page_size: tokens per page of one GPU, 32 or 64.
+        num_padding_requests: requests of padding for data parallelism, which the batch gets after its metadata was built.
+        num_padding_rows: query rows after those of a ragged verification, which belong to no request.
         dcp_size: GPUs of decode context parallelism that share each request; 1 for none.
         query_dtype: e4m3 where the engine casts the query to it over an e4m3 cache, as SGLang does; else None.
         num_qo_heads, kv_lora_rank, qk_rope_head_dim: of one layer on one GPU; DeepSeek-V3 has 128 heads, 512 and 64.
@@ -39,6 +41,8 @@ class MLACase(PassCase):
     attention: DraftAttention = DraftAttention.MLA
     page_size: int = 64
     dcp_size: int = 1
+    num_padding_requests: int = 0
+    num_padding_rows: int = 0
     num_qo_heads: int = 16
     kv_lora_rank: int = 512
     qk_rope_head_dim: int = 64
@@ -56,6 +60,15 @@ class MLACase(PassCase):
             raise ValueError("draft_step=-1: a frozen-KV draft runs on MHA (SGLang 0.5.23); give a step from 0 on")
         if self.dcp_size != 1 and self.mode.query_rows is not QueryRows.ONE:
             raise ValueError(f"dcp_size={self.dcp_size} belongs to ForwardMode.DECODE, not {self.mode!r}: leave it 1")
+        if self.num_padding_requests and not (self.mode.query_rows.are_uniform and self.dcp_size == 1):
+            raise ValueError(
+                f"num_padding_requests={self.num_padding_requests} belongs to modes with as many rows for every request, not "
+                f"{self.mode!r}: leave it 0"
+            )
+        if self.num_padding_rows and self.mode.query_rows is not QueryRows.VERIFIED:
+            raise ValueError(
+                f"num_padding_rows={self.num_padding_rows} belongs to RAGGED_VERIFY, not {self.mode!r}: leave it 0"
+            )
         if self.query_dtype is not None and not self.query_dtype == self.kv_dtype == E4M3:
             raise ValueError(
                 f"query_dtype={self.query_dtype}: an engine casts to e4m3, over an e4m3 cache; leave it None"

@@ -43,3 +43,19 @@ def test_an_e4m3_entry_is_half_as_large_and_the_rows_are_not() -> None:
     example = case(DECODE, (4, 9), (1, 1), kv_dtype=torch.float8_e4m3fn)
     assert example.bytes_moved == 15 * 32 + 2 * ROW_BYTES
     assert example.operations == 15 * PAIR_OPERATIONS
+
+
+@pytest.mark.parametrize(
+    ("mode", "changes", "message"),
+    [
+        (ForwardMode.TARGET_VERIFY, {"num_draft_tokens": 3}, "num_draft_tokens=3 belongs to ForwardMode.RAGGED_VERIFY"),
+        (ForwardMode.TARGET_VERIFY, {"dcp_size": 2}, "dcp_size=2 belongs to ForwardMode.DECODE"),
+        (ForwardMode.RAGGED_VERIFY, {"num_padding_requests": 1}, "belongs to modes with as many rows for every"),
+        (DECODE, {"num_padding_requests": 1, "dcp_size": 2}, "belongs to modes with as many rows for every"),
+        (DECODE, {"num_padding_rows": 1}, "num_padding_rows=1 belongs to RAGGED_VERIFY"),
+        (DECODE, {"query_dtype": torch.float8_e4m3fn}, "an engine casts to e4m3, over an e4m3 cache"),
+    ],
+)
+def test_what_means_nothing_in_a_mode_is_refused(mode: ForwardMode, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        case(mode, (4, 9), (1, 1), **changes)

@@ -56,6 +56,19 @@ def _sharded_cases(page_size: int, **dims: Any) -> Iterator[MLACase]:
         yield MLACase(ForwardMode.DECODE, prefixes, (1,) * len(prefixes), page_size=page_size, dcp_size=size, **dims)
 
 
+def _padded_cases(page_size: int, q_len: int, **dims: Any) -> Iterator[MLACase]:
+    """Requests of padding that came after the metadata, and rows that no request has; their queries are NaN."""
+    prefixes = (page_size - 1, page_size, 300)
+    shared: dict[str, Any] = {"page_size": page_size, **dims}
+    for mode, rows in (
+        (ForwardMode.DECODE, 1),
+        (ForwardMode.TARGET_VERIFY, q_len),
+        (ForwardMode.DRAFT_EXTEND_V2, q_len),
+    ):
+        yield MLACase(mode, prefixes, (rows,) * len(prefixes), num_padding_requests=2, **shared)
+    yield MLACase(ForwardMode.RAGGED_VERIFY, prefixes, (1, 4, 2), num_padding_rows=5, **shared)
+
+
 def _cases(interface: Interface, space: Space, level: Level) -> Iterator[MLACase]:
     q_lens = smoke_q_lens(space) if level is Level.SMOKE else tuple(space.q_lens)
     dtype, kv_dtype = space.dtypes[0]
@@ -64,7 +77,8 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[MLACase
     for page_size in space.mla_page_sizes:
         for head_dim, rank in head_dims:
             dims = {"num_qo_heads": heads, "kv_lora_rank": rank, "qk_rope_head_dim": head_dim - rank}
-            for case in (*_sharded_cases(page_size, **dims), *mla_mode_cases(page_size, q_lens, **dims)):
+            added = (*_sharded_cases(page_size, **dims), *_padded_cases(page_size, q_lens[0], **dims))
+            for case in (*added, *mla_mode_cases(page_size, q_lens, **dims)):
                 yield replace(case, contents=Contents.NEEDLES, dtype=dtype, kv_dtype=kv_dtype)
     if (dtype, E4M3) in space.dtypes:
         e4m3 = replace(case, dtype=dtype, kv_dtype=E4M3)
