@@ -113,9 +113,8 @@ def surveyed_passes() -> Iterator[tuple[str, ForwardCase | MLACase]]:
         yield name, scenario(name)
     for model, is_window in SURVEYED_MODELS:
         for case in mode_cases(model, PAGE_SIZE, (Q_LEN,)):
-            if (
-                case.context_parallel > 1 or case.virtual_slots
-            ):  # ranks are GPUs of their own, and slots change no launch
+            # Ranks are GPUs of their own, and virtual slots change no launch.
+            if case.context_parallel > 1 or case.virtual_slots:
                 continue
             has_window = is_window and not case.encoder_only
             words = [*_options(case), *(["window"] if has_window else [])]
