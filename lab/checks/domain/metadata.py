@@ -1,22 +1,20 @@
-"""The domains of the metadata builders of both backends: modes, batches, rows, padding, windows, and a second build."""
+"""Metadata of both backends, built for a combination and for a later pass, and held to loops over requests."""
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lab.checks.domain.combination import Combination
-from lab.checks.domain.covering import Constraint, Domain
+from lab.checks.domain.metadata_axes import NO_LIST
 from lab.checks.facts import CallFacts, facts_of_case
 from lab.checks.metadata_truth import wrong_eager_metadata, wrong_eager_mla_metadata
-from lab.checks.space import Space
 from lab.checks.trial import Trial
-from lab.metadata.engine.forward_batch import FROZEN_KV_STEP, ForwardBatch, SpecInfo
+from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention
@@ -25,137 +23,9 @@ from lab.workloads.requests import PassLens, admit, new_pool
 
 WINDOW_LEFT = 24
 SLOTS = 3  # of padding, of a batch; and query rows of padding
-MOST_CELLS = 3_000_000  # of req_to_token
 UNEQUAL_ROWS = (5, 1, 2, 4, 3, 1)  # of the requests in turn
 DIVISIBLE_ROWS = (2, 4, 3, 3, 1, 5)  # the same, as many as 3 each
-NO_LIST = "none, and no list of them"
 LONG_ROWS = (70, 1, 130, 33, 5, 2)
-ONE_ROW = tuple(mode.name for mode in ForwardMode if mode.query_rows is QueryRows.ONE)
-AS_MANY = tuple(mode.name for mode in ForwardMode if mode.query_rows in (QueryRows.DRAFT_TOKENS, QueryRows.FIXED))
-ON_DECODE = ("DECODE", "TARGET_VERIFY", "DRAFT_EXTEND", "DRAFT_EXTEND_V2", "IDLE", "RAGGED_VERIFY")
-PREFILLS = tuple(mode.name for mode in ForwardMode if mode.is_prefill)
-
-SHARED: dict[str, tuple[Any, ...]] = {
-    "draft_step": ("none", 0, 1, 2, 3, 4),
-    "rows": (1, 4, 2, 3, 5, 6, 7, 8, 11, "unequal", "unequal, as many as equal"),
-    "requests": (6, 1, 2, 33, 64, 96, 130, 257, 0),
-    "padding": ("none", "slots of length 0", "slots of length 1", "rows"),
-    "dtypes": ("int64", "int32", "int32 lens", "int32 rows", "int64 new lens"),
-    "slots": ("where they lie", "virtual"),
-    "context": ("some more", "exact", "a whole page more"),
-    "later": (
-        "the same",
-        "longer",
-        "others",
-        "fewer rows",
-        "more rows",
-        "fewer",
-        "more",
-        "slots renumbered",
-        "another pool",
-    ),
-}
-PREFIXES = ("unequal", "none", "some none", "equal", "at page edges", 4_300, 9_000, 70_000)
-AXES: Mapping[Interface, dict[str, tuple[Any, ...]]] = MappingProxyType(
-    {
-        Interface.MHA_METADATA: {
-            "mode": (*ON_DECODE, *PREFILLS),
-            **SHARED,
-            "draft_step": (*SHARED["draft_step"], FROZEN_KV_STEP),
-            "rows": (*SHARED["rows"], "long"),
-            "prefixes": (*PREFIXES, NO_LIST),
-            "page_size": (16, 32, 64, 128, 256),
-            "window": ("none", "kept", "evicted", "evicted as -1"),
-        },
-        Interface.MLA_METADATA: {
-            "mode": ON_DECODE,
-            "attention": ("mla with offset", "mla"),
-            **SHARED,
-            # Blocks of 4,096 tokens are crossed by the rows, by the draft, by padding alone.
-            "prefixes": (*PREFIXES, 4_090, 4_095, 4_096, 8_191),
-            "page_size": (64, 32),
-            "host_lens": ("none", "given"),
-        },
-    }
-)
-TRIPLES = (("mode", "padding", "rows"), ("mode", "window", "later"), ("mode", "attention", "draft_step"))
-RULES = (
-    Constraint(("mode", "rows"), lambda mode, rows: mode not in ONE_ROW or rows == 1, "a decode has a row each"),
-    Constraint(
-        ("mode", "rows"),
-        lambda mode, rows: mode not in AS_MANY or isinstance(rows, int),
-        "a verification's rows are as many for each",
-    ),
-    Constraint(("mode", "rows"), lambda mode, rows: mode in PREFILLS or rows != "long", "only prompts have long rows"),
-    Constraint(
-        ("mode", "draft_step"), lambda mode, step: mode in ONE_ROW or step == "none", "a draft step is a decode"
-    ),
-    Constraint(("draft_step", "rows"), lambda step, rows: step == "none" or rows == 1, "a draft step has a row each"),
-    Constraint(
-        ("draft_step", "dtypes"),
-        lambda step, dtypes: step == "none" or dtypes != "int64 new lens",
-        "only extends have new lengths",
-    ),
-    Constraint(
-        ("draft_step", "padding"), lambda step, padding: step == "none" or padding != "rows", "as many rows for each"
-    ),
-    Constraint(
-        ("draft_step", "later"), lambda step, later: step == "none" or "rows" not in later, "a decode has a row each"
-    ),
-    Constraint(("rows", "padding"), lambda rows, padding: rows != "long" or "slots" not in padding, "of graphs' modes"),
-    Constraint(
-        ("mode", "requests"),
-        lambda mode, n: n or mode in ("IDLE", "TARGET_VERIFY"),
-        "an engine has no empty pass of this mode",
-    ),
-    Constraint(
-        ("requests", "rows"),
-        lambda n, rows: n > 1 or not isinstance(rows, str) or rows == "long",
-        "one request has no other",
-    ),
-    Constraint(("requests", "rows"), lambda n, rows: n <= 64 or rows != "long", "a large batch has no long prompts"),
-    Constraint(
-        ("requests", "later"),
-        lambda n, later: n > 1 or later not in ("others", "fewer"),
-        "one request has no other",
-    ),
-    Constraint(
-        ("requests", "later"), lambda n, later: n or later in ("the same", "another pool"), "no request can be another"
-    ),
-    Constraint(
-        ("mode", "later"), lambda mode, later: mode not in ONE_ROW or "rows" not in later, "a decode has a row each"
-    ),
-    Constraint(("rows", "later"), lambda rows, later: rows != 1 or later != "fewer rows", "there are no fewer than 1"),
-    Constraint(
-        ("mode", "padding"), lambda mode, padding: mode not in PREFILLS or "slots" not in padding, "of graphs' modes"
-    ),
-    Constraint(
-        ("mode", "padding"),
-        lambda mode, padding: mode in (*PREFILLS, "DRAFT_EXTEND", "RAGGED_VERIFY") or padding != "rows",
-        "as many rows for each",
-    ),
-    Constraint(("mode", "prefixes"), lambda mode, how: how != NO_LIST or mode in PREFILLS, "a prefill's list"),
-    Constraint(("draft_step", "prefixes"), lambda step, how: how != NO_LIST or step == "none", "a prefill's list"),
-    Constraint(("requests", "prefixes"), lambda n, how: how != NO_LIST or n > 0, "no request has no prefix"),
-    Constraint(("padding", "prefixes"), lambda padding, how: how != NO_LIST or "slots" not in padding, "a prefill's"),
-    Constraint(("rows", "prefixes"), lambda rows, how: how != NO_LIST or rows != 1, "one row each tells nothing"),
-    Constraint(
-        ("mode", "dtypes"),
-        lambda mode, dtypes: ForwardMode[mode].query_rows.in_extend_seq_lens or dtypes != "int64 new lens",
-        "only extends have new lengths",
-    ),
-    Constraint(
-        ("requests", "prefixes"),
-        lambda n, prefixes: n * (prefixes if isinstance(prefixes, int) else 1) <= MOST_CELLS,
-        "what a test holds in memory",
-    ),
-)
-
-
-def metadata_domain(interface: Interface, space: Space) -> Domain:
-    """Return the domain of a builder; a space narrows no axis of it."""
-    axes = AXES[interface]
-    return Domain(axes, RULES, tuple(triple for triple in TRIPLES if set(triple) <= set(axes)))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from types import MappingProxyType
 
 from lab.checks.domain.covering import Domain
 from lab.checks.domain.lists import judge_lists, lists_domain
-from lab.checks.domain.metadata import judge_metadata, metadata_domain
+from lab.checks.domain.metadata import judge_metadata
+from lab.checks.domain.metadata_axes import metadata_domain
 from lab.checks.domain.paged_axes import paged_domain
 from lab.checks.domain.paged_call import judge_paged
 from lab.checks.domain.ragged import ragged_domain
