@@ -18,6 +18,7 @@ from lab.metadata.mla.context_parallel import (
 )
 from lab.metadata.mla.rows import merge_by_lse
 from lab.references.forward_metadata import mla_dcp_metadata
+from tests.devices import DEVICES
 from tests.metadata.host_reads import ForbidHostReads
 from tests.metadata.mha_cases import Case, build
 from tests.metadata.mla_cases import HEADS, LAYER, MLA_WITH_OFFSET, RANK, ROPE, dense_attention, own_keys
@@ -62,8 +63,9 @@ def test_the_ranks_own_all_tokens_once() -> None:
         assert sum(DecodeContextParallel(size, rank).local_lens(lens) for rank in range(size)).tolist() == lens.tolist()
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("mode", [GraphMode.decode(), GraphMode.draft_decode(1), GraphMode.target_verify(4)], ids=repr)
-def test_a_replay_is_the_eager_pass(mode: GraphMode) -> None:
+def test_a_replay_is_the_eager_pass(mode: GraphMode, device: str) -> None:
     """A long batch, a short one after it, and padding; the same on each rank."""
     for dcp in RANKS[:2]:
         backend = TRTLLMMLABackend(attention=MLA_WITH_OFFSET, dcp=dcp)
@@ -71,10 +73,10 @@ def test_a_replay_is_the_eager_pass(mode: GraphMode) -> None:
         lens = (4 + new, 90 + new, 180)
         fields: dict[str, Any] = {"page_size": 64, "max_context_len": 184, "sliding_window": False}
         new = 0 if mode == GraphMode.decode() else new
-        pool = build(Case(mode.forward_mode, lens, new=new, **fields))[1]
+        pool = build(Case(mode.forward_mode, lens, new=new, **fields), device)[1]
         runner = GraphRunner(backend, mode, pool, (4,), lambda *_: lambda: None)
         for totals in (lens[::-1], lens[:2]):
-            batch = build(Case(mode.forward_mode, totals, new=new, **fields))[0]
+            batch = build(Case(mode.forward_mode, totals, new=new, **fields), device)[0]
             runner.replay(batch)
             got, eager = runner.captured[4].metadata, runner.eager(batch)
             assert got.seq_lens_k[: len(totals)].tolist() == eager.seq_lens_k.tolist()

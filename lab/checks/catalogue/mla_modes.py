@@ -86,7 +86,9 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[MLACase
         cast = replace(e4m3, query_dtype=E4M3)  # as SGLang hands it over
         yield cast
         yield replace(cast, mode=ForwardMode.RAGGED_VERIFY, q_lens=(5, 1, 2, 4, 3, 1), num_draft_tokens=6)
-        yield replace(cast, mode=ForwardMode.DECODE, q_lens=(1,) * len(cast.prefix_lens))
+        decode = replace(cast, mode=ForwardMode.DECODE, q_lens=(1,) * len(cast.prefix_lens))
+        yield decode
+        yield replace(decode, dcp_size=2)
 
 
 def _judge(trial: Trial) -> None:

@@ -114,6 +114,7 @@ def prepare_mla_dcp_attention(
     cache: ShardedLatentCache,
     *,
     out: Tensor,
+    query_dtype: torch.dtype | None = None,
     workspace_buffer: Tensor | None = None,
 ) -> Callable[[], Tensor]:
     """Prepare one layer's attention of a whole group: a call for each rank, whose outputs are merged by their LSEs.
@@ -128,6 +129,7 @@ def prepare_mla_dcp_attention(
         query: ``[num_tokens, heads, kv_lora_rank + qk_rope_head_dim]``, all heads of the group.
         cache: of all ranks.
         out: ``[num_tokens, heads, kv_lora_rank]``, which each call fills.
+        query_dtype: as in `lab.metadata.mla.calls.prepare_mla_attention`.
         workspace_buffer: for kernels that want the caller's.
 
     Returns:
@@ -143,9 +145,11 @@ def prepare_mla_dcp_attention(
         )
     if len(metadata) != len(cache.storage):
         raise ValueError(f"{len(metadata)} ranks' metadata for a cache of {len(cache.storage)}: pass one for each")
+    is_cast = query_dtype is not None and query_dtype != query.dtype
+    given = torch.empty_like(query, dtype=query_dtype) if is_cast else query
     calls = []
     for rank, own in enumerate(metadata):
-        dense = mla_query(own, query)
+        dense = mla_query(own, given)
         arguments = mla_call_arguments(batch, own, layer, dense, cache.of_rank(rank)) | {
             "out": out.new_empty(*dense.shape[:-1], out.shape[-1]),
             "workspace_buffer": workspace_buffer,
@@ -154,6 +158,8 @@ def prepare_mla_dcp_attention(
         calls.append(prepare(implementation, AttentionCall.MLA_DECODE.value, **arguments))
 
     def run() -> Tensor:
+        if is_cast:
+            given.copy_(query)
         outs, lses = [], []
         for own, call in zip(metadata, calls, strict=True):
             rank_out, lse = call()
