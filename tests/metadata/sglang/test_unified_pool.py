@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lab.metadata import ForwardBatch, ForwardMode, KVPool, build_mha_metadata
+from lab.metadata.engine.lengths import pad_requests
 from tests.devices import IN_INTERPRETER
 from tests.metadata.mha_cases import MODES, Case, build, drawn_cases
 from tests.metadata.sglang.mha import NAMES, REAL, assert_same, new_backend, server_batch
@@ -118,3 +120,39 @@ def test_every_mode(sglang: Load, case: Case) -> None:
     live = -(-ours.cache_seqlens_int32 // pool.page_size)
     for i, pages in enumerate(live.tolist()):
         assert not ours.page_table[i, pages:].any()
+
+
+IN_GRAPHS = [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2]
+
+
+def is_uniform(case: Case) -> bool:
+    return bool(case.total_lens) and not case.num_padding_rows and len(set(case.new_lens)) <= 1
+
+
+@IN_INTERPRETER
+@given(case=drawn_cases(IN_GRAPHS, virtual=True).filter(is_uniform), padding=st.integers(0, 2))
+@settings(deadline=None, derandomize=True, max_examples=60)
+def test_in_a_graph(sglang: Load, case: Case, padding: int) -> None:
+    """The table is copied before the replay, and the graph's kernel writes lengths: together they are the eager pass's."""
+    batch, pool = build(replace(case, host_seq_lens=False))
+    if batch.spec_info is not None:
+        batch = replace(batch, spec_info=replace(batch.spec_info, num_accept_tokens=None))
+    padded = pad_requests(batch, batch.batch_size + padding)
+    width = padded.num_tokens // padded.batch_size
+    server, translator = server_batch(sglang, padded), new_translator(sglang, pool)
+    planned(translator, server, padded, case)
+    if padded.forward_mode is ForwardMode.DRAFT_EXTEND_V2:
+        server.spec_info.num_tokens_per_req = width
+    backend = new_backend(
+        sglang,
+        pool,
+        kv_index_translator=translator,
+        speculative_step_id=case.new - 1,
+        speculative_num_draft_tokens=width if padded.spec_info is not None else None,
+        _swa_full_to_swa_mapping=None,
+    )
+    backend.init_cuda_graph_state(padded.batch_size + 1, padded.num_tokens + width)
+    for in_capture in (True, False):
+        backend.init_forward_metadata_out_graph(server, in_capture=in_capture)
+    backend.init_forward_metadata_in_graph(server)
+    assert_same(build_mha_metadata(padded, pool), backend.forward_metadata, pool.page_size)
