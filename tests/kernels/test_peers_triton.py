@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lab import references
-from lab.kernels import PlannedOnce, prepare
+from lab.kernels import PlannedOnce, prepare, support
 from lab.kernels.peers import installed, sglang_triton, vllm_triton
 from lab.kernels.peers.installed import installed_function
 from lab.kernels.support import Kernel
@@ -93,7 +93,8 @@ REFUSED: dict[str, tuple[Kernel, ModuleType, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_it_cannot_is_refused_in_a_sentence(name: str) -> None:
+def test_what_it_cannot_is_refused_in_a_sentence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "capability_of", lambda device: (9, 0))
     kernel, module, changes, reason = REFUSED[name]
     width = 2 if "mask" in changes else 1
     arguments = decode_arguments(batch([width, width], [5, 70]), **usual(**changes))
@@ -225,6 +226,7 @@ class SimulatedVLLM:
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch, forgotten: None) -> SimulatedVLLM:
+    monkeypatch.setattr(support, "capability_of", lambda device: (9, 0))
     simulated = SimulatedVLLM()
     modules = {
         vllm_triton.UNIFIED: {"unified_attention": simulated.unified_attention},
@@ -278,11 +280,17 @@ class TestVLLM:
             vllm_triton.trtllm_batch_decode_with_kv_cache(**PASSES["decode"][1])
 
 
+def test_vllm_has_no_triton_on_a_cpu() -> None:
+    with pytest.raises(NotImplementedError, match="needs a GPU of SM80 and later, this is a CPU"):
+        vllm_triton.trtllm_batch_decode_with_kv_cache(**PASSES["decode"][1])
+
+
 @pytest.mark.parametrize(("module", "package"), [(sglang_triton, "sglang"), (vllm_triton, "vllm")])
 @pytest.mark.usefixtures("forgotten")
 def test_a_package_that_is_not_installed_costs_nothing_until_it_is_called(
     module: ModuleType, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(support, "capability_of", lambda device: (9, 0))
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
     with pytest.raises(ModuleNotFoundError, match=f"needs {package}, which is not installed: pip install {package}"):

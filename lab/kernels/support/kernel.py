@@ -103,8 +103,8 @@ class Kernel:
         says: its own sentences, without its name, about features that it does not honour.
         limits: what the row cannot say: a function of (capability, problem) that returns such a sentence, or None. It is
             asked last.
-        uses_triton: Triton compiles it, for every GPU since SM80 and for a CPU's interpreter.
-        on_cpu: it runs on a CPU too.
+        uses_triton: Triton compiles it, for every GPU since SM80.
+        on_cpu: it runs on a CPU too; what uses Triton, in Triton's interpreter.
     """
 
     name: str
@@ -147,7 +147,7 @@ def why_not(kernel: Kernel, capability: Capability | None, problem: Problem) -> 
 
 def wrong_device(kernel: Kernel, capability: Capability | None, dtypes: Iterable[torch.dtype] = ()) -> str | None:
     """Return the reason why a kernel runs on no such GPU (None: a CPU), or not over these dtypes there; None if it does."""
-    if kernel.uses_triton:
+    if kernel.uses_triton and (kernel.on_cpu or capability is not None):
         return no_triton(capability, dtypes)
     if kernel.on_cpu and capability is None:
         return None

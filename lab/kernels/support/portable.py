@@ -28,7 +28,7 @@ HONOURED_BY_ALL = frozenset(
     }
 )
 STRIDED_LSE = {Feature.STRIDED_LSE: "writes a contiguous lse only"}
-triton_kernel = partial(Kernel, gpus=FAMILIES, uses_triton=True, dtypes=DTYPES)
+triton_kernel = partial(Kernel, gpus=FAMILIES, uses_triton=True, on_cpu=True, dtypes=DTYPES)
 RAGGED_DIMS = (16, 32, 64, 128, 256)  # v_head_dims; head_dims are one of these or a sum of two
 
 

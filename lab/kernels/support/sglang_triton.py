@@ -23,6 +23,7 @@ SGLANG_TRITON = Kernel(
     calls=(AttentionCall.DECODE, AttentionCall.CONTEXT),
     gpus=FAMILIES,
     uses_triton=True,
+    on_cpu=True,
     dtypes=Dtypes(
         HALVES | frozenset().union(*(triples((q,), (E4M3,), (q,)) for q in HALF_DTYPES)),
         queries="takes fp16 or bf16 queries, not {q}",

@@ -17,7 +17,7 @@ VLLM_TRITON = Kernel(
     "vLLM's Triton attention",
     calls=(AttentionCall.DECODE, AttentionCall.CONTEXT),
     gpus=FAMILIES,
-    uses_triton=True,
+    uses_triton=True,  # which vLLM imports only beside a GPU
     dtypes=Dtypes(
         HALVES | frozenset().union(*(triples((q,), (E4M3,), (q,)) for q in HALF_DTYPES)),
         queries="takes fp16 or bf16 queries, not {q}",
