@@ -356,9 +356,32 @@ def test_the_tail_is_split_by_dtypes_layer_and_prefill_kernel(
     assert splits_mixed_tail(query_dtype, kv_dtype) is splits
     assert not splits_mixed_tail(query_dtype, kv_dtype, prefills_with_fmha_v2=True)
     assert not splits_mixed_tail(query_dtype, kv_dtype, is_decoder=False)
+    is_cast = (query_dtype, kv_dtype) == (BF16, E4M3)  # by the backend, so that the dtypes are equal after all
     names = [name for name, _ in calls_of_backend(query_dtype, kv_dtype, prefills_with_fmha_v2=False)]
-    assert names == (["context", "decode"] if splits else ["context"])
+    assert names == (["context", "decode"] if splits or is_cast else ["context"])
     assert [name for name, _ in calls_of_backend(query_dtype, kv_dtype)] == ["context"]
+
+
+@pytest.mark.parametrize("fmha_v2", [False, True])
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND])
+def test_the_backend_casts_the_query(mode: ForwardMode, kv_dtype: torch.dtype, fmha_v2: bool) -> None:
+    """Anew in each call, and the output stays the model's."""
+    batch, metadata, pool = forward(mode, (1, 1) if mode is ForwardMode.DECODE else (3, 3))
+    noted, query = Noted(), drawn_query(batch).to(BF16)
+    cache, out = pool.new_cache(KV_HEADS, DIM, kv_dtype, KVLayout.NHD), torch.empty_like(query)
+    backend = TRTLLMMHABackend(noted, prefills_with_fmha_v2=fmha_v2)
+    run = backend.prepare_attention(
+        batch, metadata, AttentionLayer(0.5), query, cache, max_context_len=CAPACITY, out=out
+    )
+    is_cast = kv_dtype == E4M3 and (not fmha_v2 or mode is ForwardMode.EXTEND)
+    for _ in range(2):
+        query.mul_(-0.5)
+        run()
+        _, arguments = noted.calls[-1]
+        assert arguments["query"].dtype == (E4M3 if is_cast else BF16)
+        assert torch.equal(arguments["query"].float(), (query.to(E4M3) if is_cast else query).float())
+        assert arguments["out"].data_ptr() == out.data_ptr()
 
 
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND])

@@ -6,14 +6,15 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from lab.calls.problem import AttentionCall
+from lab.calls.problem import E4M3, HALF_DTYPES, NVFP4, AttentionCall
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.engine.kv_cache import PagedKVCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.mha.buffers import MetadataBuilder, MHAGraphMetadata
-from lab.metadata.mha.calls import AttentionLayer, plan_calls, prepare_attention
+from lab.metadata.mha.calls import AttentionLayer, attention_call, plan_calls, prepare_attention
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
+from lab.metadata.mha.quantised import CallDtypes, call_dtypes
 from lab.metadata.mha.settings import CallSettings, splits_mixed_tail
 
 
@@ -27,7 +28,8 @@ class TRTLLMMHABackend:
     Attributes:
         implementation: any object with the two functions, such as `lab.kernels.trtllm`; None for metadata alone.
         draft_extend: the call of the draft extends, if not the engine's choice.
-        prefills_with_fmha_v2: the engine's prefill kernel, which decides with the dtypes if a mixed batch's tail is split off.
+        prefills_with_fmha_v2: the engine's kernels are fmha_v2 and XQA, else trtllm-gen. That decides what a half-precision
+            query is cast to over a quantised cache, and with the dtypes if a mixed batch's tail is split off.
         settings: arguments that all calls have alike.
         builder: what writes the metadata of graphs.
         expand_encoder_only_verify: the model has encoder-only layers; see `build_mha_metadata`.
@@ -62,9 +64,13 @@ class TRTLLMMHABackend:
         max_context_len: int,
         out: Tensor,
     ) -> Callable[[], Tensor]:
+        dtypes, kv_dtype = CallDtypes(query.dtype, out.dtype), cache.storage.dtype
+        if query.dtype in HALF_DTYPES and kv_dtype in (E4M3, NVFP4):
+            call = attention_call(batch.forward_mode, self.draft_extend)
+            dtypes = call_dtypes(call, query.dtype, kv_dtype, trtllm_gen=not self.prefills_with_fmha_v2)
         split = splits_mixed_tail(
-            query.dtype,
-            cache.storage.dtype,
+            dtypes.query,
+            kv_dtype,
             prefills_with_fmha_v2=self.prefills_with_fmha_v2,
             is_decoder=not layer.encoder_only,
         )
@@ -79,4 +85,5 @@ class TRTLLMMHABackend:
             out=out,
             plan=plan_calls(batch, self.draft_extend, split),
             settings=self.settings,
+            dtypes=dtypes,
         )
