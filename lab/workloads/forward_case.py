@@ -158,8 +158,8 @@ class ForwardCase(PassCase):
             )
         if self.encoder_only and (self.sliding_window or self.split_mixed_tail or self.context_parallel > 1):
             raise ValueError(
-                "encoder_only=True goes with no sliding_window, split_mixed_tail or context_parallel: its two calls would see "
-                "other windows, its tail is not split off, and a rank's rows see no later rank's; leave them out"
+                "encoder_only=True goes with no sliding_window, split_mixed_tail or context_parallel: SGLang has no table of "
+                "its rows in that pool, splits no tail off, and a rank's rows see no later rank's; leave them out"
             )
 
     def _check_query_dtype(self) -> None:

@@ -1,5 +1,6 @@
 """Which call each mode makes, over which requests and rows, and with what arguments."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -225,8 +226,12 @@ def test_a_verification_on_an_encoder_only_layer_hands_each_row_over_as_a_reques
     assert torch.equal(got["block_tables"], metadata.page_table.repeat_interleave(3, dim=0))
     assert not {"max_q_len", "cum_seq_lens_q", "causal"} & set(got)
     window = AttentionLayer(0.5, window_left=6, encoder_only=True)
-    with pytest.raises(ValueError, match=r"window_left=6 on an encoder-only layer.*use a layer without a window"):
-        arguments_of((batch, metadata, pool), planned, window)
+    assert arguments_of((batch, metadata, pool), planned, window)["window_left"] == 6
+
+    batch, _, pool = forward(ForwardMode.TARGET_VERIFY, (3, 3), window=True)
+    metadata = build_mha_metadata(batch, pool, expand_encoder_only_verify=True)
+    with pytest.raises(ValueError, match=r"would read the full pool's pages.*keep the layer in the full pool"):
+        arguments_of((batch, metadata, pool), planned, replace(window, reads_swa_pool=True))
 
 
 @pytest.mark.parametrize(

@@ -215,16 +215,19 @@ def call_arguments(
 def _rows_as_requests(
     planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata, layer: AttentionLayer
 ) -> dict[str, Any]:
-    """Return the arguments of a verification on an encoder-only layer: the decode call is causal among a request's rows."""
+    """Return the arguments of a verification on an encoder-only layer: the decode call is causal among a request's rows.
+
+    With a window every row sees that of its request's last token (SGLang 0.5.23).
+    """
     if metadata.encoder_cache_seqlens is None or metadata.encoder_page_table is None:
         raise ValueError(
             f"{batch.forward_mode.name} on an encoder-only layer would be causal: of the decode call's modes TARGET_VERIFY "
             "alone has its rows as requests (SGLang 0.5.23); build it with expand_encoder_only_verify=True"
         )
-    if layer.window_left >= 0 or layer.reads_swa_pool:
+    if layer.reads_swa_pool:
         raise ValueError(
-            f"window_left={layer.window_left} on an encoder-only layer in {batch.forward_mode.name}: each row would see the "
-            "window of the request's last token, through the full pool's table (SGLang 0.5.23); use a layer without a window"
+            f"an encoder-only layer of the sliding-window pool in {batch.forward_mode.name} would read the full pool's pages "
+            "(SGLang 0.5.23 has the rows' table of that pool alone); keep the layer in the full pool"
         )
     rows = slice(planned.first_row, planned.first_row + planned.num_rows)
     return {

@@ -84,7 +84,11 @@ def test_eager_passes(sglang: Load, case: Case, on_host: bool, encoder_only: boo
 
 
 @IN_INTERPRETER
-@given(case=CASES.filter(is_taken), on_host=st.booleans(), kind=st.sampled_from(["full", "window", "encoder only"]))
+@given(
+    case=CASES.filter(is_taken),
+    on_host=st.booleans(),
+    kind=st.sampled_from(["full", "window", "encoder", "encoder window"]),
+)
 @settings(deadline=None, derandomize=True, max_examples=80)
 def test_the_calls_of_a_layer(sglang: Load, case: Case, on_host: bool, kind: str) -> None:
     """Calls, rows and tables: a prefill's padding rows are handed over, and a decoder's tail of decodes is split off."""
@@ -93,12 +97,12 @@ def test_the_calls_of_a_layer(sglang: Load, case: Case, on_host: bool, kind: str
         ForwardMode.DECODE,
         ForwardMode.IDLE,
     )
-    encoder_only, is_window = kind == "encoder only" and takes_encoders, kind == "window"
+    encoder_only, is_window = "encoder" in kind and takes_encoders, "window" in kind
     batch, pool, server, backend = build_both(sglang, case, on_host, encoder_only)
     layer = AttentionLayer(
         0.25,
         window_left=20 if is_window else -1,
-        reads_swa_pool=is_window and case.sliding_window,
+        reads_swa_pool=is_window and case.sliding_window and not encoder_only,
         encoder_only=encoder_only,
     )
     cache = pool.new_cache(2, 8, torch.bfloat16, KVLayout.NHD, sliding_window=layer.reads_swa_pool)
