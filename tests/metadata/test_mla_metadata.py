@@ -184,6 +184,18 @@ def test_by_hand(
     assert got.block_kv_indices.tolist() == [pages + [-1] * (128 - len(pages)) for pages in tables]
 
 
+def test_a_ragged_verification_needs_no_rows_on_the_host() -> None:
+    """As SGLang's planner makes most of its layouts, from lengths on the device."""
+    batch, pool = build_mla(Case(RAGGED, (40, 70), (1, 3), 4, page_size=32))
+    known, unknown = (
+        build_mla_decode_metadata(each, pool) for each in (batch, replace(batch, extend_seq_lens_cpu=None))
+    )
+    assert all(
+        torch.equal(own, other) if isinstance(own, Tensor) else own == other
+        for own, other in zip(vars(known).values(), vars(unknown).values(), strict=True)
+    )
+
+
 def test_the_lengths_that_sglang_was_seen_to_make() -> None:
     """Measured on SGLang's own builder: a first draft extend of 1, 2, 3 and 4 rows."""
     got = build_mla_decode_metadata(*build_mla(Case(V1, PROBE_LENS, PROBE_ROWS, page_size=32, max_context_len=200)))
