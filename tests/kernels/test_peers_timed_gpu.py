@@ -24,6 +24,7 @@ SCENARIOS = (
     "target_verify/llama-3.1-8b/3q4s300",
     "draft_extend/llama-3.1-8b/2q1s300_2q3s200",
     "extend/llama-3.1-8b/2q300s700_q40",
+    "extend/llama-3.1-8b/2q40s300",
     "extend/gpt-oss-120b/2q300/window",
     "mixed/llama-3.1-8b/q200s300_5q1s400",
 )

@@ -74,7 +74,11 @@ def _plan(problem: PagedAttention) -> Callable[[], Any]:
         "lse": None if lse is None else rows.unflattened(lse),
         "block_mask": _block_mask(problem, rows, keys.shape[2]),
         "scale": float(problem.bmm1_scale),
-        "keys_of_a_tile": min(problem.page_size, MOST_KEYS),
+        "options": {
+            "BLOCK_N": min(problem.page_size, MOST_KEYS),
+            # torch splits keys for fewer rows than 128, and has no such kernel if they, times the heads of a group, are more.
+            "FORCE_USE_FLEX_ATTENTION": len(rows.grid[0]) * problem.num_qo_heads // problem.num_kv_heads > Q_BLOCK,
+        },
     }
     attend = _attend
     if problem.query.device.type == "cuda":
@@ -103,7 +107,7 @@ def _attend(
     lse: torch.Tensor | None,
     block_mask: Any,
     scale: float,
-    keys_of_a_tile: int,
+    options: Any,
 ) -> None:
     """Write the output, and the LSE of base 2 where it is asked for; both have heads after rows."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
@@ -115,7 +119,7 @@ def _attend(
         block_mask=block_mask,
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
-        kernel_options={"BLOCK_N": keys_of_a_tile},
+        kernel_options=options,
         return_aux=AuxRequest(lse=lse is not None),
     )
     out.copy_(found.transpose(1, 2))
