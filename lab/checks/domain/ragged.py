@@ -28,7 +28,7 @@ def ragged_domain(space: Space) -> Domain:
     """Return the domain of the ragged context call within a space."""
     axes: dict[str, tuple[Any, ...]] = {
         "dtype": tuple(NAMES[query] for query, _ in values_of(space, "dtypes")),
-        "head_dims": ("192/128", "128/128", "256/256", "80/64", "64/64"),
+        "head_dims": ("192/128", "128/128", "256/256", "80/64", "64/64", "64/128"),
         "num_kv_heads": (2, 1, 3, 16, DEEPSEEK_HEADS),
         "group": (1, 2, 7, 8, 16),
         "requests": (REQUESTS, 1, *values_of(space, "large_batches")),
@@ -36,6 +36,7 @@ def ragged_domain(space: Space) -> Domain:
         "lengths": (
             "longer",
             "as rows",
+            "as the next request's rows",
             "fewer than rows",
             "none first",
             "none last",

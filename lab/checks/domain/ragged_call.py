@@ -101,6 +101,8 @@ def ragged_lens(of: Combination) -> RaggedLens:
         kv_lens[-1] = max(SHORT - rng.randrange(20), q_lens[-1])  # a window hides something of it
     if lengths == "as rows":
         kv_lens = list(q_lens)
+    elif lengths == "as the next request's rows":  # as many keys as rows in all, but not of each request
+        kv_lens = [*q_lens[1:], q_lens[0]]
     elif lengths == "fewer than rows":
         kv_lens = [max(rows - 1 - request, 0) for request, rows in enumerate(q_lens)]
     elif isinstance(lengths, int):
