@@ -282,7 +282,7 @@ for point in dict.fromkeys(row["point"] for row in rows if row["num_steps"] == 3
 # coded values, from which the set of keys can be read off.
 
 # %%
-for attention in DraftAttention:
+for attention in (DraftAttention.MHA, DraftAttention.MLA, DraftAttention.MLA_WITH_OFFSET):
     for sight in look(attention, [31], NUM_STEPS, DEVICE):
         print(in_words(sight))
 

@@ -144,7 +144,7 @@ def test_a_mode_that_needs_the_other_function_alone_is_declined() -> None:
 
 
 def test_a_narrow_kernel_is_judged_on_passes_within_its_axes() -> None:
-    """Of head_dim 128 and one row, without sinks and windows: M1 asks for no more, but for the rows of a draft extend."""
+    """Of head_dim 128 and one row, without sinks and windows: M1 asks for no more, but where a mode has several rows itself."""
 
     def decode(query: Any, kv_cache: Any, *, q_len_per_req: int | None = 1, **given: Any) -> Any:
         if query.shape[-1] != 128 or q_len_per_req != 1 or "sinks" in given or "window_left" in given:
@@ -154,5 +154,5 @@ def test_a_narrow_kernel_is_judged_on_passes_within_its_axes() -> None:
     narrow = replace(SMALL, head_dims=(128,), q_lens=(1,))
     verdicts = judge(decoding(decode), only=["M1"], space=narrow, device="cpu", drawn=0).verdicts
     declined = [verdict.case for verdict in verdicts if verdict.outcome is Outcome.DECLINED]
-    assert [case.mode for case in declined] == [ForwardMode.DRAFT_EXTEND]
+    assert {case.mode for case in declined} == {ForwardMode.DRAFT_EXTEND, ForwardMode.RAGGED_VERIFY}
     assert {verdict.outcome for verdict in verdicts} == {Outcome.RIGHT, Outcome.DECLINED}

@@ -7,7 +7,7 @@ import pytest
 from lab.timing import L2, Clock, DeviceClock, GpuTime, Method
 from lab.timing.cupti import Activity
 from lab.timing.device_state import DeviceState
-from lab.timing.gpu_time import MOST_COPIES, _from_records, _from_samples, _shuffled_rounds, _Staged, buffer_copies
+from lab.timing.gpu_time import MOST_COPIES, Staged, _from_records, _from_samples, _shuffled_rounds, buffer_copies
 
 WARM = Method(Clock.GRAPH, L2.WARM)
 ROTATED = Method(Clock.GRAPH, L2.COLD_ROTATION)
@@ -63,8 +63,8 @@ def test_rounds_are_complete_and_not_always_in_one_order() -> None:
     assert Counter(order) == {"a": 20, "b": 20, "c": 20}
 
 
-def staged(calls: int, launches: int) -> _Staged:
-    return _Staged([], [], run=lambda: None, before=None, number=calls, launches=launches)
+def staged(calls: int, launches: int) -> Staged:
+    return Staged([], [], run=lambda: None, before=None, number=calls, launches=launches)
 
 
 def test_a_replays_time_is_shared_among_its_calls() -> None:
