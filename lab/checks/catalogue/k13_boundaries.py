@@ -13,7 +13,8 @@ from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.interfaces import Interface
 
 MOST_REQUESTS = 16
-LONG_TILES = (512, 1024, 1536)  # whole numbers of the largest tiles
+# Whole numbers of the largest tiles and splits; and one more, so that rows of one request end on both sides of a boundary.
+LONG_TILES = (1024, 1025, 1536)
 LONG_PROMPTS = [(300, 290), (60, 3), (513, 513)]  # (kv_len, q_len): more rows than a tile of 256
 LONGEST_PROMPT = [(4300, 4200), (9, 2)]  # more than 64 tiles of 64 rows
 ROWS_OF_A_TILE = 32  # XQA's SM90 fp8 kernel changes its layout at so many rows of a group
