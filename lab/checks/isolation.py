@@ -30,9 +30,8 @@ Answer = TypeVar("Answer")
 
 CANNOT_BEGIN = 'no worker can begin: a script that judges in isolation needs `if __name__ == "__main__":`'
 IMPORT_LIMIT_S = 600.0  # at least, for the first import: a module may compile its kernels when it is imported
-MOST_KEPT_BYTES = (
-    4 * 2**30
-)  # of GPU memory between two cases: all workers share one GPU, and a long request takes 14 GiB
+# Of GPU memory that a worker keeps between two cases: all workers share one GPU, and a long request takes 14 GiB.
+MOST_KEPT_BYTES = 4 * 2**30
 LOST_CONTEXT = 70  # exit status of a worker whose CUDA context is lost
 
 

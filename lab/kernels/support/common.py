@@ -4,7 +4,7 @@ import torch
 
 from lab.calls.problem import E4M3, HALF_DTYPES, NVFP4, AttentionProblem, Feature, PagedAttention
 from lab.calls.ragged_context import RaggedAttention
-from lab.kernels.support.kernel import Dtypes, dims, page_sizes
+from lab.kernels.support.kernel import Dtypes, dims, page_sizes, triples
 
 BF16 = torch.bfloat16
 HALVES = frozenset((q, q, q) for q in HALF_DTYPES)
@@ -19,6 +19,12 @@ MLA_DTYPES = Dtypes(
     queries="takes bf16 or e4m3 for both the query and the cache, not {q} and {kv}",
     kv="takes bf16 or e4m3 for both the query and the cache, not {q} and {kv}",
     out="writes bfloat16, not {out}",
+)
+TRITON_DTYPES = Dtypes(  # of SGLang's and vLLM's kernels
+    HALVES | frozenset().union(*(triples((q,), (E4M3,), (q,)) for q in HALF_DTYPES)),
+    queries="takes fp16 or bf16 queries, not {q}",
+    kv="takes K/V in the query's dtype or e4m3, not {kv}",
+    out="writes the query's dtype {q}, not {out}",
 )
 RAGGED_SIZES = dims("(head_dim, v_head_dim)", lambda problem: (problem.head_dim, problem.v_head_dim), *RAGGED_DIMS)
 

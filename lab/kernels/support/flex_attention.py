@@ -2,8 +2,8 @@
 
 from lab.calls.problem import AttentionCall, Feature, PagedAttention
 from lab.gpus import FAMILIES, Capability
-from lab.kernels.support.common import HALVES
-from lab.kernels.support.kernel import Dtypes, Kernel, page_sizes, sizes
+from lab.kernels.support.common import HALVES, TAKEN_PAGES
+from lab.kernels.support.kernel import Dtypes, Kernel, sizes
 from lab.kernels.support.stored_cache import no_token_list
 
 
@@ -24,7 +24,7 @@ FLEX_ATTENTION = Kernel(
     ),
     sizes=(
         sizes("is taken for head_dim", lambda problem: problem.head_dim, 16, 32, 64, 128, 256),
-        page_sizes(16, 32, 64, 128, words="is taken for page sizes"),
+        TAKEN_PAGES,
     ),
     honours=frozenset(
         {

@@ -1,9 +1,9 @@
 """Row of SGLang 0.5.23's Triton attention, `sglang/kernels/ops/attention/decode_attention.py` and `extend_attention.py`."""
 
-from lab.calls.problem import E4M3, HALF_DTYPES, AttentionCall, Feature, PagedAttention
+from lab.calls.problem import E4M3, AttentionCall, Feature, PagedAttention
 from lab.gpus import FAMILIES, Capability
-from lab.kernels.support.common import HALVES
-from lab.kernels.support.kernel import Dtypes, Kernel, sizes, triples
+from lab.kernels.support.common import TRITON_DTYPES
+from lab.kernels.support.kernel import Kernel, sizes
 from lab.kernels.support.stored_cache import no_token_list
 
 
@@ -24,12 +24,7 @@ SGLANG_TRITON = Kernel(
     gpus=FAMILIES,
     uses_triton=True,
     on_cpu=True,
-    dtypes=Dtypes(
-        HALVES | frozenset().union(*(triples((q,), (E4M3,), (q,)) for q in HALF_DTYPES)),
-        queries="takes fp16 or bf16 queries, not {q}",
-        kv="takes K/V in the query's dtype or e4m3, not {kv}",
-        out="writes the query's dtype {q}, not {out}",
-    ),
+    dtypes=TRITON_DTYPES,
     sizes=(sizes("is taken for head_dim", lambda problem: problem.head_dim, 16, 32, 64, 128, 256),),
     honours=frozenset(
         {

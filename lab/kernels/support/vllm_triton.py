@@ -1,9 +1,9 @@
 """Row of vLLM 0.33.0's Triton attention, `vllm/v1/attention/ops/triton_unified_attention.py`."""
 
-from lab.calls.problem import E4M3, HALF_DTYPES, AttentionCall, Feature, PagedAttention
+from lab.calls.problem import E4M3, AttentionCall, Feature, PagedAttention
 from lab.gpus import FAMILIES, Capability
-from lab.kernels.support.common import HALVES
-from lab.kernels.support.kernel import Dtypes, Kernel, sizes, triples
+from lab.kernels.support.common import TRITON_DTYPES
+from lab.kernels.support.kernel import Kernel, sizes
 
 
 def _limits(_capability: Capability | None, problem: PagedAttention) -> str | None:
@@ -18,12 +18,7 @@ VLLM_TRITON = Kernel(
     calls=(AttentionCall.DECODE, AttentionCall.CONTEXT),
     gpus=FAMILIES,
     uses_triton=True,  # which vLLM imports only beside a GPU
-    dtypes=Dtypes(
-        HALVES | frozenset().union(*(triples((q,), (E4M3,), (q,)) for q in HALF_DTYPES)),
-        queries="takes fp16 or bf16 queries, not {q}",
-        kv="takes K/V in the query's dtype or e4m3, not {kv}",
-        out="writes the query's dtype {q}, not {out}",
-    ),
+    dtypes=TRITON_DTYPES,
     sizes=(sizes("is taken for head_dim", lambda problem: problem.head_dim, 16, 32, 64, 128, 256),),
     honours=frozenset(
         {
