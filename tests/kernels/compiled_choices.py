@@ -70,9 +70,14 @@ def record(targets: list[str]) -> Record:
                 seen.add(key)
             print(f"{target}: {description}", file=sys.stderr, flush=True)
         found[target] = rows
-    versions = {"triton": triton.__version__}
-    versions |= {name: getattr(knobs.nvidia, name).version for name in ("ptxas", "ptxas_blackwell")}
-    return {"versions": versions, "kernels": found}
+    return {"versions": compilers(), "kernels": found}
+
+
+def compilers() -> dict[str, str]:
+    """Return the versions of Triton and of the assemblers that it runs; PTX is written for the assembler's."""
+    return {"triton": triton.__version__} | {
+        name: getattr(knobs.nvidia, name).version for name in ("ptxas", "ptxas_blackwell")
+    }
 
 
 def as_json(recorded: Record) -> str:
@@ -110,7 +115,7 @@ def check(recorded: Record) -> list[str]:
                 faults.append(f"{target}: the host code chooses {choice} for {description!r}: make the record anew")
         for row in recorded["kernels"][target]:
             faults += unfit(target, row)
-    same_compiler = recorded["versions"]["triton"] == triton.__version__
+    same_compiler = recorded["versions"] == compilers()
     for target, descriptions in FEW.items():
         for description in descriptions:
             first = dataclasses.asdict(compiled(target, description)[0])
