@@ -2,8 +2,8 @@
 
 An engine shares one workspace among layers, shapes and kernels. Its first 8 MiB are counters: zero before a call, and zero
 again after it. The scratch after them may hold anything, as may the output. A test that zeroes both each time sees nothing.
-FlashInfer's trtllm-gen kernels count in `multi_ctas_kv_counter_buffer` instead, which must stay zero where they run; they
-write the workspace from its first byte on, which is right there.
+FlashInfer's trtllm-gen kernels count in `multi_ctas_kv_counter_buffer` instead, and write the workspace from its first byte on,
+which is right there. The engine hands out both, so that those counters too must be zero after every call, whoever counts.
 """
 
 from collections.abc import Iterator
@@ -28,18 +28,24 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[Attenti
 def _judge(trial: Trial) -> None:
     inputs = trial.build()
     truth = truth_of_call(inputs)
-    backend = inputs.arguments().get("backend", "auto")
-    shared = _shared(trial.device, counts_in_workspace(backend, trial.device))
+    in_workspace = counts_in_workspace(inputs.arguments().get("backend", "auto"), trial.device)
+    workspace = new_workspace(trial.device)
+    semaphores, scratch = semaphores_and_scratch(workspace)
+    counters = {"multi_ctas_kv_counter_buffer": torch.zeros_like(semaphores)}
+    shared = {"workspace_buffer": workspace} | counters
+    if in_workspace:
+        counters["the workspace"] = semaphores
     first = trial.call(inputs, **shared)
     trial.hold("a zeroed workspace", first, truth)
-    _counters_are_zero(trial, "a call", shared)
+    _counters_are_zero(trial, "a call", counters)
 
     other = trial.build(_another_shape(trial.case))
     trial.vary("another shape", truth_of_call(other), other, **shared)
-    _counters_are_zero(trial, "a call of another shape", shared)
+    _counters_are_zero(trial, "a call of another shape", counters)
     trial.same_bits("again, after another shape", trial.repeat(inputs, **shared), first)
 
-    scratch = _scratch(shared)
+    if not in_workspace and semaphores.any():  # the kernel writes all of it
+        scratch = workspace
     for byte, name in ((0xFF, "NaN"), (0x7B, "large values")):
         scratch.fill_(byte)
         trial.same_bits(f"scratch that holds {name}", trial.repeat(inputs, **shared), first)
@@ -57,29 +63,11 @@ def _another_shape(case: AttentionCase) -> AttentionCase:
     return replace(case, kv_lens=(longer * 2)[:keep], q_lens=(case.q_lens * 2)[:keep], seed=case.seed + 1)
 
 
-def _shared(device: torch.device, counts_in_workspace: bool) -> dict[str, Tensor]:
-    """Return the arguments that calls share: a workspace, and counters where the kernel does not count in it."""
-    workspace = new_workspace(device)
-    if counts_in_workspace:
-        return {"workspace_buffer": workspace}
-    counters = torch.zeros_like(semaphores_and_scratch(workspace)[0])
-    return {"workspace_buffer": workspace, "multi_ctas_kv_counter_buffer": counters}
-
-
-def _counters_are_zero(trial: Trial, what: str, shared: dict[str, Tensor]) -> None:
-    counters, name = semaphores_and_scratch(shared["workspace_buffer"])[0], "the workspace's"
-    if "multi_ctas_kv_counter_buffer" in shared:
-        counters, name = shared["multi_ctas_kv_counter_buffer"], "multi_ctas_kv_counter_buffer's"
-    count = int(torch.count_nonzero(counters))
-    wrong = f"{what} left {count} of {name} first {SEMAPHORE_BYTES} bytes non-zero"
-    trial.hold_nothing_wrong(f"the counters after {what}", [wrong] if count else [])
-
-
-def _scratch(shared: dict[str, Tensor]) -> Tensor:
-    """Return what may hold anything: all of a workspace that the kernel does not count in, and whose first bytes it writes."""
-    semaphores, scratch = semaphores_and_scratch(shared["workspace_buffer"])
-    is_whole = "multi_ctas_kv_counter_buffer" in shared and bool(semaphores.any())
-    return shared["workspace_buffer"] if is_whole else scratch
+def _counters_are_zero(trial: Trial, what: str, counters: dict[str, Tensor]) -> None:
+    for name, buffer in counters.items():
+        count = int(torch.count_nonzero(buffer))
+        wrong = f"{what} left {count} of {name}'s first {SEMAPHORE_BYTES} bytes non-zero"
+        trial.hold_nothing_wrong(f"the counters after {what}", [wrong] if count else [])
 
 
 CHECK = Check("K6", "workspace", first_line(__doc__), _cases, _judge, adapt=same)

@@ -203,6 +203,7 @@ def _request_without_rows(trial: Trial, inputs: AttentionInputs) -> None:
 
 
 def _lse_in_base_e(trial: Trial, inputs: AttentionInputs) -> None:
+    """Returned, and returned beside the one that was handed out: both are in base e."""
     what = "return_lse_base='basee'"
     result = trial.attempt(what, inputs, return_lse=True, return_lse_base="basee")
     if result is None:
@@ -210,7 +211,13 @@ def _lse_in_base_e(trial: Trial, inputs: AttentionInputs) -> None:
     if result.lse is None:
         trial.wrong(f"{what} returned no LSE")
         return
-    trial.hold(what, result._replace(lse=result.lse / math.log(2)), truth_of_call(inputs))
+    truth = truth_of_call(inputs)
+    trial.hold(what, result._replace(lse=result.lse / math.log(2)), truth)
+    given = torch.full_like(result.lse, math.nan)
+    what += " and lse"
+    result = trial.attempt(what, inputs, return_lse=True, return_lse_base="basee", lse=given)
+    if result is not None:
+        trial.hold(what, result._replace(lse=given.view(-1, given.shape[-1]) / math.log(2)), truth)
 
 
 def _half_out(trial: Trial, inputs: AttentionInputs) -> None:

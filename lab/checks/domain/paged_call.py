@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import E4M3
+from lab.calls.workspace import SEMAPHORE_BYTES
 from lab.checks.attention_inputs import AttentionInputs, build_attention
 from lab.checks.catalogue.k05_guards import changed_bytes, wrong_guards
 from lab.checks.catalogue.k10_metamorphic import as_one_tensor
@@ -86,6 +87,10 @@ def _built(trial: Trial) -> PagedCall:
     call.arguments = call.inputs.arguments()
     for form in (_cache, _query, _tables, _lengths, _bounds, set_scales, _sinks, _visible, _out, _lse):
         form(call)
+    # As the engine hands them out in every call. They must be as they were afterwards, like what a kernel only reads.
+    call.arguments["multi_ctas_kv_counter_buffer"] = torch.zeros(
+        SEMAPHORE_BYTES, dtype=torch.uint8, device=trial.device
+    )
     return call
 
 

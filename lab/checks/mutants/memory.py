@@ -8,7 +8,7 @@ from torch import Tensor
 from lab.calls.problem import PagedAttention
 from lab.calls.workspace import SEMAPHORE_BYTES
 from lab.checks.mutants.mutant import Memory
-from lab.checks.mutants.split_kv import Partials, Rows, RowTile, SplitKV, Workspace
+from lab.checks.mutants.split_kv import Call, Partials, Rows, RowTile, SplitKV, Workspace
 
 
 class Zeros(SplitKV, mla=True, merged=lambda rows, *_: rows._replace(values=rows.values * 0.0)):
@@ -157,6 +157,16 @@ class CountersLeft(SplitKV, mla=True, source="FlashInfer #1643"):
     def arrives_last(self, counters: Tensor, index: int, tile: RowTile) -> bool:
         counters[index] += tile.num_splits
         return int(counters[index]) % tile.num_splits == 0
+
+
+class GivenCountersLeft(SplitKV, mla=True):
+    """The tiles of several splits count in multi_ctas_kv_counter_buffer too, and leave the count."""
+
+    def launch(self, call: Call) -> Any:
+        counters = call.multi_ctas_kv_counter_buffer
+        if counters is not None and any(tile.num_splits > 1 for tile in self.tiles(self.problem(call))):
+            counters.view(-1)[:1] += 1
+        return super().launch(call)
 
 
 class CountersLeftByOtherShape(SplitKV, mla=True, source="FlashInfer #3465"):

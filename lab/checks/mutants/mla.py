@@ -1,5 +1,6 @@
 """Mutants of the MLA decode call alone; those of other modules that say `mla=True` meet it too."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -138,6 +139,19 @@ class LseBaseIgnored(SplitKV):
 
     def launch_mla(self, call: MLADecodeCall) -> Any:
         return super().launch_mla(replace(call, return_lse_base="base2" if call.return_lse_base else None))
+
+
+class GivenLseInBase2(SplitKV):
+    """The LSE is returned in the base that return_lse_base says, and an lse that is handed out stays in base 2."""
+
+    def launch_mla(self, call: MLADecodeCall) -> Any:
+        returned = super().launch_mla(call)
+        if call.lse is None or call.return_lse_base != "basee":
+            return returned
+        out, lse = returned
+        returned = out, lse.clone()
+        lse /= math.log(2.0)
+        return returned
 
 
 class HalfOutHoldsBf16(SplitKV):

@@ -183,6 +183,15 @@ class MLABoundTooSmall(
     """max_seq_len_k is that of the batch's lengths, in verification too, and one page less."""
 
 
+class MLABoundWithoutTheDraft(MLABuilder):
+    """max_seq_len_k of a verification leaves its rows out."""
+
+    def changed(self, metadata: TRTLLMMLADecodeMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
+        if batch.forward_mode.query_rows is not QueryRows.DRAFT_TOKENS:
+            return metadata
+        return replace(metadata, max_seq_len_k=metadata.max_seq_len_k - metadata.max_seq_len_q)
+
+
 class MLADraftStepsBeyondTwoCountTwo(MLABuilder):
     """From the third draft step on, lengths that count the draft count the second step's tokens."""
 
