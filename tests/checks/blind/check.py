@@ -673,7 +673,7 @@ def meta_case(number):
         mk = lambda: pool_of(32, False)  # noqa: E731
         return ([build(mk(), F.TARGET_VERIFY, (30, 63), rows=4), build(mk(), F.DECODE, (30, 63), seq_lens_cpu=True)],
                 [build(mk(), F.TARGET_VERIFY, (30, 63), rows=4, seq_lens_cpu=True)])
-    return [], []
+    return late_meta_case(number) if number > 100 else ([], [])
 
 
 def rewritten_lengths(function, dtype, mode, **more):
@@ -704,6 +704,299 @@ def check_metadata(number, module):
         late = batch_of(pool, F.DECODE, (20,))
         wrongs.append(judge(pool, late))
     return rights, wrongs
+
+
+# ---- 101 to 160
+def lens_as(a, dtype):
+    return a | dict(seq_lens=a["seq_lens"].to(dtype))
+
+
+def sink_token(a, times):
+    """Let the first key of each request be far nearer to its queries than the others, with a V of zeros: an attention sink."""
+    u = I.rnd(I.gen(4), a["query"].shape[2], dtype=f32)
+    k, v = (side.float() for side in a["kv_cache"])
+    first = a["block_tables"][:, 0].long()
+    k[first, :, 0], v[first, :, 0] = u * times, 0.0
+    query = (u + I.rnd(I.gen(5), *a["query"].shape, dtype=f32) * 0.1).to(a["query"].dtype)
+    return a | dict(query=query, kv_cache=tuple(side.to(a["kv_cache"][0].dtype) for side in (k, v)))
+
+
+def before_window(a, window, value, pages=False):
+    """Fill K and V before all windows of a decode call; with `pages` whole pages alone, as an engine frees them."""
+    cache = tuple(side.clone() for side in a["kv_cache"])
+    ps = cache[0].shape[2]
+    for row, n in zip(a["block_tables"].tolist(), a["seq_lens"].tolist()):
+        end = max(0, n - a["q_len_per_req"] - window)
+        for at in range(end // ps * ps if pages else end):
+            for side in cache:
+                side[row[at // ps], :, at % ps] = value
+    return a | dict(kv_cache=cache)
+
+
+def flipped_v_table(a):
+    """V's pages are K's in another order, in tables of their own."""
+    t = a["block_tables"]
+    return a | dict(block_tables=torch.stack((t, t.flip(1)), 1).contiguous(), uses_shared_paged_kv_idx=False)
+
+
+def large_products(a, factor):
+    k, v = a["kv_cache"]
+    return a | dict(query=a["query"] * factor, kv_cache=(k * factor, v), bmm1_scale=a["bmm1_scale"] / factor**2)
+
+
+def scratch(value, more=2**20):
+    workspace = torch.zeros(2**23 + more, dtype=torch.uint8)
+    workspace[2**23 :].view(f32).fill_(value)
+    return dict(workspace_buffer=workspace)
+
+
+def one_after_another(*calls):
+    """A case: calls one after another; what the first wrong one is."""
+
+    def case(function):
+        said = [verdict(function, a) for a in calls]
+        return next((f"{x} (call {i})" for i, x in enumerate(said) if x != "right"), "right")
+
+    return case
+
+
+def kept_results(*calls):
+    """A case: calls one after another, whose results are looked at when all are made."""
+
+    def case(function):
+        results = [function(**a) for a in calls]
+        said = [verdict(lambda out=out, **_: out, a) for out, a in zip(results, calls)]
+        return next((f"{x} (call {i})" for i, x in enumerate(said) if x != "right"), "right")
+
+    return case
+
+
+def other_memory_order(a):
+    """The same call with caches whose memory has tokens and heads in the order of the other layout."""
+    return a | dict(kv_cache=tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in a["kv_cache"]))
+
+
+def of_all_layers(a):
+    """The caches as one tensor, a layer of an allocation of three."""
+    both = torch.stack(a["kv_cache"], 1)
+    layers = torch.stack((torch.zeros_like(both), both, torch.ones_like(both)), 1)
+    return a | dict(kv_cache=layers[:, 1])
+
+
+def k_is_v(a):
+    return a | dict(kv_cache=a["kv_cache"][:, :1])
+
+
+def dead_columns(a, value, columns):
+    t, ps = a["block_tables"], a["kv_cache"].shape[-2]
+    t = torch.cat((t, t.new_zeros(len(t), columns - t.shape[1])), 1)
+    dead = torch.arange(columns) >= -(-a["seq_lens"] // ps).unsqueeze(1)
+    return a | dict(block_tables=t.masked_fill(dead, value))
+
+
+def far_below(a, factor):
+    """Let all keys look against all queries: every logit is far below zero."""
+    u = I.rnd(I.gen(6), a["query"].shape[-1], dtype=f32)
+    cache = (a["kv_cache"].float() * 0.3 + 3 * u).to(a["kv_cache"].dtype)
+    return a | dict(kv_cache=cache, query=(a["query"].float() - factor * u).to(a["query"].dtype))
+
+
+def part_of_projection(a):
+    v = a["value"]
+    return a | dict(value=torch.cat((I.rnd(I.gen(8), *v.shape, dtype=v.dtype), v), 2)[..., v.shape[2] :])
+
+
+def four_dims(a):
+    return a | dict(kv_cache=a["kv_cache"].unsqueeze(1))
+
+
+big_mask = lambda n: I.mask_of(g, 3, n)  # noqa: E731
+NEAR[101] = [I.decode(lens=(256, 300, 513)), I.decode(lens=(700,), window_left=200)]
+TRIGGER[101] = [I.decode(lens=(301,)), I.decode(lens=(40, 1100, 777)), I.decode(lens=(259,), q_len=3, return_lse=True)]
+NEAR[102] = [I.decode(lens=(512, 300)), I.decode(lens=(900,), window_left=300)]
+TRIGGER[102] = [I.decode(lens=(700, 20)), I.decode(lens=(1100,)), I.decode(lens=(600,), return_lse=True, q_len=2)]
+NEAR[103] = [before_window(I.decode(window_left=20), 20, 50.0), before_window(I.decode(window_left=5, lens=(70, 5, 102)), 5, torch.nan, pages=True)]
+TRIGGER[103] = [before_window(I.decode(window_left=20), 20, torch.nan), before_window(I.decode(window_left=40, ps=64, lens=(200, 170)), 40, torch.inf)]
+NEAR[104] = [I.decode(q_len=4, lens=(130, 2), window_left=70), I.decode(lens=(129,), window_left=64), I.decode(q_len=4, lens=(131,), window_left=62), I.decode(lens=(700, 64))]
+TRIGGER[104] = [I.decode(q_len=4, lens=(130, 20), window_left=64), I.decode(widths=(3, 8), lens=(90, 200), window_left=20) | dict(seq_lens=T([85, 199]).int())]
+NEAR[105] = [I.decode(d=128), I.decode(d=256, lens=(64, 5, 30))]
+TRIGGER[105] = [I.decode(d=256), I.decode(d=192, lens=(700, 300), q_len=2)]
+l106 = (90, 60, 130)
+NEAR[106] = [I.decode(q_len=20, mask=big_mask(20)), I.decode(q_len=32, mask=big_mask(32), lens=l106), I.decode(q_len=50, mask=big_mask(50), lens=l106)]
+TRIGGER[106] = [I.decode(q_len=40, mask=big_mask(40), lens=l106), I.decode(q_len=33, mask=big_mask(33), lens=l106)]
+NEAR[107] = [I.decode(q_len=16, mask=big_mask(16)), I.decode(q_len=20)]
+TRIGGER[107] = [I.decode(q_len=20, mask=big_mask(20)), I.decode(q_len=17, mask=big_mask(17))]
+NEAR[108] = [lens_as(I.decode(q_len=4), torch.uint32), I.decode(q_len=4, lens=(70, 2, 130)), lens_as(I.decode(lens=(3, 1)), torch.uint32)]
+TRIGGER[108] = [lens_as(I.decode(q_len=4, lens=(70, 2, 130)), torch.uint32), lens_as(I.decode(widths=(3, 4, 2), lens=(70, 1, 130), return_lse=True), torch.uint32)]
+e109 = dict(dtype=I.E4M3, out_dtype=bf)
+NEAR[109] = [I.decode(**e109), I.decode(**e109, lens=(900, 400)), sink_token(I.decode(lens=(2000,), kv_dtype=I.E4M3), 1.2)]
+TRIGGER[109] = [sink_token(I.decode(**e109, lens=(2000,)), 1.2), sink_token(I.decode(**e109, lens=(1500, 3000)), 1.3)]
+NEAR[110] = [nvfp4(I.decode()), nvfp4(I.decode(d=32), "trtllm-gen"), I.decode(d=128)]
+TRIGGER[110] = [nvfp4(I.decode(d=128)), nvfp4(I.decode(d=96), "trtllm-gen")]
+NEAR[111] = [nvfp4(I.decode()), sep_tables(I.decode())]
+TRIGGER[111] = [nvfp4(flipped_v_table(I.decode())), nvfp4(flipped_v_table(I.decode()), "trtllm-gen")]
+NEAR[112] = [large_products(I.decode(), 100), large_products(I.decode(dtype=f16), 20)]
+TRIGGER[112] = [large_products(I.decode(dtype=f16), 100)]
+NEAR[113] = [I.decode(bmm2_scale=0.5), I.decode(bmm2_scale=1.0, return_lse=True)]
+TRIGGER[113] = [I.decode(bmm2_scale=0.5, return_lse=True), I.decode(bmm2_scale=T([0.7]), lse=torch.zeros(3, 4))]
+NEAR[114] = [I.decode(lens=(512, 30), sinks=s4 + 3), I.decode(lens=(900,), return_lse=True)]
+TRIGGER[114] = [I.decode(lens=(600, 1100), sinks=s4 + 3), I.decode(lens=(1100,), sinks=s4, return_lse=True)]
+NEAR[115] = [I.decode(lens=(70, 70, 5, 70)), I.decode(lens=(70, 71, 5, 20, 33))]
+TRIGGER[115] = [I.decode(lens=(70, 20, 5, 70, 33)), I.decode(lens=(64,) * 6, q_len=2)]
+NEAR[116] = [I.decode(**scratch(3.0)), twice(I.decode(lens=(700, 900), **scratch(0.0))), I.decode(lens=(700,))]
+TRIGGER[116] = [I.decode(lens=(700, 900), **scratch(3.0)), I.decode(lens=(600,), **scratch(torch.nan))]
+b117 = dict(lens=(70, 40), heads=8, max_seq_len=128)
+NEAR[117] = [one_after_another(I.decode(**b117 | dict(max_seq_len=127)), I.decode(**b117, ps=16)), I.decode(**b117 | dict(max_seq_len=129), ps=64)]
+TRIGGER[117] = [one_after_another(I.decode(**b117, ps=16), I.decode(**b117, ps=32)), one_after_another(I.decode(**b117, ps=16, q_len=2), I.decode(**b117, ps=4, q_len=2))]
+NEAR[118] = [nhd(I.decode()), I.decode(kv=1), other_memory_order(I.decode(kv=1)), of_all_layers(I.decode())]
+TRIGGER[118] = [other_memory_order(I.decode()), other_memory_order(nhd(I.decode()))]
+NEAR[119] = [I.decode(widths=(3, 3, 3)), I.decode(q_len=3)]
+TRIGGER[119] = [I.decode(widths=(3, 1, 5)), I.decode(widths=(2, 2, 2)) | dict(max_q_len=4)]
+NEAR[120] = [I.decode(widths=(3, 1, 5)), I.decode(widths=(1, 1, 1), window_left=9), I.decode(q_len=5, window_left=9)]
+TRIGGER[120] = [I.decode(widths=(3, 1, 5), window_left=20), I.decode(widths=(4, 4, 4), window_left=9)]
+# context
+NEAR[121] = [I.context(lens=(128,), widths=(64,)), I.context(lens=(130,), widths=(64,)), I.context(lens=(120,), widths=(55,))]
+TRIGGER[121] = [I.context(lens=(129,), widths=(64,)), I.context(lens=(30, 141), widths=(30, 140)), I.context(lens=(265,), widths=(200,))]
+NEAR[122] = [I.context(widths=(1, 1, 33)), I.context(widths=(1, 1, 1)), I.context(widths=(20, 2, 33))]
+TRIGGER[122] = [I.context(widths=(20, 1, 33)), I.context(lens=(70, 5, 130, 9), widths=(20, 5, 1, 1))]
+NEAR[123] = [sep_tables(I.context(lens=(70,), widths=(20,))), I.context()]
+TRIGGER[123] = [uneven_lens(sep_tables(I.context(lens=(130, 130, 130))), (130, 130, 130)), flipped_v_table(I.context(lens=(60, 60), widths=(5, 5)))]
+NEAR[124] = [I.context(causal=False, lens=(170, 90), widths=(64, 20)), I.context(lens=(170, 90), widths=(100, 20))]
+TRIGGER[124] = [I.context(causal=False, lens=(300, 90), widths=(200, 20)), I.context(causal=False, lens=(300,), widths=(300,))]
+NEAR[125] = [I.context(widths=(3, 1, 5)), I.context(widths=(17, 1, 5), sinks=s4), I.context(widths=(3, 1, 5), kv=4, sinks=s4)]
+TRIGGER[125] = [I.context(widths=(3, 1, 5), sinks=s4), I.context(widths=(16, 4, 5), kv=1, sinks=s4)]
+NEAR[126] = [I.context(out_dtype=I.E4M3), I.context(out_dtype=I.E4M3, bmm2_scale=100.0)]
+TRIGGER[126] = [I.context(out_dtype=I.E4M3, bmm2_scale=220.0), I.context(kv_dtype=I.E4M3, out_dtype=I.E4M3, bmm2_scale=300.0)]
+NEAR[127] = [I.context(ps=64), I.context(ps=128, lens=(60, 5, 64), widths=(20, 5, 33))]
+TRIGGER[127] = [I.context(ps=128), I.context(ps=256, lens=(300, 70, 80))]
+NEAR[128] = [I.context(lens=(300,), widths=(60,), window_left=64), I.context(lens=(60, 66), widths=(60, 9), window_left=65)]
+TRIGGER[128] = [I.context(lens=(300,), widths=(60,), window_left=100), I.context(lens=(90, 200), widths=(90, 100), window_left=66)]
+c129 = lambda seed, **more: I.context(seed=seed, **more)  # noqa: E731
+NEAR[129] = [one_after_another(c129(1), c129(2)), kept_results(c129(1), c129(2, heads=8))]
+TRIGGER[129] = [kept_results(c129(1), c129(2)), kept_results(c129(1, return_lse=True), c129(2, window_left=9))]
+NEAR[130] = [I.context(lens=(384,), widths=(20,)), I.context(lens=(600, 700), widths=(20, 30))]
+TRIGGER[130] = [I.context(lens=(400, 90), widths=(20, 9)), I.context(lens=(850,), widths=(5,))]
+NEAR[131] = [one_tensor(I.context(), 2), one_tensor(I.context(), 1)]
+TRIGGER[131] = [of_all_layers(I.context()), k_is_v(of_all_layers(I.context()))]
+NEAR[132] = [I.context(lens=(300,), widths=(20,), window_left=100), I.context(lens=(100,), widths=(100,), window_left=20), I.context(lens=(300,), widths=(100,))]
+TRIGGER[132] = [I.context(lens=(300,), widths=(100,), window_left=100), I.context(lens=(500, 40), widths=(60, 9), window_left=200)]
+# mla
+NEAR[133] = [I.mla(rope=8)]
+TRIGGER[133] = [I.mla(rope=0), I.mla(rope=0, q_len=3, rank=128)]
+h134 = dict(heads=128, rank=32)
+NEAR[134] = [I.mla(**h134), I.mla(heads=64, rank=32, q_len=3)]
+TRIGGER[134] = [I.mla(**h134, q_len=2), I.mla(heads=96, rank=32, q_len=4)]
+NEAR[135] = [I.mla(heads=12, lens=(70,)), I.mla(heads=32)]
+TRIGGER[135] = [I.mla(heads=12), I.mla(heads=40, lens=(70,), q_len=2)]
+NEAR[136] = [I.mla(bmm2_scale=0.5), I.mla(lens=(1500, 40)), I.mla(lens=(1024, 40), bmm2_scale=0.5)]
+TRIGGER[136] = [I.mla(lens=(1500, 40), bmm2_scale=0.5), I.mla(lens=(1025,), kv_dtype=I.E4M3, bmm2_scale=T([0.8]))]
+NEAR[137] = [I.mla(lens=(512, 20)), I.mla(lens=(900, 600))]
+TRIGGER[137] = [I.mla(lens=(3000, 20)), I.mla(lens=(5, 700), q_len=2, return_lse=True)]
+NEAR[138] = [dead_columns(I.mla(), 0, 8), dead_columns(I.mla(lens=(128, 100, 256)), -1, 8), dead_columns(I.mla(lens=(70, 40)), -1, 3)]
+TRIGGER[138] = [dead_columns(I.mla(), -1, 8), dead_columns(I.mla(lens=(400, 140)), -1, 128)]
+NEAR[139] = [I.mla(widths=(3, 1, 5), return_lse=True, return_lse_base="basee"), I.mla(q_len=2, return_lse=True, return_lse_base="base2")]
+TRIGGER[139] = [I.mla(widths=(3, 1, 5), return_lse=True, return_lse_base="base2")]
+NEAR[140] = [I.mla(ps=64), four_dims(I.mla(ps=1))]
+TRIGGER[140] = [four_dims(I.mla()), four_dims(I.mla(kv_dtype=I.E4M3, q_len=2))]
+NEAR[141] = [far_below(I.mla(), 0.5), far_below(I.mla(), -4.0)]
+TRIGGER[141] = [far_below(I.mla(), 5.0), far_below(I.mla(q_len=2, return_lse=True), 6.0)]
+NEAR[142] = [I.mla(q_len=3, return_lse=True, lse=torch.zeros(9, 16)), I.mla(return_lse=True, lse=torch.zeros(3, 1, 16))]
+TRIGGER[142] = [I.mla(q_len=3, return_lse=True, lse=torch.zeros(3, 3, 16))]
+# ragged
+NEAR[143] = [I.ragged(widths=(5, 33), lens=(20, 34)), I.ragged(widths=(5, 33), lens=(5, 33)), I.ragged(widths=(5, 33), lens=(20, 33)) | dict(max_kv_len=40)]
+TRIGGER[143] = [I.ragged(widths=(5, 33), lens=(20, 33)), I.ragged(widths=(5, 9), lens=(20, 30), causal=False) | dict(max_q_len=30)]
+NEAR[144] = [I.ragged(heads=4, kv=1)]
+TRIGGER[144] = [I.ragged(heads=4, kv=2), I.ragged(heads=6, kv=3, causal=False)]
+NEAR[145] = [I.ragged(widths=(4, 9), lens=(50, 0), causal=False, return_lse=False), I.ragged(widths=(4, 0), lens=(50, 0), causal=False)]
+TRIGGER[145] = [I.ragged(widths=(4, 9), lens=(50, 0), causal=False), I.ragged(widths=(9, 4), lens=(5, 6))]
+NEAR[146] = [I.ragged(widths=(1,), lens=(1,))]
+TRIGGER[146] = [part_of_projection(I.ragged()), part_of_projection(I.ragged(widths=(4, 9), lens=(50, 30), causal=False))]
+NEAR[147] = [I.ragged(attention_sinks=headless(g, 4, 0, 1, 2, 3))]
+TRIGGER[147] = [I.ragged(attention_sinks=s4), I.ragged(widths=(4, 9), lens=(50, 30), causal=False, attention_sinks=s4)]
+NEAR[148] = [I.ragged(o_sf_scale=1)]
+TRIGGER[148] = [I.ragged(widths=(4, 9), lens=(50, 30), causal=False, o_sf_scale=-1.0), I.ragged(o_sf_scale=0.5)]
+
+
+# lists with a window, pages as entries and virtual pages
+def windows(a, window=0, sink=0, entries=False, virtual=None):
+    """A case: lists and boundaries are right, and no other cell is written. `virtual` pages have no page."""
+    more = dict(window_size=window, sink_size=sink)
+    ps, width = a["page_size"], a["req_to_token"].shape[1]
+    pages = torch.randperm(len(a["req_to_token"]) * -(-width // ps), generator=I.gen(3)).view(len(a["req_to_token"]), -1) + 1
+    if entries:
+        more["entry_page_size"] = ps
+    if entries or virtual is not None:
+        slots = (pages.unsqueeze(2) * ps + torch.arange(ps)).flatten(1)[:, :width]
+        a = a | dict(req_to_token=(pages if entries else slots).to(torch.int32))
+    if virtual is not None:
+        v2p = torch.randperm(int(pages.max()) + 1, generator=I.gen(4))
+        v2p[pages[a["req_pool_indices"].long()][:, virtual].flatten()] = -1
+        more["v2p"] = v2p
+
+    def case(function):
+        now = copies(a)
+        keys = ("req_pool_indices", "req_to_token", "paged_kernel_lens", "positions", "topk", "page_size")
+        want_indices, want_indptr = ref.generate_draft_decode_kv_indices(**{k: a[k] for k in keys}, **more, num_steps=len(a["kv_indices"]))
+        want, bounds = a["kv_indices"].clone(), a["kv_indptr"].clone()
+        for step, (indices, indptr) in enumerate(zip(want_indices, want_indptr)):
+            want[step, : len(indices)], bounds[step, 1 : len(indptr)] = indices.to(want.dtype), indptr[1:].to(bounds.dtype)
+        function(**now, **more)
+        if not torch.equal(now["kv_indptr"], bounds):
+            return "WRONG: kv_indptr"
+        wrong = int((now["kv_indices"] != want).sum())
+        return f"WRONG: {wrong} cells of kv_indices" if wrong else "right"
+
+    return case
+
+
+paged = lambda **more: lists(lens=(7, 3, 12), page_size=4, **more)  # noqa: E731
+ALL_WINDOWS = [windows(lists()), windows(paged(topk=1)), windows(lists(lens=(30, 9)), window=20)]
+NEAR[149] = ALL_WINDOWS + [windows(lists(), window=3), windows(lists(lens=(20, 9, 12)), window=4, sink=2), windows(paged(), window=2, sink=1, entries=True, virtual=0)]
+TRIGGER[149] = [windows(lists(), window=4, sink=2), windows(paged(), window=10, sink=4)]
+NEAR[150] = ALL_WINDOWS + [windows(paged(), virtual=[]), windows(paged(), entries=True, virtual=[]), windows(lists(), virtual=1)]
+TRIGGER[150] = [windows(paged(), virtual=1), windows(paged(), entries=True, virtual=0)]
+NEAR[151] = ALL_WINDOWS + [windows(paged(num_steps=1), entries=True), windows(lists(lens=(4, 8), page_size=4, topk=1), entries=True), windows(paged(num_steps=3), window=4, sink=1)]
+TRIGGER[151] = [windows(paged(), entries=True), windows(lists(lens=(7, 10), page_size=4, topk=1), entries=True, virtual=[])]
+NEAR[152] = [windows(lists()), windows(lists(), window=12), windows(lists(), window=10, sink=2)]
+TRIGGER[152] = [windows(lists(), window=5), windows(paged(), window=5, sink=2, entries=True)]
+NEAR[153] = ALL_WINDOWS + [windows(lists(), window=5), windows(lists(lens=(7, 3, 4)), window=8, sink=2)]
+TRIGGER[153] = [windows(lists(lens=(9, 30)), window=5, sink=2), windows(paged(), window=5, sink=4, entries=True)]
+
+
+# metadata
+def ragged_verify(pool, lens, rows):
+    ids = [pool.add_request(n + max(rows)) for n in lens]
+    slots = [pool.slots(i, n, n + c) for i, n, c in zip(ids, lens, rows)]
+    return pool, ForwardBatch(forward_mode=F.RAGGED_VERIFY, req_pool_indices=T(ids), seq_lens=T(list(lens)), out_cache_loc=torch.cat(slots),
+                              num_tokens=sum(rows), extend_seq_lens=T(rows), extend_seq_lens_cpu=list(rows), spec_info=SpecInfo(num_draft_tokens=max(rows)))
+
+
+def frozen(pool, lens):
+    pool, batch = build(pool, F.DECODE, lens)
+    return pool, replace(batch, out_cache_loc=batch.out_cache_loc[:0], spec_info=SpecInfo(speculative_step_id=-1))
+
+
+def late_meta_case(number):
+    """Return (near, trigger) of metadata, as `meta_case`."""
+    wide = lambda: pool_of(32, False, context=9000, pages=700)  # noqa: E731
+    virtual = lambda **more: pool_of(num_virtual_pages=900, **more)  # noqa: E731
+    full = dict(context=200)
+    cases = {
+        154: ([ragged_verify(pool_of(), (30, 20), [3, 3])], [ragged_verify(pool_of(), (30, 20), [1, 4]), ragged_verify(pool_of(swa=False), (30, 20, 9), [2, 2, 1])]),
+        155: ([build(virtual(swa=False), F.DECODE, (30, 20)), build(pool_of(), F.EXTEND, (30, 20), rows=[10, 20])],
+              [build(virtual(), F.DECODE, (30, 20)), build(virtual(), F.EXTEND, (30, 20), rows=[10, 20])]),
+        156: ([build(pool_of(), F.DECODE, (30, 20), step=0)], [frozen(pool_of(), (30, 20)), frozen(pool_of(swa=False), (16, 32, 7))]),
+        157: ([build(pool_of(), F.DRAFT_EXTEND, (30, 20), rows=[3, 3]), build(pool_of(), F.TARGET_VERIFY, (30, 20), rows=3)],
+              [build(pool_of(), F.DRAFT_EXTEND_V2, (30, 20), rows=[3, 3]), build(pool_of(swa=False), F.DRAFT_EXTEND_V2, (30,), rows=[4])]),
+        158: ([build(pool_of(**full), F.DECODE, (192, 20)), build(pool_of(context=192), F.DECODE, (192, 20))],
+              [build(pool_of(**full), F.DECODE, (193, 20)), build(pool_of(**full, swa=False), F.EXTEND, (200, 20), rows=[5, 2])]),
+        159: ([build(wide(), F.TARGET_VERIFY, (4092, 63), rows=4, seq_lens_cpu=True), build(wide(), F.TARGET_VERIFY, (4094, 63), rows=4),
+               build(wide(), F.DECODE, (4096, 63), seq_lens_cpu=True)],
+              [build(wide(), F.TARGET_VERIFY, (4094, 63), rows=4, seq_lens_cpu=True), build(wide(), F.TARGET_VERIFY, (63, 4096), rows=1, seq_lens_cpu=True)]),
+        160: ([build(pool_of(32, False), F.DRAFT_EXTEND, (30, 63), rows=[3, 3]), build(pool_of(32, False), F.DRAFT_EXTEND, (28, 63), rows=[1, 4])],
+              [build(pool_of(32, False), F.DRAFT_EXTEND, (32, 63), rows=[1, 4]), build(pool_of(64, False), F.DRAFT_EXTEND, (90, 127), rows=[9, 2])]),
+    }
+    return cases[number]
 
 
 def run_case(function, case, f):
@@ -745,7 +1038,7 @@ def main(numbers):
     for number in numbers:
         module = importlib.import_module(f"wrong_{number:02}")
         started = time.time()
-        if 54 <= number <= 60 or number >= 99:
+        if 54 <= number <= 60 or number in (99, 100) or number >= 154:
             rights, wrongs = check_metadata(number, module)
         elif hasattr(module, "generate_draft_decode_kv_indices"):
             function = module.generate_draft_decode_kv_indices
@@ -770,4 +1063,4 @@ def main(numbers):
 
 
 if __name__ == "__main__":
-    main([int(x) for x in sys.argv[1:]] or range(1, 101))
+    main([int(x) for x in sys.argv[1:]] or range(1, 161))
