@@ -3,6 +3,7 @@
 A leaf: it needs torch alone. Limits of one kernel are that kernel's, in `lab.kernels.support`.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -110,6 +111,7 @@ def capability_of(device: torch.device) -> Capability | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
+@functools.cache
 def family_of(capability: Capability | None) -> GpuFamily | None:
     """Return the family of a GPU: by its capability, else the latest of its major; None for a CPU and before SM80.
 

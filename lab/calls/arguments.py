@@ -4,6 +4,7 @@ It reads shapes, dtypes, strides and host numbers, never a tensor's contents. `c
 the argument.
 """
 
+import functools
 import math
 import numbers
 from collections.abc import Callable, Sequence
@@ -41,17 +42,24 @@ def check_modelled(call: Any, backends: Sequence[str], others: Sequence[str] = (
         backends: those that the lab models.
         others: those that FlashInfer has besides. A backend that is in neither raises ValueError.
     """
-    for argument in fields(call):
-        value, default = getattr(call, argument.name), argument.default
-        if UNMODELLED not in getattr(argument.type, "__metadata__", ()) or value is default:
+    for name, default in _unmodelled(type(call)):  # type: ignore[arg-type]
+        value = getattr(call, name)
+        if value is default:
             continue
         if isinstance(value, torch.Tensor) or value != default:
-            not_modelled(argument.name, value, f"leave it at its default, {default!r}")
+            not_modelled(name, value, f"leave it at its default, {default!r}")
     remedy = f"use {'one of ' if len(backends) > 1 else ''}{', '.join(backends)}"
     if call.backend in others:
         not_modelled("backend", call.backend, remedy)
     if call.backend not in backends:
         raise ValueError(f"backend={call.backend!r} is unknown; {remedy}")
+
+
+@functools.cache
+def _unmodelled(call_type: type[Any]) -> tuple[tuple[str, Any], ...]:
+    """Return the names and defaults of a call's `Unmodelled` arguments."""
+    unmodelled = (each for each in fields(call_type) if UNMODELLED in getattr(each.type, "__metadata__", ()))
+    return tuple((each.name, each.default) for each in unmodelled)
 
 
 def check_tensor(name: str, value: object) -> torch.Tensor:
@@ -334,8 +342,7 @@ def check_devices(call: Any, on_host: Sequence[str] = ()) -> None:
     """Raise ValueError where a tensor lies elsewhere than the query, those named in `on_host` apart."""
     device = call.query.device
     anywhere = (*FREE_ARGUMENTS, *on_host)
-    for field in fields(call):
-        value = getattr(call, field.name)
+    for name, value in vars(call).items():
         for tensor in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(tensor, torch.Tensor) and tensor.device != device and field.name not in anywhere:
-                raise ValueError(f"{field.name} is on {tensor.device}, but query is on {device}; move it there")
+            if isinstance(tensor, torch.Tensor) and tensor.device != device and name not in anywhere:
+                raise ValueError(f"{name} is on {tensor.device}, but query is on {device}; move it there")

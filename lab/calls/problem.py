@@ -151,7 +151,7 @@ class AttentionProblem(Softmax):
 
     def features(self) -> frozenset[Feature]:
         """Return what the problem asks for beyond a plain call, by shapes, strides and host numbers, no tensor's contents."""
-        asked = (FIELDS.get(field.name, UNDECLARED) for field in fields(self))
+        asked = (FIELDS.get(name, UNDECLARED) for name in vars(self))  # of its fields
         return frozenset(feature for asks in asked for feature, is_asked in asks.items() if is_asked(self))
 
     def results(self) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -372,8 +372,9 @@ def test_a_slot_that_nobody_fills_leaves_no_trace(monkeypatch: pytest.MonkeyPatc
     batch = random_batch([2] * 2, [3, 300], heads=(2, 1), head_dim=64)
     clean, _ = assert_right(DECODE, batch)
 
+    # Scratch is bytes, and float32 of ones alone is NaN.
     def full_of_nan(*shape: Any, dtype: torch.dtype, **options: Any) -> Tensor:
-        return torch.full(*shape, math.nan if dtype.is_floating_point else 99, dtype=dtype, **options)
+        return torch.full(*shape, math.nan if dtype.is_floating_point else 255, dtype=dtype, **options)
 
     arguments = arguments_of(DECODE, batch, 16)
     monkeypatch.setattr(torch, "empty", full_of_nan)

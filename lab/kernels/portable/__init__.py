@@ -1,7 +1,8 @@
 """FlashInfer's TRT-LLM attention functions in Triton: any GPU, and a CPU under Triton's interpreter.
 
 `prepare_` before a call's name returns the call, ready to be made any number of times; it raises what the call's checks raise,
-and launches no attention (`lab.kernels.prepare`).
+and launches no attention (`lab.kernels.prepare`). On a GPU, a call that differs from an earlier one in addresses and contents
+alone is not checked anew (`lab.kernels.portable.kept_calls`).
 """
 
 from lab.extras import require

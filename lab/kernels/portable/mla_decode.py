@@ -14,10 +14,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from lab.calls import made_at_once, takes
+from lab.calls import takes
 from lab.calls.mla_decode import MLADecodeCall
 from lab.calls.problem import PagedAttention, check_values
 from lab.gpus import capability_of
+from lab.kernels.portable.kept_calls import kept_at_once
 from lab.kernels.portable.key_shares import NO_REACH, begin_share, choose_shares, tiles_in_reach
 from lab.kernels.portable.partial_results import (
     Results,
@@ -78,10 +79,11 @@ def prepare_trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Triton
             made.append(partial(lse.mul_, math.log(2.0)))
         return made
 
-    return prepared(PORTABLE_MLA, problem, check_values, steps, call.returned)
+    reads_rows = call.cum_seq_lens_q is not None and call.max_q_len is None
+    return prepared(PORTABLE_MLA, problem, check_values, steps, call.returned, reads_contents=reads_rows)
 
 
-trtllm_batch_decode_with_kv_cache_mla = made_at_once(prepare_trtllm_batch_decode_with_kv_cache_mla)
+trtllm_batch_decode_with_kv_cache_mla = kept_at_once(prepare_trtllm_batch_decode_with_kv_cache_mla)
 
 
 def choose_dot_dtype(problem: PagedAttention, tile: ProgramTile) -> tl.dtype:
@@ -131,6 +133,7 @@ def _launches(problem: PagedAttention, results: Results) -> list[TritonLaunch]:
         TILE=tile,
         DOT_DTYPE=choose_dot_dtype(problem, tile),
         OVERLAPS=partials is not None and overlaps_launches(device),
+        scratch=partials or (),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

@@ -12,10 +12,11 @@ from dataclasses import replace
 
 import triton
 
-from lab.calls import ContextCall, DecodeCall, made_at_once, takes
+from lab.calls import ContextCall, DecodeCall, takes
 from lab.calls.arguments import following_scale
 from lab.calls.problem import PagedAttention, check_values
 from lab.gpus import capability_of
+from lab.kernels.portable.kept_calls import kept_at_once
 from lab.kernels.portable.key_shares import Shares, choose_shares
 from lab.kernels.portable.paged_kernel import Strides, _attention_kernel
 from lab.kernels.portable.partial_results import Results, new_partials, overlaps_launches, with_merge
@@ -58,8 +59,8 @@ def prepare_trtllm_batch_context_with_kv_cache(call: ContextCall) -> TritonCall:
     return _prepare(call.problem())
 
 
-trtllm_batch_decode_with_kv_cache = made_at_once(prepare_trtllm_batch_decode_with_kv_cache)
-trtllm_batch_context_with_kv_cache = made_at_once(prepare_trtllm_batch_context_with_kv_cache)
+trtllm_batch_decode_with_kv_cache = kept_at_once(prepare_trtllm_batch_decode_with_kv_cache)
+trtllm_batch_context_with_kv_cache = kept_at_once(prepare_trtllm_batch_context_with_kv_cache)
 
 
 def _prepare(problem: PagedAttention, *refreshes: Callable[[], object]) -> TritonCall:
@@ -129,6 +130,7 @@ def _launches(problem: PagedAttention, results: Results) -> list[TritonLaunch]:
         TILE=tile,
         DOT_DTYPE=dot_dtype(problem.k_cache),
         OVERLAPS=partials is not None and overlaps_launches(problem.query.device),
+        scratch=partials or (),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

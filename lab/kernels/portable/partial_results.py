@@ -12,7 +12,7 @@ from lab.gpus import capability_of, family_of
 from lab.kernels.portable.key_shares import Shares
 from lab.kernels.portable.rows import request_rows
 from lab.kernels.portable.softmax import LOG2_E, log2_sum, rounded, scalar, store_rows
-from lab.kernels.portable.triton_call import TritonLaunch
+from lab.kernels.portable.triton_call import TritonLaunch, new_scratch
 
 # A program of the merge has so many sums, 16 a thread, and reads so many partial results at a time for each.
 MERGED_SUMS = 2048
@@ -46,11 +46,10 @@ def new_partials(shares: Shares | None, q_blocks: int, rows: int, problem: Paged
     if shares is None or shares.count == 1:
         return None
     device, slots = problem.query.device, 2 * q_blocks * shares.count
-    return PartialResults(
-        torch.empty((slots, rows, problem.v_head_dim), dtype=torch.float32, device=device),
-        torch.empty((slots, rows), dtype=torch.float32, device=device),
-        torch.empty((problem.batch_size * problem.num_kv_heads, 2), dtype=torch.int32, device=device),
-    )
+    out = (slots, rows, problem.v_head_dim), torch.float32
+    lse_log2 = (slots, rows), torch.float32
+    unit_shares = (problem.batch_size * problem.num_kv_heads, 2), torch.int32
+    return PartialResults(*new_scratch(device, out, lse_log2, unit_shares))
 
 
 def with_merge(
@@ -82,6 +81,7 @@ def with_merge(
         LANES=max(1, MERGED_SUMS // (rows * dims)),
         AT_A_TIME=MERGED_AT_A_TIME,
         OVERLAPS=overlaps,
+        scratch=partials,
         num_warps=MERGE_WARPS,
         launch_pdl=overlaps,
     )

@@ -10,9 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from lab.calls import made_at_once, takes
+from lab.calls import takes
 from lab.calls.ragged_context import RaggedAttention, RaggedContextCall, check_ragged_values
 from lab.gpus import capability_of
+from lab.kernels.portable.kept_calls import kept_at_once
 from lab.kernels.portable.softmax import (
     LOG2_E,
     accumulate,
@@ -47,7 +48,7 @@ def prepare_trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> TritonC
     return prepared(PORTABLE_RAGGED, problem, check_ragged_values, lambda *results: [_launch(problem, *results)])
 
 
-trtllm_ragged_attention_deepseek = made_at_once(prepare_trtllm_ragged_attention_deepseek)
+trtllm_ragged_attention_deepseek = kept_at_once(prepare_trtllm_ragged_attention_deepseek)
 
 
 def _launch(problem: RaggedAttention, out: torch.Tensor, lse_log2: torch.Tensor | None) -> TritonLaunch:

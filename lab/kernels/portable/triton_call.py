@@ -1,12 +1,19 @@
 """Calls of Triton kernels that can be made again: checked, chosen, allocated and compiled once."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import itemgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lab.kernels.support import Kernel, refuse_unsupported
+
+SCRATCH_ALIGNMENT = 512  # bytes, as of an allocation of its own
+Addresses = Sequence[int]
 
 
 class TritonLaunch:
@@ -19,11 +26,22 @@ class TritonLaunch:
         kernel: a `triton.jit` function.
         grid: its programs, in one to three dimensions.
         arguments: of its first parameters; tuples, named or not, may hold tensors too.
+        scratch: those tensors of the arguments that may hold anything before the call's first launch (`new_scratch`).
+        counters: those that are zero before the call's first launch and after its last, each an allocation of its own.
         named: its other parameters, all of them `tl.constexpr`, and Triton's options, such as `num_warps`.
     """
 
-    def __init__(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        *arguments: Any,
+        scratch: Sequence[torch.Tensor] = (),
+        counters: Sequence[torch.Tensor] = (),
+        **named: Any,
+    ) -> None:
         self._kernel, self._grid, self._arguments, self._named = kernel, grid, arguments, named
+        self.scratch, self.counters = scratch, counters
         self._compiled: Any = None
         self._repeat: Callable[[], object] | None = None
 
@@ -36,11 +54,38 @@ class TritonLaunch:
             self._repeat = self._repeated()
             self._repeat()
 
+    @property
+    def is_compiled(self) -> bool:
+        """True after the first call, but in the interpreter, which compiles nothing."""
+        return self._compiled is not None
+
     def _repeated(self) -> Callable[[], object]:
-        addressed = _addressed(self._arguments)
-        constants = [self._named[name] for name in self._kernel.arg_names[len(addressed) :]]
-        grid = (*self._grid, 1, 1)[:3]
-        return partial(self._compiled[grid], *addressed, *constants)
+        return partial(self._bare_launch(), *_addressed(self._arguments), *self._constants())
+
+    def _bare_launch(self) -> Callable[..., object]:
+        return self._compiled[(*self._grid, 1, 1)[:3]]
+
+    def _constants(self) -> list[Any]:
+        return [self._named[name] for name in self._kernel.arg_names[len(self._arguments) :]]
+
+    def elsewhere(self, index_of: Callable[[torch.Tensor], int]) -> Callable[[Addresses], None]:
+        """Return a function of addresses that launches the compiled kernel for tensors at them; it holds no tensor.
+
+        Args:
+            index_of: returns the index of a tensor's address among the addresses.
+        """
+        bare, places = self._bare_launch(), [_at(argument, index_of) for argument in self._arguments]
+        filled = [(place, at) for place, at in enumerate(places) if at is not None]
+        known = [argument if at is None else None for argument, at in zip(self._arguments, places, strict=True)]
+        known += self._constants()
+
+        def launch(addresses: Addresses) -> None:
+            arguments = known.copy()
+            for place, at in filled:
+                arguments[place] = at(addresses)
+            bare(*arguments)
+
+        return launch
 
 
 def _addressed(argument: Any) -> Any:
@@ -48,6 +93,43 @@ def _addressed(argument: Any) -> Any:
     if isinstance(argument, tuple):
         return tuple(map(_addressed, argument))
     return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
+
+
+def _at(argument: Any, index_of: Callable[[torch.Tensor], int]) -> Callable[[Addresses], Any] | None:
+    """Return a function of the addresses that makes the argument; None where it holds no tensor."""
+    if isinstance(argument, torch.Tensor):
+        return itemgetter(index_of(argument))
+    if isinstance(argument, TensorDescriptor):
+        address = itemgetter(index_of(argument.base))
+        terms = {name: term for name, term in vars(argument).items() if name != "base"}
+        return lambda addresses: SimpleNamespace(base=_Address(address(addresses)), **terms)
+    if not isinstance(argument, tuple):
+        return None
+    parts = [_at(part, index_of) for part in argument]
+    if not any(parts):
+        return None
+    makers = [at or partial(_itself, part) for part, at in zip(argument, parts, strict=True)]
+    return lambda addresses: tuple([make(addresses) for make in makers])
+
+
+def _itself(argument: Any, _addresses: Addresses) -> Any:
+    return argument
+
+
+class _Address(int):
+    """The address of a tensor in place of the tensor: Triton's launcher asks a descriptor's for it."""
+
+    def data_ptr(self) -> int:
+        return self
+
+
+def new_scratch(device: torch.device, *parts: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
+    """Return tensors of these shapes and dtypes that may hold anything: parts of one allocation, each aligned as one is."""
+    used = [math.prod(shape) * dtype.itemsize for shape, dtype in parts]
+    sizes = [-(-size // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT for size in used]
+    blocks = torch.empty((sum(sizes),), dtype=torch.uint8, device=device).split(sizes)
+    cut = [block[:size] for block, size in zip(blocks, used, strict=True)]
+    return [block.view(dtype).view(shape) for block, (shape, dtype) in zip(cut, parts, strict=True)]
 
 
 class TritonCall:
@@ -62,20 +144,32 @@ class TritonCall:
         check: raises for contents that are wrong; asked on a CPU alone, before the steps.
         steps: what a call does, in order: launches, and what refreshes something before them or finishes it after them.
         returned: what the call returns.
+        reads_contents: the steps follow from contents of tensors, read when the call was prepared.
     """
 
     def __init__(
-        self, device: torch.device, check: Callable[[], object], steps: Sequence[Callable[[], object]], returned: Any
+        self,
+        device: torch.device,
+        check: Callable[[], object],
+        steps: Sequence[Callable[[], object]],
+        returned: Any,
+        reads_contents: bool = False,
     ) -> None:
+        self.device, self.returned, self.reads_contents = device, returned, reads_contents
         self._device_index = -1 if device.index is None else device.index
         self._steps = (check, *steps) if device.type == "cpu" else tuple(steps)
-        self._returned = returned
+
+    @property
+    def launches(self) -> list[TritonLaunch] | None:
+        """The launches of compiled kernels that the call is, once it was made; None where it is anything else too."""
+        launches = [step for step in self._steps if isinstance(step, TritonLaunch) and step.is_compiled]
+        return launches if len(launches) == len(self._steps) else None
 
     def __call__(self) -> Any:
         with torch.cuda.device(self._device_index):  # Triton launches on the current device; -1: no GPU's
             for step in self._steps:
                 step()
-        return self._returned
+        return self.returned
 
 
 def prepared(
@@ -84,6 +178,7 @@ def prepared(
     check: Callable[[Any], object],
     steps: Callable[[torch.Tensor, torch.Tensor | None], Sequence[Callable[[], object]]],
     returned: Callable[[torch.Tensor, torch.Tensor | None], Any] | None = None,
+    reads_contents: bool = False,
 ) -> TritonCall:
     """Return a problem's call, ready to be made; without query rows it launches nothing.
 
@@ -93,6 +188,7 @@ def prepared(
         check: raises for contents of the problem that are wrong.
         steps: makes the steps of a call from the output and the LSE or None.
         returned: makes what the call returns from the same; None: the problem's own.
+        reads_contents: posing the problem read contents of tensors, on a GPU too.
 
     Raises:
         NotImplementedError: the kernel does not take the problem; the reason is `lab.kernels.support.why_not`'s.
@@ -102,4 +198,5 @@ def prepared(
     if not problem.has_no_rows:
         refuse_unsupported(kernel, problem)
         made = steps(out, lse)
-    return TritonCall(problem.query.device, partial(check, problem), made, (returned or problem.returned)(out, lse))
+    results = (returned or problem.returned)(out, lse)
+    return TritonCall(problem.query.device, partial(check, problem), made, results, reads_contents)

@@ -1,0 +1,198 @@
+"""Whole calls like an earlier one: what was checked, chosen and compiled for that one is not checked, chosen and found again.
+
+A call's *key* is all that is read of its arguments before a launch: of a tensor the class, shape, strides, dtype, device, and
+what its address and its place in its storage leave when divided by 16, which decide how Triton compiles; of a tuple or list the
+same of its parts; of any other argument its type and value. No contents of a tensor on a GPU are read, so calls of one key pass
+the same checks, and their launches differ in addresses alone. A call has no key where a tensor is not on a GPU, or where an
+argument is of a type of which a check might read more.
+
+The first two calls of a key are prepared and made. Where the second is launches alone, what the next one needs is kept: its
+kernels with all arguments but addresses, and the shapes of what it allocates. No tensor is kept. Nothing is kept of a refused
+call, so that the next one like it is refused by the same checks, and nothing of a call that comes once, as a batch's does in a
+model of one layer.
+"""
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from operator import itemgetter
+from typing import Any, ParamSpec
+
+import torch
+
+from lab.calls import made_at_once
+from lab.kernels.portable.triton_call import Addresses, TritonCall
+
+# Most calls that are kept of each function: layers of a model, whose scales may differ, times a few batches. A few kB each.
+MOST_KEPT = 512
+TENSORS = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (int, float, bool, str, type(None), torch.dtype)
+ALIGNMENT = 16  # bytes; of a place in a storage, elements
+
+P = ParamSpec("P")
+
+
+class NotKeptError(Exception):
+    """A call without a key, or whose launches do not tell which of its tensors they take."""
+
+
+def kept_at_once(prepare: Callable[P, TritonCall]) -> Callable[P, Any]:
+    """Return the function that makes a call once and returns its results, as `made_at_once` does; calls like it are kept.
+
+    Its `cache_clear()` forgets them, for whoever changes what a call chooses.
+
+    Args:
+        prepare: a function that checks a call's arguments and returns the call, ready to be made.
+    """
+    place_of = functools.lru_cache(maxsize=MOST_KEPT)(_Place)
+
+    @functools.wraps(made_at_once(prepare))
+    def entry(*args: P.args, **kwargs: P.kwargs) -> Any:
+        given: list[torch.Tensor] = []
+        try:
+            key = tuple([(name, facts_of(value, given)) for name, value in (*enumerate(args), *kwargs.items())])
+        except NotKeptError:
+            place = None
+        else:
+            place = place_of(key)
+            if place.call is not None:
+                return place.call(given)
+        call = prepare(*args, **kwargs)
+        results = call()
+        if place is not None and place.is_known:
+            place.call = kept(call, given)
+        elif place is not None:
+            place.is_known = True
+        return results
+
+    entry.cache_clear = place_of.cache_clear  # type: ignore[attr-defined]
+    return entry
+
+
+class _Place:
+    """The place of a kept call; two threads that fill it keep the same.
+
+    Attributes:
+        is_known: a call of the key was made.
+        call: what is kept.
+    """
+
+    def __init__(self, _key: Hashable) -> None:
+        self.is_known = False
+        self.call: KeptCall | None = None
+
+
+def facts_of(value: Any, given: list[torch.Tensor]) -> Hashable:
+    """Return what a call's key has of an argument, and add its tensors to those given.
+
+    Raises:
+        NotKeptError: a tensor that is not on a GPU, or an argument of which a check might read more.
+    """
+    kind = type(value)
+    if kind in TENSORS and value.is_cuda:
+        given.append(value)
+        places = value.data_ptr() % ALIGNMENT, value.storage_offset() % ALIGNMENT
+        return kind, value.shape, value.stride(), value.dtype, value.device, places
+    if kind in PLAIN:
+        return kind, value or repr(value)  # 0.0 and -0.0 are equal
+    if kind is tuple or kind is list:
+        return kind, tuple([facts_of(part, given) for part in value])
+    raise NotKeptError
+
+
+class KeptCall:
+    """The launches of a call, for other tensors than those that it was made with.
+
+    Args:
+        device: of the call.
+        new: of each tensor that a call makes, results, scratch as bytes and counters: True for zeros, shape and dtype.
+        views: of each address that launches take besides those of the given and the new tensors: the index of the tensor, and
+            bytes after its address.
+        launches: they take the addresses, of given tensors, new ones and views.
+        returned: picks the results from the given and the new tensors.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        new: Sequence[tuple[bool, torch.Size, torch.dtype]],
+        views: Sequence[tuple[int, int]],
+        launches: Sequence[Callable[[Addresses], None]],
+        returned: Callable[[Sequence[torch.Tensor]], Any],
+    ) -> None:
+        self._device, self._new, self._views, self._launches, self._returned = device, new, views, launches, returned
+
+    def __call__(self, given: Sequence[torch.Tensor]) -> Any:
+        device, tensors = self._device, list(given)
+        for is_zero, shape, dtype in self._new:
+            tensors.append((torch.zeros if is_zero else torch.empty)(shape, dtype=dtype, device=device))
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        addresses += [addresses[index] + offset for index, offset in self._views]
+        with torch.cuda.device(device.index):
+            for launch in self._launches:
+                launch(addresses)
+        return self._returned(tensors)
+
+
+def kept(call: TritonCall, given: Sequence[torch.Tensor]) -> KeptCall | None:
+    """Return a call that was made, to be made with other tensors; None where its key does not say all of it.
+
+    Args:
+        call: what was prepared of the given tensors, and made.
+        given: the tensors of the call's arguments.
+    """
+    launches, results = call.launches, call.returned
+    if launches is None or call.reads_contents:
+        return None
+    results = results if isinstance(results, tuple) else (results,)
+    scratch = {_memory(tensor): _block(tensor) for launch in launches for tensor in launch.scratch}
+    counters = {_memory(tensor): tensor for launch in launches for tensor in launch.counters}
+    empty = [*(result for result in results if all(result is not each for each in given)), *scratch.values()]
+    new = [*empty, *counters.values()]
+    sources = [(_memory(tensor), tensor.data_ptr()) for tensor in (*given, *new)]
+    views: list[tuple[int, int]] = []
+
+    def index_of(tensor: torch.Tensor) -> int:
+        memory, address = _memory(tensor), tensor.data_ptr()
+        source = _source(memory, address, sources)
+        if sources[source][1] == address:
+            return source
+        views.append((source, address - sources[source][1]))
+        return len(sources) + len(views) - 1
+
+    try:
+        elsewhere = [launch.elsewhere(index_of) for launch in launches]
+    except NotKeptError:
+        return None
+    picked = [next(index for index, tensor in enumerate((*given, *new)) if tensor is result) for result in results]
+    terms = [(index >= len(empty), tensor.shape, tensor.dtype) for index, tensor in enumerate(new)]
+    return KeptCall(call.device, terms, views, elsewhere, itemgetter(*picked))
+
+
+def _block(part: torch.Tensor) -> torch.Tensor:
+    """Return the whole allocation of a tensor of `new_scratch`, as bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=part.device).set_(part.untyped_storage())
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _source(memory: int, address: int, sources: Sequence[tuple[int, int]]) -> int:
+    """Return the index of the tensor that a launch's tensor is, or is a view of, by where its allocation and it begin.
+
+    It is the only one in its memory, or of several there the only one at its address. A view that begins elsewhere, V in one
+    tensor of K and V or its page table in one of both, is of a tensor that overlaps no other.
+
+    Args:
+        memory, address: where the allocation of the launch's tensor begins, and where the tensor does.
+        sources: the same of each tensor.
+
+    Raises:
+        NotKeptError: there is none, or more than one.
+    """
+    found = [index for index, source in enumerate(sources) if source[0] == memory]
+    if len(found) > 1:
+        found = [index for index in found if sources[index][1] == address]
+    if len(found) != 1:
+        raise NotKeptError
+    return found[0]
