@@ -13,10 +13,10 @@ import torch
 
 from lab.calls.entry import takes_fields_of
 from lab.calls.problem import E4M3, Softmax
-from lab.references.paged_attention import logits, number
 from lab.references.plain_arguments import check_plain
 from lab.references.quantization import rounded
 from lab.references.regression import Regression
+from lab.references.softmax_attention import logits, number
 
 # An output may be this many times as far from float64 as the control is. Tilings and split reductions of a right kernel
 # differ from the control's one long sum by less. On normally distributed bf16 inputs that allows 0.010; losing one of n

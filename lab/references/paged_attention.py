@@ -1,142 +1,25 @@
-"""The one algorithm of the references: softmax attention in float64, first over plain K/V, then over a paged cache.
+"""Softmax attention in float64 over a paged K/V cache, whose keys are looked up through a page table.
 
-`attention` is the definition; an end-to-end check hands it a request's K/V history as it was written.
-`paged_attention` looks the same keys up through a page table, then calls it. Requests are padded together only so that
-a GPU has enough to do at once; a padded or dead key is replaced by zero before any arithmetic sees it.
+Requests are padded together only so that a GPU has enough to do at once; what no row sees is zero before any arithmetic
+that would keep it.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from lab.calls.entry import takes_fields_of
-from lab.calls.problem import E4M3, PagedAttention, Scale, Softmax, check_values, shown_draft_tokens
-from lab.references.plain_arguments import check_plain
+from lab.calls.problem import E4M3, PagedAttention, check_values, shown_draft_tokens
 from lab.references.quantization import deinterleave_v_scale_factors, dequantize_nvfp4, rounded
+from lab.references.softmax_attention import Tile, TiledKV, attention_by_tiles, in_float64, tiles, visible_keys
 
-# Most float64 elements that one gathered piece may hold (K and V, or scores): 0.5 GiB, small beside any device.
+# Most elements of K and V, or of scores, in one piece. Scores are float64: 0.5 GiB of them, small beside any device.
+# K and V are never there at once, but few of them keep a short request from being padded to a long one.
 PIECE_ELEMENTS = 2**26
 GPU_PIECE_ELEMENTS = 2**28  # launches, not memory, are what a GPU is short of
-
-
-@takes_fields_of(Softmax)
-def attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    visible: torch.Tensor,
-    **softmax: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute grouped-query softmax attention in float64.
-
-    Query head h reads K/V head h // (num_qo_heads / num_kv_heads). A sink is one more logit per head: it enlarges the
-    softmax's denominator and brings no value. A row that sees no key is zero.
-
-    Args:
-        query: [batch, q_len, num_qo_heads, head_dim], any float dtype.
-        keys: [batch, kv_len, num_kv_heads, head_dim], dequantised; finite, even where not visible.
-        values: [batch, kv_len, num_kv_heads, v_head_dim], likewise.
-        visible: bool [batch, q_len, kv_len].
-        softmax: fields of `lab.calls.problem.Softmax`: bmm1_scale and bmm2_scale, 1 if left out, and sinks.
-
-    Returns:
-        out, float64 [batch, q_len, num_qo_heads, v_head_dim]; lse_log2, float64 [batch, q_len, num_qo_heads], log2 of the
-        denominator (sink included), -inf where it is empty.
-
-    Raises:
-        TypeError, ValueError: before any arithmetic; see `lab.references.plain_arguments.check_plain`.
-    """
-    terms = Softmax(**softmax)
-    check_plain(query, keys, values, visible, terms)
-    return unchecked_attention(query, keys, values, visible, terms)
-
-
-def unchecked_attention(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, softmax: Softmax
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `attention` of arguments that a call has checked; a NaN in a query shows in its output."""
-    key_block, value_block = (side.transpose(1, 2).unsqueeze(1) for side in (keys, values))
-    return _attention_over_blocks(query, key_block, value_block, visible.unsqueeze(2), softmax)
-
-
-def _attention_over_blocks(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    visible: torch.Tensor,
-    softmax: Softmax,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `attention` over keys that lie in blocks, so that a paged cache need not be rearranged.
-
-    Args:
-        keys: [batch, num_blocks, num_kv_heads, block, head_dim]; anything where they are not visible.
-        values: [batch, num_blocks, num_kv_heads, block, v_head_dim].
-        visible: bool [batch, q_len, num_blocks, block].
-    """
-    batch, q_len, num_qo_heads, _ = query.shape
-    num_kv_heads = keys.shape[2]
-    group = num_qo_heads // num_kv_heads
-
-    # [batch, 1, num_kv_heads, q_len * group, head_dim]: the rows that share a K/V head form one matrix.
-    rows = query.to(torch.float64).unflatten(2, (num_kv_heads, group)).permute(0, 2, 1, 3, 4).flatten(2, 3).unsqueeze(1)
-    # [batch, num_blocks, num_kv_heads, q_len, group, block]
-    scores = logits(rows @ keys.to(torch.float64).transpose(3, 4), softmax).unflatten(3, (q_len, group))
-    scores = scores.masked_fill(~visible.transpose(1, 2)[:, :, None, :, None, :], -math.inf)
-
-    # [batch, 1, num_kv_heads, q_len, group, 1]
-    if scores.shape[1] * scores.shape[5]:
-        largest = scores.amax(dim=(1, 5), keepdim=True)
-    else:
-        largest = scores.new_full((batch, 1, *scores.shape[2:5], 1), -math.inf)
-    sink_logits = None
-    if softmax.sinks is not None:
-        sink_logits = softmax.sinks.to(torch.float64).view(num_kv_heads, 1, group, 1)
-        largest = torch.maximum(largest, sink_logits)
-    origin = torch.where(largest.isfinite(), largest, torch.zeros_like(largest))
-    weights = torch.exp(scores - origin)
-    denominator = weights.sum(dim=(1, 5), keepdim=True)
-    if sink_logits is not None:
-        denominator = denominator + torch.exp(sink_logits - origin)
-    lse_log2 = (origin + torch.log(denominator)) / math.log(2.0)
-
-    # [batch, num_kv_heads, q_len, group, v_head_dim]
-    sums = (weights.flatten(3, 4) @ values.to(torch.float64)).sum(dim=1).unflatten(2, (q_len, group))
-    out = sums / torch.where(denominator == 0, 1.0, denominator).squeeze(1) * number(softmax.bmm2_scale, sums)
-    out = out.permute(0, 2, 1, 3, 4).reshape(batch, q_len, num_qo_heads, values.shape[-1])
-    return out, lse_log2[:, 0, :, :, :, 0].permute(0, 2, 1, 3).reshape(batch, q_len, num_qo_heads)
-
-
-def logits(products: torch.Tensor, softmax: Softmax) -> torch.Tensor:
-    """Return the logits of a softmax from the products of queries and keys, in their dtype."""
-    return products * number(softmax.bmm1_scale, products)
-
-
-def visible_keys(
-    query_positions: torch.Tensor,
-    key_positions: torch.Tensor,
-    kv_lens: torch.Tensor,
-    *,
-    causal: bool,
-    window_left: int,
-) -> torch.Tensor:
-    """Return the keys that each row sees: bool [batch, q_len, kv_len].
-
-    Args:
-        query_positions: [batch, q_len], position of each row in its request; negative for a row before its first key.
-        key_positions: [batch, kv_len].
-        kv_lens: [batch], keys that exist.
-        causal: a row at position p sees keys up to p.
-        window_left: and, unless it is -1, none before p - window_left (FlashInfer's inclusive window).
-    """
-    rows, keys = query_positions.unsqueeze(2), key_positions.unsqueeze(1)
-    visible = (keys >= 0) & (keys < kv_lens[:, None, None])
-    if causal:
-        visible = visible & (keys <= rows)
-    if window_left >= 0:
-        visible = visible & (keys >= rows - window_left)
-    return visible
 
 
 def paged_attention(problem: PagedAttention) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -154,6 +37,7 @@ def paged_attention(problem: PagedAttention) -> tuple[torch.Tensor, torch.Tensor
     if problem.num_rows == 0:
         return out, lse_log2
     if problem.query.device.type != "cpu":  # on a CPU the call has been checked already
+        problem = _planned_on_host(problem)
         check_values(problem)
     if problem.cu_seqlens_q is not None:
         end = int(problem.cu_seqlens_q[-1])
@@ -162,11 +46,23 @@ def paged_attention(problem: PagedAttention) -> tuple[torch.Tensor, torch.Tensor
             lse_log2[end:] = -math.inf
     for piece in _pieces(problem):
         piece_out, piece_lse_log2 = _solve(problem, piece)
-        places, rows = piece.rows()
-        out[rows] = rounded(piece_out.flatten(0, 1)[places], out.dtype)
+        out[piece.rows] = rounded(piece_out.flatten(0, 1)[piece.places], out.dtype)
         if lse_log2 is not None:
-            lse_log2[rows] = piece_lse_log2.flatten(0, 1)[places].to(lse_log2.dtype)
+            lse_log2[piece.rows] = piece_lse_log2.flatten(0, 1)[piece.places].to(lse_log2.dtype)
     return out, lse_log2
+
+
+def _planned_on_host(problem: PagedAttention) -> PagedAttention:
+    """Return a problem whose lengths, row offsets and tables are on the host, where planning costs no launch."""
+    k_tables, offsets = problem.k_block_tables.cpu(), problem.cu_seqlens_q
+    shared = problem.v_block_tables is problem.k_block_tables
+    return replace(
+        problem,
+        seq_lens=problem.seq_lens.cpu(),
+        cu_seqlens_q=None if offsets is None else offsets.cpu(),
+        k_block_tables=k_tables,
+        v_block_tables=k_tables if shared else problem.v_block_tables.cpu(),
+    )
 
 
 class _Block(NamedTuple):
@@ -184,57 +80,96 @@ class _Block(NamedTuple):
 
 
 class _Piece:
-    """Blocks that are solved together, padded to the longest. Indices are made on the host: on a GPU each read would wait."""
+    """Blocks that are solved together, padded to the longest. Indices are made on the host: on a GPU each read would wait.
 
-    def __init__(self, blocks: list[_Block], device: torch.device) -> None:
-        self.blocks = blocks
-        self.device = device
-        self.num_rows = max(block.num_rows for block in blocks)
-        self.num_pages = max(block.num_pages for block in blocks)
-        table = torch.tensor(blocks)
-        self._host = dict(zip(_Block._fields, table.unbind(1), strict=True))
-        # Each attribute of all blocks, int64 [len(blocks)], on the device.
-        self.fields = dict(zip(_Block._fields, table.to(device).unbind(1), strict=True))
+    Keys are counted from each block's first page on.
 
-    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the places of the rows that exist, int64 each: in the piece, block * num_rows + row, and in the query."""
-        offsets = torch.arange(self.num_rows)
-        exists = offsets < self._host["num_rows"].unsqueeze(1)
-        in_query = (self._host["first_row"].unsqueeze(1) + offsets)[exists]
-        return exists.flatten().nonzero().squeeze(1).to(self.device), in_query.to(self.device)
+    Attributes:
+        tiles: of the blocks' keys, in whole pages.
+        request, kv_len, first_key: of each block, int64 [len(blocks)]; the last is the position of key 0 in its request.
+        positions, query_rows: of each block's rows, int64 [len(blocks), num_rows]; anything after its last row.
+        places, rows: the rows that exist, int64 each: in the piece, block * num_rows + row, and in the query.
+        k_pages, v_pages: page ids of each tile, int64 [requests * pages]; 0 where no row of a block may see the page.
+    """
 
-    def incomplete_pages(self, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (block, page), int64 each, of every page of the piece in which no row sees some key."""
-        pairs = []
-        for index, block in enumerate(self.blocks):
-            pages = set(range(block.num_pages, self.num_pages))
-            if block.num_pages and block.key_start % page_size:
-                pages.add(0)
-            if block.num_pages and block.key_end % page_size:
-                pages.add(block.num_pages - 1)
-            pairs += [(index, page) for page in sorted(pages)]
-        indices = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).to(self.device)
-        return indices[:, 0], indices[:, 1]
+    def __init__(self, problem: PagedAttention, blocks: list[_Block]) -> None:
+        page_size, device = problem.page_size, problem.query.device
+        # Each field of all blocks, int64 [len(blocks)].
+        of = dict(zip(_Block._fields, torch.tensor(list(zip(*blocks, strict=True))), strict=True))
+        entry = problem.num_kv_heads * max(problem.head_dim, problem.v_head_dim)
+        self.tiles = tiles([block.num_pages * page_size for block in blocks], entry, device, page_size)
+        first_key = of["first_page"] * page_size
+        self._seen_from, self._seen_to = of["key_start"] - first_key, of["key_end"] - first_key
+        offsets = torch.arange(max(block.num_rows for block in blocks))
+        exists = offsets < of["num_rows"].unsqueeze(1)
+        rows = of["first_row"].unsqueeze(1) + offsets
+        k_pages = v_pages = self._pages(problem.k_block_tables, of, page_size)
+        if problem.v_block_tables is not problem.k_block_tables:
+            v_pages = self._pages(problem.v_block_tables, of, page_size)
+        self.request, self.kv_len, self.first_key, self.positions, self.query_rows, self.places, self.rows, *pages = (
+            _moved(
+                device,
+                of["request"],
+                of["kv_len"],
+                first_key,
+                of["first_position"].unsqueeze(1) + offsets,
+                rows.clamp(max=problem.num_rows - 1),
+                exists.flatten().nonzero().squeeze(1),
+                rows[exists],
+                *k_pages,
+                *v_pages,
+            )
+        )
+        self.k_pages = dict(zip(self.tiles, pages, strict=False))
+        self.v_pages = dict(zip(self.tiles, pages[len(self.tiles) :], strict=True))
+
+    def _pages(self, table: torch.Tensor, of: dict[str, torch.Tensor], page_size: int) -> list[torch.Tensor]:
+        """Return the page ids of each tile."""
+        page = torch.arange(int(of["num_pages"].max()))
+        exists = page < of["num_pages"].unsqueeze(1)
+        columns = torch.where(exists, of["first_page"].unsqueeze(1) + page, 0)
+        pages = torch.where(exists, table[of["request"]].gather(1, columns).long(), 0)
+        return [
+            pages[tile.first_request :, tile.start // page_size : tile.end // page_size].flatten()
+            for tile in self.tiles
+        ]
+
+    def unseen(self, tile: Tile) -> Sequence[torch.Tensor]:
+        """Return (request, key) in a tile, int64 each, of every key that no row of its block sees; nothing if all are seen."""
+        start, end = self._seen_from[tile.first_request :], self._seen_to[tile.first_request :]
+        if int(start.max()) <= tile.start and tile.end <= int(end.min()):
+            return ()
+        keys = torch.arange(tile.start, tile.end)
+        unseen = (keys < start.unsqueeze(1)) | (keys >= end.unsqueeze(1))
+        return unseen.nonzero().to(self.request.device, non_blocking=True).unbind(1)
+
+
+def _moved(device: torch.device, *indices: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return int64 tensors of the host on a device, moved in one copy."""
+    if device.type == "cpu":
+        return indices
+    flat = torch.cat([each.flatten() for each in indices]).to(device, non_blocking=True)
+    parts = flat.split([each.numel() for each in indices])
+    return [part.view(each.shape) for part, each in zip(parts, indices, strict=True)]
 
 
 def _pieces(problem: PagedAttention) -> Iterator[_Piece]:
     """Yield the problem in pieces of at most `piece_elements`; requests of like length go together."""
     chosen: list[_Block] = []
+    most = piece_elements(problem.query.device)
     rows = pages = 0
     for block in sorted(_blocks(problem), key=lambda block: (block.num_pages, block.num_rows)):
         rows, pages = max(rows, block.num_rows), max(pages, block.num_pages)
-        if chosen and (len(chosen) + 1) * _elements(problem, rows, pages * problem.page_size) > piece_elements(
-            problem.query.device
-        ):
-            yield _Piece(chosen, problem.query.device)
+        if chosen and (len(chosen) + 1) * _elements(problem, rows, pages * problem.page_size) > most:
+            yield _Piece(problem, chosen)
             chosen, rows, pages = [], block.num_rows, block.num_pages
         chosen.append(block)
     if chosen:
-        yield _Piece(chosen, problem.query.device)
+        yield _Piece(problem, chosen)
 
 
 def piece_elements(device: torch.device) -> int:
-    """Return the most float64 elements of one piece on a device."""
+    """Return the most elements of one piece on a device."""
     return GPU_PIECE_ELEMENTS if device.type == "cuda" else PIECE_ELEMENTS
 
 
@@ -245,79 +180,76 @@ def _elements(problem: PagedAttention, rows: int, keys: int) -> int:
 
 def _blocks(problem: PagedAttention) -> Iterator[_Block]:
     offsets = problem.row_offsets()
+    most, page_size, window_left = piece_elements(problem.query.device), problem.page_size, problem.window_left
+    ends_at_row = problem.causal and problem.mask is None  # a mask may show a row the draft tokens after it
     for request, kv_len in enumerate(problem.seq_lens.tolist()):
         q_start, q_end = offsets[request : request + 2]
-        rows_at_once = max(1, piece_elements(problem.query.device) // (problem.num_qo_heads * max(kv_len, 1)))
+        rows_at_once = max(1, most // (problem.num_qo_heads * max(kv_len, 1)))
         for first_row in range(q_start, q_end, rows_at_once):
             num_rows = min(rows_at_once, q_end - first_row)
             first_position = kv_len - (q_end - q_start) + first_row - q_start
-            # A mask may show a row the draft tokens after it, up to the request's end.
-            last_key = first_position + num_rows if problem.causal and problem.mask is None else kv_len
-            key_end = max(last_key, 0)
-            key_start = max(0, first_position - problem.window_left) if problem.window_left >= 0 else 0
-            first_page = min(key_start, key_end) // problem.page_size
-            num_pages = -(-key_end // problem.page_size) - first_page
+            key_end = max(first_position + num_rows if ends_at_row else kv_len, 0)
+            key_start = max(0, first_position - window_left) if window_left >= 0 else 0
+            first_page = min(key_start, key_end) // page_size
+            num_pages = -(-key_end // page_size) - first_page
             yield _Block(
                 request, first_row, num_rows, first_position, kv_len, key_start, key_end, first_page, num_pages
             )
 
 
 def _solve(problem: PagedAttention, piece: _Piece) -> tuple[torch.Tensor, torch.Tensor]:
-    device = problem.query.device
-    requests, kv_lens = piece.fields["request"], piece.fields["kv_len"]
-    row_offsets = torch.arange(piece.num_rows, device=device)
-    rows = (piece.fields["first_row"].unsqueeze(1) + row_offsets).clamp(max=problem.num_rows - 1)
-    query_positions = piece.fields["first_position"].unsqueeze(1) + row_offsets
-    # Whole pages are looked up, [len(blocks), num_pages]; a page that no row of a block may see is not.
-    page_columns = piece.fields["first_page"].unsqueeze(1) + torch.arange(piece.num_pages, device=device)
-    in_page = torch.arange(problem.page_size, device=device)
-    key_positions = (page_columns.unsqueeze(2) * problem.page_size + in_page).flatten(1)
-    exists = (key_positions >= piece.fields["key_start"].unsqueeze(1)) & (
-        key_positions < piece.fields["key_end"].unsqueeze(1)
+    v_scale_factors = plain_v_scales(problem)
+
+    def values(tile: Tile) -> torch.Tensor:
+        entries = _entries(problem.v_cache, v_scale_factors, piece.v_pages[tile], tile)
+        if unseen := piece.unseen(tile):
+            requests, keys = unseen  # a weight of zero does not silence a NaN; a dead score does
+            entries.unflatten(0, (-1, problem.num_kv_heads))[requests, :, keys] = 0.0
+        return entries
+
+    kv_len = piece.tiles[-1].end if piece.tiles else 0
+    kv = TiledKV(
+        keys=lambda tile: _entries(problem.k_cache, problem.k_scale_factors, piece.k_pages[tile], tile),
+        values=values,
+        tiles=piece.tiles,
+        kv_len=kv_len,
+        num_kv_heads=problem.num_kv_heads,
+        v_head_dim=problem.v_head_dim,
     )
-    visible = exists.unsqueeze(1) & visible_keys(
-        query_positions,
+    visible = partial(_visible, problem, piece, kv_len)
+    return attention_by_tiles(indexed(problem.query, piece.query_rows), kv, visible, problem)
+
+
+def _visible(problem: PagedAttention, piece: _Piece, kv_len: int) -> torch.Tensor:
+    """Return the keys that each row of a piece sees: bool [len(blocks), num_rows, kv_len]; anything of rows after the last."""
+    key_positions = piece.first_key.unsqueeze(1) + torch.arange(kv_len, device=piece.first_key.device)
+    visible = visible_keys(
+        piece.positions,
         key_positions,
-        kv_lens,
+        piece.kv_len,
         causal=problem.causal and problem.mask is None,
         window_left=problem.window_left,
     )
-    if problem.mask is not None:
-        q_starts = (kv_lens - problem.max_q_len).unsqueeze(1)
-        words = problem.mask.to(torch.int32)[requests]
-        visible = visible & _unmasked(words, query_positions - q_starts, key_positions - q_starts)
-    exists, visible = (flags.unflatten(-1, (-1, problem.page_size)) for flags in (exists, visible))
-
-    page_exists = exists.any(dim=2)
-    columns = torch.where(page_exists, page_columns, 0)
-    k_pages = v_pages = torch.where(page_exists, problem.k_block_tables[requests].gather(1, columns), 0)
-    if problem.v_block_tables is not problem.k_block_tables:
-        v_pages = torch.where(page_exists, problem.v_block_tables[requests].gather(1, columns), 0)
-    keys = _entries(problem.k_cache, problem.k_scale_factors, k_pages)
-    values = _entries(problem.v_cache, plain_v_scales(problem), v_pages)
-    # A weight of zero does not silence a NaN; a dead score does.
-    incomplete = piece.incomplete_pages(problem.page_size)
-    values[incomplete] = values[incomplete].masked_fill(~exists[incomplete][:, None, :, None], 0.0)
-    if piece.num_rows * problem.num_qo_heads > problem.num_kv_heads * problem.page_size:
-        # Many rows: one large product each is worth the rearrangement.
-        keys, values = (side.transpose(1, 2).flatten(2, 3).unsqueeze(1) for side in (keys, values))
-        visible = visible.flatten(2).unsqueeze(2)
-    return _attention_over_blocks(
-        indexed(problem.query, rows),
-        keys,
-        values,
-        visible,
-        problem,
-    )
+    if problem.mask is None:
+        return visible
+    q_starts = (piece.kv_len - problem.max_q_len).unsqueeze(1)
+    words = problem.mask.to(torch.int32)[piece.request]
+    return visible & _unmasked(words, piece.positions - q_starts, key_positions - q_starts)
 
 
-def _entries(cache: torch.Tensor, scale_factors: torch.Tensor | None, pages: torch.Tensor) -> torch.Tensor:
-    """Return whole pages [batch, num_pages], dequantised: float64 [batch, num_pages, num_kv_heads, page_size, head_dim]."""
-    entries = indexed(cache, pages)
+def _entries(cache: torch.Tensor, scale_factors: torch.Tensor | None, pages: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """Return a tile's whole pages, dequantised: float64 [requests * num_kv_heads, keys, head_dim]."""
+    num_keys = tile.end - tile.start
+
+    def by_head(stored: torch.Tensor) -> torch.Tensor:  # [requests, num_kv_heads, pages, page_size, last dimension]
+        return stored.view(-1, num_keys // stored.shape[2], *stored.shape[1:]).transpose(1, 2)
+
+    entries = by_head(indexed(cache, pages))
     if scale_factors is None:
-        # Contiguous whatever the pool's layout: the products would else copy once more.
-        return entries.to(torch.float64, memory_format=torch.contiguous_format)
-    return dequantize_nvfp4(entries, indexed(scale_factors, pages))
+        entries = in_float64(entries)
+    else:
+        entries = dequantize_nvfp4(entries, by_head(indexed(scale_factors, pages)))
+    return entries.reshape(-1, num_keys, entries.shape[-1])
 
 
 def _unmasked(mask: torch.Tensor, rows: torch.Tensor, draft_tokens: torch.Tensor) -> torch.Tensor:
@@ -348,8 +280,3 @@ def indexed(tensor: torch.Tensor, index: Any) -> torch.Tensor:
     if tensor.dtype == E4M3:
         return tensor.view(torch.uint8)[index].view(E4M3)
     return tensor[index]
-
-
-def number(scale: Scale, like: torch.Tensor) -> torch.Tensor:
-    """Return a scale as a tensor without dimensions, of the dtype and on the device of another."""
-    return torch.as_tensor(scale, dtype=like.dtype, device=like.device).reshape(())

@@ -33,7 +33,7 @@ def dequantize_nvfp4(packed: torch.Tensor, scale_factors: torch.Tensor) -> torch
         float64 [..., head_dim].
     """
     codes = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
-    magnitudes = torch.tensor(E2M1_MAGNITUDES, dtype=torch.float64, device=packed.device)
+    magnitudes = torch.tensor(E2M1_MAGNITUDES, dtype=torch.float64).to(packed.device, non_blocking=True)
     values = magnitudes[(codes & 0x7).long()]
     values = torch.where(codes >= 8, -values, values)
     return values * scale_factors.to(torch.float64).repeat_interleave(NVFP4_BLOCK, dim=-1)

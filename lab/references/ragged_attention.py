@@ -6,8 +6,9 @@ from collections.abc import Iterator
 import torch
 
 from lab.calls.ragged_context import RaggedAttention, check_ragged_values
-from lab.references.paged_attention import piece_elements, unchecked_attention, visible_keys
+from lab.references.paged_attention import piece_elements
 from lab.references.quantization import rounded
+from lab.references.softmax_attention import unchecked_attention, visible_keys
 
 
 def ragged_attention(problem: RaggedAttention) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from lab.calls.problem import Softmax
 from lab.references.errors import Comparison, compare, eager_attention
-from lab.references.paged_attention import attention, piece_elements, visible_keys
+from lab.references.paged_attention import piece_elements
 from lab.references.regression import regress
+from lab.references.softmax_attention import attention, visible_keys
 
 SHOWN_VECTORS = 3
 # Scores are float32 sums of exact products, so the softmax's denominator is known to far better than 0.3 % (0.004 in base

@@ -26,7 +26,7 @@ from lab.references import generate_draft_decode_kv_indices
 from lab.references import trtllm_batch_context_with_kv_cache as reference_context
 from lab.references import trtllm_batch_decode_with_kv_cache as reference_decode
 from lab.references.errors import compare, eager_attention
-from lab.references.paged_attention import visible_keys
+from lab.references.softmax_attention import visible_keys
 from tests.cases import Batch, context_arguments, decode_arguments, pack_mask, random_batch
 from tests.references import test_trtllm_mla as mla_cases
 

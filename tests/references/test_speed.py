@@ -1,7 +1,7 @@
 """The references are usable, by the loop over requests that one would write first.
 
 On a CPU a batch costs less than that loop; on a GPU far less, where launches are the cost, that is: many requests.
-A few long ones are bound by moving float64 either way. Both sides run in turn in one test: a time alone would
+A few long ones are bound by making K and V float64 either way. Both sides run in turn in one test: a time alone would
 measure the machine.
 """
 

@@ -1,0 +1,150 @@
+"""Attention by tiles of keys: how many there are must not matter, and no more than a tile of K or V is ever float64."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lab.references import (
+    attention,
+    relative_l2,
+    softmax_attention,
+    trtllm_batch_decode_with_kv_cache,
+    trtllm_batch_decode_with_kv_cache_mla,
+    trtllm_ragged_attention_deepseek,
+)
+from lab.references.softmax_attention import TILE_ELEMENTS, Tile, tiles
+from tests.cases import Batch, assert_same, decode_arguments, expected, pack_mask, random_batch
+from tests.references import test_trtllm_mla as of_mla
+from tests.references import test_trtllm_ragged as of_ragged
+from tests.references.test_quantization import nvfp4_case
+from tests.references.test_trtllm_decode import MASKS
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=[1, 500, 3000])
+def few_elements(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of one page, of some, and of unequal widths."""
+    monkeypatch.setattr(softmax_attention, "TILE_ELEMENTS", request.param)
+
+
+def test_tiles_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """24 keys of 2 elements at a time: 8 of each of three requests, 24 of the last one, and what is left of it."""
+    monkeypatch.setattr(softmax_attention, "TILE_ELEMENTS", 48)
+    assert tiles([8, 8, 44], 2, CPU, step=4) == [Tile(0, 0, 8), Tile(2, 8, 32), Tile(2, 32, 44)]
+    assert tiles([4, 12], 100, CPU, step=4) == [Tile(0, 0, 4), Tile(1, 4, 8), Tile(1, 8, 12)]  # a page, if need be
+    assert tiles([0, 0], 2, CPU) == tiles([], 2, CPU) == []
+
+
+@pytest.mark.usefixtures("few_elements")
+@pytest.mark.parametrize("kind", ["causal", "window", "mask", "ragged", "sinks", "tables", "NHD", "e4m3"])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_tiles_do_not_matter(kind: str, page_size: int) -> None:
+    ragged = kind == "ragged"
+    kv_dtype = torch.float8_e4m3fn if kind == "e4m3" else torch.bfloat16
+    q_lens = [0, 9, 1, 33, 4] if ragged else [9] * 5
+    batch = random_batch(q_lens, [3, 40, 1, 0, 170], magnitude=2.0, kv_dtype=kv_dtype)
+    masks = [MASKS["binary tree"](9)] * 5 if kind == "mask" else None
+    rule: dict[str, Any] = {"window_left": 21} if kind == "window" else {}
+    if kind == "sinks":
+        rule["sinks"] = torch.linspace(-1, 2, 4)
+    changes = rule if masks is None else {"mask": pack_mask(masks)}
+    if kind == "NHD":
+        changes = {"kv_layout": "NHD"}
+    arguments = decode_arguments(
+        batch, page_size, ragged=ragged, poison=math.nan, separate_tables=kind == "tables", **changes
+    )
+    assert_same(trtllm_batch_decode_with_kv_cache(**arguments), expected(batch, masks=masks, **rule))
+
+
+@pytest.mark.usefixtures("few_elements")
+@pytest.mark.parametrize("order", ["xqa", "trtllm-gen"])
+def test_tiles_of_nvfp4(order: str) -> None:
+    batch, cache = nvfp4_case(order)
+    assert_same(trtllm_batch_decode_with_kv_cache(**decode_arguments(batch, backend=order) | cache), expected(batch))
+
+
+@pytest.mark.usefixtures("few_elements")
+def test_tiles_of_latent_attention() -> None:
+    batch = of_mla.random_batch([9] * 5, [3, 40, 1, 20, 70])
+    arguments = of_mla.mla_arguments(batch, poison=math.nan)
+    of_mla.assert_right(trtllm_batch_decode_with_kv_cache_mla(**arguments), of_mla.dense(batch))
+
+
+@pytest.mark.usefixtures("few_elements")
+@pytest.mark.parametrize("causal", [True, False])
+def test_tiles_of_a_ragged_context(causal: bool) -> None:
+    batch = of_ragged.ragged_batch([9, 3, 7], [3, 140, 9])
+    result = trtllm_ragged_attention_deepseek(**of_ragged.ragged_arguments(batch, is_causal=causal))
+    assert_same(result, of_ragged.dense(batch, causal=causal))
+
+
+# A long request
+
+
+class Float64Seen(TorchDispatchMode):
+    """Records the elements of the largest float64 tensor that any operation made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and made.dtype == torch.float64:
+            self.elements = max(self.elements, made.numel())
+        return made
+
+
+def by_definition(batch: Batch, bmm1_scale: float) -> Tensor:
+    """One row per request, over its whole K/V in float64."""
+    rows = []
+    for query, keys, values in zip(batch.queries, batch.keys, batch.values, strict=True):
+        k, v = (side.double().repeat_interleave(query.shape[1] // side.shape[1], dim=1) for side in (keys, values))
+        weights = torch.softmax(torch.einsum("hd,khd->hk", query[0].double(), k) * bmm1_scale, dim=-1)
+        rows.append(torch.einsum("hk,khd->hd", weights, v))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("lengths", [[20_001], [3, 1000, 6000, 9000]])
+def test_no_more_than_a_tile_of_a_long_request_is_float64(lengths: list[int]) -> None:
+    batch = random_batch([1] * len(lengths), lengths, heads=(8, 2), head_dim=64)
+    assert max(lengths) * 2 * 64 > 2 * TILE_ELEMENTS
+    arguments = decode_arguments(batch, 16, bmm1_scale=0.125, poison=math.nan)
+    with Float64Seen() as seen:
+        out, _ = trtllm_batch_decode_with_kv_cache(**arguments)
+    assert seen.elements <= max(TILE_ELEMENTS, len(lengths) * 8 * (max(lengths) + 16))  # or all scores
+    assert relative_l2(out, by_definition(batch, 0.125)).max() < 1e-13
+
+
+def test_plain_keys_and_values_too() -> None:
+    batch = random_batch([1], [20_001], heads=(8, 2), head_dim=64)
+    query, keys, values = (torch.stack(side) for side in (batch.queries, batch.keys, batch.values))
+    with Float64Seen() as seen:
+        out, _ = attention(query, keys, values, torch.ones(1, 1, 20_001, dtype=torch.bool), bmm1_scale=0.125)
+    assert seen.elements <= TILE_ELEMENTS
+    assert relative_l2(out[0], by_definition(batch, 0.125)).max() < 1e-13
+
+
+def test_arguments_may_require_a_gradient_and_get_none() -> None:
+    """As the sinks of a model's layer do."""
+    batch = random_batch([1, 1], [7, 30])
+    sinks = torch.nn.Parameter(torch.linspace(-1, 2, 4))
+    arguments = decode_arguments(batch, sinks=sinks)
+    arguments["query"].requires_grad_()
+    result = trtllm_batch_decode_with_kv_cache(**arguments)
+    assert not result[0].requires_grad
+    assert_same(result, expected(batch, sinks=sinks.detach()))
+    out, _ = attention(arguments["query"].unsqueeze(1), *(torch.ones(2, 3, 2, 16),) * 2, torch.ones(2, 1, 3).bool())
+    assert not out.requires_grad
+
+
+def test_an_empty_batch() -> None:
+    keys = torch.ones(0, 3, 2, 16)
+    out, lse_log2 = attention(torch.ones(0, 1, 4, 16), keys, keys, torch.ones(0, 1, 3).bool())
+    assert out.shape == (0, 1, 4, 16)
+    assert lse_log2.shape == (0, 1, 4)
