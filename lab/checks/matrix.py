@@ -43,7 +43,11 @@ SPACE = Space(
 )
 # K18 has cases for values that no other check has: the space of its cases is as wide as its mutants need.
 COMBINED_SPACE = replace(
-    SPACE, head_dims=Space().head_dims, page_sizes=Space().page_sizes, mla_heads=(*SPACE.mla_heads, 32, 64)
+    SPACE,
+    head_dims=Space().head_dims,
+    page_sizes=Space().page_sizes,
+    mla_head_dims=(*SPACE.mla_head_dims, (64, 64)),
+    mla_heads=(*SPACE.mla_heads, 32, 64),
 )
 # A mutant that copies a pool of large ids would take all of a small machine's memory; that it is stopped is no finding.
 MOST_MEMORY_BYTES = 24 * 2**30

@@ -10,11 +10,14 @@ E2M1_MAX = 6.0  # largest e2m1 magnitude
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
+def saturated(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return `values`, of any shape, within ±448 where they are to become e4m3 (PTX `cvt.satfinite`); NaN stays."""
+    return values.clamp(-E4M3_MAX, E4M3_MAX) if dtype == E4M3 else values
+
+
 def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `values`, of any shape, in `dtype`; e4m3 saturates at ±448 (PTX `cvt.satfinite`) and keeps NaN."""
-    if dtype == E4M3:
-        values = values.clamp(-E4M3_MAX, E4M3_MAX)
-    return values.to(dtype)
+    """Return `values`, of any shape, in `dtype`, `saturated`."""
+    return saturated(values, dtype).to(dtype)
 
 
 def quantize_e4m3(values: torch.Tensor, scale: float) -> torch.Tensor:

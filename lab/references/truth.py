@@ -9,6 +9,7 @@ from torch import Tensor
 from lab.calls.problem import Softmax
 from lab.references.errors import Comparison, compare, eager_attention
 from lab.references.paged_attention import piece_elements
+from lab.references.quantization import saturated
 from lab.references.regression import regress
 from lab.references.softmax_attention import attention, visible_keys
 
@@ -203,7 +204,7 @@ def _rows(
         out_dtype=rules.out_dtype,
         **rules.terms(),
     )
-    return exact[0], rounded[0], lse_log2[0]
+    return saturated(exact[0], rules.out_dtype), rounded[0], lse_log2[0]
 
 
 def _widened(side: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lab.calls.problem import E4M3
 from lab.checks.attention_inputs import AttentionInputs, running_sum
 from lab.checks.check import Check, Level, counted, first_line
 from lab.checks.draft_masks import hold_masks, unequal_sinks
@@ -115,6 +116,12 @@ def _out_dtype(inputs: AttentionInputs) -> Change:
     return {"out_dtype": other}, {"out_dtype": other}
 
 
+def _beyond_e4m3(inputs: AttentionInputs) -> Change:
+    """Most elements are beyond the largest number of an e4m3 output, where they end: as NaN they would reach a whole layer."""
+    changes = {"out_dtype": E4M3, "bmm2_scale": inputs.bmm2_scale * 4000.0}
+    return changes, changes
+
+
 def _unsigned_lengths(inputs: AttentionInputs) -> Change:
     """FlashInfer documents seq_lens as uint32 too."""
     return {"seq_lens": inputs.seq_lens.to(torch.uint32)}, {}
@@ -144,6 +151,7 @@ _SHARED: dict[str, Probe] = {
 }
 _MHA: dict[str, Probe] = _SHARED | {
     "out_dtype": _out_dtype,
+    "an e4m3 output of large values": _beyond_e4m3,
     "window_left": _fixed(window_left=20),
     "window_left=0": _fixed(window_left=0),
     "sinks": _sinks,

@@ -86,9 +86,9 @@ def set_lse(call: FormedCall) -> None:
         return
     if form != "given alone":
         call.arguments["return_lse"] = True
-    if form in ("given", "given alone", "strided"):
+    if form.startswith("given") or form == "strided":
         heads = query.shape[-2]
-        shape = query.shape[:-2].numel(), heads
+        shape = query.shape[:-1] if form == "given as the query" else (query.shape[:-2].numel(), heads)
         if form == "strided":
             lse = torch.full((shape[0], 2 * heads), math.nan, device=query.device)[:, ::2]
         else:

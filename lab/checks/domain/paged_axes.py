@@ -32,6 +32,7 @@ BEYOND: dict[str, tuple[Any, ...]] = {
     "q_lens": (9, 11, 16, 19),
     "large_batches": (257, 513),
     "masked_rows": (70,),
+    "mla_head_dims": ((64, 64),),  # no rotary part
     "mla_heads": (32, 64),
     "mla_page_sizes": (8, 16, 128),
 }
@@ -127,7 +128,7 @@ def _sinks(interface: Interface, space: Space) -> Sequence[str]:
 def _arguments(interface: Interface, space: Space) -> dict[str, Sequence[Any]]:
     scales = ("number", "tensor [1]", "tensor []", "tensor [1, 1]")
     out: tuple[str, ...] = ("none", "given", "a view", "given fp16")
-    lse: tuple[str, ...] = ("none", "returned", "given", "base e")
+    lse: tuple[str, ...] = ("none", "returned", "given", "given as the query", "base e")
     if interface is not Interface.MLA_DECODE:
         out = ("none", "given", "a view", "given fp16", "dtype bf16", "dtype fp16", "dtype e4m3", "given e4m3")
         lse = ("none", "returned", "given", "given alone", "strided")

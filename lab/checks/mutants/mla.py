@@ -154,6 +154,25 @@ class GivenLseInBase2(SplitKV):
         return returned
 
 
+class LseAsTheQueryTransposed(SplitKV):
+    """An lse of [batch_size, q_len_per_request, num_qo_heads] is written as [batch_size, num_qo_heads, q_len_per_request]."""
+
+    def launch_mla(self, call: MLADecodeCall) -> Any:
+        returned = super().launch_mla(call)
+        if call.lse is not None and call.lse.ndim == 3:
+            call.lse.copy_(call.lse.transpose(1, 2).reshape(call.lse.shape))
+        return returned
+
+
+class RotaryPartTakenFromTheEnd(SplitKV):
+    """The rotary part is the last elements of an entry: all of them where it has none."""
+
+    def changed(self, problem: PagedAttention) -> PagedAttention:
+        if problem.head_dim > problem.v_head_dim:
+            return problem
+        return replace(problem, bmm1_scale=problem.bmm1_scale * 2.0)  # each product is counted twice
+
+
 class HalfOutHoldsBf16(SplitKV):
     """A float16 out is filled with the bits of bfloat16."""
 
