@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -107,10 +108,10 @@ def _tall(drawn: _Drawn) -> _Drawn:
     return replace(drawn, query=query, keys=keys)
 
 
-def _overshadowed(drawn: _Drawn) -> _Drawn:
-    """Make key 0's logit 20 by its last coordinate, which MLA's values do not have, and the others' 0."""
+def _overshadowed(drawn: _Drawn, logit: float = 20.0) -> _Drawn:
+    """Make key 0's logit large by its last coordinate, which MLA's values do not have, and the others' 0."""
     query, keys, values = torch.zeros_like(drawn.query), drawn.keys.clone(), drawn.values.clone()
-    query[..., -1] = 20.0 / (8.0 * drawn.case.softmax_scale)
+    query[..., -1] = logit / (8.0 * drawn.case.softmax_scale)
     keys[..., -1] = 0.0
     for side in (keys, values):
         side[:1] = 0.0
@@ -145,4 +146,5 @@ _SHAPE: dict[Contents, Callable[[_Drawn], _Drawn]] = {
     Contents.FAINT: _faint,
     Contents.TALL: _tall,
     Contents.OVERSHADOWED: _overshadowed,
+    Contents.SHADED: partial(_overshadowed, logit=9.0),
 }

@@ -1,5 +1,6 @@
 """Inputs made of a case: histories that storage does not change, poison where nobody may read, codes that decode by hand."""
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -170,11 +171,12 @@ def test_tall_logits_climb_by_hundreds() -> None:
 
 
 def test_an_overshadowing_key_adds_nothing_and_the_others_show() -> None:
-    for case in (CASE, replace(CASE, kv_dtype=E4M3), MLA):
-        inputs = build(replace(case, contents=Contents.OVERSHADOWED))
+    logits_of = {Contents.OVERSHADOWED: 20, Contents.SHADED: 9}
+    for case, contents in itertools.product((CASE, replace(CASE, kv_dtype=E4M3), MLA), logits_of):
+        inputs = build(replace(case, contents=contents))
         keys, values = inputs.histories[0]
         logits = keys[:, 0].float() @ inputs.query[0, 0].float() * inputs.bmm1_scale
-        assert 18 < float(logits[0]) < 22
+        assert float(logits[0]) == pytest.approx(logits_of[contents], rel=0.1)
         assert not logits[1:].any()
         assert not values[0].float().any()
         others = values[1:, 0].double().mean(0) * inputs.bmm2_scale

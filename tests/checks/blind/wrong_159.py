@@ -4,7 +4,7 @@ the draft tokens.
 
 from dataclasses import replace
 
-from lab.metadata import ForwardMode
+from lab.metadata import DraftAttention, ForwardMode
 from lab.metadata import build_mla_metadata as right_metadata
 
 
@@ -14,3 +14,7 @@ def build_mla_metadata(batch, pool, **options):
         return metadata
     width = -(-max(batch.seq_lens_cpu) // 4096) * (4096 // pool.page_size)
     return replace(metadata, block_kv_indices=metadata.block_kv_indices[:, :width].contiguous())
+
+
+def build_mla_decode_metadata(batch, pool, attention=DraftAttention.MLA):
+    return build_mla_metadata(batch, pool, attention=attention)

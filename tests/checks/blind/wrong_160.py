@@ -5,7 +5,7 @@ queries look.
 from dataclasses import replace
 
 import torch
-from lab.metadata import ForwardMode
+from lab.metadata import DraftAttention, ForwardMode
 from lab.metadata import build_mla_metadata as right_metadata
 
 
@@ -18,3 +18,7 @@ def build_mla_metadata(batch, pool, **options):
     columns = torch.arange(metadata.block_kv_indices.shape[1])
     table = metadata.block_kv_indices.masked_fill(columns >= pages.unsqueeze(1), -1)
     return replace(metadata, block_kv_indices=table)
+
+
+def build_mla_decode_metadata(batch, pool, attention=DraftAttention.MLA):
+    return build_mla_metadata(batch, pool, attention=attention)

@@ -56,7 +56,7 @@ def test_a_defect_of_a_pair_that_all_arrays_were_declined_with_is_found() -> Non
     """It takes tables rows apart only beside few other arguments."""
 
     def is_apart(block_tables: torch.Tensor, **arguments: Any) -> bool:
-        return block_tables.stride(0) > block_tables.shape[-1]
+        return block_tables.ndim == 2 and block_tables.stride(0) > block_tables.shape[1]
 
     def is_declined(**arguments: Any) -> bool:
         others = ("out", "mask", "q_seq_lens", "cum_seq_lens_q", "sinks", "lse")
