@@ -182,7 +182,8 @@ def test_an_overshadowing_key_adds_nothing_and_the_others_show() -> None:
         others = values[1:, 0].double().mean(0) * inputs.bmm2_scale
         seen = truth_of_call(inputs).expected[0, 0]
         ratio = (seen @ others / (others @ others)).item()
-        assert ratio == pytest.approx((len(keys) - 1) * math.exp(-float(logits[0])), rel=1e-3)
+        weight = (len(keys) - 1) * math.exp(-float(logits[0]))
+        assert ratio == pytest.approx(weight / (1 + weight), rel=1e-3)
 
 
 def test_the_workspace_begins_with_zeros() -> None:
