@@ -5,6 +5,7 @@ Stages of a call: `start` (host facts), `load` with `pages_of` (K and V of some 
 """
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -426,3 +427,11 @@ def window_lists_of(lists):
         )
 
     return generate_draft_decode_kv_indices
+
+
+def counting(metadata, tokens):
+    """Return MHA metadata with so many keys more of each request."""
+    keys = metadata.cache_seqlens_int32 + tokens
+    ends = metadata.cu_seqlens_k.clone()
+    ends[1:] = keys.cumsum(0)
+    return replace(metadata, cache_seqlens_int32=keys.int(), cu_seqlens_k=ends)
