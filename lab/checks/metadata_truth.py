@@ -138,8 +138,7 @@ def wrong_eager_mla_metadata(
     ):
         if set(cells[len(pages) :]) - {DEAD_PAGE}:
             yield f"request {request}'s row of the table ends in {sorted(set(cells[len(pages) :]))}, not in -1"
-    is_draft_extend = batch.forward_mode.query_rows in (QueryRows.FIXED, QueryRows.ACCEPTED)
-    padding = metadata.max_seq_len_q if is_draft_extend else 0  # the call adds the rows to its bound
+    padding = metadata.max_seq_len_q if batch.forward_mode.extends_draft else 0  # the call adds the rows to its bound
     if max(expected.seq_lens_k, default=0) > metadata.max_seq_len_k + padding:
         yield f"max_seq_len_k={metadata.max_seq_len_k} is less than the longest of {expected.seq_lens_k}"
     if batch.forward_mode.query_rows.in_extend_seq_lens:

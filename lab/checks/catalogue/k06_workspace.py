@@ -31,10 +31,9 @@ def _judge(trial: Trial) -> None:
     in_workspace = counts_in_workspace(inputs.arguments().get("backend", "auto"), trial.device)
     workspace = new_workspace(trial.device)
     semaphores, scratch = semaphores_and_scratch(workspace)
-    counters = {"multi_ctas_kv_counter_buffer": torch.zeros_like(semaphores)}
-    shared = {"workspace_buffer": workspace} | counters
-    if in_workspace:
-        counters["the workspace"] = semaphores
+    handed_out = {"multi_ctas_kv_counter_buffer": torch.zeros_like(semaphores)}
+    counters = handed_out | ({"the workspace": semaphores} if in_workspace else {})
+    shared = {"workspace_buffer": workspace} | handed_out
     first = trial.call(inputs, **shared)
     trial.hold("a zeroed workspace", first, truth)
     _counters_are_zero(trial, "a call", counters)
