@@ -2,6 +2,7 @@
 
 An engine shares one workspace among layers, shapes and kernels. Its first 8 MiB are counters: zero before a call, and zero
 again after it. The scratch after them may hold anything, as may the output. A test that zeroes both each time sees nothing.
+A call with another workspace must leave the one of earlier calls alone.
 FlashInfer's trtllm-gen kernels count in `multi_ctas_kv_counter_buffer` instead, and write the workspace from its first byte on,
 which is right there. The engine hands out both, so that those counters too must be zero after every call, whoever counts.
 """
@@ -19,6 +20,8 @@ from lab.checks.space import Space
 from lab.checks.trial import Trial, truth_of_call
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import Interface
+
+LEFT = 0x5A  # each byte of a workspace that is given up
 
 
 def _cases(interface: Interface, space: Space, level: Level) -> Iterator[AttentionCase]:
@@ -53,6 +56,11 @@ def _judge(trial: Trial) -> None:
     into = trial.attempt("an output of NaN", inputs, out=out.view(shape))
     trial.same_bits("an output that held NaN", None if into is None else into._replace(out=out), first)
 
+    scratch.fill_(LEFT)
+    elsewhere = {"workspace_buffer": new_workspace(trial.device)} | handed_out
+    trial.same_bits("another workspace", trial.repeat(inputs, **elsewhere), first)
+    _nothing_is_written(trial, scratch)
+
 
 def _another_shape(case: AttentionCase) -> AttentionCase:
     """Longer requests in another order: fewer of them, or for odd seeds twice as many."""
@@ -67,6 +75,13 @@ def _counters_are_zero(trial: Trial, what: str, counters: dict[str, Tensor]) -> 
         count = int(torch.count_nonzero(buffer))
         wrong = f"{what} left {count} of {name}'s first {SEMAPHORE_BYTES} bytes non-zero"
         trial.hold_nothing_wrong(f"the counters after {what}", [wrong] if count else [])
+
+
+def _nothing_is_written(trial: Trial, scratch: Tensor) -> None:
+    """Hold that the scratch of an earlier call's workspace is as it was left."""
+    count = int(torch.count_nonzero(scratch != LEFT))
+    wrong = f"a call with another workspace wrote {count} bytes of an earlier call's"
+    trial.hold_nothing_wrong("the workspace of earlier calls", [wrong] if count else [])
 
 
 CHECK = Check("K6", "workspace", first_line(__doc__), _cases, _judge, adapt=same)

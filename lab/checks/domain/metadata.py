@@ -169,8 +169,9 @@ def _pool(of: Combination, first: MetadataCase, later: MetadataCase, seed: int, 
         lens,
         page_size=first.page_size,
         max_context_len=max(max(lens), 1) + spare[of["context"]],
-        spare_pages=5,
-        swa_spare_pages=None if of.get("window", "none") == "none" else 2,
+        spare_pages=of["spare_pages"],
+        # Not as many as the other pool has.
+        swa_spare_pages=None if of.get("window", "none") == "none" else of["spare_pages"] - 3,
         virtual_slots=of["slots"] == "virtual",
         seed=seed,
         device=device,
@@ -194,7 +195,8 @@ def _batch(of: Combination, case: MetadataCase, pool: KVPool) -> ForwardBatch:
         none = torch.zeros(0, dtype=torch.int64, device=pool.device)
         info = SpecInfo.of(case.mode, case.rows, draft_step=case.draft_step)
         batch = ForwardBatch(case.mode, none, none, none, 0, spec_info=info)
-    return _typed(of, _padded(of, case, batch))
+    batch = _typed(of, _padded(of, case, batch))
+    return batch if of.get("host_rows", "given") == "given" else replace(batch, extend_seq_lens_cpu=None)
 
 
 def _padded(of: Combination, case: MetadataCase, batch: ForwardBatch) -> ForwardBatch:
@@ -227,7 +229,7 @@ def _padded(of: Combination, case: MetadataCase, batch: ForwardBatch) -> Forward
 
 
 def _host_lens(of: Combination, seq_lens: Tensor) -> tuple[int, ...] | None:
-    return tuple(seq_lens.tolist()) if of.get("host_lens", "none") == "given" else None
+    return tuple(seq_lens.tolist()) if of["host_lens"] == "given" else None
 
 
 def _typed(of: Combination, batch: ForwardBatch) -> ForwardBatch:

@@ -25,6 +25,8 @@ SHARED: dict[str, tuple[Any, ...]] = {
     "dtypes": ("int64", "int32", "int32 lens", "int32 rows", "int64 new lens"),
     "slots": ("where they lie", "virtual"),
     "context": ("some more", "exact", "a whole page more"),
+    "spare_pages": (5, 70_000),  # the second: page ids beyond 16 bits
+    "host_lens": ("none", "given"),
     "later": (
         "the same",
         "longer",
@@ -48,6 +50,7 @@ AXES: Mapping[Interface, dict[str, tuple[Any, ...]]] = MappingProxyType(
             "prefixes": (*PREFIXES, NO_LIST),
             "page_size": (16, 32, 64, 128, 256),
             "window": ("none", "kept", "evicted", "evicted as -1"),
+            "host_rows": ("given", "none"),
         },
         Interface.MLA_METADATA: {
             "mode": ON_DECODE,
@@ -56,7 +59,6 @@ AXES: Mapping[Interface, dict[str, tuple[Any, ...]]] = MappingProxyType(
             # Blocks of 4,096 tokens are crossed by the rows, by the draft, by padding alone.
             "prefixes": (*PREFIXES, 4_090, 4_095, 4_096, 8_191),
             "page_size": (64, 32),
-            "host_lens": ("none", "given"),
         },
     }
 )
@@ -127,6 +129,15 @@ RULES = (
         "only extends have new lengths",
     ),
     Constraint(
+        ("mode", "host_rows"),
+        lambda mode, rows: rows == "given" or mode == "RAGGED_VERIFY",
+        "every other extend has its rows on the host",
+    ),
+    Constraint(("requests", "host_rows"), lambda n, rows: n or rows == "given", "of no request"),
+    Constraint(
+        ("spare_pages", "page_size"), lambda pages, size: pages * size <= MOST_CELLS, "what a test holds in memory"
+    ),
+    Constraint(
         ("requests", "prefixes"),
         lambda n, prefixes: n * (prefixes if isinstance(prefixes, int) else 1) <= MOST_CELLS,
         "what a test holds in memory",
@@ -137,4 +148,5 @@ RULES = (
 def metadata_domain(interface: Interface, space: Space) -> Domain:
     """Return the domain of a builder; a space narrows no axis of it."""
     axes = AXES[interface]
-    return Domain(axes, RULES, tuple(triple for triple in TRIPLES if set(triple) <= set(axes)))
+    rules = tuple(rule for rule in RULES if set(rule.axes) <= set(axes))
+    return Domain(axes, rules, tuple(triple for triple in TRIPLES if set(triple) <= set(axes)))

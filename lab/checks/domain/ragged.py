@@ -135,4 +135,5 @@ TRIPLES = (
     ("offsets", "causal", "lse"),
     ("dtype", "bmm1_scale", "bmm2_scale"),
     ("mirrors", "offsets", "causal"),
+    ("mirrors", "lengths", "rows"),
 )
