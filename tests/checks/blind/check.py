@@ -673,6 +673,8 @@ def meta_case(number):
         mk = lambda: pool_of(32, False)  # noqa: E731
         return ([build(mk(), F.TARGET_VERIFY, (30, 63), rows=4), build(mk(), F.DECODE, (30, 63), seq_lens_cpu=True)],
                 [build(mk(), F.TARGET_VERIFY, (30, 63), rows=4, seq_lens_cpu=True)])
+    if number > 200:
+        return newest_meta_case(number)
     return late_meta_case(number) if number > 100 else ([], [])
 
 
@@ -944,7 +946,10 @@ def windows(a, window=0, sink=0, entries=False, virtual=None):
         if not torch.equal(now["kv_indptr"], bounds):
             return "WRONG: kv_indptr"
         wrong = int((now["kv_indices"] != want).sum())
-        return f"WRONG: {wrong} cells of kv_indices" if wrong else "right"
+        if wrong:
+            return f"WRONG: {wrong} cells of kv_indices"
+        changed = [k for k in keys[:4] if not torch.equal(now[k], a[k])]
+        return f"WRONG: {changed[0]} changed" if changed else "right"
 
     return case
 
@@ -961,6 +966,35 @@ NEAR[152] = [windows(lists()), windows(lists(), window=12), windows(lists(), win
 TRIGGER[152] = [windows(lists(), window=5), windows(paged(), window=5, sink=2, entries=True)]
 NEAR[153] = ALL_WINDOWS + [windows(lists(), window=5), windows(lists(lens=(7, 3, 4)), window=8, sink=2)]
 TRIGGER[153] = [windows(lists(lens=(9, 30)), window=5, sink=2), windows(paged(), window=5, sink=4, entries=True)]
+
+
+# lists, 201 to 208
+def same_row(a, *requests):
+    """The lists where so many requests have the first one's row, and its length."""
+    a = copies(a)
+    for r in requests:
+        a["req_pool_indices"][r] = a["req_pool_indices"][requests[0]]
+    return a
+
+
+unaligned = lists(lens=(7, 300, 12))
+NEAR[201] = ALL_WINDOWS + [windows(lists(lens=(8, 4, 12), page_size=4)), windows(lists(lens=(7, 30), page_size=4, topk=1)), windows(lists(lens=(7, 30), topk=4))]
+TRIGGER[201] = [windows(paged()), windows(lists(lens=(33, 70), page_size=16, topk=4, num_steps=5)), windows(paged(), window=5, sink=1, entries=True)]
+NEAR[202] = ALL_WINDOWS + [windows(lists(lens=(7, 128, 100))), windows(lists(lens=(300,), topk=1)), windows(lists(lens=(7, 300), topk=1), window=100)]
+TRIGGER[202] = [windows(unaligned), windows(lists(lens=(129, 300), topk=1, page_size=16))]
+l64 = lambda **more: lists(dtype=torch.int32, positions_dtype=torch.int64, **more)  # noqa: E731
+NEAR[203] = ALL_WINDOWS + [windows(l64()), windows(l64(), window=12), windows(lists(), window=5, sink=2)]
+TRIGGER[203] = [windows(l64(), window=5), windows(lists(lens=(70, 9), dtype=torch.int64), window=16, sink=4)]
+NEAR[204] = ALL_WINDOWS + [windows(lists(topk=4)), windows(lists(topk=8, page_size=4)), windows(lists(lens=(7,), topk=3))]
+TRIGGER[204] = [windows(lists(topk=3)), windows(lists(lens=(20, 9), topk=5, page_size=16), window=8), windows(lists(topk=6), window=4, sink=1)]
+NEAR[205] = ALL_WINDOWS + [windows(lists(lens=(3, 2), page_size=4, topk=1), entries=True), windows(lists(lens=(30, 20), page_size=16))]
+TRIGGER[205] = [windows(lists(lens=(70, 20), page_size=16, topk=1), entries=True), windows(lists(lens=(70, 20), page_size=16), entries=True, virtual=[])]
+NEAR[206] = ALL_WINDOWS + [windows(paged(), entries=True)]
+TRIGGER[206] = [windows(paged(), virtual=[]), windows(lists(lens=(30, 9), page_size=16, topk=1), entries=True, virtual=[])]
+NEAR[207] = ALL_WINDOWS + [windows(lists(lens=(7, 1, 1, 1))), windows(paged())]
+TRIGGER[207] = [windows(same_row(lists(lens=(7, 1, 1)), 1, 2)), windows(same_row(lists(lens=(7, 20, 1, 1, 1), topk=1, page_size=16), 2, 3, 4))]
+NEAR[208] = ALL_WINDOWS + [windows(lists(lens=(7, 3, 13), page_size=4)), windows(lists(lens=(8, 16), page_size=4, topk=1)), windows(lists(lens=(0, 3), page_size=4))]
+TRIGGER[208] = [windows(lists(lens=(7, 3, 12), page_size=4)), windows(lists(lens=(16, 64), page_size=16, topk=4))]
 
 
 # metadata
@@ -995,6 +1029,263 @@ def late_meta_case(number):
               [build(wide(), F.TARGET_VERIFY, (4094, 63), rows=4, seq_lens_cpu=True), build(wide(), F.TARGET_VERIFY, (63, 4096), rows=1, seq_lens_cpu=True)]),
         160: ([build(pool_of(32, False), F.DRAFT_EXTEND, (30, 63), rows=[3, 3]), build(pool_of(32, False), F.DRAFT_EXTEND, (28, 63), rows=[1, 4])],
               [build(pool_of(32, False), F.DRAFT_EXTEND, (32, 63), rows=[1, 4]), build(pool_of(64, False), F.DRAFT_EXTEND, (90, 127), rows=[9, 2])]),
+    }
+    return cases[number]
+
+
+# ---- 161 to 180
+def chain_mask(batch, q_len):
+    """Every row shows the draft tokens up to its own."""
+    words = torch.zeros(batch, q_len, 2 * -(-q_len // 32), dtype=torch.int16)
+    words[..., 0] = T([2 ** (i + 1) - 1 for i in range(q_len)])
+    return words.view(torch.uint16)
+
+
+def other_workspace(first, second):
+    """A case: after a call the engine uses its workspace for other things; a call with another workspace must leave it alone."""
+
+    def case(function):
+        a, b = first | scratch(0.0), second | scratch(0.0)
+        said = verdict(function, a)
+        a["workspace_buffer"][2**23 :] = 7
+        was = a["workspace_buffer"].clone()
+        said = said if said != "right" else verdict(function, b)
+        if said == "right" and not torch.equal(a["workspace_buffer"], was):
+            return "WRONG: a workspace that is not the call's has changed"
+        return said
+
+    return case
+
+
+def one_tensor_nhd(a):
+    both = torch.stack(a["kv_cache"], 1).transpose(2, 3).contiguous()
+    return a | dict(kv_cache=both, kv_layout="NHD")
+
+
+filled = lambda value, rows=3, **more: I.decode(out=torch.full((rows, 4, 64), value, dtype=bf), **more)  # noqa: E731
+NEAR[161] = [I.decode(lens=(63, 17, 129)), I.decode(ps=32)]
+TRIGGER[161] = [I.decode(lens=(64, 16, 130)), I.decode(ps=64, lens=(640, 33)), I.decode(ps=1, q_len=2, return_lse=True)]
+NEAR[162] = [I.decode(d=32), I.decode(d=96), I.decode(d=128, lens=(4, 3)), I.decode(d=128, kv_dtype=I.E4M3)]
+TRIGGER[162] = [I.decode(d=128), I.decode(d=256, dtype=f16, q_len=2), I.decode(d=128, lens=(600,), window_left=100)]
+NEAR[163] = [untouched(I.decode(lens=(64, 16, 128))), untouched(tail_of(I.decode(), 0.0)), tail_of(I.decode(), torch.nan)]
+TRIGGER[163] = [untouched(I.decode()), untouched(I.decode(kv_dtype=I.E4M3, q_len=2)), sharing(I.decode(lens=(5, 66)), 1)]
+NEAR[164] = [I.decode(kv_dtype=I.E4M3), I.decode(dtype=f16, return_lse=True, q_len=2)]
+TRIGGER[164] = [I.decode(return_lse=True), I.decode(lse=torch.zeros(6, 4), q_len=2), I.decode(lens=(900,), return_lse=True)]
+h165 = dict(heads=64, kv=8, d=32)
+NEAR[165] = [I.decode(**h165), I.decode(heads=32, kv=8, d=32, sinks=I.sinks(g, 32))]
+TRIGGER[165] = [I.decode(**h165, sinks=I.sinks(g, 64)), I.decode(heads=40, kv=8, d=32, q_len=2, sinks=I.sinks(g, 40))]
+NEAR[166] = [I.decode(backend="xqa"), I.decode(backend="xqa", q_len=4, mask=m4), I.decode(backend="trtllm-gen", q_len=4)]
+TRIGGER[166] = [I.decode(backend="xqa", q_len=4), I.decode(backend="xqa", q_len=2, window_left=9)]
+NEAR[167] = [I.decode(lens=(900, 1300)), I.decode(q_len=4, lens=(512, 300)), I.decode(q_len=4, lens=(900,), window_left=300)]
+TRIGGER[167] = [I.decode(q_len=4, lens=(900, 40)), I.decode(widths=(3, 1), lens=(1500, 70))]
+NEAR[168] = [I.decode(sinks=s4), I.decode(bmm1_scale=T([0.2])), I.decode(sinks=s4, bmm2_scale=T([0.2])), I.decode(sinks=s4, bmm1_scale=T(1.0))]
+TRIGGER[168] = [I.decode(sinks=s4, bmm1_scale=T([0.125])), I.decode(sinks=s4, bmm1_scale_log2=T([0.2]), q_len=2)]
+b169 = dict(d=32)
+NEAR[169] = [I.decode(lens=many(66), **b169), I.decode(lens=many(130), heads=4, kv=1, **b169)]
+TRIGGER[169] = [I.decode(lens=many(70), **b169), I.decode(lens=many(20), heads=16, kv=8, q_len=2, return_lse=True, **b169)]
+NEAR[170] = [I.decode(lens=(70, 5, 0)), I.decode(lens=(70, 5, 0), sinks=s4, return_lse=True)]
+TRIGGER[170] = [I.decode(lens=(70, 0, 130)), I.decode(lens=(0, 9, 130), q_len=2, return_lse=True)]
+NEAR[171] = [I.decode(q_len=4, mask=m4), I.decode(q_len=4, mask=chain_mask(3, 4), window_left=6), I.decode(q_len=4, lens=(20, 12, 9), mask=m4, window_left=19)]
+TRIGGER[171] = [I.decode(q_len=4, mask=m4, window_left=6), I.decode(q_len=9, lens=(70, 15, 130), mask=full_mask(3, 9), window_left=40)]
+NEAR[172] = [filled(3.0), filled(-1e30, rows=6, q_len=2)]
+TRIGGER[172] = [filled(torch.nan), filled(torch.inf, rows=6, q_len=2)]
+w173 = lambda lens, **more: I.decode(lens=lens, heads=8, **more)  # noqa: E731
+NEAR[173] = [other_workspace(I.decode(), I.decode()), other_workspace(I.decode(heads=2), w173((300, 9))), twice(w173((300, 9, 5, 8), **scratch(torch.nan)))]
+TRIGGER[173] = [other_workspace(w173((70, 5, 9)), w173((300, 9, 256))), other_workspace(w173((600,)), w173((700,), return_lse=True))]
+# context
+NEAR[174] = [I.context(lens=(300, 128), widths=(100, 128)), I.context(lens=(200,), widths=(150,)), I.context(lens=(300,), widths=(200,), causal=False)]
+TRIGGER[174] = [I.context(lens=(200,), widths=(200,)), I.context(lens=(700, 9), widths=(300, 9), window_left=50)]
+l175 = many(12, 60)
+w175 = [min(x, 9) for x in l175]
+NEAR[175] = [I.context(lens=l175[:8], widths=w175[:8]), I.context(lens=sorted(l175)[::-1], widths=[1] * 12), I.context(lens=[70] * 9, widths=[64] * 9)]
+TRIGGER[175] = [I.context(lens=l175, widths=w175), I.context(lens=l175 + [200], widths=w175 + [100], window_left=9)]
+NEAR[176] = [I.context(kv_dtype=I.E4M3), nvfp4(I.context(d=16), "trtllm-gen")]
+TRIGGER[176] = [nvfp4(I.context(), "trtllm-gen"), nhd(nvfp4(I.context(d=128, ps=32), "trtllm-gen"))]
+NEAR[177] = [I.context(lens=(64, 32), widths=(64, 32)), I.context(lens=(70, 66), widths=(21, 19))]
+TRIGGER[177] = [I.context(lens=(70, 66), widths=(22, 18)), I.context(ps=64, lens=(1300,), widths=(20,)), I.context(ps=1, return_lse=True)]
+NEAR[178] = [sink_token(I.context(lens=(64, 60), widths=(5, 9)), 1.2), sink_token(I.context(lens=(900,), widths=(5,)), 0.5)]
+TRIGGER[178] = [sink_token(I.context(lens=(900,), widths=(5,)), 1.2), sink_token(I.context(lens=(2000, 300), widths=(20, 9)), 1.3)]
+NEAR[179] = [I.context(bmm1_scale=1.0), I.context(lens=(900,), widths=(9,), bmm1_scale=0.6)]
+TRIGGER[179] = [I.context(bmm1_scale=8.0), I.context(lens=(900,), widths=(9,), bmm1_scale=4.0)]
+NEAR[180] = [one_tensor_nhd(I.context(ps=1)), one_tensor(I.context(), 2), nhd(I.context())]
+TRIGGER[180] = [one_tensor_nhd(I.context()), one_tensor_nhd(I.context(ps=64, kv=4))]
+# ---- 181 to 200
+e8 = dict(dtype=I.E4M3, kv_dtype=I.E4M3)
+
+
+def consecutive(a):
+    """The same call with each request's pages one after another in the pool."""
+    t, ps = a["block_tables"], a["kv_cache"][0].shape[2]
+    counts = [-(-n // ps) for n in a["seq_lens"].tolist()]
+    at = 0
+    for r, count in enumerate(counts):
+        t[r, :count] = torch.arange(at, at + count)
+        at += count
+    return a
+
+
+def late_key(a, at, times):
+    """Let key `at` of each request be far nearer to its queries than the others."""
+    u = I.rnd(I.gen(4), a["query"].shape[2], dtype=f32)
+    k, v = a["kv_cache"]
+    k, ps = k.float(), k.shape[2]
+    k[a["block_tables"][:, at // ps].long(), :, at % ps] = u * times
+    query = (u + I.rnd(I.gen(5), *a["query"].shape, dtype=f32) * 0.1).to(a["query"].dtype)
+    return a | dict(query=query, kv_cache=(k.to(v.dtype), v))
+
+
+def mla_tail(a, value):
+    """Fill entries after each request's last token in its last page."""
+    c, ps = a["kv_cache"].float(), a["kv_cache"].shape[1]
+    for row, n in zip(a["block_tables"].tolist(), a["seq_lens"].tolist()):
+        if n % ps:
+            c[row[n // ps], n % ps :] = value
+    return a | dict(kv_cache=c.to(a["kv_cache"].dtype))
+
+
+def late_entry(a, at, times):
+    """Let entry `at` of the first request be `times` its first query: a larger logit than the others'."""
+    c, ps = a["kv_cache"].clone(), a["kv_cache"].shape[1]
+    c[int(a["block_tables"][0, at // ps]), at % ps] = a["query"].flatten(0, -2)[0] * times
+    return a | dict(kv_cache=c)
+
+
+def in_large_pool(a, page_stride, first):
+    """The cache as one layer of a pool that has all layers of a page together; live pages lie at `first` and on."""
+    c = a["kv_cache"]
+    pages, ps, d = c.shape
+    pool = torch.empty((first + pages) * page_stride, dtype=c.dtype)
+    big = torch.as_strided(pool, (first + pages, ps, d), (page_stride, d, 1))
+    big[first:] = c
+    return a | dict(kv_cache=big, block_tables=a["block_tables"] + first)
+
+
+def alike(a, offset):
+    """Let all logits of a ragged call be about `offset`, with the spread that they have."""
+    d = a["query"].shape[2]
+    u = torch.ones(d, dtype=f32) * (offset / (d * a["bmm1_scale"])) ** 0.5
+    flat = lambda x: x.float() - x.float().mean(2, keepdim=True)  # noqa: E731
+    return a | {name: (flat(a[name]) + u).to(a[name].dtype) for name in ("query", "key")}
+
+
+def spare_tokens(a, value=0.0):
+    """Key and value with tokens after the last offset."""
+    return a | {name: torch.cat((a[name], torch.full_like(a[name][:9], value))) for name in ("key", "value")}
+
+
+NEAR[181] = [consecutive(I.context(lens=(70, 33, 130), widths=(70, 33, 130))), I.context(lens=(71, 6, 131), widths=(70, 5, 130)),
+             I.context(lens=(16, 3), widths=(16, 3))]
+TRIGGER[181] = [I.context(lens=(70, 5, 130), widths=(70, 5, 130)), I.context(lens=(40, 90), widths=(40, 20)),
+                flipped_v_table(I.context(lens=(60, 60), widths=(60, 5), return_lse=True))]
+NEAR[182] = [I.context(window_left=32), I.context(lens=(30, 20), widths=(30, 20), window_left=29), I.context(window_left=110, lens=(70, 5, 110))]
+TRIGGER[182] = [I.context(window_left=33), I.context(lens=(300, 90), widths=(20, 9), window_left=60, return_lse=True),
+                I.context(lens=(70, 130), widths=(1, 1), window_left=9)]
+NEAR[183] = [I.context(kv_dtype=I.E4M3), I.context(kv_dtype=I.E4M3, bmm2_scale=0.5), I.context(bmm2_scale=0.7)]
+TRIGGER[183] = [I.context(kv_dtype=I.E4M3, bmm2_scale=0.7), I.context(kv_dtype=I.E4M3, bmm2_scale=T([0.043])),
+                I.context(**e8, out_dtype=bf, bmm2_scale=0.001)]
+NEAR[184] = [I.context(), I.context(dtype=f16, lens=(400, 90), widths=(20, 9), return_lse=True), I.context(**e8, out_dtype=bf, return_lse=True)]
+TRIGGER[184] = [I.context(return_lse=True), I.context(lse=torch.zeros(58, 4)), I.context(dtype=f16, lens=(300,), widths=(20,), bmm1_scale=1.0, return_lse=True)]
+b185 = dict(lens=(300, 200), widths=(20, 9), return_lse=True)
+NEAR[185] = [late_key(I.context(**b185), 180, 1.2), late_key(I.context(**b185, **e8, out_dtype=bf), 50, 1.2), I.context(**b185, **e8, out_dtype=bf),
+             late_key(I.context(**b185, **e8, out_dtype=bf), 180, 3.0)]
+TRIGGER[185] = [late_key(I.context(**b185, **e8, out_dtype=bf), 180, 1.2), late_key(I.context(**b185, **e8, out_dtype=bf, window_left=150), 180, 1.25)]
+# mla
+NEAR[186] = [dead_columns(I.mla(max_seq_len=256), 0, 8), dead_columns(I.mla(lens=(70,)), -1, 8)]
+TRIGGER[186] = [dead_columns(I.mla(), 0, 8), dead_columns(I.mla(lens=(400, 140), q_len=2), -1, 64), I.mla(max_seq_len=4096)]
+NEAR[187] = [untouched(I.mla(lens=(64, 96, 160))), untouched(mla_tail(I.mla(), 0.0)), mla_tail(I.mla(), 5.0)]
+TRIGGER[187] = [untouched(I.mla()), untouched(mla_tail(I.mla(q_len=3, kv_dtype=I.E4M3), 5.0)),
+                I.mla(lens=(40, 50)) | dict(block_tables=T([[1, 2], [1, 2]], dtype=torch.int32))]
+NEAR[188] = [late_entry(I.mla(lens=(500, 20)), 400, 1.0), late_entry(I.mla(lens=(500, 20), return_lse=True, heads=1), 100, 1.0), I.mla(lens=(250, 256), q_len=4, return_lse=True),
+             late_entry(I.mla(lens=(500, 20), return_lse=True, heads=1), 400, 3.0)]
+TRIGGER[188] = [late_entry(I.mla(lens=(500, 20), return_lse=True), 400, 0.7), I.mla(lens=(900, 700), q_len=2, return_lse=True, return_lse_base="basee"),
+                I.mla(widths=(3, 1, 5), lens=(900, 700, 20), return_lse=True, return_lse_base="base2", sinks=I.sinks(g, 16))]
+NEAR[189] = [I.mla(rank=512, rope=64, lens=(64, 128)), I.mla(rank=256, rope=64)]
+TRIGGER[189] = [I.mla(rank=512, rope=64, lens=(70, 130)), I.mla(rank=512, rope=64, lens=(1000, 20), q_len=2, kv_dtype=I.E4M3), I.mla(rank=320)]
+p190 = 61 * 32 * 80
+if any(n in sys.argv for n in ("190",)) or not sys.argv[1:]:
+    NEAR[190] = [in_large_pool(I.mla(), p190, 10), in_large_pool(I.mla(), p190, 2**31 // p190 - 20)]
+    TRIGGER[190] = [in_large_pool(I.mla(), p190, 2**31 // p190 + 1), in_large_pool(I.mla(kv_dtype=I.E4M3, q_len=2), 2 * p190, 2**31 // p190 + 1)]
+s191 = lambda lens, **more: I.mla(lens=lens, **more)  # noqa: E731
+NEAR[191] = [one_after_another(s191((700, 20), heads=8), s191((300, 600), heads=8)), one_after_another(s191((70, 20), heads=4), s191((256, 200), heads=4)),
+             one_after_another(s191((70, 20), heads=6), s191((900,), heads=6))]
+TRIGGER[191] = [one_after_another(s191((70, 20), heads=2), s191((700, 20), heads=2)), one_after_another(s191((300,), q_len=2), s191((1500,), q_len=2))]
+NEAR[192] = [I.mla(lens=(70, 3), q_len=3, return_lse=True), I.mla(lens=(70, 0), return_lse=True), I.mla(lens=(70, 2), q_len=4, sinks=I.sinks(g, 16))]
+TRIGGER[192] = [I.mla(lens=(70, 1), q_len=4), I.mla(widths=(3, 4, 2), lens=(70, 2, 130), return_lse=True, return_lse_base="basee")]
+NEAR[193] = [I.mla(**e8), I.mla(kv_dtype=I.E4M3, return_lse=True)]
+TRIGGER[193] = [I.mla(**e8, return_lse=True), I.mla(**e8, q_len=3, return_lse=True, return_lse_base="basee", lse=torch.zeros(9, 16))]
+# ragged
+h194 = dict(heads=128, d=16, dv=16)
+NEAR[194] = [I.ragged(widths=(9,) * 8, **h194), I.ragged(widths=(512,), **h194), I.ragged(widths=(2,) * 60, heads=16, d=16, dv=16)]
+TRIGGER[194] = [I.ragged(widths=(9,) * 10, **h194), I.ragged(widths=(300, 260), **h194), I.ragged(widths=(2,) * 70, heads=16, d=16, dv=16, causal=False)]
+NEAR[195] = [I.ragged(widths=(128, 100)), I.ragged(widths=(40, 60), lens=(120, 131), causal=False, return_lse=False)]
+TRIGGER[195] = [I.ragged(widths=(300, 200)), I.ragged(widths=(40, 60), lens=(700, 131), causal=False, return_lse=False)]
+a196 = dict(widths=(4, 9), lens=(50, 30))
+NEAR[196] = [I.ragged(**a196, attention_sinks=s4), I.ragged(**a196, causal=False, attention_sinks=headless(g, 4, 0, 1, 2, 3))]
+TRIGGER[196] = [I.ragged(**a196, causal=False, attention_sinks=s4), I.ragged(widths=(9,), lens=(400,), causal=False, attention_sinks=s4 + 3)]
+NEAR[197] = [untouched(I.ragged()), twice(I.ragged(bmm2_scale=T([0.5]))), I.ragged(bmm1_scale=T([0.2]))]
+TRIGGER[197] = [untouched(I.ragged(bmm1_scale=T([0.2]))), twice(I.ragged(**a196, causal=False, bmm1_scale=T(0.3)))]
+m198 = lambda w, n, **more: mirrors(I.ragged(widths=w, lens=n, causal=False, **more), torch.int32)  # noqa: E731
+NEAR[198] = [m198((100, 9), (90, 10)), m198((60, 9), (30, 10)), I.ragged(widths=(100, 9), lens=(30, 10), causal=False), m198((9, 9), (0, 0))]
+TRIGGER[198] = [m198((100, 9), (40, 10)), m198((200,), (128,), return_lse=False), mirrors(I.ragged(widths=(70, 5), lens=(64, 20)), torch.int64)]
+NEAR[199] = [alike(I.ragged(widths=(90,)), 4.0), I.ragged(dtype=f16)]
+TRIGGER[199] = [alike(I.ragged(widths=(9, 4), lens=(400, 300), causal=False, return_lse=False), 300.0), alike(I.ragged(widths=(90,), dtype=f16), 100.0)]
+NEAR[200] = [I.ragged(window_left=63), I.ragged(widths=(10,), lens=(200,), window_left=126), I.ragged(widths=(128,), window_left=70)]
+TRIGGER[200] = [I.ragged(widths=(100, 33), lens=(100, 80), window_left=20), I.ragged(widths=(4, 9), lens=(50, 200), window_left=100), I.ragged(widths=(200,), window_left=100)]
+def newest_meta_case(number):
+    """Return (near, trigger) of metadata, as `meta_case`."""
+    expand = (dict(expand_encoder_only_verify=True),)
+    mla = lambda **more: pool_of(32, False, **more)  # noqa: E731
+    wide = lambda: mla(context=9000, pages=700)  # noqa: E731
+    virtual = lambda: mla(num_virtual_pages=900)  # noqa: E731
+    large = lambda pages: pool_of(swa=False, pages=pages)  # noqa: E731
+
+    def evicted(before, swa=True):
+        pool, batch = build(pool_of(), F.DECODE, (90, 40, 17))
+        pool.evict_swa(int(batch.req_pool_indices[0]), before)
+        return pool, batch
+
+    def device_rows(pool, lens, rows, pad=0):
+        pool, batch = ragged_verify(pool, lens, rows)
+        return pool, replace(batch, extend_seq_lens_cpu=None, num_tokens=batch.num_tokens + pad)
+
+    def drafted(pool, lens, rows, most):
+        pool, batch = ragged_verify(pool, lens, rows)
+        return pool, replace(batch, spec_info=SpecInfo(num_draft_tokens=most))
+
+    def idle(pool, rows):
+        none = torch.zeros(0, dtype=torch.int64)
+        return pool, ForwardBatch(forward_mode=F.IDLE, req_pool_indices=none, seq_lens=none, out_cache_loc=none, num_tokens=rows)
+
+    def padded_verify(padding, slots):
+        pool, batch = build(pool_of(), F.TARGET_VERIFY, (30, 20), rows=4)
+        pad = lambda x, n, value=0: torch.nn.functional.pad(x, (0, n), value=value)  # noqa: E731
+        return pool, replace(batch, req_pool_indices=pad(batch.req_pool_indices, padding), seq_lens=pad(batch.seq_lens, padding, 1),
+                             out_cache_loc=pad(batch.out_cache_loc, slots), num_tokens=batch.num_tokens + 4 * padding)
+
+    first_pages_only = evicted(15)
+    cases = {
+        209: ([first_pages_only, build(pool_of(), F.EXTEND, (90, 40), rows=[90, 40])], [evicted(33), evicted(80)]),
+        210: ([build(pool_of(), F.EXTEND, (30, 20), rows=[30, 20], seq_lens_cpu=True), build(pool_of(), F.EXTEND, (30, 20), rows=[10, 20]),
+               build(pool_of(), F.DRAFT_EXTEND_V2, (30, 20), rows=[3, 3], seq_lens_cpu=True)],
+              [build(pool_of(), F.EXTEND, (30, 20), rows=[10, 20], seq_lens_cpu=True), build(pool_of(), F.MIXED, (30, 90), rows=[30, 1], seq_lens_cpu=True)]),
+        211: ([build(pool_of(), F.MIXED, (30, 20), rows=[10, 1])],
+              [build(pool_of(), F.SPLIT_PREFILL, (30, 20), rows=[10, 20]), build(pool_of(swa=False), F.DLLM_EXTEND, (30, 20), rows=[4, 4])]),
+        212: ([build(pool_of(), F.TARGET_VERIFY, (30, 20), rows=4), build(pool_of(), F.TARGET_VERIFY, (30,), rows=4) + expand, build(pool_of(), F.DECODE, (30, 20)) + expand],
+              [build(pool_of(), F.TARGET_VERIFY, (30, 20), rows=4) + expand, build(pool_of(swa=False), F.TARGET_VERIFY, (30, 20, 90), rows=2) + expand]),
+        213: ([build(large(2**16), F.DECODE, (150,) * 5), build(pool_of(pages=400, num_virtual_pages=80000), F.DECODE, (150,) * 5)],
+              [build(large(150000), F.DECODE, (150,) * 5), build(large(150000), F.TARGET_VERIFY, (150,) * 5, rows=4) + expand]),
+        214: ([frozen(pool_of(swa=False), (30, 20)), idle(pool_of(), 0), build(pool_of(), F.EXTEND, (30, 20), rows=[10, 20], pad=5)],
+              [frozen(pool_of(), (30, 20)), idle(pool_of(), 4)]),
+        215: ([device_rows(pool_of(), (30, 20), [4, 4]), ragged_verify(pool_of(), (30, 20), [1, 4])],
+              [device_rows(pool_of(), (30, 20), [1, 4]), device_rows(pool_of(swa=False), (30, 20, 9), [2, 1, 1], pad=8)]),
+        216: ([padded_verify(0, 0), padded_verify(2, 8), build(pool_of(), F.EXTEND, (30, 20), rows=[10, 20], pad=5)], [padded_verify(1, 0), padded_verify(2, 4)]),
+        217: ([build(wide(), F.DECODE, (4096, 63)), build(wide(), F.TARGET_VERIFY, (4092, 63), rows=4)],
+              [build(wide(), F.DECODE, (4200, 63)), build(pool_of(64, False, context=9000), F.DRAFT_EXTEND, (63, 8300), rows=[1, 4])]),
+        218: ([build(virtual(), F.DECODE, (30, 63)), build(virtual(), F.TARGET_VERIFY, (30, 63), rows=4), drafted(mla(), (30, 63), [1, 4], 4)],
+              [build(virtual(), F.DRAFT_EXTEND, (30, 63), rows=[3, 3]), build(virtual(), F.DRAFT_EXTEND_V2, (30, 163), rows=[3, 3]), drafted(virtual(), (30, 63), [1, 4], 4)]),
+        219: ([drafted(mla(), (30, 63), [1, 4], 4), device_rows(mla(), (30, 63), [1, 3])], [drafted(mla(), (30, 63), [1, 3], 4), drafted(mla(), (30, 63, 5), [2, 2, 1], 8)]),
+        220: ([build(mla(), F.DRAFT_EXTEND, (30, 63), rows=[1, 4]), build(mla(), F.DRAFT_EXTEND, (30, 63), rows=[4, 4]), drafted(mla(), (30, 63), [2, 4], 4)],
+              [build(mla(), F.DRAFT_EXTEND, (30, 63), rows=[2, 4]), build(mla(), F.DRAFT_EXTEND, (32, 63, 90), rows=[1, 4, 1])]),
     }
     return cases[number]
 
@@ -1038,7 +1329,7 @@ def main(numbers):
     for number in numbers:
         module = importlib.import_module(f"wrong_{number:02}")
         started = time.time()
-        if 54 <= number <= 60 or number in (99, 100) or number >= 154:
+        if 54 <= number <= 60 or number in (99, 100) or 154 <= number <= 160 or number >= 209:
             rights, wrongs = check_metadata(number, module)
         elif hasattr(module, "generate_draft_decode_kv_indices"):
             function = module.generate_draft_decode_kv_indices
@@ -1063,4 +1354,4 @@ def main(numbers):
 
 
 if __name__ == "__main__":
-    main([int(x) for x in sys.argv[1:]] or range(1, 161))
+    main([int(x) for x in sys.argv[1:]] or range(1, 221))
