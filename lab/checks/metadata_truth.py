@@ -69,8 +69,19 @@ def wrong_metadata(
     return _first_difference(pairs)
 
 
-def wrong_eager_metadata(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata) -> str:
-    """Say the same of metadata that was made for this batch alone: shapes, dtypes and `max_seq_len_q` are its own too."""
+def wrong_eager_metadata(
+    batch: ForwardBatch,
+    pool: KVPool,
+    metadata: TRTLLMMHAMetadata,
+    *,
+    expand_encoder_only_verify: bool | None = None,
+) -> str:
+    """Say the same of metadata that was made for this batch alone: shapes, dtypes and `max_seq_len_q` are its own too.
+
+    Args:
+        batch, pool, metadata: as in `wrong_metadata`.
+        expand_encoder_only_verify: what the builder was asked for; None if that is not known.
+    """
     n, has_swa = batch.batch_size, pool.full_to_swa is not None
     lengths = ("cache_seqlens_int32", "cu_seqlens_q", "cu_seqlens_k")
     tables = ("page_table", "swa_page_table") if has_swa else ("page_table",)
@@ -80,14 +91,45 @@ def wrong_eager_metadata(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAM
     ]
     if wrong:
         return f"{wrong[0]} is not an int32 tensor"
-    expected = forward_metadata(batch, pool).max_seq_len_q
+    max_seq_len_q = forward_metadata(batch, pool).max_seq_len_q
+    if batch.forward_mode.query_rows is QueryRows.VERIFIED and batch.extend_seq_lens_cpu is None:
+        assert batch.spec_info is not None
+        assert batch.spec_info.num_draft_tokens is not None
+        max_seq_len_q = batch.spec_info.num_draft_tokens  # the host knows no other
+    shape = [n, -(-pool.max_context_len // pool.page_size)]
+    locations = metadata.swa_out_cache_loc
     pairs: dict[str, tuple[Any, Any]] = {
-        "max_seq_len_q": (metadata.max_seq_len_q, expected),
+        "max_seq_len_q": (metadata.max_seq_len_q, max_seq_len_q),
         **{f"the shape of {name}": (list(found[name].shape), [n + name.startswith("cu")]) for name in lengths},
-        **{f"the number of rows of {name}": (len(found[name]), n) for name in tables},
-        "there being a swa_out_cache_loc": (metadata.swa_out_cache_loc is not None, has_swa),
+        **{f"the shape of {name}": (list(found[name].shape), shape) for name in tables},
+        **{f"{name} having packed rows": (found[name].is_contiguous(), True) for name in tables},
+        "there being a swa_out_cache_loc": (locations is not None, has_swa),
     }
+    if locations is not None:
+        pairs["dtype and shape of swa_out_cache_loc"] = (
+            (locations.dtype, list(locations.shape)),
+            (torch.int64, [batch.num_tokens]),
+        )
+    if expand_encoder_only_verify is not None:
+        has_rows = expand_encoder_only_verify and batch.forward_mode.query_rows is QueryRows.DRAFT_TOKENS
+        shapes = ([batch.num_tokens], [batch.num_tokens, shape[1]]) if has_rows else (None, None)
+        of_rows = metadata.encoder_cache_seqlens, metadata.encoder_page_table
+        pairs["the shapes of encoder_cache_seqlens and encoder_page_table"] = (
+            tuple(None if each is None else list(each.shape) for each in of_rows),
+            shapes,
+        )
     return _first_difference(pairs) or wrong_metadata(batch, pool, metadata)
+
+
+def wrong_dead_cells(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata) -> str:
+    """Say which cell after a request's live pages does not name the sink, as every one does when it has been built."""
+    expected = forward_metadata(batch, pool)
+    for name, rows in (("page_table", expected.page_table), ("swa_page_table", expected.swa_page_table or [])):
+        for request, pages in enumerate(rows):
+            dead = set(getattr(metadata, name)[request, len(pages) :].tolist()) - {0}
+            if dead:
+                return f"{name}[{request}] names {sorted(dead)[:4]} after its {len(pages)} live pages, not the sink"
+    return ""
 
 
 def wrong_mla_metadata(
@@ -141,6 +183,10 @@ def wrong_eager_mla_metadata(
     padding = metadata.max_seq_len_q if batch.forward_mode.extends_draft else 0  # the call adds the rows to its bound
     if max(expected.seq_lens_k, default=0) > metadata.max_seq_len_k + padding:
         yield f"max_seq_len_k={metadata.max_seq_len_k} is less than the longest of {expected.seq_lens_k}"
+    counted = max((told - int(own) for told, own in zip(expected.seq_lens_k, batch.seq_lens, strict=True)), default=0)
+    known = pool.max_context_len if batch.seq_lens_cpu is None else max(batch.seq_lens_cpu, default=0)
+    if metadata.max_seq_len_k > known + max(counted, metadata.max_seq_len_q):
+        yield f"max_seq_len_k={metadata.max_seq_len_k} is more than the {known} that the host knows, and the rows"
     if batch.forward_mode.query_rows.in_extend_seq_lens:
         yield from _wrong_rows(batch, metadata)
 

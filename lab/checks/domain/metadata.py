@@ -12,7 +12,7 @@ from torch import Tensor
 from lab.checks.domain.combination import Combination
 from lab.checks.domain.metadata_axes import NO_LIST
 from lab.checks.facts import CallFacts, facts_of_case
-from lab.checks.metadata_truth import wrong_eager_metadata, wrong_eager_mla_metadata
+from lab.checks.metadata_truth import wrong_dead_cells, wrong_eager_metadata, wrong_eager_mla_metadata
 from lab.checks.trial import Trial
 from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
@@ -98,6 +98,11 @@ class BuiltPass:
         before = {**self.written, **self.read}
         return [name for name, tensor in before.items() if not torch.equal(tensor, now[name])]
 
+    @property
+    def changed_metadata(self) -> list[str]:
+        """Return those of them that are the metadata's."""
+        return [name for name in self.changed if name in self.written]
+
 
 def judge_metadata(trial: Trial) -> None:
     """Have the metadata of a pass and of a later one built, and hold both to loops over requests."""
@@ -116,9 +121,14 @@ def judge_metadata(trial: Trial) -> None:
         other = _pool(of, first, later, of.seed + 1, trial.device) if of["later"] == "another pool" else pool
         again = _build(trial, _batch(of, later, other), other)
     _hold(trial, "the metadata of a later pass", again, _facts(trial, later))
-    kept = [name for name in built.changed if name in built.written]
-    wrongs = [f"a later pass changed {name} of the first one's metadata" for name in kept]
+    wrongs = [f"a later pass changed {name} of the first one's metadata" for name in built.changed_metadata]
     trial.hold_nothing_wrong("the first pass's metadata", wrongs, "metadata", _facts(trial, first))
+    for name, tensor in {**_tensors(again.batch), **_tensors(again.pool)}.items():
+        tensor.add_(1)  # as an engine writes its next batch's numbers into the tensors that there are
+        wrongs = [f"the metadata's {each} changed with {name}" for each in again.changed_metadata]
+        trial.hold_nothing_wrong("own tensors", wrongs, "invariants", _facts(trial, later))
+        if wrongs:
+            return
 
 
 def _facts(trial: Trial, case: MetadataCase) -> CallFacts:
@@ -130,7 +140,8 @@ def _build(trial: Trial, batch: ForwardBatch, pool: KVPool) -> BuiltPass:
     function = trial.function(trial.case.interface)
     read = {name: value.clone() for name, value in {**_tensors(batch), **_tensors(pool)}.items()}
     attention = () if trial.case.interface is Interface.MHA_METADATA else (DraftAttention(trial.case["attention"]),)
-    metadata = function(batch, pool, *attention)
+    options = {"expand_encoder_only_verify": True} if _asks_for_encoder(trial.case) else {}
+    metadata = function(batch, pool, *attention, **options)
     return BuiltPass(batch, pool, metadata, {name: value.clone() for name, value in _tensors(metadata).items()}, read)
 
 
@@ -150,8 +161,14 @@ def _wrong(of: Combination, built: BuiltPass) -> Iterator[str]:
     where = (_on_cpu(built.batch), _on_cpu(built.pool), built.metadata)
     if of.interface is Interface.MLA_METADATA:
         yield from wrong_eager_mla_metadata(*where, DraftAttention(of["attention"]))
-    elif wrong := wrong_eager_metadata(*where):
+        return
+    wrong = wrong_eager_metadata(*where, expand_encoder_only_verify=_asks_for_encoder(of)) or wrong_dead_cells(*where)
+    if wrong:
         yield wrong
+
+
+def _asks_for_encoder(of: Combination) -> bool:
+    return of.get("encoder_only", "not asked for") == "asked for"
 
 
 def _on_cpu(of: Any) -> Any:
@@ -164,11 +181,11 @@ def _on_cpu(of: Any) -> Any:
 def _pool(of: Combination, first: MetadataCase, later: MetadataCase, seed: int, device: torch.device) -> KVPool:
     """Return a pool with room for both passes, some pages and some context more."""
     lens = (*first.kv_lens, *later.kv_lens) or (1,)
-    spare = {"some more": 2 * first.page_size + 1, "exact": 0, "a whole page more": first.page_size}
-    return new_pool(
+    spare = {"some more": 2 * first.page_size + 1, "a whole page more": first.page_size}
+    pool = new_pool(
         lens,
         page_size=first.page_size,
-        max_context_len=max(max(lens), 1) + spare[of["context"]],
+        max_context_len=max(max(lens), 1) + spare.get(of["context"], 0),
         spare_pages=of["spare_pages"],
         # Not as many as the other pool has.
         swa_spare_pages=None if of.get("window", "none") == "none" else of["spare_pages"] - 3,
@@ -176,6 +193,13 @@ def _pool(of: Combination, first: MetadataCase, later: MetadataCase, seed: int, 
         seed=seed,
         device=device,
     )
+    # What freed requests leave in an engine's table: slots that are others' by now.
+    slots = (pool.num_virtual_pages or pool.num_pages) * pool.page_size
+    left = torch.randint(
+        pool.page_size, slots, (pool.req_to_token.shape[1],), generator=torch.Generator().manual_seed(seed)
+    )
+    pool.req_to_token[1:] = left.to(device)
+    return pool
 
 
 def _batch(of: Combination, case: MetadataCase, pool: KVPool) -> ForwardBatch:
@@ -195,7 +219,11 @@ def _batch(of: Combination, case: MetadataCase, pool: KVPool) -> ForwardBatch:
         none = torch.zeros(0, dtype=torch.int64, device=pool.device)
         info = SpecInfo.of(case.mode, case.rows, draft_step=case.draft_step)
         batch = ForwardBatch(case.mode, none, none, none, 0, spec_info=info)
+    if of["context"] == "exceeded":
+        batch.seq_lens[0] = pool.max_context_len + 3 * pool.page_size  # its row of the table is as wide as all
     batch = _typed(of, _padded(of, case, batch))
+    if of["spec_info"] == "of a graph":
+        batch = replace(batch, spec_info=_spec_info_of_a_graph(batch))
     return batch if of.get("host_rows", "given") == "given" else replace(batch, extend_seq_lens_cpu=None)
 
 
@@ -226,6 +254,20 @@ def _padded(of: Combination, case: MetadataCase, batch: ForwardBatch) -> Forward
             "spec_info": SpecInfo.of(case.mode, max(case.q_lens, default=case.rows), num_accept_tokens=new_lens),
         }
     return replace(batch, **changes)
+
+
+def _spec_info_of_a_graph(batch: ForwardBatch) -> SpecInfo:
+    """Return a SpecInfo whose numbers of rows an eager pass has others for; a verification's draft is longer than its rows."""
+    of_graph = torch.arange(batch.batch_size + SLOTS, dtype=torch.int64, device=batch.seq_lens.device) % 5 + 7
+    rows = batch.forward_mode.query_rows
+    info = batch.spec_info or SpecInfo()
+    longer = 2 if rows is QueryRows.VERIFIED or (rows is QueryRows.DRAFT_TOKENS and batch.batch_size) else 0
+    return replace(
+        info,
+        num_draft_tokens=None if info.num_draft_tokens is None else info.num_draft_tokens + longer,
+        num_tokens_per_req=-1 if rows is QueryRows.FIXED else 13,
+        num_accept_tokens=of_graph,
+    )
 
 
 def _host_lens(of: Combination, seq_lens: Tensor) -> tuple[int, ...] | None:

@@ -25,6 +25,7 @@ SHARED: dict[str, tuple[Any, ...]] = {
     "dtypes": ("int64", "int32", "int32 lens", "int32 rows", "int64 new lens"),
     "slots": ("where they lie", "virtual"),
     "context": ("some more", "exact", "a whole page more"),
+    "spec_info": ("as the rows", "of a graph"),
     "spare_pages": (5, 70_000),  # the second: page ids beyond 16 bits
     "host_lens": ("none", "given"),
     "later": (
@@ -51,6 +52,8 @@ AXES: Mapping[Interface, dict[str, tuple[Any, ...]]] = MappingProxyType(
             "page_size": (16, 32, 64, 128, 256),
             "window": ("none", "kept", "evicted", "evicted as -1"),
             "host_rows": ("given", "none"),
+            "context": (*SHARED["context"], "exceeded"),
+            "encoder_only": ("not asked for", "asked for"),
         },
         Interface.MLA_METADATA: {
             "mode": ON_DECODE,
@@ -134,6 +137,17 @@ RULES = (
         "every other extend has its rows on the host",
     ),
     Constraint(("requests", "host_rows"), lambda n, rows: n or rows == "given", "of no request"),
+    Constraint(
+        ("mode", "context"),
+        lambda mode, context: context != "exceeded" or mode in ("DECODE", "TARGET_VERIFY"),
+        "other modes' lengths are those of their rows",
+    ),
+    Constraint(("requests", "context"), lambda n, context: n or context != "exceeded", "of a request"),
+    Constraint(
+        ("mode", "spec_info"),
+        lambda mode, spec_info: spec_info == "as the rows" or mode not in (*ONE_ROW, *PREFILLS),
+        "of rows that speculative decoding has",
+    ),
     Constraint(
         ("spare_pages", "page_size"), lambda pages, size: pages * size <= MOST_CELLS, "what a test holds in memory"
     ),
