@@ -71,9 +71,16 @@ def judge_lists(trial: Trial) -> None:
     case = draft_lists_case(trial.case)
     facts = facts_of_case(case)
     facts = replace(facts, facts={**facts.facts, **trial.called.facts})
-    wrongs = DraftLists(case, str(trial.device)).wrongs(in_place(trial.function(Interface.DRAFT_KV_INDICES)))
+    write = in_place(trial.function(Interface.DRAFT_KV_INDICES))
+    lists = DraftLists(case, str(trial.device))
+    wrongs = lists.wrongs(write)
     trial.judged += 1
     trial.hold_nothing_wrong("the lists", wrongs, held="lists", call=facts)
+    if wrongs:
+        return
+    lists.take(DraftLists(replace(case, lens=case.lens[::-1], seed=case.seed + 1), str(trial.device)))
+    trial.judged += 1
+    trial.hold_nothing_wrong("the lists of others in the same tensors", lists.wrongs(write), held="lists", call=facts)
 
 
 def _lens(requests: int, prefixes: Any, page_size: int, seed: int) -> tuple[int, ...]:
