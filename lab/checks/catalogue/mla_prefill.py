@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lab.calls.workspace import SEMAPHORE_BYTES, counts_in_workspace, semaphores_and_scratch
 from lab.checks.attention_inputs import new_workspace
 from lab.checks.catalogue.k05_guards import changed_bytes, guarded, wrong_guards
+from lab.checks.catalogue.k06_workspace import LEFT
 from lab.checks.check import Check, Level, counted, first_line
 from lab.checks.ragged_inputs import TILE, Parts, draw_ragged, padded, ragged_arguments, truth_of_ragged
 from lab.checks.space import Space
@@ -179,6 +181,46 @@ def _variations(trial: Trial, arguments: dict[str, Any], query: Tensor, parts: P
     if trial.attempt_call("out", Interface.RAGGED_CONTEXT, exact | {"out": out}) is not None:
         trial.hold("into out", Result(out, None), truth_of_ragged(case, query, parts, causal=True))
         trial.hold_nothing_wrong("around out", wrong_guards("out", around))
+    _workspaces(trial, arguments)
+
+
+def _workspaces(trial: Trial, arguments: dict[str, Any]) -> None:
+    """Hold a call to its own bits, whatever its workspace held and whatever was called before, and to its own workspace."""
+    workspace = new_workspace(trial.device)
+    semaphores, scratch = semaphores_and_scratch(workspace)
+    mine = arguments | {"workspace_buffer": workspace}
+    first = _kept(trial, trial.run(Interface.RAGGED_CONTEXT, mine))
+    count = int(torch.count_nonzero(semaphores))
+    if counts_in_workspace(arguments.get("backend", "auto"), trial.device):
+        wrong = f"a call left {count} of the workspace's first {SEMAPHORE_BYTES} bytes non-zero"
+        trial.hold_nothing_wrong("the counters after a call", [wrong] if count else [])
+    elif count:  # the kernel writes all of it
+        scratch = workspace
+    for byte, name in ((0xFF, "NaN"), (0x7B, "large values")):
+        scratch.fill_(byte)
+        again = _own_rows(trial.run_again(Interface.RAGGED_CONTEXT, mine), trial.case)
+        trial.same_bits(f"scratch that holds {name}", again, first)
+    others = arguments | {"query": -arguments["query"], "workspace_buffer": new_workspace(trial.device)}
+    other = _own_rows(trial.run_again(Interface.RAGGED_CONTEXT, others), trial.case)
+    kept = _kept(trial, other)
+    back = _own_rows(trial.run_again(Interface.RAGGED_CONTEXT, mine), trial.case)
+    trial.same_bits("again, after other queries in another workspace", back, first)
+    trial.same_bits("the output of other queries, after a call", other, kept)
+    scratch.fill_(LEFT)
+    elsewhere = arguments | {"workspace_buffer": new_workspace(trial.device)}
+    trial.same_bits(
+        "another workspace", _own_rows(trial.run_again(Interface.RAGGED_CONTEXT, elsewhere), trial.case), first
+    )
+    count = int(torch.count_nonzero(scratch != LEFT))
+    wrong = f"a call with another workspace wrote {count} bytes of an earlier call's"
+    trial.hold_nothing_wrong("the workspace of earlier calls", [wrong] if count else [])
+
+
+def _kept(trial: Trial, result: Result | None) -> Result:
+    """Return a copy of a result's own rows, which no later call can change."""
+    own = _own_rows(result, trial.case)
+    assert own is not None
+    return own._replace(out=own.out.clone())
 
 
 def _with_lse(trial: Trial, what: str, arguments: dict[str, Any]) -> Result | None:
