@@ -208,7 +208,16 @@ class Trial:
         call = self.note_call(interface, arguments, case)
         returned = self._speller.spelled(interface, self.function(interface))(**arguments)
         self._wait()
+        if interface is Interface.MLA_DECODE:
+            self._hold_shape_of_mla(returned, arguments)
         return as_result(returned, interface)._replace(call=call)
+
+    def _hold_shape_of_mla(self, returned: Any, arguments: dict[str, Any]) -> None:
+        """Hold an output to the query's shape, before its rows are taken as they come."""
+        out, _ = output_and_lse(Interface.MLA_DECODE.value, returned)
+        shape = (*arguments["query"].shape[:-1], arguments["kv_lora_rank"])
+        if tuple(out.shape) != shape:
+            self.wrong(f"it returned an output of {list(out.shape)}, not {list(shape)}")
 
     def _wait(self) -> None:
         """Wait for the GPU, whose errors show there."""

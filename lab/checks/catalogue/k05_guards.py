@@ -71,10 +71,11 @@ def amid(vector: Tensor, value: float) -> Tensor:
     return whole[32 : 32 + len(vector)]
 
 
-def guarded(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """A copy of the tensor in the middle of guard bytes, and all of these bytes, uint8."""
+def guarded(tensor: Tensor, at_byte: int = 0) -> tuple[Tensor, Tensor]:
+    """A copy of the tensor in the middle of guard bytes, so many bytes after a page, and all of these bytes, uint8."""
     size = tensor.nbytes
-    whole = torch.full((size + 2 * GUARD_BYTES,), GUARD_BYTE, dtype=torch.uint8, device=tensor.device)
+    room = size + 2 * GUARD_BYTES + at_byte
+    whole = torch.full((room,), GUARD_BYTE, dtype=torch.uint8, device=tensor.device)[at_byte:]
     part = whole[GUARD_BYTES : GUARD_BYTES + size].view(tensor.dtype).view(tensor.shape)
     part.copy_(tensor)
     return part, whole

@@ -1,6 +1,7 @@
 """The forms of arguments that all calls have: scales, sinks, an output and an LSE, as a combination names them."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,8 +10,35 @@ from torch import Tensor
 
 from lab.checks.catalogue.k05_guards import amid, guarded
 from lab.checks.domain.combination import Combination
+from lab.checks.refusals import bytes_of
+from lab.checks.trial import Result
 
+LEAST_ALIGNMENT_BYTES = 16
 SCALE_SHAPES: dict[str, tuple[int, ...]] = {"tensor [1]": (1,), "tensor []": (), "tensor [1, 1]": (1, 1)}
+
+
+def wrong_returns(call: "FormedCall", result: Result, rows: int) -> Iterator[str]:
+    """Yield a sentence for each thing that a call returned and should not have: not what it wrote, or an LSE unasked.
+
+    Args:
+        call: that was made.
+        result: what it returned.
+        rows: of its requests; padding follows them.
+    """
+    if result.lse is not None and not call.arguments.get("return_lse"):
+        yield "it returned an LSE without return_lse=True"
+    heads = list(call.arguments["query"].shape[-2:-1])
+    if list(result.out.shape[:-1]) != [call.arguments["query"].shape[:-2].numel(), *heads]:
+        yield f"it returned an output of {list(result.out.shape)} for a query of {list(call.arguments['query'].shape)}"
+    for name, returned in (("out", result.out), ("lse", result.lse)):
+        given = call.arguments.get(name)
+        if given is None or returned is None:
+            continue
+        given = given.view(-1, *given.shape[-2:]) if name == "out" else given.flatten(0, -2)
+        if given.shape != returned.shape:
+            yield f"the {name} that it returned is {list(returned.shape)}, not the given {list(given.shape)}"
+        elif not torch.equal(bytes_of(returned[:rows]), bytes_of(given[:rows])):
+            yield f"the {name} that it returned is not what it wrote into the given one"
 
 
 @dataclass(eq=False)
@@ -75,7 +103,7 @@ def set_out(call: FormedCall, v_head_dim: int, dtype: torch.dtype) -> None:
     query = call.arguments["query"]
     out = torch.full((*query.shape[:-1], v_head_dim), math.nan, device=query.device).to(dtype)
     if call.of["out"] == "a view":
-        out, call.guards["out"] = guarded(out)
+        out, call.guards["out"] = guarded(out, LEAST_ALIGNMENT_BYTES)
     call.arguments["out"] = out
 
 
@@ -92,5 +120,5 @@ def set_lse(call: FormedCall) -> None:
         if form == "strided":
             lse = torch.full((shape[0], 2 * heads), math.nan, device=query.device)[:, ::2]
         else:
-            lse, call.guards["lse"] = guarded(torch.full(shape, math.nan, device=query.device))
+            lse, call.guards["lse"] = guarded(torch.full(shape, math.nan, device=query.device), LEAST_ALIGNMENT_BYTES)
         call.arguments["lse"] = lse

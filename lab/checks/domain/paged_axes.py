@@ -57,6 +57,7 @@ def paged_domain(interface: Interface, space: Space) -> Domain:
             "none first",
             "none last",
             "none twice",
+            "none at all",
             "fewer than rows",
             *space.long_requests,
         ),
@@ -95,7 +96,7 @@ def _sizes(interface: Interface, space: Space) -> dict[str, Sequence[Any]]:
 
 
 def _rows(interface: Interface, space: Space) -> dict[str, Sequence[Any]]:
-    ragged = ("none first", "none last", "none twice", "padding after")
+    ragged = ("none first", "none last", "none twice", "none at all", "padding after")
     if interface is Interface.CONTEXT:
         return {
             "rows": ("unequal", "one each", *PROMPTS),
@@ -292,7 +293,7 @@ RULES = (
     ),
     Constraint(
         ("requests", "offsets"),
-        lambda n, offsets: n > 1 or offsets in ("none", "equal", "plain", "padding after"),
+        lambda n, offsets: n > 1 or offsets in ("none", "equal", "plain", "none at all", "padding after"),
         "the only request has rows",
     ),
     Constraint(

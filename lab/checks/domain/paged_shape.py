@@ -84,9 +84,7 @@ def rows_of_prompts(of: Combination, count: int) -> tuple[int, ...]:
 
 
 def _emptied(of: Combination, q_lens: list[int]) -> tuple[int, ...]:
-    empty = {"none first": (0,), "none last": (len(q_lens) - 1,), "none twice": _before_last(len(q_lens))}.get(
-        of["offsets"], ()
-    )
+    empty = empty_requests(of["offsets"], len(q_lens))
     return tuple(0 if request in empty else q_len for request, q_len in enumerate(q_lens))
 
 
@@ -96,8 +94,9 @@ def _before_last(count: int) -> tuple[int, int]:
 
 
 def empty_requests(lengths: Any, count: int) -> tuple[int, ...]:
-    """Return the requests that a value of the lengths leaves without keys."""
-    return {"none first": (0,), "none last": (count - 1,), "none twice": _before_last(count)}.get(lengths, ())
+    """Return the requests that a value of the lengths leaves without keys, or one of the offsets without rows."""
+    empty = {"none first": (0,), "none last": (count - 1,), "none twice": _before_last(count)}
+    return tuple(range(count)) if lengths == "none at all" else empty.get(lengths, ())
 
 
 def _kv_lens(of: Combination, q_lens: tuple[int, ...], page_size: int, rng: random.Random) -> tuple[int, ...]:

@@ -41,9 +41,10 @@ def ragged_domain(space: Space) -> Domain:
             "none first",
             "none last",
             "none twice",
+            "none at all",
             *(min(kv_len, LONGEST) for kv_len in space.long_requests),
         ),
-        "offsets": ("plain", "none first", "none last", "none twice"),
+        "offsets": ("plain", "none first", "none last", "none twice", "none at all"),
         "padding": ("none", "rows", "keys", "rows and keys"),
         "causal": (True, False),
         "window_left": (-1, *(WINDOWS if True in space.windows else ())),
@@ -67,6 +68,7 @@ def ragged_domain(space: Space) -> Domain:
             "heads first",
             "at 16 bytes",
             "at an element",
+            "far apart",
             "V apart",
             "V of a projection",
             "of one tensor",
@@ -123,6 +125,16 @@ RAGGED_RULES = (
         ("requests", "num_kv_heads", "group"),
         lambda n, heads, group: n * heads * group <= 2**13,
         "what a test can compute in float64",
+    ),
+    Constraint(
+        ("kv", "requests", "lengths", "rows"),
+        lambda kv, n, lengths, rows: (
+            kv != "far apart" or (n <= REQUESTS and isinstance(lengths, str) and isinstance(rows, str))
+        ),
+        "tokens that each lie in memory of their own",
+    ),
+    Constraint(
+        ("kv", "num_kv_heads"), lambda kv, heads: kv != "far apart" or heads <= 3, "each token takes whole pages"
     ),
     Constraint(
         ("padding", "mirrors"),

@@ -9,12 +9,21 @@ from torch import Tensor
 from lab.calls.problem import E4M3
 from lab.checks.catalogue.k05_guards import amid, changed_bytes, wrong_guards
 from lab.checks.domain.combination import Combination
-from lab.checks.domain.forms import FormedCall, set_lengths, set_lse, set_out, set_scales, with_minus_infinity
+from lab.checks.domain.forms import (
+    LEAST_ALIGNMENT_BYTES,
+    FormedCall,
+    set_lengths,
+    set_lse,
+    set_out,
+    set_scales,
+    with_minus_infinity,
+    wrong_returns,
+)
 from lab.checks.domain.paged_axes import REQUESTS
-from lab.checks.domain.paged_call import GAP, LEAST_ALIGNMENT_BYTES, PADDED
+from lab.checks.domain.paged_call import GAP, PADDED
 from lab.checks.domain.paged_shape import empty_requests, rows_of_prompts
 from lab.checks.domain.ragged import DTYPES, SHORT, head_dims_of
-from lab.checks.domain.views import apart, at_bytes
+from lab.checks.domain.views import apart, at_bytes, far_apart
 from lab.checks.needles import draw_histories, needle_positions
 from lab.checks.ragged_inputs import PADDING, TILE, Parts, arguments_of
 from lab.checks.space import edge_lengths
@@ -67,13 +76,15 @@ def judge_ragged(trial: Trial) -> None:
     read = {name: value for name, value in call.arguments.items() if isinstance(value, Tensor) and name not in written}
     before = {name: value.clone() for name, value in read.items()}
     result = trial.run(Interface.RAGGED_CONTEXT, call.arguments)
-    truth = call.truth()
-    rows = len(truth.expected)
+    rows = sum(call.lens.q_lens)
     out, lse = call.arguments.get("out"), call.arguments.get("lse")
     out, lse = result.out if out is None else out, result.lse if lse is None else lse
     if lse is None and call.of["lse"] != "none":
         trial.wrong("return_lse=True returned no LSE")
-    trial.hold("the call", Result(out[:rows], None if lse is None else lse[:rows], result.call), truth)
+    if rows:
+        trial.hold("the call", Result(out[:rows], None if lse is None else lse[:rows], result.call), call.truth())
+    trial.judged += 1
+    trial.hold_nothing_wrong("what it returned", wrong_returns(call, result, rows), held="other")
     expected = call.rules.get("out_dtype", _out_dtype(call.of))
     if result.out.dtype != expected:
         trial.wrong(f"the output is {result.out.dtype}, not {expected}")
@@ -171,6 +182,8 @@ def _stored(call: RaggedCall) -> None:
 def _laid(tensor: Tensor, form: str) -> Tensor:
     if form.startswith("at "):  # the call documents no alignment
         return at_bytes(tensor, LEAST_ALIGNMENT_BYTES if "16" in form else tensor.element_size())
+    if form == "far apart":
+        return far_apart(tensor)
     if form == "heads first":
         return tensor.transpose(0, 1).contiguous().transpose(0, 1)
     return apart(tensor, -2 if form == "heads apart" else -3, GAP)

@@ -8,6 +8,7 @@ from torch import Tensor
 FILLING = (
     0x7B  # of each byte around the numbers: a large finite value of every float dtype, far outside any pool as an id
 )
+FAR = 2**31  # elements
 ODD = 7  # elements: the stride of an axis of size 1
 
 
@@ -23,6 +24,15 @@ def apart(tensor: Tensor, axis: int, gap: int) -> Tensor:
 def at_bytes(tensor: Tensor, offset_bytes: int) -> Tensor:
     """Return the tensor, contiguous, so many bytes after the start of its storage."""
     return _as_view(tensor, tensor.contiguous().stride(), offset_bytes // tensor.element_size())
+
+
+def far_apart(tensor: Tensor) -> Tensor:
+    """Return the tensor as a view whose last row begins beyond 2**31 elements; memory between rows is never touched."""
+    row = tensor[:1].numel()
+    stride = max(row, -(-FAR // max(len(tensor) - 1, 1)))
+    raw = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+    storage = torch.empty((len(raw) - 1) * stride + row if len(raw) else 0, dtype=raw.dtype, device=raw.device)
+    return storage.as_strided(raw.shape, (stride, *raw[:1].contiguous().stride()[1:])).copy_(raw).view(tensor.dtype)
 
 
 def with_odd_strides(tensor: Tensor) -> Tensor:
