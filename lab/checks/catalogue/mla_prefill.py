@@ -188,6 +188,8 @@ def _workspaces(trial: Trial, arguments: dict[str, Any]) -> None:
     """Hold a call to its own bits, whatever its workspace held and whatever was called before, and to its own workspace."""
     workspace = new_workspace(trial.device)
     semaphores, scratch = semaphores_and_scratch(workspace)
+    query = torch.cat((arguments["query"], arguments["query"][:2]))  # two more rows of padding: no earlier call's shape
+    arguments = arguments | {"query": query}
     mine = arguments | {"workspace_buffer": workspace}
     first = _kept(trial, trial.run(Interface.RAGGED_CONTEXT, mine))
     count = int(torch.count_nonzero(semaphores))
@@ -200,7 +202,7 @@ def _workspaces(trial: Trial, arguments: dict[str, Any]) -> None:
         scratch.fill_(byte)
         again = _own_rows(trial.run_again(Interface.RAGGED_CONTEXT, mine), trial.case)
         trial.same_bits(f"scratch that holds {name}", again, first)
-    others = arguments | {"query": -arguments["query"], "workspace_buffer": new_workspace(trial.device)}
+    others = arguments | {"query": -query, "workspace_buffer": new_workspace(trial.device)}
     other = _own_rows(trial.run_again(Interface.RAGGED_CONTEXT, others), trial.case)
     kept = _kept(trial, other)
     back = _own_rows(trial.run_again(Interface.RAGGED_CONTEXT, mine), trial.case)
