@@ -310,4 +310,7 @@ TRIPLES = (
     ("mask", "dtypes", "lse"),
     ("causal", "sinks", "lse"),
     ("requests", "num_kv_heads", "lengths"),
+    ("dtypes", "head_dim", "page_size"),
+    ("dtypes", "head_dims", "page_size"),
+    ("causal", "offsets", "lengths"),
 )

@@ -148,4 +148,5 @@ TRIPLES = (
     ("dtype", "bmm1_scale", "bmm2_scale"),
     ("mirrors", "offsets", "causal"),
     ("mirrors", "lengths", "rows"),
+    ("mirrors", "offsets", "lengths"),
 )
