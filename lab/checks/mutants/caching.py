@@ -9,7 +9,7 @@ from torch import Tensor
 from lab.calls import DecodeCall
 from lab.calls.problem import PagedAttention
 from lab.checks.mutants.mutant import DECODE, Memory
-from lab.checks.mutants.split_kv import KEYS_PER_SPLIT, Call, Forgiving, Rows, RowTile
+from lab.checks.mutants.split_kv import KEYS_PER_SPLIT, Call, Forgiving, Rows, RowTile, Workspace
 
 
 class Remembering(Memory, Forgiving, is_model=True):
@@ -231,3 +231,10 @@ class TableKeptByLength(Remembering, mla=True):
         tables = (problem.k_block_tables, problem.v_block_tables)
         k, v = (self.first((table.data_ptr(), table.shape, lens), table.clone) for table in tables)
         return replace(problem, k_block_tables=k, v_block_tables=k if tables[0] is tables[1] else v)
+
+
+class WorkspaceKept(Remembering, mla=True):
+    """Partial results go to the workspace of the first call of a shape, by launch parameters that are kept with it."""
+
+    def workspace(self, buffer: Tensor | None, problem: PagedAttention, tiles: list[RowTile]) -> Workspace:
+        return super().workspace(self.first(shapes(problem), lambda: buffer), problem, tiles)

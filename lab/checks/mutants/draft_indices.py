@@ -5,7 +5,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from lab.checks.mutants.mutant import DRAFT_INDICES, Defective
+from lab.checks.mutants.mutant import DRAFT_INDICES, Defective, Memory
 from lab.references.draft_decode_kv_indices import draft_start, kept_positions
 
 
@@ -370,3 +370,12 @@ class PhysicalSlotsWrapInt32(DraftListsModel):
 
     def physical(self, pages: Tensor, tokens: Tensor, page_size: int) -> Tensor:
         return (super().physical(pages, tokens, page_size) + 2**31) % 2**32 - 2**31
+
+
+class BoundariesKept(Memory, DraftListsModel):
+    """Boundaries are kept with the tensor that they are written to: other positions are not read."""
+
+    def write_boundaries(self, kv_indptr: Tensor, boundaries: list[int]) -> None:
+        self.held = getattr(self, "held", [])
+        self.held.append(kv_indptr)  # its address is no other's
+        super().write_boundaries(kv_indptr, self.first((kv_indptr.data_ptr(), len(boundaries)), lambda: boundaries))

@@ -274,3 +274,26 @@ class EmptyBatchUntouched(SplitKV, mla=True):
             super().write(problem, tile, rows, out, lse)
         else:
             out[tile.rows] = torch.nan  # what memory holds
+
+
+class ReturnsAnotherTensor(SplitKV):
+    """The result is written into out, and what is returned is a new tensor of zeros."""
+
+    def returned(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> Any:
+        return super().returned(problem, out if problem.out is None else torch.zeros_like(out), lse)
+
+
+class LseReturnedUnasked(SplitKV):
+    """An lse that is handed out is returned, also without return_lse."""
+
+    def returned(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> Any:
+        return super().returned(problem, out, lse) if problem.lse is None else (out, lse)
+
+
+class NoRowsRefused(SplitKV, mla=True):
+    """A batch whose requests have no rows ends in an empty grid."""
+
+    def changed(self, problem: PagedAttention) -> PagedAttention:
+        if problem.cu_seqlens_q is not None and problem.batch_size and not int(problem.cu_seqlens_q[-1]):
+            raise RuntimeError("a grid of no blocks")
+        return super().changed(problem)

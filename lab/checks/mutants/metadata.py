@@ -355,3 +355,79 @@ class DraftStepsBeyondTwoCountTwo(Builder):
     def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
         step = (batch.spec_info.speculative_step_id if batch.spec_info else None) or 0
         return replace(metadata, cache_seqlens_int32=metadata.cache_seqlens_int32 - max(0, step - 2))
+
+
+class MostRowsOfHostLengths(Builder):
+    """max_seq_len_q of a prefill whose lengths are on the host is the longest of them, cached tokens and all."""
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        if not batch.forward_mode.is_prefill or not batch.seq_lens_cpu:
+            return metadata
+        return replace(metadata, max_seq_len_q=max(batch.seq_lens_cpu))
+
+
+class PageIdsOf16Bits(Builder, instead={"page_table": lambda metadata, *_: metadata.page_table & 0xFFFF}):
+    """The page table's ids have 16 bits."""
+
+
+class UnknownRowsDealtEvenly(Builder):
+    """Of a ragged verification whose rows the host does not know, max_seq_len_q is their mean."""
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        if batch.forward_mode.query_rows is not QueryRows.VERIFIED or batch.extend_seq_lens_cpu is not None:
+            return metadata
+        return replace(metadata, max_seq_len_q=batch.num_tokens // batch.batch_size)
+
+
+class DeadCellsLeft(Builder):
+    """Cells after a request's pages name what freed requests left in its row of the pool."""
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        slots = pool.req_to_token[:, :: pool.page_size].index_select(0, batch.req_pool_indices)
+        return replace(metadata, page_table=pool.pages(slots))
+
+
+class TableRowsApart(
+    Builder,
+    instead={"page_table": lambda metadata, *_: torch.nn.functional.pad(metadata.page_table, (0, 3))[:, :-3]},
+):
+    """The page table's rows lie three cells apart."""
+
+
+class LengthsEndAtTheContext(Builder):
+    """A length above the context is the context's."""
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        return replace(metadata, cache_seqlens_int32=metadata.cache_seqlens_int32.clamp(max=pool.max_context_len))
+
+
+class VerifyCountsTheDraft(Builder):
+    """Lengths of a verification count the draft of the SpecInfo, not the rows that the pass has."""
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        if batch.forward_mode.query_rows is not QueryRows.DRAFT_TOKENS or batch.spec_info is None:
+            return metadata
+        draft = batch.spec_info.num_draft_tokens or 0
+        return replace(metadata, cache_seqlens_int32=(batch.seq_lens + draft).to(torch.int32))
+
+
+class RowsAreTheAcceptedTokens(Builder):
+    """An eager draft extend has the rows that a graph's replay reads, num_accept_tokens."""
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        accepted = None if batch.spec_info is None else batch.spec_info.num_accept_tokens
+        if batch.forward_mode.query_rows is not QueryRows.ACCEPTED or accepted is None:
+            return metadata
+        rows = accepted[: batch.batch_size].to(torch.int32)
+        ends = torch.nn.functional.pad(rows.cumsum(0), (1, 0)).to(torch.int32)
+        return replace(metadata, cu_seqlens_q=ends)
+
+
+class EncoderRowsBeyond200Pageless(Builder):
+    """The table of an encoder-only layer's rows is zero from the 201st row on."""
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        if metadata.encoder_page_table is None:
+            return metadata
+        rows = torch.arange(len(metadata.encoder_page_table), device=pool.device)
+        return replace(metadata, encoder_page_table=metadata.encoder_page_table.masked_fill(rows[:, None] >= 200, 0))

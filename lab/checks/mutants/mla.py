@@ -191,3 +191,13 @@ class PageStrideIgnored(SplitKV):
         strides = (cache.shape[2] * cache.stride(2), *cache.stride()[1:])
         cache = cache.as_strided(cache.shape, strides, cache.storage_offset())
         return replace(problem, k_cache=cache, v_cache=cache[..., : problem.v_head_dim])
+
+
+class OutputOfRows(SplitKV):
+    """The output is returned as [num_rows, num_qo_heads, kv_lora_rank], whatever the query's shape."""
+
+    def launch_mla(self, call: MLADecodeCall) -> Any:
+        returned = super().launch_mla(call)
+        out, *lse = returned if call.return_lse else (returned,)
+        out = out.flatten(0, -3)
+        return (out, *lse) if lse else out

@@ -239,3 +239,30 @@ class MLATableOfSameLengthsKept(Memory, MLABuilder):
     def changed(self, metadata: TRTLLMMLADecodeMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
         key = (pool, *batch.req_pool_indices.tolist(), *metadata.seq_lens_k.tolist())
         return with_table(metadata, self.first(key, metadata.block_kv_indices.clone).clone())
+
+
+class MLARowsAreTheBatchs(MLABuilder):
+    """seq_lens_q is the batch's own tensor, if it is int32 already."""
+
+    def changed(self, metadata: TRTLLMMLADecodeMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
+        if metadata.seq_lens_q is None or batch.extend_seq_lens is None or batch.extend_seq_lens.dtype != torch.int32:
+            return metadata
+        return replace(metadata, seq_lens_q=batch.extend_seq_lens)
+
+
+class MLABoundOfTheContext(MLABuilder):
+    """max_seq_len_k is that of the context, also where the host has the lengths."""
+
+    def changed(self, metadata: TRTLLMMLADecodeMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
+        return replace(metadata, max_seq_len_k=max(metadata.max_seq_len_k, pool.max_context_len))
+
+
+class MLADeadRowsAreNotNegative(MLABuilder):
+    """The table is -1 only where the request table has a 0: what freed requests left there stays."""
+
+    def changed(self, metadata: TRTLLMMLADecodeMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
+        width = metadata.block_kv_indices.shape[1]
+        left = pool.req_to_token[:, :: pool.page_size].index_select(0, batch.req_pool_indices)[:, :width]
+        left = torch.nn.functional.pad(pool.pages(left), (0, width - left.shape[1]))
+        is_dead = (metadata.block_kv_indices == DEAD_PAGE) & (left != 0)
+        return with_table(metadata, torch.where(is_dead, left, metadata.block_kv_indices))

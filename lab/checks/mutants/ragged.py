@@ -394,3 +394,61 @@ class RaggedBmm2TensorIgnoredWithLse(Ragged):
     def changed(self, problem: RaggedAttention) -> RaggedAttention:
         ignored = problem.return_lse and isinstance(problem.bmm2_scale, Tensor)
         return replace(problem, bmm2_scale=1.0) if ignored else problem
+
+
+class RaggedRowsWithoutKeysLeftByMirrors(Ragged):
+    """With lengths on the host, tiles of 64 rows that see no key are not launched: their output is not written."""
+
+    def launch(self, call: RaggedContextCall) -> Any:
+        returned = super().launch(call)
+        lengths = call.host_lengths()
+        if lengths is None or not call.is_causal:
+            return returned
+        out = returned[0] if call.return_lse else returned
+        for first, rows, keys in zip(call.cum_seq_lens_q.tolist(), *lengths, strict=False):
+            out[first : first + max(rows - keys, 0) // 64 * 64] = 1.0
+        return returned
+
+
+class RaggedTokensWrapInt32(Ragged):
+    """The offset of a token's key is computed in 32 bits: tokens from 2**31 elements on are the first ones."""
+
+    def changed(self, problem: RaggedAttention) -> RaggedAttention:
+        stride = problem.key.stride(0)
+        tokens = torch.arange(len(problem.key), device=problem.key.device)
+        if stride * len(problem.key) < 2**31:
+            return problem
+        return replace(problem, key=_bits(problem.key)[tokens * stride % 2**31 // stride].view(problem.key.dtype))
+
+
+class RaggedScratchTakenForZero(Ragged):
+    """The workspace's scratch is taken for zero, and added to the output."""
+
+    def launch(self, call: RaggedContextCall) -> Any:
+        returned = super().launch(call)
+        if call.workspace_buffer is not None:
+            out = returned[0] if call.return_lse else returned
+            out += call.workspace_buffer.view(torch.uint8)[-1].to(out.dtype)
+        return returned
+
+
+class RaggedWorkspaceKept(Memory, Ragged):
+    """Sums go to the workspace of the first call with these heads, by launch parameters that are kept with it."""
+
+    def launch(self, call: RaggedContextCall) -> Any:
+        kept = self.first((call.query.shape, call.query.dtype), lambda: call.workspace_buffer)
+        if kept is not None:
+            kept.view(torch.uint8)[-1] = 1
+        return super().launch(call)
+
+
+class RaggedOutputReused(Memory, Ragged):
+    """An output that the call makes is written again by the next call of its shape."""
+
+    def launch(self, call: RaggedContextCall) -> Any:
+        returned = super().launch(call)
+        if call.out is not None:
+            return returned
+        out = returned[0] if call.return_lse else returned
+        kept = self.first((out.shape, out.dtype), lambda: out).copy_(out)
+        return (kept, returned[1]) if call.return_lse else kept
