@@ -39,7 +39,8 @@ def kernels() -> set[str]:
         importlib.import_module(each.name) for each in pkgutil.walk_packages(lab.kernels.__path__, "lab.kernels.")
     ]
     named = {name: value for module in modules for name, value in vars(module).items()}
-    return {name for name, value in named.items() if isinstance(value, JITFunction) and name.endswith("_kernel")}
+    found = {name for name, value in named.items() if isinstance(value, JITFunction) and name.endswith("_kernel")}
+    return found if torch.cuda.get_device_capability() == (9, 0) else found - {"hopper_attention_kernel"}
 
 
 def attention_problems() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -53,6 +54,7 @@ def attention_problems() -> Iterator[tuple[str, dict[str, Any]]]:
     yield decode, decode_arguments(random_batch([4, 4], [4, 1030], **half), 16, window_left=70, sinks=sinks, **options)
     yield decode, decode_arguments(random_batch([3, 3], [40, 129], **half), 32, mask=pack_mask(triangle), **options)
     yield context, context_arguments(random_batch([1, 70, 129], [200, 70, 700], **half), 64, **options)
+    yield decode, decode_arguments(random_batch([17, 17], [17, 2000], **half), 64, **options)  # 128 rows, in shares
     if torch.cuda.get_device_capability() >= (8, 9):
         for q_len in (1, 8, 16):  # read as pairs in tiles of 16 and 32 rows, byte by byte in 64
             batch = random_batch([q_len] * 2, [q_len + 1, 4097], **half, kv_dtype=torch.float8_e4m3fn)

@@ -19,10 +19,12 @@ from hypothesis import strategies as st
 
 from lab.calls import made_at_once
 from lab.kernels import portable
-from lab.kernels.portable import kept_calls, triton_call
+from lab.kernels.portable import hopper, kept_calls, triton_call
+from lab.kernels.portable.hopper_attention import hopper_attention_kernel
 from lab.kernels.portable.kept_calls import facts_of, kept, kept_at_once
 from lab.kernels.portable.triton_call import TritonCall, TritonLaunch, new_scratch
 from tests.calls.test_calls import BAD, FUNCTIONS, Row, good_arguments
+from tests.cases import context_arguments, random_batch
 from tests.devices import ON_GPU
 from tests.kernels.every_triton_kernel import mla_arguments
 from tests.kernels.test_triton_call import (
@@ -70,6 +72,12 @@ def from_one_buffer() -> Arguments:
     return arguments | names | {"key": both[..., :192], "value": both[..., 192:]}
 
 
+def gluon_blocks() -> Arguments:
+    """As many blocks of rows as fill the GPU."""
+    batch = random_batch([1100, 3], [1100, 40], heads=(16, 1), head_dim=64, dtype=torch.bfloat16)
+    return context_arguments(batch, 64, out_dtype=None, bmm1_scale=0.125)
+
+
 POSED: dict[str, tuple[str, Callable[[], Arguments]]] = {
     **{name: posed for name, posed in CALLS.items() if name not in NOT_KEPT},
     "prefill by descriptors": (CONTEXT, lambda: context() | {"max_q_len": 20}),
@@ -78,6 +86,8 @@ POSED: dict[str, tuple[str, Callable[[], Arguments]]] = {
     "offsets": (DECODE, ragged_decode),
     "mla, 64 rows": (MLA, lambda: mla_arguments(4, 16, [69, 70])),
     "one buffer": (RAGGED, from_one_buffer),
+    "gluon, blocks of rows": (CONTEXT, gluon_blocks),
+    "gluon, shares": (DECODE, lambda: decode(17, (8, 1))),
 }
 
 
@@ -160,6 +170,7 @@ def launches() -> Iterator[Launches]:
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
         mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(multi_processor_count=132)),
         mock.patch.object(TritonLaunch, "__call__", lambda launch: written.launch(launch)),
+        mock.patch.object(hopper, "triton_interprets", return_value=False),
     ):
         yield written
 
@@ -206,6 +217,7 @@ def test_a_kept_call_launches_what_a_checked_one_does(launches: Launches, name: 
         for again in (called, moved_away(called), moved_away(called)):
             launched = launches.of(counted.keeping, again)
             assert len(launched[1]) > 0
+            assert name.startswith("gluon") <= (launched[1][0][0] is hopper_attention_kernel)
             assert launched == launches.of(counted.fresh, again)
         assert counted.prepared == prepared
 

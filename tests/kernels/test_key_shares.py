@@ -40,7 +40,7 @@ def _every_share(
     """Write of each share: the places of the batch, its own, the request of its first place, and the first place of that."""
     number = tl.program_id(0).to(tl.int64)
     reach = reach_of(window_left, max_q_len)
-    batch = (seq_lens, batch_size, reach, num_kv_heads)
+    batch = (seq_lens, batch_size, reach, num_kv_heads, tl.arange(0, BLOCK_REQUESTS))
     total, share = places_per_share(batch, num_shares, least_tiles, BLOCK_KEYS, START_PLACES)
     request, begin = request_at(number * share, batch, BLOCK_KEYS, START_PLACES)
     tl.store(found + number * 4, total)

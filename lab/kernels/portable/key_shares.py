@@ -29,7 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lab.kernels.portable.tiles import ProgramTile
+from lab.kernels.portable.tiles import HopperTile, ProgramTile
 
 # Lengths that a program reads at a time to find its share: one per thread of 4 warps.
 BLOCK_REQUESTS: tl.constexpr = tl.constexpr(128)
@@ -53,7 +53,7 @@ class Shares:
     least_tiles: int = 1
 
 
-def choose_shares(tile: ProgramTile, q_blocks: int, device: torch.device, least_keys: int = 0) -> Shares:
+def choose_shares(tile: ProgramTile | HopperTile, q_blocks: int, device: torch.device, least_keys: int = 0) -> Shares:
     """Return as many shares as programs run at a time, so that all end together; on a CPU one, which cuts nothing.
 
     Args:
@@ -86,14 +86,15 @@ def tiles_in_reach(kv_len, reach, BLOCK_KEYS: tl.constexpr):
     return first, tl.maximum(tl.cdiv(kv_len.to(tl.int64), BLOCK_KEYS) - first, 1)
 
 
-# `batch` of what follows is (seq_lens, batch_size, reach, num_kv_heads).
+# `batch` of what follows is (seq_lens, batch_size, reach, num_kv_heads, the numbers from 0 to BLOCK_REQUESTS, which Gluon makes
+# in other words than Triton).
 
 
 @triton.jit
 def places_of_units(start, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr):
     """Return the places of one unit of each of BLOCK_REQUESTS requests from `start` on, int64; 0 after the last request."""
-    seq_lens, batch_size, reach, _ = batch
-    requests = start + tl.arange(0, BLOCK_REQUESTS)
+    seq_lens, batch_size, reach, _, lanes = batch
+    requests = start + lanes
     kv_lens = tl.load(seq_lens + requests, mask=requests < batch_size, other=0)
     places = tiles_in_reach(kv_lens, reach, BLOCK_KEYS)[1] + START_PLACES
     return tl.where(requests < batch_size, places, 0)
@@ -102,9 +103,9 @@ def places_of_units(start, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.con
 @triton.jit
 def places_per_share(batch, num_shares, least_tiles, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr):
     """Return (the places of all units, the places of one share)."""
-    _, batch_size, _, num_kv_heads = batch
-    sums = tl.zeros([BLOCK_REQUESTS], tl.int64)
-    longest = tl.zeros([BLOCK_REQUESTS], tl.int64)
+    _, batch_size, _, num_kv_heads, lanes = batch
+    sums = lanes.to(tl.int64) * 0
+    longest = sums
     for start in range(0, batch_size, BLOCK_REQUESTS):
         places = places_of_units(start, batch, BLOCK_KEYS, START_PLACES)
         sums += places
@@ -122,10 +123,10 @@ def places_per_share(batch, num_shares, least_tiles, BLOCK_KEYS: tl.constexpr, S
 @triton.jit
 def request_at(place, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr):
     """Return (the request of a place, the first place of that request)."""
-    _, batch_size, _, num_kv_heads = batch
-    request = tl.zeros([], tl.int64)
-    begin = tl.zeros([], tl.int64)
-    end = tl.zeros([], tl.int64)
+    _, batch_size, _, num_kv_heads, _ = batch
+    request = place * 0
+    begin = request
+    end = request
     for start in range(0, batch_size, BLOCK_REQUESTS):
         places = places_of_units(start, batch, BLOCK_KEYS, START_PLACES) * num_kv_heads
         is_before = (end + tl.cumsum(places, 0) <= place) & (places > 0)

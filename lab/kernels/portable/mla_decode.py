@@ -19,7 +19,7 @@ from lab.calls.mla_decode import MLADecodeCall
 from lab.calls.problem import PagedAttention, check_values
 from lab.gpus import capability_of
 from lab.kernels.portable.kept_calls import kept_at_once
-from lab.kernels.portable.key_shares import NO_REACH, begin_share, choose_shares, tiles_in_reach
+from lab.kernels.portable.key_shares import BLOCK_REQUESTS, NO_REACH, begin_share, choose_shares, tiles_in_reach
 from lab.kernels.portable.partial_results import (
     Results,
     new_partials,
@@ -180,7 +180,12 @@ def _mla_kernel(
     BLOCK_KEYS: tl.constexpr = TILE.keys
     START_PLACES: tl.constexpr = TILE.start_keys // BLOCK_KEYS
     place, end, share_places, request, request_begin = begin_share(
-        share, (seq_lens, batch_size, NO_REACH, 1), num_shares, least_tiles, BLOCK_KEYS, START_PLACES
+        share,
+        (seq_lens, batch_size, NO_REACH, 1, tl.arange(0, BLOCK_REQUESTS)),
+        num_shares,
+        least_tiles,
+        BLOCK_KEYS,
+        START_PLACES,
     )
     place = tl.maximum(place, request_begin + START_PLACES)
 
@@ -252,10 +257,10 @@ def _mla_kernel(
                 largest, denominator, sums = accumulate(scores, latent, largest, denominator, sums, DOT_DTYPE)
 
         state = (largest, whole_denominator(denominator), sums)
-        rows = (row_head, head, row_exists)
         is_whole = (first_tile == 0) & (end_tile == num_tiles)
         slot = slot_of(share, q_block, q_blocks, first_tile == 0)
-        store_share(state, rows, is_whole, sinks, scales[1], results, partials, slot, BLOCK_ROWS, RANK)
+        rows = (row_head, head, row_exists, slot * BLOCK_ROWS + block_row)
+        store_share(state, rows, latent_dims, is_whole, sinks, scales[1], results, partials)
         if partials is not None and first_tile == 0:
             store_unit_shares(partials.unit_shares, request, place, num_tiles, share_places)
         place += end_tile - first_tile

@@ -4,6 +4,7 @@ One kernel serves decode, verify, draft extend and extend. The query rows of a r
 head are packed into one tile, so K/V is read once for all of them. The keys of the batch are shared out evenly among programs,
 whose partial results a second kernel merges (`lab.kernels.portable.key_shares`). Only in a prefill, where query rows alone fill
 the GPU, has each block of them a program. Lengths stay on the device: nothing is read back, and no length is compiled in.
+On SM90, what the products limit has a kernel in Gluon (`lab.kernels.portable.hopper_attention`).
 Latent attention (MLA) has a kernel of its own, in `mla_decode`, and so has its prefill before absorption, in `ragged_context`.
 """
 
@@ -16,13 +17,21 @@ from lab.calls import ContextCall, DecodeCall, takes
 from lab.calls.arguments import following_scale
 from lab.calls.problem import PagedAttention, check_values
 from lab.gpus import capability_of
+from lab.kernels.portable.hopper import hopper_launches, hopper_tiles
 from lab.kernels.portable.kept_calls import kept_at_once
 from lab.kernels.portable.key_shares import Shares, choose_shares
 from lab.kernels.portable.paged_kernel import Strides, _attention_kernel
 from lab.kernels.portable.partial_results import Results, new_partials, overlaps_launches, with_merge
 from lab.kernels.portable.softmax import dot_dtype
 from lab.kernels.portable.tile_choices import choose_prefill_tile, choose_tile
-from lab.kernels.portable.tiles import PoolStrides, ProgramTile, loads_by_descriptor, paired, tile_descriptor
+from lab.kernels.portable.tiles import (
+    HopperTile,
+    PoolStrides,
+    ProgramTile,
+    loads_by_descriptor,
+    paired,
+    tile_descriptor,
+)
 from lab.kernels.portable.triton_call import TritonCall, TritonLaunch, prepared
 from lab.kernels.support.portable import PORTABLE
 
@@ -67,7 +76,7 @@ def _prepare(problem: PagedAttention, *refreshes: Callable[[], object]) -> Trito
     return prepared(PORTABLE, problem, check_values, lambda *results: [*refreshes, *_launches(problem, results)])
 
 
-def shares_of(problem: PagedAttention, tile: ProgramTile, q_blocks: int) -> Shares | None:
+def shares_of(problem: PagedAttention, tile: ProgramTile | HopperTile, q_blocks: int) -> Shares | None:
     """Return the shares of the keys; None where each block of rows and K/V head has a program for all keys that it sees.
 
     Shares take every block of a request to see as many keys, which holds where a prefix is long beside the rows.
@@ -81,6 +90,10 @@ def shares_of(problem: PagedAttention, tile: ProgramTile, q_blocks: int) -> Shar
 
 def _launches(problem: PagedAttention, results: Results) -> list[TritonLaunch]:
     group = problem.num_qo_heads // problem.num_kv_heads
+    hopper = hopper_tiles(problem)
+    if hopper is not None:
+        shares = shares_of(problem, hopper.shares, triton.cdiv(problem.max_q_len * group, hopper.shares.rows))
+        return hopper_launches(problem, results, hopper.blocks if shares is None else hopper.shares, shares)
     packed_rows = problem.max_q_len * group
     kv_bytes = problem.k_cache.element_size()
     capability = capability_of(problem.query.device)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from lab.kernels.portable.key_shares import begin_share, next_unit, reach_of, tiles_in_reach
+from lab.kernels.portable.key_shares import BLOCK_REQUESTS, begin_share, next_unit, reach_of, tiles_in_reach
 from lab.kernels.portable.partial_results import slot_of, store_share, store_unit_shares
 from lab.kernels.portable.rows import keys_of_block, request_rows, tile_begin, visible_keys
 from lab.kernels.portable.softmax import (
@@ -16,6 +16,7 @@ from lab.kernels.portable.softmax import (
     fitting_power,
     logit_scale,
     logits_log2,
+    rounded,
     row_scale,
     softmax_step,
     whole_denominator,
@@ -77,7 +78,7 @@ def _attention_kernel(
     BLOCK_KEYS: tl.constexpr = TILE.keys
     START_PLACES: tl.constexpr = TILE.start_keys // BLOCK_KEYS if SHARED else 0
     if SHARED:
-        batch = (seq_lens, batch_size, reach, num_kv_heads)
+        batch = (seq_lens, batch_size, reach, num_kv_heads, tl.arange(0, BLOCK_REQUESTS))
         place, end, share_places, request, request_begin = begin_share(
             share, batch, num_shares, least_tiles, BLOCK_KEYS, START_PLACES
         )
@@ -160,7 +161,8 @@ def _attention_kernel(
                         key, key_exists, position, row_exists, keys, mask, mask_row, window_left, MASK_WORDS, CAUSAL
                     )
                     scores = tl.where(visible, scores, float("-inf"))
-                weights, rescale, largest, denominator = softmax_step(scores, largest, denominator, DOT_DTYPE)
+                weights, rescale, largest, denominator = softmax_step(scores, 1.0, largest, denominator, DOT_DTYPE)
+                weights = rounded(weights, DOT_DTYPE)
                 sums = dot(weights, v.to(DOT_DTYPE), sums * rescale[:, None])
                 if PAIRED:
                     odd_sums = dot(weights, odd_v, odd_sums * rescale[:, None])
@@ -168,10 +170,10 @@ def _attention_kernel(
         if PAIRED:
             sums = tl.reshape(tl.join(sums, odd_sums), [BLOCK_ROWS, HEAD_DIM])
         state = (largest, whole_denominator(denominator), sums)
-        rows = (row_head, head, row_exists)
         is_whole = (first_tile == 0) & (end_tile == num_tiles)
         slot = slot_of(share, q_block, tl.num_programs(0), first_tile == 0)
-        store_share(state, rows, is_whole, sinks, scales[1], results, partials, slot, BLOCK_ROWS, HEAD_DIM)
+        rows = (row_head, head, row_exists, slot * BLOCK_ROWS + block_row)
+        store_share(state, rows, tl.arange(0, HEAD_DIM), is_whole, sinks, scales[1], results, partials)
         if partials is not None and first_tile == 0:
             store_unit_shares(partials.unit_shares, request * num_kv_heads + kv_head, place, num_tiles, share_places)
         place += end_tile - first_tile

@@ -126,20 +126,18 @@ def store_unit_shares(unit_shares, unit, first_place, tiles, share_places):
 @triton.jit
 def store_share(
     state,  # (largest, denominator, sums [ROWS, DIMS]) of a softmax
-    rows,  # (row * num_qo_heads + head of the output, int64 [ROWS]; head; True where the row exists)
+    rows,  # (row * num_qo_heads + head of the output, int64 [ROWS]; head; True where the row exists; the slot's row)
+    dims,  # elements of a row, from 0 to DIMS
     is_whole,  # True: these are all keys of the rows
     sinks,
     bmm2_scale,
     results,  # (out, lse_log2 or None)
     partials,  # None: every share holds whole units
-    slot,
-    ROWS: tl.constexpr,
-    DIMS: tl.constexpr,
 ):
     """Write a block of rows of one share: the output, or a slot's normalised sums and their LSE."""
     largest, denominator, sums = state
-    row_head, head, row_exists = rows
-    dims = tl.arange(0, DIMS)
+    row_head, head, row_exists, row = rows
+    DIMS: tl.constexpr = dims.shape[0]
     if is_whole or partials is None:
         sink_log2 = None
         if sinks is not None:
@@ -156,7 +154,6 @@ def store_share(
             row_exists,
         )
     else:
-        row = slot * ROWS + tl.arange(0, ROWS)
         divisor = tl.where(denominator == 0, 1.0, denominator)
         tl.store(partials.out + row[:, None] * DIMS + dims[None, :], sums / divisor[:, None])
         tl.store(partials.lse_log2 + row, log2_sum(largest, denominator))

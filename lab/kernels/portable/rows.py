@@ -92,6 +92,21 @@ def tile_begin(keys, number, MASKED: tl.constexpr, BLOCK_KEYS: tl.constexpr):
 
 
 @triton.jit
+def row_bounds(
+    position,  # int32 [rows], each row's
+    keys,  # `KeyRange`
+    window_left,
+    CAUSAL: tl.constexpr,
+):
+    """Return (the first key, the end of the keys) that each row sees of a `KeyRange`, int32 [rows]; there is no draft mask."""
+    first = tl.where(window_left >= 0, tl.maximum(position - window_left, keys.first_key), keys.first_key)
+    end = keys.end + position * 0
+    if CAUSAL:
+        end = tl.minimum(end, position + 1)
+    return first, end
+
+
+@triton.jit
 def visible_keys(
     key,  # [keys], those of a tile
     key_exists,

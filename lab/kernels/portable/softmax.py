@@ -100,30 +100,31 @@ def dot(a, b, sums):
 
 
 @triton.jit
-def softmax_step(scores, largest, denominator, DOT_DTYPE: tl.constexpr):
-    """Return one step of a running softmax in base 2: (weights in DOT_DTYPE, factor of earlier sums, largest, denominator).
+def softmax_step(scores, scale, largest, denominator, DOT_DTYPE: tl.constexpr):
+    """Return one step of a running softmax in base 2: (weights for DOT_DTYPE, factor of earlier sums, largest, denominator).
 
     The largest weight is 1, in float16 2 ** 14, and `largest` is below the largest score by as much: float16 has nothing below
     2 ** -24, and where one key has nearly all the weight, a hundred thousand others share what is left.
 
     Args:
-        scores: float32 [rows, keys], in base 2; -inf where a row does not see a key.
+        scores: float32 [rows, keys], in base 2 once multiplied by `scale`; -inf where a row does not see a key.
+        scale: 1, or a positive number: the exponent's subtraction then multiplies too.
         largest: float32 [rows], -inf before the first key.
         denominator: of `empty_denominator`, or of the step before.
     """
-    tile_largest = tl.max(scores, 1)
+    tile_largest = tl.max(scores, 1) * scale
     if tl.float16 == DOT_DTYPE:
         tile_largest -= 14.0
     new_largest = tl.maximum(largest, tile_largest)
     # A row that has seen no key yet has no maximum to subtract.
     origin = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-    weights = tl.exp2(scores - origin[:, None])
+    weights = tl.exp2(scores * scale - origin[:, None])
     rescale = tl.exp2(largest - origin)
     if len(denominator.shape) == 2:
         denominator = denominator * rescale[:, None] + weights
     else:
         denominator = denominator * rescale + tl.sum(weights, 1)
-    return rounded(weights, DOT_DTYPE), rescale, new_largest, denominator
+    return weights, rescale, new_largest, denominator
 
 
 @triton.jit
@@ -143,8 +144,8 @@ def whole_denominator(denominator):
 @triton.jit
 def accumulate(scores, values, largest, denominator, sums, DOT_DTYPE: tl.constexpr):
     """Add one tile of keys, its scores' weights times its values; return (largest, denominator, sums)."""
-    weights, rescale, largest, denominator = softmax_step(scores, largest, denominator, DOT_DTYPE)
-    return largest, denominator, dot(weights, values, sums * rescale[:, None])
+    weights, rescale, largest, denominator = softmax_step(scores, 1.0, largest, denominator, DOT_DTYPE)
+    return largest, denominator, dot(rounded(weights, DOT_DTYPE), values, sums * rescale[:, None])
 
 
 @triton.jit

@@ -36,6 +36,26 @@ class ProgramTile(NamedTuple):
     denominator_per_key: bool = False
 
 
+class HopperTile(NamedTuple):
+    """The shape of one program of the Gluon kernel; a named tuple, as `ProgramTile`.
+
+    Attributes:
+        rows: packed query rows of both consumers.
+        keys: of one tile.
+        stages: slots of each ring, of K and of V.
+        start_keys, per_multiprocessor: as `ProgramTile`'s.
+        consumer_registers, producer_registers: of a thread of a consumer, 256 in all, and of the 128 beside them.
+    """
+
+    rows: int
+    keys: int
+    stages: int
+    start_keys: int = 512
+    per_multiprocessor: int = 1
+    consumer_registers: int = 240
+    producer_registers: int = 24
+
+
 class PoolStrides(NamedTuple):
     """Strides of a pool of K or V, in elements."""
 
@@ -63,11 +83,11 @@ def loads_by_descriptor(cache: torch.Tensor, keys: int) -> bool:
     It takes strides and addresses of multiples of 16 bytes. An e4m3 tile, which is converted before it is multiplied, gains
     nothing.
     """
-    aligned = _is_aligned(cache, strides_bytes=16) and cache.stride(3) == 1
+    aligned = is_aligned(cache, strides_bytes=16) and cache.stride(3) == 1
     return aligned and cache.numel() > 0 and cache.shape[2] % keys == 0 and cache.element_size() > 1
 
 
-def _is_aligned(cache: torch.Tensor, strides_bytes: int) -> bool:
+def is_aligned(cache: torch.Tensor, strides_bytes: int) -> bool:
     """Return True where the pool begins at a multiple of 16 bytes, and all strides but the last are `strides_bytes` times n."""
     strides = [stride * cache.element_size() for stride in cache.stride()[:3]]
     return cache.data_ptr() % 16 == 0 and all(stride % strides_bytes == 0 for stride in strides)
@@ -87,7 +107,7 @@ def paired(caches: tuple[torch.Tensor, torch.Tensor], tile: ProgramTile) -> tupl
     if k_cache.dtype != torch.float8_e4m3fn or tile.rows >= 64:
         return caches
     # Triton loads 16 bytes at a time where it sees strides of multiples of 16 elements, be they bytes or pairs.
-    if not all(_is_aligned(cache, strides_bytes=32) and cache.storage_offset() % 16 == 0 for cache in caches):
+    if not all(is_aligned(cache, strides_bytes=32) and cache.storage_offset() % 16 == 0 for cache in caches):
         return caches
     return k_cache.view(torch.int16), v_cache.view(torch.int16)
 

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lab.kernels.support import Kernel, refuse_unsupported
 
@@ -99,7 +98,7 @@ def _at(argument: Any, index_of: Callable[[torch.Tensor], int]) -> Callable[[Add
     """Return a function of the addresses that makes the argument; None where it holds no tensor."""
     if isinstance(argument, torch.Tensor):
         return itemgetter(index_of(argument))
-    if isinstance(argument, TensorDescriptor):
+    if hasattr(argument, "block_shape"):  # a tensor descriptor, Triton's or Gluon's
         address = itemgetter(index_of(argument.base))
         terms = {name: term for name, term in vars(argument).items() if name != "base"}
         return lambda addresses: SimpleNamespace(base=_Address(address(addresses)), **terms)

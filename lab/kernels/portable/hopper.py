@@ -1,0 +1,121 @@
+"""The host's side of the Gluon kernel of SM90: what it takes, its tiles, and its launch.
+
+The plain Triton kernel (`lab.kernels.portable.paged_kernel`) takes everything; this one takes what the products limit, on the
+one GPU that has them asynchronous in shared memory and not in tensor memory. Gluon is imported where it is launched.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+from lab.calls.problem import HALF_DTYPES, PagedAttention
+from lab.gpus import capability_of
+from lab.kernels.portable.key_shares import Shares, num_multiprocessors
+from lab.kernels.portable.partial_results import Results, new_partials, with_merge
+from lab.kernels.portable.tiles import HopperTile, is_aligned
+from lab.kernels.portable.triton_call import TritonLaunch
+from lab.kernels.support import triton_interprets
+
+
+class HopperTiles(NamedTuple):
+    """The tiles of a head_dim: where each block of rows has a program for all of its keys, and where keys are shared out."""
+
+    blocks: HopperTile
+    shares: HopperTile
+
+
+# Shared memory holds the stages: 227 KiB, of which the queries take 256 * head_dim bytes, and a stage of K and V
+# 4 * keys * head_dim. Blocks multiply most: large tiles, and as many as fit. Shares read most, and hide keys after the last
+# one: small tiles. Those of 128 were timed on an H200, the others follow them.
+TILES = {
+    64: HopperTiles(HopperTile(128, 128, stages=6), HopperTile(128, 64, stages=8)),
+    128: HopperTiles(HopperTile(128, 128, stages=3), HopperTile(128, 64, stages=4)),
+    256: HopperTiles(HopperTile(128, 64, stages=2), HopperTile(128, 64, stages=2)),
+}
+LEAST_ROWS = 65  # the plain kernel's tiles of 64 rows are bound by reading K/V
+LEAST_PAGE = 16
+
+
+def hopper_tiles(problem: PagedAttention) -> HopperTiles | None:
+    """Return the tiles of the Gluon kernel, or None for a problem that is the plain kernel's.
+
+    It takes K and V in the query's 16-bit dtype, pages that hold whole tiles or that tiles hold whole, and pools that the copy
+    engine can address; and no draft mask.
+    """
+    tiles = TILES.get(problem.head_dim)
+    rows = problem.max_q_len * (problem.num_qo_heads // problem.num_kv_heads)
+    if triton_interprets():  # which knows no Gluon
+        return None
+    if capability_of(problem.query.device) != (9, 0) or tiles is None or rows < LEAST_ROWS or problem.mask is not None:
+        return None
+    if problem.query.dtype not in HALF_DTYPES or problem.query.stride(2) != 1:
+        return None
+    caches = (problem.k_cache, problem.v_cache)
+    if not all(cache.dtype == problem.query.dtype and _is_described(cache) for cache in caches):
+        return None
+    whole = all(_has_whole_boxes(problem.page_size, tile.keys) for tile in tiles)
+    return tiles if whole and problem.v_head_dim == problem.head_dim else None
+
+
+def _has_whole_boxes(page_size: int, keys: int) -> bool:
+    return page_size % keys == 0 or (keys % page_size == 0 and page_size >= LEAST_PAGE)
+
+
+def _is_described(cache: torch.Tensor) -> bool:
+    return is_aligned(cache, strides_bytes=16) and cache.stride(3) == 1 and cache.numel() > 0
+
+
+def hopper_launches(
+    problem: PagedAttention, results: Results, tile: HopperTile, shares: Shares | None
+) -> list[TritonLaunch]:
+    """Return the launches of a call that the Gluon kernel takes, with one of `hopper_tiles`.
+
+    Args:
+        shares: of the keys; None: every block of rows and K/V head has a program for all of its keys.
+    """
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from lab.kernels.portable.hopper_attention import BOX_DIMS, hopper_attention_kernel
+
+    def boxes(cache: torch.Tensor) -> TensorDescriptor:
+        box = [1, 1, min(tile.keys, problem.page_size), BOX_DIMS.value]
+        return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), box, NVMMASharedLayout(128, 16, 4))
+
+    group = problem.num_qo_heads // problem.num_kv_heads
+    q_blocks = triton.cdiv(problem.max_q_len * group, tile.rows)
+    partials = new_partials(shares, q_blocks, tile.rows, problem)
+    blocks = q_blocks * problem.num_kv_heads * problem.batch_size
+    attention = TritonLaunch(
+        hopper_attention_kernel,
+        (min(blocks, num_multiprocessors(problem.query.device)), 1) if shares is None else (q_blocks, shares.count),
+        problem.query,
+        boxes(problem.k_cache),
+        boxes(problem.v_cache),
+        (problem.k_block_tables, problem.v_block_tables),
+        problem.seq_lens,
+        problem.cu_seqlens_q,
+        problem.sinks,
+        problem.scales,
+        results,
+        partials,
+        problem.max_q_len,
+        problem.window_left,
+        problem.batch_size,
+        problem.num_kv_heads,
+        0 if shares is None else shares.count,
+        0 if shares is None else shares.least_tiles,
+        problem.query.stride()[:2],
+        (problem.k_block_tables.stride(0), problem.v_block_tables.stride(0)),
+        GROUP=group,
+        HEAD_DIM=problem.head_dim,
+        PAGE_SIZE=problem.page_size,
+        CAUSAL=problem.causal,
+        SHARED=shares is not None,
+        TILE=tile,
+        scratch=partials or (),
+        OVERLAPS=partials is not None,
+        num_warps=4,
+    )
+    return with_merge(attention, partials, problem, q_blocks, results)

@@ -1,0 +1,351 @@
+"""The Gluon kernel of paged attention for SM90: prefill, extend, and verify of many tokens, where the products are the limit.
+
+Its warps have work of their own. A program has 128 packed rows, and computes piece after piece: some tiles of keys of one
+request and one K/V head. All three parts below walk the same pieces and tiles in the same order (`piece_at`, `nth_tile`), so
+that nothing but the barriers passes between them:
+
+    producer (1 warp)              consumer 0 (4 warps, rows 0 to 63)        consumer 1 (rows 64 to 127)
+
+    wait k_empty[slot] <---------- arrive, after Q.K^T of the slot ---------- arrive      (2 arrivals)
+    K tile by TMA
+    ... bytes ----> k_full[slot] > wait, before Q.K^T ----------------------> wait
+    wait v_empty[slot] <---------- arrive, after P.V of the slot ------------ arrive      (2 arrivals)
+    V tile by TMA
+    ... bytes ----> v_full[slot] > wait, before P.V ------------------------> wait
+
+A consumer launches Q.K^T of tile n, then P.V of tile n - 1, and waits for the first alone: it computes the softmax of tile n
+beside P.V, and beside the products of the other consumer, which nothing holds to its own pace:
+
+    consumer     QK n, PV n-1 | softmax n | QK n+1, PV n | softmax n+1
+    its products QK n           PV n-1      QK n+1         PV n
+
+Barrier k_full[slot] completes once for each tile in the slot, so that the wait for a partition's n-th tile names the parity of
+n // stages; a wait for an empty slot names the other one, which a new barrier has "completed".
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from lab.kernels.portable.hopper_pieces import begin_walk, keys_missing, nth_tile, piece_at, tile_keys
+from lab.kernels.portable.partial_results import slot_of, store_share, store_unit_shares
+from lab.kernels.portable.rows import row_bounds
+from lab.kernels.portable.softmax import logit_scale, rounded, softmax_step
+
+CONSUMER_ROWS: gl.constexpr = gl.constexpr(64)  # rows of one product of SM90
+BOX_DIMS: gl.constexpr = gl.constexpr(64)  # elements of 2 bytes in the 128 that the copy engine swizzles
+# Less than any product of a query and a key times this matters; a scale of 0 would make NaN of a hidden key's -inf.
+LEAST_SCALE: gl.constexpr = gl.constexpr(1e-30)
+
+
+class Rings(NamedTuple):
+    """Slots of tiles in shared memory, [stages, keys, head_dim], and their barriers."""
+
+    k: Any
+    v: Any
+    k_full: Any
+    k_empty: Any
+    v_full: Any
+    v_empty: Any
+
+
+@gluon.jit
+def _produce(
+    pools,  # (descriptor of K's boxes, of V's, block tables, their strides)
+    walk,
+    batch,
+    rings,
+    PAGE_SIZE: gl.constexpr,
+    SHARED: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    GROUP: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """Load the tiles of every piece into the rings."""
+    k_tiles, v_tiles, block_tables, table_strides = pools
+    loaded = 0
+    while walk[0] < walk[1]:
+        piece, walk = piece_at(walk, batch, SHARED, CAUSAL, GROUP, TILE)
+        k_table = block_tables[0] + piece.request.to(gl.int64) * table_strides[0]
+        v_table = block_tables[1] + piece.request.to(gl.int64) * table_strides[1]
+        for number in range(piece.keys.num_tiles):
+            begin = nth_tile(piece.keys, number, TILE)
+            slot = loaded % TILE.stages
+            parity = loaded // TILE.stages & 1
+            barriers = (rings.k_full.index(slot), rings.k_empty.index(slot))
+            _load_tile(k_tiles, k_table, piece, begin, rings.k.index(slot), barriers, parity, PAGE_SIZE)
+            barriers = (rings.v_full.index(slot), rings.v_empty.index(slot))
+            _load_tile(v_tiles, v_table, piece, begin, rings.v.index(slot), barriers, parity, PAGE_SIZE)
+            loaded += 1
+
+
+@gluon.jit
+def _load_tile(descriptor, table, piece, begin, slot, barriers, parity, PAGE_SIZE: gl.constexpr):
+    """Wait until a slot is empty, and fill it with the tile from `begin`, in boxes of one page's keys and BOX_DIMS elements.
+
+    A box that would pass the request's last key begins as many keys earlier, since nobody may read after that key: before the
+    page, where the copy engine writes zeros, or at keys that `tile_keys` hides.
+    """
+    KEYS: gl.constexpr = slot.shape[0]
+    DIMS: gl.constexpr = slot.shape[1]
+    BOX_KEYS: gl.constexpr = min(KEYS, PAGE_SIZE)
+    BOXES: gl.constexpr = KEYS // BOX_KEYS
+    COLUMNS: gl.constexpr = DIMS // BOX_DIMS
+    full, empty = barriers
+    # The slot's swizzled columns of BOX_DIMS elements lie one after the other, and so do the pages of a column.
+    boxes = slot._reinterpret(slot.dtype, [COLUMNS * BOXES, 1, 1, BOX_KEYS, BOX_DIMS], descriptor.layout)
+    pages = ()  # read before the wait, which hides the time that it takes
+    for box in gl.static_range(BOXES):
+        key = begin + box * BOX_KEYS
+        page = gl.load(table + key // PAGE_SIZE, mask=key < piece.kv_len, other=0)
+        pages = pages + (page.to(gl.int32),)  # type: ignore[assignment]  # noqa: RUF005
+    mbarrier.wait(empty, parity ^ 1)
+    mbarrier.expect(full, KEYS * DIMS * 2)
+    for box in gl.static_range(BOXES):
+        key = begin + box * BOX_KEYS
+        in_page = key % PAGE_SIZE - keys_missing(key, piece.kv_len, BOX_KEYS)
+        for column in gl.static_range(COLUMNS):
+            tma.async_copy_global_to_shared(
+                descriptor,
+                [pages[box], piece.kv_head, in_page, column * BOX_DIMS],
+                full,
+                boxes.index(column * BOXES + box),
+            )
+
+
+@gluon.jit
+def _consume(
+    queries,  # (query, its strides)
+    q_slot,
+    terms,  # (sinks, scales, results, partials)
+    walk,
+    batch,
+    rings,
+    WHICH: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    SHARED: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    GROUP: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """Compute every piece for CONSUMER_ROWS of the rows; `rings` has the tiles, `q_slot` is for the rows' queries."""
+    KEYS: gl.constexpr = TILE.keys
+    DIMS: gl.constexpr = q_slot.shape[1]
+    DTYPE: gl.constexpr = q_slot.dtype
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIMS, 16])
+    scale = logit_scale(terms[1])
+    is_negative = scale < 0
+    scale = gl.where(is_negative, -scale, scale)
+    scale = gl.where(scale < LEAST_SCALE, LEAST_SCALE, scale)  # and a NaN stays one
+    window_left = batch[3]
+    column = gl.arange(0, KEYS, gl.SliceLayout(0, SCORES))
+    multiplied = 0  # tiles of all pieces
+    while walk[0] < walk[1]:
+        place = walk[0]
+        share_places = walk[4]
+        piece, walk = piece_at(walk, batch, SHARED, CAUSAL, GROUP, TILE)
+        _load_query(queries, piece, is_negative, q_slot, WHICH, GROUP, TILE)
+        keys = piece.keys
+        num_masked = keys.num_tiles - keys.num_common
+        token = (piece.q_block * TILE.rows + WHICH * CONSUMER_ROWS + _rows(SCORES)) // GROUP
+        bounds = row_bounds(keys.q_position + token, keys, window_left, CAUSAL)
+        largest = gl.full([CONSUMER_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+        denominator = gl.full([CONSUMER_ROWS], 0.0, gl.float32, gl.SliceLayout(1, SCORES))
+        sums = gl.full([CONSUMER_ROWS, DIMS], 0.0, gl.float32, SUMS)
+        weights = gl.full([CONSUMER_ROWS, KEYS], 0.0, gl.float32, SCORES)
+        if keys.num_tiles > 0:
+            _wait_for(rings.k_full, multiplied, TILE)
+            scores = _launch_scores(q_slot, rings, multiplied, SCORES, TILE)
+            scores = warpgroup_mma_wait(0, [scores])
+            mbarrier.arrive(rings.k_empty.index(multiplied % TILE.stages))
+            scores = _hidden(scores, nth_tile(keys, 0, TILE), column, piece, bounds, PAGE_SIZE)
+            weights, rescale, largest, denominator = softmax_step(scores, scale, largest, denominator, DTYPE)
+            multiplied += 1
+            _wait_for(rings.k_full, multiplied, TILE, keys.num_tiles > 1)
+        for MASKED in gl.static_range(1, -1, -1):  # the loop twice: with a mask, and without one
+            for number in range(1 if MASKED else gl.maximum(num_masked, 1), num_masked if MASKED else keys.num_tiles):
+                scores = _launch_scores(q_slot, rings, multiplied, SCORES, TILE)
+                sums = _launch_sums(weights, sums, rings, multiplied - 1, SUMS, TILE)
+                scores = warpgroup_mma_wait(1, [scores])
+                mbarrier.arrive(rings.k_empty.index(multiplied % TILE.stages))
+                if MASKED:
+                    scores = _hidden(scores, nth_tile(keys, number, TILE), column, piece, bounds, PAGE_SIZE)
+                weights, rescale, largest, denominator = softmax_step(scores, scale, largest, denominator, DTYPE)
+                multiplied += 1
+                # The branch of this wait keeps ptxas from moving the softmax after the wait for P.V.
+                _wait_for(rings.k_full, multiplied, TILE, number + 1 < keys.num_tiles)
+                sums = warpgroup_mma_wait(0, [sums])
+                mbarrier.arrive(rings.v_empty.index((multiplied - 2) % TILE.stages))
+                sums = sums * gl.convert_layout(rescale, gl.SliceLayout(1, SUMS))[:, None]
+        if keys.num_tiles > 0:
+            sums = _launch_sums(weights, sums, rings, multiplied - 1, SUMS, TILE)
+            sums = warpgroup_mma_wait(0, [sums])
+            mbarrier.arrive(rings.v_empty.index((multiplied - 1) % TILE.stages))
+        state = (
+            gl.convert_layout(largest, gl.SliceLayout(1, SUMS)),
+            gl.convert_layout(denominator, gl.SliceLayout(1, SUMS)),
+            sums,
+        )
+        _store(state, piece, place, share_places, batch, terms, WHICH, SUMS, GROUP, TILE)
+
+
+@gluon.jit
+def _rows(LAYOUT: gl.constexpr):
+    """Return the number of each row of a consumer, in a layout of its products."""
+    return gl.arange(0, CONSUMER_ROWS, gl.SliceLayout(1, LAYOUT))
+
+
+@gluon.jit
+def _load_query(queries, piece, is_negative, q_slot, WHICH: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):
+    """Write the queries of a consumer's rows to shared memory; with the sign of a negative scale, whose size is left to us."""
+    DIMS: gl.constexpr = q_slot.shape[1]
+    query, strides = queries
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIMS, DIMS // 8], [4, 1], [1, 0])
+    row = piece.q_block * TILE.rows + WHICH * CONSUMER_ROWS + _rows(LOADED)
+    token = row // GROUP
+    head = piece.kv_head * GROUP + row % GROUP
+    rows = query + (piece.q_start + token) * strides[0] + head * strides[1]
+    dims = gl.arange(0, DIMS, gl.SliceLayout(0, LOADED))
+    q = gl.load(rows[:, None] + dims[None, :], mask=(token < piece.q_len)[:, None], other=0.0)
+    q_slot.store(gl.where(is_negative, -q, q))
+    fence_async_shared()
+
+
+@gluon.jit
+def _wait_for(full, number, TILE: gl.constexpr, pred=True):
+    """Wait until the `number`-th tile of all pieces has arrived."""
+    mbarrier.wait(full.index(number % TILE.stages), number // TILE.stages & 1, pred=pred)
+
+
+@gluon.jit
+def _launch_scores(q_slot, rings, number, SCORES: gl.constexpr, TILE: gl.constexpr):
+    """Launch Q.K^T of the `number`-th tile, which has arrived."""
+    k = rings.k.index(number % TILE.stages).permute((1, 0))
+    nothing = gl.full([CONSUMER_ROWS, TILE.keys], 0.0, gl.float32, SCORES)
+    return warpgroup_mma(q_slot, k, nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _launch_sums(weights, sums, rings, number, SUMS: gl.constexpr, TILE: gl.constexpr):
+    """Wait for the values of the `number`-th tile, and launch P.V."""
+    _wait_for(rings.v_full, number, TILE)
+    weights = rounded(weights, rings.v.dtype)
+    weights = gl.convert_layout(weights, gl.DotOperandLayout(0, SUMS, 2))
+    return warpgroup_mma(weights, rings.v.index(number % TILE.stages), sums, is_async=True)
+
+
+@gluon.jit
+def _hidden(scores, begin, column, piece, bounds, PAGE_SIZE: gl.constexpr):
+    """Return the scores of the tile from `begin`, -inf where a row does not see a key."""
+    key = tile_keys(begin, column, piece.kv_len, PAGE_SIZE, scores.shape[1])
+    first, end = bounds
+    visible = (key[None, :] >= first[:, None]) & (key[None, :] < end[:, None])
+    return gl.where(visible, scores, float("-inf"))
+
+
+@gluon.jit
+def _store(
+    state,
+    piece,
+    place,
+    share_places,
+    batch,
+    terms,
+    WHICH: gl.constexpr,
+    SUMS: gl.constexpr,
+    GROUP: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """Write a consumer's rows of a piece: the output, or its part of a partial result, as the plain kernel does."""
+    num_kv_heads = batch[5]
+    sinks, scales, results, partials = terms
+    block_row = WHICH * CONSUMER_ROWS + _rows(SUMS)
+    row = piece.q_block * TILE.rows + block_row
+    token = row // GROUP
+    head = piece.kv_head * GROUP + row % GROUP
+    row_head = (piece.q_start + token) * (num_kv_heads * GROUP) + head
+    dims = gl.arange(0, state[2].shape[1], gl.SliceLayout(0, SUMS))
+    is_whole = (piece.first_tile == 0) & (piece.end_tile == piece.num_tiles)
+    slot = slot_of(gl.program_id(1), piece.q_block, gl.num_programs(0), piece.first_tile == 0)
+    rows = (row_head, head, token < piece.q_len, slot * TILE.rows + block_row)
+    store_share(state, rows, dims, is_whole, sinks, scales[1], results, partials)
+    if partials is not None and WHICH == 0 and piece.first_tile == 0:
+        unit = piece.request * num_kv_heads + piece.kv_head
+        store_unit_shares(partials.unit_shares, unit, place, piece.num_tiles, share_places)
+
+
+# As of the plain kernel: what varies from call to call must not compile again.
+@gluon.jit(do_not_specialize=["max_q_len", "window_left", "batch_size", "num_kv_heads", "num_shares", "least_tiles"])
+def hopper_attention_kernel(
+    query,
+    k_tiles,  # descriptors of the pools' boxes
+    v_tiles,
+    block_tables,  # (of K, of V)
+    seq_lens,
+    cu_seqlens_q,  # None: every request has max_q_len rows
+    sinks,  # None: no sink
+    scales,  # (bmm1_scale, bmm2_scale), each a number or a pointer
+    results,  # (out, lse_log2 or None)
+    partials,  # `PartialResults`; None: no unit is cut
+    max_q_len,
+    window_left,
+    batch_size,
+    num_kv_heads,
+    num_shares,
+    least_tiles,
+    query_strides,  # (of rows, of heads)
+    table_strides,  # (of K, of V)
+    GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    SHARED: gl.constexpr,
+    TILE: gl.constexpr,
+    OVERLAPS: gl.constexpr,
+):
+    """Compute attention: shares of the batch's keys on a grid (q_blocks, shares), or blocks of rows on any grid."""
+    if OVERLAPS:  # the merge may be launched meanwhile, and waits for the end of this
+        gdc_launch_dependents()
+    DTYPE: gl.constexpr = k_tiles.dtype
+    STAGES: gl.constexpr = TILE.stages
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q_slot_0 = gl.allocate_shared_memory(DTYPE, [CONSUMER_ROWS, HEAD_DIM], SWIZZLED)
+    q_slot_1 = gl.allocate_shared_memory(DTYPE, [CONSUMER_ROWS, HEAD_DIM], SWIZZLED)
+    rings = Rings(
+        gl.allocate_shared_memory(DTYPE, [STAGES, TILE.keys, HEAD_DIM], SWIZZLED),
+        gl.allocate_shared_memory(DTYPE, [STAGES, TILE.keys, HEAD_DIM], SWIZZLED),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+    )
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(rings.k_full.index(slot), 1)
+        mbarrier.init(rings.v_full.index(slot), 1)
+        mbarrier.init(rings.k_empty.index(slot), 2)
+        mbarrier.init(rings.v_empty.index(slot), 2)
+    batch = (seq_lens, cu_seqlens_q, max_q_len, window_left, batch_size, num_kv_heads)
+    walk = begin_walk(batch, num_shares, least_tiles, SHARED, GROUP, TILE)
+    queries = (query, query_strides)
+    pools = (k_tiles, v_tiles, block_tables, table_strides)
+    terms = (sinks, scales, results, partials)
+    gl.warp_specialize(
+        [
+            (_consume, (queries, q_slot_0, terms, walk, batch, rings, 0, PAGE_SIZE, SHARED, CAUSAL, GROUP, TILE)),
+            (_consume, (queries, q_slot_1, terms, walk, batch, rings, 1, PAGE_SIZE, SHARED, CAUSAL, GROUP, TILE)),
+            (_produce, (pools, walk, batch, rings, PAGE_SIZE, SHARED, CAUSAL, GROUP, TILE)),
+        ],
+        [4, 1],
+        [TILE.consumer_registers, TILE.producer_registers],
+    )
