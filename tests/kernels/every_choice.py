@@ -59,11 +59,12 @@ def context(
     kv: torch.dtype = BF16,
     page_size: int = 64,
     causal: bool = True,
+    decodes: int = 0,
 ) -> object:
-    """Extend: as many keys as rows make a prefill, in which each block of rows has a program."""
-    requests = 8
+    """Extend: as many keys as rows make a prefill, in which each block of rows has a program; `decodes` have one row each."""
+    requests = 8 + decodes
     return portable.trtllm_batch_context_with_kv_cache(
-        tensor(requests * q_len, KV_HEADS * GROUP, head_dim, dtype=BF16),
+        tensor(8 * q_len + decodes, KV_HEADS * GROUP, head_dim, dtype=BF16),
         _pool(head_dim, page_size, kv),
         None,
         tensor(requests, kv_len // page_size),
@@ -154,6 +155,9 @@ def _prefills() -> Iterator[tuple[str, Call]]:
     yield "prefill, pages of 16", partial(context, 4096, 4096, page_size=16)
     yield "prefill, not causal", partial(context, 4096, 4096, causal=False)
     yield "extend of a long prefix, one share", partial(context, 8192, 65536)
+    for kv in (BF16, E4M3):
+        yield f"prefill beside decodes, bf16 over {NAMES[kv]}", partial(context, 2048, 4096, kv=kv, decodes=56)
+    yield "extend of a long prefix beside decodes", partial(context, 512, 65536, decodes=56)
 
 
 def _mla() -> Iterator[tuple[str, Call]]:

@@ -55,6 +55,9 @@ def attention_problems() -> Iterator[tuple[str, dict[str, Any]]]:
     yield decode, decode_arguments(random_batch([3, 3], [40, 129], **half), 32, mask=pack_mask(triangle), **options)
     yield context, context_arguments(random_batch([1, 70, 129], [200, 70, 700], **half), 64, **options)
     yield decode, decode_arguments(random_batch([17, 17], [17, 2000], **half), 64, **options)  # 128 rows, in shares
+    # Requests of two kinds, the first in shares: the second's in blocks of rows, then, after long prefixes, in shares.
+    yield context, context_arguments(random_batch([16, 1, 700, 17, 0], [1030, 65, 700, 17, 9], **half), 64, **options)
+    yield context, context_arguments(random_batch([1, 130, 4, 40], [4097, 2000, 300, 900], **half), 64, **options)
     if torch.cuda.get_device_capability() >= (8, 9):
         for q_len in (1, 8, 16):  # read as pairs in tiles of 16 and 32 rows, byte by byte in 64
             batch = random_batch([q_len] * 2, [q_len + 1, 4097], **half, kv_dtype=torch.float8_e4m3fn)

@@ -270,6 +270,7 @@ class Simulator:
             "warpgroup_mma_wait": completed,
             "fence_async_shared": lambda: None,
             "gdc_launch_dependents": lambda: None,
+            "gdc_wait": lambda: None,
             "INTERPRETED": False,
         }
         self._functions: dict[int, Callable[..., Any]] = {}

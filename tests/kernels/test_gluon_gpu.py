@@ -98,6 +98,14 @@ def test_ragged_blocks() -> None:
     check(CONTEXT, posed(CONTEXT, [4096], [4096], heads=(16, 2)), repeats=5)
 
 
+@pytest.mark.parametrize("q_lens", [[1, 700, 1, 2, 300], [700, 1, 1, 1], [1] * 150 + [200] + [1] * 3 + [90]])
+@pytest.mark.parametrize("prefix", [0, 5000])
+def test_prompts_beside_decodes(q_lens: list[int], prefix: int) -> None:
+    """The plain kernel has the decodes, and this one the prompts: in blocks of rows, and after a long prefix in shares."""
+    kv_lens = [q_len + (prefix or 300) for q_len in q_lens]
+    check(CONTEXT, posed(CONTEXT, q_lens, kv_lens, heads=(16, 2)), repeats=5)
+
+
 @pytest.mark.parametrize("q_len", [16, 32])
 @pytest.mark.parametrize("kv_lens", [[4096] * 8, [70, 9000, 129, 128, 1], [20000]])
 def test_shares(q_len: int, kv_lens: list[int]) -> None:

@@ -30,21 +30,32 @@ def run(
     tile: HopperTile = SMALL,
     seed: int = 0,
     unwaited: str | None = None,
+    least_q_len: int | None = None,
 ) -> None:
-    """Make the call in the simulator, on 3 multiprocessors, and hold every output vector and LSE to the reference's."""
+    """Make the call in the simulator, on 3 multiprocessors, and hold every output vector and LSE to the reference's.
+
+    With `least_q_len`, those of requests with so many rows; the others' stay as they were.
+    """
     monkeypatch.setattr(hopper, "num_multiprocessors", lambda _device: 3)
     problem = (DecodeCall if decodes else ContextCall)(**arguments).problem()
     out, lse = problem.results()
     out.fill_(float("nan"))
-    attention, *merge = hopper.hopper_launches(problem, (out, lse), tile, shares)
+    lse.fill_(float("nan"))
+    attention, *merge = hopper.hopper_launches(problem, (out, lse), tile, shares, least_q_len)
     simulate(attention, seed, unwaited)
     for launch in merge:
         launch()
     name = "trtllm_batch_decode_with_kv_cache" if decodes else "trtllm_batch_context_with_kv_cache"
     truth, truth_lse = getattr(references, name)(**arguments | {"out": None, "out_dtype": torch.float64, "lse": None})
-    error = references.relative_l2(out, truth)
+    written = torch.ones(len(out), dtype=torch.bool)
+    if least_q_len is not None:
+        q_lens = arguments["cum_seq_lens_q"].diff()
+        written = (q_lens >= least_q_len).repeat_interleave(q_lens)
+    assert out[~written].isnan().all()
+    assert lse[~written].isnan().all()
+    error = references.relative_l2(out[written], truth[written])
     assert float(error.max()) < 2.0**-7, error
-    torch.testing.assert_close(lse.double(), truth_lse.double(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse[written].double(), truth_lse[written].double(), rtol=1e-5, atol=1e-5)
 
 
 NAN = float("nan")
@@ -81,6 +92,17 @@ def test_shares(heads: tuple[int, int], count: int, kv_lens: list[int], monkeypa
     batch = random_batch([17] * len(kv_lens), kv_lens, heads=heads, head_dim=64)
     arguments = decode_arguments(batch, 64, **POISONED, out_dtype=BF16, bmm1_scale=0.2, bmm2_scale=0.5)
     run(arguments, monkeypatch, decodes=True, shares=Shares(count))
+
+
+@pytest.mark.parametrize("count", [None, 1, 4])
+@pytest.mark.parametrize("q_lens", [[1, 3, 140, 0, 2, 70, 5, 90], [130, 1, 1], [1, 2, 5]])
+def test_requests_of_one_kind(count: int | None, q_lens: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of 5 rows or more, beside others: the first, the last, some in between; in blocks of rows, and in shares."""
+    kv_lens = [q_len + 60 * (index % 3) for index, q_len in enumerate(q_lens)]
+    batch = random_batch(q_lens, kv_lens, heads=(4, 2), head_dim=64)
+    arguments = context_arguments(batch, 64, **POISONED, out_dtype=BF16, bmm1_scale=0.2)
+    shares = None if count is None else Shares(count)
+    run(arguments, monkeypatch, decodes=False, shares=shares, least_q_len=5)
 
 
 @pytest.mark.parametrize(

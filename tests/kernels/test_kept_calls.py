@@ -78,6 +78,11 @@ def gluon_blocks() -> Arguments:
     return context_arguments(batch, 64, out_dtype=None, bmm1_scale=0.125)
 
 
+def prompt_beside_decodes(kv_dtype: torch.dtype = torch.bfloat16) -> Arguments:
+    batch = random_batch([1, 70, 2], [50, 75, 9], heads=(4, 2), head_dim=64, dtype=torch.bfloat16, kv_dtype=kv_dtype)
+    return context_arguments(batch, 64, out_dtype=None, bmm1_scale=0.125)
+
+
 POSED: dict[str, tuple[str, Callable[[], Arguments]]] = {
     **{name: posed for name, posed in CALLS.items() if name not in NOT_KEPT},
     "prefill by descriptors": (CONTEXT, lambda: context() | {"max_q_len": 20}),
@@ -86,6 +91,8 @@ POSED: dict[str, tuple[str, Callable[[], Arguments]]] = {
     "offsets": (DECODE, ragged_decode),
     "mla, 64 rows": (MLA, lambda: mla_arguments(4, 16, [69, 70])),
     "one buffer": (RAGGED, from_one_buffer),
+    "prompt beside decodes": (CONTEXT, lambda: prompt_beside_decodes(kv_dtype=torch.float8_e4m3fn)),
+    "gluon beside decodes": (CONTEXT, prompt_beside_decodes),
     "gluon, blocks of rows": (CONTEXT, gluon_blocks),
     "gluon, shares": (DECODE, lambda: decode(17, (8, 1))),
 }
@@ -217,7 +224,8 @@ def test_a_kept_call_launches_what_a_checked_one_does(launches: Launches, name: 
         for again in (called, moved_away(called), moved_away(called)):
             launched = launches.of(counted.keeping, again)
             assert len(launched[1]) > 0
-            assert name.startswith("gluon") <= (launched[1][0][0] is hopper_attention_kernel)
+            assert name.startswith("gluon") <= (hopper_attention_kernel in [kernel for kernel, *_ in launched[1]])
+            assert name.endswith("beside decodes") <= (len(launched[1]) > 2)
             assert launched == launches.of(counted.fresh, again)
         assert counted.prepared == prepared
 

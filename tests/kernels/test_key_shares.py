@@ -17,6 +17,7 @@ from lab.kernels.portable.key_shares import (
     request_at,
 )
 from lab.kernels.portable.partial_results import merge_block
+from lab.kernels.portable.rows import block_at
 from lab.kernels.portable.tiles import ProgramTile
 from tests.devices import DEVICES
 
@@ -28,6 +29,9 @@ START_PLACES = 8
 def _every_share(
     found,
     seq_lens,
+    cu_seqlens_q,
+    least_q_len,
+    most_q_len,
     window_left,
     max_q_len,
     batch_size,
@@ -40,7 +44,8 @@ def _every_share(
     """Write of each share: the places of the batch, its own, the request of its first place, and the first place of that."""
     number = tl.program_id(0).to(tl.int64)
     reach = reach_of(window_left, max_q_len)
-    batch = (seq_lens, batch_size, reach, num_kv_heads, tl.arange(0, BLOCK_REQUESTS))
+    kind = (cu_seqlens_q, least_q_len, most_q_len)
+    batch = (seq_lens, batch_size, reach, num_kv_heads, kind, tl.arange(0, BLOCK_REQUESTS))
     total, share = places_per_share(batch, num_shares, least_tiles, BLOCK_KEYS, START_PLACES)
     request, begin = request_at(number * share, batch, BLOCK_KEYS, START_PLACES)
     tl.store(found + number * 4, total)
@@ -49,14 +54,40 @@ def _every_share(
     tl.store(found + number * 4 + 3, begin)
 
 
+@triton.jit
+def _every_block(found, cu_seqlens_q, least_q_len, most_q_len, batch_size, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """Write of each block of rows of a kind: its request, its number in it, the requests with blocks from it on, all blocks."""
+    number = tl.program_id(0)
+    kind = (cu_seqlens_q, least_q_len, most_q_len)
+    request, begin, left, blocks = block_at(number, batch_size, kind, tl.arange(0, BLOCK_REQUESTS), GROUP, ROWS)
+    tl.store(found + number * 4, request)
+    tl.store(found + number * 4 + 1, number - begin)
+    tl.store(found + number * 4 + 2, left)
+    tl.store(found + number * 4 + 3, blocks)
+
+
+def row_offsets(q_lens: list[int], device: str) -> torch.Tensor:
+    return torch.tensor(list(itertools.accumulate(q_lens, initial=0)), dtype=torch.int32, device=device)
+
+
 def shares_on(
-    device: str, lengths: list[int], *, window_left: int, num_kv_heads: int, num_shares: int, least_tiles: int = 1
+    device: str,
+    lengths: list[int],
+    *,
+    window_left: int,
+    num_kv_heads: int,
+    num_shares: int,
+    least_tiles: int = 1,
+    q_lens: list[int] | None = None,
+    kind: tuple[int | None, int | None] = (None, None),
 ) -> list[list[int]]:
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     found = torch.full((num_shares, 4), -1, dtype=torch.int64, device=device)
     _every_share[(num_shares,)](
         found,
         seq_lens,
+        None if q_lens is None else row_offsets(q_lens, device),
+        *kind,
         window_left,
         2,
         len(lengths),
@@ -130,6 +161,43 @@ def test_shares(
         if place < total:
             assert request == next(index for index, end in enumerate(ends) if place < end)
             assert begin == expected_begins[request]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("batch_size", [3, 2 * BLOCK_REQUESTS.value + 5])
+@pytest.mark.parametrize("kind", [(1, 2), (3, 4), (2, 2), (5, 9)])
+def test_shares_of_a_kind(device: str, batch_size: int, kind: tuple[int, int]) -> None:
+    """Requests of another kind have no places, and those without rows are of no kind; (5, 9) is nobody's."""
+    lengths = [(37 * request * request) % 1000 for request in range(batch_size)]
+    q_lens = [(3 * request + 2) % 5 for request in range(batch_size)]
+    found = shares_on(device, lengths, window_left=90, num_kv_heads=2, num_shares=7, q_lens=q_lens, kind=kind)
+    chosen = [kind[0] <= q_len <= kind[1] for q_len in q_lens]
+    places = [2 * places_of(length, 90) * of for length, of in zip(lengths, chosen, strict=True)]
+    ends = list(itertools.accumulate(places))
+    if any(chosen):
+        assert found[0][:2] == [ends[-1], share_of([each for each in places if each], 2, 7, 1)]
+    for number, (total, own, request, begin) in enumerate(found):
+        assert total == ends[-1]
+        if number * own < total:
+            assert request == next(index for index, end in enumerate(ends) if number * own < end)
+            assert begin == ends[request] - places[request]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("batch_size", [1, 4, 2 * BLOCK_REQUESTS.value + 5])
+def test_blocks_of_a_kind(device: str, batch_size: int) -> None:
+    """Blocks of 16 rows, 3 for each query token, of requests with 5 to 40 tokens; those after the last do not exist."""
+    q_lens = [(11 * request + 4) % 43 for request in range(batch_size)]
+    blocks = [-(-3 * q_len // 16) if 5 <= q_len <= 40 else 0 for q_len in q_lens]
+    expected = [
+        [request, block, sum(each > 0 for each in blocks[request:]), sum(blocks)]
+        for request, of_request in enumerate(blocks)
+        for block in range(of_request)
+    ]
+    expected += [[batch_size, block, 0, sum(blocks)] for block in range(2)]
+    found = torch.full((len(expected), 4), -1, dtype=torch.int32, device=device)
+    _every_block[(len(found),)](found, row_offsets(q_lens, device), 5, 40, batch_size, GROUP=3, ROWS=16)
+    assert found.tolist() == expected
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lab import references
-from lab.calls import DecodeCall
+from lab.calls import ContextCall, DecodeCall
 from lab.kernels import portable
 from lab.kernels.portable import key_shares, paged
 from lab.kernels.portable.tile_choices import choose_tile
@@ -279,6 +279,73 @@ def test_ragged_decode(split: Callable[[int], None]) -> None:
         assert_right(DECODE, batch, 16, ragged=True, window_left=20)
 
 
+# Requests of two kinds.
+
+
+@pytest.mark.parametrize("share_count", [None, 1, 7])
+def test_prompts_beside_decodes(monkeypatch: pytest.MonkeyPatch, share_count: int | None) -> None:
+    """Requests of 16 rows are of the first kind, of 17 of the second; each kind with blocks of rows, one share, or many.
+
+    The memory of partial results is full of NaN and of wrong shares, which the merge of one kind must not take for the other's.
+    """
+    shares = None if share_count is None else key_shares.Shares(share_count)
+    monkeypatch.setattr(paged, "shares_of", lambda *_: shares)
+
+    def full_of_nan(*shape: Any, dtype: torch.dtype, **options: Any) -> Tensor:
+        return torch.full(*shape, math.nan if dtype.is_floating_point else share_count or 0, dtype=dtype, **options)
+
+    batch = random_batch([1, 16, 140, 17, 0, 8], [300, 60, 150, 70, 33, 7], heads=(2, 2), head_dim=64)
+    problem = ContextCall(**arguments_of(CONTEXT, batch, 64)).problem()
+    assert paged.few_tokens(problem) == 16
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", full_of_nan)
+        assert_right(CONTEXT, batch, 64, bmm1_scale=0.125, window_left=70, sinks=sinks_of(2))
+
+
+@pytest.mark.parametrize(
+    ("q_lens", "heads", "kv_dtype", "few"),
+    [
+        ([2048, *[1] * 63], (32, 8), BF16, 4),  # 16 rows
+        ([2048, *[1] * 63], (64, 8), BF16, 2),
+        ([2048, *[4] * 63], (32, 8), BF16, 4),
+        ([2048, *[4] * 63], (64, 8), BF16, 4),  # 32 rows
+        ([2048, 1024, 4, 1], (32, 8), E4M3, 16),  # the mean of the others fits no tile: 64 rows
+        ([2048, 2048, 1], (32, 8), BF16, 4),
+        ([512] * 8, (32, 8), BF16, None),
+        ([512], (32, 8), BF16, None),
+        ([32, 1, 1], (32, 8), BF16, None),  # one tile of 128 rows holds each
+        ([33, 1, 1], (32, 8), BF16, 4),
+    ],
+)
+def test_requests_are_of_two_kinds_where_some_fill_several_blocks(
+    q_lens: list[int], heads: tuple[int, int], kv_dtype: torch.dtype, few: int | None
+) -> None:
+    batch = random_batch(q_lens, q_lens, heads=heads, head_dim=64, kv_dtype=kv_dtype)
+    problem = ContextCall(**arguments_of(CONTEXT, batch, 64)).problem()
+    assert paged.few_tokens(problem) == few
+    if few is None:
+        return
+    # The grid of the second kind has room for each composition of rows: for this one, and for requests as short as can be.
+    for tile_rows in (64, 128):
+        tile = ProgramTile(tile_rows, 64, num_warps=4, num_stages=3)
+        q_blocks = -(-max(q_lens) * (group := heads[0] // heads[1]) // tile_rows)
+        blocks = paged._grid(problem, q_blocks, tile, None, few + 1)[0]
+        shortest = min(len(q_lens), sum(q_lens) // (few + 1))
+        assert blocks >= sum(-(-q_len * group // tile_rows) for q_len in q_lens if q_len > few)
+        assert blocks >= shortest * -(-(few + 1) * group // tile_rows)
+
+
+def test_decodes_leave_room_for_a_prompt() -> None:
+    """Half of the programs that run at a time, or what a small prompt leaves; all where its programs fill a multiprocessor."""
+    small = ProgramTile(64, 64, num_warps=4, num_stages=3, per_multiprocessor=2)
+    problem = SimpleNamespace(num_rows=2111, num_qo_heads=32, num_kv_heads=8)
+    assert paged.shares_beside(problem, key_shares.Shares(264), small).count == 132
+    problem.num_rows = 191  # 12 blocks for each of 8 heads
+    assert paged.shares_beside(problem, key_shares.Shares(264), small).count == 264 - 96
+    assert paged.shares_beside(problem, key_shares.Shares(264), small._replace(per_multiprocessor=1)).count == 264
+    assert paged.shares_beside(problem, key_shares.Shares(1), small).count == 1
+
+
 # Where K and V lie.
 
 
@@ -423,6 +490,7 @@ def test_keys_are_shared_out_unless_rows_fill_the_gpu(
         query=SimpleNamespace(device=torch.device("cuda")),
         num_kv_heads=8,
         batch_size=1,
+        num_rows=q_len,
         max_q_len=q_len,
         max_kv_len=kv_len,
     )
@@ -495,7 +563,7 @@ def test_a_prefill_has_smaller_blocks_where_tiles_come_by_descriptor(
     monkeypatch.setattr(paged, "paired", lambda caches, tile: seen.append(tile.rows) or caches)
     batch = random_batch([100, 30], [180, 30], heads=(4, 1), head_dim=64, kv_dtype=kv_dtype)
     assert_right(CONTEXT, batch, page_size, bmm1_scale=0.125)
-    assert seen == [rows]
+    assert seen == [64, rows]  # of requests with few rows, which this batch lacks, and of the others
 
 
 @pytest.mark.parametrize("q_len", [1, 10], ids=["pairs", "elements"])

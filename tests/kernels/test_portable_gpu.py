@@ -168,6 +168,26 @@ def test_repeated_launches_give_the_same_bits(function: str) -> None:
             assert got.equal(expected)
 
 
+@pytest.mark.parametrize(("prompt", "decode_keys"), [((700, 700), 30_000), ((3000, 3100), 500), ((200, 9000), 9000)])
+def test_launches_for_two_kinds_of_requests_end_together(prompt: tuple[int, int], decode_keys: int) -> None:
+    """Whichever kind ends last, what is launched next, a copy in a replayed graph, finds the results of both."""
+    q_lens, kv_lens = [1, prompt[0], 1, 2, 40], [decode_keys, prompt[1], 65, decode_keys, 900]
+    arguments = posed(CONTEXT, q_lens, kv_lens)
+    out, _ = assert_right(CONTEXT, arguments)
+    results = {"out": torch.empty_like(out)}
+    copied = torch.empty_like(out)
+    call = portable.prepare_trtllm_batch_context_with_kv_cache(**arguments | results)
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with capturing(graph):
+        call()
+        copied.copy_(results["out"])
+    for _ in range(20):
+        results["out"].fill_(float("nan"))
+        graph.replay()
+        assert copied.equal(out)
+
+
 @pytest.fixture
 def _no_synchronisation() -> Iterator[None]:
     """Any call that waits for the GPU raises."""

@@ -67,12 +67,18 @@ def _is_described(cache: torch.Tensor) -> bool:
 
 
 def hopper_launches(
-    problem: PagedAttention, results: Results, tile: HopperTile, shares: Shares | None
+    problem: PagedAttention,
+    results: Results,
+    tile: HopperTile,
+    shares: Shares | None,
+    least_q_len: int | None = None,
 ) -> list[TritonLaunch]:
     """Return the launches of a call that the Gluon kernel takes, with one of `hopper_tiles`.
 
     Args:
         shares: of the keys; None: every block of rows and K/V head has a program for all of its keys.
+        least_q_len: the launches are for requests of so many rows to `problem.max_q_len`, after a launch for the others; None:
+            for all requests.
     """
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -100,6 +106,7 @@ def hopper_launches(
         problem.scales,
         results,
         partials,
+        least_q_len,
         problem.max_q_len,
         problem.window_left,
         problem.batch_size,
@@ -114,8 +121,10 @@ def hopper_launches(
         CAUSAL=problem.causal,
         SHARED=shares is not None,
         TILE=tile,
+        OVERLAPS=partials is not None or least_q_len is not None,
+        OVERLAPPED=least_q_len is not None,
         scratch=partials or (),
-        OVERLAPS=partials is not None,
         num_warps=4,
+        launch_pdl=least_q_len is not None,
     )
-    return with_merge(attention, partials, problem, q_blocks, results)
+    return with_merge(attention, partials, problem, q_blocks, results, least_q_len)

@@ -37,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from lab.kernels.portable.hopper_pieces import begin_walk, keys_missing, nth_tile, piece_at, tile_keys
-from lab.kernels.portable.partial_results import slot_of, store_share, store_unit_shares
+from lab.kernels.portable.partial_results import await_launch_before, slot_of, store_share, store_unit_shares
 from lab.kernels.portable.rows import row_bounds
 from lab.kernels.portable.softmax import logit_scale, rounded, softmax_step
 
@@ -147,7 +147,7 @@ def _consume(
     is_negative = scale < 0
     scale = gl.where(is_negative, -scale, scale)
     scale = gl.where(scale < LEAST_SCALE, LEAST_SCALE, scale)  # and a NaN stays one
-    window_left = batch[3]
+    window_left = batch[2]
     column = gl.arange(0, KEYS, gl.SliceLayout(0, SCORES))
     multiplied = 0  # tiles of all pieces
     while walk[0] < walk[1]:
@@ -267,7 +267,7 @@ def _store(
     TILE: gl.constexpr,
 ):
     """Write a consumer's rows of a piece: the output, or its part of a partial result, as the plain kernel does."""
-    num_kv_heads = batch[5]
+    num_kv_heads = batch[4]
     sinks, scales, results, partials = terms
     block_row = WHICH * CONSUMER_ROWS + _rows(SUMS)
     row = piece.q_block * TILE.rows + block_row
@@ -285,7 +285,10 @@ def _store(
 
 
 # As of the plain kernel: what varies from call to call must not compile again.
-@gluon.jit(do_not_specialize=["max_q_len", "window_left", "batch_size", "num_kv_heads", "num_shares", "least_tiles"])
+VARYING = ["least_q_len", "max_q_len", "window_left", "batch_size", "num_kv_heads", "num_shares", "least_tiles"]
+
+
+@gluon.jit(do_not_specialize=VARYING)
 def hopper_attention_kernel(
     query,
     k_tiles,  # descriptors of the pools' boxes
@@ -297,6 +300,7 @@ def hopper_attention_kernel(
     scales,  # (bmm1_scale, bmm2_scale), each a number or a pointer
     results,  # (out, lse_log2 or None)
     partials,  # `PartialResults`; None: no unit is cut
+    least_q_len,  # None: the launch is for all requests; else for those of `least_q_len` to `max_q_len` rows
     max_q_len,
     window_left,
     batch_size,
@@ -312,9 +316,10 @@ def hopper_attention_kernel(
     SHARED: gl.constexpr,
     TILE: gl.constexpr,
     OVERLAPS: gl.constexpr,
+    OVERLAPPED: gl.constexpr,
 ):
     """Compute attention: shares of the batch's keys on a grid (q_blocks, shares), or blocks of rows on any grid."""
-    if OVERLAPS:  # the merge may be launched meanwhile, and waits for the end of this
+    if OVERLAPS:  # the merge may be launched meanwhile, which waits for the end of this
         gdc_launch_dependents()
     DTYPE: gl.constexpr = k_tiles.dtype
     STAGES: gl.constexpr = TILE.stages
@@ -335,7 +340,7 @@ def hopper_attention_kernel(
         mbarrier.init(rings.v_full.index(slot), 1)
         mbarrier.init(rings.k_empty.index(slot), 2)
         mbarrier.init(rings.v_empty.index(slot), 2)
-    batch = (seq_lens, cu_seqlens_q, max_q_len, window_left, batch_size, num_kv_heads)
+    batch = (seq_lens, (cu_seqlens_q, least_q_len, max_q_len), window_left, batch_size, num_kv_heads)
     walk = begin_walk(batch, num_shares, least_tiles, SHARED, GROUP, TILE)
     queries = (query, query_strides)
     pools = (k_tiles, v_tiles, block_tables, table_strides)
@@ -349,3 +354,5 @@ def hopper_attention_kernel(
         [4, 1],
         [TILE.consumer_registers, TILE.producer_registers],
     )
+    if OVERLAPPED:
+        await_launch_before()

@@ -4,6 +4,7 @@ Glossary:
 
 * unit: one request and one K/V head. Units are in order of the request, then of the head.
 * tile: BLOCK_KEYS keys of a request, which begin at a multiple of BLOCK_KEYS.
+* kind: the requests that a launch is for, by their query rows (`lab.kernels.portable.rows`). Others have no places.
 * reach: the number of a request's last keys that some row may see; no row sees a key before them.
 * place: a position in one sequence of all work. Each unit has START_PLACES empty places, which stand for the time that it takes
   to begin and end it, and then one place for each tile within the reach.
@@ -29,6 +30,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lab.kernels.portable.rows import q_lens_of_kind
 from lab.kernels.portable.tiles import HopperTile, ProgramTile
 
 # Lengths that a program reads at a time to find its share: one per thread of 4 warps.
@@ -86,34 +88,41 @@ def tiles_in_reach(kv_len, reach, BLOCK_KEYS: tl.constexpr):
     return first, tl.maximum(tl.cdiv(kv_len.to(tl.int64), BLOCK_KEYS) - first, 1)
 
 
-# `batch` of what follows is (seq_lens, batch_size, reach, num_kv_heads, the numbers from 0 to BLOCK_REQUESTS, which Gluon makes
-# in other words than Triton).
+# `batch` of what follows is (seq_lens, batch_size, reach, num_kv_heads, kind, lanes): the last two are a kind of requests
+# (`lab.kernels.portable.rows`), and the numbers from 0 to BLOCK_REQUESTS, which Gluon makes in other words than Triton.
 
 
 @triton.jit
 def places_of_units(start, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr):
-    """Return the places of one unit of each of BLOCK_REQUESTS requests from `start` on, int64; 0 after the last request."""
-    seq_lens, batch_size, reach, _, lanes = batch
+    """Return the places of one unit of each of BLOCK_REQUESTS requests from `start` on, int64.
+
+    A request that is not of the kind has none, and so nobody's share has keys of it.
+    """
+    seq_lens, batch_size, reach, _, kind, lanes = batch
     requests = start + lanes
     kv_lens = tl.load(seq_lens + requests, mask=requests < batch_size, other=0)
     places = tiles_in_reach(kv_lens, reach, BLOCK_KEYS)[1] + START_PLACES
-    return tl.where(requests < batch_size, places, 0)
+    counted = requests < batch_size if kind[1] is None else q_lens_of_kind(requests, batch_size, kind) > 0
+    return tl.where(counted, places, 0)
 
 
 @triton.jit
 def places_per_share(batch, num_shares, least_tiles, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr):
     """Return (the places of all units, the places of one share)."""
-    _, batch_size, _, num_kv_heads, lanes = batch
+    _, batch_size, _, num_kv_heads, kind, lanes = batch
     sums = lanes.to(tl.int64) * 0
     longest = sums
+    counts = sums
     for start in range(0, batch_size, BLOCK_REQUESTS):
         places = places_of_units(start, batch, BLOCK_KEYS, START_PLACES)
         sums += places
         longest = tl.maximum(longest, places)
+        counts += (places > 0).to(tl.int64)
     total = tl.sum(sums, 0) * num_kv_heads
     most = tl.max(longest, 0)
     equal_share = tl.maximum(tl.cdiv(total, num_shares), least_tiles)
-    num_units = tl.cast(batch_size, tl.int64) * num_kv_heads
+    num_requests = tl.cast(batch_size, tl.int64) if kind[1] is None else tl.maximum(tl.sum(counts, 0), 1)
+    num_units = num_requests * num_kv_heads
     # If all units had the most places: shares that hold whole units, or equal parts of one.
     parts = tl.maximum(num_shares // num_units, 1)
     even_share = tl.maximum(tl.cdiv(most, parts) * tl.cdiv(num_units, num_shares), least_tiles)
@@ -123,13 +132,13 @@ def places_per_share(batch, num_shares, least_tiles, BLOCK_KEYS: tl.constexpr, S
 @triton.jit
 def request_at(place, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr):
     """Return (the request of a place, the first place of that request)."""
-    _, batch_size, _, num_kv_heads, _ = batch
+    _, batch_size, _, num_kv_heads, _, lanes = batch
     request = place * 0
     begin = request
     end = request
     for start in range(0, batch_size, BLOCK_REQUESTS):
         places = places_of_units(start, batch, BLOCK_KEYS, START_PLACES) * num_kv_heads
-        is_before = (end + tl.cumsum(places, 0) <= place) & (places > 0)
+        is_before = (end + tl.cumsum(places, 0) <= place) & (start + lanes < batch_size)
         request += tl.sum(is_before.to(tl.int64), 0)
         begin += tl.sum(tl.where(is_before, places, 0), 0)
         end += tl.sum(places, 0)
@@ -147,7 +156,7 @@ def begin_share(share, batch, num_shares, least_tiles, BLOCK_KEYS: tl.constexpr,
 
 
 @triton.jit
-def next_unit(place, request, request_begin, request_end, START_PLACES: tl.constexpr):
+def next_unit(place, request, request_begin, request_end, batch_size, kind, START_PLACES: tl.constexpr):
     """Return (place of the next unit's first tile, its request, the first place of that), of `place` after a unit's last tile.
 
     Where the next unit begins after the end of the share, it is another program's.
@@ -155,4 +164,7 @@ def next_unit(place, request, request_begin, request_end, START_PLACES: tl.const
     if place == request_end:
         request_begin = place
         request += 1
+        if kind[1] is not None:
+            while (request < batch_size) & (q_lens_of_kind(request, batch_size, kind) == 0):
+                request += 1
     return place + START_PLACES, request, request_begin

@@ -181,7 +181,7 @@ def _mla_kernel(
     START_PLACES: tl.constexpr = TILE.start_keys // BLOCK_KEYS
     place, end, share_places, request, request_begin = begin_share(
         share,
-        (seq_lens, batch_size, NO_REACH, 1, tl.arange(0, BLOCK_REQUESTS)),
+        (seq_lens, batch_size, NO_REACH, 1, (cu_seqlens_q, None, max_q_len), tl.arange(0, BLOCK_REQUESTS)),
         num_shares,
         least_tiles,
         BLOCK_KEYS,

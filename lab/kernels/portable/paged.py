@@ -5,6 +5,15 @@ head are packed into one tile, so K/V is read once for all of them. The keys of 
 whose partial results a second kernel merges (`lab.kernels.portable.key_shares`). Only in a prefill, where query rows alone fill
 the GPU, has each block of them a program. Lengths stay on the device: nothing is read back, and no length is compiled in.
 On SM90, what the products limit has a kernel in Gluon (`lab.kernels.portable.hopper_attention`).
+
+A batch of prompts beside decodes has two kinds of requests, those with few query tokens and those with more. Each kind has a
+launch with a tile and a division of its own, and programs of both run side by side:
+
+    first launch, then merge    shares of the keys of requests with few tokens, on half of the multiprocessors' room
+    second launch               blocks of the others' rows, or shares of their keys, in the rest; in all once the first ends
+
+A program of the second launch that takes a multiprocessor for itself, as those of the Gluon kernel do, leaves all room to the
+first, and begins where one of the first has ended.
 Latent attention (MLA) has a kernel of its own, in `mla_decode`, and so has its prefill before absorption, in `ragged_context`.
 """
 
@@ -37,6 +46,8 @@ from lab.kernels.support.portable import PORTABLE
 
 # A prefix so many times as long as the query rows is long: then a block of rows sees about as many keys as any other.
 LONG_PREFIX = 4
+# Most packed rows of a request that has few: up to so many, the call is bound by reading K/V (`choose_tile`).
+MOST_FEW_ROWS = 64
 
 
 @takes(DecodeCall)
@@ -82,32 +93,114 @@ def shares_of(problem: PagedAttention, tile: ProgramTile | HopperTile, q_blocks:
     Shares take every block of a request to see as many keys, which holds where a prefix is long beside the rows.
     """
     shares = choose_shares(tile, q_blocks, problem.query.device)
-    blocks = q_blocks * problem.num_kv_heads * problem.batch_size
+    longest = min(problem.batch_size, triton.cdiv(problem.num_rows, problem.max_q_len))
+    blocks = q_blocks * problem.num_kv_heads * longest
     if problem.max_kv_len < LONG_PREFIX * problem.max_q_len and blocks >= q_blocks * shares.count:
         return None
     return shares
 
 
-def _launches(problem: PagedAttention, results: Results) -> list[TritonLaunch]:
+def few_tokens(problem: PagedAttention) -> int | None:
+    """Return the most query tokens of a request of the first kind; None where all requests are taken to be of one kind.
+
+    Two kinds are worth it where a request may fill several blocks of rows. Lengths are on the device, so the host guesses from
+    the number of rows: as many requests as can be have `max_q_len` of them, and the first kind are those whose rows fit the
+    tile of the others' mean. A wrong guess costs time alone, since each request is of one kind.
+    """
+    longest, rest = divmod(problem.num_rows, problem.max_q_len)
+    others = problem.batch_size - longest
+    if problem.cu_seqlens_q is None or problem.mask is not None or problem.batch_size == 1 or others <= 0:
+        return None
     group = problem.num_qo_heads // problem.num_kv_heads
+    if problem.max_q_len * group <= _tile(problem, problem.max_q_len).rows:
+        return None
+    mean = max(1, triton.cdiv(rest, others))
+    few = max(1, _tile(problem, min(mean, MOST_FEW_ROWS // group)).rows // group)
+    return few if few < problem.max_q_len else None
+
+
+def shares_beside(problem: PagedAttention, shares: Shares, prefill: ProgramTile | HopperTile) -> Shares:
+    """Return the shares of the first kind that leave programs of `prefill` room from the start, at most half of it.
+
+    A multiprocessor with a program of each kind reads keys for the one while it multiplies for the other. A prefill's program
+    that takes a multiprocessor for itself gets none before the shares end.
+    """
+    if prefill.per_multiprocessor == 1:
+        return shares
+    packed_rows = problem.num_rows * problem.num_qo_heads // problem.num_kv_heads
+    programs = triton.cdiv(packed_rows, prefill.rows) * problem.num_kv_heads
+    return replace(shares, count=max(1, shares.count // 2, shares.count - programs))
+
+
+def _tile(problem: PagedAttention, q_len: int) -> ProgramTile:
+    """Return the plain kernel's tile for shares of requests of at most `q_len` rows."""
+    packed_rows = q_len * problem.num_qo_heads // problem.num_kv_heads
+    return choose_tile(
+        packed_rows, problem.head_dim, problem.k_cache.element_size(), capability_of(problem.query.device)
+    )
+
+
+def _tile_and_shares(problem: PagedAttention) -> tuple[ProgramTile | HopperTile, Shares | None]:
+    packed_rows = problem.max_q_len * problem.num_qo_heads // problem.num_kv_heads
     hopper = hopper_tiles(problem)
     if hopper is not None:
-        shares = shares_of(problem, hopper.shares, triton.cdiv(problem.max_q_len * group, hopper.shares.rows))
-        return hopper_launches(problem, results, hopper.blocks if shares is None else hopper.shares, shares)
-    packed_rows = problem.max_q_len * group
-    kv_bytes = problem.k_cache.element_size()
-    capability = capability_of(problem.query.device)
-    tile = choose_tile(packed_rows, problem.head_dim, kv_bytes, capability)
+        shares = shares_of(problem, hopper.shares, triton.cdiv(packed_rows, hopper.shares.rows))
+        return hopper.blocks if shares is None else hopper.shares, shares
+    tile = _tile(problem, problem.max_q_len)
     shares = shares_of(problem, tile, triton.cdiv(packed_rows, tile.rows))
     if shares is None:
         described = all(loads_by_descriptor(cache, tile.keys) for cache in (problem.k_cache, problem.v_cache))
+        kv_bytes, capability = problem.k_cache.element_size(), capability_of(problem.query.device)
         tile = choose_prefill_tile(tile, problem.head_dim, kv_bytes, described, capability)
-    q_blocks = triton.cdiv(packed_rows, tile.rows)
+    return tile, shares
+
+
+def _launches(problem: PagedAttention, results: Results) -> list[TritonLaunch]:
+    tile, shares = _tile_and_shares(problem)
+    few = few_tokens(problem)
+    if few is None:
+        return _launches_of(problem, results, tile, shares)
+    first = replace(problem, max_q_len=few)
+    first_tile, first_shares = _tile_and_shares(first)
+    if first_shares is not None and shares is None and overlaps_launches(problem.query.device):
+        first_shares = shares_beside(problem, first_shares, tile)
+    attention, *merge = _launches_of(first, results, first_tile, first_shares, 1)
+    second_attention, *second_merge = _launches_of(problem, results, tile, shares, few + 1)
+    return [attention, second_attention, *merge, *second_merge]
+
+
+def _grid(
+    problem: PagedAttention, q_blocks: int, tile: ProgramTile, shares: Shares | None, least_q_len: int | None
+) -> tuple[int, ...]:
+    """Return the programs of a launch; of one kind without shares, as many for each K/V head as it may have blocks of rows."""
+    if shares is not None:
+        return q_blocks, shares.count
+    if least_q_len is None:
+        return q_blocks, problem.num_kv_heads, problem.batch_size
+    requests = min(problem.batch_size, problem.num_rows // least_q_len)
+    whole_blocks = problem.num_rows * problem.num_qo_heads // (problem.num_kv_heads * tile.rows)
+    return max(1, min(whole_blocks + requests, q_blocks * requests)), problem.num_kv_heads
+
+
+def _launches_of(
+    problem: PagedAttention,
+    results: Results,
+    tile: ProgramTile | HopperTile,
+    shares: Shares | None,
+    least_q_len: int | None = None,
+) -> list[TritonLaunch]:
+    """Return the launches for all requests, or for those of `least_q_len` (the first kind: 1) to `problem.max_q_len` rows."""
+    if isinstance(tile, HopperTile):
+        return hopper_launches(problem, results, tile, shares, least_q_len)
+    group = problem.num_qo_heads // problem.num_kv_heads
+    q_blocks = triton.cdiv(problem.max_q_len * group, tile.rows)
     partials = new_partials(shares, q_blocks, tile.rows, problem)
     pools = paired((problem.k_cache, problem.v_cache), tile)
+    overlaps = overlaps_launches(problem.query.device)
+    overlapped = overlaps and least_q_len is not None and least_q_len > 1
     attention = TritonLaunch(
         _attention_kernel,
-        (q_blocks, problem.num_kv_heads, problem.batch_size) if shares is None else (q_blocks, shares.count),
+        _grid(problem, q_blocks, tile, shares, least_q_len),
         problem.query,
         pools,
         tile_descriptor(problem.k_cache, tile, problem.head_dim),
@@ -120,6 +213,7 @@ def _launches(problem: PagedAttention, results: Results) -> list[TritonLaunch]:
         problem.scales,
         results,
         partials,
+        least_q_len,
         problem.max_q_len,
         problem.window_left,
         problem.batch_size,
@@ -142,9 +236,11 @@ def _launches(problem: PagedAttention, results: Results) -> list[TritonLaunch]:
         SHARED=shares is not None,
         TILE=tile,
         DOT_DTYPE=dot_dtype(problem.k_cache),
-        OVERLAPS=partials is not None and overlaps_launches(problem.query.device),
+        OVERLAPS=overlaps and (partials is not None or least_q_len is not None),
+        OVERLAPPED=overlapped,
         scratch=partials or (),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        launch_pdl=overlapped,
     )
-    return with_merge(attention, partials, problem, q_blocks, results)
+    return with_merge(attention, partials, problem, q_blocks, results, least_q_len)

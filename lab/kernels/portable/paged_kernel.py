@@ -7,8 +7,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from lab.kernels.portable.key_shares import BLOCK_REQUESTS, begin_share, next_unit, reach_of, tiles_in_reach
-from lab.kernels.portable.partial_results import slot_of, store_share, store_unit_shares
-from lab.kernels.portable.rows import keys_of_block, request_rows, tile_begin, visible_keys
+from lab.kernels.portable.partial_results import await_launch_before, slot_of, store_share, store_unit_shares
+from lab.kernels.portable.rows import block_at, keys_of_block, request_rows, tile_begin, visible_keys
 from lab.kernels.portable.softmax import (
     dot,
     empty_denominator,
@@ -36,7 +36,10 @@ class Strides(NamedTuple):
 
 
 # What varies from call to call must not compile again, not even for its value 1 or its multiples of 16.
-@triton.jit(do_not_specialize=["max_q_len", "window_left", "batch_size", "num_kv_heads", "num_shares", "least_tiles"])
+VARYING = ["least_q_len", "max_q_len", "window_left", "batch_size", "num_kv_heads", "num_shares", "least_tiles"]
+
+
+@triton.jit(do_not_specialize=VARYING)
 def _attention_kernel(
     query,
     pools,  # (K, V); int16 where `paired` has made pairs of e4m3 elements
@@ -50,6 +53,7 @@ def _attention_kernel(
     scales,  # (bmm1_scale, bmm2_scale), each a number or a pointer
     results,  # (out, lse_log2 or None)
     partials,  # `PartialResults`; None: no unit is cut
+    least_q_len,  # None: the launch is for all requests; else for those of `least_q_len` to `max_q_len` rows
     max_q_len,
     window_left,
     batch_size,
@@ -66,19 +70,21 @@ def _attention_kernel(
     TILE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     OVERLAPS: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     """Compute attention of one block of packed rows over one share of the batch's keys, or over all keys of one unit."""
-    if OVERLAPS:  # the merge may be launched meanwhile, and waits for the end of this
+    if OVERLAPS:  # the merge, or the launch for other requests, may be launched meanwhile
         gdc_launch_dependents()
-    # The blocks of one share read the same keys at the same time: all but the first find them in L2.
-    q_block = tl.program_id(0)
     reach = reach_of(window_left, max_q_len)
     share = tl.program_id(1).to(tl.int64)
     BLOCK_ROWS: tl.constexpr = TILE.rows
     BLOCK_KEYS: tl.constexpr = TILE.keys
     START_PLACES: tl.constexpr = TILE.start_keys // BLOCK_KEYS if SHARED else 0
+    kind = (cu_seqlens_q, least_q_len, max_q_len)
+    batch = (seq_lens, batch_size, reach, num_kv_heads, kind, tl.arange(0, BLOCK_REQUESTS))
     if SHARED:
-        batch = (seq_lens, batch_size, reach, num_kv_heads, tl.arange(0, BLOCK_REQUESTS))
+        # The blocks of one share read the same keys at the same time: all but the first find them in L2.
+        q_block = tl.program_id(0)
         place, end, share_places, request, request_begin = begin_share(
             share, batch, num_shares, least_tiles, BLOCK_KEYS, START_PLACES
         )
@@ -86,12 +92,8 @@ def _attention_kernel(
         begun_len = tl.load(seq_lens + tl.minimum(request, batch_size - 1))
         unit_places = tiles_in_reach(begun_len, reach, BLOCK_KEYS)[1] + START_PLACES
         place = tl.maximum(place, place - (place - request_begin) % unit_places + START_PLACES)
-    else:  # as if the order had this unit alone, and no empty places
-        request = tl.program_id(2).to(tl.int64)
-        share_places = tiles_in_reach(tl.load(seq_lens + request), reach, BLOCK_KEYS)[1]
-        request_begin = tl.zeros([], tl.int64)
-        place = share * share_places
-        end = place + share_places
+    else:
+        q_block, place, end, share_places, request, request_begin = _begin_block(batch, share, GROUP, TILE)
 
     block_row = tl.arange(0, BLOCK_ROWS)
     token = (q_block * BLOCK_ROWS + block_row) // GROUP
@@ -178,7 +180,34 @@ def _attention_kernel(
             store_unit_shares(partials.unit_shares, request * num_kv_heads + kv_head, place, num_tiles, share_places)
         place += end_tile - first_tile
         request_end = request_begin + (num_tiles + START_PLACES) * num_kv_heads
-        place, request, request_begin = next_unit(place, request, request_begin, request_end, START_PLACES)
+        if SHARED:
+            place, request, request_begin = next_unit(
+                place, request, request_begin, request_end, batch_size, kind, START_PLACES
+            )
+    if OVERLAPPED:
+        await_launch_before()
+
+
+@triton.jit
+def _begin_block(batch, kv_head, GROUP: tl.constexpr, TILE: tl.constexpr):
+    """Return (block of rows, place, end, places, request, its first place) of a program that has all keys of its rows.
+
+    As if the order had this request alone, and no empty places. A program after the last block has no place.
+    """
+    seq_lens, batch_size, reach, _, kind, lanes = batch
+    # Causal blocks see the more keys the later they are: the longest start first, so that none is left alone at the end.
+    q_block = tl.num_programs(0) - 1 - tl.program_id(0)
+    exists = True
+    if kind[1] is None:
+        request = tl.program_id(2).to(tl.int64)
+    else:
+        request, begin, _, blocks = block_at(q_block, batch_size, kind, lanes, GROUP, TILE.rows)
+        request = tl.minimum(request, batch_size - 1).to(tl.int64)
+        exists = q_block < blocks
+        q_block -= begin
+    places = tiles_in_reach(tl.load(seq_lens + request), reach, TILE.keys)[1]
+    place = kv_head * places
+    return q_block, place, place + tl.where(exists, places, 0), places, request, tl.zeros([], tl.int64)
 
 
 @triton.jit

@@ -53,9 +53,17 @@ def new_partials(shares: Shares | None, q_blocks: int, rows: int, problem: Paged
 
 
 def with_merge(
-    attention: TritonLaunch, partials: PartialResults | None, problem: PagedAttention, q_blocks: int, results: Results
+    attention: TritonLaunch,
+    partials: PartialResults | None,
+    problem: PagedAttention,
+    q_blocks: int,
+    results: Results,
+    least_q_len: int | None = None,
 ) -> list[TritonLaunch]:
-    """Return the launches of a call: `attention`, and where units are cut the merge, which writes the rows that are."""
+    """Return the launches of a call: `attention`, and where units are cut the merge, which writes the rows that are.
+
+    With `least_q_len`, they are for requests of `least_q_len` to `problem.max_q_len` rows.
+    """
     if partials is None:
         return [attention]
     units, group = problem.batch_size * problem.num_kv_heads, problem.num_qo_heads // problem.num_kv_heads
@@ -70,6 +78,7 @@ def with_merge(
         problem.sinks,
         problem.bmm2_scale,
         results,
+        least_q_len,
         problem.max_q_len,
         q_blocks,
         problem.num_kv_heads,
@@ -108,6 +117,13 @@ def overlaps_launches(device: torch.device) -> bool:
     """Return True where a launch may begin beside the end of the one before it (programmatic dependent launch)."""
     family = family_of(capability_of(device))
     return family is not None and family.overlaps_launches
+
+
+@triton.jit
+def await_launch_before():
+    """Let the last program wait for the launch that this one began beside: whoever waits for this, then waits for both."""
+    if (tl.program_id(0) == tl.num_programs(0) - 1) & (tl.program_id(1) == tl.num_programs(1) - 1):
+        gdc_wait()
 
 
 @triton.jit
@@ -159,13 +175,14 @@ def store_share(
         tl.store(partials.lse_log2 + row, log2_sum(largest, denominator))
 
 
-@triton.jit(do_not_specialize=["max_q_len", "q_blocks", "num_kv_heads"])
+@triton.jit(do_not_specialize=["least_q_len", "max_q_len", "q_blocks", "num_kv_heads"])
 def merge_kernel(
     partials,
     cu_seqlens_q,  # None: every request has max_q_len rows
     sinks,
     bmm2_scale,
     results,  # (out, lse_log2 or None)
+    least_q_len,  # as for the attention
     max_q_len,
     q_blocks,
     num_kv_heads,
@@ -188,6 +205,8 @@ def merge_kernel(
         return
     request = (unit // num_kv_heads).to(tl.int64)
     q_start, q_len = request_rows(cu_seqlens_q, request, max_q_len)
+    if least_q_len is not None and (q_len < least_q_len) | (q_len > max_q_len):  # another launch's
+        return
     first_packed = tl.program_id(1) * MERGED_ROWS
     if first_packed >= q_len * GROUP:
         return

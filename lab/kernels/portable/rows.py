@@ -2,6 +2,9 @@
 
 A block has packed rows of one request: row r is query token r // GROUP, head r % GROUP of the heads that share a K/V head.
 Rows are causal: token i of a request with q tokens and L keys sits at position L - q + i, and sees keys up to it.
+
+A launch may be for one kind of requests, those of `least_q_len` to `max_q_len` query tokens, and leave the others to another.
+A `kind` is (cu_seqlens_q, least_q_len, max_q_len), whose `least_q_len` is None where a launch is for all requests.
 """
 
 from typing import Any, NamedTuple
@@ -40,6 +43,42 @@ def request_rows(cu_seqlens_q, request, max_q_len):
         q_start = tl.load(cu_seqlens_q + request).to(tl.int64)
         q_len = (tl.load(cu_seqlens_q + request + 1) - q_start).to(tl.int32)
     return q_start, q_len
+
+
+@triton.jit
+def q_lens_of_kind(requests, batch_size, kind):
+    """Return the query tokens of each of `requests`; 0 where it is not of the kind, and after the last."""
+    cu_seqlens_q, least_q_len, max_q_len = kind
+    exists = requests < batch_size
+    if cu_seqlens_q is None:
+        q_lens = tl.where(exists, max_q_len, 0)
+    else:
+        begins = tl.load(cu_seqlens_q + requests, mask=exists, other=0)
+        q_lens = tl.load(cu_seqlens_q + requests + 1, mask=exists, other=0) - begins
+        if least_q_len is not None:
+            q_lens = tl.where((q_lens >= least_q_len) & (q_lens <= max_q_len), q_lens, 0)
+    return q_lens
+
+
+@triton.jit
+def block_at(number, batch_size, kind, lanes, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """Return (request, its first block, requests with blocks from it on, all blocks) of one of all blocks of rows of a kind.
+
+    Blocks are in order of the request; of a number after the last one, the request is `batch_size`. `lanes` are the numbers
+    from 0 on of the requests that are looked at together.
+    """
+    request = number * 0
+    begin = request
+    left = request
+    end = request
+    for start in range(0, batch_size, lanes.shape[0]):
+        blocks = tl.cdiv(q_lens_of_kind(start + lanes, batch_size, kind) * GROUP, BLOCK_ROWS)
+        is_before = (end + tl.cumsum(blocks, 0) <= number) & (start + lanes < batch_size)
+        request += tl.sum(is_before.to(tl.int32), 0)
+        left += tl.sum((~is_before & (blocks > 0)).to(tl.int32), 0)
+        begin += tl.sum(tl.where(is_before, blocks, 0), 0)
+        end += tl.sum(blocks, 0)
+    return request, begin, left, end
 
 
 @triton.jit
