@@ -1,4 +1,4 @@
-"""Mutants of rows through cum_seq_lens_q: requests without rows, padding rows, bounds that no request reaches."""
+"""Mutants of rows through cum_seq_lens_q: none of a request, padding, bounds that no request reaches, few beside many."""
 
 import itertools
 from collections.abc import Sequence
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lab.calls.problem import PagedAttention
 from lab.checks.mutants.conditional import Conditional
+from lab.checks.mutants.mutant import CONTEXT
 from lab.checks.mutants.split_kv import RowTile
 
 
@@ -61,6 +62,30 @@ class LseLostAmongRequestsWithoutRows(Conditional, mla=True):
         offsets = self.row_offsets(problem)
         if lse is not None and len(set(offsets)) < len(offsets):
             lse[0] = lse[offsets[-1] - 1].clone()
+
+
+class BesidePrompt(Conditional, is_model=True, interface=(CONTEXT,)):
+    """Loses the rows of requests of `lost` rows, where another request of the batch has more than 128 for a K/V head."""
+
+    def lost(self, group: int) -> int:
+        """Return the rows of a request, of which each has `group` query heads for a K/V head, that are left zero."""
+        return 0
+
+    def finish(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
+        offsets, group = self.row_offsets(problem), problem.num_qo_heads // problem.num_kv_heads
+        if largest_step(offsets) * group <= 128:
+            return
+        for begin, end in itertools.pairwise(offsets):
+            if end - begin == self.lost(group):
+                out[begin:end] = 0.0
+
+
+class FilledTileBesidePromptLost(BesidePrompt, lost=lambda _, group: 64 // group):
+    """Beside a prompt, requests whose rows just fill a tile of 64 are taken neither for decodes nor for prompts."""
+
+
+class OneMoreThanTileBesidePromptLost(BesidePrompt, lost=lambda _, group: 16 // group + 1):
+    """Beside a prompt, requests of one row more than a tile of 16 holds are taken neither for decodes nor for prompts."""
 
 
 def largest_step(offsets: Sequence[int]) -> int:
