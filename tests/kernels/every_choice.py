@@ -34,18 +34,24 @@ def _pool(head_dim: int, page_size: int, dtype: torch.dtype) -> tuple[torch.Tens
 
 
 def decode(
-    q_len: int, head_dim: int = 128, q: torch.dtype = BF16, kv: torch.dtype = BF16, page_size: int = 64, **options: Any
+    q_len: int,
+    head_dim: int = 128,
+    q: torch.dtype = BF16,
+    kv: torch.dtype = BF16,
+    page_size: int = 64,
+    requests: int = REQUESTS,
+    **options: Any,
 ) -> object:
     """Decode, verify or draft extend of `q_len` tokens for each request: 8 packed rows for each token."""
     given = {"bmm1_scale": 0.1, "out_dtype": BF16} | {
         name: make() if callable(make) else make for name, make in options.items()
     }
     return portable.trtllm_batch_decode_with_kv_cache(
-        tensor(REQUESTS * q_len, KV_HEADS * GROUP, head_dim, dtype=q),
+        tensor(requests * q_len, KV_HEADS * GROUP, head_dim, dtype=q),
         _pool(head_dim, page_size, kv),
         None,
-        tensor(REQUESTS, 4096 // page_size),
-        tensor(REQUESTS),
+        tensor(requests, 4096 // page_size),
+        tensor(requests),
         4096,
         q_len_per_req=q_len,
         **given,
@@ -131,6 +137,11 @@ def _decodes() -> Iterator[tuple[str, Call]]:
                     f"decode, {8 * q_len} rows, heads of {head_dim}, bf16 over {NAMES[kv]}",
                     partial(decode, q_len, head_dim, kv=kv),
                 )
+    for kv in (BF16, E4M3):
+        for head_dim in (64, 128, 256):
+            text = f"decode of few requests, heads of {head_dim}, bf16 over {NAMES[kv]}"
+            yield f"{text}, 8 rows, merged at once", partial(decode, 1, head_dim, kv=kv, requests=4)
+            yield f"{text}, 32 rows, merged by a launch", partial(decode, 4, head_dim, kv=kv, requests=1)
     for dtype in (FP16, E4M3):
         for q_len in (1, 8):
             yield f"decode, {8 * q_len} rows, {NAMES[dtype]}", partial(decode, q_len, q=dtype, kv=dtype)

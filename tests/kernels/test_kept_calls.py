@@ -94,6 +94,7 @@ POSED: dict[str, tuple[str, Callable[[], Arguments]]] = {
     "prompt beside decodes": (CONTEXT, lambda: prompt_beside_decodes(kv_dtype=torch.float8_e4m3fn)),
     "gluon beside decodes": (CONTEXT, prompt_beside_decodes),
     "gluon, blocks of rows": (CONTEXT, gluon_blocks),
+    "small batch, merged by a launch": (DECODE, lambda: decode(4, (16, 2), kv_lens=(5000, 5100))),
     "gluon, shares": (DECODE, lambda: decode(17, (8, 1))),
 }
 
@@ -226,6 +227,7 @@ def test_a_kept_call_launches_what_a_checked_one_does(launches: Launches, name: 
             assert len(launched[1]) > 0
             assert name.startswith("gluon") <= (hopper_attention_kernel in [kernel for kernel, *_ in launched[1]])
             assert name.endswith("beside decodes") <= (len(launched[1]) > 2)
+            assert len(launched[1]) == {"decode": 1, "small batch, merged by a launch": 2}.get(name, len(launched[1]))
             assert launched == launches.of(counted.fresh, again)
         assert counted.prepared == prepared
 

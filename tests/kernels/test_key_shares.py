@@ -10,11 +10,11 @@ import triton.language as tl
 from lab.kernels.portable.key_shares import (
     BLOCK_REQUESTS,
     CUT_KEYS,
+    SMALL_BATCH,
     Shares,
+    begin_share,
     choose_shares,
-    places_per_share,
     reach_of,
-    request_at,
 )
 from lab.kernels.portable.partial_results import merge_block
 from lab.kernels.portable.rows import block_at
@@ -40,18 +40,22 @@ def _every_share(
     least_tiles,
     BLOCK_KEYS: tl.constexpr,
     START_PLACES: tl.constexpr,
+    SMALL: tl.constexpr,
 ):
-    """Write of each share: the places of the batch, its own, the request of its first place, and the first place of that."""
+    """Write of each share: its end, its places, those of each unit, the request of its first place, the first place of that."""
     number = tl.program_id(0).to(tl.int64)
     reach = reach_of(window_left, max_q_len)
     kind = (cu_seqlens_q, least_q_len, most_q_len)
-    batch = (seq_lens, batch_size, reach, num_kv_heads, kind, tl.arange(0, BLOCK_REQUESTS))
-    total, share = places_per_share(batch, num_shares, least_tiles, BLOCK_KEYS, START_PLACES)
-    request, begin = request_at(number * share, batch, BLOCK_KEYS, START_PLACES)
-    tl.store(found + number * 4, total)
-    tl.store(found + number * 4 + 1, share)
-    tl.store(found + number * 4 + 2, request)
-    tl.store(found + number * 4 + 3, begin)
+    LANES: tl.constexpr = SMALL_BATCH if SMALL else BLOCK_REQUESTS
+    batch = (seq_lens, batch_size, reach, num_kv_heads, kind, tl.arange(0, LANES))
+    _, end, share, unit, request, begin = begin_share(
+        number, batch, num_shares, least_tiles, BLOCK_KEYS, START_PLACES, SMALL
+    )
+    tl.store(found + number * 5, end)
+    tl.store(found + number * 5 + 1, share)
+    tl.store(found + number * 5 + 2, unit)
+    tl.store(found + number * 5 + 3, request)
+    tl.store(found + number * 5 + 4, begin)
 
 
 @triton.jit
@@ -80,9 +84,10 @@ def shares_on(
     least_tiles: int = 1,
     q_lens: list[int] | None = None,
     kind: tuple[int | None, int | None] = (None, None),
+    is_small: bool = False,
 ) -> list[list[int]]:
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
-    found = torch.full((num_shares, 4), -1, dtype=torch.int64, device=device)
+    found = torch.full((num_shares, 5), -1, dtype=torch.int64, device=device)
     _every_share[(num_shares,)](
         found,
         seq_lens,
@@ -96,6 +101,7 @@ def shares_on(
         least_tiles,
         BLOCK_KEYS=BLOCK_KEYS,
         START_PLACES=START_PLACES,
+        SMALL=is_small,
     )
     return found.tolist()
 
@@ -155,10 +161,10 @@ def test_shares(
     ends = list(itertools.accumulate(places))
     expected_begins = [0, *ends[:-1]]
     share = share_of(places, num_kv_heads, num_shares, least_tiles)
-    for number, (total, own, request, begin) in enumerate(found):
-        assert (total, own) == (ends[-1], share)
+    for number, (end, own, unit, request, begin) in enumerate(found):
         place = number * share
-        if place < total:
+        assert (end, own, unit) == (min(place + share, ends[-1]), share, 0)
+        if place < ends[-1]:
             assert request == next(index for index, end in enumerate(ends) if place < end)
             assert begin == expected_begins[request]
 
@@ -174,11 +180,10 @@ def test_shares_of_a_kind(device: str, batch_size: int, kind: tuple[int, int]) -
     chosen = [kind[0] <= q_len <= kind[1] for q_len in q_lens]
     places = [2 * places_of(length, 90) * of for length, of in zip(lengths, chosen, strict=True)]
     ends = list(itertools.accumulate(places))
-    if any(chosen):
-        assert found[0][:2] == [ends[-1], share_of([each for each in places if each], 2, 7, 1)]
-    for number, (total, own, request, begin) in enumerate(found):
-        assert total == ends[-1]
-        if number * own < total:
+    share = share_of([each for each in places if each], 2, 7, 1) if any(chosen) else found[0][1]
+    for number, (end, own, unit, request, begin) in enumerate(found):
+        assert (end, own, unit) == (min((number + 1) * share, ends[-1]), share, 0)
+        if number * own < ends[-1]:
             assert request == next(index for index, end in enumerate(ends) if number * own < end)
             assert begin == ends[request] - places[request]
 
@@ -205,7 +210,45 @@ def test_a_batch_beyond_32_bits(device: str) -> None:
     """Places, though no length and no request's places exceed them."""
     found = shares_on(device, [2**30] * 40, window_left=-1, num_kv_heads=8, num_shares=4)
     places = 8 * places_of(2**30, -1)
-    assert found == [[40 * places, 10 * places, 10 * number, 10 * number * places] for number in range(4)]
+    expected = [[10 * (number + 1) * places, 10 * places, 0, 10 * number, 10 * number * places] for number in range(4)]
+    assert found == expected
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("lengths", "num_shares", "least_tiles", "share", "unit"),
+    [
+        ([512] * 16, 264, 1, 4, 16),  # four parts of 4 tiles, of which none is smaller
+        ([512], 264, 4, 4, 16),  # four parts, as small as are worth a program
+        ([1024], 264, 4, 8, 32),  # four parts, where more would have to be as large
+        ([4096], 264, 4, 8, 128),  # more than four parts are twice as large
+        ([4096, 2048], 264, 1, 4, 128),  # every unit has the places of the longest, an eighth of all programs each
+        ([512] * SMALL_BATCH.value, 264, 1, 8, 16),  # two parts
+        ([512] * 31 + [4096], 264, 1, 14, 0),  # too unequal
+        ([4096] * SMALL_BATCH.value, 132, 1, 136, 0),  # a program for each unit
+    ],
+)
+def test_units_of_a_small_batch_are_cut_into_equal_parts(
+    device: str, lengths: list[int], num_shares: int, least_tiles: int, share: int, unit: int
+) -> None:
+    """With 4 K/V heads; shares follow each other, and the first place of each is one of the request that is found for it."""
+    found = shares_on(
+        device,
+        lengths,
+        window_left=-1,
+        num_kv_heads=4,
+        num_shares=num_shares,
+        least_tiles=least_tiles,
+        is_small=True,
+    )
+    places = [unit or places_of(length, -1) for length in lengths]
+    total = 4 * sum(places)
+    for number, (end, own, of_unit, request, begin) in enumerate(found):
+        assert (own, of_unit) == (share, unit)
+        assert max(end, number * share) == max(min((number + 1) * share, total), number * share)
+        if number * share < total:
+            assert begin == 4 * sum(places[:request])
+            assert begin <= number * share < begin + 4 * places[request]
 
 
 @pytest.mark.parametrize(("q_blocks", "num_shares"), [(1, 264), (2, 132), (100, 2), (1000, 1)])

@@ -15,7 +15,7 @@ from torch import Tensor
 from lab import references
 from lab.calls import ContextCall, DecodeCall
 from lab.kernels import portable
-from lab.kernels.portable import key_shares, paged
+from lab.kernels.portable import key_shares, paged, partial_results
 from lab.kernels.portable.tile_choices import choose_tile
 from lab.kernels.portable.tiles import ProgramTile, tile_descriptor
 from lab.kernels.support import why_not
@@ -291,14 +291,17 @@ def test_prompts_beside_decodes(monkeypatch: pytest.MonkeyPatch, share_count: in
     shares = None if share_count is None else key_shares.Shares(share_count)
     monkeypatch.setattr(paged, "shares_of", lambda *_: shares)
 
-    def full_of_nan(*shape: Any, dtype: torch.dtype, **options: Any) -> Tensor:
-        return torch.full(*shape, math.nan if dtype.is_floating_point else share_count or 0, dtype=dtype, **options)
+    new_scratch = partial_results.new_scratch
+
+    def full_of_nan(*arguments: Any) -> list[Tensor]:
+        parts = new_scratch(*arguments)
+        return [part.fill_(math.nan if part.is_floating_point() else share_count or 0) for part in parts]
 
     batch = random_batch([1, 16, 140, 17, 0, 8], [300, 60, 150, 70, 33, 7], heads=(2, 2), head_dim=64)
     problem = ContextCall(**arguments_of(CONTEXT, batch, 64)).problem()
     assert paged.few_tokens(problem) == 16
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", full_of_nan)
+        patch.setattr(partial_results, "new_scratch", full_of_nan)
         assert_right(CONTEXT, batch, 64, bmm1_scale=0.125, window_left=70, sinks=sinks_of(2))
 
 
@@ -489,6 +492,8 @@ def test_keys_are_shared_out_unless_rows_fill_the_gpu(
     problem = SimpleNamespace(
         query=SimpleNamespace(device=torch.device("cuda")),
         num_kv_heads=8,
+        num_qo_heads=32,
+        head_dim=128,
         batch_size=1,
         num_rows=q_len,
         max_q_len=q_len,

@@ -281,7 +281,7 @@ def _store(
     store_share(state, rows, dims, is_whole, sinks, scales[1], results, partials)
     if partials is not None and WHICH == 0 and piece.first_tile == 0:
         unit = piece.request * num_kv_heads + piece.kv_head
-        store_unit_shares(partials.unit_shares, unit, place, piece.num_tiles, share_places)
+        store_unit_shares(partials.of_units, unit, place, piece.num_tiles, share_places)
 
 
 # As of the plain kernel: what varies from call to call must not compile again.

@@ -5,7 +5,14 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lab.kernels.portable.key_shares import BLOCK_REQUESTS, begin_share, next_unit, reach_of, tiles_in_reach
+from lab.kernels.portable.key_shares import (
+    BLOCK_REQUESTS,
+    begin_share,
+    first_tile_from,
+    next_unit,
+    reach_of,
+    tiles_in_reach,
+)
 from lab.kernels.portable.rows import block_at, keys_of_block, q_lens_of_kind, request_rows, tile_begin
 
 NO_KEY: gl.constexpr = gl.constexpr(2**31 - 1)
@@ -39,17 +46,18 @@ def begin_walk(batch, num_shares, least_tiles, SHARED: gl.constexpr, GROUP: gl.c
     if SHARED:
         START_PLACES: gl.constexpr = TILE.start_keys // TILE.keys
         reach = reach_of(window_left, kind[2])
-        place, end, last, request, request_begin = begin_share(
+        place, end, last, unit_places, request, request_begin = begin_share(
             gl.program_id(1).to(gl.int64),
             (seq_lens, batch_size, reach, num_kv_heads, kind, lanes),
             num_shares,
             least_tiles,
             TILE.keys,
             START_PLACES,
+            False,
         )
         begun_len = gl.load(seq_lens + gl.minimum(request, batch_size - 1))
-        unit_places = tiles_in_reach(begun_len, reach, TILE.keys)[1] + START_PLACES
-        place = gl.maximum(place, place - (place - request_begin) % unit_places + START_PLACES)
+        begun_tiles = tiles_in_reach(begun_len, reach, TILE.keys)[1]
+        place = first_tile_from(place, request_begin, begun_tiles, unit_places, START_PLACES)
     else:
         place = gl.program_id(0)
         request, request_begin, last, blocks = block_at(

@@ -20,8 +20,11 @@ share 1 fills two slots, one for the unit in which it begins and one for the uni
     share  0  0  0  0  0  0  1  1  1  1  1  1  2  2  2  2  2  2
 
 Lengths are known on the device alone, so each program finds its share there. A long request is cut where a share ends, a
-short one is not cut at all, and no program waits for another. The program that begins a unit writes down which shares have keys
-of it, for the merge (`lab.kernels.portable.partial_results`).
+short one is not cut at all, and no program waits for another.
+
+A small batch, which ends in about the time that a program needs to find its share, takes a shorter way where its requests are
+about as long: every unit gets the places of the longest, as many as make whole shares. The unit of a share then follows from
+its number, and a unit is cut into equal parts.
 """
 
 from dataclasses import dataclass
@@ -35,6 +38,10 @@ from lab.kernels.portable.tiles import HopperTile, ProgramTile
 
 # Lengths that a program reads at a time to find its share: one per thread of 4 warps.
 BLOCK_REQUESTS: tl.constexpr = tl.constexpr(128)
+# Most requests of a small batch: one per thread of a warp, so that no warp waits for another to add up their places.
+SMALL_BATCH: tl.constexpr = tl.constexpr(32)
+# Parts into which a unit of a small batch is cut however small they are; into more only where they are twice as large.
+FEW_PARTS: tl.constexpr = tl.constexpr(4)
 # Keys by which a share may exceed an equal one, where requests of one length are then cut nowhere, or at equal parts. A program
 # that ends one request and begins another waits for its keys anew, and what is cut is written, read and merged.
 CUT_KEYS: tl.constexpr = tl.constexpr(256)
@@ -49,10 +56,14 @@ class Shares:
     Attributes:
         count: shares, and programs for each block of query rows.
         least_tiles: fewest tiles that are worth a program and its partial result.
+        is_small: the batch is small, and its units are cut into equal parts.
+        merges_at_once: the last program of a unit merges its pieces (`lab.kernels.portable.partial_results`).
     """
 
     count: int
     least_tiles: int = 1
+    is_small: bool = False
+    merges_at_once: bool = False
 
 
 def choose_shares(tile: ProgramTile | HopperTile, q_blocks: int, device: torch.device, least_keys: int = 0) -> Shares:
@@ -89,12 +100,13 @@ def tiles_in_reach(kv_len, reach, BLOCK_KEYS: tl.constexpr):
 
 
 # `batch` of what follows is (seq_lens, batch_size, reach, num_kv_heads, kind, lanes): the last two are a kind of requests
-# (`lab.kernels.portable.rows`), and the numbers from 0 to BLOCK_REQUESTS, which Gluon makes in other words than Triton.
+# (`lab.kernels.portable.rows`), and the numbers from 0 to BLOCK_REQUESTS, in a small batch to SMALL_BATCH, which Gluon makes in
+# other words than Triton.
 
 
 @triton.jit
 def places_of_units(start, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr):
-    """Return the places of one unit of each of BLOCK_REQUESTS requests from `start` on, int64.
+    """Return the places of one unit of each of some requests from `start` on, int64.
 
     A request that is not of the kind has none, and so nobody's share has keys of it.
     """
@@ -113,7 +125,7 @@ def places_per_share(batch, num_shares, least_tiles, BLOCK_KEYS: tl.constexpr, S
     sums = lanes.to(tl.int64) * 0
     longest = sums
     counts = sums
-    for start in range(0, batch_size, BLOCK_REQUESTS):
+    for start in range(0, batch_size, lanes.shape[0]):
         places = places_of_units(start, batch, BLOCK_KEYS, START_PLACES)
         sums += places
         longest = tl.maximum(longest, places)
@@ -136,7 +148,7 @@ def request_at(place, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexp
     request = place * 0
     begin = request
     end = request
-    for start in range(0, batch_size, BLOCK_REQUESTS):
+    for start in range(0, batch_size, lanes.shape[0]):
         places = places_of_units(start, batch, BLOCK_KEYS, START_PLACES) * num_kv_heads
         is_before = (end + tl.cumsum(places, 0) <= place) & (start + lanes < batch_size)
         request += tl.sum(is_before.to(tl.int64), 0)
@@ -146,20 +158,68 @@ def request_at(place, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexp
 
 
 @triton.jit
-def begin_share(share, batch, num_shares, least_tiles, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr):
-    """Return (first place, end, places per share, request of the first place, first place of that request) of a share."""
-    total, share_places = places_per_share(batch, num_shares, least_tiles, BLOCK_KEYS, START_PLACES)
-    place = share * share_places
-    end = tl.minimum(place + share_places, total)
-    request, request_begin = request_at(place, batch, BLOCK_KEYS, START_PLACES)
-    return place, end, share_places, request, request_begin
+def equal_parts(batch, num_shares, least_tiles, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr):
+    """Return (the tiles of a part, the parts of each unit) of a small batch, int32; no parts where its units are too unequal.
+
+    Every part begins anew, so that empty places would only make the first part of a unit a smaller one.
+    """
+    _, batch_size, _, num_kv_heads, _, _ = batch
+    most_parts = num_shares // (batch_size * num_kv_heads)
+    part = least_tiles
+    parts = most_parts * 0
+    if most_parts > 1:
+        places = places_of_units(0, batch, BLOCK_KEYS, START_PLACES)
+        most = (tl.max(places, 0) - START_PLACES).to(tl.int32)
+        least = tl.minimum(tl.maximum(tl.cdiv(most, FEW_PARTS), least_tiles), 2 * least_tiles)
+        part = tl.maximum(tl.cdiv(most, most_parts), least)
+        excess = part - 1 - CUT_KEYS // BLOCK_KEYS
+        if excess * tl.cast(num_shares, tl.int64) < tl.sum(places, 0) * num_kv_heads:
+            parts = tl.cdiv(most, part)
+    return part, parts
+
+
+@triton.jit
+def begin_share(
+    share, batch, num_shares, least_tiles, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr, SMALL: tl.constexpr
+):
+    """Return (first place, end, places per share, of each unit or 0, request of the first place, first place of that)."""
+    _, batch_size, _, num_kv_heads, _, _ = batch
+    part, parts = 0, 0
+    if SMALL:
+        part, parts = equal_parts(batch, num_shares, least_tiles, BLOCK_KEYS, START_PLACES)
+    unit_places = tl.cast(parts, tl.int64) * part
+    if parts > 0:
+        share_places = tl.cast(part, tl.int64)
+        place = share * share_places
+        end = tl.where(share < batch_size * num_kv_heads * parts, place + share_places, place)
+        request = (share.to(tl.int32) // (parts * num_kv_heads)).to(tl.int64)
+        request_begin = request * (unit_places * num_kv_heads)
+    else:
+        total, share_places = places_per_share(batch, num_shares, least_tiles, BLOCK_KEYS, START_PLACES)
+        place = share * share_places
+        end = tl.minimum(place + share_places, total)
+        request, request_begin = request_at(place, batch, BLOCK_KEYS, START_PLACES)
+    return place, end, share_places, unit_places, request, request_begin
+
+
+@triton.jit
+def places_before(num_tiles, unit_places, START_PLACES: tl.constexpr):
+    """Return the empty places before the first of a unit's tiles; `unit_places` as `begin_share` returns it."""
+    return tl.where(unit_places > 0, unit_places - num_tiles, START_PLACES)
+
+
+@triton.jit
+def first_tile_from(place, request_begin, num_tiles, unit_places, START_PLACES: tl.constexpr):
+    """Return `place`, or where that is empty the place of the first tile after it; `num_tiles` are those of its unit."""
+    before = places_before(num_tiles, unit_places, START_PLACES)
+    return tl.maximum(place, place - (place - request_begin) % (num_tiles + before) + before)
 
 
 @triton.jit
 def next_unit(place, request, request_begin, request_end, batch_size, kind, START_PLACES: tl.constexpr):
     """Return (place of the next unit's first tile, its request, the first place of that), of `place` after a unit's last tile.
 
-    Where the next unit begins after the end of the share, it is another program's.
+    Where the next unit begins after the end of the share, it is another program's: always, if units are cut into equal parts.
     """
     if place == request_end:
         request_begin = place

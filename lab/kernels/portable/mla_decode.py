@@ -179,13 +179,14 @@ def _mla_kernel(
     BLOCK_ROWS: tl.constexpr = TILE.rows
     BLOCK_KEYS: tl.constexpr = TILE.keys
     START_PLACES: tl.constexpr = TILE.start_keys // BLOCK_KEYS
-    place, end, share_places, request, request_begin = begin_share(
+    place, end, share_places, _, request, request_begin = begin_share(
         share,
         (seq_lens, batch_size, NO_REACH, 1, (cu_seqlens_q, None, max_q_len), tl.arange(0, BLOCK_REQUESTS)),
         num_shares,
         least_tiles,
         BLOCK_KEYS,
         START_PLACES,
+        False,
     )
     place = tl.maximum(place, request_begin + START_PLACES)
 
@@ -262,7 +263,7 @@ def _mla_kernel(
         rows = (row_head, head, row_exists, slot * BLOCK_ROWS + block_row)
         store_share(state, rows, latent_dims, is_whole, sinks, scales[1], results, partials)
         if partials is not None and first_tile == 0:
-            store_unit_shares(partials.unit_shares, request, place, num_tiles, share_places)
+            store_unit_shares(partials.of_units, request, place, num_tiles, share_places)
         place += end_tile - first_tile
         request_begin = place
         request += 1

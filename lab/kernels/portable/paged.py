@@ -2,8 +2,9 @@
 
 One kernel serves decode, verify, draft extend and extend. The query rows of a request and the query heads that share a K/V
 head are packed into one tile, so K/V is read once for all of them. The keys of the batch are shared out evenly among programs,
-whose partial results a second kernel merges (`lab.kernels.portable.key_shares`). Only in a prefill, where query rows alone fill
-the GPU, has each block of them a program. Lengths stay on the device: nothing is read back, and no length is compiled in.
+whose partial results a second kernel merges, or in a small batch the last of the programs (`lab.kernels.portable.key_shares`).
+Only in a prefill, where query rows alone fill the GPU, has each block of them a program. Lengths stay on the device: nothing is
+read back, and no length is compiled in.
 On SM90, what the products limit has a kernel in Gluon (`lab.kernels.portable.hopper_attention`).
 
 A batch of prompts beside decodes has two kinds of requests, those with few query tokens and those with more. Each kind has a
@@ -28,7 +29,7 @@ from lab.calls.problem import PagedAttention, check_values
 from lab.gpus import capability_of
 from lab.kernels.portable.hopper import hopper_launches, hopper_tiles
 from lab.kernels.portable.kept_calls import kept_at_once
-from lab.kernels.portable.key_shares import Shares, choose_shares
+from lab.kernels.portable.key_shares import FEW_PARTS, SMALL_BATCH, Shares, choose_shares
 from lab.kernels.portable.paged_kernel import Strides, _attention_kernel
 from lab.kernels.portable.partial_results import Results, new_partials, overlaps_launches, with_merge
 from lab.kernels.portable.softmax import dot_dtype
@@ -46,6 +47,14 @@ from lab.kernels.support.portable import PORTABLE
 
 # A prefix so many times as long as the query rows is long: then a block of rows sees about as many keys as any other.
 LONG_PREFIX = 4
+# Most rows of a tile whose keys are cut into equal parts in a small batch, of which the fewest keys are worth a program: a tile
+# of 64 more takes about as long as another piece in the merge.
+SMALL_ROWS = 32
+SMALL_SHARE_KEYS = 128
+# Most rows of all pieces of a unit, and elements of a piece, that the last program merges. One multiprocessor reads them: on an
+# H200 a launch for the merge, which has all of them, is faster from 512 rows on, and slower up to 256.
+MOST_ROWS_AT_ONCE = 256
+MOST_ELEMENTS_AT_ONCE = 32 * 128
 # Most packed rows of a request that has few: up to so many, the call is bound by reading K/V (`choose_tile`).
 MOST_FEW_ROWS = 64
 
@@ -87,17 +96,36 @@ def _prepare(problem: PagedAttention, *refreshes: Callable[[], object]) -> Trito
     return prepared(PORTABLE, problem, check_values, lambda *results: [*refreshes, *_launches(problem, results)])
 
 
-def shares_of(problem: PagedAttention, tile: ProgramTile | HopperTile, q_blocks: int) -> Shares | None:
+def shares_of(
+    problem: PagedAttention, tile: ProgramTile | HopperTile, q_blocks: int, of_kind: bool = False
+) -> Shares | None:
     """Return the shares of the keys; None where each block of rows and K/V head has a program for all keys that it sees.
 
     Shares take every block of a request to see as many keys, which holds where a prefix is long beside the rows.
+
+    Args:
+        problem: of all requests, or of one kind with its `max_q_len`.
+        tile: of a program.
+        q_blocks: blocks of rows of a request.
+        of_kind: the launch is for one kind of requests.
     """
-    shares = choose_shares(tile, q_blocks, problem.query.device)
+    is_small = not of_kind and problem.batch_size <= SMALL_BATCH.value and tile.rows <= SMALL_ROWS
+    shares = choose_shares(tile, q_blocks, problem.query.device, SMALL_SHARE_KEYS if is_small else 0)
+    if is_small:
+        shares = replace(shares, is_small=True, merges_at_once=merges_at_once(problem, tile, shares.count))
     longest = min(problem.batch_size, triton.cdiv(problem.num_rows, problem.max_q_len))
     blocks = q_blocks * problem.num_kv_heads * longest
     if problem.max_kv_len < LONG_PREFIX * problem.max_q_len and blocks >= q_blocks * shares.count:
         return None
     return shares
+
+
+def merges_at_once(problem: PagedAttention, tile: ProgramTile | HopperTile, num_shares: int) -> bool:
+    """Return True where the last program of a unit of a small batch merges its pieces sooner than a launch would."""
+    most_parts = num_shares // (problem.batch_size * problem.num_kv_heads)
+    parts = min(most_parts, max(FEW_PARTS.value, triton.cdiv(problem.max_kv_len, 2 * SMALL_SHARE_KEYS)))
+    rows = problem.max_q_len * problem.num_qo_heads // problem.num_kv_heads
+    return parts * rows <= MOST_ROWS_AT_ONCE and tile.rows * problem.head_dim <= MOST_ELEMENTS_AT_ONCE
 
 
 def few_tokens(problem: PagedAttention) -> int | None:
@@ -140,14 +168,14 @@ def _tile(problem: PagedAttention, q_len: int) -> ProgramTile:
     )
 
 
-def _tile_and_shares(problem: PagedAttention) -> tuple[ProgramTile | HopperTile, Shares | None]:
+def _tile_and_shares(problem: PagedAttention, of_kind: bool) -> tuple[ProgramTile | HopperTile, Shares | None]:
     packed_rows = problem.max_q_len * problem.num_qo_heads // problem.num_kv_heads
     hopper = hopper_tiles(problem)
     if hopper is not None:
         shares = shares_of(problem, hopper.shares, triton.cdiv(packed_rows, hopper.shares.rows))
         return hopper.blocks if shares is None else hopper.shares, shares
     tile = _tile(problem, problem.max_q_len)
-    shares = shares_of(problem, tile, triton.cdiv(packed_rows, tile.rows))
+    shares = shares_of(problem, tile, triton.cdiv(packed_rows, tile.rows), of_kind)
     if shares is None:
         described = all(loads_by_descriptor(cache, tile.keys) for cache in (problem.k_cache, problem.v_cache))
         kv_bytes, capability = problem.k_cache.element_size(), capability_of(problem.query.device)
@@ -156,12 +184,12 @@ def _tile_and_shares(problem: PagedAttention) -> tuple[ProgramTile | HopperTile,
 
 
 def _launches(problem: PagedAttention, results: Results) -> list[TritonLaunch]:
-    tile, shares = _tile_and_shares(problem)
     few = few_tokens(problem)
+    tile, shares = _tile_and_shares(problem, few is not None)
     if few is None:
         return _launches_of(problem, results, tile, shares)
     first = replace(problem, max_q_len=few)
-    first_tile, first_shares = _tile_and_shares(first)
+    first_tile, first_shares = _tile_and_shares(first, True)
     if first_shares is not None and shares is None and overlaps_launches(problem.query.device):
         first_shares = shares_beside(problem, first_shares, tile)
     attention, *merge = _launches_of(first, results, first_tile, first_shares, 1)
@@ -198,6 +226,8 @@ def _launches_of(
     pools = paired((problem.k_cache, problem.v_cache), tile)
     overlaps = overlaps_launches(problem.query.device)
     overlapped = overlaps and least_q_len is not None and least_q_len > 1
+    at_once = shares is not None and shares.merges_at_once
+    scratch, counters = (partials[:2], partials[2:]) if partials and at_once else (partials or (), ())
     attention = TritonLaunch(
         _attention_kernel,
         _grid(problem, q_blocks, tile, shares, least_q_len),
@@ -234,13 +264,16 @@ def _launches_of(
         MASK_WORDS=0 if problem.mask is None else problem.mask.shape[2],
         CAUSAL=problem.causal,
         SHARED=shares is not None,
+        SMALL=shares is not None and shares.is_small,
+        MERGES=at_once,
         TILE=tile,
         DOT_DTYPE=dot_dtype(problem.k_cache),
-        OVERLAPS=overlaps and (partials is not None or least_q_len is not None),
+        OVERLAPS=overlaps and not at_once and (partials is not None or least_q_len is not None),
         OVERLAPPED=overlapped,
-        scratch=partials or (),
+        scratch=scratch,
+        counters=counters,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         launch_pdl=overlapped,
     )
-    return with_merge(attention, partials, problem, q_blocks, results, least_q_len)
+    return [attention] if at_once else with_merge(attention, partials, problem, q_blocks, results, least_q_len)

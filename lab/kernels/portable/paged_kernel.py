@@ -6,8 +6,23 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from lab.kernels.portable.key_shares import BLOCK_REQUESTS, begin_share, next_unit, reach_of, tiles_in_reach
-from lab.kernels.portable.partial_results import await_launch_before, slot_of, store_share, store_unit_shares
+from lab.kernels.portable.key_shares import (
+    BLOCK_REQUESTS,
+    SMALL_BATCH,
+    begin_share,
+    first_tile_from,
+    next_unit,
+    places_before,
+    reach_of,
+    tiles_in_reach,
+)
+from lab.kernels.portable.partial_results import (
+    await_launch_before,
+    merge_if_last,
+    slot_of,
+    store_share,
+    store_unit_shares,
+)
 from lab.kernels.portable.rows import block_at, keys_of_block, request_rows, tile_begin, visible_keys
 from lab.kernels.portable.softmax import (
     dot,
@@ -67,6 +82,8 @@ def _attention_kernel(
     MASK_WORDS: tl.constexpr,  # 0: no mask
     CAUSAL: tl.constexpr,
     SHARED: tl.constexpr,
+    SMALL: tl.constexpr,  # as `Shares.is_small`
+    MERGES: tl.constexpr,  # as `Shares.merges_at_once`
     TILE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -81,19 +98,21 @@ def _attention_kernel(
     BLOCK_KEYS: tl.constexpr = TILE.keys
     START_PLACES: tl.constexpr = TILE.start_keys // BLOCK_KEYS if SHARED else 0
     kind = (cu_seqlens_q, least_q_len, max_q_len)
-    batch = (seq_lens, batch_size, reach, num_kv_heads, kind, tl.arange(0, BLOCK_REQUESTS))
+    LANES: tl.constexpr = SMALL_BATCH if SMALL else BLOCK_REQUESTS
+    batch = (seq_lens, batch_size, reach, num_kv_heads, kind, tl.arange(0, LANES))
     if SHARED:
         # The blocks of one share read the same keys at the same time: all but the first find them in L2.
         q_block = tl.program_id(0)
-        place, end, share_places, request, request_begin = begin_share(
-            share, batch, num_shares, least_tiles, BLOCK_KEYS, START_PLACES
+        place, end, share_places, unit_places, request, request_begin = begin_share(
+            share, batch, num_shares, least_tiles, BLOCK_KEYS, START_PLACES, SMALL
         )
         # Not named as in the loop, whose variables keep one dtype: lengths may be uint32.
         begun_len = tl.load(seq_lens + tl.minimum(request, batch_size - 1))
-        unit_places = tiles_in_reach(begun_len, reach, BLOCK_KEYS)[1] + START_PLACES
-        place = tl.maximum(place, place - (place - request_begin) % unit_places + START_PLACES)
+        begun_tiles = tiles_in_reach(begun_len, reach, BLOCK_KEYS)[1]
+        place = first_tile_from(place, request_begin, begun_tiles, unit_places, START_PLACES)
     else:
         q_block, place, end, share_places, request, request_begin = _begin_block(batch, share, GROUP, TILE)
+        unit_places = request_begin
 
     block_row = tl.arange(0, BLOCK_ROWS)
     token = (q_block * BLOCK_ROWS + block_row) // GROUP
@@ -107,8 +126,9 @@ def _attention_kernel(
     while place < end:
         kv_len = tl.load(seq_lens + request).to(tl.int32)
         first_in_reach, num_tiles = tiles_in_reach(kv_len, reach, BLOCK_KEYS)
-        kv_head = (place - request_begin) // (num_tiles + START_PLACES)
-        first_tile = (place - request_begin) % (num_tiles + START_PLACES) - START_PLACES
+        before = places_before(num_tiles, unit_places, START_PLACES)
+        kv_head = (place - request_begin) // (num_tiles + before)
+        first_tile = (place - request_begin) % (num_tiles + before) - before
         end_tile = tl.minimum(num_tiles, first_tile + end - place)
         q_start, q_len = request_rows(cu_seqlens_q, request, max_q_len)
         row_exists = token < q_len
@@ -172,20 +192,50 @@ def _attention_kernel(
         if PAIRED:
             sums = tl.reshape(tl.join(sums, odd_sums), [BLOCK_ROWS, HEAD_DIM])
         state = (largest, whole_denominator(denominator), sums)
-        is_whole = (first_tile == 0) & (end_tile == num_tiles)
-        slot = slot_of(share, q_block, tl.num_programs(0), first_tile == 0)
-        rows = (row_head, head, row_exists, slot * BLOCK_ROWS + block_row)
-        store_share(state, rows, tl.arange(0, HEAD_DIM), is_whole, sinks, scales[1], results, partials)
-        if partials is not None and first_tile == 0:
-            store_unit_shares(partials.unit_shares, request * num_kv_heads + kv_head, place, num_tiles, share_places)
+        block = (request * num_kv_heads + kv_head, q_block, tl.num_programs(0))
+        cut = (place, first_tile, end_tile, num_tiles, share, share_places, num_shares)
+        rows = (row_head, head, row_exists, block_row)
+        _store(state, rows, block, cut, sinks, scales[1], results, partials, MERGES, HEAD_DIM)
         place += end_tile - first_tile
-        request_end = request_begin + (num_tiles + START_PLACES) * num_kv_heads
+        request_end = request_begin + (num_tiles + before) * num_kv_heads
         if SHARED:
             place, request, request_begin = next_unit(
                 place, request, request_begin, request_end, batch_size, kind, START_PLACES
             )
     if OVERLAPPED:
         await_launch_before()
+
+
+@triton.jit
+def _store(
+    state,  # (largest, denominator, sums) of a softmax
+    rows,  # (row * num_qo_heads + head of the output, head, True where the row exists, row of the block)
+    block,  # (unit, q_block, q_blocks)
+    cut,  # (place; of the unit's tiles the first, the end and the number; share, places of a share, number of shares)
+    sinks,
+    bmm2_scale,
+    results,
+    partials,
+    MERGES: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """Write the rows of a unit, or a partial result, which is merged here, or of which the merge is told."""
+    unit, q_block, q_blocks = block
+    place, first_tile, end_tile, num_tiles, share, share_places, num_shares = cut
+    row_head, head, row_exists, block_row = rows
+    BLOCK_ROWS: tl.constexpr = block_row.shape[0]
+    is_whole = (first_tile == 0) & (end_tile == num_tiles)
+    slot = slot_of(share, q_block, q_blocks, first_tile == 0)
+    rows = (row_head, head, row_exists, slot * BLOCK_ROWS + block_row)
+    dims = tl.arange(0, HEAD_DIM)
+    store_share(state, rows, dims, is_whole, sinks, bmm2_scale, results, partials)
+    if partials is not None:
+        if MERGES:
+            if not is_whole:
+                pieces = (place - first_tile, num_tiles, share, share_places, num_shares)
+                merge_if_last(block, pieces, rows, dims, sinks, bmm2_scale, results, partials, BLOCK_ROWS)
+        elif first_tile == 0:
+            store_unit_shares(partials.of_units, unit, place, num_tiles, share_places)
 
 
 @triton.jit

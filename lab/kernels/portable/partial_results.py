@@ -1,4 +1,16 @@
-"""Partial results of units that several shares hold (`lab.kernels.portable.key_shares`), and the kernel that merges them."""
+"""Partial results of units that several shares hold (`lab.kernels.portable.key_shares`), and their merge.
+
+A merge is a second launch, or in a small batch, where a unit has few pieces of few rows, the work of the last program that has
+stored one of them:
+
+    pieces of a unit     0   1  ..  15     16  ..  31     32 33          a program each; none waits for another
+                         |___|_______|     |________|     |__|
+    counters               group 0          group 1      group 2         the last to arrive at one merges the group,
+                              |________________|____________|
+    counter                                unit                          the last of those merges the groups: the output
+
+Pieces are merged in their own order, whoever arrives last, so that the bits of a result repeat.
+"""
 
 from typing import NamedTuple
 
@@ -16,12 +28,14 @@ from lab.kernels.portable.triton_call import TritonLaunch, new_scratch
 
 # A program of the merge has so many sums, 16 a thread, and reads so many partial results at a time for each.
 MERGED_SUMS = 2048
-MERGED_AT_A_TIME = 4
+MERGED_AT_A_TIME: tl.constexpr = tl.constexpr(4)
 MERGE_WARPS = 4
 LSES_AT_A_TIME: tl.constexpr = tl.constexpr(64)
 # Most rows of such a program, and programs that fill a GPU: eight on each of 132 multiprocessors.
 MOST_MERGED_ROWS = 16
 MERGE_PROGRAMS = 1024
+# Pieces of a group, where the last program merges.
+GROUPED_PIECES: tl.constexpr = tl.constexpr(16)
 
 
 Results = tuple[torch.Tensor, torch.Tensor | None]  # a call's output, and its LSE in base 2 unless nobody wants it
@@ -33,23 +47,35 @@ class PartialResults(NamedTuple):
     Attributes:
         out: float32 [q_blocks * shares * 2, rows, v_head_dim].
         lse_log2: float32 [q_blocks * shares * 2, rows]; -inf where a row sees none of the keys.
-        unit_shares: int32 [batch_size * num_kv_heads, 2]: the first and the last share that have keys of a unit.
+        of_units: int32. For a merge that is a launch, [batch_size * num_kv_heads, 2]: the first and the last share that have
+            keys of a unit. For one by the last program, counters [batch_size * num_kv_heads, q_blocks, 1 + groups]: how many
+            programs have arrived at a block of a unit's rows and at its groups of pieces, zero between launches.
     """
 
     out: torch.Tensor
     lse_log2: torch.Tensor
-    unit_shares: torch.Tensor
+    of_units: torch.Tensor
 
 
 def new_partials(shares: Shares | None, q_blocks: int, rows: int, problem: PagedAttention) -> PartialResults | None:
-    """Allocate the partial results of a call whose requests have `q_blocks` blocks of `rows` rows; None if no unit is cut."""
+    """Allocate the partial results of a call whose requests have `q_blocks` blocks of `rows` rows; None if no unit is cut.
+
+    Counters belong to a call, as its slots do, and are filled with zeros here: once for a prepared call, and inside the graph
+    for one that a graph captures whole. Each launch leaves them zero. So neither a replay nor a call on another stream can meet
+    counters that are in use. A workspace of the caller's would not do: it may be shared by streams, and trtllm-gen writes into
+    all of it (`lab.calls.workspace`).
+    """
     if shares is None or shares.count == 1:
         return None
     device, slots = problem.query.device, 2 * q_blocks * shares.count
-    out = (slots, rows, problem.v_head_dim), torch.float32
-    lse_log2 = (slots, rows), torch.float32
-    unit_shares = (problem.batch_size * problem.num_kv_heads, 2), torch.int32
-    return PartialResults(*new_scratch(device, out, lse_log2, unit_shares))
+    units = problem.batch_size * problem.num_kv_heads
+    parts = [((slots, rows, problem.v_head_dim), torch.float32), ((slots, rows), torch.float32)]
+    if not shares.merges_at_once:
+        return PartialResults(*new_scratch(device, *parts, ((units, 2), torch.int32)))
+    out, lse_log2 = new_scratch(device, *parts)
+    groups = triton.cdiv(shares.count, GROUPED_PIECES.value)
+    counters = torch.zeros((units, q_blocks, 1 + groups), dtype=torch.int32, device=device)
+    return PartialResults(out, lse_log2, counters)
 
 
 def with_merge(
@@ -88,7 +114,7 @@ def with_merge(
         MERGED_ROWS=rows,
         MERGED_DIMS=dims,
         LANES=max(1, MERGED_SUMS // (rows * dims)),
-        AT_A_TIME=MERGED_AT_A_TIME,
+        AT_A_TIME=MERGED_AT_A_TIME.value,
         OVERLAPS=overlaps,
         scratch=partials,
         num_warps=MERGE_WARPS,
@@ -175,6 +201,96 @@ def store_share(
         tl.store(partials.lse_log2 + row, log2_sum(largest, denominator))
 
 
+@triton.jit
+def merge_if_last(
+    block,  # (unit, q_block, q_blocks)
+    cut,  # (place of the unit's first tile, its tiles, this share, the places of a share, the number of shares)
+    rows,  # as for `store_share`
+    dims,
+    sinks,
+    bmm2_scale,
+    results,  # (out, lse_log2 or None)
+    partials,
+    ROWS: tl.constexpr,
+):
+    """Merge the pieces of a block of rows, once this program has stored its own, if it is the last of those that have one."""
+    unit, q_block, q_blocks = block
+    first_place, tiles, share, share_places, num_shares = cut
+    first = first_place // share_places
+    last = (first_place + tiles - 1) // share_places
+    group = (share - first) // GROUPED_PIECES
+    begin = first + group * GROUPED_PIECES
+    end = tl.minimum(begin + GROUPED_PIECES, last + 1)
+    num_groups = tl.cdiv(last - first + 1, GROUPED_PIECES)
+    counters = partials.of_units + (unit * q_blocks + q_block) * (1 + tl.cdiv(num_shares, GROUPED_PIECES))
+    if arrives_last(counters + 1 + group, end - begin):
+        state = merged((first, begin, end, 1), q_block, q_blocks, rows[2], dims, partials, ROWS)
+        if num_groups == 1:
+            store_share(state, rows, dims, True, sinks, bmm2_scale, results, None)
+        else:  # in the slot of the group's first piece, once all threads have read that
+            tl.debug_barrier()
+            row = slot_of(begin, q_block, q_blocks, begin == first) * ROWS + tl.arange(0, ROWS)
+            store_share(state, (rows[0], rows[1], rows[2], row), dims, False, sinks, bmm2_scale, results, partials)
+            if arrives_last(counters, num_groups):
+                pieces = (first, first, last + 1, GROUPED_PIECES)
+                state = merged(pieces, q_block, q_blocks, rows[2], dims, partials, ROWS)
+                store_share(state, rows, dims, True, sinks, bmm2_scale, results, None)
+
+
+@triton.jit
+def arrives_last(counter, expected):
+    """Count this program's arrival, and return True in the last of `expected` programs, which leaves the counter zero.
+
+    The last reads what the others have stored before they arrived. In the terms of PTX's memory model ("Causality Order"):
+    each thread's stores come before the program's barrier, and the barrier before the atomic of its first thread, which
+    releases them to the GPU. Every arrival is a read-modify-write of one counter, so that the last one observes all others,
+    through those in between, and acquires what they released; the barrier that hands the count to its threads comes before
+    their loads. A load of one of them may thus not return what lay there before, also not from the L1 of its multiprocessor,
+    which the acquiring atomic invalidates. Nobody touches the counter after the last arrival but the last, and the end of a
+    launch comes before the next launch's first arrival.
+    """
+    tl.debug_barrier()
+    is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == expected - 1
+    tl.debug_barrier()
+    if is_last:
+        tl.store(counter, 0)
+    return is_last
+
+
+@triton.jit
+def merged(
+    pieces,  # by their shares: (the first of the unit; the first of those that are merged, their end, the step between them)
+    q_block,
+    q_blocks,
+    row_exists,
+    dims,
+    partials,
+    ROWS: tl.constexpr,
+):
+    """Return the state of a softmax over the keys of some pieces of a unit, (largest, denominator, sums [ROWS, DIMS])."""
+    first, begin, end, step = pieces
+    DIMS: tl.constexpr = dims.shape[0]
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    denominator = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, DIMS], tl.float32)
+    for start in range(begin, end, MERGED_AT_A_TIME * step):
+        # A thread adds up elements of its own: no warp waits for another, and the loads of all these pieces go out together.
+        for number in tl.static_range(MERGED_AT_A_TIME):
+            share = start + number * step
+            exists = row_exists & (share < end)
+            row = slot_of(share, q_block, q_blocks, share == first) * ROWS + tl.arange(0, ROWS)
+            lse = tl.load(partials.lse_log2 + row, mask=exists, other=float("-inf"))
+            part = tl.load(partials.out + row[:, None] * DIMS + dims[None, :], mask=exists[:, None], other=0.0)
+            new_largest = tl.maximum(largest, lse)
+            origin = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+            weight = tl.exp2(lse - origin)
+            rescale = tl.exp2(largest - origin)
+            denominator = denominator * rescale + weight
+            sums = sums * rescale[:, None] + part * weight[:, None]
+            largest = new_largest
+    return largest, denominator, sums
+
+
 @triton.jit(do_not_specialize=["least_q_len", "max_q_len", "q_blocks", "num_kv_heads"])
 def merge_kernel(
     partials,
@@ -199,8 +315,8 @@ def merge_kernel(
     if OVERLAPS:  # every program, for what is launched next waits for this launch alone
         gdc_wait()
     unit = tl.program_id(0)
-    first_share = tl.load(partials.unit_shares + unit * 2).to(tl.int64)
-    last_share = tl.load(partials.unit_shares + unit * 2 + 1).to(tl.int64)
+    first_share = tl.load(partials.of_units + unit * 2).to(tl.int64)
+    last_share = tl.load(partials.of_units + unit * 2 + 1).to(tl.int64)
     if first_share == last_share:  # a program had the unit whole, and has written it
         return
     request = (unit // num_kv_heads).to(tl.int64)

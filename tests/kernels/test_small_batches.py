@@ -1,0 +1,250 @@
+"""The portable kernel on small batches in Triton's interpreter: one launch, in which the last program to arrive merges."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton.runtime.interpreter import interpreter_builder
+
+from lab.kernels import portable
+from lab.kernels.portable import key_shares, paged, partial_results
+from lab.kernels.portable.partial_results import GROUPED_PIECES, PartialResults
+from lab.kernels.portable.tile_choices import choose_tile
+from tests.cases import decode_arguments, random_batch
+from tests.kernels.test_portable import DECODE, assert_right, sinks_of
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="Triton compiles for this machine's GPU; test_small_batches_gpu.py runs it there"
+)
+
+BF16, FP32 = torch.bfloat16, torch.float32
+ORDERS: dict[str, Callable[[list[int]], list[int]]] = {
+    "in order": list,
+    "the last program first": lambda programs: programs[::-1],
+    "in any order": lambda programs: random.Random(7).sample(programs, len(programs)),
+}
+
+
+@pytest.fixture
+def cut(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[PartialResults]]:
+    """Share the keys of small batches out among so many programs; returns a list of what each call then allocates."""
+    allocated: list[PartialResults] = []
+
+    def new_partials(*arguments: Any) -> PartialResults | None:
+        partials = partial_results.new_partials(*arguments)
+        allocated.extend(() if partials is None else (partials,))
+        return partials
+
+    def shared(count: int, least_tiles: int = 1, merges_at_once: bool = True) -> list[PartialResults]:
+        shares = key_shares.Shares(count, least_tiles, True, merges_at_once)
+        monkeypatch.setattr(paged, "shares_of", lambda *_: shares)
+        return allocated
+
+    monkeypatch.setattr(paged, "new_partials", new_partials)
+    return shared
+
+
+@pytest.fixture
+def run_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Run the programs of a launch in another order: shares are the second dimension of the grid."""
+    set_grid_idx = type(interpreter_builder).set_grid_idx
+
+    def use(order: str) -> None:
+        def reordered(builder: Any, x: int, y: int, z: int) -> None:
+            set_grid_idx(builder, x, ORDERS[order](list(range(builder.grid_dim[1])))[y], z)
+
+        monkeypatch.setattr(type(interpreter_builder), "set_grid_idx", reordered)
+
+    return use
+
+
+def arguments_of(kv_lens: list[int], q_len: int = 1, heads: tuple[int, int] = (4, 2), **changes: Any) -> dict[str, Any]:
+    batch = random_batch([q_len] * len(kv_lens), kv_lens, heads=heads, head_dim=64)
+    return decode_arguments(batch, 64, **{"out_dtype": FP32, "bmm1_scale": 0.125} | changes)
+
+
+def launch(arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    out, lse = portable.trtllm_batch_decode_with_kv_cache(**arguments)
+    return out, lse
+
+
+# Equal lengths and unequal ones, with and without equal parts, fewer and more tiles than programs; the sixth needs two levels.
+CUT = [
+    ([512], 8, 1),
+    ([512, 512], 16, 2),
+    ([512, 300, 40], 16, 1),
+    ([0, 3, 900, 130], 7, 1),
+    ([64] * 3, 50, 1),
+    ([64 * (2 * GROUPED_PIECES.value + 3)], 2 * (2 * GROUPED_PIECES.value + 3), 1),
+]
+
+
+@pytest.mark.parametrize(("kv_lens", "count", "least_tiles"), CUT, ids=str)
+@pytest.mark.parametrize(("q_len", "merges_at_once"), [(1, True), (4, True), (4, False)])
+def test_every_key_counts_once(
+    cut: Callable[..., list[PartialResults]],
+    kv_lens: list[int],
+    count: int,
+    least_tiles: int,
+    q_len: int,
+    merges_at_once: bool,
+) -> None:
+    allocated = cut(count, least_tiles, merges_at_once)
+    batch = random_batch([q_len] * len(kv_lens), kv_lens, heads=(4, 2), head_dim=64)
+    assert_right(DECODE, batch, 64, out_dtype=FP32, sinks=sinks_of(4), bmm1_scale=0.125)
+    assert not (merges_at_once and allocated[0].of_units.any())
+
+
+@pytest.mark.parametrize("window_left", [0, 30, 200])
+def test_windows(cut: Callable[..., list[PartialResults]], window_left: int) -> None:
+    cut(12)
+    batch = random_batch([2] * 3, [500, 260, 3], heads=(4, 2), head_dim=64)
+    assert_right(DECODE, batch, 64, out_dtype=FP32, window_left=window_left, bmm1_scale=0.125)
+
+
+@pytest.mark.parametrize(("kv_lens", "count", "least_tiles"), [CUT[2], CUT[5]], ids=str)
+def test_the_order_of_programs_does_not_show(
+    cut: Callable[..., list[PartialResults]],
+    run_in: Callable[[str], None],
+    kv_lens: list[int],
+    count: int,
+    least_tiles: int,
+) -> None:
+    """Whoever arrives last, the first program of a unit among them: the bits are the same."""
+    allocated = cut(count, least_tiles)
+    arguments = arguments_of(kv_lens)
+    out, lse = launch(arguments)
+    for order in ORDERS:
+        run_in(order)
+        again = launch(arguments)
+        assert again[0].equal(out), order
+        assert again[1].equal(lse), order
+        assert not allocated[-1].of_units.any(), order
+
+
+def test_the_merge_is_that_of_its_own_launch(cut: Callable[..., list[PartialResults]]) -> None:
+    """Pieces of one group, cut at the same places, are added up in the same order."""
+    arguments = arguments_of([900, 40, 260], sinks=sinks_of(4))
+    cut(5)
+    out, lse = launch(arguments)
+    cut(5, merges_at_once=False)
+    apart = launch(arguments)
+    torch.testing.assert_close(out, apart[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(lse, apart[1], rtol=1e-6, atol=1e-6)
+
+
+def test_a_prepared_call_again_and_again(
+    cut: Callable[..., list[PartialResults]], run_in: Callable[[str], None]
+) -> None:
+    """The counters are zero between calls, whatever lengths the calls had."""
+    allocated = cut(12)
+    arguments = arguments_of([512, 512])
+    call = portable.prepare_trtllm_batch_decode_with_kv_cache(**arguments)
+    for order, kv_lens in zip(ORDERS, ([512, 512], [512, 1], [200, 500]), strict=True):
+        run_in(order)
+        arguments["seq_lens"].copy_(torch.tensor(kv_lens))
+        out, lse = call()
+        assert not allocated[0].of_units.any()
+        expected = launch(arguments)
+        assert out.equal(expected[0])
+        assert lse.equal(expected[1])
+
+
+def test_slots_that_held_nan(cut: Callable[..., list[PartialResults]], monkeypatch: pytest.MonkeyPatch) -> None:
+    cut(9)
+    arguments = arguments_of([3, 300])
+    clean, _ = launch(arguments)
+    new_scratch = partial_results.new_scratch
+    monkeypatch.setattr(
+        partial_results,
+        "new_scratch",
+        lambda *arguments: [part.fill_(float("nan")) for part in new_scratch(*arguments)],
+    )
+    assert launch(arguments)[0].equal(clean)
+
+
+def counter_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last to arrive does not set its counter back."""
+
+    def arrives_last(counter: Any, expected: Any) -> Any:
+        return partial_results.tl.atomic_add(counter, 1) == expected - 1
+
+    monkeypatch.setattr(partial_results, "arrives_last", arrives_last)
+
+
+def first_program_loses_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The merge reads one piece too few where the first program of the unit arrives last."""
+    merge_if_last, merged = partial_results.merge_if_last, partial_results.merged
+    lost = []
+
+    def noted(block: Any, cut: Any, *others: Any) -> None:
+        first_place, _, share, share_places, _ = cut
+        lost[:] = [bool(share == first_place // share_places)]
+        merge_if_last(block, cut, *others)
+
+    def fewer(pieces: Any, *others: Any) -> Any:
+        first, begin, end, step = pieces
+        return merged((first, begin, end - 1 if lost[0] else end, step), *others)
+
+    monkeypatch.setattr("lab.kernels.portable.paged_kernel.merge_if_last", noted)
+    monkeypatch.setattr(partial_results, "merged", fewer)
+
+
+def arrives_before_it_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One program fewer is waited for, so that a piece may not be there yet."""
+    arrives_last = partial_results.arrives_last
+    monkeypatch.setattr(partial_results, "arrives_last", lambda counter, expected: arrives_last(counter, expected - 1))
+
+
+@pytest.mark.parametrize("defect", [counter_is_left, first_program_loses_a_piece, arrives_before_it_stores])
+def test_a_defect_is_found(
+    defect: Callable[[pytest.MonkeyPatch], None],
+    cut: Callable[..., list[PartialResults]],
+    run_in: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By a prepared call that is made twice while its first program comes last."""
+    allocated = cut(8)
+    run_in("the last program first")
+    arguments = arguments_of([512], heads=(2, 1))
+    right, _ = launch(arguments)
+    defect(monkeypatch)
+    call = portable.prepare_trtllm_batch_decode_with_kv_cache(**arguments)
+    allocated[-1].out.fill_(float("nan"))  # memory that another test left may hold the right pieces
+    results = []
+    for _ in range(2):
+        out, _ = call()
+        results.append(out.equal(right))
+        out.fill_(float("nan"))
+    assert not all(results)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "q_len", "head_dim", "is_small", "at_once"),
+    [
+        (1, 1, 128, True, True),  # 16 pieces of 8 rows
+        (1, 4, 128, True, False),  # and of 32
+        (8, 4, 128, True, True),  # 8 pieces
+        (key_shares.SMALL_BATCH.value, 4, 128, True, True),
+        (key_shares.SMALL_BATCH.value + 1, 1, 128, False, False),
+        (1, 8, 128, False, False),  # 64 rows
+        (16, 1, 256, True, True),
+        (16, 4, 256, True, False),  # pieces of 32 rows of 256
+    ],
+)
+def test_what_is_small(
+    monkeypatch: pytest.MonkeyPatch, batch_size: int, q_len: int, head_dim: int, is_small: bool, at_once: bool
+) -> None:
+    """Few requests of few rows, merged at once where they are few altogether; 8 query heads share a K/V head."""
+    monkeypatch.setattr(key_shares, "num_multiprocessors", lambda device: 132)
+    tile = choose_tile(8 * q_len, head_dim, 2, (9, 0))
+    problem: Any = type("", (), {"query": type("", (), {"device": torch.device("cuda")})})()
+    problem.num_kv_heads, problem.num_qo_heads, problem.head_dim, problem.batch_size = 4, 32, head_dim, batch_size
+    problem.max_q_len, problem.max_kv_len = q_len, 4096
+    problem.num_rows = batch_size * q_len
+    least_tiles = paged.SMALL_SHARE_KEYS // tile.keys if is_small else 1
+    assert paged.shares_of(problem, tile, 1) == key_shares.Shares(264, least_tiles, is_small, at_once)
+    assert paged.shares_of(problem, tile, 1, of_kind=True) == key_shares.Shares(264)
