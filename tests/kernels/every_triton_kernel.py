@@ -40,7 +40,11 @@ def kernels() -> set[str]:
     ]
     named = {name: value for module in modules for name, value in vars(module).items()}
     found = {name for name, value in named.items() if isinstance(value, JITFunction) and name.endswith("_kernel")}
-    return found if torch.cuda.get_device_capability() == (9, 0) else found - {"hopper_attention_kernel"}
+    return (
+        found
+        if torch.cuda.get_device_capability() == (9, 0)
+        else found - {"hopper_attention_kernel", "hopper_mla_kernel"}
+    )
 
 
 def attention_problems() -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,10 +1,9 @@
-"""A simulator of the Gluon kernel on a CPU: its own Python source, with torch tensors for values and threads for partitions.
+"""A simulator of the Gluon kernels on a CPU: their own Python source, with torch tensors for values and threads for partitions.
 
-The functions of `lab.kernels.portable.hopper_attention`, and Triton's that they call, are run as they are written, with other
-things in the place of Triton's modules. Mbarriers count arrivals, bytes and phases. A copy of the copy engine lands some time
-after it was launched. A product reads shared memory both when it is launched and when it is waited for: what was overwritten
-meanwhile differs, which raises. A scheduler, seeded, chooses at every barrier who goes on, so that many seeds try many orders;
-where nobody can go on, it says who waits. Layouts are not simulated: the compiler checks those.
+The functions of `lab.kernels.portable.hopper_attention` and `hopper_mla`, and Triton's that they call, are run as they are
+written, with other things in the place of Triton's modules. A copy of the copy engine lands some time after it was launched. A
+scheduler, seeded, chooses at every barrier who goes on, so that many seeds try many orders; where nobody can go on, it says who
+waits. Layouts are not simulated: the compiler checks those.
 """
 
 import random
@@ -18,9 +17,14 @@ from unittest import mock
 import torch
 from triton.language import constexpr
 
-import lab.kernels.portable.hopper_attention as module
 from lab.kernels.portable.triton_call import TritonLaunch
+from tests.kernels.simulated_shared_memory import Barrier, Barriers, Product, Shared, Vectors
 
+# Of each kernel, in the order in which it allocates them.
+BARRIERS = {
+    "hopper_attention_kernel": ("k_full", "k_empty", "v_full", "v_empty"),
+    "hopper_mla_kernel": ("left_full", "left_empty", "right_full", "right_empty", "message_full", "message_empty"),
+}
 PROGRAM: ContextVar[tuple[tuple[int, ...], tuple[int, ...]]] = ContextVar("PROGRAM")  # (this one, the grid)
 
 
@@ -62,32 +66,6 @@ def _store(pointer: Pointer, value: Any, mask: Any = None) -> None:
     pointer.storage[offsets[mask].long()] = value[mask]
 
 
-class Barrier:
-    """An mbarrier: a phase completes with its arrivals and all bytes that were expected."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.count = self.pending = self.bytes = self.phases = 0
-
-    def arrive(self, expected_bytes: int = 0) -> None:
-        self.pending -= 1
-        self.bytes += expected_bytes
-        assert self.pending >= 0, "more arrivals than the barrier counts"
-        self._complete()
-
-    def land(self, landed: int) -> None:
-        self.bytes -= landed
-        self._complete()
-
-    def _complete(self) -> None:
-        if self.pending == 0 and self.bytes == 0:
-            self.phases += 1
-            self.pending = self.count
-
-    def has_completed(self, parity: Any) -> bool:
-        return self.phases & 1 != int(parity)
-
-
 class Scheduler:
     """Runs partitions one at a time; whoever comes to a barrier hands over."""
 
@@ -98,6 +76,7 @@ class Scheduler:
         self._running: str | None = None
         self._failure: BaseException | None = None
         self.copies: list[Callable[[], None]] = []
+        self.name = threading.local()  # of the partition that a thread runs
 
     def run(self, partitions: dict[str, Callable[[], None]]) -> None:
         threads = [threading.Thread(target=self._partition, args=each) for each in partitions.items()]
@@ -130,7 +109,6 @@ class Scheduler:
 
     def _partition(self, name: str, body: Callable[[], None]) -> None:
         PROGRAM.set(self._context)
-        self.name = threading.local() if not hasattr(self, "name") else self.name
         self.name.value = name
         try:
             self.hand_over(lambda: True)
@@ -156,84 +134,18 @@ class Scheduler:
                 raise SystemExit
 
 
-class Shared:
-    """Slots in shared memory: columns of 64 elements one after the other, as the swizzled layout of 128 bytes has them."""
-
-    def __init__(self, dtype: torch.dtype, shape: list[int]) -> None:
-        *slots, keys, dims = shape
-        self.dtype, self.shape = dtype, shape[-2:]
-        self._memory = torch.full((*slots, dims // 64, keys, 64), float("nan"), dtype=dtype)
-
-    def index(self, slot: Any) -> "Shared":
-        return self._view(self._memory[int(slot)])
-
-    def _view(self, memory: torch.Tensor) -> "Shared":
-        view = Shared.__new__(Shared)
-        view.dtype, view.shape, view._memory = self.dtype, self.shape, memory
-        return view
-
-    def permute(self, _order: Any) -> "Transposed":
-        return Transposed(self)
-
-    def store(self, value: torch.Tensor) -> None:
-        keys, dims = self.shape
-        self._memory.copy_(value.reshape(keys, dims // 64, 64).permute(1, 0, 2))
-
-    def tile(self) -> torch.Tensor:
-        return self._memory.permute(1, 0, 2).reshape(self.shape).float()
-
-    def _reinterpret(self, _dtype: Any, shape: list[int], _layout: Any) -> Any:
-        boxes = self._memory.view(shape)
-        return types.SimpleNamespace(index=lambda box: boxes[int(box)])
-
-
-class Transposed:
-    def __init__(self, slot: Shared) -> None:
-        self._slot = slot
-
-    def tile(self) -> torch.Tensor:
-        return self._slot.tile().T
-
-
-class Barriers:
-    def __init__(self, count: int, name: str) -> None:
-        self._barriers = [Barrier(name) for _ in range(count)]
-
-    def index(self, slot: Any) -> Barrier:
-        return self._barriers[int(slot)]
-
-
-class Product:
-    """A product in flight."""
-
-    def __init__(self, a: Any, b: Any, sums: Any) -> None:
-        self._a, self._b, self._sums = a, b, sums
-        self._launched = self._operands()
-
-    def _operands(self) -> tuple[torch.Tensor, torch.Tensor]:
-        a = self._a.tile() if isinstance(self._a, Shared) else self._a.float()
-        return a, self._b.tile()
-
-    def result(self) -> torch.Tensor:
-        for launched, now in zip(self._launched, self._operands(), strict=True):
-            torch.testing.assert_close(
-                launched, now, rtol=0, atol=0, equal_nan=True, msg="a slot changed under a product"
-            )
-        a, b = self._launched
-        return self._sums + a @ b
-
-
 class Simulator:
     """One program of the kernel.
 
     Args:
         seed: of the order in which partitions go on.
-        unwaited: a name of `Rings`, whose barriers nobody waits for; or None.
+        barriers: their names, one for each allocation.
+        unwaited: one of these names, whose barriers nobody waits for; or None.
     """
 
-    def __init__(self, seed: int, unwaited: str | None = None) -> None:
+    def __init__(self, seed: int, barriers: tuple[str, ...], unwaited: str | None = None) -> None:
         self.scheduler = Scheduler(seed)
-        self.barriers = iter(("k_full", "k_empty", "v_full", "v_empty"))  # in the order of `Rings`
+        self.barriers = iter(barriers)
         hand_over = lambda: self.scheduler.hand_over(lambda: True)  # noqa: E731
 
         def wait(barrier: Barrier, parity: Any, pred: Any = True) -> None:
@@ -334,7 +246,12 @@ def _language(simulator: Simulator) -> types.SimpleNamespace:
         return torch.where(torch.as_tensor(condition), tensor(a, b), tensor(b, a))
 
     def allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
-        return Barriers(shape[0], next(simulator.barriers)) if layout == "barriers" else Shared(dtype, shape)
+        if layout == "vectors":
+            return Vectors(dtype, shape)
+        if layout != "barriers":
+            return Shared(dtype, shape)
+        barriers = Barriers(shape[0], next(simulator.barriers))
+        return barriers if len(shape) > 1 else barriers.index(0)
 
     def summed(x: torch.Tensor, axis: int) -> torch.Tensor:
         return x.sum(axis, dtype=x.dtype)
@@ -347,6 +264,7 @@ def _language(simulator: Simulator) -> types.SimpleNamespace:
         **dict.fromkeys(("NVMMADistributedLayout", "NVMMASharedLayout", "BlockedLayout", "SliceLayout"), layout),
         float8e4nv=torch.float8_e4m3fn,
         DotOperandLayout=layout,
+        SwizzledSharedLayout=lambda *_: "vectors",
         allocate_shared_memory=allocate,
         arange=lambda begin, end, _layout=None: torch.arange(begin, end, dtype=torch.int32),
         abs=torch.abs,
@@ -372,7 +290,7 @@ def _language(simulator: Simulator) -> types.SimpleNamespace:
 
 
 def simulate(launch: TritonLaunch, seed: int = 0, unwaited: str | None = None) -> None:
-    """Make one launch of the Gluon kernel, program after program; tensors get what a GPU would write.
+    """Make one launch of a Gluon kernel, program after program; tensors get what a GPU would write.
 
     Raises:
         AssertionError: a deadlock, too many arrivals, or a slot that changed under a product.
@@ -380,11 +298,11 @@ def simulate(launch: TritonLaunch, seed: int = 0, unwaited: str | None = None) -
     grid = (*launch._grid, 1, 1)[:3]
     for number in range(grid[0] * grid[1]):
         PROGRAM.set(((number % grid[0], number // grid[0], 0), grid))
-        simulator = Simulator(seed * 1000 + number, unwaited)
+        simulator = Simulator(seed * 1000 + number, BARRIERS[launch._kernel.fn.__name__], unwaited)
         arguments = [_argument(each) for each in launch._arguments]
         named = {name: value for name, value in launch._named.items() if name.isupper()}
         with mock.patch.object(torch.Tensor, "__iadd__", torch.Tensor.__add__):  # Triton's += makes a new value
-            simulator.function(module.hopper_attention_kernel)(*arguments, **named)
+            simulator.function(launch._kernel)(*arguments, **named)
 
 
 def _argument(argument: Any) -> Any:

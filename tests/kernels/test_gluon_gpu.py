@@ -42,12 +42,11 @@ def check(function: str, arguments: dict[str, Any], *, repeats: int = 3) -> None
         error = references.relative_l2(out, truth)
         wrong = ~(error <= BOUND) | ~((lse.double() - truth_lse.double()).abs() <= 1e-4) & truth_lse.isfinite()
         if bool(wrong.any()):
-            pytest.fail(
-                f"call {turn}: {int(wrong.sum())} of {wrong.numel()} vectors wrong\n{_where(out, truth, lse, truth_lse)}"
-            )
+            shown = errors_by_place(out, truth, lse, truth_lse)
+            pytest.fail(f"call {turn}: {int(wrong.sum())} of {wrong.numel()} vectors wrong\n{shown}")
 
 
-def _where(out: Tensor, truth: Tensor, lse: Tensor, truth_lse: Tensor) -> str:
+def errors_by_place(out: Tensor, truth: Tensor, lse: Tensor, truth_lse: Tensor) -> str:
     """Return the largest error of each 16 rows (down) and 16 elements (across) of the first heads, and that of the LSE."""
     lines = []
     for head in range(min(out.shape[1], 4)):

@@ -1,10 +1,10 @@
-"""The host's side of the Gluon kernel of SM90: what it takes, its tiles, and its launch.
+"""The host's side of the Gluon kernels of SM90: what they take, their tiles, and their launches.
 
-The plain Triton kernel (`lab.kernels.portable.paged_kernel`) takes everything; this one takes what the products limit, on the
+The plain Triton kernels (`paged_kernel`, `mla_decode`) take everything; these take what the products limit, on the
 one GPU that has them asynchronous in shared memory and not in tensor memory. Gluon is imported where it is launched.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -33,29 +33,44 @@ TILES = {
     128: HopperTiles(HopperTile(128, 128, stages=3), HopperTile(128, 64, stages=4)),
     256: HopperTiles(HopperTile(128, 64, stages=2), HopperTile(128, 64, stages=2)),
 }
+# By (kv_lora_rank, qk_rope_head_dim). 227 KiB hold 72 of queries, two tiles of as many, and 8 of weights.
+MLA_TILES = {(512, 64): HopperTile(64, 64, stages=2, start_keys=256, consumer_registers=232, producer_registers=40)}
 LEAST_ROWS = 65  # the plain kernel's tiles of 64 rows are bound by reading K/V
+LEAST_MLA_ROWS = 33  # compiled only: fewer rows would multiply, for nothing, the rows that are missing
 LEAST_PAGE = 16
 
 
 def hopper_tiles(problem: PagedAttention) -> HopperTiles | None:
-    """Return the tiles of the Gluon kernel, or None for a problem that is the plain kernel's.
-
-    It takes K and V in the query's 16-bit dtype, pages that hold whole tiles or that tiles hold whole, and pools that the copy
-    engine can address; and no draft mask.
-    """
+    """Return the tiles of the Gluon kernel of MHA, or None for a problem that is the plain kernel's; it takes no draft mask."""
     tiles = TILES.get(problem.head_dim)
-    rows = problem.max_q_len * (problem.num_qo_heads // problem.num_kv_heads)
+    if tiles is None or problem.mask is not None or problem.v_head_dim != problem.head_dim:
+        return None
+    return tiles if _fits(problem, (problem.k_cache, problem.v_cache), tiles, LEAST_ROWS) else None
+
+
+def hopper_mla_tile(problem: PagedAttention) -> HopperTile | None:
+    """Return the tile of the Gluon kernel of MLA, or None for a problem that is the plain kernel's."""
+    tile = MLA_TILES.get((problem.v_head_dim, problem.head_dim - problem.v_head_dim))
+    return tile if tile is not None and _fits(problem, (problem.k_cache,), (tile,), LEAST_MLA_ROWS) else None
+
+
+def _fits(
+    problem: PagedAttention, caches: tuple[torch.Tensor, ...], tiles: tuple[HopperTile, ...], least_rows: int
+) -> bool:
+    """Return True where SM90's copy engine and products take a problem.
+
+    They take K and V in the query's 16-bit dtype, pages that hold whole tiles or that tiles hold whole, and pools that the copy
+    engine can address.
+    """
     if triton_interprets():  # which knows no Gluon
-        return None
-    if capability_of(problem.query.device) != (9, 0) or tiles is None or rows < LEAST_ROWS or problem.mask is not None:
-        return None
+        return False
+    rows = problem.max_q_len * (problem.num_qo_heads // problem.num_kv_heads)
+    if capability_of(problem.query.device) != (9, 0) or rows < least_rows:
+        return False
     if problem.query.dtype not in HALF_DTYPES or problem.query.stride(2) != 1:
-        return None
-    caches = (problem.k_cache, problem.v_cache)
-    if not all(cache.dtype == problem.query.dtype and _is_described(cache) for cache in caches):
-        return None
-    whole = all(_has_whole_boxes(problem.page_size, tile.keys) for tile in tiles)
-    return tiles if whole and problem.v_head_dim == problem.head_dim else None
+        return False
+    described = all(cache.dtype == problem.query.dtype and _is_described(cache) for cache in caches)
+    return described and all(_has_whole_boxes(problem.page_size, tile.keys) for tile in tiles)
 
 
 def _has_whole_boxes(page_size: int, keys: int) -> bool:
@@ -80,14 +95,7 @@ def hopper_launches(
         least_q_len: the launches are for requests of so many rows to `problem.max_q_len`, after a launch for the others; None:
             for all requests.
     """
-    from triton.experimental.gluon.language import NVMMASharedLayout
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    from lab.kernels.portable.hopper_attention import BOX_DIMS, hopper_attention_kernel
-
-    def boxes(cache: torch.Tensor) -> TensorDescriptor:
-        box = [1, 1, min(tile.keys, problem.page_size), BOX_DIMS.value]
-        return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), box, NVMMASharedLayout(128, 16, 4))
+    from lab.kernels.portable.hopper_attention import hopper_attention_kernel
 
     group = problem.num_qo_heads // problem.num_kv_heads
     q_blocks = triton.cdiv(problem.max_q_len * group, tile.rows)
@@ -97,8 +105,8 @@ def hopper_launches(
         hopper_attention_kernel,
         (min(blocks, num_multiprocessors(problem.query.device)), 1) if shares is None else (q_blocks, shares.count),
         problem.query,
-        boxes(problem.k_cache),
-        boxes(problem.v_cache),
+        _boxes(problem.k_cache, tile),
+        _boxes(problem.v_cache, tile),
         (problem.k_block_tables, problem.v_block_tables),
         problem.seq_lens,
         problem.cu_seqlens_q,
@@ -128,3 +136,52 @@ def hopper_launches(
         launch_pdl=least_q_len is not None,
     )
     return with_merge(attention, partials, problem, q_blocks, results, least_q_len)
+
+
+def hopper_mla_launches(
+    problem: PagedAttention, results: Results, tile: HopperTile, shares: Shares
+) -> list[TritonLaunch]:
+    """Return the launches of an MLA call that the Gluon kernel takes, with `hopper_mla_tile`'s tile."""
+    from lab.kernels.portable.hopper_mla import hopper_mla_kernel
+
+    q_blocks = triton.cdiv(problem.max_q_len * problem.num_qo_heads, tile.rows)
+    partials = new_partials(shares, q_blocks, tile.rows, problem)
+    attention = TritonLaunch(
+        hopper_mla_kernel,
+        (q_blocks, shares.count),
+        problem.query,
+        _boxes(problem.k_cache, tile),
+        problem.k_block_tables,
+        problem.seq_lens,
+        problem.cu_seqlens_q,
+        problem.sinks,
+        problem.scales,
+        results,
+        partials,
+        problem.max_q_len,
+        problem.batch_size,
+        shares.count,
+        shares.least_tiles,
+        problem.query.stride()[:2],
+        problem.k_block_tables.stride(0),
+        HEADS=problem.num_qo_heads,
+        RANK=problem.v_head_dim,
+        ROPE=problem.head_dim - problem.v_head_dim,
+        PAGE_SIZE=problem.page_size,
+        TILE=tile,
+        OVERLAPS=partials is not None,
+        scratch=partials or (),
+        num_warps=4,
+    )
+    return with_merge(attention, partials, problem, q_blocks, results)
+
+
+def _boxes(cache: torch.Tensor, tile: HopperTile) -> Any:
+    """Return the descriptor of a pool's boxes: one page's keys of a tile, and as many elements as the copy engine swizzles."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from lab.kernels.portable.hopper_pieces import BOX_DIMS
+
+    box = [1, 1, min(tile.keys, cache.shape[2]), BOX_DIMS.value]
+    return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), box, NVMMASharedLayout(128, 16, 4))

@@ -30,21 +30,27 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from lab.kernels.portable.hopper_pieces import begin_walk, keys_missing, nth_tile, piece_at, tile_keys
+from lab.kernels.portable.hopper_pieces import (
+    CONSUMER_ROWS,
+    begin_walk,
+    box_pages,
+    consumer_rows,
+    copy_boxes,
+    hide,
+    load_query,
+    nth_tile,
+    piece_at,
+    positive_scale,
+    wait_for,
+)
 from lab.kernels.portable.partial_results import await_launch_before, slot_of, store_share, store_unit_shares
 from lab.kernels.portable.rows import row_bounds
-from lab.kernels.portable.softmax import logit_scale, rounded, softmax_step
-
-CONSUMER_ROWS: gl.constexpr = gl.constexpr(64)  # rows of one product of SM90
-BOX_DIMS: gl.constexpr = gl.constexpr(64)  # elements of 2 bytes in the 128 that the copy engine swizzles
-# Less than any product of a query and a key times this matters; a scale of 0 would make NaN of a hidden key's -inf.
-LEAST_SCALE: gl.constexpr = gl.constexpr(1e-30)
+from lab.kernels.portable.softmax import rounded, softmax_step
 
 
 class Rings(NamedTuple):
@@ -90,36 +96,15 @@ def _produce(
 
 @gluon.jit
 def _load_tile(descriptor, table, piece, begin, slot, barriers, parity, PAGE_SIZE: gl.constexpr):
-    """Wait until a slot is empty, and fill it with the tile from `begin`, in boxes of one page's keys and BOX_DIMS elements.
-
-    A box that would pass the request's last key begins as many keys earlier, since nobody may read after that key: before the
-    page, where the copy engine writes zeros, or at keys that `tile_keys` hides.
-    """
+    """Wait until a slot is empty, and fill it with the tile from `begin`."""
     KEYS: gl.constexpr = slot.shape[0]
-    DIMS: gl.constexpr = slot.shape[1]
-    BOX_KEYS: gl.constexpr = min(KEYS, PAGE_SIZE)
-    BOXES: gl.constexpr = KEYS // BOX_KEYS
-    COLUMNS: gl.constexpr = DIMS // BOX_DIMS
     full, empty = barriers
-    # The slot's swizzled columns of BOX_DIMS elements lie one after the other, and so do the pages of a column.
-    boxes = slot._reinterpret(slot.dtype, [COLUMNS * BOXES, 1, 1, BOX_KEYS, BOX_DIMS], descriptor.layout)
-    pages = ()  # read before the wait, which hides the time that it takes
-    for box in gl.static_range(BOXES):
-        key = begin + box * BOX_KEYS
-        page = gl.load(table + key // PAGE_SIZE, mask=key < piece.kv_len, other=0)
-        pages = pages + (page.to(gl.int32),)  # type: ignore[assignment]  # noqa: RUF005
+    pages = box_pages(
+        table, begin, piece.kv_len, KEYS, PAGE_SIZE
+    )  # read before the wait, which hides the time that it takes
     mbarrier.wait(empty, parity ^ 1)
-    mbarrier.expect(full, KEYS * DIMS * 2)
-    for box in gl.static_range(BOXES):
-        key = begin + box * BOX_KEYS
-        in_page = key % PAGE_SIZE - keys_missing(key, piece.kv_len, BOX_KEYS)
-        for column in gl.static_range(COLUMNS):
-            tma.async_copy_global_to_shared(
-                descriptor,
-                [pages[box], piece.kv_head, in_page, column * BOX_DIMS],
-                full,
-                boxes.index(column * BOXES + box),
-            )
+    mbarrier.expect(full, KEYS * slot.shape[1] * 2)
+    copy_boxes(descriptor, pages, piece, begin, slot, full, 0, PAGE_SIZE)
 
 
 @gluon.jit
@@ -143,10 +128,7 @@ def _consume(
     DTYPE: gl.constexpr = q_slot.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIMS, 16])
-    scale = logit_scale(terms[1])
-    is_negative = scale < 0
-    scale = gl.where(is_negative, -scale, scale)
-    scale = gl.where(scale < LEAST_SCALE, LEAST_SCALE, scale)  # and a NaN stays one
+    scale, is_negative = positive_scale(terms[1])
     window_left = batch[2]
     column = gl.arange(0, KEYS, gl.SliceLayout(0, SCORES))
     multiplied = 0  # tiles of all pieces
@@ -154,24 +136,25 @@ def _consume(
         place = walk[0]
         share_places = walk[4]
         piece, walk = piece_at(walk, batch, SHARED, CAUSAL, GROUP, TILE)
-        _load_query(queries, piece, is_negative, q_slot, WHICH, GROUP, TILE)
+        q_slot.store(load_query(queries, piece, is_negative, DIMS, WHICH, GROUP, TILE))
+        fence_async_shared()  # products read it
         keys = piece.keys
         num_masked = keys.num_tiles - keys.num_common
-        token = (piece.q_block * TILE.rows + WHICH * CONSUMER_ROWS + _rows(SCORES)) // GROUP
+        token = (piece.q_block * TILE.rows + WHICH * CONSUMER_ROWS + consumer_rows(SCORES)) // GROUP
         bounds = row_bounds(keys.q_position + token, keys, window_left, CAUSAL)
         largest = gl.full([CONSUMER_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
         denominator = gl.full([CONSUMER_ROWS], 0.0, gl.float32, gl.SliceLayout(1, SCORES))
         sums = gl.full([CONSUMER_ROWS, DIMS], 0.0, gl.float32, SUMS)
         weights = gl.full([CONSUMER_ROWS, KEYS], 0.0, gl.float32, SCORES)
         if keys.num_tiles > 0:
-            _wait_for(rings.k_full, multiplied, TILE)
+            wait_for(rings.k_full, multiplied, TILE)
             scores = _launch_scores(q_slot, rings, multiplied, SCORES, TILE)
             scores = warpgroup_mma_wait(0, [scores])
             mbarrier.arrive(rings.k_empty.index(multiplied % TILE.stages))
-            scores = _hidden(scores, nth_tile(keys, 0, TILE), column, piece, bounds, PAGE_SIZE)
+            scores = hide(scores, nth_tile(keys, 0, TILE), column, piece, bounds, PAGE_SIZE)
             weights, rescale, largest, denominator = softmax_step(scores, scale, largest, denominator, DTYPE)
             multiplied += 1
-            _wait_for(rings.k_full, multiplied, TILE, keys.num_tiles > 1)
+            wait_for(rings.k_full, multiplied, TILE, keys.num_tiles > 1)
         for MASKED in gl.static_range(1, -1, -1):  # the loop twice: with a mask, and without one
             for number in range(1 if MASKED else gl.maximum(num_masked, 1), num_masked if MASKED else keys.num_tiles):
                 scores = _launch_scores(q_slot, rings, multiplied, SCORES, TILE)
@@ -179,11 +162,11 @@ def _consume(
                 scores = warpgroup_mma_wait(1, [scores])
                 mbarrier.arrive(rings.k_empty.index(multiplied % TILE.stages))
                 if MASKED:
-                    scores = _hidden(scores, nth_tile(keys, number, TILE), column, piece, bounds, PAGE_SIZE)
+                    scores = hide(scores, nth_tile(keys, number, TILE), column, piece, bounds, PAGE_SIZE)
                 weights, rescale, largest, denominator = softmax_step(scores, scale, largest, denominator, DTYPE)
                 multiplied += 1
                 # The branch of this wait keeps ptxas from moving the softmax after the wait for P.V.
-                _wait_for(rings.k_full, multiplied, TILE, number + 1 < keys.num_tiles)
+                wait_for(rings.k_full, multiplied, TILE, number + 1 < keys.num_tiles)
                 sums = warpgroup_mma_wait(0, [sums])
                 mbarrier.arrive(rings.v_empty.index((multiplied - 2) % TILE.stages))
                 sums = sums * gl.convert_layout(rescale, gl.SliceLayout(1, SUMS))[:, None]
@@ -200,34 +183,6 @@ def _consume(
 
 
 @gluon.jit
-def _rows(LAYOUT: gl.constexpr):
-    """Return the number of each row of a consumer, in a layout of its products."""
-    return gl.arange(0, CONSUMER_ROWS, gl.SliceLayout(1, LAYOUT))
-
-
-@gluon.jit
-def _load_query(queries, piece, is_negative, q_slot, WHICH: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Write the queries of a consumer's rows to shared memory; with the sign of a negative scale, whose size is left to us."""
-    DIMS: gl.constexpr = q_slot.shape[1]
-    query, strides = queries
-    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIMS, DIMS // 8], [4, 1], [1, 0])
-    row = piece.q_block * TILE.rows + WHICH * CONSUMER_ROWS + _rows(LOADED)
-    token = row // GROUP
-    head = piece.kv_head * GROUP + row % GROUP
-    rows = query + (piece.q_start + token) * strides[0] + head * strides[1]
-    dims = gl.arange(0, DIMS, gl.SliceLayout(0, LOADED))
-    q = gl.load(rows[:, None] + dims[None, :], mask=(token < piece.q_len)[:, None], other=0.0)
-    q_slot.store(gl.where(is_negative, -q, q))
-    fence_async_shared()
-
-
-@gluon.jit
-def _wait_for(full, number, TILE: gl.constexpr, pred=True):
-    """Wait until the `number`-th tile of all pieces has arrived."""
-    mbarrier.wait(full.index(number % TILE.stages), number // TILE.stages & 1, pred=pred)
-
-
-@gluon.jit
 def _launch_scores(q_slot, rings, number, SCORES: gl.constexpr, TILE: gl.constexpr):
     """Launch Q.K^T of the `number`-th tile, which has arrived."""
     k = rings.k.index(number % TILE.stages).permute((1, 0))
@@ -238,19 +193,10 @@ def _launch_scores(q_slot, rings, number, SCORES: gl.constexpr, TILE: gl.constex
 @gluon.jit
 def _launch_sums(weights, sums, rings, number, SUMS: gl.constexpr, TILE: gl.constexpr):
     """Wait for the values of the `number`-th tile, and launch P.V."""
-    _wait_for(rings.v_full, number, TILE)
+    wait_for(rings.v_full, number, TILE)
     weights = rounded(weights, rings.v.dtype)
     weights = gl.convert_layout(weights, gl.DotOperandLayout(0, SUMS, 2))
     return warpgroup_mma(weights, rings.v.index(number % TILE.stages), sums, is_async=True)
-
-
-@gluon.jit
-def _hidden(scores, begin, column, piece, bounds, PAGE_SIZE: gl.constexpr):
-    """Return the scores of the tile from `begin`, -inf where a row does not see a key."""
-    key = tile_keys(begin, column, piece.kv_len, PAGE_SIZE, scores.shape[1])
-    first, end = bounds
-    visible = (key[None, :] >= first[:, None]) & (key[None, :] < end[:, None])
-    return gl.where(visible, scores, float("-inf"))
 
 
 @gluon.jit
@@ -269,7 +215,7 @@ def _store(
     """Write a consumer's rows of a piece: the output, or its part of a partial result, as the plain kernel does."""
     num_kv_heads = batch[4]
     sinks, scales, results, partials = terms
-    block_row = WHICH * CONSUMER_ROWS + _rows(SUMS)
+    block_row = WHICH * CONSUMER_ROWS + consumer_rows(SUMS)
     row = piece.q_block * TILE.rows + block_row
     token = row // GROUP
     head = piece.kv_head * GROUP + row % GROUP

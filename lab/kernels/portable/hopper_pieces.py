@@ -1,9 +1,13 @@
-"""The pieces of work of a program of the Gluon kernel, and their tiles: one order, which all of its partitions walk."""
+"""The pieces of work of a program of a Gluon kernel, and their tiles: one order, which all of its partitions walk.
+
+And what the partitions of both kernels do alike: copies of tiles, queries, masks.
+"""
 
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from lab.kernels.portable.key_shares import (
     BLOCK_REQUESTS,
@@ -14,7 +18,12 @@ from lab.kernels.portable.key_shares import (
     tiles_in_reach,
 )
 from lab.kernels.portable.rows import block_at, keys_of_block, q_lens_of_kind, request_rows, tile_begin
+from lab.kernels.portable.softmax import logit_scale
 
+CONSUMER_ROWS: gl.constexpr = gl.constexpr(64)  # rows of one product of SM90
+BOX_DIMS: gl.constexpr = gl.constexpr(64)  # elements of 2 bytes in the 128 that the copy engine swizzles
+# Less than any product of a query and a key times this matters; a scale of 0 would make NaN of a hidden key's -inf.
+LEAST_SCALE: gl.constexpr = gl.constexpr(1e-30)
 NO_KEY: gl.constexpr = gl.constexpr(2**31 - 1)
 
 
@@ -147,8 +156,106 @@ def keys_missing(key, kv_len, BOX_KEYS: gl.constexpr):
 
 @gluon.jit
 def tile_keys(begin, column, kv_len, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr):
-    """Return the key in each column of the scores of a tile; NO_KEY where `_load_tile` has put zeros or another box's key."""
+    """Return the key in each column of the scores of a tile; NO_KEY where `copy_boxes` has put zeros or another box's key."""
     BOX_KEYS: gl.constexpr = min(KEYS, PAGE_SIZE)
     box = begin + column // BOX_KEYS * BOX_KEYS
     key = begin + column - keys_missing(box, kv_len, BOX_KEYS)
     return gl.where(key < box, NO_KEY, key)
+
+
+@gluon.jit
+def box_pages(table, begin, kv_len, KEYS: gl.constexpr, PAGE_SIZE: gl.constexpr):
+    """Return the page ids of the boxes of a tile from `begin`, a tuple of int32; 0 for a box after the last key."""
+    BOX_KEYS: gl.constexpr = min(KEYS, PAGE_SIZE)
+    pages = ()
+    for box in gl.static_range(KEYS // BOX_KEYS):
+        key = begin + box * BOX_KEYS
+        page = gl.load(table + key // PAGE_SIZE, mask=key < kv_len, other=0)
+        pages = pages + (page.to(gl.int32),)  # type: ignore[assignment]  # noqa: RUF005
+    return pages
+
+
+@gluon.jit
+def copy_boxes(
+    descriptor,
+    pages,  # of `box_pages`
+    piece,
+    begin,
+    slot,
+    full,  # the barrier that the bytes complete
+    FIRST_DIM: gl.constexpr,  # of the pool's elements, the first of the slot's
+    PAGE_SIZE: gl.constexpr,
+):
+    """Fill a slot with the tile from `begin`, in boxes of one page's keys and BOX_DIMS elements.
+
+    A box that would pass the request's last key begins as many keys earlier, since nobody may read after that key: before the
+    page, where the copy engine writes zeros, or at keys that `tile_keys` hides.
+    """
+    KEYS: gl.constexpr = slot.shape[0]
+    BOX_KEYS: gl.constexpr = min(KEYS, PAGE_SIZE)
+    BOXES: gl.constexpr = KEYS // BOX_KEYS
+    COLUMNS: gl.constexpr = slot.shape[1] // BOX_DIMS
+    # The slot's swizzled columns of BOX_DIMS elements lie one after the other, and so do the pages of a column.
+    boxes = slot._reinterpret(slot.dtype, [COLUMNS * BOXES, 1, 1, BOX_KEYS, BOX_DIMS], descriptor.layout)
+    for box in gl.static_range(BOXES):
+        key = begin + box * BOX_KEYS
+        in_page = key % PAGE_SIZE - keys_missing(key, piece.kv_len, BOX_KEYS)
+        for column in gl.static_range(COLUMNS):
+            tma.async_copy_global_to_shared(
+                descriptor,
+                [pages[box], piece.kv_head, in_page, FIRST_DIM + column * BOX_DIMS],
+                full,
+                boxes.index(column * BOXES + box),
+            )
+
+
+@gluon.jit
+def consumer_rows(LAYOUT: gl.constexpr):
+    """Return the number of each row of a consumer, in a layout of its products."""
+    return gl.arange(0, CONSUMER_ROWS, gl.SliceLayout(1, LAYOUT))
+
+
+@gluon.jit
+def load_query(
+    queries,  # (pointer to the first element wanted, strides of rows and of heads)
+    piece,
+    is_negative,
+    DIMS: gl.constexpr,
+    WHICH: gl.constexpr,
+    GROUP: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """Return DIMS elements of a consumer's rows; with the sign of a negative scale, whose size is left to us."""
+    query, strides = queries
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIMS, DIMS // 8], [4, 1], [1, 0])
+    row = piece.q_block * TILE.rows + WHICH * CONSUMER_ROWS + consumer_rows(LOADED)
+    token = row // GROUP
+    head = piece.kv_head * GROUP + row % GROUP
+    rows = query + (piece.q_start + token) * strides[0] + head * strides[1]
+    dims = gl.arange(0, DIMS, gl.SliceLayout(0, LOADED))
+    q = gl.load(rows[:, None] + dims[None, :], mask=(token < piece.q_len)[:, None], other=0.0)
+    return gl.where(is_negative, -q, q)
+
+
+@gluon.jit
+def positive_scale(scales):
+    """Return (`logit_scale`, positive, which `softmax_step` takes; True where the query takes the sign)."""
+    scale = logit_scale(scales)
+    is_negative = scale < 0
+    scale = gl.where(is_negative, -scale, scale)
+    return gl.where(scale < LEAST_SCALE, LEAST_SCALE, scale), is_negative  # and a NaN stays one
+
+
+@gluon.jit
+def wait_for(full, number, TILE: gl.constexpr, pred=True):
+    """Wait until the `number`-th tile of all pieces has arrived."""
+    mbarrier.wait(full.index(number % TILE.stages), number // TILE.stages & 1, pred=pred)
+
+
+@gluon.jit
+def hide(scores, begin, column, piece, bounds, PAGE_SIZE: gl.constexpr):
+    """Return the scores of the tile from `begin`, -inf where a row does not see a key; `bounds` are of `row_bounds`."""
+    key = tile_keys(begin, column, piece.kv_len, PAGE_SIZE, scores.shape[1])
+    first, end = bounds
+    visible = (key[None, :] >= first[:, None]) & (key[None, :] < end[:, None])
+    return gl.where(visible, scores, float("-inf"))

@@ -2,7 +2,8 @@
 
 After absorption all query heads read the same cache entries, whose latent part is key and value at once. The query rows of
 a request and all heads are packed into one tile, and each tile of entries is loaded once and used for both products. Keys
-are shared out among programs as in `lab.kernels.portable.paged`.
+are shared out among programs as in `lab.kernels.portable.paged`. On SM90, many rows have a kernel in Gluon
+(`lab.kernels.portable.hopper_mla`).
 """
 
 import math
@@ -18,6 +19,7 @@ from lab.calls import takes
 from lab.calls.mla_decode import MLADecodeCall
 from lab.calls.problem import PagedAttention, check_values
 from lab.gpus import capability_of
+from lab.kernels.portable.hopper import hopper_mla_launches, hopper_mla_tile
 from lab.kernels.portable.kept_calls import kept_at_once
 from lab.kernels.portable.key_shares import BLOCK_REQUESTS, NO_REACH, begin_share, choose_shares, tiles_in_reach
 from lab.kernels.portable.partial_results import (
@@ -100,6 +102,10 @@ def choose_dot_dtype(problem: PagedAttention, tile: ProgramTile) -> tl.dtype:
 def _launches(problem: PagedAttention, results: Results) -> list[TritonLaunch]:
     device = problem.query.device
     packed_rows = problem.max_q_len * problem.num_qo_heads
+    hopper = hopper_mla_tile(problem)
+    if hopper is not None:
+        shares = choose_shares(hopper, triton.cdiv(packed_rows, hopper.rows), device, LEAST_KEYS)
+        return hopper_mla_launches(problem, results, hopper, shares)
     tile = choose_mla_tile(packed_rows, problem.k_cache.element_size(), capability_of(device))
     q_blocks = triton.cdiv(packed_rows, tile.rows)
     shares = choose_shares(tile, q_blocks, device, LEAST_KEYS)

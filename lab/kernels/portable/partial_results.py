@@ -169,17 +169,18 @@ def store_unit_shares(unit_shares, unit, first_place, tiles, share_places):
 def store_share(
     state,  # (largest, denominator, sums [ROWS, DIMS]) of a softmax
     rows,  # (row * num_qo_heads + head of the output, int64 [ROWS]; head; True where the row exists; the slot's row)
-    dims,  # elements of a row, from 0 to DIMS
+    dims,  # elements of a row, a part of the first ROW_DIMS
     is_whole,  # True: these are all keys of the rows
     sinks,
     bmm2_scale,
     results,  # (out, lse_log2 or None)
     partials,  # None: every share holds whole units
+    ROW_DIMS: tl.constexpr = None,  # None: as many as `dims`, and blocks are as small as the rows allow
 ):
     """Write a block of rows of one share: the output, or a slot's normalised sums and their LSE."""
     largest, denominator, sums = state
     row_head, head, row_exists, row = rows
-    DIMS: tl.constexpr = dims.shape[0]
+    DIMS: tl.constexpr = dims.shape[0] if ROW_DIMS is None else ROW_DIMS
     if is_whole or partials is None:
         sink_log2 = None
         if sinks is not None:
@@ -197,7 +198,8 @@ def store_share(
         )
     else:
         divisor = tl.where(denominator == 0, 1.0, denominator)
-        tl.store(partials.out + row[:, None] * DIMS + dims[None, :], sums / divisor[:, None])
+        exists = None if ROW_DIMS is None else row_exists[:, None]
+        tl.store(partials.out + row[:, None] * DIMS + dims[None, :], sums / divisor[:, None], mask=exists)
         tl.store(partials.lse_log2 + row, log2_sum(largest, denominator))
 
 
