@@ -86,6 +86,20 @@ def test_blocks(case: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     run(arguments, monkeypatch, decodes=False, seed=seed)
 
 
+@pytest.mark.parametrize("count", [None, 2])
+def test_pages_before_a_window_are_nobodys(count: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be other requests' by now, and hold anything."""
+    q_lens, kv_lens, page_size, window_left = [33, 20], [400, 190], 16, 70
+    batch = random_batch(q_lens, kv_lens, heads=(8, 2), head_dim=64, dtype=BF16)
+    arguments = context_arguments(batch, page_size, **POISONED, out_dtype=BF16, bmm1_scale=0.2, window_left=window_left)
+    for request, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
+        dead = arguments["block_tables"][request, : (kv_len - q_len - window_left) // page_size]
+        assert len(dead) % (SMALL.keys // page_size) > 0, "a tile has pages on both sides"
+        for cache in arguments["kv_cache"]:
+            cache[dead.long()] = NAN
+    run(arguments, monkeypatch, decodes=False, shares=None if count is None else Shares(count))
+
+
 @pytest.mark.parametrize("heads", [(8, 1), (16, 2)])
 @pytest.mark.parametrize(("count", "kv_lens"), [(1, [300, 70]), (3, [1000]), (5, [700, 1, 64, 900]), (2, [0, 129])])
 def test_shares(heads: tuple[int, int], count: int, kv_lens: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

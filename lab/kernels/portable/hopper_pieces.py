@@ -189,7 +189,8 @@ def copy_boxes(
     """Fill a slot with the tile from `begin`, in boxes of one page's keys and BOX_DIMS elements.
 
     A box that would pass the request's last key begins as many keys earlier, since nobody may read after that key: before the
-    page, where the copy engine writes zeros, or at keys that `tile_keys` hides.
+    page, where the copy engine writes zeros, or at keys that `tile_keys` hides. So does one that no row's window reaches, whose
+    page may be another request's by now.
     """
     KEYS: gl.constexpr = slot.shape[0]
     BOX_KEYS: gl.constexpr = min(KEYS, PAGE_SIZE)
@@ -200,6 +201,7 @@ def copy_boxes(
     for box in gl.static_range(BOXES):
         key = begin + box * BOX_KEYS
         in_page = key % PAGE_SIZE - keys_missing(key, piece.kv_len, BOX_KEYS)
+        in_page = gl.where(key + BOX_KEYS <= piece.keys.first_key, -BOX_KEYS, in_page)
         for column in gl.static_range(COLUMNS):
             tma.async_copy_global_to_shared(
                 descriptor,
