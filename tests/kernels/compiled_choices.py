@@ -1,6 +1,6 @@
 """Compiles every Triton kernel that the host code chooses, for every GPU that it knows, on a machine without one.
 
-    python -m tests.kernels.compiled_choices --record results/blackwell-dry-run/portable.json   # 600 kernels: half an hour
+    python -m tests.kernels.compiled_choices --record results/blackwell-dry-run/portable.json   # 800 kernels: half an hour
     python -m tests.kernels.compiled_choices --tables results/blackwell-dry-run/portable.json   # in Markdown, for portable.md
     python -m tests.kernels.compiled_choices --check results/blackwell-dry-run/portable.json    # all choices, a few compiled
 
