@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections.abc import Generator
 
 from tests.gpus import WORKER, take_own_gpu, visible_gpus
 
@@ -30,6 +31,19 @@ def pytest_runtestloop() -> None:
     """Collect garbage again, of what tests make: also in the process that collects no tests and shares them out."""
     gc.freeze()
     gc.enable()
+
+
+if torch.cuda.is_available():
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+        """Skip a test of the CPU that comes to a Triton kernel: Triton compiles for the GPU here, and interprets nothing."""
+        try:
+            return (yield)
+        except NotImplementedError as error:
+            if "only in Triton's interpreter" in str(error) and item.get_closest_marker("gpu") is None:
+                pytest.skip(f"it is a test of the CPU: {error}")
+            raise
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which is not everywhere
