@@ -141,6 +141,7 @@ def _arguments(interface: Interface, space: Space) -> dict[str, Sequence[Any]]:
         "lse": lse,
         "seq_lens": ("int32", "uint32", "amid others"),
         "bound": ("of the table", "exact", "4 times"),
+        **({} if interface is Interface.CONTEXT else {"backend": ("auto", "trtllm-gen", "xqa")}),
     }
 
 
@@ -263,8 +264,13 @@ RULES = (
     ),
     Constraint(
         ("dtypes", "cache"),
-        lambda dtypes, cache: "nvfp4" not in dtypes or cache in ("plain", "pages apart", "V otherwise"),
+        lambda dtypes, cache: "nvfp4" not in dtypes or cache in ("plain", "pages apart", "V otherwise", "one tensor"),
         "scale factors lie as the cache does",
+    ),
+    Constraint(
+        ("dtypes", "backend"),
+        lambda dtypes, backend: "nvfp4" not in dtypes or backend == "auto",
+        "a backend orders V's scale factors in its own way, and is named with them",
     ),
     Constraint(
         ("dtypes", "requests"),

@@ -96,6 +96,8 @@ def _built(trial: Trial) -> PagedCall:
     call = PagedCall(trial.case, inputs=build_attention(case, trial.device))
     _store(call)
     call.arguments = call.inputs.arguments()
+    if call.of.get("backend", "auto") != "auto":
+        call.arguments["backend"] = call.of["backend"]
     for form in (_cache, _query, _tables, _lengths, _bounds, set_scales, _sinks, _visible, _out, _lse):
         form(call)
     # As the engine hands them out in every call. They must be as they were afterwards, like what a kernel only reads.
@@ -134,6 +136,11 @@ def _cache(call: PagedCall) -> None:
     form, pages = call.of["cache"], call.inputs.k_pages
     if form == "one tensor":
         call.arguments["kv_cache"] = as_one_tensor(call.inputs)
+        if (
+            call.inputs.scale_factors is not None and call.of.interface is Interface.CONTEXT
+        ):  # a decode takes a pair alone
+            k, v = (each.view(torch.uint8) for each in call.arguments["kv_cache_sf"])
+            call.arguments["kv_cache_sf"] = torch.stack((k, v), 1).view(E4M3)
     elif form == "K is V":
         call.arguments |= {"kv_cache": pages.unsqueeze(1), "bmm2_scale": call.rules.get("bmm2_scale", 1.0)}
     elif form.startswith("4-D"):
