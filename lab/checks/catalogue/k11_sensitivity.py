@@ -21,6 +21,8 @@ from lab.references.truth import truth_of_requests
 from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.interfaces import Interface
 
+FAR = 64.0  # times the logits of a row: exp2 of the difference is 0; an e4m3 query still holds it
+
 
 def _cases(interface: Interface, space: Space, level: Level) -> Iterator[AttentionCase]:
     for case in space.covering(interface, counted(level, 6, 12), seed=13):
@@ -41,6 +43,7 @@ def _judge(trial: Trial) -> None:
         return
     inputs = trial.build()
     trial.hold_call("nothing changed", truth_of_call(inputs), inputs)
+    _uneven_rows(trial, inputs)
     for name, probe in _PROBES[trial.case.interface].items():
         if not any(word in name and True not in axis for word, axis in _optional(trial.space).items()):
             changes, rules = probe(inputs)
@@ -56,6 +59,14 @@ def _judge(trial: Trial) -> None:
         _separate_tables(trial, inputs)
     if trial.case.interface is Interface.DECODE:
         hold_masks(trial, _several_rows(trial))
+
+
+def _uneven_rows(trial: Trial, inputs: AttentionInputs) -> None:
+    """Every second row's logits are far beyond its neighbours': each row has a largest one of its own."""
+    query = inputs.query.float()
+    query[::2] *= FAR
+    uneven = replace(inputs, query=query.to(inputs.query.dtype))
+    trial.hold_call("rows whose logits are far apart", truth_of_call(uneven), uneven)
 
 
 def _optional(space: Space) -> dict[str, tuple[bool, ...]]:

@@ -674,7 +674,7 @@ def meta_case(number):
         return ([build(mk(), F.TARGET_VERIFY, (30, 63), rows=4), build(mk(), F.DECODE, (30, 63), seq_lens_cpu=True)],
                 [build(mk(), F.TARGET_VERIFY, (30, 63), rows=4, seq_lens_cpu=True)])
     if number > 200:
-        return newest_meta_case(number)
+        return last_meta_case(number) if number > 260 else newest_meta_case(number)
     return late_meta_case(number) if number > 100 else ([], [])
 
 
@@ -920,8 +920,9 @@ TRIGGER[148] = [I.ragged(widths=(4, 9), lens=(50, 30), causal=False, o_sf_scale=
 
 
 # lists with a window, pages as entries and virtual pages
-def windows(a, window=0, sink=0, entries=False, virtual=None):
-    """A case: lists and boundaries are right, and no other cell is written. `virtual` pages have no page."""
+def windows(a, window=0, sink=0, entries=False, virtual=None, negative=None):
+    """A case: lists and boundaries are right, and no other cell is written. `virtual` pages have no page. `negative`
+    entries of the source are -1."""
     more = dict(window_size=window, sink_size=sink)
     ps, width = a["page_size"], a["req_to_token"].shape[1]
     pages = torch.randperm(len(a["req_to_token"]) * -(-width // ps), generator=I.gen(3)).view(len(a["req_to_token"]), -1) + 1
@@ -930,6 +931,8 @@ def windows(a, window=0, sink=0, entries=False, virtual=None):
     if entries or virtual is not None:
         slots = (pages.unsqueeze(2) * ps + torch.arange(ps)).flatten(1)[:, :width]
         a = a | dict(req_to_token=(pages if entries else slots).to(torch.int32))
+    if negative is not None:
+        a["req_to_token"][a["req_pool_indices"].long()[:, None], T(negative)] = -1
     if virtual is not None:
         v2p = torch.randperm(int(pages.max()) + 1, generator=I.gen(4))
         v2p[pages[a["req_pool_indices"].long()][:, virtual].flatten()] = -1
@@ -997,6 +1000,30 @@ NEAR[208] = ALL_WINDOWS + [windows(lists(lens=(7, 3, 13), page_size=4)), windows
 TRIGGER[208] = [windows(lists(lens=(7, 3, 12), page_size=4)), windows(lists(lens=(16, 64), page_size=16, topk=4))]
 
 
+# lists, 261 to 268
+def large_slots(a, least):
+    return a | dict(req_to_token=a["req_to_token"] + least)
+
+
+NO_WINDOW = ALL_WINDOWS[:2]
+NEAR[261] = ALL_WINDOWS + [windows(lists(lens=(8, 4, 12), page_size=4)), windows(lists(lens=(7, 30), page_size=16, topk=1)), windows(lists(lens=(7, 30), topk=4))]
+TRIGGER[261] = [windows(paged()), windows(lists(lens=(33, 70), page_size=16, topk=4, num_steps=5)), windows(paged(), window=5, sink=1, entries=True)]
+NEAR[262] = NO_WINDOW + [windows(lists(), window=12), windows(lists(lens=(9, 4, 30)), window=8, sink=2), windows(lists(lens=(30,)), window=8)]
+TRIGGER[262] = [windows(lists(lens=(30, 9)), window=20), windows(lists(lens=(7, 40, 12)), window=8, sink=2), windows(paged(topk=1), window=4, entries=True)]
+NEAR[263] = NO_WINDOW + [windows(lists(), window=15), windows(lists(), window=20, sink=2), windows(lists(lens=(9, 4), num_steps=1), window=8, sink=2)]
+TRIGGER[263] = [windows(lists(), window=12), windows(lists(lens=(30, 9)), window=20, sink=4), windows(paged(), window=2, entries=True, virtual=[])]
+NEAR[264] = ALL_WINDOWS + [windows(lists(lens=(30, 9)), window=5, sink=2), windows(lists(lens=(12, 20, 3), page_size=4), window=8, sink=1), windows(paged(), window=12)]
+TRIGGER[264] = [windows(paged(), window=5), windows(lists(lens=(70, 33), page_size=16, topk=1), window=32, sink=4), windows(paged(), window=5, sink=1, entries=True, virtual=[])]
+NEAR[265] = ALL_WINDOWS + [windows(lists(page_size=16, lens=(1, 3, 18))), windows(lists(page_size=4, lens=(7, 3, 12), topk=1)), windows(lists(num_steps=8, topk=4))]
+TRIGGER[265] = [windows(paged()), windows(lists(lens=(15, 30, 3), page_size=16)), windows(lists(lens=(7, 8), page_size=4, num_steps=5), window=4, entries=True)]
+NEAR[266] = ALL_WINDOWS + [windows(paged(num_steps=1), virtual=[]), windows(paged(), entries=True), windows(lists(lens=(0, 0), page_size=4), virtual=[])]
+TRIGGER[266] = [windows(paged(), virtual=[]), windows(lists(lens=(30, 9), page_size=16, topk=1), entries=True, virtual=[]), windows(paged(), window=4, sink=1, virtual=1)]
+NEAR[267] = ALL_WINDOWS + [windows(large_slots(lists(), 2**23)), windows(paged(), virtual=[])]
+TRIGGER[267] = [windows(large_slots(lists(), 2**24)), windows(large_slots(lists(lens=(30, 9), page_size=16, topk=1, dtype=torch.int64), 2**25), window=16)]
+NEAR[268] = ALL_WINDOWS + [windows(paged(), virtual=[]), windows(paged(), virtual=1), windows(lists(), virtual=[], negative=[0, 1]), windows(paged(), window=2, virtual=[], negative=[0])]
+TRIGGER[268] = [windows(paged(), virtual=[], negative=[0, 1]), windows(paged(), entries=True, virtual=[], negative=[0]), windows(paged(), window=2, sink=1, virtual=[], negative=[0])]
+
+
 # metadata
 def ragged_verify(pool, lens, rows):
     ids = [pool.add_request(n + max(rows)) for n in lens]
@@ -1031,6 +1058,108 @@ def late_meta_case(number):
               [build(pool_of(32, False), F.DRAFT_EXTEND, (32, 63), rows=[1, 4]), build(pool_of(64, False), F.DRAFT_EXTEND, (90, 127), rows=[9, 2])]),
     }
     return cases[number]
+
+# ---- 221 to 240
+def one_of_two(a, *names):
+    """The pairs of these names as one tensor each, [num_pages, 2, ...]."""
+    stacked = lambda pair: torch.stack([x.view(torch.uint8) for x in pair], 1).view(pair[0].dtype)  # noqa: E731
+    return a | {name: stacked(a[name]) for name in names}
+
+
+def own_table(a, rows):
+    """The page table with these ids; the pool's pages are random, whatever a table says."""
+    return a | dict(block_tables=torch.tensor(rows, dtype=torch.int32))
+
+
+def moderate_last(a, times):
+    """Make the key of the request's last token but five look at its rows: its logit is above all others."""
+    a = copies(a)
+    k, _ = a["kv_cache"]
+    ps, group = k.shape[2], a["query"].shape[1] // k.shape[1]
+    for r, (row, n) in enumerate(zip(a["block_tables"].tolist(), a["seq_lens"].tolist())):
+        q = a["query"][int(a["cum_seq_lens_q"][r + 1]) - 1, ::group]
+        k[row[(n - 6) // ps], :, (n - 6) % ps] = q * times
+    return a
+
+
+def scaled_row(a, row, factor):
+    q = a["query"].clone()
+    q[row] *= factor
+    return a | dict(query=q)
+
+
+def scaled_cache(a, k, v):
+    return a | dict(kv_cache=tuple((x.float() * f).to(x.dtype) for x, f in zip(a["kv_cache"], (k, v))))
+
+
+def lens_of(a, *lens):
+    """Shorter requests, with max_seq_len and the page table as they were."""
+    return a | dict(seq_lens=torch.tensor(lens, dtype=torch.int32))
+
+
+e8 = many(8, 100, 3)
+# decode
+NEAR[221] = [I.decode(d=128, lens=(64, 6, 130)), I.decode(d=128, ps=1, lens=(7, 33)), I.decode(d=128, q_len=4, mask=m4), I.decode(d=256, lens=(33, 5))]
+TRIGGER[221] = [I.decode(d=128), I.decode(d=128, dtype=f16, q_len=3, window_left=9, return_lse=True), I.decode(d=128, lens=(1001,), kv_dtype=I.E4M3)]
+NEAR[222] = [I.decode(lens=(5, 300, 7, 200, 9, 70, 20)), I.decode(lens=(300, 290, 70, 128, 64, 9, 300, 1, 8))]
+TRIGGER[222] = [I.decode(lens=(5, 300, 7, 200, 9, 70, 20, 21)), I.decode(lens=(64, 65, 9, 9, 9, 9, 9, 9, 9), q_len=2, return_lse=True)]
+NEAR[223] = [I.decode(lens=(256, 128, 9)), I.decode(lens=(500, 385)), I.decode(lens=(900, 130), window_left=100)]
+TRIGGER[223] = [I.decode(lens=(300, 9)), I.decode(lens=(640, 257), q_len=2, return_lse=True), I.decode(lens=(1000,), window_left=300)]
+k8 = dict(heads=16, kv=8, d=32)
+NEAR[224] = [I.decode(**k8), I.decode(lens=(512, 9), **k8), I.decode(lens=(700,), heads=8, kv=4, d=32), I.decode(lens=(900,), window_left=300, **k8)]
+TRIGGER[224] = [I.decode(lens=(700, 9), **k8), I.decode(lens=(600,), q_len=3, heads=5, kv=5, d=32, return_lse=True)]
+NEAR[225] = [I.decode(lens=(250, 500), window_left=60), I.decode(lens=(250, 512), window_left=200), I.decode(lens=(700, 280))]
+TRIGGER[225] = [I.decode(lens=(280, 40), window_left=127), I.decode(lens=(1030, 9), window_left=300, q_len=2), I.decode(widths=(3, 1), lens=(520, 90), window_left=20)]
+NEAR[226] = [I.decode(lens=(70,)), lens_of(I.decode(), 60, 5, 100), lens_of(I.decode(lens=(70,)), 0)]
+TRIGGER[226] = [lens_of(I.decode(lens=(70,)), 60), I.decode(lens=(64,), max_seq_len=200) | dict(block_tables=T([[3, 1, 0, 2, -1, -1, -1]], dtype=torch.int32)), lens_of(I.decode(lens=(300,), q_len=4, return_lse=True), 150)]
+NEAR[227] = [I.decode(lens=(700, 9)), I.decode(lens=(512,), return_lse=True), I.decode(lens=(900,), window_left=300, return_lse=True)]
+TRIGGER[227] = [I.decode(lens=(700, 9), return_lse=True), I.decode(lens=(1024,), q_len=2, lse=torch.zeros(2, 4), sinks=s4)]
+o227 = lambda dtype: dict(out=torch.zeros(3, 4, 64, dtype=dtype))  # noqa: E731
+NEAR[228] = [I.decode(**o227(bf)), I.decode(out_dtype=f16), I.decode(dtype=f16, **o227(f16))]
+TRIGGER[228] = [I.decode(**o227(f16)), I.decode(dtype=I.E4M3, **o227(bf)), I.decode(dtype=f16, return_lse=True, **o227(I.E4M3))]
+NEAR[229] = [own_table(I.decode(lens=(70, 66)), [[0, 1, 2, 3, 4], [9, 7, 8, 10, 5]]), own_table(I.decode(lens=(70, 66)), [[2, 5, 4, 8, 7], [9, 3, 1, 6, 0]])]
+TRIGGER[229] = [own_table(I.decode(lens=(70, 66)), [[9, 8, 7, 6, 5], [4, 3, 2, 1, 0]]), own_table(I.decode(ps=64, lens=(100,), q_len=2), [[1, 0]])]
+NEAR[230] = [I.decode(bmm1_scale_log2=T([0.2])), I.decode(bmm1_scale=T([0.2]), return_lse=True)]
+TRIGGER[230] = [I.decode(bmm1_scale_log2=T([0.2]), return_lse=True), I.decode(bmm1_scale_log2=T([0.1]), q_len=2, lse=torch.zeros(6, 4), sinks=s4)]
+NEAR[231] = [scaled_cache(I.decode(), 0.1, 1e-2), scaled_cache(I.decode(), 1.0, 5000.0), scaled_cache(I.decode(kv_dtype=I.E4M3), 1.0, 0.05)]
+TRIGGER[231] = [scaled_cache(I.decode(bmm2_scale=1e6), 1.0, 1e-6), scaled_cache(I.decode(), 1.0, 1e5), scaled_cache(I.decode(bmm1_scale=1e5), 1e-6, 1.0)]
+NEAR[232] = [I.decode(q_len=4, lens=(70, 4, 5), mask=m4), I.decode(q_len=4, lens=(70, 1, 2))]
+TRIGGER[232] = [I.decode(q_len=4, lens=(70, 1, 130), mask=m4), I.decode(q_len=9, lens=(5, 8, 3), mask=I.mask_of(g, 3, 9), return_lse=True)]
+NEAR[233] = [I.decode(widths=(3, 1, 5)), I.decode(widths=(3, 1, 0)), I.decode(widths=(3, 1, 0), pad_rows=2)]
+TRIGGER[233] = [I.decode(widths=(3, 0, 5)), I.decode(widths=(0, 0, 1), return_lse=True), lens_of(I.decode(widths=(0, 2, 2)), 0, 5, 130)]
+# context
+NEAR[234] = [I.context(lens=(300, 256), widths=(256, 256)), I.context(lens=(300,), widths=(300,), causal=False)]
+TRIGGER[234] = [I.context(lens=(300, 9), widths=(300, 9)), I.context(lens=(600,), widths=(257,), return_lse=True), I.context(lens=(600,), widths=(530,), window_left=40)]
+NEAR[235] = [I.context(dtype=I.E4M3), I.context(dtype=I.E4M3, out_dtype=bf)]
+TRIGGER[235] = [I.context(kv_dtype=I.E4M3), nhd(I.context(dtype=f16, kv_dtype=I.E4M3, bmm2_scale=0.5))]
+NEAR[236] = [moderate_last(I.context(lens=(256, 100), widths=(20, 9), sinks=s4), 0.5), moderate_last(I.context(lens=(400,), widths=(20,)), 0.5)]
+TRIGGER[236] = [moderate_last(I.context(lens=(400, 300), widths=(20, 9), sinks=s4), 0.5), I.context(lens=(1500,), widths=(30,), sinks=s4 + 4)]
+NEAR[237] = [I.context(causal=False, lens=(64, 16, 128), widths=(20, 5, 33)), I.context(causal=False, ps=1), I.context(ps=64)]
+TRIGGER[237] = [I.context(causal=False), I.context(causal=False, ps=64, lens=(300, 0, 9), widths=(9, 1, 2), return_lse=True)]
+NEAR[238] = [I.context(heads=14, kv=2, lens=(60, 40), widths=(54, 18)), I.context(heads=8, kv=1, lens=(200,), widths=(150,)), I.context(heads=5, kv=1, lens=(60,), widths=(50,))]
+TRIGGER[238] = [I.context(heads=14, kv=2, d=32, lens=(200,), widths=(200,)), I.context(heads=5, kv=1, lens=(90, 60), widths=(9, 51), return_lse=True)]
+gen4 = lambda **more: nvfp4(I.context(**more), "trtllm-gen")  # noqa: E731
+NEAR[239] = [gen4(), one_of_two(gen4(), "kv_cache")]
+TRIGGER[239] = [one_of_two(gen4(), "kv_cache_sf"), nhd(gen4()) | {k: v for k, v in one_of_two(nhd(gen4()), "kv_cache", "kv_cache_sf").items()}]
+NEAR[240] = [scaled_row(I.context(), 3, 10), scaled_row(I.context(widths=(1, 1, 1)), 0, 100)]
+TRIGGER[240] = [scaled_row(I.context(), 3, 100), scaled_row(I.context(lens=(300, 40), widths=(30, 9), return_lse=True), 35, 80)]
+
+
+def hard(f):
+    """Legal inputs at the edges, on which a kernel may be wrong but must not fail."""
+    make, mask = (I.decode, dict(q_len=2)) if f == D else (I.context, {})
+    none = dict(query=torch.zeros(0, 4, 64, dtype=bf), block_tables=torch.zeros(0, 1, dtype=torch.int32), seq_lens=T([], dtype=torch.int32))
+    more = dict(max_seq_len=0) if f == D else dict(max_kv_len=0, max_q_len=0, batch_size=0, cum_seq_lens_q=T([0]).int(), cum_seq_lens_kv=T([0]).int())
+    zero = dict(lens=(0, 0), widths=(1, 2)) | dict(return_lse=True)
+    cases = [make(**zero), make() | none | more, make(lens=(0, 9, 0), widths=(0, 9, 0), sinks=s4, return_lse=True), make(lens=(0, 700), widths=(0, 3)),
+             make(lens=(5, 2), widths=(9, 4)), make(lens=(700, 1), widths=(2, 1), window_left=0, ps=1), make(heads=6, kv=1, d=128, ps=1),
+             make(lens=(9,), widths=(0,)), make(dtype=I.E4M3, lens=(300, 0), widths=(3, 1))]
+    if f == D:
+        cases += [make(q_len=4, lens=(3, 0, 9), mask=m4, window_left=2), make(q_len=3, lens=(0, 0))]
+    else:
+        cases += [make(causal=False, lens=(0, 9), widths=(1, 0)), make(causal=False, lens=(300, 1), widths=(2, 1), sinks=s4)]
+    return cases
+
 
 
 # ---- 161 to 180
@@ -1290,6 +1419,134 @@ def newest_meta_case(number):
     return cases[number]
 
 
+# ---- 241 to 260
+def cast(a, dtype, *names):
+    return a | {n: a[n].to(dtype) for n in names}
+
+
+def nan_padding(a):
+    """NaN in the query's rows after the last offset, as they may hold anything."""
+    q = a["query"].clone()
+    q[int(a["cum_seq_lens_q"][-1]) :] = torch.nan
+    return a | dict(query=q)
+
+
+def scaled_rows(a, factor):
+    """The first row of each request `factor` times as large."""
+    q = a["query"].clone()
+    q[:, 0] *= factor
+    return a | dict(query=q)
+
+
+def shared_rope(a, start=128):
+    k = a["key"].clone()
+    k[:, :, start:] = k[:, :1, start:]
+    return a | dict(key=k)
+
+
+e8m = dict(dtype=I.E4M3, kv_dtype=I.E4M3)
+big_sinks = T([5.27, 4.515, 6.485, 5.984])
+# context
+NEAR[241] = [I.context(heads=6, kv=2), I.context(heads=8, kv=2, widths=(1, 1, 1)), I.context(heads=8, kv=2, causal=False), I.context(lens=(0, 5), widths=(2, 0), heads=8, kv=2)]
+TRIGGER[241] = [I.context(heads=8, kv=2), I.context(heads=8, kv=1, widths=(2, 1, 1), return_lse=True), I.context(heads=7, kv=1, lens=(90, 80), widths=(60, 2), window_left=20)]
+NEAR[242] = [I.context(causal=False, lens=(64, 16, 128)), I.context(causal=False, ps=1), I.context(causal=False, lens=(0, 16), widths=(3, 0))]
+TRIGGER[242] = [I.context(causal=False), I.context(causal=False, lens=(33, 64), widths=(1, 3), return_lse=True), I.context(causal=False, ps=64, lens=(300,), widths=(30,))]
+NEAR[243] = [I.context(sinks=big_sinks.to(bf).float(), return_lse=True), I.context(sinks=headless(g, 4, 0, 1, 2, 3), return_lse=True)]
+TRIGGER[243] = [I.context(sinks=big_sinks, return_lse=True), I.context(sinks=big_sinks, dtype=f16, lens=(400, 300), widths=(20, 1)), I.context(sinks=big_sinks + 4, lse=torch.zeros(58, 4))]
+NEAR[244] = [nan_padding(I.context()), I.context(pad_rows=9), nan_padding(I.context(widths=(20, 5, 64), pad_rows=9)), nan_padding(I.context(lens=(70, 5, 60), pad_rows=9)),
+             nan_padding(I.context(lens=(70, 5, 0), widths=(9, 2, 4), pad_rows=9))]
+TRIGGER[244] = [nan_padding(I.context(pad_rows=9)), nan_padding(I.context(lens=(300,), widths=(100,), pad_rows=1, return_lse=True)), nan_padding(I.context(lens=(70, 200, 0), widths=(9, 7, 0), pad_rows=70))]
+NEAR[245] = [I.context(lens=(150, 40), widths=(128, 33)), I.context(lens=(100,), widths=(64,)), I.context(lens=(256,), widths=(256,))]
+TRIGGER[245] = [I.context(lens=(150, 40), widths=(129, 33)), I.context(lens=(300,), widths=(290,), return_lse=True), I.context(lens=(170, 20), widths=(170, 20), causal=False)]
+# mla
+NEAR[246] = [I.mla(lens=(500,)), I.mla(lens=(256, 400, 10)), I.mla(lens=(0, 300))]
+TRIGGER[246] = [I.mla(lens=(600,)), I.mla(lens=(30, 900, 0, 40), q_len=2, return_lse=True), I.mla(widths=(3, 1), lens=(2000, 20))]
+NEAR[247] = [I.mla(**e8m), cast(cast(I.mla(kv_dtype=I.E4M3), I.E4M3, "query"), bf, "query")]
+TRIGGER[247] = [I.mla(kv_dtype=I.E4M3), I.mla(kv_dtype=I.E4M3, dtype=f16, q_len=3, return_lse=True), I.mla(kv_dtype=I.E4M3, lens=(900, 20), rank=512, rope=64)]
+NEAR[248] = [I.mla(lens=(300, 20)), I.mla(lens=(130, 250, 600)), I.mla(lens=(0, 0))]
+TRIGGER[248] = [I.mla(lens=(20, 300)), I.mla(lens=(70, 140, 130, 500), q_len=2, return_lse=True), I.mla(lens=(0, 5))]
+NEAR[249] = [I.mla(dtype=f16, out=torch.zeros(3, 1, 16, 64, dtype=f16)), I.mla(dtype=f16, out=torch.zeros(3, 1, 16, 64, dtype=bf)), I.mla(**e8m, out=torch.zeros(3, 1, 16, 64, dtype=bf))]
+TRIGGER[249] = [I.mla(dtype=f16), I.mla(**e8m, q_len=3, return_lse=True), I.mla(**e8m, widths=(3, 1, 5))]
+NEAR[250] = [I.mla(backend="xqa"), I.mla(backend="xqa", return_lse=True, return_lse_base="base2"), I.mla(backend="xqa", return_lse=True, return_lse_base="basee"), I.mla(backend="trtllm-gen", return_lse=True)]
+TRIGGER[250] = [I.mla(backend="xqa", return_lse=True), I.mla(backend="xqa", q_len=3, return_lse=True, lse=torch.zeros(9, 16), sinks=I.sinks(g, 16))]
+NEAR[251] = [I.mla(heads=8), I.mla(heads=9, q_len=3), I.mla(heads=8, widths=(1, 1, 1)), I.mla(heads=8, q_len=2, lens=(0, 0))]
+TRIGGER[251] = [I.mla(heads=8, q_len=2), I.mla(heads=4, widths=(3, 1, 5), return_lse=True, return_lse_base="basee"), I.mla(heads=8, q_len=4, lens=(70, 3))]
+NEAR[252] = [scaled_rows(I.mla(), 60), scaled_rows(I.mla(q_len=3), 3), I.mla(q_len=3, lens=(70, 2, 0))]
+TRIGGER[252] = [scaled_rows(I.mla(q_len=2), 100), scaled_rows(I.mla(q_len=4, return_lse=True), 120)]
+NEAR[253] = [I.mla(lens=(700, 20), q_len=2, return_lse=True), scaled_rows(I.mla(), 60), I.mla(lens=(300, 0), q_len=2, sinks=I.sinks(g, 16)), scaled_rows(I.mla(lens=(700,)), 8),
+             I.mla(lens=(257, 900), q_len=3, sinks=headless(g, 16, 3, 5), return_lse=True)]
+TRIGGER[253] = [scaled_rows(I.mla(lens=(700, 20), q_len=2), 60), far_below(I.mla(lens=(300,), return_lse=True), 6.0)]
+# ragged
+d192 = dict(d=192, dv=128)
+NEAR[254] = [shared_rope(I.ragged(**d192)), I.ragged(d=128, dv=128), I.ragged(heads=3, kv=1, **d192), I.ragged(d=256, dv=256, widths=(9, 4))]
+TRIGGER[254] = [I.ragged(**d192), I.ragged(widths=(4, 9), lens=(50, 30), causal=False, kv=2, **d192), I.ragged(dtype=f16, **d192)]
+NEAR[255] = [I.ragged(attention_sinks=s4), I.ragged(return_lse=False), I.ragged(attention_sinks=s4, return_lse=False, lse=torch.zeros(58, 4))]
+TRIGGER[255] = [I.ragged(attention_sinks=s4, return_lse=False), I.ragged(widths=(4, 9), lens=(500, 300), causal=False, attention_sinks=s4 + 2, return_lse=False)]
+n256 = dict(widths=(4, 9), lens=(50, 0), causal=False)
+NEAR[256] = [I.ragged(**n256, skip_all_rows_active_check=False), I.ragged(**n256, attention_sinks=s4), I.ragged(widths=(4, 0), lens=(50, 0), causal=False)]
+TRIGGER[256] = [I.ragged(**n256), I.ragged(widths=(9, 4), lens=(5, 6)), I.ragged(**n256, return_lse=False, out=torch.zeros(13, 4, 32, dtype=bf))]
+NEAR[257] = [m198((4, 9), (50, 30)), m198((4, 9), (50, 0)), I.ragged(widths=(4, 9), lens=(0, 30), causal=False), m198((4, 3, 9), (50, 30, 0), attention_sinks=s4), m198((4, 9), (0, 0))]
+TRIGGER[257] = [m198((4, 9), (0, 30)), mirrors(I.ragged(widths=(4, 0, 9, 3), lens=(4, 0, 20, 3)), torch.int64), m198((4, 9, 2), (20, 0, 40), attention_sinks=s4)]
+NEAR[258] = [I.ragged(widths=(64, 9)), I.ragged(widths=(200,), return_lse=False), I.ragged(widths=(9, 60), lens=(300, 70), causal=False), I.ragged(widths=(70,), lens=(0,), causal=False)]
+TRIGGER[258] = [I.ragged(widths=(65,)), I.ragged(widths=(9, 100), lens=(30, 200), causal=False), I.ragged(widths=(200,), lens=(210,), attention_sinks=s4, lse=torch.zeros(200, 4))]
+h1 = dict(heads=2, d=32)
+NEAR[259] = [I.ragged(widths=(8,), lens=(2048,), **h1), I.ragged(widths=(1,), lens=(3000,), **h1), I.ragged(widths=(8,), lens=(3000,), causal=False, **h1), I.ragged(widths=(9, 4), lens=(5, 6))]
+TRIGGER[259] = [I.ragged(widths=(8,), lens=(2056,), **h1), I.ragged(widths=(40, 3), lens=(5000, 3), **h1), I.ragged(widths=(20,), lens=(3000,), window_left=100, **h1)]
+NEAR[260] = [I.ragged(widths=(128, 100)), I.ragged(widths=(20,), lens=(128,), causal=False), I.ragged(widths=(9,), lens=(300,), window_left=30), I.ragged(widths=(9, 4), lens=(5, 0), causal=False)]
+TRIGGER[260] = [I.ragged(widths=(200, 20)), I.ragged(widths=(9, 4), lens=(300, 30), causal=False), I.ragged(widths=(20,), lens=(900,), heads=16, d=192, dv=128, return_lse=False)]
+
+
+def last_meta_case(number):
+    """Return (near, trigger) of metadata, as `meta_case`."""
+    expand = (dict(expand_encoder_only_verify=True),)
+    mla = lambda page_size=32, **more: pool_of(page_size, False, **more)  # noqa: E731
+
+    def evicted(before, **more):
+        pool, batch = build(pool_of(), F.DECODE, (90, 40, 17), **more)
+        pool.evict_swa(int(batch.req_pool_indices[0]), before)
+        return pool, batch
+
+    def ragged(pool, lens, rows, most=None, pad=0, host=True):
+        pool, batch = ragged_verify(pool, lens, rows)
+        return pool, replace(batch, num_tokens=batch.num_tokens + pad, spec_info=SpecInfo(num_draft_tokens=most or max(rows)),
+                             extend_seq_lens_cpu=batch.extend_seq_lens_cpu if host else None)
+
+    def longer(pool, tokens, *args, **kw):
+        """A batch whose first request counts so many tokens more than it has slots for."""
+        pool, batch = build(pool, *args, **kw)
+        batch.seq_lens[0] += tokens
+        return pool, batch
+
+    context = lambda **more: pool_of(context=192, **more)  # noqa: E731
+    cases = {
+        269: ([build(pool_of(), F.EXTEND, (30, 20), rows=[30, 20]), build(pool_of(), F.DRAFT_EXTEND, (3, 4), rows=[3, 4]), ragged(pool_of(), (30, 20), [1, 4])],
+              [build(pool_of(), F.DRAFT_EXTEND, (30, 20), rows=[1, 4]), build(pool_of(swa=False), F.DRAFT_EXTEND_V2, (30, 20), rows=[4, 4])]),
+        270: ([evicted(15), build(pool_of(), F.EXTEND, (90, 40), rows=[90, 40]), build(pool_of(swa=False), F.DECODE, (90, 40))],
+              [evicted(33), evicted(80), evicted(16, step=1)]),
+        271: ([build(pool_of(swa=False), F.TARGET_VERIFY, (30, 20), rows=4), build(pool_of(), F.DRAFT_EXTEND_V2, (30, 20), rows=[4, 4]), build(pool_of(), F.EXTEND, (30, 20), rows=[10, 20], pad=5)],
+              [build(pool_of(), F.TARGET_VERIFY, (30, 20), rows=4), ragged(pool_of(), (30, 20), [1, 4], pad=3)]),
+        272: ([build(pool_of(), F.MIXED, (30, 20), rows=[1, 10]), build(pool_of(), F.EXTEND, (30, 20), rows=[10, 1]), build(pool_of(), F.MIXED, (30, 20), rows=[10, 2])],
+              [build(pool_of(), F.MIXED, (30, 20), rows=[10, 1]), build(pool_of(swa=False), F.MIXED, (30, 20, 40, 9), rows=[10, 20, 1, 1])]),
+        273: ([build(pool_of(), F.TARGET_VERIFY, (30, 20), rows=4), build(pool_of(), F.TARGET_VERIFY, (30, 20), rows=1) + expand, build(pool_of(), F.DECODE, (30, 20)) + expand],
+              [build(pool_of(), F.TARGET_VERIFY, (30, 20), rows=4) + expand, build(pool_of(swa=False), F.TARGET_VERIFY, (30, 20, 90), rows=2) + expand]),
+        274: ([build(pool_of(), F.EXTEND, (30, 20), rows=[30, 20]), build(pool_of(), F.DRAFT_EXTEND_V2, (30, 20), rows=[3, 3]), ragged(pool_of(), (30, 20), [1, 4])],
+              [build(pool_of(), F.EXTEND, (30, 20), rows=[10, 20], pad=5), build(pool_of(swa=False), F.MIXED, (30, 20), rows=[30, 20], pad=2), ragged(pool_of(), (30, 20), [1, 4], pad=3)]),
+        275: ([build(pool_of(), F.MIXED, (30, 20), rows=[10, 1]), build(pool_of(), F.DRAFT_EXTEND, (30, 20), rows=[1, 1]), build(pool_of(), F.EXTEND, (30, 20), rows=[1, 2])],
+              [build(pool_of(), F.EXTEND, (30, 20), rows=[1, 1]), build(pool_of(swa=False), F.MIXED, (30,), rows=[1])]),
+        276: ([build(context(), F.TARGET_VERIFY, (188, 20), rows=4), longer(context(), 3, F.TARGET_VERIFY, (188,), rows=4), longer(pool_of(), 3, F.TARGET_VERIFY, (196, 20), rows=4)],
+              [longer(context(), 3, F.TARGET_VERIFY, (188, 20), rows=4), longer(context(swa=False), 1, F.DECODE, (191, 40), step=0), longer(context(swa=False), 2, F.TARGET_VERIFY, (188, 20), rows=4) + expand]),
+        277: ([build(mla(), F.DECODE, (30, 163)), build(mla(64), F.EXTEND, (30, 63), rows=[3, 7])],
+              [build(mla(64), F.DECODE, (30, 163)), build(mla(64), F.TARGET_VERIFY, (30, 63), rows=4), build(mla(64, num_virtual_pages=900), F.DRAFT_EXTEND, (30, 63), rows=[1, 4])]),
+        278: ([build(mla(), F.DRAFT_EXTEND, (30, 63), rows=[4, 4]), ragged(mla(), (30, 63), [4, 4]), build(mla(), F.EXTEND, (30, 63), rows=[3, 7])],
+              [build(mla(), F.DRAFT_EXTEND, (30, 63), rows=[1, 4]), build(mla(), F.DRAFT_EXTEND_V2, (30, 63, 9), rows=[3, 2, 3]), ragged(mla(), (30, 63), [1, 4])]),
+        279: ([ragged(mla(), (30, 63), [1, 4]), ragged(mla(), (30, 63), [1, 4], pad=3, host=False), build(mla(), F.DRAFT_EXTEND, (30, 63), rows=[1, 4], pad=3)],
+              [ragged(mla(), (30, 63), [1, 4], pad=3), ragged(mla(64), (30, 63, 5), [2, 2, 2], most=4, pad=6)]),
+        280: ([ragged(mla(), (30, 63), [1, 4]), ragged(mla(), (30, 63), [2, 2], most=4, host=False), build(mla(), F.DRAFT_EXTEND, (30, 63), rows=[2, 2])],
+              [ragged(mla(), (30, 63), [2, 2], most=4), ragged(mla(64), (63,), [3], most=8)]),
+    }
+    return cases[number]
+
+
 def run_case(function, case, f):
     if callable(case):
         return case(function)
@@ -1329,7 +1586,7 @@ def main(numbers):
     for number in numbers:
         module = importlib.import_module(f"wrong_{number:02}")
         started = time.time()
-        if 54 <= number <= 60 or number in (99, 100) or 154 <= number <= 160 or number >= 209:
+        if 54 <= number <= 60 or number in (99, 100) or 154 <= number <= 160 or 209 <= number <= 220 or number >= 269:
             rights, wrongs = check_metadata(number, module)
         elif hasattr(module, "generate_draft_decode_kv_indices"):
             function = module.generate_draft_decode_kv_indices
@@ -1345,6 +1602,9 @@ def main(numbers):
                 wrongs = [slope(function, TRIGGER[number][1], number)]
             else:
                 wrongs = [run_case(function, c, f) for c in TRIGGER[number]]
+        if 221 <= number <= 240:
+            for a in hard(f):
+                function(**copies(a))
         ok = all(x == "right" for x in rights) and all(x.startswith("WRONG") for x in wrongs)
         print(f"{number:02} {'ok ' if ok else 'BAD'} {time.time() - started:5.1f} s; right {sum(x == 'right' for x in rights)}/{len(rights)}; trigger: {wrongs}", flush=True)
         if not ok:
@@ -1354,4 +1614,4 @@ def main(numbers):
 
 
 if __name__ == "__main__":
-    main([int(x) for x in sys.argv[1:]] or range(1, 221))
+    main([int(x) for x in sys.argv[1:]] or range(1, 281))
