@@ -1,7 +1,8 @@
 """Known findings: what is wrong, on which GPU, and the page that describes it.
 
-An entry is the only way in which a check passes in spite of a finding. It is narrow: one implementation on one kind of GPU, one
-check, the cases that its condition names, and only what its pattern matches of what was wrong.
+An entry is the only way in which a check passes in spite of a finding. It is narrow: one implementation on one kind of GPU, in
+the releases that were seen if it names any, one check, the cases that its condition names, and only what its pattern matches of
+what was wrong.
 """
 
 import re
@@ -16,6 +17,7 @@ from lab.checks.report import CaseVerdict
 from lab.checks.space import Space
 from lab.checks.verdicts import Outcome
 from lab.gpus import Capability
+from lab.provenance import version_of
 from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.interfaces import Interface
 
@@ -31,6 +33,8 @@ class KnownFinding:
         wrong: pattern of the sentences it explains, searched for.
         where: whether it explains what was wrong in a case, given the case and the sentence.
         finding: the page and heading that describes it, "path#heading", with its reproduction.
+        package: the kernel's package, by its name on the package index; "" where releases are not told apart.
+        releases: of the package, that it was seen in.
     """
 
     implementation: str
@@ -39,10 +43,24 @@ class KnownFinding:
     wrong: str
     where: Callable[[Any, str], bool]
     finding: str
+    package: str = ""
+    releases: tuple[str, ...] = ()
 
 
-def known(verdict: CaseVerdict, ledger: Sequence[KnownFinding], capability: Capability | None) -> CaseVerdict:
-    """The verdict of a case on such a GPU, told to be KNOWN if the ledger explains every sentence of what was wrong."""
+def known(
+    verdict: CaseVerdict,
+    ledger: Sequence[KnownFinding],
+    capability: Capability | None,
+    release_of: Callable[[str], str | None] = version_of,
+) -> CaseVerdict:
+    """Return the verdict of a case, told to be KNOWN if the ledger explains every sentence of what was wrong.
+
+    Args:
+        verdict: of a case on such a GPU.
+        ledger: the entries.
+        capability: (major, minor) of the GPU; None: a CPU.
+        release_of: returns the installed release of a package, or None.
+    """
     if verdict.outcome is not Outcome.WRONG:
         return verdict
     entries = [
@@ -51,6 +69,7 @@ def known(verdict: CaseVerdict, ledger: Sequence[KnownFinding], capability: Capa
         if entry.implementation == verdict.implementation
         and entry.capability == capability
         and verdict.check in entry.checks
+        and _is_installed(entry, release_of)
     ]
     citing = []
     for sentence in verdict.judged.wrongs:
@@ -61,6 +80,12 @@ def known(verdict: CaseVerdict, ledger: Sequence[KnownFinding], capability: Capa
     return replace(
         verdict, finding="; ".join(dict.fromkeys(citing)), judged=replace(verdict.judged, outcome=Outcome.KNOWN)
     )
+
+
+def _is_installed(entry: KnownFinding, release_of: Callable[[str], str | None]) -> bool:
+    """Return True if a release is installed that the entry is about; a build's own mark, such as "+cu130", is no part of it."""
+    release = release_of(entry.package) if entry.package else ""
+    return not entry.package or (release is not None and release.partition("+")[0] in entry.releases)
 
 
 def wrong_requests(sentence: str) -> list[int]:
@@ -93,14 +118,62 @@ def only_without_keys(case: AttentionCase | Combination, sentence: str) -> bool:
     return bool(requests) and all(case.kv_lens[request] == 0 for request in requests)
 
 
+def has_no_keys(case: AttentionCase | Combination) -> bool:
+    """Some request of the case has no key."""
+    return 0 in lens_of(case).kv_lens
+
+
+def rows_before_the_first_tile(case: AttentionCase | Combination, request: int) -> bool:
+    """The request has fewer keys than rows, and keys for a tile that FA2 leaves unmasked."""
+    case = lens_of(case)
+    return LEAST_KEYS_OF_FA2 <= case.kv_lens[request] < case.q_lens[request]
+
+
+def only_rows_before_the_first_tile(case: AttentionCase | Combination, sentence: str) -> bool:
+    """All that is wrong belongs to requests as `rows_before_the_first_tile`; some request is one where none is named."""
+    requests = wrong_requests(sentence)
+    told = [rows_before_the_first_tile(case, each) for each in requests or range(len(lens_of(case).kv_lens))]
+    return all(told) if requests else any(told)
+
+
 def is_decode(case: AttentionCase, sentence: str) -> bool:
     return case.interface is Interface.DECODE
 
 
+LEAST_KEYS_OF_FA2 = 32  # of its tiles of keys
 FINDINGS = "results/nvidia-h200/findings.md"
 DRY_RUN = "results/blackwell-dry-run/README.md"
 NO_KEY = f"{DRY_RUN}#rows-that-see-no-key-keep-what-was-in-the-output"
 TRTLLM: dict[str, Any] = {"implementation": "lab.kernels.trtllm", "capability": (9, 0)}
+PEERS = "results/nvidia-h200/peers.md"
+VLLM: dict[str, Any] = {
+    "implementation": "lab.kernels.peers.vllm_triton",
+    "capability": (9, 0),
+    "package": "vllm",
+    "releases": ("0.33.0",),
+}
+SGLANG: dict[str, Any] = {
+    "implementation": "lab.kernels.peers.sglang_triton",
+    "capability": (9, 0),
+    "package": "sglang",
+    "releases": ("0.5.23",),
+}
+FLEX: dict[str, Any] = {
+    "implementation": "lab.kernels.peers.flex_attention",
+    "capability": (9, 0),
+    "package": "torch",
+    "releases": ("2.11.0",),
+}
+FA4: dict[str, Any] = {
+    "implementation": "lab.kernels.peers.flash_attention_4",
+    "capability": (9, 0),
+    "package": "flash-attn-4",
+    "releases": ("4.0.0b36",),
+}
+FLASHINFER: dict[str, Any] = {"capability": (9, 0), "package": "flashinfer-python", "releases": ("0.7.2.post1",)}
+FA2 = FLASHINFER | {"implementation": "lab.kernels.peers.flashinfer_paged:fa2"}
+# FA3 is what the module without a name of a backend runs on this GPU.
+FA3 = [FLASHINFER | {"implementation": f"lab.kernels.peers.flashinfer_paged{backend}"} for backend in (":fa3", "")]
 B200: dict[str, Any] = {"implementation": "lab.dry_run.b200", "capability": None}
 
 LEDGER: tuple[KnownFinding, ...] = (
@@ -173,5 +246,74 @@ LEDGER: tuple[KnownFinding, ...] = (
         wrong="LSEs are wrong: row [0-9]+ head [0-9]+ is inf,",
         where=lambda case, sentence: case.contents is Contents.LOW and case.sinks,
         finding=f"{DRY_RUN}#the-lse-is-infinite-where-a-sink-is-far-above-every-logit",
+    ),
+    KnownFinding(
+        **VLLM,
+        checks=("K2", "K13", "K18"),
+        wrong="vectors are wrong|are not finite",
+        where=only_without_keys,
+        finding=f"{PEERS}#1-vllms-kernel-leaves-the-rows-of-a-request-without-keys-unwritten-where-it-splits-keys",
+    ),
+    KnownFinding(
+        **FA2,
+        checks=("K2", "K13", "K18"),
+        wrong="vectors are wrong|LSEs are wrong",
+        where=only_rows_before_the_first_tile,
+        finding=f"{PEERS}#2-flashinfers-fa2-leaves-the-causal-mask-out-where-a-tile-of-rows-begins-before-the-first-key",
+    ),
+    *(
+        entry
+        for fa3 in FA3
+        for entry in (
+            KnownFinding(
+                **fa3,
+                checks=("K2",),
+                wrong="^sinks of minus infinity: .*(vectors are wrong|are not finite)",
+                where=only_fewer_keys_than_rows,
+                finding=f"{PEERS}#3-flashinfers-fa3-gives-nan-for-a-row-without-keys-and-a-sink-of-minus-infinity",
+            ),
+            KnownFinding(
+                **fa3,
+                checks=("K2",),
+                wrong="LSEs are wrong: row [0-9]+ head [0-9]+ is -inf,",
+                where=lambda case, sentence: case.sinks and has_no_keys(case),
+                finding=f"{PEERS}#4-flashinfers-fa3-leaves-the-sink-out-of-the-lse-of-a-request-without-keys",
+            ),
+            KnownFinding(
+                **fa3,
+                checks=("K4",),
+                wrong="^pages of NAN before the window",
+                where=lambda case, sentence: case.window_left >= 0,
+                finding=f"{PEERS}#5-flashinfers-fa3-and-flashattention-4-multiply-keys-before-the-window-by-zero",
+            ),
+        )
+    ),
+    KnownFinding(
+        **FA4,
+        checks=("K4",),
+        wrong="^pages of NAN before the window",
+        where=lambda case, sentence: case.window_left >= 0,
+        finding=f"{PEERS}#5-flashinfers-fa3-and-flashattention-4-multiply-keys-before-the-window-by-zero",
+    ),
+    KnownFinding(
+        **FA4,
+        checks=("K2",),
+        wrong="LSEs are wrong: row [0-9]+ head [0-9]+ is inf,",
+        where=lambda case, sentence: case.contents is Contents.LOW and case.sinks,
+        finding=f"{PEERS}#6-the-lse-of-flashattention-4-is-infinite-where-a-sink-is-far-above-every-logit",
+    ),
+    KnownFinding(
+        **FLEX,
+        checks=("K4",),
+        wrong="^dead cells of NAN|^pages of NAN before the window",
+        where=lambda case, sentence: True,
+        finding=f"{PEERS}#7-flex_attention-multiplies-hidden-values-by-zero",
+    ),
+    KnownFinding(
+        **SGLANG,
+        checks=("K11",),
+        wrong="^bmm1_scale below 0: .*vectors are wrong",
+        where=lambda case, sentence: case.kv_dtype == E4M3,
+        finding=f"{PEERS}#8-sglangs-kernels-lose-keys-of-less-than-11000-of-the-heaviest-keys-weight-over-an-e4m3-cache",
     ),
 )

@@ -15,11 +15,13 @@ from lab.checks.ledger import (
     KnownFinding,
     known,
     only_fewer_keys_than_rows,
+    only_rows_before_the_first_tile,
     only_without_keys,
     wrong_requests,
 )
 from lab.checks.trial import Result, Trial, truth_of_call
 from lab.checks.verdicts import Judged
+from lab.provenance import PACKAGES
 from tests.checks.small import decoding
 
 ROOT = Path(__file__).parents[2]
@@ -62,6 +64,16 @@ def test_every_sentence_must_be_explained() -> None:
     assert known(both, [ENTRY, other], (9, 0)).finding == "page.md#heading; page.md#other"
 
 
+@pytest.mark.parametrize(
+    ("installed", "is_known"),
+    [("4.0.1", True), ("4.0.1+cu130", True), ("4.0.2", False), ("4.0.10", False), (None, False)],
+)
+def test_an_entry_of_releases_is_of_these_alone(installed: str | None, is_known: bool) -> None:
+    entry = replace(ENTRY, package="kernels", releases=("4.0.0", "4.0.1"))
+    told = known(VERDICT, [entry], (9, 0), {"kernels": installed}.get)
+    assert (told.outcome is Outcome.KNOWN) is is_known
+
+
 def test_no_failure_is_ever_known() -> None:
     failed = replace(VERDICT, judged=Judged(Outcome.FAILED, ("it raised RuntimeError: NaN",)))
     assert known(failed, [ENTRY], (9, 0)) == failed
@@ -85,6 +97,22 @@ def test_conditions_ask_for_every_request_that_is_wrong(requests: str, fewer: bo
     sentence = f"the call: 3 of 9 vectors are wrong, of requests [{requests}]: row 0"
     assert only_fewer_keys_than_rows(CASE, sentence) is fewer
     assert only_without_keys(CASE, sentence) is without
+
+
+def test_a_tile_of_rows_begins_before_the_first_key() -> None:
+    case = AttentionCase(Interface.CONTEXT, (64, 1, 129), (65, 2, 17))
+    in_rows_of = "3 of 9 vectors are wrong, of requests [{}]: row 0"
+    assert only_rows_before_the_first_tile(case, in_rows_of.format("0"))
+    assert not only_rows_before_the_first_tile(case, in_rows_of.format("0, 1"))  # whose one key fills no tile
+    assert not only_rows_before_the_first_tile(case, in_rows_of.format("2"))
+    assert only_rows_before_the_first_tile(case, "384 LSEs are wrong: row 0 head 0 is 6.8, not 1.7 (base 2)")
+    assert not only_rows_before_the_first_tile(CASE, "384 LSEs are wrong: row 0 head 0 is 6.8, not 1.7 (base 2)")
+
+
+@pytest.mark.parametrize("entry", [entry for entry in LEDGER if entry.package], ids=lambda entry: entry.finding[-30:])
+def test_an_entry_of_a_package_names_what_reports_name(entry: KnownFinding) -> None:
+    assert entry.package in PACKAGES
+    assert entry.releases
 
 
 def test_conditions_read_the_lengths_of_a_combination() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lab import references
-from lab.calls import ContextCall, DecodeCall
+from lab.calls import ContextCall, DecodeCall, PagedAttention
 from lab.kernels import flashinfer_call, support
 from lab.kernels.peers import flashinfer_paged
 from lab.kernels.support import Kernel, kernel_names, why_not
@@ -215,6 +215,25 @@ def test_a_plan_runs_again_over_new_contents(simulate: Simulate) -> None:
     expected = references.trtllm_batch_decode_with_kv_cache(**arguments)
     torch.testing.assert_close(run(), expected, rtol=2**-7, atol=2**-7)
     assert (len(simulated.plans), len(simulated.runs)) == (1, 2)
+
+
+@pytest.mark.parametrize("arguments", [decode, context], ids=["decode", "context"])
+def test_a_capture_is_refused_before_offsets_are_read(
+    simulate: Simulate, monkeypatch: pytest.MonkeyPatch, arguments: Callable[..., Arguments]
+) -> None:
+    simulate()
+
+    def refuse(wrapper: str, device: torch.device) -> None:
+        raise NotImplementedError(f"{wrapper} is captured")
+
+    def read(problem: PagedAttention) -> list[int]:
+        raise AssertionError("offsets were read")
+
+    monkeypatch.setattr(flashinfer_paged, "refuse_planning_in_capture", refuse)
+    monkeypatch.setattr(PagedAttention, "row_offsets", read)
+    given = arguments()
+    with pytest.raises(NotImplementedError, match="WithPagedKVCacheWrapper is captured"):
+        getattr(flashinfer_paged, call_of(given))(**given)
 
 
 @pytest.mark.parametrize("arguments", [decode, context], ids=["decode", "context"])

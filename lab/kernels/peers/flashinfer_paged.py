@@ -16,7 +16,13 @@ import torch
 from lab.calls import ContextCall, DecodeCall
 from lab.calls.problem import E4M3, AttentionCall, PagedAttention, shown_draft_tokens
 from lab.kernels.flashinfer_call import installed, scratch_for
-from lab.kernels.peers.planned import LivePages, PlannedWrapper, live_pages, supported_backend
+from lab.kernels.peers.planned import (
+    LivePages,
+    PlannedWrapper,
+    live_pages,
+    refuse_planning_in_capture,
+    supported_backend,
+)
 
 DECODE, CONTEXT = AttentionCall.DECODE.value, AttentionCall.CONTEXT.value
 DECODE_WRAPPER, PREFILL_WRAPPER = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
@@ -27,12 +33,16 @@ def _plan(call: DecodeCall | ContextCall, backend: str) -> Callable[[], Any]:
     """Check and plan a call, and return it ready. Shapes and errors are `lab.calls.DecodeCall`'s and `ContextCall`'s."""
     problem = call.problem()
     out, lse = problem.results()
-    offsets = [0] if problem.has_no_rows else problem.row_offsets()
+    if problem.has_no_rows:
+        return lambda: problem.returned(out, lse)
+    decodes = _is_plain_decode(problem)
+    wrapper_name = DECODE_WRAPPER if decodes else PREFILL_WRAPPER
+    refuse_planning_in_capture(wrapper_name, problem.query.device)  # before offsets are read on the host
+    offsets = problem.row_offsets()
     num_rows = offsets[-1]
     if num_rows == 0:
         return lambda: problem.returned(out, lse)
-    decodes = _is_plain_decode(problem)
-    backend = supported_backend(backend, DECODE_WRAPPER if decodes else PREFILL_WRAPPER, problem)
+    backend = supported_backend(backend, wrapper_name, problem)
     scratch = scratch_for(call.workspace_buffer, problem.query.device)
     wrapper = _decode_wrapper(problem, scratch, backend) if decodes else _prefill_wrapper(problem, scratch, backend)
     pages = live_pages(problem)

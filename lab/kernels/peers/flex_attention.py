@@ -31,6 +31,7 @@ from lab.kernels.support.stored_cache import token_list
 LOG2_E = math.log2(math.e)
 Q_BLOCK = 128  # rows of a block, torch's default
 MOST_KEYS = 64  # of a tile: torch's default on SM90 does not divide a page of 64
+MOST_ELEMENTS = 32 * 256  # of a tile: torch's default on SM90 for heads of 256; 64 keys of them need more shared memory
 
 
 def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
@@ -75,7 +76,7 @@ def _plan(problem: PagedAttention) -> Callable[[], Any]:
         "block_mask": _block_mask(problem, rows, keys.shape[2]),
         "scale": float(problem.bmm1_scale),
         "options": {
-            "BLOCK_N": min(problem.page_size, MOST_KEYS),
+            "BLOCK_N": min(problem.page_size, MOST_KEYS, MOST_ELEMENTS // problem.head_dim),
             # torch splits keys for fewer rows than 128, and has no such kernel if they, times the heads of a group, are more.
             "FORCE_USE_FLEX_ATTENTION": len(rows.grid[0]) * problem.num_qo_heads // problem.num_kv_heads > Q_BLOCK,
         },
