@@ -17,6 +17,7 @@ from lab.checks.report import CaseVerdict
 from lab.checks.space import Space
 from lab.checks.verdicts import Outcome
 from lab.gpus import Capability
+from lab.metadata.engine.forward_mode import ForwardMode
 from lab.provenance import version_of
 from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.interfaces import Interface
@@ -136,6 +137,32 @@ def only_rows_before_the_first_tile(case: AttentionCase | Combination, sentence:
     return all(told) if requests else any(told)
 
 
+def several_rows(case: Any, sentence: str) -> bool:
+    """The wrong call is a decode call with several rows for each request; K11 puts four under a mask in any case."""
+    mode = getattr(case, "mode", None)
+    if mode is not None:  # of a pass, or of a graph
+        return getattr(mode, "forward_mode", mode) in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2)
+    case = lens_of(case)
+    return is_decode(case, sentence) and (max(case.q_lens) > 1 or bool(re.search("mask .*of [0-9]+ rows", sentence)))
+
+
+def window_over_several_rows(case: Any, sentence: str) -> bool:
+    """The wrong call has a window and several rows for each request."""
+    windowed = getattr(case, "sliding_window", False) or getattr(case, "window_left", -1) >= 0
+    if isinstance(case, Combination):
+        windowed = case.get("window_left", -1) >= 0
+    return several_rows(case, sentence) and bool(windowed or re.search(r"\bwindow", sentence))
+
+
+def mask_over_e4m3(case: Any, sentence: str) -> bool:
+    """The wrong call has an e4m3 cache and a draft mask that is not causal."""
+    replayed = "^(the first replay|a replay|an eager call between)"  # of K9, which gives several rows a tree's mask
+    is_masked = bool(re.search(f"^(?!causal|no mask).*mask .*of [0-9]+ rows|{replayed}", sentence))
+    if isinstance(case, Combination):
+        is_masked = case.get("mask", "none") not in ("none", "causal")
+    return getattr(lens_of(case), "kv_dtype", None) == E4M3 and is_masked and several_rows(case, sentence)
+
+
 def is_decode(case: AttentionCase, sentence: str) -> bool:
     return case.interface is Interface.DECODE
 
@@ -144,6 +171,7 @@ LEAST_KEYS_OF_FA2 = 32  # of its tiles of keys
 FINDINGS = "results/nvidia-h200/findings.md"
 DRY_RUN = "results/blackwell-dry-run/README.md"
 NO_KEY = f"{DRY_RUN}#rows-that-see-no-key-keep-what-was-in-the-output"
+BEFORE_0616 = ("0.6.0", "0.6.6", "0.6.12", "0.6.14")  # FlashInfer's, as judged; 0.6.16 repaired both findings
 TRTLLM: dict[str, Any] = {"implementation": "lab.kernels.trtllm", "capability": (9, 0)}
 PEERS = "results/nvidia-h200/peers.md"
 VLLM: dict[str, Any] = {
@@ -218,6 +246,24 @@ LEDGER: tuple[KnownFinding, ...] = (
         wrong="^dead cells of NAN",
         where=lambda case, sentence: is_decode(case, sentence) and case.kv_dtype == E4M3 and case.q_lens[0] == 1,
         finding=f"{FINDINGS}#9-xqa-with-e4m3-kv-multiplies-the-tail-of-the-last-v-page-by-zero",
+    ),
+    KnownFinding(
+        **TRTLLM,
+        checks=("K1", "K2", "K3", "K4", "K5", "K7", "K9", "K10", "K11", "K12", "K13", "K14", "K18", "M1", "S1"),
+        wrong="vectors are wrong|are not finite|the bits of rows",
+        where=window_over_several_rows,
+        finding=f"{FINDINGS}#12-xqa-before-0616-hides-only-whole-tiles-before-the-window-from-several-query-tokens",
+        package="flashinfer-python",
+        releases=BEFORE_0616,
+    ),
+    KnownFinding(
+        **TRTLLM,
+        checks=("K9", "K11", "K18"),
+        wrong="vectors are wrong",
+        where=mask_over_e4m3,
+        finding=f"{FINDINGS}#13-xqa-before-0616-with-e4m3-kv-takes-every-draft-mask-for-causal",
+        package="flashinfer-python",
+        releases=BEFORE_0616,
     ),
     KnownFinding(
         **B200,

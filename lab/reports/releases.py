@@ -5,8 +5,9 @@
 Each file is a report of the judge, of one environment; the release is the version of the package in it. A release may have
 several reports, of different axes; each must have been judged alike in all releases (`lab.reports.changed_verdicts`).
 
-A row is a finding that some report cites (`lab.checks.ledger`), or a region of cases that were wrong without one in the same
-releases. Its *telling cases* are those that are wrong with it in some release. In a release it is
+A row is a finding that the ledger cites (`lab.checks.ledger`, as it is now and not as it was for the report), or a region of
+cases that were wrong without one in the same releases. Its *telling cases* are those that are wrong with it in some release.
+In a release it is
 
     present         one of them is wrong with it there
     absent          some are right there, and none is wrong with it
@@ -22,6 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from lab.checks.diagnosis import HELD, diagnose
+from lab.checks.ledger import LEDGER, known
 from lab.checks.recording import read_cases
 from lab.checks.report import CaseVerdict
 from lab.checks.verdicts import Outcome
@@ -123,8 +125,10 @@ def _axes(file: RecordedFile) -> str:
 
 def _cases(release: Release) -> Iterator[tuple[Key, CaseVerdict]]:
     for file in release.files:
+        capability, packages = (file.environment.get(name) for name in ("capability", "packages"))
         for each in read_cases(file.content):
-            yield (_axes(file), each.check, each.interface.value, repr(each.case)), each
+            told = known(each, LEDGER, tuple(capability) if capability else None, (packages or {}).get)
+            yield (_axes(file), each.check, each.interface.value, repr(each.case)), told
 
 
 def _headings(page: Path | None) -> dict[str, str]:

@@ -186,6 +186,12 @@ def test_an_overshadowing_key_adds_nothing_and_the_others_show() -> None:
         assert ratio == pytest.approx(weight / (1 + weight), rel=1e-3)
 
 
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
+def test_no_cast_rounds_the_query_that_sees_an_overshadowing_key(head_dim: int) -> None:
+    query = build(replace(CASE, head_dim=head_dim, contents=Contents.SHADED)).query
+    assert torch.equal(query.to(E4M3).to(query.dtype), query)
+
+
 def test_the_workspace_begins_with_zeros() -> None:
     workspace = new_workspace(CPU)
     assert workspace.dtype == torch.uint8

@@ -8,20 +8,25 @@ from typing import Any
 import pytest
 import torch
 
+from lab.calls.problem import E4M3
 from lab.checks import AttentionCase, CaseVerdict, Combination, Interface, Outcome
 from lab.checks.catalogue import checks
 from lab.checks.ledger import (
     LEDGER,
     KnownFinding,
     known,
+    mask_over_e4m3,
     only_fewer_keys_than_rows,
     only_rows_before_the_first_tile,
     only_without_keys,
+    window_over_several_rows,
     wrong_requests,
 )
 from lab.checks.trial import Result, Trial, truth_of_call
 from lab.checks.verdicts import Judged
+from lab.metadata.engine.forward_mode import ForwardMode
 from lab.provenance import PACKAGES
+from lab.workloads.forward_case import ForwardCase
 from tests.checks.small import decoding
 
 ROOT = Path(__file__).parents[2]
@@ -55,6 +60,52 @@ def test_an_entry_that_matches_makes_a_wrong_case_known_and_is_cited() -> None:
 )
 def test_an_entry_of_something_else_explains_nothing(changes: dict[str, Any]) -> None:
     assert known(VERDICT, [replace(ENTRY, **changes)], (9, 0)) == VERDICT
+
+
+VERIFY = AttentionCase(Interface.DECODE, (40, 50), (4, 4))
+WRONG = "3 of 9 vectors are wrong, of requests [0]: row 0"
+
+
+@pytest.mark.parametrize(
+    ("case", "sentence", "explained"),
+    [
+        (VERIFY, f"the call: {WRONG}", False),
+        (replace(VERIFY, window_left=3), f"the call: {WRONG}", True),
+        (replace(VERIFY, window_left=3, q_lens=(1, 1)), f"the call: {WRONG}", False),
+        (replace(VERIFY, window_left=3, interface=Interface.CONTEXT), f"the call: {WRONG}", False),
+        (VERIFY, f"window_left: {WRONG}", True),
+        (VERIFY, f"B, the other window: {WRONG}", True),
+        (replace(VERIFY, q_lens=(1, 1)), f"window_left: {WRONG}", False),
+        (replace(VERIFY, q_lens=(1, 1)), f"tree mask of 4 rows within a window: {WRONG}", True),
+        (Combination(Interface.DECODE, {"window_left": 15, "q_len": 4}), f"the call: {WRONG}", True),
+        (Combination(Interface.DECODE, {"window_left": 15}), f"the call: {WRONG}", False),
+        (ForwardCase(ForwardMode.TARGET_VERIFY, "tiny", (3,), (4,)), f"the pass: {WRONG}", False),
+        (ForwardCase(ForwardMode.TARGET_VERIFY, "gpt-oss-120b", (3,), (4,), sliding_window=True), WRONG, True),
+        (ForwardCase(ForwardMode.EXTEND, "gpt-oss-120b", (3,), (4,), sliding_window=True), WRONG, False),
+    ],
+)
+def test_windows_over_several_rows(case: Any, sentence: str, explained: bool) -> None:
+    assert window_over_several_rows(case, sentence) is explained
+
+
+@pytest.mark.parametrize(
+    ("case", "sentence", "explained"),
+    [
+        (VERIFY, f"full mask of 4 rows: {WRONG}", False),
+        (replace(VERIFY, kv_dtype=E4M3), f"full mask of 4 rows: {WRONG}", True),
+        (replace(VERIFY, kv_dtype=E4M3, q_lens=(1, 1)), f"mask that differs by request of 4 rows: {WRONG}", True),
+        (replace(VERIFY, kv_dtype=E4M3), f"causal mask of 4 rows: {WRONG}", False),
+        (replace(VERIFY, kv_dtype=E4M3), f"no mask of 4 rows: {WRONG}", False),
+        (replace(VERIFY, kv_dtype=E4M3), f"bmm1_scale: {WRONG}", False),
+        (replace(VERIFY, kv_dtype=E4M3), f"a replay after the mask changed: {WRONG}", True),
+        (replace(VERIFY, kv_dtype=E4M3, q_lens=(1, 1)), f"a replay with requests: {WRONG}", False),
+        (Combination(Interface.DECODE, {"dtypes": "bf16/e4m3", "mask": "tree", "q_len": 4}), WRONG, True),
+        (Combination(Interface.DECODE, {"dtypes": "bf16/e4m3", "mask": "causal", "q_len": 4}), WRONG, False),
+        (Combination(Interface.DECODE, {"dtypes": "bf16/bf16", "mask": "tree", "q_len": 4}), WRONG, False),
+    ],
+)
+def test_masks_over_e4m3(case: Any, sentence: str, explained: bool) -> None:
+    assert mask_over_e4m3(case, sentence) is explained
 
 
 def test_every_sentence_must_be_explained() -> None:
