@@ -172,8 +172,10 @@ def _tile_and_shares(problem: PagedAttention, of_kind: bool) -> tuple[ProgramTil
     packed_rows = problem.max_q_len * problem.num_qo_heads // problem.num_kv_heads
     hopper = hopper_tiles(problem)
     if hopper is not None:
-        shares = shares_of(problem, hopper.shares, triton.cdiv(packed_rows, hopper.shares.rows))
-        return hopper.blocks if shares is None else hopper.shares, shares
+        # One block of rows is bound by reading K/V, several by their products.
+        shared = hopper.shares if packed_rows <= hopper.shares.rows else hopper.blocks
+        shares = shares_of(problem, shared, triton.cdiv(packed_rows, shared.rows))
+        return hopper.blocks if shares is None else shared, shares
     tile = _tile(problem, problem.max_q_len)
     shares = shares_of(problem, tile, triton.cdiv(packed_rows, tile.rows), of_kind)
     if shares is None:
