@@ -193,8 +193,9 @@ print(f"{RUN.name}, recorded {run.recorded_at[:10]} on {run.environment['gpu']},
 next(figure for name, figure in figures(few).items() if name.startswith("time-over-floor"))
 
 # %% [markdown]
-# `trtllm` is FlashInfer's XQA kernel there, `portable` the lab's Triton kernel. How each number was taken, on what clocks,
-# and all other scenarios: [results/nvidia-h200](../results/nvidia-h200/README.md). On your own GPU: `make bench`.
+# `trtllm` is FlashInfer's XQA kernel there, `portable` the lab's Triton kernel, and `peers` are kernels of other libraries.
+# How each number was taken, on what clocks, and all other scenarios: [results/nvidia-h200](../results/nvidia-h200/README.md).
+# On your own GPU: `make bench`.
 #
 # ## Where to go next
 #

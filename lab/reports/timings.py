@@ -180,8 +180,12 @@ def _throttled(rows: Sequence[Row]) -> Iterator[str]:
     throttled = [row for row in rows if row.throttled_by]
     if throttled:
         yield f"{THROTTLED}: the GPU was held back in {len(throttled)} of {len(rows)} rows:"
+        named: dict[tuple[str, str, str], list[str]] = {}
+        for row in throttled:
+            named.setdefault((row.scenario, row.timed_by, ", ".join(row.throttled_by)), []).append(_named(row))
         yield "\n".join(
-            f"* {row.scenario}, {_named(row)}, {row.timed_by}: {', '.join(row.throttled_by)}" for row in throttled
+            f"* {scenario}, {', '.join(names)}, {timed_by}: {reasons}"
+            for (scenario, timed_by, reasons), names in named.items()
         )
 
 

@@ -49,19 +49,19 @@ def judged_sentence(records: Sequence[RecordedFile]) -> str:
 def fastest_sentence(runs: Sequence[RecordedRun]) -> str:
     """Return a sentence with the number of scenarios in which each implementation was the fastest.
 
-    It counts the scenarios that several implementations were timed in; without one, it is "".
+    It counts the scenarios that several implementations were timed in, in each run by itself; without one, it is "".
     """
-    compared = [rows for run in runs for rows in rivals(run) if len(rows) > 1]
+    compared_by_run = [rows for rows in ([each for each in rivals(run) if len(each) > 1] for run in runs) if rows]
+    compared = [rows for one_run in compared_by_run for rows in one_run]
     # The first row is the fastest. It counts only if the second is slower by the lab's rule.
     wins = Counter(implementation_of(rows[0]) for rows in compared if next_speed(rows) is Speed.SLOWER)
     numbers = [f"{name} in {count}" for name, count in wins.most_common()]
     if wins.total() < len(compared):
         numbers.append(f"no clear difference in {len(compared) - wins.total()}")
-    return (
-        f"Fastest in {counted(len(compared), 'scenario')} with several implementations: {', '.join(numbers)}."
-        if compared
-        else ""
-    )
+    scenarios = f"{counted(len(compared), 'scenario')} with several implementations"
+    if len(compared_by_run) > 1:
+        scenarios += f", in {len(compared_by_run)} runs"
+    return f"Fastest in {scenarios}: {', '.join(numbers)}." if compared else ""
 
 
 def faulty_runs(records: Sequence[RecordedFile]) -> list[FaultyRun]:

@@ -1,6 +1,6 @@
 """Pictures of recorded runs, matplotlib figures of plain data: for the report, and for notebooks. Needs the extra `plots`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 BARS_SHARE = 0.8  # of a scenario's height; the rest keeps scenarios apart
 MOST_BARS = 3  # of a scenario; more are hard to read side by side
 LINE_INCHES = 0.3
+NUMBERS_SHARE = 0.07  # of the axis' length: room at its left for the fastest's number
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def roofline_figure(
 ) -> Figure:
     """Draw rates against intensity under the roofs: a colour per implementation, a marker per mode, hollow if throttled."""
     figure, axes = style.one_panel(title, 6.0, log="xy", width_inches=WIDTH_INCHES)
-    colours = _assigned([point.implementation for point in points], style.COLOURS)
+    colours = _assigned(_ranked(point.implementation for point in points), style.COLOURS)
     markers = _assigned([point.mode for point in points], MARKERS)
     for point in points:
         colour = colours[point.implementation]
@@ -93,7 +94,7 @@ def floor_figure(bars: Sequence[FloorBar], title: str) -> Figure:
     A few implementations are bars side by side, which begin at the limit; more of them are marks on one line.
     """
     scenarios = list(dict.fromkeys(bar.scenario for bar in bars))
-    colours = _assigned([bar.implementation for bar in bars], style.COLOURS)
+    colours = _assigned(_ranked(bar.implementation for bar in bars), style.COLOURS)
     are_bars = len(colours) <= MOST_BARS
     height = 1.5 + len(scenarios) * (0.1 + 0.15 * len(colours) if are_bars else LINE_INCHES)
     figure, axes = style.one_panel(title, height, grid="x", log="x", width_inches=WIDTH_INCHES)
@@ -101,7 +102,8 @@ def floor_figure(bars: Sequence[FloorBar], title: str) -> Figure:
     axes.axvline(1, color=style.TEXT_COLOUR, linewidth=1)
     style.name_lines(axes, scenarios)
     times = [bar.time_over_floor for bar in bars]
-    axes.set_xlim((0.95 if are_bars else 0.85) * min(*times, 1), max(1.3 * max(times), 2))
+    least, most = min(*times, 1), max(1.3 * max(times), 2)
+    axes.set_xlim(0.95 * least if are_bars else least * (least / most) ** NUMBERS_SHARE, most)
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5)))
     axes.xaxis.set_minor_locator(NullLocator())
     style.name_axes(axes, "median time over floor, which this run's measured rates give")
@@ -140,7 +142,8 @@ def _draw_marks(
             axes.plot(
                 bar.time_over_floor, y, markers[name], color=colour, mfc="none" if bar.throttled else colour, alpha=0.85
             )
-        style.write_after(axes, (fastest, y), f"{fastest:.2f}", gap=-6, ha="right", fontsize=7)
+        beneath: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+        style.write_after(axes, (fastest, y), f"{fastest:.2f}", gap=-6, ha="right", fontsize=7, bbox=beneath)
     keys: list[Artist] = [style.mark_key(name, markers[name], color=colour) for name, colour in colours.items()]
     if any(bar.throttled for bar in bars):
         keys.append(style.mark_key("throttled", "o", mfc="none"))
@@ -273,6 +276,11 @@ def _draw_roofs(axes: Axes, roofs: Roofs, words: str, intensities: tuple[float, 
     rates = [roofs.rate_tflops(intensity) for intensity in corners]
     (line,) = axes.plot(corners, rates, line_style, color=style.TEXT_COLOUR, linewidth=1.3, label=label, zorder=1)
     return line
+
+
+def _ranked(names: Iterable[str]) -> list[str]:
+    """Return the names once each, the lab's and FlashInfer's own before peers, so that one keeps its look between runs."""
+    return sorted(set(names), key=lambda name: ("." in name, name))
 
 
 def _assigned(names: Sequence[str], looks: Sequence[str]) -> dict[str, str]:

@@ -125,24 +125,30 @@ def test_what_is_broken_stands_first(page: Page) -> None:
 def test_the_page_opens_with_the_answer(html: str) -> None:
     said = html.split("<section", 2)[1]
     assert "22 runs of the judge: 8 wrong, 2 failed, 7 known, 5 right." in said
-    assert "Fastest in 23 scenarios with several implementations: " in said
+    assert "Fastest in 64 scenarios with several implementations, in 3 runs: " in said
     assert "Failed in 5 of 12 cases." in said
     assert "K1 oracle of decode: wrong. What the check catches: Any error of an output vector" in said
 
 
 def test_the_fastest_of_each_scenario(page: Page) -> None:
-    (run,) = [content for _, content in contents() if "benchmarks" in content]
-    medians: dict[str, list[float]] = {}
-    for each in run["benchmarks"]:
-        if each["extra_info"].get("clock") == "graph":
-            median_us = statistics.median(1e6 * seconds for seconds in each["stats"]["data"])
-            medians.setdefault(each["extra_info"]["scenario"], []).append(median_us)
-    table = page.tables["run-0-fastest"]
-    shown = {cells[0].text: dict(zip(table.headings, cells, strict=True)) for cells in table.rows}
-    assert {name for name, each in medians.items() if len(each) > 1} <= set(shown)
-    for name, row in shown.items():
-        assert row["median, µs"].order == min(medians[name])
-        assert row["next is"].text in (["–"] if len(medians[name]) == 1 else ["SLOWER", "SAME", "UNSURE"])
+    compared = 0
+    for place, run in enumerate(content for _, content in contents() if "benchmarks" in content):
+        medians: dict[str, list[float]] = {}
+        for each in run["benchmarks"]:
+            if each["extra_info"].get("clock") == "graph":
+                median_us = statistics.median(1e6 * seconds for seconds in each["stats"]["data"])
+                medians.setdefault(each["extra_info"]["scenario"], []).append(median_us)
+        several = {name for name, each in medians.items() if len(each) > 1}
+        if not several:
+            continue
+        compared += 1
+        table = page.tables[f"run-{place}-fastest"]
+        shown = {cells[0].text: dict(zip(table.headings, cells, strict=True)) for cells in table.rows}
+        assert several <= set(shown)
+        for name, row in shown.items():
+            assert row["median, µs"].order == min(medians[name])
+            assert row["next is"].text in (["–"] if len(medians[name]) == 1 else ["SLOWER", "SAME", "UNSURE"])
+    assert compared == 3
 
 
 def test_a_diagnosis_stands_at_the_top(tmp_path: Path) -> None:
@@ -207,7 +213,8 @@ def test_every_benchmark_is_there_with_its_numbers(page: Page) -> None:
         timed = [each for each in run["benchmarks"] if each["extra_info"].get("clock") in ("graph", "cupti", "events")]
         assert len(table.rows) == len(timed)
         assert "timed by" in table.headings or "timed by" in page.common[f"run-{place}-gpu"]
-        assert {"scenario", "implementation", "floor, µs", "time over floor"} <= set(table.headings)
+        assert {"scenario", "floor, µs", "time over floor"} <= set(table.headings)
+        assert "implementation" in table.headings or "implementation" in page.common[f"run-{place}-gpu"]
         shown = sorted(
             (row["scenario"].text, row["median, µs"].order, row["floor, µs"].order)
             for row in (dict(zip(table.headings, cells, strict=True)) for cells in table.rows)
