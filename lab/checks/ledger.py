@@ -163,6 +163,10 @@ def mask_over_e4m3(case: Any, sentence: str) -> bool:
     return getattr(lens_of(case), "kv_dtype", None) == E4M3 and is_masked and several_rows(case, sentence)
 
 
+def has_window(case: AttentionCase, sentence: str) -> bool:
+    return case.window_left >= 0
+
+
 def is_decode(case: AttentionCase, sentence: str) -> bool:
     return case.interface is Interface.DECODE
 
@@ -237,7 +241,7 @@ LEDGER: tuple[KnownFinding, ...] = (
         **TRTLLM,
         checks=("K4",),
         wrong="^pages of NAN before the window",
-        where=lambda case, sentence: case.window_left >= 0,
+        where=has_window,
         finding=f"{FINDINGS}#8-xqa-and-fmha_v2-multiply-keys-before-the-window-by-zero",
     ),
     KnownFinding(
@@ -329,7 +333,7 @@ LEDGER: tuple[KnownFinding, ...] = (
                 **fa3,
                 checks=("K4",),
                 wrong="^pages of NAN before the window",
-                where=lambda case, sentence: case.window_left >= 0,
+                where=has_window,
                 finding=f"{PEERS}#5-flashinfers-fa3-and-flashattention-4-multiply-keys-before-the-window-by-zero",
             ),
         )
@@ -338,7 +342,7 @@ LEDGER: tuple[KnownFinding, ...] = (
         **FA4,
         checks=("K4",),
         wrong="^pages of NAN before the window",
-        where=lambda case, sentence: case.window_left >= 0,
+        where=has_window,
         finding=f"{PEERS}#5-flashinfers-fa3-and-flashattention-4-multiply-keys-before-the-window-by-zero",
     ),
     KnownFinding(

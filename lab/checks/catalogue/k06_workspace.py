@@ -39,11 +39,11 @@ def _judge(trial: Trial) -> None:
     shared = {"workspace_buffer": workspace} | handed_out
     first = trial.call(inputs, **shared)
     trial.hold("a zeroed workspace", first, truth)
-    _counters_are_zero(trial, "a call", counters)
+    hold_counters_zero(trial, "a call", counters)
 
     other = trial.build(_another_shape(trial.case))
     trial.vary("another shape", truth_of_call(other), other, **shared)
-    _counters_are_zero(trial, "a call of another shape", counters)
+    hold_counters_zero(trial, "a call of another shape", counters)
     trial.same_bits("again, after another shape", trial.repeat(inputs, **shared), first)
 
     if not in_workspace and semaphores.any():  # the kernel writes all of it
@@ -59,7 +59,7 @@ def _judge(trial: Trial) -> None:
     scratch.fill_(LEFT)
     elsewhere = {"workspace_buffer": new_workspace(trial.device)} | handed_out
     trial.same_bits("another workspace", trial.repeat(inputs, **elsewhere), first)
-    _nothing_is_written(trial, scratch)
+    hold_left_alone(trial, scratch)
 
 
 def _another_shape(case: AttentionCase) -> AttentionCase:
@@ -70,15 +70,16 @@ def _another_shape(case: AttentionCase) -> AttentionCase:
     return replace(case, kv_lens=(longer * 2)[:keep], q_lens=(case.q_lens * 2)[:keep], seed=case.seed + 1)
 
 
-def _counters_are_zero(trial: Trial, what: str, counters: dict[str, Tensor]) -> None:
+def hold_counters_zero(trial: Trial, what: str, counters: dict[str, Tensor]) -> None:
+    """Hold that a call has left each of these counters zero."""
     for name, buffer in counters.items():
         count = int(torch.count_nonzero(buffer))
         wrong = f"{what} left {count} of {name}'s first {SEMAPHORE_BYTES} bytes non-zero"
         trial.hold_nothing_wrong(f"the counters after {what}", [wrong] if count else [])
 
 
-def _nothing_is_written(trial: Trial, scratch: Tensor) -> None:
-    """Hold that the scratch of an earlier call's workspace is as it was left."""
+def hold_left_alone(trial: Trial, scratch: Tensor) -> None:
+    """Hold that the scratch of an earlier call's workspace is as it was left: each byte of it `LEFT`."""
     count = int(torch.count_nonzero(scratch != LEFT))
     wrong = f"a call with another workspace wrote {count} bytes of an earlier call's"
     trial.hold_nothing_wrong("the workspace of earlier calls", [wrong] if count else [])

@@ -17,10 +17,8 @@ MOST_REQUESTS = 16
 LONG_TILES = (1024, 1025, 1536)
 LONG_PROMPTS = [(300, 290), (60, 3), (513, 513)]  # (kv_len, q_len): more rows than a tile of 256
 LONGEST_PROMPT = [(4300, 4200), (9, 2)]  # more than 64 tiles of 64 rows
-PROMPT = (
-    150,
-    140,
-)  # (kv_len, q_len): rows for more than one tile of 128, beside which some kernels treat few rows apart
+# (kv_len, q_len): rows for more than one tile of 128, beside which some kernels treat few rows apart.
+PROMPT = (150, 140)
 DECODES = ((40, 1), (41, 1))
 FEW_ROWS = (16, 64, 32)  # of a request and K/V head, by which they do
 ROWS_OF_A_TILE = 32  # XQA's SM90 fp8 kernel changes its layout at so many rows of a group

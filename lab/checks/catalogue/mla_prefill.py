@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.calls.workspace import SEMAPHORE_BYTES, counts_in_workspace, semaphores_and_scratch
+from lab.calls.workspace import counts_in_workspace, semaphores_and_scratch
 from lab.checks.attention_inputs import new_workspace
 from lab.checks.catalogue.k05_guards import changed_bytes, guarded, wrong_guards
-from lab.checks.catalogue.k06_workspace import LEFT
+from lab.checks.catalogue.k06_workspace import LEFT, hold_counters_zero, hold_left_alone
 from lab.checks.check import Check, Level, counted, first_line
 from lab.checks.ragged_inputs import TILE, Parts, draw_ragged, padded, ragged_arguments, truth_of_ragged
 from lab.checks.space import Space
@@ -192,11 +192,9 @@ def _workspaces(trial: Trial, arguments: dict[str, Any]) -> None:
     arguments = arguments | {"query": query}
     mine = arguments | {"workspace_buffer": workspace}
     first = _kept(trial, trial.run(Interface.RAGGED_CONTEXT, mine))
-    count = int(torch.count_nonzero(semaphores))
     if counts_in_workspace(arguments.get("backend", "auto"), trial.device):
-        wrong = f"a call left {count} of the workspace's first {SEMAPHORE_BYTES} bytes non-zero"
-        trial.hold_nothing_wrong("the counters after a call", [wrong] if count else [])
-    elif count:  # the kernel writes all of it
+        hold_counters_zero(trial, "a call", {"the workspace": semaphores})
+    elif semaphores.any():  # the kernel writes all of it
         scratch = workspace
     for byte, name in ((0xFF, "NaN"), (0x7B, "large values")):
         scratch.fill_(byte)
@@ -213,9 +211,7 @@ def _workspaces(trial: Trial, arguments: dict[str, Any]) -> None:
     trial.same_bits(
         "another workspace", _own_rows(trial.run_again(Interface.RAGGED_CONTEXT, elsewhere), trial.case), first
     )
-    count = int(torch.count_nonzero(scratch != LEFT))
-    wrong = f"a call with another workspace wrote {count} bytes of an earlier call's"
-    trial.hold_nothing_wrong("the workspace of earlier calls", [wrong] if count else [])
+    hold_left_alone(trial, scratch)
 
 
 def _kept(trial: Trial, result: Result | None) -> Result:

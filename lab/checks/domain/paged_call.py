@@ -136,9 +136,8 @@ def _cache(call: PagedCall) -> None:
     form, pages = call.of["cache"], call.inputs.k_pages
     if form == "one tensor":
         call.arguments["kv_cache"] = as_one_tensor(call.inputs)
-        if (
-            call.inputs.scale_factors is not None and call.of.interface is Interface.CONTEXT
-        ):  # a decode takes a pair alone
+        # A decode takes scale factors as a pair alone.
+        if call.inputs.scale_factors is not None and call.of.interface is Interface.CONTEXT:
             k, v = (each.view(torch.uint8) for each in call.arguments["kv_cache_sf"])
             call.arguments["kv_cache_sf"] = torch.stack((k, v), 1).view(E4M3)
     elif form == "K is V":
