@@ -7,7 +7,7 @@ A name is `<mode>/<geometry>/<batch>[/<option>...]`, such as `target_verify/gpt-
     batch      as `lab.workloads.parse_batch` reads it, keys counting this pass's tokens: 64q1s4k, q2ks4k_63q1s4k;
                or from a trace, trace<count>[q<q_len>]. In decode, verification and draft extends that is a snapshot of so many
                running requests, each with q_len new rows after its tokens (1 if left out): trace64, trace64q4. In extends it
-               is the whole prompts of the first so many requests: trace8
+               is the whole prompts of the first so many requests: trace8. In mixed it follows the chunks: q2ks4k_trace63
 
     option         what it sets of `ForwardCase`
     window         sliding_window: a sliding-window layer
@@ -160,6 +160,10 @@ def _mode(name: str) -> ForwardMode:
 
 
 def _batch(text: str, mode: ForwardMode, trace: Sequence[TracedRequest] | None) -> Batch:
+    chunks, _, running = text.rpartition("_trace")
+    if chunks and mode is ForwardMode.MIXED:
+        written, traced = parse_batch(chunks), _batch(f"trace{running}", ForwardMode.DECODE, trace)
+        return Batch(written.q_lens + traced.q_lens, written.kv_lens + traced.kv_lens)
     if not text.startswith("trace"):
         return parse_batch(text)
     match = _TRACED.fullmatch(text)
@@ -171,7 +175,7 @@ def _batch(text: str, mode: ForwardMode, trace: Sequence[TracedRequest] | None) 
     if not mode.is_prefill:
         return _running_batch(requests, int(match["count"]), int(match["q_len"] or 1))
     if mode is ForwardMode.MIXED:
-        raise ValueError(f"mixed takes no {text!r}: write its chunks and its running requests down: q2ks4k_63q1s4k")
+        raise ValueError(f"mixed takes no {text!r} alone: write its chunks down before it, such as q2ks4k_{text}")
     if match["q_len"] is not None:
         raise ValueError(
             f"batch {text!r}: {mode.name.lower()} takes whole prompts of a trace, trace{match['count']}; write chunks down, "

@@ -33,6 +33,7 @@ TRACE = [TracedRequest(0, 100, 50), TracedRequest(100, 200, 50), TracedRequest(2
         ("decode/tiny/trace2", ForwardCase(ForwardMode.DECODE, "tiny", (120, 218), (1, 1))),
         ("target_verify/tiny/trace3q4", ForwardCase(ForwardMode.TARGET_VERIFY, "tiny", (120, 218, 316), (4, 4, 4))),
         ("draft_extend/tiny/trace2q3", ForwardCase(ForwardMode.DRAFT_EXTEND, "tiny", (120, 218), (3, 3))),
+        ("mixed/tiny/q4s8_trace2", ForwardCase(ForwardMode.MIXED, "tiny", (4, 120, 218), (4, 1, 1))),
         ("extend/tiny/trace2", ForwardCase(ForwardMode.EXTEND, "tiny", (0, 0), (100, 200))),
     ],
 )
@@ -106,7 +107,8 @@ def test_without_a_trace_the_own_one_is_drawn_from() -> None:
         ("decode/tiny/trace4", "never 4 requests of this trace run at once"),
         ("extend/tiny/trace4", "the trace has 3 requests, not 4: take fewer"),
         ("extend/tiny/trace2q4", "batch 'trace2q4': extend takes whole prompts of a trace, trace2; write chunks down"),
-        ("mixed/tiny/trace2", "mixed takes no 'trace2': write .* down"),
+        ("mixed/tiny/trace2", "mixed takes no 'trace2' alone: write its chunks down before it, such as q2ks4k_trace2"),
+        ("mixed/tiny/q4s8_trace0", "batch 'trace0' is not trace<count>"),
         ("decode/tiny/q1s1k/", "no option is called ''; there are window, .* page<N>, tp<N>"),
         ("decode/tiny/q1s1k/half", "no option is called 'half'"),
         ("decode/tiny/q1s1k/page", "no option is called 'page'"),
