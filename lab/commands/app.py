@@ -29,7 +29,6 @@ app = typer.Typer(
 
 
 def _show_version(is_asked: bool) -> None:
-    """Print the version and end the command, if the option was given."""
     if is_asked:
         typer.echo(f"lab {lab.__version__}")
         raise typer.Exit

@@ -15,6 +15,7 @@ from lab.commands.options import (
     need_gpu,
     refuse,
     refusing_errors,
+    refusing_recordings,
 )
 from lab.exit_status import ExitStatus
 
@@ -52,24 +53,16 @@ def compare(
 
     Exit status: 1 if a row is SLOWER or missing, or a case newly wrong or declined; 125 if not all could be compared.
     """
-    from lab.checks.recording import ReportError
     from lab.reports.changed_verdicts import are_reports, compare_verdicts
     from lab.reports.compare import compare as compare_files
-    from lab.reports.comparison import NotComparableError
-    from lab.reports.recorded import RecordedFileError
 
     if (after is None) == (by is None):
         refuse("compare BEFORE with AFTER, or two values of one fact within BEFORE: --by KEY VALUE VALUE")
-    try:
+    with refusing_recordings("not compared"):
         if after is not None and are_reports(before, after):
             report = compare_verdicts(Path(before), Path(after))
         else:
             report = compare_files(before, after, by, _rule(minimum_effect_percent, significance), strict)
-    except (RecordedFileError, ReportError, NotComparableError) as error:
-        refuse(
-            f"not compared: {error}",
-            ExitStatus.NOT_JUDGED if isinstance(error, NotComparableError) else ExitStatus.MISUSED,
-        )
     report.show(json, markdown)
     raise typer.Exit(report.exit_status)
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from lab.commands.options import Json, Markdown, list_option, refuse, refusing_errors
+from lab.commands.options import Json, Markdown, list_option, refuse, refusing_errors, refusing_recordings
 from lab.exit_status import ExitStatus
 
 
@@ -41,16 +41,13 @@ def dry_run(
     """
     from lab.dry_run import passes
     from lab.reports.dry_run import dry_run_report, profiled_kernels
-    from lab.reports.recorded import RecordedFileError
     from lab.workloads.scenarios import scenario as scenario_named
 
     with refusing_errors():
         named = [(name, scenario_named(name)) for name in scenario] if scenario else [*passes.surveyed_passes()]
     chosen = [(name, case) for name, case in named if not only or any(text in name for text in only)]
-    try:
+    with refusing_recordings("not compared"):
         profiled = None if recorded is None else profiled_kernels(recorded)
-    except RecordedFileError as error:
-        refuse(f"not compared: {error}")
     if not chosen:
         refuse(f"no pass has {' or '.join(only or ())} in its name; there are {', '.join(name for name, _ in named)}")
     run = passes.dry_run(

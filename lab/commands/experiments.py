@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 experiments = typer.Typer(help="Put questions to this machine's GPU, and record the answers.", no_args_is_help=True)
 
 Samples = Annotated[int, typer.Option(min=1, help="samples of each GPU time")]
+Implementations = Annotated[
+    list[str] | None,
+    typer.Argument(help="modules to time; if left out, lab.kernels.trtllm and lab.kernels.portable"),
+]
+Scenarios = Annotated[list[str] | None, list_option(str, "scenarios to time instead of the default ones", "NAME,...")]
 
 
 def _only_option(chosen: str) -> Any:
@@ -36,12 +41,10 @@ def _only_option(chosen: str) -> Any:
 
 
 def _sizes_option(help_text: str, default: str) -> Any:
-    """Return an option of whole numbers of at least 1."""
     return list_option(positive, help_text, "N,N,...", default=default)
 
 
 def _times_us_option(help_text: str, default: str) -> Any:
-    """Return an option of times in µs."""
     return list_option(float, f"{help_text}, µs", "US,US,...", default=default)
 
 
@@ -55,13 +58,8 @@ def _timing_plan(clock: str, l2: str, samples: int) -> "TimingPlan":
 
 @experiments.command()
 def clocks(
-    implementations: Annotated[
-        list[str] | None,
-        typer.Argument(help="modules to time; if left out, lab.kernels.trtllm and lab.kernels.portable"),
-    ] = None,
-    scenario: Annotated[
-        list[str] | None, list_option(str, "scenarios to time instead of the default ones", "NAME,...")
-    ] = None,
+    implementations: Implementations = None,
+    scenario: Scenarios = None,
     out: Out = None,
 ) -> None:
     """Time the same work by every clock of the lab: do they agree on this GPU?"""
@@ -81,15 +79,10 @@ def clocks(
 
 @experiments.command()
 def decode_split(
-    implementations: Annotated[
-        list[str] | None,
-        typer.Argument(help="modules to time; if left out, lab.kernels.trtllm and lab.kernels.portable"),
-    ] = None,
+    implementations: Implementations = None,
     *,
     splits: Annotated[list[int], _sizes_option("numbers of decode calls besides 1", "2,4,8")],
-    only: Annotated[
-        list[str] | None, list_option(str, "scenarios to time instead of the default ones", "NAME,...")
-    ] = None,
+    only: Scenarios = None,
     trace: Trace = None,
     clock: Clock = "graph",
     l2: L2 = "cold",
@@ -150,9 +143,7 @@ def draft_extend_kernels(
         list[int], _sizes_option("keys of each request, the new tokens included", "1024,4096,16384,65536,131072")
     ],
     only: Annotated[list[str] | None, _only_option("these points, such as 4q2s1k")] = None,
-    most_keys: Annotated[int, typer.Option(min=1, help="skip points with more keys in all requests together")] = 2
-    * 1024
-    * 1024,
+    most_keys: Annotated[int, typer.Option(min=1, help="skip points with more keys in all requests together")] = 2**21,
     clock: Clock = "graph",
     l2: L2 = "cold",
     samples: Samples = 15,

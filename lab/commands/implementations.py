@@ -23,7 +23,6 @@ def implementations() -> None:
 
 
 def _table(found: "list[Availability]") -> "Table":
-    """Make a table of one row per call of each implementation."""
     from lab.provenance import version_of
     from lab.reports.tables import Cell, make_table, words
 

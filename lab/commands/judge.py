@@ -12,13 +12,7 @@ import typer
 from rich.console import Console
 
 from lab.axes import E4M3_ARITHMETIC, LONGEST, SEED, SEVERAL, SOME, options_of, space_of
-from lab.commands.options import (
-    Device,
-    Implementation,
-    list_option,
-    prepare_machine,
-    refuse,
-)
+from lab.commands.options import Device, Implementation, list_option, prepare_machine, refuse
 from lab.commands.progress import shown_progress
 from lab.commands.watch import rounds
 from lab.exit_status import ExitStatus
@@ -190,22 +184,22 @@ def judge(
     prepare_machine(device)
     from lab.kernels import default_implementation
 
+    name = implementation or default_implementation(device).__name__
     settings |= {
         "level": level,
         "space": space,
         "refusals": exceptions,
         "only": only or (),
         "functions": functions or (),
-    }
-    settings |= {
         "workers": workers,
         "most_seconds": most_seconds,
         "drawn": drawn,
         "probe": probe,
         "for_seconds": for_seconds or 0.0,
+        "out": out or _last_report(name),
+        "fresh": fresh or out is None,
+        "first_failure": first_failure,
     }
-    name = implementation or default_implementation(device).__name__
-    settings |= {"out": out or _last_report(name), "fresh": fresh or out is None, "first_failure": first_failure}
     _judge_and_exit(partial(_judge_all, name, settings, coverage), watch)
 
 
@@ -319,7 +313,6 @@ def _print_recorded_coverage(path: Path) -> ExitStatus:
 
 
 def _print_coverage(console: Console, coverages: "Sequence[Coverage]") -> None:
-    """Print the table of each function's domain, its counts, and its blind spots."""
     if not coverages:
         console.print("K18, whose coverage this is, judged nothing: --only K18 runs it alone")
     for each in coverages:
@@ -342,6 +335,5 @@ def _print_narrowings(console: Console, report: "Report") -> None:
 
 
 def _print_error(sentence: str, status: ExitStatus) -> ExitStatus:
-    """Print a sentence on stderr, and return the exit status."""
     typer.echo(f"lab: {sentence}", err=True)
     return status

@@ -125,6 +125,21 @@ def refusing_errors() -> Iterator[None]:
         refuse(f"{error.filename}: {error.strerror}" if error.filename else str(error))
 
 
+@contextmanager
+def refusing_recordings(what_failed: str) -> Iterator[None]:
+    """Turn the error of a recorded file into "<what_failed>: ..." and end the command: NOT_JUDGED if files do not compare."""
+    from lab.checks.recording import ReportError
+    from lab.reports.comparison import NotComparableError
+    from lab.reports.recorded import RecordedFileError
+
+    try:
+        yield
+    except NotComparableError as error:
+        refuse(f"{what_failed}: {error}", ExitStatus.NOT_JUDGED)
+    except (RecordedFileError, ReportError) as error:
+        refuse(f"{what_failed}: {error}")
+
+
 def need_gpu() -> None:
     """End the command as NOT_JUDGED if there is no CUDA GPU."""
     import torch

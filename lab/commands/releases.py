@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lab.commands.options import Json, Markdown, refuse
-from lab.exit_status import ExitStatus
+from lab.commands.options import Json, Markdown, refusing_recordings
 
 
 def releases(
@@ -25,15 +24,9 @@ def releases(
 
     Exit status: 125 if the reports were not judged alike.
     """
-    from lab.checks.recording import ReportError
-    from lab.reports.comparison import NotComparableError
-    from lab.reports.recorded import RecordedFileError
     from lab.reports.releases import releases_report
 
-    try:
+    with refusing_recordings("not compared"):
         report = releases_report(reports, package, findings)
-    except (RecordedFileError, ReportError, NotComparableError) as error:
-        is_comparison = isinstance(error, NotComparableError)
-        refuse(f"not compared: {error}", ExitStatus.NOT_JUDGED if is_comparison else ExitStatus.MISUSED)
     report.show(json, markdown)
     raise typer.Exit(report.exit_status)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lab.commands.options import refuse
+from lab.commands.options import refusing_recordings
 
 
 def report(
@@ -15,13 +15,11 @@ def report(
     ] = None,
 ) -> None:
     """Write tables and plots of a recorded run."""
-    from lab.reports.recorded import RecordedFileError, read_run
+    from lab.reports.recorded import read_run
     from lab.reports.timings import NO_PLOTS, can_plot, write_report
 
-    try:
+    with refusing_recordings("no report"):
         recorded = read_run(run)
-    except RecordedFileError as error:
-        refuse(f"no report: {error}")
     for path in write_report(recorded, out or run.parent):
         print(path)
     if not can_plot():
@@ -38,11 +36,9 @@ def html(
     require("lab html", "itables", "jinja2", "markdown_it", "matplotlib")
     from lab.files import write_text
     from lab.reports.html.page import html_report
-    from lab.reports.recorded import RecordedFileError, read_folder
+    from lab.reports.recorded import read_folder
 
-    try:
+    with refusing_recordings("no report"):
         page = html_report(folder, read_folder(folder))
-    except RecordedFileError as error:
-        refuse(f"no report: {error}")
     write_text(out, page)
     print(f"{out}: {out.stat().st_size / 1e6:.1f} MB")

@@ -1,4 +1,10 @@
-"""Questions put to the hardware: each is a module with a table of points and arms that take turns, run by `lab experiments`."""
+"""Questions put to the hardware: each is a module with a table of points and arms that take turns, run by `lab experiments`.
+
+A module's function `run` measures its points, prints tables and returns the command's exit status: WRONG if the results of an
+arm were. `plan` says how GPU times are taken, and `trace` names what traced lengths come from. The JSON file `out` is written
+anew after every point; None keeps no file. The output of each pass is judged by the requests' histories before and after it is
+timed, and a wrong arm has no time. Arms take turns in one process, each on its own copies of the same pool, query and output.
+"""
 
 from collections.abc import Mapping
 

@@ -191,7 +191,6 @@ def measure_right_ones(
 
 
 def _blaming(works: Works) -> dict[str, GpuWork]:
-    """Return the works with checks that name the arm."""
     return {
         arm: work if work.check is None else replace(work, check=partial(_check_of, arm, work.check))
         for arm, work in works.items()

@@ -5,8 +5,7 @@
 
 CUPTI and the graph clock time the same replays, warm and rotated, so they must agree; the exit status is 1 if they differ by
 more than 3 % on anything of 20 µs or more a launch. Shorter rows are shown and marked: what CUPTI adds to each traced
-launch, 0.1 to 0.7 µs on an H200, is more than 3 % of them. What cannot be timed is listed, and the status is 2. The file is
-written anew after every size and scenario.
+launch, 0.1 to 0.7 µs on an H200, is more than 3 % of them. What cannot be timed is listed, and the status is then 125.
 
 Events show what they add to an eager call. Flush and rotation differ: the flush also evicts a kernel's instructions.
 """
@@ -44,13 +43,7 @@ METHODS = tuple(Method(clock, l2) for clock in Clock for l2 in L2 if (clock, l2)
 
 
 def run(implementations: Sequence[str], scenarios: Sequence[str] = SCENARIOS, out: Path | None = None) -> int:
-    """Measure and record; return the exit status.
-
-    Args:
-        implementations: names of modules with FlashInfer's names.
-        scenarios: of the forward passes.
-        out: where the JSON goes.
-    """
+    """Measure the forward passes of the scenarios on modules with FlashInfer's names; see `lab.experiments`."""
     facts = {"methods": {key_of(method): str(method) for method in METHODS}}
     recording = Recording("clocks", out, facts, ("rows_us", "not_timed"))
     recording.measure(NEGATION_BYTES, _negation_row, "negations")

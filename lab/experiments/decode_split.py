@@ -9,15 +9,14 @@ SGLang 0.5.23 divides decode calls into ``SGLANG_TRTLLM_MHA_DECODE_SEQ_LEN_SPLIT
 The batches are 64 running requests of a trace, one request of 81,920 keys beside 63 of 512, and 64 of 4,096 each, where a
 division can save nothing and shows its price; as a decode, and as a verification of 4 tokens.
 
-At every point one kernel's arms take turns in one process, one for each number of calls, on copies of the same pool, query and
-output; cold by rotation. The sort, the copies of queries, lengths, tables and outputs, and all calls are in the time, as they
-are in an engine's graph. What a kernel plans on the host is planned before, and not in the time. Every output vector of every
-request is judged by the requests' histories before and after: a wrong arm has no time. The file is written anew after every
-point, with the fastest number of calls of each point. Exit status: 1 if an arm is wrong.
+At every point one kernel's arms take turns, one for each number of calls; cold by rotation. The sort, the copies of queries,
+lengths, tables and outputs, and all calls are in the time, as they are in an engine's graph. What a kernel plans on the host is
+planned before, and not in the time. The file has the fastest number of calls of each point.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +32,7 @@ SPLITS = (2, 4, 8)  # of 64 requests
 SCENARIOS = tuple(
     f"{mode}/qwen3-32b/{batch}/tp2"
     for batch in ("trace64{q}", "q{n}s80k_63q{n}s512", "64q{n}s4k")
-    for mode, batch in (
-        ("decode", batch.format(q="", n=1)),
-        ("target_verify", batch.format(q="q4", n=4)),
-    )
+    for mode, batch in (("decode", batch.format(q="", n=1)), ("target_verify", batch.format(q="q4", n=4)))
 )
 
 
@@ -53,17 +49,8 @@ def point_of(name: str, module: str, splits: Sequence[int], trace: Sequence[Trac
         ValueError: the scenario is unknown, or makes no decode call that can be divided.
     """
     case = scenario(name, trace)
-    numbers = (1, *splits)
-    arms = tuple(
-        Arm(
-            arm_name(number),
-            replace(case, decode_splits=number),
-            module,
-            planned=True,
-            needs_flashinfer=module != PORTABLE_MODULE,
-        )
-        for number in numbers
-    )
+    make = partial(Arm, module=module, planned=True, needs_flashinfer=module != PORTABLE_MODULE)
+    arms = tuple(make(arm_name(number), replace(case, decode_splits=number)) for number in (1, *splits))
     facts = {"scenario": name, "q_len": max(case.q_lens), "longest_kv_len": max(case.kv_lens)}
     return Point(f"{name} on {module}", arms, facts, baseline=arm_name(1))
 
@@ -111,14 +98,7 @@ COLUMNS: Columns = {
 
 
 def run(points: Sequence[Point], plan: TimingPlan, trace: str, out: Path | None = None) -> int:
-    """Measure and record; return the exit status.
-
-    Args:
-        points: from `point_of`.
-        plan: how GPU times are taken.
-        trace: what the traced lengths come from.
-        out: where the JSON goes.
-    """
+    """Measure points of `point_of`; see `lab.experiments`."""
     recording = plan.recording(
         "decode_split", out, OUTCOMES, judged=JUDGED, trace=trace, savings=lambda result: savings(result["rows"])
     )

@@ -13,9 +13,8 @@ its kernels. Copying a batch into the graph's inputs is timed on its own, and is
 
 Outputs. The draft extend V2 with logits of all rows, with a top-k besides, and of the selected row alone.
 
-Everything of a point takes turns in one process. L2 is warm: the LM head, a gigabyte, is far larger. Each output is judged
-before and after by the requests' histories. The floor counts the weights, the visible keys and values and the new ones, the
-inputs, and the outputs: each byte once, intermediates not at all.
+Everything of a point takes turns in one process. L2 is warm: the LM head, a gigabyte, is far larger. The floor counts the
+weights, the visible keys and values and the new ones, the inputs, and the outputs: each byte once, intermediates not at all.
 """
 
 import statistics
@@ -36,7 +35,7 @@ from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.speculation.draft_extend_graph import DraftExtendOutput
 from lab.timing.gpu_time import rounded_us
-from lab.timing.host_time import CALLS_PER_BATCH, host_time
+from lab.timing.host_time import CALLS_PER_BATCH, drain, host_time
 from lab.timing.host_time import METHOD as HOST_METHOD
 from lab.timing.model_pass import ModelWorks
 from lab.timing.work import GpuWork
@@ -77,14 +76,9 @@ def free(model: StandInModel, drawn: StandInPass) -> None:
 
 
 def completion_times_us(
-    calls: Mapping[str, Callable[[], object]], device: torch.device, samples: int = COMPLETION_SAMPLES
+    calls: Mapping[str, Callable[[], object]], samples: int = COMPLETION_SAMPLES
 ) -> dict[str, list[float]]:
     """Take samples of the time of each call, in µs, until the GPU is idle again; see `COMPLETION_METHOD`."""
-
-    def drain() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(samples):
         for name, call in calls.items():
@@ -97,12 +91,7 @@ def completion_times_us(
 
 
 def measure_mode(
-    model: StandInModel,
-    backend: TRTLLMMHABackend,
-    mode: ForwardMode,
-    batch_size: int,
-    kv_len: int,
-    plan: TimingPlan,
+    model: StandInModel, backend: TRTLLMMHABackend, mode: ForwardMode, batch_size: int, kv_len: int, plan: TimingPlan
 ) -> list[Row]:
     """Measure a mode eagerly and in a graph, and the copies before a replay.
 
@@ -128,7 +117,7 @@ def _host_times(made: ModelWorks, eager: GpuWork, eager_launches: int) -> dict[s
     calls = {"eager": eager.call(), "graph": replay}
     per_batch = max(1, min(CALLS_PER_BATCH, MOST_QUEUED_LAUNCHES // eager_launches))
     host = host_time(calls, calls_per_batch=per_batch)
-    completion_us = completion_times_us(calls, made.model.pool.device)
+    completion_us = completion_times_us(calls)
     for written in (outputs, eager.arguments["outputs"]):
         made.hold(written, ALL_ROWS)
     return {
@@ -140,12 +129,7 @@ def _host_times(made: ModelWorks, eager: GpuWork, eager_launches: int) -> dict[s
 
 
 def measure_forms(
-    model: StandInModel,
-    backend: TRTLLMMHABackend,
-    batch_size: int,
-    width: int,
-    kv_len: int,
-    plan: TimingPlan,
+    model: StandInModel, backend: TRTLLMMHABackend, batch_size: int, width: int, kv_len: int, plan: TimingPlan
 ) -> list[Row]:
     """Measure the draft extend V2 with each form of output, in turns.
 
@@ -173,11 +157,7 @@ def _work_facts(arm: Arm, work: GpuWork) -> Row:
 
 
 def _form_facts(arm: Arm, work: GpuWork) -> Row:
-    return {
-        "form": arm.name,
-        "logits_bytes": work.arguments["outputs"].logits.nbytes,
-        **_work_facts(arm, work),
-    }
+    return {"form": arm.name, "logits_bytes": work.arguments["outputs"].logits.nbytes, **_work_facts(arm, work)}
 
 
 FORM_POINT = ("batch_size", "num_draft_tokens")
@@ -262,15 +242,13 @@ def run(
     plan: TimingPlan,
     out: Path | None = None,
 ) -> int:
-    """Measure and record; return the exit status.
+    """Measure both tables; see `lab.experiments`.
 
     Args:
         batch_sizes: requests of each point.
         num_draft_tokens: query rows of each request, where outputs are compared.
         kv_len: tokens of each request, the new ones included.
         implementation: has FlashInfer's names.
-        plan: how GPU times are taken.
-        out: where the JSON goes.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     backend = TRTLLMMHABackend(implementation)

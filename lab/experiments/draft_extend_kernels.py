@@ -4,9 +4,7 @@
     lab experiments draft-extend-kernels --q-lens 4 --requests 1 --keys 4096,81920 --out draft_extend_kernels.json
 
 One layer of 32 query and 4 K/V heads of 128 (Qwen3-32B, one rank of two), pages of 64, bf16. At every point the decode call,
-the context call and the portable kernel's decode call take turns in one process, each on its own copies of the same pool, query
-and output; cold by rotation. Every output is judged by the requests' histories before and after. The file is written anew after
-every point. Exit status: 1 if an arm is wrong.
+the context call and the portable kernel's decode call take turns; cold by rotation.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -125,14 +123,7 @@ def crossover_table(rows: Sequence[Mapping[str, Any]], method: str) -> Table:
 
 
 def run(batches: Sequence[Batch], most_keys: int, plan: TimingPlan, out: Path | None = None) -> int:
-    """Measure and record; return the exit status.
-
-    Args:
-        batches: the points.
-        most_keys: points of more keys over all requests are skipped.
-        plan: how GPU times are taken.
-        out: where the JSON goes.
-    """
+    """Measure the draft extend of batches, but of those with more than `most_keys` keys in all; see `lab.experiments`."""
     batches, skipped = split_by_size(batches, most_keys)
     recording = plan.recording(
         "draft_extend_kernels",

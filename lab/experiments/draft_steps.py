@@ -25,18 +25,18 @@ from lab.timing.work import GpuWork
 from lab.workloads.draft import draft_scenario
 from lab.workloads.traces import TracedRequest
 
-ARMS = (
-    "kv_indices/serial/{}",
-    "kv_indices/spread/{}",
-    "draft_steps/mha/common_template/{}",
-    "draft_steps/mha/per_step/{}",
-    "draft_steps/mha/one_launch/{}",
-    "draft_steps/mla/common_template/{}",
-    "draft_steps/mla/per_step/{}",
-    "draft_steps/mla/one_launch/{}",
-    "draft_steps/mha/common_template/{}/eager",
-    "draft_steps/mha/per_step/{}/eager",
-)
+ARMS = {  # by the arms' names at a point: their columns in the table
+    "kv_indices/serial/{}": "lists serial",
+    "kv_indices/spread/{}": "spread",
+    "draft_steps/mha/common_template/{}": "MHA template",
+    "draft_steps/mha/per_step/{}": "MHA per step",
+    "draft_steps/mha/one_launch/{}": "MHA one",
+    "draft_steps/mla/common_template/{}": "MLA template",
+    "draft_steps/mla/per_step/{}": "MLA per step",
+    "draft_steps/mla/one_launch/{}": "MLA one",
+    "draft_steps/mha/common_template/{}/eager": "MHA eager template",
+    "draft_steps/mha/per_step/{}/eager": "eager per step",
+}
 GRID = tuple(
     f"{count}x{length}/steps{steps}"
     for count in (1, 8, 64, 256)
@@ -127,37 +127,18 @@ def claim_table(rows: Sequence[dict[str, Any]], host_rows: Sequence[dict[str, An
 def point_table(rows: Sequence[dict[str, Any]], method: str) -> Table:
     """Draw one line per point: the dead lists, the metadata with and without them, and in one launch."""
     times_us = {row["scenario"]: row["median_us"] for row in rows}
-    heads = (
-        "lists serial",
-        "spread",
-        "MHA template",
-        "MHA per step",
-        "MHA one",
-        "MLA template",
-        "MLA per step",
-        "MLA one",
-    )
-    names = dict(zip((*heads, "MHA eager template", "eager per step"), ARMS, strict=True))
     points = [
-        {"point": point} | {head: times_us[arm.format(point)] for head, arm in names.items()}
+        {"point": point} | {head: times_us[arm.format(point)] for arm, head in ARMS.items()}
         for point in dict.fromkeys(row["point"] for row in rows)
     ]
-    columns = {"requests x tokens / steps": "{point}"} | {head: f"{{{head}:,.1f}}" for head in names}
+    columns = {"requests x tokens / steps": "{point}"} | {head: f"{{{head}:,.1f}}" for head in ARMS.values()}
     return table_of(f"GPU time in µs, {method}", columns, points)
 
 
 def run(
     points: Sequence[Point], host_points: Sequence[Point], plan: TimingPlan, trace: str, out: Path | None = None
 ) -> int:
-    """Measure and record; return the exit status.
-
-    Args:
-        points: as of `points_of`.
-        host_points: where host times are taken too; none where `points` are not all of them.
-        plan: how GPU times are taken.
-        trace: its name.
-        out: where the JSON goes.
-    """
+    """Measure points of `point_of`, and host times at `host_points`: at none if `points` are not all; see `lab.experiments`."""
     lists = ("rows", "host") if host_points else ("rows",)
     recording = plan.recording("draft_steps", out, lists, host_method=HOST_METHOD, trace=trace)
     recording.measure(points, lambda point: {"rows": measure_all(point, works_of, plan, facts_of)})

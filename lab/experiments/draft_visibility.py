@@ -106,12 +106,7 @@ def in_words(sight: Sight) -> str:
 
 
 def run(prefix_len: int, num_steps: int, out: Path | None = None) -> int:
-    """Look with each backend's lengths, record and print what is seen; return the exit status.
-
-    Args:
-        prefix_len: tokens before the draft.
-        num_steps: speculative_num_steps.
-        out: where the JSON goes.
+    """Look with each backend's lengths at a draft of `num_steps` steps after `prefix_len` tokens; see `lab.experiments`.
 
     Raises:
         ValueError, NotImplementedError: as in `look`.

@@ -1,18 +1,11 @@
 """The phases of a speculative iteration, and the GPU time of each, read from a profile."""
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lab.named_enum import NamedEnum
-from lab.timing.step_profile import (
-    IncompleteProfileError,
-    LoopProfile,
-    ProfiledStep,
-    TraceEvent,
-    busy_within_us,
-    step_facts,
-)
+from lab.timing.cupti import busy_us, span_us
+from lab.timing.step_profile import IncompleteProfileError, LoopProfile, ProfiledStep, busy_within_us, step_facts
 
 
 class Phase(NamedEnum):
@@ -66,33 +59,21 @@ def _facts(step: ProfiledStep, iteration_us: float) -> IterationFacts:
     missing = [phase.value for phase, found in gpu.items() if not found and phase is not Phase.FIX_UP]
     if missing:
         raise IncompleteProfileError(f"step {step.number} has no {', '.join(missing)} on the GPU")
-    draft = _bounds_ns(gpu[Phase.DRAFT])
+    draft, plan, fix_up, verify = (gpu[phase] for phase in (Phase.DRAFT, Phase.PLAN, Phase.FIX_UP, Phase.VERIFY))
+    draft_end_ns = max(each.end_ns for each in draft)
     return IterationFacts(
         step=step.number,
-        draft_us=_span_us(gpu[Phase.DRAFT]),
-        plan_us=_span_us(gpu[Phase.PLAN]),
-        plan_busy_us=busy_within_us(gpu[Phase.PLAN], *_bounds_ns(gpu[Phase.PLAN])),
-        plan_launches=len(gpu[Phase.PLAN]),
-        hidden_us=busy_within_us(gpu[Phase.PLAN], *draft),
-        fix_up_us=_span_us(gpu[Phase.FIX_UP]),
-        fix_up_launches=len(gpu[Phase.FIX_UP]),
-        between_us=(gpu[Phase.VERIFY][0].start_ns - draft[1]) / 1000,
-        verify_us=_span_us(gpu[Phase.VERIFY]),
+        draft_us=span_us(draft),
+        plan_us=span_us(plan),
+        plan_busy_us=busy_us(plan),
+        plan_launches=len(plan),
+        hidden_us=busy_within_us(plan, draft[0].start_ns, draft_end_ns),
+        fix_up_us=span_us(fix_up),
+        fix_up_launches=len(fix_up),
+        between_us=(verify[0].start_ns - draft_end_ns) / 1000,
+        verify_us=span_us(verify),
         iteration_us=iteration_us,
     )
-
-
-def _bounds_ns(activities: Iterable[TraceEvent]) -> tuple[int, int]:
-    listed = list(activities)
-    return min(each.start_ns for each in listed), max(each.end_ns for each in listed)
-
-
-def _span_us(activities: Sequence[TraceEvent]) -> float:
-    """Return the time from the first start to the last end; 0 for no activity."""
-    if not activities:
-        return 0.0
-    start_ns, end_ns = _bounds_ns(activities)
-    return (end_ns - start_ns) / 1000
 
 
 def two_lanes(step: ProfiledStep) -> list[dict[str, Any]]:

@@ -17,16 +17,13 @@ groups, which `--only` takes one by one:
     host         host time of eager calls, all of their work done in each; no GPU time
     host_prepared   the same, of prepared calls
 
-At every point the arms take turns in one process, each on its own copies of the same pool, query and output; cold by rotation.
-Each arm runs before it is captured, so that nothing is compiled in a time. Every output vector of every request is judged by
-the requests' histories before and after: a wrong arm has no time. fmha_v2's time has the small launch that writes its page
-table. An arm that declines a point, or whose module FlashInfer cannot load or build, is listed with the reason. The file is
-written anew after every point. Exit status: 1 if an arm is wrong.
+At every point the arms take turns; cold by rotation. Each runs before it is captured, so that nothing is compiled in a time.
+fmha_v2's time has the small launch that writes its page table. An arm that declines a point, or whose module FlashInfer cannot
+load or build, is listed with the reason.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +31,11 @@ import torch
 
 from lab.experiments.arms import JUDGED, OUTCOMES, Arm, Point, PointRows, TimingPlan, Works, measure_arms, measure_point
 from lab.experiments.passes import FLASHINFER_MODULE, PORTABLE_MODULE, eager_call, gpu_works, pass_facts, works_of
-from lab.experiments.recording import Columns, Recording, Row
+from lab.experiments.recording import Columns, Row
 from lab.experiments.targets import TEXT_COLUMNS, TIME_COLUMNS, Figure, Target, score, target_rows, target_text
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.mha.calls import prepare_attention
-from lab.timing.gpu_time import interquartile_range
+from lab.timing.gpu_time import check_results, interquartile_range
 from lab.timing.host_time import METHOD as HOST_METHOD
 from lab.timing.host_time import HostTime, host_time
 from lab.timing.work import GpuWork
@@ -205,20 +202,13 @@ def measure_host(point: Point) -> PointRows:
 
 
 def _host_times(works: Works) -> dict[str, HostTime]:
-    """Time each work's call; its output is judged before and after."""
     calls = {name: work.call() for name, work in works.items()}
     for call in calls.values():
         call()
-    _check(works)
+    check_results(works.values())
     times = host_time(calls)
-    _check(works)
+    check_results(works.values())
     return times
-
-
-def _check(works: Works) -> None:
-    for work in works.values():
-        assert work.check is not None
-        work.check(work.arguments)
 
 
 HOST_COLUMNS: Columns = {
@@ -231,14 +221,7 @@ HOST_COLUMNS: Columns = {
 
 
 def run(points: Sequence[Point], plan: TimingPlan, trace: str, out: Path | None = None) -> int:
-    """Measure and record; return the exit status.
-
-    Args:
-        points: as of `points_of`.
-        plan: how GPU times are taken.
-        trace: its name.
-        out: where the JSON goes.
-    """
+    """Measure points of `points_of`; see `lab.experiments`."""
     recording = plan.recording(
         "kv_read_once",
         out,
@@ -248,23 +231,19 @@ def run(points: Sequence[Point], plan: TimingPlan, trace: str, out: Path | None 
         judged=JUDGED,
         targets=lambda result: score(result["rows"] + result["host"]),
     )
-    recording.measure(points, partial(_rows_at, plan))
-    _print(recording)
-    return recording.exit_status
 
+    def rows_at(point: Point) -> Mapping[str, Sequence[Row]]:
+        if point.facts["group"] in HOST_FORMS:
+            return measure_host(point).by_list("host")
+        return measure_point(point, gpu_works, plan, facts_of).by_list()
 
-def _rows_at(plan: TimingPlan, point: Point) -> Mapping[str, Sequence[Row]]:
-    if point.facts["group"] in HOST_FORMS:
-        return measure_host(point).by_list("host")
-    return measure_point(point, gpu_works, plan, facts_of).by_list()
-
-
-def _print(recording: Recording) -> None:
-    result = recording.result
-    titles = {"rows": f"K/V read once, one layer: {result['method']}", "host": f"Calls without a graph: {HOST_METHOD}"}
-    for rows, columns in (("rows", TIME_COLUMNS), ("host", HOST_COLUMNS)):
-        if result[rows]:
-            recording.print_table(titles[rows], columns, rows, words=TEXT_COLUMNS)
+    recording.measure(points, rows_at)
+    if recording.result["rows"]:
+        title = f"K/V read once, one layer: {plan.method}"
+        recording.print_table(title, TIME_COLUMNS, "rows", words=TEXT_COLUMNS)
+    if recording.result["host"]:
+        recording.print_table(f"Calls without a graph: {HOST_METHOD}", HOST_COLUMNS, "host", words=TEXT_COLUMNS)
     recording.print_reasons()
-    counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in result["targets"].items())
+    counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in recording.result["targets"].items())
     recording.console.print(f"targets: {counts}")
+    return recording.exit_status

@@ -163,11 +163,13 @@ def _check_filled(arguments: Mapping[str, Any]) -> None:
 
 
 def run(loops: Sequence[CopyLoopSettings], out: Path | None = None) -> int:
-    """Measure every loop and the masks, and record them in the file `out`; return the exit status."""
+    """Measure every loop and the masks; see `lab.experiments`."""
     recording = Recording("length_copy", out, {"method": METHOD}, ("arms", "verify_masks"))
     recording.measure(loops, lambda settings: {"arms": measure_ends(settings)}, "loops")
     recording.measure([torch.device("cuda")], lambda device: {"verify_masks": measure_masks(device)}, "masks")
-    _print(recording)
+    recording.print_table("A decode loop, per step", ARM_COLUMNS, "arms", words=("arm",))
+    sizes = ", ".join(f"{name} {size:,}" for name, size in MASK_SIZES.items())
+    recording.print_table(f"The mask of target verify ({sizes})", MASK_COLUMNS, "verify_masks", words=("verify mask",))
     return recording.exit_status
 
 
@@ -184,14 +186,4 @@ ARM_COLUMNS: Columns = {
     "step, µs": "{medians[step_us]:,.1f}",
     "step unprofiled, µs": lambda row: f"{statistics.median(row['unprofiled_step_us']):,.1f}",
 }
-MASK_COLUMNS: Columns = {
-    "verify mask": "{form}",
-    "bytes": "{mask_bytes:,}",
-    "fill, µs": "{fill_us:,.2f}",
-}
-
-
-def _print(recording: Recording) -> None:
-    recording.print_table("A decode loop, per step", ARM_COLUMNS, "arms", words=("arm",))
-    sizes = ", ".join(f"{name} {size:,}" for name, size in MASK_SIZES.items())
-    recording.print_table(f"The mask of target verify ({sizes})", MASK_COLUMNS, "verify_masks", words=("verify mask",))
+MASK_COLUMNS: Columns = {"verify mask": "{form}", "bytes": "{mask_bytes:,}", "fill, µs": "{fill_us:,.2f}"}

@@ -4,11 +4,9 @@
     lab experiments mla-decode --q-lens 1,4 --kv-dtype e4m3 --out mla_decode.json
 
 One layer of DeepSeek-V3 after absorption (entries of 512 + 64, pages of 64, bf16 queries), all its 128 heads or the 16 of one
-rank of eight. At every point the arms take turns in one process, each on its own copies of the same pool, query and output;
-cold by rotation. One query row per request is a decode, more are a verification. Every output vector of every request is judged
-by the requests' histories before and after: a wrong arm has no time. The wrapper is FA3 on SM90 and FA2 elsewhere; it plans on
-the host from the lengths, which is done before and not in the time. The file is written anew after every point. Exit status:
-1 if an arm is wrong.
+rank of eight. At every point the arms take turns; cold by rotation. One query row per request is a decode, more are a
+verification. The wrapper is FA3 on SM90 and FA2 elsewhere; it plans on the host from the lengths, which is done before and not
+in the time.
 """
 
 from collections.abc import Sequence
@@ -80,7 +78,7 @@ def facts_of(arm: Arm, work: GpuWork) -> dict[str, Any]:
 
 
 def run(points: Sequence[Point], plan: TimingPlan, out: Path | None = None) -> int:
-    """Measure the points and record them in the file `out`; return the exit status."""
+    """Measure points of `point_of`; see `lab.experiments`."""
     recording = plan.recording("mla_decode", out, OUTCOMES, judged=JUDGED, targets=lambda result: score(result["rows"]))
     recording.measure(points, lambda point: measure_point(point, gpu_works, plan, facts_of).by_list())
     title = f"MLA, one layer: {plan.method}. The wrapper is {PLANNED}"

@@ -290,12 +290,13 @@ def _check_fix_up(arguments: Mapping[str, Any]) -> None:
 
 
 def run(loops: Sequence[PlanLoopSettings], out: Path | None = None) -> int:
-    """Measure every loop and the fix-ups, and record them in the file `out`; return the exit status."""
+    """Measure every loop and the fix-ups; see `lab.experiments`."""
     device = torch.device("cuda")
     recording = Recording("plan_stream", out, {"method": METHOD, "host_method": HOST_METHOD}, ("arms", "fix_ups"))
     recording.measure(loops, lambda settings: {"arms": measure_plannings(settings)}, "loops")
     recording.measure(FIX_UP_POINTS, lambda point: {"fix_ups": [measure_fix_up(*point, device)]}, "masks")
-    _print(recording)
+    recording.print_table("A speculative iteration", ARM_COLUMNS, "arms", words=("drafts", "builder", "start"))
+    recording.print_table(f"The packed mask of trees by itself, {WARM}", FIX_UP_COLUMNS, "fix_ups")
     return recording.exit_status
 
 
@@ -321,8 +322,3 @@ FIX_UP_COLUMNS: Columns = {
     "GPU, µs": "{gpu_us:,.2f}",
     "host, µs": "{host_us:,.1f}",
 }
-
-
-def _print(recording: Recording) -> None:
-    recording.print_table("A speculative iteration", ARM_COLUMNS, "arms", words=("drafts", "builder", "start"))
-    recording.print_table(f"The packed mask of trees by itself, {WARM}", FIX_UP_COLUMNS, "fix_ups")

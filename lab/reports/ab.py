@@ -6,8 +6,7 @@
     lab ab draft_extend_v2/llama-3.1-8b/64q4s4k/on_context lab.kernels.trtllm \\
         --against draft_extend_v2/llama-3.1-8b/64q4s4k
 
-Both are right before and after, or nothing is said. Exit status: 1 if the second is SLOWER than the first, 125 if they could
-not be compared (one declines, is wrong, or cannot be timed so), else 0.
+Both are right before and after, or nothing is said.
 """
 
 from collections.abc import Sequence

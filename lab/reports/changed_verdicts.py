@@ -29,17 +29,12 @@ from lab.checks.verdicts import Outcome
 from lab.exit_status import ExitStatus
 from lab.named_enum import NamedEnum
 from lab.reports.comparison import NotComparableError
-from lab.reports.recorded import Kind, RecordedFile, facts_of_sides, read_file
+from lab.reports.recorded import Kind, RecordedFile, facts_of_sides, grouped, read_file
 from lab.reports.tables import Cell, TableReport, make_table, number, words
 
 BAD = (Outcome.WRONG, Outcome.FAILED, Outcome.KNOWN)
-SETTINGS = (
-    "level",
-    "seed",
-    "space",
-    "checks",
-    "left_out",
-)  # that two reports share if each judged the whole of the same
+# That two reports share if each judged the whole of the same.
+SETTINGS = ("level", "seed", "space", "checks", "left_out")
 
 
 class VerdictChange(NamedEnum):
@@ -117,7 +112,10 @@ def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
     if before_path.resolve() == after_path.resolve():
         raise NotComparableError(f"both sides are {before_path}: that says nothing")
     before, after = read_file(before_path), read_file(after_path)
-    sides = [_by_key(read_cases(each.content)) for each in (before, after)]
+    sides = [
+        {(each.check, each.interface.value, repr(each.case)): each for each in read_cases(file.content)}
+        for file in (before, after)
+    ]
     pairs = [CasePair(verdict, sides[1][key]) for key, verdict in sides[0].items() if key in sides[1]]
     missing, added = (len(side) - len(pairs) for side in sides)
     rows = list(_rows(pairs))
@@ -131,6 +129,9 @@ def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
         for change in (VerdictChange.NEWLY_WRONG, VerdictChange.REPAIRED)
         if counts[change]
     }
+    status = ExitStatus.DONE if pairs and not unlike else ExitStatus.NOT_JUDGED
+    if any(counts[change] for change in WORSE):
+        status = ExitStatus.WRONG
     return TableReport(
         above=(
             *(
@@ -159,7 +160,7 @@ def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
             "regions": regions,
             "cases": [_record(pair) for row in rows for pair in row.pairs],
         },
-        exit_status=_exit_status(counts, bool(pairs) and not unlike),
+        exit_status=status,
     )
 
 
@@ -170,18 +171,12 @@ def setting(file: RecordedFile, name: str) -> Any:
     return file.content.get(name)
 
 
-def _by_key(verdicts: Iterable[CaseVerdict]) -> dict[tuple[str, str, str], CaseVerdict]:
-    return {(each.check, each.interface.value, repr(each.case)): each for each in verdicts}
-
-
 def _rows(pairs: Sequence[CasePair]) -> Iterator[_Row]:
     """Yield the changed cases, the worst change first."""
-    grouped: dict[tuple[VerdictChange, str, str], list[CasePair]] = {}
-    for pair in pairs:
-        grouped.setdefault((pair.change, pair.after.check, pair.after.interface.name.lower()), []).append(pair)
+    alike = grouped(((pair.change, pair.after.check, pair.after.interface.name.lower()), pair) for pair in pairs)
     for change in VerdictChange:
         if change is not VerdictChange.SAME:
-            yield from (_Row(*key, tuple(found)) for key, found in grouped.items() if key[0] is change)
+            yield from (_Row(*key, tuple(found)) for key, found in alike.items() if key[0] is change)
 
 
 def _outcomes(verdicts: Iterable[CaseVerdict]) -> Cell:
@@ -221,9 +216,3 @@ def _record(pair: CasePair) -> Mapping[str, Any]:
         "after": {"number": pair.after.number, "outcome": pair.after.outcome.value},
         "said": [*pair.after.judged.wrongs, *pair.after.judged.declines],
     }
-
-
-def _exit_status(counts: Mapping[VerdictChange, int], is_whole: bool) -> ExitStatus:
-    if any(counts[change] for change in WORSE):
-        return ExitStatus.WRONG
-    return ExitStatus.DONE if is_whole else ExitStatus.NOT_JUDGED

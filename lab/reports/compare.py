@@ -30,13 +30,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from lab.reports.comparison import (
-    NotComparableError,
-    RowComparison,
-    RunComparison,
-    compare_recorded,
-    compare_within,
-)
+from lab.reports.comparison import NotComparableError, RowComparison, RunComparison, compare_recorded, compare_within
 from lab.reports.recorded import RecordedRun, facts_of_sides, in_words, read_runs
 from lab.reports.tables import Cell, Table, TableReport, make_table, number
 from lab.timing.statistics import BETWEEN_RUNS, Rule, SampleComparison, Speed
@@ -178,11 +172,8 @@ def _remarks(comparison: RunComparison, said_once: Collection[str]) -> Iterator[
 def _summary(comparison: RunComparison) -> str:
     counts = Counter(samples.speed for samples in comparison.compared)
     words = [f"{counts[speed]} {speed.name}" for speed in Speed]
-    words += [
-        f"{len(comparison.refused)} refused",
-        f"{len(comparison.missing)} missing",
-        f"{len(comparison.added)} new",
-    ]
+    others = {"refused": comparison.refused, "missing": comparison.missing, "new": comparison.added}
+    words += [f"{len(rows)} {name}" for name, rows in others.items()]
     if not comparison.compared:
         return ", ".join(words) + "; nothing was compared"
     mean = geometric_mean([samples.ratio for samples in comparison.compared])

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from math import isclose
 from typing import Any
 
 from lab.exit_status import ExitStatus
-from lab.reports.recorded import TIMED_BY, Identity, RecordedRun, Row
+from lab.reports.recorded import TIMED_BY, Identity, RecordedRun, Row, grouped
 from lab.timing.statistics import BETWEEN_RUNS, Rule, SampleComparison, Speed, compare_runs
 
 # An NVIDIA GPU moves its SM clock in steps of 15 MHz, 0.8 % of 1980: a few steps are no other state, a power cap is.
@@ -21,7 +23,7 @@ WORK = ("requests", "query_tokens", "kv_tokens", "bytes_moved", "operations")
 # What changed comes first, what stayed as it was comes last; None is a row that was refused.
 CHANGED_FIRST = (Speed.SLOWER, Speed.FASTER, Speed.UNSURE, None, Speed.SAME)
 
-Side = Mapping[Identity, tuple[Row, ...]]  # rows of GPU time by what they measure, one row per repeated run
+Side = Mapping[Identity, Sequence[Row]]  # rows of GPU time by what they measure, one row per repeated run
 
 
 class NotComparableError(ValueError):
@@ -74,9 +76,7 @@ class RunComparison:
 
 
 def compare_recorded(
-    before: Sequence[RecordedRun],
-    after: Sequence[RecordedRun],
-    rule: Rule = BETWEEN_RUNS,
+    before: Sequence[RecordedRun], after: Sequence[RecordedRun], rule: Rule = BETWEEN_RUNS
 ) -> RunComparison:
     """Compare the runs of two sides, one run or repeated ones on each.
 
@@ -84,18 +84,11 @@ def compare_recorded(
         NotComparableError: the runs are of different GPUs, power limits or maximum clocks, or of no GPU that they name.
     """
     _refuse_other_machines([*before, *after])
-    rows, missing, added = _compare_sides(_side(before), _side(after), rule)
     first, second = (", ".join(str(run.path) for run in runs) for runs in (before, after))
-    return RunComparison(first, second, rows, missing, added)
+    return RunComparison(first, second, *_compare_sides(_side(before), _side(after), rule))
 
 
-def compare_within(
-    run: RecordedRun,
-    key: str,
-    before: str,
-    after: str,
-    rule: Rule = BETWEEN_RUNS,
-) -> RunComparison:
+def compare_within(run: RecordedRun, key: str, before: str, after: str, rule: Rule = BETWEEN_RUNS) -> RunComparison:
     """Compare the rows of one run whose fact `key` is `before` with those where it is `after`, all else alike.
 
     Raises:
@@ -106,16 +99,12 @@ def compare_within(
     if key in (*TIMED_BY, "method"):
         raise NotComparableError(f"two values of {key} are two methods, and those are not compared: {before}, {after}")
     _refuse_other_machines([run])
-    rows, missing, added = _compare_sides(_side_where(run, key, before), _side_where(run, key, after), rule)
-    return RunComparison(f"{key} {before}", f"{key} {after}", rows, missing, added, missing_counts=False)
+    sides = _side_where(run, key, before), _side_where(run, key, after)
+    return RunComparison(f"{key} {before}", f"{key} {after}", *_compare_sides(*sides, rule), missing_counts=False)
 
 
 def _side(runs: Sequence[RecordedRun]) -> Side:
-    rows: dict[Identity, tuple[Row, ...]] = {}
-    for run in runs:
-        for row in run.gpu_rows:
-            rows[row.identity] = (*rows.get(row.identity, ()), row)
-    return rows
+    return grouped((row.identity, row) for run in runs for row in run.gpu_rows)
 
 
 def _side_where(run: RecordedRun, key: str, value: str) -> Side:
@@ -125,7 +114,7 @@ def _side_where(run: RecordedRun, key: str, value: str) -> Side:
         raise NotComparableError(
             f"{run.path}: no row of GPU time has {key} {value}; there is {', '.join(there) or 'no such fact'}"
         )
-    return {tuple(item for item in row.identity if item[0] != key): (row,) for row in chosen}
+    return {tuple(item for item in row.identity if item[0] != key): [row] for row in chosen}
 
 
 def _compare_sides(
@@ -202,8 +191,10 @@ def _differences(first: Row, other: Row, limited: bool) -> Iterator[str]:
 
 
 def _clock_differences(first: Row, other: Row, key: str, clock: str) -> Iterator[str]:
+    """Name two ranges of clocks if an end differs: a range that reaches lower was, for some samples, another state."""
     mine, theirs = _ends(first.facts.get(key)), _ends(other.facts.get(key))
-    if not _clocks_agree(mine, theirs):
+    agree = partial(isclose, rel_tol=CLOCK_TOLERANCE_PERCENT / 100)
+    if len(mine) != len(theirs) or not all(map(agree, mine, theirs)):
         yield f"two {clock} clocks: {_mhz(mine)} and {_mhz(theirs)}"
 
 
@@ -212,14 +203,6 @@ def _ends(clock_mhz: Any) -> tuple[float, ...]:
     if clock_mhz is None:
         return ()
     return tuple(clock_mhz) if isinstance(clock_mhz, Sequence) else (clock_mhz, clock_mhz)
-
-
-def _clocks_agree(before: tuple[float, ...], after: tuple[float, ...]) -> bool:
-    """Return True if both ends agree: a range that reaches lower was, for some samples, another state."""
-    return len(before) == len(after) and all(
-        abs(mine - other) <= CLOCK_TOLERANCE_PERCENT / 100 * max(mine, other)
-        for mine, other in zip(before, after, strict=True)
-    )
 
 
 def _mhz(ends: tuple[float, ...]) -> str:

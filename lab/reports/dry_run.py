@@ -1,7 +1,7 @@
 """The report of `lab dry-run`: the kernel, grid, bytes and floor of each pass on a GPU that is not there, or the refusal."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,8 +48,8 @@ def dry_run_report(run: DryRun, profiled: Profiled | None = None) -> TableReport
     columns: Columns = {
         "pass": lambda each: words(each.name),
         "kernel": lambda each: words(_joined(each, _kernels)),
-        "grid": lambda each: words(_joined(each, _grids)),
-        "cluster": lambda each: words(_joined(each, _clusters)),
+        "grid": lambda each: words(_of_launches(each, lambda launch: " x ".join(map(str, launch.grid)))),
+        "cluster": lambda each: words(_of_launches(each, lambda launch: str(launch.cluster))),
         "bytes, MB": lambda each: number(each.case.bytes_moved, 2, 1e-6),
         "floor, µs": lambda each: number(_floor(each, datasheet)[0], 2),
         "bound": lambda each: words(_floor(each, datasheet)[1]),
@@ -114,7 +114,7 @@ def _floor(each: DryPass, datasheet: Datasheet) -> tuple[float, str]:
     return max(memory_us, matrix_us), "memory" if memory_us >= matrix_us else "matrix"
 
 
-def _joined(each: DryPass, of_call: Any) -> str:
+def _joined(each: DryPass, of_call: Callable[[DryCall], str]) -> str:
     return " + ".join(filter(None, map(of_call, each.calls)))
 
 
@@ -124,12 +124,8 @@ def _kernels(call: DryCall) -> str:
     return ", ".join(map(short_name, call.launches)) or call.kernel
 
 
-def _grids(call: DryCall) -> str:
-    return ", ".join(" x ".join(map(str, launch.grid)) for launch in call.launches)
-
-
-def _clusters(call: DryCall) -> str:
-    return ", ".join(str(launch.cluster) for launch in call.launches)
+def _of_launches(each: DryPass, in_words: Callable[[Launch], str]) -> str:
+    return _joined(each, lambda call: ", ".join(map(in_words, call.launches)))
 
 
 def _refused(run: DryRun, each: DryPass) -> Cell:
@@ -173,16 +169,12 @@ def _record(run: DryRun, datasheet: Datasheet) -> Mapping[str, Any]:
 
 def _pass_record(each: DryPass, datasheet: Datasheet) -> dict[str, Any]:
     floor_us, bound = _floor(each, datasheet)
-    calls = [{**vars(call), "launches": [_launch_record(launch) for launch in call.launches]} for call in each.calls]
+    names = ("name", "grid", "block", "cluster", "pdl", "shared_memory_bytes")
+    launches = [[{name: getattr(launch, name) for name in names} for launch in call.launches] for call in each.calls]
     return {
         "pass": each.name,
         **case_facts(each.case),
         "floor_us": round(floor_us, 3),
         "floor_bound": bound,
-        "calls": calls,
+        "calls": [vars(call) | {"launches": found} for call, found in zip(each.calls, launches, strict=True)],
     }
-
-
-def _launch_record(launch: Launch) -> dict[str, Any]:
-    names = ("name", "grid", "block", "cluster", "pdl", "shared_memory_bytes")
-    return {name: getattr(launch, name) for name in names}

@@ -8,10 +8,10 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lab.named_enum import NamedEnum
 from lab.timing.gpu_time import interquartile_range
@@ -40,6 +40,8 @@ FACTS: dict[str, tuple[str, ...]] = {
 # Those of them that a comparison shows, besides the packages.
 SHOWN = ("GPU", "commit", "driver", "CUDA", "Python")
 
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 # Names and values, scenario first.
 Identity = tuple[tuple[str, str], ...]
 
@@ -96,6 +98,14 @@ def value_at(mapping: Any, keys: Sequence[str]) -> Any:
     found = mapping
     for key in keys:
         found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
+def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
+    """Return the values of (key, value) pairs by key, both in the order of the pairs."""
+    found: dict[Key, list[Value]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
     return found
 
 

@@ -30,7 +30,8 @@ from lab.checks.verdicts import Outcome
 from lab.exit_status import ExitStatus
 from lab.reports.changed_verdicts import SETTINGS, compare_verdicts, setting
 from lab.reports.comparison import NotComparableError
-from lab.reports.recorded import Kind, RecordedFile, read_file, value_at
+from lab.reports.html.findings import slug
+from lab.reports.recorded import Kind, RecordedFile, grouped, read_file, value_at
 from lab.reports.tables import Cell, TableReport, make_table, words
 
 Key = tuple[str, ...]  # of a case: the axes, the check, the function, the case
@@ -132,18 +133,18 @@ def _cases(release: Release) -> Iterator[tuple[Key, CaseVerdict]]:
 
 
 def _headings(page: Path | None) -> dict[str, str]:
-    """Return the numbered headings of a page by their anchors, as GitHub makes them."""
     found = [] if page is None else NUMBERED.findall(page.read_text(encoding="utf-8"))
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-"): heading for heading in found}
+    return {slug(heading): heading for heading in found}
 
 
 def _findings(verdicts: Verdicts, headings: Mapping[str, str]) -> Iterator[_Row]:
     """Yield a row for each heading, and then for each other finding that is cited."""
-    telling: dict[str, set[Key]] = {}
-    for of in verdicts.values():
-        for key, verdict in of.items():
-            for cited in filter(None, verdict.finding.split(CITED)):
-                telling.setdefault(cited, set()).add(key)
+    telling = grouped(
+        (cited, key)
+        for of in verdicts.values()
+        for key, verdict in of.items()
+        for cited in filter(None, verdict.finding.split(CITED))
+    )
     by_anchor = {cited.partition("#")[2]: cited for cited in telling}
     for anchor, heading in headings.items():
         cited = by_anchor.get(anchor, "")
@@ -153,19 +154,19 @@ def _findings(verdicts: Verdicts, headings: Mapping[str, str]) -> Iterator[_Row]
 
 def _regions(verdicts: Verdicts) -> Iterator[_Row]:
     """Yield a row for each region of the cases that are wrong without a finding in the same releases."""
-    wrong_in: dict[Key, list[str]] = {}
-    for version, of in verdicts.items():
-        for key, verdict in of.items():
-            if verdict.outcome in UNEXPLAINED:
-                wrong_in.setdefault(key, []).append(version)
-    alike: dict[tuple[str, ...], set[Key]] = {}
-    for key, versions in wrong_in.items():
-        alike.setdefault(tuple(versions), set()).add(key)
-    for (first, *_), cases in alike.items():
+    wrong_in = grouped(
+        (key, version)
+        for version, of in verdicts.items()
+        for key, verdict in of.items()
+        if verdict.outcome in UNEXPLAINED
+    )
+    alike = grouped((tuple(versions), key) for key, versions in wrong_in.items())
+    for (first, *_), keys in alike.items():
+        cases = frozenset(keys)
         told = [each for key, each in verdicts[first].items() if key in cases or each.outcome is Outcome.RIGHT]
         regions = diagnose(told).regions
         said = (f"{HELD[each.held]} {f'wherever {each.words}' if each.rule else 'everywhere'}" for each in regions)
-        yield _Row("; ".join(dict.fromkeys(said)), frozenset(cases))
+        yield _Row("; ".join(dict.fromkeys(said)), cases)
 
 
 def _counts(row: _Row, of: Mapping[Key, CaseVerdict]) -> dict[str, int | str]:

@@ -129,7 +129,10 @@ def make_table(
     common = [heading for heading, cells in said.items() if heading in may_be_once and len({*map(shown, cells)}) == 1]
     kept = {heading: cells for heading, cells in said.items() if heading not in common}
     return Table(
-        tuple(Column(heading, _all_numbers(cells)) for heading, cells in kept.items()),
+        tuple(
+            Column(heading, all(cell.number is not None or cell.text == ABSENT for cell in cells))
+            for heading, cells in kept.items()
+        ),
         tuple(zip(*kept.values(), strict=True)),
         name,
         caption,
@@ -195,10 +198,6 @@ def _is_long(value: Any) -> bool:
 def shown(cell: Cell) -> str:
     """Return the text of a cell, or the texts of its links."""
     return " ".join(link.text for link in cell.links) or cell.text
-
-
-def _all_numbers(cells: Sequence[Cell]) -> bool:
-    return all(cell.number is not None or cell.text == ABSENT for cell in cells)
 
 
 def _significant(value: float) -> str:
@@ -301,11 +300,12 @@ class TableReport:
     def markdown(self) -> str:
         """Return the report as Markdown: the last line below the table says most, and comes first."""
         *remarks, summary = self.below
-        parts = [summary, *([markdown_of(self.table)] if self.table.rows else []), *map(_items, (remarks, self.above))]
-        return "\n\n".join(filter(None, parts)) + "\n"
+        table = markdown_of(self.table) if self.table.rows else ""
+        return "\n\n".join(filter(None, (summary, table, items(remarks), items(self.above)))) + "\n"
 
 
-def _items(lines: Iterable[str]) -> str:
+def items(lines: Iterable[str]) -> str:
+    """Return a list in Markdown."""
     return "\n".join(f"* {line}" for line in lines)
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lab.reports.recorded import Identity, RecordedRun, Row
+from lab.reports.recorded import RecordedRun, Row, grouped
 from lab.reports.tables import ABSENT, Cell, Columns, Table, make_table, number, words
 from lab.timing.statistics import IN_TURNS, Speed, compare_samples
 
@@ -126,31 +126,22 @@ def timing_tables(run: RecordedRun, name: str) -> list[Table]:
     others = plain_table(
         run.rows_without_clock, f"{name}-unknown", "Times without a recorded clock: compared with nothing"
     )
-    tables = (
-        side_by_side_table(run, f"{name}-side-by-side"),
-        gpu,
-        host,
-        others,
-        not_timed_table(run, f"{name}-not-timed"),
-    )
-    return [table for table in tables if table.rows]
+    side_by_side, not_timed = side_by_side_table(run, f"{name}-side-by-side"), not_timed_table(run, f"{name}-not-timed")
+    return [table for table in (side_by_side, gpu, host, others, not_timed) if table.rows]
 
 
 def rivals(run: RecordedRun) -> list[list[Row]]:
     """Return the rows of GPU time that differ in their implementation alone, the fastest first."""
-    found: dict[Identity, list[Row]] = {}
-    for row in sorted(run.gpu_rows, key=lambda row: row.median_us):
-        found.setdefault(tuple(item for item in row.identity if item[0] != "implementation"), []).append(row)
+    found = grouped(
+        (tuple(item for item in row.identity if item[0] != "implementation"), row)
+        for row in sorted(run.gpu_rows, key=lambda row: row.median_us)
+    )
     return [found[identity] for identity in sorted(found)]
 
 
 def next_speed(rows: Sequence[Row]) -> Speed | None:
     """Return how the second of `rivals` compares with the first, by the lab's rule between runs; None without a second."""
     return compare_samples(rows[0].samples_us, rows[1].samples_us).speed if len(rows) > 1 else None
-
-
-def _speed_name(speed: Speed | None) -> str | None:
-    return None if speed is None else speed.name
 
 
 def fastest_table(run: RecordedRun, name: str = "") -> Table:
@@ -165,7 +156,7 @@ def fastest_table(run: RecordedRun, name: str = "") -> Table:
         **{heading: _of_fastest(GPU_COLUMNS[heading]) for heading in ("median, µs", "time over floor", "bound by")},
         "next": lambda rows: words(implementation_of(rows[1]) if len(rows) > 1 else None),
         "next takes, times": lambda rows: number(rows[1].median_us / rows[0].median_us if len(rows) > 1 else None, 2),
-        "next is": lambda rows: words(_speed_name(next_speed(rows))),
+        "next is": lambda rows: words(speed.name if (speed := next_speed(rows)) else None),
         **{heading: _of_fastest(cell) for heading, cell in SETTINGS.items()},
     }
     return make_table(columns, told, name=name and f"{name}-fastest", caption="Fastest implementation of each scenario")
@@ -198,10 +189,8 @@ def side_by_side_table(run: RecordedRun, name: str = "") -> Table:
 def _as_fast(rows: Sequence[Row]) -> list[Row]:
     """Return the first of `rivals`, and those that are the same."""
     first, *others = rows
-    return [
-        first,
-        *(row for row in others if compare_samples(first.samples_us, row.samples_us, IN_TURNS).speed is Speed.SAME),
-    ]
+    same = [row for row in others if compare_samples(first.samples_us, row.samples_us, IN_TURNS).speed is Speed.SAME]
+    return [first, *same]
 
 
 def _median_among(name: str, record: tuple[Sequence[Row], Sequence[str]]) -> Cell:
@@ -217,10 +206,10 @@ def _setting_among(cell: Callable[[Row], Cell], record: tuple[Sequence[Row], Seq
 
 def not_timed_table(run: RecordedRun, name: str = "") -> Table:
     """Make a table of what declined a scenario, was wrong or is not on the machine, and why; a row for each reason."""
-    scenarios: dict[tuple[str, str], list[str]] = {}
-    for each in run.not_timed:
-        short = each.implementation.removeprefix(MODULE_PREFIX)
-        scenarios.setdefault((short, each.reason), []).append(each.scenario or "all")
+    scenarios = grouped(
+        ((each.implementation.removeprefix(MODULE_PREFIX), each.reason), each.scenario or "all")
+        for each in run.not_timed
+    )
     columns: Columns = {
         "implementation": lambda item: words(item[0][0]),
         "not timed, because": lambda item: words(item[0][1]),

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lab.files import write_text
-from lab.reports.recorded import RecordedRun, Row, environment_facts
-from lab.reports.tables import ABSENT, markdown_of, table_of_lines
+from lab.reports.recorded import RecordedRun, Row, environment_facts, grouped
+from lab.reports.tables import ABSENT, items, markdown_of, table_of_lines
 from lab.reports.timing_tables import (
     SETTINGS,
     THROTTLED,
@@ -155,7 +155,7 @@ def _ceilings(run: RecordedRun) -> str:
 
 def _methods(rows: Sequence[Row]) -> Iterator[str]:
     """Name the method of every row, and the settings that all rows have in common."""
-    yield "\n".join(f"* {timed_by}: {method}." for timed_by, method in methods(rows))
+    yield items(f"{timed_by}: {method}." for timed_by, method in methods(rows))
     yield (
         "Median and interquartile range (IQR) over the samples. Percentages of GB/s and TFLOP/s are of the ceilings measured "
         "in this run, and the floor is the least time by them; a kernel that only reads can be a little faster than the "
@@ -180,17 +180,14 @@ def _throttled(rows: Sequence[Row]) -> Iterator[str]:
     throttled = [row for row in rows if row.throttled_by]
     if throttled:
         yield f"{THROTTLED}: the GPU was held back in {len(throttled)} of {len(rows)} rows:"
-        named: dict[tuple[str, str, str], list[str]] = {}
-        for row in throttled:
-            named.setdefault((row.scenario, row.timed_by, ", ".join(row.throttled_by)), []).append(_named(row))
-        yield "\n".join(
-            f"* {scenario}, {', '.join(names)}, {timed_by}: {reasons}"
+        implementation = narrow_columns([])["implementation"]
+        named = grouped(
+            ((row.scenario, row.timed_by, ", ".join(row.throttled_by)), implementation(row).text) for row in throttled
+        )
+        yield items(
+            f"{scenario}, {', '.join(names)}, {timed_by}: {reasons}"
             for (scenario, timed_by, reasons), names in named.items()
         )
-
-
-def _named(row: Row) -> str:
-    return narrow_columns([])["implementation"](row).text
 
 
 def _mode(row: Row) -> str:

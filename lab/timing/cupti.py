@@ -46,9 +46,9 @@ class _Records:
 
 
 def span_us(activities: Iterable[Activity]) -> float:
-    """Return the time from the first start to the last end, in microseconds: gaps between the activities count."""
-    listed = list(activities)
-    return (max(each.end_ns for each in listed) - min(each.start_ns for each in listed)) / 1000
+    """Return the time from the first start to the last end, in microseconds: gaps count; 0 for no activity."""
+    ends_ns = [end for each in activities for end in (each.start_ns, each.end_ns)]
+    return (max(ends_ns, default=0) - min(ends_ns, default=0)) / 1000
 
 
 def busy_us(activities: Iterable[Activity]) -> float:

@@ -3,7 +3,7 @@
 What they must move is counted in cells: each table entry is read once and written as often as it is wanted, 4 bytes each.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -112,7 +112,16 @@ def draft_steps_work(draft: MultiStepDraft, verify: ForwardBatch, pool: KVPool, 
     arguments: dict[str, Any] = {"batch": batch, "pool": pool, "written": []}
     if not eager:
         arguments["buffers"] = allocate_draft(draft, pool, batch.batch_size)
-    prepare = partial(_prepare_eager_draft if eager else _prepare_static_draft, draft)
+
+    def prepare(batch: ForwardBatch, pool: KVPool, written: list[DraftStep], buffers: Any = None) -> Call:
+        def build() -> None:
+            written[:] = build_draft_steps(draft, batch, pool)
+
+        if eager:
+            return build
+        prepared = prepare_draft(draft, batch, pool, buffers)
+        written[:] = prepared.steps
+        return prepared.write
 
     def check(given: Mapping[str, Any]) -> None:
         for step, (each, offset) in enumerate(zip(given["written"], offsets, strict=True)):
@@ -126,26 +135,19 @@ def draft_steps_work(draft: MultiStepDraft, verify: ForwardBatch, pool: KVPool, 
     return GpuWork(prepare, arguments, _metadata_bytes(verify, pool, offsets, tables), 0, check)
 
 
-def _prepare_static_draft(
-    draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, written: list[DraftStep], buffers: Any
-) -> Call:
-    prepared = prepare_draft(draft, batch, pool, buffers)
-    written[:] = prepared.steps
-    return prepared.write
-
-
-def _prepare_eager_draft(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, written: list[DraftStep]) -> Call:
-    def call() -> None:
-        written[:] = build_draft_steps(draft, batch, pool)
-
-    return call
-
-
 def forward_metadata_work(case: DraftCase, verify: ForwardBatch, pool: KVPool, passes: str) -> GpuWork:
     """Return the work of the fused kernel for one verify pass, or for all passes of an iteration."""
     width = case.num_draft_tokens
     offsets = [width] if passes == "verify" else [*range(1, case.num_steps), width, width]
     tables = len(offsets) if passes == "iteration_own_tables" else 1
+
+    def prepare(batch: ForwardBatch, pool: KVPool, written: list[TRTLLMMHAMetadata]) -> Call:
+        if passes == "verify":
+            written[:] = [allocate_mha_metadata(batch, pool)]
+            return prepare_mha_metadata(batch, pool, written[0])
+        prepared = prepare_iteration(batch, pool, speculative_num_steps=case.num_steps, share_table=tables == 1)
+        written[:] = [*prepared.draft_steps, prepared.target_verify, prepared.draft_extend]
+        return prepared.write
 
     def check(given: Mapping[str, Any]) -> None:
         for each, offset in zip(given["written"], offsets, strict=True):
@@ -153,21 +155,8 @@ def forward_metadata_work(case: DraftCase, verify: ForwardBatch, pool: KVPool, p
         for each in given["written"]:
             _wipe(each)
 
-    prepare = partial(_prepare_passes, case.num_steps, passes)
     arguments: dict[str, Any] = {"batch": verify, "pool": pool, "written": []}
     return GpuWork(prepare, arguments, _metadata_bytes(verify, pool, offsets, tables), 0, check)
-
-
-def _prepare_passes(
-    num_steps: int, passes: str, batch: ForwardBatch, pool: KVPool, written: list[TRTLLMMHAMetadata]
-) -> Callable[[], None]:
-    if passes == "verify":
-        written[:] = [allocate_mha_metadata(batch, pool)]
-        return prepare_mha_metadata(batch, pool, written[0])
-    shares = passes == "iteration"
-    prepared = prepare_iteration(batch, pool, speculative_num_steps=num_steps, share_table=shares)
-    written[:] = [*prepared.draft_steps, prepared.target_verify, prepared.draft_extend]
-    return prepared.write
 
 
 def _metadata_bytes(batch: ForwardBatch, pool: KVPool, offsets: Sequence[int], tables: int) -> int:
@@ -189,7 +178,6 @@ def _check_lists(kv_indices: Tensor, kv_indptr: Tensor, batch: ForwardBatch, poo
 
 
 def _check_metadata(metadata: Metadata, batch: ForwardBatch, pool: KVPool, offset: int) -> None:
-    """Check lengths, boundaries and live pages of one pass."""
     lens = batch.seq_lens + offset
     first_slots = pool.req_to_token[batch.req_pool_indices, :: pool.page_size]
     columns = torch.arange(first_slots.shape[1], device=pool.device)

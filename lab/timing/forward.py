@@ -93,7 +93,9 @@ def time_in_turns(case: ForwardCase, implementations: Sequence[Any], method: Met
     times = measure_staged(staged, method) if staged else {}
     calls = {name: each.calls[0] for name, each in staged.items()}
     slowest_us = max((time.median_us for time in times.values()), default=1.0)
-    hosts = host_time(calls, batches=HOST_BATCHES, calls_per_batch=_host_calls(slowest_us))
+    # So many calls that all batches keep the GPU busy for half a second at most.
+    most_calls = int(HOST_GPU_BUDGET_US / HOST_BATCHES / slowest_us)
+    hosts = host_time(calls, batches=HOST_BATCHES, calls_per_batch=max(1, min(CALLS_PER_BATCH, most_calls)))
     for name, time in times.items():
         implementation = implementations[int(name)]
         facts = _facts(forward, implementation) | hosts[name].facts() | {"host_method": hosts[name].method}
@@ -119,11 +121,6 @@ def _plan_facts(forward: ForwardPass, implementation: Any, work: GpuWork) -> dic
         return {}
     plan = host_time({"": work.call}, batches=PLAN_BATCHES, calls_per_batch=1)[""]
     return {"plan_us": round(plan.median_us, 1)}
-
-
-def _host_calls(median_us: float) -> int:
-    """Return the calls of a batch of host times: so many that all batches keep the GPU busy for half a second at most."""
-    return max(1, min(CALLS_PER_BATCH, int(HOST_GPU_BUDGET_US / HOST_BATCHES / median_us)))
 
 
 def case_facts(case: ForwardCase | MLACase) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import torch
 from lab.metadata.engine.capture import capturing
 from lab.timing import cupti
 from lab.timing.device_state import DeviceState, watched
+from lab.timing.host_time import drain
 from lab.timing.method import L2, Clock, Method
 from lab.timing.work import Call, GpuWork
 
@@ -152,7 +153,7 @@ def measure_staged(works: Mapping[str, "Staged"], method: Method, samples: int =
     gather = _from_records if method.clock is Clock.CUPTI else _from_samples
     results = {}
     for name, each in staged.items():
-        _check(each.buffers)
+        check_results(each.buffers)
         mine = [sample for sample, owner in zip(taken, order, strict=True) if owner == name]
         results[name] = gather(mine, each, method, state)
     return results
@@ -173,9 +174,10 @@ class Staged:
     launches: int
 
 
-def _check(buffers: Sequence[GpuWork]) -> None:
-    torch.cuda.synchronize()
-    for work in buffers:
+def check_results(works: Iterable[GpuWork]) -> None:
+    """Check what the works wrote, once the GPU is done; raises what their checks raise."""
+    drain()
+    for work in works:
         if work.check is not None:
             work.check(work.arguments)
 
@@ -196,7 +198,7 @@ def stage(work: GpuWork, method: Method) -> Staged:
         for call in calls:
             call()
     torch.cuda.current_stream().wait_stream(side)
-    _check(buffers)
+    check_results(buffers)
     alone = _captured(calls[:1], side)
     launches = _count_launches(alone)
     if launches == 0:
@@ -267,7 +269,6 @@ def _captured(calls: Iterable[Call], stream: torch.cuda.Stream) -> torch.cuda.CU
 
 
 def _count_launches(graph: torch.cuda.CUDAGraph) -> int:
-    """Count the kernels, copies and fills in a graph."""
     try:
         from cuda.bindings import driver  # comes with torch's CUDA wheels
     except ImportError as error:
@@ -282,11 +283,7 @@ def _count_launches(graph: torch.cuda.CUDAGraph) -> int:
     _, number = answer(*driver.cuGraphGetNodes(handle))
     nodes, _ = answer(*driver.cuGraphGetNodes(handle, number))
     kinds = driver.CUgraphNodeType
-    launching = (
-        kinds.CU_GRAPH_NODE_TYPE_KERNEL,
-        kinds.CU_GRAPH_NODE_TYPE_MEMCPY,
-        kinds.CU_GRAPH_NODE_TYPE_MEMSET,
-    )
+    launching = (kinds.CU_GRAPH_NODE_TYPE_KERNEL, kinds.CU_GRAPH_NODE_TYPE_MEMCPY, kinds.CU_GRAPH_NODE_TYPE_MEMSET)
     return sum(answer(*driver.cuGraphNodeGetType(node))[0] in launching for node in nodes[:number])
 
 

@@ -61,20 +61,16 @@ def host_time(
     samples_us: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(batches):
         for name, call in calls.items():
-            _drain()
-            samples_us[name].append(_batch_ns(call, calls_per_batch, timer) / calls_per_batch / 1000)
-    _drain()
+            drain()
+            start_ns = timer()
+            for _ in range(calls_per_batch):
+                call()
+            samples_us[name].append((timer() - start_ns) / calls_per_batch / 1000)
+    drain()
     return {name: HostTime(tuple(samples)) for name, samples in samples_us.items()}
 
 
-def _batch_ns(call: Callable[[], object], repetitions: int, timer: Callable[[], int]) -> int:
-    start = timer()
-    for _ in range(repetitions):
-        call()
-    return timer() - start
-
-
-def _drain() -> None:
-    """Wait until the GPU has nothing to do; a process that has not used one has nothing to wait for."""
+def drain() -> None:
+    """Wait until the current GPU has nothing to do; a process that has not used one has nothing to wait for."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lab.gpus import DATASHEETS, Datasheet
-from lab.timing.gpu_time import GpuTime, measure
+from lab.timing.gpu_time import measure
 from lab.timing.method import L2, Clock, Method
 from lab.timing.work import GpuWork
 
@@ -96,12 +96,12 @@ def least_us(bytes_moved: int, operations: int, rates: Ceilings | Datasheet) -> 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
     """Measure both rates on this GPU now; takes three seconds."""
-    bandwidth_gbps = COPY_BYTES / _median_us(negation(COPY_BYTES, device)) / 1e3
+    bandwidth_gbps = COPY_BYTES / measure(negation(COPY_BYTES, device), CEILING_METHOD).median_us / 1e3
     # On random data: zeros are faster than anything real (H200: 894 against 788 TFLOP/s).
     left, right = (torch.randn(MATRIX_SIZE, MATRIX_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2))
     operations = 2 * MATRIX_SIZE**3
     product = GpuWork.of(torch.mm, 3 * left.nbytes, operations, input=left, mat2=right, out=torch.empty_like(left))
-    rate_tflops = operations / _median_us(product) / 1e6
+    rate_tflops = operations / measure(product, CEILING_METHOD).median_us / 1e6
     return Ceilings(bandwidth_gbps, rate_tflops, DATASHEETS.get(torch.cuda.get_device_name(device)))
 
 
@@ -112,8 +112,3 @@ def negation(size_bytes: int, device: torch.device) -> GpuWork:
     """
     source = torch.randn(size_bytes // 8, device=device)
     return GpuWork.of(torch.neg, size_bytes, input=source, out=torch.empty_like(source))
-
-
-def _median_us(work: GpuWork) -> float:
-    time: GpuTime = measure(work, CEILING_METHOD)
-    return time.median_us

@@ -127,9 +127,7 @@ class SampleComparison:
 
 
 def compare_samples(
-    before_us: Sequence[float],
-    after_us: Sequence[float],
-    rule: Rule = BETWEEN_RUNS,
+    before_us: Sequence[float], after_us: Sequence[float], rule: Rule = BETWEEN_RUNS
 ) -> SampleComparison:
     """Compare two sets of samples by their medians.
 
@@ -164,11 +162,7 @@ def compare_samples(
     )
 
 
-def compare_times(
-    before: Times,
-    after: Times,
-    rule: Rule = BETWEEN_RUNS,
-) -> SampleComparison:
+def compare_times(before: Times, after: Times, rule: Rule = BETWEEN_RUNS) -> SampleComparison:
     """Compare recorded times: by `compare_samples` where both have samples, else by an interval between quartiles.
 
     That interval is where the ratio lies if each time lies between its quartiles, which are half the interquartile range from
@@ -191,9 +185,7 @@ def compare_times(
 
 
 def compare_runs(
-    before_runs_us: Sequence[Sequence[float]],
-    after_runs_us: Sequence[Sequence[float]],
-    rule: Rule = BETWEEN_RUNS,
+    before_runs_us: Sequence[Sequence[float]], after_runs_us: Sequence[Sequence[float]], rule: Rule = BETWEEN_RUNS
 ) -> SampleComparison:
     """Compare repeated runs of one measurement, each run its samples; see `compare_samples`.
 

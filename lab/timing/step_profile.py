@@ -25,16 +25,7 @@ CALL_CATEGORIES = frozenset({"cuda_runtime", "cuda_driver"})
 HOST_CATEGORIES = frozenset({"user_annotation"})
 STEP_NAME = re.compile(r"step (\d+)")
 # CUDA calls that return when the GPU has got somewhere, by their names without a version suffix.
-WAITING_CALLS = frozenset(
-    {
-        "cudaStreamSynchronize",
-        "cudaEventSynchronize",
-        "cudaDeviceSynchronize",
-        "cuStreamSynchronize",
-        "cuEventSynchronize",
-        "cuCtxSynchronize",
-    }
-)
+WAITING_CALLS = re.compile("cuda(Stream|Event|Device)Synchronize|cu(Stream|Event|Ctx)Synchronize")
 TIMELINE_STEPS = 3
 
 
@@ -43,7 +34,7 @@ class IncompleteProfileError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class TraceEvent:
+class TraceEvent(Activity):
     """A stretch of a profile, times in nanoseconds of the trace's clock.
 
     Attributes:
@@ -51,9 +42,6 @@ class TraceEvent:
         correlation: the id that a CUDA call shares with the GPU work that it launched; None elsewhere.
     """
 
-    name: str
-    start_ns: int
-    end_ns: int
     lane: tuple[Any, Any]
     correlation: int | None = None
 
@@ -150,7 +138,9 @@ def is_waiting_call(name: str) -> bool:
     An asynchronous copy into pageable memory waits too, which its name does not tell: `ProfiledStep.waits` looks at the copy.
     """
     plain = name.split("_")[0]  # cudaMemcpyAsync_ptsz, cuStreamSynchronize_v2
-    return plain in WAITING_CALLS or (plain.startswith(("cudaMemcpy", "cuMemcpy")) and "Async" not in plain)
+    return bool(WAITING_CALLS.fullmatch(plain)) or (
+        plain.startswith(("cudaMemcpy", "cuMemcpy")) and "Async" not in plain
+    )
 
 
 def read_profile(trace: Mapping[str, Any]) -> LoopProfile:

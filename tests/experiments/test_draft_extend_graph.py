@@ -126,9 +126,7 @@ def test_the_floor_in_numbers() -> None:
 
 def test_each_call_is_timed_until_it_is_done() -> None:
     made: list[str] = []
-    times = completion_times_us(
-        {"a": lambda: made.append("a"), "b": lambda: made.append("b")}, torch.device("cpu"), samples=3
-    )
+    times = completion_times_us({"a": lambda: made.append("a"), "b": lambda: made.append("b")}, samples=3)
     assert made == ["a", "b"] * 3
     assert {name: len(samples) for name, samples in times.items()} == {"a": 3, "b": 3}
     assert all(time_us > 0 for samples in times.values() for time_us in samples)

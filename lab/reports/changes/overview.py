@@ -9,7 +9,7 @@ from lab.reports.changes import CHANGES
 from lab.reports.changes.entries import Entry, day_of, held_back
 from lab.reports.changes.verdicts import NOT_RECORDED, Aspect, Observation, Standing, microseconds
 from lab.reports.recorded import RecordedFile
-from lab.reports.tables import Cell, Table, markdown_of, table_of_lines
+from lab.reports.tables import Cell, Table, items, markdown_of, table_of_lines
 from lab.timing.statistics import IN_TURNS
 
 PAGE = "experiments.md"
@@ -101,7 +101,7 @@ def _section(entry: Entry, beside: Path) -> list[str]:
     for aspect in entry.answer.aspects:
         blocks += _aspect(aspect)
     remarks = [*entry.answer.notes, *(f"Not measured: {lacking}" for lacking in entry.answer.missing)]
-    return [*blocks, _list(remarks)] if remarks else blocks
+    return [*blocks, items(remarks)] if remarks else blocks
 
 
 def _recording(found: RecordedFile, beside: Path) -> list[str]:
@@ -130,7 +130,7 @@ def _aspect(aspect: Aspect) -> list[str]:
     if all(each.saved_us is None for each in aspect.observations):
         told = [Standing.HOLDS, *told]  # the table has no figures
     lines = [f"{_upper(standing.value)}: {named(found)}" for standing in told if (found := aspect.that(standing))]
-    return [*blocks, _list(lines)] if lines else blocks
+    return [*blocks, items(lines)] if lines else blocks
 
 
 def _group(name: str, observations: Sequence[Observation]) -> list[str]:
@@ -168,10 +168,6 @@ def claims_table(entries: Sequence[Entry]) -> Table:
             figures = (aspect.statement, aspect.verdict, _saved(aspect.observations), _exceptions(aspect.observations))
             lines.append((name if number == 0 else "", *figures))
     return table_of_lines(CLAIMS, lines, caption=f"SGLang's changes, measured on {_gpus(entries)}")
-
-
-def _list(lines: Sequence[str]) -> str:
-    return "\n".join(f"* {line}" for line in lines)
 
 
 def _range(least: str, most: str) -> str:

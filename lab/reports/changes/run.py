@@ -73,7 +73,8 @@ def show(recorded: Path | None, out: Path | None, only: Sequence[int] = (), run:
         failures = measure(changes, out, run)
     elif recorded is None:
         recorded = RECORDED
-        print(f"No CUDA GPU here, so nothing is measured. This is what was recorded in {_shown(recorded)}.", flush=True)
+        shown = recorded.relative_to(Path.cwd()) if recorded.is_relative_to(Path.cwd()) else recorded
+        print(f"No CUDA GPU here, so nothing is measured. This is what was recorded in {shown}.", flush=True)
     entries = read_entries(recorded, changes, failures)
     if not any(entry.answer or entry.failure for entry in entries):
         print(f"no overview: {recorded} holds none of the recordings", file=sys.stderr)
@@ -87,7 +88,3 @@ def show(recorded: Path | None, out: Path | None, only: Sequence[int] = (), run:
     if out is not None:
         console.print(f"the page: {out / PAGE}")
     return ExitStatus.WRONG if any(entry.failure for entry in entries) else ExitStatus.DONE
-
-
-def _shown(folder: Path) -> Path:
-    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder

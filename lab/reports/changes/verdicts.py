@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lab.named_enum import NamedEnum
+from lab.reports.recorded import grouped
 from lab.timing.statistics import IN_TURNS, Speed, Times, compare_times
 
 NOT_RECORDED = "not recorded"
@@ -70,17 +71,16 @@ def compared(group: str, where: str, clocks: Mapping[str, BeforeAfter], *, least
     else:
         standing = Standing.FAILS if Standing.FAILS in said and Standing.HOLDS not in said else Standing.UNDECIDED
     before_us, after_us = (times.median_us for times in next(iter(clocks.values())))
-    figures = ", ".join(f"{_arrow(times)}{' ' if name else ''}{name}" for name, times in clocks.items())
+    figures = ", ".join(
+        f"{microseconds(before.median_us)} → {microseconds(after.median_us)} µs{' ' if name else ''}{name}"
+        for name, (before, after) in clocks.items()
+    )
     return Observation(group, where, standing, figures, before_us - after_us, before_us / after_us)
 
 
 def stated(group: str, where: str, holds: bool, figures: str) -> Observation:
     """Return what a recorded fact says that is no time."""
     return Observation(group, where, Standing.HOLDS if holds else Standing.FAILS, figures)
-
-
-def _arrow(times: BeforeAfter) -> str:
-    return f"{microseconds(times[0].median_us)} → {microseconds(times[1].median_us)} µs"
 
 
 def microseconds(value: float) -> str:
@@ -104,16 +104,13 @@ class Aspect:
     of_claim: bool = True
 
     def count(self, standing: Standing) -> int:
-        return sum(each.standing is standing for each in self.observations)
+        return len(self.that(standing))
 
     def that(self, standing: Standing) -> list[Observation]:
         return [each for each in self.observations if each.standing is standing]
 
     def by_group(self) -> dict[str, list[Observation]]:
-        found: dict[str, list[Observation]] = {}
-        for each in self.observations:
-            found.setdefault(each.group, []).append(each)
-        return found
+        return grouped((each.group, each) for each in self.observations)
 
     @property
     def verdict(self) -> str:
@@ -121,7 +118,7 @@ class Aspect:
         if not self.observations:
             return NOT_RECORDED
         total = len(self.observations)
-        counts = {standing: self.count(standing) for standing in Standing if self.count(standing)}
+        counts = {standing: count for standing in Standing if (count := self.count(standing))}
         if len(counts) == 1:
             (standing,) = counts
             every = "all" if standing is Standing.HOLDS else "any of"

@@ -78,35 +78,29 @@ def faulty_runs(records: Sequence[RecordedFile]) -> list[FaultyRun]:
 def _faulty_run(record: RecordedFile, rows: Sequence[CheckRow]) -> FaultyRun:
     """Return a run's part of the section; `rows` are the checks of the run."""
     diagnosis = record.content.get("diagnosis") or {}
-    broken = [row for row in rows if row.check["outcome"] in BROKEN]
     cases = Counter(outcome for row in rows for outcome, count in row.check["counts"].items() for _ in range(count))
     numbers = " and ".join(f"{outcome} in {cases[outcome]}" for outcome in BROKEN if cases[outcome])
+    told = [
+        f"{check_name(row.key)} of {row.function}: {row.check['outcome']}. What the check catches: {row.catches}"
+        for row in rows
+        if row.check["outcome"] in BROKEN
+    ]
     return FaultyRun(
         name=record.name,
         implementation=implementation_name(record),
         verdict=verdict_of(record),
         sentence=diagnosis.get("sentence") or f"{numbers} of {cases.total():,} cases.".capitalize(),
-        details=tuple(map(_region_sentence, diagnosis.get("regions") or ())) or tuple(map(_check_sentence, broken)),
+        details=tuple(map(_region_sentence, diagnosis.get("regions") or ())) or tuple(told),
         smallest_case=tuple(_smallest_case(diagnosis.get("smallest") or {}, record)),
     )
 
 
 def _region_sentence(region: Mapping[str, Any]) -> str:
     """Return a diagnosed region's rule, and the numbers of wrong results inside it and of right ones outside."""
-    inside = f"{region.get('rule') or 'everywhere'}: wrong in {_part_of(region, 'wrong', 'results')}"
-    return (
-        f"{inside}, right in {_part_of(region, 'right_outside', 'outside')} others" if region.get("outside") else inside
-    )
-
-
-def _part_of(region: Mapping[str, Any], part: str, whole: str) -> str:
-    """Return two counts of a region by their keys, such as "13 of 62"."""
-    return f"{region.get(part, 0):,} of {region.get(whole, 0):,}"
-
-
-def _check_sentence(row: CheckRow) -> str:
-    """Return a broken check's name, function and verdict, and the defects that it catches."""
-    return f"{check_name(row.key)} of {row.function}: {row.check['outcome']}. What the check catches: {row.catches}"
+    names = ("wrong", "results", "right_outside", "outside")
+    wrong, results, right_outside, outside = (region.get(name) or 0 for name in names)
+    inside = f"{region.get('rule') or 'everywhere'}: wrong in {wrong:,} of {results:,}"
+    return f"{inside}, right in {right_outside:,} of {outside:,} others" if outside else inside
 
 
 def _smallest_case(smallest: Mapping[str, Any], record: RecordedFile) -> Iterator[tuple[str, str]]:

@@ -5,7 +5,6 @@ import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lab.experiments import EXPERIMENTS
 from lab.reports.html.pictures import Picture, pictures_of
@@ -48,7 +47,9 @@ def experiment_part(file: RecordedFile) -> ExperimentPart:
     return ExperimentPart(
         name=file.name,
         question=_question(file.experiment),
-        facts=tuple((key, _text(value)) for key, value in facts.items()),
+        facts=tuple(
+            (key, ", ".join(map(str, value)) if isinstance(value, list) else str(value)) for key, value in facts.items()
+        ),
         tables=tuple(
             table_of_records(f"{file.name.replace('/', '-')}-{key}", f"{file.name}: {key}", value)
             for key, value in rows.items()
@@ -65,15 +66,7 @@ def _question(name: str) -> str:
     The module is read and not imported, because some modules import packages that the page does not need.
     """
     spec = importlib.util.find_spec(EXPERIMENTS[name]) if name in EXPERIMENTS else None
-    return "" if spec is None or spec.origin is None else _first_paragraph(spec.origin)
-
-
-def _first_paragraph(path: str) -> str:
-    """Return the first paragraph of a Python file's docstring, in one line."""
-    docstring = ast.get_docstring(ast.parse(Path(path).read_text(encoding="utf-8"))) or ""
+    if spec is None or spec.origin is None:
+        return ""
+    docstring = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
     return docstring.split("\n\n", 1)[0].replace("\n", " ")
-
-
-def _text(value: Any) -> str:
-    """Return a fact's value as text, the elements of a list separated by commas."""
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -10,7 +10,7 @@ class Finding:
 
     Attributes:
         path: of the page, from the root of the repository.
-        heading: the anchor of the section (`lab.reports.html.markdown.slug`), such as "2-fmha_v2-with-bf16-ignores-bmm2_scale".
+        heading: the anchor of the section (`slug`), such as "2-fmha_v2-with-bf16-ignores-bmm2_scale".
     """
 
     path: str
@@ -30,6 +30,11 @@ class Finding:
     def order(self) -> tuple[int, str]:
         """Return a key to sort by: the number, 0 without one, then the heading."""
         return (int(self.label) if self.label.isdigit() else 0, self.heading)
+
+
+def slug(heading: str) -> str:
+    """Return the anchor that GitHub gives a heading: lower case, words joined by hyphens, other characters dropped."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 def findings_in(citation: str) -> tuple[Finding, ...]:

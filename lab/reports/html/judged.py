@@ -11,7 +11,7 @@ from lab.checks.catalogue import checks
 from lab.checks.verdicts import Outcome
 from lab.reports.html.findings import Finding, findings_in
 from lab.reports.pictures.judging import VerdictCell
-from lab.reports.recorded import RecordedFile
+from lab.reports.recorded import RecordedFile, grouped
 from lab.reports.tables import ABSENT, Cell, Columns, Link, Table, make_table, number, words
 from lab.reports.timing_tables import MODULE_PREFIX
 from lab.workloads.interfaces import Interface
@@ -70,9 +70,7 @@ def check_rows(records: Sequence[RecordedFile]) -> list[CheckRow]:
     """Return a row for each check and function of each recorded report, in the order of the files."""
     rows = []
     for record in records:
-        cases: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-        for case in record.content.get("cases") or ():
-            cases.setdefault((case["check"], case["interface"]), []).append(case)
+        cases = grouped(((case["check"], case["interface"]), case) for case in record.content.get("cases") or ())
         rows += [
             CheckRow(record, check, cases.get((check["check"], check["interface"]), ()))
             for check in record.content["checks"]
@@ -97,14 +95,9 @@ def _verdict_text(record: RecordedFile) -> str:
     return f"{verdict}, but not all judged" if verdict == RIGHT and record.content.get("is_right") is False else verdict
 
 
-def _rank(outcome: str) -> int:
-    """Return the place of an outcome in `WORST_FIRST`, to sort by."""
-    return WORST_FIRST.index(outcome)
-
-
 def summary_table(records: Sequence[RecordedFile]) -> Table:
     """Make a table of one row per run of the judge, the worst first."""
-    records = sorted(records, key=lambda record: _rank(verdict_of(record)))
+    records = sorted(records, key=lambda record: WORST_FIRST.index(verdict_of(record)))
     rows = check_rows(records)
 
     def num_cases(record: RecordedFile, outcome: str) -> int:
@@ -130,7 +123,7 @@ def summary_table(records: Sequence[RecordedFile]) -> Table:
 
 def verdict_table(records: Sequence[RecordedFile]) -> Table:
     """Make a table of one row per run, check and function, the worst first."""
-    rows = sorted(check_rows(records), key=lambda row: _rank(row.check["outcome"]))
+    rows = sorted(check_rows(records), key=lambda row: WORST_FIRST.index(row.check["outcome"]))
     columns: Columns = {
         "run": lambda row: words(row.record.name),
         "implementation": lambda row: words(implementation_name(row.record)),
@@ -158,17 +151,17 @@ class _FaultGroup(NamedTuple):
 
 def _fault_groups(records: Sequence[RecordedFile]) -> list[_FaultGroup]:
     """Return the groups of faulty cases, the worst verdict first."""
-    grouped: dict[tuple[str, ...], list[tuple[CheckRow, Mapping[str, Any]]]] = {}
-    for row in check_rows(records):
-        for case in row.cases:
-            if case["outcome"] in FAULTS:
-                key = (row.record.name, row.key, case["interface"], case["outcome"], case.get("finding", ""))
-                grouped.setdefault(key, []).append((row, case))
+    faults = grouped(
+        ((row.record.name, row.key, case["interface"], case["outcome"], case.get("finding", "")), (row, case))
+        for row in check_rows(records)
+        for case in row.cases
+        if case["outcome"] in FAULTS
+    )
     groups = [
         _FaultGroup(len(cases), *max(cases, key=lambda pair: float(pair[1].get("worst_ratio", 0.0))))
-        for cases in grouped.values()
+        for cases in faults.values()
     ]
-    return sorted(groups, key=lambda group: _rank(group.worst_case["outcome"]))
+    return sorted(groups, key=lambda group: WORST_FIRST.index(group.worst_case["outcome"]))
 
 
 def fault_table(records: Sequence[RecordedFile]) -> Table:
@@ -258,12 +251,11 @@ def verdict_cells(records: Sequence[RecordedFile]) -> Iterator[VerdictCell]:
 
 def _outcome_columns(counts_of: Callable[[Any], Mapping[str, int]]) -> Columns:
     """Return a column per outcome: the number of cases; `counts_of` gives the counts of a table's record by outcome."""
-    return {outcome: partial(_count_cell, outcome, counts_of) for outcome in WORST_FIRST}
 
+    def count(outcome: str, record: Any) -> Cell:
+        return number(counts_of(record).get(outcome, 0))
 
-def _count_cell(outcome: str, counts_of: Callable[[Any], Mapping[str, int]], record: Any) -> Cell:
-    """Return a cell of a record's number of cases with one outcome."""
-    return number(counts_of(record).get(outcome, 0))
+    return {outcome: partial(count, outcome) for outcome in WORST_FIRST}
 
 
 def implementation_name(record: RecordedFile) -> str:
@@ -272,7 +264,6 @@ def implementation_name(record: RecordedFile) -> str:
 
 
 def _links_to(findings: Sequence[Finding]) -> Cell:
-    """Return a cell with a link to each finding."""
     text = ", ".join(finding.label for finding in findings)
     return Cell(text or ABSENT, links=tuple(Link(finding.label, finding.target) for finding in findings))
 
@@ -289,5 +280,4 @@ def _percent(ratio: float | str | None) -> Cell:
 
 
 def _largest(ratios: Iterable[float | str | None]) -> float | None:
-    """Return the largest ratio that is not None; None if there is none."""
     return max((float(ratio) for ratio in ratios if ratio is not None), default=None)

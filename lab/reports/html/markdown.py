@@ -5,7 +5,7 @@ from pathlib import Path
 
 from markdown_it import MarkdownIt
 
-from lab.reports.html.findings import Finding
+from lab.reports.html.findings import Finding, slug
 
 SECTION_HEADING = re.compile(r"^## +(.+)$", re.MULTILINE)
 
@@ -38,8 +38,3 @@ def finding_html(finding: Finding, folder: Path) -> str:
         if slug(heading[1]) == finding.heading:
             return markdown_html(text[heading.start() : following.start() if following else None])
     return ""
-
-
-def slug(heading: str) -> str:
-    """Return the anchor that GitHub gives a heading: lower case, words joined by hyphens, other characters dropped."""
-    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")

@@ -6,7 +6,6 @@ which the page contains. Without JavaScript the tables are plain and show all ro
 
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -29,27 +28,6 @@ from lab.reports.timings import figures
 OVERVIEW = "experiments.md"  # a page that `lab experiments changes` writes
 
 
-@dataclass(frozen=True)
-class TimedPart:
-    """A benchmark run's part of the page.
-
-    Attributes:
-        name: of the recorded file.
-        recorded_at: ISO date and time; None if they are not recorded.
-        methods: (label, explanation) of each method that the column "timed by" names.
-        fastest, ceilings, tables: of the run, as `lab.reports.timing_tables` makes them.
-        pictures: plots of the times.
-    """
-
-    name: str
-    recorded_at: str | None
-    methods: list[tuple[str, str]]
-    fastest: Table
-    ceilings: Table
-    tables: list[Table]
-    pictures: list[Picture]
-
-
 def html_report(folder: Path, files: Sequence[RecordedFile]) -> str:
     """Return the page of a folder's recorded files, as HTML.
 
@@ -67,6 +45,8 @@ def html_report(folder: Path, files: Sequence[RecordedFile]) -> str:
     of_kind = {kind: [file for file in files if file.kind is kind] for kind in Kind}
     reports = of_kind[Kind.JUDGE]
     runs = [run_of(file) for file in of_kind[Kind.BENCHMARKS]]
+    judge_tables = [table_of(reports) for table_of in (judged.verdict_table, judged.fault_table, judged.decline_table)]
+    judge_tables.append(judged.survey_table(of_kind[Kind.SURVEY]))
     return environment.get_template("page.html.j2").render(
         title=_title(files),
         folder=folder.name,
@@ -74,16 +54,7 @@ def html_report(folder: Path, files: Sequence[RecordedFile]) -> str:
         sentences=[judged_sentence(reports), fastest_sentence(runs)],
         faulty=faulty_runs(reports),
         judge_runs=judged.summary_table(reports),
-        judge_tables=[
-            table
-            for table in (
-                judged.verdict_table(reports),
-                judged.fault_table(reports),
-                judged.decline_table(reports),
-                judged.survey_table(of_kind[Kind.SURVEY]),
-            )
-            if table.rows
-        ],
+        judge_tables=[table for table in judge_tables if table.rows],
         verdicts=_verdict_picture(reports),
         findings=[(finding, Markup(finding_html(finding, folder))) for finding in judged.cited_findings(reports)],
         overview=_overview(folder),
@@ -118,18 +89,13 @@ def _overview(folder: Path) -> Markup:
 def _title(files: Sequence[RecordedFile]) -> str:
     """Return the page's title: the GPUs of the recordings, and whether something was timed on them."""
     gpus = dict.fromkeys(file.fact("gpu") for file in files if file.fact("gpu"))
-    machine = ", ".join(gpus) or ("CPU" if _judged_devices(files) == {"cpu"} else "No GPU recorded")
+    devices = {file.content.get("device") for file in files if file.kind is Kind.JUDGE}
+    machine = ", ".join(gpus) or ("CPU" if devices == {"cpu"} else "No GPU recorded")
     timed = any(file.kind in (Kind.BENCHMARKS, Kind.EXPERIMENT) for file in files)
     return f"{machine}: attention kernels judged{' and timed' if timed else ''}"
 
 
-def _judged_devices(files: Sequence[RecordedFile]) -> set[str]:
-    """Return the devices that the judge's runs recorded, such as "cpu"."""
-    return {str(file.content.get("device")) for file in files if file.kind is Kind.JUDGE}
-
-
 def _environments(files: Sequence[RecordedFile]) -> Table:
-    """Make a table of the hardware and the versions that each file was measured on."""
     facts = environment_facts([file.environment for file in files])
     columns: Columns = {
         "file": lambda file: words(file.name),
@@ -139,7 +105,6 @@ def _environments(files: Sequence[RecordedFile]) -> Table:
 
 
 def _fact_cell(keys: Sequence[str], file: RecordedFile) -> Cell:
-    """Return a cell of one value of a file's environment, by its keys from the outside in."""
     return words(file.fact(*keys))
 
 
@@ -152,21 +117,20 @@ def _verdict_picture(reports: Sequence[RecordedFile]) -> Picture | None:
     return picture_of(verdict_figure(cells, title), title)
 
 
-def _timed_part(run: RecordedRun, name: str) -> TimedPart:
+def _timed_part(run: RecordedRun, name: str) -> dict[str, Any]:
     """Return the page's part of a benchmark run; the ids of its tables begin with `name`."""
-    return TimedPart(
-        name=run.path.name,
-        recorded_at=run.recorded_at,
-        methods=methods(run.gpu_rows),
-        fastest=fastest_table(run, name),
-        ceilings=ceiling_table(run, name),
-        tables=timing_tables(run, name),
-        pictures=[picture_of(figure, Path(file).stem.replace("-", " ")) for file, figure in figures(run).items()],
-    )
+    return {
+        "name": run.path.name,
+        "recorded_at": run.recorded_at,
+        "methods": methods(run.gpu_rows),
+        "fastest": fastest_table(run, name),
+        "ceilings": ceiling_table(run, name),
+        "tables": timing_tables(run, name),
+        "pictures": [picture_of(figure, Path(file).stem.replace("-", " ")) for file, figure in figures(run).items()],
+    }
 
 
 def _template_file(name: str) -> str:
-    """Return a file that lies beside this module."""
     return files("lab.reports.html").joinpath(name).read_text(encoding="utf-8")
 
 

@@ -25,7 +25,6 @@ def forms_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
 
     Args:
         rows: the `forms` of `lab.experiments.draft_extend_graph`, as recorded.
-        title: over all panels.
     """
     widths = sorted({row["num_draft_tokens"] for row in rows})
     sizes = sorted({row["batch_size"] for row in rows})
@@ -61,7 +60,6 @@ def eager_or_graph_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figu
 
     Args:
         rows: of one mode, of the `modes` of `lab.experiments.draft_extend_graph`, as recorded.
-        title: over the axes.
     """
     sizes = sorted({row["batch_size"] for row in rows})
     figure, axes = style.one_panel(title, 1.6 + 0.5 * len(sizes), grid="x")

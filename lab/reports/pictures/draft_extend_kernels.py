@@ -1,7 +1,6 @@
 """Draft extend on the decode call against the context call: maps over requests and keys, and cuts through one point.
 
-Rows are those of
-`results/<gpu>/draft_extend_kernels.json`, as `lab.experiments.draft_extend_kernels` writes them.
+Rows are those of `results/<gpu>/draft_extend_kernels.json`, as `lab.experiments.draft_extend_kernels` writes them.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -49,7 +48,6 @@ def crossover_figure(rows: Iterable[Mapping[str, Any]], title: str) -> Figure:
 
     Args:
         rows: recorded, with the arms "decode" and "context".
-        title: what was measured, on what.
 
     Raises:
         ValueError: no point has both arms.
@@ -59,7 +57,7 @@ def crossover_figure(rows: Iterable[Mapping[str, Any]], title: str) -> Figure:
     if not ratios:
         raise ValueError("no recorded point has both calls: the rows need the arms 'decode' and 'context'")
     panels = {
-        f"{_rows_in_words(q_len)} per request": (q_len, _at_q_len(ratios, q_len))
+        f"{_counted('q_len', q_len)} per request": (q_len, _at_q_len(ratios, q_len))
         for q_len in sorted({point[2] for point in ratios})
     }
     return _map_figure(title, panels, RATIO_BANDS, _ratio_in_words)
@@ -81,8 +79,8 @@ def floor_share_figure(rows: Iterable[Mapping[str, Any]], title: str, q_lens: Se
             shares = {point: 100 * floors_us[point] / time_us for point, time_us in times_us.items()}
             values = _at_q_len(shares, q_len)
             if not values:
-                raise ValueError(f"no recorded point of the {arm} call has {_rows_in_words(q_len)} per request")
-            panels[f"{arm}, {_rows_in_words(q_len)}"] = q_len, values
+                raise ValueError(f"no recorded point of the {arm} call has {_counted('q_len', q_len)} per request")
+            panels[f"{arm}, {_counted('q_len', q_len)}"] = q_len, values
     return _map_figure(title, panels, SHARE_BANDS, lambda share: f"{share:.0f}")
 
 
@@ -164,7 +162,6 @@ def _at_q_len(values: Mapping[Point, float], q_len: int) -> dict[tuple[int, int]
 
 
 def _looks(rows: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, str]]:
-    """Return colour and marker of each arm, in the order of the rows."""
     arms = list(dict.fromkeys(row["arm"] for row in rows))
     others = [arm for arm in arms if arm not in ARMS]
     return {arm: ARMS.get(arm) or OTHER_ARMS[others.index(arm) % len(OTHER_ARMS)] for arm in arms}
@@ -174,10 +171,6 @@ def _counted(name: str, count: int) -> str:
     """Return such as "8 query rows" for a row's `requests`, `kv_len` or `q_len`."""
     noun = {"requests": "request", "kv_len": "key", "q_len": "query row"}[name]
     return f"{style.in_short(count)} {noun}{'' if count == 1 else 's'}"
-
-
-def _rows_in_words(q_len: int) -> str:
-    return _counted("q_len", q_len)
 
 
 def _ratio_in_words(ratio: float) -> str:

@@ -51,7 +51,6 @@ def built_figure(
         batch, pool: a draft decode of chains, and where its requests live.
         prepared: written; by `DraftPlan.COMMON_TEMPLATE`.
         buffers: what it was written to.
-        title: of the picture.
 
     Raises:
         ValueError: the buffers have no lists, or the requests are too long to be drawn.
@@ -108,13 +107,12 @@ def draft_times_figure(rows: Iterable[Mapping[str, Any]], title: str, *, num_ste
 
     Args:
         rows: recorded; those of equal requests, static buffers and so many steps are drawn.
-        title: what was measured, on what.
         num_steps: `speculative_num_steps`.
 
     Raises:
         ValueError: no such row.
     """
-    drawn = [row for row in _uniform(rows) if row["mode"] == "draft_steps" and row["num_steps"] == num_steps]
+    drawn = _uniform(rows, mode="draft_steps", num_steps=num_steps)
     figure, panels = _panels(drawn, ("MHA", "MLA"), title, f"{num_steps} steps")
     for (attention, requests), axes in panels.items():
         found = {plan: _points(drawn, kernel=f"{attention.lower()} {plan}", requests=requests) for plan in PLANS}
@@ -132,7 +130,7 @@ def lists_figure(rows: Iterable[Mapping[str, Any]], title: str, *, num_steps: in
 
     Args, raises: as `draft_times_figure`.
     """
-    drawn = [row for row in _uniform(rows) if row["mode"] == "kv_indices" and row["num_steps"] == num_steps]
+    drawn = _uniform(rows, mode="kv_indices", num_steps=num_steps)
     figure, panels = _panels(drawn, ("lists",), title, f"{num_steps} steps")
     for (_, requests), axes in panels.items():
         for schedule, look in LISTS.items():
@@ -149,11 +147,7 @@ def steps_figure(rows: Iterable[Mapping[str, Any]], title: str, *, requests: int
     Raises:
         ValueError: no such row.
     """
-    drawn = [
-        row
-        for row in _uniform(rows)
-        if row["mode"] == "draft_steps" and row["kv_tokens"] == requests * tokens and row["requests"] == requests
-    ]
+    drawn = _uniform(rows, mode="draft_steps", requests=requests, kv_tokens=requests * tokens)
     if not drawn:
         raise ValueError(f"no recorded row has {requests} requests of {tokens} tokens")
     figure, panels = style.panels(title, 2.9, columns=2, log="y")
@@ -176,7 +170,6 @@ def claim_figure(claim: Mapping[str, Any], title: str) -> Figure:
 
     Args:
         claim: the recorded `pr_26241`: its stated times per token, and savings on the GPU and on the host in µs.
-        title: what was measured, on what.
     """
     gpu = {f"GPU, {_requests(point)}": saved for point, saved in claim["gpu_saving_us_per_draft_mla"].items()}
     host = {f"host, {form}": saved for form, saved in claim["host_saving_us_per_draft"].items()}
@@ -202,9 +195,13 @@ def _requests(point: str) -> str:
     return f"{counted(int(count), 'request')} of {length.upper()}"
 
 
-def _uniform(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the rows of batches whose requests are equally long."""
-    return [row for row in rows if not row["point"].startswith("trace")]
+def _with(rows: Iterable[Mapping[str, Any]], **wanted: Any) -> list[Mapping[str, Any]]:
+    return [row for row in rows if all(row[name] == each for name, each in wanted.items())]
+
+
+def _uniform(rows: Iterable[Mapping[str, Any]], **wanted: Any) -> list[Mapping[str, Any]]:
+    """Return the rows with the wanted values of batches whose requests are equally long."""
+    return _with((row for row in rows if not row["point"].startswith("trace")), **wanted)
 
 
 def _points(
@@ -213,8 +210,7 @@ def _points(
     """Return x and y of the rows with the wanted values, in order of x: a column, or "tokens", which is tokens per request."""
     found = sorted(
         (row["kv_tokens"] / row["requests"] if across == "tokens" else row[across], row[value])
-        for row in rows
-        if all(row[name] == each for name, each in wanted.items())
+        for row in _with(rows, **wanted)
     )
     if not found:
         raise ValueError(f"no recorded row has {', '.join(f'{name} {each!r}' for name, each in wanted.items())}")

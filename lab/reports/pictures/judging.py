@@ -12,6 +12,7 @@ import torch
 from matplotlib.figure import Figure
 
 from lab.reports.pictures.cells import Box, Line, Look, cells_figure
+from lab.reports.recorded import grouped
 
 # Blue is found or right, orange is let through or wrong: Okabe and Ito's, which differ in lightness too.
 FOUND, LET_THROUGH, NOTHING, NOT_ASKED = "#0072B2", "#E69F00", "#FFFFFF", "#DDDDDD"
@@ -66,11 +67,7 @@ def verdict_figure(cells: Sequence[VerdictCell], title: str) -> Figure:
 
 
 def _table(
-    title: str,
-    lines: Mapping[str, Sequence[Box]],
-    columns: Sequence[str],
-    kinds: Mapping[str, Look],
-    **more: Any,
+    title: str, lines: Mapping[str, Sequence[Box]], columns: Sequence[str], kinds: Mapping[str, Look], **more: Any
 ) -> Figure:
     """Draw lines of cells, by their names, under names of columns."""
     drawn = [Line(name, cells) for name, cells in lines.items()]
@@ -99,12 +96,14 @@ def matrix_figure(records: Sequence[Record], checks: Sequence[str], rules: Seque
         checks: keys, in order; after each, how many mutants it finds.
         rules: names of the upstream rules, in the order of the records' numbers; after each, how many it lets through.
     """
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        groups.setdefault(_family(record), []).append(record)
+    groups = grouped((_family(record), record) for record in records)
     widths = [len(group) + len(records) / 100 for group in groups.values()]  # a space after each group
     starts = list(accumulate(widths, initial=0.0))
-    by_kills = _by_kills(checks)
+
+    def by_kills(record: Record) -> Any:
+        """Return a sorting key: most checks first, then by their names, so that equal columns come together."""
+        return -len(record["kills"]), [key not in record["kills"] for key in checks], record["mutant"]
+
     ordered = [
         (start + place, record)
         for start, group in zip(starts, groups.values(), strict=False)
@@ -152,12 +151,8 @@ def vector_errors_figure(error: torch.Tensor, bound: torch.Tensor, request_of_ro
     ratios = (error / bound).nan_to_num(nan=math.inf, posinf=math.inf).T.tolist()
     requests = [(f"request {request}", len(list(rows))) for request, rows in groupby(request_of_row.tolist())]
     starts = accumulate((width for _, width in requests), initial=0)
-    lines = [
-        Line(
-            "",
-            [Box(start, "request", words, width) for start, (words, width) in zip(starts, requests, strict=False)],
-        )
-    ]
+    boxes = [Box(start, "request", words, width) for start, (words, width) in zip(starts, requests, strict=False)]
+    lines = [Line(cells=boxes)]
     for head, of_rows in enumerate(ratios):
         lines.append(Line(f"head {head}", [Box(x, bisect(STEPS, ratio)) for x, ratio in enumerate(of_rows)]))
     names = [*(f"{low:g} to {high:g}" for low, high in pairwise((0.0, *STEPS))), f"{STEPS[-1]:g} or more"]
@@ -209,8 +204,3 @@ def _family(record: Record) -> str:
     if first.endswith("_mla"):
         return "MLA decode"
     return "paged attention" if first.startswith("trtllm") else "draft lists"
-
-
-def _by_kills(checks: Sequence[str]) -> Any:
-    """Return a sorting key: most checks first, then by their names, so that equal columns come together."""
-    return lambda record: (-len(record["kills"]), [key not in record["kills"] for key in checks], record["mutant"])

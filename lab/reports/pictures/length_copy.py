@@ -1,7 +1,6 @@
 """A decode loop that waits for its lengths and one that does not, drawn as a CPU lane and a GPU lane; and verify masks.
 
-Recorded arms are those of
-`results/<gpu>/length_copy.json`, as `lab.experiments.length_copy` writes them.
+Recorded arms are those of `results/<gpu>/length_copy.json`, as `lab.experiments.length_copy` writes them.
 """
 
 import enum
@@ -78,9 +77,8 @@ def recorded_excerpt(arm: Mapping[str, Any]) -> LoopExcerpt:
     Raises:
         ValueError: no steps, or GPU activities that are not equally many for each step.
     """
-    hosts = sorted(
-        (start, int(name.split()[1]), us) for lane, name, start, us in arm["timeline"] if _is_step(lane, name)
-    )
+    ranges = [(name, start, us) for lane, name, start, us in arm["timeline"] if lane == "host"]
+    hosts = sorted((start, int(name.split()[1]), us) for name, start, us in ranges if name.startswith("step "))
     activities = [(start, us) for lane, _, start, us in arm["timeline"] if lane.startswith("GPU")]
     if not hosts or not activities or len(activities) % len(hosts):
         raise ValueError(
@@ -97,10 +95,6 @@ def recorded_excerpt(arm: Mapping[str, Any]) -> LoopExcerpt:
     for place, (start, us) in enumerate(activities):
         spans.append(Span(Lane.GPU, hosts[place // per_step][1], start, start + us))
     return LoopExcerpt(arm["arm"], tuple(spans))
-
-
-def _is_step(lane: str, name: str) -> bool:
-    return lane == "host" and name.startswith("step ")
 
 
 def _host_spans(step: int, start_us: float, end_us: float, waits: Sequence[tuple[float, float]]) -> list[Span]:
@@ -176,11 +170,8 @@ def arms_figure(arms: Sequence[Mapping[str, Any]], title: str) -> Figure:
     """Draw the GPU's time of a step, busy and idle, of each recorded arm; a mark is the step without a profiler."""
     figure, axes = style.one_panel(title, 1.2 + 0.33 * len(arms), grid="x")
     for place, arm in enumerate(arms):
-        step_us, idle_us, unprofiled_us = (
-            arm["medians"]["step_us"],
-            arm["medians"]["idle_us"],
-            median(arm["unprofiled_step_us"]),
-        )
+        step_us, idle_us = arm["medians"]["step_us"], arm["medians"]["idle_us"]
+        unprofiled_us = median(arm["unprofiled_step_us"])
         busy_us = step_us - idle_us
         axes.barh(place, busy_us, 0.68, color=style.COLOURS[0], label="GPU busy")
         axes.barh(place, idle_us, 0.68, left=busy_us, color=IDLE_COLOUR, label="GPU idle")
@@ -208,7 +199,6 @@ def step_time_figure(
         num_layers: in order.
         gpu_us: GPU work of a step with so many layers.
         step_us: by the loop's name, the slower first, the time from one step to the next; at least `gpu_us`.
-        title: of the picture.
         chosen: a number of layers to mark.
     """
     figure, axes = style.one_panel(title, 3.3)
@@ -239,7 +229,6 @@ def verify_mask_figure(masks: Sequence[VerifyMask], seq_lens: Sequence[int], tit
     Args:
         masks: with `write_chain_mask` written for these lengths.
         seq_lens: tokens of each request without its drafts.
-        title: of the picture.
 
     Raises:
         ValueError: a mask has too many columns to be drawn.

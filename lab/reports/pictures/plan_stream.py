@@ -44,7 +44,6 @@ def two_lane_figure(
 
     Args:
         timelines: events of one iteration each, by what is written above it.
-        title: over all.
         window_us: what is shown, from the iteration's first kernel on; to shortly after the last start of verify if None.
 
     Raises:
@@ -61,7 +60,7 @@ def two_lane_figure(
     for axes, events in zip(panels, timelines.values(), strict=True):
         axes.set(xlim=window, ylim=(len(LANES) + 0.45, -0.1))
         for each in events:
-            if _is_shown(each, window):
+            if each["start_us"] <= window[1] and each["start_us"] + each["duration_us"] >= window[0]:
                 _draw_event(axes, each, LEAST_SHARE * (window[1] - window[0]))
         _draw_gap(axes, events, window)
     style.legend_below(figure, len(PHASES))
@@ -73,10 +72,6 @@ def _draw_event(axes: Axes, event: Event, least_us: float) -> None:
     look = {"facecolor": PHASES.get(phase, OTHER), "edgecolor": "white", "linewidth": 0.2, "label": phase}
     end_us = start_us + max(event["duration_us"], least_us)
     style.draw_span(axes, LANES.index(stream), start_us, end_us, gid=f"{stream} {phase}", **look)
-
-
-def _is_shown(event: Event, window: tuple[float, float]) -> bool:
-    return bool(event["start_us"] <= window[1] and event["start_us"] + event["duration_us"] >= window[0])
 
 
 def _draw_gap(axes: Axes, events: Iterable[Event], window: tuple[float, float]) -> None:
@@ -179,7 +174,6 @@ def dependence_figure(changed: Mapping[str, Mapping[str, bool]], title: str, kno
 
     Args:
         changed: by cause, whether each tensor came out otherwise; all causes have the same tensors.
-        title: over the table.
         known: of each cause, when it is final, written after it.
     """
     kinds = {"changes": Look(PHASES["plan"], ink="white"), "same": Look("#F2F2F2", ink="#777777")}

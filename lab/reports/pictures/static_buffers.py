@@ -234,7 +234,6 @@ def _lines(name: str, buffers: ReplayedBuffers) -> list[Line]:
 
 
 def _extent(along: Along, place: int, width: int) -> tuple[float, float]:
-    """Return the left edge and the width of a cell."""
     if along is Along.ROWS:
         return place, 1
     if along is Along.REQUESTS:

@@ -235,7 +235,6 @@ def clocks_figure(readings: Sequence[ClockReading], base: str, title: str) -> Fi
     Args:
         readings: each with a time by `base`.
         base: the clock that the others are divided by.
-        title: over the axes.
     """
     clocks = [name for name in dict.fromkeys(name for each in readings for name in each.readings_us) if name != base]
     figure, axes = style.one_panel(title, 1.6 + 0.27 * len(readings), log="x")

@@ -19,8 +19,8 @@ pytest.importorskip("matplotlib")
 
 from lab.experiments import EXPERIMENTS
 from lab.reports.html.experiments import experiment_part
+from lab.reports.html.findings import slug
 from lab.reports.html.judged import check_name
-from lab.reports.html.markdown import slug
 from lab.reports.html.page import html_report
 from lab.reports.html.pictures import drawings_of
 from lab.reports.recorded import Kind, RecordedFile, RecordedFileError, read_folder
