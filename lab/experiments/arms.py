@@ -89,11 +89,9 @@ class TimingPlan:
     samples: int = SAMPLES
 
     def recording(self, experiment: str, out: Path | None, lists: Sequence[str], **facts: Any) -> Recording:
-        """Begin a `Recording` of GPU times; a fact that is a function is made anew of all rows after each point."""
-        derived = {name: fact for name, fact in facts.items() if callable(fact)}
-        fixed = {name: fact for name, fact in facts.items() if name not in derived}
-        fixed = {"method": str(self.method), "samples": self.samples} | fixed
-        return Recording(experiment, out, fixed, lists, ceilings=self.ceilings, derived=derived)
+        """Begin a `Recording` of GPU times."""
+        timed = {"method": str(self.method), "samples": self.samples}
+        return Recording(experiment, out, timed | facts, lists, ceilings=self.ceilings)
 
 
 def timing_plan(clock: str, l2: str, samples: int) -> TimingPlan:

@@ -30,10 +30,10 @@ class Recording:
     Args:
         experiment: its name.
         out: where the JSON goes; None keeps no file.
-        facts: what holds of all points, such as the method. The environment stands before them.
+        facts: what holds of all points, such as the method. The environment stands before them. A function is no fact: what it
+            makes of all that is recorded is computed anew after every point.
         lists: names of the lists that points add their rows to.
         ceilings: go into the environment.
-        derived: by name, what is computed anew from all that is recorded, after every point.
     """
 
     def __init__(
@@ -44,18 +44,17 @@ class Recording:
         lists: Sequence[str],
         *,
         ceilings: Ceilings | None = None,
-        derived: Mapping[str, Callable[[Mapping[str, Any]], Any]] | None = None,
     ) -> None:
         measured_on = environment() | ({} if ceilings is None else {"ceilings": ceilings.facts()})
         self.result: dict[str, Any] = {
             "experiment": experiment,
             "environment": measured_on,
-            **facts,
+            **{name: fact for name, fact in facts.items() if not callable(fact)},
             **{name: [] for name in lists},
         }
         self.console = Console(width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL)
         self._out = out
-        self._derived = derived or {}
+        self._derived = {name: fact for name, fact in facts.items() if callable(fact)}
 
     def measure(
         self, points: Collection[Point], rows_at: Callable[[Point], Mapping[str, Sequence[Row]]], what: str = "points"

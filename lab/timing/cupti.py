@@ -6,9 +6,8 @@ counted, and a run that launched nothing is noticed. Nothing falls back to anoth
 
 import importlib
 import importlib.metadata
-from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,21 +27,6 @@ class Activity:
     name: str
     start_ns: int
     end_ns: int
-
-
-@dataclass
-class _Records:
-    """Activities by correlation id, and the run of each correlation id, as CUPTI's callbacks collect them."""
-
-    activities: list[tuple[int, Activity]] = field(default_factory=list)
-    run_of: dict[int, int] = field(default_factory=dict)
-
-    def by_run(self, count: int) -> list[list[Activity]]:
-        runs: dict[int, list[Activity]] = defaultdict(list)
-        for correlation, activity in self.activities:
-            if correlation in self.run_of:
-                runs[self.run_of[correlation]].append(activity)
-        return [sorted(runs[run], key=lambda activity: activity.start_ns) for run in range(count)]
 
 
 def span_us(activities: Iterable[Activity]) -> float:
@@ -72,15 +56,16 @@ def record(steps: Iterable[Step]) -> list[list[Activity]]:
     kinds = cupti.ActivityKind
     devices = (kinds.CONCURRENT_KERNEL, kinds.MEMCPY, kinds.MEMSET)
     enabled = (kinds.RUNTIME, kinds.DRIVER, kinds.EXTERNAL_CORRELATION, *devices)
-    records = _Records()
+    activities: list[tuple[int, Activity]] = []  # with their correlation ids
+    run_of: dict[int, int] = {}  # by correlation id
 
-    def completed(activities: list[Any]) -> None:
-        for each in activities:
+    def completed(records: list[Any]) -> None:
+        for each in records:
             if each.kind in devices:
                 name = each.name if each.kind == kinds.CONCURRENT_KERNEL else kinds(each.kind).name
-                records.activities.append((each.correlation_id, Activity(name, each.start, each.end)))
+                activities.append((each.correlation_id, Activity(name, each.start, each.end)))
             elif each.kind == kinds.EXTERNAL_CORRELATION:
-                records.run_of[each.correlation_id] = each.external_id - 1
+                run_of[each.correlation_id] = each.external_id - 1
 
     try:
         _start(cupti, enabled, completed)
@@ -88,9 +73,12 @@ def record(steps: Iterable[Step]) -> list[list[Activity]]:
         cupti.activity_flush_all(0)
     finally:
         cupti.finalize()  # which also disables every kind
-    runs = records.by_run(count)
-    for number, activities in enumerate(runs):
-        if not activities:
+    runs: list[list[Activity]] = [[] for _ in range(count)]
+    for correlation, activity in sorted(activities, key=lambda each: each[1].start_ns):
+        if correlation in run_of:
+            runs[run_of[correlation]].append(activity)
+    for number, run in enumerate(runs):
+        if not run:
             raise RuntimeError(f"CUPTI saw nothing run on the GPU in run {number} of {count}: nothing was timed")
     return runs
 

@@ -91,7 +91,7 @@ def test_the_file_is_whole_after_every_point(tmp_path: Path) -> None:
         return {"rows": [{"point": point}, {"point": -point}]}
 
     total = {"total": lambda result: sum(row["point"] for row in result["rows"] if row["point"] > 0)}
-    recording = Recording("counting", out, {"method": "counted"}, ("rows", "wrong"), ceilings=CEILINGS, derived=total)
+    recording = Recording("counting", out, {"method": "counted", **total}, ("rows", "wrong"), ceilings=CEILINGS)
     with pytest.raises(RuntimeError, match="third"):
         recording.measure([1, 2, 3], rows_at)
     environment = {"gpu": "simulated", "ceilings": CEILINGS.facts()}
