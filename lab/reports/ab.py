@@ -23,14 +23,11 @@ from lab.timing.gpu_time import GpuTime, measure_interleaved
 from lab.timing.method import Method
 from lab.timing.statistics import IN_TURNS, Rule, SampleComparison, Speed, compare_samples
 
-SAMPLES = 60
-
-
 Side = tuple[str, str]  # scenario, module
 
 
 def measure_sides(
-    cases: Sequence[ForwardCase], modules: Sequence[Any], method: Method, num_samples: int = SAMPLES
+    cases: Sequence[ForwardCase], modules: Sequence[Any], method: Method, num_samples: int
 ) -> tuple[GpuTime, GpuTime]:
     """Time two forward passes on this GPU, their samples in turns, each judged before and after.
 
