@@ -1,12 +1,14 @@
 """A check of the catalogue as data."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lab.checks.space import Space
 from lab.checks.trial import Trial
 from lab.named_enum import NamedEnum
+from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import ATTENTION, Interface
 
 if TYPE_CHECKING:
@@ -63,6 +65,17 @@ def first_line(text: str | None) -> str:
 def counted(level: Level, smoke: int, full: int) -> int:
     """Return the number of fixed cases of a level."""
     return smoke if level is Level.SMOKE else full
+
+
+def covering(smoke: int, full: int, seed: int) -> Cases:
+    """Return what yields a covering array of the space as it is: so many cases at each level, drawn from a seed."""
+    return partial(_covering, smoke, full, seed)
+
+
+def _covering(
+    smoke: int, full: int, seed: int, interface: Interface, space: Space, level: Level
+) -> Iterator[AttentionCase]:
+    return space.covering(interface, counted(level, smoke, full), seed=seed)
 
 
 def same(case: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lab.calls.problem import NVFP4_BLOCK, AttentionCall
@@ -135,62 +135,44 @@ RAGGED_AXES: dict[str, Sequence[Any]] = {
 }
 
 
-def _rule(fits: Callable[..., bool], why: str, *axes: str) -> Constraint:
-    return Constraint(axes, fits, why)
-
-
+ROW_IS_A_KEY = Constraint(lambda q_len, max_kv_len: q_len <= max_kv_len or max_kv_len == 0, "a row is a key")
+WINDOW_IS_CAUSAL = Constraint(lambda causal, window_left: causal or window_left < 0, "a window is causal")
 PAGED_RULES = (
-    _rule(lambda q_len, batch: q_len * batch <= MOST_ROWS, "too many rows to make", "q_len", "batch_size"),
-    _rule(lambda kv, group: kv * group <= MOST_HEADS, "too many heads to make", "num_kv_heads", "group"),
-    _rule(
-        lambda dtypes, dim: "nvfp4" not in dtypes or dim % NVFP4_BLOCK == 0,
-        "NVFP4 has whole blocks",
-        "dtypes",
-        "head_dim",
+    Constraint(lambda q_len, batch_size: q_len * batch_size <= MOST_ROWS, "too many rows to make"),
+    Constraint(lambda num_kv_heads, group: num_kv_heads * group <= MOST_HEADS, "too many heads to make"),
+    Constraint(lambda dtypes, head_dim: "nvfp4" not in dtypes or head_dim % NVFP4_BLOCK == 0, "NVFP4 has whole blocks"),
+    Constraint(lambda dtypes, page_size: "nvfp4" not in dtypes or page_size >= 4, "V's factors interleave 4 tokens"),
+    Constraint(lambda dtypes, factors: "nvfp4" in dtypes or factors == "HND", "they go with NVFP4"),
+    ROW_IS_A_KEY,
+    Constraint(
+        lambda cache, v_strides: cache in ("HND", "NHD") or v_strides == "K's", "one tensor has one set of strides"
     ),
-    _rule(
-        lambda dtypes, page: "nvfp4" not in dtypes or page >= 4,
-        "V's factors interleave 4 tokens",
-        "dtypes",
-        "page_size",
-    ),
-    _rule(lambda dtypes, factors: "nvfp4" in dtypes or factors == "HND", "they go with NVFP4", "dtypes", "factors"),
-    _rule(lambda q_len, most: q_len <= most or most == 0, "a row is a key", "q_len", "max_kv_len"),
-    _rule(
-        lambda cache, v: cache in ("HND", "NHD") or v == "K's",
-        "one tensor has one set of strides",
-        "cache",
-        "v_strides",
-    ),
-    _rule(lambda cache, start: cache != "K is V" or "V" not in start, "V begins where K does", "cache", "kv_start"),
+    Constraint(lambda cache, kv_start: cache != "K is V" or "V" not in kv_start, "V begins where K does"),
 )
 DOMAINS: Mapping[AttentionCall, Domain] = {
     AttentionCall.DECODE: Domain(
         DECODE_AXES,
         (
             *PAGED_RULES,
-            _rule(lambda mask, rows: not mask or rows == "uniform", "a mask has q_len rows", "mask", "rows"),
+            Constraint(lambda mask, rows: not mask or rows == "uniform", "a mask has q_len rows"),
         ),
         (("dtypes", "head_dim", "page_size"), ("group", "num_kv_heads", "q_len"), ("dtypes", "group", "num_kv_heads")),
     ),
     AttentionCall.CONTEXT: Domain(
         CONTEXT_AXES,
-        (
-            *PAGED_RULES,
-            _rule(lambda causal, window: causal or window < 0, "a window is causal", "causal", "window_left"),
-        ),
+        (*PAGED_RULES, WINDOW_IS_CAUSAL),
         (("dtypes", "head_dim", "page_size"), ("dtypes", "head_dim", "window_left")),
     ),
     AttentionCall.MLA_DECODE: Domain(
         MLA_AXES,
-        (_rule(lambda q_len, most: q_len <= most or most == 0, "a row is a key", "q_len", "max_kv_len"),),
+        (ROW_IS_A_KEY,),
         (("dtypes", "dims", "heads"), ("heads", "dims", "max_kv_len"), ("heads", "q_len", "page_size")),
     ),
     AttentionCall.RAGGED_CONTEXT: Domain(
         RAGGED_AXES,
         (
-            _rule(lambda causal, window: causal or window < 0, "a window is causal", "causal", "window_left"),
-            _rule(lambda dims, gap: dims != (256, 256) or gap != "fused", "as SGLang's are", "dims", "gap"),
+            WINDOW_IS_CAUSAL,
+            Constraint(lambda dims, gap: dims != (256, 256) or gap != "fused", "as SGLang's are"),
         ),
         (("dtypes", "dims", "causal"), ("dtypes", "dims", "window_left")),
     ),

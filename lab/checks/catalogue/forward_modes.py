@@ -173,25 +173,17 @@ def geometry_cases(space: Space) -> Iterator[ForwardCase]:
     if not axes["model"]:
         return
     rules = (
+        Constraint(lambda model, sliding_window: sliding_window in space.windows_of(geometry(model)), "no window"),
+        Constraint(lambda model, is_slice: not is_slice or TENSOR_PARALLEL.get(model, 1) > 1, "no slice"),
         Constraint(
-            ("model", "sliding_window"), lambda name, window: window in space.windows_of(geometry(name)), "no window"
+            lambda page_size, dtypes: page_size == one_page_size or dtypes == space.dtypes[0], "pages of one size"
         ),
         Constraint(
-            ("model", "is_slice"), lambda name, is_slice: not is_slice or TENSOR_PARALLEL.get(name, 1) > 1, "no slice"
-        ),
-        Constraint(
-            ("page_size", "dtypes"),
-            lambda page_size, pair: page_size == one_page_size or pair == space.dtypes[0],
-            "pages of one size",
-        ),
-        Constraint(
-            ("variant", "dtypes"),
-            lambda variant, pair: pair[0] == pair[1] or not variants[variant].split_mixed_tail,
+            lambda variant, dtypes: dtypes[0] == dtypes[1] or not variants[variant].split_mixed_tail,
             "a mixed tail is split where both dtypes are one",
         ),
         Constraint(
-            ("variant", "sliding_window"),
-            lambda variant, window: not window or not variants[variant].encoder_only,
+            lambda variant, sliding_window: not sliding_window or not variants[variant].encoder_only,
             "an encoder-only layer has no window",
         ),
     )

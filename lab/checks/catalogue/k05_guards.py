@@ -11,19 +11,12 @@ import torch
 from torch import Tensor
 
 from lab.checks.attention_inputs import AttentionInputs, new_workspace
-from lab.checks.check import Check, Level, counted, first_line, same
+from lab.checks.check import Check, covering, first_line, same
 from lab.checks.refusals import bytes_of
-from lab.checks.space import Space
 from lab.checks.trial import Trial, truth_of_call
-from lab.workloads.attention_case import AttentionCase
-from lab.workloads.interfaces import Interface
 
 GUARD_BYTES = 4096
 GUARD_BYTE = 0xA5  # throughout: a number that no kernel computes
-
-
-def _cases(interface: Interface, space: Space, level: Level) -> Iterator[AttentionCase]:
-    yield from space.covering(interface, counted(level, 6, 32), seed=7)
 
 
 def _judge(trial: Trial) -> None:
@@ -99,4 +92,4 @@ def changed_bytes(tensors: dict[str, Tensor], before: dict[str, Tensor]) -> Iter
             yield f"it changed its {name}"
 
 
-CHECK = Check("K5", "guards", first_line(__doc__), _cases, _judge, adapt=same)
+CHECK = Check("K5", "guards", first_line(__doc__), covering(6, 32, seed=7), _judge, adapt=same)

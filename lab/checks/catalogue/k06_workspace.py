@@ -7,7 +7,6 @@ FlashInfer's trtllm-gen kernels count in `multi_ctas_kv_counter_buffer` instead,
 which is right there. The engine hands out both, so that those counters too must be zero after every call, whoever counts.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -15,17 +14,11 @@ from torch import Tensor
 
 from lab.calls.workspace import SEMAPHORE_BYTES, counts_in_workspace, semaphores_and_scratch
 from lab.checks.attention_inputs import new_workspace
-from lab.checks.check import Check, Level, counted, first_line, same
-from lab.checks.space import Space
+from lab.checks.check import Check, covering, first_line, same
 from lab.checks.trial import Trial, truth_of_call
 from lab.workloads.attention_case import AttentionCase
-from lab.workloads.interfaces import Interface
 
 LEFT = 0x5A  # each byte of a workspace that is given up
-
-
-def _cases(interface: Interface, space: Space, level: Level) -> Iterator[AttentionCase]:
-    yield from space.covering(interface, counted(level, 6, 24), seed=8)
 
 
 def _judge(trial: Trial) -> None:
@@ -85,4 +78,4 @@ def hold_left_alone(trial: Trial, scratch: Tensor) -> None:
     trial.hold_nothing_wrong("the workspace of earlier calls", [wrong] if count else [])
 
 
-CHECK = Check("K6", "workspace", first_line(__doc__), _cases, _judge, adapt=same)
+CHECK = Check("K6", "workspace", first_line(__doc__), covering(6, 24, seed=8), _judge, adapt=same)

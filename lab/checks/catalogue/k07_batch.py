@@ -5,24 +5,17 @@ alone, in another order, and twice in a batch, and another request's data is cha
 of them share their first pages, as requests with a cached prefix do.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from lab.checks.attention_inputs import AttentionInputs
-from lab.checks.check import Check, Level, counted, first_line, same
-from lab.checks.space import Space
+from lab.checks.check import Check, covering, first_line, same
 from lab.checks.trial import Trial, truth_of_call
-from lab.workloads.attention_case import AttentionCase
-from lab.workloads.interfaces import Interface
 
 SHARED_PAGES = 2
-
-
-def _cases(interface: Interface, space: Space, level: Level) -> Iterator[AttentionCase]:
-    yield from space.covering(interface, counted(level, 4, 24), seed=9)
 
 
 def _judge(trial: Trial) -> None:
@@ -98,4 +91,4 @@ def select(inputs: AttentionInputs, requests: Sequence[int]) -> AttentionInputs:
     )
 
 
-CHECK = Check("K7", "batch", first_line(__doc__), _cases, _judge, adapt=same)
+CHECK = Check("K7", "batch", first_line(__doc__), covering(4, 24, seed=9), _judge, adapt=same)

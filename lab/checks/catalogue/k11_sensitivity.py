@@ -180,11 +180,7 @@ _PROBES: dict[Interface, dict[str, Probe]] = {
     Interface.DECODE: _MHA | {"bmm1_scale_log2": _bmm1_log2},
     Interface.CONTEXT: _MHA | {"causal": _fixed(causal=False)},
     Interface.MLA_DECODE: _SHARED
-    | {
-        "sinks": _sinks,
-        "sinks in a list": _sinks_in_a_list,
-        "lse of sinks": _with_lse(_sinks),
-    },
+    | {"sinks": _sinks, "sinks in a list": _sinks_in_a_list, "lse of sinks": _with_lse(_sinks)},
 }
 
 

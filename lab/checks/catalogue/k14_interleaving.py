@@ -9,17 +9,13 @@ from dataclasses import replace
 
 import torch
 
-from lab.checks.check import Check, Level, counted, first_line, same
+from lab.checks.check import Check, covering, first_line, same
 from lab.checks.space import Space
 from lab.checks.trial import Trial, truth_of_call
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import Interface
 
 LONGER, MORE_ROWS = 128, 64  # keys and rows of a request in a larger call: more splits and tiles
-
-
-def _cases(interface: Interface, space: Space, level: Level) -> Iterator[AttentionCase]:
-    yield from space.covering(interface, counted(level, 5, 32), seed=17)
 
 
 def _judge(trial: Trial) -> None:
@@ -74,4 +70,4 @@ def _next(axis: tuple[int, ...], value: int) -> int:
     return axis[(axis.index(value) + 1) % len(axis)] if value in axis else axis[0]
 
 
-CHECK = Check("K14", "interleaving", first_line(__doc__), _cases, _judge, adapt=same)
+CHECK = Check("K14", "interleaving", first_line(__doc__), covering(5, 32, seed=17), _judge, adapt=same)

@@ -1,6 +1,7 @@
 """Covering arrays: few points at which all values of several axes, all pairs of them and stated triples come together."""
 
 import functools
+import inspect
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,14 +17,17 @@ class Constraint:
     """A condition on the values of some axes, without which they make no call.
 
     Attributes:
-        axes: their names.
-        fits: called with a value of each, in this order.
+        fits: called with a value of each of these axes, whose names are those of its parameters.
         why: what is impossible otherwise, a sentence.
     """
 
-    axes: tuple[str, ...]
     fits: Callable[..., bool]
     why: str
+
+    @functools.cached_property
+    def axes(self) -> tuple[str, ...]:
+        """Return the names of the axes."""
+        return tuple(inspect.signature(self.fits).parameters)
 
 
 @dataclass(frozen=True)
@@ -45,18 +49,26 @@ class Domain:
     plain: Point = field(init=False)
 
     def __post_init__(self) -> None:
-        empty = [name for name, values in self.axes.items() if not values]
-        if empty:
+        if empty := [name for name, values in self.axes.items() if not values]:
             raise ValueError(f"axis {empty[0]!r} has no value")
-        named = {name for rule in self.rules for name in rule.axes} | {
-            name for triple in self.triples for name in triple
-        }
+        named = {name for names in (*self.triples, *(rule.axes for rule in self.rules)) for name in names}
         if missing := sorted(named - set(self.axes)):
             raise ValueError(f"there is no axis {missing[0]!r}: there are {', '.join(self.axes)}")
         plain = self.completed({})
         if plain is None:
             raise ValueError("no point of these axes fits all rules")
         object.__setattr__(self, "plain", plain)
+
+    @classmethod
+    def of(
+        cls, axes: Mapping[str, Iterable[Any]], rules: Iterable[Constraint], triples: Iterable[tuple[str, str, str]]
+    ) -> "Domain":
+        """Return the domain of axes of which a value may be named twice, with the rules and triples of axes that it has."""
+        return cls(
+            {name: tuple(dict.fromkeys(values)) for name, values in axes.items()},
+            tuple(rule for rule in rules if set(rule.axes) <= set(axes)),
+            tuple(triple for triple in triples if set(triple) <= set(axes)),
+        )
 
     def fits(self, point: Mapping[str, Any], added: str = "") -> bool:
         """Tell whether values of some axes fit every rule between these; only the rules of an `added` axis if it is named."""

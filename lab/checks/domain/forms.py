@@ -8,23 +8,80 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.checks.catalogue.k05_guards import amid, guarded
+from lab.checks.catalogue.k05_guards import amid, changed_bytes, guarded, wrong_guards
+from lab.checks.domain import paged_axes
 from lab.checks.domain.combination import Combination
 from lab.checks.refusals import bytes_of
-from lab.checks.trial import Result
+from lab.checks.trial import Result, Trial
+from lab.references.truth import Truth
 
+DTYPES = {"fp32": torch.float32, **paged_axes.DTYPES}  # fp32 of outputs alone
+WRITTEN = ("out", "lse", "workspace_buffer")
 LEAST_ALIGNMENT_BYTES = 16
 SCALE_SHAPES: dict[str, tuple[int, ...]] = {"tensor [1]": (1,), "tensor []": (), "tensor [1, 1]": (1, 1)}
 
 
-def wrong_returns(call: "FormedCall", result: Result, rows: int) -> Iterator[str]:
-    """Yield a sentence for each thing that a call returned and should not have: not what it wrote, or an LSE unasked.
+@dataclass(eq=False)
+class FormedCall:
+    """A call in the making.
 
-    Args:
-        call: that was made.
-        result: what it returned.
-        rows: of its requests; padding follows them.
+    Attributes:
+        of: the combination.
+        made_dtype: of an output that the call makes where it is asked for no other.
+        arguments: by name.
+        rules: fields of `lab.references.truth.Rules` that differ from the inputs' own.
+        guards: names of buffers that were handed out, and all memory around each (`guarded`).
     """
+
+    of: Combination
+    made_dtype: torch.dtype
+    arguments: dict[str, Any] = field(default_factory=dict)
+    rules: dict[str, Any] = field(default_factory=dict)
+    guards: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        """Return the number of the requests' rows; padding follows them."""
+        raise NotImplementedError
+
+    @property
+    def read(self) -> dict[str, Tensor]:
+        """Return the tensors that the kernel must leave as they are, by name."""
+        return {
+            name: value for name, value in self.arguments.items() if isinstance(value, Tensor) and name not in WRITTEN
+        }
+
+    def truth(self) -> Truth:
+        """Return what the call must give."""
+        raise NotImplementedError
+
+
+def judge_call(trial: Trial, call: FormedCall) -> None:
+    """Make a call once, and hold all that it gives to the truth, and what it must not touch."""
+    before = {name: value.clone() for name, value in call.read.items()}
+    result = trial.run(call.of.interface, call.arguments)
+    out, lse = call.arguments.get("out"), call.arguments.get("lse")
+    out = result.out if out is None else out.view(-1, *out.shape[-2:])
+    lse = result.lse if lse is None else lse.view(-1, lse.shape[-1])
+    if lse is not None and call.of["lse"] == "base e":
+        lse = lse / math.log(2.0)
+    if lse is None and call.of["lse"] != "none":
+        trial.wrong("return_lse=True returned no LSE")
+    rows = call.rows
+    if rows:
+        trial.hold("the call", Result(out[:rows], None if lse is None else lse[:rows], result.call), call.truth())
+    trial.judged += 1
+    trial.hold_nothing_wrong("what it returned", wrong_returns(call, result), held="other")
+    expected = call.rules.get("out_dtype", call.made_dtype)
+    if result.out.dtype != expected:
+        trial.wrong(f"the output is {result.out.dtype}, not {expected}")
+    trial.hold_nothing_wrong("the inputs", changed_bytes(call.read, before))
+    for name, around in call.guards.items():
+        trial.hold_nothing_wrong(f"around {name}", wrong_guards(name, around))
+
+
+def wrong_returns(call: FormedCall, result: Result) -> Iterator[str]:
+    """Yield a sentence for each thing that a call returned and should not have: not what it wrote, or an LSE unasked."""
     if result.lse is not None and not call.arguments.get("return_lse"):
         yield "it returned an LSE without return_lse=True"
     heads = list(call.arguments["query"].shape[-2:-1])
@@ -37,25 +94,8 @@ def wrong_returns(call: "FormedCall", result: Result, rows: int) -> Iterator[str
         given = given.view(-1, *given.shape[-2:]) if name == "out" else given.flatten(0, -2)
         if given.shape != returned.shape:
             yield f"the {name} that it returned is {list(returned.shape)}, not the given {list(given.shape)}"
-        elif not torch.equal(bytes_of(returned[:rows]), bytes_of(given[:rows])):
+        elif not torch.equal(bytes_of(returned[: call.rows]), bytes_of(given[: call.rows])):
             yield f"the {name} that it returned is not what it wrote into the given one"
-
-
-@dataclass(eq=False)
-class FormedCall:
-    """A call in the making.
-
-    Attributes:
-        of: the combination.
-        arguments: by name.
-        rules: fields of `lab.references.truth.Rules` that differ from the inputs' own.
-        guards: names of buffers that were handed out, and all memory around each (`guarded`).
-    """
-
-    of: Combination
-    arguments: dict[str, Any] = field(default_factory=dict)
-    rules: dict[str, Any] = field(default_factory=dict)
-    guards: dict[str, Tensor] = field(default_factory=dict)
 
 
 def set_scales(call: FormedCall) -> None:
@@ -98,8 +138,15 @@ def set_lengths(call: FormedCall, other: int) -> None:
         call.arguments["seq_lens"] = amid(lengths, other)
 
 
-def set_out(call: FormedCall, v_head_dim: int, dtype: torch.dtype) -> None:
-    """Hand out a buffer of NaN for the output, amid guards for a view."""
+def set_out(call: FormedCall, v_head_dim: int) -> None:
+    """Name the output's dtype, or hand out a buffer of NaN for it, amid guards for a view."""
+    kind, _, name = call.of["out"].rpartition(" ")
+    if call.of["out"] == "none":
+        return
+    dtype = call.rules["out_dtype"] = DTYPES.get(name, call.made_dtype)
+    if kind == "dtype":
+        call.arguments["out_dtype"] = dtype
+        return
     query = call.arguments["query"]
     out = torch.full((*query.shape[:-1], v_head_dim), math.nan, device=query.device).to(dtype)
     if call.of["out"] == "a view":

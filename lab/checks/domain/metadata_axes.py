@@ -67,93 +67,61 @@ AXES: Mapping[Interface, dict[str, tuple[Any, ...]]] = MappingProxyType(
 )
 TRIPLES = (("mode", "padding", "rows"), ("mode", "window", "later"), ("mode", "attention", "draft_step"))
 RULES = (
-    Constraint(("mode", "rows"), lambda mode, rows: mode not in ONE_ROW or rows == 1, "a decode has a row each"),
+    Constraint(lambda mode, rows: mode not in ONE_ROW or rows == 1, "a decode has a row each"),
     Constraint(
-        ("mode", "rows"),
-        lambda mode, rows: mode not in AS_MANY or isinstance(rows, int),
-        "a verification's rows are as many for each",
+        lambda mode, rows: mode not in AS_MANY or isinstance(rows, int), "a verification's rows are as many for each"
     ),
-    Constraint(("mode", "rows"), lambda mode, rows: mode in PREFILLS or rows != "long", "only prompts have long rows"),
+    Constraint(lambda mode, rows: mode in PREFILLS or rows != "long", "only prompts have long rows"),
+    Constraint(lambda mode, draft_step: mode in ONE_ROW or draft_step == "none", "a draft step is a decode"),
+    Constraint(lambda draft_step, rows: draft_step == "none" or rows == 1, "a draft step has a row each"),
     Constraint(
-        ("mode", "draft_step"), lambda mode, step: mode in ONE_ROW or step == "none", "a draft step is a decode"
+        lambda draft_step, dtypes: draft_step == "none" or dtypes != "int64 new lens", "only extends have new lengths"
     ),
-    Constraint(("draft_step", "rows"), lambda step, rows: step == "none" or rows == 1, "a draft step has a row each"),
+    Constraint(lambda draft_step, padding: draft_step == "none" or padding != "rows", "as many rows for each"),
+    Constraint(lambda draft_step, later: draft_step == "none" or "rows" not in later, "a decode has a row each"),
+    Constraint(lambda rows, padding: rows != "long" or "slots" not in padding, "of graphs' modes"),
     Constraint(
-        ("draft_step", "dtypes"),
-        lambda step, dtypes: step == "none" or dtypes != "int64 new lens",
-        "only extends have new lengths",
-    ),
-    Constraint(
-        ("draft_step", "padding"), lambda step, padding: step == "none" or padding != "rows", "as many rows for each"
+        lambda mode, requests: requests or mode in ("IDLE", "TARGET_VERIFY"), "an engine has no empty pass of this mode"
     ),
     Constraint(
-        ("draft_step", "later"), lambda step, later: step == "none" or "rows" not in later, "a decode has a row each"
+        lambda requests, rows: requests > 1 or not isinstance(rows, str) or rows == "long", "one request has no other"
     ),
-    Constraint(("rows", "padding"), lambda rows, padding: rows != "long" or "slots" not in padding, "of graphs' modes"),
+    Constraint(lambda requests, rows: requests <= 64 or rows != "long", "a large batch has no long prompts"),
+    Constraint(lambda requests, later: requests > 1 or later not in ("others", "fewer"), "one request has no other"),
+    Constraint(lambda requests, later: requests or later in ("the same", "another pool"), "no request can be another"),
+    Constraint(lambda mode, later: mode not in ONE_ROW or "rows" not in later, "a decode has a row each"),
+    Constraint(lambda rows, later: rows != 1 or later != "fewer rows", "there are no fewer than 1"),
+    Constraint(lambda mode, padding: mode not in PREFILLS or "slots" not in padding, "of graphs' modes"),
     Constraint(
-        ("mode", "requests"),
-        lambda mode, n: n or mode in ("IDLE", "TARGET_VERIFY"),
-        "an engine has no empty pass of this mode",
-    ),
-    Constraint(
-        ("requests", "rows"),
-        lambda n, rows: n > 1 or not isinstance(rows, str) or rows == "long",
-        "one request has no other",
-    ),
-    Constraint(("requests", "rows"), lambda n, rows: n <= 64 or rows != "long", "a large batch has no long prompts"),
-    Constraint(
-        ("requests", "later"),
-        lambda n, later: n > 1 or later not in ("others", "fewer"),
-        "one request has no other",
-    ),
-    Constraint(
-        ("requests", "later"), lambda n, later: n or later in ("the same", "another pool"), "no request can be another"
-    ),
-    Constraint(
-        ("mode", "later"), lambda mode, later: mode not in ONE_ROW or "rows" not in later, "a decode has a row each"
-    ),
-    Constraint(("rows", "later"), lambda rows, later: rows != 1 or later != "fewer rows", "there are no fewer than 1"),
-    Constraint(
-        ("mode", "padding"), lambda mode, padding: mode not in PREFILLS or "slots" not in padding, "of graphs' modes"
-    ),
-    Constraint(
-        ("mode", "padding"),
         lambda mode, padding: mode in (*PREFILLS, "DRAFT_EXTEND", "RAGGED_VERIFY") or padding != "rows",
         "as many rows for each",
     ),
-    Constraint(("mode", "prefixes"), lambda mode, how: how != NO_LIST or mode in PREFILLS, "a prefill's list"),
-    Constraint(("draft_step", "prefixes"), lambda step, how: how != NO_LIST or step == "none", "a prefill's list"),
-    Constraint(("requests", "prefixes"), lambda n, how: how != NO_LIST or n > 0, "no request has no prefix"),
-    Constraint(("padding", "prefixes"), lambda padding, how: how != NO_LIST or "slots" not in padding, "a prefill's"),
-    Constraint(("rows", "prefixes"), lambda rows, how: how != NO_LIST or rows != 1, "one row each tells nothing"),
+    Constraint(lambda mode, prefixes: prefixes != NO_LIST or mode in PREFILLS, "a prefill's list"),
+    Constraint(lambda draft_step, prefixes: prefixes != NO_LIST or draft_step == "none", "a prefill's list"),
+    Constraint(lambda requests, prefixes: prefixes != NO_LIST or requests > 0, "no request has no prefix"),
+    Constraint(lambda padding, prefixes: prefixes != NO_LIST or "slots" not in padding, "a prefill's"),
+    Constraint(lambda rows, prefixes: prefixes != NO_LIST or rows != 1, "one row each tells nothing"),
     Constraint(
-        ("mode", "dtypes"),
         lambda mode, dtypes: ForwardMode[mode].query_rows.in_extend_seq_lens or dtypes != "int64 new lens",
         "only extends have new lengths",
     ),
     Constraint(
-        ("mode", "host_rows"),
-        lambda mode, rows: rows == "given" or mode == "RAGGED_VERIFY",
+        lambda mode, host_rows: host_rows == "given" or mode == "RAGGED_VERIFY",
         "every other extend has its rows on the host",
     ),
-    Constraint(("requests", "host_rows"), lambda n, rows: n or rows == "given", "of no request"),
+    Constraint(lambda requests, host_rows: requests or host_rows == "given", "of no request"),
     Constraint(
-        ("mode", "context"),
         lambda mode, context: context != "exceeded" or mode in ("DECODE", "TARGET_VERIFY"),
         "other modes' lengths are those of their rows",
     ),
-    Constraint(("requests", "context"), lambda n, context: n or context != "exceeded", "of a request"),
+    Constraint(lambda requests, context: requests or context != "exceeded", "of a request"),
     Constraint(
-        ("mode", "spec_info"),
         lambda mode, spec_info: spec_info == "as the rows" or mode not in (*ONE_ROW, *PREFILLS),
         "of rows that speculative decoding has",
     ),
+    Constraint(lambda spare_pages, page_size: spare_pages * page_size <= MOST_CELLS, "what a test holds in memory"),
     Constraint(
-        ("spare_pages", "page_size"), lambda pages, size: pages * size <= MOST_CELLS, "what a test holds in memory"
-    ),
-    Constraint(
-        ("requests", "prefixes"),
-        lambda n, prefixes: n * (prefixes if isinstance(prefixes, int) else 1) <= MOST_CELLS,
+        lambda requests, prefixes: requests * (prefixes if isinstance(prefixes, int) else 1) <= MOST_CELLS,
         "what a test holds in memory",
     ),
 )
@@ -161,6 +129,4 @@ RULES = (
 
 def metadata_domain(interface: Interface, space: Space) -> Domain:
     """Return the domain of a builder; a space narrows no axis of it."""
-    axes = AXES[interface]
-    rules = tuple(rule for rule in RULES if set(rule.axes) <= set(axes))
-    return Domain(axes, rules, tuple(triple for triple in TRIPLES if set(triple) <= set(axes)))
+    return Domain.of(AXES[interface], RULES, TRIPLES)

@@ -4,7 +4,6 @@ The first value of each axis is the plain one. An axis of `Space` that a caller 
 as it is has those of `BEYOND` too, which a kernel that was built for the usual sizes declines.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +36,8 @@ BEYOND: dict[str, tuple[Any, ...]] = {
     "mla_page_sizes": (8, 16, 128),
 }
 WINDOWS = (0, 1, 15, 20, 127, 1000, 5000, 2**31 - 1)
+SCALES = ("number", "tensor [1]", "tensor []", "tensor [1, 1]")
+WITHOUT = ("none first", "none last", "none twice", "none at all")  # requests that have no rows, or no keys
 PROMPTS = (65, 300, 1040)  # rows of a context call's first request
 
 
@@ -51,26 +52,14 @@ def paged_domain(interface: Interface, space: Space) -> Domain:
     axes = {
         **_sizes(interface, space),
         "requests": (REQUESTS, 1, *values_of(space, "large_batches")),
-        "lengths": (
-            "unequal",
-            "equal",
-            "none first",
-            "none last",
-            "none twice",
-            "none at all",
-            "fewer than rows",
-            *space.long_requests,
-        ),
+        "lengths": ("unequal", "equal", *WITHOUT, "fewer than rows", *space.long_requests),
         **_rows(interface, space),
         "contents": ("random", "needles", "shaded"),
         "sinks": _sinks(interface, space),
         **_arguments(interface, space),
         **_tensors(interface, space),
     }
-    axes = {name: tuple(dict.fromkeys(values)) for name, values in axes.items()}
-    rules = tuple(rule for rule in RULES if set(rule.axes) <= set(axes))
-    triples = tuple(triple for triple in TRIPLES if set(triple) <= set(axes))
-    return Domain(axes, rules, triples)
+    return Domain.of(axes, RULES, TRIPLES)
 
 
 def _sizes(interface: Interface, space: Space) -> dict[str, Sequence[Any]]:
@@ -96,7 +85,7 @@ def _sizes(interface: Interface, space: Space) -> dict[str, Sequence[Any]]:
 
 
 def _rows(interface: Interface, space: Space) -> dict[str, Sequence[Any]]:
-    ragged = ("none first", "none last", "none twice", "none at all", "padding after")
+    ragged = (*WITHOUT, "padding after")
     if interface is Interface.CONTEXT:
         return {
             "rows": ("unequal", "one each", *PROMPTS),
@@ -118,16 +107,11 @@ def _rows(interface: Interface, space: Space) -> dict[str, Sequence[Any]]:
 def _sinks(interface: Interface, space: Space) -> Sequence[str]:
     if True not in space.sinks:
         return ("none",)
-    return (
-        "none",
-        "per head",
-        "some minus infinity",
-        *(("list", "tuple") if interface is Interface.MLA_DECODE else ()),
-    )
+    forms = ("list", "tuple") if interface is Interface.MLA_DECODE else ()
+    return ("none", "per head", "some minus infinity", *forms)
 
 
 def _arguments(interface: Interface, space: Space) -> dict[str, Sequence[Any]]:
-    scales = ("number", "tensor [1]", "tensor []", "tensor [1, 1]")
     out: tuple[str, ...] = ("none", "given", "a view", "given fp16")
     lse: tuple[str, ...] = ("none", "returned", "given", "given as the query", "base e")
     if interface is not Interface.MLA_DECODE:
@@ -135,8 +119,8 @@ def _arguments(interface: Interface, space: Space) -> dict[str, Sequence[Any]]:
         lse = ("none", "returned", "given", "given alone", "strided")
     log2 = ("log2 tensor [1]", "log2 tensor [] beside a tensor") if interface is Interface.DECODE else ()
     return {
-        "bmm1_scale": (*scales, "negative", *log2),
-        "bmm2_scale": ("usual", *(f"0.9 as a {each}" for each in scales)),
+        "bmm1_scale": (*SCALES, "negative", *log2),
+        "bmm2_scale": ("usual", *(f"0.9 as a {each}" for each in SCALES)),
         "out": out,
         "lse": lse,
         "seq_lens": ("int32", "uint32", "amid others"),
@@ -153,11 +137,7 @@ def _tensors(interface: Interface, space: Space) -> dict[str, Sequence[Any]]:
     else:
         tables = (*tables, "separate", "separate with rows apart")
         cache = (*cache, "heads apart", "odd strides", "V otherwise", "one tensor", "K is V")
-    return {
-        "query": ("contiguous", "rows apart", "heads apart", "at 16 bytes"),
-        "block_tables": tables,
-        "cache": cache,
-    }
+    return {"query": ("contiguous", "rows apart", "heads apart", "at 16 bytes"), "block_tables": tables, "cache": cache}
 
 
 def _is_long(lengths: Any) -> bool:
@@ -184,128 +164,101 @@ def _prompt(rows: Any) -> int:
 
 RULES = (
     Constraint(
-        ("dtypes", "out", "contents", "head_dim"),  # of MHA alone: MLA's output is in bf16
-        lambda dtypes, out, contents, _: contents != "shaded" or not _is_e4m3(dtypes, out),
+        lambda dtypes, out, contents, head_dim: contents != "shaded" or not _is_e4m3(dtypes, out),
         "an e4m3 output does not hold what small weights add",
     ),
+    Constraint(lambda requests, lengths: requests <= REQUESTS or not _is_long(lengths), "a long request is alone"),
+    Constraint(lambda requests, q_len: requests <= REQUESTS or q_len <= FEW, "a large batch has few rows"),
     Constraint(
-        ("requests", "lengths"), lambda n, lengths: n <= REQUESTS or not _is_long(lengths), "a long request is alone"
-    ),
-    Constraint(("requests", "q_len"), lambda n, q_len: n <= REQUESTS or q_len <= FEW, "a large batch has few rows"),
-    Constraint(
-        ("requests", "rows"),
-        lambda n, rows: n <= REQUESTS or isinstance(rows, str),
-        "a large batch has no long prompt",
+        lambda requests, rows: requests <= REQUESTS or isinstance(rows, str), "a large batch has no long prompt"
     ),
     Constraint(
-        ("requests", "q_len", "group", "num_kv_heads", "head_dim"),
-        lambda n, q_len, group, heads, dim: n * q_len * group * heads * dim <= MOST_OUT_ELEMENTS,
+        lambda requests, q_len, group, num_kv_heads, head_dim: (
+            requests * q_len * group * num_kv_heads * head_dim <= MOST_OUT_ELEMENTS
+        ),
         "the tensors would be too large for a test",
     ),
     Constraint(
-        ("requests", "group", "num_kv_heads", "head_dim", "rows"),
-        lambda n, group, heads, dim, rows: n * _prompt(rows) * group * heads * dim <= 2 * MOST_OUT_ELEMENTS,
+        lambda requests, group, num_kv_heads, head_dim, rows: (
+            requests * _prompt(rows) * group * num_kv_heads * head_dim <= 2 * MOST_OUT_ELEMENTS
+        ),
         "the tensors would be too large for a test",
     ),
     Constraint(
-        ("requests", "q_len", "heads", "head_dims"),
-        lambda n, q_len, heads, dims: n * q_len * heads * _dims(dims) <= 2 * MOST_OUT_ELEMENTS,
+        lambda requests, q_len, heads, head_dims: requests * q_len * heads * _dims(head_dims) <= 2 * MOST_OUT_ELEMENTS,
         "the tensors would be too large for a test",
     ),
     Constraint(
-        ("lengths", "q_len", "group", "num_kv_heads", "head_dim"),
-        lambda lengths, q_len, group, heads, dim: _longest(lengths) * q_len * group * heads * dim <= MOST_PRODUCTS,
-        "the products would take a test too long in float64",
-    ),
-    Constraint(
-        ("lengths", "rows", "group", "num_kv_heads", "head_dim"),
-        lambda lengths, rows, *sizes: (
-            max(_longest(lengths), _prompt(rows)) * _prompt(rows) * math.prod(sizes) <= 2 * MOST_PRODUCTS
+        lambda lengths, q_len, group, num_kv_heads, head_dim: (
+            _longest(lengths) * q_len * group * num_kv_heads * head_dim <= MOST_PRODUCTS
         ),
         "the products would take a test too long in float64",
     ),
     Constraint(
-        ("lengths", "q_len", "heads", "head_dims"),
-        lambda lengths, q_len, heads, dims: _longest(lengths) * q_len * heads * _dims(dims) <= MOST_MLA_PRODUCTS,
+        lambda lengths, rows, group, num_kv_heads, head_dim: (
+            max(_longest(lengths), _prompt(rows)) * _prompt(rows) * group * num_kv_heads * head_dim <= 2 * MOST_PRODUCTS
+        ),
         "the products would take a test too long in float64",
     ),
     Constraint(
-        ("lengths", "num_kv_heads", "head_dim"),
-        lambda lengths, heads, dim: _longest(lengths) * heads * dim <= MOST_KV_ELEMENTS,
+        lambda lengths, q_len, heads, head_dims: (
+            _longest(lengths) * q_len * heads * _dims(head_dims) <= MOST_MLA_PRODUCTS
+        ),
+        "the products would take a test too long in float64",
+    ),
+    Constraint(
+        lambda lengths, num_kv_heads, head_dim: _longest(lengths) * num_kv_heads * head_dim <= MOST_KV_ELEMENTS,
         "the tensors would be too large for a test",
     ),
     Constraint(
-        ("requests", "page_size", "block_tables"),
-        lambda n, page_size, tables: n <= REQUESTS or page_size < 256 or tables != "4,200 columns",
+        lambda requests, page_size, block_tables: (
+            requests <= REQUESTS or page_size < 256 or block_tables != "4,200 columns"
+        ),
         "a bound of the table's width and of a large batch",
     ),
+    Constraint(lambda lengths, rows: not (_is_long(lengths) and rows == 1040), "float64 takes too long"),
     Constraint(
-        ("lengths", "rows"), lambda lengths, rows: not (_is_long(lengths) and rows == 1040), "float64 takes too long"
+        lambda offsets, max_q_len: offsets != "none" or max_q_len == "exact", "max_q_len goes with offsets of the rows"
     ),
+    Constraint(lambda offsets, mask: offsets == "none" or mask == "none", "a mask goes without offsets"),
+    Constraint(lambda q_len, mask: q_len > 1 or mask == "none", "one row needs no mask"),
+    Constraint(lambda q_len, offsets: offsets != "unequal" or q_len > 1, "requests of one row each are not unequal"),
+    Constraint(lambda causal, window_left: causal or window_left < 0, "a window is causal"),
     Constraint(
-        ("offsets", "max_q_len"),
-        lambda offsets, bound: offsets != "none" or bound == "exact",
-        "max_q_len goes with offsets of the rows",
-    ),
-    Constraint(
-        ("offsets", "mask"), lambda offsets, mask: offsets == "none" or mask == "none", "a mask goes without offsets"
-    ),
-    Constraint(("q_len", "mask"), lambda q_len, mask: q_len > 1 or mask == "none", "one row needs no mask"),
-    Constraint(
-        ("q_len", "offsets"),
-        lambda q_len, offsets: offsets != "unequal" or q_len > 1,
-        "requests of one row each are not unequal",
-    ),
-    Constraint(("causal", "window_left"), lambda causal, window: causal or window < 0, "a window is causal"),
-    Constraint(
-        ("num_kv_heads", "cache"),
-        lambda heads, cache: cache != "odd strides" or heads == 1,
+        lambda num_kv_heads, cache: cache != "odd strides" or num_kv_heads == 1,
         "odd strides are of one K/V head, an axis of size 1",
     ),
     Constraint(
-        ("dtypes", "cache"),
         lambda dtypes, cache: "nvfp4" not in dtypes or cache in ("plain", "pages apart", "V otherwise", "one tensor"),
         "scale factors lie as the cache does",
     ),
     Constraint(
-        ("dtypes", "backend"),
         lambda dtypes, backend: "nvfp4" not in dtypes or backend == "auto",
         "a backend orders V's scale factors in its own way, and is named with them",
     ),
     Constraint(
-        ("dtypes", "requests"),
-        lambda dtypes, n: "nvfp4" not in dtypes or n <= REQUESTS,
-        "quantising to NVFP4 takes too long",
+        lambda dtypes, requests: "nvfp4" not in dtypes or requests <= REQUESTS, "quantising to NVFP4 takes too long"
     ),
     Constraint(
-        ("dtypes", "lengths"),
-        lambda dtypes, n: "nvfp4" not in dtypes or _longest(n) < 5000,
-        "quantising to NVFP4 takes too long",
+        lambda dtypes, lengths: "nvfp4" not in dtypes or _longest(lengths) < 5000, "quantising to NVFP4 takes too long"
     ),
     Constraint(
-        ("dtypes", "out", "sinks"),
         lambda dtypes, out, sinks: sinks == "none" or not _is_e4m3(dtypes, out),
         "a sink leaves outputs that are too small for e4m3",
     ),
     Constraint(
-        ("dtypes", "page_size"),
-        lambda dtypes, size: "nvfp4" not in dtypes or size >= 16,
-        "NVFP4 needs pages of at least 16 tokens",
+        lambda dtypes, page_size: "nvfp4" not in dtypes or page_size >= 16, "NVFP4 needs pages of at least 16 tokens"
     ),
     Constraint(
-        ("block_tables", "cache"),
-        lambda tables, cache: "separate" not in tables or cache not in ("one tensor", "K is V"),
+        lambda block_tables, cache: "separate" not in block_tables or cache not in ("one tensor", "K is V"),
         "K and V with tables of their own lie apart",
     ),
     Constraint(
-        ("requests", "offsets"),
-        lambda n, offsets: n > 1 or offsets in ("none", "equal", "plain", "none at all", "padding after"),
+        lambda requests, offsets: requests > 1 or offsets in ("none", "equal", "plain", "none at all", "padding after"),
         "the only request has rows",
     ),
     Constraint(
-        ("requests", "lengths"),
-        lambda n, lengths: n > 1 or lengths != "none twice",
-        "one request is not two without keys",
+        lambda requests, lengths: requests > 1 or lengths != "none twice", "one request is not two without keys"
     ),
 )
 TRIPLES = (

@@ -1,6 +1,5 @@
 """The call of a paged combination: its tensors and arguments in the forms that it names, and what the call must give."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,25 +10,25 @@ from torch import Tensor
 from lab.calls.problem import E4M3
 from lab.calls.workspace import SEMAPHORE_BYTES
 from lab.checks.attention_inputs import AttentionInputs, build_attention
-from lab.checks.catalogue.k05_guards import amid, changed_bytes, wrong_guards
+from lab.checks.catalogue.k05_guards import amid
 from lab.checks.catalogue.k10_metamorphic import as_one_tensor
 from lab.checks.domain.forms import (
     LEAST_ALIGNMENT_BYTES,
     FormedCall,
+    judge_call,
     set_lengths,
     set_lse,
     set_out,
     set_scales,
     with_minus_infinity,
-    wrong_returns,
 )
-from lab.checks.domain.paged_axes import DTYPES
 from lab.checks.domain.paged_shape import PADDING, attention_case
-from lab.checks.domain.views import apart, at_bytes, with_odd_strides
+from lab.checks.domain.views import apart, at_bytes, raw, with_odd_strides
 from lab.checks.draft_masks import draft_masks
 from lab.checks.spellings import packed_mask
 from lab.checks.stored import E4M3_K_SCALE
-from lab.checks.trial import Result, Trial, truth_of_call
+from lab.checks.trial import Trial, truth_of_call
+from lab.references.truth import Truth
 from lab.workloads.interfaces import Interface
 
 GAP = 16  # elements: strides stay whole loads of 16 bytes
@@ -56,44 +55,26 @@ class PagedCall(FormedCall):
         return self.inputs.query.device
 
     @property
+    def rows(self) -> int:
+        return sum(self.case.q_lens)
+
+    @property
     def read(self) -> dict[str, Tensor]:
-        """Return the tensors that the kernel must leave as they are, by name."""
-        written = ("out", "lse", "workspace_buffer")
-        handed = {
-            name: value for name, value in self.arguments.items() if isinstance(value, Tensor) and name not in written
-        }
-        return self.inputs.tensors() | handed
+        return self.inputs.tensors() | super().read
+
+    def truth(self) -> Truth:
+        return truth_of_call(self.inputs, **self.rules)
 
 
 def judge_paged(trial: Trial) -> None:
     """Make the call of a trial's combination once, and hold all that it gives to the truth, and what it must not touch."""
-    call = _built(trial)
-    before = {name: value.clone() for name, value in call.read.items()}
-    result = trial.run(call.of.interface, call.arguments)
-    rows = sum(call.case.q_lens)
-    out, lse = call.arguments.get("out"), call.arguments.get("lse")
-    out = result.out if out is None else out.view(-1, *out.shape[-2:])
-    lse = result.lse if lse is None else lse.view(-1, lse.shape[-1]) if call.case.is_mla else lse
-    if lse is not None and call.of["lse"] == "base e":
-        lse = lse / math.log(2.0)
-    if lse is None and call.of["lse"] != "none":
-        trial.wrong("return_lse=True returned no LSE")
-    if rows:
-        found = Result(out[:rows], None if lse is None else lse[:rows], result.call)
-        trial.hold("the call", found, truth_of_call(call.inputs, **call.rules))
-    trial.judged += 1
-    trial.hold_nothing_wrong("what it returned", wrong_returns(call, result, rows), held="other")
-    expected = call.rules.get("out_dtype", torch.bfloat16 if call.case.is_mla else call.case.dtype)
-    if result.out.dtype != expected:
-        trial.wrong(f"the output is {result.out.dtype}, not {expected}")
-    trial.hold_nothing_wrong("the inputs", changed_bytes(call.read, before))
-    for name, around in call.guards.items():
-        trial.hold_nothing_wrong(f"around {name}", wrong_guards(name, around))
+    judge_call(trial, _built(trial))
 
 
 def _built(trial: Trial) -> PagedCall:
     case = attention_case(trial.case, trial.space)
-    call = PagedCall(trial.case, inputs=build_attention(case, trial.device))
+    made_dtype = torch.bfloat16 if case.is_mla else case.dtype
+    call = PagedCall(trial.case, made_dtype, inputs=build_attention(case, trial.device))
     _store(call)
     call.arguments = call.inputs.arguments()
     if call.of.get("backend", "auto") != "auto":
@@ -150,15 +131,11 @@ def _cache(call: PagedCall) -> None:
 def _query(call: PagedCall) -> None:
     query, form = call.arguments["query"], call.of["query"]
     if call.of["offsets"] == "padding after":
-        raw = query.view(torch.uint8) if query.dtype == E4M3 else query
         rows = torch.full((PADDING, *query.shape[1:]), PADDED, device=query.device).to(query.dtype)
-        query = torch.cat((raw, rows.view(raw.dtype))).view(query.dtype)
+        query = torch.cat((raw(query), raw(rows))).view(query.dtype)
     if form != "contiguous":
-        query = (
-            at_bytes(query, LEAST_ALIGNMENT_BYTES)
-            if "at" in form.split()
-            else apart(query, -3 if "rows" in form else -2, GAP)
-        )
+        aligned = form == "at 16 bytes"
+        query = at_bytes(query, LEAST_ALIGNMENT_BYTES) if aligned else apart(query, -3 if "rows" in form else -2, GAP)
     call.arguments["query"] = query
 
 
@@ -181,10 +158,9 @@ def _tables(call: PagedCall) -> None:
 
 def _like(tensor: Tensor, other: Tensor) -> Tensor:
     """Return a tensor with another's strides."""
-    raw = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-    return (
-        torch.empty_strided(raw.shape, other.stride(), dtype=raw.dtype, device=raw.device).copy_(raw).view(other.dtype)
-    )
+    elements = raw(tensor)
+    like = torch.empty_strided(tensor.shape, other.stride(), dtype=elements.dtype, device=tensor.device)
+    return like.copy_(elements).view(other.dtype)
 
 
 def _lengths(call: PagedCall) -> None:
@@ -229,15 +205,7 @@ def _visible(call: PagedCall) -> None:
 
 
 def _out(call: PagedCall) -> None:
-    kind, _, name = call.of["out"].rpartition(" ")
-    if call.of["out"] == "none":
-        return
-    dtype = DTYPES.get(name, torch.bfloat16 if call.case.is_mla else call.case.dtype)
-    call.rules["out_dtype"] = dtype
-    if kind == "dtype":
-        call.arguments["out_dtype"] = dtype
-        return
-    set_out(call, call.case.out_head_dim, dtype)
+    set_out(call, call.case.out_head_dim)
 
 
 def _lse(call: PagedCall) -> None:

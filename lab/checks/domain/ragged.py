@@ -6,11 +6,8 @@ requests; its heads and head_dims are its own, those of DeepSeek and its relativ
 
 from typing import Any
 
-import torch
-
-from lab.checks.domain import paged_axes
 from lab.checks.domain.covering import Constraint, Domain
-from lab.checks.domain.paged_axes import NAMES, PROMPTS, REQUESTS, RULES, WINDOWS, values_of
+from lab.checks.domain.paged_axes import NAMES, PROMPTS, REQUESTS, RULES, SCALES, WINDOWS, WITHOUT, values_of
 from lab.checks.space import Space
 
 SHORT = 150  # keys of the longest request that is not long
@@ -20,8 +17,6 @@ MOST_HEADS = 256
 MOST_KV_ELEMENTS = 2**25
 MOST_PRODUCTS = 2**29  # of Q·K^T, in each of the three attentions that a case computes
 DEEPSEEK_HEADS = 128
-DTYPES = {"fp32": torch.float32, **paged_axes.DTYPES}  # fp32 of outputs alone
-SCALES = ("number", "tensor [1]", "tensor []", "tensor [1, 1]")
 
 
 def ragged_domain(space: Space) -> Domain:
@@ -38,13 +33,10 @@ def ragged_domain(space: Space) -> Domain:
             "as rows",
             "as the next request's rows",
             "fewer than rows",
-            "none first",
-            "none last",
-            "none twice",
-            "none at all",
+            *WITHOUT,
             *(min(kv_len, LONGEST) for kv_len in space.long_requests),
         ),
-        "offsets": ("plain", "none first", "none last", "none twice", "none at all"),
+        "offsets": ("plain", *WITHOUT),
         "padding": ("none", "rows", "keys", "rows and keys"),
         "causal": (True, False),
         "window_left": (-1, *(WINDOWS if True in space.windows else ())),
@@ -74,9 +66,7 @@ def ragged_domain(space: Space) -> Domain:
             "of one tensor",
         ),
     }
-    axes = {name: tuple(dict.fromkeys(values)) for name, values in axes.items()}
-    rules = tuple(rule for rule in (*RULES, *RAGGED_RULES) if set(rule.axes) <= set(axes))
-    return Domain(axes, rules, TRIPLES)
+    return Domain.of(axes, (*RULES, *RAGGED_RULES), TRIPLES)
 
 
 def head_dims_of(value: str) -> tuple[int, int]:
@@ -99,45 +89,37 @@ def _pairs(rows: Any, lengths: Any) -> int:
 
 
 RAGGED_RULES = (
+    Constraint(lambda num_kv_heads, group: num_kv_heads * group <= MOST_HEADS, "more heads than a layer has"),
     Constraint(
-        ("num_kv_heads", "group"), lambda heads, group: heads * group <= MOST_HEADS, "more heads than a layer has"
-    ),
-    Constraint(
-        ("requests", "lengths", "head_dims", "num_kv_heads"),
-        lambda n, lengths, dims, heads: _keys(n, lengths) * heads * sum(head_dims_of(dims)) <= MOST_KV_ELEMENTS,
+        lambda requests, lengths, head_dims, num_kv_heads: (
+            _keys(requests, lengths) * num_kv_heads * sum(head_dims_of(head_dims)) <= MOST_KV_ELEMENTS
+        ),
         "what a test holds in memory",
     ),
     Constraint(
-        ("lengths", "head_dims", "num_kv_heads", "group"),
-        lambda lengths, dims, heads, group: (
-            _keys(1, lengths) * sum(head_dims_of(dims)) * heads * group <= 4 * MOST_KV_ELEMENTS
+        lambda lengths, head_dims, num_kv_heads, group: (
+            _keys(1, lengths) * sum(head_dims_of(head_dims)) * num_kv_heads * group <= 4 * MOST_KV_ELEMENTS
         ),
         "what a test holds in memory: of the control, K and V of each query head",
     ),
     Constraint(
-        ("rows", "lengths", "head_dims", "num_kv_heads", "group"),
-        lambda rows, lengths, dims, heads, group: (
-            _pairs(rows, lengths) * heads * group * head_dims_of(dims)[0] <= MOST_PRODUCTS
+        lambda rows, lengths, head_dims, num_kv_heads, group: (
+            _pairs(rows, lengths) * num_kv_heads * group * head_dims_of(head_dims)[0] <= MOST_PRODUCTS
         ),
         "what a test can compute in float64",
     ),
     Constraint(
-        ("requests", "num_kv_heads", "group"),
-        lambda n, heads, group: n * heads * group <= 2**13,
+        lambda requests, num_kv_heads, group: requests * num_kv_heads * group <= 2**13,
         "what a test can compute in float64",
     ),
     Constraint(
-        ("kv", "requests", "lengths", "rows"),
-        lambda kv, n, lengths, rows: (
-            kv != "far apart" or (n <= REQUESTS and isinstance(lengths, str) and isinstance(rows, str))
+        lambda kv, requests, lengths, rows: (
+            kv != "far apart" or (requests <= REQUESTS and isinstance(lengths, str) and isinstance(rows, str))
         ),
         "tokens that each lie in memory of their own",
     ),
+    Constraint(lambda kv, num_kv_heads: kv != "far apart" or num_kv_heads <= 3, "each token takes whole pages"),
     Constraint(
-        ("kv", "num_kv_heads"), lambda kv, heads: kv != "far apart" or heads <= 3, "each token takes whole pages"
-    ),
-    Constraint(
-        ("padding", "mirrors"),
         lambda padding, mirrors: padding == "none" or mirrors == "none",
         "lengths on the host leave no row or key after the last offset",
     ),

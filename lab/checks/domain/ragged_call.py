@@ -7,29 +7,29 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import E4M3
-from lab.checks.catalogue.k05_guards import amid, changed_bytes, wrong_guards
+from lab.checks.catalogue.k05_guards import amid
 from lab.checks.domain.combination import Combination
 from lab.checks.domain.forms import (
+    DTYPES,
     LEAST_ALIGNMENT_BYTES,
     FormedCall,
+    judge_call,
     set_lengths,
     set_lse,
     set_out,
     set_scales,
     with_minus_infinity,
-    wrong_returns,
 )
 from lab.checks.domain.paged_axes import REQUESTS
 from lab.checks.domain.paged_call import GAP, PADDED
 from lab.checks.domain.paged_shape import empty_requests, rows_of_prompts
-from lab.checks.domain.ragged import DTYPES, SHORT, head_dims_of
-from lab.checks.domain.views import apart, at_bytes, far_apart
+from lab.checks.domain.ragged import SHORT, head_dims_of
+from lab.checks.domain.views import apart, at_bytes, far_apart, raw
 from lab.checks.needles import draw_histories, needle_positions
 from lab.checks.ragged_inputs import PADDING, TILE, Parts, arguments_of
 from lab.checks.space import edge_lengths
-from lab.checks.trial import Result, Trial
+from lab.checks.trial import Trial
 from lab.references.truth import Rules, Truth, truth_of_requests
-from lab.workloads.interfaces import Interface
 from lab.workloads.requests import PassLens
 
 
@@ -61,42 +61,19 @@ class RaggedCall(FormedCall):
     query: Tensor = field(kw_only=True)
     parts: Parts = field(kw_only=True)
 
+    @property
+    def rows(self) -> int:
+        return sum(self.lens.q_lens)
+
     def truth(self) -> Truth:
-        """Return what the call must give, from the requests' own parts."""
         given = {name: self.arguments[name] for name in ("bmm1_scale", "bmm2_scale") if name not in self.rules}
-        out_dtype = self.rules.get("out_dtype", _out_dtype(self.of))
-        rules = {"arithmetic": self.query.dtype, **given, **self.rules, "out_dtype": out_dtype}
+        rules = {"arithmetic": self.query.dtype, **given, "out_dtype": self.made_dtype, **self.rules}
         return truth_of_requests(self.query, self.parts, list(self.lens.q_lens), Rules(**rules))
 
 
 def judge_ragged(trial: Trial) -> None:
     """Make the call of a trial's combination once, and hold all that it gives to the truth, and what it must not touch."""
-    call = _built(trial)
-    written = ("out", "lse", "workspace_buffer")
-    read = {name: value for name, value in call.arguments.items() if isinstance(value, Tensor) and name not in written}
-    before = {name: value.clone() for name, value in read.items()}
-    result = trial.run(Interface.RAGGED_CONTEXT, call.arguments)
-    rows = sum(call.lens.q_lens)
-    out, lse = call.arguments.get("out"), call.arguments.get("lse")
-    out, lse = result.out if out is None else out, result.lse if lse is None else lse
-    if lse is None and call.of["lse"] != "none":
-        trial.wrong("return_lse=True returned no LSE")
-    if rows:
-        trial.hold("the call", Result(out[:rows], None if lse is None else lse[:rows], result.call), call.truth())
-    trial.judged += 1
-    trial.hold_nothing_wrong("what it returned", wrong_returns(call, result, rows), held="other")
-    expected = call.rules.get("out_dtype", _out_dtype(call.of))
-    if result.out.dtype != expected:
-        trial.wrong(f"the output is {result.out.dtype}, not {expected}")
-    trial.hold_nothing_wrong("the inputs", changed_bytes(read, before))
-    for name, around in call.guards.items():
-        trial.hold_nothing_wrong(f"around {name}", wrong_guards(name, around))
-
-
-def _out_dtype(of: Combination) -> torch.dtype:
-    """Return the dtype of an output that the call makes."""
-    dtype = DTYPES[of["dtype"]]
-    return torch.bfloat16 if dtype == E4M3 else dtype
+    judge_call(trial, _built(trial))
 
 
 def ragged_lens(of: Combination) -> RaggedLens:
@@ -154,7 +131,8 @@ def _drawn(trial: Trial) -> RaggedCall:
     tokens = sum(lens.kv_lens)
     parts = list(zip(*(side[:tokens].split(lens.kv_lens) for side in (key, value)), strict=True))
     arguments = arguments_of(query, key, value, lens.q_lens, lens.kv_lens, scale, causal=of["causal"])
-    return RaggedCall(of, arguments, lens=lens, query=query[: sum(lens.q_lens)], parts=parts)
+    made_dtype = torch.bfloat16 if dtype == E4M3 else dtype
+    return RaggedCall(of, made_dtype, arguments, lens=lens, query=query[: sum(lens.q_lens)], parts=parts)
 
 
 def _padded(rows: Tensor, padding: bool) -> Tensor:
@@ -191,8 +169,7 @@ def _laid(tensor: Tensor, form: str) -> Tensor:
 
 def _cat(left: Tensor, right: Tensor) -> Tensor:
     """Return both side by side in one tensor, of e4m3 too."""
-    sides = [side.view(torch.uint8) if side.dtype == E4M3 else side for side in (left, right)]
-    return torch.cat(sides, dim=-1).view(left.dtype)
+    return torch.cat((raw(left), raw(right)), dim=-1).view(left.dtype)
 
 
 def _lengths(call: RaggedCall) -> None:
@@ -211,8 +188,7 @@ def _lengths(call: RaggedCall) -> None:
 
 
 def _visible(call: RaggedCall) -> None:
-    for name, rule in (("window_left", "window_left"), ("causal", "causal")):
-        call.rules[rule] = call.of[name]
+    call.rules |= {name: call.of[name] for name in ("window_left", "causal")}
     for name in ("window_left", "o_sf_scale", "skip_all_rows_active_check"):
         call.arguments[name] = call.of[name]
 
@@ -227,8 +203,4 @@ def _sinks(call: RaggedCall) -> None:
 
 
 def _out(call: RaggedCall) -> None:
-    kind, _, name = call.of["out"].rpartition(" ")
-    if call.of["out"] == "none":
-        return
-    call.rules["out_dtype"] = DTYPES[name] if kind == "given" else _out_dtype(call.of)
-    set_out(call, head_dims_of(call.of["head_dims"])[1], call.rules["out_dtype"])
+    set_out(call, head_dims_of(call.of["head_dims"])[1])

@@ -5,11 +5,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-FILLING = (
-    0x7B  # of each byte around the numbers: a large finite value of every float dtype, far outside any pool as an id
-)
+# Of each byte around the numbers: a large finite value of every float dtype, far outside any pool as an id.
+FILLING = 0x7B
 FAR = 2**31  # elements
 ODD = 7  # elements: the stride of an axis of size 1
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """Return the tensor, as bytes if an element is one: a CPU can do little with e4m3."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
 def apart(tensor: Tensor, axis: int, gap: int) -> Tensor:
@@ -30,9 +34,11 @@ def far_apart(tensor: Tensor) -> Tensor:
     """Return the tensor as a view whose last row begins beyond 2**31 elements; memory between rows is never touched."""
     row = tensor[:1].numel()
     stride = max(row, -(-FAR // max(len(tensor) - 1, 1)))
-    raw = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-    storage = torch.empty((len(raw) - 1) * stride + row if len(raw) else 0, dtype=raw.dtype, device=raw.device)
-    return storage.as_strided(raw.shape, (stride, *raw[:1].contiguous().stride()[1:])).copy_(raw).view(tensor.dtype)
+    elements = raw(tensor)
+    size = (len(tensor) - 1) * stride + row if len(tensor) else 0
+    storage = torch.empty(size, dtype=elements.dtype, device=tensor.device)
+    strides = (stride, *elements[:1].contiguous().stride()[1:])
+    return storage.as_strided(tensor.shape, strides).copy_(elements).view(tensor.dtype)
 
 
 def with_odd_strides(tensor: Tensor) -> Tensor:
@@ -42,9 +48,8 @@ def with_odd_strides(tensor: Tensor) -> Tensor:
 
 
 def _as_view(tensor: Tensor, strides: Sequence[int], first: int) -> Tensor:
-    raw = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-    reach = sum((size - 1) * stride for size, stride in zip(raw.shape, strides, strict=True)) + 1
-    size_bytes = (first + max(reach, 0) + max(strides, default=1)) * raw.element_size()
-    storage = torch.full((size_bytes,), FILLING, dtype=torch.uint8, device=raw.device).view(raw.dtype)
-    view = storage.as_strided(raw.shape, tuple(strides), first)
-    return view.copy_(raw).view(tensor.dtype)
+    elements = raw(tensor)
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True)) + 1
+    size_bytes = (first + max(reach, 0) + max(strides, default=1)) * tensor.element_size()
+    storage = torch.full((size_bytes,), FILLING, dtype=torch.uint8, device=tensor.device).view(elements.dtype)
+    return storage.as_strided(tensor.shape, tuple(strides), first).copy_(elements).view(tensor.dtype)

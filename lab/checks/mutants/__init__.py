@@ -17,6 +17,7 @@ from lab.checks.mutants import (
     memory,
     merging,
     metadata,
+    metadata_batches,
     mla,
     mla_metadata,
     pages,
@@ -27,17 +28,12 @@ from lab.checks.mutants import (
 )
 from lab.checks.mutants.mutant import Mutant, defects_of
 
-_PAGED = [
-    defective
-    for module in (masks, scales, pages, merging, batching, memory, caching, lse, bias, combined, forms, rows, sizes)
-    for defective in defects_of(module)
-]
-_OTHERS = [defective for module in (ragged, draft_indices, metadata, mla_metadata) for defective in defects_of(module)]
+_PAGED = defects_of(masks, scales, pages, merging, batching, memory, caching, lse, bias, combined, forms, rows, sizes)
 MUTANTS: tuple[Mutant, ...] = (
     *map(Mutant.of, _PAGED),
     *(Mutant.of_mla(defective) for defective in _PAGED if defective.mla),
     *map(Mutant.of_mla, defects_of(mla)),
-    *map(Mutant.of, _OTHERS),
+    *map(Mutant.of, defects_of(ragged, draft_indices, metadata, metadata_batches, mla_metadata)),
 )
 
 

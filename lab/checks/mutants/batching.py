@@ -52,29 +52,22 @@ class OddRowCountsMisplaced(SplitKV, mla=True, source="FlashInfer #3929"):
         return Rows(*(side.roll(1, dims=0) for side in rows)) if tile.q_len & (tile.q_len - 1) else rows
 
 
-class LastRowOfEightLost(SplitKV, mla=True):
+class LastRowOfEightLost(SplitKV, mla=True, finish_tile=lambda _, problem, tile, rows: rows.values[7:8].zero_()):
     """The eighth row of a request is zero."""
-
-    def write(self, problem: PagedAttention, tile: RowTile, rows: Rows, out: Tensor, lse: Tensor | None) -> None:
-        if tile.num_rows >= 8:
-            rows.values[7] = 0.0
-        super().write(problem, tile, rows, out, lse)
 
 
 class HeadsSwapped(SplitKV, mla=True):
     """The last two query heads are exchanged in the output."""
 
-    def write(self, problem: PagedAttention, tile: RowTile, rows: Rows, out: Tensor, lse: Tensor | None) -> None:
-        heads = [*range(problem.num_qo_heads)]
-        heads[-2:] = heads[-2:][::-1]
-        super().write(problem, tile, Rows(*(side[:, heads] for side in rows)), out, lse)
+    def finish_tile(self, problem: PagedAttention, tile: RowTile, rows: Rows) -> None:
+        for side in rows:
+            side[:, -2:] = side[:, -2:].flip(1)
 
 
-class HeadsInterleaved(SplitKV):
+class HeadsInterleaved(
+    SplitKV, kv_heads=lambda heads, problem: torch.arange(len(heads), device=heads.device) % problem.num_kv_heads
+):
     """Query head h reads K/V head h % num_kv_heads."""
-
-    def kv_heads(self, problem: PagedAttention) -> Tensor:
-        return torch.arange(problem.num_qo_heads, device=problem.query.device) % problem.num_kv_heads
 
 
 class OddGroupsMisread(SplitKV, source="FlashInfer #4095"):
@@ -94,12 +87,12 @@ class LargeGroupsMisread(SplitKV, source="FlashInfer #2380"):
         return (heads // group).clamp(max=problem.num_kv_heads - 1)
 
 
-class MhaMisread(SplitKV, source="FlashInfer #4095"):
+class MhaMisread(
+    SplitKV,
+    source="FlashInfer #4095",
+    kv_heads=lambda heads, problem: heads * 0 if problem.num_qo_heads == problem.num_kv_heads else heads,
+):
     """If every query head has a K/V head of its own, all read the first."""
-
-    def kv_heads(self, problem: PagedAttention) -> Tensor:
-        heads = super().kv_heads(problem)
-        return heads * 0 if problem.num_qo_heads == problem.num_kv_heads else heads
 
 
 class RaggedRowsIgnored(SplitKV, mla=True, source="FlashInfer #3929"):
@@ -161,11 +154,10 @@ class RequestsBeyond128Wrap(Forgiving, table_row=lambda request, *_: request % 1
 class LastRowOfFilledTileLost(SplitKV, interface=(DECODE,)):
     """If 30 of a tile's 32 places are rows of a group, the group's last head loses its last row."""
 
-    def write(self, problem: PagedAttention, tile: RowTile, rows: Rows, out: Tensor, lse: Tensor | None) -> None:
+    def finish_tile(self, problem: PagedAttention, tile: RowTile, rows: Rows) -> None:
         group = problem.num_qo_heads // problem.num_kv_heads
         if group == 6 and tile.q_len == 5:
             rows.values[-1, group - 1 :: group] = 0.0
-        super().write(problem, tile, rows, out, lse)
 
 
 class EmptyRowsShiftTables(SplitKV, interface=(CONTEXT,)):

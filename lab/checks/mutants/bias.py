@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import HALF_DTYPES, PagedAttention
-from lab.calls.ragged_context import RaggedAttention
 from lab.checks.mutants import ragged
 from lab.checks.mutants.split_kv import Partials, Rows, RowTile, SplitKV
 
@@ -19,41 +18,29 @@ class BiasedWithSinks(EverythingBiased, mla=True, only_with="sinks"):
     """With sinks, all outputs are 0.5 % too large."""
 
 
-class BiasedInWindows(SplitKV):
+class BiasedInWindows(EverythingBiased, mla=False, where=lambda problem: problem.window_left >= 0):
     """With a window, all outputs are 0.5 % too large."""
 
-    def changed(self, problem: PagedAttention) -> PagedAttention:
-        return EverythingBiased().misread(problem) if problem.window_left >= 0 else problem
 
-
-class LastHeadBiased(SplitKV, mla=True):
+class LastHeadBiased(SplitKV, mla=True, finish_tile=lambda _, problem, tile, rows: rows.values[:, -1].mul_(LARGER)):
     """Outputs of the last head are 0.5 % too large."""
-
-    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> Rows:
-        rows = super().merged(problem, tile, partials)
-        rows.values[:, -1] *= LARGER
-        return rows
 
 
 class LastRequestBiased(SplitKV, mla=True):
     """Outputs of the batch's last request are 0.5 % too large."""
 
-    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> Rows:
-        rows = super().merged(problem, tile, partials)
+    def finish_tile(self, problem: PagedAttention, tile: RowTile, rows: Rows) -> None:
         rows.values[:] *= LARGER if tile.request == problem.batch_size - 1 else 1.0
-        return rows
 
 
 class FirstRowBiased(SplitKV, mla=True):
     """The first of several rows of each request is 0.5 % too large."""
 
-    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> Rows:
-        rows = super().merged(problem, tile, partials)
+    def finish_tile(self, problem: PagedAttention, tile: RowTile, rows: Rows) -> None:
         rows.values[self.biased(tile)] *= LARGER
-        return rows
 
     def biased(self, tile: RowTile) -> slice:
-        """The rows of a tile that are biased."""
+        """Return the rows of a tile that are biased."""
         is_first = tile.first_position == tile.kv_len - tile.q_len
         return slice(0, 1 if is_first and tile.q_len > 1 else 0)
 
@@ -86,18 +73,12 @@ class RaggedBiased(ragged.Ragged, instead={"bmm2_scale": lambda problem: problem
     """All outputs are 0.5 % too large."""
 
 
-class RaggedLastHeadBiased(ragged.Ragged):
+class RaggedLastHeadBiased(ragged.Ragged, finish=lambda _, problem, out, lse_log2: out[:, -1].mul_(LARGER)):
     """Outputs of the last head are 0.5 % too large."""
 
-    def finish(self, problem: RaggedAttention, out: Tensor, lse_log2: Tensor | None) -> None:
-        out[:, -1] *= LARGER
 
-
-class RaggedChunksBiased(RaggedBiased):
+class RaggedChunksBiased(RaggedBiased, where=lambda problem: not problem.causal):
     """Outputs over a chunk of the prefix, which is not causal, are 0.5 % too large."""
-
-    def changed(self, problem: RaggedAttention) -> RaggedAttention:
-        return problem if problem.causal else self.misread(problem)
 
 
 def truncated(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lab.calls import DecodeCall
 from lab.calls.problem import PagedAttention
-from lab.checks.mutants.mutant import DECODE, Memory
+from lab.checks.mutants.mutant import DECODE, Memory, ReadOnce
 from lab.checks.mutants.split_kv import KEYS_PER_SPLIT, Call, Forgiving, Rows, RowTile, Workspace
 
 
@@ -38,17 +38,12 @@ class CachedBmm2(FieldOfFirst, mla=True, source="FlashInfer #4014", field="bmm2_
     """The first call's bmm2_scale serves all calls of its shapes."""
 
 
-class CachedTensorScale(Remembering, mla=True, source="FlashInfer #4199"):
+class PagedReadOnce(ReadOnce, Forgiving, is_model=True):
+    """Not a mutant: a tensor is copied when its address is first seen, and the copy serves later calls."""
+
+
+class CachedTensorScale(PagedReadOnce, mla=True, source="FlashInfer #4199", fields=("bmm1_scale", "bmm2_scale")):
     """A scale in a tensor is read once: what is written there later has no effect."""
-
-    def changed(self, problem: PagedAttention) -> PagedAttention:
-        return replace(problem, bmm1_scale=self._once(problem.bmm1_scale), bmm2_scale=self._once(problem.bmm2_scale))
-
-    def _once(self, scale: float | Tensor) -> float | Tensor:
-        if not isinstance(scale, Tensor):
-            return scale
-        kept: Tensor = self.first(scale.data_ptr(), scale.clone)
-        return kept
 
 
 class CachedQLen(Remembering, mla=True, interface=(DECODE,), source="FlashInfer #2157"):
@@ -84,13 +79,8 @@ class CachedLengths(Remembering, mla=True, source="SGLang #26824"):
         return lens
 
 
-class CachedTable(Remembering, mla=True, source="SGLang #26019"):
+class CachedTable(PagedReadOnce, mla=True, source="SGLang #26019", fields=("k_block_tables", "v_block_tables")):
     """The page table is copied once per tensor: what is written into it later has no effect."""
-
-    def changed(self, problem: PagedAttention) -> PagedAttention:
-        tables = (problem.k_block_tables, problem.v_block_tables)
-        k, v = (self.first((table.data_ptr(), table.shape), table.clone) for table in tables)
-        return replace(problem, k_block_tables=k, v_block_tables=k if tables[0] is tables[1] else v)
 
 
 class CachedLengthsByShape(Remembering, mla=True):
@@ -169,35 +159,23 @@ class FrozenRequests(Remembering, mla=True):
             out[offsets[tile.request] : offsets[tile.request + 1]] = 0
 
 
-class ReadOnce(Remembering, is_model=True):
-    """Not a mutant: a tensor is copied when its address is first seen, and the copy serves later calls."""
-
-    field = ""
-
-    def changed(self, problem: PagedAttention) -> PagedAttention:
-        tensor = getattr(problem, self.field)
-        if not isinstance(tensor, Tensor):
-            return problem
-        return replace(problem, **{self.field: self.first((tensor.data_ptr(), tensor.shape), tensor.clone)})
-
-
-class Bmm2ReadOnce(ReadOnce, mla=True, field="bmm2_scale"):
+class Bmm2ReadOnce(PagedReadOnce, mla=True, fields=("bmm2_scale",)):
     """A bmm2_scale on the device is read on the host in the first call: what is written there later has no effect."""
 
 
-class SinksReadOnce(ReadOnce, mla=True, field="sinks"):
+class SinksReadOnce(PagedReadOnce, mla=True, fields=("sinks",)):
     """The sinks are copied once per tensor: what is written there later has no effect."""
 
 
-class MaskReadOnce(ReadOnce, interface=(DECODE,), field="mask"):
+class MaskReadOnce(PagedReadOnce, interface=(DECODE,), fields=("mask",)):
     """The words of a draft mask are copied once per tensor: what is written there later has no effect."""
 
 
-class QueryReadOnce(ReadOnce, mla=True, field="query"):
+class QueryReadOnce(PagedReadOnce, mla=True, fields=("query",)):
     """The query is converted once per tensor: what is written there later has no effect."""
 
 
-class FactorsReadOnce(ReadOnce, field="v_scale_factors"):
+class FactorsReadOnce(PagedReadOnce, fields=("v_scale_factors",)):
     """V's scale factors of an NVFP4 cache are reordered once per tensor: what is written there later has no effect."""
 
 
@@ -223,14 +201,8 @@ class KeysKeptByLength(Remembering, mla=True):
         return kept
 
 
-class TableKeptByLength(Remembering, mla=True):
+class TableKeptByLength(CachedTable, mla=True, source="", also_by=lambda _, problem: tuple(problem.seq_lens.tolist())):
     """A copy of the page table serves as long as the lengths are those that it was made for."""
-
-    def changed(self, problem: PagedAttention) -> PagedAttention:
-        lens = tuple(problem.seq_lens.tolist())
-        tables = (problem.k_block_tables, problem.v_block_tables)
-        k, v = (self.first((table.data_ptr(), table.shape, lens), table.clone) for table in tables)
-        return replace(problem, k_block_tables=k, v_block_tables=k if tables[0] is tables[1] else v)
 
 
 class WorkspaceKept(Remembering, mla=True):

@@ -13,7 +13,7 @@ from lab.checks.mutants.mutant import CONTEXT, DECODE, MLA_DECODE
 class TensorScalesExchanged(
     Conditional,
     mla=True,
-    where=lambda _, __, call: isinstance(call.bmm1_scale, Tensor) and isinstance(call.bmm2_scale, Tensor),
+    where=lambda _, call: isinstance(call.bmm1_scale, Tensor) and isinstance(call.bmm2_scale, Tensor),
     instead={"bmm1_scale": lambda problem, _: problem.bmm2_scale},
 ):
     """Where both scales are tensors, bmm2_scale is read in the place of bmm1_scale."""
@@ -22,7 +22,7 @@ class TensorScalesExchanged(
 class Log2IgnoredBesideTensor(
     Conditional,
     interface=(DECODE,),
-    where=lambda _, __, call: isinstance(call.bmm1_scale, Tensor),
+    where=lambda _, call: isinstance(call.bmm1_scale, Tensor),
     instead={"bmm1_scale": lambda _, call: call.bmm1_scale},
 ):
     """bmm1_scale_log2 gives way to a bmm1_scale that is a tensor."""
@@ -31,7 +31,7 @@ class Log2IgnoredBesideTensor(
 class WindowIgnoredWithMaskAndSinks(
     Conditional,
     interface=(DECODE,),
-    where=lambda _, problem, __: problem.mask is not None and problem.sinks is not None,
+    where=lambda problem, _: problem.mask is not None and problem.sinks is not None,
     instead={"window_left": -1},
 ):
     """A window is ignored where there is a draft mask and sinks too."""
@@ -40,7 +40,7 @@ class WindowIgnoredWithMaskAndSinks(
 class SinksIgnoredInRaggedWindow(
     Conditional,
     interface=(DECODE,),
-    where=lambda _, problem, __: problem.cu_seqlens_q is not None and problem.window_left >= 0,
+    where=lambda problem, _: problem.cu_seqlens_q is not None and problem.window_left >= 0,
     instead={"sinks": None},
 ):
     """Sinks are ignored where a decode call has cum_seq_lens_q and a window."""
@@ -48,21 +48,21 @@ class SinksIgnoredInRaggedWindow(
 
 class VPagesFromKInWindow(
     Conditional,
-    where=lambda _, problem, __: problem.window_left >= 0,
+    where=lambda problem, _: problem.window_left >= 0,
     instead={"v_block_tables": lambda problem, _: problem.k_block_tables},
 ):
     """V's own page table is ignored where there is a window."""
 
 
 class MaskIgnoredOverNvfp4(
-    Conditional, interface=(DECODE,), where=lambda _, problem, __: problem.is_nvfp4, instead={"mask": None}
+    Conditional, interface=(DECODE,), where=lambda problem, _: problem.is_nvfp4, instead={"mask": None}
 ):
     """A draft mask is taken for a causal one over an NVFP4 cache."""
 
 
 class ScaleOfVIgnoredWithE4m3Output(
     Conditional,
-    where=lambda _, problem, __: problem.query.dtype == E4M3 and problem.out_dtype == E4M3,
+    where=lambda problem, _: problem.query.dtype == E4M3 and problem.out_dtype == E4M3,
     instead={"bmm2_scale": 1.0},
 ):
     """bmm2_scale is ignored where the query and the output are e4m3, as over an NVFP4 cache on trtllm-gen."""
@@ -81,7 +81,7 @@ def _lengths_of_first_rows(problem: PagedAttention) -> Tensor:
 
 
 class SinksIgnoredWithoutCausality(
-    Conditional, interface=(CONTEXT,), where=lambda _, problem, __: not problem.causal, instead={"sinks": None}
+    Conditional, interface=(CONTEXT,), where=lambda problem, _: not problem.causal, instead={"sinks": None}
 ):
     """Sinks are ignored with causal=False."""
 
@@ -95,19 +95,13 @@ class LseBaseEWithoutCausality(Conditional, interface=(CONTEXT,)):
 
 
 class SinksIgnoredBesideTensorScale(
-    Conditional,
-    mla=True,
-    where=lambda _, __, call: isinstance(call.bmm2_scale, Tensor),
-    instead={"sinks": None},
+    Conditional, mla=True, where=lambda _, call: isinstance(call.bmm2_scale, Tensor), instead={"sinks": None}
 ):
     """Sinks are ignored where bmm2_scale is a tensor."""
 
 
 class MLASinksIgnoredInBaseE(
-    Conditional,
-    interface=(MLA_DECODE,),
-    where=lambda _, __, call: call.return_lse_base == "basee",
-    instead={"sinks": None},
+    Conditional, interface=(MLA_DECODE,), where=lambda _, call: call.return_lse_base == "basee", instead={"sinks": None}
 ):
     """Sinks are ignored where an MLA decode asks for an LSE in base e."""
 
@@ -115,7 +109,7 @@ class MLASinksIgnoredInBaseE(
 class MLASinksIgnoredInRaggedRows(
     Conditional,
     interface=(MLA_DECODE,),
-    where=lambda _, problem, __: problem.max_q_len > 1,
+    where=lambda problem, _: problem.max_q_len > 1,
     instead={"sinks": None},
     only_with="cu_seqlens_q",
 ):
@@ -123,6 +117,6 @@ class MLASinksIgnoredInRaggedRows(
 
 
 class WindowIgnoredWithUnsignedLengths(
-    Conditional, where=lambda _, __, call: call.seq_lens.dtype == torch.uint32, instead={"window_left": -1}
+    Conditional, where=lambda _, call: call.seq_lens.dtype == torch.uint32, instead={"window_left": -1}
 ):
     """A window is ignored where seq_lens is uint32."""

@@ -1,16 +1,11 @@
-"""The right model with another problem where a condition holds, of the call or of its problem."""
+"""The right model with another problem, of what the call says too."""
 
 from lab.calls.problem import PagedAttention
 from lab.checks.mutants.split_kv import Call, Forgiving
 
 
 class Conditional(Forgiving, is_model=True):
-    """Solves the problem with the values of `instead`, whose functions get the problem and the call, where `where` holds."""
+    """Solves the problem with the values of `instead` where `where` holds: their functions get the problem and the call."""
 
     def problem(self, call: Call) -> PagedAttention:
-        problem = call.problem()
-        return self.misread(problem, call) if self.where(problem, call) else problem
-
-    def where(self, problem: PagedAttention, call: Call) -> bool:
-        """Tell whether the defect shows."""
-        return True
+        return self.misread(call.problem(), call)

@@ -266,9 +266,11 @@ class StepsBeyondPageLost(DraftListsModel):
 class PrefixBeyond2048Lost(DraftListsModel):
     """Columns from the 2,048th on give slot 0."""
 
+    most = 2048
+
     def slots(self, row: Tensor, columns: list[int]) -> Tensor:
         index = torch.tensor(columns, dtype=torch.int64, device=row.device)
-        return super().slots(row, columns).masked_fill(index >= 2048, 0)
+        return super().slots(row, columns).masked_fill(index >= self.most, 0)
 
 
 class BoundariesBeyond1024Anew(LateBranchesUncounted, summed=1024):
@@ -315,12 +317,8 @@ class PagesOf32TakenAs16(DraftListsModel):
         return super().start(length, branch, num_steps=num_steps, topk=topk, page_size=page_size)
 
 
-class PrefixBeyond65535Lost(DraftListsModel):
+class PrefixBeyond65535Lost(PrefixBeyond2048Lost, most=65536):
     """Columns from the 65,536th on give slot 0."""
-
-    def slots(self, row: Tensor, columns: list[int]) -> Tensor:
-        index = torch.tensor(columns, dtype=torch.int64, device=row.device)
-        return super().slots(row, columns).masked_fill(index >= 65536, 0)
 
 
 class UnalignedListsShifted(DraftListsModel):

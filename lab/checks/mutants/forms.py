@@ -9,7 +9,7 @@ from lab.calls.problem import PagedAttention
 from lab.checks.mutants.conditional import Conditional
 from lab.checks.mutants.mutant import MLA_DECODE
 from lab.checks.mutants.pages import with_strides
-from lab.checks.mutants.split_kv import Call, Partials, Rows, RowTile
+from lab.checks.mutants.split_kv import Call, Rows, RowTile
 
 LOAD_BYTES = 32
 
@@ -17,7 +17,7 @@ LOAD_BYTES = 32
 class ScaleOfNoDimensionIgnored(
     Conditional,
     mla=True,
-    where=lambda _, __, call: isinstance(call.bmm1_scale, Tensor) and call.bmm1_scale.ndim == 0,
+    where=lambda _, call: isinstance(call.bmm1_scale, Tensor) and call.bmm1_scale.ndim == 0,
     instead={"bmm1_scale": lambda problem, _: problem.head_dim**-0.5},
 ):
     """bmm1_scale is taken as 1 / sqrt(head_dim) where it is a tensor of no dimension."""
@@ -26,30 +26,28 @@ class ScaleOfNoDimensionIgnored(
 class ScaleOfTwoDimensionsIgnored(
     Conditional,
     mla=True,
-    where=lambda _, __, call: isinstance(call.bmm2_scale, Tensor) and call.bmm2_scale.ndim == 2,
+    where=lambda _, call: isinstance(call.bmm2_scale, Tensor) and call.bmm2_scale.ndim == 2,
     instead={"bmm2_scale": 1.0},
 ):
     """bmm2_scale is taken as 1 where it is a tensor of two dimensions."""
 
 
-class WindowOverflows(Conditional, where=lambda _, __, call: call.window_left == 2**31 - 1, instead={"window_left": 0}):
+class WindowOverflows(Conditional, where=lambda _, call: call.window_left == 2**31 - 1, instead={"window_left": 0}):
     """The keys of a window, window_left + 1, overflow int32 at 2**31: a row sees its own key alone."""
 
 
 class OnlySideMisread(
     Conditional,
-    where=lambda _, __, call: isinstance(call.kv_cache, Tensor) and call.kv_cache.shape[1] == 1,
+    where=lambda _, call: isinstance(call.kv_cache, Tensor) and call.kv_cache.shape[1] == 1,
     instead={"v_cache": lambda problem, _: problem.k_cache.view(torch.uint8).roll(-1, 0).view(problem.k_cache.dtype)},
 ):
     """V is looked for a page after K where kv_cache is one tensor with a second dimension of 1."""
 
 
-class LseAloneUnwritten(Conditional):
+class LseAloneUnwritten(
+    Conditional, results=lambda results, problem: results if problem.return_lse else (results[0], None)
+):
     """An lse without return_lse is left unwritten."""
-
-    def results(self, problem: PagedAttention) -> tuple[Tensor, Tensor | None]:
-        out, lse = super().results(problem)
-        return out, lse if problem.return_lse else None
 
 
 class StridedLseWrittenPacked(Conditional):
@@ -63,24 +61,19 @@ class StridedLseWrittenPacked(Conditional):
 class MLARowsOfNoBoundLost(
     Conditional,
     interface=(MLA_DECODE,),
-    where=lambda _, __, call: call.max_q_len is None,
+    where=lambda _, call: call.max_q_len is None,
     instead={"max_q_len": 1},
     only_with="cu_seqlens_q",
 ):
     """max_q_len=None is taken as 1: of a request's rows through cum_seq_lens_q the first is computed."""
 
-    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> Rows:
-        rows = super().merged(problem, tile, partials)
+    def finish_tile(self, problem: PagedAttention, tile: RowTile, rows: Rows) -> None:
         if problem.cu_seqlens_q is not None and problem.max_q_len == 1:
             rows.values[1:] = 0.0
-        return rows
 
 
 class MLATupleOfSinksIgnored(
-    Conditional,
-    interface=(MLA_DECODE,),
-    where=lambda _, __, call: isinstance(call.sinks, tuple),
-    instead={"sinks": None},
+    Conditional, interface=(MLA_DECODE,), where=lambda _, call: isinstance(call.sinks, tuple), instead={"sinks": None}
 ):
     """Sinks are ignored where they are a tuple of one tensor."""
 
@@ -105,7 +98,7 @@ class QueryHeadGapIgnored(Conditional, mla=True):
 class TokenGapIgnored(
     Conditional,
     mla=True,
-    where=lambda _, problem, __: problem.v_cache.stride(2) < problem.v_cache.stride(1),
+    where=lambda problem, _: problem.v_cache.stride(2) < problem.v_cache.stride(1),
     instead={"v_cache": lambda problem, _: restrided(problem.v_cache, 2, problem.k_cache.shape[3])},
 ):
     """The tokens of a head of V are taken to lie next to each other in a page."""
@@ -113,7 +106,7 @@ class TokenGapIgnored(
 
 class HeadGapIgnored(
     Conditional,
-    where=lambda _, problem, __: problem.num_kv_heads > 1,
+    where=lambda problem, _: problem.num_kv_heads > 1,
     instead={
         "k_cache": lambda problem, _: restrided(
             problem.k_cache,
@@ -130,7 +123,7 @@ class HeadGapIgnored(
 class StrideOfOnlyHeadUsed(
     Conditional,
     mla=True,
-    where=lambda _, problem, __: problem.k_cache.stride(1) < problem.k_cache.shape[3],
+    where=lambda problem, _: problem.k_cache.stride(1) < problem.k_cache.shape[3],
     instead={"k_cache": lambda problem, _: restrided(problem.k_cache, 0, problem.k_cache.stride(1))},
 ):
     """A page of an only K/V head is taken to be as large as the head's stride, which means nothing where it is small."""

@@ -54,9 +54,8 @@ class LseOfLastSplit(SplitKV, mla=True):
 class LseWithBmm2(SplitKV, mla=True):
     """The LSE counts weights that bmm2_scale has multiplied."""
 
-    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> Rows:
-        values, lse_log2 = super().merged(problem, tile, partials)
-        return Rows(values, lse_log2 + math.log2(abs(float(problem.bmm2_scale))))
+    def finish_tile(self, problem: PagedAttention, tile: RowTile, rows: Rows) -> None:
+        rows.lse_log2[:] += math.log2(abs(float(problem.bmm2_scale)))
 
 
 class LseBufferIgnored(SplitKV, mla=True):
@@ -82,6 +81,5 @@ class LseOfManySplits(SplitKV, mla=True):
 class LseOfRaggedRows(SplitKV, interface=(DECODE,)):
     """The LSE of rows through cum_seq_lens_q is a natural logarithm."""
 
-    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> Rows:
-        values, lse_log2 = super().merged(problem, tile, partials)
-        return Rows(values, lse_log2 if problem.cu_seqlens_q is None else lse_log2 * math.log(2.0))
+    def finish_tile(self, problem: PagedAttention, tile: RowTile, rows: Rows) -> None:
+        rows.lse_log2[:] *= 1.0 if problem.cu_seqlens_q is None else math.log(2.0)

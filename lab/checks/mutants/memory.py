@@ -35,10 +35,9 @@ class OneElementZero(SplitKV, finish=lambda _, problem, out, lse: out[:1, 0, 0].
 class LengthZeroNan(SplitKV, mla=True, source="FlashInfer #2883"):
     """A request without keys has NaN rows."""
 
-    def write(self, problem: PagedAttention, tile: RowTile, rows: Rows, out: Tensor, lse: Tensor | None) -> None:
+    def finish_tile(self, problem: PagedAttention, tile: RowTile, rows: Rows) -> None:
         if tile.kv_len == 0:
             rows.values.fill_(torch.nan)
-        super().write(problem, tile, rows, out, lse)
 
 
 class LengthZeroUntouched(SplitKV, mla=True, source="FlashInfer #2883"):
@@ -81,12 +80,8 @@ def overwrite(tensor: Tensor, offset: int, count: int) -> None:
         tensor.as_strided((end - start,), (1,), start).zero_()
 
 
-class OutIgnored(SplitKV, mla=True):
+class OutIgnored(SplitKV, mla=True, results=lambda results, _: (torch.empty_like(results[0]), results[1])):
     """The result goes to a new tensor, whatever `out` the caller gave."""
-
-    def results(self, problem: PagedAttention) -> tuple[Tensor, Tensor | None]:
-        out, lse = super().results(problem)
-        return torch.empty_like(out), lse
 
 
 class OutDtypeIgnored(SplitKV):
@@ -96,12 +91,8 @@ class OutDtypeIgnored(SplitKV):
         return super().returned(problem, out if problem.out is not None else out.to(problem.query.dtype), lse)
 
 
-class OutRoundedToE4m3(SplitKV, mla=True):
+class OutRoundedToE4m3(SplitKV, mla=True, merged=lambda rows, *_: rows._replace(values=rows.values.to(E4M3).float())):
     """The output is rounded to e4m3 on its way."""
-
-    def write(self, problem: PagedAttention, tile: RowTile, rows: Rows, out: Tensor, lse: Tensor | None) -> None:
-        values = rows.values.to(torch.float8_e4m3fn).float()
-        super().write(problem, tile, rows._replace(values=values), out, lse)
 
 
 class NeedsZeroOut(SplitKV, mla=True, source="FlashInfer #2408"):
@@ -252,17 +243,13 @@ class ScratchBeyondEnd(SplitKV, mla=True):
         return super().workspace(buffer, problem, tiles)
 
 
-class OutputReused(SplitKV, mla=True, source="SGLang #39175"):
+class OutputReused(Memory, SplitKV, mla=True, source="SGLang #39175"):
     """Without `out`, results of a shape share one tensor, so that a call overwrites an earlier one's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: dict[Any, Tensor] = {}
 
     def results(self, problem: PagedAttention) -> tuple[Tensor, Tensor | None]:
         out, lse = super().results(problem)
         if problem.out is None:
-            out = self.kept.setdefault((out.shape, out.dtype, out.device), out)
+            out = self.first((out.shape, out.dtype, out.device), lambda: out)
         return out, lse
 
 

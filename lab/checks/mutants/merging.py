@@ -11,9 +11,8 @@ from lab.checks.mutants.split_kv import Partials, Rows, RowTile, SplitKV, partia
 class EmptySplitWritesZero(SplitKV, source="FlashInfer #4161"):
     """A split of 64 keys that lies wholly before a window writes zeros over the merged rows."""
 
-    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> Rows:
-        values, lse_log2 = super().merged(problem, tile, partials)
-        return Rows(values * (tile.key_start < 64), lse_log2)
+    def finish_tile(self, problem: PagedAttention, tile: RowTile, rows: Rows) -> None:
+        rows.values[:] *= tile.key_start < 64
 
 
 class EmptyRowOfSplitWritesZero(SplitKV, source="FlashInfer #4161"):
@@ -200,8 +199,6 @@ class FirstSinkSwitchesAll(
 class NoSinkNoKeysNan(SplitKV):
     """A row that sees no key is NaN where its head's sink is minus infinity."""
 
-    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> Rows:
-        values, lse_log2 = super().merged(problem, tile, partials)
+    def finish_tile(self, problem: PagedAttention, tile: RowTile, rows: Rows) -> None:
         if problem.sinks is not None:
-            values = torch.where((lse_log2 == -torch.inf).unsqueeze(-1), torch.nan, values)
-        return Rows(values, lse_log2)
+            rows.values[rows.lse_log2 == -torch.inf] = torch.nan

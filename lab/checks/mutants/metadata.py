@@ -1,4 +1,4 @@
-"""Mutants of the metadata builder."""
+"""Mutants of the metadata builder; those that are wrong for some batches alone are in `metadata_batches`."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from lab.checks.mutants.mutant import MHA_METADATA, Defective, Memory
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_pool import KVPool
-from lab.metadata.engine.lengths import first_slots, uncounted_tokens
+from lab.metadata.engine.lengths import uncounted_tokens
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
 
 
@@ -83,16 +83,12 @@ class BufferRegrown(Builder, source="SGLang #39175"):
         return metadata
 
 
-class BufferShared(Builder):
+class BufferShared(Memory, Builder):
     """Batches of a size share one tensor of lengths, so that a call overwrites an earlier one's."""
-
-    def __init__(self) -> None:
-        self.buffers: dict[int, Tensor] = {}
 
     def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
         lens = metadata.cache_seqlens_int32
-        buffer = self.buffers.setdefault(len(lens), lens)
-        return replace(metadata, cache_seqlens_int32=buffer.copy_(lens))
+        return replace(metadata, cache_seqlens_int32=self.first(len(lens), lambda: lens).copy_(lens))
 
 
 class LengthsAreTheBatchs(Builder):
@@ -218,216 +214,3 @@ class TableTooNarrow(Builder, source="SGLang #24566"):
     def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
         width = -(-int(batch.seq_lens.max()) // pool.page_size) if batch.batch_size else 0
         return replace(metadata, page_table=metadata.page_table[:, :width].contiguous())
-
-
-class OffsetsOfLargeBatchStop(Builder):
-    """cu_seqlens_q stops rising after the 32nd request."""
-
-    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-        offsets = metadata.cu_seqlens_q
-        return replace(metadata, cu_seqlens_q=offsets.clamp(max=int(offsets[: 32 + 1][-1])))
-
-
-class ColumnsBeyond256Zero(Builder):
-    """Columns of the page table from the 257th on are zero."""
-
-    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-        columns = torch.arange(metadata.page_table.shape[1], device=pool.device)
-        return replace(metadata, page_table=metadata.page_table.masked_fill(columns >= 256, 0))
-
-
-class LengthsCapped(
-    Builder, instead={"cache_seqlens_int32": lambda metadata, *_: metadata.cache_seqlens_int32.clamp(max=4096)}
-):
-    """Lengths end at 4,096."""
-
-
-class MostRowsOfAnyPass(Builder):
-    """max_seq_len_q never falls from one pass to the next."""
-
-    most = 0
-
-    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-        self.most = max(self.most, metadata.max_seq_len_q)
-        return replace(metadata, max_seq_len_q=self.most)
-
-
-class WindowHoleTakenAsSlot(Builder):
-    """A window map's -1 is the last page of the window's pool."""
-
-    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-        table = metadata.swa_page_table
-        if table is None or pool.swa_num_pages is None:
-            return metadata
-        return replace(metadata, swa_page_table=torch.where(table < 0, pool.swa_num_pages - 1, table))
-
-
-class TableOfSameLengthsKept(Memory, Builder):
-    """A page table is kept for the same requests of the same pool and length, whatever the pool's slots now are."""
-
-    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-        key = (pool, *batch.req_pool_indices.tolist(), *metadata.cache_seqlens_int32.tolist())
-        return replace(metadata, page_table=self.first(key, metadata.page_table.clone).clone())
-
-
-class WindowMapOfFirstPool(Memory, Builder):
-    """The window's map is that of the first pool that was seen."""
-
-    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-        if pool.full_to_swa is None:
-            return metadata
-        first = self.first("map", pool.full_to_swa.clone)
-        slots = (metadata.page_table.to(torch.int64) * pool.page_size).clamp(max=len(first) - 1)
-        return replace(metadata, swa_page_table=(first[slots] // pool.page_size).to(torch.int32))
-
-
-class VirtualPagesLeft(Builder):
-    """The page table of virtual slots has the pages that they name, and not those of the cache."""
-
-    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-        if pool.v2p is None:
-            return metadata
-        slots = first_slots(batch.req_pool_indices, metadata.cache_seqlens_int32, pool)
-        return replace(metadata, page_table=(slots // pool.page_size).to(torch.int32))
-
-
-class WindowPagesOfPhysicalSlots(Builder):
-    """Where slots are virtual, a window's pages are looked up by where the slots lie in the full pool."""
-
-    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-        if pool.v2p is None or metadata.swa_page_table is None:
-            return metadata
-        slots = metadata.page_table.to(torch.int64) * pool.page_size
-        return replace(metadata, swa_page_table=(pool.swa_slots(slots) // pool.page_size).to(torch.int32))
-
-
-class EmptySlotsGetAKey(
-    Builder, instead={"cache_seqlens_int32": lambda metadata, *_: metadata.cache_seqlens_int32.clamp(min=1)}
-):
-    """A length of 0 is 1."""
-
-
-class DivisibleRowsTakenAsEqual(Builder):
-    """Rows that divide by the requests are taken as equally many for each."""
-
-    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-        rows = sum(batch.extend_seq_lens_cpu or (1,))
-        if batch.batch_size == 0 or batch.extend_seq_lens_cpu is None or rows % batch.batch_size:
-            return metadata
-        offsets = torch.arange(batch.batch_size + 1, dtype=torch.int32, device=pool.device)
-        return replace(metadata, cu_seqlens_q=offsets * (rows // batch.batch_size))
-
-
-class RequestsBeyond80Pageless(Builder):
-    """The page table's rows from the 81st on are zero."""
-
-    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-        requests = torch.arange(len(metadata.page_table), device=pool.device)
-        return replace(metadata, page_table=metadata.page_table.masked_fill(requests[:, None] >= 80, 0))
-
-
-class IdlePassWithoutRows(Builder):
-    """max_seq_len_q of an idle pass is 0."""
-
-    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-        return replace(metadata, max_seq_len_q=0) if batch.forward_mode.name == "IDLE" else metadata
-
-
-class SplitPrefillWithoutPrefix(Builder):
-    """Lengths of a split prefill leave the cached prefix out."""
-
-    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-        if batch.forward_mode.name != "SPLIT_PREFILL" or batch.extend_seq_lens is None:
-            return metadata
-        return replace(metadata, cache_seqlens_int32=batch.extend_seq_lens.to(torch.int32))
-
-
-class PagesOf256TakenAs128(Builder):
-    """Pages of 256 tokens are numbered as if they held 128."""
-
-    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-        return replace(metadata, page_table=metadata.page_table * 2) if pool.page_size == 256 else metadata
-
-
-class DraftStepsBeyondTwoCountTwo(Builder):
-    """From the third draft step on, lengths count the second's tokens."""
-
-    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-        step = (batch.spec_info.speculative_step_id if batch.spec_info else None) or 0
-        return replace(metadata, cache_seqlens_int32=metadata.cache_seqlens_int32 - max(0, step - 2))
-
-
-class MostRowsOfHostLengths(Builder):
-    """max_seq_len_q of a prefill whose lengths are on the host is the longest of them, cached tokens and all."""
-
-    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-        if not batch.forward_mode.is_prefill or not batch.seq_lens_cpu:
-            return metadata
-        return replace(metadata, max_seq_len_q=max(batch.seq_lens_cpu))
-
-
-class PageIdsOf16Bits(Builder, instead={"page_table": lambda metadata, *_: metadata.page_table & 0xFFFF}):
-    """The page table's ids have 16 bits."""
-
-
-class UnknownRowsDealtEvenly(Builder):
-    """Of a ragged verification whose rows the host does not know, max_seq_len_q is their mean."""
-
-    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-        if batch.forward_mode.query_rows is not QueryRows.VERIFIED or batch.extend_seq_lens_cpu is not None:
-            return metadata
-        return replace(metadata, max_seq_len_q=batch.num_tokens // batch.batch_size)
-
-
-class DeadCellsLeft(Builder):
-    """Cells after a request's pages name what freed requests left in its row of the pool."""
-
-    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-        slots = pool.req_to_token[:, :: pool.page_size].index_select(0, batch.req_pool_indices)
-        return replace(metadata, page_table=pool.pages(slots))
-
-
-class TableRowsApart(
-    Builder,
-    instead={"page_table": lambda metadata, *_: torch.nn.functional.pad(metadata.page_table, (0, 3))[:, :-3]},
-):
-    """The page table's rows lie three cells apart."""
-
-
-class LengthsEndAtTheContext(Builder):
-    """A length above the context is the context's."""
-
-    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-        return replace(metadata, cache_seqlens_int32=metadata.cache_seqlens_int32.clamp(max=pool.max_context_len))
-
-
-class VerifyCountsTheDraft(Builder):
-    """Lengths of a verification count the draft of the SpecInfo, not the rows that the pass has."""
-
-    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-        if batch.forward_mode.query_rows is not QueryRows.DRAFT_TOKENS or batch.spec_info is None:
-            return metadata
-        draft = batch.spec_info.num_draft_tokens or 0
-        return replace(metadata, cache_seqlens_int32=(batch.seq_lens + draft).to(torch.int32))
-
-
-class RowsAreTheAcceptedTokens(Builder):
-    """An eager draft extend has the rows that a graph's replay reads, num_accept_tokens."""
-
-    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-        accepted = None if batch.spec_info is None else batch.spec_info.num_accept_tokens
-        if batch.forward_mode.query_rows is not QueryRows.ACCEPTED or accepted is None:
-            return metadata
-        rows = accepted[: batch.batch_size].to(torch.int32)
-        ends = torch.nn.functional.pad(rows.cumsum(0), (1, 0)).to(torch.int32)
-        return replace(metadata, cu_seqlens_q=ends)
-
-
-class EncoderRowsBeyond200Pageless(Builder):
-    """The table of an encoder-only layer's rows is zero from the 201st row on."""
-
-    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-        if metadata.encoder_page_table is None:
-            return metadata
-        rows = torch.arange(len(metadata.encoder_page_table), device=pool.device)
-        return replace(metadata, encoder_page_table=metadata.encoder_page_table.masked_fill(rows[:, None] >= 200, 0))

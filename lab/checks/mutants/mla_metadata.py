@@ -33,18 +33,12 @@ def with_table(metadata: TRTLLMMLADecodeMetadata, table: Tensor) -> TRTLLMMLADec
     return replace(metadata, block_kv_indices=table)
 
 
-class MLADraftCounted(MLABuilder):
+class MLADraftCounted(MLABuilder, counted=lambda *_: DraftAttention.MLA_WITH_OFFSET):
     """A draft step counts the drafted tokens where the backend's does not."""
 
-    def counted(self, attention: DraftAttention) -> DraftAttention:
-        return DraftAttention.MLA_WITH_OFFSET
 
-
-class MLADraftUncounted(MLABuilder):
+class MLADraftUncounted(MLABuilder, counted=lambda *_: DraftAttention.MLA):
     """A draft step never counts the drafted tokens."""
-
-    def counted(self, attention: DraftAttention) -> DraftAttention:
-        return DraftAttention.MLA
 
 
 class MLAVerifyUncounted(MLABuilder):
@@ -147,16 +141,12 @@ class MLARowsInPoolOrder(
     """The block table's rows are sorted by the pool's rows, and the lengths are not."""
 
 
-class MLATableReused(MLABuilder):
+class MLATableReused(Memory, MLABuilder):
     """All passes of a size write one block table."""
-
-    def __init__(self) -> None:
-        self.tables: dict[torch.Size, Tensor] = {}
 
     def changed(self, metadata: TRTLLMMLADecodeMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
         table = metadata.block_kv_indices
-        kept = self.tables.setdefault(table.shape, table)
-        return with_table(metadata, kept.copy_(table))
+        return with_table(metadata, self.first(table.shape, lambda: table).copy_(table))
 
 
 class MLALengthsAreTheBatchs(MLABuilder):
@@ -196,12 +186,10 @@ class MLADraftStepsBeyondTwoCountTwo(MLABuilder):
     """From the third draft step on, lengths that count the draft count the second step's tokens."""
 
     def changed(self, metadata: TRTLLMMLADecodeMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
+        if batch.spec_info is None or batch.spec_info.speculative_step_id is None:
+            return metadata
         counted = metadata.seq_lens_k - batch.seq_lens.to(torch.int32)
-        return (
-            replace(metadata, seq_lens_k=metadata.seq_lens_k - (counted - 3).clamp(min=0))
-            if (batch.spec_info is not None and batch.spec_info.speculative_step_id is not None)
-            else metadata
-        )
+        return replace(metadata, seq_lens_k=metadata.seq_lens_k - (counted - 3).clamp(min=0))
 
 
 class MLARequestsBeyond80Dead(MLABuilder):

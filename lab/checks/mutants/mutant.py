@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from torch import Tensor
+
 from lab.workloads.interfaces import Interface
 
 if TYPE_CHECKING:
@@ -26,7 +28,8 @@ class Defective:
     """An implementation that is right but for the defect in its class's docstring.
 
     Keywords of a class statement set these attributes: `class Zeros(SplitKV, mla=True):`. A keyword with the name of a method,
-    a stage, changes its result: the function that it gives gets the right one, and then the stage's own arguments.
+    a stage, changes its result: the function that it gives gets the right one, and then the stage's own arguments. `where`
+    takes the place of the method instead.
 
     Attributes:
         source: the upstream thread that had the defect; "" for one of ours.
@@ -52,14 +55,23 @@ class Defective:
         for name, value in attributes.items():
             if not hasattr(cls, name):
                 raise TypeError(f"{cls.__name__} has no attribute {name!r}")
-            setattr(cls, name, changed_stage(getattr(cls, name), value) if callable(value) else value)
+            if name == "where":
+                value = staticmethod(value)
+            elif callable(value):
+                value = changed_stage(getattr(cls, name), value)
+            setattr(cls, name, value)
 
     def misread(self, problem: Problem, *others: Any) -> Problem:
-        """Return a problem with the values of `instead`, whose functions get the others too."""
-        if self.only_with and getattr(problem, self.only_with) is None:
+        """Return a problem with the values of `instead`, whose functions get the others too, where the defect shows."""
+        if not self.where(problem, *others) or (self.only_with and getattr(problem, self.only_with) is None):
             return problem
         values = {name: value(problem, *others) if callable(value) else value for name, value in self.instead.items()}
         return replace(problem, **values)
+
+    @staticmethod
+    def where(*_: Any) -> bool:
+        """Tell whether the defect shows, of the problem and the others of `misread`."""
+        return True
 
 
 class Memory:
@@ -71,6 +83,28 @@ class Memory:
         if key not in memory:
             memory[key] = value()
         return memory[key]
+
+
+class ReadOnce(Memory):
+    """A part that copies tensors of a problem when their addresses are first seen: the copies serve later calls.
+
+    Attributes:
+        fields: of the problem, whose tensors are copied.
+    """
+
+    fields: tuple[str, ...] = ()
+
+    def changed(self, problem: Problem) -> Problem:
+        """Return the problem with the copies."""
+        return replace(problem, **{name: self._kept(problem, getattr(problem, name)) for name in self.fields})
+
+    def _kept(self, problem: Problem, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return self.first((value.data_ptr(), value.shape, self.also_by(problem)), value.clone)
+
+    def also_by(self, problem: Any) -> Any:
+        """Return what else must be as it was for a copy to serve."""
 
 
 def changed_stage(stage: Callable[..., Any], change: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,7 +153,8 @@ class Mutant:
         return SimpleNamespace(**{name: getattr(made, name) for name in self.interface})
 
 
-def defects_of(module: ModuleType) -> list[type[Defective]]:
-    """Return the defective classes that a module defines, in order, but for its models."""
-    classes = [each for each in vars(module).values() if isinstance(each, type) and issubclass(each, Defective)]
-    return [each for each in classes if each.__module__ == module.__name__ and not each.is_model]
+def defects_of(*modules: ModuleType) -> list[type[Defective]]:
+    """Return the defective classes that modules define, in order, but for their models."""
+    defined = [(module, each) for module in modules for each in vars(module).values() if isinstance(each, type)]
+    classes = [each for module, each in defined if issubclass(each, Defective) and each.__module__ == module.__name__]
+    return [each for each in classes if not each.is_model]

@@ -1,5 +1,6 @@
 """Mutants of the ragged context call, before absorption."""
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,8 @@ from torch import Tensor
 from lab.calls import takes
 from lab.calls.problem import E4M3
 from lab.calls.ragged_context import RaggedAttention, RaggedContextCall
-from lab.checks.mutants.mutant import RAGGED_CONTEXT, Defective, Memory
+from lab.checks.domain.views import raw
+from lab.checks.mutants.mutant import RAGGED_CONTEXT, Defective, Memory, ReadOnce
 from lab.references.ragged_attention import ragged_attention
 
 
@@ -24,6 +26,7 @@ class Ragged(Defective, is_model=True, interface=(RAGGED_CONTEXT,)):
         problem = self.changed(self.posed(call))
         out, lse_log2 = ragged_attention(problem)
         self.finish(problem, out, lse_log2)
+        self.finish_call(call, out)
         return problem.returned(out, lse_log2)
 
     def posed(self, call: RaggedContextCall) -> RaggedAttention:
@@ -37,19 +40,17 @@ class Ragged(Defective, is_model=True, interface=(RAGGED_CONTEXT,)):
     def finish(self, problem: RaggedAttention, out: Tensor, lse_log2: Tensor | None) -> None:
         """Change the results in place."""
 
+    def finish_call(self, call: RaggedContextCall, out: Tensor) -> None:
+        """Change the output in place, by what the call says."""
+
 
 def _with_keys(problem: RaggedAttention, starts: Tensor, lengths: Tensor) -> RaggedAttention:
     """Return a problem whose requests have these keys: so many, from these tokens on."""
     pairs = zip(starts.tolist(), lengths.tolist(), strict=True)
     index = torch.cat([torch.arange(start, start + length) for start, length in pairs]).to(problem.key.device)
-    key, value = (_bits(side)[index].view(side.dtype) for side in (problem.key, problem.value))
-    return replace(
-        problem, key=key, value=value, seq_lens=lengths.to(torch.int32), cu_seqlens_kv=_offsets(lengths.to(torch.int32))
-    )
-
-
-def _bits(side: Tensor) -> Tensor:
-    return side.view(torch.uint8) if side.element_size() == 1 else side  # e4m3 has no indexing on a CPU
+    key, value = (raw(side)[index].view(side.dtype) for side in (problem.key, problem.value))
+    seq_lens = lengths.to(torch.int32)
+    return replace(problem, key=key, value=value, seq_lens=seq_lens, cu_seqlens_kv=_offsets(seq_lens))
 
 
 def _offsets(lengths: Tensor) -> Tensor:
@@ -143,42 +144,28 @@ class RaggedEmptyRowsNan(Ragged):
     """A row without keys is NaN."""
 
     def finish(self, problem: RaggedAttention, out: Tensor, lse_log2: Tensor | None) -> None:
-        starts, lengths = problem.cu_seqlens_q.tolist(), problem.seq_lens.tolist()
-        for request, length in enumerate(lengths):
+        rows = itertools.pairwise(problem.cu_seqlens_q.tolist())
+        for (start, end), length in zip(rows, problem.seq_lens.tolist(), strict=True):
             if length == 0:
-                out[starts[request] : starts[request + 1]] = math.nan
+                out[start:end] = math.nan
 
 
 class RaggedRowsBeyond64Zero(Ragged):
     """Rows of a request from the 65th on are zero."""
 
+    most = 64
+
     def finish(self, problem: RaggedAttention, out: Tensor, lse_log2: Tensor | None) -> None:
-        for start, end in zip(problem.cu_seqlens_q[:-1].tolist(), problem.cu_seqlens_q[1:].tolist(), strict=True):
-            out[start + 64 : max(start + 64, end)] = 0.0
+        for start, end in itertools.pairwise(problem.cu_seqlens_q.tolist()):
+            out[start + self.most : max(start + self.most, end)] = 0.0
 
 
-class RaggedQueryScaledInPlace(Ragged):
+class RaggedQueryScaledInPlace(Ragged, finish=lambda _, problem, *__: problem.query.mul_(2.0)):
     """The query is multiplied by its scale where it lies."""
 
-    def finish(self, problem: RaggedAttention, out: Tensor, lse_log2: Tensor | None) -> None:
-        problem.query.mul_(2.0)
 
-
-class RaggedReadOnce(Memory, Ragged, is_model=True):
+class RaggedReadOnce(ReadOnce, Ragged, is_model=True):
     """Not a mutant: tensors are copied when an address is first seen, and the copies serve later calls."""
-
-    fields: tuple[str, ...] = ()
-
-    def changed(self, problem: RaggedAttention) -> RaggedAttention:
-        return replace(problem, **{name: self._kept(problem, getattr(problem, name)) for name in self.fields})
-
-    def _kept(self, problem: RaggedAttention, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return self.first((value.data_ptr(), value.shape, self.also_by(problem)), value.clone)
-
-    def also_by(self, problem: RaggedAttention) -> Any:
-        """Return what else must be as it was for a copy to serve."""
 
 
 class RaggedOffsetsReadOnce(RaggedReadOnce, fields=("cu_seqlens_q",)):
@@ -207,69 +194,49 @@ class RaggedKeysKeptByLength(
     """Keys and values are converted once for each batch of lengths: what is written there later has no effect."""
 
 
-class RaggedFrozenRows(Memory, Ragged):
+class RaggedFrozenRows(Memory, RaggedRowsBeyond64Zero):
     """A grid has as many rows of a request as the first call with these offsets had: rows after them are zero."""
 
-    def finish(self, problem: RaggedAttention, out: Tensor, lse_log2: Tensor | None) -> None:
+    def changed(self, problem: RaggedAttention) -> RaggedAttention:
         offsets = problem.cu_seqlens_q
-        most = self.first(offsets.data_ptr(), lambda: int(offsets.diff().max()))
-        for start, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
-            out[start + most : max(start + most, end)] = 0.0
+        self.most = self.first(offsets.data_ptr(), lambda: int(offsets.diff().max()))
+        return problem
 
 
-class RaggedGroupsInterleaved(
-    Ragged,
-    instead={
-        side: lambda problem, side=side: _interleaved(getattr(problem, side), problem.num_qo_heads)
-        for side in ("key", "value")
-    },
-):
+class RaggedGroupsInterleaved(Ragged):
     """Query head h reads K/V head h % num_kv_heads."""
 
+    def changed(self, problem: RaggedAttention) -> RaggedAttention:
+        group = problem.num_qo_heads // problem.num_kv_heads
+        key, value = (torch.cat([raw(side)] * group, dim=1).view(side.dtype) for side in (problem.key, problem.value))
+        return replace(problem, key=key, value=value)
 
-def _interleaved(side: Tensor, num_qo_heads: int) -> Tensor:
-    return torch.cat([_bits(side)] * (num_qo_heads // side.shape[1]), dim=1).view(side.dtype)
 
-
-class RaggedHeadsBeyond64Zero(Ragged):
+class RaggedHeadsBeyond64Zero(Ragged, finish=lambda _, problem, out, lse_log2: out[:, 64:].zero_()):
     """Query heads from the 65th on are zero."""
 
-    def finish(self, problem: RaggedAttention, out: Tensor, lse_log2: Tensor | None) -> None:
-        out[:, 64:] = 0.0
 
-
-class RaggedValuesOfTwoThirds(Ragged):
+class RaggedValuesOfTwoThirds(Ragged, finish=lambda _, problem, out, __: out[..., problem.head_dim * 2 // 3 :].zero_()):
     """Values have two thirds of the keys' elements, as DeepSeek's have: outputs after them are zero."""
 
-    def finish(self, problem: RaggedAttention, out: Tensor, lse_log2: Tensor | None) -> None:
-        out[..., problem.head_dim * 2 // 3 :] = 0.0
 
-
-class RaggedQueryHeadsPacked(
-    Ragged,
-    instead={
-        "query": lambda problem: problem.query.as_strided(
-            problem.query.shape, (problem.query.stride(0), problem.head_dim, 1)
-        )
-    },
-):
+class RaggedQueryHeadsPacked(Ragged):
     """Heads of the query are read as if they lay side by side, whatever their stride."""
 
+    def changed(self, problem: RaggedAttention) -> RaggedAttention:
+        query = problem.query
+        return replace(problem, query=query.as_strided(query.shape, (query.stride(0), problem.head_dim, 1)))
 
-class RaggedValuesPacked(
-    Ragged,
-    instead={
-        "value": lambda problem: problem.value.as_strided(
-            problem.value.shape, (problem.num_kv_heads * problem.v_head_dim, problem.v_head_dim, 1)
-        )
-    },
-):
+
+class RaggedValuesPacked(Ragged):
     """Values are read as if they lay side by side, whatever their strides."""
 
+    def changed(self, problem: RaggedAttention) -> RaggedAttention:
+        shape = problem.value.shape
+        return replace(problem, value=problem.value.as_strided(shape, (shape[1] * shape[2], shape[2], 1)))
 
-class RaggedLseGivenAloneUnwritten(
-    Ragged, instead={"lse": lambda problem: problem.lse if problem.return_lse else None}
-):
+
+class RaggedLseGivenAloneUnwritten(Ragged, where=lambda problem: not problem.return_lse, instead={"lse": None}):
     """A given lse is not written without return_lse."""
 
 
@@ -293,21 +260,14 @@ class RaggedOutInQueryDtype(Ragged):
 
 class RaggedHalfOfE4m3Queries(
     Ragged,
-    instead={
-        "out_dtype": lambda problem: (
-            torch.float16 if problem.query.dtype == E4M3 and problem.out is None else problem.out_dtype
-        )
-    },
+    where=lambda problem: problem.query.dtype == E4M3 and problem.out is None,
+    instead={"out_dtype": torch.float16},
 ):
     """The output of e4m3 queries is float16."""
 
 
-class RaggedRowsBeyond1024Zero(Ragged):
+class RaggedRowsBeyond1024Zero(RaggedRowsBeyond64Zero, most=1024):
     """Rows of a request from the 1,025th on are zero."""
-
-    def finish(self, problem: RaggedAttention, out: Tensor, lse_log2: Tensor | None) -> None:
-        for start, end in zip(problem.cu_seqlens_q[:-1].tolist(), problem.cu_seqlens_q[1:].tolist(), strict=True):
-            out[start + 1024 : max(start + 1024, end)] = 0.0
 
 
 class RaggedRequestsBeyond128Wrap(Ragged):
@@ -348,14 +308,13 @@ class RaggedRowsBeforeKeysSeeFirst(Ragged):
     """A causal row that stands before its request's first key sees that key."""
 
     def finish(self, problem: RaggedAttention, out: Tensor, lse_log2: Tensor | None) -> None:
-        rows, keys = problem.cu_seqlens_q.tolist(), problem.cu_seqlens_kv.tolist()
-        for request in range(problem.batch_size if problem.causal else 0):
-            kv_len = keys[request + 1] - keys[request]
-            before = rows[request + 1] - rows[request] - kv_len
-            if kv_len and before > 0:
-                first = problem.value[keys[request]].to(torch.float32) * problem.bmm2_scale
+        rows, keys = (itertools.pairwise(each.tolist()) for each in (problem.cu_seqlens_q, problem.cu_seqlens_kv))
+        for (row, end), (key, last) in zip(rows, keys, strict=True):
+            before = end - row - (last - key)
+            if problem.causal and last > key and before > 0:
+                first = problem.value[key].to(torch.float32) * problem.bmm2_scale
                 heads = first.repeat_interleave(problem.num_qo_heads // problem.num_kv_heads, dim=0)
-                out[rows[request] : rows[request] + before] = heads.to(out.dtype)
+                out[row : row + before] = heads.to(out.dtype)
 
 
 class RaggedSinkOfMinusInfinityNan(Ragged):
@@ -371,13 +330,9 @@ class RaggedScaleUnsigned(Ragged, instead={"bmm1_scale": lambda problem: abs(pro
 
 
 class RaggedBmm2OfNoDimensionIgnored(
-    Ragged, instead={"bmm2_scale": lambda problem: 1.0 if _has_no_dimension(problem.bmm2_scale) else problem.bmm2_scale}
+    RaggedBmm2Ignored, where=lambda problem: isinstance(problem.bmm2_scale, Tensor) and problem.bmm2_scale.dim() == 0
 ):
     """A bmm2_scale that is a tensor of no dimension is taken as 1."""
-
-
-def _has_no_dimension(scale: Any) -> bool:
-    return isinstance(scale, Tensor) and scale.dim() == 0
 
 
 class RaggedWindowIgnoredWithSinks(Ragged, instead={"window_left": -1}, only_with="sinks"):
@@ -388,48 +343,39 @@ class RaggedUncausalSinksIgnored(Ragged, instead={"sinks": lambda problem: probl
     """With is_causal=False, attention_sinks are ignored."""
 
 
-class RaggedBmm2TensorIgnoredWithLse(Ragged):
+class RaggedBmm2TensorIgnoredWithLse(
+    RaggedBmm2Ignored, where=lambda problem: problem.return_lse and isinstance(problem.bmm2_scale, Tensor)
+):
     """A bmm2_scale on the device is taken as 1 where an LSE is returned."""
-
-    def changed(self, problem: RaggedAttention) -> RaggedAttention:
-        ignored = problem.return_lse and isinstance(problem.bmm2_scale, Tensor)
-        return replace(problem, bmm2_scale=1.0) if ignored else problem
 
 
 class RaggedRowsWithoutKeysLeftByMirrors(Ragged):
     """With lengths on the host, tiles of 64 rows that see no key are not launched: their output is not written."""
 
-    def launch(self, call: RaggedContextCall) -> Any:
-        returned = super().launch(call)
+    def finish_call(self, call: RaggedContextCall, out: Tensor) -> None:
         lengths = call.host_lengths()
-        if lengths is None or not call.is_causal:
-            return returned
-        out = returned[0] if call.return_lse else returned
-        for first, rows, keys in zip(call.cum_seq_lens_q.tolist(), *lengths, strict=False):
-            out[first : first + max(rows - keys, 0) // 64 * 64] = 1.0
-        return returned
+        if lengths is not None and call.is_causal:
+            for first, rows, keys in zip(call.cum_seq_lens_q.tolist(), *lengths, strict=False):
+                out[first : first + max(rows - keys, 0) // 64 * 64] = 1.0
 
 
 class RaggedTokensWrapInt32(Ragged):
     """The offset of a token's key is computed in 32 bits: tokens from 2**31 elements on are the first ones."""
 
     def changed(self, problem: RaggedAttention) -> RaggedAttention:
-        stride = problem.key.stride(0)
-        tokens = torch.arange(len(problem.key), device=problem.key.device)
-        if stride * len(problem.key) < 2**31:
+        key, stride = problem.key, problem.key.stride(0)
+        if stride * len(key) < 2**31:
             return problem
-        return replace(problem, key=_bits(problem.key)[tokens * stride % 2**31 // stride].view(problem.key.dtype))
+        read = torch.arange(len(key), device=key.device) * stride % 2**31 // stride
+        return replace(problem, key=raw(key)[read].view(key.dtype))
 
 
 class RaggedScratchTakenForZero(Ragged):
     """The workspace's scratch is taken for zero, and added to the output."""
 
-    def launch(self, call: RaggedContextCall) -> Any:
-        returned = super().launch(call)
+    def finish_call(self, call: RaggedContextCall, out: Tensor) -> None:
         if call.workspace_buffer is not None:
-            out = returned[0] if call.return_lse else returned
             out += call.workspace_buffer.view(torch.uint8)[-1].to(out.dtype)
-        return returned
 
 
 class RaggedWorkspaceKept(Memory, Ragged):

@@ -58,9 +58,8 @@ class ScalesSwapped(SplitKV):
     """K's and V's scales are exchanged: bmm1_scale is bmm2_scale / sqrt(head_dim), and the other way round."""
 
     def changed(self, problem: PagedAttention) -> PagedAttention:
-        softmax_scale = problem.head_dim**-0.5
-        bmm1, bmm2 = problem.bmm2_scale * softmax_scale, problem.bmm1_scale / softmax_scale
-        return replace(problem, bmm1_scale=bmm1, bmm2_scale=bmm2)
+        softmax = problem.head_dim**-0.5
+        return replace(problem, bmm1_scale=problem.bmm2_scale * softmax, bmm2_scale=problem.bmm1_scale / softmax)
 
 
 class TensorScalesIgnored(SplitKV, mla=True, source="FlashInfer #3343"):
@@ -99,11 +98,8 @@ class Log2ScaleTakenAsNatural(SplitKV, interface=(DECODE,)):
         return problem if call.bmm1_scale_log2 is None else replace(problem, bmm1_scale=call.bmm1_scale_log2)
 
 
-class Bmm1IgnoresSign(SplitKV, mla=True):
+class Bmm1IgnoresSign(SplitKV, mla=True, instead={"bmm1_scale": lambda problem: abs(problem.bmm1_scale)}):
     """A negative bmm1_scale is taken for a positive one."""
-
-    def changed(self, problem: PagedAttention) -> PagedAttention:
-        return replace(problem, bmm1_scale=as_float32(problem.bmm1_scale, problem.query.device).abs())
 
 
 class Bmm2RoundedToE4m3(SplitKV):

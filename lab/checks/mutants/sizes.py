@@ -49,9 +49,13 @@ class WindowIgnoredBeyond4096(Conditional):
 class GroupOfLongMixed(Conditional):
     """In requests of more than 4,096 keys, the query heads of a group are exchanged."""
 
+    def is_mixed(self, problem: PagedAttention, tile: RowTile) -> bool:
+        """Tell whether the heads of a tile are exchanged."""
+        return tile.kv_len > LONG
+
     def query_rows(self, problem: PagedAttention, tile: RowTile) -> Tensor:
         query = super().query_rows(problem, tile)
-        if tile.kv_len <= LONG:
+        if not self.is_mixed(problem, tile):
             return query
         return query.unflatten(0, (problem.num_kv_heads, -1)).flip(1).flatten(0, 1)
 
@@ -67,31 +71,20 @@ class SinkPerSplitOfLong(
 class TensorScaleOfLongIgnored(Conditional, mla=True):
     """In requests of more than 4,096 keys, a bmm2_scale that is a tensor is taken as 1."""
 
-    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> Rows:
-        rows = super().merged(problem, tile, partials)
+    def finish_tile(self, problem: PagedAttention, tile: RowTile, rows: Rows) -> None:
         if tile.kv_len > LONG and isinstance(problem.bmm2_scale, Tensor):
             rows.values[:] /= problem.bmm2_scale.reshape(())
-        return rows
 
 
 # Large batches.
 
 
-class RequestInUint8(Conditional, mla=True):
+class RequestInUint8(Conditional, mla=True, table_row=lambda request, *_: request % 256):
     """Requests are counted in 8 bits: those after the 256th read the first ones' rows of the page table."""
 
-    def table_row(self, problem: PagedAttention, tile: RowTile) -> int:
-        return tile.request % 256
 
-
-class GroupsOfLargeBatchMixed(Conditional):
+class GroupsOfLargeBatchMixed(GroupOfLongMixed, is_mixed=lambda _, problem, tile: problem.batch_size > 128):
     """In a batch of more than 128 requests, the query heads of a group are exchanged."""
-
-    def query_rows(self, problem: PagedAttention, tile: RowTile) -> Tensor:
-        query = super().query_rows(problem, tile)
-        if problem.batch_size <= 128:
-            return query
-        return query.unflatten(0, (problem.num_kv_heads, -1)).flip(1).flatten(0, 1)
 
 
 class OneHeadOfLargeBatch(
@@ -108,12 +101,8 @@ class SecondSplitOfLargeBatchLost(
     """In a batch of more than 128 requests, a request has its first 64 keys."""
 
 
-class BatchOf512(Conditional, mla=True):
+class BatchOf512(Conditional, mla=True, kv_lens=lambda lens, _: [lens[request % 512] for request in range(len(lens))]):
     """The lengths of 512 requests are kept: those after them have the first ones'."""
-
-    def kv_lens(self, problem: PagedAttention) -> list[int]:
-        lengths = super().kv_lens(problem)
-        return [lengths[request % 512] for request in range(len(lengths))]
 
 
 class MLAGridBeyond65535(Conditional, interface=(MLA_DECODE,)):
@@ -135,10 +124,8 @@ class GridBeyond32767(MLAGridBeyond65535, interface=(DECODE, CONTEXT), most=32_7
 class HeadsAfter16OfGroupLost(Conditional):
     """Query heads after the 16th of a group are left zero."""
 
-    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> Rows:
-        rows = super().merged(problem, tile, partials)
+    def finish_tile(self, problem: PagedAttention, tile: RowTile, rows: Rows) -> None:
         rows.values.unflatten(1, (problem.num_kv_heads, -1))[:, :, 16:] = 0.0
-        return rows
 
 
 class LargeGroupRoundedUp(Conditional):
@@ -224,7 +211,7 @@ class WideTableRowsOf4096(WideTableRowsOf1024, mla=True, widest=4096):
 
 class E4m3OutputsHalved(
     Conditional,
-    where=lambda _, problem, __: problem.out_dtype == E4M3,
+    where=lambda problem, _: problem.out_dtype == E4M3,
     instead={"bmm2_scale": lambda problem, _: problem.bmm2_scale / 2},
 ):
     """Outputs in e4m3 are half as large, for their range."""
@@ -233,7 +220,7 @@ class E4m3OutputsHalved(
 class E4m3QueriesUnscaled(
     Conditional,
     mla=True,
-    where=lambda _, problem, __: problem.query.dtype == E4M3,
+    where=lambda problem, _: problem.query.dtype == E4M3,
     instead={"bmm1_scale": lambda problem, _: problem.head_dim**-0.5},
 ):
     """bmm1_scale is taken as 1 / sqrt(head_dim) for queries in e4m3."""
@@ -242,7 +229,5 @@ class E4m3QueriesUnscaled(
 class RowsAfter1024Lost(Conditional, interface=(CONTEXT,)):
     """Rows from the 1,025th of a prompt on are left zero."""
 
-    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> Rows:
-        rows = super().merged(problem, tile, partials)
+    def finish_tile(self, problem: PagedAttention, tile: RowTile, rows: Rows) -> None:
         rows.values[max(1024 - (tile.first_position - tile.kv_len + tile.q_len), 0) :] = 0.0
-        return rows

@@ -110,7 +110,9 @@ class SplitKV(Defective, is_model=True, interface=(DECODE, CONTEXT)):
             for place, part in zip(scratch, self.partials(problem, tile), strict=True):
                 place.copy_(part)
             if self.arrives_last(workspace.counters, index, tile):
-                self.write(problem, tile, self.merged(problem, tile, scratch), out, lse)
+                rows = self.merged(problem, tile, scratch)
+                self.finish_tile(problem, tile, rows)
+                self.write(problem, tile, rows, out, lse)
         self.finish(problem, out, lse)
         return self.returned(problem, out, lse)
 
@@ -190,6 +192,9 @@ class SplitKV(Defective, is_model=True, interface=(DECODE, CONTEXT)):
         out[tile.rows] = rounded(rows.values, out.dtype)
         if lse is not None:
             lse[tile.rows] = rows.lse_log2
+
+    def finish_tile(self, problem: PagedAttention, tile: RowTile, rows: Rows) -> None:
+        """Do nothing, once a tile's rows are merged."""
 
     def finish(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
         """Do nothing, once all rows are written."""

@@ -11,9 +11,7 @@ from lab.checks.report import CaseVerdict
 from tests.checks.small import SMALL
 from tests.checks.test_report import verdict_of
 
-LONG_IS_ALONE = Constraint(
-    ("lengths", "requests"), lambda lengths, n: lengths == "short" or n < 5, "a long request is alone"
-)
+LONG_IS_ALONE = Constraint(lambda lengths, requests: lengths == "short" or requests < 5, "a long request is alone")
 DOMAIN = Domain(
     {"lengths": ("short", "long"), "requests": (3, 40), "mask": (False, True), "sinks": (False, True)},
     (LONG_IS_ALONE,),

@@ -5,7 +5,7 @@ import pytest
 from lab.checks.domain.covering import Constraint, Domain
 
 AXES = {"size": (1, 2, 3, 4), "form": ("plain", "view", "none"), "window": (-1, 0, 7), "mask": (False, True)}
-RULE = Constraint(("window", "mask"), lambda window, mask: window < 0 or not mask, "a mask has no window")
+RULE = Constraint(lambda window, mask: window < 0 or not mask, "a mask has no window")
 TRIPLE = ("size", "form", "window")
 
 
@@ -27,7 +27,7 @@ def test_an_array_of_pairs_is_small() -> None:
 
 
 def test_values_alone_depart_from_the_plain_point_as_little_as_rules_allow() -> None:
-    needs = Constraint(("form", "size"), lambda form, size: form != "view" or size > 2, "a view is of three")
+    needs = Constraint(lambda form, size: form != "view" or size > 2, "a view is of three")
     domain = Domain(AXES, (RULE, needs))
     points = list(domain.alone())
     assert points[0] == domain.plain == {"size": 1, "form": "plain", "window": -1, "mask": False}
@@ -47,7 +47,7 @@ def test_goals_that_are_given_are_covered_alone() -> None:
 
 
 def test_a_goal_that_no_point_has_is_left_out() -> None:
-    domain = Domain(AXES, (Constraint(("mask", "form"), lambda mask, form: not mask, "no mask"),))
+    domain = Domain(AXES, (Constraint(lambda mask, form: not mask, "no mask"),))
     assert not any(point["mask"] for point in domain.covering())
 
 
@@ -56,7 +56,7 @@ def test_a_goal_that_no_point_has_is_left_out() -> None:
     [
         (lambda: Domain({"size": ()}), "axis 'size' has no value"),
         (lambda: Domain(AXES, triples=(("size", "form", "heads"),)), "there is no axis 'heads'"),
-        (lambda: Domain(AXES, (Constraint(("size",), lambda size: False, "never"),)), "no point of these axes fits"),
+        (lambda: Domain(AXES, (Constraint(lambda size: False, "never"),)), "no point of these axes fits"),
     ],
 )
 def test_a_domain_that_is_none_is_refused(domain: object, said: str) -> None:
