@@ -11,7 +11,9 @@ from lab.calls.mla_decode import MLADecodeCall
 from lab.calls.problem import AttentionCall, Feature, PagedAttention, check_values, refuse_nan
 from lab.calls.ragged_context import RaggedAttention, RaggedContextCall, check_ragged_values
 
+CALL_TYPES = {each.function: each for each in (DecodeCall, ContextCall, MLADecodeCall, RaggedContextCall)}
 __all__ = [
+    "CALL_TYPES",
     "AttentionCall",
     "ContextCall",
     "DecodeCall",

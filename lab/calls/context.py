@@ -1,6 +1,7 @@
 """FlashInfer's TRT-LLM context call as data: its parameters, and the paged attention problem it poses."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -21,6 +22,8 @@ class ContextCall:
             last offset are padding, as in a CUDA graph with room for more; what a kernel leaves there is undefined.
         causal: False lets every row see every key of its request; it excludes a window.
     """
+
+    function: ClassVar[AttentionCall] = AttentionCall.CONTEXT
 
     query: torch.Tensor
     kv_cache: KVCache
@@ -71,7 +74,6 @@ class ContextCall:
             )
         return pose_paged(
             self,
-            AttentionCall.CONTEXT,
             kv_bound="max_kv_len",
             max_q_len=arguments.check_int("max_q_len", self.max_q_len, 0, "it bounds the rows of one request"),
             max_kv_len=self.max_kv_len,

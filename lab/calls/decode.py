@@ -1,7 +1,7 @@
 """FlashInfer's TRT-LLM decode call as data: its parameters, and the paged attention problem it poses."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -42,6 +42,8 @@ class DecodeCall:
     The other parameters have one value that the lab models, their default; another raises NotImplementedError. Those
     that change no result (`FREE_ARGUMENTS`) are free.
     """
+
+    function: ClassVar[AttentionCall] = AttentionCall.DECODE
 
     query: torch.Tensor
     kv_cache: KVCache
@@ -103,7 +105,6 @@ class DecodeCall:
             arguments.check_mask(self.mask, self.cum_seq_lens_q, batch_size, max_q_len)
         return pose_paged(
             self,
-            AttentionCall.DECODE,
             kv_bound="max_seq_len",
             max_q_len=max_q_len,
             max_kv_len=self.max_seq_len,

@@ -1,7 +1,7 @@
 """FlashInfer's MLA decode call as data: its parameters, and the paged attention problem it poses."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -55,6 +55,8 @@ class MLADecodeCall:
     that change no result (`lab.calls.arguments.FREE_ARGUMENTS`) are free.
     """
 
+    function: ClassVar[AttentionCall] = AttentionCall.MLA_DECODE
+
     query: torch.Tensor
     kv_cache: torch.Tensor
     workspace_buffer: torch.Tensor | None
@@ -105,7 +107,7 @@ class MLADecodeCall:
         arguments.check_vector("seq_lens", self.seq_lens, batch_size, arguments.LENGTH_DTYPES)
         out = self._out_rows()
         problem = PagedAttention(
-            call=AttentionCall.MLA_DECODE,
+            call=self.function,
             query=rows,
             k_cache=cache,
             v_cache=cache[..., : self.kv_lora_rank],

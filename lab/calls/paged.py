@@ -5,14 +5,13 @@ from typing import Any
 import torch
 
 from lab.calls import arguments
-from lab.calls.problem import AttentionCall, PagedAttention, check_values, refuse_nan
+from lab.calls.problem import PagedAttention, check_values, refuse_nan
 
 KVCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 def pose_paged(
     call: Any,
-    posed_by: AttentionCall,
     *,
     kv_bound: str,
     max_q_len: int,
@@ -25,7 +24,6 @@ def pose_paged(
 
     Args:
         call: the `DecodeCall` or `ContextCall`.
-        posed_by: which of the two it is.
         kv_bound: the call's name for `max_kv_len`, for the words of an error.
         max_q_len, max_kv_len, causal, cum_seq_lens_kv, mask: as in `PagedAttention`.
 
@@ -48,7 +46,7 @@ def pose_paged(
     if call.sinks is not None:
         arguments.check_vector("sinks", call.sinks, query.shape[1], (torch.float32,))
     problem = PagedAttention(
-        call=posed_by,
+        call=call.function,
         query=query,
         k_cache=k_cache,
         v_cache=v_cache,

@@ -1,6 +1,7 @@
 """FlashInfer's ragged context call as data: its parameters, and the attention problem it poses over contiguous K/V."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -83,6 +84,8 @@ class RaggedContextCall:
     The other parameters have one value that the lab models, their default; another raises NotImplementedError.
     """
 
+    function: ClassVar[AttentionCall] = AttentionCall.RAGGED_CONTEXT
+
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
@@ -137,7 +140,7 @@ class RaggedContextCall:
         max_q_len = arguments.check_int("max_q_len", self.max_q_len, 0, "it bounds the rows of one request")
         max_kv_len = arguments.check_int("max_kv_len", self.max_kv_len, 0, "it bounds the keys of one request")
         problem = RaggedAttention(
-            call=AttentionCall.RAGGED_CONTEXT,
+            call=self.function,
             query=self.query,
             key=self.key,
             value=self.value,

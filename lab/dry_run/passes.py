@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lab.calls import ContextCall, DecodeCall, MLADecodeCall, RaggedContextCall
+from lab.calls import CALL_TYPES
 from lab.calls.problem import AttentionCall
 from lab.calls.workspace import SEMAPHORE_BYTES
 from lab.checks.catalogue.forward_modes import mode_cases
@@ -48,12 +48,6 @@ from lab.workloads.requests import admit
 from lab.workloads.scenarios import DEFAULT_SCENARIOS, scenario
 
 CPU = torch.device("cpu")
-CALL_TYPES: dict[AttentionCall, Callable[..., Any]] = {
-    AttentionCall.DECODE: DecodeCall,
-    AttentionCall.CONTEXT: ContextCall,
-    AttentionCall.MLA_DECODE: MLADecodeCall,
-    AttentionCall.RAGGED_CONTEXT: RaggedContextCall,
-}
 # Of the survey: the judge's M1 over these models, on sliding-window layers or not, and M2 over so many heads of DeepSeek's.
 SURVEYED_MODELS = (("llama-3.1-8b", False), ("gpt-oss-120b", True))
 SURVEYED_MLA_HEADS = (16, 128)

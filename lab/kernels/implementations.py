@@ -7,16 +7,7 @@ from importlib.util import find_spec
 from lab.calls.problem import AttentionCall
 from lab.extras import sentence
 from lab.gpus import FAMILIES, Capability
-from lab.kernels.support import (
-    Kernel,
-    flash_attention_4,
-    flex_attention,
-    peers,
-    portable,
-    sglang_triton,
-    trtllm,
-    vllm_triton,
-)
+from lab.kernels.support import Kernel, packages, peers, portable, trtllm
 from lab.kernels.support.kernel import wrong_device, wrong_gpu
 
 
@@ -50,10 +41,10 @@ IMPLEMENTATIONS = (
         )
         for backend, kernel in peers.BY_BACKEND[call].items()
     ),
-    Implementation("lab.kernels.peers.flash_attention_4", "flash_attn", "flash-attn-4", flash_attention_4.KERNELS),
-    Implementation("lab.kernels.peers.flex_attention", "torch", "torch", flex_attention.KERNELS),
-    Implementation("lab.kernels.peers.sglang_triton", "sglang", "sglang", sglang_triton.KERNELS),
-    Implementation("lab.kernels.peers.vllm_triton", "vllm", "vllm", vllm_triton.KERNELS),
+    Implementation("lab.kernels.peers.flash_attention_4", "flash_attn", "flash-attn-4", (packages.FLASH_ATTENTION_4,)),
+    Implementation("lab.kernels.peers.flex_attention", "torch", "torch", (packages.FLEX_ATTENTION,)),
+    Implementation("lab.kernels.peers.sglang_triton", "sglang", "sglang", (packages.SGLANG_TRITON,)),
+    Implementation("lab.kernels.peers.vllm_triton", "vllm", "vllm", (packages.VLLM_TRITON,)),
 )
 
 

@@ -9,29 +9,21 @@ import torch
 from torch import Tensor
 
 from lab.calls import (
-    ContextCall,
-    DecodeCall,
+    CALL_TYPES,
     MLADecodeCall,
     PagedAttention,
     RaggedAttention,
-    RaggedContextCall,
     check_ragged_values,
     check_values,
     refuse_nan,
 )
-from lab.calls.problem import AttentionCall, shown_draft_tokens
+from lab.calls.problem import shown_draft_tokens
 from lab.references.paged_attention import indexed, plain_v_scales
 from lab.references.quantization import dequantize_nvfp4
 from lab.references.truth import Rules, Truth, truth_of_requests
 
 Problem = PagedAttention | RaggedAttention
 History = tuple[Tensor, Tensor]  # K and V of a request, [kv_len, num_kv_heads, head_dim]
-CALLS: dict[type[Any], AttentionCall] = {
-    DecodeCall: AttentionCall.DECODE,
-    ContextCall: AttentionCall.CONTEXT,
-    MLADecodeCall: AttentionCall.MLA_DECODE,
-    RaggedContextCall: AttentionCall.RAGGED_CONTEXT,
-}
 
 
 def assert_close_to_reference(
@@ -92,8 +84,8 @@ def assert_close_to_reference(
 
 def _call_of(arguments: dict[str, Any]) -> Any:
     """Return the call that these are the arguments of; raise TypeError where there is none."""
-    errors = {}
-    for call in CALLS:
+    errors: dict[type[Any], TypeError] = {}
+    for call in CALL_TYPES.values():
         try:
             inspect.signature(call).bind(**arguments)
         except TypeError as error:
@@ -102,7 +94,7 @@ def _call_of(arguments: dict[str, Any]) -> Any:
             return call(**arguments)
     nearest = max(errors, key=lambda call: len(set(arguments) & set(inspect.signature(call).parameters)))
     raise TypeError(
-        f"these are the arguments of none of FlashInfer's four calls; of {CALLS[nearest].value}, {errors[nearest]}"
+        f"these are the arguments of none of FlashInfer's four calls; of {nearest.function.value}, {errors[nearest]}"
     )
 
 

@@ -14,7 +14,7 @@ from lab.kernels import prepare, support
 from lab.kernels.peers import flash_attention_4
 from lab.kernels.peers.installed import installed_function
 from lab.kernels.support import Kernel, why_not
-from lab.kernels.support.flash_attention_4 import FLASH_ATTENTION_4
+from lab.kernels.support.packages import FLASH_ATTENTION_4
 from tests.cases import pack_mask
 from tests.kernels.simulated_flash_attention_4 import SimulatedFlashAttention4
 from tests.kernels.test_flashinfer_paged_adapters import (

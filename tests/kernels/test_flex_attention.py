@@ -11,7 +11,7 @@ from lab.calls import ContextCall, DecodeCall
 from lab.kernels import PlannedOnce, prepare
 from lab.kernels.peers import flex_attention
 from lab.kernels.support import Kernel
-from lab.kernels.support.flex_attention import FLEX_ATTENTION
+from lab.kernels.support.packages import FLEX_ATTENTION
 from tests.cases import Batch, context_arguments, decode_arguments, random_batch
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")

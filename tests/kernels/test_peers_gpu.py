@@ -11,7 +11,7 @@ from lab.kernels import PlannedOnce, prepare
 from lab.kernels.implementations import modules_of
 from lab.kernels.peers import flash_attention_4, flashinfer_paged
 from lab.kernels.support import why_not
-from lab.kernels.support.flash_attention_4 import FLASH_ATTENTION_4
+from lab.kernels.support.packages import FLASH_ATTENTION_4
 from lab.kernels.support.peers import FA2_PAGED, FA3_PAGED
 from lab.references import assert_close_to_reference
 from tests.devices import graph_of

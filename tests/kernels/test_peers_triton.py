@@ -15,8 +15,7 @@ from lab.kernels import PlannedOnce, prepare, support
 from lab.kernels.peers import installed, sglang_triton, vllm_triton
 from lab.kernels.peers.installed import installed_function
 from lab.kernels.support import Kernel
-from lab.kernels.support.sglang_triton import SGLANG_TRITON
-from lab.kernels.support.vllm_triton import VLLM_TRITON
+from lab.kernels.support.packages import SGLANG_TRITON, VLLM_TRITON
 from tests.cases import Batch, context_arguments, decode_arguments, random_batch
 from tests.metadata.sglang.wheel import sglang_modules
 

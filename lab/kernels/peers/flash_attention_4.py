@@ -7,43 +7,29 @@ has no `out`. Its LSE has the base e: one more launch writes the lab's, of base 
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from lab.calls import ContextCall, DecodeCall, made_at_once, takes
+from lab.calls import ContextCall, DecodeCall
 from lab.calls.problem import PagedAttention
 from lab.gpus import SM100, capability_of, family_of
+from lab.kernels.peers.entries import Ready, entries
 from lab.kernels.peers.installed import installed_function
 from lab.kernels.support import refuse_unsupported
-from lab.kernels.support.flash_attention_4 import FLASH_ATTENTION_4
+from lab.kernels.support.packages import FLASH_ATTENTION_4
 
 FUNCTION, WRITTEN_FOR = "flash_attn.cute.interface._flash_attn_fwd", "flash-attn-4 4.0.0b36"
 LOG2_E = math.log2(math.e)
 BY_ITS_HEURISTIC = 0  # as `num_splits`
 
 
-@takes(DecodeCall)
-def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> Callable[[], Any]:
-    """Prepare decode, verify and draft extend. Shapes and errors are `lab.calls.DecodeCall`'s.
+def _prepare(call: DecodeCall | ContextCall) -> Ready:
+    """Prepare a call. Parameters, shapes, dtypes and errors are `lab.calls.DecodeCall`'s and `ContextCall`'s.
 
     What FlashAttention-4 does not take raises NotImplementedError with the reason of `lab.kernels.support.why_not`.
     """
-    return _prepare(call.problem())
-
-
-@takes(ContextCall)
-def prepare_trtllm_batch_context_with_kv_cache(call: ContextCall) -> Callable[[], Any]:
-    """Prepare extend, mixed batches and prefill. Shapes and errors are `lab.calls.ContextCall`'s, else as the decode call."""
-    return _prepare(call.problem())
-
-
-trtllm_batch_decode_with_kv_cache = made_at_once(prepare_trtllm_batch_decode_with_kv_cache)
-trtllm_batch_context_with_kv_cache = made_at_once(prepare_trtllm_batch_context_with_kv_cache)
-
-
-def _prepare(problem: PagedAttention) -> Callable[[], Any]:
+    problem = call.problem()
     out, lse = problem.results()
     if problem.has_no_rows:
         return lambda: problem.returned(out, lse)
@@ -86,3 +72,9 @@ def _arguments(problem: PagedAttention) -> dict[str, Any]:
         "learnable_sink": problem.sinks,
         "num_splits": BY_ITS_HEURISTIC if splits else 1,
     }
+
+
+prepare_trtllm_batch_decode_with_kv_cache, trtllm_batch_decode_with_kv_cache = entries("prepare", DecodeCall, _prepare)
+prepare_trtllm_batch_context_with_kv_cache, trtllm_batch_context_with_kv_cache = entries(
+    "prepare", ContextCall, _prepare
+)

@@ -96,7 +96,7 @@ def _run_arguments(
     return arguments
 
 
-fa2, fa3, _fitting = (PlannedWrapper(__name__, {NAME: MLADecodeCall}, _plan, backend) for backend in ("fa2", "fa3", ""))
+fa2, fa3, _fitting = (PlannedWrapper(__name__, (MLADecodeCall,), _plan, backend) for backend in ("fa2", "fa3", ""))
 kernel_for = _fitting.kernel_for
 trtllm_batch_decode_with_kv_cache_mla = getattr(_fitting, NAME)
 plan_trtllm_batch_decode_with_kv_cache_mla = getattr(_fitting, f"plan_{NAME}")

@@ -166,8 +166,7 @@ def _visible_keys(problem: PagedAttention, mask: torch.Tensor, pages: LivePages)
 
 
 fa2, fa3, _fitting = (
-    PlannedWrapper(__name__, {DECODE: DecodeCall, CONTEXT: ContextCall}, _plan, backend)
-    for backend in ("fa2", "fa3", "")
+    PlannedWrapper(__name__, (DecodeCall, ContextCall), _plan, backend) for backend in ("fa2", "fa3", "")
 )
 kernel_for = _fitting.kernel_for
 trtllm_batch_decode_with_kv_cache = getattr(_fitting, DECODE)

@@ -88,9 +88,7 @@ def _lacks_keys(causal: bool, q_offsets: Sequence[int], kv_offsets: Sequence[int
     return any(keys < rows if causal else keys == 0 < rows for rows, keys in lengths)
 
 
-fa2, fa3, _fitting = (
-    PlannedWrapper(__name__, {NAME: RaggedContextCall}, _plan, backend) for backend in ("fa2", "fa3", "")
-)
+fa2, fa3, _fitting = (PlannedWrapper(__name__, (RaggedContextCall,), _plan, backend) for backend in ("fa2", "fa3", ""))
 kernel_for = _fitting.kernel_for
 trtllm_ragged_attention_deepseek = getattr(_fitting, NAME)
 plan_trtllm_ragged_attention_deepseek = getattr(_fitting, f"plan_{NAME}")

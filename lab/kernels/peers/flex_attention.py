@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 
-from lab.calls import ContextCall, DecodeCall, made_at_once, takes
-from lab.calls.problem import MASK_BITS_PER_WORD, AttentionCall, PagedAttention
+from lab.calls import ContextCall, DecodeCall
+from lab.calls.problem import AttentionCall, PagedAttention, shown_draft_tokens
 from lab.gpus import Capability
+from lab.kernels.peers.entries import Ready, entries
 from lab.kernels.peers.planned import refuse_planning_in_capture
 from lab.kernels.support import Kernel, refuse_unsupported
-from lab.kernels.support.flex_attention import FLEX_ATTENTION
+from lab.kernels.support.packages import FLEX_ATTENTION
 from lab.kernels.support.stored_cache import token_list
 
 LOG2_E = math.log2(math.e)
@@ -39,27 +40,13 @@ def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
     return FLEX_ATTENTION
 
 
-@takes(DecodeCall)
-def plan_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> Callable[[], Any]:
-    """Plan attention of the last query tokens of each request: decode, verify, draft extend.
+def _plan(call: DecodeCall | ContextCall) -> Ready:
+    """Plan a call. Parameters, shapes, dtypes and errors are `lab.calls.DecodeCall`'s and `ContextCall`'s.
 
-    Parameters, shapes, dtypes and errors are `lab.calls.DecodeCall`'s; what is not taken raises NotImplementedError with the
-    reason of `lab.kernels.support.why_not`, and so does planning in a CUDA graph's capture. `workspace_buffer` is not used.
+    What is not taken raises NotImplementedError with the reason of `lab.kernels.support.why_not`, and so does planning in a
+    CUDA graph's capture. `workspace_buffer` is not used.
     """
-    return _plan(call.problem())
-
-
-@takes(ContextCall)
-def plan_trtllm_batch_context_with_kv_cache(call: ContextCall) -> Callable[[], Any]:
-    """Plan attention of each request's newest query tokens; the rest is as in `plan_trtllm_batch_decode_with_kv_cache`."""
-    return _plan(call.problem())
-
-
-trtllm_batch_decode_with_kv_cache = made_at_once(plan_trtllm_batch_decode_with_kv_cache)
-trtllm_batch_context_with_kv_cache = made_at_once(plan_trtllm_batch_context_with_kv_cache)
-
-
-def _plan(problem: PagedAttention) -> Callable[[], Any]:
+    problem = call.problem()
     out, lse = problem.results()
     if problem.has_no_rows:
         return lambda: problem.returned(out, lse)
@@ -267,13 +254,16 @@ def _mask(problem: PagedAttention, rows: _Rows, num_pages: int) -> Callable[...,
     prefix = torch.tensor(
         [k - q for k, q in zip(rows.kv_lens, rows.q_lens, strict=True)], dtype=torch.int32, device=device
     )
-    words = problem.mask.view(torch.int16).to(torch.int32).unsqueeze(-1)  # torch shifts no uint16
-    bits = ((words >> torch.arange(MASK_BITS_PER_WORD, device=device)) & 1).flatten(2).to(torch.bool)
+    shown = shown_draft_tokens(problem.mask.to(torch.int32))
 
     def sees_draft(entry: torch.Tensor, head: torch.Tensor, row: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
         page = page_in_request[entry, token // page_size]
         draft = page * page_size + token % page_size - prefix[entry]
-        in_draft = bits[entry, row, draft.clamp(0, bits.shape[2] - 1)]
+        in_draft = shown[entry, row, draft.clamp(0, shown.shape[2] - 1)]
         return sees(entry, head, row, token) & ((draft < 0) | in_draft)
 
     return sees_draft
+
+
+plan_trtllm_batch_decode_with_kv_cache, trtllm_batch_decode_with_kv_cache = entries("plan", DecodeCall, _plan)
+plan_trtllm_batch_context_with_kv_cache, trtllm_batch_context_with_kv_cache = entries("plan", ContextCall, _plan)

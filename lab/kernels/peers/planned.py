@@ -1,20 +1,21 @@
 """A wrapper of FlashInfer's that plans on the host from the lengths, under the names of TRT-LLM calls."""
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from lab.calls import AttentionCall, PagedAttention, made_at_once, takes
+from lab.calls import AttentionCall, PagedAttention
 from lab.gpus import Capability
 from lab.kernels.flashinfer_call import capability_for
+from lab.kernels.peers.entries import Ready, entries
 from lab.kernels.support import Kernel, Problem, refuse_unsupported
 from lab.kernels.support.peers import BY_BACKEND, fa_backend
 
-Plan = Callable[[Any, str], Callable[[], Any]]
+Plan = Callable[[Any, str], Ready]
 
 
 class PlannedWrapper:
@@ -26,26 +27,25 @@ class PlannedWrapper:
     may change.
     """
 
-    def __init__(self, module: str, call_types: Mapping[str, type[Any]], plan: Plan, backend: str = "") -> None:
+    def __init__(self, module: str, call_types: Iterable[type[Any]], plan: Plan, backend: str = "") -> None:
         """Give the wrapper the calls' names.
 
         Args:
             module: its module, after which it is named.
-            call_types: of `lab.calls`, by FlashInfer's name of the call.
+            call_types: of `lab.calls`.
             plan: checks and plans a call for a backend, and returns it ready.
             backend: "fa2" or "fa3"; "" for FA3 on SM90 and FA2 elsewhere.
         """
 
-        def planned(call: Any) -> Callable[[], Any]:
+        def planned(call: Any) -> Ready:
             """Return the call, checked and planned; shapes and errors are its type's, in `lab.calls`."""
             return plan(call, backend)
 
         self.__name__ = f"{module}:{backend}" if backend else module
         self._backend = backend
-        for function, call_type in call_types.items():
-            plan_it = takes(call_type)(planned)
-            setattr(self, f"plan_{function}", plan_it)
-            setattr(self, function, made_at_once(plan_it))
+        for call_type in call_types:
+            for entry in entries("plan", call_type, planned):
+                setattr(self, entry.__name__, entry)
 
     def kernel_for(self, call: AttentionCall, capability: Capability) -> Kernel:
         """Return the kernel that a call comes to on a GPU."""

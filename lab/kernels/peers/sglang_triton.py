@@ -11,20 +11,21 @@ for the GPU, and returns the call, whose lengths, page ids and masks are then th
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from lab.calls import ContextCall, DecodeCall, made_at_once, takes
-from lab.calls.problem import MASK_BITS_PER_WORD, AttentionCall, PagedAttention
+from lab.calls import ContextCall, DecodeCall
+from lab.calls.problem import AttentionCall, PagedAttention, shown_draft_tokens
 from lab.gpus import Capability, capability_of
+from lab.kernels.peers.entries import Ready, entries
 from lab.kernels.peers.installed import installed_function
 from lab.kernels.peers.planned import refuse_planning_in_capture
 from lab.kernels.support import Kernel, refuse_unsupported
-from lab.kernels.support.sglang_triton import SGLANG_TRITON
+from lab.kernels.support.packages import SGLANG_TRITON
 from lab.kernels.support.stored_cache import token_list
 
 PART = "lab.kernels.peers.sglang_triton"
@@ -39,30 +40,6 @@ SCHEDULED_REQUESTS = 256  # of `TritonAttnBackend.get_num_kv_splits`, the least 
 def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
     """Return the kernel that a call comes to on a GPU."""
     return SGLANG_TRITON
-
-
-@takes(DecodeCall)
-def plan_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> Callable[[], Any]:
-    """Plan attention of the last query tokens of each request: decode, verify, draft extend.
-
-    Parameters, shapes, dtypes and errors are `lab.calls.DecodeCall`'s; what the kernels do not take raises NotImplementedError
-    with the reason of `lab.kernels.support.why_not`. `workspace_buffer` is not used.
-
-    Raises:
-        ModuleNotFoundError, TypeError: as `lab.kernels.peers.installed.installed_function`.
-        NotImplementedError: inside a CUDA graph's capture, or for a row that sees no key.
-    """
-    return _plan(call.problem())
-
-
-@takes(ContextCall)
-def plan_trtllm_batch_context_with_kv_cache(call: ContextCall) -> Callable[[], Any]:
-    """Plan attention of each request's newest query tokens; the rest is as in `plan_trtllm_batch_decode_with_kv_cache`."""
-    return _plan(call.problem())
-
-
-trtllm_batch_decode_with_kv_cache = made_at_once(plan_trtllm_batch_decode_with_kv_cache)
-trtllm_batch_context_with_kv_cache = made_at_once(plan_trtllm_batch_context_with_kv_cache)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +59,17 @@ class _Tokens:
     counts: list[int]
 
 
-def _plan(problem: PagedAttention) -> Callable[[], Any]:
+def _plan(call: DecodeCall | ContextCall) -> Ready:
+    """Plan a call. Parameters, shapes, dtypes and errors are `lab.calls.DecodeCall`'s and `ContextCall`'s.
+
+    What the kernels do not take raises NotImplementedError with the reason of `lab.kernels.support.why_not`.
+    `workspace_buffer` is not used.
+
+    Raises:
+        ModuleNotFoundError, TypeError: as `lab.kernels.peers.installed.installed_function`.
+        NotImplementedError: inside a CUDA graph's capture, or for a row that sees no key.
+    """
+    problem = call.problem()
     out, _ = problem.results()
     if problem.has_no_rows:
         return lambda: problem.returned(out, None)
@@ -200,8 +187,9 @@ def _extend_arguments(
 def _mask_of(problem: PagedAttention, request: int, prefix: int) -> torch.Tensor:
     """Return a request's draft mask as SGLang takes it: bool, a row after another, the prefix' tokens before the draft's."""
     assert problem.mask is not None
-    q_len = problem.max_q_len
-    words = problem.mask[request].view(torch.int16).to(torch.int32).unsqueeze(-1)  # torch shifts no uint16
-    bits = (words >> torch.arange(MASK_BITS_PER_WORD, device=words.device)) & 1
-    draft = bits.reshape(q_len, -1)[:, :q_len].to(torch.bool)
-    return torch.cat([draft.new_ones(q_len, prefix), draft], dim=1).flatten()
+    draft = shown_draft_tokens(problem.mask[request].unsqueeze(0).to(torch.int32))[0]
+    return torch.cat([draft.new_ones(len(draft), prefix), draft], dim=1).flatten()
+
+
+plan_trtllm_batch_decode_with_kv_cache, trtllm_batch_decode_with_kv_cache = entries("plan", DecodeCall, _plan)
+plan_trtllm_batch_context_with_kv_cache, trtllm_batch_context_with_kv_cache = entries("plan", ContextCall, _plan)

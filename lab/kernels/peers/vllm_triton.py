@@ -5,18 +5,18 @@ two where vLLM splits the keys of a few requests of a few rows into 16 segments,
 `TritonAttentionMetadataBuilder` (`vllm/v1/attention/backends/triton_attn.py`), which takes a server's configuration.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
-from lab.calls import ContextCall, DecodeCall, made_at_once, takes
+from lab.calls import ContextCall, DecodeCall
 from lab.calls.problem import E4M3, AttentionCall, PagedAttention
 from lab.gpus import Capability
+from lab.kernels.peers.entries import Ready, entries
 from lab.kernels.peers.installed import installed_function
 from lab.kernels.support import Kernel, refuse_unsupported
-from lab.kernels.support.vllm_triton import VLLM_TRITON
+from lab.kernels.support.packages import VLLM_TRITON
 
 PART = "lab.kernels.peers.vllm_triton"
 WRITTEN_FOR = "0.33.0"
@@ -33,30 +33,16 @@ def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
     return VLLM_TRITON
 
 
-@takes(DecodeCall)
-def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> Callable[[], Any]:
-    """Prepare attention of the last query tokens of each request: decode, verify, draft extend.
+def _prepare(call: DecodeCall | ContextCall) -> Ready:
+    """Prepare a call. Parameters, shapes, dtypes and errors are `lab.calls.DecodeCall`'s and `ContextCall`'s.
 
-    Parameters, shapes, dtypes and errors are `lab.calls.DecodeCall`'s; what the kernel does not take raises NotImplementedError
-    with the reason of `lab.kernels.support.why_not`. `workspace_buffer` is not used.
+    What the kernel does not take raises NotImplementedError with the reason of `lab.kernels.support.why_not`.
+    `workspace_buffer` is not used.
 
     Raises:
         ModuleNotFoundError, TypeError: as `lab.kernels.peers.installed.installed_function`.
     """
-    return _prepare(call.problem())
-
-
-@takes(ContextCall)
-def prepare_trtllm_batch_context_with_kv_cache(call: ContextCall) -> Callable[[], Any]:
-    """Prepare attention of each request's newest query tokens; parameters and errors are `lab.calls.ContextCall`'s."""
-    return _prepare(call.problem())
-
-
-trtllm_batch_decode_with_kv_cache = made_at_once(prepare_trtllm_batch_decode_with_kv_cache)
-trtllm_batch_context_with_kv_cache = made_at_once(prepare_trtllm_batch_context_with_kv_cache)
-
-
-def _prepare(problem: PagedAttention) -> Callable[[], Any]:
+    problem = call.problem()
     out, _ = problem.results()
     if problem.has_no_rows:
         return lambda: problem.returned(out, None)
@@ -117,3 +103,9 @@ def _segments(problem: PagedAttention) -> dict[str, Any]:
         "softmax_segm_max": new(shape),
         "softmax_segm_expsum": new(shape),
     }
+
+
+prepare_trtllm_batch_decode_with_kv_cache, trtllm_batch_decode_with_kv_cache = entries("prepare", DecodeCall, _prepare)
+prepare_trtllm_batch_context_with_kv_cache, trtllm_batch_context_with_kv_cache = entries(
+    "prepare", ContextCall, _prepare
+)

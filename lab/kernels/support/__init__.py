@@ -1,7 +1,8 @@
 """A row per kernel of what it takes and honours; `why_not` gives the reason of a refusal in a sentence.
 
-Rows lie in a file per family: `portable`, `trtllm_gen`, `xqa`, `fmha_v2`, `peers`, and one for each other package, such as
-`vllm_triton`. Every limit carries its source. The sentence is what a refused call raises and what a skipped benchmark prints.
+Rows lie in a file per family: `portable`, `trtllm_gen`, `xqa`, `fmha_v2`, `peers` for FlashInfer's own FA2 and FA3, `packages`
+for other packages' kernels. Every limit carries its source. The sentence is what a refused call raises and what a skipped
+benchmark prints.
 """
 
 from collections.abc import Iterable
@@ -11,15 +12,14 @@ import torch
 
 from lab.calls.problem import AttentionCall
 from lab.gpus import capability_of
-from lab.kernels.support import flash_attention_4, flex_attention, peers, portable, sglang_triton, trtllm, vllm_triton
+from lab.kernels.support import packages, peers, portable, trtllm
 from lab.kernels.support.kernel import Kernel as Kernel
 from lab.kernels.support.kernel import Problem as Problem
 from lab.kernels.support.kernel import no_triton
 from lab.kernels.support.kernel import triton_interprets as triton_interprets
 from lab.kernels.support.kernel import why_not as why_not
 
-_FAMILIES = (portable, trtllm, peers, flash_attention_4, flex_attention, sglang_triton, vllm_triton)
-KERNELS: tuple[Kernel, ...] = tuple(kernel for family in _FAMILIES for kernel in family.KERNELS)
+KERNELS: tuple[Kernel, ...] = (*portable.KERNELS, *trtllm.KERNELS, *peers.KERNELS, *packages.KERNELS)
 
 
 def refuse_unsupported(kernel: Kernel, problem: Problem) -> None:

@@ -1,0 +1,27 @@
+"""The two functions that a peer has for each of FlashInfer's calls: one that makes it ready, and one that makes it at once."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from lab.calls import made_at_once, takes
+
+Ready = Callable[[], Any]  # a call, ready to be made
+
+
+def entries(kind: str, call_type: type[Any], make_ready: Callable[[Any], Ready]) -> tuple[Callable[..., Any], ...]:
+    """Return `<kind>_<name>` and `<name>` for a call, which have FlashInfer's parameters and the documentation of `make_ready`.
+
+    Args:
+        kind: "prepare" (`lab.kernels.prepare`), or "plan" where the host reads lengths and tables (`lab.kernels.PlannedOnce`).
+        call_type: of `lab.calls`.
+        make_ready: checks a call and returns it, ready to be made any number of times.
+    """
+
+    @functools.wraps(make_ready)
+    def entry(call: Any) -> Ready:
+        return make_ready(call)
+
+    entry.__name__ = entry.__qualname__ = f"{kind}_{call_type.function.value}"
+    ready = takes(call_type)(entry)
+    return ready, made_at_once(ready)

@@ -1,0 +1,132 @@
+"""Rows of other packages' attention over a paged cache. Limits are those of the release that each row names."""
+
+from functools import partial
+
+from lab.calls.problem import E4M3, AttentionCall, Feature, PagedAttention
+from lab.gpus import FAMILIES, SM90, SM100, Capability, family_of
+from lab.kernels.support.common import HALVES, TAKEN_PAGES, TRITON_DTYPES, misaligned_paged, positive_bmm1_scale
+from lab.kernels.support.kernel import Dtypes, Kernel, sizes
+from lab.kernels.support.stored_cache import no_token_list
+
+HONOURED_BY_ALL = frozenset(
+    {
+        Feature.SEVERAL_ROWS,
+        Feature.RAGGED_ROWS,
+        Feature.STRIDED_QUERY,
+        Feature.OTHER_V_STRIDES,
+        Feature.NON_CAUSAL,
+        Feature.WINDOW,
+        Feature.OUT,
+    }
+)
+LSES = frozenset({Feature.LSE, Feature.STRIDED_LSE})
+ONE_TABLE = {Feature.SEPARATE_TABLES: "reads one page table for K and V: uses_shared_paged_kv_idx must be True"}
+NUMBERS = {Feature.TENSOR_SCALES: "takes its scales as numbers, not as tensors"}
+NO_V_SCALE = {Feature.V_SCALE: "has no scale of its values: bmm2_scale must be 1"}
+HEAD_DIMS = sizes("is taken for head_dim", lambda problem: problem.head_dim, 16, 32, 64, 128, 256)
+paged_kernel = partial(Kernel, calls=(AttentionCall.DECODE, AttentionCall.CONTEXT), gpus=FAMILIES)
+
+
+def _flash_attention_4(capability: Capability | None, problem: PagedAttention) -> str | None:
+    """Return the limit that a problem passes, by `_flash_attn_fwd` and the documentation of `flash_attn_varlen_func`."""
+    if problem.k_block_tables.shape[1] == 0:
+        return "takes the most keys from the page table's width, and block_tables has no column"
+    if problem.page_size == _keys_of_a_tile(capability, problem):
+        return (
+            f"reads a page of {problem.page_size} tokens whole here, with those after a request's last key, which "
+            "must not be NaN then: use another page size"
+        )
+    return positive_bmm1_scale(problem) or misaligned_paged(problem)  # it would copy all pages to align them
+
+
+def _keys_of_a_tile(capability: Capability | None, problem: PagedAttention) -> int:
+    """Return the keys of one tile, by `_get_fwd_config` and `_tile_size_fwd_sm90`: TMA loads pages of that size."""
+    if problem.head_dim <= 128 or family_of(capability) is SM100:
+        return 128
+    return 64 if problem.window_left >= 0 else 80
+
+
+# Of `flash-attn-4` 4.0.0b36, `flash_attn/cute/interface.py`.
+FLASH_ATTENTION_4 = paged_kernel(
+    "FlashAttention-4",
+    gpus=(SM90, SM100),
+    dtypes=Dtypes(
+        HALVES,
+        queries="takes fp16 or bf16 queries, not {q}",
+        kv="takes K/V in the query's dtype, not {kv}",
+        out="writes the query's dtype {q}, not {out}",
+    ),
+    sizes=(sizes("is taken for head_dim", lambda problem: problem.head_dim, 64, 128, 256),),
+    honours=HONOURED_BY_ALL | LSES | {Feature.SINKS},
+    says=ONE_TABLE | NUMBERS | NO_V_SCALE | {Feature.MASK: "takes no packed mask: its masks are functions in CuTe DSL"},
+    limits=_flash_attention_4,
+)
+# Of torch 2.13, `torch/nn/attention/flex_attention.py`.
+FLEX_ATTENTION = paged_kernel(
+    "torch's flex_attention",
+    on_cpu=True,
+    dtypes=Dtypes(
+        HALVES,
+        queries="is taken for fp16 or bf16 queries, not {q}",
+        kv="takes K/V in the query's dtype, not {kv}",
+        out="writes the query's dtype {q}, not {out}",
+    ),
+    sizes=(HEAD_DIMS, TAKEN_PAGES),
+    honours=HONOURED_BY_ALL | LSES | {Feature.MASK},
+    says=NO_V_SCALE
+    | {
+        Feature.SINKS: "has no sinks",
+        Feature.SEPARATE_TABLES: "has one list of blocks for K and V: uses_shared_paged_kv_idx must be True",
+        Feature.TENSOR_SCALES: "takes its scale as a number, not as a tensor",
+    },
+    limits=lambda _capability, problem: no_token_list(problem),
+)
+
+
+def _sglang_triton(_capability: Capability | None, problem: PagedAttention) -> str | None:
+    """Return the limit that a problem passes, by the two files named below."""
+    if problem.bmm1_scale == 0:
+        return "takes a bmm1_scale of 0 for none given"  # `sm_scale or 1.0 / (Lq**0.5)`
+    if problem.window_left == 0:
+        return "takes a window of no key to the left for no window"  # `SLIDING_WINDOW_SIZE > 0`
+    if problem.kv_dtype == E4M3 and problem.head_dim < 32:
+        return f"multiplies 32 elements of e4m3 at least, not a head_dim of {problem.head_dim}"
+    return no_token_list(problem)
+
+
+# Of SGLang 0.5.23, `sglang/kernels/ops/attention/decode_attention.py` and `extend_attention.py`.
+SGLANG_TRITON = paged_kernel(
+    "SGLang's Triton attention",
+    uses_triton=True,
+    on_cpu=True,
+    dtypes=TRITON_DTYPES,
+    sizes=(HEAD_DIMS,),
+    honours=HONOURED_BY_ALL | {Feature.SINKS, Feature.MASK, Feature.V_SCALE},
+    says=NUMBERS
+    | dict.fromkeys(LSES, "hands no LSE of all keys out")
+    | {Feature.SEPARATE_TABLES: "reads one list of tokens for K and V: uses_shared_paged_kv_idx must be True"},
+    limits=_sglang_triton,
+)
+
+
+def _vllm_triton(_capability: Capability | None, problem: PagedAttention) -> str | None:
+    """Return the limit that a problem passes: only an e4m3 cache has scales, which are read with it."""
+    if problem.kv_dtype != E4M3 and problem.bmm2_scale != 1:
+        return f"has no scale of a {problem.kv_dtype} cache: bmm2_scale must be 1, not {problem.bmm2_scale}"
+    return None
+
+
+# Of vLLM 0.33.0, `vllm/v1/attention/ops/triton_unified_attention.py`.
+VLLM_TRITON = paged_kernel(
+    "vLLM's Triton attention",
+    uses_triton=True,  # which vLLM imports only beside a GPU
+    dtypes=TRITON_DTYPES,
+    sizes=(HEAD_DIMS,),
+    honours=HONOURED_BY_ALL | {Feature.SINKS, Feature.V_SCALE},
+    says=ONE_TABLE
+    | NUMBERS
+    | dict.fromkeys(LSES, "hands no LSE out")
+    | {Feature.MASK: "has one bias of draft tokens for all requests, and no mask of each"},  # `qq_bias`
+    limits=_vllm_triton,
+)
+KERNELS = (FLASH_ATTENTION_4, FLEX_ATTENTION, SGLANG_TRITON, VLLM_TRITON)
