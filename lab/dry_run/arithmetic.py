@@ -109,7 +109,6 @@ def _refuse_unmodelled(params: KernelParams, kernel: KernelFacts) -> None:
 
 
 def _requests(params: KernelParams, memory: HostMemory) -> list[_Request]:
-    """Return the requests of a launch, by its lengths and offsets."""
     count = params.batch_size
     lengths = memory.array("seq_lens", params.ptr_seq_lens_kv, (count,), torch.int32).tolist()
     if params.ptr_cum_seq_lens_q:

@@ -27,12 +27,7 @@ LIBRARY = "trtllm_gen_launcher.so"
 FLAGS = (
     *("-std=c++17", "-w", "-O0", "-DNDEBUG", "--expt-relaxed-constexpr", "-static-global-template-stub=false"),
     *("-gencode=arch=compute_100a,code=compute_100a", "-Xcompiler=-fPIC,-fno-gnu-unique"),
-    *(
-        "-DFLASHINFER_ENABLE_F16",
-        "-DFLASHINFER_ENABLE_BF16",
-        "-DFLASHINFER_ENABLE_FP8_E4M3",
-        "-DFLASHINFER_ENABLE_FP8_E5M2",
-    ),
+    *(f"-DFLASHINFER_ENABLE_{dtype}" for dtype in ("F16", "BF16", "FP8_E4M3", "FP8_E5M2")),
     '-DTLLM_GEN_FMHA_CUBIN_PATH="fmha/trtllm-gen/"',
     '-DTLLM_GEN_FMHA_METAINFO_HASH="none"',
 )
@@ -175,21 +170,9 @@ def _compile(work: Path, made: dict[str, str]) -> None:
     assert tvm_ffi.origin is not None
     ffi = Path(tvm_ffi.origin).parent
     cccl = next(data.glob("cccl/**/libcudacxx/include/cuda")).parent
-    folders = [
-        work,
-        HERE,
-        data / "include",
-        data / "csrc",
-        data / "csrc/nv_internal",
-        data / "csrc/nv_internal/include",
-    ]
-    folders += [
-        cccl,
-        data / "cutlass/include",
-        data / "cutlass/tools/util/include",
-        data / "spdlog/include",
-        ffi / "include",
-    ]
+    own = [data / each for each in ("include", "csrc", "csrc/nv_internal", "csrc/nv_internal/include")]
+    others = [data / each for each in ("cutlass/include", "cutlass/tools/util/include", "spdlog/include")]
+    folders = [work, HERE, *own, cccl, *others, ffi / "include"]
     includes = [f"-I{folder}" for folder in folders]
     compiler = str(nvcc())
     # One unit: the headers, which are most of the work, are read once.

@@ -116,32 +116,19 @@ def compiled(shape: Shape) -> tuple[Compiled, ...]:
 
 
 def _xqa(shape: Shape) -> tuple[Compiled, ...]:
-    from flashinfer.jit.xqa import gen_xqa_module
+    from flashinfer.jit import xqa
 
     q, kv, out = shape.dtypes
+    arguments: tuple[Any, ...] = (q, kv, shape.page_size, shape.head_dim, shape.group)
+    name = "gen_xqa_module_mla"
+    if shape.kernel is XQA:
+        name, arguments = "gen_xqa_module", (*arguments, shape.window, out, shape.q_len)
     with flashinfer_targets(shape.capability):
         try:
-            module: Any = gen_xqa_module(
-                q, kv, shape.page_size, shape.head_dim, shape.group, shape.window, out, shape.q_len
-            )
-        except ValueError as refusal:
-            return (Compiled("gen_xqa_module", str(refusal)),)
-    return _of_xqa(shape, module.sources, module.extra_cuda_cflags)
-
-
-def _xqa_mla(shape: Shape) -> tuple[Compiled, ...]:
-    from flashinfer.jit.xqa import gen_xqa_module_mla
-
-    q, kv, _ = shape.dtypes
-    with flashinfer_targets(shape.capability):
-        try:
-            module: Any = gen_xqa_module_mla(q, kv, shape.page_size, shape.head_dim, shape.group)
+            module: Any = getattr(xqa, name)(*arguments)
         except (AssertionError, RuntimeError, ValueError) as refusal:
-            return (Compiled("gen_xqa_module_mla", str(refusal)),)
-    return _of_xqa(shape, module.sources, module.extra_cuda_cflags)
-
-
-def _of_xqa(shape: Shape, sources: Sequence[Path], flags: Sequence[str]) -> tuple[Compiled, ...]:
+            return (Compiled(name, str(refusal)),)
+    sources, flags = module.sources, module.extra_cuda_cflags
     with tempfile.TemporaryDirectory() as folder:
         copied = Path(shutil.copytree(sources[0].parent, Path(folder, "xqa")))
         for name, before, after in CHANGES:
@@ -177,7 +164,7 @@ def _fmha_v2_sources(capability: Capability, q: torch.dtype, out: torch.dtype) -
     return texts, module.extra_cuda_cflags
 
 
-_MODULES: Mapping[Kernel, Callable[[Shape], tuple[Compiled, ...]]] = {XQA: _xqa, XQA_MLA: _xqa_mla, FMHA_V2: _fmha_v2}
+_MODULES: Mapping[Kernel, Callable[[Shape], tuple[Compiled, ...]]] = {XQA: _xqa, XQA_MLA: _xqa, FMHA_V2: _fmha_v2}
 
 
 @contextmanager

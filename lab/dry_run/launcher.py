@@ -66,9 +66,8 @@ class Launcher:
         import tvm_ffi
 
         self.table = kernel_table.newest()
-        with (
-            tempfile.TemporaryDirectory() as folder
-        ):  # a copy, since a file that is loaded already would not be loaded anew
+        with tempfile.TemporaryDirectory() as folder:
+            # A copy, since a file that is loaded already would not be loaded anew.
             copied = shutil.copy(build.library(self.table), Path(folder) / f"{gpu.name.replace(' ', '_')}.so")
             self.module = tvm_ffi.load_module(str(copied))
             self._library = ctypes.CDLL(str(copied))

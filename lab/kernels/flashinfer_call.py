@@ -29,12 +29,12 @@ Refresh = Callable[[], object]  # one small launch that rewrites what was derive
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PreparedCall:
-    """A call that is checked, converted and ready: calling it calls FlashInfer's function and returns its result.
+    """A call that is checked, converted and ready: calling it calls the package's function and returns its result.
 
     It keeps the contract of `lab.kernels.prepare`.
 
     Attributes:
-        function: the installed FlashInfer's.
+        function: the installed FlashInfer's, or another package's.
         arguments: its keyword arguments.
         refreshes: run before it, a launch each. Empty but for a page table that is not packed, K and V as halves of one
             allocation under fmha_v2, and `bmm1_scale_log2` under XQA: what the kernel reads is derived from those.
@@ -152,22 +152,30 @@ def packed(table: torch.Tensor) -> tuple[torch.Tensor, tuple[Refresh, ...]]:
     return rows, (functools.partial(rows.copy_, table),)
 
 
-def workspace_for(workspace: object, device: torch.device) -> torch.Tensor:
+def workspace_for(workspace: object, device: torch.device, statistics_bytes: int = 0) -> torch.Tensor:
     """Return a call's workspace, checked, or the lab's own, zeroed, one per device and stream: none shares semaphores.
 
     Raises:
-        TypeError, ValueError: a workspace that no kernel can take.
+        TypeError, ValueError: a workspace that no kernel can take, or with less room than semaphores, statistics and the least
+            scratch.
         RuntimeError: the lab's own would have to be made inside the CUDA graph being captured.
     """
     if workspace is None:
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        return workspace_of(device, stream)
+        workspace = workspace_of(device, stream)
     if not isinstance(workspace, torch.Tensor):
         raise TypeError(f"workspace_buffer must be a torch.Tensor or None, got {type(workspace).__name__}")
     if workspace.device != device or not workspace.is_contiguous():
         raise ValueError(
             f"workspace_buffer must be contiguous on {device}, got stride {workspace.stride()} on {workspace.device}; "
             "pass None for the lab's own"
+        )
+    least = LEAST_SCRATCH_BYTES + statistics_bytes
+    if workspace.nbytes - SEMAPHORE_BYTES < least:
+        remedy = f"pass {SEMAPHORE_BYTES + least}" if least > SCRATCH_BYTES else "pass None for the lab's own"
+        raise ValueError(
+            f"workspace_buffer has {workspace.nbytes} bytes, less than the {SEMAPHORE_BYTES} of XQA's semaphores and "
+            f"{least} of scratch; {remedy}"
         )
     return workspace
 
@@ -179,25 +187,12 @@ def workspace_of(device: torch.device, stream: int) -> torch.Tensor:
     return torch.zeros(SEMAPHORE_BYTES + SCRATCH_BYTES, dtype=torch.uint8, device=device)
 
 
-def check_workspace_size(workspace: torch.Tensor, statistics_bytes: int = 0) -> None:
-    """Raise ValueError where a workspace has less room than semaphores, statistics and the least scratch."""
-    least = LEAST_SCRATCH_BYTES + statistics_bytes
-    if workspace.nbytes - SEMAPHORE_BYTES < least:
-        remedy = f"pass {SEMAPHORE_BYTES + least}" if least > SCRATCH_BYTES else "pass None for the lab's own"
-        raise ValueError(
-            f"workspace_buffer has {workspace.nbytes} bytes, less than the {SEMAPHORE_BYTES} of XQA's semaphores and "
-            f"{least} of scratch; {remedy}"
-        )
-
-
 def xqa_memory(call: DecodeCall | MLADecodeCall, device: torch.device) -> dict[str, Any]:
     """Return the memory of a call that comes to XQA: the whole workspace, and no counters, which are trtllm-gen's.
 
-    Raises as `workspace_for` and `check_workspace_size`.
+    Raises as `workspace_for`.
     """
-    workspace = workspace_for(call.workspace_buffer, device)
-    check_workspace_size(workspace)
-    return {"workspace_buffer": workspace, "multi_ctas_kv_counter_buffer": None}
+    return {"workspace_buffer": workspace_for(call.workspace_buffer, device), "multi_ctas_kv_counter_buffer": None}
 
 
 def trtllm_gen_memory(call: DecodeCall | ContextCall | MLADecodeCall, problem: PagedAttention) -> dict[str, Any]:
@@ -205,11 +200,11 @@ def trtllm_gen_memory(call: DecodeCall | ContextCall | MLADecodeCall, problem: P
 
     Counters that the caller did not give are the workspace's first bytes, so that no call allocates and zeroes its own.
 
-    Raises as `workspace_for` and `check_workspace_size`.
+    Raises as `workspace_for`.
     """
-    workspace = workspace_for(call.workspace_buffer, problem.query.device)
     # A decode kernel's partial results come after the statistics, where the launcher does not look at their size.
-    check_workspace_size(workspace, 0 if isinstance(call, ContextCall) else _statistics_bytes(problem))
+    statistics_bytes = 0 if isinstance(call, ContextCall) else _statistics_bytes(problem)
+    workspace = workspace_for(call.workspace_buffer, problem.query.device, statistics_bytes)
     given = call.multi_ctas_kv_counter_buffer
     if not takes_counters():
         return {"workspace_buffer": workspace, "multi_ctas_kv_counter_buffer": given}
@@ -250,20 +245,17 @@ def _statistics_bytes(problem: PagedAttention) -> int:
 def scratch_for(workspace_buffer: object, device: torch.device) -> torch.Tensor:
     """Return a call's workspace without its semaphores, as bytes: kernels that write where they like get this part.
 
-    Raises as `workspace_for` and `check_workspace_size`.
+    Raises as `workspace_for`.
     """
-    workspace = workspace_for(workspace_buffer, device)
-    check_workspace_size(workspace)
-    return semaphores_and_scratch(workspace)[1]
+    return semaphores_and_scratch(workspace_for(workspace_buffer, device))[1]
 
 
 def ragged_workspace(workspace_buffer: object, device: torch.device) -> torch.Tensor:
     """Return the memory of a ragged call: scratch, whose statistics come first, and zeros before it where it counts there.
 
-    Raises as `workspace_for` and `check_workspace_size`.
+    Raises as `workspace_for`.
     """
     workspace = workspace_for(workspace_buffer, device)
-    check_workspace_size(workspace)
     return semaphores_and_scratch(workspace)[1] if takes_counters() else workspace
 
 

@@ -171,9 +171,10 @@ def _batch(text: str, mode: ForwardMode, trace: Sequence[TracedRequest] | None) 
         raise ValueError(
             f"batch {text!r} is not trace<count>[q<q_len>]: trace64, for instance, is 64 requests of the trace"
         )
-    requests = own_trace() if trace is None else trace
-    if not mode.is_prefill:
-        return _running_batch(requests, int(match["count"]), int(match["q_len"] or 1))
+    requests, count = own_trace() if trace is None else trace, int(match["count"])
+    if not mode.is_prefill:  # new rows after the tokens that running requests have in the cache
+        q_len = int(match["q_len"] or 1)
+        return Batch((q_len,) * count, tuple(length + q_len for length in snapshot(requests, count)))
     if mode is ForwardMode.MIXED:
         raise ValueError(f"mixed takes no {text!r} alone: write its chunks down before it, such as q2ks4k_{text}")
     if match["q_len"] is not None:
@@ -181,17 +182,7 @@ def _batch(text: str, mode: ForwardMode, trace: Sequence[TracedRequest] | None) 
             f"batch {text!r}: {mode.name.lower()} takes whole prompts of a trace, trace{match['count']}; write chunks down, "
             "such as 8q2ks4k"
         )
-    return _arriving_batch(requests, int(match["count"]))
-
-
-def _running_batch(requests: Sequence[TracedRequest], count: int, q_len: int) -> Batch:
-    """Return new rows after the tokens that running requests have in the cache."""
-    return Batch((q_len,) * count, tuple(length + q_len for length in snapshot(requests, count)))
-
-
-def _arriving_batch(requests: Sequence[TracedRequest], count: int) -> Batch:
-    """Return the first prompts, nothing of them cached."""
     if count > len(requests):
         raise ValueError(f"the trace has {len(requests)} requests, not {count}: take fewer")
-    prompts = tuple(request.input_length for request in requests[:count])
+    prompts = tuple(request.input_length for request in requests[:count])  # nothing of them cached
     return Batch(prompts, prompts)

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from lab import references
+from lab.calls import CALL_TYPES, AttentionCall
 from lab.calls.problem import E4M3, NVFP4
 from lab.checks import AttentionCase, Interface, Storage
 from lab.checks.attention_inputs import build_attention
 from lab.checks.trial import truth_of_call
 from lab.references import assert_close_to_reference
-from lab.references.assertion import CALLS, truth_of_problem
+from lab.references.assertion import truth_of_problem
 from lab.workloads.attention_case import Dead, TableTail
 from tests.cases import decode_arguments, pack_mask, random_batch
 
@@ -106,7 +107,7 @@ def test_one_wrong_vector_is_named(case: AttentionCase) -> None:
 def test_the_bound_is_the_judge_s(case: AttentionCase) -> None:
     inputs = build_attention(case, CPU)
     judges = truth_of_call(inputs)
-    (call,) = (call for call, name in CALLS.items() if name.value == case.interface.value)
+    call = CALL_TYPES[AttentionCall(case.interface.value)]
     mine = truth_of_problem(call(**inputs.arguments()).problem())
     torch.testing.assert_close(mine.expected, judges.expected, rtol=1e-9, atol=0)
     torch.testing.assert_close(mine.control, judges.control)

@@ -12,7 +12,7 @@ import torch
 
 from lab.calls.mla_decode import MLADecodeCall
 from lab.calls.problem import E4M3, PagedAttention
-from lab.kernels.flashinfer_call import installed, scratch_for
+from lab.kernels.flashinfer_call import PreparedCall, installed, scratch_for
 from lab.kernels.peers.planned import PlannedWrapper, live_pages, supported_backend
 
 NAME = "trtllm_batch_decode_with_kv_cache_mla"
@@ -30,17 +30,10 @@ def _plan(call: MLADecodeCall, backend: str) -> Callable[[], Any]:
         return lambda: call.returned(out, lse)
     backend = supported_backend(backend, WRAPPER, problem)
     wrapper = _planned(call, problem, backend)
-    arguments = _run_arguments(call, problem, out, lse)
-
-    def run() -> Any:
-        wrapper.run(**arguments)
-        return call.returned(out, lse)
-
-    return run
+    return PreparedCall(wrapper.run, _run_arguments(call, problem, out, lse), returned=call.returned(out, lse))
 
 
 def _planned(call: MLADecodeCall, problem: PagedAttention, backend: str) -> Any:
-    """Return a wrapper, planned for this call alone."""
     wrapper_type, _ = installed("flashinfer.mla", WRAPPER)
     scratch = scratch_for(call.workspace_buffer, problem.query.device)
     wrapper = wrapper_type(scratch, backend=backend)

@@ -57,7 +57,6 @@ def _planned(
     q_offsets: Sequence[int],
     kv_offsets: Sequence[int],
 ) -> Any:
-    """Return a wrapper, planned for this call alone."""
     wrapper_type, _ = installed("flashinfer.prefill", WRAPPER)
     scratch = scratch_for(call.workspace_buffer, problem.query.device)
     wrapper = wrapper_type(scratch, kv_layout="NHD", backend=backend)
@@ -79,7 +78,6 @@ def _planned(
 
 
 def _lacks_keys(causal: bool, q_offsets: Sequence[int], kv_offsets: Sequence[int]) -> bool:
-    """Return True where some row sees no key."""
     lengths = zip(
         (end - start for start, end in itertools.pairwise(q_offsets)),
         (end - start for start, end in itertools.pairwise(kv_offsets)),

@@ -23,6 +23,7 @@ import torch
 from lab.calls import ContextCall, DecodeCall
 from lab.calls.problem import AttentionCall, PagedAttention, shown_draft_tokens
 from lab.gpus import Capability
+from lab.kernels.flashinfer_call import PreparedCall
 from lab.kernels.peers.entries import Ready, entries
 from lab.kernels.peers.planned import refuse_planning_in_capture
 from lab.kernels.support import Kernel, refuse_unsupported
@@ -74,12 +75,7 @@ def _plan(call: DecodeCall | ContextCall) -> Ready:
         # Beyond a limit of shapes torch would stop to compile without a word, and make the whole matrix of scores.
         with torch._dynamo.config.patch(recompile_limit=2**20, accumulated_recompile_limit=2**20):
             attend(**arguments)
-
-    def run() -> Any:
-        attend(**arguments)
-        return problem.returned(out, lse)
-
-    return run
+    return PreparedCall(attend, arguments, returned=problem.returned(out, lse))
 
 
 @functools.cache
@@ -185,7 +181,9 @@ def _block_mask(problem: PagedAttention, rows: _Rows, num_tokens: int) -> Any:
         ):
             kind.append([table[request][page] for request, page in pages])
     shape = (len(rows.grid), 1, num_blocks, num_tokens // page_size)
-    num_partial, partial_ids = _lists(list(map(_without_repetitions, partial)), shape, device)
+    num_partial, partial_ids = _lists(
+        [list(dict.fromkeys(pages)) for pages in partial], shape, device
+    )  # requests may share
     num_full, full_ids = _lists(full, shape, device)
     return BlockMask(
         seq_lengths=(len(rows.grid[0]), num_tokens),
@@ -221,11 +219,6 @@ def _pages_of(
             is_full = whole and len(seeing) == 1 and len(group) == len(block)
             (full if is_full else partial).append((request, page))
     return partial, full
-
-
-def _without_repetitions(pages: list[int]) -> list[int]:
-    """Return pages once each: requests may share them."""
-    return list(dict.fromkeys(pages))
 
 
 def _lists(pages: list[list[int]], shape: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,6 +21,7 @@ import torch
 from lab.calls import ContextCall, DecodeCall
 from lab.calls.problem import AttentionCall, PagedAttention, shown_draft_tokens
 from lab.gpus import Capability, capability_of
+from lab.kernels.flashinfer_call import PreparedCall, returning
 from lab.kernels.peers.entries import Ready, entries
 from lab.kernels.peers.installed import installed_function
 from lab.kernels.peers.planned import refuse_planning_in_capture
@@ -72,7 +73,7 @@ def _plan(call: DecodeCall | ContextCall) -> Ready:
     problem = call.problem()
     out, _ = problem.results()
     if problem.has_no_rows:
-        return lambda: problem.returned(out, None)
+        return returning(problem, problem.returned)
     refuse_unsupported(SGLANG_TRITON, problem)
     refuse_planning_in_capture("SGLang's Triton attention", problem.query.device)
     offsets, kv_lens = problem.row_offsets(), problem.seq_lens.tolist()
@@ -87,12 +88,7 @@ def _plan(call: DecodeCall | ContextCall) -> Ready:
     else:
         name, arguments = EXTEND, _extend_arguments(problem, out, tokens, q_lens)
     attention = installed_function(PART, name, WRITTEN_FOR, frozenset(arguments))
-
-    def run() -> Any:
-        attention(**arguments)
-        return problem.returned(out, None)
-
-    return run
+    return PreparedCall(attention, arguments, returned=out)
 
 
 def _tokens(problem: PagedAttention, q_lens: Sequence[int], kv_lens: Sequence[int]) -> _Tokens:

@@ -13,6 +13,7 @@ import torch
 from lab.calls import ContextCall, DecodeCall
 from lab.calls.problem import E4M3, AttentionCall, PagedAttention
 from lab.gpus import Capability
+from lab.kernels.flashinfer_call import PreparedCall, returning
 from lab.kernels.peers.entries import Ready, entries
 from lab.kernels.peers.installed import installed_function
 from lab.kernels.support import Kernel, refuse_unsupported
@@ -45,16 +46,11 @@ def _prepare(call: DecodeCall | ContextCall) -> Ready:
     problem = call.problem()
     out, _ = problem.results()
     if problem.has_no_rows:
-        return lambda: problem.returned(out, None)
+        return returning(problem, problem.returned)
     refuse_unsupported(VLLM_TRITON, problem)
     arguments = _arguments(problem, out) | _segments(problem)
     attention = installed_function(PART, UNIFIED, WRITTEN_FOR, frozenset(arguments))
-
-    def run() -> Any:
-        attention(**arguments)
-        return problem.returned(out, None)
-
-    return run
+    return PreparedCall(attention, arguments, returned=out)
 
 
 def _arguments(problem: PagedAttention, out: torch.Tensor) -> dict[str, Any]:

@@ -146,20 +146,15 @@ def generate_draft_decode_kv_indices(
 def _grid(schedule: Schedule, num_steps: int, num_requests: int, topk: int, longest: int) -> tuple[int, ...]:
     """Return the grid of a launch whose lists keep `longest` tokens of a prefix at most."""
     if schedule is Schedule.SPREAD:
-        # Row 0 of the grid writes kv_indptr, and row 1 + i the lists of request i.
-        return _programs_per_request(num_requests, longest), num_requests + 1
+        # Row 0 of the grid writes kv_indptr, and row 1 + i the lists of request i, whose prefix at most as many programs divide
+        # as it has blocks.
+        blocks = triton.cdiv(longest + STORE_ALIGNMENT.value, BLOCK_TOKENS)
+        return min(blocks, triton.cdiv(MAX_SPREAD_PROGRAMS, num_requests)), num_requests + 1
     blocks = min(MAX_TOKEN_BLOCKS, max(1, triton.cdiv(longest, BLOCK_TOKENS)))
     return num_steps * (blocks if schedule is Schedule.TOKEN_BLOCKS else 1), num_requests, topk
 
 
-def _programs_per_request(num_requests: int, longest: int) -> int:
-    """Return the number of programs that divide a request's prefix: at most one per block of the `longest` that is kept."""
-    blocks = triton.cdiv(longest + STORE_ALIGNMENT.value, BLOCK_TOKENS)
-    return min(blocks, triton.cdiv(MAX_SPREAD_PROGRAMS, num_requests))
-
-
 def _check_numbers(topk: int, page_size: int, window_size: int, sink_size: int, entry_page_size: int) -> None:
-    """Raise TypeError or ValueError for wrong numbers of `generate_draft_decode_kv_indices`."""
     check_int("topk", topk, 1, "it is the number of branches per request")
     check_int("page_size", page_size, 1, "it is the number of tokens per page")
     check_int("window_size", window_size, 0, "it is the number of tokens at a prefix's end, and 0 stands for no window")
@@ -171,7 +166,6 @@ def _check_numbers(topk: int, page_size: int, window_size: int, sink_size: int, 
 
 
 def _check_tensors(vectors: dict[str, Tensor], matrices: dict[str, Tensor], topk: int, v2p: Tensor | None) -> None:
-    """Raise TypeError or ValueError for wrong tensors of `generate_draft_decode_kv_indices`, given by name."""
     num_requests = check_tensor("req_pool_indices", vectors["req_pool_indices"]).numel()
     for name, tensor in vectors.items():
         check_vector(name, tensor, num_requests * (topk if name == "positions" else 1), INDEX_DTYPES)

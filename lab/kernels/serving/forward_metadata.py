@@ -208,7 +208,6 @@ def _query_rows_constant(buffers: PassBuffers) -> int:
 
 
 def _num_locations(locations: Tensor | None) -> int:
-    """Return the number of write locations, 0 for None."""
     return 0 if locations is None else locations.shape[0]
 
 
@@ -260,7 +259,6 @@ def _grid(num_requests: int, tables: Sequence[Tensor], with_locations: Sequence[
 
 
 def _check_pass(buffers: PassBuffers, num_requests: int, full_to_swa: Tensor | None) -> None:
-    """Raise TypeError or ValueError for wrong buffers or numbers of a pass."""
     check_int("seq_len_offset", buffers.seq_len_offset, 0, "it is the number of tokens that seq_lens does not count")
     check_vector("cache_seqlens", buffers.cache_seqlens, num_requests, (torch.int32,))
     for name in ("cu_seqlens_k", "cu_seqlens_q"):

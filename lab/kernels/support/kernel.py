@@ -86,10 +86,6 @@ def mla_dims(problem: PagedAttention) -> tuple[int, int]:
     return problem.v_head_dim, problem.head_dim - problem.v_head_dim
 
 
-def _no_limits(_capability: Capability | None, _problem: Any) -> None:
-    return None
-
-
 @dataclass(frozen=True, eq=False)
 class Kernel:
     """An implementation of a call, and all that it takes.
@@ -114,7 +110,7 @@ class Kernel:
     honours: frozenset[Feature]
     sizes: tuple[Sizes, ...] = ()
     says: Mapping[Feature, str] = field(default_factory=dict)
-    limits: Callable[[Capability | None, Any], str | None] = _no_limits
+    limits: Callable[[Capability | None, Any], str | None] = lambda _capability, _problem: None
     uses_triton: bool = False
     on_cpu: bool = False
 
@@ -155,10 +151,8 @@ def wrong_device(kernel: Kernel, capability: Capability | None, dtypes: Iterable
 
 
 def _wrong_size(kernel: Kernel, problem: Problem) -> str | None:
-    for limit in kernel.sizes:
-        if limit.size(problem) not in limit.among:
-            return f"{limit.words}, not {limit.size(problem)}"
-    return None
+    past = (limit for limit in kernel.sizes if limit.size(problem) not in limit.among)
+    return next((f"{limit.words}, not {limit.size(problem)}" for limit in past), None)
 
 
 def _not_honoured(kernel: Kernel, problem: Problem) -> str | None:
@@ -173,12 +167,9 @@ def no_triton(capability: Capability | None, dtypes: Iterable[torch.dtype] = ())
     if capability is None:
         if importlib.util.find_spec("triton") is None:
             return sentence("lab.kernels", ["triton"])
-        interprets = triton_interprets()
-        return (
-            None
-            if interprets
-            else "Triton kernels run on a CPU only in Triton's interpreter: set TRITON_INTERPRET=1 first"
-        )
+        if triton_interprets():
+            return None
+        return "Triton kernels run on a CPU only in Triton's interpreter: set TRITON_INTERPRET=1 first"
     family = family_of(capability)
     if family is None:
         return wrong_gpu("Triton kernels", FAMILIES, capability)

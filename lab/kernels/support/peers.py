@@ -47,25 +47,17 @@ def _fa_mla(capability: Capability | None, problem: PagedAttention) -> str | Non
     return positive_bmm1_scale(problem)
 
 
-FA2_MLA = Kernel(
-    "BatchMLAPagedAttentionWrapper with FA2",
+MLA = partial(
+    Kernel,
     calls=(AttentionCall.MLA_DECODE,),
-    gpus=FAMILIES,
     dtypes=MLA_DTYPES,
     honours=HONOURED_BY_ALL | {Feature.V_SCALE},
     says=SAYS,
     limits=_fa_mla,
 )
-FA3_MLA = Kernel(
-    "BatchMLAPagedAttentionWrapper with FA3",
-    calls=(AttentionCall.MLA_DECODE,),
-    gpus=(SM90,),
-    dtypes=MLA_DTYPES,
-    sizes=(sizes("is built for a kv_lora_rank of", lambda problem: problem.v_head_dim, 128, 256, 512),),
-    honours=HONOURED_BY_ALL | {Feature.V_SCALE},
-    says=SAYS,
-    limits=_fa_mla,
-)
+FA2_MLA = MLA("BatchMLAPagedAttentionWrapper with FA2", gpus=FAMILIES)
+RANKS = sizes("is built for a kv_lora_rank of", lambda problem: problem.v_head_dim, 128, 256, 512)
+FA3_MLA = MLA("BatchMLAPagedAttentionWrapper with FA3", gpus=(SM90,), sizes=(RANKS,))
 
 
 def _fa_ragged(capability: Capability | None, problem: RaggedAttention) -> str | None:

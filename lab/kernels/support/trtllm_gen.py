@@ -46,10 +46,8 @@ OF_NVFP4 = triples((E4M3,), (NVFP4,), (E4M3,))
 # Decode alone. The table's kernels for bf16 convert K/V in a way that FlashInfer 0.7.2 no longer asks for.
 WIDER_QUERIES = frozenset((q, E4M3, q) for q in HALF_DTYPES)
 SMALL_PAGES = (16, 32, 64)
-ANY_PAGES = (
-    *SMALL_PAGES,
-    *(2**power for power in range(7, 31)),
-)  # one kernel reads all from 128 (`useDynamicNumTokensPerPage`)
+# One kernel reads all from 128 (`useDynamicNumTokensPerPage`).
+ANY_PAGES = (*SMALL_PAGES, *(2**power for power in range(7, 31)))
 
 
 class Mask(NamedEnum):
@@ -255,10 +253,10 @@ SAYS = {
 PAGES = Sizes(
     "is built for page sizes 16, 32, 64 and powers of two from 128", lambda problem: problem.page_size, ANY_PAGES
 )
-TRTLLM_GEN_DECODE = Kernel(
+gen_kernel = partial(Kernel, gpus=(SM100,), limits=_limits)
+TRTLLM_GEN_DECODE = gen_kernel(
     "trtllm-gen decode",
     calls=(AttentionCall.DECODE,),
-    gpus=(SM100,),
     dtypes=Dtypes(
         HALVES | OF_E4M3 | OF_NVFP4 | WIDER_QUERIES,
         GEN_QUERIES,
@@ -268,12 +266,10 @@ TRTLLM_GEN_DECODE = Kernel(
     sizes=(PAGES, sizes(f"has kernels {TABLE} for head_dim", lambda problem: problem.head_dim, 64, 128, 256, 512)),
     honours=PAGED_HONOURS,
     says=SAYS,
-    limits=_limits,
 )
-TRTLLM_GEN_CONTEXT = Kernel(
+TRTLLM_GEN_CONTEXT = gen_kernel(
     "trtllm-gen context",
     calls=(AttentionCall.CONTEXT,),
-    gpus=(SM100,),
     dtypes=Dtypes(
         HALVES | OF_E4M3 | OF_NVFP4,
         GEN_QUERIES,
@@ -283,21 +279,17 @@ TRTLLM_GEN_CONTEXT = Kernel(
     sizes=(PAGES, sizes(f"has kernels {TABLE} for head_dim", lambda problem: problem.head_dim, 64, 80, 128, 256, 512)),
     honours=PAGED_HONOURS | {Feature.NON_CAUSAL},
     says=SAYS,
-    limits=_limits,
 )
-TRTLLM_GEN_MLA = Kernel(
+TRTLLM_GEN_MLA = gen_kernel(
     "trtllm-gen MLA",
     calls=(AttentionCall.MLA_DECODE,),
-    gpus=(SM100,),
     dtypes=MLA_DTYPES,
     sizes=(dims("(kv_lora_rank, qk_rope_head_dim)", mla_dims, *MLA_HEADS), page_sizes(32, 64)),
     honours=HONOURS - {Feature.WINDOW, Feature.STRIDED_LSE} | {Feature.STRIDED_QUERY},
-    limits=_limits,
 )
-TRTLLM_GEN_RAGGED = Kernel(
+TRTLLM_GEN_RAGGED = gen_kernel(
     "trtllm-gen ragged",
     calls=(AttentionCall.RAGGED_CONTEXT,),
-    gpus=(SM100,),
     dtypes=Dtypes(
         HALVES | triples((E4M3,), (E4M3,), HALF_DTYPES),
         GEN_QUERIES,
@@ -307,5 +299,4 @@ TRTLLM_GEN_RAGGED = Kernel(
     sizes=(RAGGED_SIZES,),
     honours=HONOURS | {Feature.NON_CAUSAL},
     says={Feature.STRIDED_QUERY: STRIDED_QUERY},  # the launcher hands on K's and V's strides alone
-    limits=_limits,
 )

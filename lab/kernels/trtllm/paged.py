@@ -132,7 +132,6 @@ def _causal_mask(rows: int, q_len: int, device: torch.device) -> torch.Tensor:
 
 
 def _fmha_v2_arguments(call: ContextCall, problem: PagedAttention) -> tuple[dict[str, Any], tuple[Refresh, ...]]:
-    """Return `trtllm_fmha_v2_prefill`'s arguments for a context call."""
     stored = stored_cache(problem)
     cache, block_tables, refreshes = _fmha_v2_cache(call, stored)
     causal_mode = "causal" if problem.window_left < 0 else "sliding_window"

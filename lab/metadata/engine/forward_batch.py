@@ -138,8 +138,10 @@ class ForwardBatch:
     def _check_tensors(self) -> None:
         check_vector("seq_lens", self.seq_lens, INDEX_DTYPES)
         check_vector("out_cache_loc", self.out_cache_loc, (torch.int64,))
-        for name in ("req_pool_indices", "extend_seq_lens", "extend_prefix_lens"):
-            tensor = getattr(self, name)
+        of_requests = {
+            name: getattr(self, name) for name in ("req_pool_indices", "extend_seq_lens", "extend_prefix_lens")
+        }
+        for name, tensor in of_requests.items():
             if tensor is not None or name == "req_pool_indices":
                 check_vector(name, tensor, INDEX_DTYPES)
                 _check_length(name, tensor.shape[0], self.batch_size)
@@ -148,15 +150,8 @@ class ForwardBatch:
             raise ValueError(
                 f"num_accept_tokens has {accepted.shape[0]} entries, fewer than {self.batch_size} requests"
             )
-
-        tensors = {
-            "req_pool_indices": self.req_pool_indices,
-            "out_cache_loc": self.out_cache_loc,
-            "extend_seq_lens": self.extend_seq_lens,
-            "extend_prefix_lens": self.extend_prefix_lens,
-            "num_accept_tokens": accepted,
-        }
-        for name, tensor in tensors.items():
+        others = {"out_cache_loc": self.out_cache_loc, "num_accept_tokens": accepted}
+        for name, tensor in (of_requests | others).items():
             if tensor is not None and tensor.device != self.seq_lens.device:
                 raise ValueError(
                     f"{name} is on {tensor.device} but seq_lens on {self.seq_lens.device}: put the batch on one device"

@@ -77,7 +77,8 @@ def max_query_rows(batch: ForwardBatch) -> int:
     if rows is QueryRows.ONE:
         return 1
     if rows is QueryRows.DRAFT_TOKENS:
-        return _verify_q_len(batch)
+        # Those that the kernel is launched with, also where padding made them differ from d.
+        return batch.num_tokens // batch.batch_size if batch.batch_size > 0 else num_draft_tokens(batch)
     if rows is QueryRows.VERIFIED and not batch.extend_seq_lens_cpu:
         return num_draft_tokens(batch)
     return max(host_lengths(batch, "extend_seq_lens_cpu"), default=0)
@@ -111,11 +112,6 @@ def query_lens(batch: ForwardBatch) -> Sequence[int]:
     if not batch.forward_mode.query_rows.in_extend_seq_lens:
         return [max_query_rows(batch)] * batch.batch_size
     return host_lengths(batch, "extend_seq_lens_cpu")
-
-
-def _verify_q_len(batch: ForwardBatch) -> int:
-    """Return the rows per request that the kernel is launched with, also where padding made them differ from d."""
-    return batch.num_tokens // batch.batch_size if batch.batch_size > 0 else num_draft_tokens(batch)
 
 
 def num_draft_tokens(batch: ForwardBatch) -> int:

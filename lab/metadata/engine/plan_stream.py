@@ -261,7 +261,6 @@ class PlanStream:
         self.backend.update_verify_buffers_to_fill_after_draft(planned)
 
     def _mark(self, moment: _Moment) -> None:
-        """Record the moment's event on the current stream."""
         if self.stream is not None:
             self._events[moment].record(torch.cuda.current_stream(self.backend.device))
 

@@ -163,6 +163,5 @@ def _block_ends(length: int, num_blocks: int) -> list[int]:
 
 
 def _rows_of(ends: Sequence[Sequence[int]], num_ranks: int, rank: int) -> int:
-    """Return the query rows of a rank."""
     blocks = (rank, 2 * num_ranks - 1 - rank)
     return sum(end[block + 1] - end[block] for end in ends for block in blocks)

@@ -178,17 +178,13 @@ def build_mla_decode_metadata(
         return TRTLLMMLADecodeMetadata(table, keys, max_seq_len_k, max_query_rows(batch))
 
     rows = device_lengths(batch, "extend_seq_lens").to(torch.int32, copy=True)
+    layout, most_keys = QueryLayout.PADDED, max_seq_len_k
     if batch.forward_mode.query_rows is QueryRows.VERIFIED:
-        layout, max_rows, sum_rows, most_keys = (
-            QueryLayout.PADDED,
-            num_draft_tokens(batch),
-            batch.num_tokens,
-            max_seq_len_k,
-        )
+        max_rows, sum_rows = num_draft_tokens(batch), batch.num_tokens
     else:
-        layout, max_rows = query_layout(host_lengths(batch, "extend_seq_lens_cpu")), max_query_rows(batch)
-        sum_rows = sum(host_lengths(batch, "extend_seq_lens_cpu"))
-        most_keys = max_seq_len_k + (max_rows if layout is QueryLayout.PADDED else 0)
+        q_lens = host_lengths(batch, "extend_seq_lens_cpu")
+        layout, max_rows, sum_rows = query_layout(q_lens), max_query_rows(batch), sum(q_lens)
+        most_keys += max_rows if layout is QueryLayout.PADDED else 0
     padded_keys = keys - rows + max_rows
     width = mla_block_table_width(most_keys, pool.page_size)
     return TRTLLMMLADecodeMetadata(
