@@ -44,29 +44,11 @@ class GpuFamily:
 SM80 = GpuFamily(((8, 0), (8, 7)), 163)
 SM86 = GpuFamily(((8, 6),), 99)
 SM89 = GpuFamily(((8, 9),), 99, has_e4m3=True)
-SM90 = GpuFamily(
-    ((9, 0),),
-    227,
-    has_e4m3=True,
-    overlaps_launches=True,
-    trtllm_backend="xqa",
-    fa_backend="fa3",
-)
+SM90 = GpuFamily(((9, 0),), 227, has_e4m3=True, overlaps_launches=True, trtllm_backend="xqa", fa_backend="fa3")
 SM100 = GpuFamily(
-    ((10, 0), (10, 3)),
-    227,
-    has_e4m3=True,
-    has_tensor_memory=True,
-    overlaps_launches=True,
-    trtllm_backend="trtllm-gen",
+    ((10, 0), (10, 3)), 227, has_e4m3=True, has_tensor_memory=True, overlaps_launches=True, trtllm_backend="trtllm-gen"
 )
-SM120 = GpuFamily(
-    ((12, 0), (12, 1)),
-    99,
-    has_e4m3=True,
-    overlaps_launches=True,
-    trtllm_backend="xqa",
-)
+SM120 = GpuFamily(((12, 0), (12, 1)), 99, has_e4m3=True, overlaps_launches=True, trtllm_backend="xqa")
 # A GPU that the lab does not know runs the portable kernels with the least of what GPUs since SM90 have.
 OTHER = GpuFamily((), 99, has_e4m3=True, overlaps_launches=True)
 FAMILIES = (SM80, SM86, SM89, SM90, SM100, SM120, OTHER)

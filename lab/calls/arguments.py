@@ -62,10 +62,12 @@ def _unmodelled(call_type: type[Any]) -> tuple[tuple[str, Any], ...]:
     return tuple((each.name, each.default) for each in unmodelled)
 
 
-def check_tensor(name: str, value: object) -> torch.Tensor:
-    """Return the value; raise TypeError unless it is a tensor."""
+def check_tensor(name: str, value: object, dtypes: Sequence[torch.dtype] = ()) -> torch.Tensor:
+    """Return the value; raise TypeError unless it is a tensor, and of one of the dtypes where there are any."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if dtypes and value.dtype not in dtypes:
+        raise TypeError(f"{name} must be {dtype_names(dtypes)}, got {value.dtype}")
     return value
 
 
@@ -91,9 +93,7 @@ def dtype_names(dtypes: Sequence[torch.dtype]) -> str:
 
 def check_vector(name: str, value: object, length: int, dtypes: Sequence[torch.dtype]) -> None:
     """Raise TypeError or ValueError unless the value is a contiguous tensor [length] of one of the dtypes."""
-    tensor = check_tensor(name, value)
-    if tensor.dtype not in dtypes:
-        raise TypeError(f"{name} must be {dtype_names(dtypes)}, got {tensor.dtype}")
+    tensor = check_tensor(name, value, dtypes)
     if tensor.shape != (length,):
         raise ValueError(f"{name} must have shape [{length}], got {list(tensor.shape)}")
     if not tensor.is_contiguous():
@@ -107,8 +107,7 @@ def check_query(query: object) -> None:
         raise ValueError(f"query must be [num_rows, num_qo_heads, head_dim], got shape {list(tensor.shape)}")
     if 0 in tensor.shape[1:]:
         raise ValueError(f"query needs at least one head and one element of head_dim, got shape {list(tensor.shape)}")
-    if tensor.dtype not in QUERY_DTYPES:
-        raise TypeError(f"query must be {dtype_names(QUERY_DTYPES)}, got {tensor.dtype}")
+    check_tensor("query", tensor, QUERY_DTYPES)
     check_head_dim_stride("query", tensor)
 
 
@@ -185,8 +184,7 @@ def check_scale_factors(call: Any, k_cache: torch.Tensor) -> tuple[torch.Tensor 
     expected = (*k_cache.shape[:3], call.query.shape[2] // NVFP4_BLOCK)
     if k.shape != expected:
         raise ValueError(f"kv_cache_sf must be {list(expected)} as HND, got {list(k.shape)}")
-    if k.dtype != E4M3:
-        raise TypeError(f"kv_cache_sf must be float8_e4m3fn, got {k.dtype}")
+    check_tensor("kv_cache_sf", k, (E4M3,))
     if has_interleaved_v_scales(call) and k_cache.shape[2] % INTERLEAVED_TOKENS:
         raise ValueError(
             f"kv_cache has page_size {k_cache.shape[2]}, but trtllm-gen interleaves V's scale factors over "
@@ -209,9 +207,7 @@ def has_interleaved_v_scales(call: Any) -> bool:
 def batch_size_of(block_tables: object, shared: bool) -> int:
     """Return the rows of a page table, int32 [batch_size, columns], or [batch_size, 2, columns] where not shared."""
     check_bool("uses_shared_paged_kv_idx", shared)
-    tensor = check_tensor("block_tables", block_tables)
-    if tensor.dtype != torch.int32:
-        raise TypeError(f"block_tables must be int32, got {tensor.dtype}")
+    tensor = check_tensor("block_tables", block_tables, (torch.int32,))
     if tensor.ndim != (2 if shared else 3) or (not shared and tensor.shape[1] != 2):
         expected = "[batch_size, max_num_pages_per_seq]" if shared else "[batch_size, 2, max_num_pages_per_seq]"
         raise ValueError(
@@ -291,9 +287,7 @@ def check_out(out: object, expected: Sequence[int], words: str, dtypes: Sequence
 
     `words` explain the shape in an error.
     """
-    tensor = check_tensor("out", out)
-    if tensor.dtype not in dtypes:
-        raise TypeError(f"out must be {dtype_names(dtypes)}, got {tensor.dtype}")
+    tensor = check_tensor("out", out, dtypes)
     if tensor.shape != torch.Size(expected):
         raise ValueError(f"out must be {list(expected)}, {words}, got {list(tensor.shape)}")
     if not tensor.is_contiguous():
@@ -316,19 +310,11 @@ def output_dtype(call: Any) -> torch.dtype:
     return dtype
 
 
-def check_lse_dtype(value: object) -> torch.Tensor:
-    """Return a given `lse`; raise TypeError unless it is a float32 tensor."""
-    lse = check_tensor("lse", value)
-    if lse.dtype != torch.float32:
-        raise TypeError(f"lse must be float32, got {lse.dtype}")
-    return lse
-
-
 def check_lse(call: Any) -> torch.Tensor | None:
     """Return a call's `lse` or None; raise ValueError unless it is [num_rows, num_qo_heads], each element its own."""
     if call.lse is None:
         return None
-    lse = check_lse_dtype(call.lse)
+    lse = check_tensor("lse", call.lse, (torch.float32,))
     if lse.shape != call.query.shape[:2]:
         raise ValueError(f"lse must be [num_rows, num_qo_heads] = {list(call.query.shape[:2])}, got {list(lse.shape)}")
     if any(size > 1 and stride == 0 for size, stride in zip(lse.shape, lse.stride(), strict=True)):

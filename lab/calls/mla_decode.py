@@ -256,7 +256,7 @@ class MLADecodeCall:
             return None
         if not self.return_lse:
             raise ValueError("lse without return_lse=True is left unwritten by FlashInfer; pass both or neither")
-        lse = arguments.check_lse_dtype(self.lse)
+        lse = arguments.check_tensor("lse", self.lse, (torch.float32,))
         shapes = list(dict.fromkeys((tuple(rows.shape[:2]), tuple(self.query.shape[:-1]))))
         if tuple(lse.shape) not in shapes:
             raise ValueError(f"lse must be {' or '.join(str(list(shape)) for shape in shapes)}, got {list(lse.shape)}")

@@ -190,16 +190,9 @@ class _Attention:
 
     def _query(self) -> torch.Tensor:
         """Return the queries, [num_rows, num_qo_heads, head_dim]; theirs is (head_dim, heads of a group, groups, rows)."""
-        tensor_map = self.maps["tmaQ_"]
-        strides_bytes = (*reversed(tensor_map.strides_bytes), self.kernel.dtype_q.itemsize)
-        view = self.memory.view(
-            "the query's descriptor",
-            tensor_map.address,
-            tuple(reversed(tensor_map.dims)),
-            strides_bytes,
-            self.kernel.dtype_q,
-        )
-        return view.flatten(1, 2)
+        tensor_map, dtype = self.maps["tmaQ_"], self.kernel.dtype_q
+        dims, strides_bytes = tensor_map.dims[::-1], (*reversed(tensor_map.strides_bytes), dtype.itemsize)
+        return self.memory.view("the query's descriptor", tensor_map.address, dims, strides_bytes, dtype).flatten(1, 2)
 
     def _scale(self, what: str, pointer: int, number: float) -> float:
         """Return a scale, a float32: that of a tensor on the device goes before the launch's number."""

@@ -55,6 +55,13 @@ GPUS = {
 }
 
 
+def gpu_named(name: str) -> Gpu:
+    """Return one of `GPUS`; raises ValueError where there is none of that name."""
+    if name not in GPUS:
+        raise ValueError(f"there is no dry run of {name!r}; known are {', '.join(GPUS)}")
+    return GPUS[name]
+
+
 class LaunchError(RuntimeError):
     """FlashInfer's launcher refused a call, or the fake driver refused what it asked for: the text is theirs."""
 

@@ -15,7 +15,7 @@ import lab.gpus
 from lab.dry_run import build
 from lab.dry_run.arithmetic import compute
 from lab.dry_run.host_memory import HostMemory
-from lab.dry_run.launcher import GPUS, Gpu, Launcher, launcher_for
+from lab.dry_run.launcher import Gpu, Launcher, gpu_named, launcher_for
 from lab.dry_run.launches import CompiledCall, Copy, Fill, Launch, events
 from lab.gpus import SM100, family_of
 
@@ -131,10 +131,7 @@ def machine(gpu: str | Gpu, computes: bool = False) -> Iterator[Machine]:
         ValueError: no such GPU.
         lab.dry_run.build.NotBuiltError: the launcher cannot be compiled here.
     """
-    if isinstance(gpu, str):
-        if gpu not in GPUS:
-            raise ValueError(f"there is no dry run of {gpu!r}; known are {', '.join(GPUS)}")
-        gpu = GPUS[gpu]
+    gpu = gpu_named(gpu) if isinstance(gpu, str) else gpu
     made = Machine(gpu, computes)
     if family_of(gpu.capability) is SM100:
         made.build()  # what stands against it is said before any call

@@ -29,7 +29,7 @@ from lab.checks.forward_pass import (
 )
 from lab.checks.mla_pass import MLAPass, new_mla_layer
 from lab.dry_run import build
-from lab.dry_run.launcher import GPUS, Gpu, LaunchError
+from lab.dry_run.launcher import GPUS, Gpu, LaunchError, gpu_named
 from lab.dry_run.launches import Launch
 from lab.dry_run.machine import Machine, machine
 from lab.gpus import family_of
@@ -171,9 +171,7 @@ def dry_run(
     Raises:
         ValueError: no such GPU.
     """
-    if gpu_name not in GPUS:
-        raise ValueError(f"there is no dry run of {gpu_name!r}; known are {', '.join(GPUS)}")
-    gpu, reason = GPUS[gpu_name], why_no_launcher(gpu_name)
+    gpu, reason = gpu_named(gpu_name), why_no_launcher(gpu_name)
     with ExitStack() as stack:
         on: Machine | None = None
         if reason is None:

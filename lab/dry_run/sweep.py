@@ -26,8 +26,9 @@ import torch
 from lab.calls.problem import AttentionCall, PagedAttention
 from lab.checks.domain.covering import Point
 from lab.dry_run import build, kernel_table
+from lab.dry_run.launcher import GPUS
 from lab.dry_run.launches import Launch, TensorMap
-from lab.dry_run.machine import GPUS, Machine, machine
+from lab.dry_run.machine import Machine, machine
 from lab.dry_run.sweep_axes import DOMAINS, points
 from lab.dry_run.sweep_calls import made
 from lab.exit_status import ExitStatus
@@ -114,10 +115,7 @@ def sweep(gpu_name: str, drawn: int = DRAWN, every: int = 1, seed: int = 0) -> I
     Raises:
         lab.dry_run.build.NotBuiltError: the launcher cannot be compiled here.
     """
-    with (
-        machine(gpu_name) as gpu,
-        mock.patch.object(flashinfer_call, "refuse_unsupported", return_value=None),
-    ):
+    with machine(gpu_name) as gpu, mock.patch.object(flashinfer_call, "refuse_unsupported", return_value=None):
         for call in AttentionCall:
             for index, point in enumerate(points(call, drawn, seed)):
                 if index % every == 0:

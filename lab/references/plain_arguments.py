@@ -9,13 +9,7 @@ from lab.calls.problem import Softmax
 FLOAT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-def check_plain(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    visible: Tensor,
-    softmax: Softmax,
-) -> None:
+def check_plain(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, softmax: Softmax) -> None:
     """Raise an error unless the arguments are `lab.references.attention`'s.
 
     Raises:

@@ -193,13 +193,7 @@ class StandInModel:
         # Rows that have no slot are padding of an eager pass.
         keys, values = (side[: slots.shape[0]].unflatten(1, (model.num_kv_heads, model.head_dim)) for side in new_kv)
         attention = backend.prepare_attention(
-            batch,
-            metadata,
-            self.layer,
-            query,
-            self.cache,
-            max_context_len=self.pool.max_context_len,
-            out=attended,
+            batch, metadata, self.layer, query, self.cache, max_context_len=self.pool.max_context_len, out=attended
         )
 
         def run() -> None:

@@ -8,14 +8,15 @@ does that once, for lengths that stay. `fa2` and `fa3` are the two by name, such
 """
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from lab.calls import ContextCall, DecodeCall
 from lab.calls.problem import E4M3, AttentionCall, PagedAttention, shown_draft_tokens
-from lab.kernels.flashinfer_call import installed, scratch_for
+from lab.kernels.flashinfer_call import PreparedCall, installed, scratch_for
 from lab.kernels.peers.planned import (
     LivePages,
     PlannedWrapper,
@@ -44,12 +45,8 @@ def _plan(call: DecodeCall | ContextCall, backend: str) -> Callable[[], Any]:
         return lambda: problem.returned(out, lse)
     backend = supported_backend(backend, wrapper_name, problem)
     scratch = scratch_for(call.workspace_buffer, problem.query.device)
-    wrapper = _decode_wrapper(problem, scratch, backend) if decodes else _prefill_wrapper(problem, scratch, backend)
-    pages = live_pages(problem)
-    if decodes:
-        _plan_decode(wrapper, problem, pages)
-    else:
-        _plan_prefill(wrapper, problem, pages, offsets)
+    planned = (problem, scratch, backend, live_pages(problem))
+    wrapper = _planned_decode(*planned) if decodes else _planned_prefill(*planned, offsets)
     of_sinks = () if problem.sinks is None else (problem.sinks, float(problem.bmm1_scale))
     arguments: dict[str, Any] = {
         "out": out[:num_rows],
@@ -57,12 +54,8 @@ def _plan(call: DecodeCall | ContextCall, backend: str) -> Callable[[], Any]:
         "return_lse": lse is not None,
         "v_scale": None if problem.bmm2_scale == 1 else float(problem.bmm2_scale),
     }
-
-    def run() -> Any:
-        wrapper.run(problem.query[:num_rows], (problem.k_cache, problem.v_cache), *of_sinks, **arguments)
-        return problem.returned(out, lse)
-
-    return run
+    run = partial(wrapper.run, problem.query[:num_rows], (problem.k_cache, problem.v_cache), *of_sinks)
+    return PreparedCall(run, arguments, returned=problem.returned(out, lse))
 
 
 def _is_plain_decode(problem: PagedAttention) -> bool:
@@ -77,17 +70,40 @@ def _is_plain_decode(problem: PagedAttention) -> bool:
     )
 
 
-def _decode_wrapper(problem: PagedAttention, scratch: torch.Tensor, backend: str) -> Any:
+def _planned_decode(problem: PagedAttention, scratch: torch.Tensor, backend: str, pages: LivePages) -> Any:
     wrapper_type, _ = installed("flashinfer.decode", DECODE_WRAPPER)
     group = problem.num_qo_heads // problem.num_kv_heads
     on_tensor_cores = backend == "fa3" or problem.kv_dtype == E4M3 or group >= LEAST_GROUP_OF_TENSOR_CORES
-    return wrapper_type(scratch, kv_layout="HND", backend=backend, use_tensor_cores=on_tensor_cores)
+    wrapper = wrapper_type(scratch, kv_layout="HND", backend=backend, use_tensor_cores=on_tensor_cores)
+    wrapper.plan(
+        pages.indptr,
+        pages.indices,
+        pages.last_page_len,
+        head_dim=problem.head_dim,
+        seq_lens=pages.kv_lens,
+        **_planned_alike(problem),
+    )
+    return wrapper
 
 
-def _prefill_wrapper(problem: PagedAttention, scratch: torch.Tensor, backend: str) -> Any:
+def _planned_prefill(
+    problem: PagedAttention, scratch: torch.Tensor, backend: str, pages: LivePages, offsets: list[int]
+) -> Any:
     wrapper_type, _ = installed("flashinfer.prefill", PREFILL_WRAPPER)
     variant = {} if problem.sinks is None else _sink_variant(problem, backend)
-    return wrapper_type(scratch, kv_layout="HND", backend=backend, **variant)
+    wrapper = wrapper_type(scratch, kv_layout="HND", backend=backend, **variant)
+    wrapper.plan(
+        qo_indptr=torch.tensor(offsets, dtype=torch.int32),
+        paged_kv_indptr=pages.indptr,
+        paged_kv_indices=pages.indices,
+        paged_kv_last_page_len=pages.last_page_len,
+        head_dim_qk=problem.head_dim,
+        custom_mask=None if problem.mask is None else _visible_keys(problem, problem.mask, pages),
+        causal=problem.causal and problem.mask is None,
+        seq_lens=pages.kv_lens,
+        **_planned_alike(problem),
+    )
+    return wrapper
 
 
 def _sink_variant(problem: PagedAttention, backend: str) -> dict[str, Any]:
@@ -112,31 +128,6 @@ def _sink_variant(problem: PagedAttention, backend: str) -> dict[str, Any]:
             "module_surface": "full",
         },
     }
-
-
-def _plan_decode(wrapper: Any, problem: PagedAttention, pages: LivePages) -> None:
-    wrapper.plan(
-        pages.indptr,
-        pages.indices,
-        pages.last_page_len,
-        head_dim=problem.head_dim,
-        seq_lens=pages.kv_lens,
-        **_planned_alike(problem),
-    )
-
-
-def _plan_prefill(wrapper: Any, problem: PagedAttention, pages: LivePages, offsets: Sequence[int]) -> None:
-    wrapper.plan(
-        qo_indptr=torch.tensor(offsets, dtype=torch.int32),
-        paged_kv_indptr=pages.indptr,
-        paged_kv_indices=pages.indices,
-        paged_kv_last_page_len=pages.last_page_len,
-        head_dim_qk=problem.head_dim,
-        custom_mask=None if problem.mask is None else _visible_keys(problem, problem.mask, pages),
-        causal=problem.causal and problem.mask is None,
-        seq_lens=pages.kv_lens,
-        **_planned_alike(problem),
-    )
 
 
 def _planned_alike(problem: PagedAttention) -> dict[str, Any]:

@@ -51,11 +51,7 @@ def _plan(call: RaggedContextCall, backend: str) -> Callable[[], Any]:
 
 
 def _planned(
-    call: RaggedContextCall,
-    problem: RaggedAttention,
-    backend: str,
-    q_offsets: Sequence[int],
-    kv_offsets: Sequence[int],
+    call: RaggedContextCall, problem: RaggedAttention, backend: str, q_offsets: Sequence[int], kv_offsets: Sequence[int]
 ) -> Any:
     wrapper_type, _ = installed("flashinfer.prefill", WRAPPER)
     scratch = scratch_for(call.workspace_buffer, problem.query.device)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lab.calls.arguments import check_tensor, dtype_names
+from lab.calls.arguments import check_tensor
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 # A pass whose requests all have n query rows tells the kernel n >= 1. These two values stand for the other passes:
@@ -20,9 +20,7 @@ def check_matrix(name: str, value: object, dtypes: Sequence[torch.dtype]) -> Ten
         TypeError: the value is no tensor, or its dtype is none of `dtypes`.
         ValueError: it does not have two dimensions, or a row is not contiguous.
     """
-    tensor = check_tensor(name, value)
-    if tensor.dtype not in dtypes:
-        raise TypeError(f"{name} must be {dtype_names(dtypes)}, got {tensor.dtype}")
+    tensor = check_tensor(name, value, dtypes)
     if tensor.ndim != 2 or (tensor.shape[1] > 1 and tensor.stride(1) != 1):
         raise ValueError(
             f"{name} must have two dimensions and contiguous rows, got shape {list(tensor.shape)} with stride "

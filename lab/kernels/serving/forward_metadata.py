@@ -211,9 +211,8 @@ def _num_locations(locations: Tensor | None) -> int:
     return 0 if locations is None else locations.shape[0]
 
 
-# By default Triton compiles a kernel again where an integer is 1 or a multiple of 16, and where a pointer is a multiple of 16
-# bytes. `do_not_specialize` turns that off for plain arguments, but not inside tuples. So tuples hold 2 n + 3 for a number or
-# an address n: it is odd, and not 1 for any n >= 0. The kernel decodes it (`_number`).
+# Triton's `do_not_specialize` (`forward_metadata_kernel`) does not reach into tuples. So they hold 2 n + 3 for a number or an
+# address n: it is odd, and not 1 for any n >= 0. The kernel decodes it (`_number`).
 def _encode_numbers(values: Sequence[int]) -> tuple[int, ...]:
     """Return 2 n + 3 for each number n."""
     return tuple(2 * value + 3 for value in values)

@@ -240,12 +240,7 @@ PAGED_OUT = dict.fromkeys(HALF_DTYPES, OF_A_HALF) | {
     E4M3: f"writes e4m3, fp16 or bf16, and of NVFP4 K/V e4m3 alone, not {{out}} of {{kv}}: no other kernel is {TABLE}"
 }
 HONOURS = USUAL | {Feature.RAGGED_ROWS, Feature.TENSOR_SCALES, Feature.LSE, Feature.STRIDED_LSE}
-PAGED_HONOURS = HONOURS | {
-    Feature.STRIDED_QUERY,
-    Feature.SEPARATE_TABLES,
-    Feature.NVFP4,
-    Feature.INTERLEAVED_FACTORS,
-}
+PAGED_HONOURS = HONOURS | {Feature.STRIDED_QUERY, Feature.SEPARATE_TABLES, Feature.NVFP4, Feature.INTERLEAVED_FACTORS}
 SAYS = {
     Feature.OTHER_V_STRIDES: "reads V with K's strides, and they differ",
     Feature.MASK: "takes no mask: its rows are causal",

@@ -4,13 +4,7 @@ import torch
 
 from lab.calls.problem import E4M3, HALF_DTYPES, NVFP4, AttentionCall, Feature, PagedAttention
 from lab.gpus import SM90, SM100, SM120, Capability, GpuFamily, family_of, sm_name
-from lab.kernels.support.common import (
-    MLA_DTYPES,
-    NO_LSE,
-    STRIDED_QUERY,
-    USUAL,
-    misplaced_paged,
-)
+from lab.kernels.support.common import MLA_DTYPES, NO_LSE, STRIDED_QUERY, USUAL, misplaced_paged
 from lab.kernels.support.kernel import Dtypes, Kernel, Sizes, dims, mla_dims, page_sizes, triples
 
 # Query heads per K/V head, least and most, for which XQA compiles at q_len_per_req 1, by head_dim padded to 64, 128, 256 or

@@ -15,10 +15,7 @@ from lab.kernels.trtllm.paged import (
     trtllm_batch_context_with_kv_cache,
     trtllm_batch_decode_with_kv_cache,
 )
-from lab.kernels.trtllm.ragged_context import (
-    prepare_trtllm_ragged_attention_deepseek,
-    trtllm_ragged_attention_deepseek,
-)
+from lab.kernels.trtllm.ragged_context import prepare_trtllm_ragged_attention_deepseek, trtllm_ragged_attention_deepseek
 
 __all__ = [
     "causal_mask",

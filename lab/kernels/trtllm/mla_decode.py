@@ -29,21 +29,15 @@ from lab.kernels.support.xqa import XQA_MLA
 def prepare_trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> PreparedCall:
     """Prepare FlashInfer's MLA decode kernel: decode, verify, draft extend. Shapes, errors: `lab.calls.MLADecodeCall`.
 
-    Without a `workspace_buffer` the lab's own is used, one per device and stream; a given one must hold 8 MiB of zeros first,
-    then scratch, and serves calls of both backends in turn: the zeros are XQA's semaphores, and trtllm-gen's counters where
-    `multi_ctas_kv_counter_buffer` is None. What the GPU's kernel does not take raises NotImplementedError with the reason of
-    `lab.kernels.support.why_not`.
+    `workspace_buffer` and `multi_ctas_kv_counter_buffer` are as in `prepare_trtllm_batch_decode_with_kv_cache`. What the GPU's
+    kernel does not take raises NotImplementedError with the reason of `lab.kernels.support.why_not`.
     """
     problem = call.problem()
     if problem.has_no_rows:
         return returning(problem, call.returned)
     kernel = supported_kernel(problem, call.backend)
     block_tables, refreshes = packed(call.block_tables)
-    changes: dict[str, Any] = {
-        "kv_cache": problem.k_cache,
-        "block_tables": block_tables,
-        "sinks": problem.sinks,
-    }
+    changes: dict[str, Any] = {"kv_cache": problem.k_cache, "block_tables": block_tables, "sinks": problem.sinks}
     changes |= _xqa_changes(call, problem) if kernel is XQA_MLA else _trtllm_gen_changes(call, problem)
     arguments = but_defaults(call, changes)
     made = prepared("flashinfer.mla", "trtllm_batch_decode_with_kv_cache_mla", arguments, refreshes)

@@ -69,10 +69,7 @@ class TRTLLMMHABackend:
             call = attention_call(batch.forward_mode, self.draft_extend)
             dtypes = call_dtypes(call, query.dtype, kv_dtype, trtllm_gen=not self.prefills_with_fmha_v2)
         split = splits_mixed_tail(
-            dtypes.query,
-            kv_dtype,
-            prefills_with_fmha_v2=self.prefills_with_fmha_v2,
-            is_decoder=not layer.encoder_only,
+            dtypes.query, kv_dtype, prefills_with_fmha_v2=self.prefills_with_fmha_v2, is_decoder=not layer.encoder_only
         )
         return prepare_attention(
             self.implementation,

@@ -6,6 +6,7 @@ The builder in `lab.metadata.mha.metadata` says the same in torch operations, wh
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,22 +69,13 @@ def new_mha_metadata(
 
 def leading_mha_metadata(whole: TRTLLMMHAMetadata, batch_size: int) -> TRTLLMMHAMetadata:
     """Return the slices of a smaller batch, each request of which has ``max_seq_len_q`` rows; they share the storage."""
-    rows = batch_size * whole.max_seq_len_q
-
-    def leading(tensor: Tensor | None, count: int) -> Tensor | None:
-        return None if tensor is None else tensor[:count]
-
-    return TRTLLMMHAMetadata(
-        cache_seqlens_int32=whole.cache_seqlens_int32[:batch_size],
-        max_seq_len_q=whole.max_seq_len_q,
-        cu_seqlens_q=whole.cu_seqlens_q[: batch_size + 1],
-        cu_seqlens_k=whole.cu_seqlens_k[: batch_size + 1],
-        page_table=whole.page_table[:batch_size],
-        swa_page_table=leading(whole.swa_page_table, batch_size),
-        swa_out_cache_loc=leading(whole.swa_out_cache_loc, rows),
-        encoder_cache_seqlens=leading(whole.encoder_cache_seqlens, rows),
-        encoder_page_table=leading(whole.encoder_page_table, rows),
-    )
+    of_rows = ("swa_out_cache_loc", "encoder_cache_seqlens", "encoder_page_table")
+    counts = dict.fromkeys(of_rows, batch_size * whole.max_seq_len_q)
+    counts |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), batch_size + 1)
+    sliced: dict[str, Any] = {
+        name: value[: counts.get(name, batch_size)] for name, value in vars(whole).items() if isinstance(value, Tensor)
+    }
+    return replace(whole, **sliced)
 
 
 def mha_pass(

@@ -113,10 +113,7 @@ def build_mla_metadata(
     """Build the metadata of one eager forward pass, by its mode, with one of the two functions below."""
     if batch.forward_mode.is_prefill:
         return build_mla_prefill_metadata(
-            batch,
-            pool,
-            disable_chunked_prefix_cache=disable_chunked_prefix_cache,
-            in_prefill_graph=in_prefill_graph,
+            batch, pool, disable_chunked_prefix_cache=disable_chunked_prefix_cache, in_prefill_graph=in_prefill_graph
         )
     return build_mla_decode_metadata(batch, pool, attention)
 

@@ -29,6 +29,7 @@ class CapturedVerify(VerifyBackend):
         batch_sizes: captured ones, in any order; a batch is padded to the smallest that holds it.
         attention: makes the metadata's buffers: of TRT-LLM MHA, with or without sliding-window pages, or of MLA, whose kernel
             takes no mask.
+        mask: that the calls are handed, of ``max(batch_sizes)`` requests as in `PlannedVerify`; None for causal rows.
 
     Raises:
         ValueError: no size, a number below 1, or a pool that the backend does not have.
@@ -41,6 +42,7 @@ class CapturedVerify(VerifyBackend):
         num_draft_tokens: int,
         batch_sizes: Sequence[int],
         attention: Backend[Any] = FUSED_MHA,
+        mask: Tensor | None = None,
     ) -> None:
         check_sizes(batch_sizes)
         mode = GraphMode.target_verify(num_draft_tokens)
@@ -51,7 +53,8 @@ class CapturedVerify(VerifyBackend):
         # Made now, so that a plan neither checks nor slices.
         self._passes = sized_passes(self.inputs, self.buffers, batch_sizes)
         self._planned = {
-            size: PlannedVerify(each.view, each.metadata, self._mask(size)) for size, each in self._passes.items()
+            size: PlannedVerify(each.view, each.metadata, None if mask is None else mask[:size])
+            for size, each in self._passes.items()
         }
 
     @property
@@ -83,9 +86,6 @@ class CapturedVerify(VerifyBackend):
         self.inputs.load(batch, size)
         self._passes[size].rebuild()
         return planned
-
-    def _mask(self, batch_size: int) -> Tensor | None:
-        return None
 
 
 class ChainVerify(CapturedVerify):
@@ -136,7 +136,7 @@ class TreeMaskVerify(CapturedVerify):
         chain = torch.arange(-1, num_draft_tokens - 1, device=pool.device)
         self.parents = chain.repeat(max(batch_sizes, default=0), 1)
         self.mask = pack_tree_mask(self.parents)
-        super().__init__(pool, num_draft_tokens, batch_sizes, attention)
+        super().__init__(pool, num_draft_tokens, batch_sizes, attention, self.mask)
 
     def get_verify_buffers_to_fill_after_draft(self) -> VerifyBuffers:
         return [self.parents, None]
@@ -144,6 +144,3 @@ class TreeMaskVerify(CapturedVerify):
     def update_verify_buffers_to_fill_after_draft(self, planned: PlannedVerify) -> None:
         assert planned.mask is not None
         pack_tree_mask(self.parents[: planned.batch.batch_size], out=planned.mask)
-
-    def _mask(self, batch_size: int) -> Tensor | None:
-        return self.mask[:batch_size]
