@@ -28,7 +28,7 @@ def load(name: str) -> Any:
     """
     where, _, attribute = name.partition(":")
     try:
-        if "/" in where and not where.endswith(".py"):
+        if ("/" in where or Path(where).is_file()) and not where.endswith(".py"):
             raise FileNotFoundError("a file's name ends in .py, and a module's has dots")
         loaded = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
         return functools.reduce(getattr, filter(None, attribute.split(".")), loaded)

@@ -159,6 +159,17 @@ def read_record(path: Path) -> dict[str, Any]:
     return record
 
 
+def check_replaceable(path: Path) -> None:
+    """Raise ReportError if a report would replace a file that holds something else than a report or nothing."""
+    if path.exists() and path.stat().st_size:
+        try:
+            read_record(path)
+        except ReportError as error:
+            raise ReportError(
+                f"{error}, so that a report shall not replace it: name another file, or remove it"
+            ) from error
+
+
 def read_case(path: Path, number: int) -> CaseVerdict:
     """Read one case of a report, with its verdict.
 
