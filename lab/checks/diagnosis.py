@@ -30,6 +30,8 @@ HELD = {
 # Such results are noted only where they are wrong: the outputs are right beside them.
 WITHOUT_RIGHT_ONES = ("return", "other", "lab")
 FOLLOWS_FROM_NOTHING = (*WITHOUT_RIGHT_ONES, "memory")
+THE_CASE = "the case"  # a result's name where its calls are not known
+PLACES = ("request", "last request")  # facts of one request, which say nothing of a whole batch
 MOST_TOLD = 2  # regions of a kind after the first in the sentence; the others follow it
 EXPLAINED = 0.9  # of the wrong results of a kind lie in regions of a plainer one: they have no region of their own
 MOST_UNITS = 4000  # wrong ones, and right ones, among which rules are searched; of more, every so many
@@ -150,12 +152,18 @@ def _without_wrong_ones(verdicts: Sequence["CaseVerdict"], told: Sequence["CaseV
 
 
 def _results_of(verdict: "CaseVerdict") -> tuple[CheckedResult, ...]:
-    """Return a verdict's results; one that was read from a file has none but what its case says."""
+    """Return a verdict's results; one of a crash, or that was read from a file, has none but what its case says."""
     if verdict.judged.results:
         return verdict.judged.results
     is_wrong = verdict.outcome is not Outcome.RIGHT
     held = "return" if verdict.outcome is Outcome.FAILED else "output"
-    return (CheckedResult("the case", {"held": held, **facts_of_case(verdict.case).facts}, is_wrong),)
+    return (CheckedResult(THE_CASE, {"held": held, **_facts_of_case(verdict)}, is_wrong),)
+
+
+def _facts_of_case(verdict: "CaseVerdict") -> dict[str, Fact]:
+    found = facts_of_case(verdict.case)
+    told = together(found.facts, found.of_requests)
+    return {name: value for name, value in told.items() if name not in PLACES}
 
 
 class _Kind(NamedTuple):
@@ -178,6 +186,10 @@ def _kind(results: Sequence[tuple["CaseVerdict", CheckedResult]], held: str) -> 
     """Return the units of the results that are held for something."""
     kinds = {held, "output", "lists", "metadata"} if held in WITHOUT_RIGHT_ONES else {held}
     chosen = [(verdict, result) for verdict, result in results if result.facts["held"] in kinds]
+    # The arguments of a call that crashed are not known. Beside such results all others have the facts of their cases alone.
+    by_case = held in WITHOUT_RIGHT_ONES and any(
+        result.name == THE_CASE and result.facts["held"] == held for _, result in chosen
+    )
     units: list[Facts] = []
     wrong: list[bool] = []
     result_of: list[int] = []
@@ -187,11 +199,11 @@ def _kind(results: Sequence[tuple["CaseVerdict", CheckedResult]], held: str) -> 
         counts = result.facts["held"] == held
         shared: dict[str, Fact] = {**result.facts, "result": result.name}
         del shared["held"]
-        if result.name == IT_FAILED:
+        if result.name in (IT_FAILED, THE_CASE):
             del shared["result"]  # "it fails wherever it failed" tells nothing
         parts = [(facts, is_wrong) for facts, is_wrong in result.requests if facts.get("q_len") != 0]
         if held in WITHOUT_RIGHT_ONES:
-            shared = together(shared, [facts for facts, _ in parts])
+            shared = _facts_of_case(verdict) if by_case else together(shared, [facts for facts, _ in parts])
             parts = []
         if not counts or (result.wrong and not any(is_wrong for _, is_wrong in parts)):
             parts = []  # what is wrong is of none of its requests

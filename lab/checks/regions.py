@@ -241,7 +241,7 @@ def _table(units: Sequence[Facts]) -> tuple[list[Literal], Bits, Bits]:
 def _literals(name: str, values: list[Fact | None]) -> list[tuple[Literal, Bits, float]]:
     cost = FACT_BITS + (PHRASES[name].rank if name in PHRASES else UNPHRASED_BITS)
     different = {value for value in values if value is not None}
-    if different <= {True, False}:
+    if all(isinstance(value, bool) for value in different):  # not the numbers 0 and 1
         column = np.array([bool(value) for value in values])
         return [(Literal(name, "is"), column, cost), (Literal(name, "is not"), ~column, cost + NEGATION_BITS)]
     found = []

@@ -95,6 +95,12 @@ def test_every_phrase_can_be_said() -> None:
         assert not any("{" in word or "not not" in word for word in words)
 
 
+def test_numbers_of_0_and_1_are_no_truths() -> None:
+    wrong = np.array([n % 2 > 0 for n in range(40)])
+    found = find_rules([{"request": n % 2} for n in range(40)], wrong, weights_of(range(40)))
+    assert [literal.phrase for literal in found[0]] == ["a request's place in the batch is 1 or more"]
+
+
 def test_one_key_is_no_plural() -> None:
     assert say("kv_len", "<=", 1) == "a request has 1 key or less"
     assert say("kv_len", ">=", 11) == "a request has 11 keys or more"
@@ -183,6 +189,16 @@ def test_what_was_read_from_a_file_is_diagnosed_by_its_cases() -> None:
         for lens in shapes
     ]
     assert "a batch has several requests" in diagnose(verdicts).sentence
+
+
+def test_a_crash_is_told_by_its_case_and_not_by_what_a_call_alone_would_say() -> None:
+    def judged(number: int, q_lens: tuple[int, ...], *, crashed: bool) -> CaseVerdict:
+        case = AttentionCase(Interface.DECODE, (40,) * len(q_lens), q_lens)
+        told = Judged(Outcome.FAILED) if crashed else Judged(Outcome.RIGHT, judged=1, results=(result(1, wrong=False),))
+        return CaseVerdict("somebody", "K9", Interface.DECODE, case, "cpu", told, 0.1, number=number)
+
+    verdicts = [judged(n, (1 + n % 4,) * (1 + n % 3), crashed=n % 4 == 3) for n in range(48)]
+    assert [region.rule for region in diagnose(verdicts).regions] == ["q_len >= 4"]
 
 
 def test_that_it_failed_is_no_region_of_what_fails() -> None:
