@@ -68,7 +68,7 @@ def refusing(function: Callable[..., Any], refusals: Refusals | None = None) -> 
             try:
                 signature.bind(*args, **arguments)
             except TypeError as error:
-                raise Declined(f"it does not take these arguments: {error}") from error
+                raise Declined(_of_arguments(error)) from error
         before = {} if is_capturing() else _outputs(arguments)
         versions = _versions(arguments)
         try:
@@ -202,5 +202,11 @@ def _sentence(error: BaseException) -> str:
     if isinstance(error, AssertionError):
         return f"AssertionError: {said or traceback.extract_tb(error.__traceback__)[-1].line}"
     if isinstance(error, TypeError):
-        return f"it does not take these arguments: {said}"
+        return _of_arguments(error)
     return said or type(error).__name__
+
+
+def _of_arguments(error: TypeError) -> str:
+    """Return what a TypeError about a call's arguments says, after whether one is too many or one too few."""
+    is_missing = _MISSING.search(str(error)) is not None
+    return f"{'it needs an argument that no call has' if is_missing else 'it does not take these arguments'}: {error}"

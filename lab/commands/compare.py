@@ -41,7 +41,10 @@ def compare(
     after: Annotated[str | None, typer.Argument(help="a run, a folder of runs or a report to compare it with")] = None,
     by: Annotated[
         tuple[str, str, str] | None,
-        typer.Option(metavar="KEY VALUE VALUE", help="compare two values of one recorded fact, within one run"),
+        typer.Option(
+            metavar="KEY VALUE VALUE",
+            help="compare two values of one recorded fact within one run, such as implementation and two modules",
+        ),
     ] = None,
     minimum_effect_percent: MinimumEffect = 3.0,
     significance: Significance = 0.01,

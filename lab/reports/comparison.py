@@ -111,9 +111,9 @@ def _side_where(run: RecordedRun, key: str, value: str) -> Side:
     chosen = [row for row in run.gpu_rows if str(row.facts.get(key)) == value]
     if not chosen:
         there = sorted({str(row.facts[key]) for row in run.gpu_rows if key in row.facts})
-        raise NotComparableError(
-            f"{run.path}: no row of GPU time has {key} {value}; there is {', '.join(there) or 'no such fact'}"
-        )
+        facts = sorted({fact for row in run.gpu_rows for fact in row.facts})
+        known = f"there is {', '.join(there)}" if there else f"{key} is none of their facts: {', '.join(facts)}"
+        raise NotComparableError(f"{run.path}: no row of GPU time has {key} {value}; {known}")
     return {tuple(item for item in row.identity if item[0] != key): [row] for row in chosen}
 
 

@@ -306,7 +306,8 @@ def read_run(path: str | Path) -> RecordedRun:
 def run_of(file: RecordedFile) -> RecordedRun:
     """Return the rows of a file of benchmarks; raises as `read_run`."""
     if file.kind is not Kind.BENCHMARKS:
-        raise RecordedFileError(f"{file.path}: not pytest-benchmark's JSON: it has no list of benchmarks")
+        known = "a report of the judge, and " if file.kind is Kind.JUDGE else ""
+        raise RecordedFileError(f"{file.path}: {known}not pytest-benchmark's JSON: it has no list of benchmarks")
     try:
         return _run(file)
     except (AttributeError, TypeError, KeyError) as error:

@@ -109,7 +109,7 @@ def _releases(files: Iterable[RecordedFile], package: str) -> list[Release]:
         if file.kind is not Kind.JUDGE:
             raise NotComparableError(f"{file.path} is no report of the judge")
         if (version := value_at(file.environment, ("packages", package))) is None:
-            raise NotComparableError(f"{file.path} names no version of {package}: name another package")
+            raise NotComparableError(f"{file.path} names no version of {package}: name another by --package")
         alike = by_version.setdefault(str(version), [])
         twice = next((other for other in alike if _axes(other) == _axes(file)), None)
         if twice is not None:
