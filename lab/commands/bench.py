@@ -38,10 +38,12 @@ def bench(
     """
     from lab.extras import require
 
-    require("lab bench", "pytest_benchmark")
+    require("lab bench", "pytest_benchmark", "triton")
     checkout = Path(lab.__file__).parents[1]
     if not (checkout / "tests" / "benchmarks").is_dir():
-        refuse("the benchmarks are in the lab's checkout, but this lab was installed without one: see docs/install.md")
+        refuse(
+            "the benchmarks are in the lab's checkout: install the lab there with pip install --editable '.[bench,triton]'"
+        )
     import pytest
 
     RECORDING.parent.mkdir(exist_ok=True)

@@ -1,5 +1,6 @@
 """Options and refusals that several commands share, and the preparation of this machine."""
 
+import importlib.util
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -171,4 +172,5 @@ def prepare_machine(device: str | None = None) -> None:
         refuse(f"there is no GPU {device} here: torch finds {num_gpus or 'none'}")
     if (device == "cpu" or not torch.cuda.is_available()) and os.environ.get("TRITON_INTERPRET") != "1":
         os.environ["TRITON_INTERPRET"] = "1"  # worker processes inherit it
-        typer.echo("Triton's kernels run on the CPU, in Triton's interpreter: TRITON_INTERPRET=1 is set", err=True)
+        if importlib.util.find_spec("triton") is not None:
+            typer.echo("Triton's kernels run on the CPU, in Triton's interpreter: TRITON_INTERPRET=1 is set", err=True)
