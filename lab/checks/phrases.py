@@ -89,7 +89,7 @@ PHRASES: dict[str, Phrase] = {
     "bmm2_scale < 0": Phrase(0, "bmm2_scale is negative"),
     "bmm1_scale != 1 / sqrt(head_dim)": Phrase(0.3, "bmm1_scale is not 1 / sqrt(head_dim)"),
     "bmm2_scale != 1": Phrase(0.2, "bmm2_scale is not 1", "bmm2_scale is 1"),
-    "bmm2_scale is no power of two": Phrase(0.4, "bmm2_scale is no power of two"),
+    "bmm2_scale is no power of two": Phrase(0.4, "bmm2_scale is no power of two", "bmm2_scale is a power of two"),
     "cum_seq_lens_q is given": Phrase(0, "cum_seq_lens_q is given"),
     "causal is False": Phrase(0, "the call is not causal", "the call is causal"),
     "out is given": Phrase(0, "out is given"),
@@ -125,10 +125,14 @@ PHRASES: dict[str, Phrase] = {
         fewer="a request has {} query rows or less",
         several="a request has several query rows",
     ),
-    "q_len is no power of two": Phrase(1, "a request's number of query rows is no power of two"),
-    "q_len == 0": Phrase(0.8, "a request has no query rows"),
-    "some q_len == 0": Phrase(0.5, "a request of the batch has no query rows"),
-    "some kv_len == 0": Phrase(1, "a request of the batch has no keys"),
+    "q_len is no power of two": Phrase(
+        1, "a request's number of query rows is no power of two", "a request's number of query rows is a power of two"
+    ),
+    "q_len == 0": Phrase(0.8, "a request has no query rows", "a request has query rows"),
+    "some q_len == 0": Phrase(
+        0.5, "a request of the batch has no query rows", "each request of the batch has query rows"
+    ),
+    "some kv_len == 0": Phrase(1, "a request of the batch has no keys", "each request of the batch has keys"),
     "unequal q_lens": Phrase(0.6, "requests have different numbers of query rows", "requests have equally many rows"),
     "unequal kv_lens": Phrase(1, "requests have different lengths", "requests have one length"),
     "kv_dtype": Phrase(0.5, "the cache is {}"),
@@ -137,7 +141,11 @@ PHRASES: dict[str, Phrase] = {
     "v_head_dim": _number(0.6, "v_head_dim"),
     "page_size": _number(0.5, "page_size"),
     "group": _number(0.7, "the number of query heads per K/V head"),
-    "group is no power of two": Phrase(0.7, "the number of query heads per K/V head is no power of two"),
+    "group is no power of two": Phrase(
+        0.7,
+        "the number of query heads per K/V head is no power of two",
+        "the number of query heads per K/V head is a power of two",
+    ),
     "num_kv_heads": _number(0.7, "num_kv_heads")._replace(several="there are several K/V heads"),
     "num_qo_heads": _number(1.0, "num_qo_heads"),
     "num_heads": _number(0.9, "the number of heads"),

@@ -173,4 +173,7 @@ def prepare_machine(device: str | None = None) -> None:
     if (device == "cpu" or not torch.cuda.is_available()) and os.environ.get("TRITON_INTERPRET") != "1":
         os.environ["TRITON_INTERPRET"] = "1"  # worker processes inherit it
         if importlib.util.find_spec("triton") is not None:
-            typer.echo("Triton's kernels run on the CPU, in Triton's interpreter: TRITON_INTERPRET=1 is set", err=True)
+            typer.echo(
+                "Triton's kernels run on the CPU, in Triton's interpreter: TRITON_INTERPRET=1 is set (its bf16: docs/judge.md)",
+                err=True,
+            )
