@@ -174,6 +174,7 @@ def prepare_machine(device: str | None = None) -> None:
         os.environ["TRITON_INTERPRET"] = "1"  # worker processes inherit it
         if importlib.util.find_spec("triton") is not None:
             typer.echo(
-                "Triton's kernels run on the CPU, in Triton's interpreter: TRITON_INTERPRET=1 is set (its bf16: docs/judge.md)",
+                "Triton's kernels run on the CPU, in Triton's interpreter: TRITON_INTERPRET=1 is set. "
+                "It computes bf16 otherwise than a GPU: docs/judge.md",
                 err=True,
             )
