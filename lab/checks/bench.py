@@ -146,7 +146,7 @@ class Bench:
             self._cases, self.planned = [*self._cases, *cases], self.planned + len(cases)
             yield from self._turns_of(cases)
         if self._drawn and self.check.adapt is not None and not self._session.is_over:
-            yield partial(self._draw, self.check.adapt)
+            yield self._draw(self.check.adapt)
 
     def go_on(self, end: float) -> Turns:
         """Judge random cases until a time of `time.monotonic`; keep the first right ones, and wrong ones made small."""
@@ -243,8 +243,8 @@ class Bench:
     def _keep(self, verdict: CaseVerdict) -> None:
         self.verdicts.append(self._session.numbered(verdict))
 
-    def _draw(self, adapt: Callable[[Any], Any]) -> None:
-        """Let Hypothesis draw cases, and workers judge them; keep the right ones, and a wrong one as small as it gets."""
+    def _draw(self, adapt: Callable[[Any], Any]) -> Callable[[], None]:
+        """Let Hypothesis draw cases, and begin them; the returned function keeps them, a wrong one as small as it gets."""
         from hypothesis import HealthCheck, Phase, given, seed, settings
 
         cases: dict[Any, None] = {}
@@ -284,16 +284,20 @@ class Bench:
             seed(self._space.seed)(holds)
         holds()
         self.planned += len(cases) - self._drawn
+        return partial(self._keep_drawn, self._begin(list(cases), drawn=True), seen, holds)
+
+    def _keep_drawn(self, begun: "_Begun", seen: dict[Any, CaseVerdict], find_smaller: Callable[[], None]) -> None:
+        """Keep verdicts on drawn cases in `seen` too, but of wrong ones the one that is found to be smallest alone."""
         faults: list[CaseVerdict] = []
         try:
-            for verdict in self._verdicts(self._begin(list(cases), drawn=True)):
+            for verdict in self._verdicts(begun):
                 seen[verdict.case] = verdict
                 if is_fault(verdict):
                     faults.append(verdict)
                 else:
                     self._keep(verdict)
             if faults:
-                holds()
+                find_smaller()
         except _Found as found:
             faults = [found.verdict]
         finally:  # whatever interrupts it, what is wrong is kept
