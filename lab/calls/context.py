@@ -15,12 +15,15 @@ from lab.calls.problem import AttentionCall, PagedAttention, Scale
 class ContextCall:
     """The arguments of FlashInfer 0.7.2's `trtllm_batch_context_with_kv_cache`: same names, order and defaults.
 
+    What rows see, what may hold anything and how tensors lie in memory are as in `DecodeCall`.
+
     Attributes:
         others: as in `DecodeCall`.
-        max_q_len, max_kv_len: host bounds of the query and key lengths; 0 for an empty batch.
+        max_q_len, max_kv_len: upper bounds of the query and key lengths on the host; 0 for an empty batch.
         cum_seq_lens_q, cum_seq_lens_kv: int32 [batch_size + 1] offsets of the query rows and of the keys. Query rows after the
-            last offset are padding, as in a CUDA graph with room for more; what a kernel leaves there is undefined.
-        causal: False lets every row see every key of its request; it excludes a window.
+            last offset are padding, as in a CUDA graph with room for more; they may hold anything, NaN too, and what a kernel
+            leaves there is undefined.
+        causal: False lets every row see every key of its request, however many rows that has; it excludes a window.
     """
 
     function: ClassVar[AttentionCall] = AttentionCall.CONTEXT

@@ -15,6 +15,18 @@ from lab.calls.problem import AttentionCall, PagedAttention, Scale
 class DecodeCall:
     """The arguments of FlashInfer 0.7.2's `trtllm_batch_decode_with_kv_cache`: same names, order and defaults.
 
+    Rows are causal: row i of a request with q rows and L keys sits at position L - q + i and sees keys up to it. Where a
+    request has fewer keys than rows, its first rows see none. A row that sees no key is zero; its LSE is that of the sink
+    alone, log2(e) * sink, or -inf without one.
+
+    What no row sees may hold anything, NaN too, and must not reach a result: the rest of a request's last page, pages of no
+    request, keys before every row's window, and cells of `block_tables` after a request's last page. NaN that one row sees
+    may reach other rows of its request, and no other request.
+
+    The last dimension of `query`, `kv_cache`, `kv_cache_sf` and `block_tables` is contiguous. Their other strides may be
+    anything, and those of V others than those of K. `lse` may have any strides that keep its elements apart. Other tensors
+    are contiguous.
+
     Attributes:
         query: [num_rows, num_qo_heads, head_dim], fp16, bf16 or e4m3 (the references: float32 and float64 too); rows
             of a request lie together, in order.
@@ -23,18 +35,25 @@ class DecodeCall:
             or 1 (K is V). The query's dtype, e4m3, or uint8 for NVFP4.
         workspace_buffer: memory of FlashInfer's kernels, as `lab.calls.workspace` says; what needs none ignores it.
         block_tables: int32 [batch_size, max_num_pages_per_seq], or [batch_size, 2, max_num_pages_per_seq] with separate
-            K and V page ids when `uses_shared_paged_kv_idx` is False.
+            K and V page ids when `uses_shared_paged_kv_idx` is False. A page may stand in the rows of several requests, also
+            where only one of them fills it, and several times in a row. Cells up to a request's last page name pages of the
+            pool, those before a window too.
         seq_lens: int32 or uint32 [batch_size]: keys of each request, its query tokens included.
-        max_seq_len: host bound of `seq_lens`; 0 for an empty batch.
+        max_seq_len: upper bound of `seq_lens` on the host, perhaps more than the table holds; 0 for an empty batch.
         bmm1_scale, bmm2_scale: number, or float32 tensor of one element: factor of Q·K^T and of P·V.
         bmm1_scale_log2: float32 tensor of one element, `bmm1_scale * log2(e)`; takes precedence over `bmm1_scale`.
         window_left: keys to the left of a row that it sees; -1 for all.
         out, out_dtype: where, or as what, the output is written.
-        sinks: float32 [num_qo_heads].
+        sinks: float32 [num_qo_heads], a logit per head added to the softmax's denominator, as exp(sink): `bmm1_scale` does
+            not multiply it. Finite, or -inf for a head without a sink.
         q_len_per_req: query rows of every request; None with `cum_seq_lens_q`.
-        max_q_len, cum_seq_lens_q: most rows of a request, and int32 [batch_size + 1] row offsets, as in `ContextCall`.
+        max_q_len, cum_seq_lens_q: upper bound of the rows of a request, and int32 [batch_size + 1] row offsets, as in
+            `ContextCall`.
         mask: packed draft mask for q_len_per_req > 1, uint16 [batch_size, q_len, 2 * ceil(q_len / 32)]; bit b of word w
-            of row j set: draft token 16 w + b is visible to row j. Without it the rows are causal.
+            of row j set: draft token 16 w + b is visible to row j. Without it the rows are causal. The draft is the
+            request's last q_len keys: token t is the key at position L - q_len + t, if there is one. Every row sees the keys
+            before it. Of the draft a row sees the tokens whose bits are set: later ones too, and its own only if that bit is
+            set. A window applies as well. Bits from q_len on mean nothing.
         kv_cache_sf: (K, V) e4m3 scale factors of an NVFP4 cache, one per 16 elements of head_dim.
         multi_ctas_kv_counter_buffer: bytes that trtllm-gen counts in, zero before a call and after it.
         lse, return_lse: float32 [num_rows, num_qo_heads], base 2: log2 of the softmax's denominator, the sink included.

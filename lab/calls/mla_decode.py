@@ -20,7 +20,8 @@ class MLADecodeCall:
 
     Multi-head latent attention after absorption: every query head reads the same cache entries. A key is a whole entry,
     the latent vector and then the rotary part; its value is the latent vector, the entry's first `kv_lora_rank`
-    elements. Rows are causal: row i of a request with q rows and L keys sits at position L - q + i.
+    elements. What rows see and what may hold anything are as in `DecodeCall`. The last dimension of `query`, `kv_cache` and
+    `block_tables` is contiguous. Their other strides may be anything. Other tensors are contiguous.
 
     Attributes:
         query: [batch_size, q_len_per_request, num_qo_heads, kv_lora_rank + qk_rope_head_dim], the latent part first; with
@@ -31,18 +32,18 @@ class MLADecodeCall:
         workspace_buffer: memory of FlashInfer's kernels, as `lab.calls.workspace` says; what needs none ignores it.
         qk_nope_head_dim: head_dim before absorption, without the rotary part; it changes no result.
         kv_lora_rank, qk_rope_head_dim: elements of the latent vector, and of the rotary part.
-        block_tables: int32 [batch_size, max_num_pages_per_seq].
+        block_tables: int32 [batch_size, max_num_pages_per_seq]; pages as in `DecodeCall`.
         seq_lens: int32 or uint32 [batch_size]: keys of each request, its query tokens included.
-        max_seq_len: host bound of `seq_lens`; 0 for an empty batch.
+        max_seq_len: upper bound of `seq_lens` on the host, as in `DecodeCall`.
         out: where the output is written, the query's shape with a last dimension of `kv_lora_rank`, contiguous. Its
             dtype is the output's; None makes a bfloat16 one, as FlashInfer does whatever the query's dtype.
         bmm1_scale, bmm2_scale: number, or float32 tensor of one element: factor of Q·K^T and of P·V.
         sinks: float32 [num_qo_heads] (what trtllm-gen reads), or a list or tuple of one such tensor (as FlashInfer
-            annotates it): a logit per head added to the softmax's denominator.
+            annotates it); their meaning as in `DecodeCall`.
         cum_seq_lens_q: int32 [batch_size + 1] row offsets, for requests of different widths. Query rows after the last
-            offset are padding.
-        max_q_len: host bound of the rows of a request, with `cum_seq_lens_q`; None reads the offsets, and so waits for
-            a GPU.
+            offset are padding, as in `ContextCall`.
+        max_q_len: upper bound of the rows of a request on the host, with `cum_seq_lens_q`; None reads the offsets, and so
+            waits for a GPU.
         lse: where the LSE is written, float32 and contiguous: [num_rows, num_qo_heads], or without `cum_seq_lens_q`
             [batch_size, q_len_per_request, num_qo_heads]. It needs `return_lse`, without which FlashInfer's trtllm-gen
             leaves it as it was.

@@ -86,7 +86,7 @@ class AttentionProblem(Softmax):
         seq_lens: int32 or uint32 [batch_size], keys of each request, the query tokens' own included.
         cu_seqlens_q: int32 [batch_size + 1], or None when every request has `max_q_len` query rows.
         cu_seqlens_kv: int32 [batch_size + 1], running sum of `seq_lens`; None in a decode call.
-        max_q_len: most query rows of one request.
+        max_q_len: most query rows that the caller promises for one request.
         max_kv_len: most keys that the caller promises for one request.
         causal: row i of a request with q rows and L keys sits at position L - q + i and sees keys up to it; else all.
         window_left: a row at position p sees keys p - window_left … p; -1 sees all.

@@ -53,15 +53,19 @@ class RaggedContextCall:
     prefix, which every row sees whole. Their results merge by the LSE. FlashInfer has kernels for the head_dims
     (192, 128) of DeepSeek, (128, 128) and (256, 256); the references take any.
 
+    A row that sees no key gives what it gives in `DecodeCall`. The last dimension of `query`, `key` and `value` is contiguous.
+    Their other strides may be anything. `lse` is as in `DecodeCall`. Other tensors are contiguous.
+
     Attributes:
         query: [num_rows, num_qo_heads, head_dim]; fp16, bf16 or e4m3 (the references: float32 and float64 too). Rows
-            after the last offset are padding; what a kernel leaves there is undefined.
+            after the last offset are padding, as in `ContextCall`.
         key: [num_tokens, num_kv_heads, head_dim], the query's dtype. Query head h reads K/V head
-            h // (num_qo_heads / num_kv_heads); DeepSeek has as many of the one as of the other.
+            h // (num_qo_heads / num_kv_heads); DeepSeek has as many of the one as of the other. Tokens after the last offset
+            may hold anything.
         value: [num_tokens, num_kv_heads, v_head_dim], likewise.
         workspace_buffer: memory of FlashInfer's kernels, as `lab.calls.workspace` says; what needs none ignores it.
         seq_lens: int32 or uint32 [batch_size]: keys of each request.
-        max_q_len, max_kv_len: host bounds of the rows and the keys of one request; 0 for an empty batch.
+        max_q_len, max_kv_len: upper bounds of the rows and the keys of one request on the host; 0 for an empty batch.
         bmm1_scale, bmm2_scale: number, or float32 tensor of one element: factor of Q·K^T and of P·V.
         o_sf_scale: number, for outputs of 4 bits, which this call does not have: it changes no result. SGLang passes 1
             for new tokens and -1 for chunks.
@@ -69,9 +73,10 @@ class RaggedContextCall:
         window_left: a row at position p sees no key before p - window_left; -1 is no window. It needs `is_causal`.
         cum_seq_lens_q, cum_seq_lens_kv: int32 [batch_size + 1] offsets of the rows and of the keys.
         enable_pdl: a launch hint.
-        is_causal: row i of a request with q rows and L keys sits at position L - q + i and sees keys up to it.
+        is_causal: row i of a request with q rows and L keys sits at position L - q + i and sees keys up to it. False is
+            as in `ContextCall.causal`.
         return_lse: return (out, lse).
-        attention_sinks: float32 [num_qo_heads], a logit per head added to the softmax's denominator; or None.
+        attention_sinks: as `sinks` of `DecodeCall`, or None.
         out: where the output is written, contiguous [num_rows, num_qo_heads, v_head_dim]; any dtype of a query but e4m3,
             which FlashInfer's ragged kernels do not write. None makes one in the query's dtype, bfloat16 for e4m3.
         lse: where the LSE is written, with or without `return_lse`: float32 [num_rows, num_qo_heads], log2 of the
@@ -79,7 +84,7 @@ class RaggedContextCall:
         q_seq_lens_cpu, kv_seq_lens_cpu: the rows and keys of each request on the host, int32 or int64, both or neither.
             They say where requests are empty without a look at the GPU, and leave no row or key after the last offset.
         skip_all_rows_active_check: True is the caller's word, to FlashInfer, that no request is empty; the lab does not
-            rely on it: a row without keys is zero, its LSE -inf.
+            rely on it.
 
     The other parameters have one value that the lab models, their default; another raises NotImplementedError.
     """

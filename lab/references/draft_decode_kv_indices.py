@@ -31,7 +31,8 @@ def generate_draft_decode_kv_indices(
         req_to_token: ``[num_rows, row_width]`` int, slots by position, or pages by ``position // entry_page_size``.
         paged_kernel_lens: ``[num_requests]`` int, tokens of each prefix.
         positions: ``[num_requests * topk]`` int, what ``kv_indptr`` is summed from: each prefix length, ``topk`` times.
-            ``kv_indices`` follows ``paged_kernel_lens`` alone.
+            ``kv_indices`` follows ``paged_kernel_lens`` alone. With other positions ``kv_indptr`` does not say where the lists
+            begin.
         num_steps: ``speculative_num_steps``; that many lists are made although one fewer are read.
         topk: branches per request.
         page_size: tokens per page.

@@ -25,7 +25,7 @@ GPU_PIECE_ELEMENTS = 2**28  # launches, not memory, are what a GPU is short of
 def paged_attention(problem: PagedAttention) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Solve a checked problem in float64 and round the result once, to `problem.out_dtype`.
 
-    Rows after the last request's are padding: zero, with an LSE of -inf, as a row that sees no key.
+    Rows after the last request's are padding: zero, with an LSE of -inf, with sinks too.
 
     Returns:
         out [num_rows, num_qo_heads, v_head_dim] and lse_log2 float32 [num_rows, num_qo_heads], or None.
