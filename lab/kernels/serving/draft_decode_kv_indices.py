@@ -92,12 +92,12 @@ def generate_draft_decode_kv_indices(
     Args:
         req_pool_indices: ``[num_requests]`` int32 or int64, each request's row of ``req_to_token``.
         req_to_token: ``[num_rows, row_width]`` int32 or int64, the slot at each position of a request, or its page. Each row is
-            contiguous; the rows may have gaps between them, here and in the two outputs.
+            contiguous; the rows may have gaps between them, here and in the two outputs. All vectors are contiguous.
         paged_kernel_lens: ``[num_requests]`` int32 or int64, tokens of each prefix.
         kv_indices: ``[num_steps, capacity]`` int32 or int64, written in place: a row of lists for each step.
         kv_indptr: int32 or int64, at least ``[num_steps, num_requests * topk + 1]``, written in place: boundaries of the lists.
-        positions: ``[num_requests * topk]`` int32 or int64, each prefix length repeated ``topk`` times. ``kv_indptr[step]`` is
-            the running sum of ``positions + step + 1``, where a window bounds ``positions`` by ``window_size + sink_size``.
+        positions: ``[num_requests * topk]`` int32 or int64, as in the reference. ``kv_indptr[step]`` is the running sum of
+            ``positions + step + 1``, where a window bounds ``positions`` by ``window_size + sink_size``.
         topk: branches per request.
         page_size: tokens per page.
         window_size: tokens at a prefix's end that a list keeps; 0 keeps the whole prefix.

@@ -19,7 +19,8 @@ class SpecInfo:
     """The part that speculative decoding adds to a batch. Its presence turns ``DECODE`` into a draft decode step.
 
     Attributes:
-        num_draft_tokens: rows per request in verification, the most of one request in a ragged one, or None outside it.
+        num_draft_tokens: rows per request in verification, the most of one request in a ragged one, or None outside it. A
+            ``TARGET_VERIFY`` with requests has ``num_tokens // batch_size`` rows of each, whatever this number is.
         num_tokens_per_req: fixed rows per request of ``DRAFT_EXTEND_V2``, or -1 when not fixed; other modes ignore it.
         num_accept_tokens: ``[>= batch_size]`` int32 or int64, rows per request of the first draft extend when it
             is replayed from a CUDA graph, or None.
@@ -92,7 +93,8 @@ class ForwardBatch:
             without the draft tokens in a draft step and in verification, with the new tokens everywhere else.
         out_cache_loc: ``[<= num_tokens]`` int64, slots for K and V of the real query rows, in row order: in the extend
             modes as many as ``extend_seq_lens_cpu`` adds up to, in a frozen-KV draft none.
-        num_tokens: query rows, padding included.
+        num_tokens: query rows, padding included. In verification a request's rows are its draft tokens in order: row j is at
+            position ``seq_lens + j``.
         extend_seq_lens, extend_prefix_lens: ``[batch_size]`` int32 or int64, new and cached tokens of each request
             in the extend modes, or None. In a ragged verification the first is SGLang's ``verify_lens``.
         extend_seq_lens_cpu, extend_prefix_lens_cpu, seq_lens_cpu: the same numbers on the host, or None. The engine
