@@ -18,7 +18,6 @@ from lab.checks.verdicts import Judged, Outcome
 from lab.workloads.interfaces import ATTENTION, Interface
 
 CASES_PER_WORKER = 8  # of a turn
-BEGUN_AT_ONCE = 8  # turns of different benches: while one waits for its slowest case, workers judge those of the others
 SMOKE_LONGEST = 200  # keys
 MOST_SHRINKS = 60  # calls of the judge that Hypothesis may spend on making a failing case smaller
 MOST_KEPT = 2000  # right random cases in the report
@@ -329,17 +328,18 @@ class _Found(Exception):  # noqa: N818 - what Hypothesis is to make smaller
 
 
 def in_turns(turns_of_each: Iterable[Turns]) -> Iterator[None]:
-    """Let benches judge in rounds, so that an early end leaves none without a verdict; begin the next turns meanwhile."""
-    waiting, begun = deque(turns_of_each), deque[tuple[Turns, Callable[[], None]]]()
-    while waiting or begun:
-        if waiting and len(begun) < BEGUN_AT_ONCE:
-            turns = waiting.popleft()
-            begun.extend((turns, wait) for wait in itertools.islice(turns, 1))
-        else:
-            turns, wait = begun.popleft()
-            wait()
-            waiting.append(turns)
-            yield
+    """Let benches judge in rounds, so that an early end leaves none without a verdict.
+
+    A turn of each bench is under way at any time: while one waits for its slowest case, workers judge those of the others.
+    """
+    begun = deque[tuple[Turns, Callable[[], None]]]()
+    for turns in turns_of_each:
+        begun.extend((turns, wait) for wait in itertools.islice(turns, 1))
+    while begun:
+        turns, wait = begun.popleft()
+        wait()
+        begun.extend((turns, following) for following in itertools.islice(turns, 1))
+        yield
 
 
 def is_fault(verdict: CaseVerdict) -> bool:
