@@ -34,6 +34,10 @@ ROUNDOFF = {BF16: 2.0**-8, FP16: 2.0**-11, E4M3: 2.0**-4, FP32: 2.0**-24}
 CONTROL_FACTOR = 2.0
 # float32 sums of a kernel and float64 ones of the reference, over at most 256 products and 300 keys.
 FLOAT32_SUMS = 1e-5
+# A merge finds the requests of its programs where that spares idle ones: wherever it may, and nowhere.
+FINDS_ROWS = pytest.mark.parametrize(
+    "most_idle", [0, math.inf], ids=["a merge that finds its rows", "a merge of units"]
+)
 
 Arguments = dict[str, Any]
 
@@ -47,9 +51,14 @@ def arguments_of(function: str, batch: Batch, page_size: int, **changes: Any) ->
 def assert_right(
     function: str, batch: Batch, page_size: int = 16, *, masks: Any = None, **changes: Any
 ) -> tuple[Tensor, Tensor]:
-    """Run the call, and hold every output vector and LSE to the reference's."""
+    """Run the call, and hold every output vector and LSE to the reference's; what it does not write is NaN."""
     arguments = arguments_of(function, batch, page_size, **changes)
-    out, lse = getattr(portable, function)(**arguments)
+    query = arguments["query"]
+    poisoned = [
+        torch.full(shape, math.nan, dtype=dtype)
+        for shape, dtype in ((query.shape, arguments["out_dtype"]), (query.shape[:2], FP32))
+    ]
+    out, lse = getattr(portable, function)(**arguments | {"out": poisoned[0], "lse": poisoned[1]})
     truth, truth_lse = getattr(references, function)(
         **arguments | {"out": None, "out_dtype": torch.float64, "lse": None}
     )
@@ -272,24 +281,28 @@ def test_context_of_several_row_blocks() -> None:
     assert_right(CONTEXT, batch, 64, bmm1_scale=0.125, window_left=9, sinks=sinks_of(2))
 
 
-def test_ragged_decode(split: Callable[[int], None]) -> None:
-    batch = random_batch([1, 0, 6, 2], [70, 3, 6, 1], heads=(4, 2), head_dim=64)
-    for count in (1, 2):
+@FINDS_ROWS
+def test_ragged_decode(split: Callable[[int], None], most_idle: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partial_results, "MOST_IDLE", most_idle)
+    batch = random_batch([1, 0, 6, 2], [700, 3, 6, 1], heads=(4, 2), head_dim=64)
+    for count in (1, 2, 13):  # 13 shares cut the longest request
         split(count)
-        assert_right(DECODE, batch, 16, ragged=True, window_left=20)
+        assert_right(DECODE, batch, 16, ragged=True, window_left=620)
 
 
 # Requests of two kinds.
 
 
-@pytest.mark.parametrize("share_count", [None, 1, 7])
-def test_prompts_beside_decodes(monkeypatch: pytest.MonkeyPatch, share_count: int | None) -> None:
+@FINDS_ROWS
+@pytest.mark.parametrize("share_count", [None, 1, 29])
+def test_prompts_beside_decodes(monkeypatch: pytest.MonkeyPatch, share_count: int | None, most_idle: float) -> None:
     """Requests of 16 rows are of the first kind, of 17 of the second; each kind with blocks of rows, one share, or many.
 
     The memory of partial results is full of NaN and of wrong shares, which the merge of one kind must not take for the other's.
     """
     shares = None if share_count is None else key_shares.Shares(share_count)
     monkeypatch.setattr(paged, "shares_of", lambda *_: shares)
+    monkeypatch.setattr(partial_results, "MOST_IDLE", most_idle)
 
     new_scratch = partial_results.new_scratch
 
@@ -329,13 +342,22 @@ def test_requests_are_of_two_kinds_where_some_fill_several_blocks(
     if few is None:
         return
     # The grid of the second kind has room for each composition of rows: for this one, and for requests as short as can be.
-    for tile_rows in (64, 128):
+    for tile_rows in (1, 16, 64, 128):
         tile = ProgramTile(tile_rows, 64, num_warps=4, num_stages=3)
         q_blocks = -(-max(q_lens) * (group := heads[0] // heads[1]) // tile_rows)
         blocks = paged._grid(problem, q_blocks, tile, None, few + 1)[0]
         shortest = min(len(q_lens), sum(q_lens) // (few + 1))
         assert blocks >= sum(-(-q_len * group // tile_rows) for q_len in q_lens if q_len > few)
         assert blocks >= shortest * -(-(few + 1) * group // tile_rows)
+
+
+def test_a_merge_beside_decodes_has_few_idle_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """63 decodes have a row each where the prompt has 512: programs for as many rows of each would nearly all be idle."""
+    monkeypatch.setattr(paged, "shares_of", lambda *_: key_shares.Shares(29))
+    batch = random_batch([512, *[1] * 63], [600] * 64, heads=(8, 2), head_dim=64)
+    problem = ContextCall(**arguments_of(CONTEXT, batch, 64)).problem()
+    merge = paged._launches(problem, (torch.empty_like(problem.query), None))[-1]
+    assert math.prod(merge._grid) * partial_results.MOST_MERGED_ROWS <= 2 * 512 * 8
 
 
 def test_decodes_leave_room_for_a_prompt() -> None:

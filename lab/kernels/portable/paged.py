@@ -32,6 +32,7 @@ from lab.kernels.portable.kept_calls import kept_at_once
 from lab.kernels.portable.key_shares import FEW_PARTS, SMALL_BATCH, Shares, choose_shares
 from lab.kernels.portable.paged_kernel import Strides, _attention_kernel
 from lab.kernels.portable.partial_results import Results, new_partials, overlaps_launches, with_merge
+from lab.kernels.portable.rows import most_blocks
 from lab.kernels.portable.softmax import dot_dtype
 from lab.kernels.portable.tile_choices import choose_prefill_tile, choose_tile
 from lab.kernels.portable.tiles import (
@@ -207,9 +208,7 @@ def _grid(
         return q_blocks, shares.count
     if least_q_len is None:
         return q_blocks, problem.num_kv_heads, problem.batch_size
-    requests = min(problem.batch_size, problem.num_rows // least_q_len)
-    whole_blocks = problem.num_rows * problem.num_qo_heads // (problem.num_kv_heads * tile.rows)
-    return max(1, min(whole_blocks + requests, q_blocks * requests)), problem.num_kv_heads
+    return most_blocks(problem, tile.rows, least_q_len), problem.num_kv_heads
 
 
 def _launches_of(

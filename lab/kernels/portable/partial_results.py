@@ -21,8 +21,8 @@ from triton.language.extra.cuda import gdc_wait
 
 from lab.calls.problem import PagedAttention
 from lab.gpus import capability_of, family_of
-from lab.kernels.portable.key_shares import Shares
-from lab.kernels.portable.rows import request_rows
+from lab.kernels.portable.key_shares import BLOCK_REQUESTS, Shares
+from lab.kernels.portable.rows import block_at, most_blocks, request_rows
 from lab.kernels.portable.softmax import LOG2_E, log2_sum, rounded, scalar, store_rows
 from lab.kernels.portable.triton_call import TritonLaunch, new_scratch
 
@@ -34,6 +34,8 @@ LSES_AT_A_TIME: tl.constexpr = tl.constexpr(64)
 # Most rows of such a program, and programs that fill a GPU: eight on each of 132 multiprocessors.
 MOST_MERGED_ROWS = 16
 MERGE_PROGRAMS = 1024
+# Programs that have nothing to do for each that finds its rows: finding them costs several times what such a program does.
+MOST_IDLE = 4
 # Pieces of a group, where the last program merges.
 GROUPED_PIECES: tl.constexpr = tl.constexpr(16)
 
@@ -95,10 +97,14 @@ def with_merge(
     units, group = problem.batch_size * problem.num_kv_heads, problem.num_qo_heads // problem.num_kv_heads
     packed_rows = problem.max_q_len * group
     rows, dims = merge_block(units * packed_rows, problem.v_head_dim)
+    row_blocks = triton.cdiv(packed_rows, rows)
+    blocks = most_blocks(problem, rows, least_q_len)
+    finds_rows = problem.cu_seqlens_q is not None and problem.batch_size * row_blocks >= (1 + MOST_IDLE) * blocks
+    grid = (blocks, problem.num_kv_heads) if finds_rows else (units, row_blocks)
     overlaps = overlaps_launches(problem.query.device)
     merge = TritonLaunch(
         merge_kernel,
-        (units, triton.cdiv(packed_rows, rows), problem.v_head_dim // dims),
+        (*grid, problem.v_head_dim // dims),
         partials,
         problem.cu_seqlens_q,
         problem.sinks,
@@ -107,6 +113,7 @@ def with_merge(
         least_q_len,
         problem.max_q_len,
         q_blocks,
+        problem.batch_size if finds_rows else None,
         problem.num_kv_heads,
         GROUP=group,
         HEAD_DIM=problem.v_head_dim,
@@ -293,7 +300,7 @@ def merged(
     return largest, denominator, sums
 
 
-@triton.jit(do_not_specialize=["least_q_len", "max_q_len", "q_blocks", "num_kv_heads"])
+@triton.jit(do_not_specialize=["least_q_len", "max_q_len", "q_blocks", "batch_size", "num_kv_heads"])
 def merge_kernel(
     partials,
     cu_seqlens_q,  # None: every request has max_q_len rows
@@ -303,6 +310,7 @@ def merge_kernel(
     least_q_len,  # as for the attention
     max_q_len,
     q_blocks,
+    batch_size,  # None: the first two numbers of a program are a unit and a block of its rows, which it may lack
     num_kv_heads,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -317,6 +325,14 @@ def merge_kernel(
     if OVERLAPS:  # every program, for what is launched next waits for this launch alone
         gdc_wait()
     unit = tl.program_id(0)
+    if batch_size is not None:  # the numbers are a block of the rows of all requests, and a K/V head
+        kind = (cu_seqlens_q, least_q_len, max_q_len)
+        lanes = tl.arange(0, BLOCK_REQUESTS)
+        found, first_block, _, _ = block_at(unit, batch_size, kind, lanes, GROUP, MERGED_ROWS)
+        if found >= batch_size:
+            return
+        row_block = unit - first_block
+        unit = found * num_kv_heads + tl.program_id(1)
     first_share = tl.load(partials.of_units + unit * 2).to(tl.int64)
     last_share = tl.load(partials.of_units + unit * 2 + 1).to(tl.int64)
     if first_share == last_share:  # a program had the unit whole, and has written it
@@ -325,7 +341,7 @@ def merge_kernel(
     q_start, q_len = request_rows(cu_seqlens_q, request, max_q_len)
     if least_q_len is not None and (q_len < least_q_len) | (q_len > max_q_len):  # another launch's
         return
-    first_packed = tl.program_id(1) * MERGED_ROWS
+    first_packed = (tl.program_id(1) if batch_size is None else row_block) * MERGED_ROWS
     if first_packed >= q_len * GROUP:
         return
     packed = first_packed + tl.arange(0, MERGED_ROWS)

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from lab.calls.problem import PagedAttention
+
 
 class KeyRange(NamedTuple):
     """The keys of a share that some row of a block sees, in tiles from `begin` on.
@@ -31,6 +33,14 @@ class KeyRange(NamedTuple):
     num_tiles: Any
     num_before: Any
     num_common: Any
+
+
+def most_blocks(problem: PagedAttention, block_rows: int, least_q_len: int | None) -> int:
+    """Return the most blocks of packed rows that the requests of at least `least_q_len` rows may have together."""
+    group = problem.num_qo_heads // problem.num_kv_heads
+    requests = min(problem.batch_size, problem.num_rows // (least_q_len or 1))
+    whole_blocks = problem.num_rows * group // block_rows
+    return max(1, min(whole_blocks + requests, triton.cdiv(problem.max_q_len * group, block_rows) * requests))
 
 
 @triton.jit
