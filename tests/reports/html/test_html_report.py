@@ -117,15 +117,16 @@ def test_every_check_of_every_run_is_there_with_its_numbers(page: Page) -> None:
 def test_what_is_broken_stands_first(page: Page) -> None:
     order = ["wrong", "failed", "known", "declined", "right"]
     for table in ("judge-runs", "verdicts", "faults"):
-        places = [order.index(cell.text) for cell in page.tables[table].column("verdict")]
+        # A verdict may end in ", but not all judged".
+        places = [order.index(cell.text.split(",")[0]) for cell in page.tables[table].column("verdict")]
         assert places == sorted(places)
     assert list(page.tables)[:2] == ["judge-runs", "run-0-fastest"]
 
 
 def test_the_page_opens_with_the_answer(html: str) -> None:
     said = html.split("<section", 2)[1]
-    assert "22 runs of the judge: 8 wrong, 2 failed, 7 known, 5 right." in said
-    assert "Fastest in 64 scenarios with several implementations, in 3 runs: " in said
+    assert "20 runs of the judge: 7 wrong, 1 failed, 7 known, 5 right." in said
+    assert "Fastest in 70 scenarios with several implementations, in 3 runs: " in said
     assert "Failed in 5 of 12 cases." in said
     assert "K1 oracle of decode: wrong. What the check catches: Any error of an output vector" in said
 
