@@ -8,10 +8,11 @@ from lab.extras import EXTRA_OF, sentence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line, and end the process with its exit status.
+    """Run the command line. A command that ran ends the process with its own exit status.
 
     Returns:
-        2 where a package is missing that one of the extras installs, or a file cannot be read or written; 130 after Ctrl-C.
+        MISUSED (2) if a package of one of the extras is missing, or a file cannot be read or written; INTERRUPTED (130) after
+        Ctrl-C.
     """
     try:
         from lab.commands.app import app

@@ -1,6 +1,7 @@
-"""The judge's axes as text: the options of `lab judge` and of pytest that narrow `lab.checks.Space`, and how each is read.
+"""The options of `lab judge` and of pytest that narrow the judge's axes (`lab.checks.Space`).
 
-Importing it imports nothing heavy.
+An axis is one property of the judged cases, such as the page size, with the values that it takes. Importing this module imports
+nothing heavy.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ def positive(text: str) -> int:
     """Read a whole number of at least 1.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is no such number.
     """
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"{text} is not a whole number of at least 1")
@@ -54,12 +55,12 @@ def _kv_layout(name: str) -> str:
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis of several values, as an option.
+    """The option of an axis with several values.
 
     Attributes:
-        words: the help.
-        metavar: stands for the values in the help.
-        read: makes a value of its text; its ValueError is for people.
+        words: its text in the help.
+        metavar: the placeholder of the values in the help.
+        read: makes one value from its text; the message of its ValueError is shown to the user.
     """
 
     words: str
@@ -67,11 +68,11 @@ class Axis:
     read: Callable[[str], Any] = positive
 
     def values(self, text: str) -> list[Any]:
-        """Read the values, separated by commas; raises ValueError as `read`."""
+        """Read the values, separated by commas. Raises ValueError as `read` does."""
         return [self.read(each.strip()) for each in text.split(",")]
 
 
-# By the field of `Space`.
+# Field of `Space` -> its option.
 SEVERAL = {
     "dtypes": Axis("pairs such as bf16/bf16,bf16/e4m3", "Q/KV,...", _dtypes),
     "groups": Axis("query heads per K/V head"),
@@ -79,7 +80,7 @@ SEVERAL = {
     "head_dims": Axis("head_dim of the cache"),
     "page_sizes": Axis("tokens per page of the cache"),
     "q_lens": Axis("query rows of a request in a decode call"),
-    "long_requests": Axis("keys of K18's long requests"),
+    "long_requests": Axis("keys of the long requests of check K18"),
     "large_batches": Axis("requests of the large batches"),
     "masked_rows": Axis("query rows of the calls with a draft mask"),
     "mla_head_dims": Axis("head_dim and v_head_dim of MLA, such as 576/512", "N/N,...", _mla_head_dims),
@@ -88,15 +89,15 @@ SEVERAL = {
     "geometries": Axis("models whose passes and graph replays the full level judges", "NAME,...", _geometry),
     "kv_layouts": Axis("orders of a page's axes", "HND,NHD", _kv_layout),
 }
-# What some cases have, unless it is switched off.
+# Field of `Space` -> a feature that some cases have, unless its option switches it off.
 SOME = {"windows": "a sliding window", "sinks": "a sink per head", "nvfp4": "an NVFP4 cache"}
 LONGEST = "approximate number of keys of the longest request"
-SEED = "of what is drawn: another one gives other cases; the report names it"
+SEED = "seed of the random cases: another seed draws others; the report names it"
 E4M3_ARITHMETIC = "the kernel is known to compute in e4m3 where the cache is e4m3"
 
 
 def space_of(chosen: Mapping[str, Any]) -> "Space":
-    """Return the default axes, narrowed by the options of the same names; those that are None or absent were not given.
+    """Return the default axes, narrowed by the options of the same names. An option that is None or absent was not given.
 
     Raises:
         ValueError: `Space` refuses them.
@@ -117,11 +118,11 @@ def space_of(chosen: Mapping[str, Any]) -> "Space":
 
 
 def options_of(space: "Space", prefix: str = "--") -> str:
-    """Return the options that make these axes of the default ones: `space_of`, the other way round.
+    """Return the options that narrow the default axes to `space`: the inverse of `space_of`.
 
     Args:
         space: the axes.
-        prefix: of each option; pytest's begin with "--lab-".
+        prefix: start of each option; pytest's is "--lab-".
     """
     usual, words = type(space)(), []
     for axis in fields(space):

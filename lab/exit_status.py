@@ -9,7 +9,7 @@ class ExitStatus(enum.IntEnum):
     Attributes:
         DONE: what was judged is right, or what was asked is done.
         WRONG: something is wrong, failed or slower.
-        MISUSED: the command was wrongly used: an option, a file or a package that it needs is not right or not there.
+        MISUSED: an option, a file or a package that the command needs is wrong or missing.
         NOT_JUDGED: it could not be judged, measured or compared; `git bisect run` skips a commit that ends so.
         INTERRUPTED: Ctrl-C ended it.
     """

@@ -1,4 +1,4 @@
-"""The extras of the package, which install what a part of the lab needs beyond torch, and the sentence where one is missing.
+"""The extras that install what a part of the lab needs beyond torch, and the error message where a package is missing.
 
 A leaf: it needs Python alone.
 """
@@ -6,7 +6,7 @@ A leaf: it needs Python alone.
 import importlib.util
 from collections.abc import Iterable
 
-# Package, by the name that it is imported by -> the extra of pyproject.toml that installs it.
+# Name by which a package is imported -> the extra of pyproject.toml that installs it.
 EXTRA_OF = {
     "hypothesis": "judge",
     "numpy": "judge",
@@ -28,7 +28,7 @@ EXTRA_OF = {
 
 
 def require(part: str, *packages: str) -> None:
-    """Look for the packages that a part of the lab needs, and import none.
+    """Check that the packages that a part of the lab needs are installed. None is imported.
 
     Raises:
         ModuleNotFoundError: packages are missing; the sentence names them and the extra that installs them.
@@ -39,7 +39,7 @@ def require(part: str, *packages: str) -> None:
 
 
 def sentence(part: str, missing: Iterable[str]) -> str:
-    """Say which packages a part of the lab misses, and how they or the lab's extra that has them are installed."""
+    """Return a sentence that names the missing packages, and the command that installs them or the extra that has them."""
     names = list(missing)
     extras = ",".join(dict.fromkeys(EXTRA_OF[name] for name in names if name in EXTRA_OF))
     is_are = "is" if len(names) == 1 else "are"

@@ -1,4 +1,4 @@
-"""Files that are whole at every moment.
+"""Files that are written in one step.
 
 A leaf: it needs Python alone.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file in one step: a reader, or an interruption, meets the old text or the new one, never half of one.
+    """Write a file in one step: a reader sees the old text or the new one, also after an interruption, and never half of one.
 
     Missing parent folders are made. The text is encoded as UTF-8. A symbolic link stays one: the file that it names is written.
 
@@ -18,7 +18,7 @@ def write_text(path: Path, text: str) -> None:
     """
     target = path.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
-    if target.exists() and not target.is_file():  # a terminal, a pipe: nothing to put another file in place of
+    if target.exists() and not target.is_file():  # a terminal or a pipe cannot be replaced by a file
         target.write_text(text, encoding="utf-8")
         return
     temporary = target.with_name(f".{target.name}.{os.getpid()}")

@@ -1,6 +1,6 @@
 """Facts of GPUs that the lab depends on, by compute capability: a new GPU is a new row of `FAMILIES`.
 
-A leaf: it needs torch alone. Limits of one kernel are that kernel's, in `lab.kernels.support`.
+A leaf: it needs torch alone. The limits of a single kernel are in `lab.kernels.support`.
 """
 
 import functools
@@ -19,7 +19,7 @@ class GpuFamily:
         capabilities: (major, minor) of its GPUs, ascending.
         shared_memory_kib: most shared memory of one program (CUDA C++ Programming Guide, technical specifications per
             compute capability).
-        has_e4m3: it converts e4m3 by an instruction, and Triton compiles e4m3 for it (Triton 3.7, `supported_fp8_dtypes`).
+        has_e4m3: it has an instruction that converts e4m3, and Triton 3.7 compiles e4m3 for it (`supported_fp8_dtypes`).
         has_tensor_memory: accumulators of matrix products lie in a memory of their own.
         overlaps_launches: a launch may begin while the one before it ends (programmatic dependent launch).
         trtllm_backend: FlashInfer 0.7.2's choice for `backend="auto"` of its TRT-LLM calls: "trtllm-gen", "xqa", or None
@@ -37,7 +37,7 @@ class GpuFamily:
 
     @property
     def has_large_shared_memory(self) -> bool:
-        """True with 227 KiB, which the portable kernels' larger tiles take."""
+        """Return True with at least 227 KiB, which the larger tiles of the portable kernels need."""
         return self.shared_memory_kib >= 227
 
 
@@ -49,10 +49,10 @@ SM100 = GpuFamily(
     ((10, 0), (10, 3)), 227, has_e4m3=True, has_tensor_memory=True, overlaps_launches=True, trtllm_backend="trtllm-gen"
 )
 SM120 = GpuFamily(((12, 0), (12, 1)), 99, has_e4m3=True, overlaps_launches=True, trtllm_backend="xqa")
-# A GPU that the lab does not know runs the portable kernels with the least of what GPUs since SM90 have.
+# GPUs that the lab does not know: the least that a GPU since SM90 has.
 OTHER = GpuFamily((), 99, has_e4m3=True, overlaps_launches=True)
 FAMILIES = (SM80, SM86, SM89, SM90, SM100, SM120, OTHER)
-INTERPRETED = SM90  # Triton's interpreter on a CPU runs what SM90 runs
+INTERPRETED = SM90  # Triton's interpreter on a CPU runs the code for SM90
 OLDEST = SM80.capabilities[0]
 
 
@@ -65,7 +65,7 @@ class Datasheet:
     source: str
 
 
-# By the name that CUDA gives the GPU. Rates without sparsity. Others are not known here, and none is made up.
+# By CUDA's name of the GPU. Rates are without sparsity. A GPU that is not listed has no figures: none is made up.
 DATASHEETS = {
     # https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf
     "NVIDIA A100-SXM4-80GB": Datasheet(2039, 312, "NVIDIA A100 Tensor Core GPU datasheet, SXM4 80 GB"),
@@ -95,7 +95,9 @@ def capability_of(device: torch.device) -> Capability | None:
 
 @functools.cache
 def family_of(capability: Capability | None) -> GpuFamily | None:
-    """Return the family of a GPU: by its capability, else the latest of its major; None for a CPU and before SM80.
+    """Return the family of a GPU; None for a CPU and for a GPU before SM80.
+
+    A capability that no family lists has the family of the one before it with the same major, or else `OTHER`.
 
     Args:
         capability: (major, minor), or None for a CPU.
@@ -108,7 +110,7 @@ def family_of(capability: Capability | None) -> GpuFamily | None:
 
 
 def trtllm_backend_of(capability: Capability | None, backend: str = "auto") -> str | None:
-    """Return the backend of FlashInfer's TRT-LLM calls: the one named, or for "auto" that of the GPU, None if it has none."""
+    """Return the backend of FlashInfer's TRT-LLM calls: `backend`, or for "auto" the GPU's; None if it has none."""
     if backend != "auto":
         return backend
     family = family_of(capability)
@@ -116,7 +118,7 @@ def trtllm_backend_of(capability: Capability | None, backend: str = "auto") -> s
 
 
 def family_that_runs(capability: Capability | None) -> GpuFamily:
-    """Return the family whose code a Triton kernel compiles to, or imitates: a CPU's interpreter runs SM90's."""
+    """Return the family whose code a Triton kernel runs: a CPU's interpreter runs SM90's, a GPU before SM80 runs SM80's."""
     return family_of(capability) or (INTERPRETED if capability is None else SM80)
 
 

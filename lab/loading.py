@@ -1,4 +1,4 @@
-"""Implementations by name: a module that can be imported, or a file.
+"""Load an implementation by the name of its module or the path of its file.
 
 A leaf: it needs Python alone.
 """
@@ -14,11 +14,11 @@ from typing import Any
 
 
 class LoadError(ImportError):
-    """What was named cannot be imported; the message is a sentence that says why, and where its own code raised."""
+    """An implementation cannot be imported. The message says why, and where its own code raised."""
 
 
 def load(name: str) -> Any:
-    """Import what is named.
+    """Import an implementation and return it.
 
     Args:
         name: "package.module" or "path/to/file.py", each with ":attribute" after it if the implementation is an attribute.
@@ -48,7 +48,7 @@ def _import_file(path: Path) -> ModuleType:
         sys.path.insert(0, str(root))
     if len(names) > 1:
         return importlib.import_module(".".join(names))
-    # A file of its own may be called as some other module is: `attention.py`, or `math.py`.
+    # A file in no package may have the name of another module, such as `math.py`: it is registered by its path.
     name = f"file {path}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)

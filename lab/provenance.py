@@ -37,7 +37,7 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Return the git commit of this checkout, with "-dirty" if files differ; LAB_COMMIT where the lab has no checkout."""
+    """Return the git commit of this checkout, with "-dirty" if files differ; without one, the variable LAB_COMMIT or None."""
     here = str(Path(__file__).parent)
     if not _output(["git", "-C", here, "ls-files", Path(__file__).name]):  # another project's checkout, or none
         return os.environ.get("LAB_COMMIT")
@@ -53,7 +53,10 @@ def version_of(package: str) -> str | None:
 
 
 def _nvidia_smi(uuid: str) -> dict[str, str]:
-    """Return nvidia-smi's `GPU_FIELDS` of a GPU, by UUID: it numbers all GPUs, torch those of CUDA_VISIBLE_DEVICES."""
+    """Return nvidia-smi's `GPU_FIELDS` of a GPU.
+
+    The GPU has a UUID, because nvidia-smi numbers all GPUs and torch those of CUDA_VISIBLE_DEVICES alone.
+    """
     query = f"--query-gpu={','.join(GPU_FIELDS)}"
     line = _output(["nvidia-smi", query, "--format=csv,noheader", "-i", f"GPU-{uuid}"])
     return dict(zip(GPU_FIELDS, line.split(", "), strict=False))

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 OPTION = "--lab-judge"
 PREFIX = "--lab-"
-PROBING_CHECK = "K1"  # by which a function that declines most cases is asked what it takes
-TAKEN = "axes that a kernel takes"  # the property of a test that was judged on these alone
+PROBING_CHECK = "K1"  # finds the axes that a function takes which declines most cases
+TAKEN = "axes that a kernel takes"  # the property, in pytest's report, of a test that was judged on these alone
 
 
 @pytest.fixture(scope="session")
 def assert_close_to_reference() -> Callable[..., None]:
-    """`lab.references.assert_close_to_reference`: a kernel's output is right, by the arguments that the kernel got."""
+    """Return `lab.references.assert_close_to_reference`, which checks a kernel's output from the arguments of its call."""
     from lab.references import assert_close_to_reference
 
     return assert_close_to_reference
@@ -126,8 +126,8 @@ class JudgedKernel(pytest.Collector):
         space: the axes that were asked for.
         offered: its functions.
         refusals: exceptions that are refusals, or None for the usual ones.
-        axes: of the functions that were tried, those that they are judged on: what they take, where they decline most.
-        judged: functions of which some check judged something, or none did, so far as is known.
+        axes: by function that was tried, the axes that it is judged on: those that it takes, if it declines most cases.
+        judged: by function, True if some check judged a case of it, False if none does, as far as is known.
     """
 
     def __init__(self, *, space: "Space", offered: list["Interface"], refusals: Any, **node: Any) -> None:
@@ -178,7 +178,7 @@ class JudgedKernel(pytest.Collector):
         return report
 
     def can_be_judged(self, interface: "Interface") -> bool:
-        """Return True where some check judges something of a function."""
+        """Return True if some check judges a case of a function."""
         from lab.checks.catalogue import checks
 
         if interface not in self.judged:
@@ -235,12 +235,12 @@ class CheckOfFunction(pytest.Item):
         return str(excinfo.value) if isinstance(excinfo.value, NotRight) else super().repr_failure(excinfo)
 
     def reportinfo(self) -> tuple[Any, int | None, str]:
-        """Return what a report calls this test."""
+        """Return the path and the name of this test for pytest's report."""
         return self.path, None, self.nodeid
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say which kernels were judged on the axes that they take, and not on all that were asked for."""
+    """Name the kernels that were judged on the axes that they take, and not on all that were asked for."""
     reports = [report for reports in terminalreporter.stats.values() for report in reports]
     said = [text for report in reports for name, text in getattr(report, "user_properties", ()) if name == TAKEN]
     for text in dict.fromkeys(said):

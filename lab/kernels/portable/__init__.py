@@ -1,8 +1,8 @@
 """FlashInfer's TRT-LLM attention functions in Triton: any GPU, and a CPU under Triton's interpreter.
 
-`prepare_` before a call's name returns the call, ready to be made any number of times; it raises what the call's checks raise,
-and launches no attention (`lab.kernels.prepare`). On a GPU, a call that differs from an earlier one in addresses and contents
-alone is not checked anew (`lab.kernels.portable.kept_calls`).
+`prepare_NAME` takes and checks the arguments of NAME, and launches no attention. It returns the call, which can be made any
+number of times (`lab.kernels.prepare`). On a GPU, a call that differs from an earlier one in addresses and contents
+alone is not checked again (`lab.kernels.portable.kept_calls`).
 """
 
 from lab.extras import require

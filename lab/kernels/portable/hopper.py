@@ -1,7 +1,8 @@
-"""The host's side of the Gluon kernels of SM90: what they take, their tiles, and their launches.
+"""The host's side of the Gluon kernels for SM90: the problems that they take, their tiles, and their launches.
 
-The plain Triton kernels (`paged_kernel`, `mla_decode`) take everything; these take what the products limit, on the
-one GPU that has them asynchronous in shared memory and not in tensor memory. Gluon is imported where it is launched.
+The plain Triton kernels (`paged_kernel`, `mla_decode`) take every problem. The Gluon kernels take those bound by matrix
+products, on SM90 alone: its products are asynchronous, read shared memory, and do not use tensor memory. Gluon is imported only
+where a kernel is launched.
 """
 
 from typing import Any, NamedTuple
@@ -19,29 +20,29 @@ from lab.kernels.support import triton_interprets
 
 
 class HopperTiles(NamedTuple):
-    """The tiles of a head_dim: of blocks of rows, and where keys are shared out for one block of rows alone."""
+    """The tiles of a head_dim: `shares` if one block holds all rows and its keys are shared out to programs, else `blocks`."""
 
     blocks: HopperTile
     shares: HopperTile
 
 
-# Shared memory holds the stages: 227 KiB, of which the queries take 256 * head_dim bytes, and a stage of K and V
-# 4 * keys * head_dim. Blocks multiply most: large tiles, and as many as fit. Shares read most, and hide keys after the last
-# one: small tiles. Those of 128 were timed on an H200, the others follow them.
+# By head_dim. Of 227 KiB of shared memory the queries take 256 * head_dim bytes, each stage of K and V 4 * keys * head_dim.
+# `blocks` are bound by products: large tiles, as many stages as fit. `shares` are bound by reads, and waste the keys of a tile
+# after a request's last one: small tiles. The tiles of head_dim 128 were timed on an H200; the others follow them.
 TILES = {
     64: HopperTiles(HopperTile(128, 128, stages=6), HopperTile(128, 64, stages=8)),
     128: HopperTiles(HopperTile(128, 128, stages=3), HopperTile(128, 64, stages=4)),
     256: HopperTiles(HopperTile(128, 64, stages=2), HopperTile(128, 64, stages=2)),
 }
-# By (kv_lora_rank, qk_rope_head_dim). 227 KiB hold 72 of queries, two tiles of as many, and 8 of weights.
+# By (kv_lora_rank, qk_rope_head_dim). Of 227 KiB, the queries take 72, each of two tiles 72, and the weights 8.
 MLA_TILES = {(512, 64): HopperTile(64, 64, stages=2, start_keys=256, consumer_registers=232, producer_registers=40)}
 LEAST_ROWS = 65  # the plain kernel's tiles of 64 rows are bound by reading K/V
 LEAST_MLA_ROWS = 17  # 32 rows are a quarter faster than in the plain kernel, 16 are slower
-LEAST_PAGE = 16
+LEAST_PAGE = 16  # tokens
 
 
 def hopper_tiles(problem: PagedAttention) -> HopperTiles | None:
-    """Return the tiles of the Gluon kernel of MHA, or None for a problem that is the plain kernel's; it takes no draft mask."""
+    """Return the tiles of the Gluon kernel of MHA, or None if the plain kernel takes the problem, as with a draft mask."""
     tiles = TILES.get(problem.head_dim)
     if tiles is None or problem.mask is not None or problem.v_head_dim != problem.head_dim:
         return None
@@ -49,7 +50,7 @@ def hopper_tiles(problem: PagedAttention) -> HopperTiles | None:
 
 
 def hopper_mla_tile(problem: PagedAttention) -> HopperTile | None:
-    """Return the tile of the Gluon kernel of MLA, or None for a problem that is the plain kernel's."""
+    """Return the tile of the Gluon kernel of MLA, or None if the plain kernel takes the problem."""
     tile = MLA_TILES.get((problem.v_head_dim, problem.head_dim - problem.v_head_dim))
     return tile if tile is not None and _fits(problem, (problem.k_cache,), (tile,), LEAST_MLA_ROWS) else None
 
@@ -59,10 +60,10 @@ def _fits(
 ) -> bool:
     """Return True where SM90's copy engine and products take a problem.
 
-    They take K and V in the query's 16-bit dtype, pages that hold whole tiles or that tiles hold whole, and pools that the copy
+    They take K and V in the query's 16-bit dtype, pages of which a tile is a multiple or a divisor, and pools that the copy
     engine can address.
     """
-    if triton_interprets():  # which knows no Gluon
+    if triton_interprets():  # the interpreter does not run Gluon
         return False
     rows = problem.max_q_len * (problem.num_qo_heads // problem.num_kv_heads)
     if capability_of(problem.query.device) != (9, 0) or rows < least_rows:
@@ -74,6 +75,7 @@ def _fits(
 
 
 def _has_whole_boxes(page_size: int, keys: int) -> bool:
+    """Return True where a tile is made of whole boxes, each the keys of one page (`_boxes`)."""
     return page_size % keys == 0 or (keys % page_size == 0 and page_size >= LEAST_PAGE)
 
 
@@ -92,8 +94,8 @@ def hopper_launches(
 
     Args:
         shares: of the keys; None: every block of rows and K/V head has a program for all of its keys.
-        least_q_len: the launches are for requests of so many rows to `problem.max_q_len`, after a launch for the others; None:
-            for all requests.
+        least_q_len: these launches are for requests of `least_q_len` to `problem.max_q_len` query tokens, after a launch for
+            the others; None: for all requests.
     """
     from lab.kernels.portable.hopper_attention import hopper_attention_kernel
 
@@ -177,7 +179,7 @@ def hopper_mla_launches(
 
 
 def _boxes(cache: torch.Tensor, tile: HopperTile) -> Any:
-    """Return the descriptor of a pool's boxes: one page's keys of a tile, and as many elements as the copy engine swizzles."""
+    """Return the descriptor of a pool's boxes, the units of copies: a tile's keys in one page, by BOX_DIMS elements."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

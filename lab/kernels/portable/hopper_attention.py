@@ -1,8 +1,8 @@
 """The Gluon kernel of paged attention for SM90: prefill, extend, and verify of many tokens, where the products are the limit.
 
-Its warps have work of their own. A program has 128 packed rows, and computes piece after piece: some tiles of keys of one
-request and one K/V head. All three parts below walk the same pieces and tiles in the same order (`piece_at`, `nth_tile`), so
-that nothing but the barriers passes between them:
+A program has 128 packed rows, and computes piece after piece: some tiles of keys of one request and one K/V head. Its warps
+form three partitions with different work. All walk the same pieces and tiles in the same order (`piece_at`, `nth_tile`), so
+they need nothing but barriers between them:
 
     producer (1 warp)              consumer 0 (4 warps, rows 0 to 63)        consumer 1 (rows 64 to 127)
 
@@ -13,14 +13,14 @@ that nothing but the barriers passes between them:
     V tile by TMA
     ... bytes ----> v_full[slot] > wait, before P.V ------------------------> wait
 
-A consumer launches Q.K^T of tile n, then P.V of tile n - 1, and waits for the first alone: it computes the softmax of tile n
-beside P.V, and beside the products of the other consumer, which nothing holds to its own pace:
+A consumer launches Q.K^T of tile n, then P.V of tile n - 1, and waits for the first alone. It computes the softmax of tile n
+beside P.V, and beside the products of the other consumer, which runs at a pace of its own:
 
     consumer     QK n, PV n-1 | softmax n | QK n+1, PV n | softmax n+1
     its products QK n           PV n-1      QK n+1         PV n
 
-Barrier k_full[slot] completes once for each tile in the slot, so that the wait for a partition's n-th tile names the parity of
-n // stages; a wait for an empty slot names the other one, which a new barrier has "completed".
+Barrier k_full[slot] completes once for each tile in the slot, so the wait for a partition's n-th tile names the parity of
+n // stages. A wait for an empty slot names the other parity, which counts as completed in a new barrier.
 """
 
 from typing import Any, NamedTuple

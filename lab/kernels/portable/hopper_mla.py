@@ -1,7 +1,8 @@
 """The Gluon kernel of latent attention (MLA decode) for SM90: many heads, where the products are the limit.
 
-A program has 64 packed rows, whose float32 sums of 512 elements take the registers of two warp groups, half of the columns
-each. A tile of keys is loaded once, for both products: K is all of it, V its latent columns. One consumer makes the weights:
+A program has 64 packed rows. Their float32 sums of 512 elements take the registers of two warp groups, the consumers, which
+have half of the columns each. A tile of keys is loaded once, for both products: K is all of it, V its latent columns. One
+consumer computes the weights:
 
     producer (1 warp)              consumer 0 (4 warps, left columns)         consumer 1 (right columns)
 
@@ -15,14 +16,14 @@ each. A tile of keys is loaded once, for both products: K is all of it, V its la
                                    weights, factors to shared memory
                                    arrive message.full ---------------------> wait message.full
 
-A message has the weights of a tile, and what earlier sums are multiplied by; the last one of a piece has no weights, and the
-softmax's state. Consumer 0 launches Q.K^T of tile n + 1 after P.V of tile n, so that the slot of tile n is empty early, and two
-slots hide the time of a load:
+A message has the weights of a tile and the factors of earlier sums. The last message of a piece has the softmax's state
+instead. Consumer 0 launches Q.K^T of tile n + 1 after P.V of tile n, so that the slot of tile n is empty early, and two slots
+hide the time of a load:
 
     consumer 0   PV left n, QK n+1  | softmax n+1, message | PV left n+1, QK n+2
     consumer 1   PV right n         | wait                 | PV right n+1
 
-Consumer 0 has multiplied all columns of a tile before it sends the weights, so that one arrival empties each half of a slot.
+Consumer 0 sends a tile's weights after its Q.K^T with all columns, so that one arrival is enough to empty each half of a slot.
 All partitions walk the same pieces and tiles in the same order (`piece_at`, `nth_tile`). Parities are those of
 `lab.kernels.portable.hopper_attention`; the one slot of messages completes a phase for each message.
 """
@@ -78,7 +79,7 @@ class Ring(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What consumer 0 tells consumer 1: weights [rows, keys], factors float32 [2, rows]; and the barriers of this one slot."""
+    """The slot by which consumer 0 sends consumer 1 weights [rows, keys] and factors float32 [2, rows]; and its barriers."""
 
     weights: Any
     factors: Any
@@ -187,7 +188,7 @@ def _consume_left(
 
 @gluon.jit
 def _write_query(query, piece, is_negative, q_slots, HEADS: gl.constexpr, TILE: gl.constexpr):
-    """Write a piece's queries to shared memory: all are loaded before the first is written, so that one wait is for all."""
+    """Write a piece's queries to shared memory. All loads go out before the first write, so that one wait covers them."""
     HALF: gl.constexpr = q_slots.left.shape[1]
     ROPE: gl.constexpr = q_slots.rope.shape[1]
     left = load_query(query, piece, is_negative, HALF, 0, HEADS, TILE)
@@ -221,7 +222,7 @@ def _launch_sums(weights, sums, ring, number, SUMS: gl.constexpr, TILE: gl.const
 
 @gluon.jit
 def _send_weights(message, sent, weights, rescale):
-    """Write the weights of a tile, and the factor of earlier sums, when the message before has been read."""
+    """Write the weights of a tile, and the factor of earlier sums, after the message before has been read."""
     mbarrier.wait(message.empty, sent & 1 ^ 1)
     message.weights.store(weights)
     message.factors.index(0).store(rescale)

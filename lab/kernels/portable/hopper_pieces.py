@@ -1,6 +1,7 @@
-"""The pieces of work of a program of a Gluon kernel, and their tiles: one order, which all of its partitions walk.
+"""The pieces of work of a program of a Gluon kernel, and the code that both Gluon kernels share.
 
-And what the partitions of both kernels do alike: copies of tiles, queries, masks.
+A program has partitions: groups of warps with different work (`hopper_attention`, `hopper_mla`). All of them walk the same
+pieces and tiles in the same order, which is defined here. The kernels share copies of tiles, loads of queries, and masks.
 """
 
 from typing import Any, NamedTuple
@@ -21,14 +22,17 @@ from lab.kernels.portable.rows import block_at, keys_of_block, q_lens_of_kind, r
 from lab.kernels.portable.softmax import logit_scale
 
 CONSUMER_ROWS: gl.constexpr = gl.constexpr(64)  # rows of one product of SM90
-BOX_DIMS: gl.constexpr = gl.constexpr(64)  # elements of 2 bytes in the 128 that the copy engine swizzles
-# Less than any product of a query and a key times this matters; a scale of 0 would make NaN of a hidden key's -inf.
+BOX_DIMS: gl.constexpr = gl.constexpr(64)  # elements of 2 bytes in the 128 bytes that the copy engine swizzles
+# The least scale. Any product times this is as good as 0, while a scale of 0 would make NaN of a hidden key's -inf.
 LEAST_SCALE: gl.constexpr = gl.constexpr(1e-30)
-NO_KEY: gl.constexpr = gl.constexpr(2**31 - 1)
+NO_KEY: gl.constexpr = gl.constexpr(2**31 - 1)  # after every key
 
 
 class Piece(NamedTuple):
-    """Some tiles of keys of one request and K/V head, `first_tile` to `end_tile` of `num_tiles`; `keys` is a `KeyRange`."""
+    """A block of rows of one request and K/V head, with some of its tiles of keys.
+
+    The tiles are `first_tile` to `end_tile` of `num_tiles`, counted from the first in reach; `keys` is a `KeyRange`.
+    """
 
     request: Any
     kv_head: Any
@@ -42,14 +46,15 @@ class Piece(NamedTuple):
     keys: Any
 
 
-# `batch` of what follows is (seq_lens, kind, window_left, batch_size, num_kv_heads), the kind from `lab.kernels.portable.rows`.
-# Where keys are shared out, `walk` is (place, end, request, request_begin, places of a share). Else each place is a block of
-# rows and a K/V head; `walk` is (place, end, request, its first block, the number of requests with blocks from it on).
+# Below, `batch` is (seq_lens, kind, window_left, batch_size, num_kv_heads); `lab.kernels.portable.rows` explains `kind`. `walk`
+# is a partition's position. If keys are shared out, it is (place, end, request, request's first place, places of a share), in
+# the words of `lab.kernels.portable.key_shares`. Else a place is a block of rows and a K/V head, and `walk` is (place, end,
+# request, request's first block, number of requests with blocks from it on).
 
 
 @gluon.jit
 def begin_walk(batch, num_shares, least_tiles, SHARED: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Return the walk of this program: the pieces of its share, or a block of rows of each turn of all programs."""
+    """Return the first walk of this program: over its share, or over a block of rows in each turn of all programs."""
     seq_lens, kind, window_left, batch_size, num_kv_heads = batch
     lanes = gl.arange(0, BLOCK_REQUESTS, gl.BlockedLayout([1], [32], [4], [0]))
     if SHARED:
@@ -93,7 +98,7 @@ def piece_at(walk, batch, SHARED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.
         )
     kv_len = gl.load(seq_lens + request).to(gl.int32)
     first_in_reach, num_tiles = tiles_in_reach(kv_len, reach_of(window_left, kind[2]), TILE.keys)
-    num_tiles = num_tiles.to(gl.int32)  # which fit, as places do: registers are few
+    num_tiles = num_tiles.to(gl.int32)  # int32 holds them, as it holds places: registers are few
     q_start, q_len = request_rows(kind[0], request.to(gl.int64), kind[2])
     if SHARED:
         START_PLACES: gl.constexpr = TILE.start_keys // TILE.keys
@@ -108,9 +113,9 @@ def piece_at(walk, batch, SHARED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.
         )
         walk = (after[0], end, after[1], after[2], last)
     else:
-        # Causal blocks see the more keys the later they are. The last request ends with its shortest, so that no long one is
-        # left alone at the end, and from each request to the next lengths go on where they were: up in one, down in the next.
-        # Programs take turns to and fro: whoever had the longest of one turn has the shortest of the next.
+        # A later causal block sees more keys. The last request is walked from its longest block to its shortest, so that no
+        # long block is left for the end, and the order alternates from request to request, so that neighbours are similar.
+        # Programs alternate too: the one with the longest block of a turn has the shortest of the next.
         kv_head = place % num_kv_heads
         q_block = place // num_kv_heads - request_begin
         q_block = gl.where(last % 2 == 1, gl.cdiv(q_len * GROUP, TILE.rows) - 1 - q_block, q_block)
@@ -129,7 +134,7 @@ def piece_at(walk, batch, SHARED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.
 
 @gluon.jit
 def _pass_requests(block, request, begin, left, batch, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Return (request, its first block, requests with blocks from it on) of a block, which is not before `request`."""
+    """Return (request, its first block, requests with blocks from it on) of `block`, searched from `request` on."""
     _, kind, _, batch_size, _ = batch
     blocks = gl.cdiv(q_lens_of_kind(request, batch_size, kind) * GROUP, TILE.rows)
     while begin + blocks <= block:
@@ -142,7 +147,7 @@ def _pass_requests(block, request, begin, left, batch, GROUP: gl.constexpr, TILE
 
 @gluon.jit
 def nth_tile(keys, number, TILE: gl.constexpr):
-    """Return the first key of the `number`-th tile of a piece: those that need a mask come first."""
+    """Return the first key of the `number`-th tile of a piece; tiles that need a mask come first."""
     num_masked = keys.num_tiles - keys.num_common
     masked = tile_begin(keys, number, True, TILE.keys)
     return gl.where(number < num_masked, masked, tile_begin(keys, number - num_masked, False, TILE.keys))
@@ -150,7 +155,7 @@ def nth_tile(keys, number, TILE: gl.constexpr):
 
 @gluon.jit
 def keys_missing(key, kv_len, BOX_KEYS: gl.constexpr):
-    """Return the keys that a request lacks to fill a box from `key` on."""
+    """Return how many keys a request lacks to fill the box that begins at `key`."""
     return gl.minimum(gl.maximum(key + BOX_KEYS - kv_len, 0), BOX_KEYS)
 
 
@@ -183,14 +188,14 @@ def copy_boxes(
     begin,
     slot,
     full,  # the barrier that the bytes complete
-    FIRST_DIM: gl.constexpr,  # of the pool's elements, the first of the slot's
+    FIRST_DIM: gl.constexpr,  # the pool's element that is the slot's first
     PAGE_SIZE: gl.constexpr,
 ):
     """Fill a slot with the tile from `begin`, in boxes of one page's keys and BOX_DIMS elements.
 
-    A box that would pass the request's last key begins as many keys earlier, since nobody may read after that key: before the
-    page, where the copy engine writes zeros, or at keys that `tile_keys` hides. So does one that no row's window reaches, whose
-    page may be another request's by now.
+    Nothing after the request's last key may be read. A box that would pass it begins as many keys earlier: at keys that
+    `tile_keys` hides, or before the page, where the copy engine writes zeros. A box that no row's window reaches lies all
+    before its page, because that page may belong to another request by now.
     """
     KEYS: gl.constexpr = slot.shape[0]
     BOX_KEYS: gl.constexpr = min(KEYS, PAGE_SIZE)
@@ -227,7 +232,7 @@ def load_query(
     GROUP: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Return DIMS elements of a consumer's rows; with the sign of a negative scale, whose size is left to us."""
+    """Return DIMS elements of a consumer's rows, negated for a negative scale: `softmax_step` takes a positive one."""
     query, strides = queries
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIMS, DIMS // 8], [4, 1], [1, 0])
     row = piece.q_block * TILE.rows + WHICH * CONSUMER_ROWS + consumer_rows(LOADED)
@@ -241,11 +246,11 @@ def load_query(
 
 @gluon.jit
 def positive_scale(scales):
-    """Return (`logit_scale`, positive, which `softmax_step` takes; True where the query takes the sign)."""
+    """Return (the absolute value of `logit_scale`, LEAST_SCALE or more; True if it was negative, and the query is negated)."""
     scale = logit_scale(scales)
     is_negative = scale < 0
     scale = gl.where(is_negative, -scale, scale)
-    return gl.where(scale < LEAST_SCALE, LEAST_SCALE, scale), is_negative  # and a NaN stays one
+    return gl.where(scale < LEAST_SCALE, LEAST_SCALE, scale), is_negative  # a NaN stays a NaN
 
 
 @gluon.jit
@@ -256,7 +261,7 @@ def wait_for(full, number, TILE: gl.constexpr, pred=True):
 
 @gluon.jit
 def hide(scores, begin, column, piece, bounds, PAGE_SIZE: gl.constexpr):
-    """Return the scores of the tile from `begin`, -inf where a row does not see a key; `bounds` are of `row_bounds`."""
+    """Return the scores of the tile from `begin`, -inf where a row does not see a key; `bounds` are from `row_bounds`."""
     key = tile_keys(begin, column, piece.kv_len, PAGE_SIZE, scores.shape[1])
     first, end = bounds
     visible = (key[None, :] >= first[:, None]) & (key[None, :] < end[:, None])

@@ -1,15 +1,17 @@
-"""Whole calls like an earlier one: what was checked, chosen and compiled for that one is not checked, chosen and found again.
+"""Keep prepared calls, so that a call like an earlier one skips its checks, its choices and the search for compiled kernels.
 
-A call's *key* is all that is read of its arguments before a launch: of a tensor the class, shape, strides, dtype, device, and
-what its address and its place in its storage leave when divided by 16, which decide how Triton compiles; of a tuple or list the
-same of its parts; of any other argument its type and value. No contents of a tensor on a GPU are read, so calls of one key pass
-the same checks, and their launches differ in addresses alone. A call has no key where a tensor is not on a GPU, or where an
-argument is of a type of which a check might read more.
+A call's *key* is all that is read of its arguments before a launch:
 
-The first two calls of a key are prepared and made. Where the second is launches alone, what the next one needs is kept: its
-kernels with all arguments but addresses, and the shapes of what it allocates. No tensor is kept. Nothing is kept of a refused
-call, so that the next one like it is refused by the same checks, and nothing of a call that comes once, as a batch's does in a
-model of one layer.
+* of a tensor: class, shape, strides, dtype, device, and address and storage offset modulo 16, by which Triton compiles
+* of a tuple or list: the same of its parts
+* of any other argument: type and value
+
+The contents of a tensor on a GPU are not read. So calls of one key pass the same checks, and their launches differ in addresses
+alone. A call has no key if a tensor is not on a GPU, or if a check might read more of an argument of its type.
+
+The first two calls of a key are prepared and made. If the second is launches alone, what the next one needs is kept: the
+kernels with all arguments but addresses, and the shapes of what it allocates. No tensor is kept. A refused call is not kept, so
+that the same checks refuse the next one like it. Nor is a call that comes once, as a batch's does in a model of one layer.
 """
 
 import functools
@@ -22,23 +24,23 @@ import torch
 from lab.calls import made_at_once
 from lab.kernels.portable.triton_call import Addresses, TritonCall
 
-# Most calls that are kept of each function: layers of a model, whose scales may differ, times a few batches. A few kB each.
+# Most calls kept per function: the layers of a model, whose scales may differ, times a few batches. Each takes a few kB.
 MOST_KEPT = 512
 TENSORS = (torch.Tensor, torch.nn.Parameter)
 PLAIN = (int, float, bool, str, type(None), torch.dtype)
-ALIGNMENT = 16  # bytes; of a place in a storage, elements
+ALIGNMENT = 16  # bytes of an address, elements of a storage offset
 
 P = ParamSpec("P")
 
 
 class NotKeptError(Exception):
-    """A call without a key, or whose launches do not tell which of its tensors they take."""
+    """A call has no key, or its launches do not tell which of its tensors they take."""
 
 
 def kept_at_once(prepare: Callable[P, TritonCall]) -> Callable[P, Any]:
-    """Return the function that makes a call once and returns its results, as `made_at_once` does; calls like it are kept.
+    """Return a function that makes a call once and returns its results, as `made_at_once` does, and that keeps calls.
 
-    Its `cache_clear()` forgets them, for whoever changes what a call chooses.
+    Its `cache_clear()` forgets them: call it after a change of what a call chooses.
 
     Args:
         prepare: a function that checks a call's arguments and returns the call, ready to be made.
@@ -69,7 +71,7 @@ def kept_at_once(prepare: Callable[P, TritonCall]) -> Callable[P, Any]:
 
 
 class _Place:
-    """The place of a kept call; two threads that fill it keep the same.
+    """The cache entry of a key. Two threads that fill it keep equal calls.
 
     Attributes:
         is_known: a call of the key was made.
@@ -82,7 +84,7 @@ class _Place:
 
 
 def facts_of(value: Any, given: list[torch.Tensor]) -> Hashable:
-    """Return what a call's key has of an argument, and add its tensors to those given.
+    """Return the part of a call's key that is of one argument, and append the argument's tensors to `given`.
 
     Raises:
         NotKeptError: a tensor that is not on a GPU, or an argument of which a check might read more.
@@ -100,14 +102,13 @@ def facts_of(value: Any, given: list[torch.Tensor]) -> Hashable:
 
 
 class KeptCall:
-    """The launches of a call, for other tensors than those that it was made with.
+    """The launches of an earlier call, made with other tensors.
 
     Args:
         device: of the call.
-        new: of each tensor that a call makes, results, scratch as bytes and counters: True for zeros, shape and dtype.
-        views: of each address that launches take besides those of the given and the new tensors: the index of the tensor, and
-            bytes after its address.
-        launches: they take the addresses, of given tensors, new ones and views.
+        new: (True for zeros, shape, dtype) of each tensor that a call allocates: results, scratch as bytes, and counters.
+        views: (index of a given or new tensor, bytes after its address) of each other address that the launches take.
+        launches: take the addresses of given tensors, new ones and views, in this order.
         returned: picks the results from the given and the new tensors.
     """
 
@@ -134,10 +135,10 @@ class KeptCall:
 
 
 def kept(call: TritonCall, given: Sequence[torch.Tensor]) -> KeptCall | None:
-    """Return a call that was made, to be made with other tensors; None where its key does not say all of it.
+    """Return the `KeptCall` of a call that was made; None if its key does not determine the call.
 
     Args:
-        call: what was prepared of the given tensors, and made.
+        call: prepared from the given tensors, and made.
         given: the tensors of the call's arguments.
     """
     launches, results = call.launches, call.returned
@@ -178,10 +179,10 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _source(memory: int, address: int, sources: Sequence[tuple[int, int]]) -> int:
-    """Return the index of the tensor that a launch's tensor is, or is a view of, by where its allocation and it begin.
+    """Return the index of the source that a launch's tensor is, or is a view of.
 
-    It is the only one in its memory, or of several there the only one at its address. A view that begins elsewhere, V in one
-    tensor of K and V or its page table in one of both, is of a tensor that overlaps no other.
+    It is the only source in the tensor's allocation, or of several the only one at its address. A view at another address, such
+    as V in one tensor of K and V, or V's page table in one of both, is thus found if its source has an allocation to itself.
 
     Args:
         memory, address: where the allocation of the launch's tensor begins, and where the tensor does.

@@ -8,8 +8,8 @@ Glossary:
 * reach: the number of a request's last keys that some row may see; no row sees a key before them.
 * place: a position in one sequence of all work. Each unit has START_PLACES empty places, which stand for the time that it takes
   to begin and end it, and then one place for each tile within the reach.
-* share: the consecutive places of one program. All shares have as many. Where query rows fill several blocks, each block has a
-  program for every share.
+* share: the consecutive places of one program. All shares have the same number. If query rows fill several blocks, each block
+  has a program for every share.
 * slot: room in scratch memory for one partial result: what a share has of a unit that it does not hold whole.
 
 Three units of 5, 5 and 2 tiles (T) with START_PLACES = 2, in three shares of 6 places. The first two units are cut, so that
@@ -22,9 +22,9 @@ share 1 fills two slots, one for the unit in which it begins and one for the uni
 Lengths are known on the device alone, so each program finds its share there. A long request is cut where a share ends, a
 short one is not cut at all, and no program waits for another.
 
-A small batch, which ends in about the time that a program needs to find its share, takes a shorter way where its requests are
-about as long: every unit gets the places of the longest, as many as make whole shares. The unit of a share then follows from
-its number, and a unit is cut into equal parts.
+A small batch ends in about the time that a program needs to find its share. If its requests are about equally long, it takes a
+shorter way: every unit gets the same number of places, which hold the longest and are whole shares. The unit of a share then
+follows from the number of the share, and a unit is cut into equal parts.
 """
 
 from dataclasses import dataclass
@@ -40,10 +40,10 @@ from lab.kernels.portable.tiles import HopperTile, ProgramTile
 BLOCK_REQUESTS: tl.constexpr = tl.constexpr(128)
 # Most requests of a small batch: one per thread of a warp, so that no warp waits for another to add up their places.
 SMALL_BATCH: tl.constexpr = tl.constexpr(32)
-# Parts into which a unit of a small batch is cut however small they are; into more only where they are twice as large.
+# A unit of a small batch is cut into at most so many parts of a share's least tiles; into more only if each has twice as many.
 FEW_PARTS: tl.constexpr = tl.constexpr(4)
-# Keys by which a share may exceed an equal one, where requests of one length are then cut nowhere, or at equal parts. A program
-# that ends one request and begins another waits for its keys anew, and what is cut is written, read and merged.
+# Keys by which a share may exceed an equal one, if units are then not cut, or cut into equal parts. Cuts cost time: a program
+# that ends one request and begins another waits for its keys anew, and partial results are written, read and merged.
 CUT_KEYS: tl.constexpr = tl.constexpr(256)
 # More than the reach of any row: keys of a request are counted in int32.
 NO_REACH: tl.constexpr = tl.constexpr(2**31 - 1)
@@ -99,16 +99,16 @@ def tiles_in_reach(kv_len, reach, BLOCK_KEYS: tl.constexpr):
     return first, tl.maximum(tl.cdiv(kv_len.to(tl.int64), BLOCK_KEYS) - first, 1)
 
 
-# `batch` of what follows is (seq_lens, batch_size, reach, num_kv_heads, kind, lanes): the last two are a kind of requests
-# (`lab.kernels.portable.rows`), and the numbers from 0 to BLOCK_REQUESTS, in a small batch to SMALL_BATCH, which Gluon makes in
-# other words than Triton.
+# Below, `batch` is (seq_lens, batch_size, reach, num_kv_heads, kind, lanes). `lab.kernels.portable.rows` explains `kind`.
+# `lanes` are the numbers below BLOCK_REQUESTS, or below SMALL_BATCH in a small batch. Callers make them, because Gluon and
+# Triton do so in different ways.
 
 
 @triton.jit
 def places_of_units(start, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr):
-    """Return the places of one unit of each of some requests from `start` on, int64.
+    """Return the places of a unit of each request `start + lanes`, int64.
 
-    A request that is not of the kind has none, and so nobody's share has keys of it.
+    A request that is not of the kind has none, so no share has keys of it.
     """
     seq_lens, batch_size, reach, _, kind, lanes = batch
     requests = start + lanes
@@ -135,7 +135,7 @@ def places_per_share(batch, num_shares, least_tiles, BLOCK_KEYS: tl.constexpr, S
     equal_share = tl.maximum(tl.cdiv(total, num_shares), least_tiles)
     num_requests = tl.cast(batch_size, tl.int64) if kind[1] is None else tl.maximum(tl.sum(counts, 0), 1)
     num_units = num_requests * num_kv_heads
-    # If all units had the most places: shares that hold whole units, or equal parts of one.
+    # As if all units had the most places: a share that holds whole units, or an equal part of one.
     parts = tl.maximum(num_shares // num_units, 1)
     even_share = tl.maximum(tl.cdiv(most, parts) * tl.cdiv(num_units, num_shares), least_tiles)
     return total, tl.where(even_share <= equal_share + CUT_KEYS // BLOCK_KEYS, even_share, equal_share)
@@ -159,9 +159,9 @@ def request_at(place, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexp
 
 @triton.jit
 def equal_parts(batch, num_shares, least_tiles, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr):
-    """Return (the tiles of a part, the parts of each unit) of a small batch, int32; no parts where its units are too unequal.
+    """Return (the tiles of a part, the parts of each unit) of a small batch, int32; 0 parts where its units are too unequal.
 
-    Every part begins anew, so that empty places would only make the first part of a unit a smaller one.
+    Every part has to begin its unit, so empty places are not counted: they would only make a unit's first part smaller.
     """
     _, batch_size, _, num_kv_heads, _, _ = batch
     most_parts = num_shares // (batch_size * num_kv_heads)
@@ -182,7 +182,7 @@ def equal_parts(batch, num_shares, least_tiles, BLOCK_KEYS: tl.constexpr, START_
 def begin_share(
     share, batch, num_shares, least_tiles, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr, SMALL: tl.constexpr
 ):
-    """Return (first place, end, places per share, of each unit or 0, request of the first place, first place of that)."""
+    """Return (place, end, places of a share, of each unit or 0 if they differ, request at the place, its first place)."""
     _, batch_size, _, num_kv_heads, _, _ = batch
     part, parts = 0, 0
     if SMALL:
@@ -217,9 +217,9 @@ def first_tile_from(place, request_begin, num_tiles, unit_places, START_PLACES: 
 
 @triton.jit
 def next_unit(place, request, request_begin, request_end, batch_size, kind, START_PLACES: tl.constexpr):
-    """Return (place of the next unit's first tile, its request, the first place of that), of `place` after a unit's last tile.
+    """Return (place of the next unit's first tile, its request, the request's first place), from `place` after a unit's end.
 
-    Where the next unit begins after the end of the share, it is another program's: always, if units are cut into equal parts.
+    A unit that begins after the share's end is another program's. With equal parts that is always so.
     """
     if place == request_end:
         request_begin = place

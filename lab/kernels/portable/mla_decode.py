@@ -61,10 +61,10 @@ def prepare_trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Triton
 
     Parameters, shapes, dtypes and errors are `lab.calls.MLADecodeCall`'s; what this kernel does not take raises
     NotImplementedError with the reason of `lab.kernels.support.why_not`. On a GPU, lengths and page ids are not read:
-    `lab.calls.check_values` checks them on request. Products are in the query's dtype, over e4m3 in float16 but for bf16
-    queries of 64 rows (`choose_dot_dtype`), and sums in float32; `workspace_buffer` is not used. Rows after the last request's
-    are left as they are, or undefined. A prepared call with `cum_seq_lens_q` and no `max_q_len` has, as the most rows of a
-    request, those of the offsets' contents at the preparation.
+    `lab.calls.check_values` checks them on request. Products are in the query's dtype, or over an e4m3 cache in the dtype that
+    `choose_dot_dtype` returns, and sums in float32. `workspace_buffer` is not used. Rows after the last request's are left as
+    they are, or undefined. A prepared call with `cum_seq_lens_q` and no `max_q_len` reads the most rows of a request from the
+    offsets when it is prepared.
 
     Returns:
         The call, which returns out, the query's shape with a last dimension of `kv_lora_rank`, bfloat16 unless `out` is given;
@@ -89,10 +89,10 @@ trtllm_batch_decode_with_kv_cache_mla = kept_at_once(prepare_trtllm_batch_decode
 
 
 def choose_dot_dtype(problem: PagedAttention, tile: ProgramTile) -> tl.dtype:
-    """Return the dtype of the products: that of `dot_dtype`, but bf16 for a bf16 query of 64 rows over an e4m3 cache.
+    """Return the dtype of the products: `dot_dtype`'s, but bf16 for a bf16 query in tiles of 64 rows over an e4m3 cache.
 
-    Triton multiplies by a query that it has loaded from shared memory, and by one that it has converted from registers, of
-    which the sums of 64 rows leave too few (results/nvidia-h200/kernels.md, "MLA decode against FlashInfer's wrapper").
+    Triton keeps a query that it loaded in shared memory, and one that it converted in registers. The sums of 64 rows leave too
+    few registers for that (results/nvidia-h200/kernels.md, "MLA decode against FlashInfer's wrapper").
     """
     if problem.query.dtype == torch.bfloat16 and tile.rows == 64:
         return tl.bfloat16

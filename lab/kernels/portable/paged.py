@@ -3,9 +3,9 @@
 One kernel serves decode, verify, draft extend and extend. The query rows of a request and the query heads that share a K/V
 head are packed into one tile, so K/V is read once for all of them. The keys of the batch are shared out evenly among programs,
 whose partial results a second kernel merges, or in a small batch the last of the programs (`lab.kernels.portable.key_shares`).
-Only in a prefill, where query rows alone fill the GPU, has each block of them a program. Lengths stay on the device: nothing is
-read back, and no length is compiled in.
-On SM90, what the products limit has a kernel in Gluon (`lab.kernels.portable.hopper_attention`).
+Only in a prefill, where query rows alone fill the GPU, does one program have all keys of a block of rows. Lengths stay on the
+device: nothing is read back, and no length is compiled in.
+On SM90, a Gluon kernel takes the calls that are bound by products (`lab.kernels.portable.hopper_attention`).
 
 A batch of prompts beside decodes has two kinds of requests, those with few query tokens and those with more. Each kind has a
 launch with a tile and a division of its own, and programs of both run side by side:
@@ -13,8 +13,8 @@ launch with a tile and a division of its own, and programs of both run side by s
     first launch, then merge    shares of the keys of requests with few tokens, on half of the multiprocessors' room
     second launch               blocks of the others' rows, or shares of their keys, in the rest; in all once the first ends
 
-A program of the second launch that takes a multiprocessor for itself, as those of the Gluon kernel do, leaves all room to the
-first, and begins where one of the first has ended.
+If a program of the second launch needs a whole multiprocessor, as the Gluon kernel's does, the first launch has all the room,
+and the second begins where programs of the first have ended.
 Latent attention (MLA) has a kernel of its own, in `mla_decode`, and so has its prefill before absorption, in `ragged_context`.
 """
 
@@ -46,17 +46,17 @@ from lab.kernels.portable.tiles import (
 from lab.kernels.portable.triton_call import TritonCall, TritonLaunch, prepared
 from lab.kernels.support.portable import PORTABLE
 
-# A prefix so many times as long as the query rows is long: then a block of rows sees about as many keys as any other.
+# A prefix is long if a request has LONG_PREFIX keys or more per query row: its blocks of rows then see about equally many keys.
 LONG_PREFIX = 4
-# Most rows of a tile whose keys are cut into equal parts in a small batch, of which the fewest keys are worth a program: a tile
-# of 64 more takes about as long as another piece in the merge.
+# A small batch is cut into equal parts if its tile has at most SMALL_ROWS rows. A part has at least SMALL_SHARE_KEYS keys: 64
+# keys more take a program about as long as one piece more takes the merge.
 SMALL_ROWS = 32
 SMALL_SHARE_KEYS = 128
-# Most rows of all pieces of a unit, and elements of a piece, that the last program merges. One multiprocessor reads them: on an
-# H200 a launch for the merge, which has all of them, is faster from 512 rows on, and slower up to 256.
+# Most rows of all pieces of a unit, and elements of a piece, that the last program merges. One multiprocessor then reads them.
+# On an H200, a launch for the merge, which has all multiprocessors, is slower up to 256 rows and faster from 512 on.
 MOST_ROWS_AT_ONCE = 256
 MOST_ELEMENTS_AT_ONCE = 32 * 128
-# Most packed rows of a request that has few: up to so many, the call is bound by reading K/V (`choose_tile`).
+# Most packed rows of a request of the first kind: up to so many, a call is bound by reading K/V (`choose_tile`).
 MOST_FEW_ROWS = 64
 
 
@@ -81,7 +81,7 @@ def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> TritonCall:
 
 @takes(ContextCall)
 def prepare_trtllm_batch_context_with_kv_cache(call: ContextCall) -> TritonCall:
-    """Prepare attention of each request's newest query tokens, as many as it has, over its paged K/V: extend and prefill.
+    """Prepare attention of each request's newest tokens, whose number differs, over its paged K/V: extend and prefill.
 
     Parameters, shapes, dtypes and errors are `lab.calls.ContextCall`'s; the rest is as in
     `trtllm_batch_decode_with_kv_cache`.
@@ -102,7 +102,7 @@ def shares_of(
 ) -> Shares | None:
     """Return the shares of the keys; None where each block of rows and K/V head has a program for all keys that it sees.
 
-    Shares take every block of a request to see as many keys, which holds where a prefix is long beside the rows.
+    Shares assume that all blocks of a request see the same number of keys, which is about true for a long prefix.
 
     Args:
         problem: of all requests, or of one kind with its `max_q_len`.
@@ -122,7 +122,7 @@ def shares_of(
 
 
 def merges_at_once(problem: PagedAttention, tile: ProgramTile | HopperTile, num_shares: int) -> bool:
-    """Return True where the last program of a unit of a small batch merges its pieces sooner than a launch would."""
+    """Return True where, in a small batch, the last program of a unit merges its pieces faster than a second launch."""
     most_parts = num_shares // (problem.batch_size * problem.num_kv_heads)
     parts = min(most_parts, max(FEW_PARTS.value, triton.cdiv(problem.max_kv_len, 2 * SMALL_SHARE_KEYS)))
     rows = problem.max_q_len * problem.num_qo_heads // problem.num_kv_heads
@@ -130,11 +130,11 @@ def merges_at_once(problem: PagedAttention, tile: ProgramTile | HopperTile, num_
 
 
 def few_tokens(problem: PagedAttention) -> int | None:
-    """Return the most query tokens of a request of the first kind; None where all requests are taken to be of one kind.
+    """Return the most query tokens of a request of the first kind; None where all requests are treated as one kind.
 
-    Two kinds are worth it where a request may fill several blocks of rows. Lengths are on the device, so the host guesses from
-    the number of rows: as many requests as can be have `max_q_len` of them, and the first kind are those whose rows fit the
-    tile of the others' mean. A wrong guess costs time alone, since each request is of one kind.
+    Two kinds are worth it where a request may fill several blocks of rows. Lengths are on the device, so the host guesses: as
+    many requests as possible have `max_q_len` rows, and the others share the rest equally. The first kind are the requests
+    whose rows fit the tile for that equal number. A wrong guess costs only time, because each request is of one kind.
     """
     longest, rest = divmod(problem.num_rows, problem.max_q_len)
     others = problem.batch_size - longest
@@ -149,10 +149,15 @@ def few_tokens(problem: PagedAttention) -> int | None:
 
 
 def shares_beside(problem: PagedAttention, shares: Shares, prefill: ProgramTile | HopperTile) -> Shares:
-    """Return the shares of the first kind that leave programs of `prefill` room from the start, at most half of it.
+    """Return the first kind's shares, fewer by the programs that the second kind needs room for, but at least half.
 
-    A multiprocessor with a program of each kind reads keys for the one while it multiplies for the other. A prefill's program
-    that takes a multiprocessor for itself gets none before the shares end.
+    A multiprocessor with a program of each kind reads keys for one while it multiplies for the other. A program that needs a
+    whole multiprocessor has none before the shares end, so nothing is left free for it.
+
+    Args:
+        problem: of all requests.
+        shares: of the first kind, if all room is its own.
+        prefill: the tile of the second kind.
     """
     if prefill.per_multiprocessor == 1:
         return shares
@@ -203,7 +208,7 @@ def _launches(problem: PagedAttention, results: Results) -> list[TritonLaunch]:
 def _grid(
     problem: PagedAttention, q_blocks: int, tile: ProgramTile, shares: Shares | None, least_q_len: int | None
 ) -> tuple[int, ...]:
-    """Return the programs of a launch; of one kind without shares, as many for each K/V head as it may have blocks of rows."""
+    """Return the grid of a launch. For one kind without shares, it has the most blocks of rows of the kind, per K/V head."""
     if shares is not None:
         return q_blocks, shares.count
     if least_q_len is None:

@@ -219,7 +219,7 @@ def _store(
     MERGES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """Write the rows of a unit, or a partial result, which is merged here, or of which the merge is told."""
+    """Write the rows of a whole unit, or a partial result: merge it here if MERGES, else record the unit's shares."""
     unit, q_block, q_blocks = block
     place, first_tile, end_tile, num_tiles, share, share_places, num_shares = cut
     row_head, head, row_exists, block_row = rows
@@ -242,7 +242,7 @@ def _store(
 def _begin_block(batch, kv_head, GROUP: tl.constexpr, TILE: tl.constexpr):
     """Return (block of rows, place, end, places, request, its first place) of a program that has all keys of its rows.
 
-    As if the order had this request alone, and no empty places. A program after the last block has no place.
+    Places count as if this request were alone and had no empty places. A program after the last block has none.
     """
     seq_lens, batch_size, reach, _, kind, lanes = batch
     # Causal blocks see the more keys the later they are: the longest start first, so that none is left alone at the end.
@@ -274,7 +274,7 @@ def _load_keys(
     BLOCK_KEYS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Return a tile, (K [ELEMENTS, BLOCK_KEYS], V [BLOCK_KEYS, ELEMENTS]); without a mask by descriptor, where there is one."""
+    """Return a tile, (K [ELEMENTS, BLOCK_KEYS], V [BLOCK_KEYS, ELEMENTS]), by descriptor if it has one and no mask."""
     if tiles[0] is not None and tiles[1] is not None and not MASKED:
         k = described_tile(tiles[0], pages[0], kv_head.to(tl.int32), begin, 0, PAGE_SIZE, BLOCK_KEYS, ELEMENTS)
         v = described_tile(tiles[1], pages[1], kv_head.to(tl.int32), begin, 0, PAGE_SIZE, BLOCK_KEYS, ELEMENTS)

@@ -1,7 +1,7 @@
 """Partial results of units that several shares hold (`lab.kernels.portable.key_shares`), and their merge.
 
-A merge is a second launch, or in a small batch, where a unit has few pieces of few rows, the work of the last program that has
-stored one of them:
+A piece is what one share has of a unit. A second launch merges pieces. In a small batch whose units have few pieces of few
+rows, the last program that stores a piece of a unit merges them instead:
 
     pieces of a unit     0   1  ..  15     16  ..  31     32 33          a program each; none waits for another
                          |___|_______|     |________|     |__|
@@ -88,9 +88,9 @@ def with_merge(
     results: Results,
     least_q_len: int | None = None,
 ) -> list[TritonLaunch]:
-    """Return the launches of a call: `attention`, and where units are cut the merge, which writes the rows that are.
+    """Return the launches of a call: `attention`, and if units are cut the merge, which writes the rows of those.
 
-    With `least_q_len`, they are for requests of `least_q_len` to `problem.max_q_len` rows.
+    With `least_q_len`, they are for requests of `least_q_len` to `problem.max_q_len` query tokens.
     """
     if partials is None:
         return [attention]
@@ -133,8 +133,8 @@ def with_merge(
 def merge_block(num_rows: int, head_dim: int) -> tuple[int, int]:
     """Return (rows, elements of head_dim) of one program of the merge.
 
-    Few rows have many partial results each, which the threads of a program then share (results/nvidia-h200/kernels.md, "Tiles
-    and their neighbours").
+    If rows are few, each has many partial results, and the threads of a program share them (results/nvidia-h200/kernels.md,
+    "Tiles and their neighbours").
 
     Args:
         num_rows: of all requests and heads.
@@ -154,14 +154,14 @@ def overlaps_launches(device: torch.device) -> bool:
 
 @triton.jit
 def await_launch_before():
-    """Let the last program wait for the launch that this one began beside: whoever waits for this, then waits for both."""
+    """Let the last program wait for the launch before this one: a launch that waits for this one then waits for both."""
     if (tl.program_id(0) == tl.num_programs(0) - 1) & (tl.program_id(1) == tl.num_programs(1) - 1):
         gdc_wait()
 
 
 @triton.jit
 def slot_of(share, q_block, q_blocks, begins_unit):
-    """Return the slot of a partial result: that of the unit in which a share ends, which it begins, is apart from the other."""
+    """Return the slot of a partial result. A share has two: for a unit that it begins, and for one that another begins."""
     return (share * q_blocks + q_block) * 2 + begins_unit.to(tl.int64)
 
 
@@ -222,7 +222,7 @@ def merge_if_last(
     partials,
     ROWS: tl.constexpr,
 ):
-    """Merge the pieces of a block of rows, once this program has stored its own, if it is the last of those that have one."""
+    """Merge the pieces of a block of rows if this program, which has stored its own piece, is the last to do so."""
     unit, q_block, q_blocks = block
     first_place, tiles, share, share_places, num_shares = cut
     first = first_place // share_places
@@ -254,9 +254,9 @@ def arrives_last(counter, expected):
     each thread's stores come before the program's barrier, and the barrier before the atomic of its first thread, which
     releases them to the GPU. Every arrival is a read-modify-write of one counter, so that the last one observes all others,
     through those in between, and acquires what they released; the barrier that hands the count to its threads comes before
-    their loads. A load of one of them may thus not return what lay there before, also not from the L1 of its multiprocessor,
-    which the acquiring atomic invalidates. Nobody touches the counter after the last arrival but the last, and the end of a
-    launch comes before the next launch's first arrival.
+    their loads. So no load of these threads returns older contents, not even from the L1 of their multiprocessor, which the
+    acquiring atomic invalidates. After the last arrival only the last program touches the counter, and a launch ends before
+    the next launch's first arrival.
     """
     tl.debug_barrier()
     is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == expected - 1
@@ -321,7 +321,7 @@ def merge_kernel(
     AT_A_TIME: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Merge some rows of one unit: its partial results weighted by 2 ** their LSE, the sink counted once."""
+    """Merge some rows of one unit: weight its partial results by 2 ** their LSE, and count the sink once."""
     if OVERLAPS:  # every program, for what is launched next waits for this launch alone
         gdc_wait()
     unit = tl.program_id(0)

@@ -1,9 +1,9 @@
 """FlashInfer's ragged context call in Triton: any NVIDIA GPU that Triton compiles for, and a CPU in its interpreter.
 
-MLA's prefill before absorption: keys are wider than values, 192 and 128, and 192 is no power of two. Q and K are therefore
-loaded as two tiles, of 128 and of 64, and multiplied as two products into one sum: a tile of 256 with a quarter of it zero
-would make a third more products of them and hold a third more shared memory. One program per block of query rows and head;
-keys that every row of the block sees are walked without a mask, the rest with one, those that none sees not at all.
+The call is MLA's prefill before absorption: keys have 192 elements, values 128. 192 is no power of two, so Q and K are loaded
+as two tiles, of 128 and of 64 elements, whose two products are added up. One tile of 256 elements, a quarter of them zeros,
+would take a third more products and shared memory. Each block of query rows of a head has a program. It walks the keys that all
+rows of the block see without a mask, and those that some rows see with one.
 """
 
 import torch
@@ -96,7 +96,7 @@ def _ragged_kernel(
     scales,  # (bmm1_scale, bmm2_scale), each a number or a pointer
     results,  # (out, lse_log2 or None)
     window_left,
-    query_strides,  # these four of (rows or tokens, heads)
+    query_strides,  # all four are (of rows or tokens, of heads)
     key_strides,
     value_strides,
     lse_strides,
@@ -111,10 +111,10 @@ def _ragged_kernel(
     """Compute attention of one block of query rows of one head of one request over all keys that any of them sees."""
     BLOCK_ROWS: tl.constexpr = TILE.rows
     BLOCK_KEYS: tl.constexpr = TILE.keys
-    # Causal blocks see the more keys the later they are: the longest start first, so that none is left alone at the end.
+    # A later causal block sees more keys. The longest start first, so that no long one is left for the end.
     q_block = tl.num_programs(0) - 1 - tl.program_id(0)
     num_heads = tl.num_programs(1)
-    # Times a stride, these may exceed 32 bits.
+    # int64, because a product with a stride may exceed 32 bits.
     head = tl.program_id(1).to(tl.int64)
     request = tl.program_id(2)
 
@@ -137,7 +137,7 @@ def _ragged_kernel(
     q_row = query + row * query_strides[0] + head * query_strides[1]
     q_first = tl.load(q_row[:, None] + first_dims[None, :], mask=row_exists[:, None], other=0.0)
     power = fitting_power(q_first, DOT_DTYPE)
-    q_rest = q_first  # where there is no rest, nobody looks at it
+    q_rest = q_first  # not used where there is no rest
     if REST_DIMS > 0:
         rest_dims = FIRST_DIMS + tl.arange(0, REST_DIMS)
         q_rest = tl.load(q_row[:, None] + rest_dims[None, :], mask=row_exists[:, None], other=0.0)
@@ -180,7 +180,7 @@ def _ragged_kernel(
             k_first = tl.load(k_tile + first_dims[None, :], mask=exists, other=other)
             scores = logits_log2(dot(q_first, tl.trans(k_first.to(DOT_DTYPE)), scores), scale_of_rows)
             if MASKED:
-                # A row that does not exist has zeros for a query; what it sees is stored nowhere.
+                # A row that does not exist has a query of zeros, and its result is not stored.
                 visible = (token_key < key_end)[None, :]
                 if CAUSAL:
                     visible = visible & (token_key[None, :] <= position[:, None])

@@ -23,7 +23,7 @@ class KeyRange(NamedTuple):
         first_key, end: the first key that some row sees, and the end of those in the share.
         begin: the first key of the first tile.
         num_tiles: tiles from `begin` to `end`.
-        num_before, num_common: tiles that every row sees whole, `num_common` of them after the first `num_before`.
+        num_before, num_common: after the first `num_before` tiles come `num_common` of which every row sees all keys.
     """
 
     q_position: Any
@@ -72,10 +72,10 @@ def q_lens_of_kind(requests, batch_size, kind):
 
 @triton.jit
 def block_at(number, batch_size, kind, lanes, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """Return (request, its first block, requests with blocks from it on, all blocks) of one of all blocks of rows of a kind.
+    """Return (request, its first block, requests with blocks from it on, all blocks) of a kind's `number`-th block of rows.
 
-    Blocks are in order of the request; of a number after the last one, the request is `batch_size`. `lanes` are the numbers
-    from 0 on of the requests that are looked at together.
+    Blocks are in order of the request. After the last block, the request is `batch_size`. `lanes` are the numbers from 0 on:
+    the lengths of so many requests are read at a time.
     """
     request = number * 0
     begin = request

@@ -12,18 +12,18 @@ INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 def dot_dtype(cache: torch.Tensor) -> tl.dtype:
     """Return the dtype of the products: that of K/V, which is the query's, and float16 over e4m3.
 
-    float16 holds every e4m3 value, and SM89 and later convert two of them by one instruction. bf16 takes six, by way of
-    float32, four of which wait for a unit of a quarter of the others' rate.
+    float16 holds every e4m3 value, and SM89 and later convert two of them by one instruction. A conversion to bf16 takes six,
+    through float32, and four of them run at a quarter of the others' rate.
     """
     return tl.bfloat16 if cache.dtype == torch.bfloat16 else tl.float16
 
 
 @triton.jit
 def fitting_power(q, DOT_DTYPE: tl.constexpr):
-    """Return float32 [rows], such that each row of `q`, divided by 2 ** this, fits DOT_DTYPE; [1] where every row does.
+    """Return a power, float32 [rows]: each row of `q`, divided by 2 ** power, fits DOT_DTYPE. Zero, [1], where all rows fit.
 
-    bf16 reaches beyond float16 at both ends. Rows are moved so that their largest element lies in [2 ** 14, 2 ** 15): what
-    then falls below float16's least value is 2 ** -39 of it.
+    The range of bf16 exceeds that of float16 at both ends. Rows are scaled so that their largest element is in
+    [2 ** 14, 2 ** 15). An element that float16 then rounds to 0 is at most 2 ** -39 of the largest.
     """
     power = tl.zeros([1], tl.float32)
     if q.dtype == tl.bfloat16 and tl.float16 == DOT_DTYPE:
@@ -37,7 +37,7 @@ def fitting_power(q, DOT_DTYPE: tl.constexpr):
 def fitted(q, power, DOT_DTYPE: tl.constexpr):
     """Return `q` in DOT_DTYPE, its rows divided by 2 ** `power` where they would not fit.
 
-    A query of DOT_DTYPE is left alone: Triton keeps what it has loaded in shared memory, and the rest in registers.
+    A query of DOT_DTYPE is not computed on: Triton keeps loaded tensors in shared memory, and computed ones in registers.
     """
     if q.dtype == tl.bfloat16 and tl.float16 == DOT_DTYPE:
         q = q.to(tl.float32) * tl.exp2(-power)[:, None]
@@ -52,13 +52,13 @@ def scalar(scale):
 
 @triton.jit
 def logit_scale(scales):
-    """Return what turns products of query and key into logits in base 2, of a call's `scales`; `row_scale` reads it."""
+    """Return the factor, from a call's `scales`, that makes logits in base 2 of products; `row_scale` takes it."""
     return scalar(scales[0]) * LOG2_E
 
 
 @triton.jit
 def row_scale(scale, power):
-    """Return `logit_scale` for the rows of a query that `fitted` has divided by 2 ** `power`; `logits_log2` reads it."""
+    """Return `logit_scale` for the rows of a query that `fitted` has divided by 2 ** `power`; `logits_log2` takes it."""
     return scale * tl.exp2(power)
 
 
@@ -103,14 +103,14 @@ def dot(a, b, sums):
 def softmax_step(scores, scale, largest, denominator, DOT_DTYPE: tl.constexpr):
     """Return one step of a running softmax in base 2: (weights for DOT_DTYPE, factor of earlier sums, largest, denominator).
 
-    The largest weight is 1, in float16 2 ** 14, and `largest` is below the largest score by as much: float16 has nothing below
-    2 ** -24, and where one key has nearly all the weight, a hundred thousand others share what is left.
+    The largest weight is 1, or 2 ** 14 in float16, where `largest` is 14 below the largest score. float16 has nothing below
+    2 ** -24, and beside a key with nearly all the weight, a hundred thousand others may share the rest.
 
     Args:
         scores: float32 [rows, keys], in base 2 once multiplied by `scale`; -inf where a row does not see a key.
-        scale: 1, or a positive number: the exponent's subtraction then multiplies too.
+        scale: 1, or a positive number: one instruction multiplies by it and subtracts the largest.
         largest: float32 [rows], -inf before the first key.
-        denominator: of `empty_denominator`, or of the step before.
+        denominator: from `empty_denominator`, or from the step before.
     """
     tile_largest = tl.max(scores, 1) * scale
     if tl.float16 == DOT_DTYPE:
@@ -150,7 +150,7 @@ def accumulate(scores, values, largest, denominator, sums, DOT_DTYPE: tl.constex
 
 @triton.jit
 def log2_sum(largest, denominator):
-    """Return the LSE of a softmax's state, -inf without keys; a NaN stays one: it must not pass for a row without keys."""
+    """Return the LSE of a softmax's state, -inf without keys. A NaN stays NaN, so that it is no row without keys."""
     divisor = tl.where(denominator == 0, 1.0, denominator)
     return tl.where(denominator == 0, float("-inf"), largest + tl.log2(divisor))
 

@@ -5,9 +5,9 @@ know), SM90, and SM100 with SM103, whose accumulators lie in tensor memory.
 
 * SM90's tiles were chosen by measurement on an H200 (results/nvidia-h200/kernels.md, "Tiles and their neighbours").
 * The others' were chosen by what Triton's compiler makes of them, and never timed (results/blackwell-dry-run/portable.md): a
-  multiprocessor has the shared memory, registers and tensor memory for `per_multiprocessor` programs, and a tile that keeps
-  registers in memory for want of them gives way to one that does not, if one with the same matrix instructions was found.
-  The record names those that spill, and why.
+  multiprocessor has the shared memory, registers and tensor memory for `per_multiprocessor` programs, and a tile that spills
+  registers to memory gives way to one that does not, if one with the same matrix instructions was found. The record names
+  the tiles that spill, and why.
 """
 
 import triton
@@ -15,8 +15,8 @@ import triton
 from lab.gpus import Capability, GpuFamily, family_that_runs
 from lab.kernels.portable.tiles import ProgramTile
 
-# What SM100 and SM103 take instead of SM90's tiles, by (rows, head_dim, bytes of an element of K and V). With heads of 256 all
-# tiles of tcgen05 spill; these spill least.
+# Tiles of SM100 and SM103 that differ from SM90's, by (rows, head_dim, bytes of an element of K and V). With a head_dim of 256,
+# all tiles of tcgen05, their matrix instruction, spill; these spill least.
 SM100_PAGED = {
     (16, 128, 2): ProgramTile(16, 64, num_warps=4, num_stages=3, per_multiprocessor=2),
     (32, 64, 2): ProgramTile(32, 32, num_warps=4, num_stages=3, per_multiprocessor=2),
@@ -33,7 +33,7 @@ SM100_PAGED = {
     (128, 256, 2): ProgramTile(64, 16, num_warps=8, num_stages=4),
     (128, 256, 1): ProgramTile(64, 16, num_warps=8, num_stages=4),
 }
-# The same where each block of rows has a program of its own, and tiles come by descriptor.
+# The same where each block of rows has a program of its own, by (head_dim, bytes of an element).
 SM100_PREFILL = {
     (128, 2): ProgramTile(128, 32, num_warps=8, num_stages=3, by_descriptor=True),
     (128, 1): ProgramTile(128, 32, num_warps=8, num_stages=3),
@@ -46,8 +46,8 @@ def choose_tile(num_packed_rows: int, head_dim: int, kv_bytes: int, capability: 
 
     16 rows are the least that a matrix unit takes. Up to 64 rows the call is bound by reading K/V: the tile is as small as the
     rows allow, with two programs on a multiprocessor that hide each other's waits. Beyond, SM90 is bound by the time from a
-    tile's arrival to its products: 128 rows as two warp groups, whose tiles come by descriptor, which leaves their threads the
-    registers that addresses would take.
+    tile's arrival to its products. Its tiles then have 128 rows, as two warp groups, and are loaded by descriptor, which saves
+    the registers that addresses would take.
 
     Args:
         num_packed_rows: most rows of one request.
@@ -96,14 +96,15 @@ def choose_prefill_tile(
 ) -> ProgramTile:
     """Return the tile where each block of rows has a program of its own.
 
-    The blocks of a request then run side by side and read keys that L2 holds, so that smaller blocks read no more from memory,
-    and their last tiles hide fewer keys from fewer rows. Only where tiles come by descriptor: pages of 16, which have none,
-    were slower so. One product of tensor memory takes 128 rows, so that SM100 keeps those where they do not spill.
+    The blocks of a request then run side by side, and find each other's keys in L2. So blocks of 64 rows read no more from
+    memory than those of 128, and mask fewer keys in their last tiles. They are chosen only if tiles are loaded by descriptor:
+    pages of 16, which have none, were slower so. On SM100 one product takes 128 rows, so tiles have 128 where they do not
+    spill.
 
     Args:
-        tile: the one for shares, of `choose_tile`.
+        tile: the one for shares, from `choose_tile`.
         head_dim, kv_bytes, capability: as for `choose_tile`.
-        described: its tiles of K and of V come by descriptor.
+        described: its tiles of K and V can be loaded by descriptor.
     """
     if family_that_runs(capability).has_tensor_memory:
         return SM100_PREFILL.get((head_dim, kv_bytes), tile) if tile.rows >= 64 else tile
@@ -153,11 +154,11 @@ def _most_mla_rows(family: GpuFamily, kv_bytes: int) -> int:
 def choose_ragged_tile(max_q_len: int, head_dim: int, v_head_dim: int, capability: Capability | None) -> ProgramTile:
     """Return the tile for requests of at most `max_q_len` rows, of keys and values that are not paged.
 
-    A prefill is bound by its products, so that rows are many, 128 of them as two warp groups of Hopper's asynchronous products:
-    as many rows and keys as registers and shared memory hold. Compiled only: no time was measured, on SM90 neither.
+    A prefill is bound by its products, so tiles have as many rows and keys as registers and shared memory hold. 128 rows are
+    two warp groups of Hopper's asynchronous products. The tiles were compiled, but not timed on any GPU.
 
     Args:
-        max_q_len: most rows of one request; the tile is one of four, so that lengths compile little anew.
+        max_q_len: most rows of one request. There are four tiles, so that few lengths compile anew.
         head_dim, v_head_dim: of keys and of values.
         capability: (major, minor) of the GPU; the interpreter, None, runs SM90's.
     """

@@ -19,8 +19,8 @@ class ProgramTile(NamedTuple):
         rows, keys: of one step of the program.
         num_warps, num_stages: Triton's launch options.
         per_multiprocessor: programs that run on a multiprocessor at a time.
-        start_keys: keys that a program could walk in the time in which it begins and ends a request and K/V head: it waits for
-            the first keys and writes the results. A program with many short requests gets fewer keys.
+        start_keys: cost of beginning and ending a request and K/V head, where a program waits for the first keys and writes the
+            results: the number of keys that it could walk meanwhile. A program with many short requests gets fewer keys.
         by_descriptor: tiles that need no mask are loaded by Hopper's copy engine, where `tile_descriptor` can describe them.
         denominator_per_key: the softmax's denominator is kept in one part per key of a tile, summed up after the last tile.
             Warps that share rows then wait for each other less often; a thread needs one more register per score.
@@ -44,7 +44,8 @@ class HopperTile(NamedTuple):
         keys: of one tile.
         stages: slots of each ring, of K and of V.
         start_keys, per_multiprocessor: as `ProgramTile`'s.
-        consumer_registers, producer_registers: of a thread of a consumer, 256 in all, and of the 128 beside them.
+        consumer_registers: of each of the 256 threads of both consumers.
+        producer_registers: of each of the 128 other threads.
     """
 
     rows: int
@@ -80,8 +81,8 @@ def tile_descriptor(cache: torch.Tensor, tile: ProgramTile, dims: int) -> Tensor
 def loads_by_descriptor(cache: torch.Tensor, keys: int) -> bool:
     """Return True where the copy engine can load tiles of `keys` keys from one page, and gains time by it.
 
-    It takes strides and addresses of multiples of 16 bytes. An e4m3 tile, which is converted before it is multiplied, gains
-    nothing.
+    It takes strides and addresses that are multiples of 16 bytes. An e4m3 tile, which is converted before it is multiplied,
+    gains nothing.
     """
     aligned = is_aligned(cache, strides_bytes=16) and cache.stride(3) == 1
     return aligned and cache.numel() > 0 and cache.shape[2] % keys == 0 and cache.element_size() > 1
@@ -96,8 +97,8 @@ def is_aligned(cache: torch.Tensor, strides_bytes: int) -> bool:
 def paired(caches: tuple[torch.Tensor, torch.Tensor], tile: ProgramTile) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the pools of K and V, as int16 pairs of e4m3 elements where the products take them from registers.
 
-    Products of less than 64 rows do. A register of theirs holds two elements, one of the pool four: one permutation of bytes
-    sorts the pairs (`halves_of_pairs`), where single bytes would be masked, shifted and moved one by one.
+    Products of fewer than 64 rows do. Their registers hold two float16 elements, those loaded from the pool four e4m3 ones. One
+    permutation of bytes sorts pairs (`halves_of_pairs`); single bytes would be masked, shifted and moved one by one.
 
     Args:
         caches: K and V, each [num_pages, num_kv_heads, page_size, head_dim].

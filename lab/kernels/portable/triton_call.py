@@ -11,7 +11,7 @@ import torch
 
 from lab.kernels.support import Kernel, refuse_unsupported
 
-SCRATCH_ALIGNMENT = 512  # bytes, as of an allocation of its own
+SCRATCH_ALIGNMENT = 512  # bytes, as of one of torch's allocations
 Addresses = Sequence[int]
 
 
@@ -55,7 +55,7 @@ class TritonLaunch:
 
     @property
     def is_compiled(self) -> bool:
-        """True after the first call, but in the interpreter, which compiles nothing."""
+        """Return True after the first call; never in the interpreter, which compiles nothing."""
         return self._compiled is not None
 
     def _repeated(self) -> Callable[[], object]:
@@ -116,14 +116,14 @@ def _itself(argument: Any, _addresses: Addresses) -> Any:
 
 
 class _Address(int):
-    """The address of a tensor in place of the tensor: Triton's launcher asks a descriptor's for it."""
+    """An address with a tensor's `data_ptr`, which Triton's launcher calls on the base of a descriptor."""
 
     def data_ptr(self) -> int:
         return self
 
 
 def new_scratch(device: torch.device, *parts: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
-    """Return tensors of these shapes and dtypes that may hold anything: parts of one allocation, each aligned as one is."""
+    """Return tensors of these shapes and dtypes that may hold anything: parts of one allocation, each aligned like one."""
     used = [math.prod(shape) * dtype.itemsize for shape, dtype in parts]
     sizes = [-(-size // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT for size in used]
     blocks = torch.empty((sum(sizes),), dtype=torch.uint8, device=device).split(sizes)
@@ -136,11 +136,12 @@ class TritonCall:
 
     It keeps the contract of `lab.kernels.prepare`. On a CPU every call checks the contents anew, as `lab.calls.check_values`
     does. Where the call gave no `out`, every call writes the same one. Call it on the stream it was prepared on, or on one that
-    waits for it, and never on two at a time. The first call compiles kernels that never were, which a capture is no place for.
+    waits for it, and never on two at a time. The first call compiles kernels that were not compiled yet: make it before a
+    capture.
 
     Args:
         device: where the tensors are.
-        check: raises for contents that are wrong; asked on a CPU alone, before the steps.
+        check: raises for contents that are wrong; called on a CPU alone, before the steps.
         steps: what a call does, in order: launches, and what refreshes something before them or finishes it after them.
         returned: what the call returns.
         reads_contents: the steps follow from contents of tensors, read when the call was prepared.
@@ -160,12 +161,12 @@ class TritonCall:
 
     @property
     def launches(self) -> list[TritonLaunch] | None:
-        """The launches of compiled kernels that the call is, once it was made; None where it is anything else too."""
+        """Return the call's launches, once it was made; None if it has a step that is no launch of a compiled kernel."""
         launches = [step for step in self._steps if isinstance(step, TritonLaunch) and step.is_compiled]
         return launches if len(launches) == len(self._steps) else None
 
     def __call__(self) -> Any:
-        with torch.cuda.device(self._device_index):  # Triton launches on the current device; -1: no GPU's
+        with torch.cuda.device(self._device_index):  # Triton launches on the current device; -1 leaves it
             for step in self._steps:
                 step()
         return self.returned
@@ -182,11 +183,11 @@ def prepared(
     """Return a problem's call, ready to be made; without query rows it launches nothing.
 
     Args:
-        kernel: the rule that says what is taken.
+        kernel: the row of `lab.kernels.support` that says which problems it takes.
         problem: a `PagedAttention` or `RaggedAttention`.
         check: raises for contents of the problem that are wrong.
         steps: makes the steps of a call from the output and the LSE or None.
-        returned: makes what the call returns from the same; None: the problem's own.
+        returned: makes what the call returns from the same; None: `problem.returned`.
         reads_contents: posing the problem read contents of tensors, on a GPU too.
 
     Raises:

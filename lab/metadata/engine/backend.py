@@ -1,6 +1,7 @@
-"""One shape for every attention backend: its metadata, the buffers that graphs keep it in, and its calls.
+"""The interface of every attention backend: its metadata, which are its kernels' arguments, their buffers, and its calls.
 
-A backend is configuration alone. The requests are in a `KVPool`, and what stays at its address is in `MetadataBuffers`.
+A backend object holds configuration alone. Requests are in a `KVPool`, and tensors that keep their addresses for CUDA graphs in
+`MetadataBuffers`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,17 +22,17 @@ MetadataT_co = TypeVar("MetadataT_co", covariant=True)
 
 
 class MetadataBuffers(Protocol[MetadataT_co]):
-    """One mode's metadata in buffers that keep their addresses."""
+    """The metadata of one `GraphMode`, in buffers that keep their addresses."""
 
     def slices(self, batch_size: int) -> MetadataT_co:
         """Return the metadata of a captured size, always at the same addresses."""
         ...
 
     def prepare(self, view: ForwardBatch) -> Callable[[], None]:
-        """Return a call that rebuilds a captured size's metadata in place: no host read, capturable.
+        """Return a call that rebuilds a captured size's metadata in place. It can be captured: the host reads nothing.
 
         Args:
-            view: of the runner's inputs, of that size.
+            view: the batch of that size, over the runner's input buffers (`StaticInputs.view`).
         """
         ...
 
@@ -40,7 +41,7 @@ class Backend(Protocol[Metadata]):
     """An attention backend of the engine, such as `lab.metadata.mha.backend.TRTLLMMHABackend`."""
 
     def build_metadata(self, batch: ForwardBatch, pool: KVPool) -> Metadata:
-        """Build the metadata of a pass that no graph runs, in tensors of its own."""
+        """Build the metadata of an eager pass, which no graph runs, in new tensors."""
         ...
 
     def new_buffers(
@@ -68,8 +69,8 @@ class Backend(Protocol[Metadata]):
             batch, metadata: the forward pass.
             layer: the backend's kind of layer.
             query: ``[num_tokens, num_qo_heads, head_dim]``.
-            cache: the layer's, of the backend's kind; the pass's own tokens are in it when the call is made.
-            max_context_len: most tokens of one request, for backends whose metadata does not say it.
+            cache: the layer's cache, of the backend's kind. It holds the pass's own tokens when the call is made.
+            max_context_len: most tokens of one request, for backends whose metadata has no such bound.
             out: ``[num_tokens, num_qo_heads, v_head_dim]``.
         """
         ...
@@ -78,8 +79,8 @@ class Backend(Protocol[Metadata]):
 def prepare_passes(passes: Sequence[PassBuffers], batch: ForwardBatch, pool: KVPool) -> Callable[[], None]:
     """Prepare one launch that writes the metadata of one or several passes over a batch's requests.
 
-    A launch adds the same number to all lengths. Those of a ragged verification are added to their requests' rows before it, so
-    that its passes have a ``seq_len_offset`` of 0.
+    The launch adds one number, ``seq_len_offset``, to all lengths. It is 0 in a ragged verification, whose requests differ in
+    query rows: there each request's rows are added to its length before the launch.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `lab.kernels.serving.forward_metadata.write_forward_metadata`.
@@ -108,7 +109,7 @@ def prepare_passes(passes: Sequence[PassBuffers], batch: ForwardBatch, pool: KVP
 
 
 def seq_len_offset(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA) -> int:
-    """Return the ``seq_len_offset`` of a pass: `uncounted_tokens`, and 0 where `prepare_passes` adds each request's own."""
+    """Return the ``seq_len_offset`` of a pass: `uncounted_tokens`, or 0 in a ragged verification (`prepare_passes`)."""
     if batch.forward_mode.query_rows is QueryRows.VERIFIED:
         return 0
     return uncounted_tokens(batch, attention)

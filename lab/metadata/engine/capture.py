@@ -1,4 +1,4 @@
-"""The capture of a CUDA graph.
+"""Capture calls in CUDA graphs.
 
 A leaf: it needs torch alone.
 """
@@ -13,9 +13,9 @@ import torch
 
 @contextlib.contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
-    """Capture into a graph, as `torch.cuda.graph`, without a garbage collection inside.
+    """Capture into a graph, as `torch.cuda.graph` does, with garbage collection disabled.
 
-    A collection may free another graph and its memory, and a call that frees memory invalidates a capture that is under way.
+    A collection may free another graph and its memory, and freeing memory invalidates a capture in progress.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -28,9 +28,9 @@ def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = No
 
 
 def capture(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
-    """Run a call once to warm up, capture it, and return the replay and what the call returned.
+    """Run a call once to warm up, then capture it. Return (a call that replays the graph, the captured call's result).
 
-    On a CPU the replay is the call itself, and its result must be the same object each time, as a graph's is.
+    On a CPU the replay makes the call itself, which must return the same object each time, as a graph does.
     """
     if device.type != "cuda":
         output = call()
@@ -50,7 +50,7 @@ def capture(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
     with capturing(graph):
         output = call()
 
-    def replay(kept: Callable[[], Any] = call) -> None:  # a graph does not keep what its call owns
+    def replay(kept: Callable[[], Any] = call) -> None:  # keeps tensors that the call owns alive; a graph does not
         graph.replay()
 
     return replay, output

@@ -1,8 +1,8 @@
-"""Captured sizes of a mode: its inputs and metadata at addresses that stay, and the CUDA graphs that read them.
+"""CUDA graphs of one `GraphMode` for several batch sizes, and the inputs and metadata that they read.
 
-A graph replays with the addresses that it was captured with. So the engine keeps one set of input and metadata buffers for its
-largest batch; every captured batch size uses leading slices of them, and all sizes share their storage. A batch is copied into
-the inputs, padded to the next captured size, and its metadata is rebuilt in place: before the replay, or by the graph itself.
+A graph replays with the addresses that it was captured with. So the engine keeps one set of input and metadata buffers, for its
+largest batch. Every captured batch size uses leading slices of them. A batch is copied into the inputs and padded to the next
+captured size. Its metadata is rebuilt in place: before the replay, or by the graph itself.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,13 +15,13 @@ from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.graph_inputs import PADDED_SEQ_LEN, GraphMode, MetadataPlace, StaticInputs
 from lab.metadata.engine.kv_pool import KVPool
 
-# Given a captured size's batch and metadata, prepares what the graph runs; the call returns the graph's output.
+# From a captured size's batch and metadata, prepares the call that the graph runs, which returns the graph's output.
 Body = Callable[[ForwardBatch, Metadata], Callable[[], Any]]
 
 
 @dataclass(frozen=True, eq=False)
 class SizedPass(Generic[Metadata]):
-    """One captured size: the batch as its graph sees it, its metadata, and the call that rebuilds that in place."""
+    """One captured size: the batch that its graph reads, its metadata, and the call that rebuilds the metadata in place."""
 
     view: ForwardBatch
     metadata: Metadata
@@ -59,10 +59,10 @@ def check_sizes(batch_sizes: Sequence[int]) -> None:
 
 
 def size_for(batch_size: int, sizes: Sequence[int]) -> int:
-    """Return the smallest captured size that holds so many requests.
+    """Return the smallest captured size of at least `batch_size` requests.
 
     Raises:
-        ValueError: none does.
+        ValueError: all sizes are smaller.
     """
     fitting = [size for size in sizes if size >= batch_size]
     if not fitting:
@@ -80,10 +80,11 @@ class GraphRunner(Generic[Metadata]):
         mode: what the graphs run.
         pool: of the requests.
         batch_sizes: to capture, in any order.
-        body: prepares what runs after the metadata. It is called once per size, and its call twice: to warm up, and captured.
+        body: prepares the call that a graph runs after the metadata, once per size. That call is made twice: to warm up, and
+            captured.
         place: where the metadata is rebuilt.
         padded_seq_len: see `StaticInputs`.
-        metadata: the mode's buffers, with room for the largest size; made by the backend if left out.
+        metadata: the mode's buffers, with room for the largest size; None: the backend makes them.
 
     Raises:
         ValueError: no size, or one below 1.
@@ -112,19 +113,15 @@ class GraphRunner(Generic[Metadata]):
         self.captured = {size: self._capture(passes[size], body) for size in reversed(passes)}
 
     def size_for(self, batch_size: int) -> int:
-        """Return the smallest captured size that holds so many requests.
-
-        Raises:
-            ValueError: none does.
-        """
+        """Return `size_for` of the captured sizes."""
         return size_for(batch_size, list(self.captured))
 
     def eager(self, batch: ForwardBatch) -> Metadata:
-        """Build the metadata of a pass that no graph runs, in tensors of its own."""
+        """Build the metadata of an eager pass, which no graph runs, in new tensors."""
         return self.backend.build_metadata(batch, self.pool)
 
     def replay(self, batch: ForwardBatch) -> Any:
-        """Load a batch, rebuild its metadata, replay. Returns the graph's own output with its padding, valid until the next."""
+        """Load a batch, rebuild its metadata, replay. Return the graph's output, with padding, which the next overwrites."""
         captured = self.captured[self.size_for(batch.batch_size)]
         self.inputs.load(batch, captured.view.batch_size)
         if self.place is MetadataPlace.BEFORE_REPLAY:
@@ -134,7 +131,7 @@ class GraphRunner(Generic[Metadata]):
 
     def _capture(self, sized: SizedPass[Metadata], body: Body[Metadata]) -> CapturedSize[Metadata]:
         run = body(sized.view, sized.metadata)
-        sized.rebuild()  # a warm-up on lengths that are not there yet would divide 0 by 0, as SGLang 0.5.12's did
+        sized.rebuild()  # without lengths the warm-up would divide 0 by 0, as SGLang 0.5.12's did
 
         def whole() -> Any:
             if self.place is MetadataPlace.IN_GRAPH:

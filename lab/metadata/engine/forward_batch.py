@@ -9,8 +9,8 @@ from torch import Tensor
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 
 INDEX_DTYPES = (torch.int32, torch.int64)
-# The step of every pass of a frozen-KV draft. Draft step s counts s + 1 tokens after ``seq_lens``; this one counts none: the
-# draft reads the target model's K/V and writes none of its own (SGLang 0.5.23, `frozen_kv_mtp_worker_v2.py`).
+# The number of every step of a frozen-KV draft, which reads the target model's K/V and writes none of its own (SGLang 0.5.23,
+# `frozen_kv_mtp_worker_v2.py`). Draft step s counts s + 1 tokens after ``seq_lens``, so this one counts none.
 FROZEN_KV_STEP = -1
 
 
@@ -19,14 +19,14 @@ class SpecInfo:
     """The part that speculative decoding adds to a batch. Its presence turns ``DECODE`` into a draft decode step.
 
     Attributes:
-        num_draft_tokens: rows per request in verification, the most of one request in a ragged one, or None outside it. A
-            ``TARGET_VERIFY`` with requests has ``num_tokens // batch_size`` rows of each, whatever this number is.
+        num_draft_tokens: query rows per request in verification, most rows of one request in a ragged verification, None in
+            other modes. A ``TARGET_VERIFY`` with requests has ``num_tokens // batch_size`` rows of each, whatever this says.
         num_tokens_per_req: fixed rows per request of ``DRAFT_EXTEND_V2``, or -1 when not fixed; other modes ignore it.
         num_accept_tokens: ``[>= batch_size]`` int32 or int64, rows per request of the first draft extend when it
             is replayed from a CUDA graph, or None.
-        speculative_step_id: the draft step, from 0, or `FROZEN_KV_STEP`. SGLang runs one backend object per step and keeps
-            the number there, and hides its SpecInfo from the backend in a frozen-KV draft; the lab has one stateless function
-            for all steps, so the number travels with the batch.
+        speculative_step_id: the draft step, from 0, or `FROZEN_KV_STEP`. SGLang has one backend object per step, which keeps
+            the number, and hides its SpecInfo from the backend in a frozen-KV draft. The lab has one stateless function for
+            all steps, so the batch carries the number.
 
     Raises:
         TypeError, ValueError: a field has the wrong type, shape or range.
@@ -50,7 +50,7 @@ class SpecInfo:
 
         Args:
             mode: of the pass.
-            num_rows: query rows of every request, where all have as many; the most of one in a ragged verification.
+            num_rows: query rows of every request; in a ragged verification, most rows of one request.
             draft_step: of a draft decode step, or `FROZEN_KV_STEP`; None for a plain decode.
             num_accept_tokens: of the first draft extend in a graph.
         """
@@ -91,14 +91,14 @@ class ForwardBatch:
             the reserved row that padding uses. A request may occur twice.
         seq_lens: ``[batch_size]`` int32 or int64, tokens of each request as the engine counts them in this mode:
             without the draft tokens in a draft step and in verification, with the new tokens everywhere else.
-        out_cache_loc: ``[<= num_tokens]`` int64, slots for K and V of the real query rows, in row order: in the extend
-            modes as many as ``extend_seq_lens_cpu`` adds up to, in a frozen-KV draft none.
+        out_cache_loc: ``[<= num_tokens]`` int64, slots (see `KVPool`) for K and V of the query rows without padding, in row
+            order: in the extend modes as many as ``extend_seq_lens_cpu`` adds up to, in a frozen-KV draft none.
         num_tokens: query rows, padding included. In verification a request's rows are its draft tokens in order: row j is at
             position ``seq_lens + j``.
         extend_seq_lens, extend_prefix_lens: ``[batch_size]`` int32 or int64, new and cached tokens of each request
             in the extend modes, or None. In a ragged verification the first is SGLang's ``verify_lens``.
         extend_seq_lens_cpu, extend_prefix_lens_cpu, seq_lens_cpu: the same numbers on the host, or None. The engine
-            has the first two from its scheduler; the last costs it a copy from the device, so nothing needs it. In a prefill
+            has the first two from its scheduler. The last costs it a copy from the device, so no mode needs it. In a prefill
             ``extend_prefix_lens_cpu=None`` says that no request has a cached prefix, as in SGLang.
         spec_info: what speculative decoding adds, or None.
 

@@ -15,11 +15,11 @@ class QueryRows(NamedEnum):
 
     NONE = "none"  # no attention runs
     ONE = "one"
-    DRAFT_TOKENS = "draft tokens"  # as many for every request: num_tokens // batch_size, or SpecInfo.num_draft_tokens
-    FIXED = "fixed"  # as many for every request: SpecInfo.num_tokens_per_req, and extend_seq_lens
-    ACCEPTED = "accepted"  # each its own: extend_seq_lens
-    VERIFIED = "verified"  # each its own: extend_seq_lens, at most SpecInfo.num_draft_tokens
-    NEW_TOKENS = "new tokens"  # each its own: extend_seq_lens, on top of extend_prefix_lens
+    DRAFT_TOKENS = "draft tokens"  # the same for all requests: num_tokens // batch_size, or SpecInfo.num_draft_tokens
+    FIXED = "fixed"  # the same for all requests: SpecInfo.num_tokens_per_req, and extend_seq_lens
+    ACCEPTED = "accepted"  # per request: extend_seq_lens
+    VERIFIED = "verified"  # per request: extend_seq_lens, at most SpecInfo.num_draft_tokens
+    NEW_TOKENS = "new tokens"  # per request: extend_seq_lens, after extend_prefix_lens cached tokens
 
     @property
     def are_uniform(self) -> bool:
@@ -37,21 +37,21 @@ class UncountedTokens(NamedEnum):
 
     NONE = "none"  # seq_lens counts the new tokens
     QUERY_ROWS = "query rows"  # the draft tokens that this pass verifies
-    DRAFT_STEP = "draft step"  # with a SpecInfo, those drafted so far and the step's own; without one, none
+    DRAFT_STEP = "draft step"  # the tokens drafted so far and the step's own; none without a SpecInfo
 
 
 _Rows, _Uncounted, _Call = QueryRows, UncountedTokens, AttentionCall
 
 
 class ForwardMode(IntEnum):
-    """SGLang's forward modes, numbered as in 0.5.13, each with its row.
+    """SGLang's forward modes, numbered as in 0.5.13, each with its row of facts.
 
-    0.5.13 is the last release with the first draft extend (``DRAFT_EXTEND``), so its set covers every version.
-    Later releases dropped that member and the values after it moved down by one: compare members, never integers.
+    0.5.13 is the last release with the first draft extend (``DRAFT_EXTEND``), so its modes cover every version.
+    Later releases dropped that member, and the values after it moved down by one: compare members, never integers.
     RAGGED_VERIFY is the lab's own member: SGLang's mode is TARGET_VERIFY, and its SpecInfo has a ``ragged_verify_layout``.
 
     Attributes:
-        query_rows: of each request.
+        query_rows: number of query rows of each request.
         uncounted: tokens that ``seq_lens`` leaves out.
         mha_call, mla_call: the call that each backend makes (SGLang 0.5.23; the first draft extend as in 0.5.13 with MHA and
             in 0.5.12 with MLA); None where no attention runs.
@@ -74,9 +74,9 @@ class ForwardMode(IntEnum):
     IDLE = 4, _Rows.ONE, _Uncounted.DRAFT_STEP, _Call.DECODE, _Call.MLA_DECODE
     # The target model scores the draft tokens.
     TARGET_VERIFY = 5, _Rows.DRAFT_TOKENS, _Uncounted.QUERY_ROWS, _Call.DECODE, _Call.MLA_DECODE, True
-    # The draft model catches up on accepted tokens, as many per request as were accepted.
+    # The draft model catches up on the accepted tokens, whose number differs from request to request.
     DRAFT_EXTEND = 6, _Rows.ACCEPTED, _Uncounted.NONE, _Call.CONTEXT, _Call.MLA_DECODE, True
-    # The same with a fixed number of rows per request.
+    # The same with a fixed number of query rows per request.
     DRAFT_EXTEND_V2 = 7, _Rows.FIXED, _Uncounted.NONE, _Call.DECODE, _Call.MLA_DECODE, True
     # The KV cache arrived from a prefill worker: no attention runs.
     PREBUILT = 8, _Rows.NONE, _Uncounted.NONE, None, None

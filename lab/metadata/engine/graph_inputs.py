@@ -50,16 +50,16 @@ class GraphMode:
 
     @classmethod
     def ragged_verify(cls, num_draft_tokens: int) -> "GraphMode":
-        """Return the mode of a ragged verification, whose requests have their own numbers of rows, at most d.
+        """Return the mode of a ragged verification, whose requests differ in rows, at most `num_draft_tokens` each.
 
-        SGLang 0.5.23 captures such a graph for a number of rows, with as many requests or all that its backend has room for;
-        here a size is a number of requests, with room for d rows of each. Both leave rows that no request has.
+        A captured size is a number of requests, with room for `num_draft_tokens` rows of each. SGLang 0.5.23 captures a number
+        of rows instead, with as many requests or all that its backend has room for. Both leave rows that no request has.
         """
         return cls(ForwardMode.RAGGED_VERIFY, num_draft_tokens)
 
     @classmethod
     def draft_extend(cls, num_draft_tokens: int) -> "GraphMode":
-        """Return the mode of the first draft extend, whose requests have as many rows as tokens were accepted, at most d."""
+        """Return the mode of the first draft extend: a row per accepted token, at most `num_draft_tokens` per request."""
         return cls(ForwardMode.DRAFT_EXTEND, num_draft_tokens)
 
     @classmethod
@@ -88,7 +88,7 @@ class GraphMode:
 
     @property
     def slots_per_req(self) -> int:
-        """Return the tokens of a request whose K and V a graph writes."""
+        """Return the number of tokens of a request whose K and V a graph writes."""
         return 0 if self.draft_step == FROZEN_KV_STEP else self.num_tokens_per_req
 
     def __post_init__(self) -> None:
@@ -108,7 +108,7 @@ class StaticInputs:
         mode: of the runner.
         max_batch_size: the largest captured size.
         device: of the pool.
-        padded_seq_len: length of padded rows; the engine's 1 if left out.
+        padded_seq_len: length of padding requests, by default the engine's.
     """
 
     def __init__(
@@ -139,17 +139,18 @@ class StaticInputs:
         )
 
     def load(self, batch: ForwardBatch, batch_size: int) -> None:
-        """Copy a batch in, padded to a captured size: rows of the reserved request, length 1, new tokens into the sink.
+        """Copy a batch in, and pad it to a captured size.
 
-        Nothing is read on the host. Padding is written whenever the batch is smaller, so that nothing is left of a larger one.
+        Padding requests have row 0 of the request table, `padded_seq_len` tokens, and slot 0, in the sink page, for new tokens.
+        Padding is written whenever the batch is smaller, so that nothing of a larger one is left. The host reads nothing.
 
         Raises:
-            ValueError: the batch has another mode, more requests than the size, or rows that the graph has no room for, or does
-                not say how many rows each request has where that varies.
+            ValueError: the batch has another mode, more requests than the size, more rows than the graph has room for, or no
+                numbers of rows where requests differ in them.
         """
         self._check(batch, batch_size)
         captured_slots = batch_size * self.mode.slots_per_req
-        locations = batch.out_cache_loc[:captured_slots]  # a ragged verification's may end in those of padding
+        locations = batch.out_cache_loc[:captured_slots]  # in a ragged verification they may end with padding
         raw, slots = batch.batch_size, len(locations)
         if raw < batch_size or slots < captured_slots:
             self.seq_lens[:batch_size].fill_(self.padded_seq_len)
@@ -188,9 +189,9 @@ class StaticInputs:
 
     @staticmethod
     def _check_rows(batch: ForwardBatch) -> None:
-        """Refuse unequal rows that the batch does not name: the graph reads them on the device, the host checks them.
+        """Refuse a batch that lacks each request's rows: the graph reads them on the device, the host checks them.
 
-        A ragged verification may leave the host's out (SGLang's `from_verify_lens_device`): its draft bounds them.
+        A ragged verification may lack the host's (SGLang's `from_verify_lens_device`): ``num_draft_tokens`` bounds them.
         """
         is_bounded = batch.forward_mode.query_rows is QueryRows.VERIFIED
         for name in ("extend_seq_lens",) if is_bounded else ("extend_seq_lens", "extend_seq_lens_cpu"):

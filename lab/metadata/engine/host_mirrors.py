@@ -1,4 +1,4 @@
-"""The lengths of a batch on the host: the rule that says if an engine needs them, and their copy (SGLang's PR 26824)."""
+"""A batch's lengths on the host: the rule that decides if an engine needs them, and their copy (SGLang's PR 26824)."""
 
 from collections.abc import Iterable
 
@@ -13,11 +13,11 @@ def decide_needs_cpu_seq_lens(
 ) -> bool:
     """Return True if an engine must copy the lengths to the host in each iteration (SGLang 0.5.23).
 
-    It must if any of its attention backends reads them there. A backend says so with its attribute
-    ``needs_cpu_seq_lens``; one that says nothing is taken to need them. None is a backend that does not exist and so
-    reads nothing: without any backend the answer is False. Two-batch overlap and NGRAM speculation split or look up
-    the batch on the host, whatever the backends say. NGRAM was added after 0.5.13; 0.5.13 itself also said True unless
-    piecewise CUDA graphs were disabled, which is not modelled here.
+    It must if one of its attention backends reads them there. A backend says so by its attribute ``needs_cpu_seq_lens``; a
+    backend without the attribute is assumed to read them. None stands for a backend that does not exist: with no backend at
+    all the answer is False. Two-batch overlap and NGRAM speculation split or look up the batch on the host, whatever the
+    backends say. NGRAM was added after 0.5.13. 0.5.13 also answered True unless piecewise CUDA graphs were disabled, which is
+    not modelled here.
 
     Args:
         attn_backends: of target, draft and draft extend: any objects, or None.
@@ -75,7 +75,7 @@ class LengthMirror:
             self._stream.wait_stream(torch.cuda.current_stream(seq_lens.device))
             with torch.cuda.stream(self._stream):
                 mirror.copy_(seq_lens, non_blocking=True)
-            # The host goes on after the copy only, so neither seq_lens nor the buffer can be reused under it.
+            # The host waits for the copy, so neither seq_lens nor the buffer is reused while it runs.
             self._stream.synchronize()
         seq_lens_cpu = mirror.tolist()
         return seq_lens_cpu, sum(seq_lens_cpu)

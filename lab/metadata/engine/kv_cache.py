@@ -1,4 +1,4 @@
-"""One layer's paged cache: K and V as the halves of one allocation, or MLA's entries, which are keys and values in one."""
+"""One layer's paged cache: K and V as the halves of one allocation, or MLA's entries, each a key and a value at once."""
 
 from dataclasses import dataclass
 
@@ -75,7 +75,7 @@ class PagedKVCache:
 
         Args:
             slots: ``[n]`` int64. A negative slot means "nowhere": its row goes to slot 0, in the sink page, where
-                plain indexing would wrap around and overwrite the last page. Order of equal slots is undefined.
+                plain indexing would wrap around and overwrite the last page. Of equal slots, any row may be kept.
             k, v: ``[n, num_kv_heads, head_dim]`` in the cache's dtype: quantise before writing.
 
         Raises:
@@ -96,9 +96,10 @@ class NVFP4KVCache(PagedKVCache):
 
     Attributes:
         storage: as in `PagedKVCache`, uint8, ``head_dim // 2`` bytes a head.
-        scale_factors: e4m3, contiguous ``[2, num_pages, num_kv_heads, page_size, head_dim // 16]``: HND whatever the layout.
-        trtllm_gen: V's scale factors lie as trtllm-gen reads them, interleaved over 4 tokens of a page: factor s of token t at
-            ``(t // 4) * 4 S + 4 s + t % 4`` of a head's page, with S factors a token. Else in plain order, as XQA reads them.
+        scale_factors: e4m3, contiguous ``[2, num_pages, num_kv_heads, page_size, head_dim // 16]``: HND for either layout.
+        trtllm_gen: True: V's scale factors are interleaved over 4 tokens of a page, as trtllm-gen reads them. With S factors a
+            token, factor s of token t is at ``(t // 4) * 4 * S + 4 * s + t % 4`` in its head's part of the page. False: they
+            are in plain order, as XQA reads them.
 
     Raises:
         ValueError: as `PagedKVCache`, or the scale factors are not those of the storage.
@@ -202,7 +203,7 @@ class PagedLatentCache:
 
 @dataclass(frozen=True, eq=False)
 class ShardedLatentCache:
-    """One layer's latent cache on the GPUs of decode context parallelism: slot s is row s // size of rank s % size.
+    """One layer's latent cache, spread over the GPUs of decode context parallelism: slot s is row s // size of rank s % size.
 
     Attributes:
         storage: contiguous ``[size, num_pages, page_size, kv_lora_rank + qk_rope_head_dim]``; the pool's pages have
@@ -237,7 +238,7 @@ def _check_rows(name: str, rows: Tensor, expected: list[int], dtype: torch.dtype
 
 
 def _write_rows(pages: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """Scatter rows into ``[num_pages, page_size, ...]``: bytes, because torch cannot scatter every 8-bit float everywhere."""
+    """Scatter rows into ``[num_pages, page_size, ...]``, as bytes: not every device scatters every 8-bit float in torch."""
     slots, page_size = slots.clamp(min=0), pages.shape[1]
     pages.view(torch.uint8)[slots // page_size, slots % page_size] = rows.contiguous().view(torch.uint8)
 

@@ -11,9 +11,9 @@ from lab.metadata.engine.kv_cache import KVLayout, PagedKVCache, PagedLatentCach
 
 @dataclass
 class _Request:
-    """Host-side books of one request; an evicted sliding-window page is None.
+    """The host's record of one request. An evicted sliding-window page is None.
 
-    `pages` are as slots name them; `physical_pages` are where they lie, if that is elsewhere.
+    `pages` are those that slots name. With virtual pages, `physical_pages` are the pages of the caches that hold them.
     """
 
     length: int
@@ -23,16 +23,16 @@ class _Request:
 
 
 class KVPool:
-    """The owners of all slots: SGLang's request table, page allocator and, if hybrid, its sliding-window pool.
+    """Hands out slots to requests, as SGLang's request table, page allocator and sliding-window pool do together.
 
     A slot is ``page * page_size + offset``. Page 0 is the sink, where padded rows write, and no request gets it.
     Pages (and request rows) are handed out in shuffled order, so that a table which happens to be right only for
     consecutive ids is wrong here. A request fills its last page before it takes another. Freed ids go to the end
     of the queue, and the request table keeps what freed requests left in it, as an engine's does.
 
-    With ``num_virtual_pages`` slots are virtual, as in SGLang's unified pool: they name pages that `v2p` maps to those that
-    the caches have, so that an engine can move a page without renaming its tokens. Who reads or writes a cache translates
-    them, by `pages` and `physical_slots`; of the sliding-window pool `full_to_swa` does it alone.
+    With ``num_virtual_pages`` slots are virtual, as in SGLang's unified pool: they name virtual pages, which `v2p` maps to
+    pages of the caches. An engine can then move a page without renaming its tokens. Code that reads or writes a cache of the
+    full pool translates slots by `pages` or `physical_slots`. For the sliding-window pool `full_to_swa` is enough.
 
     All bookkeeping is on the host; nothing here reads the device.
 
@@ -42,18 +42,19 @@ class KVPool:
         page_size: tokens per page.
         num_pages: pages of the full pool, sink included.
         swa_num_pages: pages of the sliding-window pool, its own sink included, or None for no such pool.
-        num_virtual_pages: pages that slots can name, the sink's included, ``num_pages`` at least; None where a slot is where it
-            lies.
+        num_virtual_pages: pages that virtual slots can name, sink included, at least ``num_pages``; None: slots name pages of
+            the caches.
         seed: order in which ids are handed out.
         device: where the tensors live.
 
     Attributes:
         req_to_token: ``[num_requests + 1, max_context_len]`` int32, the slot of each token of each request; row 0 is
             reserved for padding and zero.
-        full_to_swa: ``[full_size + page_size + 1]`` int64 with ``full_size = (num_pages - 1) * page_size``, virtual pages if
-            slots are, the sliding-window slot of each slot: 0 where there is none, -1 in the last entry so that slot -1 stays
-            -1. None without a sliding-window pool.
-        v2p: ``[num_virtual_pages]`` int64, the page of each virtual one, -1 where it has none, 0 of page 0; or None.
+        full_to_swa: ``[pages * page_size + 1]`` int64, ``pages`` being ``num_virtual_pages`` or else ``num_pages``: the
+            sliding-window slot of each slot, 0 where there is none. The last entry is -1, so that slot -1 stays -1. None
+            without a sliding-window pool.
+        v2p: ``[num_virtual_pages]`` int64, the page of the caches for each virtual page: -1 where it has none, 0 for page 0.
+            None without virtual pages.
 
     Raises:
         ValueError: a size is too small to hold anything.
@@ -186,22 +187,22 @@ class KVPool:
         return self.req_to_token[req_pool_index, start:end].to(torch.int64)
 
     def pages(self, slots: Tensor) -> Tensor:
-        """Return the page of the full pool's caches that each slot is in, any shape, int32.
+        """Return the page of the full pool's caches that each slot is in, int32, in the shape of `slots`.
 
-        Slot -1 is in page -1; of virtual slots it is in page 0, the sink, and so is one whose page has none.
+        Slot -1 is in page -1. With virtual pages it is in page 0, the sink, and so is a slot whose page is mapped to none.
         """
         pages = slots // self.page_size
         return (pages if self.v2p is None else self._physical(pages)).to(torch.int32)
 
     def physical_slots(self, slots: Tensor) -> Tensor:
-        """Return where K and V of each slot lie in the full pool's caches, any shape, int64: the slots, if none is virtual."""
+        """Return each slot's place in the full pool's caches, int64, in their shape: the slots, without virtual pages."""
         if self.v2p is None:
             return slots
         offsets = (slots % self.page_size).masked_fill(slots < 0, 0)
         return self._physical(slots // self.page_size) * self.page_size + offsets
 
     def swa_slots(self, full_slots: Tensor) -> Tensor:
-        """Return the sliding-window slots of full slots, any shape, int64. No window slot: 0, the sink. Slot -1 stays -1.
+        """Return each slot's sliding-window slot, int64, in their shape: 0, in the sink, for none. Slot -1 stays -1.
 
         Raises:
             ValueError: the pool was made without ``swa_num_pages``.
@@ -278,7 +279,7 @@ class KVPool:
         return PagedLatentCache(storage)
 
     def new_sharded_latent_cache(self, entry_dim: int, dtype: torch.dtype, size: int) -> ShardedLatentCache:
-        """Make the same on each of `size` GPUs of decode context parallelism, whose number divides this pool's page size."""
+        """Make a latent cache spread over `size` GPUs of decode context parallelism; `size` divides this pool's page size."""
         pages = (size, self.num_pages, self.page_size // size, entry_dim)
         return ShardedLatentCache(torch.zeros(pages, dtype=dtype, device=self.device))
 
@@ -309,7 +310,7 @@ class KVPool:
         return starts[:, None] + torch.arange(self.page_size, device=self.device)
 
     def _map_pages(self, pages: list[int], swa_slots: Tensor | int) -> None:
-        """Map whole pages of the full pool, because one entry per page is all that a page table looks at."""
+        """Map all slots of whole pages, of which a page table reads the first, to `swa_slots`: one each, or 0 for none."""
         self._swa_map()[:-1].view(-1, self.page_size)[_ids(pages, self.device)] = swa_slots
 
     def _release_swa(self, request: _Request, num_pages: int) -> None:

@@ -22,10 +22,8 @@ class DraftAttention(NamedEnum):
     """The backend of a draft model, and the keys that a draft step's length counts on it."""
 
     MHA = "mha"  # seq_lens + step + 1: the drafted tokens and the step's own
-    MHA_FROZEN_KV = (
-        "mha frozen kv"  # seq_lens, the same in every step: the draft reads the target's K/V and writes none
-    )
-    MLA = "mla"  # seq_lens, the same in every step: SGLang 0.5.11 to 0.5.23 add no offset
+    MHA_FROZEN_KV = "mha frozen kv"  # seq_lens in every step: the draft reads the target's K/V and writes none
+    MLA = "mla"  # seq_lens in every step: SGLang 0.5.11 to 0.5.23 add no offset
     MLA_WITH_OFFSET = "mla with offset"  # seq_lens + step + 1, as MHA and FlashInfer's MLA backend count
 
     @property
@@ -37,7 +35,7 @@ class DraftAttention(NamedEnum):
 
 
 def check_attends(batch: ForwardBatch, pool: KVPool) -> None:
-    """Raise ValueError if the pass runs no attention, or not where the pool is."""
+    """Raise ValueError if the pass runs no attention, or is on another device than the pool."""
     if batch.forward_mode.query_rows is QueryRows.NONE:
         raise ValueError(
             f"{batch.forward_mode!r} runs no attention, its KV cache is already there: "
@@ -68,7 +66,7 @@ def device_lengths(batch: ForwardBatch, name: str) -> Tensor:
 def max_query_rows(batch: ForwardBatch) -> int:
     """Return the most query rows of one request, a host fact: ``max_seq_len_q``.
 
-    Of a ragged verification whose rows the host does not know they are ``num_draft_tokens``.
+    In a ragged verification whose rows the host does not know, it is ``num_draft_tokens``.
 
     Raises:
         ValueError: ``extend_seq_lens_cpu`` or, of an empty batch, ``num_draft_tokens`` is missing.
@@ -77,7 +75,7 @@ def max_query_rows(batch: ForwardBatch) -> int:
     if rows is QueryRows.ONE:
         return 1
     if rows is QueryRows.DRAFT_TOKENS:
-        # Those that the kernel is launched with, also where padding made them differ from d.
+        # The kernel is launched with these, also where padding made them differ from num_draft_tokens.
         return batch.num_tokens // batch.batch_size if batch.batch_size > 0 else num_draft_tokens(batch)
     if rows is QueryRows.VERIFIED and not batch.extend_seq_lens_cpu:
         return num_draft_tokens(batch)
@@ -85,7 +83,7 @@ def max_query_rows(batch: ForwardBatch) -> int:
 
 
 def query_rows(batch: ForwardBatch) -> int | Tensor | None:
-    """Return the query rows of every request (an int) or of each (``extend_seq_lens``); None where they are the keys.
+    """Return the query rows of all requests (an int) or each (``extend_seq_lens``); None: as many as keys, with no prefix.
 
     Raises:
         ValueError: a host fact that the mode needs is missing.
@@ -104,7 +102,7 @@ def query_rows(batch: ForwardBatch) -> int | Tensor | None:
 
 
 def query_lens(batch: ForwardBatch) -> Sequence[int]:
-    """Return the query rows of each request, a host fact; rows of the batch beyond their sum are padding.
+    """Return the query rows of each request, a host fact. Rows of the batch after their sum are padding.
 
     Raises:
         ValueError: a host fact that the mode needs is missing.
@@ -137,7 +135,7 @@ def key_lens(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA
 def uncounted_tokens(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA) -> int:
     """Return the tokens per request that are keys of the pass and that ``seq_lens`` does not count.
 
-    In a ragged verification each request has its own, ``extend_seq_lens``, and this is the most, ``num_draft_tokens``.
+    In a ragged verification each request has its own number, ``extend_seq_lens``. This is then its bound, ``num_draft_tokens``.
 
     Args:
         batch: the forward pass.
@@ -162,13 +160,13 @@ def uncounted_tokens(batch: ForwardBatch, attention: DraftAttention = DraftAtten
 
 
 def pad_requests(batch: ForwardBatch, batch_size: int) -> ForwardBatch:
-    """Return the batch with requests of padding after its own: the reserved row, `PADDED_SEQ_LEN`, and slots in the sink.
+    """Return the batch with padding requests after its own: the reserved row, `PADDED_SEQ_LEN` tokens, slots in the sink.
 
-    So SGLang 0.5.23 pads for data parallelism (`ForwardBatch.prepare_mlp_sync_batch`) after metadata may have been built.
+    SGLang 0.5.23 pads so for data parallelism (`ForwardBatch.prepare_mlp_sync_batch`), at times after it has built metadata.
 
     Args:
-        batch: of a mode whose requests have as many rows each; those of padding have as many.
-        batch_size: requests with padding.
+        batch: of a mode whose requests all have the same number of rows; padding requests have it too.
+        batch_size: number of requests, padding included.
 
     Raises:
         ValueError: another mode, or fewer requests than the batch has.
@@ -212,9 +210,9 @@ def uniform_boundaries(batch_size: int, q_len: int, device: torch.device) -> Ten
 
 
 def first_slots(rows: Tensor, cache_seqlens: Tensor, pool: KVPool) -> Tensor:
-    """Return the slot of the first token of each page, ``[bs, width]`` int32; slot 0, in the sink of both pools, in dead cells.
+    """Return the slot of the first token of each request's pages, ``[batch_size, block_table_width]`` int32.
 
-    Dead cells are cleared before anybody maps them: the request table holds leftovers there.
+    Cells after the last page are slot 0, in the sink of both pools: the request table has leftovers there, never to be mapped.
     """
     slots = pool.req_to_token[:, :: pool.page_size].index_select(0, rows)
     columns = torch.arange(pool.block_table_width, device=pool.device)
@@ -222,5 +220,5 @@ def first_slots(rows: Tensor, cache_seqlens: Tensor, pool: KVPool) -> Tensor:
 
 
 def num_pages(cache_seqlens: Tensor, page_size: int) -> Tensor:
-    """Return the pages of so many tokens, in the same shape; 0 or below for a length of 0 or below."""
+    """Return the number of pages of each length, in the same shape; 0 or below for a length of 0 or below."""
     return (cache_seqlens + (page_size - 1)) // page_size

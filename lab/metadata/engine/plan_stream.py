@@ -1,8 +1,9 @@
-"""Verify metadata planned on a second stream while the draft runs, and the declaration that a backend must make for it.
+"""Plan verify metadata on a second stream while the draft runs, and let each backend declare what depends on the draft.
 
-A chain's verify metadata is made of lengths, request rows, the request table and the draft's width, all known before the draft
-runs. So it can be planned beside the draft, and nothing has to be written again afterwards (SGLang's change 25925). A tree's
-mask is not known before: its backend says so, and writes the mask when the draft has ended.
+A draft proposes a chain of tokens for each request, or a tree. A chain's verify metadata is made of lengths, request rows, the
+request table and the draft's width, all known before the draft runs. So it can be planned beside the draft, and nothing is
+written again afterwards (SGLang's change 25925). A tree's mask depends on the draft. Its backend declares this, and writes the
+mask after the draft.
 """
 
 from abc import ABC, abstractmethod
@@ -44,7 +45,7 @@ class PlannedVerify:
     Attributes:
         batch: the captured size's view of the inputs, padded rows included.
         metadata: of the pass, a dataclass of the backend's.
-        mask: uint16 ``[batch_size, d, 2 * ceil(d / 32)]``, ``mask`` of the decode call; None for causal rows.
+        mask: uint16 ``[batch_size, d, 2 * ceil(d / 32)]`` for d draft tokens, ``mask`` of the decode call; None: causal rows.
     """
 
     batch: ForwardBatch
@@ -57,7 +58,7 @@ class PlannedVerify:
         return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
 
-# What the draft stage is handed to fill: [tree, positions], None where it keeps its own.
+# The buffers that the draft stage fills: [tree, positions], None where it keeps its own.
 VerifyBuffers = Sequence[Tensor | None]
 Draft = Callable[[VerifyBuffers], object]
 
@@ -101,7 +102,7 @@ class VerifyBackend(ABC):
 
 
 def check_contract(backend: VerifyBackend) -> None:
-    """Refuse a backend that has not said, or says otherwise than it does, whether its plans need a fix-up.
+    """Refuse a backend that does not declare whether its plans need a fix-up, or that contradicts its declaration.
 
     Raises:
         NotImplementedError: it has said nothing, or needs a fix-up and defines none.
@@ -155,17 +156,17 @@ class PlanStream:
     verified      after verify            the next plan    it overwrites what this verify still reads
     ============  ======================  ===============  =================================================================
 
-    `verified` matters where the next batch's inputs were final before this batch's verify had ended, as when two batches take
-    turns. Otherwise they are written after it on the forward stream, and waiting for them is enough.
+    `verified` matters where the next batch's inputs are final before this batch's verify has ended, as when two batches take
+    turns. Otherwise the inputs are written after verify on the forward stream, and waiting for the inputs is enough.
 
     The fix-up is launched on the forward stream, after the draft and the plan, and so needs no event. On a CPU everything runs
     in order.
 
     The batch's tensors must be allocated on the forward stream, the one that is current when `run` is called. Then
-    ``Tensor.record_stream`` is not needed: the batch is held until the forward stream, where its memory is used again, waits
-    for the plan that reads it. Of tensors that were allocated on another stream the memory is used again there, which waits
-    for nothing: call ``record_stream(planner.stream)`` on them, or hold them until that stream has waited. What a plan writes
-    is never freed.
+    ``Tensor.record_stream`` is not needed: the memory is used again on the forward stream, and the batch is held until that
+    stream waits for the plan that reads it. The memory of a tensor from another stream is used again on that stream, which
+    does not wait: call ``record_stream(planner.stream)`` on such a tensor, or hold it until that stream has waited. The
+    buffers that a plan writes are never freed.
 
     Args:
         backend: plans and fixes up.
@@ -200,12 +201,12 @@ class PlanStream:
         the host longer than the GPU hides nothing of the plan.
 
         Args:
-            batch: a TARGET_VERIFY batch whose tensors, and whose draft tokens' entries of the request table, are final: by
-                what the current stream holds now, or by `inputs_final`. Allocated on the current stream; see above.
+            batch: a TARGET_VERIFY batch, allocated on the current stream (see the class). Its tensors, and its draft tokens'
+                entries in the request table, are final after the work now on the current stream, or after `inputs_final`.
             draft: fills the buffers that it is handed; writes no tensor of the batch.
             verify: launches the target model's pass.
-            inputs_final: when they are final, if not by what the current stream holds now, such as earlier or on another
-                stream. Every plan waits for it, wherever it starts. On a CPU, where everything runs in order, leave it out.
+            inputs_final: the event after which they are final; None: the work now on the current stream. It may be earlier,
+                or of another stream. Every plan waits for it, whatever its `start`. On a CPU, where all runs in order, None.
 
         Returns:
             What `verify` returned.
@@ -227,7 +228,7 @@ class PlanStream:
             self._fix_up(planned)
         try:
             return verify(planned)
-        finally:  # of a pass that failed half-way, the launched half still reads
+        finally:  # also after an error: what was launched still reads the metadata
             self._mark(_Moment.VERIFIED)
 
     def _plan(self, batch: ForwardBatch, inputs_final: torch.cuda.Event | None) -> PlannedVerify:
@@ -266,10 +267,10 @@ class PlanStream:
 
 
 def verify_metadata_under(planner: PlanStream, batch: ForwardBatch, drafts: Iterable[Draft]) -> list[dict[str, Tensor]]:
-    """Run the same batch with each of several drafts, and return copies of all tensors that each verify was handed.
+    """Run the same batch with each of several drafts, and return copies of all tensors that each verify was given.
 
-    A draft is whatever the caller makes of it: tokens, positions, a tree, K/V. A backend that needs no fix-up gives the same
-    results for all drafts, bit for bit. With one that needs it, only what it fixes up may differ.
+    The drafts may differ in tokens, positions, tree and K/V. A backend that needs no fix-up gives the same results for all
+    drafts, bit for bit. With a backend that needs one, only what it fixes up may differ.
     """
 
     def copies(planned: PlannedVerify) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""SGLang's TRT-LLM MLA backend in the shape of `lab.metadata.engine.backend.Backend`."""
+"""SGLang's TRT-LLM MLA backend as a `lab.metadata.engine.backend.Backend`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from lab.metadata.mla.quantised import mla_query_dtype
 
 @dataclass(frozen=True, eq=False)
 class TRTLLMMLABackend:
-    """Metadata and calls of SGLang's TRT-LLM MLA backend on the decode kernel, on any implementation of the call.
+    """Metadata and calls of SGLang's TRT-LLM MLA backend for the decode kernel, with any implementation of the call.
 
     A prefill has metadata and a call of its own: `lab.metadata.mla.metadata.build_mla_prefill_metadata` and
     `lab.metadata.mla.calls.prepare_mla_prefill`.
@@ -29,7 +29,7 @@ class TRTLLMMLABackend:
         implementation: any object with the function, such as `lab.references`; None for metadata alone.
         attention: the keys that a draft step counts.
         draft_extend: the layout of the first draft extend's rows in a graph; see `MLAGraphMetadata`.
-        dcp: the rank whose metadata this backend builds, of decode context parallelism; None without it.
+        dcp: the rank of decode context parallelism (DCP) whose metadata this backend builds; None without DCP.
     """
 
     supports_draft_extend_graph: ClassVar[bool] = True
@@ -64,9 +64,11 @@ class TRTLLMMLABackend:
         max_context_len: int,
         out: Tensor,
     ) -> Callable[[], Tensor]:
-        """Prepare a call, as the protocol says. The bound of a length is the metadata's, not ``max_context_len``.
+        """Prepare a call as `Backend.prepare_attention` does. The metadata bounds the lengths; `max_context_len` is not used.
 
-        With `dcp`, a rank's output is a part: `lab.metadata.mla.context_parallel.prepare_mla_dcp_attention` merges them.
+        Raises:
+            ValueError: with `dcp`, because a rank's output is a part: `prepare_mla_dcp_attention` of
+                `lab.metadata.mla.context_parallel` calls and merges all ranks.
         """
         if self.dcp is not None:
             raise ValueError(

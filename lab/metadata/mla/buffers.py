@@ -1,7 +1,7 @@
-"""The MLA backend's metadata in CUDA graphs: one block table for all modes and sizes, and lengths of each mode and size.
+"""The MLA backend's metadata in CUDA graphs: one block table for all modes and sizes, and lengths for each mode and size.
 
-SGLang keeps a captured size's metadata under the size alone, so that a second mode captured at the same size on one backend
-takes the first one's place, or its tensors (0.5.23). Here the key is the mode and the size.
+SGLang 0.5.23 keeps metadata by the captured size alone: a second mode that one backend captures at the same size takes the
+place of the first, or its tensors. Here the key is the mode and the size.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,9 +36,9 @@ def new_block_table(
     draft_extend: QueryLayout,
     dcp: DecodeContextParallel | None = None,
 ) -> Tensor:
-    """Allocate the block table that a backend's captured modes and sizes share, as `init_cuda_graph_state` does.
+    """Allocate the block table that a backend's captured modes and sizes share, as SGLang's `init_cuda_graph_state` does.
 
-    It starts as -1 once; a replay writes its live pages, and what longer requests or other modes left after them stays.
+    It is filled with -1 once. A replay writes its live pages. After them, pages of longer requests or other modes remain.
 
     Args:
         modes: to be captured.
@@ -47,7 +47,7 @@ def new_block_table(
         attention, draft_extend, dcp: as in `MLAGraphMetadata`.
 
     Returns:
-        ``[max_batch_size, width]`` int32, as wide as the context and the rows of a padded draft extend.
+        ``[max_batch_size, width]`` int32, wide enough for the longest context and the rows of a mode that pads them.
 
     Raises:
         ValueError: a pool, attention or size that the backend does not have.
@@ -67,20 +67,20 @@ def _pads(mode: GraphMode, draft_extend: QueryLayout) -> bool:
 
 
 class MLAGraphMetadata:
-    """One mode's metadata for all captured sizes: leading rows of the backend's block table, and lengths of each size's own.
+    """One mode's metadata for all captured sizes: leading rows of the backend's block table, and separate lengths per size.
 
     Args:
         mode: of the runner.
         pool: whose tables are read.
         block_kv_indices: from `new_block_table`.
         attention: decides the keys that a draft step counts.
-        draft_extend: layout of the first draft extend's rows. PADDED is right for any accepted lengths. VIEW is what SGLang
-            0.5.12 captures: d rows per request as they lie end to end, and lengths as if every request had d, which is right
-            only if all accept d tokens.
-        dcp: the rank of decode context parallelism that the metadata is of; None without it.
+        draft_extend: layout of the first draft extend's rows. PADDED is right for any numbers of accepted tokens. VIEW is what
+            SGLang 0.5.12 captures: rows end to end, viewed as ``num_tokens_per_req`` rows of every request, which is right only
+            if every request accepts that many tokens.
+        dcp: the rank of decode context parallelism whose metadata this is; None without it.
 
     Attributes:
-        metadata: of each size asked for.
+        metadata: by captured size, made when a size is first asked for.
     """
 
     def __init__(
@@ -125,12 +125,12 @@ class MLAGraphMetadata:
         )
 
     def prepare(self, view: ForwardBatch) -> Callable[[], None]:
-        """Return a call that rebuilds a captured size's metadata in place: no host read, capturable.
+        """Return a call that rebuilds a captured size's metadata in place. It can be captured: the host reads nothing.
 
-        Boundaries and numbers of rows are preset, and written again only where they vary.
+        The boundaries and numbers of query rows are preset. The call writes them only where they vary.
 
         Args:
-            view: of the runner's inputs.
+            view: the batch of that size, over the runner's input buffers.
         """
         metadata, pads = self.slices(view.batch_size), self.layout is QueryLayout.PADDED
         if self.dcp is not None:
@@ -165,7 +165,7 @@ def _copy_own(
     dcp: DecodeContextParallel,
     attention: DraftAttention,
 ) -> None:
-    """Build a rank's metadata afresh, and copy its lengths and live pages into their places."""
+    """Build a rank's metadata in new tensors, and copy its lengths and live pages into the buffers."""
     built = build_mla_dcp_metadata(view, pool, dcp, attention)
     assert metadata.global_seq_lens_k is not None
     assert built.global_seq_lens_k is not None
@@ -179,7 +179,7 @@ def _copy_own(
 
 
 def _write_padded(write: Callable[[], None], metadata: TRTLLMMLADecodeMetadata, rows: Tensor, page_size: int) -> None:
-    """Write lengths and pages of the requests' own tokens, and add those of padded queries, whose pages are the sink's."""
+    """Write the lengths and pages of the requests' tokens, and add padded query rows: to lengths, and as sink pages."""
     write()
     assert metadata.seq_lens_q is not None
     keys, table = metadata.seq_lens_k, metadata.block_kv_indices

@@ -19,15 +19,18 @@ from lab.metadata.mla.rows import dense_block, pad_draft_extend_query, unpad_dra
 
 @dataclass(frozen=True, eq=False)
 class MLALayer:
-    """One layer's own share of the arguments. The sizes are DeepSeek-V3's unless said.
+    """The arguments that differ from layer to layer. Default sizes are DeepSeek-V3's.
+
+    Absorption multiplies queries by the key projection, so that they attend to the cache's latent entries directly. A decode
+    runs after absorption, a prefill before it.
 
     Attributes:
         softmax_scale: factor of Q·K^T before the cache's scale.
-        k_scale: divisor of the entries of an e4m3 cache, which are keys and values in one, and of a prefill's e4m3 keys; over
-            other caches it does not count, whatever a checkpoint says. SGLang passes it for the keys alone (0.5.23), which is
-            right for 1, and its cache's write divides by nothing.
+        k_scale: divisor of the entries of an e4m3 cache, which are keys and values at once, and of a prefill's e4m3 keys. For
+            other caches it is not used, even if a checkpoint has one. SGLang 0.5.23 passes it for keys alone, and does not
+            divide where it writes the cache, which is right for 1 only.
         kv_lora_rank, qk_rope_head_dim: elements of an entry's latent vector and rotary part.
-        qk_nope_head_dim, v_head_dim: of a key without its rotary part, and of a value, before absorption.
+        qk_nope_head_dim, v_head_dim: elements of a key without its rotary part, and of a value, before absorption.
         v_scale: divisor of a prefill's e4m3 values.
     """
 
@@ -53,7 +56,7 @@ def mla_call_arguments(
     cache: PagedLatentCache,
     multi_ctas_kv_counter_buffer: Tensor | None = None,
 ) -> dict[str, Any]:
-    """Return the keyword arguments of the decode call, `out` and `workspace_buffer` apart.
+    """Return the keyword arguments of the decode call, without `out` and `workspace_buffer`.
 
     Args:
         batch, metadata, layer: the forward pass and the layer.
@@ -78,9 +81,9 @@ def mla_call_arguments(
 
 
 def mla_max_seq_len(mode: ForwardMode, metadata: TRTLLMMLADecodeMetadata) -> int:
-    """Return the call's ``max_seq_len``: the metadata's bound, and the query rows on top in verification and draft extend.
+    """Return the call's ``max_seq_len``: the metadata's bound, plus the query rows in verification and draft extend.
 
-    An eager verification's bound counts its draft tokens twice, as SGLang's does.
+    In an eager verification this counts the draft tokens twice, as SGLang does.
     """
     return metadata.max_seq_len_k + (0 if mode.query_rows is QueryRows.ONE else metadata.max_seq_len_q)
 
@@ -89,7 +92,7 @@ def mla_query(metadata: TRTLLMMLADecodeMetadata, query: Tensor, padded: Tensor |
     """Return the rows of a pass as ``[batch_size, max_seq_len_q, heads, head_dim]``: a view, or a padded copy.
 
     Args:
-        metadata: says which.
+        metadata: its `query_layout` decides which.
         query: ``[num_tokens, heads, head_dim]``; rows after the requests' own are padding and left out.
         padded: where a copy goes; a new tensor if None.
 
@@ -122,16 +125,16 @@ def prepare_mla_attention(
     workspace_buffer: Tensor | None = None,
     multi_ctas_kv_counter_buffer: Tensor | None = None,
 ) -> Callable[[], Tensor]:
-    """Prepare one layer's attention on the decode kernel, as `lab.metadata.engine.backend.Backend.prepare_attention` says.
+    """Prepare one layer's attention on the decode kernel, as `lab.metadata.engine.backend.Backend.prepare_attention` does.
 
     Args:
         implementation: any object with the function, such as `lab.references`.
-        batch, metadata, layer, cache: as in the protocol.
+        batch, metadata, layer, cache: as there.
         query: ``[num_tokens, heads, kv_lora_rank + qk_rope_head_dim]``.
         out: ``[num_tokens, heads, kv_lora_rank]``; each call fills the requests' own rows.
-        padded_query: a buffer for padded rows, which passes may share; a new tensor if None. Of `query_dtype`, if given.
-        query_dtype: that each call casts the query to (`lab.metadata.mla.quantised.mla_query_dtype`); None leaves it.
-        workspace_buffer, multi_ctas_kv_counter_buffer: for kernels that want the caller's.
+        padded_query: a buffer for padded rows, of `query_dtype` if given, which passes may share; a new tensor if None.
+        query_dtype: each call casts the query to it (`lab.metadata.mla.quantised.mla_query_dtype`); None: no cast.
+        workspace_buffer, multi_ctas_kv_counter_buffer: for kernels that need one of the caller's.
 
     Raises:
         ValueError: more requests than the metadata has, or rows or buffers that do not fit it.
@@ -188,15 +191,16 @@ def ragged_context_arguments(
 ) -> dict[str, Any]:
     """Return the keyword arguments of a prefill's call over its new tokens (`lab.calls.RaggedContextCall`).
 
-    ``return_lse`` says that there are cached prefixes, whose chunks (`lab.metadata.mla.prefix_chunks`) are merged by the LSE.
+    ``return_lse`` is True if a request has a cached prefix, whose chunks (`lab.metadata.mla.prefix_chunks`) are merged by the
+    LSE, the log-sum-exp of the logits.
 
     Args:
         batch, metadata, layer: the forward pass and the layer.
         query, key: ``[num_tokens, heads, qk_nope_head_dim + qk_rope_head_dim]``, before absorption; rows after the requests'
             own are left out.
-        value: ``[num_tokens, heads, v_head_dim]``. All three are of e4m3 if the cache is
+        value: ``[num_tokens, heads, v_head_dim]``. All three are e4m3 if the cache is
             (`lab.metadata.mla.quantised.quantised_prefill`).
-        num_keys: keys and values of a call over other tokens; None for the new tokens.
+        num_keys: number of keys, of a call over other tokens than the new ones; None: the new tokens.
 
     Raises:
         ValueError: the metadata falls back to other kernels, or a tensor of another shape.
@@ -253,12 +257,12 @@ def prepare_mla_prefill(
     Args:
         implementation: any object with the function, such as `lab.references`.
         batch, metadata, layer, query, key, value: as in `ragged_context_arguments`.
-        out: ``[num_tokens, heads, v_head_dim]``, whose rows of the requests each call fills; a new tensor if None.
+        out: ``[num_tokens, heads, v_head_dim]``; each call fills the requests' own rows. A new tensor if None.
         workspace_buffer: for kernels that want the caller's.
 
     Returns:
-        A call that returns the output of the requests' own rows, and with it the LSE where a request has a cached prefix:
-        float32 ``[num_rows, heads]``, base 2. Contents of the tensors may change between its calls.
+        A call that returns the output of the requests' own rows, or (output, LSE) if a request has a cached prefix. The LSE is
+        float32 ``[num_rows, heads]``, base 2. Contents of the tensors may change between calls.
 
     Raises:
         ValueError: as `ragged_context_arguments`.
@@ -272,7 +276,7 @@ def prepare_mla_prefill(
 
 
 def _num_rows(metadata: TRTLLMMLADecodeMetadata) -> int:
-    """Return the query rows of all requests, padding aside."""
+    """Return the number of query rows of all requests, without padding."""
     if metadata.sum_seq_lens_q is not None:
         return metadata.sum_seq_lens_q
     return metadata.batch_size * metadata.max_seq_len_q

@@ -1,6 +1,6 @@
 """Decode context parallelism (DCP): each GPU of a group holds a part of every request's tokens, and all outputs are merged.
 
-* group, rank: the GPUs that share requests, and one's number among them. All attend with all query heads.
+* group, rank: the GPUs that share requests, and the number of one of them. Each GPU attends with all query heads.
 * owner: position p of a request belongs to rank p % size.
 * widened pool: what the engine allocates from. Its pages have ``size`` times the tokens of a GPU's page, so that slot s is row
   s // size of rank s % size, and a page has one number on all GPUs.
@@ -55,7 +55,7 @@ class DecodeContextParallel:
         return ((lens - self.rank + self.size - 1) // self.size).clamp(min=0).to(torch.int32)
 
     def local_bound(self, most: int) -> int:
-        """Return the bound of a request's own tokens; 1 at least, which a kernel's schedule needs."""
+        """Return the most tokens that this rank owns of a request of `most`; at least 1, which a kernel's schedule needs."""
         return max((most - self.rank + self.size - 1) // self.size, 1)
 
     def page_size(self, pool: KVPool) -> int:
@@ -73,8 +73,8 @@ def build_mla_dcp_metadata(
     """Build one rank's metadata of an eager decode, draft step or verification (SGLang 0.5.23).
 
     ``seq_lens_k`` are the rank's own keys of each request, perhaps none, and ``global_seq_lens_k`` all of them, as
-    `build_mla_decode_metadata` counts them. The table names ``req_to_token[request, rank + c * size * page_size] // size //
-    page_size`` for each page with an own token, and -1 after them; its width is that of the whole request.
+    `build_mla_decode_metadata` counts them. Column c of the table has ``req_to_token[request, rank + c * size * page_size] //
+    size // page_size`` for each page with a token of the rank, then -1. Its width is that of the whole request.
 
     Args:
         batch: the forward pass, with the slots and lengths of the whole group.
@@ -83,7 +83,7 @@ def build_mla_dcp_metadata(
         attention: as in `build_mla_decode_metadata`.
 
     Raises:
-        ValueError: a mode with rows of each request's own, a pool that is not widened, or a missing host fact.
+        ValueError: a mode with ``extend_seq_lens``, a pool that is not widened, or a missing host fact.
     """
     page_size = dcp.page_size(pool)
     check_mla(pool, attention, page_size)
@@ -93,7 +93,7 @@ def build_mla_dcp_metadata(
     keys = key_lens(batch, attention)
     most = longest_request(batch, pool) + uncounted_tokens(batch, attention)
     own = dcp.local_lens(keys)
-    # As many tokens of the whole request as there are rows on all ranks: own pages are live, and no page of another rank's.
+    # So many tokens of a whole request take as many widened pages as the rank's own tokens take of its own pages.
     live = own * dcp.size
     width = mla_block_table_width(most, page_size)
     return TRTLLMMLADecodeMetadata(
@@ -119,8 +119,8 @@ def prepare_mla_dcp_attention(
 ) -> Callable[[], Tensor]:
     """Prepare one layer's attention of a whole group: a call for each rank, whose outputs are merged by their LSEs.
 
-    A rank without a key of a request gives it an output of 0 and an LSE of -inf, whatever its kernel wrote
-    (`fixup_zero_kv_rows`).
+    A rank that has no key of a request gives it an output of 0 and an LSE of -inf, whatever its kernel wrote
+    (SGLang's `fixup_zero_kv_rows`).
 
     Args:
         implementation: any object with the function, such as `lab.references`.
@@ -130,10 +130,10 @@ def prepare_mla_dcp_attention(
         cache: of all ranks.
         out: ``[num_tokens, heads, kv_lora_rank]``, which each call fills.
         query_dtype: as in `lab.metadata.mla.calls.prepare_mla_attention`.
-        workspace_buffer: for kernels that want the caller's.
+        workspace_buffer: for kernels that need one of the caller's.
 
     Returns:
-        A call as `lab.metadata.engine.backend.Backend.prepare_attention` says.
+        A call as of `lab.metadata.engine.backend.Backend.prepare_attention`.
 
     Raises:
         ValueError: several query rows per request, or not one metadata per rank.

@@ -27,37 +27,37 @@ from lab.metadata.engine.lengths import (
 )
 from lab.named_enum import NamedEnum
 
-MLA_PAGE_SIZES = (32, 64)  # that SGLang's server allows this backend (0.5.23)
+MLA_PAGE_SIZES = (32, 64)  # tokens; what SGLang's server allows with this backend (0.5.23)
 # Tokens that a row of the block table is rounded up to: the flashmla index kernel writes 4,096 tokens' pages at a time
 # (SGLang 0.5.11 to 0.5.23). FlashInfer 0.7.2 itself asks for multiples of 128.
 BLOCK_TABLE_TOKENS = 4096
 DEAD_PAGE = -1  # fills the block table of an eager pass before its live pages are written
-SINK_PAGE = 0  # of a pool; always there to be read
-# Requests that SGLang 0.5.23 makes the counter buffer for at least (`TRTLLM_MLA_MAX_BATCH_SIZE`).
+SINK_PAGE = 0  # the pool's page for padding, safe to read at any time
+# Fewest requests that SGLang 0.5.23 makes the counter buffer for (`TRTLLM_MLA_MAX_BATCH_SIZE`).
 COUNTER_BATCH_SIZE = 8192
 
 
 class QueryLayout(NamedEnum):
-    """The layout of the query rows in the ``[batch_size, max_seq_len_q, heads, head_dim]`` of the kernel."""
+    """The layout of the query rows in the kernel's ``[batch_size, max_seq_len_q, heads, head_dim]``."""
 
-    VIEW = "view"  # as they are: every request has as many
+    VIEW = "view"  # a view of the rows: every request has the same number
     PADDED = "padded"  # each request's rows first, then rows of zeros, whose output is dropped
 
 
 @dataclass(frozen=True, eq=False)
 class TRTLLMMLADecodeMetadata:
-    """The metadata that the MLA backend keeps of a pass on the decode kernel: decode, verification, draft extend.
+    """The metadata that the MLA backend keeps for a pass on the decode kernel: decode, verification, draft extend.
 
     Attributes:
-        block_kv_indices: ``[batch_size, width]`` int32 with packed rows (``block_tables``), -1 after the live pages of an
-            eager pass.
+        block_kv_indices: ``[batch_size, width]`` int32 with contiguous rows: the pages of each request, ``block_tables`` of the
+            call. In an eager pass -1 follows the live pages.
         seq_lens_k: ``[batch_size]`` int32, ``seq_lens`` of the call: the keys of each request, a padded query's included.
-        max_seq_len_k: most keys of one request, a host bound: of the batch's host lengths, or the context's length where no
-            host length is read. The call adds the query rows of a verification or draft extend on top.
+        max_seq_len_k: most keys of one request, a host bound: from the batch's host lengths, or the pool's ``max_context_len``
+            if it has none. The call adds the query rows of a verification or draft extend.
         max_seq_len_q: query rows of each request, padding included.
         query_layout: how the query rows become ``[batch_size, max_seq_len_q, ...]``.
-        sum_seq_lens_q: query rows of all requests of a draft extend, padding aside, and of a ragged verification with its
-            padding, whose output becomes zero; else None.
+        sum_seq_lens_q: query rows of all requests: of a draft extend without padding, of a ragged verification with padding,
+            whose output becomes zero; else None.
         cu_seqlens_q: ``[batch_size + 1]`` int32, first query row of each request of those passes; else None.
         seq_lens_q: ``[batch_size]`` int32, query rows of each request of those passes; else None.
         global_seq_lens_k: ``[batch_size]`` int32, with decode context parallelism the keys of each request on all GPUs, of
@@ -86,13 +86,13 @@ class TRTLLMMLADecodeMetadata:
 
 @dataclass(frozen=True, eq=False)
 class TRTLLMMLAPrefillMetadata:
-    """The metadata that the MLA backend keeps of a prefill, whose new tokens attend to each other without the cache.
+    """The metadata that the MLA backend keeps for a prefill, whose new tokens attend to each other without the cache.
 
     Attributes:
         max_seq_len: most new tokens of one request.
         cum_seq_lens: ``[batch_size + 1]`` int32, 0 and the running sum of ``seq_lens``, for queries and keys.
         seq_lens: ``[batch_size]`` int32, new tokens of each request: its length without its cached prefix. SGLang keeps the
-            dtype of its lengths, int64 in production, and FlashInfer 0.7.2 takes the pointer for int32.
+            dtype of its lengths, int64 in production, but FlashInfer 0.7.2 reads them as int32.
         fallback_to_flashinfer_impl: FlashInfer's own ragged kernels run instead.
     """
 
@@ -133,21 +133,20 @@ def build_mla_decode_metadata(
     DRAFT_EXTEND, DRAFT_EXTEND_V2           seq_lens - extend_seq_lens + max(extend_seq_lens)   max(seq_lens)
     ======================================  ==================================================  =====================
 
-    Maxima are taken of ``seq_lens_cpu``; without it the context's length stands for ``max(seq_lens)``.
+    Maxima are of ``seq_lens_cpu``; without it the pool's ``max_context_len`` stands for ``max(seq_lens)``.
 
-    A draft extend's rows are padded to the longest request wherever two requests have different numbers of rows; padding
-    after a request's rows moves its last position, which is what the last row of the table makes up for. A ragged
-    verification's rows are padded to d always, as SGLang pads them (`forward_extend`). A draft extend SGLang pads where the
-    rows do not divide by the requests, so that 2 + 4 rows of two requests are viewed as 3 + 3. Padding is right for any numbers
-    of rows, which are on the host: nothing is refused here, and both draft extends are treated alike.
+    If the requests of a draft extend differ in rows, the rows are padded to the longest request. The kernel takes the last row,
+    which may be padding, to be at the last key, so ``seq_lens_k`` counts padding rows too: the last line above. Both draft
+    extends are treated alike, and no numbers of rows are refused. SGLang pads a draft extend only if the number of requests
+    does not divide the number of rows: it views 2 + 4 rows of two requests as 3 + 3. The rows of a ragged verification are
+    always padded to d, as SGLang pads them (`forward_extend`).
 
-    A TARGET_VERIFY batch whose rows are not d per request is told apart from SGLang's, whose lengths add d all the same
-    (docs/forward_modes.md).
+    SGLang adds d, not q, to the lengths of a TARGET_VERIFY, even if they differ (docs/forward_modes.md).
 
-    The table names ``req_to_token[request, c * page_size] // page_size`` for every page with a token of the request, the sink
-    for pages that a padded query alone would read, and -1 after them. SGLang reads whatever the request table holds there.
-    Its width is `mla_block_table_width` of the most keys, the padded queries' among them; SGLang takes ``max_seq_len_k``. A
-    length above the context has the sink's page there.
+    Column c of the block table has ``req_to_token[request, c * page_size] // page_size`` for every page with a token of the
+    request, the sink for pages that only padding rows would read, and -1 after them. Where the sink is, SGLang has whatever
+    the request table holds. The width is `mla_block_table_width` of the most keys, padding rows included; SGLang takes it of
+    ``max_seq_len_k``. Pages of a length above the context are the sink.
 
     Args:
         batch: the forward pass.
@@ -201,11 +200,10 @@ def replan_outgrown(
     batch: ForwardBatch,
     build: Callable[[ForwardBatch], TRTLLMMLADecodeMetadata],
 ) -> TRTLLMMLADecodeMetadata:
-    """Return an eager pass's metadata, or what ``build`` makes of the batch if that has more requests by now.
+    """Return an eager pass's metadata, or ``build(batch)`` if the batch has more requests by now.
 
-    SGLang builds the metadata of a draft extend, and of some verifications, before it pads the batch for data parallelism;
-    `forward_decode` and `forward_extend` of 0.5.23 build it again where padding added requests. Rows that padding adds to the
-    requests there are never lead to it.
+    SGLang builds the metadata of a draft extend, and of some verifications, before it pads the batch for data parallelism. Its
+    `forward_decode` and `forward_extend` (0.5.23) build it again if padding added requests, but not if it added rows alone.
     """
     return metadata if batch.batch_size <= metadata.batch_size else build(batch)
 
@@ -247,7 +245,7 @@ def build_mla_prefill_metadata(
 
 
 def query_layout(rows: Sequence[int]) -> QueryLayout:
-    """Return the layout of requests with so many query rows each: a view if all have as many."""
+    """Return VIEW if all requests have the same number of query rows, else PADDED."""
     return QueryLayout.VIEW if len(set(rows)) <= 1 else QueryLayout.PADDED
 
 
@@ -268,7 +266,7 @@ def check_mla_page_size(page_size: int) -> None:
 
 
 def check_mla(pool: KVPool, attention: DraftAttention = DraftAttention.MLA, page_size: int | None = None) -> None:
-    """Raise ValueError for a pool, or a draft's attention, that the MLA backend does not have; a GPU's pages may be smaller."""
+    """Raise ValueError for a pool, a draft's attention or a page size (None: the pool's) that the backend does not have."""
     check_mla_page_size(pool.page_size if page_size is None else page_size)
     if pool.full_to_swa is not None:
         raise ValueError("the pool has sliding-window pages, which MLA does not use: make one without swa_num_pages")
@@ -277,10 +275,10 @@ def check_mla(pool: KVPool, attention: DraftAttention = DraftAttention.MLA, page
 
 
 def multi_ctas_kv_counter_bytes(max_batch_size: int, num_qo_heads: int, sm_count: int) -> int:
-    """Return the bytes of the buffer in which trtllm-gen's CTAs of one request count those done: 4 per request and head.
+    """Return the bytes of trtllm-gen's counter buffer, where CTAs that share a request count how many of them are done.
 
-    FlashInfer 0.7.2's `get_trtllm_gen_multi_ctas_kv_counter_bytes`, for the batch that SGLang 0.5.23 asks it for: 8,192
-    requests, or more if its graphs hold more. One counter per SM at least, and a multiple of 8 of them.
+    It has a counter of 4 bytes per request and head, at least one per SM, in a multiple of 8: FlashInfer 0.7.2's
+    `get_trtllm_gen_multi_ctas_kv_counter_bytes`. SGLang 0.5.23 asks for 8,192 requests, or more if its graphs hold more.
 
     Raises:
         ValueError: a number below 1.
@@ -296,7 +294,7 @@ def multi_ctas_kv_counter_bytes(max_batch_size: int, num_qo_heads: int, sm_count
 def allocate_multi_ctas_kv_counters(
     max_batch_size: int, num_qo_heads: int, sm_count: int, device: torch.device | str
 ) -> Tensor:
-    """Allocate ``multi_ctas_kv_counter_buffer``: uint8, zeroed. Kernels leave it zero, so one serves all calls of a stream.
+    """Allocate ``multi_ctas_kv_counter_buffer``: uint8 zeros. Kernels leave it zero, so one serves all calls of a stream.
 
     Raises:
         ValueError: a number below 1.
@@ -306,12 +304,12 @@ def allocate_multi_ctas_kv_counters(
 
 
 def longest_request(batch: ForwardBatch, pool: KVPool) -> int:
-    """Return a host bound of ``seq_lens``."""
+    """Return the largest of ``seq_lens``, or its bound where the host does not know it."""
     return pool.max_context_len if batch.seq_lens_cpu is None else max(batch.seq_lens_cpu, default=0)
 
 
 def mla_block_table(rows: Tensor, keys: Tensor, padded_keys: Tensor, pool: KVPool, width: int) -> Tensor:
-    """Return ``[bs, width]`` int32: pages of ``keys`` tokens, the sink up to ``padded_keys``, and -1."""
+    """Return ``[batch_size, width]`` int32: the pages of `keys` tokens, the sink up to `padded_keys`, then -1."""
     pages = pool.pages(first_slots(rows, keys, pool)[:, :width])
     table = torch.nn.functional.pad(pages, (0, width - pages.shape[1]), value=SINK_PAGE)
     columns = torch.arange(width, device=pool.device)

@@ -1,8 +1,8 @@
-"""The cached prefixes of an MLA prefill in chunks: a call for each over dense keys and values, merged by the LSE.
+"""Attend to the cached prefixes of an MLA prefill in chunks: a call for each over dense keys and values, merged by the LSE.
 
-A prefill's new tokens attend to each other in one causal call. Keys and values of a cached prefix are projected from its
-entries for each layer anew, so that an engine takes as many at a time as it has memory for: equally many of each request, the
-first ones in the first chunk. Requests whose prefix has ended have no key in a chunk.
+A prefill's new tokens attend to each other in one causal call. The keys and values of cached prefixes are projected from their
+entries in every layer, a chunk at a time, because they take memory. Each chunk has the same number of tokens of every request,
+in order, and none of a request whose prefix has ended.
 
 SGLang 0.5.23: `prepare_chunked_prefix_cache_info` of `forward_batch_deepseek_mha_mixin.py` in `sglang/srt/model_executor/`, the
 call in `TRTLLMMLABackend.forward_extend`, the merge in `_chunked_prefix_attn_mha` of `forward_mha.py`.
@@ -32,11 +32,11 @@ class PrefixChunk:
     """The cached tokens that one call takes.
 
     Attributes:
-        seq_lens: ``[batch_size]`` int32, tokens of each request, perhaps none.
+        seq_lens: ``[batch_size]`` int32, tokens of each request, 0 or more.
         cum_seq_lens: ``[batch_size + 1]`` int32, 0 and their running sum.
         max_seq_len: most tokens of one request.
         kv_indices: ``[num_tokens]`` int32, slots of the tokens, request after request.
-        has_empty: a request has none, so that its rows are corrected after the call.
+        has_empty: True if a request has none: its rows are corrected after the call.
     """
 
     seq_lens: Tensor
@@ -47,7 +47,7 @@ class PrefixChunk:
 
 
 def plan_prefix_chunks(batch: ForwardBatch, pool: KVPool, capacity: int = CHUNK_CAPACITY) -> list[PrefixChunk]:
-    """Plan the chunks of a prefill's cached prefixes without reading the device; none where no request has a prefix.
+    """Plan the chunks of a prefill's cached prefixes without reading the device; no chunks if no request has a prefix.
 
     Args:
         batch: a prefill.
@@ -55,7 +55,7 @@ def plan_prefix_chunks(batch: ForwardBatch, pool: KVPool, capacity: int = CHUNK_
         capacity: most tokens of a chunk; each request gets ``capacity // batch_size`` of them.
 
     Raises:
-        ValueError: another mode, a missing length, or a capacity below the number of requests, by which SGLang divides by 0.
+        ValueError: another mode, a missing length, or a capacity below the number of requests (SGLang divides by 0 then).
     """
     check_attends(batch, pool)
     if not batch.forward_mode.is_prefill:
@@ -101,14 +101,15 @@ def prepare_prefix_chunk(
 ) -> Callable[[], tuple[Tensor, Tensor]]:
     """Prepare one layer's attention of all new tokens over a chunk: every row sees all of its request's tokens there.
 
-    Rows of requests without a token get an output of 0 and an LSE of -inf, whatever the kernel wrote (`fixup_zero_kv_rows`).
+    Rows of requests without a token there get an output of 0 and an LSE of -inf, whatever the kernel wrote (SGLang's
+    `fixup_zero_kv_rows`).
 
     Args:
         implementation: any object with the function, such as `lab.references`.
         batch, metadata, layer, query: as in `lab.metadata.mla.calls.ragged_context_arguments`.
         chunk: from `plan_prefix_chunks`.
         key, value: ``[at least num_tokens of the chunk, heads, head_dim]``, before absorption, in the order of ``kv_indices``.
-        workspace_buffer: for kernels that want the caller's.
+        workspace_buffer: for kernels that need one of the caller's.
 
     Returns:
         A call that returns the output of the requests' own rows, and the LSE: float32 ``[num_rows, heads]``, base 2.

@@ -1,4 +1,4 @@
-"""Quantised caches on the MLA backend: the query's dtype, the scale that counts, and a prefill's e4m3 keys and values.
+"""Quantised caches on the MLA backend: the query's dtype, and a prefill's e4m3 query, keys and values.
 
 The rules are those of SGLang 0.5.23, `sglang/srt/layers/attention/trtllm_mla_backend.py`.
 """
@@ -13,7 +13,7 @@ E4M3_MAX = 448.0
 
 
 def mla_query_dtype(dtype: torch.dtype, kv_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that the decode call's query is cast to, without a scale: e4m3 over an e4m3 cache (`forward_decode`).
+    """Return the dtype that the decode call's query is cast to: e4m3, unscaled, over an e4m3 cache (`forward_decode`).
 
     Args:
         dtype: of the model.
@@ -29,9 +29,9 @@ def mla_query_dtype(dtype: torch.dtype, kv_dtype: torch.dtype) -> torch.dtype:
 
 
 def quantised_prefill(layer: MLALayer, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a prefill's tensors, in their shapes, as its calls take them over an e4m3 cache (`_quantize_fp8_qkv`).
+    """Return a prefill's query, key and value in e4m3, in the same shapes, for calls over an e4m3 cache (`_quantize_fp8_qkv`).
 
-    Keys and values are divided by the layer's scales, which the calls then count; the query is cast without one.
+    Keys and values are divided by the layer's scales, which the calls multiply by again. The query has no scale.
     """
     scales = (1.0, layer.k_scale, layer.v_scale)
     query, key, value = (

@@ -1,4 +1,4 @@
-"""Copies of rows, of which requests have different numbers, into one dense tensor and out of it, and merges of partial outputs.
+"""Copy query rows into a padded tensor and back, where requests differ in rows, and merge partial outputs.
 
 Nothing is read on the host, so all can be captured in a CUDA graph. Rows move as bytes: torch cannot gather every 8-bit float.
 """
@@ -75,7 +75,7 @@ def merge_by_lse(outs: Tensor, lses: Tensor) -> Tensor:
 
 
 def dense_block(buffer: Tensor, *shape: int) -> Tensor:
-    """Return the leading elements of a buffer in a shape, contiguous, wherever the buffer's own rows begin.
+    """Return the first elements of a buffer as a contiguous tensor of a shape, whatever the buffer's own rows.
 
     SGLang 0.5.12 takes ``buffer[:batch_size, :max_seq_len_q]``, which has gaps where ``max_seq_len_q`` is below the buffer's
     width, and its kernel writes as if there were none.
