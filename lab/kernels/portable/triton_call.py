@@ -50,16 +50,13 @@ class TritonLaunch:
         elif self._compiled is None:  # as it stays in the interpreter, which compiles nothing
             self._compiled = self._kernel[self._grid](*self._arguments, **self._named)
         else:
-            self._repeat = self._repeated()
+            self._repeat = partial(self._bare_launch(), *_addressed(self._arguments), *self._constants())
             self._repeat()
 
     @property
     def is_compiled(self) -> bool:
         """Return True after the first call; never in the interpreter, which compiles nothing."""
         return self._compiled is not None
-
-    def _repeated(self) -> Callable[[], object]:
-        return partial(self._bare_launch(), *_addressed(self._arguments), *self._constants())
 
     def _bare_launch(self) -> Callable[..., object]:
         return self._compiled[(*self._grid, 1, 1)[:3]]
