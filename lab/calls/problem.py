@@ -7,6 +7,7 @@ say so.
 
 import enum
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -282,7 +283,7 @@ def check_values(problem: PagedAttention) -> None:
 
 
 def refuse_nan(problem: AttentionProblem, in_query: bool = True) -> None:
-    """Refuse NaN where it would make whole results NaN: in the sinks, in scales that are tensors, and in the query.
+    """Refuse what would make whole results NaN: NaN and plus infinity in sinks, either in tensor scales, NaN in the query.
 
     Where the tensors are on a CPU, every call is checked so when it is made or prepared, but for the query: a serving engine
     pads a CUDA graph's batch with rows that hold anything, which a call cannot tell from others. The rest is on request.
@@ -292,14 +293,17 @@ def refuse_nan(problem: AttentionProblem, in_query: bool = True) -> None:
         in_query: False lets the query hold NaN. Rows after the last request's and rows of requests without keys always may.
 
     Raises:
-        ValueError: a NaN, or an infinite scale.
+        ValueError: a NaN, an infinite scale, or a sink of plus infinity.
     """
     for name, term in problem.terms().items():
         if name != "sinks" and isinstance(term, torch.Tensor) and not bool(term.isfinite().all()):
             raise ValueError(f"{name} must be finite, got {float(term)}")
-    if problem.sinks is not None and bool(problem.sinks.isnan().any()):
-        head = int(problem.sinks.isnan().nonzero()[0])
-        raise ValueError(f"sinks[{head}] is NaN; a head without a sink has minus infinity")
+    if problem.sinks is not None:
+        unfit = problem.sinks.isnan() | (problem.sinks == math.inf)
+        if bool(unfit.any()):
+            head = int(unfit.nonzero()[0])
+            value = float(problem.sinks[head])
+            raise ValueError(f"sinks[{head}] is {value}: a sink is finite, or minus infinity for a head without one")
     if not in_query or problem.has_no_rows:
         return
     query = problem.query.to(torch.float16) if problem.query.dtype == E4M3 else problem.query  # which GPUs compare

@@ -355,7 +355,13 @@ BAD = [
     Row("o_scale", value(o_scale=2.0), NotImplementedError, ("o_scale=2.0", "bmm2_scale"), ("decode",)),
     Row("o_scale tensor", value(o_scale=torch.ones(2)), NotImplementedError, ("o_scale", "bmm2_scale"), ("decode",)),
     # contents that make every result NaN
-    Row("NaN sink", value(sinks=torch.tensor([0, math.nan, 0, 0])), ValueError, ("sinks[1] is NaN",)),
+    Row("NaN sink", value(sinks=torch.tensor([0, math.nan, 0, 0])), ValueError, ("sinks[1] is nan",)),
+    Row(
+        "infinite sink",
+        value(sinks=torch.tensor([-math.inf, 0, math.inf, 0])),
+        ValueError,
+        ("sinks[2] is inf", "finite, or minus infinity"),
+    ),
     Row("NaN scale", value(bmm2_scale=torch.tensor([math.nan])), ValueError, ("bmm2_scale must be finite, got nan",)),
     Row("infinite scale", value(bmm1_scale=torch.tensor(math.inf)), ValueError, ("bmm1_scale", "finite", "inf")),
     # the call itself
