@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lab.calls.problem import MASK_BITS_PER_WORD
 from lab.checks.attention_inputs import AttentionInputs
 from lab.checks.spellings import packed_mask
 from lab.checks.trial import Trial, truth_of_call
@@ -44,6 +45,20 @@ def draft_masks(case: AttentionCase) -> dict[str, Tensor]:
         [list(shapes.values())[request % len(shapes)] for request in range(count)]
     )
     return masks
+
+
+def strictly_causal(case: AttentionCase) -> Tensor:
+    """Return a mask by which no row sees itself, and the first row none of the draft, bool [batch, q_len, q_len]."""
+    count, q_len = len(case.q_lens), case.q_lens[0]
+    return torch.ones(count, q_len, q_len, dtype=torch.bool).tril(-1)
+
+
+def with_bits_after(packed: Tensor) -> Tensor:
+    """Return packed masks, uint16 [batch, q_len, words], with all bits set that mean nothing: those from q_len on."""
+    count, q_len, words = packed.shape
+    after = torch.arange(MASK_BITS_PER_WORD * words) >= q_len
+    bits = packed_mask(after.expand(count, q_len, -1))
+    return (packed.to(torch.int32) | bits.to(torch.int32)).to(torch.uint16)
 
 
 def _beside(trial: Trial, inputs: AttentionInputs) -> dict[str, dict[str, Any]]:

@@ -38,6 +38,9 @@ BEYOND: dict[str, tuple[Any, ...]] = {
 WINDOWS = (0, 1, 15, 20, 127, 1000, 5000, 2**31 - 1)
 SCALES = ("number", "tensor [1]", "tensor []", "tensor [1, 1]")
 WITHOUT = ("none first", "none last", "none twice", "none at all")  # requests that have no rows, or no keys
+OWN_BIT_CLEAR = "own bit clear"  # of each row: it sees the draft's tokens before it, and so the first row none
+BITS_AFTER = "bits after the draft"
+TWICE = "the last twice"  # the last page of a request of several is the one before it
 PROMPTS = (65, 300, 1040)  # rows of a context call's first request
 
 
@@ -100,7 +103,7 @@ def _rows(interface: Interface, space: Space) -> dict[str, Sequence[Any]]:
     }
     if interface is Interface.DECODE:
         rows["q_len"] = tuple(dict.fromkeys((*rows["q_len"], *values_of(space, "masked_rows"))))
-        rows["mask"] = ("none", "causal", "full", "tree", "by request")
+        rows["mask"] = ("none", "causal", "full", "tree", "by request", OWN_BIT_CLEAR, BITS_AFTER)
     return rows
 
 
@@ -131,13 +134,20 @@ def _arguments(interface: Interface, space: Space) -> dict[str, Sequence[Any]]:
 
 def _tensors(interface: Interface, space: Space) -> dict[str, Sequence[Any]]:
     tables: tuple[str, ...] = ("plain", "rows apart", "tail of -1", "tail far outside", "4,200 columns")
-    cache: tuple[str, ...] = ("plain", "pages apart", "tokens apart", "at 16 bytes")
+    # An element apart: strides that are no whole loads of 16 bytes, nor of 16 elements, which a kernel may decline.
+    no_loads = ("pages an element apart", "tokens an element apart")
+    cache: tuple[str, ...] = ("plain", "pages apart", "tokens apart", "at 16 bytes", *no_loads)
     if interface is Interface.MLA_DECODE:
         cache = (*cache, "4-D", "4-D with odd strides")
     else:
         tables = (*tables, "separate", "separate with rows apart")
         cache = (*cache, "heads apart", "odd strides", "V otherwise", "one tensor", "K is V")
-    return {"query": ("contiguous", "rows apart", "heads apart", "at 16 bytes"), "block_tables": tables, "cache": cache}
+    return {
+        "query": ("contiguous", "rows apart", "heads apart", "at 16 bytes"),
+        "block_tables": tables,
+        "pages": ("once each", TWICE),
+        "cache": cache,
+    }
 
 
 def _is_long(lengths: Any) -> bool:

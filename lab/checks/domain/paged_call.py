@@ -22,9 +22,10 @@ from lab.checks.domain.forms import (
     set_scales,
     with_minus_infinity,
 )
+from lab.checks.domain.paged_axes import BITS_AFTER, OWN_BIT_CLEAR, TWICE
 from lab.checks.domain.paged_shape import PADDING, attention_case
 from lab.checks.domain.views import apart, at_bytes, raw, with_odd_strides
-from lab.checks.draft_masks import draft_masks
+from lab.checks.draft_masks import draft_masks, strictly_causal, with_bits_after
 from lab.checks.spellings import packed_mask
 from lab.checks.stored import E4M3_K_SCALE
 from lab.checks.trial import Trial, truth_of_call
@@ -75,6 +76,8 @@ def _built(trial: Trial) -> PagedCall:
     case = attention_case(trial.case, trial.space)
     made_dtype = torch.bfloat16 if case.is_mla else case.dtype
     call = PagedCall(trial.case, made_dtype, inputs=build_attention(case, trial.device))
+    if call.of["pages"] == TWICE:
+        call.inputs = _with_page_twice(call.inputs)
     _store(call)
     call.arguments = call.inputs.arguments()
     if call.of.get("backend", "auto") != "auto":
@@ -88,6 +91,21 @@ def _built(trial: Trial) -> PagedCall:
     return call
 
 
+def _with_page_twice(inputs: AttentionInputs) -> AttentionInputs:
+    """Let the last page of each request that has several be the one before it."""
+    size, block_tables = inputs.case.page_size, inputs.block_tables.clone()
+    histories = list(inputs.histories)
+    for request, kv_len in enumerate(inputs.case.kv_lens):
+        last = (kv_len - 1) // size
+        if last > 0:
+            block_tables[request, last] = block_tables[request, last - 1]
+            positions = torch.arange(kv_len, device=block_tables.device)
+            positions[last * size :] -= size
+            keys, values = (raw(side)[positions].view(side.dtype) for side in histories[request])
+            histories[request] = keys, values
+    return replace(inputs, block_tables=block_tables, histories=tuple(histories))
+
+
 def _store(call: PagedCall) -> None:
     """Lay the cache out as the combination says."""
     inputs, form = call.inputs, call.of["cache"]
@@ -96,6 +114,8 @@ def _store(call: PagedCall) -> None:
         "pages apart": lambda pages: apart(pages, 0, pages[0].numel()),
         "tokens apart": lambda pages: apart(pages, tokens, GAP),
         "heads apart": lambda pages: apart(pages, heads, GAP),
+        "pages an element apart": lambda pages: apart(pages, 0, 1),
+        "tokens an element apart": lambda pages: apart(pages, tokens, 1),
         "odd strides": with_odd_strides,
         "at 16 bytes": lambda pages: at_bytes(pages, LEAST_ALIGNMENT_BYTES),
     }
@@ -196,9 +216,10 @@ def _visible(call: PagedCall) -> None:
     """Say what a row sees: a draft's mask, or all keys."""
     mask = call.of.get("mask", "none")
     if mask != "none":
-        name = "mask that differs by request" if mask == "by request" else f"{mask} mask"
-        shown = draft_masks(call.case)[name]
-        call.arguments["mask"] = packed_mask(shown).to(call.device)
+        name = {"by request": "mask that differs by request", BITS_AFTER: "tree mask"}.get(mask, f"{mask} mask")
+        shown = strictly_causal(call.case) if mask == OWN_BIT_CLEAR else draft_masks(call.case)[name]
+        packed = packed_mask(shown)
+        call.arguments["mask"] = (with_bits_after(packed) if mask == BITS_AFTER else packed).to(call.device)
         call.rules["shown"] = shown.to(call.device)
     if not call.of.get("causal", True):
         call.arguments["causal"] = call.rules["causal"] = False

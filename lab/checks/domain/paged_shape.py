@@ -7,7 +7,7 @@ import torch
 
 from lab.calls.problem import E4M3
 from lab.checks.domain.combination import Combination
-from lab.checks.domain.paged_axes import DTYPES, REQUESTS
+from lab.checks.domain.paged_axes import DTYPES, OWN_BIT_CLEAR, REQUESTS, TWICE
 from lab.checks.space import Space, edge_lengths
 from lab.workloads.attention_case import AttentionCase, Contents, Storage, TableTail
 from lab.workloads.interfaces import Interface
@@ -108,6 +108,10 @@ def _kv_lens(of: Combination, q_lens: tuple[int, ...], page_size: int, rng: rand
         edges = edge_lengths(page_size, SHORT)
         kv_lens = [rng.choice(edges) for _ in q_lens]
         kv_lens[-1] = SHORT - rng.randrange(20)  # a window hides something of it
+        if of["pages"] == TWICE:
+            kv_lens = [kv_len + page_size for kv_len in kv_lens]
+    if of.get("mask") == OWN_BIT_CLEAR:
+        kv_lens[0] = 0  # of the draft alone, whose first row sees no key
     if lengths == "equal":
         kv_lens = [128] * count
     elif isinstance(lengths, int):

@@ -37,7 +37,7 @@ def ragged_domain(space: Space) -> Domain:
             *(min(kv_len, LONGEST) for kv_len in space.long_requests),
         ),
         "offsets": ("plain", *WITHOUT),
-        "padding": ("none", "rows", "keys", "rows and keys"),
+        "padding": ("none", "rows", "keys", "rows and keys", "rows and keys of NaN"),
         "causal": (True, False),
         "window_left": (-1, *(WINDOWS if True in space.windows else ())),
         "contents": ("random", "needles"),

@@ -1,5 +1,6 @@
 """The ragged context call of a combination: its rows, keys and values, its arguments' forms, and what it must give."""
 
+import math
 import random
 from dataclasses import dataclass, field
 
@@ -126,8 +127,8 @@ def _drawn(trial: Trial) -> RaggedCall:
         head_dims,
         scale,
     )
-    key, value = (_padded(torch.cat(sides), "keys" in of["padding"]) for sides in zip(*histories, strict=True))
-    query, key, value = (side.to(device, dtype) for side in (_padded(query, "rows" in of["padding"]), key, value))
+    key, value = (_padded(torch.cat(sides), of["padding"], "keys") for sides in zip(*histories, strict=True))
+    query, key, value = (side.to(device, dtype) for side in (_padded(query, of["padding"], "rows"), key, value))
     tokens = sum(lens.kv_lens)
     parts = list(zip(*(side[:tokens].split(lens.kv_lens) for side in (key, value)), strict=True))
     arguments = arguments_of(query, key, value, lens.q_lens, lens.kv_lens, scale, causal=of["causal"])
@@ -135,8 +136,11 @@ def _drawn(trial: Trial) -> RaggedCall:
     return RaggedCall(of, made_dtype, arguments, lens=lens, query=query[: sum(lens.q_lens)], parts=parts)
 
 
-def _padded(rows: Tensor, padding: bool) -> Tensor:
-    return torch.cat((rows, torch.full((PADDING, *rows.shape[1:]), PADDED))) if padding else rows
+def _padded(side: Tensor, padding: str, name: str) -> Tensor:
+    """Return a side with the padding of that name after it, if the combination has it."""
+    if name not in padding:
+        return side
+    return torch.cat((side, torch.full((PADDING, *side.shape[1:]), math.nan if "NaN" in padding else PADDED)))
 
 
 def _stored(call: RaggedCall) -> None:

@@ -22,6 +22,7 @@ from lab.checks.mutants import (
     mla_metadata,
     pages,
     ragged,
+    ragged_tiles,
     rows,
     scales,
     sizes,
@@ -33,7 +34,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *map(Mutant.of, _PAGED),
     *(Mutant.of_mla(defective) for defective in _PAGED if defective.mla),
     *map(Mutant.of_mla, defects_of(mla)),
-    *map(Mutant.of, defects_of(ragged, draft_indices, metadata, metadata_batches, mla_metadata)),
+    *map(Mutant.of, defects_of(ragged, ragged_tiles, draft_indices, metadata, metadata_batches, mla_metadata)),
 )
 
 

@@ -151,6 +151,23 @@ class CacheBaseRoundedDown(
     """K's address is rounded down to 32 bytes."""
 
 
+class TokenStrideRoundedDown(
+    Conditional, mla=True, instead={"v_cache": lambda problem, _: in_loads(problem.v_cache, 2)}
+):
+    """The stride of V's tokens is taken as a whole number of loads of 8 elements."""
+
+
+class PageStrideRoundedDown(
+    Conditional, mla=True, instead={"k_cache": lambda problem, _: in_loads(problem.k_cache, 0)}
+):
+    """The stride of K's pages is taken as a whole number of loads of 8 elements."""
+
+
+def in_loads(cache: Tensor, axis: int) -> Tensor:
+    """Return the cache as it is read with the stride of an axis rounded down to loads of 8 elements."""
+    return restrided(cache, axis, cache.stride(axis) // 8 * 8)
+
+
 def restrided(cache: Tensor, axis: int, stride: int) -> Tensor:
     """Return [num_pages, num_kv_heads, page_size, last] as it is read with another stride of one axis."""
     strides = list(cache.stride()[:3])

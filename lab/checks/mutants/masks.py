@@ -214,6 +214,37 @@ class RowsBeyondEightMisplaced(SplitKV, interface=(DECODE,)):
         return torch.cat((positions[:8], positions[: max(0, len(positions) - 8)]))
 
 
+class MaskedRowSeesItself(SplitKV, interface=(DECODE,)):
+    """A row sees itself, whatever its bit of a draft mask says."""
+
+    def mask_bits(self, problem: PagedAttention, tile: RowTile) -> Tensor:
+        bits = super().mask_bits(problem, tile)
+        first = tile.first_row - tile.request * tile.q_len
+        return bits | torch.eye(tile.q_len, dtype=torch.bool, device=bits.device)[first : first + tile.num_rows]
+
+
+class MaskedRowWithoutBitsCausal(SplitKV, interface=(DECODE,)):
+    """A row whose bits of a draft mask are all clear is taken for one without a mask: it is causal."""
+
+    def mask_bits(self, problem: PagedAttention, tile: RowTile) -> Tensor:
+        bits = super().mask_bits(problem, tile)
+        first = tile.first_row - tile.request * tile.q_len
+        causal = torch.ones(tile.q_len, tile.q_len, dtype=torch.bool, device=bits.device).tril()
+        return torch.where(bits.any(dim=1, keepdim=True), bits, causal[first : first + tile.num_rows])
+
+
+class LastBitOfMaskShowsLastToken(SplitKV, interface=(DECODE,)):
+    """The last bit of a row of a draft mask, which means nothing after q_len, shows the draft's last token."""
+
+    def mask_bits(self, problem: PagedAttention, tile: RowTile) -> Tensor:
+        assert problem.mask is not None
+        bits = super().mask_bits(problem, tile)
+        first = tile.first_row - tile.request * tile.q_len
+        last_word = problem.mask[tile.request, first : first + tile.num_rows, -1].to(torch.int32)
+        bits[:, -1] |= (last_word >> 15).bool()
+        return bits
+
+
 class RaggedWindowIgnored(SplitKV, interface=(DECODE,), instead={"window_left": -1}, only_with="cu_seqlens_q"):
     """A window is ignored where cum_seq_lens_q is given."""
 

@@ -280,5 +280,33 @@ class SharedPageOfOneRequest(SplitKV, mla=True):
         return super().visible(problem, tile, keys) & free
 
 
+class PageOfSeveralColumns(SplitKV, is_model=True):
+    """Not a mutant: a request's columns of the page table, as whoever looks a column up by its page sees them."""
+
+    def column_of_key(self, problem: PagedAttention, tile: RowTile, keys: Tensor, first: bool) -> Tensor:
+        """Return the first or the last column that names the page of each key, int64."""
+        pages = problem.k_block_tables[tile.request, : -(-tile.kv_len // problem.page_size)].tolist()
+        columns = list(enumerate(pages))
+        found = {page: column for column, page in (reversed(columns) if first else columns)}
+        columns_of_pages = torch.tensor([found[page] for page in pages], dtype=torch.int64, device=keys.device)
+        return columns_of_pages[keys // problem.page_size]
+
+
+class RepeatedPageSeenOnce(PageOfSeveralColumns, mla=True):
+    """A page that a request names again is read once: the keys of its later columns are not seen."""
+
+    def visible(self, problem: PagedAttention, tile: RowTile, keys: Tensor) -> Tensor:
+        is_first = self.column_of_key(problem, tile, keys, first=True) == keys // problem.page_size
+        return super().visible(problem, tile, keys) & is_first
+
+
+class PositionsLookedUpByPage(PageOfSeveralColumns, mla=True):
+    """Positions of keys are looked up by their page: one that a request names twice has those of the later column."""
+
+    def visible(self, problem: PagedAttention, tile: RowTile, keys: Tensor) -> Tensor:
+        last = self.column_of_key(problem, tile, keys, first=False)
+        return super().visible(problem, tile, last * problem.page_size + keys % problem.page_size)
+
+
 class InterleavedFactorsReadPlain(SplitKV, instead={"v_scale_factors_interleaved": False}):
     """V's scale factors of an NVFP4 cache are read in plain order where they are interleaved."""

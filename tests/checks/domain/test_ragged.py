@@ -61,6 +61,12 @@ def test_padding_lies_after_the_last_offset_and_lengths_on_the_host_have_none() 
     found = arguments_of(padding="rows and keys")
     assert int(found["cum_seq_lens_q"][-1]) == len(found["query"]) - 3
     assert int(found["cum_seq_lens_kv"][-1]) == len(found["key"]) - 3
+    found = arguments_of(padding="rows and keys of NaN")
+    for name, of in (("query", "q"), ("key", "kv"), ("value", "kv")):
+        end = int(found[f"cum_seq_lens_{of}"][-1])
+        assert found[name][:end].isfinite().all()
+        assert found[name][end:].isnan().all()
+        assert len(found[name]) == end + 3
     found = arguments_of(mirrors="int64")
     assert found["q_seq_lens_cpu"].tolist() == found["cum_seq_lens_q"].diff().tolist()
     domain: Domain = ragged_domain(Space())
