@@ -110,7 +110,10 @@ def _tall(drawn: _Drawn) -> _Drawn:
 
 
 def _overshadowed(drawn: _Drawn, logit: float = 20.0) -> _Drawn:
-    """Make key 0's logit large by its last coordinate, which MLA's values do not have, and the others' 0."""
+    """Make key 0's logit large by its last coordinate, which MLA's values do not have, and the others' 0.
+
+    Without a rotary part MLA's values have it: it would be all that an output shows, and its rounding the whole error.
+    """
     query, keys, values = torch.zeros_like(drawn.query), drawn.keys.clone(), drawn.values.clone()
     product = logit / drawn.case.softmax_scale
     # A power of two, which no dtype rounds: Q cast to e4m3, 13 for 12.73, makes e**-9.19 of e**-9 and all outputs 14 % smaller.

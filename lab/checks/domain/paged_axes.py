@@ -177,6 +177,10 @@ RULES = (
         lambda dtypes, out, contents, head_dim: contents != "shaded" or not _is_e4m3(dtypes, out),
         "an e4m3 output does not hold what small weights add",
     ),
+    Constraint(
+        lambda contents, head_dims: contents != "shaded" or len(set(head_dims.split("/"))) == 2,
+        "the key that shades the others has zeros for a value, and its logit from an element that values lack",
+    ),
     Constraint(lambda requests, lengths: requests <= REQUESTS or not _is_long(lengths), "a long request is alone"),
     Constraint(lambda requests, q_len: requests <= REQUESTS or q_len <= FEW, "a large batch has few rows"),
     Constraint(

@@ -6,7 +6,8 @@ import torch
 
 from lab import references
 from lab.calls.problem import mask_words
-from lab.checks import Combination, Interface
+from lab.checks import Combination, Interface, Space
+from lab.checks.domain.paged_axes import paged_domain
 from lab.checks.domain.paged_call import judge_paged
 from lab.checks.trial import Trial
 
@@ -72,3 +73,10 @@ def test_strides_an_element_apart_are_no_whole_loads(interface: Interface) -> No
         for side in (cache,) if isinstance(cache, torch.Tensor) else cache:
             assert side.stride(axis) * side.element_size() % 16
             assert side.stride(axis) % 16
+
+
+def test_no_key_shades_others_where_mla_has_no_rotary_part() -> None:
+    """Its value would be its logit, and so large that an output shows nothing else."""
+    domain = paged_domain(Interface.MLA_DECODE, Space())
+    assert domain.completed({"head_dims": "80/64", "contents": "shaded"})
+    assert not domain.completed({"head_dims": "64/64", "contents": "shaded"})
