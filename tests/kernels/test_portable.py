@@ -54,11 +54,12 @@ def assert_right(
     """Run the call, and hold every output vector and LSE to the reference's; what it does not write is NaN."""
     arguments = arguments_of(function, batch, page_size, **changes)
     query = arguments["query"]
-    poisoned = [
-        torch.full(shape, math.nan, dtype=dtype)
-        for shape, dtype in ((query.shape, arguments["out_dtype"]), (query.shape[:2], FP32))
-    ]
-    out, lse = getattr(portable, function)(**arguments | {"out": poisoned[0], "lse": poisoned[1]})
+    unwritten = {
+        "out": torch.full(query.shape, math.nan, dtype=arguments["out_dtype"]),
+        "lse": torch.full(query.shape[:2], math.nan),
+    }
+    given = {name: changes[name] for name in unwritten if name in changes}
+    out, lse = getattr(portable, function)(**arguments | unwritten | given)
     truth, truth_lse = getattr(references, function)(
         **arguments | {"out": None, "out_dtype": torch.float64, "lse": None}
     )
