@@ -17,7 +17,7 @@ from lab.checks.isolation import Isolation
 from lab.checks.ledger import LEDGER, KnownFinding, known
 from lab.checks.probe import axes_taken, is_mostly_declined
 from lab.checks.progress import Progress, Stopwatch
-from lab.checks.recording import check_replaceable, digest_of_run, earlier_verdicts, offer_of, read_case, read_record
+from lab.checks.recording import digest_of_run, earlier_verdicts, offer_of, read_case, read_record, replaceable
 from lab.checks.refusals import resolve_refusals
 from lab.checks.report import CaseVerdict, Report
 from lab.checks.space import Space
@@ -103,9 +103,7 @@ def judge(
     chosen, given = _chosen(only), _seeded(space or Space(), seed)
     count = DRAWN_CASES[depth] if drawn is None else drawn
     name, subject = (implementation, implementation) if isolated else _named(implementation)
-    path, refused = None if out is None else Path(out), None if refusals is None else tuple(refusals)
-    if path is not None:
-        check_replaceable(path)
+    path, refused = None if out is None else replaceable(Path(out)), None if refusals is None else tuple(refusals)
     with Isolation(subject, where, given, time_limit_s, workers, refused) as isolation:
         offer = isolation.ask(partial(offer_of, implementation if isinstance(implementation, str) else ""))
         offered = _offered(name, offer.interfaces, functions)

@@ -159,8 +159,12 @@ def read_record(path: Path) -> dict[str, Any]:
     return record
 
 
-def check_replaceable(path: Path) -> None:
-    """Raise ReportError if a report would replace a file that holds something else than a report or nothing."""
+def replaceable(path: Path) -> Path:
+    """Return the path of a report that is to be written.
+
+    Raises:
+        ReportError: it would replace a file that holds something else than a report or nothing.
+    """
     if path.exists() and path.stat().st_size:
         try:
             read_record(path)
@@ -168,6 +172,7 @@ def check_replaceable(path: Path) -> None:
             raise ReportError(
                 f"{error}, so that a report shall not replace it: name another file, or remove it"
             ) from error
+    return path
 
 
 def read_case(path: Path, number: int) -> CaseVerdict:

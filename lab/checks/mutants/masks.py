@@ -88,8 +88,7 @@ class MaskOfFirstRequest(SplitKV, interface=(DECODE,)):
     """All requests have the first one's draft mask."""
 
     def mask_bits(self, problem: PagedAttention, tile: RowTile) -> Tensor:
-        first_row = tile.first_row - tile.request * tile.q_len
-        return super().mask_bits(problem, replace(tile, request=0, first_row=first_row))
+        return super().mask_bits(problem, replace(tile, request=0, first_row=tile.mask_rows.start))
 
 
 class MaskBeyondFirstWordIgnored(SplitKV, interface=(DECODE,)):
@@ -219,8 +218,7 @@ class MaskedRowSeesItself(SplitKV, interface=(DECODE,)):
 
     def mask_bits(self, problem: PagedAttention, tile: RowTile) -> Tensor:
         bits = super().mask_bits(problem, tile)
-        first = tile.first_row - tile.request * tile.q_len
-        return bits | torch.eye(tile.q_len, dtype=torch.bool, device=bits.device)[first : first + tile.num_rows]
+        return bits | torch.eye(tile.q_len, dtype=torch.bool, device=bits.device)[tile.mask_rows]
 
 
 class MaskedRowWithoutBitsCausal(SplitKV, interface=(DECODE,)):
@@ -228,9 +226,8 @@ class MaskedRowWithoutBitsCausal(SplitKV, interface=(DECODE,)):
 
     def mask_bits(self, problem: PagedAttention, tile: RowTile) -> Tensor:
         bits = super().mask_bits(problem, tile)
-        first = tile.first_row - tile.request * tile.q_len
         causal = torch.ones(tile.q_len, tile.q_len, dtype=torch.bool, device=bits.device).tril()
-        return torch.where(bits.any(dim=1, keepdim=True), bits, causal[first : first + tile.num_rows])
+        return torch.where(bits.any(dim=1, keepdim=True), bits, causal[tile.mask_rows])
 
 
 class LastBitOfMaskShowsLastToken(SplitKV, interface=(DECODE,)):
@@ -239,8 +236,7 @@ class LastBitOfMaskShowsLastToken(SplitKV, interface=(DECODE,)):
     def mask_bits(self, problem: PagedAttention, tile: RowTile) -> Tensor:
         assert problem.mask is not None
         bits = super().mask_bits(problem, tile)
-        first = tile.first_row - tile.request * tile.q_len
-        last_word = problem.mask[tile.request, first : first + tile.num_rows, -1].to(torch.int32)
+        last_word = problem.mask[tile.request, tile.mask_rows, -1].to(torch.int32)
         bits[:, -1] |= (last_word >> 15).bool()
         return bits
 

@@ -201,8 +201,7 @@ class MaskOfSecondTileFromFirst(Conditional, interface=(DECODE,)):
 
     def mask_bits(self, problem: PagedAttention, tile: RowTile) -> Tensor:
         assert problem.mask is not None
-        start = tile.first_row - tile.request * tile.q_len
-        return super().mask_bits(problem, replace(tile, first_row=tile.first_row - start // 64 * 64))
+        return super().mask_bits(problem, replace(tile, first_row=tile.first_row - tile.mask_rows.start // 64 * 64))
 
 
 class WideTableRowsOf4096(WideTableRowsOf1024, mla=True, widest=4096):

@@ -51,6 +51,12 @@ class RowTile:
         return slice(self.first_row, self.first_row + self.num_rows)
 
     @property
+    def mask_rows(self) -> slice:
+        """Return its rows of a draft mask, whose requests all have as many."""
+        start = self.first_row - self.request * self.q_len
+        return slice(start, start + self.num_rows)
+
+    @property
     def num_splits(self) -> int:
         """At least one: a tile without keys has an empty split."""
         return max(1, -(-self.key_end // KEYS_PER_SPLIT) - self.key_start // KEYS_PER_SPLIT)
@@ -258,8 +264,7 @@ class SplitKV(Defective, is_model=True, interface=(DECODE, CONTEXT)):
     def mask_bits(self, problem: PagedAttention, tile: RowTile) -> Tensor:
         """bool [num_rows, q_len]."""
         assert problem.mask is not None
-        start = tile.first_row - tile.request * tile.q_len
-        words = problem.mask[tile.request, start : start + tile.num_rows].to(torch.int32)
+        words = problem.mask[tile.request, tile.mask_rows].to(torch.int32)
         bits = words.unsqueeze(-1) >> torch.arange(16, device=words.device, dtype=torch.int32)
         return (bits & 1).flatten(1)[:, : tile.q_len].bool()
 
