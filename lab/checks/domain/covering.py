@@ -72,18 +72,26 @@ class Domain:
 
     def fits(self, point: Mapping[str, Any], added: str = "") -> bool:
         """Tell whether values of some axes fit every rule between these; only the rules of an `added` axis if it is named."""
-        return all(
-            rule.fits(*(point[name] for name in rule.axes))
-            for rule in self.rules
-            if (not added or added in rule.axes) and all(name in point for name in rule.axes)
-        )
+        return next(self._broken(point, added), None) is None
+
+    def _broken(self, point: Mapping[str, Any], added: str = "") -> Iterator[Constraint]:
+        """Yield the rules that values of some axes break, of those that `fits` asks."""
+        for rule in self._rules_of[added] if added else self.rules:
+            if all(name in point for name in rule.axes) and not rule.fits(*(point[name] for name in rule.axes)):
+                yield rule
+
+    @functools.cached_property
+    def _rules_of(self) -> Mapping[str, tuple[Constraint, ...]]:
+        return {name: tuple(rule for rule in self.rules if name in rule.axes) for name in self.axes}
 
     def completed(self, values: Mapping[str, Any]) -> Point | None:
         """Return a point with these values, plain ones elsewhere as far as rules allow; None if there is none."""
         if not self.fits(values):
             return None
-        point = self._completed(dict(values), self._nearest_first(values))
-        return None if point is None else {name: point[name] for name in self.axes}
+        point = dict(values)
+        if self._complete(point, self._nearest_first(values)) is not None:
+            return None
+        return {name: point[name] for name in self.axes}
 
     def _nearest_first(self, names: Iterable[str]) -> list[str]:
         """Return the other axes, those first that share rules with the named ones: where no point fits, this shows at once."""
@@ -97,15 +105,28 @@ class Domain:
             reached += near
         return [name for name in (*reached, *self.axes) if name not in names]
 
-    def _completed(self, point: Point, names: Sequence[str]) -> Point | None:
-        left = [name for name in names if name not in point]
-        if not left:
-            return point
-        for value in self.axes[left[0]]:
-            more = point | {left[0]: value}
-            if self.fits(more, left[0]) and (found := self._completed(more, left[1:])) is not None:
-                return found
-        return None
+    def _complete(self, point: Point, names: Sequence[str]) -> set[str] | None:
+        """Give the named axes, which have none, the first values that fit; where none do, return the axes in the way.
+
+        An axis that is not in the way of a later one is not tried with its other values (backjumping), so that the time to see
+        that there is no point does not grow with the product of the axes between.
+        """
+        if not names:
+            return None
+        name, *others = names
+        in_the_way: set[str] = set()
+        for value in self.axes[name]:
+            point[name] = value
+            broken = next(self._broken(point, name), None)
+            found = set(broken.axes) if broken else self._complete(point, others)
+            if found is None:
+                return None
+            if name not in found:
+                in_the_way = found
+                break
+            in_the_way |= found
+        del point[name]
+        return in_the_way - {name}
 
     def alone(self) -> Iterator[Point]:
         """Yield the plain point, then for each other value of an axis a point that departs from it as little as rules allow."""
@@ -158,20 +179,20 @@ class Domain:
             chosen: axes of a point whose values are chosen for its goals, the others being plain; all if None.
         """
         rng = random.Random(seed)
-        left = dict.fromkeys(self.tuples() if goals is None else goals)
-        order = list(left)
+        left = _Left(self.tuples() if goals is None else goals)
+        order = list(left.goals)
         rng.shuffle(order)
         for goal in order:
-            if goal not in left:
+            if goal not in left.goals:
                 continue
             point = self._around(goal, left, rng, chosen or len(self.axes))
-            del left[goal]
+            left.remove(goal)
             if point is not None:
                 for each in self.tuples_of(point):
-                    left.pop(each, None)
+                    left.remove(each)
                 yield point
 
-    def _around(self, goal: Values, left: Mapping[Values, None], rng: random.Random, chosen: int) -> Point | None:
+    def _around(self, goal: Values, left: "_Left", rng: random.Random, chosen: int) -> Point | None:
         """Return a point with a goal and as many of the others as a choice axis by axis finds."""
         whole = self.completed(dict(goal))
         if whole is None:
@@ -179,30 +200,39 @@ class Domain:
         point = dict(goal)
         names = [name for name in self.axes if name not in point]
         rng.shuffle(names)
-        partners = self._partners(left)
         for name in names[: chosen - len(goal)]:
             values = [value for value in self.axes[name] if self.fits(point | {name: value}, name)]
             rng.shuffle(values)
             if not values:
                 return whole
-            point[name] = max(values, key=lambda value: _gain(partners.get((name, value), ()), point))
+            point[name] = max(values, key=lambda value: left.gain(name, value, point))
         return self.completed(point) or whole
 
-    @staticmethod
-    def _partners(left: Mapping[Values, None]) -> dict[tuple[str, Any], list[Values]]:
-        """Return, for each value of an axis, the goals that it is a part of."""
-        partners: dict[tuple[str, Any], list[Values]] = {}
-        for goal in left:
+
+class _Left:
+    """Goals that no point has yet.
+
+    Attributes:
+        goals: in their order.
+    """
+
+    def __init__(self, goals: Iterable[Values]) -> None:
+        self.goals = dict.fromkeys(goals)
+        # By a value of an axis: the goals with it, and the other values of each.
+        self._others: dict[tuple[str, Any], dict[Values, Values]] = {}
+        for goal in self.goals:
             for each in goal:
-                partners.setdefault(each, []).append(goal)
-        return partners
+                self._others.setdefault(each, {})[goal] = tuple(other for other in goal if other != each)
 
+    def remove(self, goal: Values) -> None:
+        """Remove a goal, which may have been removed before."""
+        if goal in self.goals:
+            del self.goals[goal]
+            for each in goal:
+                del self._others[each][goal]
 
-def _gain(goals: Iterable[Values], point: Point) -> int:
-    """Count the goals that a value completes, or, of a triple, brings nearer."""
-    return sum(all(point.get(name, value) == value for name, value in goal) and _named(goal, point) for goal in goals)
-
-
-def _named(goal: Values, point: Point) -> bool:
-    """Tell whether all axes of a goal but one have a value."""
-    return sum(name in point for name, _ in goal) == len(goal) - 1
+    def gain(self, axis: str, value: Any, point: Point) -> int:
+        """Count the goals that a point completes with one value more."""
+        has = point.items()
+        goals = self._others.get((axis, value), {})
+        return sum(all(each in has for each in others) for others in goals.values())
