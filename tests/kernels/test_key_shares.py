@@ -10,19 +10,21 @@ import triton.language as tl
 from lab.kernels.portable.key_shares import (
     BLOCK_REQUESTS,
     CUT_KEYS,
+    CUT_KEYS_OF_ROW,
     SMALL_BATCH,
     Shares,
     begin_share,
     choose_shares,
     reach_of,
 )
-from lab.kernels.portable.partial_results import merge_block
+from lab.kernels.portable.merge import merge_block
 from lab.kernels.portable.rows import block_at
 from lab.kernels.portable.tiles import ProgramTile
 from tests.devices import DEVICES
 
 BLOCK_KEYS = 32
 START_PLACES = 8
+TILE = ProgramTile(16, BLOCK_KEYS, num_warps=4, num_stages=2, start_keys=START_PLACES * BLOCK_KEYS)
 
 
 @triton.jit
@@ -38,8 +40,7 @@ def _every_share(
     num_kv_heads,
     num_shares,
     least_tiles,
-    BLOCK_KEYS: tl.constexpr,
-    START_PLACES: tl.constexpr,
+    TILE: tl.constexpr,
     SMALL: tl.constexpr,
 ):
     """Write of each share: its end, its places, those of each unit, the request of its first place, the first place of that."""
@@ -48,9 +49,7 @@ def _every_share(
     kind = (cu_seqlens_q, least_q_len, most_q_len)
     LANES: tl.constexpr = SMALL_BATCH if SMALL else BLOCK_REQUESTS
     batch = (seq_lens, batch_size, reach, num_kv_heads, kind, tl.arange(0, LANES))
-    _, end, share, unit, request, begin = begin_share(
-        number, batch, num_shares, least_tiles, BLOCK_KEYS, START_PLACES, SMALL
-    )
+    _, end, share, unit, request, begin = begin_share(number, batch, num_shares, least_tiles, TILE, SMALL)
     tl.store(found + number * 5, end)
     tl.store(found + number * 5 + 1, share)
     tl.store(found + number * 5 + 2, unit)
@@ -85,6 +84,7 @@ def shares_on(
     q_lens: list[int] | None = None,
     kind: tuple[int | None, int | None] = (None, None),
     is_small: bool = False,
+    tile: ProgramTile = TILE,
 ) -> list[list[int]]:
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     found = torch.full((num_shares, 5), -1, dtype=torch.int64, device=device)
@@ -99,8 +99,7 @@ def shares_on(
         num_kv_heads,
         num_shares,
         least_tiles,
-        BLOCK_KEYS=BLOCK_KEYS,
-        START_PLACES=START_PLACES,
+        TILE=tile,
         SMALL=is_small,
     )
     return found.tolist()
@@ -119,7 +118,8 @@ def share_of(places: list[int], num_kv_heads: int, num_shares: int, least_tiles:
     num_units = len(places) * num_kv_heads
     per_unit = max(1, num_shares // num_units)
     even = max(-(-longest // per_unit) * -(-num_units // num_shares), least_tiles)
-    return even if even <= equal + CUT_KEYS.value // BLOCK_KEYS else equal
+    most = (CUT_KEYS.value + CUT_KEYS_OF_ROW.value * TILE.rows) // BLOCK_KEYS
+    return even if even <= equal + most else equal
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -137,6 +137,16 @@ def test_requests_of_one_length_are_cut_evenly_or_not(
     device: str, requests: int, keys: int, num_kv_heads: int, num_shares: int, share: int
 ) -> None:
     found = shares_on(device, [keys] * requests, window_left=-1, num_kv_heads=num_kv_heads, num_shares=num_shares)
+    assert found[0][1] == share
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("rows", "share"), [(16, 505), (128, 520)])
+def test_a_cut_costs_more_where_a_tile_has_more_rows(device: str, rows: int, share: int) -> None:
+    """4 of 256 units for each of 66 programs are 15 tiles more than an equal share: too many for a tile of 16 rows."""
+    found = shares_on(
+        device, [4096] * 64, window_left=-1, num_kv_heads=4, num_shares=66, tile=TILE._replace(rows=rows, start_keys=64)
+    )
     assert found[0][1] == share
 
 
@@ -264,16 +274,17 @@ def test_programs_run_at_a_time(monkeypatch: pytest.MonkeyPatch, q_blocks: int, 
 @pytest.mark.parametrize(
     ("num_rows", "head_dim", "block"),
     [
-        (8, 128, (1, 32)),
-        (8, 16, (1, 16)),
-        (256, 128, (1, 32)),
-        (512, 128, (1, 128)),
-        (1023, 128, (1, 128)),
-        (128, 512, (1, 128)),
-        (2048, 128, (2, 128)),
-        (32_768, 128, (16, 128)),
-        (2**20, 512, (16, 128)),
+        (8, 128, (1, 32, 64)),
+        (8, 16, (1, 16, 128)),
+        (2047, 128, (1, 32, 64)),
+        (128, 512, (1, 32, 64)),
+        (2048, 128, (4, 128, 1)),
+        (1024, 512, (4, 128, 1)),
+        (16_383, 128, (4, 128, 1)),
+        (16_384, 128, (16, 128, 1)),
+        (100_000, 64, (16, 64, 1)),
+        (2**20, 512, (4, 512, 1)),
     ],
 )
-def test_a_merge_has_programs_enough_to_fill_a_gpu(num_rows: int, head_dim: int, block: tuple[int, int]) -> None:
+def test_a_merge_has_programs_enough_to_fill_a_gpu(num_rows: int, head_dim: int, block: tuple[int, int, int]) -> None:
     assert merge_block(num_rows, head_dim) == block

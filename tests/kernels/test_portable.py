@@ -15,7 +15,7 @@ from torch import Tensor
 from lab import references
 from lab.calls import ContextCall, DecodeCall
 from lab.kernels import portable
-from lab.kernels.portable import key_shares, paged, partial_results
+from lab.kernels.portable import key_shares, merge, paged, partial_results
 from lab.kernels.portable.tile_choices import choose_tile
 from lab.kernels.portable.tiles import ProgramTile, tile_descriptor
 from lab.kernels.support import why_not
@@ -284,7 +284,7 @@ def test_context_of_several_row_blocks() -> None:
 
 @FINDS_ROWS
 def test_ragged_decode(split: Callable[[int], None], most_idle: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partial_results, "MOST_IDLE", most_idle)
+    monkeypatch.setattr(merge, "MOST_IDLE", most_idle)
     batch = random_batch([1, 0, 6, 2], [700, 3, 6, 1], heads=(4, 2), head_dim=64)
     for count in (1, 2, 13):  # 13 shares cut the longest request
         split(count)
@@ -303,7 +303,7 @@ def test_prompts_beside_decodes(monkeypatch: pytest.MonkeyPatch, share_count: in
     """
     shares = None if share_count is None else key_shares.Shares(share_count)
     monkeypatch.setattr(paged, "shares_of", lambda *_: shares)
-    monkeypatch.setattr(partial_results, "MOST_IDLE", most_idle)
+    monkeypatch.setattr(merge, "MOST_IDLE", most_idle)
 
     new_scratch = partial_results.new_scratch
 
@@ -357,8 +357,8 @@ def test_a_merge_beside_decodes_has_few_idle_programs(monkeypatch: pytest.Monkey
     monkeypatch.setattr(paged, "shares_of", lambda *_: key_shares.Shares(29))
     batch = random_batch([512, *[1] * 63], [600] * 64, heads=(8, 2), head_dim=64)
     problem = ContextCall(**arguments_of(CONTEXT, batch, 64)).problem()
-    merge = paged._launches(problem, (torch.empty_like(problem.query), None))[-1]
-    assert math.prod(merge._grid) * partial_results.MOST_MERGED_ROWS <= 2 * 512 * 8
+    launch = paged._launches(problem, (torch.empty_like(problem.query), None))[-1]
+    assert math.prod(launch._grid) * merge.MOST_MERGED_ROWS <= 2 * 512 * 8
 
 
 def test_decodes_leave_room_for_a_prompt() -> None:

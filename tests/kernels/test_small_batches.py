@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.runtime.interpreter import interpreter_builder
 
 from lab.kernels import portable
-from lab.kernels.portable import key_shares, paged, partial_results
+from lab.kernels.portable import key_shares, merge, paged, partial_results
 from lab.kernels.portable.partial_results import GROUPED_PIECES, PartialResults
 from lab.kernels.portable.tile_choices import choose_tile
 from tests.cases import decode_arguments, random_batch
@@ -170,14 +170,14 @@ def counter_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last to arrive does not set its counter back."""
 
     def arrives_last(counter: Any, expected: Any) -> Any:
-        return partial_results.tl.atomic_add(counter, 1) == expected - 1
+        return merge.tl.atomic_add(counter, 1) == expected - 1
 
-    monkeypatch.setattr(partial_results, "arrives_last", arrives_last)
+    monkeypatch.setattr(merge, "arrives_last", arrives_last)
 
 
 def first_program_loses_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     """The merge reads one piece too few where the first program of the unit arrives last."""
-    merge_if_last, merged = partial_results.merge_if_last, partial_results.merged
+    merge_if_last, merged = merge.merge_if_last, merge.merged
     lost = []
 
     def noted(block: Any, cut: Any, *others: Any) -> None:
@@ -190,13 +190,13 @@ def first_program_loses_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
         return merged((first, begin, end - 1 if lost[0] else end, step), *others)
 
     monkeypatch.setattr("lab.kernels.portable.paged_kernel.merge_if_last", noted)
-    monkeypatch.setattr(partial_results, "merged", fewer)
+    monkeypatch.setattr(merge, "merged", fewer)
 
 
 def arrives_before_it_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     """One program fewer is waited for, so that a piece may not be there yet."""
-    arrives_last = partial_results.arrives_last
-    monkeypatch.setattr(partial_results, "arrives_last", lambda counter, expected: arrives_last(counter, expected - 1))
+    arrives_last = merge.arrives_last
+    monkeypatch.setattr(merge, "arrives_last", lambda counter, expected: arrives_last(counter, expected - 1))
 
 
 @pytest.mark.parametrize("defect", [counter_is_left, first_program_loses_a_piece, arrives_before_it_stores])

@@ -13,7 +13,8 @@ import triton
 from lab.calls.problem import HALF_DTYPES, PagedAttention
 from lab.gpus import capability_of
 from lab.kernels.portable.key_shares import Shares, num_multiprocessors
-from lab.kernels.portable.partial_results import Results, new_partials, with_merge
+from lab.kernels.portable.merge import with_merge
+from lab.kernels.portable.partial_results import Results, new_partials
 from lab.kernels.portable.tiles import HopperTile, is_aligned
 from lab.kernels.portable.triton_call import TritonLaunch
 from lab.kernels.support import triton_interprets

@@ -65,8 +65,7 @@ def begin_walk(batch, num_shares, least_tiles, SHARED: gl.constexpr, GROUP: gl.c
             (seq_lens, batch_size, reach, num_kv_heads, kind, lanes),
             num_shares,
             least_tiles,
-            TILE.keys,
-            START_PLACES,
+            TILE,
             False,
         )
         begun_len = gl.load(seq_lens + gl.minimum(request, batch_size - 1))

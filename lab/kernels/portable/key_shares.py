@@ -45,6 +45,8 @@ FEW_PARTS: tl.constexpr = tl.constexpr(4)
 # Keys by which a share may exceed an equal one, if units are then not cut, or cut into equal parts. Cuts cost time: a program
 # that ends one request and begins another waits for its keys anew, and partial results are written, read and merged.
 CUT_KEYS: tl.constexpr = tl.constexpr(256)
+# The same for each row of a tile: to write and read its float32 results takes the bytes of two keys and values of 16 bits.
+CUT_KEYS_OF_ROW: tl.constexpr = tl.constexpr(2)
 # More than the reach of any row: keys of a request are counted in int32.
 NO_REACH: tl.constexpr = tl.constexpr(2**31 - 1)
 
@@ -57,7 +59,7 @@ class Shares:
         count: shares, and programs for each block of query rows.
         least_tiles: fewest tiles that are worth a program and its partial result.
         is_small: the batch is small, and its units are cut into equal parts.
-        merges_at_once: the last program of a unit merges its pieces (`lab.kernels.portable.partial_results`).
+        merges_at_once: the last program of a unit merges its pieces (`lab.kernels.portable.merge`).
     """
 
     count: int
@@ -119,8 +121,11 @@ def places_of_units(start, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.con
 
 
 @triton.jit
-def places_per_share(batch, num_shares, least_tiles, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr):
+def places_per_share(batch, num_shares, least_tiles, TILE: tl.constexpr):
     """Return (the places of all units, the places of one share)."""
+    BLOCK_KEYS: tl.constexpr = TILE.keys
+    START_PLACES: tl.constexpr = TILE.start_keys // BLOCK_KEYS
+    CUT_TILES: tl.constexpr = (CUT_KEYS + CUT_KEYS_OF_ROW * TILE.rows) // BLOCK_KEYS
     _, batch_size, _, num_kv_heads, kind, lanes = batch
     sums = lanes.to(tl.int64) * 0
     longest = sums
@@ -138,7 +143,7 @@ def places_per_share(batch, num_shares, least_tiles, BLOCK_KEYS: tl.constexpr, S
     # As if all units had the most places: a share that holds whole units, or an equal part of one.
     parts = tl.maximum(num_shares // num_units, 1)
     even_share = tl.maximum(tl.cdiv(most, parts) * tl.cdiv(num_units, num_shares), least_tiles)
-    return total, tl.where(even_share <= equal_share + CUT_KEYS // BLOCK_KEYS, even_share, equal_share)
+    return total, tl.where(even_share <= equal_share + CUT_TILES, even_share, equal_share)
 
 
 @triton.jit
@@ -179,10 +184,10 @@ def equal_parts(batch, num_shares, least_tiles, BLOCK_KEYS: tl.constexpr, START_
 
 
 @triton.jit
-def begin_share(
-    share, batch, num_shares, least_tiles, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr, SMALL: tl.constexpr
-):
+def begin_share(share, batch, num_shares, least_tiles, TILE: tl.constexpr, SMALL: tl.constexpr):
     """Return (place, end, places of a share, of each unit or 0 if they differ, request at the place, its first place)."""
+    BLOCK_KEYS: tl.constexpr = TILE.keys
+    START_PLACES: tl.constexpr = TILE.start_keys // BLOCK_KEYS
     _, batch_size, _, num_kv_heads, _, _ = batch
     part, parts = 0, 0
     if SMALL:
@@ -195,7 +200,7 @@ def begin_share(
         request = (share.to(tl.int32) // (parts * num_kv_heads)).to(tl.int64)
         request_begin = request * (unit_places * num_kv_heads)
     else:
-        total, share_places = places_per_share(batch, num_shares, least_tiles, BLOCK_KEYS, START_PLACES)
+        total, share_places = places_per_share(batch, num_shares, least_tiles, TILE)
         place = share * share_places
         end = tl.minimum(place + share_places, total)
         request, request_begin = request_at(place, batch, BLOCK_KEYS, START_PLACES)
@@ -212,7 +217,19 @@ def places_before(num_tiles, unit_places, START_PLACES: tl.constexpr):
 def first_tile_from(place, request_begin, num_tiles, unit_places, START_PLACES: tl.constexpr):
     """Return `place`, or where that is empty the place of the first tile after it; `num_tiles` are those of its unit."""
     before = places_before(num_tiles, unit_places, START_PLACES)
-    return tl.maximum(place, place - (place - request_begin) % (num_tiles + before) + before)
+    return tl.maximum(place, place - place_in_unit(place, request_begin, num_tiles + before)[1] + before)
+
+
+@triton.jit
+def place_in_unit(place, request_begin, unit_places):
+    """Return (K/V head, place within its unit) of a place.
+
+    It divides numbers of 32 bits, in fewer instructions than of 64. They hold the places of 2**31 keys of 31 K/V heads in tiles
+    of 16 keys.
+    """
+    in_request = (place - request_begin).to(tl.uint32)
+    places = unit_places.to(tl.uint32)
+    return (in_request // places).to(tl.int64), (in_request % places).to(tl.int64)
 
 
 @triton.jit

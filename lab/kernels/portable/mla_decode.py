@@ -22,6 +22,7 @@ from lab.gpus import capability_of
 from lab.kernels.portable.hopper import hopper_mla_launches, hopper_mla_tile
 from lab.kernels.portable.kept_calls import kept_at_once
 from lab.kernels.portable.key_shares import BLOCK_REQUESTS, NO_REACH, begin_share, choose_shares, tiles_in_reach
+from lab.kernels.portable.merge import with_merge
 from lab.kernels.portable.partial_results import (
     Results,
     new_partials,
@@ -29,7 +30,6 @@ from lab.kernels.portable.partial_results import (
     slot_of,
     store_share,
     store_unit_shares,
-    with_merge,
 )
 from lab.kernels.portable.rows import request_rows
 from lab.kernels.portable.softmax import (
@@ -190,8 +190,7 @@ def _mla_kernel(
         (seq_lens, batch_size, NO_REACH, 1, (cu_seqlens_q, None, max_q_len), tl.arange(0, BLOCK_REQUESTS)),
         num_shares,
         least_tiles,
-        BLOCK_KEYS,
-        START_PLACES,
+        TILE,
         False,
     )
     place = tl.maximum(place, request_begin + START_PLACES)

@@ -30,11 +30,12 @@ from lab.gpus import capability_of
 from lab.kernels.portable.hopper import hopper_launches, hopper_tiles
 from lab.kernels.portable.kept_calls import kept_at_once
 from lab.kernels.portable.key_shares import FEW_PARTS, SMALL_BATCH, Shares, choose_shares
+from lab.kernels.portable.merge import merged_at_once, with_merge
 from lab.kernels.portable.paged_kernel import Strides, _attention_kernel
-from lab.kernels.portable.partial_results import Results, new_partials, overlaps_launches, with_merge
+from lab.kernels.portable.partial_results import Results, new_partials, overlaps_launches
 from lab.kernels.portable.rows import most_blocks
 from lab.kernels.portable.softmax import dot_dtype
-from lab.kernels.portable.tile_choices import choose_prefill_tile, choose_tile
+from lab.kernels.portable.tile_choices import choose_prefill_tile, choose_small_tile, choose_tile
 from lab.kernels.portable.tiles import (
     HopperTile,
     PoolStrides,
@@ -184,10 +185,12 @@ def _tile_and_shares(problem: PagedAttention, of_kind: bool) -> tuple[ProgramTil
         return hopper.blocks if shares is None else shared, shares
     tile = _tile(problem, problem.max_q_len)
     shares = shares_of(problem, tile, triton.cdiv(packed_rows, tile.rows), of_kind)
+    described = all(loads_by_descriptor(cache, tile.keys) for cache in (problem.k_cache, problem.v_cache))
+    capability = capability_of(problem.query.device)
     if shares is None:
-        described = all(loads_by_descriptor(cache, tile.keys) for cache in (problem.k_cache, problem.v_cache))
-        kv_bytes, capability = problem.k_cache.element_size(), capability_of(problem.query.device)
-        tile = choose_prefill_tile(tile, problem.head_dim, kv_bytes, described, capability)
+        tile = choose_prefill_tile(tile, problem.head_dim, problem.k_cache.element_size(), described, capability)
+    elif shares.is_small:
+        tile = choose_small_tile(tile, described, capability)
     return tile, shares
 
 
@@ -271,7 +274,7 @@ def _launches_of(
         CAUSAL=problem.causal,
         SHARED=shares is not None,
         SMALL=shares is not None and shares.is_small,
-        MERGES=at_once,
+        MERGED=merged_at_once(problem, shares.count) if shares is not None and at_once else None,
         TILE=tile,
         DOT_DTYPE=dot_dtype(problem.k_cache),
         OVERLAPS=overlaps and not at_once and (partials is not None or least_q_len is not None),

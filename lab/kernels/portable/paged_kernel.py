@@ -12,13 +12,15 @@ from lab.kernels.portable.key_shares import (
     begin_share,
     first_tile_from,
     next_unit,
+    place_in_unit,
     places_before,
     reach_of,
     tiles_in_reach,
 )
+from lab.kernels.portable.merge import merge_if_last
 from lab.kernels.portable.partial_results import (
     await_launch_before,
-    merge_if_last,
+    rows_of_unit,
     slot_of,
     store_share,
     store_unit_shares,
@@ -83,7 +85,7 @@ def _attention_kernel(
     CAUSAL: tl.constexpr,
     SHARED: tl.constexpr,
     SMALL: tl.constexpr,  # as `Shares.is_small`
-    MERGES: tl.constexpr,  # as `Shares.merges_at_once`
+    MERGED: tl.constexpr,  # (rows of a unit, pieces at a time) if its last program merges it; None: a launch does
     TILE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -104,7 +106,7 @@ def _attention_kernel(
         # The blocks of one share read the same keys at the same time: all but the first find them in L2.
         q_block = tl.program_id(0)
         place, end, share_places, unit_places, request, request_begin = begin_share(
-            share, batch, num_shares, least_tiles, BLOCK_KEYS, START_PLACES, SMALL
+            share, batch, num_shares, least_tiles, TILE, SMALL
         )
         # Not named as in the loop, whose variables keep one dtype: lengths may be uint32.
         begun_len = tl.load(seq_lens + tl.minimum(request, batch_size - 1))
@@ -127,8 +129,8 @@ def _attention_kernel(
         kv_len = tl.load(seq_lens + request).to(tl.int32)
         first_in_reach, num_tiles = tiles_in_reach(kv_len, reach, BLOCK_KEYS)
         before = places_before(num_tiles, unit_places, START_PLACES)
-        kv_head = (place - request_begin) // (num_tiles + before)
-        first_tile = (place - request_begin) % (num_tiles + before) - before
+        kv_head, in_unit = place_in_unit(place, request_begin, num_tiles + before)
+        first_tile = in_unit - before
         end_tile = tl.minimum(num_tiles, first_tile + end - place)
         q_start, q_len = request_rows(cu_seqlens_q, request, max_q_len)
         row_exists = token < q_len
@@ -192,10 +194,10 @@ def _attention_kernel(
         if PAIRED:
             sums = tl.reshape(tl.join(sums, odd_sums), [BLOCK_ROWS, HEAD_DIM])
         state = (largest, whole_denominator(denominator), sums)
-        block = (request * num_kv_heads + kv_head, q_block, tl.num_programs(0))
-        cut = (place, first_tile, end_tile, num_tiles, share, share_places, num_shares)
         rows = (row_head, head, row_exists, block_row)
-        _store(state, rows, block, cut, sinks, scales[1], results, partials, MERGES, HEAD_DIM)
+        unit = (request * num_kv_heads + kv_head, kv_head, num_kv_heads, q_start, q_len)
+        cut = (place, first_tile, end_tile, num_tiles, share, share_places, num_shares)
+        _store(state, rows, q_block, unit, cut, sinks, scales[1], results, partials, GROUP, MERGED, HEAD_DIM)
         place += end_tile - first_tile
         request_end = request_begin + (num_tiles + before) * num_kv_heads
         if SHARED:
@@ -210,32 +212,37 @@ def _attention_kernel(
 def _store(
     state,  # (largest, denominator, sums) of a softmax
     rows,  # (row * num_qo_heads + head of the output, head, True where the row exists, row of the block)
-    block,  # (unit, q_block, q_blocks)
+    q_block,
+    unit,  # (its number, its K/V head, the number of K/V heads, the first row of its request, the request's number of rows)
     cut,  # (place; of the unit's tiles the first, the end and the number; share, places of a share, number of shares)
     sinks,
     bmm2_scale,
     results,
     partials,
-    MERGES: tl.constexpr,
+    GROUP: tl.constexpr,
+    MERGED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """Write the rows of a whole unit, or a partial result: merge it here if MERGES, else record the unit's shares."""
-    unit, q_block, q_blocks = block
+    """Write the rows of a whole unit, or a partial result: merge it here if MERGED, else record the unit's shares."""
     place, first_tile, end_tile, num_tiles, share, share_places, num_shares = cut
     row_head, head, row_exists, block_row = rows
     BLOCK_ROWS: tl.constexpr = block_row.shape[0]
     is_whole = (first_tile == 0) & (end_tile == num_tiles)
-    slot = slot_of(share, q_block, q_blocks, first_tile == 0)
+    slot = slot_of(share, q_block, tl.num_programs(0), first_tile == 0)
     rows = (row_head, head, row_exists, slot * BLOCK_ROWS + block_row)
     dims = tl.arange(0, HEAD_DIM)
     store_share(state, rows, dims, is_whole, sinks, bmm2_scale, results, partials)
+    number, kv_head, num_kv_heads, q_start, q_len = unit
     if partials is not None:
-        if MERGES:
-            if not is_whole:
-                pieces = (place - first_tile, num_tiles, share, share_places, num_shares)
-                merge_if_last(block, pieces, rows, dims, sinks, bmm2_scale, results, partials, BLOCK_ROWS)
-        elif first_tile == 0:
-            store_unit_shares(partials.of_units, unit, place, num_tiles, share_places)
+        if MERGED is None:
+            if first_tile == 0:
+                store_unit_shares(partials.of_units, number, place, num_tiles, share_places)
+        elif not is_whole:
+            merged_rows = rows_of_unit(tl.arange(0, MERGED[0]), q_start, q_len, kv_head, num_kv_heads, GROUP)
+            pieces = (place - first_tile, num_tiles, share, share_places, num_shares)
+            merge_if_last(
+                number, pieces, merged_rows, dims, sinks, bmm2_scale, results, partials, BLOCK_ROWS, MERGED[1]
+            )
 
 
 @triton.jit

@@ -12,7 +12,7 @@ know), SM90, and SM100 with SM103, whose accumulators lie in tensor memory.
 
 import triton
 
-from lab.gpus import Capability, GpuFamily, family_that_runs
+from lab.gpus import SM90, Capability, GpuFamily, family_that_runs
 from lab.kernels.portable.tiles import ProgramTile
 
 # Tiles of SM100 and SM103 that differ from SM90's, by (rows, head_dim, bytes of an element of K and V). With a head_dim of 256,
@@ -110,6 +110,17 @@ def choose_prefill_tile(
         return SM100_PREFILL.get((head_dim, kv_bytes), tile) if tile.rows >= 64 else tile
     narrow = tile._replace(rows=64, num_warps=4, per_multiprocessor=2)
     return narrow if tile.rows == 128 and described else tile
+
+
+def choose_small_tile(tile: ProgramTile, described: bool, capability: Capability | None) -> ProgramTile:
+    """Return the tile of a small batch, whose time is that of a program's first instructions, each fetched and executed once.
+
+    On SM90 its tiles are loaded by descriptor, which spares the instructions that find addresses.
+
+    Args:
+        tile, described, capability: as for `choose_prefill_tile`.
+    """
+    return tile._replace(by_descriptor=True) if described and family_that_runs(capability) is SM90 else tile
 
 
 def choose_mla_tile(num_packed_rows: int, kv_bytes: int, capability: Capability | None) -> ProgramTile:

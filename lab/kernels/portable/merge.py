@@ -1,0 +1,315 @@
+"""The merge of the pieces of a unit. A piece is what one share has of it (`lab.kernels.portable.partial_results`).
+
+A second launch merges pieces. In a small batch whose units have few pieces of few rows, the last program that stores a piece of
+a unit merges them instead:
+
+    pieces of a unit     0   1  ..  15     16  ..  31     32 33          a program each; none waits for another
+                         |___|_______|     |________|     |__|
+    counters               group 0          group 1      group 2         the last to arrive at one merges the group,
+                              |________________|____________|
+    counter                                unit                          the last of those merges the groups: the output
+
+Pieces are merged in their own order, whoever arrives last, so that the bits of a result repeat.
+
+A merge runs once after hundreds of tiles of keys. Its instructions then have to be fetched from memory, which takes longer than
+what they do, so that its code is short.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from lab.calls.problem import PagedAttention
+from lab.kernels.portable.key_shares import BLOCK_REQUESTS
+from lab.kernels.portable.partial_results import (
+    GROUPED_PIECES,
+    PartialResults,
+    Results,
+    overlaps_launches,
+    rows_of_unit,
+    slot_of,
+    store_share,
+)
+from lab.kernels.portable.rows import block_at, most_blocks, request_rows
+from lab.kernels.portable.triton_call import TritonLaunch
+
+# Elements of partial results that a program of the merge reads at a time.
+MERGED_AT_A_TIME = 2048
+MERGE_WARPS = 4
+# Most rows of such a program, and programs that fill a GPU: eight on each of 132 multiprocessors.
+MOST_MERGED_ROWS = 16
+MERGE_PROGRAMS = 1024
+# Programs that have nothing to do for each that finds its rows: finding them costs several times what such a program does.
+MOST_IDLE = 4
+# Elements of pieces that the last program of a unit reads at a time, 128 a thread.
+ELEMENTS_AT_ONCE = 16384
+
+
+def with_merge(
+    attention: TritonLaunch,
+    partials: PartialResults | None,
+    problem: PagedAttention,
+    q_blocks: int,
+    results: Results,
+    least_q_len: int | None = None,
+) -> list[TritonLaunch]:
+    """Return the launches of a call: `attention`, and if units are cut the merge, which writes the rows of those.
+
+    With `least_q_len`, they are for requests of `least_q_len` to `problem.max_q_len` query tokens.
+    """
+    if partials is None:
+        return [attention]
+    units, group = problem.batch_size * problem.num_kv_heads, problem.num_qo_heads // problem.num_kv_heads
+    packed_rows = problem.max_q_len * group
+    rows, dims, lanes = merge_block(units * packed_rows, problem.v_head_dim)
+    row_blocks = triton.cdiv(packed_rows, rows)
+    blocks = most_blocks(problem, rows, least_q_len)
+    finds_rows = problem.cu_seqlens_q is not None and problem.batch_size * row_blocks >= (1 + MOST_IDLE) * blocks
+    grid = (blocks, problem.num_kv_heads) if finds_rows else (units, row_blocks)
+    overlaps = overlaps_launches(problem.query.device)
+    merge = TritonLaunch(
+        merge_kernel,
+        (*grid, problem.v_head_dim // dims),
+        partials,
+        problem.cu_seqlens_q,
+        problem.sinks,
+        problem.bmm2_scale,
+        results,
+        least_q_len,
+        problem.max_q_len,
+        q_blocks,
+        problem.batch_size if finds_rows else None,
+        problem.num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=problem.v_head_dim,
+        BLOCK_ROWS=partials.out.shape[1],
+        MERGED_ROWS=rows,
+        MERGED_DIMS=dims,
+        LANES=lanes,
+        AT_A_TIME=max(2, MERGED_AT_A_TIME // (rows * dims)),
+        OVERLAPS=overlaps,
+        scratch=partials,
+        num_warps=MERGE_WARPS,
+        launch_pdl=overlaps,
+    )
+    return [attention, merge]
+
+
+def merge_block(num_rows: int, head_dim: int) -> tuple[int, int, int]:
+    """Return (rows, elements of head_dim, lanes) of one program of the merge.
+
+    Few rows have many pieces each: the threads of a program share them as lanes. The more rows there are, the more of them a
+    program has: 4 or 16 elements for each of its threads.
+
+    Args:
+        num_rows: of all requests and heads.
+        head_dim: of the output.
+    """
+    elements = num_rows * head_dim // MERGE_PROGRAMS
+    if elements < 256:
+        dims = min(head_dim, 32)
+        return 1, dims, MERGED_AT_A_TIME // dims
+    sums = 512 if elements < MERGED_AT_A_TIME else MERGED_AT_A_TIME
+    dims = min(head_dim, sums // 4)
+    return min(MOST_MERGED_ROWS, sums // dims), dims, 1
+
+
+def merged_at_once(problem: PagedAttention, num_shares: int) -> tuple[int, int]:
+    """Return (rows, pieces at a time) of a unit that its last program merges, each a power of two."""
+    rows = triton.next_power_of_2(problem.max_q_len * problem.num_qo_heads // problem.num_kv_heads)
+    most_parts = num_shares // (problem.batch_size * problem.num_kv_heads)
+    pieces = min(GROUPED_PIECES.value, ELEMENTS_AT_ONCE // (rows * problem.head_dim))
+    return rows, max(1, min(pieces, triton.next_power_of_2(most_parts)))
+
+
+@triton.jit
+def merge_if_last(
+    unit,
+    cut,  # (place of the unit's first tile, its tiles, this share, the places of a share, the number of shares)
+    rows,  # (row * num_qo_heads + head of the output, head, True where the row exists) of all rows of the unit
+    dims,
+    sinks,
+    bmm2_scale,
+    results,  # (out, lse_log2 or None)
+    partials,
+    BLOCK_ROWS: tl.constexpr,
+    AT_A_TIME: tl.constexpr,
+):
+    """Merge the pieces of a unit, whose rows are one block, if this program is the last to have stored its piece."""
+    first_place, tiles, share, share_places, num_shares = cut
+    row_head, head, row_exists = rows
+    first = first_place // share_places
+    last = (first_place + tiles - 1) // share_places
+    group = (share - first) // GROUPED_PIECES
+    begin = first + group * GROUPED_PIECES
+    end = tl.minimum(begin + GROUPED_PIECES, last + 1)
+    num_groups = tl.cdiv(last - first + 1, GROUPED_PIECES)
+    counters = partials.of_units + unit * (1 + tl.cdiv(num_shares, GROUPED_PIECES))
+    DIMS: tl.constexpr = dims.shape[0]
+    block_rows = (tl.arange(0, row_head.shape[0]), row_exists)
+    if arrives_last(counters + 1 + group, end - begin):
+        state = merged((first, begin, end, 1), (0, 1), block_rows, dims, partials, BLOCK_ROWS, DIMS, AT_A_TIME)
+        whole_rows = (row_head, head, row_exists, row_head)
+        if num_groups == 1:
+            store_share(state, whole_rows, dims, True, sinks, bmm2_scale, results, None)
+        else:  # in the slot of the group's first piece, once all threads have read that
+            tl.debug_barrier()
+            row = slot_of(begin, 0, 1, begin == first) * BLOCK_ROWS + tl.arange(0, row_head.shape[0])
+            store_share(state, (row_head, head, row_exists, row), dims, False, sinks, bmm2_scale, results, partials)
+            if arrives_last(counters, num_groups):
+                pieces = (first, first, last + 1, GROUPED_PIECES)
+                state = merged(pieces, (0, 1), block_rows, dims, partials, BLOCK_ROWS, DIMS, AT_A_TIME)
+                store_share(state, whole_rows, dims, True, sinks, bmm2_scale, results, None)
+
+
+@triton.jit
+def arrives_last(counter, expected):
+    """Count this program's arrival, and return True in the last of `expected` programs, which leaves the counter zero.
+
+    The last reads what the others have stored before they arrived. In the terms of PTX's memory model ("Causality Order"):
+    each thread's stores come before the program's barrier, and the barrier before the atomic of its first thread, which
+    releases them to the GPU. Every arrival is a read-modify-write of one counter, so that the last one observes all others,
+    through those in between, and acquires what they released; the barrier that hands the count to its threads comes before
+    their loads. So no load of these threads returns older contents, not even from the L1 of their multiprocessor, which the
+    acquiring atomic invalidates. After the last arrival only the last program touches the counter, and a launch ends before
+    the next launch's first arrival.
+    """
+    tl.debug_barrier()
+    is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == expected - 1
+    tl.debug_barrier()
+    if is_last:
+        tl.store(counter, 0)
+    return is_last
+
+
+@triton.jit
+def merged(
+    pieces,  # by their shares: (the first of the unit; the first of those that are merged, their end, the step between them)
+    block,  # (q_block, q_blocks)
+    rows,  # (row of the block, True where it exists)
+    dims,
+    partials,
+    BLOCK_ROWS: tl.constexpr,
+    ROW_DIMS: tl.constexpr,
+    AT_A_TIME: tl.constexpr,
+):
+    """Return the state of a softmax over the keys of some pieces of a unit, (largest, denominator, sums [ROWS, DIMS])."""
+    first, begin, end, step = pieces
+    block_row, row_exists = rows
+    ROWS: tl.constexpr = block_row.shape[0]
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    denominator = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, dims.shape[0]], tl.float32)
+    for start in range(begin, end, AT_A_TIME * step):
+        # A thread adds up elements of its own: no warp waits for another, and the loads of all these pieces go out together.
+        for number in tl.static_range(AT_A_TIME):
+            share = start + number * step
+            exists = row_exists & (share < end)
+            row = slot_of(share, block[0], block[1], share == first) * BLOCK_ROWS + block_row
+            lse = tl.load(partials.lse_log2 + row, mask=exists, other=float("-inf"))
+            part = tl.load(partials.out + row[:, None] * ROW_DIMS + dims[None, :], mask=exists[:, None], other=0.0)
+            new_largest = tl.maximum(largest, lse)
+            origin = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+            weight = tl.exp2(lse - origin)
+            rescale = tl.exp2(largest - origin)
+            denominator = denominator * rescale + weight
+            sums = sums * rescale[:, None] + part * weight[:, None]
+            largest = new_largest
+    return largest, denominator, sums
+
+
+@triton.jit
+def merged_by_lanes(
+    pieces,  # this and the others as for `merged`
+    block,
+    rows,
+    dims,
+    partials,
+    BLOCK_ROWS: tl.constexpr,
+    ROW_DIMS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Return the same as `merged`: for many pieces, of which each lane adds up its own."""
+    first, begin, end, step = pieces
+    block_row, row_exists = rows
+    ROWS: tl.constexpr = block_row.shape[0]
+    lane = tl.arange(0, LANES)
+    largest = tl.full([LANES, ROWS], float("-inf"), tl.float32)
+    denominator = tl.zeros([LANES, ROWS], tl.float32)
+    sums = tl.zeros([LANES, ROWS, dims.shape[0]], tl.float32)
+    for start in range(begin, end, LANES * step):
+        share = start + lane * step
+        exists = (share < end)[:, None] & row_exists[None, :]
+        row = slot_of(share, block[0], block[1], share == first)[:, None] * BLOCK_ROWS + block_row[None, :]
+        lse = tl.load(partials.lse_log2 + row, mask=exists, other=float("-inf"))
+        elements = partials.out + row[:, :, None] * ROW_DIMS + dims[None, None, :]
+        part = tl.load(elements, mask=exists[:, :, None], other=0.0)
+        new_largest = tl.maximum(largest, lse)
+        origin = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        weight = tl.exp2(lse - origin)
+        rescale = tl.exp2(largest - origin)
+        denominator = denominator * rescale + weight
+        sums = sums * rescale[:, :, None] + part * weight[:, :, None]
+        largest = new_largest
+    most = tl.max(largest, 0)
+    rescale = tl.exp2(largest - tl.where(most == float("-inf"), 0.0, most)[None, :])
+    return most, tl.sum(denominator * rescale, 0), tl.sum(sums * rescale[:, :, None], 0)
+
+
+@triton.jit(do_not_specialize=["least_q_len", "max_q_len", "q_blocks", "batch_size", "num_kv_heads"])
+def merge_kernel(
+    partials,
+    cu_seqlens_q,  # None: every request has max_q_len rows
+    sinks,
+    bmm2_scale,
+    results,  # (out, lse_log2 or None)
+    least_q_len,  # as for the attention
+    max_q_len,
+    q_blocks,
+    batch_size,  # None: the first two numbers of a program are a unit and a block of its rows, which it may lack
+    num_kv_heads,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    MERGED_ROWS: tl.constexpr,
+    MERGED_DIMS: tl.constexpr,
+    LANES: tl.constexpr,
+    AT_A_TIME: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Merge some rows of one unit: weight its partial results by 2 ** their LSE, and count the sink once."""
+    if OVERLAPS:  # every program, for what is launched next waits for this launch alone
+        gdc_wait()
+    unit = tl.program_id(0)
+    if batch_size is not None:  # the numbers are a block of the rows of all requests, and a K/V head
+        kind = (cu_seqlens_q, least_q_len, max_q_len)
+        lanes = tl.arange(0, BLOCK_REQUESTS)
+        found, first_block, _, _ = block_at(unit, batch_size, kind, lanes, GROUP, MERGED_ROWS)
+        if found >= batch_size:
+            return
+        row_block = unit - first_block
+        unit = found * num_kv_heads + tl.program_id(1)
+    first_share = tl.load(partials.of_units + unit * 2).to(tl.int64)
+    last_share = tl.load(partials.of_units + unit * 2 + 1).to(tl.int64)
+    if first_share == last_share:  # a program had the unit whole, and has written it
+        return
+    request = (unit // num_kv_heads).to(tl.int64)
+    q_start, q_len = request_rows(cu_seqlens_q, request, max_q_len)
+    if least_q_len is not None and (q_len < least_q_len) | (q_len > max_q_len):  # another launch's
+        return
+    first_packed = (tl.program_id(1) if batch_size is None else row_block) * MERGED_ROWS
+    if first_packed >= q_len * GROUP:
+        return
+    packed = first_packed + tl.arange(0, MERGED_ROWS)
+    kv_head = unit % num_kv_heads
+    row_head, head, row_exists = rows_of_unit(packed, q_start, q_len, kv_head, num_kv_heads, GROUP)
+    dims = tl.program_id(2) * MERGED_DIMS + tl.arange(0, MERGED_DIMS)
+    pieces = (first_share, first_share, last_share + 1, 1)
+    block = (first_packed // BLOCK_ROWS, q_blocks)
+    rows = (packed % BLOCK_ROWS, row_exists)
+    if LANES == 1:
+        state = merged(pieces, block, rows, dims, partials, BLOCK_ROWS, HEAD_DIM, AT_A_TIME)
+    else:
+        state = merged_by_lanes(pieces, block, rows, dims, partials, BLOCK_ROWS, HEAD_DIM, LANES)
+    written = (row_head, head, row_exists, row_head)
+    store_share(state, written, dims, True, sinks, bmm2_scale, results, None, HEAD_DIM)
