@@ -2,7 +2,8 @@
 
 A kernel branches on its arguments, and a defect lies where two of them meet: a window over split tables, a mask beside sinks, a
 group of 12 in a batch of 257. Here the domain of each call is declared once (`lab.checks.domain`). The smoke level judges each
-value by itself, all else plain; the full level judges every pair of values too, and stated triples.
+value by itself, all else plain; the full level judges every pair of values too, and stated triples. A call without rows or
+without keys counts for the value that makes it so, and not for what else it was given.
 
 A kernel that declines one pair of a case has declined all others in it. So the full level goes on: pairs of values that the
 kernel takes, and that no judged case has, come together in smaller cases, and then each by itself.

@@ -133,10 +133,9 @@ def tuples_by_outcome(domain: Domain, verdicts: Iterable["CaseVerdict"]) -> tupl
     """Return the values, pairs and stated triples of points that were judged, and of those that were declined."""
     judged, declined = set[Values](), set[Values]()
     for verdict in verdicts:
-        point = verdict.case.values
         found = declined if verdict.outcome is Outcome.DECLINED else judged
-        found.update(domain.tuples_of(point))
-        found.update(((axis, point[axis]),) for axis in domain.axes)
+        found.update(domain.tuples_of(verdict.case.values))
+        found.update(domain.values_of(verdict.case.values))
     return judged, declined
 
 

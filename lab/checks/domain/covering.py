@@ -38,6 +38,8 @@ class Domain:
         axes: the values of each axis by its name; the first is the plain one.
         rules: between them. Axes that are not named in any rule combine freely.
         triples: names of three axes whose values are covered together, not in pairs alone.
+        vacuous: values of axes with which a call computes nothing. A point with one shows nothing of its others, and covers
+            that value, and the pairs and triples of which that is a part.
 
     Raises:
         ValueError: an axis without values, a rule or a triple of an axis that there is not, or no point fits all rules.
@@ -46,6 +48,7 @@ class Domain:
     axes: Mapping[str, Sequence[Any]]
     rules: tuple[Constraint, ...] = ()
     triples: tuple[tuple[str, str, str], ...] = ()
+    vacuous: frozenset[tuple[str, Any]] = frozenset()
     plain: Point = field(init=False)
 
     def __post_init__(self) -> None:
@@ -61,13 +64,18 @@ class Domain:
 
     @classmethod
     def of(
-        cls, axes: Mapping[str, Iterable[Any]], rules: Iterable[Constraint], triples: Iterable[tuple[str, str, str]]
+        cls,
+        axes: Mapping[str, Iterable[Any]],
+        rules: Iterable[Constraint],
+        triples: Iterable[tuple[str, str, str]],
+        vacuous: frozenset[tuple[str, Any]] = frozenset(),
     ) -> "Domain":
         """Return the domain of axes of which a value may be named twice, with the rules and triples of axes that it has."""
         return cls(
             {name: tuple(dict.fromkeys(values)) for name, values in axes.items()},
             tuple(rule for rule in rules if set(rule.axes) <= set(axes)),
             tuple(triple for triple in triples if set(triple) <= set(axes)),
+            vacuous,
         )
 
     def fits(self, point: Mapping[str, Any], added: str = "") -> bool:
@@ -165,8 +173,17 @@ class Domain:
         return next((rule.why for rule in itertools.chain(direct, alone)), "several rules forbid it")
 
     def tuples_of(self, point: Point) -> Iterator[Values]:
-        """Return the pairs and the stated triples that a point has."""
-        return (tuple((name, point[name]) for name in names) for names in self._named_together)
+        """Return the pairs and the stated triples that a point covers."""
+        tuples = (tuple((name, point[name]) for name in names) for names in self._named_together)
+        return self._shown(point, tuples)
+
+    def values_of(self, point: Point) -> Iterator[Values]:
+        """Return the values that a point covers, each alone."""
+        return self._shown(point, (((name, point[name]),) for name in self.axes))
+
+    def _shown(self, point: Point, found: Iterator[Values]) -> Iterator[Values]:
+        vacuous = self.vacuous & point.items()
+        return (each for each in found if not vacuous.isdisjoint(each)) if vacuous else found
 
     def covering(
         self, seed: int = 0, goals: Iterable[Values] | None = None, chosen: int | None = None
@@ -201,7 +218,11 @@ class Domain:
         names = [name for name in self.axes if name not in point]
         rng.shuffle(names)
         for name in names[: chosen - len(goal)]:
-            values = [value for value in self.axes[name] if self.fits(point | {name: value}, name)]
+            values = [
+                value
+                for value in self.axes[name]
+                if (name, value) not in self.vacuous and self.fits(point | {name: value}, name)
+            ]
             rng.shuffle(values)
             if not values:
                 return whole

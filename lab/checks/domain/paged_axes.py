@@ -37,7 +37,9 @@ BEYOND: dict[str, tuple[Any, ...]] = {
 }
 WINDOWS = (0, 1, 15, 20, 127, 1000, 5000, 2**31 - 1)
 SCALES = ("number", "tensor [1]", "tensor []", "tensor [1, 1]")
-WITHOUT = ("none first", "none last", "none twice", "none at all")  # requests that have no rows, or no keys
+NOTHING = "none at all"
+WITHOUT = ("none first", "none last", "none twice", NOTHING)  # requests that have no rows, or no keys
+VACUOUS = frozenset({("lengths", NOTHING), ("offsets", NOTHING)})
 OWN_BIT_CLEAR = "own bit clear"  # of each row: it sees the draft's tokens before it, and so the first row none
 BITS_AFTER = "bits after the draft"
 TWICE = "the last twice"  # the last page of a request of several is the one before it
@@ -62,7 +64,7 @@ def paged_domain(interface: Interface, space: Space) -> Domain:
         **_arguments(interface, space),
         **_tensors(interface, space),
     }
-    return Domain.of(axes, RULES, TRIPLES)
+    return Domain.of(axes, RULES, TRIPLES, VACUOUS)
 
 
 def _sizes(interface: Interface, space: Space) -> dict[str, Sequence[Any]]:

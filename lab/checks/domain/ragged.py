@@ -7,7 +7,7 @@ requests; its heads and head_dims are its own, those of DeepSeek and its relativ
 from typing import Any
 
 from lab.checks.domain.covering import Constraint, Domain
-from lab.checks.domain.paged_axes import NAMES, PROMPTS, REQUESTS, RULES, SCALES, WINDOWS, WITHOUT, values_of
+from lab.checks.domain.paged_axes import NAMES, PROMPTS, REQUESTS, RULES, SCALES, VACUOUS, WINDOWS, WITHOUT, values_of
 from lab.checks.space import Space
 
 SHORT = 150  # keys of the longest request that is not long
@@ -66,7 +66,7 @@ def ragged_domain(space: Space) -> Domain:
             "of one tensor",
         ),
     }
-    return Domain.of(axes, (*RULES, *RAGGED_RULES), TRIPLES)
+    return Domain.of(axes, (*RULES, *RAGGED_RULES), TRIPLES, VACUOUS)
 
 
 def head_dims_of(value: str) -> tuple[int, int]:

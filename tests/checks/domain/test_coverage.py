@@ -1,3 +1,4 @@
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,6 +42,15 @@ def test_each_value_and_pair_is_judged_or_declined_or_left_out_or_impossible() -
     assert found.triples == {Reach.JUDGED: 2, Reach.DECLINED: 1, Reach.LEFT_OUT: 5}
     assert found.blind == ()
     assert found.counts == "5 of 8 values and 9 of 23 pairs of decode"
+
+
+def test_a_call_that_computes_nothing_shows_nothing_of_its_other_values() -> None:
+    domain = replace(DOMAIN, vacuous=frozenset({("lengths", "long")}))
+    found = coverage(Interface.DECODE, domain, [verdict_on(Outcome.RIGHT, lengths="long", mask=True)])
+    assert found.values["lengths"] == {"short": Reach.LEFT_OUT, "long": Reach.JUDGED}
+    assert found.values["mask"] == {False: Reach.LEFT_OUT, True: Reach.LEFT_OUT}
+    assert found.pairs[Reach.JUDGED] == 3
+    assert found.triples[Reach.JUDGED] == 1
 
 
 def test_a_blind_spot_is_a_pair_of_judged_values_that_was_not_judged() -> None:

@@ -51,6 +51,40 @@ def test_a_goal_that_no_point_has_is_left_out() -> None:
     assert not any(point["mask"] for point in domain.covering())
 
 
+def test_other_pairs_do_not_come_with_a_value_that_computes_nothing() -> None:
+    axes = {"rows": ("some", "none"), **AXES}
+    points = list(Domain(axes, (RULE,), vacuous=frozenset({("rows", "none")})).covering())
+    for one, other in itertools.combinations(axes, 2):
+        for goal in itertools.product(*(((name, value) for value in axes[name]) for name in (one, other))):
+            wanted = dict(goal)
+            shown = [point for point in points if wanted.items() <= point.items()]
+            if "rows" not in wanted:
+                shown = [point for point in shown if point["rows"] == "some"]
+            assert bool(shown) == RULE.fits(wanted.get("window", -1), wanted.get("mask", False)), wanted
+
+
+def test_that_there_is_no_point_shows_without_trying_axes_that_do_not_matter() -> None:
+    """Twelve axes stand between the two that never fit each other: 6**12 combinations of their values."""
+    calls = []
+
+    def never(c: int, d: int) -> bool:
+        calls.append((c, d))
+        return d == 6
+
+    between = {f"b{number}": tuple(range(6)) for number in range(12)}
+    with_a = [Constraint(lambda a, c: True, "c is near a")]
+    with_a += [Constraint(eval(f"lambda a, {name}: True"), f"{name} is near a") for name in between]
+    domain = Domain(
+        {"a": (0, 1), **between, "c": tuple(range(6)), "d": tuple(range(7))}, (*with_a, Constraint(never, ""))
+    )
+    assert domain.plain["d"] == 6
+    calls.clear()
+    assert Domain(domain.axes | {"d": (6,)}, domain.rules).completed({"a": 1}) is not None
+    with pytest.raises(ValueError, match="no point of these axes fits"):
+        Domain(domain.axes | {"d": tuple(range(6))}, domain.rules)
+    assert len(calls) < 100
+
+
 @pytest.mark.parametrize(
     ("domain", "said"),
     [
