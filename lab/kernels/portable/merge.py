@@ -11,8 +11,8 @@ a unit merges them instead:
 
 Pieces are merged in their own order, whoever arrives last, so that the bits of a result repeat.
 
-A merge runs once after hundreds of tiles of keys. Its instructions then have to be fetched from memory, which takes longer than
-what they do, so that its code is short.
+Code is short here: a merge runs once after many tiles of keys, and the time that it takes was that of its number of instructions
+(results/nvidia-h200/kernels.md, "A merge is as long as its code").
 """
 
 import triton

@@ -113,9 +113,9 @@ def choose_prefill_tile(
 
 
 def choose_small_tile(tile: ProgramTile, described: bool, capability: Capability | None) -> ProgramTile:
-    """Return the tile of a small batch, whose time is that of a program's first instructions, each fetched and executed once.
+    """Return the tile of a small batch, whose programs end soon after the instructions that find their first keys.
 
-    On SM90 its tiles are loaded by descriptor, which spares the instructions that find addresses.
+    On SM90 its tiles are loaded by descriptor, which needs fewer of them.
 
     Args:
         tile, described, capability: as for `choose_prefill_tile`.
