@@ -11,7 +11,7 @@ a unit merges them instead:
 
 Pieces are merged in their own order, whoever arrives last, so that the bits of a result repeat.
 
-Code is short here: a merge runs once after many tiles of keys, and the time that it takes was that of its number of instructions
+Code is short here: a merge runs once, after many tiles of keys, and the more instructions it has the longer it takes
 (results/nvidia-h200/kernels.md, "A merge is as long as its code").
 """
 
