@@ -291,6 +291,26 @@ def test_ragged_decode(split: Callable[[int], None], most_idle: float, monkeypat
         assert_right(DECODE, batch, 16, ragged=True, window_left=620)
 
 
+@pytest.mark.parametrize(("programs", "block"), [(1024, (1, 32, 64)), (24, (8, 64, 1)), (3, (16, 64, 1))])
+def test_merges_of_few_rows_and_of_many(
+    split: Callable[[int], None], programs: int, block: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of a merge's program follow from how many there are; here the same rows are few and many. Most are cut."""
+    monkeypatch.setattr(merge, "MERGE_PROGRAMS", programs)
+    batch = random_batch([5, 5, 5], [700, 90, 5], heads=(8, 2), head_dim=64)
+    assert merge.merge_block(3 * 5 * 8, 64) == block
+    split(2)
+    assert_right(DECODE, batch, 16, ragged=True, sinks=sinks_of(8))
+    assert_right(DECODE, batch, 16, window_left=620)
+
+
+def test_a_request_of_more_pieces_than_a_merge_has_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged, "shares_of", lambda *_: key_shares.Shares(80))
+    batch = random_batch([1], [70 * 64 - 9], heads=(1, 1), head_dim=64)  # a piece is a tile of 64 keys
+    assert merge.merge_block(1, 64) == (1, 32, 64)
+    assert_right(DECODE, batch, 64)
+
+
 # Requests of two kinds.
 
 
