@@ -261,6 +261,7 @@ def _language(simulator: Simulator) -> types.SimpleNamespace:
 
     return types.SimpleNamespace(
         **{name: getattr(torch, name) for name in ("int32", "int64", "float32", "float16", "bfloat16")},
+        uint32=torch.int64,  # torch does not divide uint32
         **dict.fromkeys(("NVMMADistributedLayout", "NVMMASharedLayout", "BlockedLayout", "SliceLayout"), layout),
         float8e4nv=torch.float8_e4m3fn,
         DotOperandLayout=layout,
