@@ -64,25 +64,22 @@ def test_other_pairs_do_not_come_with_a_value_that_computes_nothing() -> None:
 
 
 def test_that_there_is_no_point_shows_without_trying_axes_that_do_not_matter() -> None:
-    """Twelve axes stand between the two that never fit each other: 6**12 combinations of their values."""
+    """Eight axes come between c and d, which never fit each other: 6**8 combinations of their values."""
     calls = []
 
     def never(c: int, d: int) -> bool:
         calls.append((c, d))
         return d == 6
 
-    between = {f"b{number}": tuple(range(6)) for number in range(12)}
-    with_a = [Constraint(lambda a, c: True, "c is near a")]
-    with_a += [Constraint(eval(f"lambda a, {name}: True"), f"{name} is near a") for name in between]
-    domain = Domain(
-        {"a": (0, 1), **between, "c": tuple(range(6)), "d": tuple(range(7))}, (*with_a, Constraint(never, ""))
-    )
-    assert domain.plain["d"] == 6
+    between = {f"b{number}": tuple(range(6)) for number in range(8)}
+    near = Constraint(lambda a, c, b0, b1, b2, b3, b4, b5, b6, b7: True, "all but d are near a")
+    axes = {"a": (0, 1), "c": tuple(range(6)), **between, "d": tuple(range(6))}
+    rules = (near, Constraint(never, "c and d never fit"))
+    assert Domain(axes | {"d": (5, 6)}, rules).plain["d"] == 6
     calls.clear()
-    assert Domain(domain.axes | {"d": (6,)}, domain.rules).completed({"a": 1}) is not None
     with pytest.raises(ValueError, match="no point of these axes fits"):
-        Domain(domain.axes | {"d": tuple(range(6))}, domain.rules)
-    assert len(calls) < 100
+        Domain(axes, rules)
+    assert len(calls) == 6 * 6
 
 
 @pytest.mark.parametrize(
