@@ -183,6 +183,18 @@ def arrives_last(counter, expected):
 
 
 @triton.jit
+def with_piece(largest, denominator, sums, lse, part):
+    """Return the state of a softmax with a piece more in each place: `sums` and `part` have a last axis more, of elements."""
+    new_largest = tl.maximum(largest, lse)
+    origin = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+    weight = tl.exp2(lse - origin)
+    rescale = tl.exp2(largest - origin)
+    denominator = denominator * rescale + weight
+    sums = sums * tl.expand_dims(rescale, -1) + part * tl.expand_dims(weight, -1)
+    return new_largest, denominator, sums
+
+
+@triton.jit
 def merged(
     pieces,  # by their shares: (the first of the unit; the first of those that are merged, their end, the step between them)
     block,  # (q_block, q_blocks)
@@ -208,13 +220,7 @@ def merged(
             row = slot_of(share, block[0], block[1], share == first) * BLOCK_ROWS + block_row
             lse = tl.load(partials.lse_log2 + row, mask=exists, other=float("-inf"))
             part = tl.load(partials.out + row[:, None] * ROW_DIMS + dims[None, :], mask=exists[:, None], other=0.0)
-            new_largest = tl.maximum(largest, lse)
-            origin = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-            weight = tl.exp2(lse - origin)
-            rescale = tl.exp2(largest - origin)
-            denominator = denominator * rescale + weight
-            sums = sums * rescale[:, None] + part * weight[:, None]
-            largest = new_largest
+            largest, denominator, sums = with_piece(largest, denominator, sums, lse, part)
     return largest, denominator, sums
 
 
@@ -244,13 +250,7 @@ def merged_by_lanes(
         lse = tl.load(partials.lse_log2 + row, mask=exists, other=float("-inf"))
         elements = partials.out + row[:, :, None] * ROW_DIMS + dims[None, None, :]
         part = tl.load(elements, mask=exists[:, :, None], other=0.0)
-        new_largest = tl.maximum(largest, lse)
-        origin = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        weight = tl.exp2(lse - origin)
-        rescale = tl.exp2(largest - origin)
-        denominator = denominator * rescale + weight
-        sums = sums * rescale[:, :, None] + part * weight[:, :, None]
-        largest = new_largest
+        largest, denominator, sums = with_piece(largest, denominator, sums, lse, part)
     most = tl.max(largest, 0)
     rescale = tl.exp2(largest - tl.where(most == float("-inf"), 0.0, most)[None, :])
     return most, tl.sum(denominator * rescale, 0), tl.sum(sums * rescale[:, :, None], 0)

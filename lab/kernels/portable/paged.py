@@ -127,7 +127,8 @@ def merges_at_once(problem: PagedAttention, tile: ProgramTile | HopperTile, num_
     most_parts = num_shares // (problem.batch_size * problem.num_kv_heads)
     parts = min(most_parts, max(FEW_PARTS.value, triton.cdiv(problem.max_kv_len, 2 * SMALL_SHARE_KEYS)))
     rows = problem.max_q_len * problem.num_qo_heads // problem.num_kv_heads
-    return parts * rows <= MOST_ROWS_AT_ONCE and tile.rows * problem.head_dim <= MOST_ELEMENTS_AT_ONCE
+    is_one_block = rows <= tile.rows  # as `merge_if_last` takes it to be
+    return is_one_block and parts * rows <= MOST_ROWS_AT_ONCE and tile.rows * problem.head_dim <= MOST_ELEMENTS_AT_ONCE
 
 
 def few_tokens(problem: PagedAttention) -> int | None:
@@ -185,13 +186,14 @@ def _tile_and_shares(problem: PagedAttention, of_kind: bool) -> tuple[ProgramTil
         return hopper.blocks if shares is None else shared, shares
     tile = _tile(problem, problem.max_q_len)
     shares = shares_of(problem, tile, triton.cdiv(packed_rows, tile.rows), of_kind)
+    if shares is not None and not shares.is_small:
+        return tile, shares
     described = all(loads_by_descriptor(cache, tile.keys) for cache in (problem.k_cache, problem.v_cache))
     capability = capability_of(problem.query.device)
     if shares is None:
-        tile = choose_prefill_tile(tile, problem.head_dim, problem.k_cache.element_size(), described, capability)
-    elif shares.is_small:
-        tile = choose_small_tile(tile, described, capability)
-    return tile, shares
+        kv_bytes = problem.k_cache.element_size()
+        return choose_prefill_tile(tile, problem.head_dim, kv_bytes, described, capability), None
+    return choose_small_tile(tile, described, capability), shares
 
 
 def _launches(problem: PagedAttention, results: Results) -> list[TritonLaunch]:
@@ -235,7 +237,7 @@ def _launches_of(
     pools = paired((problem.k_cache, problem.v_cache), tile)
     overlaps = overlaps_launches(problem.query.device)
     overlapped = overlaps and least_q_len is not None and least_q_len > 1
-    at_once = shares is not None and shares.merges_at_once
+    at_once = merged_at_once(problem, shares.count) if shares is not None and shares.merges_at_once else None
     scratch, counters = (partials[:2], partials[2:]) if partials and at_once else (partials or (), ())
     attention = TritonLaunch(
         _attention_kernel,
@@ -274,7 +276,7 @@ def _launches_of(
         CAUSAL=problem.causal,
         SHARED=shares is not None,
         SMALL=shares is not None and shares.is_small,
-        MERGED=merged_at_once(problem, shares.count) if shares is not None and at_once else None,
+        MERGED=at_once,
         TILE=tile,
         DOT_DTYPE=dot_dtype(problem.k_cache),
         OVERLAPS=overlaps and not at_once and (partials is not None or least_q_len is not None),

@@ -26,8 +26,8 @@ class PartialResults(NamedTuple):
         out: float32 [q_blocks * shares * 2, rows, v_head_dim].
         lse_log2: float32 [q_blocks * shares * 2, rows]; -inf where a row sees none of the keys.
         of_units: int32. For a merge that is a launch, [batch_size * num_kv_heads, 2]: the first and the last share that have
-            keys of a unit. For one by the last program, counters [batch_size * num_kv_heads, q_blocks, 1 + groups]: how many
-            programs have arrived at a block of a unit's rows and at its groups of pieces, zero between launches.
+            keys of a unit. For one by the last program, counters [batch_size * num_kv_heads, 1 + groups]: how many programs
+            have arrived at a unit, whose rows are one block, and at its groups of pieces, zero between launches.
     """
 
     out: torch.Tensor
@@ -52,7 +52,7 @@ def new_partials(shares: Shares | None, q_blocks: int, rows: int, problem: Paged
         return PartialResults(*new_scratch(device, *parts, ((units, 2), torch.int32)))
     out, lse_log2 = new_scratch(device, *parts)
     groups = triton.cdiv(shares.count, GROUPED_PIECES.value)
-    counters = torch.zeros((units, q_blocks, 1 + groups), dtype=torch.int32, device=device)
+    counters = torch.zeros((units, 1 + groups), dtype=torch.int32, device=device)
     return PartialResults(out, lse_log2, counters)
 
 
