@@ -4,14 +4,16 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED
+from concurrent.futures import wait as wait_for_futures
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from lab.checks.check import Check, Level
-from lab.checks.isolation import Isolation, TooLate
+from lab.checks.isolation import Isolation, Pending, TooLate
 from lab.checks.report import CaseVerdict
 from lab.checks.space import Space
 from lab.checks.verdicts import Judged, Outcome
@@ -23,8 +25,8 @@ MOST_SHRINKS = 60  # calls of the judge that Hypothesis may spend on making a fa
 MOST_KEPT = 2000  # right random cases in the report
 MOST_WRONG = 10  # different wrong ones, after which no more are drawn
 
-# Each begins a turn's cases, and gives the function that waits for their verdicts.
-Turns = Iterator[Callable[[], None]]
+# Begins cases and keeps their verdicts; yields each case whose verdict it takes next, so that others go on until it is ready.
+Waits = Generator[Pending, None, None]
 # Of a verdict, what it differs in from others of its report: its check, the reprs of its function, case and axes, and whether
 # the case was drawn.
 Key = tuple[str, str, str, str, bool]
@@ -134,7 +136,7 @@ class Bench:
         before = self.reprs
         return [case for case in cases if repr(case) not in before]
 
-    def turns(self) -> Turns:
+    def turns(self) -> Waits:
         """Judge the fixed cases, first one for each worker and then several in each turn; what follows; the drawn ones last."""
         yield from self._turns_of(self._cases)
         for following in self._more:
@@ -145,9 +147,9 @@ class Bench:
             self._cases, self.planned = [*self._cases, *cases], self.planned + len(cases)
             yield from self._turns_of(cases)
         if self._drawn and self.check.adapt is not None and not self._session.is_over:
-            yield self._draw(self.check.adapt)
+            yield from self._draw(self.check.adapt)
 
-    def go_on(self, end: float) -> Turns:
+    def go_on(self, end: float) -> Waits:
         """Judge random cases until a time of `time.monotonic`; keep the first right ones, and wrong ones made small."""
         earlier = self._after.verdicts if self._after else ()
         cases = iter(self.check.draw(self.interface, self._axes, [*earlier, *self.verdicts]) if self.check.draw else ())
@@ -156,19 +158,18 @@ class Bench:
             several = list(itertools.islice(cases, CASES_PER_WORKER * self._session.isolation.workers))
             if not several:
                 return
-            yield partial(self._keep_random, self._begin(several, drawn=True, is_planned=False), wrong)
+            yield from self._take(self._begin(several, drawn=True, is_planned=False), partial(self._keep_random, wrong))
 
-    def _keep_random(self, begun: "_Begun", wrong: set[str]) -> None:
-        """Keep verdicts on random cases, the wrong ones made small; add the cases of these to those that were wrong."""
-        for verdict in self._verdicts(begun):
-            self.num_random += 1
-            if is_fault(verdict):
-                small = self._shrunk(verdict)
-                if repr(small.case) not in wrong:
-                    self._keep(small)
-                wrong.add(repr(small.case))
-            elif self.num_random <= MOST_KEPT:
-                self._keep(verdict)
+    def _keep_random(self, wrong: set[str], verdict: CaseVerdict) -> None:
+        """Keep the verdict on a random case, a wrong one made small; add the case of that to those that were wrong."""
+        self.num_random += 1
+        if is_fault(verdict):
+            small = self._shrunk(verdict)
+            if repr(small.case) not in wrong:
+                self._keep(small)
+            wrong.add(repr(small.case))
+        elif self.num_random <= MOST_KEPT:
+            self._keep(verdict)
 
     def _shrunk(self, verdict: CaseVerdict) -> CaseVerdict:
         """Return the verdict of a smaller case that is wrong too."""
@@ -190,17 +191,13 @@ class Bench:
             self._keep(list(wrong.values())[-1])
             raise
 
-    def _turns_of(self, cases: Sequence[Any]) -> Turns:
+    def _turns_of(self, cases: Sequence[Any]) -> Waits:
         first = self._session.isolation.workers
         ends = [0, *range(first, len(cases), CASES_PER_WORKER * first), len(cases)]
         for several in filter(None, (cases[at:end] for at, end in itertools.pairwise(ends))):
             if self._session.is_over:
                 return
-            yield partial(self._keep_all, self._begin(several))
-
-    def _keep_all(self, begun: "_Begun") -> None:
-        for verdict in self._verdicts(begun):
-            self._keep(verdict)
+            yield from self._take(self._begin(several), self._keep)
 
     def _begin(self, cases: Sequence[Any], drawn: bool = False, is_planned: bool = True) -> "_Begun":
         """Have workers judge cases, but those with an earlier verdict that stands."""
@@ -211,16 +208,17 @@ class Bench:
             begun.cases.append((case, earlier or submit(self.check.key, case, self._space, self._session.end)))
         return begun
 
-    def _verdicts(self, begun: "_Begun") -> Iterator[CaseVerdict]:
-        """Yield the verdict of each case, in order, as it comes; none of those that the run's end comes before."""
+    def _take(self, begun: "_Begun", keep: Callable[[CaseVerdict], None]) -> Waits:
+        """Keep the verdict of each case, in order; of none that the run's end comes before."""
         for case, found in begun.cases:
-            is_new = not isinstance(found, CaseVerdict)
-            if is_new and self._session.is_stopped:
-                return
+            if isinstance(found, Pending):
+                if self._session.is_stopped:
+                    return
+                yield found
             with suppress(TooLate):
-                verdict = found if isinstance(found, CaseVerdict) else self._verdict(case, found(), begun.drawn)
+                verdict = self._verdict(case, found(), begun.drawn) if isinstance(found, Pending) else found
                 self.judged += begun.is_planned
-                yield self._session.note(verdict, is_new)
+                keep(self._session.note(verdict, isinstance(found, Pending)))
 
     def _judge_now(self, case: Any) -> CaseVerdict:
         """Return the verdict of a case that a wrong one was made smaller to, though the run may be over."""
@@ -242,8 +240,8 @@ class Bench:
     def _keep(self, verdict: CaseVerdict) -> None:
         self.verdicts.append(self._session.numbered(verdict))
 
-    def _draw(self, adapt: Callable[[Any], Any]) -> Callable[[], None]:
-        """Let Hypothesis draw cases, and begin them; the returned function keeps them, a wrong one as small as it gets."""
+    def _draw(self, adapt: Callable[[Any], Any]) -> Waits:
+        """Let Hypothesis draw cases, and keep them, a wrong one as small as it gets."""
         from hypothesis import HealthCheck, Phase, given, seed, settings
 
         cases: dict[Any, None] = {}
@@ -283,18 +281,21 @@ class Bench:
             seed(self._space.seed)(holds)
         holds()
         self.planned += len(cases) - self._drawn
-        return partial(self._keep_drawn, self._begin(list(cases), drawn=True), seen, holds)
+        yield from self._keep_drawn(self._begin(list(cases), drawn=True), seen, holds)
 
-    def _keep_drawn(self, begun: "_Begun", seen: dict[Any, CaseVerdict], find_smaller: Callable[[], None]) -> None:
+    def _keep_drawn(self, begun: "_Begun", seen: dict[Any, CaseVerdict], find_smaller: Callable[[], None]) -> Waits:
         """Keep verdicts on drawn cases in `seen` too, but of wrong ones the one that is found to be smallest alone."""
         faults: list[CaseVerdict] = []
+
+        def keep(verdict: CaseVerdict) -> None:
+            seen[verdict.case] = verdict
+            if is_fault(verdict):
+                faults.append(verdict)
+            else:
+                self._keep(verdict)
+
         try:
-            for verdict in self._verdicts(begun):
-                seen[verdict.case] = verdict
-                if is_fault(verdict):
-                    faults.append(verdict)
-                else:
-                    self._keep(verdict)
+            yield from self._take(begun, keep)
             if faults:
                 find_smaller()
         except _Found as found:
@@ -306,7 +307,7 @@ class Bench:
 
 @dataclass
 class _Begun:
-    """Cases of a turn, each with its verdict or the function that waits for it.
+    """Cases of a turn, each with its verdict, or pending.
 
     Attributes:
         drawn: as of `CaseVerdict`.
@@ -316,7 +317,7 @@ class _Begun:
 
     drawn: bool
     is_planned: bool
-    cases: list[tuple[Any, CaseVerdict | Callable[[], Judged]]] = field(default_factory=list)
+    cases: list[tuple[Any, CaseVerdict | Pending]] = field(default_factory=list)
 
 
 class _Found(Exception):  # noqa: N818 - what Hypothesis is to make smaller
@@ -327,19 +328,25 @@ class _Found(Exception):  # noqa: N818 - what Hypothesis is to make smaller
         self.verdict = verdict
 
 
-def in_turns(turns_of_each: Iterable[Turns]) -> Iterator[None]:
-    """Let benches judge in rounds, so that an early end leaves none without a verdict.
+def in_turns(waits_of_each: Iterable[Waits]) -> Generator[None, None, None]:
+    """Let benches judge at the same time, and yield whenever one has kept a verdict; an early end leaves none without one.
 
-    A turn of each bench is under way at any time: while one waits for its slowest case, workers judge those of the others.
+    The bench that goes on is one whose next verdict is ready. So a case that takes minutes holds up its own bench alone.
     """
-    begun = deque[tuple[Turns, Callable[[], None]]]()
-    for turns in turns_of_each:
-        begun.extend((turns, wait) for wait in itertools.islice(turns, 1))
-    while begun:
-        turns, wait = begun.popleft()
-        wait()
-        begun.extend((turns, following) for following in itertools.islice(turns, 1))
-        yield
+    with ExitStack() as stack:
+        waiting = deque[tuple[Waits, Pending]]()
+        for waits in waits_of_each:
+            stack.enter_context(closing(waits))
+            waiting.extend((waits, pending) for pending in itertools.islice(waits, 1))
+        while waiting:
+            futures = [pending.future for _, pending in waiting if pending.future is not None]
+            if len(futures) == len(waiting):
+                wait_for_futures(futures, return_when=FIRST_COMPLETED)
+            ready = next(at for at, (_, pending) in enumerate(waiting) if pending.is_ready)
+            waits, _ = waiting[ready]
+            del waiting[ready]
+            waiting.extend((waits, following) for following in itertools.islice(waits, 1))
+            yield
 
 
 def is_fault(verdict: CaseVerdict) -> bool:

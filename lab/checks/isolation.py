@@ -8,9 +8,10 @@ import pickle
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -37,6 +38,27 @@ LOST_CONTEXT = 70  # exit status of a worker whose CUDA context is lost
 
 class TooLate(Exception):  # noqa: N818 - nothing is wrong
     """The run was over before a case had begun."""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A case that was submitted. Calling it waits for its verdict.
+
+    Attributes:
+        result: waits for the verdict.
+        future: done once there is no more to wait for; None if the case is judged when its verdict is asked for.
+    """
+
+    result: Callable[[], Judged]
+    future: Future[Judged] | None = None
+
+    def __call__(self) -> Judged:
+        return self.result()
+
+    @property
+    def is_ready(self) -> bool:
+        """Tell whether calling it begins at once, without a wait for a worker."""
+        return self.future is None or self.future.done()
 
 
 class Isolation:
@@ -111,24 +133,27 @@ class Isolation:
             raise RuntimeError(CANNOT_BEGIN) from error
         return answer
 
-    def submit(self, check: str, case: Any, space: Space | None = None, end: float = math.inf) -> Callable[[], Judged]:
-        """Have one case of the check with that key judged; return a function that waits for the verdict.
+    def submit(self, check: str, case: Any, space: Space | None = None, end: float = math.inf) -> Pending:
+        """Have one case of the check with that key judged; return what waits for the verdict.
 
         Args:
             check: its key.
             case: of that check.
             space: the axes within which the check may vary the case; the isolation's if None.
-            end: the case is not begun after this time of `time.monotonic`, which all processes of a machine share; the
-                function then raises TooLate.
+            end: the case is not begun after this time of `time.monotonic`, which all processes of a machine share;
+                waiting then raises TooLate.
         """
         within = space or self.space
         if self._pool is None or self._last_words is None:
             where = (self.device, within, self.refusals)
-            return functools.partial(_in_time, end, run_trial, self.implementation, _check(check), case, *where)
+            return Pending(
+                functools.partial(_in_time, end, run_trial, self.implementation, _check(check), case, *where)
+            )
         descriptor, last_words = tempfile.mkstemp(dir=self._last_words.name)
         os.close(descriptor)
         arguments = (end, _work, self.implementation, check, case, str(self.device), within, self.refusals, last_words)
-        return functools.partial(self._result, self._schedule(_in_time, arguments), arguments)
+        future = self._schedule(_in_time, arguments)
+        return Pending(functools.partial(self._result, future, arguments), future)
 
     def _schedule(self, work: Callable[..., Any], arguments: tuple[Any, ...], limit_s: float | None = None) -> Any:
         if not self._pool.active:  # a worker that died between two cases ended its pool

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lab.checks.bench import Bench, Session, Turns, in_turns
+from lab.checks.bench import Bench, Session, Waits, in_turns
 from lab.checks.catalogue import checks
 from lab.checks.check import Check, Level
 from lab.checks.isolation import Isolation
@@ -195,8 +195,10 @@ class _Run:
         self.benches += planned
         return planned
 
-    def _turns(self, turns_of_each: Iterable[Turns]) -> None:
+    def _turns(self, turns_of_each: Iterable[Waits]) -> None:
         for _ in in_turns(turns_of_each):
+            if self.session.is_stopped:
+                return
             if time.monotonic() > self._next_write:
                 self._save(self._report(), goes_on=True)
 

@@ -79,8 +79,9 @@ Implementation = typer.Argument(
     help="package.module, path/to/file.py, or either with :attribute; if left out, the lab's kernels that fit the machine, "
     "or the implementation of --case"
 )
-Device = Annotated[
-    str | None, typer.Option(parser=device_named, metavar="DEVICE", help="cpu or cuda; a GPU if there is one")
+Device = Annotated[  # typer 0.27 makes "--DEVICE" of this metavar if the option is not named
+    str | None,
+    typer.Option("--device", parser=device_named, metavar="DEVICE", help="cpu or cuda; a GPU if there is one"),
 ]
 Out = Annotated[Path | None, typer.Option(dir_okay=False, help="the JSON file to write; none if left out")]
 Json = Annotated[

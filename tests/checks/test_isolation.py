@@ -2,9 +2,10 @@
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from threading import Timer
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ import torch
 from lab import references
 from lab.checks import CaseVerdict, Outcome, Report, Space, judge
 from lab.checks import isolation as isolation_module
-from lab.checks.bench import in_turns
-from lab.checks.isolation import Isolation, TooLate
+from lab.checks.bench import Waits, in_turns
+from lab.checks.isolation import Isolation, Pending, TooLate
+from lab.checks.verdicts import Judged
 from lab.loading import LoadError
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import Interface
@@ -98,18 +100,46 @@ def test_no_case_is_begun_after_the_end(name: str | None) -> None:
             late()
 
 
-def test_others_turns_are_begun_while_one_waits() -> None:
-    """Workers would be idle if all turns waited for the slowest case of one."""
-    begun, waited = list[int](), list[int]()
+def test_benches_judge_in_turns() -> None:
+    """In one process a verdict is always ready: each bench has its first before one has its second."""
+    kept = list[int]()
 
-    def turns_of(number: int) -> Iterator[Callable[[], None]]:
+    def waits_of(number: int) -> Waits:
         for _ in range(2):
-            begun.append(number)
-            yield lambda: waited.append(number)
+            yield Pending(_right)
+            kept.append(number)
 
-    for _ in in_turns(turns_of(number) for number in range(9)):
-        assert len(begun) - len(waited) == min(9, 18 - len(waited)), "a turn of each is under way"
-    assert begun == waited == [*range(9)] * 2, "each has its first turn before one has its second"
+    assert len(list(in_turns(waits_of(number) for number in range(9)))) == len(kept)
+    assert kept == [*range(9)] * 2
+
+
+def test_a_slow_case_holds_up_its_own_bench_alone() -> None:
+    """The others go on to their last case; a bench that never went on ends with the run."""
+    kept, ended = list[str](), list[str]()
+
+    def waits_of(name: str, futures: list[Future[Judged]]) -> Waits:
+        try:
+            for future in futures:
+                yield Pending(future.result, future)
+                kept.append(name)
+        finally:
+            ended.append(name)
+
+    slow, quick = Future[Judged](), [Future[Judged]() for _ in range(3)]
+    quick[0].set_result(_right())
+    turns = in_turns([waits_of("slow", [slow]), waits_of("quick", quick)])
+    next(turns)
+    for future in quick[1:]:
+        assert kept.count("quick") == quick.index(future)
+        Timer(0.05, future.set_result, [_right()]).start()  # while both benches wait
+        next(turns)
+    assert kept == ["quick"] * 3
+    turns.close()
+    assert sorted(ended) == ["quick", "slow"]
+
+
+def _right() -> Judged:
+    return Judged(Outcome.RIGHT)
 
 
 def test_a_pool_whose_workers_never_begin_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
