@@ -147,19 +147,20 @@ def merge_if_last(
     counters = partials.of_units + unit * (1 + tl.cdiv(num_shares, GROUPED_PIECES))
     DIMS: tl.constexpr = dims.shape[0]
     block_rows = (tl.arange(0, row_head.shape[0]), row_exists)
-    if arrives_last(counters + 1 + group, end - begin):
-        state = merged((first, begin, end, 1), (0, 1), block_rows, dims, partials, BLOCK_ROWS, DIMS, AT_A_TIME)
-        whole_rows = (row_head, head, row_exists, row_head)
-        if num_groups == 1:
-            store_share(state, whole_rows, dims, True, sinks, bmm2_scale, results, None)
-        else:  # in the slot of the group's first piece, once all threads have read that
+    whole_rows = (row_head, head, row_exists, row_head)
+    step = 1
+    goes_on = arrives_last(counters + 1 + group, end - begin)
+    while goes_on:  # once for the pieces of a group, and once for those of the groups: the code of a merge is long
+        state = merged((first, begin, end, step), (0, 1), block_rows, dims, partials, BLOCK_ROWS, DIMS, AT_A_TIME)
+        goes_on = (step == 1) & (num_groups > 1)
+        if goes_on:  # store in the slot of the group's first piece, once all threads have read that
             tl.debug_barrier()
             row = slot_of(begin, 0, 1, begin == first) * BLOCK_ROWS + tl.arange(0, row_head.shape[0])
             store_share(state, (row_head, head, row_exists, row), dims, False, sinks, bmm2_scale, results, partials)
-            if arrives_last(counters, num_groups):
-                pieces = (first, first, last + 1, GROUPED_PIECES)
-                state = merged(pieces, (0, 1), block_rows, dims, partials, BLOCK_ROWS, DIMS, AT_A_TIME)
-                store_share(state, whole_rows, dims, True, sinks, bmm2_scale, results, None)
+            begin, end, step = first, last + 1, GROUPED_PIECES
+            goes_on = arrives_last(counters, num_groups)
+        else:
+            store_share(state, whole_rows, dims, True, sinks, bmm2_scale, results, None)
 
 
 @triton.jit
