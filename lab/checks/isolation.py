@@ -1,10 +1,12 @@
 """Cases in a worker process that is replaced when it crashes or does not return, so that a case costs itself alone."""
 
+import faulthandler
 import functools
 import math
 import multiprocessing.context
 import os
 import pickle
+import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -34,6 +36,9 @@ IMPORT_LIMIT_S = 600.0  # at least, for the first import: a module may compile i
 # Of GPU memory that a worker keeps between two cases: all workers share one GPU, and a long request takes 14 GiB.
 MOST_KEPT_BYTES = 4 * 2**30
 LOST_CONTEXT = 70  # exit status of a worker whose CUDA context is lost
+NOTED_AT = 0.9  # of the time limit: when a worker notes which calls it is in
+FRAMES_SAID = 3  # of these calls, the innermost
+_FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
 
 
 class TooLate(Exception):  # noqa: N818 - nothing is wrong
@@ -145,13 +150,12 @@ class Isolation:
         """
         within = space or self.space
         if self._pool is None or self._last_words is None:
-            where = (self.device, within, self.refusals)
-            return Pending(
-                functools.partial(_in_time, end, run_trial, self.implementation, _check(check), case, *where)
-            )
+            trial = (self.implementation, _check(check), case, self.device, within, self.refusals)
+            return Pending(functools.partial(_in_time, end, run_trial, *trial))
         descriptor, last_words = tempfile.mkstemp(dir=self._last_words.name)
         os.close(descriptor)
-        arguments = (end, _work, self.implementation, check, case, str(self.device), within, self.refusals, last_words)
+        work = (self.implementation, check, case, str(self.device), within, self.refusals, self.time_limit_s)
+        arguments = (end, _work, *work, last_words)
         future = self._schedule(_in_time, arguments)
         return Pending(functools.partial(self._result, future, arguments), future)
 
@@ -175,7 +179,7 @@ class Isolation:
                 raise RuntimeError(CANNOT_BEGIN) from error
             return Judged(Outcome.FAILED, ("its worker died before it began",))
         except FutureTimeoutError:
-            return Judged(Outcome.FAILED, (f"it did not return within {self.time_limit_s:g} s",))
+            return Judged(Outcome.FAILED, (f"it did not return within {self.time_limit_s:g} s{_calls_in(last_words)}",))
         except ProcessExpired as error:
             said = last_words.read_bytes()
             if not said:
@@ -210,11 +214,23 @@ def _in_time(end: float, judge: Callable[..., Judged], *arguments: Any) -> Judge
 
 
 def _work(
-    name: str, check: str, case: Any, device: str, space: Space, refusals: Refusals | None, last_words: str
+    name: str,
+    check: str,
+    case: Any,
+    device: str,
+    space: Space,
+    refusals: Refusals | None,
+    time_limit_s: float,
+    last_words: str,
 ) -> Judged:
     """Judge in a worker, and end the process where its CUDA context is lost, so that no later case pays for it."""
     where = torch.device(device)
-    judged = run_trial(load(name), _check(check), case, where, space, refusals)
+    with _stack_file(Path(last_words)).open("w") as stack:
+        faulthandler.dump_traceback_later(NOTED_AT * time_limit_s, file=stack)
+        try:
+            judged = run_trial(load(name), _check(check), case, where, space, refusals)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
     if judged.outcome in (Outcome.WRONG, Outcome.FAILED) and where.type == "cuda":
         try:
             torch.cuda.synchronize(where)
@@ -225,6 +241,19 @@ def _work(
     if where.type == "cuda" and torch.cuda.memory_reserved(where) > MOST_KEPT_BYTES:
         torch.cuda.empty_cache()
     return judged
+
+
+def _stack_file(last_words: Path) -> Path:
+    return last_words.with_suffix(".stack")
+
+
+def _calls_in(last_words: Path) -> str:
+    """Return the calls that a worker was in shortly before its time was over; nothing if it noted none."""
+    path = _stack_file(last_words)
+    threads = path.read_text(errors="replace").split("Thread 0x") if path.exists() else []
+    frames = _FRAME.findall(threads[-1])[:FRAMES_SAID] if threads else []  # the main thread is the last
+    said = ", called by ".join(f"{name} ({Path(file).name}:{line})" for file, line, name in frames)
+    return f"; it was in {said}" if said else ""
 
 
 @functools.cache
