@@ -14,6 +14,8 @@ from torch import Tensor
 Refusals = tuple[type[BaseException], ...]
 
 OUTPUTS = ("out", "lse")  # arguments that a call writes
+# The integers of an element's size, in bytes.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # A function with *args and **kwargs refuses an argument in words of its own.
 _UNKNOWN = re.compile(
     r"(unexpected|unknown|unrecogni[sz]ed|unsupported|invalid|extra)\W+((keyword|named)\W+)?(arg|kwarg|keyword|param|option)"
@@ -129,6 +131,11 @@ def _exception(name: str) -> type[BaseException]:
             "my.kernel.Unsupported"
         )
     return found
+
+
+def as_integers(tensor: Tensor) -> Tensor:
+    """View a tensor as integers, which are equal where the bits of its elements are: NaN too, and 0.0 is not -0.0."""
+    return tensor.view(_INTEGERS[tensor.element_size()])
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

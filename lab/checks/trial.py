@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lab.checks.attention_inputs import AttentionInputs, build_attention, new_workspace
 from lab.checks.facts import CallFacts, CallLog, context_of, facts_of_case, together
-from lab.checks.refusals import Declined, Raised, Refusals, is_capturing, output_and_lse, refusing
+from lab.checks.refusals import Declined, Raised, Refusals, as_integers, is_capturing, output_and_lse, refusing
 from lab.checks.space import Space
 from lab.checks.spellings import Speller
 from lab.checks.verdicts import IT_FAILED, CheckedResult, WrongVector
@@ -345,7 +345,7 @@ class Trial:
         if result is None:
             return
         self.judged += 1
-        left, right = (side.out.contiguous().view(torch.uint8) for side in (result, other))
+        left, right = as_integers(result.out), as_integers(other.out)
         is_wrong = not torch.equal(left, right)
         differ = (left != right).flatten(1).any(dim=1)
         if is_wrong:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from lab.calls.problem import E4M3, NVFP4, AttentionCall
-from lab.checks.catalogue.k05_guards import changed_bytes, guarded, wrong_guards
+from lab.checks.catalogue.k05_guards import changed_bits, guarded, wrong_guards
 from lab.checks.check import Check, Level, first_line
 from lab.checks.domain.covering import Constraint, Domain
 from lab.checks.forward_pass import EnginePass, build_forward
@@ -216,7 +216,7 @@ def judge_pass(trial: Trial, forward: EnginePass) -> None:
         raise
     finally:
         trial.hold_nothing_wrong("around out", wrong_guards("its output", around))
-        trial.hold_nothing_wrong("the inputs", changed_bytes(forward.inputs(), before))
+        trial.hold_nothing_wrong("the inputs", changed_bits(forward.inputs(), before))
 
 
 def _judge(trial: Trial) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lab.checks.attention_inputs import AttentionInputs, new_workspace
 from lab.checks.check import Check, covering, first_line, same
-from lab.checks.refusals import bytes_of
+from lab.checks.refusals import as_integers
 from lab.checks.trial import Trial, truth_of_call
 
 GUARD_BYTES = 4096
@@ -38,7 +38,7 @@ def _judge(trial: Trial) -> None:
     if trial.attempt("lse", inputs, lse=lse, return_lse=True) is not None:
         trial.hold_lse("into lse", lse, truth)
         _unchanged(trial, "lse", around_lse)
-    trial.hold_nothing_wrong("the inputs", changed_bytes(inputs.tensors(), before))
+    trial.hold_nothing_wrong("the inputs", changed_bits(inputs.tensors(), before))
 
 
 def _empty_out(inputs: AttentionInputs) -> Tensor:
@@ -85,10 +85,10 @@ def wrong_guards(what: str, whole: Tensor) -> Iterator[str]:
             yield f"it wrote {side} {what}"
 
 
-def changed_bytes(tensors: dict[str, Tensor], before: dict[str, Tensor]) -> Iterator[str]:
+def changed_bits(tensors: dict[str, Tensor], before: dict[str, Tensor]) -> Iterator[str]:
     """Yield a sentence for each tensor that differs from its earlier copy."""
     for name, tensor in tensors.items():
-        if not torch.equal(bytes_of(tensor), bytes_of(before[name])):
+        if not torch.equal(as_integers(tensor), as_integers(before[name])):
             yield f"it changed its {name}"
 
 

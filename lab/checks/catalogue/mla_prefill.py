@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lab.calls.workspace import counts_in_workspace, semaphores_and_scratch
 from lab.checks.attention_inputs import new_workspace
-from lab.checks.catalogue.k05_guards import changed_bytes, guarded, wrong_guards
+from lab.checks.catalogue.k05_guards import changed_bits, guarded, wrong_guards
 from lab.checks.catalogue.k06_workspace import LEFT, hold_counters_zero, hold_left_alone
 from lab.checks.check import Check, Level, counted, first_line
 from lab.checks.ragged_inputs import TILE, Parts, draw_ragged, padded, ragged_arguments, truth_of_ragged
@@ -74,7 +74,7 @@ def _judge(trial: Trial) -> None:
         own = _own_rows(trial.run(Interface.RAGGED_CONTEXT, arguments), case)
     trial.hold("new tokens", own, truth)
     inputs = {name: arguments[name] for name in before if name != "workspace_buffer"}
-    trial.hold_nothing_wrong("the inputs", changed_bytes(inputs, before))
+    trial.hold_nothing_wrong("the inputs", changed_bits(inputs, before))
     backend = _Backend(trial)
     what = "new tokens as a backend calls it"
     trial.hold(what, trial.attempted(what, lambda: backend.new_tokens(query, new_tokens)), truth)

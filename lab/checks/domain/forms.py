@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.checks.catalogue.k05_guards import amid, changed_bytes, guarded, wrong_guards
+from lab.checks.catalogue.k05_guards import amid, changed_bits, guarded, wrong_guards
 from lab.checks.domain import paged_axes
 from lab.checks.domain.combination import Combination
 from lab.checks.refusals import bytes_of
@@ -75,7 +75,7 @@ def judge_call(trial: Trial, call: FormedCall) -> None:
     expected = call.rules.get("out_dtype", call.made_dtype)
     if result.out.dtype != expected:
         trial.wrong(f"the output is {result.out.dtype}, not {expected}")
-    trial.hold_nothing_wrong("the inputs", changed_bytes(call.read, before))
+    trial.hold_nothing_wrong("the inputs", changed_bits(call.read, before))
     for name, around in call.guards.items():
         trial.hold_nothing_wrong(f"around {name}", wrong_guards(name, around))
 

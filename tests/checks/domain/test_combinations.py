@@ -7,7 +7,7 @@ import torch
 import lab.metadata
 from lab import references
 from lab.checks import Combination, Interface, Level, Outcome, Space
-from lab.checks.catalogue.k05_guards import changed_bytes
+from lab.checks.catalogue.k05_guards import changed_bits
 from lab.checks.catalogue.k18_combinations import CHECK
 from lab.checks.domain.subjects import SUBJECTS
 from lab.checks.expressions import read_expression
@@ -93,6 +93,6 @@ def test_a_kernel_that_ignores_a_tensor_scale_beside_another_argument_is_wrong()
 def test_a_changed_input_shows_whatever_its_strides(make: Callable[[], torch.Tensor]) -> None:
     tensor = make()
     before = tensor.clone()
-    assert not list(changed_bytes({"sinks": tensor}, {"sinks": before}))
+    assert not list(changed_bits({"sinks": tensor}, {"sinks": before}))
     tensor.fill_(1.0)
-    assert list(changed_bytes({"sinks": tensor}, {"sinks": before})) == ["it changed its sinks"]
+    assert list(changed_bits({"sinks": tensor}, {"sinks": before})) == ["it changed its sinks"]
