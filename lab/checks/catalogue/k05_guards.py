@@ -88,8 +88,16 @@ def wrong_guards(what: str, whole: Tensor) -> Iterator[str]:
 def changed_bits(tensors: dict[str, Tensor], before: dict[str, Tensor]) -> Iterator[str]:
     """Yield a sentence for each tensor that differs from its earlier copy."""
     for name, tensor in tensors.items():
-        if not torch.equal(as_integers(tensor), as_integers(before[name])):
+        if not torch.equal(*_comparable(tensor, before[name])):
             yield f"it changed its {name}"
+
+
+def _comparable(tensor: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """View two tensors as integers: of 8 bytes if they allow it, which are compared 8 times as fast as bytes."""
+    both = as_integers(tensor), as_integers(other)
+    if all(each.is_contiguous() and each.nbytes % 8 == each.data_ptr() % 8 == 0 for each in both):
+        return both[0].view(-1).view(torch.int64), both[1].view(-1).view(torch.int64)
+    return both
 
 
 CHECK = Check("K5", "guards", first_line(__doc__), covering(6, 32, seed=7), _judge, adapt=same)

@@ -88,11 +88,20 @@ def test_a_kernel_that_ignores_a_tensor_scale_beside_another_argument_is_wrong()
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: torch.zeros(4)[::4], lambda: torch.zeros(()), lambda: torch.zeros(3, 4)[:, :2]]
+    "make",
+    [
+        lambda: torch.zeros(4)[::4],
+        lambda: torch.zeros(()),
+        lambda: torch.zeros(3, 4)[:, :2],
+        lambda: torch.zeros(64, dtype=torch.uint8),
+        lambda: torch.zeros(65, dtype=torch.uint8),
+        lambda: torch.zeros(73, dtype=torch.uint8)[1:65],
+        lambda: torch.full((8,), float("nan"), dtype=torch.bfloat16),
+    ],
 )
-def test_a_changed_input_shows_whatever_its_strides(make: Callable[[], torch.Tensor]) -> None:
+def test_a_changed_input_shows_whatever_its_strides_and_size(make: Callable[[], torch.Tensor]) -> None:
     tensor = make()
     before = tensor.clone()
     assert not list(changed_bits({"sinks": tensor}, {"sinks": before}))
-    tensor.fill_(1.0)
+    (tensor[..., -1:] if tensor.dim() else tensor).fill_(1.0)  # its last elements
     assert list(changed_bits({"sinks": tensor}, {"sinks": before})) == ["it changed its sinks"]
