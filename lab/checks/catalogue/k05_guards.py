@@ -95,9 +95,14 @@ def changed_bits(tensors: dict[str, Tensor], before: dict[str, Tensor]) -> Itera
 def _comparable(tensor: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     """View two tensors as integers: of 8 bytes if they allow it, which are compared 8 times as fast as bytes."""
     both = as_integers(tensor), as_integers(other)
-    if all(each.is_contiguous() and each.nbytes % 8 == each.data_ptr() % 8 == 0 for each in both):
-        return both[0].view(-1).view(torch.int64), both[1].view(-1).view(torch.int64)
-    return both
+    if not all(map(_has_words, both)):
+        return both
+    return both[0].view(-1).view(torch.int64), both[1].view(-1).view(torch.int64)
+
+
+def _has_words(integers: Tensor) -> bool:
+    offset = integers.storage_offset() * integers.element_size()
+    return integers.is_contiguous() and integers.nbytes % 8 == 0 and offset % 8 == 0
 
 
 CHECK = Check("K5", "guards", first_line(__doc__), covering(6, 32, seed=7), _judge, adapt=same)

@@ -105,3 +105,9 @@ def test_a_changed_input_shows_whatever_its_strides_and_size(make: Callable[[], 
     assert not list(changed_bits({"sinks": tensor}, {"sinks": before}))
     (tensor[..., -1:] if tensor.dim() else tensor).fill_(1.0)  # its last elements
     assert list(changed_bits({"sinks": tensor}, {"sinks": before})) == ["it changed its sinks"]
+
+
+@pytest.mark.parametrize("offset", [0, 1, 8])
+def test_an_empty_input_is_not_changed_wherever_it_lies(offset: int) -> None:
+    tensor = torch.zeros(9, dtype=torch.bfloat16)[offset:offset]
+    assert not list(changed_bits({"query": tensor}, {"query": tensor.clone()}))
