@@ -11,7 +11,7 @@ from torch import Tensor
 from lab.checks.catalogue.k05_guards import amid, changed_bits, guarded, wrong_guards
 from lab.checks.domain import paged_axes
 from lab.checks.domain.combination import Combination
-from lab.checks.refusals import bytes_of
+from lab.checks.refusals import same_bits
 from lab.checks.trial import Result, Trial
 from lab.references.truth import Truth
 
@@ -94,7 +94,7 @@ def wrong_returns(call: FormedCall, result: Result) -> Iterator[str]:
         given = given.view(-1, *given.shape[-2:]) if name == "out" else given.flatten(0, -2)
         if given.shape != returned.shape:
             yield f"the {name} that it returned is {list(returned.shape)}, not the given {list(given.shape)}"
-        elif not torch.equal(bytes_of(returned[: call.rows]), bytes_of(given[: call.rows])):
+        elif not same_bits(returned[: call.rows], given[: call.rows]):
             yield f"the {name} that it returned is not what it wrote into the given one"
 
 
