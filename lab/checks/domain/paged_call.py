@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import E4M3
-from lab.calls.workspace import SEMAPHORE_BYTES
 from lab.checks.attention_inputs import AttentionInputs, build_attention
 from lab.checks.catalogue.k05_guards import amid
 from lab.checks.catalogue.k10_metamorphic import as_one_tensor
@@ -29,6 +28,7 @@ from lab.checks.draft_masks import draft_masks, strictly_causal, with_bits_after
 from lab.checks.spellings import packed_mask
 from lab.checks.stored import E4M3_K_SCALE
 from lab.checks.trial import Trial, truth_of_call
+from lab.metadata.mla.metadata import allocate_multi_ctas_kv_counters
 from lab.references.truth import Truth
 from lab.workloads.interfaces import Interface
 
@@ -85,8 +85,9 @@ def _built(trial: Trial) -> PagedCall:
     for form in (_cache, _query, _tables, _lengths, _bounds, set_scales, _sinks, _visible, _out, _lse):
         form(call)
     # As the engine hands them out in every call. They must be as they were afterwards, like what a kernel only reads.
-    call.arguments["multi_ctas_kv_counter_buffer"] = torch.zeros(
-        SEMAPHORE_BYTES, dtype=torch.uint8, device=trial.device
+    # One SM, because the counters of the engine's 8,192 requests are more than any GPU has SMs.
+    call.arguments["multi_ctas_kv_counter_buffer"] = allocate_multi_ctas_kv_counters(
+        len(case.q_lens), case.num_qo_heads, sm_count=1, device=trial.device
     )
     return call
 
