@@ -12,6 +12,7 @@ from typing import Any
 
 from lab.calls.problem import E4M3
 from lab.checks.domain.combination import Combination
+from lab.checks.domain.paged_axes import OWN_BIT_CLEAR
 from lab.checks.domain.paged_shape import attention_case
 from lab.checks.report import CaseVerdict
 from lab.checks.space import Space
@@ -163,6 +164,14 @@ def mask_over_e4m3(case: Any, sentence: str) -> bool:
     return getattr(lens_of(case), "kv_dtype", None) == E4M3 and is_masked and several_rows(case, sentence)
 
 
+def only_where_a_mask_hides_every_key(case: Any, sentence: str) -> bool:
+    """All that is wrong belongs to requests without a token before their rows, and a draft mask hides each row from itself."""
+    requests = wrong_requests(sentence)
+    hides = isinstance(case, Combination) and case.get("mask", "none") == OWN_BIT_CLEAR
+    case = lens_of(case)
+    return hides and bool(requests) and all(case.kv_lens[request] <= case.q_lens[request] for request in requests)
+
+
 def has_window(case: AttentionCase, sentence: str) -> bool:
     return case.window_left >= 0
 
@@ -215,6 +224,13 @@ LEDGER: tuple[KnownFinding, ...] = (
         wrong="vectors are wrong|are not finite",
         where=lambda case, sentence: is_decode(case, sentence) and only_fewer_keys_than_rows(case, sentence),
         finding=f"{FINDINGS}#3-xqa-is-wrong-for-a-request-with-fewer-keys-than-query-tokens",
+    ),
+    KnownFinding(
+        **TRTLLM,
+        checks=("K18",),
+        wrong="vectors are wrong.*: rows that see no key must be zero",
+        where=lambda case, sentence: is_decode(case, sentence) and only_where_a_mask_hides_every_key(case, sentence),
+        finding=f"{FINDINGS}#14-xqa-gives-the-mean-of-a-tile-of-values-to-a-row-whose-mask-hides-every-key",
     ),
     KnownFinding(
         **TRTLLM,

@@ -18,6 +18,7 @@ from lab.checks.ledger import (
     mask_over_e4m3,
     only_fewer_keys_than_rows,
     only_rows_before_the_first_tile,
+    only_where_a_mask_hides_every_key,
     only_without_keys,
     window_over_several_rows,
     wrong_requests,
@@ -106,6 +107,21 @@ def test_windows_over_several_rows(case: Any, sentence: str, explained: bool) ->
 )
 def test_masks_over_e4m3(case: Any, sentence: str, explained: bool) -> None:
     assert mask_over_e4m3(case, sentence) is explained
+
+
+@pytest.mark.parametrize(
+    ("axes", "requests", "explained"),
+    [
+        ({"mask": "own bit clear"}, "0", True),
+        ({"mask": "own bit clear"}, "0, 2", False),  # request 2 has keys before its rows
+        ({"mask": "own bit clear"}, "", False),
+        ({"mask": "tree"}, "0", False),
+        ({}, "0", False),
+    ],
+)
+def test_masks_that_hide_every_key(axes: dict[str, Any], requests: str, explained: bool) -> None:
+    case = Combination(Interface.DECODE, {"q_len": 4} | axes)
+    assert only_where_a_mask_hides_every_key(case, f"8 of 96 vectors are wrong, of requests [{requests}]: row 0") is explained
 
 
 def test_every_sentence_must_be_explained() -> None:
