@@ -183,6 +183,10 @@ RULES = (
         lambda contents, head_dims: contents != "shaded" or len(set(head_dims.split("/"))) == 2,
         "the key that shades the others has zeros for a value, and its logit from an element that values lack",
     ),
+    Constraint(
+        lambda contents, cache: contents != "shaded" or cache != "K is V",
+        "the key that shades the others has zeros for a value, and would have itself",
+    ),
     Constraint(lambda requests, lengths: requests <= REQUESTS or not _is_long(lengths), "a long request is alone"),
     Constraint(lambda requests, q_len: requests <= REQUESTS or q_len <= FEW, "a large batch has few rows"),
     Constraint(

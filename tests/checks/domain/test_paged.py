@@ -80,3 +80,10 @@ def test_no_key_shades_others_where_mla_has_no_rotary_part() -> None:
     domain = paged_domain(Interface.MLA_DECODE, Space())
     assert domain.completed({"head_dims": "80/64", "contents": "shaded"})
     assert not domain.completed({"head_dims": "64/64", "contents": "shaded"})
+
+
+@pytest.mark.parametrize("interface", [Interface.DECODE, Interface.CONTEXT])
+def test_no_key_shades_others_where_keys_are_values(interface: Interface) -> None:
+    domain = paged_domain(interface, Space())
+    assert domain.completed({"cache": "one tensor", "contents": "shaded"})
+    assert not domain.completed({"cache": "K is V", "contents": "shaded"})
