@@ -121,7 +121,10 @@ def test_masks_over_e4m3(case: Any, sentence: str, explained: bool) -> None:
 )
 def test_masks_that_hide_every_key(axes: dict[str, Any], requests: str, explained: bool) -> None:
     case = Combination(Interface.DECODE, {"q_len": 4} | axes)
-    assert only_where_a_mask_hides_every_key(case, f"8 of 96 vectors are wrong, of requests [{requests}]: row 0") is explained
+    assert (
+        only_where_a_mask_hides_every_key(case, f"8 of 96 vectors are wrong, of requests [{requests}]: row 0")
+        is explained
+    )
 
 
 def test_every_sentence_must_be_explained() -> None:
