@@ -184,7 +184,9 @@ def read_case(path: Path, number: int) -> CaseVerdict:
     record = read_record(path)
     chosen = [case for case in record["cases"] if case.get("number") == number]
     if not chosen:
-        raise ReportError(f"{path} has no case {number}: it has {len(record['cases'])} cases, numbered from 1")
+        numbers = [case["number"] for case in record["cases"] if "number" in case]
+        there = f"it has {len(numbers)}, from {min(numbers)} to {max(numbers)}" if numbers else "it has none"
+        raise ReportError(f"{path} has no case {number}: {there}")
     verdict, *_ = read_cases(record | {"cases": chosen})
     if verdict.check not in {check.key for check in checks()}:
         raise ReportError(f"case {number} of {path} is of a check {verdict.check!r}, which this lab does not have")

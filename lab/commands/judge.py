@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from lab.axes import E4M3_ARITHMETIC, LONGEST, SEED, SEVERAL, SOME, options_of, space_of
 from lab.commands.options import Device, Implementation, list_option, prepare_machine, refuse
@@ -24,6 +25,14 @@ if TYPE_CHECKING:
     from lab.checks.report import Report
 
 AXES = "Axes: narrow the cases to what the kernel was built for"
+OF_ONE_CASE = {
+    "implementation",
+    "device",
+    "in_process",
+    "time_limit_s",
+    "case",
+    "watch",
+}  # parameters that go with --case
 
 
 def _check_named(name: str) -> str:
@@ -102,8 +111,8 @@ ShowsCoverage = Annotated[
     bool,
     typer.Option(
         "--coverage",
-        help="print the values and pairs of K18 that were judged, declined or left out; of a report's file, given instead "
-        "of a kernel, without judging",
+        help="print the values and pairs of K18 that were judged, declined or left out; with a report's file in place "
+        "of a kernel, print those of the report and judge nothing",
     ),
 ]
 For = Annotated[
@@ -167,8 +176,11 @@ def judge(
     nvfp4: Annotated[bool, _switch_option("nvfp4")] = True,
 ) -> None:
     """Judge an implementation: a module, a file or an object with one or more of FlashInfer's functions."""
-    if case is not None and (out is not None or first_failure or only or functions):
-        refuse("--case judges one case: it goes with none of --out, --first-failure, --only and --functions")
+    if case is not None:
+        others = _given(context) - OF_ONE_CASE
+        if others:
+            named = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in others))
+            refuse(f"--case judges one case as its report says: leave out {named}")
     if watch is not None and in_process:
         refuse("--watch needs workers, which import the kernel anew: leave --in-process out")
     if coverage and implementation is not None and implementation.endswith(".json"):
@@ -226,13 +238,23 @@ def _judge_and_exit(judge_once: Callable[[Console], ExitStatus], watched: Path |
     try:
         for number in rounds(watched):
             if number:
-                console.rule(f"{watched} has changed")
+                console.rule(Text(f"{watched} has changed"))
             status = judge_once(console)
             if watched is not None:
-                console.print(f"exit status {status}; waiting for {watched} to change, until Ctrl-C", highlight=False)
+                console.print(
+                    f"exit status {status}; waiting for {watched} to change, until Ctrl-C",
+                    markup=False,
+                    highlight=False,
+                )
     except KeyboardInterrupt:
         status = ExitStatus.INTERRUPTED
     raise typer.Exit(status)
+
+
+def _given(context: typer.Context) -> set[str]:
+    """Return the names of the parameters that the command line gives."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
 
 
 def _report_and_number(case: str) -> tuple[Path, int]:
@@ -288,7 +310,8 @@ def _judge_all(name: str, settings: Mapping[str, Any], shows_coverage: bool, con
     if num_reused:
         console.print(
             f"{num_reused} verdicts are from {settings['out']}, since neither the kernel nor the lab has changed: "
-            "--fresh judges all"
+            "--fresh judges all",
+            markup=False,
         )
     report.print(console)
     _print_narrowings(console, report)
@@ -329,6 +352,7 @@ def _print_narrowings(console: Console, report: "Report") -> None:
         console.print(
             f"{interface.value} declines most of the axes. It was judged again on the axes that it takes: "
             f"lab judge {report.implementation} {only}{options_of(space)}",
+            markup=False,
             highlight=False,
             soft_wrap=True,
         )

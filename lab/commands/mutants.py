@@ -18,7 +18,7 @@ def mutants(
 ) -> None:
     """Judge every mutant by every check, and record the mutants that each check finds. It takes half an hour on two cores.
 
-    Exit status: 1 if no check finds a mutant, or a check finds no mutant.
+    Exit status: 1 if a mutant is found by no check or, without --only, a check finds no mutant.
     """
     prepare_machine("cpu")
     from lab.checks.matrix import write_matrix

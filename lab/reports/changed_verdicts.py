@@ -13,7 +13,7 @@ Exit status, the first that holds:
          the same axes and with one seed
     0    otherwise
 
-A case that only one report has does not count then: K18 follows up what a kernel takes.
+A case that only one report has does not change the exit status: K18 chooses further cases by what a kernel takes.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.checks.diagnosis import diagnose
-from lab.checks.recording import read_cases
+from lab.checks.recording import ReportError, read_cases
 from lab.checks.report import CaseVerdict
 from lab.checks.verdicts import Outcome
 from lab.exit_status import ExitStatus
@@ -101,6 +101,18 @@ def are_reports(*paths: str) -> bool:
     return all(Path(path).is_file() and read_file(Path(path)).kind is Kind.JUDGE for path in paths)
 
 
+def cases_of(file: RecordedFile) -> list[CaseVerdict]:
+    """Return the verdicts of a report.
+
+    Raises:
+        lab.checks.recording.ReportError: it is no report that this lab can read; the message names the file.
+    """
+    try:
+        return list(read_cases(file.content))
+    except ReportError as error:
+        raise ReportError(f"{file.path}: {error}") from error
+
+
 def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
     """Compare two reports of the judge, case by case.
 
@@ -113,7 +125,7 @@ def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
         raise NotComparableError(f"both sides are {before_path}: that says nothing")
     before, after = read_file(before_path), read_file(after_path)
     sides = [
-        {(each.check, each.interface.value, repr(each.case)): each for each in read_cases(file.content)}
+        {(each.check, each.interface.value, repr(each.case)): each for each in cases_of(file)}
         for file in (before, after)
     ]
     pairs = [CasePair(verdict, sides[1][key]) for key, verdict in sides[0].items() if key in sides[1]]
@@ -129,7 +141,8 @@ def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
         for change in (VerdictChange.NEWLY_WRONG, VerdictChange.REPAIRED)
         if counts[change]
     }
-    status = ExitStatus.DONE if pairs and not unlike else ExitStatus.NOT_JUDGED
+    partial = [file for file in (before, after) if file.content.get("left_out")]
+    status = ExitStatus.DONE if pairs and not unlike and not partial else ExitStatus.NOT_JUDGED
     if any(counts[change] for change in WORSE):
         status = ExitStatus.WRONG
     return TableReport(
@@ -142,6 +155,10 @@ def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
             *(
                 f"not judged alike: {name} is {setting(before, name)} before, {setting(after, name)} after"
                 for name in unlike
+            ),
+            *(
+                f"not judged as a whole: {file.content['left_out']:,} cases were left out of {file.path}"
+                for file in partial
             ),
         ),
         table=make_table(COLUMNS, rows, caption="cases that changed", say_once=()),

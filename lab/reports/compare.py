@@ -6,8 +6,9 @@
 
 A folder holds repeated runs of one side. Rows are paired by scenario, implementation, page size, dtypes, clock and L2. Driver,
 versions and commit may differ: they are what is compared. Refused are another GPU, power limit or maximum clock (nothing
-is compared then), and row by row another method, other work or other clocks. Where a limit held the GPU back, such as its
-power, what the limit may have made is UNSURE: SLOWER if it held AFTER back, FASTER if BEFORE, SAME if the SM clocks differ.
+is compared then), and row by row another method, other work or other clocks. A verdict that a limit of the GPU may
+have caused, such as its power limit, becomes UNSURE: SLOWER if the limit held AFTER back, FASTER if it held BEFORE back, SAME
+if it held either back and the SM clocks differ.
 
 Exit status, the first that holds:
     2    a file cannot be read as a run
@@ -16,7 +17,7 @@ Exit status, the first that holds:
     125  a row was refused
     0    otherwise
 
-So 1 stands beside refused rows: what was seen to be slower stays slower. Within one run (--by) a row that only one
+So a SLOWER row gives 1 even if other rows were refused. Within one run (--by) a row that only one
 side has is listed and does not count, because an implementation may decline a case.
 
 pytest-benchmark's own `--benchmark-compare --benchmark-compare-fail=median:5%` works on the same rows and exits with 1; it
@@ -32,7 +33,7 @@ from typing import Any
 
 from lab.reports.comparison import NotComparableError, RowComparison, RunComparison, compare_recorded, compare_within
 from lab.reports.recorded import RecordedRun, facts_of_sides, in_words, read_runs
-from lab.reports.tables import Cell, Table, TableReport, make_table, number
+from lab.reports.tables import ABSENT, Cell, Table, TableReport, make_table, number
 from lab.timing.statistics import BETWEEN_RUNS, Rule, SampleComparison, Speed
 
 
@@ -128,7 +129,7 @@ def _setting(name: str, row: RowComparison) -> Cell:
 
 
 def _figure(of: Callable[[SampleComparison], Cell]) -> Callable[[RowComparison], Cell]:
-    return lambda row: Cell("") if row.samples is None else of(row.samples)
+    return lambda row: Cell(ABSENT) if row.samples is None else of(row.samples)
 
 
 def _interval(samples: SampleComparison) -> Cell:

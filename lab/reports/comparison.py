@@ -160,7 +160,8 @@ def _doubted(samples: SampleComparison, before: Sequence[Row], after: Sequence[R
     doubted = {
         Speed.SLOWER: bool(limits["after"]),
         Speed.FASTER: bool(limits["before"]),
-        Speed.SAME: limited and any(_clock_differences(before[0], after[0], "sm_clock_mhz", "SM")),
+        Speed.SAME: limited
+        and any(any(_clock_differences(one, other, "sm_clock_mhz", "SM")) for one in before for other in after),
         Speed.UNSURE: False,
     }
     if not doubted[samples.speed]:

@@ -24,11 +24,10 @@ from pathlib import Path
 
 from lab.checks.diagnosis import HELD, diagnose
 from lab.checks.ledger import LEDGER, known
-from lab.checks.recording import read_cases
 from lab.checks.report import CaseVerdict
 from lab.checks.verdicts import Outcome
 from lab.exit_status import ExitStatus
-from lab.reports.changed_verdicts import SETTINGS, compare_verdicts, setting
+from lab.reports.changed_verdicts import SETTINGS, cases_of, compare_verdicts, setting
 from lab.reports.comparison import NotComparableError
 from lab.reports.html.findings import slug
 from lab.reports.recorded import Kind, RecordedFile, grouped, read_file, value_at
@@ -127,7 +126,7 @@ def _axes(file: RecordedFile) -> str:
 def _cases(release: Release) -> Iterator[tuple[Key, CaseVerdict]]:
     for file in release.files:
         capability, packages = (file.environment.get(name) for name in ("capability", "packages"))
-        for each in read_cases(file.content):
+        for each in cases_of(file):
             told = known(each, LEDGER, tuple(capability) if capability else None, (packages or {}).get)
             yield (_axes(file), each.check, each.interface.value, repr(each.case)), told
 
@@ -209,7 +208,7 @@ def _unlike(releases: Sequence[Release]) -> Iterator[str]:
     for release in releases[1:]:
         pairs = list(_pairs(first, release))
         if not len(pairs) == len(first.files) == len(release.files):
-            yield f"not judged alike: {release.version} has no report of the axes of each of {first.version}'s"
+            yield f"not judged alike: {first.version} and {release.version} do not have reports of the same axes"
         for one, other in pairs:
             names = [name for name in SETTINGS if setting(one, name) != setting(other, name)]
             if names:
@@ -230,4 +229,4 @@ def _summary(rows: Sequence[_Row], verdicts: Verdicts) -> str:
         f"{sum(_counts(row, of)['status'] == 'present' for row in rows)} in {version}"
         for version, of in verdicts.items()
     ]
-    return f"Of {len(rows)} findings are present: {', '.join(present)}."
+    return f"Findings and regions present, of {len(rows)}: {', '.join(present)}."

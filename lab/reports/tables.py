@@ -203,7 +203,7 @@ def shown(cell: Cell) -> str:
 def _significant(value: float) -> str:
     if isinstance(value, int):
         return f"{value:,}"
-    return f"{value:,.{SHOWN_DIGITS}g}" if abs(value) < 10**SHOWN_DIGITS else f"{value:,.0f}"
+    return f"{value:,.{SHOWN_DIGITS}g}" if abs(value) < 10**SHOWN_DIGITS - 0.5 else f"{value:,.0f}"
 
 
 # --- media ------------------------------------------------------------------------------------------------------------
@@ -213,7 +213,9 @@ def markdown_of(table: Table) -> str:
     """Return a table as Markdown, without its notes."""
     lines = [[column.heading for column in table.columns], ["---"] * len(table.columns)]
     lines += [[cell.text for cell in row] for row in table.rows]
-    return "\n".join(f"| {' | '.join(text.replace('|', chr(92) + '|') for text in line)} |" for line in lines)
+    return "\n".join(
+        f"| {' | '.join(text.replace('|', chr(92) + '|').replace(chr(10), ' ') for text in line)} |" for line in lines
+    )
 
 
 def terminal_of(table: Table, show_lines: bool = False) -> "RichTable":

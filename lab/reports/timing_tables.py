@@ -140,8 +140,8 @@ def rivals(run: RecordedRun) -> list[list[Row]]:
 
 
 def next_speed(rows: Sequence[Row]) -> Speed | None:
-    """Return how the second of `rivals` compares with the first, by the lab's rule between runs; None without a second."""
-    return compare_samples(rows[0].samples_us, rows[1].samples_us).speed if len(rows) > 1 else None
+    """Return how the second of `rivals` compares with the first, by the rule for samples in turns; None without a second."""
+    return compare_samples(rows[0].samples_us, rows[1].samples_us, IN_TURNS).speed if len(rows) > 1 else None
 
 
 def fastest_table(run: RecordedRun, name: str = "") -> Table:

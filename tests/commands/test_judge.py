@@ -251,7 +251,7 @@ def test_a_case_of_a_report_is_judged_again_with_the_exit_status_of_a_bisection(
     assert "tests.checks.nowhere cannot be imported" in capsys.readouterr().err
     for mistake in (f"{out}#999", str(out), f"{tmp_path}/none.json#1"):
         assert run(["judge", "--case", mistake]) == 2
-    assert "has no case 999" in capsys.readouterr().err
+    assert "has no case 999: it has " in capsys.readouterr().err
 
 
 def test_a_case_that_is_right_by_itself_was_wrong_by_what_ran_before(
@@ -284,6 +284,7 @@ def test_a_case_that_is_right_by_itself_was_wrong_by_what_ran_before(
         ("--case report.json", "--case report.json names no case of a report"),
         ("--case report.json#1 --first-failure", "--case judges one case"),
         ("--case report.json#1 --only K3", "--case judges one case"),
+        ("--case report.json#1 --level full --e4m3-arithmetic", "leave out --e4m3-arithmetic, --level"),
     ],
 )
 def test_options_that_cannot_be_are_refused_in_a_sentence(

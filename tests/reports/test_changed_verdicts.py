@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lab.checks import judge
+from lab.checks.recording import ReportError
 from lab.references import trtllm
 from lab.reports.changed_verdicts import VerdictChange, compare_verdicts
 from tests.checks.small import SMALL
@@ -83,6 +84,23 @@ def test_reports_that_were_not_judged_alike_are_no_proof(reports: dict[str, Path
     assert report.exit_status == 125
     assert "not judged alike: left_out is 0 before, 5 after" in report.above
     assert (report.record["only_before"], report.record["only_after"]) == (5, 0)
+
+
+def test_reports_that_left_cases_out_are_no_proof(reports: dict[str, Path], tmp_path: Path) -> None:
+    partial = [tmp_path / "before.json", tmp_path / "after.json"]
+    for path in partial:
+        path.write_text(json.dumps(json.loads(reports["right"].read_text()) | {"left_out": 5}))
+    report = compare_verdicts(*partial)
+    assert report.exit_status == 125
+    assert f"not judged as a whole: 5 cases were left out of {partial[1]}" in report.above
+
+
+def test_a_report_that_cannot_be_read_is_named(reports: dict[str, Path], tmp_path: Path) -> None:
+    record = json.loads(reports["right"].read_text())
+    del record["space"]
+    (tmp_path / "older.json").write_text(json.dumps(record))
+    with pytest.raises(ReportError, match="older.json: it is no report"):
+        compare_verdicts(reports["right"], tmp_path / "older.json")
 
 
 def test_the_command_tells_reports_from_runs(reports: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,8 +47,8 @@ def test_samples_stay_in_the_file_and_short_lists_are_shown() -> None:
 
 
 def test_markdown_has_the_texts_and_keeps_signs_of_tables_apart() -> None:
-    table = table_of_lines(["name", "nothing", "value"], [("a|b", "", "1"), ("c", "", Cell("2", 2.0))])
-    assert markdown_of(table) == "| name | value |\n| --- | --- |\n| a\\|b | 1 |\n| c | 2 |"
+    table = table_of_lines(["name", "nothing", "value"], [("a|b", "", "1"), ("c\nd", "", Cell("2", 2.0))])
+    assert markdown_of(table) == "| name | value |\n| --- | --- |\n| a\\|b | 1 |\n| c d | 2 |"
 
 
 def test_a_terminal_has_numbers_at_the_right_and_text_as_it_is() -> None:

@@ -63,7 +63,7 @@ def kernels_sentence(entries: Sequence[Entry]) -> str:
     capabilities = sorted({tuple(found.fact("capability") or ()) for found in files} - {()})
     where = " and ".join(f"SM{major}{minor}" for major, minor in capabilities) or "a GPU that is not recorded"
     if not ran:
-        return f"On {where}; no recording here names a kernel of FlashInfer's."
+        return f"On {where} no recording here names a kernel of FlashInfer's."
     sentence = f"On {where} FlashInfer ran {' and '.join(ran)}"
     if any("trtllm-gen" in kernel for kernel in ran):
         return f"{sentence}."

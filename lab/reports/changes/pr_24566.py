@@ -4,6 +4,7 @@ from operator import itemgetter
 
 from lab.reports.changes.change import Change, Recording, Recordings, Row, compared_pairs, pairs
 from lab.reports.changes.verdicts import Answer, aspects, microseconds
+from lab.reports.tables import counted
 
 
 def judge_decode_kernel(recordings: Recordings) -> Answer:
@@ -28,7 +29,7 @@ def _left_out(recording: Recording) -> tuple[str, ...]:
     arms = ", ".join(sorted({str(row["arm"]) for row in recording["declined"]}))
     found = {
         f"{skipped} points of more than {recording['most_keys']:,} keys.": skipped,
-        f"{declined} times, which {arms} declined.": declined,
+        f"{counted(declined, 'time')}, because these arms declined: {arms}.": declined,
     }
     return tuple(sentence for sentence, count in found.items() if count)
 

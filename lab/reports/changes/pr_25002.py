@@ -32,11 +32,14 @@ def judge_draft_extend_graph(recordings: Recordings) -> Answer:
         ),
     }
     first = recording["modes"][0]
+    spread = (
+        "" if any(row.get("completion_samples_us") for row in recording["modes"]) else " and recorded without a spread"
+    )
     setting = (
         f"A stand-in for a draft model, one layer of {recording['model']['geometry_name']} between QKV projection and LM head "
         f"over {recording['model']['vocab_size']:,} tokens, {first['kv_len']:,} keys per request, "
         f"{recording['implementation']}. The times until the GPU is idle are by the host's clock "
-        f"({recording['completion_method']}) and recorded without a spread."
+        f"({recording['completion_method']}){spread}."
     )
     return Answer(aspects(claimed, aside), setting, _host_times(recording), ("MLA's graph.",))
 

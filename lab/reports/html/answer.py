@@ -5,7 +5,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lab.reports.html.judged import BROKEN, FAULTS, CheckRow, check_name, check_rows, implementation_name, verdict_of
+from lab.reports.html.judged import (
+    BROKEN,
+    WORST_FIRST,
+    CheckRow,
+    check_name,
+    check_rows,
+    implementation_name,
+    verdict_of,
+)
 from lab.reports.recorded import RecordedFile, RecordedRun
 from lab.reports.tables import counted
 from lab.reports.timing_tables import implementation_of, next_speed, rivals
@@ -40,9 +48,7 @@ class FaultyRun:
 def judged_sentence(records: Sequence[RecordedFile]) -> str:
     """Return a sentence with the number of runs of each verdict, the worst first; "" without a run."""
     counts = Counter(map(verdict_of, records))
-    numbers = ", ".join(
-        f"{counts[verdict]} {verdict}" for verdict in sorted(counts, key=[*FAULTS, "declined", "right"].index)
-    )
+    numbers = ", ".join(f"{counts[verdict]} {verdict}" for verdict in sorted(counts, key=WORST_FIRST.index))
     return f"{counted(len(records), 'run')} of the judge: {numbers}." if records else ""
 
 
@@ -72,7 +78,7 @@ def faulty_runs(records: Sequence[RecordedFile]) -> list[FaultyRun]:
         for record in records
         if verdict_of(record) in BROKEN
     ]
-    return sorted(runs, key=lambda run: FAULTS.index(run.verdict))
+    return sorted(runs, key=lambda run: WORST_FIRST.index(run.verdict))
 
 
 def _faulty_run(record: RecordedFile, rows: Sequence[CheckRow]) -> FaultyRun:
@@ -107,9 +113,10 @@ def _smallest_case(smallest: Mapping[str, Any], record: RecordedFile) -> Iterato
     """Yield (heading, text) of the smallest wrong case, of the command that judges it again, and of what was wrong in it."""
     number = smallest.get("case")
     if number is not None:
-        found: Mapping[str, Any] = next((case for case in record.content["cases"] if case.get("number") == number), {})
-        yield f"smallest case, #{number}", str(found.get("case", ""))
-        yield "to see it again", f"lab judge --case {record.path.name}#{number}"
+        found = next((case for case in record.content.get("cases") or () if case.get("number") == number), None)
+        if found is not None:  # a trimmed report has some cases alone
+            yield f"smallest case, #{number}", str(found.get("case", ""))
+            yield "to see it again", f"lab judge --case {record.name}.json#{number}"
     for key in SMALLEST_CASE_KEYS:
         value = smallest.get(key)
         if value:

@@ -107,7 +107,7 @@ def summary_table(records: Sequence[RecordedFile]) -> Table:
         "run": lambda record: words(record.name),
         "implementation": lambda record: words(implementation_name(record)),
         "verdict": lambda record: words(_verdict_text(record), style=verdict_of(record)),
-        "largest right error, % of bound": lambda record: _percent(
+        "largest error of a right case, % of bound": lambda record: _percent(
             _largest(row.worst_right for row in rows if row.record is record)
         ),
         "checks": lambda record: number(len({row.key for row in rows if row.record is record})),
@@ -130,7 +130,7 @@ def verdict_table(records: Sequence[RecordedFile]) -> Table:
         "check": lambda row: words(check_name(row.key)),
         "function": lambda row: words(row.function),
         "verdict": lambda row: words(row.check["outcome"], style=row.check["outcome"]),
-        "largest right error, % of bound": lambda row: _percent(row.worst_right),
+        "largest error of a right case, % of bound": lambda row: _percent(row.worst_right),
         "largest error with this verdict, % of bound": lambda row: _percent(row.check.get("worst_ratio")),
         "findings": lambda row: _links_to(row.findings),
         "cases": lambda row: number(sum(row.check["counts"].values())),
@@ -242,7 +242,7 @@ def verdict_cells(records: Sequence[RecordedFile]) -> Iterator[VerdictCell]:
     """Yield the cells of the picture of verdicts: one per run, function and check."""
     for row in check_rows(records):
         yield VerdictCell(
-            f"{row.record.name.rpartition('/')[2]}: {row.function}",
+            f"{row.record.name}: {row.function}",
             check_name(row.key),
             row.check["outcome"],
             row.worst_right,

@@ -1,6 +1,7 @@
 """The folder's Markdown files as parts of the page: without raw HTML, and without links and pictures, which leave the page."""
 
 import re
+from itertools import zip_longest
 from pathlib import Path
 
 from markdown_it import MarkdownIt
@@ -34,7 +35,7 @@ def finding_html(finding: Finding, folder: Path) -> str:
         return ""
     text = page.read_text(encoding="utf-8")
     headings = list(SECTION_HEADING.finditer(text))
-    for heading, following in zip(headings, [*headings[1:], None], strict=True):
+    for heading, following in zip_longest(headings, headings[1:]):
         if slug(heading[1]) == finding.heading:
             return markdown_html(text[heading.start() : following.start() if following else None])
     return ""

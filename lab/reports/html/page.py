@@ -113,7 +113,7 @@ def _verdict_picture(reports: Sequence[RecordedFile]) -> Picture | None:
     cells = list(judged.verdict_cells(reports))
     if not cells:
         return None
-    title = "Verdicts by run, function and check; numbers: largest right error, % of its bound"
+    title = "Verdicts by run, function and check; numbers: largest error of a right case, % of its bound"
     return picture_of(verdict_figure(cells, title), title)
 
 

@@ -48,6 +48,9 @@ def pictures_of(file: RecordedFile) -> Iterator[Picture | str]:
     measured_on = ", ".join(str(file.fact(name)) for name in ("gpu", "commit") if file.fact(name))
     for drawing in drawings_of(file.experiment):
         title = f"{drawing.words}: {measured_on}" if measured_on else drawing.words
+        if file.content.get(drawing.key) == []:
+            yield f"{drawing.words}: {drawing.key} has no row"
+            continue
         try:
             yield picture_of(drawing.draw(file.content[drawing.key], title), drawing.words)
         except KeyError as error:

@@ -83,7 +83,7 @@ def eager_or_graph_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figu
 
 def _limits_of(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return what held the clocks back in any of the rows; "" for nothing."""
-    return ", ".join(sorted({reason for row in rows for reason in row["throttled_by"]}))
+    return ", ".join(sorted({reason for row in rows for reason in row["throttled_by"] or ()}))
 
 
 DRAWINGS = (style.Drawing("forms", "GPU time of a draft extend, by what it hands out", forms_figure),)

@@ -76,7 +76,7 @@ def _table(
 
 
 def one_for_each_check(records: Sequence[Record], checks: Sequence[str]) -> list[Record]:
-    """Return for each check the mutant that the fewest others find, the first of several; none twice if there are enough."""
+    """Return mutants, each once: for each check the one that the fewest others find, of those that are not taken."""
     chosen: dict[str, Record] = {}
     for check in checks:
         found = sorted(

@@ -74,7 +74,7 @@ def test_24566_leaves_out_points_without_both_calls_and_says_what_was_skipped_an
     recording["declined"] = [{"arm": "context"}, {"arm": "context"}]
     answer = judged(24566, recording)
     assert "MHA, q 32" not in answer.aspects[0].by_group()
-    assert answer.missing[:2] == ("3 points of more than 1,000 keys.", "2 times, which context declined.")
+    assert answer.missing[:2] == ("3 points of more than 1,000 keys.", "2 times, because these arms declined: context.")
 
 
 def test_mlas_calls_of_several_rows_stand_beside_24566_where_they_are_recorded() -> None:

@@ -188,7 +188,7 @@ def test_the_worst_right_error_is_of_right_cases(page: Page) -> None:
         if "checks" in content:
             ratios = [float(case.get("worst_ratio", 0)) for case in content["cases"] if case["outcome"] == "right"]
             places = [cell.text for cell in page.tables["judge-runs"].column("run")]
-            shown = page.tables["judge-runs"].column("largest right error, % of bound")[places.index(name)]
+            shown = page.tables["judge-runs"].column("largest error of a right case, % of bound")[places.index(name)]
             assert shown.order == pytest.approx(100 * max(ratios))
 
 
