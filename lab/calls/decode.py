@@ -58,8 +58,9 @@ class DecodeCall:
         multi_ctas_kv_counter_buffer: bytes that trtllm-gen counts in, zero before a call and after it.
         lse, return_lse: float32 [num_rows, num_qo_heads], base 2: log2 of the softmax's denominator, the sink included.
 
-    The other parameters have one value that the lab models, their default; another raises NotImplementedError. Those
-    that change no result (`FREE_ARGUMENTS`) are free.
+    `kv_layout` is "HND" or "NHD". `backend` is "auto", "xqa" or "trtllm-gen", and says the order of NVFP4's scale factors.
+    `o_scale` is 1 or None. The remaining parameters have one value that the lab models, their default; another raises
+    NotImplementedError. Those that change no result (`FREE_ARGUMENTS`) are free.
     """
 
     function: ClassVar[AttentionCall] = AttentionCall.DECODE

@@ -52,8 +52,8 @@ class MLADecodeCall:
             included. None is "base2", as trtllm-gen has it; with `cum_seq_lens_q` FlashInfer has only CuTe DSL, whose
             None is "basee", so that the base must be named.
 
-    The other parameters have one value that the lab models, their default; another raises NotImplementedError. Those
-    that change no result (`lab.calls.arguments.FREE_ARGUMENTS`) are free.
+    `backend` is "auto", "xqa" or "trtllm-gen". The remaining parameters have one value that the lab models, their default;
+    another raises NotImplementedError. Those that change no result (`lab.calls.arguments.FREE_ARGUMENTS`) are free.
     """
 
     function: ClassVar[AttentionCall] = AttentionCall.MLA_DECODE

@@ -118,7 +118,7 @@ class AttentionProblem(Softmax):
 
     @property
     def has_no_rows(self) -> bool:
-        """True where no request has a query row; rows after the last request's are padding, which nobody computes."""
+        """Return True where no request has a query row; rows after the last request's are padding, which nobody computes."""
         return min(self.num_rows, self.batch_size, self.max_q_len) == 0
 
     @property
@@ -131,12 +131,12 @@ class AttentionProblem(Softmax):
 
     @property
     def v_head_dim(self) -> int:
-        """head_dim of V and of the output."""
+        """Return the head_dim of V and of the output."""
         raise NotImplementedError
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """dtype of K and V."""
+        """Return the dtype of K and V."""
         raise NotImplementedError
 
     def row_offsets(self) -> list[int]:
@@ -147,7 +147,7 @@ class AttentionProblem(Softmax):
 
     @property
     def scales(self) -> tuple[Scale, Scale]:
-        """(bmm1_scale, bmm2_scale), as a kernel takes them in one argument."""
+        """Return (bmm1_scale, bmm2_scale), as a kernel takes them in one argument."""
         return self.bmm1_scale, self.bmm2_scale
 
     def features(self) -> frozenset[Feature]:
@@ -283,7 +283,7 @@ def check_values(problem: PagedAttention) -> None:
 
 
 def refuse_nan(problem: AttentionProblem, in_query: bool = True) -> None:
-    """Refuse what would make whole results NaN: NaN and plus infinity in sinks, either in tensor scales, NaN in the query.
+    """Refuse what would make whole results NaN: NaN or plus infinity in sinks, a tensor scale not finite, NaN in the query.
 
     Where the tensors are on a CPU, every call is checked so when it is made or prepared, but for the query: a serving engine
     pads a CUDA graph's batch with rows that hold anything, which a call cannot tell from others. The rest is on request.

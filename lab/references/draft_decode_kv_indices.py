@@ -70,7 +70,7 @@ def generate_draft_decode_kv_indices(
                 if start + step + 1 > row_width:
                     raise ValueError(
                         f"row {row}: step {step} of branch {branch} reads position {start + step}, but req_to_token has "
-                        f"{req_to_token.shape[1]} columns"
+                        f"{req_to_token.shape[1]} columns of {entry_page_size} tokens"
                     )
                 slots += [slot_at(row, position) for position in kept_positions(length, window_size, sink_size)]
                 slots += [slot_at(row, start + drafted) for drafted in range(step + 1)]

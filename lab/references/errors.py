@@ -130,24 +130,24 @@ class Comparison:
 
     @property
     def faulty(self) -> torch.Tensor:
-        """The vectors that are wrong, or else the group that is biased, bool [num_rows, num_heads]."""
+        """Return the vectors that are wrong, or else the group that is biased, bool [num_rows, num_heads]."""
         if self.regression is not None and self.regression.worst_ratio > 1:
             return self.wrong | self.regression.worst_group
         return self.wrong
 
     @property
     def wrong(self) -> torch.Tensor:
-        """The vectors that are wrong, bool [num_rows, num_heads]; an infinite error is wrong whatever the bound."""
+        """Return the vectors that are wrong, bool [num_rows, num_heads]; an infinite error is wrong whatever the bound."""
         return ~(self.error <= self.bound) | self.error.isinf()
 
     @property
     def ratio(self) -> torch.Tensor:
-        """Error over bound, float64 [num_rows, num_heads]; 0 where there is no error."""
+        """Return the error over its bound, float64 [num_rows, num_heads]; 0 where there is no error."""
         return torch.where(self.error == 0, torch.zeros_like(self.error), self.error / self.bound)
 
     @property
     def worst_ratio(self) -> float:
-        """Largest error over its bound, of a vector or a slope; at most 1 for an output that passes, 0 for an empty one."""
+        """Return the largest error over its bound, of a vector or a slope; at most 1 if the output passes, 0 if it is empty."""
         of_slopes = 0.0 if self.regression is None else self.regression.worst_ratio
         return max(float(self.ratio.max()), of_slopes) if self.error.numel() else of_slopes
 

@@ -42,7 +42,7 @@ def forward_metadata(batch: Any, pool: Any) -> ForwardMetadata:
     has_swa = pool.full_to_swa is not None
     return ForwardMetadata(
         cache_seqlens=key_lens,
-        max_seq_len_q=max(query_lens) if query_lens else _max_query_length_of_nothing(batch),
+        max_seq_len_q=max(query_lens) if query_lens else _stated_query_length(batch),
         cu_seqlens_q=_boundaries(query_lens),
         cu_seqlens_k=_boundaries(key_lens),
         page_table=[live_pages(row, n, pool) for row, n in zip(rows, key_lens, strict=True)],
@@ -140,7 +140,7 @@ def mla_forward_metadata(batch: Any, pool: Any, *, counts_draft: bool, block: in
     seen = [int(batch.seq_lens[i]) if leaves_out_draft else key_length(batch, i) for i in range(len(batch.seq_lens))]
     if block is None:
         is_ragged_verify = batch.forward_mode.name == "RAGGED_VERIFY"
-        block = max(query_lens) if query_lens and not is_ragged_verify else _max_query_length_of_nothing(batch)
+        block = max(query_lens) if query_lens and not is_ragged_verify else _stated_query_length(batch)
     told = [keys + block - rows for keys, rows in zip(seen, query_lens, strict=True)]
     table = []
     for row, own, most in zip(batch.req_pool_indices.tolist(), seen, told, strict=True):
@@ -158,12 +158,17 @@ def mla_prefix_chunks(batch: Any, pool: Any, capacity: int) -> list[list[list[in
         batch: as in `forward_metadata`, with extend_prefix_lens.
         pool: as in `forward_metadata`.
         capacity: most tokens of a chunk, shared equally by the requests.
+
+    Raises:
+        ValueError: `capacity` has no token for each request.
     """
     remaining = [
         pool.req_to_token[row, :prefix].tolist()
         for row, prefix in zip(batch.req_pool_indices.tolist(), batch.extend_prefix_lens.tolist(), strict=True)
     ]
     each, chunks = capacity // max(len(remaining), 1), []
+    if each < 1 and any(remaining):
+        raise ValueError(f"capacity={capacity} has no token for each of {len(remaining)} requests")
     while any(remaining):
         chunks.append([slots[:each] for slots in remaining])
         remaining = [slots[each:] for slots in remaining]
@@ -231,7 +236,7 @@ def live_pages(row: int, length: int, pool: Any, full_to_swa: Tensor | None = No
     return pages
 
 
-def _max_query_length_of_nothing(batch: Any) -> int:
+def _stated_query_length(batch: Any) -> int:
     mode = batch.forward_mode.name
     if mode in ("TARGET_VERIFY", "RAGGED_VERIFY"):
         return int(batch.spec_info.num_draft_tokens)

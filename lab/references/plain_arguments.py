@@ -46,7 +46,7 @@ def check_plain(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, so
         if other is not None and other.device != query.device:
             raise ValueError(f"{name} is on {other.device}, but query is on {query.device}; move it there")
     for name, value in {**softmax.terms(), "query": query}.items():
-        is_number = name not in ("query", "sinks") and value is not None
+        is_number = name not in ("query", "sinks")
         if is_number and not isinstance(value, Tensor):
             check_scale(name, value)
         elif is_number and value.numel() != 1:

@@ -46,17 +46,17 @@ class Regression:
 
     @property
     def ratio(self) -> Tensor:
-        """Distance of each slope from 1, over its bound, float64 [num_groups]."""
+        """Return the distance of each slope from 1, over its bound, float64 [num_groups]."""
         return (self.slope - 1).abs() / self.bound
 
     @property
     def worst_ratio(self) -> float:
-        """Largest ratio; 0 where there is no group."""
+        """Return the largest ratio; 0 where there is no group."""
         return float(self.ratio.max()) if self.words else 0.0
 
     @property
     def worst_group(self) -> Tensor:
-        """The vectors of the group with the largest ratio, bool [num_rows, num_heads]."""
+        """Return the vectors of the group with the largest ratio, bool [num_rows, num_heads]."""
         return (self.labels == int(self.ratio.argmax())).any(dim=0)
 
     def sentence(self) -> str:

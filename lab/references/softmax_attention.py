@@ -190,7 +190,7 @@ def visible_keys(
     causal: bool,
     window_left: int,
 ) -> torch.Tensor:
-    """Return the keys that each row sees: bool [batch, q_len, kv_len].
+    """Return the keys that each row sees: bool [batch, q_len, kv_len], or [batch, 1, kv_len] where all rows see the same.
 
     Args:
         query_positions: [batch, q_len], position of each row in its request; negative for a row before its first key.

@@ -72,12 +72,12 @@ class Times:
 
     Attributes:
         median_us: their median.
-        iqr_us: the distance of their quartiles; 0 where it was not recorded.
+        iqr_us: the distance of their quartiles; None where it was not recorded.
         samples_us: the samples; empty where they were not recorded.
     """
 
     median_us: float
-    iqr_us: float = 0.0
+    iqr_us: float | None = None
     samples_us: tuple[float, ...] = ()
 
     @classmethod
@@ -91,8 +91,10 @@ class Times:
         return cls.of(row["samples_us"]) if row.get("samples_us") else cls(row["median_us"], row["iqr_us"])
 
     @property
-    def quartiles_us(self) -> tuple[float, float]:
-        """Return the quartiles, each taken as half the interquartile range from the median."""
+    def quartiles_us(self) -> tuple[float, float] | None:
+        """Return the quartiles, each taken as half the interquartile range from the median; None where it is unknown."""
+        if self.iqr_us is None:
+            return None
         return self.median_us - self.iqr_us / 2, self.median_us + self.iqr_us / 2
 
     def plus(self, added_us: float) -> "Times":
@@ -169,6 +171,7 @@ def compare_times(before: Times, after: Times, rule: Rule = BETWEEN_RUNS) -> Sam
     the median. There is no rank test; all else is the same rule. For normal samples this interval is as wide as the 99 %
     interval of 11 samples on each side, and the lab takes more: half of two interquartile ranges is 1.35 standard deviations,
     and 2.58 times the scatter of the difference of two medians, 1.25 sqrt(2 / n) standard deviations, is the same at n = 11.
+    A median alone tells nothing: UNSURE.
 
     Raises:
         ValueError: as `compare_samples`; or a median that is not a time.
@@ -176,11 +179,14 @@ def compare_times(before: Times, after: Times, rule: Rule = BETWEEN_RUNS) -> Sam
     if before.samples_us and after.samples_us:
         return compare_samples(before.samples_us, after.samples_us, rule)
     _checked([before.median_us], "before"), _checked([after.median_us], "after")
+    effect_percent = _percent(after.median_us / before.median_us)
+    if before.quartiles_us is None or after.quartiles_us is None:
+        reason = "recorded without samples or quartiles: a median alone cannot tell"
+        return SampleComparison(Speed.UNSURE, before.median_us, after.median_us, effect_percent, None, None, reason)
     (before_lower, before_upper), (after_lower, after_upper) = before.quartiles_us, after.quartiles_us
     most = after_upper / before_lower if before_lower > 0 else math.inf
     interval = _percent(after_lower / before_upper), _percent(most)
     speed, reason = _speed(interval, None, rule)
-    effect_percent = _percent(after.median_us / before.median_us)
     return SampleComparison(speed, before.median_us, after.median_us, effect_percent, interval, None, reason)
 
 

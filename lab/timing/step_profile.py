@@ -204,13 +204,13 @@ def summary(facts: Sequence[StepFacts]) -> dict[str, float]:
     return medians(facts) | {"idle_percent": round(idle_percent, 3)}
 
 
-def timeline(loop: LoopProfile, first: int, count: int = TIMELINE_STEPS) -> list[tuple[str, str, float, float]]:
+def timeline(loop: LoopProfile, first: int) -> list[tuple[str, str, float, float]]:
     """Return consecutive steps for a picture: (lane, name, start_us, duration_us), from the host's start of the first.
 
     Lanes are "host", "CUDA calls" and "GPU stream N". What belongs to these steps is there, not what falls into their time:
     a host that runs ahead has begun later steps before the GPU ends these.
     """
-    steps = [step for step in loop.steps if first <= step.number < first + count]
+    steps = [step for step in loop.steps if first <= step.number < first + TIMELINE_STEPS]
     zero_ns = steps[0].host.start_ns
     lanes = [
         *(("host", event) for step in steps for event in (step.host, *step.phases)),

@@ -44,7 +44,7 @@ class TableTail(NamedEnum):
 
 @dataclass(frozen=True)
 class Storage:
-    """How K and V lie in memory; nothing of it may change a result but by rounding.
+    """The layout of K and V in memory. It may change results by rounding alone.
 
     Attributes:
         page_size: tokens per page, a power of two.

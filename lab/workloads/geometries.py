@@ -40,10 +40,12 @@ class Geometry:
         """Return one rank's slice: heads divided by `size`; a K/V head is never divided but replicated.
 
         Raises:
-            ValueError: the query heads do not divide.
+            ValueError: the query heads do not divide, or a rank's heads would span a part of the K/V heads.
         """
         if size < 1 or self.num_qo_heads % size:
             raise ValueError(f"{self.name} has {self.num_qo_heads} query heads; they do not divide over {size} GPUs")
+        if self.num_kv_heads % size and size % self.num_kv_heads:
+            raise ValueError(f"{self.name} has {self.num_kv_heads} K/V heads; they do not divide over {size} GPUs")
         heads = self.num_qo_heads // size
         return replace(self, num_qo_heads=heads, num_kv_heads=max(1, self.num_kv_heads // size))
 

@@ -9,7 +9,7 @@ from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.engine.lengths import DraftAttention
 from lab.workloads.attention_case import Contents
-from lab.workloads.pass_case import PassCase
+from lab.workloads.pass_case import ATTENDING_MODES, PassCase
 
 
 @dataclass(frozen=True, repr=False)
@@ -54,16 +54,16 @@ class MLACase(PassCase):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.mode.mla_call is not AttentionCall.MLA_DECODE:
-            raise ValueError(f"{self.mode!r} does not run on the MLA decode kernel")
+        if self.mode not in ATTENDING_MODES or self.mode.mla_call is not AttentionCall.MLA_DECODE:
+            raise ValueError(f"{self.mode!r} computes no attention on the MLA decode kernel")
         if self.draft_step == FROZEN_KV_STEP:
             raise ValueError("draft_step=-1: a frozen-KV draft runs on MHA (SGLang 0.5.23); give a step from 0 on")
         if self.dcp_size != 1 and self.mode.query_rows is not QueryRows.ONE:
             raise ValueError(f"dcp_size={self.dcp_size} belongs to ForwardMode.DECODE, not {self.mode!r}: leave it 1")
         if self.num_padding_requests and not (self.mode.query_rows.are_uniform and self.dcp_size == 1):
             raise ValueError(
-                f"num_padding_requests={self.num_padding_requests} belongs to modes with as many rows for every request, not "
-                f"{self.mode!r}: leave it 0"
+                f"num_padding_requests={self.num_padding_requests} goes with modes that have as many rows for every request, "
+                f"and dcp_size=1, not {self.mode!r} and dcp_size={self.dcp_size}: leave it 0"
             )
         if self.num_padding_rows and self.mode.query_rows is not QueryRows.VERIFIED:
             raise ValueError(

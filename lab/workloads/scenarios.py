@@ -20,7 +20,7 @@ A name is `<mode>/<geometry>/<batch>[/<option>...]`, such as `target_verify/gpt-
     e4m3           kv_dtype: an e4m3 cache
     e4m3_products  arithmetic: the control computes in e4m3, as XQA on SM90 does over an e4m3 cache with one query token
     page<N>        page_size: tokens per page; 64 if left out
-    padding<N>     num_padding_rows: query rows after the requests', in an extend
+    padding<N>     num_padding_rows: query rows after the requests', in an extend or a ragged verification
     tp<N>          tensor_parallel: one rank's slice of N
 """
 

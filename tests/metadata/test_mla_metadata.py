@@ -40,6 +40,7 @@ from lab.metadata.mla.calls import (
 )
 from lab.metadata.mla.metadata import multi_ctas_kv_counter_bytes, query_layout, replan_outgrown
 from lab.metadata.mla.rows import dense_block, pad_draft_extend_query, unpad_draft_extend_output
+from lab.metadata.speculation.frozen_kv import frozen_kv_batch
 from tests.metadata.host_reads import ForbidHostReads
 from tests.metadata.mha_cases import DRAFT_EXTENDS, EXTENDS, MODES, Case, boundary_lengths, build, drawn_cases
 from tests.metadata.mla_cases import (
@@ -676,6 +677,13 @@ def test_only_requests_of_as_many_rows_are_padded() -> None:
     verify, _ = Engine().serve(ForwardMode.TARGET_VERIFY, [40, 33], [2, 2])
     with pytest.raises(ValueError, match="TARGET_VERIFY of 2 requests is not padded to 1"):
         pad_requests(verify.batch, 1)
+
+
+def test_a_frozen_kv_draft_is_padded_without_slots() -> None:
+    served, _ = Engine().serve(ForwardMode.DECODE, [40, 33], [1, 1])
+    padded = pad_requests(frozen_kv_batch(served.batch), 4)
+    assert padded.seq_lens[2:].tolist() == [1, 1]
+    assert (padded.num_tokens, padded.out_cache_loc.numel()) == (4, 0)
 
 
 def test_a_buffer_for_padded_rows_may_be_larger() -> None:

@@ -37,6 +37,12 @@ def test_chunks_by_hand(mode: ForwardMode) -> None:
     assert plan_prefix_chunks(*prefill([0, 0], [3, 5]), 12) == []
 
 
+def test_a_chunk_has_a_token_of_each_request() -> None:
+    batch, pool = prefill([5, 4], [3, 3])
+    with pytest.raises(ValueError, match="capacity=1 has no token for each of 2 requests"):
+        mla_prefix_chunks(batch, pool, 1)
+
+
 @given(
     prefixes=st.lists(st.integers(0, 150), min_size=1, max_size=5), each=st.integers(1, 200), extra=st.integers(0, 3)
 )

@@ -85,6 +85,8 @@ def test_a_wrong_fused_write_is_refused() -> None:
     cache = pool().new_cache(HEADS, DIM, E4M3, KVLayout.NHD)
     with pytest.raises(TypeError, match=r"k has dtype torch\.float32"):
         write_e4m3(cache, SLOTS, k.float(), v)
+    with pytest.raises(TypeError, match=r"v has dtype torch\.float64"):
+        write_e4m3(cache, SLOTS, k, v.double())
     with pytest.raises(ValueError, match=r"k_scale=0.0 and v_scale=1.0 must be positive"):
         write_e4m3(cache, SLOTS, k, v, k_scale=0.0)
 

@@ -99,7 +99,7 @@ def test_a_report_that_cannot_be_read_is_named(reports: dict[str, Path], tmp_pat
     record = json.loads(reports["right"].read_text())
     del record["space"]
     (tmp_path / "older.json").write_text(json.dumps(record))
-    with pytest.raises(ReportError, match="older.json: it is no report"):
+    with pytest.raises(ReportError, match=r"older\.json: it is no report"):
         compare_verdicts(reports["right"], tmp_path / "older.json")
 
 

@@ -199,6 +199,18 @@ def test_without_samples_the_interval_is_that_of_the_quartiles(
     assert bool(compared.reason) == (speed is Speed.UNSURE)
 
 
+def test_a_median_alone_tells_nothing() -> None:
+    for before, after in (
+        (Times(10.0), Times(20.0)),
+        (Times.of([10.0] * 9), Times(20.0)),
+        (Times(10.0), Times(20.0, 0.1)),
+    ):
+        compared = compare_times(before, after)
+        assert compared.speed is Speed.UNSURE
+        assert compared.effect_percent == 100.0
+        assert compared.reason == "recorded without samples or quartiles: a median alone cannot tell"
+
+
 def test_with_samples_on_both_sides_they_decide() -> None:
     before, after = ([level_us * (1 + 0.001 * place) for place in range(20)] for level_us in (100, 90))
     assert compare_times(Times.of(before), Times.of(after)) == compare_samples(before, after)

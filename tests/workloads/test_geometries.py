@@ -30,6 +30,8 @@ def test_a_tensor_parallel_slice_divides_query_heads_and_replicates_kv_heads() -
     assert (sliced.num_qo_heads, sliced.num_kv_heads) == (2, 1)
     with pytest.raises(ValueError, match="32 query heads; they do not divide over 3"):
         geometry("llama-3.1-8b").tensor_parallel(3)
+    with pytest.raises(ValueError, match="4 K/V heads; they do not divide over 3"):
+        geometry("tiny-3x4x64").tensor_parallel(3)  # a rank's 4 query heads would need two K/V heads
 
 
 def test_an_unknown_geometry_names_the_known() -> None:

@@ -50,8 +50,9 @@ def test_an_e4m3_entry_is_half_as_large_and_the_rows_are_not() -> None:
     [
         (ForwardMode.TARGET_VERIFY, {"num_draft_tokens": 3}, "num_draft_tokens=3 belongs to ForwardMode.RAGGED_VERIFY"),
         (ForwardMode.TARGET_VERIFY, {"dcp_size": 2}, "dcp_size=2 belongs to ForwardMode.DECODE"),
-        (ForwardMode.RAGGED_VERIFY, {"num_padding_requests": 1}, "belongs to modes with as many rows for every"),
-        (DECODE, {"num_padding_requests": 1, "dcp_size": 2}, "belongs to modes with as many rows for every"),
+        (ForwardMode.RAGGED_VERIFY, {"num_padding_requests": 1}, "goes with modes that have as many rows for every"),
+        (DECODE, {"num_padding_requests": 1, "dcp_size": 2}, "and dcp_size=1, not ForwardMode.DECODE and dcp_size=2"),
+        (ForwardMode.IDLE, {}, "ForwardMode.IDLE computes no attention"),
         (DECODE, {"num_padding_rows": 1}, "num_padding_rows=1 belongs to RAGGED_VERIFY"),
         (DECODE, {"query_dtype": torch.float8_e4m3fn}, "an engine casts to e4m3, over an e4m3 cache"),
     ],

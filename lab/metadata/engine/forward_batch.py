@@ -99,7 +99,7 @@ class ForwardBatch:
             in the extend modes, or None. In a ragged verification the first is SGLang's ``verify_lens``.
         extend_seq_lens_cpu, extend_prefix_lens_cpu, seq_lens_cpu: the same numbers on the host, or None. The engine
             has the first two from its scheduler. The last costs it a copy from the device, so no mode needs it. In a prefill
-            ``extend_prefix_lens_cpu=None`` says that no request has a cached prefix, as in SGLang.
+            on MHA ``extend_prefix_lens_cpu=None`` says that no request has a cached prefix, as in SGLang. MLA needs the list.
         spec_info: what speculative decoding adds, or None.
 
     Raises:

@@ -98,7 +98,8 @@ class GraphMode:
                 f"{mode!r} is not run in CUDA graphs: use {', '.join(each.name for each in ForwardMode if each.in_graph)}"
             )
         if self.num_tokens_per_req < 1 or (mode.query_rows is QueryRows.ONE and self.num_tokens_per_req != 1):
-            raise ValueError(f"num_tokens_per_req={self.num_tokens_per_req}: {mode!r} has 1 row per request or more")
+            rows = "exactly 1 row" if mode.query_rows is QueryRows.ONE else "1 row or more"
+            raise ValueError(f"num_tokens_per_req={self.num_tokens_per_req}: {mode!r} has {rows} per request")
 
 
 class StaticInputs:
@@ -196,7 +197,10 @@ class StaticInputs:
         is_bounded = batch.forward_mode.query_rows is QueryRows.VERIFIED
         for name in ("extend_seq_lens",) if is_bounded else ("extend_seq_lens", "extend_seq_lens_cpu"):
             if getattr(batch, name) is None:
+                where = "the device (extend_seq_lens)" + (
+                    "" if is_bounded else " and on the host (extend_seq_lens_cpu)"
+                )
                 raise ValueError(
                     f"{name} is None: {batch.forward_mode!r} needs the rows of each of the {batch.batch_size} "
-                    "requests, on the device (extend_seq_lens) and on the host (extend_seq_lens_cpu)"
+                    f"requests, on {where}"
                 )

@@ -32,9 +32,9 @@ def decide_needs_cpu_seq_lens(
 class LengthMirror:
     """The copy of a batch's lengths that SGLang makes in each iteration if `decide_needs_cpu_seq_lens` says True.
 
-    The copy runs on a stream of its own into pinned memory, so it waits for what wrote the lengths and for nothing
-    else. But the lengths are written last in an iteration, and the host waits for the copy: all of the iteration's GPU
-    work must end before the host can prepare the next.
+    The copy runs on a stream of its own into pinned memory. It waits for the work that the current stream has when `read` is
+    called, and not for later work. But the lengths are written last in an iteration, and the host waits for the copy: all of
+    the iteration's GPU work must end before the host can prepare the next.
 
     Args:
         max_batch_size: most lengths of one copy.

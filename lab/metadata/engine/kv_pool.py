@@ -301,7 +301,7 @@ class KVPool:
         if count > len(free):
             raise RuntimeError(
                 f"the {pool} pool has {len(free)} free pages of {self.page_size} tokens, {count} are needed: "
-                f"free or evict something, or raise {argument}"
+                f"free a request{'' if argument == 'num_pages' else ' or evict its pages'}, or raise {argument}"
             )
 
     def _slots_of_pages(self, pages: list[int]) -> Tensor:

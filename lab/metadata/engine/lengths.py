@@ -189,7 +189,7 @@ def pad_requests(batch: ForwardBatch, batch_size: int) -> ForwardBatch:
         batch,
         req_pool_indices=padded(batch.req_pool_indices),
         seq_lens=padded(batch.seq_lens, PADDED_SEQ_LEN),
-        out_cache_loc=padded(batch.out_cache_loc, each=width),
+        out_cache_loc=batch.out_cache_loc if batch.writes_no_kv else padded(batch.out_cache_loc, each=width),
         num_tokens=batch.num_tokens + num_padding * width,
         extend_seq_lens=None if batch.extend_seq_lens is None else padded(batch.extend_seq_lens, width),
         extend_prefix_lens=None if batch.extend_prefix_lens is None else padded(batch.extend_prefix_lens),

@@ -238,7 +238,7 @@ def _rows_as_requests(
 
 
 def _decode_width(planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata) -> dict[str, Any]:
-    """Return q_len_per_req where all widths are equal, else the arguments of ragged rows, unless the mode's rows are uniform.
+    """Return the arguments that say the rows of each request: `q_len_per_req` if all are equal, else those of ragged rows.
 
     The widths decide, not whether the rows divide by the requests: 2 + 4 rows divide, but into wrong ones.
     """

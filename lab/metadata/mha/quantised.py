@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lab.calls.problem import E4M3, NVFP4, AttentionCall
+from lab.calls.problem import E4M3, HALF_DTYPES, NVFP4, AttentionCall
 from lab.metadata.engine.kv_cache import PagedKVCache
 
 
@@ -96,8 +96,9 @@ def write_e4m3(
     """
     if cache.storage.dtype != E4M3:
         raise TypeError(f"the fused write fills an e4m3 cache, not one of {cache.storage.dtype}: use cache.write")
-    if k.dtype not in (torch.float16, torch.bfloat16):
-        raise TypeError(f"k has dtype {k.dtype}, expected torch.float16 or torch.bfloat16")
+    for name, side in (("k", k), ("v", v)):
+        if side.dtype not in HALF_DTYPES:
+            raise TypeError(f"{name} has dtype {side.dtype}, expected torch.float16 or torch.bfloat16")
     if min(k_scale, v_scale) <= 0:
         raise ValueError(f"k_scale={k_scale} and v_scale={v_scale} must be positive: they divide what is stored")
     cache.write(slots, _times_reciprocal(k, k_scale), _times_reciprocal(v, v_scale))

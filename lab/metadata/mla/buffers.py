@@ -171,11 +171,12 @@ def _copy_own(
     assert built.global_seq_lens_k is not None
     metadata.seq_lens_k.copy_(built.seq_lens_k)
     metadata.global_seq_lens_k.copy_(built.global_seq_lens_k)
-    table, fresh = metadata.block_kv_indices, built.block_kv_indices
-    columns = torch.arange(fresh.shape[1], device=fresh.device)
+    # A new table has room for draft tokens after a full context, which the captured one has not: no live page is there.
+    width = min(metadata.block_kv_indices.shape[1], built.block_kv_indices.shape[1])
+    table, fresh = metadata.block_kv_indices[:, :width], built.block_kv_indices[:, :width]
+    columns = torch.arange(width, device=fresh.device)
     live = columns < num_pages(built.seq_lens_k, dcp.page_size(pool))[:, None]
-    left = table[:, : fresh.shape[1]]
-    left.copy_(torch.where(live, fresh, left))
+    table.copy_(torch.where(live, fresh, table))
 
 
 def _write_padded(write: Callable[[], None], metadata: TRTLLMMLADecodeMetadata, rows: Tensor, page_size: int) -> None:

@@ -56,8 +56,8 @@ class TRTLLMMLADecodeMetadata:
             if it has none. The call adds the query rows of a verification or draft extend.
         max_seq_len_q: query rows of each request, padding included.
         query_layout: how the query rows become ``[batch_size, max_seq_len_q, ...]``.
-        sum_seq_lens_q: query rows of all requests: of a draft extend without padding, of a ragged verification with padding,
-            whose output becomes zero; else None.
+        sum_seq_lens_q: query rows that the pass reads and writes: of an eager draft extend the requests' own; of a ragged
+            verification, and in a graph, with padding, whose output becomes zero; else None.
         cu_seqlens_q: ``[batch_size + 1]`` int32, first query row of each request of those passes; else None.
         seq_lens_q: ``[batch_size]`` int32, query rows of each request of those passes; else None.
         global_seq_lens_k: ``[batch_size]`` int32, with decode context parallelism the keys of each request on all GPUs, of

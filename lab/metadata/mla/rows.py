@@ -24,7 +24,7 @@ def pad_draft_extend_query(query: Tensor, seq_lens_q: Tensor, cu_seqlens_q: Tens
     Raises:
         TypeError, ValueError: the shapes or dtypes do not fit each other.
     """
-    _check_block("padded", padded, seq_lens_q.shape[0], query)
+    _check_block(padded, seq_lens_q.shape[0], query)
     if query.shape[0] == 0:
         return padded.zero_()
     position = torch.arange(padded.shape[1], device=query.device)
@@ -50,7 +50,7 @@ def unpad_draft_extend_output(padded: Tensor, cu_seqlens_q: Tensor, out: Tensor)
         TypeError, ValueError: the shapes or dtypes do not fit each other.
     """
     batch_size, max_seq_len_q = padded.shape[:2]
-    _check_block("padded", padded, cu_seqlens_q.shape[0] - 1, out)
+    _check_block(padded, cu_seqlens_q.shape[0] - 1, out)
     if batch_size == 0 or max_seq_len_q == 0:
         return out.zero_()
     row = torch.arange(out.shape[0], dtype=torch.int32, device=out.device)
@@ -89,12 +89,12 @@ def dense_block(buffer: Tensor, *shape: int) -> Tensor:
     return buffer.flatten()[:needed].view(shape)
 
 
-def _check_block(name: str, padded: Tensor, batch_size: int, rows: Tensor) -> None:
+def _check_block(padded: Tensor, batch_size: int, rows: Tensor) -> None:
     if padded.dtype != rows.dtype:
-        raise TypeError(f"{name} has dtype {padded.dtype}, the rows {rows.dtype}: give both the same")
+        raise TypeError(f"padded has dtype {padded.dtype}, the rows {rows.dtype}: give both the same")
     if padded.dim() != 4 or padded.shape[0] != batch_size or padded.shape[2:] != rows.shape[1:]:
         raise ValueError(
-            f"{name} has shape {list(padded.shape)}, expected [{batch_size}, max_seq_len_q, *{list(rows.shape[1:])}] for rows "
+            f"padded has shape {list(padded.shape)}, expected [{batch_size}, max_seq_len_q, *{list(rows.shape[1:])}] for rows "
             f"of shape {list(rows.shape)}"
         )
 

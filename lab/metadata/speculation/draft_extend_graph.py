@@ -97,8 +97,8 @@ class DraftOutputs:
     Attributes:
         logits: float32 [num_rows, vocab_size].
         hidden_states: [num_rows, hidden_size].
-        topk_p, topk_index: float32 and int64 [num_rows, 1], the most probable token and the probability that a chain gives
-            it, 1; or None.
+        topk_p, topk_index: float32 and int64 [num_rows, 1], the probability that a chain gives the most probable token, which
+            is 1, and that token; or None.
     """
 
     logits: Tensor
@@ -246,9 +246,9 @@ class DraftExtendGraph:
             accept_lens: int32 or int64 [batch_size], 1 to d each, not read on the host; for SELECTED_ROW, and for it alone.
 
         Returns:
-            The outputs of the batch's own rows. `logits`, and of the forms with all rows everything, are the graph's own
-            buffers, which the next replay of any size overwrites. SELECTED_ROW's `hidden_states` are a copy: the worker keeps
-            them until the next draft, and SGLang clones them.
+            The outputs of the batch's own rows. With SELECTED_ROW `logits` are the graph's own buffer, and `hidden_states` a
+            copy, because the worker keeps them until the next draft (SGLang clones them). With the other forms all outputs
+            are the graph's own buffers. The next replay of any size overwrites the graph's buffers.
 
         Raises:
             ValueError: the batch cannot run in a graph, or `accept_lens` is missing or would be ignored; nothing was copied.

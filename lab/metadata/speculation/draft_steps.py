@@ -171,7 +171,7 @@ def prepare_draft(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buff
     """
     check_pool(draft, pool)
     _check_batch(draft, batch, pool, buffers)
-    steps = tuple(_step(draft, batch, buffers, step) for step in range(draft.num_decode_steps))
+    steps = tuple(_step(batch, buffers, step) for step in range(draft.num_decode_steps))
     distinct = steps[:1] if draft.is_frozen_kv else steps
     passes = [_pass(each.metadata, draft.attention.seq_len_offset(step), batch) for step, each in enumerate(distinct)]
     groups = [passes] if draft.plan is DraftPlan.ONE_LAUNCH else [[each] for each in passes]
@@ -281,14 +281,14 @@ def _lists_launch(
     )
 
 
-def _step(draft: MultiStepDraft, batch: ForwardBatch, buffers: DraftBuffers, step: int) -> DraftStep:
+def _step(batch: ForwardBatch, buffers: DraftBuffers, step: int) -> DraftStep:
     metadata = _leading(buffers.steps[step], batch.batch_size)
     if buffers.kv_indptr is None or buffers.kv_indices is None:
         return DraftStep(metadata)
-    branches = batch.batch_size * draft.topk
-    indptr, indices = buffers.kv_indptr[step, : branches + 1], buffers.kv_indices[step]
+    # Ragged lists are those of chains: a draft with several branches is a frozen-KV one, which has a page table alone.
+    indptr, indices = buffers.kv_indptr[step, : batch.batch_size + 1], buffers.kv_indices[step]
     if batch.seq_lens_cpu is not None:
-        indices = indices[: draft.topk * sum(batch.seq_lens_cpu) + branches * (step + 1)]
+        indices = indices[: sum(batch.seq_lens_cpu) + batch.batch_size * (step + 1)]
     return DraftStep(metadata, indptr, indices)
 
 

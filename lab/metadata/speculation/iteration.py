@@ -40,12 +40,13 @@ def prepare_iteration(
 
     Args:
         verify: a TARGET_VERIFY batch; ``seq_lens`` stops at the last accepted token.
-        pool: that draft and target share, as they do in SGLang; without sliding-window pages.
+        pool: request table and slots, which draft and target share in SGLang, each with caches of its own; without
+            sliding-window pages.
         speculative_num_steps: one draft step more than decode passes.
         share_table: one page table for all passes, whose pages are the same. It then has the pages of the longest.
 
     Raises:
-        ValueError: another mode or device, or a pool with sliding-window pages.
+        ValueError: another mode or device, a pool with sliding-window pages, or an empty batch.
         NotImplementedError: Triton does not run on the batch's device.
     """
     check_attends(verify, pool)

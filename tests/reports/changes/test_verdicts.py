@@ -41,7 +41,7 @@ def test_one_clock(
     assert standing_of(Times(*before), Times(*after), least_saved_us) is standing
 
 
-SHORTER, LONGER, SAME = ((Times(100.0), Times(after)) for after in (80.0, 120.0, 100.0))
+SHORTER, LONGER, SAME = ((Times(100.0, 1.0), Times(after, 1.0)) for after in (80.0, 120.0, 100.0))
 
 
 @pytest.mark.parametrize(
