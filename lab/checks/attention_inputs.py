@@ -29,8 +29,10 @@ class AttentionInputs:
     Attributes:
         case: as data.
         query: [num_rows, num_qo_heads, head_dim].
-        histories: per request (K, V) as stored: [kv_len, num_kv_heads, head_dim] and [kv_len, num_kv_heads, out_head_dim].
-        k_pages, v_pages: [num_pages, ., ., head_dim] in the case's layout; for MLA [num_pages, page_size, head_dim] both.
+        histories: per request (K, V) as a kernel must read them, before the global scale: as stored, or dequantised float64 of
+            an NVFP4 cache; [kv_len, num_kv_heads, head_dim] and [kv_len, num_kv_heads, out_head_dim].
+        k_pages, v_pages: [num_pages, ., ., head_dim] in the case's layout, head_dim // 2 bytes of an NVFP4 cache; for MLA
+            [num_pages, page_size, head_dim] both.
         scale_factors: of an NVFP4 cache: K's and V's, [num_pages, ., ., head_dim // 16]; or None.
         block_tables: int32 [batch_size, max_num_pages_per_seq], or K's and V's, [batch_size, 2, max_num_pages_per_seq].
         seq_lens: int32 [batch_size].
@@ -71,6 +73,8 @@ class AttentionInputs:
             "seq_lens": self.seq_lens,
             "sinks": self.sinks,
         }
+        if self.scale_factors is not None:
+            named |= dict(zip(("K scale factors", "V scale factors"), self.scale_factors, strict=True))
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def arguments(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from lab.workloads.interfaces import ATTENTION, Interface
 
 CASES_PER_WORKER = 8  # of a turn
 SMOKE_LONGEST = 200  # keys
-MOST_SHRINKS = 60  # calls of the judge that Hypothesis may spend on making a failing case smaller
+MOST_SHRINKS = 60  # calls of the judge to make one wrong case smaller
 MOST_KEPT = 2000  # right random cases in the report
 MOST_WRONG = 10  # different wrong ones, after which no more are drawn
 

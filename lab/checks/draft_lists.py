@@ -28,9 +28,9 @@ class DraftListsCase:
         lens: of the prefixes.
         positions_differ: ``kv_indptr`` is summed from other numbers than the prefix lengths.
         repeated: all requests have the same row; otherwise rows in any order.
-        spare_columns: of ``req_to_token`` after the longest draft; fewer than 0 cut it short.
+        spare_columns: of ``req_to_token`` after the longest draft; a negative number cuts it short.
         row_gap: cells between its rows.
-        spare_capacity: cells of a ``kv_indices`` row after the last step's lists; fewer than 0 cut them short.
+        spare_capacity: cells of a ``kv_indices`` row after the last step's lists; a negative number cuts them short.
         spare_boundaries: rows of ``kv_indptr``, and cells of each, that belong to no step or request.
         first_cell: where in its storage each tensor starts.
         dtypes: of the tensors by name.
@@ -130,7 +130,8 @@ class DraftLists:
             if len(wrong):
                 first = tuple(wrong[0].tolist())
                 found.append(
-                    f"{len(wrong)} cells around {name} are wrong, of {expected.numel()}; the first one, {list(first)}, holds "
+                    f"{len(wrong)} cells of {name} or of the memory around it are wrong, of {expected.numel()}; the first one, "
+                    f"{list(first)}, holds "
                     f"{int(whole[first])} and should hold {int(expected[first])}"
                 )
         return found

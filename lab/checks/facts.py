@@ -206,6 +206,7 @@ class CallLog:
         self._calls += 1
         shapes = tuple((name, tuple(arguments[name].shape)) for name in ("query", "seq_lens"))
         now = {name: _comparable(arguments.get(name)) for name in _REMEMBERED}
+        now["sinks"] = _comparable(arguments.get("sinks", arguments.get("attention_sinks")))
         if arguments.get("bmm1_scale_log2") is not None:
             now["bmm1_scale"] = "in bmm1_scale_log2"
         first = self._first_of_shapes.setdefault(shapes, now)
@@ -361,7 +362,7 @@ def _of_cache(arguments: Mapping[str, Any], heads: int) -> dict[str, Fact]:
     cache, tables = arguments["kv_cache"], arguments["block_tables"]
     is_pair = isinstance(cache, tuple)
     keys, values = cache if is_pair else (cache, cache)
-    is_latent = keys.dim() == 3
+    is_latent = "kv_lora_rank" in arguments
     num_kv_heads = 1 if is_latent else keys.shape[-2 if arguments.get("kv_layout") == "NHD" else -3]
     last = keys.stride(0) * keys.shape[0]
     packed = keys.shape[1:].numel()

@@ -324,6 +324,9 @@ def device_of(device: torch.device | str | None) -> torch.device:
 
 
 def _offered(name: str, interfaces: Sequence[Interface], functions: Sequence[str]) -> list[Interface]:
+    known = [each.value for each in Interface]
+    if unknown := [function for function in functions if function not in known]:
+        raise ValueError(f"there is no function {unknown[0]!r}; there are {', '.join(known)}")
     offered = [each for each in interfaces if not functions or each.value in functions]
     if not offered:
         raise ValueError(f"{name} has none of {', '.join(functions or [each.value for each in Interface])}")

@@ -21,7 +21,7 @@ from lab.gpus import Capability
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.provenance import version_of
 from lab.workloads.attention_case import AttentionCase, Contents
-from lab.workloads.interfaces import Interface
+from lab.workloads.interfaces import ATTENTION, Interface
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ def known(
     entries = [
         entry
         for entry in ledger
-        if entry.implementation == verdict.implementation
+        if verdict.interface in ATTENTION  # no entry is about another function
+        and entry.implementation == verdict.implementation
         and entry.capability == capability
         and verdict.check in entry.checks
         and _is_installed(entry, release_of)

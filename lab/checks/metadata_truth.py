@@ -54,6 +54,8 @@ def wrong_metadata(
         "cu_seqlens_q": (metadata.cu_seqlens_q[: n + 1].tolist(), expected.cu_seqlens_q),
         "cu_seqlens_k": (metadata.cu_seqlens_k[: n + 1].tolist(), expected.cu_seqlens_k),
     }
+    for name in ("swa_page_table", "swa_out_cache_loc"):
+        pairs[f"there being a {name}"] = (getattr(metadata, name) is not None, getattr(expected, name) is not None)
     tables = {"page_table": (metadata.page_table, expected.page_table)}
     if expected.swa_page_table is not None and metadata.swa_page_table is not None:
         tables["swa_page_table"] = (metadata.swa_page_table, expected.swa_page_table)

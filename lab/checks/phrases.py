@@ -72,16 +72,18 @@ _AGAIN = "than the first call of these shapes"
 PHRASES: dict[str, Phrase] = {
     # What a caller passes.
     "mask": Phrase(0, "a draft mask is given", "no draft mask is given"),
-    "mask is not causal": Phrase(0.5, "a draft mask is given that is not causal"),
+    "mask is not causal": Phrase(
+        0.5, "a draft mask is given that is not causal", "no draft mask is given, or a causal one"
+    ),
     "mask differs by request": Phrase(0.5, "requests have different draft masks"),
     "mask_words": _number(1, "the number of 16-bit words in a mask's row"),
     "window_left >= 0": Phrase(0, "a window is set", "no window is set"),
     "window_left < kv_len - 1": Phrase(0.2, "a window hides keys of a request", "no window hides a key"),
     "sinks": Phrase(0, "sinks are given", "no sinks are given"),
     "sinks is a list": Phrase(0, "sinks are given in a list"),
-    "a sink is -inf": Phrase(0.3, "a sink is minus infinity"),
-    "every sink is -inf": Phrase(0.5, "every sink is minus infinity"),
-    "a sink > 8": Phrase(1, "a sink is larger than 8"),
+    "a sink is -inf": Phrase(0.3, "a sink is minus infinity", "no sink is minus infinity"),
+    "every sink is -inf": Phrase(0.5, "every sink is minus infinity", "not every sink is minus infinity"),
+    "a sink > 8": Phrase(1, "a sink is larger than 8", "no sink is larger than 8"),
     "bmm1_scale is a tensor": Phrase(0, "bmm1_scale is a tensor", "bmm1_scale is a number"),
     "bmm2_scale is a tensor": Phrase(0, "bmm2_scale is a tensor", "bmm2_scale is a number"),
     "bmm1_scale_log2 is given": Phrase(0, "bmm1_scale_log2 is given"),
@@ -116,7 +118,7 @@ PHRASES: dict[str, Phrase] = {
     "kv_len % page_size > 0": Phrase(0.5, "a request's last page is partly filled", "a request's keys fill its pages"),
     "kv_len % page_size == 0": Phrase(1, "a request's last page is full", "a request's last page is not full"),
     "kv_len == 0": Phrase(0.5, "a request has no keys", "a request has keys"),
-    "every kv_len == 0": Phrase(0.5, "no request has a key"),
+    "every kv_len == 0": Phrase(0.5, "no request has a key", "a request of the batch has keys"),
     "kv_len < q_len": Phrase(0.6, "a request has fewer keys than query rows"),
     "kv_len == q_len": Phrase(0.8, "a request has no keys before its rows", "a request has keys before its rows"),
     "q_len": Phrase(
@@ -215,7 +217,9 @@ PHRASES: dict[str, Phrase] = {
     "another mask than the first call of these shapes": Phrase(1, f"the mask is another {_AGAIN}"),
     "another seq_lens than the first call of these shapes": Phrase(1, f"seq_lens are others {_AGAIN}"),
     "a request is longer than in the first call of these shapes": Phrase(
-        0.9, "a request is longer than in the first call of these shapes"
+        0.9,
+        "a request is longer than in the first call of these shapes",
+        "no request is longer than in the first call of these shapes",
     ),
     "another cum_seq_lens_q than the first call of these shapes": Phrase(1, f"cum_seq_lens_q is another {_AGAIN}"),
     "another block_tables than the first call of these shapes": Phrase(1.5, f"the page table is another {_AGAIN}"),

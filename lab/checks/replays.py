@@ -54,6 +54,7 @@ class ReplayedBatch:
     factors: tuple[float, float] = (1.0, 1.0)
 
     name_of_sinks = "sinks"  # the argument's
+    name_of_moved = "K, V and the page table"
 
     @property
     def interface(self) -> Interface:
@@ -154,6 +155,7 @@ class RaggedBatch(ReplayedBatch):
     parts: Parts
 
     name_of_sinks = "attention_sinks"
+    name_of_moved = "K and V again"  # there is no page table
 
     @property
     def interface(self) -> Interface:
@@ -218,7 +220,7 @@ def rewritten(batch: ReplayedBatch, other: ReplayedBatch, moved: ReplayedBatch) 
     batch = replace(batch, query=other.query)
     yield "the query", batch
     yield "K and V", batch.with_contents_of(other)
-    yield "K, V and the page table", batch.with_contents_of(moved)
+    yield batch.name_of_moved, batch.with_contents_of(moved)
 
 
 class Replay:

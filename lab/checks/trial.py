@@ -345,13 +345,18 @@ class Trial:
         if result is None:
             return
         self.judged += 1
+        call = result.call or self.called
+        if result.out.shape != other.out.shape:
+            self.wrongs.append(f"{what}: the output is {list(result.out.shape)}, not {list(other.out.shape)}")
+            self._note(what, "bits", True, call)
+            return
         left, right = as_integers(result.out), as_integers(other.out)
         is_wrong = not torch.equal(left, right)
         differ = (left != right).flatten(1).any(dim=1)
         if is_wrong:
             rows = differ.nonzero().flatten().tolist()
             self.wrongs.append(f"{what}: the bits of rows {rows[:8]}{'…' if len(rows) > 8 else ''} differ")
-        self._note(what, "bits", is_wrong, result.call or self.called, differ)
+        self._note(what, "bits", is_wrong, call, differ)
 
 
 def _vector(truth: Truth, row: int, head: int, expected: Tensor, got: Tensor) -> WrongVector:

@@ -144,6 +144,12 @@ def test_an_entry_of_releases_is_of_these_alone(installed: str | None, is_known:
     assert (told.outcome is Outcome.KNOWN) is is_known
 
 
+def test_what_is_wrong_with_a_ragged_call_is_no_known_finding() -> None:
+    case = Combination(Interface.RAGGED_CONTEXT, {})
+    found = replace(wrong(WRONG), implementation="lab.dry_run.b200", check="K18", interface=case.interface, case=case)
+    assert known(found, LEDGER, None) == found
+
+
 def test_no_failure_is_ever_known() -> None:
     failed = replace(VERDICT, judged=Judged(Outcome.FAILED, ("it raised RuntimeError: NaN",)))
     assert known(failed, [ENTRY], (9, 0)) == failed

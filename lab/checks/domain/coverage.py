@@ -95,7 +95,8 @@ class Coverage:
         for pair, reach in self.blind[:SHOWN_BLIND_SPOTS]:
             yield f"  {' with '.join(f'{name}={_shown(value)}' for name, value in pair)}: {reach.value}"
         if len(self.blind) > SHOWN_BLIND_SPOTS:
-            yield f"  and {len(self.blind) - SHOWN_BLIND_SPOTS:,} more, of which the report's file lists {MOST_BLIND_SPOTS}"
+            listed = min(len(self.blind), MOST_BLIND_SPOTS)
+            yield f"  and {len(self.blind) - SHOWN_BLIND_SPOTS:,} more; the report's file lists {listed:,} of all"
 
 
 def coverages(verdicts: Sequence["CaseVerdict"], space: "Space") -> tuple[Coverage, ...]:
@@ -133,6 +134,8 @@ def tuples_by_outcome(domain: Domain, verdicts: Iterable["CaseVerdict"]) -> tupl
     """Return the values, pairs and stated triples of points that were judged, and of those that were declined."""
     judged, declined = set[Values](), set[Values]()
     for verdict in verdicts:
+        if verdict.outcome is Outcome.FAILED and not verdict.judged.judged:
+            continue  # nothing of it was held to anything
         found = declined if verdict.outcome is Outcome.DECLINED else judged
         found.update(domain.tuples_of(verdict.case.values))
         found.update(domain.values_of(verdict.case.values))

@@ -165,7 +165,7 @@ class Domain:
     def _why_not(self, values: Point) -> str:
         if self.fits(self.plain | values) or self.completed(values) is not None:
             return ""
-        direct = (rule for rule in self.rules if set(rule.axes) <= set(values) and not self.fits(values, rule.axes[0]))
+        direct = self._broken(values)
         without = (
             (rule, replace(self, rules=tuple(each for each in self.rules if each is not rule))) for rule in self.rules
         )

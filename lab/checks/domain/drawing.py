@@ -18,7 +18,7 @@ SEEDS = 2**30
 
 
 def random_points(interface: Interface, space: Space, verdicts: Sequence["CaseVerdict"]) -> Iterator[Combination]:
-    """Yield random points of the values that some case judged, without an end; from two axes up to all are not plain."""
+    """Yield random points of the values that some case judged, without an end; two axes or more are drawn, as rules allow."""
     if (found := retried(SUBJECTS[interface].domain(space), verdicts)) is None:
         return
     taken, _ = found
@@ -28,7 +28,7 @@ def random_points(interface: Interface, space: Space, verdicts: Sequence["CaseVe
         point: dict[str, Any] = {}
         for name in rng.sample(names, rng.randint(2, len(names))):
             value = rng.choice(taken.axes[name])
-            if taken.fits({**point, name: value}, name):
+            if (name, value) not in taken.vacuous and taken.fits({**point, name: value}, name):
                 point[name] = value
         if (whole := taken.completed(point)) is not None:
             yield Combination(interface, whole, rng.randrange(SEEDS))

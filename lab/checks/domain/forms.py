@@ -47,9 +47,13 @@ class FormedCall:
     @property
     def read(self) -> dict[str, Tensor]:
         """Return the tensors that the kernel must leave as they are, by name."""
-        return {
-            name: value for name, value in self.arguments.items() if isinstance(value, Tensor) and name not in WRITTEN
-        }
+        found: dict[str, Tensor] = {}
+        for name, value in self.arguments.items():
+            parts = value if isinstance(value, tuple | list) else (value,)
+            for number, part in enumerate(() if name in WRITTEN else parts):
+                if isinstance(part, Tensor):
+                    found[name if len(parts) == 1 else f"{name}[{number}]"] = part
+        return found
 
     def truth(self) -> Truth:
         """Return what the call must give."""

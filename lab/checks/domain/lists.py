@@ -113,7 +113,10 @@ _FIELDS = (
 RULES = (
     Constraint(lambda window_size, sink_size: window_size > 0 or sink_size == 0, "a sink has a window"),
     Constraint(lambda page_size, entries: page_size > 1 or entries == "slots", "a page of one token is a slot"),
-    Constraint(lambda requests, topk, num_steps: requests * topk * num_steps <= MOST_LISTS, "loops over lists"),
+    Constraint(
+        lambda requests, topk, num_steps: requests * topk * num_steps <= MOST_LISTS,
+        "the reference loops over all lists",
+    ),
     Constraint(
         lambda requests, prefixes: requests * (prefixes if isinstance(prefixes, int) else 1) <= MOST_SLOTS,
         "what a test holds in memory",

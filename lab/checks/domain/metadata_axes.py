@@ -77,30 +77,51 @@ RULES = (
     Constraint(
         lambda draft_step, dtypes: draft_step == "none" or dtypes != "int64 new lens", "only extends have new lengths"
     ),
-    Constraint(lambda draft_step, padding: draft_step == "none" or padding != "rows", "as many rows for each"),
+    Constraint(
+        lambda draft_step, padding: draft_step == "none" or padding != "rows",
+        "only batches of unequal rows are padded by rows alone",
+    ),
     Constraint(lambda draft_step, later: draft_step == "none" or "rows" not in later, "a decode has a row each"),
-    Constraint(lambda rows, padding: rows != "long" or "slots" not in padding, "of graphs' modes"),
+    Constraint(
+        lambda rows, padding: rows != "long" or "slots" not in padding,
+        "only modes that run in graphs have padded slots",
+    ),
     Constraint(
         lambda mode, requests: requests or mode in ("IDLE", "TARGET_VERIFY"), "an engine has no empty pass of this mode"
     ),
     Constraint(
-        lambda requests, rows: requests > 1 or not isinstance(rows, str) or rows == "long", "one request has no other"
+        lambda requests, rows: requests > 1 or not isinstance(rows, str) or rows == "long", "this needs two requests"
     ),
     Constraint(lambda requests, rows: requests <= 64 or rows != "long", "a large batch has no long prompts"),
-    Constraint(lambda requests, later: requests > 1 or later not in ("others", "fewer"), "one request has no other"),
+    Constraint(lambda requests, later: requests > 1 or later not in ("others", "fewer"), "this needs two requests"),
     Constraint(lambda requests, later: requests or later in ("the same", "another pool"), "no request can be another"),
     Constraint(lambda mode, later: mode not in ONE_ROW or "rows" not in later, "a decode has a row each"),
     Constraint(lambda rows, later: rows != 1 or later != "fewer rows", "there are no fewer than 1"),
-    Constraint(lambda mode, padding: mode not in PREFILLS or "slots" not in padding, "of graphs' modes"),
+    Constraint(
+        lambda mode, padding: mode not in PREFILLS or "slots" not in padding,
+        "only modes that run in graphs have padded slots",
+    ),
     Constraint(
         lambda mode, padding: mode in (*PREFILLS, "DRAFT_EXTEND", "RAGGED_VERIFY") or padding != "rows",
-        "as many rows for each",
+        "only batches of unequal rows are padded by rows alone",
     ),
-    Constraint(lambda mode, prefixes: prefixes != NO_LIST or mode in PREFILLS, "a prefill's list"),
-    Constraint(lambda draft_step, prefixes: prefixes != NO_LIST or draft_step == "none", "a prefill's list"),
+    Constraint(
+        lambda mode, prefixes: prefixes != NO_LIST or mode in PREFILLS,
+        "only an unpadded prefill can lack the list of prefixes",
+    ),
+    Constraint(
+        lambda draft_step, prefixes: prefixes != NO_LIST or draft_step == "none",
+        "only an unpadded prefill can lack the list of prefixes",
+    ),
     Constraint(lambda requests, prefixes: prefixes != NO_LIST or requests > 0, "no request has no prefix"),
-    Constraint(lambda padding, prefixes: prefixes != NO_LIST or "slots" not in padding, "a prefill's"),
-    Constraint(lambda rows, prefixes: prefixes != NO_LIST or rows != 1, "one row each tells nothing"),
+    Constraint(
+        lambda padding, prefixes: prefixes != NO_LIST or "slots" not in padding,
+        "only an unpadded prefill can lack the list of prefixes",
+    ),
+    Constraint(
+        lambda rows, prefixes: prefixes != NO_LIST or rows != 1,
+        "without a list of prefixes, one row for each request tells nothing",
+    ),
     Constraint(
         lambda mode, dtypes: ForwardMode[mode].query_rows.in_extend_seq_lens or dtypes != "int64 new lens",
         "only extends have new lengths",
@@ -109,15 +130,21 @@ RULES = (
         lambda mode, host_rows: host_rows == "given" or mode == "RAGGED_VERIFY",
         "every other extend has its rows on the host",
     ),
-    Constraint(lambda requests, host_rows: requests or host_rows == "given", "of no request"),
+    Constraint(
+        lambda requests, host_rows: requests or host_rows == "given",
+        "an empty batch has no rows on the host to leave out",
+    ),
     Constraint(
         lambda mode, context: context != "exceeded" or mode in ("DECODE", "TARGET_VERIFY"),
         "other modes' lengths are those of their rows",
     ),
-    Constraint(lambda requests, context: requests or context != "exceeded", "of a request"),
+    Constraint(
+        lambda requests, context: requests or context != "exceeded",
+        "an empty batch has no request that exceeds the context",
+    ),
     Constraint(
         lambda mode, spec_info: spec_info == "as the rows" or mode not in (*ONE_ROW, *PREFILLS),
-        "of rows that speculative decoding has",
+        "only a draft's modes have a SpecInfo of a graph",
     ),
     Constraint(lambda spare_pages, page_size: spare_pages * page_size <= MOST_CELLS, "what a test holds in memory"),
     Constraint(

@@ -59,10 +59,6 @@ class PagedCall(FormedCall):
     def rows(self) -> int:
         return sum(self.case.q_lens)
 
-    @property
-    def read(self) -> dict[str, Tensor]:
-        return self.inputs.tensors() | super().read
-
     def truth(self) -> Truth:
         return truth_of_call(self.inputs, **self.rules)
 
