@@ -307,7 +307,8 @@ def test_the_check_finds(defect: str) -> None:
 
 def test_the_check_names_the_first_wrong_cell() -> None:
     with pytest.raises(
-        AssertionError, match=r"cells around kv_indptr are wrong.*\[1, 9\], holds 0 and should hold 4.*lens"
+        AssertionError,
+        match=r"cells of kv_indptr or of the memory around it are wrong.*\[1, 9\], holds 0 and should hold 4.*lens",
     ):
         assert_lists_right(afterwards(lambda given: given["kv_indptr"][0, 1].zero_()), DraftListsCase((3,)))
 
