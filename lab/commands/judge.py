@@ -25,14 +25,8 @@ if TYPE_CHECKING:
     from lab.checks.report import Report
 
 AXES = "Axes: narrow the cases to what the kernel was built for"
-OF_ONE_CASE = {
-    "implementation",
-    "device",
-    "in_process",
-    "time_limit_s",
-    "case",
-    "watch",
-}  # parameters that go with --case
+# Parameters that go with --case.
+OF_ONE_CASE = {"implementation", "device", "in_process", "time_limit_s", "case", "watch"}
 
 
 def _check_named(name: str) -> str:
@@ -177,10 +171,7 @@ def judge(
 ) -> None:
     """Judge an implementation: a module, a file or an object with one or more of FlashInfer's functions."""
     if case is not None:
-        others = _given(context) - OF_ONE_CASE
-        if others:
-            named = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in others))
-            refuse(f"--case judges one case as its report says: leave out {named}")
+        _refuse_beside_case(context)
     if watch is not None and in_process:
         refuse("--watch needs workers, which import the kernel anew: leave --in-process out")
     if coverage and implementation is not None and implementation.endswith(".json"):
@@ -251,10 +242,13 @@ def _judge_and_exit(judge_once: Callable[[Console], ExitStatus], watched: Path |
     raise typer.Exit(status)
 
 
-def _given(context: typer.Context) -> set[str]:
-    """Return the names of the parameters that the command line gives."""
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+def _refuse_beside_case(context: typer.Context) -> None:
+    """End the command if its line gives a parameter that --case would ignore."""
+    sources = {name: context.get_parameter_source(name) for name in context.params.keys() - OF_ONE_CASE}
+    given = sorted(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
+    if given:
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        refuse(f"--case judges one case as its report says: leave out {named}")
 
 
 def _report_and_number(case: str) -> tuple[Path, int]:
