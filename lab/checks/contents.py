@@ -17,6 +17,7 @@ from lab.workloads.attention_case import AttentionCase, Contents
 _LOUD = {torch.bfloat16: 2.0**14, torch.float16: 2.0**13, E4M3: 100.0 * E4M3_V_SCALE}
 # bf16: below float16's least, 2**-24, for the most part; the others: below their own least normal numbers.
 _FAINT = {torch.bfloat16: 2.0**-24, torch.float16: 2.0**-14, E4M3: 2.0**-7 * E4M3_V_SCALE}
+_LARGEST_E4M3_KEY = torch.finfo(E4M3).max * E4M3_K_SCALE
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,22 +91,24 @@ def _counted(drawn: _Drawn) -> _Drawn:
 
 
 def _low(drawn: _Drawn) -> _Drawn:
-    """Make every logit -200,000 by one coordinate; it is MLA's last, which its values do not have."""
+    """Make every logit -200,000 by one coordinate; it is MLA's last, which its values do not have.
+
+    A float16 query cannot be that large beside an e4m3 cache: there logits are about -100,000.
+    """
     query, keys = torch.zeros_like(drawn.query), drawn.keys.clone()
-    largest = 448.0 * E4M3_K_SCALE if drawn.case.is_quantised else 1024.0
+    largest = _LARGEST_E4M3_KEY if drawn.case.is_quantised else 1024.0
     keys[..., -1] = -largest
-    query[..., -1] = min(2e5 / (largest * drawn.case.softmax_scale), 6e4)
+    query[..., -1] = min(2e5 / (largest * drawn.case.softmax_scale), torch.finfo(drawn.case.dtype).max)
     return replace(drawn, query=query, keys=keys)
 
 
 def _tall(drawn: _Drawn) -> _Drawn:
-    """Make logits climb by steps of 8 from 0 to some hundreds with the position, 64 keys a step."""
-    steps = torch.arange(len(drawn.keys)).div(64, rounding_mode="floor").to(torch.float32)
+    """Make logits climb by steps of 8 from 0 to 512 with the position, 64 keys a step; e4m3 keys join some steps."""
+    steps = torch.arange(len(drawn.keys)).div(64, rounding_mode="floor").clamp(max=64)
     query, keys = 0.25 * drawn.query, drawn.keys.clone()
-    query[..., -1] = 1.0 / drawn.case.softmax_scale / 8.0
-    keys[..., -1] = (8.0 * 8.0 * steps)[:, None].clamp(max=8.0 * 64)
-    if drawn.case.is_quantised:
-        keys[..., -1].clamp_(max=448.0 * E4M3_K_SCALE)
+    at_query = 2.0 ** round(math.log2(64.0 / drawn.case.softmax_scale))  # so that keys are at most 12, which e4m3 has
+    query[..., -1] = at_query
+    keys[..., -1] = (8.0 * steps / (drawn.case.softmax_scale * at_query))[:, None]
     return replace(drawn, query=query, keys=keys)
 
 

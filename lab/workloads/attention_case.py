@@ -23,7 +23,7 @@ class Contents(NamedEnum):
         "one key, whose value is zero, has nearly all the weight: what shows is all of the others, e**-20 each"
     )
     SHADED = "the same with e**-9 each: float16 holds such weights, and e4m3 those that are scaled to its range"
-    TALL = "logits of many hundreds, the largest at the newest key: partial maxima that differ as far as they can"
+    TALL = "logits that climb with the position, to hundreds in long requests: partial maxima that differ"
 
 
 class Dead(NamedEnum):

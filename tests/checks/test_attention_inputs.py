@@ -156,18 +156,32 @@ def test_counted_positions_beyond_a_block_are_told_by_the_other_half() -> None:
     assert only.nonzero().flatten().tolist() == [39 % 32, 32 + 39 // 32]
 
 
-def test_low_logits_are_about_minus_200_000_and_equal() -> None:
-    for case in (CASE, replace(CASE, dtype=torch.float16, kv_dtype=E4M3), MLA):
-        inputs = build(replace(case, contents=Contents.LOW))
-        logits = inputs.histories[0][0][:, 0].float() @ inputs.query[0, 0].float() * inputs.bmm1_scale
-        assert -2.1e5 < float(logits.min()) == float(logits.max()) < -1e5
-
-
-def test_tall_logits_climb_by_hundreds() -> None:
-    case = AttentionCase(Interface.DECODE, (600,), (1,), contents=Contents.TALL)
+def logits_of(case: AttentionCase) -> Tensor:
+    """The logits of the first request's first row and head."""
     inputs = build(case)
-    logits = inputs.histories[0][0][:, 0].float() @ inputs.query[0, 0].float() * inputs.bmm1_scale
-    assert float(logits[-1] - logits[0]) > 50
+    return inputs.histories[0][0][:, 0].float() @ inputs.query[0, 0].float() * inputs.bmm1_scale
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, E4M3])
+def test_low_logits_are_minus_200_000_and_equal(head_dim: int, kv_dtype: torch.dtype) -> None:
+    for case in (replace(CASE, kv_dtype=kv_dtype, head_dim=head_dim), replace(MLA, kv_dtype=kv_dtype)):
+        logits = logits_of(replace(case, contents=Contents.LOW))
+        assert float(logits.min()) == float(logits.max()) == pytest.approx(-2e5, rel=0.05)
+
+
+def test_low_logits_of_a_float16_query_over_e4m3_are_as_low_as_they_can_be() -> None:
+    logits = logits_of(replace(CASE, dtype=torch.float16, kv_dtype=E4M3, contents=Contents.LOW))
+    assert float(logits.min()) == float(logits.max()) < -1e5
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, E4M3])
+def test_tall_logits_climb_by_hundreds(kv_dtype: torch.dtype) -> None:
+    case = AttentionCase(Interface.DECODE, (2000,), (1,), kv_dtype=kv_dtype, contents=Contents.TALL)
+    for each in (case, replace(MLA, kv_lens=(2000,), q_lens=(1,), kv_dtype=kv_dtype, contents=Contents.TALL)):
+        of_steps = logits_of(each).split(64)
+        assert float(of_steps[-1].mean() - of_steps[0].mean()) == pytest.approx(8 * 31, rel=0.05)
+        assert all(float(after.mean() - before.mean()) > -1 for before, after in itertools.pairwise(of_steps))
 
 
 def test_an_overshadowing_key_adds_nothing_and_the_others_show() -> None:

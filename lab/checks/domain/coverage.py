@@ -76,13 +76,11 @@ class Coverage:
         from rich.text import Text
 
         table = Table(title=f"K18's domain of {self.interface.value}", box=SIMPLE_HEAD, pad_edge=False)
-        for column in ("axis", "judged", "declined", "left out"):
+        for column in ("axis", *(reach.value for reach in Reach)):
             table.add_column(column, overflow="fold")
         for axis, values in self.values.items():
             by_reach = _by_reach(values)
-            table.add_row(
-                axis, *(Text("; ".join(by_reach.get(name, ()))) for name in ("judged", "declined", "left out"))
-            )
+            table.add_row(axis, *(Text("; ".join(by_reach.get(reach.value, ()))) for reach in Reach))
         return table
 
     def lines(self) -> Iterator[str]:
@@ -114,7 +112,12 @@ def coverage(interface: Interface, domain: Domain, verdicts: Iterable["CaseVerdi
     """Return how much of a domain the verdicts on its points cover."""
     judged, declined = tuples_by_outcome(domain, verdicts)
     of_values = {
-        axis: {value: _reach(((axis, value),), judged, declined) for value in values}
+        axis: {
+            value: Reach.IMPOSSIBLE
+            if domain.completed({axis: value}) is None
+            else _reach(((axis, value),), judged, declined)
+            for value in values
+        }
         for axis, values in domain.axes.items()
     }
     why: Counter[str] = Counter()

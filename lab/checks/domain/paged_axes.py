@@ -39,11 +39,13 @@ WINDOWS = (0, 1, 15, 20, 127, 1000, 5000, 2**31 - 1)
 SCALES = ("number", "tensor [1]", "tensor []", "tensor [1, 1]")
 NOTHING = "none at all"
 WITHOUT = ("none first", "none last", "none twice", NOTHING)  # requests that have no rows, or no keys
+FEWER = "fewer than rows"
+EQUAL = 128  # keys of each request where lengths are equal
 VACUOUS = frozenset({("lengths", NOTHING), ("offsets", NOTHING)})
 OWN_BIT_CLEAR = "own bit clear"  # of each row: it sees the draft's tokens before it, and so the first row none
 BITS_AFTER = "bits after the draft"
 TWICE = "the last twice"  # the last page of a request of several is the one before it
-PROMPTS = (65, 300, 1040)  # rows of a context call's first request
+PROMPTS = (65, 300, 1040)  # rows of the prompt, in a context call
 
 
 def values_of(space: Space, name: str) -> tuple[Any, ...]:
@@ -57,7 +59,7 @@ def paged_domain(interface: Interface, space: Space) -> Domain:
     axes = {
         **_sizes(interface, space),
         "requests": (REQUESTS, 1, *values_of(space, "large_batches")),
-        "lengths": ("unequal", "equal", *WITHOUT, "fewer than rows", *space.long_requests),
+        "lengths": ("unequal", "equal", *WITHOUT, FEWER, *space.long_requests),
         **_rows(interface, space),
         "contents": ("random", "needles", "shaded"),
         "sinks": _sinks(interface, space),
@@ -170,7 +172,7 @@ def _dims(head_dim: Any) -> int:
 
 
 def _prompt(rows: Any) -> int:
-    """Return the rows of a context call's first request."""
+    """Return the most rows of a context call's request."""
     return rows if isinstance(rows, int) else {"one each": 1}.get(rows, 5)
 
 
@@ -278,7 +280,25 @@ RULES = (
         "the only request has rows",
     ),
     Constraint(
-        lambda requests, lengths: requests > 1 or lengths != "none twice", "one request is not two without keys"
+        lambda requests, lengths: requests > 1 or lengths not in ("none first", "none last", "none twice"),
+        "the only request has keys",
+    ),
+    Constraint(
+        lambda requests, offsets, lengths: requests > REQUESTS or {offsets, lengths} != {"none twice", "none last"},
+        "no request would have both rows and keys",
+    ),
+    Constraint(lambda q_len, lengths: q_len > 1 or lengths != FEWER, "fewer keys than one row are none"),
+    Constraint(lambda rows, lengths: rows != "one each" or lengths != FEWER, "fewer keys than one row are none"),
+    Constraint(lambda pages, lengths: pages != TWICE or lengths != FEWER, "so few keys need no two pages"),
+    Constraint(
+        lambda pages, lengths, page_size: pages != TWICE or lengths != "equal" or page_size < EQUAL,
+        "equal lengths fit in one page of this size",
+    ),
+    Constraint(
+        lambda pages, requests, lengths, page_size: (
+            pages != TWICE or requests <= REQUESTS or lengths != "none last" or page_size < 32
+        ),
+        "of a large batch, the last request alone has two pages of this size",
     ),
 )
 TRIPLES = (

@@ -1,13 +1,14 @@
 """The batch of a paged call's combination: its sizes, lengths and rows as an `AttentionCase`."""
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from lab.calls.problem import E4M3
 from lab.checks.domain.combination import Combination
-from lab.checks.domain.paged_axes import DTYPES, OWN_BIT_CLEAR, REQUESTS, TWICE
+from lab.checks.domain.paged_axes import DTYPES, EQUAL, FEWER, OWN_BIT_CLEAR, REQUESTS, TWICE
 from lab.checks.space import Space, edge_lengths
 from lab.workloads.attention_case import AttentionCase, Contents, Storage, TableTail
 from lab.workloads.interfaces import Interface
@@ -80,7 +81,16 @@ def rows_of_prompts(of: Combination, count: int) -> tuple[int, ...]:
     rows = {"unequal": CONTEXT_ROWS, "one each": (1,)}.get(of["rows"], (of["rows"], *CONTEXT_ROWS))
     if count > REQUESTS:
         rows = (1, 2, 3) if of["rows"] == "unequal" else rows
-    return _emptied(of, [rows[request % len(rows)] if request else rows[0] for request in range(count)])
+    q_lens = [rows[request % len(rows)] for request in range(count)]
+    if isinstance(of["rows"], int):
+        of_prompt = longest_request(of)
+        q_lens[0], q_lens[of_prompt] = q_lens[of_prompt], q_lens[0]
+    return _emptied(of, q_lens)
+
+
+def longest_request(of: Combination) -> int:
+    """Return the place of the request with the prompt or the long history: the first, or the last where that has no rows."""
+    return -1 if of["offsets"] in ("none first", "none twice") else 0
 
 
 def _emptied(of: Combination, q_lens: list[int]) -> tuple[int, ...]:
@@ -99,6 +109,11 @@ def empty_requests(lengths: Any, count: int) -> tuple[int, ...]:
     return tuple(range(count)) if lengths == "none at all" else empty.get(lengths, ())
 
 
+def fewer_than_rows(q_lens: Sequence[int]) -> list[int]:
+    """Return one key or two fewer than rows for the requests in turn; of several rows, at least one."""
+    return [max(rows - 1 - request % 2, rows // 2) for request, rows in enumerate(q_lens)]
+
+
 def _kv_lens(of: Combination, q_lens: tuple[int, ...], page_size: int, rng: random.Random) -> tuple[int, ...]:
     lengths, count = of["lengths"], len(q_lens)
     if count > REQUESTS:
@@ -113,12 +128,12 @@ def _kv_lens(of: Combination, q_lens: tuple[int, ...], page_size: int, rng: rand
     if of.get("mask") == OWN_BIT_CLEAR:
         kv_lens[0] = 0  # of the draft alone, whose first row sees no key
     if lengths == "equal":
-        kv_lens = [128] * count
+        kv_lens = [EQUAL] * count
     elif isinstance(lengths, int):
-        kv_lens[0] = lengths - rng.randrange(page_size)
+        kv_lens[longest_request(of)] = lengths - rng.randrange(page_size)
     kv_lens = [max(kv_len, rows) for kv_len, rows in zip(kv_lens, q_lens, strict=True)]
-    if lengths == "fewer than rows":
-        kv_lens = [max(rows - 1 - request, 0) for request, rows in enumerate(q_lens)]
+    if lengths == FEWER:
+        kv_lens = fewer_than_rows(q_lens)
     for request in empty_requests(lengths, count):
         kv_lens[request] = 0
     return tuple(kv_lens)

@@ -7,7 +7,18 @@ requests; its heads and head_dims are its own, those of DeepSeek and its relativ
 from typing import Any
 
 from lab.checks.domain.covering import Constraint, Domain
-from lab.checks.domain.paged_axes import NAMES, PROMPTS, REQUESTS, RULES, SCALES, VACUOUS, WINDOWS, WITHOUT, values_of
+from lab.checks.domain.paged_axes import (
+    FEWER,
+    NAMES,
+    PROMPTS,
+    REQUESTS,
+    RULES,
+    SCALES,
+    VACUOUS,
+    WINDOWS,
+    WITHOUT,
+    values_of,
+)
 from lab.checks.space import Space
 
 SHORT = 150  # keys of the longest request that is not long
@@ -17,6 +28,7 @@ MOST_HEADS = 256
 MOST_KV_ELEMENTS = 2**25
 MOST_PRODUCTS = 2**29  # of Q·K^T, in each of the three attentions that a case computes
 DEEPSEEK_HEADS = 128
+OF_THE_NEXT = "as the next request's rows"  # as many keys as rows in all, but not of each request
 
 
 def ragged_domain(space: Space) -> Domain:
@@ -31,8 +43,8 @@ def ragged_domain(space: Space) -> Domain:
         "lengths": (
             "longer",
             "as rows",
-            "as the next request's rows",
-            "fewer than rows",
+            OF_THE_NEXT,
+            FEWER,
             *WITHOUT,
             *(min(kv_len, LONGEST) for kv_len in space.long_requests),
         ),
@@ -119,6 +131,10 @@ RAGGED_RULES = (
         "tokens that each lie in memory of their own",
     ),
     Constraint(lambda kv, num_kv_heads: kv != "far apart" or num_kv_heads <= 3, "each token takes whole pages"),
+    Constraint(
+        lambda requests, offsets, lengths: requests > REQUESTS or offsets != "none twice" or lengths != OF_THE_NEXT,
+        "no request would have both rows and keys",
+    ),
     Constraint(
         lambda padding, mirrors: padding == "none" or mirrors == "none",
         "lengths on the host leave no row or key after the last offset",

@@ -21,10 +21,10 @@ from lab.checks.domain.forms import (
     set_scales,
     with_minus_infinity,
 )
-from lab.checks.domain.paged_axes import REQUESTS
+from lab.checks.domain.paged_axes import FEWER, REQUESTS
 from lab.checks.domain.paged_call import GAP, PADDED
-from lab.checks.domain.paged_shape import empty_requests, rows_of_prompts
-from lab.checks.domain.ragged import SHORT, head_dims_of
+from lab.checks.domain.paged_shape import empty_requests, fewer_than_rows, longest_request, rows_of_prompts
+from lab.checks.domain.ragged import OF_THE_NEXT, SHORT, head_dims_of
 from lab.checks.domain.views import apart, at_bytes, far_apart, raw
 from lab.checks.needles import draw_histories, needle_positions
 from lab.checks.ragged_inputs import PADDING, TILE, Parts, arguments_of
@@ -90,12 +90,12 @@ def ragged_lens(of: Combination) -> RaggedLens:
         kv_lens[-1] = max(SHORT - rng.randrange(20), q_lens[-1])  # a window hides something of it
     if lengths == "as rows":
         kv_lens = list(q_lens)
-    elif lengths == "as the next request's rows":  # as many keys as rows in all, but not of each request
+    elif lengths == OF_THE_NEXT:
         kv_lens = [*q_lens[1:], q_lens[0]]
-    elif lengths == "fewer than rows":
-        kv_lens = [max(rows - 1 - request, 0) for request, rows in enumerate(q_lens)]
+    elif lengths == FEWER:
+        kv_lens = fewer_than_rows(q_lens)
     elif isinstance(lengths, int):
-        kv_lens[0] = lengths + rng.randrange(TILE)
+        kv_lens[longest_request(of)] = lengths + rng.randrange(TILE)
     for request in empty_requests(lengths, count):
         kv_lens[request] = 0
     return RaggedLens(tuple(kv_len - rows for kv_len, rows in zip(kv_lens, q_lens, strict=True)), q_lens)

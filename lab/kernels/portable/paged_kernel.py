@@ -281,11 +281,17 @@ def _load_keys(
     BLOCK_KEYS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Return a tile, (K [ELEMENTS, BLOCK_KEYS], V [BLOCK_KEYS, ELEMENTS]), by descriptor if it has one and no mask."""
-    if tiles[0] is not None and tiles[1] is not None and not MASKED:
+    """Return a tile, (K [ELEMENTS, BLOCK_KEYS], V [BLOCK_KEYS, ELEMENTS]), by descriptor if it has one.
+
+    Where MASKED, V is zero for keys that do not exist: their weights are zero, but 0 times NaN is not. K of them may be
+    anything, since their logits are replaced.
+    """
+    if tiles[0] is not None and tiles[1] is not None:
         k = described_tile(tiles[0], pages[0], kv_head.to(tl.int32), begin, 0, PAGE_SIZE, BLOCK_KEYS, ELEMENTS)
         v = described_tile(tiles[1], pages[1], kv_head.to(tl.int32), begin, 0, PAGE_SIZE, BLOCK_KEYS, ELEMENTS)
         k = tl.trans(k)
+        if MASKED:
+            v = tl.where(key_exists[:, None], v, 0.0)
     else:
         elements = tl.arange(0, ELEMENTS)
         k_exists = key_exists[None, :] if MASKED else None

@@ -53,6 +53,13 @@ def test_a_call_that_computes_nothing_shows_nothing_of_its_other_values() -> Non
     assert found.triples[Reach.JUDGED] == 1
 
 
+def test_a_value_that_no_point_has_is_impossible() -> None:
+    domain = replace(DOMAIN, rules=(Constraint(lambda lengths: lengths != "long", "nothing is long"),))
+    found = coverage(Interface.DECODE, domain, [verdict_on(Outcome.RIGHT)])
+    assert found.values["lengths"] == {"short": Reach.JUDGED, "long": Reach.IMPOSSIBLE}
+    assert found.counts == "4 of 7 values and 6 of 18 pairs of decode"
+
+
 def test_a_blind_spot_is_a_pair_of_judged_values_that_was_not_judged() -> None:
     verdicts = [verdict_on(Outcome.RIGHT, **dict.fromkeys(names, True)) for names in ((), ("mask",), ("sinks",))]
     pair = (("mask", True), ("sinks", True))

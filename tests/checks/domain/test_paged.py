@@ -6,9 +6,11 @@ import torch
 
 from lab import references
 from lab.calls.problem import mask_words
-from lab.checks import Combination, Interface, Space
-from lab.checks.domain.paged_axes import paged_domain
+from lab.checks import Combination, Interface, Level, Space
+from lab.checks.catalogue.k18_combinations import CHECK
+from lab.checks.domain.paged_axes import TWICE, VACUOUS, paged_domain
 from lab.checks.domain.paged_call import judge_paged
+from lab.checks.domain.paged_shape import attention_case, fewer_than_rows
 from lab.checks.trial import Trial
 
 HEADS = 3
@@ -64,6 +66,22 @@ def test_a_request_of_several_pages_has_its_last_twice(interface: Interface, pag
         assert len(named) >= 2
         assert named[-1] == named[-2]
         assert len(set(named)) == len(named) - 1
+
+
+@pytest.mark.parametrize("interface", [Interface.DECODE, Interface.CONTEXT, Interface.MLA_DECODE])
+def test_every_point_of_the_full_level_has_keys_to_attend_to_and_pages_to_double(interface: Interface) -> None:
+    for case in CHECK.cases(interface, Space(), Level.FULL):
+        if not VACUOUS.isdisjoint(case.values.items()):
+            continue
+        of = attention_case(case, Space())
+        assert any(q_len and kv_len for q_len, kv_len in zip(of.q_lens, of.kv_lens, strict=True)), case
+        assert case["pages"] != TWICE or max(of.kv_lens) > of.storage.page_size, case
+
+
+@pytest.mark.parametrize("q_lens", [(2, 2, 2), (1, 2, 1), (0, 0, 17), (5, 1, 17)])
+def test_fewer_keys_than_rows_are_some_of_every_request_of_several_rows(q_lens: tuple[int, ...]) -> None:
+    for q_len, kv_len in zip(q_lens, fewer_than_rows(q_lens), strict=True):
+        assert min(q_len - 1, 1) <= kv_len < q_len or q_len == kv_len == 0
 
 
 @pytest.mark.parametrize("interface", [Interface.DECODE, Interface.CONTEXT, Interface.MLA_DECODE])

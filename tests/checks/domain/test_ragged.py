@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from lab import references
-from lab.checks import Combination, Interface, Space
+from lab.checks import Combination, Interface, Level, Space
+from lab.checks.catalogue.k18_combinations import CHECK
 from lab.checks.domain.covering import Domain
+from lab.checks.domain.paged_axes import VACUOUS
 from lab.checks.domain.ragged import head_dims_of, ragged_domain
 from lab.checks.domain.ragged_call import judge_ragged, ragged_lens
 from lab.checks.trial import Trial
@@ -36,12 +38,19 @@ def test_lengths_are_what_their_names_say() -> None:
     assert plain.q_lens == (5, 1, 17)
     assert all(kv_len >= rows for kv_len, rows in zip(plain.kv_lens, plain.q_lens, strict=True))
     assert ragged_lens(combination(lengths="as rows")).kv_lens == plain.q_lens
-    assert ragged_lens(combination(lengths="fewer than rows")).kv_lens == (4, 0, 14)
+    assert ragged_lens(combination(lengths="fewer than rows")).kv_lens == (4, 0, 16)
     assert ragged_lens(combination(lengths="none first")).kv_lens[0] == 0
     assert ragged_lens(combination(lengths="none twice")).kv_lens[:2] == (0, 0)
     assert ragged_lens(combination(lengths=65_600, num_kv_heads=1)).kv_lens[0] >= 65_600
     assert ragged_lens(combination(offsets="none twice")).q_lens == (0, 0, 17)
     assert len(ragged_lens(combination(requests=257)).q_lens) == 257
+
+
+def test_every_point_of_the_full_level_has_keys_to_attend_to() -> None:
+    for case in CHECK.cases(Interface.RAGGED_CONTEXT, Space(), Level.FULL):
+        lens = ragged_lens(case)
+        some = any(q_len and kv_len for q_len, kv_len in zip(lens.q_lens, lens.kv_lens, strict=True))
+        assert some or not VACUOUS.isdisjoint(case.values.items()), case
 
 
 def test_strides_are_what_their_names_say() -> None:
