@@ -121,8 +121,9 @@ class Bench:
         most = max(SMOKE_LONGEST, *space.q_lens) if level is Level.SMOKE else space.longest
         self._axes = replace(space, longest=min(space.longest, most))
         self._after, self._cases = after, list[Any]()
-        self._cases += self._new(check.cases(interface, self._axes, level))
         self._more = check.more if level is Level.FULL else ()
+        first = Level.SMOKE if self._more else level  # the rounds that follow are the full level's
+        self._cases += self._new(check.cases(interface, self._axes, first))
         self._drawn = drawn if check.adapt is not None and interface in ATTENTION else 0
         self.num_random = 0
         self.planned, self.judged = len(self._cases) + self._drawn, 0

@@ -42,7 +42,8 @@ class Check:
         draw: what yields random cases without an end, of what the verdicts say that the implementation takes; None: nothing.
         shrink: what makes a wrong one of these small, called with the space, the case, and a function that says whether another
             is wrong too.
-        more: rounds of further cases of the full level, in turn: each follows from the verdicts of all before it.
+        more: rounds of the full level, in turn, each of which follows from the verdicts of all before it. They follow the smoke
+            level's cases, and come to those of the full level where the implementation declines nothing.
     """
 
     key: str

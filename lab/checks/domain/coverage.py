@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lab.checks.domain.combination import Combination
@@ -146,13 +146,10 @@ def tuples_by_outcome(domain: Domain, verdicts: Iterable["CaseVerdict"]) -> tupl
 
 
 def retried(domain: Domain, verdicts: Sequence["CaseVerdict"]) -> tuple[Domain, list[Values]] | None:
-    """Return the domain of the values that were judged, and its pairs and triples that were not; None where nothing was."""
+    """Return the domain of the values that were judged, and its pairs and triples that were not; None where there is none."""
     judged, _ = tuples_by_outcome(domain, verdicts)
-    axes = {axis: [value for value in values if ((axis, value),) in judged] for axis, values in domain.axes.items()}
-    if not all(axes.values()):
-        return None
-    taken = replace(domain, axes=axes)
-    return taken, [goal for goal in taken.tuples() if goal not in judged]
+    taken = domain.only(judged)
+    return None if taken is None else (taken, [goal for goal in taken.tuples() if goal not in judged])
 
 
 def _reach(goal: Values, judged: Collection[Values], declined: Collection[Values]) -> Reach:

@@ -4,7 +4,7 @@ import functools
 import inspect
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -77,6 +77,13 @@ class Domain:
             tuple(triple for triple in triples if set(triple) <= set(axes)),
             vacuous,
         )
+
+    def only(self, taken: Collection[Values]) -> "Domain | None":
+        """Return the domain of those values that are taken, each alone; None if an axis has none."""
+        axes = {
+            name: tuple(value for value in values if ((name, value),) in taken) for name, values in self.axes.items()
+        }
+        return replace(self, axes=axes) if all(axes.values()) else None
 
     def fits(self, point: Mapping[str, Any], added: str = "") -> bool:
         """Tell whether values of some axes fit every rule between these; only the rules of an `added` axis if it is named."""

@@ -291,6 +291,10 @@ RULES = (
     Constraint(lambda rows, lengths: rows != "one each" or lengths != FEWER, "fewer keys than one row are none"),
     Constraint(lambda pages, lengths: pages != TWICE or lengths != FEWER, "so few keys need no two pages"),
     Constraint(
+        lambda pages, requests, mask: pages != TWICE or requests > 1 or mask != OWN_BIT_CLEAR,
+        "the only request has the draft's keys alone",
+    ),
+    Constraint(
         lambda pages, lengths, page_size: pages != TWICE or lengths != "equal" or page_size < EQUAL,
         "equal lengths fit in one page of this size",
     ),

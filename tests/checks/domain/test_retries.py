@@ -71,6 +71,20 @@ def test_a_defect_of_a_pair_that_all_arrays_were_declined_with_is_found() -> Non
     assert not fixed & {repr(verdict.case) for verdict in report.wrong}
 
 
+def test_a_value_that_is_declined_by_itself_is_tried_beside_all_others() -> None:
+    """An output is taken beside an LSE alone."""
+
+    def is_declined(out: torch.Tensor | None = None, return_lse: bool = False, **arguments: Any) -> bool:
+        return out is not None and not return_lse
+
+    report = report_of(declining(is_declined))
+    (found,) = report.coverages
+    assert set(found.values["out"].values()) == {Reach.JUDGED}
+    never = {pair for pair, _ in found.blind if {name for name, _ in pair} == {"out", "lse"}}
+    assert never
+    assert len(found.blind) - len(never) < 0.02 * found.pairs[Reach.JUDGED]
+
+
 def test_nothing_follows_at_the_smoke_level_or_where_nothing_is_declined() -> None:
     smoke = report_of(declining(lse_and("out")), level=Level.SMOKE)
     assert len(smoke.verdicts) == len(report_of(references, level=Level.SMOKE, functions=NAMES).verdicts)
