@@ -26,11 +26,8 @@ from lab.checks.space import SEEDS, Space
 from lab.checks.trial import Trial
 from lab.workloads.interfaces import Interface
 
-CHOSEN = (
-    None,
-    6,
-    4,
-)  # axes of a point that are not plain, in turn; None: all. The fewer, the more likely the kernel takes it.
+# Axes of a point that are not plain, in turn; None: all. The fewer, the more likely the kernel takes it.
+CHOSEN = (None, None, 6, 4)
 
 
 def _cases(interface: Interface, space: Space, level: Level) -> Iterator[Combination]:
