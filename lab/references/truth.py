@@ -1,6 +1,7 @@
 """The truth of a request's query rows, from its K/V history alone, and what low-precision arithmetic makes of them."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +15,7 @@ from lab.references.regression import regress
 from lab.references.softmax_attention import attention, visible_keys
 
 SHOWN_VECTORS = 3
+TOGETHER = 16  # requests that are computed together are a piece's 16th at most: they are copied for it
 # Scores are float32 sums of exact products, so the softmax's denominator is known to far better than 0.3 % (0.004 in base
 # 2) by any kernel that sums weights before it rounds them; e4m3 queries of up to 448 sum to larger scores.
 LSE_LOG2_BOUND = 0.004
@@ -161,28 +163,51 @@ def _error_of_scaled_values(query: Tensor, histories: list[tuple[Tensor, Tensor]
 def _pieces(
     query: Tensor, histories: list[tuple[Tensor, Tensor]], q_lens: list[int], rules: Rules
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return expected, control and LSE, few rows at once where keys are many."""
-    pieces = []
-    first_row = 0
-    for request, ((keys, values), q_len) in enumerate(zip(histories, q_lens, strict=True)):
-        rows_at_once = max(1, piece_elements(query.device) // (query.shape[1] * max(len(keys), 1)))
+    """Return expected, control and LSE: requests of the same lengths together, few rows at once where keys are many."""
+    row_ids = torch.arange(len(query), device=query.device).split(q_lens)
+    pieces, places = [], []
+    for requests in _together(query, histories, q_lens):
+        keys, values = (_stacked([histories[request][side] for request in requests]) for side in (0, 1))
+        shown = None if rules.shown is None else torch.stack([rules.shown[request] for request in requests])
+        rows_of_each, q_len = torch.stack([row_ids[request] for request in requests]), q_lens[requests[0]]
+        rows_at_once = max(1, piece_elements(query.device) // (query.shape[1] * max(keys.shape[1], 1)))
         for start in range(0, q_len, rows_at_once):
             rows = range(start, min(start + rows_at_once, q_len))
-            part = query[first_row + rows.start : first_row + rows.stop]
-            shown = None if rules.shown is None else rules.shown[request]
-            pieces.append(_rows(part, keys, values, rows, q_len, rules, shown))
-        first_row += q_len
-    expected, control, lse_log2 = (torch.cat(part) for part in zip(*pieces, strict=True))
+            place = rows_of_each[:, rows.start : rows.stop]
+            places.append(place.flatten())
+            pieces.append(_rows(query[place], keys, values, rows, q_len, rules, shown))
+    order = torch.cat(places).argsort()
+    expected, control, lse_log2 = (torch.cat(part)[order] for part in zip(*pieces, strict=True))
     return expected, control, lse_log2
+
+
+def _together(query: Tensor, histories: list[tuple[Tensor, Tensor]], q_lens: list[int]) -> Iterator[list[int]]:
+    """Yield requests that have as many keys and rows as each other; no more than are small together, and none without rows."""
+    alike: dict[tuple[int, int], list[int]] = {}
+    for request, ((keys, _), q_len) in enumerate(zip(histories, q_lens, strict=True)):
+        if q_len:
+            alike.setdefault((len(keys), q_len), []).append(request)
+    for (kv_len, q_len), requests in alike.items():
+        elements = max(sum(side.numel() for side in histories[requests[0]]), kv_len * q_len * query.shape[1], 1)
+        at_once = max(1, piece_elements(query.device) // TOGETHER // elements)
+        yield from (requests[first : first + at_once] for first in range(0, len(requests), at_once))
 
 
 def _rows(
     query: Tensor, keys: Tensor, values: Tensor, rows: range, q_len: int, rules: Rules, shown: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    kv_len, device = len(keys), query.device
-    first = kv_len - q_len  # position of the request's first row
+    """Return expected, control and LSE of the same rows of several requests, all rows of a request after all of another.
+
+    Args:
+        query: [num_requests, len(rows), num_qo_heads, head_dim].
+        keys, values: [num_requests, kv_len, num_kv_heads, head_dim].
+        rows: their numbers among a request's q_len.
+        shown: bool [num_requests, q_len, q_len], or None.
+    """
+    (batch, kv_len), device = keys.shape[:2], query.device
+    first = kv_len - q_len  # position of a request's first row
     last = kv_len if shown is not None or not rules.causal else max(first + rows.stop, 0)
-    keys, values = (_widened(side[:last]).unsqueeze(0) for side in (keys, values))
+    keys, values = keys[:, :last], values[:, :last]
     positions = torch.arange(first + rows.start, first + rows.stop, device=device).unsqueeze(0)
     visible = visible_keys(
         positions,
@@ -191,12 +216,12 @@ def _rows(
         causal=rules.causal and shown is None,
         window_left=rules.window_left,
     )
-    visible = visible.expand(1, len(rows), last).clone()  # without a causal rule, all rows see the same
+    visible = visible.expand(batch, len(rows), last).clone()  # without a causal rule, all rows see the same
     if shown is not None:
-        visible[:, :, max(first, 0) :] &= shown[rows.start : rows.stop, max(-first, 0) :]
-    exact, lse_log2 = attention(query.unsqueeze(0), keys, values, visible, **rules.terms())
+        visible[:, :, max(first, 0) :] &= shown[:, rows.start : rows.stop, max(-first, 0) :]
+    exact, lse_log2 = attention(query, keys, values, visible, **rules.terms())
     rounded = eager_attention(
-        query.unsqueeze(0),
+        query,
         keys,
         values,
         visible,
@@ -204,8 +229,9 @@ def _rows(
         out_dtype=rules.out_dtype,
         **rules.terms(),
     )
-    return saturated(exact[0], rules.out_dtype), rounded[0], lse_log2[0]
+    return saturated(exact, rules.out_dtype).flatten(0, 1), rounded.flatten(0, 1), lse_log2.flatten(0, 1)
 
 
-def _widened(side: Tensor) -> Tensor:
-    return side if side.dtype == torch.float64 else side.to(torch.float32)
+def _stacked(sides: list[Tensor]) -> Tensor:
+    """Return K or V of several requests, in a dtype that attention takes."""
+    return torch.stack([side if side.dtype == torch.float64 else side.to(torch.float32) for side in sides])
