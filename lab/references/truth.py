@@ -137,7 +137,7 @@ def truth_of_requests(query: Tensor, histories: list[tuple[Tensor, Tensor]], q_l
     """Return the truth of consecutive requests' rows.
 
     Args:
-        query: [num_rows, num_qo_heads, head_dim].
+        query: [num_rows, num_qo_heads, head_dim]; rows after the requests' have no truth.
         histories: per request (K, V), [kv_len, num_kv_heads, head_dim]; V's head_dim may be another.
         q_lens: query rows of each request, its newest tokens'.
         rules: how they attend.
@@ -164,7 +164,7 @@ def _pieces(
     query: Tensor, histories: list[tuple[Tensor, Tensor]], q_lens: list[int], rules: Rules
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return expected, control and LSE: requests of the same lengths together, few rows at once where keys are many."""
-    row_ids = torch.arange(len(query), device=query.device).split(q_lens)
+    row_ids = torch.arange(sum(q_lens), device=query.device).split(q_lens)
     pieces, places = [], []
     for requests in _together(query, histories, q_lens):
         keys, values = (_stacked([histories[request][side] for request in requests]) for side in (0, 1))

@@ -101,3 +101,19 @@ def test_values_of_a_quantised_cache_may_be_rounded_after_they_are_scaled(scale:
     query = torch.ones(1, 1, 1, dtype=torch.bfloat16)
     for dtype, allowed in ((torch.bfloat16, 0.0), (torch.float8_e4m3fn, shared)):
         assert truth_of_requests(query, [(sides.to(dtype), sides.to(dtype))], [1], rules).shared_error == allowed
+
+
+def test_requests_of_the_same_lengths_have_rows_where_they_stand_among_the_others() -> None:
+    """Equal weights: means of the first keys up to each row's own; the third request is as long as the first."""
+    told = truth([[0.0] * 2, [0.0] * 3, [0.0] * 2, []], [[2.0, 4.0], [1.0, 2.0, 9.0], [6.0, 0.0], []], [2, 1, 2, 1])
+    assert outs(told) == pytest.approx([2.0, 3.0, 4.0, 6.0, 3.0, 0.0])
+    assert told.request_of_row.tolist() == [0, 0, 1, 2, 2, 3]
+
+
+def test_rows_after_the_requests_and_requests_without_rows_have_no_truth() -> None:
+    histories = [
+        (torch.zeros(len(values), 1, 1), torch.tensor(values).view(-1, 1, 1)) for values in ([4.0], [8.0, 2.0])
+    ]
+    rules = Rules(bmm1_scale=1.0, bmm2_scale=1.0, arithmetic=torch.float32, out_dtype=torch.float32)
+    told = truth_of_requests(torch.ones(5, 1, 1), histories, [0, 2], rules)
+    assert told.expected.flatten().tolist() == pytest.approx([8.0, 5.0])
