@@ -21,7 +21,7 @@ class ProgramTile(NamedTuple):
         per_multiprocessor: programs that run on a multiprocessor at a time.
         start_keys: cost of beginning and ending a request and K/V head, where a program waits for the first keys and writes the
             results: the number of keys that it could walk meanwhile. A program with many short requests gets fewer keys.
-        by_descriptor: tiles that need no mask are loaded by Hopper's copy engine, where `tile_descriptor` can describe them.
+        by_descriptor: Hopper's copy engine loads tiles, where `tile_descriptor` can describe them; MLA's if they need no mask.
         denominator_per_key: the softmax's denominator is kept in one part per key of a tile, summed up after the last tile.
             Warps that share rows then wait for each other less often; a thread needs one more register per score.
     """
