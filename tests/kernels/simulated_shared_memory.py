@@ -52,7 +52,11 @@ class Shared:
 
     def slice(self, begin: int, length: int) -> "Shared":
         view = Shared.__new__(Shared)
-        view.dtype, view.shape, view._memory = self.dtype, [length, *self.shape[1:]], self._memory[:, begin : begin + length]
+        view.dtype, view.shape, view._memory = (
+            self.dtype,
+            [length, *self.shape[1:]],
+            self._memory[:, begin : begin + length],
+        )
         return view
 
     def permute(self, _order: Any) -> "Transposed":

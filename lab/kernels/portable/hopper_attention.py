@@ -178,7 +178,7 @@ def _convert_tile(loaded, converted, barriers, slot, parity):
     for half in gl.static_range(2):
         parts = ()
         for part in gl.static_range(PARTS):
-            parts = parts + (loaded.slice((half * PARTS + part) * PART, PART).load(LAYOUT),)
+            parts = parts + (loaded.slice((half * PARTS + part) * PART, PART).load(LAYOUT),)  # noqa: RUF005 - Triton has no stars
         for part in gl.static_range(PARTS):
             converted.slice((half * PARTS + part) * PART, PART).store(parts[part].to(converted.dtype))
     fence_async_shared()  # products read it
@@ -207,7 +207,7 @@ def _consume(
     DTYPE: gl.constexpr = q_slot.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIMS, 16])
-    FITTED: gl.constexpr = queries[0].dtype.element_ty == gl.bfloat16 and DTYPE == gl.float16
+    FITTED: gl.constexpr = queries[0].dtype.element_ty == gl.bfloat16 and gl.float16 == DTYPE
     scale_of_all, is_negative = positive_scale(terms[1])
     window_left = batch[2]
     column = gl.arange(0, KEYS, gl.SliceLayout(0, SCORES))
@@ -357,7 +357,7 @@ def hopper_attention_kernel(
     if OVERLAPS:  # the merge may be launched meanwhile, which waits for the end of this
         gdc_launch_dependents()
     STORED: gl.constexpr = k_tiles.dtype
-    CONVERTS: gl.constexpr = STORED == gl.float8e4nv
+    CONVERTS: gl.constexpr = gl.float8e4nv == STORED
     DTYPE: gl.constexpr = gl.float16 if CONVERTS else STORED
     CONSUMERS: gl.constexpr = TILE.rows // CONSUMER_ROWS
     q_slots = gl.allocate_shared_memory(DTYPE, [CONSUMERS, CONSUMER_ROWS, HEAD_DIM], gl.NVMMASharedLayout(128, 16))

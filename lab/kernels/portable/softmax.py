@@ -118,7 +118,7 @@ def softmax_step(scores, scale, largest, DOT_DTYPE: tl.constexpr):
     new_largest = tl.maximum(largest, tile_largest)
     # A row that has seen no key yet has no maximum to subtract.
     origin = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-    if hasattr(scale, "shape"):
+    if hasattr(scale, "shape"):  # noqa: SIM102 - a float, which Triton would ask for its shape, too
         if len(scale.shape) == 1:
             scale = scale[:, None]
     return tl.exp2(scores * scale - origin[:, None]), tl.exp2(largest - origin), new_largest
@@ -129,7 +129,7 @@ def with_weights(denominator, rescale, weights):
     """Return a softmax's denominator, from `empty_denominator` or the step before, after one more step."""
     if len(denominator.shape) == 2:
         return denominator * rescale[:, None] + weights
-    else:
+    else:  # noqa: RET505 - Triton compiles one of the two
         return denominator * rescale + tl.sum(weights, 1)
 
 
