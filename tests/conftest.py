@@ -1,6 +1,7 @@
 """What every test needs before anything is imported, and the options of the benchmarks."""
 
 import gc
+import importlib
 import os
 from collections.abc import Generator
 
@@ -18,9 +19,10 @@ import torch  # noqa: E402
 # Triton decides when it is imported; without a GPU its kernels run in the interpreter.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    from tests import interpreter
+    from lab.interpreter import INTERPRETER, quicken
 
-    interpreter.install()
+    importlib.import_module(INTERPRETER)
+    quicken()
 
 # The lab's own plugin where the lab is not installed; and pytest's for tests of plugins.
 pytest_plugins = ("lab.pytest_plugin", "pytester")

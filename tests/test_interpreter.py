@@ -1,11 +1,25 @@
 """What the interpreter is spared gives what it gave."""
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
 from triton import language as tl
 
-from tests.interpreter import LanguagePatches, by_scalar_name
+from lab.checks.isolation import Isolation
+from lab.checks.space import Space
+from lab.interpreter import INTERPRETER, LanguagePatches, by_scalar_name
+from lab.workloads.attention_case import AttentionCase
+from lab.workloads.interfaces import Interface
+
+SAYS_WHO_PATCHES = """
+def trtllm_batch_decode_with_kv_cache(query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, **arguments):
+    from triton.runtime import interpreter
+    raise NotImplementedError(f"patched by {interpreter._patch_lang.__module__}")
+"""
 
 
 def of_module(module: str) -> Callable[[], None]:
@@ -57,3 +71,19 @@ def test_numpys_dtype_is_looked_up_once_for_each_type_of_element() -> None:
     for _ in range(2):
         assert [looked_up(each) for each in types] == ["of int32"] * 3 + [f"of {each}" for each in types[3:]]
     assert asked == [str(tl.int32), *(str(each) for each in types[3:])]
+
+
+def test_a_process_that_interprets_nothing_imports_nothing() -> None:
+    program = f"import sys; from lab.interpreter import quicken; quicken(); print({INTERPRETER!r} in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_a_worker_of_the_judge_is_quick(tmp_path: Path) -> None:
+    """From the case after the one in which Triton is imported."""
+    kernel = tmp_path / "kernel.py"
+    kernel.write_text(SAYS_WHO_PATCHES)
+    case = AttentionCase(Interface.DECODE, kv_lens=(3,), q_lens=(1,))
+    with Isolation(str(kernel), torch.device("cpu"), Space(), time_limit_s=60.0) as isolation:
+        said = [isolation.submit("K1", case)().declines for _ in range(2)]
+    assert said == [(f"patched by {INTERPRETER}",), ("patched by lab.interpreter",)]

@@ -27,6 +27,7 @@ from lab.checks.refusals import Declined, Raised, Refusals, raised
 from lab.checks.space import Space
 from lab.checks.trial import Trial
 from lab.checks.verdicts import Judged, Outcome
+from lab.interpreter import quicken
 from lab.loading import LoadError, load
 
 Answer = TypeVar("Answer")
@@ -228,7 +229,9 @@ def _work(
     with _stack_file(Path(last_words)).open("w") as stack:
         faulthandler.dump_traceback_later(NOTED_AT * time_limit_s, file=stack)
         try:
-            judged = run_trial(load(name), _check(check), case, where, space, refusals)
+            implementation = load(name)
+            quicken()  # what it has imported, or an earlier case
+            judged = run_trial(implementation, _check(check), case, where, space, refusals)
         finally:
             faulthandler.cancel_dump_traceback_later()
     if judged.outcome in (Outcome.WRONG, Outcome.FAILED) and where.type == "cuda":

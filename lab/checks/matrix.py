@@ -28,6 +28,7 @@ from lab.checks.trial import Trial, truth_of_call
 from lab.checks.upstream_rules import UPSTREAM_RULES, passes
 from lab.checks.verdicts import Outcome
 from lab.files import write_text
+from lab.interpreter import quicken
 from lab.workloads.attention_case import AttentionCase, Storage
 from lab.workloads.interfaces import ATTENTION, Interface
 
@@ -101,6 +102,7 @@ def first_kill(judged: Mutant, check: Check, level: Level = Level.SMOKE) -> dict
     """
     for interface in map(Interface, judged.interface):
         for case in cases_of(check, interface, level):
+            quicken()
             found = run_trial(judged.implementation(), check, case, torch.device("cpu"), space_of(check))
             if found.outcome in WRONG and NO_MEMORY not in found.wrongs[-1]:
                 return {"case": repr(case), "interface": interface.value, "wrong": found.wrongs[0]}

@@ -1,15 +1,15 @@
 """The judge's report as a file: what its verdicts depend on, and reading it back to judge its cases again."""
 
 import ast
+import functools
 import hashlib
-import itertools
 import json
 import os
 import re
 import site
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ def _digest(name: str) -> str:
     own = {path for path in beside.iterdir() if path.suffix in SOURCES and path.is_file()}
     own |= {Path(path) for path in loaded if path.endswith(".py") and not path.startswith(installed)}
     of_lab = set(Path(lab.__file__).parent.rglob("*.py"))
-    roots = [Path(root).resolve() for root in sys.path if not root.startswith(installed)]
+    roots = tuple(Path(root).resolve() for root in sys.path if not root.startswith(installed))
     own |= _imported(own - of_lab, roots, without=of_lab)
     digest, named = hashlib.sha256(), set[str]()
     for path in sorted(own | of_lab):
@@ -75,41 +75,71 @@ def _digest(name: str) -> str:
             stat = path.stat()
             content = path.read_bytes() if stat.st_size <= MOST_HASHED_BYTES else b""
             digest.update(repr((str(path), content or stat.st_mtime_ns)).encode())
-            named |= set() if path in of_lab else set(_NAME.findall(content.decode(errors="replace")))
+            named |= set() if path in of_lab else _words(content)
     variables = {name: value for name, value in os.environ.items() if name in named or name.startswith(VARIABLES)}
     digest.update(repr(sorted(variables.items())).encode())
     return digest.hexdigest()
 
 
-def _imported(paths: set[Path], roots: Sequence[Path], without: set[Path]) -> set[Path]:
+# A process that judges several times, as tests do, has read most sources before.
+@functools.cache
+def _words(source: bytes) -> frozenset[str]:
+    """Return the words of a source, of which some may name environment variables."""
+    return frozenset(_NAME.findall(source.decode(errors="replace")))
+
+
+def _imported(paths: set[Path], roots: tuple[Path, ...], without: set[Path]) -> set[Path]:
     """Return the files below some folders that Python files import, within functions too, and what these import."""
     found: set[Path] = set()
+    inside = {folder: _tops(folder) for folder in roots}
     left = [path for path in paths if path.suffix == ".py"]
     while left:
-        new = {path for path in _imports(left.pop(), roots) if path.is_file()} - paths - found - without
+        new = {path for path in _imports(left.pop(), inside) if path.is_file()} - paths - found - without
         found |= new
         left += new
     return found
 
 
-def _imports(path: Path, roots: Sequence[Path]) -> Iterator[Path]:
-    """Yield the files that the imports of a Python file may mean."""
+def _tops(folder: Path) -> set[str]:
+    """Return the names of what can be imported from a folder."""
+    return {each.name.removesuffix(".py") for each in folder.iterdir()} if folder.is_dir() else set()
+
+
+def _imports(path: Path, roots: Mapping[Path, set[str]]) -> Iterator[Path]:
+    """Yield the files that the imports of a Python file may mean.
+
+    Args:
+        path: of the file.
+        roots: the folders of absolute imports, each with the names that it has.
+    """
     try:
-        nodes = list(ast.walk(ast.parse(path.read_bytes())))
-    except (OSError, SyntaxError, ValueError):
+        imports = _imports_of(path.read_bytes())
+    except OSError:
         return
-    for node in nodes:
-        if not isinstance(node, ast.Import | ast.ImportFrom):
-            continue
-        names, folders = [alias.name for alias in node.names], roots
-        if isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{name}" if node.module else name for name in names]
-            folders = path.parents[node.level - 1 : node.level] if node.level else roots
-        for folder, name in itertools.product(folders, names):
-            parts = name.split(".")
+    for level, name in imports:
+        top, *_ = parts = name.split(".")
+        folders = path.parents[level - 1 : level] if level else [root for root, tops in roots.items() if top in tops]
+        for folder in folders:
             for depth in range(1, len(parts) + 1):
                 stem = folder.joinpath(*parts[:depth])
                 yield from (stem.with_name(f"{stem.name}.py"), stem / "__init__.py")
+
+
+@functools.cache
+def _imports_of(source: bytes) -> tuple[tuple[int, str], ...]:
+    """Return what a Python source imports: the number of leading dots, and the name; nothing of one that is no Python."""
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError):
+        return ()
+    found = dict[tuple[int, str], None]()
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            before = f"{node.module}." if node.module else ""
+            found |= dict.fromkeys((node.level, f"{before}{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Import):
+            found |= dict.fromkeys((0, alias.name) for alias in node.names)
+    return tuple(found)
 
 
 def read_cases(record: dict[str, Any]) -> Iterator[CaseVerdict]:

@@ -30,6 +30,7 @@ from lab.checks.mutants import MUTANTS, mutant
 from lab.checks.report import CaseVerdict
 from lab.checks.verdicts import Outcome
 from lab.files import write_text
+from lab.interpreter import quicken
 from lab.workloads.interfaces import Interface
 
 TRIGGERS = Path(__file__).with_name("mutant_triggers.json")
@@ -60,6 +61,7 @@ def _judged(name: str, chosen: Sequence[Check], level: Level) -> Iterator[CaseVe
         for check in chosen:
             space = space_of(check)
             for case in cases_of(check, interface, level):
+                quicken()
                 found = run_trial(judged.implementation(), check, case, CPU, space)
                 if found.outcome is Outcome.FAILED and any(NO_MEMORY in wrong for wrong in found.wrongs):
                     continue
