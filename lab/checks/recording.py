@@ -9,7 +9,7 @@ import re
 import site
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ def _digest(name: str) -> str:
     own = {path for path in beside.iterdir() if path.suffix in SOURCES and path.is_file()}
     own |= {Path(path) for path in loaded if path.endswith(".py") and not path.startswith(installed)}
     of_lab = set(Path(lab.__file__).parent.rglob("*.py"))
-    roots = tuple(Path(root).resolve() for root in sys.path if not root.startswith(installed))
+    roots = [Path(root).resolve() for root in sys.path if not root.startswith(installed)]
     own |= _imported(own - of_lab, roots, without=of_lab)
     digest, named = hashlib.sha256(), set[str]()
     for path in sorted(own | of_lab):
@@ -88,13 +88,21 @@ def _words(source: bytes) -> frozenset[str]:
     return frozenset(_NAME.findall(source.decode(errors="replace")))
 
 
-def _imported(paths: set[Path], roots: tuple[Path, ...], without: set[Path]) -> set[Path]:
+def _imported(paths: set[Path], roots: Sequence[Path], without: set[Path]) -> set[Path]:
     """Return the files below some folders that Python files import, within functions too, and what these import."""
     found: set[Path] = set()
-    inside = {folder: _tops(folder) for folder in roots}
+    tried: set[tuple[Path, str]] = set()  # (a folder, what may be imported from it)
+    tops = {root: _tops(root) for root in roots}
     left = [path for path in paths if path.suffix == ".py"]
     while left:
-        new = {path for path in _imports(left.pop(), inside) if path.is_file()} - paths - found - without
+        path = left.pop()
+        asked = set[tuple[Path, str]]()
+        for level, name in _imports_of(path.read_bytes()) if path.is_file() else ():
+            near = [root for root in roots if name.partition(".")[0] in tops[root]]
+            asked |= {(folder, name) for folder in (path.parents[level - 1 : level] if level else near)}
+        files = {file for folder, name in asked - tried for file in _files_of(folder, name) if file.is_file()}
+        tried |= asked
+        new = files - paths - found - without
         found |= new
         left += new
     return found
@@ -105,24 +113,12 @@ def _tops(folder: Path) -> set[str]:
     return {each.name.removesuffix(".py") for each in folder.iterdir()} if folder.is_dir() else set()
 
 
-def _imports(path: Path, roots: Mapping[Path, set[str]]) -> Iterator[Path]:
-    """Yield the files that the imports of a Python file may mean.
-
-    Args:
-        path: of the file.
-        roots: the folders of absolute imports, each with the names that it has.
-    """
-    try:
-        imports = _imports_of(path.read_bytes())
-    except OSError:
-        return
-    for level, name in imports:
-        top, *_ = parts = name.split(".")
-        folders = path.parents[level - 1 : level] if level else [root for root, tops in roots.items() if top in tops]
-        for folder in folders:
-            for depth in range(1, len(parts) + 1):
-                stem = folder.joinpath(*parts[:depth])
-                yield from (stem.with_name(f"{stem.name}.py"), stem / "__init__.py")
+def _files_of(folder: Path, name: str) -> Iterator[Path]:
+    """Yield the files that an import of a dotted name from a folder may read: modules and packages on its way."""
+    parts = name.split(".")
+    for depth in range(1, len(parts) + 1):
+        stem = folder.joinpath(*parts[:depth])
+        yield from (stem.with_name(f"{stem.name}.py"), stem / "__init__.py")
 
 
 @functools.cache

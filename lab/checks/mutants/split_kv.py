@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lab.calls import ContextCall, DecodeCall, takes
-from lab.calls.mla_decode import MLADecodeCall
+from lab.calls import ContextCall, DecodeCall, MLADecodeCall, takes
 from lab.calls.problem import PagedAttention, Scale
 from lab.calls.workspace import SEMAPHORE_BYTES, semaphores_and_scratch
 from lab.checks.mutants.mutant import CONTEXT, DECODE, Defective
