@@ -185,10 +185,11 @@ def wrong_eager_mla_metadata(
     padding = metadata.max_seq_len_q if batch.forward_mode.extends_draft else 0  # the call adds the rows to its bound
     if max(expected.seq_lens_k, default=0) > metadata.max_seq_len_k + padding:
         yield f"max_seq_len_k={metadata.max_seq_len_k} is less than the longest of {expected.seq_lens_k}"
-    counted = max((told - int(own) for told, own in zip(expected.seq_lens_k, batch.seq_lens, strict=True)), default=0)
-    known = pool.max_context_len if batch.seq_lens_cpu is None else max(batch.seq_lens_cpu, default=0)
-    if metadata.max_seq_len_k > known + max(counted, metadata.max_seq_len_q):
-        yield f"max_seq_len_k={metadata.max_seq_len_k} is more than the {known} that the host knows, and the rows"
+    if batch.batch_size:  # without a request, nothing is computed, and no length says what the bound counts
+        counted = max(told - int(own) for told, own in zip(expected.seq_lens_k, batch.seq_lens, strict=True))
+        known = pool.max_context_len if batch.seq_lens_cpu is None else max(batch.seq_lens_cpu)
+        if metadata.max_seq_len_k > known + max(counted, metadata.max_seq_len_q):
+            yield f"max_seq_len_k={metadata.max_seq_len_k} is more than the {known} that the host knows, and the rows"
     if batch.forward_mode.query_rows.in_extend_seq_lens:
         yield from _wrong_rows(batch, metadata)
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP, ForwardBatch, SpecInfo
-from lab.metadata.engine.forward_mode import ForwardMode, UncountedTokens
+from lab.metadata.engine.forward_mode import ForwardMode, QueryRows, UncountedTokens
 from lab.metadata.engine.kv_pool import KVPool, PagedKVCache, PagedLatentCache, ShardedLatentCache
 
 # A request's tokens as a cache stores them, by position: (K, V), each [kv_len, num_kv_heads, head_dim], or its latent entries
@@ -273,6 +273,9 @@ def forward_batch(
     seq_lens = prefix_lens
     if mode.uncounted is UncountedTokens.NONE or (mode.uncounted is UncountedTokens.DRAFT_STEP and draft_step is None):
         seq_lens = prefix_lens + (1 if new_lens is None else new_lens)
+    most_rows = num_draft_tokens or max(q_lens, default=0)
+    if mode.query_rows is QueryRows.FIXED and len(set(q_lens)) > 1:
+        most_rows = -1  # no number of rows is fixed
     return ForwardBatch(
         forward_mode=mode,
         req_pool_indices=rows,
@@ -283,7 +286,5 @@ def forward_batch(
         extend_prefix_lens=None if new_lens is None else prefix_lens,
         extend_seq_lens_cpu=None if new_lens is None else tuple(q_lens),
         extend_prefix_lens_cpu=None if new_lens is None or prefix_lens_cpu is None else tuple(prefix_lens_cpu),
-        spec_info=SpecInfo.of(
-            mode, num_draft_tokens or max(q_lens, default=0), draft_step=draft_step, num_accept_tokens=new_lens
-        ),
+        spec_info=SpecInfo.of(mode, most_rows, draft_step=draft_step, num_accept_tokens=new_lens),
     )

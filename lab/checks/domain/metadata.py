@@ -219,6 +219,8 @@ def _batch(of: Combination, case: MetadataCase, pool: KVPool) -> ForwardBatch:
         none = torch.zeros(0, dtype=torch.int64, device=pool.device)
         info = SpecInfo.of(case.mode, case.rows, draft_step=case.draft_step)
         batch = ForwardBatch(case.mode, none, none, none, 0, spec_info=info)
+    if "twice" in of["table_rows"]:
+        batch.req_pool_indices[-1] = batch.req_pool_indices[0]
     if of["context"] == "exceeded":
         batch.seq_lens[0] = pool.max_context_len + 3 * pool.page_size  # its row of the table is as wide as all
     batch = _typed(of, _padded(of, case, batch))

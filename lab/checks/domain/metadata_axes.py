@@ -13,7 +13,8 @@ from lab.workloads.interfaces import Interface
 NO_LIST = "none, and no list of them"
 MOST_CELLS = 3_000_000  # of req_to_token
 ONE_ROW = tuple(mode.name for mode in ForwardMode if mode.query_rows is QueryRows.ONE)
-AS_MANY = tuple(mode.name for mode in ForwardMode if mode.query_rows in (QueryRows.DRAFT_TOKENS, QueryRows.FIXED))
+AS_MANY = tuple(mode.name for mode in ForwardMode if mode.query_rows is QueryRows.DRAFT_TOKENS)
+FIXED = tuple(mode.name for mode in ForwardMode if mode.query_rows is QueryRows.FIXED)
 ON_DECODE = ("DECODE", "TARGET_VERIFY", "DRAFT_EXTEND", "DRAFT_EXTEND_V2", "IDLE", "RAGGED_VERIFY")
 PREFILLS = tuple(mode.name for mode in ForwardMode if mode.is_prefill)
 
@@ -25,6 +26,7 @@ SHARED: dict[str, tuple[Any, ...]] = {
     "dtypes": ("int64", "int32", "int32 lens", "int32 rows", "int64 new lens"),
     "slots": ("where they lie", "virtual"),
     "context": ("some more", "exact", "a whole page more"),
+    "table_rows": ("of each request", "the first one's twice"),  # a request may occur twice in a batch
     "spec_info": ("as the rows", "of a graph"),
     "spare_pages": (5, 70_000),  # the second: page ids beyond 16 bits
     "host_lens": ("none", "given"),
@@ -71,6 +73,10 @@ RULES = (
     Constraint(
         lambda mode, rows: mode not in AS_MANY or isinstance(rows, int), "a verification's rows are as many for each"
     ),
+    Constraint(
+        lambda mode, rows, padding: mode not in FIXED or isinstance(rows, int) or padding == "none",
+        "slots of padding have a number of rows that is fixed",
+    ),
     Constraint(lambda mode, rows: mode in PREFILLS or rows != "long", "only prompts have long rows"),
     Constraint(lambda mode, draft_step: mode in ONE_ROW or draft_step == "none", "a draft step is a decode"),
     Constraint(lambda draft_step, rows: draft_step == "none" or rows == 1, "a draft step has a row each"),
@@ -92,6 +98,7 @@ RULES = (
     Constraint(
         lambda requests, rows: requests > 1 or not isinstance(rows, str) or rows == "long", "this needs two requests"
     ),
+    Constraint(lambda requests, table_rows: requests > 1 or "twice" not in table_rows, "this needs two requests"),
     Constraint(lambda requests, rows: requests <= 64 or rows != "long", "a large batch has no long prompts"),
     Constraint(lambda requests, later: requests > 1 or later not in ("others", "fewer"), "this needs two requests"),
     Constraint(lambda requests, later: requests or later in ("the same", "another pool"), "no request can be another"),

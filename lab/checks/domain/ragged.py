@@ -28,6 +28,7 @@ MOST_HEADS = 256
 MOST_KV_ELEMENTS = 2**25
 MOST_PRODUCTS = 2**29  # of Q·K^T, in each of the three attentions that a case computes
 DEEPSEEK_HEADS = 128
+BELOW_ZERO = "below zero"  # every logit, and so far apart that exp of their differences overflows
 OF_THE_NEXT = "as the next request's rows"  # as many keys as rows in all, but not of each request
 
 
@@ -52,7 +53,7 @@ def ragged_domain(space: Space) -> Domain:
         "padding": ("none", "rows", "keys", "rows and keys", "rows and keys of NaN"),
         "causal": (True, False),
         "window_left": (-1, *(WINDOWS if True in space.windows else ())),
-        "contents": ("random", "needles"),
+        "contents": ("random", "needles", BELOW_ZERO),
         "sinks": ("none", *(("per head", "some minus infinity") if True in space.sinks else ())),
         "bmm1_scale": (*SCALES, "negative"),
         "bmm2_scale": ("usual", *(f"0.9 as a {each}" for each in SCALES)),
@@ -134,6 +135,10 @@ RAGGED_RULES = (
     Constraint(
         lambda requests, offsets, lengths: requests > REQUESTS or offsets != "none twice" or lengths != OF_THE_NEXT,
         "no request would have both rows and keys",
+    ),
+    Constraint(
+        lambda contents, sinks: contents != BELOW_ZERO or sinks == "none",
+        "a sink beside logits below zero leaves nothing of a row",
     ),
     Constraint(
         lambda padding, mirrors: padding == "none" or mirrors == "none",

@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,7 +25,7 @@ from lab.checks.domain.forms import (
 from lab.checks.domain.paged_axes import FEWER, REQUESTS
 from lab.checks.domain.paged_call import GAP, PADDED
 from lab.checks.domain.paged_shape import empty_requests, fewer_than_rows, longest_request, rows_of_prompts
-from lab.checks.domain.ragged import OF_THE_NEXT, SHORT, head_dims_of
+from lab.checks.domain.ragged import BELOW_ZERO, OF_THE_NEXT, SHORT, head_dims_of
 from lab.checks.domain.views import apart, at_bytes, far_apart, raw
 from lab.checks.needles import draw_histories, needle_positions
 from lab.checks.ragged_inputs import PADDING, TILE, Parts, arguments_of
@@ -32,6 +33,10 @@ from lab.checks.space import edge_lengths
 from lab.checks.trial import Trial
 from lab.references.truth import Rules, Truth, truth_of_requests
 from lab.workloads.requests import PassLens
+
+# Of logits below zero; e**88.7 is the largest float32. The coordinate's products are numbers of e4m3, too.
+HIGHEST, LOWEST = -20.0, -130.0
+QUERY_COORDINATE = 16.0
 
 
 @dataclass(frozen=True)
@@ -127,6 +132,8 @@ def _drawn(trial: Trial) -> RaggedCall:
         head_dims,
         scale,
     )
+    if of["contents"] == BELOW_ZERO:
+        _lower(query, [keys for keys, _ in histories], scale)
     key, value = (_padded(torch.cat(sides), of["padding"], "keys") for sides in zip(*histories, strict=True))
     query, key, value = (side.to(device, dtype) for side in (_padded(query, of["padding"], "rows"), key, value))
     tokens = sum(lens.kv_lens)
@@ -134,6 +141,14 @@ def _drawn(trial: Trial) -> RaggedCall:
     arguments = arguments_of(query, key, value, lens.q_lens, lens.kv_lens, scale, causal=of["causal"])
     made_dtype = torch.bfloat16 if dtype == E4M3 else dtype
     return RaggedCall(of, made_dtype, arguments, lens=lens, query=query[: sum(lens.q_lens)], parts=parts)
+
+
+def _lower(query: Tensor, keys: Sequence[Tensor], scale: float) -> None:
+    """Make the logits of each row, in place, about HIGHEST to LOWEST by one coordinate."""
+    query[..., 0] = QUERY_COORDINATE
+    for of_request in keys:
+        steps = torch.linspace(HIGHEST, LOWEST, len(of_request)).roll(len(of_request) // 2)
+        of_request[..., 0] = (steps / (QUERY_COORDINATE * scale)).unsqueeze(1)
 
 
 def _padded(side: Tensor, padding: str, name: str) -> Tensor:

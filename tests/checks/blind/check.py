@@ -673,6 +673,8 @@ def meta_case(number):
         mk = lambda: pool_of(32, False)  # noqa: E731
         return ([build(mk(), F.TARGET_VERIFY, (30, 63), rows=4), build(mk(), F.DECODE, (30, 63), seq_lens_cpu=True)],
                 [build(mk(), F.TARGET_VERIFY, (30, 63), rows=4, seq_lens_cpu=True)])
+    if number > 300:
+        return sixth_meta_case(number)
     if number > 200:
         return last_meta_case(number) if number > 260 else newest_meta_case(number)
     return late_meta_case(number) if number > 100 else ([], [])
@@ -1547,6 +1549,209 @@ def last_meta_case(number):
     return cases[number]
 
 
+# ---- 281 to 320
+def noted(a, name, shape, value, dtype=bf, **more):
+    return a | {name: torch.full(shape, value, dtype=dtype)} | more
+
+
+def biased_heads(a, which):
+    """A case: the heads concerned have a slope of half a percent less than 1 on float64, the others have none, and the judge's
+    own assertion says so."""
+
+    def case(function):
+        out = function(**a)
+        out = (out[0] if isinstance(out, tuple) else out).double()
+        exact = getattr(ref, function.__name__)(**a | dict(out=torch.empty(out.shape, dtype=torch.float64)))
+        exact = exact[0] if isinstance(exact, tuple) else exact
+        of = lambda heads: float((out[:, heads] * exact[:, heads]).sum() / (exact[:, heads] ** 2).sum())  # noqa: E731
+        others = [h for h in range(out.shape[1]) if h not in which]
+        said = verdict(function, a)
+        if said == "right" or not (abs(of(which) - 0.995) < 0.001 and abs(of(others) - 1) < 0.001):
+            return "right" if said == "right" else "other than meant: " + said
+        return f"WRONG: slope {of(which):.5f}, of the others {of(others):.5f}; " + said[7:]
+
+    return case
+
+
+def dead_bits(a, bits):
+    """The mask with so many bits set after the q_len-th of every row."""
+    words = a["mask"].to(torch.int32).clone()
+    q_len = words.shape[1]
+    for b in range(q_len, q_len + bits):
+        words[..., b // 16] |= 1 << (b % 16)
+    return a | dict(mask=torch.where(words >= 2**15, words - 2**16, words).to(torch.int16).view(torch.uint16))
+
+
+def spare_nan(a, cells, value=torch.nan):
+    """Pages of no request hold NaN, and dead cells of a table of 16 columns name them, or are `cells`."""
+    cache, table = a["kv_cache"].clone(), a["block_tables"]
+    ps = cache.shape[-2]
+    live = {int(p) for row, n in zip(table, a["seq_lens"].tolist()) for p in row[: -(-n // ps)]}
+    spare = [p for p in range(len(cache)) if p not in live]
+    cache[spare] = value
+    return dead_columns(a | dict(kv_cache=cache), spare[0] if cells is None else cells, 16)
+
+
+def negative_logits(a, least, most):
+    """Every key looks away from every query, by more or less: logits from -most to -least or so."""
+    d, n = a["query"].shape[2], len(a["key"])
+    u = torch.ones(d)
+    times = torch.linspace(least, most, n)[torch.randperm(n, generator=I.gen(3))]
+    key = -times[:, None, None] * u / (d * a["bmm1_scale"])
+    return a | dict(query=(a["query"].float() * 0.02 + u).to(a["query"].dtype), key=key.expand(a["key"].shape).to(a["key"].dtype).contiguous())
+
+
+def other_positions(a, more):
+    """Positions that are not the lengths of the prefixes."""
+    return a | dict(positions=a["positions"] + more)
+
+
+def wider_rows(case):
+    """The case with req_to_token as a slice of a wider table."""
+
+    def with_wider_rows(function):
+        wide = lambda t: torch.cat((t, t.flip(0)), 1)[:, : t.shape[1]]  # noqa: E731
+        return case(lambda **a: function(**a | dict(req_to_token=wide(a["req_to_token"]))))
+
+    return with_wider_rows
+
+
+def of_dtype(case, dtype):
+    """The case with a v2p of this dtype."""
+
+    def with_dtype(function):
+        return case(lambda **a: function(**a | ({"v2p": a["v2p"].to(dtype)} if a.get("v2p") is not None else {})))
+
+    return with_dtype
+
+
+m9 = I.mask_of(g, 3, 9)
+# decode
+NEAR[281] = [I.decode(lens=(1024, 9)), I.decode(lens=(1700,)), I.decode(lens=(700, 1900), q_len=2), I.decode(lens=(3000,), window_left=900)]
+TRIGGER[281] = [I.decode(lens=(1300, 9)), I.decode(lens=(2400, 1025), q_len=2, return_lse=True), I.decode(lens=(5000,), window_left=1400)]
+NEAR[282] = [I.decode(q_len=3), I.decode(q_len=3, heads=4, kv=4, return_lse=True), I.decode(heads=8, kv=2, return_lse=True), I.decode(widths=(1, 1, 1), return_lse=True)]
+TRIGGER[282] = [I.decode(q_len=3, return_lse=True), I.decode(widths=(3, 1, 5), lse=torch.zeros(9, 4)), I.decode(q_len=2, heads=8, kv=1, sinks=I.sinks(g, 8), return_lse=True)]
+NEAR[283] = [noted(I.decode(), "out", (3, 4, 64), 3.0), noted(I.decode(lens=(700, 20)), "out", (2, 4, 64), 0.0), I.decode(lens=(700, 20)), noted(I.decode(lens=(900, 20), window_left=300), "out", (2, 4, 64), 3.0)]
+TRIGGER[283] = [noted(I.decode(lens=(700, 20)), "out", (2, 4, 64), 3.0), noted(I.decode(lens=(513,), q_len=2), "out", (2, 4, 64), torch.nan), one_after_another(*[noted(I.decode(lens=(1500, 600)), "out", (2, 4, 64), 0.0)] * 2)]
+NEAR[284] = [I.decode(heads=16, kv=1), I.decode(heads=16, kv=2), I.decode(heads=6, kv=2)]
+TRIGGER[284] = [I.decode(heads=24, kv=2), I.decode(heads=64, kv=4, q_len=2, return_lse=True), I.decode(heads=20, kv=2, dtype=f16)]
+w285 = lambda heads, **more: I.decode(lens=(70, 40), heads=heads, **more)  # noqa: E731
+NEAR[285] = [one_after_another(w285(2, window_left=9), w285(2), w285(2, window_left=20)), one_after_another(w285(6), w285(6, ps=32, window_left=9)), one_after_another(w285(8), w285(8, window_left=90))]
+TRIGGER[285] = [one_after_another(w285(4), w285(4, window_left=9)), one_after_another(w285(12), w285(12, seed=3), w285(12, window_left=20, return_lse=True))]
+NEAR[286] = [I.decode(kv_dtype=I.E4M3), I.decode(dtype=I.E4M3)]
+TRIGGER[286] = [nvfp4(I.decode()), nvfp4(I.decode(d=128, q_len=2), "trtllm-gen"), nhd(nvfp4(I.decode(lens=(600,))))]
+NEAR[287] = [I.decode(q_len=9, lens=(256, 15, 300), mask=m9), I.decode(q_len=9, lens=(260, 15, 300)), I.decode(q_len=9, lens=(512, 265, 5), mask=m9)]
+TRIGGER[287] = [I.decode(q_len=9, lens=(260, 15, 300), mask=m9), I.decode(q_len=4, lens=(514, 258, 5), mask=m4, return_lse=True), I.decode(q_len=9, lens=(300, 15, 258), mask=m9, window_left=40)]
+NEAR[288] = [I.decode(lens=many(8, 60)), I.decode(lens=many(8, 300), q_len=3)]
+TRIGGER[288] = [biased(I.decode(lens=many(40, 300)), rows=slice(8, None)), I.decode(lens=many(40, 300)), I.decode(lens=many(24, 60), heads=8, dtype=f16, q_len=2)]
+v289 = lambda k, v, **more: scaled_cache(I.decode(kv_dtype=I.E4M3, **more), k, v)  # noqa: E731
+NEAR[289] = [v289(20.0, 40.0, bmm1_scale=0.01, bmm2_scale=0.1), scaled_cache(I.decode(), 1.0, 200.0)]
+TRIGGER[289] = [v289(1.0, 85.0, bmm2_scale=0.01), v289(85.0, 1.0, bmm1_scale=0.002), v289(1.0, 85.0, dtype=f16, lens=(700, 20), q_len=2)]
+NEAR[290] = [own_table(I.decode(lens=(70, 66)), [[1, 0, 2, 3, 4], [9, 7, 8, 10, 5]]), own_table(I.decode(lens=(70, 0)), [[1, 0, 2, 3, 4], [0, 0, 0, 0, 0]])]
+TRIGGER[290] = [own_table(I.decode(lens=(70, 66)), [[0, 1, 2, 3, 4], [9, 7, 8, 10, 5]]), own_table(I.decode(ps=64, lens=(100, 1), q_len=2, return_lse=True), [[1, 2], [0, 0]])]
+NEAR[291] = [I.decode(q_len=9, mask=m9), dead_bits(I.decode(q_len=4, lens=(64, 16, 128), mask=m4), 8), tail_of(I.decode(q_len=4, mask=m4), torch.nan)]
+TRIGGER[291] = [dead_bits(I.decode(q_len=4, mask=m4), 8), dead_bits(tail_of(I.decode(q_len=9, lens=(70, 15, 130), mask=m9), torch.nan), 1), dead_bits(I.decode(q_len=4, ps=64, mask=m4, window_left=9, return_lse=True), 28)]
+NEAR[292] = [I.decode(lens=(20, 30, 10, 9, 20, 120)), I.decode(lens=(700, 20, 9, 600)), I.decode(lens=(900, 20, 9, 20, 20, 300), window_left=200), I.decode(lens=(900, 300, 300, 300, 300))]
+TRIGGER[292] = [I.decode(lens=(20, 30, 10, 9, 20, 600)), I.decode(lens=(900, 1, 1, 1, 1, 1, 1, 1), q_len=2, return_lse=True), I.decode(widths=(1, 2, 1, 1, 1, 1), lens=(9, 1500, 3, 200, 9, 9))]
+# context
+NEAR[293] = [I.context(lens=(250, 255), widths=(250, 200)), I.context(lens=(320,), widths=(64,)), I.context(lens=(700,), widths=(1,)), I.context(lens=(300,), widths=(200,), causal=False)]
+TRIGGER[293] = [I.context(lens=(300, 20), widths=(300, 20)), I.context(lens=(270, 600), widths=(20, 100), return_lse=True), I.context(lens=(300,), widths=(60,), window_left=30)]
+h294 = dict(heads=8, kv=2, lens=(200, 90, 130), widths=(60, 30, 33))
+NEAR[294] = [I.context(heads=6, kv=2, lens=(200, 90), widths=(60, 30)), I.context(heads=8, kv=8)]
+TRIGGER[294] = [biased_heads(I.context(**h294), [3, 7]), biased_heads(I.context(**h294 | dict(kv=1), window_left=40), [7]), I.context(dtype=f16, **h294)]
+c295 = lambda seed, **more: I.context(seed=seed, lens=(70, 66), widths=(20, 9), **more)  # noqa: E731
+NEAR[295] = [one_after_another(c295(1), c295(2, ps=32)), one_after_another(c295(1, kv=4), nhd(c295(2, kv=4))), twice(c295(1, heads=8))]
+TRIGGER[295] = [one_after_another(c295(1, d=32), c295(2, d=32)), one_after_another(c295(1, d=128), c295(2, d=128, window_left=9), c295(1, d=128)), one_after_another(c295(1, kv_dtype=I.E4M3), c295(2, kv_dtype=I.E4M3, return_lse=True))]
+t296 = lambda rows, **more: own_table(I.context(lens=(70, 40), widths=(20, 40), **more), rows)  # noqa: E731
+NEAR[296] = [t296([[3, 5, 3, 5, 1], [2, 3, 5, 5, 5]]), t296([[3, 5, 3, 5, 1], [2, 3, 2, 0, 0]], window_left=9)]
+TRIGGER[296] = [t296([[3, 3, 2, 5, 1], [2, 4, 0, 0, 0]]), t296([[3, 2, 2, 2, 1], [0, 0, 0, 0, 0]], return_lse=True), t296([[6, 2, 3, 5, 5], [4, 7, 8, 0, 0]], window_left=20)]
+NEAR[297] = [I.context(window_left=17), I.context(ps=64), I.context(ps=32, window_left=17), I.context(ps=64, lens=(30, 20), widths=(30, 20), window_left=29)]
+TRIGGER[297] = [I.context(ps=64, window_left=17), I.context(ps=128, lens=(300,), widths=(40,), window_left=100, return_lse=True), I.context(ps=64, widths=(1, 1, 1), window_left=0)]
+NEAR[298] = [I.context(lens=(70, 5, 130), widths=(70, 5, 130)), I.context(lens=(9, 0), widths=(9, 3), return_lse=True), I.context(lens=(9, 70), widths=(20, 9), causal=False)]
+TRIGGER[298] = [I.context(lens=(9, 70), widths=(20, 9)), I.context(lens=(70, 1, 20), widths=(9, 4, 30), return_lse=True, sinks=s4), I.context(lens=(60,), widths=(61,), window_left=9)]
+NEAR[299] = [I.context(causal=False, sinks=s4), I.context(sinks=s4, return_lse=True), I.context(causal=False, return_lse=True)]
+TRIGGER[299] = [I.context(causal=False, sinks=s4, return_lse=True), I.context(causal=False, sinks=s4 + 2, lse=torch.zeros(58, 4)), I.context(causal=False, sinks=s4, lens=(0, 70), widths=(2, 9), return_lse=True)]
+NEAR[300] = [I.context(heads=8, kv=2), I.context(heads=3, kv=1), I.context(heads=5, kv=5), I.context(heads=6, kv=1)]
+TRIGGER[300] = [I.context(heads=6, kv=2), I.context(heads=28, kv=4, d=32, return_lse=True), I.context(heads=15, kv=3, causal=False)]
+# mla
+NEAR[301] = [I.mla(lens=(5, 70, 130)), I.mla(lens=(130, 70, 5), q_len=2), I.mla(lens=(70, 70, 70, 70)), I.mla(lens=(70, 130, 5), widths=(3, 1, 5))]
+TRIGGER[301] = [I.mla(lens=(70, 130, 5)), I.mla(lens=(60, 130, 9, 0, 60), q_len=2, return_lse=True), I.mla(lens=(9, 40, 30, 100, 20, 7), heads=8, return_lse=True, lse=torch.zeros(6, 1, 8))]
+NEAR[302] = [untouched(I.mla()), I.mla(sinks=I.sinks(g, 16)), untouched(I.mla(sinks=torch.full((16,), -torch.inf))), I.mla(sinks=[I.sinks(g, 16)], return_lse=True)]
+TRIGGER[302] = [untouched(I.mla(sinks=I.sinks(g, 16))), twice(I.mla(sinks=[I.sinks(g, 16) + 2], q_len=3)), twice(I.mla(sinks=I.sinks(g, 16), return_lse=True, return_lse_base="basee"))]
+s303 = lambda factor, **more: (lambda a: a | dict(kv_cache=(a["kv_cache"].float() * factor).to(a["kv_cache"].dtype)))(I.mla(bmm1_scale=0.1 / factor, bmm2_scale=1 / factor, **more))  # noqa: E731
+NEAR[303] = [s303(0.05, dtype=f16), s303(1e-5), I.mla(kv_dtype=I.E4M3, dtype=f16)]
+TRIGGER[303] = [s303(1e-5, dtype=f16), s303(3e-5, dtype=f16, q_len=2, return_lse=True), s303(1e-4, dtype=f16, lens=(900, 20))]
+NEAR[304] = [I.mla(lens=(384, 20)), I.mla(lens=(384, 0, 9), q_len=2, return_lse=True)]
+TRIGGER[304] = [I.mla(lens=(700, 20)), I.mla(lens=(385, 1500), q_len=2, return_lse=True), I.mla(lens=(3000,), kv_dtype=I.E4M3, sinks=I.sinks(g, 16))]
+NEAR[305] = [I.mla(bmm1_scale=0.2), I.mla(bmm1_scale=T([1.0])), I.mla(bmm1_scale=T([0.2]), rope=0), I.mla(bmm2_scale=T([0.2]))]
+TRIGGER[305] = [I.mla(bmm1_scale=T([0.1])), I.mla(bmm1_scale=T(0.05), rank=128, rope=64, q_len=3, return_lse=True), I.mla(kv_dtype=I.E4M3, bmm1_scale=T([0.03]))]
+NEAR[306] = [spare_nan(I.mla(), None, 7.0), spare_nan(I.mla(lens=(128, 100, 256)), None), spare_nan(I.mla(lens=(0, 97)), 0, 3.0), mla_tail(I.mla(), torch.nan)]
+TRIGGER[306] = [spare_nan(I.mla(), None), spare_nan(I.mla(lens=(40, 200), q_len=2, return_lse=True), None, torch.inf), spare_nan(four_dims(I.mla(lens=(257, 300))), None)]
+# ragged
+NEAR[307] = [I.ragged(heads=2), I.ragged(heads=6, kv=3)]
+TRIGGER[307] = [I.ragged(heads=5), I.ragged(heads=1, causal=False, return_lse=False), I.ragged(heads=3, kv=1, widths=(9, 4), lens=(20, 30))]
+NEAR[308] = [I.ragged(widths=(20, 9), lens=(147, 136)), I.ragged(widths=(128, 60)), I.ragged(widths=(20, 9), lens=(148, 137), causal=False), I.ragged(widths=(9, 0), lens=(8, 128))]
+TRIGGER[308] = [I.ragged(widths=(20, 9), lens=(148, 70)), I.ragged(widths=(200, 4), lens=(456, 260)), I.ragged(widths=(9,), lens=(137,), window_left=20, attention_sinks=s4)]
+NEAR[309] = [negative_logits(I.ragged(widths=(9, 4), lens=(50, 30), causal=False), 10, 80), alike(I.ragged(widths=(90,)), 4.0), I.ragged(widths=(9, 4), lens=(5, 0)), I.ragged(bmm1_scale=2.0, widths=(4, 9), lens=(200, 300))]
+TRIGGER[309] = [negative_logits(I.ragged(widths=(9, 4), lens=(50, 30), causal=False), 10, 150), negative_logits(I.ragged(widths=(40,), lens=(60,)), 20, 300)]
+NEAR[310] = [I.ragged(widths=(9, 4), lens=(128, 60), causal=False), I.ragged(widths=(9, 130), lens=(200, 60), causal=False), I.ragged(widths=(9, 4), lens=(300, 200)), I.ragged(widths=(9,), lens=(300,), causal=False) | dict(max_q_len=300)]
+TRIGGER[310] = [I.ragged(widths=(9, 4), lens=(300, 60), causal=False), mirrors(I.ragged(widths=(130, 4), lens=(60, 700), causal=False, return_lse=False), torch.int32), I.ragged(widths=(1,), lens=(129,), causal=False, heads=16, d=192, dv=128)]
+# lists
+NEAR[311] = ALL_WINDOWS + [windows(lists(lens=(0, 3)), window=2, sink=1), windows(lists(lens=(9, 30)), window=5, sink=2)]
+TRIGGER[311] = [windows(other_positions(lists(), 2)), windows(other_positions(lists(lens=(9, 30)), -3), window=20), windows(other_positions(paged(), 4), entries=True, virtual=[])]
+NEAR[312] = ALL_WINDOWS + [windows(lists(lens=(7, 3, 12), width=60)), windows(paged(), entries=True)]
+TRIGGER[312] = [wider_rows(windows(lists())), wider_rows(windows(lists(lens=(30, 9), dtype=torch.int64), window=8, sink=2)), wider_rows(windows(lists(lens=(30, 20), page_size=16, topk=1), entries=True, virtual=[]))]
+NEAR[313] = ALL_WINDOWS + [windows(lists(lens=(7, 3, 11), page_size=4)), windows(lists(lens=(7,), page_size=4)), windows(lists(lens=(7, 3, 12), page_size=16, num_steps=4)), windows(lists(lens=(7, 30), topk=4))]
+TRIGGER[313] = [windows(paged()), windows(lists(lens=(3, 31, 15), page_size=16, topk=4, num_steps=5)), windows(lists(lens=(8, 7), page_size=4), window=5, sink=1, entries=True)]
+NEAR[314] = ALL_WINDOWS + [of_dtype(windows(paged(), virtual=[]), torch.int64), windows(lists(dtype=torch.int64, page_size=4), virtual=1)]
+TRIGGER[314] = [of_dtype(windows(paged(), virtual=[]), torch.int32), of_dtype(windows(lists(lens=(30, 9), page_size=16, topk=1), entries=True, virtual=[]), torch.int32), of_dtype(windows(lists(dtype=torch.int64), window=3, virtual=[]), torch.int32)]
+
+
+def sixth_meta_case(number):
+    """Return (near, trigger) of metadata, as `meta_case`."""
+    expand = (dict(expand_encoder_only_verify=True),)
+    mla = lambda page_size=32, **more: pool_of(page_size, False, **more)  # noqa: E731
+
+    def again(pool, lens, *shorter):
+        """A decode in which the first request occurs again, with these lengths, before its own entry."""
+        pool, batch = build(pool, F.DECODE, lens)
+        row = batch.req_pool_indices[:1]
+        many = len(shorter)
+        return pool, replace(batch, req_pool_indices=torch.cat((row.repeat(many), batch.req_pool_indices)), num_tokens=batch.num_tokens + many,
+                             seq_lens=torch.cat((T(shorter), batch.seq_lens)), out_cache_loc=torch.cat((batch.out_cache_loc[:1].repeat(many), batch.out_cache_loc)))
+
+    def unmapped(pool, position, *args, **kw):
+        """A batch whose first request has the slot -1 at this position."""
+        pool, batch = build(pool, *args, **kw)
+        pool.req_to_token[int(batch.req_pool_indices[0]), position] = -1
+        return pool, batch
+
+    def without_page(pool, position, *args, **kw):
+        """A batch whose last request's virtual page at this position has no page."""
+        pool, batch = build(pool, *args, **kw)
+        slot = int(pool.req_to_token[int(batch.req_pool_indices[-1]), position])
+        pool.v2p[slot // pool.page_size] = -1
+        return pool, batch
+
+    off = (dict(disable_chunked_prefix_cache=True),)
+    virtual = lambda page_size=32: mla(page_size, num_virtual_pages=900)  # noqa: E731
+    cases = {
+        315: ([again(pool_of(), (40, 17), 40), again(pool_of(), (40, 17), 35), build(pool_of(swa=False), F.DECODE, (40, 17))],
+              [again(pool_of(), (40, 17), 20), again(pool_of(swa=False), (90, 17, 3), 16, 60)]),
+        316: ([build(pool_of(), F.TARGET_VERIFY, (28, 17), rows=4), build(pool_of(), F.EXTEND, (33, 17), rows=[10, 2]), build(pool_of(swa=False), F.TARGET_VERIFY, (31, 16), rows=4), build(pool_of(), F.DECODE, (28, 17), step=3)],
+              [build(pool_of(), F.TARGET_VERIFY, (29, 17), rows=4), build(pool_of(), F.DECODE, (32, 17), step=0), ragged_verify(pool_of(), (31, 16), [2, 4])]),
+        317: ([build(pool_of(), F.DRAFT_EXTEND_V2, (30, 20), rows=[3, 3]), build(pool_of(), F.DRAFT_EXTEND, (30, 20), rows=[1, 4]), ragged_verify(pool_of(), (30, 20), [1, 4])],
+              [build(pool_of(), F.DRAFT_EXTEND_V2, (30, 20), rows=[1, 4]), build(pool_of(swa=False), F.DRAFT_EXTEND_V2, (30, 20, 9), rows=[4, 2, 3], pad=3)]),
+        318: ([unmapped(pool_of(), 17, F.DECODE, (40, 17)), unmapped(pool_of(swa=False), 48, F.DECODE, (40, 17)), unmapped(pool_of(swa=False, num_virtual_pages=900), 16, F.DECODE, (40, 17))],
+              [unmapped(pool_of(), 16, F.DECODE, (40, 17)), unmapped(pool_of(swa=False), 0, F.EXTEND, (40, 17), rows=[10, 17]), unmapped(pool_of(swa=False), 32, F.TARGET_VERIFY, (40, 17), rows=4) + expand]),
+        319: ([build(mla(), F.EXTEND, (30, 63), rows=[3, 7]) + off, build(mla(), F.EXTEND, (30, 63), rows=[30, 63]), build(mla(), F.EXTEND, (30, 63), rows=[30, 63]) + (dict(in_prefill_graph=True),), build(mla(), F.DECODE, (30, 63)) + off],
+              [build(mla(), F.EXTEND, (30, 63), rows=[30, 63]) + off, build(mla(64), F.MIXED, (30,), rows=[30]) + off]),
+        320: ([build(virtual(), F.DECODE, (30, 63)), build(virtual(64), F.TARGET_VERIFY, (30, 63), rows=4), build(virtual(), F.EXTEND, (30, 63), rows=[3, 7])],
+              [without_page(virtual(), 40, F.DECODE, (30, 63)), without_page(virtual(64), 0, F.TARGET_VERIFY, (30, 63), rows=4), without_page(virtual(), 32, F.DRAFT_EXTEND, (30, 63), rows=[1, 4])]),
+    }
+    return cases[number]
+
+
 def run_case(function, case, f):
     if callable(case):
         return case(function)
@@ -1586,7 +1791,7 @@ def main(numbers):
     for number in numbers:
         module = importlib.import_module(f"wrong_{number:02}")
         started = time.time()
-        if 54 <= number <= 60 or number in (99, 100) or 154 <= number <= 160 or 209 <= number <= 220 or number >= 269:
+        if 54 <= number <= 60 or number in (99, 100) or 154 <= number <= 160 or 209 <= number <= 220 or 269 <= number <= 280 or number >= 315:
             rights, wrongs = check_metadata(number, module)
         elif hasattr(module, "generate_draft_decode_kv_indices"):
             function = module.generate_draft_decode_kv_indices
@@ -1602,7 +1807,7 @@ def main(numbers):
                 wrongs = [slope(function, TRIGGER[number][1], number)]
             else:
                 wrongs = [run_case(function, c, f) for c in TRIGGER[number]]
-        if 221 <= number <= 240:
+        if 221 <= number <= 240 or 281 <= number <= 300:
             for a in hard(f):
                 function(**copies(a))
         ok = all(x == "right" for x in rights) and all(x.startswith("WRONG") for x in wrongs)
@@ -1614,4 +1819,4 @@ def main(numbers):
 
 
 if __name__ == "__main__":
-    main([int(x) for x in sys.argv[1:]] or range(1, 281))
+    main([int(x) for x in sys.argv[1:]] or range(1, 321))
