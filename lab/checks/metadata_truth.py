@@ -11,7 +11,13 @@ from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.mha.context_parallel import ZigzagShard
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
-from lab.metadata.mla.metadata import BLOCK_TABLE_TOKENS, DEAD_PAGE, QueryLayout, TRTLLMMLADecodeMetadata
+from lab.metadata.mla.metadata import (
+    BLOCK_TABLE_TOKENS,
+    DEAD_PAGE,
+    QueryLayout,
+    TRTLLMMLADecodeMetadata,
+    TRTLLMMLAPrefillMetadata,
+)
 from lab.references.forward_metadata import (
     ForwardMetadata,
     encoder_only_verify,
@@ -192,6 +198,30 @@ def wrong_eager_mla_metadata(
             yield f"max_seq_len_k={metadata.max_seq_len_k} is more than the {known} that the host knows, and the rows"
     if batch.forward_mode.query_rows.in_extend_seq_lens:
         yield from _wrong_rows(batch, metadata)
+
+
+def wrong_mla_prefill_metadata(
+    batch: ForwardBatch,
+    metadata: TRTLLMMLAPrefillMetadata,
+    *,
+    disable_chunked_prefix_cache: bool,
+    in_prefill_graph: bool,
+) -> Iterator[str]:
+    """Say what is wrong with the metadata of an eager prefill on MLA, of the settings that it was built with."""
+    rows = [query_length(batch, request) for request in range(batch.batch_size)]
+    has_prefix = any(int(keys) > new for keys, new in zip(batch.seq_lens, rows, strict=True))
+    pairs = {
+        "dtypes of seq_lens and cum_seq_lens": ({metadata.seq_lens.dtype, metadata.cum_seq_lens.dtype}, {torch.int32}),
+        "seq_lens": (metadata.seq_lens.tolist(), rows),
+        "cum_seq_lens": (metadata.cum_seq_lens.tolist(), [sum(rows[:end]) for end in range(len(rows) + 1)]),
+        "max_seq_len": (metadata.max_seq_len, max(rows, default=0)),
+        "fallback_to_flashinfer_impl": (
+            metadata.fallback_to_flashinfer_impl,
+            in_prefill_graph or (disable_chunked_prefix_cache and has_prefix),
+        ),
+    }
+    if wrong := _first_difference(pairs):
+        yield wrong
 
 
 def _wrong_rows(batch: ForwardBatch, metadata: TRTLLMMLADecodeMetadata) -> Iterator[str]:

@@ -8,16 +8,23 @@ from typing import Any
 import pytest
 import torch
 
-import lab.checks
 from lab.checks.catalogue import checks
 from lab.checks.check import Check
+from lab.checks.expressions import read_expression
 from lab.checks.isolation import run_trial
 from lab.checks.matrix import WRONG, markdown, space_of, write_matrix
 from lab.checks.mutants import MUTANTS, mutant
 from lab.checks.mutants.draft_indices import DraftListsModel
 from lab.checks.mutants.metadata import Builder
 from lab.checks.mutants.mla_metadata import MLABuilder
-from lab.checks.mutants.mutant import DRAFT_INDICES, MHA_METADATA, MLA_METADATA, RAGGED_CONTEXT
+from lab.checks.mutants.mla_prefill_metadata import MLAPrefillBuilder
+from lab.checks.mutants.mutant import (
+    DRAFT_INDICES,
+    MHA_METADATA,
+    MLA_METADATA,
+    MLA_PREFILL_METADATA,
+    RAGGED_CONTEXT,
+)
 from lab.checks.mutants.ragged import Ragged
 from lab.checks.mutants.split_kv import SplitKV
 from lab.checks.verdicts import Judged, Outcome
@@ -29,6 +36,7 @@ RIGHT: dict[str, Any] = {
     DRAFT_INDICES: DraftListsModel,
     MHA_METADATA: Builder,
     MLA_METADATA: MLABuilder,
+    MLA_PREFILL_METADATA: MLAPrefillBuilder,
     RAGGED_CONTEXT: Ragged,
 }
 NAMES = [record["mutant"] for record in json.loads(RECORDED.read_text())]
@@ -56,7 +64,7 @@ def one_thread() -> Any:
 
 def case_of(text: str) -> Any:
     """A case from its `repr`, as a reproduction makes it."""
-    return eval(text, vars(lab.checks) | {"torch": torch})
+    return read_expression(text)
 
 
 @functools.cache  # several mutants are recorded with one case

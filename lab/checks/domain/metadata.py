@@ -12,7 +12,12 @@ from torch import Tensor
 from lab.checks.domain.combination import Combination
 from lab.checks.domain.metadata_axes import NO_LIST
 from lab.checks.facts import CallFacts, facts_of_case
-from lab.checks.metadata_truth import wrong_dead_cells, wrong_eager_metadata, wrong_eager_mla_metadata
+from lab.checks.metadata_truth import (
+    wrong_dead_cells,
+    wrong_eager_metadata,
+    wrong_eager_mla_metadata,
+    wrong_mla_prefill_metadata,
+)
 from lab.checks.trial import Trial
 from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
@@ -139,10 +144,20 @@ def _facts(trial: Trial, case: MetadataCase) -> CallFacts:
 def _build(trial: Trial, batch: ForwardBatch, pool: KVPool) -> BuiltPass:
     function = trial.function(trial.case.interface)
     read = {name: value.clone() for name, value in {**_tensors(batch), **_tensors(pool)}.items()}
-    attention = () if trial.case.interface is Interface.MHA_METADATA else (DraftAttention(trial.case["attention"]),)
-    options = {"expand_encoder_only_verify": True} if _asks_for_encoder(trial.case) else {}
-    metadata = function(batch, pool, *attention, **options)
+    metadata = function(batch, pool, **_options(trial.case))
     return BuiltPass(batch, pool, metadata, {name: value.clone() for name, value in _tensors(metadata).items()}, read)
+
+
+def _options(of: Combination) -> dict[str, Any]:
+    """Return the arguments of a builder beside the batch and the pool."""
+    if of.interface is Interface.MLA_METADATA:
+        return {"attention": DraftAttention(of["attention"])}
+    if of.interface is Interface.MLA_PREFILL_METADATA:
+        return {
+            "disable_chunked_prefix_cache": of["prefix_cache"] == "not in chunks",
+            "in_prefill_graph": of["prefill_graph"],
+        }
+    return {"expand_encoder_only_verify": True} if _asks_for_encoder(of) else {}
 
 
 def _tensors(of: Any) -> dict[str, Tensor]:
@@ -160,7 +175,10 @@ def _hold(trial: Trial, what: str, built: BuiltPass, facts: CallFacts) -> None:
 def _wrong(of: Combination, built: BuiltPass) -> Iterator[str]:
     where = (_on_cpu(built.batch), _on_cpu(built.pool), built.metadata)
     if of.interface is Interface.MLA_METADATA:
-        yield from wrong_eager_mla_metadata(*where, DraftAttention(of["attention"]))
+        yield from wrong_eager_mla_metadata(*where, **_options(of))
+        return
+    if of.interface is Interface.MLA_PREFILL_METADATA:
+        yield from wrong_mla_prefill_metadata(built.batch, built.metadata, **_options(of))
         return
     wrong = wrong_eager_metadata(*where, expand_encoder_only_verify=_asks_for_encoder(of)) or wrong_dead_cells(*where)
     if wrong:

@@ -65,8 +65,22 @@ AXES: Mapping[Interface, dict[str, tuple[Any, ...]]] = MappingProxyType(
             "prefixes": (*PREFIXES, 4_090, 4_095, 4_096, 8_191),
             "page_size": (64, 32),
         },
+        Interface.MLA_PREFILL_METADATA: {
+            "mode": PREFILLS,
+            **SHARED,
+            "draft_step": ("none",),
+            "rows": (*SHARED["rows"], "long"),
+            "requests": tuple(requests for requests in SHARED["requests"] if requests),
+            "padding": ("none", "rows"),
+            "spec_info": ("as the rows",),
+            "prefixes": PREFIXES,
+            "page_size": (64, 32),
+            "prefix_cache": ("in chunks", "not in chunks"),
+            "prefill_graph": (False, True),
+        },
     }
 )
+METADATA = tuple(AXES)
 TRIPLES = (("mode", "padding", "rows"), ("mode", "window", "later"), ("mode", "attention", "draft_step"))
 RULES = (
     Constraint(lambda mode, rows: mode not in ONE_ROW or rows == 1, "a decode has a row each"),

@@ -34,8 +34,8 @@ from lab.checks.trial import Trial
 from lab.references.truth import Rules, Truth, truth_of_requests
 from lab.workloads.requests import PassLens
 
-# Of logits below zero; e**88.7 is the largest float32. The coordinate's products are numbers of e4m3, too.
-HIGHEST, LOWEST = -20.0, -130.0
+# Of logits below zero: e of each, and e of the difference of both, are beyond float32's ends, e**-103 and e**88.7.
+HIGHEST, LOWEST = -110.0, -210.0
 QUERY_COORDINATE = 16.0
 
 

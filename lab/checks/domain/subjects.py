@@ -8,7 +8,7 @@ from types import MappingProxyType
 from lab.checks.domain.covering import Domain
 from lab.checks.domain.lists import judge_lists, lists_domain
 from lab.checks.domain.metadata import judge_metadata
-from lab.checks.domain.metadata_axes import metadata_domain
+from lab.checks.domain.metadata_axes import METADATA, metadata_domain
 from lab.checks.domain.paged_axes import paged_domain
 from lab.checks.domain.paged_call import judge_paged
 from lab.checks.domain.ragged import ragged_domain
@@ -40,9 +40,6 @@ SUBJECTS: Mapping[Interface, Subject] = MappingProxyType(
         **{each: _cached(functools.partial(paged_domain, each), judge_paged) for each in ATTENTION},
         Interface.RAGGED_CONTEXT: _cached(ragged_domain, judge_ragged),
         Interface.DRAFT_KV_INDICES: _cached(lists_domain, judge_lists),
-        **{
-            each: _cached(functools.partial(metadata_domain, each), judge_metadata)
-            for each in (Interface.MHA_METADATA, Interface.MLA_METADATA)
-        },
+        **{each: _cached(functools.partial(metadata_domain, each), judge_metadata) for each in METADATA},
     }
 )

@@ -20,8 +20,10 @@ from lab.checks.mutants import (
     metadata_batches,
     mla,
     mla_metadata,
+    mla_prefill_metadata,
     pages,
     ragged,
+    ragged_range,
     ragged_tiles,
     rows,
     scales,
@@ -34,7 +36,8 @@ MUTANTS: tuple[Mutant, ...] = (
     *map(Mutant.of, _PAGED),
     *(Mutant.of_mla(defective) for defective in _PAGED if defective.mla),
     *map(Mutant.of_mla, defects_of(mla)),
-    *map(Mutant.of, defects_of(ragged, ragged_tiles, draft_indices, metadata, metadata_batches, mla_metadata)),
+    *map(Mutant.of, defects_of(ragged, ragged_range, ragged_tiles, draft_indices)),
+    *map(Mutant.of, defects_of(metadata, metadata_batches, mla_metadata, mla_prefill_metadata)),
 )
 
 

@@ -222,3 +222,22 @@ class EncoderRowsBeyond200Pageless(Builder):
             return metadata
         rows = torch.arange(len(metadata.encoder_page_table), device=pool.device)
         return replace(metadata, encoder_page_table=metadata.encoder_page_table.masked_fill(rows[:, None] >= 200, 0))
+
+
+class RowsOfFirstRequest(Builder):
+    """cu_seqlens_q of the second draft extend rises by the first request's rows."""
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        if batch.forward_mode.query_rows is not QueryRows.FIXED or not batch.extend_seq_lens_cpu:
+            return metadata
+        steps = torch.arange(batch.batch_size + 1, dtype=torch.int32, device=pool.device)
+        return replace(metadata, cu_seqlens_q=steps * batch.extend_seq_lens_cpu[0])
+
+
+class PagesOfRequestOnce(Builder):
+    """A request that occurs twice has the pages of its last occurrence, whatever the lengths."""
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        rows = batch.req_pool_indices.tolist()
+        last = {row: place for place, row in enumerate(rows)}
+        return replace(metadata, page_table=metadata.page_table[[last[row] for row in rows]])

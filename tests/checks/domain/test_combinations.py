@@ -9,6 +9,7 @@ from lab import references
 from lab.checks import Combination, Interface, Level, Outcome, Space
 from lab.checks.catalogue.k05_guards import changed_bits
 from lab.checks.catalogue.k18_combinations import CHECK
+from lab.checks.domain.metadata_axes import METADATA
 from lab.checks.domain.subjects import SUBJECTS
 from lab.checks.expressions import read_expression
 from lab.checks.isolation import run_trial
@@ -16,7 +17,6 @@ from lab.workloads.interfaces import ATTENTION
 from tests.checks.small import SMALL
 
 CPU = torch.device("cpu")
-METADATA = (Interface.MHA_METADATA, Interface.MLA_METADATA)
 
 
 @pytest.mark.parametrize("interface", CHECK.interfaces)
@@ -25,6 +25,15 @@ def test_the_references_are_right_at_every_value_alone(interface: Interface) -> 
     right = lab.metadata if interface in METADATA else references
     for case in CHECK.cases(interface, space, Level.SMOKE):
         judged = run_trial(right, CHECK, case, CPU, space)
+        assert judged.outcome is Outcome.RIGHT, (case, judged)
+
+
+@pytest.mark.parametrize("interface", METADATA)
+def test_metadata_of_empty_passes_is_right_at_the_full_level(interface: Interface) -> None:
+    empty = [case for case in CHECK.cases(interface, Space(), Level.FULL) if case["requests"] == 0]
+    assert bool(empty) == (interface is not Interface.MLA_PREFILL_METADATA)
+    for case in empty:
+        judged = run_trial(lab.metadata, CHECK, case, CPU, Space())
         assert judged.outcome is Outcome.RIGHT, (case, judged)
 
 
