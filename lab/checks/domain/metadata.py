@@ -138,7 +138,8 @@ def judge_metadata(trial: Trial) -> None:
 
 def _facts(trial: Trial, case: MetadataCase) -> CallFacts:
     facts = facts_of_case(case)
-    return replace(facts, facts={**facts.facts, **trial.called.facts})
+    of_pass = {name: fact for name, fact in facts.facts.items() if name != "rows"}  # which is the name of an axis
+    return replace(facts, facts={**of_pass, **trial.called.facts})
 
 
 def _build(trial: Trial, batch: ForwardBatch, pool: KVPool) -> BuiltPass:
