@@ -17,3 +17,7 @@ def build_mla_metadata(batch, pool, *, disable_chunked_prefix_cache=False, **opt
 
 def build_mla_decode_metadata(batch, pool, attention=DraftAttention.MLA):
     return build_mla_metadata(batch, pool, attention=attention)
+
+
+def build_mla_prefill_metadata(batch, pool, **settings):
+    return build_mla_metadata(batch, pool, **settings)
