@@ -16,7 +16,7 @@ def mutants(
     only: Annotated[list[str] | None, list_option(str, "names of mutants; all if left out", "NAME,...")] = None,
     workers: Annotated[int, typer.Option(min=1, help="worker processes that judge at the same time")] = 2,
 ) -> None:
-    """Judge every mutant by every check, and record the mutants that each check finds. It takes half an hour on two cores.
+    """Judge every mutant by every check, and record the mutants that each check finds. It takes about an hour on two cores.
 
     Exit status: 1 if a mutant is found by no check or, without --only, a check finds no mutant.
     """

@@ -110,7 +110,7 @@ def test_a_recorded_kill_holds_and_the_right_model_lives(name: str) -> None:
 
 def test_the_whole_matrix(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     if not request.config.getoption("--whole-matrix"):
-        pytest.skip("half an hour of two cores: run with --whole-matrix")
+        pytest.skip("about an hour of two cores: run with --whole-matrix")
     assert write_matrix(tmp_path / "mutants.json", MUTANTS, workers=2)
     for record in json.loads((tmp_path / "mutants.json").read_text()):
         assert set(record["kills"]) == set(records()[record["mutant"]]["kills"])
