@@ -1,4 +1,4 @@
-"""What fits this machine, judged by a few checks over a few cases: the whole catalogue takes Triton's interpreter half an hour.
+"""What fits this machine, judged by a few checks over a few cases: the whole catalogue takes minutes in Triton's interpreter.
 
 `pytest --lab-judge package.module` judges any implementation by every check (`lab.pytest_plugin`).
 """
