@@ -48,7 +48,7 @@ COMBINED_SPACE = replace(
     head_dims=Space().head_dims,
     page_sizes=Space().page_sizes,
     mla_head_dims=(*SPACE.mla_head_dims, (64, 64)),
-    mla_heads=(*SPACE.mla_heads, 32, 64),
+    mla_heads=(*SPACE.mla_heads, 32, 64, 24),
 )
 # A mutant that copies a pool of large ids would take all of a small machine's memory; that it is stopped is no finding.
 MOST_MEMORY_BYTES = 24 * 2**30

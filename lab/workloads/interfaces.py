@@ -15,7 +15,7 @@ class Interface(NamedEnum):
     DRAFT_KV_INDICES = "generate_draft_decode_kv_indices"
     MHA_METADATA = "build_mha_metadata"
     MLA_METADATA = "build_mla_decode_metadata"
-    MLA_PREFILL_METADATA = "build_mla_prefill_metadata"
+    MLA_PREFILL = "build_mla_prefill_metadata"
 
 
 ATTENTION = (Interface.DECODE, Interface.CONTEXT, Interface.MLA_DECODE)

@@ -22,7 +22,7 @@ from lab.checks.mutants.mutant import (
     DRAFT_INDICES,
     MHA_METADATA,
     MLA_METADATA,
-    MLA_PREFILL_METADATA,
+    MLA_PREFILL,
     RAGGED_CONTEXT,
 )
 from lab.checks.mutants.ragged import Ragged
@@ -36,7 +36,7 @@ RIGHT: dict[str, Any] = {
     DRAFT_INDICES: DraftListsModel,
     MHA_METADATA: Builder,
     MLA_METADATA: MLABuilder,
-    MLA_PREFILL_METADATA: MLAPrefillBuilder,
+    MLA_PREFILL: MLAPrefillBuilder,
     RAGGED_CONTEXT: Ragged,
 }
 NAMES = [record["mutant"] for record in json.loads(RECORDED.read_text())]

@@ -20,7 +20,7 @@ from lab.calls.workspace import SEMAPHORE_BYTES
 from lab.checks import mutants
 from lab.checks.mutants import MUTANTS, mutant
 from lab.checks.mutants.draft_indices import DraftListsModel
-from lab.checks.mutants.mutant import CONTEXT, DECODE, MLA_DECODE, MLA_METADATA, MLA_PREFILL_METADATA
+from lab.checks.mutants.mutant import CONTEXT, DECODE, MLA_DECODE, MLA_METADATA, MLA_PREFILL
 from lab.checks.mutants.split_kv import SplitKV
 from lab.references import generate_draft_decode_kv_indices
 from lab.references import trtllm_batch_context_with_kv_cache as reference_context
@@ -333,9 +333,7 @@ def test_every_mutant_has_a_name_a_defect_and_a_place() -> None:
         assert each.defect.endswith(".")
         assert each.make.__module__.rpartition(".")[2] in MODULES
         assert set(vars(each.implementation())) == set(each.interface)
-        assert each.name.startswith("mla_") == (
-            each.interface in ((MLA_DECODE,), (MLA_METADATA,), (MLA_PREFILL_METADATA,))
-        )
+        assert each.name.startswith("mla_") == (each.interface in ((MLA_DECODE,), (MLA_METADATA,), (MLA_PREFILL,)))
     assert mutant("zeros").interface == (DECODE, CONTEXT)
     with pytest.raises(ValueError, match="no mutant is called"):
         mutant("none")

@@ -165,6 +165,7 @@ _SHARED: dict[str, Probe] = {
     # 0.9 is no sum of few powers of two: a scale that is rounded on its way shows.
     "bmm2_scale": _scaled("bmm2_scale", 0.9),
     "bmm2_scale as a tensor": _scaled("bmm2_scale", 0.9, on_device=True),
+    "bmm2_scale below 0": _scaled("bmm2_scale", -0.9),
     "seq_lens as uint32": _unsigned_lengths,
     "lse": lambda inputs: ({"return_lse": True}, {}),
 }

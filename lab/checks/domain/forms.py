@@ -116,7 +116,9 @@ def set_scales(call: FormedCall) -> None:
         else:
             call.arguments["bmm1_scale"] = _tensor(0.75 * scale, SCALE_SHAPES[form], device)
     form = call.of["bmm2_scale"].removeprefix("0.9 as a ")
-    if form != "usual":
+    if form == "negative":
+        call.arguments["bmm2_scale"] = call.rules["bmm2_scale"] = -0.5 * call.arguments["bmm2_scale"]
+    elif form != "usual":
         # 0.9 is no sum of few powers of two: a scale that is rounded on its way shows.
         scale = call.rules["bmm2_scale"] = 0.9 * call.arguments["bmm2_scale"]
         call.arguments["bmm2_scale"] = _tensor(scale, SCALE_SHAPES[form], device) if form in SCALE_SHAPES else scale

@@ -153,7 +153,7 @@ def _options(of: Combination) -> dict[str, Any]:
     """Return the arguments of a builder beside the batch and the pool."""
     if of.interface is Interface.MLA_METADATA:
         return {"attention": DraftAttention(of["attention"])}
-    if of.interface is Interface.MLA_PREFILL_METADATA:
+    if of.interface is Interface.MLA_PREFILL:
         return {
             "disable_chunked_prefix_cache": of["prefix_cache"] == "not in chunks",
             "in_prefill_graph": of["prefill_graph"],
@@ -178,7 +178,7 @@ def _wrong(of: Combination, built: BuiltPass) -> Iterator[str]:
     if of.interface is Interface.MLA_METADATA:
         yield from wrong_eager_mla_metadata(*where, **_options(of))
         return
-    if of.interface is Interface.MLA_PREFILL_METADATA:
+    if of.interface is Interface.MLA_PREFILL:
         yield from wrong_mla_prefill_metadata(built.batch, built.metadata, **_options(of))
         return
     wrong = wrong_eager_metadata(*where, expand_encoder_only_verify=_asks_for_encoder(of)) or wrong_dead_cells(*where)

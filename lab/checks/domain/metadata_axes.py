@@ -65,7 +65,7 @@ AXES: Mapping[Interface, dict[str, tuple[Any, ...]]] = MappingProxyType(
             "prefixes": (*PREFIXES, 4_090, 4_095, 4_096, 8_191),
             "page_size": (64, 32),
         },
-        Interface.MLA_PREFILL_METADATA: {
+        Interface.MLA_PREFILL: {
             "mode": PREFILLS,
             **SHARED,
             "draft_step": ("none",),

@@ -32,7 +32,7 @@ BEYOND: dict[str, tuple[Any, ...]] = {
     "large_batches": (257, 513),
     "masked_rows": (70,),
     "mla_head_dims": ((64, 64),),  # no rotary part
-    "mla_heads": (32, 64),
+    "mla_heads": (32, 64, 24),
     "mla_page_sizes": (8, 16, 128),
 }
 WINDOWS = (0, 1, 15, 20, 127, 1000, 5000, 2**31 - 1)

@@ -56,7 +56,7 @@ def ragged_domain(space: Space) -> Domain:
         "contents": ("random", "needles", BELOW_ZERO),
         "sinks": ("none", *(("per head", "some minus infinity") if True in space.sinks else ())),
         "bmm1_scale": (*SCALES, "negative"),
-        "bmm2_scale": ("usual", *(f"0.9 as a {each}" for each in SCALES)),
+        "bmm2_scale": ("usual", *(f"0.9 as a {each}" for each in SCALES), "negative"),
         "o_sf_scale": (1.0, -1.0),
         "out": ("none", "given", "a view", "given fp16", "given bf16", "given fp32"),
         "lse": ("none", "returned", "given", "given alone", "strided"),

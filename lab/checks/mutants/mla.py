@@ -30,6 +30,12 @@ class RopeScaledTwice(SplitKV):
         return super().scores(problem, query, keys)
 
 
+class HeadsAfterWholeTilesZero(
+    SplitKV, finish=lambda _, problem, out, lse: out[:, max(16, problem.num_qo_heads // 16 * 16) :].zero_()
+):
+    """Query heads go in tiles of 16, and those after the last whole tile are not written where there are several."""
+
+
 class Bmm1OfUnabsorbedHead(SplitKV):
     """bmm1_scale is taken as 1 / sqrt(qk_nope_head_dim + qk_rope_head_dim), the head before absorption."""
 

@@ -5,14 +5,14 @@ from typing import Any
 
 import torch
 
-from lab.checks.mutants.mutant import MLA_PREFILL_METADATA, Defective, Memory
+from lab.checks.mutants.mutant import MLA_PREFILL, Defective, Memory
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import exclusive_cumsum
 from lab.metadata.mla.metadata import TRTLLMMLAPrefillMetadata, build_mla_prefill_metadata
 
 
-class MLAPrefillBuilder(Defective, is_model=True, interface=(MLA_PREFILL_METADATA,)):
+class MLAPrefillBuilder(Defective, is_model=True, interface=(MLA_PREFILL,)):
     """`lab.metadata.build_mla_prefill_metadata`, and one change of what it built."""
 
     def build_mla_prefill_metadata(

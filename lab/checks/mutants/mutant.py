@@ -20,7 +20,7 @@ RAGGED_CONTEXT = Interface.RAGGED_CONTEXT.value
 DRAFT_INDICES = Interface.DRAFT_KV_INDICES.value
 MHA_METADATA = Interface.MHA_METADATA.value
 MLA_METADATA = Interface.MLA_METADATA.value
-MLA_PREFILL_METADATA = Interface.MLA_PREFILL_METADATA.value
+MLA_PREFILL = Interface.MLA_PREFILL.value
 
 Problem = TypeVar("Problem", bound="DataclassInstance")  # an attention problem, or the metadata of a pass
 

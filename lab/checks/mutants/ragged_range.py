@@ -16,3 +16,7 @@ def _least_sinks(problem: RaggedAttention) -> Tensor:
 
 class RaggedMaximumBeginsAtLeast(Ragged, instead={"sinks": _least_sinks}):
     """A softmax begins with a maximum of -87 and its weight of 1: a row of lower logits is lost."""
+
+
+class RaggedBmm2WithoutSign(Ragged, instead={"bmm2_scale": lambda problem: abs(problem.bmm2_scale)}):
+    """bmm2_scale is taken without its sign."""

@@ -46,6 +46,14 @@ class Bmm1OffByTenPercent(SplitKV, mla=True, instead={"bmm1_scale": lambda probl
     """bmm1_scale is 10 % too large."""
 
 
+def _by_logarithm(problem: PagedAttention) -> Tensor:
+    return torch.exp2(torch.log2(as_float32(problem.bmm2_scale, problem.query.device)))
+
+
+class Bmm2ByItsLogarithm(SplitKV, mla=True, instead={"bmm2_scale": _by_logarithm}):
+    """bmm2_scale is a part of the exponents of the weights: a negative one makes results NaN."""
+
+
 class Bmm2OffByFivePercent(SplitKV, mla=True, instead={"bmm2_scale": lambda problem: problem.bmm2_scale * 1.05}):
     """bmm2_scale is 5 % too large."""
 

@@ -31,7 +31,7 @@ def test_the_references_are_right_at_every_value_alone(interface: Interface) -> 
 @pytest.mark.parametrize("interface", METADATA)
 def test_metadata_of_empty_passes_is_right_at_the_full_level(interface: Interface) -> None:
     empty = [case for case in CHECK.cases(interface, Space(), Level.FULL) if case["requests"] == 0]
-    assert bool(empty) == (interface is not Interface.MLA_PREFILL_METADATA)
+    assert bool(empty) == (interface is not Interface.MLA_PREFILL)
     for case in empty:
         judged = run_trial(lab.metadata, CHECK, case, CPU, Space())
         assert judged.outcome is Outcome.RIGHT, (case, judged)
