@@ -8,15 +8,21 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lab.calls.problem import E4M3
+from lab.calls.problem import E4M3, NVFP4
 from lab.checks.needles import leaning, needle_positions, plant
 from lab.checks.stored import E4M3_K_SCALE, E4M3_V_SCALE
 from lab.workloads.attention_case import AttentionCase, Contents
 
 # Of the sizes of values drawn from N(0, 1): sums of weights and values pass float16's 65,504, but for e4m3's own end at 448.
 _LOUD = {torch.bfloat16: 2.0**14, torch.float16: 2.0**13, E4M3: 100.0 * E4M3_V_SCALE}
-# bf16: below float16's least, 2**-24, for the most part; the others: below their own least normal numbers.
-_FAINT = {torch.bfloat16: 2.0**-24, torch.float16: 2.0**-14, E4M3: 2.0**-7 * E4M3_V_SCALE}
+# bf16: below float16's least, 2**-24, for the most part; the others: below their own least normal numbers, or those of NVFP4's
+# scale factors.
+_FAINT = {
+    torch.bfloat16: 2.0**-24,
+    torch.float16: 2.0**-14,
+    E4M3: 2.0**-7 * E4M3_V_SCALE,
+    NVFP4: 2.0**-5 * E4M3_V_SCALE,
+}
 _LARGEST_E4M3_KEY = torch.finfo(E4M3).max * E4M3_K_SCALE
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from lab.calls.problem import NVFP4
 from lab.checks.check import Check, Level, counted, first_line, same
 from lab.checks.space import Space
 from lab.checks.trial import Trial, truth_of_call
@@ -24,6 +25,9 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[Attenti
     for case in space.covering(interface, counted(level, 3, 9), seed=22):
         yield replace(case, contents=Contents.LOUD)
         yield replace(case, contents=Contents.FAINT)
+    if interface is not Interface.MLA_DECODE and True in space.nvfp4:
+        for case in space.covering(interface, 1, seed=26):
+            yield replace(case, kv_dtype=NVFP4, arithmetic=None, contents=Contents.FAINT)
     large = space.covering(interface, len(space.large_batches), seed=23)
     for batch_size, case in zip(space.large_batches, large, strict=True):
         yield _large_batch(case, batch_size, space)

@@ -46,6 +46,15 @@ class Bmm1OffByTenPercent(SplitKV, mla=True, instead={"bmm1_scale": lambda probl
     """bmm1_scale is 10 % too large."""
 
 
+def _without_subnormals(problem: PagedAttention) -> Tensor | None:
+    factors = problem.v_scale_factors
+    return None if factors is None else torch.where(factors.float() < 2.0**-6, 0.0, factors.float()).to(factors.dtype)
+
+
+class Nvfp4SubnormalFactorsFlushed(SplitKV, instead={"v_scale_factors": _without_subnormals}):
+    """Scale factors of NVFP4 values below 2**-6 are read as zero."""
+
+
 def _by_logarithm(problem: PagedAttention) -> Tensor:
     return torch.exp2(torch.log2(as_float32(problem.bmm2_scale, problem.query.device)))
 
