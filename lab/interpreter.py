@@ -12,7 +12,6 @@ import functools
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 INTERPRETER = "triton.runtime.interpreter"  # Triton imports it where its kernels are to be interpreted, and only there
@@ -72,7 +71,7 @@ def quicken() -> None:
 
 
 @functools.cache  # once in a process
-def _change(interpreter: ModuleType) -> None:
+def _change(interpreter: Any) -> None:
     """Replace what does repeated work; a Triton without these functions stays as it is."""
     builder = getattr(interpreter, "interpreter_builder", None)
     options = getattr(builder, "options", None)
