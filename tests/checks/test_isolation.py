@@ -23,7 +23,14 @@ from tests.checks import hostile
 
 HALF = ((torch.bfloat16, torch.bfloat16),)
 SPACE = Space(
-    dtypes=HALF, head_dims=(64,), page_sizes=(16,), windows=(False,), sinks=(False,), kv_layouts=("HND",), longest=40
+    dtypes=HALF,
+    head_dims=(64,),
+    page_sizes=(16,),
+    windows=(False,),
+    sinks=(False,),
+    kv_layouts=("HND",),
+    longest=40,
+    nvfp4=(False,),
 )
 SPACE_OF_RAISERS = replace(SPACE, groups=(5, 6, 8, 16))
 TIME_LIMIT_S = 5.0
