@@ -1,5 +1,6 @@
 """A pass's metadata, held to the loops of `lab.references.forward_metadata`."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -213,7 +214,7 @@ def wrong_mla_prefill_metadata(
     pairs = {
         "dtypes of seq_lens and cum_seq_lens": ({metadata.seq_lens.dtype, metadata.cum_seq_lens.dtype}, {torch.int32}),
         "seq_lens": (metadata.seq_lens.tolist(), rows),
-        "cum_seq_lens": (metadata.cum_seq_lens.tolist(), [sum(rows[:end]) for end in range(len(rows) + 1)]),
+        "cum_seq_lens": (metadata.cum_seq_lens.tolist(), list(itertools.accumulate(rows, initial=0))),
         "max_seq_len": (metadata.max_seq_len, max(rows, default=0)),
         "fallback_to_flashinfer_impl": (
             metadata.fallback_to_flashinfer_impl,

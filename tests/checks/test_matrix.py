@@ -62,16 +62,11 @@ def one_thread() -> Any:
     torch.set_num_threads(threads)
 
 
-def case_of(text: str) -> Any:
-    """A case from its `repr`, as a reproduction makes it."""
-    return read_expression(text)
-
-
 @functools.cache  # several mutants are recorded with one case
 def judged_right_model(interface: str, key: str, case: str) -> Judged:
     """Judge what is right of an interface by a check, in a recorded case."""
     check = check_of(key)
-    return run_trial(RIGHT.get(interface, SplitKV)(), check, case_of(case), CPU, space_of(check))
+    return run_trial(RIGHT.get(interface, SplitKV)(), check, read_expression(case), CPU, space_of(check))
 
 
 def test_every_mutant_is_in_the_matrix_and_killed() -> None:
@@ -99,7 +94,7 @@ def test_a_recorded_kill_holds_and_the_right_model_lives(name: str) -> None:
         kills, key=lambda key: (key in SLOW_CHECKS, (list(kills).index(key) - NAMES.index(name)) % len(kills))
     )
     for key in keys:  # some mutants remember addresses, and chance has a part in which check meets them
-        check, case = check_of(key), case_of(kills[key]["case"])
+        check, case = check_of(key), read_expression(kills[key]["case"])
         if run_trial(mutant(name).implementation(), check, case, CPU, space_of(check)).outcome in WRONG:
             break
     else:

@@ -9,7 +9,7 @@ from lab.checks.mutants.mutant import MHA_METADATA, Defective, Memory
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_pool import KVPool
-from lab.metadata.engine.lengths import uncounted_tokens
+from lab.metadata.engine.lengths import uncounted_tokens, uniform_boundaries
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
 
 
@@ -155,8 +155,8 @@ class CuSeqlensQOfEqualRows(Builder, source="SGLang #21212"):
     """cu_seqlens_q gives every request max_seq_len_q rows."""
 
     def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-        steps = torch.arange(batch.batch_size + 1, dtype=torch.int32, device=pool.device)
-        return replace(metadata, cu_seqlens_q=steps * metadata.max_seq_len_q)
+        offsets = uniform_boundaries(batch.batch_size, metadata.max_seq_len_q, pool.device)
+        return replace(metadata, cu_seqlens_q=offsets)
 
 
 class NoPrefixListTakenAsOneRowEach(Builder):

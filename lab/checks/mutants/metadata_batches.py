@@ -9,7 +9,7 @@ from lab.checks.mutants.mutant import Memory
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.engine.kv_pool import KVPool
-from lab.metadata.engine.lengths import first_slots
+from lab.metadata.engine.lengths import first_slots, uniform_boundaries
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 
 
@@ -230,8 +230,8 @@ class RowsOfFirstRequest(Builder):
     def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
         if batch.forward_mode.query_rows is not QueryRows.FIXED or not batch.extend_seq_lens_cpu:
             return metadata
-        steps = torch.arange(batch.batch_size + 1, dtype=torch.int32, device=pool.device)
-        return replace(metadata, cu_seqlens_q=steps * batch.extend_seq_lens_cpu[0])
+        offsets = uniform_boundaries(batch.batch_size, batch.extend_seq_lens_cpu[0], pool.device)
+        return replace(metadata, cu_seqlens_q=offsets)
 
 
 class PagesOfRequestOnce(Builder):
