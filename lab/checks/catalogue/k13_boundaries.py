@@ -17,6 +17,7 @@ MOST_REQUESTS = 16
 LONG_TILES = (1024, 1025, 1536)
 LONG_PROMPTS = [(300, 290), (60, 3), (513, 513)]  # (kv_len, q_len): more rows than a tile of 256
 LONGEST_PROMPT = [(4300, 4200), (9, 2)]  # more than 64 tiles of 64 rows
+MANY_ROWS = [*[(128, 128)] * 513, (140, 9)]  # together more than 16 bits count
 # (kv_len, q_len): rows for more than one tile of 128, beside which some kernels treat few rows apart.
 PROMPT = (150, 140)
 DECODES = ((40, 1), (41, 1))
@@ -53,7 +54,9 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[Attenti
             yield _of(case, [(0, q_len), (0, q_len)])
         yield _of(case, [(kv_len, min(q_len, kv_len)) for kv_len in LONG_TILES])
     if interface is Interface.CONTEXT and level is Level.FULL:
-        yield _of(replace(case, num_kv_heads=1, group=space.groups[0], head_dim=min(space.head_dims)), LONGEST_PROMPT)
+        narrow = replace(case, num_kv_heads=1, group=space.groups[0], head_dim=min(space.head_dims))
+        yield _of(narrow, LONGEST_PROMPT)
+        yield _of(replace(narrow, window_left=-1), MANY_ROWS)
     if interface is Interface.DECODE:
         yield from _filled_tiles(space, level)
 

@@ -51,8 +51,9 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[RaggedC
     if torch.float16 in dtypes:
         yield RaggedCase((70, 9), (40, 20), dtype=torch.float16, contents=Contents.NEEDLES)
     yield RaggedCase((8,) * 40, tuple(range(1, 41)), num_heads=1, dtype=first)
-    if level is Level.FULL:  # more than 64 tiles of 64 rows
-        yield RaggedCase((0, 3), (4200, 2), num_heads=1, dtype=first)
+    if level is Level.FULL:
+        yield RaggedCase((0, 3), (4200, 2), num_heads=1, dtype=first)  # more than 64 tiles of 64 rows
+        yield RaggedCase((0,) * 514, (*(128,) * 513, 9), num_heads=1, dtype=first)  # more than 65,535 rows
     for seed in range(counted(level, 0, 24)):
         lengths = torch.randint(0, 300, (2, 5), generator=torch.Generator().manual_seed(seed)).tolist()
         yield RaggedCase(

@@ -105,23 +105,25 @@ def wrong_returns(call: FormedCall, result: Result) -> Iterator[str]:
 def set_scales(call: FormedCall) -> None:
     """Give both scales their forms, other values with them: a scale that is not read shows."""
     form, scale, device = call.of["bmm1_scale"], call.arguments["bmm1_scale"], call.arguments["query"].device
-    if form == "negative":
-        call.arguments["bmm1_scale"] = call.rules["bmm1_scale"] = -0.5 * scale
+    if form.startswith("log2"):  # which takes precedence over what stands beside it
+        of_call = call.rules["bmm1_scale"] = (-0.5 if "below 0" in form else 0.75) * scale
+        shape = () if "[]" in form else (1,)
+        call.arguments["bmm1_scale_log2"] = _tensor(of_call * math.log2(math.e), shape, device)
+        call.arguments["bmm1_scale"] = _tensor(2.0, (1,), device) if "beside" in form else 2.0
     elif form != "number":
-        call.rules["bmm1_scale"] = 0.75 * scale
-        if form.startswith("log2"):  # which takes precedence over what stands beside it
-            shape = (1,) if "[1]" in form else ()
-            call.arguments["bmm1_scale_log2"] = _tensor(0.75 * scale * math.log2(math.e), shape, device)
-            call.arguments["bmm1_scale"] = _tensor(2.0, (1,), device) if "beside" in form else 2.0
-        else:
-            call.arguments["bmm1_scale"] = _tensor(0.75 * scale, SCALE_SHAPES[form], device)
-    form = call.of["bmm2_scale"].removeprefix("0.9 as a ")
-    if form == "negative":
-        call.arguments["bmm2_scale"] = call.rules["bmm2_scale"] = -0.5 * call.arguments["bmm2_scale"]
-    elif form != "usual":
+        _set_scale(call, "bmm1_scale", form, (-0.5 if "negative" in form else 0.75) * scale)
+    form, scale = call.of["bmm2_scale"], call.arguments["bmm2_scale"]
+    if form != "usual":
         # 0.9 is no sum of few powers of two: a scale that is rounded on its way shows.
-        scale = call.rules["bmm2_scale"] = 0.9 * call.arguments["bmm2_scale"]
-        call.arguments["bmm2_scale"] = _tensor(scale, SCALE_SHAPES[form], device) if form in SCALE_SHAPES else scale
+        _set_scale(call, "bmm2_scale", form, (-0.5 if "negative" in form else 0.9) * scale)
+
+
+def _set_scale(call: FormedCall, name: str, form: str, scale: float) -> None:
+    """Give a scale a value, as the tensor that a form ends with, or else as a number."""
+    call.rules[name] = scale
+    shape = next((shape for words, shape in SCALE_SHAPES.items() if form.endswith(words)), None)
+    device = call.arguments["query"].device
+    call.arguments[name] = scale if shape is None else _tensor(scale, shape, device)
 
 
 def _tensor(value: float, shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -171,7 +173,8 @@ def set_lse(call: FormedCall) -> None:
         heads = query.shape[-2]
         shape = query.shape[:-1] if form == "given as the query" else (query.shape[:-2].numel(), heads)
         if form == "strided":
-            lse = torch.full((shape[0], 2 * heads), math.nan, device=query.device)[:, ::2]
+            # No stride is a multiple of the other, and the larger one is that of the heads.
+            lse = torch.full((heads, 2 * shape[0] + 3), math.nan, device=query.device)[:, : 2 * shape[0] : 2].T
         else:
             lse, call.guards["lse"] = guarded(torch.full(shape, math.nan, device=query.device), LEAST_ALIGNMENT_BYTES)
         call.arguments["lse"] = lse

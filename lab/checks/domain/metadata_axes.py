@@ -19,9 +19,9 @@ ON_DECODE = ("DECODE", "TARGET_VERIFY", "DRAFT_EXTEND", "DRAFT_EXTEND_V2", "IDLE
 PREFILLS = tuple(mode.name for mode in ForwardMode if mode.is_prefill)
 
 SHARED: dict[str, tuple[Any, ...]] = {
-    "draft_step": ("none", 0, 1, 2, 3, 4),
+    "draft_step": ("none", 0, 1, 2, 3, 4, 7),
     "rows": (1, 4, 2, 3, 5, 6, 7, 8, 11, "unequal", "unequal, as many as equal"),
-    "requests": (6, 1, 2, 33, 64, 96, 130, 257, 0),
+    "requests": (6, 1, 2, 33, 64, 96, 130, 257, 1025, 0),
     "padding": ("none", "slots of length 0", "slots of length 1", "rows"),
     "dtypes": ("int64", "int32", "int32 lens", "int32 rows", "int64 new lens"),
     "slots": ("where they lie", "virtual"),
@@ -51,7 +51,7 @@ AXES: Mapping[Interface, dict[str, tuple[Any, ...]]] = MappingProxyType(
             "draft_step": (*SHARED["draft_step"], FROZEN_KV_STEP),
             "rows": (*SHARED["rows"], "long"),
             "prefixes": (*PREFIXES, NO_LIST),
-            "page_size": (16, 32, 64, 128, 256),
+            "page_size": (16, 32, 64, 128, 256, 1),
             "window": ("none", "kept", "evicted", "evicted as -1"),
             "host_rows": ("given", "none"),
             "context": (*SHARED["context"], "exceeded"),

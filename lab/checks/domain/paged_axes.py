@@ -26,17 +26,20 @@ MOST_KV_ELEMENTS = 2**26
 BEYOND: dict[str, tuple[Any, ...]] = {
     "dtypes": ((torch.float16, E4M3), (E4M3, E4M3)),
     "groups": (7, 12, 24, 32, 48, 64),
+    "num_kv_heads": (32,),
     "head_dims": (80, 96, 192, 512),
-    "page_sizes": (8, 256, 512),
-    "q_lens": (9, 11, 16, 19),
-    "large_batches": (257, 513),
+    "page_sizes": (8, 256, 512, 1),
+    "q_lens": (9, 11, 16, 19, 130),
+    "large_batches": (257, 513, 1025),
     "masked_rows": (70,),
-    "mla_head_dims": ((64, 64),),  # no rotary part
+    "mla_head_dims": ((64, 64), (320, 256)),  # the first without a rotary part
     "mla_heads": (32, 64, 24),
-    "mla_page_sizes": (8, 16, 128),
+    "mla_page_sizes": (8, 16, 128, 1),
 }
 WINDOWS = (0, 1, 15, 20, 127, 1000, 5000, 2**31 - 1)
 SCALES = ("number", "tensor [1]", "tensor []", "tensor [1, 1]")
+NEGATIVE = ("negative", "negative tensor [1]")
+AFTER = ("padding after", "padding of NaN")  # rows after the requests', which belong to none
 NOTHING = "none at all"
 WITHOUT = ("none first", "none last", "none twice", NOTHING)  # requests that have no rows, or no keys
 FEWER = "fewer than rows"
@@ -92,7 +95,7 @@ def _sizes(interface: Interface, space: Space) -> dict[str, Sequence[Any]]:
 
 
 def _rows(interface: Interface, space: Space) -> dict[str, Sequence[Any]]:
-    ragged = (*WITHOUT, "padding after")
+    ragged = (*WITHOUT, *AFTER)
     if interface is Interface.CONTEXT:
         return {
             "rows": ("unequal", "one each", *PROMPTS),
@@ -119,15 +122,19 @@ def _sinks(interface: Interface, space: Space) -> Sequence[str]:
 
 
 def _arguments(interface: Interface, space: Space) -> dict[str, Sequence[Any]]:
-    out: tuple[str, ...] = ("none", "given", "a view", "given fp16")
+    out: tuple[str, ...] = ("none", "given", "a view", "given fp16", "given fp32")
     lse: tuple[str, ...] = ("none", "returned", "given", "given as the query", "base e")
     if interface is not Interface.MLA_DECODE:
-        out = ("none", "given", "a view", "given fp16", "dtype bf16", "dtype fp16", "dtype e4m3", "given e4m3")
+        out = (*out, "dtype bf16", "dtype fp16", "dtype e4m3", "given e4m3")
         lse = ("none", "returned", "given", "given alone", "strided")
-    log2 = ("log2 tensor [1]", "log2 tensor [] beside a tensor") if interface is Interface.DECODE else ()
+    log2 = (
+        ("log2 tensor [1]", "log2 tensor [] beside a tensor", "log2 tensor below 0")
+        if interface is Interface.DECODE
+        else ()
+    )
     return {
-        "bmm1_scale": (*SCALES, "negative", *log2),
-        "bmm2_scale": ("usual", *(f"0.9 as a {each}" for each in SCALES)),
+        "bmm1_scale": (*SCALES, *NEGATIVE, *log2),
+        "bmm2_scale": ("usual", *(f"0.9 as a {each}" for each in SCALES), *NEGATIVE),
         "out": out,
         "lse": lse,
         "seq_lens": ("int32", "uint32", "amid others"),
@@ -276,7 +283,7 @@ RULES = (
         "K and V with tables of their own lie apart",
     ),
     Constraint(
-        lambda requests, offsets: requests > 1 or offsets in ("none", "equal", "plain", "none at all", "padding after"),
+        lambda requests, offsets: requests > 1 or offsets in ("none", "equal", "plain", "none at all", *AFTER),
         "the only request has rows",
     ),
     Constraint(

@@ -1,5 +1,6 @@
 """The call of a paged combination: its tensors and arguments in the forms that it names, and what the call must give."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -34,6 +35,7 @@ from lab.workloads.interfaces import Interface
 
 GAP = 16  # elements: strides stay whole loads of 16 bytes
 PADDED = 100.0  # an element of a padding row, which no row may read
+PADDED_AFTER = {"padding after": PADDED, "padding of NaN": math.nan}
 
 
 @dataclass(eq=False)
@@ -147,8 +149,9 @@ def _cache(call: PagedCall) -> None:
 
 def _query(call: PagedCall) -> None:
     query, form = call.arguments["query"], call.of["query"]
-    if call.of["offsets"] == "padding after":
-        rows = torch.full((PADDING, *query.shape[1:]), PADDED, device=query.device).to(query.dtype)
+    if call.of["offsets"] in PADDED_AFTER:
+        padded = PADDED_AFTER[call.of["offsets"]]
+        rows = torch.full((PADDING, *query.shape[1:]), padded, device=query.device).to(query.dtype)
         query = torch.cat((raw(query), raw(rows))).view(query.dtype)
     if form != "contiguous":
         aligned = form == "at 16 bytes"

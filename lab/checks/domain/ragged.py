@@ -10,6 +10,7 @@ from lab.checks.domain.covering import Constraint, Domain
 from lab.checks.domain.paged_axes import (
     FEWER,
     NAMES,
+    NEGATIVE,
     PROMPTS,
     REQUESTS,
     RULES,
@@ -55,8 +56,8 @@ def ragged_domain(space: Space) -> Domain:
         "window_left": (-1, *(WINDOWS if True in space.windows else ())),
         "contents": ("random", "needles", BELOW_ZERO),
         "sinks": ("none", *(("per head", "some minus infinity") if True in space.sinks else ())),
-        "bmm1_scale": (*SCALES, "negative"),
-        "bmm2_scale": ("usual", *(f"0.9 as a {each}" for each in SCALES), "negative"),
+        "bmm1_scale": (*SCALES, *NEGATIVE),
+        "bmm2_scale": ("usual", *(f"0.9 as a {each}" for each in SCALES), *NEGATIVE),
         "o_sf_scale": (1.0, -1.0),
         "out": ("none", "given", "a view", "given fp16", "given bf16", "given fp32"),
         "lse": ("none", "returned", "given", "given alone", "strided"),
