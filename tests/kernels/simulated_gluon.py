@@ -22,8 +22,17 @@ from tests.kernels.simulated_shared_memory import Barrier, Barriers, Product, Sh
 
 # Of each kernel, in the order in which it allocates them.
 BARRIERS = {
-    "hopper_attention_kernel": ("k_full", "k_empty", "v_full", "v_empty"),
+    "hopper_attention_kernel": (
+        *("k_full", "k_empty", "v_full", "v_empty"),
+        *("loaded k_full", "loaded k_empty", "loaded v_full", "loaded v_empty"),  # if they are converted
+    ),
     "hopper_mla_kernel": ("left_full", "left_empty", "right_full", "right_empty", "message_full", "message_empty"),
+}
+# By their number; those beside more than one consumer and a producer convert tiles.
+PARTITIONS = {
+    3: ("consumer 0", "consumer 1", "producer"),
+    4: ("consumer 0", "producer", "converter of K", "converter of V"),
+    5: ("consumer 0", "consumer 1", "producer", "converter of K", "converter of V"),
 }
 PROGRAM: ContextVar[tuple[tuple[int, ...], tuple[int, ...]]] = ContextVar("PROGRAM")  # (this one, the grid)
 
@@ -183,6 +192,8 @@ class Simulator:
             "fence_async_shared": lambda: None,
             "gdc_launch_dependents": lambda: None,
             "gdc_wait": lambda: None,
+            "bytes_of": lambda dtype: dtype.itemsize,
+            "in_rows_of": lambda x, _tile: x,
             "INTERPRETED": False,
         }
         self._functions: dict[int, Callable[..., Any]] = {}
@@ -211,7 +222,7 @@ class Simulator:
         return found
 
     def warp_specialize(self, functions: list[Any], _warps: list[int], _registers: list[int]) -> None:
-        names = ("consumer 0", "consumer 1", "producer")
+        names = PARTITIONS[len(functions)]
         self.scheduler.run(
             {name: lambda f=f, args=args: f(*args) for name, (f, args) in zip(names, functions, strict=True)}
         )
@@ -229,7 +240,8 @@ def _copy_box(descriptor: Any, where: list[int], barrier: Barrier, box: torch.Te
     rows = torch.arange(key, key + keys)
     inside = (rows >= 0) & (rows < descriptor.base.shape[2])
     box.zero_()
-    box[0, 0, inside] = descriptor.base[page, head, rows[inside], dim : dim + dims]
+    box = box.view(torch.int8) if box.element_size() == 1 else box
+    box[0, 0, inside] = descriptor.base[page, head, rows[inside], dim : dim + dims].view(box.dtype)
     barrier.land(box.numel() * box.element_size())
 
 
@@ -274,6 +286,7 @@ def _language(simulator: Simulator) -> types.SimpleNamespace:
         convert_layout=lambda x, _layout: x,
         cumsum=lambda x, axis: x.cumsum(axis, dtype=x.dtype),
         exp2=torch.exp2,
+        floor=torch.floor,
         full=lambda shape, value, dtype, _layout=None: torch.full(shape, value, dtype=dtype),
         load=_load,
         log2=torch.log2,
@@ -281,6 +294,7 @@ def _language(simulator: Simulator) -> types.SimpleNamespace:
         maximum=of_two(torch.maximum),
         minimum=of_two(torch.minimum),
         num_programs=lambda axis: torch.tensor(PROGRAM.get()[1][axis], dtype=torch.int32),
+        reshape=torch.reshape,
         program_id=lambda axis: torch.tensor(PROGRAM.get()[0][axis], dtype=torch.int32),
         static_range=range,
         store=_store,

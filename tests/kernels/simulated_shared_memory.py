@@ -37,27 +37,41 @@ class Barrier:
 
 
 class Shared:
-    """Slots in shared memory: columns of 64 elements one after the other, as the swizzled layout of 128 bytes has them."""
+    """Slots in shared memory: columns of 128 bytes one after the other, as the swizzled layout has them."""
 
     def __init__(self, dtype: torch.dtype, shape: list[int]) -> None:
         *slots, keys, dims = shape
         self.dtype, self.shape = dtype, shape
-        self._memory = torch.full((*slots, dims // 64, keys, 64), float("nan"), dtype=dtype)
+        column = min(dims, 128 // dtype.itemsize)
+        self._memory = torch.full((*slots, dims // column, keys, column), float("nan")).to(dtype)
 
     def index(self, slot: Any) -> "Shared":
         view = Shared.__new__(Shared)
         view.dtype, view.shape, view._memory = self.dtype, self.shape[1:], self._memory[int(slot)]
         return view
 
+    def slice(self, begin: int, length: int) -> "Shared":
+        view = Shared.__new__(Shared)
+        view.dtype, view.shape, view._memory = (
+            self.dtype,
+            [length, *self.shape[1:]],
+            self._memory[:, begin : begin + length],
+        )
+        return view
+
     def permute(self, _order: Any) -> "Transposed":
         return Transposed(self)
 
     def store(self, value: torch.Tensor) -> None:
-        keys, dims = self.shape
-        self._memory.copy_(value.reshape(keys, dims // 64, 64).permute(1, 0, 2))
+        keys = self.shape[0]
+        columns, _, column = self._memory.shape
+        self._memory.copy_(value.reshape(keys, columns, column).permute(1, 0, 2))
+
+    def load(self, _layout: Any) -> torch.Tensor:
+        return self._memory.float().permute(1, 0, 2).reshape(self.shape).to(self.dtype)
 
     def tile(self) -> torch.Tensor:
-        return self._memory.permute(1, 0, 2).reshape(self.shape).float()
+        return self._memory.float().permute(1, 0, 2).reshape(self.shape)
 
     def _reinterpret(self, _dtype: Any, shape: list[int], _layout: Any) -> Any:
         boxes = self._memory.view(shape)

@@ -17,8 +17,9 @@ from tests.kernels.simulated_gluon import simulate
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_gluon_gpu.py runs the kernel itself")
 
-BF16, FP16 = torch.bfloat16, torch.float16
+BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 SMALL = HopperTile(128, 64, stages=2, start_keys=128)
+ONE_CONSUMER = HopperTile(64, 64, stages=2, start_keys=128, per_multiprocessor=2)
 
 
 def run(
@@ -131,6 +132,20 @@ def test_tiles_and_many_orders(tile: HopperTile, monkeypatch: pytest.MonkeyPatch
         run(arguments, monkeypatch, decodes=False, tile=tile, seed=seed)
 
 
+@pytest.mark.parametrize("tile", [ONE_CONSUMER, SMALL], ids=["one consumer", "two consumers"])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_e4m3(head_dim: int, dtype: torch.dtype, tile: HopperTile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles are converted between their copy and the products; queries of bf16 are scaled for products in float16."""
+    batch = random_batch([16, 16], [333, 130], heads=(8, 2), head_dim=head_dim, dtype=dtype, kv_dtype=E4M3)
+    asked = {"out_dtype": dtype, "bmm1_scale": 0.2, "bmm2_scale": 0.5}
+    decode, context = (make(batch, 64, **POISONED, **asked) for make in (decode_arguments, context_arguments))
+    decode["query"][:8] *= 2.0**20 if dtype == BF16 else 1.0
+    for seed in range(3):
+        run(decode, monkeypatch, decodes=True, shares=Shares(3), tile=tile, seed=seed)
+        run(context, monkeypatch, decodes=False, tile=tile, seed=seed)
+
+
 @pytest.mark.parametrize("barriers", ["k_full", "k_empty", "v_full", "v_empty"])
 def test_barriers_that_nobody_waits_for_are_noticed(barriers: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The simulator finds what the barriers are for."""
@@ -160,8 +175,10 @@ def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     for changes in ({}, {"q_len": 9}, {"page_size": 16}, {"page_size": 128}, {"dtype": FP16, "kv_dtype": FP16}):
         assert hopper.hopper_tiles(of_a_choice(**changes)) == hopper.TILES[64], changes
     assert hopper.hopper_tiles(of_a_choice(head_dim=128, kv_layout="NHD")) == hopper.TILES[128]
+    for changes in ({}, {"q_len": 3}, {"dtype": FP16}):
+        assert hopper.hopper_tiles(of_a_choice(**changes, kv_dtype=E4M3)) == hopper.E4M3_TILES[64], changes
     mask = torch.zeros(1, 16, 2, dtype=torch.uint16)
-    for changes in ({"q_len": 8}, {"mask": mask}, {"kv_dtype": torch.float8_e4m3fn}, {"head_dim": 32}):
+    for changes in ({"q_len": 8}, {"mask": mask}, {"q_len": 2, "kv_dtype": E4M3}, {"head_dim": 32}):
         assert hopper.hopper_tiles(of_a_choice(**changes)) is None, changes
     misplaced = of_a_choice()
     pool = torch.zeros(misplaced.k_cache.numel() + 1, dtype=BF16)[1:].view(misplaced.k_cache.shape)

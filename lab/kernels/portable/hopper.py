@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from lab.calls.problem import HALF_DTYPES, PagedAttention
+from lab.calls.problem import E4M3, HALF_DTYPES, PagedAttention
 from lab.gpus import capability_of
 from lab.kernels.portable.key_shares import Shares, num_multiprocessors
 from lab.kernels.portable.merge import with_merge
@@ -37,23 +37,43 @@ TILES = {
 }
 # By (kv_lora_rank, qk_rope_head_dim). Of 227 KiB, the queries take 72, each of two tiles 72, and the weights 8.
 MLA_TILES = {(512, 64): HopperTile(64, 64, stages=2, start_keys=256, consumer_registers=232, producer_registers=40)}
+# Over e4m3, by head_dim. Beside each stage in float16 is one as it is loaded, of half as many bytes. One block's rows have one
+# consumer, which waits for its own products: a multiprocessor runs two programs.
+E4M3_TILES = {
+    64: HopperTiles(
+        HopperTile(128, 64, stages=6, consumer_registers=208, producer_registers=88),
+        HopperTile(64, 64, stages=4, per_multiprocessor=2, producer_registers=88),
+    ),
+    128: HopperTiles(
+        HopperTile(128, 64, stages=3, consumer_registers=208, producer_registers=88),
+        HopperTile(64, 64, stages=2, per_multiprocessor=2, producer_registers=88),
+    ),
+}
 LEAST_ROWS = 65  # the plain kernel's tiles of 64 rows are bound by reading K/V
+LEAST_E4M3_ROWS = 17  # the plain kernel's tiles of 32 rows and more do not load the next keys while they convert these
 LEAST_MLA_ROWS = 17  # 32 rows are a quarter faster than in the plain kernel, 16 are slower
 LEAST_PAGE = 16  # tokens
+REGISTERS = 65536  # of a multiprocessor
 
 
 def hopper_tiles(problem: PagedAttention) -> HopperTiles | None:
     """Return the tiles of the Gluon kernel of MHA, or None if the plain kernel takes the problem, as with a draft mask."""
-    tiles = TILES.get(problem.head_dim)
+    is_e4m3 = problem.k_cache.dtype == E4M3
+    tiles = (E4M3_TILES if is_e4m3 else TILES).get(problem.head_dim)
     if tiles is None or problem.mask is not None or problem.v_head_dim != problem.head_dim:
         return None
-    return tiles if _fits(problem, (problem.k_cache, problem.v_cache), tiles, LEAST_ROWS) else None
+    if not is_e4m3 and problem.k_cache.dtype != problem.query.dtype:
+        return None
+    caches = (problem.k_cache, problem.v_cache)
+    return tiles if _fits(problem, caches, tiles, LEAST_E4M3_ROWS if is_e4m3 else LEAST_ROWS) else None
 
 
 def hopper_mla_tile(problem: PagedAttention) -> HopperTile | None:
     """Return the tile of the Gluon kernel of MLA, or None if the plain kernel takes the problem."""
     tile = MLA_TILES.get((problem.v_head_dim, problem.head_dim - problem.v_head_dim))
-    return tile if tile is not None and _fits(problem, (problem.k_cache,), (tile,), LEAST_MLA_ROWS) else None
+    if tile is None or problem.k_cache.dtype != problem.query.dtype:
+        return None
+    return tile if _fits(problem, (problem.k_cache,), (tile,), LEAST_MLA_ROWS) else None
 
 
 def _fits(
@@ -71,7 +91,7 @@ def _fits(
         return False
     if problem.query.dtype not in HALF_DTYPES or problem.query.stride(2) != 1:
         return False
-    described = all(cache.dtype == problem.query.dtype and _is_described(cache) for cache in caches)
+    described = all(cache.dtype == caches[0].dtype and _is_described(cache) for cache in caches)
     return described and all(_has_whole_boxes(problem.page_size, tile.keys) for tile in tiles)
 
 
@@ -104,9 +124,12 @@ def hopper_launches(
     q_blocks = triton.cdiv(problem.max_q_len * group, tile.rows)
     partials = new_partials(shares, q_blocks, tile.rows, problem)
     blocks = q_blocks * problem.num_kv_heads * problem.batch_size
+    programs = tile.per_multiprocessor * num_multiprocessors(problem.query.device)
+    threads = 2 * tile.rows + 128
+    is_second = least_q_len is not None and least_q_len > 1
     attention = TritonLaunch(
         hopper_attention_kernel,
-        (min(blocks, num_multiprocessors(problem.query.device)), 1) if shares is None else (q_blocks, shares.count),
+        (min(blocks, programs), 1) if shares is None else (q_blocks, shares.count),
         problem.query,
         _boxes(problem.k_cache, tile),
         _boxes(problem.v_cache, tile),
@@ -133,10 +156,11 @@ def hopper_launches(
         SHARED=shares is not None,
         TILE=tile,
         OVERLAPS=partials is not None or least_q_len is not None,
-        OVERLAPPED=least_q_len is not None,
+        OVERLAPPED=is_second,
         scratch=partials or (),
         num_warps=4,
-        launch_pdl=least_q_len is not None,
+        maxnreg=REGISTERS // (tile.per_multiprocessor * threads) // 8 * 8,
+        launch_pdl=is_second,
     )
     return with_merge(attention, partials, problem, q_blocks, results, least_q_len)
 
@@ -180,11 +204,14 @@ def hopper_mla_launches(
 
 
 def _boxes(cache: torch.Tensor, tile: HopperTile) -> Any:
-    """Return the descriptor of a pool's boxes, the units of copies: a tile's keys in one page, by BOX_DIMS elements."""
+    """Return the descriptor of a pool's boxes, the units of copies: a tile's keys in one page, by BOX_BYTES of each."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from lab.kernels.portable.hopper_pieces import BOX_DIMS
+    from lab.kernels.portable.hopper_pieces import BOX_BYTES
 
-    box = [1, 1, min(tile.keys, cache.shape[2]), BOX_DIMS.value]
-    return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), box, NVMMASharedLayout(128, 16, 4))
+    element_bytes = cache.element_size()
+    box_bytes = min(BOX_BYTES.value, cache.shape[3] * element_bytes)
+    box = [1, 1, min(tile.keys, cache.shape[2]), box_bytes // element_bytes]
+    layout = NVMMASharedLayout(box_bytes, 8 * element_bytes, 4)
+    return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), box, layout)

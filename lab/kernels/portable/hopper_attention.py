@@ -36,9 +36,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from lab.kernels.portable.hopper_pieces import (
+    BOX_BYTES,
     CONSUMER_ROWS,
     begin_walk,
     box_pages,
+    bytes_of,
     consumer_rows,
     copy_boxes,
     hide,
@@ -46,11 +48,13 @@ from lab.kernels.portable.hopper_pieces import (
     nth_tile,
     piece_at,
     positive_scale,
+    sums_by_thread,
     wait_for,
+    with_weights,
 )
 from lab.kernels.portable.partial_results import await_launch_before, slot_of, store_share, store_unit_shares
 from lab.kernels.portable.rows import row_bounds
-from lab.kernels.portable.softmax import rounded, softmax_step
+from lab.kernels.portable.softmax import fitted, fitting_power, rounded, row_scale, softmax_step
 
 
 class Rings(NamedTuple):
@@ -62,6 +66,29 @@ class Rings(NamedTuple):
     k_empty: Any
     v_full: Any
     v_empty: Any
+
+
+@gluon.jit
+def _rings(DTYPE: gl.constexpr, READERS: gl.constexpr, DIMS: gl.constexpr, TILE: gl.constexpr):
+    """Return empty rings of tiles in a dtype, which so many partitions read."""
+    BYTES: gl.constexpr = bytes_of(DTYPE)
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(BOX_BYTES, DIMS * BYTES), 8 * BYTES)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    STAGES: gl.constexpr = TILE.stages
+    rings = Rings(
+        gl.allocate_shared_memory(DTYPE, [STAGES, TILE.keys, DIMS], LAYOUT),
+        gl.allocate_shared_memory(DTYPE, [STAGES, TILE.keys, DIMS], LAYOUT),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+    )
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(rings.k_full.index(slot), 1)
+        mbarrier.init(rings.v_full.index(slot), 1)
+        mbarrier.init(rings.k_empty.index(slot), READERS)
+        mbarrier.init(rings.v_empty.index(slot), READERS)
+    return rings
 
 
 @gluon.jit
@@ -103,8 +130,60 @@ def _load_tile(descriptor, table, piece, begin, slot, barriers, parity, PAGE_SIZ
         table, begin, piece.kv_len, KEYS, PAGE_SIZE
     )  # read before the wait, which hides the time that it takes
     mbarrier.wait(empty, parity ^ 1)
-    mbarrier.expect(full, KEYS * slot.shape[1] * 2)
+    mbarrier.expect(full, KEYS * slot.shape[1] * bytes_of(slot.dtype))
     copy_boxes(descriptor, pages, piece, begin, slot, full, 0, PAGE_SIZE)
+
+
+@gluon.jit
+def _convert(
+    walk,
+    batch,
+    loaded,
+    rings,
+    WHICH: gl.constexpr,  # 0: keys; 1: values
+    SHARED: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    GROUP: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """Convert the keys or the values of every piece, which the producer has loaded, to the dtype of the products."""
+    converted = 0
+    while walk[0] < walk[1]:
+        piece, walk = piece_at(walk, batch, SHARED, CAUSAL, GROUP, TILE)
+        for _ in range(piece.keys.num_tiles):
+            slot = converted % TILE.stages
+            parity = converted // TILE.stages & 1
+            if WHICH == 0:
+                barriers = (loaded.k_full, loaded.k_empty, rings.k_full, rings.k_empty)
+                _convert_tile(loaded.k.index(slot), rings.k.index(slot), barriers, slot, parity)
+            else:
+                barriers = (loaded.v_full, loaded.v_empty, rings.v_full, rings.v_empty)
+                _convert_tile(loaded.v.index(slot), rings.v.index(slot), barriers, slot, parity)
+            converted += 1
+
+
+@gluon.jit
+def _convert_tile(loaded, converted, barriers, slot, parity):
+    """Wait for a loaded tile, and fill an empty slot with it in another dtype.
+
+    A warp loads half a tile before it writes the first element, so that it waits for shared memory twice, not for each part.
+    """
+    DIMS: gl.constexpr = loaded.shape[1]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIMS, DIMS // 8], [1, 1], [1, 0])
+    PART: gl.constexpr = 1024 // DIMS  # keys, of which each thread converts 32 elements
+    PARTS: gl.constexpr = loaded.shape[0] // PART // 2
+    loaded_full, loaded_empty, full, empty = barriers
+    mbarrier.wait(loaded_full.index(slot), parity)
+    mbarrier.wait(empty.index(slot), parity ^ 1)
+    for half in gl.static_range(2):
+        parts = ()
+        for part in gl.static_range(PARTS):
+            parts = parts + (loaded.slice((half * PARTS + part) * PART, PART).load(LAYOUT),)  # noqa: RUF005 - Triton has no stars
+        for part in gl.static_range(PARTS):
+            converted.slice((half * PARTS + part) * PART, PART).store(parts[part].to(converted.dtype))
+    fence_async_shared()  # products read it
+    mbarrier.arrive(full.index(slot))
+    mbarrier.arrive(loaded_empty.index(slot))
 
 
 @gluon.jit
@@ -128,7 +207,8 @@ def _consume(
     DTYPE: gl.constexpr = q_slot.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIMS, 16])
-    scale, is_negative = positive_scale(terms[1])
+    FITTED: gl.constexpr = queries[0].dtype.element_ty == gl.bfloat16 and gl.float16 == DTYPE
+    scale_of_all, is_negative = positive_scale(terms[1])
     window_left = batch[2]
     column = gl.arange(0, KEYS, gl.SliceLayout(0, SCORES))
     multiplied = 0  # tiles of all pieces
@@ -136,23 +216,31 @@ def _consume(
         place = walk[0]
         share_places = walk[4]
         piece, walk = piece_at(walk, batch, SHARED, CAUSAL, GROUP, TILE)
-        q_slot.store(load_query(queries, piece, is_negative, DIMS, WHICH, GROUP, TILE))
+        q = load_query(queries, piece, is_negative, DIMS, WHICH, GROUP, TILE)
+        if FITTED:
+            power = fitting_power(q, DTYPE)
+            q = fitted(q, power, DTYPE)
+            scale = gl.convert_layout(row_scale(scale_of_all, power), gl.SliceLayout(1, SCORES))
+        else:
+            scale = scale_of_all
+        q_slot.store(q)
         fence_async_shared()  # products read it
         keys = piece.keys
         num_masked = keys.num_tiles - keys.num_common
         token = (piece.q_block * TILE.rows + WHICH * CONSUMER_ROWS + consumer_rows(SCORES)) // GROUP
         bounds = row_bounds(keys.q_position + token, keys, window_left, CAUSAL)
         largest = gl.full([CONSUMER_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-        denominator = gl.full([CONSUMER_ROWS], 0.0, gl.float32, gl.SliceLayout(1, SCORES))
         sums = gl.full([CONSUMER_ROWS, DIMS], 0.0, gl.float32, SUMS)
         weights = gl.full([CONSUMER_ROWS, KEYS], 0.0, gl.float32, SCORES)
+        denominator = sums_by_thread(weights)
         if keys.num_tiles > 0:
             wait_for(rings.k_full, multiplied, TILE)
             scores = _launch_scores(q_slot, rings, multiplied, SCORES, TILE)
             scores = warpgroup_mma_wait(0, [scores])
             mbarrier.arrive(rings.k_empty.index(multiplied % TILE.stages))
             scores = hide(scores, nth_tile(keys, 0, TILE), column, piece, bounds, PAGE_SIZE)
-            weights, rescale, largest, denominator = softmax_step(scores, scale, largest, denominator, DTYPE)
+            weights, rescale, largest = softmax_step(scores, scale, largest, DTYPE)
+            denominator = with_weights(denominator, rescale, weights)
             multiplied += 1
             wait_for(rings.k_full, multiplied, TILE, keys.num_tiles > 1)
         for MASKED in gl.static_range(1, -1, -1):  # the loop twice: with a mask, and without one
@@ -163,7 +251,8 @@ def _consume(
                 mbarrier.arrive(rings.k_empty.index(multiplied % TILE.stages))
                 if MASKED:
                     scores = hide(scores, nth_tile(keys, number, TILE), column, piece, bounds, PAGE_SIZE)
-                weights, rescale, largest, denominator = softmax_step(scores, scale, largest, denominator, DTYPE)
+                weights, rescale, largest = softmax_step(scores, scale, largest, DTYPE)
+                denominator = with_weights(denominator, rescale, weights)
                 multiplied += 1
                 # The branch of this wait keeps ptxas from moving the softmax after the wait for P.V.
                 wait_for(rings.k_full, multiplied, TILE, number + 1 < keys.num_tiles)
@@ -176,7 +265,7 @@ def _consume(
             mbarrier.arrive(rings.v_empty.index((multiplied - 1) % TILE.stages))
         state = (
             gl.convert_layout(largest, gl.SliceLayout(1, SUMS)),
-            gl.convert_layout(denominator, gl.SliceLayout(1, SUMS)),
+            gl.convert_layout(gl.sum(denominator, 1), gl.SliceLayout(1, SUMS)),
             sums,
         )
         _store(state, piece, place, share_places, batch, terms, WHICH, SUMS, GROUP, TILE)
@@ -267,38 +356,52 @@ def hopper_attention_kernel(
     """Compute attention: shares of the batch's keys on a grid (q_blocks, shares), or blocks of rows on any grid."""
     if OVERLAPS:  # the merge may be launched meanwhile, which waits for the end of this
         gdc_launch_dependents()
-    DTYPE: gl.constexpr = k_tiles.dtype
-    STAGES: gl.constexpr = TILE.stages
-    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q_slot_0 = gl.allocate_shared_memory(DTYPE, [CONSUMER_ROWS, HEAD_DIM], SWIZZLED)
-    q_slot_1 = gl.allocate_shared_memory(DTYPE, [CONSUMER_ROWS, HEAD_DIM], SWIZZLED)
-    rings = Rings(
-        gl.allocate_shared_memory(DTYPE, [STAGES, TILE.keys, HEAD_DIM], SWIZZLED),
-        gl.allocate_shared_memory(DTYPE, [STAGES, TILE.keys, HEAD_DIM], SWIZZLED),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
-    )
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(rings.k_full.index(slot), 1)
-        mbarrier.init(rings.v_full.index(slot), 1)
-        mbarrier.init(rings.k_empty.index(slot), 2)
-        mbarrier.init(rings.v_empty.index(slot), 2)
+    STORED: gl.constexpr = k_tiles.dtype
+    CONVERTS: gl.constexpr = gl.float8e4nv == STORED
+    DTYPE: gl.constexpr = gl.float16 if CONVERTS else STORED
+    CONSUMERS: gl.constexpr = TILE.rows // CONSUMER_ROWS
+    q_slots = gl.allocate_shared_memory(DTYPE, [CONSUMERS, CONSUMER_ROWS, HEAD_DIM], gl.NVMMASharedLayout(128, 16))
+    q_slot_0 = q_slots.index(0)
+    q_slot_1 = q_slots.index(CONSUMERS - 1)
+    rings = _rings(DTYPE, CONSUMERS, HEAD_DIM, TILE)
+    loaded = _rings(STORED, 1, HEAD_DIM, TILE) if CONVERTS else rings
     batch = (seq_lens, (cu_seqlens_q, least_q_len, max_q_len), window_left, batch_size, num_kv_heads)
     walk = begin_walk(batch, num_shares, least_tiles, SHARED, GROUP, TILE)
     queries = (query, query_strides)
     pools = (k_tiles, v_tiles, block_tables, table_strides)
     terms = (sinks, scales, results, partials)
-    gl.warp_specialize(
-        [
-            (_consume, (queries, q_slot_0, terms, walk, batch, rings, 0, PAGE_SIZE, SHARED, CAUSAL, GROUP, TILE)),
-            (_consume, (queries, q_slot_1, terms, walk, batch, rings, 1, PAGE_SIZE, SHARED, CAUSAL, GROUP, TILE)),
-            (_produce, (pools, walk, batch, rings, PAGE_SIZE, SHARED, CAUSAL, GROUP, TILE)),
-        ],
-        [4, 1],
-        [TILE.consumer_registers, TILE.producer_registers],
-    )
+    if CONVERTS and CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (queries, q_slot_0, terms, walk, batch, rings, 0, PAGE_SIZE, SHARED, CAUSAL, GROUP, TILE)),
+                (_consume, (queries, q_slot_1, terms, walk, batch, rings, 1, PAGE_SIZE, SHARED, CAUSAL, GROUP, TILE)),
+                (_produce, (pools, walk, batch, loaded, PAGE_SIZE, SHARED, CAUSAL, GROUP, TILE)),
+                (_convert, (walk, batch, loaded, rings, 0, SHARED, CAUSAL, GROUP, TILE)),
+                (_convert, (walk, batch, loaded, rings, 1, SHARED, CAUSAL, GROUP, TILE)),
+            ],
+            [4, 1, 1, 1],
+            [TILE.consumer_registers, TILE.producer_registers, TILE.producer_registers, TILE.producer_registers],
+        )
+    elif CONVERTS:
+        gl.warp_specialize(
+            [
+                (_consume, (queries, q_slot_0, terms, walk, batch, rings, 0, PAGE_SIZE, SHARED, CAUSAL, GROUP, TILE)),
+                (_produce, (pools, walk, batch, loaded, PAGE_SIZE, SHARED, CAUSAL, GROUP, TILE)),
+                (_convert, (walk, batch, loaded, rings, 0, SHARED, CAUSAL, GROUP, TILE)),
+                (_convert, (walk, batch, loaded, rings, 1, SHARED, CAUSAL, GROUP, TILE)),
+            ],
+            [1, 1, 1],
+            [TILE.producer_registers, TILE.producer_registers, TILE.producer_registers],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (queries, q_slot_0, terms, walk, batch, rings, 0, PAGE_SIZE, SHARED, CAUSAL, GROUP, TILE)),
+                (_consume, (queries, q_slot_1, terms, walk, batch, rings, 1, PAGE_SIZE, SHARED, CAUSAL, GROUP, TILE)),
+                (_produce, (pools, walk, batch, rings, PAGE_SIZE, SHARED, CAUSAL, GROUP, TILE)),
+            ],
+            [4, 1],
+            [TILE.consumer_registers, TILE.producer_registers],
+        )
     if OVERLAPPED:
         await_launch_before()

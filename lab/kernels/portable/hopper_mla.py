@@ -51,7 +51,9 @@ from lab.kernels.portable.hopper_pieces import (
     nth_tile,
     piece_at,
     positive_scale,
+    sums_by_thread,
     wait_for,
+    with_weights,
 )
 from lab.kernels.portable.partial_results import slot_of, store_share, store_unit_shares
 from lab.kernels.portable.rows import row_bounds
@@ -147,13 +149,14 @@ def _consume_left(
         token = (piece.q_block * TILE.rows + consumer_rows(SCORES)) // HEADS
         bounds = row_bounds(keys.q_position + token, keys, -1, True)
         largest = gl.full([CONSUMER_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-        denominator = gl.full([CONSUMER_ROWS], 0.0, gl.float32, gl.SliceLayout(1, SCORES))
         sums = gl.full([CONSUMER_ROWS, HALF], 0.0, gl.float32, SUMS)
         weights = gl.full([CONSUMER_ROWS, TILE.keys], 0.0, DTYPE, SCORES)
+        denominator = sums_by_thread(gl.full([CONSUMER_ROWS, TILE.keys], 0.0, gl.float32, SCORES))
         if keys.num_tiles > 0:
             scores = warpgroup_mma_wait(0, [_launch_scores(q_slots, ring, multiplied, SCORES, TILE)])
             scores = hide(scores, nth_tile(keys, 0, TILE), column, piece, bounds, PAGE_SIZE)
-            weights, rescale, largest, denominator = softmax_step(scores, scale, largest, denominator, DTYPE)
+            weights, rescale, largest = softmax_step(scores, scale, largest, DTYPE)
+            denominator = with_weights(denominator, rescale, weights)
             weights = rounded(weights, DTYPE)
             _send_weights(message, sent, weights, rescale)
             multiplied += 1
@@ -167,7 +170,8 @@ def _consume_left(
                 scores = warpgroup_mma_wait(0, [scores])
                 if MASKED:
                     scores = hide(scores, nth_tile(keys, number, TILE), column, piece, bounds, PAGE_SIZE)
-                weights, rescale, largest, denominator = softmax_step(scores, scale, largest, denominator, DTYPE)
+                weights, rescale, largest = softmax_step(scores, scale, largest, DTYPE)
+                denominator = with_weights(denominator, rescale, weights)
                 sums = sums * gl.convert_layout(rescale, gl.SliceLayout(1, SUMS))[:, None]
                 weights = rounded(weights, DTYPE)
                 _send_weights(message, sent, weights, rescale)
@@ -176,6 +180,7 @@ def _consume_left(
         if keys.num_tiles > 0:
             sums = warpgroup_mma_wait(0, [_launch_sums(weights, sums, ring, multiplied - 1, SUMS, TILE)])
             mbarrier.arrive(ring.left_empty.index((multiplied - 1) % TILE.stages))
+        denominator = gl.convert_layout(gl.sum(denominator, 1), gl.SliceLayout(1, SCORES))
         mbarrier.wait(message.empty, sent & 1 ^ 1)
         message.factors.index(0).store(largest)
         message.factors.index(1).store(denominator)

@@ -22,10 +22,16 @@ from lab.kernels.portable.rows import block_at, keys_of_block, q_lens_of_kind, r
 from lab.kernels.portable.softmax import logit_scale
 
 CONSUMER_ROWS: gl.constexpr = gl.constexpr(64)  # rows of one product of SM90
-BOX_DIMS: gl.constexpr = gl.constexpr(64)  # elements of 2 bytes in the 128 bytes that the copy engine swizzles
+BOX_BYTES: gl.constexpr = gl.constexpr(128)  # of a key in a box: what the copy engine swizzles
 # The least scale. Any product times this is as good as 0, while a scale of 0 would make NaN of a hidden key's -inf.
 LEAST_SCALE: gl.constexpr = gl.constexpr(1e-30)
 NO_KEY: gl.constexpr = gl.constexpr(2**31 - 1)  # after every key
+
+
+@gluon.constexpr_function
+def bytes_of(dtype):
+    """Return the bytes of an element."""
+    return dtype.primitive_bitwidth // 8
 
 
 class Piece(NamedTuple):
@@ -190,7 +196,7 @@ def copy_boxes(
     FIRST_DIM: gl.constexpr,  # the pool's element that is the slot's first
     PAGE_SIZE: gl.constexpr,
 ):
-    """Fill a slot with the tile from `begin`, in boxes of one page's keys and BOX_DIMS elements.
+    """Fill a slot with the tile from `begin`, in boxes of one page's keys and BOX_BYTES of each.
 
     Nothing after the request's last key may be read. A box that would pass it begins as many keys earlier: at keys that
     `tile_keys` hides, or before the page, where the copy engine writes zeros. A box that no row's window reaches lies all
@@ -199,6 +205,7 @@ def copy_boxes(
     KEYS: gl.constexpr = slot.shape[0]
     BOX_KEYS: gl.constexpr = min(KEYS, PAGE_SIZE)
     BOXES: gl.constexpr = KEYS // BOX_KEYS
+    BOX_DIMS: gl.constexpr = min(slot.shape[1], BOX_BYTES // bytes_of(slot.dtype))
     COLUMNS: gl.constexpr = slot.shape[1] // BOX_DIMS
     # The slot's swizzled columns of BOX_DIMS elements lie one after the other, and so do the pages of a column.
     boxes = slot._reinterpret(slot.dtype, [COLUMNS * BOXES, 1, 1, BOX_KEYS, BOX_DIMS], descriptor.layout)
@@ -265,3 +272,26 @@ def hide(scores, begin, column, piece, bounds, PAGE_SIZE: gl.constexpr):
     first, end = bounds
     visible = (key[None, :] >= first[:, None]) & (key[None, :] < end[:, None])
     return gl.where(visible, scores, float("-inf"))
+
+
+@gluon.jit
+def sums_by_thread(weights):
+    """Return float32 [rows, 4], the sums of each row's weights in the four threads that hold them.
+
+    Of 8 neighbours in a row, each of the four has two (PTX ISA, accumulators of `wgmma`), so no thread waits for another. The
+    four are summed up after the last tile.
+    """
+    by_thread = gl.reshape(weights, [weights.shape[0], weights.shape[1] // 8, 4, 2])
+    return gl.sum(gl.sum(by_thread, 3), 1)
+
+
+@gluon.jit
+def in_rows_of(x, tile):
+    """Return x [rows] in the layout of the rows of a tile [rows, columns]."""
+    return gl.convert_layout(x, gl.SliceLayout(1, tile.type.layout))
+
+
+@gluon.jit
+def with_weights(denominator, rescale, weights):
+    """Return a softmax's denominator, [rows, 4] as of `sums_by_thread`, after one more tile."""
+    return denominator * in_rows_of(rescale, denominator)[:, None] + sums_by_thread(weights)

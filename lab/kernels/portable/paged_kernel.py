@@ -37,6 +37,7 @@ from lab.kernels.portable.softmax import (
     row_scale,
     softmax_step,
     whole_denominator,
+    with_weights,
 )
 from lab.kernels.portable.tiles import PoolStrides, described_tile, halves_of_pairs, page_ids, pool_offsets
 
@@ -185,7 +186,8 @@ def _attention_kernel(
                         key, key_exists, position, row_exists, keys, mask, mask_row, window_left, MASK_WORDS, CAUSAL
                     )
                     scores = tl.where(visible, scores, float("-inf"))
-                weights, rescale, largest, denominator = softmax_step(scores, 1.0, largest, denominator, DOT_DTYPE)
+                weights, rescale, largest = softmax_step(scores, 1.0, largest, DOT_DTYPE)
+                denominator = with_weights(denominator, rescale, weights)
                 weights = rounded(weights, DOT_DTYPE)
                 sums = dot(weights, v.to(DOT_DTYPE), sums * rescale[:, None])
                 if PAIRED:

@@ -25,11 +25,12 @@ def fitting_power(q, DOT_DTYPE: tl.constexpr):
     The range of bf16 exceeds that of float16 at both ends. Rows are scaled so that their largest element is in
     [2 ** 14, 2 ** 15). An element that float16 then rounds to 0 is at most 2 ** -39 of the largest.
     """
-    power = tl.zeros([1], tl.float32)
     if q.dtype == tl.bfloat16 and tl.float16 == DOT_DTYPE:
         largest = tl.max(tl.abs(q.to(tl.float32)), 1)
         # A row of zeros or infinities gets a power whose inverse is finite.
         power = tl.minimum(tl.floor(tl.log2(tl.maximum(largest, 1e-26))) - 14.0, 113.0)
+    else:
+        power = tl.zeros([1], tl.float32)
     return power
 
 
@@ -100,17 +101,16 @@ def dot(a, b, sums):
 
 
 @triton.jit
-def softmax_step(scores, scale, largest, denominator, DOT_DTYPE: tl.constexpr):
-    """Return one step of a running softmax in base 2: (weights for DOT_DTYPE, factor of earlier sums, largest, denominator).
+def softmax_step(scores, scale, largest, DOT_DTYPE: tl.constexpr):
+    """Return one step of a running softmax in base 2: (weights for DOT_DTYPE, factor of earlier sums, largest).
 
     The largest weight is 1, or 2 ** 14 in float16, where `largest` is 14 below the largest score. float16 has nothing below
     2 ** -24, and beside a key with nearly all the weight, a hundred thousand others may share the rest.
 
     Args:
         scores: float32 [rows, keys], in base 2 once multiplied by `scale`; -inf where a row does not see a key.
-        scale: 1, or a positive number: one instruction multiplies by it and subtracts the largest.
+        scale: 1, or a positive number, or one for each row: one instruction multiplies by it and subtracts the largest.
         largest: float32 [rows], -inf before the first key.
-        denominator: from `empty_denominator`, or from the step before.
     """
     tile_largest = tl.max(scores, 1) * scale
     if tl.float16 == DOT_DTYPE:
@@ -118,13 +118,19 @@ def softmax_step(scores, scale, largest, denominator, DOT_DTYPE: tl.constexpr):
     new_largest = tl.maximum(largest, tile_largest)
     # A row that has seen no key yet has no maximum to subtract.
     origin = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-    weights = tl.exp2(scores * scale - origin[:, None])
-    rescale = tl.exp2(largest - origin)
+    if hasattr(scale, "shape"):  # noqa: SIM102 - a float, which Triton would ask for its shape, too
+        if len(scale.shape) == 1:
+            scale = scale[:, None]
+    return tl.exp2(scores * scale - origin[:, None]), tl.exp2(largest - origin), new_largest
+
+
+@triton.jit
+def with_weights(denominator, rescale, weights):
+    """Return a softmax's denominator, from `empty_denominator` or the step before, after one more step."""
     if len(denominator.shape) == 2:
-        denominator = denominator * rescale[:, None] + weights
-    else:
-        denominator = denominator * rescale + tl.sum(weights, 1)
-    return weights, rescale, new_largest, denominator
+        return denominator * rescale[:, None] + weights
+    else:  # noqa: RET505 - Triton compiles one of the two
+        return denominator * rescale + tl.sum(weights, 1)
 
 
 @triton.jit
@@ -144,7 +150,8 @@ def whole_denominator(denominator):
 @triton.jit
 def accumulate(scores, values, largest, denominator, sums, DOT_DTYPE: tl.constexpr):
     """Add one tile of keys, its scores' weights times its values; return (largest, denominator, sums)."""
-    weights, rescale, largest, denominator = softmax_step(scores, 1.0, largest, denominator, DOT_DTYPE)
+    weights, rescale, largest = softmax_step(scores, 1.0, largest, DOT_DTYPE)
+    denominator = with_weights(denominator, rescale, weights)
     return largest, denominator, dot(rounded(weights, DOT_DTYPE), values, sums * rescale[:, None])
 
 

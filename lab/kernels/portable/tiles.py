@@ -40,12 +40,12 @@ class HopperTile(NamedTuple):
     """The shape of one program of the Gluon kernel; a named tuple, as `ProgramTile`.
 
     Attributes:
-        rows: packed query rows of both consumers.
+        rows: packed query rows of all consumers, which have 64 each.
         keys: of one tile.
         stages: slots of each ring, of K and of V.
         start_keys, per_multiprocessor: as `ProgramTile`'s.
-        consumer_registers: of each of the 256 threads of both consumers.
-        producer_registers: of each of the 128 other threads.
+        consumer_registers: of each of a consumer's 128 threads.
+        producer_registers: of each of the 128 other threads: the producer's, and those that convert tiles.
     """
 
     rows: int
