@@ -20,12 +20,13 @@ class DecodeCall:
     alone, log2(e) * sink, or -inf without one.
 
     What no row sees may hold anything, NaN too, and must not reach a result: the rest of a request's last page, pages of no
-    request, keys before every row's window, and cells of `block_tables` after a request's last page. NaN that one row sees
-    may reach other rows of its request, and no other request.
+    request, keys before every row's window, and cells of `block_tables` after a request's last page. So may query rows of a
+    request without keys. NaN that one row sees may reach other rows of its request, and no other request.
 
-    The last dimension of `query`, `kv_cache`, `kv_cache_sf` and `block_tables` is contiguous. Their other strides may be
-    anything, and those of V others than those of K. `lse` may have any strides that keep its elements apart. Other tensors
-    are contiguous.
+    The last dimension of `query`, `kv_cache`, `kv_cache_sf` and `block_tables` is contiguous. Their other strides, and those
+    of `lse`, may be anything that keeps their elements apart; V may have others than K. Other tensors are contiguous.
+    `query`, `kv_cache`, `kv_cache_sf`, `out` and `lse` begin at a multiple of 16 bytes, as vector loads and TMA need; other
+    tensors may begin at any element of a larger one.
 
     Attributes:
         query: [num_rows, num_qo_heads, head_dim], fp16, bf16 or e4m3 (the references: float32 and float64 too); rows

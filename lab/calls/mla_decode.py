@@ -21,7 +21,8 @@ class MLADecodeCall:
     Multi-head latent attention after absorption: every query head reads the same cache entries. A key is a whole entry,
     the latent vector and then the rotary part; its value is the latent vector, the entry's first `kv_lora_rank`
     elements. What rows see and what may hold anything are as in `DecodeCall`. The last dimension of `query`, `kv_cache` and
-    `block_tables` is contiguous. Their other strides may be anything. Other tensors are contiguous.
+    `block_tables` is contiguous. Their other strides may be anything that keeps their elements apart. Other tensors are
+    contiguous. They begin as in `DecodeCall`.
 
     Attributes:
         query: [batch_size, q_len_per_request, num_qo_heads, kv_lora_rank + qk_rope_head_dim], the latent part first; with

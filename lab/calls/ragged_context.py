@@ -53,8 +53,10 @@ class RaggedContextCall:
     prefix, which every row sees whole. Their results merge by the LSE. FlashInfer has kernels for the head_dims
     (192, 128) of DeepSeek, (128, 128) and (256, 256); the references take any.
 
-    A row that sees no key gives what it gives in `DecodeCall`. The last dimension of `query`, `key` and `value` is contiguous.
-    Their other strides may be anything. `lse` is as in `DecodeCall`. Other tensors are contiguous.
+    A row that sees no key gives what it gives in `DecodeCall`, and rows of a request without keys may hold anything. The last
+    dimension of `query`, `key` and `value` is contiguous. Their other strides, and those of `lse`, may be anything that keeps
+    their elements apart. Other tensors are contiguous. `out` and `lse` begin at a multiple of 16 bytes, other tensors at any
+    element of a larger one.
 
     Attributes:
         query: [num_rows, num_qo_heads, head_dim]; fp16, bf16 or e4m3 (the references: float32 and float64 too). Rows

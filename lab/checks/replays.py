@@ -33,6 +33,8 @@ class Form(NamedEnum):
     MASK = "a draft mask"
     OUT = "an output handed out"
     LSE = "the LSE"
+    PDL = "enable_pdl=True"
+    NO_BOUND = "no max_q_len"  # which reads the offsets on the host, and so is not captured
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -88,6 +90,8 @@ class ReplayedBatch:
             Form.MASK: ("mask", lambda: packed_mask(rules["shown"].cpu()).to(device)),
             Form.OUT: ("out", lambda: self.out_for(given["query"])),
             Form.LSE: ("return_lse", lambda: True),
+            Form.PDL: ("enable_pdl", lambda: True),
+            Form.NO_BOUND: ("max_q_len", lambda: None),
         }
         return given | {name: made() for form, (name, made) in in_forms.items() if form in self.forms}
 
@@ -224,7 +228,7 @@ def rewritten(batch: ReplayedBatch, other: ReplayedBatch, moved: ReplayedBatch) 
 
 
 class Replay:
-    """One call in tensors that stay: captured and replayed on a GPU, made again elsewhere.
+    """One call in tensors that stay: captured and replayed on a GPU, made again elsewhere and where it waits for the GPU.
 
     Args:
         trial: whose implementation is called.
@@ -240,7 +244,8 @@ class Replay:
         self.arguments = room.arguments()
         self._load(first)
         self._has_run = False
-        self._replay = self._captured() if trial.device.type == "cuda" else self._run
+        is_captured = trial.device.type == "cuda" and Form.NO_BOUND not in room.forms
+        self._replay = self._captured() if is_captured else self._run
 
     def hold(self, what: str, batch: ReplayedBatch) -> Result:
         """Load a batch, replay, and hold the rows of its requests to its truth; return them."""

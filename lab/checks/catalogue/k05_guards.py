@@ -15,6 +15,7 @@ from lab.checks.check import Check, covering, first_line, same
 from lab.checks.refusals import same_bits
 from lab.checks.trial import Trial, truth_of_call
 
+AROUND = 33  # elements before and after a part of a vector: it begins at no multiple of 16 bytes
 GUARD_BYTES = 4096
 GUARD_BYTE = 0xA5  # throughout: a number that no kernel computes
 
@@ -58,10 +59,11 @@ def _embedded(inputs: AttentionInputs) -> dict[str, Any]:
 
 
 def amid(vector: Tensor, value: float) -> Tensor:
-    """The vector as part of a larger one that holds `value` before and after it."""
-    whole = torch.full((len(vector) + 64,), value, dtype=vector.dtype, device=vector.device)
-    whole[32 : 32 + len(vector)] = vector
-    return whole[32 : 32 + len(vector)]
+    """The vector as part of a larger one that holds `value` before and after it, at no multiple of 16 bytes."""
+    whole = torch.full((len(vector) + 2 * AROUND,), value, dtype=vector.dtype, device=vector.device)
+    part = whole[AROUND : AROUND + len(vector)]
+    part.copy_(vector)
+    return part
 
 
 def guarded(tensor: Tensor, at_byte: int = 0) -> tuple[Tensor, Tensor]:

@@ -146,8 +146,9 @@ def _wanted(trial: Trial, waits: bool) -> Iterator[Form]:
         yield Form.MASK
     if case.seed % 2 and True in trial.space.sinks and (isinstance(case, RaggedCase) or case.is_mla):
         yield Form.SINKS
-    if case.seed // 2 % 2:
-        yield Form.OUT
+    yield Form.OUT if case.seed // 2 % 2 else Form.PDL
+    if isinstance(case, AttentionCase) and case.is_mla and waits and case.seed % 2 == 0:
+        yield Form.NO_BOUND
     if case.seed % 3 == 2 and isinstance(case, AttentionCase) and not (case.is_mla and waits):  # without a base's name
         yield Form.LSE
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from lab.checks.catalogue.k05_guards import amid, changed_bits, guarded, wrong_guards
 from lab.checks.domain import paged_axes
 from lab.checks.domain.combination import Combination
+from lab.checks.domain.paged_axes import WHOLE_ONE
 from lab.checks.refusals import same_bits
 from lab.checks.trial import Result, Trial
 from lab.references.truth import Truth
@@ -113,7 +114,9 @@ def set_scales(call: FormedCall) -> None:
     elif form != "number":
         _set_scale(call, "bmm1_scale", form, (-0.5 if "negative" in form else 0.75) * scale)
     form, scale = call.of["bmm2_scale"], call.arguments["bmm2_scale"]
-    if form != "usual":
+    if form == WHOLE_ONE:
+        call.arguments["bmm2_scale"] = call.rules["bmm2_scale"] = 1
+    elif form != "usual":
         # 0.9 is no sum of few powers of two: a scale that is rounded on its way shows.
         _set_scale(call, "bmm2_scale", form, (-0.5 if "negative" in form else 0.9) * scale)
 
@@ -127,7 +130,8 @@ def _set_scale(call: FormedCall, name: str, form: str, scale: float) -> None:
 
 
 def _tensor(value: float, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.full(shape, value, dtype=torch.float32, device=device)
+    """Return one element of a larger tensor, as each layer has its own: NaN before it and after it."""
+    return amid(torch.full((1,), value, dtype=torch.float32, device=device), math.nan).view(shape)
 
 
 def with_minus_infinity(sinks: Tensor) -> Tensor:
@@ -135,6 +139,11 @@ def with_minus_infinity(sinks: Tensor) -> Tensor:
     sinks = sinks.clone()
     sinks[::2] = -math.inf
     return sinks
+
+
+def as_part(sinks: Tensor) -> Tensor:
+    """Return sinks as a part of all layers', of which others are NaN."""
+    return amid(sinks, math.nan)
 
 
 def set_lengths(call: FormedCall, other: int) -> None:

@@ -46,7 +46,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "spare_capacity": (5, 0, -20),
     "row_gap": (0, 1, 24),
     "first_cell": (8, 0, 1),
-    "window_size": (0, 1, 9, 128, 4_096),
+    "window_size": (0, 1, 9, 128, 4_096, 2**31 - 1),
     "sink_size": (0, 1, 64),
     "entries": ("slots", "pages"),
     "translated": (False, True),

@@ -39,6 +39,8 @@ BEYOND: dict[str, tuple[Any, ...]] = {
 WINDOWS = (0, 1, 15, 20, 127, 1000, 5000, 2**31 - 1)
 SCALES = ("number", "tensor [1]", "tensor []", "tensor [1, 1]")
 NEGATIVE = ("negative", "negative tensor [1]")
+WHOLE_ONE = "1 as a whole number"
+SINKS = ("per head", "some minus infinity", "a part of others")
 AFTER = ("padding after", "padding of NaN")  # rows after the requests', which belong to none
 NOTHING = "none at all"
 WITHOUT = ("none first", "none last", "none twice", NOTHING)  # requests that have no rows, or no keys
@@ -118,7 +120,7 @@ def _sinks(interface: Interface, space: Space) -> Sequence[str]:
     if True not in space.sinks:
         return ("none",)
     forms = ("list", "tuple") if interface is Interface.MLA_DECODE else ()
-    return ("none", "per head", "some minus infinity", *forms)
+    return ("none", *SINKS, *forms)
 
 
 def _arguments(interface: Interface, space: Space) -> dict[str, Sequence[Any]]:
@@ -134,7 +136,7 @@ def _arguments(interface: Interface, space: Space) -> dict[str, Sequence[Any]]:
     )
     return {
         "bmm1_scale": (*SCALES, *NEGATIVE, *log2),
-        "bmm2_scale": ("usual", *(f"0.9 as a {each}" for each in SCALES), *NEGATIVE),
+        "bmm2_scale": ("usual", *(f"0.9 as a {each}" for each in SCALES), *NEGATIVE, WHOLE_ONE),
         "out": out,
         "lse": lse,
         "seq_lens": ("int32", "uint32", "amid others"),
@@ -154,7 +156,7 @@ def _tensors(interface: Interface, space: Space) -> dict[str, Sequence[Any]]:
         tables = (*tables, "separate", "separate with rows apart")
         cache = (*cache, "heads apart", "odd strides", "V otherwise", "one tensor", "K is V")
     return {
-        "query": ("contiguous", "rows apart", "heads apart", "at 16 bytes"),
+        "query": ("contiguous", "rows apart", "heads apart", "at 16 bytes", "heads first"),
         "block_tables": tables,
         "pages": ("once each", TWICE),
         "cache": cache,

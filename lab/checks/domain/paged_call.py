@@ -15,6 +15,7 @@ from lab.checks.catalogue.k10_metamorphic import as_one_tensor
 from lab.checks.domain.forms import (
     LEAST_ALIGNMENT_BYTES,
     FormedCall,
+    as_part,
     judge_call,
     set_lengths,
     set_lse,
@@ -23,8 +24,8 @@ from lab.checks.domain.forms import (
     with_minus_infinity,
 )
 from lab.checks.domain.paged_axes import BITS_AFTER, OWN_BIT_CLEAR, TWICE
-from lab.checks.domain.paged_shape import PADDING, attention_case
-from lab.checks.domain.views import apart, at_bytes, raw, with_odd_strides
+from lab.checks.domain.paged_shape import PADDING, attention_case, rows_without_keys
+from lab.checks.domain.views import apart, at_bytes, heads_first, raw, with_nan, with_odd_strides
 from lab.checks.draft_masks import draft_masks, strictly_causal, with_bits_after
 from lab.checks.spellings import packed_mask
 from lab.checks.stored import E4M3_K_SCALE
@@ -148,15 +149,19 @@ def _cache(call: PagedCall) -> None:
 
 
 def _query(call: PagedCall) -> None:
-    query, form = call.arguments["query"], call.of["query"]
+    form = call.of["query"]
+    query = with_nan(call.arguments["query"], rows_without_keys(call.case.q_lens, call.case.kv_lens))
     if call.of["offsets"] in PADDED_AFTER:
         padded = PADDED_AFTER[call.of["offsets"]]
         rows = torch.full((PADDING, *query.shape[1:]), padded, device=query.device).to(query.dtype)
         query = torch.cat((raw(query), raw(rows))).view(query.dtype)
-    if form != "contiguous":
-        aligned = form == "at 16 bytes"
-        query = at_bytes(query, LEAST_ALIGNMENT_BYTES) if aligned else apart(query, -3 if "rows" in form else -2, GAP)
-    call.arguments["query"] = query
+    laid: dict[str, Callable[[Tensor], Tensor]] = {
+        "rows apart": lambda query: apart(query, -3, GAP),
+        "heads apart": lambda query: apart(query, -2, GAP),
+        "at 16 bytes": lambda query: at_bytes(query, LEAST_ALIGNMENT_BYTES),
+        "heads first": heads_first,
+    }
+    call.arguments["query"] = laid[form](query) if form in laid else query
 
 
 def _tables(call: PagedCall) -> None:
@@ -209,7 +214,8 @@ def _sinks(call: PagedCall) -> None:
         return
     if form == "some minus infinity":
         sinks = call.rules["sinks"] = with_minus_infinity(sinks)
-    call.arguments["sinks"] = {"list": [sinks], "tuple": (sinks,)}.get(form, sinks)
+    forms = {"list": [sinks], "tuple": (sinks,), "a part of others": as_part(sinks)}
+    call.arguments["sinks"] = forms.get(form, sinks)
 
 
 def _visible(call: PagedCall) -> None:

@@ -109,6 +109,12 @@ def empty_requests(lengths: Any, count: int) -> tuple[int, ...]:
     return tuple(range(count)) if lengths == "none at all" else empty.get(lengths, ())
 
 
+def rows_without_keys(q_lens: Sequence[int], kv_lens: Sequence[int]) -> torch.Tensor:
+    """Return bool [num_rows]: whether the request of a row has no keys."""
+    without = torch.tensor([kv_len == 0 for kv_len in kv_lens], dtype=torch.bool)
+    return without.repeat_interleave(torch.tensor(q_lens, dtype=torch.int64))
+
+
 def fewer_than_rows(q_lens: Sequence[int]) -> list[int]:
     """Return one key or two fewer than rows for the requests in turn; of several rows, at least one."""
     return [max(rows - 1 - request % 2, rows // 2) for request, rows in enumerate(q_lens)]

@@ -15,6 +15,7 @@ from lab.checks.domain.forms import (
     DTYPES,
     LEAST_ALIGNMENT_BYTES,
     FormedCall,
+    as_part,
     judge_call,
     set_lengths,
     set_lse,
@@ -24,9 +25,15 @@ from lab.checks.domain.forms import (
 )
 from lab.checks.domain.paged_axes import FEWER, REQUESTS
 from lab.checks.domain.paged_call import GAP, PADDED
-from lab.checks.domain.paged_shape import empty_requests, fewer_than_rows, longest_request, rows_of_prompts
+from lab.checks.domain.paged_shape import (
+    empty_requests,
+    fewer_than_rows,
+    longest_request,
+    rows_of_prompts,
+    rows_without_keys,
+)
 from lab.checks.domain.ragged import BELOW_ZERO, OF_THE_NEXT, SHORT, head_dims_of
-from lab.checks.domain.views import apart, at_bytes, far_apart, raw
+from lab.checks.domain.views import apart, at_bytes, far_apart, heads_first, raw, with_nan
 from lab.checks.needles import draw_histories, needle_positions
 from lab.checks.ragged_inputs import PADDING, TILE, Parts, arguments_of
 from lab.checks.space import edge_lengths
@@ -160,7 +167,10 @@ def _padded(side: Tensor, padding: str, name: str) -> Tensor:
 
 def _stored(call: RaggedCall) -> None:
     """Lay query, keys and values out as the combination says."""
-    arguments, form = call.arguments, call.of["query"]
+    arguments, form, lens = call.arguments, call.of["query"], call.lens
+    keyless = rows_without_keys(lens.q_lens, lens.kv_lens)
+    padding = len(arguments["query"]) - len(keyless)
+    arguments["query"] = with_nan(arguments["query"], torch.nn.functional.pad(keyless, (0, padding)))
     if form != "contiguous":
         arguments["query"] = _laid(arguments["query"], form)
     form, key, value = call.of["kv"], arguments["key"], arguments["value"]
@@ -182,7 +192,7 @@ def _laid(tensor: Tensor, form: str) -> Tensor:
     if form == "far apart":
         return far_apart(tensor)
     if form == "heads first":
-        return tensor.transpose(0, 1).contiguous().transpose(0, 1)
+        return heads_first(tensor)
     return apart(tensor, -2 if form == "heads apart" else -3, GAP)
 
 
@@ -218,7 +228,8 @@ def _sinks(call: RaggedCall) -> None:
     sinks = torch.linspace(1.0, 4.0, call.query.shape[1], device=call.query.device)
     if call.of["sinks"] == "some minus infinity":
         sinks = with_minus_infinity(sinks)
-    call.arguments["attention_sinks"] = call.rules["sinks"] = sinks
+    call.rules["sinks"] = sinks
+    call.arguments["attention_sinks"] = as_part(sinks) if call.of["sinks"] == "a part of others" else sinks
 
 
 def _out(call: RaggedCall) -> None:

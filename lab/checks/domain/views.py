@@ -1,5 +1,6 @@
 """The same numbers as views of larger storage: with gaps, at other addresses, with strides that mean nothing."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -8,12 +9,20 @@ from torch import Tensor
 # Of each byte around the numbers: a large finite value of every float dtype, far outside any pool as an id.
 FILLING = 0x7B
 FAR = 2**31  # elements
+E4M3_NAN = 0x7F  # its bits
 ODD = 7  # elements: the stride of an axis of size 1
 
 
 def raw(tensor: Tensor) -> Tensor:
     """Return the tensor, as bytes if an element is one: a CPU can do little with e4m3."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+def with_nan(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Return a copy of [..., heads, elements] with NaN in those of its rows that are True in `rows`, bool [num_rows]."""
+    copied = raw(tensor).clone()
+    copied.view(-1, *copied.shape[-2:])[rows.to(copied.device)] = E4M3_NAN if copied.dtype == torch.uint8 else math.nan
+    return copied.view(tensor.dtype)
 
 
 def apart(tensor: Tensor, axis: int, gap: int) -> Tensor:
@@ -28,6 +37,12 @@ def apart(tensor: Tensor, axis: int, gap: int) -> Tensor:
 def at_bytes(tensor: Tensor, offset_bytes: int) -> Tensor:
     """Return the tensor, contiguous, so many bytes after the start of its storage."""
     return _as_view(tensor, tensor.contiguous().stride(), offset_bytes // tensor.element_size())
+
+
+def heads_first(tensor: Tensor) -> Tensor:
+    """Return [..., rows, heads, elements] with the rows of a head side by side, as a product for each head leaves them."""
+    heads = tensor.dim() - 2
+    return tensor.movedim(heads, 0).contiguous().movedim(0, heads)
 
 
 def far_apart(tensor: Tensor) -> Tensor:

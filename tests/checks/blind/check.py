@@ -673,6 +673,10 @@ def meta_case(number):
         mk = lambda: pool_of(32, False)  # noqa: E731
         return ([build(mk(), F.TARGET_VERIFY, (30, 63), rows=4), build(mk(), F.DECODE, (30, 63), seq_lens_cpu=True)],
                 [build(mk(), F.TARGET_VERIFY, (30, 63), rows=4, seq_lens_cpu=True)])
+    if number > 380:
+        return ninth_meta_case(number)
+    if number > 350:
+        return eighth_meta_case(number)
     if number > 300:
         return seventh_meta_case(number) if number > 320 else sixth_meta_case(number)
     if number > 200:
@@ -1914,6 +1918,328 @@ def seventh_meta_case(number):
     return cases[number]
 
 
+# ---- 351 to 380
+def slice_of(a, name, before=1):
+    """The tensor as a slice of a longer one, `before` elements further in."""
+    x = a[name]
+    longer = torch.cat((x[:1].expand(before).flip(0) * 0 + 3, x))
+    return a | {name: longer[before:]}
+
+
+def pdl(a, value=True):
+    return a | dict(enable_pdl=value)
+
+
+def odd_out(a, before, shape, dtype=bf):
+    """A case: an out that begins `before` elements after a multiple of 16 bytes, with other memory before it and after it."""
+    n = torch.Size(shape).numel()
+    buffer = torch.full((n + 64,), 7.0).to(dtype)
+    return untouched(a | dict(out=buffer[before : before + n].view(shape)), buffer[:before], buffer[before + n :])
+
+
+def one_head(a, heads):
+    """The first K/V head of each cache, expanded to so many."""
+    return a | dict(kv_cache=tuple(x[:, :1].expand(-1, heads, -1, -1) for x in a["kv_cache"]))
+
+
+def nan_queries(a, *rows, value=torch.nan):
+    """A case: query rows that no request with keys has hold NaN; results are those with zeros there."""
+
+    def case(function):
+        q = a["query"].clone()
+        q[list(rows)] = value
+        out = function(**a | dict(query=q))
+        q = q.clone()
+        q[list(rows)] = 0
+        return verdict(lambda **_: out, a | dict(query=q))
+
+    return case
+
+
+def columns_of(a, columns):
+    """The page table with so many columns."""
+    t = a["block_tables"]
+    return a | dict(block_tables=torch.cat((t, t.new_zeros(len(t), columns - t.shape[1])), 1))
+
+
+def absorbed(a):
+    """The query as the absorbing product leaves it: heads first in memory."""
+    return a | dict(query=a["query"].movedim(-2, 0).contiguous().movedim(0, -2))
+
+
+def rewritten_widths(a, widths):
+    """Two calls: the offsets are rewritten between them."""
+    return replay(a, rewrite("cum_seq_lens_q", I.cum(widths)))
+
+
+def branch_positions(a, step=1):
+    """Positions that differ from branch to branch of a request."""
+    topk = a["topk"]
+    return a | dict(positions=a["positions"] + step * (torch.arange(len(a["positions"])).to(a["positions"].dtype) % topk))
+
+
+m6, m5 = I.mask_of(g, 3, 6), I.mask_of(g, 3, 5)
+# decode
+NEAR[351] = [I.decode(ps=8, lens=(300, 200)), I.decode(ps=4, lens=(64, 50)), I.decode(ps=1, lens=(16, 9))]
+TRIGGER[351] = [I.decode(ps=4), I.decode(ps=1, lens=(200, 17), q_len=2, return_lse=True), I.decode(ps=2, lens=(300,), window_left=70)]
+NEAR[352] = [I.decode(lens=(128, 100)), I.decode(lens=(300, 200, 9)), I.decode(lens=(900, 20), window_left=100)]
+TRIGGER[352] = [I.decode(lens=(300,)), I.decode(lens=(20, 200), q_len=3, return_lse=True), I.decode(lens=(1000, 400), window_left=300, sinks=s4)]
+NEAR[353] = [I.decode(sinks=s4), slice_of(I.decode(sinks=s4), "sinks", 4), I.decode(heads=8, sinks=torch.cat((s4, I.sinks(g, 8)))[4:])]
+TRIGGER[353] = [slice_of(I.decode(sinks=s4), "sinks", 1), I.decode(heads=6, kv=2, sinks=I.sinks(g, 12)[6:], return_lse=True), I.decode(heads=2, kv=1, q_len=3, sinks=I.sinks(g, 8)[2:4])]
+t354 = lambda rows, lens, **more: own_table(I.decode(lens=lens, **more), rows)  # noqa: E731
+NEAR[354] = [t354([[1, 2, 3], [1, 2, 4]], (40, 44)), t354([[1, 2, 3], [1, 2, 3]], (40, 40)), t354([[1, 2, 3], [1, 2, 0]], (33, 32)), t354([[1, 2, 3], [1, 2, 3]], (35, 40))]
+TRIGGER[354] = [t354([[1, 2, 3], [1, 2, 0]], (40, 20)), t354([[1, 2, 3, 5], [4, 3, 0, 0], [1, 2, 0, 0]], (60, 20, 32), q_len=2, return_lse=True), t354([[1, 2, 3], [1, 2, 3]], (45, 35), window_left=20)]
+NEAR[355] = [pdl(I.decode()), twice(pdl(I.decode())), replay(pdl(I.decode(max_seq_len=140)), lambda a: a["query"].neg_()), replay(pdl(I.decode(max_seq_len=140), False), rewrite("seq_lens", T([75, 12, 131]).int()))]
+TRIGGER[355] = [replay(pdl(I.decode(max_seq_len=140)), rewrite("seq_lens", T([75, 12, 131]).int())), replay(pdl(I.decode(max_seq_len=140, q_len=3, return_lse=True)), rewrite("seq_lens", T([71, 6, 131]).int())), replay(pdl(I.decode(lens=(300, 200))), rewrite("seq_lens", T([20, 200]).int()))]
+NEAR[356] = [I.decode(lens=many(100), q_len=3), I.decode(lens=many(300, 9), q_len=4), I.decode(lens=many(20), q_len=7), I.decode(lens=many(300))]
+TRIGGER[356] = [I.decode(lens=many(40), q_len=7), I.decode(lens=many(250, 40), q_len=3, return_lse=True), I.decode(lens=many(130, 40), q_len=6, window_left=9)]
+n357 = lambda backend="trtllm-gen", **more: nvfp4(I.decode(**more), backend)  # noqa: E731
+NEAR[357] = [n357(), n357(window_left=20, backend="xqa"), n357(lens=(61, 5, 121), window_left=20), n357(lens=(10, 5), window_left=9)]
+TRIGGER[357] = [n357(window_left=20), n357(lens=(200, 150), q_len=3, window_left=33, return_lse=True), nhd(n357(window_left=7, ps=32, sinks=s4))]
+NEAR[358] = [I.decode(window_left=20), I.decode(window_left=20, lens=(20, 9), max_seq_len=40, return_lse=True), I.decode(return_lse=True)]
+TRIGGER[358] = [I.decode(window_left=20, return_lse=True), I.decode(q_len=3, window_left=20, lse=torch.zeros(9, 4), sinks=s4), I.decode(lens=(900,), window_left=300, return_lse=True)]
+NEAR[359] = [odd_out(I.decode(), 8, (3, 4, 64)), odd_out(I.decode(dtype=f16, return_lse=True), 16, (3, 4, 64), f16), I.decode(out=torch.zeros(3, 4, 64, dtype=bf))]
+TRIGGER[359] = [odd_out(I.decode(), 1, (3, 4, 64)), odd_out(I.decode(q_len=2, return_lse=True), 12, (6, 4, 64)), odd_out(I.decode(sinks=s4), 9, (3, 4, 64), f32)]
+# context
+v360 = lambda **more: I.context(kv_dtype=I.E4M3, lens=(200, 90, 130), widths=(60, 30, 33), **more)  # noqa: E731
+NEAR[360] = [I.context(dtype=I.E4M3, out_dtype=bf), I.context(d=128, lens=(200, 90), widths=(60, 30))]
+TRIGGER[360] = [off_by_half(v360(heads=8), slice(None), 0.995), v360(dtype=f16), off_by_half(v360(d=128, window_left=60, sinks=s4), slice(None), 0.995)]
+NEAR[361] = [I.context(bmm2_scale=2.0), I.context(bmm2_scale=T([1.0])), I.context(bmm1_scale=1)]
+TRIGGER[361] = [I.context(bmm2_scale=1), I.context(bmm2_scale=2, return_lse=True, window_left=20), I.context(bmm2_scale=1, kv_dtype=I.E4M3, causal=False)]
+NEAR[362] = [I.context(causal=False), I.context(lens=(5, 70), widths=(9, 4)), I.context(lens=(0, 9), widths=(3, 9), causal=False, return_lse=True, sinks=s4)]
+TRIGGER[362] = [I.context(causal=False, lens=(5, 70), widths=(9, 4)), I.context(causal=False, lens=(70, 64, 1), widths=(9, 65, 2), return_lse=True), I.context(causal=False, lens=(20,), widths=(100,), sinks=s4)]
+NEAR[363] = [I.context(kv=1), I.context(kv=4), one_head(I.context(), 1)]
+TRIGGER[363] = [one_head(I.context(), 2), one_head(I.context(window_left=20, return_lse=True), 4), one_head(I.context(heads=8, kv=8, causal=False), 8)]
+NEAR[364] = [I.context(lens=(5, 7, 3), widths=(5, 7, 3)), I.context(lens=(70, 40), widths=(9, 4)), I.context(lens=(20, 70, 130), widths=(20, 8, 8)), I.context(lens=(40, 90), widths=(4, 4), causal=False)]
+TRIGGER[364] = [I.context(lens=(70, 40), widths=(4, 4)), I.context(lens=(30, 9, 100, 130), widths=(30, 9, 1, 1), return_lse=True), I.context(lens=(70, 60, 9), widths=(1, 8, 3), window_left=20)]
+NEAR[365] = [I.context(lens=(0, 70), widths=(2, 9)), nan_queries(I.context(pad_rows=4), 58, 61), I.context(lens=(0, 70), widths=(2, 9), sinks=s4, return_lse=True)]
+TRIGGER[365] = [nan_queries(I.context(lens=(0, 70), widths=(2, 9)), 1), nan_queries(I.context(lens=(70, 0, 9), widths=(9, 3, 9), return_lse=True, sinks=s4), 9, 10), nan_queries(I.context(lens=(70, 0), widths=(9, 1), causal=False), 9, value=torch.inf)]
+NEAR[366] = [columns_of(I.context(ps=64), 4), columns_of(I.context(ps=32), 8), I.context(ps=64, lens=(130,), widths=(33,)), I.context(ps=16)]
+TRIGGER[366] = [I.context(ps=64), columns_of(I.context(ps=32, lens=(70, 130, 100), widths=(20, 33, 9), return_lse=True), 9), I.context(ps=128, lens=(300, 290), widths=(20, 9), window_left=150)]
+# mla
+NEAR[367] = [I.mla(lens=(256, 100)), I.mla(lens=(256, 0), q_len=2, return_lse=True)]
+TRIGGER[367] = [I.mla(lens=(300, 20)), I.mla(lens=(2000,), q_len=2, return_lse=True), I.mla(lens=(258, 900), widths=(3, 1), sinks=I.sinks(g, 16))]
+q368 = lambda a: a | dict(query=torch.cat((a["query"], a["query"] * 0 + 1), -2)[..., : a["query"].shape[-2], :])  # noqa: E731
+NEAR[368] = [q368(I.mla(q_len=3)), q368(I.mla(widths=(3, 1, 5))), absorbed(I.mla(heads=1))]
+TRIGGER[368] = [absorbed(I.mla()), absorbed(I.mla(q_len=3, return_lse=True)), absorbed(I.mla(widths=(3, 1, 5)))]
+NEAR[369] = [rewritten_widths(I.mla(widths=(3, 1, 5)), (5, 1, 3)), rewritten_widths(I.mla(widths=(3, 3, 3), max_q_len=5), (3, 1, 5)), rewritten_widths(I.mla(widths=(1, 1, 5)), (3, 2, 2))]
+TRIGGER[369] = [rewritten_widths(I.mla(widths=(3, 3, 3)) | dict(max_q_len=None), (3, 1, 5)), rewritten_widths(I.mla(widths=(1, 1, 1), pad_rows=4, return_lse=True, return_lse_base="basee") | dict(max_q_len=None), (2, 1, 4)),
+                rewritten_widths(I.mla(widths=(2, 2, 2), sinks=I.sinks(g, 16)) | dict(max_q_len=None), (0, 3, 3))]
+NEAR[370] = [I.mla(bmm2_scale=1.0078125), I.mla(bmm2_scale=T([0.5])), I.mla(bmm2_scale=-2.0)]
+TRIGGER[370] = [I.mla(bmm2_scale=1.0039, rank=128, heads=32, lens=(70, 200, 130)), I.mla(bmm2_scale=T([0.0311]), dtype=f16, out=torch.zeros(3, 1, 16, 64, dtype=f16)), I.mla(bmm2_scale=2.00779, q_len=4, rank=256, rope=64, return_lse=True)]
+# ragged
+NEAR[371] = [I.ragged(lse=torch.zeros(58, 4), return_lse=False), I.ragged(d=192, dv=128)]
+TRIGGER[371] = [off_by_half(I.ragged(widths=(90, 60), d=192, dv=128, return_lse=False) | dict(return_lse=False), slice(None), 1.005), off_by_half(I.ragged(widths=(90, 60), lens=(50, 70), causal=False, dv=128) | dict(return_lse=False), slice(None), 1.005),
+                I.ragged(dtype=f16, attention_sinks=s4) | dict(return_lse=False)]
+r372 = lambda causal, w=9, **more: I.ragged(widths=(w, 4), lens=(30, w + 11), causal=causal, **more)  # noqa: E731
+NEAR[372] = [one_after_another(r372(True, 10), r372(False, 11)), one_after_another(r372(True, 12), r372(True, 12, seed=3)), one_after_another(r372(False, 13), r372(True, 13, dv=48))]
+TRIGGER[372] = [one_after_another(r372(True, 14), r372(False, 14)), one_after_another(r372(False, 15), r372(True, 15)), one_after_another(r372(True, 16, attention_sinks=s4), r372(True, 16, attention_sinks=s4, seed=2), r372(False, 16, attention_sinks=s4))]
+h4 = headless(g, 4, 1)
+NEAR[373] = [I.ragged(attention_sinks=h4), I.ragged(widths=(9, 4), lens=(3, 0), attention_sinks=s4), I.ragged(widths=(9, 4), lens=(3, 0))]
+TRIGGER[373] = [I.ragged(widths=(9, 4), lens=(30, 0), attention_sinks=h4), I.ragged(widths=(9, 4), lens=(3, 10), attention_sinks=h4), I.ragged(widths=(9, 4), lens=(0, 10), causal=False, attention_sinks=torch.full((4,), -torch.inf)) | dict(return_lse=False)]
+NEAR[374] = [I.ragged(widths=(13, 128)), I.ragged(widths=(16, 129, 40)), I.ragged(widths=(300, 7)), I.ragged(widths=(9, 4), lens=(200, 100), causal=False)]
+TRIGGER[374] = [I.ragged(widths=(13, 129)), I.ragged(widths=(9, 4, 3), lens=(17, 200, 300), causal=False), I.ragged(widths=(9, 20), lens=(131, 150), window_left=40, attention_sinks=s4)]
+# lists
+NEAR[375] = ALL_WINDOWS + [windows(other_positions(lists(), 2)), windows(branch_positions(lists(topk=1)))]
+TRIGGER[375] = [windows(branch_positions(lists())), windows(branch_positions(lists(lens=(9, 30), topk=4, dtype=torch.int64), -2), window=20), windows(branch_positions(paged(), 4), entries=True, virtual=[])]
+NEAR[376] = ALL_WINDOWS + [windows(lists(topk=4)), windows(paged(topk=3), entries=True)]
+TRIGGER[376] = [windows(lists(topk=5)), windows(lists(lens=(30, 9), topk=8, page_size=16, dtype=torch.int64), window=8), windows(paged(topk=6), entries=True, virtual=[])]
+
+
+def eighth_meta_case(number):
+    """Return (near, trigger) of metadata, as `meta_case`."""
+    mla = lambda page_size=32, **more: pool_of(page_size, False, **more)  # noqa: E731
+
+    def of_int32(case):
+        pool, batch = case
+        return pool, replace(batch, seq_lens=batch.seq_lens.int())
+
+    def accepted(case, *rows):
+        pool, batch = case
+        return pool, replace(batch, spec_info=replace(batch.spec_info or SpecInfo(), num_accept_tokens=T(rows)))
+
+    def longer(case, *lens):
+        pool, batch = case
+        return pool, replace(batch, seq_lens=T(lens))
+
+    cases = {
+        377: ([of_int32(build(pool_of(), F.DECODE, (30, 20))), of_int32(build(pool_of(), F.EXTEND, (30, 20), rows=[10, 20])), of_int32(build(pool_of(), F.DRAFT_EXTEND, (30, 20), rows=[1, 4])), build(pool_of(), F.TARGET_VERIFY, (30, 20), rows=4)],
+              [of_int32(build(pool_of(), F.TARGET_VERIFY, (30, 20), rows=4)), of_int32(build(pool_of(swa=False), F.DECODE, (30, 20), step=1)), of_int32(ragged_verify(pool_of(), (30, 20), [1, 4]))]),
+        378: ([accepted(build(pool_of(), F.DRAFT_EXTEND, (30, 20), rows=[1, 4]), 1, 4), build(pool_of(), F.DRAFT_EXTEND, (30, 20), rows=[1, 4]), accepted(build(pool_of(), F.DRAFT_EXTEND, (30, 20), rows=[1, 4]), 1, 4, 9, 9)],
+              [accepted(build(pool_of(), F.DRAFT_EXTEND, (30, 20), rows=[1, 4]), 4, 4), accepted(build(pool_of(swa=False), F.DRAFT_EXTEND, (30, 20, 9), rows=[3, 3, 3]), 2, 1, 3, 0)]),
+        379: ([build(mla(), F.EXTEND, (30, 63), rows=[3, 7]), build(mla(), F.EXTEND, (30, 63), rows=[30, 63], seq_lens_cpu=True), build(mla(), F.EXTEND, (30, 63), rows=[3, 63], seq_lens_cpu=True), build(mla(), F.DECODE, (30, 63), seq_lens_cpu=True)],
+              [build(mla(), F.EXTEND, (30, 63), rows=[3, 7], seq_lens_cpu=True), build(mla(64), F.MIXED, (30, 99), rows=[30, 1], seq_lens_cpu=True)]),
+        380: ([build(mla(context=64), F.TARGET_VERIFY, (30, 60), rows=4), longer(build(mla(context=90), F.DECODE, (30, 63)), 30, 96), build(mla(), F.DRAFT_EXTEND, (30, 63), rows=[1, 4])],
+              [longer(build(mla(context=64), F.TARGET_VERIFY, (30, 50), rows=4), 30, 62), longer(build(mla(64, context=100), F.DECODE, (30, 63)), 30, 150), longer(build(mla(context=64), F.DRAFT_EXTEND, (30, 64), rows=[4, 1]), 30, 64)]),
+    }
+    return cases[number]
+
+
+# ---- 381 to 410
+def like_chain_but(a, request, seed):
+    """The mask in which all requests have the same tree, but this one, if it is not None."""
+    words = a["mask"].view(torch.int16).clone()
+    words[:] = words[:1].clone()
+    if request is not None:
+        words[request] = I.mask_of(I.gen(seed), 1, words.shape[1]).view(torch.int16)[0]
+    return a | dict(mask=words.view(torch.uint16))
+
+
+def next_request(a, r, length):
+    """A case of two calls: the second one has another request in row r of the table, with other pages."""
+
+    def change(b):
+        ids = b["block_tables"]
+        b["seq_lens"][r] = length
+        ids[r] = ids[r].flip(-1) if ids.shape[-1] > 1 else ids[r]
+
+    return replay(a, change)
+
+
+def longer(a, *more):
+    """A case of two calls: the second one's requests have so many more tokens, on the pages that the table has for them."""
+    return replay(a, lambda b: b["seq_lens"].add_(T(more, dtype=torch.int32)))
+
+
+def wider_sep(a):
+    """Separate tables as a slice of wider ones."""
+    t = a["block_tables"]
+    return a | dict(block_tables=torch.cat((t, t.flip(2).flip(0)), 2)[..., : t.shape[2]])
+
+
+def shifted_sinks(a, heads, skipped, name="sinks"):
+    """Sinks as a layer's part of one tensor of all layers, which begins so many heads in."""
+    return a | {name: (torch.randn(skipped + heads, generator=I.gen(5)) * 2 + 2)[skipped:]}
+
+
+def scales_of_layers(a, first, second, after):
+    """Scales as tensors, of which the first has another number after it in memory."""
+    return a | dict(bmm1_scale=T([first, after])[:1], bmm2_scale=T([second]))
+
+
+def room_for_rows(a, rows):
+    """The query as a part of a buffer with room for so many rows of each request."""
+    q = a["query"]
+    wide = I.rnd(I.gen(6), q.shape[0], rows, *q.shape[2:]).to(q.dtype)
+    wide[:, : q.shape[1]] = q
+    return a | dict(query=wide[:, : q.shape[1]])
+
+
+def lse_in(a, rows, heads, columns, more_rows=2):
+    """A case: the LSE goes to a part of a larger buffer, the rest of which stays as it is."""
+    buffer = torch.full((rows + more_rows, columns), 7.0)
+    rest = buffer[rows:], buffer[:rows, heads:]
+    return untouched(a | dict(lse=buffer[:rows, :heads]), *rest)
+
+
+def faint_after(a, columns):
+    """The entries of the first request's pages after so many are next to nothing, so that its largest logits are before them."""
+    a["kv_cache"][a["block_tables"][0, columns:].long()] *= 0.01
+    return a
+
+
+def unused_tokens(a, more, factor=1.0):
+    """key and value with tokens of nobody after the last offset."""
+    return a | {name: torch.cat((a[name], (I.rnd(I.gen(8), more, *a[name].shape[1:]) * factor).to(a[name].dtype))) for name in ("key", "value")}
+
+
+m20 = I.mask_of(g, 3, 20)
+# decode
+q381 = dict(q_len=20, lens=(70, 35, 130))
+NEAR[381] = [I.decode(q_len=16, mask=I.mask_of(g, 3, 16), lens=(70, 35, 130)), like_chain_but(I.decode(**q381, mask=m20), None, 1), I.decode(q_len=40, mask=I.mask_of(g, 1, 40), lens=(60,))]
+TRIGGER[381] = [I.decode(**q381, mask=m20), like_chain_but(I.decode(**q381, mask=m20, return_lse=True), 2, 1), I.decode(q_len=17, lens=(300, 20), mask=I.mask_of(g, 2, 17), sinks=s4, window_left=100)]
+NEAR[382] = [I.decode(widths=(4, 4, 4)), I.decode(widths=(0, 5, 0), lens=(9, 70, 0)), I.decode(q_len=5)]
+TRIGGER[382] = [I.decode(widths=(3, 1, 5)), I.decode(widths=(2, 2, 2)) | dict(max_q_len=4), I.decode(widths=(1, 6, 2), sinks=s4, return_lse=True, window_left=20)]
+NEAR[383] = [I.decode(lens=(512, 300)), I.decode(lens=(900,), window_left=400), I.decode(lens=(2048,), ps=64)]
+TRIGGER[383] = [I.decode(lens=(520, 40)), I.decode(lens=(3000, 1100), ps=32, q_len=2, return_lse=True), I.decode(lens=(900,), window_left=700, ps=4, sinks=s4)]
+NEAR[384] = [I.decode(lens=many(90, 40), q_len=7), I.decode(lens=many(200, 30), q_len=4, heads=2, kv=1), I.decode(lens=many(200, 30), q_len=5, heads=2, kv=1)]
+TRIGGER[384] = [I.decode(lens=many(120, 60), q_len=7), I.decode(lens=many(240, 30), q_len=5, heads=2, kv=1, return_lse=True), I.decode(lens=[60] * 70, q_len=11, window_left=30)]
+NEAR[385] = [longer(I.decode(lens=(70, 5, 130), max_seq_len=144), 9, 1, 14), longer(sep_tables(I.decode(lens=(125, 120), max_seq_len=128)), 3, 3), replay(I.decode(), lambda a: a["query"].neg_())]
+TRIGGER[385] = [next_request(I.decode(lens=(70, 5, 130), max_seq_len=144), 2, 140), next_request(I.decode(lens=(70, 100), q_len=2, return_lse=True), 1, 30), next_request(sep_tables(I.decode(lens=(120, 125), max_seq_len=128)), 0, 127)]
+d386 = dict(ps=64, d=128, heads=8, q_len=4, lens=(70, 35, 130))
+upper = lambda n: (slice(None), slice(None), slice(n // 2, None))  # noqa: E731
+NEAR[386] = [I.decode(**d386 | dict(ps=32)), I.decode(ps=16, d=128, window_left=20)]
+TRIGGER[386] = [off_by_half(I.decode(**d386), upper(128), 0.995), off_by_half(I.decode(**d386 | dict(ps=128, d=256, kv=4, lens=(300, 35, 200))), upper(256), 0.995), off_by_half(I.decode(**d386 | dict(d=64, q_len=9)), upper(64), 0.995)]
+NEAR[387] = [sep_tables(I.decode()), sep_tables(I.decode(q_len=3, window_left=20)), wider_table(I.decode())]
+TRIGGER[387] = [wider_sep(sep_tables(I.decode())), wider_sep(sep_tables(I.decode(q_len=2, return_lse=True))), wider_sep(sep_tables(I.decode(lens=(40, 90), window_left=30, sinks=s4)))]
+NEAR[388] = [I.decode(bmm2_scale=1e4), I.decode(bmm2_scale=1e-3), I.decode(bmm2_scale=100.0, dtype=f16)]
+TRIGGER[388] = [I.decode(bmm2_scale=1e6), I.decode(bmm2_scale=T([1e-7]), q_len=3), I.decode(kv_dtype=I.E4M3, bmm2_scale=3e5, sinks=s4, return_lse=True)]
+NEAR[389] = [nvfp4(I.decode(), "trtllm-gen"), nvfp4(I.decode(ps=2), "xqa"), I.decode(backend="xqa")]
+TRIGGER[389] = [nvfp4(I.decode(), "xqa"), nvfp4(I.decode(ps=64, d=128, q_len=2, return_lse=True), "xqa"), nhd(nvfp4(I.decode(lens=(200, 90), window_left=40), "xqa"))]
+# context
+NEAR[390] = [I.context(lens=(200, 90), widths=(64, 60)), I.context(lens=(200, 90), widths=(150, 70), causal=False), I.context(lens=(64,), widths=(64,), window_left=20)]
+TRIGGER[390] = [I.context(lens=(200, 90), widths=(70, 9)), I.context(lens=(300,), widths=(300,), return_lse=True), I.context(lens=(9, 250), widths=(9, 210), window_left=50, sinks=s4)]
+NEAR[391] = [I.context(lens=(256, 200), widths=(9, 20), d=128), I.context(lens=(700,), widths=(20,)), I.context(lens=(700,), widths=(20,), d=128, window_left=200)]
+TRIGGER[391] = [I.context(lens=(400, 90), widths=(20, 30), d=128), I.context(lens=(1500,), widths=(9,), d=256, causal=False, return_lse=True), I.context(lens=(900,), widths=(40,), d=96, window_left=400, sinks=s4)]
+NEAR[392] = [I.context(ps=8), I.context(ps=4, d=32), I.context(ps=4, lens=(4, 3), widths=(2, 3))]
+TRIGGER[392] = [I.context(ps=4), I.context(ps=1, d=128, causal=False, return_lse=True), I.context(ps=2, kv_dtype=I.E4M3, d=128, window_left=20, sinks=s4)]
+NEAR[393] = [I.context(widths=(20, 5, 33), seed=3), I.context(widths=(20, 5, 34)), I.context(widths=(33, 5, 21))]
+TRIGGER[393] = [one_after_another(I.context(lens=(70, 50, 130), widths=(20, 5, 33)), I.context(lens=(70, 50, 130), widths=(5, 20, 33))),
+                one_after_another(I.context(lens=(90, 60), widths=(40, 9), window_left=20), I.context(lens=(90, 60), widths=(9, 40), window_left=20, return_lse=True)),
+                one_after_another(I.context(lens=(90, 60, 70), widths=(2, 2, 6), causal=False), I.context(lens=(90, 60, 70), widths=(6, 0, 4), causal=False))]
+NEAR[394] = [shifted_sinks(I.context(), 4, 4), shifted_sinks(I.context(heads=6), 6, 0), shifted_sinks(I.context(heads=6, window_left=20), 6, 12)]
+TRIGGER[394] = [shifted_sinks(I.context(heads=6), 6, 6), shifted_sinks(I.context(heads=5, kv=5, return_lse=True), 5, 15), shifted_sinks(I.context(heads=10, causal=False), 10, 10)]
+NEAR[395] = [I.context(bmm1_scale=T([0.2]), bmm2_scale=T([0.5])), scales_of_layers(I.context(), 0.1, 0.5, 0.5), scales_of_layers(I.context(), 0.1, 0.5, 2.0) | dict(bmm2_scale=0.5)]
+TRIGGER[395] = [scales_of_layers(I.context(), 0.125, 0.5, 0.25), scales_of_layers(I.context(kv_dtype=I.E4M3, causal=False), 0.1, 1.0, 0.1), scales_of_layers(I.context(return_lse=True, sinks=s4), 0.1, 0.7, -1.0)]
+of396 = lambda n: (slice(None), slice(n, None))  # noqa: E731
+c396 = dict(lens=(70, 60, 130), widths=(40, 30, 33), d=128)
+NEAR[396] = [I.context(heads=8, kv=4, **c396), I.context(heads=16, kv=2, **c396)]
+TRIGGER[396] = [off_by_half(I.context(heads=32, kv=8, **c396), of396(16), 1.005), off_by_half(I.context(heads=8, kv=8, **c396, causal=False), of396(4), 1.005), off_by_half(I.context(heads=12, kv=6, **c396, window_left=40), of396(8), 1.005)]
+# mla
+NEAR[397] = [I.mla(lens=(256, 200)), I.mla(lens=(250,), q_len=3, return_lse=True), faint_after(I.mla(lens=(700,)), 8)]
+TRIGGER[397] = [I.mla(lens=(700, 60)), I.mla(lens=(1500, 300), q_len=3, return_lse=True), I.mla(rank=512, rope=64, lens=(2000,), sinks=I.sinks(g, 16))]
+m398 = dict(lens=(70, 60), q_len=2, rank=512, rope=64)
+NEAR[398] = [I.mla(heads=64, **m398), I.mla(heads=32, q_len=3)]
+TRIGGER[398] = [off_by_half(I.mla(heads=128, **m398), of396(64), 0.995), off_by_half(I.mla(heads=96, **m398 | dict(q_len=4)), of396(64), 0.995), off_by_half(I.mla(heads=128, lens=(70, 60), q_len=4, rank=256, rope=64), of396(64), 0.995)]
+NEAR[399] = [room_for_rows(I.mla(q_len=3), 3), room_for_rows(I.mla(lens=(70,), q_len=2), 4), I.mla(widths=(3, 1, 5))]
+TRIGGER[399] = [room_for_rows(I.mla(), 4), room_for_rows(I.mla(q_len=3, return_lse=True), 4), room_for_rows(I.mla(q_len=2, sinks=I.sinks(g, 16), kv_dtype=I.E4M3), 8)]
+NEAR[400] = [I.mla(lens=(64, 128, 20)), I.mla(lens=(70, 90, 159), q_len=2), I.mla(lens=(60, 126), ps=64, widths=(2, 5)) | dict(seq_lens=T([60, 128]).int(), max_seq_len=128)]
+TRIGGER[400] = [I.mla(lens=(40, 20)), I.mla(lens=(200, 100), ps=64, q_len=3, return_lse=True), I.mla(lens=(20, 50), ps=16, widths=(2, 5), sinks=I.sinks(g, 16))]
+# ragged
+r401 = dict(d=192, dv=128)
+NEAR[401] = [I.ragged(widths=(128, 100), **r401), I.ragged(widths=(60, 30), lens=(300, 200), window_left=127), I.ragged(widths=(9, 4), lens=(128, 100), causal=False)]
+TRIGGER[401] = [off_by_half(I.ragged(widths=(300, 100), **r401), slice(128, 300), 1.005), off_by_half(I.ragged(widths=(100, 150), lens=(90, 400), causal=False, **r401), slice(100, 250), 1.005), off_by_half(I.ragged(widths=(80, 200), lens=(300, 128 + 200), d=128, dv=128, attention_sinks=s4), slice(None), 1.005)]
+NEAR[402] = [lse_in(I.ragged(), 58, 4, 6), lse_in(I.ragged(heads=8, kv=2), 58, 8, 8), untouched(I.ragged(heads=6, lse=torch.zeros(58, 6))), transposed_lse(I.ragged(heads=3), 58, 3)]
+TRIGGER[402] = [lse_in(I.ragged(heads=6), 58, 6, 6), lse_in(I.ragged(heads=5, causal=False, return_lse=False), 58, 5, 9, 0), lse_in(I.ragged(heads=3, widths=(4, 9), lens=(50, 30)), 13, 3, 3)]
+NEAR[403] = [I.ragged(widths=(64, 100)), I.ragged(widths=(9, 4, 7), lens=(128, 64, 200)), I.ragged(widths=(20, 5), lens=(90, 60), causal=False)]
+TRIGGER[403] = [I.ragged(widths=(20, 90)), I.ragged(widths=(9, 4), lens=(50, 100), causal=False, return_lse=False), I.ragged(widths=(100, 130, 9), attention_sinks=s4)]
+NEAR[404] = [unused_tokens(I.ragged(), 0), I.ragged(widths=(9, 4), lens=(50, 0)), mirrors(I.ragged(widths=(9, 4), lens=(50, 30)), torch.int64)]
+TRIGGER[404] = [unused_tokens(I.ragged(), 20), unused_tokens(I.ragged(widths=(4, 9), lens=(50, 30), causal=False, return_lse=False), 7), unused_tokens(I.ragged(widths=(4, 9), lens=(50, 30), window_left=15, attention_sinks=s4), 64)]
+# lists
+NEAR[405] = ALL_WINDOWS + [windows(lists(lens=(8, 4, 12), page_size=4)), windows(lists(lens=(30, 9), page_size=16, topk=1), entries=True), windows(lists(lens=(16, 32), page_size=16, topk=4), window=8, sink=1, virtual=[])]
+TRIGGER[405] = [windows(paged()), windows(lists(lens=(30, 9), page_size=16, topk=4, num_steps=4), entries=True, virtual=[]), windows(lists(lens=(30, 9, 16), page_size=8, dtype=torch.int64), window=10, sink=2)]
+NEAR[406] = ALL_WINDOWS + [windows(lists(), window=2**31 - 1), windows(paged(), window=2**31 - 9, sink=4), windows(lists(lens=(30, 9)), window=20, sink=4)]
+TRIGGER[406] = [windows(lists(), window=2**31 - 1, sink=4), windows(paged(), window=2**31 - 2, sink=2, entries=True, virtual=[]), windows(lists(lens=(30, 9), page_size=16, topk=1, dtype=torch.int64), window=2**31 - 1, sink=128)]
+
+
+def ninth_meta_case(number):
+    """Return (near, trigger) of metadata, as `meta_case`."""
+    mla = lambda page_size=32, **more: pool_of(page_size, False, **more)  # noqa: E731
+
+    def padded(pool, requests, *args, **kw):
+        """A batch with requests of padding after its own."""
+        pool, batch = build(pool, *args, **kw)
+        return pool, MD.engine.lengths.pad_requests(batch, batch.batch_size + requests)
+
+    def other_draft(pool, lens, rows, most):
+        """A verification whose SpecInfo names another number of draft tokens than its rows."""
+        pool, batch = build(pool, F.TARGET_VERIFY, lens, rows=rows)
+        return pool, replace(batch, spec_info=SpecInfo(num_draft_tokens=most))
+
+    offset = (dict(attention=DraftAttention.MLA_WITH_OFFSET),)
+    cases = {
+        407: ([build(pool_of(), F.TARGET_VERIFY, (30, 20), rows=4), build(pool_of(), F.EXTEND, (30, 20), rows=[30, 20]), padded(pool_of(), 0, F.DECODE, (30, 20))],
+              [padded(pool_of(), 2, F.DECODE, (30, 20)), padded(pool_of(swa=False), 1, F.TARGET_VERIFY, (30, 20), rows=4) + (dict(expand_encoder_only_verify=True),), padded(pool_of(), 3, F.DECODE, (30, 20), step=1)]),
+        408: ([build(pool_of(), F.TARGET_VERIFY, (30, 20, 9), rows=4), build(pool_of(), F.DECODE, (30, 20, 9)), build(pool_of(), F.TARGET_VERIFY, (12, 20, 9), rows=4)],
+              [build(pool_of(), F.TARGET_VERIFY, (30, 20, 9), rows=8), build(pool_of(swa=False), F.TARGET_VERIFY, (30, 20), rows=2)]),
+        409: ([build(mla(), F.DECODE, (30, 63), step=1), build(mla(), F.DECODE, (30, 63)) + offset, build(mla(), F.TARGET_VERIFY, (30, 63), rows=4) + offset, build(mla(), F.DRAFT_EXTEND, (30, 63), rows=[1, 4]) + offset],
+              [build(mla(), F.DECODE, (30, 63), step=0) + offset, build(mla(64), F.DECODE, (30, 64), step=3) + offset, build(mla(), F.IDLE, (30, 63), step=1, seq_lens_cpu=True) + offset]),
+        410: ([build(mla(), F.TARGET_VERIFY, (30, 63), rows=4, seq_lens_cpu=True), ragged_verify(mla(), (30, 63), [1, 4]), build(mla(), F.DECODE, (30, 63))],
+              [other_draft(mla(), (30, 63), 4, 3), other_draft(mla(64), (30, 20, 9), 2, 8), other_draft(mla(), (30, 63), 1, 4)]),
+    }
+    return cases[number]
+
+
 def kept_metadata(function, *builds):
     """Build the metadata of these batches one after another, and look at it when all are built."""
     built = [function(batch, pool) for pool, batch in builds]
@@ -1960,7 +2286,7 @@ def main(numbers):
     for number in numbers:
         module = importlib.import_module(f"wrong_{number:02}")
         started = time.time()
-        if 54 <= number <= 60 or number in (99, 100) or 154 <= number <= 160 or 209 <= number <= 220 or 269 <= number <= 280 or 315 <= number <= 320 or number >= 347:
+        if 54 <= number <= 60 or number in (99, 100) or 154 <= number <= 160 or 209 <= number <= 220 or 269 <= number <= 280 or 315 <= number <= 320 or 347 <= number <= 350 or 377 <= number <= 380 or 407 <= number <= 410:
             rights, wrongs = check_metadata(number, module)
         elif hasattr(module, "generate_draft_decode_kv_indices"):
             function = module.generate_draft_decode_kv_indices
@@ -1976,7 +2302,7 @@ def main(numbers):
                 wrongs = [slope(function, TRIGGER[number][1], number)]
             else:
                 wrongs = [run_case(function, c, f) for c in TRIGGER[number]]
-        if 221 <= number <= 240 or 281 <= number <= 300 or 321 <= number <= 335:
+        if 221 <= number <= 240 or 281 <= number <= 300 or 321 <= number <= 335 or 351 <= number <= 366 or 381 <= number <= 396:
             for a in hard(f):
                 function(**copies(a))
         ok = all(x == "right" for x in rights) and all(x.startswith("WRONG") for x in wrongs)
@@ -1988,4 +2314,4 @@ def main(numbers):
 
 
 if __name__ == "__main__":
-    main([int(x) for x in sys.argv[1:]] or range(1, 351))
+    main([int(x) for x in sys.argv[1:]] or range(1, 411))
