@@ -20,7 +20,7 @@ from lab.kernels.portable.tiles import HopperTile
 from lab.kernels.portable.triton_call import TritonLaunch
 from tests.cases import context_arguments, random_batch
 from tests.kernels import simulated_gluon, test_portable_mla
-from tests.kernels.simulated_gluon import BARRIERS, Simulator
+from tests.kernels.simulated_gluon import Simulator
 from tests.kernels.simulated_shared_memory import Barrier, Shared, Vectors
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's tests have it")
@@ -225,9 +225,8 @@ def test_no_order_deadlocks_or_overwrites(make: Callable[[], TritonLaunch], monk
 def test_each_wait_is_needed(make: Callable[[], TritonLaunch], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the waits for a kind of barrier, some order is wrong."""
     monkeypatch.setattr(hopper, "num_multiprocessors", lambda _device: 1)
-    launch = make()
-    run = recorded(launch)
-    for name in BARRIERS[launch._kernel.fn.__name__]:
+    run = recorded(make())
+    for name in {barrier.name for barrier in run.barriers_made}:
         without = {
             part: [step for step in steps if step[0] != "wait" or run.barriers_made[step[1]].name != name]
             for part, steps in run.steps.items()

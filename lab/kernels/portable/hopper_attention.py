@@ -19,6 +19,17 @@ beside P.V, and beside the products of the other consumer, which runs at a pace 
     consumer     QK n, PV n-1 | softmax n | QK n+1, PV n | softmax n+1
     its products QK n           PV n-1      QK n+1         PV n
 
+Products take 16 bits. So over an e4m3 cache the producer fills other rings, `loaded`, with the bytes as they are, and two more
+partitions convert them to float16, the one K and the other V. A block of 64 rows or less has one consumer then.
+
+    producer                       converter of K, or of V (1 warp each)     consumers
+
+    wait loaded empty[slot] <----- arrive, when the tile is converted
+    tile by TMA
+    ... bytes ----> loaded full > wait; load half a tile, convert, store; twice
+                                   wait empty[slot] before <---------------- arrive, after the product of the slot
+                                   arrive full[slot] ----------------------> wait
+
 Barrier k_full[slot] completes once for each tile in the slot, so the wait for a partition's n-th tile names the parity of
 n // stages. A wait for an empty slot names the other parity, which counts as completed in a new barrier.
 """
