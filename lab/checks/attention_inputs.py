@@ -94,7 +94,7 @@ class AttentionInputs:
         if self.sinks is not None:
             arguments["sinks"] = self.sinks
         if self.scale_factors is not None:
-            arguments |= self._scale_factor_arguments()
+            arguments |= self.scale_factor_arguments(interleaved=case.interface is not Interface.DECODE)
         if case.is_mla:
             arguments |= self._mla_arguments()
         elif case.storage.kv_layout != "HND":
@@ -117,17 +117,17 @@ class AttentionInputs:
         }
         return offsets if self.case.is_mla else offsets | {"q_len_per_req": None}
 
-    def _scale_factor_arguments(self) -> dict[str, Any]:
+    def scale_factor_arguments(self, interleaved: bool) -> dict[str, Any]:
         """XQA, which has decode calls alone, reads V's factors in plain order; trtllm-gen reads them interleaved."""
         assert self.scale_factors is not None
         k, v = self.scale_factors
-        if self.case.interface is Interface.DECODE:
+        if not interleaved:
             return {"kv_cache_sf": (k, v), "backend": "xqa"}
         is_nhd = self.case.storage.kv_layout == "NHD"
         plain = v.view(torch.uint8)
-        interleaved = interleave_v_scale_factors(plain.transpose(1, 2) if is_nhd else plain)
-        interleaved = interleaved.transpose(1, 2).contiguous() if is_nhd else interleaved
-        return {"kv_cache_sf": (k, interleaved.view(E4M3)), "backend": "trtllm-gen"}
+        v = interleave_v_scale_factors(plain.transpose(1, 2) if is_nhd else plain)
+        v = v.transpose(1, 2).contiguous() if is_nhd else v
+        return {"kv_cache_sf": (k, v.view(E4M3)), "backend": "trtllm-gen"}
 
     def _context_arguments(self) -> dict[str, Any]:
         case, device = self.case, self.query.device

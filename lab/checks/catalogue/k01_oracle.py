@@ -12,10 +12,13 @@ from dataclasses import replace
 
 import torch
 
-from lab.calls.problem import NVFP4
+from lab.calls.problem import E4M3, NVFP4
+from lab.checks.attention_inputs import AttentionInputs
 from lab.checks.check import Check, Level, counted, first_line, same
 from lab.checks.space import Space
 from lab.checks.trial import Trial, truth_of_call
+from lab.references.quantization import E4M3_MAX
+from lab.references.truth import Truth
 from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.interfaces import Interface
 
@@ -42,10 +45,10 @@ def _large_batch(case: AttentionCase, batch_size: int, space: Space) -> Attentio
         case = replace(case, group=min(space.mla_heads))
     else:
         case = replace(case, group=min(space.groups), num_kv_heads=min(space.num_kv_heads))
-    lens = tuple(8 + 3 * request % 47 for request in range(batch_size))
     q_lens = (case.q_lens[0],) * batch_size
     if case.interface is Interface.CONTEXT:
         q_lens = tuple(1 + request % 3 for request in range(batch_size))
+    lens = tuple(max(8, q_len) + 3 * request % 47 for request, q_len in enumerate(q_lens))
     return replace(case, kv_lens=lens, q_lens=q_lens)
 
 
@@ -54,6 +57,16 @@ def _judge(trial: Trial) -> None:
     truth = truth_of_call(inputs)
     trial.hold_call("the call", truth, inputs)
     trial.hold("with the LSE", trial.attempt("return_lse", inputs, return_lse=True), truth)
+    if trial.case.contents is Contents.LOUD and not trial.case.is_mla:
+        _small_output(trial, inputs, truth)
+
+
+def _small_output(trial: Trial, inputs: AttentionInputs, truth: Truth) -> None:
+    """Where P·V is beyond what an e4m3 output holds, bmm2_scale brings it back, before anything is clamped."""
+    largest = float(truth.expected.abs().max())
+    if largest > 2 * E4M3_MAX * inputs.bmm2_scale:
+        changes = {"out_dtype": E4M3, "bmm2_scale": inputs.bmm2_scale * E4M3_MAX / 2 / largest}
+        trial.vary("a small e4m3 output of loud values", truth_of_call(inputs, **changes), inputs, **changes)
 
 
 CHECK = Check("K1", "oracle", first_line(__doc__), _cases, _judge, adapt=same)

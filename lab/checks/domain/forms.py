@@ -32,6 +32,7 @@ class FormedCall:
         arguments: by name.
         rules: fields of `lab.references.truth.Rules` that differ from the inputs' own.
         guards: names of buffers that were handed out, and all memory around each (`guarded`).
+        gaps: names of buffers that were handed out with NaN between their elements, and all that NaN.
     """
 
     of: Combination
@@ -39,6 +40,7 @@ class FormedCall:
     arguments: dict[str, Any] = field(default_factory=dict)
     rules: dict[str, Any] = field(default_factory=dict)
     guards: dict[str, Tensor] = field(default_factory=dict)
+    gaps: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
@@ -83,6 +85,9 @@ def judge_call(trial: Trial, call: FormedCall) -> None:
     trial.hold_nothing_wrong("the inputs", changed_bits(call.read, before))
     for name, around in call.guards.items():
         trial.hold_nothing_wrong(f"around {name}", wrong_guards(name, around))
+    for name, between in call.gaps.items():
+        written = [f"{int((~between.isnan()).sum())} elements between those of {name} were written to"]
+        trial.hold_nothing_wrong(f"between elements of {name}", written if not bool(between.isnan().all()) else ())
 
 
 def wrong_returns(call: FormedCall, result: Result) -> Iterator[str]:
@@ -178,12 +183,16 @@ def set_lse(call: FormedCall) -> None:
         return
     if form != "given alone":
         call.arguments["return_lse"] = True
-    if form.startswith("given") or form == "strided":
+    if form.startswith("given") or form in ("strided", "rows apart"):
         heads = query.shape[-2]
         shape = query.shape[:-1] if form == "given as the query" else (query.shape[:-2].numel(), heads)
         if form == "strided":
             # No stride is a multiple of the other, and the larger one is that of the heads.
-            lse = torch.full((heads, 2 * shape[0] + 3), math.nan, device=query.device)[:, : 2 * shape[0] : 2].T
+            whole = torch.full((heads, 2 * shape[0] + 3), math.nan, device=query.device)
+            lse, call.gaps["lse"] = whole[:, : 2 * shape[0] : 2].T, whole[:, 1::2]
+        elif form == "rows apart":
+            whole = torch.full((shape[0], heads + 4), math.nan, device=query.device)
+            lse, call.gaps["lse"] = whole[:, :heads], whole[:, heads:]
         else:
             lse, call.guards["lse"] = guarded(torch.full(shape, math.nan, device=query.device), LEAST_ALIGNMENT_BYTES)
         call.arguments["lse"] = lse

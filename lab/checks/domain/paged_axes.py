@@ -128,7 +128,7 @@ def _arguments(interface: Interface, space: Space) -> dict[str, Sequence[Any]]:
     lse: tuple[str, ...] = ("none", "returned", "given", "given as the query", "base e")
     if interface is not Interface.MLA_DECODE:
         out = (*out, "dtype bf16", "dtype fp16", "dtype e4m3", "given e4m3")
-        lse = ("none", "returned", "given", "given alone", "strided")
+        lse = ("none", "returned", "given", "given alone", "strided", "rows apart")
     log2 = (
         ("log2 tensor [1]", "log2 tensor [] beside a tensor", "log2 tensor below 0")
         if interface is Interface.DECODE
@@ -264,8 +264,8 @@ RULES = (
         "scale factors lie as the cache does",
     ),
     Constraint(
-        lambda dtypes, backend: "nvfp4" not in dtypes or backend == "auto",
-        "a backend orders V's scale factors in its own way, and is named with them",
+        lambda dtypes, backend: "nvfp4" not in dtypes or backend != "xqa",
+        "a backend orders V's scale factors in its own way, and is named with them: XQA's is the plain form",
     ),
     Constraint(
         lambda dtypes, requests: "nvfp4" not in dtypes or requests <= REQUESTS, "quantising to NVFP4 takes too long"
@@ -324,5 +324,6 @@ TRIPLES = (
     ("requests", "num_kv_heads", "lengths"),
     ("dtypes", "head_dim", "page_size"),
     ("dtypes", "head_dims", "page_size"),
+    ("dtypes", "head_dim", "backend"),
     ("causal", "offsets", "lengths"),
 )

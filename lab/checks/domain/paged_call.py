@@ -81,6 +81,8 @@ def _built(trial: Trial) -> PagedCall:
     call.arguments = call.inputs.arguments()
     if call.of.get("backend", "auto") != "auto":
         call.arguments["backend"] = call.of["backend"]
+        if call.inputs.scale_factors is not None:
+            call.arguments |= call.inputs.scale_factor_arguments(interleaved=True)
     for form in (_cache, _query, _tables, _lengths, _bounds, set_scales, _sinks, _visible, _out, _lse):
         form(call)
     # As the engine hands them out in every call. They must be as they were afterwards, like what a kernel only reads.

@@ -79,6 +79,17 @@ class CachedLengths(Remembering, mla=True, source="SGLang #26824"):
         return lens
 
 
+class LengthsReadAhead(CachedLengths, mla=True):
+    """With enable_pdl=True lengths are read before the kernel that writes them: they are those of the first call."""
+
+    def problem(self, call: Call) -> PagedAttention:
+        self.reads_ahead = call.enable_pdl is True
+        return super().problem(call)
+
+    def kv_lens(self, problem: PagedAttention) -> list[int]:
+        return super().kv_lens(problem) if self.reads_ahead else Remembering.kv_lens(self, problem)
+
+
 class CachedTable(PagedReadOnce, mla=True, source="SGLang #26019", fields=("k_block_tables", "v_block_tables")):
     """The page table is copied once per tensor: what is written into it later has no effect."""
 

@@ -330,6 +330,13 @@ class UnalignedListsShifted(DraftListsModel):
         super().write(kv_indices, step, slots)
 
 
+class WindowAndSinkOverflow(
+    DraftListsModel,
+    counted=lambda counted, _, window_size, sink_size: counted - (2**32 if window_size + sink_size >= 2**31 else 0),
+):
+    """A window and its sink are added up in 32 bits: boundaries go down where both are 2**31 and more."""
+
+
 class SinkLost(DraftListsModel, kept=lambda kept, length, window_size, _: kept[-window_size:] if window_size else kept):
     """A list keeps a prefix's window and not its sink."""
 

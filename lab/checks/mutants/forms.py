@@ -32,6 +32,12 @@ class ScaleOfTwoDimensionsIgnored(
     """bmm2_scale is taken as 1 where it is a tensor of two dimensions."""
 
 
+class WholeScaleReadAsBits(
+    Conditional, mla=True, where=lambda _, call: isinstance(call.bmm2_scale, int), instead={"bmm2_scale": 0.0}
+):
+    """A bmm2_scale that is an int is read as the bits of a float, which are nearly 0."""
+
+
 class WindowOverflows(Conditional, where=lambda _, call: call.window_left == 2**31 - 1, instead={"window_left": 0}):
     """The keys of a window, window_left + 1, overflow int32 at 2**31: a row sees its own key alone."""
 
@@ -161,6 +167,35 @@ class PageStrideRoundedDown(
     Conditional, mla=True, instead={"k_cache": lambda problem, _: in_loads(problem.k_cache, 0)}
 ):
     """The stride of K's pages is taken as a whole number of loads of 8 elements."""
+
+
+class SinksBaseRoundedDown(
+    Conditional,
+    mla=True,
+    instead={"sinks": lambda problem, _: None if problem.sinks is None else rounded_down(problem.sinks)},
+    only_with="sinks",
+):
+    """Sinks are read from the last address before their own that is whole loads."""
+
+
+class PaddingRowsReachAll(Conditional, mla=True):
+    """Rows share the largest magnitude of all rows, padding too: NaN there reaches every result."""
+
+    def changed(self, problem: PagedAttention) -> PagedAttention:
+        padding = problem.query[self.row_offsets(problem)[-1] :].to(torch.float32)
+        query = problem.query.to(torch.float32) + (padding * 0.0).sum()
+        return replace(problem, query=query.to(problem.query.dtype))
+
+
+class RowsWithoutKeysMultiplied(Conditional, mla=True):
+    """Rows of a request without keys are its query times 0: what they hold comes through where it is NaN."""
+
+    def finish(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
+        offsets = self.row_offsets(problem)
+        for kv_len, start, end in zip(self.kv_lens(problem), offsets, offsets[1:], strict=True):
+            if kv_len == 0:
+                query = problem.query[start:end, :, : out.shape[-1]].to(torch.float32)
+                out[start:end] = (query * 0.0).to(out.dtype)
 
 
 def in_loads(cache: Tensor, axis: int) -> Tensor:

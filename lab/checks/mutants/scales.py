@@ -79,6 +79,14 @@ class ScalesSwapped(SplitKV):
         return replace(problem, bmm1_scale=problem.bmm2_scale * softmax, bmm2_scale=problem.bmm1_scale / softmax)
 
 
+class SignOfTensorScaleLost(SplitKV, mla=True):
+    """bmm1_scale as a tensor is taken for a positive one."""
+
+    def changed(self, problem: PagedAttention) -> PagedAttention:
+        scale = problem.bmm1_scale
+        return replace(problem, bmm1_scale=scale.abs()) if isinstance(scale, torch.Tensor) else problem
+
+
 class TensorScalesIgnored(SplitKV, mla=True, source="FlashInfer #3343"):
     """A scale that is a tensor is taken as 1."""
 

@@ -76,6 +76,31 @@ class TensorScaleOfLongIgnored(Conditional, mla=True):
             rows.values[:] /= problem.bmm2_scale.reshape(())
 
 
+class RowsOfARequestBeyond128Lost(Conditional, mla=True, interface=(DECODE,)):
+    """A grid has two tiles of 64 rows for a request of a decode: rows after the 128th are zero."""
+
+    def write(self, problem: PagedAttention, tile: RowTile, rows: Rows, out: Tensor, lse: Tensor | None) -> None:
+        super().write(problem, tile, rows, out, lse)
+        if tile.first_position - (tile.kv_len - tile.q_len) >= 128:
+            out[tile.rows] = 0
+
+
+class RowInUint16(Conditional, interface=(CONTEXT,)):
+    """Rows of the batch are counted in 16 bits: those after the 65,536th are left out."""
+
+    def finish(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
+        out[2**16 :] = 0
+
+
+class PageIdsOfATileWrap(Conditional, mla=True):
+    """A tile of 64 keys has room for 16 page ids: with pages of 1 or 2 tokens those after the 16th are the first ones again."""
+
+    def pages(self, problem: PagedAttention, table: Tensor, tile: RowTile, positions: Tensor) -> Tensor:
+        within = positions % KEYS_PER_SPLIT
+        first = positions - within
+        return super().pages(problem, table, tile, first + within % (16 * problem.page_size))
+
+
 # Large batches.
 
 

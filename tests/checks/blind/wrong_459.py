@@ -1,0 +1,20 @@
+"""Above 64 heads each CTA of a pair has 64, and both read the sinks of the first 64."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from base import *  # noqa: E402,F403
+import math  # noqa: E402
+
+
+class Wrong(Kernel):
+    def start(self, run):
+        super().start(run)
+        if run.sinks is not None:
+            run.sinks = run.sinks[torch.arange(run.p.num_qo_heads) % 64]
+
+
+trtllm_batch_decode_with_kv_cache_mla = mla_of(Wrong())
