@@ -323,7 +323,7 @@ def test_the_coverage_of_a_run_is_printed_again_from_its_file(
     assert run(["judge", out, "--coverage"]) == 0
     assert capsys.readouterr().out.endswith(table)
     record = json.loads(Path(out).read_text())["coverage"]["trtllm_batch_decode_with_kv_cache"]
-    assert record["values"]["lse"] == {"judged": ["none", "returned", "given", "given alone", "strided"]}
+    assert record["values"]["lse"] == {"judged": ["none", "returned", "given", "given alone", "strided", "rows apart"]}
     assert run(["judge", str(tmp_path / "none.json"), "--coverage"]) == 2
 
 

@@ -178,13 +178,15 @@ class SinksBaseRoundedDown(
     """Sinks are read from the last address before their own that is whole loads."""
 
 
-class PaddingRowsReachAll(Conditional, mla=True):
-    """Rows share the largest magnitude of all rows, padding too: NaN there reaches every result."""
+def _with_padding(problem: PagedAttention, _: Call) -> Tensor:
+    """Return the query with 0 times the rows after the last request's added to every row."""
+    end = problem.num_rows if problem.cu_seqlens_q is None else int(problem.cu_seqlens_q[-1])
+    padding = problem.query[end:].to(torch.float32)
+    return (problem.query.to(torch.float32) + (padding * 0.0).sum()).to(problem.query.dtype)
 
-    def changed(self, problem: PagedAttention) -> PagedAttention:
-        padding = problem.query[self.row_offsets(problem)[-1] :].to(torch.float32)
-        query = problem.query.to(torch.float32) + (padding * 0.0).sum()
-        return replace(problem, query=query.to(problem.query.dtype))
+
+class PaddingRowsReachAll(Conditional, mla=True, instead={"query": _with_padding}):
+    """Rows share the largest magnitude of all rows, padding too: NaN there reaches every result."""
 
 
 class RowsWithoutKeysMultiplied(Conditional, mla=True):
@@ -192,7 +194,7 @@ class RowsWithoutKeysMultiplied(Conditional, mla=True):
 
     def finish(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
         offsets = self.row_offsets(problem)
-        for kv_len, start, end in zip(self.kv_lens(problem), offsets, offsets[1:], strict=True):
+        for kv_len, start, end in zip(self.kv_lens(problem), offsets[:-1], offsets[1:], strict=True):
             if kv_len == 0:
                 query = problem.query[start:end, :, : out.shape[-1]].to(torch.float32)
                 out[start:end] = (query * 0.0).to(out.dtype)

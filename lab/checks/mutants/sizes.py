@@ -85,13 +85,6 @@ class RowsOfARequestBeyond128Lost(Conditional, mla=True, interface=(DECODE,)):
             out[tile.rows] = 0
 
 
-class RowInUint16(Conditional, interface=(CONTEXT,)):
-    """Rows of the batch are counted in 16 bits: those after the 65,536th are left out."""
-
-    def finish(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
-        out[2**16 :] = 0
-
-
 class PageIdsOfATileWrap(Conditional, mla=True):
     """A tile of 64 keys has room for 16 page ids: with pages of 1 or 2 tokens those after the 16th are the first ones again."""
 
