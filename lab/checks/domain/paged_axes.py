@@ -22,6 +22,8 @@ MOST_OUT_ELEMENTS = 2**22  # of a call: a large batch has few rows or heads
 MOST_PRODUCTS = 2**29  # of Q·K^T, and so of P·V: a long request has few rows or heads
 MOST_MLA_PRODUCTS = 1.4e9  # 128 heads over the longest request
 MOST_KV_ELEMENTS = 2**26
+MOST_POOL_ELEMENTS = 2**29  # of K, and so of V: a large batch has few heads or small pages
+LEAST_KEYS = 64  # about, of a request's pages in a large batch
 
 BEYOND: dict[str, tuple[Any, ...]] = {
     "dtypes": ((torch.float16, E4M3), (E4M3, E4M3)),
@@ -240,6 +242,12 @@ RULES = (
     Constraint(
         lambda lengths, num_kv_heads, head_dim: _longest(lengths) * num_kv_heads * head_dim <= MOST_KV_ELEMENTS,
         "the tensors would be too large for a test",
+    ),
+    Constraint(
+        lambda requests, page_size, num_kv_heads, head_dim: (
+            2 * requests * max(page_size, LEAST_KEYS) * num_kv_heads * head_dim <= MOST_POOL_ELEMENTS
+        ),
+        "the pool would be too large for a test",
     ),
     Constraint(
         lambda requests, page_size, block_tables: (
