@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lab.calls.problem import E4M3, NVFP4_BLOCK
+from lab.calls.problem import E4M3, NVFP4, NVFP4_BLOCK
 from lab.workloads.attention_case import AttentionCase, Storage, short_repr
 from lab.workloads.geometries import GEOMETRIES, Geometry, geometry, tiny
 from lab.workloads.interfaces import Interface
@@ -125,6 +125,12 @@ class Space:
         for number in range(count):
             build = builds[(first + number) % NUM_BUILDS]
             yield make(interface, rng, number + seed, *build, *(column[number] for column in columns))
+
+    def covering_nvfp4(self, interface: Interface, count: int, seed: int) -> Iterator[AttentionCase]:
+        """The cases of `covering` over an NVFP4 cache; none where the space or the interface has no such cache."""
+        if interface is not Interface.MLA_DECODE and True in self.nvfp4:
+            for case in self.covering(interface, count, seed):
+                yield replace(case, kv_dtype=NVFP4, arithmetic=None)
 
     def builds(self, interface: Interface) -> list[tuple[Any, ...]]:
         """Return the combinations of what kernels are compiled for, in which every value comes as often as any other.

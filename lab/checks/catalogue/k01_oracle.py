@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from lab.calls.problem import E4M3, NVFP4
+from lab.calls.problem import E4M3
 from lab.checks.attention_inputs import AttentionInputs
 from lab.checks.check import Check, Level, counted, first_line, same
 from lab.checks.space import Space
@@ -28,9 +28,8 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[Attenti
     for case in space.covering(interface, counted(level, 3, 9), seed=22):
         yield replace(case, contents=Contents.LOUD)
         yield replace(case, contents=Contents.FAINT)
-    if interface is not Interface.MLA_DECODE and True in space.nvfp4:
-        for case in space.covering(interface, 1, seed=26):
-            yield replace(case, kv_dtype=NVFP4, arithmetic=None, contents=Contents.FAINT)
+    for case in space.covering_nvfp4(interface, 1, seed=26):
+        yield replace(case, contents=Contents.FAINT)
     large = space.covering(interface, len(space.large_batches), seed=23)
     for batch_size, case in zip(space.large_batches, large, strict=True):
         yield _large_batch(case, batch_size, space)
@@ -62,7 +61,7 @@ def _judge(trial: Trial) -> None:
 
 
 def _small_output(trial: Trial, inputs: AttentionInputs, truth: Truth) -> None:
-    """Where P·V is beyond what an e4m3 output holds, bmm2_scale brings it back, before anything is clamped."""
+    """Hold an e4m3 output to the truth where bmm2_scale brings P·V back into e4m3's range, before anything is clamped."""
     largest = float(truth.expected.abs().max())
     if largest > 2 * E4M3_MAX * inputs.bmm2_scale:
         changes = {"out_dtype": E4M3, "bmm2_scale": inputs.bmm2_scale * E4M3_MAX / 2 / largest}

@@ -6,9 +6,7 @@ given back: no bit may change.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
-from lab.calls.problem import NVFP4
 from lab.checks.check import Check, Level, counted, first_line, same
 from lab.checks.space import Space
 from lab.checks.trial import Result, Trial, truth_of_call
@@ -18,9 +16,7 @@ from lab.workloads.interfaces import Interface
 
 def _cases(interface: Interface, space: Space, level: Level) -> Iterator[AttentionCase]:
     yield from space.covering(interface, counted(level, 6, 32), seed=6)
-    if interface is not Interface.MLA_DECODE and True in space.nvfp4:  # whose scale factors may be NaN
-        for case in space.covering(interface, counted(level, 1, 4), seed=33):
-            yield replace(case, kv_dtype=NVFP4, arithmetic=None)
+    yield from space.covering_nvfp4(interface, counted(level, 1, 4), seed=33)  # whose scale factors may be NaN
 
 
 def _judge(trial: Trial) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lab.calls.problem import NVFP4
 from lab.checks.check import Check, Level, counted, first_line
 from lab.checks.ragged_inputs import TILE
 from lab.checks.replays import Form, Replay, ReplayedBatch, paged_batch, ragged_batch, rewritten
@@ -43,9 +42,8 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[Attenti
         yield _roomy(case)
     for longest, case in zip(LONG[level], space.covering(interface, len(LONG[level]), seed=26), strict=True):
         yield _long(case, longest, space)
-    if interface is not Interface.MLA_DECODE and True in space.nvfp4:
-        for case in space.covering(interface, counted(level, 1, 4), seed=28):
-            yield _roomy(replace(case, kv_dtype=NVFP4, arithmetic=None))
+    for case in space.covering_nvfp4(interface, counted(level, 1, 4), seed=28):
+        yield _roomy(case)
 
 
 def _ragged_cases(space: Space, level: Level) -> Iterator[RaggedCase]:

@@ -12,13 +12,13 @@ from lab.checks.catalogue.k05_guards import amid, changed_bits, guarded, wrong_g
 from lab.checks.domain import paged_axes
 from lab.checks.domain.combination import Combination
 from lab.checks.domain.paged_axes import WHOLE_ONE
+from lab.checks.domain.views import LEAST_ALIGNMENT_BYTES
 from lab.checks.refusals import same_bits
 from lab.checks.trial import Result, Trial
 from lab.references.truth import Truth
 
 DTYPES = {"fp32": torch.float32, **paged_axes.DTYPES}  # fp32 of outputs alone
 WRITTEN = ("out", "lse", "workspace_buffer")
-LEAST_ALIGNMENT_BYTES = 16
 SCALE_SHAPES: dict[str, tuple[int, ...]] = {"tensor [1]": (1,), "tensor []": (), "tensor [1, 1]": (1, 1)}
 
 
@@ -144,11 +144,6 @@ def with_minus_infinity(sinks: Tensor) -> Tensor:
     sinks = sinks.clone()
     sinks[::2] = -math.inf
     return sinks
-
-
-def as_part(sinks: Tensor) -> Tensor:
-    """Return sinks as a part of all layers', of which others are NaN."""
-    return amid(sinks, math.nan)
 
 
 def set_lengths(call: FormedCall, other: int) -> None:

@@ -13,9 +13,7 @@ from lab.checks.attention_inputs import AttentionInputs, build_attention
 from lab.checks.catalogue.k05_guards import amid
 from lab.checks.catalogue.k10_metamorphic import as_one_tensor
 from lab.checks.domain.forms import (
-    LEAST_ALIGNMENT_BYTES,
     FormedCall,
-    as_part,
     judge_call,
     set_lengths,
     set_lse,
@@ -25,7 +23,16 @@ from lab.checks.domain.forms import (
 )
 from lab.checks.domain.paged_axes import BITS_AFTER, OWN_BIT_CLEAR, TWICE
 from lab.checks.domain.paged_shape import PADDING, attention_case, rows_without_keys
-from lab.checks.domain.views import apart, at_bytes, heads_first, raw, with_nan, with_odd_strides
+from lab.checks.domain.views import (
+    GAP,
+    LEAST_ALIGNMENT_BYTES,
+    apart,
+    at_bytes,
+    laid,
+    raw,
+    with_nan,
+    with_odd_strides,
+)
 from lab.checks.draft_masks import draft_masks, strictly_causal, with_bits_after
 from lab.checks.spellings import packed_mask
 from lab.checks.stored import E4M3_K_SCALE
@@ -34,7 +41,6 @@ from lab.metadata.mla.metadata import allocate_multi_ctas_kv_counters
 from lab.references.truth import Truth
 from lab.workloads.interfaces import Interface
 
-GAP = 16  # elements: strides stay whole loads of 16 bytes
 PADDED = 100.0  # an element of a padding row, which no row may read
 PADDED_AFTER = {"padding after": PADDED, "padding of NaN": math.nan}
 
@@ -112,7 +118,7 @@ def _store(call: PagedCall) -> None:
     """Lay the cache out as the combination says."""
     inputs, form = call.inputs, call.of["cache"]
     tokens, heads = (1, 2) if call.case.is_mla or call.case.storage.kv_layout == "NHD" else (2, 1)
-    laid: dict[str, Callable[[Tensor], Tensor]] = {
+    layouts: dict[str, Callable[[Tensor], Tensor]] = {
         "pages apart": lambda pages: apart(pages, 0, pages[0].numel()),
         "tokens apart": lambda pages: apart(pages, tokens, GAP),
         "heads apart": lambda pages: apart(pages, heads, GAP),
@@ -121,9 +127,9 @@ def _store(call: PagedCall) -> None:
         "odd strides": with_odd_strides,
         "at 16 bytes": lambda pages: at_bytes(pages, LEAST_ALIGNMENT_BYTES),
     }
-    if form in laid:
-        k_pages = laid[form](inputs.k_pages)
-        v_pages = k_pages if call.case.is_mla else laid[form](inputs.v_pages)
+    if form in layouts:
+        k_pages = layouts[form](inputs.k_pages)
+        v_pages = k_pages if call.case.is_mla else layouts[form](inputs.v_pages)
         call.inputs = replace(inputs, k_pages=k_pages, v_pages=v_pages)
     elif form == "V otherwise":
         call.inputs = replace(inputs, v_pages=apart(inputs.v_pages, 0, inputs.v_pages[0].numel()))
@@ -151,19 +157,12 @@ def _cache(call: PagedCall) -> None:
 
 
 def _query(call: PagedCall) -> None:
-    form = call.of["query"]
     query = with_nan(call.arguments["query"], rows_without_keys(call.case.q_lens, call.case.kv_lens))
     if call.of["offsets"] in PADDED_AFTER:
         padded = PADDED_AFTER[call.of["offsets"]]
         rows = torch.full((PADDING, *query.shape[1:]), padded, device=query.device).to(query.dtype)
         query = torch.cat((raw(query), raw(rows))).view(query.dtype)
-    laid: dict[str, Callable[[Tensor], Tensor]] = {
-        "rows apart": lambda query: apart(query, -3, GAP),
-        "heads apart": lambda query: apart(query, -2, GAP),
-        "at 16 bytes": lambda query: at_bytes(query, LEAST_ALIGNMENT_BYTES),
-        "heads first": heads_first,
-    }
-    call.arguments["query"] = laid[form](query) if form in laid else query
+    call.arguments["query"] = laid(query, call.of["query"])
 
 
 def _tables(call: PagedCall) -> None:
@@ -216,7 +215,7 @@ def _sinks(call: PagedCall) -> None:
         return
     if form == "some minus infinity":
         sinks = call.rules["sinks"] = with_minus_infinity(sinks)
-    forms = {"list": [sinks], "tuple": (sinks,), "a part of others": as_part(sinks)}
+    forms = {"list": [sinks], "tuple": (sinks,), "a part of others": amid(sinks, math.nan)}
     call.arguments["sinks"] = forms.get(form, sinks)
 
 

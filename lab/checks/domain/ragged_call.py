@@ -13,9 +13,7 @@ from lab.checks.catalogue.k05_guards import amid
 from lab.checks.domain.combination import Combination
 from lab.checks.domain.forms import (
     DTYPES,
-    LEAST_ALIGNMENT_BYTES,
     FormedCall,
-    as_part,
     judge_call,
     set_lengths,
     set_lse,
@@ -24,7 +22,7 @@ from lab.checks.domain.forms import (
     with_minus_infinity,
 )
 from lab.checks.domain.paged_axes import FEWER, REQUESTS
-from lab.checks.domain.paged_call import GAP, PADDED
+from lab.checks.domain.paged_call import PADDED
 from lab.checks.domain.paged_shape import (
     empty_requests,
     fewer_than_rows,
@@ -33,7 +31,7 @@ from lab.checks.domain.paged_shape import (
     rows_without_keys,
 )
 from lab.checks.domain.ragged import BELOW_ZERO, OF_THE_NEXT, SHORT, head_dims_of
-from lab.checks.domain.views import apart, at_bytes, far_apart, heads_first, raw, with_nan
+from lab.checks.domain.views import GAP, laid, raw, with_nan
 from lab.checks.needles import draw_histories, needle_positions
 from lab.checks.ragged_inputs import PADDING, TILE, Parts, arguments_of
 from lab.checks.space import edge_lengths
@@ -167,12 +165,11 @@ def _padded(side: Tensor, padding: str, name: str) -> Tensor:
 
 def _stored(call: RaggedCall) -> None:
     """Lay query, keys and values out as the combination says."""
-    arguments, form, lens = call.arguments, call.of["query"], call.lens
+    arguments, lens = call.arguments, call.lens
     keyless = rows_without_keys(lens.q_lens, lens.kv_lens)
     padding = len(arguments["query"]) - len(keyless)
     arguments["query"] = with_nan(arguments["query"], torch.nn.functional.pad(keyless, (0, padding)))
-    if form != "contiguous":
-        arguments["query"] = _laid(arguments["query"], form)
+    arguments["query"] = laid(arguments["query"], call.of["query"])
     form, key, value = call.of["kv"], arguments["key"], arguments["value"]
     if form == "of one tensor":
         key, value = _cat(key, value).split((key.shape[-1], value.shape[-1]), dim=-1)
@@ -180,20 +177,10 @@ def _stored(call: RaggedCall) -> None:
         without_position = key.shape[-1] // 2 // GAP * GAP
         value = _cat(key[..., :without_position], value)[..., without_position:]
     elif form == "V apart":
-        value = _laid(value, "tokens apart")
-    elif form != "contiguous":
-        key, value = _laid(key, form), _laid(value, form)
+        value = laid(value, "tokens apart")
+    else:
+        key, value = laid(key, form), laid(value, form)
     arguments |= {"key": key, "value": value}
-
-
-def _laid(tensor: Tensor, form: str) -> Tensor:
-    if form.startswith("at "):  # the call documents no alignment
-        return at_bytes(tensor, LEAST_ALIGNMENT_BYTES if "16" in form else tensor.element_size())
-    if form == "far apart":
-        return far_apart(tensor)
-    if form == "heads first":
-        return heads_first(tensor)
-    return apart(tensor, -2 if form == "heads apart" else -3, GAP)
 
 
 def _cat(left: Tensor, right: Tensor) -> Tensor:
@@ -229,7 +216,7 @@ def _sinks(call: RaggedCall) -> None:
     if call.of["sinks"] == "some minus infinity":
         sinks = with_minus_infinity(sinks)
     call.rules["sinks"] = sinks
-    call.arguments["attention_sinks"] = as_part(sinks) if call.of["sinks"] == "a part of others" else sinks
+    call.arguments["attention_sinks"] = amid(sinks, math.nan) if call.of["sinks"] == "a part of others" else sinks
 
 
 def _out(call: RaggedCall) -> None:

@@ -9,6 +9,8 @@ from torch import Tensor
 # Of each byte around the numbers: a large finite value of every float dtype, far outside any pool as an id.
 FILLING = 0x7B
 FAR = 2**31  # elements
+GAP = 16  # elements: strides stay whole loads of 16 bytes
+LEAST_ALIGNMENT_BYTES = 16
 E4M3_NAN = 0x7F  # its bits
 ODD = 7  # elements: the stride of an axis of size 1
 
@@ -43,6 +45,19 @@ def heads_first(tensor: Tensor) -> Tensor:
     """Return [..., rows, heads, elements] with the rows of a head side by side, as a product for each head leaves them."""
     heads = tensor.dim() - 2
     return tensor.movedim(heads, 0).contiguous().movedim(0, heads)
+
+
+def laid(tensor: Tensor, form: str) -> Tensor:
+    """Return [..., rows or tokens, heads, elements] as a form of a combination names it."""
+    if form == "contiguous":
+        return tensor
+    if form.startswith("at "):
+        return at_bytes(tensor, LEAST_ALIGNMENT_BYTES if "16" in form else tensor.element_size())
+    if form == "far apart":
+        return far_apart(tensor)
+    if form == "heads first":
+        return heads_first(tensor)
+    return apart(tensor, -2 if form == "heads apart" else -3, GAP)
 
 
 def far_apart(tensor: Tensor) -> Tensor:
