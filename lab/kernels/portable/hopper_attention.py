@@ -46,6 +46,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from lab.kernels.portable.hopper_conversion import convert
 from lab.kernels.portable.hopper_pieces import (
     BOX_BYTES,
     CONSUMER_ROWS,
@@ -143,58 +144,6 @@ def _load_tile(descriptor, table, piece, begin, slot, barriers, parity, PAGE_SIZ
     mbarrier.wait(empty, parity ^ 1)
     mbarrier.expect(full, KEYS * slot.shape[1] * bytes_of(slot.dtype))
     copy_boxes(descriptor, pages, piece, begin, slot, full, 0, PAGE_SIZE)
-
-
-@gluon.jit
-def _convert(
-    walk,
-    batch,
-    loaded,
-    rings,
-    WHICH: gl.constexpr,  # 0: keys; 1: values
-    SHARED: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    GROUP: gl.constexpr,
-    TILE: gl.constexpr,
-):
-    """Convert the keys or the values of every piece, which the producer has loaded, to the dtype of the products."""
-    converted = 0
-    while walk[0] < walk[1]:
-        piece, walk = piece_at(walk, batch, SHARED, CAUSAL, GROUP, TILE)
-        for _ in range(piece.keys.num_tiles):
-            slot = converted % TILE.stages
-            parity = converted // TILE.stages & 1
-            if WHICH == 0:
-                barriers = (loaded.k_full, loaded.k_empty, rings.k_full, rings.k_empty)
-                _convert_tile(loaded.k.index(slot), rings.k.index(slot), barriers, slot, parity)
-            else:
-                barriers = (loaded.v_full, loaded.v_empty, rings.v_full, rings.v_empty)
-                _convert_tile(loaded.v.index(slot), rings.v.index(slot), barriers, slot, parity)
-            converted += 1
-
-
-@gluon.jit
-def _convert_tile(loaded, converted, barriers, slot, parity):
-    """Wait for a loaded tile, and fill an empty slot with it in another dtype.
-
-    A warp loads half a tile before it writes the first element, so that it waits for shared memory twice, not for each part.
-    """
-    DIMS: gl.constexpr = loaded.shape[1]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIMS, DIMS // 8], [1, 1], [1, 0])
-    PART: gl.constexpr = 1024 // DIMS  # keys, of which each thread converts 32 elements
-    PARTS: gl.constexpr = loaded.shape[0] // PART // 2
-    loaded_full, loaded_empty, full, empty = barriers
-    mbarrier.wait(loaded_full.index(slot), parity)
-    mbarrier.wait(empty.index(slot), parity ^ 1)
-    for half in gl.static_range(2):
-        parts = ()
-        for part in gl.static_range(PARTS):
-            parts = parts + (loaded.slice((half * PARTS + part) * PART, PART).load(LAYOUT),)  # noqa: RUF005 - Triton has no stars
-        for part in gl.static_range(PARTS):
-            converted.slice((half * PARTS + part) * PART, PART).store(parts[part].to(converted.dtype))
-    fence_async_shared()  # products read it
-    mbarrier.arrive(full.index(slot))
-    mbarrier.arrive(loaded_empty.index(slot))
 
 
 @gluon.jit
@@ -387,8 +336,8 @@ def hopper_attention_kernel(
                 (_consume, (queries, q_slot_0, terms, walk, batch, rings, 0, PAGE_SIZE, SHARED, CAUSAL, GROUP, TILE)),
                 (_consume, (queries, q_slot_1, terms, walk, batch, rings, 1, PAGE_SIZE, SHARED, CAUSAL, GROUP, TILE)),
                 (_produce, (pools, walk, batch, loaded, PAGE_SIZE, SHARED, CAUSAL, GROUP, TILE)),
-                (_convert, (walk, batch, loaded, rings, 0, SHARED, CAUSAL, GROUP, TILE)),
-                (_convert, (walk, batch, loaded, rings, 1, SHARED, CAUSAL, GROUP, TILE)),
+                (convert, (walk, batch, loaded, rings, 0, SHARED, CAUSAL, GROUP, TILE)),
+                (convert, (walk, batch, loaded, rings, 1, SHARED, CAUSAL, GROUP, TILE)),
             ],
             [4, 1, 1, 1],
             [TILE.consumer_registers, TILE.producer_registers, TILE.producer_registers, TILE.producer_registers],
@@ -398,8 +347,8 @@ def hopper_attention_kernel(
             [
                 (_consume, (queries, q_slot_0, terms, walk, batch, rings, 0, PAGE_SIZE, SHARED, CAUSAL, GROUP, TILE)),
                 (_produce, (pools, walk, batch, loaded, PAGE_SIZE, SHARED, CAUSAL, GROUP, TILE)),
-                (_convert, (walk, batch, loaded, rings, 0, SHARED, CAUSAL, GROUP, TILE)),
-                (_convert, (walk, batch, loaded, rings, 1, SHARED, CAUSAL, GROUP, TILE)),
+                (convert, (walk, batch, loaded, rings, 0, SHARED, CAUSAL, GROUP, TILE)),
+                (convert, (walk, batch, loaded, rings, 1, SHARED, CAUSAL, GROUP, TILE)),
             ],
             [1, 1, 1],
             [TILE.producer_registers, TILE.producer_registers, TILE.producer_registers],
