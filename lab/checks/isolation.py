@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -34,7 +35,7 @@ Answer = TypeVar("Answer")
 
 CANNOT_BEGIN = 'no worker can begin: a script that judges in isolation needs `if __name__ == "__main__":`'
 IMPORT_LIMIT_S = 600.0  # at least, for the first import: a module may compile its kernels when it is imported
-# Of GPU memory that a worker keeps between two cases: all workers share one GPU, and a long request takes 14 GiB.
+# Of GPU memory that a worker keeps between two cases: workers share a GPU, and a long request takes 14 GiB.
 MOST_KEPT_BYTES = 4 * 2**30
 LOST_CONTEXT = 70  # exit status of a worker whose CUDA context is lost
 NOTED_AT = 0.9  # of the time limit: when a worker notes which calls it is in
@@ -71,7 +72,7 @@ class Isolation:
     """Judges cases: here, or in worker processes if the implementation is given by name.
 
     A worker that crashes, loses its CUDA context or passes the time limit is replaced, and its case is FAILED. One that loses
-    its context still says what it had judged.
+    its context still says what it had judged. Workers take turns with the visible GPUs, unless the device has an index.
     """
 
     def __init__(
@@ -98,11 +99,12 @@ class Isolation:
     def _new_pool(self) -> Any:
         from pebble import ProcessPool
 
+        context = _context()
         return ProcessPool(
             max_workers=self.workers,
-            context=_context(),
+            context=context,
             initializer=_begin,
-            initargs=(dict(os.environ),),
+            initargs=(dict(os.environ), self.device, context.Value("i", 0)),
         )
 
     def __exit__(
@@ -198,10 +200,19 @@ def _context() -> multiprocessing.context.BaseContext:
     return context
 
 
-def _begin(environment: dict[str, str]) -> None:
+def _begin(environment: dict[str, str], device: torch.device, begun: "Synchronized[int]") -> None:
     os.environ.clear()  # a fork has the environment of the time at which the first worker began
     os.environ.update(environment)
     torch.set_num_threads(1)  # the cases are small: threads only wait for each other
+    if device.type == "cuda" and device.index is None:
+        _take_gpu(begun)
+
+
+def _take_gpu(begun: "Synchronized[int]") -> None:
+    """Make the next of the visible GPUs this process' own; `begun` counts the workers that have begun, of all processes."""
+    with begun.get_lock():
+        turn, begun.value = begun.value, begun.value + 1
+    torch.cuda.set_device(turn % torch.cuda.device_count())
 
 
 def _answer(question: Callable[[Any], Answer], name: str) -> Answer:

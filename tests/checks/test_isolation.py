@@ -4,6 +4,7 @@ import re
 import time
 from concurrent.futures import Future
 from dataclasses import replace
+from multiprocessing import Value
 from pathlib import Path
 from threading import Timer
 
@@ -157,6 +158,16 @@ def test_a_pool_whose_workers_never_begin_is_an_error(monkeypatch: pytest.Monkey
         waiting = isolation.submit("K1", case)
         with pytest.raises(RuntimeError, match="no worker can begin: a script"):
             waiting()
+
+
+def test_workers_take_turns_with_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    begun = Value("i", 0)
+    for _ in range(3):
+        isolation_module._take_gpu(begun)
+    assert taken == [0, 1, 0]
 
 
 @pytest.mark.parametrize(
