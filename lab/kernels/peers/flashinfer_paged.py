@@ -4,7 +4,7 @@
 `BatchPrefillWithPagedKVCacheWrapper` takes the rest: several rows, masks, sinks, V with other strides. Both plan on the host
 from the lengths: each call copies them there and waits, and none can be captured in a CUDA graph. `plan_` before a call's name
 does that once, for lengths that stay. `fa2` and `fa3` are the two by name, such as
-`lab judge lab.kernels.peers.flashinfer_paged:fa2`. Not yet run on a GPU.
+`lab judge lab.kernels.peers.flashinfer_paged:fa2`.
 """
 
 import importlib

@@ -2,7 +2,7 @@
 
 A second implementation, for GPUs that trtllm-gen has no ragged kernel for. It plans on the host from the offsets: each call
 copies them there and waits, and none can be captured in a CUDA graph. `plan_` before its name does that once, for lengths
-that stay. `fa2` and `fa3` are the two by name, such as `lab.kernels.peers.flashinfer_ragged:fa2`. Not yet run on a GPU.
+that stay. `fa2` and `fa3` are the two by name, such as `lab.kernels.peers.flashinfer_ragged:fa2`.
 """
 
 import itertools
