@@ -3,6 +3,7 @@
 import functools
 import inspect
 import itertools
+import math
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -98,6 +99,12 @@ class Domain:
     @functools.cached_property
     def _rules_of(self) -> Mapping[str, tuple[Constraint, ...]]:
         return {name: tuple(rule for rule in self.rules if name in rule.axes) for name in self.axes}
+
+    @functools.cached_property
+    def _largest_triples(self) -> Mapping[str, int]:
+        """Return of each axis how many values its largest triple has together; 0 for an axis of none."""
+        sizes = {triple: math.prod(len(self.axes[name]) for name in triple) for triple in self.triples}
+        return {name: max((sizes[each] for each in sizes if name in each), default=0) for name in self.axes}
 
     def completed(self, values: Mapping[str, Any]) -> Point | None:
         """Return a point with these values, plain ones elsewhere as far as rules allow; None if there is none."""
@@ -197,6 +204,8 @@ class Domain:
     ) -> Iterator[Point]:
         """Yield points that have all goals between them, greedily: each is built around a goal that no earlier one has.
 
+        Triples come before pairs, most of which the points of triples have.
+
         Args:
             seed: of the order in which goals and axes are taken, on which the points depend alone.
             goals: values that come together; all of `tuples` if None. Those that no point can have are left out.
@@ -206,6 +215,7 @@ class Domain:
         left = _Left(self.tuples() if goals is None else goals)
         order = list(left.goals)
         rng.shuffle(order)
+        order.sort(key=len, reverse=True)
         for goal in order:
             if goal not in left.goals:
                 continue
@@ -217,13 +227,17 @@ class Domain:
                 yield point
 
     def _around(self, goal: Values, left: "_Left", rng: random.Random, chosen: int) -> Point | None:
-        """Return a point with a goal and as many of the others as a choice axis by axis finds."""
+        """Return a point with a goal and as many of the others as a choice axis by axis finds.
+
+        Axes of the largest triples come first, while the others of their triples can still be chosen for them.
+        """
         whole = self.completed(dict(goal))
         if whole is None:
             return None
         point = dict(goal)
         names = [name for name in self.axes if name not in point]
         rng.shuffle(names)
+        names.sort(key=self._largest_triples.__getitem__, reverse=True)
         for name in names[: chosen - len(goal)]:
             values = [
                 value
