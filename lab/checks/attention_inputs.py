@@ -3,7 +3,7 @@
 import itertools
 import mmap
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -103,11 +103,22 @@ class AttentionInputs:
             arguments |= self._context_arguments()
         else:
             arguments["max_seq_len"] = self.max_seq_len
+        if self.block_tables.dim() == 3:
+            arguments["uses_shared_paged_kv_idx"] = False
         if case.offsets:
             arguments |= self._offset_arguments()
         elif case.interface is Interface.DECODE and case.q_lens[0] > 1:
             arguments["q_len_per_req"] = case.q_lens[0]
         return arguments
+
+    def with_separate_tables(self) -> "AttentionInputs":
+        """Return the same requests with V's pages in another order than K's, each with a table of its own."""
+        last = len(self.v_pages) - 1
+        tables = torch.stack((self.block_tables, last - self.block_tables), dim=1)
+        factors = self.scale_factors
+        if factors is not None:
+            factors = factors[0], _reversed(factors[1])
+        return replace(self, v_pages=_reversed(self.v_pages), block_tables=tables, scale_factors=factors)
 
     def _offset_arguments(self) -> dict[str, Any]:
         """Return those of a decode call whose rows are told by offsets."""
@@ -149,6 +160,11 @@ class AttentionInputs:
             "kv_lora_rank": case.out_head_dim,
             "qk_rope_head_dim": case.head_dim - case.out_head_dim,
         }
+
+
+def _reversed(pages: Tensor) -> Tensor:
+    """Return pages in reversed order."""
+    return pages.view(torch.uint8).flip(0).view(pages.dtype)
 
 
 def running_sum(lens: tuple[int, ...], device: torch.device) -> Tensor:

@@ -34,6 +34,7 @@ class Form(NamedEnum):
     OUT = "an output handed out"
     LSE = "the LSE"
     PDL = "enable_pdl=True"
+    TABLES = "a page table of V's own"
     NO_BOUND = "no max_q_len"  # which reads the offsets on the host, and so is not captured
 
 
@@ -140,7 +141,8 @@ class PagedBatch(ReplayedBatch):
         return self.inputs.bmm1_scale, self.inputs.bmm2_scale
 
     def plain_arguments(self) -> dict[str, Any]:
-        return self._inputs().arguments()
+        inputs = self._inputs()
+        return (inputs.with_separate_tables() if Form.TABLES in self.forms else inputs).arguments()
 
     def out_for(self, query: Tensor) -> Tensor:
         case = self.inputs.case

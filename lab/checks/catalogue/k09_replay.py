@@ -144,6 +144,8 @@ def _wanted(trial: Trial, waits: bool) -> Iterator[Form]:
         yield Form.MASK
     if case.seed % 2 and True in trial.space.sinks and (isinstance(case, RaggedCase) or case.is_mla):
         yield Form.SINKS
+    if isinstance(case, AttentionCase) and not case.is_mla and case.seed % 4 == 0:
+        yield Form.TABLES
     yield Form.OUT if case.seed // 2 % 2 else Form.PDL
     if isinstance(case, AttentionCase) and case.is_mla and waits and case.seed % 2 == 0:
         yield Form.NO_BOUND

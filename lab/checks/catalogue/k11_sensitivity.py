@@ -56,7 +56,7 @@ def _judge(trial: Trial) -> None:
         _lse_in_base_e(trial, inputs)
         _half_out(trial, inputs)
     else:
-        _separate_tables(trial, inputs)
+        trial.vary("uses_shared_paged_kv_idx=False", truth_of_call(inputs), inputs.with_separate_tables())
     if trial.case.interface is Interface.DECODE:
         hold_masks(trial, _several_rows(trial))
 
@@ -253,16 +253,6 @@ def _half_out(trial: Trial, inputs: AttentionInputs) -> None:
     if result is not None:
         result = result._replace(out=out.flatten(0, 1))
     trial.hold("a float16 out", result, truth_of_call(inputs, out_dtype=torch.float16))
-
-
-def _separate_tables(trial: Trial, inputs: AttentionInputs) -> None:
-    """V's pages in another order than K's, each with a table of its own."""
-    order = torch.arange(len(inputs.v_pages) - 1, -1, -1, device=trial.device)
-    v_pages = inputs.v_pages.view(torch.uint8)[order].view(inputs.v_pages.dtype)
-    v_tables = len(inputs.v_pages) - 1 - inputs.block_tables
-    both = torch.stack((inputs.block_tables, v_tables), dim=1)
-    moved = replace(inputs, v_pages=v_pages, block_tables=both)
-    trial.vary("uses_shared_paged_kv_idx=False", truth_of_call(inputs), moved, uses_shared_paged_kv_idx=False)
 
 
 CHECK = Check("K11", "sensitivity", first_line(__doc__), _cases, _judge)

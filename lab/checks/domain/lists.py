@@ -126,6 +126,9 @@ RULES = (
 )
 
 
+TRIPLES = (("window_size", "sink_size", "prefixes"), ("entries", "page_size", "num_steps"))
+
+
 def lists_domain(space: Space) -> Domain:
     """Return the domain, which no axis of a space narrows."""
-    return Domain(AXES, RULES)
+    return Domain(AXES, RULES, TRIPLES)

@@ -81,7 +81,12 @@ AXES: Mapping[Interface, dict[str, tuple[Any, ...]]] = MappingProxyType(
     }
 )
 METADATA = tuple(AXES)
-TRIPLES = (("mode", "padding", "rows"), ("mode", "window", "later"), ("mode", "attention", "draft_step"))
+TRIPLES = (
+    ("mode", "padding", "rows"),
+    ("mode", "padding", "prefixes"),
+    ("mode", "window", "later"),
+    ("mode", "attention", "draft_step"),
+)
 RULES = (
     Constraint(lambda mode, rows: mode not in ONE_ROW or rows == 1, "a decode has a row each"),
     Constraint(

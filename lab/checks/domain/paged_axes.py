@@ -51,6 +51,10 @@ EQUAL = 128  # keys of each request where lengths are equal
 VACUOUS = frozenset({("lengths", NOTHING), ("offsets", NOTHING)})
 OWN_BIT_CLEAR = "own bit clear"  # of each row: it sees the draft's tokens before it, and so the first row none
 BITS_AFTER = "bits after the draft"
+AT_A_WORD = "at a word"  # the mask begins at no multiple of 4 bytes
+REQUESTS_APART = (
+    "requests apart"  # rows of each request in a longer one: a query of four axes whose first two are not one
+)
 TWICE = "the last twice"  # the last page of a request of several is the one before it
 PROMPTS = (65, 300, 1040)  # rows of the prompt, in a context call
 
@@ -114,7 +118,7 @@ def _rows(interface: Interface, space: Space) -> dict[str, Sequence[Any]]:
     }
     if interface is Interface.DECODE:
         rows["q_len"] = tuple(dict.fromkeys((*rows["q_len"], *values_of(space, "masked_rows"))))
-        rows["mask"] = ("none", "causal", "full", "tree", "by request", OWN_BIT_CLEAR, BITS_AFTER)
+        rows["mask"] = ("none", "causal", "full", "tree", "by request", OWN_BIT_CLEAR, BITS_AFTER, AT_A_WORD)
     return rows
 
 
@@ -144,21 +148,31 @@ def _arguments(interface: Interface, space: Space) -> dict[str, Sequence[Any]]:
         "seq_lens": ("int32", "uint32", "amid others"),
         "bound": ("of the table", "exact", "4 times"),
         **({} if interface is Interface.CONTEXT else {"backend": ("auto", "trtllm-gen", "xqa")}),
+        **({"qk_nope_head_dim": ("a quarter", "a half")} if interface is Interface.MLA_DECODE else {}),
     }
 
 
 def _tensors(interface: Interface, space: Space) -> dict[str, Sequence[Any]]:
-    tables: tuple[str, ...] = ("plain", "rows apart", "tail of -1", "tail far outside", "4,200 columns")
+    query: tuple[str, ...] = ("contiguous", "rows apart", "heads apart", "at 16 bytes", "heads first")
+    tables: tuple[str, ...] = (
+        "plain",
+        "rows apart",
+        "at an element",
+        "tail of -1",
+        "tail far outside",
+        "4,200 columns",
+    )
     # An element apart: strides that are no whole loads of 16 bytes, nor of 16 elements, which a kernel may decline.
     no_loads = ("pages an element apart", "tokens an element apart")
     cache: tuple[str, ...] = ("plain", "pages apart", "tokens apart", "at 16 bytes", *no_loads)
     if interface is Interface.MLA_DECODE:
+        query = (*query, REQUESTS_APART)
         cache = (*cache, "4-D", "4-D with odd strides")
     else:
         tables = (*tables, "separate", "separate with rows apart")
         cache = (*cache, "heads apart", "odd strides", "V otherwise", "one tensor", "K is V")
     return {
-        "query": ("contiguous", "rows apart", "heads apart", "at 16 bytes", "heads first"),
+        "query": query,
         "block_tables": tables,
         "pages": ("once each", TWICE),
         "cache": cache,
@@ -260,6 +274,11 @@ RULES = (
         lambda offsets, max_q_len: offsets != "none" or max_q_len == "exact", "max_q_len goes with offsets of the rows"
     ),
     Constraint(lambda offsets, mask: offsets == "none" or mask == "none", "a mask goes without offsets"),
+    Constraint(lambda q_len, query: query != REQUESTS_APART or q_len > 1, "of one row each, rows are requests"),
+    Constraint(
+        lambda offsets, query: query != REQUESTS_APART or offsets == "none",
+        "a query with offsets has no axis of requests",
+    ),
     Constraint(lambda q_len, mask: q_len > 1 or mask == "none", "one row needs no mask"),
     Constraint(lambda q_len, offsets: offsets != "unequal" or q_len > 1, "requests of one row each are not unequal"),
     Constraint(lambda causal, window_left: causal or window_left < 0, "a window is causal"),
@@ -334,4 +353,10 @@ TRIPLES = (
     ("dtypes", "head_dims", "page_size"),
     ("dtypes", "head_dim", "backend"),
     ("causal", "offsets", "lengths"),
+    ("lse", "sinks", "lengths"),
+    ("lse", "offsets", "sinks"),
+    ("sinks", "window_left", "lengths"),
+    ("window_left", "page_size", "dtypes"),
+    ("cache", "block_tables", "dtypes"),
+    ("out", "bmm2_scale", "dtypes"),
 )

@@ -21,7 +21,7 @@ from lab.checks.domain.forms import (
     set_scales,
     with_minus_infinity,
 )
-from lab.checks.domain.paged_axes import BITS_AFTER, OWN_BIT_CLEAR, TWICE
+from lab.checks.domain.paged_axes import AT_A_WORD, BITS_AFTER, OWN_BIT_CLEAR, REQUESTS_APART, TWICE
 from lab.checks.domain.paged_shape import PADDING, attention_case, rows_without_keys
 from lab.checks.domain.views import (
     GAP,
@@ -89,6 +89,8 @@ def _built(trial: Trial) -> PagedCall:
         call.arguments["backend"] = call.of["backend"]
         if call.inputs.scale_factors is not None:
             call.arguments |= call.inputs.scale_factor_arguments(interleaved=True)
+    if call.of.get("qk_nope_head_dim") == "a half":
+        call.arguments["qk_nope_head_dim"] *= 2
     for form in (_cache, _query, _tables, _lengths, _bounds, set_scales, _sinks, _visible, _out, _lse):
         form(call)
     # As the engine hands them out in every call. They must be as they were afterwards, like what a kernel only reads.
@@ -162,7 +164,10 @@ def _query(call: PagedCall) -> None:
         padded = PADDED_AFTER[call.of["offsets"]]
         rows = torch.full((PADDING, *query.shape[1:]), padded, device=query.device).to(query.dtype)
         query = torch.cat((raw(query), raw(rows))).view(query.dtype)
-    call.arguments["query"] = laid(query, call.of["query"])
+    of_request = query[:1, :1].numel()
+    call.arguments["query"] = (
+        apart(query, 0, of_request) if call.of["query"] == REQUESTS_APART else laid(query, call.of["query"])
+    )
 
 
 def _tables(call: PagedCall) -> None:
@@ -179,7 +184,9 @@ def _tables(call: PagedCall) -> None:
         if call.inputs.scale_factors is not None:
             k, v = call.arguments["kv_cache_sf"]
             call.arguments["kv_cache_sf"] = (k, v.view(torch.uint8)[order].view(v.dtype))
-    call.arguments["block_tables"] = apart(tables, -2, GAP + 1) if "rows apart" in form else tables
+    if "rows apart" in form:
+        tables = apart(tables, -2, GAP + 1)
+    call.arguments["block_tables"] = at_bytes(tables, tables.element_size()) if form == "at an element" else tables
 
 
 def _like(tensor: Tensor, other: Tensor) -> Tensor:
@@ -223,10 +230,13 @@ def _visible(call: PagedCall) -> None:
     """Say what a row sees: a draft's mask, or all keys."""
     mask = call.of.get("mask", "none")
     if mask != "none":
-        name = {"by request": "mask that differs by request", BITS_AFTER: "tree mask"}.get(mask, f"{mask} mask")
+        name = {"by request": "mask that differs by request", BITS_AFTER: "tree mask", AT_A_WORD: "tree mask"}.get(
+            mask, f"{mask} mask"
+        )
         shown = strictly_causal(call.case) if mask == OWN_BIT_CLEAR else draft_masks(call.case)[name]
         packed = packed_mask(shown)
-        call.arguments["mask"] = (with_bits_after(packed) if mask == BITS_AFTER else packed).to(call.device)
+        packed = (with_bits_after(packed) if mask == BITS_AFTER else packed).to(call.device)
+        call.arguments["mask"] = at_bytes(packed, packed.element_size()) if mask == AT_A_WORD else packed
         call.rules["shown"] = shown.to(call.device)
     if not call.of.get("causal", True):
         call.arguments["causal"] = call.rules["causal"] = False

@@ -60,7 +60,7 @@ def ragged_domain(space: Space) -> Domain:
         "sinks": ("none", *(SINKS if True in space.sinks else ())),
         "bmm1_scale": (*SCALES, *NEGATIVE),
         "bmm2_scale": ("usual", *(f"0.9 as a {each}" for each in SCALES), *NEGATIVE, WHOLE_ONE),
-        "o_sf_scale": (1.0, -1.0),
+        "o_sf_scale": (1.0, -1.0, 0.5),
         "out": ("none", "given", "a view", "given fp16", "given bf16", "given fp32"),
         "lse": ("none", "returned", "given", "given alone", "strided", "rows apart"),
         "seq_lens": ("int32", "uint32", "amid others"),
