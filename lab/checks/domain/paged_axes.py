@@ -22,7 +22,8 @@ MOST_OUT_ELEMENTS = 2**22  # of a call: a large batch has few rows or heads
 MOST_PRODUCTS = 2**29  # of Q·K^T, and so of P·V: a long request has few rows or heads
 MOST_MLA_PRODUCTS = 1.4e9  # 128 heads over the longest request
 MOST_KV_ELEMENTS = 2**26
-MOST_POOL_ELEMENTS = 2**29  # of K, and so of V: a large batch has few heads or small pages
+MOST_POOL_ELEMENTS = 2**27  # of K, and so of V: a large batch has few heads or small pages
+MOST_NVFP4_ELEMENTS = 2**20  # of a page of K
 LEAST_KEYS = 64  # about, of a request's pages in a large batch
 
 BEYOND: dict[str, tuple[Any, ...]] = {
@@ -299,6 +300,12 @@ RULES = (
     ),
     Constraint(
         lambda dtypes, lengths: "nvfp4" not in dtypes or _longest(lengths) < 5000, "quantising to NVFP4 takes too long"
+    ),
+    Constraint(
+        lambda dtypes, num_kv_heads, head_dim, page_size: (
+            "nvfp4" not in dtypes or num_kv_heads * head_dim * page_size <= MOST_NVFP4_ELEMENTS
+        ),
+        "quantising to NVFP4 takes too long",
     ),
     Constraint(
         lambda dtypes, out, sinks: sinks == "none" or not _is_e4m3(dtypes, out),
