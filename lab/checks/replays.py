@@ -67,6 +67,11 @@ class ReplayedBatch:
     def q_lens(self) -> tuple[int, ...]:
         raise NotImplementedError
 
+    @property
+    def kv_bound(self) -> dict[str, int]:
+        """Return the argument that bounds the keys of a request, as close as it can be."""
+        raise NotImplementedError
+
     def rules(self) -> dict[str, Any]:
         """Return the fields of `Rules` that the batch says."""
         bmm1, bmm2 = self.scales()
@@ -131,6 +136,11 @@ class PagedBatch(ReplayedBatch):
     def q_lens(self) -> tuple[int, ...]:
         return self.inputs.case.q_lens
 
+    @property
+    def kv_bound(self) -> dict[str, int]:
+        name = "max_kv_len" if self.interface is Interface.CONTEXT else "max_seq_len"
+        return {name: max(*self.inputs.case.kv_lens, 1)}
+
     def _inputs(self) -> AttentionInputs:
         return replace(self.inputs, query=self.query, sinks=None)
 
@@ -170,6 +180,10 @@ class RaggedBatch(ReplayedBatch):
     @property
     def q_lens(self) -> tuple[int, ...]:
         return self.case.q_lens
+
+    @property
+    def kv_bound(self) -> dict[str, int]:
+        return {"max_kv_len": max(*self.case.kv_lens, 1)}
 
     def with_contents_of(self, other: Self) -> Self:
         return replace(self, parts=other.parts)
@@ -236,17 +250,18 @@ class Replay:
         trial: whose implementation is called.
         room: a batch as large as any; its tensors stay.
         first: the batch that the call is first made and captured with.
+        is_eager: whether the call is made again on a GPU too.
 
     Raises:
         Declined, Raised: as `Trial.run`.
     """
 
-    def __init__(self, trial: Trial, room: ReplayedBatch, first: ReplayedBatch) -> None:
+    def __init__(self, trial: Trial, room: ReplayedBatch, first: ReplayedBatch, is_eager: bool = False) -> None:
         self.trial, self.interface = trial, room.interface
         self.arguments = room.arguments()
         self._load(first)
         self._has_run = False
-        is_captured = trial.device.type == "cuda" and Form.NO_BOUND not in room.forms
+        is_captured = trial.device.type == "cuda" and Form.NO_BOUND not in room.forms and not is_eager
         self._replay = self._captured() if is_captured else self._run
 
     def hold(self, what: str, batch: ReplayedBatch) -> Result:
@@ -255,6 +270,14 @@ class Replay:
         self.trial.hold(what, result, batch.truth())
         return result
 
+    def bounded(self, what: str, batch: ReplayedBatch) -> None:
+        """Load a batch, make its call eagerly with a bound of its own, and hold the rows of its requests to its truth."""
+        self._load(batch)
+        self._clear_out()
+        result = self.trial.run(self.interface, self.arguments | batch.kv_bound)
+        lse = None if result.lse is None else result.lse[: self._rows]
+        self.trial.hold(what, result._replace(out=result.out[: self._rows], lse=lse), batch.truth())
+
     def of(self, batch: ReplayedBatch) -> Result:
         """Load a batch, replay, and return copies of the rows of its requests."""
         self._load(batch)
@@ -262,11 +285,14 @@ class Replay:
 
     def again(self) -> Result:
         """Replay what is loaded, and return copies of the rows of its requests."""
-        if (out := self.arguments.get("out")) is not None:
-            out.fill_(math.nan)
+        self._clear_out()
         call = self.trial.note_call(self.interface, self.arguments)
         out, lse, _ = self._replay()
         return Result(out[: self._rows].clone(), None if lse is None else lse[: self._rows].clone(), call)
+
+    def _clear_out(self) -> None:
+        if (out := self.arguments.get("out")) is not None:
+            out.fill_(math.nan)
 
     def _load(self, batch: ReplayedBatch) -> None:
         """Write a batch's contents over the tensors' own, where they differ; what is beyond them stays."""

@@ -3,7 +3,8 @@
 No attention test of FlashInfer replays a graph with other lengths. Here one set of tensors is kept and its contents change. The
 call is captured on padding alone, within host bounds that allow more. Then requests come, each thing that lies on the device is
 written by itself, and requests, rows and keys grow in number, shrink, and are again what they were, with an eager call of
-another shape in between. On a GPU the call is captured and replayed; elsewhere it is made again with the same tensors.
+another shape in between. On a GPU the call is captured and replayed; elsewhere it is made again with the same tensors. At last
+other tensors are kept for eager calls, whose bounds on the host grow as the requests do.
 """
 
 from collections.abc import Callable, Iterator
@@ -109,6 +110,9 @@ def tell(trial: Trial, make: Make, room: Lens, waits: bool) -> None:
     trial.same_bits("a replay after an eager call", replay.again(), before)
     replay.hold("a replay with shorter requests", make(shrunk(room), seed=5))
     trial.same_bits("the first requests again", replay.of(short), kept)
+    eager = Replay(trial, make(room), short, is_eager=True)
+    eager.bounded("an eager call, bounded by short requests", short)
+    eager.bounded("the next in the same tensors, bounded by longer requests", grown)
 
 
 def paged_batches(trial: Trial, case: AttentionCase) -> Make:

@@ -57,6 +57,7 @@ REQUESTS_APART = (
     "requests apart"  # rows of each request in a longer one: a query of four axes whose first two are not one
 )
 TWICE = "the last twice"  # the last page of a request of several is the one before it
+ONE_TENSOR = ("one tensor", "one tensor of two halves")  # V's page after K's, or all of V after all of K
 PROMPTS = (65, 300, 1040)  # rows of the prompt, in a context call
 
 
@@ -171,7 +172,7 @@ def _tensors(interface: Interface, space: Space) -> dict[str, Sequence[Any]]:
         cache = (*cache, "4-D", "4-D with odd strides")
     else:
         tables = (*tables, "separate", "separate with rows apart")
-        cache = (*cache, "heads apart", "odd strides", "V otherwise", "one tensor", "K is V")
+        cache = (*cache, "heads apart", "odd strides", "V otherwise", *ONE_TENSOR, "K is V")
     return {
         "query": query,
         "block_tables": tables,
@@ -288,7 +289,7 @@ RULES = (
         "odd strides are of one K/V head, an axis of size 1",
     ),
     Constraint(
-        lambda dtypes, cache: "nvfp4" not in dtypes or cache in ("plain", "pages apart", "V otherwise", "one tensor"),
+        lambda dtypes, cache: "nvfp4" not in dtypes or cache in ("plain", "pages apart", "V otherwise", *ONE_TENSOR),
         "scale factors lie as the cache does",
     ),
     Constraint(
@@ -315,7 +316,7 @@ RULES = (
         lambda dtypes, page_size: "nvfp4" not in dtypes or page_size >= 16, "NVFP4 needs pages of at least 16 tokens"
     ),
     Constraint(
-        lambda block_tables, cache: "separate" not in block_tables or cache not in ("one tensor", "K is V"),
+        lambda block_tables, cache: "separate" not in block_tables or cache not in (*ONE_TENSOR, "K is V"),
         "K and V with tables of their own lie apart",
     ),
     Constraint(

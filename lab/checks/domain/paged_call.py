@@ -21,13 +21,14 @@ from lab.checks.domain.forms import (
     set_scales,
     with_minus_infinity,
 )
-from lab.checks.domain.paged_axes import AT_A_WORD, BITS_AFTER, OWN_BIT_CLEAR, REQUESTS_APART, TWICE
+from lab.checks.domain.paged_axes import AT_A_WORD, BITS_AFTER, ONE_TENSOR, OWN_BIT_CLEAR, REQUESTS_APART, TWICE
 from lab.checks.domain.paged_shape import PADDING, attention_case, rows_without_keys
 from lab.checks.domain.views import (
     GAP,
     LEAST_ALIGNMENT_BYTES,
     apart,
     at_bytes,
+    in_halves,
     laid,
     raw,
     with_nan,
@@ -145,8 +146,9 @@ def _store(call: PagedCall) -> None:
 def _cache(call: PagedCall) -> None:
     """Hand the cache out in another shape."""
     form, pages = call.of["cache"], call.inputs.k_pages
-    if form == "one tensor":
-        call.arguments["kv_cache"] = as_one_tensor(call.inputs)
+    if form in ONE_TENSOR:
+        whole = as_one_tensor(call.inputs)
+        call.arguments["kv_cache"] = in_halves(whole) if "halves" in form else whole
         # A decode takes scale factors as a pair alone.
         if call.inputs.scale_factors is not None and call.of.interface is Interface.CONTEXT:
             k, v = (each.view(torch.uint8) for each in call.arguments["kv_cache_sf"])

@@ -8,7 +8,7 @@ import torch
 
 from lab.calls.problem import E4M3
 from lab.checks.domain.combination import Combination
-from lab.checks.domain.paged_axes import DTYPES, EQUAL, FEWER, OWN_BIT_CLEAR, REQUESTS, TWICE
+from lab.checks.domain.paged_axes import DTYPES, EQUAL, FEWER, ONE_TENSOR, OWN_BIT_CLEAR, REQUESTS, TWICE
 from lab.checks.space import Space, edge_lengths
 from lab.workloads.attention_case import AttentionCase, Contents, Storage, TableTail
 from lab.workloads.interfaces import Interface
@@ -49,7 +49,7 @@ def attention_case(combination: Combination, space: Space) -> AttentionCase:
             table_tail=_TAILS.get(of["block_tables"], TableTail.FOREIGN),
             spare_columns=max(WIDE - width, 0) if of["block_tables"] == WIDE_TABLE else 3,
             page_seed=combination.seed,
-            stacked=of["cache"] in ("one tensor", "K is V"),
+            stacked=of["cache"] in (*ONE_TENSOR, "K is V"),
         ),
         **_heads(of),
     )

@@ -47,6 +47,11 @@ def heads_first(tensor: Tensor) -> Tensor:
     return tensor.movedim(heads, 0).contiguous().movedim(0, heads)
 
 
+def in_halves(tensor: Tensor) -> Tensor:
+    """Return [pages, 2, ...] with all of its first sides before all of its second ones in memory."""
+    return raw(tensor).transpose(0, 1).contiguous().transpose(0, 1).view(tensor.dtype)
+
+
 def laid(tensor: Tensor, form: str) -> Tensor:
     """Return [..., rows or tokens, heads, elements] as a form of a combination names it."""
     if form == "contiguous":
