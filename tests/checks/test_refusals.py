@@ -207,13 +207,15 @@ def test_a_call_that_was_taken_is_not_refused_later() -> None:
 
 
 def test_a_replay_is_not_refused() -> None:
-    """A kernel that takes a call with scales of numbers and no launch hint, and once."""
+    """A kernel that takes a call with scales of numbers, one page table and no launch hint, and once."""
     calls = []
 
     def decode(**arguments: Any) -> Any:
         names = ("bmm1_scale", "bmm1_scale_log2", "bmm2_scale")
         if any(isinstance(arguments.get(name), torch.Tensor) for name in names) or arguments.get("enable_pdl"):
             raise NotImplementedError("a number alone")
+        if not arguments.get("uses_shared_paged_kv_idx", True):
+            raise NotImplementedError("one table alone")
         calls.append(arguments)
         if len(calls) > 1:
             raise AssertionError("semaphores must be zero")

@@ -125,8 +125,8 @@ def test_what_is_broken_stands_first(page: Page) -> None:
 
 def test_the_page_opens_with_the_answer(html: str) -> None:
     said = html.split("<section", 2)[1]
-    assert "22 runs of the judge: 8 wrong, 1 failed, 8 known, 5 right." in said
-    assert "Fastest in 70 scenarios with several implementations, in 3 runs: " in said
+    assert "19 runs of the judge: 7 wrong, 2 failed, 7 known, 3 right." in said
+    assert "Fastest in 50 scenarios with several implementations, in 3 runs: " in said
     assert "Failed in 5 of 12 cases." in said
     assert "K1 oracle of decode: wrong. What the check catches: Any error of an output vector" in said
 
@@ -148,7 +148,8 @@ def test_the_fastest_of_each_scenario(page: Page) -> None:
         assert several <= set(shown)
         for name, row in shown.items():
             assert row["median, µs"].order == min(medians[name])
-            assert row["next is"].text in (["–"] if len(medians[name]) == 1 else ["SLOWER", "SAME", "UNSURE"])
+            if "next is" in row:  # a column of one value is told above its table
+                assert row["next is"].text in (["–"] if len(medians[name]) == 1 else ["SLOWER", "SAME", "UNSURE"])
     assert compared == 3
 
 
