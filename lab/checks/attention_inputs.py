@@ -117,8 +117,8 @@ class AttentionInputs:
         tables = torch.stack((self.block_tables, last - self.block_tables), dim=1)
         factors = self.scale_factors
         if factors is not None:
-            factors = factors[0], _reversed(factors[1])
-        return replace(self, v_pages=_reversed(self.v_pages), block_tables=tables, scale_factors=factors)
+            factors = factors[0], reversed_pages(factors[1])
+        return replace(self, v_pages=reversed_pages(self.v_pages), block_tables=tables, scale_factors=factors)
 
     def _offset_arguments(self) -> dict[str, Any]:
         """Return those of a decode call whose rows are told by offsets."""
@@ -162,7 +162,7 @@ class AttentionInputs:
         }
 
 
-def _reversed(pages: Tensor) -> Tensor:
+def reversed_pages(pages: Tensor) -> Tensor:
     """Return pages in reversed order."""
     return pages.view(torch.uint8).flip(0).view(pages.dtype)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import E4M3
-from lab.checks.attention_inputs import AttentionInputs, build_attention
+from lab.checks.attention_inputs import AttentionInputs, build_attention, reversed_pages
 from lab.checks.catalogue.k05_guards import amid
 from lab.checks.catalogue.k10_metamorphic import as_one_tensor
 from lab.checks.domain.forms import (
@@ -176,8 +176,7 @@ def _tables(call: PagedCall) -> None:
     form, tables = call.of["block_tables"], call.arguments["block_tables"]
     if "separate" in form:
         pages = call.inputs.v_pages
-        order = torch.arange(len(pages) - 1, -1, -1, device=call.device)
-        moved = pages.view(torch.uint8)[order].view(pages.dtype)
+        moved = reversed_pages(pages)
         if pages.stride() != moved.stride():
             moved = _like(moved, pages)
         tables = torch.stack((tables, len(pages) - 1 - tables), dim=1)
@@ -185,7 +184,7 @@ def _tables(call: PagedCall) -> None:
         call.arguments |= {"kv_cache": (call.inputs.k_pages, moved), "uses_shared_paged_kv_idx": False}
         if call.inputs.scale_factors is not None:
             k, v = call.arguments["kv_cache_sf"]
-            call.arguments["kv_cache_sf"] = (k, v.view(torch.uint8)[order].view(v.dtype))
+            call.arguments["kv_cache_sf"] = (k, reversed_pages(v))
     if "rows apart" in form:
         tables = apart(tables, -2, GAP + 1)
     call.arguments["block_tables"] = at_bytes(tables, tables.element_size()) if form == "at an element" else tables
