@@ -2,7 +2,7 @@
 
 `attention` is the definition; an end-to-end check hands it a request's K/V history as it was written. It goes over the tiles
 twice, for all scores and, after the softmax, for the sums. A tile is some keys of all requests that have so many. It is made
-float64, multiplied and dropped while a cache holds it:
+float64, multiplied and dropped:
 
     request 0  | tile 0 | tile 1 |
     request 1  | tile 0 | tile 1 | tile 2          | tile 3          |
@@ -18,9 +18,10 @@ from lab.calls.entry import takes_fields_of
 from lab.calls.problem import Scale, Softmax
 from lab.references.plain_arguments import check_plain
 
-# Most elements of K or V that are in float64 at a time: 4 MiB on a CPU, 32 MiB on a GPU (an H200 has 60 MB of L2).
+# Most elements of K or V that are in float64 at a time. A CPU's cache holds 4 MiB of them. A GPU gains nothing from a tile that
+# its L2 holds, and each tile costs seven launches (results/nvidia-h200/README.md): 256 MiB.
 TILE_ELEMENTS = 2**19
-GPU_TILE_ELEMENTS = 2**22
+GPU_TILE_ELEMENTS = 2**25
 
 
 @takes_fields_of(Softmax)

@@ -1,8 +1,8 @@
 """The references are usable, by the loop over requests that one would write first.
 
 On a CPU a batch costs less than that loop; on a GPU far less, where launches are the cost, that is: many requests.
-A few long ones are bound by making K and V float64 either way. Both sides run in turn in one test: a time alone would
-measure the machine.
+A few long ones are bound by making K and V float64 either way, and gain a factor of 2 to 3. Both sides run in turn in one
+test: a time alone would measure the machine.
 """
 
 import time
@@ -76,11 +76,13 @@ def test_no_slower_than_a_loop_on_a_cpu() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="compares speeds on a GPU, and there is none here")
-@pytest.mark.parametrize(("batch_size", "kv_len"), [(256, 256)])
-def test_five_times_faster_than_a_loop_on_a_gpu(batch_size: int, kv_len: int) -> None:
+@pytest.mark.parametrize(
+    ("batch_size", "kv_len", "least"), [(256, 256, 5), (128, 512, 5), (64, 512, 4), (64, 4096, 1.5), (16, 4096, 1.5)]
+)
+def test_faster_than_a_loop_on_a_gpu(batch_size: int, kv_len: int, least: float) -> None:
     case = ForwardCase(ForwardMode.DECODE, "llama-3.1-8b", (kv_len - 1,) * batch_size, (1,) * batch_size)
     forward = build_forward(case, torch.device("cuda"))
     assert relative_l2(by_reference(forward), by_loop(forward)).max() < 1e-12
     loop_s, reference_s = best_of_5_s(by_loop, forward), best_of_5_s(by_reference, forward)
     print(f"loop {loop_s * 1e3:.2f} ms, reference {reference_s * 1e3:.2f} ms, {loop_s / reference_s:.1f} times")
-    assert loop_s >= 5 * reference_s
+    assert loop_s >= least * reference_s
