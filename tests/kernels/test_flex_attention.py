@@ -1,5 +1,6 @@
 """torch's flex_attention over a paged cache, uncompiled: outputs and LSEs are right, and so are the blocks that a GPU reads."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -59,6 +60,17 @@ def test_outputs_and_lses_are_right(name: str) -> None:
     torch.testing.assert_close(lse.to(torch.float64), wanted_lse.to(torch.float64), rtol=0, atol=1e-3)
 
 
+def test_a_request_with_a_page_twice_is_refused() -> None:
+    """Two requests may share a page."""
+    arguments = decode_arguments(batch([1, 1], [70, 70]), **usual())
+    tables = arguments["block_tables"].clone()
+    tables[1] = tables[0]
+    flex_attention.trtllm_batch_decode_with_kv_cache(**arguments | {"block_tables": tables})
+    tables[1, 1] = tables[1, 0]
+    with pytest.raises(NotImplementedError, match=f"request 1 must not have page {int(tables[1, 0])} twice"):
+        flex_attention.trtllm_batch_decode_with_kv_cache(**arguments | {"block_tables": tables})
+
+
 @pytest.mark.parametrize("name", PASSES)
 def test_a_block_read_wholly_is_seen_wholly_and_what_is_seen_is_read(name: str) -> None:
     function, arguments = PASSES[name]
@@ -114,3 +126,15 @@ def test_what_it_cannot_is_refused_in_a_sentence(name: str) -> None:
     arguments = decode_arguments(batch([1, 1], [5, 70]), **usual(**changes))
     with pytest.raises(NotImplementedError, match=f"{kernel.name} .*{reason}"):
         flex_attention.trtllm_batch_decode_with_kv_cache(**arguments)
+
+
+@pytest.mark.parametrize("side", ["K", "V"])
+def test_a_pool_past_32_bits_is_refused_on_a_gpu(side: str) -> None:
+    problem = DecodeCall(**decode_arguments(batch([1, 1], [5, 70]), **usual())).problem()
+    page_elements = problem.k_cache[0].numel()
+    for num_pages, fits in ((2**31 // page_elements, True), (2**31 // page_elements + 1, False)):
+        pool = torch.empty(num_pages, problem.page_size, problem.num_kv_heads, problem.head_dim, device="meta")
+        large = replace(problem, **{f"{side.lower()}_cache": pool.transpose(1, 2)})
+        assert FLEX_ATTENTION.limits(None, large) is None
+        told = FLEX_ATTENTION.limits((9, 0), large)
+        assert told is None if fits else told and told.startswith(f"counts the elements of {side} in 32 bits")

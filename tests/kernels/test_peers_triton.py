@@ -136,6 +136,22 @@ class TestSGLang:
         arguments = decode_arguments(batch([20, 20], [25, 70]), **usual(window_left=window_left))
         assert_right(sglang_triton, DECODE, arguments | {"mask": words.to(torch.uint16)})
 
+    @pytest.mark.parametrize(
+        ("kv_lens", "window_left", "hides"),
+        [([2, 70], -1, True), ([3, 70], -1, False), ([3, 70], 1, False), ([70, 70], 2, False), ([2, 70], 5, True)],
+    )
+    def test_a_mask_that_hides_every_key_of_a_row_is_refused(
+        self, kv_lens: list[int], window_left: int, hides: bool
+    ) -> None:
+        """Row 0's own bit is clear; row 1 sees both tokens of the draft."""
+        words = torch.tensor([[[0, 0], [3, 0]]], dtype=torch.int32).expand(2, -1, -1).to(torch.uint16)
+        arguments = decode_arguments(batch([2, 2], kv_lens), **usual(window_left=window_left, mask=words))
+        if not hides:
+            assert_right(sglang_triton, DECODE, arguments)
+            return
+        with pytest.raises(NotImplementedError, match="a row that sees no key"):
+            sglang_triton.trtllm_batch_decode_with_kv_cache(**arguments)
+
     def test_an_e4m3_cache_is_multiplied_in_e4m3(self) -> None:
         """So its error is that of rounding weights to 3 bits, and below the normal numbers of e4m3 to fewer."""
         arguments = decode_arguments(batch([1, 1], [5, 70], kv_dtype=E4M3), **usual(bmm1_scale=0.1))

@@ -44,8 +44,11 @@ def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
 def _plan(call: DecodeCall | ContextCall) -> Ready:
     """Plan a call. Parameters, shapes, dtypes and errors are `lab.calls.DecodeCall`'s and `ContextCall`'s.
 
-    What is not taken raises NotImplementedError with the reason of `lab.kernels.support.why_not`, and so does planning in a
-    CUDA graph's capture. `workspace_buffer` is not used.
+    `workspace_buffer` is not used.
+
+    Raises:
+        NotImplementedError: for what is not taken, with the reason of `lab.kernels.support.why_not`; in a CUDA graph's capture;
+            for a request that has a page twice.
     """
     problem = call.problem()
     out, lse = problem.results()
@@ -172,6 +175,7 @@ def _block_mask(problem: PagedAttention, rows: _Rows, num_tokens: int) -> Any:
     device, page_size = problem.query.device, problem.page_size
     most = max(-(-kv_len // page_size) for kv_len in rows.kv_lens)
     table = problem.k_block_tables[:, :most].tolist()
+    _check_pages_are_once(table, rows.kv_lens, page_size)
     num_blocks = -(-len(rows.grid[0]) // Q_BLOCK)
     partial: list[list[int]] = []
     full: list[list[int]] = []
@@ -198,6 +202,18 @@ def _block_mask(problem: PagedAttention, rows: _Rows, num_tokens: int) -> Any:
         BLOCK_SIZE=(Q_BLOCK, page_size),
         mask_mod=_mask(problem, rows, num_tokens // page_size),
     )
+
+
+def _check_pages_are_once(table: list[list[int]], kv_lens: list[int], page_size: int) -> None:
+    """Raise NotImplementedError for a request that has a page twice: the mask finds one place of a page in its request."""
+    for request, (pages, kv_len) in enumerate(zip(table, kv_lens, strict=True)):
+        live = pages[: -(-kv_len // page_size)]
+        twice = next((page for page in live if live.count(page) > 1), None) if len(set(live)) < len(live) else None
+        if twice is not None:
+            raise NotImplementedError(
+                f"torch's flex_attention finds a page's place in its request by the page's id: request {request} must not "
+                f"have page {twice} twice"
+            )
 
 
 def _pages_of(

@@ -79,7 +79,8 @@ def _plan(call: DecodeCall | ContextCall) -> Ready:
     offsets, kv_lens = problem.row_offsets(), problem.seq_lens.tolist()
     q_lens = [end - start for start, end in itertools.pairwise(offsets)]
     least = [rows if problem.causal else 1 for rows in q_lens]
-    if any(kv_len < keys for kv_len, keys, rows in zip(kv_lens, least, q_lens, strict=True) if rows):
+    too_few = any(kv_len < keys for kv_len, keys, rows in zip(kv_lens, least, q_lens, strict=True) if rows)
+    if too_few or _mask_hides_every_key(problem):
         raise NotImplementedError("SGLang's Triton attention divides 0 by 0 in a row that sees no key")
     tokens = _tokens(problem, q_lens, kv_lens)
     is_decode = problem.call is AttentionCall.DECODE and problem.cu_seqlens_q is None and problem.max_q_len == 1
@@ -89,6 +90,17 @@ def _plan(call: DecodeCall | ContextCall) -> Ready:
         name, arguments = EXTEND, _extend_arguments(problem, out, tokens, q_lens)
     attention = installed_function(PART, name, WRITTEN_FOR, frozenset(arguments))
     return PreparedCall(attention, arguments, returned=out)
+
+
+def _mask_hides_every_key(problem: PagedAttention) -> bool:
+    """Return True if a draft mask leaves some row neither a token before the draft nor one of it; it waits for the GPU."""
+    if problem.mask is None:
+        return False
+    row = torch.arange(problem.max_q_len, device=problem.query.device)
+    window = problem.window_left if problem.window_left >= 0 else problem.max_q_len
+    sees_prefix = (problem.seq_lens > problem.max_q_len).unsqueeze(1) & (row < window)
+    sees_draft = shown_draft_tokens(problem.mask.to(torch.int32)) & (row >= row.unsqueeze(1) - window)
+    return not bool((sees_prefix | sees_draft.any(-1)).all())
 
 
 def _tokens(problem: PagedAttention, q_lens: Sequence[int], kv_lens: Sequence[int]) -> _Tokens:

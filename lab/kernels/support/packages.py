@@ -61,6 +61,17 @@ FLASH_ATTENTION_4 = paged_kernel(
     says=ONE_TABLE | NUMBERS | NO_V_SCALE | {Feature.MASK: "takes no packed mask: its masks are functions in CuTe DSL"},
     limits=_flash_attention_4,
 )
+
+
+def _flex_attention(capability: Capability | None, problem: PagedAttention) -> str | None:
+    """Return the limit that a problem passes; a GPU's kernel counts elements in 32 bits until pytorch/pytorch#185264."""
+    for name, pool in (("K", problem.k_cache), ("V", problem.v_cache)):
+        span = sum((size - 1) * stride for size, stride in zip(pool.shape, pool.stride(), strict=True))
+        if capability is not None and span >= 2**31:
+            return f"counts the elements of {name} in 32 bits: its pool must span fewer than 2**31, not {span:,}"
+    return no_token_list(problem)
+
+
 # Of torch 2.13, `torch/nn/attention/flex_attention.py`.
 FLEX_ATTENTION = paged_kernel(
     "torch's flex_attention",
@@ -79,7 +90,7 @@ FLEX_ATTENTION = paged_kernel(
         Feature.SEPARATE_TABLES: "has one list of blocks for K and V: uses_shared_paged_kv_idx must be True",
         Feature.TENSOR_SCALES: "takes its scale as a number, not as a tensor",
     },
-    limits=lambda _capability, problem: no_token_list(problem),
+    limits=_flex_attention,
 )
 
 
