@@ -10,9 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from lab.calls.problem import E4M3
 from lab.checks.domain.combination import Combination
-from lab.checks.domain.paged_axes import OWN_BIT_CLEAR
+from lab.checks.domain.paged_axes import OWN_BIT_CLEAR, SOME_MINUS_INFINITY
 from lab.checks.domain.paged_shape import attention_case
 from lab.checks.report import CaseVerdict
 from lab.checks.space import Space
@@ -173,6 +175,25 @@ def only_where_a_mask_hides_every_key(case: Any, sentence: str) -> bool:
     return hides and bool(requests) and all(case.kv_lens[request] <= case.q_lens[request] for request in requests)
 
 
+def has_sinks(case: AttentionCase | Combination) -> bool:
+    return case.get("sinks", "none") != "none" if isinstance(case, Combination) else case.sinks
+
+
+def sink_of_minus_infinity_and_fewer_keys_than_rows(case: AttentionCase | Combination, sentence: str) -> bool:
+    """Some sink is minus infinity, and all that is wrong belongs to requests with fewer keys than rows, if any is named."""
+    some = case.get("sinks") == SOME_MINUS_INFINITY if isinstance(case, Combination) else "minus infinity" in sentence
+    told = only_fewer_keys_than_rows if wrong_requests(sentence) else lambda case, _: has_fewer_keys_than_rows(case)
+    return some and told(case, sentence)
+
+
+def unscaled_e4m3_shows(case: AttentionCase | Combination, sentence: str) -> bool:
+    """The cache is e4m3, and logits climb, keys have little weight, or K11 makes logits large."""
+    case = lens_of(case)
+    shows = case.contents in (Contents.TALL, Contents.SHADED)
+    large = re.search("^(bmm1_scale below 0|rows whose logits are far apart): ", sentence)
+    return case.kv_dtype == E4M3 and (shows or bool(large))
+
+
 def has_window(case: AttentionCase, sentence: str) -> bool:
     return case.window_left >= 0
 
@@ -322,6 +343,13 @@ LEDGER: tuple[KnownFinding, ...] = (
         finding=f"{PEERS}#1-vllms-kernel-leaves-the-rows-of-a-request-without-keys-unwritten-where-it-splits-keys",
     ),
     KnownFinding(
+        **VLLM,
+        checks=("K2", "K11", "K18"),
+        wrong="vectors are wrong.*: rows that see no key must be zero|are not finite",
+        where=only_fewer_keys_than_rows,
+        finding=f"{PEERS}#9-vllms-kernel-divides-0-by-0-in-a-row-that-sees-no-key",
+    ),
+    KnownFinding(
         **FA2,
         checks=("K2", "K13", "K18"),
         wrong="vectors are wrong|LSEs are wrong",
@@ -334,16 +362,16 @@ LEDGER: tuple[KnownFinding, ...] = (
         for entry in (
             KnownFinding(
                 **fa3,
-                checks=("K2",),
-                wrong="^sinks of minus infinity: .*(vectors are wrong|are not finite)",
-                where=only_fewer_keys_than_rows,
+                checks=("K2", "K18"),
+                wrong="vectors are wrong|are not finite|LSEs are wrong: row [0-9]+ head [0-9]+ is nan,",
+                where=sink_of_minus_infinity_and_fewer_keys_than_rows,
                 finding=f"{PEERS}#3-flashinfers-fa3-gives-nan-for-a-row-without-keys-and-a-sink-of-minus-infinity",
             ),
             KnownFinding(
                 **fa3,
-                checks=("K2",),
+                checks=("K2", "K18"),
                 wrong="LSEs are wrong: row [0-9]+ head [0-9]+ is -inf,",
-                where=lambda case, sentence: case.sinks and has_no_keys(case),
+                where=lambda case, sentence: has_sinks(case) and has_no_keys(case),
                 finding=f"{PEERS}#4-flashinfers-fa3-leaves-the-sink-out-of-the-lse-of-a-request-without-keys",
             ),
             KnownFinding(
@@ -378,9 +406,16 @@ LEDGER: tuple[KnownFinding, ...] = (
     ),
     KnownFinding(
         **SGLANG,
-        checks=("K11",),
-        wrong="^bmm1_scale below 0: .*vectors are wrong",
-        where=lambda case, sentence: case.kv_dtype == E4M3,
-        finding=f"{PEERS}#8-sglangs-kernels-lose-keys-of-less-than-11000-of-the-heaviest-keys-weight-over-an-e4m3-cache",
+        checks=("K2", "K11", "K18"),
+        wrong="vectors are wrong",
+        where=unscaled_e4m3_shows,
+        finding=f"{PEERS}#8-sglangs-kernels-round-to-e4m3-without-a-scale-over-an-e4m3-cache",
+    ),
+    KnownFinding(
+        **SGLANG,
+        checks=("K8",),
+        wrong="^the row .* by itself: .*vectors are wrong",
+        where=lambda case, sentence: case.dtype == torch.float16 and case.group == 1,
+        finding=f"{PEERS}#10-sglangs-decode-kernel-rounds-each-product-of-a-query-and-a-key-where-every-query-head-has-its-own-kv-head",
     ),
 )

@@ -20,6 +20,8 @@ from lab.checks.ledger import (
     only_rows_before_the_first_tile,
     only_where_a_mask_hides_every_key,
     only_without_keys,
+    sink_of_minus_infinity_and_fewer_keys_than_rows,
+    unscaled_e4m3_shows,
     window_over_several_rows,
     wrong_requests,
 )
@@ -27,6 +29,7 @@ from lab.checks.trial import Result, Trial, truth_of_call
 from lab.checks.verdicts import Judged
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.provenance import PACKAGES
+from lab.workloads.attention_case import Contents
 from lab.workloads.forward_case import ForwardCase
 from tests.checks.small import decoding
 
@@ -125,6 +128,41 @@ def test_masks_that_hide_every_key(axes: dict[str, Any], requests: str, explaine
         only_where_a_mask_hides_every_key(case, f"8 of 96 vectors are wrong, of requests [{requests}]: row 0")
         is explained
     )
+
+
+@pytest.mark.parametrize(
+    ("case", "sentence", "explained"),
+    [
+        (CASE, "sinks of minus infinity: 3 of 9 vectors are wrong, of requests [0, 1]: row 0", True),
+        (CASE, "sinks of minus infinity: 3 of 9 vectors are wrong, of requests [2]: row 4", False),
+        (CASE, "sinks of minus infinity: 4 LSEs are wrong: row 0 head 0 is nan, not -inf (base 2)", True),
+        (CASE, "the call: 3 of 9 vectors are wrong, of requests [0]: row 0", False),
+        (
+            Combination(Interface.DECODE, {"sinks": "some minus infinity", "lengths": "fewer than rows", "q_len": 4}),
+            "",
+            True,
+        ),
+        (Combination(Interface.DECODE, {"sinks": "per head", "lengths": "fewer than rows", "q_len": 4}), "", False),
+        (Combination(Interface.DECODE, {"sinks": "some minus infinity"}), "", False),
+    ],
+)
+def test_sinks_of_minus_infinity(case: Any, sentence: str, explained: bool) -> None:
+    assert sink_of_minus_infinity_and_fewer_keys_than_rows(case, sentence) is explained
+
+
+@pytest.mark.parametrize(
+    ("case", "sentence", "explained"),
+    [
+        (replace(CASE, kv_dtype=E4M3, contents=Contents.TALL), "the call: 3 of 9", True),
+        (replace(CASE, kv_dtype=E4M3), "the call: 3 of 9", False),
+        (replace(CASE, kv_dtype=E4M3), "rows whose logits are far apart: 3 of 9", True),
+        (replace(CASE, contents=Contents.TALL), "the call: 3 of 9", False),
+        (Combination(Interface.DECODE, {"dtypes": "bf16/e4m3", "contents": "shaded"}), "the call: 3 of 9", True),
+        (Combination(Interface.DECODE, {"dtypes": "bf16/bf16", "contents": "shaded"}), "the call: 3 of 9", False),
+    ],
+)
+def test_e4m3_without_a_scale(case: Any, sentence: str, explained: bool) -> None:
+    assert unscaled_e4m3_shows(case, sentence) is explained
 
 
 def test_every_sentence_must_be_explained() -> None:

@@ -21,7 +21,15 @@ from lab.checks.domain.forms import (
     set_scales,
     with_minus_infinity,
 )
-from lab.checks.domain.paged_axes import AT_A_WORD, BITS_AFTER, ONE_TENSOR, OWN_BIT_CLEAR, REQUESTS_APART, TWICE
+from lab.checks.domain.paged_axes import (
+    AT_A_WORD,
+    BITS_AFTER,
+    ONE_TENSOR,
+    OWN_BIT_CLEAR,
+    REQUESTS_APART,
+    SOME_MINUS_INFINITY,
+    TWICE,
+)
 from lab.checks.domain.paged_shape import PADDING, attention_case, rows_without_keys
 from lab.checks.domain.views import (
     GAP,
@@ -221,7 +229,7 @@ def _sinks(call: PagedCall) -> None:
     form, sinks = call.of["sinks"], call.inputs.sinks
     if sinks is None:
         return
-    if form == "some minus infinity":
+    if form == SOME_MINUS_INFINITY:
         sinks = call.rules["sinks"] = with_minus_infinity(sinks)
     forms = {"list": [sinks], "tuple": (sinks,), "a part of others": amid(sinks, math.nan)}
     call.arguments["sinks"] = forms.get(form, sinks)

@@ -21,7 +21,7 @@ from lab.checks.domain.forms import (
     set_scales,
     with_minus_infinity,
 )
-from lab.checks.domain.paged_axes import FEWER, REQUESTS
+from lab.checks.domain.paged_axes import FEWER, REQUESTS, SOME_MINUS_INFINITY
 from lab.checks.domain.paged_call import PADDED
 from lab.checks.domain.paged_shape import (
     empty_requests,
@@ -213,7 +213,7 @@ def _sinks(call: RaggedCall) -> None:
     if call.of["sinks"] == "none":
         return
     sinks = torch.linspace(1.0, 4.0, call.query.shape[1], device=call.query.device)
-    if call.of["sinks"] == "some minus infinity":
+    if call.of["sinks"] == SOME_MINUS_INFINITY:
         sinks = with_minus_infinity(sinks)
     call.rules["sinks"] = sinks
     call.arguments["attention_sinks"] = amid(sinks, math.nan) if call.of["sinks"] == "a part of others" else sinks
