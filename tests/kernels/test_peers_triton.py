@@ -146,6 +146,7 @@ class TestSGLang:
         """Row 0's own bit is clear; row 1 sees both tokens of the draft."""
         words = torch.tensor([[[0, 0], [3, 0]]], dtype=torch.int32).expand(2, -1, -1).to(torch.uint16)
         arguments = decode_arguments(batch([2, 2], kv_lens), **usual(window_left=window_left, mask=words))
+        arguments |= {"seq_lens": arguments["seq_lens"].view(torch.uint32)}
         if not hides:
             assert_right(sglang_triton, DECODE, arguments)
             return

@@ -80,7 +80,7 @@ def _plan(call: DecodeCall | ContextCall) -> Ready:
     q_lens = [end - start for start, end in itertools.pairwise(offsets)]
     least = [rows if problem.causal else 1 for rows in q_lens]
     too_few = any(kv_len < keys for kv_len, keys, rows in zip(kv_lens, least, q_lens, strict=True) if rows)
-    if too_few or _mask_hides_every_key(problem):
+    if too_few or _mask_hides_every_key(problem, kv_lens):
         raise NotImplementedError("SGLang's Triton attention divides 0 by 0 in a row that sees no key")
     tokens = _tokens(problem, q_lens, kv_lens)
     is_decode = problem.call is AttentionCall.DECODE and problem.cu_seqlens_q is None and problem.max_q_len == 1
@@ -92,13 +92,14 @@ def _plan(call: DecodeCall | ContextCall) -> Ready:
     return PreparedCall(attention, arguments, returned=out)
 
 
-def _mask_hides_every_key(problem: PagedAttention) -> bool:
+def _mask_hides_every_key(problem: PagedAttention, kv_lens: Sequence[int]) -> bool:
     """Return True if a draft mask leaves some row neither a token before the draft nor one of it; it waits for the GPU."""
     if problem.mask is None:
         return False
     row = torch.arange(problem.max_q_len, device=problem.query.device)
     window = problem.window_left if problem.window_left >= 0 else problem.max_q_len
-    sees_prefix = (problem.seq_lens > problem.max_q_len).unsqueeze(1) & (row < window)
+    has_prefix = torch.tensor([kv_len > problem.max_q_len for kv_len in kv_lens], device=row.device)
+    sees_prefix = has_prefix.unsqueeze(1) & (row < window)
     sees_draft = shown_draft_tokens(problem.mask.to(torch.int32)) & (row >= row.unsqueeze(1) - window)
     return not bool((sees_prefix | sees_draft.any(-1)).all())
 
