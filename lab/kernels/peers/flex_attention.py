@@ -14,6 +14,7 @@ that the mask hides is multiplied by 0, so that NaN in a page's unused cells rea
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -207,12 +208,11 @@ def _block_mask(problem: PagedAttention, rows: _Rows, num_tokens: int) -> Any:
 def _check_pages_are_once(table: list[list[int]], kv_lens: list[int], page_size: int) -> None:
     """Raise NotImplementedError for a request that has a page twice: the mask finds one place of a page in its request."""
     for request, (pages, kv_len) in enumerate(zip(table, kv_lens, strict=True)):
-        live = pages[: -(-kv_len // page_size)]
-        twice = next((page for page in live if live.count(page) > 1), None) if len(set(live)) < len(live) else None
-        if twice is not None:
+        twice = [page for page, times in Counter(pages[: -(-kv_len // page_size)]).items() if times > 1]
+        if twice:
             raise NotImplementedError(
                 f"torch's flex_attention finds a page's place in its request by the page's id: request {request} must not "
-                f"have page {twice} twice"
+                f"have page {twice[0]} twice"
             )
 
 

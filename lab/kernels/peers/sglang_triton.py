@@ -80,28 +80,34 @@ def _plan(call: DecodeCall | ContextCall) -> Ready:
     q_lens = [end - start for start, end in itertools.pairwise(offsets)]
     least = [rows if problem.causal else 1 for rows in q_lens]
     too_few = any(kv_len < keys for kv_len, keys, rows in zip(kv_lens, least, q_lens, strict=True) if rows)
-    if too_few or _mask_hides_every_key(problem, kv_lens):
+    shown = None if problem.mask is None else shown_draft_tokens(problem.mask.to(torch.int32))
+    if too_few or (shown is not None and _hides_every_key(shown, problem.window_left, kv_lens)):
         raise NotImplementedError("SGLang's Triton attention divides 0 by 0 in a row that sees no key")
     tokens = _tokens(problem, q_lens, kv_lens)
     is_decode = problem.call is AttentionCall.DECODE and problem.cu_seqlens_q is None and problem.max_q_len == 1
     if is_decode:
         name, arguments = DECODE, _decode_arguments(problem, out, tokens)
     else:
-        name, arguments = EXTEND, _extend_arguments(problem, out, tokens, q_lens)
+        name, arguments = EXTEND, _extend_arguments(problem, out, tokens, q_lens, shown)
     attention = installed_function(PART, name, WRITTEN_FOR, frozenset(arguments))
     return PreparedCall(attention, arguments, returned=out)
 
 
-def _mask_hides_every_key(problem: PagedAttention, kv_lens: Sequence[int]) -> bool:
-    """Return True if a draft mask leaves some row neither a token before the draft nor one of it; it waits for the GPU."""
-    if problem.mask is None:
-        return False
-    row = torch.arange(problem.max_q_len, device=problem.query.device)
-    window = problem.window_left if problem.window_left >= 0 else problem.max_q_len
-    has_prefix = torch.tensor([kv_len > problem.max_q_len for kv_len in kv_lens], device=row.device)
+def _hides_every_key(shown: torch.Tensor, window_left: int, kv_lens: Sequence[int]) -> bool:
+    """Return True if some row sees neither a token before the draft nor one of it; it waits for the GPU.
+
+    Args:
+        shown: of draft masks, bool [batch_size, q_len, q_len].
+        window_left: of the rows; -1 is no window.
+        kv_lens: of the requests.
+    """
+    q_len = shown.shape[1]
+    window = min(window_left, q_len) if window_left >= 0 else q_len
+    row = torch.arange(q_len, device=shown.device)
+    has_prefix = torch.tensor([kv_len > q_len for kv_len in kv_lens], device=shown.device)
     sees_prefix = has_prefix.unsqueeze(1) & (row < window)
-    sees_draft = shown_draft_tokens(problem.mask.to(torch.int32)) & (row >= row.unsqueeze(1) - window)
-    return not bool((sees_prefix | sees_draft.any(-1)).all())
+    sees_draft = shown.triu(-window).any(-1)
+    return not bool((sees_prefix | sees_draft).all())
 
 
 def _tokens(problem: PagedAttention, q_lens: Sequence[int], kv_lens: Sequence[int]) -> _Tokens:
@@ -171,7 +177,7 @@ def _num_splits(problem: PagedAttention, tokens: _Tokens) -> torch.Tensor:
 
 
 def _extend_arguments(
-    problem: PagedAttention, out: torch.Tensor, tokens: _Tokens, q_lens: Sequence[int]
+    problem: PagedAttention, out: torch.Tensor, tokens: _Tokens, q_lens: Sequence[int], shown: torch.Tensor | None
 ) -> dict[str, Any]:
     on_device = partial(torch.tensor, dtype=torch.int32, device=problem.query.device)
     prefixes = [count - rows for count, rows in zip(tokens.counts, q_lens, strict=True)]
@@ -183,9 +189,9 @@ def _extend_arguments(
         "sliding_window_size": problem.window_left,
         "window_start_pos": on_device(tokens.starts),
     }
-    if problem.mask is not None:
+    if shown is not None:
         sizes = [rows * count for rows, count in zip(q_lens, tokens.counts, strict=True)]
-        masks = [_mask_of(problem, request, prefix) for request, prefix in enumerate(prefixes)]
+        masks = [_mask_of(draft, prefix) for draft, prefix in zip(shown, prefixes, strict=True)]
         arguments |= {
             "custom_mask": torch.cat(masks),
             "mask_indptr": torch.tensor([0, *itertools.accumulate(sizes)], device=problem.query.device),
@@ -193,10 +199,8 @@ def _extend_arguments(
     return arguments
 
 
-def _mask_of(problem: PagedAttention, request: int, prefix: int) -> torch.Tensor:
+def _mask_of(draft: torch.Tensor, prefix: int) -> torch.Tensor:
     """Return a request's draft mask as SGLang takes it: bool, a row after another, the prefix' tokens before the draft's."""
-    assert problem.mask is not None
-    draft = shown_draft_tokens(problem.mask[request].unsqueeze(0).to(torch.int32))[0]
     return torch.cat([draft.new_ones(len(draft), prefix), draft], dim=1).flatten()
 
 
