@@ -13,16 +13,26 @@ from typing import Any
 import torch
 
 from lab.calls.problem import E4M3
-from lab.checks.domain.combination import Combination
-from lab.checks.domain.paged_axes import OWN_BIT_CLEAR, SOME_MINUS_INFINITY
-from lab.checks.domain.paged_shape import attention_case
+from lab.checks.ledger_conditions import (
+    has_fewer_keys_than_rows,
+    has_no_keys,
+    has_sinks,
+    has_window,
+    is_decode,
+    mask_over_e4m3,
+    only_fewer_keys_than_rows,
+    only_rows_before_the_first_tile,
+    only_where_a_mask_hides_every_key,
+    only_without_keys,
+    sink_of_minus_infinity_and_fewer_keys_than_rows,
+    unscaled_e4m3_shows,
+    window_over_several_rows,
+)
 from lab.checks.report import CaseVerdict
-from lab.checks.space import Space
 from lab.checks.verdicts import Outcome
 from lab.gpus import Capability
-from lab.metadata.engine.forward_mode import ForwardMode
 from lab.provenance import version_of
-from lab.workloads.attention_case import AttentionCase, Contents
+from lab.workloads.attention_case import Contents
 from lab.workloads.interfaces import ATTENTION, Interface
 
 
@@ -93,150 +103,29 @@ def _is_installed(entry: KnownFinding, release_of: Callable[[str], str | None]) 
     return not entry.package or (release is not None and release.partition("+")[0] in entry.releases)
 
 
-def wrong_requests(sentence: str) -> list[int]:
-    """The requests that a sentence of `lab.checks.trial.Trial.hold` names."""
-    named = re.search(r"of requests \[([0-9, ]*)\]", sentence)
-    return [int(number) for number in named.group(1).split(",") if number.strip()] if named else []
+def _on_hopper(peer: str, package: str, release: str) -> dict[str, Any]:
+    """Return an entry's fields for another package's kernels, as `lab.kernels.peers` has them, in a release on SM90."""
+    return {
+        "implementation": f"lab.kernels.peers.{peer}",
+        "capability": (9, 0),
+        "package": package,
+        "releases": (release,),
+    }
 
 
-def lens_of(case: AttentionCase | Combination) -> AttentionCase:
-    """Return the case that has the lengths of each request."""
-    return attention_case(case, Space()) if isinstance(case, Combination) else case
-
-
-def only_fewer_keys_than_rows(case: AttentionCase | Combination, sentence: str) -> bool:
-    """All that is wrong belongs to requests with fewer keys than query rows."""
-    requests, case = wrong_requests(sentence), lens_of(case)
-    seen = getattr(case, "seen_lens", case.kv_lens)  # of a pass, whose rows may see fewer keys than there are
-    return bool(requests) and all(seen[request] < case.q_lens[request] for request in requests)
-
-
-def has_fewer_keys_than_rows(case: AttentionCase | Combination) -> bool:
-    """Some request of the case has fewer keys than query rows."""
-    case = lens_of(case)
-    return any(kv_len < q_len for kv_len, q_len in zip(case.kv_lens, case.q_lens, strict=True))
-
-
-def only_without_keys(case: AttentionCase | Combination, sentence: str) -> bool:
-    """All that is wrong belongs to requests without a key."""
-    requests, case = wrong_requests(sentence), lens_of(case)
-    return bool(requests) and all(case.kv_lens[request] == 0 for request in requests)
-
-
-def has_no_keys(case: AttentionCase | Combination) -> bool:
-    """Some request of the case has no key."""
-    return 0 in lens_of(case).kv_lens
-
-
-def rows_before_the_first_tile(case: AttentionCase | Combination, request: int) -> bool:
-    """The request has fewer keys than rows, and keys for a tile that FA2 leaves unmasked."""
-    case = lens_of(case)
-    return LEAST_KEYS_OF_FA2 <= case.kv_lens[request] < case.q_lens[request]
-
-
-def only_rows_before_the_first_tile(case: AttentionCase | Combination, sentence: str) -> bool:
-    """All that is wrong belongs to requests as `rows_before_the_first_tile`; some request is one where none is named."""
-    requests = wrong_requests(sentence)
-    told = [rows_before_the_first_tile(case, each) for each in requests or range(len(lens_of(case).kv_lens))]
-    return all(told) if requests else any(told)
-
-
-def several_rows(case: Any, sentence: str) -> bool:
-    """The wrong call is a decode call with several rows for each request; K11 puts four under a mask in any case."""
-    mode = getattr(case, "mode", None)
-    if mode is not None:  # of a pass, or of a graph
-        return getattr(mode, "forward_mode", mode) in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2)
-    case = lens_of(case)
-    return is_decode(case, sentence) and (max(case.q_lens) > 1 or bool(re.search("mask .*of [0-9]+ rows", sentence)))
-
-
-def window_over_several_rows(case: Any, sentence: str) -> bool:
-    """The wrong call has a window and several rows for each request."""
-    windowed = getattr(case, "sliding_window", False) or getattr(case, "window_left", -1) >= 0
-    if isinstance(case, Combination):
-        windowed = case.get("window_left", -1) >= 0
-    return several_rows(case, sentence) and bool(windowed or re.search(r"\bwindow", sentence))
-
-
-def mask_over_e4m3(case: Any, sentence: str) -> bool:
-    """The wrong call has an e4m3 cache and a draft mask that is not causal."""
-    replayed = "^(the first replay|a replay|an eager call between)"  # of K9, which gives several rows a tree's mask
-    is_masked = bool(re.search(f"^(?!causal|no mask).*mask .*of [0-9]+ rows|{replayed}", sentence))
-    if isinstance(case, Combination):
-        is_masked = case.get("mask", "none") not in ("none", "causal")
-    return getattr(lens_of(case), "kv_dtype", None) == E4M3 and is_masked and several_rows(case, sentence)
-
-
-def only_where_a_mask_hides_every_key(case: Any, sentence: str) -> bool:
-    """All that is wrong belongs to requests without a token before their rows, and a draft mask hides each row from itself."""
-    requests = wrong_requests(sentence)
-    hides = isinstance(case, Combination) and case.get("mask", "none") == OWN_BIT_CLEAR
-    case = lens_of(case)
-    return hides and bool(requests) and all(case.kv_lens[request] <= case.q_lens[request] for request in requests)
-
-
-def has_sinks(case: AttentionCase | Combination) -> bool:
-    return case.get("sinks", "none") != "none" if isinstance(case, Combination) else case.sinks
-
-
-def sink_of_minus_infinity_and_fewer_keys_than_rows(case: AttentionCase | Combination, sentence: str) -> bool:
-    """Some sink is minus infinity, and all that is wrong belongs to requests with fewer keys than rows, if any is named."""
-    some = case.get("sinks") == SOME_MINUS_INFINITY if isinstance(case, Combination) else "minus infinity" in sentence
-    told = only_fewer_keys_than_rows if wrong_requests(sentence) else lambda case, _: has_fewer_keys_than_rows(case)
-    return some and told(case, sentence)
-
-
-def unscaled_e4m3_shows(case: AttentionCase | Combination, sentence: str) -> bool:
-    """The cache is e4m3, and logits climb, keys have little weight, or K11 makes logits large."""
-    case = lens_of(case)
-    shows = case.contents in (Contents.TALL, Contents.SHADED)
-    large = re.search("^(bmm1_scale below 0|rows whose logits are far apart): ", sentence)
-    return case.kv_dtype == E4M3 and (shows or bool(large))
-
-
-def has_window(case: AttentionCase, sentence: str) -> bool:
-    return case.window_left >= 0
-
-
-def is_decode(case: AttentionCase, sentence: str) -> bool:
-    return case.interface is Interface.DECODE
-
-
-LEAST_KEYS_OF_FA2 = 32  # of its tiles of keys
 FINDINGS = "results/nvidia-h200/findings.md"
 DRY_RUN = "results/blackwell-dry-run/README.md"
 NO_KEY = f"{DRY_RUN}#rows-that-see-no-key-keep-what-was-in-the-output"
 BEFORE_0616 = ("0.6.0", "0.6.6", "0.6.12", "0.6.14")  # FlashInfer's, as judged; 0.6.16 repaired both findings
 TRTLLM: dict[str, Any] = {"implementation": "lab.kernels.trtllm", "capability": (9, 0)}
 PEERS = "results/nvidia-h200/peers.md"
-VLLM: dict[str, Any] = {
-    "implementation": "lab.kernels.peers.vllm_triton",
-    "capability": (9, 0),
-    "package": "vllm",
-    "releases": ("0.33.0",),
-}
-SGLANG: dict[str, Any] = {
-    "implementation": "lab.kernels.peers.sglang_triton",
-    "capability": (9, 0),
-    "package": "sglang",
-    "releases": ("0.5.23",),
-}
-FLEX: dict[str, Any] = {
-    "implementation": "lab.kernels.peers.flex_attention",
-    "capability": (9, 0),
-    "package": "torch",
-    "releases": ("2.11.0",),
-}
-FA4: dict[str, Any] = {
-    "implementation": "lab.kernels.peers.flash_attention_4",
-    "capability": (9, 0),
-    "package": "flash-attn-4",
-    "releases": ("4.0.0b36",),
-}
-FLASHINFER: dict[str, Any] = {"capability": (9, 0), "package": "flashinfer-python", "releases": ("0.7.2.post1",)}
-FA2 = FLASHINFER | {"implementation": "lab.kernels.peers.flashinfer_paged:fa2"}
+VLLM = _on_hopper("vllm_triton", "vllm", "0.33.0")
+SGLANG = _on_hopper("sglang_triton", "sglang", "0.5.23")
+FLEX = _on_hopper("flex_attention", "torch", "2.11.0")
+FA4 = _on_hopper("flash_attention_4", "flash-attn-4", "4.0.0b36")
+FA2 = _on_hopper("flashinfer_paged:fa2", "flashinfer-python", "0.7.2.post1")
 # FA3 is what the module without a name of a backend runs on this GPU.
-FA3 = [FLASHINFER | {"implementation": f"lab.kernels.peers.flashinfer_paged{backend}"} for backend in (":fa3", "")]
+FA3 = [_on_hopper(f"flashinfer_paged{backend}", "flashinfer-python", "0.7.2.post1") for backend in (":fa3", "")]
 B200: dict[str, Any] = {"implementation": "lab.dry_run.b200", "capability": None}
 
 LEDGER: tuple[KnownFinding, ...] = (

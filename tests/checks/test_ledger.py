@@ -11,10 +11,8 @@ import torch
 from lab.calls.problem import E4M3
 from lab.checks import AttentionCase, CaseVerdict, Combination, Interface, Outcome
 from lab.checks.catalogue import checks
-from lab.checks.ledger import (
-    LEDGER,
-    KnownFinding,
-    known,
+from lab.checks.ledger import LEDGER, KnownFinding, known
+from lab.checks.ledger_conditions import (
     mask_over_e4m3,
     only_fewer_keys_than_rows,
     only_rows_before_the_first_tile,
