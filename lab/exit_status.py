@@ -10,6 +10,7 @@ class ExitStatus(enum.IntEnum):
         DONE: what was judged is right, or what was asked is done.
         WRONG: something is wrong, failed or slower.
         MISUSED: an option, a file or a package that the command needs is wrong or missing.
+        REFUSED: a time or a verdict is refused: the hardware cannot do it, or the kernel changed what judges it.
         NOT_JUDGED: it could not be judged, measured or compared; `git bisect run` skips a commit that ends so.
         INTERRUPTED: Ctrl-C ended it.
     """
@@ -17,6 +18,7 @@ class ExitStatus(enum.IntEnum):
     DONE = 0
     WRONG = 1
     MISUSED = 2
+    REFUSED = 3
     NOT_JUDGED = 125
     INTERRUPTED = 130
 

@@ -206,7 +206,7 @@ class CheckOfFunction(pytest.Item):
         Raises:
             NotRight: something is wrong, or nothing of the function could be judged by any check.
         """
-        from lab.checks.verdicts import Outcome
+        from lab.checks.verdicts import BROKEN, Outcome
 
         kernel = self.parent
         assert isinstance(kernel, JudgedKernel)
@@ -227,7 +227,7 @@ class CheckOfFunction(pytest.Item):
                 f"{options_of(axes, PREFIX) or 'the default axes'}, here with: {reason}. Name what it takes by the options of "
                 f"the axes, such as {PREFIX}head-dims 96 (pytest --help, under {OPTION})"
             )
-        if rows[0].outcome in (Outcome.WRONG, Outcome.FAILED):
+        if rows[0].outcome in BROKEN:
             raise NotRight("\n".join((*report.summary(), str(rows[0].worst))))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], *_: Any, **__: Any) -> Any:

@@ -16,7 +16,7 @@ from lab.checks.check import Check, Level
 from lab.checks.isolation import Isolation, Pending, TooLate
 from lab.checks.report import CaseVerdict
 from lab.checks.space import Space
-from lab.checks.verdicts import Judged, Outcome
+from lab.checks.verdicts import BROKEN, Judged, Outcome
 from lab.workloads.interfaces import ATTENTION, Interface
 
 CASES_PER_WORKER = 8  # of a turn
@@ -49,6 +49,7 @@ class Session:
         earlier: verdicts of an earlier run of the same, which keep their numbers.
         recorded_in: the report's file, or "".
         note: called with each verdict, and whether it is this run's; returns it as it is reported.
+        is_deceived: a case was dishonest, after which no verdict of the run counts.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Session:
     earlier: dict[Key, CaseVerdict] = field(default_factory=dict)
     recorded_in: str = ""
     note: Callable[[CaseVerdict, bool], CaseVerdict] = lambda verdict, is_new: verdict
+    is_deceived: bool = False
     _last_number: int = 0
     _has_fault: bool = False
 
@@ -71,12 +73,13 @@ class Session:
 
     @property
     def is_stopped(self) -> bool:
-        """Tell whether a fault has ended the run."""
-        return self.stops_at_fault and self._has_fault
+        """Tell whether a fault has ended the run: one that the kernel hid ends any."""
+        return self.is_deceived or (self.stops_at_fault and self._has_fault)
 
     def numbered(self, verdict: CaseVerdict) -> CaseVerdict:
         """Return a verdict with its number in the report."""
         self._has_fault |= is_fault(verdict)
+        self.is_deceived |= verdict.outcome is Outcome.DISHONEST
         key = key_of(verdict.check, verdict.interface, verdict.case, verdict.space, verdict.drawn)
         if key in self.earlier:
             number = self.earlier[key].number
@@ -238,6 +241,10 @@ class Bench:
         name, where = self._session.name, str(self._session.isolation.device)
         return CaseVerdict(name, self.check.key, self.interface, case, where, judged, self._space, drawn)
 
+    def keep(self, verdict: CaseVerdict) -> None:
+        """Note and keep a verdict on a case that was not planned."""
+        self._keep(self._session.note(verdict, True))
+
     def _keep(self, verdict: CaseVerdict) -> None:
         self.verdicts.append(self._session.numbered(verdict))
 
@@ -351,5 +358,5 @@ def in_turns(waits_of_each: Iterable[Waits]) -> Generator[None, None, None]:
 
 
 def is_fault(verdict: CaseVerdict) -> bool:
-    """Tell whether a verdict is wrong or failed, and not known to be."""
-    return verdict.outcome in (Outcome.WRONG, Outcome.FAILED)
+    """Tell whether a verdict is wrong, failed or dishonest, and not known to be."""
+    return verdict.outcome in BROKEN

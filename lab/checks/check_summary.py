@@ -35,7 +35,7 @@ class CheckSummary:
     @property
     def outcome(self) -> Outcome:
         """The worst that any case had: a wrong result says more of a kernel than a call that failed."""
-        order = (Outcome.WRONG, Outcome.FAILED, Outcome.KNOWN, Outcome.RIGHT, Outcome.DECLINED)
+        order = (Outcome.DISHONEST, Outcome.WRONG, Outcome.FAILED, Outcome.KNOWN, Outcome.RIGHT, Outcome.DECLINED)
         return next(outcome for outcome in order if self.counts.get(outcome))
 
     @property
@@ -47,7 +47,7 @@ class CheckSummary:
 
 def row_of(check: str, interface: Interface, verdicts: Sequence["CaseVerdict"]) -> CheckSummary:
     """Return the row of the verdicts of one check of one function."""
-    order = (Outcome.DECLINED, Outcome.RIGHT, Outcome.KNOWN, Outcome.FAILED, Outcome.WRONG)
+    order = (Outcome.DECLINED, Outcome.RIGHT, Outcome.KNOWN, Outcome.FAILED, Outcome.WRONG, Outcome.DISHONEST)
     worst = max(verdicts, key=lambda verdict: (order.index(verdict.outcome), verdict.judged.worst_ratio))
     declines = Counter(reason for verdict in verdicts for reason in verdict.judged.declines)
     return CheckSummary(

@@ -9,7 +9,7 @@ import numpy as np
 
 from lab.checks.facts import Fact, Facts, facts_of_case, together
 from lab.checks.regions import Bits, Rule, find_rules, weights_of
-from lab.checks.verdicts import IT_FAILED, CheckedResult, Outcome, WrongVector
+from lab.checks.verdicts import BROKEN, IT_FAILED, CheckedResult, Outcome, WrongVector
 
 if TYPE_CHECKING:
     from lab.checks.report import CaseVerdict
@@ -116,7 +116,9 @@ def diagnose(verdicts: Sequence["CaseVerdict"], *, is_whole: bool = True) -> Dia
         verdicts: of a run.
         is_whole: no case of the run was left out.
     """
-    told = [each for each in verdicts if each.outcome in (Outcome.RIGHT, Outcome.WRONG, Outcome.FAILED)]
+    if deceived := [each for each in verdicts if each.outcome is Outcome.DISHONEST]:
+        return Diagnosis(f"Dishonest, and not judged: {deceived[0].judged.wrongs[0]}.")
+    told = [each for each in verdicts if each.outcome in (Outcome.RIGHT, *BROKEN)]
     results = [(verdict, result) for verdict in told for result in _results_of(verdict)]
     if not any(result.wrong for _, result in results):
         return Diagnosis(_without_wrong_ones(verdicts, told))

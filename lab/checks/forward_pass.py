@@ -84,7 +84,24 @@ class EnginePass:
 
     def truth(self) -> Truth:
         """Return what the pass must give, from the histories alone; worth keeping where several outputs are compared."""
+        return self.truth_of(self.rows_of_requests(self.query), self.histories, range(len(self.case.q_lens)))
+
+    def truth_of(self, query: Tensor, histories: Sequence[History], requests: Sequence[int]) -> Truth:
+        """Return what rows of some of the requests must give, from histories that may be other ones than the pass'."""
         raise NotImplementedError
+
+    @property
+    def token_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of a token's sides before they are stored."""
+        raise NotImplementedError
+
+    def stored(self, *sides: Tensor) -> History:
+        """Return tokens as the cache stores them."""
+        raise NotImplementedError
+
+    def read(self, *stored: Tensor) -> History:
+        """Return stored tokens as a kernel must understand them, but for the layer's scales."""
+        return stored
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,9 +142,19 @@ class ForwardPass(EnginePass):
     def new_out(self) -> Tensor:
         return torch.full_like(self.query, float("nan"))
 
-    def truth(self) -> Truth:
+    @property
+    def token_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return ((self.case.model.num_kv_heads, self.case.model.head_dim),) * 2
+
+    def stored(self, *sides: Tensor) -> History:
+        return _stored(self.case, *sides)
+
+    def read(self, *stored: Tensor) -> History:
+        return _read(*stored)
+
+    def truth_of(self, query: Tensor, histories: Sequence[History], requests: Sequence[int]) -> Truth:
         case, layer = self.case, self.layer
-        is_quantised, query = case.kv_dtype in (E4M3, NVFP4), rounded(self.query, case.dtypes.query)
+        is_quantised, query = case.kv_dtype in (E4M3, NVFP4), rounded(query, case.dtypes.query)
         rules = Rules(
             bmm1_scale=layer.softmax_scale * (layer.k_scale if is_quantised else 1.0),
             bmm2_scale=layer.v_scale if is_quantised else 1.0,
@@ -137,8 +164,8 @@ class ForwardPass(EnginePass):
             sinks=layer.sinks,
             causal=not case.encoder_only,
         )
-        histories = [(keys, values) for keys, values in self.histories]
-        return truth_of_requests(query, histories, list(case.q_lens), rules)
+        pairs = [(keys, values) for keys, values in histories]
+        return truth_of_requests(query, pairs, [case.q_lens[request] for request in requests], rules)
 
 
 def build_forward(case: ForwardCase, device: torch.device, build_metadata: BuildMetadata | None = None) -> ForwardPass:

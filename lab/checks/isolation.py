@@ -27,7 +27,8 @@ from lab.checks.probe import PROBE
 from lab.checks.refusals import Declined, Raised, Refusals, raised
 from lab.checks.space import Space
 from lab.checks.trial import Trial
-from lab.checks.verdicts import Judged, Outcome
+from lab.checks.verdicts import BROKEN, Judged, Outcome, credible, dishonest
+from lab.integrity import Bindings, bindings, in_words
 from lab.interpreter import quicken
 from lab.loading import LoadError, load
 
@@ -60,7 +61,7 @@ class Pending:
     future: Future[Judged] | None = None
 
     def __call__(self) -> Judged:
-        return self.result()
+        return credible(self.result())
 
     @property
     def is_ready(self) -> bool:
@@ -87,21 +88,24 @@ class Isolation:
         self.implementation, self.device, self.space = implementation, device, space
         self.time_limit_s, self.workers, self.refusals = time_limit_s, workers, refusals
         self._pool: Any = None
+        self._apart: Any = None
         self._has_worked = False
         self._last_words: tempfile.TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> "Isolation":
+        noted.cache_clear()  # what a process changes between two runs is its own affair
+        noted()
         if isinstance(self.implementation, str):
             self._last_words = tempfile.TemporaryDirectory(prefix="lab-judge-")
             self._pool = self._new_pool()
         return self
 
-    def _new_pool(self) -> Any:
+    def _new_pool(self, workers: int | None = None) -> Any:
         from pebble import ProcessPool
 
         context = _context()
         return ProcessPool(
-            max_workers=self.workers,
+            max_workers=workers or self.workers,
             context=context,
             initializer=_begin,
             initargs=(dict(os.environ), self.device, context.Value("i", 0)),
@@ -115,8 +119,10 @@ class Isolation:
             self._last_words.cleanup()
 
     def _end_pool(self) -> None:
-        self._pool.stop()
-        self._pool.join()
+        for pool in filter(None, (self._pool, self._apart)):
+            pool.stop()
+            pool.join()
+        self._apart = None
 
     def ask(self, question: Callable[[Any], Answer]) -> Answer:
         """Return a function's answer of the implementation, which a worker gives, so that only workers import it.
@@ -141,6 +147,31 @@ class Isolation:
             raise RuntimeError(CANNOT_BEGIN) from error
         return answer
 
+    @property
+    def is_apart(self) -> bool:
+        """Tell whether cases run in other processes than this one."""
+        return self._pool is not None
+
+    def in_worker(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Return a worker's answer of the implementation and `arguments`; Judged where the worker ends or is late."""
+        return self._answered(self._schedule(_apply, (work, self.implementation, *arguments)))
+
+    def apart(self, work: Callable[..., Judged], *arguments: Any) -> Judged:
+        """Return a function's findings in a process that loads no implementation."""
+        self._apart = self._apart or self._new_pool(1)
+        found: Judged = self._answered(self._apart.schedule(work, args=arguments, timeout=self.time_limit_s))
+        return found
+
+    def _answered(self, future: Any) -> Any:
+        from pebble import ProcessExpired
+
+        try:
+            return future.result()
+        except FutureTimeoutError:
+            return Judged(Outcome.FAILED, (f"it did not return within {self.time_limit_s:g} s",))
+        except (BrokenProcessPool, ProcessExpired):
+            return Judged(Outcome.FAILED, ("it crashed its process",))
+
     def submit(self, check: str, case: Any, space: Space | None = None, end: float = math.inf) -> Pending:
         """Have one case of the check with that key judged; return what waits for the verdict.
 
@@ -154,7 +185,7 @@ class Isolation:
         within = space or self.space
         if self._pool is None or self._last_words is None:
             trial = (self.implementation, _check(check), case, self.device, within, self.refusals)
-            return Pending(functools.partial(_in_time, end, run_trial, *trial))
+            return Pending(functools.partial(_in_time, end, _run_watched, *trial))
         descriptor, last_words = tempfile.mkstemp(dir=self._last_words.name)
         os.close(descriptor)
         work = (self.implementation, check, case, str(self.device), within, self.refusals, self.time_limit_s)
@@ -203,6 +234,7 @@ def _context() -> multiprocessing.context.BaseContext:
 def _begin(environment: dict[str, str], device: torch.device, begun: "Synchronized[int]") -> None:
     os.environ.clear()  # a fork has the environment of the time at which the first worker began
     os.environ.update(environment)
+    noted()
     torch.set_num_threads(1)  # the cases are small: threads only wait for each other
     if device.type == "cuda" and device.index is None:
         _take_gpu(begun)
@@ -217,6 +249,26 @@ def _take_gpu(begun: "Synchronized[int]") -> None:
 
 def _answer(question: Callable[[Any], Answer], name: str) -> Answer:
     return question(load(name))
+
+
+def _apply(work: Callable[..., Any], name: str, *arguments: Any) -> Any:
+    found = work(load(name), *arguments)
+    changed = noted().changes()
+    return dishonest(Judged(Outcome.DISHONEST), in_words(changed)) if changed else found
+
+
+@functools.cache
+def noted() -> Bindings:
+    """Return what judges a kernel as it was before the first one was loaded in a worker, or before a run in this process."""
+    checks()  # which imports all that judges
+    return bindings()
+
+
+def _run_watched(*trial: Any) -> Judged:
+    """Judge one case as `run_trial`; it is DISHONEST if what judges it is not as it was noted."""
+    judged = run_trial(*trial)
+    changed = noted().changes()
+    return dishonest(judged, in_words(changed)) if changed else judged
 
 
 def _in_time(end: float, judge: Callable[..., Judged], *arguments: Any) -> Judged:
@@ -242,10 +294,10 @@ def _work(
         try:
             implementation = load(name)
             quicken()  # what it has imported, or an earlier case
-            judged = run_trial(implementation, _check(check), case, where, space, refusals)
+            judged = _run_watched(implementation, _check(check), case, where, space, refusals)
         finally:
             faulthandler.cancel_dump_traceback_later()
-    if judged.outcome in (Outcome.WRONG, Outcome.FAILED) and where.type == "cuda":
+    if judged.outcome in BROKEN and where.type == "cuda":
         try:
             torch.cuda.synchronize(where)
         except RuntimeError as error:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lab.checks.audit import audit, chosen
 from lab.checks.bench import Bench, Session, Waits, in_turns
 from lab.checks.catalogue import checks
 from lab.checks.check import Check, Level
@@ -21,6 +22,7 @@ from lab.checks.recording import digest_of_run, earlier_verdicts, offer_of, read
 from lab.checks.refusals import resolve_refusals
 from lab.checks.report import CaseVerdict, Report
 from lab.checks.space import Space
+from lab.checks.verdicts import BROKEN
 from lab.gpus import capability_of
 from lab.loading import load
 from lab.provenance import environment
@@ -157,12 +159,26 @@ class _Run:
                 self._narrow(interface, space)
             last = {(bench.check.key, bench.interface): bench for bench in self.benches if bench.check.draw}
             self._turns(bench.go_on(self.end) for bench in last.values())
+            self._audit()
         except KeyboardInterrupt:
             self.empty = replace(self.empty, interrupted=True, ended="the run was interrupted")
         finally:
             report = self._report()
             self._save(report)
         return report
+
+    def _audit(self) -> None:
+        """Judge some right cases again where the kernel's code never was; see `lab.checks.audit`."""
+        session, benches = self.session, {(bench.check.key, bench.interface): bench for bench in self.benches}
+        if not session.isolation.is_apart:
+            return
+        for verdict in chosen([verdict for bench in self.benches for verdict in bench.verdicts]):
+            if session.is_over:
+                return
+            judged = audit(session.isolation, verdict)
+            self.empty = replace(self.empty, audited=self.empty.audited + judged.judged)
+            if judged.outcome in BROKEN:
+                benches[verdict.check, verdict.interface].keep(replace(verdict, judged=judged))
 
     def _narrow(self, interface: Interface, space: Space) -> None:
         """Judge a function that declined most over the axes that it takes, if there are such."""

@@ -26,7 +26,7 @@ from lab.checks.refusals import Declined, Raised
 from lab.checks.space import Space
 from lab.checks.trial import Trial, truth_of_call
 from lab.checks.upstream_rules import UPSTREAM_RULES, passes
-from lab.checks.verdicts import Outcome
+from lab.checks.verdicts import BROKEN
 from lab.files import write_text
 from lab.interpreter import quicken
 from lab.workloads.attention_case import AttentionCase, Storage
@@ -53,7 +53,7 @@ COMBINED_SPACE = replace(
 # A mutant that copies a pool of large ids would take all of a small machine's memory; that it is stopped is no finding.
 MOST_MEMORY_BYTES = 24 * 2**30
 NO_MEMORY = "can't allocate memory"
-WRONG = (Outcome.WRONG, Outcome.FAILED)
+WRONG = BROKEN
 
 
 def record_of(judged: Mutant) -> dict[str, Any]:

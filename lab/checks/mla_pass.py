@@ -48,10 +48,20 @@ class MLAPass(EnginePass):
     def new_out(self) -> Tensor:
         return self.query.new_full((*self.query.shape[:2], self.case.kv_lora_rank), float("nan"))
 
-    def truth(self) -> Truth:
-        entries = [entries for (entries,) in self.histories]
-        query = rounded(self.rows_of_requests(self.query), self.case.query_dtype or self.query.dtype)
-        return mla_truth(query, self.query.dtype, entries, self.case.seen_lens, self.case.q_lens, self.layer)
+    @property
+    def token_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return ((self.case.head_dim,),)
+
+    def stored(self, *sides: Tensor) -> History:
+        return tuple(as_stored(side, E4M3_K_SCALE, self.case.kv_dtype) for side in sides)
+
+    def truth_of(self, query: Tensor, histories: Sequence[History], requests: Sequence[int]) -> Truth:
+        case, entries = self.case, [entries for (entries,) in histories]
+        unseen = [case.kv_lens[request] - case.seen_lens[request] for request in requests]
+        seen_lens = tuple(len(each) - left_out for each, left_out in zip(entries, unseen, strict=True))
+        query = rounded(query, case.query_dtype or self.query.dtype)
+        q_lens = tuple(case.q_lens[request] for request in requests)
+        return mla_truth(query, self.query.dtype, entries, seen_lens, q_lens, self.layer)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+TENSORS = (Tensor, torch.nn.Parameter)  # a subclass of torch.Tensor may answer what it likes when it is compared
 Refusals = tuple[type[BaseException], ...]
 
 OUTPUTS = ("out", "lse")  # arguments that a call writes
@@ -95,9 +96,9 @@ def output_and_lse(name: str, returned: Any) -> tuple[Tensor, Tensor | None]:
         Raised: it returned something else.
     """
     out, lse = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
-    if not isinstance(out, Tensor):
+    if type(out) not in TENSORS:
         raise Raised(f"{name} returned {type(out).__name__}, not a tensor")
-    if not isinstance(lse, Tensor | None):
+    if lse is not None and type(lse) not in TENSORS:
         raise Raised(f"{name} returned {type(lse).__name__} as its LSE, not a tensor")
     return out, lse
 

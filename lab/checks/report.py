@@ -16,7 +16,7 @@ from lab.checks.check_summary import SHOWN_DECLINES, CheckSummary, row_of
 from lab.checks.diagnosis import Diagnosis, Smallest, diagnose
 from lab.checks.regions import Literal
 from lab.checks.space import Space
-from lab.checks.verdicts import Judged, Outcome
+from lab.checks.verdicts import BROKEN, Judged, Outcome
 from lab.exit_status import ExitStatus
 from lab.files import write_text
 from lab.workloads.interfaces import Interface
@@ -65,7 +65,9 @@ class CaseVerdict:
 
     @property
     def exit_status(self) -> ExitStatus:
-        """Return a command's: 0 right, 1 wrong or failed, 125 nothing of it could be judged."""
+        """Return a command's: 0 right, 1 wrong or failed, 3 dishonest, 125 nothing of it could be judged."""
+        if self.outcome is Outcome.DISHONEST:
+            return ExitStatus.REFUSED
         if self.judged.wrongs:
             return ExitStatus.WRONG
         return ExitStatus.DONE if self.judged.judged else ExitStatus.NOT_JUDGED
@@ -114,9 +116,7 @@ class CaseVerdict:
             "judged": self.judged.judged,
             "drawn": self.drawn,
             "finding": self.finding,
-            "reproduce": self.reproduce_without_file
-            if self.outcome in (Outcome.WRONG, Outcome.FAILED, Outcome.KNOWN)
-            else "",
+            "reproduce": self.reproduce_without_file if self.outcome in (*BROKEN, Outcome.KNOWN) else "",
         }
         return {name: value for name, value in record.items() if value or name == "outcome"}
 
@@ -139,6 +139,7 @@ class Report:
         refusals: names of the exceptions that were refusals; () for the usual ones.
         run: a digest of all that its verdicts depend on; "" where that cannot be told.
         num_random: random cases that were judged after those of the level.
+        audited: right cases that were judged again by a process that the kernel's code never entered (`lab.checks.audit`).
     """
 
     implementation: str
@@ -154,6 +155,7 @@ class Report:
     refusals: tuple[str, ...] = ()
     run: str = ""
     num_random: int = 0
+    audited: int = 0
 
     @property
     def rows(self) -> list[CheckSummary]:
@@ -166,7 +168,7 @@ class Report:
     @property
     def wrong(self) -> Iterator[CaseVerdict]:
         """Cases that are wrong or failed, and not known to be."""
-        return (verdict for verdict in self.verdicts if verdict.outcome in (Outcome.WRONG, Outcome.FAILED))
+        return (verdict for verdict in self.verdicts if verdict.outcome in BROKEN)
 
     @property
     def is_right(self) -> bool:
@@ -177,9 +179,11 @@ class Report:
 
     @property
     def exit_status(self) -> ExitStatus:
-        """Return a command's: 0 right, 1 something is wrong or failed, 125 it could not be judged, 130 interrupted."""
+        """Return a command's: 0 right, 1 wrong or failed, 3 dishonest, 125 it could not be judged, 130 interrupted."""
         if self.interrupted:
             return ExitStatus.INTERRUPTED
+        if any(verdict.outcome is Outcome.DISHONEST for verdict in self.verdicts):
+            return ExitStatus.REFUSED
         if any(self.wrong):
             return ExitStatus.WRONG
         return ExitStatus.DONE if self.is_right else ExitStatus.NOT_JUDGED
@@ -195,6 +199,7 @@ class Report:
             "interrupted": self.interrupted,
             "seed": self.space.seed,
             "num_random": self.num_random,
+            "audited": self.audited,
             "space": repr(self.space),
             "narrowed": {interface.value: repr(space) for interface, space in self.narrowed},
             "refusals": list(self.refusals),

@@ -14,6 +14,10 @@ class Outcome(NamedEnum):
     DECLINED = "declined"
     FAILED = "failed"
     KNOWN = "known"
+    DISHONEST = "dishonest"
+
+
+BROKEN = (Outcome.WRONG, Outcome.FAILED, Outcome.DISHONEST)
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,8 @@ class Judged:
     """A check's findings in one case.
 
     Attributes:
-        outcome: RIGHT, WRONG, DECLINED (nothing could be judged), or FAILED: it raised, crashed or did not return.
+        outcome: RIGHT, WRONG, DECLINED (nothing could be judged), FAILED: it raised, crashed or did not return, or DISHONEST:
+            it changed what judges it.
         wrongs: what was wrong, a sentence each.
         declines: what was refused, a sentence each.
         worst_ratio: the largest error over its bound.
@@ -66,3 +71,18 @@ class Judged:
     worst_ratio: float = 0.0
     judged: int = 0
     results: tuple[CheckedResult, ...] = ()
+
+
+def dishonest(judged: Judged, reason: str) -> Judged:
+    """Return the findings of a case in which what judges it was changed: nothing else in them counts."""
+    return Judged(Outcome.DISHONEST, (reason,), worst_ratio=judged.worst_ratio, judged=judged.judged)
+
+
+def credible(judged: Judged) -> Judged:
+    """Return the findings, DISHONEST where they contradict themselves. Call it where the kernel's code never was."""
+    if judged.outcome is Outcome.RIGHT and not judged.worst_ratio <= 1:
+        reason = (
+            f"it is called right with an error of {judged.worst_ratio:.3g} times its bound: what judges it was changed"
+        )
+        return dishonest(judged, reason)
+    return judged

@@ -80,6 +80,9 @@ def ab(
     clock: Clock = "graph",
     l2: L2 = "cold",
     samples: Annotated[int, typer.Option(min=1, help="samples of each side; the sides take turns")] = 60,
+    seed: Annotated[
+        int | None, typer.Option(help="of the contents, as a recording names it; drawn anew if left out")
+    ] = None,
     minimum_effect_percent: MinimumEffect = 1.0,
     significance: Significance = 0.01,
     trace: Trace = None,
@@ -88,10 +91,14 @@ def ab(
 ) -> None:
     """Compare two kernels, or two settings, on this GPU: in one process, with samples taken in turns.
 
-    Exit status: 1 if the second is SLOWER, 125 if the two could not be compared.
+    Exit status: 1 if the second is SLOWER; 3 if a time is refused, since a result is wrong, the GPU cannot do it, two clocks
+    disagree, or a kernel changed what times or judges it; 125 if the two could not be compared.
     """
+    from lab.integrity import ChangedBindingsError, bindings
     from lab.reports.ab import ab_report, measure_sides
+    from lab.timing.gpu_time import WrongWorkError
     from lab.timing.method import method_named
+    from lab.timing.sampling import RefusedTimeError
     from lab.workloads.scenarios import scenario as scenario_named
     from lab.workloads.traces import read_trace
 
@@ -102,12 +109,16 @@ def ab(
     with refusing_errors():
         requests = None if trace is None else read_trace(trace)
         cases = [scenario_named(name, requests) for name, _ in sides]
+    before = bindings()
     modules = [load_or_refuse(name) for _, name in sides]
     need_gpu()
     try:
-        times = measure_sides(cases, modules, method_named(clock, l2), samples)
+        measured = measure_sides(sides, cases, modules, method_named(clock, l2), samples, seed)
+        before.check()
+    except (RefusedTimeError, ChangedBindingsError, WrongWorkError) as error:
+        refuse(f"refused: {error}", ExitStatus.REFUSED)
     except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
         refuse(f"not compared: {type(error).__name__}: {error}", ExitStatus.NOT_JUDGED)
-    report = ab_report(sides, times, rule)
+    report = ab_report(measured, rule)
     report.show(json, markdown)
     raise typer.Exit(report.exit_status)

@@ -263,7 +263,7 @@ def _judge_case(path: Path, number: int, name: str | None, settings: Mapping[str
     """Judge one case of a report, print its verdict, and return the exit status."""
     from lab.checks.judge import judge_recorded
     from lab.checks.recording import ReportError, read_case
-    from lab.checks.verdicts import Outcome
+    from lab.checks.verdicts import BROKEN
 
     try:
         prepare_machine(settings["device"] or read_case(path, number).device)
@@ -275,7 +275,7 @@ def _judge_case(path: Path, number: int, name: str | None, settings: Mapping[str
     console.print(str(verdict), markup=False, highlight=False, soft_wrap=True)
     was = read_case(path, number)
     is_same = verdict.implementation == was.implementation
-    if is_same and verdict.exit_status is ExitStatus.DONE and was.outcome in (Outcome.WRONG, Outcome.FAILED):
+    if is_same and verdict.exit_status is ExitStatus.DONE and was.outcome in BROKEN:
         sentence = (
             f"  In {path} the case is {was.outcome.value}. If the kernel has not changed since, its result depends on the "
             "calls before the case: look for state that the kernel keeps from one call to the next."

@@ -5,7 +5,7 @@ An arm that declines the point, or whose results are wrong, has no time; the oth
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,10 +15,11 @@ import torch
 from lab.experiments.recording import Recording
 from lab.experiments.targets import Figure, Target, target_rows
 from lab.timing.forward import time_facts
-from lab.timing.gpu_time import GpuTime, measure_interleaved
+from lab.timing.gpu_time import GpuTime, WrongWorkError, measure_interleaved
 from lab.timing.method import L2, Clock, Method, method_named
 from lab.timing.roofline import Ceilings, measure_ceilings, roofline
-from lab.timing.work import Check, GpuWork
+from lab.timing.sampling import RefusedTimeError
+from lab.timing.work import GpuWork
 
 COLD = Method(Clock.GRAPH, L2.COLD_ROTATION)
 WARM = Method(Clock.GRAPH, L2.WARM)
@@ -116,14 +117,6 @@ class PointFailedError(Exception):
     """A point could not be measured, and not because a kernel declines it; the message names it."""
 
 
-class WrongArmError(AssertionError):
-    """An arm's results are wrong; the reason says how."""
-
-    def __init__(self, arm: str, reason: str) -> None:
-        super().__init__(f"{arm}: {reason}")
-        self.arm, self.reason = arm, reason
-
-
 @contextmanager
 def named_in_failures(point: str) -> Iterator[None]:
     """Turn what fails inside into a `PointFailedError` that names the point."""
@@ -177,29 +170,15 @@ def measure_right_ones(
         works: by arm.
         measure: checks every work before and after it is timed. When one is wrong, the others are measured anew without it.
     """
-    right = _blaming(works)
+    right = dict(works)
     wrong: dict[str, str] = {}
     while right:
         try:
             return measure(right), wrong
-        except WrongArmError as error:
-            wrong[error.arm] = error.reason
-            del right[error.arm]
+        except WrongWorkError as error:
+            wrong[error.name] = error.reason
+            del right[error.name]
     return {}, wrong
-
-
-def _blaming(works: Works) -> dict[str, GpuWork]:
-    return {
-        arm: work if work.check is None else replace(work, check=partial(_check_of, arm, work.check))
-        for arm, work in works.items()
-    }
-
-
-def _check_of(arm: str, check: Check, arguments: Mapping[str, Any]) -> None:
-    try:
-        check(arguments)
-    except AssertionError as error:
-        raise WrongArmError(arm, str(error)) from error
 
 
 MakeWorks = Callable[[Sequence[Arm]], Works]
@@ -227,11 +206,13 @@ def measure_arms(
         works = make(point.arms)
         declined = declined_by(point.arms, works)
         times, wrong = measure_right_ones({name: work for name, work in works.items() if name not in declined}, measure)
-    rows = [
-        point.row | {"arm": arm.name} | dict(row_of(arm, works[arm.name], times))
-        for arm in point.arms
-        if arm.name in times
-    ]
+    rows = []
+    for arm in point.arms:
+        if arm.name in times:
+            try:
+                rows.append(point.row | {"arm": arm.name} | dict(row_of(arm, works[arm.name], times)))
+            except RefusedTimeError as error:
+                wrong[arm.name] = f"its time is refused: {error}"
     return PointRows(rows, reason_rows(point.row, declined), reason_rows(point.row, wrong))
 
 
@@ -246,7 +227,7 @@ def measure_point(point: Point, make: MakeWorks, plan: TimingPlan, facts_of: Fac
     def row_of(arm: Arm, work: GpuWork, times: dict[str, GpuTime]) -> dict[str, Any]:
         facts = dict(facts_of(arm, work))
         floor = (facts.get("floor_bytes", work.bytes_moved), work.operations)
-        facts |= time_facts(times[arm.name], plan.ceilings, *floor)
+        facts |= time_facts(times[arm.name], plan.ceilings, *floor, str(facts.get("kv_dtype", "")))
         return facts | (_compared(point, arm, times, plan.ceilings, floor) if point.baseline else {})
 
     return measure_arms(point, make, partial(measure_interleaved, method=plan.method, samples=plan.samples), row_of)
@@ -262,7 +243,7 @@ def measure_all(point: Point, make: MakeWorks, plan: TimingPlan, facts_of: Facts
     """
     with named_in_failures(point.name):
         works = make(point.arms)
-        times = measure_interleaved(_blaming(works), method=plan.method, samples=plan.samples)
+        times = measure_interleaved(works, method=plan.method, samples=plan.samples)
     return [
         point.row
         | {"arm": arm.name, **facts_of(arm, works[arm.name])}

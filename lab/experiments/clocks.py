@@ -22,9 +22,10 @@ from lab.exit_status import ExitStatus
 from lab.experiments.recording import Recording
 from lab.loading import load
 from lab.timing.forward import forward_work
-from lab.timing.gpu_time import TooSmallError, measure
+from lab.timing.gpu_time import measure
 from lab.timing.method import L2, Clock, Method
 from lab.timing.roofline import negation
+from lab.timing.staging import TooSmallError
 from lab.timing.work import GpuWork
 from lab.workloads.scenarios import scenario
 

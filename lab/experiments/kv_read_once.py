@@ -35,10 +35,12 @@ from lab.experiments.recording import Columns, Row
 from lab.experiments.targets import TEXT_COLUMNS, TIME_COLUMNS, Figure, Target, score, target_rows, target_text
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.mha.calls import prepare_attention
-from lab.timing.gpu_time import check_results, interquartile_range
+from lab.timing.gpu_time import check_named, interquartile_range
 from lab.timing.host_time import METHOD as HOST_METHOD
 from lab.timing.host_time import HostTime, host_time
-from lab.timing.work import GpuWork
+from lab.timing.sampling import fresh_seed
+from lab.timing.staging import renew
+from lab.timing.work import GpuWork, Seeds
 from lab.workloads.batches import parse_batch
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.geometries import Geometry
@@ -203,11 +205,14 @@ def measure_host(point: Point) -> PointRows:
 
 def _host_times(works: Works) -> dict[str, HostTime]:
     calls = {name: work.call() for name, work in works.items()}
-    for call in calls.values():
-        call()
-    check_results(works.values())
+    seeds = Seeds(fresh_seed(), fresh_seed())
+    for name, work in works.items():  # which share their inputs
+        renew(work, seeds)
+        calls[name]()
+        check_named(name, [work], seeds)
     times = host_time(calls)
-    check_results(works.values())
+    for name, work in works.items():
+        check_named(name, [work], seeds)
     return times
 
 

@@ -17,6 +17,7 @@ from lab.metadata import AttentionCall
 from lab.metadata.mha.calls import PlannedCall, call_arguments, prepare_attention
 from lab.metadata.mla.calls import prepare_mla_attention
 from lab.timing.forward import case_facts, forward_work
+from lab.timing.redraw import PassRedraw
 from lab.timing.work import Call, GpuWork
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.mla_case import MLACase
@@ -26,26 +27,25 @@ Prepare = Callable[..., Call]
 
 
 def works_of(arms: Sequence[Arm], device: torch.device, prepare: Prepare = prepare_attention) -> dict[str, GpuWork]:
-    """Make each arm's work, on tensors of its own.
+    """Make each arm's work, with an output of its own.
 
-    Arms whose cases differ at most in the call of a draft extend, or in the number of decode calls, have copies of the same
-    tensors and are judged by one truth.
+    Arms whose cases differ at most in the call of a draft extend, or in the number of decode calls, share all other tensors.
 
     Args:
         arms: whose modules are imported here.
         device: where the tensors are.
         prepare: makes the call that is timed, of a pass without latent attention; its first argument is the implementation.
     """
-    made: dict[ForwardCase | MLACase, GpuWork] = {}
+    made: dict[ForwardCase | MLACase, tuple[EnginePass, PassRedraw]] = {}
     works = {}
     for arm in arms:
         implementation = implementation_of(arm)
         is_mla = isinstance(arm.case, MLACase)
         tensors = arm.case if is_mla else replace(arm.case, draft_extend=None, decode_splits=1)
-        if tensors in made:
-            work = made[tensors].copies(2)[1]
-        else:
-            work = made[tensors] = forward_work(built(tensors, device), implementation)
+        if tensors not in made:
+            forward = built(tensors, device)
+            made[tensors] = forward, PassRedraw(replace(forward, histories=()))
+        work = forward_work(made[tensors][0], implementation, made[tensors][1])
         plan = {} if is_mla else {"plan": plan_of(arm.case, work.arguments["batch"]), **arm.case.settings()}
         works[arm.name] = replace(
             work,

@@ -57,10 +57,14 @@ class PlannedOnce:
     def __init__(self, implementation: Any) -> None:
         self._implementation = implementation
 
+    def plans(self, name: str) -> bool:
+        """Tell whether calls of the function with this name are planned."""
+        return hasattr(self._implementation, f"plan_{name}")
+
     def __getattr__(self, name: str) -> Any:
-        planning = f"plan_{name.removeprefix('prepare_')}"
-        plans = name.startswith("prepare_") and hasattr(self._implementation, planning)
-        return getattr(self._implementation, planning if plans else name)
+        function = name.removeprefix("prepare_")
+        is_planned = name.startswith("prepare_") and self.plans(function)
+        return getattr(self._implementation, f"plan_{function}" if is_planned else name)
 
 
 def prepare(implementation: Any, name: str, /, **arguments: Any) -> Callable[[], Any]:

@@ -9,69 +9,93 @@
 Both are right before and after, or nothing is said.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from lab.checks.forward_pass import ForwardCase, build_forward
+from lab.checks.forward_pass import build_forward
 from lab.exit_status import ExitStatus
 from lab.reports.compare import comparison_record
 from lab.reports.tables import Columns, TableReport, make_table, number, words
-from lab.timing.forward import forward_work
+from lab.timing.forward import case_facts, forward_work, time_facts
 from lab.timing.gpu_time import GpuTime, measure_interleaved
 from lab.timing.method import Method
+from lab.timing.redraw import PassRedraw
+from lab.timing.roofline import Ceilings, measure_ceilings
 from lab.timing.statistics import IN_TURNS, Rule, SampleComparison, Speed, compare_samples
+from lab.workloads.forward_case import ForwardCase
 
-Side = tuple[str, str]  # scenario, module
+
+@dataclass(frozen=True)
+class Side:
+    """One side of the comparison, and what its time says beside the ceilings (`lab.timing.forward.time_facts`)."""
+
+    scenario: str
+    module: str
+    time: GpuTime
+    facts: Mapping[str, Any]
 
 
 def measure_sides(
-    cases: Sequence[ForwardCase], modules: Sequence[Any], method: Method, num_samples: int
-) -> tuple[GpuTime, GpuTime]:
+    names: Sequence[tuple[str, str]],
+    cases: Sequence[ForwardCase],
+    modules: Sequence[Any],
+    method: Method,
+    num_samples: int,
+    seed: int | None = None,
+) -> tuple[Side, Side]:
     """Time two forward passes on this GPU, their samples in turns, each judged before and after.
+
+    Args:
+        names: scenario and module of each side.
+        cases, modules: of each.
+        seed: of the contents; None draws one.
 
     Raises:
         NotImplementedError, ValueError: one is refused.
         AssertionError: one is wrong.
+        RefusedTimeError: the GPU cannot do one in the time that was measured, or two clocks disagree on it.
         RuntimeError: one cannot be timed by this method.
     """
+    device = torch.device("cuda")
+    ceilings = measure_ceilings(device)
+    passes = {case: build_forward(case, device) for case in cases}
+    redraws = {case: PassRedraw(replace(forward, histories=())) for case, forward in passes.items()}
     works = {
-        side: forward_work(build_forward(case, torch.device("cuda")), module)
+        side: forward_work(passes[case], module, redraws[case])
         for side, case, module in zip(("first", "second"), cases, modules, strict=True)
     }
-    times = measure_interleaved(works, method, num_samples)
-    return times["first"], times["second"]
+    times = measure_interleaved(works, method, num_samples, seed)
+    first, second = (
+        Side(scenario, module, time, _facts_of(case, time, ceilings))
+        for (scenario, module), case, time in zip(names, cases, times.values(), strict=True)
+    )
+    return first, second
 
 
-def ab_report(sides: Sequence[Side], times: Sequence[GpuTime], rule: Rule = IN_TURNS) -> TableReport:
+def _facts_of(case: ForwardCase, time: GpuTime, ceilings: Ceilings) -> dict[str, Any]:
+    facts = case_facts(case)
+    return facts | time_facts(time, ceilings, facts["bytes_moved"], facts["operations"], facts["kv_dtype"])
+
+
+def ab_report(sides: Sequence[Side], rule: Rule = IN_TURNS) -> TableReport:
     """Compare the second side's time with the first's.
 
     Args:
-        sides: scenario and module of each.
-        times: of each, as `measure_sides` returns them.
+        sides: as `measure_sides` returns them.
     """
-    first, second = times
+    first, second = (side.time for side in sides)
     comparison = compare_samples(first.samples_us, second.samples_us, rule)
-    timed = list(zip(sides, times, strict=True))
     method = f"{first.method}; {len(first.samples_us)} samples each, in turns; {first.device.facts()}"
     return TableReport(
         above=(),
-        table=make_table(COLUMNS, timed, say_once=()),
+        table=make_table(COLUMNS, sides, say_once=()),
         below=(f"GPU time: {method}", in_words(comparison)),
         record={
             **comparison_record(comparison),
-            "sides": [
-                {
-                    "scenario": scenario,
-                    "implementation": module,
-                    "median_us": time.median_us,
-                    "iqr_us": time.iqr_us,
-                    "launches": time.launches,
-                    "samples_us": time.samples_us,
-                }
-                for (scenario, module), time in timed
-            ],
+            "sides": [{"scenario": side.scenario, "implementation": side.module, **side.facts} for side in sides],
             "method": method,
         },
         exit_status=ExitStatus.WRONG if comparison.speed is Speed.SLOWER else ExitStatus.DONE,
@@ -79,11 +103,13 @@ def ab_report(sides: Sequence[Side], times: Sequence[GpuTime], rule: Rule = IN_T
 
 
 COLUMNS: Columns = {
-    "scenario": lambda timed: words(timed[0][0]),
-    "implementation": lambda timed: words(timed[0][1]),
-    "median, µs": lambda timed: number(timed[1].median_us, 2),
-    "IQR, µs": lambda timed: number(timed[1].iqr_us, 2),
-    "launches": lambda timed: number(timed[1].launches),
+    "scenario": lambda side: words(side.scenario),
+    "implementation": lambda side: words(side.module),
+    "median, µs": lambda side: number(side.facts["median_us"], 2),
+    "IQR, µs": lambda side: number(side.facts["iqr_us"], 2),
+    "floor, µs": lambda side: number(side.facts["floor_us"], 2),
+    "floor / median, %": lambda side: number(side.facts["floor_percent"]),
+    "launches": lambda side: number(side.facts["launches"]),
 }
 
 

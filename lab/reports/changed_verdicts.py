@@ -25,14 +25,14 @@ from typing import Any
 from lab.checks.diagnosis import diagnose
 from lab.checks.recording import ReportError, read_cases
 from lab.checks.report import CaseVerdict
-from lab.checks.verdicts import Outcome
+from lab.checks.verdicts import BROKEN, Outcome
 from lab.exit_status import ExitStatus
 from lab.named_enum import NamedEnum
 from lab.reports.comparison import NotComparableError
 from lab.reports.recorded import Kind, RecordedFile, facts_of_sides, grouped, read_file
 from lab.reports.tables import Cell, TableReport, make_table, number, words
 
-BAD = (Outcome.WRONG, Outcome.FAILED, Outcome.KNOWN)
+BAD = (*BROKEN, Outcome.KNOWN)
 # That two reports share if each judged the whole of the same.
 SETTINGS = ("level", "seed", "space", "checks", "left_out")
 

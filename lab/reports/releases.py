@@ -25,7 +25,7 @@ from pathlib import Path
 from lab.checks.diagnosis import HELD, diagnose
 from lab.checks.ledger import LEDGER, known
 from lab.checks.report import CaseVerdict
-from lab.checks.verdicts import Outcome
+from lab.checks.verdicts import BROKEN, Outcome
 from lab.exit_status import ExitStatus
 from lab.reports.changed_verdicts import SETTINGS, cases_of, compare_verdicts, setting
 from lab.reports.comparison import NotComparableError
@@ -35,7 +35,7 @@ from lab.reports.tables import Cell, TableReport, make_table, words
 
 Key = tuple[str, ...]  # of a case: the axes, the check, the function, the case
 NUMBERED = re.compile(r"^## (\d+\. .*)$", re.MULTILINE)
-UNEXPLAINED = (Outcome.WRONG, Outcome.FAILED)  # by a finding
+UNEXPLAINED = BROKEN  # by a finding
 CITED = "; "  # between the findings that a case cites
 STYLES = {"present": "slower", "absent": "faster", "not reachable": "unsure"}
 

@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
+from lab.timing.sampling import RefusedTimeError, Step
+
 BUFFER_BYTES = 8 * 2**20
 OLDEST_MAJOR = 13
-
-
-# (before, run): what goes before a run and is not counted, or None, and the run.
-Step = tuple[Callable[[], object] | None, Callable[[], object]]
+OUTSIDE = 2**40  # external correlation id of what goes before and after runs; those of runs count from 1
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,7 @@ def record(steps: Iterable[Step]) -> list[list[Activity]]:
 
     Raises:
         RuntimeError: there is no cupti-python 13 or later, or another profiler holds CUPTI, or a run has no activity.
+        RefusedTimeError: the GPU did something that neither a run nor what goes before one launched.
     """
     cupti = _cupti()
     kinds = cupti.ActivityKind
@@ -75,10 +75,15 @@ def record(steps: Iterable[Step]) -> list[list[Activity]]:
         cupti.finalize()  # which also disables every kind
     runs: list[list[Activity]] = [[] for _ in range(count)]
     for correlation, activity in sorted(activities, key=lambda each: each[1].start_ns):
-        if correlation in run_of:
-            runs[run_of[correlation]].append(activity)
-    for number, run in enumerate(runs):
-        if not run:
+        run = run_of.get(correlation)
+        if run is None:
+            raise RefusedTimeError(
+                f"CUPTI saw {activity.name!r} on the GPU, which no timed call launched: the times are refused"
+            )
+        if run < count:
+            runs[run].append(activity)
+    for number, mine in enumerate(runs):
+        if not mine:
             raise RuntimeError(f"CUPTI saw nothing run on the GPU in run {number} of {count}: nothing was timed")
     return runs
 
@@ -95,17 +100,21 @@ def _start(cupti: Any, kinds: Iterable[int], completed: Callable[[list[Any]], No
 
 
 def _run_all(cupti: Any, steps: Iterable[Step]) -> int:
-    count, custom = 0, cupti.ExternalCorrelationKind.CUSTOM0
-    for before, run in steps:
-        if before is not None:
-            before()
+    count, custom, remaining = 0, cupti.ExternalCorrelationKind.CUSTOM0, iter(steps)
+    while True:
+        cupti.activity_push_external_correlation_id(custom, OUTSIDE)
+        step = next(remaining, None)
+        if step is not None and step[0] is not None:
+            step[0]()
         torch.cuda.synchronize()
+        cupti.activity_pop_external_correlation_id(custom)
+        if step is None:
+            return count
         count += 1
         cupti.activity_push_external_correlation_id(custom, count)  # 0 is no id
-        run()
+        step[1]()
         cupti.activity_pop_external_correlation_id(custom)
         torch.cuda.synchronize()
-    return count
 
 
 def _cupti() -> Any:

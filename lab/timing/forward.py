@@ -1,20 +1,24 @@
 """A forward pass as timed work: what it must move and compute, and the judge of every output that was timed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from lab.calls.problem import AttentionCall
 from lab.checks.forward_pass import EnginePass, ForwardPass, build_forward
 from lab.kernels import PlannedOnce
 from lab.kernels.support import kernel_names
-from lab.references.truth import Truth
-from lab.timing.gpu_time import GpuTime, Staged, measure_staged, rounded_us, stage
+from lab.timing.gpu_time import GpuTime, measure_staged, rounded_us
 from lab.timing.host_time import CALLS_PER_BATCH, host_time
-from lab.timing.method import Method
-from lab.timing.roofline import Ceilings, roofline
-from lab.timing.work import Check, GpuWork
+from lab.timing.method import L2, Method
+from lab.timing.redraw import PassRedraw
+from lab.timing.roofline import Ceilings, roofline, why_impossible
+from lab.timing.sampling import RefusedTimeError
+from lab.timing.staging import Staged, stage
+from lab.timing.work import GpuWork
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.mla_case import MLACase
 
@@ -23,29 +27,25 @@ PLAN_BATCHES = 10
 HOST_GPU_BUDGET_US = 500_000
 
 
-def forward_work(forward: EnginePass, implementation: Any, truth: Truth | None = None) -> GpuWork:
-    """Return the pass on an implementation, into an output of NaN, and judged by the truth of its histories.
+def forward_work(forward: EnginePass, implementation: Any, redraw: PassRedraw | None = None) -> GpuWork:
+    """Return the pass on an implementation, into an output of NaN, drawn anew for each sample.
 
     Args:
-        truth: `forward.truth()`, where it was made before.
+        redraw: that of another work over the same pass, whose tensors this one shares then; one of its own if None.
     """
-    case, arguments = forward.case, forward.arguments(forward.new_out())
+    case = forward.case
+    if redraw is None:
+        redraw = PassRedraw(replace(forward, histories=()))
+    if is_planned(implementation, forward):
+        redraw = replace(redraw, keeps_metadata=True)
     prepare = partial(forward.prepare, implementation)
-    check = _output_check(forward.truth() if truth is None else truth)
-    return GpuWork(prepare, arguments, case.bytes_moved, case.operations, check)
+    arguments = redraw.inputs(0) | {"out": forward.new_out()}
+    return GpuWork(prepare, arguments, case.bytes_moved, case.operations, redraw=redraw)
 
 
-def _output_check(truth: Truth) -> Check:
-    def check(arguments: Mapping[str, Any]) -> None:
-        comparison = truth.compare(arguments["out"][: len(truth.expected)])
-        if not comparison.passed:
-            raise AssertionError(
-                f"{int(comparison.faulty.sum())} of {comparison.faulty.numel()} output vectors are wrong, the worst "
-                f"{comparison.worst_ratio:.3g} times what is allowed: a time of this is worth nothing"
-            )
-        arguments["out"].fill_(float("nan"))
-
-    return check
+def is_planned(implementation: Any, forward: EnginePass) -> bool:
+    """Tell whether lengths and page ids of a pass are read when its calls are prepared, and not again."""
+    return isinstance(implementation, PlannedOnce) and any(map(implementation.plans, _functions(forward)))
 
 
 class DeclinedError(Exception):
@@ -63,26 +63,29 @@ def time_forward(case: ForwardCase, implementation: Any, method: Method) -> Time
     return found
 
 
-def time_in_turns(case: ForwardCase, implementations: Sequence[Any], method: Method) -> list[TimedPass | Exception]:
+def time_in_turns(
+    case: ForwardCase, implementations: Sequence[Any], method: Method, seed: int | None = None
+) -> list[TimedPass | Exception]:
     """Build one pass, and check, time and check it again on each implementation: samples and host times are taken in turns.
 
     What an implementation plans on the host (`lab.kernels.PlannedOnce`) is done before, and its host time is `plan_us`. All
     read the same tensors, and each writes an output of its own.
 
+    Args:
+        seed: of the contents; None draws one.
+
     Returns:
         For each implementation its GPU time and the facts of a recorded row but the ceilings'; or why it has none:
-        DeclinedError, AssertionError where its output is wrong, or whatever else its own code raised.
-
-    Raises:
-        AssertionError: an output that was right before it was timed is wrong afterwards.
+        DeclinedError, AssertionError where its output is wrong, RefusedTimeError, or whatever else its own
+        code raised.
     """
     forward = build_forward(case, torch.device("cuda"))
-    truth = forward.truth()
+    redraw = PassRedraw(replace(forward, histories=()))
     found: dict[int, TimedPass | Exception] = {}
     works: dict[str, GpuWork] = {}
     staged: dict[str, Staged] = {}
     for place, implementation in enumerate(implementations):
-        work = forward_work(forward, PlannedOnce(implementation), truth)
+        work = forward_work(forward, PlannedOnce(implementation), redraw)
         try:
             staged[str(place)] = stage(work, method)
             works[str(place)] = work
@@ -90,8 +93,10 @@ def time_in_turns(case: ForwardCase, implementations: Sequence[Any], method: Met
             found[place] = DeclinedError(str(error))
         except Exception as error:  # other people's code may raise anything, and the others are timed all the same
             found[place] = error
-    times = measure_staged(staged, method) if staged else {}
-    calls = {name: each.calls[0] for name, each in staged.items()}
+    measured = measure_staged(staged, method, seed=seed) if staged else {}
+    found |= {int(name): time for name, time in measured.items() if isinstance(time, Exception)}
+    times = {name: time for name, time in measured.items() if not isinstance(time, Exception)}
+    calls = {name: staged[name].calls[0] for name in times}
     slowest_us = max((time.median_us for time in times.values()), default=1.0)
     # So many calls that all batches keep the GPU busy for half a second at most.
     most_calls = int(HOST_GPU_BUDGET_US / HOST_BATCHES / slowest_us)
@@ -111,13 +116,15 @@ def _facts(forward: ForwardPass, implementation: Any) -> dict[str, Any]:
     }
 
 
-def _functions(forward: ForwardPass) -> list[str]:
-    return [planned.call.value for planned in forward.plan]
+def _functions(forward: EnginePass) -> list[str]:
+    if isinstance(forward, ForwardPass):
+        return [planned.call.value for planned in forward.plan]
+    return [AttentionCall.MLA_DECODE.value]
 
 
 def _plan_facts(forward: ForwardPass, implementation: Any, work: GpuWork) -> dict[str, Any]:
     """Return the host time of planning a pass, its copies from the GPU included; {} for what plans nothing."""
-    if not any(hasattr(implementation, f"plan_{function}") for function in _functions(forward)):
+    if not is_planned(PlannedOnce(implementation), forward):
         return {}
     plan = host_time({"": work.call}, batches=PLAN_BATCHES, calls_per_batch=1)[""]
     return {"plan_us": round(plan.median_us, 1)}
@@ -140,14 +147,29 @@ def case_facts(case: ForwardCase | MLACase) -> dict[str, Any]:
     }
 
 
-def time_facts(time: GpuTime, ceilings: Ceilings, bytes_moved: int, operations: int) -> dict[str, Any]:
-    """Return what a row says of its time, units in the keys: the samples, their median, and both beside the ceilings."""
+def time_facts(
+    time: GpuTime, ceilings: Ceilings, bytes_moved: int, operations: int, kv_dtype: str = ""
+) -> dict[str, Any]:
+    """Return what a row says of its time, units in the keys: the samples, their median, and both beside the ceilings.
+
+    Raises:
+        RefusedTimeError: the GPU cannot do the work in this time.
+    """
+    limits = roofline(time.median_us, bytes_moved, operations, ceilings)
+    if why := why_impossible(
+        limits.bandwidth_percent,
+        limits.matrix_rate_percent,
+        is_cold=time.method.l2 is not L2.WARM,
+        kv_dtype=kv_dtype,
+    ):
+        raise RefusedTimeError(f"{time.median_us:,.2f} µs, with a floor of {limits.floor_us:,.2f} µs: {why}")
     facts: dict[str, Any] = {
         "clock": time.method.clock.value,
         "l2": time.method.l2.value,
         "method": str(time.method),
         "calls_per_sample": time.calls_per_sample,
         "buffer_copies": time.buffer_copies,
+        "contents_seed": time.contents_seed,
         "launches": time.launches,
         "median_us": round(time.median_us, 3),
         "iqr_us": round(time.iqr_us, 3),
@@ -155,5 +177,4 @@ def time_facts(time: GpuTime, ceilings: Ceilings, bytes_moved: int, operations: 
     }
     if time.busy_us is not None:
         facts |= {"busy_us": round(time.busy_us, 3), "kernels": list(time.kernels)}
-    facts |= roofline(time.median_us, bytes_moved, operations, ceilings).facts()
-    return facts | time.device.facts()
+    return facts | limits.facts() | time.device.facts()

@@ -4,36 +4,43 @@ Work is prepared, run and checked; captured in a CUDA graph; timed; and checked 
 """
 
 import functools
-import itertools
 import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from lab.metadata.engine.capture import capturing
 from lab.timing import cupti
 from lab.timing.device_state import DeviceState, watched
-from lab.timing.host_time import drain
-from lab.timing.method import L2, Clock, Method
-from lab.timing.work import Call, GpuWork
+from lab.timing.method import Clock, Method
+from lab.timing.sampling import (
+    IDLE_SLACK_US,
+    QUEUED_SLACK_US,
+    RefusedTimeError,
+    Sample,
+    Step,
+    between_events,
+    check_clocks,
+    fresh_seed,
+    reset_persisting_l2,
+)
+from lab.timing.staging import Staged, check_results, renew, stage
+from lab.timing.work import SHORTER_EVERY, GpuWork, Redraw, Seeds
 
 SAMPLES = 30
 WARM_UP_RUNS = 3
 # Idle before the samples: without it the work before decides how near the power limit they run. An H200's prefill read
 # 1,980 ± 2 µs after a rest and 2,151 ± 180 µs right after other work. Rests between the samples make them slower by 1 to 3 %.
 REST_S = 1.0
-# A replay lasts about this long, so that the 2 µs that two events add to it are 0.2 %.
-REPLAY_US = 1000.0
-MOST_CALLS_PER_REPLAY = 1000
-# A byte is cold again when this many times L2's size was read since.
-REUSE_DISTANCE = 2
-MOST_COPIES = 512
 SHUFFLE_SEED = 0
+# Of K, V and pages, so much is drawn anew before a sample, on buffers chosen at random, and on so many of them at most.
+RENEWED_BYTES = 2**29
+MOST_RENEWED = 8
 
 
 class DeviceClock:
@@ -66,6 +73,7 @@ class GpuTime:
         kernels: their names, where the clock tells (CUPTI).
         busy_us: median time per call in which something ran, gaps left out, where the clock tells (CUPTI).
         device: clocks, power and throttling while it ran; of interleaved works, while all of them did.
+        contents_seed: that of the contents of its samples, which `measure_interleaved` takes again.
 
     Raises:
         ValueError: no samples, or one that is not a positive number: nothing was timed.
@@ -79,6 +87,7 @@ class GpuTime:
     kernels: tuple[str, ...] = ()
     busy_us: float | None = None
     device: DeviceState = field(default_factory=DeviceState)
+    contents_seed: int | None = None
 
     def __post_init__(self) -> None:
         wrong = [sample for sample in self.samples_us if not (math.isfinite(sample) and sample > 0)]
@@ -116,70 +125,200 @@ def measure(work: GpuWork, method: Method, samples: int = SAMPLES) -> GpuTime:
     return measure_interleaved({"": work}, method, samples)[""]
 
 
-def measure_interleaved(works: Mapping[str, GpuWork], method: Method, samples: int = SAMPLES) -> dict[str, GpuTime]:
+def measure_interleaved(
+    works: Mapping[str, GpuWork], method: Method, samples: int = SAMPLES, seed: int | None = None
+) -> dict[str, GpuTime]:
     """Measure works against each other: their samples are taken in turns, in an order reshuffled each round.
 
     Args:
         works: by name. Each is run before it is captured, so that whatever it builds at first use exists.
         method: the same for all.
         samples: of each work.
+        seed: of the contents; None draws one. A recorded seed repeats them.
 
     Raises:
+        WrongWorkError: results of one of the works are wrong, or its time is refused.
         ValueError: the method cannot time this work; says what can.
         RuntimeError: from torch, if a call cannot be captured; from `lab.timing.cupti`.
     """
-    return measure_staged({name: stage(work, method) for name, work in works.items()}, method, samples)
+    staged = {}
+    for name, work in works.items():
+        try:
+            staged[name] = stage(work, method)
+        except AssertionError as error:
+            raise WrongWorkError(name, str(error)) from error
+    found = measure_staged(staged, method, samples, seed)
+    times = {}
+    for name, result in found.items():
+        if isinstance(result, AssertionError | RefusedTimeError):
+            raise WrongWorkError(name, str(result)) from result
+        if isinstance(result, Exception):
+            raise result
+        times[name] = result
+    return times
 
 
-def measure_staged(works: Mapping[str, "Staged"], method: Method, samples: int = SAMPLES) -> dict[str, GpuTime]:
-    """Measure works that were staged with the method, so that one that cannot be is left out; see `measure_interleaved`."""
+def check_named(name: str, works: Iterable[GpuWork], seeds: Seeds) -> None:
+    """Check results as `lab.timing.staging.check_results`, and raise WrongWorkError with the name of the work."""
+    try:
+        check_results(works, seeds)
+    except AssertionError as error:
+        raise WrongWorkError(name, str(error)) from error
+
+
+class WrongWorkError(AssertionError):
+    """The results of one of several works are wrong, or its time is refused; `reason` says how."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name}: {reason}" if name else reason)
+        self.name, self.reason = name, reason
+
+
+def measure_staged(
+    works: Mapping[str, Staged], method: Method, samples: int = SAMPLES, seed: int | None = None
+) -> dict[str, GpuTime | Exception]:
+    """Measure works that were staged with the method, so that one that cannot be is left out; see `measure_interleaved`.
+
+    Between two samples of a work its contents are drawn anew (`lab.timing.work.Redraw`): all queries and lengths, and K, V and
+    pages of some buffers. Outputs are wiped, and persisting lines of L2 made ordinary. Results are judged after the last sample
+    of all works: of each sample a part on one buffer, and of the last one a part on every buffer and all on one.
+
+    Returns:
+        For each work its time, or why it has none: AssertionError where results are wrong, or RefusedTimeError.
+    """
     if samples < 1:
         raise ValueError(f"samples={samples} must be at least 1")
-    staged = dict(works)
-    if method.l2 is L2.WARM and len(works) > 1:  # the sample before was another work's, and left its buffers in L2
-        staged = {name: replace(each, before=each.run) for name, each in staged.items()}
+    run_seed = fresh_seed() if seed is None else seed
     order = _shuffled_rounds(list(works), samples)
+    device_index = torch.cuda.current_device()
+    contents = {name: Contents(each.buffers, run_seed) for name, each in works.items()}
+    kept: list[Kept] = []
+
+    def steps() -> Iterator[Step]:
+        for number, name in enumerate(order):
+            turn = number // len(works)
+            yield partial(_ready, works[name], contents[name], turn), works[name].run
+            kept.extend(_keep(name, contents[name], turn, is_last=turn == samples - 1))
+
     torch.cuda.synchronize()
     time.sleep(REST_S)
-    for each in staged.values():
+    for each in works.values():
         _warm_up(each)
-    device_index = torch.cuda.current_device()
     with watched(device_index) as state:
-        steps = [(staged[name].before, staged[name].run) for name in order]
         if method.clock is Clock.CUPTI:
-            taken: list[Any] = _recorded(steps, state, device_index)
+            taken: list[Any] = _recorded(steps(), len(order), state, device_index)
         else:
-            taken = _between_events(steps, state, device_index, drained=method.clock is Clock.EVENTS)
+            taken = between_events(steps(), state, device_index, queued=method.clock is Clock.GRAPH)
     gather = _from_records if method.clock is Clock.CUPTI else _from_samples
-    results = {}
-    for name, each in staged.items():
-        check_results(each.buffers)
+    results: dict[str, GpuTime | Exception] = dict(_wrong_results(works, kept))
+    for name, each in works.items():
         mine = [sample for sample, owner in zip(taken, order, strict=True) if owner == name]
-        results[name] = gather(mine, each, method, state)
-    return results
+        if name not in results:
+            try:
+                results[name] = replace(gather(mine, each, method, state), contents_seed=run_seed)
+            except RefusedTimeError as error:
+                results[name] = error
+    return {name: results[name] for name in works}
 
 
-@dataclass(frozen=True, eq=False)
-class Staged:
-    """Work ready to be sampled: `run` is one sample of `number` calls, `before` goes before it and is not timed.
+class Contents:
+    """The contents of a work's buffers, all from one seed that nothing knew before it.
 
-    The calls are kept because a graph does not keep what they own, such as a table that is derived in each call.
+    Args:
+        buffers: of the work.
+        seed: of the run.
     """
 
-    buffers: Sequence[GpuWork]
-    calls: Sequence[Call]
-    run: Callable[[], object]
-    before: Callable[[], object] | None
-    number: int
-    launches: int
+    def __init__(self, buffers: Sequence[GpuWork], seed: int) -> None:
+        self.buffers, self._seed = buffers, seed
+        self._tokens = dict.fromkeys(range(len(buffers)), -1)  # the turn in which K and V of each were drawn last
+
+    def renew_tokens(self, turn: int) -> None:
+        """Draw everything of some of the buffers anew; of all of them in the first turn."""
+        numbers = list(range(len(self.buffers)))
+        if turn:
+            most = max(1, min(MOST_RENEWED, RENEWED_BYTES // max(self.buffers[0].bytes_moved, 1)))
+            numbers = self._dice(turn).sample(numbers, min(most, len(numbers)))
+        for number in numbers:
+            self._tokens[number] = turn
+            renew(self.buffers[number], self.seeds(turn, number))
+
+    def renew_calls(self, turn: int) -> None:
+        """Draw queries and lengths of all buffers anew, and wipe all outputs."""
+        for number, work in enumerate(self.buffers):
+            renew(work, self.seeds(turn, number), tokens=False)
+
+    def seeds(self, turn: int, number: int) -> Seeds:
+        """Return the seeds of a buffer's contents in a turn. Its lengths are short or not in the whole turn."""
+        tokens = random.Random(f"{self._seed} tokens {self._tokens[number]} {number}").getrandbits(60)
+        call = random.Random(f"{self._seed} call {turn} {number}").getrandbits(60)
+        return Seeds(tokens, SHORTER_EVERY * call + self._dice(turn).randrange(SHORTER_EVERY))
+
+    def chosen(self, turn: int) -> int:
+        """Return the buffer of which results are judged in any case after a sample."""
+        return self._dice(turn).randrange(len(self.buffers))
+
+    def _dice(self, turn: int) -> random.Random:
+        return random.Random(f"{self._seed} {turn}")
 
 
-def check_results(works: Iterable[GpuWork]) -> None:
-    """Check what the works wrote, once the GPU is done; raises what their checks raise."""
-    drain()
-    for work in works:
-        if work.check is not None:
-            work.check(work.arguments)
+@dataclass(frozen=True)
+class Kept:
+    """Results that are judged after the last sample of all works."""
+
+    name: str
+    redraw: Redraw
+    seeds: Seeds
+    whole: bool
+    results: Any
+
+
+def _ready(staged: Staged, contents: Contents, turn: int) -> None:
+    """Do what goes before a sample.
+
+    The run that is not timed leaves code and L2 as runs do that follow each other. After it, everything that it worked out is
+    of no use: each query is another.
+    """
+    contents.renew_tokens(turn)
+    staged.run()
+    contents.renew_calls(turn)
+    reset_persisting_l2()
+    if staged.flush is not None:
+        staged.flush()
+
+
+def _keep(name: str, contents: Contents, turn: int, *, is_last: bool) -> Iterator[Kept]:
+    """Yield what is to be judged of a sample, and wipe all outputs, so that no other work finds them."""
+    one = contents.chosen(turn)
+    for number, work in enumerate(contents.buffers):
+        if work.redraw is not None and (number == one or is_last):
+            seeds, whole = contents.seeds(turn, number), number == one and is_last
+            yield Kept(name, work.redraw, seeds, whole, work.redraw.results(work.arguments, seeds, whole=whole))
+    for work in contents.buffers:
+        if work.redraw is not None:
+            work.arguments["out"].fill_(float("nan"))
+
+
+def _wrong_results(works: Mapping[str, Staged], kept: Sequence[Kept]) -> Iterator[tuple[str, AssertionError]]:
+    """Yield each work of which results are wrong, with the first reason. What a seed makes of a redraw is worked out once."""
+    wrong: dict[str, AssertionError] = {}
+    groups: dict[tuple[int, Seeds, bool], list[Kept]] = {}
+    for each in kept:
+        groups.setdefault((id(each.redraw), each.seeds, each.whole), []).append(each)
+    for alike in groups.values():
+        if asked := [each for each in alike if each.name not in wrong]:
+            check = asked[0].redraw.check_of(asked[0].seeds, whole=asked[0].whole)
+            for each in asked:
+                try:
+                    check(each.results)
+                except AssertionError as error:
+                    wrong[each.name] = error
+    for name, staged in works.items():
+        try:
+            check_results([work for work in staged.buffers if work.redraw is None], Seeds(0, 0))
+        except AssertionError as error:
+            wrong.setdefault(name, error)
+    yield from wrong.items()
 
 
 def _shuffled_rounds(names: Sequence[str], rounds: int) -> list[str]:
@@ -188,153 +327,15 @@ def _shuffled_rounds(names: Sequence[str], rounds: int) -> list[str]:
     return [name for _ in range(rounds) for name in generator.sample(names, len(names))]
 
 
-def stage(work: GpuWork, method: Method) -> Staged:
-    """Prepare, run, check and capture a work; raises what these raise, and as `measure_interleaved`."""
-    side = _side_stream(torch.cuda.current_device())
-    buffers = _copies(work, method)
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # what a kernel keeps per stream is then made for the stream of the captures
-        calls = [each.call() for each in buffers]
-        for call in calls:
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    check_results(buffers)
-    alone = _captured(calls[:1], side)
-    launches = _count_launches(alone)
-    if launches == 0:
-        raise ValueError("the call launches nothing on the GPU: there is nothing to time")
-    flush = _Flush(REUSE_DISTANCE * _l2_bytes()) if method.l2 is L2.COLD_FLUSH else None
-    if method.clock is Clock.EVENTS:
-        turns = itertools.cycle(calls)
-        return Staged(buffers, calls, lambda: next(turns)(), flush, 1, launches)
-    if method.l2 is L2.COLD_FLUSH:
-        return Staged(buffers, calls, alone.replay, flush, 1, launches)
-    graph, number = _long_enough(calls, side)
-    return Staged(buffers, calls, graph.replay, None, number, launches)
-
-
-def _copies(work: GpuWork, method: Method) -> list[GpuWork]:
-    number = buffer_copies(work.bytes_moved, method, _l2_bytes())
-    try:
-        return work.copies(number)
-    except torch.cuda.OutOfMemoryError as error:
-        raise ValueError(
-            f"{number} copies of the buffers, which cold by rotation needs, do not fit into the GPU's memory: take the CUPTI "
-            "clock, which can flush, or time it warm"
-        ) from error
-
-
-class TooSmallError(ValueError):
-    """The work moves too few bytes to be cold by rotation."""
-
-
-def buffer_copies(bytes_moved: int, method: Method, l2_bytes: int) -> int:
-    """Return how many sets of buffers must take turns until a byte of the first is out of L2 again; 1 unless by rotation.
-
-    Raises:
-        TooSmallError: too many for so little work.
-    """
-    if method.l2 is not L2.COLD_ROTATION:
-        return 1
-    copies = math.ceil(REUSE_DISTANCE * l2_bytes / max(bytes_moved, 1))
-    if copies > MOST_COPIES:
-        raise TooSmallError(
-            f"to have {bytes_moved} bytes cold by rotation, {copies} copies would have to take turns, more than "
-            f"{MOST_COPIES}: take the CUPTI clock, which can flush, or time it warm"
-        )
-    return copies
-
-
-class _Flush:
-    """Fill L2 with lines that no call reads.
-
-    By reading: a fill by writing leaves dirty lines, and writing those back is charged to the call that comes next: 3 % of a
-    270 µs decode on an H200, 10 % of a 30 µs copy.
-    """
-
-    def __init__(self, size_bytes: int) -> None:
-        self.rows = torch.zeros(1024, size_bytes // 4096, device="cuda")
-        self.result = torch.empty(1024, device="cuda")
-
-    def __call__(self) -> None:
-        torch.amax(self.rows, dim=1, out=self.result)
-
-
-def _captured(calls: Iterable[Call], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with capturing(graph, stream):
-        for call in calls:
-            call()
-    return graph
-
-
-def _count_launches(graph: torch.cuda.CUDAGraph) -> int:
-    try:
-        from cuda.bindings import driver  # comes with torch's CUDA wheels
-    except ImportError as error:
-        raise RuntimeError("counting a graph's launches needs cuda.bindings: pip install cuda-bindings") from error
-
-    def answer(error: Any, *values: Any) -> Any:
-        if error != driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"the CUDA driver did not list the graph's nodes: {error!r}")
-        return values
-
-    handle = driver.CUgraph(graph.raw_cuda_graph())
-    _, number = answer(*driver.cuGraphGetNodes(handle))
-    nodes, _ = answer(*driver.cuGraphGetNodes(handle, number))
-    kinds = driver.CUgraphNodeType
-    launching = (kinds.CU_GRAPH_NODE_TYPE_KERNEL, kinds.CU_GRAPH_NODE_TYPE_MEMCPY, kinds.CU_GRAPH_NODE_TYPE_MEMSET)
-    return sum(answer(*driver.cuGraphNodeGetType(node))[0] in launching for node in nodes[:number])
-
-
-def _long_enough(calls: Sequence[Call], stream: torch.cuda.Stream) -> tuple[torch.cuda.CUDAGraph, int]:
-    """Return a graph whose replay takes long enough, and the number of its calls: a multiple of `calls`, taken in turn."""
-    number = len(calls)
-    while True:
-        graph = _captured(itertools.islice(itertools.cycle(calls), number), stream)
-        graph.replay()  # the first one uploads the graph
-        (replay_us,) = _between_events([(None, graph.replay)], DeviceState(), torch.cuda.current_device())
-        if replay_us > REPLAY_US / 2 or number >= MOST_CALLS_PER_REPLAY:
-            return graph, number
-        wanted = min(math.ceil(number * REPLAY_US / replay_us), MOST_CALLS_PER_REPLAY)
-        number = len(calls) * math.ceil(max(wanted, 2 * number) / len(calls))
-
-
 def _warm_up(staged: Staged) -> None:
     """Run some times before the first sample, and for eager calls at least once on every copy."""
-    for _ in range(max(WARM_UP_RUNS, len(staged.calls))):
-        if staged.before is not None:
-            staged.before()
+    for _ in range(max(WARM_UP_RUNS, len(staged.calls) if staged.number == 1 else 0)):
         staged.run()
 
 
-def _between_events(
-    steps: Sequence[cupti.Step], state: DeviceState, device_index: int, drained: bool = False
-) -> list[float]:
-    """Time each step by CUDA events, in microseconds. The device is read while it works through them.
-
-    `drained`: it is idle when a step starts, so that all of the host's launch time is in the step, and not what is left of it
-    after earlier work.
-    """
-    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in steps]
-    for (start, end), (before, run) in zip(pairs, steps, strict=True):
-        if before is not None:
-            before()
-        if drained:
-            torch.cuda.synchronize()
-        start.record()
-        run()
-        end.record()
-    state.read(device_index)
-    while not pairs[-1][1].query():
-        state.read(device_index)
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) * 1000 for start, end in pairs]
-
-
-def _recorded(steps: Sequence[cupti.Step], state: DeviceState, device_index: int) -> list[list[cupti.Activity]]:
+def _recorded(steps: Iterable[Step], count: int, state: DeviceState, device_index: int) -> list[list[cupti.Activity]]:
     """Record each step's activities by CUPTI. The device is read while it works on some of them."""
-    read_every = max(1, len(steps) // 10)
+    read_every = max(1, count // 10)
 
     def read_while_it_runs(run: Callable[[], object]) -> None:
         run()
@@ -346,9 +347,10 @@ def _recorded(steps: Sequence[cupti.Step], state: DeviceState, device_index: int
     )
 
 
-def _from_samples(samples_us: list[float], staged: Staged, method: Method, state: DeviceState) -> GpuTime:
+def _from_samples(samples: list[Sample], staged: Staged, method: Method, state: DeviceState) -> GpuTime:
+    check_clocks(samples, QUEUED_SLACK_US if method.clock is Clock.GRAPH else IDLE_SLACK_US)
     return GpuTime(
-        samples_us=tuple(sample / staged.number for sample in samples_us),
+        samples_us=tuple(sample.us / staged.number for sample in samples),
         method=method,
         launches=staged.launches,
         calls_per_sample=staged.number,
@@ -363,19 +365,9 @@ def _from_records(records: list[list[cupti.Activity]], staged: Staged, method: M
         raise RuntimeError(
             f"CUPTI saw {sorted(numbers)} activities in replays of a graph of {staged.launches * staged.number}: it lost some"
         )
-    spans_us = [cupti.span_us(activities) for activities in records]
+    spans = [Sample(cupti.span_us(activities), None) for activities in records]
     return replace(
-        _from_samples(spans_us, staged, method, state),
+        _from_samples(spans, staged, method, state),
         kernels=tuple(dict.fromkeys(activity.name for activity in records[0])),
         busy_us=statistics.median(cupti.busy_us(activities) for activities in records) / staged.number,
     )
-
-
-def _l2_bytes() -> int:
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-
-
-@functools.cache
-def _side_stream(device_index: int) -> torch.cuda.Stream:
-    """Return the one stream of all captures: what a kernel keeps per stream, such as a workspace, is then kept once."""
-    return torch.cuda.Stream(device_index)

@@ -26,10 +26,11 @@ _CLOCKS = {
     Clock.CUPTI: "calls recorded in a CUDA graph, CUPTI's first start to last end of its replay, time per call",
     Clock.EVENTS: "one eager call on an idle GPU between two CUDA events, the host's launch time included",
 }
+CONTENTS = "a pass' contents drawn anew before each sample; the host's clock agrees"
 _CACHES = {
     L2.WARM: "the same buffers each call",
-    L2.COLD_ROTATION: "copies of inputs, K/V and output in turn, so that none is still in L2; scratch is as the implementation "
-    "has it, FlashInfer's workspace shared and a prepared portable call's its own",
+    L2.COLD_ROTATION: "each call of a replay on inputs, K/V and output of its own, so that none is still in L2; scratch is as "
+    "the implementation has it, FlashInfer's workspace shared and a prepared portable call's its own",
     L2.COLD_FLUSH: "one call per sample, L2 filled before it by reading",
 }
 
@@ -42,13 +43,17 @@ class Method:
     replay, which a graph of many calls makes small. EVENTS includes what the host does between two launches.
 
     Raises:
-        ValueError: GRAPH with COLD_FLUSH.
+        ValueError: GRAPH with COLD_FLUSH, or EVENTS with COLD_ROTATION.
     """
 
     clock: Clock
     l2: L2
 
     def __post_init__(self) -> None:
+        if self.clock is Clock.EVENTS and self.l2 is L2.COLD_ROTATION:
+            raise ValueError(
+                "the events clock times one call a sample, for which no buffers take turns: take L2.COLD_FLUSH"
+            )
         if self.clock is Clock.GRAPH and self.l2 is L2.COLD_FLUSH:
             raise ValueError(
                 "the graph clock times many calls in one replay, and a flush between them would be timed too: "
@@ -56,7 +61,7 @@ class Method:
             )
 
     def __str__(self) -> str:
-        return f"{_CLOCKS[self.clock]}; L2 {self.l2.name.lower().split('_')[0]}: {_CACHES[self.l2]}"
+        return f"{_CLOCKS[self.clock]}; L2 {self.l2.name.lower().split('_')[0]}: {_CACHES[self.l2]}; {CONTENTS}"
 
 
 def method_named(clock: str, l2: str) -> Method:

@@ -14,6 +14,14 @@ from lab.timing.gpu_time import measure
 from lab.timing.method import L2, Clock, Method
 from lab.timing.work import GpuWork
 
+# How far above the measured rates a time may be before it is refused. A kernel that only reads is faster than a copy: FA2's
+# decode by 5.1 % on an H200 (results/nvidia-h200/timings.json). A large product is held back by power: the datasheet's rate is
+# 1.26 times the 788 TFLOP/s that an H200 reaches. What fits into a warm L2 comes faster than from memory.
+READING_OVER_COPY = 1.10
+PRODUCT_OVER_MEASURED = 1.30
+L2_OVER_MEMORY = 4.0
+# Narrower products than the measured bf16 one: times its rate, by the cache's dtype.
+RATE_BY_DTYPE = {"float8_e4m3fn": 2.0, "uint8": 4.0}
 COPY_BYTES = 2**32  # read plus written: far beyond any L2, a millisecond
 MATRIX_SIZE = 8192
 CEILING_METHOD = Method(Clock.GRAPH, L2.WARM)
@@ -85,6 +93,30 @@ def roofline(median_us: float, bytes_moved: int, operations: int, ceilings: Ceil
         floor_bound="memory" if memory_us >= matrix_us else "matrix",
         floor_percent=100 * floor_us / median_us,
     )
+
+
+def why_impossible(bandwidth_percent: float, matrix_rate_percent: float, *, is_cold: bool, kv_dtype: str = "") -> str:
+    """Return why a time is shorter than this GPU can be; "" if it is not.
+
+    Args:
+        bandwidth_percent, matrix_rate_percent: of the measured rates, as `Roofline` has them.
+        is_cold: what the work reads was not in L2.
+        kv_dtype: of the cache, by torch's name, whose products may be narrower than bf16's.
+    """
+    most = 100 * (READING_OVER_COPY if is_cold else L2_OVER_MEMORY)
+    if bandwidth_percent > most:
+        where = "a kernel that only reads" if is_cold else "a warm L2"
+        return (
+            f"it would move its bytes at {bandwidth_percent:,.0f} % of the bandwidth measured on this GPU, where {where} "
+            f"reaches {most:.0f} % at most: it does not do the work, or its time is wrong"
+        )
+    most = 100 * PRODUCT_OVER_MEASURED * RATE_BY_DTYPE.get(kv_dtype, 1.0)
+    if matrix_rate_percent > most:
+        return (
+            f"it would compute at {matrix_rate_percent:,.0f} % of the matrix rate measured on this GPU, whose units reach "
+            f"{most:.0f} % at most: it does not do the work, or its time is wrong"
+        )
+    return ""
 
 
 def least_us(bytes_moved: int, operations: int, rates: Ceilings | Datasheet) -> tuple[float, float]:

@@ -4,10 +4,40 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 Call = Callable[[], object]
 Check = Callable[[Mapping[str, Any]], None]
+
+
+# Calls of every so many-th seed are on requests some tokens shorter: fewer than half, so that the median time is the case's.
+SHORTER_EVERY = 4
+
+
+class Seeds(NamedTuple):
+    """What the contents of a call are made from: of K, V and their pages, and of the queries and the lengths."""
+
+    tokens: int
+    call: int
+
+
+class Redraw(Protocol):
+    """Draws the inputs of works anew in place, from seeds, and judges what the works made of them."""
+
+    def inputs(self, number: int) -> dict[str, Any]:
+        """Return the arguments but `out` over the set of tensors with this number, which all works share."""
+
+    def write_tokens(self, arguments: Mapping[str, Any], seed: int) -> None:
+        """Draw K and V anew, in other pages."""
+
+    def write_call(self, arguments: Mapping[str, Any], seed: int) -> None:
+        """Draw queries and lengths anew, which changes every result, and wipe the output."""
+
+    def results(self, arguments: Mapping[str, Any], seeds: Seeds, *, whole: bool) -> Any:
+        """Return a copy of the results, or of the part of them that the seeds choose."""
+
+    def check_of(self, seeds: Seeds, *, whole: bool) -> Callable[[Any], None]:
+        """Return what raises AssertionError for wrong results of calls with the contents of these seeds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +52,8 @@ class GpuWork:
         operations: floating-point operations that it must do; 0 for none worth counting.
         check: given the arguments after a call, raises if its results are wrong, and wipes them, so that the next check tells
             what later calls wrote. It is called on every set of buffers, before and after they are timed.
+        redraw: in place of `check`, gives each sample other contents. `out` is then an argument, and works that have the same
+            redraw share all other tensors.
     """
 
     prepare: Callable[..., Call]
@@ -29,6 +61,7 @@ class GpuWork:
     bytes_moved: int
     operations: int = 0
     check: Check | None = None
+    redraw: Redraw | None = None
 
     @classmethod
     def of(cls, function: Callable[..., object], bytes_moved: int, operations: int = 0, **arguments: Any) -> "GpuWork":
@@ -37,7 +70,14 @@ class GpuWork:
 
     def copies(self, count: int) -> list["GpuWork"]:
         """Return this work and `count` - 1 copies of it, tensors included. Views of one memory stay views of one memory."""
-        return [self] + [replace(self, arguments=copy.deepcopy(dict(self.arguments))) for _ in range(count - 1)]
+        return [self, *map(self.copy, range(1, count))]
+
+    def copy(self, number: int) -> "GpuWork":
+        """Return the copy with this number, from 1."""
+        if self.redraw is None:
+            return replace(self, arguments=copy.deepcopy(dict(self.arguments)))
+        others = self.redraw.inputs(number) | {"out": self.arguments["out"].clone()}
+        return replace(self, arguments={**self.arguments, **others})
 
     def call(self) -> Call:
         return self.prepare(**self.arguments)

@@ -12,10 +12,12 @@ import torch
 from lab.calls import AttentionCall
 from lab.checks import CaseVerdict, judge_forward
 from lab.gpus import capability_of
+from lab.integrity import ChangedBindingsError, bindings
 from lab.kernels.implementations import modules_of
 from lab.loading import load
 from lab.provenance import environment
 from lab.timing import L2, Ceilings, DeviceClock, GpuTime, Method, measure_ceilings, method_named
+from lab.timing.sampling import RefusedTimeError
 from lab.timing.forward import DeclinedError, TimedPass, time_facts, time_in_turns
 from lab.workloads import DEFAULT_SCENARIOS, ForwardCase, scenario
 from lab.workloads.draft import DEFAULT_DRAFT_SCENARIOS, draft_scenario, is_draft_scenario
@@ -158,18 +160,28 @@ Timer = Callable[[str, ForwardCase, Method, str], TimedPass]
 
 
 @pytest.fixture(scope="session")
-def timed_in_turns(request: pytest.FixtureRequest) -> Timer:
+def timed_in_turns(request: pytest.FixtureRequest, ceilings: Ceilings) -> Timer:
     """Time a scenario on all implementations of this run, in turns, when the first of them asks; skip one that declines it."""
     config = request.config
     names = implementation_names(config)
+    before = bindings()
     modules = [load(name) for name in names]
 
     @functools.lru_cache(maxsize=1)
     def all_of(scenario_name: str, case: ForwardCase, method: Method) -> dict[str, TimedPass | Exception]:
+        found: dict[str, TimedPass | Exception] = {}
         try:
-            found = dict(zip(names, time_in_turns(case, modules, method), strict=True))
-        except AssertionError as error:
+            timed = time_in_turns(case, modules, method, config.getoption("--lab-seed"))
+            before.check()
+            found = dict(zip(names, timed, strict=True))
+        except ChangedBindingsError as error:
             found = dict.fromkeys(names, error)
+        for name, each in found.items():
+            try:
+                if not isinstance(each, Exception):
+                    found[name] = each[0], with_time_facts(each[1], each[0], ceilings)
+            except RefusedTimeError as error:
+                found[name] = error
         config.stash[NOT_TIMED] += [
             {"scenario": scenario_name, "implementation": name, "reason": _reason(each)}
             for name, each in found.items()
@@ -192,6 +204,8 @@ def _reason(error: Exception) -> str:
     if isinstance(error, DeclinedError):
         return str(error)
     first_line = str(error).partition("\n")[0]
+    if isinstance(error, RefusedTimeError | ChangedBindingsError):
+        return f"refused: {first_line}"
     return f"wrong: {first_line}" if isinstance(error, AssertionError) else f"{type(error).__name__}: {first_line}"
 
 
@@ -210,13 +224,18 @@ def judge(request: pytest.FixtureRequest) -> Callable[[Any, ForwardCase], CaseVe
     return judged
 
 
+def with_time_facts(facts: dict[str, Any], time: GpuTime, ceilings: Ceilings) -> dict[str, Any]:
+    """The facts of a row with those of its time; raises RefusedTimeError."""
+    return facts | time_facts(time, ceilings, facts["bytes_moved"], facts["operations"], facts.get("kv_dtype", ""))
+
+
 @pytest.fixture
 def gpu_benchmark(request: pytest.FixtureRequest, benchmark: Any) -> Iterator[Callable[..., None]]:
     """Hand a measured GPU time to pytest-benchmark, with its facts. A test that passes without doing so fails."""
     clocks, recorded = request.config.stash[CLOCKS], []
 
     def handed_over(time: GpuTime, ceilings: Ceilings, facts: dict[str, Any]) -> None:
-        facts = facts | time_facts(time, ceilings, facts["bytes_moved"], facts["operations"])
+        facts = facts if "median_us" in facts else with_time_facts(facts, time, ceilings)
         benchmark.extra_info.update(facts)
         clock, samples = clocks[time.method], iter(time.samples_us)
         benchmark.pedantic(lambda: clock.advance(next(samples) * 1e-6), rounds=len(time.samples_us))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+from lab.checks import verdicts
 from lab.checks.catalogue import checks
 from lab.checks.verdicts import Outcome
 from lab.reports.html.findings import Finding, findings_in
@@ -17,7 +18,7 @@ from lab.reports.timing_tables import MODULE_PREFIX
 from lab.workloads.interfaces import Interface
 
 RIGHT, KNOWN, DECLINED = Outcome.RIGHT.value, Outcome.KNOWN.value, Outcome.DECLINED.value
-BROKEN = (Outcome.WRONG.value, Outcome.FAILED.value)
+BROKEN = tuple(outcome.value for outcome in verdicts.BROKEN)
 FAULTS = (*BROKEN, KNOWN)
 # The order of rows and of columns.
 WORST_FIRST = (*FAULTS, DECLINED, RIGHT)

@@ -1,0 +1,207 @@
+"""What times and judges kernels, as it was before a kernel was loaded, and what has changed since.
+
+A kernel runs in the process that judges it, where Python lets it replace functions, constants and settings. So the functions of
+`WATCHED` modules and of all loaded modules of the lab are noted first, and compared afterwards: an exchanged function, new code
+in a function, another constant, hook, default or operator of torch is a change. What native code writes into the process is not
+seen (docs/trust.md).
+"""
+
+import gc
+import importlib
+import operator
+import sys
+import threading
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import _len_torch_function_stack
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
+
+WATCHED = (
+    "builtins",
+    "dataclasses",
+    "gc",
+    "inspect",
+    "json",
+    "math",
+    "pickle",
+    "random",
+    "statistics",
+    "threading",
+    "time",
+    "torch",
+    "torch._C",
+    "torch._tensor",
+    "torch.cuda",
+    "torch.cuda.graphs",
+    "torch.cuda.streams",
+    "torch.linalg",
+    "torch.nn.functional",
+)
+# Classes whose methods are looked at besides those that the modules define.
+CLASSES = (torch.Tensor, torch.Generator, torch.cuda.Event, torch.cuda.Stream, torch.cuda.CUDAGraph)
+# Operators that a comparison is made of; torch.library can put other kernels in their place.
+OPERATORS = (
+    "abs",
+    "all",
+    "any",
+    "clone",
+    "copy_",
+    "div",
+    "eq",
+    "gt",
+    "isfinite",
+    "le",
+    "linalg_vector_norm",
+    "max",
+    "mul",
+    "sub",
+)
+SHOWN = 3  # changes that a sentence names
+PLAIN = (int, float, str, bytes, bool, type(None), torch.dtype)
+# Names that change by themselves: Python's own, and what torch.compile wraps.
+PASSING = ("__builtins__", "__warningregistry__", "__annotations__", "torch.manual_seed")
+
+
+class ChangedBindingsError(RuntimeError):
+    """A kernel changed what times or judges it: whatever was measured or judged since is worth nothing."""
+
+
+@dataclass(frozen=True, eq=False)
+class Bindings:
+    """What was there when it was noted.
+
+    Attributes:
+        held: where a name is looked up, the name, and what it stood for; by the names that a sentence has.
+        functions: Python functions, and what in them can be exchanged.
+        constants: lists and dicts of plain values, and their items.
+        settings: of the process, by name.
+    """
+
+    held: tuple[tuple[str, Mapping[str, Any], str, Any], ...]
+    functions: tuple[tuple[str, types.FunctionType, tuple[Any, ...]], ...]
+    constants: tuple[tuple[str, Any, tuple[Any, ...]], ...]
+    settings: Mapping[str, Any]
+
+    def changes(self) -> list[str]:
+        """Return the names of what has changed since; what is new is no change. It takes some milliseconds."""
+        now = dict(_settings())
+        return [
+            *(path for path, holder, name, value in self.held if holder.get(name) is not value),
+            *(path for path, function, parts in self.functions if not _same(_parts(function), parts)),
+            *(path for path, constant, items in self.constants if _items(constant) != items),
+            *(name for name, value in self.settings.items() if now[name] != value),
+        ]
+
+    def check(self) -> None:
+        """Raise ChangedBindingsError if anything has changed."""
+        if changed := self.changes():
+            raise ChangedBindingsError(in_words(changed))
+
+
+def in_words(changed: list[str]) -> str:
+    """Return the sentence that names changes."""
+    more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
+    return f"the kernel is dishonest: it changed {', '.join(changed[:SHOWN])}{more}, by which it is timed and judged"
+
+
+def bindings() -> Bindings:
+    """Note what times and judges kernels. Call it before a kernel is loaded."""
+    held: list[tuple[str, Mapping[str, Any], str, Any]] = []
+    for name in WATCHED:
+        importlib.import_module(name)
+    for name, module in list(sys.modules.items()):
+        is_lab = name.partition(".")[0] == "lab"
+        if isinstance(module, types.ModuleType) and (is_lab or name in WATCHED):
+            held += [(name, sys.modules, name, module), *_held_by(name, module)]
+            for own in vars(module).values() if is_lab else ():
+                if isinstance(own, type) and own.__module__ == name:
+                    held += _held_by(f"{name}.{own.__qualname__}", own)
+    for cls in CLASSES:
+        held += _held_by(f"{cls.__module__}.{cls.__qualname__}", cls)
+    functions = [(path, each, _parts(each)) for path, _, _, value in held for each in _functions_in(value)]
+    constants = [
+        (path, value, _items(value)) for path, _, _, value in held if path.startswith("lab.") and _is_constant(value)
+    ]
+    return Bindings(tuple(held), tuple(functions), tuple(constants), dict(_settings()))
+
+
+def _held_by(owner: str, holder: Any) -> list[tuple[str, Mapping[str, Any], str, Any]]:
+    names = vars(holder)
+    return [
+        (f"{owner}.{name}", names, name, value)
+        for name, value in names.items()
+        if name not in PASSING and f"{owner}.{name}" not in PASSING
+    ]
+
+
+def _functions_in(value: Any) -> Iterator[types.FunctionType]:
+    """Yield the Python functions that a name of a module or class stands for."""
+    if isinstance(value, property):
+        inner = [value.fget, value.fset]
+    elif isinstance(value, staticmethod | classmethod):
+        inner = [value.__func__]
+    else:
+        inner = [getattr(value, "func", None), getattr(value, "__wrapped__", None), value]
+    yield from (each for each in inner if isinstance(each, types.FunctionType))
+
+
+def _parts(function: types.FunctionType) -> tuple[Any, ...]:
+    """Return the parts that a function runs with: its code, its defaults, and functions in its cells."""
+    keywords = (function.__kwdefaults__ or {}).items()
+    cells = [held for cell in function.__closure__ or () if isinstance(held := _contents(cell), types.FunctionType)]
+    return function.__code__, function.__defaults__, *(part for pair in keywords for part in pair), *cells
+
+
+def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
+
+
+def _is_constant(value: Any) -> bool:
+    """Tell whether a value is a list or a dict of plain values: others are caches and registries, which grow."""
+    if isinstance(value, dict):
+        return all(isinstance(each, PLAIN) for each in (*value, *value.values()))
+    return isinstance(value, list) and all(isinstance(each, PLAIN) for each in value)
+
+
+def _items(constant: Any) -> tuple[Any, ...]:
+    return tuple(constant.items() if isinstance(constant, dict) else constant)
+
+
+def _settings() -> Iterator[tuple[str, Any]]:
+    """Yield settings of the process and the thread that a result depends on."""
+    yield "torch's default dtype", torch.get_default_dtype()
+    yield "torch's default device", str(torch.get_default_device())
+    yield "torch's grad mode", torch.is_grad_enabled()
+    yield "torch's inference mode", torch.is_inference_mode_enabled()
+    yield "torch's precision of float32 products", torch.get_float32_matmul_precision()
+    yield "torch.backends.cuda.matmul.allow_tf32", torch.backends.cuda.matmul.allow_tf32
+    yield "torch's autocast", torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    yield "torch's deterministic algorithms", torch.are_deterministic_algorithms_enabled()
+    yield "torch's stack of function modes", _len_torch_function_stack()
+    yield "torch's stack of dispatch modes", _len_torch_dispatch_stack()
+    yield "sys.settrace", sys.gettrace()
+    yield "sys.setprofile", sys.getprofile()
+    yield "threading.settrace", threading.gettrace()
+    yield "threading.setprofile", threading.getprofile()
+    yield "gc.callbacks", [each for each in gc.callbacks if not str(each.__module__).startswith("hypothesis")]
+    yield "sys.meta_path", tuple(map(id, sys.meta_path))
+    for name in OPERATORS:
+        yield f"torch's operator aten::{name}", _kernels_of(name)
+
+
+def _kernels_of(name: str) -> str:
+    """Return where the kernels of an operator's overloads were registered."""
+    overloads = getattr(torch.ops.aten, name).overloads()
+    names = [f"aten::{name}" if each == "default" else f"aten::{name}.{each}" for each in overloads]
+    return "".join(torch._C._dispatch_dump(each) for each in names)

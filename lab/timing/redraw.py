@@ -1,0 +1,200 @@
+"""A forward pass drawn anew in place, so that what a kernel remembers of earlier calls is of no use to it.
+
+All contents follow from a seed. What a call must give is made from the seed after the call, and does not exist before.
+"""
+
+import copy
+import functools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.checks.forward_pass import EnginePass
+from lab.checks.stored import fill
+from lab.metadata.engine.kv_cache import NVFP4KVCache, PagedKVCache
+from lab.metadata.mha.metadata import TRTLLMMHAMetadata
+from lab.metadata.mla.metadata import TRTLLMMLADecodeMetadata
+from lab.timing.work import SHORTER_EVERY, Seeds
+from lab.workloads.requests import History
+
+MOST_SHORTER = 3  # tokens by which a drawn length is below the case's
+PART_PAIRS = 2**19  # (query row, key, head) triples of the requests that a part has; one request at least
+TABLES = ("page_table", "swa_page_table", "encoder_page_table", "block_kv_indices")
+LENGTHS = ("cache_seqlens_int32", "seq_lens_k")
+
+
+@dataclass(frozen=True, eq=False)
+class PassRedraw:
+    """Draws a pass anew in place: queries, K and V, page ids and lengths. See `lab.timing.work.Redraw`.
+
+    Attributes:
+        forward: the pass.
+        keeps_metadata: page ids and lengths stay, for calls that were planned on the host and do not read them again.
+        sets: copies of the pass' tensors, without an output, which all works over the pass share.
+    """
+
+    forward: EnginePass
+    keeps_metadata: bool = False
+    sets: list[dict[str, Any]] = field(default_factory=list)
+
+    def inputs(self, number: int) -> dict[str, Any]:
+        """Return the arguments of the pass but `out`, over the set of tensors with this number; set 0 is the pass' own."""
+        if not self.sets:
+            own = self.forward.arguments(self.forward.query)
+            self.sets.append({name: value for name, value in own.items() if name != "out"})
+        while number >= len(self.sets):
+            self.sets.append(copy.deepcopy(self.sets[0]))
+        return self.sets[number]
+
+    def write_tokens(self, arguments: Mapping[str, Any], seed: int) -> None:
+        """Draw K and V anew, in other pages."""
+        cache, (slots, tokens) = arguments["cache"], self._slots
+        if self._moves:
+            slots = self._move_pages(arguments["metadata"], cache, slots, seed)
+        fill(cache.storage)
+        if isinstance(cache, NVFP4KVCache):
+            fill(cache.scale_factors)
+        cache.write(slots, *(side if tokens is None else side[tokens] for side in self._tokens(seed)))
+
+    def write_call(self, arguments: Mapping[str, Any], seed: int) -> None:
+        """Draw the queries anew and the lengths, some tokens fewer if the seed says so, and wipe the output."""
+        rows = sum(self.forward.case.q_lens)
+        arguments["query"][:rows].normal_(generator=self._generator(seed))
+        if self._moves:
+            self._write_lengths(arguments["metadata"], self._shorter(seed))
+        arguments["out"].fill_(float("nan"))
+
+    def results(self, arguments: Mapping[str, Any], seeds: Seeds, *, whole: bool) -> Tensor:
+        """Return a copy of the output rows that `check_of` judges: all, or those of the requests that the seeds choose."""
+        out: Tensor = self.forward.rows_of_requests(arguments["out"])
+        return self._rows(out, self._judged(seeds, whole))
+
+    def check_of(self, seeds: Seeds, *, whole: bool) -> Callable[[Tensor], None]:
+        """Return what judges the rows that `results` returned after calls with the contents of these seeds.
+
+        It raises AssertionError where output vectors are wrong.
+        """
+        requests, query = self._judged(seeds, whole), self.forward.rows_of_requests(self.forward.query)
+        drawn = torch.empty_like(query).normal_(generator=self._generator(seeds.call))
+        histories = self._histories(self._tokens(seeds.tokens), requests, self._shorter(seeds.call))
+        truth = self.forward.truth_of(self._rows(drawn, requests), histories, requests)
+
+        def check(results: Tensor) -> None:
+            comparison = truth.compare(results)
+            if not comparison.passed:
+                raise AssertionError(
+                    f"{int(comparison.faulty.sum())} of {comparison.faulty.numel()} output vectors are wrong, the worst "
+                    f"{comparison.worst_ratio:.3g} times what is allowed: a time of this is worth nothing"
+                )
+
+        return check
+
+    @functools.cached_property
+    def _moves(self) -> bool:
+        """Tell whether page ids and lengths are drawn anew; not those of ranks, whose metadata is a list."""
+        return not self.keeps_metadata and isinstance(
+            self.forward.metadata, TRTLLMMHAMetadata | TRTLLMMLADecodeMetadata
+        )
+
+    @functools.cached_property
+    def _metadata(self) -> dict[str, Tensor]:
+        """Return copies of the tables and lengths that the pass was built with."""
+        held = {name: getattr(self.forward.metadata, name, None) for name in (*TABLES, *LENGTHS)}
+        return {name: tensor.clone() for name, tensor in held.items() if tensor is not None}
+
+    @functools.cached_property
+    def _slots(self) -> tuple[Tensor, Tensor | None]:
+        """Return the slots of all tokens that the cache holds, and which of the drawn tokens these are; None for all."""
+        forward, case = self.forward, self.forward.case
+        rows = forward.batch.req_pool_indices[: len(case.q_lens)].tolist()
+        slots, tokens, first = [], [], 0
+        for request in range(0, len(case.q_lens), case.topk):
+            kept, kv_len = self._first_kept(request), case.kv_lens[request]
+            slots.append(forward.pool.slots(rows[request], kept, kv_len))
+            tokens.append(torch.arange(first + kept, first + kv_len, device=slots[-1].device))
+            first += kv_len
+        every, pool = torch.cat(slots), forward.pool
+        every = pool.physical_slots(every) if case.window_left < 0 else pool.swa_slots(every)
+        return every, None if len(every) == first else torch.cat(tokens)
+
+    def _first_kept(self, request: int) -> int:
+        """Return the first token of a request that the cache still holds: a window's earlier pages were given back."""
+        case = self.forward.case
+        before = max(0, case.first_rows[request] - case.window_left) if case.window_left >= 0 else 0
+        return int(before // case.page_size * case.page_size)
+
+    def _generator(self, seed: int) -> torch.Generator:
+        return torch.Generator(self.forward.query.device).manual_seed(seed)
+
+    def _tokens(self, seed: int) -> History:
+        """Return the sides of all requests' tokens as the cache stores them, one after another."""
+        forward, case = self.forward, self.forward.case
+        total = sum(case.kv_lens[:: case.topk])
+        draw = functools.partial(
+            torch.randn, device=forward.query.device, dtype=case.dtype, generator=self._generator(seed)
+        )
+        return forward.stored(*(draw(total, *shape) for shape in forward.token_shapes))
+
+    def _rows(self, out: Tensor, requests: Sequence[int]) -> Tensor:
+        parts = out.split(self.forward.case.q_lens)
+        return torch.cat([parts[request] for request in requests])
+
+    def _histories(self, stored: Sequence[Tensor], requests: Sequence[int], shorter: Sequence[int]) -> list[History]:
+        case = self.forward.case
+        sides = [side.split(case.kv_lens[:: case.topk]) for side in self.forward.read(*stored)]
+        return [
+            tuple(side[request // case.topk][: case.kv_lens[request] - shorter[request]] for side in sides)
+            for request in requests
+        ]
+
+    def _judged(self, seeds: Seeds, whole: bool) -> list[int]:
+        """Return the requests of the whole, or of the part that the seeds choose, in ascending order."""
+        case = self.forward.case
+        order, chosen, pairs = list(range(len(case.q_lens))), list[int](), 0
+        if whole:
+            return order
+        random.Random(f"part {seeds}").shuffle(order)
+        for request in order:
+            pairs += case.q_lens[request] * case.kv_lens[request] * self.forward.query.shape[1]
+            if chosen and pairs > PART_PAIRS:
+                break
+            chosen.append(request)
+        return sorted(chosen)
+
+    def _shorter(self, seed: int) -> list[int]:
+        """Return how many tokens fewer each request has than the case says: none but for every `SHORTER_EVERY`-th seed."""
+        case = self.forward.case
+        if not self._moves or seed % SHORTER_EVERY or "encoder_page_table" in self._metadata:
+            return [0] * len(case.q_lens)
+        dice, found = random.Random(f"lengths {seed}"), list[int]()
+        for request, prefix in enumerate(case.prefix_lens):
+            most = min(MOST_SHORTER, max(prefix - 1, 0))
+            if case.window_left >= 0:
+                most = min(most, max(0, case.first_rows[request] - case.window_left) % case.page_size)
+            found.append(found[-1] if request % case.topk else dice.randint(0, most))
+        return found
+
+    def _move_pages(self, metadata: Any, cache: Any, slots: Tensor, seed: int) -> Tensor:
+        """Give the pages of the cache other ids; return where the slots are then."""
+        count, size = cache.storage.shape[int(isinstance(cache, PagedKVCache))], self.forward.case.page_size
+        moved = 1 + torch.randperm(count - 1, generator=self._generator(seed), device=slots.device)
+        pages = torch.nn.functional.pad(moved, (1, 0))  # the sink stays page 0
+        for name, table in ((name, self._metadata[name]) for name in TABLES if name in self._metadata):
+            if name == "swa_page_table" or self.forward.case.window_left < 0:  # the tables of the cache's own pool
+                known = table.clamp(0, count - 1).long()
+                getattr(metadata, name).copy_(torch.where((table < 0) | (table >= count), table, pages[known].int()))
+        return pages[slots // size] * size + slots % size
+
+    def _write_lengths(self, metadata: Any, shorter: Sequence[int]) -> None:
+        for name in (name for name in LENGTHS if name in self._metadata):
+            lengths = self._metadata[name]
+            if any(shorter):
+                fewer = torch.tensor(shorter, dtype=lengths.dtype, device=lengths.device)
+                lengths = lengths - torch.nn.functional.pad(fewer, (0, len(lengths) - len(fewer)))
+            getattr(metadata, name).copy_(lengths)
+            if isinstance(metadata, TRTLLMMHAMetadata):
+                metadata.cu_seqlens_k[1:].copy_(lengths.cumsum(0))

@@ -1,0 +1,126 @@
+"""Samples of staged work: what is done before each, the clock that reads it, and a second clock that must agree.
+
+The second clock is the host's, from a device-wide wait before the work to one after it, less the same without the work. It sees
+work on every stream, and costs the two waits. Functions that read time are bound here, before a kernel is loaded: what a kernel
+puts in their place later is not called.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from lab.timing.device_state import DeviceState
+
+# Spins on the GPU while the host launches what is timed, so that no launch is waited for within a sample: about a millisecond.
+LEAD_CYCLES = 2_000_000
+# How far the host's clock may be from the first: it sees launches and the end of the wait too. A queued sample's launches are
+# behind the lead.
+AGREE_PERCENT = 3.0
+QUEUED_SLACK_US = 25.0
+IDLE_SLACK_US = 150.0
+
+Event = torch.cuda.Event
+_synchronize, _now_ns = torch.cuda.synchronize, time.perf_counter_ns
+_record, _elapsed_ms = Event.record, Event.elapsed_time
+
+# (before, run): what goes before a run and is not counted, or None, and the run.
+Step = tuple[Callable[[], object] | None, Callable[[], object]]
+
+
+class RefusedTimeError(RuntimeError):
+    """A time that the hardware cannot reach, on which two clocks disagree, or in which the GPU did what no call launched."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample: its time by the method's clock, and by the host's; None where the host did something else meanwhile."""
+
+    us: float
+    host_us: float | None
+
+
+def between_events(
+    steps: Iterable[Step], state: DeviceState, device_index: int, *, queued: bool, read_every: int = 3
+) -> list[Sample]:
+    """Time each step by CUDA events.
+
+    Args:
+        steps: to time.
+        state: gets a reading of the device during every `read_every`-th step.
+        device_index: of the device.
+        queued: the launches of a step are made while the GPU spins; else the GPU is idle when a step starts, and the host's
+            launch time is in it.
+    """
+    lead = partial(torch.cuda._sleep, LEAD_CYCLES) if queued else None
+    samples = []
+    for number, (before, run) in enumerate(steps):
+        if before is not None:
+            before()
+        _, empty_us = _one(None, lead)  # right before the sample: the clocks of the GPU are the same
+        reading = partial(state.read, device_index) if number % read_every == 0 else None
+        us, host_us = _one(run, lead, reading)
+        samples.append(Sample(us, None if reading else host_us - empty_us))
+    return samples
+
+
+def _one(
+    run: Callable[[], object] | None, lead: Callable[[], object] | None, meanwhile: Callable[[], object] | None = None
+) -> tuple[float, float]:
+    """Return the time of a run between two events and that between two device-wide waits, which has the lead's too."""
+    start, end = Event(enable_timing=True), Event(enable_timing=True)
+    _synchronize()
+    start_ns = _now_ns()
+    if lead is not None:
+        lead()
+    _record(start)
+    if run is not None:
+        run()
+    _record(end)
+    if meanwhile is not None:
+        meanwhile()
+    _synchronize()
+    end_ns = _now_ns()
+    return _elapsed_ms(start, end) * 1000, (end_ns - start_ns) / 1000
+
+
+def check_clocks(samples: Iterable[Sample], slack_us: float) -> None:
+    """Raise RefusedTimeError where the medians of two clocks are further apart than `AGREE_PERCENT` and `slack_us`."""
+    both = [(each.us, each.host_us) for each in samples if each.host_us is not None]
+    if not both:
+        return
+    us, host_us = (statistics.median(side) for side in zip(*both, strict=True))
+    if abs(us - host_us) > AGREE_PERCENT / 100 * max(us, host_us) + slack_us:
+        raise RefusedTimeError(
+            f"it takes {us:,.1f} µs by the timing's clock and {host_us:,.1f} µs by the host's, between two waits for "
+            f"the whole GPU: they may be {AGREE_PERCENT:g} % and {slack_us:g} µs apart. Work that the first clock does "
+            "not see, such as on another stream, or a changed clock makes such a difference; the time is refused"
+        )
+
+
+def fresh_seed() -> int:
+    """Return a seed that no kernel can know before: of the operating system."""
+    return random.SystemRandom().getrandbits(62)
+
+
+def reset_persisting_l2() -> None:
+    """Make lines that a kernel had kept in L2 (`cudaAccessPropertyPersisting`) ordinary ones again."""
+    driver().cuCtxResetPersistingL2Cache()
+
+
+def driver() -> Any:
+    """Return the CUDA driver's bindings.
+
+    Raises:
+        RuntimeError: they are not installed.
+    """
+    try:
+        from cuda.bindings import driver  # comes with torch's CUDA wheels
+    except ImportError as error:
+        raise RuntimeError("timing on a GPU needs cuda.bindings: pip install cuda-bindings") from error
+    return driver

@@ -1,0 +1,210 @@
+"""Work made ready to be sampled: prepared, called once and checked, and captured in a CUDA graph on buffers enough."""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lab.metadata.engine.capture import capturing
+from lab.timing.device_state import DeviceState
+from lab.timing.host_time import drain
+from lab.timing.method import L2, Clock, Method
+from lab.timing.sampling import between_events, driver, fresh_seed
+from lab.timing.work import Call, GpuWork, Redraw, Seeds
+
+# A replay lasts about this long, so that the 2 µs that two events add to it are 0.2 %.
+REPLAY_US = 1000.0
+MOST_CALLS_PER_REPLAY = 1000
+# A byte is cold again when this many times L2's size was read since.
+REUSE_DISTANCE = 2
+MOST_COPIES = 512
+SHARE_FOR_BUFFERS = 0.2  # of the free memory, for buffers beyond those that a cold L2 needs
+
+
+@dataclass(frozen=True, eq=False)
+class Staged:
+    """Work ready to be sampled: `run` is one sample of `number` calls on all its buffers, or on the next one if that is less.
+
+    The calls are kept because a graph does not keep what they own, such as a table that is derived in each call.
+    """
+
+    buffers: Sequence[GpuWork]
+    calls: Sequence[Call]
+    run: Callable[[], object]
+    flush: Callable[[], object] | None
+    number: int
+    launches: int
+
+    @property
+    def redraw(self) -> Redraw | None:
+        return self.buffers[0].redraw
+
+
+def renew(work: GpuWork, seeds: Seeds, *, tokens: bool = True) -> None:
+    """Draw the contents of a work anew, if it has a redraw: all of them, or without K and V; and wipe its output."""
+    if work.redraw is not None:
+        if tokens:
+            work.redraw.write_tokens(work.arguments, seeds.tokens)
+        work.redraw.write_call(work.arguments, seeds.call)
+
+
+def check_results(works: Iterable[GpuWork], seeds: Seeds, *, whole: bool = True) -> None:
+    """Check what works wrote since they were renewed with these seeds, once the GPU is done; raises what their checks raise."""
+    drain()
+    for work in works:
+        if work.check is not None:
+            work.check(work.arguments)
+        if work.redraw is not None:
+            work.redraw.check_of(seeds, whole=whole)(work.redraw.results(work.arguments, seeds, whole=whole))
+
+
+def stage(work: GpuWork, method: Method) -> Staged:
+    """Prepare, run, check and capture a work; raises what these raise, and as `measure_interleaved`."""
+    side = _side_stream(torch.cuda.current_device())
+    buffers = _copies(work, method)
+    calls = _first_calls(buffers, side)
+    alone = _captured(calls[:1], side)
+    launches = _count_launches(alone)
+    if launches == 0:
+        raise ValueError("the call launches nothing on the GPU: there is nothing to time")
+    flush = _Flush(REUSE_DISTANCE * _l2_bytes()) if method.l2 is L2.COLD_FLUSH else None
+    if method.clock is Clock.EVENTS:
+        return Staged(buffers, calls, calls[0], flush, 1, launches)
+    if method.l2 is L2.COLD_FLUSH:
+        return Staged(buffers, calls, alone.replay, flush, 1, launches)
+    graph, number = _long_enough(buffers, calls, side, is_rotated=method.l2 is L2.COLD_ROTATION)
+    return Staged(buffers, calls, graph.replay, flush, number, launches)
+
+
+def _first_calls(buffers: Sequence[GpuWork], side: torch.cuda.Stream) -> list[Call]:
+    """Prepare a call on each of the buffers, make it, and check what it wrote: of passes, a part on one buffer."""
+    seeds = [Seeds(fresh_seed(), fresh_seed()) for _ in buffers]
+    for work, each in zip(buffers, seeds, strict=True):
+        renew(work, each)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # what a kernel keeps per stream is then made for the stream of the captures
+        calls = [each.call() for each in buffers]
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    for work, each in list(zip(buffers, seeds, strict=True))[: 1 if buffers[0].redraw else None]:
+        check_results([work], each, whole=False)
+    return calls
+
+
+def _copies(work: GpuWork, method: Method) -> list[GpuWork]:
+    number = buffer_copies(work.bytes_moved, method, _l2_bytes())
+    try:
+        return work.copies(number)
+    except torch.cuda.OutOfMemoryError as error:
+        raise ValueError(
+            f"{number} copies of the buffers, which cold by rotation needs, do not fit into the GPU's memory: take the CUPTI "
+            "clock, which can flush, or time it warm"
+        ) from error
+
+
+class TooSmallError(ValueError):
+    """The work moves too few bytes to be cold by rotation."""
+
+
+def buffer_copies(bytes_moved: int, method: Method, l2_bytes: int) -> int:
+    """Return how many sets of buffers must take turns until a byte of the first is out of L2 again; 1 unless by rotation.
+
+    Raises:
+        TooSmallError: too many for so little work.
+    """
+    if method.l2 is not L2.COLD_ROTATION:
+        return 1
+    copies = math.ceil(REUSE_DISTANCE * l2_bytes / max(bytes_moved, 1))
+    if copies > MOST_COPIES:
+        raise TooSmallError(
+            f"to have {bytes_moved} bytes cold by rotation, {copies} copies would have to take turns, more than "
+            f"{MOST_COPIES}: take the CUPTI clock, which can flush, or time it warm"
+        )
+    return copies
+
+
+class _Flush:
+    """Fill L2 with lines that no call reads.
+
+    By reading: a fill by writing leaves dirty lines, and writing those back is charged to the call that comes next: 3 % of a
+    270 µs decode on an H200, 10 % of a 30 µs copy.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self.rows = torch.zeros(1024, size_bytes // 4096, device="cuda")
+        self.result = torch.empty(1024, device="cuda")
+
+    def __call__(self) -> None:
+        torch.amax(self.rows, dim=1, out=self.result)
+
+
+def _captured(calls: Iterable[Call], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with capturing(graph, stream):
+        for call in calls:
+            call()
+    return graph
+
+
+def _count_launches(graph: torch.cuda.CUDAGraph) -> int:
+    cuda = driver()
+
+    def answer(error: Any, *values: Any) -> Any:
+        if error != cuda.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"the CUDA driver did not list the graph's nodes: {error!r}")
+        return values
+
+    handle = cuda.CUgraph(graph.raw_cuda_graph())
+    _, number = answer(*cuda.cuGraphGetNodes(handle))
+    nodes, _ = answer(*cuda.cuGraphGetNodes(handle, number))
+    kinds = cuda.CUgraphNodeType
+    launching = (kinds.CU_GRAPH_NODE_TYPE_KERNEL, kinds.CU_GRAPH_NODE_TYPE_MEMCPY, kinds.CU_GRAPH_NODE_TYPE_MEMSET)
+    return sum(answer(*cuda.cuGraphNodeGetType(node))[0] in launching for node in nodes[:number])
+
+
+def _long_enough(
+    buffers: list[GpuWork], calls: list[Call], stream: torch.cuda.Stream, *, is_rotated: bool
+) -> tuple[torch.cuda.CUDAGraph, int]:
+    """Return a graph whose replay takes long enough, and the number of its calls.
+
+    Cold by rotation each call has buffers of its own, which are added as far as there is memory: a call that found the contents
+    of an earlier one of its replay need not do the work again. Warm they are all on the same.
+    """
+    number = len(calls)
+    most = min(MOST_CALLS_PER_REPLAY, _most_buffers(buffers)) if is_rotated else MOST_CALLS_PER_REPLAY
+    while True:
+        graph = _captured(itertools.islice(itertools.cycle(calls), number), stream)
+        graph.replay()  # the first one uploads the graph
+        (sample,) = between_events([(None, graph.replay)], DeviceState(), torch.cuda.current_device(), queued=True)
+        if sample.us > REPLAY_US / 2 or number >= most:
+            return graph, number
+        number = min(max(math.ceil(number * REPLAY_US / sample.us), 2 * number), most)
+        if is_rotated:
+            more = [buffers[0].copy(place) for place in range(len(buffers), number)]
+            calls += _first_calls(more, stream)
+            buffers += more
+
+
+def _most_buffers(buffers: Sequence[GpuWork]) -> int:
+    """Return how many sets of buffers there may be, in a share of the memory that is free, those that there are included."""
+    before = torch.cuda.memory_allocated()
+    another = buffers[0].copy(len(buffers))
+    each = max(torch.cuda.memory_allocated() - before, 1)
+    del another
+    unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return len(buffers) + int(SHARE_FOR_BUFFERS * (torch.cuda.mem_get_info()[0] + unused) / each)
+
+
+def _l2_bytes() -> int:
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+
+
+@functools.cache
+def _side_stream(device_index: int) -> torch.cuda.Stream:
+    """Return the one stream of all captures: what a kernel keeps per stream, such as a workspace, is then kept once."""
+    return torch.cuda.Stream(device_index)
