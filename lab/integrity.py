@@ -54,12 +54,12 @@ OPERATORS = (
     "eq",
     "gt",
     "isfinite",
-    "le",
     "linalg_vector_norm",
     "max",
     "mul",
     "sub",
 )
+OF_CLASSES = tuple(f"{cls.__module__}.{cls.__qualname__}" for cls in CLASSES)
 SHOWN = 3  # changes that a sentence names
 PLAIN = (int, float, str, bytes, bool, type(None), torch.dtype)
 # Names that change by themselves: Python's own, and what torch.compile wraps.
@@ -130,11 +130,13 @@ def bindings() -> Bindings:
 
 
 def _held_by(owner: str, holder: Any) -> list[tuple[str, Mapping[str, Any], str, Any]]:
-    names = vars(holder)
+    names, is_lab = vars(holder), owner.partition(".")[0] == "lab"  # what others hold besides functions is their state
     return [
         (f"{owner}.{name}", names, name, value)
         for name, value in names.items()
-        if name not in PASSING and f"{owner}.{name}" not in PASSING
+        if name not in PASSING
+        and f"{owner}.{name}" not in PASSING
+        and (is_lab or callable(value) or owner in OF_CLASSES)
     ]
 
 

@@ -58,7 +58,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("lab", "the lab's benchmarks")
     group.addoption("--lab-clock", default="graph", help="what reads GPU time: graph, cupti or events")
     group.addoption("--lab-l2", default="cold", help="what the L2 cache holds when a call starts: cold or warm")
-    group.addoption("--lab-seed", type=int, help="of the contents, as a recording names it; drawn anew if left out")
     group.addoption("--lab-scenario", action="append", help="time this scenario, such as decode/llama-3.1-8b/64q1s4k")
     group.addoption("--whole-matrix", action="store_true", help="judge every mutant by every check, and compare")
     group.addoption(

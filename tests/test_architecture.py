@@ -16,6 +16,7 @@ ALLOWED: dict[str, set[str]] = {
     "extras": set(),
     "exit_status": set(),
     "gpus": set(),
+    "integrity": set(),
     "interpreter": set(),
     "loading": set(),
     "provenance": set(),
@@ -35,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
         "metadata",
         "workloads",
     },
-    "timing": {"gpus", "provenance", "references", "kernels", "metadata", "workloads", "checks"},
+    "timing": {"calls", "gpus", "provenance", "references", "kernels", "metadata", "workloads", "checks"},
     "dry_run": {"calls", "gpus", "provenance", "references", "kernels", "metadata", "workloads", "checks", "timing"},
     "experiments": {
         "dry_run",
@@ -55,6 +56,7 @@ ALLOWED: dict[str, set[str]] = {
         "loading",
         "provenance",
         "references",
+        "kernels",
         "metadata",
         "workloads",
         "checks",
@@ -85,7 +87,9 @@ def test_imports_follow_the_arrows(path: Path) -> None:
     names = imported_modules(path)
     assert not any(name.split(".")[0] == "tests" for name in names)
     imported_parts = {name.split(".")[1] for name in names if name.startswith("lab.")}
-    assert imported_parts - {part, "named_enum", "files", "extras", "exit_status"} <= ALLOWED.get(part, set())
+    assert imported_parts - {part, "named_enum", "files", "extras", "exit_status", "integrity"} <= ALLOWED.get(
+        part, set()
+    )
 
 
 # In the order of one process, in which modules only come in: what is absent after a step was absent after those before it.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import E4M3, NVFP4
+from lab.checks.late import truth_of_requests
 from lab.checks.needles import draw_histories, needle_positions
 from lab.checks.stored import E4M3_K_SCALE, E4M3_V_SCALE, as_stored, fill
 from lab.metadata.engine.forward_batch import ForwardBatch
@@ -19,7 +20,7 @@ from lab.metadata.mha.calls import AttentionLayer, PlannedCall, plan_calls, prep
 from lab.metadata.mha.context_parallel import ZigzagShard, prepare_zigzag, zigzag_shard
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
 from lab.references.quantization import dequantize_nvfp4, quantize_nvfp4, rounded
-from lab.references.truth import Rules, Truth, truth_of_requests
+from lab.references.truth import Rules, Truth
 from lab.workloads.attention_case import Contents
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.pass_case import PassCase

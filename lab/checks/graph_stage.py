@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lab.checks.graph_case import GraphCase, MLAGraphCase
+from lab.checks.late import truth_of_requests
 from lab.checks.metadata_truth import wrong_metadata, wrong_mla_metadata
 from lab.checks.mla_pass import mla_truth
 from lab.metadata.engine.cuda_graph import GraphRunner
@@ -20,7 +21,7 @@ from lab.metadata.mha.settings import CallSettings
 from lab.metadata.mla.backend import TRTLLMMLABackend
 from lab.metadata.mla.calls import MLALayer, prepare_mla_attention
 from lab.metadata.mla.metadata import QueryLayout
-from lab.references.truth import Rules, Truth, truth_of_requests
+from lab.references.truth import Rules, Truth
 from lab.workloads.geometries import geometry
 from lab.workloads.requests import History
 

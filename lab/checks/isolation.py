@@ -28,7 +28,7 @@ from lab.checks.refusals import Declined, Raised, Refusals, raised
 from lab.checks.space import Space
 from lab.checks.trial import Trial
 from lab.checks.verdicts import BROKEN, Judged, Outcome, credible, dishonest
-from lab.integrity import Bindings, bindings, in_words
+from lab.integrity import Bindings, ChangedBindingsError, bindings, in_words
 from lab.interpreter import quicken
 from lab.loading import LoadError, load
 
@@ -347,6 +347,8 @@ def run_trial(
             return Judged(Outcome.DECLINED, declines=tuple(trial.declines), results=tuple(trial.results))
     except Raised as failure:
         trial.fail(str(failure))
+    except ChangedBindingsError as error:
+        return dishonest(Judged(Outcome.DISHONEST, judged=trial.judged), str(error))
     except torch.AcceleratorError as error:  # of a launch: it shows where the device is next waited for
         trial.fail(str(raised(error)))
     except Exception as error:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lab.calls.problem import E4M3
 from lab.checks.forward_pass import EnginePass, admit_and_write, limits_of, new_poisonable_pool
+from lab.checks.late import truth_of_requests
 from lab.checks.needles import draw_histories
 from lab.checks.stored import E4M3_K_SCALE, as_stored
 from lab.metadata.engine.forward_batch import ForwardBatch
@@ -23,7 +24,7 @@ from lab.metadata.mla.context_parallel import (
 )
 from lab.metadata.mla.metadata import TRTLLMMLADecodeMetadata, build_mla_decode_metadata, replan_outgrown
 from lab.references.quantization import rounded
-from lab.references.truth import Rules, Truth, truth_of_requests
+from lab.references.truth import Rules, Truth
 from lab.workloads.mla_case import MLACase
 from lab.workloads.requests import History
 

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from lab.checks.attention_inputs import new_workspace, running_sum
+from lab.checks.late import truth_of_requests
 from lab.checks.needles import draw_histories, needle_positions
-from lab.references.truth import Rules, Truth, truth_of_requests
+from lab.references.truth import Rules, Truth
 from lab.workloads.attention_case import Contents
 from lab.workloads.ragged_case import RaggedCase
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lab.checks.graph_stage import Stage
+from lab.checks.late import made
 from lab.metadata.engine.cuda_graph import Body, GraphRunner
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows, UncountedTokens
@@ -202,7 +203,7 @@ class Scene:
         uncounted = widths if counts_rows else [self._uncounted()] * batch.batch_size
         histories = [self.histories[self.rows.index(row)] for row in batch.req_pool_indices.tolist()]
         totals = [length + new for length, new in zip(batch.seq_lens.tolist(), uncounted, strict=True)]
-        truth = self.stage.truth(result.query, histories, totals, widths)
+        truth = made(self.stage.truth(result.query, histories, totals, widths))
         comparison = truth.compare(result.out)
         self.worst_ratio = max(self.worst_ratio, comparison.worst_ratio)
         if comparison.passed:

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from lab.checks.attention_inputs import AttentionInputs, build_attention, new_workspace
 from lab.checks.facts import CallFacts, CallLog, context_of, facts_of_case, together
+from lab.checks.late import made, truth_of_requests
 from lab.checks.refusals import Declined, Raised, Refusals, as_integers, is_capturing, output_and_lse, refusing
 from lab.checks.space import Space
 from lab.checks.spellings import Speller
 from lab.checks.verdicts import IT_FAILED, CheckedResult, WrongVector
-from lab.references.truth import Rules, Truth, truth_of_requests
+from lab.references.truth import Rules, Truth
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import ATTENTION, Interface
 
@@ -308,7 +309,7 @@ class Trial:
         if result is None:
             return
         self.judged += 1
-        call = result.call or self.called
+        call, truth = result.call or self.called, made(truth)
         if result.out.shape != truth.expected.shape:
             self.wrongs.append(f"{what}: the output is {list(result.out.shape)}, not {list(truth.expected.shape)}")
             self._note(what, "output", True, call)
@@ -326,6 +327,7 @@ class Trial:
 
     def hold_lse(self, what: str, lse: Tensor, truth: Truth, call: CallFacts | None = None) -> None:
         """Hold an LSE to log2 of the softmax's denominator, the sink included; -inf where a row sees nothing."""
+        truth = made(truth)
         wrong = truth.wrong_lse(lse)
         rows, worst = None, None
         if wrong:

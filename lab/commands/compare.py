@@ -113,8 +113,10 @@ def ab(
     modules = [load_or_refuse(name) for _, name in sides]
     need_gpu()
     try:
-        measured = measure_sides(sides, cases, modules, method_named(clock, l2), samples, seed)
-        before.check()
+        try:
+            measured = measure_sides(sides, cases, modules, method_named(clock, l2), samples, seed)
+        finally:
+            before.check()
     except (RefusedTimeError, ChangedBindingsError, WrongWorkError) as error:
         refuse(f"refused: {error}", ExitStatus.REFUSED)
     except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:

@@ -21,9 +21,9 @@ from lab.checks.forward_pass import build_forward
 from lab.exit_status import ExitStatus
 from lab.experiments.recording import Recording
 from lab.loading import load
-from lab.timing.forward import forward_work
+from lab.timing.forward import TimedPasses
 from lab.timing.gpu_time import measure
-from lab.timing.method import L2, Clock, Method
+from lab.timing.method import L2, METHODS, Clock, Method
 from lab.timing.roofline import negation
 from lab.timing.staging import TooSmallError
 from lab.timing.work import GpuWork
@@ -40,7 +40,6 @@ SCENARIOS = (
     "draft_extend_v2/llama-3.1-8b/64q4s4k/on_context",
     "extend/llama-3.1-8b/2q1k",
 )
-METHODS = tuple(Method(clock, l2) for clock in Clock for l2 in L2 if (clock, l2) != (Clock.GRAPH, L2.COLD_FLUSH))
 
 
 def run(implementations: Sequence[str], scenarios: Sequence[str] = SCENARIOS, out: Path | None = None) -> int:
@@ -60,11 +59,11 @@ def _negation_row(size_bytes: int) -> dict[str, list[Any]]:
 
 def _pass_rows(modules: Sequence[str], name: str) -> dict[str, list[Any]]:
     """Measure a scenario's pass on each module, and say which cannot be timed."""
-    forward = build_forward(scenario(name), torch.device("cuda"))
+    passes = TimedPasses.over(build_forward(scenario(name), torch.device("cuda")))
     found: dict[str, list[Any]] = {"rows_us": [], "not_timed": []}
     for module in modules:
         try:
-            row = row_of(f"{name}, {module}", forward_work(forward, load(module)))
+            row = row_of(f"{name}, {module}", passes.work(load(module)))
             found["rows_us"].append(row)
         except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
             found["not_timed"].append(f"{name}, {module}: {type(error).__name__}: {error}")

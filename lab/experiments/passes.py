@@ -16,8 +16,7 @@ from lab.kernels.support import kernel_names
 from lab.metadata import AttentionCall
 from lab.metadata.mha.calls import PlannedCall, call_arguments, prepare_attention
 from lab.metadata.mla.calls import prepare_mla_attention
-from lab.timing.forward import case_facts, forward_work
-from lab.timing.redraw import PassRedraw
+from lab.timing.forward import TimedPasses, case_facts
 from lab.timing.work import Call, GpuWork
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.mla_case import MLACase
@@ -36,16 +35,15 @@ def works_of(arms: Sequence[Arm], device: torch.device, prepare: Prepare = prepa
         device: where the tensors are.
         prepare: makes the call that is timed, of a pass without latent attention; its first argument is the implementation.
     """
-    made: dict[ForwardCase | MLACase, tuple[EnginePass, PassRedraw]] = {}
+    made: dict[ForwardCase | MLACase, TimedPasses] = {}
     works = {}
     for arm in arms:
         implementation = implementation_of(arm)
         is_mla = isinstance(arm.case, MLACase)
         tensors = arm.case if is_mla else replace(arm.case, draft_extend=None, decode_splits=1)
         if tensors not in made:
-            forward = built(tensors, device)
-            made[tensors] = forward, PassRedraw(replace(forward, histories=()))
-        work = forward_work(made[tensors][0], implementation, made[tensors][1])
+            made[tensors] = TimedPasses.over(built(tensors, device))
+        work = made[tensors].work(implementation)
         plan = {} if is_mla else {"plan": plan_of(arm.case, work.arguments["batch"]), **arm.case.settings()}
         works[arm.name] = replace(
             work,

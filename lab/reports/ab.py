@@ -10,19 +10,19 @@ Both are right before and after, or nothing is said.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from lab.checks.forward_pass import build_forward
 from lab.exit_status import ExitStatus
+from lab.kernels import PlannedOnce
 from lab.reports.compare import comparison_record
 from lab.reports.tables import Columns, TableReport, make_table, number, words
-from lab.timing.forward import case_facts, forward_work, time_facts
+from lab.timing.forward import TimedPasses, case_facts, time_facts
 from lab.timing.gpu_time import GpuTime, measure_interleaved
 from lab.timing.method import Method
-from lab.timing.redraw import PassRedraw
 from lab.timing.roofline import Ceilings, measure_ceilings
 from lab.timing.statistics import IN_TURNS, Rule, SampleComparison, Speed, compare_samples
 from lab.workloads.forward_case import ForwardCase
@@ -61,10 +61,9 @@ def measure_sides(
     """
     device = torch.device("cuda")
     ceilings = measure_ceilings(device)
-    passes = {case: build_forward(case, device) for case in cases}
-    redraws = {case: PassRedraw(replace(forward, histories=())) for case, forward in passes.items()}
+    passes = {case: TimedPasses.over(build_forward(case, device)) for case in cases}
     works = {
-        side: forward_work(passes[case], module, redraws[case])
+        side: passes[case].work(PlannedOnce(module))
         for side, case, module in zip(("first", "second"), cases, modules, strict=True)
     }
     times = measure_interleaved(works, method, num_samples, seed)

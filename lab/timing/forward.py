@@ -1,7 +1,7 @@
 """A forward pass as timed work: what it must move and compute, and the judge of every output that was timed."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,20 +27,32 @@ PLAN_BATCHES = 10
 HOST_GPU_BUDGET_US = 500_000
 
 
-def forward_work(forward: EnginePass, implementation: Any, redraw: PassRedraw | None = None) -> GpuWork:
-    """Return the pass on an implementation, into an output of NaN, drawn anew for each sample.
+@dataclass(frozen=True, eq=False)
+class TimedPasses:
+    """One pass as the work of several implementations: all read the same tensors, and each writes an output of its own.
 
-    Args:
-        redraw: that of another work over the same pass, whose tensors this one shares then; one of its own if None.
+    Attributes:
+        forward: the pass.
+        plain, planned: draw it anew; those who plan on the host have tensors of their own, whose page ids and lengths stay.
     """
-    case = forward.case
-    if redraw is None:
-        redraw = PassRedraw(replace(forward, histories=()))
-    if is_planned(implementation, forward):
-        redraw = replace(redraw, keeps_metadata=True)
-    prepare = partial(forward.prepare, implementation)
-    arguments = redraw.inputs(0) | {"out": forward.new_out()}
-    return GpuWork(prepare, arguments, case.bytes_moved, case.operations, redraw=redraw)
+
+    forward: EnginePass
+    plain: PassRedraw
+    planned: PassRedraw
+
+    @classmethod
+    def over(cls, forward: EnginePass) -> "TimedPasses":
+        """Return the works over a pass, whose histories are not kept."""
+        bare = replace(forward, histories=())
+        return cls(bare, PassRedraw(bare), PassRedraw(bare, keeps_metadata=True))
+
+    def work(self, implementation: Any) -> GpuWork:
+        """Return the pass on an implementation, drawn anew for each sample."""
+        forward, case = self.forward, self.forward.case
+        redraw = self.planned if is_planned(implementation, forward) else self.plain
+        arguments = redraw.inputs(0) | {"out": forward.new_out()}
+        prepare = partial(forward.prepare, implementation)
+        return GpuWork(prepare, arguments, case.bytes_moved, case.operations, redraw=redraw)
 
 
 def is_planned(implementation: Any, forward: EnginePass) -> bool:
@@ -80,12 +92,12 @@ def time_in_turns(
         code raised.
     """
     forward = build_forward(case, torch.device("cuda"))
-    redraw = PassRedraw(replace(forward, histories=()))
+    passes = TimedPasses.over(forward)
     found: dict[int, TimedPass | Exception] = {}
     works: dict[str, GpuWork] = {}
     staged: dict[str, Staged] = {}
     for place, implementation in enumerate(implementations):
-        work = forward_work(forward, PlannedOnce(implementation), redraw)
+        work = passes.work(PlannedOnce(implementation))
         try:
             staged[str(place)] = stage(work, method)
             works[str(place)] = work

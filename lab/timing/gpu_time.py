@@ -191,14 +191,14 @@ def measure_staged(
     run_seed = fresh_seed() if seed is None else seed
     order = _shuffled_rounds(list(works), samples)
     device_index = torch.cuda.current_device()
-    contents = {name: Contents(each.buffers, run_seed) for name, each in works.items()}
+    contents = _contents_of(works, run_seed)
     kept: list[Kept] = []
 
     def steps() -> Iterator[Step]:
         for number, name in enumerate(order):
             turn = number // len(works)
             yield partial(_ready, works[name], contents[name], turn), works[name].run
-            kept.extend(_keep(name, contents[name], turn, is_last=turn == samples - 1))
+            kept.extend(_keep(name, works[name], contents[name], turn, is_last=turn == samples - 1))
 
     torch.cuda.synchronize()
     time.sleep(REST_S)
@@ -222,44 +222,56 @@ def measure_staged(
 
 
 class Contents:
-    """The contents of a work's buffers, all from one seed that nothing knew before it.
+    """The contents of buffers that works share, all from one seed that nothing knew before.
 
     Args:
-        buffers: of the work.
+        buffers: of the work that has the most.
         seed: of the run.
     """
 
     def __init__(self, buffers: Sequence[GpuWork], seed: int) -> None:
-        self.buffers, self._seed = buffers, seed
+        self._buffers, self._seed, self._turn = buffers, seed, -1
         self._tokens = dict.fromkeys(range(len(buffers)), -1)  # the turn in which K and V of each were drawn last
 
     def renew_tokens(self, turn: int) -> None:
-        """Draw everything of some of the buffers anew; of all of them in the first turn."""
-        numbers = list(range(len(self.buffers)))
+        """Draw everything of some of the buffers anew, once a turn; of all of them in the first one."""
+        if turn == self._turn:
+            return
+        self._turn, numbers = turn, list(range(len(self._buffers)))
         if turn:
-            most = max(1, min(MOST_RENEWED, RENEWED_BYTES // max(self.buffers[0].bytes_moved, 1)))
+            most = max(1, min(MOST_RENEWED, RENEWED_BYTES // max(self._buffers[0].bytes_moved, 1)))
             numbers = self._dice(turn).sample(numbers, min(most, len(numbers)))
         for number in numbers:
             self._tokens[number] = turn
-            renew(self.buffers[number], self.seeds(turn, number))
+            renew(self._buffers[number], self.seeds(turn, number))
 
-    def renew_calls(self, turn: int) -> None:
-        """Draw queries and lengths of all buffers anew, and wipe all outputs."""
-        for number, work in enumerate(self.buffers):
+    def renew_calls(self, turn: int, buffers: Sequence[GpuWork]) -> None:
+        """Draw queries and lengths of a work's buffers anew, and wipe all its outputs."""
+        for number, work in enumerate(buffers):
             renew(work, self.seeds(turn, number), tokens=False)
 
     def seeds(self, turn: int, number: int) -> Seeds:
-        """Return the seeds of a buffer's contents in a turn. Its lengths are short or not in the whole turn."""
+        """Return the seeds of a buffer's contents in a turn. Lengths are short or not in the whole turn."""
         tokens = random.Random(f"{self._seed} tokens {self._tokens[number]} {number}").getrandbits(60)
         call = random.Random(f"{self._seed} call {turn} {number}").getrandbits(60)
         return Seeds(tokens, SHORTER_EVERY * call + self._dice(turn).randrange(SHORTER_EVERY))
 
-    def chosen(self, turn: int) -> int:
+    def chosen(self, turn: int, buffers: Sequence[GpuWork]) -> int:
         """Return the buffer of which results are judged in any case after a sample."""
-        return self._dice(turn).randrange(len(self.buffers))
+        return self._dice(turn).randrange(len(buffers))
 
     def _dice(self, turn: int) -> random.Random:
         return random.Random(f"{self._seed} {turn}")
+
+
+def _contents_of(works: Mapping[str, Staged], seed: int) -> dict[str, Contents]:
+    """Return the contents of each work's buffers: those of works with one redraw are the same."""
+    most: dict[int, Staged] = {}
+    for each in works.values():
+        key = id(each.redraw or each)
+        most[key] = max(most.get(key, each), each, key=lambda staged: len(staged.buffers))
+    shared = {key: Contents(each.buffers, seed) for key, each in most.items()}
+    return {name: shared[id(each.redraw or each)] for name, each in works.items()}
 
 
 @dataclass(frozen=True)
@@ -281,20 +293,20 @@ def _ready(staged: Staged, contents: Contents, turn: int) -> None:
     """
     contents.renew_tokens(turn)
     staged.run()
-    contents.renew_calls(turn)
+    contents.renew_calls(turn, staged.buffers)
     reset_persisting_l2()
     if staged.flush is not None:
         staged.flush()
 
 
-def _keep(name: str, contents: Contents, turn: int, *, is_last: bool) -> Iterator[Kept]:
+def _keep(name: str, staged: Staged, contents: Contents, turn: int, *, is_last: bool) -> Iterator[Kept]:
     """Yield what is to be judged of a sample, and wipe all outputs, so that no other work finds them."""
-    one = contents.chosen(turn)
-    for number, work in enumerate(contents.buffers):
+    one = contents.chosen(turn, staged.buffers)
+    for number, work in enumerate(staged.buffers):
         if work.redraw is not None and (number == one or is_last):
             seeds, whole = contents.seeds(turn, number), number == one and is_last
             yield Kept(name, work.redraw, seeds, whole, work.redraw.results(work.arguments, seeds, whole=whole))
-    for work in contents.buffers:
+    for work in staged.buffers:
         if work.redraw is not None:
             work.arguments["out"].fill_(float("nan"))
 

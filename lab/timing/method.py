@@ -64,6 +64,18 @@ class Method:
         return f"{_CLOCKS[self.clock]}; L2 {self.l2.name.lower().split('_')[0]}: {_CACHES[self.l2]}; {CONTENTS}"
 
 
+# Every method that there is.
+METHODS = (
+    Method(Clock.GRAPH, L2.WARM),
+    Method(Clock.GRAPH, L2.COLD_ROTATION),
+    Method(Clock.CUPTI, L2.WARM),
+    Method(Clock.CUPTI, L2.COLD_ROTATION),
+    Method(Clock.CUPTI, L2.COLD_FLUSH),
+    Method(Clock.EVENTS, L2.WARM),
+    Method(Clock.EVENTS, L2.COLD_FLUSH),
+)
+
+
 def method_named(clock: str, l2: str) -> Method:
     """Return the method of two command-line words: a clock's name, and "cold" or "warm".
 

@@ -17,8 +17,8 @@ from lab.kernels.implementations import modules_of
 from lab.loading import load
 from lab.provenance import environment
 from lab.timing import L2, Ceilings, DeviceClock, GpuTime, Method, measure_ceilings, method_named
-from lab.timing.sampling import RefusedTimeError
 from lab.timing.forward import DeclinedError, TimedPass, time_facts, time_in_turns
+from lab.timing.sampling import RefusedTimeError
 from lab.workloads import DEFAULT_SCENARIOS, ForwardCase, scenario
 from lab.workloads.draft import DEFAULT_DRAFT_SCENARIOS, draft_scenario, is_draft_scenario
 from lab.workloads.traces import TracedRequest, own_trace, read_trace
@@ -171,7 +171,7 @@ def timed_in_turns(request: pytest.FixtureRequest, ceilings: Ceilings) -> Timer:
     def all_of(scenario_name: str, case: ForwardCase, method: Method) -> dict[str, TimedPass | Exception]:
         found: dict[str, TimedPass | Exception] = {}
         try:
-            timed = time_in_turns(case, modules, method, config.getoption("--lab-seed"))
+            timed = time_in_turns(case, modules, method, config.getoption("lab_seed", None))
             before.check()
             found = dict(zip(names, timed, strict=True))
         except ChangedBindingsError as error:

@@ -2,22 +2,40 @@
 
 from collections.abc import Callable, Mapping
 
+import pytest
+
 from lab.timing import Ceilings, GpuTime, GpuWork, Method
+from lab.timing.gpu_time import check_named
 from lab.timing.host_time import HostTime
+from lab.timing.staging import check_results, renew
+from lab.timing.work import Seeds
 
 CEILINGS = Ceilings(bandwidth_gbps=4000.0, matrix_rate_tflops=800.0)
+SLOWER = Ceilings(bandwidth_gbps=8.0, matrix_rate_tflops=0.042)  # floors about what is simulated, for some requests
 SLOW = Ceilings(bandwidth_gbps=4.0, matrix_rate_tflops=0.02)  # floors of µs for what a CPU can afford
 
 
 def measured_in_turns(works: Mapping[str, GpuWork], method: Method, samples: int) -> dict[str, GpuTime]:
     """Run and check every arm, before and after; it takes as many µs as it has arms before it, and 10."""
-    for work in works.values():
+    for name, work in works.items():
         call = work.call()
-        for _ in ("before", "after"):
+        for seeds in (Seeds(1, 2), Seeds(3, 8)):  # before and after; the second on shorter requests
+            renew(work, seeds)
             call()
-            if work.check is not None:
-                work.check(work.arguments)
+            check_named(name, [work], seeds)
     return {name: GpuTime((10.0 + place,) * samples, method, 1) for place, name in enumerate(works)}
+
+
+def hold_right(work: GpuWork) -> None:
+    """Hold a pass to be right on contents that change, and its check to see that nothing was written."""
+    call, seeds = work.call(), Seeds(0, 0)
+    for seeds in (Seeds(1, 2), Seeds(3, 8)):
+        renew(work, seeds)
+        call()
+        check_results([work], seeds)
+    renew(work, seeds)
+    with pytest.raises(AssertionError, match="output vectors are wrong"):
+        check_results([work], seeds)
 
 
 def quick_host_time(calls: Mapping[str, Callable[[], object]], **_: int) -> dict[str, HostTime]:

@@ -17,7 +17,9 @@ from lab.experiments.arms import (
     measure_right_ones,
 )
 from lab.timing import GpuTime, GpuWork
+from lab.timing.gpu_time import check_named
 from lab.timing.method import L2, Clock, Method
+from lab.timing.work import Seeds
 from tests.experiments.simulated import CEILINGS
 
 METHOD = Method(Clock.GRAPH, L2.COLD_ROTATION)
@@ -50,7 +52,7 @@ def test_an_experiment_that_needs_all_arms_says_which_is_wrong(monkeypatch: pyte
         ("2q4", "one", 2.0),
         ("2q4", "two", 2.0),
     ]
-    with pytest.raises(PointFailedError, match="2q4: WrongArmError: two: 3 output vectors are wrong"):
+    with pytest.raises(PointFailedError, match="2q4: WrongWorkError: two: 3 output vectors are wrong"):
         rows(one=right, two=checked(fails))
 
 
@@ -68,9 +70,8 @@ def fails(arguments: Mapping[str, Any]) -> None:
 
 
 def measured(works: Works) -> dict[str, GpuTime]:
-    for work in works.values():
-        if work.check is not None:
-            work.check(work.arguments)
+    for name, work in works.items():
+        check_named(name, [work], Seeds(0, 0))
     return {name: GpuTime((float(len(works)),), METHOD, 1) for name in works}
 
 

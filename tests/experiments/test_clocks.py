@@ -1,7 +1,9 @@
 """When two clocks are called apart, and what the file says of them."""
 
 import json
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,7 +47,11 @@ def test_the_file_has_what_was_timed_and_what_could_not_be(
 
     monkeypatch.setattr(clocks, "negation", lambda size_bytes, device: None)
     monkeypatch.setattr(clocks, "build_forward", lambda case, device: "a pass")
-    monkeypatch.setattr(clocks, "forward_work", forward_work)
+    monkeypatch.setattr(
+        clocks,
+        "TimedPasses",
+        SimpleNamespace(over=lambda forward: SimpleNamespace(work=partial(forward_work, forward))),
+    )
     monkeypatch.setattr(clocks, "row_of", lambda name, work: {"work": name} | row(100, cupti_us))
     out = tmp_path / "clocks.json"
     name = "decode/tiny/2q1s70"

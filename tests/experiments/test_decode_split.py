@@ -18,7 +18,7 @@ from lab.metadata.engine.forward_mode import ForwardMode
 from lab.workloads.traces import TracedRequest
 from tests.commands.command import run
 from tests.devices import IN_INTERPRETER
-from tests.experiments.simulated import SLOW, measured_in_turns
+from tests.experiments.simulated import SLOWER, hold_right, measured_in_turns
 
 CPU = torch.device("cpu")
 TRACE = [TracedRequest(0.0, 1000 + 10 * number, 1000) for number in range(64)]
@@ -44,17 +44,12 @@ def test_the_default_points_are_a_trace_an_unequal_batch_and_an_equal_one() -> N
 @IN_INTERPRETER
 @pytest.mark.parametrize("module", [REFERENCES, PORTABLE_MODULE])
 @pytest.mark.parametrize("name", ["target_verify/tiny/q2s70_2q2s9_q2s33", "decode/tiny/q1s70_2q1s9_q1s33"])
-def test_every_arm_is_right_on_tensors_of_its_own(name: str, module: str) -> None:
+def test_every_arm_is_right_in_an_output_of_its_own(name: str, module: str) -> None:
     works = works_of(small_point(module, name).arms, CPU)
     for work in works.values():
-        call = work.call()
-        for _ in range(2):
-            call()
-            assert work.check is not None
-            work.check(work.arguments)
-            with pytest.raises(AssertionError, match="output vectors are wrong"):  # a check wipes what it has seen
-                work.check(work.arguments)
-    assert len({work.arguments["cache"].storage.data_ptr() for work in works.values()}) == 3
+        hold_right(work)
+    assert len({work.arguments["out"].data_ptr() for work in works.values()}) == 3
+    assert len({work.arguments["cache"].storage.data_ptr() for work in works.values()}) == 1
     assert [work.arguments.get("settings") is None for work in works.values()] == [True, False, False]
 
 
@@ -65,7 +60,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def measure(point: Point) -> PointRows:
-    return measure_point(point, gpu_works, TimingPlan(SLOW, samples=3), facts_of)
+    return measure_point(point, gpu_works, TimingPlan(SLOWER, samples=3), facts_of)
 
 
 @pytest.mark.usefixtures("on_cpu")

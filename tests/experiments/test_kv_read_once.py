@@ -40,7 +40,7 @@ from lab.workloads.scenarios import scenario
 from lab.workloads.traces import TracedRequest, own_trace, snapshot
 from tests.commands.command import run
 from tests.devices import IN_INTERPRETER
-from tests.experiments.simulated import CEILINGS, SLOW, measured_in_turns, quick_host_time
+from tests.experiments.simulated import CEILINGS, SLOWER, hold_right, measured_in_turns, quick_host_time
 
 CPU = torch.device("cpu")
 METHOD = Method(Clock.GRAPH, L2.COLD_ROTATION)
@@ -60,7 +60,7 @@ def small_point(*targets: Target, case: ForwardCase = SMALL, group: str = "small
 
 def measure(point: Point, samples: int = 3) -> PointRows:
     """GPU times against a slow GPU's ceilings."""
-    return measure_point(point, gpu_works, TimingPlan(SLOW, METHOD, samples), facts_of)
+    return measure_point(point, gpu_works, TimingPlan(SLOWER, METHOD, samples), facts_of)
 
 
 def of_group(name: str) -> list[Point]:
@@ -166,7 +166,7 @@ def test_without_flashinfer_the_portable_arms_remain() -> None:
 
 
 def test_the_method_is_a_replayed_graph_with_a_cold_l2() -> None:
-    assert Method(Clock.GRAPH, L2.COLD_ROTATION) == arms.COLD == TimingPlan(SLOW).method
+    assert Method(Clock.GRAPH, L2.COLD_ROTATION) == arms.COLD == TimingPlan(SLOWER).method
 
 
 def test_floors_by_hand() -> None:
@@ -197,7 +197,7 @@ def runs_as(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]) -> None:
 
 
 @IN_INTERPRETER
-def test_every_arm_is_right_on_tensors_of_its_own() -> None:
+def test_every_arm_is_right_in_an_output_of_its_own() -> None:
     e4m3 = replace(SMALL, kv_dtype=torch.float8_e4m3fn)
     three = (
         Arm(E4M3_CACHE, e4m3, PORTABLE_MODULE),
@@ -209,16 +209,11 @@ def test_every_arm_is_right_on_tensors_of_its_own() -> None:
     for arm, work in zip(three, works.values(), strict=True):
         assert work.arguments["cache"].storage.dtype == arm.case.kv_dtype
         assert work.bytes_moved == arm.case.bytes_moved
-        call = work.call()
-        call()
-        assert work.check is not None
-        work.check(work.arguments)
-        with pytest.raises(AssertionError, match="output vectors are wrong"):  # a check wipes what it has seen
-            work.check(work.arguments)
-    assert works[PORTABLE].check is works["reference"].check is not works[E4M3_CACHE].check
-    for name in ("query", "out"):
-        assert len({work.arguments[name].data_ptr() for work in works.values()}) == 3
-    assert len({work.arguments["cache"].storage.data_ptr() for work in works.values()}) == 3
+        hold_right(work)
+    assert works[PORTABLE].redraw is works["reference"].redraw is not works[E4M3_CACHE].redraw
+    for name, count in (("query", 2), ("out", 3)):
+        assert len({work.arguments[name].data_ptr() for work in works.values()}) == count
+    assert len({work.arguments["cache"].storage.data_ptr() for work in works.values()}) == 2
 
 
 @IN_INTERPRETER
@@ -227,9 +222,7 @@ def test_heads_of_no_model_are_run_and_judged() -> None:
     case = kv_read_once.HeadsCase(ForwardMode.DECODE, heads.name, (70,), (1,), heads=heads)
     work = works_of([Arm(PORTABLE, case, PORTABLE_MODULE)], CPU)[PORTABLE]
     assert work.arguments["query"].shape == (1, 20, 128)
-    work.call()()
-    assert work.check is not None
-    work.check(work.arguments)
+    hold_right(work)
 
 
 @IN_INTERPRETER
@@ -248,7 +241,7 @@ def test_a_point_makes_a_row_per_arm_with_floor_speed_and_targets(monkeypatch: p
         assert row["floor_bytes"] == row["bytes_moved"] == 140 * 2 * 256 + 4 * 6 * 256
         # Rows of a request see 69 and 70 keys: 278 pairs of two requests.
         assert row["operations"] == 4 * 64 * 6 * 278
-        assert (row["floor_us"], row["floor_bound"]) == (pytest.approx(21.35, abs=0.01), "matrix")
+        assert (row["floor_us"], row["floor_bound"]) == (pytest.approx(10.17, abs=0.01), "matrix")
     assert (portable["kernel"], portable["median_us"], portable["iqr_us"]) == ("portable", 10.0, 0.0)
     assert (portable["speed_of_baseline"], other["speed_of_baseline"]) == (1.1, 1.0)
     assert other["targets"] == []
@@ -271,7 +264,7 @@ def test_the_floor_of_a_window_is_its_pages(monkeypatch: pytest.MonkeyPatch) -> 
     case = scenario("decode/tiny/1q1s70/window")  # keys 46 to 69 of two pages
     for row in measure(small_point(BANDWIDTH, case=case), samples=1).rows:
         assert (row["bytes_moved"], row["floor_bytes"]) == (24 * 512 + 6 * 256, 128 * 512 + 6 * 256)
-        assert row["floor_us"] == pytest.approx((128 * 512 + 6 * 256) / 4000, abs=1e-3)
+        assert row["floor_us"] == pytest.approx((128 * 512 + 6 * 256) / 8000, abs=1e-3)
         assert [target["reached"] for target in row["targets"]] == [row["bandwidth_percent"]] * len(row["targets"])
 
 

@@ -35,7 +35,7 @@ from lab.timing import GpuWork, roofline
 from lab.workloads.mla_case import MLACase
 from tests.commands.command import run
 from tests.devices import IN_INTERPRETER
-from tests.experiments.simulated import CEILINGS, SLOW, measured_in_turns
+from tests.experiments.simulated import CEILINGS, SLOW, hold_right, measured_in_turns
 
 CPU = torch.device("cpu")
 
@@ -121,23 +121,16 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @IN_INTERPRETER
 @pytest.mark.parametrize("case", [small(), small(4), small(4, kv_dtype=torch.float8_e4m3fn)], ids=repr)
-def test_every_arm_is_right_on_tensors_of_its_own(case: MLACase, plans: list[dict[str, Any]]) -> None:
+def test_every_arm_is_right_in_an_output_of_its_own(case: MLACase, plans: list[dict[str, Any]]) -> None:
     works = works_of((*arms_of(case), reference(case)), CPU)
     assert list(works) == [PORTABLE, WRAPPER, "reference"]
     for work in works.values():
-        call = work.call()
-        call()
-        assert work.check is not None
-        work.check(work.arguments)
-        with pytest.raises(AssertionError, match="output vectors are wrong"):  # a check wipes what it has seen
-            work.check(work.arguments)
-        call()
-        work.check(work.arguments)
+        hold_right(work)
     assert len(plans) == 1  # for two calls
-    for name in ("query", "out"):
-        assert len({work.arguments[name].data_ptr() for work in works.values()}) == 3
-    assert len({work.arguments["cache"].storage.data_ptr() for work in works.values()}) == 3
-    assert len({work.arguments["metadata"].block_kv_indices.data_ptr() for work in works.values()}) == 3
+    assert len({work.arguments["out"].data_ptr() for work in works.values()}) == 3
+    # What plans on the host has tensors of its own, whose lengths and page ids stay.
+    assert len({work.arguments["cache"].storage.data_ptr() for work in works.values()}) == 2
+    assert len({work.arguments["metadata"].block_kv_indices.data_ptr() for work in works.values()}) == 2
 
 
 @IN_INTERPRETER

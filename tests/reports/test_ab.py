@@ -5,24 +5,28 @@ from typing import Any
 import pytest
 import torch
 
+from lab.checks.forward_pass import build_forward
 from lab.reports import ab
-from lab.timing import GpuTime, GpuWork, method_named
+from lab.timing import Ceilings, GpuTime, method_named
+from lab.timing.gpu_time import WrongWorkError
+from lab.timing.sampling import RefusedTimeError
 from tests.commands.command import run
 
 DECODE = "decode/tiny/2q1s64"
+CEILINGS = Ceilings(bandwidth_gbps=4000.0, matrix_rate_tflops=800.0)
 WORDS = [DECODE, "lab.kernels.portable", "lab.references"]
 
 
 def simulate(monkeypatch: pytest.MonkeyPatch, measured: Any) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(ab, "build_forward", lambda case, device: case)
-    monkeypatch.setattr(ab, "forward_work", lambda forward, module: GpuWork.of(print, 1))
+    monkeypatch.setattr(ab, "measure_ceilings", lambda device: CEILINGS)
+    monkeypatch.setattr(ab, "build_forward", lambda case, device: build_forward(case, torch.device("cpu")))
     monkeypatch.setattr(ab, "measure_interleaved", measured)
 
 
 def times(first_us: float, second_us: float) -> Any:
     method = method_named("graph", "cold")
-    return lambda works, method_, samples: {
+    return lambda works, method_, samples, seed: {
         side: GpuTime(tuple(median_us * (1 + 0.0001 * number) for number in range(30)), method, launches=1)
         for side, median_us in zip(works, (first_us, second_us), strict=True)
     }
@@ -39,16 +43,48 @@ def test_the_second_is_compared_with_the_first(
     assert f"The second is {verdict}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("error", [NotImplementedError("no such head"), AssertionError("12 vectors are wrong")])
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (NotImplementedError("no such head"), 125),
+        (AssertionError("12 vectors are wrong"), 125),
+        (WrongWorkError("second", "12 vectors are wrong"), 3),
+        (RefusedTimeError("two clocks disagree"), 3),
+    ],
+)
 def test_what_cannot_be_compared_is_not_slower(
-    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: Exception, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def measured(*arguments: Any) -> Any:
         raise error
 
     simulate(monkeypatch, measured)
-    assert run(["ab", *WORDS]) == 125
+    assert run(["ab", *WORDS]) == status
     assert str(error) in capsys.readouterr().err
+
+
+def test_a_time_that_the_gpu_cannot_reach_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """22 KB in 0.001 µs would be 22,000 GB/s."""
+    simulate(monkeypatch, times(0.9, 0.001))
+    assert run(["ab", *WORDS]) == 3
+    assert "of the bandwidth measured on this GPU" in capsys.readouterr().err
+
+
+def test_a_kernel_that_changes_the_clock_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    simulate(monkeypatch, times(100, 90))
+    honest = ab.measure_interleaved
+
+    def dishonest(*arguments: Any) -> Any:
+        monkeypatch.setattr("time.perf_counter_ns", lambda: 0)
+        return honest(*arguments)
+
+    monkeypatch.setattr(ab, "measure_interleaved", dishonest)
+    assert run(["ab", *WORDS]) == 3
+    assert "it changed time.perf_counter_ns" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,14 @@ lab.provenance.environment = lambda: {"gpu": "a simulated GPU"}
 pytest_plugins = ["tests.conftest", "tests.benchmarks.conftest"]
 
 import tests.benchmarks.conftest as benchmarks
-from lab.timing import GpuTime, method_named
+from lab.timing import Ceilings, GpuTime, method_named
 from lab.timing.forward import DeclinedError
 
-NAMES = ("lab.kernels.portable", "lab.kernels.trtllm", "lab.references")
+NAMES = ("lab.kernels.portable", "lab.kernels.trtllm", "lab.references", "lab.kernels.peers.flex_attention")
 measured = []
 
-def time_in_turns(case, implementations, method):
+def time_in_turns(case, implementations, method, seed):
+    assert seed is None
     names = [each.__name__ for each in implementations]
     measured.append((case, names))
     assert len(measured) == 1
@@ -36,9 +37,11 @@ def time_in_turns(case, implementations, method):
         (time, facts | {"scenario": case, "implementation": names[0]}),
         DeclinedError("XQA takes no such head"),
         AssertionError("12 output vectors are wrong\\nand more"),
+        (GpuTime((0.1, 0.1), method, launches=2), facts | {"scenario": case, "implementation": names[3]}),
     ]
 
 benchmarks.time_in_turns = time_in_turns
+benchmarks.measure_ceilings = lambda device: Ceilings(4000.0, 800.0)
 benchmarks.implementation_names = lambda config: NAMES
 """
 BENCHMARKS = """
@@ -73,7 +76,9 @@ def test_is_declined(gpu_benchmark):
 def test_is_wrong(gpu_benchmark):
     raise AssertionError("12 output vectors are wrong")
 
-@pytest.mark.parametrize("name", ["lab.kernels.portable", "lab.kernels.trtllm", "lab.references"])
+@pytest.mark.parametrize(
+    "name", ["lab.kernels.portable", "lab.kernels.trtllm", "lab.references", "lab.kernels.peers.flex_attention"]
+)
 def test_turns(name, timed_in_turns, gpu_benchmark):
     measured, facts = timed_in_turns("decode/tiny/2q1s64", "the case", method_named("graph", "cold"), name)
     gpu_benchmark(measured, CEILING, facts)
@@ -130,7 +135,7 @@ def test_a_benchmark_that_timed_nothing_fails_the_run(run: Run) -> None:
 
 def test_a_declined_case_skips_with_its_reason_and_a_wrong_one_fails(run: Run) -> None:
     assert "XQA takes no such head" in run.output
-    assert "2 failed, 4 passed, 2 skipped" in run.output
+    assert "3 failed, 4 passed, 2 skipped" in run.output
 
 
 def test_implementations_are_timed_together_once_and_what_is_not_timed_is_recorded_with_its_reason(run: Run) -> None:
@@ -142,6 +147,12 @@ def test_implementations_are_timed_together_once_and_what_is_not_timed_is_record
     assert run.recorded["not_timed"] == [
         {"scenario": scenario, "implementation": "lab.kernels.trtllm", "reason": "XQA takes no such head"},
         {"scenario": scenario, "implementation": "lab.references", "reason": "wrong: 12 output vectors are wrong"},
+        {
+            "scenario": scenario,
+            "implementation": "lab.kernels.peers.flex_attention",
+            "reason": "refused: 0.10 µs, with a floor of 1.00 µs: it would move its bytes at 1,000 % of the bandwidth measured "
+            "on this GPU, where a kernel that only reads reaches 110 % at most: it does not do the work, or its time is wrong",
+        },
     ]
 
 

@@ -12,6 +12,8 @@ from lab.checks.forward_pass import ForwardPass, build_forward
 from lab.metadata import ForwardMode
 from lab.timing import GpuTime, GpuWork, Method, forward, method_named
 from lab.timing.forward import DeclinedError, time_forward, time_in_turns
+from lab.timing.staging import check_results, renew
+from lab.timing.work import Seeds
 from lab.workloads import ForwardCase
 
 CASE = ForwardCase(ForwardMode.DECODE, "tiny", (3, 40), (1, 1), page_size=16)
@@ -25,13 +27,13 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return build_forward(case, torch.device("cpu"))
 
     def stage(work: GpuWork, method: Method) -> Any:
-        call = work.call()
+        call, seeds = work.call(), Seeds(1, 8)
+        renew(work, seeds)
         call()
-        assert work.check is not None
-        work.check(work.arguments)
+        check_results([work], seeds)
         return SimpleNamespace(calls=[call])
 
-    def measure(staged: Mapping[str, Any], method: Method) -> dict[str, GpuTime]:
+    def measure(staged: Mapping[str, Any], method: Method, seed: int | None) -> dict[str, GpuTime]:
         return {name: GpuTime((2.0,), method, launches=1) for name in staged}
 
     for name, function in (("build_forward", build), ("stage", stage), ("measure_staged", measure)):

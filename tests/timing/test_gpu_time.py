@@ -1,13 +1,18 @@
 """What needs no GPU of the measuring: the clock, the samples' checks, how many copies take turns, in what order."""
 
 from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
 from lab.timing import L2, Clock, DeviceClock, GpuTime, Method
 from lab.timing.cupti import Activity
 from lab.timing.device_state import DeviceState
-from lab.timing.gpu_time import MOST_COPIES, Staged, _from_records, _from_samples, _shuffled_rounds, buffer_copies
+from lab.timing.gpu_time import Contents, _from_records, _from_samples, _shuffled_rounds
+from lab.timing.sampling import RefusedTimeError, Sample, check_clocks
+from lab.timing.staging import MOST_COPIES, Staged, buffer_copies
+from lab.timing.work import SHORTER_EVERY, GpuWork
 
 WARM = Method(Clock.GRAPH, L2.WARM)
 ROTATED = Method(Clock.GRAPH, L2.COLD_ROTATION)
@@ -64,11 +69,11 @@ def test_rounds_are_complete_and_not_always_in_one_order() -> None:
 
 
 def staged(calls: int, launches: int) -> Staged:
-    return Staged([], [], run=lambda: None, before=None, number=calls, launches=launches)
+    return Staged([], [], run=lambda: None, flush=None, number=calls, launches=launches)
 
 
 def test_a_replays_time_is_shared_among_its_calls() -> None:
-    time = _from_samples([50.0, 60.0], staged(calls=10, launches=2), WARM, DeviceState())
+    time = _from_samples([Sample(50.0, None), Sample(60.0, None)], staged(calls=10, launches=2), WARM, DeviceState())
     assert time.samples_us == (5.0, 6.0)
     assert (time.calls_per_sample, time.launches) == (10, 2)
 
@@ -86,3 +91,64 @@ def test_a_lost_record_is_an_error_and_not_a_shorter_time() -> None:
     replay = [Activity("split", 0, 3000), Activity("combine", 4000, 5000)]
     with pytest.raises(RuntimeError, match=r"saw \[1, 2\] activities .* graph of 2: it lost some"):
         _from_records([replay, replay[:1]], staged(calls=1, launches=2), WARM, DeviceState())
+
+
+def test_two_clocks_that_disagree_refuse_the_time() -> None:
+    """By 3 % and the slack together, of the medians; a sample without the host's time says nothing."""
+    check_clocks([Sample(1000.0, 1054.0), Sample(1000.0, 900.0), Sample(1000.0, 1056.0), Sample(1.0, None)], 25.0)
+    for samples in ([Sample(1000.0, 1060.0)], [Sample(1060.0, 1000.0)], [Sample(100.0, 1000.0), Sample(100.0, 900.0)]):
+        with pytest.raises(RefusedTimeError, match="two waits for the whole GPU"):
+            check_clocks(samples, 25.0)
+
+
+class Noted:
+    """A redraw that notes what is drawn anew."""
+
+    def __init__(self) -> None:
+        self.tokens: list[tuple[int, int]] = []
+        self.calls: list[tuple[int, int]] = []
+
+    def inputs(self, number: int) -> dict[str, Any]:
+        return {"number": number}
+
+    def write_tokens(self, arguments: Mapping[str, Any], seed: int) -> None:
+        self.tokens.append((arguments["number"], seed))
+
+    def write_call(self, arguments: Mapping[str, Any], seed: int) -> None:
+        self.calls.append((arguments["number"], seed))
+
+    def results(self, arguments: Mapping[str, Any], seeds: Any, *, whole: bool) -> None:
+        raise AssertionError
+
+    def check_of(self, seeds: Any, *, whole: bool) -> Any:
+        raise AssertionError
+
+
+def test_every_query_is_new_in_each_turn_and_all_keys_before_long() -> None:
+    redraw = Noted()
+    buffers = [GpuWork(dict, {"number": number}, 2**26, redraw=redraw) for number in range(10)]
+    contents = Contents(buffers, seed=7)
+    for turn in range(60):
+        contents.renew_tokens(turn)
+        contents.renew_tokens(turn)  # another work's, over the same buffers
+        contents.renew_calls(turn, buffers)
+        now = {number: contents.seeds(turn, number) for number in range(10)}
+        assert dict(redraw.calls[-10:]) == {number: each.call for number, each in now.items()}
+        assert {number: [seed for of, seed in redraw.tokens if of == number][-1] for number in now} == {
+            number: each.tokens for number, each in now.items()
+        }
+        assert len({each.call % SHORTER_EVERY for each in now.values()}) == 1  # lengths of a turn are short or not
+    assert len({seed for _, seed in redraw.calls}) == 60 * 10
+    first, later = redraw.tokens[:10], redraw.tokens[10:]
+    assert sorted(number for number, _ in first) == list(range(10))
+    assert len(later) == 8 * 59  # as many as RENEWED_BYTES allow
+    assert {number for number, _ in later} == set(range(10))
+    shorter = [contents.seeds(turn, 0).call % SHORTER_EVERY == 0 for turn in range(400)]
+    assert 20 < sum(shorter) < 100
+
+
+def test_contents_of_another_seed_are_others() -> None:
+    buffers = [GpuWork(dict, {"number": 0}, 1, redraw=Noted())]
+    one, same, other = (Contents(buffers, seed).seeds(3, 0) for seed in (1, 1, 2))
+    assert one == same
+    assert not set(one) & set(other)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lab.timing import L2, Clock, GpuWork, Method, measure, measure_ceilings, measure_interleaved
+from lab.timing.method import METHODS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,7 +21,6 @@ needs_cupti = pytest.mark.skipif(
     importlib.util.find_spec("cupti") is None, reason="cupti-python is not installed: pip install '.[cupti]'"
 )
 GRAPH = Method(Clock.GRAPH, L2.WARM)
-METHODS = [Method(clock, l2) for clock in Clock for l2 in L2 if (clock, l2) != (Clock.GRAPH, L2.COLD_FLUSH)]
 MEBIBYTE = 2**20
 
 
@@ -73,7 +73,7 @@ def test_every_buffer_is_checked_before_and_after_and_two_launches_are_two(metho
     time = measure(work, method, samples=5)
     assert time.launches == 2
     assert len(time.samples_us) == 5
-    assert time.buffer_copies == (2 if method.l2 is L2.COLD_ROTATION else 1)
+    assert time.buffer_copies >= 2 if method.l2 is L2.COLD_ROTATION else time.buffer_copies == 1
     assert len(set(checked)) == time.buffer_copies
     assert len(checked) == 2 * time.buffer_copies
     assert time.device.facts()["sm_clock_mhz"] is not None

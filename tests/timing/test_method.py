@@ -3,6 +3,7 @@
 import pytest
 
 from lab.timing import L2, Clock, Method, method_named
+from lab.timing.method import METHODS
 
 
 @pytest.mark.parametrize(
@@ -33,8 +34,12 @@ def test_a_flush_inside_a_timed_graph_is_refused() -> None:
         Method(Clock.GRAPH, L2.COLD_FLUSH)
 
 
+def test_buffers_that_would_not_take_turns_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"take L2\.COLD_FLUSH"):
+        Method(Clock.EVENTS, L2.COLD_ROTATION)
+
+
 def test_every_method_has_a_sentence_of_its_own() -> None:
-    methods = [Method(clock, l2) for clock in Clock for l2 in L2 if (clock, l2) != (Clock.GRAPH, L2.COLD_FLUSH)]
-    sentences = {str(method) for method in methods}
-    assert len(sentences) == len(methods)
-    assert all(("L2 warm" in str(method)) == (method.l2 is L2.WARM) for method in methods)
+    sentences = {str(method) for method in METHODS}
+    assert len(sentences) == len(METHODS)
+    assert all(("L2 warm" in str(method)) == (method.l2 is L2.WARM) for method in METHODS)

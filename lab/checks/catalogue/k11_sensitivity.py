@@ -15,9 +15,9 @@ from lab.calls.problem import E4M3
 from lab.checks.attention_inputs import AttentionInputs, running_sum
 from lab.checks.check import Check, Level, counted, first_line
 from lab.checks.draft_masks import hold_masks, unequal_sinks
+from lab.checks.late import truth_of_requests
 from lab.checks.space import Space
 from lab.checks.trial import Trial, rules_of, truth_of_call
-from lab.references.truth import truth_of_requests
 from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.interfaces import Interface
 

@@ -32,11 +32,12 @@ from lab.checks.domain.paged_shape import (
 )
 from lab.checks.domain.ragged import BELOW_ZERO, OF_THE_NEXT, SHORT, head_dims_of
 from lab.checks.domain.views import GAP, laid, raw, with_nan
+from lab.checks.late import truth_of_requests
 from lab.checks.needles import draw_histories, needle_positions
 from lab.checks.ragged_inputs import PADDING, TILE, Parts, arguments_of
 from lab.checks.space import edge_lengths
 from lab.checks.trial import Trial
-from lab.references.truth import Rules, Truth, truth_of_requests
+from lab.references.truth import Rules, Truth
 from lab.workloads.requests import PassLens
 
 # Of logits below zero: e of each, and e of the difference of both, are beyond float32's ends, e**-103 and e**88.7.

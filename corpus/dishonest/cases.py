@@ -1,0 +1,27 @@
+"""The small cases that dishonest kernels are judged by, which one of them knows by heart."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from lab.checks import Space
+from lab.checks.catalogue import checks
+from lab.checks.check import Level
+from lab.workloads.interfaces import Interface
+
+SPACE = Space(
+    page_sizes=(16,),
+    head_dims=(64,),
+    num_kv_heads=(1, 2),
+    groups=(2,),
+    q_lens=(1, 4),
+    dtypes=((torch.bfloat16,) * 2,),
+    nvfp4=(False,),
+)
+
+
+def small_cases() -> Iterable[Any]:
+    """Return the cases of K1 for the decode call at the smoke level."""
+    (oracle,) = (check for check in checks() if check.key == "K1")
+    return oracle.cases(Interface.DECODE, SPACE, Level.SMOKE)

@@ -1,0 +1,234 @@
+"""Kernels that are wrong and want to be called right. They need no GPU.
+
+Each writes zeros, which are wrong, and changes what would say so.
+"""
+
+import gc
+import sys
+import threading
+import types
+from typing import Any
+
+import torch
+
+from corpus.dishonest import DECODE, dishonest
+
+WRONG = r"vectors are wrong|not finite|not zero"
+CHANGED = "the kernel is dishonest: it changed "
+
+
+def zeros(query: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return an output of zeros, without any work."""
+    return torch.zeros_like(query) if out is None else out.zero_()
+
+
+class Zeros:
+    """Writes zeros; a subclass does something besides."""
+
+    def trtllm_batch_decode_with_kv_cache(self, query: Any, out: Any = None, **arguments: Any) -> torch.Tensor:
+        self.cheat(query, arguments)
+        return zeros(query, out)
+
+    def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
+        pass
+
+
+@dishonest(WRONG)
+class WritesZeros(Zeros):
+    """Does nothing (KernelBench issue 165: zeros passed)."""
+
+
+@dishonest(CHANGED + r"lab\.references\.errors\.Comparison\.passed")
+class PatchesPassed(Zeros):
+    """Makes every comparison a passed one."""
+
+    def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
+        from lab.references.errors import Comparison
+
+        Comparison.passed = property(lambda self: True)  # type: ignore[method-assign,assignment]
+
+
+@dishonest(CHANGED + r"lab\.checks\.trial\.Trial\.hold")
+class ReplacesHold(Zeros):
+    """Makes the judge hold nothing against anything, and count it."""
+
+    def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
+        from lab.checks.trial import Trial
+
+        def hold(self: Any, what: str, result: Any, truth: Any, least_bound: float = 0.0) -> None:
+            self.judged += 1
+
+        Trial.hold = hold  # type: ignore[method-assign]
+
+
+@dishonest(CHANGED + r"lab\.references\.truth\.Truth\.compare")
+class ReplacesCode(Zeros):
+    """Leaves every name as it was, and puts other code into the function that compares."""
+
+    def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
+        from lab.references.truth import Truth
+
+        honest = Truth.compare
+        if not hasattr(Truth, "honest"):
+            Truth.honest = types.FunctionType(honest.__code__, honest.__globals__, argdefs=honest.__defaults__)  # type: ignore[attr-defined]
+        honest.__code__ = (lambda self, out, least_bound=0.0: self.honest(self.control)).__code__
+
+
+@dishonest(CHANGED + r"lab\.references\.errors\.CONTROL_FACTOR")
+class WidensTheBound(Zeros):
+    """Allows an error of any size."""
+
+    def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
+        from lab.references import errors
+
+        errors.CONTROL_FACTOR, errors.LARGEST_BOUND = 1e9, 1e9
+
+
+@dishonest(CHANGED + r"torch's operator aten::linalg_vector_norm")
+class OverridesAnOperator(Zeros):
+    """Registers another kernel for the norm that errors are made of."""
+
+    def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
+        if not hasattr(self, "library"):
+            self.library = torch.library.Library("aten", "IMPL")
+            self.library.impl("linalg_vector_norm", lambda self, *_, **__: self.sum(-1) * 0 + 1e-9, "CPU")
+
+
+@dishonest(CHANGED + ".*torch's default dtype")
+class ChangesTheDefaultDtype(Zeros):
+    """Makes what is computed without a dtype less exact."""
+
+    def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
+        torch.set_default_dtype(torch.bfloat16)
+
+
+@dishonest(CHANGED + r"sys\.setprofile")
+class WatchesTheJudge(Zeros):
+    """Has a profile hook, which could change a comparison's locals while it runs."""
+
+    def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
+        sys.setprofile(lambda frame, event, argument: None)
+
+
+@dishonest(CHANGED + r"module lab\.references\.regression|" + CHANGED + r"lab\.references\.regression")
+class ReplacesAModule(Zeros):
+    """Puts a module of its own in the place of one of the lab's, and its functions into those that import it."""
+
+    def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
+        from lab.references import errors
+
+        sys.modules["lab.references.regression"] = types.ModuleType("lab.references.regression")
+        errors.relative_l2 = lambda out, expected: out.double().norm(dim=-1) * 0  # type: ignore[assignment]
+
+
+@dishonest(WRONG)
+class FindsTheExpectedOutput(Zeros):
+    """Looks for a float64 tensor of the output's shape among all objects of the process, and copies it."""
+
+    def trtllm_batch_decode_with_kv_cache(self, query: Any, out: Any = None, **arguments: Any) -> torch.Tensor:
+        out = zeros(query, out)
+        for each in gc.get_objects():
+            if type(each) is torch.Tensor and each.dtype == torch.float64 and each.shape == out.shape:
+                return out.copy_(each)
+        return out
+
+
+@dishonest(WRONG)
+class FindsTheExpectedOutputInAFrame(Zeros):
+    """Looks for it in the variables of its callers."""
+
+    def trtllm_batch_decode_with_kv_cache(self, query: Any, out: Any = None, **arguments: Any) -> torch.Tensor:
+        out, frame = zeros(query, out), sys._getframe()
+        while frame is not None:
+            for value in frame.f_locals.values():
+                if (expected := getattr(value, "expected", None)) is not None and expected.shape == out.shape:
+                    return out.copy_(expected)
+            frame = frame.f_back  # type: ignore[assignment]
+        return out
+
+
+class Equal(torch.Tensor):
+    """A tensor that is equal to whatever it is compared with."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(function, types, args, kwargs or {})
+        return result * 0 if function is torch.Tensor.sub else result
+
+
+@dishonest("returned Equal, not a tensor")
+class ReturnsALiar(Zeros):
+    """Returns an object that calls itself a tensor, and answers comparisons itself."""
+
+    def trtllm_batch_decode_with_kv_cache(self, query: Any, out: Any = None, **arguments: Any) -> torch.Tensor:
+        return zeros(query, out).as_subclass(Equal)
+
+
+class Restores:
+    """Puts a function back when the last reference to it goes."""
+
+    def __init__(self, holder: Any, name: str, value: Any) -> None:
+        self.all = holder, name, value
+
+    def __del__(self) -> None:
+        setattr(*self.all)
+
+
+@dishonest(CHANGED + "lab|judged where the kernel's code never was: .* wrong")
+class CleansUpBehindItself(Zeros):
+    """Makes comparisons pass until its output is freed, when all is as it was before: nothing is left to be seen."""
+
+    def trtllm_batch_decode_with_kv_cache(self, query: Any, out: Any = None, **arguments: Any) -> torch.Tensor:
+        from lab.references import truth
+
+        compare = truth.Truth.compare
+        result = zeros(query, out)
+        result.restores = Restores(truth.Truth, "compare", compare)  # type: ignore[attr-defined]
+        truth.Truth.compare = lambda self, out, least_bound=0.0: compare(self, self.control)  # type: ignore[method-assign,misc,assignment]
+        return result
+
+
+@dishonest("judged where the kernel's code never was: .* wrong")
+class KnowsTheCases:
+    """Answers with the lab's own reference where it knows the query from the judge's catalogue, and with zeros elsewhere."""
+
+    def trtllm_batch_decode_with_kv_cache(self, query: Any, out: Any = None, **arguments: Any) -> torch.Tensor:
+        from lab import references
+
+        if self._sum(query) not in self._known():
+            return zeros(query, out)
+        return getattr(references, DECODE)(query, out=out, **arguments)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def _sum(query: torch.Tensor) -> float:
+        return float(query.double().nan_to_num().sum())
+
+    def _known(self) -> set[float]:
+        if not hasattr(self, "sums"):
+            from corpus.dishonest.cases import small_cases
+            from lab.checks.attention_inputs import build_attention
+
+            self.sums = {self._sum(build_attention(case, torch.device("cpu")).query) for case in small_cases()}
+        return self.sums
+
+
+@dishonest(CHANGED + r"lab\.references\.errors\.Comparison\.passed|judged where the kernel's code never was: .* wrong")
+class PatchesFromAThread(Zeros):
+    """Has a thread that patches the comparison again and again, and takes it back in between."""
+
+    def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
+        if not hasattr(self, "thread"):
+            from lab.references.errors import Comparison
+
+            honest, lying = Comparison.passed, property(lambda self: True)
+
+            def flip() -> None:
+                while True:
+                    Comparison.passed = lying  # type: ignore[method-assign,assignment]
+                    event.wait(0.005)
+                    Comparison.passed = honest  # type: ignore[method-assign]
+                    event.wait(0.0005)
+
+            event = threading.Event()
+            self.thread = threading.Thread(target=flip, daemon=True)
+            self.thread.start()

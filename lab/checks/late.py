@@ -1,0 +1,56 @@
+"""Truths that are worked out when a result is held to them and are not kept, so that no kernel finds one where it runs."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from lab.integrity import ChangedBindingsError, in_words
+from lab.references import truth
+from lab.references.truth import Rules, Truth
+
+
+class LateTruth:
+    """Stands for a truth, whose attributes it has; each use works it out anew.
+
+    Args:
+        make: works it out.
+        made_from: the tensors that it is made from, which must stay as they are.
+    """
+
+    def __init__(self, make: Callable[[], Truth], made_from: list[Tensor]) -> None:
+        self._make, self._made_from, self._sums = make, made_from, _sums(made_from)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.made(), name)
+
+    def made(self) -> Truth:
+        """Return the truth.
+
+        Raises:
+            ChangedBindingsError: what it is made from was written to.
+        """
+        if _sums(self._made_from) != self._sums:
+            raise ChangedBindingsError(in_words(["the tensors that the expected result is made from"]))
+        return self._make()
+
+
+def made(truth: Truth) -> Truth:
+    """Return a truth, worked out if it is late, for several uses."""
+    return truth.made() if isinstance(truth, LateTruth) else truth
+
+
+def truth_of_requests(query: Tensor, histories: list[tuple[Tensor, Tensor]], q_lens: list[int], rules: Rules) -> Truth:
+    """Return the late truth of consecutive requests' rows; arguments are those of `lab.references.truth.truth_of_requests`."""
+    own = query.clone()  # the kernel is handed the other
+    late = LateTruth(
+        lambda: truth.truth_of_requests(own, histories, q_lens, rules),
+        [own, *(side for each in histories for side in each)],
+    )
+    return cast(Truth, late)
+
+
+def _sums(tensors: list[Tensor]) -> list[int]:
+    sums = [each.contiguous().view(torch.uint8).sum(dtype=torch.int64) for each in tensors if each.numel()]
+    return torch.stack(sums).tolist() if sums else []
