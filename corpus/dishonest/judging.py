@@ -232,3 +232,52 @@ class PatchesFromAThread(Zeros):
             event = threading.Event()
             self.thread = threading.Thread(target=flip, daemon=True)
             self.thread.start()
+
+
+class Exact:
+    """The exact reference; a subclass makes its calls ready before."""
+
+    def trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> torch.Tensor:
+        from lab import references
+
+        return getattr(references, DECODE)(**arguments)  # type: ignore[no-any-return]
+
+    def computed_now(self, **arguments: Any) -> Any:
+        returned = self.trtllm_batch_decode_with_kv_cache(**arguments)
+        result = (returned[0] if isinstance(returned, tuple) else returned).clone()
+        return lambda: result if arguments.get("out") is None else arguments["out"].copy_(result)
+
+
+@dishonest("prepared once|prepared on other contents")
+class PrepareDoesTheWork(Exact):
+    """Computes the output when the call is prepared."""
+
+    checks = ("K9", "M1")
+
+    def prepare_trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> Any:
+        return self.computed_now(**arguments)
+
+
+@dishonest("planned once|planned on other contents")
+class PlanDoesTheWork(Exact):
+    """Computes the output when the call is planned."""
+
+    checks = ("K9", "M1")
+
+    def plan_trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> Any:
+        return self.computed_now(**arguments)
+
+
+@dishonest("prepared once, after")
+class PrepareCopiesLengths(Exact):
+    """Copies lengths and page ids when the call is prepared, which an engine's next replay changes."""
+
+    checks = ("K9",)
+
+    def prepare_trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> Any:
+        kept = {name: arguments[name].clone() for name in ("seq_lens", "block_tables")}
+        return lambda: self.trtllm_batch_decode_with_kv_cache(**arguments | kept)
+
+
+exact = Exact()
+exact.__name__ = "exact"  # type: ignore[attr-defined]

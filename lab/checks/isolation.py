@@ -38,6 +38,7 @@ CANNOT_BEGIN = 'no worker can begin: a script that judges in isolation needs `if
 IMPORT_LIMIT_S = 600.0  # at least, for the first import: a module may compile its kernels when it is imported
 # Of GPU memory that a worker keeps between two cases: workers share a GPU, and a long request takes 14 GiB.
 MOST_KEPT_BYTES = 4 * 2**30
+GRACE_S = 3.0  # after the end of a run, in which a case that has begun may end
 LOST_CONTEXT = 70  # exit status of a worker whose CUDA context is lost
 NOTED_AT = 0.9  # of the time limit: when a worker notes which calls it is in
 FRAMES_SAID = 3  # of these calls, the innermost
@@ -45,7 +46,7 @@ _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
 
 
 class TooLate(Exception):  # noqa: N818 - nothing is wrong
-    """The run was over before a case had begun."""
+    """The run was over before a case had begun, or had ended."""
 
 
 @dataclass(frozen=True)
@@ -202,9 +203,9 @@ class Isolation:
     def _result(self, future: Any, arguments: tuple[Any, ...], attempts: int = 2) -> Judged:
         from pebble import ProcessExpired
 
-        last_words = Path(arguments[-1])
+        last_words, end = Path(arguments[-1]), arguments[0]
         try:
-            result: Judged = future.result()
+            result: Judged = future.result(None if end == math.inf else max(0.0, end + GRACE_S - time.monotonic()))
             self._has_worked = True
         except BrokenProcessPool as error:  # the case has not begun
             if attempts > 1:
@@ -213,6 +214,9 @@ class Isolation:
                 raise RuntimeError(CANNOT_BEGIN) from error
             return Judged(Outcome.FAILED, ("its worker died before it began",))
         except FutureTimeoutError:
+            if not future.done():  # the run is over, and the case goes on
+                future.cancel()
+                raise TooLate from None
             return Judged(Outcome.FAILED, (f"it did not return within {self.time_limit_s:g} s{_calls_in(last_words)}",))
         except ProcessExpired as error:
             said = last_words.read_bytes()

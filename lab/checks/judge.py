@@ -223,7 +223,9 @@ class _Run:
         left_out = sum(bench.planned - bench.judged for bench in self.benches)
         num_random = sum(bench.num_random for bench in self.benches)
         report = replace(self.empty, verdicts=verdicts, left_out=left_out, num_random=num_random)
-        if self.session.stops_at_fault and any(report.wrong) and not report.interrupted:
+        if self.session.is_deceived:
+            report = replace(report, ended="for the kernel changed what judges it")
+        elif self.session.stops_at_fault and any(report.wrong) and not report.interrupted:
             report = replace(report, ended="the first wrong case ended the run")
         return report
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from lab.checks.attention_inputs import AttentionInputs
 from lab.checks.ragged_inputs import Parts, draw_ragged, ragged_arguments, truth_of_ragged
+from lab.checks.refusals import Declined, Raised
 from lab.checks.spellings import packed_mask
-from lab.checks.trial import Result, Trial, truth_of_call
+from lab.checks.trial import CallForm, Result, Trial, as_result, truth_of_call
 from lab.metadata.engine.capture import capturing
 from lab.named_enum import NamedEnum
 from lab.references.truth import Truth
@@ -319,6 +320,27 @@ class Replay:
                 result = self.trial.run(self.interface, self.arguments)
         torch.cuda.current_stream().wait_stream(stream)
         return partial(_replayed, graph, result)
+
+
+class MadeReplay(Replay):
+    """One call in tensors that stay, prepared or planned once and made again whenever their contents have changed.
+
+    Args:
+        trial, room, first: as in `Replay`.
+        form: PREPARED or PLANNED.
+    """
+
+    def __init__(self, trial: Trial, room: ReplayedBatch, first: ReplayedBatch, form: CallForm) -> None:
+        self.trial, self.interface, self.arguments = trial, room.interface, room.arguments()
+        self._load(first)
+        self._call = trial.made(form, self.interface, self.arguments)
+        self._replay = self._made_again
+
+    def _made_again(self) -> Result:
+        try:
+            return as_result(self._call(), self.interface)
+        except Declined as declined:
+            raise Raised(f"it refused a call that it had made ready: {declined}") from declined
 
 
 def _replayed(graph: torch.cuda.CUDAGraph, result: Result) -> Result:

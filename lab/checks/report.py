@@ -230,7 +230,7 @@ class Report:
         """Return what the verdicts say together: what is broken and where, or what could not be judged."""
         found = diagnose(self.verdicts, is_whole=not self.left_out)
         missing = list(self._not_judged())
-        if found.regions or not missing:
+        if found.regions or not missing or self.exit_status is ExitStatus.REFUSED:
             return found
         said = found.sentence.removeprefix("Right: ")
         return replace(found, sentence=f"It could not be judged as a whole: {'; '.join(missing)}. {said}")

@@ -12,7 +12,7 @@ from lab.checks.graph_case import Story
 from lab.checks.graph_stage import HUGE, Stage
 from lab.checks.refusals import Declined
 from lab.checks.scene import RunnerFactory, Scene, right_runner
-from lab.checks.trial import Trial
+from lab.checks.trial import CallForm, Trial
 from lab.gpus import capability_of
 from lab.kernels.support.kernel import no_triton
 from lab.metadata.engine.forward_batch import ForwardBatch
@@ -27,16 +27,20 @@ def tell(trial: Trial, stage: type[Stage], make: RunnerFactory = right_runner) -
     """
     if why := no_triton(capability_of(trial.device)):
         raise Declined(f"graphs rebuild their metadata in Triton kernels: {why}")
-    scene = Scene(trial.case, trial.engine(), trial.device, stage, make)
-    try:
-        wrong = STORIES[trial.case.story](scene)
-    except Declined as refusal:
-        if not isinstance(refusal.__cause__, (ValueError, AssertionError)):
-            raise
-        wrong = f"a replay's arguments were refused: {refusal}"
-    trial.judged += 1
-    trial.worst_ratio = scene.worst_ratio
-    trial.hold_nothing_wrong("the story", [wrong] if wrong else [], held="output")
+    forms = {"the story": CallForm.PREPARED}
+    if CallForm.PREPARED in trial.forms:
+        forms["the story, by whole calls"] = CallForm.WHOLE
+    for what, form in forms.items():
+        scene = Scene(trial.case, trial.engine(form), trial.device, stage, make)
+        try:
+            wrong = STORIES[trial.case.story](scene)
+        except Declined as refusal:
+            if not isinstance(refusal.__cause__, (ValueError, AssertionError)):
+                raise
+            wrong = f"a replay's arguments were refused: {refusal}"
+        trial.judged += 1
+        trial.worst_ratio = max(trial.worst_ratio, scene.worst_ratio)
+        trial.hold_nothing_wrong(what, [wrong] if wrong else [], held="output")
 
 
 def _all_right(scene: Scene, *batches: ForwardBatch) -> str:

@@ -17,6 +17,7 @@ from lab.checks.refusals import Declined, Raised, Refusals, as_integers, is_capt
 from lab.checks.space import Space
 from lab.checks.spellings import Speller
 from lab.checks.verdicts import IT_FAILED, CheckedResult, WrongVector
+from lab.named_enum import NamedEnum
 from lab.references.truth import Rules, Truth
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import ATTENTION, Interface
@@ -45,6 +46,14 @@ def _missing(interface: Interface) -> Callable[..., Any]:
         raise Declined(f"it has no {interface.value}")
 
     return decline
+
+
+class CallForm(NamedEnum):
+    """How a function's calls are made; the value goes before its name."""
+
+    WHOLE = ""
+    PREPARED = "prepare_"  # `lab.kernels.prepare`: what does not depend on contents is done once
+    PLANNED = "plan_"  # `lab.kernels.PlannedOnce`: for lengths and page ids that stay
 
 
 class Result(NamedTuple):
@@ -158,16 +167,33 @@ class Trial:
         """Return the implementation's function, which raises Declined for what it does not take."""
         return self._refusing(getattr(self.implementation, interface.value))
 
-    def engine(self) -> SimpleNamespace:
-        """Return the attention functions as an engine finds them, prepared forms too; one that is missing declines calls.
+    @property
+    def forms(self) -> tuple[CallForm, ...]:
+        """Return the forms that the implementation has of any attention call."""
+        names = [interface.value for interface in ATTENTION]
+        has = [form for form in CallForm if any(hasattr(self.implementation, form.value + name) for name in names)]
+        return (CallForm.WHOLE, *(form for form in has if form is not CallForm.WHOLE))
+
+    def made(self, form: CallForm, interface: Interface, arguments: dict[str, Any]) -> Callable[[], Any]:
+        """Prepare or plan a call; raises as `run`."""
+        make = getattr(self.implementation, form.value + interface.value)
+        self.note_call(interface, arguments)
+        call: Callable[[], Any] = self._speller.spelled(interface, self._preparing(make))(**arguments)
+        return call
+
+    def engine(self, form: CallForm = CallForm.PREPARED) -> SimpleNamespace:
+        """Return the attention functions as an engine finds them; one that is missing declines calls.
 
         An engine has one workspace for all its calls, and leaves out what it has nothing to say for.
+
+        Args:
+            form: of the calls of functions that have it; the others are whole.
         """
         workspace = new_workspace(self.device, of_engine=True)
         found: dict[str, Callable[..., Any]] = {}
         for interface in ATTENTION:
             given = getattr(self.implementation, interface.value, None)
-            prepared = getattr(self.implementation, f"prepare_{interface.value}", None)
+            prepared = getattr(self.implementation, form.value + interface.value, None) if form.value else None
             function = _missing(interface) if given is None else self._refusing(given)
             spelled = self._speller.spelled(interface, function, by_engine=True)
             found[interface.value] = self._by_engine(interface, _as_engines_call(spelled, workspace))

@@ -6,12 +6,14 @@ this package imports none of them: each module brings its own heavy dependency.
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lab.calls import CALL_TYPES, AttentionCall
 from lab.extras import require
 from lab.gpus import capability_of, family_of
 
@@ -88,9 +90,33 @@ def prepare(implementation: Any, name: str, /, **arguments: Any) -> Callable[[],
 
     Raises:
         AttributeError: the implementation has no such function.
+        NotImplementedError: it does not have an argument that is not at FlashInfer's default.
         Exception: what `prepare_<name>` raises for arguments that it refuses; without one, the first call raises it.
     """
     prepare_it = getattr(implementation, f"prepare_{name}", None)
     if prepare_it is not None:
-        return prepare_it(**arguments)
-    return functools.partial(getattr(implementation, name), **arguments)
+        return prepare_it(**_taken(prepare_it, name, arguments))
+    function = getattr(implementation, name)
+    return functools.partial(function, **_taken(function, name, arguments))
+
+
+def _taken(function: Callable[..., Any], name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments without those at FlashInfer's default that a function does not have.
+
+    Raises:
+        NotImplementedError: the function does not have an argument that says something.
+    """
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # some compiled functions have none
+        return arguments
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+        return arguments
+    is_known = name in {call.value for call in CALL_TYPES}
+    defaults = inspect.signature(CALL_TYPES[AttentionCall(name)]).parameters if is_known else {}
+    taken = {each: value for each, value in arguments.items() if each in parameters}
+    for each in arguments.keys() - taken.keys():
+        value = arguments[each]
+        if value is not None and not (each in defaults and value == defaults[each].default):
+            raise NotImplementedError(f"{getattr(function, '__name__', name)} takes no {each}, here {value!r}")
+    return taken

@@ -8,6 +8,8 @@ from typing import Any
 
 from lab.exit_status import ExitStatus
 from lab.reports.recorded import TIMED_BY, Identity, RecordedRun, Row, grouped
+from lab.timing.method import L2
+from lab.timing.roofline import why_impossible
 from lab.timing.statistics import BETWEEN_RUNS, Rule, SampleComparison, Speed, compare_runs
 
 # An NVIDIA GPU moves its SM clock in steps of 15 MHz, 0.8 % of 1980: a few steps are no other state, a power cap is.
@@ -172,9 +174,22 @@ def _doubted(samples: SampleComparison, before: Sequence[Row], after: Sequence[R
 
 def why_not_compared(before: Sequence[Row], after: Sequence[Row]) -> str:
     """Return why times of these rows must not be compared, naming both values; "" if they may be."""
+    for side, rows in (("before", before), ("after", after)):
+        if why := next(filter(None, map(_why_impossible, rows)), ""):
+            return f"the time {side} is refused: {why}"
     first, *others = (*before, *after)
     limited = bool(limits_of([first, *others]))
     return next((reason for row in others for reason in _differences(first, row, limited)), "")
+
+
+def _why_impossible(row: Row) -> str:
+    """Return why the GPU of a row cannot do its work in its time; "" where it can, or where the row does not tell."""
+    facts = row.facts
+    if facts.get("bandwidth_percent") is None or facts.get("matrix_rate_percent") is None:
+        return ""
+    is_cold = facts.get("l2") != L2.WARM.value
+    kv_dtype = str(facts.get("kv_dtype", ""))
+    return why_impossible(facts["bandwidth_percent"], facts["matrix_rate_percent"], is_cold=is_cold, kv_dtype=kv_dtype)
 
 
 def _differences(first: Row, other: Row, limited: bool) -> Iterator[str]:

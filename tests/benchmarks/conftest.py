@@ -1,6 +1,7 @@
 """Benchmarks in pytest-benchmark: GPU time by a chosen method on a GPU; without one, kernels are judged, not timed."""
 
 import functools
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -99,6 +100,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     A kind of benchmark of which the command line names no scenario is left out.
     """
     unnamed = [item for item in items if item.get_closest_marker("skip") and "scenario_name" in _parameters(item)]
+    if config.getoption("--lab-scenario"):  # nobody asked for another
+        unnamed += [item for item in items if _is_benchmark(item) and "scenario_name" not in _parameters(item)]
     if unnamed:
         config.hook.pytest_deselected(items=unnamed)
         items[:] = [item for item in items if item not in unnamed]
@@ -114,6 +117,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def _is_benchmark(item: pytest.Item) -> bool:
+    return item.path.is_relative_to(Path(__file__).parent)
+
+
 def _parameters(item: pytest.Item) -> tuple[str, ...]:
     return tuple(item.callspec.params) if hasattr(item, "callspec") else ()
 
@@ -125,6 +132,25 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
 
 def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, Any]) -> None:
     output_json["not_timed"] = config.stash[NOT_TIMED]
+
+
+def write_rows(config: pytest.Config) -> None:
+    """Write the rows so far as pytest-benchmark writes all of them at the end, which a run that is ended does not see."""
+    if config.option.benchmark_json is None:
+        return
+    machine_info: dict[str, Any] = {}
+    pytest_benchmark_update_machine_info(config, machine_info)
+    rows = [
+        {
+            "name": row["scenario"],
+            "fullname": f"{row['scenario']} {row.get('implementation', '')}",
+            "stats": {"data": [sample * 1e-6 for sample in row["samples_us"]]},
+            "extra_info": row,
+        }
+        for row in config.stash[TIMED]
+    ]
+    content = {"machine_info": machine_info, "benchmarks": rows, "not_timed": config.stash[NOT_TIMED]}
+    Path(config.option.benchmark_json).write_text(json.dumps(content) + "\n")
 
 
 def _trace(config: pytest.Config) -> list[TracedRequest]:
@@ -243,6 +269,8 @@ def gpu_benchmark(request: pytest.FixtureRequest, benchmark: Any) -> Iterator[Ca
 
     yield handed_over
     request.config.stash[TIMED].extend(recorded)
+    if recorded:
+        write_rows(request.config)
     if not recorded and not request.node.stash.get(ENDED_EARLY, False):
         pytest.fail("this benchmark timed nothing", pytrace=False)
 

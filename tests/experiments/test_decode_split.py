@@ -78,12 +78,13 @@ def test_rows_say_the_calls_and_the_speed_of_one() -> None:
 
 @pytest.mark.usefixtures("on_cpu")
 def test_an_arm_that_is_wrong_in_several_calls_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that takes the first call's tables for all calls of its shapes is right in one call alone."""
+    """A kernel that takes the first call's tables for all calls of a part is right in one call alone."""
     right, first = references.trtllm_batch_decode_with_kv_cache, {}
 
     def remembering(**arguments: Any) -> Any:
         shape = tuple(arguments["block_tables"].shape)
-        arguments["block_tables"] = first.setdefault(shape, arguments["block_tables"].clone())
+        if shape[0] < 4:  # of the requests
+            arguments["block_tables"] = first.setdefault(shape, arguments["block_tables"].clone())
         return right(**arguments)
 
     monkeypatch.setattr(references, "trtllm_batch_decode_with_kv_cache", remembering)

@@ -254,7 +254,7 @@ def test_a_point_makes_a_row_per_arm_with_floor_speed_and_targets(monkeypatch: p
         "passed": True,
     }
     assert (bandwidth["reached"], bandwidth["passed"]) == (portable["bandwidth_percent"], True)
-    assert bandwidth["margin"] == pytest.approx(100 * 77824 / 4e4 - 30)
+    assert bandwidth["margin"] == pytest.approx(100 * 77824 / 8e4 - 30)
 
 
 @IN_INTERPRETER

@@ -55,9 +55,27 @@ def test_ten_percent_slower_trips(compare: Any) -> None:
 
 
 def test_ten_percent_faster_passes(compare: Any) -> None:
-    status, said = compare(rows(250), rows(225, seed=9))
+    status, said = compare(rows(300), rows(270, seed=9))
     assert status == 0
     assert "1 FASTER" in said
+
+
+def test_a_time_that_the_gpu_cannot_reach_is_refused(compare: Any) -> None:
+    """A kernel that skips its work is no faster one; a warm L2 may give four times the memory's bandwidth."""
+    status, said = compare(rows(250), rows(200, seed=9))
+    assert status == 125
+    assert "refused, the time after is refused: it would move its bytes at" in said
+    assert "1 refused" in said
+    assert "1 FASTER" in compare(rows(250, l2="warm"), rows(200, seed=9, l2="warm"))[1]
+    assert (
+        "the time before is refused: it would compute at" in compare(rows(250, matrix_rate_percent=131.0), rows(250))[1]
+    )
+    assert (
+        "1 FASTER"
+        in compare(rows(300, kv_dtype="float8_e4m3fn", matrix_rate_percent=131.0), rows(270, kv_dtype="float8_e4m3fn"))[
+            1
+        ]
+    )
 
 
 def test_the_minimum_effect_is_an_option(compare: Any) -> None:
@@ -156,9 +174,9 @@ POWER = {"throttled_by": ["power limit"]}
     ("before", "after", "after_us", "verdict", "status"),
     [
         ({}, POWER, 300, "UNSURE", 0),
-        ({}, POWER, 200, "FASTER", 0),  # held back, and faster all the same
+        ({}, POWER, 280, "FASTER", 0),  # held back, and faster all the same
         (POWER, {}, 300, "SLOWER", 1),
-        (POWER, {}, 200, "UNSURE", 0),
+        (POWER, {}, 280, "UNSURE", 0),
         (POWER, POWER, 300, "UNSURE", 0),
         (POWER | {"sm_clock_mhz": [1500, 1980]}, {}, 300, "SLOWER", 1),
         (POWER | {"sm_clock_mhz": [1500, 1980]}, {}, 250, "UNSURE", 0),  # a slower kernel at a higher clock
@@ -168,7 +186,8 @@ POWER = {"throttled_by": ["power limit"]}
 def test_what_a_limit_may_have_made_is_no_verdict(
     compare: Any, before: Any, after: Any, after_us: float, verdict: str, status: int
 ) -> None:
-    got, said = compare(rows(250, **before), rows(after_us, **after))
+    before_us = 320 if after_us == 280 else 250
+    got, said = compare(rows(before_us, **before), rows(after_us, **after))
     assert f"1 {verdict}" in said
     assert got == status
     assert ("held back" in said) == (verdict == "UNSURE")

@@ -7,9 +7,12 @@ and each mode with every geometry and page size.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
+
+from torch import Tensor
 
 from lab.calls.problem import E4M3, NVFP4, AttentionCall
 from lab.checks.catalogue.k05_guards import changed_bits, guarded, wrong_guards
@@ -18,7 +21,8 @@ from lab.checks.domain.covering import Constraint, Domain
 from lab.checks.forward_pass import EnginePass, build_forward
 from lab.checks.refusals import Declined
 from lab.checks.space import Space
-from lab.checks.trial import Result, Trial
+from lab.checks.stored import fill
+from lab.checks.trial import CallForm, Result, Trial
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.kv_cache import KVLayout
@@ -210,6 +214,9 @@ def judge_pass(trial: Trial, forward: EnginePass) -> None:
     try:
         forward.run(trial.engine(), out)
         trial.hold("the pass", Result(forward.rows_of_requests(out), None), truth)
+        for what, run in _other_forms(trial, forward):
+            out.fill_(float("nan"))
+            trial.hold(what, trial.attempted(what, partial(_ran, forward, run, out)), truth)
     except Declined as declined:
         if declined.late:
             trial.wrong(f"it declined, after it had written ({declined})")
@@ -217,6 +224,35 @@ def judge_pass(trial: Trial, forward: EnginePass) -> None:
     finally:
         trial.hold_nothing_wrong("around out", wrong_guards("its output", around))
         trial.hold_nothing_wrong("the inputs", changed_bits(forward.inputs(), before))
+
+
+def _other_forms(trial: Trial, forward: EnginePass) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
+    """Yield the pass by calls of the other forms that there are, made ready while the tensors held something else."""
+    if CallForm.PREPARED in trial.forms:
+        yield "the pass, by whole calls", partial(forward.run, trial.engine(CallForm.WHOLE))
+    if not getattr(forward, "shards", ()):
+        for form in trial.forms[1:]:
+            words = f"the pass, {form.name.lower()} on other contents"
+            yield words, partial(_made_before, forward, trial.engine(form))
+
+
+def _made_before(forward: EnginePass, engine: Any, out: Tensor) -> None:
+    """Make the pass by calls that were made ready when query, K and V were zeros."""
+    tensors = (forward.query, forward.cache.storage)
+    held = [tensor.clone() for tensor in tensors]
+    for tensor in tensors:
+        fill(tensor, 0.0)
+    try:
+        call = type(forward).prepare(engine, **forward.arguments(out))
+    finally:
+        for tensor, contents in zip(tensors, held, strict=True):
+            tensor.copy_(contents)
+    call()
+
+
+def _ran(forward: EnginePass, run: Callable[[Tensor], None], out: Tensor) -> Result:
+    run(out)
+    return Result(forward.rows_of_requests(out), None)
 
 
 def _judge(trial: Trial) -> None:

@@ -7,15 +7,16 @@ another shape in between. On a GPU the call is captured and replayed; elsewhere 
 other tensors are kept for eager calls, whose bounds on the host grow as the requests do.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lab.checks.check import Check, Level, counted, first_line
 from lab.checks.ragged_inputs import TILE
-from lab.checks.replays import Form, Replay, ReplayedBatch, paged_batch, ragged_batch, rewritten
+from lab.checks.refusals import Declined
+from lab.checks.replays import Form, MadeReplay, Replay, ReplayedBatch, paged_batch, ragged_batch, rewritten
 from lab.checks.space import Space
-from lab.checks.trial import Trial
+from lab.checks.trial import CallForm, Trial
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import ATTENTION, Interface
 from lab.workloads.ragged_case import RaggedCase
@@ -113,6 +114,44 @@ def tell(trial: Trial, make: Make, room: Lens, waits: bool) -> None:
     eager = Replay(trial, make(room), short, is_eager=True)
     eager.bounded("an eager call, bounded by short requests", short)
     eager.bounded("the next in the same tensors, bounded by longer requests", grown)
+    for form in trial.forms[1:]:
+        if hasattr(trial.implementation, form.value + short.interface.value):
+            others = [make(_short(room, waits), seed=2, moved=moved) for moved in (False, form is CallForm.PREPARED)]
+            tell_made(trial, form, make(room), short, others, grown)
+
+
+def tell_made(
+    trial: Trial,
+    form: CallForm,
+    room: ReplayedBatch,
+    short: ReplayedBatch,
+    others: Sequence[ReplayedBatch],
+    grown: ReplayedBatch,
+) -> None:
+    """Tell what a call may find changed that was made ready once.
+
+    That is all contents where it was prepared, and where it was planned, all but lengths, rows, page ids and masks.
+
+    Args:
+        trial, form: whose call, and how it is made ready.
+        room: a batch as large as any.
+        short: what it is made ready with.
+        others: two batches of the same lengths, the second in other pages where those may change.
+        grown: a batch of more keys and rows.
+    """
+    words = f"{form.name.lower()} once"
+    with trial.noting_failures(words):
+        try:
+            made = MadeReplay(trial, room, short, form)
+        except Declined as declined:
+            trial.decline(f"{words}: {declined}")
+            return
+        if form is CallForm.PLANNED:
+            others = [replace(other, shown=short.shown) for other in others]
+        for what, batch in rewritten(short, *others):
+            made.hold(f"{words}, after {what} changed", batch)
+        if form is CallForm.PREPARED:
+            made.hold(f"{words}, with more and longer requests", grown)
 
 
 def paged_batches(trial: Trial, case: AttentionCase) -> Make:

@@ -1,0 +1,74 @@
+"""Every dishonest kernel is refused as it says, and honest ones that look alike are not."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from corpus.dishonest import DECODE, judging, kernels, timing
+from corpus.dishonest.cases import SPACE
+from corpus.dishonest.honest import CONTROLS
+from lab.checks import Outcome, judge
+from lab.exit_status import ExitStatus
+
+ROOT = Path(__file__).parents[2]
+SCENARIO = "decode/llama-3.1-8b/8q1s1k"
+
+
+def judged(kernel: str, checks: tuple[str, ...]) -> Any:
+    """Judge a kernel's decode call in workers, on small cases."""
+    return judge(
+        kernel, only=checks, functions=[DECODE], space=SPACE, isolated=True, drawn=0, probe=False, device="cpu"
+    )
+
+
+@pytest.mark.parametrize("kernel", kernels(judging), ids=lambda kernel: kernel.__name__)
+def test_a_verdict_is_not_to_be_bought(kernel: Any) -> None:
+    report = judged(f"corpus.dishonest.judging:{kernel.__name__}", getattr(kernel, "checks", ("K1",)))
+    assert not report.is_right
+    assert report.exit_status in (ExitStatus.WRONG, ExitStatus.REFUSED)
+    said = "\n".join(sentence for verdict in report.wrong for sentence in verdict.judged.wrongs)
+    assert re.search(kernel.refusal.said, said), said
+    if report.exit_status is ExitStatus.REFUSED:
+        assert report.diagnosis.sentence.startswith("Dishonest, and not judged: the kernel is dishonest: it changed ")
+
+
+def test_the_exact_kernel_is_right_and_audited() -> None:
+    report = judged("corpus.dishonest.judging:exact", ("K1", "K9"))
+    assert report.is_right
+    assert report.audited == 6
+    assert {verdict.outcome for verdict in report.verdicts} == {Outcome.RIGHT}
+
+
+def compared(kernel: str, clock: str = "graph", samples: int = 10) -> "subprocess.CompletedProcess[str]":
+    words = ["ab", SCENARIO, "lab.kernels.portable", kernel, "--samples", str(samples), "--clock", clock]
+    return subprocess.run(
+        [sys.executable, "-m", "lab", *words], capture_output=True, text=True, cwd=ROOT, check=False, timeout=300
+    )
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="times a kernel, and there is no GPU here")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("kernel", kernels(timing), ids=lambda kernel: kernel.__name__)
+def test_a_time_is_not_to_be_bought(kernel: Any) -> None:
+    """Each in a process of its own, which it may leave as it likes."""
+    done = compared(f"corpus/dishonest/timing.py:{kernel.__name__}", getattr(kernel, "clock", "graph"))
+    assert done.returncode != ExitStatus.DONE
+    assert re.search(kernel.refusal.said, done.stdout + done.stderr), done.stdout + done.stderr
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("kernel", CONTROLS, ids=lambda kernel: kernel.__name__)
+def test_an_honest_kernel_is_timed(kernel: Any) -> None:
+    name = re.sub(r"(?<!^)(?=[A-Z])", "_", type(kernel).__name__).lower()
+    done = compared(f"corpus/dishonest/honest.py:{name}")
+    assert done.returncode in (ExitStatus.DONE, ExitStatus.WRONG), done.stdout + done.stderr  # WRONG: it is slower
+    assert re.search("The second is (SAME|UNSURE|SLOWER|FASTER)", done.stdout)

@@ -1,0 +1,136 @@
+"""What is noted before a kernel is loaded, and what counts as a change of it."""
+
+import gc
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import lab.checks.stored
+import lab.references.errors
+from lab.checks.catalogue import checks
+from lab.integrity import ChangedBindingsError, bindings, in_words
+from lab.references.errors import Comparison
+
+
+@pytest.fixture(autouse=True)
+def loaded() -> None:
+    checks()
+
+
+def replaced_code() -> Any:
+    compare = lab.references.errors.relative_l2
+    code, compare.__code__ = compare.__code__, (lambda out, expected: out).__code__
+    return lambda: setattr(compare, "__code__", code)
+
+
+def changed_default() -> Any:
+    function = lab.checks.stored.fill
+    defaults, function.__defaults__ = function.__defaults__, (0.0,)
+    return lambda: setattr(function, "__defaults__", defaults)
+
+
+def set_to(holder: Any, name: str, value: Any) -> Any:
+    was = getattr(holder, name)
+    setattr(holder, name, value)
+    return lambda: setattr(holder, name, was)
+
+
+def changed_constant() -> Any:
+    poison = lab.checks.stored.POISON
+    was = poison[torch.float16]
+    poison[torch.float16] = 1.0
+    return lambda: poison.__setitem__(torch.float16, was)
+
+
+def callback(*arguments: Any) -> None:
+    pass
+
+
+def added_callback() -> Any:
+    gc.callbacks.append(callback)
+    return lambda: gc.callbacks.remove(callback)
+
+
+def set_by(setter: Any, value: Any, was: Any) -> Any:
+    setter(value)
+    return lambda: setter(was)
+
+
+CHANGES = {
+    "lab.references.errors.Comparison.passed": lambda: set_to(Comparison, "passed", property(lambda self: True)),
+    "lab.references.errors.relative_l2": replaced_code,
+    "lab.references.errors.CONTROL_FACTOR": lambda: set_to(lab.references.errors, "CONTROL_FACTOR", 1e9),
+    "lab.checks.stored.fill": changed_default,
+    "lab.checks.stored.POISON": changed_constant,
+    "torch.cuda.synchronize": lambda: set_to(torch.cuda, "synchronize", lambda device=None: None),
+    "torch.cuda.graphs.CUDAGraph.replay": lambda: set_to(torch.cuda.CUDAGraph, "replay", lambda self: None),
+    "torch.cuda.streams.Event.elapsed_time": lambda: set_to(torch.cuda.Event, "elapsed_time", lambda self, end: 1.0),
+    "torch.Tensor.norm": lambda: set_to(torch.Tensor, "norm", lambda self, **_: self),
+    "time.perf_counter_ns": lambda: set_to(time, "perf_counter_ns", lambda: 0),
+    "torch's default dtype": lambda: set_by(torch.set_default_dtype, torch.float16, torch.float32),
+    "torch's grad mode": lambda: set_by(torch.set_grad_enabled, False, True),
+    "torch's deterministic algorithms": lambda: set_by(torch.use_deterministic_algorithms, True, False),
+    "gc.callbacks": added_callback,
+    "threading.setprofile": lambda: set_by(threading.setprofile, callback, None),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_named_until_it_is_taken_back(name: str) -> None:
+    noted = bindings()
+    assert noted.changes() == []
+    restore = CHANGES[name]()
+    try:
+        changed = noted.changes()
+    finally:
+        restore()
+    assert name in changed
+    assert noted.changes() == []
+
+
+def test_another_module_in_the_place_of_the_labs_is_a_change() -> None:
+    noted, module = bindings(), sys.modules["lab.references.regression"]
+    sys.modules["lab.references.regression"] = type(sys)("lab.references.regression")
+    try:
+        assert noted.changes() == ["lab.references.regression"]
+    finally:
+        sys.modules["lab.references.regression"] = module
+
+
+@pytest.fixture
+def library() -> Iterator[Any]:
+    yield (library := torch.library.Library("aten", "IMPL"))
+    library._destroy()
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once")
+def test_another_kernel_of_an_operator_is_a_change(library: Any) -> None:
+    noted = bindings()
+    library.impl("linalg_vector_norm", lambda self, *_, **__: self.sum(-1), "CPU")
+    assert noted.changes() == ["torch's operator aten::linalg_vector_norm"]
+
+
+def test_what_is_new_and_what_is_only_used_is_no_change() -> None:
+    noted = bindings()
+    lab.references.errors.new = 1  # type: ignore[attr-defined]
+    torch.manual_seed(torch.initial_seed())
+    with torch.no_grad():
+        torch.randn(3).norm()
+    assert noted.changes() == []
+    del lab.references.errors.new  # type: ignore[attr-defined]
+
+
+def test_the_sentence_names_three_and_counts_the_others() -> None:
+    assert "it changed a, b, c and 2 more, by which" in in_words(list("abcde"))
+    noted = bindings()
+    restore = CHANGES["torch's default dtype"]()
+    try:
+        with pytest.raises(ChangedBindingsError, match="torch's default dtype"):
+            noted.check()
+    finally:
+        restore()

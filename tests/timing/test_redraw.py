@@ -1,0 +1,143 @@
+"""A pass that is drawn anew in place: right on any contents, and wrong where a call sees any of the old ones."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lab import references
+from lab.checks.forward_pass import build_forward
+from lab.checks.mla_pass import build_mla_pass
+from lab.kernels import PlannedOnce
+from lab.metadata import ForwardMode
+from lab.timing.forward import TimedPasses
+from lab.timing.staging import check_results, renew
+from lab.timing.work import SHORTER_EVERY, GpuWork, Seeds
+from lab.workloads import ForwardCase, scenario
+from lab.workloads.mla_case import MLACase
+
+CPU = torch.device("cpu")
+FIRST, SHORTER = Seeds(1, SHORTER_EVERY + 1), Seeds(2, 5 * SHORTER_EVERY)
+SCENARIOS = [
+    "decode/tiny/3q1s100",
+    "decode/tiny/3q1s100/window",
+    "decode/tiny/3q1s100/e4m3",
+    "decode/tiny/5q1s100/splits3",
+    "target_verify/tiny/3q4s90/hnd",
+    "target_verify/tiny/3q4s90/window",
+    "target_verify/tiny/3q4s90/encoder_only",
+    "ragged_verify/tiny/q1s40_q3s70/padding3",
+    "draft_extend/tiny/q1s40_q3s70",
+    "draft_extend_v2/tiny/2q4s70/on_context",
+    "extend/tiny/q20s90_q3s3_q5s64",
+    "extend/tiny/3q40",
+    "mixed/tiny/q20s90_3q1s50/split_tail",
+]
+MLA = [
+    MLACase(ForwardMode.DECODE, (30, 100), (1, 1), page_size=32),
+    MLACase(ForwardMode.DECODE, (30, 100), (1, 1), page_size=32, draft_step=1),
+    MLACase(ForwardMode.DECODE, (30, 100), (1, 1), page_size=32, dcp_size=2),
+    MLACase(ForwardMode.TARGET_VERIFY, (30, 100), (4, 4), page_size=32),
+    MLACase(ForwardMode.DRAFT_EXTEND, (30, 100), (2, 4), page_size=32),
+]
+NVFP4 = ForwardCase(ForwardMode.DECODE, "tiny", (30, 100), (1, 1), page_size=32, kv_dtype=torch.uint8)
+BRANCHES = ForwardCase(ForwardMode.DECODE, "tiny", (30, 30, 70, 70), (1,) * 4, -1, topk=2, page_size=16)
+
+
+def passes(case: Any) -> TimedPasses:
+    if isinstance(case, MLACase):
+        return TimedPasses.over(build_mla_pass(case, CPU))
+    return TimedPasses.over(build_forward(scenario(case, None) if isinstance(case, str) else case, CPU))
+
+
+def hold_right(work: GpuWork, call: Callable[[], object], seeds: Seeds, *, tokens: bool = True) -> None:
+    renew(work, seeds, tokens=tokens)
+    call()
+    check_results([work], seeds)
+
+
+@pytest.mark.parametrize("case", [*SCENARIOS, *MLA, NVFP4, BRANCHES], ids=str)
+def test_one_call_is_right_on_contents_that_change_under_it(case: Any) -> None:
+    work = passes(case).work(references)
+    call = work.call()
+    for seeds in (FIRST, SHORTER):
+        hold_right(work, call, seeds)
+    hold_right(work, call, Seeds(SHORTER.tokens, 3), tokens=False)  # other queries, and the whole lengths again
+    with pytest.raises(AssertionError, match="output vectors are wrong"):
+        check_results([work], Seeds(SHORTER.tokens, 4))  # of the queries of another seed
+    renew(work, FIRST)
+    with pytest.raises(AssertionError, match="output vectors are wrong"):  # the output was wiped
+        check_results([work], FIRST)
+
+
+STALE = {
+    "query": lambda arguments: {"query": arguments["query"].clone()},
+    "keys and values": lambda arguments: {"kv_cache": tuple(side.clone() for side in arguments["kv_cache"])},
+    "lengths": lambda arguments: {"seq_lens": arguments["seq_lens"].clone()},
+    "pages": lambda arguments: {"block_tables": arguments["block_tables"].clone()},
+}
+
+
+@pytest.mark.parametrize("what", STALE)
+def test_a_call_that_keeps_what_it_was_prepared_with_is_wrong(what: str) -> None:
+    class Stale:
+        @staticmethod
+        def prepare_trtllm_batch_decode_with_kv_cache(**arguments: Any) -> Any:
+            kept = arguments | STALE[what](arguments)
+            return lambda: references.trtllm_batch_decode_with_kv_cache(**kept)
+
+    work = passes("decode/tiny/3q1s100").work(Stale)
+    renew(work, FIRST)
+    call = work.call()
+    call()
+    check_results([work], FIRST)
+    renew(work, SHORTER)
+    call()
+    with pytest.raises(AssertionError, match="output vectors are wrong"):
+        check_results([work], SHORTER)
+
+
+class Planning:
+    """Reads lengths and pages when it plans."""
+
+    @staticmethod
+    def plan_trtllm_batch_decode_with_kv_cache(**arguments: Any) -> Any:
+        kept = arguments | {name: arguments[name].clone() for name in ("seq_lens", "block_tables")}
+        return lambda: references.trtllm_batch_decode_with_kv_cache(**kept)
+
+
+def test_a_planned_call_keeps_lengths_and_pages_that_others_see_change() -> None:
+    both = passes("decode/tiny/3q1s100")
+    plain = both.work(references)
+    hold_right(plain, plain.call(), FIRST)  # moves the pages of the tensors that it shares
+    planned = both.work(PlannedOnce(Planning))
+    call = planned.call()
+    for seeds in (FIRST, SHORTER):
+        hold_right(planned, call, seeds)
+        hold_right(plain, plain.call(), seeds)
+    assert planned.arguments["cache"].storage.data_ptr() != plain.arguments["cache"].storage.data_ptr()
+
+
+def test_works_over_a_pass_share_all_but_their_outputs() -> None:
+    both = passes("decode/tiny/3q1s100")
+    one, other = both.work(references), both.work(references)
+    for first, second in ((one, other), (one.copy(3), other.copy(3))):
+        assert first.arguments["cache"] is second.arguments["cache"]
+        assert first.arguments["out"].data_ptr() != second.arguments["out"].data_ptr()
+    assert one.copy(3).arguments["cache"].storage.data_ptr() != one.arguments["cache"].storage.data_ptr()
+
+
+def test_a_part_is_of_requests_that_the_seeds_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lab.timing.redraw.PART_PAIRS", 1)
+    work = passes("decode/tiny/3q1s100").work(references)
+    assert work.redraw is not None
+    renew(work, FIRST)
+    work.call()()
+    parts = [work.redraw.results(work.arguments, Seeds(1, seed), whole=False) for seed in range(40)]
+    assert {len(part) for part in parts} == {1}
+    assert len({float(part.double().sum()) for part in parts}) == 3  # requests
+    check_results([work], FIRST, whole=False)
+    work.arguments["out"].zero_()
+    with pytest.raises(AssertionError, match="6 of 6 output vectors are wrong"):
+        check_results([work], FIRST, whole=False)
