@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lab.checks import MLACase
+from lab.checks.late import made
 from lab.checks.mla_pass import build_mla_pass
 from lab.metadata import ForwardMode
 from lab.references import truth
@@ -16,7 +17,7 @@ def test_few_rows_at_once_give_the_same_truth(limit: int, rows: list[int], monke
     """Three heads over 12 and over 7 entries: one row at once, two of the longer request's, or all three."""
     case = MLACase(ForwardMode.TARGET_VERIFY, (9, 4), (3, 3), num_qo_heads=3, kv_lora_rank=16, qk_rope_head_dim=16)
     forward = build_mla_pass(case, torch.device("cpu"))
-    whole = forward.truth()
+    whole = made(forward.truth())
     seen: list[int] = []
 
     def counted(query: torch.Tensor, *others: Any) -> Any:
@@ -26,7 +27,7 @@ def test_few_rows_at_once_give_the_same_truth(limit: int, rows: list[int], monke
     of_rows = truth._rows
     monkeypatch.setattr(truth, "_rows", counted)
     monkeypatch.setattr(truth, "piece_elements", lambda device: limit)
-    in_parts = forward.truth()
+    in_parts = made(forward.truth())
     assert seen == rows
     torch.testing.assert_close(in_parts.expected, whole.expected)
     torch.testing.assert_close(in_parts.control, whole.control)
