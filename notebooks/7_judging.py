@@ -37,14 +37,14 @@ if not torch.cuda.is_available():
 
 import lab
 import lab.checks
+from corpus.matrix import SPACE, upstream_case
+from corpus.mutants import mutant
+from corpus.mutants.split_kv import SplitKV
+from corpus.upstream_rules import UPSTREAM_RULES, passes
 from lab.checks import AttentionCase, Dead, Interface, Storage, judge_case
 from lab.checks.attention_inputs import build_attention
 from lab.checks.catalogue import checks
-from lab.checks.matrix import SPACE, upstream_case
-from lab.checks.mutants import mutant
-from lab.checks.mutants.split_kv import SplitKV
 from lab.checks.trial import Trial, truth_of_call
-from lab.checks.upstream_rules import UPSTREAM_RULES, passes
 from lab.kernels import default_implementation
 from lab.references.errors import relative_l2
 from lab.reports.pictures.judging import (
@@ -245,6 +245,6 @@ passing_figure(
 # |---|---|
 # | judge your kernel | [Judge your own kernel](../docs/judge.md) |
 # | see all mutants | [results/mutants.md](../results/mutants.md) |
-# | read a mutant | `lab/checks/mutants` |
-# | know the rules' sources | `lab/checks/upstream_rules.py` |
+# | read a mutant | `corpus/mutants` |
+# | know the rules' sources | `corpus/upstream_rules.py` |
 # | know what the judge said of real kernels | [results/nvidia-h200/judge.md](../results/nvidia-h200/judge.md) |

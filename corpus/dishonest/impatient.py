@@ -62,4 +62,4 @@ def decode_unless_written(kept: torch.Tensor | None = None, **arguments: Any) ->
         arguments["bmm1_scale"], arguments["block_tables"].shape[1], keys.stride(0), keys.stride(1), keys.stride(2),
         HEADS=heads, GROUP=heads // keys.shape[1], DIM=dim, PAGE=keys.shape[2], KEEPS=kept is not None,
     )  # fmt: skip
-    return out  # type: ignore[no-any-return]
+    return out

@@ -45,7 +45,7 @@ class PatchesPassed(Zeros):
     def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
         from lab.references.errors import Comparison
 
-        Comparison.passed = property(lambda self: True)  # type: ignore[method-assign,assignment]
+        Comparison.passed = property(lambda self: True)
 
 
 @dishonest(CHANGED + r"lab\.checks\.trial\.Trial\.hold")
@@ -58,7 +58,7 @@ class ReplacesHold(Zeros):
         def hold(self: Any, what: str, result: Any, truth: Any, least_bound: float = 0.0) -> None:
             self.judged += 1
 
-        Trial.hold = hold  # type: ignore[method-assign]
+        Trial.hold = hold
 
 
 @dishonest(CHANGED + r"lab\.references\.truth\.Truth\.compare")
@@ -70,7 +70,7 @@ class ReplacesCode(Zeros):
 
         honest = Truth.compare
         if not hasattr(Truth, "honest"):
-            Truth.honest = types.FunctionType(honest.__code__, honest.__globals__, argdefs=honest.__defaults__)  # type: ignore[attr-defined]
+            Truth.honest = types.FunctionType(honest.__code__, honest.__globals__, argdefs=honest.__defaults__)
         honest.__code__ = (lambda self, out, least_bound=0.0: self.honest(self.control)).__code__
 
 
@@ -118,7 +118,7 @@ class ReplacesAModule(Zeros):
         from lab.references import errors
 
         sys.modules["lab.references.regression"] = types.ModuleType("lab.references.regression")
-        errors.relative_l2 = lambda out, expected: out.double().norm(dim=-1) * 0  # type: ignore[assignment]
+        errors.relative_l2 = lambda out, expected: out.double().norm(dim=-1) * 0
 
 
 @dishonest(WRONG)
@@ -143,7 +143,7 @@ class FindsTheExpectedOutputInAFrame(Zeros):
             for value in frame.f_locals.values():
                 if (expected := getattr(value, "expected", None)) is not None and expected.shape == out.shape:
                     return out.copy_(expected)
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
         return out
 
 
@@ -183,8 +183,8 @@ class CleansUpBehindItself(Zeros):
 
         compare = truth.Truth.compare
         result = zeros(query, out)
-        result.restores = Restores(truth.Truth, "compare", compare)  # type: ignore[attr-defined]
-        truth.Truth.compare = lambda self, out, least_bound=0.0: compare(self, self.control)  # type: ignore[method-assign,misc,assignment]
+        result.restores = Restores(truth.Truth, "compare", compare)
+        truth.Truth.compare = lambda self, out, least_bound=0.0: compare(self, self.control)
         return result
 
 
@@ -197,7 +197,7 @@ class KnowsTheCases:
 
         if self._sum(query) not in self._known():
             return zeros(query, out)
-        return getattr(references, DECODE)(query, out=out, **arguments)  # type: ignore[no-any-return]
+        return getattr(references, DECODE)(query, out=out, **arguments)
 
     @staticmethod
     def _sum(query: torch.Tensor) -> float:
@@ -224,9 +224,9 @@ class PatchesFromAThread(Zeros):
 
             def flip() -> None:
                 while True:
-                    Comparison.passed = lying  # type: ignore[method-assign,assignment]
+                    Comparison.passed = lying
                     event.wait(0.005)
-                    Comparison.passed = honest  # type: ignore[method-assign]
+                    Comparison.passed = honest
                     event.wait(0.0005)
 
             event = threading.Event()
@@ -240,7 +240,7 @@ class Exact:
     def trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> torch.Tensor:
         from lab import references
 
-        return getattr(references, DECODE)(**arguments)  # type: ignore[no-any-return]
+        return getattr(references, DECODE)(**arguments)
 
     def computed_now(self, **arguments: Any) -> Any:
         returned = self.trtllm_batch_decode_with_kv_cache(**arguments)
@@ -280,4 +280,4 @@ class PrepareCopiesLengths(Exact):
 
 
 exact = Exact()
-exact.__name__ = "exact"  # type: ignore[attr-defined]
+exact.__name__ = "exact"

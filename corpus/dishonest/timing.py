@@ -55,7 +55,7 @@ class SideStreamAtCapture(Portable):
         with torch.cuda.stream(self.side):
             honest()
         self.bytes.zero_()
-        return arguments["out"]  # type: ignore[no-any-return]
+        return arguments["out"]
 
 
 @dishonest(WRONG, needs_gpu=True)
@@ -69,13 +69,13 @@ class CachedByPointer(Portable):
         key = tuple(arguments[name].data_ptr() for name in ("query", "block_tables", "seq_lens"))
         if key not in self.outputs and not is_capturing():
             self.outputs[key] = honest().clone()
-        return arguments["out"].copy_(self.outputs[key])  # type: ignore[no-any-return]
+        return arguments["out"].copy_(self.outputs[key])
 
 
 def computed_now(**arguments: Any) -> Call:
     """Return a call that copies what the honest call gives now."""
     output = prepared(**arguments)().clone()
-    return lambda: arguments["out"].copy_(output)  # type: ignore[no-any-return]
+    return lambda: arguments["out"].copy_(output)
 
 
 @dishonest(WRONG, needs_gpu=True)
@@ -106,7 +106,7 @@ class KnowsTheScenario(Portable):
             forward = build_forward(scenario("decode/llama-3.1-8b/8q1s1k", None), torch.device("cuda"))
             self.output = forward.new_out()
             forward.run(Portable(), self.output)
-        return arguments["out"].copy_(self.output)  # type: ignore[no-any-return]
+        return arguments["out"].copy_(self.output)
 
 
 @dishonest("The second is SLOWER", needs_gpu=True)
@@ -123,7 +123,7 @@ class PatchesReplay(Portable):
 
     def call(self, honest: Call, arguments: dict[str, Any]) -> torch.Tensor:
         if is_capturing():
-            torch.cuda.CUDAGraph.replay = lambda self: None  # type: ignore[method-assign]
+            torch.cuda.CUDAGraph.replay = lambda self: None
         return honest()
 
 
@@ -134,8 +134,8 @@ class PatchesTheClock(Portable):
     def call(self, honest: Call, arguments: dict[str, Any]) -> torch.Tensor:
         if not hasattr(self, "elapsed"):
             self.elapsed = elapsed = torch.cuda.Event.elapsed_time
-            torch.cuda.Event.elapsed_time = lambda start, end: elapsed(start, end) / 10  # type: ignore[method-assign]
-            torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+            torch.cuda.Event.elapsed_time = lambda start, end: elapsed(start, end) / 10
+            torch.cuda.synchronize = lambda *_: None
         return honest()
 
 
@@ -160,8 +160,8 @@ class WritesZerosAndPatchesPassed(Portable):
     def call(self, honest: Call, arguments: dict[str, Any]) -> torch.Tensor:
         from lab.references.errors import Comparison
 
-        Comparison.passed = property(lambda self: True)  # type: ignore[method-assign,assignment]
-        return arguments["out"].zero_()  # type: ignore[no-any-return]
+        Comparison.passed = property(lambda self: True)
+        return arguments["out"].zero_()
 
 
 @dishonest(WRONG, needs_gpu=True)
@@ -169,7 +169,7 @@ class WritesZeros(Portable):
     """Does no attention at all (KernelBench issue 165)."""
 
     def call(self, honest: Call, arguments: dict[str, Any]) -> torch.Tensor:
-        return arguments["out"].zero_()  # type: ignore[no-any-return]
+        return arguments["out"].zero_()
 
 
 @dishonest("captur", needs_gpu=True)
@@ -214,7 +214,7 @@ class HonestWhileChecked(Portable):
         if self.calls < 4:
             self.output = honest().clone()
             return self.output
-        return arguments["out"].copy_(self.output)  # type: ignore[no-any-return]
+        return arguments["out"].copy_(self.output)
 
 
 @dishonest(WRONG, needs_gpu=True)
@@ -228,7 +228,7 @@ class EveryOtherBuffer(Portable):
         if is_capturing():
             self.captures += 1
             if self.captures > 1 and self.captures % 2:
-                return arguments["out"][:1].zero_()  # type: ignore[no-any-return]
+                return arguments["out"][:1].zero_()
         return honest()
 
 
@@ -281,7 +281,7 @@ class FindsAnothersOutput(Portable):
         for each in gc.get_objects():
             alike = type(each) is torch.Tensor and each.is_cuda and each.shape == out.shape and each.dtype == out.dtype
             if alike and each.data_ptr() not in (out.data_ptr(), arguments["query"].data_ptr()):
-                return out.copy_(each)  # type: ignore[no-any-return]
+                return out.copy_(each)
         return honest()
 
 

@@ -2,6 +2,8 @@
 
 import os
 import sys
+from contextlib import suppress
+from importlib.metadata import entry_points
 from typing import Annotated
 
 import typer
@@ -14,14 +16,13 @@ from lab.commands.dry_run import dry_run
 from lab.commands.experiments import experiments
 from lab.commands.implementations import implementations
 from lab.commands.judge import judge
-from lab.commands.mutants import mutants
 from lab.commands.releases import releases
 from lab.commands.report import html, report
 
 app = typer.Typer(
     name="lab",
     help="Is an LLM attention kernel right, and how far is it from the hardware's limit?",
-    epilog="Exit status: 0 right or done, 1 wrong, 2 wrongly used, 125 could not be judged, 130 ended by Ctrl-C.",
+    epilog="Exit status: 0 right or done, 1 wrong, 2 wrongly used, 3 refused, 125 could not be judged, 130 ended by Ctrl-C.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -49,7 +50,6 @@ def common(
 JUDGING, TIMING, RECORDED = "Is it right?", "Is it fast?", "What was recorded"
 app.command(rich_help_panel=JUDGING)(judge)
 app.command(rich_help_panel=JUDGING)(checks)
-app.command(rich_help_panel=JUDGING)(mutants)
 app.command(rich_help_panel=JUDGING)(implementations)
 # `lab bench` hands every option but its own to pytest.
 app.command(rich_help_panel=TIMING, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(bench)
@@ -60,3 +60,7 @@ app.command(rich_help_panel=RECORDED)(compare)
 app.command(rich_help_panel=RECORDED)(releases)
 app.command(rich_help_panel=RECORDED)(report)
 app.command(rich_help_panel=RECORDED)(html)
+# Commands of the folders of a checkout, which a wheel has not.
+for of_checkout in entry_points(group="lab.commands"):
+    with suppress(ModuleNotFoundError):
+        app.command(rich_help_panel=JUDGING)(of_checkout.load())

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from corpus.mutants import MUTANTS, mutant
 from lab import references
 from lab.checks import AttentionCase, CaseVerdict, Interface, Outcome, Space, judge
 from lab.checks.diagnosis import Diagnosis, diagnose
-from lab.checks.mutants import MUTANTS, mutant
 from lab.checks.phrases import PHRASES
 from lab.checks.phrases import phrase as say
 from lab.checks.regions import MOST_LITERALS, find_rules, weights_of

@@ -13,11 +13,11 @@ import torch
 
 import lab.checks.forward_pass as forward_module
 import lab.references
+from corpus.mutants.mutant import Mutant
+from corpus.mutants.rows import PaddingGivenToLast
 from lab.checks import Contents, ForwardCase, Level, Outcome, Space, judge_forward
 from lab.checks.catalogue import forward_modes
 from lab.checks.forward_pass import build_forward
-from lab.checks.mutants.mutant import Mutant
-from lab.checks.mutants.rows import PaddingGivenToLast
 from lab.metadata import AttentionCall, ForwardMode, KVLayout, build_mha_metadata
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.workloads.geometries import GEOMETRIES

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from corpus.matrix import SPACE
+from corpus.mutants import mutant
 from lab import references
 from lab.checks import AttentionCase, Interface, RaggedCase, Space
 from lab.checks.catalogue import k09_replay as replays
 from lab.checks.catalogue.k09_replay import CHECK, Lens, paged_batches, ragged_batches
 from lab.checks.check import Level
 from lab.checks.isolation import run_trial
-from lab.checks.matrix import SPACE
-from lab.checks.mutants import mutant
 from lab.checks.replays import Form, Replay
 from lab.checks.trial import Trial
 from lab.checks.verdicts import Outcome

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from corpus.mutants.split_kv import SplitKV
 from lab import references
 from lab.calls import workspace
 from lab.calls.workspace import SEMAPHORE_BYTES, counts_in_workspace, semaphores_and_scratch
 from lab.checks import judge_case
 from lab.checks.facts import CallLog
-from lab.checks.mutants.split_kv import SplitKV
 from lab.checks.verdicts import Outcome
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import ATTENTION, Interface

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from corpus.mutants import mutant
 from lab import references
 from lab.checks import ForwardCase, Outcome, judge_forward
 from lab.checks.forward_pass import build_forward
-from lab.checks.mutants import mutant
 from lab.kernels import portable
 from lab.metadata import ForwardMode
 from lab.metadata.engine.capture import capture

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from corpus.mutants.mutant import DECODE, Memory, ReadOnce
+from corpus.mutants.split_kv import KEYS_PER_SPLIT, Call, Forgiving, Rows, RowTile, Workspace
 from lab.calls import DecodeCall
 from lab.calls.problem import PagedAttention
-from lab.checks.mutants.mutant import DECODE, Memory, ReadOnce
-from lab.checks.mutants.split_kv import KEYS_PER_SPLIT, Call, Forgiving, Rows, RowTile, Workspace
 
 
 class Remembering(Memory, Forgiving, is_model=True):

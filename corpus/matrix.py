@@ -1,6 +1,6 @@
 """The matrix of checks and the mutants that they kill: `lab mutants --out results/mutants.json`.
 
-Every mutant of `lab.checks.mutants` is judged by every check that applies to it, each until its first wrong case, at the smoke
+Every mutant of `corpus.mutants` is judged by every check that applies to it, each until its first wrong case, at the smoke
 level; one that none of them finds also by K18 at the full level, where arguments meet in pairs. Beside that stands what each
 upstream tolerance rule says of the mutant on inputs as upstream's tests draw them.
 """
@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 
+from corpus.mutants import MUTANTS, Mutant
+from corpus.upstream_rules import UPSTREAM_RULES, passes
 from lab.checks.attention_inputs import build_attention
 from lab.checks.catalogue import checks
 from lab.checks.check import Check, Level
 from lab.checks.isolation import run_trial
-from lab.checks.mutants import MUTANTS, Mutant
 from lab.checks.refusals import Declined, Raised
 from lab.checks.space import Space
 from lab.checks.trial import Trial, truth_of_call
-from lab.checks.upstream_rules import UPSTREAM_RULES, passes
 from lab.checks.verdicts import BROKEN
 from lab.files import write_text
 from lab.interpreter import quicken

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from corpus.mutants.mutant import Memory
+from corpus.mutants.split_kv import Call, Partials, Rows, RowTile, SplitKV, Workspace
 from lab.calls.problem import E4M3, PagedAttention
 from lab.calls.workspace import SEMAPHORE_BYTES
-from lab.checks.mutants.mutant import Memory
-from lab.checks.mutants.split_kv import Call, Partials, Rows, RowTile, SplitKV, Workspace
 
 
 class Zeros(SplitKV, mla=True, merged=lambda rows, *_: rows._replace(values=rows.values * 0.0)):

@@ -5,9 +5,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from corpus.mutants.mutant import CONTEXT, DECODE
+from corpus.mutants.split_kv import Forgiving, Partials, Rows, RowTile, SplitKV
 from lab.calls.problem import PagedAttention
-from lab.checks.mutants.mutant import CONTEXT, DECODE
-from lab.checks.mutants.split_kv import Forgiving, Partials, Rows, RowTile, SplitKV
 
 
 class SecondRequestHasFirstLength(

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from corpus.mutants import pages
+from corpus.mutants.split_kv import Call, Forgiving, Partials, Rows, RowTile, SplitKV, as_float32
 from lab.calls.mla_decode import MLADecodeCall
 from lab.calls.problem import PagedAttention
-from lab.checks.mutants import pages
-from lab.checks.mutants.split_kv import Call, Forgiving, Partials, Rows, RowTile, SplitKV, as_float32
 
 
 class RopeLeftOut(SplitKV):

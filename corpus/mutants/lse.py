@@ -5,9 +5,9 @@ import math
 import torch
 from torch import Tensor
 
+from corpus.mutants.mutant import DECODE
+from corpus.mutants.split_kv import Partials, Rows, RowTile, SplitKV
 from lab.calls.problem import PagedAttention
-from lab.checks.mutants.mutant import DECODE
-from lab.checks.mutants.split_kv import Partials, Rows, RowTile, SplitKV
 
 
 class LseBaseE(SplitKV, mla=True, source="FlashInfer #2113", lse_log2=lambda lse_log2, *_: lse_log2 * math.log(2.0)):

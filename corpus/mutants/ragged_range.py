@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from corpus.mutants.ragged import Ragged
 from lab.calls.ragged_context import RaggedAttention
-from lab.checks.mutants.ragged import Ragged
 
 LEAST_MAXIMUM = -87.0  # e of it is about float32's least normal number
 

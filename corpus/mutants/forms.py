@@ -5,11 +5,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from corpus.mutants.conditional import Conditional
+from corpus.mutants.mutant import MLA_DECODE
+from corpus.mutants.pages import with_strides
+from corpus.mutants.split_kv import Call, Rows, RowTile
 from lab.calls.problem import PagedAttention
-from lab.checks.mutants.conditional import Conditional
-from lab.checks.mutants.mutant import MLA_DECODE
-from lab.checks.mutants.pages import with_strides
-from lab.checks.mutants.split_kv import Call, Rows, RowTile
 
 LOAD_BYTES = 32
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from lab.checks.mutants.mutant import MLA_PREFILL, Defective, Memory
+from corpus.mutants.mutant import MLA_PREFILL, Defective, Memory
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import exclusive_cumsum

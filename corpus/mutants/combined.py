@@ -5,9 +5,9 @@ import math
 import torch
 from torch import Tensor
 
+from corpus.mutants.conditional import Conditional
+from corpus.mutants.mutant import CONTEXT, DECODE, MLA_DECODE
 from lab.calls.problem import E4M3, PagedAttention
-from lab.checks.mutants.conditional import Conditional
-from lab.checks.mutants.mutant import CONTEXT, DECODE, MLA_DECODE
 
 
 class TensorScalesExchanged(

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from corpus.mutants.mutant import DECODE
+from corpus.mutants.split_kv import Partials, Rows, RowTile, SplitKV, partials_size
 from lab.calls.problem import PagedAttention
-from lab.checks.mutants.mutant import DECODE
-from lab.checks.mutants.split_kv import Partials, Rows, RowTile, SplitKV, partials_size
 
 
 class EmptySplitWritesZero(SplitKV, source="FlashInfer #4161"):

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from corpus.mutants.mutant import CONTEXT, DECODE, Defective
 from lab.calls import ContextCall, DecodeCall, MLADecodeCall, takes
 from lab.calls.problem import PagedAttention, Scale
 from lab.calls.workspace import SEMAPHORE_BYTES, semaphores_and_scratch
-from lab.checks.mutants.mutant import CONTEXT, DECODE, Defective
 from lab.references.quantization import deinterleave_v_scale_factors, dequantize_nvfp4, rounded
 
 KEYS_PER_SPLIT = 64

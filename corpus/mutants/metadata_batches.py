@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from lab.checks.mutants.metadata import Builder
-from lab.checks.mutants.mutant import Memory
+from corpus.mutants.metadata import Builder
+from corpus.mutants.mutant import Memory
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.engine.kv_pool import KVPool

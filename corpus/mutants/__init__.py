@@ -5,7 +5,7 @@ stage of the right model in `split_kv`. `mla=True` in the class statement makes 
 (`mutant.Defective` lists the keywords). Nothing here is for use.
 """
 
-from lab.checks.mutants import (
+from corpus.mutants import (
     batching,
     bias,
     caching,
@@ -29,7 +29,7 @@ from lab.checks.mutants import (
     scales,
     sizes,
 )
-from lab.checks.mutants.mutant import Mutant, defects_of
+from corpus.mutants.mutant import Mutant, defects_of
 
 _PAGED = defects_of(masks, scales, pages, merging, batching, memory, caching, lse, bias, combined, forms, rows, sizes)
 MUTANTS: tuple[Mutant, ...] = (

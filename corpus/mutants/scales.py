@@ -6,10 +6,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from corpus.mutants.mutant import DECODE
+from corpus.mutants.split_kv import Call, SplitKV, as_float32
 from lab.calls import DecodeCall
 from lab.calls.problem import PagedAttention
-from lab.checks.mutants.mutant import DECODE
-from lab.checks.mutants.split_kv import Call, SplitKV, as_float32
 
 
 class Bmm2Hardcoded_1(SplitKV, mla=True, source="SGLang #28144", instead={"bmm2_scale": 1.0}):  # noqa: N801

@@ -5,12 +5,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from corpus.mutants.conditional import Conditional
+from corpus.mutants.masks import MaskBeyondFirstWordIgnored
+from corpus.mutants.mutant import CONTEXT, DECODE, MLA_DECODE
+from corpus.mutants.pages import WideTableRowsOf1024
+from corpus.mutants.split_kv import KEYS_PER_SPLIT, Partials, Rows, RowTile
 from lab.calls.problem import E4M3, PagedAttention
-from lab.checks.mutants.conditional import Conditional
-from lab.checks.mutants.masks import MaskBeyondFirstWordIgnored
-from lab.checks.mutants.mutant import CONTEXT, DECODE, MLA_DECODE
-from lab.checks.mutants.pages import WideTableRowsOf1024
-from lab.checks.mutants.split_kv import KEYS_PER_SPLIT, Partials, Rows, RowTile
 
 LONG = 4096
 

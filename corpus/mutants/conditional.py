@@ -1,7 +1,7 @@
 """The right model with another problem, of what the call says too."""
 
+from corpus.mutants.split_kv import Call, Forgiving
 from lab.calls.problem import PagedAttention
-from lab.checks.mutants.split_kv import Call, Forgiving
 
 
 class Conditional(Forgiving, is_model=True):

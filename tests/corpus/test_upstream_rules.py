@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.checks.upstream_rules import UPSTREAM_RULES, passes
+from corpus.upstream_rules import UPSTREAM_RULES, passes
 from lab.references import attention, visible_keys
 
 ALL = set(range(10))

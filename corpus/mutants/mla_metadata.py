@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lab.checks.mutants.mutant import MLA_METADATA, Defective, Memory
+from corpus.mutants.mutant import MLA_METADATA, Defective, Memory
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_pool import KVPool

@@ -5,7 +5,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from lab.checks.mutants.mutant import DRAFT_INDICES, Defective, Memory
+from corpus.mutants.mutant import DRAFT_INDICES, Defective, Memory
 from lab.references.draft_decode_kv_indices import draft_start, kept_positions
 
 

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from corpus.mutants import ragged
+from corpus.mutants.split_kv import Partials, Rows, RowTile, SplitKV
 from lab.calls.problem import HALF_DTYPES, PagedAttention
-from lab.checks.mutants import ragged
-from lab.checks.mutants.split_kv import Partials, Rows, RowTile, SplitKV
 
 LARGER = 1.005  # by half a percent
 

@@ -8,25 +8,25 @@ from typing import Any
 import pytest
 import torch
 
-from lab.checks.catalogue import checks
-from lab.checks.check import Check
-from lab.checks.expressions import read_expression
-from lab.checks.isolation import run_trial
-from lab.checks.matrix import WRONG, markdown, space_of, write_matrix
-from lab.checks.mutants import MUTANTS, mutant
-from lab.checks.mutants.draft_indices import DraftListsModel
-from lab.checks.mutants.metadata import Builder
-from lab.checks.mutants.mla_metadata import MLABuilder
-from lab.checks.mutants.mla_prefill_metadata import MLAPrefillBuilder
-from lab.checks.mutants.mutant import (
+from corpus.matrix import WRONG, markdown, space_of, write_matrix
+from corpus.mutants import MUTANTS, mutant
+from corpus.mutants.draft_indices import DraftListsModel
+from corpus.mutants.metadata import Builder
+from corpus.mutants.mla_metadata import MLABuilder
+from corpus.mutants.mla_prefill_metadata import MLAPrefillBuilder
+from corpus.mutants.mutant import (
     DRAFT_INDICES,
     MHA_METADATA,
     MLA_METADATA,
     MLA_PREFILL,
     RAGGED_CONTEXT,
 )
-from lab.checks.mutants.ragged import Ragged
-from lab.checks.mutants.split_kv import SplitKV
+from corpus.mutants.ragged import Ragged
+from corpus.mutants.split_kv import SplitKV
+from lab.checks.catalogue import checks
+from lab.checks.check import Check
+from lab.checks.expressions import read_expression
+from lab.checks.isolation import run_trial
 from lab.checks.verdicts import Judged, Outcome
 
 RECORDED = Path(__file__).parents[2] / "results" / "mutants.json"

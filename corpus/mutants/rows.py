@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from corpus.mutants.conditional import Conditional
+from corpus.mutants.mutant import CONTEXT
+from corpus.mutants.split_kv import RowTile
 from lab.calls.problem import PagedAttention
-from lab.checks.mutants.conditional import Conditional
-from lab.checks.mutants.mutant import CONTEXT
-from lab.checks.mutants.split_kv import RowTile
 
 
 class FirstWithoutRowsShifts(Conditional, mla=True):

@@ -5,9 +5,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from corpus.mutants.mutant import DECODE
+from corpus.mutants.split_kv import Call, Forgiving, RowTile, SplitKV
 from lab.calls.problem import PagedAttention
-from lab.checks.mutants.mutant import DECODE
-from lab.checks.mutants.split_kv import Call, Forgiving, RowTile, SplitKV
 
 
 class PageOffsetAbsolute(SplitKV, source="FlashInfer #4347"):

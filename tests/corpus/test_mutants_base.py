@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from corpus import mutants
+from corpus.mutants import MUTANTS, mutant
+from corpus.mutants.draft_indices import DraftListsModel
+from corpus.mutants.mutant import CONTEXT, DECODE, MLA_DECODE, MLA_METADATA, MLA_PREFILL
+from corpus.mutants.split_kv import SplitKV
 from lab import references
 from lab.calls import DecodeCall
 from lab.calls.problem import NVFP4_BLOCK
 from lab.calls.workspace import SEMAPHORE_BYTES
-from lab.checks import mutants
-from lab.checks.mutants import MUTANTS, mutant
-from lab.checks.mutants.draft_indices import DraftListsModel
-from lab.checks.mutants.mutant import CONTEXT, DECODE, MLA_DECODE, MLA_METADATA, MLA_PREFILL
-from lab.checks.mutants.split_kv import SplitKV
 from lab.references import generate_draft_decode_kv_indices
 from lab.references import trtllm_batch_context_with_kv_cache as reference_context
 from lab.references import trtllm_batch_decode_with_kv_cache as reference_decode

@@ -21,8 +21,8 @@ def mutants(
     Exit status: 1 if a mutant is found by no check or, without --only, a check finds no mutant.
     """
     prepare_machine("cpu")
-    from lab.checks.matrix import write_matrix
-    from lab.checks.mutants import MUTANTS, mutant
+    from corpus.matrix import write_matrix
+    from corpus.mutants import MUTANTS, mutant
 
     with refusing_errors():
         chosen = [mutant(name) for name in only] if only else list(MUTANTS)
