@@ -9,6 +9,7 @@ seen (docs/trust.md).
 import gc
 import importlib
 import operator
+import os
 import sys
 import threading
 import types
@@ -60,10 +61,24 @@ OPERATORS = (
     "sub",
 )
 OF_CLASSES = tuple(f"{cls.__module__}.{cls.__qualname__}" for cls in CLASSES)
+COMPILERS = (
+    "TRITON_",
+    "DISABLE_PTXAS",
+    "PTXAS_",
+    "NVCC_",
+    "LLVM_",
+)  # prefixes of variables that make any kernel another
 SHOWN = 3  # changes that a sentence names
 PLAIN = (int, float, str, bytes, bool, type(None), torch.dtype)
 # Names that change by themselves: Python's own, and what torch.compile wraps.
-PASSING = ("__builtins__", "__warningregistry__", "__annotations__", "torch.manual_seed")
+PASSING = (
+    "__builtins__",
+    "__warningregistry__",
+    "__annotations__",
+    "torch.manual_seed",
+    "TRITON_CACHE_DIR",
+    "TRITON_LIBDEVICE_PATH",
+)
 
 
 class ChangedBindingsError(RuntimeError):
@@ -196,6 +211,10 @@ def _settings() -> Iterator[tuple[str, Any]]:
     yield "sys.setprofile", sys.getprofile()
     yield "threading.settrace", threading.gettrace()
     yield "threading.setprofile", threading.getprofile()
+    yield (
+        "environment variables of compilers",
+        {name: value for name, value in os.environ.items() if name.startswith(COMPILERS) and name not in PASSING},
+    )
     yield "gc.callbacks", [each for each in gc.callbacks if not str(each.__module__).startswith("hypothesis")]
     yield "sys.meta_path", tuple(map(id, sys.meta_path))
     for name in OPERATORS:

@@ -1,6 +1,7 @@
 """What is noted before a kernel is loaded, and what counts as a change of it."""
 
 import gc
+import os
 import sys
 import threading
 import time
@@ -75,6 +76,13 @@ CHANGES = {
     "torch's default dtype": lambda: set_by(torch.set_default_dtype, torch.float16, torch.float32),
     "torch's grad mode": lambda: set_by(torch.set_grad_enabled, False, True),
     "torch's deterministic algorithms": lambda: set_by(torch.use_deterministic_algorithms, True, False),
+    "environment variables of compilers": lambda: set_by(
+        lambda value: (
+            os.environ.pop("DISABLE_PTXAS_OPT") if value is None else os.environ.update(DISABLE_PTXAS_OPT=value)
+        ),
+        "1",
+        None,
+    ),
     "gc.callbacks": added_callback,
     "threading.setprofile": lambda: set_by(threading.setprofile, callback, None),
 }

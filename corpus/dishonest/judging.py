@@ -141,7 +141,8 @@ class FindsTheExpectedOutputInAFrame(Zeros):
         out, frame = zeros(query, out), sys._getframe()
         while frame is not None:
             for value in frame.f_locals.values():
-                if (expected := getattr(value, "expected", None)) is not None and expected.shape == out.shape:
+                expected = getattr(value, "__dict__", {}).get("expected")
+                if expected is not None and expected.shape == out.shape:
                     return out.copy_(expected)
             frame = frame.f_back
         return out
@@ -188,7 +189,7 @@ class CleansUpBehindItself(Zeros):
         return result
 
 
-@dishonest("judged where the kernel's code never was: .* wrong")
+@dishonest(WRONG)
 class KnowsTheCases:
     """Answers with the lab's own reference where it knows the query from the judge's catalogue, and with zeros elsewhere."""
 

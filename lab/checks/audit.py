@@ -1,7 +1,8 @@
-"""Right cases once more, with contents that no run had, judged by a process that the kernel's code never entered.
+"""Some cases more, with contents that no run had, whose outputs are judged by a process that the kernel's code never entered.
 
-A worker that the kernel is loaded in makes the call and hands over the output alone. What it must be is worked out in another
-process, so that nothing that the kernel did to its own makes a wrong output right.
+A worker judges such a case as any other, and cannot tell that it is one: of each case of `AUDITED_CHECKS` it sends the first
+output, as it was before it was held to anything. Another process works out what that must be, so that nothing that the kernel
+did in its own makes a wrong output right.
 """
 
 import random
@@ -10,18 +11,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lab.checks.attention_inputs import build_attention
 from lab.checks.forward_pass import build_forward
 from lab.checks.isolation import Isolation
-from lab.checks.refusals import Declined, Raised, Refusals
 from lab.checks.report import CaseVerdict
-from lab.checks.trial import Result, Trial, truth_of_call
-from lab.checks.verdicts import Judged, Outcome
+from lab.checks.trial import AUDITED_CHECKS, Result, Trial, truth_of_call
+from lab.checks.verdicts import Judged, Outcome, SavedOutput
 from lab.workloads.forward_case import ForwardCase
 
-CHECKS = ("K1", "M1")  # whose cases are one call, or one pass
 AUDITED = 6  # cases of each function
 
 
@@ -30,7 +28,7 @@ def chosen(verdicts: Sequence[CaseVerdict]) -> list[CaseVerdict]:
     dice = random.SystemRandom()
     right: dict[Any, list[CaseVerdict]] = {}
     for verdict in verdicts:
-        if verdict.check in CHECKS and verdict.outcome is Outcome.RIGHT:
+        if verdict.check in AUDITED_CHECKS and verdict.outcome is Outcome.RIGHT:
             right.setdefault(verdict.interface, []).append(verdict)
     return [
         replace(verdict, case=replace(verdict.case, seed=dice.randrange(1, 2**31)), drawn=True)
@@ -40,45 +38,20 @@ def chosen(verdicts: Sequence[CaseVerdict]) -> list[CaseVerdict]:
 
 
 def audit(isolation: Isolation, verdict: CaseVerdict) -> Judged:
-    """Judge a case by the output of a worker and the expectation of a process without the kernel."""
-    device = str(isolation.device)
-    found = isolation.in_worker(output_of, verdict.case, device, isolation.space, isolation.refusals)
-    if isinstance(found, Judged):
-        return found
-    return isolation.apart(judge_output, verdict.case, device, found)
+    """Judge a case in a worker, and its output again in a process without the kernel."""
+    judged = isolation.submit(verdict.check, verdict.case, verdict.space)()
+    if judged.outcome is not Outcome.RIGHT or judged.output is None:
+        return replace(judged, judged=0)
+    return isolation.apart(judge_output, verdict.case, str(isolation.device), judged.output)
 
 
-def output_of(
-    implementation: Any, case: Any, device: str, space: Any, refusals: Refusals | None
-) -> tuple[Tensor, Tensor | None] | Judged:
-    """Return the output and the LSE of a case's call, on the CPU; or that it declines or fails."""
-    trial = Trial(implementation, case, torch.device(device), space, refusals)
-    try:
-        if isinstance(case, ForwardCase):
-            forward = build_forward(case, trial.device)
-            out = forward.new_out()
-            forward.run(trial.engine(), out)
-            return forward.rows_of_requests(out).cpu(), None
-        result = trial.call(trial.build())
-        return result.out.cpu(), None if result.lse is None else result.lse.cpu()
-    except Declined as declined:
-        return Judged(Outcome.DECLINED, declines=(str(declined),))
-    except Raised as failure:
-        return Judged(Outcome.FAILED, (f"with contents that no run had: {failure}",))
-
-
-def judge_output(case: Any, device: str, found: tuple[Tensor, Tensor | None]) -> Judged:
-    """Judge the output and the LSE of a case's call, in a process that has not loaded the kernel."""
+def judge_output(case: Any, device: str, saved: SavedOutput) -> Judged:
+    """Judge the output of a case's call, in a process that has not loaded the kernel."""
     where = torch.device(device)
-    truth = (
-        build_forward(case, where).truth()
-        if isinstance(case, ForwardCase)
-        else truth_of_call(build_attention(case, where))
-    )
     trial = Trial(None, case, where)
-    out, lse = (None if each is None else each.to(where) for each in found)
-    assert out is not None
+    is_pass = isinstance(case, ForwardCase)
+    truth = build_forward(case, where).truth() if is_pass else truth_of_call(build_attention(case, where))
     what = "the call, with contents that no run had, judged where the kernel's code never was"
-    trial.hold(what, Result(out, lse), truth)
+    trial.hold(what, Result(saved.tensor().to(where), None), truth)
     outcome = Outcome.WRONG if trial.wrongs else Outcome.RIGHT
     return Judged(outcome, tuple(trial.wrongs), (), trial.worst_ratio, trial.judged, tuple(trial.results))

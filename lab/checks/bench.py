@@ -239,7 +239,8 @@ class Bench:
 
     def _verdict(self, case: Any, judged: Judged, drawn: bool) -> CaseVerdict:
         name, where = self._session.name, str(self._session.isolation.device)
-        return CaseVerdict(name, self.check.key, self.interface, case, where, judged, self._space, drawn)
+        kept = replace(judged, output=None)
+        return CaseVerdict(name, self.check.key, self.interface, case, where, kept, self._space, drawn)
 
     def keep(self, verdict: CaseVerdict) -> None:
         """Note and keep a verdict on a case that was not planned."""

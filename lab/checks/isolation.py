@@ -21,12 +21,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from lab.checks import transport
 from lab.checks.catalogue import checks
 from lab.checks.check import Check
 from lab.checks.probe import PROBE
 from lab.checks.refusals import Declined, Raised, Refusals, raised
 from lab.checks.space import Space
-from lab.checks.trial import Trial
+from lab.checks.trial import AUDITED_CHECKS, Trial
 from lab.checks.verdicts import BROKEN, Judged, Outcome, credible, dishonest
 from lab.integrity import Bindings, ChangedBindingsError, bindings, in_words
 from lab.interpreter import quicken
@@ -98,6 +99,8 @@ class Isolation:
         noted()
         if isinstance(self.implementation, str):
             self._last_words = tempfile.TemporaryDirectory(prefix="lab-judge-")
+            self._guard = transport.guarded()
+            self._guard.__enter__()
             self._pool = self._new_pool()
         return self
 
@@ -118,6 +121,7 @@ class Isolation:
         if self._last_words is not None:
             self._end_pool()
             self._last_words.cleanup()
+            self._guard.__exit__(kind, error, traceback)
 
     def _end_pool(self) -> None:
         for pool in filter(None, (self._pool, self._apart)):
@@ -153,25 +157,11 @@ class Isolation:
         """Tell whether cases run in other processes than this one."""
         return self._pool is not None
 
-    def in_worker(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Return a worker's answer of the implementation and `arguments`; Judged where the worker ends or is late."""
-        return self._answered(self._schedule(_apply, (work, self.implementation, *arguments)))
-
     def apart(self, work: Callable[..., Judged], *arguments: Any) -> Judged:
         """Return a function's findings in a process that loads no implementation."""
         self._apart = self._apart or self._new_pool(1)
-        found: Judged = self._answered(self._apart.schedule(work, args=arguments, timeout=self.time_limit_s))
+        found: Judged = self._apart.schedule(work, args=arguments, timeout=IMPORT_LIMIT_S).result()
         return found
-
-    def _answered(self, future: Any) -> Any:
-        from pebble import ProcessExpired
-
-        try:
-            return future.result()
-        except FutureTimeoutError:
-            return Judged(Outcome.FAILED, (f"it did not return within {self.time_limit_s:g} s",))
-        except (BrokenProcessPool, ProcessExpired):
-            return Judged(Outcome.FAILED, ("it crashed its process",))
 
     def submit(self, check: str, case: Any, space: Space | None = None, end: float = math.inf) -> Pending:
         """Have one case of the check with that key judged; return what waits for the verdict.
@@ -222,7 +212,7 @@ class Isolation:
             said = last_words.read_bytes()
             if not said:
                 return Judged(Outcome.FAILED, (f"it crashed its process (exit status {error.exitcode})",))
-            result = pickle.loads(said)
+            result = transport.loads(said)
         return result
 
 
@@ -239,6 +229,9 @@ def _begin(environment: dict[str, str], device: torch.device, begun: "Synchroniz
     os.environ.clear()  # a fork has the environment of the time at which the first worker began
     os.environ.update(environment)
     noted()
+    os.register_at_fork(
+        after_in_child=functools.partial(os._exit, 1)
+    )  # a copy of this process would judge what it likes
     torch.set_num_threads(1)  # the cases are small: threads only wait for each other
     if device.type == "cuda" and device.index is None:
         _take_gpu(begun)
@@ -253,12 +246,6 @@ def _take_gpu(begun: "Synchronized[int]") -> None:
 
 def _answer(question: Callable[[Any], Answer], name: str) -> Answer:
     return question(load(name))
-
-
-def _apply(work: Callable[..., Any], name: str, *arguments: Any) -> Any:
-    found = work(load(name), *arguments)
-    changed = noted().changes()
-    return dishonest(Judged(Outcome.DISHONEST), in_words(changed)) if changed else found
 
 
 @functools.cache
@@ -341,6 +328,7 @@ def run_trial(
 ) -> Judged:
     """Judge one case in this process. A case is WRONG if a result is, FAILED if a call failed or something ended the check."""
     trial = Trial(implementation, case, device, space, refusals)
+    trial.saves_output = check.key in AUDITED_CHECKS
     try:
         check.judge(trial)
         if device.type == "cuda":
@@ -367,4 +355,4 @@ def run_trial(
     if trial.wrongs or trial.failures:
         outcome = Outcome.WRONG if trial.wrongs else Outcome.FAILED
     found = (*trial.wrongs, *trial.failures), tuple(trial.declines), trial.worst_ratio, trial.judged
-    return Judged(outcome, *found, tuple(trial.results))
+    return Judged(outcome, *found, tuple(trial.results), trial.output)

@@ -16,12 +16,14 @@ from lab.checks.late import made, truth_of_requests
 from lab.checks.refusals import Declined, Raised, Refusals, as_integers, is_capturing, output_and_lse, refusing
 from lab.checks.space import Space
 from lab.checks.spellings import Speller
-from lab.checks.verdicts import IT_FAILED, CheckedResult, WrongVector
+from lab.checks.verdicts import IT_FAILED, CheckedResult, SavedOutput, WrongVector
 from lab.named_enum import NamedEnum
 from lab.references.truth import Rules, Truth
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import ATTENTION, Interface
 
+AUDITED_CHECKS = ("K1", "M1")  # whose cases are one call, or one pass; see `lab.checks.audit`
+MOST_SAVED_ELEMENTS = 2**20
 SHOWN_CHARACTERS = 1000
 SHOWN_ELEMENTS = 4
 
@@ -83,6 +85,7 @@ class Trial:
         worst_ratio: the largest error over its bound.
         judged: results that were held against something.
         results: these results.
+        saves_output, output: whether the first output is kept as it was before it was held to anything, and that.
         called: the last call that was made.
     """
 
@@ -104,6 +107,8 @@ class Trial:
         self.worst_ratio = 0.0
         self.judged = 0
         self.results: list[CheckedResult] = []
+        self.saves_output = False
+        self.output: SavedOutput | None = None
         self.called = self._of_case = facts_of_case(case)
         self._calls = CallLog()
         self._speller = Speller(self.decline)
@@ -335,6 +340,8 @@ class Trial:
         if result is None:
             return
         self.judged += 1
+        if self.saves_output and self.output is None and result.out.numel() <= MOST_SAVED_ELEMENTS:
+            self.output = SavedOutput.of(result.out)
         call, truth = result.call or self.called, made(truth)
         if result.out.shape != truth.expected.shape:
             self.wrongs.append(f"{what}: the output is {list(result.out.shape)}, not {list(truth.expected.shape)}")

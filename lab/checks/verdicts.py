@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
+
 from lab.checks.facts import Facts
 from lab.named_enum import NamedEnum
 
@@ -52,6 +55,27 @@ class CheckedResult:
 
 
 @dataclass(frozen=True)
+class SavedOutput:
+    """An output as bytes, which can be read where no code may come from."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    data: bytes
+
+    @classmethod
+    def of(cls, out: Tensor) -> "SavedOutput":
+        """Save a tensor."""
+        plain = out.detach().cpu().contiguous()
+        return cls(out.dtype, tuple(out.shape), plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
+
+    def tensor(self) -> Tensor:
+        """Return the tensor, on the CPU."""
+        if not self.data:
+            return torch.empty(self.shape, dtype=self.dtype)
+        return torch.frombuffer(bytearray(self.data), dtype=torch.uint8).view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
 class Judged:
     """A check's findings in one case.
 
@@ -63,6 +87,7 @@ class Judged:
         worst_ratio: the largest error over its bound.
         judged: results that were held against something.
         results: these results.
+        output: the first of them, of cases that may be audited.
     """
 
     outcome: Outcome
@@ -71,6 +96,7 @@ class Judged:
     worst_ratio: float = 0.0
     judged: int = 0
     results: tuple[CheckedResult, ...] = ()
+    output: SavedOutput | None = field(default=None, repr=False, compare=False)
 
 
 def dishonest(judged: Judged, reason: str) -> Judged:
@@ -80,6 +106,8 @@ def dishonest(judged: Judged, reason: str) -> Judged:
 
 def credible(judged: Judged) -> Judged:
     """Return the findings, DISHONEST where they contradict themselves. Call it where the kernel's code never was."""
+    if type(judged) is not Judged or type(judged.outcome) is not Outcome:
+        return Judged(Outcome.DISHONEST, ("its worker sent the judge what is no verdict: the kernel is dishonest",))
     if judged.outcome is Outcome.RIGHT and not judged.worst_ratio <= 1:
         reason = (
             f"it is called right with an error of {judged.worst_ratio:.3g} times its bound: what judges it was changed"

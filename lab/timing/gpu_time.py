@@ -27,6 +27,7 @@ from lab.timing.sampling import (
     between_events,
     check_clocks,
     fresh_seed,
+    refuse_strangers,
     reset_persisting_l2,
 )
 from lab.timing.staging import Staged, check_results, renew, stage
@@ -291,6 +292,7 @@ def _ready(staged: Staged, contents: Contents, turn: int) -> None:
     The run that is not timed leaves code and L2 as runs do that follow each other. After it, everything that it worked out is
     of no use: each query is another.
     """
+    refuse_strangers()
     contents.renew_tokens(turn)
     staged.run()
     contents.renew_calls(turn, staged.buffers)

@@ -23,6 +23,7 @@ from lab.timing.work import SHORTER_EVERY, Seeds
 from lab.workloads.requests import History
 
 MOST_SHORTER = 3  # tokens by which a drawn length is below the case's
+MOST_TOUCHED = 256  # tokens that each call draws anew
 PART_PAIRS = 2**19  # (query row, key, head) triples of the requests that a part has; one request at least
 TABLES = ("page_table", "swa_page_table", "encoder_page_table", "block_kv_indices")
 LENGTHS = ("cache_seqlens_int32", "seq_lens_k")
@@ -64,20 +65,23 @@ class PassRedraw:
 
     def write_tokens(self, arguments: Mapping[str, Any], seed: int) -> None:
         """Draw K and V anew, in other pages."""
-        cache, (slots, tokens) = arguments["cache"], self._slots
+        cache = arguments["cache"]
         if self._moves:
-            slots = self._move_pages(arguments["metadata"], cache, slots, seed)
+            self._move_pages(arguments["metadata"], seed)
         fill(cache.storage)
         if isinstance(cache, NVFP4KVCache):
             fill(cache.scale_factors)
-        cache.write(slots, *(side if tokens is None else side[tokens] for side in self._tokens(seed)))
+        _, tokens = self._slots
+        cache.write(self._moved(seed), *(side if tokens is None else side[tokens] for side in self._drawn(seed)))
 
-    def write_call(self, arguments: Mapping[str, Any], seed: int) -> None:
-        """Draw the queries anew and the lengths, some tokens fewer if the seed says so, and wipe the output."""
+    def write_call(self, arguments: Mapping[str, Any], seeds: Seeds) -> None:
+        """Draw the queries and some tokens anew, and the lengths, some tokens fewer if the seed says so; wipe the output."""
         rows = sum(self.forward.case.q_lens)
-        arguments["query"][:rows].normal_(generator=self._generator(seed))
+        arguments["query"][:rows].normal_(generator=self._generator(seeds.call))
+        places = self._touched(seeds.tokens)
+        arguments["cache"].write(self._moved(seeds.tokens)[places], *self._drawn(seeds.call + 1, len(places)))
         if self._moves:
-            self._write_lengths(arguments["metadata"], self._shorter(seed))
+            self._write_lengths(arguments["metadata"], self._shorter(seeds.call))
         arguments["out"].fill_(float("nan"))
 
     def results(self, arguments: Mapping[str, Any], seeds: Seeds, *, whole: bool) -> Tensor:
@@ -92,7 +96,7 @@ class PassRedraw:
         """
         requests, query = self._judged(seeds, whole), self.forward.rows_of_requests(self.forward.query)
         drawn = torch.empty_like(query).normal_(generator=self._generator(seeds.call))
-        histories = self._histories(self._tokens(seeds.tokens), requests, self._shorter(seeds.call))
+        histories = self._histories(self._tokens(seeds), requests, self._shorter(seeds.call))
         truth = made(self.forward.truth_of(self._rows(drawn, requests), histories, requests))
 
         def check(results: Tensor) -> None:
@@ -142,14 +146,42 @@ class PassRedraw:
     def _generator(self, seed: int) -> torch.Generator:
         return torch.Generator(self.forward.query.device).manual_seed(seed)
 
-    def _tokens(self, seed: int) -> History:
-        """Return the sides of all requests' tokens as the cache stores them, one after another."""
+    def _drawn(self, seed: int, count: int | None = None) -> History:
+        """Return the sides of so many tokens as the cache stores them; of all requests', one after another, if None."""
         forward, case = self.forward, self.forward.case
-        total = sum(case.kv_lens[:: case.topk])
-        draw = functools.partial(
-            torch.randn, device=forward.query.device, dtype=case.dtype, generator=self._generator(seed)
-        )
+        total = sum(case.kv_lens[:: case.topk]) if count is None else count
+        generator, device = self._generator(seed), forward.query.device
+        draw = functools.partial(torch.randn, device=device, dtype=case.dtype, generator=generator)
         return forward.stored(*(draw(total, *shape) for shape in forward.token_shapes))
+
+    def _tokens(self, seeds: Seeds) -> History:
+        """Return the sides of all tokens as the cache stores them, those among them that a call draws anew."""
+        (_, tokens), places = self._slots, self._touched(seeds.tokens)
+        sides, changed = self._drawn(seeds.tokens), self._drawn(seeds.call + 1, len(places))
+        for side, new in zip(sides, changed, strict=True):
+            side.view(torch.uint8)[places if tokens is None else tokens[places]] = new.view(torch.uint8)
+        return sides
+
+    def _touched(self, seed: int) -> Tensor:
+        """Return which of the tokens that the cache holds each call draws anew: a few of all requests."""
+        slots, _ = self._slots
+        count = min(MOST_TOUCHED, len(slots))
+        first = random.Random(f"touched {seed}").randrange(max(len(slots), 1))
+        return (first + torch.arange(count, device=slots.device) * (len(slots) // max(count, 1))) % max(len(slots), 1)
+
+    def _moved(self, seed: int) -> Tensor:
+        """Return the slots of the tokens that the cache holds, in the pages that a seed gives them."""
+        (slots, _), size = self._slots, self.forward.case.page_size
+        return self._pages(seed)[slots // size] * size + slots % size if self._moves else slots
+
+    def _pages(self, seed: int) -> Tensor:
+        """Return the page that takes each page's place: another by the same shift for all but the sink, which stays page 0."""
+        cache = self.forward.cache
+        count, device = cache.storage.shape[int(isinstance(cache, PagedKVCache))] - 1, cache.storage.device
+        shift = random.Random(f"pages {seed}").randrange(count)
+        pages = 1 + (torch.arange(-1, count, device=device) + shift) % count
+        pages[0] = 0
+        return pages
 
     def _rows(self, out: Tensor, requests: Sequence[int]) -> Tensor:
         parts = out.split(self.forward.case.q_lens)
@@ -190,18 +222,13 @@ class PassRedraw:
             found.append(found[-1] if request % case.topk else dice.randint(0, most))
         return found
 
-    def _move_pages(self, metadata: Any, cache: Any, slots: Tensor, seed: int) -> Tensor:
-        """Give the pages of the cache other ids; return where the slots are then."""
-        count, size = cache.storage.shape[int(isinstance(cache, PagedKVCache))], self.forward.case.page_size
-        # By a shift, since the time depends on where pages lie to each other: other places change it by 2 % on an H100.
-        shift = random.Random(f"pages {seed}").randrange(count - 1)
-        pages = 1 + (torch.arange(-1, count - 1, device=slots.device) + shift) % (count - 1)
-        pages[0] = 0  # the sink stays where it is
+    def _move_pages(self, metadata: Any, seed: int) -> None:
+        """Give the pages of the cache other ids."""
+        pages = self._pages(seed)
         for name, table in ((name, self._metadata[name]) for name in TABLES if name in self._metadata):
             if name == "swa_page_table" or self.forward.case.window_left < 0:  # the tables of the cache's own pool
-                known = table.clamp(0, count - 1).long()
-                getattr(metadata, name).copy_(torch.where((table < 0) | (table >= count), table, pages[known].int()))
-        return pages[slots // size] * size + slots % size
+                known = pages[table.clamp(0, len(pages) - 1).long()].int()
+                getattr(metadata, name).copy_(torch.where((table < 0) | (table >= len(pages)), table, known))
 
     def _write_lengths(self, metadata: Any, shorter: Sequence[int]) -> None:
         for name in (name for name in LENGTHS if name in self._metadata):

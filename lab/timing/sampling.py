@@ -7,10 +7,14 @@ puts in their place later is not called.
 
 import random
 import statistics
+import sys
+import sysconfig
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +32,12 @@ IDLE_SLACK_US = 150.0
 Event = torch.cuda.Event
 _synchronize, _now_ns = torch.cuda.synchronize, time.perf_counter_ns
 _record, _elapsed_ms = Event.record, Event.elapsed_time
+
+# Where code lies that may run in threads: Python's, installed packages', and the lab's.
+_INSTALLED = (
+    *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+    str(Path(__file__).parents[1]),
+)
 
 # (before, run): what goes before a run and is not counted, or None, and the run.
 Step = tuple[Callable[[], object] | None, Callable[[], object]]
@@ -106,6 +116,24 @@ def check_clocks(samples: Iterable[Sample], slack_us: float) -> None:
 def fresh_seed() -> int:
     """Return a seed that no kernel can know before: of the operating system."""
     return random.SystemRandom().getrandbits(62)
+
+
+def refuse_strangers() -> None:
+    """Refuse times beside which a thread runs code of neither Python, an installed package nor the lab.
+
+    Raises:
+        RefusedTimeError: there is such a thread; it could slow others down, or do a kernel's work between two samples.
+    """
+    frames = sys._current_frames()
+    for thread in threading.enumerate():
+        frame = None if thread is threading.current_thread() else frames.get(thread.ident or 0)
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if not file.startswith(("<", *_INSTALLED)):
+                raise RefusedTimeError(
+                    f"a thread runs {file} while kernels are timed, and may slow others down or work ahead"
+                )
+            frame = frame.f_back
 
 
 def reset_persisting_l2() -> None:

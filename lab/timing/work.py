@@ -15,7 +15,7 @@ SHORTER_EVERY = 8
 
 
 class Seeds(NamedTuple):
-    """What the contents of a call are made from: of K, V and their pages, and of the queries and the lengths."""
+    """What the contents of a call are made from: of K, V and their pages, and of queries, lengths and some tokens in place."""
 
     tokens: int
     call: int
@@ -30,8 +30,8 @@ class Redraw(Protocol):
     def write_tokens(self, arguments: Mapping[str, Any], seed: int) -> None:
         """Draw K and V anew, in other pages."""
 
-    def write_call(self, arguments: Mapping[str, Any], seed: int) -> None:
-        """Draw queries and lengths anew, which changes every result, and wipe the output."""
+    def write_call(self, arguments: Mapping[str, Any], seeds: Seeds) -> None:
+        """Draw queries, lengths and some tokens anew, which changes every result, and wipe the output."""
 
     def results(self, arguments: Mapping[str, Any], seeds: Seeds, *, whole: bool) -> Any:
         """Return a copy of the results, or of the part of them that the seeds choose."""

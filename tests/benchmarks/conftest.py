@@ -200,7 +200,7 @@ def timed_in_turns(request: pytest.FixtureRequest, ceilings: Ceilings) -> Timer:
             timed = time_in_turns(case, modules, method, config.getoption("lab_seed", None))
             before.check()
             found = dict(zip(names, timed, strict=True))
-        except ChangedBindingsError as error:
+        except (ChangedBindingsError, RefusedTimeError) as error:
             found = dict.fromkeys(names, error)
         for name, each in found.items():
             try:

@@ -1,7 +1,10 @@
 """What needs no GPU of the measuring: the clock, the samples' checks, how many copies take turns, in what order."""
 
+import threading
 from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +13,9 @@ from lab.timing import L2, Clock, DeviceClock, GpuTime, Method
 from lab.timing.cupti import Activity
 from lab.timing.device_state import DeviceState
 from lab.timing.gpu_time import Contents, _from_records, _from_samples, _shuffled_rounds
-from lab.timing.sampling import RefusedTimeError, Sample, check_clocks
+from lab.timing.sampling import RefusedTimeError, Sample, check_clocks, refuse_strangers
 from lab.timing.staging import MOST_COPIES, Staged, buffer_copies
-from lab.timing.work import SHORTER_EVERY, GpuWork
+from lab.timing.work import SHORTER_EVERY, GpuWork, Seeds
 
 WARM = Method(Clock.GRAPH, L2.WARM)
 ROTATED = Method(Clock.GRAPH, L2.COLD_ROTATION)
@@ -114,8 +117,8 @@ class Noted:
     def write_tokens(self, arguments: Mapping[str, Any], seed: int) -> None:
         self.tokens.append((arguments["number"], seed))
 
-    def write_call(self, arguments: Mapping[str, Any], seed: int) -> None:
-        self.calls.append((arguments["number"], seed))
+    def write_call(self, arguments: Mapping[str, Any], seeds: Seeds) -> None:
+        self.calls.append((arguments["number"], seeds.call))
 
     def results(self, arguments: Mapping[str, Any], seeds: Any, *, whole: bool) -> None:
         raise AssertionError
@@ -152,3 +155,24 @@ def test_contents_of_another_seed_are_others() -> None:
     one, same, other = (Contents(buffers, seed).seeds(3, 0) for seed in (1, 1, 2))
     assert one == same
     assert not set(one) & set(other)
+
+
+def test_a_thread_of_a_kernels_is_refused(tmp_path: Path) -> None:
+    """One of an installed package's is not: it waits in Python's own code."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()
+        refuse_strangers()
+    source = tmp_path / "kernel.py"
+    source.write_text("def run(begun, over):\n    begun.set()\n    over.wait()\n")
+    begun, over, names = threading.Event(), threading.Event(), dict[str, Any]()
+    exec(compile(source.read_text(), str(source), "exec"), names)
+    thread = threading.Thread(target=names["run"], args=(begun, over))
+    thread.start()
+    begun.wait()
+    try:
+        with pytest.raises(RefusedTimeError, match="kernel.py while kernels are timed"):
+            refuse_strangers()
+    finally:
+        over.set()
+        thread.join()
+    refuse_strangers()

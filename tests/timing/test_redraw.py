@@ -71,6 +71,19 @@ def test_one_call_is_right_on_contents_that_change_under_it(case: Any) -> None:
         check_results([work], FIRST)
 
 
+def test_each_call_finds_some_tokens_changed_in_place() -> None:
+    """So that a copy of K and V is stale that is made anew only where pages seem to be others."""
+    work = passes("decode/tiny/3q1s100").work(references)
+    renew(work, FIRST)
+    before = work.arguments["cache"].storage.clone()
+    renew(work, Seeds(FIRST.tokens, 3), tokens=False)
+    after = work.arguments["cache"].storage
+    changed = (before != after).flatten(3).any(3)
+    assert 200 < int(changed[0].sum()) <= 256  # of 300 tokens
+    assert torch.equal(changed[0], changed[1])
+    assert bool(changed[0].any(1).sum() > 10)  # pages
+
+
 STALE = {
     "query": lambda arguments: {"query": arguments["query"].clone()},
     "keys and values": lambda arguments: {"kv_cache": tuple(side.clone() for side in arguments["kv_cache"])},

@@ -1,0 +1,64 @@
+"""What a worker may send to the process that prints the verdict: objects of the judge's and plain values, and no code.
+
+A pickle can name any function to be called where it is read. A kernel has its worker's pipes, so nothing but classes of the
+lab's, of pebble's and of plain values is made of what comes out of them; anything else becomes a `Foreign`.
+"""
+
+import io
+import multiprocessing.connection
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+PACKAGES = ("lab", "pebble")
+PLAIN = {
+    "builtins": ("complex", "set", "frozenset", "slice", "range", "bytearray", "int", "float", "str", "bool", "object"),
+    "collections": ("OrderedDict", "Counter"),
+    "pathlib": ("PosixPath", "WindowsPath", "PurePosixPath"),
+}
+
+
+class Foreign:
+    """Stands for an object that is none of the judge's."""
+
+    def __new__(cls, *arguments: Any, **named: Any) -> "Foreign":
+        return super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_own = module.partition(".")[0] in PACKAGES and (module, name) != (__name__, "Foreign")
+        if not (is_own or name in PLAIN.get(module, ()) or module in ("builtins", "torch")):
+            return Foreign
+        found = super().find_class(module, name)
+        if is_own or name in PLAIN.get(module, ()):
+            return found if isinstance(found, type) or name == "RemoteException.rebuild_exception" else Foreign
+        is_plain = isinstance(found, torch.dtype) or (isinstance(found, type) and issubclass(found, BaseException))
+        return found if is_plain else Foreign
+
+
+def loads(data: Any) -> Any:
+    """Read a pickle of a worker's."""
+    return _Unpickler(io.BytesIO(data)).load()
+
+
+class _ForkingPickler(multiprocessing.connection._ForkingPickler):  # type: ignore[name-defined]
+    loads = staticmethod(loads)
+
+
+@contextmanager
+def guarded() -> Iterator[None]:
+    """Read what comes through the pipes of this process by `loads`."""
+    connection: Any = multiprocessing.connection
+    before = connection._ForkingPickler
+    connection._ForkingPickler = _ForkingPickler
+    try:
+        yield
+    finally:
+        connection._ForkingPickler = before

@@ -1,0 +1,78 @@
+"""What may come out of a worker's pipe: what the judge sends itself, and no code."""
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lab.checks.transport import Foreign, loads
+from lab.checks.verdicts import CheckedResult, Judged, Outcome, SavedOutput, WrongVector, credible
+from lab.loading import LoadError
+
+JUDGED = Judged(
+    Outcome.WRONG,
+    ("the call: 3 vectors are wrong",),
+    worst_ratio=2.5,
+    judged=1,
+    results=(
+        CheckedResult("the call", {"kv_len": 3}, True, (({"kv_len": 3}, True),), WrongVector("row 0", (1.0,), (2.0,))),
+    ),
+    output=SavedOutput.of(torch.arange(6, dtype=torch.bfloat16).view(2, 3)),
+)
+
+
+@pytest.mark.parametrize(
+    "sent", [JUDGED, {"a": {1, 2}}, frozenset("ab"), LoadError("no"), ValueError("x"), Path("a"), torch.float16]
+)
+def test_what_the_judge_sends_arrives(sent: Any) -> None:
+    found = loads(pickle.dumps(sent))
+    assert type(found) is type(sent)
+    assert repr(found) == repr(sent)
+
+
+def test_an_output_is_what_it_was() -> None:
+    found = loads(pickle.dumps(JUDGED)).output.tensor()
+    assert torch.equal(found, torch.arange(6, dtype=torch.bfloat16).view(2, 3))
+    assert SavedOutput.of(torch.zeros(0, 4)).tensor().shape == (0, 4)
+
+
+class Calls:
+    """A pickle that calls a function where it is read."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.all = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.all
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        Calls(os.system, "exit 1"),
+        Calls(eval, "1 + 1"),
+        Calls(exec, "raise SystemExit"),
+        Calls(getattr, torch, "load"),
+        Calls(torch.load, "/nowhere"),
+        Calls(__import__("lab.loading").loading.load, "os"),
+        Calls(__import__, "os"),
+    ],
+    ids=lambda sent: getattr(sent.all[0], "__name__", "?"),
+)
+def test_nothing_is_called_but_the_judges_classes(sent: Any) -> None:
+    found = loads(pickle.dumps((sent, 3)))
+    assert type(found[0]) is Foreign
+    assert found[1] == 3
+    assert credible(found[0]).outcome is Outcome.DISHONEST
+
+
+def test_a_verdict_that_contradicts_itself_is_dishonest() -> None:
+    assert credible(JUDGED) is JUDGED
+    for ratio in (1.01, float("nan"), float("inf")):
+        found = credible(Judged(Outcome.RIGHT, worst_ratio=ratio, judged=1))
+        assert found.outcome is Outcome.DISHONEST
+        assert "times its bound" in found.wrongs[0]
+    assert credible(Judged(Outcome.RIGHT, worst_ratio=1.0, judged=1)).outcome is Outcome.RIGHT
