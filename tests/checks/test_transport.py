@@ -55,7 +55,7 @@ class Calls:
         Calls(os.system, "exit 1"),
         Calls(eval, "1 + 1"),
         Calls(exec, "raise SystemExit"),
-        Calls(getattr, torch, "load"),
+        Calls(getattr, str, "join"),
         Calls(torch.load, "/nowhere"),
         Calls(__import__("lab.loading").loading.load, "os"),
         Calls(__import__, "os"),

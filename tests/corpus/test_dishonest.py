@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from corpus.dishonest import DECODE, judging, kernels, timing
+from corpus.dishonest import DECODE, judging, judging_again, kernels, timing, timing_again
 from corpus.dishonest.cases import SPACE
 from corpus.dishonest.honest import CONTROLS
 from lab.checks import Outcome, judge
@@ -26,9 +26,9 @@ def judged(kernel: str, checks: tuple[str, ...]) -> Any:
     )
 
 
-@pytest.mark.parametrize("kernel", kernels(judging), ids=lambda kernel: kernel.__name__)
+@pytest.mark.parametrize("kernel", [*kernels(judging), *kernels(judging_again)], ids=lambda kernel: kernel.__name__)
 def test_a_verdict_is_not_to_be_bought(kernel: Any) -> None:
-    report = judged(f"corpus.dishonest.judging:{kernel.__name__}", getattr(kernel, "checks", ("K1",)))
+    report = judged(f"{type(kernel).__module__}:{kernel.__name__}", getattr(kernel, "checks", ("K1",)))
     assert not report.is_right
     assert report.exit_status in (ExitStatus.WRONG, ExitStatus.REFUSED)
     said = "\n".join(sentence for verdict in report.wrong for sentence in verdict.judged.wrongs)
@@ -56,10 +56,10 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="times a ke
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("kernel", kernels(timing), ids=lambda kernel: kernel.__name__)
+@pytest.mark.parametrize("kernel", [*kernels(timing), *kernels(timing_again)], ids=lambda kernel: kernel.__name__)
 def test_a_time_is_not_to_be_bought(kernel: Any) -> None:
     """Each in a process of its own, which it may leave as it likes."""
-    done = compared(f"corpus/dishonest/timing.py:{kernel.__name__}", getattr(kernel, "clock", "graph"))
+    done = compared(f"{type(kernel).__module__}:{kernel.__name__}", getattr(kernel, "clock", "graph"))
     assert done.returncode != ExitStatus.DONE
     assert re.search(kernel.refusal.said, done.stdout + done.stderr), done.stdout + done.stderr
 

@@ -170,7 +170,7 @@ def test_a_thread_of_a_kernels_is_refused(tmp_path: Path) -> None:
     thread.start()
     begun.wait()
     try:
-        with pytest.raises(RefusedTimeError, match="kernel.py while kernels are timed"):
+        with pytest.raises(RefusedTimeError, match=r"kernel\.py while kernels are timed"):
             refuse_strangers()
     finally:
         over.set()

@@ -81,7 +81,7 @@ def test_each_call_finds_some_tokens_changed_in_place() -> None:
     changed = (before != after).flatten(3).any(3)
     assert 200 < int(changed[0].sum()) <= 256  # of 300 tokens
     assert torch.equal(changed[0], changed[1])
-    assert bool(changed[0].any(1).sum() > 10)  # pages
+    assert int(changed[0].any(1).sum()) == 6  # pages of 64 tokens: two of each request
 
 
 STALE = {

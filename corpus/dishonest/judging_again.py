@@ -1,0 +1,228 @@
+"""Four kernels more that want a verdict that they have not earned, by a writer who had read docs/trust.md alone.
+
+Each writes zeros, which are wrong, where it is judged, and does the honest work where it sees that it is not.
+"""
+
+import gc
+import os
+import pickle
+import select
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+import torch
+
+from corpus.dishonest import DECODE, dishonest
+
+
+def honest(**arguments: Any) -> torch.Tensor:
+    from lab import references
+
+    return getattr(references, DECODE)(**arguments)
+
+
+def zeros(arguments: dict[str, Any]) -> torch.Tensor:
+    out = arguments.get("out")
+    return torch.zeros_like(arguments["query"]) if out is None else out.zero_()
+
+
+def frames(depth: int = 1) -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(depth)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def is_judged() -> bool:
+    """A case of a check runs below a function of this name; the audit does not."""
+    return any(frame.f_code.co_name == "run_trial" for frame in frames(2))
+
+
+def truth_of_caller() -> Any:
+    """The judge's (as yet unworked) truth, in the frames of who called."""
+    for frame in frames(2):
+        for value in frame.f_locals.values():
+            if type(value).__name__ in ("Truth", "LateTruth"):
+                return value
+    return None
+
+
+IN_THE_JUDGE = """
+import gc
+def _swap(value):
+    if isinstance(value, str) and value.endswith(":HasAnotherSitTheExam"):
+        return "lab.references"
+    if type(value) in (tuple, list):
+        return type(value)(_swap(each) for each in value)
+    if type(value) is dict:
+        return {key: _swap(each) for key, each in value.items()}
+    return value
+def _wrap(channel):
+    send = channel.send
+    def sent(task):
+        payload = getattr(task, "payload", None)
+        if payload is not None:
+            try:
+                args, kwargs = _swap(tuple(payload.args)), _swap(dict(payload.kwargs))
+                task = task._replace(payload=payload._replace(args=args, kwargs=kwargs))
+            except AttributeError:
+                for name in ("args", "kwargs"):
+                    object.__setattr__(payload, name, _swap(getattr(payload, name)))
+        return send(task)
+    channel.send = sent
+for _each in gc.get_objects():
+    if type(_each).__name__ == "Channel" and type(_each).__module__.startswith("pebble") and "send" not in vars(_each):
+        _wrap(_each)
+"""
+
+
+class _Letter:
+    """Unpickled, it runs a text in the process that reads it, and is then nothing."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return exec, (IN_THE_JUDGE, {})
+
+
+@dishonest("vectors are wrong")
+class HasAnotherSitTheExam:
+    """Sends a pickle over the worker's own pipe: the process that judges then dispatches every later case to the portable
+    kernels instead of this one, which is right twice and writes zeros ever after."""
+
+    calls = 0
+
+    def trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 1:
+            for frame in frames():
+                channel = frame.f_locals.get("channel")
+                if type(channel).__module__.startswith("pebble"):
+                    channel.send(_Letter())
+                    break
+        return honest(**arguments) if self.calls <= 2 else zeros(arguments)
+
+
+class _Tick:
+    """Garbage in a cycle: collected at some allocation of the judge, it looks through the frames it was collected in."""
+
+    def __init__(self, output: torch.Tensor, thresholds: tuple[int, ...], left: int) -> None:
+        self.me, self.output, self.thresholds, self.left = self, output, thresholds, left
+
+    def __del__(self) -> None:
+        for frame in frames():
+            expected, out = frame.f_locals.get("expected"), frame.f_locals.get("out")
+            if (
+                frame.f_code.co_name == "compare"
+                and isinstance(expected, torch.Tensor)
+                and isinstance(out, torch.Tensor)
+            ):
+                gc.set_threshold(*self.thresholds)
+                for each in (self.output, out):
+                    if each.shape == expected.shape:
+                        each.copy_(expected)
+                return
+        if self.left:
+            _Tick(self.output, self.thresholds, self.left - 1)
+        else:
+            gc.set_threshold(*self.thresholds)
+
+
+@dishonest("judged where the kernel's code never was: .* wrong")
+class TicksByGarbage:
+    """Leaves garbage whose finalizer runs, when Python collects it, within the judge's own comparison, and there writes the
+    judge's answer over the zeros that were returned."""
+
+    def trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> torch.Tensor:
+        if not is_judged():
+            return honest(**arguments)
+        output = zeros(arguments)
+        thresholds = gc.get_threshold()
+        _Tick(output, thresholds, 20000)
+        gc.set_threshold(1, 1, 1)
+        return output
+
+
+@dishonest("vectors are wrong")
+class ForksAnOracle:
+    """Forks within the call: the child returns zeros and patches its own judge to learn the answer, which it sends back before
+    it exits; the parent, in which nothing was ever changed, writes that answer."""
+
+    def trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> torch.Tensor:
+        if not is_judged():
+            return honest(**arguments)
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(reader)
+            signal.alarm(10)
+            return self.in_the_child(writer, arguments)
+        os.close(writer)
+        received = bytearray()
+        while select.select([reader], [], [], 8)[0] and (piece := os.read(reader, 1 << 20)):
+            received += piece
+        os.close(reader)
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        if not received:
+            return zeros(arguments)
+        shape, values = pickle.loads(bytes(received))
+        output = zeros(arguments)
+        return output.copy_(torch.tensor(values, dtype=torch.float32).reshape(shape))
+
+    def in_the_child(self, writer: int, arguments: dict[str, Any]) -> torch.Tensor:
+        from lab.references.truth import Truth
+
+        torch.set_num_threads(1)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1), os.dup2(null, 2)
+
+        def compare(truth: Any, *_: Any, **__: Any) -> None:
+            try:
+                control = truth.control
+                letter = pickle.dumps((tuple(control.shape), control.float().flatten().tolist()))
+                while letter:
+                    letter = letter[os.write(writer, letter) :]
+            finally:
+                os._exit(0)
+
+        Truth.compare = compare
+        return zeros(arguments)
+
+
+def swapped(instance: Any, **methods: Any) -> None:
+    """Give one object a class of its own that looks like the one it had."""
+    before = type(instance)
+    slots = {} if hasattr(instance, "__dict__") else {"__slots__": ()}
+    names = {"__module__": before.__module__, "__qualname__": before.__qualname__}
+    object.__setattr__(instance, "__class__", type(before.__name__, (before,), {**methods, **names, **slots}))
+
+
+@dishonest("judged where the kernel's code never was: .* wrong")
+class SwapsTheClass:
+    """Gives the one object that this call will be held to another class, whose comparison is the honest comparison of the
+    judge's own control, and which gives the object its class back."""
+
+    def trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> torch.Tensor:
+        late = truth_of_caller() if is_judged() else None
+        if late is None:
+            return honest(**arguments)
+        before = type(late)
+
+        def made(self: Any, *rest: Any, **named: Any) -> Any:
+            object.__setattr__(self, "__class__", before)
+            truth = before.made(self, *rest, **named)
+            class_of_truth = type(truth)
+
+            def compare(self: Any, out: torch.Tensor, *rest: Any, **named: Any) -> Any:
+                object.__setattr__(self, "__class__", class_of_truth)
+                return class_of_truth.compare(self, self.control, *rest, **named)
+
+            swapped(truth, compare=compare)
+            return truth
+
+        swapped(late, made=made)
+        return zeros(arguments)
