@@ -1,0 +1,201 @@
+"""Right models of the draft's K/V lists, and of counted metadata, which a wrong kernel changes in one step."""
+
+from dataclasses import replace
+
+import torch
+
+
+class Lists:
+    """Right `generate_draft_decode_kv_indices`, in place, one list at a time."""
+
+    def __call__(
+        self,
+        req_pool_indices,
+        req_to_token,
+        paged_kernel_lens,
+        kv_indices,
+        kv_indptr,
+        positions,
+        *,
+        topk,
+        page_size,
+        schedule=None,
+    ):
+        num_steps, n = kv_indices.shape[0], req_pool_indices.shape[0]
+        if n == 0 or num_steps == 0:
+            return
+        lens = paged_kernel_lens.long()
+        before = self.before(lens)
+        self.boundaries(kv_indptr, self.positions_of(positions, paged_kernel_lens), num_steps)
+        width, capacity = req_to_token.shape[1], kv_indices.shape[1]
+        for r, (row, length) in enumerate(zip(req_pool_indices.tolist(), lens.tolist())):
+            slots = req_to_token[row]
+            prefix = torch.arange(self.prefix(length))
+            for branch in range(topk):
+                start = self.draft_start(length, branch, num_steps, topk, page_size)
+                for step in range(num_steps):
+                    at = int(before[r]) * topk + r * (step + 1) * topk + branch * (length + step + 1)
+                    drafted = torch.arange(self.drafted(step + 1))
+                    source = torch.cat((prefix, start + drafted))
+                    target = torch.cat((prefix, length + drafted)) + at
+                    value = torch.where(source < width, slots[source.clamp(max=width - 1)], 0)
+                    inside = target < capacity
+                    kv_indices[step, target[inside]] = value[inside].to(kv_indices.dtype)
+
+    def before(self, lens):
+        return lens.cumsum(0) - lens
+
+    def positions_of(self, positions, paged_kernel_lens):
+        return positions.long()
+
+    def boundaries(self, kv_indptr, positions, num_steps):
+        for step in range(num_steps):
+            kv_indptr[step, 1 : len(positions) + 1] = (positions + step + 1).cumsum(0).to(kv_indptr.dtype)
+
+    def prefix(self, length):
+        return length
+
+    def drafted(self, count):
+        return count
+
+    def draft_start(self, length, branch, num_steps, topk, page_size):
+        if page_size == 1 or topk == 1:
+            return length + branch * num_steps
+        return length + branch * self.pages_per_branch(length % page_size, num_steps, page_size) * page_size
+
+    def pages_per_branch(self, in_last_page, num_steps, page_size):
+        return -(-(in_last_page + num_steps) // page_size)
+
+
+def lists_of(lists):
+    def generate_draft_decode_kv_indices(
+        req_pool_indices,
+        req_to_token,
+        paged_kernel_lens,
+        kv_indices,
+        kv_indptr,
+        positions,
+        *,
+        topk,
+        page_size,
+        schedule=None,
+    ):
+        lists(
+            req_pool_indices,
+            req_to_token,
+            paged_kernel_lens,
+            kv_indices,
+            kv_indptr,
+            positions,
+            topk=topk,
+            page_size=page_size,
+        )
+
+    return generate_draft_decode_kv_indices
+
+
+class WindowLists:
+    """Right `generate_draft_decode_kv_indices` with a window, pages as entries and virtual pages, one list at a time."""
+
+    def __call__(
+        self,
+        req_pool_indices,
+        req_to_token,
+        paged_kernel_lens,
+        kv_indices,
+        kv_indptr,
+        positions,
+        *,
+        topk,
+        page_size,
+        window_size=0,
+        sink_size=0,
+        entry_page_size=1,
+        v2p=None,
+        schedule=None,
+    ):
+        requests = list(zip(req_pool_indices.tolist(), paged_kernel_lens.tolist()))
+        num_steps, capacity = kv_indices.shape if requests else (0, 0)
+        for step in range(num_steps):
+            counts = [self.counted(n, window_size, sink_size) + step + 1 for n in positions.tolist()]
+            kv_indptr[step, 1 : len(counts) + 1] = torch.tensor(counts).cumsum(0).to(kv_indptr.dtype)
+            at = 0
+            for row, length in requests:
+                entries = req_to_token[row].long()
+                for branch in range(topk):
+                    start = self.draft_start(length, branch, num_steps, topk, page_size, window_size, sink_size)
+                    prefix = self.slots(entries, self.kept(length, window_size, sink_size), entry_page_size)
+                    drafted = self.drafted_slots(entries, start, step + 1, entry_page_size)
+                    slots = torch.cat((prefix, drafted))
+                    if v2p is not None:
+                        slots = self.physical(slots, v2p.long(), page_size)
+                    room = max(0, min(len(slots), capacity - at))
+                    kv_indices[step, at : at + room] = slots[:room].to(kv_indices.dtype)
+                    at += len(slots)
+
+    def counted(self, position, window, sink):
+        return min(position, window + sink) if window else position
+
+    def kept(self, length, window, sink):
+        at = torch.arange(length)
+        return at[(at < sink) | (at >= length - window)] if window else at
+
+    def draft_start(self, length, branch, num_steps, topk, page_size, window, sink):
+        if page_size == 1 or topk == 1:
+            return length + branch * num_steps
+        return length + branch * -(-(length % page_size + num_steps) // page_size) * page_size
+
+    def slots(self, entries, at, entry_page_size):
+        column = at // entry_page_size
+        entry = torch.where(column < len(entries), entries[column.clamp(max=len(entries) - 1)], 0)
+        return entry * entry_page_size + at % entry_page_size
+
+    def drafted_slots(self, entries, start, count, entry_page_size):
+        return self.slots(entries, start + torch.arange(count), entry_page_size)
+
+    def physical(self, slots, v2p, page_size):
+        page = v2p[(slots // page_size).clamp(min=0)]
+        return torch.where((slots >= 0) & (page >= 0), page * page_size + slots % page_size, 0)
+
+
+def window_lists_of(lists):
+    def generate_draft_decode_kv_indices(
+        req_pool_indices,
+        req_to_token,
+        paged_kernel_lens,
+        kv_indices,
+        kv_indptr,
+        positions,
+        *,
+        topk,
+        page_size,
+        window_size=0,
+        sink_size=0,
+        entry_page_size=1,
+        v2p=None,
+        schedule=None,
+    ):
+        lists(
+            req_pool_indices,
+            req_to_token,
+            paged_kernel_lens,
+            kv_indices,
+            kv_indptr,
+            positions,
+            topk=topk,
+            page_size=page_size,
+            window_size=window_size,
+            sink_size=sink_size,
+            entry_page_size=entry_page_size,
+            v2p=v2p,
+        )
+
+    return generate_draft_decode_kv_indices
+
+
+def counting(metadata, tokens):
+    """Return MHA metadata with so many keys more of each request."""
+    keys = metadata.cache_seqlens_int32 + tokens
+    ends = metadata.cu_seqlens_k.clone()
+    ends[1:] = keys.cumsum(0)
+    return replace(metadata, cache_seqlens_int32=keys.int(), cu_seqlens_k=ends)
