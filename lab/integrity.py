@@ -106,7 +106,7 @@ class Bindings:
         now = dict(_settings())
         return [
             *(path for path, holder, name, value in self.held if holder.get(name) is not value),
-            *(path for path, function, parts in self.functions if not _same(_parts(function), parts)),
+            *(path for path, function, parts in self.functions if _differs(function, parts)),
             *(path for path, constant, items in self.constants if _items(constant) != items),
             *(name for name, value in self.settings.items() if now[name] != value),
         ]
@@ -173,8 +173,14 @@ def _parts(function: types.FunctionType) -> tuple[Any, ...]:
     return function.__code__, function.__defaults__, *(part for pair in keywords for part in pair), *cells
 
 
-def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    return len(one) == len(other) and all(map(operator.is_, one, other))
+def _differs(function: types.FunctionType, parts: tuple[Any, ...]) -> bool:
+    code, defaults, *others = parts
+    if function.__code__ is not code or function.__defaults__ is not defaults:
+        return True
+    if not others and not function.__kwdefaults__:  # most functions: the check runs around every case
+        return False
+    now = _parts(function)
+    return len(now) != len(parts) or not all(map(operator.is_, now, parts))
 
 
 def _contents(cell: Any) -> Any:

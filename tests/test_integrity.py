@@ -13,6 +13,7 @@ import torch
 
 import lab.checks.stored
 import lab.references.errors
+from lab.calls.problem import AttentionProblem
 from lab.checks.catalogue import checks
 from lab.integrity import ChangedBindingsError, bindings, in_words
 from lab.references.errors import Comparison
@@ -41,6 +42,18 @@ def set_to(holder: Any, name: str, value: Any) -> Any:
     return lambda: setattr(holder, name, was)
 
 
+def changed_keyword_default() -> Any:
+    keywords = AttentionProblem.__init__.__kwdefaults__
+    was, keywords["bmm1_scale"] = keywords["bmm1_scale"], 2.0
+    return lambda: keywords.__setitem__("bmm1_scale", was)
+
+
+def changed_cell() -> Any:
+    cell = next(each for each in torch.cuda.memory_cached.__closure__ if callable(each.cell_contents))
+    was, cell.cell_contents = cell.cell_contents, callback
+    return lambda: setattr(cell, "cell_contents", was)
+
+
 def changed_constant() -> Any:
     poison = lab.checks.stored.POISON
     was = poison[torch.float16]
@@ -67,6 +80,8 @@ CHANGES = {
     "lab.references.errors.relative_l2": replaced_code,
     "lab.references.errors.CONTROL_FACTOR": lambda: set_to(lab.references.errors, "CONTROL_FACTOR", 1e9),
     "lab.checks.stored.fill": changed_default,
+    "lab.calls.problem.AttentionProblem.__init__": changed_keyword_default,
+    "torch.cuda.memory_cached": changed_cell,
     "lab.checks.stored.POISON": changed_constant,
     "torch.cuda.synchronize": lambda: set_to(torch.cuda, "synchronize", lambda device=None: None),
     "torch.cuda.graphs.CUDAGraph.replay": lambda: set_to(torch.cuda.CUDAGraph, "replay", lambda self: None),
