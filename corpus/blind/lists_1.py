@@ -1,5 +1,7 @@
 """Wrong kernels of the draft's K/V lists, written without a look at the checks: numbers 48 to 204."""
 
+from dataclasses import replace
+
 import torch
 
 from corpus.blind import wrong
@@ -79,22 +81,11 @@ class Blind96(Lists):
     multiple of 8.
     """
 
-    def __call__(
-        self, req_pool_indices, req_to_token, paged_kernel_lens, kv_indices, kv_indptr, positions, *, topk, page_size
-    ):
-        super().__call__(
-            req_pool_indices,
-            req_to_token,
-            paged_kernel_lens,
-            kv_indices,
-            kv_indptr,
-            positions,
-            topk=topk,
-            page_size=page_size,
-        )
-        for step in range(len(kv_indices)):
-            total = topk * (int(paged_kernel_lens.sum()) + len(paged_kernel_lens) * (step + 1))
-            kv_indices[step, total : -(-total // 8) * 8] = 0
+    def __call__(self, call):
+        super().__call__(call)
+        for step in range(len(call.kv_indices)):
+            total = call.topk * (int(call.paged_kernel_lens.sum()) + len(call.paged_kernel_lens) * (step + 1))
+            call.kv_indices[step, total : -(-total // 8) * 8] = 0
 
 
 @wrong(
@@ -107,26 +98,15 @@ class Blind96(Lists):
 class Blind97(Lists):
     """Lists are not cut at the end of their row of kv_indices: what is too long goes on into the next step's row."""
 
-    def __call__(
-        self, req_pool_indices, req_to_token, paged_kernel_lens, kv_indices, kv_indptr, positions, *, topk, page_size
-    ):
-        num_steps, n = len(kv_indices), len(paged_kernel_lens)
-        totals = [topk * (int(paged_kernel_lens.sum()) + n * (step + 1)) for step in range(num_steps)]
-        whole = kv_indices.new_zeros(num_steps, max(totals, default=0))
-        super().__call__(
-            req_pool_indices,
-            req_to_token,
-            paged_kernel_lens,
-            whole,
-            kv_indptr,
-            positions,
-            topk=topk,
-            page_size=page_size,
-        )
+    def __call__(self, call):
+        num_steps, n = len(call.kv_indices), len(call.paged_kernel_lens)
+        totals = [call.topk * (int(call.paged_kernel_lens.sum()) + n * (step + 1)) for step in range(num_steps)]
+        whole = call.kv_indices.new_zeros(num_steps, max(totals, default=0))
+        super().__call__(replace(call, kv_indices=whole))
         if n == 0 or num_steps == 0:
             return
-        stride, capacity = kv_indices.stride(0), kv_indices.shape[1]
-        memory = torch.as_strided(kv_indices, ((num_steps - 1) * stride + capacity,), (1,))
+        stride, capacity = call.kv_indices.stride(0), call.kv_indices.shape[1]
+        memory = torch.as_strided(call.kv_indices, ((num_steps - 1) * stride + capacity,), (1,))
         for step in reversed(range(num_steps)):  # programs in any order
             room = memory[step * stride : step * stride + totals[step]]
             room.copy_(whole[step, : len(room)])
@@ -223,40 +203,15 @@ class Blind202(WindowLists):
     address that is rounded down.
     """
 
-    def __call__(
-        self,
-        req_pool_indices,
-        req_to_token,
-        paged_kernel_lens,
-        kv_indices,
-        kv_indptr,
-        positions,
-        *,
-        topk,
-        page_size,
-        window_size=0,
-        sink_size=0,
-        entry_page_size=1,
-        v2p=None,
-        schedule=None,
-    ):
-        old, most = kv_indices.clone(), kv_indices.shape[1]
-        super().__call__(
-            req_pool_indices,
-            req_to_token,
-            paged_kernel_lens,
-            kv_indices,
-            kv_indptr,
-            positions,
-            topk=topk,
-            page_size=page_size,
-            window_size=window_size,
-            sink_size=sink_size,
-            entry_page_size=entry_page_size,
-            v2p=v2p,
-        )
-        kept = [len(self.kept(n, window_size, sink_size)) for n in paged_kernel_lens.tolist() for _ in range(topk)]
-        for step, row in enumerate(kv_indices):
+    def __call__(self, call):
+        old, most = call.kv_indices.clone(), call.kv_indices.shape[1]
+        super().__call__(call)
+        kept = [
+            len(self.kept(n, call.window_size, call.sink_size))
+            for n in call.paged_kernel_lens.tolist()
+            for _ in range(call.topk)
+        ]
+        for step, row in enumerate(call.kv_indices):
             right, at = row.clone(), 0
             for n in kept:
                 row[at + 128 : at + n] = old[step, at + 128 : at + n]
@@ -270,40 +225,11 @@ class Blind202(WindowLists):
 class Blind203(WindowLists):
     """A window bounds the positions in place, in the caller's tensor where .to(torch.int64) copies nothing."""
 
-    def __call__(
-        self,
-        req_pool_indices,
-        req_to_token,
-        paged_kernel_lens,
-        kv_indices,
-        kv_indptr,
-        positions,
-        *,
-        topk,
-        page_size,
-        window_size=0,
-        sink_size=0,
-        entry_page_size=1,
-        v2p=None,
-        schedule=None,
-    ):
-        bounds = positions.to(torch.int64)
-        if window_size:
-            bounds.clamp_(max=window_size + sink_size)
-        super().__call__(
-            req_pool_indices,
-            req_to_token,
-            paged_kernel_lens,
-            kv_indices,
-            kv_indptr,
-            bounds,
-            topk=topk,
-            page_size=page_size,
-            window_size=window_size,
-            sink_size=sink_size,
-            entry_page_size=entry_page_size,
-            v2p=v2p,
-        )
+    def __call__(self, call):
+        bounds = call.positions.to(torch.int64)
+        if call.window_size:
+            bounds.clamp_(max=call.window_size + call.sink_size)
+        super().__call__(replace(call, positions=bounds))
 
 
 @wrong(window_lists_of, trigger="topk no power of two (3, 5, 6, 7), 2 requests or more")
@@ -312,45 +238,15 @@ class Blind204(WindowLists):
     is.
     """
 
-    def __call__(
-        self,
-        req_pool_indices,
-        req_to_token,
-        paged_kernel_lens,
-        kv_indices,
-        kv_indptr,
-        positions,
-        *,
-        topk,
-        page_size,
-        window_size=0,
-        sink_size=0,
-        entry_page_size=1,
-        v2p=None,
-        schedule=None,
-    ):
-        kept = [len(self.kept(n, window_size, sink_size)) for n in paged_kernel_lens.tolist()]
-        num_steps, capacity = kv_indices.shape
-        whole = kv_indices.new_zeros(num_steps, topk * (sum(kept) + len(kept) * num_steps))
-        super().__call__(
-            req_pool_indices,
-            req_to_token,
-            paged_kernel_lens,
-            whole,
-            kv_indptr,
-            positions,
-            topk=topk,
-            page_size=page_size,
-            window_size=window_size,
-            sink_size=sink_size,
-            entry_page_size=entry_page_size,
-            v2p=v2p,
-        )
-        block = 1 << (topk - 1).bit_length()
+    def __call__(self, call):
+        kept, whole = self.with_room(call)
+        num_steps, capacity = call.kv_indices.shape
+        super().__call__(replace(call, kv_indices=whole))
+        block = 1 << (call.topk - 1).bit_length()
         for step in range(num_steps):
             before = 0
             for n in kept:
-                values = whole[step, before * topk : (before + n + step + 1) * topk]
-                room = kv_indices[step, before * block : min(capacity, before * block + len(values))]
+                values = whole[step, before * call.topk : (before + n + step + 1) * call.topk]
+                room = call.kv_indices[step, before * block : min(capacity, before * block + len(values))]
                 room.copy_(values[: len(room)])
                 before += n + step + 1

@@ -1,5 +1,7 @@
 """Wrong kernels of the draft's K/V lists, written without a look at the checks: numbers 205 to 311."""
 
+from dataclasses import replace
+
 import torch
 
 from corpus.blind import wrong
@@ -45,47 +47,17 @@ class Blind207(WindowLists):
     write to the last one's place.
     """
 
-    def __call__(
-        self,
-        req_pool_indices,
-        req_to_token,
-        paged_kernel_lens,
-        kv_indices,
-        kv_indptr,
-        positions,
-        *,
-        topk,
-        page_size,
-        window_size=0,
-        sink_size=0,
-        entry_page_size=1,
-        v2p=None,
-        schedule=None,
-    ):
-        kept = [len(self.kept(n, window_size, sink_size)) for n in paged_kernel_lens.tolist()]
-        num_steps, capacity = kv_indices.shape
-        whole = kv_indices.new_zeros(num_steps, topk * (sum(kept) + len(kept) * num_steps))
-        super().__call__(
-            req_pool_indices,
-            req_to_token,
-            paged_kernel_lens,
-            whole,
-            kv_indptr,
-            positions,
-            topk=topk,
-            page_size=page_size,
-            window_size=window_size,
-            sink_size=sink_size,
-            entry_page_size=entry_page_size,
-            v2p=v2p,
-        )
-        rows = req_pool_indices.tolist()
+    def __call__(self, call):
+        kept, whole = self.with_room(call)
+        num_steps, capacity = call.kv_indices.shape
+        super().__call__(replace(call, kv_indices=whole))
+        rows = call.req_pool_indices.tolist()
         for step in range(num_steps):
-            ends = torch.tensor([0] + [topk * (n + step + 1) for n in kept]).cumsum(0).tolist()
+            ends = torch.tensor([0] + [call.topk * (n + step + 1) for n in kept]).cumsum(0).tolist()
             place = dict(zip(rows, ends))
             for r, row in enumerate(rows):
                 values = whole[step, ends[r] : ends[r + 1]]
-                room = kv_indices[step, place[row] : min(capacity, place[row] + len(values))]
+                room = call.kv_indices[step, place[row] : min(capacity, place[row] + len(values))]
                 room.copy_(values[: len(room)])
 
 
@@ -120,48 +92,18 @@ class Blind262(WindowLists):
     them; kv_indptr is right.
     """
 
-    def __call__(
-        self,
-        req_pool_indices,
-        req_to_token,
-        paged_kernel_lens,
-        kv_indices,
-        kv_indptr,
-        positions,
-        *,
-        topk,
-        page_size,
-        window_size=0,
-        sink_size=0,
-        entry_page_size=1,
-        v2p=None,
-        schedule=None,
-    ):
-        kept = [len(self.kept(n, window_size, sink_size)) for n in paged_kernel_lens.tolist()]
-        num_steps, capacity = kv_indices.shape
-        whole = kv_indices.new_zeros(num_steps, topk * (sum(kept) + len(kept) * num_steps))
-        super().__call__(
-            req_pool_indices,
-            req_to_token,
-            paged_kernel_lens,
-            whole,
-            kv_indptr,
-            positions,
-            topk=topk,
-            page_size=page_size,
-            window_size=window_size,
-            sink_size=sink_size,
-            entry_page_size=entry_page_size,
-            v2p=v2p,
-        )
+    def __call__(self, call):
+        kept, whole = self.with_room(call)
+        num_steps, capacity = call.kv_indices.shape
+        super().__call__(replace(call, kv_indices=whole))
         for step in range(num_steps):
             source = place = 0
-            for n, count in zip(paged_kernel_lens.tolist(), kept):
-                values = whole[step, source : source + topk * (count + step + 1)]
-                room = kv_indices[step, place : min(capacity, place + len(values))]
+            for n, count in zip(call.paged_kernel_lens.tolist(), kept):
+                values = whole[step, source : source + call.topk * (count + step + 1)]
+                room = call.kv_indices[step, place : min(capacity, place + len(values))]
                 room.copy_(values[: len(room)])
                 source += len(values)
-                place += topk * (n + step + 1)
+                place += call.topk * (n + step + 1)
 
 
 @wrong(
@@ -173,45 +115,16 @@ class Blind263(WindowLists):
     prefix.
     """
 
-    def __call__(
-        self,
-        req_pool_indices,
-        req_to_token,
-        paged_kernel_lens,
-        kv_indices,
-        kv_indptr,
-        positions,
-        *,
-        topk,
-        page_size,
-        window_size=0,
-        sink_size=0,
-        entry_page_size=1,
-        v2p=None,
-        schedule=None,
-    ):
-        num_steps, n = kv_indices.shape[0], len(positions)
-        for step in range(num_steps if len(req_pool_indices) else 0):
+    def __call__(self, call):
+        num_steps, n = call.kv_indices.shape[0], len(call.positions)
+        for step in range(num_steps if len(call.req_pool_indices) else 0):
             self.drafted = step + 1
-            old = kv_indices.clone()
+            old = call.kv_indices.clone()
             bounds = torch.zeros(num_steps, n + 1, dtype=torch.int64)
             rows = old.clone()
-            super().__call__(
-                req_pool_indices,
-                req_to_token,
-                paged_kernel_lens,
-                rows,
-                bounds,
-                positions,
-                topk=topk,
-                page_size=page_size,
-                window_size=window_size,
-                sink_size=sink_size,
-                entry_page_size=entry_page_size,
-                v2p=v2p,
-            )
-            kv_indices[step] = rows[step]
-            kv_indptr[step, 1 : n + 1] = bounds[step, 1:].to(kv_indptr.dtype)
+            super().__call__(replace(call, kv_indices=rows, kv_indptr=bounds))
+            call.kv_indices[step] = rows[step]
+            call.kv_indptr[step, 1 : n + 1] = bounds[step, 1:].to(call.kv_indptr.dtype)
 
     def counted(self, position, window, sink):
         return min(position, max(0, window - self.drafted) + sink) if window else position
@@ -325,46 +238,16 @@ class Blind268(WindowLists):
 class Blind311(WindowLists):
     """Lists begin at the boundaries of kv_indptr, which follows positions, not where the lists before them end."""
 
-    def __call__(
-        self,
-        req_pool_indices,
-        req_to_token,
-        paged_kernel_lens,
-        kv_indices,
-        kv_indptr,
-        positions,
-        *,
-        topk,
-        page_size,
-        window_size=0,
-        sink_size=0,
-        entry_page_size=1,
-        v2p=None,
-        schedule=None,
-    ):
-        if not len(req_pool_indices):
+    def __call__(self, call):
+        if not len(call.req_pool_indices):
             return
-        kept = [len(self.kept(n, window_size, sink_size)) for n in paged_kernel_lens.tolist()]
-        num_steps, capacity = kv_indices.shape
-        whole = kv_indices.new_zeros(num_steps, topk * (sum(kept) + len(kept) * num_steps))
-        super().__call__(
-            req_pool_indices,
-            req_to_token,
-            paged_kernel_lens,
-            whole,
-            kv_indptr,
-            positions,
-            topk=topk,
-            page_size=page_size,
-            window_size=window_size,
-            sink_size=sink_size,
-            entry_page_size=entry_page_size,
-            v2p=v2p,
-        )
+        kept, whole = self.with_room(call)
+        num_steps, capacity = call.kv_indices.shape
+        super().__call__(replace(call, kv_indices=whole))
         for step in range(num_steps):
-            source, starts = 0, [0, *kv_indptr[step, 1:].tolist()]
-            for i, count in enumerate(n for n in kept for _ in range(topk)):
+            source, starts = 0, [0, *call.kv_indptr[step, 1:].tolist()]
+            for i, count in enumerate(n for n in kept for _ in range(call.topk)):
                 values = whole[step, source : source + count + step + 1]
-                room = kv_indices[step, min(starts[i], capacity) : min(capacity, starts[i] + len(values))]
+                room = call.kv_indices[step, min(starts[i], capacity) : min(capacity, starts[i] + len(values))]
                 room.copy_(values[: len(room)])
                 source += len(values)

@@ -1,5 +1,7 @@
 """Wrong kernels of the draft's K/V lists, written without a look at the checks: numbers 312 to 557."""
 
+from dataclasses import replace
+
 import torch
 
 from corpus.blind import wrong
@@ -11,38 +13,9 @@ from corpus.blind.model import assuming_strides, packed_strides
 class Blind312(WindowLists):
     """The rows of req_to_token are taken to lie end to end: of a slice of a wider table other rows' slots are read."""
 
-    def __call__(
-        self,
-        req_pool_indices,
-        req_to_token,
-        paged_kernel_lens,
-        kv_indices,
-        kv_indptr,
-        positions,
-        *,
-        topk,
-        page_size,
-        window_size=0,
-        sink_size=0,
-        entry_page_size=1,
-        v2p=None,
-        schedule=None,
-    ):
-        packed = assuming_strides(req_to_token, (req_to_token.shape[1], 1))
-        super().__call__(
-            req_pool_indices,
-            packed,
-            paged_kernel_lens,
-            kv_indices,
-            kv_indptr,
-            positions,
-            topk=topk,
-            page_size=page_size,
-            window_size=window_size,
-            sink_size=sink_size,
-            entry_page_size=entry_page_size,
-            v2p=v2p,
-        )
+    def __call__(self, call):
+        packed = assuming_strides(call.req_to_token, (call.req_to_token.shape[1], 1))
+        super().__call__(replace(call, req_to_token=packed))
 
 
 @wrong(
@@ -55,38 +28,9 @@ class Blind312(WindowLists):
 class Blind313(WindowLists):
     """The pages of a branch are counted from the last page of the batch's first prefix, for all requests."""
 
-    def __call__(
-        self,
-        req_pool_indices,
-        req_to_token,
-        paged_kernel_lens,
-        kv_indices,
-        kv_indptr,
-        positions,
-        *,
-        topk,
-        page_size,
-        window_size=0,
-        sink_size=0,
-        entry_page_size=1,
-        v2p=None,
-        schedule=None,
-    ):
-        self.first = int(paged_kernel_lens[0]) if len(paged_kernel_lens) else 0
-        super().__call__(
-            req_pool_indices,
-            req_to_token,
-            paged_kernel_lens,
-            kv_indices,
-            kv_indptr,
-            positions,
-            topk=topk,
-            page_size=page_size,
-            window_size=window_size,
-            sink_size=sink_size,
-            entry_page_size=entry_page_size,
-            v2p=v2p,
-        )
+    def __call__(self, call):
+        self.first = int(call.paged_kernel_lens[0]) if len(call.paged_kernel_lens) else 0
+        super().__call__(call)
 
     def draft_start(self, length, branch, num_steps, topk, page_size, window, sink):
         if page_size == 1 or topk == 1:
@@ -100,39 +44,11 @@ class Blind314(WindowLists):
     second page, and what lies after it, zeros.
     """
 
-    def __call__(
-        self,
-        req_pool_indices,
-        req_to_token,
-        paged_kernel_lens,
-        kv_indices,
-        kv_indptr,
-        positions,
-        *,
-        topk,
-        page_size,
-        window_size=0,
-        sink_size=0,
-        entry_page_size=1,
-        v2p=None,
-        schedule=None,
-    ):
-        if v2p is not None and v2p.dtype == torch.int32:
-            v2p = torch.cat((v2p[::2], v2p.new_zeros(len(v2p) // 2)))
-        super().__call__(
-            req_pool_indices,
-            req_to_token,
-            paged_kernel_lens,
-            kv_indices,
-            kv_indptr,
-            positions,
-            topk=topk,
-            page_size=page_size,
-            window_size=window_size,
-            sink_size=sink_size,
-            entry_page_size=entry_page_size,
-            v2p=v2p,
-        )
+    def __call__(self, call):
+        words = call.v2p
+        if call.v2p is not None and call.v2p.dtype == torch.int32:
+            words = torch.cat((call.v2p[::2], call.v2p.new_zeros(len(call.v2p) // 2)))
+        super().__call__(replace(call, v2p=words))
 
 
 @wrong(window_lists_of, trigger="kv_indices as a slice of a wider buffer (rows with gaps), two steps or more")
@@ -141,9 +57,9 @@ class Blind345(WindowLists):
     from the second step on.
     """
 
-    def __call__(self, req_pool_indices, req_to_token, paged_kernel_lens, kv_indices, kv_indptr, positions, **more):
-        as_packed = assuming_strides(kv_indices, packed_strides(kv_indices.shape))
-        super().__call__(req_pool_indices, req_to_token, paged_kernel_lens, as_packed, kv_indptr, positions, **more)
+    def __call__(self, call):
+        as_packed = assuming_strides(call.kv_indices, packed_strides(call.kv_indices.shape))
+        super().__call__(replace(call, kv_indices=as_packed))
 
 
 @wrong(window_lists_of, trigger="v2p, a window with a sink, and a prefix longer than the window")
@@ -165,13 +81,9 @@ class Blind346(WindowLists):
 class Blind375(WindowLists):
     """Kv_indptr is summed from the position of each request's first branch, for all its branches."""
 
-    def __call__(
-        self, req_pool_indices, req_to_token, paged_kernel_lens, kv_indices, kv_indptr, positions, *, topk, **more
-    ):
-        positions = positions[::topk].repeat_interleave(topk)
-        super().__call__(
-            req_pool_indices, req_to_token, paged_kernel_lens, kv_indices, kv_indptr, positions, topk=topk, **more
-        )
+    def __call__(self, call):
+        of_first = call.positions[:: call.topk].repeat_interleave(call.topk)
+        super().__call__(replace(call, positions=of_first))
 
 
 @wrong(window_lists_of, trigger="topk over 4")
@@ -243,9 +155,9 @@ class Blind436(WindowLists):
 class Blind465(WindowLists):
     """Where the table has pages, the tokens of a window are read from the start of the page that the window begins in."""
 
-    def __call__(self, *args, entry_page_size=1, **more):
-        self.entry = entry_page_size
-        super().__call__(*args, entry_page_size=entry_page_size, **more)
+    def __call__(self, call):
+        self.entry = call.entry_page_size
+        super().__call__(call)
 
     def kept(self, length, window, sink):
         start = max(length - window, sink)

@@ -1,46 +1,52 @@
 """Right models of the draft's K/V lists, and of counted metadata, which a wrong kernel changes in one step."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
+
+
+@dataclass(frozen=True, eq=False)
+class ListsCall:
+    """The arguments of a call, by the function's names; a call without a window has the last four at their defaults."""
+
+    req_pool_indices: torch.Tensor
+    req_to_token: torch.Tensor
+    paged_kernel_lens: torch.Tensor
+    kv_indices: torch.Tensor
+    kv_indptr: torch.Tensor
+    positions: torch.Tensor
+    topk: int
+    page_size: int
+    window_size: int = 0
+    sink_size: int = 0
+    entry_page_size: int = 1
+    v2p: torch.Tensor | None = None
 
 
 class Lists:
     """Right `generate_draft_decode_kv_indices`, in place, one list at a time."""
 
-    def __call__(
-        self,
-        req_pool_indices,
-        req_to_token,
-        paged_kernel_lens,
-        kv_indices,
-        kv_indptr,
-        positions,
-        *,
-        topk,
-        page_size,
-        schedule=None,
-    ):
-        num_steps, n = kv_indices.shape[0], req_pool_indices.shape[0]
+    def __call__(self, call):
+        num_steps, n = call.kv_indices.shape[0], call.req_pool_indices.shape[0]
         if n == 0 or num_steps == 0:
             return
-        lens = paged_kernel_lens.long()
+        lens = call.paged_kernel_lens.long()
         before = self.before(lens)
-        self.boundaries(kv_indptr, self.positions_of(positions, paged_kernel_lens), num_steps)
-        width, capacity = req_to_token.shape[1], kv_indices.shape[1]
-        for r, (row, length) in enumerate(zip(req_pool_indices.tolist(), lens.tolist())):
-            slots = req_to_token[row]
+        self.boundaries(call.kv_indptr, self.positions_of(call.positions, call.paged_kernel_lens), num_steps)
+        width, capacity = call.req_to_token.shape[1], call.kv_indices.shape[1]
+        for r, (row, length) in enumerate(zip(call.req_pool_indices.tolist(), lens.tolist())):
+            slots = call.req_to_token[row]
             prefix = torch.arange(self.prefix(length))
-            for branch in range(topk):
-                start = self.draft_start(length, branch, num_steps, topk, page_size)
+            for branch in range(call.topk):
+                start = self.draft_start(length, branch, num_steps, call.topk, call.page_size)
                 for step in range(num_steps):
-                    at = int(before[r]) * topk + r * (step + 1) * topk + branch * (length + step + 1)
+                    at = int(before[r]) * call.topk + r * (step + 1) * call.topk + branch * (length + step + 1)
                     drafted = torch.arange(self.drafted(step + 1))
                     source = torch.cat((prefix, start + drafted))
                     target = torch.cat((prefix, length + drafted)) + at
                     value = torch.where(source < width, slots[source.clamp(max=width - 1)], 0)
                     inside = target < capacity
-                    kv_indices[step, target[inside]] = value[inside].to(kv_indices.dtype)
+                    call.kv_indices[step, target[inside]] = value[inside].to(call.kv_indices.dtype)
 
     def before(self, lens):
         return lens.cumsum(0) - lens
@@ -81,14 +87,16 @@ def lists_of(lists):
         schedule=None,
     ):
         lists(
-            req_pool_indices,
-            req_to_token,
-            paged_kernel_lens,
-            kv_indices,
-            kv_indptr,
-            positions,
-            topk=topk,
-            page_size=page_size,
+            ListsCall(
+                req_pool_indices,
+                req_to_token,
+                paged_kernel_lens,
+                kv_indices,
+                kv_indptr,
+                positions,
+                topk=topk,
+                page_size=page_size,
+            )
         )
 
     return generate_draft_decode_kv_indices
@@ -97,41 +105,35 @@ def lists_of(lists):
 class WindowLists:
     """Right `generate_draft_decode_kv_indices` with a window, pages as entries and virtual pages, one list at a time."""
 
-    def __call__(
-        self,
-        req_pool_indices,
-        req_to_token,
-        paged_kernel_lens,
-        kv_indices,
-        kv_indptr,
-        positions,
-        *,
-        topk,
-        page_size,
-        window_size=0,
-        sink_size=0,
-        entry_page_size=1,
-        v2p=None,
-        schedule=None,
-    ):
-        requests = list(zip(req_pool_indices.tolist(), paged_kernel_lens.tolist()))
-        num_steps, capacity = kv_indices.shape if requests else (0, 0)
+    def __call__(self, call):
+        requests = list(zip(call.req_pool_indices.tolist(), call.paged_kernel_lens.tolist()))
+        num_steps, capacity = call.kv_indices.shape if requests else (0, 0)
         for step in range(num_steps):
-            counts = [self.counted(n, window_size, sink_size) + step + 1 for n in positions.tolist()]
-            kv_indptr[step, 1 : len(counts) + 1] = torch.tensor(counts).cumsum(0).to(kv_indptr.dtype)
+            counts = [self.counted(n, call.window_size, call.sink_size) + step + 1 for n in call.positions.tolist()]
+            call.kv_indptr[step, 1 : len(counts) + 1] = torch.tensor(counts).cumsum(0).to(call.kv_indptr.dtype)
             at = 0
             for row, length in requests:
-                entries = req_to_token[row].long()
-                for branch in range(topk):
-                    start = self.draft_start(length, branch, num_steps, topk, page_size, window_size, sink_size)
-                    prefix = self.slots(entries, self.kept(length, window_size, sink_size), entry_page_size)
-                    drafted = self.drafted_slots(entries, start, step + 1, entry_page_size)
+                entries = call.req_to_token[row].long()
+                for branch in range(call.topk):
+                    start = self.draft_start(
+                        length, branch, num_steps, call.topk, call.page_size, call.window_size, call.sink_size
+                    )
+                    prefix = self.slots(
+                        entries, self.kept(length, call.window_size, call.sink_size), call.entry_page_size
+                    )
+                    drafted = self.drafted_slots(entries, start, step + 1, call.entry_page_size)
                     slots = torch.cat((prefix, drafted))
-                    if v2p is not None:
-                        slots = self.physical(slots, v2p.long(), page_size)
+                    if call.v2p is not None:
+                        slots = self.physical(slots, call.v2p.long(), call.page_size)
                     room = max(0, min(len(slots), capacity - at))
-                    kv_indices[step, at : at + room] = slots[:room].to(kv_indices.dtype)
+                    call.kv_indices[step, at : at + room] = slots[:room].to(call.kv_indices.dtype)
                     at += len(slots)
+
+    def with_room(self, call):
+        """Return how many tokens of each request are kept, and rows that no list is cut in."""
+        kept = [len(self.kept(n, call.window_size, call.sink_size)) for n in call.paged_kernel_lens.tolist()]
+        num_steps = len(call.kv_indices)
+        return kept, call.kv_indices.new_zeros(num_steps, call.topk * (sum(kept) + len(kept) * num_steps))
 
     def counted(self, position, window, sink):
         return min(position, window + sink) if window else position
@@ -176,18 +178,20 @@ def window_lists_of(lists):
         schedule=None,
     ):
         lists(
-            req_pool_indices,
-            req_to_token,
-            paged_kernel_lens,
-            kv_indices,
-            kv_indptr,
-            positions,
-            topk=topk,
-            page_size=page_size,
-            window_size=window_size,
-            sink_size=sink_size,
-            entry_page_size=entry_page_size,
-            v2p=v2p,
+            ListsCall(
+                req_pool_indices,
+                req_to_token,
+                paged_kernel_lens,
+                kv_indices,
+                kv_indptr,
+                positions,
+                topk=topk,
+                page_size=page_size,
+                window_size=window_size,
+                sink_size=sink_size,
+                entry_page_size=entry_page_size,
+                v2p=v2p,
+            )
         )
 
     return generate_draft_decode_kv_indices

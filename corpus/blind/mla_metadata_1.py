@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from corpus.blind import wrong
+from corpus.blind.mla_metadata_model import OneBuilder
 from lab import metadata as lab_metadata
 from lab.metadata import DraftAttention, ForwardMode, QueryLayout
 from lab.metadata import build_mla_metadata as right_metadata
@@ -95,18 +96,13 @@ def build_mla_metadata_159(batch, pool, **options):
     return replace(metadata, block_kv_indices=metadata.block_kv_indices[:, :width].contiguous())
 
 
-def build_mla_decode_metadata_159(batch, pool, attention=DraftAttention.MLA):
-    return build_mla_metadata_159(batch, pool, attention=attention)
-
-
 @wrong(trigger="a verification with lengths on the host, whose draft tokens pass a multiple of 4,096")
-class Blind159:
+class Blind159(OneBuilder):
     """Where the host has the lengths, the block table of a verification is made wide enough for them alone, without
     the draft tokens.
     """
 
     build_mla_metadata = staticmethod(build_mla_metadata_159)
-    build_mla_decode_metadata = staticmethod(build_mla_decode_metadata_159)
 
 
 def build_mla_metadata_160(batch, pool, **options):
@@ -120,18 +116,13 @@ def build_mla_metadata_160(batch, pool, **options):
     return replace(metadata, block_kv_indices=table)
 
 
-def build_mla_decode_metadata_160(batch, pool, attention=DraftAttention.MLA):
-    return build_mla_metadata_160(batch, pool, attention=attention)
-
-
 @wrong(trigger="a draft extend of requests with different rows, whose padding passes the end of a page")
-class Blind160:
+class Blind160(OneBuilder):
     """The block table of a padded draft extend ends with the pages of a request's own tokens: -1 stands where padded
     queries look.
     """
 
     build_mla_metadata = staticmethod(build_mla_metadata_160)
-    build_mla_decode_metadata = staticmethod(build_mla_decode_metadata_160)
 
 
 def build_mla_metadata_217(batch, pool, **options):
@@ -146,18 +137,13 @@ def build_mla_metadata_217(batch, pool, **options):
     return replace(metadata, block_kv_indices=torch.where(late, pool.pages(slots), table))
 
 
-def build_mla_decode_metadata_217(batch, pool, attention=DraftAttention.MLA):
-    return build_mla_metadata_217(batch, pool, attention=attention)
-
-
 @wrong(trigger="a request of more than 4,096 keys (all modes of the decode kernel)")
-class Blind217:
+class Blind217(OneBuilder):
     """The block table is filled 4,096 tokens at a time; a later block begins at its first page's number in
     req_to_token, not at its first token.
     """
 
     build_mla_metadata = staticmethod(build_mla_metadata_217)
-    build_mla_decode_metadata = staticmethod(build_mla_decode_metadata_217)
 
 
 def build_mla_metadata_218(batch, pool, **options):
@@ -172,16 +158,11 @@ def build_mla_metadata_218(batch, pool, **options):
     return replace(metadata, block_kv_indices=table)
 
 
-def build_mla_decode_metadata_218(batch, pool, attention=DraftAttention.MLA):
-    return build_mla_metadata_218(batch, pool, attention=attention)
-
-
 @wrong(trigger="a pool with virtual pages, in DRAFT_EXTEND, DRAFT_EXTEND_V2 or RAGGED_VERIFY")
-class Blind218:
+class Blind218(OneBuilder):
     """Where slots are virtual, the block table of a draft extend or a ragged verification has virtual pages."""
 
     build_mla_metadata = staticmethod(build_mla_metadata_218)
-    build_mla_decode_metadata = staticmethod(build_mla_decode_metadata_218)
 
 
 def build_mla_metadata_219(batch, pool, **options):
@@ -191,18 +172,13 @@ def build_mla_metadata_219(batch, pool, **options):
     return replace(metadata, max_seq_len_q=max(batch.extend_seq_lens_cpu))
 
 
-def build_mla_decode_metadata_219(batch, pool, attention=DraftAttention.MLA):
-    return build_mla_metadata_219(batch, pool, attention=attention)
-
-
 @wrong(trigger="RAGGED_VERIFY with extend_seq_lens_cpu, none of whose requests verifies all num_draft_tokens")
-class Blind219:
+class Blind219(OneBuilder):
     """The query block of a ragged verification is as long as its longest request, as MHA's is, although lengths count
     whole drafts.
     """
 
     build_mla_metadata = staticmethod(build_mla_metadata_219)
-    build_mla_decode_metadata = staticmethod(build_mla_decode_metadata_219)
 
 
 def build_mla_metadata_220(batch, pool, **options):
@@ -222,18 +198,13 @@ def build_mla_metadata_220(batch, pool, **options):
     )
 
 
-def build_mla_decode_metadata_220(batch, pool, attention=DraftAttention.MLA):
-    return build_mla_metadata_220(batch, pool, attention=attention)
-
-
 @wrong(
     trigger=("DRAFT_EXTEND or DRAFT_EXTEND_V2 with different rows whose sum is a multiple of the number of requests"),
 )
-class Blind220:
+class Blind220(OneBuilder):
     """A draft extend is padded where its rows do not divide by its requests; 2 and 4 rows are viewed as 3 and 3."""
 
     build_mla_metadata = staticmethod(build_mla_metadata_220)
-    build_mla_decode_metadata = staticmethod(build_mla_decode_metadata_220)
 
 
 def build_mla_metadata_277(batch, pool, **options):
@@ -245,18 +216,13 @@ def build_mla_metadata_277(batch, pool, **options):
     return replace(metadata, block_kv_indices=doubled)
 
 
-def build_mla_decode_metadata_277(batch, pool, attention=DraftAttention.MLA):
-    return build_mla_metadata_277(batch, pool, attention=attention)
-
-
 @wrong(trigger="a pool with pages of 64 tokens (all modes of the decode kernel)")
-class Blind277:
+class Blind277(OneBuilder):
     """The slot of a page's first token is divided by 32, whatever the page size: with pages of 64 tokens ids are
     doubled.
     """
 
     build_mla_metadata = staticmethod(build_mla_metadata_277)
-    build_mla_decode_metadata = staticmethod(build_mla_decode_metadata_277)
 
 
 def build_mla_metadata_278(batch, pool, **options):
@@ -267,20 +233,15 @@ def build_mla_metadata_278(batch, pool, **options):
     return replace(metadata, cu_seqlens_q=ends)
 
 
-def build_mla_decode_metadata_278(batch, pool, attention=DraftAttention.MLA):
-    return build_mla_metadata_278(batch, pool, attention=attention)
-
-
 @wrong(
     trigger=(
         "a draft extend of requests with different rows, or RAGGED_VERIFY with a request of fewer rows than "
         "num_draft_tokens"
     ),
 )
-class Blind278:
+class Blind278(OneBuilder):
     """Where queries are padded, cu_seqlens_q counts the padded rows, although outputs are copied back by it to the
     rows as they were.
     """
 
     build_mla_metadata = staticmethod(build_mla_metadata_278)
-    build_mla_decode_metadata = staticmethod(build_mla_decode_metadata_278)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from corpus.blind import wrong
+from corpus.blind.mla_metadata_model import OneBuilder
 from lab import metadata as lab_metadata
 from lab.metadata import DraftAttention, ForwardMode, QueryLayout
 from lab.metadata import build_mla_metadata as right_metadata
@@ -19,18 +20,13 @@ def build_mla_metadata_279(batch, pool, **options):
     return replace(metadata, sum_seq_lens_q=sum(batch.extend_seq_lens_cpu))
 
 
-def build_mla_decode_metadata_279(batch, pool, attention=DraftAttention.MLA):
-    return build_mla_metadata_279(batch, pool, attention=attention)
-
-
 @wrong(trigger="RAGGED_VERIFY with extend_seq_lens_cpu and num_tokens over its sum")
-class Blind279:
+class Blind279(OneBuilder):
     """Sum_seq_lens_q of a ragged verification leaves out its rows of padding, so that their output does not become
     zero.
     """
 
     build_mla_metadata = staticmethod(build_mla_metadata_279)
-    build_mla_decode_metadata = staticmethod(build_mla_decode_metadata_279)
 
 
 def build_mla_metadata_280(batch, pool, **options):
@@ -41,22 +37,17 @@ def build_mla_metadata_280(batch, pool, **options):
     return replace(metadata, query_layout=QueryLayout.VIEW)
 
 
-def build_mla_decode_metadata_280(batch, pool, attention=DraftAttention.MLA):
-    return build_mla_metadata_280(batch, pool, attention=attention)
-
-
 @wrong(
     trigger=(
         "RAGGED_VERIFY with extend_seq_lens_cpu whose requests all have the same number of rows (one request is enough)"
     ),
 )
-class Blind280:
+class Blind280(OneBuilder):
     """A ragged verification whose requests verify as many rows each is a view, as a draft extend is, although its
     blocks have num_draft_tokens rows.
     """
 
     build_mla_metadata = staticmethod(build_mla_metadata_280)
-    build_mla_decode_metadata = staticmethod(build_mla_decode_metadata_280)
 
 
 def build_mla_metadata_319(batch, pool, *, disable_chunked_prefix_cache=False, **options):
@@ -68,22 +59,17 @@ def build_mla_metadata_319(batch, pool, *, disable_chunked_prefix_cache=False, *
     )
 
 
-def build_mla_decode_metadata_319(batch, pool, attention=DraftAttention.MLA):
-    return build_mla_metadata_319(batch, pool, attention=attention)
-
-
 def build_mla_prefill_metadata_319(batch, pool, **settings):
     return build_mla_metadata_319(batch, pool, **settings)
 
 
 @wrong(trigger="disable_chunked_prefix_cache=True in a prefill without cached prefixes")
-class Blind319:
+class Blind319(OneBuilder):
     """A prefill without the chunked prefix cache falls back to other kernels whether a request has a cached prefix or
     not.
     """
 
     build_mla_metadata = staticmethod(build_mla_metadata_319)
-    build_mla_decode_metadata = staticmethod(build_mla_decode_metadata_319)
     build_mla_prefill_metadata = staticmethod(build_mla_prefill_metadata_319)
 
 
@@ -101,18 +87,13 @@ def build_mla_metadata_320(batch, pool, *, attention=DraftAttention.MLA, **optio
     return replace(metadata, block_kv_indices=table)
 
 
-def build_mla_decode_metadata_320(batch, pool, attention=DraftAttention.MLA):
-    return build_mla_metadata_320(batch, pool, attention=attention)
-
-
 @wrong(
     trigger=("a pool with virtual pages, a mode of the decode kernel, and a live virtual page that is mapped to none"),
 )
-class Blind320:
+class Blind320(OneBuilder):
     """Where slots are virtual, a live page that v2p has none for is -1 in the block table, not the sink."""
 
     build_mla_metadata = staticmethod(build_mla_metadata_320)
-    build_mla_decode_metadata = staticmethod(build_mla_decode_metadata_320)
 
 
 def build_mla_metadata_349(batch, pool, *, attention=DraftAttention.MLA, **options):
@@ -125,18 +106,13 @@ def build_mla_metadata_349(batch, pool, *, attention=DraftAttention.MLA, **optio
     return replace(metadata, seq_lens_q=rows, cu_seqlens_q=boundaries)
 
 
-def build_mla_decode_metadata_349(batch, pool, attention=DraftAttention.MLA):
-    return build_mla_metadata_349(batch, pool, attention=attention)
-
-
 @wrong(trigger="a draft extend or RAGGED_VERIFY with a request of 0 rows")
-class Blind349:
+class Blind349(OneBuilder):
     """A request without rows in a draft extend or a ragged verification is counted with one row in seq_lens_q and
     cu_seqlens_q, as a grid needs one block at least.
     """
 
     build_mla_metadata = staticmethod(build_mla_metadata_349)
-    build_mla_decode_metadata = staticmethod(build_mla_decode_metadata_349)
 
 
 def build_mla_metadata_350(batch, pool, *, in_prefill_graph=False, **options):
@@ -194,21 +170,16 @@ def build_mla_metadata_380(batch, pool, *, attention=DraftAttention.MLA, **optio
     return replace(metadata, block_kv_indices=table)
 
 
-def build_mla_decode_metadata_380(batch, pool, attention=DraftAttention.MLA):
-    return build_mla_metadata_380(batch, pool, attention=attention)
-
-
 @wrong(
     trigger=(
         "a mode of the decode kernel, and a request with more keys (padding rows included) than "
         "ceil(max_context_len / page_size) pages hold"
     ),
 )
-class Blind380:
+class Blind380(OneBuilder):
     """Pages of a length above the context are -1 in the block table, as cells after the live pages are, not the sink."""
 
     build_mla_metadata = staticmethod(build_mla_metadata_380)
-    build_mla_decode_metadata = staticmethod(build_mla_decode_metadata_380)
 
 
 def build_mla_metadata_409(batch, pool, *, attention=DraftAttention.MLA, **options):
@@ -223,18 +194,13 @@ def build_mla_metadata_409(batch, pool, *, attention=DraftAttention.MLA, **optio
     return right_metadata(batch, pool, attention=attention, **options)
 
 
-def build_mla_decode_metadata_409(batch, pool, attention=DraftAttention.MLA):
-    return build_mla_metadata_409(batch, pool, attention=attention)
-
-
 @wrong(trigger="DECODE or IDLE with a SpecInfo and attention=MLA_WITH_OFFSET")
-class Blind409:
+class Blind409(OneBuilder):
     """A draft step that counts its tokens (MLA_WITH_OFFSET) counts those drafted before it, s, not its own: seq_lens +
     s keys, not seq_lens + s + 1.
     """
 
     build_mla_metadata = staticmethod(build_mla_metadata_409)
-    build_mla_decode_metadata = staticmethod(build_mla_decode_metadata_409)
 
 
 def build_mla_metadata_410(batch, pool, *, attention=DraftAttention.MLA, **options):
@@ -248,16 +214,11 @@ def build_mla_metadata_410(batch, pool, *, attention=DraftAttention.MLA, **optio
     )
 
 
-def build_mla_decode_metadata_410(batch, pool, attention=DraftAttention.MLA):
-    return build_mla_metadata_410(batch, pool, attention=attention)
-
-
 @wrong(trigger="TARGET_VERIFY whose num_draft_tokens is not num_tokens // batch_size")
-class Blind410:
+class Blind410(OneBuilder):
     """A verification adds SpecInfo.num_draft_tokens to the lengths, not its rows, num_tokens // batch_size."""
 
     build_mla_metadata = staticmethod(build_mla_metadata_410)
-    build_mla_decode_metadata = staticmethod(build_mla_decode_metadata_410)
 
 
 def build_mla_decode_metadata_439(batch, pool, attention=lab_metadata.DraftAttention.MLA):
