@@ -61,13 +61,8 @@ OPERATORS = (
     "sub",
 )
 OF_CLASSES = tuple(f"{cls.__module__}.{cls.__qualname__}" for cls in CLASSES)
-COMPILERS = (
-    "TRITON_",
-    "DISABLE_PTXAS",
-    "PTXAS_",
-    "NVCC_",
-    "LLVM_",
-)  # prefixes of variables that make any kernel another
+# Prefixes of variables that make any kernel another.
+COMPILERS = ("TRITON_", "DISABLE_PTXAS", "PTXAS_", "NVCC_", "LLVM_")
 SHOWN = 3  # changes that a sentence names
 PLAIN = (int, float, str, bytes, bool, type(None), torch.dtype)
 # Names that change by themselves: Python's own, and what torch.compile wraps.

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lab.checks.report import CaseVerdict
 
 SHOWN_DECLINES = 5
+WORST_FIRST = (Outcome.DISHONEST, Outcome.WRONG, Outcome.FAILED, Outcome.KNOWN, Outcome.RIGHT, Outcome.DECLINED)
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,7 @@ class CheckSummary:
     @property
     def outcome(self) -> Outcome:
         """The worst that any case had: a wrong result says more of a kernel than a call that failed."""
-        order = (Outcome.DISHONEST, Outcome.WRONG, Outcome.FAILED, Outcome.KNOWN, Outcome.RIGHT, Outcome.DECLINED)
-        return next(outcome for outcome in order if self.counts.get(outcome))
+        return next(outcome for outcome in WORST_FIRST if self.counts.get(outcome))
 
     @property
     def verdict(self) -> str:
@@ -47,8 +47,7 @@ class CheckSummary:
 
 def row_of(check: str, interface: Interface, verdicts: Sequence["CaseVerdict"]) -> CheckSummary:
     """Return the row of the verdicts of one check of one function."""
-    order = (Outcome.DECLINED, Outcome.RIGHT, Outcome.KNOWN, Outcome.FAILED, Outcome.WRONG, Outcome.DISHONEST)
-    worst = max(verdicts, key=lambda verdict: (order.index(verdict.outcome), verdict.judged.worst_ratio))
+    worst = max(verdicts, key=lambda verdict: (-WORST_FIRST.index(verdict.outcome), verdict.judged.worst_ratio))
     declines = Counter(reason for verdict in verdicts for reason in verdict.judged.declines)
     return CheckSummary(
         check=check,

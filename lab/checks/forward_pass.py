@@ -101,7 +101,7 @@ class EnginePass:
         raise NotImplementedError
 
     def read(self, *stored: Tensor) -> History:
-        """Return stored tokens as a kernel must understand them, but for the layer's scales."""
+        """Return stored tokens as a kernel must understand them, without the layer's scales."""
         return stored
 
 
@@ -212,7 +212,7 @@ def _stored(case: ForwardCase, keys: Tensor, values: Tensor) -> History:
 
 
 def _read(k: Tensor, v: Tensor, *factors: Tensor) -> History:
-    """Return K and V as a kernel must understand them, but for the layer's scales."""
+    """Return K and V as a kernel must understand them, without the layer's scales."""
     return (dequantize_nvfp4(k, factors[0]), dequantize_nvfp4(v, factors[1])) if factors else (k, v)
 
 

@@ -3,7 +3,6 @@
 Work is prepared, run and checked; captured in a CUDA graph; timed; and checked again, on every buffer that was timed.
 """
 
-import functools
 import math
 import random
 import statistics
@@ -31,7 +30,7 @@ from lab.timing.sampling import (
     reset_persisting_l2,
 )
 from lab.timing.staging import Staged, check_results, renew, stage
-from lab.timing.work import SHORTER_EVERY, GpuWork, Redraw, Seeds
+from lab.timing.work import SHORTER_EVERY, GpuWork, Redraw, Seeds, wipe
 
 SAMPLES = 30
 WARM_UP_RUNS = 3
@@ -39,7 +38,7 @@ WARM_UP_RUNS = 3
 # 1,980 ± 2 µs after a rest and 2,151 ± 180 µs right after other work. Rests between the samples make them slower by 1 to 3 %.
 REST_S = 1.0
 SHUFFLE_SEED = 0
-# Of K, V and pages, so much is drawn anew before a sample, on buffers chosen at random, and on so many of them at most.
+# The most bytes and buffers whose K, V and pages are drawn anew before a sample; the buffers are chosen at random.
 RENEWED_BYTES = 2**29
 MOST_RENEWED = 8
 
@@ -258,7 +257,7 @@ class Contents:
         return Seeds(tokens, SHORTER_EVERY * call + self._dice(turn).randrange(SHORTER_EVERY))
 
     def chosen(self, turn: int, buffers: Sequence[GpuWork]) -> int:
-        """Return the buffer of which results are judged in any case after a sample."""
+        """Return the buffer whose results are judged after each sample, the last or not."""
         return self._dice(turn).randrange(len(buffers))
 
     def _dice(self, turn: int) -> random.Random:
@@ -310,11 +309,11 @@ def _keep(name: str, staged: Staged, contents: Contents, turn: int, *, is_last: 
             yield Kept(name, work.redraw, seeds, whole, work.redraw.results(work.arguments, seeds, whole=whole))
     for work in staged.buffers:
         if work.redraw is not None:
-            work.arguments["out"].fill_(float("nan"))
+            wipe(work.arguments)
 
 
 def _wrong_results(works: Mapping[str, Staged], kept: Sequence[Kept]) -> Iterator[tuple[str, AssertionError]]:
-    """Yield each work of which results are wrong, with the first reason. What a seed makes of a redraw is worked out once."""
+    """Yield each work whose results are wrong, with the first reason. The truth of a seed is worked out once."""
     wrong: dict[str, AssertionError] = {}
     groups: dict[tuple[int, Seeds, bool], list[Kept]] = {}
     for each in kept:
@@ -356,7 +355,7 @@ def _recorded(steps: Iterable[Step], count: int, state: DeviceState, device_inde
         state.read(device_index)
 
     return cupti.record(
-        (before, functools.partial(read_while_it_runs, run) if number % read_every == 0 else run)
+        (before, partial(read_while_it_runs, run) if number % read_every == 0 else run)
         for number, (before, run) in enumerate(steps)
     )
 

@@ -19,7 +19,7 @@ from lab.checks.stored import fill
 from lab.metadata.engine.kv_cache import NVFP4KVCache, PagedKVCache
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 from lab.metadata.mla.metadata import TRTLLMMLADecodeMetadata
-from lab.timing.work import SHORTER_EVERY, Seeds
+from lab.timing.work import SHORTER_EVERY, Seeds, wipe
 from lab.workloads.requests import History
 
 MOST_SHORTER = 3  # tokens by which a drawn length is below the case's
@@ -82,7 +82,7 @@ class PassRedraw:
         arguments["cache"].write(self._moved(seeds.tokens)[places], *self._drawn(seeds.call + 1, len(places)))
         if self._moves:
             self._write_lengths(arguments["metadata"], self._shorter(seeds.call))
-        arguments["out"].fill_(float("nan"))
+        wipe(arguments)
 
     def results(self, arguments: Mapping[str, Any], seeds: Seeds, *, whole: bool) -> Tensor:
         """Return a copy of the output rows that `check_of` judges: all, or those of the requests that the seeds choose."""
@@ -147,7 +147,7 @@ class PassRedraw:
         return torch.Generator(self.forward.query.device).manual_seed(seed)
 
     def _drawn(self, seed: int, count: int | None = None) -> History:
-        """Return the sides of so many tokens as the cache stores them; of all requests', one after another, if None."""
+        """Return the sides of `count` tokens as the cache stores them; None for the tokens of all requests in turn."""
         forward, case = self.forward, self.forward.case
         total = sum(case.kv_lens[:: case.topk]) if count is None else count
         generator, device = self._generator(seed), forward.query.device
@@ -210,7 +210,7 @@ class PassRedraw:
         return sorted(chosen)
 
     def _shorter(self, seed: int) -> list[int]:
-        """Return how many tokens fewer each request has than the case says: none but for every `SHORTER_EVERY`-th seed."""
+        """Return how many tokens fewer each request has than the case says: 0 unless `SHORTER_EVERY` divides the seed."""
         case = self.forward.case
         if not self._moves or seed % SHORTER_EVERY or "encoder_page_table" in self._metadata:
             return [0] * len(case.q_lens)

@@ -15,7 +15,7 @@ from lab.timing.device_state import DeviceState
 from lab.timing.host_time import drain
 from lab.timing.method import L2, Clock, Method
 from lab.timing.sampling import between_events, driver, fresh_seed
-from lab.timing.work import Call, GpuWork, Redraw, Seeds
+from lab.timing.work import Call, GpuWork, Redraw, Seeds, wipe
 
 # A replay lasts about this long, so that the 2 µs that two events add to it are 0.2 %.
 REPLAY_US = 1000.0
@@ -110,7 +110,7 @@ def _check_each_call(buffers: Sequence[GpuWork], calls: Sequence[Call], stream: 
     seeds = [Seeds(fresh_seed(), fresh_seed()) for _ in buffers]
     for work, each in zip(buffers, seeds, strict=True):
         renew(work, each)
-    wipes = [functools.partial(work.arguments["out"].fill_, float("nan")) for work in buffers]
+    wipes = [functools.partial(wipe, work.arguments) for work in buffers]
     graph = _captured([step for pair in zip(wipes, calls, strict=True) for step in pair], stream)
     graph.replay()
     one = random.SystemRandom().choice(range(len(buffers) // 2, len(buffers)))

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple, Protocol
 Call = Callable[[], object]
 Check = Callable[[Mapping[str, Any]], None]
 
-
-# Calls of every so many-th seed are on requests some tokens shorter: few, so that the median time is the case's.
+# Requests are some tokens shorter where this divides the seed of a call: rarely, so that the median time is the case's.
 SHORTER_EVERY = 8
 
 
@@ -19,6 +18,11 @@ class Seeds(NamedTuple):
 
     tokens: int
     call: int
+
+
+def wipe(arguments: Mapping[str, Any]) -> None:
+    """Fill the output `out` with NaN, so that nothing of an earlier call is left in it."""
+    arguments["out"].fill_(float("nan"))
 
 
 class Redraw(Protocol):
