@@ -6,10 +6,10 @@ require("The judge", "hypothesis", "numpy", "pebble", "rich")
 
 from lab.calls.problem import AttentionCall
 from lab.checks.check import Level
-from lab.checks.domain.combination import Combination
 from lab.checks.draft_lists import DraftListsCase
 from lab.checks.graph_case import GraphCase, MLAGraphCase, Story
 from lab.checks.judge import judge, judge_case, judge_forward, judge_recorded
+from lab.checks.parameters.combination import Combination
 from lab.checks.report import CaseVerdict, Report
 from lab.checks.space import Space
 from lab.checks.verdicts import Outcome

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from lab.calls.problem import E4M3
-from lab.checks.domain.combination import Combination
-from lab.checks.domain.paged_axes import OWN_BIT_CLEAR, SOME_MINUS_INFINITY
-from lab.checks.domain.paged_shape import attention_case
+from lab.checks.parameters.combination import Combination
+from lab.checks.parameters.paged_axes import OWN_BIT_CLEAR, SOME_MINUS_INFINITY
+from lab.checks.parameters.paged_shape import attention_case
 from lab.checks.space import Space
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.workloads.attention_case import AttentionCase, Contents

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from lab.checks.domain.coverage import Coverage
+    from lab.checks.parameters.coverage import Coverage
 
 OVER_E4M3 = str(Literal("kv_dtype", "==", "e4m3"))  # in the rule of a region
 SHOWN_EXAMPLES = 3  # regions whose smallest case is shown
@@ -238,7 +238,7 @@ class Report:
     @functools.cached_property
     def coverages(self) -> "tuple[Coverage, ...]":
         """Return how much of each function's domain check K18 covered; empty where it did not run."""
-        from lab.checks.domain.coverage import coverages
+        from lab.checks.parameters.coverage import coverages
 
         return coverages(self.verdicts, self.space)
 

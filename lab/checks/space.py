@@ -58,7 +58,7 @@ class Space:
         longest: keys of the longest request, about; of the checks but K18.
         seed: of what is drawn: covering arrays, lengths, contents, and the cases of Hypothesis.
 
-    K18 judges further values of an axis that is left as it is (`lab.checks.domain.paged_axes.BEYOND`), which a kernel for the
+    K18 judges further values of an axis that is left as it is (`lab.checks.parameters.paged_axes.BEYOND`), which a kernel for the
     usual sizes declines.
 
     Raises:

@@ -20,7 +20,7 @@ from lab.exit_status import ExitStatus
 from lab.loading import LoadError
 
 if TYPE_CHECKING:
-    from lab.checks.domain.coverage import Coverage
+    from lab.checks.parameters.coverage import Coverage
     from lab.checks.progress import Progress
     from lab.checks.report import Report
 
@@ -316,8 +316,8 @@ def _judge_all(name: str, settings: Mapping[str, Any], shows_coverage: bool, con
 
 def _print_recorded_coverage(path: Path) -> ExitStatus:
     """Print the coverage of a report's file, and return the exit status."""
-    from lab.checks.domain.coverage import coverages
     from lab.checks.expressions import read_expression
+    from lab.checks.parameters.coverage import coverages
     from lab.checks.recording import ReportError, read_cases, read_record
 
     try:

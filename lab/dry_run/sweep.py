@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 
 from lab.calls.problem import AttentionCall, PagedAttention
-from lab.checks.domain.covering import Point
+from lab.checks.parameters.covering import Point
 from lab.dry_run import build, kernel_table
 from lab.dry_run.launcher import GPUS
 from lab.dry_run.launches import Launch, TensorMap

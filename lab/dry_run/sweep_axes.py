@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lab.calls.problem import NVFP4_BLOCK, AttentionCall
-from lab.checks.domain.covering import Constraint, Domain, Point
+from lab.checks.parameters.covering import Constraint, Domain, Point
 
 OUTS = ("fp16", "bf16", "e4m3")
 # "query/K and V/output"

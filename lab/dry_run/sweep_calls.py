@@ -9,7 +9,7 @@ import torch
 from lab.calls import ContextCall, DecodeCall, RaggedContextCall
 from lab.calls.mla_decode import MLADecodeCall
 from lab.calls.problem import E4M3, NVFP4_BLOCK, AttentionCall, mask_words
-from lab.checks.domain.covering import Point
+from lab.checks.parameters.covering import Point
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": E4M3, "nvfp4": torch.uint8, "fp32": torch.float32}
 

@@ -1,7 +1,7 @@
 """Values, forms of arguments and pairs of them that no other check has: whatever the calls document, in covering arrays.
 
 A kernel branches on its arguments, and a defect lies where two of them meet: a window over split tables, a mask beside sinks, a
-group of 12 in a batch of 257. Here the domain of each call is declared once (`lab.checks.domain`). The smoke level judges each
+group of 12 in a batch of 257. Here the domain of each call is declared once (`lab.checks.parameters`). The smoke level judges each
 value by itself, all else plain; the full level judges every pair of values too, and stated triples. A call without rows or
 without keys counts for the value that makes it so, and not for what else it was given.
 
@@ -16,11 +16,11 @@ from dataclasses import replace
 from functools import partial
 
 from lab.checks.check import Check, Level, first_line
-from lab.checks.domain.combination import Combination
-from lab.checks.domain.coverage import retried, tuples_by_outcome
-from lab.checks.domain.covering import Point
-from lab.checks.domain.drawing import made_small, random_points
-from lab.checks.domain.subjects import SUBJECTS
+from lab.checks.parameters.combination import Combination
+from lab.checks.parameters.coverage import retried, tuples_by_outcome
+from lab.checks.parameters.covering import Point
+from lab.checks.parameters.drawing import made_small, random_points
+from lab.checks.parameters.subjects import SUBJECTS
 from lab.checks.report import CaseVerdict
 from lab.checks.space import SEEDS, Space
 from lab.checks.trial import Trial

@@ -6,10 +6,10 @@ import torch
 from lab import references
 from lab.checks import Combination, Interface, Level, Space
 from lab.checks.catalogue.k18_combinations import CHECK
-from lab.checks.domain.covering import Domain
-from lab.checks.domain.paged_axes import VACUOUS
-from lab.checks.domain.ragged import head_dims_of, ragged_domain
-from lab.checks.domain.ragged_call import judge_ragged, ragged_lens
+from lab.checks.parameters.covering import Domain
+from lab.checks.parameters.paged_axes import VACUOUS
+from lab.checks.parameters.ragged import head_dims_of, ragged_domain
+from lab.checks.parameters.ragged_call import judge_ragged, ragged_lens
 from lab.checks.trial import Trial
 
 

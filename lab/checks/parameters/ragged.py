@@ -6,8 +6,8 @@ requests; its heads and head_dims are its own, those of DeepSeek and its relativ
 
 from typing import Any
 
-from lab.checks.domain.covering import Constraint, Domain
-from lab.checks.domain.paged_axes import (
+from lab.checks.parameters.covering import Constraint, Domain
+from lab.checks.parameters.paged_axes import (
     FEWER,
     NAMES,
     NEGATIVE,

@@ -10,9 +10,9 @@ import torch
 
 from lab import references
 from lab.checks import Combination, Interface, Outcome, Report, judge
-from lab.checks.domain.drawing import made_small, random_points
-from lab.checks.domain.subjects import SUBJECTS
-from tests.checks.domain.test_retries import NAMES
+from lab.checks.parameters.drawing import made_small, random_points
+from lab.checks.parameters.subjects import SUBJECTS
+from tests.checks.parameters.test_retries import NAMES
 from tests.checks.small import SMALL, twice_as_large_if
 from tests.checks.test_report import verdict_of
 

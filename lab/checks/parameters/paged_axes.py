@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lab.calls.problem import E4M3, NVFP4
-from lab.checks.domain.covering import Constraint, Domain
+from lab.checks.parameters.covering import Constraint, Domain
 from lab.checks.space import Space
 from lab.workloads.interfaces import Interface
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from lab.calls.problem import E4M3
-from lab.checks.domain.combination import Combination
-from lab.checks.domain.paged_axes import DTYPES, EQUAL, FEWER, ONE_TENSOR, OWN_BIT_CLEAR, REQUESTS, TWICE
+from lab.checks.parameters.combination import Combination
+from lab.checks.parameters.paged_axes import DTYPES, EQUAL, FEWER, ONE_TENSOR, OWN_BIT_CLEAR, REQUESTS, TWICE
 from lab.checks.space import Space, edge_lengths
 from lab.workloads.attention_case import AttentionCase, Contents, Storage, TableTail
 from lab.workloads.interfaces import Interface

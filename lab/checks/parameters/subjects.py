@@ -5,14 +5,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from lab.checks.domain.covering import Domain
-from lab.checks.domain.lists import judge_lists, lists_domain
-from lab.checks.domain.metadata import judge_metadata
-from lab.checks.domain.metadata_axes import METADATA, metadata_domain
-from lab.checks.domain.paged_axes import paged_domain
-from lab.checks.domain.paged_call import judge_paged
-from lab.checks.domain.ragged import ragged_domain
-from lab.checks.domain.ragged_call import judge_ragged
+from lab.checks.parameters.covering import Domain
+from lab.checks.parameters.lists import judge_lists, lists_domain
+from lab.checks.parameters.metadata import judge_metadata
+from lab.checks.parameters.metadata_axes import METADATA, metadata_domain
+from lab.checks.parameters.paged_axes import paged_domain
+from lab.checks.parameters.paged_call import judge_paged
+from lab.checks.parameters.ragged import ragged_domain
+from lab.checks.parameters.ragged_call import judge_ragged
 from lab.checks.space import Space
 from lab.checks.trial import Trial
 from lab.workloads.interfaces import ATTENTION, Interface

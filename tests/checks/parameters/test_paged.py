@@ -8,9 +8,9 @@ from lab import references
 from lab.calls.problem import mask_words
 from lab.checks import Combination, Interface, Level, Space
 from lab.checks.catalogue.k18_combinations import CHECK
-from lab.checks.domain.paged_axes import TWICE, VACUOUS, paged_domain
-from lab.checks.domain.paged_call import judge_paged
-from lab.checks.domain.paged_shape import attention_case, fewer_than_rows
+from lab.checks.parameters.paged_axes import TWICE, VACUOUS, paged_domain
+from lab.checks.parameters.paged_call import judge_paged
+from lab.checks.parameters.paged_shape import attention_case, fewer_than_rows
 from lab.checks.trial import Trial
 
 HEADS = 3

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from lab.checks.domain.covering import Constraint, Domain
+from lab.checks.parameters.covering import Constraint, Domain
 from lab.checks.space import Space
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows

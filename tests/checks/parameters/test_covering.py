@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from lab.checks.domain.covering import Constraint, Domain
+from lab.checks.parameters.covering import Constraint, Domain
 
 AXES = {"size": (1, 2, 3, 4), "form": ("plain", "view", "none"), "window": (-1, 0, 7), "mask": (False, True)}
 RULE = Constraint(lambda window, mask: window < 0 or not mask, "a mask has no window")

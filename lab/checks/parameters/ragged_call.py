@@ -10,8 +10,10 @@ from torch import Tensor
 
 from lab.calls.problem import E4M3
 from lab.checks.catalogue.k05_guards import amid
-from lab.checks.domain.combination import Combination
-from lab.checks.domain.forms import (
+from lab.checks.late import truth_of_requests
+from lab.checks.needles import draw_histories, needle_positions
+from lab.checks.parameters.combination import Combination
+from lab.checks.parameters.forms import (
     DTYPES,
     FormedCall,
     judge_call,
@@ -21,19 +23,17 @@ from lab.checks.domain.forms import (
     set_scales,
     with_minus_infinity,
 )
-from lab.checks.domain.paged_axes import FEWER, REQUESTS, SOME_MINUS_INFINITY
-from lab.checks.domain.paged_call import PADDED
-from lab.checks.domain.paged_shape import (
+from lab.checks.parameters.paged_axes import FEWER, REQUESTS, SOME_MINUS_INFINITY
+from lab.checks.parameters.paged_call import PADDED
+from lab.checks.parameters.paged_shape import (
     empty_requests,
     fewer_than_rows,
     longest_request,
     rows_of_prompts,
     rows_without_keys,
 )
-from lab.checks.domain.ragged import BELOW_ZERO, OF_THE_NEXT, SHORT, head_dims_of
-from lab.checks.domain.views import GAP, laid, raw, with_nan
-from lab.checks.late import truth_of_requests
-from lab.checks.needles import draw_histories, needle_positions
+from lab.checks.parameters.ragged import BELOW_ZERO, OF_THE_NEXT, SHORT, head_dims_of
+from lab.checks.parameters.views import GAP, laid, raw, with_nan
 from lab.checks.ragged_inputs import PADDING, TILE, Parts, arguments_of
 from lab.checks.space import edge_lengths
 from lab.checks.trial import Trial

@@ -52,7 +52,7 @@ class Combination:
 @functools.cache
 def plain_of(interface: Interface) -> Mapping[str, Any]:
     """Return the plain point of a function's domain when no axis is narrowed."""
-    from lab.checks.domain.subjects import SUBJECTS
+    from lab.checks.parameters.subjects import SUBJECTS
     from lab.checks.space import Space
 
     return SUBJECTS[interface].domain(Space()).plain

@@ -5,8 +5,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lab.checks.domain.combination import Combination
-from lab.checks.domain.covering import Domain, Values
+from lab.checks.parameters.combination import Combination
+from lab.checks.parameters.covering import Domain, Values
 from lab.checks.verdicts import Outcome
 from lab.named_enum import NamedEnum
 from lab.workloads.interfaces import Interface
@@ -99,7 +99,7 @@ class Coverage:
 
 def coverages(verdicts: Sequence["CaseVerdict"], space: "Space") -> tuple[Coverage, ...]:
     """Return the coverage of each function of which verdicts have combinations, within the domain of a space."""
-    from lab.checks.domain.subjects import SUBJECTS
+    from lab.checks.parameters.subjects import SUBJECTS
 
     of_function: dict[Interface, list[CaseVerdict]] = {}
     for verdict in verdicts:

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from lab.checks import Combination, Interface, Outcome
-from lab.checks.domain.coverage import Reach, coverage
-from lab.checks.domain.covering import Constraint, Domain
-from lab.checks.domain.subjects import SUBJECTS
+from lab.checks.parameters.coverage import Reach, coverage
+from lab.checks.parameters.covering import Constraint, Domain
+from lab.checks.parameters.subjects import SUBJECTS
 from lab.checks.report import CaseVerdict
 from tests.checks.small import SMALL
 from tests.checks.test_report import verdict_of

@@ -10,7 +10,7 @@ import torch
 from lab import references
 from lab.checks import Interface, Level, Outcome, Report, judge
 from lab.checks.catalogue.k18_combinations import CHECK
-from lab.checks.domain.coverage import Reach
+from lab.checks.parameters.coverage import Reach
 from tests.checks.small import SMALL, decoding
 
 NAMES = ("trtllm_batch_decode_with_kv_cache",)
@@ -91,7 +91,7 @@ def test_nothing_follows_at_the_smoke_level_or_where_nothing_is_declined() -> No
 
 
 def test_a_run_is_taken_up_with_what_followed(tmp_path: Path) -> None:
-    out, name = tmp_path / "report.json", "tests.checks.domain.declining_kernel"
+    out, name = tmp_path / "report.json", "tests.checks.parameters.declining_kernel"
     first = report_of(name, out=out)
     judged: list[bool] = []
     again = report_of(name, out=out, progress=lambda progress: judged.append(progress.is_new))

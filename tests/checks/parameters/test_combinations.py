@@ -9,10 +9,10 @@ from lab import references
 from lab.checks import Combination, Interface, Level, Outcome, Space
 from lab.checks.catalogue.k05_guards import changed_bits
 from lab.checks.catalogue.k18_combinations import CHECK
-from lab.checks.domain.metadata_axes import METADATA
-from lab.checks.domain.subjects import SUBJECTS
 from lab.checks.expressions import read_expression
 from lab.checks.isolation import run_trial
+from lab.checks.parameters.metadata_axes import METADATA
+from lab.checks.parameters.subjects import SUBJECTS
 from lab.workloads.interfaces import ATTENTION
 from tests.checks.small import SMALL
 

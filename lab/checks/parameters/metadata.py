@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.checks.domain.combination import Combination
-from lab.checks.domain.metadata_axes import NO_LIST
 from lab.checks.facts import CallFacts, facts_of_case
 from lab.checks.metadata_truth import (
     wrong_dead_cells,
@@ -18,6 +16,8 @@ from lab.checks.metadata_truth import (
     wrong_eager_mla_metadata,
     wrong_mla_prefill_metadata,
 )
+from lab.checks.parameters.combination import Combination
+from lab.checks.parameters.metadata_axes import NO_LIST
 from lab.checks.trial import Trial
 from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows

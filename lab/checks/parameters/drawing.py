@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from lab.checks.domain.combination import Combination
-from lab.checks.domain.coverage import retried
-from lab.checks.domain.subjects import SUBJECTS
+from lab.checks.parameters.combination import Combination
+from lab.checks.parameters.coverage import retried
+from lab.checks.parameters.subjects import SUBJECTS
 from lab.checks.space import Space
 from lab.workloads.interfaces import Interface
 

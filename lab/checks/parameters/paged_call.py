@@ -12,7 +12,8 @@ from lab.calls.problem import E4M3
 from lab.checks.attention_inputs import AttentionInputs, build_attention, reversed_pages
 from lab.checks.catalogue.k05_guards import amid
 from lab.checks.catalogue.k10_metamorphic import as_one_tensor
-from lab.checks.domain.forms import (
+from lab.checks.draft_masks import draft_masks, strictly_causal, with_bits_after
+from lab.checks.parameters.forms import (
     FormedCall,
     judge_call,
     set_lengths,
@@ -21,7 +22,7 @@ from lab.checks.domain.forms import (
     set_scales,
     with_minus_infinity,
 )
-from lab.checks.domain.paged_axes import (
+from lab.checks.parameters.paged_axes import (
     AT_A_WORD,
     BITS_AFTER,
     ONE_TENSOR,
@@ -30,8 +31,8 @@ from lab.checks.domain.paged_axes import (
     SOME_MINUS_INFINITY,
     TWICE,
 )
-from lab.checks.domain.paged_shape import PADDING, attention_case, rows_without_keys
-from lab.checks.domain.views import (
+from lab.checks.parameters.paged_shape import PADDING, attention_case, rows_without_keys
+from lab.checks.parameters.views import (
     GAP,
     LEAST_ALIGNMENT_BYTES,
     apart,
@@ -42,7 +43,6 @@ from lab.checks.domain.views import (
     with_nan,
     with_odd_strides,
 )
-from lab.checks.draft_masks import draft_masks, strictly_causal, with_bits_after
 from lab.checks.spellings import packed_mask
 from lab.checks.stored import E4M3_K_SCALE
 from lab.checks.trial import Trial, truth_of_call
