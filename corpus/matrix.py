@@ -20,9 +20,9 @@ import torch
 from corpus.mutants import MUTANTS, Mutant
 from corpus.upstream_rules import UPSTREAM_RULES, passes
 from lab.checks.attention_inputs import build_attention
-from lab.checks.catalogue import checks
 from lab.checks.check import Check, Level
 from lab.checks.isolation import run_trial
+from lab.checks.properties import checks
 from lab.checks.refusals import Declined, Raised
 from lab.checks.space import Space
 from lab.checks.trial import Trial, truth_of_call

@@ -138,7 +138,7 @@ class JudgedKernel(pytest.Collector):
 
     def collect(self) -> Sequence["CheckOfFunction"]:
         """Return a test for each check of each function."""
-        from lab.checks.catalogue import checks
+        from lab.checks.properties import checks
 
         return [
             CheckOfFunction.from_parent(
@@ -179,7 +179,7 @@ class JudgedKernel(pytest.Collector):
 
     def can_be_judged(self, interface: "Interface") -> bool:
         """Return True if some check judges a case of a function."""
-        from lab.checks.catalogue import checks
+        from lab.checks.properties import checks
 
         if interface not in self.judged:
             of_it = (check.key for check in checks() if interface in check.interfaces)

@@ -43,7 +43,7 @@ from corpus.mutants.split_kv import SplitKV
 from corpus.upstream_rules import UPSTREAM_RULES, passes
 from lab.checks import AttentionCase, Dead, Interface, Storage, judge_case
 from lab.checks.attention_inputs import build_attention
-from lab.checks.catalogue import checks
+from lab.checks.properties import checks
 from lab.checks.trial import Trial, truth_of_call
 from lab.kernels import default_implementation
 from lab.references.errors import relative_l2

@@ -101,7 +101,7 @@ STEPS: list[tuple[str, tuple[str, ...]]] = [
     ("lab.kernels.support", HEAVY),
     ("lab.kernels.trtllm", HEAVY),
     ("lab.checks", (*HEAVY, "hypothesis", "pebble")),
-    ("lab.checks.catalogue.graph_stories", HEAVY),  # the judge judges where there is no Triton
+    ("lab.checks.properties.graph_stories", HEAVY),  # the judge judges where there is no Triton
     ("lab.timing.statistics", ("scipy.stats", "matplotlib", "rich")),
     ("lab.reports.recorded", ("scipy.stats", "matplotlib", "rich")),
     ("lab.reports.compare", ("scipy.stats", "matplotlib", "rich")),

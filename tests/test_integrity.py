@@ -14,7 +14,7 @@ import torch
 import lab.checks.stored
 import lab.references.errors
 from lab.calls.problem import AttentionProblem
-from lab.checks.catalogue import checks
+from lab.checks.properties import checks
 from lab.integrity import ChangedBindingsError, bindings, in_words
 from lab.references.errors import Comparison
 

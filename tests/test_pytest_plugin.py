@@ -9,7 +9,7 @@ import pytest
 
 from lab.axes import SEVERAL, SOME
 from lab.checks import Space
-from lab.checks.catalogue import checks
+from lab.checks.properties import checks
 from lab.pytest_plugin import assert_close_to_reference as fixture
 
 ROOT = Path(__file__).parent.parent

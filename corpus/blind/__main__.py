@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from corpus.blind import kernels
-from lab.checks.catalogue import checks
+from lab.checks.properties import checks
 from lab.files import write_text
 
 WITHOUT = ("S1", "S2")

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from lab.checks import Space
-from lab.checks.catalogue import checks
 from lab.checks.check import Level
+from lab.checks.properties import checks
 from lab.workloads.interfaces import Interface
 
 SPACE = Space(

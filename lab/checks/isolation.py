@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 import torch
 
 from lab.checks import transport
-from lab.checks.catalogue import checks
 from lab.checks.check import Check
 from lab.checks.probe import PROBE
+from lab.checks.properties import checks
 from lab.checks.refusals import Declined, Raised, Refusals, raised
 from lab.checks.space import Space
 from lab.checks.trial import AUDITED_CHECKS, Trial

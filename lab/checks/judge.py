@@ -12,12 +12,12 @@ import torch
 
 from lab.checks.audit import audit, chosen
 from lab.checks.bench import Bench, Session, Waits, in_turns
-from lab.checks.catalogue import checks
 from lab.checks.check import Check, Level
 from lab.checks.isolation import Isolation
 from lab.checks.ledger import LEDGER, KnownFinding, known
 from lab.checks.probe import axes_taken, is_mostly_declined
 from lab.checks.progress import Progress, Stopwatch
+from lab.checks.properties import checks
 from lab.checks.recording import digest_of_run, earlier_verdicts, offer_of, read_case, read_record, replaceable
 from lab.checks.refusals import resolve_refusals
 from lab.checks.report import CaseVerdict, Report

@@ -16,8 +16,8 @@ from typing import Any
 
 import lab
 from lab.checks.bench import Key, key_of
-from lab.checks.catalogue import checks
 from lab.checks.expressions import read_expression
+from lab.checks.properties import checks
 from lab.checks.report import CaseVerdict
 from lab.checks.verdicts import Judged, Outcome
 from lab.loading import load

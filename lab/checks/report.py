@@ -255,7 +255,7 @@ class Report:
         from rich.table import Table
         from rich.text import Text
 
-        from lab.checks.catalogue import checks
+        from lab.checks.properties import checks
 
         names = {check.key: check.name for check in checks()}
         seed = f", seed {self.space.seed}" if self.space.seed else ""

@@ -6,7 +6,7 @@ from rich.table import Table
 
 def checks() -> None:
     """List the judge's checks: key, name, and the defects that each finds."""
-    from lab.checks.catalogue import checks as catalogue
+    from lab.checks.properties import checks as catalogue
 
     table = Table("key", "name", "finds", box=None, pad_edge=False)
     for check in catalogue():

@@ -31,7 +31,7 @@ OF_ONE_CASE = {"implementation", "device", "in_process", "time_limit_s", "case",
 
 def _check_named(name: str) -> str:
     """Return the key or name of a check as it is; raise ValueError, with the checks that there are, for any other text."""
-    from lab.checks.catalogue import checks
+    from lab.checks.properties import checks
 
     names = {spelling for check in checks() for spelling in (check.key, check.key.lower(), check.name)}
     if name not in names:

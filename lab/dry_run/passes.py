@@ -15,8 +15,6 @@ import torch
 from lab.calls import CALL_TYPES
 from lab.calls.problem import AttentionCall
 from lab.calls.workspace import SEMAPHORE_BYTES
-from lab.checks.catalogue.forward_modes import mode_cases
-from lab.checks.catalogue.mla_modes import mla_mode_cases
 from lab.checks.forward_pass import (
     EnginePass,
     ForwardPass,
@@ -28,6 +26,8 @@ from lab.checks.forward_pass import (
     with_scale_factors,
 )
 from lab.checks.mla_pass import MLAPass, new_mla_layer
+from lab.checks.properties.forward_modes import mode_cases
+from lab.checks.properties.mla_modes import mla_mode_cases
 from lab.dry_run import build
 from lab.dry_run.launcher import GPUS, Gpu, LaunchError, gpu_named
 from lab.dry_run.launches import Launch

@@ -23,10 +23,10 @@ import torch
 
 from corpus.matrix import MOST_MEMORY_BYTES, NO_MEMORY, WRONG, cases_of, combinations, space_of
 from corpus.mutants import MUTANTS, mutant
-from lab.checks.catalogue import checks
 from lab.checks.check import Check, Level
 from lab.checks.diagnosis import Region, diagnose
 from lab.checks.isolation import run_trial
+from lab.checks.properties import checks
 from lab.checks.report import CaseVerdict
 from lab.checks.verdicts import Outcome
 from lab.files import write_text

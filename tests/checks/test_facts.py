@@ -6,10 +6,10 @@ import torch
 
 from lab import references
 from lab.checks import AttentionCase, ForwardCase, Interface
-from lab.checks.catalogue import checks
 from lab.checks.check import Level
 from lab.checks.facts import facts_of_case
 from lab.checks.isolation import run_trial
+from lab.checks.properties import checks
 from lab.checks.trial import Trial, truth_of_call
 from lab.metadata import ForwardMode
 from tests.checks.small import SMALL

@@ -16,8 +16,8 @@ import lab.references
 from corpus.mutants.mutant import Mutant
 from corpus.mutants.rows import PaddingGivenToLast
 from lab.checks import Contents, ForwardCase, Level, Outcome, Space, judge_forward
-from lab.checks.catalogue import forward_modes
 from lab.checks.forward_pass import build_forward
+from lab.checks.properties import forward_modes
 from lab.metadata import AttentionCall, ForwardMode, KVLayout, build_mha_metadata
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.workloads.geometries import GEOMETRIES

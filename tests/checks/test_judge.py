@@ -15,9 +15,9 @@ import torch
 from lab import references
 from lab.calls.problem import E4M3
 from lab.checks import AttentionCase, CaseVerdict, Contents, Interface, Level, Outcome, judge, judge_case
-from lab.checks.catalogue import checks
 from lab.checks.ledger import KnownFinding
 from lab.checks.progress import Progress
+from lab.checks.properties import checks
 from lab.checks.report import Report
 from lab.loading import LoadError
 from tests.checks import hostile, someone_elses

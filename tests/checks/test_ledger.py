@@ -10,7 +10,6 @@ import torch
 
 from lab.calls.problem import E4M3
 from lab.checks import AttentionCase, CaseVerdict, Combination, Interface, Outcome
-from lab.checks.catalogue import checks
 from lab.checks.ledger import LEDGER, KnownFinding, known
 from lab.checks.ledger_conditions import (
     mask_over_e4m3,
@@ -23,6 +22,7 @@ from lab.checks.ledger_conditions import (
     window_over_several_rows,
     wrong_requests,
 )
+from lab.checks.properties import checks
 from lab.checks.trial import Result, Trial, truth_of_call
 from lab.checks.verdicts import Judged
 from lab.metadata.engine.forward_mode import ForwardMode

@@ -9,7 +9,7 @@ import torch
 
 import lab.references
 from lab.checks import RaggedCase
-from lab.checks.catalogue import mla_prefill
+from lab.checks.properties import mla_prefill
 from lab.checks.trial import Trial
 from lab.metadata.mla.calls import prepare_mla_prefill
 from lab.metadata.mla.metadata import TRTLLMMLAPrefillMetadata, build_mla_prefill_metadata

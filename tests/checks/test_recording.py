@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from lab.checks import Level, Outcome, Report, Space, judge
-from lab.checks.catalogue import checks
 from lab.checks.expressions import read_expression
 from lab.checks.isolation import Isolation
 from lab.checks.judge import judge_recorded
 from lab.checks.progress import Progress
+from lab.checks.properties import checks
 from lab.checks.recording import ReportError, read_case
 from lab.loading import LoadError
 from tests.checks.small import SMALL

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from lab.checks import AttentionCase, Interface, Outcome
-from lab.checks.catalogue import checks
 from lab.checks.check import Check
 from lab.checks.isolation import run_trial
+from lab.checks.properties import checks
 from lab.checks.refusals import Declined, Raised, refusing, resolve_refusals
 from lab.checks.space import Space
 from lab.checks.trial import Trial, truth_of_call

@@ -13,10 +13,10 @@ from corpus.matrix import SPACE
 from corpus.mutants import mutant
 from lab import references
 from lab.checks import AttentionCase, Interface, RaggedCase, Space
-from lab.checks.catalogue import k09_replay as replays
-from lab.checks.catalogue.k09_replay import CHECK, Lens, paged_batches, ragged_batches
 from lab.checks.check import Level
 from lab.checks.isolation import run_trial
+from lab.checks.properties import k09_replay as replays
+from lab.checks.properties.k09_replay import CHECK, Lens, paged_batches, ragged_batches
 from lab.checks.replays import Form, Replay
 from lab.checks.trial import Trial
 from lab.checks.verdicts import Outcome

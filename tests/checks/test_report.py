@@ -25,7 +25,7 @@ from lab.checks import (
     Storage,
     TableTail,
 )
-from lab.checks.catalogue import checks
+from lab.checks.properties import checks
 from lab.checks.report import _worst
 from lab.checks.verdicts import Judged
 from tests.checks.small import SMALL

@@ -13,11 +13,11 @@ import torch
 from corpus.mutants import mutant
 from lab import references
 from lab.checks import GraphCase, Interface, Level, Outcome, Space, Story, judge_case, stories
-from lab.checks.catalogue import graph_stories
 from lab.checks.check import Check
 from lab.checks.graph_case import MLAGraphCase, StoryCase, graph_modes
 from lab.checks.graph_stage import HUGE, POISONED_LENGTH, MHAStage, MLAStage, Stage
 from lab.checks.isolation import run_trial
+from lab.checks.properties import graph_stories
 from lab.checks.scene import RunnerFactory, Scene, right_runner
 from lab.checks.stories import STORIES, tell
 from lab.kernels import portable

@@ -149,7 +149,7 @@ def test_ctrl_c_has_a_status_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lab.checks.catalogue.checks", interrupted)
+    monkeypatch.setattr("lab.checks.properties.checks", interrupted)
     assert run("checks") == 130
 
 

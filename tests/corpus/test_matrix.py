@@ -23,10 +23,10 @@ from corpus.mutants.mutant import (
 )
 from corpus.mutants.ragged import Ragged
 from corpus.mutants.split_kv import SplitKV
-from lab.checks.catalogue import checks
 from lab.checks.check import Check
 from lab.checks.expressions import read_expression
 from lab.checks.isolation import run_trial
+from lab.checks.properties import checks
 from lab.checks.verdicts import Judged, Outcome
 
 RECORDED = Path(__file__).parents[2] / "results" / "mutants.json"

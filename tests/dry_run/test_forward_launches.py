@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import AttentionCall
-from lab.checks.catalogue.forward_modes import mode_cases, quantised_cases
-from lab.checks.catalogue.mla_modes import mla_mode_cases
 from lab.checks.forward_pass import ForwardPass, build_forward
 from lab.checks.graph_case import GraphCase, MLAGraphCase, Story, graph_modes
 from lab.checks.graph_stage import MHAStage, MLAStage
 from lab.checks.mla_pass import MLAPass, build_mla_pass
+from lab.checks.properties.forward_modes import mode_cases, quantised_cases
+from lab.checks.properties.mla_modes import mla_mode_cases
 from lab.checks.scene import Scene
 from lab.checks.space import Space
 from lab.dry_run.launches import Launch

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.checks.catalogue.k05_guards import amid, changed_bits, guarded, wrong_guards
 from lab.checks.parameters import paged_axes
 from lab.checks.parameters.combination import Combination
 from lab.checks.parameters.paged_axes import WHOLE_ONE
 from lab.checks.parameters.views import LEAST_ALIGNMENT_BYTES
+from lab.checks.properties.k05_guards import amid, changed_bits, guarded, wrong_guards
 from lab.checks.refusals import same_bits
 from lab.checks.trial import Result, Trial
 from lab.references.truth import Truth

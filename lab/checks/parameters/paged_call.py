@@ -10,8 +10,6 @@ from torch import Tensor
 
 from lab.calls.problem import E4M3
 from lab.checks.attention_inputs import AttentionInputs, build_attention, reversed_pages
-from lab.checks.catalogue.k05_guards import amid
-from lab.checks.catalogue.k10_metamorphic import as_one_tensor
 from lab.checks.draft_masks import draft_masks, strictly_causal, with_bits_after
 from lab.checks.parameters.forms import (
     FormedCall,
@@ -43,6 +41,8 @@ from lab.checks.parameters.views import (
     with_nan,
     with_odd_strides,
 )
+from lab.checks.properties.k05_guards import amid
+from lab.checks.properties.k10_metamorphic import as_one_tensor
 from lab.checks.spellings import packed_mask
 from lab.checks.stored import E4M3_K_SCALE
 from lab.checks.trial import Trial, truth_of_call

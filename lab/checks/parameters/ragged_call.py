@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import E4M3
-from lab.checks.catalogue.k05_guards import amid
 from lab.checks.late import truth_of_requests
 from lab.checks.needles import draw_histories, needle_positions
 from lab.checks.parameters.combination import Combination
@@ -34,6 +33,7 @@ from lab.checks.parameters.paged_shape import (
 )
 from lab.checks.parameters.ragged import BELOW_ZERO, OF_THE_NEXT, SHORT, head_dims_of
 from lab.checks.parameters.views import GAP, laid, raw, with_nan
+from lab.checks.properties.k05_guards import amid
 from lab.checks.ragged_inputs import PADDING, TILE, Parts, arguments_of
 from lab.checks.space import edge_lengths
 from lab.checks.trial import Trial

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from lab.checks import verdicts
-from lab.checks.catalogue import checks
+from lab.checks.properties import checks
 from lab.checks.verdicts import Outcome
 from lab.reports.html.findings import Finding, findings_in
 from lab.reports.pictures.judging import VerdictCell

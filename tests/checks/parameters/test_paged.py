@@ -7,10 +7,10 @@ import torch
 from lab import references
 from lab.calls.problem import mask_words
 from lab.checks import Combination, Interface, Level, Space
-from lab.checks.catalogue.k18_combinations import CHECK
 from lab.checks.parameters.paged_axes import TWICE, VACUOUS, paged_domain
 from lab.checks.parameters.paged_call import judge_paged
 from lab.checks.parameters.paged_shape import attention_case, fewer_than_rows
+from lab.checks.properties.k18_combinations import CHECK
 from lab.checks.trial import Trial
 
 HEADS = 3

@@ -5,11 +5,11 @@ import torch
 
 from lab import references
 from lab.checks import Combination, Interface, Level, Space
-from lab.checks.catalogue.k18_combinations import CHECK
 from lab.checks.parameters.covering import Domain
 from lab.checks.parameters.paged_axes import VACUOUS
 from lab.checks.parameters.ragged import head_dims_of, ragged_domain
 from lab.checks.parameters.ragged_call import judge_ragged, ragged_lens
+from lab.checks.properties.k18_combinations import CHECK
 from lab.checks.trial import Trial
 
 

@@ -9,8 +9,8 @@ import torch
 
 from lab import references
 from lab.checks import Interface, Level, Outcome, Report, judge
-from lab.checks.catalogue.k18_combinations import CHECK
 from lab.checks.parameters.coverage import Reach
+from lab.checks.properties.k18_combinations import CHECK
 from tests.checks.small import SMALL, decoding
 
 NAMES = ("trtllm_batch_decode_with_kv_cache",)

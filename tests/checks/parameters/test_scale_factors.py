@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lab.checks import Combination, Interface, Outcome
-from lab.checks.catalogue import checks
 from lab.checks.isolation import run_trial
+from lab.checks.properties import checks
 from lab.checks.space import Space
 from lab.references import trtllm_batch_decode_with_kv_cache
 from tests.checks.small import decoding

@@ -8,7 +8,7 @@ import pytest
 
 from lab import references
 from lab.checks import Interface, Level, Space, judge
-from lab.checks.catalogue import checks
+from lab.checks.properties import checks
 from lab.checks.recording import read_record
 from tests.checks.small import SMALL
 

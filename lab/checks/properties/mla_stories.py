@@ -9,10 +9,10 @@ from itertools import product
 
 import torch
 
-from lab.checks.catalogue.graph_stories import told_modes
 from lab.checks.check import Check, Level, first_line
 from lab.checks.graph_case import MLAGraphCase
 from lab.checks.graph_stage import MLAStage
+from lab.checks.properties.graph_stories import told_modes
 from lab.checks.space import Space
 from lab.checks.stories import tell
 from lab.checks.trial import Trial

@@ -11,11 +11,11 @@ from functools import partial
 import torch
 
 from lab import references
-from lab.checks.catalogue.forward_modes import mode_cases
 from lab.checks.check import Check, Level, first_line
 from lab.checks.facts import facts_of_case
 from lab.checks.forward_pass import ForwardPass, build_forward
 from lab.checks.metadata_truth import wrong_eager_metadata, wrong_shard
+from lab.checks.properties.forward_modes import mode_cases
 from lab.checks.space import Space
 from lab.checks.trial import Result, Trial
 from lab.workloads.forward_case import ForwardCase

@@ -15,10 +15,10 @@ from typing import Any
 from torch import Tensor
 
 from lab.calls.problem import E4M3, NVFP4, AttentionCall
-from lab.checks.catalogue.k05_guards import changed_bits, guarded, wrong_guards
 from lab.checks.check import Check, Level, first_line
 from lab.checks.forward_pass import EnginePass, build_forward
 from lab.checks.parameters.covering import Constraint, Domain
+from lab.checks.properties.k05_guards import changed_bits, guarded, wrong_guards
 from lab.checks.refusals import Declined
 from lab.checks.space import Space
 from lab.checks.stored import fill

@@ -1,4 +1,4 @@
-"""The catalogue: each module is one check, and says what it catches that random data would not show."""
+"""The properties that are checked: each module is one check, and says what it catches that random data would not show."""
 
 import functools
 import importlib

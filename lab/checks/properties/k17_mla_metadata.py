@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from lab import references
-from lab.checks.catalogue.mla_modes import mla_mode_cases
 from lab.checks.check import Check, Level, first_line
 from lab.checks.facts import facts_of_case
 from lab.checks.metadata_truth import wrong_eager_mla_metadata
 from lab.checks.mla_pass import MLAPass, build_mla_pass
+from lab.checks.properties.mla_modes import mla_mode_cases
 from lab.checks.space import Space
 from lab.checks.trial import Result, Trial
 from lab.metadata.engine.forward_mode import ForwardMode

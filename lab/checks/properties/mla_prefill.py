@@ -15,9 +15,9 @@ from torch import Tensor
 
 from lab.calls.workspace import counts_in_workspace, semaphores_and_scratch
 from lab.checks.attention_inputs import new_workspace
-from lab.checks.catalogue.k05_guards import changed_bits, guarded, wrong_guards
-from lab.checks.catalogue.k06_workspace import LEFT, hold_counters_zero, hold_left_alone
 from lab.checks.check import Check, Level, counted, first_line
+from lab.checks.properties.k05_guards import changed_bits, guarded, wrong_guards
+from lab.checks.properties.k06_workspace import LEFT, hold_counters_zero, hold_left_alone
 from lab.checks.ragged_inputs import TILE, Parts, draw_ragged, padded, ragged_arguments, truth_of_ragged
 from lab.checks.space import Space
 from lab.checks.trial import Result, Trial, as_result

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from lab.calls.problem import E4M3
-from lab.checks.catalogue.forward_modes import judge_pass, smoke_q_lens
 from lab.checks.check import Check, Level, first_line
 from lab.checks.mla_pass import build_mla_pass
+from lab.checks.properties.forward_modes import judge_pass, smoke_q_lens
 from lab.checks.space import Space
 from lab.checks.trial import Trial
 from lab.metadata.engine.forward_mode import ForwardMode
