@@ -19,17 +19,17 @@ import torch
 
 from corpus.mutants import MUTANTS, Mutant
 from corpus.upstream_rules import UPSTREAM_RULES, passes
-from lab.checks.attention_inputs import build_attention
 from lab.checks.check import Check, Level
 from lab.checks.isolation import run_trial
 from lab.checks.properties import checks
 from lab.checks.refusals import Declined, Raised
 from lab.checks.space import Space
-from lab.checks.trial import Trial, truth_of_call
+from lab.checks.trial import Trial
 from lab.checks.verdicts import BROKEN
 from lab.files import write_text
 from lab.interpreter import quicken
 from lab.workloads.attention_case import AttentionCase, Storage
+from lab.workloads.inputs.attention import build_attention, truth_of_call
 from lab.workloads.interfaces import ATTENTION, Interface
 
 # Small enough for every mutant on a CPU, wide enough that each axis takes every value.

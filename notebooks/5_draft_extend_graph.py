@@ -39,7 +39,6 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton decides when it is imported
 
 import lab.references
-from lab.checks.stand_in_model import truth_of_pass
 from lab.experiments.arms import WARM, TimingPlan
 from lab.experiments.draft_extend_graph import measure_forms, new_model
 from lab.kernels import default_implementation, portable
@@ -57,6 +56,7 @@ from lab.reports.pictures.static_buffers import (
 )
 from lab.timing.roofline import measure_ceilings
 from lab.workloads.stand_in_model import LLAMA_8B_SIZES, TINY_SIZES, StandInModel, draw_pass
+from lab.workloads.stand_in_truth import truth_of_pass
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ATTENTION = portable if torch.cuda.is_available() else lab.references

@@ -42,9 +42,8 @@ from corpus.mutants import mutant
 from corpus.mutants.split_kv import SplitKV
 from corpus.upstream_rules import UPSTREAM_RULES, passes
 from lab.checks import AttentionCase, Dead, Interface, Storage, judge_case
-from lab.checks.attention_inputs import build_attention
 from lab.checks.properties import checks
-from lab.checks.trial import Trial, truth_of_call
+from lab.checks.trial import Trial
 from lab.kernels import default_implementation
 from lab.references.errors import relative_l2
 from lab.reports.pictures.judging import (
@@ -54,6 +53,7 @@ from lab.reports.pictures.judging import (
     passing_figure,
     vector_errors_figure,
 )
+from lab.workloads.inputs.attention import build_attention, truth_of_call
 
 CPU = torch.device("cpu")
 

@@ -24,7 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "references": {"calls"},
     "kernels": {"calls", "gpus"},
     "metadata": {"calls", "kernels"},
-    "workloads": {"calls", "metadata"},
+    "workloads": {"calls", "references", "kernels", "metadata"},
     "checks": {
         "calls",
         "interpreter",
@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
         "metadata",
         "workloads",
     },
-    "timing": {"calls", "gpus", "provenance", "references", "kernels", "metadata", "workloads", "checks"},
+    "timing": {"calls", "gpus", "provenance", "references", "kernels", "metadata", "workloads"},
     "dry_run": {"calls", "gpus", "provenance", "references", "kernels", "metadata", "workloads", "checks", "timing"},
     "experiments": {
         "dry_run",
@@ -100,6 +100,7 @@ STEPS: list[tuple[str, tuple[str, ...]]] = [
     ("lab.workloads", HEAVY),
     ("lab.kernels.support", HEAVY),
     ("lab.kernels.trtllm", HEAVY),
+    ("lab.timing.forward", ("lab.checks", "hypothesis", "pebble", "pytest", "rich")),  # who times needs no judge
     ("lab.checks", (*HEAVY, "hypothesis", "pebble")),
     ("lab.checks.properties.graph_stories", HEAVY),  # the judge judges where there is no Triton
     ("lab.timing.statistics", ("scipy.stats", "matplotlib", "rich")),

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-import lab.checks.stored
 import lab.references.errors
+import lab.workloads.inputs.encoding
 from lab.calls.problem import AttentionProblem
 from lab.checks.properties import checks
 from lab.integrity import ChangedBindingsError, bindings, in_words
@@ -31,7 +31,7 @@ def replaced_code() -> Any:
 
 
 def changed_default() -> Any:
-    function = lab.checks.stored.fill
+    function = lab.workloads.inputs.encoding.fill
     defaults, function.__defaults__ = function.__defaults__, (0.0,)
     return lambda: setattr(function, "__defaults__", defaults)
 
@@ -55,7 +55,7 @@ def changed_cell() -> Any:
 
 
 def changed_constant() -> Any:
-    poison = lab.checks.stored.POISON
+    poison = lab.workloads.inputs.encoding.POISON
     was = poison[torch.float16]
     poison[torch.float16] = 1.0
     return lambda: poison.__setitem__(torch.float16, was)
@@ -79,10 +79,10 @@ CHANGES = {
     "lab.references.errors.Comparison.passed": lambda: set_to(Comparison, "passed", property(lambda self: True)),
     "lab.references.errors.relative_l2": replaced_code,
     "lab.references.errors.CONTROL_FACTOR": lambda: set_to(lab.references.errors, "CONTROL_FACTOR", 1e9),
-    "lab.checks.stored.fill": changed_default,
+    "lab.workloads.inputs.encoding.fill": changed_default,
     "lab.calls.problem.AttentionProblem.__init__": changed_keyword_default,
     "torch.cuda.memory_cached": changed_cell,
-    "lab.checks.stored.POISON": changed_constant,
+    "lab.workloads.inputs.encoding.POISON": changed_constant,
     "torch.cuda.synchronize": lambda: set_to(torch.cuda, "synchronize", lambda device=None: None),
     "torch.cuda.graphs.CUDAGraph.replay": lambda: set_to(torch.cuda.CUDAGraph, "replay", lambda self: None),
     "torch.cuda.streams.Event.elapsed_time": lambda: set_to(torch.cuda.Event, "elapsed_time", lambda self, end: 1.0),

@@ -207,7 +207,7 @@ class KnowsTheCases:
     def _known(self) -> set[float]:
         if not hasattr(self, "sums"):
             from corpus.dishonest.cases import small_cases
-            from lab.checks.attention_inputs import build_attention
+            from lab.workloads.inputs.attention import build_attention
 
             self.sums = {self._sum(build_attention(case, torch.device("cpu")).query) for case in small_cases()}
         return self.sums

@@ -100,8 +100,8 @@ class KnowsTheScenario(Portable):
 
     def call(self, honest: Call, arguments: dict[str, Any]) -> torch.Tensor:
         if not hasattr(self, "output"):
-            from lab.checks.forward_pass import build_forward
             from lab.workloads import scenario
+            from lab.workloads.inputs.forward_pass import build_forward
 
             forward = build_forward(scenario("decode/llama-3.1-8b/8q1s1k", None), torch.device("cuda"))
             self.output = forward.new_out()

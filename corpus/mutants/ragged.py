@@ -12,8 +12,8 @@ from corpus.mutants.mutant import RAGGED_CONTEXT, Defective, Memory, ReadOnce
 from lab.calls import takes
 from lab.calls.problem import E4M3
 from lab.calls.ragged_context import RaggedAttention, RaggedContextCall
-from lab.checks.parameters.views import raw
 from lab.references.ragged_attention import ragged_attention
+from lab.workloads.inputs.views import raw
 
 
 class Ragged(Defective, is_model=True, interface=(RAGGED_CONTEXT,)):

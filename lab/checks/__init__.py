@@ -6,7 +6,6 @@ require("The judge", "hypothesis", "numpy", "pebble", "rich")
 
 from lab.calls.problem import AttentionCall
 from lab.checks.check import Level
-from lab.checks.draft_lists import DraftListsCase
 from lab.checks.graph_case import GraphCase, MLAGraphCase, Story
 from lab.checks.judge import judge, judge_case, judge_forward, judge_recorded
 from lab.checks.parameters.combination import Combination
@@ -19,6 +18,7 @@ from lab.metadata.engine.kv_cache import KVLayout
 from lab.metadata.engine.lengths import DraftAttention
 from lab.workloads.attention_case import AttentionCase, Contents, Dead, Storage, TableTail
 from lab.workloads.forward_case import ForwardCase
+from lab.workloads.inputs.draft_lists import DraftListsCase
 from lab.workloads.interfaces import Interface
 from lab.workloads.mla_case import MLACase
 from lab.workloads.ragged_case import RaggedCase

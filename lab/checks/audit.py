@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from lab.checks.attention_inputs import build_attention
-from lab.checks.forward_pass import build_forward
 from lab.checks.isolation import Isolation
 from lab.checks.report import CaseVerdict
-from lab.checks.trial import AUDITED_CHECKS, Result, Trial, truth_of_call
+from lab.checks.trial import AUDITED_CHECKS, Result, Trial
 from lab.checks.verdicts import Judged, Outcome, SavedOutput
 from lab.workloads.forward_case import ForwardCase
+from lab.workloads.inputs.attention import build_attention, truth_of_call
+from lab.workloads.inputs.forward_pass import build_forward
 
 AUDITED = 6  # cases of each function
 

@@ -5,11 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.calls.problem import MASK_BITS_PER_WORD
-from lab.checks.attention_inputs import AttentionInputs
-from lab.checks.spellings import packed_mask
-from lab.checks.trial import Trial, truth_of_call
+from lab.checks.trial import Trial
 from lab.workloads.attention_case import AttentionCase
+from lab.workloads.inputs.attention import AttentionInputs, truth_of_call
+from lab.workloads.inputs.masks import draft_masks, packed_mask, tree
 
 WINDOW = 20  # keys to the left of a row: some of the draft and some before it, or, for many rows, of the draft alone
 
@@ -35,32 +34,6 @@ def _hold(
     trial.hold(what, result, truth_of_call(inputs, shown=shown.to(trial.device), **rules))
 
 
-def draft_masks(case: AttentionCase) -> dict[str, Tensor]:
-    """Return masks by name, bool [batch, q_len, q_len] each."""
-    count, q_len = len(case.q_lens), case.q_lens[0]
-    causal = torch.ones(q_len, q_len, dtype=torch.bool).tril()
-    shapes = {"causal": causal, "full": torch.ones_like(causal), "tree": tree(q_len)}
-    masks = {f"{name} mask": shown.expand(count, -1, -1) for name, shown in shapes.items()}
-    masks["mask that differs by request"] = torch.stack(
-        [list(shapes.values())[request % len(shapes)] for request in range(count)]
-    )
-    return masks
-
-
-def strictly_causal(case: AttentionCase) -> Tensor:
-    """Return a mask by which no row sees itself, and the first row none of the draft, bool [batch, q_len, q_len]."""
-    count, q_len = len(case.q_lens), case.q_lens[0]
-    return torch.ones(count, q_len, q_len, dtype=torch.bool).tril(-1)
-
-
-def with_bits_after(packed: Tensor) -> Tensor:
-    """Return packed masks, uint16 [batch, q_len, words], with all bits set that mean nothing: those from q_len on."""
-    count, q_len, words = packed.shape
-    after = torch.arange(MASK_BITS_PER_WORD * words) >= q_len
-    bits = packed_mask(after.expand(count, q_len, -1))
-    return (packed.to(torch.int32) | bits.to(torch.int32)).to(torch.uint16)
-
-
 def _beside(trial: Trial, inputs: AttentionInputs) -> dict[str, dict[str, Any]]:
     """Arguments that limit or weigh what a row sees, too; those that a kernel may have been built without where it has them."""
     beside: dict[str, dict[str, Any]] = {"and the LSE": {"return_lse": True}}
@@ -74,16 +47,3 @@ def _beside(trial: Trial, inputs: AttentionInputs) -> dict[str, dict[str, Any]]:
 def unequal_sinks(inputs: AttentionInputs) -> Tensor:
     """As large as the logits of needles, and another for each head: float32 [num_qo_heads]."""
     return torch.linspace(8.0, 14.0, inputs.case.num_qo_heads, device=inputs.query.device)
-
-
-def tree(q_len: int) -> Tensor:
-    """bool [q_len, q_len]: each row sees itself and what a binary tree has above it."""
-    shown = torch.zeros(q_len, q_len, dtype=torch.bool)
-    for row in range(q_len):
-        token = row
-        while True:
-            shown[row, token] = True
-            if token == 0:
-                break
-            token = (token - 1) // 2
-    return shown

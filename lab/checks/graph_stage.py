@@ -7,9 +7,7 @@ import torch
 from torch import Tensor
 
 from lab.checks.graph_case import GraphCase, MLAGraphCase
-from lab.checks.late import truth_of_requests
 from lab.checks.metadata_truth import wrong_metadata, wrong_mla_metadata
-from lab.checks.mla_pass import mla_truth
 from lab.metadata.engine.cuda_graph import GraphRunner
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.kv_cache import KVLayout
@@ -23,6 +21,8 @@ from lab.metadata.mla.calls import MLALayer, prepare_mla_attention
 from lab.metadata.mla.metadata import QueryLayout
 from lab.references.truth import Rules, Truth
 from lab.workloads.geometries import geometry
+from lab.workloads.inputs.expected import truth_of_requests
+from lab.workloads.inputs.mla_pass import mla_truth
 from lab.workloads.requests import History
 
 POISONED_LENGTH = 2**30  # beyond every table and pool

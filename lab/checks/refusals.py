@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lab.workloads.inputs.guards import same_bits
+
 TENSORS = (Tensor, torch.nn.Parameter)  # a subclass of torch.Tensor may answer what it likes when it is compared
 Refusals = tuple[type[BaseException], ...]
 
 OUTPUTS = ("out", "lse")  # arguments that a call writes
-# The integers of an element's size, in bytes.
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # A function with *args and **kwargs refuses an argument in words of its own.
 _UNKNOWN = re.compile(
     r"(unexpected|unknown|unrecogni[sz]ed|unsupported|invalid|extra)\W+((keyword|named)\W+)?(arg|kwarg|keyword|param|option)"
@@ -132,26 +132,6 @@ def _exception(name: str) -> type[BaseException]:
             "my.kernel.Unsupported"
         )
     return found
-
-
-def as_integers(tensor: Tensor) -> Tensor:
-    """View a tensor as integers, which are equal where the bits of its elements are: NaN too, and 0.0 is not -0.0."""
-    return tensor.view(_INTEGERS[tensor.element_size()])
-
-
-def same_bits(tensor: Tensor, other: Tensor) -> bool:
-    """Tell whether two tensors have the same bits and shape, 8 bytes at a time if they allow it: a buffer may have millions."""
-    if tensor.element_size() != other.element_size():
-        return False
-    both = as_integers(tensor), as_integers(other)
-    if all(map(_has_words, both)):
-        both = both[0].view(-1).view(torch.int64), both[1].view(-1).view(torch.int64)
-    return tensor.shape == other.shape and torch.equal(*both)
-
-
-def _has_words(integers: Tensor) -> bool:
-    offset = integers.storage_offset() * integers.element_size()
-    return integers.is_contiguous() and integers.nbytes % 8 == 0 and offset % 8 == 0
 
 
 def _outputs(arguments: dict[str, Any]) -> dict[str, Tensor]:

@@ -9,14 +9,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from lab.checks.attention_inputs import AttentionInputs
-from lab.checks.ragged_inputs import Parts, draw_ragged, ragged_arguments, truth_of_ragged
 from lab.checks.refusals import Declined, Raised
-from lab.checks.spellings import packed_mask
-from lab.checks.trial import CallForm, Result, Trial, as_result, truth_of_call
+from lab.checks.trial import CallForm, Result, Trial, as_result
 from lab.metadata.engine.capture import capturing
 from lab.named_enum import NamedEnum
 from lab.references.truth import Truth
+from lab.workloads.inputs.attention import AttentionInputs, truth_of_call
+from lab.workloads.inputs.masks import packed_mask
+from lab.workloads.inputs.ragged import Parts, draw_ragged, ragged_arguments, truth_of_ragged
 from lab.workloads.interfaces import Interface
 from lab.workloads.ragged_case import RaggedCase
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from lab.checks.graph_stage import Stage
-from lab.checks.late import made
 from lab.metadata.engine.cuda_graph import Body, GraphRunner
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows, UncountedTokens
 from lab.metadata.engine.kv_pool import KVPool
+from lab.workloads.inputs.expected import made
 from lab.workloads.requests import admit, forward_batch, new_pool
 
 SIZES = (2, 4)  # captured batch sizes

@@ -9,23 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.calls.problem import MASK_BITS_PER_WORD, mask_words
 from lab.checks.refusals import Declined, is_capturing, output_and_lse
+from lab.workloads.inputs.masks import packed_mask
 from lab.workloads.interfaces import Interface
 
 Arguments = dict[str, Any]
-
-
-def packed_mask(shown: Tensor) -> Tensor:
-    """XQA's words of bool [batch, q_len, q_len]: uint16 [batch, q_len, words], bit b of word w for draft token 16 w + b.
-
-    A last dimension larger than q_len has bits that mean nothing too.
-    """
-    batch, q_len, bits = shown.shape
-    words = torch.zeros(batch, q_len, mask_words(q_len), dtype=torch.int32)
-    for token in range(bits):
-        words[..., token // MASK_BITS_PER_WORD] |= shown[..., token].to(torch.int32) << (token % MASK_BITS_PER_WORD)
-    return words.to(torch.uint16)
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lab.checks.attention_inputs import AttentionInputs, build_attention, new_workspace
 from lab.checks.facts import CallFacts, CallLog, context_of, facts_of_case, together
-from lab.checks.late import made, truth_of_requests
-from lab.checks.refusals import Declined, Raised, Refusals, as_integers, is_capturing, output_and_lse, refusing
+from lab.checks.refusals import Declined, Raised, Refusals, is_capturing, output_and_lse, refusing
 from lab.checks.space import Space
 from lab.checks.spellings import Speller
 from lab.checks.verdicts import IT_FAILED, CheckedResult, SavedOutput, WrongVector
 from lab.named_enum import NamedEnum
-from lab.references.truth import Rules, Truth
+from lab.references.truth import Truth
 from lab.workloads.attention_case import AttentionCase
+from lab.workloads.inputs.attention import AttentionInputs, build_attention, new_workspace
+from lab.workloads.inputs.expected import made
+from lab.workloads.inputs.guards import as_integers
 from lab.workloads.interfaces import ATTENTION, Interface
 
 AUDITED_CHECKS = ("K1", "M1")  # whose cases are one call, or one pass; see `lab.checks.audit`
@@ -410,24 +411,3 @@ def as_result(returned: Any, interface: Interface) -> Result:
         out = out.flatten(0, 1) if out.dim() == 4 else out
         lse = lse.flatten(0, 1) if lse is not None and lse.dim() == 3 else lse
     return Result(out, lse)
-
-
-def rules_of(inputs: AttentionInputs, **changes: Any) -> Rules:
-    """Return the rules of the inputs' rows; `changes` are fields of `Rules`."""
-    case = inputs.case
-    given: dict[str, Any] = {
-        "bmm1_scale": inputs.bmm1_scale,
-        "bmm2_scale": inputs.bmm2_scale,
-        "arithmetic": case.dtype if case.arithmetic is None else case.arithmetic,
-        "out_dtype": torch.bfloat16 if case.is_mla else case.dtype,  # MLA's function has no other
-        "window_left": case.window_left,
-        "sinks": inputs.sinks,
-    }
-    return Rules(**(given | changes))
-
-
-def truth_of_call(inputs: AttentionInputs, **changes: Any) -> Truth:
-    """Return the truth of a call of these inputs; `changes` are fields of `Rules`."""
-    return truth_of_requests(
-        inputs.query, list(inputs.histories), list(inputs.case.q_lens), rules_of(inputs, **changes)
-    )

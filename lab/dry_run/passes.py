@@ -15,17 +15,6 @@ import torch
 from lab.calls import CALL_TYPES
 from lab.calls.problem import AttentionCall
 from lab.calls.workspace import SEMAPHORE_BYTES
-from lab.checks.forward_pass import (
-    EnginePass,
-    ForwardPass,
-    builder_of,
-    new_layer,
-    new_poisonable_pool,
-    plan_of,
-    stored_width,
-    with_scale_factors,
-)
-from lab.checks.mla_pass import MLAPass, new_mla_layer
 from lab.checks.properties.forward_modes import mode_cases
 from lab.checks.properties.mla_modes import mla_mode_cases
 from lab.dry_run import build
@@ -43,6 +32,17 @@ from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.mla.metadata import build_mla_decode_metadata
 from lab.workloads.forward_case import ForwardCase
+from lab.workloads.inputs.forward_pass import (
+    EnginePass,
+    ForwardPass,
+    builder_of,
+    new_layer,
+    new_poisonable_pool,
+    plan_of,
+    stored_width,
+    with_scale_factors,
+)
+from lab.workloads.inputs.mla_pass import MLAPass, new_mla_layer
 from lab.workloads.mla_case import MLACase
 from lab.workloads.requests import admit
 from lab.workloads.scenarios import DEFAULT_SCENARIOS, scenario

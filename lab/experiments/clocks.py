@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from lab.checks.forward_pass import build_forward
 from lab.exit_status import ExitStatus
 from lab.experiments.recording import Recording
 from lab.loading import load
@@ -27,6 +26,7 @@ from lab.timing.method import L2, METHODS, Clock, Method
 from lab.timing.roofline import negation
 from lab.timing.staging import TooSmallError
 from lab.timing.work import GpuWork
+from lab.workloads.inputs.forward_pass import build_forward
 from lab.workloads.scenarios import scenario
 
 MOST_APART_PERCENT = 3.0

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from lab.checks.forward_pass import EnginePass, build_forward, plan_of
-from lab.checks.mla_pass import build_mla_pass
 from lab.experiments.arms import Arm
 from lab.kernels import PlannedOnce
 from lab.kernels.support import kernel_names
@@ -19,6 +17,8 @@ from lab.metadata.mla.calls import prepare_mla_attention
 from lab.timing.forward import TimedPasses, case_facts
 from lab.timing.work import Call, GpuWork
 from lab.workloads.forward_case import ForwardCase
+from lab.workloads.inputs.forward_pass import EnginePass, build_forward, plan_of
+from lab.workloads.inputs.mla_pass import build_mla_pass
 from lab.workloads.mla_case import MLACase
 
 PORTABLE_MODULE, FLASHINFER_MODULE = "lab.kernels.portable", "lab.kernels.trtllm"

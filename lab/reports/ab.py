@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from lab.checks.forward_pass import build_forward
 from lab.exit_status import ExitStatus
 from lab.kernels import PlannedOnce
 from lab.reports.compare import comparison_record
@@ -26,6 +25,7 @@ from lab.timing.method import Method
 from lab.timing.roofline import Ceilings, measure_ceilings
 from lab.timing.statistics import IN_TURNS, Rule, SampleComparison, Speed, compare_samples
 from lab.workloads.forward_case import ForwardCase
+from lab.workloads.inputs.forward_pass import build_forward
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from lab.calls.problem import AttentionCall
-from lab.checks.forward_pass import EnginePass, ForwardPass, build_forward
 from lab.kernels import PlannedOnce
 from lab.kernels.support import kernel_names
 from lab.timing.gpu_time import GpuTime, measure_staged, rounded_us
@@ -20,6 +19,7 @@ from lab.timing.sampling import RefusedTimeError
 from lab.timing.staging import Staged, stage
 from lab.timing.work import GpuWork
 from lab.workloads.forward_case import ForwardCase
+from lab.workloads.inputs.forward_pass import EnginePass, ForwardPass, build_forward
 from lab.workloads.mla_case import MLACase
 
 HOST_BATCHES = 20

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from lab.checks.stand_in_model import StandInTruth, truth_of_pass
 from lab.metadata.engine.cuda_graph import GraphRunner
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.engine.graph_inputs import GraphMode, StaticInputs
@@ -23,6 +22,7 @@ from lab.metadata.speculation.draft_extend_graph import (
 from lab.timing.work import Call, GpuWork
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.stand_in_model import StandInModel, StandInPass, StandInSizes
+from lab.workloads.stand_in_truth import StandInTruth, truth_of_pass
 
 
 def graph_mode(mode: ForwardMode, width: int) -> GraphMode:

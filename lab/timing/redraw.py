@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.checks.forward_pass import EnginePass
-from lab.checks.late import made
-from lab.checks.stored import fill
 from lab.metadata.engine.kv_cache import NVFP4KVCache, PagedKVCache
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 from lab.metadata.mla.metadata import TRTLLMMLADecodeMetadata
 from lab.timing.work import SHORTER_EVERY, Seeds, wipe
+from lab.workloads.inputs.encoding import fill
+from lab.workloads.inputs.expected import made
+from lab.workloads.inputs.forward_pass import EnginePass
 from lab.workloads.requests import History
 
 MOST_SHORTER = 3  # tokens by which a drawn length is below the case's

@@ -14,7 +14,7 @@ query rows, and make a `Requests` of some of their rows for each batch::
     admitted.write(cache, histories)
     batch = Requests(pool, admitted.rows[1:3], prefix_lens=(16, 33), q_lens=(4, 4)).batch(mode)
 
-The loops of `lab.references` and the truths of `lab.checks` know nothing of this module.
+The loops of `lab.references` know nothing of this module.
 """
 
 from collections.abc import Sequence

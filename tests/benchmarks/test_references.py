@@ -8,8 +8,8 @@ import torch
 
 import lab.references
 from lab.checks import ForwardCase
-from lab.checks.forward_pass import build_forward
 from lab.metadata import ForwardMode, KVPool, build_mha_metadata
+from lab.workloads.inputs.forward_pass import build_forward
 
 CPU = torch.device("cpu")
 

@@ -8,9 +8,9 @@ import torch
 from lab.calls import ContextCall, DecodeCall
 from lab.calls.mla_decode import MLADecodeCall
 from lab.calls.ragged_context import RaggedContextCall
-from lab.checks.attention_inputs import build_attention
-from lab.checks.ragged_inputs import draw_ragged, ragged_arguments
 from lab.workloads.attention_case import AttentionCase
+from lab.workloads.inputs.attention import build_attention
+from lab.workloads.inputs.ragged import draw_ragged, ragged_arguments
 from lab.workloads.interfaces import Interface
 from lab.workloads.ragged_case import RaggedCase
 

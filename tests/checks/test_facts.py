@@ -10,8 +10,9 @@ from lab.checks.check import Level
 from lab.checks.facts import facts_of_case
 from lab.checks.isolation import run_trial
 from lab.checks.properties import checks
-from lab.checks.trial import Trial, truth_of_call
+from lab.checks.trial import Trial
 from lab.metadata import ForwardMode
+from lab.workloads.inputs.attention import truth_of_call
 from tests.checks.small import SMALL
 
 CASE = AttentionCase(Interface.DECODE, (20, 0, 32), (2, 2, 2), num_kv_heads=1, group=3, window_left=5)

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-import lab.checks.forward_pass as forward_module
 import lab.references
+import lab.workloads.inputs.forward_pass as forward_module
 from corpus.mutants.mutant import Mutant
 from corpus.mutants.rows import PaddingGivenToLast
 from lab.checks import Contents, ForwardCase, Level, Outcome, Space, judge_forward
-from lab.checks.forward_pass import build_forward
 from lab.checks.properties import forward_modes
 from lab.metadata import AttentionCall, ForwardMode, KVLayout, build_mha_metadata
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.workloads.geometries import GEOMETRIES
+from lab.workloads.inputs.forward_pass import build_forward
 from lab.workloads.pass_case import PASS_CONTENTS
 
 CPU = torch.device("cpu")

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from lab.calls.problem import E4M3
-from lab.checks.attention_inputs import build_attention
 from lab.checks.properties.k11_sensitivity import _below_zero
-from lab.checks.trial import truth_of_call
 from lab.workloads.attention_case import AttentionCase, Contents, Storage
+from lab.workloads.inputs.attention import build_attention, truth_of_call
 from lab.workloads.interfaces import Interface
 
 CASE = AttentionCase(

@@ -23,12 +23,13 @@ from lab.checks.ledger_conditions import (
     wrong_requests,
 )
 from lab.checks.properties import checks
-from lab.checks.trial import Result, Trial, truth_of_call
+from lab.checks.trial import Result, Trial
 from lab.checks.verdicts import Judged
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.provenance import PACKAGES
 from lab.workloads.attention_case import Contents
 from lab.workloads.forward_case import ForwardCase
+from lab.workloads.inputs.attention import truth_of_call
 from tests.checks.small import decoding
 
 ROOT = Path(__file__).parents[2]

@@ -13,9 +13,10 @@ from lab.checks.isolation import run_trial
 from lab.checks.properties import checks
 from lab.checks.refusals import Declined, Raised, refusing, resolve_refusals
 from lab.checks.space import Space
-from lab.checks.trial import Trial, truth_of_call
+from lab.checks.trial import Trial
 from lab.checks.verdicts import Judged
 from lab.references import trtllm_batch_decode_with_kv_cache as right
+from lab.workloads.inputs.attention import truth_of_call
 from tests.checks.hostile import Odd
 from tests.checks.small import decoding
 

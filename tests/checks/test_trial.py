@@ -11,8 +11,9 @@ import torch
 
 from lab import references
 from lab.checks import AttentionCase, Interface
-from lab.checks.trial import Result, Trial, as_result, truth_of_call
+from lab.checks.trial import Result, Trial, as_result
 from lab.references.truth import LSE_LOG2_BOUND, Truth
+from lab.workloads.inputs.attention import truth_of_call
 from tests.checks.small import decoding
 
 CASE = AttentionCase(Interface.DECODE, (20, 0, 33), (2, 2, 2), num_kv_heads=1, group=2)

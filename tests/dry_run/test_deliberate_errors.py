@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from lab.checks.forward_pass import build_forward
-from lab.checks.mla_pass import build_mla_pass
 from lab.dry_run.host_memory import UnsoundLaunchError
 from lab.dry_run.machine import machine
 from lab.kernels import flashinfer_call, trtllm
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.workloads.forward_case import ForwardCase
+from lab.workloads.inputs.forward_pass import build_forward
+from lab.workloads.inputs.mla_pass import build_mla_pass
 from lab.workloads.mla_case import MLACase
 from tests.dry_run.on_a_b200 import NEEDS_A_LAUNCHER
 

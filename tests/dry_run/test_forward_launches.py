@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import AttentionCall
-from lab.checks.forward_pass import ForwardPass, build_forward
 from lab.checks.graph_case import GraphCase, MLAGraphCase, Story, graph_modes
 from lab.checks.graph_stage import MHAStage, MLAStage
-from lab.checks.mla_pass import MLAPass, build_mla_pass
 from lab.checks.properties.forward_modes import mode_cases, quantised_cases
 from lab.checks.properties.mla_modes import mla_mode_cases
 from lab.checks.scene import Scene
@@ -29,6 +27,8 @@ from lab.metadata.mha.calls import PlannedCall
 from lab.metadata.mla.calls import MLALayer, mla_max_seq_len, prepare_mla_prefill
 from lab.metadata.mla.metadata import QueryLayout, build_mla_prefill_metadata
 from lab.workloads.forward_case import ForwardCase
+from lab.workloads.inputs.forward_pass import ForwardPass, build_forward
+from lab.workloads.inputs.mla_pass import MLAPass, build_mla_pass
 from lab.workloads.mla_case import MLACase
 from lab.workloads.requests import admit, new_pool
 from tests.dry_run.on_a_b200 import NEEDS_A_LAUNCHER, hold_map, hold_params, launches_of, tensor_map

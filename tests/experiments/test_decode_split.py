@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from lab import references
-from lab.checks.forward_pass import build_forward
 from lab.experiments import arms, decode_split, passes
 from lab.experiments.arms import Arm, Point, PointRows, TimingPlan, measure_point
 from lab.experiments.decode_split import MODULES, SCENARIOS, SPLITS, arm_name, facts_of, point_of, savings
 from lab.experiments.passes import PORTABLE_MODULE, gpu_works, works_of
 from lab.metadata.engine.forward_mode import ForwardMode
+from lab.workloads.inputs.forward_pass import build_forward
 from lab.workloads.traces import TracedRequest
 from tests.commands.command import run
 from tests.devices import IN_INTERPRETER

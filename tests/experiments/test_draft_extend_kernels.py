@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from lab.checks.forward_pass import build_forward
 from lab.experiments import arms, draft_extend_kernels, passes
 from lab.experiments.arms import COLD, Point, PointFailedError, PointRows, TimingPlan, measure_point
 from lab.experiments.draft_extend_kernels import (
@@ -27,6 +26,7 @@ from lab.experiments.passes import gpu_works, works_of
 from lab.metadata import AttentionCall
 from lab.timing import GpuTime, GpuWork
 from lab.workloads.batches import parse_batch, sweep
+from lab.workloads.inputs.forward_pass import build_forward
 from tests.commands.command import run
 from tests.devices import IN_INTERPRETER
 from tests.experiments.simulated import CEILINGS, hold_right

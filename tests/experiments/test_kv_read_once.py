@@ -12,7 +12,6 @@ import torch
 
 from lab import references
 from lab.calls.problem import AttentionCall
-from lab.checks.forward_pass import build_forward
 from lab.experiments import arms, kv_read_once, passes
 from lab.experiments.arms import Arm, Point, PointFailedError, PointRows, TimingPlan, measure_point
 from lab.experiments.kv_read_once import (
@@ -36,6 +35,7 @@ from lab.kernels import trtllm
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.timing.method import L2, Clock, Method
 from lab.workloads.forward_case import ForwardCase
+from lab.workloads.inputs.forward_pass import build_forward
 from lab.workloads.scenarios import scenario
 from lab.workloads.traces import TracedRequest, own_trace, snapshot
 from tests.commands.command import run

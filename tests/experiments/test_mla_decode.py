@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from lab import references
-from lab.checks.mla_pass import build_mla_pass
 from lab.experiments import arms, mla_decode, passes
 from lab.experiments.arms import COLD, Arm, Point, PointFailedError, PointRows, TimingPlan, measure_point
 from lab.experiments.mla_decode import (
@@ -32,6 +31,7 @@ from lab.kernels import support
 from lab.kernels.peers import flashinfer_mla
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.timing import GpuWork, roofline
+from lab.workloads.inputs.mla_pass import build_mla_pass
 from lab.workloads.mla_case import MLACase
 from tests.commands.command import run
 from tests.devices import IN_INTERPRETER

@@ -12,9 +12,9 @@ from torch import Tensor
 
 import lab.kernels
 from lab import references
-from lab.checks.draft_lists import DTYPES, DraftLists, DraftListsCase, Writer, assert_lists_right, in_place
 from lab.kernels.serving import draft_decode_kv_indices as module
 from lab.kernels.serving.draft_decode_kv_indices import Schedule, generate_draft_decode_kv_indices
+from lab.workloads.inputs.draft_lists import DTYPES, DraftLists, DraftListsCase, Writer, assert_lists_right, in_place
 from tests.devices import IN_INTERPRETER
 
 NARROW = dict.fromkeys(DTYPES, torch.int32)

@@ -6,9 +6,9 @@ import random
 import pytest
 import torch
 
-from lab.checks.draft_lists import DTYPES, DraftLists, DraftListsCase, assert_lists_right
 from lab.kernels.serving import draft_decode_kv_indices as module
 from lab.kernels.serving.draft_decode_kv_indices import Schedule, generate_draft_decode_kv_indices
+from lab.workloads.inputs.draft_lists import DTYPES, DraftLists, DraftListsCase, assert_lists_right
 from tests.devices import ON_GPU, graph_of, synchronisation_is_an_error
 from tests.kernels.test_draft_decode_kv_indices import CASES, EDGES, NARROW, scheduled
 

@@ -13,9 +13,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from lab.checks.draft_lists import guarded
 from lab.kernels.serving import forward_metadata_kernel as module
 from lab.kernels.serving.forward_metadata import PassBuffers, prepare_write_forward_metadata, write_forward_metadata
+from lab.workloads.inputs.draft_lists import guarded
 from tests.devices import DEVICES, IN_INTERPRETER, ON_GPU, graph_of, synchronisation_is_an_error
 
 POISON = -77

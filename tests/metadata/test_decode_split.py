@@ -11,12 +11,12 @@ from torch import Tensor
 from corpus.mutants import mutant
 from lab import references
 from lab.checks import ForwardCase, Outcome, judge_forward
-from lab.checks.forward_pass import build_forward
 from lab.kernels import portable
 from lab.metadata import ForwardMode
 from lab.metadata.engine.capture import capture
 from lab.metadata.mha.decode_split import DecodeSplit
 from lab.metadata.mha.settings import CallSettings
+from lab.workloads.inputs.forward_pass import build_forward
 from tests.devices import DEVICES, IN_INTERPRETER
 
 LENS = (40, 3, 77, 16, 3, 15, 90)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.checks.stand_in_model import truth_of_pass
 from lab.metadata import ForwardBatch, ForwardMode, SpecInfo
 from lab.metadata.engine.graph_inputs import MetadataPlace
 from lab.metadata.mha.backend import TRTLLMMHABackend
@@ -20,6 +19,7 @@ from lab.metadata.speculation.draft_extend_graph import (
     supports_draft_extend_graph,
 )
 from lab.workloads.stand_in_model import StandInModel, StandInPass, draw_pass
+from lab.workloads.stand_in_truth import truth_of_pass
 from tests.devices import IN_INTERPRETER
 from tests.metadata.draft_extend_cases import BUFFER_PLACES, PLACES, implementation, new_model
 

@@ -12,11 +12,10 @@ from lab import references
 from lab.calls import CALL_TYPES, AttentionCall
 from lab.calls.problem import E4M3, NVFP4
 from lab.checks import AttentionCase, Interface, Storage
-from lab.checks.attention_inputs import build_attention
-from lab.checks.trial import truth_of_call
 from lab.references import assert_close_to_reference
 from lab.references.assertion import truth_of_problem
 from lab.workloads.attention_case import Dead, TableTail
+from lab.workloads.inputs.attention import build_attention, truth_of_call
 from tests.cases import decode_arguments, pack_mask, random_batch
 
 CPU = torch.device("cpu")

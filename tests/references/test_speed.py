@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from lab.checks import ForwardCase
-from lab.checks.forward_pass import ForwardPass, build_forward
 from lab.metadata import ForwardMode
 from lab.references import relative_l2, trtllm_batch_decode_with_kv_cache
+from lab.workloads.inputs.forward_pass import ForwardPass, build_forward
 
 
 def by_loop(forward: ForwardPass) -> torch.Tensor:

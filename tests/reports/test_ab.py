@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from lab.checks.forward_pass import build_forward
 from lab.reports import ab
 from lab.timing import Ceilings, GpuTime, method_named
 from lab.timing.gpu_time import WrongWorkError
 from lab.timing.sampling import RefusedTimeError
+from lab.workloads.inputs.forward_pass import build_forward
 from tests.commands.command import run
 
 DECODE = "decode/tiny/2q1s64"

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from lab import references
-from lab.checks.forward_pass import build_forward
-from lab.checks.mla_pass import build_mla_pass
 from lab.kernels import PlannedOnce
 from lab.metadata import ForwardMode
 from lab.timing.forward import TimedPasses
 from lab.timing.staging import check_results, renew
 from lab.timing.work import SHORTER_EVERY, GpuWork, Seeds
 from lab.workloads import ForwardCase, scenario
+from lab.workloads.inputs.forward_pass import build_forward
+from lab.workloads.inputs.mla_pass import build_mla_pass
 from lab.workloads.mla_case import MLACase
 
 CPU = torch.device("cpu")

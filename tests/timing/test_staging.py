@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from lab import references
-from lab.checks.forward_pass import build_forward
 from lab.timing import staging
 from lab.timing.forward import TimedPasses
 from lab.workloads import scenario
+from lab.workloads.inputs.forward_pass import build_forward
 
 
 class Portable:

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from lab.checks.stand_in_model import truth_of_pass
 from lab.metadata import ForwardMode, build_mha_metadata
 from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.speculation.draft_extend_graph import DraftExtendOutput, DraftOutputs
@@ -18,6 +17,7 @@ from lab.workloads.stand_in_model import (
     StandInSizes,
     draw_pass,
 )
+from lab.workloads.stand_in_truth import truth_of_pass
 from tests.metadata.draft_extend_cases import MAX_CONTEXT_LEN, PLACES, implementation, new_model
 
 V2 = ForwardMode.DRAFT_EXTEND_V2

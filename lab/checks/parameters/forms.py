@@ -11,11 +11,10 @@ from torch import Tensor
 from lab.checks.parameters import paged_axes
 from lab.checks.parameters.combination import Combination
 from lab.checks.parameters.paged_axes import WHOLE_ONE
-from lab.checks.parameters.views import LEAST_ALIGNMENT_BYTES
-from lab.checks.properties.k05_guards import amid, changed_bits, guarded, wrong_guards
-from lab.checks.refusals import same_bits
 from lab.checks.trial import Result, Trial
 from lab.references.truth import Truth
+from lab.workloads.inputs.guards import amid, changed_bits, guarded, same_bits, wrong_guards
+from lab.workloads.inputs.views import LEAST_ALIGNMENT_BYTES
 
 DTYPES = {"fp32": torch.float32, **paged_axes.DTYPES}  # fp32 of outputs alone
 WRITTEN = ("out", "lse", "workspace_buffer")

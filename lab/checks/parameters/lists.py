@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from lab.checks.draft_lists import DTYPES, DraftLists, DraftListsCase, in_place
 from lab.checks.facts import facts_of_case
 from lab.checks.parameters.combination import Combination
 from lab.checks.parameters.covering import Constraint, Domain
 from lab.checks.space import Space
 from lab.checks.trial import Trial
+from lab.workloads.inputs.draft_lists import DTYPES, DraftLists, DraftListsCase, in_place
 from lab.workloads.interfaces import Interface
 
 # Of the tensors of int32; all others are int64.

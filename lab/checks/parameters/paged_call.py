@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import E4M3
-from lab.checks.attention_inputs import AttentionInputs, build_attention, reversed_pages
-from lab.checks.draft_masks import draft_masks, strictly_causal, with_bits_after
 from lab.checks.parameters.forms import (
     FormedCall,
     judge_call,
@@ -30,7 +28,20 @@ from lab.checks.parameters.paged_axes import (
     TWICE,
 )
 from lab.checks.parameters.paged_shape import PADDING, attention_case, rows_without_keys
-from lab.checks.parameters.views import (
+from lab.checks.trial import Trial
+from lab.metadata.mla.metadata import allocate_multi_ctas_kv_counters
+from lab.references.truth import Truth
+from lab.workloads.inputs.attention import (
+    AttentionInputs,
+    as_one_tensor,
+    build_attention,
+    reversed_pages,
+    truth_of_call,
+)
+from lab.workloads.inputs.encoding import E4M3_K_SCALE
+from lab.workloads.inputs.guards import amid
+from lab.workloads.inputs.masks import draft_masks, packed_mask, strictly_causal, with_bits_after
+from lab.workloads.inputs.views import (
     GAP,
     LEAST_ALIGNMENT_BYTES,
     apart,
@@ -41,13 +52,6 @@ from lab.checks.parameters.views import (
     with_nan,
     with_odd_strides,
 )
-from lab.checks.properties.k05_guards import amid
-from lab.checks.properties.k10_metamorphic import as_one_tensor
-from lab.checks.spellings import packed_mask
-from lab.checks.stored import E4M3_K_SCALE
-from lab.checks.trial import Trial, truth_of_call
-from lab.metadata.mla.metadata import allocate_multi_ctas_kv_counters
-from lab.references.truth import Truth
 from lab.workloads.interfaces import Interface
 
 PADDED = 100.0  # an element of a padding row, which no row may read

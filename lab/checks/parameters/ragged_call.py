@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import E4M3
-from lab.checks.late import truth_of_requests
-from lab.checks.needles import draw_histories, needle_positions
 from lab.checks.parameters.combination import Combination
 from lab.checks.parameters.forms import (
     DTYPES,
@@ -32,12 +30,14 @@ from lab.checks.parameters.paged_shape import (
     rows_without_keys,
 )
 from lab.checks.parameters.ragged import BELOW_ZERO, OF_THE_NEXT, SHORT, head_dims_of
-from lab.checks.parameters.views import GAP, laid, raw, with_nan
-from lab.checks.properties.k05_guards import amid
-from lab.checks.ragged_inputs import PADDING, TILE, Parts, arguments_of
 from lab.checks.space import edge_lengths
 from lab.checks.trial import Trial
 from lab.references.truth import Rules, Truth
+from lab.workloads.inputs.expected import truth_of_requests
+from lab.workloads.inputs.guards import amid
+from lab.workloads.inputs.needles import draw_histories, needle_positions
+from lab.workloads.inputs.ragged import PADDING, TILE, Parts, arguments_of
+from lab.workloads.inputs.views import GAP, laid, raw, with_nan
 from lab.workloads.requests import PassLens
 
 # Of logits below zero: e of each, and e of the difference of both, are beyond float32's ends, e**-103 and e**88.7.

@@ -7,9 +7,9 @@ buffer is held to loops over requests, branches and tokens, the guard cells arou
 from collections.abc import Iterator
 
 from lab.checks.check import Check, Level, first_line
-from lab.checks.draft_lists import DraftLists, DraftListsCase, in_place
 from lab.checks.space import Space
 from lab.checks.trial import Trial
+from lab.workloads.inputs.draft_lists import DraftLists, DraftListsCase, in_place
 from lab.workloads.interfaces import Interface
 
 EDGES = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1025)

@@ -16,12 +16,9 @@ from torch import Tensor
 
 from lab.calls.problem import E4M3, NVFP4, AttentionCall
 from lab.checks.check import Check, Level, first_line
-from lab.checks.forward_pass import EnginePass, build_forward
 from lab.checks.parameters.covering import Constraint, Domain
-from lab.checks.properties.k05_guards import changed_bits, guarded, wrong_guards
 from lab.checks.refusals import Declined
 from lab.checks.space import Space
-from lab.checks.stored import fill
 from lab.checks.trial import CallForm, Result, Trial
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode
@@ -29,6 +26,9 @@ from lab.metadata.engine.kv_cache import KVLayout
 from lab.workloads.attention_case import Contents
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.geometries import geometry
+from lab.workloads.inputs.encoding import fill
+from lab.workloads.inputs.forward_pass import EnginePass, build_forward
+from lab.workloads.inputs.guards import changed_bits, guarded, wrong_guards
 from lab.workloads.interfaces import Interface
 from lab.workloads.pass_case import PASS_CONTENTS
 

@@ -13,13 +13,13 @@ from dataclasses import replace
 import torch
 
 from lab.calls.problem import E4M3
-from lab.checks.attention_inputs import AttentionInputs
 from lab.checks.check import Check, Level, counted, first_line, same
 from lab.checks.space import Space
-from lab.checks.trial import Trial, truth_of_call
+from lab.checks.trial import Trial
 from lab.references.quantization import E4M3_MAX
 from lab.references.truth import Truth
 from lab.workloads.attention_case import AttentionCase, Contents
+from lab.workloads.inputs.attention import AttentionInputs, truth_of_call
 from lab.workloads.interfaces import Interface
 
 

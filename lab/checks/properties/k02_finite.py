@@ -12,9 +12,10 @@ import torch
 
 from lab.checks.check import Check, Level, counted, first_line
 from lab.checks.space import Space
-from lab.checks.trial import Result, Trial, truth_of_call
+from lab.checks.trial import Result, Trial
 from lab.references.truth import Truth
 from lab.workloads.attention_case import AttentionCase, Contents
+from lab.workloads.inputs.attention import truth_of_call
 from lab.workloads.interfaces import Interface
 
 # Far above every random logit; an fp16 output underflows beyond.

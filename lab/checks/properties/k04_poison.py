@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 from lab.checks.check import Check, Level, counted, first_line, same
 from lab.checks.space import Space
-from lab.checks.trial import Result, Trial, truth_of_call
+from lab.checks.trial import Result, Trial
 from lab.workloads.attention_case import AttentionCase, Dead, TableTail
+from lab.workloads.inputs.attention import truth_of_call
 from lab.workloads.interfaces import Interface
 
 

@@ -4,20 +4,15 @@ A store one row too far lands in memory that no test looks at. Here output, LSE 
 and lengths between values that would show, and every input must be what it was.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lab.checks.attention_inputs import AttentionInputs, new_workspace
 from lab.checks.check import Check, covering, first_line, same
-from lab.checks.refusals import same_bits
-from lab.checks.trial import Trial, truth_of_call
-
-AROUND = 33  # elements before and after a part of a vector: it begins at no multiple of 16 bytes
-GUARD_BYTES = 4096
-GUARD_BYTE = 0xA5  # throughout: a number that no kernel computes
+from lab.checks.trial import Trial
+from lab.workloads.inputs.attention import AttentionInputs, new_workspace, truth_of_call
+from lab.workloads.inputs.guards import amid, changed_bits, guarded, wrong_guards
 
 
 def _judge(trial: Trial) -> None:
@@ -58,40 +53,8 @@ def _embedded(inputs: AttentionInputs) -> dict[str, Any]:
     return embedded
 
 
-def amid(vector: Tensor, value: float) -> Tensor:
-    """The vector as part of a larger one that holds `value` before and after it, at no multiple of 16 bytes."""
-    whole = torch.full((len(vector) + 2 * AROUND,), value, dtype=vector.dtype, device=vector.device)
-    part = whole[AROUND : AROUND + len(vector)]
-    part.copy_(vector)
-    return part
-
-
-def guarded(tensor: Tensor, at_byte: int = 0) -> tuple[Tensor, Tensor]:
-    """A copy of the tensor in the middle of guard bytes, so many bytes after a page, and all of these bytes, uint8."""
-    size = tensor.nbytes
-    room = size + 2 * GUARD_BYTES + at_byte
-    whole = torch.full((room,), GUARD_BYTE, dtype=torch.uint8, device=tensor.device)[at_byte:]
-    part = whole[GUARD_BYTES : GUARD_BYTES + size].view(tensor.dtype).view(tensor.shape)
-    part.copy_(tensor)
-    return part, whole
-
-
 def _unchanged(trial: Trial, what: str, whole: Tensor) -> None:
     trial.hold_nothing_wrong(f"around {what}", wrong_guards(what, whole))
-
-
-def wrong_guards(what: str, whole: Tensor) -> Iterator[str]:
-    """Yield a sentence for each side of a `guarded` tensor that was written to."""
-    for side, guard in (("before", whole[:GUARD_BYTES]), ("after", whole[-GUARD_BYTES:])):
-        if not bool((guard == GUARD_BYTE).all()):
-            yield f"it wrote {side} {what}"
-
-
-def changed_bits(tensors: dict[str, Tensor], before: dict[str, Tensor]) -> Iterator[str]:
-    """Yield a sentence for each tensor that differs from its earlier copy."""
-    for name, tensor in tensors.items():
-        if not same_bits(tensor, before[name]):
-            yield f"it changed its {name}"
 
 
 CHECK = Check("K5", "guards", first_line(__doc__), covering(6, 32, seed=7), _judge, adapt=same)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from lab.calls.workspace import SEMAPHORE_BYTES, counts_in_workspace, semaphores_and_scratch
-from lab.checks.attention_inputs import new_workspace
 from lab.checks.check import Check, covering, first_line, same
-from lab.checks.trial import Trial, truth_of_call
+from lab.checks.trial import Trial
 from lab.workloads.attention_case import AttentionCase
+from lab.workloads.inputs.attention import new_workspace, truth_of_call
 
 LEFT = 0x5A  # each byte of a workspace that is given up
 

@@ -11,9 +11,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lab.checks.attention_inputs import AttentionInputs
 from lab.checks.check import Check, covering, first_line, same
-from lab.checks.trial import Trial, truth_of_call
+from lab.checks.trial import Trial
+from lab.workloads.inputs.attention import AttentionInputs, truth_of_call
 
 SHARED_PAGES = 2
 

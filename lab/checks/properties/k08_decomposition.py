@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import torch
 
-from lab.checks.attention_inputs import AttentionInputs
 from lab.checks.check import Check, Level, counted, first_line
 from lab.checks.space import Space
-from lab.checks.trial import Result, Trial, truth_of_call
+from lab.checks.trial import Result, Trial
 from lab.references.errors import relative_l2
 from lab.workloads.attention_case import AttentionCase, Contents
+from lab.workloads.inputs.attention import AttentionInputs, truth_of_call
 from lab.workloads.interfaces import Interface
 
 

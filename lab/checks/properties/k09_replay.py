@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lab.checks.check import Check, Level, counted, first_line
-from lab.checks.ragged_inputs import TILE
 from lab.checks.refusals import Declined
 from lab.checks.replays import Form, MadeReplay, Replay, ReplayedBatch, paged_batch, ragged_batch, rewritten
 from lab.checks.space import Space
 from lab.checks.trial import CallForm, Trial
 from lab.workloads.attention_case import AttentionCase
+from lab.workloads.inputs.ragged import TILE
 from lab.workloads.interfaces import ATTENTION, Interface
 from lab.workloads.ragged_case import RaggedCase
 

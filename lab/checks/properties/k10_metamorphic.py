@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import NVFP4
-from lab.checks.attention_inputs import AttentionInputs
 from lab.checks.check import Check, Level, counted, first_line, same
 from lab.checks.space import Space
-from lab.checks.trial import Result, Trial, truth_of_call
+from lab.checks.trial import Result, Trial
 from lab.references.truth import Truth
 from lab.workloads.attention_case import AttentionCase
+from lab.workloads.inputs.attention import AttentionInputs, as_one_tensor, truth_of_call
 from lab.workloads.interfaces import Interface
 
 MOST_HEADS = 32
@@ -81,12 +81,6 @@ def _storage(trial: Trial, truth: Truth, base: Result) -> None:
         stacked = trial.build(stacked=True)
         trial.vary("V's page after each of K's", truth, stacked)
         trial.vary("kv_cache as one tensor", truth, stacked, kv_cache=as_one_tensor(stacked))
-
-
-def as_one_tensor(stacked: AttentionInputs) -> Tensor:
-    """[num_pages, 2, ...]: K and V of each page."""
-    sides = [pages.view(torch.uint8) for pages in (stacked.k_pages, stacked.v_pages)]
-    return torch.stack(sides, dim=1).view(stacked.k_pages.dtype)
 
 
 def _page_sizes(trial: Trial) -> tuple[int, ...]:

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from lab.calls.problem import E4M3
-from lab.checks.attention_inputs import AttentionInputs, running_sum
 from lab.checks.check import Check, Level, counted, first_line
 from lab.checks.draft_masks import hold_masks, unequal_sinks
-from lab.checks.late import truth_of_requests
 from lab.checks.space import Space
-from lab.checks.trial import Trial, rules_of, truth_of_call
+from lab.checks.trial import Trial
 from lab.workloads.attention_case import AttentionCase, Contents
+from lab.workloads.inputs.attention import AttentionInputs, rules_of, running_sum, truth_of_call
+from lab.workloads.inputs.expected import truth_of_requests
 from lab.workloads.interfaces import Interface
 
 FAR = 64.0  # times the logits of a row: exp2 of the difference is 0; an e4m3 query still holds it

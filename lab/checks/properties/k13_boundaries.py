@@ -8,8 +8,9 @@ from dataclasses import replace
 
 from lab.checks.check import Check, Level, counted, first_line
 from lab.checks.space import Space, edge_lengths
-from lab.checks.trial import Trial, truth_of_call
+from lab.checks.trial import Trial
 from lab.workloads.attention_case import AttentionCase, Contents
+from lab.workloads.inputs.attention import truth_of_call
 from lab.workloads.interfaces import Interface
 
 MOST_REQUESTS = 16

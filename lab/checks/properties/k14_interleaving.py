@@ -11,8 +11,9 @@ import torch
 
 from lab.checks.check import Check, covering, first_line, same
 from lab.checks.space import Space
-from lab.checks.trial import Trial, truth_of_call
+from lab.checks.trial import Trial
 from lab.workloads.attention_case import AttentionCase
+from lab.workloads.inputs.attention import truth_of_call
 from lab.workloads.interfaces import Interface
 
 LONGER, MORE_ROWS = 128, 64  # keys and rows of a request in a larger call: more splits and tiles

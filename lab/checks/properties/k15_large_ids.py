@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from lab.checks.check import Check, Level, counted, first_line
 from lab.checks.space import Space
-from lab.checks.trial import Trial, truth_of_call
+from lab.checks.trial import Trial
 from lab.workloads.attention_case import AttentionCase, Contents
+from lab.workloads.inputs.attention import truth_of_call
 from lab.workloads.interfaces import Interface
 
 SIGNED_ELEMENTS = 2**31

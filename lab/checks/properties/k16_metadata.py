@@ -13,12 +13,12 @@ import torch
 from lab import references
 from lab.checks.check import Check, Level, first_line
 from lab.checks.facts import facts_of_case
-from lab.checks.forward_pass import ForwardPass, build_forward
 from lab.checks.metadata_truth import wrong_eager_metadata, wrong_shard
 from lab.checks.properties.forward_modes import mode_cases
 from lab.checks.space import Space
 from lab.checks.trial import Result, Trial
 from lab.workloads.forward_case import ForwardCase
+from lab.workloads.inputs.forward_pass import ForwardPass, build_forward
 from lab.workloads.interfaces import Interface
 
 Q_LENS = {Level.SMOKE: (4,), Level.FULL: (1, 4, 7)}

@@ -16,11 +16,11 @@ from lab import references
 from lab.checks.check import Check, Level, first_line
 from lab.checks.facts import facts_of_case
 from lab.checks.metadata_truth import wrong_eager_mla_metadata
-from lab.checks.mla_pass import MLAPass, build_mla_pass
 from lab.checks.properties.mla_modes import mla_mode_cases
 from lab.checks.space import Space
 from lab.checks.trial import Result, Trial
 from lab.metadata.engine.forward_mode import ForwardMode
+from lab.workloads.inputs.mla_pass import MLAPass, build_mla_pass
 from lab.workloads.interfaces import Interface
 from lab.workloads.mla_case import MLACase
 

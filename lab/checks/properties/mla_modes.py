@@ -10,13 +10,13 @@ from typing import Any
 
 from lab.calls.problem import E4M3
 from lab.checks.check import Check, Level, first_line
-from lab.checks.mla_pass import build_mla_pass
 from lab.checks.properties.forward_modes import judge_pass, smoke_q_lens
 from lab.checks.space import Space
 from lab.checks.trial import Trial
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.lengths import DraftAttention
 from lab.workloads.attention_case import Contents
+from lab.workloads.inputs.mla_pass import build_mla_pass
 from lab.workloads.interfaces import Interface
 from lab.workloads.mla_case import MLACase
 

@@ -14,11 +14,8 @@ import torch
 from torch import Tensor
 
 from lab.calls.workspace import counts_in_workspace, semaphores_and_scratch
-from lab.checks.attention_inputs import new_workspace
 from lab.checks.check import Check, Level, counted, first_line
-from lab.checks.properties.k05_guards import changed_bits, guarded, wrong_guards
 from lab.checks.properties.k06_workspace import LEFT, hold_counters_zero, hold_left_alone
-from lab.checks.ragged_inputs import TILE, Parts, draw_ragged, padded, ragged_arguments, truth_of_ragged
 from lab.checks.space import Space
 from lab.checks.trial import Result, Trial, as_result
 from lab.metadata.engine.forward_mode import ForwardMode
@@ -27,6 +24,9 @@ from lab.metadata.mla.metadata import build_mla_prefill_metadata
 from lab.metadata.mla.prefix_chunks import plan_prefix_chunks, prepare_prefix_chunk
 from lab.metadata.mla.rows import merge_by_lse
 from lab.workloads.attention_case import Contents
+from lab.workloads.inputs.attention import new_workspace
+from lab.workloads.inputs.guards import changed_bits, guarded, wrong_guards
+from lab.workloads.inputs.ragged import TILE, Parts, draw_ragged, padded, ragged_arguments, truth_of_ragged
 from lab.workloads.interfaces import Interface
 from lab.workloads.pass_case import PASS_CONTENTS
 from lab.workloads.ragged_case import RaggedCase

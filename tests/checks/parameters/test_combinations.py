@@ -11,8 +11,8 @@ from lab.checks.expressions import read_expression
 from lab.checks.isolation import run_trial
 from lab.checks.parameters.metadata_axes import METADATA
 from lab.checks.parameters.subjects import SUBJECTS
-from lab.checks.properties.k05_guards import changed_bits
 from lab.checks.properties.k18_combinations import CHECK
+from lab.workloads.inputs.guards import changed_bits
 from lab.workloads.interfaces import ATTENTION
 from tests.checks.small import SMALL
 

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lab import references
-from lab.checks.forward_pass import ForwardPass, build_forward
 from lab.metadata import ForwardMode
 from lab.metadata.mha.calls import call_arguments
 from lab.metadata.mha.settings import CallSettings
 from lab.workloads.forward_case import ForwardCase
+from lab.workloads.inputs.forward_pass import ForwardPass, build_forward
 from tests.metadata.sglang.mha import BACKEND, NAMES, REAL, new_backend
 from tests.metadata.sglang.wheel import sglang_modules
 

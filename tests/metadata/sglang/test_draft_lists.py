@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lab.checks.draft_lists import DraftListsCase, assert_lists_right
+from lab.workloads.inputs.draft_lists import DraftListsCase, assert_lists_right
 from tests.devices import IN_INTERPRETER
 from tests.kernels.test_draft_decode_kv_indices import CASES, drawn_cases
 from tests.metadata.sglang.wheel import sglang_modules

@@ -11,11 +11,11 @@ pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install '.[
 
 from matplotlib.figure import Figure
 
-from lab.checks.forward_pass import ForwardPass, build_forward
 from lab.metadata import ForwardBatch, ForwardMode, KVPool, TRTLLMMHAMetadata, build_mha_metadata
 from lab.references.forward_metadata import forward_metadata
 from lab.reports.pictures.forward_modes import MOST_SLOTS, reading_figure, request_reads
 from lab.workloads import ForwardCase
+from lab.workloads.inputs.forward_pass import ForwardPass, build_forward
 from tests.reports.pictures.figures import assert_legible, words
 
 P = 4

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import E4M3, NVFP4
-from lab.checks.needles import leaning, needle_positions, plant
-from lab.checks.stored import E4M3_K_SCALE, E4M3_V_SCALE
 from lab.workloads.attention_case import AttentionCase, Contents
+from lab.workloads.inputs.encoding import E4M3_K_SCALE, E4M3_V_SCALE
+from lab.workloads.inputs.needles import leaning, needle_positions, plant
 
 # Of the sizes of values drawn from N(0, 1): sums of weights and values pass float16's 65,504, but for e4m3's own end at 448.
 _LOUD = {torch.bfloat16: 2.0**14, torch.float16: 2.0**13, E4M3: 100.0 * E4M3_V_SCALE}

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from lab.calls.problem import E4M3, NVFP4, NVFP4_BLOCK
 from lab.calls.workspace import SEMAPHORE_BYTES
-from lab.checks.contents import draw_contents
-from lab.checks.stored import E4M3_K_SCALE, E4M3_V_SCALE, POISON, as_stored, fill
 from lab.references.quantization import dequantize_nvfp4, interleave_v_scale_factors, quantize_nvfp4
+from lab.references.truth import Rules, Truth
 from lab.workloads.attention_case import AttentionCase, Dead, TableTail
+from lab.workloads.inputs.encoding import E4M3_K_SCALE, E4M3_V_SCALE, POISON, as_stored, fill
+from lab.workloads.inputs.expected import truth_of_requests
+from lab.workloads.inputs.values import draw_contents
 from lab.workloads.interfaces import Interface
 
 Quantised = tuple[Tensor, Tensor | None]  # a request's tokens as stored, and an NVFP4 cache's scale factors
@@ -180,6 +182,33 @@ def new_workspace(device: torch.device, of_engine: bool = False) -> Tensor:
         pages = mmap.mmap(-1, size + mmap.PAGESIZE, access=mmap.ACCESS_COPY)
         return torch.frombuffer(pages, dtype=torch.uint8, count=size)
     return torch.zeros(size, dtype=torch.uint8, device=device)
+
+
+def as_one_tensor(stacked: AttentionInputs) -> Tensor:
+    """[num_pages, 2, ...]: K and V of each page."""
+    sides = [pages.view(torch.uint8) for pages in (stacked.k_pages, stacked.v_pages)]
+    return torch.stack(sides, dim=1).view(stacked.k_pages.dtype)
+
+
+def rules_of(inputs: AttentionInputs, **changes: Any) -> Rules:
+    """Return the rules of the inputs' rows; `changes` are fields of `Rules`."""
+    case = inputs.case
+    given: dict[str, Any] = {
+        "bmm1_scale": inputs.bmm1_scale,
+        "bmm2_scale": inputs.bmm2_scale,
+        "arithmetic": case.dtype if case.arithmetic is None else case.arithmetic,
+        "out_dtype": torch.bfloat16 if case.is_mla else case.dtype,  # MLA's function has no other
+        "window_left": case.window_left,
+        "sinks": inputs.sinks,
+    }
+    return Rules(**(given | changes))
+
+
+def truth_of_call(inputs: AttentionInputs, **changes: Any) -> Truth:
+    """Return the truth of a call of these inputs; `changes` are fields of `Rules`."""
+    return truth_of_requests(
+        inputs.query, list(inputs.histories), list(inputs.case.q_lens), rules_of(inputs, **changes)
+    )
 
 
 def build_attention(case: AttentionCase, device: torch.device) -> AttentionInputs:

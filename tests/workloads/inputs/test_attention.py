@@ -12,9 +12,8 @@ from torch import Tensor
 from lab.calls.problem import E4M3, NVFP4
 from lab.calls.workspace import SEMAPHORE_BYTES
 from lab.checks import AttentionCase, Contents, Dead, Interface, Storage, TableTail
-from lab.checks.attention_inputs import AttentionInputs, build_attention, new_workspace
-from lab.checks.needles import needle_positions
-from lab.checks.trial import truth_of_call
+from lab.workloads.inputs.attention import AttentionInputs, build_attention, new_workspace, truth_of_call
+from lab.workloads.inputs.needles import needle_positions
 
 CPU = torch.device("cpu")
 CASE = AttentionCase(Interface.DECODE, (35, 0, 16, 100), (2, 2, 2, 2), group=2)

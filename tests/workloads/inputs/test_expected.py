@@ -5,10 +5,10 @@ import gc
 import pytest
 import torch
 
-from lab.checks.late import LateTruth, made, truth_of_requests
 from lab.integrity import ChangedBindingsError
 from lab.references import truth
 from lab.references.truth import Rules
+from lab.workloads.inputs.expected import LateTruth, made, truth_of_requests
 
 RULES = Rules(bmm1_scale=0.125, bmm2_scale=1.0, arithmetic=torch.bfloat16, out_dtype=torch.bfloat16)
 SHAPE = (3, 2, 24)

@@ -9,9 +9,6 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import E4M3, NVFP4
-from lab.checks.late import truth_of_requests
-from lab.checks.needles import draw_histories, needle_positions
-from lab.checks.stored import E4M3_K_SCALE, E4M3_V_SCALE, as_stored, fill
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.kv_cache import NVFP4KVCache, PagedKVCache, PagedLatentCache, ShardedLatentCache
@@ -23,6 +20,9 @@ from lab.references.quantization import dequantize_nvfp4, quantize_nvfp4, rounde
 from lab.references.truth import Rules, Truth
 from lab.workloads.attention_case import Contents
 from lab.workloads.forward_case import ForwardCase
+from lab.workloads.inputs.encoding import E4M3_K_SCALE, E4M3_V_SCALE, as_stored, fill
+from lab.workloads.inputs.expected import truth_of_requests
+from lab.workloads.inputs.needles import draw_histories, needle_positions
 from lab.workloads.pass_case import PassCase
 from lab.workloads.requests import History, admit, new_pool, num_pages
 

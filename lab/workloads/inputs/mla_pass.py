@@ -1,4 +1,4 @@
-"""An MLA case made concrete: the same as `lab.checks.forward_pass`, over latent entries."""
+"""An MLA case made concrete: the same as `lab.workloads.inputs.forward_pass`, over latent entries."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -8,10 +8,6 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import E4M3
-from lab.checks.forward_pass import EnginePass, admit_and_write, limits_of, new_poisonable_pool
-from lab.checks.late import truth_of_requests
-from lab.checks.needles import draw_histories
-from lab.checks.stored import E4M3_K_SCALE, as_stored
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.kv_cache import PagedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
@@ -25,6 +21,10 @@ from lab.metadata.mla.context_parallel import (
 from lab.metadata.mla.metadata import TRTLLMMLADecodeMetadata, build_mla_decode_metadata, replan_outgrown
 from lab.references.quantization import rounded
 from lab.references.truth import Rules, Truth
+from lab.workloads.inputs.encoding import E4M3_K_SCALE, as_stored
+from lab.workloads.inputs.expected import truth_of_requests
+from lab.workloads.inputs.forward_pass import EnginePass, admit_and_write, limits_of, new_poisonable_pool
+from lab.workloads.inputs.needles import draw_histories
 from lab.workloads.mla_case import MLACase
 from lab.workloads.requests import History
 

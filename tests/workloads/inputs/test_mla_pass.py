@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from lab.checks import MLACase
-from lab.checks.late import made
-from lab.checks.mla_pass import build_mla_pass
 from lab.metadata import ForwardMode
 from lab.references import truth
+from lab.workloads.inputs.expected import made
+from lab.workloads.inputs.mla_pass import build_mla_pass
 
 
 @pytest.mark.parametrize(("limit", "rows"), [(1, [1] * 6), (2 * 3 * 12, [2, 1, 3]), (2**26, [3, 3])])

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.checks.attention_inputs import new_workspace, running_sum
-from lab.checks.late import truth_of_requests
-from lab.checks.needles import draw_histories, needle_positions
 from lab.references.truth import Rules, Truth
 from lab.workloads.attention_case import Contents
+from lab.workloads.inputs.attention import new_workspace, running_sum
+from lab.workloads.inputs.expected import truth_of_requests
+from lab.workloads.inputs.needles import draw_histories, needle_positions
 from lab.workloads.ragged_case import RaggedCase
 
 TILE = 64  # keys or rows that kernels take at a time, where a length of one more or less shows

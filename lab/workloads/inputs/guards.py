@@ -1,0 +1,64 @@
+"""Memory around tensors that nobody may write, and comparisons bit for bit."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+AROUND = 33  # elements before and after a part of a vector: it begins at no multiple of 16 bytes
+GUARD_BYTES = 4096
+GUARD_BYTE = 0xA5  # throughout: a number that no kernel computes
+# The integers of an element's size, in bytes.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def amid(vector: Tensor, value: float) -> Tensor:
+    """The vector as part of a larger one that holds `value` before and after it, at no multiple of 16 bytes."""
+    whole = torch.full((len(vector) + 2 * AROUND,), value, dtype=vector.dtype, device=vector.device)
+    part = whole[AROUND : AROUND + len(vector)]
+    part.copy_(vector)
+    return part
+
+
+def guarded(tensor: Tensor, at_byte: int = 0) -> tuple[Tensor, Tensor]:
+    """A copy of the tensor in the middle of guard bytes, so many bytes after a page, and all of these bytes, uint8."""
+    size = tensor.nbytes
+    room = size + 2 * GUARD_BYTES + at_byte
+    whole = torch.full((room,), GUARD_BYTE, dtype=torch.uint8, device=tensor.device)[at_byte:]
+    part = whole[GUARD_BYTES : GUARD_BYTES + size].view(tensor.dtype).view(tensor.shape)
+    part.copy_(tensor)
+    return part, whole
+
+
+def wrong_guards(what: str, whole: Tensor) -> Iterator[str]:
+    """Yield a sentence for each side of a `guarded` tensor that was written to."""
+    for side, guard in (("before", whole[:GUARD_BYTES]), ("after", whole[-GUARD_BYTES:])):
+        if not bool((guard == GUARD_BYTE).all()):
+            yield f"it wrote {side} {what}"
+
+
+def changed_bits(tensors: dict[str, Tensor], before: dict[str, Tensor]) -> Iterator[str]:
+    """Yield a sentence for each tensor that differs from its earlier copy."""
+    for name, tensor in tensors.items():
+        if not same_bits(tensor, before[name]):
+            yield f"it changed its {name}"
+
+
+def as_integers(tensor: Tensor) -> Tensor:
+    """View a tensor as integers, which are equal where the bits of its elements are: NaN too, and 0.0 is not -0.0."""
+    return tensor.view(_INTEGERS[tensor.element_size()])
+
+
+def same_bits(tensor: Tensor, other: Tensor) -> bool:
+    """Tell whether two tensors have the same bits and shape, 8 bytes at a time if they allow it: a buffer may have millions."""
+    if tensor.element_size() != other.element_size():
+        return False
+    both = as_integers(tensor), as_integers(other)
+    if all(map(_has_words, both)):
+        both = both[0].view(-1).view(torch.int64), both[1].view(-1).view(torch.int64)
+    return tensor.shape == other.shape and torch.equal(*both)
+
+
+def _has_words(integers: Tensor) -> bool:
+    offset = integers.storage_offset() * integers.element_size()
+    return integers.is_contiguous() and integers.nbytes % 8 == 0 and offset % 8 == 0

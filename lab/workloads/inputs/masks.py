@@ -1,0 +1,58 @@
+"""Masks over draft tokens, and the words that XQA reads."""
+
+import torch
+from torch import Tensor
+
+from lab.calls.problem import MASK_BITS_PER_WORD, mask_words
+from lab.workloads.attention_case import AttentionCase
+
+
+def packed_mask(shown: Tensor) -> Tensor:
+    """XQA's words of bool [batch, q_len, q_len]: uint16 [batch, q_len, words], bit b of word w for draft token 16 w + b.
+
+    A last dimension larger than q_len has bits that mean nothing too.
+    """
+    batch, q_len, bits = shown.shape
+    words = torch.zeros(batch, q_len, mask_words(q_len), dtype=torch.int32)
+    for token in range(bits):
+        words[..., token // MASK_BITS_PER_WORD] |= shown[..., token].to(torch.int32) << (token % MASK_BITS_PER_WORD)
+    return words.to(torch.uint16)
+
+
+def draft_masks(case: AttentionCase) -> dict[str, Tensor]:
+    """Return masks by name, bool [batch, q_len, q_len] each."""
+    count, q_len = len(case.q_lens), case.q_lens[0]
+    causal = torch.ones(q_len, q_len, dtype=torch.bool).tril()
+    shapes = {"causal": causal, "full": torch.ones_like(causal), "tree": tree(q_len)}
+    masks = {f"{name} mask": shown.expand(count, -1, -1) for name, shown in shapes.items()}
+    masks["mask that differs by request"] = torch.stack(
+        [list(shapes.values())[request % len(shapes)] for request in range(count)]
+    )
+    return masks
+
+
+def strictly_causal(case: AttentionCase) -> Tensor:
+    """Return a mask by which no row sees itself, and the first row none of the draft, bool [batch, q_len, q_len]."""
+    count, q_len = len(case.q_lens), case.q_lens[0]
+    return torch.ones(count, q_len, q_len, dtype=torch.bool).tril(-1)
+
+
+def with_bits_after(packed: Tensor) -> Tensor:
+    """Return packed masks, uint16 [batch, q_len, words], with all bits set that mean nothing: those from q_len on."""
+    count, q_len, words = packed.shape
+    after = torch.arange(MASK_BITS_PER_WORD * words) >= q_len
+    bits = packed_mask(after.expand(count, q_len, -1))
+    return (packed.to(torch.int32) | bits.to(torch.int32)).to(torch.uint16)
+
+
+def tree(q_len: int) -> Tensor:
+    """bool [q_len, q_len]: each row sees itself and what a binary tree has above it."""
+    shown = torch.zeros(q_len, q_len, dtype=torch.bool)
+    for row in range(q_len):
+        token = row
+        while True:
+            shown[row, token] = True
+            if token == 0:
+                break
+            token = (token - 1) // 2
+    return shown
