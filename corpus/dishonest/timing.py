@@ -187,9 +187,13 @@ class NeverJoins(Portable):
 
 @dishonest("by the host's, between two waits|" + WRONG, needs_gpu=True)
 class EagerOnAnotherStream(Portable):
-    """Does the work of each eager call on another stream, which the events around it do not see: for the events clock."""
+    """Does the work of each eager call on another stream, which the events around it do not see: for the events clock.
+
+    The work is longer than the 150 µs by which that clock and the host's may differ.
+    """
 
     clock = "events"
+    scenario = "decode/llama-3.1-8b/64q1s4k"
 
     def call(self, honest: Call, arguments: dict[str, Any]) -> torch.Tensor:
         if is_capturing():

@@ -72,7 +72,7 @@ def stage(work: GpuWork, method: Method) -> Staged:
     launches = _count_launches(alone)
     if launches == 0:
         raise ValueError("the call launches nothing on the GPU: there is nothing to time")
-    flush = _Flush(REUSE_DISTANCE * _l2_bytes()) if method.l2 is L2.COLD_FLUSH else None
+    flush = None if method.l2 is L2.WARM else _Flush(REUSE_DISTANCE * _l2_bytes())
     if method.clock is Clock.EVENTS:
         return Staged(buffers, calls, calls[0], flush, 1, launches)
     if method.l2 is L2.COLD_FLUSH:

@@ -44,8 +44,10 @@ def test_the_exact_kernel_is_right_and_audited() -> None:
     assert {verdict.outcome for verdict in report.verdicts} == {Outcome.RIGHT}
 
 
-def compared(kernel: str, clock: str = "graph", samples: int = 10) -> "subprocess.CompletedProcess[str]":
-    words = ["ab", SCENARIO, "lab.kernels.portable", kernel, "--samples", str(samples), "--clock", clock]
+def compared(
+    kernel: str, clock: str = "graph", samples: int = 10, scenario: str = SCENARIO
+) -> "subprocess.CompletedProcess[str]":
+    words = ["ab", scenario, "lab.kernels.portable", kernel, "--samples", str(samples), "--clock", clock]
     return subprocess.run(
         [sys.executable, "-m", "lab", *words], capture_output=True, text=True, cwd=ROOT, check=False, timeout=300
     )
@@ -59,7 +61,8 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="times a ke
 @pytest.mark.parametrize("kernel", [*kernels(timing), *kernels(timing_again)], ids=lambda kernel: kernel.__name__)
 def test_a_time_is_not_to_be_bought(kernel: Any) -> None:
     """Each in a process of its own, which it may leave as it likes."""
-    done = compared(f"{type(kernel).__module__}:{kernel.__name__}", getattr(kernel, "clock", "graph"))
+    name, scenario = f"{type(kernel).__module__}:{kernel.__name__}", getattr(kernel, "scenario", SCENARIO)
+    done = compared(name, getattr(kernel, "clock", "graph"), scenario=scenario)
     assert done.returncode != ExitStatus.DONE
     assert re.search(kernel.refusal.said, done.stdout + done.stderr), done.stdout + done.stderr
 
